@@ -1,0 +1,114 @@
+# make            build epmoe/_C in place; with CUDA where there is nvcc (EPMOE_CUDA=0: without)
+# make demo       train a small Mixture-of-Experts language model over four ranks
+# make test       build, the C tests (quick), pytest; with GPUs also pytest on them; ARGS=... goes to pytest
+# make check      what test leaves out: formatting, the C tests in full, the models of the protocol
+# make tsan       the C tests under ThreadSanitizer
+# make models     the models of the protocol, with spin
+# make cuda       compile everything for sm_90a aside, with nvcc; changes nothing in place
+# make format     lay out the C and CUDA sources
+# make size       lines of every file
+# make clean      remove what was built
+#
+# PYTHON=... chooses the interpreter.  Otherwise it is .venv if that has what is needed; else a python3 that
+# has torch already, as it is (a GPU machine without a network); else a .venv made from requirements-dev.txt.
+
+.DEFAULT_GOAL := build
+.PHONY: build demo test check tsan models cuda format size clean python check-format c-tests FORCE
+
+NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
+HAS := import importlib.util as u, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(m) is None for m in sys.argv[1:]))
+ifndef PYTHON
+PYTHON := $(shell if .venv/bin/python -c '$(HAS)' $(NEEDED) 2>/dev/null; then echo .venv/bin/python; \
+    elif python3 -c '$(HAS)' torch 2>/dev/null; then echo python3; else echo .venv/bin/python; fi)
+endif
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+LIB := epmoe/_C.abi3.so
+SOURCES := $(shell find csrc -type f) setup.py
+STYLED := $(filter %.h %.c %.cuh %.cu,$(SOURCES))
+# A build with other settings than the last is another build.
+SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(shell command -v nvcc)
+
+build: $(LIB)
+	@$(PYTHON) -c 'import importlib.util as u, os; s = u.spec_from_file_location("_C", "$(LIB)"); \
+	    c = u.module_from_spec(s); s.loader.exec_module(c); \
+	    print("$(LIB):", os.path.getsize("$(LIB)") // 1024, "KiB,", "with CUDA" if c.HAS_CUDA else \
+	    "CPU ONLY: the CUDA backend was not compiled (no nvcc, or EPMOE_CUDA=0)")'
+
+$(LIB): $(SOURCES) build/settings | python
+	@echo "building $(LIB)"
+	@$(PYTHON) setup.py -q build_ext --inplace
+	@touch $(LIB)
+
+build/settings: FORCE
+	@mkdir -p build
+	@echo '$(SETTINGS)' | cmp -s - $@ || echo '$(SETTINGS)' > $@
+
+python:
+	@if [ "$(PYTHON)" = .venv/bin/python ] && ! .venv/bin/python -c '$(HAS)' $(NEEDED) 2>/dev/null; then \
+	    echo "installing requirements-dev.txt into .venv; this takes some minutes"; \
+	    python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "epmoe needs Python 3.11 or newer")' && \
+	    python3 -m venv .venv && .venv/bin/pip install -qq --disable-pip-version-check -r requirements-dev.txt; \
+	fi
+
+demo: build
+	$(PYTHON) examples/train_lm.py
+
+test: build
+	@code=0; if [ -f tests/c/run_c_tests.py ]; then $(PYTHON) tests/c/run_c_tests.py --quick || code=1; fi; \
+	for n in $$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n} if n else ()))'); do \
+	    echo "the same tests on $$n GPU(s)"; \
+	    $(PYTHON) -m torch.distributed.run --nproc-per-node $$n -m pytest $(ARGS) || code=1; \
+	done; \
+	$(PYTHON) -m pytest $(ARGS) && exit $$code
+
+# What could not be looked at must not pass for looked at: it is collected, and said at the end.
+check: | python
+	@mkdir -p build && rm -f build/not_checked && touch build/not_checked
+	@$(MAKE) -k --no-print-directory check-format build c-tests models
+	@if [ -s build/not_checked ]; then echo "check: passed, but NOT CHECKED:"; sed 's/^/  /' build/not_checked; \
+	    else echo "check: passed"; fi
+
+# The one beside the interpreter, else the machine's.  Another version of clang-format has other opinions.
+CLANG_FORMAT = $$(PATH=$(dir $(PYTHON)):$$PATH command -v clang-format)
+IS_STYLED_BY = [ -n "$(CLANG_FORMAT)" ] && $(CLANG_FORMAT) --version | grep -q 'version 19\.'
+
+check-format: | python
+	@if $(IS_STYLED_BY); then \
+	    bad=$$(for f in $(STYLED); do $(CLANG_FORMAT) --dry-run -Werror $$f 2>/dev/null || echo $$f; done); \
+	    if [ -n "$$bad" ]; then echo "format: wants \"make format\":" $$bad; exit 1; else echo "format: ok"; fi; \
+	else mkdir -p build && echo "format (no clang-format 19)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
+
+format: | python
+	@$(IS_STYLED_BY) || { echo "needed: clang-format 19"; exit 1; }
+	@$(CLANG_FORMAT) -i $(STYLED)
+
+c-tests: | python
+	@$(PYTHON) tests/c/run_c_tests.py
+
+tsan: | python
+	@$(PYTHON) tests/c/run_c_tests.py --only tsan
+
+models: | python
+	@command -v spin >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get install -y spin || { apt-get update && apt-get install -y spin; }; } >/dev/null 2>&1; } || true
+	@$(PYTHON) tests/models/run_models.py; code=$$?; \
+	if [ $$code = 77 ]; then \
+	    mkdir -p build && echo "models of the protocol (no spin)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; \
+	else exit $$code; fi
+
+cuda: | python
+	EPMOE_CUDA=1 EPMOE_CUDA_ARCH="-gencode arch=compute_90a,code=sm_90a" $(PYTHON) setup.py -q build_ext \
+	    --build-lib build/sm_90a --build-temp build/sm_90a/temp
+	@if grep -E 'bytes spill stores' build/sm_90a/temp/kernels.log | grep -v ' 0 bytes spill stores, 0 bytes spill loads'; \
+	    then echo "kernels spill registers: see build/sm_90a/temp/kernels.log"; fi
+
+size:
+	@find csrc epmoe tests -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.py' -o -name '*.pyi' \
+	    -o -name '*.pml' \) -exec wc -l {} + | sort -rn | awk '$$2 == "total" {next} \
+	    {split($$2, part, "/"); sum[part[1]] += $$1; printf "%6d  %s%s\n", $$1, $$2, ($$1 > 400 ? "  (over 400)" : "")} \
+	    END {print ""; for (p in sum) printf "%6d  %s\n", sum[p], p}'
+
+clean:
+	rm -rf build dist *.egg-info $(LIB) demo.png .pytest_cache .hypothesis
+	find epmoe tests examples -name __pycache__ -exec rm -rf {} +

@@ -1,0 +1,98 @@
+"""Build epmoe._C: gcc for the C sources, nvcc for the kernels when there is one.
+
+EPMOE_CUDA=auto|0|1   build the CUDA backend if nvcc is found (default), never, or fail without it
+EPMOE_CUDA_ARCH       -gencode arguments, default: sm_90a code, and compute_80 PTX for other GPUs
+CUDA_HOME, CC, CFLAGS as usual
+
+torch is not imported and not needed: the module reads tensors through DLPack's C exchange API and
+binds no symbol of torch, so one abi3 module serves every torch from 2.11 on, with and without CUDA.
+"""
+import os
+import shutil
+import subprocess
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+WARN = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Wformat-security -Werror".split()
+CFLAGS = ("-std=c11 -O2 -g1 -fPIC -fvisibility=hidden -ffp-contract=off -fstack-protector-strong -D_GNU_SOURCE "
+          "-DPy_LIMITED_API=0x030B0000").split()
+ARCH = "-gencode arch=compute_90a,code=sm_90a -gencode arch=compute_80,code=compute_80"
+NVCC = ("-std=c++17 -O3 -lineinfo -Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics "
+        "--expt-relaxed-constexpr -Xptxas=-warn-spills -Xptxas=-v").split()
+
+
+def find_nvcc():
+    wanted = os.environ.get("EPMOE_CUDA", "auto")
+    if wanted not in ("auto", "0", "1"):
+        raise SystemExit(f"EPMOE_CUDA={wanted}: must be auto, 0 or 1")
+    if wanted == "0":
+        return None
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which(str(Path(home, "bin", "nvcc"))) if home else shutil.which("nvcc")
+    nvcc = nvcc or shutil.which("/usr/local/cuda/bin/nvcc")
+    if nvcc is None and wanted == "1":
+        raise SystemExit("EPMOE_CUDA=1, but there is no nvcc (looked at CUDA_HOME and PATH)")
+    return nvcc
+
+
+def cuda_home(nvcc):
+    """The toolkit's folder, which nvcc itself knows best (it may be a wrapper on PATH)."""
+    out = subprocess.run([nvcc, "-dryrun", "-x", "cu", "-c", "/dev/null"], capture_output=True, text=True).stderr
+    for line in out.splitlines():
+        if "TOP=" in line:
+            return Path(line.split("TOP=")[1].strip()).resolve()
+    return Path(nvcc).resolve().parents[1]
+
+
+class Build(build_ext):
+    """Compile each source by itself, side by side; link with gcc."""
+
+    def build_extension(self, ext):
+        out = Path(self.get_ext_fullpath(ext.name)).resolve()
+        temp = Path(self.build_temp).resolve()
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temp.mkdir(parents=True, exist_ok=True)
+        cc = os.environ.get("CC", "gcc").split()
+        nvcc = find_nvcc()
+        flags = CFLAGS + WARN + ["-I" + str(ROOT / "csrc"), "-I" + sysconfig.get_paths()["include"]]
+        jobs, libs = [], ["-lpthread", "-ldl", "-lrt"]
+        sources = sorted((ROOT / "csrc").glob("*.c"))
+        if nvcc:
+            home = cuda_home(nvcc)
+            flags += ["-DEP_HAVE_CUDA", "-isystem", str(home / "include")]
+            lib = next(p for p in (home / "lib64", home / "lib", home / "targets/x86_64-linux/lib") if list(p.glob("libcudart_static.a")))
+            libs = [str(lib / "libcudart_static.a")] + libs
+            arch = os.environ.get("EPMOE_CUDA_ARCH", ARCH).split()
+            for cu in sorted((ROOT / "csrc/kernels").glob("*.cu")):
+                jobs.append([nvcc, *NVCC, *arch, "-I" + str(ROOT / "csrc"), "-c", str(cu), "-o", str(temp / (cu.name + ".o"))])
+        else:
+            sources = [c for c in sources if c.name != "cuda.c"]
+        for c in sources:
+            jobs.append([*cc, *flags, *os.environ.get("CFLAGS", "").split(), "-c", str(c), "-o", str(temp / (c.name + ".o"))])
+        workers = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
+        with ThreadPoolExecutor(workers) as pool:
+            logs = list(pool.map(self.compile, jobs))
+        (temp / "kernels.log").write_text("".join(logs))  # registers, shared memory and spills of every kernel
+        objects = [job[-1] for job in jobs]
+        link = [*cc, "-shared", "-o", str(out), *objects, *libs, "-Wl,--exclude-libs,ALL", "-Wl,-z,relro,-z,now",
+                *os.environ.get("LDFLAGS", "").split()]
+        self.compile(link)
+
+    def compile(self, command):
+        self.announce(" ".join(command), level=2)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"failed: {' '.join(command)}\n{done.stdout}{done.stderr}")
+        return done.stdout + done.stderr
+
+
+setup(
+    ext_modules=[Extension("epmoe._C", ["csrc/module.c"], py_limited_api=True)],
+    cmdclass={"build_ext": Build},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)
