@@ -1,0 +1,281 @@
+/* abi.h - what every rank agrees on: the shapes, the call header, and where things lie.
+ *
+ * Letters, here and everywhere: W ranks, E experts, L = E/W local experts, T tokens of this rank,
+ * K choices per token, H hidden, M rows received by this rank.
+ *
+ * Two walks give every offset there is, to host, kernels, Python and tests:
+ *   ep_comm_layout()   a communication buffer in the symmetric heap (the same on every rank)
+ *   ep_plan_layout()   the plan of one call, in memory of the caller (a tensor of int32)
+ * All byte offsets are 64-bit.  A slot is the position of a token among the distinct tokens that one
+ * rank sends to another: it names a row of staging memory, and it is the unit of token saving. */
+#ifndef EP_ABI_H
+#define EP_ABI_H
+#include "port.h"
+
+#define EP_ABI_VERSION 0x65700001u
+#define EP_MAX_RANKS 8u
+#define EP_MAX_TOPK 32u
+#define EP_MAX_EXPERTS 1024u
+#define EP_PLAN_BLOCKS 64u /* thread blocks of the plan kernel at most */
+#define EP_CHUNK_SLOTS 4u  /* slots behind one flag */
+#define EP_TILE_ROWS 128   /* rows of a grouped-GEMM tile */
+#define EP_LINE 128u       /* words of different writers stand on different lines */
+#define EP_FILL_NAN 0xffu  /* every dtype reads this byte pattern as NaN */
+
+/* Every way to fail: code, name of the exception, text.  Negative values are what host functions return. */
+#define EP_ERRORS(X)                                                          \
+    X(EP_EINVAL, -1, "ValueError", "wrong argument")                          \
+    X(EP_ETYPE, -2, "TypeError", "argument of the wrong type")                \
+    X(EP_ENOMEM, -3, "HeapExhausted", "out of memory")                        \
+    X(EP_EPEERDIED, -4, "PeerDied", "a peer died")                            \
+    X(EP_ETIMEOUT, -5, "EpTimeout", "a wait reached its limit")               \
+    X(EP_EMISMATCH, -6, "EpMismatch", "ranks disagree")                       \
+    X(EP_EOVERFLOW, -7, "EpOverflow", "more rows than there is capacity for") \
+    X(EP_EINDEX, -8, "EpIndexError", "expert index out of range")             \
+    X(EP_EPEER, -9, "PeerError", "a peer failed before the operation")        \
+    X(EP_ECLOSED, -10, "EpClosed", "used after close")                        \
+    X(EP_ESYS, -11, "EpError", "operating system error")                      \
+    X(EP_ECUDA, -12, "EpError", "CUDA error")                                 \
+    X(EP_ECORRUPT, -13, "EpError", "a peer's words make no sense")
+typedef enum {
+    EP_OK = 0,
+#define X(code, value, exception, text) code = value,
+    EP_ERRORS(X)
+#undef X
+} EpCode;
+
+typedef enum { EP_F32 = 0, EP_F16 = 1, EP_BF16 = 2 } EpDtype;
+typedef enum { EP_OP_PLAN = 1, EP_OP_DISPATCH = 2, EP_OP_COMBINE = 3, EP_OP_BARRIER = 4 } EpOpKind;
+/* LOCAL: pre-reduce at the expert's rank, then push one row per (token, rank).  SCATTER: push one row
+ * per choice.  GATHER: the token's owner pulls one row per choice. */
+typedef enum { EP_COMBINE_LOCAL = 0, EP_COMBINE_SCATTER = 1, EP_COMBINE_GATHER = 2 } EpCombineMode;
+
+typedef struct {
+    uint32_t num_ranks;    /* W */
+    uint32_t num_experts;  /* E, a multiple of W */
+    uint32_t num_topk;     /* K */
+    uint32_t max_tokens;   /* T at most, per rank */
+    uint32_t hidden;       /* H, in elements */
+    uint32_t dtype;        /* EpDtype */
+    uint32_t combine_mode; /* EpCombineMode */
+    uint32_t capacity;     /* M at most, per rank */
+} EpShape;
+
+/* What a rank tells every peer as it enters an operation.  Every X field must be the same on all ranks. */
+#define EP_HEADER_FIELDS(X) \
+    X(abi)                  \
+    X(op) X(dtype) X(hidden) X(num_topk) X(num_experts) X(max_tokens) X(combine_mode) X(capacity) X(has_weight) X(has_scalar) X(plan_idx)
+typedef struct {
+#define X(name) uint32_t name;
+    EP_HEADER_FIELDS(X)
+#undef X
+    int32_t status;      /* 0, or the EpCode with which this rank has already failed */
+    uint32_t num_tokens; /* T, may differ */
+    uint32_t pad[2];
+} EpHeader;
+#define EP_NUM_HEADER_FIELDS 12u
+
+/* Words that only their owner's workers touch; each on its own line. */
+typedef struct {
+    uint64_t epoch, faulted, claim, pad0[13];
+    uint64_t queue_send, pad1[15];
+    uint64_t queue_recv, pad2[15];
+    uint64_t num_left, num_copied, pad3[14];
+    uint64_t grid_arrived, pad4[15];
+} EpLocal;
+
+typedef struct {
+    uint64_t enter_off;   /* u64 [2][W] lines    bank = epoch % 2 */
+    uint64_t header_off;  /* EpHeader [2][W]     bank = epoch % 2 */
+    uint64_t counts_off;  /* u64 [W][E + W + 1]  see plan.h */
+    uint64_t flag_off;    /* u64 [W][num_chunks] */
+    uint64_t local_off;   /* EpLocal */
+    uint64_t scratch_off; /* u32 [EP_PLAN_BLOCKS][E + W + 1] partial counts of a plan, own use */
+    uint64_t stage_off;   /* staging rows; which form depends on the operation */
+    uint64_t num_bytes;
+    uint64_t row_bytes;       /* H elements */
+    uint64_t slot_stride;     /* row + trailer of dispatch and of LOCAL combine */
+    uint64_t choice_stride;   /* row + trailer of SCATTER and GATHER combine */
+    uint32_t num_chunks;      /* flags per source rank */
+    uint32_t num_count_cells; /* E + W + 1 */
+} EpCommLayout;
+
+/* Trailer of a slot in dispatch: i32 token, i32 row[K] (-1: not here), f32 weight[K].
+ * Trailer of a slot in LOCAL combine: f32 scalar[K].  Of a choice: f32 weight, f32 scalar. */
+
+/* The plan of one call: offsets in int32 elements. */
+enum {
+    EP_HEAD_STATUS = 0,     /* 0, or the agreed code with which the plan failed */
+    EP_HEAD_PLAN_IDX = 1,   /* low half of the epoch that made it */
+    EP_HEAD_NUM_ROWS = 2,   /* M */
+    EP_HEAD_NUM_TOKENS = 3, /* T */
+    EP_HEAD_NUM_TILES = 4,
+    EP_HEAD_NUM_SEND = 8,   /* [W] distinct tokens from me to rank */
+    EP_HEAD_NUM_RECV = 16,  /* [W] distinct tokens from rank to me */
+    EP_HEAD_RANK_ROWS = 24, /* [W] M of every rank */
+    EP_HEAD_WORDS = 32
+};
+typedef struct {
+    uint64_t counts_off;       /* [W][E] tokens that rank w sends to expert e */
+    uint64_t expert_row_off;   /* [L + 1] first row of each local expert; the last is M */
+    uint64_t token_expert_off; /* [T][K] expert of each choice, -1 dropped */
+    uint64_t token_row_off;    /* [T][K] row at the expert's rank, -1 dropped */
+    uint64_t token_slot_off;   /* [T][W] slot at the rank, -1 not sent there */
+    uint64_t sort_off;         /* [T * K] t * K + k by expert, token, choice; -1 behind them */
+    uint64_t send_token_off;   /* [W][T] token of each slot that I send */
+    uint64_t tile_expert_off;  /* [num_tiles] local expert of each tile */
+    uint64_t tile_row_off;     /* [num_tiles] first row of each tile */
+    uint64_t num_words;
+    uint32_t num_tokens;
+    uint32_t max_tiles;
+} EpPlanLayout;
+
+EP_PURE uint32_t ep_ceil_div_u32(uint32_t a, uint32_t b) { return a / b + (a % b != 0); }
+EP_PURE uint64_t ep_align_u64(uint64_t a, uint64_t to) { return (a + to - 1) / to * to; }
+EP_PURE uint32_t ep_num_local_experts(const EpShape *s) { return s->num_experts / s->num_ranks; }
+EP_PURE uint32_t ep_dtype_bytes(uint32_t dtype) { return dtype == EP_F32 ? 4u : 2u; }
+EP_PURE uint64_t ep_max_u64(uint64_t a, uint64_t b) { return a > b ? a : b; }
+
+EP_PURE uint64_t ep_take(uint64_t *cursor, uint64_t num_bytes, uint64_t alignment) {
+    uint64_t off = ep_align_u64(*cursor, alignment);
+    *cursor = off + num_bytes;
+    return off;
+}
+
+/* The one walk over a communication buffer. */
+EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
+    EpCommLayout l;
+    uint64_t at = 0, w = s->num_ranks, slots = w * s->max_tokens, stage;
+    l.row_bytes = (uint64_t)s->hidden * ep_dtype_bytes(s->dtype);
+    l.slot_stride = ep_align_u64(l.row_bytes + 4 + 8ull * s->num_topk, 16);
+    l.choice_stride = ep_align_u64(l.row_bytes + 8, 16);
+    l.num_chunks = ep_ceil_div_u32(s->max_tokens, EP_CHUNK_SLOTS);
+    l.num_count_cells = s->num_experts + s->num_ranks + 1;
+    l.enter_off = ep_take(&at, 2 * w * EP_LINE, EP_LINE);
+    l.header_off = ep_take(&at, 2 * w * sizeof(EpHeader), EP_LINE);
+    l.counts_off = ep_take(&at, 8 * w * l.num_count_cells, EP_LINE);
+    l.flag_off = ep_take(&at, 8 * w * l.num_chunks, EP_LINE);
+    l.local_off = ep_take(&at, sizeof(EpLocal), EP_LINE);
+    l.scratch_off = ep_take(&at, 4ull * EP_PLAN_BLOCKS * l.num_count_cells, EP_LINE);
+    stage = slots * l.slot_stride;
+    if (s->combine_mode == EP_COMBINE_SCATTER) stage = ep_max_u64(stage, (uint64_t)s->max_tokens * s->num_topk * l.choice_stride);
+    if (s->combine_mode == EP_COMBINE_GATHER) stage = ep_max_u64(stage, s->capacity * l.choice_stride);
+    l.stage_off = ep_take(&at, stage, EP_LINE);
+    l.num_bytes = ep_align_u64(at, EP_LINE);
+    return l;
+}
+
+/* The one walk over a plan. */
+EP_PURE EpPlanLayout ep_plan_layout(const EpShape *s, uint32_t num_tokens) {
+    EpPlanLayout l;
+    uint64_t at = EP_HEAD_WORDS, w = s->num_ranks, k = s->num_topk, t = num_tokens;
+    l.num_tokens = num_tokens;
+    l.max_tiles = s->capacity / EP_TILE_ROWS + ep_num_local_experts(s);
+    l.counts_off = ep_take(&at, w * s->num_experts, 4);
+    l.expert_row_off = ep_take(&at, ep_num_local_experts(s) + 1, 4);
+    l.token_expert_off = ep_take(&at, t * k, 4);
+    l.token_row_off = ep_take(&at, t * k, 4);
+    l.token_slot_off = ep_take(&at, t * w, 4);
+    l.sort_off = ep_take(&at, t * k, 4);
+    l.send_token_off = ep_take(&at, w * t, 4);
+    l.tile_expert_off = ep_take(&at, l.max_tiles, 4);
+    l.tile_row_off = ep_take(&at, l.max_tiles, 4);
+    l.num_words = ep_align_u64(at, 4);
+    return l;
+}
+
+/* The first fault of a communication buffer, in memory that the host reads. */
+typedef struct {
+    uint64_t state; /* 0 none, 1 written */
+    int32_t code;   /* EpCode */
+    uint32_t op;
+    uint32_t peer, word; /* EpWord */
+    uint32_t field, pad; /* header field, or 0 */
+    uint64_t epoch, want, got;
+} EpFaultRecord;
+typedef enum {
+    EP_WORD_NONE = 0,
+    EP_WORD_ENTER = 1,
+    EP_WORD_COUNTS = 2,
+    EP_WORD_FLAG = 3,
+    EP_WORD_SIGNAL = 4,
+    EP_WORD_HEADER = 5,
+    EP_WORD_INDEX = 6,
+    EP_WORD_ROWS = 7,
+    EP_WORD_TRAILER = 8,
+    EP_WORD_SCATTER = 9
+} EpWord;
+
+/* What a plan tells its host without a stream synchronisation. */
+typedef struct {
+    uint64_t ticket; /* the host's number of the call; written last */
+    uint32_t num_rows;
+    int32_t status; /* EpCode */
+} EpPlanResult;
+
+/* Host memory of one communication buffer that workers write and the host polls. */
+typedef struct {
+    uint64_t abort; /* non-zero tells every wait to leave; the host sets it, workers read it */
+    EpFaultRecord fault;
+    EpPlanResult plan;
+} EpHostWords;
+
+/* A rank's view of one communication buffer: everything a stage needs besides its tensors. */
+typedef struct {
+    EpShape shape;
+    EpCommLayout layout;
+    unsigned char *base[EP_MAX_RANKS]; /* of the buffer, in each rank's heap as mapped here */
+    uint32_t my_rank;
+    int32_t status; /* see EpHeader */
+    EpHostWords *host;
+    uint64_t timeout_ns;
+} EpComm;
+
+typedef struct {
+    EpComm comm;
+    EpPlanLayout layout;
+    const void *exp_indices;        /* [T][K] i32 or i64 */
+    const int32_t *scatter_indices; /* [T][K], or of all ranks one behind the other; or NULL */
+    int32_t *plan;
+    uint32_t num_tokens, index_bytes;
+    uint32_t num_scatter_tokens, pad;
+    uint64_t ticket; /* see EpPlanResult */
+} EpPlanParams;
+
+typedef struct {
+    EpComm comm;
+    EpPlanLayout layout;
+    const void *x;       /* [T][H] */
+    const float *weight; /* [T][K] or NULL */
+    const int32_t *plan;
+    int32_t *recv;     /* [W][max_tokens][1 + K] by source and slot: its token there, my row of each choice or -1 */
+    void *rows;        /* [num_rows][H] */
+    float *row_weight; /* [num_rows] or NULL */
+    uint32_t num_rows; /* rows that there is room for; those behind M become zero */
+    uint32_t has_weight;
+} EpDispatchParams;
+
+typedef struct {
+    EpComm comm;
+    EpPlanLayout layout;
+    const void *rows;        /* [num_rows][H] */
+    const float *row_weight; /* [num_rows] or NULL */
+    const float *row_scalar; /* [num_rows] or NULL: carried home beside the rows */
+    const int32_t *plan, *recv;
+    void *out;                                 /* [T][H] */
+    float *out_scalar;                         /* [T][K] or NULL */
+    uint32_t num_rows, has_weight, has_scalar; /* a tensor of no rows may have a null address: these tell */
+} EpCombineParams;
+
+#ifdef __cplusplus
+#define EP_STATIC_ASSERT static_assert
+#else
+#define EP_STATIC_ASSERT _Static_assert
+#endif
+EP_STATIC_ASSERT(sizeof(EpHeader) == 64, "a header is one line of 64 bytes");
+EP_STATIC_ASSERT(sizeof(EpLocal) == 5 * EP_LINE, "local words stand on lines of their own");
+EP_STATIC_ASSERT(EP_HEAD_NUM_RECV - EP_HEAD_NUM_SEND == EP_MAX_RANKS, "room for every rank");
+
+#define EP_AT(type, comm, rank, off) ((type *)((comm)->base[rank] + (off)))
+
+#endif /* EP_ABI_H */

@@ -1,0 +1,203 @@
+/* flags.h - how ranks meet, publish and wait.  No other file touches a cross-rank word.
+ *
+ * word        | writer        | reader  | release           | acquire           | it publishes                         | overwritten when
+ * ------------+---------------+---------+-------------------+-------------------+--------------------------------------+---------------------------
+ * enter[b][w] | rank w        | owner   | st.release.sys    | ld.acquire.sys >= | header[b][w]; w has left op e - 1,   | op e + 2, which w enters only
+ *   b = e % 2 |               |         |                   |                   | so w's staging and counts are free   | after the owner entered e + 1
+ * counts[w][] | rank w        | owner   | st.relaxed.sys    | ld.relaxed.sys    | nothing but itself: {epoch, count}   | next plan, after enter
+ * flag[w][c]  | rank w        | owner   | st.release.sys    | ld.acquire.sys == | slots of chunk c in staging memory   | op e + 1, after enter
+ * barrier     | is an operation without data: enter, and nothing else          |                                      |
+ * local.*     | owner's       | owner's | add.acq_rel.gpu   | the same add, and | reads and writes of all workers of   | the last worker out
+ *             | workers       | workers | (num_left)        | the stream's order| the operation                        |
+ * host->abort | host thread   | owner   | relaxed           | relaxed           | nothing but itself                   | never
+ *
+ * Epochs are 64-bit, live in the heap's own local words, advance by one an operation and are never reset.
+ * A rank is at most one operation ahead of a peer, because every operation begins by waiting for
+ * enter == its epoch from all.  Hence two banks of enter and header, one of everything else; and a
+ * flag can be compared for equality, for it cannot be overtaken.  Every rank enters every operation,
+ * also with no tokens.  Every wait ends: by its word, by the abort word, or at its deadline. */
+#ifndef EP_FLAGS_H
+#define EP_FLAGS_H
+#include "abi.h"
+
+typedef enum { EP_CMP_GE, EP_CMP_EQ, EP_CMP_EPOCH } EpCmp; /* EPOCH: the word's upper half equals */
+
+EP_FN EpLocal *ep_local(const EpComm *c) { return EP_AT(EpLocal, c, c->my_rank, c->layout.local_off); }
+EP_FN uint64_t *ep_enter_word(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint64_t epoch) {
+    return EP_AT(uint64_t, c, at_rank, c->layout.enter_off) +
+           ((epoch % (EP_FAULT(4) ? 1 : 2)) * c->shape.num_ranks + of_rank) * (EP_LINE / 8);
+}
+EP_FN EpHeader *ep_header(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint64_t epoch) {
+    return EP_AT(EpHeader, c, at_rank, c->layout.header_off) + (epoch % (EP_FAULT(4) ? 1 : 2)) * c->shape.num_ranks + of_rank;
+}
+EP_FN uint64_t *ep_flag(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t chunk) {
+    return EP_AT(uint64_t, c, at_rank, c->layout.flag_off) + (uint64_t)of_rank * c->layout.num_chunks + chunk;
+}
+EP_FN uint64_t *ep_count_cell(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t cell) {
+    return EP_AT(uint64_t, c, at_rank, c->layout.counts_off) + (uint64_t)of_rank * c->layout.num_count_cells + cell;
+}
+
+/* The epoch of the operation that begins, or 0 when this buffer is faulted: then the operation is
+ * nothing at all, until the host has raised the fault and cleared it. */
+EP_FN uint64_t ep_begin(const EpComm *c) {
+    const EpLocal *l = ep_local(c);
+    if (ep_ld_relaxed_gpu_u64(&l->faulted)) return 0;
+    return ep_ld_relaxed_gpu_u64(&l->epoch) + 1;
+}
+
+/* Record the first fault of an operation; later ones are consequences. */
+EP_FN void ep_fault(const EpComm *c, const EpFaultRecord *f) {
+    EpFaultRecord *to = &c->host->fault;
+    if (ep_swap_relaxed_gpu_u64(&ep_local(c)->claim, 1)) return;
+    if (c->status) return; /* this rank's host has raised already */
+    to->code = f->code, to->op = f->op, to->peer = f->peer, to->word = f->word, to->field = f->field;
+    to->epoch = f->epoch, to->want = f->want, to->got = f->got;
+    ep_st_release_sys_u64(&to->state, 1); /* publishes the record to the host */
+}
+
+/* True when another worker has met a fault, and there is no point in waiting. */
+EP_FN bool ep_must_leave(const EpComm *c) { return ep_ld_relaxed_gpu_u64(&ep_local(c)->claim) != 0; }
+
+/* Leave when the world is at its end.  On a GPU this reads host memory across PCIe, and hundreds of warps
+ * that do it in every poll slow down everything else (combine of 8192 x 7168, K 8, two H200, 2026-11-21:
+ * 7.8 ms): so a wait looks once a millisecond. */
+#define EP_LOOK_NS 1000000u
+EP_FN bool ep_world_ended(const EpComm *c) {
+    if (!ep_ld_relaxed_sys_u64(&c->host->abort)) return false;
+    ep_st_relaxed_gpu_u64(&ep_local(c)->claim, 1); /* no record: the world knows why */
+    return true;
+}
+
+/* Wait until *word compares with want.  One lane calls it.  False: leave the operation, in order. */
+EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want, const EpFaultRecord *what) {
+    uint64_t start = 0, looked = 0;
+    for (uint32_t polls = 0;; polls++) {
+        uint64_t got = ep_ld_acquire_sys_u64(word); /* what the word publishes is now readable */
+        if (cmp == EP_CMP_GE ? got >= want : cmp == EP_CMP_EQ ? got == want : got >> 32 == want) return true;
+        if (ep_time_to_look(polls)) {
+            uint64_t now = ep_now_ns();
+            if (ep_must_leave(c)) return false;
+            if (start == 0) start = looked = now;
+            if (now - looked > EP_LOOK_NS) {
+                looked = now;
+                if (ep_world_ended(c)) return false;
+            }
+            if (now - start > c->timeout_ns) {
+                EpFaultRecord f = *what;
+                f.code = EP_ETIMEOUT, f.want = want, f.got = got;
+                ep_fault(c, &f);
+                return false;
+            }
+        }
+        ep_pause(polls);
+    }
+}
+
+/* This rank's header of an operation; plan is NULL for the operations that have none. */
+EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan, uint32_t num_tokens) {
+    const EpShape *s = &c->shape;
+    EpHeader h = {EP_ABI_VERSION, op, s->dtype, s->hidden, s->num_topk, s->num_experts, s->max_tokens, s->combine_mode,
+                  s->capacity,    0,  0,        0,         c->status,   num_tokens,     {0, 0}};
+    if (plan) h.plan_idx = (uint32_t)plan[EP_HEAD_PLAN_IDX];
+    if (plan && !h.status) h.status = plan[EP_HEAD_STATUS];
+    return h;
+}
+
+/* Tell every peer that this rank has entered; one worker of the rank calls it. */
+EP_FN void ep_enter(const EpComm *c, const EpHeader *header, uint64_t epoch) {
+    ep_chaos(1);
+    EP_FOR_LANES(r, c->shape.num_ranks) {
+        EpHeader *to = ep_header(c, r, c->my_rank, epoch);
+        if (EP_FAULT(5)) ep_st_release_sys_u64(ep_enter_word(c, r, c->my_rank, epoch), epoch);
+        *to = *header;
+        ep_st_release_sys_u64(ep_enter_word(c, r, c->my_rank, epoch), epoch); /* publishes the header */
+    }
+}
+
+/* 1 + the first field in which two headers differ, or 0.  No early exit: the loads go out together. */
+EP_PURE uint32_t ep_header_diff(const EpHeader *a, const EpHeader *b) {
+    const uint32_t *x = &a->abi, *y = &b->abi;
+    uint32_t field = 0;
+    for (uint32_t i = EP_NUM_HEADER_FIELDS; i-- > 0;)
+        if (x[i] != y[i]) field = i + 1;
+    return field;
+}
+
+/* Wait for every peer and compare headers.  Every worker calls it before it touches a peer's memory;
+ * all lanes get the verdict, and all workers of all ranks get the same one, because they judge the
+ * same W headers.  False: the operation is void. */
+EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
+    const EpHeader *first = ep_header(c, c->my_rank, 0, epoch);
+    uint32_t stuck = 0, bad = c->shape.num_ranks;
+    EpFaultRecord f = {0, 0, op, 0, EP_WORD_ENTER, 0, 0, epoch, 0, 0};
+    ep_chaos(2);
+    EP_FOR_LANES(r, c->shape.num_ranks) {
+        f.peer = r;
+        if (!EP_FAULT(6) && !ep_wait_u64(c, ep_enter_word(c, c->my_rank, r, epoch), EP_CMP_GE, epoch, &f)) stuck = 1;
+    }
+    ep_warp_sync();
+    if (ep_warp_min_u32(stuck ? 0 : 1) == 0) return false;
+    EP_FOR_LANES(r, c->shape.num_ranks) {
+        const EpHeader *h = ep_header(c, c->my_rank, r, epoch);
+        if ((h->status || ep_header_diff(first, h)) && r < bad) bad = r;
+    }
+    bad = ep_warp_min_u32(bad);
+    if (bad == c->shape.num_ranks) return true;
+    if (ep_lane() == 0) {
+        const EpHeader *h = ep_header(c, c->my_rank, bad, epoch);
+        f.peer = bad, f.word = EP_WORD_HEADER;
+        if (h->status) {
+            f.code = EP_EPEER, f.got = (uint64_t)(int64_t)h->status;
+        } else {
+            f.code = EP_EMISMATCH, f.field = ep_header_diff(first, h);
+            if (f.field) f.want = (&first->abi)[f.field - 1], f.got = (&h->abi)[f.field - 1]; /* a peer may write while we read */
+        }
+        ep_fault(c, &f);
+    }
+    return false;
+}
+
+/* A chunk of slots stands in at_rank's staging memory.  Call after ep_warp_sync(), one lane. */
+EP_FN void ep_flag_publish(const EpComm *c, uint32_t at_rank, uint32_t chunk, uint64_t epoch) {
+    ep_chaos(3);
+    ep_st_release_sys_u64(ep_flag(c, at_rank, c->my_rank, chunk), epoch); /* publishes the chunk's slots */
+}
+/* All lanes call it; afterwards the chunk that of_rank sent here may be read by all lanes. */
+EP_FN bool ep_flag_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
+    EpFaultRecord f = {0, 0, op, of_rank, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
+    uint64_t ok = 1;
+    ep_chaos(4);
+    if (ep_lane() == 0 && !EP_FAULT(7))
+        ok = ep_wait_u64(c, ep_flag(c, c->my_rank, of_rank, chunk), EP_CMP_EQ, epoch, &f); /* the chunk is now readable */
+    return ep_warp_bcast_u64(ok) != 0;
+}
+
+/* All lanes call it.  True when a chunk is there already; then it may be read by all lanes. */
+EP_FN bool ep_flag_ready(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
+    uint64_t ok = 1;
+    if (ep_lane() == 0) ok = ep_ld_acquire_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)) == epoch; /* the chunk is now readable */
+    return ep_warp_bcast_u64(ok) != 0;
+}
+
+/* Leave the operation.  The last of num_workers makes the local words ready for the next one, and is
+ * told how the operation went, because it alone may now write where the others wrote. */
+typedef enum { EP_LEFT, EP_LEFT_LAST, EP_LEFT_LAST_FAILED } EpLeft;
+EP_FN EpLeft ep_leave(const EpComm *c, uint32_t num_workers, uint64_t epoch) {
+    EpLocal *l = ep_local(c);
+    ep_chaos(5);
+    /* acq_rel: the last worker's resets come after everything that any worker did. */
+    if (ep_add_acq_rel_gpu_u64(&l->num_left, 1) + 1 != (EP_FAULT(8) ? 1 : num_workers)) return EP_LEFT;
+    bool failed = ep_ld_relaxed_gpu_u64(&l->claim) != 0;
+    ep_st_relaxed_gpu_u64(&l->num_left, 0);
+    if (epoch == 0) return EP_LEFT_LAST_FAILED;
+    if (failed && !c->status) ep_st_relaxed_gpu_u64(&l->faulted, 1);
+    ep_st_relaxed_gpu_u64(&l->claim, 0);
+    ep_st_relaxed_gpu_u64(&l->queue_send, 0);
+    ep_st_relaxed_gpu_u64(&l->queue_recv, 0);
+    ep_st_relaxed_gpu_u64(&l->num_copied, 0);
+    ep_st_relaxed_gpu_u64(&l->grid_arrived, 0);
+    ep_st_relaxed_gpu_u64(&l->epoch, epoch);
+    return failed ? EP_LEFT_LAST_FAILED : EP_LEFT_LAST;
+}
+
+#endif /* EP_FLAGS_H */

@@ -1,0 +1,48 @@
+/* plan.h - from counts to rows and tiles: pure arithmetic, the same on both backends.
+ *
+ * Every rank tells every peer one line of cells {tag of the epoch:32 | value:32}:
+ *   cell e < E       choices that it routes to expert e
+ *   cell E + r       distinct tokens that it sends to rank r
+ *   cell E + W       what it found wrong: 0, EP_BAD_SCATTER, or 1 + the lowest position t * K + k of a bad index
+ * Rows of a rank are grouped by local expert, inside an expert by source rank, then token, then
+ * choice.  So where source w's first row for expert e lies follows from the counts alone, and no rank
+ * asks another for a place.  A cell is a peer's number: it is clamped before it becomes an offset. */
+#ifndef EP_PLAN_H
+#define EP_PLAN_H
+#include "abi.h"
+
+#define EP_BAD_SCATTER 0xffffffffu /* full_scatter_indices of the wrong length */
+
+/* The half of a cell that says which plan it belongs to; never 0, which a fresh heap holds. */
+EP_PURE uint32_t ep_cell_tag(uint64_t epoch) { return (uint32_t)(epoch % 0xffffffffu) + 1; }
+EP_PURE uint64_t ep_cell(uint64_t epoch, uint32_t value) { return (uint64_t)ep_cell_tag(epoch) << 32 | value; }
+
+/* A peer can route at most T * K choices to one expert; a larger number is not believed. */
+EP_PURE uint32_t ep_clamp_count(const EpShape *s, uint32_t cell, uint32_t value) {
+    uint32_t most = cell < s->num_experts ? s->max_tokens * s->num_topk : s->max_tokens;
+    if (cell == s->num_experts + s->num_ranks) return value;
+    return value < most ? value : most;
+}
+
+/* Choices that all ranks route to expert e; counts is [W][E]. */
+EP_PURE uint32_t ep_expert_rows(const EpShape *s, const int32_t *counts, uint32_t e) {
+    uint32_t n = 0;
+    for (uint32_t w = 0; w < s->num_ranks; w++) n += (uint32_t)counts[(uint64_t)w * s->num_experts + e];
+    return n;
+}
+
+/* Of expert e's rows, those of source ranks before w. */
+EP_PURE uint32_t ep_rows_before_rank(const EpShape *s, const int32_t *counts, uint32_t e, uint32_t w) {
+    uint32_t n = 0;
+    for (uint32_t v = 0; v < w; v++) n += (uint32_t)counts[(uint64_t)v * s->num_experts + e];
+    return n;
+}
+
+/* An index as the caller wrote it: an expert, -1 for a dropped choice (-1 or E), or -2 for nonsense. */
+EP_PURE int32_t ep_read_expert(const void *exp_indices, uint32_t index_bytes, uint64_t i, uint32_t num_experts) {
+    int64_t v = index_bytes == 8 ? ((const int64_t *)exp_indices)[i] : ((const int32_t *)exp_indices)[i];
+    if (v == -1 || v == (int64_t)num_experts) return -1;
+    return v < 0 || v > (int64_t)num_experts ? -2 : (int32_t)v;
+}
+
+#endif /* EP_PLAN_H */

@@ -1,0 +1,131 @@
+/* port.h - the only file that asks which compiler is reading it.
+ *
+ * The protocol compiles as C11, where a worker is one CPU thread (a warp of one lane), and as CUDA C,
+ * where a worker is a warp of 32 lanes.  Exported:
+ *   EP_FN, EP_PURE             qualifiers: device code; arithmetic for host and device
+ *   EP_LANES, EP_FOR_LANES     lanes of a worker; i = lane, lane + EP_LANES, ... < n
+ *   ep_warp_sync / _min_u32 / _bcast_u64
+ *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol, and no others
+ *   ep_now_ns, ep_pause, ep_time_to_look   the clock of deadlines; what to do between two polls
+ *   EP_FAULT(n), ep_chaos      seeded faults and delays: constant 0 and nothing outside the tests
+ *
+ * `gpu` scope never touches a peer's heap; `sys` does.  On the CPU the scopes are the same. */
+#ifndef EP_PORT_H
+#define EP_PORT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifndef EP_FAULT_IDX
+#define EP_FAULT_IDX 0
+#endif
+#define EP_FAULT(n) (EP_FAULT_IDX == (n))
+
+#if defined(__CUDACC__)
+
+#define EP_FN static __device__ __forceinline__
+#define EP_PURE static __host__ __device__ __forceinline__
+#define EP_LANES 32u
+
+EP_FN uint32_t ep_lane(void) { return threadIdx.x % 32u; }
+EP_FN void ep_warp_sync(void) { __syncwarp(); }
+EP_FN uint32_t ep_warp_min_u32(uint32_t x) { return __reduce_min_sync(0xffffffffu, x); }
+EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) { return __shfl_sync(0xffffffffu, (unsigned long long)x, 0); }
+
+#define EP_LD(name, ptx)                                              \
+    EP_FN uint64_t name(const uint64_t *p) {                          \
+        uint64_t v;                                                   \
+        asm volatile(ptx " %0, [%1];" : "=l"(v) : "l"(p) : "memory"); \
+        return v;                                                     \
+    }
+#define EP_ST(name, ptx) \
+    EP_FN void name(uint64_t *p, uint64_t v) { asm volatile(ptx " [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+#define EP_RMW(name, ptx)                                                         \
+    EP_FN uint64_t name(uint64_t *p, uint64_t v) {                                \
+        uint64_t o;                                                               \
+        asm volatile(ptx " %0, [%1], %2;" : "=l"(o) : "l"(p), "l"(v) : "memory"); \
+        return o;                                                                 \
+    }
+EP_LD(ep_ld_acquire_sys_u64, "ld.acquire.sys.u64")
+EP_LD(ep_ld_relaxed_sys_u64, "ld.relaxed.sys.u64")
+EP_LD(ep_ld_relaxed_gpu_u64, "ld.relaxed.gpu.u64")
+EP_LD(ep_ld_acquire_gpu_u64, "ld.acquire.gpu.u64")
+EP_ST(ep_st_release_sys_u64, "st.release.sys.u64")
+EP_ST(ep_st_relaxed_sys_u64, "st.relaxed.sys.u64")
+EP_ST(ep_st_relaxed_gpu_u64, "st.relaxed.gpu.u64")
+EP_RMW(ep_add_release_sys_u64, "atom.release.sys.add.u64")
+EP_RMW(ep_add_acq_rel_gpu_u64, "atom.acq_rel.gpu.add.u64")
+EP_RMW(ep_add_relaxed_gpu_u64, "atom.relaxed.gpu.add.u64")
+EP_RMW(ep_swap_relaxed_gpu_u64, "atom.relaxed.gpu.exch.b64")
+
+EP_FN uint64_t ep_now_ns(void) {
+    uint64_t t;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t)::"memory");
+    return t;
+}
+EP_FN void ep_pause(uint32_t polls) {
+    if (polls > 64) __nanosleep(40);
+}
+/* When a wait looks at the clock and at what may end it: polls are quick here. */
+EP_FN bool ep_time_to_look(uint32_t polls) { return polls % 256 == 255; }
+EP_FN void ep_chaos(uint32_t) {}
+
+#else /* C11; C++17 too, so that a C++ compiler can check the headers */
+
+#include <sched.h>
+#include <stdbool.h>
+#include <time.h>
+
+#define EP_FN static inline
+#define EP_PURE static inline
+#define EP_LANES 1u
+
+EP_FN uint32_t ep_lane(void) { return 0; }
+EP_FN void ep_warp_sync(void) {}
+EP_FN uint32_t ep_warp_min_u32(uint32_t x) { return x; }
+EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) { return x; }
+
+EP_FN uint64_t ep_ld_acquire_sys_u64(const uint64_t *p) { return __atomic_load_n(p, EP_FAULT(1) ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE); }
+EP_FN uint64_t ep_ld_relaxed_sys_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+EP_FN uint64_t ep_ld_relaxed_gpu_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+EP_FN uint64_t ep_ld_acquire_gpu_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+EP_FN void ep_st_release_sys_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, EP_FAULT(2) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE); }
+EP_FN void ep_st_relaxed_sys_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+EP_FN void ep_st_relaxed_gpu_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+EP_FN uint64_t ep_add_release_sys_u64(uint64_t *p, uint64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
+EP_FN uint64_t ep_add_acq_rel_gpu_u64(uint64_t *p, uint64_t v) {
+    return __atomic_fetch_add(p, v, EP_FAULT(3) ? __ATOMIC_RELAXED : __ATOMIC_ACQ_REL);
+}
+EP_FN uint64_t ep_add_relaxed_gpu_u64(uint64_t *p, uint64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+EP_FN uint64_t ep_swap_relaxed_gpu_u64(uint64_t *p, uint64_t v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); }
+
+EP_FN uint64_t ep_now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+/* Ranks often share cores: after a short spin give the core away, after a long one sleep. */
+EP_FN void ep_pause(uint32_t polls) {
+    struct timespec nap = {0, 20000};
+    if (polls > 4000) nanosleep(&nap, NULL);
+    else if (polls > 32) sched_yield();
+}
+
+/* Once polls sleep, each may take long on a busy machine, so each is followed by a look. */
+EP_FN bool ep_time_to_look(uint32_t polls) { return polls % 64 == 63 || polls > 4000; }
+
+#ifdef EP_CHAOS /* tests link a function that sleeps a random while at a protocol point */
+#ifdef __cplusplus
+extern "C"
+#endif
+    void
+    ep_chaos(uint32_t point);
+#else
+EP_FN void ep_chaos(uint32_t point) { (void)point; }
+#endif
+
+#endif
+
+#define EP_FOR_LANES(i, n) for (uint32_t i = ep_lane(); i < (n); i += EP_LANES)
+
+#endif /* EP_PORT_H */
