@@ -1,0 +1,61 @@
+/* backend.h - what a backend promises.  heap.c and layer.c know no more of CPU or CUDA than this table.
+ *
+ * Work goes to a stream; on the CPU it has finished when the function returns.  Functions return 0 or
+ * a code with its text set. */
+#ifndef EP_BACKEND_H
+#define EP_BACKEND_H
+#include "epmoe.h"
+
+/* What one rank sends another so that it can map its heap; a descriptor may go beside it. */
+typedef struct {
+    uint64_t num_bytes, address;
+    unsigned char device_id[16]; /* CUDA: the UUID, so that two ranks on one GPU are seen */
+    unsigned char handle[64];
+    int32_t runtime_version, driver_version;
+} EpHeapCard;
+
+typedef struct {
+    const char *name;
+    /* A block of num_bytes on the device, and the card (and descriptor, or -1) that lets peers map it. */
+    int (*heap_open)(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd);
+    void (*heap_close)(int device, void *memory, uint64_t num_bytes);
+    /* A peer's block, from its card; fd is closed in any case. */
+    int (*heap_import)(int device, const EpHeapCard *mine, const EpHeapCard *card, int fd, void **memory);
+    void (*heap_unimport)(int device, void *memory, uint64_t num_bytes);
+    /* Host memory that workers read and write. */
+    int (*host_alloc)(int device, uint64_t num_bytes, void **memory);
+    void (*host_free)(int device, void *memory, uint64_t num_bytes);
+    int (*copy)(int device, void *dst, const void *src, uint64_t num_bytes, void *stream);
+    int (*zero)(int device, void *dst, uint64_t num_bytes, void *stream);
+    int (*sync)(int device, void *stream, EpWorld *world); /* leaves when the world ends */
+    /* What is on `after` from now on comes behind what is on `before` so far. */
+    int (*order)(int device, void *before, void *after);
+    int (*plan)(int device, const EpPlanParams *p, void *stream);
+    int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
+    int (*combine)(int device, const EpCombineParams *p, uint32_t num_sm, void *stream);
+    int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
+    int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
+    int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
+    int (*preload)(int device); /* load every kernel before the first wait */
+} EpBackend;
+
+extern const EpBackend ep_cpu_backend;
+extern const EpBackend ep_cuda_backend; /* only where built with CUDA */
+/* The backend of a kind, or NULL with the text set. */
+const EpBackend *ep_backend(EpBackendKind kind);
+
+/* A communication buffer: a region of the heap, host words, and a place under the watchdog. */
+typedef struct {
+    EpComm comm;
+    uint64_t off;
+    void *last_stream;
+    bool has_stream;
+} EpCommBuffer;
+int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b); /* collective */
+void ep_comm_close(EpHeap *heap, EpCommBuffer *b);                     /* local */
+/* Before an operation: 0, or the error that the world or an earlier operation of this buffer has met. */
+int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
+const EpBackend *ep_heap_backend(const EpHeap *heap);
+EpWorld *ep_heap_world(const EpHeap *heap);
+
+#endif /* EP_BACKEND_H */

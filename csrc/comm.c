@@ -1,0 +1,113 @@
+/* comm.c - communication buffers: opening one in a heap, and turning what it met into an error. */
+#include <string.h>
+
+#include "backend.h"
+#include "error.h"
+#include "protocol/flags.h"
+#include "world.h"
+
+int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
+    EpWorld *world = ep_heap_world(heap);
+    const EpBackend *backend = ep_heap_backend(heap);
+    void *host = NULL, *address;
+    memset(b, 0, sizeof *b);
+    EpCommLayout layout = ep_comm_layout(shape);
+    EP_TRY(ep_heap_alloc(heap, layout.num_bytes, EP_LINE, 0, &b->off));
+    EP_TRY(backend->host_alloc(ep_heap_device(heap), sizeof(EpHostWords), &host));
+    memset(host, 0, sizeof(EpHostWords));
+    b->comm.shape = *shape, b->comm.layout = layout, b->comm.my_rank = ep_world_rank(world);
+    b->comm.host = (EpHostWords *)host;
+    b->comm.timeout_ns = ep_world_timeout_ns(world);
+    for (uint32_t r = 0; r < shape->num_ranks; r++) {
+        ep_heap_translate(heap, b->off, r, &address);
+        b->comm.base[r] = (unsigned char *)address;
+    }
+    int code = ep_world_watch(world, b->comm.host);
+    if (code) {
+        backend->host_free(ep_heap_device(heap), host, sizeof(EpHostWords));
+        b->comm.host = NULL;
+        ep_heap_free(heap, b->off); /* as many buffers on every rank, so all come here */
+        return ep_error(code, "a world holds too many communication buffers");
+    }
+    return code;
+}
+
+void ep_comm_close(EpHeap *heap, EpCommBuffer *b) {
+    if (!b->comm.host) return;
+    ep_world_unwatch(ep_heap_world(heap), b->comm.host);
+    ep_heap_backend(heap)->host_free(ep_heap_device(heap), b->comm.host, sizeof(EpHostWords));
+    b->comm.host = NULL;
+}
+
+static const char *op_name(uint32_t op) {
+    static const char *const names[] = {"wait", "plan", "dispatch", "combine", "barrier"};
+    return names[op <= EP_OP_BARRIER ? op : 0];
+}
+static const char *word_name(uint32_t word) {
+    static const char *const names[] = {"", "enter", "counts", "flag", "signal", "header", "index", "rows", "trailer", "scatter"};
+    return names[word <= EP_WORD_SCATTER ? word : 0];
+}
+static const char *field_name(uint32_t field) {
+    static const char *const names[] = {"",
+#define X(name) #name,
+                                        EP_HEADER_FIELDS(X)
+#undef X
+    };
+    return names[field <= EP_NUM_HEADER_FIELDS ? field : 0];
+}
+
+/* A fault record as an error of this thread. */
+static int fault_error(const EpFaultRecord *f, const EpShape *s) {
+    unsigned long long want = f->want, got = f->got;
+    switch (f->code) {
+    case EP_EPEER:
+        return ep_error(EP_EPEER, "rank %u failed before its %s: %s", f->peer, op_name(f->op), ep_error_name((int)(int64_t)f->got));
+    case EP_EMISMATCH:
+        if (f->field == 2) /* the order of calls differs */
+            return ep_error(EP_EMISMATCH, "ranks disagree in op: rank %u is in %s, rank 0 in %s", f->peer, op_name((uint32_t)got),
+                            op_name((uint32_t)want));
+        return ep_error(EP_EMISMATCH, "ranks disagree in %s: rank %u has %llu, rank 0 has %llu (in %s)", field_name(f->field), f->peer, got,
+                        want, op_name(f->op));
+    case EP_EINDEX:
+        return ep_error(EP_EINDEX, "rank %u: expert index of token %llu, choice %llu is outside [-1, %llu]", f->peer,
+                        got / (s->num_topk ? s->num_topk : 1), got % (s->num_topk ? s->num_topk : 1), want);
+    case EP_EOVERFLOW: return ep_error(EP_EOVERFLOW, "rank %u would receive %llu rows; its capacity is %llu", f->peer, got, want);
+    case EP_EINVAL:
+        return ep_error(EP_EINVAL,
+                        "rank %u: full_scatter_indices must have the rows of this rank or of all ranks, and point at rows that exist",
+                        f->peer);
+    case EP_ETIMEOUT:
+        return ep_error(EP_ETIMEOUT, "%s waited in vain for rank %u (word %s, epoch %llu): wanted %llu, saw %llu", op_name(f->op), f->peer,
+                        word_name(f->word), (unsigned long long)f->epoch, want, got);
+    default: return ep_error(f->code, "%s: %s from rank %u", op_name(f->op), word_name(f->word), f->peer);
+    }
+}
+
+int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
+    EpWorld *world = ep_heap_world(heap);
+    EpFaultRecord *f = &b->comm.host->fault;
+    if (ep_world_is_forked(world)) return ep_world_check(world);
+    if (ep_ld_acquire_sys_u64(&f->state)) { /* the record is now readable */
+        int code = fault_error(f, &b->comm.shape);
+        if (code == EP_ETIMEOUT || code == EP_ECORRUPT) { /* who is stuck cannot be brought back into step */
+            char text[256];
+            memcpy(text, ep_error_text(), sizeof text);
+            text[sizeof text - 1] = 0;
+            ep_world_abort(world, code, f->peer, text);
+            return ep_error(code, "%s", text);
+        }
+        /* The operation was void on all ranks, and those behind it were nothing: go on after this. */
+        ep_st_relaxed_sys_u64(&f->state, 0);
+        EpLocal *l = ep_local(&b->comm);
+        const EpBackend *backend = ep_heap_backend(heap);
+        int zeroed = backend->zero(ep_heap_device(heap), &l->faulted, sizeof l->faulted, stream);
+        if (zeroed) return zeroed;
+        if (f->word == EP_WORD_SCATTER && f->want == 1) { /* only this rank knows: the others are on their way to dispatch */
+            EpComm comm = b->comm;
+            comm.status = code;
+            backend->enter(ep_heap_device(heap), &comm, EP_OP_DISPATCH, stream);
+        }
+        return fault_error(f, &b->comm.shape);
+    }
+    return ep_world_check(world);
+}

@@ -1,0 +1,25 @@
+/* error.c - the text of the thread's last error, and the names of the exceptions. */
+#include "error.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+static _Thread_local char text[512];
+
+int ep_error(int code, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return code;
+}
+
+const char *ep_error_text(void) { return text; }
+
+const char *ep_error_name(int code) {
+#define X(name, value, exception, what) \
+    if (code == name) return exception;
+    EP_ERRORS(X)
+#undef X
+    return "EpError";
+}

@@ -1,0 +1,418 @@
+/* heap.c - a symmetric heap: one block per rank, one allocator that runs the same on all of them.
+ *
+ * An offset means the same thing on every rank, so translating an address to a peer is: minus my base,
+ * plus the peer's.  Every allocation is compared across ranks before it is believed.  The heap is
+ * counted: tensors over it hold it, and the last one out unmaps it, without asking any peer. */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "backend.h"
+#include "error.h"
+#include "protocol/flags.h"
+#include "world.h"
+
+#define MAX_BLOCKS 1024u
+#define HEAP_ALIGN 256u /* of every block; larger alignments are cut from within */
+
+typedef struct {
+    uint64_t off, num_bytes;
+    bool used;
+} Block;
+
+/* A rank's memory.  Ranks that are threads reach each other's by the same addresses, so it is counted:
+ * the last heap over it gives it back. */
+typedef struct Memory {
+    struct Memory *next;
+    uint32_t num_refs;
+    void *address;
+} Memory;
+static pthread_mutex_t memories_lock = PTHREAD_MUTEX_INITIALIZER;
+static Memory *memories; /* all of this process: a rank may be gone before a peer has found its memory */
+
+static Memory *add_memory(void *address) {
+    Memory *m = (Memory *)calloc(1, sizeof *m);
+    if (!m) return NULL;
+    m->num_refs = 1, m->address = address;
+    pthread_mutex_lock(&memories_lock);
+    m->next = memories, memories = m;
+    pthread_mutex_unlock(&memories_lock);
+    return m;
+}
+static Memory *find_memory(uint64_t card_address) {
+    pthread_mutex_lock(&memories_lock);
+    Memory *m = memories;
+    while (m && (uint64_t)(uintptr_t)m != card_address) m = m->next;
+    if (m) m->num_refs++;
+    pthread_mutex_unlock(&memories_lock);
+    return m;
+}
+/* True when the caller was the last, and has to give the memory back. */
+static bool drop_memory(Memory *m) {
+    pthread_mutex_lock(&memories_lock);
+    bool last = --m->num_refs == 0;
+    for (Memory **at = &memories; last && *at; at = &(*at)->next)
+        if (*at == m) {
+            *at = m->next;
+            break;
+        }
+    pthread_mutex_unlock(&memories_lock);
+    return last;
+}
+
+struct EpHeap {
+    EpWorld *world;
+    const EpBackend *backend;
+    EpBackendKind kind;
+    int device;
+    atomic_int num_refs;
+    bool closed;
+    uint64_t num_bytes;
+    void *base[EP_MAX_RANKS];
+    Memory *memory[EP_MAX_RANKS]; /* mine; and, of threads, the peers' */
+    uint32_t num_blocks;
+    Block blocks[MAX_BLOCKS];
+    uint64_t used_bytes, peak_bytes;
+    EpCommBuffer control; /* barrier, and the faults of wait */
+    bool has_control;
+};
+
+const EpBackend *ep_heap_backend(const EpHeap *h) { return h->backend; }
+EpWorld *ep_heap_world(const EpHeap *h) { return h->world; }
+EpBackendKind ep_heap_kind(const EpHeap *h) { return h->kind; }
+int ep_heap_device(const EpHeap *h) { return h->device; }
+
+/* ---- creation ---- */
+
+static uint64_t self_test_value(uint32_t from, uint32_t to) { return 0x65704d4f45000000ull | from << 8 | to; }
+
+/* Every rank writes a word into every heap, reads it back through the link, and looks at what it got. */
+static int self_test(EpHeap *h) {
+    uint32_t me = ep_world_rank(h->world), W = ep_world_size(h->world);
+    struct {
+        int32_t code;
+        uint32_t peer;
+    } mine = {0, 0}, all[EP_MAX_RANKS];
+    unsigned char none = 0, nones[EP_MAX_RANKS];
+    uint64_t value, seen;
+    for (uint32_t r = 0; r < W && !mine.code; r++) {
+        value = self_test_value(me, r), seen = 0;
+        uint64_t *word = (uint64_t *)h->base[r] + me;
+        if (h->backend->copy(h->device, word, &value, 8, NULL) || h->backend->copy(h->device, &seen, word, 8, NULL) ||
+            h->backend->sync(h->device, NULL, h->world) || seen != value)
+            mine.code = EP_ESYS, mine.peer = r;
+    }
+    EP_TRY(ep_world_exchange(h->world, &none, 1, nones));
+    for (uint32_t r = 0; r < W && !mine.code; r++) {
+        seen = 0;
+        if (h->backend->copy(h->device, &seen, (uint64_t *)h->base[me] + r, 8, NULL) || h->backend->sync(h->device, NULL, h->world) ||
+            seen != self_test_value(r, me))
+            mine.code = EP_ESYS, mine.peer = r;
+    }
+    EP_TRY(ep_world_exchange(h->world, &mine, sizeof mine, all));
+    for (uint32_t r = 0; r < W; r++)
+        if (all[r].code) return ep_error(EP_ESYS, "rank %u cannot write and read the heap of rank %u", r, all[r].peer);
+    return h->backend->zero(h->device, h->base[me], 8ull * W, NULL);
+}
+
+typedef struct {
+    EpHeapCard card;
+    uint64_t wanted_bytes;
+    int32_t code, kind;
+    char text[128];
+} Offer;
+
+static void import_peers(EpHeap *h, const Offer *all, int *fds, Offer *mine) {
+    uint32_t me = ep_world_rank(h->world), W = ep_world_size(h->world);
+    for (uint32_t r = 0; r < W; r++) {
+        if (r == me) continue;
+        if (mine->code) {
+            if (fds[r] >= 0) close(fds[r]);
+        } else if (ep_world_is_threads(h->world)) {
+            if (fds[r] >= 0) close(fds[r]);
+            h->memory[r] = find_memory(all[r].card.address);
+            if (h->memory[r]) h->base[r] = h->memory[r]->address;
+            else mine->code = ep_error(EP_EPEERDIED, "rank %u left while its heap was being mapped", r);
+        } else {
+            mine->code = h->backend->heap_import(h->device, &all[me].card, &all[r].card, fds[r], &h->base[r]);
+            if (mine->code) memcpy(mine->text, ep_error_text(), sizeof mine->text - 1);
+        }
+    }
+}
+
+/* The first thing wrong with any rank's offer; all ranks fail, or none. */
+static int judge_offers(const Offer *all, uint32_t W, uint32_t me) {
+    if (all[me].code) return ep_error(all[me].code, "rank %u: %s", me, all[me].text); /* this rank knows better */
+    for (uint32_t r = 0; r < W; r++) {
+        if (all[r].code == EP_EINVAL || all[r].code == EP_ETYPE)
+            return ep_error(EP_EPEER, "rank %u could not make its heap (%s): %s", r, ep_error_name(all[r].code), all[r].text);
+        if (all[r].code) return ep_error(all[r].code, "rank %u: %s", r, all[r].text);
+        if (all[r].wanted_bytes != all[0].wanted_bytes)
+            return ep_error(EP_EMISMATCH, "heap of %llu bytes on rank %u, of %llu on rank 0", (unsigned long long)all[r].wanted_bytes, r,
+                            (unsigned long long)all[0].wanted_bytes);
+        if (all[r].kind != all[0].kind) return ep_error(EP_EMISMATCH, "rank %u uses another backend than rank 0", r);
+    }
+    return 0;
+}
+
+int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status, EpHeap **out) {
+    uint32_t me = ep_world_rank(world), W = ep_world_size(world);
+    Offer mine, all[EP_MAX_RANKS];
+    int fd = -1, fds[EP_MAX_RANKS], code = ep_world_check(world);
+    if (code) return code;
+    EpHeap *h = (EpHeap *)calloc(1, sizeof *h);
+    if (!h) return ep_error(EP_ENOMEM, "no memory for a heap");
+    memset(&mine, 0, sizeof mine);
+    for (uint32_t r = 0; r < EP_MAX_RANKS; r++) fds[r] = -1;
+    h->world = ep_world_retain(world), h->kind = kind, h->device = device, h->backend = ep_backend(kind);
+    atomic_init(&h->num_refs, 1);
+    mine.wanted_bytes = num_bytes, mine.kind = (int32_t)kind;
+    if (status) mine.code = status, memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
+    else if (!h->backend) mine.code = EP_EINVAL;
+    else if (num_bytes == 0 || num_bytes > 1ull << 46)
+        mine.code = ep_error(EP_EINVAL, "a heap of %llu bytes", (unsigned long long)num_bytes);
+    else if (kind == EP_CUDA && ep_world_is_threads(world)) mine.code = ep_error(EP_EINVAL, "ranks that are threads share CPU heaps only");
+    /* The control region comes on top of what the caller asked for. */
+    h->num_bytes = ep_align_u64(num_bytes, HEAP_ALIGN) + (64u << 10);
+    if (!mine.code) mine.code = h->backend->heap_open(device, h->num_bytes, &h->base[me], &mine.card, &fd);
+    h->memory[me] = add_memory(h->base[me]);
+    if (!mine.code && !h->memory[me]) mine.code = ep_error(EP_ENOMEM, "no memory for a heap");
+    mine.card.address = (uint64_t)(uintptr_t)h->memory[me];
+    if (mine.code && !status) memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
+    EP_TRY_GOTO(code, ep_world_exchange_fd(world, &mine, sizeof mine, all, fd, fds), fail);
+    code = judge_offers(all, W, me);
+    if (code) mine.code = code; /* everyone's answer: only close what came */
+    import_peers(h, all, fds, &mine);
+    if (code) goto fail;
+    EP_TRY_GOTO(code, ep_world_exchange(world, &mine, sizeof mine, all), fail);
+    EP_TRY_GOTO(code, judge_offers(all, W, me), fail);
+    EP_TRY_GOTO(code, h->backend->preload(device), fail);
+    EP_TRY_GOTO(code, self_test(h), fail);
+    h->blocks[0] = (Block){0, h->num_bytes, false}, h->num_blocks = 1;
+    EpShape shape = {.num_ranks = W, .num_experts = W, .num_topk = 1};
+    EP_TRY_GOTO(code, ep_comm_open(h, &shape, &h->control), fail);
+    h->has_control = true;
+    h->used_bytes = h->peak_bytes = 0; /* statistics are of what the caller allocates */
+    if (fd >= 0) close(fd);
+    *out = h;
+    return 0;
+fail:
+    if (fd >= 0) close(fd);
+    ep_heap_release(h);
+    return code;
+}
+
+EpHeap *ep_heap_retain(EpHeap *h) {
+    atomic_fetch_add(&h->num_refs, 1);
+    return h;
+}
+
+void ep_heap_release(EpHeap *h) {
+    if (!h || atomic_fetch_sub(&h->num_refs, 1) != 1) return;
+    if (ep_world_is_forked(h->world)) return; /* the parent's memory and handles */
+    uint32_t me = ep_world_rank(h->world);
+    if (h->has_control) ep_comm_close(h, &h->control);
+    for (uint32_t r = 0; r < EP_MAX_RANKS; r++) {
+        if (h->memory[r] && drop_memory(h->memory[r])) {
+            if (h->memory[r]->address) h->backend->heap_close(h->device, h->memory[r]->address, h->num_bytes);
+            free(h->memory[r]);
+        } else if (!h->memory[r] && h->base[r] && r != me) {
+            h->backend->heap_unimport(h->device, h->base[r], h->num_bytes);
+        }
+    }
+    ep_world_release(h->world);
+    free(h);
+}
+
+int ep_heap_close(EpHeap *h) {
+    unsigned char mine = 0, all[EP_MAX_RANKS];
+    if (h->closed) return 0;
+    h->closed = true;
+    return ep_world_exchange(h->world, &mine, 1, all); /* nobody unmaps what another still uses */
+}
+
+/* ---- the allocator: first fit over a list of blocks in address order ---- */
+
+static int insert_block(EpHeap *h, uint32_t at, Block b) {
+    if (h->num_blocks == MAX_BLOCKS) return ep_error(EP_ENOMEM, "a heap holds at most %u allocations", MAX_BLOCKS / 2);
+    memmove(&h->blocks[at + 1], &h->blocks[at], (h->num_blocks - at) * sizeof(Block));
+    h->blocks[at] = b;
+    h->num_blocks++;
+    return 0;
+}
+
+static int take_block(EpHeap *h, uint64_t num_bytes, uint64_t alignment, uint64_t *off) {
+    if (h->num_blocks + 2 > MAX_BLOCKS) return ep_error(EP_ENOMEM, "a heap holds at most %u allocations", MAX_BLOCKS / 2);
+    for (uint32_t i = 0; i < h->num_blocks; i++) {
+        Block b = h->blocks[i];
+        uint64_t at = ep_align_u64(b.off, alignment), end = b.off + b.num_bytes;
+        if (b.used || at > end || end - at < num_bytes) continue;
+        if (at > b.off) insert_block(h, i++, (Block){b.off, at - b.off, false});
+        h->blocks[i] = (Block){at, num_bytes, true};
+        if (end > at + num_bytes) insert_block(h, i + 1, (Block){at + num_bytes, end - at - num_bytes, false});
+        *off = at;
+        return 0;
+    }
+    EpHeapStats s;
+    ep_heap_stats(h, &s);
+    return ep_error(EP_ENOMEM, "symmetric heap exhausted: needs %llu bytes, %llu free (largest block %llu) of %llu",
+                    (unsigned long long)num_bytes, (unsigned long long)s.free_bytes, (unsigned long long)s.largest_free_bytes,
+                    (unsigned long long)s.total_bytes);
+}
+
+static int find_block(const EpHeap *h, uint64_t off, uint32_t *at) {
+    for (*at = 0; *at < h->num_blocks; (*at)++)
+        if (h->blocks[*at].off == off && h->blocks[*at].used && !(h->has_control && off == h->control.off)) return 0;
+    return ep_error(EP_EINVAL, "nothing is allocated at this place of the heap");
+}
+
+static void merge_free(EpHeap *h) {
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < h->num_blocks; i++) {
+        if (n && !h->blocks[n - 1].used && !h->blocks[i].used) h->blocks[n - 1].num_bytes += h->blocks[i].num_bytes;
+        else h->blocks[n++] = h->blocks[i];
+    }
+    h->num_blocks = n;
+}
+
+/* What a rank says of a call on the heap: all must say the same. */
+typedef struct {
+    uint64_t call, num_bytes, alignment;
+    int64_t status;
+} Call;
+enum { CALL_ALLOC = 1, CALL_FREE = 2 };
+
+static int agree(EpHeap *h, const Call *mine) {
+    Call all[EP_MAX_RANKS];
+    static const char *const names[] = {"", "allocates", "frees"};
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
+    EP_TRY(ep_world_exchange(h->world, mine, sizeof *mine, all));
+    for (uint32_t r = 0; r < ep_world_size(h->world); r++) {
+        if (all[r].status) return ep_error(EP_EPEER, "rank %u failed before this allocation (%s)", r, ep_error_name((int)all[r].status));
+        if (memcmp(&all[r], &all[0], sizeof all[r]) == 0) continue;
+        if (all[r].call != all[0].call)
+            return ep_error(EP_EMISMATCH, "rank %u %s, rank 0 %s", r, names[all[r].call % 3], names[all[0].call % 3]);
+        return ep_error(EP_EMISMATCH, "rank %u %s %llu bytes (alignment %llu), rank 0 %llu (alignment %llu)", r, names[all[0].call % 3],
+                        (unsigned long long)all[r].num_bytes, (unsigned long long)all[r].alignment, (unsigned long long)all[0].num_bytes,
+                        (unsigned long long)all[0].alignment);
+    }
+    return 0;
+}
+
+int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {
+    Call mine = {CALL_ALLOC, num_bytes, alignment, status};
+    unsigned char none = 0, nones[EP_MAX_RANKS];
+    char why[256];
+    if (!status && (alignment == 0 || (alignment & (alignment - 1)) || alignment > 2u << 20))
+        status = ep_error(EP_EINVAL, "alignment %llu: a power of two up to 2 MiB", (unsigned long long)alignment);
+    mine.status = status;
+    memcpy(why, ep_error_text(), sizeof why - 1), why[sizeof why - 1] = 0;
+    int code = agree(h, &mine);
+    if (status && code == EP_EPEER) return ep_error(status, "%s", why); /* this rank knows better what was wrong */
+    EP_TRY(code);
+    *off = 0;
+    if (num_bytes == 0) return 0;                                                   /* nothing, but agreed upon */
+    if (num_bytes <= h->num_bytes) num_bytes = ep_align_u64(num_bytes, HEAP_ALIGN); /* more cannot be had, and must not wrap */
+    EP_TRY(take_block(h, num_bytes, alignment < HEAP_ALIGN ? HEAP_ALIGN : alignment, off));
+    h->used_bytes += num_bytes;
+    if (h->used_bytes > h->peak_bytes) h->peak_bytes = h->used_bytes;
+    EP_TRY(h->backend->zero(h->device, (unsigned char *)h->base[ep_world_rank(h->world)] + *off, num_bytes, NULL));
+    EP_TRY(h->backend->sync(h->device, NULL, h->world));
+    return ep_world_exchange(h->world, &none, 1, nones); /* no peer writes before all have zeroed */
+}
+
+int ep_heap_free(EpHeap *h, uint64_t off) {
+    uint32_t i;
+    int status = find_block(h, off, &i);
+    Call mine = {CALL_FREE, off, 0, status};
+    int code = agree(h, &mine);
+    if (status && code == EP_EPEER) return find_block(h, off, &i);
+    EP_TRY(code);
+    h->used_bytes -= h->blocks[i].num_bytes;
+    h->blocks[i].used = false;
+    merge_free(h);
+    return 0;
+}
+
+void ep_heap_stats(EpHeap *h, EpHeapStats *s) {
+    memset(s, 0, sizeof *s);
+    s->total_bytes = h->num_bytes, s->used_bytes = h->used_bytes, s->peak_bytes = h->peak_bytes;
+    for (uint32_t i = 0; i < h->num_blocks; i++) {
+        if (h->blocks[i].used) {
+            s->num_allocations++;
+            continue;
+        }
+        s->free_bytes += h->blocks[i].num_bytes;
+        s->largest_free_bytes = ep_max_u64(s->largest_free_bytes, h->blocks[i].num_bytes);
+    }
+    if (h->has_control) s->num_allocations--, s->total_bytes = s->used_bytes + s->free_bytes;
+}
+
+/* ---- translate, put, get, signal, wait ---- */
+
+int ep_heap_offset(EpHeap *h, const void *address, uint64_t num_bytes, uint64_t *off) {
+    uintptr_t base = (uintptr_t)h->base[ep_world_rank(h->world)], a = (uintptr_t)address;
+    if (a < base || a - base > h->num_bytes || h->num_bytes - (a - base) < num_bytes)
+        return ep_error(EP_EINVAL, "the tensor is not in this symmetric heap");
+    *off = a - base;
+    return 0;
+}
+
+int ep_heap_translate(EpHeap *h, uint64_t off, uint32_t peer, void **address) {
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
+    if (peer >= ep_world_size(h->world)) return ep_error(EP_EINVAL, "rank %u of a world of %u", peer, ep_world_size(h->world));
+    if (off > h->num_bytes) return ep_error(EP_EINVAL, "offset %llu is outside the heap", (unsigned long long)off);
+    *address = (unsigned char *)h->base[peer] + off;
+    return 0;
+}
+
+static int locate(EpHeap *h, uint64_t off, uint64_t num_bytes, uint32_t peer, void *stream, void **address) {
+    EP_TRY(ep_heap_translate(h, off, peer, address));
+    if (h->num_bytes - off < num_bytes)
+        return ep_error(EP_EINVAL, "%llu bytes at offset %llu reach past the heap's end", (unsigned long long)num_bytes,
+                        (unsigned long long)off);
+    return ep_comm_check(h, &h->control, stream);
+}
+
+int ep_heap_put(EpHeap *h, uint64_t dst_off, const void *src, uint64_t num_bytes, uint32_t peer, void *stream) {
+    void *dst;
+    EP_TRY(locate(h, dst_off, num_bytes, peer, stream, &dst));
+    return h->backend->copy(h->device, dst, src, num_bytes, stream);
+}
+
+int ep_heap_get(EpHeap *h, void *dst, uint64_t src_off, uint64_t num_bytes, uint32_t peer, void *stream) {
+    void *src;
+    EP_TRY(locate(h, src_off, num_bytes, peer, stream, &src));
+    return h->backend->copy(h->device, dst, src, num_bytes, stream);
+}
+
+int ep_heap_signal(EpHeap *h, uint64_t off, uint64_t value, bool add, uint32_t peer, void *stream) {
+    void *word;
+    if (off % 8) return ep_error(EP_EINVAL, "a signal word stands on a multiple of 8 bytes");
+    EP_TRY(locate(h, off, 8, peer, stream, &word));
+    return h->backend->signal(h->device, (uint64_t *)word, value, add, stream);
+}
+
+int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stream) {
+    void *word;
+    if (off % 8) return ep_error(EP_EINVAL, "a signal word stands on a multiple of 8 bytes");
+    EP_TRY(locate(h, off, 8, ep_world_rank(h->world), stream, &word));
+    h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
+    EP_TRY(h->backend->wait(h->device, &h->control.comm, (const uint64_t *)word, value, exact, stream));
+    return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
+}
+
+int ep_heap_barrier(EpHeap *h, void *stream) {
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
+    EP_TRY(ep_comm_check(h, &h->control, stream));
+    h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
+    EP_TRY(h->backend->enter(h->device, &h->control.comm, EP_OP_BARRIER, stream));
+    return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
+}
+
+int ep_heap_sync(EpHeap *h, void *stream) {
+    EP_TRY(h->backend->sync(h->device, stream, h->world));
+    return ep_comm_check(h, &h->control, stream);
+}

@@ -1,0 +1,225 @@
+/* wire.c - AF_UNIX SOCK_SEQPACKET sockets with abstract names that the kernel chooses: nothing is left
+ * behind by a killed process, and a peer's end closes at once when the peer dies.  Abstract names have
+ * no file permissions, so a peer has to be of the same user (SO_PEERCRED) and to know the nonce. */
+#include "wire.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stddef.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "error.h"
+
+static int milliseconds_left(uint64_t deadline_ns) {
+    uint64_t now = ep_now_ns();
+    if (now >= deadline_ns) return 0;
+    return (int)((deadline_ns - now) / 1000000u > 100u ? 100u : (deadline_ns - now) / 1000000u + 1u);
+}
+
+int ep_world_listen(int *listen_fd, unsigned char name[EP_NAME_BYTES], unsigned char nonce[EP_NONCE_BYTES]) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    socklen_t length = sizeof address;
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (fd < 0) return ep_error(EP_ESYS, "socket: %s", strerror(errno));
+    /* Binding to the family alone lets the kernel choose a free abstract name. */
+    if (bind(fd, (struct sockaddr *)&address, offsetof(struct sockaddr_un, sun_path)) || listen(fd, EP_MAX_RANKS) ||
+        getsockname(fd, (struct sockaddr *)&address, &length) || getrandom(nonce, EP_NONCE_BYTES, 0) != EP_NONCE_BYTES) {
+        int e = errno;
+        close(fd);
+        return ep_error(EP_ESYS, "cannot open a meeting place: %s", strerror(e));
+    }
+    size_t n = length - offsetof(struct sockaddr_un, sun_path);
+    memset(name, 0, EP_NAME_BYTES);
+    if (n < 2 || n > EP_NAME_BYTES) {
+        close(fd);
+        return ep_error(EP_ESYS, "the kernel chose a socket name of %zu bytes", n);
+    }
+    name[0] = (unsigned char)n; /* its length stands where the leading zero of an abstract name would */
+    memcpy(name + 1, address.sun_path + 1, n - 1);
+    *listen_fd = fd;
+    return 0;
+}
+
+int ep_wire_send(int socket_fd, const EpFrame *frame, int fd, uint64_t deadline_ns) {
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } control;
+    EpFrame f = *frame;
+    f.abi = EP_ABI_VERSION, f.has_fd = fd >= 0;
+    struct iovec part = {&f, sizeof f};
+    struct msghdr m = {.msg_iov = &part, .msg_iovlen = 1};
+    if (fd >= 0) {
+        memset(&control, 0, sizeof control);
+        m.msg_control = &control, m.msg_controllen = sizeof control;
+        struct cmsghdr *c = CMSG_FIRSTHDR(&m);
+        c->cmsg_level = SOL_SOCKET, c->cmsg_type = SCM_RIGHTS, c->cmsg_len = CMSG_LEN(sizeof(int));
+        memcpy(CMSG_DATA(c), &fd, sizeof fd);
+    }
+    for (;;) {
+        if (sendmsg(socket_fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof f) return 0;
+        if (errno == EINTR) continue;
+        if (errno != EAGAIN && errno != EWOULDBLOCK) return ep_error(EP_EPEERDIED, "a peer's socket is closed: %s", strerror(errno));
+        struct pollfd p = {socket_fd, POLLOUT, 0};
+        int left = milliseconds_left(deadline_ns);
+        if (left == 0) return ep_error(EP_ETIMEOUT, "a peer does not take messages");
+        poll(&p, 1, left);
+    }
+}
+
+int ep_wire_receive(int socket_fd, EpFrame *frame, int *fd) {
+    union {
+        struct cmsghdr header;
+        char bytes[CMSG_SPACE(sizeof(int))];
+    } control;
+    struct iovec part = {frame, sizeof *frame};
+    struct msghdr m = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    uint32_t num_fds = 0;
+    *fd = -1;
+    ssize_t n = recvmsg(socket_fd, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    /* A peer that closes with something unread resets us; what it said before that is still there. */
+    if (n < 0 && errno == ECONNRESET) n = recvmsg(socket_fd, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return 0;
+    if (n <= 0) return ep_error(EP_EPEERDIED, "a peer closed its socket");
+    for (struct cmsghdr *c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
+        if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+        for (size_t at = CMSG_LEN(0); at + sizeof(int) <= c->cmsg_len; at += sizeof(int)) { /* room for one is room for two */
+            int got;
+            memcpy(&got, (unsigned char *)c + at, sizeof got);
+            if (num_fds++ == 0) *fd = got;
+            else close(got);
+        }
+    }
+    if (num_fds > 1) m.msg_flags |= MSG_CTRUNC; /* nobody of this world sends two */
+    if (n == (ssize_t)sizeof *frame && frame->abi == EP_ABI_VERSION && !(m.msg_flags & MSG_CTRUNC) &&
+        frame->num_bytes <= EP_EXCHANGE_BYTES && (frame->has_fd != 0) == (*fd >= 0))
+        return 1;
+    if (*fd >= 0) close(*fd);
+    *fd = -1;
+    return ep_error(EP_ECORRUPT, "a peer sent a message that is not of this version of epmoe");
+}
+
+int ep_wire_await(int socket_fd, EpFrame *frame, int *fd, uint64_t deadline_ns) {
+    for (;;) {
+        int got = ep_wire_receive(socket_fd, frame, fd);
+        if (got) return got < 0 ? got : 0;
+        struct pollfd p = {socket_fd, POLLIN, 0};
+        int left = milliseconds_left(deadline_ns);
+        if (left == 0) return ep_error(EP_ETIMEOUT, "a peer did not answer");
+        poll(&p, 1, left);
+    }
+}
+
+static bool same_user(int fd) {
+    struct ucred peer;
+    socklen_t length = sizeof peer;
+    return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == geteuid();
+}
+
+static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_t deadline_ns) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    const unsigned char *name = config->names[r];
+    if (name[0] < 2 || name[0] > EP_NAME_BYTES) return ep_error(EP_ECORRUPT, "rank %u: no socket name", r);
+    memcpy(address.sun_path + 1, name + 1, name[0] - 1u);
+    socklen_t length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0]);
+    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    if (fd < 0) return ep_error(EP_ESYS, "socket: %s", strerror(errno));
+    while (connect(fd, (struct sockaddr *)&address, length)) {
+        int e = errno;
+        if ((e == EINTR || e == EAGAIN) && ep_now_ns() < deadline_ns) continue;
+        close(fd);
+        return ep_error(EP_ESYS, "cannot reach rank %u (%s): ranks must share a network namespace", r, strerror(e));
+    }
+    if (!same_user(fd)) {
+        close(fd);
+        return ep_error(EP_ESYS, "rank %u belongs to another user", r);
+    }
+    EpFrame hello = {.kind = EP_FRAME_HELLO, .rank = config->rank, .num_bytes = EP_NONCE_BYTES};
+    memcpy(hello.bytes, config->nonce, EP_NONCE_BYTES);
+    int code = ep_wire_send(fd, &hello, -1, deadline_ns);
+    if (code) close(fd);
+    else *out = fd;
+    return code;
+}
+
+/* Callers that have not yet said who they are.  A stranger may be silent for as long as it likes: it takes
+ * a place here, and the oldest has to leave when places run out, but nobody waits for it. */
+#define MAX_CALLERS 16u
+typedef struct {
+    int fds[MAX_CALLERS];
+    uint32_t num;
+} Callers;
+
+static void drop_caller(Callers *c, uint32_t i) { memmove(&c->fds[i], &c->fds[i + 1], (--c->num - i) * sizeof c->fds[0]); }
+
+static void take_callers(const EpWorldConfig *config, Callers *c) {
+    int fd;
+    while ((fd = accept4(config->listen_fd, NULL, NULL, SOCK_CLOEXEC)) >= 0) {
+        if (!same_user(fd)) {
+            close(fd);
+            continue;
+        }
+        if (c->num == MAX_CALLERS) {
+            close(c->fds[0]);
+            drop_caller(c, 0);
+        }
+        c->fds[c->num++] = fd;
+    }
+}
+
+/* Hear what a caller says: 1 when it is a rank that was waited for.  It leaves the list unless it is silent. */
+static uint32_t hear_caller(const EpWorldConfig *config, Callers *c, uint32_t i, int sockets[EP_MAX_RANKS]) {
+    EpFrame hello;
+    int fd = c->fds[i], fd_in = -1, got = ep_wire_receive(fd, &hello, &fd_in);
+    if (fd_in >= 0) close(fd_in);
+    if (got == 0) return 0;
+    drop_caller(c, i);
+    if (got < 0 || hello.kind != EP_FRAME_HELLO || hello.rank <= config->rank || hello.rank >= config->num_ranks ||
+        sockets[hello.rank] >= 0 || memcmp(hello.bytes, config->nonce, EP_NONCE_BYTES) != 0) {
+        close(fd);
+        return 0;
+    }
+    sockets[hello.rank] = fd;
+    return 1;
+}
+
+/* Take whoever calls or speaks within a while; how many of them are ranks that were waited for. */
+static uint32_t hear_all(const EpWorldConfig *config, Callers *c, int sockets[EP_MAX_RANKS], uint64_t deadline_ns) {
+    struct pollfd p[1 + MAX_CALLERS] = {{config->listen_fd, POLLIN, 0}};
+    uint32_t num = 0;
+    for (uint32_t i = 0; i < c->num; i++) p[1 + i] = (struct pollfd){c->fds[i], POLLIN, 0};
+    poll(p, 1 + c->num, milliseconds_left(deadline_ns));
+    take_callers(config, c);
+    for (uint32_t i = c->num; i-- > 0;) num += hear_caller(config, c, i, sockets);
+    return num;
+}
+
+int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint64_t deadline_ns) {
+    uint32_t num_waiting = config->num_ranks - 1 - config->rank;
+    Callers callers = {{0}, 0};
+    int code = 0;
+    for (uint32_t r = 0; r < EP_MAX_RANKS; r++) sockets[r] = -1;
+    for (uint32_t r = 0; r < config->rank; r++) EP_TRY_GOTO(code, connect_to(config, r, &sockets[r], deadline_ns), fail);
+    while (num_waiting) {
+        if (ep_now_ns() >= deadline_ns) {
+            uint32_t r = config->rank + 1;
+            while (r < config->num_ranks && sockets[r] >= 0) r++;
+            code = ep_error(EP_ETIMEOUT, "rank %u did not come to the meeting of %u ranks", r, config->num_ranks);
+            goto fail;
+        }
+        num_waiting -= hear_all(config, &callers, sockets, deadline_ns);
+    }
+    while (callers.num) close(callers.fds[--callers.num]);
+    return 0;
+fail:
+    while (callers.num) close(callers.fds[--callers.num]);
+    for (uint32_t r = 0; r < EP_MAX_RANKS; r++) {
+        if (sockets[r] >= 0) close(sockets[r]);
+        sockets[r] = -1;
+    }
+    return code;
+}

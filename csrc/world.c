@@ -1,0 +1,404 @@
+/* world.c - the ranks of a world: a socket to each peer, and a watchdog thread that owns their reading end.
+ *
+ * The watchdog sorts what arrives: exchange frames go to the inbox, an abort frame or a peer's end ends
+ * the world.  Ending the world means: the first reason is kept, the abort word of every communication
+ * buffer is set (every wait, on any backend, looks at it), every other rank is told.  The thread holds no Python lock and makes no
+ * CUDA call, so neither can keep a death from being seen. */
+#include "world.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "error.h"
+#include "wire.h"
+
+#define NUM_INBOX 2u /* a peer is at most one exchange ahead */
+#define MAX_WATCHED 256u
+#define POLL_MS 20                   /* how often the watched words are looked at */
+#define LEAVE_GRACE_NS 2000000000ull /* an orderly leaver's peers may finish what it still took part in */
+
+typedef struct {
+    EpFrame frame;
+    int fd;
+    bool full;
+} Inbox;
+
+struct EpWorld {
+    uint32_t rank, num_ranks;
+    pid_t pid;
+    bool is_threads;
+    _Atomic uint64_t timeout_ns;
+    atomic_int num_refs;
+    int sockets[EP_MAX_RANKS], wake_fd;
+    pthread_t watchdog;
+    bool has_watchdog;
+
+    pthread_mutex_t lock; /* guards all below */
+    pthread_cond_t changed;
+    bool closing, closed;
+    int end_code; /* why the world ended, 0 while it lives */
+    char end_text[256];
+    uint64_t seq;
+    Inbox inbox[EP_MAX_RANKS][NUM_INBOX];
+    uint64_t left_at_ns[EP_MAX_RANKS]; /* when a peer said goodbye, or 0 */
+    EpHostWords *watched[MAX_WATCHED];
+};
+
+/* A forked child must not hold the parent's sockets: peers see a death by their end.  All worlds of this
+ * process; the handler runs in the child, alone, and only closes. */
+#define MAX_WORLDS 256u
+static EpWorld *_Atomic worlds_here[MAX_WORLDS];
+
+static void close_in_child(void) {
+    for (uint32_t i = 0; i < MAX_WORLDS; i++) {
+        EpWorld *w = atomic_load(&worlds_here[i]);
+        for (uint32_t r = 0; w && r < EP_MAX_RANKS; r++) {
+            if (w->sockets[r] >= 0) close(w->sockets[r]);
+            w->sockets[r] = -1;
+        }
+        if (w && w->wake_fd >= 0) close(w->wake_fd), w->wake_fd = -1;
+    }
+}
+static void register_handler(void) { pthread_atfork(NULL, NULL, close_in_child); }
+
+static int enlist(EpWorld *w) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, register_handler);
+    for (uint32_t i = 0; i < MAX_WORLDS; i++) {
+        EpWorld *nobody = NULL;
+        if (atomic_compare_exchange_strong(&worlds_here[i], &nobody, w)) return 0;
+    }
+    return ep_error(EP_ENOMEM, "a process holds at most %u worlds", MAX_WORLDS);
+}
+static void delist(EpWorld *w) {
+    for (uint32_t i = 0; i < MAX_WORLDS; i++) {
+        EpWorld *it = w;
+        atomic_compare_exchange_strong(&worlds_here[i], &it, (EpWorld *)NULL);
+    }
+}
+
+static uint64_t deadline(const EpWorld *w) { return ep_now_ns() + atomic_load(&w->timeout_ns); }
+
+/* End the world once; the lock is held. */
+static void end_world(EpWorld *w, int code, uint32_t rank, const char *text) {
+    if (w->end_code) return;
+    w->end_code = code;
+    snprintf(w->end_text, sizeof w->end_text, "%s", text);
+    for (uint32_t i = 0; i < MAX_WATCHED; i++)
+        if (w->watched[i]) ep_st_relaxed_sys_u64(&w->watched[i]->abort, 1);
+    EpFrame f = {.kind = EP_FRAME_ABORT, .code = code, .rank = rank};
+    f.num_bytes = (uint32_t)snprintf((char *)f.bytes, 256, "%s", text);
+    for (uint32_t r = 0; r < w->num_ranks; r++)
+        if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &f, -1, ep_now_ns());
+    pthread_cond_broadcast(&w->changed);
+}
+
+void ep_world_abort(EpWorld *w, int code, uint32_t rank, const char *text) {
+    pthread_mutex_lock(&w->lock);
+    end_world(w, code, rank, text);
+    pthread_mutex_unlock(&w->lock);
+}
+
+/* ---- the watchdog ---- */
+
+static void peer_ended(EpWorld *w, uint32_t r) {
+    char text[96];
+    shutdown(w->sockets[r], SHUT_RDWR);
+    close(w->sockets[r]);
+    w->sockets[r] = -1;
+    if (w->closing || w->left_at_ns[r]) return;
+    snprintf(text, sizeof text, "rank %u died (seen by rank %u)", r, w->rank);
+    end_world(w, EP_EPEERDIED, r, text);
+}
+
+static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
+    Inbox *to = &w->inbox[r][f->seq % NUM_INBOX];
+    if (f->kind == EP_FRAME_EXCHANGE && !to->full) {
+        to->frame = *f, to->fd = fd, to->full = true;
+        pthread_cond_broadcast(&w->changed);
+        return;
+    }
+    if (fd >= 0) close(fd);
+    if (f->kind == EP_FRAME_GOODBYE) w->left_at_ns[r] = ep_now_ns();
+    if (f->kind == EP_FRAME_ABORT) {
+        char text[256];
+        snprintf(text, sizeof text, "%.*s", (int)f->num_bytes, (const char *)f->bytes);
+        end_world(w, f->code < 0 ? f->code : EP_ECORRUPT, f->rank, text);
+    }
+    if (f->kind == EP_FRAME_EXCHANGE) end_world(w, EP_ECORRUPT, r, "a peer ran ahead in an exchange");
+}
+
+static void read_peer(EpWorld *w, uint32_t r) {
+    EpFrame f;
+    int fd, got = 0;
+    while (w->sockets[r] >= 0 && (got = ep_wire_receive(w->sockets[r], &f, &fd)) > 0) take_frame(w, r, &f, fd);
+    if (got == EP_ECORRUPT) end_world(w, EP_ECORRUPT, r, ep_error_text());
+    if (got < 0) peer_ended(w, r);
+}
+
+/* Things that no socket tells: a wait that timed out on the device, a peer that left and is missed. */
+static void look_around(EpWorld *w) {
+    char text[128];
+    for (uint32_t i = 0; i < MAX_WATCHED; i++) {
+        const EpHostWords *h = w->watched[i];
+        if (!h || !ep_ld_acquire_sys_u64(&h->fault.state) || h->fault.code != EP_ETIMEOUT) continue;
+        snprintf(text, sizeof text, "rank %u waited in vain for rank %u (word %u, epoch %llu, wanted %llu, saw %llu)", w->rank,
+                 h->fault.peer, h->fault.word, (unsigned long long)h->fault.epoch, (unsigned long long)h->fault.want,
+                 (unsigned long long)h->fault.got);
+        end_world(w, EP_ETIMEOUT, h->fault.peer, text);
+    }
+    for (uint32_t r = 0; r < w->num_ranks; r++) {
+        if (w->closing || !w->left_at_ns[r] || ep_now_ns() - w->left_at_ns[r] < LEAVE_GRACE_NS) continue;
+        snprintf(text, sizeof text, "rank %u left the world without closing it together with the others", r);
+        end_world(w, EP_EPEERDIED, r, text);
+    }
+}
+
+static void *watch(void *arg) {
+    EpWorld *w = (EpWorld *)arg;
+    struct pollfd p[EP_MAX_RANKS + 1];
+    uint32_t rank_of[EP_MAX_RANKS + 1];
+    for (;;) {
+        nfds_t n = 1;
+        pthread_mutex_lock(&w->lock);
+        for (uint32_t r = 0; r < w->num_ranks; r++)
+            if (w->sockets[r] >= 0) p[n] = (struct pollfd){w->sockets[r], POLLIN, 0}, rank_of[n++] = r;
+        pthread_mutex_unlock(&w->lock);
+        p[0] = (struct pollfd){w->wake_fd, POLLIN, 0};
+        poll(p, n, POLL_MS);
+        if (p[0].revents) return NULL;
+        pthread_mutex_lock(&w->lock);
+        for (nfds_t i = 1; i < n; i++)
+            if (p[i].revents && w->sockets[rank_of[i]] == p[i].fd) read_peer(w, rank_of[i]);
+        look_around(w);
+        pthread_mutex_unlock(&w->lock);
+    }
+}
+
+/* ---- creation ---- */
+
+static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWorld **out) {
+    if (num_ranks < 1 || num_ranks > EP_MAX_RANKS || rank >= num_ranks)
+        return ep_error(EP_EINVAL, "rank %u of %u: a world has 1 to %u ranks", rank, num_ranks, EP_MAX_RANKS);
+    EpWorld *w = (EpWorld *)calloc(1, sizeof *w);
+    if (!w) return ep_error(EP_ENOMEM, "no memory for a world");
+    w->rank = rank, w->num_ranks = num_ranks, w->pid = getpid(), w->wake_fd = -1;
+    atomic_init(&w->num_refs, 1);
+    for (uint32_t r = 0; r < EP_MAX_RANKS; r++) w->sockets[r] = -1;
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_condattr_t attributes; /* deadlines are on the monotonic clock */
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&w->changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+    int code = ep_world_set_timeout(w, timeout_s);
+    if (!code) code = enlist(w);
+    if (code) ep_world_release(w);
+    else *out = w;
+    return code;
+}
+
+static int start_watchdog(EpWorld *w) {
+    w->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (w->wake_fd < 0) return ep_error(EP_ESYS, "eventfd: %s", strerror(errno));
+    int e = pthread_create(&w->watchdog, NULL, watch, w);
+    if (e) return ep_error(EP_ESYS, "no thread for the watchdog: %s", strerror(e));
+    w->has_watchdog = true;
+    return 0;
+}
+
+int ep_world_create(const EpWorldConfig *config, EpWorld **out) {
+    EpWorld *w = NULL;
+    int code = make_world(config->rank, config->num_ranks, config->timeout_s, &w);
+    uint64_t limit = code ? 0 : atomic_load(&w->timeout_ns);
+    if (limit > 30000000000ull) limit = 30000000000ull; /* meeting is quick or broken */
+    if (!code) code = ep_wire_connect(config, w->sockets, ep_now_ns() + limit);
+    if (config->listen_fd >= 0) close(config->listen_fd);
+    if (!code) code = start_watchdog(w);
+    if (code && w) ep_world_release(w);
+    else if (!code) *out = w;
+    return code;
+}
+
+int ep_world_create_threads(uint32_t num_ranks, double timeout_s, EpWorld *worlds[]) {
+    int code = 0, pair[2];
+    uint32_t made = 0;
+    if (num_ranks == 0) return ep_error(EP_EINVAL, "a world has 1 to %u ranks", EP_MAX_RANKS);
+    for (; made < num_ranks; made++) {
+        EP_TRY_GOTO(code, make_world(made, num_ranks, timeout_s, &worlds[made]), fail);
+        worlds[made]->is_threads = true;
+        for (uint32_t r = 0; r < made; r++) {
+            if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair)) {
+                code = ep_error(EP_ESYS, "socketpair: %s", strerror(errno));
+                made++;
+                goto fail;
+            }
+            worlds[made]->sockets[r] = pair[0], worlds[r]->sockets[made] = pair[1];
+        }
+    }
+    for (uint32_t r = 0; r < num_ranks; r++) EP_TRY_GOTO(code, start_watchdog(worlds[r]), fail);
+    return 0;
+fail:
+    for (uint32_t r = 0; r < made; r++) ep_world_release(worlds[r]);
+    return code;
+}
+
+/* ---- exchange ---- */
+
+static int check_locked(EpWorld *w) {
+    if (w->end_code) return ep_error(w->end_code, "%s", w->end_text);
+    if (w->closed) return ep_error(EP_ECLOSED, "this world is closed");
+    return 0;
+}
+
+bool ep_world_is_forked(const EpWorld *w) { return w->pid != getpid(); }
+
+int ep_world_check(EpWorld *w) {
+    if (ep_world_is_forked(w)) return ep_error(EP_ECLOSED, "this world belongs to process %d; a forked child cannot use it", (int)w->pid);
+    pthread_mutex_lock(&w->lock);
+    int code = check_locked(w);
+    pthread_mutex_unlock(&w->lock);
+    return code;
+}
+
+/* Wait for peer r's frame of this exchange; the lock is held. */
+static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t until_ns) {
+    Inbox *from = &w->inbox[r][seq % NUM_INBOX];
+    struct timespec t = {(time_t)(until_ns / 1000000000u), (long)(until_ns % 1000000000u)};
+    while (!from->full) {
+        EP_TRY(check_locked(w));
+        if (pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT && !from->full) {
+            char text[96];
+            snprintf(text, sizeof text, "rank %u waited in vain for rank %u in exchange %llu", w->rank, r, (unsigned long long)seq);
+            end_world(w, EP_ETIMEOUT, r, text);
+        }
+    }
+    return 0;
+}
+
+int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void *all, int fd_out, int *fds_in) {
+    uint64_t until = deadline(w);
+    EpFrame f = {.kind = EP_FRAME_EXCHANGE, .rank = w->rank, .num_bytes = num_bytes};
+    EP_TRY(ep_world_check(w));
+    if (num_bytes > EP_EXCHANGE_BYTES) return ep_error(EP_EINVAL, "an exchange carries at most %u bytes", EP_EXCHANGE_BYTES);
+    memcpy(f.bytes, mine, num_bytes);
+    memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
+    pthread_mutex_lock(&w->lock);
+    int code = check_locked(w);
+    f.seq = ++w->seq;
+    for (uint32_t r = 0; r < w->num_ranks && !code; r++)
+        if (r != w->rank && w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &f, fd_out, until); /* an end is seen by the watchdog */
+    for (uint32_t r = 0; r < w->num_ranks && !code; r++) {
+        if (r == w->rank) continue;
+        Inbox *from = &w->inbox[r][f.seq % NUM_INBOX];
+        code = await_frame(w, r, f.seq, until);
+        if (code) break;
+        from->full = false;
+        if (fds_in) fds_in[r] = from->fd;
+        else if (from->fd >= 0) close(from->fd);
+        if (from->frame.num_bytes != num_bytes || from->frame.seq != f.seq) {
+            char text[128];
+            snprintf(text, sizeof text, "rank %u is in exchange %llu of %u bytes, rank %u in %llu of %u", r,
+                     (unsigned long long)from->frame.seq, from->frame.num_bytes, w->rank, (unsigned long long)f.seq, num_bytes);
+            end_world(w, EP_EMISMATCH, r, text);
+            code = check_locked(w);
+        } else {
+            memcpy((unsigned char *)all + (uint64_t)r * num_bytes, from->frame.bytes, num_bytes);
+        }
+    }
+    pthread_mutex_unlock(&w->lock);
+    return code;
+}
+
+int ep_world_exchange(EpWorld *w, const void *mine, uint32_t num_bytes, void *all) {
+    return ep_world_exchange_fd(w, mine, num_bytes, all, -1, NULL);
+}
+
+/* ---- end ---- */
+
+int ep_world_close(EpWorld *w, bool collective) {
+    int code = 0;
+    unsigned char mine = 0, all[EP_MAX_RANKS];
+    if (ep_world_is_forked(w)) return 0; /* the parent's sockets and thread are not ours to end */
+    pthread_mutex_lock(&w->lock);
+    bool was_closed = w->closed;
+    pthread_mutex_unlock(&w->lock);
+    if (was_closed) return 0;
+    if (collective) code = ep_world_exchange(w, &mine, 1, all);
+    EpFrame goodbye = {.kind = EP_FRAME_GOODBYE, .rank = w->rank};
+    pthread_mutex_lock(&w->lock);
+    w->closing = w->closed = true;
+    for (uint32_t r = 0; r < w->num_ranks; r++)
+        if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &goodbye, -1, ep_now_ns());
+    pthread_mutex_unlock(&w->lock);
+    if (w->has_watchdog) {
+        uint64_t one = 1;
+        ssize_t written = write(w->wake_fd, &one, sizeof one);
+        (void)written; /* an eventfd of a fresh counter takes one write */
+        pthread_join(w->watchdog, NULL);
+        w->has_watchdog = false;
+    }
+    for (uint32_t r = 0; r < w->num_ranks; r++) {
+        if (w->sockets[r] >= 0) close(w->sockets[r]);
+        w->sockets[r] = -1;
+        for (uint32_t i = 0; i < NUM_INBOX; i++)
+            if (w->inbox[r][i].full && w->inbox[r][i].fd >= 0) close(w->inbox[r][i].fd), w->inbox[r][i].fd = -1;
+    }
+    if (w->wake_fd >= 0) close(w->wake_fd);
+    w->wake_fd = -1;
+    return code;
+}
+
+EpWorld *ep_world_retain(EpWorld *w) {
+    atomic_fetch_add(&w->num_refs, 1);
+    return w;
+}
+
+void ep_world_release(EpWorld *w) {
+    if (!w || atomic_fetch_sub(&w->num_refs, 1) != 1) return;
+    if (ep_world_is_forked(w)) return; /* its memory belongs to the parent's threads; leave it alone */
+    ep_world_close(w, false);
+    delist(w);
+    pthread_cond_destroy(&w->changed);
+    pthread_mutex_destroy(&w->lock);
+    free(w);
+}
+
+/* ---- small things ---- */
+
+uint32_t ep_world_rank(const EpWorld *w) { return w->rank; }
+uint32_t ep_world_size(const EpWorld *w) { return w->num_ranks; }
+bool ep_world_is_threads(const EpWorld *w) { return w->is_threads; }
+uint64_t ep_world_timeout_ns(const EpWorld *w) { return atomic_load(&w->timeout_ns); }
+
+int ep_world_set_timeout(EpWorld *w, double timeout_s) {
+    if (!(timeout_s > 0 && timeout_s < 1e6)) return ep_error(EP_EINVAL, "timeout of %g s: must be positive", timeout_s);
+    atomic_store(&w->timeout_ns, (uint64_t)(timeout_s * 1e9));
+    return 0;
+}
+
+int ep_world_watch(EpWorld *w, EpHostWords *words) {
+    int code = EP_ENOMEM;
+    pthread_mutex_lock(&w->lock);
+    if (w->end_code) ep_st_relaxed_sys_u64(&words->abort, 1);
+    for (uint32_t i = 0; i < MAX_WATCHED && code; i++)
+        if (!w->watched[i]) w->watched[i] = words, code = 0;
+    pthread_mutex_unlock(&w->lock);
+    return code ? ep_error(code, "a world holds at most %u communication buffers", MAX_WATCHED) : 0;
+}
+
+void ep_world_unwatch(EpWorld *w, EpHostWords *words) {
+    pthread_mutex_lock(&w->lock);
+    for (uint32_t i = 0; i < MAX_WATCHED; i++)
+        if (w->watched[i] == words) w->watched[i] = NULL;
+    pthread_mutex_unlock(&w->lock);
+}
