@@ -1,0 +1,196 @@
+/* cpu.c - the CPU backend: a heap is an anonymous memory file that travels by descriptor, so a killed
+ * process leaves nothing behind; a worker is a thread. */
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "backend.h"
+#include "cpu_ops.h"
+#include "error.h"
+#include "protocol/flags.h"
+
+#define MAX_WORKERS 64u
+#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) /* nobody can cut the memory from under a peer */
+
+#define BASE_ALIGN (2ull << 20) /* as on the GPU, so that an alignment means the same on both */
+
+/* Reserve enough to choose an aligned place, map the file there, give the rest back. */
+static int map_file(int fd, uint64_t num_bytes, void **memory) {
+    uint64_t room = num_bytes + BASE_ALIGN;
+    unsigned char *from = (unsigned char *)mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    *memory = NULL;
+    if (from != MAP_FAILED) {
+        uint64_t before = ep_align_u64((uintptr_t)from, BASE_ALIGN) - (uintptr_t)from, used = ep_align_u64(num_bytes, 4096);
+        void *at = mmap(from + before, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+        if (at != MAP_FAILED) {
+            if (before) munmap(from, before);
+            if (room > before + used) munmap(from + before + used, room - before - used);
+            *memory = at;
+            return 0;
+        }
+        munmap(from, room);
+    }
+    return ep_error(EP_ENOMEM, "cannot map %llu bytes of shared memory: %s", (unsigned long long)num_bytes, strerror(errno));
+}
+
+static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd_out) {
+    (void)device;
+    int code, fd = memfd_create("epmoe", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) return ep_error(EP_ESYS, "memfd_create: %s", strerror(errno));
+    /* Room is taken now: an exhausted machine is an error here, not a SIGBUS at the first write. */
+    int e = ftruncate(fd, (off_t)num_bytes) ? errno : posix_fallocate(fd, 0, (off_t)num_bytes);
+    if (e) {
+        close(fd);
+        return ep_error(EP_ENOMEM, "no room for a heap of %llu bytes: %s", (unsigned long long)num_bytes, strerror(e));
+    }
+    code = fcntl(fd, F_ADD_SEALS, SEALS) ? ep_error(EP_ESYS, "F_ADD_SEALS: %s", strerror(errno)) : map_file(fd, num_bytes, memory);
+    if (code) {
+        close(fd);
+        return code;
+    }
+    card->num_bytes = num_bytes;
+    *fd_out = fd;
+    return 0;
+}
+
+static void heap_close(int device, void *memory, uint64_t num_bytes) {
+    (void)device;
+    munmap(memory, num_bytes);
+}
+
+static int heap_import(int device, const EpHeapCard *mine, const EpHeapCard *card, int fd, void **memory) {
+    struct stat st;
+    int code;
+    (void)device;
+    if (fd < 0 || fstat(fd, &st) || (uint64_t)st.st_size != card->num_bytes || card->num_bytes != mine->num_bytes ||
+        (fcntl(fd, F_GET_SEALS) & SEALS) != SEALS)
+        code = ep_error(EP_ECORRUPT, "a peer sent memory that is not a heap of this world");
+    else code = map_file(fd, card->num_bytes, memory);
+    if (fd >= 0) close(fd);
+    return code;
+}
+
+static int host_alloc(int device, uint64_t num_bytes, void **memory) {
+    (void)device;
+    *memory = mmap(NULL, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return *memory == MAP_FAILED ? ep_error(EP_ENOMEM, "mmap: %s", strerror(errno)) : 0;
+}
+static int copy(int device, void *dst, const void *src, uint64_t num_bytes, void *stream) {
+    (void)device, (void)stream;
+    memmove(dst, src, num_bytes);
+    return 0;
+}
+static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
+    (void)device, (void)stream;
+    memset(dst, 0, num_bytes);
+    return 0;
+}
+static int sync_stream(int device, void *stream, EpWorld *world) {
+    (void)device, (void)stream, (void)world;
+    return 0;
+}
+static int order(int device, void *before, void *after) {
+    (void)device, (void)before, (void)after;
+    return 0;
+}
+static int preload(int device) {
+    (void)device;
+    return 0;
+}
+
+/* ---- workers ---- */
+
+typedef struct {
+    const EpDispatchParams *dispatch; /* one of the two */
+    const EpCombineParams *combine;
+    uint32_t worker, num_workers;
+} Work;
+
+static void *work(void *arg) {
+    const Work *w = (const Work *)arg;
+    if (w->dispatch) ep_cpu_dispatch(w->dispatch, w->worker, w->num_workers);
+    else ep_cpu_combine(w->combine, w->worker, w->num_workers);
+    return NULL;
+}
+
+/* The caller is worker 0.  A thread that cannot be had is played by the caller afterwards: workers wait
+ * for peers only, never for one another. */
+static int run(const EpDispatchParams *d, const EpCombineParams *c, uint32_t num_workers) {
+    pthread_t threads[MAX_WORKERS];
+    Work works[MAX_WORKERS];
+    bool started[MAX_WORKERS] = {false};
+    if (num_workers > MAX_WORKERS) num_workers = MAX_WORKERS;
+    for (uint32_t i = 0; i < num_workers; i++) works[i] = (Work){d, c, i, num_workers};
+    for (uint32_t i = 1; i < num_workers; i++) started[i] = pthread_create(&threads[i], NULL, work, &works[i]) == 0;
+    work(&works[0]);
+    for (uint32_t i = 1; i < num_workers; i++) {
+        if (started[i]) pthread_join(threads[i], NULL);
+        else work(&works[i]);
+    }
+    return 0;
+}
+
+static int plan(int device, const EpPlanParams *p, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_plan(p);
+    return 0;
+}
+static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
+    (void)device, (void)stream;
+    return run(p, NULL, num_sm);
+}
+static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
+    (void)device, (void)stream;
+    return run(NULL, p, num_sm);
+}
+static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_enter(c, op);
+    return 0;
+}
+static int signal_word(int device, uint64_t *word, uint64_t value, bool add, void *stream) {
+    (void)device, (void)stream;
+    if (add) ep_add_release_sys_u64(word, value); /* publishes what this rank has put before */
+    else ep_st_release_sys_u64(word, value);
+    return 0;
+}
+static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream) {
+    EpFaultRecord f = {0, 0, 0, c->my_rank, EP_WORD_SIGNAL, 0, 0, 0, 0, 0};
+    (void)device, (void)stream;
+    ep_wait_u64(c, word, exact ? EP_CMP_EQ : EP_CMP_GE, value, &f); /* what the word publishes is now readable */
+    return 0;
+}
+
+const EpBackend ep_cpu_backend = {
+    .name = "cpu",
+    .heap_open = heap_open,
+    .heap_close = heap_close,
+    .heap_import = heap_import,
+    .heap_unimport = heap_close,
+    .host_alloc = host_alloc,
+    .host_free = heap_close,
+    .copy = copy,
+    .zero = zero,
+    .sync = sync_stream,
+    .order = order,
+    .plan = plan,
+    .dispatch = dispatch,
+    .combine = combine,
+    .enter = enter,
+    .signal = signal_word,
+    .wait = wait_word,
+    .preload = preload,
+};
+
+const EpBackend *ep_backend(EpBackendKind kind) {
+    if (kind == EP_CPU) return &ep_cpu_backend;
+#ifdef EP_HAVE_CUDA
+    if (kind == EP_CUDA) return &ep_cuda_backend;
+#endif
+    ep_error(EP_EINVAL, "this build of epmoe has no CUDA backend");
+    return NULL;
+}
