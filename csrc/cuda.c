@@ -1,0 +1,223 @@
+/* cuda.c - the CUDA backend: a heap is one cudaMalloc block that travels as a cudaIpcMemHandle; work goes
+ * to the caller's stream; kernels come from kernels/.
+ *
+ * The block comes straight from cudaMalloc, never from a framework's allocator: IPC shares whole
+ * allocations, and memory of a pool or of expandable segments cannot be shared at all. */
+#include <cuda_runtime_api.h>
+#include <sched.h>
+#include <string.h>
+
+#include "backend.h"
+#include "error.h"
+#include "kernels/launch.h"
+#include "protocol/flags.h"
+
+#define BLOCK_BYTES (2ull << 20) /* IPC wants blocks that share no page with others */
+#define EP_CUDA_TRY(call)                                    \
+    do {                                                     \
+        cudaError_t e_ = (cudaError_t)(call);                \
+        if (e_ != cudaSuccess) return cuda_error(e_, #call); \
+    } while (0)
+
+static int cuda_error(cudaError_t e, const char *call) {
+    cudaGetLastError(); /* an error that is not sticky must not be found by the next caller */
+    if (e == cudaErrorMemoryAllocation) return ep_error(EP_ENOMEM, "%s: %s", call, cudaGetErrorString(e));
+    return ep_error(EP_ECUDA, "%s: %s", call, cudaGetErrorString(e));
+}
+
+/* The calling thread works on the heap's device, and gets its own back. */
+typedef struct {
+    int before, device;
+} Guard;
+static int guard(int device, Guard *g) {
+    g->device = device;
+    EP_CUDA_TRY(cudaGetDevice(&g->before));
+    if (g->before != device) EP_CUDA_TRY(cudaSetDevice(device));
+    return 0;
+}
+static int unguard(const Guard *g, int code) {
+    if (g->before != g->device) cudaSetDevice(g->before);
+    return code;
+}
+#define GUARDED(device, expression)        \
+    do {                                   \
+        Guard g_;                          \
+        EP_TRY(guard(device, &g_));        \
+        return unguard(&g_, (expression)); \
+    } while (0)
+
+static int check_call(cudaError_t e, const char *what) { return e == cudaSuccess ? 0 : cuda_error(e, what); }
+
+/* ---- memory ---- */
+
+static int open_block(int device, uint64_t num_bytes, void **memory, EpHeapCard *card) {
+    struct cudaDeviceProp prop;
+    cudaIpcMemHandle_t handle;
+    uint64_t rounded = ep_align_u64(num_bytes, BLOCK_BYTES);
+    EP_CUDA_TRY(cudaGetDeviceProperties(&prop, device));
+    if (prop.major < 8)
+        return ep_error(EP_EINVAL, "%s has compute capability %d.%d; epmoe needs 8.0 or newer", prop.name, prop.major, prop.minor);
+    cudaError_t e = cudaMalloc(memory, rounded);
+    if (e != cudaSuccess) {
+        size_t num_free = 0, total = 0;
+        cudaGetLastError();
+        cudaMemGetInfo(&num_free, &total);
+        return ep_error(EP_ENOMEM, "no room for a heap of %llu bytes: %llu of %llu bytes of GPU memory are free",
+                        (unsigned long long)num_bytes, (unsigned long long)num_free, (unsigned long long)total);
+    }
+    e = cudaMemset(*memory, 0, rounded);
+    if (e == cudaSuccess) e = cudaDeviceSynchronize();
+    if (e == cudaSuccess) e = cudaIpcGetMemHandle(&handle, *memory);
+    if (e == cudaSuccess) e = cudaRuntimeGetVersion(&card->runtime_version);
+    if (e == cudaSuccess) e = cudaDriverGetVersion(&card->driver_version);
+    if (e != cudaSuccess) {
+        cudaFree(*memory);
+        *memory = NULL;
+        return cuda_error(e, "cudaIpcGetMemHandle");
+    }
+    card->num_bytes = num_bytes;
+    memcpy(card->device_id, &prop.uuid, sizeof card->device_id);
+    _Static_assert(sizeof card->handle == sizeof handle, "an IPC handle has 64 bytes");
+    memcpy(card->handle, &handle, sizeof handle);
+    return 0;
+}
+
+static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd) {
+    *fd = -1; /* the handle is all a peer needs */
+    GUARDED(device, open_block(device, num_bytes, memory, card));
+}
+
+static void heap_close(int device, void *memory, uint64_t num_bytes) {
+    Guard g;
+    (void)num_bytes;
+    if (guard(device, &g)) return;
+    cudaFree(memory); /* waits for kernels that still use it */
+    cudaGetLastError();
+    unguard(&g, 0);
+}
+
+static int import_block(const EpHeapCard *mine, const EpHeapCard *card, void **memory) {
+    cudaIpcMemHandle_t handle;
+    if (card->num_bytes != mine->num_bytes) return ep_error(EP_ECORRUPT, "a peer sent memory that is not a heap of this world");
+    if (memcmp(card->device_id, mine->device_id, sizeof mine->device_id) == 0)
+        return ep_error(EP_EINVAL, "two ranks use the same GPU; give each rank its own (torch.cuda.set_device(local_rank))");
+    memcpy(&handle, card->handle, sizeof handle);
+    EP_CUDA_TRY(cudaIpcOpenMemHandle(memory, handle, cudaIpcMemLazyEnablePeerAccess));
+    return 0;
+}
+
+static int heap_import(int device, const EpHeapCard *mine, const EpHeapCard *card, int fd, void **memory) {
+    (void)fd;
+    GUARDED(device, import_block(mine, card, memory));
+}
+
+static void heap_unimport(int device, void *memory, uint64_t num_bytes) {
+    Guard g;
+    (void)num_bytes;
+    if (guard(device, &g)) return;
+    cudaIpcCloseMemHandle(memory);
+    cudaGetLastError();
+    unguard(&g, 0);
+}
+
+static int host_alloc(int device, uint64_t num_bytes, void **memory) {
+    GUARDED(device, check_call(cudaHostAlloc(memory, num_bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc"));
+}
+
+static void host_free(int device, void *memory, uint64_t num_bytes) {
+    Guard g;
+    (void)num_bytes;
+    if (guard(device, &g)) return;
+    cudaFreeHost(memory); /* waits for kernels that still write it */
+    cudaGetLastError();
+    unguard(&g, 0);
+}
+
+static int copy(int device, void *dst, const void *src, uint64_t num_bytes, void *stream) {
+    GUARDED(device, check_call(cudaMemcpyAsync(dst, src, num_bytes, cudaMemcpyDefault, (cudaStream_t)stream), "cudaMemcpyAsync"));
+}
+
+static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
+    GUARDED(device, check_call(cudaMemsetAsync(dst, 0, num_bytes, (cudaStream_t)stream), "cudaMemsetAsync"));
+}
+
+/* ---- streams ---- */
+
+/* The kernels leave by themselves when the world ends, so this ends too; it is no reason to stop waiting. */
+static int wait_stream(cudaStream_t stream) {
+    for (uint32_t polls = 0;; polls++) {
+        cudaError_t e = cudaStreamQuery(stream);
+        if (e == cudaSuccess) return 0;
+        if (e != cudaErrorNotReady) return cuda_error(e, "cudaStreamQuery");
+        if (polls > 1000) sched_yield();
+    }
+}
+static int sync_stream(int device, void *stream, EpWorld *world) {
+    (void)world;
+    GUARDED(device, wait_stream((cudaStream_t)stream));
+}
+
+static int order_streams(cudaStream_t before, cudaStream_t after) {
+    cudaEvent_t event;
+    enum cudaStreamCaptureStatus a, b;
+    EP_CUDA_TRY(cudaStreamIsCapturing(before, &a));
+    EP_CUDA_TRY(cudaStreamIsCapturing(after, &b));
+    if (a != b) return 0; /* a graph is ordered by where it is replayed */
+    EP_CUDA_TRY(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    cudaError_t e = cudaEventRecord(event, before);
+    if (e == cudaSuccess) e = cudaStreamWaitEvent(after, event, 0);
+    cudaEventDestroy(event); /* lives on until the wait is over */
+    return check_call(e, "cudaStreamWaitEvent");
+}
+static int order(int device, void *before, void *after) { GUARDED(device, order_streams((cudaStream_t)before, (cudaStream_t)after)); }
+
+/* ---- kernels ---- */
+
+static int plan(int device, const EpPlanParams *p, void *stream) {
+    GUARDED(device, check_call((cudaError_t)ep_launch_plan(p, stream), "plan kernel"));
+}
+static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
+    GUARDED(device, check_call((cudaError_t)ep_launch_dispatch(p, num_sm, stream), "dispatch kernel"));
+}
+static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
+    GUARDED(device, check_call((cudaError_t)ep_launch_combine(p, num_sm, stream), "combine kernel"));
+}
+static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
+    GUARDED(device, check_call((cudaError_t)ep_launch_enter(c, op, stream), "enter kernel"));
+}
+static int signal_word(int device, uint64_t *word, uint64_t value, bool add, void *stream) {
+    GUARDED(device, check_call((cudaError_t)ep_launch_signal(word, value, add, stream), "signal kernel"));
+}
+static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream) {
+    GUARDED(device, check_call((cudaError_t)ep_launch_wait(c, word, value, exact, stream), "wait kernel"));
+}
+
+static int preload_all(void) {
+    EP_CUDA_TRY(ep_preload_plan());
+    EP_CUDA_TRY(ep_preload_dispatch());
+    EP_CUDA_TRY(ep_preload_combine());
+    EP_CUDA_TRY(ep_preload_words());
+    return 0;
+}
+static int preload(int device) { GUARDED(device, preload_all()); }
+
+const EpBackend ep_cuda_backend = {
+    .name = "cuda",
+    .heap_open = heap_open,
+    .heap_close = heap_close,
+    .heap_import = heap_import,
+    .heap_unimport = heap_unimport,
+    .host_alloc = host_alloc,
+    .host_free = host_free,
+    .copy = copy,
+    .zero = zero,
+    .sync = sync_stream,
+    .order = order,
+    .plan = plan,
+    .dispatch = dispatch,
+    .combine = combine,
+    .enter = enter,
+    .signal = signal_word,
+    .wait = wait_word,
+    .preload = preload,
+};

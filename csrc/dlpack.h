@@ -1,0 +1,39 @@
+/* dlpack.h - the part of DLPack 1.3 that the module uses: reading a framework's tensor without a copy or
+ * a reference (the C exchange API, offered by torch >= 2.10), and handing out memory of a heap.
+ * Layouts are DLPack's (github.com/dmlc/dlpack); a test compares them with the header that torch ships. */
+#ifndef EP_DLPACK_H
+#define EP_DLPACK_H
+#include <stdint.h>
+
+enum { EP_DL_CPU = 1, EP_DL_CUDA = 2, EP_DL_CUDA_HOST = 3, EP_DL_INT = 0, EP_DL_UINT = 1, EP_DL_FLOAT = 2, EP_DL_BFLOAT = 4 };
+typedef struct {
+    int32_t device_type, device_id;
+} EpDLDevice;
+typedef struct {
+    uint8_t code, bits;
+    uint16_t lanes;
+} EpDLDataType;
+typedef struct {
+    void *data;
+    EpDLDevice device;
+    int32_t ndim;
+    EpDLDataType dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} EpDLTensor;
+typedef struct EpDLManagedTensor {
+    EpDLTensor dl_tensor;
+    void *manager_ctx;
+    void (*deleter)(struct EpDLManagedTensor *self);
+} EpDLManagedTensor;
+typedef struct {
+    struct {
+        uint32_t major, minor;
+    } version;
+    void *prev_api;
+    void *managed_tensor_allocator, *managed_tensor_from_py_object_no_sync, *managed_tensor_to_py_object_no_sync;
+    int (*dltensor_from_py_object_no_sync)(void *py_object, EpDLTensor *out);
+    int (*current_work_stream)(int device_type, int32_t device_id, void **out_current_stream);
+} EpDLExchangeAPI;
+
+#endif /* EP_DLPACK_H */

@@ -1,0 +1,24 @@
+/* launch.h - the kernels as cuda.c sees them: each launches and returns the launch's cudaError_t. */
+#ifndef EP_LAUNCH_H
+#define EP_LAUNCH_H
+#include "protocol/abi.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+int ep_launch_plan(const EpPlanParams *p, void *stream);
+int ep_launch_dispatch(const EpDispatchParams *p, uint32_t num_blocks, void *stream);
+int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *stream);
+int ep_launch_enter(const EpComm *c, uint32_t op, void *stream);
+int ep_launch_signal(uint64_t *word, uint64_t value, uint32_t add, void *stream);
+int ep_launch_wait(const EpComm *c, const uint64_t *word, uint64_t value, uint32_t exact, void *stream);
+/* Load a file's kernels now: a kernel that is loaded lazily while another one waits can wait forever. */
+int ep_preload_plan(void);
+int ep_preload_dispatch(void);
+int ep_preload_combine(void);
+int ep_preload_words(void);
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* EP_LAUNCH_H */

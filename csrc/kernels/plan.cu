@@ -1,0 +1,355 @@
+/* plan.cu - the routing plan, in one launch and without the host.
+ *
+ * Each block has a range of tokens, each of its warps a part of it.  Count: a histogram per warp in shared
+ * memory.  Scan: over warps, then (one grid barrier) over blocks.  Exchange: every rank tells every peer
+ * its counts.  Place: each warp walks its choices again, in order, and ranks equal experts among 32 lanes
+ * by match.  No atomic decides an order, so the plan is the same in every run and equals the CPU's. */
+#include "launch.h"
+#include "rows.cuh"
+
+typedef EpPlanParams Params;
+
+/* Shared memory: [EP_WARPS][cells] counts, later prefixes; [cells] blocks before mine; [cells] totals;
+ * [W][E] everyone's counts; [E] first row, [E] first sorted place; [L + 1] first tile. */
+struct Smem {
+    uint32_t *warp_count, *before, *total, *row_from, *sorted_from, *tile_from;
+    int32_t *counts;
+    static __host__ __device__ uint32_t words(const EpShape &s) {
+        const uint32_t cells = s.num_experts + s.num_ranks + 1;
+        return (EP_WARPS + 2) * cells + s.num_ranks * s.num_experts + 2 * s.num_experts + s.num_experts + 1;
+    }
+    __device__ Smem(uint32_t *base, const EpShape &s) {
+        const uint32_t cells = s.num_experts + s.num_ranks + 1;
+        warp_count = base, before = warp_count + EP_WARPS * cells, total = before + cells;
+        counts = (int32_t *)(total + cells), row_from = (uint32_t *)counts + s.num_ranks * s.num_experts;
+        sorted_from = row_from + s.num_experts, tile_from = sorted_from + s.num_experts;
+    }
+};
+struct Verdict { /* what all ranks agree on; in shared memory */
+    int32_t code;
+    int32_t rank_rows[EP_MAX_RANKS];
+    uint32_t bad_of[EP_MAX_RANKS]; /* what each rank found wrong */
+    uint64_t tokens_before, num_tokens;
+    uint32_t bad, num_sorted;
+};
+
+/* Tokens of this warp. */
+struct Range {
+    uint32_t first, last;
+    __device__ Range(uint32_t num_tokens) {
+        const uint32_t num_warps = gridDim.x * EP_WARPS, per = ep_ceil_div_u32(num_tokens, num_warps);
+        const uint32_t at = (blockIdx.x * EP_WARPS + threadIdx.x / 32) * per;
+        first = at < num_tokens ? at : num_tokens;
+        last = first + per < num_tokens ? first + per : num_tokens;
+    }
+};
+
+/* Bit r: token t goes to rank r.  Lane per token. */
+EP_FN uint32_t ranks_of(const Params &p, uint32_t t) {
+    const uint32_t K = p.comm.shape.num_topk, L = ep_num_local_experts(&p.comm.shape);
+    const int32_t *expert = p.plan + p.layout.token_expert_off + (uint64_t)t * K;
+    uint32_t mask = 0;
+    for (uint32_t k = 0; k < K; k++)
+        if (expert[k] >= 0) mask |= 1u << (uint32_t)expert[k] / L;
+    return mask;
+}
+
+EP_FN void count(const Params &p, Range range, uint32_t *mine, uint32_t *bad) {
+    const EpShape &s = p.comm.shape;
+    int32_t *expert = p.plan + p.layout.token_expert_off;
+    const uint64_t end = (uint64_t)range.last * s.num_topk;
+    for (uint64_t i = (uint64_t)range.first * s.num_topk + ep_lane(); i < end; i += 32) {
+        const int32_t e = ep_read_expert(p.exp_indices, p.index_bytes, i, s.num_experts);
+        if (e == -2) atomicMin(bad, (uint32_t)i);
+        expert[i] = e < 0 ? -1 : e;
+        if (e >= 0) atomicAdd(&mine[e], 1u);
+    }
+    __syncwarp();
+    for (uint32_t t = range.first; t < range.last; t += 32) {
+        const uint32_t ranks = t + ep_lane() < range.last ? ranks_of(p, t + ep_lane()) : 0;
+        for (uint32_t r = 0; r < s.num_ranks; r++) {
+            const uint32_t num = __popc(__ballot_sync(EP_FULL, ranks >> r & 1u));
+            if (ep_lane() == 0) mine[s.num_experts + r] += num;
+        }
+    }
+}
+
+/* Exclusive prefixes over this block's warps; the block's sums go to scratch. */
+EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t cells, uint32_t bad) {
+    uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off) + (uint64_t)blockIdx.x * cells;
+    for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x) {
+        uint32_t sum = 0;
+        for (uint32_t w = 0; w < EP_WARPS; w++) {
+            const uint32_t n = m.warp_count[w * cells + i];
+            m.warp_count[w * cells + i] = sum;
+            sum += n;
+        }
+        scratch[i] = i == cells - 1 ? bad : sum;
+    }
+}
+
+/* All blocks of this rank have come here, and see what the others wrote. */
+EP_FN bool grid_barrier(const EpComm *c, uint64_t epoch) {
+    __shared__ int ok;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        EpFaultRecord f = {0, 0, EP_OP_PLAN, c->my_rank, EP_WORD_NONE, 0, 0, epoch, 0, 0};
+        ep_add_acq_rel_gpu_u64(&ep_local(c)->grid_arrived, 1);
+        ok = ep_wait_u64(c, &ep_local(c)->grid_arrived, EP_CMP_GE, gridDim.x, &f);
+    }
+    __syncthreads();
+    return ok;
+}
+
+/* Prefixes over the blocks before this one, and totals. */
+EP_FN void scan_blocks(const Params &p, const Smem &m, uint32_t cells, Verdict *v) {
+    const uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off);
+    for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x) {
+        uint32_t before = 0, total = 0, bad = UINT32_MAX;
+#pragma unroll 8
+        for (uint32_t b = 0; b < gridDim.x; b++) {
+            const uint32_t n = __ldcg(scratch + (uint64_t)b * cells + i);
+            if (b == blockIdx.x) before = total;
+            total += n;
+            bad = n < bad ? n : bad;
+        }
+        m.before[i] = before, m.total[i] = total;
+        if (i == cells - 1) v->bad = bad;
+    }
+}
+
+/* Tell the peers this rank's cells (block b tells rank b), and read everyone's. */
+EP_FN bool exchange(const Params &p, const Smem &m, uint32_t cells, Verdict *v, uint64_t epoch) {
+    const EpComm *c = &p.comm;
+    const EpShape &s = c->shape;
+    bool ok = true;
+    uint32_t wrong = v->bad == UINT32_MAX ? 0 : v->bad + 1;
+    if (p.scatter_indices && p.num_scatter_tokens != p.num_tokens && p.num_scatter_tokens != v->num_tokens) wrong = EP_BAD_SCATTER;
+    for (uint32_t r = blockIdx.x; r < s.num_ranks; r += gridDim.x)
+        for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x)
+            ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(epoch, i == cells - 1 ? wrong : m.total[i]));
+    for (uint32_t j = threadIdx.x; j < s.num_ranks * cells; j += blockDim.x) {
+        const uint32_t w = j / cells, i = j % cells;
+        const uint64_t *cell = ep_count_cell(c, c->my_rank, w, i);
+        EpFaultRecord f = {0, 0, EP_OP_PLAN, w, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
+        ok = ok && ep_wait_u64(c, cell, EP_CMP_EPOCH, ep_cell_tag(epoch), &f);
+        const uint32_t n = ok ? ep_clamp_count(&s, i, (uint32_t)ep_ld_relaxed_sys_u64(cell)) : 0;
+        if (i < s.num_experts) m.counts[w * s.num_experts + i] = (int32_t)n;
+        else if (i == s.num_experts + c->my_rank && blockIdx.x == 0 && w != c->my_rank) p.plan[EP_HEAD_NUM_RECV + w] = (int32_t)n;
+        else if (i == cells - 1) v->bad_of[w] = n;
+    }
+    return __syncthreads_and(ok);
+}
+
+/* One warp: out[i] = sum of value(j) for j < i, of n; returns the whole sum in all lanes. */
+template <typename F> EP_FN uint32_t warp_scan(uint32_t *out, uint32_t n, F value) {
+    uint32_t sum = 0;
+    for (uint32_t base = 0; base < n; base += 32) {
+        const uint32_t i = base + ep_lane(), x = i < n ? value(i) : 0;
+        uint32_t inclusive = x;
+#pragma unroll
+        for (uint32_t d = 1; d < 32; d *= 2) {
+            const uint32_t y = __shfl_up_sync(EP_FULL, inclusive, d);
+            if (ep_lane() >= d) inclusive += y;
+        }
+        if (i < n) out[i] = sum + inclusive - x;
+        sum += __shfl_sync(EP_FULL, inclusive, 31);
+    }
+    return sum;
+}
+
+/* First rows, sorted places and tiles from everyone's counts: three warps, each its own scan. */
+EP_FN void scan_experts(const Params &p, const Smem &m, Verdict *v) {
+    const EpShape &s = p.comm.shape;
+    const uint32_t L = ep_num_local_experts(&s), warp = threadIdx.x / 32, first = p.comm.my_rank * L;
+    if (warp == 0) {
+        for (uint32_t r = 0; r < s.num_ranks; r++) {
+            const uint32_t rows = warp_scan(m.row_from + r * L, L, [&](uint32_t l) { return ep_expert_rows(&s, m.counts, r * L + l); });
+            if (ep_lane() == 0) v->rank_rows[r] = (int32_t)rows;
+        }
+    } else if (warp == 1) {
+        const uint32_t n = warp_scan(m.sorted_from, s.num_experts, [&](uint32_t e) { return m.total[e]; });
+        if (ep_lane() == 0) v->num_sorted = n;
+    } else if (warp == 2) {
+        const uint32_t n =
+            warp_scan(m.tile_from, L, [&](uint32_t l) { return ep_ceil_div_u32(ep_expert_rows(&s, m.counts, first + l), EP_TILE_ROWS); });
+        if (ep_lane() == 0) m.tile_from[L] = n;
+    }
+}
+
+/* The first wrong thing that all ranks told each other, in rank order; one thread. */
+EP_FN void judge(const Params &p, Verdict *v, uint64_t epoch) {
+    const EpShape &s = p.comm.shape;
+    EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_INDEX, 0, 0, epoch, 0, 0};
+    for (uint32_t w = 0; w < s.num_ranks && !f.code; w++) {
+        const uint32_t bad = v->bad_of[w];
+        f.peer = w;
+        if (bad == EP_BAD_SCATTER) f.code = EP_EINVAL, f.word = EP_WORD_SCATTER;
+        else if (bad) f.code = EP_EINDEX, f.got = bad - 1, f.want = s.num_experts;
+    }
+    for (uint32_t w = 0; w < s.num_ranks; w++) {
+        const uint32_t rows = (uint32_t)v->rank_rows[w];
+        if (rows > s.capacity && !f.code) f.code = EP_EOVERFLOW, f.word = EP_WORD_ROWS, f.peer = w, f.want = s.capacity, f.got = rows;
+    }
+    if (f.code && blockIdx.x == 0) ep_fault(&p.comm, &f);
+    v->code = f.code;
+}
+
+/* Rows, sorted order and slots of this warp's choices. */
+EP_FN void place(const Params &p, const Smem &m, uint32_t cells, Range range, const Verdict &v, const int32_t *scatter, uint64_t epoch) {
+    const EpShape &s = p.comm.shape;
+    const uint32_t K = s.num_topk, W = s.num_ranks, L = ep_num_local_experts(&s), lane = ep_lane();
+    const uint32_t lower = (1u << lane) - 1;
+    uint32_t *mine = m.warp_count + threadIdx.x / 32 * cells;
+    const int32_t *expert = p.plan + p.layout.token_expert_off;
+    const uint64_t end = (uint64_t)range.last * K;
+    for (uint64_t base = (uint64_t)range.first * K; base < end; base += 32) {
+        const uint64_t i = base + lane;
+        const int32_t e = i < end ? expert[i] : -1;
+        const uint32_t same = __match_any_sync(EP_FULL, e), nth = __popc(same & lower);
+        uint32_t at = 0;
+        if (e >= 0) at = mine[e] + nth;
+        __syncwarp();
+        if (e >= 0 && nth == 0) mine[e] += __popc(same);
+        __syncwarp();
+        if (i >= end) continue;
+        int32_t row = -1;
+        if (e >= 0) {
+            at += m.before[e];
+            row = scatter ? scatter[i] : (int32_t)(m.row_from[e] + ep_rows_before_rank(&s, m.counts, (uint32_t)e, p.comm.my_rank) + at);
+            if (row < 0 || row >= v.rank_rows[(uint32_t)e / L]) {
+                EpFaultRecord f = {0, EP_EINVAL, EP_OP_PLAN, p.comm.my_rank, EP_WORD_SCATTER, 0, 0, epoch, 1, 0};
+                ep_fault(&p.comm, &f);
+                row = -1;
+            }
+            p.plan[p.layout.sort_off + m.sorted_from[e] + at] = (int32_t)i;
+        }
+        p.plan[p.layout.token_row_off + i] = row;
+    }
+    for (uint32_t t = range.first; t < range.last; t += 32) {
+        const uint32_t token = t + lane, ranks = token < range.last ? ranks_of(p, token) : 0;
+        for (uint32_t r = 0; r < W; r++) {
+            const uint32_t there = __ballot_sync(EP_FULL, ranks >> r & 1u), at = m.before[s.num_experts + r] + mine[s.num_experts + r];
+            const uint32_t slot = at + __popc(there & lower);
+            if (token < range.last) p.plan[p.layout.token_slot_off + (uint64_t)token * W + r] = ranks >> r & 1u ? (int32_t)slot : -1;
+            if (ranks >> r & 1u) p.plan[p.layout.send_token_off + (uint64_t)r * p.num_tokens + slot] = (int32_t)token;
+            __syncwarp();
+            if (lane == 0) mine[s.num_experts + r] += __popc(there);
+            __syncwarp();
+        }
+    }
+}
+
+/* The parts of the plan that no warp owns: the tail of the sorted order, tiles, counts, offsets, the head. */
+EP_FN void write_tables(const Params &p, const Smem &m, const Verdict &v) {
+    const EpShape &s = p.comm.shape;
+    const uint32_t L = ep_num_local_experts(&s), at = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+    const uint32_t first = p.comm.my_rank * L, num_tiles = m.tile_from[L];
+    for (uint64_t i = v.num_sorted + at; i < (uint64_t)p.num_tokens * s.num_topk; i += step) p.plan[p.layout.sort_off + i] = -1;
+    for (uint32_t n = at; n < num_tiles && n < p.layout.max_tiles; n += step) {
+        uint32_t low = 0, high = L; /* the last expert whose tiles begin at or before n */
+        while (high - low > 1) {
+            const uint32_t mid = (low + high) / 2;
+            if (m.tile_from[mid] <= n) low = mid;
+            else high = mid;
+        }
+        p.plan[p.layout.tile_expert_off + n] = (int32_t)low;
+        p.plan[p.layout.tile_row_off + n] = (int32_t)(m.row_from[first + low] + (n - m.tile_from[low]) * EP_TILE_ROWS);
+    }
+    for (uint32_t i = at; i < s.num_ranks * s.num_experts; i += step) p.plan[p.layout.counts_off + i] = m.counts[i];
+    for (uint32_t l = at; l <= L; l += step)
+        p.plan[p.layout.expert_row_off + l] = l == L ? v.rank_rows[p.comm.my_rank] : (int32_t)m.row_from[first + l];
+    if (at < s.num_ranks) {
+        p.plan[EP_HEAD_NUM_SEND + at] = (int32_t)m.total[s.num_experts + at];
+        if (at == p.comm.my_rank) p.plan[EP_HEAD_NUM_RECV + at] = (int32_t)m.total[s.num_experts + at]; /* my own word, not a peer's */
+        p.plan[EP_HEAD_RANK_ROWS + at] = v.rank_rows[at];
+    }
+    if (at == 0) p.plan[EP_HEAD_NUM_ROWS] = v.rank_rows[p.comm.my_rank], p.plan[EP_HEAD_NUM_TILES] = (int32_t)num_tiles;
+}
+
+/* No plan: no rows anywhere, so that whoever goes on before the error is raised computes on nothing. */
+EP_FN void forget(const Params &p) {
+    const uint64_t num = p.layout.expert_row_off + ep_num_local_experts(&p.comm.shape) + 1;
+    for (uint64_t i = threadIdx.x; i < num; i += blockDim.x) p.plan[i] = 0;
+    __syncthreads();
+}
+
+/* The host learns M, or why there is none, as soon as it is known.  One thread. */
+EP_FN void tell_host(const Params &p, int32_t code, uint32_t num_rows, uint64_t epoch) {
+    EpPlanResult *r = &p.comm.host->plan;
+    p.plan[EP_HEAD_STATUS] = code, p.plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch, p.plan[EP_HEAD_NUM_TOKENS] = (int32_t)p.num_tokens;
+    if (code) p.plan[EP_HEAD_NUM_ROWS] = 0;
+    r->num_rows = num_rows, r->status = code;
+    ep_st_release_sys_u64(&r->ticket, p.ticket); /* publishes the result to the host */
+}
+
+/* Everything between entering and placing.  False: there is no plan. */
+EP_FN bool agree(const Params &p, const Smem &m, uint32_t cells, Verdict *v, uint64_t epoch) {
+    const EpComm *c = &p.comm;
+    if (!grid_barrier(c, epoch)) return false;
+    scan_blocks(p, m, cells, v);
+    if (!ep_block_enter(c, EP_OP_PLAN, NULL, 0, 0, 0, epoch, false)) return false;
+    if (threadIdx.x == 0) {
+        v->tokens_before = v->num_tokens = 0;
+        for (uint32_t w = 0; w < c->shape.num_ranks; w++) {
+            if (w == c->my_rank) v->tokens_before = v->num_tokens;
+            v->num_tokens += ep_header(c, c->my_rank, w, epoch)->num_tokens;
+        }
+    }
+    __syncthreads();
+    if (!exchange(p, m, cells, v, epoch)) return false;
+    scan_experts(p, m, v);
+    __syncthreads();
+    if (threadIdx.x == 0) judge(p, v, epoch);
+    __syncthreads();
+    return v->code == 0;
+}
+
+__global__ void __launch_bounds__(32 * EP_WARPS, 1) plan_kernel(const __grid_constant__ Params p) {
+    extern __shared__ uint32_t smem[];
+    __shared__ Verdict v;
+    __shared__ uint32_t bad;
+    const Smem m(smem, p.comm.shape);
+    const uint32_t cells = p.comm.layout.num_count_cells;
+    const Range range(p.num_tokens);
+    const uint64_t epoch = ep_begin(&p.comm);
+    if (threadIdx.x == 0) bad = UINT32_MAX, v.code = EP_EPEER, v.bad = UINT32_MAX;
+    for (uint32_t i = threadIdx.x; i < EP_WARPS * cells; i += blockDim.x) m.warp_count[i] = 0;
+    if (epoch && blockIdx.x == 0 && threadIdx.x < 32) { /* the peers' enter comes while this rank counts */
+        EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, p.num_tokens);
+        ep_enter(&p.comm, &h, epoch);
+    }
+    __syncthreads();
+    if (epoch) count(p, range, m.warp_count + threadIdx.x / 32 * cells, &bad);
+    __syncthreads();
+    if (epoch) scan_warps(p, m, cells, bad);
+    const bool ok = epoch && agree(p, m, cells, &v, epoch);
+    if (!ok && blockIdx.x == 0) forget(p);
+    if (blockIdx.x == 0 && threadIdx.x == 0) tell_host(p, ok ? 0 : v.code, ok ? (uint32_t)v.rank_rows[p.comm.my_rank] : 0, epoch);
+    if (ok) {
+        const int32_t *scatter = p.scatter_indices;
+        /* A peer's number of tokens may be nonsense: then there is a plan, but not by these indices. */
+        if (scatter && p.num_scatter_tokens != p.num_tokens)
+            scatter = v.tokens_before + p.num_tokens <= p.num_scatter_tokens ? scatter + v.tokens_before * p.comm.shape.num_topk : NULL;
+        place(p, m, cells, range, v, scatter, epoch);
+        write_tables(p, m, v);
+    }
+    ep_block_leave(&p.comm, epoch);
+}
+
+extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
+    /* Enough blocks that a warp has about 64 choices, at most EP_PLAN_BLOCKS: the scan reads them all. */
+    const uint64_t choices = (uint64_t)p->num_tokens * p->comm.shape.num_topk;
+    uint64_t blocks = (choices + 64 * EP_WARPS - 1) / (64 * EP_WARPS);
+    blocks = blocks < 1 ? 1 : blocks > EP_PLAN_BLOCKS ? EP_PLAN_BLOCKS : blocks;
+    return (int)ep_launch_resident(plan_kernel, (uint32_t)blocks, EP_WARPS, 4ul * Smem::words(p->comm.shape), stream, *p);
+}
+extern "C" int ep_preload_plan(void) {
+    cudaFuncAttributes a;
+    cudaError_t e = cudaFuncGetAttributes(&a, plan_kernel);
+    int device = 0, most = 0;
+    if (e == cudaSuccess) e = cudaGetDevice(&device);
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (e == cudaSuccess) e = cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - (int)a.sharedSizeBytes);
+    return (int)e;
+}
