@@ -1,0 +1,5 @@
+"""python -m epmoe.bench"""
+
+from .run import main
+
+main()

@@ -1,0 +1,72 @@
+"""How a figure is taken: a barrier before each iteration, events on the device, the median of many, the slowest rank."""
+
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def slowest(world_group, value):
+    """The largest of all ranks' values."""
+    if not dist.is_initialized():
+        return value
+    t = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(t, dist.ReduceOp.MAX, group=world_group)
+    return float(t)
+
+
+def timed(fn, barrier, device, cpu_group, iters=30, warmup=5):
+    """Median milliseconds of fn, the slowest rank's.  On the GPU: device time between two events, host time included
+    where the host is the slower one."""
+    for _ in range(warmup):
+        fn()
+    times = []
+    for _ in range(iters):
+        barrier()
+        if device.type == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            fn()
+            end.record()
+            times.append((begin, end))
+        else:
+            t = time.perf_counter()
+            fn()
+            times.append((time.perf_counter() - t) * 1e3)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        times = [a.elapsed_time(b) for a, b in times]
+    return slowest(cpu_group, statistics.median(times))
+
+
+def graphed(fn, device, cpu_group, calls=10, replays=20):
+    """Milliseconds of one fn among `calls` of them in a CUDA graph: device time without the host's."""
+    fn()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            fn()
+    times = []
+    for _ in range(replays):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        times.append((begin, end))
+    torch.cuda.synchronize()
+    return slowest(cpu_group, statistics.median(a.elapsed_time(b) for a, b in times) / calls)
+
+
+def host_microseconds(fn, sync, cpu_group, calls=200):
+    """Microseconds that the caller of fn is kept, device work not waited for."""
+    for _ in range(20):
+        fn()
+    sync()
+    t = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    spent = (time.perf_counter() - t) / calls * 1e6
+    sync()
+    return slowest(cpu_group, spent)

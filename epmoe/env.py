@@ -1,0 +1,186 @@
+"""What a bug report needs: versions, the build, devices, limits and settings.
+
+    python -m epmoe.env           plain text, 80 columns
+    python -m epmoe.env --json    the same as JSON
+
+Works without a GPU and outside of torch.distributed, starts no rank and changes nothing.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import torch
+
+import epmoe
+from epmoe import _C
+from epmoe.heap import pick_device
+
+VARIABLES = {
+    "EPMOE_BACKEND": "run: cpu or cuda; unset: cuda where there is a GPU and a CUDA build",
+    "EPMOE_TIMEOUT_S": "run: seconds that a wait for a living rank may take; unset: 300",
+    "EPMOE_CUDA": "build: 0 never, 1 always, auto (unset) if there is nvcc: CUDA backend",
+    "EPMOE_CUDA_ARCH": "build: nvcc's -gencode arguments; unset: sm_90a code, compute_80 PTX",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that this process may see, in its numbering",
+    "RANK": "torchrun: this process among all",
+    "WORLD_SIZE": "torchrun: number of processes",
+    "LOCAL_RANK": "torchrun: this process on its machine",
+    "LOCAL_WORLD_SIZE": "torchrun: processes on this machine",
+    "MASTER_ADDR": "torchrun: where the processes meet",
+    "MASTER_PORT": "torchrun: where the processes meet",
+}
+
+
+def driver_version(path="/proc/driver/nvidia/version"):
+    """Version of the NVIDIA kernel driver, or None."""
+    try:
+        found = re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", Path(path).read_text())
+    except OSError:
+        return None
+    return found and found[1]
+
+
+def architectures(path):
+    """GPU architectures that the module has code for; None where the CUDA toolkit's cuobjdump is missing."""
+    tool = shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
+    if not tool:
+        return None
+    names = set()
+    for kind, suffix in (("--list-elf", ""), ("--list-ptx", " (PTX)")):
+        done = subprocess.run([tool, kind, path], capture_output=True, text=True, timeout=60)
+        names |= {name + suffix for name in re.findall(r"\bsm_\d+[a-z]?\b", done.stdout)}
+    return sorted(names)
+
+
+def build():
+    path = Path(_C.__file__)
+    return {"file": str(path), "bytes": path.stat().st_size, "cuda": bool(_C.HAS_CUDA),
+            "architectures": architectures(path) if _C.HAS_CUDA else []}
+
+
+def devices():
+    found = []
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        found.append({"index": i, "name": p.name, "capability": f"{p.major}.{p.minor}", "sms": p.multi_processor_count,
+                      "memory_bytes": p.total_memory, "uuid": str(getattr(p, "uuid", "unknown"))})
+    return found
+
+
+def backend():
+    """The device that a layer would take without being told, or why there is none."""
+    try:
+        return str(pick_device())
+    except (ValueError, RuntimeError) as error:
+        return f"none: {error}"
+
+
+def limits():
+    """(soft, hard) each; None is unlimited."""
+    kinds = {"memlock_bytes": resource.RLIMIT_MEMLOCK, "open_files": resource.RLIMIT_NOFILE}
+    return {name: [None if v == resource.RLIM_INFINITY else v for v in resource.getrlimit(k)] for name, k in kinds.items()}
+
+
+def memfd():
+    """Whether this machine gives out anonymous memory files, of which CPU heaps are made."""
+    try:
+        os.close(os.memfd_create("epmoe-env"))
+        return True
+    except OSError:
+        return False
+
+
+def variables():
+    """Every variable that matters here, and what is set beside them: a misspelt EPMOE_* does nothing."""
+    more = sorted(n for n in os.environ if re.match("(EPMOE|NCCL|TORCH_NCCL|GLOO|TORCHELASTIC)_", n) and n not in VARIABLES)
+    table = {n: {"value": os.environ.get(n), "meaning": meaning} for n, meaning in VARIABLES.items()}
+    for n in more:
+        table[n] = {"value": os.environ[n], "meaning": "not a variable of epmoe" if n.startswith("EPMOE_") else ""}
+    return table
+
+
+def report():
+    """All of it, as a dict of plain values."""
+    gpus = devices()
+    return {
+        "versions": {"epmoe": epmoe.__version__, "torch": torch.__version__, "python": platform.python_version(),
+                     "cuda_runtime_of_torch": torch.version.cuda, "nvidia_driver": driver_version(),
+                     "system": platform.platform(), "libc": " ".join(platform.libc_ver())},
+        "build": build(),
+        "backend": backend(),
+        "cpu": {"cores": os.cpu_count(), "usable_cores": len(os.sched_getaffinity(0)),
+                "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "memfd": memfd()},
+        "devices": gpus,
+        # [i][j]: can device i reach the memory of device j directly?
+        "p2p": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(len(gpus))] for i in range(len(gpus))],
+        "limits": limits(),
+        "variables": variables(),
+    }
+
+
+def text(r):
+    """A report as lines of at most 80 columns."""
+    lines = []
+
+    def put(name, value):
+        lines.extend(textwrap.wrap(f"  {name:22} {value}", 80, subsequent_indent=" " * 25, break_long_words=True))
+
+    def gib(num_bytes):
+        return f"{num_bytes / 2**30:.1f} GiB"
+
+    def limit(pair):
+        return "soft {}, hard {}".format(*("unlimited" if v is None else v for v in pair))
+
+    lines.append("Versions")
+    for name, value in r["versions"].items():
+        put(name.replace("_", " "), value or "none")
+    b = r["build"]
+    lines.append("\nBuild")
+    put("module", b["file"])
+    put("size", f"{b['bytes'] / 2**10:.0f} KiB")
+    put("CUDA backend", "built" if b["cuda"] else "not built (EPMOE_CUDA=0, or no nvcc at the build)")
+    if b["cuda"]:
+        put("kernels for", "unknown (cuobjdump is not installed)" if b["architectures"] is None else ", ".join(b["architectures"]))
+    put("device by default", r["backend"])
+    lines.append("\nCPU")
+    put("cores", f"{r['cpu']['cores']}, {r['cpu']['usable_cores']} usable by this process")
+    put("memory", gib(r["cpu"]["memory_bytes"]))
+    put("heaps are made of", f"memfd{'' if r['cpu']['memfd'] else ', which this machine refuses'}; the size of /dev/shm does not matter")
+    for name, pair in r["limits"].items():
+        put("limit " + name.replace("_", " "), limit(pair))
+    lines.append("\nGPUs" if r["devices"] else "\nGPUs: none that torch can use")
+    for d in r["devices"]:
+        put(f"cuda:{d['index']}", f"{d['name']}, capability {d['capability']}, {d['sms']} SMs, {gib(d['memory_bytes'])}")
+        put("", d["uuid"])
+    if r["p2p"]:
+        lines.append("\nPeer access (row reaches column)")
+        put("", " ".join(f"{j:3}" for j in range(len(r["p2p"]))))
+        for i, row in enumerate(r["p2p"]):
+            put(f"cuda:{i}", " ".join(f"{'-' if i == j else 'yes' if ok else 'NO':>3}" for j, ok in enumerate(row)))
+    lines.append("\nVariables")
+    for name, v in r["variables"].items():
+        if v["value"] is not None or not v["meaning"].startswith("torchrun"):
+            put(name, f"{'(unset)' if v['value'] is None else repr(v['value'])}  {v['meaning']}".rstrip())
+    if all(r["variables"][name]["value"] is None for name in VARIABLES if VARIABLES[name].startswith("torchrun")):
+        put("of torchrun", "(none set)")
+    return "\n".join(lines)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m epmoe.env", description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    args = parser.parse_args(arguments)
+    r = report()
+    print(json.dumps(r, indent=2) if args.json else text(r))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Symmetric memory: the same bytes on every rank, reachable from every rank."""
+
+import contextlib
+import math
+import os
+
+import torch
+
+from . import _C
+from .world import World
+
+# torch dtype -> (DLPack type code, bits)
+_DL = {torch.float32: (2, 32), torch.float64: (2, 64), torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.int8: (0, 8),
+       torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8)}
+
+
+def pick_device(device=None):
+    """The device to work on: as given; EPMOE_BACKEND=cpu|cuda; else CUDA where there is a GPU and a CUDA build."""
+    wanted = os.environ.get("EPMOE_BACKEND", "")
+    if wanted not in ("", "cpu", "cuda"):
+        raise ValueError(f"EPMOE_BACKEND={wanted!r}: must be cpu or cuda")
+    if device is None:
+        device = wanted or ("cuda" if _C.HAS_CUDA and torch.cuda.is_available() else "cpu")
+    device = torch.device(device)
+    if wanted and device.type != wanted:
+        raise ValueError(f"device {device}, but EPMOE_BACKEND={wanted}")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device}: epmoe works on cpu and cuda")
+    return device
+
+
+def stream_of(device):
+    """The current stream of a CUDA device as an integer; 0 on the CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def status_of(error):
+    """The code by which the other ranks hear of this rank's exception."""
+    return _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL
+
+
+class SymmetricHeap:
+    """A block of num_bytes on every rank, mapped by all of them, with one allocator that runs in step.
+
+    Creation is collective, and tries every pair of ranks: a pair that cannot write and read each other
+    raises EpError on all ranks.  world: a World, ProcessGroup, DeviceMesh or None.  device: "cpu", "cuda",
+    "cuda:1", ...; the default is the GPU where there is one.
+
+    Every tensor that malloc_symmetric returns keeps the heap's memory alive.
+    """
+
+    def __init__(self, world=None, num_bytes=1 << 26, device=None):
+        self.world = World.of(world)
+        self.device = pick_device(device)
+        kind = _C.CUDA if self.device.type == "cuda" else _C.CPU
+        self._c = _C.heap_create(self.world._c, kind, self.device.index or 0, int(num_bytes), 0)
+        self._scopes = []
+
+    @staticmethod
+    def _refuse(world, error):
+        """This rank cannot make the heap that the others are making: let them know."""
+        with contextlib.suppress(Exception):
+            _C.heap_create(world._c, _C.CPU, 0, 1, status_of(error))
+
+    def malloc_symmetric(self, shape, dtype=torch.float32, alignment=128):
+        """A zeroed tensor at the same offset of every rank's heap.
+
+        Collective: the same call, in the same order, with the same size on every rank.  Raises EpMismatch on
+        all ranks when they differ, HeapExhausted when there is no room, ValueError for an alignment that is
+        no power of two or a dtype that DLPack does not carry.
+        """
+        try:
+            shape = (shape,) if isinstance(shape, int) else tuple(int(d) for d in shape)
+            alignment = int(alignment)
+            if dtype not in _DL:
+                raise TypeError(f"dtype {dtype}: one of {', '.join(str(d) for d in _DL)}")
+            if any(d < 0 for d in shape) or len(shape) > 8:
+                raise ValueError(f"shape {shape}: at most 8 sizes, none negative")
+            if alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 21:
+                raise ValueError(f"alignment {alignment}: a power of two up to 2 MiB")
+            num_bytes = math.prod(shape) * _DL[dtype][1] // 8
+            if num_bytes > 1 << 46:
+                raise ValueError(f"shape {shape}: too large")
+        except (TypeError, ValueError) as error:
+            self._refuse_alloc(error)
+            raise
+        off = _C.heap_alloc(self._c, num_bytes, alignment, 0)
+        if num_bytes == 0:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        if self._scopes:
+            self._scopes[-1].append(off)
+        return self._view(off, self.world.rank, shape, dtype)
+
+    def _refuse_alloc(self, error):
+        """This rank cannot make the allocation that the others are making: let them know."""
+        with contextlib.suppress(Exception):
+            _C.heap_alloc(self._c, 1, 128, status_of(error))
+
+    def _view(self, off, rank, shape, dtype):
+        return torch.from_dlpack(_Capsule(_C.heap_tensor(self._c, off, rank, shape, *_DL[dtype]), self.device))
+
+    def free(self, tensor):
+        """Give a tensor's memory back.  Collective.  The tensor must not be used any more."""
+        try:
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"free: wanted a tensor of this heap, got {type(tensor).__name__}")
+            if tensor.numel() == 0:
+                return
+            off = self.offset(tensor)
+        except (TypeError, ValueError):
+            with contextlib.suppress(Exception):  # the others hear of it; this rank raises its own reason
+                _C.heap_free(self._c, (1 << 63) - 1)
+            raise
+        _C.heap_free(self._c, off)
+        for scope in self._scopes:
+            if off in scope:
+                scope.remove(off)
+
+    @contextlib.contextmanager
+    def scope(self):
+        """Free at the end what is allocated inside.  Collective, as the frees are."""
+        self._scopes.append([])
+        try:
+            yield self
+        finally:
+            for off in reversed(self._scopes.pop()):
+                _C.heap_free(self._c, off)
+
+    def stats(self):
+        """Bytes: total, used, free, largest_free, peak; and num_allocations."""
+        return _C.heap_stats(self._c)
+
+    def offset(self, tensor):
+        """Bytes from the heap's base to the tensor's data.  ValueError if it is not in this heap."""
+        return _C.heap_offset(self._c, tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+    def translate(self, tensor, peer):
+        """The address, in this process, of the same thing in peer's heap."""
+        return _C.heap_translate(self._c, self.offset(tensor), peer)
+
+    def peer_view(self, tensor, peer):
+        """A tensor over the same thing in peer's heap.  Reading and writing it needs signal, wait or barrier."""
+        if not tensor.is_contiguous():
+            raise ValueError("peer_view wants a contiguous tensor")
+        return self._view(self.offset(tensor), peer, tuple(tensor.shape), tensor.dtype)
+
+    def put(self, dst, src, peer):
+        """Copy src (any contiguous tensor) over dst (symmetric) of peer, in stream order."""
+        if self._check_pair(dst, src):
+            _C.heap_put(self._c, self.offset(dst), src, peer)
+
+    def get(self, dst, src, peer):
+        """Copy src (symmetric) of peer over dst (any contiguous tensor), in stream order."""
+        if self._check_pair(src, dst):
+            _C.heap_get(self._c, self.offset(src), dst, peer)
+
+    def _check_pair(self, symmetric, other):
+        if symmetric.dtype != other.dtype or symmetric.numel() != other.numel():
+            raise ValueError(f"wanted {symmetric.numel()} elements of {symmetric.dtype}, got {other.numel()} of {other.dtype}")
+        if not (symmetric.is_contiguous() and other.is_contiguous()):
+            raise ValueError("put and get copy contiguous tensors")
+        return symmetric.numel() > 0
+
+    def _word(self, tensor, index):
+        if tensor.dtype != torch.int64:
+            raise TypeError(f"signals are int64 tensors, got {tensor.dtype}")
+        if not 0 <= index < tensor.numel():
+            raise IndexError(f"index {index} of {tensor.numel()} signals")
+        return self.offset(tensor) + 8 * index
+
+    def signal(self, tensor, index, value, peer, op="set"):
+        """Set, or add to, word `index` of the symmetric int64 tensor at peer: a release at system scope, so what
+        this rank has put at peer before is readable there once the word is seen by wait."""
+        if op not in ("set", "add"):
+            raise ValueError(f"op {op!r}: set or add")
+        _C.heap_signal(self._c, self._word(tensor, index), value, int(op == "add"), peer, stream_of(self.device))
+
+    def wait(self, tensor, index, value, cmp="ge"):
+        """Until word `index` of this rank's tensor is >= value ("ge") or == value ("eq"): an acquire at system
+        scope.  Bounded by the world's timeout (EpTimeout).  On CUDA the stream waits, not the host."""
+        if cmp not in ("ge", "eq"):
+            raise ValueError(f"cmp {cmp!r}: ge or eq")
+        _C.heap_wait(self._c, self._word(tensor, index), value, int(cmp == "eq"), stream_of(self.device))
+
+    def barrier(self):
+        """All ranks have come here, in stream order, and see each other's puts.  Collective."""
+        _C.heap_barrier(self._c, stream_of(self.device))
+
+    def synchronize(self):
+        """Wait for the current stream; raise what went wrong in it."""
+        _C.heap_sync(self._c, stream_of(self.device))
+
+    def close(self):
+        """Wait for all ranks, then drop the heap.  Collective.  Tensors over it keep its memory."""
+        _C.heap_close(self._c)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        if kind is None:
+            self.close()
+
+    def __repr__(self):
+        s = self.stats()
+        return f"epmoe.SymmetricHeap({self.device}, {s['used']} of {s['total']} bytes used, {self.world!r})"
+
+
+class _Capsule:
+    """What torch.from_dlpack asks for."""
+
+    def __init__(self, capsule, device):
+        self._capsule, self._device = capsule, device
+
+    def __dlpack__(self, **kwargs):
+        return self._capsule
+
+    def __dlpack_device__(self):
+        return (2, self._device.index) if self._device.type == "cuda" else (1, 0)

@@ -1,0 +1,366 @@
+"""EPAll2AllLayer: plan, dispatch and combine of an expert-parallel layer."""
+
+import contextlib
+import itertools
+import weakref
+
+import torch
+
+from . import _C
+from .heap import SymmetricHeap, pick_device, status_of, stream_of
+from .world import World
+
+_DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}
+_MODES = {"scatter": _C.COMBINE_SCATTER, "gather": _C.COMBINE_GATHER}
+DEFAULT_NUM_SM = {"cuda": 64, "cpu": 1}  # benchmarks/NOTES.md has the measurements
+
+_ids = itertools.count()
+_layers = weakref.WeakValueDictionary()  # id -> layer: how torch.ops.epmoe.* name a layer
+
+
+class EPLayout:
+    """The plan of one call: where every choice of this rank goes, and what this rank receives.
+
+    Reusable: dispatch(layout=...) repeats a dispatch, combine brings the rows of its dispatch home.
+    Letters as in the README: W ranks, E experts, L = E/W of them here, T tokens, K choices, M rows received.
+    """
+
+    __slots__ = ("layer", "plan", "recv", "num_tokens", "buffer", "_num_rows", "_at")
+
+    def __init__(self, layer, plan, num_tokens, buffer, num_rows):
+        self.layer, self.plan, self.num_tokens, self.buffer, self._num_rows = layer, plan, num_tokens, buffer, num_rows
+        self.recv = None  # which row came from which token: dispatch gives it, combine needs it
+        self._at = None
+
+    def _offset(self, name):
+        """Where a part of the plan begins.  The first two stand before all that depends on T, so the layer knows
+        them: a compiler that traces can read those without calling the module."""
+        if name in ("counts", "expert_row"):
+            return self.layer._plan_front[name]
+        if self._at is None:
+            self._at = _C.plan_layout(self.layer._config, self.num_tokens)
+        return self._at[name]
+
+    def _part(self, name, *shape):
+        n = 1
+        for d in shape:
+            n *= d
+        return self.plan.narrow(0, self._offset(name), n).view(shape)
+
+    @property
+    def num_rows(self):
+        """M: rows this rank receives.  In fixed-capacity mode this reads the device, each time: a replayed graph
+        makes a new plan in the same place."""
+        return int(self.plan[_C.HEAD_NUM_ROWS]) if self._num_rows is None else self._num_rows
+
+    @property
+    def counts(self):
+        """[W, E] int32: choices that rank w routes to expert e."""
+        return self._part("counts", self.layer.world_size, self.layer.num_experts)
+
+    @property
+    def expert_offsets(self):
+        """[L + 1] int32: first row of each local expert; the last is M."""
+        return self._part("expert_row", self.layer.num_local_experts + 1)
+
+    @property
+    def tokens_per_expert(self):
+        """[L] int32: rows of each local expert."""
+        return self.expert_offsets.diff()
+
+    @property
+    def token_dst_scatter_idx(self):
+        """[T, K] int32: row of each choice at its expert's rank; -1 for a dropped choice."""
+        return self._part("token_row", self.num_tokens, self.layer.topk)
+
+    @property
+    def token_sort_indices(self):
+        """[T * K] int32: t * K + k by expert, token, choice; dropped choices leave -1 at the end."""
+        return self._part("sort", self.num_tokens * self.layer.topk)
+
+    @property
+    def token_slots(self):
+        """[T, W] int32: position of a token among the distinct tokens sent to a rank; -1 if it does not go there."""
+        return self._part("token_slot", self.num_tokens, self.layer.world_size)
+
+    @property
+    def send_tokens(self):
+        """[W] int32: distinct tokens that this rank sends to each rank (its own included)."""
+        return self.plan.narrow(0, _C.HEAD_NUM_SEND, self.layer.world_size)
+
+    @property
+    def recv_tokens(self):
+        """[W] int32: distinct tokens that this rank gets from each rank."""
+        return self.plan.narrow(0, _C.HEAD_NUM_RECV, self.layer.world_size)
+
+    @property
+    def rows_per_rank(self):
+        """[W] int32: M of every rank."""
+        return self.plan.narrow(0, _C.HEAD_RANK_ROWS, self.layer.world_size)
+
+    @property
+    def num_tiles(self):
+        """M tiles (128 rows, none across experts) of the grouped GEMM.  Reads the device."""
+        return int(self.plan[_C.HEAD_NUM_TILES])
+
+    @property
+    def tile_expert(self):
+        """[max tiles] int32: local expert of each tile; valid up to num_tiles."""
+        return self._part("tile_expert", self._offset("max_tiles"))
+
+    @property
+    def tile_row(self):
+        """[max tiles] int32: first row of each tile; valid up to num_tiles."""
+        return self._part("tile_row", self._offset("max_tiles"))
+
+    def __repr__(self):
+        return f"epmoe.EPLayout(num_tokens={self.num_tokens}, num_rows={self._num_rows}, buffer={self.buffer})"
+
+
+class EPAll2AllLayer:
+    """Moves tokens to the ranks that hold their experts, and the experts' rows home.
+
+    Args:
+        ep_group: a ProcessGroup, a one-dimensional DeviceMesh, an epmoe.World, or None (the default group).
+        max_tokens: tokens per rank and call, at most.
+        hidden: H; a row (H elements) must be a multiple of 16 bytes.
+        topk: K, 1 to 32.
+        rank, world_size, local_world_size: taken from the group; checked when given.
+        num_tot_experts: E, a multiple of the ranks, at most 1024.  Expert e lives on rank e // (E / W).
+        dtype: float32, float16 or bfloat16.
+        weight_dtype: dtype of the weights that dispatch returns; they travel and are applied as float32.
+        num_sm: thread blocks that move tokens (CUDA), worker threads (CPU).
+        enable_local_combine: sum at the expert's rank first, so that one row per (token, rank) crosses the
+            link.  The partial sums are rounded to dtype; combine's docstring has the exact formula.
+        combine_mode: "scatter" (the expert's rank pushes one row per choice) or "gather" (the token's rank
+            pulls them).  Without meaning when enable_local_combine is set.
+        capacity: rows that a rank can receive.  None: outputs have exactly M rows, which costs one host read
+            of M a call.  A number: outputs have `capacity` rows, nothing is read by the host, and the layer
+            can be captured in a CUDA graph; more rows than that raise EpOverflow and move nothing.
+        num_buffers: communication buffers.  Calls on different buffers may be in flight at once (streams).
+        heap: a SymmetricHeap shared with other layers; by default the layer makes one of its own.
+        device, timeout_s: see SymmetricHeap and World.
+
+    Creation is collective.  Raises ValueError / TypeError for what cannot be, HeapExhausted without room.
+    """
+
+    def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None, local_world_size=None, world_size=None,
+                 dtype=torch.bfloat16, weight_dtype=torch.float32, num_sm=None, enable_local_combine=False, *,
+                 combine_mode="scatter", capacity=None, num_buffers=1, heap=None, device=None, timeout_s=None):
+        self.world = heap.world if heap is not None and ep_group is None else World.of(ep_group, timeout_s)
+        if heap is not None and heap.world is not self.world:
+            raise ValueError("the heap belongs to another world than ep_group")
+        self.rank, self.world_size = self.world.rank, self.world.size
+        try:
+            for name, got, want in (("rank", rank, self.rank), ("world_size", world_size, self.world_size),
+                                    ("local_world_size", local_world_size, self.world_size)):
+                if got is not None and got != want:
+                    raise ValueError(f"{name}={got}, but the group says {want} (all ranks must be on one node)")
+            if num_tot_experts is None:
+                raise TypeError("num_tot_experts is missing")
+            if dtype not in _DTYPES:
+                raise TypeError(f"dtype {dtype}: must be float32, float16 or bfloat16")
+            if not isinstance(weight_dtype, torch.dtype) or not weight_dtype.is_floating_point:
+                raise TypeError(f"weight_dtype {weight_dtype}: must be a floating-point dtype")
+            if combine_mode not in _MODES:
+                raise ValueError(f"combine_mode {combine_mode!r}: scatter or gather")
+            self.max_tokens, self.hidden, self.topk, self.num_experts = int(max_tokens), int(hidden), int(topk), int(num_tot_experts)
+            self.dtype, self.weight_dtype = dtype, weight_dtype
+            self.capacity = None if capacity is None else int(capacity)
+            self.num_local_experts = self.num_experts // self.world_size
+            self.device = heap.device if heap is not None else pick_device(device)
+            most = min(self.world_size * self.max_tokens * self.topk, (1 << 31) - 1)
+            mode = _C.COMBINE_LOCAL if enable_local_combine else _MODES[combine_mode]
+            self._config = (self.world_size, self.num_experts, self.topk, self.max_tokens, self.hidden, _DTYPES[dtype], mode,
+                            most if capacity is None else self.capacity, int(num_buffers),
+                            DEFAULT_NUM_SM[self.device.type] if num_sm is None else int(num_sm))
+            num_bytes = _C.layer_bytes(self._config)
+        except (TypeError, ValueError) as error:  # the other ranks are making a heap, or a layer in one
+            if heap is None:
+                SymmetricHeap._refuse(self.world, error)
+            else:
+                with contextlib.suppress(Exception):
+                    _C.layer_create(heap._c, (0,) * 10)  # what cannot be is said to the others, who are making theirs
+            raise
+        self._owns_heap = heap is None
+        self.heap = SymmetricHeap(self.world, num_bytes, self.device) if heap is None else heap
+        self._c = _C.layer_create(self.heap._c, self._config)
+        self._recv_words = self.world_size * self.max_tokens * (1 + self.topk)
+        self._plan_front = _C.plan_layout(self._config, 0)
+        self._plan_words = {}  # T -> length of a plan
+        self.id = next(_ids)
+        _layers[self.id] = self
+
+    # The four below allocate outputs and call the module; ops.py gives them to autograd and torch.compile.
+
+    def _plan(self, exp_indices, scatter, buffer):
+        num_tokens = exp_indices.shape[0] if isinstance(exp_indices, torch.Tensor) and exp_indices.dim() else 0
+        words = self._plan_words.get(num_tokens)
+        if words is None:
+            words = self._plan_words[num_tokens] = _C.plan_layout(self._config, min(num_tokens, self.max_tokens))["num_words"]
+        plan = torch.empty(words, dtype=torch.int32, device=self.device)
+        _C.layer_plan(self._c, buffer, exp_indices, scatter, plan)
+        return plan
+
+    def _num_rows(self, plan, buffer):
+        return _C.layer_num_rows(self._c, buffer, plan)
+
+    def _dispatch(self, x, weight, plan, buffer, num_rows):
+        rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
+        row_weight = None if weight is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
+        recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
+        _C.layer_dispatch(self._c, buffer, x, weight, plan, rows, row_weight, recv)
+        return rows, row_weight, recv
+
+    def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens):
+        out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+        out_scalar = None if row_scalar is None else torch.empty((num_tokens, self.topk), dtype=torch.float32, device=self.device)
+        _C.layer_combine(self._c, buffer, rows, row_weight, row_scalar, plan, recv, out, out_scalar)
+        return out, out_scalar
+
+    def _refuse(self, op, error, buffer):
+        """Let the other ranks know that this one cannot take part in op; then raise the error."""
+        known = isinstance(buffer, int) and 0 <= buffer < self._config[8]
+        _C.layer_refuse(self._c, buffer if known else 0, op, status_of(error), stream_of(self.device))
+        raise error
+
+    def preprocess(self, exp_indices, full_scatter_indices=None, *, buffer=0):
+        """Plan a dispatch.
+
+        Args:
+            exp_indices: [T, K] int32 or int64, contiguous.  -1 and E are dropped choices; duplicates are allowed.
+            full_scatter_indices: row of every choice at its expert's rank, chosen by the caller instead of by the
+                plan: int32 [T, K] of this rank's tokens, or [sum of all ranks' T, K] in rank order.  Rows of a
+                rank must be a permutation of 0 .. M-1.
+            buffer: communication buffer to use.
+        Returns: EPLayout.
+        Raises on every rank: EpIndexError, EpOverflow, EpMismatch; ValueError or TypeError here and PeerError on
+            the others; PeerDied, EpTimeout.
+        """
+        from . import ops
+
+        with torch.no_grad():
+            if torch.compiler.is_compiling():
+                plan = ops.plan(self, exp_indices, full_scatter_indices, buffer)
+            else:
+                plan = self._plan(exp_indices, full_scatter_indices, buffer)
+        num_rows = None
+        if self.capacity is None and not torch.compiler.is_compiling():
+            num_rows = self._num_rows(plan, buffer)
+        return EPLayout(self, plan, exp_indices.shape[0], buffer, num_rows)
+
+    def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None, buffer=0):
+        """Send tokens to their experts' ranks.
+
+        Args:
+            input: [T, H] of the layer's dtype, contiguous.
+            exp_indices: [T, K], see preprocess; not needed with a layout.
+            weight: [T, K] routing weights to take along, or None.  On all ranks or on none.
+            layout: of an earlier preprocess or dispatch: reuses its plan.
+        Returns: (rows [M, H], row weights [M] or None, layout).  With a capacity: [capacity, H] and [capacity],
+            zero behind M.  Rows stand by local expert, inside it by source rank, token, choice.
+        Differentiable in input and weight.
+        """
+        from . import ops
+
+        try:
+            if layout is None:
+                self._check_tensor("input", input, self.dtype, (None, self.hidden))
+                if isinstance(exp_indices, torch.Tensor) and exp_indices.dim() == 2 and exp_indices.shape[0] != input.shape[0]:
+                    raise ValueError(f"input has {input.shape[0]} tokens, exp_indices {exp_indices.shape[0]}")
+            else:
+                self._check_layout(layout)
+                self._check_tensor("input", input, self.dtype, (layout.num_tokens, self.hidden))
+            if weight is not None:
+                self._check_tensor("weight", weight, None, (input.shape[0], self.topk))
+        except (TypeError, ValueError) as error:
+            self._refuse(_C.OP_PLAN if layout is None else _C.OP_DISPATCH, error, getattr(layout, "buffer", buffer))
+        if layout is None:
+            layout = self.preprocess(exp_indices, full_scatter_indices, buffer=buffer)
+        if weight is not None:
+            weight = weight.to(torch.float32)
+        num_rows = -1 if layout._num_rows is None and self.capacity is None else self.capacity or layout._num_rows
+        if ops.wanted(input, weight):
+            rows, row_weight, layout.recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer, num_rows)
+        else:
+            num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
+            rows, row_weight, layout.recv = self._dispatch(input, weight, layout.plan, layout.buffer, num_rows)
+        if row_weight is not None:
+            row_weight = row_weight.to(self.weight_dtype)
+        return rows, row_weight, layout
+
+    def combine(self, input, layout, weight=None):
+        """Bring rows home and add them up: y[t] = sum over the choices k of token t, dropped ones left out.
+
+        Args:
+            input: [M, H] (or [capacity, H]) in the order of dispatch's rows.
+            layout: of the dispatch.
+            weight: [M] (or [capacity]): y[t] = sum of weight * row.  On all ranks or on none.
+        Returns: [T, H].  Sums are in float32 and in a fixed order, so runs are bit-identical:
+            scatter, gather:       y = round(sum over k = 0, 1, ... of w_k * row_k)
+            enable_local_combine:  y = round(sum over ranks r = 0, 1, ... of round(sum over k at r of w_k * row_k))
+        Differentiable in input and weight.
+        """
+        from . import ops
+
+        try:
+            self._check_layout(layout)
+            if layout.recv is None:
+                raise ValueError("combine needs the layout of a dispatch; this one was only planned")
+            num_rows = layout._num_rows if self.capacity is None else self.capacity
+            self._check_tensor("input rows", input, self.dtype, (num_rows, self.hidden))
+            if weight is not None:
+                self._check_tensor("weight", weight, None, (input.shape[0],))
+        except (TypeError, ValueError) as error:
+            self._refuse(_C.OP_COMBINE, error, getattr(layout, "buffer", 0))
+        if weight is not None:
+            weight = weight.to(torch.float32)
+        if ops.wanted(input, weight):
+            return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer, layout.num_tokens)
+        return self._combine(input, weight, None, layout.plan, layout.recv, layout.buffer, layout.num_tokens)[0]
+
+    def _check_layout(self, layout):
+        if not isinstance(layout, EPLayout):
+            raise TypeError(f"layout: wanted an EPLayout, got {type(layout).__name__}")
+        if layout.layer is not self:
+            raise ValueError("the layout belongs to another layer")
+
+    def _check_tensor(self, name, t, dtype, shape):
+        """What the module would refuse in its operation is refused before the first one: then no rank is left in between."""
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
+        if t.device != self.device:
+            raise ValueError(f"{name} is on {t.device}, the layer on {self.device}")
+        if dtype is not None and t.dtype != dtype or not t.dtype.is_floating_point:
+            raise TypeError(f"{name}: wanted {dtype or 'a floating-point dtype'}, got {t.dtype}")
+        if torch.compiler.is_compiling():
+            return  # sizes may not be known yet; the module looks at them when it runs
+        if t.dim() != len(shape) or any(want is not None and got != want for got, want in zip(t.shape, shape)):
+            raise ValueError(f"{name}: wanted shape [{', '.join('*' if d is None else str(d) for d in shape)}], got {list(t.shape)}")
+        if t.layout is not torch.strided or not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+
+    def ep_barrier_all(self, *, buffer=0):
+        """All ranks have come here, in stream order.  Collective."""
+        _C.layer_barrier(self._c, buffer, stream_of(self.device))
+
+    def synchronize(self):
+        """Wait for the current stream and raise what went wrong in it.
+
+        On CUDA, dispatch and combine return before they have run: what goes wrong in them is raised by the next
+        call on the layer, or here.
+        """
+        _C.layer_sync(self._c, stream_of(self.device))
+
+    def finalize(self):
+        """Give the layer's memory back.  Collective; a second call does nothing."""
+        _C.layer_close(self._c)
+        if self._owns_heap:
+            self.heap.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        if kind is None:
+            self.finalize()

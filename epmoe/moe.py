@@ -1,0 +1,96 @@
+"""EPMoE: a Mixture-of-Experts layer whose experts are spread over the ranks; a drop-in for a model's own."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .layer import EPAll2AllLayer
+from .reference import activate
+
+
+def _grouped_linear(x, weight, offsets, bias):
+    """Rows [M, in] of expert after expert times weight [L, out, in]^T: [M, out].
+
+    offsets [L + 1] say where an expert's rows begin.  torch's grouped GEMM on CUDA in bfloat16, which reads
+    them on the device; elsewhere one product an expert, which reads them on the host.
+    """
+    if x.device.type == "cuda" and x.dtype == torch.bfloat16:
+        y = torch._grouped_mm(x, weight.transpose(-2, -1), offs=offsets[1:])
+        if bias is not None:
+            expert = torch.searchsorted(offsets[1:], torch.arange(len(x), device=x.device, dtype=offsets.dtype), right=True)
+            y = y + bias[expert.clamp(max=len(weight) - 1)]
+        return y
+    ends = offsets.tolist()
+    parts = [F.linear(x[a:b], weight[e], None if bias is None else bias[e]) for e, (a, b) in enumerate(zip(ends, ends[1:]))]
+    parts.append(x.new_zeros(len(x) - ends[-1], weight.shape[1]))  # rows behind M, in fixed-capacity mode
+    return torch.cat(parts)
+
+
+class EPMoE(nn.Module):
+    """Experts of a Mixture-of-Experts layer, E/W of them on each rank.
+
+    Args:
+        hidden, inner, num_experts, topk: H, I, E, K.
+        ep_group: ProcessGroup, DeviceMesh, World or None, see EPAll2AllLayer.
+        activation: "swiglu", "gpt_oss" or "gelu"; reference.activate has the formulas.
+        max_tokens: tokens per rank and call, at most.
+        dtype, device: of parameters and tokens.
+        capacity: None, or rows a rank can receive: no host read then (see EPAll2AllLayer).
+        bias: with gate_up_proj_bias and down_proj_bias.
+        enable_local_combine: sum at the expert's rank first; one row per (token, rank) crosses the link.
+        layer: an EPAll2AllLayer to share with other EPMoE modules of the same shapes.
+        Further keywords go to EPAll2AllLayer.
+
+    Parameters, as in checkpoints: gate_up_proj [L, 2I, H] (for gelu [L, I, H]), down_proj [L, H, I]; gate rows
+    first, then up rows (gpt_oss: interleaved).  They start uniform in +-1/sqrt(fan-in), as nn.Linear's do.
+    """
+
+    def __init__(self, hidden, inner, num_experts, topk, ep_group=None, activation="swiglu", *, max_tokens=4096, dtype=torch.bfloat16,
+                 device=None, capacity=None, bias=False, enable_local_combine=True, layer=None, **layer_options):
+        super().__init__()
+        activate(torch.zeros(1, 2), activation)  # a wrong name fails here
+        if layer is None:
+            layer = EPAll2AllLayer(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts, dtype=dtype, device=device,
+                                   capacity=capacity, enable_local_combine=enable_local_combine, **layer_options)
+        elif (layer.hidden, layer.topk, layer.num_experts, layer.dtype) != (hidden, topk, num_experts, dtype):
+            raise ValueError("the shared layer has another hidden, topk, num_experts or dtype")
+        self.layer, self.activation, self.last_layout = layer, activation, None
+        local, wide, device = layer.num_local_experts, inner if activation == "gelu" else 2 * inner, layer.device
+        self.gate_up_proj = nn.Parameter(torch.empty(local, wide, hidden, dtype=dtype, device=device))
+        self.down_proj = nn.Parameter(torch.empty(local, hidden, inner, dtype=dtype, device=device))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(local, wide, dtype=dtype, device=device)) if bias else None
+        self.down_proj_bias = nn.Parameter(torch.empty(local, hidden, dtype=dtype, device=device)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        """Uniform in +-1/sqrt(fan-in), each parameter."""
+        for p, fan_in in ((self.gate_up_proj, self.gate_up_proj.shape[2]), (self.down_proj, self.down_proj.shape[2]),
+                          (self.gate_up_proj_bias, self.gate_up_proj.shape[2]), (self.down_proj_bias, self.down_proj.shape[2])):
+            if p is not None:
+                nn.init.uniform_(p, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+
+    def forward(self, x, topk_idx, topk_weights):
+        """y [.., H] from x [.., H], expert indices [.., K] (int32 or int64; -1 and E are dropped) and weights [.., K].
+
+        Differentiable in x, topk_weights and the parameters.  Errors: see EPAll2AllLayer.preprocess.
+        """
+        shape = x.shape
+        x = x.reshape(-1, shape[-1]).contiguous()
+        topk_idx = topk_idx.reshape(-1, topk_idx.shape[-1]).contiguous()
+        topk_weights = topk_weights.reshape(-1, topk_weights.shape[-1]).float().contiguous()
+        rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)
+        h = _grouped_linear(rows, self.gate_up_proj, layout.expert_offsets, self.gate_up_proj_bias)
+        h = _grouped_linear(activate(h, self.activation), self.down_proj, layout.expert_offsets, self.down_proj_bias)
+        self.last_layout = layout
+        return self.layer.combine(h, layout, row_weight).reshape(shape)
+
+    def extra_repr(self):
+        layer = self.layer
+        return (f"hidden={layer.hidden}, num_experts={layer.num_experts}, local_experts={layer.num_local_experts}, topk={layer.topk}, "
+                f"activation={self.activation}, rank={layer.rank} of {layer.world_size}")
+
+    def finalize(self):
+        """Give the layer's communication memory back.  Collective."""
+        self.layer.finalize()

@@ -1,0 +1,142 @@
+"""torch.ops.epmoe.*: the stages as operators, so that autograd and torch.compile see them.
+
+dispatch and combine are each other's backward: what dispatch copies, its backward adds up, and the other
+way round.  An operator names its layer by an integer.  An absent tensor is one without dimensions.
+"""
+
+import torch
+
+from .layer import _layers
+
+_lib = torch.library.Library("epmoe", "DEF")
+_lib.define("plan(Tensor exp_indices, Tensor scatter, int layer, int buffer) -> Tensor")
+_lib.define("dispatch(Tensor x, Tensor weight, Tensor plan, int layer, int buffer, SymInt num_rows) -> (Tensor, Tensor, Tensor)")
+_lib.define("combine(Tensor rows, Tensor row_weight, Tensor row_scalar, Tensor plan, Tensor recv, int layer, int buffer, "
+            "SymInt num_tokens) -> (Tensor, Tensor)")
+
+
+def _layer(idx):
+    layer = _layers.get(idx)
+    if layer is None:
+        raise RuntimeError(f"epmoe layer {idx} does not exist any more")
+    return layer
+
+
+def _absent(like):
+    """Stands for "no tensor": it has no dimension, which no tensor that may be there has."""
+    return like.new_empty((), dtype=torch.float32)
+
+
+# ---- what runs ----
+
+
+def _plan(exp_indices, scatter, layer, buffer):
+    return _layer(layer)._plan(exp_indices, scatter if scatter.dim() == 2 else None, buffer)
+
+
+def _dispatch(x, weight, plan, layer, buffer, num_rows):
+    layer = _layer(layer)
+    if num_rows < 0:
+        num_rows = layer._num_rows(plan, buffer)
+    rows, row_weight, recv = layer._dispatch(x, weight if weight.dim() == 2 else None, plan, buffer, num_rows)
+    return rows, _absent(x) if row_weight is None else row_weight, recv
+
+
+def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens):
+    layer = _layer(layer)
+    row_weight = row_weight if row_weight.dim() == 1 else None
+    row_scalar = row_scalar if row_scalar.dim() == 1 else None
+    out, out_scalar = layer._combine(rows, row_weight, row_scalar, plan, recv, buffer, num_tokens)
+    return out, _absent(rows) if out_scalar is None else out_scalar
+
+
+for _name, _f in (("plan", _plan), ("dispatch", _dispatch), ("combine", _combine)):
+    _lib.impl(_name, _f, "CompositeExplicitAutograd")
+
+
+# ---- what a tracer sees ----
+
+
+@torch.library.register_fake("epmoe::plan", lib=_lib)
+def _(exp_indices, scatter, layer, buffer):
+    from . import _C
+
+    layer = _layer(layer)
+    words = _C.plan_layout(layer._config, int(exp_indices.shape[0]))["num_words"]
+    return exp_indices.new_empty(words, dtype=torch.int32)
+
+
+@torch.library.register_fake("epmoe::dispatch", lib=_lib)
+def _(x, weight, plan, layer, buffer, num_rows):
+    layer = _layer(layer)
+    if isinstance(num_rows, int) and num_rows < 0:
+        num_rows = torch.library.get_ctx().new_dynamic_size()
+    row_weight = x.new_empty((num_rows,) if weight.dim() == 2 else (), dtype=torch.float32)
+    return x.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)
+
+
+@torch.library.register_fake("epmoe::combine", lib=_lib)
+def _(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens):
+    layer = _layer(layer)
+    scalar_shape = (num_tokens, layer.topk) if row_scalar.dim() == 1 else ()
+    return rows.new_empty(num_tokens, layer.hidden), rows.new_empty(scalar_shape, dtype=torch.float32)
+
+
+# ---- backward ----
+
+
+def _save_dispatch(ctx, inputs, output):
+    x, weight, plan, ctx.layer, ctx.buffer, _ = inputs
+    ctx.num_tokens, ctx.has_weight = x.shape[0], weight.dim() == 2
+    ctx.save_for_backward(plan, output[2])
+
+
+def _dispatch_backward(ctx, d_rows, d_row_weight, _):
+    plan, recv = ctx.saved_tensors
+    scalar = d_row_weight.contiguous() if ctx.has_weight else _absent(d_rows)
+    dx, d_weight = torch.ops.epmoe.combine(d_rows.contiguous(), _absent(d_rows), scalar, plan, recv, ctx.layer, ctx.buffer, ctx.num_tokens)
+    return dx, d_weight if ctx.has_weight else None, None, None, None, None
+
+
+def _save_combine(ctx, inputs, output):
+    rows, row_weight, row_scalar, plan, _, ctx.layer, ctx.buffer, _ = inputs
+    ctx.has_weight, ctx.num_rows = row_weight.dim() == 1, rows.shape[0]
+    ctx.save_for_backward(plan, *((rows, row_weight) if ctx.has_weight else ()))
+
+
+def _combine_backward(ctx, d_out, _):
+    plan, *weighted = ctx.saved_tensors  # read once: under checkpointing a second read is an error
+    g, _, _ = torch.ops.epmoe.dispatch(d_out.contiguous(), _absent(d_out), plan, ctx.layer, ctx.buffer, ctx.num_rows)
+    if not ctx.has_weight:
+        return g, None, None, None, None, None, None, None
+    rows, row_weight = weighted
+    d_weight = torch.linalg.vecdot(g.float(), rows.float()) if ctx.needs_input_grad[1] else None
+    return (g * row_weight[:, None]).to(g.dtype), d_weight, None, None, None, None, None, None
+
+
+torch.library.register_autograd("epmoe::dispatch", _dispatch_backward, setup_context=_save_dispatch, lib=_lib)
+torch.library.register_autograd("epmoe::combine", _combine_backward, setup_context=_save_combine, lib=_lib)
+
+
+# ---- for layer.py ----
+
+
+def wanted(*tensors):
+    """True where an operator is needed: a gradient flows, or a compiler traces."""
+    if torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def plan(layer, exp_indices, scatter, buffer):
+    return torch.ops.epmoe.plan(exp_indices, _absent(exp_indices) if scatter is None else scatter, layer.id, buffer)
+
+
+def dispatch(layer, x, weight, plan, buffer, num_rows):
+    rows, row_weight, recv = torch.ops.epmoe.dispatch(x, _absent(x) if weight is None else weight, plan, layer.id, buffer, num_rows)
+    return rows, None if weight is None else row_weight, recv
+
+
+def combine(layer, rows, row_weight, plan, recv, buffer, num_tokens):
+    weight = _absent(rows) if row_weight is None else row_weight
+    return torch.ops.epmoe.combine(rows, weight, _absent(rows), plan, recv, layer.id, buffer, num_tokens)[0]

@@ -1,0 +1,144 @@
+"""Ranks for tests and examples: processes with a deadline, whose tracebacks are shown; threads; routings."""
+
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import threading
+import time
+import traceback
+
+import torch
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _rank_main(fn, rank, world_size, port, backend, args, pipe):
+    import torch.distributed as dist
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    try:
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        if backend:
+            dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+        buffer = io.BytesIO()
+        torch.save(fn(rank, world_size, *args), buffer)  # by value: this process ends before the parent looks
+        pipe.send((True, buffer.getvalue()))
+    except BaseException:  # shown by the parent
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        pipe.close()
+
+
+def run_ranks(fn, world_size, *args, timeout_s=60.0, backend="gloo", may_die=()):
+    """Run fn(rank, world_size, *args) in world_size processes; return the list of results.
+
+    torch.distributed is initialised with the backend in each (None: not at all).  A rank that raises, dies
+    (unless it is in may_die: then its result is None) or is not done after timeout_s fails the call, with the
+    rank's traceback; no process is left.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    port, processes, pipes = _free_port(), [], []
+    for rank in range(world_size):
+        mine, theirs = spawn.Pipe(duplex=False)
+        p = spawn.Process(target=_rank_main, args=(fn, rank, world_size, port, backend, args, theirs), daemon=True)
+        p.start()
+        theirs.close()
+        processes.append(p)
+        pipes.append(mine)
+    deadline, results, errors = time.monotonic() + timeout_s, [None] * world_size, {}
+    waiting = dict(enumerate(pipes))
+    while waiting and time.monotonic() < deadline:
+        ready = multiprocessing.connection.wait(list(waiting.values()), timeout=min(1.0, max(0.0, deadline - time.monotonic())))
+        for rank in [r for r, p in waiting.items() if p in ready]:
+            try:
+                ok, value = waiting.pop(rank).recv()
+            except EOFError:
+                if rank not in may_die:
+                    errors[rank] = "the process died without a word"
+                continue
+            if ok:
+                results[rank] = torch.load(io.BytesIO(value), weights_only=False)
+            else:
+                errors[rank] = value
+        if errors:  # the others get a moment to fail by themselves
+            deadline = min(deadline, time.monotonic() + 5)
+    for rank in waiting:
+        errors.setdefault(rank, f"not done after {timeout_s} s" if not errors else "ended with the others")
+    for p in processes:
+        p.join(0.0 if waiting else 5.0)
+        if p.is_alive():
+            p.kill()
+            p.join()
+    if errors:
+        raise AssertionError("\n".join(f"rank {r}:\n{text}" for r, text in sorted(errors.items())))
+    return results
+
+
+def run_threads(fn, num_ranks, *args, timeout_s=60.0):
+    """Run fn(world, *args) in num_ranks threads of this process, one world of CPU ranks; return the list of results."""
+    from .world import thread_worlds
+
+    worlds, results, errors = thread_worlds(num_ranks, timeout_s), [None] * num_ranks, {}
+
+    def main(rank):
+        try:
+            results[rank] = fn(worlds[rank], *args)
+        except BaseException as e:  # shown by the caller
+            errors[rank] = e
+            worlds[rank]._leave(False)
+
+    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(num_ranks)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout_s)
+    for world in worlds:
+        if not any(t.is_alive() for t in threads):
+            world._leave(False)
+    if errors:
+        raise AssertionError("\n".join(f"rank {r}: {''.join(traceback.format_exception(e))}" for r, e in sorted(errors.items())))
+    if any(t.is_alive() for t in threads):
+        raise AssertionError(f"not done after {timeout_s} s")
+    return results
+
+
+PATTERNS = ("uniform", "distinct", "one_expert", "one_rank", "own_rank", "heavy_drop", "all_dropped", "duplicates", "edges", "sentinels")
+
+
+def routing(pattern, num_tokens, topk, num_experts, num_ranks, rank, generator):
+    """[num_tokens, topk] int64 expert indices of a named pattern."""
+    local = num_experts // num_ranks
+
+    def uniform(low=0, high=num_experts):
+        return torch.randint(low, high, (num_tokens, topk), generator=generator)
+
+    idx = uniform()
+    if pattern == "distinct" and topk <= num_experts:  # what a router's top-k gives
+        idx = torch.rand(num_tokens, num_experts, generator=generator).topk(topk).indices
+    elif pattern == "one_expert":
+        hot = torch.rand(num_tokens, topk, generator=generator) < 0.9
+        idx[hot] = num_experts // 2
+    elif pattern == "one_rank":
+        idx = uniform((num_ranks - 1) * local, num_experts)
+    elif pattern == "own_rank":
+        idx = uniform(rank * local, (rank + 1) * local)
+    elif pattern in ("heavy_drop", "sentinels"):
+        drop = torch.rand(num_tokens, topk, generator=generator) < (0.9 if pattern == "heavy_drop" else 0.3)
+        idx[drop] = -1
+        if pattern == "sentinels":
+            idx[torch.rand(num_tokens, topk, generator=generator) < 0.3] = num_experts
+    elif pattern == "all_dropped":
+        idx.fill_(-1)
+    elif pattern == "duplicates":
+        idx = idx[:, :1].repeat(1, topk)
+    elif pattern == "edges":
+        idx = torch.where(idx % 2 == 0, 0, num_experts - 1)
+    return idx

@@ -1,0 +1,142 @@
+"""Who takes part: a world of ranks, made from a process group, watched for deaths."""
+
+import atexit
+import os
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+from .errors import EpError  # noqa: F401  (gives the module its exceptions)
+
+DEFAULT_TIMEOUT_S = 300.0
+_open = weakref.WeakSet()
+_of_group = {}  # id(group) -> World: one world serves all layers of a group
+
+
+def default_timeout_s():
+    """EPMOE_TIMEOUT_S, or 300 s."""
+    text = os.environ.get("EPMOE_TIMEOUT_S", "")
+    try:
+        return float(text) if text else DEFAULT_TIMEOUT_S
+    except ValueError:
+        raise ValueError(f"EPMOE_TIMEOUT_S={text!r}: must be a number of seconds") from None
+
+
+def _process_group(group):
+    """A ProcessGroup from a ProcessGroup, a one-dimensional DeviceMesh, or None (the default group, if any)."""
+    if hasattr(group, "get_group") and hasattr(group, "mesh"):  # a DeviceMesh, without importing it
+        if group.ndim != 1:
+            raise ValueError(f"a DeviceMesh of {group.ndim} dimensions: pass one of them, for example mesh['ep']")
+        return group.get_group()
+    if group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"ep_group: wanted a ProcessGroup, a DeviceMesh, an epmoe.World or None, got {type(group).__name__}")
+    return group
+
+
+def _all_gather_bytes(group, mine):
+    """Every rank's bytes, as fixed-size uint8 tensors: nothing is pickled."""
+    on_gpu = "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    t = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    out = [torch.empty_like(t) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(out, t, group=group)
+    return [bytes(o.cpu().tolist()) for o in out]
+
+
+class World:
+    """The ranks that share heaps and layers, with a connection between each pair that a watchdog looks after.
+
+    Creation is collective.  group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default
+    group (a world of this process alone when torch.distributed is not initialised).  timeout_s: how long any
+    wait for a rank that is alive may take (default EPMOE_TIMEOUT_S or 300); a rank that dies is noticed at
+    once.  Ranks must be processes of one user on one machine, at most 8.
+
+    Raises EpTimeout if a rank does not come, ValueError for a world of more than 8 ranks.
+    """
+
+    def __init__(self, group=None, timeout_s=None):
+        timeout_s = default_timeout_s() if timeout_s is None else float(timeout_s)
+        self.group = _process_group(group)
+        if self.group is None:
+            self.rank, self.size = 0, 1
+            self._c = _C.world_threads(1, timeout_s)[0]
+        else:
+            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            if self.size > _C.MAX_RANKS:
+                raise ValueError(f"a world has 1 to {_C.MAX_RANKS} ranks, this group has {self.size}")
+            fd, name, nonce = _C.world_listen()
+            cards = _all_gather_bytes(self.group, name + nonce)
+            names = b"".join(c[: _C.NAME_BYTES] for c in cards)
+            self._c = _C.world_create(self.rank, self.size, timeout_s, fd, cards[0][_C.NAME_BYTES :], names)
+        _open.add(self)
+
+    @classmethod
+    def _wrap(cls, capsule, rank, size):
+        self = cls.__new__(cls)
+        self.group, self.rank, self.size, self._c = None, rank, size, capsule
+        _open.add(self)
+        return self
+
+    @classmethod
+    def of(cls, group, timeout_s=None):
+        """The one world of a group, made by the first call; a World is returned as it is."""
+        if isinstance(group, World):
+            if timeout_s is not None:
+                group.set_timeout(timeout_s)
+            return group
+        group = _process_group(group)
+        world = _of_group.get(id(group))
+        if world is None:
+            world = _of_group[id(group)] = cls(group, timeout_s)
+        elif timeout_s is not None:
+            world.set_timeout(timeout_s)
+        return world
+
+    def check(self):
+        """Raise why the world has ended, if it has."""
+        _C.world_check(self._c)
+
+    def set_timeout(self, timeout_s):
+        """How long a wait for a living rank may take, from the next operation on."""
+        _C.world_set_timeout(self._c, float(timeout_s))
+
+    def exchange(self, mine):
+        """All ranks' bytes (at most 512, equally many on each), in rank order.  Collective."""
+        everything = _C.world_exchange(self._c, bytes(mine))
+        return [everything[i * len(mine) : (i + 1) * len(mine)] for i in range(self.size)]
+
+    def close(self):
+        """Wait for all ranks, then leave.  Collective; a second call does nothing."""
+        self._leave(True)
+
+    def _leave(self, collective):
+        for key in [k for k, w in _of_group.items() if w is self]:
+            del _of_group[key]
+        _open.discard(self)
+        _C.world_close(self._c, collective)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        self._leave(kind is None)  # after an exception: leave alone, the peers are told
+
+    def __repr__(self):
+        return f"epmoe.World(rank={self.rank}, size={self.size})"
+
+
+def thread_worlds(num_ranks, timeout_s=None):
+    """Worlds of num_ranks ranks inside this process, each for a thread of its own; CPU heaps only."""
+    capsules = _C.world_threads(num_ranks, default_timeout_s() if timeout_s is None else float(timeout_s))
+    return [World._wrap(c, r, num_ranks) for r, c in enumerate(capsules)]
+
+
+@atexit.register
+def _leave_all():
+    """Tell the peers that this process ends in order.  Waits for nobody."""
+    for world in list(_open):
+        world._leave(False)
