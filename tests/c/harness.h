@@ -1,0 +1,188 @@
+/* harness.h - ranks as threads, random cases with their expected results, and checks.
+ *
+ * A Case holds the inputs of all ranks for one plan + dispatch + combine, and what must come out,
+ * computed by brute force before the ranks start.  So the ranks share nothing while they run but the
+ * library itself, and a missing synchronisation in it is not hidden by one in the tests. */
+#ifndef HARNESS_H
+#define HARNESS_H
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "epmoe.h"
+
+#if defined(__SANITIZE_THREAD__)
+#define HAVE_TSAN 1
+#else
+#define HAVE_TSAN 0
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+#define HAVE_ASAN 1
+#include <sanitizer/asan_interface.h>
+#else
+#define HAVE_ASAN 0
+#define ASAN_POISON_MEMORY_REGION(at, num_bytes) ((void)(at), (void)(num_bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(at, num_bytes) ((void)(at), (void)(num_bytes))
+#endif
+
+/* ---- random numbers ---- */
+
+typedef struct {
+    uint64_t state;
+} Rng;
+uint64_t rng_next(Rng *rng);
+uint32_t rng_below(Rng *rng, uint32_t n);
+
+/* ---- ranks ---- */
+
+typedef struct {
+    uint32_t num_ranks;
+    double timeout_s;     /* 0: long enough for any machine */
+    EpLayerConfig config; /* num_buffers 0: the body makes its own layer, or none */
+    uint64_t heap_bytes;  /* for the body, on top of the layer */
+    bool dies;            /* the world is expected to end: do not close it together */
+    bool own_layer;       /* there is room for the layer, but the body creates it */
+} Setup;
+
+typedef struct Rank Rank;
+typedef bool Body(Rank *me, void *arg);
+struct Rank {
+    const Setup *setup;
+    uint32_t rank;
+    EpWorld *world;
+    EpHeap *heap;
+    EpLayer *layer;
+    pthread_t thread;
+    Body *body;
+    void *arg;
+    bool ok;
+};
+
+/* Run body on every rank, each in a thread.  Memory of all ranks lives until all have returned. */
+bool run_team(const Setup *setup, Body *body, void *arg);
+bool open_heap_and_layer(Rank *me);
+bool close_together(Rank *me);
+int take_heap(Rank *me, uint64_t num_bytes, uint64_t *off);
+
+extern uint64_t test_seed;
+extern double long_timeout_s;  /* of worlds in which nobody should wait long */
+extern double short_timeout_s; /* of worlds in which somebody waits in vain */
+extern uint32_t test_scale;    /* per cent of the usual number of steps */
+double seconds_now(void);
+uint32_t scaled(uint32_t num_steps);
+/* A layer of one buffer and two workers, for tests that are not about shapes. */
+EpLayerConfig small_config(uint32_t num_ranks);
+
+/* Report, end the world so that the other ranks leave their waits, return false. */
+bool complain(Rank *me, const char *file, int line, const char *what, int got, int want);
+#define CHECK(me, cond)                                                    \
+    do {                                                                   \
+        if (!(cond)) return complain(me, __FILE__, __LINE__, #cond, 0, 0); \
+    } while (0)
+#define WANT(me, code, call)                                                            \
+    do {                                                                                \
+        int got_ = (call), want_ = (code);                                              \
+        if (got_ != want_) return complain(me, __FILE__, __LINE__, #call, got_, want_); \
+    } while (0)
+#define TRY(call)                  \
+    do {                           \
+        if (!(call)) return false; \
+    } while (0)
+
+/* ---- cases ---- */
+
+typedef enum {
+    ROUTE_RANDOM,     /* drops and repeats as they come */
+    ROUTE_REPEAT,     /* all choices of a token are often the same */
+    ROUTE_SOME_EMPTY, /* no tokens on some ranks */
+    ROUTE_HOT,        /* nearly everything to one expert */
+    ROUTE_ONE_RANK,   /* everything to the experts of one rank */
+    ROUTE_DROPPED,    /* nothing at all is sent */
+    ROUTE_FULL,       /* as many tokens as there may be, none dropped */
+    NUM_ROUTES
+} Route;
+
+typedef struct {
+    uint32_t source, token, choice, expert;
+} Origin;
+
+typedef struct {
+    EpShape shape;
+    bool has_weight, has_row_weight, has_scalar, has_wide_index, has_scatter;
+    uint32_t num_tokens[EP_MAX_RANKS], num_rows[EP_MAX_RANKS], slack;
+    void *index[EP_MAX_RANKS];                                  /* [T][K], i64 with has_wide_index, else i32 */
+    int32_t *scatter;                                           /* [sum of T][K] */
+    void *x[EP_MAX_RANKS];                                      /* [T][H] */
+    float *weight[EP_MAX_RANKS];                                /* [T][K] */
+    void *y[EP_MAX_RANKS];                                      /* [M + slack][H]: what the experts made */
+    float *row_weight[EP_MAX_RANKS], *row_scalar[EP_MAX_RANKS]; /* [M + slack] */
+    int32_t *expert[EP_MAX_RANKS];                              /* [T][K], -1 dropped */
+    int32_t *row[EP_MAX_RANKS];                                 /* [T][K], row at the expert's rank, -1 dropped */
+    Origin *origin[EP_MAX_RANKS];                               /* [M] */
+    void *out[EP_MAX_RANKS];                                    /* [T][H] */
+    float *out_scalar[EP_MAX_RANKS];                            /* [T][K] */
+} Case;
+
+/* options: any of these; the rest is drawn. */
+enum { WITH_SCATTER = 1, WITH_WEIGHTS = 2, WITHOUT_SLACK = 4 };
+void case_make(Case *c, const EpShape *shape, Rng *rng, Route route, unsigned options);
+void case_free(Case *c);
+/* Rows of the fullest rank, at least 1: the capacity that just suffices. */
+uint32_t most_rows(const Case *cases, uint32_t num_cases);
+
+/* What one rank holds of a case while it runs. */
+typedef struct {
+    Rank *me;
+    const Case *c;
+    uint32_t buffer, num_tokens, num_rows;
+    uint64_t plan_words, recv_words;
+    int32_t *plan, *recv;
+    void *rows, *out;
+    float *row_weight, *out_scalar;
+} Step;
+
+EpTensor tensor1(const void *data, uint32_t dtype, int64_t d0);
+EpTensor tensor2(const void *data, uint32_t dtype, int64_t d0, int64_t d1);
+uint64_t row_bytes(const EpShape *s);
+Step step_open(Rank *me, const Case *c, uint32_t buffer);
+void step_close(Step *st);
+/* Call the library with outputs poisoned; the library's code. */
+int call_plan(Step *st);
+int call_dispatch(Step *st);
+int call_combine(Step *st);
+int call_op(Step *st, uint32_t op); /* one of these, or the barrier, by its EpOpKind */
+/* Compare with the expected result. */
+bool check_plan(const Step *st);
+bool check_dispatch(const Step *st);
+bool check_combine(const Step *st);
+/* All of it: plan, dispatch, combine. */
+bool run_step(Rank *me, const Case *c, uint32_t buffer);
+/* Run body with num_cases cases as its argument; the first has as many tokens as there may be. */
+bool with_cases(Body *body, EpLayerConfig config, bool dies, uint32_t num_cases);
+bool all_bytes_are(const void *at, uint64_t num_bytes, unsigned char value);
+
+/* ---- tests outside test_protocol.c ---- */
+
+bool test_heap_alloc(void);
+bool test_heap_huge(void);
+bool test_heap_layer(void);
+bool test_heap_words(void);
+bool test_closed(void);
+bool test_short_rows(void);
+bool test_hostile(void);
+bool test_processes(void);
+bool test_killed_process(void);
+bool test_heap_create(void);
+bool test_heap_full(void);
+bool test_heap_abort(void);
+bool test_absent_process(void);
+/* What a process runs that is a rank of a world of processes: all live, or one is killed, or does not come. */
+typedef enum { FATE_LIVES, FATE_KILLED, FATE_ABSENT } Fate;
+int child_main(uint32_t rank, Fate fate);
+
+#endif /* HARNESS_H */

@@ -1,0 +1,290 @@
+/* test_hostile.c - memory safety: tensors that are too small, peers that write nonsense, and peers that
+ * are killed while they run. */
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+
+#include "harness.h"
+
+extern char **environ;
+
+/* Fewer rows than the plan has: whatever the library makes of it, it stays inside the tensors. */
+static bool short_rows_body(Rank *me, void *arg) {
+    Step st = step_open(me, (Case *)arg, 0);
+    uint32_t full = st.num_rows;
+    WANT(me, 0, call_plan(&st));
+    for (uint32_t i = 0; i < 3; i++) {
+        st.num_rows = i == 0 ? full : full / (i + 1);
+        int code = call_dispatch(&st);
+        CHECK(me, code == 0 || code == EP_EINVAL || code == EP_EPEER);
+        st.num_rows = full / (i + 2);
+        void *all = st.c->y[me->rank];
+        Case c = *st.c;
+        c.y[me->rank] = malloc(st.num_rows * row_bytes(&c.shape)), c.has_row_weight = c.has_scalar = false;
+        memcpy(c.y[me->rank], all, st.num_rows * row_bytes(&c.shape));
+        const Case *before = st.c;
+        st.c = &c;
+        code = call_combine(&st);
+        CHECK(me, code == 0 || code == EP_EINVAL || code == EP_EPEER);
+        free(c.y[me->rank]);
+        st.c = before, st.num_rows = full;
+    }
+    step_close(&st);
+    return run_step(me, (Case *)arg, 0);
+}
+bool test_short_rows(void) {
+    for (uint32_t mode = 0; mode < 3; mode++) {
+        EpLayerConfig config = small_config(2);
+        config.shape.combine_mode = mode;
+        TRY(with_cases(short_rows_body, config, false, 1));
+    }
+    return true;
+}
+
+/* A hostile peer, played by a thread that scribbles over the words that peers write: with nonsense, and
+ * with numbers that could be right.  Results are then wrong or the calls fail; but no byte outside the
+ * tensors and the communication buffer is touched, and no call takes much longer than its timeout. */
+typedef enum {
+    ATTACK_STAGE,
+    ATTACK_COUNTS,
+    ATTACK_FLAGS,
+    ATTACK_ENTER,
+    ATTACK_HEADER,
+    ATTACK_FLICKER,
+    ATTACK_TOKENS,
+    ATTACK_ALL,
+    NUM_ATTACKS
+} Attack;
+typedef struct {
+    Attack attack;
+    uint64_t seed;
+    const Case *cases;
+    _Atomic bool over;
+    unsigned char *victims[EP_MAX_RANKS];
+    uint32_t num_ranks;
+    EpCommLayout layout;
+    EpShape shape;
+} Hostile;
+
+static void scribble(const Hostile *h, unsigned char *victim, Attack attack, Rng *rng) {
+    const EpCommLayout *l = &h->layout;
+    const uint64_t begin[] = {l->stage_off, l->counts_off, l->flag_off, l->enter_off, l->header_off};
+    const uint64_t end[] = {l->num_bytes, l->flag_off, l->local_off, l->header_off, l->counts_off};
+    uint64_t value = rng_next(rng), epoch = ep_ld_relaxed_gpu_u64((const uint64_t *)(victim + l->local_off)) + rng_below(rng, 3);
+    EpHeader *headers = (EpHeader *)(victim + l->header_off) + rng_below(rng, 2) * h->num_ranks;
+    uint32_t a = rng_below(rng, h->num_ranks), b = rng_below(rng, h->num_ranks), small = rng_below(rng, 64), field = rng_below(rng, 13);
+    if (attack == ATTACK_FLICKER) { /* a word of a header that changes while it is judged */
+        uint32_t *word = &headers[a].abi + field, right = __atomic_load_n(word, __ATOMIC_RELAXED);
+        for (uint32_t i = 0; i < 64; i++) __atomic_store_n(word, i % 2 ? right : right - 1, __ATOMIC_RELAXED);
+        return;
+    }
+    if (attack == ATTACK_TOKENS) { /* what peers say of their tokens: wrong for each, right in the sum */
+        if (rng_below(rng, 2)) small = (uint32_t)value;
+        __atomic_store_n(&headers[a].num_tokens, h->shape.max_tokens + small, __ATOMIC_RELAXED);
+        __atomic_store_n(&headers[b].num_tokens, h->shape.max_tokens - small, __ATOMIC_RELAXED);
+        return;
+    }
+    if (attack == ATTACK_COUNTS && value % 4) value = epoch << 32 | (value % 8 < 4 ? small : (uint32_t)value);
+    if ((attack == ATTACK_ENTER || attack == ATTACK_FLAGS) && value % 2) value = epoch;
+    if (attack == ATTACK_STAGE && value % 2) value = (uint64_t)small * 4 << 32 | rng_below(rng, 200); /* tokens and rows in a trailer */
+    uint64_t at = begin[attack] + rng_next(rng) % (end[attack] - begin[attack]);
+    __atomic_store_n((uint64_t *)(victim + at / 8 * 8), value, __ATOMIC_RELAXED);
+}
+
+static void *hostile_main(void *arg) {
+    Hostile *h = (Hostile *)arg;
+    Rng rng = {h->seed};
+    while (!atomic_load(&h->over)) {
+        Attack attack = h->attack == ATTACK_ALL ? (Attack)rng_below(&rng, ATTACK_ALL) : h->attack;
+        scribble(h, h->victims[rng_below(&rng, h->num_ranks)], attack, &rng);
+        if (rng_below(&rng, 64) == 0) usleep(rng_below(&rng, 60)); /* let some calls through, so that all stages are met */
+    }
+    return NULL;
+}
+
+static bool hostile_steps(Rank *me, const Hostile *h) {
+    double until = seconds_now() + 0.1 + 0.005 * (test_scale < 100 ? test_scale : 100); /* where one step after another just works */
+    WANT(me, 0, ep_world_set_timeout(me->world, 0.15));
+    for (uint32_t i = 0; i < scaled(400) && seconds_now() < until && ep_world_check(me->world) == 0; i++) {
+        Step st = step_open(me, &h->cases[i % NUM_ROUTES], 0);
+        for (uint32_t op = EP_OP_PLAN; op <= EP_OP_COMBINE; op++) {
+            double start = seconds_now();
+            int code = call_op(&st, op);
+            CHECK(me, code <= 0 && code >= EP_ECORRUPT);
+            CHECK(me, seconds_now() - start < 6);
+            if (code) break;
+        }
+        step_close(&st);
+    }
+    return true;
+}
+
+static bool hostile_body(Rank *me, void *arg) {
+    Hostile *h = (Hostile *)arg;
+    const EpLayerConfig *config = &me->setup->config;
+    uint64_t probe, rest;
+    void *at, *wall;
+    pthread_t thread;
+    EpHeapStats s;
+    /* The layer's own place in the heap is not told; a block of its size gets the same one. */
+    WANT(me, 0, take_heap(me, h->layout.num_bytes, &probe));
+    WANT(me, 0, ep_heap_free(me->heap, probe));
+    WANT(me, 0, ep_layer_create(me->heap, config, &me->layer));
+    ep_heap_stats(me->heap, &s);
+    WANT(me, 0, take_heap(me, s.largest_free_bytes, &rest)); /* a wall behind it */
+    WANT(me, 0, ep_heap_translate(me->heap, rest, me->rank, &wall));
+    memset(wall, 0xee, s.largest_free_bytes);
+    ASAN_POISON_MEMORY_REGION(wall, s.largest_free_bytes);
+    if (me->rank == 0) {
+        for (uint32_t r = 0; r < h->num_ranks; r++) {
+            WANT(me, 0, ep_heap_translate(me->heap, probe, r, &at));
+            h->victims[r] = (unsigned char *)at;
+        }
+        if (pthread_create(&thread, NULL, hostile_main, h)) abort();
+    }
+    bool ok = hostile_steps(me, h);
+    if (me->rank == 0) {
+        atomic_store(&h->over, true);
+        pthread_join(thread, NULL);
+    }
+    ASAN_UNPOISON_MEMORY_REGION(wall, s.largest_free_bytes);
+    CHECK(me, all_bytes_are(wall, s.largest_free_bytes, 0xee));
+    return ok;
+}
+
+bool test_hostile(void) {
+    for (uint32_t i = 0; i < 3 * NUM_ATTACKS; i++) {
+        uint32_t num_ranks = 1 + i % 3;
+        Hostile h = {.attack = (Attack)(i / 3), .seed = test_seed + i, .num_ranks = num_ranks};
+        Case cases[NUM_ROUTES];
+        Rng rng = {test_seed + i};
+        EpLayerConfig config = small_config(num_ranks);
+        config.shape.combine_mode = (i + i / 3) % 3, config.shape.max_tokens = 6;
+        for (uint32_t j = 0; j < NUM_ROUTES; j++)
+            case_make(&cases[j], &config.shape, &rng, h.attack == ATTACK_TOKENS ? ROUTE_FULL : (Route)j,
+                      h.attack == ATTACK_TOKENS ? WITH_SCATTER : 0);
+        config.shape.capacity = most_rows(cases, NUM_ROUTES) + i % 2;
+        h.cases = cases, h.shape = config.shape, h.layout = ep_comm_layout(&config.shape);
+        Setup setup = {.num_ranks = num_ranks, .config = config, .heap_bytes = 64 << 10, .dies = true, .own_layer = true};
+        bool ok = run_team(&setup, hostile_body, &h);
+        for (uint32_t j = 0; j < NUM_ROUTES; j++) case_free(&cases[j]);
+        TRY(ok);
+    }
+    return true;
+}
+
+/* ---- ranks that are processes ---- */
+
+/* What the parent tells a child on its standard input, and a child its parent first. */
+typedef struct {
+    unsigned char nonce[EP_NONCE_BYTES], names[EP_MAX_RANKS][EP_NAME_BYTES];
+} Meeting;
+typedef struct {
+    unsigned char nonce[EP_NONCE_BYTES], name[EP_NAME_BYTES];
+} Hello;
+enum { NUM_CHILDREN = 3 };
+
+static void *killer(void *arg) {
+    usleep(3000 + (useconds_t)(seconds_now() * 1e6) % 20000);
+    kill(getpid(), SIGKILL);
+    return arg;
+}
+
+/* One rank: a few steps; or steps without end, in one of which rank 1 is killed, and the others must see it. */
+static bool child_steps(Rank *me, Fate fate) {
+    bool doomed = fate == FATE_KILLED;
+    Rng rng = {test_seed};
+    pthread_t thread;
+    if (doomed && me->rank == 1 && pthread_create(&thread, NULL, killer, NULL)) return false;
+    for (uint32_t i = 0; doomed || i < 6; i++) {
+        Case c;
+        case_make(&c, &me->setup->config.shape, &rng, (Route)(i % NUM_ROUTES), 0); /* the same in every process */
+        Step st = step_open(me, &c, 0);
+        for (uint32_t op = EP_OP_PLAN; op <= EP_OP_COMBINE; op++) {
+            double start = seconds_now();
+            int code = call_op(&st, op);
+            if (!doomed || code == 0) {
+                WANT(me, 0, code);
+                TRY(op == EP_OP_PLAN ? check_plan(&st) : op == EP_OP_DISPATCH ? check_dispatch(&st) : check_combine(&st));
+                continue;
+            }
+            WANT(me, EP_EPEERDIED, code);
+            CHECK(me, strstr(ep_error_text(), "rank 1 died") && seconds_now() - start < 5);
+            step_close(&st), case_free(&c);
+            return true;
+        }
+        step_close(&st), case_free(&c);
+    }
+    return close_together(me);
+}
+
+int child_main(uint32_t rank, Fate fate) {
+    EpWorldConfig config = {.rank = rank, .num_ranks = NUM_CHILDREN, .timeout_s = fate == FATE_ABSENT ? short_timeout_s : long_timeout_s};
+    Setup setup = {.num_ranks = NUM_CHILDREN, .config = small_config(NUM_CHILDREN)};
+    Rank me = {.setup = &setup, .rank = rank};
+    Hello hello;
+    Meeting meeting;
+    WANT(&me, 0, ep_world_listen(&config.listen_fd, hello.name, hello.nonce));
+    if (write(STDOUT_FILENO, &hello, sizeof hello) != sizeof hello || read(STDIN_FILENO, &meeting, sizeof meeting) != sizeof meeting)
+        return 1;
+    memcpy(config.nonce, meeting.nonce, sizeof config.nonce);
+    memcpy(config.names, meeting.names, sizeof config.names);
+    if (fate == FATE_ABSENT && rank == 2) return 0;
+    int code = ep_world_create(&config, &me.world), want = fate == FATE_ABSENT ? EP_ETIMEOUT : 0;
+    bool ok = code == want || complain(&me, __FILE__, __LINE__, "ep_world_create", code, want);
+    if (fate == FATE_ABSENT)
+        return ok && (strstr(ep_error_text(), "rank 2 did not come") || complain(&me, __FILE__, __LINE__, ep_error_text(), 0, 0)) ? 0 : 1;
+    ok = ok && open_heap_and_layer(&me) && child_steps(&me, fate);
+    ep_layer_release(me.layer), ep_heap_release(me.heap), ep_world_release(me.world);
+    return ok ? 0 : 1;
+}
+
+static bool run_processes(Fate fate) {
+    int in[NUM_CHILDREN][2], out[NUM_CHILDREN][2], status;
+    pid_t children[NUM_CHILDREN];
+    Hello hello;
+    Meeting meeting;
+    char seed[32], rank[2] = "0";
+    bool ok = true;
+    memset(&meeting, 0, sizeof meeting);
+    snprintf(seed, sizeof seed, "%llu", (unsigned long long)test_seed);
+    for (uint32_t r = 0; r < NUM_CHILDREN; r++) {
+        char *argv[] = {(char *)"test_protocol",
+                        (char *)"-s",
+                        seed,
+                        (char *)(fate == FATE_KILLED   ? "--killed"
+                                 : fate == FATE_ABSENT ? "--absent"
+                                                       : "--child"),
+                        rank,
+                        NULL};
+        posix_spawn_file_actions_t files;
+        rank[0] = (char)('0' + r);
+        if (pipe2(in[r], O_CLOEXEC) || pipe2(out[r], O_CLOEXEC)) abort();
+        posix_spawn_file_actions_init(&files);
+        posix_spawn_file_actions_adddup2(&files, in[r][0], STDIN_FILENO);
+        posix_spawn_file_actions_adddup2(&files, out[r][1], STDOUT_FILENO);
+        if (posix_spawn(&children[r], "/proc/self/exe", &files, NULL, argv, environ)) abort();
+        posix_spawn_file_actions_destroy(&files);
+        close(in[r][0]), close(out[r][1]);
+    }
+    for (uint32_t r = 0; r < NUM_CHILDREN; r++) {
+        ok = ok && read(out[r][0], &hello, sizeof hello) == sizeof hello;
+        memcpy(meeting.names[r], hello.name, sizeof hello.name);
+        if (r == 0) memcpy(meeting.nonce, hello.nonce, sizeof hello.nonce);
+    }
+    for (uint32_t r = 0; r < NUM_CHILDREN; r++) {
+        ok = write(in[r][1], &meeting, sizeof meeting) == sizeof meeting && ok;
+        close(in[r][1]), close(out[r][0]);
+    }
+    for (uint32_t r = 0; r < NUM_CHILDREN; r++) {
+        while (waitpid(children[r], &status, 0) < 0 && errno == EINTR) continue;
+        ok = ok && (fate == FATE_KILLED && r == 1 ? WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL
+                                                  : WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+    return ok;
+}
+bool test_processes(void) { return run_processes(FATE_LIVES); }
+bool test_killed_process(void) { return run_processes(FATE_KILLED); }
+bool test_absent_process(void) { return run_processes(FATE_ABSENT); }

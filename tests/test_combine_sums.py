@@ -1,0 +1,208 @@
+"""combine against the oracle, bit by bit: the sums have a fixed order, see EPAll2AllLayer.combine."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from cases import (DTYPES, MODES, Case, case_id, check_case, check_sums, generator, indices_of, inputs_of, make_layer, random_numbers,
+                   rows_for_combine, run_case, same_bits, soil)
+from epmoe import reference
+from epmoe.testing import PATTERNS
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=case_id)
+@pytest.mark.parametrize("weights", [True, False], ids=["weights", "bare"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_mode_dtype_weights(ranks, mode, dtype, weights, index_dtype):
+    case = Case(num_local=3, topk=5, hidden=40, max_tokens=30, mode=mode, dtype=dtype, weights=weights, index_dtype=index_dtype, tokens="unequal", seed=2)
+    check_case(ranks(run_case, case), case)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_pattern(ranks, mode, pattern):
+    case = Case(num_local=3, topk=4, hidden=24, max_tokens=19, mode=mode, pattern=pattern)
+    check_case(ranks(run_case, case), case)
+
+
+@pytest.mark.parametrize("capacity", ["roomy", "exact"])
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_capacity(ranks, mode, capacity):
+    """Rows behind M are NaN here, and do not come home."""
+    case = Case(num_local=3, topk=4, hidden=24, max_tokens=19, mode=mode, capacity=capacity, pattern="sentinels")
+    check_case(ranks(run_case, case), case)
+
+
+@pytest.mark.parametrize("topk", [1, 3, 32])
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_topk(ranks, mode, topk):
+    case = Case(num_local=4, topk=topk, max_tokens=14, mode=mode, dtype=torch.float32)
+    check_case(ranks(run_case, case), case)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_world_size(ranks, mode, world_size):
+    case = Case(topk=4, max_tokens=12, mode=mode, tokens="unequal", pattern="distinct")
+    check_case(ranks(run_case, case, world_size=world_size), case)
+
+
+@pytest.mark.parametrize("hidden", [8, 72, 1048])
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_hidden(ranks, mode, hidden):
+    case = Case(topk=3, hidden=hidden, max_tokens=9, mode=mode)
+    check_case(ranks(run_case, case), case)
+
+
+@pytest.mark.parametrize("num_sm", [1, 3, 16])
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_workers(ranks, mode, num_sm):
+    """The order of a sum does not depend on who adds."""
+    case = Case(num_local=4, topk=6, max_tokens=70, mode=mode, num_sm=num_sm)
+    check_case(ranks(run_case, case), case)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_many_tokens(ranks, mode):
+    case = Case(num_local=8, topk=8, hidden=136, max_tokens=400, mode=mode, pattern="distinct", tokens="unequal")
+    check_case(ranks(run_case, case), case)
+
+
+def combine_once(layer, case, y_of, w_of=None):
+    """Combine rows that a function of (M, H) makes."""
+    idx = indices_of(case, layer.rank, layer.world_size).to(layer.device)
+    x, _ = inputs_of(case, layer.rank, layer.world_size)
+    rows, _, layout = layer.dispatch(x.to(layer.device), idx)
+    y = y_of(*rows.shape).to(case.dtype).to(layer.device)
+    w = None if w_of is None else w_of(len(rows)).to(layer.device)
+    return idx, layer.combine(y, layout, w), layout
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_dropped_tokens_are_positive_zero(ranks, mode):
+    """A token without a choice gets zeros, not what the buffer held."""
+    case = Case(topk=3, max_tokens=16, mode=mode, pattern="all_dropped")
+
+    def run(world, device):
+        layer = make_layer(world, device, case)
+        soil(layer)
+        _, out, _ = combine_once(layer, case, torch.ones)
+        layer.finalize()
+        return out
+
+    for out in ranks(run):
+        same_bits(out, torch.zeros(16, case.hidden, dtype=case.dtype), "sums of nothing")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
+def test_combine_of_ones_counts_the_choices(ranks, mode, dtype):
+    """Small integers are exact in every dtype: y[t] is the number of choices that were not dropped."""
+    case = Case(num_local=3, topk=7, max_tokens=40, mode=mode, dtype=dtype, pattern="sentinels")
+
+    def run(world, device):
+        layer = make_layer(world, device, case)
+        idx, out, _ = combine_once(layer, case, torch.ones)
+        layer.finalize()
+        kept = ((idx >= 0) & (idx < layer.num_experts)).sum(1)
+        return torch.equal(out.float(), kept[:, None].expand(out.shape).float())
+
+    assert all(ranks(run))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_overflows_as_the_dtype_does(ranks, mode):
+    """Sums are taken in float32 and rounded at the end: float16 gives infinity where the sum is too large."""
+    case = Case(topk=4, max_tokens=10, mode=mode, dtype=torch.float16, pattern="own_rank", weights=False)
+
+    def run(world, device):
+        layer = make_layer(world, device, case)
+        _, out, _ = combine_once(layer, case, lambda m, h: torch.full((m, h), 20000.0))
+        _, opposite, _ = combine_once(layer, case, lambda m, h: torch.full((m, h), -20000.0))
+        layer.finalize()
+        return out, opposite
+
+    for out, opposite in ranks(run):
+        assert (out == torch.inf).all() and (opposite == -torch.inf).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_nan_stays_with_its_token(ranks, mode):
+    case = Case(num_local=2, topk=2, max_tokens=12, mode=mode)
+
+    def run(world, device):
+        layer = make_layer(world, device, case)
+        idx = indices_of(case, world.rank, world.size)
+        x = torch.ones(len(idx), case.hidden, dtype=case.dtype)
+        x[world.rank :: 5] = torch.nan
+        rows, _, layout = layer.dispatch(x.to(device), idx.to(device))
+        out = layer.combine(rows, layout).float().cpu()
+        layer.finalize()
+        return torch.equal(out.isnan(), x.isnan()) and torch.equal(out[~x.isnan()], torch.full_like(out, 2)[~x.isnan()])
+
+    assert all(ranks(run))
+
+
+def test_combine_scatter_and_gather_agree(ranks):
+    """Two ways home, one sum; pre-reduction rounds the partial sums and so differs by at most that."""
+    case = Case(num_local=3, topk=6, hidden=48, max_tokens=25, dtype=torch.bfloat16)
+
+    def run(world, device):
+        outs = []
+        for mode in MODES:
+            c = dataclasses.replace(case, mode=mode)
+            layer = make_layer(world, device, c)
+            outs.append(combine_once(layer, c, lambda m, h: random_numbers((m, h), c.dtype, generator(1, world.rank)).float())[1].clone())
+            layer.finalize()
+        return outs
+
+    for scatter, gather, local in ranks(run):
+        same_bits(gather, scatter, "gather")
+        scale = scatter.float().abs().mean()
+        assert (local.float() - scatter.float()).abs().max() < 0.5 * scale
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_combine_of_an_older_layout(ranks, mode):
+    """Rows of one dispatch come home by its own layout, whatever was dispatched since."""
+    cases = [Case(num_local=2, topk=3, max_tokens=20, tokens="unequal", mode=mode, seed=s) for s in range(3)]
+
+    def run(world, device):
+        layer = make_layer(world, device, cases[0])
+        sent = []
+        for case in cases:
+            x, weight = inputs_of(case, world.rank, world.size)
+            sent.append(layer.dispatch(x.to(device), indices_of(case, world.rank, world.size).to(device), weight.to(device)))
+        results = [None] * 3
+        for i in (1, 2, 0, 1):  # one of them twice
+            rows, _, layout = sent[i]
+            y, w = rows_for_combine(cases[i], world.rank, len(rows), layout.num_rows)
+            out = layer.combine(y.to(device), layout, w.to(device))
+            results[i] = {"idx": indices_of(cases[i], world.rank, world.size), "y": y, "w": w, "out": out}
+        layer.finalize()
+        return results
+
+    results = ranks(run)
+    for i in range(3):
+        of_all = [r[i] for r in results]
+        plan = reference.plan([r["idx"] for r in of_all], 2 * len(results))
+        check_sums(of_all, plan, 2 * len(results), mode)
+
+
+def test_combine_of_identity_gives_the_weighted_token(ranks):
+    """Experts that do nothing: y[t] = x[t] * sum of its weights, here exact because weights are powers of two."""
+    case = Case(num_local=2, topk=2, hidden=16, max_tokens=20, dtype=torch.float32)
+
+    def run(world, device):
+        layer = make_layer(world, device, case)
+        idx = indices_of(case, world.rank, world.size)
+        x = torch.randn(len(idx), case.hidden, generator=generator(world.rank))
+        weight = torch.exp2(torch.randint(-3, 3, idx.shape, generator=generator(world.rank, 1)).float())
+        rows, row_weight, layout = layer.dispatch(x.to(device), idx.to(device), weight.to(device))
+        out = layer.combine(rows, layout, row_weight).cpu()
+        layer.finalize()
+        return torch.equal(out, x * weight[:, :1] + x * weight[:, 1:])
+
+    assert all(ranks(run))

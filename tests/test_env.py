@@ -1,0 +1,109 @@
+"""python -m epmoe.env, and the stubs of the native module."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import epmoe
+from epmoe import _C, env
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*arguments, **more):
+    variables = {n: v for n, v in os.environ.items() if not n.startswith("EPMOE_")}
+    command = [sys.executable, "-m", "epmoe.env", *arguments]
+    done = subprocess.run(command, env=variables | {"PYTHONPATH": str(ROOT)} | more, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def with_gpus(report, n):
+    """A report as from a machine with n GPUs, the first and last of which do not reach each other."""
+    gpus = [{"index": i, "name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_bytes": 150754820096,
+             "uuid": "7f2c0d5e-0000-1111-2222-0123456789ab"} for i in range(n)]
+    return report | {"devices": gpus, "p2p": [[abs(i - j) < n - 1 or n == 1 for j in range(n)] for i in range(n)]}
+
+
+def test_env_text_fits_a_mail():
+    text = run()
+    assert max(map(len, text.splitlines())) <= 80
+    for word in (epmoe.__version__, torch.__version__, "memfd", "EPMOE_BACKEND", "EPMOE_CUDA_ARCH", "limit memlock"):
+        assert word in text
+
+
+def test_env_json_tells_the_build():
+    report = json.loads(run("--json", EPMOE_TIMEOUT_S="7", NCCL_DEBUG="WARN"))
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["build"]["cuda"] == bool(_C.HAS_CUDA) and report["build"]["file"] == _C.__file__
+    assert report["build"]["bytes"] == os.path.getsize(_C.__file__)
+    assert report["variables"]["EPMOE_TIMEOUT_S"]["value"] == "7" and report["variables"]["NCCL_DEBUG"]["value"] == "WARN"
+    assert len(report["devices"]) == torch.cuda.device_count() == len(report["p2p"])
+    assert all(len(pair) == 2 for pair in report["limits"].values())
+
+
+def test_env_backend_is_the_one_that_would_be_picked(monkeypatch):
+    monkeypatch.setenv("EPMOE_BACKEND", "cpu")
+    assert env.backend() == "cpu"
+    monkeypatch.setenv("EPMOE_BACKEND", "tpu")
+    assert "must be cpu or cuda" in env.backend()
+    monkeypatch.delenv("EPMOE_BACKEND")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert env.backend() == "cpu"
+
+
+def test_env_names_a_misspelt_variable(monkeypatch):
+    monkeypatch.setenv("EPMOE_BACKEND", "cpu")
+    assert "not a variable of epmoe" not in env.text(env.report())
+    monkeypatch.setenv("EPMOE_BACKND", "cpu")
+    assert "not a variable of epmoe" in env.text(env.report())
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_env_text_shows_gpus(n):
+    report = with_gpus(env.report(), n)
+    report["build"]["file"] = "/a" * 60
+    text = env.text(report)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("132 SMs, 140.4 GiB") == n
+    assert text.count(" NO") == (2 if n > 1 else 0)
+
+
+@pytest.mark.parametrize("line, version", [
+    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (builder@host)", "580.65.06"),
+    ("", None),
+])
+def test_env_driver_version(tmp_path, line, version):
+    (tmp_path / "version").write_text(line + "\nGCC version:  gcc version 12.2.0\n")
+    assert env.driver_version(tmp_path / "version") == version
+    assert env.driver_version(tmp_path / "missing") is None
+
+
+def test_env_architectures_come_from_cuobjdump(tmp_path, monkeypatch):
+    tool = tmp_path / "cuobjdump"
+    tool.write_text("#!/bin/sh\ncase $1 in --list-elf) echo 'ELF file    1: _C.1.sm_90a.cubin';;\n"
+                    "*) echo 'PTX file    1: _C.1.sm_80.ptx';; esac\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert env.architectures("anything") == ["sm_80 (PTX)", "sm_90a"]
+
+
+def test_env_stubs_name_all_of_the_module():
+    tree = ast.parse((ROOT / "epmoe/_C.pyi").read_text()).body
+    functions = {n.name: n for n in tree if isinstance(n, ast.FunctionDef)}
+    constants = {n.target.id for n in tree if isinstance(n, ast.AnnAssign)}
+    real = {n: getattr(_C, n) for n in dir(_C) if not n.startswith("__")}
+    assert set(functions) == {n for n, v in real.items() if callable(v)}
+    assert constants == {n for n, v in real.items() if isinstance(v, int)}
+    # A call with one argument too many says how many are wanted.
+    for name, f in functions.items():
+        wanted = len(f.args.posonlyargs)
+        with pytest.raises(TypeError, match=f"wanted {wanted} argument"):
+            real[name](*[None] * (wanted + 1))

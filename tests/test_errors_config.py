@@ -1,0 +1,169 @@
+"""Layers that cannot be: refused by all ranks where all ask, and heard of by all where one asks."""
+
+import pytest
+import torch
+
+import epmoe
+from cases import MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, keep, make_layer, outcome
+
+GOOD = {"max_tokens": 8, "hidden": 16, "topk": 2, "num_tot_experts": 12, "dtype": torch.bfloat16}
+
+WRONG = [
+    ({"hidden": 7}, "ValueError", ("hidden 7", "16 bytes", "14")),
+    ({"hidden": 12}, "ValueError", ("hidden 12", "24")),
+    ({"hidden": 0}, "ValueError", ("hidden 0",)),
+    ({"hidden": -16}, "ValueError", ("-16",)),
+    ({"hidden": 1 << 21}, "ValueError", ("hidden 2097152",)),
+    ({"topk": 33}, "ValueError", ("topk 33", "32")),
+    ({"topk": 0}, "ValueError", ("topk 0",)),
+    ({"topk": -1}, "ValueError", ("-1",)),
+    ({"num_tot_experts": 13}, "ValueError", ("13 experts",)),
+    ({"num_tot_experts": 0}, "ValueError", ("0 experts",)),
+    ({"num_tot_experts": 12 * 1024}, "ValueError", ("12288 experts", "1024")),
+    ({"num_tot_experts": None}, "TypeError", ("num_tot_experts",)),
+    ({"max_tokens": 0}, "ValueError", ("max_tokens 0",)),
+    ({"max_tokens": -5}, "ValueError", ("-5",)),
+    ({"max_tokens": 1 << 31}, "ValueError", ("2^31",)),
+    ({"max_tokens": 1 << 40}, "ValueError", (str(1 << 40),)),
+    ({"dtype": torch.float64}, "TypeError", ("float64", "bfloat16")),
+    ({"dtype": torch.int32}, "TypeError", ("int32", "bfloat16")),
+    ({"dtype": "bfloat16"}, "TypeError", ("bfloat16",)),
+    ({"weight_dtype": torch.int64}, "TypeError", ("int64", "floating")),
+    ({"combine_mode": "pull"}, "ValueError", ("'pull'", "scatter", "gather")),
+    ({"capacity": 0}, "ValueError", ("capacity 0",)),
+    ({"capacity": 1 << 31}, "ValueError", (f"capacity {1 << 31}",)),
+    ({"capacity": -1}, "ValueError", ("-1",)),
+    ({"num_buffers": 0}, "ValueError", ("num_buffers 0",)),
+    ({"num_buffers": 17}, "ValueError", ("num_buffers 17", "16")),
+    ({"num_sm": 0}, "ValueError", ("num_sm 0",)),
+    ({"num_sm": 5000}, "ValueError", ("num_sm 5000", "1024")),
+    ({"device": "meta"}, "ValueError", ("meta",)),
+]
+IDS = ["-".join(f"{k}={v}".removeprefix("torch.") for k, v in w[0].items()) for w in WRONG]
+ONE_RANK = [w for w in WRONG if w[0].keys() & {"hidden", "topk", "dtype", "capacity"}][::2]
+
+
+def build(world, device, options, all_ranks, shared):
+    """A wrong layer on all ranks or on rank 1; then a good one."""
+    heap = None
+    if shared:
+        heap = epmoe.SymmetricHeap(world, 1 << 20, device)
+        keep(world, heap)
+    world.set_timeout(MISTAKE_LIMIT_S)
+    # 12 experts are a multiple of 1, 2, 3, 4, 6 ranks; elsewhere the number that is good is another
+    good = GOOD | {"num_tot_experts": 12 if 12 % world.size == 0 else 2 * world.size} | ({"heap": heap} if shared else {"device": device})
+    wrong = good | options if all_ranks or world.rank == 1 else good
+    got = outcome(lambda: keep(world, epmoe.EPAll2AllLayer(world, **wrong)))
+    return got, afterwards(world, lambda: make_layer(world, device, Case(), **({"heap": heap} if shared else {})), Case())
+
+
+@pytest.mark.parametrize("options, kind, texts", WRONG, ids=IDS)
+def test_errors_config_on_all_ranks(ranks, options, kind, texts):
+    results = ranks(build, options, True, False, world_size=2, at_least=2)
+    check_outcomes([r[0] for r in results], kind, *texts)
+    check_afterwards([r[0] for r in results], [r[1] for r in results], Case())
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own-heap", "shared-heap"])
+@pytest.mark.parametrize("options, kind, texts", ONE_RANK, ids=[IDS[WRONG.index(w)] for w in ONE_RANK])
+def test_errors_config_on_one_rank(ranks, options, kind, texts, shared):
+    """The rank that asks for the impossible says why; the others do not wait for it."""
+    results = ranks(build, options, False, shared, world_size=2, at_least=2)
+    check_afterwards([r[0] for r in results], [r[1] for r in results], Case())
+    check_outcomes([r[0] for r in results], [kind if rank == 1 else "EpError" for rank in range(len(results))], *texts, who=1, elsewhere=["rank 1"])
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["own-heap", "shared-heap"])
+@pytest.mark.parametrize("options", [{"hidden": 32}, {"max_tokens": 9}, {"topk": 7}, {"num_buffers": 2}, {"dtype": torch.float32}], ids=str)
+def test_errors_config_that_differs(ranks, options, shared):
+    """Sizes that differ are seen when the layer is made."""
+    results = ranks(build, options, False, shared, world_size=2, at_least=2)
+    check_outcomes([r[0] for r in results], "EpMismatch", "rank 1", "rank 0")
+    check_afterwards([r[0] for r in results], [r[1] for r in results], Case())
+
+
+@pytest.mark.parametrize("field, options, texts", [
+    ("dtype", {"dtype": torch.float16}, ()),
+    ("combine_mode", {"combine_mode": "gather"}, ()),
+    ("combine_mode", {"enable_local_combine": True}, ()),
+    ("capacity", {"capacity": 20}, ("20", "21")),
+], ids=["dtype", "gather", "local", "capacity"])
+def test_errors_config_that_differs_in_the_header(ranks, field, options, texts):
+    """What does not change a size is seen by the first call at the latest; the field and both values are named."""
+
+    def run(world, device):
+        base = {"num_tot_experts": 2 * world.size, "topk": 1, "max_tokens": 8, "hidden": 16, "device": device}
+        if field == "capacity":
+            base["capacity"] = 21
+        world.set_timeout(MISTAKE_LIMIT_S)
+        made = outcome(lambda: keep_layer(world, **(base | (options if world.rank == 1 else {}))))
+        if made.kinds:
+            return [made]
+        layer = world._made
+        x = torch.ones(4, 16, dtype=layer.dtype, device=device)
+        idx = torch.zeros(4, 1, dtype=torch.int64, device=device)
+        return [outcome(lambda: layer.dispatch(x, idx), layer) for _ in range(2)]
+
+    results = ranks(run, world_size=2, at_least=2)
+    for of_all in zip(*results):  # a second call says it again
+        check_outcomes(of_all, "EpMismatch", field, "rank 1", "rank 0", *texts)
+
+
+def keep_layer(world, **options):
+    world._made = epmoe.EPAll2AllLayer(world, **options)
+    keep(world, world._made)
+
+
+def test_errors_group_of_wrong_kind():
+    with pytest.raises(TypeError, match="ProcessGroup.*str"):
+        epmoe.World("a group")
+    with pytest.raises(ValueError, match="8"):
+        epmoe.thread_worlds(9)
+    with pytest.raises(ValueError):
+        epmoe.thread_worlds(0)
+    for bad in (0, -1, float("nan"), 1e9):
+        with pytest.raises(ValueError, match="timeout"):
+            epmoe.thread_worlds(1, bad)
+
+
+def test_errors_timeout_that_cannot_be(ranks):
+    def run(world, device):
+        return [outcome(lambda s=s: world.set_timeout(s)) for s in (0, -3, float("nan"))] + [outcome(lambda: world.set_timeout("soon"))]
+
+    for got in ranks(run, world_size=2):
+        check_outcomes(got[:3], "ValueError", "timeout")
+        assert got[3].kind in ("ValueError", "TypeError")
+
+
+@pytest.mark.parametrize("text", ["soon", "-1"])
+def test_errors_timeout_of_the_environment(monkeypatch, text):
+    monkeypatch.setenv("EPMOE_TIMEOUT_S", text)
+    with pytest.raises(ValueError, match="timeout|EPMOE_TIMEOUT_S"):
+        epmoe.thread_worlds(1)
+
+
+def test_errors_backend_of_the_environment(monkeypatch):
+    monkeypatch.setenv("EPMOE_BACKEND", "tpu")
+    with pytest.raises(ValueError, match="tpu"):
+        epmoe.heap.pick_device()
+    monkeypatch.setenv("EPMOE_BACKEND", "cpu")
+    assert epmoe.heap.pick_device().type == "cpu"
+    with pytest.raises(ValueError, match="EPMOE_BACKEND=cpu"):
+        epmoe.heap.pick_device("cuda:0")
+
+
+def test_errors_exchange_of_different_sizes(ranks):
+    """Raw exchanges that do not match: both sizes are named."""
+
+    def run(world, device):
+        return outcome(lambda: world.exchange(b"x" * (3 if world.rank == 1 else 2)))
+
+    check_outcomes(ranks(run, world_size=3, at_least=2), "EpMismatch", "3", "2")
+
+
+def test_errors_are_what_python_expects():
+    """Each class is also the built-in that fits, so that code without epmoe's names can catch it."""
+    pairs = {epmoe.EpIndexError: IndexError, epmoe.EpTimeout: TimeoutError, epmoe.EpMismatch: ValueError, epmoe.HeapExhausted: MemoryError}
+    for name in ("PeerDied", "EpTimeout", "EpMismatch", "EpOverflow", "EpIndexError", "HeapExhausted", "PeerError", "EpClosed"):
+        cls = getattr(epmoe, name)
+        assert issubclass(cls, epmoe.EpError) and issubclass(cls, RuntimeError) and issubclass(cls, pairs.get(cls, RuntimeError))

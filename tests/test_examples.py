@@ -1,0 +1,136 @@
+"""Every example and the README's program, run as a reader would run them.
+
+On the CPU each is a process that starts its own ranks; under torchrun with GPUs, rank 0 starts each with a
+torchrun of its own while the other ranks wait.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SEEDS = "-M 48 -N 64 --topk 8 -G 384 --drop_ratio 0.3 --enable-local-combine --check --iters 2"  # their command line, but small
+# file, arguments, a line of the output
+EXAMPLES = [
+    ("01_heap.py", "", r"ring: ok"),
+    ("02_dispatch_combine.py", "", r"dispatch and combine: ok"),
+    ("03_moe_layer.py", "", r"largest difference .*: ok"),
+    ("ep_a2a.py", SEEDS, r"check passed"),
+    ("ep_a2a.py", "--check --dtype float16 --empty-rank 1 --no-weight --num-sm 2 --iters 1", r"check passed"),
+    ("ep_a2a.py", "-M 33 -N 64 --dtype float32 --combine-mode gather --drop-ratio 1 --seed 7 --iters 1", r"not checked"),
+    ("train_lm.py", "--quick", r"demo: ok"),
+]
+IDS = [f"{name} {arguments}".strip().replace(" ", "_") for name, arguments, _ in EXAMPLES]
+LIMIT_S = 240
+
+
+def environment(**more):
+    """This one, without what torchrun has set for this process."""
+    env = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK")
+           and not n.startswith(("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_"))}
+    return env | {"PYTHONPATH": str(ROOT)} | more
+
+
+def run(command, cwd, **env):
+    """(exit code, output) of a command that is ended, with all that it started, when it takes too long."""
+    process = subprocess.Popen(command, cwd=cwd, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        output += f"\nnot done after {LIMIT_S} s"
+    return process.returncode, output
+
+
+def check(outcome, line):
+    code, output = outcome
+    assert code == 0, output
+    assert re.search(f"^{line}$", output, re.MULTILINE), output
+
+
+def test_examples_are_all_listed():
+    files = {p.name for p in (ROOT / "examples").glob("*.py") if not p.name.startswith("_")}
+    assert files == {name for name, _, _ in EXAMPLES}
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name, arguments, line", EXAMPLES, ids=IDS)
+def test_examples_run_on_the_cpu(tmp_path, name, arguments, line):
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
+    check(run(command, tmp_path, CUDA_VISIBLE_DEVICES=""), line)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("name, arguments, line", EXAMPLES, ids=IDS)
+def test_examples_run_under_torchrun(ranks, tmp_path, name, arguments, line):
+    def start(world, device):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world.size)]
+        return run([*command, str(ROOT / "examples" / name), *arguments.split()], tmp_path) if world.rank == 0 else None
+
+    outcome = ranks(start, timeout_s=LIMIT_S + 30)[0]
+    check(outcome, line)
+    if name != "train_lm.py":
+        assert "ranks on cuda" in outcome[1], outcome[1]
+
+
+# What a faulty layer would give, put between the layer and ep_a2a.py.
+FAULTS = {
+    "combine: token 5": "out = L.combine\n"
+                        "def combine(self, *a): y = out(self, *a).clone(); y[5, 3] += 1; return y\n"
+                        "L.combine = combine",
+    "dispatch: row 7": "out = L.dispatch\n"
+                       "def dispatch(self, *a, **k): x, w, l = out(self, *a, **k); x[7, 0] += 1; return x, w, l\n"
+                       "L.dispatch = dispatch",
+    "dispatch: weight of row 9": "out = L.dispatch\n"
+                                 "def dispatch(self, *a, **k): x, w, l = out(self, *a, **k); w[9] *= 2; return x, w, l\n"
+                                 "L.dispatch = dispatch",
+    "dispatch: 63 rows, wanted 64": "out = L.dispatch\n"
+                                    "def dispatch(self, x, *a, **k):\n"
+                                    "    if a: a = (a[0].clone(), *a[1:]); a[0][3, 1] = -1\n"
+                                    "    return out(self, x, *a, **k)\n"
+                                    "L.dispatch = dispatch",
+}
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("says", FAULTS)
+def test_examples_ep_a2a_finds_faults(tmp_path, says):
+    with socket.socket() as s:  # one rank, as torchrun would start it, so that the fault is in its process
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    program = (f"import runpy, sys, epmoe; L = epmoe.EPAll2AllLayer\n{FAULTS[says]}\n"
+               f"sys.argv[1:] = '-M 16 -N 16 --topk 4 -G 8 --check --iters 1'.split()\n"
+               f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
+               f"runpy.run_path({str(ROOT / 'examples/ep_a2a.py')!r}, run_name='__main__')")
+    code, output = run([sys.executable, "-c", program], tmp_path, CUDA_VISIBLE_DEVICES="", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
+                       LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    assert code == 1 and f"rank 0: {says}" in output and "check passed" not in output, output
+
+
+@pytest.mark.cpu_only
+def test_examples_failing_rank_fails_the_program(tmp_path):
+    program = tmp_path / "failing.py"
+    program.write_text("from _launch import launch\n\n\ndef main(rank, world_size, device):\n"
+                       "    assert rank != 1, 'rank 1 has a reason'\n\n\nif __name__ == '__main__':\n    launch(main, 2)\n")
+    code, output = run([sys.executable, str(program)], tmp_path, CUDA_VISIBLE_DEVICES="", PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}")
+    assert code == 1 and "rank 1 has a reason" in output, output
+
+
+@pytest.mark.cpu_only
+def test_examples_readme_program_runs_as_printed(tmp_path):
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("there is no README.md")
+    program = re.search(r"^```python\n(.*?)^```", readme.read_text(), re.MULTILINE | re.DOTALL)
+    assert program, "README.md has no python program"
+    (tmp_path / "readme.py").write_text(program[1])
+    code, output = run([sys.executable, "readme.py"], tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert code == 0 and "rank 0" in output, output

@@ -1,0 +1,391 @@
+"""The symmetric allocator: the same offsets on every rank, and what it says when it cannot."""
+
+import random
+import re
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import epmoe
+from cases import MISTAKE_LIMIT_S, check_outcomes, keep, outcome, process_ranks, same_bits
+
+KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+
+def make_heap(world, device, num_bytes=1 << 20):
+    heap = epmoe.SymmetricHeap(world, num_bytes, device)
+    keep(world, heap)
+    return heap
+
+
+def test_heap_same_offset_on_every_rank(ranks):
+    def run(world, device):
+        heap = make_heap(world, device)
+        tensors = [heap.malloc_symmetric(shape, dtype) for shape in ((3,), (5, 7), 64, (2, 3, 4), ()) for dtype in KINDS]
+        for t in tensors:
+            assert t.device.type == torch.device(device).type and t.is_contiguous() and not t.any()
+        shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
+        offsets = [heap.offset(t) for t in tensors]
+        ends = [o + t.numel() * t.element_size() for o, t in zip(offsets, tensors)]
+        assert all(a_end <= b for a_end, b in zip(ends, offsets[1:])), "allocations overlap"
+        heap.close()
+        return offsets, shapes
+
+    results = ranks(run)
+    assert all(r == results[0] for r in results)
+    assert results[0][1][:2] == [((3,), "torch.float32"), ((3,), "torch.float64")]
+
+
+def test_heap_memory_is_zeroed_every_time(ranks):
+    def run(world, device):
+        heap = make_heap(world, device)
+        for i in range(6):
+            t = heap.malloc_symmetric((1000 + i,), torch.int32)
+            assert not t.any(), "fresh memory is not zero"
+            t.fill_(-1)
+            heap.synchronize()
+            heap.free(t)
+        heap.close()
+        return True
+
+    assert all(ranks(run))
+
+
+@pytest.mark.parametrize("alignment", [1, 16, 128, 256, 4096, 1 << 16, 1 << 20, 2 << 20])
+def test_heap_alignment_of_addresses(ranks, alignment):
+    def run(world, device):
+        heap = make_heap(world, device, 8 << 20)
+        heap.malloc_symmetric((3,))  # so that the next one does not stand at the beginning
+        t = heap.malloc_symmetric((5,), alignment=alignment)
+        here, there = t.data_ptr() % alignment, heap.offset(t) % alignment
+        heap.close()
+        return here, there
+
+    assert ranks(run, world_size=2) == [(0, 0)] * ranks.size(2)
+
+
+def test_heap_statistics_add_up(ranks):
+    def run(world, device):
+        heap = make_heap(world, device)
+        start = heap.stats()
+        assert start["used"] == start["peak"] == start["num_allocations"] == 0
+        assert start["total"] == start["free"] == start["largest_free"] >= 1 << 20
+        tensors = [heap.malloc_symmetric((n,), torch.uint8) for n in (1, 1000, 100_000)]
+        full = heap.stats()
+        assert full["num_allocations"] == 3 and 101_001 <= full["used"] <= 110_000 and full["used"] + full["free"] == full["total"]
+        heap.free(tensors[1])
+        holed = heap.stats()
+        assert holed["num_allocations"] == 2 and holed["largest_free"] < holed["free"] and holed["peak"] == full["used"]
+        heap.free(tensors[0])
+        heap.free(tensors[2])
+        end = heap.stats()
+        assert end == start | {"peak": full["used"]}
+        assert f"{end['used']} of {end['total']} bytes used" in repr(heap)
+        heap.close()
+        return end
+
+    results = ranks(run)
+    assert all(r == results[0] for r in results)
+
+
+def test_heap_random_allocations_never_overlap(ranks):
+    """Some hundred allocations and frees in any order: disjoint, equal on all ranks, and all of it comes back."""
+
+    def run(world, device):
+        heap, pick, live, trace = make_heap(world, device, 1 << 15), random.Random(5), [], []
+        for _ in range(300):
+            if live and pick.random() < 0.48:
+                heap.free(live.pop(pick.randrange(len(live)))[2])
+                continue
+            n, alignment = pick.choice([1, 7, 256, 300, 4096, 10_000]), pick.choice([1, 128, 1024, 4096])
+            try:
+                t = heap.malloc_symmetric((n,), torch.uint8, alignment)
+            except epmoe.HeapExhausted:
+                trace.append(-1)
+                continue
+            a = heap.offset(t)
+            assert a % alignment == 0 and all(a + n <= b or b + m <= a for b, m, _ in live), "two tensors share memory"
+            live.append((a, n, t))
+            trace.append(a)
+        for _, _, t in live:
+            heap.free(t)
+        assert heap.stats()["used"] == 0 and heap.stats()["free"] == heap.stats()["largest_free"]
+        heap.close()
+        return trace
+
+    results = ranks(run, world_size=2)
+    assert all(r == results[0] for r in results) and -1 in results[0]
+
+
+def test_heap_exhaustion_names_needed_and_free(ranks):
+    def run(world, device):
+        heap = make_heap(world, device)
+        heap.malloc_symmetric((1000,), torch.uint8)
+        before = heap.stats()
+        got = outcome(lambda: heap.malloc_symmetric((4 << 20,), torch.uint8))
+        same = heap.stats() == before
+        whole = heap.malloc_symmetric((before["largest_free"],), torch.uint8)  # what is said to be free can be had
+        again = outcome(lambda: heap.malloc_symmetric((1,), torch.uint8))
+        heap.free(whole)
+        heap.close()
+        return got, same, before["free"], again
+
+    for got, same, free, again in ranks(run):
+        check_outcomes([got, again], "HeapExhausted", "exhausted")
+        assert "MemoryError" in got.kinds and same
+        numbers = [int(n) for n in re.findall(r"\d+", got.text)]
+        assert 4 << 20 in numbers and free in numbers, got.text
+        assert "0 free" in again.text
+
+
+def test_heap_holds_many_small_allocations(ranks):
+    def run(world, device):
+        heap = make_heap(world, device, 4 << 20)
+        live = []
+        got = None
+        for _ in range(3000):
+            got = outcome(lambda: live.append(heap.malloc_symmetric((4,))))
+            if got.kinds:
+                break
+        for t in live:
+            heap.free(t)
+        end = heap.stats()
+        heap.close()
+        return len(live), got.kind, end["used"], end["free"] == end["largest_free"]
+
+    for n, kind, used, merged in ranks(run, world_size=2):
+        assert n >= 500 and kind in ("nothing", "HeapExhausted") and used == 0 and merged
+
+
+def test_heap_empty_tensor(ranks):
+    """A tensor without elements is one like any other: it can be had, asked about and given back."""
+
+    def run(world, device):
+        heap = make_heap(world, device)
+        before = heap.stats()["used"]
+        t = heap.malloc_symmetric((0, 5))
+        assert t.shape == (0, 5)
+        heap.put(t, torch.zeros(0, 5, device=device), 0)
+        heap.free(t)
+        after = heap.stats()["used"]
+        heap.close()
+        return before, after
+
+    assert ranks(run, world_size=2) == [(0, 0)] * ranks.size(2)
+
+
+def test_heap_scope_frees_what_was_allocated_in_it(ranks):
+    def run(world, device):
+        heap = make_heap(world, device)
+        outer = heap.malloc_symmetric((10,))
+        used = heap.stats()["used"]
+        with heap.scope():
+            heap.malloc_symmetric((100,))
+            with heap.scope() as same:
+                assert same is heap
+                heap.malloc_symmetric((1000,))
+            heap.malloc_symmetric((100,))
+        assert heap.stats()["used"] == used
+        with pytest.raises(KeyError), heap.scope():
+            heap.malloc_symmetric((1000,))
+            raise KeyError("every rank")
+        assert heap.stats()["used"] == used
+        heap.free(outer)
+        heap.close()
+        return True
+
+    assert all(ranks(run))
+
+
+def test_heap_scope_after_a_free_inside(ranks):
+    """What was given back by hand is not given back twice, nor is its successor at the same place."""
+
+    def run(world, device):
+        heap = make_heap(world, device)
+        with heap.scope():
+            heap.free(heap.malloc_symmetric((100,)))
+            heap.malloc_symmetric((100,))
+        assert heap.stats()["num_allocations"] == 0
+        heap.close()
+        return True
+
+    assert all(ranks(run, world_size=2))
+
+
+def test_heap_tensors_outlive_the_heap(ranks):
+    """A tensor holds the memory: also when heap and world are closed and gone."""
+
+    def run(world, device):
+        heap = epmoe.SymmetricHeap(world, 1 << 20, device)
+        t = heap.malloc_symmetric((1000,), torch.float32)
+        part = t[100:200]
+        heap.close()
+        heap.close()  # a second call does nothing
+        del heap, t
+        part.copy_(torch.arange(100.0))
+        return part.sum().item()
+
+    assert ranks(run) == [4950.0] * ranks.size()
+
+
+def test_heap_is_closed_after_close(ranks):
+    def run(world, device):
+        heap = make_heap(world, device)
+        t = heap.malloc_symmetric((10,))
+        heap.close()
+        return [outcome(call) for call in (lambda: heap.malloc_symmetric((1,)), lambda: heap.free(t), lambda: heap.barrier(),
+                                           lambda: heap.put(t, torch.zeros(10, device=device), 0), lambda: heap.translate(t, 0))]
+
+    for outcomes in ranks(run):
+        check_outcomes(outcomes, "EpClosed", "closed")
+
+
+def test_heap_with_closes_it(ranks):
+    def run(world, device):
+        with epmoe.SymmetricHeap(world, 1 << 16, device) as heap:
+            keep(world, heap)
+            heap.malloc_symmetric((3,)).fill_(1)
+        return outcome(lambda: heap.malloc_symmetric((3,))).kind
+
+    assert ranks(run) == ["EpClosed"] * ranks.size()
+
+
+def test_heap_self_made_world_of_one(ranks):
+    """Without torch.distributed a heap is one of this process alone."""
+    if ranks.is_torchrun:
+        pytest.skip("torch.distributed is initialised here")
+    with epmoe.SymmetricHeap(None, 1 << 16, "cpu") as heap:
+        t = heap.malloc_symmetric((8,), torch.int64)
+        heap.signal(t, 0, 5, 0)
+        heap.wait(t, 0, 5)
+        same_bits(heap.peer_view(t, 0), torch.tensor([5] + [0] * 7), "word")
+        assert (heap.world.rank, heap.world.size) == (0, 1)
+    heap.world.close()
+
+
+@pytest.mark.cpu_only
+def test_heap_of_a_thread_stays_while_others_write_to_it(tmp_path):
+    """Ranks that are threads reach each other by address: one that drops its heap must not take it from the others."""
+    script = tmp_path / "drop.py"
+    script.write_text(
+        "import torch, epmoe, threading\n"
+        "from epmoe.testing import run_threads\n"
+        "gone = threading.Event()\n"
+        "def fn(world):\n"
+        "    heap = epmoe.SymmetricHeap(world, 1 << 20, 'cpu')\n"
+        "    t = heap.malloc_symmetric((1000,))\n"
+        "    if world.rank == 1:\n"
+        "        del heap, t\n"
+        "        gone.set()\n"
+        "        return\n"
+        "    gone.wait(10)\n"
+        "    heap.put(t, torch.ones(1000), 1)\n"
+        "run_threads(fn, 2, timeout_s=20)\n"
+        "print('alive')\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.strip() == "alive", f"exit {done.returncode}\n{done.stderr[-500:]}"
+
+
+# ---- what is wrong on one rank, or different between ranks: everybody hears of it, and the heap goes on ----
+
+
+def differing(world, device, call_of):
+    heap = make_heap(world, device)
+    world.set_timeout(MISTAKE_LIMIT_S)
+    got = outcome(lambda: call_of(heap, world.rank))
+    before = heap.stats()["used"]
+    t = heap.malloc_symmetric((4,))
+    ok = not t.any() and heap.offset(t) >= 0
+    heap.free(t)
+    used = heap.stats()["used"]
+    heap.close()
+    return got, bool(ok), before, used
+
+
+@pytest.mark.parametrize("call, texts", [
+    (lambda h, r: h.malloc_symmetric((100 + (r == 1),), torch.int32), ("rank 1", "404", "400")),
+    (lambda h, r: h.malloc_symmetric((100,), torch.int64 if r == 1 else torch.int32), ("rank 1", "800", "400")),
+    (lambda h, r: h.malloc_symmetric((100,), alignment=512 if r == 1 else 128), ("rank 1", "512", "128")),
+    (lambda h, r: h.free(h.malloc_symmetric((4,))) if r == 1 else (h.malloc_symmetric((4,)), h.malloc_symmetric((4,))), ("rank 1", "frees", "allocates")),
+], ids=["size", "dtype", "alignment", "order"])
+def test_heap_ranks_that_differ(ranks, call, texts):
+    results = ranks(differing, call, world_size=3, at_least=2)
+    check_outcomes([r[0] for r in results], "EpMismatch", *texts)
+    assert all(ok for _, ok, _, _ in results)
+
+
+@pytest.mark.parametrize("call, kind, text", [
+    (lambda h: h.malloc_symmetric((4,), alignment=3), "ValueError", "3"),
+    (lambda h: h.malloc_symmetric((4,), alignment=0), "ValueError", "0"),
+    (lambda h: h.malloc_symmetric((4,), alignment=-128), "ValueError", "-128"),
+    (lambda h: h.malloc_symmetric((4,), alignment=4 << 20), "ValueError", str(4 << 20)),
+    (lambda h: h.malloc_symmetric((4,), alignment="wide"), "Error", "wide"),
+    (lambda h: h.malloc_symmetric((4,), torch.complex64), "TypeError", "complex64"),
+    (lambda h: h.malloc_symmetric((4, -1)), "ValueError", "-1"),
+    (lambda h: h.malloc_symmetric((1 << 40, 1 << 40)), "ValueError", "large"),
+    (lambda h: h.malloc_symmetric("ab"), "Error", ""),
+    (lambda h: h.malloc_symmetric(None), "TypeError", ""),
+    (lambda h: h.malloc_symmetric((1,) * 9), "ValueError", "8"),
+    (lambda h: h.free(torch.zeros(4)), "ValueError", "not in this symmetric heap"),
+    (lambda h: h.free(None), "Error", ""),
+], ids=["alignment-3", "alignment-0", "alignment-negative", "alignment-4M", "alignment-text", "dtype", "negative", "huge", "shape-text", "shape-none",
+        "dimensions", "free-foreign", "free-none"])
+def test_heap_call_that_one_rank_cannot_make(ranks, call, kind, text):
+    """That rank raises its own reason; the others PeerError."""
+
+    def run(world, device):
+        heap = make_heap(world, device)
+        t = heap.malloc_symmetric((4,))
+        world.set_timeout(MISTAKE_LIMIT_S)
+        freeing = "free" in call.__code__.co_names
+        good = (lambda h: h.free(t)) if freeing else (lambda h: h.malloc_symmetric((4,)))
+        got = outcome(lambda: (call if world.rank == 1 else good)(heap))
+        usable = outcome(lambda: heap.free(heap.malloc_symmetric((4,))))
+        return got, usable, heap.stats()["num_allocations"]
+
+    results = ranks(run, world_size=3, at_least=2)
+    for rank, (got, usable, n) in enumerate(results):
+        wanted = kind if rank == 1 else "PeerError"
+        assert any(k.endswith(wanted) for k in got.kinds) and got.seconds < 2, f"rank {rank}: wanted {wanted}, got {got}"
+        assert text in got.text if rank == 1 else "rank 1" in got.text, got.text
+        assert not usable.kinds, f"rank {rank} afterwards: {usable}"
+        assert n == 1, "the refused call left something behind"
+
+
+@pytest.mark.parametrize("size_of, kind, texts", [
+    (lambda r: (1 << 20) + (r == 1), "EpMismatch", (str((1 << 20) + 1), str(1 << 20), "rank 1")),
+    (lambda r: 0 if r == 1 else 1 << 20, "ValueError", ("rank 1", "0 bytes")),
+    (lambda r: 1 << 50 if r == 1 else 1 << 20, "ValueError", ("rank 1",)),
+], ids=["differs", "zero", "absurd"])
+def test_heap_that_cannot_be_made(ranks, size_of, kind, texts):
+    def run(world, device):
+        world.set_timeout(MISTAKE_LIMIT_S)
+        got = outcome(lambda: epmoe.SymmetricHeap(world, size_of(world.rank), device))
+        return got, outcome(lambda: make_heap(world, device).close())
+
+    results = ranks(run, world_size=3, at_least=2)
+    elsewhere = "PeerError" if kind == "ValueError" else kind  # a wrong argument is wrong where it is
+    check_outcomes([r[0] for r in results], [kind if rank == 1 else elsewhere for rank in range(len(results))], *texts)
+    check_outcomes([r[1] for r in results], "nothing")
+
+
+def _without_room(rank, world_size):
+    world = epmoe.World(timeout_s=20)
+    if rank == 1:  # stands for a machine without memory: one that really has none ends other processes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    got = outcome(lambda: epmoe.SymmetricHeap(world, 64 << 20, "cpu"))
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    again = outcome(lambda: epmoe.SymmetricHeap(world, 64 << 20, "cpu").close())
+    world.close()
+    return got, again
+
+
+@pytest.mark.cpu_only
+def test_heap_without_room_on_one_rank():
+    results = process_ranks(_without_room, 3)
+    check_outcomes([r[0] for r in results], "HeapExhausted", "rank 1", str((64 << 20) + (64 << 10)))
+    check_outcomes([r[1] for r in results], "nothing")

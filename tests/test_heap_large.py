@@ -1,0 +1,89 @@
+"""Sizes past 2^31 elements and 2^32 bytes: no offset is computed in 32 bits."""
+
+import pytest
+import torch
+
+import epmoe
+from cases import same_bits
+from epmoe import _C
+
+MAX_I32 = 2**31
+
+
+def config(**changes):
+    fields = {"num_ranks": 8, "num_experts": 256, "topk": 8, "max_tokens": 32768, "hidden": 7168, "dtype": _C.BF16, "mode": _C.COMBINE_SCATTER,
+              "capacity": 8 * 32768 * 8, "num_buffers": 1, "num_sm": 1}
+    return tuple((fields | changes).values())
+
+
+@pytest.mark.parametrize("mode", ["COMBINE_LOCAL", "COMBINE_SCATTER", "COMBINE_GATHER"])
+def test_heap_layer_bytes_past_4_gib(mode):
+    """A communication buffer is at least its staging rows, here some 3.8 GB to 30 GB."""
+    got = _C.layer_bytes(config(mode=getattr(_C, mode)))
+    row = 2 * 7168
+    staging = {"COMBINE_LOCAL": 8 * 32768, "COMBINE_SCATTER": max(8 * 32768, 32768 * 8), "COMBINE_GATHER": 8 * 32768 * 8}[mode] * row
+    assert staging <= got <= staging * 1.05 + (64 << 20)
+
+
+def test_heap_layer_bytes_grow_by_whole_rows():
+    """One more token is one more staging row for each source rank: exact arithmetic, on both sides of 2^32."""
+    sizes = [_C.layer_bytes(config(max_tokens=t, mode=_C.COMBINE_LOCAL, topk=2, capacity=8 * 40000 * 2)) for t in range(36000, 40000, 400)]
+    steps = {b - a for a, b in zip(sizes, sizes[1:])}
+    assert sizes[0] < 2**32 < sizes[-1]
+    slot = (2 * 7168 + 4 + 16 + 15) // 16 * 16
+    assert max(steps) - min(steps) <= 4096 and abs(max(steps) - 8 * 400 * slot) < 1 << 17
+
+
+def test_heap_layer_bytes_of_buffers_add_up():
+    one = _C.layer_bytes(config())
+    assert _C.layer_bytes(config(num_buffers=16)) == 16 * one > 2**35
+
+
+def test_heap_plan_layout_past_2_31_words():
+    """T * K just under 2^31 choices of one rank: the parts of a plan neither wrap nor overlap."""
+    tokens = MAX_I32 // 32 // 2 - 1
+    at = _C.plan_layout(config(num_ranks=2, num_experts=2, topk=32, max_tokens=tokens, capacity=MAX_I32 - 1), tokens)
+    sizes = {"counts": 4, "expert_row": 2, "token_expert": tokens * 32, "token_row": tokens * 32, "token_slot": tokens * 2, "sort": tokens * 32,
+             "send_token": tokens * 2, "tile_expert": at["max_tiles"], "tile_row": at["max_tiles"]}
+    parts = sorted((at[name], name) for name in sizes)
+    for (a, name), (b, _) in zip(parts, parts[1:]):
+        assert a + sizes[name] <= b, name
+    assert parts[-1][0] + sizes[parts[-1][1]] <= at["num_words"] and at["num_words"] > MAX_I32
+
+
+@pytest.mark.parametrize("changes", [{"max_tokens": 33_554_432}, {"topk": 32, "max_tokens": 8_388_608}, {"capacity": MAX_I32}, {"max_tokens": 2**32 - 1}])
+def test_heap_sizes_that_do_not_fit_are_refused(changes):
+    with pytest.raises(ValueError, match=r"2\^31"):
+        _C.layer_bytes(config(**changes))
+
+
+def free_bytes(device):
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as f:
+        return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
+
+
+def test_heap_tensors_behind_4_gib(ranks):
+    """Offsets past 2^32 really reach what they name, and 2^31 elements are one tensor."""
+    if min(ranks(lambda world, device: free_bytes(device), world_size=1)) < 12 << 30:
+        pytest.skip("needs 12 GiB of free memory for each rank")
+
+    def run(world, device):
+        heap = epmoe.SymmetricHeap(world, (2**31 + 2**27 + 2**26) * 2, device)
+        big = heap.malloc_symmetric((2**31 + 2**27,), torch.int16)
+        after = heap.malloc_symmetric((1000,), torch.int32)
+        peer = (world.rank + 1) % world.size
+        assert heap.offset(after) > 2**32 and heap.translate(after, peer) - heap.translate(big, peer) == heap.offset(after) - heap.offset(big)
+        heap.put(after, torch.arange(1000, dtype=torch.int32, device=device), peer)
+        heap.peer_view(big, peer)[-5:] = 7
+        heap.peer_view(big, peer)[2**31 + 3] = 9
+        heap.barrier()
+        got = after.clone(), big[-6:].clone(), big[2**31 + 2 : 2**31 + 5].clone(), big[:3].clone()
+        heap.barrier()
+        heap.close()
+        return got
+
+    for after, end, middle, start in ranks(run, world_size=1):
+        same_bits(after, torch.arange(1000, dtype=torch.int32), "behind 4 GiB")
+        assert end.tolist() == [0, 7, 7, 7, 7, 7] and middle.tolist() == [0, 9, 0] and start.tolist() == [0, 0, 0]

@@ -1,0 +1,149 @@
+"""What importing costs, what the module needs to load, and that its copy of DLPack's structures is right."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+import torch
+
+import epmoe
+from epmoe import _C
+
+pytestmark = pytest.mark.cpu_only
+ROOT = Path(epmoe.__file__).resolve().parents[1]
+
+
+def run(*command):
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_import_is_quick():
+    """Beyond torch itself: 0.3 s where nothing else runs.  The bound is wide, and one good run of five is enough:
+    machines are shared."""
+    script = "import time, torch; t = time.perf_counter(); import epmoe; print(time.perf_counter() - t)"
+    seconds = []
+    while len(seconds) < 5 and (not seconds or min(seconds) > 1.0):
+        seconds.append(float(run(sys.executable, "-c", script).stdout))
+    assert min(seconds) < 1.0, f"import epmoe took {seconds} s beyond torch"
+
+
+def test_import_brings_no_compiler():
+    """torch's compiler takes seconds to import; only those who compile pay for it."""
+    script = "import sys, torch; before = 'torch._dynamo' in sys.modules; import epmoe; print(before or 'torch._dynamo' not in sys.modules)"
+    done = run(sys.executable, "-c", script)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_import_touches_no_process_group_and_no_gpu():
+    script = ("import torch, epmoe, torch.distributed as dist, threading; "
+              "print(dist.is_initialized(), torch.cuda.is_initialized(), threading.active_count())")
+    assert run(sys.executable, "-c", script).stdout.split() == ["False", "False", "1"]
+
+
+def test_import_offers_what_it_names():
+    for name in epmoe.__all__:
+        assert hasattr(epmoe, name), name
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", epmoe.__version__)
+
+
+def test_import_needs_libc_only():
+    """No libtorch, no libstdc++, no libcuda: the module loads where they are not, and beside any version of them."""
+    if not shutil.which("readelf"):
+        pytest.skip("there is no readelf here")
+    needed = re.findall(r"NEEDED.*\[(.*?)\]", run("readelf", "-d", _C.__file__).stdout)
+    allowed = r"(libc|libm|libpthread|libdl|librt|ld-linux[-\w]*)\.so(\.\d+)?"
+    assert needed and all(re.fullmatch(allowed, n) for n in needed), needed
+
+
+def test_import_exports_one_symbol():
+    if not shutil.which("nm"):
+        pytest.skip("there is no nm here")
+    symbols = [line.split()[-1] for line in run("nm", "-D", "--defined-only", _C.__file__).stdout.splitlines()]
+    assert symbols == ["PyInit__C"], symbols
+
+
+def test_import_module_is_abi3():
+    """One module for every Python: the name says so, and it uses nothing that is not in the stable interface."""
+    assert _C.__file__.endswith(".abi3.so")
+    if not shutil.which("nm"):
+        pytest.skip("there is no nm here")
+    symbols = [line.split()[-1] for line in run("nm", "-D", "--undefined-only", _C.__file__).stdout.splitlines()]
+    private = [s for s in symbols if s.startswith("_Py") and not re.fullmatch(r"_Py_(\w+Struct|Dealloc|\w+_SizeT)", s)]
+    assert not private, private
+
+
+LAYOUT = r"""
+#include <cstddef>
+#include <cstdio>
+#include <ATen/dlpack.h>
+extern "C" {
+#include "dlpack.h"
+}
+#define SAME(ours, theirs, a, b) static_assert(offsetof(ours, a) == offsetof(theirs, b), #ours "." #a); \
+    static_assert(sizeof(((ours *)0)->a) == sizeof(((theirs *)0)->b), #ours "." #a)
+#define SIZE(ours, theirs) static_assert(sizeof(ours) == sizeof(theirs), #ours)
+SIZE(EpDLDevice, DLDevice);
+SAME(EpDLDevice, DLDevice, device_type, device_type);
+SAME(EpDLDevice, DLDevice, device_id, device_id);
+SIZE(EpDLDataType, DLDataType);
+SAME(EpDLDataType, DLDataType, code, code);
+SAME(EpDLDataType, DLDataType, bits, bits);
+SAME(EpDLDataType, DLDataType, lanes, lanes);
+SIZE(EpDLTensor, DLTensor);
+SAME(EpDLTensor, DLTensor, data, data);
+SAME(EpDLTensor, DLTensor, device, device);
+SAME(EpDLTensor, DLTensor, ndim, ndim);
+SAME(EpDLTensor, DLTensor, dtype, dtype);
+SAME(EpDLTensor, DLTensor, shape, shape);
+SAME(EpDLTensor, DLTensor, strides, strides);
+SAME(EpDLTensor, DLTensor, byte_offset, byte_offset);
+SIZE(EpDLManagedTensor, DLManagedTensor);
+SAME(EpDLManagedTensor, DLManagedTensor, dl_tensor, dl_tensor);
+SAME(EpDLManagedTensor, DLManagedTensor, manager_ctx, manager_ctx);
+SAME(EpDLManagedTensor, DLManagedTensor, deleter, deleter);
+SIZE(EpDLExchangeAPI, DLPackExchangeAPI);
+static_assert(offsetof(EpDLExchangeAPI, version) == offsetof(DLPackExchangeAPI, header) + offsetof(DLPackExchangeAPIHeader, version), "version");
+static_assert(offsetof(EpDLExchangeAPI, prev_api) == offsetof(DLPackExchangeAPI, header) + offsetof(DLPackExchangeAPIHeader, prev_api), "prev_api");
+SAME(EpDLExchangeAPI, DLPackExchangeAPI, managed_tensor_allocator, managed_tensor_allocator);
+SAME(EpDLExchangeAPI, DLPackExchangeAPI, managed_tensor_from_py_object_no_sync, managed_tensor_from_py_object_no_sync);
+SAME(EpDLExchangeAPI, DLPackExchangeAPI, managed_tensor_to_py_object_no_sync, managed_tensor_to_py_object_no_sync);
+SAME(EpDLExchangeAPI, DLPackExchangeAPI, dltensor_from_py_object_no_sync, dltensor_from_py_object_no_sync);
+SAME(EpDLExchangeAPI, DLPackExchangeAPI, current_work_stream, current_work_stream);
+static_assert(EP_DL_CPU == kDLCPU && EP_DL_CUDA == kDLCUDA && EP_DL_CUDA_HOST == kDLCUDAHost, "devices");
+static_assert(EP_DL_INT == kDLInt && EP_DL_UINT == kDLUInt && EP_DL_FLOAT == kDLFloat && EP_DL_BFLOAT == kDLBfloat, "types");
+static_assert(DLPACK_MAJOR_VERSION == 1, "version");
+int main() { std::puts("same"); }
+"""
+
+
+@pytest.mark.parametrize("spoil", [False, True], ids=["as-it-is", "spoilt"])
+def test_import_dlpack_is_that_of_torch(tmp_path, spoil):
+    """csrc/dlpack.h beside the header that torch ships; with a field moved, the comparison must fail."""
+    ours = ROOT / "csrc" / "dlpack.h"
+    if not shutil.which("g++") or not ours.exists():
+        pytest.skip("there is no g++ or no source here")
+    text = ours.read_text()
+    (tmp_path / "dlpack.h").write_text(text.replace("int32_t ndim;", "int64_t ndim;") if spoil else text)
+    (tmp_path / "layout.cpp").write_text(LAYOUT)
+    include = Path(torch.__file__).parent / "include"
+    done = run("g++", "-std=c++17", "-Wno-invalid-offsetof", f"-I{tmp_path}", f"-I{include}", str(tmp_path / "layout.cpp"), "-o", str(tmp_path / "layout"))
+    if spoil:
+        assert done.returncode and "static assertion failed" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr[:3000]
+        assert run(str(tmp_path / "layout")).stdout.strip() == "same"
+
+
+def test_import_no_pickle_in_the_package():
+    """Nothing that comes from a peer is unpickled or evaluated."""
+    forbidden = {"pickle", "eval", "exec", "load", "all_gather_object", "broadcast_object_list", "send_object_list"}
+    for path in Path(epmoe.__file__).parent.glob("*.py"):
+        if path.name == "testing.py":  # hands results from a process to the one that started it
+            continue
+        with open(path, "rb") as f:
+            names = {t.string for t in tokenize.tokenize(f.readline) if t.type == tokenize.NAME}
+        assert not names & forbidden, f"{path.name}: {names & forbidden}"

@@ -1,0 +1,231 @@
+"""A layer's life: arguments, heaps shared by layers, buffers in flight, epochs, the end."""
+
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+
+import epmoe
+from cases import MODES, Case, check_case, check_outcomes, check_plan, check_rows, check_sums, indices_of, inputs_of, keep, layout_parts, make_layer, outcome, rows_for_combine, run_routing, soil
+from epmoe import _C
+
+
+def test_layer_takes_rank_and_sizes_from_its_group(ranks):
+    def run(world, device):
+        layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, world.rank, 2 * world.size, world.size, world.size, device=device)
+        keep(world, layer)
+        facts = (layer.rank, layer.world_size, layer.num_local_experts, layer.num_experts, layer.dtype, layer.weight_dtype)
+        layer.finalize()
+        return facts == (world.rank, world.size, 2, 2 * world.size, torch.bfloat16, torch.float32)
+
+    assert all(ranks(run))
+
+
+@pytest.mark.parametrize("options, text", [({"rank": 7}, "rank=7"), ({"world_size": 9}, "world_size=9"), ({"local_world_size": 1}, "local_world_size=1")])
+def test_layer_checks_rank_and_sizes(ranks, options, text):
+    def run(world, device):
+        return outcome(lambda: epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, device=device, **options))
+
+    check_outcomes(ranks(run, at_least=2), "ValueError", text)
+
+
+def test_layer_shares_a_heap_with_others(ranks):
+    """Layers of different shapes on one heap, used in turn: nobody writes over another's memory."""
+    cases = [Case(num_local=2, topk=2, hidden=16, max_tokens=9, mode="scatter", seed=1),
+             Case(num_local=1, topk=5, hidden=40, max_tokens=20, mode="gather", dtype=torch.float32, seed=2, pattern="sentinels"),
+             Case(num_local=4, topk=3, hidden=24, max_tokens=14, mode="local", dtype=torch.float16, seed=3, tokens="unequal")]
+
+    def run(world, device):
+        heap = epmoe.SymmetricHeap(world, 4 << 20, device)
+        keep(world, heap)
+        layers = [make_layer(world, device, case, heap=heap) for case in cases]
+        used = heap.stats()["used"]
+        for layer in layers:
+            soil(layer)
+        sent = []
+        for layer, case in zip(layers, cases):  # all are dispatched before any is combined
+            x, weight = inputs_of(case, world.rank, world.size)
+            idx = indices_of(case, world.rank, world.size)
+            sent.append((x, weight, idx, layer.dispatch(x.to(device), idx.to(device), weight.to(device))))
+        results = []
+        for layer, case, (x, weight, idx, (rows, row_weight, layout)) in zip(layers, cases, sent):
+            y, w = rows_for_combine(case, world.rank, len(rows), layout.num_rows)
+            out = layer.combine(y.to(device), layout, w.to(device))
+            results.append({"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight, "y": y, "w": w, "out": out, **layout_parts(layout)})
+        layers[1].finalize()
+        again = run_routing(layers[2], cases[2])
+        layers[0].finalize()
+        layers[2].finalize()
+        after = heap.stats()["used"]
+        heap.close()
+        return results, again, used, after
+
+    results = ranks(run)
+    for i, case in enumerate(cases):
+        check_case([r[0][i] for r in results], case)
+    check_case([r[1] for r in results], cases[2])
+    assert all(used > 0 and after == 0 for _, _, used, after in results)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layer_buffers_in_flight(ranks, mode):
+    """Microbatches on two buffers: both dispatched before either comes home, several times."""
+    base = Case(num_local=2, topk=3, max_tokens=16, tokens="unequal", mode=mode, num_buffers=2)
+
+    def run(world, device):
+        layer = make_layer(world, device, base)
+        soil(layer)
+        results = []
+        for step in range(4):
+            sent = []
+            for buffer in (0, 1):
+                case = dataclasses.replace(base, seed=10 * step + buffer)
+                x, weight = inputs_of(case, world.rank, world.size)
+                idx = indices_of(case, world.rank, world.size)
+                sent.append((case, x, weight, idx, layer.dispatch(x.to(device), idx.to(device), weight.to(device), buffer=buffer)))
+            for case, x, weight, idx, (rows, row_weight, layout) in reversed(sent):
+                y, w = rows_for_combine(case, world.rank, len(rows), layout.num_rows)
+                out = layer.combine(y.to(device), layout, w.to(device))
+                results.append({"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight, "y": y, "w": w, "out": out, **layout_parts(layout)})
+        layer.finalize()
+        return results
+
+    results = ranks(run)
+    for i in range(8):
+        of_all = [r[i] for r in results]
+        plan = check_plan(of_all, 2 * len(results))
+        check_rows(of_all, plan)
+        check_sums(of_all, plan, 2 * len(results), mode)
+
+
+def test_layer_buffer_that_does_not_exist(ranks):
+    def run(world, device):
+        layer = make_layer(world, device, Case(num_buffers=2))
+        x = torch.zeros(4, 16, dtype=torch.bfloat16, device=device)
+        got = [outcome(lambda b=b: layer.dispatch(x, torch.zeros(4, 2, dtype=torch.int32, device=device), buffer=b)) for b in (2, 99)]
+        result = run_routing(layer, Case())
+        layer.finalize()
+        return got, result
+
+    results = ranks(run, world_size=2)
+    for i, b in enumerate((2, 99)):
+        check_outcomes([r[0][i] for r in results], "ValueError", f"buffer {b}", "2")
+    check_case([r[1] for r in results], Case())
+
+
+@pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3, 2**33 + 1, 2**63 - 9])
+def test_layer_epochs_wrap_nowhere(ranks, epoch):
+    """Words hold the number of the operation; some hold its lower half only.  Neither 2^31 nor 2^32 is special."""
+
+    def run(world, device):
+        layer = make_layer(world, device, Case(topk=3, tokens="unequal"))
+        run_routing(layer, Case(topk=3, tokens="unequal"))
+        layer.ep_barrier_all()
+        layer.synchronize()
+        world.exchange(b"x")  # no rank is in an operation any more
+        _C.layer_set_epoch(layer._c, 0, epoch, epmoe.heap.stream_of(layer.device))
+        world.exchange(b"x")
+        results = [run_routing(layer, Case(topk=3, tokens="unequal", seed=s)) for s in range(4)]
+        layer.finalize()
+        return results
+
+    results = ranks(run)
+    for s in range(4):
+        check_case([r[s] for r in results], Case(topk=3, tokens="unequal", seed=s))
+
+
+def test_layer_barrier_and_synchronize(ranks):
+    def run(world, device):
+        layer = make_layer(world, device, Case(num_buffers=2))
+        for i in range(30):
+            layer.ep_barrier_all(buffer=i % 2)
+        layer.synchronize()
+        result = run_routing(layer, Case())
+        layer.finalize()
+        return result
+
+    check_case(ranks(run), Case())
+
+
+def test_layer_finalize_twice_and_use_after(ranks):
+    case = Case()
+
+    def run(world, device):
+        layer = make_layer(world, device, case)
+        x, _ = inputs_of(case, world.rank, world.size)
+        idx = indices_of(case, world.rank, world.size).to(device)
+        x = x.to(device)
+        rows, _, layout = layer.dispatch(x, idx)
+        layer.finalize()
+        layer.finalize()
+        calls = [lambda: layer.dispatch(x, idx), lambda: layer.preprocess(idx), lambda: layer.dispatch(x, layout=layout), lambda: layer.combine(rows, layout),
+                 lambda: layer.ep_barrier_all(), lambda: layer.synchronize()]
+        return [outcome(c) for c in calls]
+
+    for outcomes in ranks(run):
+        check_outcomes(outcomes, "EpClosed", "finalized")
+
+
+def test_layer_with_finalizes(ranks):
+    def run(world, device):
+        heap = epmoe.SymmetricHeap(world, 1 << 20, device)
+        keep(world, heap)
+        with make_layer(world, device, Case(), heap=heap) as layer:
+            result = run_routing(layer, Case())
+        free = heap.stats()["used"]
+        closed = outcome(lambda: layer.ep_barrier_all()).kind
+        heap.close()
+        return result, free, closed
+
+    results = ranks(run)
+    check_case([r[0] for r in results], Case())
+    assert all(free == 0 and closed == "EpClosed" for _, free, closed in results)
+
+
+def test_layer_that_finds_no_room_leaves_the_heap_as_it_was(ranks):
+    """Two buffers, room for one: HeapExhausted on all ranks, and the first buffer is given back."""
+    case = Case(hidden=1024, max_tokens=64, num_buffers=2)
+
+    def run(world, device):
+        config = make_layer(world, device, dataclasses.replace(case, max_tokens=1, num_buffers=1))
+        size = _C.layer_bytes((world.size, *config._config[1:3], case.max_tokens, *config._config[4:7], world.size * 64 * 2, 1, 1))
+        heap = epmoe.SymmetricHeap(world, size + size // 2, device)
+        keep(world, heap)
+        got = outcome(lambda: make_layer(world, device, case, heap=heap))
+        after = heap.stats()["used"]
+        layer = make_layer(world, device, dataclasses.replace(case, num_buffers=1), heap=heap)
+        result = run_routing(layer, dataclasses.replace(case, num_buffers=1))
+        return got, after, result
+
+    results = ranks(run, world_size=2)
+    check_outcomes([r[0] for r in results], "HeapExhausted", "needs", "free")
+    assert [after for _, after, _ in results] == [0] * len(results)
+    check_case([r[2] for r in results], case)
+
+
+def test_layer_of_another_worlds_heap(ranks):
+    if ranks.is_torchrun:
+        pytest.skip("makes a world of one beside the world of all; that is for the ranks of one process")
+
+    def run(world, device):
+        other = epmoe.SymmetricHeap(epmoe.thread_worlds(1)[0], 1 << 16, "cpu")
+        return outcome(lambda: epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=4, heap=other))
+
+    check_outcomes(ranks(run, world_size=2), "ValueError", "another world")
+
+
+def test_layer_is_collected(ranks):
+    """Nothing holds a layer that nobody uses: its memory goes with it."""
+
+    def run(world, device):
+        layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, device=device)
+        run_routing(layer, Case(max_tokens=8))
+        layer.finalize()
+        seen = weakref.ref(layer)
+        del layer
+        gc.collect()
+        return seen() is None
+
+    assert all(ranks(run))

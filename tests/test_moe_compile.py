@@ -1,0 +1,98 @@
+"""EPMoE under torch.compile, and the operators by torch's own checker."""
+
+import pytest
+import torch
+
+import epmoe
+from cases import keep
+from test_moe_layer import Model, check_moe, inputs_of, make_moe
+
+
+MODELS = (Model(num_local=1, capacity=True, unequal=False),
+          Model(num_local=1, capacity=True, activation="gpt_oss", bias=True, local=False, unequal=False))
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+
+
+def compiled(world, device, model, backend):
+    """As run_moe, through a module without a single graph break; a second call reuses the graph."""
+    torch._dynamo.reset()
+    moe = make_moe(world, device, model)
+    x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+    eager = moe(x, idx, weight)
+    fast = torch.compile(moe, backend=backend, fullgraph=True)
+    for _ in range(2):
+        moe.zero_grad()
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        y = fast(x, idx, weight)
+        y.backward(dy)
+    assert torch.equal(y, eager)
+    grads = {name: p.grad for name, p in moe.named_parameters()}
+    moe.finalize()
+    return {"y": y.detach(), "x": x.grad, "weight": weight.grad, **grads}
+
+
+def all_compiled(world, device, backend):
+    return [compiled(world, device, model, backend) for model in MODELS]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_moe_compile_without_graph_breaks(ranks, backend):
+    results = ranks.isolated(all_compiled, backend, world_size=2, timeout_s=180)
+    for i, model in enumerate(MODELS):
+        check_moe([r[i] for r in results], model)
+
+
+def stages(world, device):
+    """dispatch and combine of a layer, with and without weights, in one graph."""
+    torch._dynamo.reset()
+    layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32, device=device, capacity=world.size * 16)
+    keep(world, layer)
+
+    def step(x, idx, weight):
+        rows, row_weight, layout = layer.dispatch(x, idx, weight)
+        bare, _, _ = layer.dispatch(x, layout=layout)
+        return layer.combine(rows * 2, layout, row_weight) + layer.combine(bare, layout)
+
+    g = torch.Generator().manual_seed(world.rank)
+    x, weight = torch.randn(8, 16, generator=g).to(device), torch.rand(8, 2, generator=g).to(device)
+    idx = torch.randint(-1, 2 * world.size + 1, (8, 2), generator=g).to(device)
+    same = torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x, idx, weight), step(x, idx, weight))
+    layer.finalize()
+    return same
+
+
+def test_moe_compile_stages(ranks):
+    assert all(ranks.isolated(stages, world_size=2, timeout_s=180))
+
+
+def checked(world, device):
+    """opcheck: schema, fake tensors, gradients and tracing of every operator, on the arguments that layer.py passes."""
+    for mode in ("scatter", "gather", "local"):
+        layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32, device=device, capacity=world.size * 16,
+                                     combine_mode="gather" if mode == "gather" else "scatter", enable_local_combine=mode == "local")
+        keep(world, layer)
+        ops, absent, g = torch.ops.epmoe, torch.empty((), device=device), torch.Generator().manual_seed(world.rank)
+        idx = torch.randint(0, 2 * world.size, (8, 2), generator=g).to(device)
+        x = torch.randn(8, 16, generator=g).to(device).requires_grad_()
+        weight = torch.rand(8, 2, generator=g).to(device).requires_grad_()
+        plan = ops.plan(idx, absent, layer.id, 0)
+        rows, row_weight, recv = (t.detach() for t in ops.dispatch(x, weight, plan, layer.id, 0, layer.capacity))
+        rows.requires_grad_(), row_weight.requires_grad_()
+        # Not the checks that compare two runs of plan: one word of a plan is the number of the call.
+        torch.library.opcheck(ops.plan, (idx, absent, layer.id, 0), test_utils=CHECKS[:3])
+        # An absent output is one that nobody writes, so two runs of it cannot be compared either.
+        for w in (weight, absent):
+            torch.library.opcheck(ops.dispatch, (x, w, plan, layer.id, 0, layer.capacity), test_utils=CHECKS[: 5 if w is weight else 3])
+        for w, scalar in ((row_weight, absent), (absent, absent), (absent, row_weight.detach()), (row_weight, row_weight.detach())):
+            torch.library.opcheck(ops.combine, (rows, w, scalar, plan, recv, layer.id, 0, 8), test_utils=CHECKS[: 3 if scalar is absent else 5])
+        layer.finalize()
+    return True
+
+
+def test_moe_operators_pass_opcheck(ranks):
+    assert all(ranks.isolated(checked, world_size=2, timeout_s=180))
+
+
+def test_moe_operator_of_a_layer_that_is_gone():
+    with pytest.raises(RuntimeError, match="does not exist any more"):
+        torch.ops.epmoe.plan(torch.zeros(1, 2, dtype=torch.int64), torch.empty(()), 10**9, 0)

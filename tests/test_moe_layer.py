@@ -1,0 +1,389 @@
+"""EPMoE against the oracle: the whole layer and its gradients, with the experts of all ranks in one process."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import epmoe
+from cases import case_id, generator, keep, outcome, check_outcomes
+from epmoe import reference
+from epmoe.testing import routing
+
+ACTIVATIONS = ("swiglu", "gpt_oss", "gelu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    hidden: int = 16
+    inner: int = 24
+    num_local: int = 2
+    topk: int = 3
+    tokens: int = 13
+    activation: str = "swiglu"
+    bias: bool = False
+    local: bool = True
+    mode: str = "scatter"
+    capacity: bool = False
+    pattern: str = "uniform"
+    dtype: torch.dtype = torch.float32
+    unequal: bool = True
+
+    def __str__(self):
+        return "-".join(str(v).removeprefix("torch.") for v in dataclasses.astuple(self))
+
+
+def parameters_of(model, num_experts):
+    """The experts of all ranks, by name, as a checkpoint holds them."""
+    g = generator(99)
+    wide = model.inner if model.activation == "gelu" else 2 * model.inner
+    p = {"gate_up_proj": torch.randn(num_experts, wide, model.hidden, generator=g) / model.hidden**0.5,
+         "down_proj": torch.randn(num_experts, model.hidden, model.inner, generator=g) / model.inner**0.5}
+    if model.bias:
+        p["gate_up_proj_bias"] = torch.randn(num_experts, wide, generator=g)
+        p["down_proj_bias"] = torch.randn(num_experts, model.hidden, generator=g)
+    return {k: v.to(model.dtype) for k, v in p.items()}
+
+
+def inputs_of(model, rank, size, step=0):
+    """x [T, H], indices and weights [T, K], and the gradient of y [T, H] of a rank."""
+    g = generator(7, rank, step)
+    t = model.tokens - (3 * rank) % (model.tokens + 1) if model.unequal else model.tokens
+    idx = routing(model.pattern, t, model.topk, model.num_local * size, size, rank, g)
+    weight = torch.rand(t, model.topk, generator=g)
+    x, dy = torch.randn(t, model.hidden, generator=g), torch.randn(t, model.hidden, generator=g)
+    return x.to(model.dtype), idx, weight, dy.to(model.dtype)
+
+
+def make_moe(world, device, model, **options):
+    size = world.size
+    moe = epmoe.EPMoE(model.hidden, model.inner, model.num_local * size, model.topk, world, model.activation, max_tokens=model.tokens, dtype=model.dtype,
+                      device=device, bias=model.bias, enable_local_combine=model.local, combine_mode=model.mode,
+                      capacity=size * model.tokens * model.topk if model.capacity else None, **options)
+    keep(world, moe)
+    local = slice(world.rank * model.num_local, (world.rank + 1) * model.num_local)
+    moe.load_state_dict({k: v[local] for k, v in parameters_of(model, model.num_local * size).items()})
+    return moe
+
+
+def run_moe(world, device, model, x_grad=True, weight_grad=True):
+    moe = make_moe(world, device, model)
+    x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+    x.requires_grad_(x_grad)
+    weight.requires_grad_(weight_grad)
+    y = moe(x, idx, weight)
+    y.backward(dy)
+    moe.layer.synchronize()
+    grads = {name: p.grad for name, p in moe.named_parameters()}
+    rows = moe.last_layout.num_rows
+    moe.finalize()
+    return {"y": y.detach(), "x": x.grad, "weight": weight.grad, **grads, "rows": rows}
+
+
+def wanted_of(model, size):
+    """What every rank should see: the oracle in float64 over the tokens of all ranks."""
+    num_experts = model.num_local * size
+    p = {k: v.double().requires_grad_() for k, v in parameters_of(model, num_experts).items()}
+    wanted = []
+    for rank in range(size):
+        x, idx, weight, dy = inputs_of(model, rank, size)
+        x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+        y = reference.moe(x, idx, weight, p["gate_up_proj"], p["down_proj"], model.activation, p.get("gate_up_proj_bias"), p.get("down_proj_bias"))
+        y.backward(dy.double())
+        wanted.append({"y": y.detach(), "x": x.grad, "weight": weight.grad})
+    for rank in range(size):
+        local = slice(rank * model.num_local, (rank + 1) * model.num_local)
+        wanted[rank] |= {name: v.grad[local] for name, v in p.items()}
+    return wanted
+
+
+def close(got, want, what, tolerance):
+    """Within tolerance of the largest value of its kind: sums of products have no other natural unit."""
+    assert got is not None and got.shape == want.shape, f"{what}: {None if got is None else list(got.shape)} for {list(want.shape)}"
+    got, want = got.double().cpu(), want.double()
+    if not want.numel():
+        return
+    worst = (got - want).abs().max().item()
+    scale = max(want.abs().max().item(), 1e-3)
+    assert worst <= tolerance * scale, f"{what}: off by {worst:.3g}, largest value {scale:.3g}"
+
+
+def check_moe(results, model, tolerance=None, without=()):
+    tolerance = tolerance or {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}[model.dtype]
+    for rank, (got, want) in enumerate(zip(results, wanted_of(model, len(results)))):
+        for name, value in want.items():
+            if name not in without:
+                close(got[name], value, f"rank {rank}: {'y' if name == 'y' else 'gradient of ' + name}", tolerance)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("local", [True, False], ids=["local", "scatter"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_moe_forward_and_gradients(ranks, activation, local, bias):
+    model = Model(activation=activation, local=local, bias=bias)
+    check_moe(ranks(run_moe, model), model)
+
+
+@pytest.mark.parametrize("pattern", ["distinct", "one_expert", "one_rank", "own_rank", "sentinels", "duplicates", "edges"])
+@pytest.mark.parametrize("capacity", [False, True], ids=["exact", "capacity"])
+def test_moe_pattern(ranks, pattern, capacity):
+    model = Model(pattern=pattern, capacity=capacity, bias=True)
+    check_moe(ranks(run_moe, model), model)
+
+
+@pytest.mark.parametrize("mode", ["scatter", "gather"])
+def test_moe_capacity_and_mode(ranks, mode):
+    model = Model(capacity=True, local=False, mode=mode)
+    check_moe(ranks(run_moe, model), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=case_id)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_moe_low_precision(ranks, activation, dtype):
+    model = Model(hidden=64, inner=48, num_local=4, tokens=40, dtype=dtype, activation=activation, bias=activation == "gpt_oss")
+    check_moe(ranks(run_moe, model), model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_moe_world_size(ranks, world_size):
+    model = Model(num_local=1 if world_size == 8 else 3)
+    check_moe(ranks(run_moe, model, world_size=world_size), model)
+
+
+def test_moe_all_choices_dropped(ranks):
+    model = Model(pattern="all_dropped", bias=True)
+    results = ranks(run_moe, model)
+    check_moe(results, model)
+    assert all(r["rows"] == 0 and not r["y"].any() and not r["gate_up_proj"].any() for r in results)
+
+
+@pytest.mark.parametrize("capacity", [False, True], ids=["exact", "capacity"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_moe_ranks_without_tokens(ranks, tokens, capacity):
+    """Some ranks have none: they take part all the same, forward and backward."""
+    model = Model(tokens=tokens, capacity=capacity, bias=True)
+    results = ranks(run_moe, model)
+    check_moe(results, model)
+    if len(results) > 1:
+        assert min(len(r["y"]) for r in results) == 0
+
+
+def test_moe_under_checkpoint(ranks):
+    """Activations thrown away and computed again in backward: the same numbers."""
+    from torch.utils.checkpoint import checkpoint
+
+    model = Model(bias=True)
+
+    def run(world, device):
+        moe = make_moe(world, device, model)
+        x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        x.requires_grad_(), weight.requires_grad_()
+        y = checkpoint(moe, x, idx, weight, use_reentrant=False)
+        y.backward(dy)
+        moe.finalize()
+        return {"y": y.detach(), "x": x.grad, "weight": weight.grad, **{n: p.grad for n, p in moe.named_parameters()}}
+
+    check_moe(ranks(run), model)
+
+
+@pytest.mark.parametrize("x_grad, weight_grad", [(True, False), (False, True), (False, False)], ids=["x", "weights", "parameters"])
+def test_moe_gradients_of_some(ranks, x_grad, weight_grad):
+    """Frozen tokens or a frozen router: the rest is as it was."""
+    model = Model(bias=True)
+    without = () if x_grad else ("x",)
+    without += () if weight_grad else ("weight",)
+    results = ranks(run_moe, model, x_grad, weight_grad)
+    check_moe(results, model, without=without)
+    assert all(r[name] is None for r in results for name in without)
+
+
+def test_moe_without_gradients(ranks):
+    def run(world, device, model):
+        moe = make_moe(world, device, model)
+        x, idx, weight, _ = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        with torch.no_grad():
+            y = moe(x, idx, weight)
+        for p in moe.parameters():
+            p.requires_grad_(False)
+        again = moe(x, idx, weight)
+        with torch.inference_mode():
+            third = moe(x, idx, weight)
+        moe.finalize()
+        assert not y.requires_grad and not again.requires_grad
+        return {"y": y, "again": torch.equal(y, again) and torch.equal(y, third)}
+
+    model = Model()
+    results = ranks(run, model)
+    check_moe(results, model, without=("x", "weight", "gate_up_proj", "down_proj"))
+    assert all(r["again"] for r in results)
+
+
+def test_moe_is_the_same_in_every_run(ranks):
+    """Forward and backward, bit by bit."""
+
+    def run(world, device, model):
+        moe = make_moe(world, device, model)
+        seen = []
+        for _ in range(4):
+            x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+            x.requires_grad_(), weight.requires_grad_()
+            moe.zero_grad()
+            moe(x, idx, weight).backward(dy)
+            seen.append([x.grad, weight.grad, *(p.grad.clone() for p in moe.parameters())])
+        moe.finalize()
+        return all(torch.equal(a, b) for later in seen[1:] for a, b in zip(seen[0], later))
+
+    assert all(ranks(run, Model(dtype=torch.bfloat16, tokens=30)))
+
+
+def test_moe_leading_dimensions(ranks):
+    """[batch, sequence, H] comes back in the same shape; indices may be int32, tokens a strided view."""
+
+    def run(world, device):
+        model = Model(tokens=12, unequal=False)
+        moe = make_moe(world, device, model)
+        x, idx, weight, _ = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        flat = moe(x, idx, weight)
+        shaped = moe(x.view(3, 4, -1), idx.view(3, 4, -1).to(torch.int32), weight.view(3, 4, -1).double())
+        strided = moe(x.t().contiguous().t(), idx.t().contiguous().t(), weight)
+        moe.finalize()
+        return shaped.shape == (3, 4, 16) and torch.equal(shaped.view(12, -1), flat) and torch.equal(strided, flat)
+
+    assert all(ranks(run))
+
+
+def test_moe_modules_share_a_layer(ranks):
+    """Two modules, one after the other, through one EPAll2AllLayer: forward through both, then backward through both."""
+    model = Model(bias=True, capacity=False)
+
+    def run(world, device):
+        first = make_moe(world, device, model)
+        second = epmoe.EPMoE(model.hidden, model.inner, model.num_local * world.size, model.topk, dtype=model.dtype, bias=True, layer=first.layer)
+        second.load_state_dict({k: 0.5 * v for k, v in first.state_dict().items()})
+        x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        other = inputs_of(model, world.rank, world.size, step=1)[1].to(device)
+        x.requires_grad_(), weight.requires_grad_()
+        y = second(first(x, idx, weight), other, weight)
+        y.backward(dy)
+        first.finalize()
+        return {"y": y.detach(), "x": x.grad, "weight": weight.grad, **{f"1.{n}": p.grad for n, p in first.named_parameters()},
+                **{f"2.{n}": p.grad for n, p in second.named_parameters()}}
+
+    results = ranks(run)
+    size = len(results)
+    p1 = {k: v.double().requires_grad_() for k, v in parameters_of(model, model.num_local * size).items()}
+    p2 = {k: (0.5 * v.detach()).requires_grad_() for k, v in p1.items()}
+    order = ("gate_up_proj", "down_proj")
+    for rank, got in enumerate(results):
+        x, idx, weight, dy = inputs_of(model, rank, size)
+        other = inputs_of(model, rank, size, step=1)[1]
+        x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+        y = x
+        for p, i in ((p1, idx), (p2, other)):
+            y = reference.moe(y, i, weight, *(p[n] for n in order), "swiglu", p["gate_up_proj_bias"], p["down_proj_bias"])
+        y.backward(dy.double())
+        for name, want in (("y", y.detach()), ("x", x.grad), ("weight", weight.grad)):
+            close(got[name], want, f"rank {rank}: {name}", 5e-5)
+    for rank, got in enumerate(results):
+        local = slice(rank * model.num_local, (rank + 1) * model.num_local)
+        for i, p in ((1, p1), (2, p2)):
+            for name, value in p.items():
+                close(got[f"{i}.{name}"], value.grad[local], f"rank {rank}: gradient of {i}.{name}", 5e-5)
+
+
+def test_moe_shared_layer_must_fit(ranks):
+    def run(world, device):
+        moe = make_moe(world, device, Model())
+        got = [outcome(lambda o=o: epmoe.EPMoE(**({"hidden": 16, "inner": 24, "num_experts": 2 * world.size, "topk": 3, "dtype": torch.float32,
+                                                    "layer": moe.layer} | o)))
+               for o in ({"hidden": 32}, {"topk": 2}, {"num_experts": 4 * world.size}, {"dtype": torch.bfloat16})]
+        moe.finalize()
+        return got
+
+    for got in ranks(run, world_size=2):
+        check_outcomes(got, "ValueError", "shared layer")
+
+
+@pytest.mark.parametrize("activation, wide", [("swiglu", 48), ("gpt_oss", 48), ("gelu", 24)])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_moe_parameters_are_those_of_checkpoints(ranks, activation, wide, bias):
+    def run(world, device):
+        moe = epmoe.EPMoE(16, 24, 2 * world.size, 3, world, activation, max_tokens=8, dtype=torch.bfloat16, device=device, bias=bias)
+        keep(world, moe)
+        shapes = {k: tuple(v.shape) for k, v in moe.state_dict().items()}
+        sane = all(p.dtype == torch.bfloat16 and p.requires_grad and p.isfinite().all() and p.any() and p.abs().max() <= 1 for p in moe.parameters())
+        text = repr(moe)
+        moe.finalize()
+        return shapes, bool(sane), text
+
+    want = {"gate_up_proj": (2, wide, 16), "down_proj": (2, 16, 24)}
+    if bias:
+        want |= {"gate_up_proj_bias": (2, wide), "down_proj_bias": (2, 16)}
+    for rank, (shapes, sane, text) in enumerate(ranks(run)):
+        assert shapes == want and list(shapes) == list(want) and sane
+        assert f"activation={activation}" in text and f"rank={rank} of {ranks.size()}" in text and "local_experts=2" in text
+
+
+def test_moe_starts_within_one_over_the_root_of_fan_in(ranks):
+    def run(world, device):
+        moe = epmoe.EPMoE(64, 256, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device, bias=True)
+        keep(world, moe)
+        largest = {k: p.abs().max().item() for k, p in moe.named_parameters()}
+        moe.finalize()
+        return largest
+
+    for largest in ranks(run, world_size=2):
+        for name, bound in (("gate_up_proj", 1 / 8), ("gate_up_proj_bias", 1 / 8), ("down_proj", 1 / 16), ("down_proj_bias", 1 / 16)):
+            assert 0.9 * bound < largest[name] <= bound, name
+
+
+@pytest.mark.parametrize("change, kind", [
+    (lambda a: a | {"x": a["x"].double()}, "TypeError"),
+    (lambda a: a | {"x": a["x"][:, :8]}, "ValueError"),
+    (lambda a: a | {"idx": a["idx"].float()}, "TypeError"),
+    (lambda a: a | {"idx": a["idx"][:, :2]}, "ValueError"),
+    (lambda a: a | {"weight": a["weight"][:, :2]}, "ValueError"),
+    (lambda a: a | {"idx": a["idx"] + 1000}, "EpIndexError"),
+    (lambda a: {k: torch.cat([v, v]) for k, v in a.items()}, "ValueError"),
+], ids=["dtype", "hidden", "index-dtype", "index-topk", "weight-topk", "index", "tokens"])
+def test_moe_mistakes(ranks, change, kind):
+    """On one rank; afterwards the module works, and so do its gradients."""
+    model = Model(unequal=False)
+
+    def run(world, device):
+        moe = make_moe(world, device, model)
+        x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+        arguments = {"x": x, "idx": idx, "weight": weight}
+        world.set_timeout(3)
+        got = outcome(lambda: moe(*(change(arguments) if world.rank == 1 else arguments).values()), moe.layer)
+        x.requires_grad_(), weight.requires_grad_()
+        y = moe(x, idx, weight)
+        y.backward(dy)
+        moe.finalize()
+        return got, {"y": y.detach(), "x": x.grad, "weight": weight.grad, **{n: p.grad for n, p in moe.named_parameters()}}
+
+    results = ranks(run, world_size=3, at_least=2)
+    check_outcomes([r[0] for r in results], [kind if rank == 1 or kind == "EpIndexError" else "PeerError" for rank in range(len(results))], "rank 1",
+                   who=0)
+    check_moe([r[1] for r in results], model)
+
+
+def test_moe_overflow(ranks):
+    def run(world, device):
+        moe = epmoe.EPMoE(16, 24, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device, capacity=7)
+        keep(world, moe)
+        x, weight = torch.ones(8, 16, device=device), torch.ones(8, 2, device=device)
+        got = outcome(lambda: moe(x, torch.zeros(8, 2, dtype=torch.int64, device=device), weight), moe.layer)
+        fits = moe(x[:1], torch.full((1, 2), 2 * world.rank, device=device), weight[:1])
+        moe.finalize()
+        return got, bool(fits.isfinite().all())
+
+    results = ranks(run)
+    check_outcomes([r[0] for r in results], "EpOverflow", "rank 0", "7", str(16 * ranks.size()))
+    assert all(ok for _, ok in results)
+
+
+@pytest.mark.parametrize("activation", ["relu", "", None])
+def test_moe_unknown_activation(activation):
+    with pytest.raises(ValueError, match="swiglu, gpt_oss or gelu"):
+        epmoe.EPMoE(16, 24, 4, 2, None, activation)

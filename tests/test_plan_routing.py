@@ -1,0 +1,173 @@
+"""The plan against the oracle: every part of the layout, every kind of routing."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cases import Case, case_id, check_case, check_plan, indices_of, layout_parts, make_layer, num_tokens, run_case
+from epmoe.testing import PATTERNS
+
+
+def plan_case(world, device, cases):
+    """The plans of some cases of one shape, on one layer."""
+    layer = make_layer(world, device, cases[0])
+    results = []
+    for case in cases:
+        idx = indices_of(case, world.rank, world.size)
+        results.append({"idx": idx, **layout_parts(layer.preprocess(idx.to(device)))})
+    layer.finalize()
+    return results
+
+
+def check(ranks, cases, **options):
+    cases = cases if isinstance(cases, list) else [cases]
+    results = ranks(plan_case, cases, **options)
+    for i, case in enumerate(cases):
+        check_plan([r[i] for r in results], case.num_local * len(results))
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=case_id)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_plan_pattern(ranks, pattern, index_dtype):
+    check(ranks, [Case(num_local=3, topk=4, max_tokens=33, pattern=pattern, index_dtype=index_dtype, seed=s) for s in range(3)])
+
+
+@pytest.mark.parametrize("tokens", ["full", "none", "first_none", "only_last", "unequal"])
+def test_plan_tokens_of_ranks(ranks, tokens):
+    check(ranks, [Case(topk=3, max_tokens=20, tokens=tokens, seed=s) for s in range(4)])
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 8, 31, 32])
+def test_plan_topk(ranks, topk):
+    check(ranks, [Case(num_local=4, topk=topk, max_tokens=17, pattern=p, tokens="unequal") for p in ("uniform", "sentinels", "duplicates")])
+
+
+@pytest.mark.parametrize("num_local", [1, 2, 7, 64, 128])
+def test_plan_experts(ranks, num_local):
+    """One expert a rank (E = W) up to E = 512 on four ranks."""
+    check(ranks, [Case(num_local=num_local, topk=4, max_tokens=50, pattern=p) for p in ("uniform", "distinct", "edges", "one_expert")])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_plan_world_size(ranks, world_size):
+    check(ranks, [Case(num_local=2, topk=4, max_tokens=13, tokens="unequal", pattern=p) for p in PATTERNS], world_size=world_size)
+
+
+def test_plan_tiles_of_many_rows(ranks):
+    """Experts of 0, 1, 127, 128, 129 and many rows: a tile ends with its expert."""
+    check(ranks, [Case(num_local=3, topk=2, max_tokens=m, pattern=p) for m in (400,) for p in ("one_expert", "uniform", "edges")])
+
+    def exact(world, device):
+        case = Case(num_local=6, topk=1, max_tokens=520)
+        layer = make_layer(world, device, case)
+        sizes = [0, 1, 127, 128, 129, 135] if world.rank == 0 else [0] * 6
+        idx = torch.repeat_interleave(torch.arange(6), torch.tensor(sizes))[:, None].contiguous()
+        parts = {"idx": idx, **layout_parts(layer.preprocess(idx.to(device)))}
+        layer.finalize()
+        return parts
+
+    results = ranks(exact, world_size=2)
+    check_plan(results, 6 * len(results))
+    if len(results) <= 8:
+        assert list(zip(results[0]["tile_expert"].tolist(), results[0]["tile_row"].tolist()))[: results[0]["num_tiles"]] == [
+            (1, 0), (2, 1), (3, 128), (4, 256), (4, 384), (5, 385), (5, 513)]
+
+
+def test_plan_many_tokens(ranks):
+    check(ranks, [Case(num_local=16, topk=8, max_tokens=1500, hidden=8, pattern=p, tokens="unequal") for p in ("distinct", "sentinels")])
+
+
+def test_plan_capacity_gives_the_same_plan(ranks):
+    check(ranks, [Case(topk=3, max_tokens=20, capacity="roomy", tokens="unequal", seed=s) for s in range(2)])
+
+
+def test_plan_is_the_same_in_every_run(ranks):
+    """Bits do not depend on the number of workers or on which atomic came first."""
+
+    def plans(world, device):
+        seen = []
+        for num_sm in (1, 2, 5, 16):
+            case = Case(num_local=4, topk=6, max_tokens=70, num_sm=num_sm, pattern="sentinels")
+            layer = make_layer(world, device, case)
+            idx = indices_of(case, world.rank, world.size).to(device)
+            for _ in range(8):
+                layout = layer.preprocess(idx)
+                rows = layer.dispatch(torch.zeros(len(idx), case.hidden, dtype=case.dtype, device=device), layout=layout)[0]
+                seen.append((layout_parts(layout), rows.shape))
+            layer.finalize()
+        first = seen[0][0]
+        for parts, _ in seen[1:]:
+            for name, value in first.items():
+                if name in ("tile_expert", "tile_row"):
+                    assert torch.equal(parts[name][: parts["num_tiles"]], value[: parts["num_tiles"]]), name
+                else:
+                    assert torch.equal(torch.as_tensor(parts[name]), torch.as_tensor(value)), name
+        return len(seen)
+
+    assert ranks(plans) == [32] * ranks.size()
+
+
+def test_plan_of_fewer_tokens_than_before(ranks):
+    """Nothing of a larger plan is left in a smaller one."""
+
+    def shrink(world, device):
+        case = Case(topk=4, max_tokens=60)
+        layer = make_layer(world, device, case)
+        results = []
+        for n in (60, 7, 0, 1, 60, 3):
+            idx = indices_of(dataclasses.replace(case, max_tokens=n, seed=n), world.rank, world.size) if n else torch.zeros(0, 4, dtype=torch.int64)
+            results.append({"idx": idx, **layout_parts(layer.preprocess(idx.to(device)))})
+        layer.finalize()
+        return results
+
+    results = ranks(shrink)
+    for i in range(6):
+        check_plan([r[i] for r in results], 2 * len(results))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_plan_any_indices(ranks, data):
+    """Whatever the indices are, down to single tokens; hypothesis shrinks what fails."""
+    size = ranks.size(3)
+    topk, num_local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    choice = st.integers(-1, num_local * size)
+    indices = [torch.tensor(data.draw(st.lists(st.lists(choice, min_size=topk, max_size=topk), max_size=6)), dtype=torch.int64).reshape(-1, topk)
+               for _ in range(size)]
+
+    def plan(world, device):
+        layer = make_layer(world, device, Case(num_local=num_local, topk=topk, max_tokens=6, hidden=8))
+        parts = layout_parts(layer.preprocess(indices[world.rank].to(device)))
+        layer.finalize()
+        return {"idx": indices[world.rank], **parts}
+
+    check_plan(ranks(plan, world_size=3), num_local * size)
+
+
+def test_plan_layout_says_what_it_is(ranks):
+    def look(world, device):
+        case = Case(topk=2, max_tokens=5, capacity="roomy")
+        layer = make_layer(world, device, case)
+        layout = layer.preprocess(indices_of(case, world.rank, world.size).to(device))
+        text = repr(layout)
+        sizes = (layout.num_tokens, layout.plan.dtype, layout.plan.device.type == torch.device(device).type, layout.num_rows)
+        layer.finalize()
+        return text, sizes
+
+    for text, (n, dtype, here, rows) in ranks(look):
+        assert "num_tokens=5" in text and "num_rows=None" in text  # nothing was read from the device yet
+        assert n == num_tokens(Case(max_tokens=5), 0, 1) and dtype == torch.int32 and here and rows >= 0
+
+
+def test_plan_ranks_need_not_be_alike(ranks):
+    """int32 indices here and int64 there, more workers here than there: that is each rank's own business."""
+    case = Case(num_local=3, topk=4, max_tokens=50, tokens="unequal", pattern="sentinels")
+
+    def run(world, device):
+        mine = dataclasses.replace(case, index_dtype=torch.int32 if world.rank % 2 else torch.int64, num_sm=1 + world.rank)
+        return run_case(world, device, mine)
+
+    check_case(ranks(run), case)

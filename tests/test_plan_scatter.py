@@ -1,0 +1,133 @@
+"""full_scatter_indices: rows that the caller chooses instead of the plan."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from cases import (MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, check_plan, check_rows, check_sums, indices_of, inputs_of,
+                   layout_parts, make_layer, outcome, rows_for_combine)
+from epmoe import reference
+
+CASE = Case(num_local=2, topk=3, max_tokens=11, tokens="unequal", pattern="sentinels", mode="scatter")
+
+
+def scattered(size, case=CASE, seed=0):
+    """Per rank [T, K] int32: the plan's rows in another order, a permutation at each rank."""
+    indices = [indices_of(case, r, size) for r in range(size)]
+    p = reference.plan(indices, case.num_local * size)
+    g = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(len(rows), generator=g) for rows in p["rows"]]
+    rows = []
+    for w, (idx, at) in enumerate(zip(indices, p["token_row"])):
+        rank_of = idx.long() // case.num_local
+        new = torch.full_like(at, -1)
+        for r in range(size):
+            of = (at >= 0) & (rank_of == r)
+            new[of] = orders[r][at[of]]
+        rows.append(new.to(torch.int32))
+    moved = {"rows": [rows_at[torch.argsort(order)] for rows_at, order in zip(p["rows"], orders)], "token_row": [r.long() for r in rows],
+             "counts": p["counts"], "send_tokens": p["send_tokens"]}
+    return rows, moved
+
+
+@pytest.mark.parametrize("mode", ["scatter", "gather", "local"])
+@pytest.mark.parametrize("form", ["own", "gathered"])
+def test_plan_scatter_indices_move_the_rows(ranks, form, mode):
+    def run(world, device):
+        case = dataclasses.replace(CASE, mode=mode)
+        layer = make_layer(world, device, case)
+        rows, _ = scattered(world.size)
+        scatter = (rows[world.rank] if form == "own" else torch.cat(rows)).contiguous().to(device)
+        idx = indices_of(case, world.rank, world.size)
+        x, weight = inputs_of(case, world.rank, world.size)
+        got, row_weight, layout = layer.dispatch(x.to(device), idx.to(device), weight.to(device), scatter)
+        y, w = rows_for_combine(case, world.rank, len(got), layout.num_rows)
+        out = layer.combine(y.to(device), layout, w.to(device))
+        layer.finalize()
+        return {"idx": idx, "x": x, "weight": weight, "rows": got, "row_weight": row_weight, "y": y, "w": w, "out": out, **layout_parts(layout)}
+
+    results = ranks(run)
+    _, moved = scattered(len(results))
+    check_plan(results, 2 * len(results), moved)
+    check_rows(results, moved)
+    check_sums(results, moved, 2 * len(results), mode)
+
+
+def test_plan_scatter_indices_of_the_plan_change_nothing(ranks):
+    def run(world, device):
+        layer = make_layer(world, device, CASE)
+        idx = indices_of(CASE, world.rank, world.size).to(device)
+        first = layer.preprocess(idx)
+        second = layer.preprocess(idx, first.token_dst_scatter_idx.contiguous())
+        same = torch.equal(first.token_dst_scatter_idx, second.token_dst_scatter_idx) and torch.equal(first.token_sort_indices, second.token_sort_indices)
+        layer.finalize()
+        return same
+
+    assert all(ranks(run))
+
+
+def test_plan_scatter_indices_of_dropped_choices_are_ignored(ranks):
+    def run(world, device):
+        layer = make_layer(world, device, CASE)
+        idx = indices_of(CASE, world.rank, world.size)
+        rows = scattered(world.size)[0][world.rank].clone()
+        rows[rows < 0] = 12345
+        parts = layout_parts(layer.preprocess(idx.to(device), rows.to(device)))
+        layer.finalize()
+        return {"idx": idx, **parts}
+
+    results = ranks(run)
+    check_plan(results, 2 * len(results), scattered(len(results))[1])
+
+
+# What is wrong on one rank only; the other ranks must not be left in the next operation.
+
+
+WRONG = Case(num_local=2, topk=3, max_tokens=8)
+
+
+def wrong_scatter(world, device, spoil):
+    case = WRONG
+    layer = make_layer(world, device, case)
+    idx = indices_of(case, world.rank, world.size).to(device)
+    rows = layer.preprocess(idx).token_dst_scatter_idx.clone()
+    if world.rank == 1:
+        rows = spoil(rows)
+    world.set_timeout(MISTAKE_LIMIT_S)
+    x = torch.ones(len(idx), case.hidden, dtype=case.dtype, device=device)
+    got = outcome(lambda: layer.dispatch(x, idx, full_scatter_indices=rows)[0].shape, layer)
+    return got, afterwards(world, lambda: layer, case)
+
+
+def change(at, value):
+    def spoil(rows):
+        rows[at] = value
+        return rows
+
+    return spoil
+
+
+@pytest.mark.parametrize("spoil", [lambda r: r[:-1].contiguous(), lambda r: torch.cat([r, r, r[:1]])], ids=["short", "long"])
+def test_plan_scatter_indices_of_wrong_length(ranks, spoil):
+    results = ranks(wrong_scatter, spoil, world_size=3, at_least=2)
+    check_outcomes([r[0] for r in results], "ValueError", "rank 1", "full_scatter_indices")
+    check_afterwards([r[0] for r in results], [r[1] for r in results], WRONG)
+
+
+@pytest.mark.parametrize("spoil", [change((0, 0), 10**6), change((0, 0), -7), change((-1, -1), 2**31 - 1)], ids=["far", "negative", "largest"])
+def test_plan_scatter_index_outside_the_rows(ranks, spoil):
+    results = ranks(wrong_scatter, spoil, world_size=3, at_least=2)
+    outcomes = [r[0] for r in results]
+    check_outcomes(outcomes, [outcomes[rank].kind if outcomes[rank].kind in ("ValueError", "PeerError") else "ValueError" for rank in range(len(outcomes))],
+                   "rank 1")
+    assert outcomes[1].kind == "ValueError" and "full_scatter_indices" in outcomes[1].text
+    check_afterwards([r[0] for r in results], [r[1] for r in results], WRONG)
+
+
+@pytest.mark.parametrize("spoil, kind", [(lambda r: r.long(), "TypeError"), (lambda r: r[:, :2].contiguous(), "ValueError"), (lambda r: r.reshape(-1), "ValueError"),
+                                         (lambda r: [1, 2], "TypeError")], ids=["int64", "columns", "flat", "list"])
+def test_plan_scatter_indices_of_wrong_kind(ranks, spoil, kind):
+    results = ranks(wrong_scatter, spoil, world_size=3, at_least=2)
+    check_outcomes([r[0] for r in results], [kind if rank == 1 else "PeerError" for rank in range(len(results))], elsewhere=["rank 1"], who=1)
+    check_afterwards([r[0] for r in results], [r[1] for r in results], WRONG)

@@ -1,0 +1,310 @@
+"""Worlds made from process groups, subgroups and meshes; exchange; how they are named and closed."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epmoe
+from cases import Case, check_case, check_outcomes, make_layer, outcome, process_ranks, run_case, run_routing
+from epmoe import _C
+from epmoe.testing import run_ranks, run_threads
+from epmoe.world import default_timeout_s
+
+pytestmark = pytest.mark.cpu_only
+CASE = Case(topk=3, tokens="unequal")
+
+
+def _default_group(rank, world_size):
+    world = epmoe.World()
+    same = epmoe.World.of(None) is epmoe.World.of(dist.group.WORLD)
+    text = repr(world)
+    got = world.exchange(bytes([rank]) * 3)
+    empty, full = world.exchange(b""), world.exchange(bytes([rank]) * 512)
+    result = run_case(world, "cpu", CASE)
+    world.close()
+    world.close()
+    epmoe.World.of(None).close()
+    return same, text, got, len(empty), [f[-1] for f in full], result, outcome(world.check).kind
+
+
+def test_world_of_the_default_group():
+    """Over fresh interpreters, as a launcher starts them."""
+    results = run_ranks(_default_group, 3, timeout_s=60)
+    for rank, (same, text, got, n, full, _, after) in enumerate(results):
+        assert same and text == f"epmoe.World(rank={rank}, size=3)" and after == "EpClosed"
+        assert got == [bytes([r]) * 3 for r in range(3)] and n == 3 and full == [0, 1, 2]
+    check_case([r[5] for r in results], CASE)
+
+
+def _subgroups(rank, world_size):
+    """Two worlds of two ranks at work at once, and one of all four beside them."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = epmoe.World(pairs[rank // 2])
+    everybody = epmoe.World.of(None)
+    layer, wide = make_layer(mine, "cpu", CASE), make_layer(everybody, "cpu", CASE)
+    results = [(run_routing(layer, CASE), run_routing(wide, CASE)) for _ in range(3)][-1]
+    facts = (mine.rank, mine.size, everybody.rank, everybody.size)
+    layer.finalize()
+    mine.close()
+    again = run_routing(wide, CASE)  # the end of one world is not that of another
+    wide.finalize()
+    everybody.close()
+    return results, again, facts
+
+
+def test_world_of_subgroups():
+    results = process_ranks(_subgroups, 4)
+    assert [r[2] for r in results] == [(0, 2, 0, 4), (1, 2, 1, 4), (0, 2, 2, 4), (1, 2, 3, 4)]
+    for pair in (results[:2], results[2:]):
+        check_case([r[0][0] for r in pair], CASE)
+    check_case([r[0][1] for r in results], CASE)
+    check_case([r[1] for r in results], CASE)
+
+
+def _mesh(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    line = init_device_mesh("cpu", (4,))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    wrong = outcome(lambda: epmoe.World(grid))
+    facts = []
+    results = []
+    for mesh in (line, grid["ep"]):
+        layer = epmoe.EPAll2AllLayer(mesh, CASE.max_tokens, CASE.hidden, CASE.topk, num_tot_experts=2 * mesh.size(), dtype=CASE.dtype, device="cpu")
+        facts.append((layer.rank, layer.world_size, epmoe.World.of(mesh) is layer.world))
+        results.append(run_routing(layer, CASE))
+        layer.finalize()
+        layer.world.close()
+    return wrong, facts, results
+
+
+def test_world_of_a_device_mesh():
+    results = process_ranks(_mesh, 4)
+    for rank, (wrong, facts, _) in enumerate(results):
+        check_outcomes([wrong], "ValueError", "2 dimensions", "mesh['ep']")
+        assert facts == [(rank, 4, True), (rank % 2, 2, True)]
+    check_case([r[2][0] for r in results], CASE)
+    check_case([r[2][1] for r in results[:2]], CASE)
+    check_case([r[2][1] for r in results[2:]], CASE)
+
+
+def _heaps_by_group(rank, world_size):
+    with epmoe.SymmetricHeap(None, 1 << 16, "cpu") as heap:
+        t = heap.malloc_symmetric((4,))
+        heap.put(t, torch.full((4,), rank + 1.0), (rank + 1) % world_size)
+        heap.barrier()
+        got = t[0].item()
+    heap.world.close()
+    return got
+
+
+def test_world_heap_of_the_default_group():
+    assert process_ranks(_heaps_by_group, 3) == [3.0, 1.0, 2.0]
+
+
+def test_world_of_one():
+    """Without torch.distributed: a world of this process alone, with everything that a world has."""
+    world = epmoe.World(timeout_s=5)
+    assert (world.rank, world.size, world.exchange(b"ab")) == (0, 1, [b"ab"])
+    world.close()
+    check_case(run_threads(lambda w: run_case(w, "cpu", CASE), 1), CASE)
+
+
+def test_world_timeout_comes_from_the_environment(monkeypatch):
+    monkeypatch.delenv("EPMOE_TIMEOUT_S", raising=False)
+    assert default_timeout_s() == 300.0
+    monkeypatch.setenv("EPMOE_TIMEOUT_S", "0.4")
+    assert default_timeout_s() == 0.4
+
+    def wait(world):
+        return outcome(lambda: world.exchange(b"x")) if world.rank == 0 else time.sleep(1)
+
+    worlds = epmoe.thread_worlds(2)
+    got = wait(worlds[0])
+    check_outcomes([got], "EpTimeout", "rank 1")
+    assert 0.3 < got.seconds < 2
+    for w in worlds:
+        w._leave(False)
+
+
+def test_world_timeout_can_be_given_with_the_layer(ranks):
+    """timeout_s of a layer is that of its world, however the world is named."""
+
+    def run(world, device):
+        world.set_timeout(3)
+        layer = make_layer(world, device, CASE, timeout_s=0.5)
+        world.exchange(b"x")
+        if world.rank == 0:
+            return outcome(layer.ep_barrier_all)
+        time.sleep(2.2)
+        return outcome(lambda: None)
+
+    got = ranks(run, world_size=2, timeout_s=20)[0]
+    check_outcomes([got], "EpTimeout", "rank 1", within_s=2)
+
+
+def test_world_left_by_an_exception():
+    """A rank whose with-block raises leaves alone: the others hear of it instead of waiting for their limit."""
+
+    def run(world):
+        if world.rank == 1:
+            with pytest.raises(KeyError), world:
+                raise KeyError("mine")
+            return None
+        return outcome(lambda: world.exchange(b"x"))
+
+    got, _ = run_threads(run, 2, timeout_s=30)
+    check_outcomes([got], "PeerDied", "rank 1", "left the world", within_s=4)
+
+
+def test_world_leaving_is_not_dying():
+    """A rank that leaves while others speak to it: what it said last is heard, and is why the world ends."""
+    texts, lock = [], threading.Lock()
+
+    def pair():
+        first, second = epmoe.thread_worlds(2, 20)
+        gate = threading.Barrier(2)
+
+        def leave():
+            gate.wait()
+            second._leave(False)
+
+        t = threading.Thread(target=leave)
+        t.start()
+        gate.wait()
+        got = outcome(lambda: first.exchange(b"x"))
+        t.join()
+        first._leave(False)
+        with lock:
+            texts.append(got.text)
+
+    threads = [threading.Thread(target=pair) for _ in range(60)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    assert len(texts) == 60 and all("rank 1 left the world" in t for t in texts), set(texts)
+
+
+def test_world_that_was_closed_is_not_found_again():
+    first = epmoe.World.of(None)
+    first.close()
+    second = epmoe.World.of(None)
+    assert second is not first and epmoe.World.of(None) is second
+    second.close()
+
+
+def _absent_from_the_meeting(rank, world_size):
+    if rank == 1:  # takes part in the group's exchange of names, and in nothing else
+        fd, name, nonce = _C.world_listen()
+        epmoe.world._all_gather_bytes(dist.group.WORLD, name + nonce)
+        time.sleep(2.5)
+        return None
+    return outcome(lambda: epmoe.World(timeout_s=1.0))
+
+
+def test_world_meeting_has_a_limit():
+    results = process_ranks(_absent_from_the_meeting, 2)
+    check_outcomes(results[:1], "EpTimeout", "rank 1 did not come")
+
+
+def _meeting_with_strangers(rank, world_size):
+    """Others of the same machine find the door: they know no nonce, send rubbish or nothing, and are not let in."""
+    real = _C.world_create
+    keep = []
+
+    def create(me, size, timeout_s, fd, nonce, names):
+        if me != 0:
+            name = names[: _C.NAME_BYTES]
+            address = b"\0" + name[1 : name[0]]
+            for junk in (b"", b"x", bytes(544), bytes(4000)):
+                s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                s.connect(address)
+                if junk:
+                    socket.send_fds(s, [junk], [0, 1])  # descriptors, too, which must be closed again
+                    keep.append(s)
+                else:
+                    s.close()
+        return real(me, size, timeout_s, fd, nonce, names)
+
+    before = len(os.listdir("/proc/self/fd"))
+    _C.world_create = create
+    try:
+        world = epmoe.World(timeout_s=20)
+    finally:
+        _C.world_create = real
+    result = run_case(world, "cpu", CASE)
+    world.close()
+    return result, len(os.listdir("/proc/self/fd")) - len(keep) - before
+
+
+def test_world_turns_strangers_away():
+    results = process_ranks(_meeting_with_strangers, 2)
+    check_case([r for r, _ in results], CASE)
+    assert [more for _, more in results] == [0, 0], "descriptors of strangers are left open"
+
+
+def _stranger_who_says_nothing(rank, world_size):
+    """A stranger that connects and then stays silent must not use up the time of those who are awaited."""
+    real = _C.world_create
+    keep = []
+
+    def create(me, size, timeout_s, fd, nonce, names):
+        if me == 1:
+            name = names[: _C.NAME_BYTES]
+            s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            s.connect(b"\0" + name[1 : name[0]])
+            keep.append(s)
+        return real(me, size, timeout_s, fd, nonce, names)
+
+    _C.world_create = create
+    got = outcome(lambda: epmoe.World(timeout_s=4).close())
+    _C.world_create = real
+    return got
+
+
+def test_world_does_not_wait_for_a_silent_stranger():
+    check_outcomes(process_ranks(_stranger_who_says_nothing, 2), "nothing", within_s=3.5)
+
+
+# ---- the harness itself: a test that cannot fail shows nothing ----
+
+
+def _misbehave(rank, world_size, how):
+    if rank == 1 and how == "raise":
+        raise KeyError("the reason")
+    if rank == 1 and how == "exit":
+        os._exit(3)
+    if how == "hang":
+        time.sleep(60)
+    return rank
+
+
+@pytest.mark.parametrize("how, text", [("raise", "KeyError: 'the reason'"), ("exit", "without a word"), ("hang", "not done after")])
+def test_world_harness_shows_what_failed(how, text):
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 1") as e:
+        process_ranks(_misbehave, 2, how, backend=None, timeout_s=3 if how == "hang" else 30)
+    assert text in str(e.value) and time.monotonic() - start < 15
+    assert process_ranks(_misbehave, 2, "exit", backend=None, may_die=(1,)) == [0, None] or how != "exit"
+
+
+def test_world_harness_of_threads_shows_what_failed():
+    def run(world):
+        if world.rank == 1:
+            raise KeyError("the reason")
+        world.exchange(b"x")
+
+    with pytest.raises(AssertionError, match="KeyError: 'the reason'") as e:
+        run_threads(run, 2, timeout_s=20)
+    assert "PeerDied" in str(e.value)
+    before = threading.active_count()
+    with pytest.raises(AssertionError, match="not done after"):
+        run_threads(lambda world: time.sleep(1.5), 1, timeout_s=0.2)
+    time.sleep(1.6)
+    assert threading.active_count() <= before
