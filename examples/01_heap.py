@@ -1,0 +1,58 @@
+"""The symmetric heap by itself: memory that every rank can reach on every other.
+
+    python examples/01_heap.py
+    torchrun --nproc-per-node 4 examples/01_heap.py
+
+A ring: each rank hands what it has to its right neighbour, W times, until everything is home again and
+everyone has seen it.  No rank ever waits for more than its left neighbour.
+"""
+
+import torch
+from _launch import launch
+
+import epmoe
+
+
+def main(rank, world_size, device):
+    left, right = (rank - 1) % world_size, (rank + 1) % world_size
+    with epmoe.SymmetricHeap(num_bytes=1 << 20, device=device) as heap:
+        # The same calls in the same order on every rank: so both tensors stand at the same offsets everywhere.
+        inbox = heap.malloc_symmetric((world_size, 4), torch.float32)
+        arrived = heap.malloc_symmetric(1, torch.int64)
+        if rank == 0:
+            print(f"{world_size} ranks on {device.type}\n\nWhere rank 0 sees the inbox of each rank")
+            for peer in range(world_size):
+                print(f"  rank {peer}  offset {heap.offset(inbox)}  address {heap.translate(inbox, peer):#x}")
+
+        mine = torch.full((4,), float(rank), device=device)
+        seen = []
+        for step in range(world_size):
+            # Each step has a line of its own in the inbox, so nothing is overwritten before it is read.
+            heap.put(inbox[step], mine, right)
+            heap.signal(arrived, 0, step + 1, right)  # publishes the put
+            heap.wait(arrived, 0, step + 1)  # what the left neighbour put is now readable
+            mine = inbox[step].clone()
+            seen.append(mine)
+        heap.synchronize()
+        seen = [int(line[0]) for line in seen]
+        assert seen == [(rank - 1 - step) % world_size for step in range(world_size)], seen
+
+        # After a barrier all puts of all ranks are visible, and a peer's memory reads like a tensor.
+        heap.barrier()
+        neighbour = heap.peer_view(inbox, left)
+        order = [(left - 1 - step) % world_size for step in range(world_size)]
+        want = torch.tensor(order, dtype=torch.float32, device=device)[:, None].expand(world_size, 4)
+        assert torch.equal(neighbour, want), neighbour
+        heap.barrier()  # nobody goes on to free what another still reads
+
+        if rank == 0:
+            print(f"\nThe ring: rank 0 got the numbers of ranks {seen}")
+            print(f"Read through a peer view: rank {left} got {neighbour[:, 0].int().tolist()}")
+            print("\nThe heap, in bytes")
+            for name, value in heap.stats().items():
+                print(f"  {name:16}{value:>9}")
+            print("ring: ok")
+
+
+if __name__ == "__main__":
+    launch(main)

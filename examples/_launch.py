@@ -1,0 +1,47 @@
+"""How the examples get their ranks: from torchrun, or as processes that are started here."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+# So that a checkout that was built in place runs without being installed; an installed epmoe goes first.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from epmoe import _C  # noqa: E402
+from epmoe.testing import run_ranks  # noqa: E402
+
+
+def launch(main, default_ranks=4, timeout_s=300.0):
+    """Run main(rank, world_size, device) on every rank and end the program: with status 0, or with 1 when a
+    rank raises or returns something true.
+
+    Under torchrun this process is one of the ranks; otherwise default_ranks processes are started.  Each rank
+    has a GPU of its own where there are enough of them; otherwise all work on the CPU.
+    """
+    if "RANK" in os.environ:
+        sys.exit(bool(_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), main)))
+    try:
+        results = run_ranks(_rank, default_ranks, main, backend=_backend(default_ranks), timeout_s=timeout_s)
+    except AssertionError as error:  # its text is the tracebacks of the ranks
+        sys.exit(str(error))
+    sys.exit(any(results))
+
+
+def _backend(num_local_ranks):
+    gpus = torch.cuda.device_count() if _C.HAS_CUDA and os.environ.get("EPMOE_BACKEND") != "cpu" else 0
+    return "cpu:gloo,cuda:nccl" if gpus >= num_local_ranks else "gloo"
+
+
+def _rank(rank, world_size, main):
+    backend, device = _backend(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))), torch.device("cpu")
+    if backend != "gloo":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(backend)
+    result = main(rank, world_size, device)
+    dist.destroy_process_group()
+    return result

@@ -1,0 +1,389 @@
+"""Train a small byte-level Mixture-of-Experts language model with `epmoe.EPMoE`.
+
+    python examples/train_lm.py                           # 4 CPU ranks, or one rank for each GPU
+    torchrun --nproc-per-node 4 examples/train_lm.py      # the same, started by torchrun
+
+The text is the source code of the Python standard library, which every machine has.  The experts
+are spread over the ranks; everything else is data-parallel.  After training, one step is repeated
+in a single process without epmoe, and the logits and every gradient are compared.
+"""
+
+import argparse
+import math
+import os
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import epmoe
+import epmoe.reference
+
+HEAD_DIM = 32
+AUX_WEIGHT = 0.01  # Weight of the load-balancing loss, as in the Switch Transformer.
+VAL_BATCHES = 4  # Batches of each rank in one validation pass.
+# Bounds on max|a - b| / max|b| of a whole tensor.  float32 rounds at 6e-8 and a gradient sums a few
+# thousand terms, so rounding alone stays near 1e-6, whereas a lost row or a wrong scale shows at
+# 1e-3 and above.  bfloat16 rounds at 4e-3, several times in each MoE layer and its gradients.
+BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
+
+
+class Block(nn.Module):
+    """Causal self-attention, then a MoE layer behind a softmax top-k router."""
+
+    def __init__(self, args, moe):
+        super().__init__()
+        self.topk, self.heads = args.topk, args.hidden // HEAD_DIM
+        self.norm1, self.norm2 = nn.LayerNorm(args.hidden), nn.LayerNorm(args.hidden)
+        self.qkv = nn.Linear(args.hidden, 3 * args.hidden, bias=False)
+        self.out = nn.Linear(args.hidden, args.hidden, bias=False)
+        self.router = nn.Linear(args.hidden, args.experts, bias=False)
+        self.moe = moe
+
+    def forward(self, x, groups, chosen):
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, HEAD_DIM))
+        mixed = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+
+        h = self.norm2(x)
+        probs = self.router(h).softmax(-1)
+        self.preferred = probs.topk(self.topk, dim=-1).indices
+        self.chosen = self.preferred if chosen is None else chosen
+        weights = probs.gather(-1, self.chosen)
+        if self.topk > 1:  # A single weight would become 1 and leave the router no gradient.
+            weights = weights / weights.sum(-1, keepdim=True)
+        y = self.moe(h.to(self.moe.gate_up_proj.dtype), self.chosen, weights)
+        return x + y.to(x.dtype), self.balance_loss(probs, groups)
+
+    def balance_loss(self, probs, groups):
+        """Sum over experts of load times mean probability: 1 when all are equally used."""
+        probs, chosen = probs.reshape(groups, -1, probs.shape[-1]), self.chosen.view(groups, -1)
+        ones = torch.ones_like(chosen, dtype=probs.dtype)
+        load = torch.zeros_like(probs[:, 0]).scatter_add_(1, chosen, ones) / chosen.shape[1]
+        return probs.shape[-1] * (load * probs.mean(1)).sum(-1).mean()
+
+
+class MoELM(nn.Module):
+    """The language model.  `make_moe()` builds the MoE of each block, so that the same class
+    runs with its experts spread over the ranks and with all of them in one process."""
+
+    def __init__(self, args, make_moe):
+        super().__init__()
+        self.embed = nn.Embedding(256, args.hidden)  # The tokens are plain bytes.
+        self.position = nn.Embedding(args.seq, args.hidden)
+        self.blocks = nn.ModuleList(Block(args, make_moe()) for _ in range(args.layers))
+        self.norm = nn.LayerNorm(args.hidden)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
+
+    def forward(self, windows, groups=1, chosen=None):
+        """Cross-entropy of the next byte, the loss to minimise, and the logits.  `groups` is the
+        number of ranks whose windows are concatenated: the balance loss is not linear in them."""
+        x = self.embed(windows[:, :-1]) + self.position.weight
+        balances = []
+        for block, indices in zip(self.blocks, chosen or [None] * len(self.blocks), strict=True):
+            x, balance = block(x, groups, indices)
+            balances.append(balance)
+        logits = F.linear(self.norm(x), self.embed.weight)  # The head is tied to the embedding.
+        entropy = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        return entropy, entropy + AUX_WEIGHT * sum(balances) / len(balances), logits
+
+
+class ReferenceMoE(nn.Module):
+    """All experts in one process, in plain torch."""
+
+    def __init__(self, args):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(args.experts, 2 * args.hidden, args.hidden))
+        self.down_proj = nn.Parameter(torch.empty(args.experts, args.hidden, args.hidden))
+
+    def forward(self, x, idx, weights):
+        return epmoe.reference.moe(x, idx, weights, self.gate_up_proj, self.down_proj)
+
+
+class Trainer:
+    """One rank's share of the training: model, data, optimizer and the exchange of gradients."""
+
+    def __init__(self, args, world, device, dtype):
+        self.args, self.world, self.device, self.dtype = args, world, device, dtype
+        # All windows of seq + 1 bytes: the inputs, and one byte more for the last target.
+        self.train, self.val = (t.to(device).unfold(0, args.seq + 1, 1) for t in read_corpus())
+        self.generator = torch.Generator().manual_seed(args.seed * 1000 + world.rank)
+        # Each rank starts its experts differently; the other parameters are rank 0's everywhere.
+        torch.manual_seed(args.seed * 1000 + world.rank)
+        self.model = MoELM(args, self.make_moe).to(device)
+        named = list(self.model.named_parameters())
+        self.expert = {n: p for n, p in named if ".moe." in n}
+        self.shared = {n: p for n, p in named if ".moe." not in n}
+        for p in self.shared.values():
+            dist.broadcast(p.data, 0)
+        # A bfloat16 weight is too coarse to add a small update to: the optimizer keeps a float32
+        # copy of such weights.  For float32 weights the copy is the weight itself.
+        self.masters = [(p.detach().float(), p) for _, p in named]
+        self.optimizer = torch.optim.AdamW([m for m, _ in self.masters], fused=True)
+        # Over the run: choices by layer, source rank and expert, and distinct tokens to each rank.
+        self.choices = torch.zeros(args.layers, world.size, args.experts, dtype=torch.int64)
+        self.distinct = torch.zeros(world.size, dtype=torch.int64)
+
+    def make_moe(self):
+        args, options = self.args, dict(dtype=self.dtype, device=self.device)
+        sizes = args.hidden, args.hidden, args.experts, args.topk
+        moe = epmoe.EPMoE(*sizes, self.world, max_tokens=args.batch * args.seq, **options)
+        for p in (moe.gate_up_proj, moe.down_proj):
+            nn.init.normal_(p, std=args.hidden**-0.5)
+        return moe
+
+    def windows(self):
+        starts = torch.randint(len(self.train), (self.args.batch,), generator=self.generator)
+        return self.train[starts].long()
+
+    def gradients(self, windows):
+        """Backward pass.  Returns the cross-entropy averaged over the ranks, and the logits."""
+        self.model.zero_grad()
+        entropy, loss, logits = self.model(windows)
+        loss.backward()
+        # The loss to minimise is the mean over the ranks.  The gradients of shared parameters are
+        # averaged by one flat all_reduce, in which the reported loss rides along.
+        grads = [p.grad for p in self.shared.values()]
+        flat = parameters_to_vector([*grads, entropy.detach()])
+        dist.all_reduce(flat)
+        vector_to_parameters(flat / self.world.size, grads)
+        # An expert has seen the tokens of all ranks: its gradient is their sum already.
+        for p in self.expert.values():
+            p.grad /= self.world.size
+        return flat[-1].item() / self.world.size, logits.detach()
+
+    def step(self, step):
+        loss, _ = self.gradients(self.windows())
+        for i, block in enumerate(self.model.blocks):
+            self.choices[i] += block.moe.last_layout.counts.cpu()
+            self.distinct += block.moe.last_layout.send_tokens.cpu()
+        decay = 0.1 + 0.45 * (1 + math.cos(math.pi * step / self.args.steps))
+        self.optimizer.param_groups[0]["lr"] = 4e-3 * decay * min(1.0, (step + 1) / 20)
+        for master, p in self.masters:
+            master.grad = p.grad.float()
+        self.optimizer.step()
+        for master, p in self.masters:
+            p.data.copy_(master)
+        return loss
+
+    @torch.no_grad()
+    def validate(self):
+        """Mean loss over evenly spaced windows of the validation text, shared among the ranks."""
+        count = VAL_BATCHES * self.args.batch * self.world.size
+        starts = torch.linspace(0, len(self.val) - 1, count).long()
+        parts = starts[self.world.rank :: self.world.size].view(VAL_BATCHES, -1)
+        total = sum(self.model(self.val[part].long())[0] for part in parts)
+        dist.all_reduce(total)
+        return total.item() / (VAL_BATCHES * self.world.size)
+
+
+def read_corpus():
+    """Training and validation bytes: the top-level modules in order of name, every tenth held out.
+    Names with an underscore are left out, for some of them are generated for the machine."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))
+    held_out = files[5::10]
+    parts = [f for f in files if f not in held_out], held_out
+    texts = (bytearray().join(f.read_bytes() for f in part) for part in parts)
+    return [torch.frombuffer(text, dtype=torch.uint8) for text in texts]
+
+
+def compare(trainer, windows):
+    """Rank 0: [(name, max|reference|, relative difference)] against the same model in one process,
+    and how many routings the two would have decided differently.  Other ranks: None."""
+
+    def gather(t):
+        parts = [torch.empty_like(t) for _ in range(trainer.world.size)]
+        dist.all_gather(parts, t.detach().contiguous())
+        return torch.cat(parts)
+
+    _, logits = trainer.gradients(windows)
+    windows, logits = gather(windows), gather(logits)
+    chosen = [gather(block.chosen) for block in trainer.model.blocks]
+    weights = trainer.shared | {n: gather(p) for n, p in trainer.expert.items()}
+    grads = {n: p.grad for n, p in trainer.shared.items()}
+    grads |= {n: gather(p.grad) for n, p in trainer.expert.items()}
+    if trainer.world.rank != 0:
+        return None
+    # The reference computes in float64, so that the differences are the distributed model's own.
+    # It takes over the choices of experts: top-k jumps where two probabilities are nearly equal,
+    # and a choice decided by rounding is not a fault.  How often that happens is printed.
+    reference = MoELM(trainer.args, lambda: ReferenceMoE(trainer.args))
+    reference.to(trainer.device, torch.float64).load_state_dict(weights)
+    _, loss, ref_logits = reference(windows, groups=trainer.world.size, chosen=chosen)
+    loss.backward()
+    pairs = [("logits", logits, ref_logits.detach())]
+    pairs += [("d " + n, grads[n], p.grad) for n, p in reference.named_parameters()]
+    table = [(n, b.abs().max(), (a - b).abs().max()) for n, a, b in pairs]
+    moved = [(b.preferred.sort()[0] != b.chosen.sort()[0]).any(-1).sum() for b in reference.blocks]
+    return [(n, b.item(), (d / b).item()) for n, b, d in table], sum(moved).item()
+
+
+def progress(steps):
+    """The steps; on a terminal, where rich is installed, with a bar below what is printed."""
+    try:
+        from rich.progress import track
+    except ImportError:
+        return steps
+    return track(steps, "training") if sys.stdout.isatty() else steps
+
+
+def print_results(train, val, table, moved, choices, distinct, row_bytes):
+    print("\nLoss (nats per byte)\n  step     train  validation  bits/byte")
+    for step, value in val.items():
+        before = train[max(step - 1, 0)]
+        print(f"  {step:4d}  {before:8.3f}  {value:10.3f}  {value / math.log(2):9.3f}")
+
+    print("\nDifference to the same model in one process without epmoe (float64)")
+    print(f"  {'tensor':28}  {'max|reference|':>14}  {'relative difference':>19}")
+    for name, largest, difference in table:
+        print(f"  {name:28}  {largest:14.3e}  {difference:19.2e}")
+    print(f"  routings that the reference would have decided differently: {moved}")
+
+    size, experts = choices.shape
+    load = choices.sum(0) / choices.sum()
+    by_rank = load.view(size, -1).sum(1).tolist()
+    print("\nTokens per expert and rank, all layers and steps")
+    print("  rank   share  expert     tokens   share")
+    for expert, share in enumerate(load.tolist()):
+        rank, i = divmod(expert, experts // size)
+        head = f"{'':12}" if i else f"{rank:4d}  {by_rank[rank]:6.2%}"
+        bar = "#" * min(38, round(16 * experts * share))  # 16 marks are an equal share.
+        print(f"  {head}  {expert:6d}  {choices[:, expert].sum():9d}  {share:6.2%}  {bar}")
+
+    away = choices.view(size, size, -1).sum(2).fill_diagonal_(0).sum().item()
+    print("\nToken saving in dispatch (forward passes, rows to other ranks)")
+    sent = ("a row for each choice", away), ("a row for each token and rank", distinct)
+    for text, rows in (*sent, ("saved", away - distinct)):
+        megabytes, share = rows * row_bytes / 1e6, rows / max(away, 1)
+        print(f"  {text:30}  {rows:10d} rows  {megabytes:9.1f} MB  {share:6.1%}")
+
+
+def write_plot(path, train, val, choices):
+    try:
+        import matplotlib
+    except ImportError:
+        print("\nno plot: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    left.plot(range(1, len(train) + 1), train, lw=1, label="train, mean of all ranks")
+    left.plot(list(val), list(val.values()), "o-", ms=4, label="validation")
+    left.set(xlabel="step", ylabel="nats per byte", title="Loss")
+    left.legend()
+    load = choices.sum(1) / choices.sum((1, 2)).unsqueeze(1) * choices.shape[2]
+    image = right.imshow(load, aspect="auto", vmin=0, vmax=max(2.0, load.max().item()))
+    for rank in range(1, choices.shape[1]):
+        right.axvline(rank * choices.shape[2] / choices.shape[1] - 0.5, color="white", lw=2)
+    right.set(xlabel="expert (white lines part the ranks)", ylabel="layer", title="Expert load")
+    right.set_yticks(range(len(load)))
+    figure.colorbar(image, label="tokens, relative to an equal share")
+    figure.savefig(path, dpi=120)
+    print(f"\nplot written to {path}")
+
+
+def run(args, world, device):
+    """One rank's whole run.  Rank 0 prints and returns the reasons for failing, if any."""
+    began = time.perf_counter()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    trainer = Trainer(args, world, device, dtype)
+    if world.rank == 0:
+        print(f"{world.size} ranks on {device.type}, {args.experts} experts, top {args.topk}")
+    train, val, every = [], {0: trainer.validate()}, max(10, args.steps // 10)
+    steps = range(1, args.steps + 1)
+    for step in progress(steps) if world.rank == 0 else steps:
+        train.append(trainer.step(step - 1))
+        if step % every == 0 or step == args.steps:
+            val[step] = trainer.validate()
+            if world.rank == 0:
+                line = f"step {step:4d}  train {train[-1]:.3f}  validation {val[step]:.3f}"
+                print(f"{line}  {time.perf_counter() - began:5.1f} s", flush=True)
+    compared = compare(trainer, trainer.windows())
+    distinct = (trainer.distinct.sum() - trainer.distinct[world.rank]).to(device)
+    dist.all_reduce(distinct)
+    for block in trainer.model.blocks:
+        block.moe.layer.finalize()
+    if world.rank != 0:
+        return []
+
+    choices, row_bytes = trainer.choices, args.hidden * dtype.itemsize
+    print_results(train, val, *compared, choices.sum(0), distinct.item(), row_bytes)
+    write_plot(args.plot, train, val, choices)
+    print(f"{time.perf_counter() - began:.1f} s\n")
+    # Guessing costs ln 256 = 5.5 nats per byte, knowing only how often each byte occurs about 3.1.
+    fall, wanted = val[0] - val[args.steps], min(2.5, 0.0125 * args.steps)
+    name, _, worst = max(compared[0], key=lambda row: math.inf if math.isnan(row[2]) else row[2])
+    made = args.steps * args.layers * world.size * args.batch * args.seq * args.topk
+    checks = {
+        f"validation loss fell by {fall:.3f} nats, at least {wanted} wanted": fall >= wanted,
+        f"largest difference {worst:.1e} ({name}), bound {BOUNDS[dtype]}": worst <= BOUNDS[dtype],
+        f"{choices.sum()} of {made} choices reached their experts": choices.sum() == made,
+    }
+    for text, good in checks.items():
+        print(f"{'ok' if good else 'BAD':4}{text}")
+    return [text for text, good in checks.items() if not good]
+
+
+def rank_main(rank, args, init_method):
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if args.cuda:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(device)
+    backend = "nccl" if args.cuda else "gloo"
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=args.ranks)
+    with epmoe.World() as world:
+        reasons = run(args, world, device)
+    dist.destroy_process_group()
+    if rank == 0:
+        print("demo: FAILED: " + "; ".join(reasons) if reasons else "demo: ok", flush=True)
+    sys.exit(1 if reasons else 0)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    sizes = dict(steps=300, hidden=128, layers=2, experts=16, topk=4, batch=8, seq=64, seed=0)
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--ranks", type=int, help="default: 4, or one for each GPU up to 4")
+    parser.add_argument("--plot", default="demo.png", help="where to write the plot")
+    parser.add_argument("--quick", action="store_true", help="20 steps, for tests")
+    args = parser.parse_args()
+    args.steps = 20 if args.quick else args.steps
+    gpus = torch.cuda.device_count()
+    if "RANK" in os.environ:
+        args.ranks = int(os.environ["WORLD_SIZE"])
+    elif args.ranks is None:
+        args.ranks = max(r for r in (1, 2, 3, 4) if r <= (gpus or 4) and args.experts % r == 0)
+    # Ranks of one torchrun may be on several hosts: only those of this host need a GPU each.
+    args.cuda = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+    if args.experts % args.ranks or args.hidden % HEAD_DIM or args.topk > args.experts:
+        parser.error(f"needed: ranks divide experts, {HEAD_DIM} divides hidden, topk <= experts")
+    return args
+
+
+def main():
+    args = parse_args()
+    if "RANK" in os.environ:
+        rank_main(int(os.environ["RANK"]), args, "env://")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(rank_main, (args, f"file://{folder}/rendezvous"), nprocs=args.ranks)
+        except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+            if getattr(error, "exit_code", None) != 1:  # With 1, rank 0 has given the reason.
+                print(f"{error}\ndemo: FAILED: a rank did not finish")
+            sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
