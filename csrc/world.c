@@ -328,12 +328,14 @@ int ep_world_exchange(EpWorld *w, const void *mine, uint32_t num_bytes, void *al
 int ep_world_close(EpWorld *w, bool collective) {
     int code = 0;
     unsigned char mine = 0, all[EP_MAX_RANKS];
+    char why[256];
     if (ep_world_is_forked(w)) return 0; /* the parent's sockets and thread are not ours to end */
     pthread_mutex_lock(&w->lock);
     bool was_closed = w->closed;
     pthread_mutex_unlock(&w->lock);
     if (was_closed) return 0;
     if (collective) code = ep_world_exchange(w, &mine, 1, all);
+    snprintf(why, sizeof why, "%s", ep_error_text()); /* a goodbye to a dead peer fails too, and is not the reason */
     EpFrame goodbye = {.kind = EP_FRAME_GOODBYE, .rank = w->rank};
     pthread_mutex_lock(&w->lock);
     w->closing = w->closed = true;
@@ -355,7 +357,7 @@ int ep_world_close(EpWorld *w, bool collective) {
     }
     if (w->wake_fd >= 0) close(w->wake_fd);
     w->wake_fd = -1;
-    return code;
+    return code ? ep_error(code, "%s", why) : 0;
 }
 
 EpWorld *ep_world_retain(EpWorld *w) {
