@@ -1,0 +1,36 @@
+/* gemm.cu - the grouped GEMM's launcher: which kernel, how many blocks. */
+#include <cuda_runtime_api.h>
+
+#include "gemm_portable.cuh"
+#include "gemm_tune.h"
+
+int ep_launch_gemm_bf16(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream);
+int ep_launch_gemm_f16(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream);
+
+template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t num_blocks, cudaStream_t stream) {
+#define EP_CASE(ACT) \
+    if (p->activation == ACT) simple_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p)
+    EP_CASE(EP_ACT_NONE);
+    EP_CASE(EP_ACT_GELU);
+    EP_CASE(EP_ACT_SWIGLU);
+    EP_CASE(EP_ACT_GPT_OSS);
+#undef EP_CASE
+}
+
+extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
+    int device, major, num_sm;
+    cudaError_t e = cudaGetDevice(&device);
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
+    if (e != cudaSuccess) return (int)e;
+    if ((p->num_rows == 0 && p->kind != EP_GEMM_WGRAD) || p->num_experts == 0) return 0;
+    if (p->num_sm && p->num_sm < (uint32_t)num_sm) num_sm = (int)p->num_sm;
+    if (major == 9 && p->num_rows > 0 && !p->is_portable) { /* a tensor map has no dimension of 0 */
+        const uint32_t tile_cols = ep_gemm_tile_cols(p);
+        return p->is_f16 ? ep_launch_gemm_f16(p, tile_cols, (uint32_t)num_sm, (cudaStream_t)stream)
+                         : ep_launch_gemm_bf16(p, tile_cols, (uint32_t)num_sm, (cudaStream_t)stream);
+    }
+    if (p->is_f16) launch_portable<true>(p, 4 * (uint32_t)num_sm, (cudaStream_t)stream);
+    else launch_portable<false>(p, 4 * (uint32_t)num_sm, (cudaStream_t)stream);
+    return (int)cudaGetLastError();
+}

@@ -1,0 +1,68 @@
+/* gemm_hopper.cuh - the grouped GEMM's kernels for sm_90a, and the tensor maps that feed them. */
+#ifndef EP_GEMM_HOPPER_CUH
+#define EP_GEMM_HOPPER_CUH
+#include <cudaTypedefs.h>
+#include <cuda_runtime_api.h>
+
+#include "gemm.cuh"
+#include "gemm_maps.h"
+#include "gemm_tune.h"
+
+template <typename C>
+__global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
+    gemm_kernel(const __grid_constant__ EpGemmParams p, const __grid_constant__ CUtensorMap map_a,
+                const __grid_constant__ CUtensorMap map_b, const __grid_constant__ CUtensorMap map_out) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    ep_gemm_body<C>(&p, EpGemmNoHooks(), &map_a, &map_b, &map_out);
+#endif
+}
+
+/* ---- tensor maps ---- */
+
+/* The driver is asked for by name: the library must load where there is none. */
+static PFN_cuTensorMapEncodeTiled_v12000 find_encoder(void) {
+    static PFN_cuTensorMapEncodeTiled_v12000 found;
+    void *f = NULL;
+    enum cudaDriverEntryPointQueryResult result;
+    if (!found && cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result) == cudaSuccess &&
+        result == cudaDriverEntryPointSuccess)
+        found = (PFN_cuTensorMapEncodeTiled_v12000)f;
+    return found;
+}
+
+static cudaError_t encode(EpTensorMap s, CUtensorMap *map) {
+    PFN_cuTensorMapEncodeTiled_v12000 encode_tiled = find_encoder();
+    cuuint64_t dims[5], strides[4];
+    cuuint32_t ones[5] = {1, 1, 1, 1, 1};
+    if (!encode_tiled) return cudaErrorNotSupported;
+    for (uint32_t i = 0; i < s.num_dims; i++) dims[i] = s.dims[i];
+    for (uint32_t i = 0; i + 1 < s.num_dims; i++) strides[i] = 2 * s.strides[i];
+    CUresult r = encode_tiled(map, s.is_f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, s.num_dims,
+                              (void *)s.base, dims, strides, s.box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+/* ---- launch ---- */
+
+template <int KIND, int BN, int ACT, bool F16> static cudaError_t launch(const EpGemmParams *p, uint32_t num_blocks, cudaStream_t stream) {
+    typedef EpGemmConfig<KIND, BN, ACT, F16> C;
+    CUtensorMap a, b, out;
+    cudaError_t e = encode(ep_map_a(p), &a);
+    if (e == cudaSuccess) e = encode(ep_map_b(p, BN), &b);
+    if (e == cudaSuccess) e = encode(ep_map_out(p), &out);
+    if (e == cudaSuccess) e = cudaFuncSetAttribute(gemm_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::SMEM_BYTES);
+    if (e != cudaSuccess) return e;
+    gemm_kernel<C><<<num_blocks, EP_GEMM_THREADS, C::SMEM_BYTES, stream>>>(*p, a, b, out);
+    return cudaGetLastError();
+}
+
+template <bool F16> static cudaError_t launch_of(const EpGemmParams *p, uint32_t bn, uint32_t n, cudaStream_t stream) {
+#define EP_CASE(KIND, BN, ACT) \
+    if (p->kind == KIND && p->activation == ACT && bn == BN) return launch<KIND, BN, ACT, F16>(p, n, stream);
+    EP_GEMM_VARIANTS(EP_CASE)
+#undef EP_CASE
+    return cudaErrorInvalidValue;
+}
+
+#endif /* EP_GEMM_HOPPER_CUH */

@@ -1,0 +1,34 @@
+/* gemm_tune.h - which kernels of the grouped GEMM there are, and which one a shape gets. */
+#ifndef EP_GEMM_TUNE_H
+#define EP_GEMM_TUNE_H
+#include "gemm.h"
+
+/* X(kind, columns of a tile, activation): all instantiations for sm_90a, each for bf16 and fp16. */
+#define EP_GEMM_VARIANTS(X)                 \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_NONE)    \
+    X(EP_GEMM_FORWARD, 192, EP_ACT_NONE)    \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_NONE)    \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_GELU)    \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_GELU)    \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU)  \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_SWIGLU)  \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_GPT_OSS) \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS) \
+    X(EP_GEMM_DGRAD, 256, EP_ACT_NONE)      \
+    X(EP_GEMM_DGRAD, 192, EP_ACT_NONE)      \
+    X(EP_GEMM_DGRAD, 128, EP_ACT_NONE)      \
+    X(EP_GEMM_WGRAD, 256, EP_ACT_NONE)      \
+    X(EP_GEMM_WGRAD, 192, EP_ACT_NONE)      \
+    X(EP_GEMM_WGRAD, 128, EP_ACT_NONE)
+
+/* Columns of a tile.  A narrower tile reads more for each product, so it has to save columns that nobody
+ * wants: 192 counts 1.05 of 256 for each column, 128 counts 1.25. */
+EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
+    const uint32_t cols = ep_gemm_num_cols(p), has_192 = p->activation == EP_ACT_NONE;
+    const uint64_t at_256 = (uint64_t)(cols + 255) / 256 * 256 * 100, at_192 = (uint64_t)(cols + 191) / 192 * 192 * 105;
+    const uint64_t at_128 = (uint64_t)(cols + 127) / 128 * 128 * 125;
+    if (has_192 && at_192 < at_256 && at_192 <= at_128) return 192;
+    return at_128 < at_256 ? 128 : 256;
+}
+
+#endif /* EP_GEMM_TUNE_H */

@@ -1,0 +1,157 @@
+/* ptx.cuh - the instructions of sm_90a that C has no words for, one a function, named after it.
+ *
+ * mbarrier, bulk tensor copies (TMA), wgmma and what orders them.  Shared memory is named by its 32-bit
+ * address.  Tiles are swizzled in 128-byte lines: the 16-byte piece c of line r stands at c ^ (r % 8). */
+#ifndef EP_PTX_CUH
+#define EP_PTX_CUH
+#include <cuda.h>
+#include <stdint.h>
+
+#define EP_PTX static __device__ __forceinline__
+
+EP_PTX uint32_t ep_smem(const void *p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+/* ---- mbarrier ---- */
+
+EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
+/* What was initialised is seen by the other threads (after a barrier) and by the async proxy. */
+EP_PTX void ep_fence_mbar_init(void) {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+EP_PTX void ep_mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+EP_PTX void ep_mbar_arrive_expect(uint32_t bar, uint32_t num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(num_bytes) : "memory");
+}
+EP_PTX bool ep_mbar_try_wait(uint32_t bar, uint32_t parity) {
+    uint32_t done;
+    asm volatile("{\n.reg .pred p;\n"
+                 "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(bar), "r"(parity)
+                 : "memory");
+    return done != 0;
+}
+/* Both ends are warps of this block, so a wait that does not end is a fault of the kernel itself: better a
+ * trap after some seconds than a GPU that never answers again. */
+EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity) {
+    for (uint32_t polls = 0; !ep_mbar_try_wait(bar, parity); polls++)
+        if (polls > 1u << 24) __trap();
+}
+
+/* ---- proxies and barriers ---- */
+
+/* Generic writes to shared memory before, TMA or wgmma reads behind. */
+EP_PTX void ep_fence_proxy_async_shared(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+EP_PTX void ep_bar_sync(uint32_t id, uint32_t num_threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory"); }
+template <int N> EP_PTX void ep_setmaxnreg_inc(void) { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> EP_PTX void ep_setmaxnreg_dec(void) { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+
+/* ---- bulk tensor copies ---- */
+
+EP_PTX void ep_tma_prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+EP_PTX void ep_tma_load_2d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
+                 "l"(map), "r"(bar), "r"(x), "r"(y)
+                 : "memory");
+}
+EP_PTX void ep_tma_load_3d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
+        "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+EP_PTX void ep_tma_load_5d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z, int32_t u, int32_t v) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
+                 "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v)
+                 : "memory");
+}
+EP_PTX void ep_tma_store_3d(const CUtensorMap *map, uint32_t src, int32_t x, int32_t y, int32_t z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(src), "r"(x),
+                 "r"(y), "r"(z)
+                 : "memory");
+}
+EP_PTX void ep_bulk_commit(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/* All but the N newest groups of this thread have been read from shared memory. */
+template <int N> EP_PTX void ep_bulk_wait_read(void) { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
+/* All of this thread's groups have been written. */
+EP_PTX void ep_bulk_wait(void) { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+/* Four 8x8 matrices of 16-bit numbers: lane l gives the address of row l % 8 of matrix l / 8. */
+EP_PTX void ep_stmatrix_x4(uint32_t dst, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+EP_PTX uint4 ep_ld_shared(uint32_t src) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(src) : "memory");
+    return v;
+}
+EP_PTX void ep_st_shared_zero(uint32_t dst) { asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(dst), "r"(0) : "memory"); }
+
+/* Two numbers rounded to 16 bits each, the first in the lower half. */
+template <bool F16> EP_PTX uint32_t ep_pack(float lo, float hi) {
+    uint32_t v;
+    if (F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
+    else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
+    return v;
+}
+/* ---- wgmma ---- */
+
+/* A tile in shared memory as wgmma wants it described, swizzled in 128-byte lines.
+ * K-major (a line is 64 numbers of the contraction of one row): 8 rows are 1024 bytes; 16 numbers are 32 bytes.
+ * MN-major (a line is 64 rows at one place of the contraction): 8 places are 1024 bytes, the next 64 rows
+ * stand `slab` bytes on; 16 places are 2048 bytes. */
+EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
+    return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | 1ull << 62;
+}
+EP_PTX void ep_wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+EP_PTX void ep_wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> EP_PTX void ep_wgmma_wait(void) { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+/* The compiler must not move the reading of an accumulator before the wait for it. */
+template <int N> EP_PTX void ep_wgmma_hold(float (&d)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+/* clang-format off */
+#define EP_R64 \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define EP_R96 EP_R64 "," \
+    "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79," \
+    "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define EP_R128 EP_R96 "," \
+    "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
+    "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define EP_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define EP_D32(i) EP_D8(i), EP_D8(i + 8), EP_D8(i + 16), EP_D8(i + 24)
+#define EP_WGMMA(N, TYPE, REGS, A, B, P, TA, TB, ...)                                                  \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                      \
+                 "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" REGS "}, "         \
+                 "%" A ", %" B ", p, 1, 1, %" TA ", %" TB ";\n}"                                       \
+                 : __VA_ARGS__                                                                         \
+                 : "l"(a), "l"(b), "r"(add), "n"(TRANS_A), "n"(TRANS_B))
+/* clang-format on */
+
+/* d[64][N] = a * b (+ d where add): this warpgroup's part.  TRANS: the operand is MN-major. */
+template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
+    static_assert(N == 128 || N == 192 || N == 256, "tiles of 128, 192 or 256 columns");
+#define EP_WGMMA_N(TYPE)                                                                                                     \
+    if constexpr (N == 128) EP_WGMMA("128", TYPE, EP_R64, "64", "65", "66", "67", "68", EP_D32(0), EP_D32(32));              \
+    if constexpr (N == 192) EP_WGMMA("192", TYPE, EP_R96, "96", "97", "98", "99", "100", EP_D32(0), EP_D32(32), EP_D32(64)); \
+    if constexpr (N == 256) EP_WGMMA("256", TYPE, EP_R128, "128", "129", "130", "131", "132", EP_D32(0), EP_D32(32), EP_D32(64), EP_D32(96))
+    if constexpr (F16) {
+        EP_WGMMA_N("f16");
+    } else {
+        EP_WGMMA_N("bf16");
+    }
+#undef EP_WGMMA_N
+}
+
+#endif /* EP_PTX_CUH */

@@ -1,0 +1,247 @@
+/* emulated_ptx.h - kernels/ptx.cuh in threads and plain C++: every GPU thread of one block is a thread here.
+ *
+ * What it keeps of the machine: where numbers lie (128-byte swizzle, wgmma's descriptors and accumulators,
+ * stmatrix, boxes of tensor maps and their edges), phases and byte counts of mbarriers, and that a wgmma reads
+ * its operands until it is waited for: it is carried out as late as allowed.  What it does not keep:
+ * memory ordering between proxies, and time. */
+#ifndef EP_PTX_CUH
+#define EP_PTX_CUH
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <vector>
+
+#include "kernels/gemm_maps.h"
+
+#define EP_PTX static inline
+#define CUtensorMap EpTensorMap
+using std::max;
+using std::min;
+
+#define EP_SMEM 232448
+alignas(1024) static unsigned char smem_bytes[EP_SMEM];
+static thread_local uint3 threadIdx, blockIdx;
+static dim3 gridDim;
+
+[[noreturn]] static void ep_die(const char *why) {
+    fprintf(stderr, "emulation: %s (thread %u of block %u)\n", why, threadIdx.x, blockIdx.x);
+    abort();
+}
+static uint32_t ep_smem(const void *p) { return (uint32_t)((const unsigned char *)p - smem_bytes); }
+static unsigned char *ep_at(uint32_t at, uint32_t n) {
+    if (at + n > EP_SMEM) ep_die("outside of shared memory");
+    return smem_bytes + at;
+}
+/* The 16-byte piece of a 128-byte line is chosen by the line's number. */
+static uint32_t ep_swizzle(uint32_t at) { return at ^ (at >> 7 & 7) << 4; }
+
+/* ---- barriers ---- */
+
+struct EpMeeting { /* of a warp, of the multiplying warps, of the block */
+    std::mutex lock;
+    std::condition_variable changed;
+    uint32_t num_here = 0, turn = 0;
+    void arrive(uint32_t num) {
+        std::unique_lock<std::mutex> hold(lock);
+        const uint32_t mine = turn;
+        if (++num_here == num) {
+            num_here = 0, turn++;
+            changed.notify_all();
+        } else if (!changed.wait_for(hold, std::chrono::seconds(60), [&] { return turn != mine; })) {
+            ep_die("a barrier is not complete after a minute");
+        }
+    }
+};
+struct EpMbarrier {
+    std::mutex lock;
+    std::condition_variable changed;
+    uint32_t count = 0, pending = 0, phase = 0;
+    int64_t bytes = 0;
+    void settle() {
+        if (pending || bytes) return;
+        pending = count, phase++;
+        changed.notify_all();
+    }
+};
+static EpMeeting ep_warps[12], ep_named[2];
+static EpMbarrier ep_mbarriers[EP_SMEM / 8];
+#define EP_BLOCK_THREADS 257u /* the loader, and two warpgroups: the loader's neighbours have nothing to do */
+
+static void __syncthreads() { ep_named[0].arrive(EP_BLOCK_THREADS); }
+static void __syncwarp() { ep_warps[threadIdx.x / 32].arrive(32); }
+EP_PTX void ep_bar_sync(uint32_t id, uint32_t num) { ep_named[id].arrive(num); }
+EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) {
+    EpMbarrier &b = ep_mbarriers[bar / 8];
+    b.count = b.pending = count, b.phase = 0, b.bytes = 0;
+}
+static void ep_mbar_change(uint32_t bar, uint32_t arrivals, int64_t bytes) {
+    EpMbarrier &b = ep_mbarriers[bar / 8];
+    std::lock_guard<std::mutex> hold(b.lock);
+    if (b.pending < arrivals) ep_die("more arrivals than an mbarrier counts");
+    b.pending -= arrivals, b.bytes += bytes;
+    b.settle();
+}
+EP_PTX void ep_mbar_arrive(uint32_t bar) { ep_mbar_change(bar, 1, 0); }
+EP_PTX void ep_mbar_arrive_expect(uint32_t bar, uint32_t n) {
+    EpMbarrier &b = ep_mbarriers[bar / 8];
+    std::lock_guard<std::mutex> hold(b.lock);
+    b.bytes += n, b.pending--;
+    b.settle();
+}
+EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity) {
+    EpMbarrier &b = ep_mbarriers[bar / 8];
+    std::unique_lock<std::mutex> hold(b.lock);
+    if (!b.changed.wait_for(hold, std::chrono::seconds(60), [&] { return (b.phase & 1) != parity; })) ep_die("an mbarrier's phase does not end");
+}
+EP_PTX void ep_fence_mbar_init(void) {}
+EP_PTX void ep_fence_proxy_async_shared(void) {}
+template <int N> EP_PTX void ep_setmaxnreg_inc(void) {}
+template <int N> EP_PTX void ep_setmaxnreg_dec(void) {}
+
+/* ---- bulk tensor copies ---- */
+
+/* Walk a box; f(element or NULL where the tensor has none, address in shared memory). */
+template <typename F> static void ep_box(const EpTensorMap *m, uint32_t smem, const int64_t (&at)[5], uint32_t num_dims, F f) {
+    uint32_t i[5] = {0}, n = 0, total = 1;
+    if (m->num_dims != num_dims) ep_die("a tensor map of another rank");
+    if (m->box[0] != 64 || smem % 1024) ep_die("not a swizzled box");
+    for (uint32_t d = 0; d < num_dims; d++) total *= m->box[d];
+    for (uint32_t d = 0; d + 1 < num_dims; d++)
+        if (m->strides[d] * 2 % 16) ep_die("a stride that is not a multiple of 16 bytes");
+    for (; n < total; n++) {
+        uint64_t off = 0;
+        bool inside = true;
+        for (uint32_t d = 0; d < num_dims; d++) {
+            const int64_t x = at[d] + i[d];
+            inside = inside && x >= 0 && (uint64_t)x < m->dims[d];
+            off += (uint64_t)x * (d ? m->strides[d - 1] : 1);
+        }
+        f(inside ? (uint16_t *)m->base + off : NULL, ep_swizzle(smem + 2 * n));
+        for (uint32_t d = 0; d < num_dims && ++i[d] == m->box[d]; d++) i[d] = 0;
+    }
+}
+static void ep_load_box(uint32_t dst, const EpTensorMap *map, uint32_t bar, const int64_t (&at)[5], uint32_t num_dims) {
+    int64_t num_bytes = 0;
+    ep_box(map, dst, at, num_dims, [&](const uint16_t *p, uint32_t to) {
+        const uint16_t v = p ? *p : 0;
+        memcpy(ep_at(to, 2), &v, 2), num_bytes += 2;
+    });
+    ep_mbar_change(bar, 0, -num_bytes);
+}
+EP_PTX void ep_tma_prefetch(const EpTensorMap *) {}
+EP_PTX void ep_tma_load_2d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y) {
+    ep_load_box(dst, map, bar, {x, y, 0, 0, 0}, 2);
+}
+EP_PTX void ep_tma_load_3d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z) {
+    ep_load_box(dst, map, bar, {x, y, z, 0, 0}, 3);
+}
+EP_PTX void ep_tma_load_5d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z, int32_t u, int32_t v) {
+    ep_load_box(dst, map, bar, {x, y, z, u, v}, 5);
+}
+EP_PTX void ep_tma_store_3d(const EpTensorMap *map, uint32_t src, int32_t x, int32_t y, int32_t z) {
+    ep_box(map, src, {x, y, z, 0, 0}, 3, [](uint16_t *p, uint32_t from) {
+        if (p) memcpy(p, ep_at(from, 2), 2);
+    });
+}
+EP_PTX void ep_bulk_commit(void) {}
+template <int N> EP_PTX void ep_bulk_wait_read(void) {}
+EP_PTX void ep_bulk_wait(void) {}
+
+/* ---- a warp's shared memory ---- */
+
+static uint32_t ep_warp_address[12][32];
+EP_PTX void ep_stmatrix_x4(uint32_t dst, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, r[4] = {r0, r1, r2, r3};
+    ep_warp_address[warp][lane] = dst;
+    __syncwarp();
+    for (uint32_t i = 0; i < 4; i++) memcpy(ep_at(ep_warp_address[warp][8 * i + lane / 4] + lane % 4 * 4, 4), &r[i], 4);
+    __syncwarp();
+}
+EP_PTX uint4 ep_ld_shared(uint32_t src) {
+    uint4 v;
+    memcpy(&v, ep_at(src, 16), 16);
+    return v;
+}
+EP_PTX void ep_st_shared_zero(uint32_t dst) { memset(ep_at(dst, 16), 0, 16); }
+
+static float __fdividef(float a, float b) { return a / b; }
+static uint16_t ep_round(float v, bool f16) {
+    uint16_t bits;
+    if (f16) {
+        const __half h = __float2half_rn(v);
+        memcpy(&bits, &h, 2);
+    } else {
+        const __nv_bfloat16 h = __float2bfloat16_rn(v);
+        memcpy(&bits, &h, 2);
+    }
+    return bits;
+}
+static float ep_widen(uint16_t bits, bool f16) {
+    __half h;
+    const uint32_t u = (uint32_t)bits << 16;
+    float f;
+    memcpy((void *)&h, &bits, 2), memcpy(&f, &u, 4);
+    return f16 ? __half2float(h) : f;
+}
+template <bool F16> EP_PTX uint32_t ep_pack(float lo, float hi) { return ep_round(lo, F16) | (uint32_t)ep_round(hi, F16) << 16; }
+
+/* ---- wgmma ---- */
+
+EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
+    return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | 1ull << 62;
+}
+/* Number `k` of the contraction (of 16) of row `mn` of a described tile. */
+static float ep_operand(uint64_t desc, uint32_t mn, uint32_t k, bool trans, bool f16) {
+    const uint32_t start = (uint32_t)(desc & 0x3fff) << 4, lead = (uint32_t)(desc >> 16 & 0x3fff) << 4, stride = (uint32_t)(desc >> 32 & 0x3fff) << 4;
+    const uint32_t off = trans ? mn / 64 * lead + mn % 64 * 2 + k / 8 * stride + k % 8 * 128 : mn / 8 * stride + mn % 8 * 128 + k * 2;
+    uint16_t bits;
+    memcpy(&bits, ep_at(ep_swizzle(start + off), 2), 2);
+    return ep_widen(bits, f16);
+}
+struct EpProduct {
+    float *d;
+    uint32_t n;
+    uint64_t a, b;
+    bool add, f16, trans_a, trans_b;
+};
+static thread_local std::deque<std::vector<EpProduct>> ep_groups(1);
+static void ep_carry_out(const EpProduct &p) {
+    const uint32_t lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    float a[2][16];
+    for (uint32_t i = 0; i < 32; i++) a[i / 16][i % 16] = ep_operand(p.a, row + 8 * (i / 16), i % 16, p.trans_a, p.f16);
+    for (uint32_t i = 0; i < p.n / 4; i++) {
+        const uint32_t col = i / 2 * 8 + lane % 4 * 2 + i % 2;
+        float sum[2] = {0, 0};
+        for (uint32_t k = 0; k < 16; k++) {
+            const float b = ep_operand(p.b, col, k, p.trans_b, p.f16);
+            sum[0] += a[0][k] * b, sum[1] += a[1][k] * b;
+        }
+        for (uint32_t r = 0; r < 2; r++) {
+            float *d = &p.d[i / 2 * 4 + r * 2 + i % 2];
+            *d = p.add ? *d + sum[r] : sum[r];
+        }
+    }
+}
+EP_PTX void ep_wgmma_fence(void) {}
+EP_PTX void ep_wgmma_commit(void) { ep_groups.push_back({}); }
+template <int N> EP_PTX void ep_wgmma_wait(void) {
+    for (; ep_groups.size() > N + 1; ep_groups.pop_front())
+        for (const EpProduct &p : ep_groups.front()) ep_carry_out(p);
+    __syncwarp(); /* .sync.aligned */
+}
+template <int N> EP_PTX void ep_wgmma_hold(float (&)[N]) {}
+template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
+    ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0});
+}
+
+#endif /* EP_PTX_CUH */

@@ -1,0 +1,157 @@
+/* test_gemm.cpp - the grouped GEMM's kernel for Hopper, thread by thread on the CPU, against sums in double.
+ *
+ * Random numbers; what a tile reads beside its own rows is NaN; the output is poisoned, and what no expert owns
+ * must still be poison afterwards.  Usage: test_gemm [seed] */
+#include "emulated_ptx.h"
+#include "kernels/gemm.cuh"
+#include "kernels/gemm_tune.h"
+
+#include <random>
+#include <thread>
+
+static std::mt19937 ep_random;
+static double uniform(double a, double b) { return std::uniform_real_distribution<double>(a, b)(ep_random); }
+
+struct Case {
+    uint32_t n, k, blocks;
+    std::vector<int32_t> sizes;
+    bool bias, row_weight;
+};
+
+template <typename C> static void run_block(const EpGemmParams *p, uint32_t block) {
+    const EpTensorMap a = ep_map_a(p), b = ep_map_b(p, C::BN), out = ep_map_out(p);
+    std::vector<std::thread> threads;
+    memset(smem_bytes, 0xff, sizeof smem_bytes);
+    for (uint32_t i = 127; i < EP_GEMM_THREADS; i++)
+        threads.emplace_back([&, i] {
+            threadIdx.x = i == 127 ? 0 : i, blockIdx.x = block;
+            ep_gemm_body<C>(p, EpGemmNoHooks(), &a, &b, &out);
+        });
+    for (std::thread &t : threads) t.join();
+}
+
+static double activated(int act, double v, double u) {
+    if (act == EP_ACT_GELU) return v * 0.5 * (1 + erf(v / sqrt(2.0)));
+    if (act == EP_ACT_SWIGLU) return v / (1 + exp(-v)) * u;
+    if (act != EP_ACT_GPT_OSS) return v;
+    v = std::min(v, 7.0), u = std::max(-7.0, std::min(u, 7.0));
+    return (u + 1) * v / (1 + exp(-1.702 * v));
+}
+
+struct Problem {
+    EpGemmParams p;
+    std::vector<uint16_t> a, b, bias, out;
+    std::vector<float> row_weight;
+    std::vector<int32_t> offsets;
+    double a_at(uint64_t i) const { return ep_widen(a[i], p.is_f16); }
+    double b_at(uint64_t i) const { return ep_widen(b[i], p.is_f16); }
+
+    /* The product of output row r (of expert e) and column c, and the sum of its absolute terms. */
+    double product(uint32_t e, uint64_t r, uint64_t c, double *size) const {
+        double sum = 0;
+        *size = 0;
+        auto add = [&](double x) { sum += x, *size += fabs(x); };
+        const uint64_t n = p.n, k = p.k;
+        if (p.kind == EP_GEMM_FORWARD)
+            for (uint64_t i = 0; i < k; i++) add(a_at(r * k + i) * b_at((e * n + c) * k + i));
+        if (p.kind == EP_GEMM_DGRAD)
+            for (uint64_t i = 0; i < n; i++) add(a_at(r * n + i) * b_at((e * n + i) * k + c));
+        if (p.kind == EP_GEMM_WGRAD)
+            for (int32_t i = offsets[e]; i < offsets[e + 1]; i++) add(a_at(i * n + r) * b_at(i * k + c));
+        return sum;
+    }
+    /* What should stand at row r and column c of expert e, and how far off it may be. */
+    double wanted(uint32_t e, uint64_t r, uint64_t c, double *bound) const {
+        const bool gated = ep_gemm_is_gated(p.activation), mixed = p.activation == EP_ACT_GPT_OSS;
+        const uint64_t of_v = gated && mixed ? 2 * c : c, of_u = mixed ? of_v + 1 : of_v + p.n / 2;
+        double size_v, size_u = 0, v = product(e, r, of_v, &size_v), u = gated ? product(e, r, of_u, &size_u) : 0;
+        if (p.bias) v += ep_widen(bias[e * p.n + of_v], p.is_f16);
+        if (p.bias && gated) u += ep_widen(bias[e * p.n + of_u], p.is_f16);
+        const double weight = p.row_weight ? row_weight[r] : 1, y = activated((int)p.activation, v, u) * weight;
+        *bound = fabs(y) * (p.is_f16 ? 1e-3 : 8e-3) + 1e-4 + 1e-5 * fabs(weight) * (size_v + size_u) * (1 + fabs(v) + fabs(u));
+        return y;
+    }
+};
+
+/* NaN around, random inside. */
+static void fill(std::vector<uint16_t> &to, uint64_t num, uint64_t from, uint64_t until, bool f16) {
+    to.assign(num, 0x7fff);
+    for (uint64_t i = from; i < until; i++) to[i] = ep_round((float)uniform(-1, 1), f16);
+}
+
+template <typename C> static bool check(const char *name, const Case &c) {
+    Problem q;
+    const uint32_t L = (uint32_t)c.sizes.size();
+    uint32_t before = 3, behind = 5; /* rows that belong to nobody */
+    q.offsets.push_back((int32_t)before);
+    for (int32_t s : c.sizes) q.offsets.push_back(q.offsets.back() + s);
+    const uint64_t last = (uint64_t)q.offsets.back(), rows = last + behind;
+    const uint64_t a_cols = C::KIND == EP_GEMM_FORWARD ? c.k : c.n;
+    fill(q.a, rows * a_cols, before * a_cols, last * a_cols, C::F16);
+    if (C::KIND == EP_GEMM_WGRAD) fill(q.b, rows * c.k, before * c.k, last * c.k, C::F16);
+    else fill(q.b, (uint64_t)L * c.n * c.k, 0, (uint64_t)L * c.n * c.k, C::F16);
+    fill(q.bias, (uint64_t)L * c.n, 0, (uint64_t)L * c.n, C::F16);
+    for (uint64_t i = 0; i < rows; i++) q.row_weight.push_back((float)uniform(0, 2));
+    const bool forward = C::KIND == EP_GEMM_FORWARD;
+    q.p = {q.a.data(), q.b.data(), NULL, q.offsets.data(), forward && c.bias ? q.bias.data() : NULL,
+           forward && c.row_weight ? q.row_weight.data() : NULL,
+           (uint32_t)rows, L, c.n, c.k, C::KIND, C::ACT, C::F16, 0, 0};
+    const uint64_t out_cols = ep_gemm_out_cols(&q.p), out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
+    q.out.assign(out_rows * out_cols, 0x7ffe);
+    q.p.out = q.out.data();
+    gridDim = dim3(c.blocks);
+    for (uint32_t b = 0; b < c.blocks; b++) run_block<C>(&q.p, b);
+
+    uint64_t num_wrong = 0, num = 0;
+    std::vector<bool> owned(out_rows, false);
+    for (uint32_t e = 0; e < L; e++) {
+        const uint64_t first = C::KIND == EP_GEMM_WGRAD ? (uint64_t)e * c.n : (uint64_t)q.offsets[e];
+        const uint64_t count = C::KIND == EP_GEMM_WGRAD ? c.n : (uint64_t)c.sizes[e];
+        for (uint64_t i = 0; i < count; i++, num++) {
+            owned[first + i] = true;
+            for (uint64_t j = 0; j < out_cols; j++) {
+                double bound;
+                const double want = q.wanted(e, C::KIND == EP_GEMM_WGRAD ? i : first + i, j, &bound);
+                const double got = ep_widen(q.out[(first + i) * out_cols + j], C::F16);
+                if (fabs(got - want) <= bound) continue;
+                if (num_wrong++ == 0)
+                    printf("  %s n %u k %u: expert %u row %llu column %llu: wanted %g, got %g\n", name, c.n, c.k, e, (unsigned long long)i,
+                           (unsigned long long)j, want, got);
+            }
+        }
+    }
+    for (uint64_t r = 0; r < out_rows; r++)
+        for (uint64_t j = 0; j < out_cols && !owned[r]; j++)
+            if (q.out[r * out_cols + j] != 0x7ffe && num_wrong++ == 0) printf("  %s: row %llu belongs to nobody\n", name, (unsigned long long)r);
+    printf("%-44s %6llu rows of %4llu: %s\n", name, (unsigned long long)num, (unsigned long long)out_cols, num_wrong ? "WRONG" : "ok");
+    fflush(stdout);
+    return num_wrong == 0;
+}
+
+int main(int argc, char **argv) {
+    bool ok = true;
+    ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
+    /* Experts of no row, one row, half a tile, a tile and a bit; columns and contraction that no tile divides. */
+    const Case odd = {272, 208, 3, {1, 0, 64, 130, 17}, false, false}, full = {256, 448, 1, {128, 0, 70}, true, true};
+    const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false}, tall = {272, 32, 4, {1100, 5}, false, true};
+#define RUN(KIND, BN, ACT, F16, CASE) ok = check<EpGemmConfig<KIND, BN, ACT, F16>>(#KIND " " #BN " " #ACT, CASE) && ok;
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, false, odd)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, true, full)
+    RUN(EP_GEMM_FORWARD, 192, EP_ACT_NONE, false, odd)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, narrow)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_GELU, true, narrow)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU, false, odd)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU, false, full)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_SWIGLU, true, narrow)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_GPT_OSS, false, full)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS, true, odd)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, tall)
+    RUN(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, odd)
+    RUN(EP_GEMM_DGRAD, 192, EP_ACT_NONE, true, odd)
+    RUN(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, narrow)
+    RUN(EP_GEMM_WGRAD, 256, EP_ACT_NONE, false, odd)
+    RUN(EP_GEMM_WGRAD, 192, EP_ACT_NONE, true, odd)
+    RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, false, narrow)
+    puts(ok ? "all right" : "FAILED");
+    return !ok;
+}
