@@ -50,9 +50,16 @@ typedef struct {
     uint64_t off;
     void *last_stream;
     bool has_stream;
+    /* For the flight record: whose it is, and operations so far (the epoch, as the host counts). */
+    bool is_heaps, on_stream;
+    uint16_t of, buffer;
+    uint64_t num_ops;
 } EpCommBuffer;
-int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b); /* collective */
-void ep_comm_close(EpHeap *heap, EpCommBuffer *b);                     /* local */
+/* Collective.  b says whose it is. */
+int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
+void ep_comm_close(EpHeap *heap, EpCommBuffer *b); /* local */
+/* Note an operation of this buffer; ep_world_noted ends it. */
+uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code);
 /* Before an operation: 0, or the error that the world or an earlier operation of this buffer has met. */
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
 const EpBackend *ep_heap_backend(const EpHeap *heap);

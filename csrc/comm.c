@@ -10,19 +10,18 @@ int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
     EpWorld *world = ep_heap_world(heap);
     const EpBackend *backend = ep_heap_backend(heap);
     void *host = NULL, *address;
-    memset(b, 0, sizeof *b);
     EpCommLayout layout = ep_comm_layout(shape);
     EP_TRY(ep_heap_alloc(heap, layout.num_bytes, EP_LINE, 0, &b->off));
     EP_TRY(backend->host_alloc(ep_heap_device(heap), sizeof(EpHostWords), &host));
     memset(host, 0, sizeof(EpHostWords));
     b->comm.shape = *shape, b->comm.layout = layout, b->comm.my_rank = ep_world_rank(world);
-    b->comm.host = (EpHostWords *)host;
+    b->comm.host = (EpHostWords *)host, b->on_stream = ep_heap_kind(heap) == EP_CUDA;
     b->comm.timeout_ns = ep_world_timeout_ns(world);
     for (uint32_t r = 0; r < shape->num_ranks; r++) {
         ep_heap_translate(heap, b->off, r, &address);
         b->comm.base[r] = (unsigned char *)address;
     }
-    int code = ep_world_watch(world, b->comm.host);
+    int code = ep_world_watch(world, b);
     if (code) {
         backend->host_free(ep_heap_device(heap), host, sizeof(EpHostWords));
         b->comm.host = NULL;
@@ -34,9 +33,20 @@ int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
 
 void ep_comm_close(EpHeap *heap, EpCommBuffer *b) {
     if (!b->comm.host) return;
-    ep_world_unwatch(ep_heap_world(heap), b->comm.host);
+    ep_world_unwatch(ep_heap_world(heap), b);
     ep_heap_backend(heap)->host_free(ep_heap_device(heap), b->comm.host, sizeof(EpHostWords));
     b->comm.host = NULL;
+}
+
+uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code) {
+    EpNote note = {.seq = ++b->num_ops,
+                   .size = num_tokens,
+                   .what = (uint8_t)(b->is_heaps ? EP_DID_HEAP_BARRIER : op),
+                   .on_stream = b->on_stream,
+                   .of = b->of,
+                   .buffer = b->buffer,
+                   .code = (int16_t)code};
+    return ep_world_note(ep_heap_world(heap), &note);
 }
 
 static const char *op_name(uint32_t op) {
@@ -97,6 +107,8 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
             return ep_error(code, "%s", text);
         }
         /* The operation was void on all ranks, and those behind it were nothing: go on after this. */
+        if (b->num_ops > f->epoch) ep_world_unnote(world, b->num_ops - f->epoch);
+        b->num_ops = f->epoch;
         ep_st_relaxed_sys_u64(&f->state, 0);
         EpLocal *l = ep_local(&b->comm);
         const EpBackend *backend = ep_heap_backend(heap);
@@ -105,6 +117,7 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
         if (f->word == EP_WORD_SCATTER && f->want == 1) { /* only this rank knows: the others are on their way to dispatch */
             EpComm comm = b->comm;
             comm.status = code;
+            ep_world_noted(world, ep_comm_note(heap, b, EP_OP_DISPATCH, 0, code));
             backend->enter(ep_heap_device(heap), &comm, EP_OP_DISPATCH, stream);
         }
         return fault_error(f, &b->comm.shape);

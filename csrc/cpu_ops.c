@@ -240,6 +240,7 @@ void ep_cpu_plan(const EpPlanParams *p) {
     }
     c->host->plan.num_rows = (uint32_t)p->plan[EP_HEAD_NUM_ROWS];
     c->host->plan.status = code;
+    ep_st_relaxed_sys_u64(&c->host->plan.epoch, epoch);
     ep_leave(c, 1, epoch);
     ep_st_release_sys_u64(&c->host->plan.ticket, p->ticket); /* publishes the result to the host */
 }

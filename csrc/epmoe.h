@@ -26,6 +26,7 @@ const char *ep_error_name(int code);
 #define EP_NAME_BYTES 8 /* an abstract socket name that the kernel chose */
 #define EP_NONCE_BYTES 16
 #define EP_EXCHANGE_BYTES 512
+#define EP_PAGE_BYTES 8192u
 
 typedef struct {
     uint32_t rank, num_ranks;
@@ -47,6 +48,9 @@ int ep_world_exchange(EpWorld *world, const void *mine, uint32_t num_bytes, void
 int ep_world_check(EpWorld *world);
 /* End the world for all ranks, for a reason. */
 void ep_world_abort(EpWorld *world, int code, uint32_t rank, const char *text);
+/* A page of text: who ended the world, and the last operations of every rank.  With EPMOE_FLIGHT_RECORD=DIR
+ * it is added to DIR/epmoe-rank{r}-pid{pid}.txt at the end of the world. */
+int ep_world_flight_record(EpWorld *world, char page[EP_PAGE_BYTES]);
 /* Collective: wait for all, then leave.  Leaving alone (collective = false) tells the peers so. */
 int ep_world_close(EpWorld *world, bool collective);
 void ep_world_release(EpWorld *world);

@@ -157,11 +157,10 @@ static int judge_offers(const Offer *all, uint32_t W, uint32_t me) {
     return 0;
 }
 
-int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status, EpHeap **out) {
+static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status, EpHeap **out) {
     uint32_t me = ep_world_rank(world), W = ep_world_size(world);
     Offer mine, all[EP_MAX_RANKS];
-    int fd = -1, fds[EP_MAX_RANKS], code = ep_world_check(world);
-    if (code) return code;
+    int fd = -1, fds[EP_MAX_RANKS], code = 0;
     EpHeap *h = (EpHeap *)calloc(1, sizeof *h);
     if (!h) return ep_error(EP_ENOMEM, "no memory for a heap");
     memset(&mine, 0, sizeof mine);
@@ -192,6 +191,7 @@ int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_
     EP_TRY_GOTO(code, self_test(h), fail);
     h->blocks[0] = (Block){0, h->num_bytes, false}, h->num_blocks = 1;
     EpShape shape = {.num_ranks = W, .num_experts = W, .num_topk = 1};
+    h->control.is_heaps = true, h->control.of = ep_world_number_heap(world);
     EP_TRY_GOTO(code, ep_comm_open(h, &shape, &h->control), fail);
     h->has_control = true;
     h->used_bytes = h->peak_bytes = 0; /* statistics are of what the caller allocates */
@@ -201,6 +201,14 @@ int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_
 fail:
     if (fd >= 0) close(fd);
     ep_heap_release(h);
+    return code;
+}
+
+int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status, EpHeap **out) {
+    EP_TRY(ep_world_check(world));
+    uint64_t note = ep_world_note(world, &(EpNote){.what = EP_DID_HEAP_CREATE, .size = num_bytes, .code = (int16_t)status});
+    int code = create(world, kind, device, num_bytes, status, out);
+    ep_world_noted(world, note);
     return code;
 }
 
@@ -230,7 +238,10 @@ int ep_heap_close(EpHeap *h) {
     unsigned char mine = 0, all[EP_MAX_RANKS];
     if (h->closed) return 0;
     h->closed = true;
-    return ep_world_exchange(h->world, &mine, 1, all); /* nobody unmaps what another still uses */
+    uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_HEAP_CLOSE, .of = h->control.of});
+    int code = ep_world_exchange(h->world, &mine, 1, all); /* nobody unmaps what another still uses */
+    ep_world_noted(h->world, note);
+    return code;
 }
 
 /* ---- the allocator: first fit over a list of blocks in address order ---- */
@@ -301,7 +312,7 @@ static int agree(EpHeap *h, const Call *mine) {
     return 0;
 }
 
-int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {
+static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {
     Call mine = {CALL_ALLOC, num_bytes, alignment, status};
     unsigned char none = 0, nones[EP_MAX_RANKS];
     char why[256];
@@ -323,7 +334,15 @@ int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status,
     return ep_world_exchange(h->world, &none, 1, nones); /* no peer writes before all have zeroed */
 }
 
-int ep_heap_free(EpHeap *h, uint64_t off) {
+int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {
+    uint64_t note =
+        ep_world_note(h->world, &(EpNote){.what = EP_DID_ALLOC, .of = h->control.of, .size = num_bytes, .code = (int16_t)status});
+    int code = alloc(h, num_bytes, alignment, status, off);
+    ep_world_noted(h->world, note);
+    return code;
+}
+
+static int release(EpHeap *h, uint64_t off) {
     uint32_t i;
     int status = find_block(h, off, &i);
     Call mine = {CALL_FREE, off, 0, status};
@@ -334,6 +353,13 @@ int ep_heap_free(EpHeap *h, uint64_t off) {
     h->blocks[i].used = false;
     merge_free(h);
     return 0;
+}
+
+int ep_heap_free(EpHeap *h, uint64_t off) {
+    uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_FREE, .of = h->control.of});
+    int code = release(h, off);
+    ep_world_noted(h->world, note);
+    return code;
 }
 
 void ep_heap_stats(EpHeap *h, EpHeapStats *s) {
@@ -392,7 +418,10 @@ int ep_heap_signal(EpHeap *h, uint64_t off, uint64_t value, bool add, uint32_t p
     void *word;
     if (off % 8) return ep_error(EP_EINVAL, "a signal word stands on a multiple of 8 bytes");
     EP_TRY(locate(h, off, 8, peer, stream, &word));
-    return h->backend->signal(h->device, (uint64_t *)word, value, add, stream);
+    uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_SIGNAL, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
+    int code = h->backend->signal(h->device, (uint64_t *)word, value, add, stream);
+    ep_world_noted(h->world, note);
+    return code;
 }
 
 int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stream) {
@@ -400,7 +429,10 @@ int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stre
     if (off % 8) return ep_error(EP_EINVAL, "a signal word stands on a multiple of 8 bytes");
     EP_TRY(locate(h, off, 8, ep_world_rank(h->world), stream, &word));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
-    EP_TRY(h->backend->wait(h->device, &h->control.comm, (const uint64_t *)word, value, exact, stream));
+    uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_WAIT, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
+    int code = h->backend->wait(h->device, &h->control.comm, (const uint64_t *)word, value, exact, stream);
+    ep_world_noted(h->world, note);
+    EP_TRY(code);
     return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
 }
 
@@ -408,7 +440,10 @@ int ep_heap_barrier(EpHeap *h, void *stream) {
     if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
     EP_TRY(ep_comm_check(h, &h->control, stream));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
-    EP_TRY(h->backend->enter(h->device, &h->control.comm, EP_OP_BARRIER, stream));
+    uint64_t note = ep_comm_note(h, &h->control, EP_OP_BARRIER, 0, 0);
+    int code = h->backend->enter(h->device, &h->control.comm, EP_OP_BARRIER, stream);
+    ep_world_noted(h->world, note);
+    EP_TRY(code);
     return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
 }
 

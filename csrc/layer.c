@@ -80,9 +80,10 @@ static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
 }
 _Static_assert(offsetof(Offer, num_buffers) == 8 * sizeof(uint32_t), "agree() walks the fields as one array");
 
-int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
+static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     uint64_t num_bytes;
     uint32_t made = 0;
+    uint16_t number = ep_world_number_layer(ep_heap_world(heap));
     int code = ep_layer_check_config(config, &num_bytes);
     if (!code && config->shape.num_ranks != ep_world_size(ep_heap_world(heap)))
         code = ep_error(EP_EINVAL, "a layer of %u ranks in a world of %u", config->shape.num_ranks, ep_world_size(ep_heap_world(heap)));
@@ -95,7 +96,10 @@ int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     }
     l->heap = ep_heap_retain(heap), l->config = *config;
     atomic_init(&l->num_refs, 1);
-    for (; made < config->num_buffers && !code; made++) code = ep_comm_open(heap, &config->shape, &l->buffers[made]);
+    for (; made < config->num_buffers && !code; made++) {
+        l->buffers[made].of = number, l->buffers[made].buffer = (uint16_t)made;
+        code = ep_comm_open(heap, &config->shape, &l->buffers[made]);
+    }
     if (code) { /* the same on all ranks: so all give back what there was room for */
         char text[512];
         strncpy(text, ep_error_text(), sizeof text - 1);
@@ -109,11 +113,20 @@ int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     return 0;
 }
 
+int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
+    uint64_t note = ep_world_note(ep_heap_world(heap), &(EpNote){.what = EP_DID_LAYER_CREATE});
+    int code = create(heap, config, out);
+    ep_world_noted(ep_heap_world(heap), note);
+    return code;
+}
+
 int ep_layer_close(EpLayer *l) {
     int code = 0;
     if (l->closed) return 0;
     l->closed = true;
+    uint64_t note = ep_world_note(ep_heap_world(l->heap), &(EpNote){.what = EP_DID_LAYER_CLOSE, .of = l->buffers[0].of});
     for (uint32_t i = 0; i < l->config.num_buffers && !code; i++) code = ep_heap_free(l->heap, l->buffers[i].off);
+    ep_world_noted(ep_heap_world(l->heap), note);
     return code;
 }
 
@@ -181,7 +194,9 @@ static int begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) 
 }
 
 /* On the CPU an operation is over when it returns, and so is its failure known. */
-static int end(EpLayer *l, EpCommBuffer *b, void *stream) {
+static int end(EpLayer *l, EpCommBuffer *b, uint64_t note, int code, void *stream) {
+    ep_world_noted(ep_heap_world(l->heap), note);
+    if (code) return code;
     return ep_heap_kind(l->heap) == EP_CPU ? ep_comm_check(l->heap, b, stream) : 0;
 }
 
@@ -191,7 +206,10 @@ int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *st
     EP_TRY(begin(l, buffer, stream, &b));
     EpComm comm = b->comm;
     comm.status = code;
-    return ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &comm, op, stream);
+    uint64_t note = ep_comm_note(l->heap, b, op, 0, code);
+    code = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &comm, op, stream);
+    ep_world_noted(ep_heap_world(l->heap), note);
+    return code;
 }
 
 /* Tell the others, keep this rank's own reason. */
@@ -206,8 +224,9 @@ static int refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stre
 int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
     EpCommBuffer *b;
     EP_TRY(begin(l, buffer, stream, &b));
-    EP_TRY(ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &b->comm, EP_OP_BARRIER, stream));
-    return end(l, b, stream);
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_BARRIER, 0, 0);
+    int done = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &b->comm, EP_OP_BARRIER, stream);
+    return end(l, b, note, done, stream);
 }
 
 int ep_layer_sync(EpLayer *l, void *stream) {
@@ -220,7 +239,7 @@ int ep_layer_sync(EpLayer *l, void *stream) {
 int ep_layer_set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
     EpCommBuffer *b;
     EP_TRY(begin(l, buffer, stream, &b));
-    uint64_t before = epoch - 1;
+    uint64_t before = b->num_ops = epoch - 1;
     const EpBackend *backend = ep_heap_backend(l->heap);
     EP_TRY(backend->copy(ep_heap_device(l->heap), &ep_local(&b->comm)->epoch, &before, sizeof before, stream));
     return backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap));
@@ -267,8 +286,9 @@ int ep_layer_plan(EpLayer *l, uint32_t buffer, const EpTensor *indices, const Ep
     int code = check_plan(l, indices, scatter, plan, &p);
     if (code) return refuse(l, buffer, EP_OP_PLAN, code, stream);
     p.comm = b->comm, p.ticket = ++l->ticket[buffer];
-    EP_TRY(ep_heap_backend(l->heap)->plan(ep_heap_device(l->heap), &p, stream));
-    return end(l, b, stream);
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_PLAN, p.layout.num_tokens, 0);
+    int done = ep_heap_backend(l->heap)->plan(ep_heap_device(l->heap), &p, stream);
+    return end(l, b, note, done, stream);
 }
 
 int ep_layer_num_rows(EpLayer *l, uint32_t buffer, void *stream, uint32_t *num_rows) {
@@ -321,8 +341,9 @@ int ep_layer_dispatch(EpLayer *l, uint32_t buffer, const EpTensor *x, const EpTe
     int code = check_dispatch(l, x, weight, plan, rows, row_weight, recv, &p);
     if (code) return refuse(l, buffer, EP_OP_DISPATCH, code, stream);
     p.comm = b->comm;
-    EP_TRY(ep_heap_backend(l->heap)->dispatch(ep_heap_device(l->heap), &p, l->config.num_sm, stream));
-    return end(l, b, stream);
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH, p.layout.num_tokens, 0);
+    int done = ep_heap_backend(l->heap)->dispatch(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
+    return end(l, b, note, done, stream);
 }
 
 static int check_combine(const EpLayer *l, const EpTensor *rows, const EpTensor *row_weight, const EpTensor *row_scalar,
@@ -353,6 +374,7 @@ int ep_layer_combine(EpLayer *l, uint32_t buffer, const EpTensor *rows, const Ep
     int code = check_combine(l, rows, row_weight, row_scalar, plan, recv, out, out_scalar, &p);
     if (code) return refuse(l, buffer, EP_OP_COMBINE, code, stream);
     p.comm = b->comm;
-    EP_TRY(ep_heap_backend(l->heap)->combine(ep_heap_device(l->heap), &p, l->config.num_sm, stream));
-    return end(l, b, stream);
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_COMBINE, p.layout.num_tokens, 0);
+    int done = ep_heap_backend(l->heap)->combine(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
+    return end(l, b, note, done, stream);
 }

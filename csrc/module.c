@@ -227,6 +227,16 @@ FAST(world_close) {
     return done(code);
 }
 
+FAST(world_flight_record) {
+    char page[EP_PAGE_BYTES];
+    int code;
+    WANT(1);
+    EpWorld *w = (EpWorld *)get_object(args[0], WORLD);
+    if (!w) return NULL;
+    WITHOUT_LOCK(code = ep_world_flight_record(w, page));
+    return code ? raise_code(code) : PyUnicode_DecodeUTF8(page, (Py_ssize_t)strlen(page), "replace");
+}
+
 FAST(world_exchange) {
     char *mine;
     Py_ssize_t n;
@@ -628,13 +638,14 @@ FAST(layer_set_epoch) {
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 static PyMethodDef methods[] = {
-    METHOD(set_exceptions),    METHOD(world_listen),   METHOD(world_create),   METHOD(world_threads),   METHOD(world_check),
-    METHOD(world_set_timeout), METHOD(world_close),    METHOD(world_exchange), METHOD(heap_create),     METHOD(heap_alloc),
-    METHOD(heap_free),         METHOD(heap_translate), METHOD(heap_offset),    METHOD(heap_stats),      METHOD(heap_tensor),
-    METHOD(heap_put),          METHOD(heap_get),       METHOD(heap_signal),    METHOD(heap_wait),       METHOD(heap_barrier),
-    METHOD(heap_sync),         METHOD(heap_close),     METHOD(layer_bytes),    METHOD(layer_create),    METHOD(layer_close),
-    METHOD(plan_layout),       METHOD(layer_plan),     METHOD(layer_num_rows), METHOD(layer_dispatch),  METHOD(layer_combine),
-    METHOD(layer_refuse),      METHOD(layer_barrier),  METHOD(layer_sync),     METHOD(layer_set_epoch), {NULL, NULL, 0, NULL}};
+    METHOD(set_exceptions),    METHOD(world_listen), METHOD(world_create),   METHOD(world_threads),       METHOD(world_check),
+    METHOD(world_set_timeout), METHOD(world_close),  METHOD(world_exchange), METHOD(world_flight_record), METHOD(heap_create),
+    METHOD(heap_alloc),        METHOD(heap_free),    METHOD(heap_translate), METHOD(heap_offset),         METHOD(heap_stats),
+    METHOD(heap_tensor),       METHOD(heap_put),     METHOD(heap_get),       METHOD(heap_signal),         METHOD(heap_wait),
+    METHOD(heap_barrier),      METHOD(heap_sync),    METHOD(heap_close),     METHOD(layer_bytes),         METHOD(layer_create),
+    METHOD(layer_close),       METHOD(plan_layout),  METHOD(layer_plan),     METHOD(layer_num_rows),      METHOD(layer_dispatch),
+    METHOD(layer_combine),     METHOD(layer_refuse), METHOD(layer_barrier),  METHOD(layer_sync),          METHOD(layer_set_epoch),
+    {NULL, NULL, 0, NULL}};
 
 static int set_up(PyObject *m) {
     const struct {

@@ -1,15 +1,9 @@
-/* world.c - the ranks of a world: a socket to each peer, and a watchdog thread that owns their reading end.
- *
- * The watchdog sorts what arrives: exchange frames go to the inbox, an abort frame or a peer's end ends
- * the world.  Ending the world means: the first reason is kept, the abort word of every communication
- * buffer is set (every wait, on any backend, looks at it), every other rank is told.  The thread holds no Python lock and makes no
- * CUDA call, so neither can keep a death from being seen. */
+/* world.c - the ranks of a world: creation, a socket to each peer, exchanges, and leaving.  watchdog.c has
+ * the thread that reads the sockets and ends the world. */
 #include "world.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,39 +13,7 @@
 #include <unistd.h>
 
 #include "error.h"
-#include "wire.h"
-
-#define NUM_INBOX 2u /* a peer is at most one exchange ahead */
-#define MAX_WATCHED 256u
-#define POLL_MS 20                   /* how often the watched words are looked at */
-#define LEAVE_GRACE_NS 2000000000ull /* an orderly leaver's peers may finish what it still took part in */
-
-typedef struct {
-    EpFrame frame;
-    int fd;
-    bool full;
-} Inbox;
-
-struct EpWorld {
-    uint32_t rank, num_ranks;
-    pid_t pid;
-    bool is_threads;
-    _Atomic uint64_t timeout_ns;
-    atomic_int num_refs;
-    int sockets[EP_MAX_RANKS], wake_fd;
-    pthread_t watchdog;
-    bool has_watchdog;
-
-    pthread_mutex_t lock; /* guards all below */
-    pthread_cond_t changed;
-    bool closing, closed;
-    int end_code; /* why the world ended, 0 while it lives */
-    char end_text[256];
-    uint64_t seq;
-    Inbox inbox[EP_MAX_RANKS][NUM_INBOX];
-    uint64_t left_at_ns[EP_MAX_RANKS]; /* when a peer said goodbye, or 0 */
-    EpHostWords *watched[MAX_WATCHED];
-};
+#include "world_state.h"
 
 /* A forked child must not hold the parent's sockets: peers see a death by their end.  All worlds of this
  * process; the handler runs in the child, alone, and only closes. */
@@ -88,102 +50,6 @@ static void delist(EpWorld *w) {
 
 static uint64_t deadline(const EpWorld *w) { return ep_now_ns() + atomic_load(&w->timeout_ns); }
 
-/* End the world once; the lock is held. */
-static void end_world(EpWorld *w, int code, uint32_t rank, const char *text) {
-    if (w->end_code) return;
-    w->end_code = code;
-    snprintf(w->end_text, sizeof w->end_text, "%s", text);
-    for (uint32_t i = 0; i < MAX_WATCHED; i++)
-        if (w->watched[i]) ep_st_relaxed_sys_u64(&w->watched[i]->abort, 1);
-    EpFrame f = {.kind = EP_FRAME_ABORT, .code = code, .rank = rank};
-    f.num_bytes = (uint32_t)snprintf((char *)f.bytes, 256, "%s", text);
-    for (uint32_t r = 0; r < w->num_ranks; r++)
-        if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &f, -1, ep_now_ns());
-    pthread_cond_broadcast(&w->changed);
-}
-
-void ep_world_abort(EpWorld *w, int code, uint32_t rank, const char *text) {
-    pthread_mutex_lock(&w->lock);
-    end_world(w, code, rank, text);
-    pthread_mutex_unlock(&w->lock);
-}
-
-/* ---- the watchdog ---- */
-
-static void peer_ended(EpWorld *w, uint32_t r) {
-    char text[96];
-    shutdown(w->sockets[r], SHUT_RDWR);
-    close(w->sockets[r]);
-    w->sockets[r] = -1;
-    if (w->closing || w->left_at_ns[r]) return;
-    snprintf(text, sizeof text, "rank %u died (seen by rank %u)", r, w->rank);
-    end_world(w, EP_EPEERDIED, r, text);
-}
-
-static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
-    Inbox *to = &w->inbox[r][f->seq % NUM_INBOX];
-    if (f->kind == EP_FRAME_EXCHANGE && !to->full) {
-        to->frame = *f, to->fd = fd, to->full = true;
-        pthread_cond_broadcast(&w->changed);
-        return;
-    }
-    if (fd >= 0) close(fd);
-    if (f->kind == EP_FRAME_GOODBYE) w->left_at_ns[r] = ep_now_ns();
-    if (f->kind == EP_FRAME_ABORT) {
-        char text[256];
-        snprintf(text, sizeof text, "%.*s", (int)f->num_bytes, (const char *)f->bytes);
-        end_world(w, f->code < 0 ? f->code : EP_ECORRUPT, f->rank, text);
-    }
-    if (f->kind == EP_FRAME_EXCHANGE) end_world(w, EP_ECORRUPT, r, "a peer ran ahead in an exchange");
-}
-
-static void read_peer(EpWorld *w, uint32_t r) {
-    EpFrame f;
-    int fd, got = 0;
-    while (w->sockets[r] >= 0 && (got = ep_wire_receive(w->sockets[r], &f, &fd)) > 0) take_frame(w, r, &f, fd);
-    if (got == EP_ECORRUPT) end_world(w, EP_ECORRUPT, r, ep_error_text());
-    if (got < 0) peer_ended(w, r);
-}
-
-/* Things that no socket tells: a wait that timed out on the device, a peer that left and is missed. */
-static void look_around(EpWorld *w) {
-    char text[128];
-    for (uint32_t i = 0; i < MAX_WATCHED; i++) {
-        const EpHostWords *h = w->watched[i];
-        if (!h || !ep_ld_acquire_sys_u64(&h->fault.state) || h->fault.code != EP_ETIMEOUT) continue;
-        snprintf(text, sizeof text, "rank %u waited in vain for rank %u (word %u, epoch %llu, wanted %llu, saw %llu)", w->rank,
-                 h->fault.peer, h->fault.word, (unsigned long long)h->fault.epoch, (unsigned long long)h->fault.want,
-                 (unsigned long long)h->fault.got);
-        end_world(w, EP_ETIMEOUT, h->fault.peer, text);
-    }
-    for (uint32_t r = 0; r < w->num_ranks; r++) {
-        if (w->closing || !w->left_at_ns[r] || ep_now_ns() - w->left_at_ns[r] < LEAVE_GRACE_NS) continue;
-        snprintf(text, sizeof text, "rank %u left the world without closing it together with the others", r);
-        end_world(w, EP_EPEERDIED, r, text);
-    }
-}
-
-static void *watch(void *arg) {
-    EpWorld *w = (EpWorld *)arg;
-    struct pollfd p[EP_MAX_RANKS + 1];
-    uint32_t rank_of[EP_MAX_RANKS + 1];
-    for (;;) {
-        nfds_t n = 1;
-        pthread_mutex_lock(&w->lock);
-        for (uint32_t r = 0; r < w->num_ranks; r++)
-            if (w->sockets[r] >= 0) p[n] = (struct pollfd){w->sockets[r], POLLIN, 0}, rank_of[n++] = r;
-        pthread_mutex_unlock(&w->lock);
-        p[0] = (struct pollfd){w->wake_fd, POLLIN, 0};
-        poll(p, n, POLL_MS);
-        if (p[0].revents) return NULL;
-        pthread_mutex_lock(&w->lock);
-        for (nfds_t i = 1; i < n; i++)
-            if (p[i].revents && w->sockets[rank_of[i]] == p[i].fd) read_peer(w, rank_of[i]);
-        look_around(w);
-        pthread_mutex_unlock(&w->lock);
-    }
-}
-
 /* ---- creation ---- */
 
 static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWorld **out) {
@@ -192,6 +58,10 @@ static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWor
     EpWorld *w = (EpWorld *)calloc(1, sizeof *w);
     if (!w) return ep_error(EP_ENOMEM, "no memory for a world");
     w->rank = rank, w->num_ranks = num_ranks, w->pid = getpid(), w->wake_fd = -1;
+    w->record.rank = rank, w->record.num_ranks = num_ranks, w->record.end_text = w->end_text;
+    w->record.buffers = w->watched, w->record.num_buffers = EP_MAX_WATCHED;
+    const char *folder = getenv("EPMOE_FLIGHT_RECORD");
+    if (folder && *folder) w->record_folder = strdup(folder);
     atomic_init(&w->num_refs, 1);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) w->sockets[r] = -1;
     pthread_mutex_init(&w->lock, NULL);
@@ -210,7 +80,7 @@ static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWor
 static int start_watchdog(EpWorld *w) {
     w->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (w->wake_fd < 0) return ep_error(EP_ESYS, "eventfd: %s", strerror(errno));
-    int e = pthread_create(&w->watchdog, NULL, watch, w);
+    int e = pthread_create(&w->watchdog, NULL, ep_world_watch_main, w);
     if (e) return ep_error(EP_ESYS, "no thread for the watchdog: %s", strerror(e));
     w->has_watchdog = true;
     return 0;
@@ -272,14 +142,14 @@ int ep_world_check(EpWorld *w) {
 
 /* Wait for peer r's frame of this exchange; the lock is held. */
 static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t until_ns) {
-    Inbox *from = &w->inbox[r][seq % NUM_INBOX];
+    EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
     struct timespec t = {(time_t)(until_ns / 1000000000u), (long)(until_ns % 1000000000u)};
     while (!from->full) {
         EP_TRY(check_locked(w));
         if (pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT && !from->full) {
             char text[96];
             snprintf(text, sizeof text, "rank %u waited in vain for rank %u in exchange %llu", w->rank, r, (unsigned long long)seq);
-            end_world(w, EP_ETIMEOUT, r, text);
+            ep_world_end(w, EP_ETIMEOUT, r, text);
         }
     }
     return 0;
@@ -290,16 +160,19 @@ int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void 
     EpFrame f = {.kind = EP_FRAME_EXCHANGE, .rank = w->rank, .num_bytes = num_bytes};
     EP_TRY(ep_world_check(w));
     if (num_bytes > EP_EXCHANGE_BYTES) return ep_error(EP_EINVAL, "an exchange carries at most %u bytes", EP_EXCHANGE_BYTES);
+    EpNote note = {.what = EP_DID_EXCHANGE, .size = num_bytes};
+    uint64_t noted = ep_ring_begin(&w->ring, &note);
     memcpy(f.bytes, mine, num_bytes);
     memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
     pthread_mutex_lock(&w->lock);
     int code = check_locked(w);
     f.seq = ++w->seq;
+    ep_ring_exchange(&w->ring, f.seq);
     for (uint32_t r = 0; r < w->num_ranks && !code; r++)
         if (r != w->rank && w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &f, fd_out, until); /* an end is seen by the watchdog */
     for (uint32_t r = 0; r < w->num_ranks && !code; r++) {
         if (r == w->rank) continue;
-        Inbox *from = &w->inbox[r][f.seq % NUM_INBOX];
+        EpInbox *from = &w->inbox[r][f.seq % EP_NUM_INBOX];
         code = await_frame(w, r, f.seq, until);
         if (code) break;
         from->full = false;
@@ -309,13 +182,14 @@ int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void 
             char text[128];
             snprintf(text, sizeof text, "rank %u is in exchange %llu of %u bytes, rank %u in %llu of %u", r,
                      (unsigned long long)from->frame.seq, from->frame.num_bytes, w->rank, (unsigned long long)f.seq, num_bytes);
-            end_world(w, EP_EMISMATCH, r, text);
+            ep_world_end(w, EP_EMISMATCH, r, text);
             code = check_locked(w);
         } else {
             memcpy((unsigned char *)all + (uint64_t)r * num_bytes, from->frame.bytes, num_bytes);
         }
     }
     pthread_mutex_unlock(&w->lock);
+    ep_ring_end(&w->ring, noted);
     return code;
 }
 
@@ -334,10 +208,14 @@ int ep_world_close(EpWorld *w, bool collective) {
     bool was_closed = w->closed;
     pthread_mutex_unlock(&w->lock);
     if (was_closed) return 0;
+    EpNote note = {.what = EP_DID_CLOSE};
+    uint64_t noted = collective ? ep_ring_begin(&w->ring, &note) : 0;
     if (collective) code = ep_world_exchange(w, &mine, 1, all);
+    ep_ring_end(&w->ring, noted);
     snprintf(why, sizeof why, "%s", ep_error_text()); /* a goodbye to a dead peer fails too, and is not the reason */
     EpFrame goodbye = {.kind = EP_FRAME_GOODBYE, .rank = w->rank};
     pthread_mutex_lock(&w->lock);
+    ep_world_await_record(w);
     w->closing = w->closed = true;
     for (uint32_t r = 0; r < w->num_ranks; r++)
         if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &goodbye, -1, ep_now_ns());
@@ -352,7 +230,7 @@ int ep_world_close(EpWorld *w, bool collective) {
     for (uint32_t r = 0; r < w->num_ranks; r++) {
         if (w->sockets[r] >= 0) close(w->sockets[r]);
         w->sockets[r] = -1;
-        for (uint32_t i = 0; i < NUM_INBOX; i++)
+        for (uint32_t i = 0; i < EP_NUM_INBOX; i++)
             if (w->inbox[r][i].full && w->inbox[r][i].fd >= 0) close(w->inbox[r][i].fd), w->inbox[r][i].fd = -1;
     }
     if (w->wake_fd >= 0) close(w->wake_fd);
@@ -372,10 +250,17 @@ void ep_world_release(EpWorld *w) {
     delist(w);
     pthread_cond_destroy(&w->changed);
     pthread_mutex_destroy(&w->lock);
+    free(w->record_folder);
     free(w);
 }
 
 /* ---- small things ---- */
+
+uint64_t ep_world_note(EpWorld *w, const EpNote *note) { return ep_ring_begin(&w->ring, note); }
+void ep_world_noted(EpWorld *w, uint64_t note) { ep_ring_end(&w->ring, note); }
+void ep_world_unnote(EpWorld *w, uint64_t num) { atomic_fetch_sub_explicit(&w->ring.step, num, memory_order_relaxed); }
+uint16_t ep_world_number_heap(EpWorld *w) { return (uint16_t)atomic_fetch_add(&w->num_heaps, 1); }
+uint16_t ep_world_number_layer(EpWorld *w) { return (uint16_t)atomic_fetch_add(&w->num_layers, 1); }
 
 uint32_t ep_world_rank(const EpWorld *w) { return w->rank; }
 uint32_t ep_world_size(const EpWorld *w) { return w->num_ranks; }
@@ -388,19 +273,19 @@ int ep_world_set_timeout(EpWorld *w, double timeout_s) {
     return 0;
 }
 
-int ep_world_watch(EpWorld *w, EpHostWords *words) {
+int ep_world_watch(EpWorld *w, const EpCommBuffer *buffer) {
     int code = EP_ENOMEM;
     pthread_mutex_lock(&w->lock);
-    if (w->end_code) ep_st_relaxed_sys_u64(&words->abort, 1);
-    for (uint32_t i = 0; i < MAX_WATCHED && code; i++)
-        if (!w->watched[i]) w->watched[i] = words, code = 0;
+    if (w->end_code) ep_st_relaxed_sys_u64(&buffer->comm.host->abort, 1);
+    for (uint32_t i = 0; i < EP_MAX_WATCHED && code; i++)
+        if (!w->watched[i]) w->watched[i] = buffer, code = 0;
     pthread_mutex_unlock(&w->lock);
-    return code ? ep_error(code, "a world holds at most %u communication buffers", MAX_WATCHED) : 0;
+    return code ? ep_error(code, "a world holds at most %u communication buffers", EP_MAX_WATCHED) : 0;
 }
 
-void ep_world_unwatch(EpWorld *w, EpHostWords *words) {
+void ep_world_unwatch(EpWorld *w, const EpCommBuffer *buffer) {
     pthread_mutex_lock(&w->lock);
-    for (uint32_t i = 0; i < MAX_WATCHED; i++)
-        if (w->watched[i] == words) w->watched[i] = NULL;
+    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++)
+        if (w->watched[i] == buffer) w->watched[i] = NULL;
     pthread_mutex_unlock(&w->lock);
 }

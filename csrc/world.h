@@ -1,7 +1,7 @@
 /* world.h - what heap.c and layer.c need of a world beyond epmoe.h. */
 #ifndef EP_WORLD_H
 #define EP_WORLD_H
-#include "epmoe.h"
+#include "record.h"
 
 EpWorld *ep_world_retain(EpWorld *world);
 /* As ep_world_exchange, and a descriptor to every peer: fd_out is -1 or mine, fds_in NULL or theirs. */
@@ -9,10 +9,19 @@ int ep_world_exchange_fd(EpWorld *world, const void *mine, uint32_t num_bytes, v
 /* True when peer lives in this process: its heap is reached by its own addresses. */
 bool ep_world_is_threads(const EpWorld *world);
 uint64_t ep_world_timeout_ns(const EpWorld *world);
-/* Look after these words: their abort word is set when the world ends, and the world ends for all when
- * a wait in them has timed out. */
-int ep_world_watch(EpWorld *world, EpHostWords *words);
-void ep_world_unwatch(EpWorld *world, EpHostWords *words);
+/* Look after this buffer's host words: their abort word is set when the world ends, and the world ends for all
+ * when a wait in them has timed out. */
+int ep_world_watch(EpWorld *world, const EpCommBuffer *buffer);
+void ep_world_unwatch(EpWorld *world, const EpCommBuffer *buffer);
+/* For the flight record (record.h).  This rank enters an operation: its number for ep_world_noted when it is
+ * over, or 0 inside of another one. */
+uint64_t ep_world_note(EpWorld *world, const EpNote *note);
+void ep_world_noted(EpWorld *world, uint64_t note);
+/* The last num operations were nothing, and are not counted. */
+void ep_world_unnote(EpWorld *world, uint64_t num);
+/* A number for a new heap or layer: the same on every rank. */
+uint16_t ep_world_number_heap(EpWorld *world);
+uint16_t ep_world_number_layer(EpWorld *world);
 /* True in a process that was forked from the one that made the world. */
 bool ep_world_is_forked(const EpWorld *world);
 

@@ -109,6 +109,17 @@ class World:
         everything = _C.world_exchange(self._c, bytes(mine))
         return [everything[i * len(mine) : (i + 1) * len(mine)] for i in range(self.size)]
 
+    def flight_record(self):
+        """A page that says who ended the world, with the last operations of every rank: for a person to read.
+
+        The first line names the culprit; then come each rank's last operation and the newest operations of all
+        ranks side by side.  Works from the moment that PeerDied or EpTimeout is raised, also after close.
+        Collects what the other ranks still say, for at most half a second.  On CUDA an operation that is
+        "enqueued" may not have run.  With EPMOE_FLIGHT_RECORD=DIR, every rank adds its page to
+        DIR/epmoe-rank{rank}-pid{pid}.txt when the world ends.
+        """
+        return _C.world_flight_record(self._c)
+
     def close(self):
         """Wait for all ranks, then leave.  Collective; a second call does nothing."""
         self._leave(True)

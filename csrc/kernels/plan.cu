@@ -280,6 +280,7 @@ EP_FN void tell_host(const Params &p, int32_t code, uint32_t num_rows, uint64_t 
     p.plan[EP_HEAD_STATUS] = code, p.plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch, p.plan[EP_HEAD_NUM_TOKENS] = (int32_t)p.num_tokens;
     if (code) p.plan[EP_HEAD_NUM_ROWS] = 0;
     r->num_rows = num_rows, r->status = code;
+    ep_st_relaxed_sys_u64(&r->epoch, epoch);
     ep_st_release_sys_u64(&r->ticket, p.ticket); /* publishes the result to the host */
 }
 

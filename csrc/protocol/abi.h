@@ -12,7 +12,7 @@
 #define EP_ABI_H
 #include "port.h"
 
-#define EP_ABI_VERSION 0x65700001u
+#define EP_ABI_VERSION 0x65700002u
 #define EP_MAX_RANKS 8u
 #define EP_MAX_TOPK 32u
 #define EP_MAX_EXPERTS 1024u
@@ -211,6 +211,7 @@ typedef struct {
     uint64_t ticket; /* the host's number of the call; written last */
     uint32_t num_rows;
     int32_t status; /* EpCode */
+    uint64_t epoch; /* of the plan: how far the buffer has come, for the flight record */
 } EpPlanResult;
 
 /* Host memory of one communication buffer that workers write and the host polls. */

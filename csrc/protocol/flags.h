@@ -27,6 +27,12 @@ EP_FN uint64_t *ep_enter_word(const EpComm *c, uint32_t at_rank, uint32_t of_ran
     return EP_AT(uint64_t, c, at_rank, c->layout.enter_off) +
            ((epoch % (EP_FAULT(4) ? 1 : 2)) * c->shape.num_ranks + of_rank) * (EP_LINE / 8);
 }
+/* The newest operation that of_rank has entered, as far as it has told this rank: for the flight record. */
+EP_FN uint64_t ep_entered(const EpComm *c, uint32_t of_rank) {
+    uint64_t even = ep_ld_relaxed_sys_u64(ep_enter_word(c, c->my_rank, of_rank, 0));
+    uint64_t odd = ep_ld_relaxed_sys_u64(ep_enter_word(c, c->my_rank, of_rank, 1));
+    return even > odd ? even : odd;
+}
 EP_FN EpHeader *ep_header(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint64_t epoch) {
     return EP_AT(EpHeader, c, at_rank, c->layout.header_off) + (epoch % (EP_FAULT(4) ? 1 : 2)) * c->shape.num_ranks + of_rank;
 }

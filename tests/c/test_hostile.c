@@ -7,6 +7,8 @@
 #include <sys/wait.h>
 
 #include "harness.h"
+#include "record.h"
+#include "wire.h"
 
 extern char **environ;
 
@@ -172,6 +174,73 @@ bool test_hostile(void) {
         for (uint32_t j = 0; j < NUM_ROUTES; j++) case_free(&cases[j]);
         TRY(ok);
     }
+    return true;
+}
+
+/* A peer that speaks the wire itself, and whose notes for the flight record are garbage: a page comes of it. */
+typedef struct {
+    EpWorldConfig config;
+    EpWorld *world;
+    int code;
+} Honest;
+static void *honest_main(void *arg) {
+    Honest *h = (Honest *)arg;
+    h->code = ep_world_create(&h->config, &h->world);
+    return NULL;
+}
+
+static void garbage_notes(EpNotes *notes, Rng *rng) {
+    const uint64_t odd[] = {0, 1, 2, UINT64_MAX, UINT64_MAX - 1, 1ull << 63};
+    for (uint32_t i = 0; i < sizeof *notes / 4; i++) ((uint32_t *)notes)[i] = (uint32_t)rng_next(rng);
+    if (rng_below(rng, 2)) notes->num = rng_below(rng, EP_SENT_NOTES + 3);
+    for (uint32_t i = 0; i < EP_SENT_NOTES; i++) { /* some of it plausible */
+        EpNote *n = &notes->notes[i];
+        if (rng_below(rng, 2)) n->what = (uint8_t)rng_below(rng, EP_NUM_DIDS);
+        if (rng_below(rng, 2)) n->step = odd[rng_below(rng, 6)] - rng_below(rng, 12);
+        if (rng_below(rng, 4) == 0) n->end_ns = 0;
+    }
+}
+
+static bool notes_case(uint64_t seed) {
+    Honest honest = {.config = {.rank = 0, .num_ranks = 2, .timeout_s = long_timeout_s}};
+    EpWorldConfig hostile = {.rank = 1, .num_ranks = 2, .timeout_s = long_timeout_s, .listen_fd = -1};
+    Rank me = {.setup = NULL, .rank = 0};
+    Rng rng = {seed};
+    char page[EP_PAGE_BYTES];
+    unsigned char mine = 1, all[2];
+    int sockets[EP_MAX_RANKS];
+    pthread_t thread;
+    WANT(&me, 0, ep_world_listen(&honest.config.listen_fd, honest.config.names[0], honest.config.nonce));
+    memcpy(hostile.names, honest.config.names, sizeof hostile.names);
+    memcpy(hostile.nonce, honest.config.nonce, sizeof hostile.nonce);
+    if (pthread_create(&thread, NULL, honest_main, &honest)) abort();
+    int code = ep_wire_connect(&hostile, sockets, ep_now_ns() + 5000000000ull);
+    pthread_join(thread, NULL);
+    WANT(&me, 0, code);
+    WANT(&me, 0, honest.code);
+    EpFrame f = {.kind = EP_FRAME_EXCHANGE, .seq = 1, .rank = 1, .num_bytes = 1};
+    WANT(&me, 0, ep_wire_send(sockets[0], &f, -1, 0));
+    WANT(&me, 0, ep_world_exchange(honest.world, &mine, 1, all)); /* a note of its own, to be compared with */
+    f.kind = EP_FRAME_NOTES, f.num_bytes = sizeof(EpNotes);
+    for (uint32_t i = 0; i < 3; i++) {
+        garbage_notes((EpNotes *)(void *)f.bytes, &rng);
+        f.num_bytes = i == 1 ? rng_below(&rng, EP_EXCHANGE_BYTES) : sizeof(EpNotes);
+        f.rank = (uint32_t)rng_next(&rng);
+        WANT(&me, 0, ep_wire_send(sockets[0], &f, -1, 0));
+    }
+    const int codes[] = {EP_ETIMEOUT, EP_EPEERDIED, EP_ECORRUPT, EP_EMISMATCH};
+    f.kind = EP_FRAME_ABORT, f.code = rng_below(&rng, 4) ? codes[rng_below(&rng, 4)] : (int32_t)rng_next(&rng);
+    WANT(&me, 0, ep_wire_send(sockets[0], &f, -1, 0));
+    for (double until = seconds_now() + 5; ep_world_check(honest.world) == 0;) CHECK(&me, seconds_now() < until);
+    memset(page, 'x', sizeof page);
+    WANT(&me, 0, ep_world_flight_record(honest.world, page));
+    CHECK(&me, memchr(page, 0, sizeof page) && strncmp(page, "culprit: ", 9) == 0 && strstr(page, "exchange"));
+    close(sockets[0]);
+    ep_world_release(honest.world);
+    return true;
+}
+bool test_hostile_notes(void) {
+    for (uint32_t i = 0; i < scaled(200); i++) TRY(notes_case(test_seed * 1000 + i));
     return true;
 }
 

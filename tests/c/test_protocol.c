@@ -461,6 +461,7 @@ static const struct {
     {"exchange", test_exchange, false},
     {"short_rows", test_short_rows, false},
     {"hostile", test_hostile, true},
+    {"notes", test_hostile_notes, false},
     {"processes", test_processes, true},
     {"killed_process", test_killed_process, true},
     {"absent_process", test_absent_process, true},

@@ -1,0 +1,316 @@
+/* record.c - the ring of notes, and the page that is made of all ranks' notes; see record.h. */
+#include "record.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "error.h"
+#include "protocol/flags.h"
+
+/* ---- the ring ---- */
+
+typedef union {
+    EpNote note;
+    uint64_t word[6];
+} Words;
+enum { WORD_SEQ = 1, WORD_END = 4 };
+
+uint64_t ep_ring_begin(EpRing *ring, const EpNote *note) {
+    if (atomic_load_explicit(&ring->open, memory_order_relaxed)) return 0;
+    Words w = {*note};
+    uint64_t place = atomic_load_explicit(&ring->num, memory_order_relaxed) + 1;
+    uint64_t step = atomic_load_explicit(&ring->step, memory_order_relaxed) + (note->what < EP_DID_SIGNAL);
+    EpRingNote *to = &ring->notes[place % EP_RING_NOTES];
+    w.note.step = step, w.note.begin_ns = ep_now_ns(), w.note.end_ns = 0;
+    atomic_store_explicit(&to->place, 0, memory_order_relaxed);
+    /* release: whoever reads one of these words sees that the place is 0 or a later one. */
+    for (uint32_t i = 0; i < 6; i++) atomic_store_explicit(&to->word[i], w.word[i], memory_order_release);
+    atomic_store_explicit(&to->place, place, memory_order_release);
+    atomic_store_explicit(&ring->step, step, memory_order_relaxed);
+    atomic_store_explicit(&ring->open, place, memory_order_relaxed);
+    atomic_store_explicit(&ring->num, place, memory_order_release);
+    return place;
+}
+
+void ep_ring_end(EpRing *ring, uint64_t note) {
+    if (note == 0) return;
+    atomic_store_explicit(&ring->notes[note % EP_RING_NOTES].word[WORD_END], ep_now_ns(), memory_order_release);
+    atomic_store_explicit(&ring->open, 0, memory_order_relaxed);
+}
+
+bool ep_ring_exchange(EpRing *ring, uint64_t seq) {
+    uint64_t open = atomic_load_explicit(&ring->open, memory_order_relaxed);
+    if (open) atomic_store_explicit(&ring->notes[open % EP_RING_NOTES].word[WORD_SEQ], seq, memory_order_release);
+    return open != 0;
+}
+
+void ep_ring_newest(EpRing *ring, EpNotes *out) {
+    uint64_t num = atomic_load_explicit(&ring->num, memory_order_acquire);
+    memset(out, 0, sizeof *out);
+    for (uint64_t place = num > EP_SENT_NOTES ? num - EP_SENT_NOTES + 1 : 1; place <= num; place++) {
+        EpRingNote *from = &ring->notes[place % EP_RING_NOTES];
+        Words w;
+        bool same = atomic_load_explicit(&from->place, memory_order_acquire) == place;
+        for (uint32_t i = 0; i < 6; i++) w.word[i] = atomic_load_explicit(&from->word[i], memory_order_acquire);
+        if (same && atomic_load_explicit(&from->place, memory_order_relaxed) == place) out->notes[out->num++] = w.note;
+    }
+}
+
+/* ---- words ---- */
+
+typedef struct {
+    char *at, *end;
+} Out;
+
+__attribute__((format(printf, 2, 3))) static void put(Out *o, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(o->at, (size_t)(o->end - o->at), format, args);
+    va_end(args);
+    if (n > 0) o->at = n < o->end - o->at ? o->at + n : o->end - 1;
+}
+
+static const char *did_name(uint32_t what) {
+    static const char *const names[] = {
+#define X(name, text) text,
+        EP_DIDS(X)
+#undef X
+    };
+    return names[what < EP_NUM_DIDS ? what : 0];
+}
+static bool is_layers(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what <= EP_DID_BARRIER; }
+static bool is_counted(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what < EP_DID_SIGNAL; }
+
+/* Milliseconds from a time to the end of the world. */
+static double before_end(const EpRecord *r, uint64_t ns) { return ((double)r->end_ns - (double)ns) / 1e6; }
+
+static void put_note(Out *o, const EpRecord *r, const EpNote *n) {
+    unsigned long long seq = n->seq, size = n->size;
+    put(o, "%s", did_name(n->what));
+    if (is_layers(n)) put(o, " #%llu of layer %u buffer %u", seq, n->of, n->buffer);
+    else if (n->what == EP_DID_HEAP_BARRIER) put(o, " #%llu of heap %u", seq, n->of);
+    else if (n->what == EP_DID_EXCHANGE) put(o, " #%llu", seq);
+    if (n->what == EP_DID_PLAN || n->what == EP_DID_DISPATCH || n->what == EP_DID_COMBINE) put(o, ", T %llu", size);
+    if (n->what == EP_DID_EXCHANGE || n->what == EP_DID_ALLOC || n->what == EP_DID_HEAP_CREATE) put(o, " of %llu bytes", size);
+    if (is_counted(n) && n->what > EP_DID_EXCHANGE) put(o, " (exchange #%llu)", seq);
+    if (n->code) put(o, ", refused here (%s)", ep_error_name(n->code));
+    if (n->end_ns == 0) put(o, ": in flight for %.1f ms", before_end(r, n->begin_ns));
+    else put(o, ": %s %.1f ms before the end", n->on_stream ? "enqueued" : "over", before_end(r, n->end_ns));
+}
+
+static uint32_t num_notes(const EpRankNotes *k) { return k->has_notes ? k->notes.num < EP_SENT_NOTES ? k->notes.num : EP_SENT_NOTES : 0; }
+static const EpNote *last_note(const EpRankNotes *k) { return num_notes(k) ? &k->notes.notes[num_notes(k) - 1] : NULL; }
+static uint64_t step_of(const EpRankNotes *k) { return num_notes(k) ? last_note(k)->step : 0; }
+static const EpNote *note_at(const EpRankNotes *k, uint64_t step) {
+    for (uint32_t i = num_notes(k); i-- > 0;)
+        if (k->notes.notes[i].step == step && is_counted(&k->notes.notes[i])) return &k->notes.notes[i];
+    return NULL;
+}
+
+/* ---- who is it ---- */
+
+/* The newest operation that rank w has entered for certain, from what it wrote into this rank's memory.  A
+ * plan that a GPU has finished was entered by all; more than that it does not tell without a CUDA call. */
+static const EpNote *last_known(const EpRecord *r, uint32_t w) {
+    const EpNote *best = NULL;
+    for (uint32_t i = 0; i < r->num_buffers; i++) {
+        const EpCommBuffer *b = r->buffers[i];
+        if (!b) continue;
+        uint64_t epoch = b->on_stream ? ep_ld_relaxed_sys_u64(&b->comm.host->plan.epoch) : ep_entered(&b->comm, w);
+        for (uint32_t k = 0; k < r->num_ranks; k++)
+            for (uint32_t j = 0; j < num_notes(&r->ranks[k]); j++) {
+                const EpNote *n = &r->ranks[k].notes.notes[j];
+                bool here = b->is_heaps ? n->what == EP_DID_HEAP_BARRIER : is_layers(n) && n->buffer == b->buffer;
+                if (here && n->of == b->of && n->seq == epoch && (!best || n->step > best->step)) best = n;
+            }
+    }
+    return best;
+}
+
+static bool are_alike(const EpNote *a, const EpNote *b) {
+    return a->what == b->what && a->of == b->of && a->buffer == b->buffer && (a->what != EP_DID_EXCHANGE || a->size == b->size);
+}
+
+/* The first step at which ranks do different things: bits of those who do what fewer ranks do, and the
+ * bits of all who are known to be there.  0: none. */
+static uint32_t out_of_order(const EpRecord *r, uint64_t *step, uint32_t *all) {
+    uint32_t odd = 0;
+    *step = UINT64_MAX;
+    for (uint32_t a = 0; a < r->num_ranks; a++)
+        for (uint32_t i = 0; i < num_notes(&r->ranks[a]); i++) {
+            const EpNote *n = &r->ranks[a].notes.notes[i];
+            uint32_t same = 0, there = 0;
+            for (uint32_t b = 0; b < r->num_ranks; b++) {
+                const EpNote *m = note_at(&r->ranks[b], n->step);
+                if (m) there |= 1u << b, same |= (uint32_t)are_alike(n, m) << b;
+            }
+            if (!is_counted(n) || same == there || n->step > *step) continue;
+            if (n->step < *step || __builtin_popcount(same) < __builtin_popcount(odd)) odd = same;
+            *step = n->step, *all = there;
+        }
+    return odd;
+}
+
+static void put_ranks(Out *o, const char *before, uint32_t bits) {
+    put(o, "%srank%s", before, bits & (bits - 1) ? "s" : "");
+    for (const char *comma = " "; bits; bits &= bits - 1, comma = ", ") put(o, "%s%d", comma, __builtin_ctz(bits));
+}
+
+static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
+    const EpNote *n = last_known(r, w);
+    put(o, "; last known: ");
+    if (n) put(o, "%s #%llu of %s %u", did_name(n->what), (unsigned long long)n->seq, is_layers(n) ? "layer" : "heap", n->of);
+    if (n && is_layers(n)) put(o, " buffer %u", n->buffer);
+    if (r->ranks[w].heard_ns)
+        put(o, "%sexchange #%llu, heard %.1f ms before the end", n ? ", " : "", (unsigned long long)r->ranks[w].heard_seq,
+            before_end(r, r->ranks[w].heard_ns));
+    else if (!n) put(o, "nothing");
+}
+
+/* One line.  In this order: who is dead or sends nonsense, who does not answer, who does something else than
+ * the others, who is behind; and where nobody stands out, whom the first wait to fail waited for. */
+static void put_culprit(Out *o, const EpRecord *r) {
+    uint32_t silent = 0, behind = 0, all = 0, odd;
+    uint64_t most = 0, step;
+    if (!r->end_code) {
+        put(o, "culprit: none, the world has not ended\n");
+        return;
+    }
+    for (uint32_t w = 0; w < r->num_ranks; w++) {
+        if (!r->ranks[w].has_notes) silent |= 1u << w;
+        most = ep_max_u64(most, step_of(&r->ranks[w]));
+    }
+    for (uint32_t w = 0; w < r->num_ranks; w++)
+        if (r->ranks[w].has_notes && step_of(&r->ranks[w]) < most) behind |= 1u << w;
+    odd = out_of_order(r, &step, &all);
+    put(o, "culprit: ");
+    if (r->end_code == EP_EPEERDIED || r->end_code == EP_ECORRUPT) {
+        put(o, "rank %u %s, seen %.1f ms before this record", r->end_rank,
+            r->end_code == EP_ECORRUPT ? "sent what makes no sense" : "is gone", ((double)ep_now_ns() - (double)r->end_ns) / 1e6);
+        put_last_known(o, r, r->end_rank);
+    } else if (silent) {
+        put_ranks(o, "", silent);
+        put(o, "%s", r->ranks[__builtin_ctz(silent)].is_gone ? " left before the others" : " did not answer: stopped, or out of time");
+        put_last_known(o, r, (uint32_t)__builtin_ctz(silent));
+    } else if (odd) {
+        uint32_t one = (uint32_t)__builtin_ctz(odd), other = (uint32_t)__builtin_ctz(all & ~odd);
+        put_ranks(o, "", odd);
+        put(o, " called %s as operation %llu, where ", did_name(note_at(&r->ranks[one], step)->what), (unsigned long long)step);
+        put_ranks(o, "", all & ~odd);
+        put(o, " called %s", did_name(note_at(&r->ranks[other], step)->what));
+        if (2 * __builtin_popcount(odd) == __builtin_popcount(all)) put(o, " (as many ranks did the one as the other)");
+    } else if (behind) {
+        const EpNote *n = last_note(&r->ranks[__builtin_ctz(behind)]);
+        put_ranks(o, "", behind);
+        put(o, " did not come to operation %llu; last: ", (unsigned long long)most);
+        if (n) put_note(o, r, n);
+        else put(o, "nothing");
+    } else {
+        put(o, "rank %u, for which a wait was in vain; all ranks have entered the same operations", r->end_rank);
+    }
+    put(o, "\n");
+}
+
+/* ---- the page ---- */
+
+static void put_ranks_table(Out *o, const EpRecord *r) {
+    uint64_t most = 0;
+    for (uint32_t w = 0; w < r->num_ranks; w++) most = ep_max_u64(most, step_of(&r->ranks[w]));
+    put(o, "\nrank  operations  behind  the last one\n");
+    for (uint32_t w = 0; w < r->num_ranks; w++) {
+        const EpRankNotes *k = &r->ranks[w];
+        const EpNote *n = last_note(k);
+        if (k->has_notes) put(o, "%4u  %10llu  %6llu  ", w, (unsigned long long)step_of(k), (unsigned long long)(most - step_of(k)));
+        else put(o, "%4u  %10s  %6s  %s", w, "?", "?", k->is_gone ? "gone" : "no answer");
+        if (n) put_note(o, r, n);
+        else if (k->has_notes) put(o, "nothing");
+        else put_last_known(o, r, w);
+        put(o, "\n");
+    }
+}
+
+/* A row for each of the newest operations, a column for each rank: what stands in a row should be alike. */
+static void put_steps_table(Out *o, const EpRecord *r) {
+    uint64_t first = UINT64_MAX, last = 0;
+    for (uint32_t w = 0; w < r->num_ranks; w++)
+        for (uint32_t i = 0; i < num_notes(&r->ranks[w]); i++) {
+            uint64_t step = r->ranks[w].notes.notes[i].step;
+            if (step < first) first = step;
+            last = ep_max_u64(last, step);
+        }
+    if (last - first >= EP_SENT_NOTES && first < last) first = last - EP_SENT_NOTES + 1;
+    put(o, "\noperation");
+    for (uint32_t w = 0; w < r->num_ranks; w++) put(o, "  rank %-*u", w + 1 < r->num_ranks ? 11 : 1, w);
+    put(o, "\n");
+    for (uint64_t step = first; first <= last && step - first < EP_SENT_NOTES && step <= last; step++) {
+        put(o, "%9llu", (unsigned long long)step);
+        for (uint32_t w = 0; w < r->num_ranks; w++) {
+            const EpNote *n = note_at(&r->ranks[w], step);
+            char cell[32] = "-";
+            if (n && is_layers(n)) snprintf(cell, sizeof cell, "%s %u.%u%s", did_name(n->what), n->of, n->buffer, n->end_ns ? "" : " *");
+            else if (n) snprintf(cell, sizeof cell, "%s%s", did_name(n->what), n->end_ns ? "" : " *");
+            put(o, "  %-*.16s", w + 1 < r->num_ranks ? 16 : 1, cell);
+        }
+        put(o, "\n");
+    }
+    put(o, "(* in flight; layer.buffer)\n");
+}
+
+/* How far the buffers have come: epochs that each rank has entered, where they are not all the same. */
+static void put_buffers(Out *o, const EpRecord *r) {
+    for (uint32_t i = 0, shown = 0; i < r->num_buffers && shown < 6; i++) {
+        const EpCommBuffer *b = r->buffers[i];
+        if (!b) continue;
+        uint64_t least = UINT64_MAX, most = 0;
+        char name[48];
+        snprintf(name, sizeof name, b->is_heaps ? "heap %u" : "layer %u buffer %u", b->of, b->buffer);
+        const EpFaultRecord *f = &b->comm.host->fault;
+        if (ep_ld_acquire_sys_u64(&f->state) && f->code == EP_ETIMEOUT) /* now stays as it is */
+            put(o, "%s: a wait for rank %u in epoch %llu wanted %llu and saw %llu\n", name, f->peer, (unsigned long long)f->epoch,
+                (unsigned long long)f->want, (unsigned long long)f->got);
+        if (b->on_stream) {
+            uint64_t epoch = ep_ld_relaxed_sys_u64(&b->comm.host->plan.epoch);
+            if (epoch) put(o, "%s: the GPU's newest finished plan is #%llu\n", name, (unsigned long long)epoch), shown++;
+            continue;
+        }
+        for (uint32_t w = 0; w < r->num_ranks; w++) {
+            uint64_t epoch = ep_entered(&b->comm, w);
+            if (epoch < least) least = epoch;
+            most = ep_max_u64(most, epoch);
+        }
+        if (least == most) continue;
+        put(o, "%s: entered by rank", name), shown++;
+        for (uint32_t w = 0; w < r->num_ranks; w++) put(o, "%s %u: #%llu", w ? "," : "", w, (unsigned long long)ep_entered(&b->comm, w));
+        put(o, "\n");
+    }
+}
+
+void ep_record_page(const EpRecord *r, char page[EP_PAGE_BYTES]) {
+    Out o = {page, page + EP_PAGE_BYTES};
+    time_t now = time(NULL);
+    struct tm t;
+    char when[32] = "";
+    if (gmtime_r(&now, &t)) strftime(when, sizeof when, "%Y-%m-%d %H:%M:%S UTC", &t);
+    put_culprit(&o, r);
+    if (r->end_code) put(&o, "ended:   %s: %s\n", ep_error_name(r->end_code), r->end_text);
+    put(&o, "written: by rank %u of %u, process %d, %s\n", r->rank, r->num_ranks, (int)getpid(), when);
+    put_ranks_table(&o, r);
+    put_buffers(&o, r);
+    put_steps_table(&o, r);
+}
+
+void ep_record_write(const char *folder, uint32_t rank, char page[EP_PAGE_BYTES]) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/epmoe-rank%u-pid%d.txt", folder, rank, (int)getpid());
+    FILE *file = fopen(path, "ae"); /* a process may see several worlds end */
+    bool ok = file && fputs(page, file) >= 0 && fputs("\n", file) >= 0;
+    int e = errno;
+    if (file && fclose(file)) ok = false, e = errno;
+    if (ok) return;
+    size_t n = strlen(page);
+    snprintf(page + n, EP_PAGE_BYTES - n, "could not be written to %s: %s\n", path, strerror(e));
+}

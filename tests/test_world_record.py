@@ -1,0 +1,144 @@
+"""The flight record: whoever ends a world, the page of every survivor names the right rank in its first line."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import epmoe
+from cases import Case, indices_of, inputs_of, make_layer, process_ranks
+
+pytestmark = pytest.mark.cpu_only
+CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
+CULPRIT = 2
+
+
+def _step(layer):
+    x, weight = inputs_of(CASE, layer.rank, layer.world_size)
+    rows, row_weight, layout = layer.dispatch(x, indices_of(CASE, layer.rank, layer.world_size), weight)
+    layer.combine(rows, layout, row_weight)
+
+
+def _malloc(layer):
+    layer.heap.malloc_symmetric((4,))
+
+
+WAYS = {
+    "killed": lambda layer: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda layer: os.kill(os.getpid(), signal.SIGSTOP),
+    "late": lambda layer: time.sleep(2.5),
+    "other order": _malloc,
+    "exchange": lambda layer: layer.world.exchange(b"12"),
+    "left": lambda layer: layer.world._leave(False),
+}
+
+
+def _end(rank, world_size, way, folder):
+    """The page and the error of each rank of a world that CULPRIT ends."""
+    if folder:
+        os.environ["EPMOE_FLIGHT_RECORD"] = folder
+    os.chdir(os.environ.get("EPMOE_FLIGHT_RECORD", os.getcwd()))
+    world = epmoe.World(timeout_s=20)
+    layer = make_layer(world, "cpu", CASE)
+    pids = [int.from_bytes(b, "little") for b in world.exchange(os.getpid().to_bytes(4, "little"))]
+    for _ in range(5):
+        _step(layer)
+    world.set_timeout(1.0)
+    error = None
+    if rank == 0 and way == "stopped":
+        threading.Timer(3.0, os.kill, (pids[CULPRIT], signal.SIGCONT)).start()
+    try:
+        if rank == CULPRIT:
+            WAYS[way](layer)
+        if way == "exchange":
+            world.exchange(b"1")
+        while True:
+            _step(layer)
+    except epmoe.EpError as e:
+        error = type(e).__name__
+    start = time.monotonic()
+    page = world.flight_record()
+    seconds = time.monotonic() - start
+    path = folder and os.path.join(folder, f"epmoe-rank{rank}-pid{os.getpid()}.txt")
+    written = path and os.path.exists(path) and open(path).read()
+    world._leave(False)
+    return error, page, seconds, written, world.flight_record()
+
+
+SAYS = {
+    "killed": ("PeerDied", "rank 2 is gone", "last known: combine #15 of layer 0 buffer 0"),
+    "stopped": ("EpTimeout", "rank 2 did not answer", "last known: combine #15 of layer 0 buffer 0"),
+    "late": ("EpTimeout", "rank 2 did not come to operation", "last: combine #15 of layer 0 buffer 0, T 40: over"),
+    "other order": ("EpTimeout", "rank 2 called allocation", "where ranks 0, 1, 3 called plan"),
+    "exchange": ("EpMismatch", "rank 2 called exchange", "where ranks 0, 1, 3 called exchange"),
+    "left": ("EpTimeout", "rank 2 left before the others", "last known: combine #15 of layer 0 buffer 0"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_world_record_names_the_culprit(tmp_path, way):
+    """On every rank that lives to tell it, the culprit included; and the file says the same."""
+    results = process_ranks(_end, 4, way, str(tmp_path), may_die=(CULPRIT,) if way == "killed" else ())
+    kind, who, more = SAYS[way]
+    for rank, result in enumerate(results):
+        if result is None or (way == "left" and rank == CULPRIT):
+            assert rank == CULPRIT
+            continue
+        error, page, seconds, written, again = result
+        first, ended, by = page.splitlines()[:3]
+        # The one that was stopped finds the others' notes when it comes back: they are ahead of it.
+        back = way == "stopped" and rank == CULPRIT
+        assert error == kind and first.startswith(f"culprit: {SAYS['late'][1] if back else who}"), f"rank {rank}: {error}\n{page}"
+        assert back or more in first, f"rank {rank}: {first}"
+        assert ended.startswith(f"ended:   {kind}: ") and f"by rank {rank} of 4, process " in by, page
+        assert len(page.splitlines()) < 50 and max(map(len, page.splitlines())) < 200 and len(page) < 8000, page
+        assert f"layer 0 buffer 0: entered by rank 0: #16, 1: #16, 2: #15, 3: #16" in page or way == "exchange", page
+        assert seconds < 1 and again == page
+        assert written == page + "\n", f"rank {rank}"
+    names = [n.split("-pid")[0] for n in sorted(os.listdir(tmp_path))]
+    assert names == [f"epmoe-rank{r}" for r in range(4) if way not in ("killed", "left") or r != CULPRIT]
+
+
+def test_world_record_writes_nothing_unasked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("EPMOE_FLIGHT_RECORD", raising=False)
+    results = process_ranks(_end, 4, "killed", None, may_die=(CULPRIT,))
+    assert all("culprit: rank 2" in r[1] for r in results if r) and os.listdir(tmp_path) == []
+
+
+def _folder_that_is_none(rank, world_size, folder):
+    os.environ["EPMOE_FLIGHT_RECORD"] = os.path.join(folder, "none")
+    world = epmoe.World(timeout_s=0.3)
+    if rank == 0:
+        with pytest.raises(epmoe.EpTimeout):
+            world.exchange(b"")
+    else:
+        time.sleep(1)
+    return world.flight_record()
+
+
+def test_world_record_says_that_it_could_not_be_written(tmp_path):
+    for page in process_ranks(_folder_that_is_none, 2, str(tmp_path)):
+        assert "could not be written to" in page.splitlines()[-1] and "none/epmoe-rank" in page.splitlines()[-1]
+    assert os.listdir(tmp_path) == []
+
+
+def test_world_record_of_a_world_that_lives(ranks):
+    def body(world, device):
+        heap = epmoe.SymmetricHeap(world, 1 << 16, device)
+        words = heap.malloc_symmetric((2,), torch.int64)
+        heap.signal(words, 0, 1, world.rank)
+        heap.wait(words, 0, 1)
+        heap.barrier()
+        page = world.flight_record()
+        heap.close()
+        return page
+
+    for rank, page in enumerate(ranks(body, world_size=2)):
+        lines = page.splitlines()
+        assert lines[0] == "culprit: none, the world has not ended"
+        last = next(line for line in lines if line.split()[:1] == [str(rank)])
+        assert last.split()[1:3] == ["3", "0"] and "heap barrier #1 of heap 0: over" in last, page
