@@ -9,18 +9,11 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "allocator.h"
 #include "backend.h"
 #include "error.h"
 #include "protocol/flags.h"
 #include "world.h"
-
-#define MAX_BLOCKS 1024u
-#define HEAP_ALIGN 256u /* of every block; larger alignments are cut from within */
-
-typedef struct {
-    uint64_t off, num_bytes;
-    bool used;
-} Block;
 
 /* A rank's memory.  Ranks that are threads reach each other's by the same addresses, so it is counted:
  * the last heap over it gives it back. */
@@ -72,9 +65,7 @@ struct EpHeap {
     uint64_t num_bytes;
     void *base[EP_MAX_RANKS];
     Memory *memory[EP_MAX_RANKS]; /* mine; and, of threads, the peers' */
-    uint32_t num_blocks;
-    Block blocks[MAX_BLOCKS];
-    uint64_t used_bytes, peak_bytes;
+    EpAllocator allocator;
     EpCommBuffer control; /* barrier, and the faults of wait */
     bool has_control;
 };
@@ -174,7 +165,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
         mine.code = ep_error(EP_EINVAL, "a heap of %llu bytes", (unsigned long long)num_bytes);
     else if (kind == EP_CUDA && ep_world_is_threads(world)) mine.code = ep_error(EP_EINVAL, "ranks that are threads share CPU heaps only");
     /* The control region comes on top of what the caller asked for. */
-    h->num_bytes = ep_align_u64(num_bytes, HEAP_ALIGN) + (64u << 10);
+    h->num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN) + (64u << 10);
     if (!mine.code) mine.code = h->backend->heap_open(device, h->num_bytes, &h->base[me], &mine.card, &fd);
     h->memory[me] = add_memory(h->base[me]);
     if (!mine.code && !h->memory[me]) mine.code = ep_error(EP_ENOMEM, "no memory for a heap");
@@ -189,12 +180,12 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     EP_TRY_GOTO(code, judge_offers(all, W, me), fail);
     EP_TRY_GOTO(code, h->backend->preload(device), fail);
     EP_TRY_GOTO(code, self_test(h), fail);
-    h->blocks[0] = (Block){0, h->num_bytes, false}, h->num_blocks = 1;
+    ep_allocator_open(&h->allocator, h->num_bytes);
     EpShape shape = {.num_ranks = W, .num_experts = W, .num_topk = 1};
     h->control.is_heaps = true, h->control.of = ep_world_number_heap(world);
     EP_TRY_GOTO(code, ep_comm_open(h, &shape, &h->control), fail);
     h->has_control = true;
-    h->used_bytes = h->peak_bytes = 0; /* statistics are of what the caller allocates */
+    ep_allocator_keep(&h->allocator); /* statistics are of what the caller allocates */
     if (fd >= 0) close(fd);
     *out = h;
     return 0;
@@ -244,49 +235,7 @@ int ep_heap_close(EpHeap *h) {
     return code;
 }
 
-/* ---- the allocator: first fit over a list of blocks in address order ---- */
-
-static int insert_block(EpHeap *h, uint32_t at, Block b) {
-    if (h->num_blocks == MAX_BLOCKS) return ep_error(EP_ENOMEM, "a heap holds at most %u allocations", MAX_BLOCKS / 2);
-    memmove(&h->blocks[at + 1], &h->blocks[at], (h->num_blocks - at) * sizeof(Block));
-    h->blocks[at] = b;
-    h->num_blocks++;
-    return 0;
-}
-
-static int take_block(EpHeap *h, uint64_t num_bytes, uint64_t alignment, uint64_t *off) {
-    if (h->num_blocks + 2 > MAX_BLOCKS) return ep_error(EP_ENOMEM, "a heap holds at most %u allocations", MAX_BLOCKS / 2);
-    for (uint32_t i = 0; i < h->num_blocks; i++) {
-        Block b = h->blocks[i];
-        uint64_t at = ep_align_u64(b.off, alignment), end = b.off + b.num_bytes;
-        if (b.used || at > end || end - at < num_bytes) continue;
-        if (at > b.off) insert_block(h, i++, (Block){b.off, at - b.off, false});
-        h->blocks[i] = (Block){at, num_bytes, true};
-        if (end > at + num_bytes) insert_block(h, i + 1, (Block){at + num_bytes, end - at - num_bytes, false});
-        *off = at;
-        return 0;
-    }
-    EpHeapStats s;
-    ep_heap_stats(h, &s);
-    return ep_error(EP_ENOMEM, "symmetric heap exhausted: needs %llu bytes, %llu free (largest block %llu) of %llu",
-                    (unsigned long long)num_bytes, (unsigned long long)s.free_bytes, (unsigned long long)s.largest_free_bytes,
-                    (unsigned long long)s.total_bytes);
-}
-
-static int find_block(const EpHeap *h, uint64_t off, uint32_t *at) {
-    for (*at = 0; *at < h->num_blocks; (*at)++)
-        if (h->blocks[*at].off == off && h->blocks[*at].used && !(h->has_control && off == h->control.off)) return 0;
-    return ep_error(EP_EINVAL, "nothing is allocated at this place of the heap");
-}
-
-static void merge_free(EpHeap *h) {
-    uint32_t n = 0;
-    for (uint32_t i = 0; i < h->num_blocks; i++) {
-        if (n && !h->blocks[n - 1].used && !h->blocks[i].used) h->blocks[n - 1].num_bytes += h->blocks[i].num_bytes;
-        else h->blocks[n++] = h->blocks[i];
-    }
-    h->num_blocks = n;
-}
+/* ---- allocating, all ranks alike ---- */
 
 /* What a rank says of a call on the heap: all must say the same. */
 typedef struct {
@@ -324,11 +273,8 @@ static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, 
     if (status && code == EP_EPEER) return ep_error(status, "%s", why); /* this rank knows better what was wrong */
     EP_TRY(code);
     *off = 0;
-    if (num_bytes == 0) return 0;                                                   /* nothing, but agreed upon */
-    if (num_bytes <= h->num_bytes) num_bytes = ep_align_u64(num_bytes, HEAP_ALIGN); /* more cannot be had, and must not wrap */
-    EP_TRY(take_block(h, num_bytes, alignment < HEAP_ALIGN ? HEAP_ALIGN : alignment, off));
-    h->used_bytes += num_bytes;
-    if (h->used_bytes > h->peak_bytes) h->peak_bytes = h->used_bytes;
+    if (num_bytes == 0) return 0; /* nothing, but agreed upon */
+    EP_TRY(ep_allocator_take(&h->allocator, num_bytes, alignment, off));
     EP_TRY(h->backend->zero(h->device, (unsigned char *)h->base[ep_world_rank(h->world)] + *off, num_bytes, NULL));
     EP_TRY(h->backend->sync(h->device, NULL, h->world));
     return ep_world_exchange(h->world, &none, 1, nones); /* no peer writes before all have zeroed */
@@ -343,16 +289,12 @@ int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status,
 }
 
 static int release(EpHeap *h, uint64_t off) {
-    uint32_t i;
-    int status = find_block(h, off, &i);
+    int status = ep_allocator_check(&h->allocator, off);
     Call mine = {CALL_FREE, off, 0, status};
     int code = agree(h, &mine);
-    if (status && code == EP_EPEER) return find_block(h, off, &i);
+    if (status && code == EP_EPEER) return ep_allocator_check(&h->allocator, off); /* this rank knows better */
     EP_TRY(code);
-    h->used_bytes -= h->blocks[i].num_bytes;
-    h->blocks[i].used = false;
-    merge_free(h);
-    return 0;
+    return ep_allocator_give_back(&h->allocator, off);
 }
 
 int ep_heap_free(EpHeap *h, uint64_t off) {
@@ -362,19 +304,7 @@ int ep_heap_free(EpHeap *h, uint64_t off) {
     return code;
 }
 
-void ep_heap_stats(EpHeap *h, EpHeapStats *s) {
-    memset(s, 0, sizeof *s);
-    s->total_bytes = h->num_bytes, s->used_bytes = h->used_bytes, s->peak_bytes = h->peak_bytes;
-    for (uint32_t i = 0; i < h->num_blocks; i++) {
-        if (h->blocks[i].used) {
-            s->num_allocations++;
-            continue;
-        }
-        s->free_bytes += h->blocks[i].num_bytes;
-        s->largest_free_bytes = ep_max_u64(s->largest_free_bytes, h->blocks[i].num_bytes);
-    }
-    if (h->has_control) s->num_allocations--, s->total_bytes = s->used_bytes + s->free_bytes;
-}
+void ep_heap_stats(EpHeap *h, EpHeapStats *s) { ep_allocator_stats(&h->allocator, s); }
 
 /* ---- translate, put, get, signal, wait ---- */
 

@@ -1,4 +1,5 @@
 /* test_heap.c - the symmetric heap: the allocator, data and signals between ranks, and what comes after close. */
+#include "allocator.h"
 #include "harness.h"
 
 static bool heap_alloc_body(Rank *me, void *arg) {
@@ -72,6 +73,50 @@ static bool heap_alloc_body(Rank *me, void *arg) {
 bool test_heap_alloc(void) {
     Setup setup = {.num_ranks = 3, .heap_bytes = 256 << 10};
     return run_team(&setup, heap_alloc_body, NULL);
+}
+
+/* The allocator by itself, against a map of who has which unit of 256 bytes. */
+bool test_allocator(void) {
+    enum { UNITS = 400, KEPT = 3 };
+    static EpAllocator a;
+    unsigned char owner[UNITS] = {0}; /* 0: nobody */
+    uint64_t kept, off, offs[40] = {0}, units[40] = {0};
+    Rng rng = {test_seed};
+    EpHeapStats s;
+    Rank *me = NULL;
+    ep_allocator_open(&a, UNITS * 256ull);
+    WANT(me, 0, ep_allocator_take(&a, KEPT * 256, 1, &kept));
+    ep_allocator_keep(&a);
+    WANT(me, EP_EINVAL, ep_allocator_give_back(&a, kept));
+    memset(owner, 255, KEPT);
+    for (uint32_t i = 0; i < 4000; i++) {
+        uint32_t j = rng_below(&rng, 40), longest = 0, run = 0, free_units = 0;
+        if (units[j]) {
+            WANT(me, 0, ep_allocator_give_back(&a, offs[j]));
+            WANT(me, EP_EINVAL, ep_allocator_check(&a, offs[j]));
+            memset(owner + offs[j] / 256, 0, units[j]);
+            units[j] = 0;
+        } else {
+            uint64_t n = 1 + rng_below(&rng, 24), align = 1 + rng_below(&rng, 8), bytes = n * 256 - rng_below(&rng, 256);
+            while (align & (align - 1)) align--;
+            int64_t want = -1; /* the first place where it fits */
+            for (uint64_t at = 0; at + n <= UNITS && want < 0; at += align)
+                if (all_bytes_are(owner + at, n, 0)) want = (int64_t)at * 256;
+            WANT(me, want < 0 ? EP_ENOMEM : 0, ep_allocator_take(&a, bytes, align * 256, &off));
+            if (want < 0) continue;
+            CHECK(me, off == (uint64_t)want);
+            offs[j] = off, units[j] = n;
+            memset(owner + off / 256, (int)(1 + j), n);
+        }
+        for (uint32_t u = 0; u < UNITS; u++) {
+            run = owner[u] ? 0 : run + 1, free_units += !owner[u];
+            if (run > longest) longest = run;
+        }
+        ep_allocator_stats(&a, &s);
+        CHECK(me, s.free_bytes == free_units * 256ull && s.largest_free_bytes == longest * 256ull);
+        CHECK(me, s.total_bytes == (UNITS - KEPT) * 256ull && s.used_bytes == s.total_bytes - s.free_bytes);
+    }
+    return true;
 }
 
 /* A size that no rounding may turn into a small one. */

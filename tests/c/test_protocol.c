@@ -442,6 +442,7 @@ static const struct {
     {"full_scatter", test_scatter, false},
     {"epochs", test_epochs, false},
     {"heap_alloc", test_heap_alloc, false},
+    {"allocator", test_allocator, false},
     {"heap_huge", test_heap_huge, false},
     {"heap_layer", test_heap_layer, false},
     {"heap_words", test_heap_words, false},

@@ -1,0 +1,178 @@
+/* cpu_plan.c - the routing plan in plain C; see cpu_ops.h.  It is small, and one worker makes it. */
+#include <string.h>
+
+#include "cpu_ops.h"
+
+/* What is wrong with my indices: 0, or 1 + the lowest bad position. */
+static uint32_t count_choices(const EpPlanParams *p, uint32_t *cells) {
+    const EpShape *s = &p->comm.shape;
+    int32_t *expert = p->plan + p->layout.token_expert_off;
+    uint32_t bad = 0, L = ep_num_local_experts(s), K = s->num_topk;
+    for (uint32_t t = 0; t < p->num_tokens; t++) {
+        uint32_t seen = 0;
+        for (uint32_t k = 0; k < K; k++) {
+            uint64_t i = (uint64_t)t * K + k;
+            int32_t e = ep_read_expert(p->exp_indices, p->index_bytes, i, s->num_experts);
+            if (e == -2 && bad == 0) bad = (uint32_t)i + 1;
+            expert[i] = e < 0 ? -1 : e;
+            if (e < 0) continue;
+            cells[e]++;
+            if (!(seen >> (uint32_t)e / L & 1u)) cells[s->num_experts + (uint32_t)e / L]++;
+            seen |= 1u << (uint32_t)e / L;
+        }
+    }
+    return bad;
+}
+
+/* The first wrong thing that all ranks told each other, in rank order. */
+static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const uint32_t *bad, uint64_t epoch) {
+    const EpShape *s = &p->comm.shape;
+    EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_INDEX, 0, 0, epoch, 0, 0};
+    uint32_t L = ep_num_local_experts(s);
+    for (uint32_t w = 0; w < s->num_ranks && !f.code; w++) {
+        if (bad[w] == EP_BAD_SCATTER) f.code = EP_EINVAL, f.word = EP_WORD_SCATTER, f.peer = w;
+        else if (bad[w]) f.code = EP_EINDEX, f.peer = w, f.got = bad[w] - 1, f.want = s->num_experts;
+    }
+    for (uint32_t w = 0; w < s->num_ranks; w++) {
+        uint64_t rows = 0;
+        for (uint32_t e = w * L; e < (w + 1) * L; e++) rows += ep_expert_rows(s, counts, e);
+        if (rows > s->capacity && !f.code) {
+            f.code = EP_EOVERFLOW, f.word = EP_WORD_ROWS, f.peer = w, f.want = s->capacity, f.got = rows;
+        }
+        p->plan[EP_HEAD_RANK_ROWS + w] = (int32_t)(rows < s->capacity ? rows : s->capacity);
+    }
+    if (f.code) ep_fault(&p->comm, &f);
+    return f.code;
+}
+
+/* Tell all ranks my cells, wait for theirs.  False: the operation is void. */
+static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, uint32_t *bad, uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    const EpShape *s = &c->shape;
+    uint32_t num_cells = c->layout.num_count_cells;
+    int32_t *counts = p->plan + p->layout.counts_off;
+    for (uint32_t r = 0; r < s->num_ranks; r++)
+        for (uint32_t i = 0; i < num_cells; i++)
+            ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(EP_FAULT(10) ? 1 : epoch, my_cells[i]));
+    for (uint32_t w = 0; w < s->num_ranks; w++) {
+        EpFaultRecord f = {0, 0, EP_OP_PLAN, w, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
+        for (uint32_t i = 0; i < num_cells; i++) {
+            const uint64_t *cell = ep_count_cell(c, c->my_rank, w, i);
+            if (!ep_wait_u64(c, cell, EP_CMP_EPOCH, ep_cell_tag(EP_FAULT(10) ? 1 : epoch), &f)) return false;
+            uint32_t v = ep_clamp_count(s, i, (uint32_t)ep_ld_relaxed_sys_u64(cell));
+            if (i < s->num_experts) counts[(uint64_t)w * s->num_experts + i] = (int32_t)v;
+            else if (i == s->num_experts + c->my_rank) p->plan[EP_HEAD_NUM_RECV + w] = (int32_t)v;
+            else if (i == s->num_experts + s->num_ranks) bad[w] = v;
+        }
+    }
+    return true;
+}
+
+/* Rows, slots and the sorted order of my choices; false when a scatter index points nowhere. */
+static bool place_choices(const EpPlanParams *p, const int32_t *scatter, uint32_t *next_row, uint32_t *next_sorted) {
+    const EpShape *s = &p->comm.shape;
+    uint32_t L = ep_num_local_experts(s), K = s->num_topk, T = p->num_tokens, next_slot[EP_MAX_RANKS] = {0};
+    const int32_t *expert = p->plan + p->layout.token_expert_off;
+    int32_t *row = p->plan + p->layout.token_row_off, *slot = p->plan + p->layout.token_slot_off;
+    int32_t *sorted = p->plan + p->layout.sort_off, *send_token = p->plan + p->layout.send_token_off;
+    bool ok = true;
+    for (uint64_t i = 0; i < (uint64_t)T * K; i++) sorted[i] = -1;
+    for (uint32_t t = 0; t < T; t++) {
+        for (uint32_t r = 0; r < s->num_ranks; r++) slot[(uint64_t)t * s->num_ranks + r] = -1;
+        for (uint32_t k = 0; k < K; k++) {
+            uint64_t i = (uint64_t)t * K + k;
+            int32_t e = expert[i];
+            row[i] = -1;
+            if (e < 0) continue;
+            uint32_t r = (uint32_t)e / L;
+            row[i] = scatter ? scatter[i] : (int32_t)next_row[e];
+            if (row[i] < 0 || row[i] >= p->plan[EP_HEAD_RANK_ROWS + r]) ok = false, row[i] = -1;
+            next_row[e]++;
+            sorted[next_sorted[e]++] = (int32_t)i;
+            if (slot[(uint64_t)t * s->num_ranks + r] >= 0) continue;
+            slot[(uint64_t)t * s->num_ranks + r] = (int32_t)next_slot[r];
+            send_token[(uint64_t)r * T + next_slot[r]++] = (int32_t)t;
+        }
+    }
+    return ok;
+}
+
+static void list_tiles(const EpPlanParams *p) {
+    const EpShape *s = &p->comm.shape;
+    uint32_t L = ep_num_local_experts(s), n = 0;
+    const int32_t *first = p->plan + p->layout.expert_row_off;
+    for (uint32_t l = 0; l < L; l++)
+        for (int32_t row = first[l]; row < first[l + 1] && n < p->layout.max_tiles; row += EP_TILE_ROWS, n++) {
+            p->plan[p->layout.tile_expert_off + n] = (int32_t)l;
+            p->plan[p->layout.tile_row_off + n] = row;
+        }
+    p->plan[EP_HEAD_NUM_TILES] = (int32_t)n;
+}
+
+/* From everyone's counts to my plan; the code with which it failed, or 0. */
+static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorted_from, uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    const EpShape *s = &c->shape;
+    uint32_t L = ep_num_local_experts(s), bad[EP_MAX_RANKS] = {0}, sum = 0, start = 0;
+    uint64_t tokens_before = 0, num_tokens = 0;
+    int32_t *counts = p->plan + p->layout.counts_off, *expert_row = p->plan + p->layout.expert_row_off;
+    const int32_t *scatter = p->scatter_indices;
+    if (!ep_enter_await(c, EP_OP_PLAN, epoch)) return EP_EPEER;
+    for (uint32_t w = 0; w < s->num_ranks; w++) {
+        num_tokens += ep_header(c, c->my_rank, w, epoch)->num_tokens;
+        if (w < c->my_rank) tokens_before = num_tokens;
+    }
+    if (scatter && p->num_scatter_tokens != p->num_tokens) {
+        if (p->num_scatter_tokens != num_tokens) cells[s->num_experts + s->num_ranks] = EP_BAD_SCATTER;
+        scatter = tokens_before + p->num_tokens <= p->num_scatter_tokens ? scatter + tokens_before * s->num_topk : NULL;
+    }
+    if (!exchange_counts(p, cells, bad, epoch)) return EP_EPEER;
+    int32_t code = judge_counts(p, counts, bad, epoch);
+    if (code) return code;
+    for (uint32_t r = 0; r < s->num_ranks; r++) p->plan[EP_HEAD_NUM_SEND + r] = (int32_t)cells[s->num_experts + r];
+    p->plan[EP_HEAD_NUM_RECV + c->my_rank] =
+        p->plan[EP_HEAD_NUM_SEND + c->my_rank]; /* my own word, not one that a peer may have written over */
+    for (uint32_t e = 0; e < s->num_experts; e++) {
+        if (e % L == 0) start = 0;
+        if (e / L == c->my_rank) expert_row[e % L] = (int32_t)start;
+        sorted_from[e] = sum, sum += cells[e];
+        cells[e] = start + ep_rows_before_rank(s, counts, e, c->my_rank); /* from here on: the next row */
+        start += ep_expert_rows(s, counts, e);
+        if (e / L == c->my_rank) expert_row[e % L + 1] = (int32_t)start;
+    }
+    p->plan[EP_HEAD_NUM_ROWS] = p->plan[EP_HEAD_RANK_ROWS + c->my_rank];
+    if (!place_choices(p, scatter, cells, sorted_from)) {
+        EpFaultRecord f = {0, EP_EINVAL, EP_OP_PLAN, c->my_rank, EP_WORD_SCATTER, 0, 0, epoch, 1, 0}; /* 1: only here */
+        ep_fault(c, &f);
+        return EP_EINVAL;
+    }
+    list_tiles(p);
+    return 0;
+}
+
+void ep_cpu_plan(const EpPlanParams *p) {
+    const EpComm *c = &p->comm;
+    uint64_t epoch = ep_begin(c);
+    if (epoch == 0) {
+        p->plan[EP_HEAD_STATUS] = EP_EPEER;
+        return;
+    }
+    EpHeader h = ep_make_header(c, EP_OP_PLAN, NULL, p->num_tokens);
+    if (!(EP_FAULT(11) && p->num_tokens == 0)) ep_enter(c, &h, epoch);
+    uint32_t cells[EP_MAX_EXPERTS + EP_MAX_RANKS + 1] = {0}, sorted_from[EP_MAX_EXPERTS];
+    memset(p->plan, 0, EP_HEAD_WORDS * sizeof *p->plan);
+    p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch;
+    p->plan[EP_HEAD_NUM_TOKENS] = (int32_t)p->num_tokens;
+    cells[c->shape.num_experts + c->shape.num_ranks] = count_choices(p, cells);
+    int32_t code = make_plan(p, cells, sorted_from, epoch);
+    if (code) { /* no plan: no rows anywhere */
+        memset(p->plan, 0, (p->layout.expert_row_off + ep_num_local_experts(&c->shape) + 1) * sizeof *p->plan);
+        p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch;
+        p->plan[EP_HEAD_STATUS] = code;
+    }
+    c->host->plan.num_rows = (uint32_t)p->plan[EP_HEAD_NUM_ROWS];
+    c->host->plan.status = code;
+    ep_st_relaxed_sys_u64(&c->host->plan.epoch, epoch);
+    ep_leave(c, 1, epoch);
+    ep_st_release_sys_u64(&c->host->plan.ticket, p->ticket); /* publishes the result to the host */
+}
