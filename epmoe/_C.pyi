@@ -1,4 +1,4 @@
-"""The native module, csrc/module.c.  Arguments are positional.
+"""The native module, csrc/module*.c.  Arguments are positional.
 
 Objects are capsules.  A stream is a CUDA stream as an integer, 0 on the CPU.  Failures raise the classes of
 epmoe.errors.  See csrc/epmoe.h for what each call means, and which are collective.

@@ -1,15 +1,17 @@
 /* flags.h - how ranks meet, publish and wait.  No other file touches a cross-rank word.
  *
- * word        | writer        | reader  | release           | acquire           | it publishes                         | overwritten when
- * ------------+---------------+---------+-------------------+-------------------+--------------------------------------+---------------------------
- * enter[b][w] | rank w        | owner   | st.release.sys    | ld.acquire.sys >= | header[b][w]; w has left op e - 1,   | op e + 2, which w enters only
- *   b = e % 2 |               |         |                   |                   | so w's staging and counts are free   | after the owner entered e + 1
- * counts[w][] | rank w        | owner   | st.relaxed.sys    | ld.relaxed.sys    | nothing but itself: {epoch, count}   | next plan, after enter
- * flag[w][c]  | rank w        | owner   | st.release.sys    | ld.acquire.sys == | slots of chunk c in staging memory   | op e + 1, after enter
- * barrier     | is an operation without data: enter, and nothing else          |                                      |
- * local.*     | owner's       | owner's | add.acq_rel.gpu   | the same add, and | reads and writes of all workers of   | the last worker out
- *             | workers       | workers | (num_left)        | the stream's order| the operation                        |
- * host->abort | host thread   | owner   | relaxed           | relaxed           | nothing but itself                   | never
+ * word        | writer    | reader  | release           | acquire           | it publishes                 | overwritten when
+ * ------------+-----------+---------+-------------------+-------------------+------------------------------+-----------------------
+ * enter[b][w] | rank w    | owner   | st.release.sys    | ld.acquire.sys >= | header[b][w]; w has left op  | op e + 2, which w enters
+ *   b = e % 2 |           |         |                   |                   | e - 1, so w's staging and    | only after the owner
+ *             |           |         |                   |                   | counts are free              | entered e + 1
+ * counts[w][] | rank w    | owner   | st.relaxed.sys    | ld.relaxed.sys    | nothing but itself:          | next plan, after enter
+ *             |           |         |                   |                   | {epoch, count}               |
+ * flag[w][c]  | rank w    | owner   | st.release.sys    | ld.acquire.sys == | slots of chunk c in staging  | op e + 1, after enter
+ * barrier     | is an operation without data: enter, and nothing else                                           |
+ * local.*     | owner's   | owner's | add.acq_rel.gpu   | the same add, and | reads and writes of all      | the last worker out
+ *             | workers   | workers | (num_left)        | the stream's order| workers of the operation     |
+ * host->abort | host      | owner   | relaxed           | relaxed           | nothing but itself           | never
  *
  * Epochs are 64-bit, live in the heap's own local words, advance by one an operation and are never reset.
  * A rank is at most one operation ahead of a peer, because every operation begins by waiting for

@@ -1,0 +1,190 @@
+/* module_layer.c - epmoe._C.layer_*: plan, dispatch, combine.  A tensor that cannot be read is refused to the
+ * peers before Python hears of it. */
+#include "module.h"
+
+static void free_layer(PyObject *c) {
+    EpLayer *l = (EpLayer *)PyCapsule_GetPointer(c, LAYER);
+    WITHOUT_LOCK(ep_layer_release(l));
+}
+
+/* (W, E, K, max_tokens, hidden, dtype, combine_mode, capacity, num_buffers, num_sm) */
+static bool get_config(PyObject *o, EpLayerConfig *c) {
+    uint32_t *const fields[] = {&c->shape.num_ranks, &c->shape.num_experts,  &c->shape.num_topk, &c->shape.max_tokens, &c->shape.hidden,
+                                &c->shape.dtype,     &c->shape.combine_mode, &c->shape.capacity, &c->num_buffers,      &c->num_sm};
+    if (!PyTuple_Check(o) || PyTuple_Size(o) != 10) return PyErr_Format(PyExc_TypeError, "a configuration is a tuple of 10 numbers"), false;
+    for (Py_ssize_t i = 0; i < 10; i++)
+        if (!ep_get_u32(PyTuple_GetItem(o, i), fields[i])) return false;
+    return true;
+}
+
+FAST(layer_bytes) {
+    EpLayerConfig c;
+    uint64_t num_bytes;
+    WANT(1);
+    if (!get_config(args[0], &c)) return NULL;
+    int code = ep_layer_check_config(&c, &num_bytes);
+    return code ? ep_raise(code) : PyLong_FromUnsignedLongLong(num_bytes);
+}
+
+FAST(layer_create) {
+    EpLayerConfig c;
+    EpLayer *l = NULL;
+    int code;
+    WANT(2);
+    EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
+    if (!h || !get_config(args[1], &c)) return NULL;
+    WITHOUT_LOCK(code = ep_layer_create(h, &c, &l));
+    return code ? ep_raise(code) : PyCapsule_New(l, LAYER, free_layer);
+}
+
+FAST(layer_close) {
+    int code;
+    WANT(1);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l) return NULL;
+    WITHOUT_LOCK(code = ep_layer_close(l));
+    return ep_done(code);
+}
+
+/* (config, num_tokens) -> offsets of the plan's parts, in int32 elements, and its length */
+FAST(plan_layout) {
+    EpLayerConfig c;
+    uint32_t num_tokens;
+    uint64_t unused;
+    WANT(2);
+    if (!get_config(args[0], &c) || !ep_get_u32(args[1], &num_tokens)) return NULL;
+    int code = ep_layer_check_config(&c, &unused);
+    if (code) return ep_raise(code);
+    EpPlanLayout l = ep_plan_layout(&c.shape, num_tokens);
+    return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsKsI}", "counts", l.counts_off, "expert_row", l.expert_row_off, "token_expert",
+                         l.token_expert_off, "token_row", l.token_row_off, "token_slot", l.token_slot_off, "sort", l.sort_off, "send_token",
+                         l.send_token_off, "tile_expert", l.tile_expert_off, "tile_row", l.tile_row_off, "num_words", l.num_words,
+                         "max_tiles", l.max_tiles);
+}
+
+/* A tensor argument that cannot be read: the peers must hear of it before Python does. */
+static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObject *any_tensor) {
+    PyObject *type, *value, *trace;
+    int code = ep_pending_code();
+    PyErr_Fetch(&type, &value, &trace);
+    void *stream = ep_current_stream(ep_layer_heap(l), any_tensor);
+    WITHOUT_LOCK(ep_layer_refuse(l, buffer, op, code, stream));
+    PyErr_Restore(type, value, trace);
+    return NULL;
+}
+
+/* Read tensors[i] from args[i + 2]; those whose bit is set in may_be_none may be None. */
+static bool get_tensors(PyObject *const *args, int n, uint32_t may_be_none, EpTensor *t, const EpTensor **out) {
+    for (int i = 0; i < n; i++)
+        if (!ep_get_tensor(args[i + 2], may_be_none >> i & 1u, &t[i], &out[i])) return false;
+    return true;
+}
+
+/* (layer, buffer, indices, scatter, plan) */
+FAST(layer_plan) {
+    uint32_t buffer;
+    EpTensor t[3];
+    const EpTensor *a[3];
+    int code;
+    WANT(5);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
+    if (!get_tensors(args, 3, 2, t, a)) return refuse_pending(l, buffer, EP_OP_PLAN, args[4]);
+    void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
+    WITHOUT_LOCK(code = ep_layer_plan(l, buffer, a[0], a[1], a[2], stream));
+    return ep_done(code);
+}
+
+/* (layer, buffer, any tensor of the device) */
+FAST(layer_num_rows) {
+    uint32_t buffer, num_rows;
+    int code;
+    WANT(3);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
+    void *stream = ep_current_stream(ep_layer_heap(l), args[2]);
+    WITHOUT_LOCK(code = ep_layer_num_rows(l, buffer, stream, &num_rows));
+    return code ? ep_raise(code) : PyLong_FromUnsignedLong(num_rows);
+}
+
+/* (layer, buffer, x, weight, plan, rows, row_weight, recv) */
+FAST(layer_dispatch) {
+    uint32_t buffer;
+    EpTensor t[6];
+    const EpTensor *a[6];
+    int code;
+    WANT(8);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
+    if (!get_tensors(args, 6, 2 | 16, t, a)) return refuse_pending(l, buffer, EP_OP_DISPATCH, args[4]);
+    void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
+    WITHOUT_LOCK(code = ep_layer_dispatch(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], stream));
+    return ep_done(code);
+}
+
+/* (layer, buffer, rows, row_weight, row_scalar, plan, recv, out, out_scalar) */
+FAST(layer_combine) {
+    uint32_t buffer;
+    EpTensor t[7];
+    const EpTensor *a[7];
+    int code;
+    WANT(9);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
+    if (!get_tensors(args, 7, 2 | 4 | 64, t, a)) return refuse_pending(l, buffer, EP_OP_COMBINE, args[5]);
+    void *stream = ep_current_stream(ep_layer_heap(l), args[5]);
+    WITHOUT_LOCK(code = ep_layer_combine(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], a[6], stream));
+    return ep_done(code);
+}
+
+/* (layer, buffer, op, code, stream) */
+FAST(layer_refuse) {
+    uint32_t buffer, op;
+    int why, code;
+    void *stream;
+    WANT(5);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[2], &op) || !ep_get_int(args[3], &why) || !ep_get_stream(args[4], &stream))
+        return NULL;
+    WITHOUT_LOCK(code = ep_layer_refuse(l, buffer, op, why, stream));
+    return ep_done(code);
+}
+
+/* (layer, buffer, stream) */
+FAST(layer_barrier) {
+    uint32_t buffer;
+    void *stream;
+    int code;
+    WANT(3);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_stream(args[2], &stream)) return NULL;
+    WITHOUT_LOCK(code = ep_layer_barrier(l, buffer, stream));
+    return ep_done(code);
+}
+
+/* (layer, stream) */
+FAST(layer_sync) {
+    void *stream;
+    int code;
+    WANT(2);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_stream(args[1], &stream)) return NULL;
+    WITHOUT_LOCK(code = ep_layer_sync(l, stream));
+    return ep_done(code);
+}
+
+/* (layer, buffer, epoch, stream) */
+FAST(layer_set_epoch) {
+    uint32_t buffer;
+    uint64_t epoch;
+    void *stream;
+    WANT(4);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u64(args[2], &epoch) || !ep_get_stream(args[3], &stream)) return NULL;
+    return ep_done(ep_layer_set_epoch(l, buffer, epoch, stream));
+}
+
+PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),  METHOD(layer_create),   METHOD(layer_close),    METHOD(plan_layout),
+                                  METHOD(layer_plan),   METHOD(layer_num_rows), METHOD(layer_dispatch), METHOD(layer_combine),
+                                  METHOD(layer_refuse), METHOD(layer_barrier),  METHOD(layer_sync),     METHOD(layer_set_epoch),
+                                  {NULL, NULL, 0, NULL}};

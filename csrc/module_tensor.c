@@ -1,0 +1,57 @@
+/* module_tensor.c - tensors without linking against torch: through the C exchange API that their type carries,
+ * which also names the stream that is current. */
+#include "dlpack.h"
+#include "module.h"
+
+static const EpDLExchangeAPI *exchange_api(PyObject *o) {
+    static PyTypeObject *last_type; /* almost always torch.Tensor; types are not freed while torch is loaded */
+    static const EpDLExchangeAPI *last_api;
+    if (Py_TYPE(o) == last_type) return last_api;
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)Py_TYPE(o), "__dlpack_c_exchange_api__");
+    if (!capsule) return PyErr_Format(PyExc_TypeError, "wanted a torch.Tensor, got %R", (PyObject *)Py_TYPE(o)), NULL;
+    const EpDLExchangeAPI *api = (const EpDLExchangeAPI *)PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    Py_DECREF(capsule);
+    if (!api) return NULL;
+    if (api->version.major != 1 || !api->dltensor_from_py_object_no_sync)
+        return PyErr_Format(PyExc_TypeError, "this torch speaks DLPack %u; epmoe speaks 1", api->version.major), NULL;
+    last_type = Py_TYPE(o), last_api = api;
+    return api;
+}
+
+static uint32_t dtype_of(EpDLDataType d) {
+    if (d.lanes != 1) return EP_OTHER;
+    if (d.code == EP_DL_FLOAT) return d.bits == 32 ? EP_F32 : d.bits == 16 ? EP_F16 : EP_OTHER;
+    if (d.code == EP_DL_BFLOAT && d.bits == 16) return EP_BF16;
+    if (d.code == EP_DL_INT) return d.bits == 32 ? EP_I32 : d.bits == 64 ? EP_I64 : EP_OTHER;
+    return EP_OTHER;
+}
+
+bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **out) {
+    EpDLTensor d;
+    *out = NULL;
+    if (o == Py_None && may_be_none) return true;
+    const EpDLExchangeAPI *api = exchange_api(o);
+    if (!api || api->dltensor_from_py_object_no_sync(o, &d)) return false;
+    if (d.ndim > 4) return PyErr_Format(PyExc_ValueError, "a tensor of %d dimensions", d.ndim), false;
+    if (d.device.device_type != EP_DL_CPU && d.device.device_type != EP_DL_CUDA && d.device.device_type != EP_DL_CUDA_HOST)
+        return PyErr_Format(PyExc_ValueError, "a tensor that is neither on the CPU nor on a CUDA device"), false;
+    t->data = (char *)d.data + (d.data ? d.byte_offset : 0);
+    t->dtype = dtype_of(d.dtype), t->num_dims = (uint32_t)d.ndim, t->element_bytes = d.dtype.bits / 8u * d.dtype.lanes;
+    t->kind = d.device.device_type == EP_DL_CUDA ? EP_CUDA : EP_CPU, t->device = d.device.device_id;
+    for (int32_t i = 0, n = d.ndim; i < n; i++) {
+        t->shape[i] = d.shape[i], t->stride[i] = 1;
+        for (int32_t j = i + 1; j < n && !d.strides; j++) t->stride[i] *= d.shape[j];
+        if (d.strides) t->stride[i] = d.strides[i];
+    }
+    *out = t;
+    return true;
+}
+
+void *ep_current_stream(EpHeap *heap, PyObject *tensor) {
+    void *stream = NULL;
+    if (ep_heap_kind(heap) != EP_CUDA) return NULL;
+    const EpDLExchangeAPI *api = tensor ? exchange_api(tensor) : NULL;
+    if (api && api->current_work_stream) api->current_work_stream(EP_DL_CUDA, ep_heap_device(heap), &stream);
+    PyErr_Clear();
+    return stream;
+}
