@@ -4,7 +4,8 @@
 # make check      what test leaves out: formatting, the C tests in full, the models of the protocol
 # make tsan       the C tests under ThreadSanitizer
 # make models     the models of the protocol, with spin
-# make cuda       compile everything for sm_90a aside, with nvcc; changes nothing in place
+# make cuda       compile everything for sm_90a aside, with nvcc, and look at the result; changes nothing in place
+# make hopper     the grouped GEMM's kernel for Hopper, played by threads of the CPU
 # make format     lay out the C and CUDA sources
 # make size       lines of every file
 # make clean      remove what was built
@@ -13,7 +14,7 @@
 # has torch already, as it is (a GPU machine without a network); else a .venv made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test check tsan models cuda format size clean python check-format c-tests FORCE
+.PHONY: build demo test check tsan models cuda hopper with-nvcc format size clean python check-format c-tests FORCE
 
 NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
 HAS := import importlib.util as u, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(m) is None for m in sys.argv[1:]))
@@ -65,7 +66,7 @@ test: build
 # What could not be looked at must not pass for looked at: it is collected, and said at the end.
 check: | python
 	@mkdir -p build && rm -f build/not_checked && touch build/not_checked
-	@$(MAKE) -k --no-print-directory check-format build c-tests models
+	@$(MAKE) -k --no-print-directory check-format build c-tests models with-nvcc
 	@if [ -s build/not_checked ]; then echo "check: passed, but NOT CHECKED:"; sed 's/^/  /' build/not_checked; \
 	    else echo "check: passed"; fi
 
@@ -100,8 +101,17 @@ models: | python
 cuda: | python
 	EPMOE_CUDA=1 EPMOE_CUDA_ARCH="-gencode arch=compute_90a,code=sm_90a" $(PYTHON) setup.py -q build_ext \
 	    --build-lib build/sm_90a --build-temp build/sm_90a/temp
-	@if grep -E 'bytes spill stores' build/sm_90a/temp/kernels.log | grep -v ' 0 bytes spill stores, 0 bytes spill loads'; \
-	    then echo "kernels spill registers: see build/sm_90a/temp/kernels.log"; fi
+	@$(PYTHON) tests/check_kernels.py build/sm_90a/temp
+
+# Threads of the CPU play one thread block of the grouped GEMM for Hopper.
+hopper: | python
+	@mkdir -p build && nvcc -std=c++17 -O2 -Icsrc -Xcompiler=-Wno-unknown-pragmas,-fno-ipa-icf tests/hopper/test_gemm.cpp \
+	    -o build/test_gemm -lpthread
+	@timeout 600 build/test_gemm
+
+with-nvcc: | python
+	@if command -v nvcc >/dev/null; then $(MAKE) --no-print-directory cuda hopper; \
+	else mkdir -p build && echo "kernels (no nvcc)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
 
 size:
 	@find csrc epmoe tests -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.py' -o -name '*.pyi' \

@@ -5,6 +5,7 @@
 #ifndef EP_BACKEND_H
 #define EP_BACKEND_H
 #include "epmoe.h"
+#include "kernels/gemm.h"
 
 /* What one rank sends another so that it can map its heap; a descriptor may go beside it. */
 typedef struct {
@@ -36,7 +37,8 @@ typedef struct {
     int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
-    int (*preload)(int device); /* load every kernel before the first wait */
+    int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL where there is none */
+    int (*preload)(int device);                                   /* load every kernel before the first wait */
 } EpBackend;
 
 extern const EpBackend ep_cpu_backend;

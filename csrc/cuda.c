@@ -192,6 +192,10 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
     GUARDED(device, check_call((cudaError_t)ep_launch_wait(c, word, value, exact, stream), "wait kernel"));
 }
 
+static int gemm(int device, const EpGemmParams *p, void *stream) {
+    GUARDED(device, check_call((cudaError_t)ep_launch_gemm(p, stream), "grouped GEMM kernel"));
+}
+
 static int preload_all(void) {
     EP_CUDA_TRY(ep_preload_plan());
     EP_CUDA_TRY(ep_preload_dispatch());
@@ -219,5 +223,6 @@ const EpBackend ep_cuda_backend = {
     .enter = enter,
     .signal = signal_word,
     .wait = wait_word,
+    .gemm = gemm,
     .preload = preload,
 };

@@ -133,4 +133,15 @@ EpHeap *ep_layer_heap(EpLayer *layer);
 /* For tests: let the next operation of a buffer have this epoch. */
 int ep_layer_set_epoch(EpLayer *layer, uint32_t buffer, uint64_t epoch, void *stream);
 
+/* ---- grouped GEMM: local to a rank, CUDA only ---- */
+
+/* What is multiplied: kernels/gemm.h has the kinds and the activations. */
+typedef struct {
+    uint32_t kind, activation;
+    const EpTensor *a, *b, *offsets, *out; /* offsets: i32 [L + 1], on the device */
+    const EpTensor *bias, *row_weight;     /* NULL, or [L][N] of a's dtype and f32 [M] */
+    bool is_portable;                      /* use the kernel for any GPU, also where there is a better one */
+} EpGemm;
+int ep_grouped_gemm(const EpGemm *gemm, void *stream);
+
 #endif /* EPMOE_H */

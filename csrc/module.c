@@ -217,7 +217,10 @@ static int set_up(PyObject *m) {
     };
     for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++)
         if (PyModule_AddIntConstant(m, constants[i].name, constants[i].value)) return -1;
-    return PyModule_AddFunctions(m, ep_heap_methods) || PyModule_AddFunctions(m, ep_layer_methods) ? -1 : 0;
+    return PyModule_AddFunctions(m, ep_heap_methods) || PyModule_AddFunctions(m, ep_layer_methods) ||
+                   PyModule_AddFunctions(m, ep_gemm_methods)
+               ? -1
+               : 0;
 }
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, __extension__(void *) set_up}, {0, NULL}};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", NULL, 0, methods, slots, NULL, NULL, NULL};

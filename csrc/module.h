@@ -2,7 +2,7 @@
  *
  * module.c       errors, numbers, the world, and the module itself
  * module_tensor.c  tensors and streams, read through the C exchange API that a tensor's type carries
- * module_heap.c, module_layer.c  their functions */
+ * module_heap.c, module_layer.c, module_gemm.c  their functions */
 #ifndef EP_MODULE_H
 #define EP_MODULE_H
 #define PY_SSIZE_T_CLEAN
@@ -30,7 +30,7 @@
     } while (0)
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
-extern PyMethodDef ep_heap_methods[], ep_layer_methods[];
+extern PyMethodDef ep_heap_methods[], ep_layer_methods[], ep_gemm_methods[];
 
 /* Set the exception of a code; NULL. */
 PyObject *ep_raise(int code);
@@ -49,7 +49,8 @@ bool ep_get_stream(PyObject *o, void **stream);
 void *ep_get_object(PyObject *o, const char *name);
 /* None gives *out = NULL where that is allowed. */
 bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **out);
-/* The stream that is current on the heap's device. */
+/* The stream that is current on a device, by the tensor's framework; on the heap's device. */
+void *ep_stream_of(EpBackendKind kind, int device, PyObject *tensor);
 void *ep_current_stream(EpHeap *heap, PyObject *tensor);
 
 #endif /* EP_MODULE_H */

@@ -47,11 +47,13 @@ bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **
     return true;
 }
 
-void *ep_current_stream(EpHeap *heap, PyObject *tensor) {
+void *ep_stream_of(EpBackendKind kind, int device, PyObject *tensor) {
     void *stream = NULL;
-    if (ep_heap_kind(heap) != EP_CUDA) return NULL;
+    if (kind != EP_CUDA) return NULL;
     const EpDLExchangeAPI *api = tensor ? exchange_api(tensor) : NULL;
-    if (api && api->current_work_stream) api->current_work_stream(EP_DL_CUDA, ep_heap_device(heap), &stream);
+    if (api && api->current_work_stream) api->current_work_stream(EP_DL_CUDA, device, &stream);
     PyErr_Clear();
     return stream;
 }
+
+void *ep_current_stream(EpHeap *heap, PyObject *tensor) { return ep_stream_of(ep_heap_kind(heap), ep_heap_device(heap), tensor); }

@@ -1,0 +1,143 @@
+"""Grouped GEMM: rows grouped by expert times each expert's own weights."""
+
+import torch
+import torch.nn.functional as F
+
+from . import _C
+from .reference import activate
+
+_lib = torch.library.Library("epmoe", "FRAGMENT")
+_lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, int activation, bool portable) "
+            "-> Tensor")
+
+FORWARD, DGRAD, WGRAD = range(3)  # kernels/gemm.h says what each multiplies
+_ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3}
+_NAMES = {v: k for k, v in _ACTIVATIONS.items()}
+_GATED = (2, 3)
+
+
+def _out_shape(a, b, offsets, kind, activation):
+    if kind == WGRAD:
+        return offsets.shape[0] - 1, a.shape[1], b.shape[1]
+    if kind == DGRAD:
+        return a.shape[0], b.shape[2]
+    return a.shape[0], b.shape[1] // (2 if activation in _GATED else 1)
+
+
+def _by_expert(a, b, offsets, bias, row_weight, kind, activation):
+    """One product an expert, through torch: any device and dtype, with a host read of the offsets.
+
+    As in the kernels, 16-bit numbers are rounded once, at the end.
+    """
+    def wide(t):
+        return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+    out = a.new_zeros(_out_shape(a, b, offsets, kind, activation))
+    ends = offsets.clamp(0, a.shape[0]).tolist()
+    for e, (begin, end) in enumerate(zip(ends, ends[1:])):
+        rows = wide(a[begin:end])
+        if kind == WGRAD:
+            out[e] = rows.t() @ wide(b[begin:end])
+        elif kind == DGRAD:
+            out[begin:end] = rows @ wide(b[e])
+        else:
+            y = F.linear(rows, wide(b[e]), None if bias is None else wide(bias[e]))
+            y = y if activation == 0 else activate(y, _NAMES[activation])
+            out[begin:end] = y if row_weight is None else y * row_weight[begin:end, None]
+    return out
+
+
+def _has_kernel(a, b):
+    fits = all(n > 0 and n % 16 == 0 for n in (a.shape[1], *b.shape[1:]))
+    return _C.HAS_CUDA and a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16) and fits
+
+
+def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable):
+    if not _has_kernel(a, b):
+        return _by_expert(a, b, offsets, bias, row_weight, kind, activation)
+    out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
+    _C.grouped_gemm(kind, activation, a, b, offsets, bias, row_weight, out, portable)
+    return out
+
+
+_lib.impl("grouped_gemm", _grouped_gemm, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("epmoe::grouped_gemm", lib=_lib)
+def _(a, b, offsets, bias, row_weight, kind, activation, portable):
+    return a.new_empty(_out_shape(a, b, offsets, kind, activation))
+
+
+def _save(ctx, inputs, output):
+    a, b, offsets, _, _, ctx.kind, _, ctx.portable = inputs
+    ctx.save_for_backward(a, b, offsets)
+
+
+def _backward(ctx, g):
+    a, b, offsets = ctx.saved_tensors
+    if ctx.kind != FORWARD:
+        raise RuntimeError("the backward of a grouped GEMM has no backward of its own")
+    g = g.contiguous()
+    op = torch.ops.epmoe.grouped_gemm
+    da = op(g, b, offsets, None, None, DGRAD, 0, ctx.portable) if ctx.needs_input_grad[0] else None
+    db = op(g, a, offsets, None, None, WGRAD, 0, ctx.portable) if ctx.needs_input_grad[1] else None
+    return da, db, None, None, None, None, None, None
+
+
+torch.library.register_autograd("epmoe::grouped_gemm", _backward, setup_context=_save, lib=_lib)
+
+
+def _check(x, weight, offsets, bias, activation, row_weight):
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+        raise ValueError(f"wanted rows [M, K] and weights [L, N, K], got {list(x.shape)} and {list(weight.shape)}")
+    if x.dtype != weight.dtype:
+        raise TypeError(f"rows are {x.dtype}, weights {weight.dtype}")
+    if offsets.shape != (weight.shape[0] + 1,):
+        raise ValueError(f"wanted offsets [{weight.shape[0] + 1}], got {list(offsets.shape)}")
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation {activation!r}: None, 'gelu', 'swiglu' or 'gpt_oss'")
+    if activation in ("swiglu", "gpt_oss") and weight.shape[1] % 2:
+        raise ValueError(f"activation {activation!r} wants an even number of weight rows, got {weight.shape[1]}")
+    if bias is not None and bias.shape != weight.shape[:2]:
+        raise ValueError(f"wanted a bias {list(weight.shape[:2])}, got {list(bias.shape)}")
+    if row_weight is not None and row_weight.shape != x.shape[:1]:
+        raise ValueError(f"wanted row weights [{x.shape[0]}], got {list(row_weight.shape)}")
+
+
+def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=None, row_weight=None, portable=False):
+    """activation(x[r] @ weight[e(r)].T + bias[e(r)]) * row_weight[r] for the rows of expert after expert.
+
+    Args:
+        x: [M, K], first all rows of expert 0, then of expert 1, ...
+        weight: [L, N, K], of x's dtype, as checkpoints hold it.
+        counts: [L] integers on x's device, rows of each expert; or
+        offsets: [L + 1] int32 on x's device, where each expert's rows begin, as EPLayout.expert_offsets.
+        bias: None, or [L, N] of x's dtype.
+        activation: None, "gelu", "swiglu" (weight rows: gates, then ups) or "gpt_oss" (interleaved); see reference.activate.
+        row_weight: None, or [M] float32.
+        portable: use the kernel for any GPU, also on a Hopper GPU.
+
+    Returns [M, N], [M, N / 2] for the gated activations.  What stands in rows that no expert owns is undefined.
+    bfloat16 and float16 on CUDA with N and K multiples of 16: a kernel of epmoe's own, sums in float32, no host read of the sizes.
+    Otherwise: torch, one product an expert.  Differentiable in x, weight, bias and row_weight.
+    Raises ValueError and TypeError for wrong shapes and dtypes.
+    """
+    if (counts is None) == (offsets is None):
+        raise ValueError("give either counts or offsets")
+    if offsets is None:
+        if counts.dim() != 1:
+            raise ValueError(f"wanted counts [{weight.shape[0]}], got {list(counts.shape)}")
+        offsets = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    _check(x, weight, offsets, bias, activation, row_weight)
+    op, kind = torch.ops.epmoe.grouped_gemm, _ACTIVATIONS[activation]
+    x, weight, offsets = x.contiguous(), weight.contiguous(), offsets.to(torch.int32).contiguous()
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, row_weight))):
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        row_weight = None if row_weight is None else row_weight.float().contiguous()
+        return op(x, weight, offsets, bias, row_weight, FORWARD, kind, portable)
+    y = op(x, weight, offsets, None, None, FORWARD, 0, portable)  # what follows has gradients of torch's own
+    if bias is not None:
+        expert = torch.searchsorted(offsets[1:], torch.arange(len(x), device=x.device, dtype=torch.int32), right=True)
+        y = y + bias[expert.clamp(max=len(weight) - 1)]
+    y = y if activation is None else activate(y, activation)
+    return y if row_weight is None else (y * row_weight[:, None]).to(x.dtype)
