@@ -67,10 +67,13 @@ static const char *field_name(uint32_t field) {
 }
 
 /* A fault record as an error of this thread. */
-static int fault_error(const EpFaultRecord *f, const EpShape *s) {
+static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_rank) {
     unsigned long long want = f->want, got = f->got;
     switch (f->code) {
     case EP_EPEER:
+        if (f->peer == my_rank && (int)(int64_t)got == EP_EINVAL) /* see ep_make_header */
+            return ep_error(EP_EINVAL, "rank %u: %s with a plan that is not for these tensors: another T, or more rows than there are",
+                            my_rank, op_name(f->op));
         return ep_error(EP_EPEER, "rank %u failed before its %s: %s", f->peer, op_name(f->op), ep_error_name((int)(int64_t)f->got));
     case EP_EMISMATCH:
         if (f->field == 2) /* the order of calls differs */
@@ -98,7 +101,7 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
     EpFaultRecord *f = &b->comm.host->fault;
     if (ep_world_is_forked(world)) return ep_world_check(world);
     if (ep_ld_acquire_sys_u64(&f->state)) { /* the record is now readable */
-        int code = fault_error(f, &b->comm.shape);
+        int code = fault_error(f, &b->comm.shape, b->comm.my_rank);
         if (code == EP_ETIMEOUT || code == EP_ECORRUPT) { /* who is stuck cannot be brought back into step */
             char text[256];
             memcpy(text, ep_error_text(), sizeof text);
@@ -120,7 +123,7 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
             ep_world_noted(world, ep_comm_note(heap, b, EP_OP_DISPATCH, 0, code));
             backend->enter(ep_heap_device(heap), &comm, EP_OP_DISPATCH, stream);
         }
-        return fault_error(f, &b->comm.shape);
+        return fault_error(f, &b->comm.shape, b->comm.my_rank);
     }
     return ep_world_check(world);
 }

@@ -157,7 +157,7 @@ void ep_cpu_plan(const EpPlanParams *p) {
         p->plan[EP_HEAD_STATUS] = EP_EPEER;
         return;
     }
-    EpHeader h = ep_make_header(c, EP_OP_PLAN, NULL, p->num_tokens);
+    EpHeader h = ep_make_header(c, EP_OP_PLAN, NULL, p->num_tokens, 0);
     if (!(EP_FAULT(11) && p->num_tokens == 0)) ep_enter(c, &h, epoch);
     uint32_t cells[EP_MAX_EXPERTS + EP_MAX_RANKS + 1] = {0}, sorted_from[EP_MAX_EXPERTS];
     memset(p->plan, 0, EP_HEAD_WORDS * sizeof *p->plan);

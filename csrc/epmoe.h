@@ -118,7 +118,8 @@ int ep_layer_plan(EpLayer *layer, uint32_t buffer, const EpTensor *indices, cons
 /* Wait, on the host, for the rows of the newest plan of this buffer. */
 int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, void *stream, uint32_t *num_rows);
 /* x [T][H], weight NULL or f32 [T][K]; rows [>= M][H], row_weight NULL or f32 [>= M]; recv i32
- * [W * max_tokens * (1 + K)]: which row came from which token, for combine. */
+ * [W * max_tokens * (1 + K)]: which row came from which token, for combine.  A plan of another T, or of more rows
+ * than the tensors have, is seen when the operation runs: EP_EINVAL on this rank, EP_EPEER on the others. */
 int ep_layer_dispatch(EpLayer *layer, uint32_t buffer, const EpTensor *x, const EpTensor *weight, const EpTensor *plan,
                       const EpTensor *rows, const EpTensor *row_weight, const EpTensor *recv, void *stream);
 /* rows [>= M][H], row_weight and row_scalar NULL or f32 [>= M]; out [T][H], out_scalar NULL or f32 [T][K]. */

@@ -145,7 +145,7 @@ EP_FN void bring_home(const Params &p, uint64_t epoch) {
 template <int DTYPE>
 __global__ void __launch_bounds__(32 * EP_COMBINE_WARPS, 1) combine_kernel(const __grid_constant__ Params p) {
     const uint64_t epoch = ep_begin(&p.comm);
-    if (epoch && ep_block_enter(&p.comm, EP_OP_COMBINE, p.plan, p.layout.num_tokens, p.has_weight, p.has_scalar, epoch, true)) {
+    if (epoch && ep_block_enter(&p.comm, EP_OP_COMBINE, p.plan, p.layout.num_tokens, p.num_rows, p.has_weight, p.has_scalar, epoch, true)) {
         bring_home<DTYPE>(p, epoch);
     }
     if (ep_block_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) {

@@ -112,7 +112,7 @@ EP_FN void clear_rest(const Params &p) {
 
 __global__ void __launch_bounds__(32 * EP_WARPS, 1) dispatch_kernel(const __grid_constant__ Params p) {
     const uint64_t epoch = ep_begin(&p.comm);
-    if (epoch && ep_block_enter(&p.comm, EP_OP_DISPATCH, p.plan, p.layout.num_tokens, p.has_weight, 0, epoch, true)) {
+    if (epoch && ep_block_enter(&p.comm, EP_OP_DISPATCH, p.plan, p.layout.num_tokens, p.num_rows, p.has_weight, 0, epoch, true)) {
         move_tokens(p, epoch);
         clear_rest(p);
     }

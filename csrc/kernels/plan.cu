@@ -289,7 +289,7 @@ EP_FN bool agree(const Params &p, const Smem &m, uint32_t cells, Verdict *v, uin
     const EpComm *c = &p.comm;
     if (!grid_barrier(c, epoch)) return false;
     scan_blocks(p, m, cells, v);
-    if (!ep_block_enter(c, EP_OP_PLAN, NULL, 0, 0, 0, epoch, false)) return false;
+    if (!ep_block_enter(c, EP_OP_PLAN, NULL, 0, 0, 0, 0, epoch, false)) return false;
     if (threadIdx.x == 0) {
         v->tokens_before = v->num_tokens = 0;
         for (uint32_t w = 0; w < c->shape.num_ranks; w++) {
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(32 * EP_WARPS, 1) plan_kernel(const __grid_con
     if (threadIdx.x == 0) bad = UINT32_MAX, v.code = EP_EPEER, v.bad = UINT32_MAX;
     for (uint32_t i = threadIdx.x; i < EP_WARPS * cells; i += blockDim.x) m.warp_count[i] = 0;
     if (epoch && blockIdx.x == 0 && threadIdx.x < 32) { /* the peers' enter comes while this rank counts */
-        EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, p.num_tokens);
+        EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, p.num_tokens, 0);
         ep_enter(&p.comm, &h, epoch);
     }
     __syncthreads();

@@ -135,12 +135,12 @@ EP_FN void ep_sum_rows(void *dst, uint32_t num_vec, uint32_t mask, uint64_t my_s
 /* ---- what every operation's blocks do alike ---- */
 
 /* Enter, by the first block; wait and judge, by one warp of every block.  All threads get the verdict. */
-EP_FN bool ep_block_enter(const EpComm *c, uint32_t op, const int32_t *plan, uint32_t num_tokens, uint32_t has_weight, uint32_t has_scalar,
-                          uint64_t epoch, bool publish) {
+EP_FN bool ep_block_enter(const EpComm *c, uint32_t op, const int32_t *plan, uint32_t num_tokens, uint32_t num_rows, uint32_t has_weight,
+                          uint32_t has_scalar, uint64_t epoch, bool publish) {
     __shared__ int ok;
     if (threadIdx.x < 32) {
         if (publish && blockIdx.x == 0) {
-            EpHeader h = ep_make_header(c, op, plan, num_tokens);
+            EpHeader h = ep_make_header(c, op, plan, num_tokens, num_rows);
             h.has_weight = has_weight, h.has_scalar = has_scalar;
             ep_enter(c, &h, epoch);
         }

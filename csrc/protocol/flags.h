@@ -101,13 +101,17 @@ EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_
     }
 }
 
-/* This rank's header of an operation; plan is NULL for the operations that have none. */
-EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan, uint32_t num_tokens) {
+/* This rank's header of an operation; plan is NULL for the operations that have none.  The host knows the
+ * length of a plan, not what it says: that it is of this many tokens and of no more rows than the tensor has
+ * is seen here, before any of its offsets is believed, and this rank refuses where it is not. */
+EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan, uint32_t num_tokens, uint32_t num_rows) {
     const EpShape *s = &c->shape;
     EpHeader h = {EP_ABI_VERSION, op, s->dtype, s->hidden, s->num_topk, s->num_experts, s->max_tokens, s->combine_mode,
                   s->capacity,    0,  0,        0,         c->status,   num_tokens,     {0, 0}};
     if (plan) h.plan_idx = (uint32_t)plan[EP_HEAD_PLAN_IDX];
     if (plan && !h.status) h.status = plan[EP_HEAD_STATUS];
+    if (plan && !h.status && ((uint32_t)plan[EP_HEAD_NUM_TOKENS] != num_tokens || (uint32_t)plan[EP_HEAD_NUM_ROWS] > num_rows))
+        h.status = EP_EINVAL;
     return h;
 }
 
