@@ -17,6 +17,9 @@ typedef struct {
 
 typedef struct {
     const char *name;
+    /* 0, or EP_ENOMEM: no room for num_heaps blocks of num_bytes, of all ranks of this machine.  heap_open may
+     * fail nonetheless. */
+    int (*heap_room)(uint64_t num_bytes, uint32_t num_heaps);
     /* A block of num_bytes on the device, and the card (and descriptor, or -1) that lets peers map it. */
     int (*heap_open)(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd);
     void (*heap_close)(int device, void *memory, uint64_t num_bytes);

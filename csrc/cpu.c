@@ -12,6 +12,7 @@
 #include "cpu_ops.h"
 #include "error.h"
 #include "protocol/flags.h"
+#include "room.h"
 
 #define MAX_WORKERS 64u
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) /* nobody can cut the memory from under a peer */
@@ -35,6 +36,14 @@ static int map_file(int fd, uint64_t num_bytes, void **memory) {
         munmap(from, room);
     }
     return ep_error(EP_ENOMEM, "cannot map %llu bytes of shared memory: %s", (unsigned long long)num_bytes, strerror(errno));
+}
+
+/* Too large a memory file is not refused by the system: somebody is killed for it. */
+static int heap_room(uint64_t num_bytes, uint32_t num_heaps) {
+    uint64_t room = ep_room_bytes("");
+    if (num_bytes <= room / num_heaps) return 0;
+    return ep_error(EP_ENOMEM, "no room for %u heaps of %llu bytes each: needed %llu, available %llu", num_heaps,
+                    (unsigned long long)num_bytes, (unsigned long long)num_bytes * num_heaps, (unsigned long long)room);
 }
 
 static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd_out) {
@@ -167,6 +176,7 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
 
 const EpBackend ep_cpu_backend = {
     .name = "cpu",
+    .heap_room = heap_room,
     .heap_open = heap_open,
     .heap_close = heap_close,
     .heap_import = heap_import,

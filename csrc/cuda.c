@@ -82,6 +82,11 @@ static int open_block(int device, uint64_t num_bytes, void **memory, EpHeapCard 
     return 0;
 }
 
+static int heap_room(uint64_t num_bytes, uint32_t num_heaps) {
+    (void)num_bytes, (void)num_heaps; /* each rank has a GPU of its own, whose allocator refuses by itself */
+    return 0;
+}
+
 static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd) {
     *fd = -1; /* the handle is all a peer needs */
     GUARDED(device, open_block(device, num_bytes, memory, card));
@@ -207,6 +212,7 @@ static int preload(int device) { GUARDED(device, preload_all()); }
 
 const EpBackend ep_cuda_backend = {
     .name = "cuda",
+    .heap_room = heap_room,
     .heap_open = heap_open,
     .heap_close = heap_close,
     .heap_import = heap_import,

@@ -166,11 +166,16 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     else if (kind == EP_CUDA && ep_world_is_threads(world)) mine.code = ep_error(EP_EINVAL, "ranks that are threads share CPU heaps only");
     /* The control region comes on top of what the caller asked for. */
     h->num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN) + (64u << 10);
-    if (!mine.code) mine.code = h->backend->heap_open(device, h->num_bytes, &h->base[me], &mine.card, &fd);
+    if (!mine.code) mine.code = h->backend->heap_room(h->num_bytes, W);
+    if (mine.code && !status) memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
+    /* Nobody takes memory before all know that they want the same and that there is room for all of it. */
+    EP_TRY_GOTO(code, ep_world_exchange(world, &mine, sizeof mine, all), fail);
+    EP_TRY_GOTO(code, judge_offers(all, W, me), fail);
+    mine.code = h->backend->heap_open(device, h->num_bytes, &h->base[me], &mine.card, &fd);
     h->memory[me] = add_memory(h->base[me]);
     if (!mine.code && !h->memory[me]) mine.code = ep_error(EP_ENOMEM, "no memory for a heap");
     mine.card.address = (uint64_t)(uintptr_t)h->memory[me];
-    if (mine.code && !status) memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
+    if (mine.code) memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
     EP_TRY_GOTO(code, ep_world_exchange_fd(world, &mine, sizeof mine, all, fd, fds), fail);
     code = judge_offers(all, W, me);
     if (code) mine.code = code; /* everyone's answer: only close what came */

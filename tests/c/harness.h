@@ -170,6 +170,7 @@ bool all_bytes_are(const void *at, uint64_t num_bytes, unsigned char value);
 
 bool test_heap_alloc(void);
 bool test_allocator(void);
+bool test_room(void);
 bool test_heap_huge(void);
 bool test_heap_layer(void);
 bool test_heap_words(void);

@@ -1,6 +1,9 @@
 /* test_heap.c - the symmetric heap: the allocator, data and signals between ranks, and what comes after close. */
 #include "allocator.h"
+#include <sys/stat.h>
+
 #include "harness.h"
+#include "room.h"
 
 static bool heap_alloc_body(Rank *me, void *arg) {
     EpHeapStats start, s;
@@ -116,6 +119,68 @@ bool test_allocator(void) {
         CHECK(me, s.free_bytes == free_units * 256ull && s.largest_free_bytes == longest * 256ull);
         CHECK(me, s.total_bytes == (UNITS - KEPT) * 256ull && s.used_bytes == s.total_bytes - s.free_bytes);
     }
+    return true;
+}
+
+/* ---- how much memory there is, in file systems made for the purpose ---- */
+
+static bool put_file(const char *root, const char *path, const char *text) {
+    char full[512];
+    snprintf(full, sizeof full, "%s%s", root, path);
+    for (char *slash = full + 1; (slash = strchr(slash, '/')); *slash++ = '/') {
+        *slash = 0;
+        mkdir(full, 0700);
+    }
+    FILE *file = fopen(full, "w");
+    bool ok = file && fputs(text, file) >= 0;
+    return (!file || fclose(file) == 0) && ok;
+}
+static void remove_tree(const char *root) {
+    char command[300];
+    snprintf(command, sizeof command, "rm -rf '%s'", root);
+    if (system(command)) fprintf(stderr, "%s is left\n", root);
+}
+
+bool test_room(void) {
+    typedef struct {
+        const char *path, *text;
+    } File;
+    const struct {
+        uint64_t want;
+        File files[8];
+    } machines[] = {
+        {UINT64_MAX, {{0}}},
+        {2000 * 1024, {{"/proc/meminfo", "MemTotal: 9000 kB\nMemAvailableX: 1 kB\nMemAvailable:    2000 kB\nX: 1 kB\n"}}},
+        /* v2: the limit of a group above counts too, files in its cache do not. */
+        {700,
+         {{"/proc/meminfo", "MemAvailable: 2000 kB\n"},
+          {"/proc/self/cgroup", "0::/a/b\n"},
+          {"/sys/fs/cgroup/a/b/memory.max", "max\n"},
+          {"/sys/fs/cgroup/a/b/memory.current", "5000\n"},
+          {"/sys/fs/cgroup/a/memory.max", "6000\n"},
+          {"/sys/fs/cgroup/a/memory.current", "5600\n"},
+          {"/sys/fs/cgroup/a/memory.stat", "anon 5000\ninactive_file 200\nactive_file 100\n"}}},
+        /* In a container: the group is the root of what is mounted. */
+        {0, {{"/proc/self/cgroup", "0::/\n"}, {"/sys/fs/cgroup/memory.max", "100"}, {"/sys/fs/cgroup/memory.current", "101"}}},
+        /* v1, with a path that is the host's. */
+        {900,
+         {{"/proc/self/cgroup", "3:cpu:/x\n4:memory:/docker/123\n0::/\n"},
+          {"/sys/fs/cgroup/memory/memory.limit_in_bytes", "1000"},
+          {"/sys/fs/cgroup/memory/memory.usage_in_bytes", "500"},
+          {"/sys/fs/cgroup/memory/memory.stat", "inactive_file 1\ntotal_inactive_file 300\ntotal_active_file 100\n"}}},
+    };
+    Rank *me = NULL;
+    for (size_t i = 0; i < sizeof machines / sizeof *machines; i++) {
+        char root[] = "/tmp/epmoe-room-XXXXXX";
+        bool ok = mkdtemp(root);
+        for (uint32_t j = 0; j < 8 && machines[i].files[j].path; j++)
+            ok = ok && put_file(root, machines[i].files[j].path, machines[i].files[j].text);
+        uint64_t got = ok ? ep_room_bytes(root) : 0;
+        remove_tree(root);
+        if (got != machines[i].want) fprintf(stderr, "machine %zu: %llu bytes\n", i, (unsigned long long)got);
+        CHECK(me, ok && got == machines[i].want);
+    }
+    CHECK(me, ep_room_bytes("") > 1 << 20);
     return true;
 }
 

@@ -443,6 +443,7 @@ static const struct {
     {"epochs", test_epochs, false},
     {"heap_alloc", test_heap_alloc, false},
     {"allocator", test_allocator, false},
+    {"room", test_room, false},
     {"heap_huge", test_heap_huge, false},
     {"heap_layer", test_heap_layer, false},
     {"heap_words", test_heap_words, false},
