@@ -2,8 +2,13 @@
  *
  * An offset means the same thing on every rank, so translating an address to a peer is: minus my base,
  * plus the peer's.  Every allocation is compared across ranks before it is believed.  The heap is
- * counted: tensors over it hold it, and the last one out unmaps it, without asking any peer. */
-#include <pthread.h>
+ * counted: tensors over it hold it, and the last one out unmaps it, without asking any peer.
+ *
+ * A peer may still copy from or to memory that this rank drops.  On the CPU that is the peer's own mapping of
+ * a file that lives as long as anyone maps it.  Memory of a GPU must not be freed under a peer: a heap that is
+ * dropped on one rank while its world lives, without the close that all ranks come to, keeps its block until
+ * the process ends.  Waiting for the peers instead could take for ever, in a destructor.  How many bytes are
+ * kept is said when the next heap finds no room. */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,48 +17,9 @@
 #include "allocator.h"
 #include "backend.h"
 #include "error.h"
+#include "memory.h"
 #include "protocol/flags.h"
 #include "world.h"
-
-/* A rank's memory.  Ranks that are threads reach each other's by the same addresses, so it is counted:
- * the last heap over it gives it back. */
-typedef struct Memory {
-    struct Memory *next;
-    uint32_t num_refs;
-    void *address;
-} Memory;
-static pthread_mutex_t memories_lock = PTHREAD_MUTEX_INITIALIZER;
-static Memory *memories; /* all of this process: a rank may be gone before a peer has found its memory */
-
-static Memory *add_memory(void *address) {
-    Memory *m = (Memory *)calloc(1, sizeof *m);
-    if (!m) return NULL;
-    m->num_refs = 1, m->address = address;
-    pthread_mutex_lock(&memories_lock);
-    m->next = memories, memories = m;
-    pthread_mutex_unlock(&memories_lock);
-    return m;
-}
-static Memory *find_memory(uint64_t card_address) {
-    pthread_mutex_lock(&memories_lock);
-    Memory *m = memories;
-    while (m && (uint64_t)(uintptr_t)m != card_address) m = m->next;
-    if (m) m->num_refs++;
-    pthread_mutex_unlock(&memories_lock);
-    return m;
-}
-/* True when the caller was the last, and has to give the memory back. */
-static bool drop_memory(Memory *m) {
-    pthread_mutex_lock(&memories_lock);
-    bool last = --m->num_refs == 0;
-    for (Memory **at = &memories; last && *at; at = &(*at)->next)
-        if (*at == m) {
-            *at = m->next;
-            break;
-        }
-    pthread_mutex_unlock(&memories_lock);
-    return last;
-}
 
 struct EpHeap {
     EpWorld *world;
@@ -64,7 +30,7 @@ struct EpHeap {
     bool closed;
     uint64_t num_bytes;
     void *base[EP_MAX_RANKS];
-    Memory *memory[EP_MAX_RANKS]; /* mine; and, of threads, the peers' */
+    EpMemory *memory[EP_MAX_RANKS]; /* mine; and, of threads, the peers' */
     EpAllocator allocator;
     EpCommBuffer control; /* barrier, and the faults of wait */
     bool has_control;
@@ -74,6 +40,11 @@ const EpBackend *ep_heap_backend(const EpHeap *h) { return h->backend; }
 EpWorld *ep_heap_world(const EpHeap *h) { return h->world; }
 EpBackendKind ep_heap_kind(const EpHeap *h) { return h->kind; }
 int ep_heap_device(const EpHeap *h) { return h->device; }
+
+/* Blocks that nobody may free any more, see above. */
+static _Atomic uint64_t kept_bytes;
+
+static bool may_free(EpHeap *h) { return h->kind == EP_CPU || h->closed || ep_world_size(h->world) == 1 || ep_world_check(h->world) != 0; }
 
 /* ---- creation ---- */
 
@@ -123,7 +94,7 @@ static void import_peers(EpHeap *h, const Offer *all, int *fds, Offer *mine) {
             if (fds[r] >= 0) close(fds[r]);
         } else if (ep_world_is_threads(h->world)) {
             if (fds[r] >= 0) close(fds[r]);
-            h->memory[r] = find_memory(all[r].card.address);
+            h->memory[r] = ep_memory_find(all[r].card.address);
             if (h->memory[r]) h->base[r] = h->memory[r]->address;
             else mine->code = ep_error(EP_EPEERDIED, "rank %u left while its heap was being mapped", r);
         } else {
@@ -172,7 +143,12 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     EP_TRY_GOTO(code, ep_world_exchange(world, &mine, sizeof mine, all), fail);
     EP_TRY_GOTO(code, judge_offers(all, W, me), fail);
     mine.code = h->backend->heap_open(device, h->num_bytes, &h->base[me], &mine.card, &fd);
-    h->memory[me] = add_memory(h->base[me]);
+    if (mine.code && atomic_load(&kept_bytes)) {
+        memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
+        ep_error(mine.code, "%s; %llu are kept by heaps that were dropped without close", mine.text,
+                 (unsigned long long)atomic_load(&kept_bytes));
+    }
+    h->memory[me] = ep_memory_add(h->base[me]);
     if (!mine.code && !h->memory[me]) mine.code = ep_error(EP_ENOMEM, "no memory for a heap");
     mine.card.address = (uint64_t)(uintptr_t)h->memory[me];
     if (mine.code) memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
@@ -196,6 +172,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     return 0;
 fail:
     if (fd >= 0) close(fd);
+    h->closed = true; /* it fails on all ranks, which have put nothing on any stream yet */
     ep_heap_release(h);
     return code;
 }
@@ -219,8 +196,9 @@ void ep_heap_release(EpHeap *h) {
     uint32_t me = ep_world_rank(h->world);
     if (h->has_control) ep_comm_close(h, &h->control);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) {
-        if (h->memory[r] && drop_memory(h->memory[r])) {
-            if (h->memory[r]->address) h->backend->heap_close(h->device, h->memory[r]->address, h->num_bytes);
+        if (h->memory[r] && ep_memory_drop(h->memory[r])) {
+            if (h->memory[r]->address && may_free(h)) h->backend->heap_close(h->device, h->memory[r]->address, h->num_bytes);
+            else if (h->memory[r]->address) atomic_fetch_add(&kept_bytes, h->num_bytes);
             free(h->memory[r]);
         } else if (!h->memory[r] && h->base[r] && r != me) {
             h->backend->heap_unimport(h->device, h->base[r], h->num_bytes);

@@ -48,7 +48,8 @@ class SymmetricHeap:
     raises EpError on all ranks.  world: a World, ProcessGroup, DeviceMesh or None.  device: "cpu", "cuda",
     "cuda:1", ...; the default is the GPU where there is one.
 
-    Every tensor that malloc_symmetric returns keeps the heap's memory alive.
+    Every tensor that malloc_symmetric returns keeps the heap's memory alive.  close() is what gives it back: a heap
+    on a GPU that is only dropped keeps its block while its world lives, because a peer may still be using it.
     """
 
     def __init__(self, world=None, num_bytes=1 << 26, device=None):
