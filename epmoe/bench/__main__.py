@@ -1,5 +1,8 @@
-"""python -m epmoe.bench"""
+"""python -m epmoe.bench: see cli.py, where processes that it starts find their function."""
 
-from .run import main
+import sys
 
-main()
+from .cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

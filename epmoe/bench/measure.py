@@ -1,5 +1,6 @@
 """How a figure is taken: a barrier before each iteration, events on the device, the median of many, the slowest rank."""
 
+import functools
 import statistics
 import time
 
@@ -7,30 +8,38 @@ import torch
 import torch.distributed as dist
 
 
-def slowest(world_group, value):
+def slowest(cpu_group, value):
     """The largest of all ranks' values."""
     if not dist.is_initialized():
         return value
     t = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(t, dist.ReduceOp.MAX, group=world_group)
+    dist.all_reduce(t, dist.ReduceOp.MAX, group=cpu_group)
     return float(t)
+
+
+@functools.cache
+def _more_than_the_l2(device):
+    num_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 1 << 26)
+    return torch.empty(2 * num_bytes, dtype=torch.int8, device=device)
 
 
 def timed(fn, barrier, device, cpu_group, iters=30, warmup=5):
     """Median milliseconds of fn, the slowest rank's.  On the GPU: device time between two events, host time included
-    where the host is the slower one."""
+    where the host is the slower one.  The L2 is overwritten before each, in place of rotating through many buffers."""
     for _ in range(warmup):
         fn()
     times = []
     for _ in range(iters):
-        barrier()
         if device.type == "cuda":
+            _more_than_the_l2(device).fill_(1)
+            barrier()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             fn()
             end.record()
             times.append((begin, end))
         else:
+            barrier()
             t = time.perf_counter()
             fn()
             times.append((time.perf_counter() - t) * 1e3)
@@ -41,7 +50,7 @@ def timed(fn, barrier, device, cpu_group, iters=30, warmup=5):
 
 
 def graphed(fn, device, cpu_group, calls=10, replays=20):
-    """Milliseconds of one fn among `calls` of them in a CUDA graph: device time without the host's."""
+    """Milliseconds of one fn among `calls` of them in a CUDA graph: device time without the host's, caches warm."""
     fn()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -61,7 +70,7 @@ def graphed(fn, device, cpu_group, calls=10, replays=20):
 
 def host_microseconds(fn, sync, cpu_group, calls=200):
     """Microseconds that the caller of fn is kept, device work not waited for."""
-    for _ in range(20):
+    for _ in range(min(20, calls)):
         fn()
     sync()
     t = time.perf_counter()

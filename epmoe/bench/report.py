@@ -1,23 +1,194 @@
-"""python -m epmoe.bench.report FILE: the README's table from a file that python -m epmoe.bench --json wrote."""
+"""python -m epmoe.bench report FILE: the plots beside FILE, and the table, from figures that --json wrote.
 
+Where FILE is NAME.json, figures of DeepEP that another run recorded are taken from deep_ep_NAME.json beside it, if it is
+there; DeepEP's rows in FILE itself go before them.  What FILE lacks is left out, and named.
+"""
+
+import hashlib
 import json
+import re
 import sys
+import textwrap
+from pathlib import Path
+
+OLD_NAMES = {"stages": "a2a", "sms": "sm", "saving": "features"}  # of benches, in files older than their commands
+MARKED = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
+STAGES = {"dispatch": "epmoe plan + dispatch", "combine": "epmoe combine"}
 
 
-def table(result):
-    """Markdown: one row a shape; milliseconds, GB/s on the wire, and the ratio to torch's collectives."""
-    lines = [f"{result['machine']}, CUDA {result['cuda']}, torch {result['torch']}, {result['date']}, commit {result['commit']}:", "",
-             "| shape | T a rank | plan + dispatch | GB/s | over torch | combine | GB/s | over torch |", "|---|---|---|---|---|---|---|---|"]
-    rows = {(r["shape"], r["impl"]): r for r in result["rows"] if r["bench"] == "stages"}
-    for shape in dict.fromkeys(s for s, _ in rows):
-        d, c = rows[shape, "epmoe plan + dispatch"], rows[shape, "epmoe combine"]
-        lines.append(f"| {shape} | {d['tokens']} | {d['ms']:.3f} ms | {d['wire_gbps']:.0f} | {d['ratio']:.2f} "
-                     f"| {c['ms']:.3f} ms | {c['wire_gbps']:.0f} | {c['ratio']:.2f} |")
-    return "\n".join(lines)
+class Figures:
+    """The rows of a file, found by what they are; and those of the file with recorded peers."""
+
+    def __init__(self, path):
+        path = Path(path)
+        text = path.read_text()
+        beside = path.with_name(f"deep_ep_{path.name}")
+        other = beside.read_text() if beside.exists() else "{}"
+        self.path, self.result, self.recorded = path, json.loads(text), json.loads(other)
+        self.digest = hashlib.sha256((text + other).encode()).hexdigest()[:16]  # plots carry it: are they of these files?
+        self.rows = [self._row(r) for r in self.result["rows"]]
+        self.recorded_rows = self.recorded.get("rows", [])
+
+    @staticmethod
+    def _row(row):
+        bench, impl = OLD_NAMES.get(row["bench"], row["bench"]), row["impl"]
+        if bench == "sm":
+            impl = impl.split(",")[0]
+        if bench in ("a2a", "sm", "tokens") and not impl.startswith(("epmoe", "torch", "DeepEP")):
+            impl = "epmoe " + impl
+        return row | {"bench": bench, "impl": impl}
+
+    @property
+    def is_gpu(self):
+        return bool(self.result["gpus"])
+
+    def find(self, bench, impl, **more):
+        """Rows of a bench whose impl is this, in the file's order; more: further fields to match."""
+        return [r for r in self.rows if r["bench"] == bench and r["impl"] == impl and all(r.get(k) == v for k, v in more.items())]
+
+    def ms(self, bench, impl, **more):
+        """Milliseconds of the row, or None."""
+        return next((r["ms"] for r in self.find(bench, impl, **more)), None)
+
+    def deep_ep(self, bench, stage, **more):
+        """(milliseconds, whether they are of this run) of DeepEP at its best count of SMs; (None, False) without any."""
+        for rows, same_run in ((self.rows, True), (self.recorded_rows, False)):
+            times = [r["ms"] for r in rows if r["bench"] == bench and r["impl"].split(",")[0] == f"DeepEP {stage}"
+                     and all(r.get(k) == v for k, v in more.items())]
+            if times:
+                return min(times), same_run
+        return None, False
+
+    def shapes(self, bench="a2a"):
+        """Names of the shapes that have a dispatch and a combine, or a layer, in order."""
+        wanted = ("epmoe layer",) if bench == "layer" else STAGES.values()
+        found = [[r["shape"] for r in self.find(bench, impl)] for impl in wanted]
+        return [s for s in dict.fromkeys(found[0]) if all(s in names for names in found)]
+
+    def missing(self):
+        """What FILE has no rows of, a line each."""
+        lines = [f"no rows of {bench}: python -m epmoe.bench {bench}" for bench in ("a2a", "sm", "tokens", "layer")
+                 if not any(r["bench"] == bench and r["impl"].startswith("epmoe") for r in self.rows)]
+        without = [s for s in self.shapes() if self.deep_ep("a2a", "dispatch", shape=s)[0] is None]
+        if without:
+            lines.append(f"no figures of DeepEP for {', '.join(without)}")
+        if not any(r["impl"].startswith("DeepEP") for r in self.rows):
+            lines.append("no figures of DeepEP in the same run")
+        return lines
 
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    with open(sys.argv[1]) as f:
-        print(table(json.load(f)))
+def plot_name(figures, plot):
+    return f"{figures.path.stem}_{plot}.png"
+
+
+def _over(ms, theirs, mark=""):
+    return "" if theirs is None else f"{ms / theirs:.2f}{mark}"
+
+
+def markdown(head, rows):
+    """A table without the columns that are empty in every row."""
+    keep = [i for i in range(len(head)) if any(row[i] for row in rows)]
+    lines = ["| " + " | ".join(row[i] for i in keep) + " |" for row in (head, *rows)]
+    return [lines[0], "|---" * len(keep) + "|", *lines[1:]]
+
+
+def table(figures):
+    """A row a shape: milliseconds, GB/s across links, and epmoe's time over the peers'."""
+    rows = []
+    for shape in figures.shapes():
+        cells = [shape, str(figures.find("a2a", STAGES["dispatch"], shape=shape)[0]["tokens"])]
+        for stage, impl in STAGES.items():
+            row = figures.find("a2a", impl, shape=shape)[0]
+            theirs, same_run = figures.deep_ep("a2a", stage, shape=shape)
+            cells += [f"{row['ms']:.3f} ms", f"{row['wire_gbps']:.0f}" if figures.is_gpu and "wire_gbps" in row else "",
+                      _over(row["ms"], figures.ms("a2a", f"torch {stage}", shape=shape)), _over(row["ms"], theirs, "" if same_run else "*")]
+        rows.append(cells)
+    over = ["GB/s", "over torch", "over DeepEP"]
+    return markdown(["shape", "T a rank", "plan + dispatch", *over, "combine", *over], rows)
+
+
+def layer_table(figures):
+    """The same of whole layers."""
+    rows = []
+    for shape in figures.shapes("layer"):
+        row = figures.find("layer", "epmoe layer", shape=shape)[0]
+        over = [_over(row["ms"], figures.ms("layer", impl, shape=shape)) for impl in ("GEMMs alone", "torch layer")]
+        theirs, same_run = figures.deep_ep("layer", "layer", shape=shape)
+        over.append(_over(row["ms"], theirs, "" if same_run else "*"))
+        rows.append([shape, str(row["tokens"]), f"{row['ms']:.3f} ms", f"{row['tflops']:.0f}" if figures.is_gpu else "", *over])
+    return markdown(["shape", "T a rank", "whole layer, unfused", "TFLOP/s a GPU", "over GEMMs alone", "over torch", "over DeepEP"], rows)
+
+
+def sources(figures):
+    """What the tables' other figures are, and of which run."""
+    lines = ["\"Over\" is epmoe's time divided by the other's: less is better."]
+    if any(figures.ms("a2a", "torch dispatch", shape=s) for s in figures.shapes()):
+        lines[0] += " torch is sort + `all_to_all_single` + sort, in the same run."
+    wanted = [("a2a", stage, s) for stage in STAGES for s in figures.shapes()] + [("layer", "layer", s) for s in figures.shapes("layer")]
+    found = {same_run for ms, same_run in (figures.deep_ep(b, what, shape=s) for b, what, s in wanted) if ms is not None}
+    if True in found:
+        lines.append("DeepEP is layout + dispatch + permute and unpermute + combine, the better of 24 and 48 SMs, in the same run.")
+    if False in found:
+        o = figures.recorded
+        lines.append(f"\\* DeepEP did not run in this run. Its figures were recorded in another one, on {o['machine']} (CUDA {o['cuda']}, "
+                     f"torch {o['torch']}, {o['date']}), so these ratios are only as good as two runs compare: {o['what']}"
+                     + (f"; layer: {o['what_layer']}." if figures.shapes("layer") else "."))
+    return "\n\n".join(textwrap.fill(line, 130, break_long_words=False, break_on_hyphens=False) for line in lines).split("\n")
+
+
+def block(figures, plots, folder):
+    """What stands between the README's markers.  plots: {name: alternative text} of those that exist; folder: where they lie."""
+    r = figures.result
+    lines = [] if figures.is_gpu else [f"**{r.get('note', 'CPU figures: they say nothing about GPUs')}.**", ""]
+    cuda = f"CUDA {r['cuda']}, " if figures.is_gpu else ""
+    lines += [f"{r['machine']}, {cuda}torch {r['torch']}, {r['date']}, commit {r['commit'] or 'unknown'}:", ""]
+    if figures.shapes():
+        lines += [*table(figures), ""]
+    if figures.shapes("layer"):
+        lines += [*layer_table(figures), ""]
+    lines += sources(figures)
+    for name, text in plots.items():
+        lines += ["", f"![{text}]({Path(folder, plot_name(figures, name)).as_posix()})"]
+    return "\n".join(lines) + "\n"
+
+
+def write_readme(readme, text):
+    """Put text between the markers of the file."""
+    before = readme.read_text()
+    after, count = MARKED.subn(lambda m: m[1] + text + m[2], before)
+    if count != 1:
+        raise SystemExit(f"{readme}: wanted one <!-- figures --> ... <!-- /figures -->, found {count}")
+    if after != before:
+        readme.write_text(after)
+
+
+def add_arguments(parser):
+    parser.add_argument("file", metavar="FILE", help="written by --json")
+    parser.add_argument("--readme", metavar="FILE", help="put the table and the plots between this file's figures markers")
+
+
+def main(options):
+    from epmoe.bench import plots
+
+    figures = Figures(options.file)
+    if importable := plots.can_draw():
+        made = plots.draw(figures)
+        for name in made:
+            print(f"wrote {figures.path.with_name(plot_name(figures, name))}")
+    else:
+        made = {name: text for name, text in plots.wanted(figures).items() if figures.path.with_name(plot_name(figures, name)).exists()}
+        print("no plots: matplotlib cannot be imported", file=sys.stderr)
+    for name in plots.TEXTS:
+        if importable and name not in made:
+            print(f"not made: the plot {name}, for want of rows")
+    for line in figures.missing():
+        print(f"missing in {figures.path}: {line}")
+    if options.readme:
+        readme = Path(options.readme)
+        folder = figures.path.resolve().parent
+        folder = folder.relative_to(readme.resolve().parent) if folder.is_relative_to(readme.resolve().parent) else folder
+        write_readme(readme, block(figures, made, folder))
+        print(f"wrote the figures in {readme}")
+    else:
+        print("\n" + block(figures, made, figures.path.parent), end="")
+    return 0

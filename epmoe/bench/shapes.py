@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Shape:
-    """T tokens a rank, H hidden, I inner, E experts in all, K choices, share of dropped choices."""
+    """T tokens a rank, H hidden, I inner, E experts in all, K choices."""
 
     name: str
     tokens: int
@@ -13,12 +13,14 @@ class Shape:
     inner: int
     experts: int
     topk: int
-    drop: float = 0.0
 
     def small(self):
-        """For a machine without a GPU: the same proportions, a hundred times less work."""
+        """For a machine without a GPU: the same proportions, a hundredth of the tokens, a sixteenth of the width."""
         return replace(self, name=self.name + "-small", tokens=max(16, self.tokens // 128), hidden=max(64, self.hidden // 16),
                        inner=max(64, self.inner // 16), experts=min(self.experts, 32))
+
+    def with_tokens(self, tokens):
+        return replace(self, tokens=tokens)
 
 
 SHAPES = {s.name: s for s in (

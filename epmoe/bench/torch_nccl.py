@@ -5,10 +5,16 @@ import torch.distributed as dist
 
 
 class TorchAllToAll:
-    """Unfused dispatch and combine over a process group (NCCL on GPUs, gloo on CPUs)."""
+    """Unfused dispatch and combine over a process group (NCCL on GPUs, gloo on CPUs), of x [T, H], idx and weight [T, K].
 
-    def __init__(self, num_experts, world_size, device):
-        self.num_experts, self.world_size, self.device = num_experts, world_size, device
+    One row a choice crosses the link.  dispatch leaves rows by local expert, source rank, token and choice, as epmoe does.
+    """
+
+    name = "torch"
+
+    def __init__(self, x, idx, weight, num_experts, world_size):
+        self.x, self.idx, self.weight = x, idx, weight
+        self.num_experts, self.world_size, self.topk = num_experts, world_size, idx.shape[1]
 
     def _exchange(self, out, x, out_sizes, in_sizes):
         if dist.is_initialized() and self.world_size > 1:
@@ -16,28 +22,35 @@ class TorchAllToAll:
         else:
             out.copy_(x)
 
-    def dispatch(self, x, idx):
-        """Rows grouped by local expert, and what combine needs.  One row a choice crosses the link."""
-        flat = idx.flatten()
-        order = flat.argsort(stable=True)
+    def dispatch(self):
+        """Rows [M, H], grouped by local expert; expert_offsets [L + 1] says where each begins."""
+        flat = self.idx.flatten()
+        self.order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=self.num_experts)
         theirs = torch.empty_like(counts)
         self._exchange(theirs, counts, None, None)
-        send, recv = torch.stack([counts, theirs]).view(2, self.world_size, -1).sum(2).tolist()
-        rows = x.new_empty(sum(recv), x.shape[1])
-        self._exchange(rows, x[order // idx.shape[1]], recv, send)
+        self.send, self.recv = torch.stack([counts, theirs]).view(2, self.world_size, -1).sum(2).tolist()
+        rows = self.x.new_empty(sum(self.recv), self.x.shape[1])
+        self._exchange(rows, self.x[self.order // self.topk], self.recv, self.send)
         local = self.num_experts // self.world_size
-        expert = torch.arange(local, device=self.device).repeat(self.world_size).repeat_interleave(theirs, output_size=sum(recv))
-        by_expert = expert.argsort(stable=True)
-        return rows[by_expert], (order, by_expert, send, recv, idx.shape)
+        expert = torch.arange(local, device=flat.device).repeat(self.world_size).repeat_interleave(theirs, output_size=len(rows))
+        self.by_expert = expert.argsort(stable=True)
+        ends = theirs.view(self.world_size, local).sum(0).cumsum(0, dtype=torch.int32)
+        self.expert_offsets = torch.cat([ends.new_zeros(1), ends])
+        return rows[self.by_expert]
 
-    def combine(self, rows, state, weight):
-        """Weighted sums of the rows, at home."""
-        order, by_expert, send, recv, (num_tokens, topk) = state
+    def row_weights(self):
+        """[M] of the last dispatch's rows.  Not timed: combine applies the weights at home, where they are."""
+        weights = self.weight.new_empty(sum(self.recv))
+        self._exchange(weights, self.weight.flatten()[self.order], self.recv, self.send)
+        return weights[self.by_expert]
+
+    def combine(self, rows):
+        """Weighted sums [T, H] of the rows [M, H] of the last dispatch."""
         back = torch.empty_like(rows)
-        back[by_expert] = rows
-        mine = rows.new_empty(sum(send), rows.shape[1])
-        self._exchange(mine, back, send, recv)
+        back[self.by_expert] = rows
+        mine = rows.new_empty(sum(self.send), rows.shape[1])
+        self._exchange(mine, back, self.send, self.recv)
         home = torch.empty_like(mine)
-        home[order] = mine
-        return (home.view(num_tokens, topk, -1) * weight[..., None].to(rows.dtype)).sum(1)
+        home[self.order] = mine
+        return (home.view(*self.idx.shape, -1) * self.weight[..., None].to(rows.dtype)).sum(1)

@@ -1,0 +1,111 @@
+"""Times of epmoe beside those of its peers.
+
+Under torchrun, one rank a GPU:   torchrun --nproc-per-node 4 -m epmoe.bench all --json benchmarks/h200x4.json
+By itself it starts its ranks:    python -m epmoe.bench          (as many as there are GPUs, or four on the CPU)
+On a machine without a GPU the shapes are small and the figures say nothing about GPUs.
+The table and the plots:          python -m epmoe.bench report benchmarks/h200x4.json
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from . import a2a, features, host, layer, report, sm, tokens
+from .run import Run
+from .shapes import SHAPES
+
+BENCHES = {
+    "a2a": (a2a, "plan, dispatch and combine of every shape, beside the peers (default)"),
+    "sm": (sm, "dispatch and combine over the thread blocks that move tokens"),
+    "tokens": (tokens, "plan, dispatch and combine over T, the tokens of a rank"),
+    "layer": (layer, "a whole layer, unfused, beside the peers and beside its GEMMs alone"),
+    "features": (features, "what token saving, sorting and pre-reduction bring"),
+    "host": (host, "what a call costs its caller, in microseconds"),
+}
+
+
+def numbers(text):
+    return [int(n) for n in text.split(",")]
+
+
+def names(text):
+    unknown = [n for n in text.split(",") if n not in SHAPES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: must be of {', '.join(SHAPES)}")
+    return text.split(",")
+
+
+def parse(argv):
+    p = argparse.ArgumentParser(prog="python -m epmoe.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sub = p.add_subparsers(dest="bench", metavar="BENCH")
+    for name, text in {**{n: t for n, (_, t) in BENCHES.items()}, "all": "all of these"}.items():
+        s = sub.add_parser(name, help=text, description=text)
+        s.add_argument("--shapes", type=names, metavar="A,B,...", help=f"of {', '.join(SHAPES)}; default: what the bench is about")
+        s.add_argument("--num-sm", type=numbers, metavar="N", help="thread blocks that move tokens; for sm: N,N,..., those to go over")
+        s.add_argument("--iters", type=int, help="runs of which the median is taken (default: 30; on the CPU 10)")
+        s.add_argument("--json", metavar="FILE", help="write all figures to FILE (rank 0)")
+        s.add_argument("--commit", help="recorded with the figures; default: what git says")
+        s.add_argument("--ranks", type=int, help="ranks to start, where torchrun has not started them")
+    report.add_arguments(sub.add_parser("report", help="write the plots, and the README's table, from a file of figures"))
+    known = (*sub.choices, "-h", "--help")
+    options = p.parse_args(argv if argv and argv[0] in known else ["a2a", *argv])
+    if options.bench not in ("sm", "report") and options.num_sm and len(options.num_sm) > 1:
+        p.error("--num-sm takes several numbers only for sm")
+    return options
+
+
+def run(options):
+    """This rank's part; torch.distributed is initialised, or this is the only rank.  Returns the rows of the table."""
+    r = Run(options)
+    r.introduce()
+    benches = list(BENCHES) if options.bench == "all" else [options.bench]
+    jobs = [(name, label, job) for name in benches for label, job in BENCHES[name][0].jobs(r)]
+    with r.progress(len(jobs)) as progress:
+        for name, label, job in jobs:
+            progress.step(f"{name} {label}")
+            if label == next(first for bench, first, _ in jobs if bench == name):
+                r.title(name, BENCHES[name][1])
+            job()
+            r.save()
+    r.close()
+    return r.rows
+
+
+def use_cuda():
+    from epmoe import _C
+
+    return bool(_C.HAS_CUDA) and torch.cuda.is_available() and os.environ.get("EPMOE_BACKEND") != "cpu"
+
+
+def started_rank(rank, world_size, argv):
+    """A rank that this program started itself."""
+    if use_cuda():
+        torch.cuda.set_device(rank)
+    run(parse(argv))
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(argv)
+    backend = "cpu:gloo,cuda:nccl" if use_cuda() else "gloo"
+    if options.bench == "report":
+        return report.main(options)
+    if "RANK" in os.environ:
+        if use_cuda():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend)
+        run(options)
+        dist.destroy_process_group()
+        return 0
+    from epmoe.testing import run_ranks
+
+    try:
+        num_ranks = options.ranks or (min(torch.cuda.device_count(), 8) if use_cuda() else 4)
+        run_ranks(started_rank, num_ranks, argv, backend=backend, timeout_s=3600)
+    except AssertionError as error:  # its text is the tracebacks of the ranks
+        return str(error)
+    return 0
+

@@ -1,0 +1,25 @@
+"""What a call costs its caller: eager, fixed capacity, few tokens, device work not waited for."""
+
+import torch
+
+from epmoe.bench.measure import host_microseconds
+
+TOKENS = 64
+
+
+def jobs(run):
+    return [(shape.name, lambda shape=shape: measure(run, shape)) for shape in run.shapes("qwen3-30b")]
+
+
+def measure(run, shape):
+    shape = shape.with_tokens(TOKENS)
+    x, idx, weight = run.inputs(shape)
+    sync = torch.cuda.synchronize if run.on_gpu else (lambda: None)  # on the CPU a call returns when it is done
+    with run.layer(shape, x.dtype, capacity=run.size * shape.tokens * shape.topk, num_sm=8 if run.on_gpu else 1) as layer:
+        rows, row_weight, layout = layer.dispatch(x, idx, weight)
+        calls = {"preprocess": lambda: layer.preprocess(idx), "cached dispatch": lambda: layer.dispatch(x, weight=weight, layout=layout),
+                 "combine": lambda: layer.combine(rows, layout, row_weight)}
+        for name, fn in calls.items():
+            us = host_microseconds(fn, sync, run.cpu_group, calls=100 if run.on_gpu else 10)
+            run.record("host", shape, f"epmoe {name}, host", us / 1e3, rate=f"{us:.1f} us")
+        layer.synchronize()

@@ -1,0 +1,47 @@
+"""Says on stderr how far a bench is: a bar where rich is installed and somebody watches, else a line a step."""
+
+import sys
+import time
+
+
+class Progress:
+    """with Progress(num_steps) as p: p.step("what comes now") before each.  Only the rank that speaks makes one that is `on`."""
+
+    def __init__(self, num_steps, on=True):
+        self.num_steps, self.begun, self.on, self.bar = num_steps, 0, on, None
+
+    def __enter__(self):
+        self.begin = time.monotonic()
+        if self.on and sys.stderr.isatty():
+            try:
+                from rich.console import Console
+                from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+                from rich.progress import Progress as Bar
+            except ImportError:
+                return self
+            columns = BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+            # stdout is left alone: the figures may go to a file.
+            self.bar = Bar(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty(), redirect_stderr=False)
+            self.bar.start()
+            self.task = self.bar.add_task("", total=self.num_steps)
+        return self
+
+    def step(self, what):
+        """The step before is done; this one begins."""
+        self.begun += 1
+        if self.bar:
+            self.bar.update(self.task, completed=self.begun - 1)
+        self.note(what)
+
+    def note(self, what):
+        """A part of a step that takes its time."""
+        if self.bar:
+            self.bar.update(self.task, description=what)
+        elif self.on:
+            print(f"[{self.begun}/{self.num_steps}, {time.monotonic() - self.begin:.0f} s] {what}",
+                  file=sys.stderr, flush=True)
+
+    def __exit__(self, *_):
+        if self.bar:
+            self.bar.update(self.task, completed=self.begun, description="")
+            self.bar.stop()

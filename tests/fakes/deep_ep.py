@@ -1,0 +1,86 @@
+"""A stand-in for DeepEP V1's module within one node, over torch.distributed: the calls that the benchmark makes, with
+the shapes, dtypes, orders and complaints of the real one, and no speed.
+"""
+
+import torch
+import torch.distributed as dist
+
+topk_idx_t = torch.int64
+
+
+class Config:
+    def __init__(self, num_sms=20, nvl_send=6, nvl_recv=256, rdma_send=6, rdma_recv=256):
+        assert 0 < nvl_send < nvl_recv and 0 < rdma_send < rdma_recv
+        self.num_sms = num_sms
+
+
+def exchange(x, send, recv):
+    out = x.new_empty(sum(recv), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), recv, send)
+    return out
+
+
+class Buffer:
+    num_sms = 20
+
+    def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24, explicitly_destroy=False):
+        assert num_nvl_bytes > 0 and explicitly_destroy
+        self.rank, self.size, self.alive = dist.get_rank(group), dist.get_world_size(group), True
+
+    def destroy(self):
+        assert self.alive
+        self.alive = False
+
+    @staticmethod
+    def set_num_sms(new_num_sms):
+        assert new_num_sms % 2 == 0, "The SM count must be even"
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def get_dispatch_config(num_ranks):
+        return Config(Buffer.num_sms, 6, 256, 6, 128)
+
+    @staticmethod
+    def get_combine_config(num_ranks):
+        return Config(Buffer.num_sms, 9, 256, 6, 128)
+
+    def get_dispatch_layout(self, topk_idx, num_experts):
+        assert topk_idx.dtype == topk_idx_t and topk_idx.is_contiguous() and num_experts % self.size == 0
+        to = topk_idx // (num_experts // self.size)
+        is_in_rank = torch.stack([(to == r).any(1) for r in range(self.size)], 1)
+        per_expert = torch.bincount(topk_idx.flatten(), minlength=num_experts).int()
+        return is_in_rank.sum(0, dtype=torch.int32), None, per_expert, is_in_rank, None
+
+    def dispatch(self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, is_token_in_rank=None,
+                 num_tokens_per_expert=None, topk_idx=None, topk_weights=None, config=None):
+        assert self.alive and handle is None and x.is_contiguous() and config.num_sms % 2 == 0
+        assert num_tokens_per_rank.dtype == num_tokens_per_expert.dtype == torch.int32 and is_token_in_rank.dtype == torch.bool
+        assert topk_idx.dtype == topk_idx_t and topk_weights.dtype == torch.float32 and topk_idx.shape == topk_weights.shape
+        local = len(num_tokens_per_expert) // self.size
+        counts = [torch.empty_like(num_tokens_per_rank) for _ in range(self.size)]
+        dist.all_gather(counts, num_tokens_per_rank)
+        rank_prefix_matrix = torch.stack(counts).cumsum(0, dtype=torch.int32)  # [source, destination], inclusive
+        send, recv = num_tokens_per_rank.tolist(), [int(c[self.rank]) for c in counts]
+        tokens = [torch.nonzero(is_token_in_rank[:, r]).flatten() for r in range(self.size)]
+        local_idx = [torch.where(topk_idx[t] // local == r, topk_idx[t] % local, -1) for r, t in enumerate(tokens)]
+        weights = [torch.where(i >= 0, topk_weights[t], 0.0) for i, t in zip(local_idx, tokens)]
+        send_head = torch.where(is_token_in_rank, is_token_in_rank.cumsum(0) - 1, -1).int()
+        channels = torch.zeros(self.size, config.num_sms // 2, dtype=torch.int32)
+        src_idx = exchange(torch.cat(tokens).int(), send, recv)
+        recv_idx = exchange(torch.cat(local_idx), send, recv)
+        per_local_expert = torch.bincount(recv_idx[recv_idx >= 0], minlength=local).tolist()
+        handle = (rank_prefix_matrix, channels, channels.clone(), src_idx, is_token_in_rank, send_head)
+        return (exchange(x[torch.cat(tokens)], send, recv), recv_idx, exchange(torch.cat(weights), send, recv), per_local_expert, handle, None)
+
+    def combine(self, x, handle, topk_weights=None, bias=None, config=None):
+        rank_prefix_matrix, _, channels, src_idx, is_token_in_rank, send_head = handle
+        assert self.alive and x.is_contiguous() and len(x) == len(src_idx)
+        assert channels.shape[1] == config.num_sms // 2, "dispatched with another number of SMs"
+        recv = rank_prefix_matrix[:, self.rank].diff(prepend=torch.zeros(1, dtype=torch.int32)).tolist()
+        send = is_token_in_rank.sum(0).tolist()
+        back = exchange(x, recv, send).split(send)
+        total = torch.zeros(len(is_token_in_rank), x.shape[1])
+        for r, rows in enumerate(back):
+            here = is_token_in_rank[:, r]
+            total[here] += rows[send_head[here, r].long()].float()
+        return total.to(x.dtype), None, None
