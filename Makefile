@@ -1,6 +1,8 @@
 # make            build epmoe/_C in place; with CUDA where there is nvcc (EPMOE_CUDA=0: without)
 # make demo       train a small Mixture-of-Experts language model over four ranks
 # make test       build, the C tests (quick), pytest; with GPUs also pytest on them; ARGS=... goes to pytest
+# make bench      times beside the peers', a rank a GPU (small shapes on a CPU); ARGS=... goes to epmoe.bench
+# make report     the README's table and the plots, from benchmarks/h200x4.json
 # make check      what test leaves out: formatting, the C tests in full, the models of the protocol
 # make tsan       the C tests under ThreadSanitizer
 # make models     the models of the protocol, with spin
@@ -14,7 +16,7 @@
 # has torch already, as it is (a GPU machine without a network); else a .venv made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test check tsan models cuda hopper with-nvcc format size clean python check-format c-tests FORCE
+.PHONY: build demo test bench report check tsan models cuda hopper with-nvcc format size clean python check-format c-tests FORCE
 
 NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
 HAS := import importlib.util as u, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(m) is None for m in sys.argv[1:]))
@@ -62,6 +64,12 @@ test: build
 	    $(PYTHON) -m torch.distributed.run --nproc-per-node $$n -m pytest $(ARGS) || code=1; \
 	done; \
 	$(PYTHON) -m pytest $(ARGS) && exit $$code
+
+bench: build
+	$(PYTHON) -m epmoe.bench $(ARGS)
+
+report: build
+	$(PYTHON) -m epmoe.bench report benchmarks/h200x4.json --readme README.md
 
 # What could not be looked at must not pass for looked at: it is collected, and said at the end.
 check: | python

@@ -1,0 +1,116 @@
+"""python -m epmoe.bench report: the README's table and the plots are those of the files of figures, whatever these hold."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from epmoe.bench import cli, plots, report
+
+pytestmark = pytest.mark.cpu_only
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "benchmarks" / "h200x4.json"
+NAMES = ("shapes", "sm", "tokens")
+
+
+def here():
+    if not FIGURES.exists():
+        pytest.skip("there is no benchmarks/h200x4.json")
+    return report.Figures(FIGURES)
+
+
+def png_texts(path):
+    """The text chunks of a PNG."""
+    data, at, texts = path.read_bytes(), 8, {}
+    while at < len(data):
+        length, kind = struct.unpack(">I4s", data[at : at + 8])
+        if kind == b"tEXt":
+            key, value = data[at + 8 : at + 8 + length].split(b"\0")
+            texts[key.decode()] = value.decode()
+        at += length + 12
+    return texts
+
+
+def row(bench, shape, impl, ms, tokens=64, **more):
+    return {"bench": bench, "shape": shape, "tokens": tokens, "impl": impl, "ms": ms, **more}
+
+
+def write(path, rows, **head):
+    path.write_text(json.dumps({"machine": "CPU", "gpus": 0, "cuda": None, "torch": "2.11", "date": "2026-01-02", "commit": "abc", "rows": rows} | head))
+    return path
+
+
+def made(folder, rows, **head):
+    """(Figures, what the command says, the README it wrote) of rows."""
+    path, readme = write(folder / "some.json", rows, **head), folder / "README.md"
+    readme.write_text("before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n")
+    assert cli.main(["report", str(path), "--readme", str(readme)]) == 0
+    return report.Figures(path), readme.read_text()
+
+
+def test_bench_report_readme_is_made_from_the_file():
+    """If this fails: make report."""
+    figures = here()
+    text = report.block(figures, plots.wanted(figures), "benchmarks")
+    assert f"<!-- figures -->\n{text}<!-- /figures -->" in (ROOT / "README.md").read_text()
+
+
+def test_bench_report_plots_are_made_from_the_file():
+    """If this fails: make report."""
+    figures = here()
+    for name in plots.wanted(figures):
+        assert png_texts(FIGURES.with_name(report.plot_name(figures, name)))["Figures"] == figures.digest, name
+
+
+def test_bench_report_recorded_peers_say_what_they_are():
+    recorded = here().recorded
+    assert {"machine", "gpus", "cuda", "torch", "date", "what", "link_gbps"} <= set(recorded)
+    for r in recorded["rows"]:
+        assert r["impl"].startswith("DeepEP") and r["ms"] == pytest.approx(sum(r.get("parts_ms", {"all": r["ms"]}).values()))
+
+
+def test_bench_report_of_a_cpu(tmp_path, capsys):
+    rows = [row(bench, "a-small", impl, ms, tokens, num_sm=n, wire_gbps=0.5)
+            for bench, tokens, n in (("a2a", 64, 1), ("sm", 64, 1), ("sm", 64, 2), ("tokens", 16, 1), ("tokens", 64, 1))
+            for impl, ms in (("epmoe plan + dispatch", 0.25), ("epmoe cached dispatch", 0.2), ("epmoe combine", 0.5))]
+    rows += [row("a2a", "a-small", "torch dispatch", 1.0), row("a2a", "a-small", "torch combine", 4.0)]
+    rows += [row("layer", "a-small", impl, ms, tflops=0.01) for impl, ms in (("epmoe layer", 3.0), ("torch layer", 6.0), ("GEMMs alone", 2.0))]
+    figures, text = made(tmp_path, rows)
+    assert "nothing about GPUs" in text and text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| a-small | 64 | 0.250 ms | 0.25 | 0.500 ms | 0.12 |" in text and "GB/s |" not in text and "DeepEP |" not in text
+    assert "| a-small | 64 | 3.000 ms | 1.50 | 0.50 |" in text
+    for name in NAMES:
+        assert f"](some_{name}.png)" in text and png_texts(tmp_path / f"some_{name}.png")["Figures"] == figures.digest
+    assert "no figures of DeepEP for a-small" in capsys.readouterr().out
+
+
+def test_bench_report_names_what_is_missing(tmp_path, capsys):
+    _, text = made(tmp_path, [row("tokens", "b", "epmoe combine", 1.0)], machine="4 x GPU", gpus=4, cuda="13")
+    out = capsys.readouterr().out
+    for bench in ("a2a", "sm", "layer"):
+        assert f"no rows of {bench}: python -m epmoe.bench {bench}" in out
+    assert "no rows of tokens" not in out and ".png" not in text and not list(tmp_path.glob("*.png"))
+    for name in NAMES:
+        assert f"not made: the plot {name}" in out
+
+
+@pytest.mark.parametrize("same_run", [True, False])
+def test_bench_report_tells_two_runs_apart(tmp_path, same_run):
+    """DeepEP's figures of another run are marked, and give way to those of this run."""
+    head = {"machine": "4 x GPU", "gpus": 4, "cuda": "13"}
+    rows = [row("a2a", "c", "epmoe plan + dispatch", 1.0), row("a2a", "c", "epmoe combine", 1.0)]
+    theirs = [row("a2a", "c", f"DeepEP {stage}, {n} SMs", ms, num_sm=n) for stage in ("dispatch", "combine") for n, ms in ((24, 4.0), (48, 2.0))]
+    recorded = [row("a2a", "c", "DeepEP dispatch", 5.0), row("a2a", "c", "DeepEP combine", 5.0)]
+    write(tmp_path / "deep_ep_some.json", recorded, what="measured at another time", **head)
+    _, text = made(tmp_path, rows + theirs if same_run else rows, **head)
+    assert ("| c | 64 | 1.000 ms | 0.50 | 1.000 ms | 0.50 |" if same_run else "| c | 64 | 1.000 ms | 0.20* | 1.000 ms | 0.20* |") in text
+    assert ("measured at another time" in text) != same_run and ("the better of 24 and 48 SMs, in the same run" in text) == same_run
+
+
+def test_bench_report_wants_one_place(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing marked\n")
+    with pytest.raises(SystemExit, match="found 0"):
+        cli.main(["report", str(write(tmp_path / "some.json", [])), "--readme", str(readme)])
+    assert readme.read_text() == "nothing marked\n"
