@@ -13,7 +13,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from . import a2a, features, host, layer, report, sm, tokens
+from . import a2a, features, gemm, host, layer, report, sm, tokens
 from .run import Run
 from .shapes import SHAPES
 
@@ -22,6 +22,7 @@ BENCHES = {
     "sm": (sm, "dispatch and combine over the thread blocks that move tokens"),
     "tokens": (tokens, "plan, dispatch and combine over T, the tokens of a rank"),
     "layer": (layer, "a whole layer, unfused, beside the peers and beside its GEMMs alone"),
+    "gemm": (gemm, "the grouped GEMMs of one rank of four, beside torch's"),
     "features": (features, "what token saving, sorting and pre-reduction bring"),
     "host": (host, "what a call costs its caller, in microseconds"),
 }
