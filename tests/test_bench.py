@@ -29,10 +29,12 @@ COMMANDS = {
     "tokens": ["--shapes", "seed", "--iters", "1"],
     "layer": ["--shapes", "qwen3-30b", "--iters", "1"],
     "features": ["--shapes", "gpt-oss-120b", "--iters", "1"],
+    "gemm": ["--shapes", "qwen3-30b", "--iters", "1"],
     "host": ["--iters", "1"],
 }
 EPMOE = {"epmoe plan", "epmoe plan + dispatch", "epmoe cached dispatch", "epmoe combine"}
 TORCH = {"torch dispatch", "torch combine"}
+GEMMS = ("gate and up", "down", "dgrad of down", "dgrad of gate and up", "wgrad of down", "wgrad of gate and up")
 EXPECTED = {
     "a2a": EPMOE | TORCH,
     "sm": EPMOE,
@@ -40,6 +42,7 @@ EXPECTED = {
     "layer": {"torch layer", "GEMMs alone", "epmoe layer"},
     "features": {"combine, pre-reduced", "combine, a row a choice, pushed", "combine, a row a choice, pulled", "dispatch, token saving",
                  "dispatch, a row a choice: bytes", "torch permute, saved by sorting"},
+    "gemm": {f"{who} {what}" for who in ("torch", "epmoe") for what in GEMMS} | {"epmoe gate and up, SwiGLU"},
     "host": {"epmoe preprocess, host", "epmoe cached dispatch, host", "epmoe combine, host"},
 }
 
@@ -90,7 +93,7 @@ def deep_ep_beside_oracle(rank, world_size, num_experts=6, topk=3, hidden=24):
     for tensors in (xs, idxs, ws):
         for r in range(world_size):
             torch.distributed.broadcast(tensors[r], r)
-    library, error = deep_ep.load(torch.distributed.group.WORLD)
+    library, error = deep_ep.load(torch.distributed.group.WORLD, torch.device("cpu"))
     assert library is not None, error
     peer = deep_ep.DeepEP(library, xs[rank], idxs[rank], ws[rank], num_experts, world_size, 24)
     peer.tune(lambda fn: (fn(), 1.0)[1])

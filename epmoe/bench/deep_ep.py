@@ -6,6 +6,7 @@ of permute and unpermute are made in advance and not timed, to its favour.
 """
 
 import torch
+import torch.distributed as dist
 
 from epmoe.bench.measure import slowest
 
@@ -17,10 +18,14 @@ CHUNKS = {"dispatch": (4, 6, 8, 12, 16, 24, 32), "combine": (1, 2, 4, 6, 9, 12, 
 class Library:
     """The module and its one Buffer, which serves all shapes."""
 
-    def __init__(self):
+    def __init__(self, device):
         import deep_ep
-        import torch.distributed as dist
 
+        if dist.get_world_size() not in (2, 4, 8):
+            raise ValueError("within a node it takes 2, 4 or 8 ranks")
+        # What unpermute needs (Triton, a C compiler) is tried here, before anybody counts on this rank.
+        token_row = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        unpermute(torch.zeros(1, 8, dtype=torch.bfloat16, device=device), token_row, torch.zeros(1, 1, device=device))
         self.module = deep_ep
         self.buffer = deep_ep.Buffer(dist.group.WORLD, NUM_NVL_BYTES, explicitly_destroy=True)
 
@@ -28,12 +33,12 @@ class Library:
         self.buffer.destroy()
 
 
-def load(cpu_group):
+def load(cpu_group, device):
     """(Library, None), or (None, why not): the same on all ranks.  Collective."""
     library, error = None, "there is one rank alone"
     if cpu_group is not None:
         try:
-            library = Library()
+            library = Library(device)
         except Exception as e:  # it must not stop the figures of the others; V2 asserts when imported
             error = f"{type(e).__name__}: {e}".strip().split("\n")[0]
     if slowest(cpu_group, float(library is None)):

@@ -43,7 +43,7 @@ class Run:
         self.num_sm = options.num_sm[0] if options.num_sm else None
         self.world = epmoe.World.of(None)
         self.cpu_group = dist.new_group(backend="gloo") if dist.is_initialized() else None
-        self.deep_ep, self.no_deep_ep = deep_ep.load(self.cpu_group)
+        self.deep_ep, self.no_deep_ep = deep_ep.load(self.cpu_group, self.device)
         self.rows, self.said, self.bar = [], None, None
 
     def say(self, *text):
