@@ -45,7 +45,7 @@ def measure(run, shape):
 
         def record(impl, ms, over=None):
             tflops = flops / ms / 1e9
-            run.record("layer", shape, impl, ms, over=over, rate=f"{tflops:.3g} TFLOP/s", tflops=round(tflops, 4))
+            run.record("layer", shape, impl, ms, over=over, rate=f"{tflops:{'.1f' if run.on_gpu else '.1g'}} TFLOP/s", tflops=round(tflops, 4))
 
         times = {"torch": run.time(layer, lambda: unfused(torch_peer))}
         record("torch layer", times["torch"])

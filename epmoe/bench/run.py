@@ -58,6 +58,7 @@ class Run:
             self.say(CPU_NOTE + ".")
         deep_ep = ", DeepEP" if self.deep_ep else f"; no DeepEP: {self.no_deep_ep}"
         self.say(f"peers: torch over {'NCCL' if self.on_gpu else 'gloo'}{deep_ep}"[:100])
+        self.say("columns: the slowest rank's median; bytes across links or work a second; time over the others'")
         self.head = {"machine": f"{self.size} x {gpu}" if gpu else "CPU", "gpus": self.size if gpu else 0, "ranks": self.size,
                      "cuda": torch.version.cuda, "torch": torch.__version__, "date": datetime.date.today().isoformat(),
                      "commit": self.options.commit or commit(), **({} if gpu else {"note": CPU_NOTE})}
@@ -143,8 +144,8 @@ class Run:
             self.said = bench, shape, workers
             self.say(f"{shape.name}: T {shape.tokens}, H {shape.hidden}, I {shape.inner}, E {shape.experts}, K {shape.topk}{workers}")
         times = "" if ms is None else f"{ms:9.4f} ms"
-        text = ", ".join(f"{r:.2f} x {name}" for name, r in ratios.items())
-        self.say(f"  {impl:33} {times:12} {rate:>14}  {text}".rstrip())
+        text = ", ".join(f"{r:.2f} {name}" for name, r in ratios.items())
+        self.say(f"  {impl:31} {times:12} {rate:>13}  {text}".rstrip())
 
     def save(self):
         if self.options.json and self.rank == 0:
