@@ -1,6 +1,6 @@
 /* gemm.cuh - the grouped GEMM for Hopper: persistent blocks of one loading warp and two warpgroups that multiply.
  *
- * A block walks over tiles of 128 x BN of the product.  The loader fills a ring of stages, 64 of the
+ * Blocks may work in pairs (clusters of two): each loads half of the rows for both.  A block walks over tiles of 128 x BN of the product.  The loader fills a ring of stages, 64 of the
  * contraction each, by TMA; a warpgroup multiplies 64 rows by BN columns with wgmma, sums in registers, and
  * writes its part through shared memory while the loader is filling stages for the next tile.  Rows are not
  * padded: the tile at an expert's end reads into the next expert's rows and does not write them.
@@ -14,8 +14,8 @@
 
 enum { EP_GEMM_BM = 128, EP_GEMM_BK = 64, EP_GEMM_THREADS = 384, EP_GEMM_BOX = 64 * 64 * 2, EP_GEMM_OUT_BOX = 16 * 64 * 2 };
 
-template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
-    static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
+template <int KIND_, int BN_, int ACT_, bool F16_, int CLUSTER_> struct EpGemmConfig {
+    static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_, CLUSTER = CLUSTER_;
     static constexpr bool F16 = F16_, GATED = ACT >= EP_ACT_SWIGLU;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
     static constexpr int A_BYTES = 2 * EP_GEMM_BOX, STAGE_BYTES = A_BYTES + BN * EP_GEMM_BK * 2, STAGES = BN == 128 ? 6 : 4;
@@ -24,6 +24,14 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static_assert(SMEM_BYTES <= 232448, "what a block can have");
     static_assert(OUT_BLOCKS % 8 == 0, "boxes of 64 columns");
 };
+
+/* Tile of round n of a block.  The blocks of a cluster have the same rows and neighbouring columns; a neighbour
+ * behind the last column multiplies zeros, which nobody writes, so that all go the same rounds. */
+template <typename C> EP_PTX bool ep_gemm_next(const EpGemmParams *p, EpGemmWalk *w, uint32_t n, EpGemmTile *t) {
+    if (!ep_gemm_tile(p, EP_GEMM_BM, C::BN * C::CLUSTER, w, n / C::CLUSTER, t)) return false;
+    if (C::CLUSTER == 2) t->col0 += ep_cluster_rank() * C::BN;
+    return true;
+}
 
 /* The ring of stages, as one side sees it: which stage, and the parity of its turn. */
 typedef struct {
@@ -39,11 +47,12 @@ template <typename C>
 EP_PTX void ep_gemm_load_block(const EpGemmTile *t, uint32_t k, uint32_t smem, uint32_t bar, const CUtensorMap *map_a,
                                const CUtensorMap *map_b) {
     const int32_t at = (int32_t)(t->k0 + k), row = (int32_t)t->row0, col = (int32_t)t->col0, e = (int32_t)t->expert;
-    const uint32_t num_a = t->num_rows > 64 ? 2 : 1;
+    const uint32_t num_a = t->num_rows > 64 ? 2 : 1, mine = C::CLUSTER == 2 ? ep_cluster_rank() : 0;
     ep_mbar_arrive_expect(bar, num_a * EP_GEMM_BOX + C::BN * EP_GEMM_BK * 2);
-    for (uint32_t i = 0; i < num_a; i++) {
-        if (C::TRANS_A) ep_tma_load_2d(smem + i * EP_GEMM_BOX, map_a, bar, row + 64 * (int32_t)i, at);
-        else ep_tma_load_2d(smem + i * EP_GEMM_BOX, map_a, bar, at, row + 64 * (int32_t)i);
+    for (uint32_t i = mine; i < num_a; i += C::CLUSTER) {
+        const int32_t x = C::TRANS_A ? row + 64 * (int32_t)i : at, y = C::TRANS_A ? at : row + 64 * (int32_t)i;
+        if (C::CLUSTER == 2) ep_tma_load_2d_multicast(smem + i * EP_GEMM_BOX, map_a, bar, x, y, 3);
+        else ep_tma_load_2d(smem + i * EP_GEMM_BOX, map_a, bar, x, y);
     }
     smem += C::A_BYTES;
     if (C::GATED) ep_tma_load_5d(smem, map_b, bar, at, 0, 0, col / 16, e);
@@ -63,7 +72,7 @@ EP_PTX void ep_gemm_load(const EpGemmParams *p, const Hooks &hooks, uint32_t sme
     EpRing ring = {0, 1};
     EpGemmTile t;
     ep_walk_enter(p, EP_GEMM_BM, &w);
-    for (uint32_t n = blockIdx.x; ep_gemm_tile(p, EP_GEMM_BM, C::BN, &w, n, &t); n += gridDim.x) {
+    for (uint32_t n = blockIdx.x; ep_gemm_next<C>(p, &w, n, &t); n += gridDim.x) {
         hooks.await_rows(t);
         for (uint32_t k = 0; k < t.num_k; k += EP_GEMM_BK, ep_ring_next<C::STAGES>(&ring)) {
             ep_mbar_wait(empty + 8 * ring.stage, ring.parity);
@@ -84,6 +93,12 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
     }
     ep_fence_proxy_async_shared();
     ep_bar_sync(1, 256);
+}
+
+/* A stage may be filled again: half of its rows come from the neighbour, so it has to know too. */
+template <typename C> EP_PTX void ep_gemm_give_back(uint32_t empty) {
+    if (C::CLUSTER == 1) ep_mbar_arrive(empty);
+    else ep_mbar_arrive_at(empty, 0), ep_mbar_arrive_at(empty, 1);
 }
 
 /* d = this warpgroup's 64 rows of the tile.  A stage is given back when its products are done, one later. */
@@ -111,12 +126,12 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmTile *t, uint32_
             ep_wgmma_wait<1>();
         }
         __syncwarp(); /* no lane still waits for what may now be overwritten */
-        if (k && signals) ep_mbar_arrive(empty + 8 * before);
+        if (k && signals) ep_gemm_give_back<C>(empty + 8 * before);
         before = ring->stage;
     }
     ep_wgmma_wait<0>();
     ep_wgmma_hold(d);
-    if (t->num_k && signals) ep_mbar_arrive(empty + 8 * before);
+    if (t->num_k && signals) ep_gemm_give_back<C>(empty + 8 * before);
 }
 
 /* ---- writing ---- */
@@ -194,13 +209,15 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, const Hooks &hooks, const CUtens
     const uint32_t empty = full + 8 * C::STAGES;
     if (threadIdx.x == 0) {
         ep_tma_prefetch(map_a), ep_tma_prefetch(map_b), ep_tma_prefetch(map_out);
-        for (uint32_t s = 0; s < C::STAGES; s++) ep_mbar_init(full + 8 * s, 1), ep_mbar_init(empty + 8 * s, 8);
+        for (uint32_t s = 0; s < C::STAGES; s++) ep_mbar_init(full + 8 * s, 1), ep_mbar_init(empty + 8 * s, 8 * C::CLUSTER);
         ep_fence_mbar_init();
     }
-    __syncthreads();
+    if (C::CLUSTER == 1) __syncthreads();
+    else ep_cluster_sync();
     if (threadIdx.x < 128) { /* the loader: one thread; its neighbours have nothing to do */
         ep_setmaxnreg_dec<40>();
         if (threadIdx.x == 0) ep_gemm_load<C>(p, hooks, smem, full, empty, map_a, map_b);
+        __syncwarp();
     } else {
         ep_setmaxnreg_inc<232>();
         const uint32_t group = threadIdx.x / 128 - 1, box = boxes + (threadIdx.x / 32 - 4) * 2 * EP_GEMM_OUT_BOX;
@@ -208,7 +225,7 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, const Hooks &hooks, const CUtens
         EpRing ring = {0, 0};
         EpGemmTile t;
         ep_walk_enter(p, EP_GEMM_BM, &w);
-        for (uint32_t n = blockIdx.x; ep_gemm_tile(p, EP_GEMM_BM, C::BN, &w, n, &t); n += gridDim.x) {
+        for (uint32_t n = blockIdx.x; ep_gemm_next<C>(p, &w, n, &t); n += gridDim.x) {
             float d[C::BN / 2];
             ep_gemm_multiply<C>(d, &t, group, smem, full, empty, &ring);
             ep_gemm_write<C>(d, p, &t, group, box, map_out);
@@ -216,6 +233,7 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, const Hooks &hooks, const CUtens
         }
         ep_bulk_wait(); /* shared memory is read until then */
     }
+    if (C::CLUSTER == 2) ep_cluster_sync(); /* a neighbour may still write here */
 }
 
 #endif /* EP_GEMM_CUH */

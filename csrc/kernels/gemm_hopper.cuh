@@ -45,21 +45,25 @@ static cudaError_t encode(EpTensorMap s, CUtensorMap *map) {
 
 /* ---- launch ---- */
 
-template <int KIND, int BN, int ACT, bool F16> static cudaError_t launch(const EpGemmParams *p, uint32_t num_blocks, cudaStream_t stream) {
-    typedef EpGemmConfig<KIND, BN, ACT, F16> C;
+template <int KIND, int BN, int ACT, bool F16, int CLUSTER>
+static cudaError_t launch(const EpGemmParams *p, uint32_t num_blocks, cudaStream_t stream) {
+    typedef EpGemmConfig<KIND, BN, ACT, F16, CLUSTER> C;
     CUtensorMap a, b, out;
     cudaError_t e = encode(ep_map_a(p), &a);
     if (e == cudaSuccess) e = encode(ep_map_b(p, BN), &b);
     if (e == cudaSuccess) e = encode(ep_map_out(p), &out);
     if (e == cudaSuccess) e = cudaFuncSetAttribute(gemm_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::SMEM_BYTES);
     if (e != cudaSuccess) return e;
-    gemm_kernel<C><<<num_blocks, EP_GEMM_THREADS, C::SMEM_BYTES, stream>>>(*p, a, b, out);
-    return cudaGetLastError();
+    cudaLaunchAttribute cluster = {};
+    cudaLaunchConfig_t config = {dim3(num_blocks / CLUSTER * CLUSTER), dim3(EP_GEMM_THREADS), C::SMEM_BYTES, stream, &cluster, 1};
+    cluster.id = cudaLaunchAttributeClusterDimension, cluster.val.clusterDim = {CLUSTER, 1, 1};
+    return cudaLaunchKernelEx(&config, gemm_kernel<C>, *p, a, b, out);
 }
 
-template <bool F16> static cudaError_t launch_of(const EpGemmParams *p, uint32_t bn, uint32_t n, cudaStream_t stream) {
-#define EP_CASE(KIND, BN, ACT) \
-    if (p->kind == KIND && p->activation == ACT && bn == BN) return launch<KIND, BN, ACT, F16>(p, n, stream);
+template <bool F16> static cudaError_t launch_of(const EpGemmParams *p, EpGemmTuning t, uint32_t num_blocks, cudaStream_t stream) {
+#define EP_CASE(KIND, BN, ACT)                                        \
+    if (p->kind == KIND && p->activation == ACT && t.tile_cols == BN) \
+        return t.cluster == 2 ? launch<KIND, BN, ACT, F16, 2>(p, num_blocks, stream) : launch<KIND, BN, ACT, F16, 1>(p, num_blocks, stream);
     EP_GEMM_VARIANTS(EP_CASE)
 #undef EP_CASE
     return cudaErrorInvalidValue;

@@ -40,6 +40,26 @@ EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity) {
         if (polls > 1u << 24) __trap();
 }
 
+/* ---- clusters: blocks that run side by side and reach each other's shared memory ---- */
+
+EP_PTX uint32_t ep_cluster_rank(void) {
+    uint32_t r;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return r;
+}
+/* All threads of all blocks of the cluster. */
+EP_PTX void ep_cluster_sync(void) {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+/* Arrive at the same mbarrier of another block of the cluster, or of this one. */
+EP_PTX void ep_mbar_arrive_at(uint32_t bar, uint32_t rank) {
+    asm volatile("{\n.reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
+                 "r"(rank)
+                 : "memory");
+}
+
 /* ---- proxies and barriers ---- */
 
 /* Generic writes to shared memory before, TMA or wgmma reads behind. */
@@ -54,6 +74,13 @@ EP_PTX void ep_tma_prefetch(const CUtensorMap *map) { asm volatile("prefetch.ten
 EP_PTX void ep_tma_load_2d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
                  "l"(map), "r"(bar), "r"(x), "r"(y)
+                 : "memory");
+}
+/* To the same place in each block of the mask, each block's mbarrier counting what came to it. */
+EP_PTX void ep_tma_load_2d_multicast(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y, uint16_t mask) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(dst),
+                 "l"(map), "r"(bar), "r"(x), "r"(y), "h"(mask)
                  : "memory");
 }
 EP_PTX void ep_tma_load_3d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z) {

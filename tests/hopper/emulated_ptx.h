@@ -1,4 +1,5 @@
-/* emulated_ptx.h - kernels/ptx.cuh in threads and plain C++: every GPU thread of one block is a thread here.
+/* emulated_ptx.h - kernels/ptx.cuh in threads and plain C++: every GPU thread of a block, or of a
+ * cluster of two, is a thread here.
  *
  * What it keeps of the machine: where numbers lie (128-byte swizzle, wgmma's descriptors and accumulators,
  * stmatrix, boxes of tensor maps and their edges), phases and byte counts of mbarriers, and that a wgmma reads
@@ -29,8 +30,10 @@ using std::max;
 using std::min;
 
 #define EP_SMEM 232448
-alignas(1024) static unsigned char smem_bytes[EP_SMEM];
+static unsigned char smem_bytes[1];                     /* a name: shared memory begins at address 0 */
+alignas(1024) static unsigned char ep_shared[2][EP_SMEM]; /* of each block of a cluster */
 static thread_local uint3 threadIdx, blockIdx;
+static thread_local uint32_t ep_rank; /* of this thread's block in its cluster */
 static dim3 gridDim;
 
 [[noreturn]] static void ep_die(const char *why) {
@@ -38,9 +41,9 @@ static dim3 gridDim;
     abort();
 }
 static uint32_t ep_smem(const void *p) { return (uint32_t)((const unsigned char *)p - smem_bytes); }
-static unsigned char *ep_at(uint32_t at, uint32_t n) {
+static unsigned char *ep_at(uint32_t at, uint32_t n, uint32_t rank = ep_rank) {
     if (at + n > EP_SMEM) ep_die("outside of shared memory");
-    return smem_bytes + at;
+    return ep_shared[rank] + at;
 }
 /* The 16-byte piece of a 128-byte line is chosen by the line's number. */
 static uint32_t ep_swizzle(uint32_t at) { return at ^ (at >> 7 & 7) << 4; }
@@ -73,33 +76,38 @@ struct EpMbarrier {
         changed.notify_all();
     }
 };
-static EpMeeting ep_warps[12], ep_named[2];
-static EpMbarrier ep_mbarriers[EP_SMEM / 8];
+static EpMeeting ep_warps[2][12], ep_named[2][2], ep_cluster;
+static EpMbarrier ep_mbarriers[2][EP_SMEM / 8];
 #define EP_BLOCK_THREADS 257u /* the loader, and two warpgroups: the loader's neighbours have nothing to do */
 
-static void __syncthreads() { ep_named[0].arrive(EP_BLOCK_THREADS); }
-static void __syncwarp() { ep_warps[threadIdx.x / 32].arrive(32); }
-EP_PTX void ep_bar_sync(uint32_t id, uint32_t num) { ep_named[id].arrive(num); }
+static void __syncthreads() { ep_named[ep_rank][0].arrive(EP_BLOCK_THREADS); }
+static void __syncwarp() {
+    if (threadIdx.x / 32) ep_warps[ep_rank][threadIdx.x / 32].arrive(32); /* the loader has no neighbours here */
+}
+EP_PTX void ep_bar_sync(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num); }
+EP_PTX uint32_t ep_cluster_rank(void) { return ep_rank; }
+EP_PTX void ep_cluster_sync(void) { ep_cluster.arrive(2 * EP_BLOCK_THREADS); }
 EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) {
-    EpMbarrier &b = ep_mbarriers[bar / 8];
+    EpMbarrier &b = ep_mbarriers[ep_rank][bar / 8];
     b.count = b.pending = count, b.phase = 0, b.bytes = 0;
 }
-static void ep_mbar_change(uint32_t bar, uint32_t arrivals, int64_t bytes) {
-    EpMbarrier &b = ep_mbarriers[bar / 8];
+static void ep_mbar_change(uint32_t bar, uint32_t arrivals, int64_t bytes, uint32_t rank = ep_rank) {
+    EpMbarrier &b = ep_mbarriers[rank][bar / 8];
     std::lock_guard<std::mutex> hold(b.lock);
     if (b.pending < arrivals) ep_die("more arrivals than an mbarrier counts");
     b.pending -= arrivals, b.bytes += bytes;
     b.settle();
 }
 EP_PTX void ep_mbar_arrive(uint32_t bar) { ep_mbar_change(bar, 1, 0); }
+EP_PTX void ep_mbar_arrive_at(uint32_t bar, uint32_t rank) { ep_mbar_change(bar, 1, 0, rank); }
 EP_PTX void ep_mbar_arrive_expect(uint32_t bar, uint32_t n) {
-    EpMbarrier &b = ep_mbarriers[bar / 8];
+    EpMbarrier &b = ep_mbarriers[ep_rank][bar / 8];
     std::lock_guard<std::mutex> hold(b.lock);
     b.bytes += n, b.pending--;
     b.settle();
 }
 EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity) {
-    EpMbarrier &b = ep_mbarriers[bar / 8];
+    EpMbarrier &b = ep_mbarriers[ep_rank][bar / 8];
     std::unique_lock<std::mutex> hold(b.lock);
     if (!b.changed.wait_for(hold, std::chrono::seconds(60), [&] { return (b.phase & 1) != parity; })) ep_die("an mbarrier's phase does not end");
 }
@@ -130,17 +138,21 @@ template <typename F> static void ep_box(const EpTensorMap *m, uint32_t smem, co
         for (uint32_t d = 0; d < num_dims && ++i[d] == m->box[d]; d++) i[d] = 0;
     }
 }
-static void ep_load_box(uint32_t dst, const EpTensorMap *map, uint32_t bar, const int64_t (&at)[5], uint32_t num_dims) {
+static void ep_load_box(uint32_t dst, const EpTensorMap *map, uint32_t bar, const int64_t (&at)[5], uint32_t num_dims, uint32_t rank = ep_rank) {
     int64_t num_bytes = 0;
     ep_box(map, dst, at, num_dims, [&](const uint16_t *p, uint32_t to) {
         const uint16_t v = p ? *p : 0;
-        memcpy(ep_at(to, 2), &v, 2), num_bytes += 2;
+        memcpy(ep_at(to, 2, rank), &v, 2), num_bytes += 2;
     });
-    ep_mbar_change(bar, 0, -num_bytes);
+    ep_mbar_change(bar, 0, -num_bytes, rank);
 }
 EP_PTX void ep_tma_prefetch(const EpTensorMap *) {}
 EP_PTX void ep_tma_load_2d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y) {
     ep_load_box(dst, map, bar, {x, y, 0, 0, 0}, 2);
+}
+EP_PTX void ep_tma_load_2d_multicast(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y, uint16_t mask) {
+    for (uint32_t r = 0; r < 2; r++)
+        if (mask >> r & 1) ep_load_box(dst, map, bar, {x, y, 0, 0, 0}, 2, r);
 }
 EP_PTX void ep_tma_load_3d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z) {
     ep_load_box(dst, map, bar, {x, y, z, 0, 0}, 3);
@@ -159,12 +171,12 @@ EP_PTX void ep_bulk_wait(void) {}
 
 /* ---- a warp's shared memory ---- */
 
-static uint32_t ep_warp_address[12][32];
+static uint32_t ep_warp_address[2][12][32];
 EP_PTX void ep_stmatrix_x4(uint32_t dst, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, r[4] = {r0, r1, r2, r3};
-    ep_warp_address[warp][lane] = dst;
+    ep_warp_address[ep_rank][warp][lane] = dst;
     __syncwarp();
-    for (uint32_t i = 0; i < 4; i++) memcpy(ep_at(ep_warp_address[warp][8 * i + lane / 4] + lane % 4 * 4, 4), &r[i], 4);
+    for (uint32_t i = 0; i < 4; i++) memcpy(ep_at(ep_warp_address[ep_rank][warp][8 * i + lane / 4] + lane % 4 * 4, 4), &r[i], 4);
     __syncwarp();
 }
 EP_PTX uint4 ep_ld_shared(uint32_t src) {

@@ -18,15 +18,17 @@ struct Case {
     bool bias, row_weight;
 };
 
-template <typename C> static void run_block(const EpGemmParams *p, uint32_t block) {
+/* One block, or the blocks of one cluster, from `block` on. */
+template <typename C> static void run_blocks(const EpGemmParams *p, uint32_t block) {
     const EpTensorMap a = ep_map_a(p), b = ep_map_b(p, C::BN), out = ep_map_out(p);
     std::vector<std::thread> threads;
-    memset(smem_bytes, 0xff, sizeof smem_bytes);
+    memset(ep_shared, 0xff, sizeof ep_shared);
     for (uint32_t i = 127; i < EP_GEMM_THREADS; i++)
-        threads.emplace_back([&, i] {
-            threadIdx.x = i == 127 ? 0 : i, blockIdx.x = block;
-            ep_gemm_body<C>(p, EpGemmNoHooks(), &a, &b, &out);
-        });
+        for (uint32_t rank = 0; rank < C::CLUSTER; rank++)
+            threads.emplace_back([&, i, rank] {
+                threadIdx.x = i == 127 ? 0 : i, blockIdx.x = block + rank, ep_rank = rank;
+                ep_gemm_body<C>(p, EpGemmNoHooks(), &a, &b, &out);
+            });
     for (std::thread &t : threads) t.join();
 }
 
@@ -99,8 +101,8 @@ template <typename C> static bool check(const char *name, const Case &c) {
     const uint64_t out_cols = ep_gemm_out_cols(&q.p), out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
     q.out.assign(out_rows * out_cols, 0x7ffe);
     q.p.out = q.out.data();
-    gridDim = dim3(c.blocks);
-    for (uint32_t b = 0; b < c.blocks; b++) run_block<C>(&q.p, b);
+    gridDim = dim3(c.blocks * C::CLUSTER);
+    for (uint32_t b = 0; b < gridDim.x; b += C::CLUSTER) run_blocks<C>(&q.p, b);
 
     uint64_t num_wrong = 0, num = 0;
     std::vector<bool> owned(out_rows, false);
@@ -134,24 +136,32 @@ int main(int argc, char **argv) {
     /* Experts of no row, one row, half a tile, a tile and a bit; columns and contraction that no tile divides. */
     const Case odd = {272, 208, 3, {1, 0, 64, 130, 17}, false, false}, full = {256, 448, 1, {128, 0, 70}, true, true};
     const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false}, tall = {272, 32, 4, {1100, 5}, false, true};
-#define RUN(KIND, BN, ACT, F16, CASE) ok = check<EpGemmConfig<KIND, BN, ACT, F16>>(#KIND " " #BN " " #ACT, CASE) && ok;
-    RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, false, odd)
-    RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, true, full)
-    RUN(EP_GEMM_FORWARD, 192, EP_ACT_NONE, false, odd)
-    RUN(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, narrow)
-    RUN(EP_GEMM_FORWARD, 128, EP_ACT_GELU, true, narrow)
-    RUN(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU, false, odd)
-    RUN(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU, false, full)
-    RUN(EP_GEMM_FORWARD, 128, EP_ACT_SWIGLU, true, narrow)
-    RUN(EP_GEMM_FORWARD, 256, EP_ACT_GPT_OSS, false, full)
-    RUN(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS, true, odd)
-    RUN(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, tall)
-    RUN(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, odd)
-    RUN(EP_GEMM_DGRAD, 192, EP_ACT_NONE, true, odd)
-    RUN(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, narrow)
-    RUN(EP_GEMM_WGRAD, 256, EP_ACT_NONE, false, odd)
-    RUN(EP_GEMM_WGRAD, 192, EP_ACT_NONE, true, odd)
-    RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, false, narrow)
+#define RUN(KIND, BN, ACT, F16, CLUSTER, CASE) \
+    ok = check<EpGemmConfig<KIND, BN, ACT, F16, CLUSTER>>(#KIND " " #BN " " #ACT " x" #CLUSTER, CASE) && ok;
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, false, 1, odd)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, true, 1, full)
+    RUN(EP_GEMM_FORWARD, 192, EP_ACT_NONE, false, 1, odd)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, 1, narrow)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_GELU, true, 1, narrow)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU, false, 1, odd)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU, false, 1, full)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_SWIGLU, true, 1, narrow)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_GPT_OSS, false, 1, full)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS, true, 1, odd)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, 1, tall)
+    RUN(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, 1, odd)
+    RUN(EP_GEMM_DGRAD, 192, EP_ACT_NONE, true, 1, odd)
+    RUN(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, 1, narrow)
+    RUN(EP_GEMM_WGRAD, 256, EP_ACT_NONE, false, 1, odd)
+    RUN(EP_GEMM_WGRAD, 192, EP_ACT_NONE, true, 1, odd)
+    RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, false, 1, narrow)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, 2, tall)
+    RUN(EP_GEMM_FORWARD, 192, EP_ACT_NONE, true, 2, odd)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, false, 2, full) /* the second block of a pair has no columns */
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU, false, 2, odd)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS, false, 2, narrow)
+    RUN(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, 2, odd)
+    RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, true, 2, odd)
     puts(ok ? "all right" : "FAILED");
     return !ok;
 }
