@@ -7,7 +7,7 @@ import os
 import torch
 
 from . import _C
-from .world import World
+from .world import Shared, World
 
 # torch dtype -> (DLPack type code, bits)
 _DL = {torch.float32: (2, 32), torch.float64: (2, 64), torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.int8: (0, 8),
@@ -41,7 +41,7 @@ def status_of(error):
     return _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL
 
 
-class SymmetricHeap:
+class SymmetricHeap(Shared):
     """A block of num_bytes on every rank, mapped by all of them, with one allocator that runs in step.
 
     Creation is collective, and tries every pair of ranks: a pair that cannot write and read each other

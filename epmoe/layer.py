@@ -8,7 +8,7 @@ import torch
 
 from . import _C
 from .heap import SymmetricHeap, pick_device, status_of, stream_of
-from .world import World
+from .world import Shared, World
 
 _DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}
 _MODES = {"scatter": _C.COMBINE_SCATTER, "gather": _C.COMBINE_GATHER}
@@ -117,7 +117,7 @@ class EPLayout:
         return f"epmoe.EPLayout(num_tokens={self.num_tokens}, num_rows={self._num_rows}, buffer={self.buffer})"
 
 
-class EPAll2AllLayer:
+class EPAll2AllLayer(Shared):
     """Moves tokens to the ranks that hold their experts, and the experts' rows home.
 
     Args:

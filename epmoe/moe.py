@@ -45,6 +45,7 @@ class EPMoE(nn.Module):
 
     Parameters, as in checkpoints: gate_up_proj [L, 2I, H] (for gelu [L, I, H]), down_proj [L, H, I]; gate rows
     first, then up rows (gpt_oss: interleaved).  They start uniform in +-1/sqrt(fan-in), as nn.Linear's do.
+    copy.deepcopy copies them, and shares the communication layer; to save a model, save its state_dict().
     """
 
     def __init__(self, hidden, inner, num_experts, topk, ep_group=None, activation="swiglu", *, max_tokens=4096, dtype=torch.bfloat16,

@@ -47,7 +47,20 @@ def _all_gather_bytes(group, mine):
     return [bytes(o.cpu().tolist()) for o in out]
 
 
-class World:
+class Shared:
+    """Belongs to this process and its peers: a copy of it is the thing itself, and it cannot be pickled."""
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        raise TypeError(f"{type(self).__name__} belongs to this process and cannot be pickled; for a model save its state_dict()")
+
+
+class World(Shared):
     """The ranks that share heaps and layers, with a connection between each pair that a watchdog looks after.
 
     Creation is collective.  group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default
