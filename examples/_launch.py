@@ -30,9 +30,13 @@ def launch(main, default_ranks=4, timeout_s=300.0):
     sys.exit(any(results))
 
 
+def num_gpus():
+    """GPUs that epmoe can work on: none in a build for the CPU, or with EPMOE_BACKEND=cpu."""
+    return torch.cuda.device_count() if _C.HAS_CUDA and os.environ.get("EPMOE_BACKEND") != "cpu" else 0
+
+
 def _backend(num_local_ranks):
-    gpus = torch.cuda.device_count() if _C.HAS_CUDA and os.environ.get("EPMOE_BACKEND") != "cpu" else 0
-    return "cpu:gloo,cuda:nccl" if gpus >= num_local_ranks else "gloo"
+    return "cpu:gloo,cuda:nccl" if num_gpus() >= num_local_ranks else "gloo"
 
 
 def _rank(rank, world_size, main):

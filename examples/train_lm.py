@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from _launch import num_gpus
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -360,7 +361,7 @@ def parse_args():
     parser.add_argument("--quick", action="store_true", help="20 steps, for tests")
     args = parser.parse_args()
     args.steps = 20 if args.quick else args.steps
-    gpus = torch.cuda.device_count()
+    gpus = num_gpus()
     if "RANK" in os.environ:
         args.ranks = int(os.environ["WORLD_SIZE"])
     elif args.ranks is None:

@@ -31,10 +31,10 @@ LIMIT_S = 240
 
 
 def environment(**more):
-    """This one, without what torchrun has set for this process."""
-    env = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK")
+    """This one, without what torchrun has set for this process, and without a PYTHONPATH: examples run from a clone."""
+    env = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "PYTHONPATH")
            and not n.startswith(("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_"))}
-    return env | {"PYTHONPATH": str(ROOT)} | more
+    return env | more
 
 
 def run(command, cwd, **env):
@@ -66,6 +66,21 @@ def test_examples_are_all_listed():
 def test_examples_run_on_the_cpu(tmp_path, name, arguments, line):
     command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
     check(run(command, tmp_path, CUDA_VISIBLE_DEVICES=""), line)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("built, backend, gpus", [(0, "", 0), (1, "cpu", 0), (1, "", 4), (1, "cuda", 4)])
+def test_examples_take_gpus_only_where_epmoe_does(tmp_path, built, backend, gpus):
+    """On a machine that has four: neither with a build for the CPU nor with EPMOE_BACKEND=cpu."""
+    program = ("import sys, torch\n"
+               f"sys.path.append({str(ROOT)!r}); sys.path.append({str(ROOT / 'examples')!r})\n"
+               "torch.cuda.device_count = lambda: 4\n"
+               f"from epmoe import _C; _C.HAS_CUDA = {built}\n"
+               "sys.argv = ['train_lm.py']\n"
+               "import train_lm, _launch\n"
+               "print('gpus', _launch.num_gpus(), train_lm.parse_args().cuda)\n")
+    code, output = run([sys.executable, "-c", program], tmp_path, EPMOE_BACKEND=backend)
+    assert code == 0 and f"gpus {gpus} {gpus > 0}" in output, output
 
 
 @pytest.mark.cuda_only
@@ -111,7 +126,7 @@ def test_examples_ep_a2a_finds_faults(tmp_path, says):
                f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
                f"runpy.run_path({str(ROOT / 'examples/ep_a2a.py')!r}, run_name='__main__')")
     code, output = run([sys.executable, "-c", program], tmp_path, CUDA_VISIBLE_DEVICES="", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
-                       LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                       LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYTHONPATH=str(ROOT))
     assert code == 1 and f"rank 0: {says}" in output and "check passed" not in output, output
 
 
@@ -132,5 +147,5 @@ def test_examples_readme_program_runs_as_printed(tmp_path):
     program = re.search(r"^```python\n(.*?)^```", readme.read_text(), re.MULTILINE | re.DOTALL)
     assert program, "README.md has no python program"
     (tmp_path / "readme.py").write_text(program[1])
-    code, output = run([sys.executable, "readme.py"], tmp_path, CUDA_VISIBLE_DEVICES="")
+    code, output = run([sys.executable, "readme.py"], tmp_path, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
     assert code == 0 and "rank 0" in output, output
