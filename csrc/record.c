@@ -171,46 +171,67 @@ static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
     else if (!n) put(o, "nothing");
 }
 
+static void put_odd(Out *o, const EpRecord *r, uint32_t odd, uint32_t all, uint64_t step) {
+    uint32_t one = (uint32_t)__builtin_ctz(odd), other = (uint32_t)__builtin_ctz(all & ~odd);
+    put_ranks(o, "", odd);
+    put(o, " called %s as operation %llu, where ", did_name(note_at(&r->ranks[one], step)->what), (unsigned long long)step);
+    put_ranks(o, "", all & ~odd);
+    put(o, " called %s", did_name(note_at(&r->ranks[other], step)->what));
+    if (2 * __builtin_popcount(odd) == __builtin_popcount(all)) put(o, " (as many ranks did the one as the other)");
+}
+
+static void put_behind(Out *o, const EpRecord *r, uint32_t behind, uint64_t step) {
+    const EpNote *n = last_note(&r->ranks[__builtin_ctz(behind)]);
+    put_ranks(o, "", behind);
+    put(o, " did not come to operation %llu; last: ", (unsigned long long)step);
+    if (n) put_note(o, r, n);
+    else put(o, "nothing");
+}
+
+/* True when the first wait to fail was one for a signal, which anybody could have given. */
+static bool waited_for_signal(const EpRecord *r) {
+    const EpNote *n = last_note(&r->ranks[r->end_rank]);
+    return n && n->what == EP_DID_WAIT && !n->on_stream && (n->end_ns == 0 || before_end(r, n->end_ns) < 50);
+}
+
 /* One line.  In this order: who is dead or sends nonsense, who does not answer, who does something else than
- * the others, who is behind; and where nobody stands out, whom the first wait to fail waited for. */
+ * the others, who is behind; and where nobody stands out, whom the first wait to fail waited for.  What a rank
+ * has enqueued for its GPU says less: there, who is behind is to blame only if it was waited for as well. */
 static void put_culprit(Out *o, const EpRecord *r) {
-    uint32_t silent = 0, behind = 0, all = 0, odd;
+    uint32_t silent = 0, behind = 0, all = 0, odd, end_bit = 1u << r->end_rank;
     uint64_t most = 0, step;
-    if (!r->end_code) {
-        put(o, "culprit: none, the world has not ended\n");
-        return;
-    }
+    bool enqueued = false;
     for (uint32_t w = 0; w < r->num_ranks; w++) {
+        const EpNote *n = last_note(&r->ranks[w]);
         if (!r->ranks[w].has_notes) silent |= 1u << w;
+        if (n && n->on_stream) enqueued = true;
         most = ep_max_u64(most, step_of(&r->ranks[w]));
     }
     for (uint32_t w = 0; w < r->num_ranks; w++)
         if (r->ranks[w].has_notes && step_of(&r->ranks[w]) < most) behind |= 1u << w;
+    if (enqueued) behind &= end_bit;
     odd = out_of_order(r, &step, &all);
     put(o, "culprit: ");
-    if (r->end_code == EP_EPEERDIED || r->end_code == EP_ECORRUPT) {
-        put(o, "rank %u %s, seen %.1f ms before this record", r->end_rank,
-            r->end_code == EP_ECORRUPT ? "sent what makes no sense" : "is gone", ((double)ep_now_ns() - (double)r->end_ns) / 1e6);
+    if (!r->end_code) {
+        put(o, "none, the world has not ended");
+    } else if (r->end_code == EP_EPEERDIED || r->end_code == EP_ECORRUPT) {
+        const char *did = r->end_code == EP_ECORRUPT ? "sent what makes no sense" : "is gone";
+        put(o, "rank %u %s, seen %.1f ms before this record", r->end_rank, did, ((double)ep_now_ns() - (double)r->end_ns) / 1e6);
         put_last_known(o, r, r->end_rank);
     } else if (silent) {
         put_ranks(o, "", silent);
         put(o, "%s", r->ranks[__builtin_ctz(silent)].is_gone ? " left before the others" : " did not answer: stopped, or out of time");
         put_last_known(o, r, (uint32_t)__builtin_ctz(silent));
     } else if (odd) {
-        uint32_t one = (uint32_t)__builtin_ctz(odd), other = (uint32_t)__builtin_ctz(all & ~odd);
-        put_ranks(o, "", odd);
-        put(o, " called %s as operation %llu, where ", did_name(note_at(&r->ranks[one], step)->what), (unsigned long long)step);
-        put_ranks(o, "", all & ~odd);
-        put(o, " called %s", did_name(note_at(&r->ranks[other], step)->what));
-        if (2 * __builtin_popcount(odd) == __builtin_popcount(all)) put(o, " (as many ranks did the one as the other)");
+        put_odd(o, r, odd, all, step);
+    } else if (r->end_code == EP_ETIMEOUT && waited_for_signal(r)) {
+        put(o, "whoever had to signal rank %u, which waited in vain", r->end_rank);
     } else if (behind) {
-        const EpNote *n = last_note(&r->ranks[__builtin_ctz(behind)]);
-        put_ranks(o, "", behind);
-        put(o, " did not come to operation %llu; last: ", (unsigned long long)most);
-        if (n) put_note(o, r, n);
-        else put(o, "nothing");
+        put_behind(o, r, behind, most);
+    } else if (r->end_code == EP_ETIMEOUT || r->end_code == EP_EMISMATCH) {
+        put(o, "rank %u, for which a wait was in vain; nobody stands out by what was called", r->end_rank);
     } else {
-        put(o, "rank %u, for which a wait was in vain; all ranks have entered the same operations", r->end_rank);
+        put(o, "rank %u, which ended the world", r->end_rank);
     }
     put(o, "\n");
 }

@@ -25,7 +25,7 @@ void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
     w->end_code = code;
     snprintf(w->end_text, sizeof w->end_text, "%s", text);
     EpRankNotes *mine = &w->record.ranks[w->rank];
-    w->record.end_code = code, w->record.end_rank = rank, w->record.end_ns = ep_now_ns();
+    w->record.end_code = code, w->record.end_rank = rank < w->num_ranks ? rank : w->rank, w->record.end_ns = ep_now_ns();
     ep_ring_newest(&w->ring, &mine->notes);
     mine->has_notes = true;
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++)

@@ -31,7 +31,7 @@ WAYS = {
     "stopped": lambda layer: os.kill(os.getpid(), signal.SIGSTOP),
     "late": lambda layer: time.sleep(2.5),
     "other order": _malloc,
-    "exchange": lambda layer: layer.world.exchange(b"12"),
+    "exchange": lambda layer: (time.sleep(0.3), layer.world.exchange(b"12")),  # the others have made theirs
     "left": lambda layer: layer.world._leave(False),
 }
 
@@ -47,6 +47,7 @@ def _end(rank, world_size, way, folder):
     for _ in range(5):
         _step(layer)
     world.set_timeout(1.0)
+    world.exchange(b"go")
     error = None
     if rank == 0 and way == "stopped":
         threading.Timer(3.0, os.kill, (pids[CULPRIT], signal.SIGCONT)).start()
@@ -71,7 +72,7 @@ def _end(rank, world_size, way, folder):
 SAYS = {
     "killed": ("PeerDied", "rank 2 is gone", "last known: combine #15 of layer 0 buffer 0"),
     "stopped": ("EpTimeout", "rank 2 did not answer", "last known: combine #15 of layer 0 buffer 0"),
-    "late": ("EpTimeout", "rank 2 did not come to operation", "last: combine #15 of layer 0 buffer 0, T 40: over"),
+    "late": ("EpTimeout", "rank 2 did not come to operation", "last: exchange #12 of 2 bytes: over"),
     "other order": ("EpTimeout", "rank 2 called allocation", "where ranks 0, 1, 3 called plan"),
     "exchange": ("EpMismatch", "rank 2 called exchange", "where ranks 0, 1, 3 called exchange"),
     "left": ("EpTimeout", "rank 2 left before the others", "last known: combine #15 of layer 0 buffer 0"),
@@ -124,6 +125,24 @@ def test_world_record_says_that_it_could_not_be_written(tmp_path):
     for page in process_ranks(_folder_that_is_none, 2, str(tmp_path)):
         assert "could not be written to" in page.splitlines()[-1] and "none/epmoe-rank" in page.splitlines()[-1]
     assert os.listdir(tmp_path) == []
+
+
+def _signal_that_nobody_gives(rank, world_size):
+    world = epmoe.World(timeout_s=20)
+    heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
+    words = heap.malloc_symmetric((2,), torch.int64)
+    world.set_timeout(0.5)
+    with pytest.raises(epmoe.EpTimeout):
+        if rank == 1:
+            heap.wait(words, 0, 1)
+        heap.barrier()
+    return world.flight_record()
+
+
+def test_world_record_of_a_signal_that_nobody_gives():
+    """The one that waits is not to blame, though it is behind."""
+    for page in process_ranks(_signal_that_nobody_gives, 3):
+        assert page.splitlines()[0] == "culprit: whoever had to signal rank 1, which waited in vain", page
 
 
 def test_world_record_of_a_world_that_lives(ranks):
