@@ -6,6 +6,7 @@
 # make check      what test leaves out: formatting, the C tests in full, the models of the protocol
 # make tsan       the C tests under ThreadSanitizer
 # make models     the models of the protocol, with spin
+# make gpu        everything that only GPUs can tell, with a table at the end; ARGS=... goes to tests/on_gpus.py
 # make cuda       compile everything for sm_90a aside, with nvcc, and look at the result; changes nothing in place
 # make hopper     the grouped GEMM's kernel for Hopper, played by threads of the CPU
 # make format     lay out the C and CUDA sources
@@ -16,7 +17,7 @@
 # has torch already, as it is (a GPU machine without a network); else a .venv made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test bench report check tsan models cuda hopper with-nvcc format size clean python check-format c-tests FORCE
+.PHONY: build demo test gpu bench report check tsan models cuda hopper with-nvcc format size clean python check-format c-tests FORCE
 
 NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
 HAS := import importlib.util as u, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(m) is None for m in sys.argv[1:]))
@@ -105,6 +106,9 @@ models: | python
 	if [ $$code = 77 ]; then \
 	    mkdir -p build && echo "models of the protocol (no spin)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; \
 	else exit $$code; fi
+
+gpu: build
+	$(PYTHON) tests/on_gpus.py $(ARGS)
 
 cuda: | python
 	EPMOE_CUDA=1 EPMOE_CUDA_ARCH="-gencode arch=compute_90a,code=sm_90a" $(PYTHON) setup.py -q build_ext \
