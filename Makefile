@@ -117,7 +117,7 @@ cuda: | python
 
 # Threads of the CPU play one thread block of the grouped GEMM for Hopper.
 hopper: | python
-	@mkdir -p build && nvcc -std=c++17 -O2 -Icsrc -Xcompiler=-Wno-unknown-pragmas,-fno-ipa-icf tests/hopper/test_gemm.cpp \
+	@mkdir -p build && nvcc -std=c++17 -O2 -Icsrc -Xcompiler=-Wno-unknown-pragmas,-fno-ipa-icf tests/kernels/test_gemm.cpp \
 	    -o build/test_gemm -lpthread
 	@timeout 600 build/test_gemm
 

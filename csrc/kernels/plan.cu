@@ -307,10 +307,9 @@ EP_FN bool agree(const Params &p, const Smem &m, uint32_t cells, Verdict *v, uin
 }
 
 __global__ void __launch_bounds__(32 * EP_WARPS, 1) plan_kernel(const __grid_constant__ Params p) {
-    extern __shared__ uint32_t smem[];
     __shared__ Verdict v;
     __shared__ uint32_t bad;
-    const Smem m(smem, p.comm.shape);
+    const Smem m(ep_dynamic_smem(), p.comm.shape);
     const uint32_t cells = p.comm.layout.num_count_cells;
     const Range range(p.num_tokens);
     const uint64_t epoch = ep_begin(&p.comm);

@@ -112,6 +112,17 @@ EP_PTX void ep_stmatrix_x4(uint32_t dst, uint32_t r0, uint32_t r1, uint32_t r2, 
                  : "memory");
 }
 
+/* Peers write staging memory, so it is read with ordinary loads behind an acquire, never through the
+ * read-only path; rows are used once, so they take no room in L1. */
+EP_PTX uint4 ep_ld_row(const uint4 *p) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+
 EP_PTX uint4 ep_ld_shared(uint32_t src) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(src) : "memory");

@@ -9,21 +9,14 @@
 
 #include "protocol/plan.h"
 #include "protocol/queue.h"
+#include "ptx.cuh"
+#include "resident.cuh"
 
+#ifndef EP_WARPS
 #define EP_WARPS 16u         /* of a block of plan and dispatch */
 #define EP_COMBINE_WARPS 12u /* of combine: its accumulators want 170 registers a thread */
+#endif
 #define EP_FULL 0xffffffffu
-
-/* Peers write staging memory, so it is read with ordinary loads behind an acquire, never through the
- * read-only path; rows are used once, so they take no room in L1. */
-EP_FN uint4 ep_ld_row(const uint4 *p) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(p)
-                 : "memory");
-    return v;
-}
 
 /* Copy src to each dst whose lane is in mask: lane j holds the address of the j-th. */
 EP_FN void ep_copy_row(uint64_t my_dst, uint32_t mask, const void *src, uint32_t num_vec) {
@@ -173,25 +166,6 @@ EP_FN unsigned char *ep_slot_at(const EpComm *c, uint32_t at_rank, uint32_t of_r
 }
 EP_FN unsigned char *ep_choice_at(const EpComm *c, uint32_t at_rank, uint64_t idx) {
     return c->base[at_rank] + c->layout.stage_off + idx * c->layout.choice_stride;
-}
-
-/* Launch with all blocks resident at once, or not at all.  Block 0 enters for all and blocks wait for one
- * another, so a block that waits for one that cannot start would wait for ever.  No more blocks than SMs:
- * a block fills one. */
-template <typename P>
-static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *stream,
-                                      const P &p) {
-    int device = 0, num_sm = 0;
-    cudaError_t e = cudaGetDevice(&device);
-    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
-    if (e != cudaSuccess) return e;
-    cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute cooperative;
-    config.gridDim = dim3(num_blocks < (uint32_t)num_sm ? num_blocks : (uint32_t)num_sm), config.blockDim = dim3(32 * num_warps);
-    config.dynamicSmemBytes = smem_bytes, config.stream = (cudaStream_t)stream;
-    cooperative.id = cudaLaunchAttributeCooperative, cooperative.val.cooperative = 1;
-    config.attrs = &cooperative, config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, kernel, p);
 }
 
 #endif /* EP_ROWS_CUH */

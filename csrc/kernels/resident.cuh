@@ -1,0 +1,30 @@
+/* resident.cuh - launching a kernel all of whose blocks run at once, and its dynamic shared memory. */
+#ifndef EP_RESIDENT_CUH
+#define EP_RESIDENT_CUH
+#include <cuda_runtime_api.h>
+
+static __device__ __forceinline__ uint32_t *ep_dynamic_smem(void) {
+    extern __shared__ uint32_t smem[];
+    return smem;
+}
+
+/* Launch with all blocks resident at once, or not at all.  Block 0 enters for all and blocks wait for one
+ * another, so a block that waits for one that cannot start would wait for ever.  No more blocks than SMs:
+ * a block fills one. */
+template <typename P>
+static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *stream,
+                                      const P &p) {
+    int device = 0, num_sm = 0;
+    cudaError_t e = cudaGetDevice(&device);
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
+    if (e != cudaSuccess) return e;
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute cooperative;
+    config.gridDim = dim3(num_blocks < (uint32_t)num_sm ? num_blocks : (uint32_t)num_sm), config.blockDim = dim3(32 * num_warps);
+    config.dynamicSmemBytes = smem_bytes, config.stream = (cudaStream_t)stream;
+    cooperative.id = cudaLaunchAttributeCooperative, cooperative.val.cooperative = 1;
+    config.attrs = &cooperative, config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+#endif /* EP_RESIDENT_CUH */
