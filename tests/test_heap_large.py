@@ -1,10 +1,12 @@
 """Sizes past 2^31 elements and 2^32 bytes: no offset is computed in 32 bits."""
 
+import re
+
 import pytest
 import torch
 
 import epmoe
-from cases import same_bits
+from cases import check_outcomes, outcome, same_bits
 from epmoe import _C
 
 MAX_I32 = 2**31
@@ -55,6 +57,29 @@ def test_heap_plan_layout_past_2_31_words():
 def test_heap_sizes_that_do_not_fit_are_refused(changes):
     with pytest.raises(ValueError, match=r"2\^31"):
         _C.layer_bytes(config(**changes))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("how_much", ["all of it", "far more"])
+def test_heap_larger_than_the_machine_is_refused(ranks, how_much):
+    """Each rank's heap would fit, all together do not: nobody takes memory, nobody is killed, the world goes on."""
+    with open("/proc/meminfo") as f:
+        available = next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
+    num_bytes = available * 6 // 10 if how_much == "all of it" else 1 << 45
+
+    def body(world, device):
+        got = outcome(lambda: epmoe.SymmetricHeap(world, num_bytes, "cpu"))
+        heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
+        heap.barrier()
+        heap.close()
+        return got
+
+    taken = num_bytes + (64 << 10)
+    results = ranks(body, world_size=2)
+    check_outcomes(results, "HeapExhausted", "no room for 2 heaps of ", "needed ", "available ", within_s=1)
+    for got in results:
+        needed, room = (int(n) for n in re.search(r"needed (\d+), available (\d+)", got.text).groups())
+        assert 2 * (taken - 256) <= needed <= 2 * (taken + 256) and room < needed, got.text
 
 
 def free_bytes(device):
