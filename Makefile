@@ -8,7 +8,7 @@
 # make models     the models of the protocol, with spin
 # make gpu        everything that only GPUs can tell, with a table at the end; ARGS=... goes to tests/on_gpus.py
 # make cuda       compile everything for sm_90a aside, with nvcc, and look at the result; changes nothing in place
-# make hopper     the grouped GEMM's kernel for Hopper, played by threads of the CPU
+# make emulated   the kernels, played by threads of the CPU
 # make format     lay out the C and CUDA sources
 # make size       lines of every file
 # make clean      remove what was built
@@ -17,7 +17,7 @@
 # has torch already, as it is (a GPU machine without a network); else a .venv made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test gpu bench report check tsan models cuda hopper with-nvcc format size clean python check-format c-tests FORCE
+.PHONY: build demo test gpu bench report check tsan models cuda emulated with-nvcc format size clean python check-format c-tests FORCE
 
 NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
 HAS := import importlib.util as u, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(m) is None for m in sys.argv[1:]))
@@ -115,14 +115,18 @@ cuda: | python
 	    --build-lib build/sm_90a --build-temp build/sm_90a/temp
 	@$(PYTHON) tests/check_kernels.py build/sm_90a/temp
 
-# Threads of the CPU play one thread block of the grouped GEMM for Hopper.
-hopper: | python
-	@mkdir -p build && nvcc -std=c++17 -O2 -Icsrc -Xcompiler=-Wno-unknown-pragmas,-fno-ipa-icf tests/kernels/test_gemm.cpp \
-	    -o build/test_gemm -lpthread
+# Threads of the CPU play the GPU's: the grouped GEMM for Hopper against sums in double; plan, dispatch and combine
+# against the CPU backend.  nvcc is here for its headers.
+EMULATED = nvcc -std=c++17 -g -Icsrc -Xcompiler=-Wno-unknown-pragmas,-fno-ipa-icf,-ffp-contract=off
+emulated: | python
+	@mkdir -p build && for f in cpu_plan cpu_ops; do gcc -std=c11 -O2 -D_GNU_SOURCE -ffp-contract=off -Icsrc -c csrc/$$f.c -o build/$$f.o || exit 1; done
+	@$(EMULATED) -O1 tests/kernels/test_stages.cpp build/cpu_plan.o build/cpu_ops.o -o build/test_stages -lpthread
+	@timeout 600 build/test_stages
+	@$(EMULATED) -O2 tests/kernels/test_gemm.cpp -o build/test_gemm -lpthread
 	@timeout 600 build/test_gemm
 
 with-nvcc: | python
-	@if command -v nvcc >/dev/null; then $(MAKE) --no-print-directory cuda hopper; \
+	@if command -v nvcc >/dev/null; then $(MAKE) --no-print-directory cuda emulated; \
 	else mkdir -p build && echo "kernels (no nvcc)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
 
 size:

@@ -150,29 +150,33 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
     return 0;
 }
 
+/* No plan: no rows anywhere, so that whoever goes on before the error is raised computes on nothing. */
+static void forget(const EpPlanParams *p) {
+    memset(p->plan, 0, (p->layout.expert_row_off + ep_num_local_experts(&p->comm.shape) + 1) * sizeof *p->plan);
+}
+
+/* The head, and the same to the host. */
+static void tell_host(const EpPlanParams *p, int32_t code, uint64_t epoch) {
+    EpPlanResult *r = &p->comm.host->plan;
+    p->plan[EP_HEAD_STATUS] = code, p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch, p->plan[EP_HEAD_NUM_TOKENS] = (int32_t)p->num_tokens;
+    r->num_rows = (uint32_t)p->plan[EP_HEAD_NUM_ROWS], r->status = code;
+    ep_st_relaxed_sys_u64(&r->epoch, epoch);
+    ep_st_release_sys_u64(&r->ticket, p->ticket); /* publishes the result to the host */
+}
+
 void ep_cpu_plan(const EpPlanParams *p) {
     const EpComm *c = &p->comm;
+    int32_t code = EP_EPEER;
     uint64_t epoch = ep_begin(c);
-    if (epoch == 0) {
-        p->plan[EP_HEAD_STATUS] = EP_EPEER;
-        return;
+    if (epoch) {
+        EpHeader h = ep_make_header(c, EP_OP_PLAN, NULL, p->num_tokens, 0);
+        if (!(EP_FAULT(11) && p->num_tokens == 0)) ep_enter(c, &h, epoch);
+        uint32_t cells[EP_MAX_EXPERTS + EP_MAX_RANKS + 1] = {0}, sorted_from[EP_MAX_EXPERTS];
+        memset(p->plan, 0, EP_HEAD_WORDS * sizeof *p->plan);
+        cells[c->shape.num_experts + c->shape.num_ranks] = count_choices(p, cells);
+        code = make_plan(p, cells, sorted_from, epoch);
     }
-    EpHeader h = ep_make_header(c, EP_OP_PLAN, NULL, p->num_tokens, 0);
-    if (!(EP_FAULT(11) && p->num_tokens == 0)) ep_enter(c, &h, epoch);
-    uint32_t cells[EP_MAX_EXPERTS + EP_MAX_RANKS + 1] = {0}, sorted_from[EP_MAX_EXPERTS];
-    memset(p->plan, 0, EP_HEAD_WORDS * sizeof *p->plan);
-    p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch;
-    p->plan[EP_HEAD_NUM_TOKENS] = (int32_t)p->num_tokens;
-    cells[c->shape.num_experts + c->shape.num_ranks] = count_choices(p, cells);
-    int32_t code = make_plan(p, cells, sorted_from, epoch);
-    if (code) { /* no plan: no rows anywhere */
-        memset(p->plan, 0, (p->layout.expert_row_off + ep_num_local_experts(&c->shape) + 1) * sizeof *p->plan);
-        p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch;
-        p->plan[EP_HEAD_STATUS] = code;
-    }
-    c->host->plan.num_rows = (uint32_t)p->plan[EP_HEAD_NUM_ROWS];
-    c->host->plan.status = code;
-    ep_st_relaxed_sys_u64(&c->host->plan.epoch, epoch);
-    ep_leave(c, 1, epoch);
-    ep_st_release_sys_u64(&c->host->plan.ticket, p->ticket); /* publishes the result to the host */
+    if (code) forget(p);
+    if (epoch) ep_leave(c, 1, epoch);
+    tell_host(p, code, epoch);
 }

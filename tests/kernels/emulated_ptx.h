@@ -10,18 +10,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <math.h>
-#include <pthread.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <vector>
 
+#include "emulated_threads.h"
 #include "kernels/gemm_maps.h"
 
 #define EP_PTX static inline
@@ -32,14 +26,8 @@ using std::min;
 #define EP_SMEM 232448
 static unsigned char smem_bytes[1];                     /* a name: shared memory begins at address 0 */
 alignas(1024) static unsigned char ep_shared[2][EP_SMEM]; /* of each block of a cluster */
-static thread_local uint3 threadIdx, blockIdx;
 static thread_local uint32_t ep_rank; /* of this thread's block in its cluster */
-static dim3 gridDim;
 
-[[noreturn]] static void ep_die(const char *why) {
-    fprintf(stderr, "emulation: %s (thread %u of block %u)\n", why, threadIdx.x, blockIdx.x);
-    abort();
-}
 static uint32_t ep_smem(const void *p) { return (uint32_t)((const unsigned char *)p - smem_bytes); }
 static unsigned char *ep_at(uint32_t at, uint32_t n, uint32_t rank = ep_rank) {
     if (at + n > EP_SMEM) ep_die("outside of shared memory");
@@ -50,21 +38,6 @@ static uint32_t ep_swizzle(uint32_t at) { return at ^ (at >> 7 & 7) << 4; }
 
 /* ---- barriers ---- */
 
-struct EpMeeting { /* of a warp, of the multiplying warps, of the block */
-    std::mutex lock;
-    std::condition_variable changed;
-    uint32_t num_here = 0, turn = 0;
-    void arrive(uint32_t num) {
-        std::unique_lock<std::mutex> hold(lock);
-        const uint32_t mine = turn;
-        if (++num_here == num) {
-            num_here = 0, turn++;
-            changed.notify_all();
-        } else if (!changed.wait_for(hold, std::chrono::seconds(60), [&] { return turn != mine; })) {
-            ep_die("a barrier is not complete after a minute");
-        }
-    }
-};
 struct EpMbarrier {
     std::mutex lock;
     std::condition_variable changed;

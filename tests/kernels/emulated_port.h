@@ -1,0 +1,171 @@
+/* emulated_port.h - protocol/port.h, and the CUDA that plan.cu, dispatch.cu and combine.cu are written in, in
+ * threads and plain C++.  A process is a thread block, so that static variables are its shared memory; blocks
+ * and ranks reach each other through memory that their processes share. */
+#ifndef EP_PORT_H
+#define EP_PORT_H
+#include "emulated_threads.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+#include <sched.h>
+#include <stdbool.h>
+#include <time.h>
+
+#include <thread>
+#include <vector>
+
+#undef __shared__
+#undef __launch_bounds__
+#undef __grid_constant__
+#define __shared__ static
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define EP_WARPS 4u
+#define EP_COMBINE_WARPS 3u
+
+/* ---- what a warp does together ---- */
+
+static EpMeeting ep_block_meeting, ep_warp_meetings[EP_WARPS];
+static uint64_t ep_said[EP_WARPS][32];
+static void __syncwarp() { ep_warp_meetings[threadIdx.x / 32].arrive(32); }
+static void __syncthreads() { ep_block_meeting.arrive(blockDim.x); }
+
+/* Every lane says something, f looks at all of it. */
+template <typename T, typename F> static auto ep_talk(T mine, F f) {
+    uint64_t bits = 0;
+    memcpy(&bits, &mine, sizeof mine);
+    ep_said[threadIdx.x / 32][threadIdx.x % 32] = bits;
+    __syncwarp();
+    const auto result = f([&](uint32_t lane) {
+        T theirs;
+        memcpy(&theirs, &ep_said[threadIdx.x / 32][lane], sizeof theirs);
+        return theirs;
+    });
+    __syncwarp();
+    return result;
+}
+template <typename F> static uint32_t ep_lanes_where(F f) {
+    uint32_t mask = 0;
+    for (uint32_t i = 0; i < 32; i++) mask |= (uint32_t)f(i) << i;
+    return mask;
+}
+template <typename T> static T __shfl_sync(uint32_t, T v, int lane) {
+    return ep_talk(v, [&](auto said) { return said((uint32_t)lane % 32); });
+}
+template <typename T> static T __shfl_up_sync(uint32_t, T v, uint32_t d) {
+    const uint32_t lane = threadIdx.x % 32;
+    return ep_talk(v, [&](auto said) { return said(lane < d ? lane : lane - d); });
+}
+static uint32_t __ballot_sync(uint32_t, int v) {
+    return ep_talk(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) != 0; }); });
+}
+static int __all_sync(uint32_t, int v) { return __ballot_sync(~0u, v) == ~0u; }
+template <typename T> static uint32_t __match_any_sync(uint32_t, T v) {
+    return ep_talk(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) == v; }); });
+}
+static int __syncthreads_and(int v) {
+    static uint32_t num_false[2], turn;
+    const uint32_t mine = __atomic_load_n(&turn, __ATOMIC_ACQUIRE) % 2;
+    if (!v) __atomic_fetch_add(&num_false[mine], 1, __ATOMIC_ACQ_REL);
+    __syncthreads();
+    const bool all = __atomic_load_n(&num_false[mine], __ATOMIC_ACQUIRE) == 0;
+    __syncthreads();
+    if (threadIdx.x == 0) num_false[mine] = 0, __atomic_store_n(&turn, mine + 1, __ATOMIC_RELEASE);
+    __syncthreads();
+    return all;
+}
+static uint32_t __popc(uint32_t v) { return (uint32_t)__builtin_popcount(v); }
+static int __ffs(int v) { return __builtin_ffs(v); }
+static void atomicAdd(uint32_t *p, uint32_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
+static void atomicMin(uint32_t *p, uint32_t v) {
+    for (uint32_t old = *p; v < old && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);) continue;
+}
+static uint32_t __ldcg(const uint32_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+static float __uint_as_float(uint32_t v) {
+    float f;
+    memcpy(&f, &v, 4);
+    return f;
+}
+static uint32_t __float_as_uint(float f) {
+    uint32_t v;
+    memcpy(&v, &f, 4);
+    return v;
+}
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fadd_rn(float a, float b) { return a + b; }
+
+/* ---- the port ---- */
+
+#define EP_FAULT(n) (0)
+#define EP_FN static inline
+#define EP_PURE static inline
+#define EP_LANES 32u
+#define EP_FOR_LANES(i, n) for (uint32_t i = ep_lane(); i < (n); i += EP_LANES)
+EP_FN uint32_t ep_lane(void) { return threadIdx.x % 32; }
+EP_FN void ep_warp_sync(void) { __syncwarp(); }
+EP_FN uint32_t ep_warp_min_u32(uint32_t x) {
+    return ep_talk(x, [](auto said) {
+        uint32_t least = said(0);
+        for (uint32_t i = 1; i < 32; i++) least = said(i) < least ? said(i) : least;
+        return least;
+    });
+}
+EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) { return __shfl_sync(~0u, x, 0); }
+#define EP_LD(name, order) \
+    EP_FN uint64_t name(const uint64_t *p) { return __atomic_load_n(p, order); }
+#define EP_ST(name, order) \
+    EP_FN void name(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, order); }
+#define EP_RMW(name, f, order) \
+    EP_FN uint64_t name(uint64_t *p, uint64_t v) { return f(p, v, order); }
+EP_LD(ep_ld_acquire_sys_u64, __ATOMIC_ACQUIRE)
+EP_LD(ep_ld_relaxed_sys_u64, __ATOMIC_RELAXED)
+EP_LD(ep_ld_relaxed_gpu_u64, __ATOMIC_RELAXED)
+EP_LD(ep_ld_acquire_gpu_u64, __ATOMIC_ACQUIRE)
+EP_ST(ep_st_release_sys_u64, __ATOMIC_RELEASE)
+EP_ST(ep_st_relaxed_sys_u64, __ATOMIC_RELAXED)
+EP_ST(ep_st_relaxed_gpu_u64, __ATOMIC_RELAXED)
+EP_RMW(ep_add_release_sys_u64, __atomic_fetch_add, __ATOMIC_RELEASE)
+EP_RMW(ep_add_acq_rel_gpu_u64, __atomic_fetch_add, __ATOMIC_ACQ_REL)
+EP_RMW(ep_add_relaxed_gpu_u64, __atomic_fetch_add, __ATOMIC_RELAXED)
+EP_RMW(ep_swap_relaxed_gpu_u64, __atomic_exchange_n, __ATOMIC_RELAXED)
+EP_FN uint64_t ep_now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+EP_FN void ep_pause(uint32_t polls) {
+    struct timespec nap = {0, 50000};
+    if (polls > 20) nanosleep(&nap, NULL);
+    else sched_yield();
+}
+EP_FN bool ep_time_to_look(uint32_t polls) { return polls % 64 == 63; }
+EP_FN void ep_chaos(uint32_t) {}
+
+/* ---- what stands in for ptx.cuh and resident.cuh ---- */
+
+#define EP_PTX_CUH
+#define EP_RESIDENT_CUH
+EP_FN uint4 ep_ld_row(const uint4 *p) { return *p; }
+static uint32_t ep_smem[1u << 16], my_block;
+static uint32_t *ep_dynamic_smem(void) { return ep_smem; }
+
+/* Run this process's block, if the grid has it. */
+template <typename P>
+static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *, const P &p) {
+    if (smem_bytes > sizeof ep_smem) return cudaErrorInvalidValue;
+    std::vector<std::thread> threads;
+    gridDim = dim3(num_blocks), blockDim = dim3(32 * num_warps);
+    memset(ep_smem, 0xff, sizeof ep_smem);
+    for (uint32_t i = 0; my_block < num_blocks && i < 32 * num_warps; i++)
+        threads.emplace_back([&, i] {
+            threadIdx.x = i, blockIdx.x = my_block;
+            kernel(p);
+        });
+    for (std::thread &t : threads) t.join();
+    return cudaSuccess;
+}
+#define cudaFuncGetAttributes(a, f) ((void)(a), cudaSuccess)
+#define cudaFuncSetAttribute(f, what, n) ((void)(n), cudaSuccess)
+
+#endif /* EP_PORT_H */
