@@ -143,6 +143,37 @@ static int run(const EpDispatchParams *d, const EpCombineParams *c, uint32_t num
     return 0;
 }
 
+/* A plan lies in a tensor that its owner can write to, and holds offsets.  On this backend they are looked at
+ * before they are used: a plan that was written over is an error, not a wild store. */
+static bool all_below(const int32_t *x, uint64_t n, int64_t low, int64_t end) {
+    bool ok = true;
+    for (uint64_t i = 0; i < n; i++) ok &= x[i] >= low && x[i] < end;
+    return ok;
+}
+static bool is_sound(const EpShape *s, const EpPlanLayout *l, const int32_t *plan) {
+    uint32_t W = s->num_ranks, K = s->num_topk, L = ep_num_local_experts(s);
+    uint64_t T = l->num_tokens;
+    if (plan[EP_HEAD_STATUS] || plan[EP_HEAD_NUM_TOKENS] != (int32_t)T) return true; /* refused as the rank enters: nobody reads on */
+    if (!all_below(plan + EP_HEAD_NUM_ROWS, 1, 0, 1ll + s->capacity) || !all_below(plan + EP_HEAD_NUM_SEND, W, 0, (int64_t)T + 1) ||
+        !all_below(plan + EP_HEAD_NUM_RECV, W, 0, 1ll + s->max_tokens) ||
+        !all_below(plan + l->token_expert_off, T * K, -1, s->num_experts) || !all_below(plan + l->token_row_off, T * K, -1, s->capacity) ||
+        !all_below(plan + l->token_slot_off, T * W, -1, s->max_tokens))
+        return false;
+    for (uint32_t r = 0; r < W; r++)
+        if (!all_below(plan + l->send_token_off + r * T, (uint64_t)plan[EP_HEAD_NUM_SEND + r], 0, (int64_t)T)) return false;
+    for (uint64_t i = 0; i < T * K; i++) {
+        int32_t e = plan[l->token_expert_off + i];
+        if (e >= 0 && (plan[l->token_row_off + i] < 0 || plan[l->token_slot_off + i / K * W + (uint32_t)e / L] < 0)) return false;
+    }
+    return true;
+}
+static int refuse_plan(const EpComm *c, uint32_t op) {
+    EpComm comm = *c;
+    comm.status = EP_EINVAL;
+    ep_cpu_enter(&comm, op);
+    return ep_error(EP_EINVAL, "the layout's plan is not what preprocess has made: something was written over it");
+}
+
 static int plan(int device, const EpPlanParams *p, void *stream) {
     (void)device, (void)stream;
     ep_cpu_plan(p);
@@ -150,11 +181,11 @@ static int plan(int device, const EpPlanParams *p, void *stream) {
 }
 static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
-    return run(p, NULL, num_sm);
+    return is_sound(&p->comm.shape, &p->layout, p->plan) ? run(p, NULL, num_sm) : refuse_plan(&p->comm, EP_OP_DISPATCH);
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
-    return run(NULL, p, num_sm);
+    return is_sound(&p->comm.shape, &p->layout, p->plan) ? run(NULL, p, num_sm) : refuse_plan(&p->comm, EP_OP_COMBINE);
 }
 static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
     (void)device, (void)stream;

@@ -5,7 +5,16 @@
 #define EP_DLPACK_H
 #include <stdint.h>
 
-enum { EP_DL_CPU = 1, EP_DL_CUDA = 2, EP_DL_CUDA_HOST = 3, EP_DL_INT = 0, EP_DL_UINT = 1, EP_DL_FLOAT = 2, EP_DL_BFLOAT = 4 };
+enum {
+    EP_DL_CPU = 1,
+    EP_DL_CUDA = 2,
+    EP_DL_CUDA_HOST = 3,
+    EP_DL_INT = 0,
+    EP_DL_UINT = 1,
+    EP_DL_FLOAT = 2,
+    EP_DL_BFLOAT = 4,
+    EP_DL_COMPLEX = 5
+};
 typedef struct {
     int32_t device_type, device_id;
 } EpDLDevice;

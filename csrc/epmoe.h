@@ -42,8 +42,14 @@ int ep_world_listen(int *listen_fd, unsigned char name[EP_NAME_BYTES], unsigned 
 int ep_world_create(const EpWorldConfig *config, EpWorld **world);
 /* num_ranks worlds inside this process, each to be used by its own thread.  CPU heaps only. */
 int ep_world_create_threads(uint32_t num_ranks, double timeout_s, EpWorld *worlds[]);
-/* Collective: all gets num_ranks blocks of num_bytes (at most EP_EXCHANGE_BYTES). */
+/* Collective: all gets num_ranks blocks of num_bytes (at most EP_EXCHANGE_BYTES).  Sizes that differ are
+ * EP_EMISMATCH on every rank, and the next exchange works. */
 int ep_world_exchange(EpWorld *world, const void *mine, uint32_t num_bytes, void *all);
+/* Take part in an exchange only to say that this rank failed with `code`: the others get EP_EPEER, none waits. */
+int ep_world_refuse(EpWorld *world, int code);
+/* A function that host waits for peers call ten times a second; when it says true they end, and with them
+ * their world.  The Python module looks for Ctrl-C in it.  One for the whole process, or NULL. */
+void ep_world_set_interrupt(bool (*wanted)(void));
 /* 0, or why the world has come to its end. */
 int ep_world_check(EpWorld *world);
 /* End the world for all ranks, for a reason. */

@@ -37,7 +37,8 @@ int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
                         EP_MAX_EXPERTS);
     if (s->num_topk < 1 || s->num_topk > EP_MAX_TOPK) return ep_error(EP_EINVAL, "topk %u: 1 to %u", s->num_topk, EP_MAX_TOPK);
     if (s->dtype > EP_BF16) return ep_error(EP_ETYPE, "dtype must be float32, float16 or bfloat16");
-    if (s->hidden < 1 || s->hidden > 1u << 20 || (uint64_t)s->hidden * ep_dtype_bytes(s->dtype) % 16)
+    if (s->hidden < 1 || s->hidden > 1u << 20) return ep_error(EP_EINVAL, "hidden %u: 1 to %u", s->hidden, 1u << 20);
+    if ((uint64_t)s->hidden * ep_dtype_bytes(s->dtype) % 16)
         return ep_error(EP_EINVAL, "hidden %u: a row must be a multiple of 16 bytes, it has %llu", s->hidden,
                         (unsigned long long)s->hidden * ep_dtype_bytes(s->dtype));
     if (s->max_tokens < 1 || (uint64_t)s->max_tokens * s->num_topk * s->num_ranks >= 1ull << 31)
@@ -239,6 +240,7 @@ int ep_layer_sync(EpLayer *l, void *stream) {
 int ep_layer_set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
     EpCommBuffer *b;
     EP_TRY(begin(l, buffer, stream, &b));
+    if (epoch == 0) return ep_error(EP_EINVAL, "epoch 0: it stands for no operation");
     uint64_t before = b->num_ops = epoch - 1;
     const EpBackend *backend = ep_heap_backend(l->heap);
     EP_TRY(backend->copy(ep_heap_device(l->heap), &ep_local(&b->comm)->epoch, &before, sizeof before, stream));
@@ -266,6 +268,8 @@ static int check_num_tokens(const EpLayer *l, const char *name, const EpTensor *
 
 static int check_plan(const EpLayer *l, const EpTensor *indices, const EpTensor *scatter, const EpTensor *plan, EpPlanParams *p) {
     const EpShape *s = &l->config.shape;
+    if (indices->num_dims != 2)
+        return ep_error(EP_EINVAL, "exp_indices: wanted 2 dimensions [T, %u], got %u", s->num_topk, indices->num_dims);
     EP_TRY(check_num_tokens(l, "exp_indices", indices));
     if (indices->dtype != EP_I64 && indices->dtype != EP_I32)
         return ep_error(EP_ETYPE, "exp_indices: wanted int32 or int64, got %s", dtype_name(indices->dtype));

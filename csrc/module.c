@@ -12,6 +12,7 @@
 static PyObject *exceptions; /* name -> class, given by epmoe.errors */
 
 PyObject *ep_raise(int code) {
+    if (PyErr_Occurred()) return NULL; /* a wait ended because of it: KeyboardInterrupt */
     const char *name = ep_error_name(code);
     PyObject *class = exceptions ? PyDict_GetItemString(exceptions, name) : NULL;
     PyErr_SetString(class ? class : PyExc_RuntimeError, ep_error_text());
@@ -28,10 +29,18 @@ int ep_pending_code(void) {
 
 FAST(set_exceptions) {
     WANT(1);
+    PyObject *name, *class, *before = exceptions;
+    Py_ssize_t at = 0;
     if (!PyDict_Check(args[0])) return PyErr_Format(PyExc_TypeError, "wanted a dict of exceptions");
-    Py_INCREF(args[0]);
-    Py_XDECREF(exceptions);
-    exceptions = args[0];
+    PyObject *copy = PyDict_Copy(args[0]);
+    if (!copy) return NULL;
+    while (PyDict_Next(copy, &at, &name, &class))
+        if (!PyUnicode_Check(name) || !PyExceptionClass_Check(class)) {
+            Py_DECREF(copy);
+            return PyErr_Format(PyExc_TypeError, "wanted names and classes of exceptions, got %R", (PyObject *)Py_TYPE(class));
+        }
+    exceptions = copy;
+    Py_XDECREF(before);
     Py_RETURN_NONE;
 }
 
@@ -40,6 +49,7 @@ FAST(set_exceptions) {
 /* A number that does not fit is a wrong value, not an arithmetic accident. */
 static bool out_of_range(PyObject *o) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError)) return false;
+    PyErr_Clear();
     PyErr_Format(PyExc_ValueError, "%R is out of range", o);
     return false;
 }
@@ -62,7 +72,7 @@ bool ep_get_int(PyObject *o, int *out) {
 }
 bool ep_get_double(PyObject *o, double *out) {
     *out = PyFloat_AsDouble(o);
-    return !(*out == -1.0 && PyErr_Occurred());
+    return *out == -1.0 && PyErr_Occurred() ? out_of_range(o) : true;
 }
 bool ep_get_bytes(PyObject *o, void *out, Py_ssize_t n) {
     char *from;
@@ -72,7 +82,10 @@ bool ep_get_bytes(PyObject *o, void *out, Py_ssize_t n) {
     memcpy(out, from, (size_t)n);
     return true;
 }
-void *ep_get_object(PyObject *o, const char *name) { return PyCapsule_GetPointer(o, name); }
+void *ep_get_object(PyObject *o, const char *name) {
+    if (PyCapsule_IsValid(o, name)) return PyCapsule_GetPointer(o, name);
+    return PyErr_Format(PyExc_TypeError, "wanted an %s, got %R", name, (PyObject *)Py_TYPE(o)), NULL;
+}
 
 bool ep_get_stream(PyObject *o, void **stream) {
     uint64_t v;
@@ -146,6 +159,7 @@ FAST(world_close) {
     EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
     if (!w) return NULL;
     int collective = PyObject_IsTrue(args[1]);
+    if (collective < 0) return NULL;
     WITHOUT_LOCK(code = ep_world_close(w, collective == 1));
     return ep_done(code);
 }
@@ -173,13 +187,32 @@ FAST(world_exchange) {
     return code ? ep_raise(code) : PyBytes_FromStringAndSize((const char *)all, n * (Py_ssize_t)ep_world_size(w));
 }
 
+/* (world, code) */
+FAST(world_refuse) {
+    int why, code;
+    WANT(2);
+    EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
+    if (!w || !ep_get_int(args[1], &why)) return NULL;
+    WITHOUT_LOCK(code = ep_world_refuse(w, why));
+    return ep_done(code);
+}
+
 /* ---- the module ---- */
 
 static PyMethodDef methods[] = {METHOD(set_exceptions), METHOD(world_listen),      METHOD(world_create), METHOD(world_threads),
                                 METHOD(world_check),    METHOD(world_set_timeout), METHOD(world_close),  METHOD(world_flight_record),
-                                METHOD(world_exchange), {NULL, NULL, 0, NULL}};
+                                METHOD(world_exchange), METHOD(world_refuse),      {NULL, NULL, 0, NULL}};
+
+/* True when a signal's handler has raised, as Ctrl-C does; only Python's main thread handles signals. */
+static bool is_interrupted(void) {
+    PyGILState_STATE state = PyGILState_Ensure();
+    bool yes = PyErr_CheckSignals() != 0;
+    PyGILState_Release(state);
+    return yes;
+}
 
 static int set_up(PyObject *m) {
+    ep_world_set_interrupt(is_interrupted);
     const struct {
         const char *name;
         long value;
@@ -190,6 +223,7 @@ static int set_up(PyObject *m) {
         {"TILE_ROWS", EP_TILE_ROWS},
         {"NAME_BYTES", EP_NAME_BYTES},
         {"NONCE_BYTES", EP_NONCE_BYTES},
+        {"EXCHANGE_BYTES", EP_EXCHANGE_BYTES},
         {"CPU", EP_CPU},
         {"CUDA", EP_CUDA},
         {"F32", EP_F32},
@@ -201,6 +235,7 @@ static int set_up(PyObject *m) {
         {"OP_PLAN", EP_OP_PLAN},
         {"OP_DISPATCH", EP_OP_DISPATCH},
         {"OP_COMBINE", EP_OP_COMBINE},
+        {"OP_BARRIER", EP_OP_BARRIER},
         {"EINVAL", EP_EINVAL},
         {"ETYPE", EP_ETYPE},
         {"HEAD_STATUS", EP_HEAD_STATUS},
@@ -209,6 +244,11 @@ static int set_up(PyObject *m) {
         {"HEAD_NUM_SEND", EP_HEAD_NUM_SEND},
         {"HEAD_NUM_RECV", EP_HEAD_NUM_RECV},
         {"HEAD_RANK_ROWS", EP_HEAD_RANK_ROWS},
+#ifdef EP_CHAOS
+        {"CHAOS", EP_CHAOS},
+#else
+        {"CHAOS", 0},
+#endif
 #ifdef EP_HAVE_CUDA
         {"HAS_CUDA", 1},
 #else

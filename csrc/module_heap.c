@@ -88,10 +88,10 @@ static void delete_view(EpDLManagedTensor *m) { /* torch calls it from any threa
     ep_heap_release(v->heap);
     free(v);
 }
-static void free_capsule(PyObject *c) { /* nobody took it */
+static void free_capsule(PyObject *c) {            /* nobody took it */
+    if (!PyCapsule_IsValid(c, "dltensor")) return; /* its new owner has renamed it */
     EpDLManagedTensor *m = (EpDLManagedTensor *)PyCapsule_GetPointer(c, "dltensor");
-    if (m) m->deleter(m);
-    else PyErr_Clear();
+    m->deleter(m);
 }
 
 /* (heap, off, peer, shape, dl_code, dl_bits) -> a DLPack capsule that holds the heap */
@@ -106,13 +106,16 @@ FAST(heap_tensor) {
         return NULL;
     Py_ssize_t num_dims = PyTuple_Check(args[3]) ? PyTuple_Size(args[3]) : -1;
     if (num_dims < 0 || num_dims > 8) return PyErr_Format(PyExc_ValueError, "a shape is a tuple of at most 8 sizes");
+    if (dl_code > EP_DL_COMPLEX || bits < 8 || bits > 128 || bits % 8)
+        return PyErr_Format(PyExc_ValueError, "no dtype has code %u and %u bits", dl_code, bits);
     View *v = (View *)calloc(1, sizeof *v);
     if (!v) return PyErr_NoMemory();
     for (Py_ssize_t i = num_dims; i-- > 0;) {
         uint64_t d;
         if (!ep_get_u64(PyTuple_GetItem(args[3], i), &d)) return free(v), NULL;
         v->shape[i] = (int64_t)d, v->strides[i] = (int64_t)(n ? n : 1);
-        if (__builtin_mul_overflow(n, d, &n) || n > 1ull << 46) return free(v), PyErr_Format(PyExc_ValueError, "the shape is too large");
+        if (d > 1ull << 46 || __builtin_mul_overflow(n, d, &n) || n > 1ull << 46)
+            return free(v), PyErr_Format(PyExc_ValueError, "the shape is too large");
     }
     int code = ep_heap_translate(h, off, peer, &address);
     if (!code) code = ep_heap_translate(h, off + n * (bits / 8), peer, &end);
@@ -143,7 +146,10 @@ static PyObject *move(PyObject *const *args, Py_ssize_t num_args, bool is_put) {
     EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
     if (!h || !ep_get_u64(args[1], &off) || !ep_get_tensor(args[2], false, &t, &tensor) || !ep_get_u32(args[3], &peer)) return NULL;
     uint64_t bytes = t.element_bytes;
-    for (uint32_t i = 0; i < t.num_dims; i++) bytes *= (uint64_t)t.shape[i];
+    for (uint32_t i = t.num_dims; i-- > 0; bytes *= (uint64_t)t.shape[i])
+        if (bytes && t.shape[i] > 1 && (uint64_t)t.stride[i] * t.element_bytes != bytes)
+            return PyErr_Format(PyExc_ValueError, "put and get copy contiguous tensors");
+    if (t.kind == EP_CUDA && ep_heap_kind(h) == EP_CPU) return PyErr_Format(PyExc_ValueError, "a CUDA tensor and a heap on the CPU");
     void *stream = ep_current_stream(h, args[2]);
     WITHOUT_LOCK(code = is_put ? ep_heap_put(h, off, t.data, bytes, peer, stream) : ep_heap_get(h, t.data, off, bytes, peer, stream));
     return ep_done(code);

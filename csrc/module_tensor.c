@@ -4,7 +4,7 @@
 #include "module.h"
 
 static const EpDLExchangeAPI *exchange_api(PyObject *o) {
-    static PyTypeObject *last_type; /* almost always torch.Tensor; types are not freed while torch is loaded */
+    static PyTypeObject *last_type; /* almost always torch.Tensor; held, so that no other type gets its address */
     static const EpDLExchangeAPI *last_api;
     if (Py_TYPE(o) == last_type) return last_api;
     PyObject *capsule = PyObject_GetAttrString((PyObject *)Py_TYPE(o), "__dlpack_c_exchange_api__");
@@ -14,7 +14,10 @@ static const EpDLExchangeAPI *exchange_api(PyObject *o) {
     if (!api) return NULL;
     if (api->version.major != 1 || !api->dltensor_from_py_object_no_sync)
         return PyErr_Format(PyExc_TypeError, "this torch speaks DLPack %u; epmoe speaks 1", api->version.major), NULL;
+    PyObject *before = (PyObject *)last_type;
+    Py_INCREF((PyObject *)Py_TYPE(o));
     last_type = Py_TYPE(o), last_api = api;
+    Py_XDECREF(before);
     return api;
 }
 
@@ -26,6 +29,22 @@ static uint32_t dtype_of(EpDLDataType d) {
     return EP_OTHER;
 }
 
+/* A view that stands for the negative or the conjugate of what is in memory: DLPack does not say so. */
+static bool is_lazy(PyObject *o, const EpDLTensor *d) {
+    static PyObject *is_neg, *is_conj; /* the methods' names, made once */
+    if (!is_neg) is_neg = PyUnicode_InternFromString("is_neg");
+    if (!is_conj) is_conj = PyUnicode_InternFromString("is_conj");
+    if (!is_neg || !is_conj) return true;
+    PyObject *neg = PyObject_CallMethodObjArgs(o, is_neg, NULL);
+    PyObject *conj = neg && d->dtype.code == EP_DL_COMPLEX ? PyObject_CallMethodObjArgs(o, is_conj, NULL) : NULL;
+    bool lazy = neg == Py_True || conj == Py_True;
+    Py_XDECREF(neg);
+    Py_XDECREF(conj);
+    if (lazy)
+        PyErr_SetString(PyExc_ValueError, "a tensor that is a negated or conjugated view: call resolve_neg() or resolve_conj() on it");
+    return lazy || PyErr_Occurred();
+}
+
 bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **out) {
     EpDLTensor d;
     *out = NULL;
@@ -35,14 +54,17 @@ bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **
     if (d.ndim > 4) return PyErr_Format(PyExc_ValueError, "a tensor of %d dimensions", d.ndim), false;
     if (d.device.device_type != EP_DL_CPU && d.device.device_type != EP_DL_CUDA && d.device.device_type != EP_DL_CUDA_HOST)
         return PyErr_Format(PyExc_ValueError, "a tensor that is neither on the CPU nor on a CUDA device"), false;
+    if (is_lazy(o, &d)) return false;
     t->data = (char *)d.data + (d.data ? d.byte_offset : 0);
-    t->dtype = dtype_of(d.dtype), t->num_dims = (uint32_t)d.ndim, t->element_bytes = d.dtype.bits / 8u * d.dtype.lanes;
+    t->dtype = dtype_of(d.dtype), t->num_dims = (uint32_t)d.ndim, t->element_bytes = (uint32_t)d.dtype.bits * d.dtype.lanes / 8u;
     t->kind = d.device.device_type == EP_DL_CUDA ? EP_CUDA : EP_CPU, t->device = d.device.device_id;
+    bool is_empty = false;
     for (int32_t i = 0, n = d.ndim; i < n; i++) {
-        t->shape[i] = d.shape[i], t->stride[i] = 1;
+        t->shape[i] = d.shape[i], t->stride[i] = 1, is_empty |= d.shape[i] == 0;
         for (int32_t j = i + 1; j < n && !d.strides; j++) t->stride[i] *= d.shape[j];
         if (d.strides) t->stride[i] = d.strides[i];
     }
+    if (!d.data && !is_empty) return PyErr_Format(PyExc_ValueError, "a tensor without memory of its own, such as a tracer's"), false;
     *out = t;
     return true;
 }

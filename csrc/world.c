@@ -15,6 +15,8 @@
 #include "error.h"
 #include "world_state.h"
 
+#define INTERRUPT_NS 100000000ull /* how often a wait asks whether it is wanted any more */
+
 /* A forked child must not hold the parent's sockets: peers see a death by their end.  All worlds of this
  * process; the handler runs in the child, alone, and only closes. */
 #define MAX_WORLDS 256u
@@ -140,30 +142,49 @@ int ep_world_check(EpWorld *w) {
     return code;
 }
 
+static bool (*_Atomic interrupt_wanted)(void);
+void ep_world_set_interrupt(bool (*wanted)(void)) { atomic_store(&interrupt_wanted, wanted); }
+
+/* The lock is held, and let go of meanwhile: who answers may need what the holder of the lock waits for. */
+static bool is_interrupted(EpWorld *w) {
+    bool (*wanted)(void) = atomic_load(&interrupt_wanted);
+    if (!wanted) return false;
+    pthread_mutex_unlock(&w->lock);
+    bool yes = wanted();
+    pthread_mutex_lock(&w->lock);
+    return yes;
+}
+
 /* Wait for peer r's frame of this exchange; the lock is held. */
 static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t until_ns) {
     EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
-    struct timespec t = {(time_t)(until_ns / 1000000000u), (long)(until_ns % 1000000000u)};
     while (!from->full) {
+        char text[96];
         EP_TRY(check_locked(w));
-        if (pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT && !from->full) {
-            char text[96];
+        uint64_t now = ep_now_ns(), next = until_ns < now + INTERRUPT_NS ? until_ns : now + INTERRUPT_NS;
+        struct timespec t = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
+        if (pthread_cond_timedwait(&w->changed, &w->lock, &t) != ETIMEDOUT || from->full) continue;
+        if (next == until_ns) {
             snprintf(text, sizeof text, "rank %u waited in vain for rank %u in exchange %llu", w->rank, r, (unsigned long long)seq);
             ep_world_end(w, EP_ETIMEOUT, r, text);
+        } else if (is_interrupted(w)) { /* the peer's frame may still come, and belong to no exchange */
+            snprintf(text, sizeof text, "rank %u was interrupted while it waited for rank %u", w->rank, r);
+            ep_world_end(w, EP_ECLOSED, w->rank, text);
         }
     }
     return 0;
 }
 
-int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void *all, int fd_out, int *fds_in) {
+/* status: 0, or why this rank has nothing to give (mine and all may be NULL then). */
+static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out, int *fds_in) {
     uint64_t until = deadline(w);
-    EpFrame f = {.kind = EP_FRAME_EXCHANGE, .rank = w->rank, .num_bytes = num_bytes};
+    EpFrame f = {.kind = EP_FRAME_EXCHANGE, .rank = w->rank, .num_bytes = num_bytes, .code = status};
+    int verdict = 0;
     EP_TRY(ep_world_check(w));
     if (num_bytes > EP_EXCHANGE_BYTES) return ep_error(EP_EINVAL, "an exchange carries at most %u bytes", EP_EXCHANGE_BYTES);
     EpNote note = {.what = EP_DID_EXCHANGE, .size = num_bytes};
     uint64_t noted = ep_ring_begin(&w->ring, &note);
-    memcpy(f.bytes, mine, num_bytes);
-    memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
+    if (num_bytes) memcpy(f.bytes, mine, num_bytes), memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
     pthread_mutex_lock(&w->lock);
     int code = check_locked(w);
     f.seq = ++w->seq;
@@ -178,19 +199,39 @@ int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void 
         from->full = false;
         if (fds_in) fds_in[r] = from->fd;
         else if (from->fd >= 0) close(from->fd);
-        if (from->frame.num_bytes != num_bytes || from->frame.seq != f.seq) {
+        if (from->frame.seq != f.seq) { /* out of step for good */
             char text[128];
-            snprintf(text, sizeof text, "rank %u is in exchange %llu of %u bytes, rank %u in %llu of %u", r,
-                     (unsigned long long)from->frame.seq, from->frame.num_bytes, w->rank, (unsigned long long)f.seq, num_bytes);
-            ep_world_end(w, EP_EMISMATCH, r, text);
+            snprintf(text, sizeof text, "rank %u is in exchange %llu, rank %u in %llu", r, (unsigned long long)from->frame.seq, w->rank,
+                     (unsigned long long)f.seq);
+            ep_world_end(w, EP_ECORRUPT, r, text);
             code = check_locked(w);
-        } else {
+        } else if (verdict || status) { /* the others' frames are taken all the same, so that the next exchange works */
+        } else if (from->frame.code) {
+            verdict = ep_error(EP_EPEER, "rank %u could not take part in the exchange: %s", r, ep_error_name(from->frame.code));
+        } else if (from->frame.num_bytes != num_bytes) {
+            verdict = ep_error(EP_EMISMATCH, "ranks disagree in an exchange: rank %u gives %u bytes, rank %u gives %u", r,
+                               from->frame.num_bytes, w->rank, num_bytes);
+        } else if (num_bytes) {
             memcpy((unsigned char *)all + (uint64_t)r * num_bytes, from->frame.bytes, num_bytes);
         }
     }
     pthread_mutex_unlock(&w->lock);
     ep_ring_end(&w->ring, noted);
+    code = code ? code : verdict;
+    for (uint32_t r = 0; r < w->num_ranks && code && fds_in; r++) {
+        if (fds_in[r] >= 0) close(fds_in[r]);
+        fds_in[r] = -1;
+    }
     return code;
+}
+
+int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void *all, int fd_out, int *fds_in) {
+    return exchange(w, mine, num_bytes, 0, all, fd_out, fds_in);
+}
+
+int ep_world_refuse(EpWorld *w, int code) {
+    if (code >= 0) return ep_error(EP_EINVAL, "a refusal needs a negative code");
+    return exchange(w, NULL, 0, code, NULL, -1, NULL);
 }
 
 int ep_world_exchange(EpWorld *w, const void *mine, uint32_t num_bytes, void *all) {

@@ -4,7 +4,7 @@
 #include "record.h"
 
 EpWorld *ep_world_retain(EpWorld *world);
-/* As ep_world_exchange, and a descriptor to every peer: fd_out is -1 or mine, fds_in NULL or theirs. */
+/* As ep_world_exchange, and a descriptor to every peer: fd_out is -1 or mine, fds_in NULL or (from -1 on) theirs. */
 int ep_world_exchange_fd(EpWorld *world, const void *mine, uint32_t num_bytes, void *all, int fd_out, int *fds_in);
 /* True when peer lives in this process: its heap is reached by its own addresses. */
 bool ep_world_is_threads(const EpWorld *world);

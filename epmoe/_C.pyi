@@ -16,12 +16,14 @@ _DLPackCapsule = NewType("_DLPackCapsule", object)
 _Config = tuple[int, int, int, int, int, int, int, int, int, int]
 
 HAS_CUDA: Final[int]
+CHAOS: Final[int]  # 0, or the seed of the delays in a build for tests
 MAX_RANKS: Final[int]
 MAX_TOPK: Final[int]
 MAX_EXPERTS: Final[int]
 TILE_ROWS: Final[int]
 NAME_BYTES: Final[int]
 NONCE_BYTES: Final[int]
+EXCHANGE_BYTES: Final[int]
 # Kinds of backend.
 CPU: Final[int]
 CUDA: Final[int]
@@ -37,6 +39,7 @@ COMBINE_GATHER: Final[int]
 OP_PLAN: Final[int]
 OP_DISPATCH: Final[int]
 OP_COMBINE: Final[int]
+OP_BARRIER: Final[int]
 # EpCode
 EINVAL: Final[int]
 ETYPE: Final[int]
@@ -57,6 +60,7 @@ def world_set_timeout(world: _World, timeout_s: float, /) -> None: ...
 def world_close(world: _World, collective: bool, /) -> None: ...
 def world_exchange(world: _World, mine: bytes, /) -> bytes: ...
 def world_flight_record(world: _World, /) -> str: ...
+def world_refuse(world: _World, code: int, /) -> None: ...
 def heap_create(world: _World, kind: int, device: int, num_bytes: int, status: int, /) -> _Heap: ...
 def heap_alloc(heap: _Heap, num_bytes: int, alignment: int, status: int, /) -> int: ...
 def heap_free(heap: _Heap, off: int, /) -> None: ...

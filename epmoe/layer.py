@@ -194,7 +194,7 @@ class EPAll2AllLayer(Shared):
     # The four below allocate outputs and call the module; ops.py gives them to autograd and torch.compile.
 
     def _plan(self, exp_indices, scatter, buffer):
-        num_tokens = exp_indices.shape[0] if isinstance(exp_indices, torch.Tensor) and exp_indices.dim() else 0
+        num_tokens = exp_indices.size(0) if isinstance(exp_indices, torch.Tensor) and exp_indices.dim() else 0
         words = self._plan_words.get(num_tokens)
         if words is None:
             words = self._plan_words[num_tokens] = _C.plan_layout(self._config, min(num_tokens, self.max_tokens))["num_words"]
@@ -218,10 +218,18 @@ class EPAll2AllLayer(Shared):
         _C.layer_combine(self._c, buffer, rows, row_weight, row_scalar, plan, recv, out, out_scalar)
         return out, out_scalar
 
+    def _is_buffer(self, buffer):
+        return isinstance(buffer, int) and 0 <= buffer < self._config[8]
+
+    def _check_buffer(self, op, buffer):
+        if not self._is_buffer(buffer):
+            kind = ValueError if isinstance(buffer, int) else TypeError
+            self._refuse(op, kind(f"buffer {buffer!r} of {self._config[8]}"), buffer)
+
     def _refuse(self, op, error, buffer):
-        """Let the other ranks know that this one cannot take part in op; then raise the error."""
-        known = isinstance(buffer, int) and 0 <= buffer < self._config[8]
-        _C.layer_refuse(self._c, buffer if known else 0, op, status_of(error), stream_of(self.device))
+        """Let the other ranks know that this one cannot take part in op; then raise the error.  They hear of it in the
+        buffer that was meant; who means one that is not there is heard in the first."""
+        _C.layer_refuse(self._c, buffer if self._is_buffer(buffer) else 0, op, status_of(error), stream_of(self.device))
         raise error
 
     def preprocess(self, exp_indices, full_scatter_indices=None, *, buffer=0):
@@ -239,6 +247,7 @@ class EPAll2AllLayer(Shared):
         """
         from . import ops
 
+        self._check_buffer(_C.OP_PLAN, buffer)
         with torch.no_grad():
             if torch.compiler.is_compiling():
                 plan = ops.plan(self, exp_indices, full_scatter_indices, buffer)
@@ -273,7 +282,7 @@ class EPAll2AllLayer(Shared):
                 self._check_tensor("input", input, self.dtype, (layout.num_tokens, self.hidden))
             if weight is not None:
                 self._check_tensor("weight", weight, None, (input.shape[0], self.topk))
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             self._refuse(_C.OP_PLAN if layout is None else _C.OP_DISPATCH, error, getattr(layout, "buffer", buffer))
         if layout is None:
             layout = self.preprocess(exp_indices, full_scatter_indices, buffer=buffer)
@@ -311,7 +320,7 @@ class EPAll2AllLayer(Shared):
             self._check_tensor("input rows", input, self.dtype, (num_rows, self.hidden))
             if weight is not None:
                 self._check_tensor("weight", weight, None, (input.shape[0],))
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             self._refuse(_C.OP_COMBINE, error, getattr(layout, "buffer", 0))
         if weight is not None:
             weight = weight.to(torch.float32)
@@ -329,6 +338,8 @@ class EPAll2AllLayer(Shared):
         """What the module would refuse in its operation is refused before the first one: then no rank is left in between."""
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
+        if t.is_nested or t.layout is not torch.strided:
+            raise ValueError(f"{name}: wanted a dense tensor, got one of layout {'nested' if t.is_nested else t.layout}")
         if t.device != self.device:
             raise ValueError(f"{name} is on {t.device}, the layer on {self.device}")
         if dtype is not None and t.dtype != dtype or not t.dtype.is_floating_point:
@@ -337,11 +348,12 @@ class EPAll2AllLayer(Shared):
             return  # sizes may not be known yet; the module looks at them when it runs
         if t.dim() != len(shape) or any(want is not None and got != want for got, want in zip(t.shape, shape)):
             raise ValueError(f"{name}: wanted shape [{', '.join('*' if d is None else str(d) for d in shape)}], got {list(t.shape)}")
-        if t.layout is not torch.strided or not t.is_contiguous():
+        if not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
 
     def ep_barrier_all(self, *, buffer=0):
         """All ranks have come here, in stream order.  Collective."""
+        self._check_buffer(_C.OP_BARRIER, buffer)
         _C.layer_barrier(self._c, buffer, stream_of(self.device))
 
     def synchronize(self):

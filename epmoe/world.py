@@ -118,8 +118,19 @@ class World(Shared):
         _C.world_set_timeout(self._c, float(timeout_s))
 
     def exchange(self, mine):
-        """All ranks' bytes (at most 512, equally many on each), in rank order.  Collective."""
-        everything = _C.world_exchange(self._c, bytes(mine))
+        """All ranks' bytes (at most 512, equally many on each), in rank order.  Collective.
+
+        Raises EpMismatch on all ranks when they give different numbers of bytes; ValueError or TypeError here, and
+        PeerError on the others, for what cannot be given.  After both the next exchange works.
+        """
+        try:
+            mine = bytes(memoryview(mine))
+            if len(mine) > _C.EXCHANGE_BYTES:
+                raise ValueError(f"an exchange carries at most {_C.EXCHANGE_BYTES} bytes, not {len(mine)}")
+        except (TypeError, ValueError) as error:
+            _C.world_refuse(self._c, _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL)
+            raise
+        everything = _C.world_exchange(self._c, mine)
         return [everything[i * len(mine) : (i + 1) * len(mine)] for i in range(self.size)]
 
     def flight_record(self):

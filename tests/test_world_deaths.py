@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import epmoe
 from cases import MODES, Case, check_case, check_outcomes, indices_of, inputs_of, keep, make_layer, outcome, process_ranks, run_routing
-from epmoe import _C
+from traces import abstract_names, held, remember_names, shared_memory_names
 
 pytestmark = pytest.mark.cpu_only
 CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
@@ -29,41 +29,6 @@ def free_ports(n):
         for s in sockets:
             s.bind(("127.0.0.1", 0))
         return [s.getsockname()[1] for s in sockets]
-
-
-def held():
-    """What this process holds that a world, heap or layer may have taken."""
-    gc.collect()
-    links = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            links.append(os.readlink(f"/proc/self/fd/{fd}").split(":")[0])
-    with open("/proc/self/maps") as f:
-        maps = f.readlines()
-    return {"fds": len(links), "memfds": sum("memfd" in link for link in links), "heaps": sum("memfd:epmoe" in m for m in maps), "maps": len(maps),
-            "threads": len(os.listdir("/proc/self/task"))}
-
-
-def shared_memory_names():
-    return {n for n in os.listdir("/dev/shm") if "epmoe" in n} if os.path.isdir("/dev/shm") else set()
-
-
-def abstract_names():
-    with open("/proc/net/unix") as f:
-        return {line.split()[-1] for line in f if "@" in line}
-
-
-def remember_names():
-    """The abstract socket names that this process will choose from now on."""
-    names, real = [], _C.world_listen
-
-    def listen():
-        fd, name, nonce = real()
-        names.append("@" + name[1 : name[0]].decode())
-        return fd, name, nonce
-
-    _C.world_listen = listen
-    return names
 
 
 def step(layer, arguments):
@@ -203,6 +168,32 @@ def test_world_death_of_a_rank_whose_child_lives():
     """A rank is dead when it is dead, not when the last process that it forked is."""
     results = process_ranks(_fork_then_die, 2, may_die=(1,))
     check_outcomes(results[:1], "PeerDied", "rank 1", within_s=3)
+
+
+# ---- Ctrl-C ----
+
+
+def _interrupt(rank, world_size):
+    world = epmoe.World(timeout_s=20)
+    world.exchange(b"go")
+    if rank == 1:
+        time.sleep(1.0)  # the others wait for this one
+    if rank == 0:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start, told = time.monotonic(), "nothing"
+    try:
+        world.exchange(b"x")
+    except (KeyboardInterrupt, epmoe.EpError) as e:
+        told = type(e).__name__
+    return told, time.monotonic() - start, outcome(world.check)
+
+
+def test_world_wait_for_a_peer_is_interrupted():
+    """Ctrl-C ends a host's wait, and the world with it: a frame that comes later belongs to no exchange."""
+    results = process_ranks(_interrupt, 3)
+    assert [told for told, _, _ in results] == ["KeyboardInterrupt", "EpClosed", "EpClosed"], results
+    assert results[0][1] < 0.9, "only the peer's coming ended the wait"
+    check_outcomes([state for _, _, state in results], "EpClosed", "rank 0 was interrupted")
 
 
 # ---- stopped, and continued ----

@@ -29,9 +29,8 @@ def _malloc(layer):
 WAYS = {
     "killed": lambda layer: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda layer: os.kill(os.getpid(), signal.SIGSTOP),
-    "late": lambda layer: time.sleep(2.5),
+    "late": lambda layer: time.sleep(5),
     "other order": _malloc,
-    "exchange": lambda layer: (time.sleep(0.3), layer.world.exchange(b"12")),  # the others have made theirs
     "left": lambda layer: layer.world._leave(False),
 }
 
@@ -46,16 +45,14 @@ def _end(rank, world_size, way, folder):
     pids = [int.from_bytes(b, "little") for b in world.exchange(os.getpid().to_bytes(4, "little"))]
     for _ in range(5):
         _step(layer)
-    world.set_timeout(1.0)
+    world.set_timeout(3.0)  # a busy machine may keep a rank away for a second
     world.exchange(b"go")
     error = None
     if rank == 0 and way == "stopped":
-        threading.Timer(3.0, os.kill, (pids[CULPRIT], signal.SIGCONT)).start()
+        threading.Timer(6.0, os.kill, (pids[CULPRIT], signal.SIGCONT)).start()
     try:
         if rank == CULPRIT:
             WAYS[way](layer)
-        if way == "exchange":
-            world.exchange(b"1")
         while True:
             _step(layer)
     except epmoe.EpError as e:
@@ -74,7 +71,6 @@ SAYS = {
     "stopped": ("EpTimeout", "rank 2 did not answer", "last known: combine #15 of layer 0 buffer 0"),
     "late": ("EpTimeout", "rank 2 did not come to operation", "last: exchange #12 of 2 bytes: over"),
     "other order": ("EpTimeout", "rank 2 called allocation", "where ranks 0, 1, 3 called plan"),
-    "exchange": ("EpMismatch", "rank 2 called exchange", "where ranks 0, 1, 3 called exchange"),
     "left": ("EpTimeout", "rank 2 left before the others", "last known: combine #15 of layer 0 buffer 0"),
 }
 
@@ -96,7 +92,7 @@ def test_world_record_names_the_culprit(tmp_path, way):
         assert back or more in first, f"rank {rank}: {first}"
         assert ended.startswith(f"ended:   {kind}: ") and f"by rank {rank} of 4, process " in by, page
         assert len(page.splitlines()) < 50 and max(map(len, page.splitlines())) < 200 and len(page) < 8000, page
-        assert f"layer 0 buffer 0: entered by rank 0: #16, 1: #16, 2: #15, 3: #16" in page or way == "exchange", page
+        assert f"layer 0 buffer 0: entered by rank 0: #16, 1: #16, 2: #15, 3: #16" in page, page
         assert seconds < 1 and again == page
         assert written == page + "\n", f"rank {rank}"
     names = [n.split("-pid")[0] for n in sorted(os.listdir(tmp_path))]

@@ -1,0 +1,63 @@
+"""What a process holds while it lives, and what is left when it is gone."""
+
+import contextlib
+import gc
+import os
+
+from epmoe import _C
+
+
+def _links():
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return links
+
+
+def held():
+    """What this process holds that a world, heap or layer may have taken; rss is in KiB."""
+    gc.collect()
+    links = [link.split(":")[0] for link in _links()]
+    with open("/proc/self/maps") as f:
+        maps = f.readlines()
+    with open("/proc/self/statm") as f:
+        rss = int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+    return {"fds": len(links), "memfds": sum("memfd" in link for link in links), "heaps": sum("memfd:epmoe" in m for m in maps), "maps": len(maps),
+            "threads": len(os.listdir("/proc/self/task")), "rss": rss}
+
+
+def grown(before, after, maps=0, rss_kib=None):
+    """What there is more of, as text; "" when nothing."""
+    room = {"fds": 0, "memfds": 0, "heaps": 0, "threads": 0, "maps": maps} | ({} if rss_kib is None else {"rss": rss_kib})
+    return ", ".join(f"{what}: {before[what]} became {after[what]}" for what, more in room.items() if after[what] > before[what] + more)
+
+
+def files_in_use():
+    """Paths below /dev/shm and /tmp that this process has open or mapped, and that have a name: a kill would leave them."""
+    with open("/proc/self/maps") as f:
+        parts = [line.split(maxsplit=5) for line in f]
+    names = {p[5].strip() for p in parts if len(p) == 6 and p[1].endswith("s")}  # shared ones: not libraries
+    return {n for n in names | set(_links()) if n.startswith(("/dev/shm/", "/tmp/")) and not n.endswith("(deleted)") and os.path.exists(n)}
+
+
+def shared_memory_names():
+    return {n for n in os.listdir("/dev/shm") if "epmoe" in n} if os.path.isdir("/dev/shm") else set()
+
+
+def abstract_names():
+    with open("/proc/net/unix") as f:
+        return {line.split()[-1] for line in f if "@" in line}
+
+
+def remember_names():
+    """The abstract socket names that this process will choose from now on."""
+    names, real = [], _C.world_listen
+
+    def listen():
+        fd, name, nonce = real()
+        names.append("@" + name[1 : name[0]].decode())
+        return fd, name, nonce
+
+    _C.world_listen = listen
+    return names
