@@ -6,6 +6,7 @@
 # make check      what test leaves out: formatting, the C tests in full, the models of the protocol
 # make tsan       the C tests under ThreadSanitizer
 # make models     the models of the protocol, with spin
+# make soak       the long runs, some tens of minutes: a million operations with delays, lives, endings, kills, wrong calls
 # make gpu        everything that only GPUs can tell, with a table at the end; ARGS=... goes to tests/on_gpus.py
 # make cuda       compile everything for sm_90a aside, with nvcc, and look at the result; changes nothing in place
 # make emulated   the kernels, played by threads of the CPU
@@ -17,7 +18,7 @@
 # has torch already, as it is (a GPU machine without a network); else a .venv made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test gpu bench report check tsan models cuda emulated with-nvcc format size clean python check-format c-tests FORCE
+.PHONY: build demo test gpu bench report check soak tsan models cuda emulated with-nvcc format size clean python check-format c-tests FORCE
 
 NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
 HAS := import importlib.util as u, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(m) is None for m in sys.argv[1:]))
@@ -29,9 +30,9 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 LIB := epmoe/_C.abi3.so
 SOURCES := $(shell find csrc -type f) setup.py
-STYLED := $(filter %.h %.c %.cuh %.cu,$(SOURCES))
+STYLED := $(filter %.h %.c %.cuh %.cu,$(SOURCES)) tests/c/chaos.c
 # A build with other settings than the last is another build.
-SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(shell command -v nvcc)
+SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH EPMOE_CHAOS CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(shell command -v nvcc)
 
 build: $(LIB)
 	@$(PYTHON) -c 'import importlib.util as u, os; s = u.spec_from_file_location("_C", "$(LIB)"); \
@@ -109,6 +110,21 @@ models: | python
 
 gpu: build
 	$(PYTHON) tests/on_gpus.py $(ARGS)
+
+# The operations run on a module with random delays at every point of the protocol, built aside.
+CHAOS = build/chaos/lib
+TORCHRUN = $(PYTHON) -m torch.distributed.run --nproc-per-node $$n
+soak: build
+	EPMOE_CHAOS=1 $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
+	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak.py ops
+	$(PYTHON) tests/soak.py cycles
+	$(PYTHON) tests/soak.py leaks
+	$(PYTHON) tests/faults.py --device cpu --kills 200
+	$(PYTHON) tests/fuzz_module.py
+	@n=$$($(PYTHON) -c 'import torch; from epmoe import _C; print(torch.cuda.device_count() if _C.HAS_CUDA else 0)'); if [ $$n -gt 0 ]; then \
+	    set -ex; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak.py ops -n 100000; $(TORCHRUN) tests/soak.py cycles -n 200; \
+	    [ $$n -lt 2 ] || $(PYTHON) tests/faults.py --device cuda; \
+	fi
 
 cuda: | python
 	EPMOE_CUDA=1 EPMOE_CUDA_ARCH="-gencode arch=compute_90a,code=sm_90a" $(PYTHON) setup.py -q build_ext \

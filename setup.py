@@ -3,6 +3,7 @@
 EPMOE_CUDA=auto|0|1   build the CUDA backend if nvcc is found (default), never, or fail without it
 EPMOE_CUDA_ARCH       -gencode arguments, default: sm_90a code, and compute_80 PTX for other GPUs
 CUDA_HOME, CC, CFLAGS as usual
+EPMOE_CHAOS=N         for tests: random delays at every point of the protocol, on both backends; N is their seed
 
 torch is not imported and not needed: the module reads tensors through DLPack's C exchange API and
 binds no symbol of torch, so one abi3 module serves every torch from 2.11 on, with and without CUDA.
@@ -62,6 +63,9 @@ class Build(build_ext):
         flags = CFLAGS + WARN + ["-I" + str(ROOT / "csrc"), "-I" + sysconfig.get_paths()["include"]]
         jobs, libs = [], ["-lpthread", "-ldl", "-lrt"]
         sources = sorted((ROOT / "csrc").glob("*.c"))
+        chaos = int(os.environ.get("EPMOE_CHAOS") or 0)
+        delays = [f"-DEP_CHAOS={chaos}"] if chaos else []
+        flags += delays
         if nvcc:
             home = cuda_home(nvcc)
             flags += ["-DEP_HAVE_CUDA", "-isystem", str(home / "include")]
@@ -69,9 +73,11 @@ class Build(build_ext):
             libs = [str(lib / "libcudart_static.a")] + libs
             arch = os.environ.get("EPMOE_CUDA_ARCH", ARCH).split()
             for cu in sorted((ROOT / "csrc/kernels").glob("*.cu")):
-                jobs.append([nvcc, *NVCC, *arch, "-I" + str(ROOT / "csrc"), "-c", str(cu), "-o", str(temp / (cu.name + ".o"))])
+                jobs.append([nvcc, *NVCC, *arch, *delays, "-I" + str(ROOT / "csrc"), "-c", str(cu), "-o", str(temp / (cu.name + ".o"))])
         else:
             sources = [c for c in sources if c.name != "cuda.c"]
+        if chaos:
+            sources.append(ROOT / "tests/c/chaos.c")
         for c in sources:
             jobs.append([*cc, *flags, *os.environ.get("CFLAGS", "").split(), "-c", str(c), "-o", str(temp / (c.name + ".o"))])
         workers = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))

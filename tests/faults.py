@@ -1,0 +1,224 @@
+"""Ranks that die, stop or come late, on CPU or GPUs: `python tests/faults.py [--kills N] [--ranks N] [--device cpu|cuda]`.
+
+kill   a random rank is ended by SIGKILL at a random moment of a loop that trains a layer or moves tokens.  Every
+       survivor must raise PeerDied that names it, go on using its device, and compute right results in a smaller
+       world; nothing may be left behind.  The table says how long after the kill the survivors raised.
+stop   a rank is stopped: the others raise EpTimeout at their limit, which names it.
+late   a rank is late, or stopped and continued in time: no error.
+
+Not part of pytest under torchrun, because torchrun ends all ranks when one dies: this starts processes of its own.
+"""
+
+import argparse
+import gc
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+import epmoe
+from cases import MODES, poison_memory, process_ranks
+from epmoe import _C
+from epmoe.testing import run_ranks
+from traces import abstract_names, held, remember_names, shared_memory_names
+
+SIZES = {"cpu": (40, 64, 3), "cuda": (256, 512, 4)}  # T, H, K
+STOP_LIMIT_S = 2.0
+
+
+def place(rank, device):
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        return torch.device("cuda", rank)
+    poison_memory()
+    return torch.device("cpu")
+
+
+def make_layer(world, device, mode):
+    tokens, hidden, topk = SIZES[device.type]
+    return epmoe.EPAll2AllLayer(world, tokens, hidden, topk, num_tot_experts=4 * world.size, dtype=torch.float32, device=device,
+                                enable_local_combine=mode == "local", combine_mode="gather" if mode == "gather" else "scatter")
+
+
+def move(layer, g):
+    """One step of experts that multiply by 1, 2 or 3; True when every sum is right: all numbers are small integers."""
+    tokens, hidden, topk = SIZES[layer.device.type]
+    x = torch.randint(-4, 5, (tokens, hidden), generator=g).float().to(layer.device)
+    idx = torch.randint(0, layer.num_experts, (tokens, topk), generator=g).to(layer.device)
+    rows, _, layout = layer.dispatch(x, idx)
+    first = layer.rank * layer.num_local_experts
+    factors = (torch.arange(first, first + layer.num_local_experts, device=layer.device) % 3 + 1).float()
+    y = layer.combine(rows * torch.repeat_interleave(factors, layout.tokens_per_expert, output_size=len(rows))[:, None], layout)
+    return bool(torch.equal(y, x * (idx % 3 + 1).sum(1, keepdim=True)))
+
+
+def trainer(layer):
+    """A step that trains: forward and backward of a Mixture-of-Experts layer over the same buffers."""
+    moe = epmoe.EPMoE(layer.hidden, 32, layer.num_experts, layer.topk, dtype=layer.dtype, layer=layer)
+    optimizer = torch.optim.SGD(moe.parameters(), lr=1e-3)
+
+    def step(_, g):
+        x = torch.randn(SIZES[layer.device.type][0], layer.hidden, generator=g).to(layer.device).requires_grad_()
+        weight, idx = torch.softmax(torch.randn(len(x), layer.num_experts, generator=g), -1).topk(layer.topk)
+        moe(x, idx.to(layer.device), weight.to(layer.device)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return bool(torch.isfinite(x.grad).all())
+
+    return step
+
+
+def until_error(layer, step, g, limit_s=60.0):
+    """Steps until one raises: (error, when it was raised)."""
+    end = time.monotonic() + limit_s
+    try:
+        while time.monotonic() < end:
+            assert step(layer, g), "a wrong sum"
+        layer.synchronize()
+    except epmoe.EpError as e:
+        return e, time.monotonic()
+    raise AssertionError("nothing was raised")
+
+
+def killed(rank, world_size, victim, delay, how, mode, kind, folder):
+    """A rank of one kill; the survivors return what they saw."""
+    gc.freeze()  # what was there before is not looked through again
+    device, g, before, names = place(rank, kind), torch.Generator().manual_seed(rank), held(), remember_names()
+    world = epmoe.World(None, timeout_s=60.0)
+    layer = make_layer(world, device, mode)
+    step, note = trainer(layer) if how == "train" else move, os.path.join(folder, "when")
+    step(layer, g)
+    world.exchange(b"go")
+
+    def die():  # while the rank is wherever it is
+        with open(note, "w") as f:
+            f.write(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == victim:
+        threading.Timer(delay, die).start()
+    error, when = until_error(layer, step, g)
+    with open(note) as f:
+        latency = when - float(f.read())
+    told = f"{type(error).__name__}: {error}"
+    works = float(torch.ones(1000, device=device).sum()) == 1000.0
+    del layer, world, step, error
+    others = [r for r in range(world_size) if r != victim]
+    dist.destroy_process_group()
+    store = dist.FileStore(os.path.join(folder, "store"), len(others))
+    dist.init_process_group("gloo", store=store, rank=others.index(rank), world_size=len(others))
+    world = epmoe.World(None, timeout_s=20.0)
+    with make_layer(world, device, mode) as layer:
+        right = all([move(layer, g) for _ in range(10)])  # all of them, also after a wrong one: the others are in step
+        layer.synchronize()
+    world.close()
+    del layer, world
+    after = held()
+    heaps = after["heaps"] + after["memfds"] - before["heaps"] - before["memfds"]
+    return told, latency, works and right, heaps, names
+
+
+def kills(num, ranks, kind, seed=0, say=lambda done: None):
+    """({kind of loop: seconds after which each survivor raised, sorted}, texts of what was wrong)."""
+    start, latencies, bad, files = process_ranks if kind == "cpu" else run_ranks, {"move": [], "train": []}, [], shared_memory_names()
+    for i in range(num):
+        r = random.Random(f"{seed} {i}")
+        victim, delay, how, mode = r.randrange(ranks), r.random() * (0.1 if kind == "cpu" else 1.0), r.choice(("train", "move")), r.choice(MODES)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                results = start(killed, ranks, victim, delay, how, mode, kind, folder, timeout_s=120, may_die=(victim,))
+            except AssertionError as e:
+                bad.append(f"kill {i} (rank {victim}, {how}, {mode}): {e}")
+                continue
+        names = set()
+        for rank, result in enumerate(results):
+            if rank == victim:
+                continue
+            told, latency, right, heaps, mine = result
+            latencies[how].append(latency)
+            names |= set(mine)
+            if not (told.startswith("PeerDied") and f"rank {victim} " in told and right and heaps == 0 and latency < 3):
+                bad.append(f"kill {i} of rank {victim} ({how}, {mode}): rank {rank}: {result}")
+        if left := (names & abstract_names()) | (shared_memory_names() - files):
+            bad.append(f"kill {i}: left behind: {left}")
+        say(i + 1)
+    return {how: sorted(seconds) for how, seconds in latencies.items()}, bad
+
+
+def stopped(rank, world_size, limit_s, stop_s, kind):
+    """The last rank stops itself and is continued by rank 0 after stop_s.  What each rank saw, and after how long."""
+    device, g = place(rank, kind), torch.Generator().manual_seed(rank)
+    world = epmoe.World(None, timeout_s=60.0)
+    layer = make_layer(world, device, "local")
+    pids = [int.from_bytes(b, "little") for b in world.exchange(os.getpid().to_bytes(4, "little"))]
+    for _ in range(5):
+        move(layer, g)
+    world.set_timeout(limit_s)
+    world.exchange(b"go")
+    if rank == 0:
+        threading.Timer(stop_s, os.kill, (pids[-1], signal.SIGCONT)).start()
+    if rank == world_size - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        right = all([move(layer, g) for _ in range(50)])
+        layer.synchronize()
+        return "nothing" if right else "a wrong sum", time.monotonic() - start
+    except epmoe.EpError as e:
+        seconds = time.monotonic() - start
+        assert float(torch.ones(1000, device=device).sum()) == 1000.0
+        return f"{type(e).__name__}: {e}", seconds
+
+
+def stops(ranks, kind):
+    """What was wrong when a rank was stopped past the limit, and when it went on in time."""
+    start, bad, victim = process_ranks if kind == "cpu" else run_ranks, [], ranks - 1
+    for rank, (told, seconds) in enumerate(start(stopped, ranks, STOP_LIMIT_S, STOP_LIMIT_S + 3, kind, timeout_s=90)):
+        if not told.startswith("EpTimeout") or f"rank {victim}" not in told:
+            bad.append(f"stopped: rank {rank}: {told}")
+        if rank != victim and not STOP_LIMIT_S * 0.9 < seconds < STOP_LIMIT_S + 2:
+            bad.append(f"stopped: rank {rank} raised after {seconds:.2f} s, its limit is {STOP_LIMIT_S}")
+    for rank, (told, seconds) in enumerate(start(stopped, ranks, 30.0, 1.5, kind, timeout_s=90)):
+        if told != "nothing" or (rank != victim and seconds < 1):
+            bad.append(f"late: rank {rank}: {told} after {seconds:.2f} s")
+    return bad
+
+
+def main():
+    on_cuda = bool(_C.HAS_CUDA) and torch.cuda.is_available()
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_cuda else "cpu")
+    p.add_argument("--ranks", type=int, help="default: all GPUs, or 4 on the CPU")
+    p.add_argument("--kills", type=int, default=20)
+    p.add_argument("--seed", type=int, default=0)
+    a = p.parse_args()
+    ranks = a.ranks or (torch.cuda.device_count() if a.device == "cuda" else 4)
+    if ranks < 2:
+        p.error("needs at least two ranks" + (", each with a GPU" if a.device == "cuda" else ""))
+    from rich.console import Console
+    from rich.table import Table
+    from soak import progress
+
+    with progress("kills", a.kills) as say:
+        latencies, bad = kills(a.kills, ranks, a.device, a.seed, say)
+    bad += stops(ranks, a.device)
+    table = Table(title=f"faults on {ranks} ranks ({a.device})", show_header=False)
+    table.add_row("kills", f"{a.kills}, {sum(map(len, latencies.values()))} survivors raised")
+    for how, seconds in latencies.items():  # who trains is in its own products for most of the time, and hears at the next call
+        if seconds:
+            table.add_row(f"from kill to exception, {how}", f"median {seconds[len(seconds) // 2] * 1e3:.1f} ms, worst {seconds[-1] * 1e3:.1f} ms")
+    table.add_row("stopped and late ranks", "as they must" if not any("kill" not in b for b in bad) else "WRONG")
+    table.add_row("verdict", "no fault" if not bad else f"{len(bad)} FAULTS (seed {a.seed})")
+    Console(width=140).print(table)
+    print("\n".join(bad), end="")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,392 @@
+"""Long runs: `python tests/soak.py cycles|ops|leaks [-n N]`; each ends with a table, and exits with 1 on any fault.
+
+ops      plan, dispatch and combine over and over: random routings, sizes, dtypes and forms of combine, late ranks, the
+         epochs of a layer started just below 2^31 or 2^32.  Payloads are small integers, so every sum is known exactly.
+cycles   worlds, heaps and layers made and closed again and again: nothing may grow.
+leaks    worlds that end in every way, from a close to kill -9: nothing may be left.
+
+On the CPU the ranks are threads (ops) or processes (cycles, leaks) that the command starts.  Under torchrun every
+process is a rank, with a GPU where there is one:
+    torchrun --nproc-per-node 4 tests/soak.py ops -n 100000
+    torchrun --nproc-per-node 4 tests/soak.py cycles -n 200
+With a module that was built with EPMOE_CHAOS=1 (make soak) the ranks are late inside the operations too.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import torch
+
+import epmoe
+from cases import MODES, Case, keep, make_layer, poison_memory, process_ranks, run_routing
+from epmoe import _C
+from epmoe.testing import PATTERNS, routing, run_threads
+from traces import abstract_names, files_in_use, grown, held, remember_names, shared_memory_names
+
+BATCH_LIMIT_S = 120
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+RANK = int(os.environ.get("RANK", 0))
+
+
+# ---- ops ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One layer, and how often it is used."""
+
+    number: int
+    num_ranks: int
+    num_steps: int
+    mode: str
+    dtype: torch.dtype
+    index_dtype: torch.dtype
+    num_local: int
+    topk: int
+    hidden: int
+    max_tokens: int
+    weights: bool
+    capacity: bool
+    num_sm: int | None
+    num_buffers: int
+    epoch: int  # of the first operation of each buffer
+    seed: int
+
+
+def make_batch(seed, number, num_ranks=None, num_steps=1000, on_cuda=False):
+    r = random.Random(f"{seed} {number}")
+    num_ranks = num_ranks or r.choice((1, 2, 2, 3, 3, 4))
+    epoch = r.choice((2**31, 2**32)) - r.randrange(1, 2 * num_steps)
+    return Batch(number, num_ranks, num_steps, MODES[number % 3], r.choice(DTYPES), r.choice((torch.int32, torch.int64)), r.randint(1, 4), r.randint(1, 4),
+                 r.choice((8, 16, 24, 40)), r.choice((1, 2, 5, 9, 33)), r.random() < 0.7, r.random() < 0.3, None if on_cuda else r.choice((1, 1, 2, 3)),
+                 r.randint(1, 2), epoch, r.randrange(2**31))
+
+
+def factor(expert):
+    """What expert e multiplies its rows with."""
+    return expert % 3 + 1
+
+
+def make_routing(b, rank, pattern, g, device):
+    """x, indices, weight, and what must come home: integers of at most 72, which every dtype holds."""
+    num_experts = b.num_local * b.num_ranks
+    num_tokens = int(torch.randint(0, b.max_tokens + 1, (), generator=g))
+    idx = routing(pattern, num_tokens, b.topk, num_experts, b.num_ranks, rank, g)
+    x = torch.randint(-3, 4, (num_tokens, b.hidden), generator=g)
+    weight = torch.randint(0, 3, (num_tokens, b.topk), generator=g)
+    kept = (idx >= 0) & (idx < num_experts)
+    want = x * ((weight if b.weights else 1) * factor(idx) * kept).sum(1, keepdim=True)
+    return (x.to(device=device, dtype=b.dtype), idx.to(device=device, dtype=b.index_dtype),
+            weight.to(device=device, dtype=torch.float32) if b.weights else None, want.to(device=device, dtype=b.dtype))
+
+
+def late(r):
+    """Now and then a rank comes later than the others, by microseconds or by milliseconds."""
+    dice = r.random()
+    if dice < 0.05:
+        time.sleep(r.random() * (0.003 if dice < 0.001 else 0.0002))
+
+
+def run_batch_on_rank(world, device, b):
+    """All steps of a batch, as one rank; AssertionError names the step and the first wrong number."""
+    r, g = random.Random(b.seed + world.rank), torch.Generator().manual_seed(b.seed + 1000 * world.rank)
+    options = {"enable_local_combine": b.mode == "local", "combine_mode": "scatter" if b.mode == "local" else b.mode}
+    capacity = b.num_ranks * b.max_tokens * b.topk if b.capacity else None
+    layer = epmoe.EPAll2AllLayer(world, b.max_tokens, b.hidden, b.topk, num_tot_experts=b.num_local * b.num_ranks, dtype=b.dtype, num_sm=b.num_sm,
+                                 capacity=capacity, num_buffers=b.num_buffers, device=device, **options)
+    keep(world, layer)
+    factors = factor(torch.arange(layer.rank * b.num_local, (layer.rank + 1) * b.num_local, device=device)).to(b.dtype)
+    pool = [make_routing(b, world.rank, pattern, g, device) for pattern in (*PATTERNS, "uniform", "uniform")]
+    for buffer in range(b.num_buffers):
+        _C.layer_set_epoch(layer._c, buffer, b.epoch, epmoe.heap.stream_of(device))
+    world.exchange(b"x")  # no rank is in an operation before all have set theirs
+    layout, again, num_ops = None, random.Random(b.seed), 0
+    for step in range(b.num_steps):
+        repeat = again.random() < 0.1 and layout is not None  # all ranks alike
+        if not repeat:
+            x, idx, weight, want = pool[r.randrange(len(pool))]
+        late(r)
+        if repeat:
+            rows, row_weight, layout = layer.dispatch(x, weight=weight, layout=layout)
+        else:
+            rows, row_weight, layout = layer.dispatch(x, idx, weight, buffer=step % b.num_buffers)
+        num_ops += 2 if repeat else 3
+        m = layout.num_rows
+        y = torch.full_like(rows, torch.nan)
+        torch.mul(rows[:m], torch.repeat_interleave(factors, layout.tokens_per_expert, output_size=m)[:, None], out=y[:m])
+        late(r)
+        got = layer.combine(y, layout, row_weight)
+        if not torch.equal(got, want):
+            at = tuple((got != want).nonzero()[0].tolist())
+            raise AssertionError(f"step {step}, rank {world.rank}: {at} is {got[at].item()}, wanted {want[at].item()}; {b}")
+    layer.synchronize()
+    layer.finalize()
+    return num_ops
+
+
+def run_batch(seed, number, num_steps):
+    """A batch over threads.  (Batch, operations of one rank)."""
+    poison_memory()
+    sys.setswitchinterval(0.0005)  # ranks wait for each other all the time
+    b = make_batch(seed, number, num_steps=num_steps)
+    return b, run_threads(lambda world: run_batch_on_rank(world, torch.device("cpu"), b), b.num_ranks, timeout_s=BATCH_LIMIT_S)[0]
+
+
+def ops(a, say):
+    """Batches until there were a.num operations."""
+    done, seen, start = 0, collections.Counter(), time.monotonic()
+
+    def count(b, n):
+        nonlocal done
+        done += n
+        seen.update({b.mode: n, str(b.dtype).removeprefix("torch."): n, f"over 2^{b.epoch.bit_length()}": n, f"{b.num_ranks} ranks": n})
+        say(done)
+
+    if TORCHRUN:
+        with torchrun_world() as (world, device):
+            poison_memory()
+            for number in range(10**9):
+                b = make_batch(a.seed, number, world.size, a.steps, device.type == "cuda")
+                count(b, run_batch_on_rank(world, device, b))
+                world.__dict__.pop("_kept", None)
+                if done >= a.num:
+                    break
+    else:
+        with concurrent.futures.ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:
+            number, running = 0, set()
+            while done < a.num:
+                while len(running) < 2 * a.processes:
+                    running.add(pool.submit(run_batch, a.seed, number, a.steps))
+                    number += 1
+                ended, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+                for future in ended:
+                    count(*future.result())
+            pool.shutdown(cancel_futures=True)
+    seconds = time.monotonic() - start
+    yield "operations", f"{done}, every sum right"
+    yield "operations a second", f"{done / seconds:.0f}"
+    yield "delays", f"between calls{' and inside them' if _C.CHAOS else ''}"
+    yield "of them", ", ".join(f"{k} {v}" for k, v in sorted(seen.items()))
+
+
+# ---- cycles ----
+
+
+def one_life(world, device, number):
+    """A heap, a tensor and a layer, used or not, closed or only dropped."""
+    heap = epmoe.SymmetricHeap(world, 1 << 18, device)
+    t = heap.malloc_symmetric((16,))
+    layer = make_layer(world, device, Case(num_buffers=1 + number % 2), **({} if number % 3 else {"heap": heap}))
+    if number % 10 == 0:
+        run_routing(layer, Case())
+    layer.ep_barrier_all()
+    if number % 2:
+        layer.finalize()
+        heap.free(t)
+        heap.close()
+    if world.group is not None:  # who drops memory that a thread beside it still writes to waits for it first
+        heap.barrier() if number % 2 == 0 else None
+
+
+def gpu_held(device):
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
+
+
+def live(num, device, new_world, say):
+    """num lives.  What was held after the first hundredth (at least 20), and after the last; the same of GPU bytes."""
+    warm, marks = max(20, num // 100), []
+    for number in range(warm + num):
+        world = new_world()
+        one_life(world, device, number)
+        world.close() if number % 4 else world._leave(False)
+        world.__dict__.pop("_kept", None)
+        del world
+        if number + 1 in (warm, warm + num):
+            marks.append(held() | {"gpu": gpu_held(device)})
+        say(number + 1 - warm)
+    return marks
+
+
+def live_as_process(rank, world_size, num):
+    """A rank of the CPU; rank 0 shows how far it is."""
+    with progress("cycles", num, rank == 0) as say:
+        return live(num, torch.device("cpu"), lambda: epmoe.World(timeout_s=60), say)
+
+
+def cycles(a, say):
+    start = time.monotonic()
+    if TORCHRUN:
+        with torchrun_world() as (world, device):
+            everybody = [live(a.num, device, lambda: epmoe.World(timeout_s=120), say)]
+    else:
+        everybody = process_ranks(live_as_process, a.ranks, a.num, timeout_s=120 + a.num * 0.5)
+    yield "cycles", f"{a.num}, {a.num / (time.monotonic() - start):.0f} a second"
+    for rank, (before, after) in enumerate(everybody):
+        faults = grown(before, after, maps=8, rss_kib=a.rss_kib)
+        if after["gpu"] > before["gpu"] + (1 << 24):
+            faults += f", GPU bytes: {before['gpu']} became {after['gpu']}"
+        assert not faults, f"rank {rank if len(everybody) > 1 else RANK}: {faults}"
+    yield "growth", ", ".join(f"{k} {after[k] - before[k]}" for k in after) + " (rss in KiB)"
+
+
+# ---- leaks ----
+
+ENDINGS = ("close", "kill", "exception", "collected", "left")
+
+
+def end_one(rank, world_size, how, folder):
+    """A world that ends in one way.  What this process held before and after, and what files it used; None where it was killed."""
+    gc.freeze()  # what was there before is not looked through again
+    epmoe.World(timeout_s=20).close()  # what is only made once
+    before, files, names = held(), files_in_use(), remember_names()
+    world = epmoe.World(timeout_s=20)
+    with open(os.path.join(folder, f"names{rank}"), "w") as f:
+        f.write("\n".join(names))
+    heap = epmoe.SymmetricHeap(world, 1 << 18, "cpu")
+    t = heap.malloc_symmetric((16,))
+    layer = make_layer(world, "cpu", Case(num_buffers=2))
+    run_routing(layer, Case())
+    used = files_in_use() - files
+    bad = rank == world_size - 1
+    if how == "kill" and bad:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        if how in ("kill", "exception"):
+            with world:
+                for i in range(10**6):
+                    run_routing(layer, Case(seed=i))
+                    if how == "exception" and bad and i == 20:
+                        layer.preprocess(torch.zeros(9, 2, dtype=torch.int64))  # the others are in this step too
+                        raise KeyError("in the middle of a step")
+        told = "nothing"
+    except (KeyError, epmoe.EpError) as e:
+        told = type(e).__name__
+    if how == "close":
+        layer.finalize()
+        heap.close()
+        world.close()
+    if how == "left":
+        world._leave(False)
+    world.__dict__.pop("_kept", None)
+    del world, heap, layer, t
+    gc.collect()
+    return before, held(), sorted(used), told
+
+
+def leaks(a, say):
+    import tempfile
+
+    ranks, before = 3, shared_memory_names()
+    for number in range(a.num):
+        for how in ENDINGS:
+            with tempfile.TemporaryDirectory() as folder:
+                bad = ranks - 1
+                results = process_ranks(end_one, ranks, how, folder, may_die=(bad,) if how == "kill" else ())
+                names = {line for rank in range(ranks) for line in open(os.path.join(folder, f"names{rank}")).read().split()}
+            assert len(names) == ranks, f"{how}: {names} are not the meeting places of {ranks} ranks"
+            for rank, result in enumerate(results):
+                if rank == bad and how == "kill":
+                    assert result is None
+                    continue
+                then, now, used, told = result
+                wanted = {"kill": "PeerDied", "exception": "KeyError" if rank == bad else "PeerDied"}.get(how, "nothing")
+                assert told == wanted, f"{how}: rank {rank} was told {told}, not {wanted}"
+                assert not used, f"{how}: rank {rank} used files that a kill would leave: {used}"
+                assert not grown(then, now, maps=8), f"{how}: rank {rank}: {grown(then, now, maps=8)}"
+            left = names & abstract_names()
+            assert not left, f"{how}: socket names are left: {left}"
+            assert shared_memory_names() <= before, f"{how}: left in /dev/shm: {shared_memory_names() - before}"
+            say(number + 1)
+    yield "endings", f"{a.num} each of {', '.join(ENDINGS)}: nothing left"
+
+
+# ---- the command ----
+
+
+@contextlib.contextmanager
+def torchrun_world():
+    import torch.distributed as dist
+
+    on_cuda = bool(_C.HAS_CUDA) and torch.cuda.is_available() and os.environ.get("EPMOE_BACKEND") != "cpu"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", RANK))) if on_cuda else torch.device("cpu")
+    if on_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+    world = epmoe.World(timeout_s=BATCH_LIMIT_S)
+    with world:
+        yield world, device
+    world.close()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def progress(what, total, shown=True):
+    """say(done): how far it is, on a terminal as a bar, elsewhere not at all."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not shown or not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[2:]), formatter_class=argparse.RawTextHelpFormatter)
+    sub = p.add_subparsers(dest="what", required=True)
+    for name, num, text in (("ops", 1_000_000, "operations of a rank"), ("cycles", 10_000, "lives"), ("leaks", 10, "times that every ending is tried")):
+        s = sub.add_parser(name)
+        s.add_argument("-n", "--num", type=int, default=num, help=f"{text} (default {num})")
+        s.add_argument("--seed", type=int, default=0)
+        if name == "ops":
+            s.add_argument("--steps", type=int, default=1000, help="steps with one layer")
+            s.add_argument("--processes", type=int, default=os.cpu_count(), help="worlds of threads side by side (CPU)")
+        if name == "cycles":
+            s.add_argument("--ranks", type=int, default=2)
+            s.add_argument("--rss-kib", type=int, default=4096, help="by how much a process may grow (default 4096)")
+    a = p.parse_args()
+    if TORCHRUN and a.what == "leaks":
+        p.error("leaks kills ranks, and torchrun would end the others: run it without")
+    from rich.console import Console
+    from rich.table import Table
+
+    start, code, rows = time.monotonic(), 0, []
+    try:
+        with progress(a.what, a.num, RANK == 0 and not (a.what == "cycles" and not TORCHRUN)) as say:
+            rows += globals()[a.what](a, say)
+        verdict = "no fault"
+    except Exception:
+        code, verdict = 1, f"FAULT (seed {a.seed}):\n{traceback.format_exc()}"
+    if RANK == 0 or code:
+        table = Table(title=f"soak {a.what}", show_header=False)
+        for row in (*rows, ("seconds", f"{time.monotonic() - start:.1f}"), ("verdict", verdict.splitlines()[0])):
+            table.add_row(*row)
+        Console(width=140).print(table)
+        if code:
+            print(verdict, flush=True)
+    sys.stdout.flush()
+    if code:
+        os._exit(1)  # ranks may still wait for each other
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

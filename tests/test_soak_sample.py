@@ -1,0 +1,157 @@
+"""A few seconds of each long run, and proof that each would notice: soak.py, faults.py, fuzz_module.py."""
+
+import os
+import random
+import sys
+import types
+
+import pytest
+import torch
+
+import epmoe
+import faults
+import fuzz_module
+import soak
+from cases import process_ranks
+from epmoe import _C
+from traces import grown, held
+
+OPTIONS = {"seed": 7, "num": 600, "steps": 100, "processes": 1, "ranks": 2, "rss_kib": 8192}
+
+
+def options(**changes):
+    return types.SimpleNamespace(**(OPTIONS | changes))
+
+
+def nothing(done):
+    pass
+
+
+# ---- ops ----
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("number", range(6))
+def test_soak_ops_sample(number):
+    batch, num_ops = soak.run_batch(7, number, 60)
+    assert num_ops > 60 * 2
+
+
+def test_soak_ops_on_these_ranks(ranks):
+    """The same over the ranks of torchrun."""
+    batches = [soak.make_batch(8, number, ranks.size(3), 60, ranks.device.type == "cuda") for number in range(3)]
+    results = ranks(lambda world, device: [soak.run_batch_on_rank(world, device, b) for b in batches], world_size=3)
+    assert all(r == results[0] and min(r) > 60 * 2 for r in results)
+
+
+def test_soak_batches_cross_both_borders():
+    """Among few batches every form of combine, dtype and border of the epochs is met, and the border is crossed."""
+    batches = [soak.make_batch(0, number) for number in range(60)]
+    assert {b.mode for b in batches} == set(soak.MODES) and {b.dtype for b in batches} == set(soak.DTYPES)
+    for border in (2**31, 2**32):
+        assert sum(b.epoch < border < b.epoch + 2 * b.num_steps // b.num_buffers for b in batches) > 5
+
+
+@pytest.mark.cpu_only
+def test_soak_ops_notices_one_wrong_number(monkeypatch):
+    real, calls = epmoe.EPAll2AllLayer.combine, []
+
+    def combine(self, *arguments):
+        y = real(self, *arguments)
+        calls.append(self)
+        if len(calls) > 20 and y.numel():
+            y[-1, -1] += 1
+        return y
+
+    monkeypatch.setattr(epmoe.EPAll2AllLayer, "combine", combine)
+    with pytest.raises(AssertionError, match="step .*, rank .*wanted"):
+        soak.run_batch(7, 1, 60)
+
+
+@pytest.mark.cpu_only
+def test_soak_command_says_what_it_did(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["soak.py", "ops", "--num", "400", "--steps", "50", "--processes", "1"])
+    assert soak.main() == 0
+    out = capsys.readouterr().out
+    assert "every sum right" in out and "no fault" in out
+
+
+# ---- cycles and leaks ----
+
+
+@pytest.mark.cpu_only
+def test_soak_cycles_sample():
+    assert dict(soak.cycles(options(num=60), nothing))["cycles"].startswith("60,")
+
+
+def keep_one_descriptor(rank, world_size):
+    """What a cycle that forgets something looks like."""
+    made = []
+
+    def new_world():
+        if len(made) % 10 == 0:
+            made.append(os.dup(0))
+        made.append(None)
+        return epmoe.World(timeout_s=20)
+
+    before, after = soak.live(30, torch.device("cpu"), new_world, nothing)
+    return grown(before, after, maps=8)
+
+
+@pytest.mark.cpu_only
+def test_soak_cycles_notice_a_descriptor():
+    assert all("fds" in text for text in process_ranks(keep_one_descriptor, 2))
+
+
+@pytest.mark.cpu_only
+def test_soak_leaks_sample():
+    assert "nothing left" in dict(soak.leaks(options(num=1), nothing))["endings"]
+
+
+@pytest.mark.cpu_only
+def test_soak_held_sees_memory_and_files(tmp_path):
+    """What the leak check counts is counted."""
+    before = held()
+    world = epmoe.thread_worlds(1)[0]
+    heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
+    now = held()
+    assert now["heaps"] == before["heaps"] + 1 and now["threads"] == before["threads"] + 1 and "threads" in grown(before, now)
+    heap.close()
+    world.close()
+
+
+# ---- faults ----
+
+
+@pytest.mark.cpu_only
+def test_faults_sample():
+    latencies, bad = faults.kills(3, 3, "cpu", seed=random.Random(5).randrange(100))
+    assert not bad and sum(map(len, latencies.values())) == 6, bad
+
+
+@pytest.mark.cpu_only
+def test_faults_stopped_and_late_sample(monkeypatch):
+    monkeypatch.setattr(faults, "STOP_LIMIT_S", 1.0)
+    assert faults.stops(3, "cpu") == []
+
+
+# ---- the module's functions ----
+
+
+def test_module_fuzz_sample():
+    failure, out = fuzz_module.fuzz(100, 3, timeout_s=120)
+    assert failure is None, f"{failure}\n{out}"
+    assert "100 examples" in out
+
+
+def test_module_fuzz_shows_the_call_that_ended_it(tmp_path):
+    """A crash in the module is a failure that names the calls."""
+    spoiled = tmp_path / "spoiled.py"
+    text = open(fuzz_module.__file__).read()
+    spoiled.write_text(text.replace("        try:\n            got = getattr", "        if name == 'heap_put':\n            os.abort()\n        try:\n            got = getattr"))
+    failure, out = fuzz_module.fuzz(300, 3, timeout_s=120, module=str(spoiled))
+    assert failure is not None and "the calls of the last example" in out and "heap_put(" in out.split("the calls of the last example")[1]
+
+
+def test_module_fuzz_knows_every_function():
+    assert set(fuzz_module.SIGNATURES) == {n for n in dir(_C) if callable(getattr(_C, n)) and not n.startswith("_")}
