@@ -215,7 +215,9 @@ static void put_culprit(Out *o, const EpRecord *r) {
     if (!r->end_code) {
         put(o, "none, the world has not ended");
     } else if (r->end_code == EP_EPEERDIED || r->end_code == EP_ECORRUPT) {
-        const char *did = r->end_code == EP_ECORRUPT ? "sent what makes no sense" : "is gone";
+        const char *did = r->end_code == EP_ECORRUPT           ? "sent what makes no sense"
+                          : r->ranks[r->end_rank].said_goodbye ? "left before the others"
+                                                               : "is gone";
         put(o, "rank %u %s, seen %.1f ms before this record", r->end_rank, did, ((double)ep_now_ns() - (double)r->end_ns) / 1e6);
         put_last_known(o, r, r->end_rank);
     } else if (silent) {

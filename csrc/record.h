@@ -76,7 +76,7 @@ void ep_ring_newest(EpRing *ring, EpNotes *out);
 
 /* What this rank knows of another when the world ends. */
 typedef struct {
-    bool has_notes, is_gone;
+    bool has_notes, is_gone, said_goodbye;
     EpNotes notes;                /* a peer's numbers: nothing is an index before it is compared */
     uint64_t heard_seq, heard_ns; /* its newest exchange, and when it came */
 } EpRankNotes;

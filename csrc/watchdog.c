@@ -60,7 +60,10 @@ static bool record_is_due(const EpWorld *w) {
 void ep_world_finish_record(EpWorld *w) {
     if (!w->end_code || w->record_state != RECORD_OPEN) return;
     w->record_state = RECORD_WRITING;
-    for (uint32_t r = 0; r < w->num_ranks; r++) w->record.ranks[r].is_gone = r != w->rank && w->sockets[r] < 0;
+    for (uint32_t r = 0; r < w->num_ranks; r++) {
+        w->record.ranks[r].is_gone = r != w->rank && w->sockets[r] < 0;
+        w->record.ranks[r].said_goodbye = w->left_at_ns[r] != 0;
+    }
     ep_record_page(&w->record, w->page);
     if (w->record_folder) {
         pthread_mutex_unlock(&w->lock); /* a file system may be slow */
