@@ -2,37 +2,9 @@
  * takes part, so a wrong argument is an error and nothing more. */
 #include "backend.h"
 #include "error.h"
+#include "tensor.h"
 
 #define MAX_COLS (1u << 24) /* N and K; tiles are then counted in 32 bits */
-
-typedef struct {
-    const char *name;
-    const EpTensor *tensor;
-    uint32_t dtype, num_dims;
-    int64_t size[3]; /* -1: any */
-} Wanted;
-
-static const char *dtype_name(uint32_t dtype) {
-    static const char *const names[] = {"float32", "float16", "bfloat16"};
-    return dtype <= EP_BF16 ? names[dtype] : dtype == EP_I32 ? "int32" : dtype == EP_I64 ? "int64" : "another dtype";
-}
-
-static int check(const Wanted *w, const EpTensor *on) {
-    const EpTensor *t = w->tensor;
-    int64_t stride = 1, num = 1;
-    if (t->kind != EP_CUDA || t->device != on->device)
-        return ep_error(EP_EINVAL, "%s: wanted a tensor on CUDA device %d", w->name, on->device);
-    if (t->dtype != w->dtype) return ep_error(EP_ETYPE, "%s: wanted %s, got %s", w->name, dtype_name(w->dtype), dtype_name(t->dtype));
-    if (t->num_dims != w->num_dims) return ep_error(EP_EINVAL, "%s: wanted %u dimensions, got %u", w->name, w->num_dims, t->num_dims);
-    for (uint32_t i = 0; i < t->num_dims; num *= t->shape[i++])
-        if (w->size[i] >= 0 && t->shape[i] != w->size[i])
-            return ep_error(EP_EINVAL, "%s: wanted size %lld in dimension %u, got %lld", w->name, (long long)w->size[i], i,
-                            (long long)t->shape[i]);
-    for (uint32_t i = t->num_dims; i-- > 0 && num; stride *= t->shape[i])
-        if (t->shape[i] > 1 && t->stride[i] != stride) return ep_error(EP_EINVAL, "%s must be contiguous", w->name);
-    if (num && (uintptr_t)t->data % 16) return ep_error(EP_EINVAL, "%s: its address is not a multiple of 16", w->name);
-    return 0;
-}
 
 /* Which tensor gives which size depends on the kind; see kernels/gemm.h. */
 static int check_sizes(const EpGemm *g, EpGemmParams *p) {
@@ -41,7 +13,7 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     if (g->kind > EP_GEMM_WGRAD || g->activation > EP_ACT_GPT_OSS || (g->activation && g->kind != EP_GEMM_FORWARD))
         return ep_error(EP_EINVAL, "unknown kind %u or activation %u", g->kind, g->activation);
     if (a->dtype != EP_BF16 && a->dtype != EP_F16)
-        return ep_error(EP_ETYPE, "rows: wanted bfloat16 or float16, got %s", dtype_name(a->dtype));
+        return ep_error(EP_ETYPE, "rows: wanted bfloat16 or float16, got %s", ep_dtype_name(a->dtype));
     if (a->num_dims != 2 || b->num_dims != (is_wgrad ? 2 : 3) || offsets->num_dims != 1 || offsets->shape[0] < 1)
         return ep_error(EP_EINVAL, "wanted rows of 2 dimensions, weights of 3 and offsets of 1; got %u, %u and %u", a->num_dims,
                         b->num_dims, offsets->num_dims);
@@ -63,7 +35,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     const int64_t L = p.num_experts, M = p.num_rows, N = p.n, K = p.k, out_cols = ep_gemm_out_cols(&p);
     const bool is_forward = g->kind == EP_GEMM_FORWARD, is_wgrad = g->kind == EP_GEMM_WGRAD;
     const uint32_t dtype = g->a->dtype;
-    const Wanted wanted[] = {
+    const EpWanted wanted[] = {
         {"rows", g->a, dtype, 2, {M, is_forward ? K : N, -1}},
         {is_wgrad ? "input" : "weights", g->b, dtype, is_wgrad ? 2 : 3, {is_wgrad ? M : L, is_wgrad ? K : N, K}},
         {"offsets", g->offsets, EP_I32, 1, {L + 1, -1, -1}},
@@ -71,8 +43,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
         {"bias", g->bias, dtype, 2, {L, N, -1}},
         {"row weight", g->row_weight, EP_F32, 1, {M, -1, -1}},
     };
-    for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
-        if (wanted[i].tensor) EP_TRY(check(&wanted[i], g->a));
+    for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++) EP_TRY(ep_tensor_check(&wanted[i], EP_CUDA, g->a->device, 16));
     if (!is_forward && (g->bias || g->row_weight)) return ep_error(EP_EINVAL, "a bias and row weights belong to the forward product");
     p.a = g->a->data, p.b = g->b->data, p.out = g->out->data, p.offsets = (const int32_t *)g->offsets->data;
     p.bias = g->bias ? g->bias->data : NULL, p.row_weight = g->row_weight ? (const float *)g->row_weight->data : NULL;

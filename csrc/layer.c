@@ -13,6 +13,7 @@
 #include "backend.h"
 #include "error.h"
 #include "protocol/flags.h"
+#include "tensor.h"
 #include "world.h"
 
 #define MAX_BUFFERS 16u
@@ -150,35 +151,16 @@ int ep_layer_plan_words(EpLayer *l, uint64_t num_tokens, uint64_t *num_words) {
 
 /* ---- arguments ---- */
 
-static const char *dtype_name(uint32_t dtype) {
-    if (dtype == EP_I32) return "int32";
-    if (dtype == EP_I64) return "int64";
-    static const char *const names[] = {"float32", "float16", "bfloat16"};
-    return dtype <= EP_BF16 ? names[dtype] : "another dtype";
-}
-
 /* A contiguous tensor on the layer's device; a wanted size of -1 is any. */
 static int check_tensor(const EpLayer *l, const char *name, const EpTensor *t, uint32_t dtype, uint32_t num_dims, int64_t d0, int64_t d1) {
-    int64_t want[2] = {d0, d1}, stride = 1, num = 1;
-    if (t->kind != ep_heap_kind(l->heap) || (t->kind == EP_CUDA && t->device != ep_heap_device(l->heap)))
-        return ep_error(EP_EINVAL, "%s is not on the device of the layer", name);
-    if (t->dtype != dtype) return ep_error(EP_ETYPE, "%s: wanted %s, got %s", name, dtype_name(dtype), dtype_name(t->dtype));
-    if (t->num_dims != num_dims) return ep_error(EP_EINVAL, "%s: wanted %u dimensions, got %u", name, num_dims, t->num_dims);
-    for (uint32_t i = 0; i < num_dims; i++)
-        if (want[i] >= 0 && t->shape[i] != want[i])
-            return ep_error(EP_EINVAL, "%s: wanted size %lld in dimension %u, got %lld", name, (long long)want[i], i,
-                            (long long)t->shape[i]);
-    for (uint32_t i = 0; i < num_dims; i++) num *= t->shape[i];
-    for (uint32_t i = num_dims; i-- > 0 && num; stride *= t->shape[i]) /* nothing is contiguous, whatever its strides */
-        if (t->shape[i] > 1 && t->stride[i] != stride) return ep_error(EP_EINVAL, "%s must be contiguous", name);
-    return 0;
+    const EpWanted wanted = {name, t, dtype, num_dims, {d0, d1, -1}};
+    return ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 1);
 }
 
 /* [num_rows][H], each row of which moves 16 bytes at a time. */
 static int check_rows(const EpLayer *l, const char *name, const EpTensor *t, int64_t num_rows) {
-    EP_TRY(check_tensor(l, name, t, l->config.shape.dtype, 2, num_rows, l->config.shape.hidden));
-    if ((uintptr_t)t->data % 16) return ep_error(EP_EINVAL, "%s: its address is not a multiple of 16", name);
-    return 0;
+    const EpWanted wanted = {name, t, l->config.shape.dtype, 2, {num_rows, l->config.shape.hidden, -1}};
+    return ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 16);
 }
 
 /* Ready for an operation on a buffer: nothing has gone wrong before, and the stream comes in order. */
@@ -272,7 +254,7 @@ static int check_plan(const EpLayer *l, const EpTensor *indices, const EpTensor 
         return ep_error(EP_EINVAL, "exp_indices: wanted 2 dimensions [T, %u], got %u", s->num_topk, indices->num_dims);
     EP_TRY(check_num_tokens(l, "exp_indices", indices));
     if (indices->dtype != EP_I64 && indices->dtype != EP_I32)
-        return ep_error(EP_ETYPE, "exp_indices: wanted int32 or int64, got %s", dtype_name(indices->dtype));
+        return ep_error(EP_ETYPE, "exp_indices: wanted int32 or int64, got %s", ep_dtype_name(indices->dtype));
     EP_TRY(check_tensor(l, "exp_indices", indices, indices->dtype, 2, -1, s->num_topk));
     if (scatter) EP_TRY(check_tensor(l, "full_scatter_indices", scatter, EP_I32, 2, -1, s->num_topk));
     EP_TRY(check_plan_tensor(l, plan, (uint32_t)indices->shape[0], &p->layout));

@@ -145,14 +145,14 @@ WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "compl
          "plan of zeros", "wild plan", "negative plan", "wild recv", "a type", "storage"]
 SIGNATURES = {
     "set_exceptions": "dict", "world_listen": "", "world_create": "small small seconds fd nonce names", "world_threads": "n seconds", "world_check": "W",
-    "world_set_timeout": "W seconds", "world_close": "W flag", "world_exchange": "W bytes", "world_refuse": "W code",
+    "world_set_timeout": "W seconds", "world_close": "W flag", "world_exchange": "W bytes", "world_refuse": "W code", "world_flight_record": "W",
     "heap_create": "W small n size code", "heap_alloc": "H size n code", "heap_free": "H off", "heap_translate": "H off small", "heap_offset": "H n size", "heap_stats": "H",
     "heap_tensor": "H off small shape dl bits", "heap_put": "H off tensor small", "heap_get": "H off tensor small", "heap_signal": "H off n small small zero",
     "heap_wait": "H off n small zero", "heap_barrier": "H zero", "heap_sync": "H zero", "heap_close": "H",
     "layer_bytes": "config", "layer_create": "H config", "layer_close": "L", "plan_layout": "config n", "layer_plan": "L small idx scatter? plan",
     "layer_num_rows": "L small plan", "layer_dispatch": "L small x weight? plan rows row_weight? recv",
     "layer_combine": "L small rows row_weight? row_weight? plan recv out out_scalar?", "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
-    "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
+    "grouped_gemm": "small small x rows plan weight? row_weight? out small", "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
 }
 FAREWELLS = ("world_close", "heap_close", "layer_close", "set_exceptions")  # after them little works: rarely
 
