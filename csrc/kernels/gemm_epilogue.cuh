@@ -11,11 +11,12 @@ template <bool F16> EP_PTX float ep_load_16(const void *p, uint64_t i) {
     return F16 ? __half2float(((const __half *)p)[i]) : __bfloat162float(((const __nv_bfloat16 *)p)[i]);
 }
 
-/* 1 / (1 + exp(-s * x)) of two numbers with one reciprocal: below -40 they would be 0 in any 16-bit format. */
+/* 1 / (1 + exp(-s * x)) of two numbers with one reciprocal.  Below s * x = -40 it is 4e-18 and not less, which
+ * is nothing beside any 16-bit number that it multiplies, and the product of both stays finite. */
 EP_PTX void ep_sigmoid_pair(float x0, float x1, float s, float *y0, float *y1) {
-    const float a = 1.0f + exp2f(-1.4426950408889634f * fmaxf(s * x0, -40.0f)),
-                b = 1.0f + exp2f(-1.4426950408889634f * fmaxf(s * x1, -40.0f));
-    const float r = __fdividef(1.0f, a * b);
+    const float minus_log2e = -1.4426950408889634f;
+    const float a = 1.0f + ep_ex2(minus_log2e * fmaxf(s * x0, -40.0f)), b = 1.0f + ep_ex2(minus_log2e * fmaxf(s * x1, -40.0f));
+    const float r = ep_rcp(a * b);
     *y0 = b * r, *y1 = a * r;
 }
 

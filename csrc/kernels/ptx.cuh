@@ -137,6 +137,18 @@ template <bool F16> EP_PTX uint32_t ep_pack(float lo, float hi) {
     else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
     return v;
 }
+/* 2^x and 1 / x, each within 2^-22 or so of right; numbers too small for a normal float are 0. */
+EP_PTX float ep_ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+EP_PTX float ep_rcp(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* ---- wgmma ---- */
 
 /* A tile in shared memory as wgmma wants it described, swizzled in 128-byte lines.

@@ -159,7 +159,8 @@ EP_PTX uint4 ep_ld_shared(uint32_t src) {
 }
 EP_PTX void ep_st_shared_zero(uint32_t dst) { memset(ep_at(dst, 16), 0, 16); }
 
-static float __fdividef(float a, float b) { return a / b; }
+EP_PTX float ep_ex2(float x) { return exp2f(x); }
+EP_PTX float ep_rcp(float x) { return 1 / x; }
 static uint16_t ep_round(float v, bool f16) {
     uint16_t bits;
     if (f16) {
