@@ -300,7 +300,8 @@ static void *end_main(void *arg) {
 static bool heap_abort_body(Rank *me, void *arg) {
     Ending ending = {*(const useconds_t *)arg, me->world};
     pthread_t thread;
-    int code = 0;
+    unsigned char none = 0, nones[EP_MAX_RANKS];
+    int code = ep_world_exchange(me->world, &none, 1, nones); /* before it a rank may still be making the team's own heap */
     if (me->rank == 1 && pthread_create(&thread, NULL, end_main, &ending)) abort();
     while (!code) {
         EpHeap *heap = NULL;
