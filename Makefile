@@ -140,7 +140,8 @@ emulated: | python
 	    for f in cpu_plan cpu_ops; do gcc -std=c11 -O1 -g $$san -D_GNU_SOURCE -ffp-contract=off -Icsrc -c csrc/$$f.c -o build/$$f.o || exit 1; done; \
 	    $(EMULATED) -O1 $${san:+-Xcompiler=$$san} tests/kernels/test_stages.cpp build/cpu_plan.o build/cpu_ops.o -o build/test_stages -lpthread && \
 	    echo "plan, dispatch, combine $$san" && \
-	    TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) build/test_stages || exit 1; done
+	    TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) \
+	        build/test_stages 1 $$([ -z "$$san" ] && echo 2 || echo 1) || exit 1; done
 	@$(EMULATED) -O2 tests/kernels/test_gemm.cpp -o build/test_gemm -lpthread
 	@timeout 600 build/test_gemm
 

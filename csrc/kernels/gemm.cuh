@@ -1,9 +1,10 @@
 /* gemm.cuh - the grouped GEMM for Hopper: persistent blocks of one loading warp and two warpgroups that multiply.
  *
- * Blocks may work in pairs (clusters of two): each loads half of the rows for both.  A block walks over tiles of 128 x BN of the product.  The loader fills a ring of stages, 64 of the
+ * A block walks over tiles of 128 x BN of the product.  The loader fills a ring of stages, 64 of the
  * contraction each, by TMA; a warpgroup multiplies 64 rows by BN columns with wgmma, sums in registers, and
  * writes its part through shared memory while the loader is filling stages for the next tile.  Rows are not
- * padded: the tile at an expert's end reads into the next expert's rows and does not write them.
+ * padded: the tile at an expert's end reads into the next expert's rows and does not write them.  Blocks may
+ * work in pairs (clusters of two), side by side in the same rows: each loads half of the rows for both.
  *
  * Gated activations: the gate and the up row of a column are brought side by side by the tensor map of the
  * weights (its dimensions are k, 8 rows, gate or up, groups of 8, expert), so that one thread holds both. */

@@ -147,7 +147,7 @@ EP_FN void ep_chaos(uint32_t) {}
 #define EP_PTX_CUH
 #define EP_RESIDENT_CUH
 EP_FN uint4 ep_ld_row(const uint4 *p) { return *p; }
-static uint32_t ep_smem[1u << 16], my_block;
+static uint32_t ep_smem[1u << 16], my_block, num_sm = 2; /* a block fills an SM */
 static uint32_t *ep_dynamic_smem(void) { return ep_smem; }
 
 /* Run this process's block, if the grid has it. */
@@ -155,6 +155,7 @@ template <typename P>
 static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *, const P &p) {
     if (smem_bytes > sizeof ep_smem) return cudaErrorInvalidValue;
     std::vector<std::thread> threads;
+    num_blocks = num_blocks < num_sm ? num_blocks : num_sm;
     gridDim = dim3(num_blocks), blockDim = dim3(32 * num_warps);
     memset(ep_smem, 0xff, sizeof ep_smem);
     for (uint32_t i = 0; my_block < num_blocks && i < 32 * num_warps; i++)
