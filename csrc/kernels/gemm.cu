@@ -24,7 +24,6 @@ extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
     if (e != cudaSuccess) return (int)e;
     if ((p->num_rows == 0 && p->kind != EP_GEMM_WGRAD) || p->num_experts == 0) return 0;
-    if (p->num_sm && p->num_sm < (uint32_t)num_sm) num_sm = (int)p->num_sm;
     if (major == 9 && p->num_rows > 0 && !p->is_portable) { /* a tensor map has no dimension of 0 */
         const EpGemmTuning tuning = ep_gemm_tune(p);
         return p->is_f16 ? ep_launch_gemm_f16(p, tuning, (uint32_t)num_sm, (cudaStream_t)stream)

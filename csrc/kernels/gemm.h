@@ -25,7 +25,6 @@ typedef struct {
     uint32_t kind;           /* EpGemmKind */
     uint32_t activation;     /* EpActivation */
     uint32_t is_f16;         /* fp16, else bf16 */
-    uint32_t num_sm;         /* SMs that may be used; 0: all */
     uint32_t is_portable;    /* use the kernel for any GPU, also where there is a better one */
 } EpGemmParams;
 

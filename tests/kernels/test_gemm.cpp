@@ -97,7 +97,7 @@ template <typename C> static bool check(const char *name, const Case &c) {
     const bool forward = C::KIND == EP_GEMM_FORWARD;
     q.p = {q.a.data(), q.b.data(), NULL, q.offsets.data(), forward && c.bias ? q.bias.data() : NULL,
            forward && c.row_weight ? q.row_weight.data() : NULL,
-           (uint32_t)rows, L, c.n, c.k, C::KIND, C::ACT, C::F16, 0, 0};
+           (uint32_t)rows, L, c.n, c.k, C::KIND, C::ACT, C::F16, 0};
     const uint64_t out_cols = ep_gemm_out_cols(&q.p), out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
     q.out.assign(out_rows * out_cols, 0x7ffe);
     q.p.out = q.out.data();

@@ -216,11 +216,14 @@ static bool check(const Case *c) {
                 ok = same("the plan's head", r, i, a.plan, b.plan, 4 * EP_HEAD_WORDS) && ok;
                 continue;
             }
-            const uint64_t sent = (uint64_t)c->num_tokens[r] * 4;
-            for (uint32_t w = 0; w < c->shape.num_ranks; w++) /* behind the slots in use nothing is written */
+            const uint64_t slot_words = 1 + c->shape.num_topk, sent = (uint64_t)c->num_tokens[r] * 4;
+            for (uint32_t w = 0; w < c->shape.num_ranks; w++) { /* behind the slots in use nothing is written */
+                const uint64_t from = (uint64_t)w * c->shape.max_tokens * slot_words;
+                ok = same("recv", r, i, a.recv + from, b.recv + from, 4 * slot_words * (uint32_t)a.plan[EP_HEAD_NUM_RECV + w]) && ok;
                 ok = same("send tokens", r, i, a.plan + l.send_token_off + (uint64_t)w * c->num_tokens[r],
                           b.plan + l.send_token_off + (uint64_t)w * c->num_tokens[r], 4ull * (uint32_t)a.plan[EP_HEAD_NUM_SEND + w]) &&
                      ok;
+            }
             ok = same("the plan", r, i, a.plan, b.plan, 4 * l.send_token_off) && ok;
             ok = same("the tiles", r, i, a.plan + l.tile_expert_off, b.plan + l.tile_expert_off, 4ull * (uint32_t)a.plan[EP_HEAD_NUM_TILES]) && ok;
             ok = same("the rows", r, i, a.rows, b.rows, q.rank[r].num_rows * q.layout.row_bytes) && ok;
