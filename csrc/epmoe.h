@@ -147,6 +147,7 @@ typedef struct {
     uint32_t kind, activation;
     const EpTensor *a, *b, *offsets, *out; /* offsets: i32 [L + 1], on the device */
     const EpTensor *bias, *row_weight;     /* NULL, or [L][N] of a's dtype and f32 [M] */
+    const EpTensor *tickets;               /* i64 [1]: 0 before, and again behind; one for each stream */
     bool is_portable;                      /* use the kernel for any GPU, also where there is a better one */
 } EpGemm;
 int ep_grouped_gemm(const EpGemm *gemm, void *stream);

@@ -39,6 +39,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
         {"rows", g->a, dtype, 2, {M, is_forward ? K : N, -1}},
         {is_wgrad ? "input" : "weights", g->b, dtype, is_wgrad ? 2 : 3, {is_wgrad ? M : L, is_wgrad ? K : N, K}},
         {"offsets", g->offsets, EP_I32, 1, {L + 1, -1, -1}},
+        {"tickets", g->tickets, EP_I64, 1, {1, -1, -1}},
         {"output", g->out, dtype, is_wgrad ? 3 : 2, {is_wgrad ? L : M, is_wgrad ? N : out_cols, K}},
         {"bias", g->bias, dtype, 2, {L, N, -1}},
         {"row weight", g->row_weight, EP_F32, 1, {M, -1, -1}},
@@ -46,6 +47,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++) EP_TRY(ep_tensor_check(&wanted[i], EP_CUDA, g->a->device, 16));
     if (!is_forward && (g->bias || g->row_weight)) return ep_error(EP_EINVAL, "a bias and row weights belong to the forward product");
     p.a = g->a->data, p.b = g->b->data, p.out = g->out->data, p.offsets = (const int32_t *)g->offsets->data;
+    p.tickets = (uint64_t *)g->tickets->data;
     p.bias = g->bias ? g->bias->data : NULL, p.row_weight = g->row_weight ? (const float *)g->row_weight->data : NULL;
     return backend->gemm(g->a->device, &p, stream);
 }

@@ -52,11 +52,24 @@ def _has_kernel(a, b):
     return _C.HAS_CUDA and a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16) and fits
 
 
+_tickets = {}  # of each stream
+
+
+def _tickets_of(device):
+    """One number in which a launch counts the tiles that it hands out: 0 before and behind it."""
+    if torch.cuda.is_current_stream_capturing():  # a graph may run beside what else its stream does: it gets its own
+        return torch.zeros(1, dtype=torch.int64, device=device)
+    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    if key not in _tickets:
+        _tickets[key] = torch.zeros(1, dtype=torch.int64, device=device)
+    return _tickets[key]
+
+
 def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable):
     if not _has_kernel(a, b):
         return _by_expert(a, b, offsets, bias, row_weight, kind, activation)
     out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
-    _C.grouped_gemm(kind, activation, a, b, offsets, bias, row_weight, out, portable)
+    _C.grouped_gemm(kind, activation, a, b, offsets, bias, row_weight, _tickets_of(a.device), out, portable)
     return out
 
 
@@ -137,7 +150,9 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         return op(x, weight, offsets, bias, row_weight, FORWARD, kind, portable)
     y = op(x, weight, offsets, None, None, FORWARD, 0, portable)  # what follows has gradients of torch's own
     if bias is not None:
-        expert = torch.searchsorted(offsets[1:], torch.arange(len(x), device=x.device, dtype=torch.int32), right=True)
-        y = y + bias[expert.clamp(max=len(weight) - 1)]
+        row = torch.arange(len(x), device=x.device, dtype=torch.int32)
+        expert = torch.searchsorted(offsets[1:], row, right=True)
+        owned = (row >= offsets[0]) & (row < offsets[-1])  # the others' gradients are undefined, too
+        y = y + torch.where(owned[:, None], bias[expert.clamp(max=len(weight) - 1)], 0)
     y = y if activation is None else activate(y, activation)
     return y if row_weight is None else (y * row_weight[:, None]).to(x.dtype)

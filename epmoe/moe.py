@@ -3,29 +3,11 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from .gemm import grouped_gemm
 from .layer import EPAll2AllLayer
 from .reference import activate
-
-
-def _grouped_linear(x, weight, offsets, bias):
-    """Rows [M, in] of expert after expert times weight [L, out, in]^T: [M, out].
-
-    offsets [L + 1] say where an expert's rows begin.  torch's grouped GEMM on CUDA in bfloat16, which reads
-    them on the device; elsewhere one product an expert, which reads them on the host.
-    """
-    if x.device.type == "cuda" and x.dtype == torch.bfloat16:
-        y = torch._grouped_mm(x, weight.transpose(-2, -1), offs=offsets[1:])
-        if bias is not None:
-            expert = torch.searchsorted(offsets[1:], torch.arange(len(x), device=x.device, dtype=offsets.dtype), right=True)
-            y = y + bias[expert.clamp(max=len(weight) - 1)]
-        return y
-    ends = offsets.tolist()
-    parts = [F.linear(x[a:b], weight[e], None if bias is None else bias[e]) for e, (a, b) in enumerate(zip(ends, ends[1:]))]
-    parts.append(x.new_zeros(len(x) - ends[-1], weight.shape[1]))  # rows behind M, in fixed-capacity mode
-    return torch.cat(parts)
 
 
 class EPMoE(nn.Module):
@@ -82,8 +64,9 @@ class EPMoE(nn.Module):
         topk_idx = topk_idx.reshape(-1, topk_idx.shape[-1]).contiguous()
         topk_weights = topk_weights.reshape(-1, topk_weights.shape[-1]).float().contiguous()
         rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)
-        h = _grouped_linear(rows, self.gate_up_proj, layout.expert_offsets, self.gate_up_proj_bias)
-        h = _grouped_linear(activate(h, self.activation), self.down_proj, layout.expert_offsets, self.down_proj_bias)
+        offsets = layout.expert_offsets
+        h = grouped_gemm(rows, self.gate_up_proj, offsets=offsets, bias=self.gate_up_proj_bias, activation=self.activation)
+        h = grouped_gemm(h, self.down_proj, offsets=offsets, bias=self.down_proj_bias)
         self.last_layout = layout
         return self.layer.combine(h, layout, row_weight).reshape(shape)
 

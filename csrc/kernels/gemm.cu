@@ -4,8 +4,8 @@
 #include "gemm_portable.cuh"
 #include "gemm_tune.h"
 
-int ep_launch_gemm_bf16(const EpGemmParams *p, EpGemmTuning tuning, uint32_t num_blocks, cudaStream_t stream);
-int ep_launch_gemm_f16(const EpGemmParams *p, EpGemmTuning tuning, uint32_t num_blocks, cudaStream_t stream);
+int ep_launch_gemm_bf16(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream);
+int ep_launch_gemm_f16(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream);
 
 template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t num_blocks, cudaStream_t stream) {
 #define EP_CASE(ACT) \
@@ -25,9 +25,9 @@ extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
     if (e != cudaSuccess) return (int)e;
     if ((p->num_rows == 0 && p->kind != EP_GEMM_WGRAD) || p->num_experts == 0) return 0;
     if (major == 9 && p->num_rows > 0 && !p->is_portable) { /* a tensor map has no dimension of 0 */
-        const EpGemmTuning tuning = ep_gemm_tune(p);
-        return p->is_f16 ? ep_launch_gemm_f16(p, tuning, (uint32_t)num_sm, (cudaStream_t)stream)
-                         : ep_launch_gemm_bf16(p, tuning, (uint32_t)num_sm, (cudaStream_t)stream);
+        const uint32_t tile_cols = ep_gemm_tile_cols(p);
+        return p->is_f16 ? ep_launch_gemm_f16(p, tile_cols, (uint32_t)num_sm, (cudaStream_t)stream)
+                         : ep_launch_gemm_bf16(p, tile_cols, (uint32_t)num_sm, (cudaStream_t)stream);
     }
     if (p->is_f16) launch_portable<true>(p, 4 * (uint32_t)num_sm, (cudaStream_t)stream);
     else launch_portable<false>(p, 4 * (uint32_t)num_sm, (cudaStream_t)stream);

@@ -1,10 +1,15 @@
 /* gemm.cuh - the grouped GEMM for Hopper: persistent blocks of one loading warp and two warpgroups that multiply.
  *
- * A block walks over tiles of 128 x BN of the product.  The loader fills a ring of stages, 64 of the
- * contraction each, by TMA; a warpgroup multiplies 64 rows by BN columns with wgmma, sums in registers, and
- * writes its part through shared memory while the loader is filling stages for the next tile.  Rows are not
- * padded: the tile at an expert's end reads into the next expert's rows and does not write them.  Blocks may
- * work in pairs (clusters of two), side by side in the same rows: each loads half of the rows for both.
+ * A block walks over tiles of 128 x BN of the product.  The loader finds them and fills a ring of stages, 64 of
+ * the contraction each, by TMA; with a tile's first stage goes word of which tile it is.  A warpgroup multiplies 64
+ * rows by BN columns with wgmma, sums in registers, and writes its part through shared memory while the loader is
+ * filling stages for the next tile.  It writes with ordinary stores: the copy engine would put them behind those
+ * loads.  Rows are not padded: the tile at an expert's end reads into the next expert's rows and does not write
+ * them.
+ *
+ * Blocks work in pairs (clusters of two): what both need, each loads half of, for both.  Pairs draw the next tile's
+ * number when they begin one (ep_ticket_*): those that run side by side stay close, and find the same rows and
+ * weights in the L2.  That saves energy, and energy is what limits a GPU that multiplies.
  *
  * Gated activations: the gate and the up row of a column are brought side by side by the tensor map of the
  * weights (its dimensions are k, 8 rows, gate or up, groups of 8, expert), so that one thread holds both. */
@@ -13,25 +18,47 @@
 #include "gemm_epilogue.cuh"
 #include "gemm_tiles.h"
 
-enum { EP_GEMM_BM = 128, EP_GEMM_BK = 64, EP_GEMM_THREADS = 384, EP_GEMM_BOX = 64 * 64 * 2, EP_GEMM_OUT_BOX = 16 * 64 * 2 };
+enum {
+    EP_GEMM_BM = 128,
+    EP_GEMM_BK = 64,
+    EP_GEMM_THREADS = 384,
+    EP_GEMM_BOX = 64 * 64 * 2,
+    EP_GEMM_OUT_BOX = 16 * 64 * 2,
+    EP_GEMM_SLOT = 32
+};
 
-template <int KIND_, int BN_, int ACT_, bool F16_, int CLUSTER_> struct EpGemmConfig {
-    static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_, CLUSTER = CLUSTER_;
+template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
+    static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
     static constexpr bool F16 = F16_, GATED = ACT >= EP_ACT_SWIGLU;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
     static constexpr int A_BYTES = 2 * EP_GEMM_BOX, STAGE_BYTES = A_BYTES + BN * EP_GEMM_BK * 2, STAGES = BN == 128 ? 6 : 4;
     static constexpr int OUT_BLOCKS = BN / 8 / (GATED ? 2 : 1); /* of 8 columns */
-    static constexpr int SMEM_BYTES = STAGES * STAGE_BYTES + 8 * 2 * EP_GEMM_OUT_BOX + 2 * STAGES * 8;
+    static constexpr int TICKETS = 8;                           /* more than stages: see ep_ticket_send */
+    static constexpr int SMEM_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + 8 * 2 * EP_GEMM_OUT_BOX + TICKETS * (8 + 4);
     static_assert(SMEM_BYTES <= 232448, "what a block can have");
     static_assert(OUT_BLOCKS % 8 == 0, "boxes of 64 columns");
+    static_assert(TICKETS > STAGES && (TICKETS & (TICKETS - 1)) == 0, "a slot is free again when it is written");
 };
 
-/* Tile of round n of a block.  The blocks of a cluster have the same rows and neighbouring columns; a neighbour
- * behind the last column multiplies zeros, which nobody writes, so that all go the same rounds. */
-template <typename C> EP_PTX bool ep_gemm_next(const EpGemmParams *p, EpGemmWalk *w, uint32_t n, EpGemmTile *t) {
-    if (!ep_gemm_tile(p, EP_GEMM_BM, C::BN * C::CLUSTER, w, n / C::CLUSTER, t)) return false;
-    if (C::CLUSTER == 2) t->col0 += ep_cluster_rank() * C::BN;
-    return true;
+/* Shared memory of a block, by address.  Each stage has a slot beside it, for the tile that begins there. */
+typedef struct {
+    uint32_t stages, boxes, slots, full, empty, ticket_bars, tickets;
+} EpGemmShared;
+template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
+    EpGemmShared s;
+    s.stages = smem, s.boxes = smem + C::STAGES * C::STAGE_BYTES, s.slots = s.boxes + 16 * EP_GEMM_OUT_BOX;
+    s.full = s.slots + C::STAGES * EP_GEMM_SLOT, s.empty = s.full + 8 * C::STAGES;
+    s.ticket_bars = s.empty + 8 * C::STAGES, s.tickets = s.ticket_bars + 8 * C::TICKETS;
+    return s;
+}
+EP_PTX void ep_gemm_tell(uint32_t slot, const EpGemmTile *t) {
+    ep_st_shared(slot, t->expert, t->row0, t->num_rows, t->col0);
+    ep_st_shared(slot + 16, t->k0, t->num_k, t->shares_rows, 0);
+}
+EP_PTX EpGemmTile ep_gemm_told(uint32_t slot) {
+    const uint4 u = ep_ld_shared(slot), v = ep_ld_shared(slot + 16);
+    const EpGemmTile t = {u.x, u.y, u.z, u.w, v.x, v.y, v.z};
+    return t;
 }
 
 /* The ring of stages, as one side sees it: which stage, and the parity of its turn. */
@@ -42,44 +69,84 @@ template <int STAGES> EP_PTX void ep_ring_next(EpRing *r) {
     if (++r->stage == STAGES) r->stage = 0, r->parity ^= 1;
 }
 
-/* ---- the loader ---- */
+/* ---- tickets ---- */
 
-template <typename C>
-EP_PTX void ep_gemm_load_block(const EpGemmTile *t, uint32_t k, uint32_t smem, uint32_t bar, const CUtensorMap *map_a,
-                               const CUtensorMap *map_b) {
-    const int32_t at = (int32_t)(t->k0 + k), row = (int32_t)t->row0, col = (int32_t)t->col0, e = (int32_t)t->expert;
-    const uint32_t num_a = t->num_rows > 64 ? 2 : 1, mine = C::CLUSTER == 2 ? ep_cluster_rank() : 0;
-    ep_mbar_arrive_expect(bar, num_a * EP_GEMM_BOX + C::BN * EP_GEMM_BK * 2);
-    for (uint32_t i = mine; i < num_a; i += C::CLUSTER) {
-        const int32_t x = C::TRANS_A ? row + 64 * (int32_t)i : at, y = C::TRANS_A ? at : row + 64 * (int32_t)i;
-        if (C::CLUSTER == 2) ep_tma_load_2d_multicast(smem + i * EP_GEMM_BOX, map_a, bar, x, y, 3);
-        else ep_tma_load_2d(smem + i * EP_GEMM_BOX, map_a, bar, x, y);
-    }
-    smem += C::A_BYTES;
-    if (C::GATED) ep_tma_load_5d(smem, map_b, bar, at, 0, 0, col / 16, e);
-    else if (!C::TRANS_B) ep_tma_load_3d(smem, map_b, bar, at, col, e);
-    else
-        for (int32_t i = 0; i < C::BN / 64; i++) {
-            const uint32_t slab = smem + (uint32_t)i * EP_GEMM_BOX;
-            if (C::KIND == EP_GEMM_WGRAD) ep_tma_load_2d(slab, map_b, bar, col + 64 * i, at);
-            else ep_tma_load_3d(slab, map_b, bar, col + 64 * i, at, e);
-        }
+/* The first of a pair draws a number for both, when it has got a tile's first stage.  Every stage that it gets has
+ * been given back by both, and a tile takes one or more: so the other has read all tickets up to STAGES tiles
+ * ago, and a slot that comes round after more than that is free. */
+template <typename C> EP_PTX uint32_t ep_ticket_send(const EpGemmParams *p, const EpGemmShared *s, uint32_t turn) {
+    const uint32_t ticket = (uint32_t)ep_add_relaxed_gpu_u64(p->tickets, 1), i = turn % C::TICKETS;
+    ep_st_async(s->tickets + 4 * i, ticket, s->ticket_bars + 8 * i, 0);
+    ep_st_async(s->tickets + 4 * i, ticket, s->ticket_bars + 8 * i, 1);
+    return ticket;
+}
+template <typename C> EP_PTX uint32_t ep_ticket_receive(const EpGemmShared *s, uint32_t turn) {
+    const uint32_t i = turn % C::TICKETS, bar = s->ticket_bars + 8 * i;
+    ep_mbar_arrive_expect(bar, 4);
+    ep_mbar_wait(bar, turn / C::TICKETS & 1);
+    return ep_ld_shared_u32(s->tickets + 4 * i);
 }
 
+/* ---- the loader ---- */
+
+/* Part i of a stage's columns. */
+template <typename C, bool BOTH>
+EP_PTX void ep_gemm_load_cols(const EpGemmTile *t, int32_t at, int32_t i, uint32_t smem, uint32_t bar, const CUtensorMap *map_b) {
+    const int32_t e = (int32_t)t->expert, col = (int32_t)t->col0 + i * (C::TRANS_B ? 64 : C::BN / 2);
+    smem += C::A_BYTES + (uint32_t)i * (C::TRANS_B ? EP_GEMM_BOX : C::BN * EP_GEMM_BK);
+    if (C::GATED) ep_tma_load_5d<BOTH>(smem, map_b, bar, at, 0, 0, col / 16, e);
+    else if (C::KIND == EP_GEMM_FORWARD) ep_tma_load_3d<BOTH>(smem, map_b, bar, at, col, e);
+    else if (C::KIND == EP_GEMM_DGRAD) ep_tma_load_3d<BOTH>(smem, map_b, bar, col, at, e);
+    else ep_tma_load_2d<BOTH>(smem, map_b, bar, col, at);
+}
+template <typename C, bool BOTH>
+EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint32_t smem, uint32_t bar, const CUtensorMap *map_a) {
+    const int32_t row = (int32_t)(t->row0 + 64 * i);
+    ep_tma_load_2d<BOTH>(smem + i * EP_GEMM_BOX, map_a, bar, C::TRANS_A ? row : at, C::TRANS_A ? at : row);
+}
+
+/* What is shared comes in parts, this block's and the other's in turn. */
+template <typename C>
+EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, uint32_t bar, uint32_t rank, const CUtensorMap *map_a,
+                               const CUtensorMap *map_b) {
+    constexpr uint32_t NUM_COL_PARTS = C::TRANS_B ? C::BN / 64 : 2;
+    const int32_t at = (int32_t)(t->k0 + k);
+    const uint32_t num_a = t->num_rows > 64 ? 2 : 1;
+    ep_mbar_arrive_expect(bar, num_a * EP_GEMM_BOX + C::BN * EP_GEMM_BK * 2);
+    if (t->shares_rows) {
+        if (rank < num_a) ep_gemm_load_rows<C, true>(t, at, rank, smem, bar, map_a);
+        for (uint32_t i = 0; i < NUM_COL_PARTS; i++) ep_gemm_load_cols<C, false>(t, at, (int32_t)i, smem, bar, map_b);
+    } else {
+        for (uint32_t i = 0; i < num_a; i++) ep_gemm_load_rows<C, false>(t, at, i, smem, bar, map_a);
+        for (uint32_t i = rank; i < NUM_COL_PARTS; i += 2) ep_gemm_load_cols<C, true>(t, at, (int32_t)i, smem, bar, map_b);
+    }
+}
+
+/* A tile takes at least one stage, if only to be told of; one without rows ends it all. */
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_load(const EpGemmParams *p, const Hooks &hooks, uint32_t smem, uint32_t full, uint32_t empty, const CUtensorMap *map_a,
+EP_PTX void ep_gemm_load(const EpGemmParams *p, const Hooks &hooks, const EpGemmShared *s, const CUtensorMap *map_a,
                          const CUtensorMap *map_b) {
+    const uint32_t rank = ep_cluster_rank(), num_pairs = gridDim.x / 2;
+    uint32_t turn = 0, ticket = 0xffffffffu;
     EpGemmWalk w = {0, 0, 0, 0, 0};
     EpRing ring = {0, 1};
     EpGemmTile t;
     ep_walk_enter(p, EP_GEMM_BM, &w);
-    for (uint32_t n = blockIdx.x; ep_gemm_next<C>(p, &w, n, &t); n += gridDim.x) {
+    for (uint32_t n = blockIdx.x / 2; ep_gemm_tile(p, EP_GEMM_BM, C::BN, 2, rank, &w, n, &t); turn++) {
         hooks.await_rows(t);
-        for (uint32_t k = 0; k < t.num_k; k += EP_GEMM_BK, ep_ring_next<C::STAGES>(&ring)) {
-            ep_mbar_wait(empty + 8 * ring.stage, ring.parity);
-            ep_gemm_load_block<C>(&t, k, smem + ring.stage * C::STAGE_BYTES, full + 8 * ring.stage, map_a, map_b);
+        for (uint32_t k = 0; k == 0 || k < t.num_k; k += EP_GEMM_BK, ep_ring_next<C::STAGES>(&ring)) {
+            ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity);
+            if (k == 0) ep_gemm_tell(s->slots + EP_GEMM_SLOT * ring.stage, &t);
+            if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
+            else ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES, s->full + 8 * ring.stage, rank, map_a, map_b);
+            if (k == 0 && rank == 0) ticket = ep_ticket_send<C>(p, s, turn);
         }
+        n = num_pairs + ep_ticket_receive<C>(s, turn);
     }
+    if (ticket == w.first_tile - 1) *p->tickets = 0; /* as many as there are tiles: nobody draws any more */
+    ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity);
+    t.num_rows = 0, ep_gemm_tell(s->slots + EP_GEMM_SLOT * ring.stage, &t);
+    ep_mbar_arrive(s->full + 8 * ring.stage);
 }
 
 /* ---- multiplying ---- */
@@ -90,32 +157,25 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
     const uint32_t num_lines = EP_GEMM_BK - num_valid, thread = threadIdx.x - 128;
     for (uint32_t i = thread; i < (2 + C::BN / 64) * num_lines * 8; i += 256) {
         const uint32_t slab = i / (num_lines * 8), line = num_valid + i / 8 % num_lines;
-        ep_st_shared_zero(smem + slab * EP_GEMM_BOX + line * 128 + i % 8 * 16);
+        ep_st_shared(smem + slab * EP_GEMM_BOX + line * 128 + i % 8 * 16, 0, 0, 0, 0);
     }
     ep_fence_proxy_async_shared();
     ep_bar_sync(1, 256);
 }
 
-/* A stage may be filled again: half of its rows come from the neighbour, so it has to know too. */
-template <typename C> EP_PTX void ep_gemm_give_back(uint32_t empty) {
-    if (C::CLUSTER == 1) ep_mbar_arrive(empty);
-    else ep_mbar_arrive_at(empty, 0), ep_mbar_arrive_at(empty, 1);
-}
+/* A stage may be filled again: part of it comes from the other block, so that has to know too. */
+EP_PTX void ep_gemm_give_back(uint32_t empty) { ep_mbar_arrive_at(empty, 0), ep_mbar_arrive_at(empty, 1); }
 
 /* d = this warpgroup's 64 rows of the tile.  A stage is given back when its products are done, one later. */
 template <typename C>
-EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmTile *t, uint32_t group, uint32_t smem, uint32_t full, uint32_t empty,
-                             EpRing *ring) {
+EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmTile *t, uint32_t group, const EpGemmShared *s, EpRing *ring) {
     constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2, STEP_B = C::TRANS_B ? 128 : 2; /* 16 of the contraction, in 16 bytes */
     const bool active = 64 * group < t->num_rows, signals = threadIdx.x % 32 == 0;
-    uint32_t before = 0;
-    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) { /* an expert without rows: elsewhere the first product overwrites */
-#pragma unroll
-        for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
-    }
+    uint32_t before = ring->stage;
+    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) ep_ring_next<C::STAGES>(ring); /* an expert without rows */
     for (uint32_t k = 0; k < t->num_k; k += EP_GEMM_BK, ep_ring_next<C::STAGES>(ring)) {
-        const uint32_t at = smem + ring->stage * C::STAGE_BYTES;
-        ep_mbar_wait(full + 8 * ring->stage, ring->parity);
+        const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES;
+        ep_mbar_wait(s->full + 8 * ring->stage, ring->parity);
         if (C::KIND == EP_GEMM_WGRAD && t->num_k - k < EP_GEMM_BK) ep_gemm_clear_tail<C>(at, t->num_k - k);
         if (active) {
             const uint64_t a = ep_wgmma_desc(at + group * EP_GEMM_BOX, EP_GEMM_BOX), b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
@@ -127,114 +187,110 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmTile *t, uint32_
             ep_wgmma_wait<1>();
         }
         __syncwarp(); /* no lane still waits for what may now be overwritten */
-        if (k && signals) ep_gemm_give_back<C>(empty + 8 * before);
+        if (k && signals) ep_gemm_give_back(s->empty + 8 * before);
         before = ring->stage;
     }
     ep_wgmma_wait<0>();
     ep_wgmma_hold(d);
-    if (t->num_k && signals) ep_gemm_give_back<C>(empty + 8 * before);
+    __syncwarp(); /* and none still reads the slot */
+    if (signals) ep_gemm_give_back(s->empty + 8 * before);
 }
 
 /* ---- writing ---- */
 
 /* Eight output columns of this warp's 16 rows, as two registers of pairs: rows lane / 4 and 8 below. */
 template <typename C>
-EP_PTX void ep_gemm_finish(const float (&d)[C::BN / 2], int block, const EpGemmParams *p, uint32_t e, uint32_t c, uint32_t out_cols,
-                           const float (&weight)[2], uint32_t *top, uint32_t *bottom) {
+EP_PTX void ep_gemm_finish(const float (&d)[C::BN / 2], int block, const EpGemmParams *p, const EpGemmTile *t, uint32_t c,
+                           uint32_t out_cols, const float (&weight)[2], uint32_t *top, uint32_t *bottom) {
     float v[4], u[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = d[(C::GATED ? 8 : 4) * block + i], u[i] = C::GATED ? d[8 * block + 4 + i] : 0;
     if (C::KIND == EP_GEMM_FORWARD) {
-        if (p->bias && c < out_cols) ep_gemm_add_bias<C::ACT, C::F16>(p, e, c, v, u);
+        if (p->bias && c < out_cols) ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, c, v, u);
         ep_gemm_activate<C::ACT>(&v[0], &v[1], u[0], u[1]);
         ep_gemm_activate<C::ACT>(&v[2], &v[3], u[2], u[3]);
         v[0] *= weight[0], v[1] *= weight[0], v[2] *= weight[1], v[3] *= weight[1];
     }
     *top = ep_pack<C::F16>(v[0], v[1]), *bottom = ep_pack<C::F16>(v[2], v[3]);
+    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) *top = *bottom = 0; /* nothing was summed */
 }
 
-/* A warp's 16 rows leave in boxes of 64 columns, two in turn: by TMA, or, where the expert ends inside
- * them, by plain stores of the rows that are its. */
+/* A warp's 16 rows leave in boxes of 64 columns, two in turn, as whole lines of 128 bytes. */
 template <typename C>
-EP_PTX void ep_gemm_write(const float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t group, uint32_t smem,
-                          const CUtensorMap *map_out) {
-    const uint32_t lane = threadIdx.x % 32, first = 64 * group + threadIdx.x / 32 % 4 * 16, out_cols = ep_gemm_out_cols(p);
+EP_PTX void ep_gemm_write(const float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t group, uint32_t boxes) {
+    const uint32_t lane = ep_lane_now(), first = 64 * group + threadIdx.x / 32 % 4 * 16, out_cols = ep_gemm_out_cols(p);
     if (first >= t->num_rows) return;
     const uint32_t row = t->row0 + first, num_rows = min(16u, t->num_rows - first), col0 = C::GATED ? t->col0 / 2 : t->col0;
+    uint16_t *out = (uint16_t *)p->out + ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / 8) * out_cols;
     float weight[2] = {1, 1};
     if (C::KIND == EP_GEMM_FORWARD && p->row_weight)
         for (uint32_t i = 0; i < 2; i++)
             if (lane / 4 + 8 * i < num_rows) weight[i] = p->row_weight[row + lane / 4 + 8 * i];
 #pragma unroll
     for (int pass = 0; pass < C::OUT_BLOCKS / 8; pass++) {
-        const uint32_t box = smem + pass % 2 * EP_GEMM_OUT_BOX, col = col0 + 64 * pass;
-        if (lane == 0) ep_bulk_wait_read<1>();
-        __syncwarp();
+        const uint32_t box = boxes + pass % 2 * EP_GEMM_OUT_BOX, col = col0 + 64 * pass, c = col + lane % 8 * 8;
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
             uint32_t r[4];
-            ep_gemm_finish<C>(d, 8 * pass + j, p, t->expert, col + 8 * j + lane % 4 * 2, out_cols, weight, &r[0], &r[1]);
-            ep_gemm_finish<C>(d, 8 * pass + j + 1, p, t->expert, col + 8 * (j + 1) + lane % 4 * 2, out_cols, weight, &r[2], &r[3]);
+            ep_gemm_finish<C>(d, 8 * pass + j, p, t, col + 8 * j + lane % 4 * 2, out_cols, weight, &r[0], &r[1]);
+            ep_gemm_finish<C>(d, 8 * pass + j + 1, p, t, col + 8 * (j + 1) + lane % 4 * 2, out_cols, weight, &r[2], &r[3]);
             ep_stmatrix_x4(box + lane % 16 * 128 + (((uint32_t)j + lane / 16) ^ lane % 8) * 16, r[0], r[1], r[2], r[3]);
         }
-        if (num_rows == 16) {
-            ep_fence_proxy_async_shared();
-            __syncwarp();
-            if (lane == 0) ep_tma_store_3d(map_out, box, (int32_t)col, (int32_t)row, C::KIND == EP_GEMM_WGRAD ? (int32_t)t->expert : 0);
-        } else {
-            __syncwarp();
-            for (uint32_t i = lane / 8; i < num_rows; i += 4) {
-                const uint4 v = ep_ld_shared(box + i * 128 + (lane % 8 ^ i % 8) * 16);
-                const uint32_t c = col + lane % 8 * 8;
-                if (c < out_cols) *(uint4 *)((uint16_t *)p->out + (uint64_t)(row + i) * out_cols + c) = v;
-            }
+        __syncwarp();
+        uint16_t *to = out + c;
+#pragma unroll 2
+        for (uint32_t r = lane / 8; r < 16; r += 4, to += 4 * out_cols) {
+            const uint4 v = ep_ld_shared(box + r * 128 + (lane % 8 ^ r % 8) * 16);
+            if (r < num_rows && c < out_cols) ep_st_global(to, v);
         }
-        if (lane == 0) ep_bulk_commit(); /* also an empty one: the wait counts groups */
     }
+    __syncwarp(); /* the next tile begins with the first box */
 }
 
 /* ---- the kernel ---- */
 
 /* What a megakernel plugs in.  await_rows: the loader, before it reads a tile's rows.  tile_written: a warp, when
- * its part of the tile has been handed to the copy engine. */
+ * its lanes have stored its part of the tile. */
 struct EpGemmNoHooks {
     __device__ void await_rows(const EpGemmTile &) const {}
     __device__ void tile_written(const EpGemmTile &) const {}
 };
 
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_body(const EpGemmParams *p, const Hooks &hooks, const CUtensorMap *map_a, const CUtensorMap *map_b,
-                         const CUtensorMap *map_out) {
+EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, const Hooks &hooks, const EpGemmShared *s) {
+    const uint32_t group = threadIdx.x / 128 - 1, boxes = s->boxes + (threadIdx.x / 32 - 4) * 2 * EP_GEMM_OUT_BOX;
+    EpRing ring = {0, 0};
+    for (;;) {
+        float d[C::BN / 2];
+        ep_mbar_wait(s->full + 8 * ring.stage, ring.parity);
+        const EpGemmTile t = ep_gemm_told(s->slots + EP_GEMM_SLOT * ring.stage);
+        if (t.num_rows == 0) break;
+        ep_gemm_multiply<C>(d, &t, group, s, &ring);
+        ep_gemm_write<C>(d, p, &t, group, boxes);
+        hooks.tile_written(t);
+    }
+}
+
+template <typename C, typename Hooks>
+EP_PTX void ep_gemm_body(const EpGemmParams *p, const Hooks &hooks, const CUtensorMap *map_a, const CUtensorMap *map_b) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
-    const uint32_t smem = ep_smem(smem_bytes), boxes = smem + C::STAGES * C::STAGE_BYTES, full = boxes + 16 * EP_GEMM_OUT_BOX;
-    const uint32_t empty = full + 8 * C::STAGES;
+    const EpGemmShared s = ep_gemm_shared<C>(ep_smem(smem_bytes));
     if (threadIdx.x == 0) {
-        ep_tma_prefetch(map_a), ep_tma_prefetch(map_b), ep_tma_prefetch(map_out);
-        for (uint32_t s = 0; s < C::STAGES; s++) ep_mbar_init(full + 8 * s, 1), ep_mbar_init(empty + 8 * s, 8 * C::CLUSTER);
+        ep_tma_prefetch(map_a), ep_tma_prefetch(map_b);
+        for (uint32_t i = 0; i < C::STAGES; i++) ep_mbar_init(s.full + 8 * i, 1), ep_mbar_init(s.empty + 8 * i, 2 * 8);
+        for (uint32_t i = 0; i < C::TICKETS; i++) ep_mbar_init(s.ticket_bars + 8 * i, 1);
         ep_fence_mbar_init();
     }
-    if (C::CLUSTER == 1) __syncthreads();
-    else ep_cluster_sync();
+    ep_cluster_sync();
     if (threadIdx.x < 128) { /* the loader: one thread; its neighbours have nothing to do */
-        ep_setmaxnreg_dec<40>();
-        if (threadIdx.x == 0) ep_gemm_load<C>(p, hooks, smem, full, empty, map_a, map_b);
+        ep_setmaxnreg_dec<56>();
+        if (threadIdx.x == 0) ep_gemm_load<C>(p, hooks, &s, map_a, map_b);
         __syncwarp();
     } else {
-        ep_setmaxnreg_inc<232>();
-        const uint32_t group = threadIdx.x / 128 - 1, box = boxes + (threadIdx.x / 32 - 4) * 2 * EP_GEMM_OUT_BOX;
-        EpGemmWalk w = {0, 0, 0, 0, 0};
-        EpRing ring = {0, 0};
-        EpGemmTile t;
-        ep_walk_enter(p, EP_GEMM_BM, &w);
-        for (uint32_t n = blockIdx.x; ep_gemm_next<C>(p, &w, n, &t); n += gridDim.x) {
-            float d[C::BN / 2];
-            ep_gemm_multiply<C>(d, &t, group, smem, full, empty, &ring);
-            ep_gemm_write<C>(d, p, &t, group, box, map_out);
-            hooks.tile_written(t);
-        }
-        ep_bulk_wait(); /* shared memory is read until then */
+        ep_setmaxnreg_inc<224>();
+        ep_gemm_multiply_tiles<C>(p, hooks, &s);
     }
-    if (C::CLUSTER == 2) ep_cluster_sync(); /* a neighbour may still write here */
+    ep_cluster_sync(); /* the other may still write here */
 }
 
 #endif /* EP_GEMM_CUH */

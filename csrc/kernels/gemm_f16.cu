@@ -1,6 +1,6 @@
 /* gemm_f16.cu - the grouped GEMM's kernels for sm_90a in float16; by themselves, so that they compile beside the others. */
 #include "gemm_hopper.cuh"
 
-int ep_launch_gemm_f16(const EpGemmParams *p, EpGemmTuning tuning, uint32_t num_blocks, cudaStream_t stream) {
-    return (int)launch_of<true>(p, tuning, num_blocks, stream);
+int ep_launch_gemm_f16(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream) {
+    return (int)launch_of<true>(p, tile_cols, num_blocks, stream);
 }

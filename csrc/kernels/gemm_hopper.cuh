@@ -11,9 +11,9 @@
 template <typename C>
 __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     gemm_kernel(const __grid_constant__ EpGemmParams p, const __grid_constant__ CUtensorMap map_a,
-                const __grid_constant__ CUtensorMap map_b, const __grid_constant__ CUtensorMap map_out) {
+                const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    ep_gemm_body<C>(&p, EpGemmNoHooks(), &map_a, &map_b, &map_out);
+    ep_gemm_body<C>(&p, EpGemmNoHooks(), &map_a, &map_b);
 #endif
 }
 
@@ -45,25 +45,23 @@ static cudaError_t encode(EpTensorMap s, CUtensorMap *map) {
 
 /* ---- launch ---- */
 
-template <int KIND, int BN, int ACT, bool F16, int CLUSTER>
+template <int KIND, int BN, int ACT, bool F16>
 static cudaError_t launch(const EpGemmParams *p, uint32_t num_blocks, cudaStream_t stream) {
-    typedef EpGemmConfig<KIND, BN, ACT, F16, CLUSTER> C;
-    CUtensorMap a, b, out;
+    typedef EpGemmConfig<KIND, BN, ACT, F16> C;
+    CUtensorMap a, b;
     cudaError_t e = encode(ep_map_a(p), &a);
     if (e == cudaSuccess) e = encode(ep_map_b(p, BN), &b);
-    if (e == cudaSuccess) e = encode(ep_map_out(p), &out);
     if (e == cudaSuccess) e = cudaFuncSetAttribute(gemm_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::SMEM_BYTES);
     if (e != cudaSuccess) return e;
-    cudaLaunchAttribute cluster = {};
-    cudaLaunchConfig_t config = {dim3(num_blocks / CLUSTER * CLUSTER), dim3(EP_GEMM_THREADS), C::SMEM_BYTES, stream, &cluster, 1};
-    cluster.id = cudaLaunchAttributeClusterDimension, cluster.val.clusterDim = {CLUSTER, 1, 1};
-    return cudaLaunchKernelEx(&config, gemm_kernel<C>, *p, a, b, out);
+    cudaLaunchAttribute cluster = {}; /* the pair */
+    cudaLaunchConfig_t config = {dim3(num_blocks / 2 * 2), dim3(EP_GEMM_THREADS), C::SMEM_BYTES, stream, &cluster, 1};
+    cluster.id = cudaLaunchAttributeClusterDimension, cluster.val.clusterDim = {2, 1, 1};
+    return cudaLaunchKernelEx(&config, gemm_kernel<C>, *p, a, b);
 }
 
-template <bool F16> static cudaError_t launch_of(const EpGemmParams *p, EpGemmTuning t, uint32_t num_blocks, cudaStream_t stream) {
-#define EP_CASE(KIND, BN, ACT)                                        \
-    if (p->kind == KIND && p->activation == ACT && t.tile_cols == BN) \
-        return t.cluster == 2 ? launch<KIND, BN, ACT, F16, 2>(p, num_blocks, stream) : launch<KIND, BN, ACT, F16, 1>(p, num_blocks, stream);
+template <bool F16> static cudaError_t launch_of(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream) {
+#define EP_CASE(KIND, BN, ACT) \
+    if (p->kind == KIND && p->activation == ACT && tile_cols == BN) return launch<KIND, BN, ACT, F16>(p, num_blocks, stream);
     EP_GEMM_VARIANTS(EP_CASE)
 #undef EP_CASE
     return cudaErrorInvalidValue;

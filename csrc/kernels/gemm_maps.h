@@ -19,23 +19,17 @@ static inline EpTensorMap ep_map_rows(const EpGemmParams *p, const void *base, u
 
 static inline EpTensorMap ep_map_a(const EpGemmParams *p) { return ep_map_rows(p, p->a, p->kind == EP_GEMM_FORWARD ? p->k : p->n); }
 
-/* Weights [L][N][K] in boxes of the columns of a tile by 64 of K, or of 64 by 64 where the contraction is over N.
+/* Weights [L][N][K] in boxes of half of a tile's columns by 64 of K, or of 64 by 64 where the contraction is over N.
  * For a gated activation the rows of a box are 8 gates, their 8 ups, the next 8 gates, and so on, wherever
  * in the weights they stand: [K][8][gate, up][N / 16][L]. */
 static inline EpTensorMap ep_map_b(const EpGemmParams *p, uint32_t tile_cols) {
     const uint64_t n = p->n, k = p->k, of_up = p->activation == EP_ACT_GPT_OSS ? k : n / 2 * k,
                    next = p->activation == EP_ACT_GPT_OSS ? 2 * k : k;
-    EpTensorMap plain = {p->b, 3, p->is_f16, {k, n, p->num_experts}, {k, n * k}, {64, p->kind == EP_GEMM_DGRAD ? 64 : tile_cols, 1}};
+    EpTensorMap plain = {p->b, 3, p->is_f16, {k, n, p->num_experts}, {k, n * k}, {64, p->kind == EP_GEMM_DGRAD ? 64 : tile_cols / 2, 1}};
     EpTensorMap gated = {
-        p->b, 5, p->is_f16, {k, 8, 2, n / 16, p->num_experts}, {next, of_up, 8 * next, n * k}, {64, 8, 2, tile_cols / 16, 1}};
+        p->b, 5, p->is_f16, {k, 8, 2, n / 16, p->num_experts}, {next, of_up, 8 * next, n * k}, {64, 8, 2, tile_cols / 32, 1}};
     if (p->kind == EP_GEMM_WGRAD) return ep_map_rows(p, p->b, p->k);
     return ep_gemm_is_gated(p->activation) ? gated : plain;
-}
-
-static inline EpTensorMap ep_map_out(const EpGemmParams *p) {
-    const uint64_t cols = ep_gemm_out_cols(p), rows = p->kind == EP_GEMM_WGRAD ? p->n : p->num_rows;
-    EpTensorMap m = {p->out, 3, p->is_f16, {cols, rows, p->kind == EP_GEMM_WGRAD ? p->num_experts : 1}, {cols, rows * cols}, {64, 16, 1}};
-    return m;
 }
 
 #endif /* EP_GEMM_MAPS_H */

@@ -72,7 +72,7 @@ template <int ACT, bool F16> __global__ void __launch_bounds__(EP_SIMPLE_THREADS
     EpGemmWalk w = {0, 0, 0, 0, 0};
     EpGemmTile t;
     ep_walk_enter(&p, EP_SIMPLE_TILE, &w);
-    for (uint32_t n = blockIdx.x; ep_gemm_tile(&p, EP_SIMPLE_TILE, EP_SIMPLE_TILE, &w, n, &t); n += gridDim.x) {
+    for (uint32_t n = blockIdx.x; ep_gemm_tile(&p, EP_SIMPLE_TILE, EP_SIMPLE_TILE, 1, 0, &w, n, &t); n += gridDim.x) {
         wmma::fragment<wmma::accumulator, 16, 16, 16, float> acc[2][2];
         for (int i = 0; i < 4; i++) wmma::fill_fragment(acc[i / 2][i % 2], 0.0f);
         for (uint32_t k = 0; k < t.num_k; k += EP_SIMPLE_BK) {

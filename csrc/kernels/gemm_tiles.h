@@ -1,16 +1,23 @@
 /* gemm_tiles.h - which part of a grouped GEMM is tile number t: pure arithmetic on the experts' sizes, which
- * stand on the device.  Every block and every role counts for itself, so nobody hands tiles out. */
+ * stand on the device.
+ *
+ * A tile number belongs to one block, or to a pair of blocks (size 2), each of which does a tile of it: two row
+ * blocks of the same columns, which share the weights; or, where an expert's row blocks do not come out even, two
+ * column blocks of its last row block, which share the rows. */
 #ifndef EP_GEMM_TILES_H
 #define EP_GEMM_TILES_H
 #include "gemm.h"
 
-#define EP_GEMM_GROUP 8u /* row blocks that go through the columns together */
+#ifndef EP_GEMM_GROUP
+#define EP_GEMM_GROUP 4u /* row blocks (or pairs of them) that go through the columns together */
+#endif
 
 typedef struct {
     uint32_t expert;
     uint32_t row0, num_rows; /* of the output: first row, and rows that exist (may be more than a tile has) */
-    uint32_t col0;           /* of the product */
+    uint32_t col0;           /* of the product; may lie behind the last one */
     uint32_t k0, num_k;      /* of the contraction: where it begins, how long it is */
+    uint32_t shares_rows;    /* with the other of the pair: rows, else columns */
 } EpGemmTile;
 
 /* Where a block's walk has come to: its tiles have rising numbers, so it never looks back. */
@@ -28,19 +35,31 @@ EP_PURE void ep_walk_enter(const EpGemmParams *p, uint32_t bm, EpGemmWalk *w) {
     w->row0 = from, w->num_rows = to > from ? to - from : 0;
     w->num_m = ((p->kind == EP_GEMM_WGRAD ? p->n : w->num_rows) + bm - 1) / bm;
 }
+EP_PURE uint32_t ep_walk_num_tiles(const EpGemmWalk *w, uint32_t num_n, uint32_t size) {
+    return w->num_m / size * num_n + w->num_m % size * ((num_n + size - 1) / size);
+}
 
-/* Tile number t: false behind the last one.  Inside an expert, EP_GEMM_GROUP row blocks go through the columns together, so
- * that blocks running side by side read the same weights. */
-EP_PURE bool ep_gemm_tile(const EpGemmParams *p, uint32_t bm, uint32_t bn, EpGemmWalk *w, uint32_t t, EpGemmTile *tile) {
-    const uint32_t num_n = ((p->kind == EP_GEMM_FORWARD ? p->n : p->k) + bn - 1) / bn;
-    while (w->expert < p->num_experts && t >= w->first_tile + w->num_m * num_n) {
-        w->first_tile += w->num_m * num_n, w->expert++;
+/* Tile number t, as block `rank` of `size` has it: false behind the last one, and w->first_tile is then how many there
+ * are.  Inside an expert, EP_GEMM_GROUP row blocks go through the columns together, so that blocks running side by
+ * side read the same weights. */
+EP_PURE bool ep_gemm_tile(const EpGemmParams *p, uint32_t bm, uint32_t bn, uint32_t size, uint32_t rank, EpGemmWalk *w, uint32_t t,
+                          EpGemmTile *tile) {
+    const uint32_t num_n = (ep_gemm_num_cols(p) + bn - 1) / bn;
+    while (w->expert < p->num_experts && t >= w->first_tile + ep_walk_num_tiles(w, num_n, size)) {
+        w->first_tile += ep_walk_num_tiles(w, num_n, size), w->expert++;
         ep_walk_enter(p, bm, w);
     }
     if (w->expert >= p->num_experts) return false;
-    const uint32_t i = t - w->first_tile, first_m = i / (EP_GEMM_GROUP * num_n) * EP_GEMM_GROUP, left = w->num_m - first_m;
-    const uint32_t j = i % (EP_GEMM_GROUP * num_n), group = left < EP_GEMM_GROUP ? left : EP_GEMM_GROUP, m = (first_m + j % group) * bm;
-    tile->expert = w->expert, tile->col0 = j / group * bn;
+    const uint32_t i = t - w->first_tile, num_sets = w->num_m / size, num_even = num_sets * num_n;
+    uint32_t m = w->num_m - 1, n = (i - num_even) * size + rank;
+    tile->shares_rows = i >= num_even;
+    if (i < num_even) {
+        const uint32_t first = i / (EP_GEMM_GROUP * num_n) * EP_GEMM_GROUP, j = i % (EP_GEMM_GROUP * num_n), left = num_sets - first;
+        const uint32_t group = left < EP_GEMM_GROUP ? left : EP_GEMM_GROUP;
+        m = (first + j % group) * size + rank, n = j / group;
+    }
+    m *= bm;
+    tile->expert = w->expert, tile->col0 = n * bn;
     if (p->kind == EP_GEMM_WGRAD) tile->row0 = m, tile->num_rows = p->n - m, tile->k0 = w->row0, tile->num_k = w->num_rows;
     else tile->row0 = w->row0 + m, tile->num_rows = w->num_rows - m, tile->k0 = 0, tile->num_k = p->kind == EP_GEMM_FORWARD ? p->k : p->n;
     return true;

@@ -21,21 +21,13 @@
     X(EP_GEMM_WGRAD, 192, EP_ACT_NONE)      \
     X(EP_GEMM_WGRAD, 128, EP_ACT_NONE)
 
-typedef struct {
-    uint32_t tile_cols; /* of a tile */
-    uint32_t cluster;   /* blocks that share the rows they load: 1 or 2 */
-} EpGemmTuning;
-
 /* Columns of a tile: a narrower one reads more for each product, so it has to save columns that nobody wants;
- * 192 counts 1.05 of 256 for each column, 128 counts 1.25.  Pairs of blocks: where their columns come out even. */
-EP_PURE EpGemmTuning ep_gemm_tune(const EpGemmParams *p) {
+ * 192 counts 1.05 of 256 for each column, 128 counts 1.25. */
+EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
     const uint32_t cols = ep_gemm_num_cols(p), has_192 = p->activation == EP_ACT_NONE;
     const uint64_t at_256 = (uint64_t)(cols + 255) / 256 * 256 * 100, at_192 = (uint64_t)(cols + 191) / 192 * 192 * 105;
     const uint64_t at_128 = (uint64_t)(cols + 127) / 128 * 128 * 125;
-    EpGemmTuning t;
-    t.tile_cols = has_192 && at_192 < at_256 && at_192 <= at_128 ? 192 : at_128 < at_256 ? 128 : 256;
-    t.cluster = (cols + t.tile_cols - 1) / t.tile_cols % 2 == 0 ? 2 : 1;
-    return t;
+    return has_192 && at_192 < at_256 && at_192 <= at_128 ? 192 : at_128 < at_256 ? 128 : 256;
 }
 
 #endif /* EP_GEMM_TUNE_H */

@@ -5,7 +5,8 @@
 #ifndef EP_PTX_CUH
 #define EP_PTX_CUH
 #include <cuda.h>
-#include <stdint.h>
+
+#include "protocol/port.h"
 
 #define EP_PTX static __device__ __forceinline__
 
@@ -23,21 +24,25 @@ EP_PTX void ep_mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.release
 EP_PTX void ep_mbar_arrive_expect(uint32_t bar, uint32_t num_bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(num_bytes) : "memory");
 }
-EP_PTX bool ep_mbar_try_wait(uint32_t bar, uint32_t parity) {
+/* Sleeps until the phase with that parity has ended, or for the time that is given at most: a warp that asks again
+ * and again takes energy from those that multiply. */
+EP_PTX bool ep_mbar_try_wait(uint32_t bar, uint32_t parity, uint32_t nanoseconds) {
     uint32_t done;
     asm volatile("{\n.reg .pred p;\n"
-                 "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+                 "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2, %3;\n"
                  "selp.u32 %0, 1, 0, p;\n}"
                  : "=r"(done)
-                 : "r"(bar), "r"(parity)
+                 : "r"(bar), "r"(parity), "r"(nanoseconds)
                  : "memory");
     return done != 0;
 }
-/* Both ends are warps of this block, so a wait that does not end is a fault of the kernel itself: better a
- * trap after some seconds than a GPU that never answers again. */
+/* Both ends are warps of this block or its neighbour, so a wait that does not end is a fault of the kernel itself:
+ * better a trap after ten seconds than a GPU that never answers again. */
 EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity) {
-    for (uint32_t polls = 0; !ep_mbar_try_wait(bar, parity); polls++)
-        if (polls > 1u << 24) __trap();
+    if (ep_mbar_try_wait(bar, parity, 10000000)) return;
+    const uint64_t start = ep_now_ns();
+    while (!ep_mbar_try_wait(bar, parity, 10000000))
+        if (ep_now_ns() - start > 10000000000ull) __trap();
 }
 
 /* ---- clusters: blocks that run side by side and reach each other's shared memory ---- */
@@ -51,12 +56,23 @@ EP_PTX uint32_t ep_cluster_rank(void) {
 EP_PTX void ep_cluster_sync(void) {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-/* Arrive at the same mbarrier of another block of the cluster, or of this one. */
+/* Arrive at the same mbarrier of another block of the cluster, or of this one.  Relaxed: it orders no stores of this
+ * thread (a release to the cluster is a fence of the whole GPU); what wgmma has read by then, it has read. */
 EP_PTX void ep_mbar_arrive_at(uint32_t bar, uint32_t rank) {
     asm volatile("{\n.reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
+                 "mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
                  "r"(rank)
+                 : "memory");
+}
+
+/* A number to the same place in a block's shared memory, its four bytes counted by that block's mbarrier. */
+EP_PTX void ep_st_async(uint32_t dst, uint32_t value, uint32_t bar, uint32_t rank) {
+    asm volatile("{\n.reg .b32 to, remote;\n"
+                 "mapa.shared::cluster.u32 to, %0, %3;\n"
+                 "mapa.shared::cluster.u32 remote, %2, %3;\n"
+                 "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %1, [remote];\n}" ::"r"(dst),
+                 "r"(value), "r"(bar), "r"(rank)
                  : "memory");
 }
 
@@ -71,40 +87,32 @@ template <int N> EP_PTX void ep_setmaxnreg_dec(void) { asm volatile("setmaxnreg.
 /* ---- bulk tensor copies ---- */
 
 EP_PTX void ep_tma_prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-EP_PTX void ep_tma_load_2d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
-                 "l"(map), "r"(bar), "r"(x), "r"(y)
-                 : "memory");
+
+/* A box of a tensor into shared memory, its bytes counted by the mbarrier.  BOTH: to the same place in both blocks of
+ * a pair, each block's mbarrier counting what came to it. */
+#define EP_TMA_LOAD(DIMS, COORDS, ...)                                                                                            \
+    if (BOTH)                                                                                                                     \
+        asm volatile("cp.async.bulk.tensor." DIMS ".shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster " \
+                     "[%0], [%1, {" COORDS "}], [%2], %3;" ::"r"(dst),                                                            \
+                     "l"(map), "r"(bar), "h"((uint16_t)3), __VA_ARGS__                                                            \
+                     : "memory");                                                                                                 \
+    else                                                                                                                          \
+        asm volatile("cp.async.bulk.tensor." DIMS ".shared::cluster.global.tile.mbarrier::complete_tx::bytes "                    \
+                     "[%0], [%1, {" COORDS "}], [%2];" ::"r"(dst),                                                                \
+                     "l"(map), "r"(bar), "h"((uint16_t)3), __VA_ARGS__                                                            \
+                     : "memory")
+template <bool BOTH> EP_PTX void ep_tma_load_2d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y) {
+    EP_TMA_LOAD("2d", "%4, %5", "r"(x), "r"(y));
 }
-/* To the same place in each block of the mask, each block's mbarrier counting what came to it. */
-EP_PTX void ep_tma_load_2d_multicast(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y, uint16_t mask) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(dst),
-                 "l"(map), "r"(bar), "r"(x), "r"(y), "h"(mask)
-                 : "memory");
+template <bool BOTH> EP_PTX void ep_tma_load_3d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z) {
+    EP_TMA_LOAD("3d", "%4, %5, %6", "r"(x), "r"(y), "r"(z));
 }
-EP_PTX void ep_tma_load_3d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(dst),
-        "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
-        : "memory");
-}
+template <bool BOTH>
 EP_PTX void ep_tma_load_5d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z, int32_t u, int32_t v) {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-                 "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(dst),
-                 "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "r"(u), "r"(v)
-                 : "memory");
+    EP_TMA_LOAD("5d", "%4, %5, %6, %7, %8", "r"(x), "r"(y), "r"(z), "r"(u), "r"(v));
 }
-EP_PTX void ep_tma_store_3d(const CUtensorMap *map, uint32_t src, int32_t x, int32_t y, int32_t z) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map), "r"(src), "r"(x),
-                 "r"(y), "r"(z)
-                 : "memory");
-}
-EP_PTX void ep_bulk_commit(void) { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-/* All but the N newest groups of this thread have been read from shared memory. */
-template <int N> EP_PTX void ep_bulk_wait_read(void) { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
-/* All of this thread's groups have been written. */
-EP_PTX void ep_bulk_wait(void) { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+/* ---- shared memory, registers ---- */
 
 /* Four 8x8 matrices of 16-bit numbers: lane l gives the address of row l % 8 of matrix l / 8. */
 EP_PTX void ep_stmatrix_x4(uint32_t dst, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
@@ -128,7 +136,24 @@ EP_PTX uint4 ep_ld_shared(uint32_t src) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(src) : "memory");
     return v;
 }
-EP_PTX void ep_st_shared_zero(uint32_t dst) { asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(dst), "r"(0) : "memory"); }
+EP_PTX uint32_t ep_ld_shared_u32(uint32_t src) {
+    uint32_t v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(src) : "memory");
+    return v;
+}
+EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
+EP_PTX void ep_st_global(void *dst, uint4 v) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+/* Asked for anew each time, so that what follows from it takes no registers in between. */
+EP_PTX uint32_t ep_lane_now(void) {
+    uint32_t lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
 
 /* Two numbers rounded to 16 bits each, the first in the lower half. */
 template <bool F16> EP_PTX uint32_t ep_pack(float lo, float hi) {

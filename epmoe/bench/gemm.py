@@ -1,7 +1,7 @@
 """Grouped GEMMs alone, beside torch's: what the experts of one rank of four multiply, forward and backward.
 
 Rows are the choices of T tokens, spread at random over the rank's experts; every product is compared with float64 on
-sampled rows before it is timed.  Also a dense product and a decoding batch, whose time is that of reading the weights.
+sampled rows before it is timed, by turns with torch's.  Also a dense product and a decoding batch, whose time is that of reading the weights.
 """
 
 import functools
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import epmoe
 from epmoe.bench.check import poisoned
-from epmoe.bench.measure import timed
+from epmoe.bench.measure import alternated
 from epmoe.bench.shapes import SHAPES, Shape
 from epmoe.gemm import DGRAD, FORWARD, WGRAD
 from epmoe.reference import activate
@@ -79,8 +79,8 @@ def measure(run, shape):
                 ("dgrad of down", DGRAD, None, dy, down), ("dgrad of gate and up", DGRAD, None, dgu, gate_up),
                 ("wgrad of down", WGRAD, None, dy, h), ("wgrad of gate and up", WGRAD, None, dgu, x)]
 
-    def time(fn):
-        return timed(fn, lambda: None, run.device, run.cpu_group, run.iters)
+    def time(*fns):
+        return alternated(fns, run.device, run.cpu_group, **({} if run.on_gpu else {"rounds": 3, "round_ms": 1.0}))
 
     def ours(kind, activation, a, b):
         if kind == FORWARD:
@@ -98,10 +98,13 @@ def measure(run, shape):
             rate = f"{gbps:.0f} GB/s" if shape.tokens <= 128 and gbps else f"{tflops:.3g} TFLOP/s"
             run.record("gemm", shape, impl, ms, over=over, rate=rate, tflops=round(tflops, 4), weight_gbps=round(gbps, 1))
 
+        def product(activation=None):
+            return ours(kind, activation, a, b)
+
         if activation:
-            bare = time(lambda: ours(kind, None, a, b))
-            record(f"epmoe {name}", time(lambda: ours(kind, activation, a, b)), {"without": bare})
-            continue
-        theirs = time(lambda: with_torch(run, kind, a, b, offsets))
-        record(f"torch {name}", theirs)
-        record(f"epmoe {name}", time(lambda: ours(kind, activation, a, b)), {"torch": theirs})
+            bare, fused = time(product, lambda: product(activation))
+            record(f"epmoe {name}", fused, {"without": bare})
+        else:
+            theirs, our = time(lambda: with_torch(run, kind, a, b, offsets), product)
+            record(f"torch {name}", theirs)
+            record(f"epmoe {name}", our, {"torch": theirs})

@@ -49,6 +49,31 @@ def timed(fn, barrier, device, cpu_group, iters=30, warmup=5):
     return slowest(cpu_group, statistics.median(times))
 
 
+def alternated(fns, device, cpu_group, rounds=5, round_ms=15.0):
+    """Milliseconds of each fn, called back to back and in turn with the others: median over the rounds, slowest rank's.
+
+    For work that a GPU's power limits: its clock falls within milliseconds, so each must meet it in the same state.
+    """
+    def span(fn, calls):
+        if device.type != "cuda":
+            t = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            return (time.perf_counter() - t) * 1e3 / calls
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        fn()
+        begin.record()
+        for _ in range(calls):
+            fn()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / calls
+
+    calls = [max(1, int(round_ms / span(fn, 2))) for fn in fns]
+    times = [[span(fn, n) for fn, n in zip(fns, calls)] for _ in range(rounds)]
+    return [slowest(cpu_group, statistics.median(t)) for t in zip(*times)]
+
+
 def graphed(fn, device, cpu_group, calls=10, replays=20):
     """Milliseconds of one fn among `calls` of them in a CUDA graph: device time without the host's, caches warm."""
     fn()

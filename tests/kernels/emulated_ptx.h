@@ -1,5 +1,5 @@
-/* emulated_ptx.h - kernels/ptx.cuh in threads and plain C++: every GPU thread of a block, or of a
- * cluster of two, is a thread here.
+/* emulated_ptx.h - kernels/ptx.cuh in threads and plain C++: every GPU thread of a
+ * pair of blocks is a thread here.
  *
  * What it keeps of the machine: where numbers lie (128-byte swizzle, wgmma's descriptors and accumulators,
  * stmatrix, boxes of tensor maps and their edges), phases and byte counts of mbarriers, and that a wgmma reads
@@ -72,6 +72,10 @@ static void ep_mbar_change(uint32_t bar, uint32_t arrivals, int64_t bytes, uint3
     b.settle();
 }
 EP_PTX void ep_mbar_arrive(uint32_t bar) { ep_mbar_change(bar, 1, 0); }
+EP_PTX void ep_st_async(uint32_t dst, uint32_t value, uint32_t bar, uint32_t rank) {
+    memcpy(ep_at(dst, 4, rank), &value, 4);
+    ep_mbar_change(bar, 0, -4, rank);
+}
 EP_PTX void ep_mbar_arrive_at(uint32_t bar, uint32_t rank) { ep_mbar_change(bar, 1, 0, rank); }
 EP_PTX void ep_mbar_arrive_expect(uint32_t bar, uint32_t n) {
     EpMbarrier &b = ep_mbarriers[ep_rank][bar / 8];
@@ -120,27 +124,20 @@ static void ep_load_box(uint32_t dst, const EpTensorMap *map, uint32_t bar, cons
     ep_mbar_change(bar, 0, -num_bytes, rank);
 }
 EP_PTX void ep_tma_prefetch(const EpTensorMap *) {}
-EP_PTX void ep_tma_load_2d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y) {
-    ep_load_box(dst, map, bar, {x, y, 0, 0, 0}, 2);
-}
-EP_PTX void ep_tma_load_2d_multicast(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y, uint16_t mask) {
+template <bool BOTH> static void ep_load(uint32_t dst, const EpTensorMap *map, uint32_t bar, const int64_t (&at)[5], uint32_t num_dims) {
     for (uint32_t r = 0; r < 2; r++)
-        if (mask >> r & 1) ep_load_box(dst, map, bar, {x, y, 0, 0, 0}, 2, r);
+        if (BOTH || r == ep_rank) ep_load_box(dst, map, bar, at, num_dims, r);
 }
-EP_PTX void ep_tma_load_3d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z) {
-    ep_load_box(dst, map, bar, {x, y, z, 0, 0}, 3);
+template <bool BOTH> EP_PTX void ep_tma_load_2d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y) {
+    ep_load<BOTH>(dst, map, bar, {x, y, 0, 0, 0}, 2);
 }
+template <bool BOTH> EP_PTX void ep_tma_load_3d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z) {
+    ep_load<BOTH>(dst, map, bar, {x, y, z, 0, 0}, 3);
+}
+template <bool BOTH>
 EP_PTX void ep_tma_load_5d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z, int32_t u, int32_t v) {
-    ep_load_box(dst, map, bar, {x, y, z, u, v}, 5);
+    ep_load<BOTH>(dst, map, bar, {x, y, z, u, v}, 5);
 }
-EP_PTX void ep_tma_store_3d(const EpTensorMap *map, uint32_t src, int32_t x, int32_t y, int32_t z) {
-    ep_box(map, src, {x, y, z, 0, 0}, 3, [](uint16_t *p, uint32_t from) {
-        if (p) memcpy(p, ep_at(from, 2), 2);
-    });
-}
-EP_PTX void ep_bulk_commit(void) {}
-template <int N> EP_PTX void ep_bulk_wait_read(void) {}
-EP_PTX void ep_bulk_wait(void) {}
 
 /* ---- a warp's shared memory ---- */
 
@@ -157,7 +154,18 @@ EP_PTX uint4 ep_ld_shared(uint32_t src) {
     memcpy(&v, ep_at(src, 16), 16);
     return v;
 }
-EP_PTX void ep_st_shared_zero(uint32_t dst) { memset(ep_at(dst, 16), 0, 16); }
+EP_PTX uint32_t ep_ld_shared_u32(uint32_t src) {
+    uint32_t v;
+    memcpy(&v, ep_at(src, 4), 4);
+    return v;
+}
+EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+    const uint32_t v[4] = {x, y, z, w};
+    memcpy(ep_at(dst, 16), v, 16);
+}
+
+EP_PTX void ep_st_global(void *dst, uint4 v) { memcpy(dst, &v, 16); }
+EP_PTX uint32_t ep_lane_now(void) { return threadIdx.x % 32; }
 
 EP_PTX float ep_ex2(float x) { return exp2f(x); }
 EP_PTX float ep_rcp(float x) { return 1 / x; }
