@@ -23,13 +23,11 @@ EP_FN void put_choice(const Params &p, unsigned char *to, int32_t row) {
     ep_copy_row((uint64_t)to, 1, (const void *)row_address(p, row), (uint32_t)(p.comm.layout.row_bytes / 16));
 }
 
-/* Send home what this rank made of one slot of rank s. */
+/* Send home what this rank made of one slot of rank s: of its token; lane k has the row of choice k. */
 template <int DTYPE>
-EP_FN void return_slot(const Params &p, uint32_t s, uint32_t slot) {
+EP_FN void return_slot(const Params &p, uint32_t s, uint32_t slot, int32_t token, int32_t row) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk;
-    const int32_t *meta = p.recv + ((uint64_t)s * c->shape.max_tokens + slot) * (1 + K);
-    const int32_t token = meta[0], row = ep_lane() < K ? meta[1 + ep_lane()] : -1;
     const bool here = row >= 0 && (uint32_t)row < p.num_rows && (uint32_t)token < c->shape.max_tokens;
     const uint32_t mask = __ballot_sync(EP_FULL, here);
     if (c->shape.combine_mode == EP_COMBINE_SCATTER) {
@@ -48,9 +46,19 @@ EP_FN void return_slot(const Params &p, uint32_t s, uint32_t slot) {
 template <int DTYPE>
 EP_FN void return_chunk(const Params &p, EpTask task, uint64_t epoch) {
     const EpComm *c = &p.comm;
-    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
+    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk), K = c->shape.num_topk;
+    const uint32_t first = task.chunk * EP_CHUNK_SLOTS;
+    const int32_t *meta = p.recv + ((uint64_t)task.rank * c->shape.max_tokens + first) * (1 + K);
+    int32_t row[EP_CHUNK_SLOTS]; /* of all slots, before the first is worked on; lane i has the i-th's token */
     if (num == 0) return;
-    for (uint32_t i = 0; i < num; i++) return_slot<DTYPE>(p, task.rank, task.chunk * EP_CHUNK_SLOTS + i);
+    const int32_t token = ep_lane() < num ? meta[ep_lane() * (1 + K)] : 0;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) row[i] = i < num && ep_lane() < K ? meta[i * (1 + K) + 1 + ep_lane()] : -1;
+    for (uint32_t i = 0; i < num; i++) {
+        return_slot<DTYPE>(p, task.rank, first + i, __shfl_sync(EP_FULL, token, (int)i), row[0]);
+#pragma unroll
+        for (uint32_t j = 1; j < EP_CHUNK_SLOTS; j++) row[j - 1] = row[j];
+    }
     ep_warp_sync(); /* all lanes' stores come before lane 0's release */
     if (ep_lane() == 0) ep_flag_publish(c, task.rank, task.chunk, epoch);
 }
@@ -71,8 +79,8 @@ EP_FN void stage_chunk(const Params &p, uint32_t chunk, uint32_t num_chunks, uin
 }
 
 /* Is all here that a chunk of this rank's tokens needs?  With `wait`: until it is.  A lane looks after one
- * (token, rank) of the chunk. */
-EP_FN bool tokens_are_here(const Params &p, uint32_t chunk, uint64_t epoch, bool wait) {
+ * (token, rank) of the chunk, and keeps its slot. */
+EP_FN bool tokens_are_here(const Params &p, uint32_t chunk, uint64_t epoch, bool wait, int32_t *slot_of_lane) {
     static_assert(EP_CHUNK_SLOTS * EP_MAX_RANKS == 32, "a lane for each token and rank of a chunk");
     const EpComm *c = &p.comm;
     const uint32_t t = chunk * EP_CHUNK_SLOTS + ep_lane() / EP_MAX_RANKS, r = ep_lane() % EP_MAX_RANKS;
@@ -82,6 +90,7 @@ EP_FN bool tokens_are_here(const Params &p, uint32_t chunk, uint64_t epoch, bool
         slot = gather ? 0 : p.plan[p.layout.token_slot_off + (uint64_t)t * c->shape.num_ranks + r];
     EpFaultRecord f = {0, 0, EP_OP_COMBINE, r, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
     bool ok = true;
+    *slot_of_lane = slot;
     if (slot >= 0) {
         const uint64_t *flag = ep_flag(c, c->my_rank, r, (uint32_t)slot / EP_CHUNK_SLOTS);
         ok = wait ? ep_wait_u64(c, flag, EP_CMP_EQ, epoch, &f) : ep_ld_acquire_sys_u64(flag) == epoch;
@@ -89,15 +98,15 @@ EP_FN bool tokens_are_here(const Params &p, uint32_t chunk, uint64_t epoch, bool
     return __all_sync(EP_FULL, ok); /* what any lane acquired is now readable by all */
 }
 
-/* One token of this rank, from what the ranks returned. */
+/* One token of this rank, from what the ranks returned; LOCAL: lane r has its slot at rank r. */
 template <int DTYPE>
-EP_FN void finish_token(const Params &p, uint32_t t) {
+EP_FN void finish_token(const Params &p, uint32_t t, int32_t slot) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, W = c->shape.num_ranks, lane = ep_lane();
     const bool gather = c->shape.combine_mode == EP_COMBINE_GATHER, local = c->shape.combine_mode == EP_COMBINE_LOCAL;
-    const int32_t expert = lane < K ? p.plan[p.layout.token_expert_off + (uint64_t)t * K + lane] : -1;
+    const bool by_choice = lane < K && (!local || p.has_scalar);
+    const int32_t expert = by_choice ? p.plan[p.layout.token_expert_off + (uint64_t)t * K + lane] : -1;
     const uint32_t owner = expert < 0 ? 0 : (uint32_t)expert / ep_num_local_experts(&c->shape);
-    const int32_t slot = lane < W ? p.plan[p.layout.token_slot_off + (uint64_t)t * W + lane] : -1;
     unsigned char *out = (unsigned char *)p.out + t * c->layout.row_bytes;
     const uint32_t num_vec = (uint32_t)(c->layout.row_bytes / 16);
     /* LOCAL: lane r has what rank r returned.  Else: lane k has choice k, here or at the expert's rank. */
@@ -126,10 +135,14 @@ EP_FN void bring_home(const Params &p, uint64_t epoch) {
     const uint32_t num_staged = ep_ceil_div_u32(num_staged_rows(p), EP_CHUNK_SLOTS), num_stage = num_staged ? num_staged : 1;
     const uint64_t num_send = gather ? num_stage : ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W);
     bool may_send = true;
+    int32_t slot = -1; /* of lane's token of a chunk, at lane's rank */
     for (uint64_t recv = ep_queue_pop(&l->queue_recv); may_send || recv < num_recv;) {
-        if (recv < num_recv && tokens_are_here(p, (uint32_t)recv, epoch, !may_send)) {
+        if (recv < num_recv && tokens_are_here(p, (uint32_t)recv, epoch, !may_send, &slot)) {
             const uint32_t first = (uint32_t)recv * EP_CHUNK_SLOTS, num = ep_chunk_slots(T, (uint32_t)recv);
-            for (uint32_t t = first; t < first + num; t++) finish_token<DTYPE>(p, t);
+            for (uint32_t i = 0; i < num; i++) {
+                const int32_t there = __shfl_sync(EP_FULL, slot, (int)(i * EP_MAX_RANKS + ep_lane() % EP_MAX_RANKS));
+                finish_token<DTYPE>(p, first + i, ep_lane() < W ? there : -1);
+            }
             recv = ep_queue_pop(&l->queue_recv);
         } else if (may_send) {
             const uint64_t send = ep_queue_pop(&l->queue_send);
@@ -145,7 +158,7 @@ EP_FN void bring_home(const Params &p, uint64_t epoch) {
 template <int DTYPE>
 __global__ void __launch_bounds__(32 * EP_COMBINE_WARPS, 1) combine_kernel(const __grid_constant__ Params p) {
     const uint64_t epoch = ep_begin(&p.comm);
-    if (epoch && ep_block_enter(&p.comm, EP_OP_COMBINE, p.plan, p.layout.num_tokens, p.num_rows, p.has_weight, p.has_scalar, epoch, true)) {
+    if (epoch && ep_block_enter(&p.comm, EP_OP_COMBINE, p.plan, p.layout.num_tokens, p.num_rows, p.has_weight, p.has_scalar, epoch)) {
         bring_home<DTYPE>(p, epoch);
     }
     if (ep_block_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) {

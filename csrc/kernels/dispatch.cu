@@ -17,25 +17,32 @@ EP_FN int32_t row_at_rank(const Params &p, uint32_t t, uint32_t r) {
     return e >= 0 && (uint32_t)e / ep_num_local_experts(&p.comm.shape) == r ? p.plan[p.layout.token_row_off + (uint64_t)t * K + k] : -1;
 }
 
-EP_FN void send_slot(const Params &p, uint32_t r, uint32_t slot) {
+/* Lane i: the token in slot first + i of those that this rank sends to rank r. */
+EP_FN uint32_t tokens_to_send(const Params &p, uint32_t r, uint32_t first, uint32_t num) {
+    return ep_lane() < num ? (uint32_t)p.plan[p.layout.send_token_off + (uint64_t)r * p.layout.num_tokens + first + ep_lane()] : 0;
+}
+
+EP_FN void send_slot(const Params &p, uint32_t r, uint32_t slot, uint32_t t) {
     const EpComm *c = &p.comm;
-    const uint32_t K = c->shape.num_topk, t = (uint32_t)p.plan[p.layout.send_token_off + (uint64_t)r * p.layout.num_tokens + slot];
+    const uint32_t K = c->shape.num_topk;
     unsigned char *to = ep_slot_at(c, r, c->my_rank, slot);
     int32_t *trailer = (int32_t *)(to + c->layout.row_bytes);
     const int32_t row = row_at_rank(p, t, r);
-    if (ep_lane() == 0) trailer[0] = (int32_t)t;
+    const float weight = p.weight && ep_lane() < K ? p.weight[(uint64_t)t * K + ep_lane()] : 0;
+    ep_copy_row((uint64_t)to, 1, (const unsigned char *)p.x + t * c->layout.row_bytes, (uint32_t)(c->layout.row_bytes / 16));
+    if (ep_lane() == 0) trailer[0] = (int32_t)t; /* behind the row, whose loads need not wait for these */
     if (ep_lane() < K) {
         trailer[1 + ep_lane()] = row;
-        if (p.weight) ((float *)trailer)[1 + K + ep_lane()] = p.weight[(uint64_t)t * K + ep_lane()];
+        if (p.weight) ((float *)trailer)[1 + K + ep_lane()] = weight;
     }
-    ep_copy_row((uint64_t)to, 1, (const unsigned char *)p.x + t * c->layout.row_bytes, (uint32_t)(c->layout.row_bytes / 16));
 }
 
 EP_FN void send_chunk(const Params &p, EpTask task, uint64_t epoch) {
     const EpComm *c = &p.comm;
-    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_SEND + task.rank], task.chunk);
+    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_SEND + task.rank], task.chunk), first = task.chunk * EP_CHUNK_SLOTS;
     if (task.rank == c->my_rank || num == 0) return;
-    for (uint32_t i = 0; i < num; i++) send_slot(p, task.rank, task.chunk * EP_CHUNK_SLOTS + i);
+    const uint32_t tokens = tokens_to_send(p, task.rank, first, num);
+    for (uint32_t i = 0; i < num; i++) send_slot(p, task.rank, first + i, __shfl_sync(EP_FULL, tokens, (int)i));
     ep_warp_sync(); /* all lanes' stores come before lane 0's release */
     if (ep_lane() == 0) ep_flag_publish(c, task.rank, task.chunk, epoch);
 }
@@ -61,24 +68,37 @@ EP_FN bool chunk_is_here(const Params &p, EpTask task, uint64_t epoch, bool wait
     return wait ? ep_flag_await(c, EP_OP_DISPATCH, task.rank, task.chunk, epoch) : ep_flag_ready(c, task.rank, task.chunk, epoch);
 }
 
+/* My own tokens: straight from the input. */
+EP_FN void place_own(const Params &p, uint32_t first, uint32_t num) {
+    const EpComm *c = &p.comm;
+    const uint32_t tokens = tokens_to_send(p, c->my_rank, first, num), K = c->shape.num_topk;
+    for (uint32_t i = 0; i < num; i++) {
+        const uint32_t t = __shfl_sync(EP_FULL, tokens, (int)i);
+        const float weight = p.weight && ep_lane() < K ? p.weight[(uint64_t)t * K + ep_lane()] : 0;
+        place_slot(p, c->my_rank, first + i, (const unsigned char *)p.x + t * c->layout.row_bytes, (int32_t)t,
+                   row_at_rank(p, t, c->my_rank), weight);
+    }
+}
+
 EP_FN void receive_chunk(const Params &p, EpTask task) {
     const EpComm *c = &p.comm;
-    const uint32_t K = c->shape.num_topk, first = task.chunk * EP_CHUNK_SLOTS;
-    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
-    for (uint32_t slot = first; slot < first + num; slot++) {
-        float weight = 0;
-        if (task.rank == c->my_rank) { /* my own tokens: straight from the input */
-            const uint32_t t = (uint32_t)p.plan[p.layout.send_token_off + (uint64_t)c->my_rank * p.layout.num_tokens + slot];
-            if (p.weight && ep_lane() < K) weight = p.weight[(uint64_t)t * K + ep_lane()];
-            place_slot(p, task.rank, slot, (const unsigned char *)p.x + t * c->layout.row_bytes, (int32_t)t, row_at_rank(p, t, c->my_rank),
-                       weight);
-            continue;
-        }
-        const unsigned char *from = ep_slot_at(c, c->my_rank, task.rank, slot);
-        const int32_t *trailer = (const int32_t *)(from + c->layout.row_bytes);
-        const int32_t token = trailer[0], row = ep_lane() < K ? trailer[1 + ep_lane()] : -1;
-        if (p.has_weight && ep_lane() < K) weight = ((const float *)trailer)[1 + K + ep_lane()];
-        place_slot(p, task.rank, slot, from, token, row, weight);
+    const uint32_t K = c->shape.num_topk, first = task.chunk * EP_CHUNK_SLOTS, r = task.rank;
+    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + r], task.chunk);
+    int32_t token[EP_CHUNK_SLOTS], row[EP_CHUNK_SLOTS]; /* of all slots, before the first is worked on */
+    float weight[EP_CHUNK_SLOTS];
+    if (r == c->my_rank) return place_own(p, first, num);
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
+        const int32_t *trailer = (const int32_t *)(ep_slot_at(c, c->my_rank, r, first + i) + c->layout.row_bytes);
+        const bool mine = i < num && ep_lane() < K;
+        token[i] = i < num ? trailer[0] : 0;
+        row[i] = mine ? trailer[1 + ep_lane()] : -1;
+        weight[i] = mine && p.has_weight ? ((const float *)trailer)[1 + K + ep_lane()] : 0;
+    }
+    for (uint32_t i = 0; i < num; i++) {
+        place_slot(p, r, first + i, ep_slot_at(c, c->my_rank, r, first + i), token[0], row[0], weight[0]);
+#pragma unroll
+        for (uint32_t j = 1; j < EP_CHUNK_SLOTS; j++) token[j - 1] = token[j], row[j - 1] = row[j], weight[j - 1] = weight[j];
     }
 }
 
@@ -112,7 +132,7 @@ EP_FN void clear_rest(const Params &p) {
 
 __global__ void __launch_bounds__(32 * EP_WARPS, 1) dispatch_kernel(const __grid_constant__ Params p) {
     const uint64_t epoch = ep_begin(&p.comm);
-    if (epoch && ep_block_enter(&p.comm, EP_OP_DISPATCH, p.plan, p.layout.num_tokens, p.num_rows, p.has_weight, 0, epoch, true)) {
+    if (epoch && ep_block_enter(&p.comm, EP_OP_DISPATCH, p.plan, p.layout.num_tokens, p.num_rows, p.has_weight, 0, epoch)) {
         move_tokens(p, epoch);
         clear_rest(p);
     }

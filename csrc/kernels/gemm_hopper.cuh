@@ -39,7 +39,7 @@ static cudaError_t encode(EpTensorMap s, CUtensorMap *map) {
     for (uint32_t i = 0; i + 1 < s.num_dims; i++) strides[i] = 2 * s.strides[i];
     CUresult r = encode_tiled(map, s.is_f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, s.num_dims,
                               (void *)s.base, dims, strides, s.box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return r == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

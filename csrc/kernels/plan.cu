@@ -1,9 +1,12 @@
 /* plan.cu - the routing plan, in one launch and without the host.
  *
- * Each block has a range of tokens, each of its warps a part of it.  Count: a histogram per warp in shared
- * memory.  Scan: over warps, then (one grid barrier) over blocks.  Exchange: every rank tells every peer
+ * Each block has a range of tokens, each of its EP_WARPS warps a part of it.  Count: a histogram per warp in
+ * shared memory.  Scan: over warps, then (one grid barrier) over blocks.  Exchange: every rank tells every peer
  * its counts.  Place: each warp walks its choices again, in order, and ranks equal experts among 32 lanes
- * by match.  No atomic decides an order, so the plan is the same in every run and equals the CPU's. */
+ * by match.  No atomic decides an order, so the plan is the same in every run and equals the CPU's.
+ *
+ * All of it is latency.  So one more warp of each block, the clerk, has no tokens, and does what would keep the
+ * others: it enters, waits for the peers' enter, and tells the host. */
 #include "launch.h"
 #include "rows.cuh"
 
@@ -33,45 +36,62 @@ struct Verdict { /* what all ranks agree on; in shared memory */
     uint32_t bad, num_sorted;
 };
 
+EP_FN bool is_clerk(void) { return threadIdx.x / 32 == EP_WARPS; }
+
 /* Tokens of this warp. */
 struct Range {
     uint32_t first, last;
     __device__ Range(uint32_t num_tokens) {
         const uint32_t num_warps = gridDim.x * EP_WARPS, per = ep_ceil_div_u32(num_tokens, num_warps);
         const uint32_t at = (blockIdx.x * EP_WARPS + threadIdx.x / 32) * per;
-        first = at < num_tokens ? at : num_tokens;
+        first = at < num_tokens && !is_clerk() ? at : num_tokens;
         last = first + per < num_tokens ? first + per : num_tokens;
     }
 };
 
-/* Bit r: token t goes to rank r.  Lane per token. */
-EP_FN uint32_t ranks_of(const Params &p, uint32_t t) {
-    const uint32_t K = p.comm.shape.num_topk, L = ep_num_local_experts(&p.comm.shape);
-    const int32_t *expert = p.plan + p.layout.token_expert_off + (uint64_t)t * K;
-    uint32_t mask = 0;
-    for (uint32_t k = 0; k < K; k++)
-        if (expert[k] >= 0) mask |= 1u << (uint32_t)expert[k] / L;
-    return mask;
+/* A warp takes as many tokens at a time as have room: a lane for each of their choices. */
+struct Round {
+    uint32_t num_tokens, num_choices;
+    __device__ Round(uint32_t K) { num_tokens = 32 / K, num_choices = num_tokens * K; }
+    __device__ bool has(uint64_t i, uint64_t end) const { return ep_lane() < num_choices && i < end; }
+};
+/* Bit r of lane j: token j of the round goes to rank r. */
+EP_FN uint32_t ranks_of(const Params &p, const Round &round, int32_t expert) {
+    const uint32_t K = p.comm.shape.num_topk, bit = expert < 0 ? 0 : 1u << (uint32_t)expert / ep_num_local_experts(&p.comm.shape);
+    uint32_t ranks = 0;
+    for (uint32_t k = 0; k < K; k++) ranks |= __shfl_sync(EP_FULL, bit, (int)(ep_lane() * K + k)); /* modulo 32 */
+    return ep_lane() < round.num_tokens ? ranks : 0;
 }
 
-EP_FN void count(const Params &p, Range range, uint32_t *mine, uint32_t *bad) {
+/* `kept`: the experts of the first two rounds, so that place need not load them. */
+EP_FN void count(const Params &p, Range range, uint32_t *mine, uint32_t *bad, int32_t (&kept)[2]) {
     const EpShape &s = p.comm.shape;
-    int32_t *expert = p.plan + p.layout.token_expert_off;
+    const Round round(s.num_topk);
     const uint64_t end = (uint64_t)range.last * s.num_topk;
-    for (uint64_t i = (uint64_t)range.first * s.num_topk + ep_lane(); i < end; i += 32) {
-        const int32_t e = ep_read_expert(p.exp_indices, p.index_bytes, i, s.num_experts);
-        if (e == -2) atomicMin(bad, (uint32_t)i);
-        expert[i] = e < 0 ? -1 : e;
-        if (e >= 0) atomicAdd(&mine[e], 1u);
-    }
-    __syncwarp();
-    for (uint32_t t = range.first; t < range.last; t += 32) {
-        const uint32_t ranks = t + ep_lane() < range.last ? ranks_of(p, t + ep_lane()) : 0;
-        for (uint32_t r = 0; r < s.num_ranks; r++) {
-            const uint32_t num = __popc(__ballot_sync(EP_FULL, ranks >> r & 1u));
-            if (ep_lane() == 0) mine[s.num_experts + r] += num;
+    int32_t *expert = p.plan + p.layout.token_expert_off;
+    uint32_t to_rank = 0; /* lane r: tokens to rank r */
+    for (uint32_t t = range.first; t < range.last; t += 2 * round.num_tokens) {
+        int32_t both[2]; /* two loads on their way */
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) {
+            const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
+            both[j] = round.has(i, end) ? ep_read_expert(p.exp_indices, p.index_bytes, i, s.num_experts) : -1;
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) {
+            const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
+            if (both[j] == -2) atomicMin(bad, (uint32_t)i), both[j] = -1;
+            if (round.has(i, end)) expert[i] = both[j];
+            if (both[j] >= 0) atomicAdd(&mine[both[j]], 1u);
+            const uint32_t ranks = ranks_of(p, round, both[j]);
+            for (uint32_t r = 0; r < s.num_ranks; r++) {
+                const uint32_t num = __popc(__ballot_sync(EP_FULL, ranks >> r & 1u));
+                if (ep_lane() == r) to_rank += num;
+            }
+            if (t == range.first) kept[j] = both[j];
         }
     }
+    if (ep_lane() < s.num_ranks && !is_clerk()) mine[s.num_experts + ep_lane()] = to_rank;
 }
 
 /* Exclusive prefixes over this block's warps; the block's sums go to scratch. */
@@ -88,17 +108,21 @@ EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t cells, uint32_t b
     }
 }
 
-/* All blocks of this rank have come here, and see what the others wrote. */
-EP_FN bool grid_barrier(const EpComm *c, uint64_t epoch) {
-    __shared__ int ok;
+/* All blocks of this rank have come here and see what the others wrote, and all ranks have entered. */
+EP_FN bool meet(const EpComm *c, uint64_t epoch) {
+    __shared__ int arrived, entered;
     __syncthreads();
     if (threadIdx.x == 0) {
         EpFaultRecord f = {0, 0, EP_OP_PLAN, c->my_rank, EP_WORD_NONE, 0, 0, epoch, 0, 0};
         ep_add_acq_rel_gpu_u64(&ep_local(c)->grid_arrived, 1);
-        ok = ep_wait_u64(c, &ep_local(c)->grid_arrived, EP_CMP_GE, gridDim.x, &f);
+        arrived = ep_wait_u64(c, &ep_local(c)->grid_arrived, EP_CMP_GE, gridDim.x, &f);
+    }
+    if (is_clerk()) {
+        const bool ok = ep_enter_await(c, EP_OP_PLAN, epoch);
+        if (ep_lane() == 0) entered = ok;
     }
     __syncthreads();
-    return ok;
+    return arrived && entered;
 }
 
 /* Prefixes over the blocks before this one, and totals. */
@@ -106,7 +130,7 @@ EP_FN void scan_blocks(const Params &p, const Smem &m, uint32_t cells, Verdict *
     const uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off);
     for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x) {
         uint32_t before = 0, total = 0, bad = UINT32_MAX;
-#pragma unroll 8
+#pragma unroll 64
         for (uint32_t b = 0; b < gridDim.x; b++) {
             const uint32_t n = __ldcg(scratch + (uint64_t)b * cells + i);
             if (b == blockIdx.x) before = total;
@@ -132,8 +156,9 @@ EP_FN bool exchange(const Params &p, const Smem &m, uint32_t cells, Verdict *v, 
         const uint32_t w = j / cells, i = j % cells;
         const uint64_t *cell = ep_count_cell(c, c->my_rank, w, i);
         EpFaultRecord f = {0, 0, EP_OP_PLAN, w, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
-        ok = ok && ep_wait_u64(c, cell, EP_CMP_EPOCH, ep_cell_tag(epoch), &f);
-        const uint32_t n = ok ? ep_clamp_count(&s, i, (uint32_t)ep_ld_relaxed_sys_u64(cell)) : 0;
+        uint64_t got = 0;
+        ok = ok && ep_wait_got_u64(c, cell, EP_CMP_EPOCH, ep_cell_tag(epoch), &f, &got);
+        const uint32_t n = ok ? ep_clamp_count(&s, i, (uint32_t)got) : 0;
         if (i < s.num_experts) m.counts[w * s.num_experts + i] = (int32_t)n;
         else if (i == s.num_experts + c->my_rank && blockIdx.x == 0 && w != c->my_rank) p.plan[EP_HEAD_NUM_RECV + w] = (int32_t)n;
         else if (i == cells - 1) v->bad_of[w] = n;
@@ -141,39 +166,43 @@ EP_FN bool exchange(const Params &p, const Smem &m, uint32_t cells, Verdict *v, 
     return __syncthreads_and(ok);
 }
 
-/* One warp: out[i] = sum of value(j) for j < i, of n; returns the whole sum in all lanes. */
+/* One warp: out[i] = sum of value(j) for j < i, of n; returns the whole sum in all lanes.  A lane has neighbouring ones. */
 template <typename F> EP_FN uint32_t warp_scan(uint32_t *out, uint32_t n, F value) {
+    const uint32_t per = ep_ceil_div_u32(n, 32), first = ep_lane() * per, last = first + per < n ? first + per : n;
     uint32_t sum = 0;
-    for (uint32_t base = 0; base < n; base += 32) {
-        const uint32_t i = base + ep_lane(), x = i < n ? value(i) : 0;
-        uint32_t inclusive = x;
+    for (uint32_t i = first; i < last; i++) sum += value(i);
+    uint32_t at = sum; /* inclusive over lanes, then exclusive */
 #pragma unroll
-        for (uint32_t d = 1; d < 32; d *= 2) {
-            const uint32_t y = __shfl_up_sync(EP_FULL, inclusive, d);
-            if (ep_lane() >= d) inclusive += y;
-        }
-        if (i < n) out[i] = sum + inclusive - x;
-        sum += __shfl_sync(EP_FULL, inclusive, 31);
+    for (uint32_t d = 1; d < 32; d *= 2) {
+        const uint32_t y = __shfl_up_sync(EP_FULL, at, d);
+        if (ep_lane() >= d) at += y;
     }
-    return sum;
+    const uint32_t whole = __shfl_sync(EP_FULL, at, 31);
+    at -= sum;
+    for (uint32_t i = first; i < last; i++) {
+        const uint32_t x = value(i);
+        out[i] = at, at += x;
+    }
+    return whole;
 }
 
-/* First rows, sorted places and tiles from everyone's counts: three warps, each its own scan. */
+/* First rows of each rank, sorted places and tiles from everyone's counts: a warp for each scan. */
 EP_FN void scan_experts(const Params &p, const Smem &m, Verdict *v) {
     const EpShape &s = p.comm.shape;
-    const uint32_t L = ep_num_local_experts(&s), warp = threadIdx.x / 32, first = p.comm.my_rank * L;
-    if (warp == 0) {
-        for (uint32_t r = 0; r < s.num_ranks; r++) {
-            const uint32_t rows = warp_scan(m.row_from + r * L, L, [&](uint32_t l) { return ep_expert_rows(&s, m.counts, r * L + l); });
-            if (ep_lane() == 0) v->rank_rows[r] = (int32_t)rows;
+    const uint32_t L = ep_num_local_experts(&s), W = s.num_ranks, first = p.comm.my_rank * L;
+    for (uint32_t scan = threadIdx.x / 32; scan < W + 2; scan += blockDim.x / 32) {
+        if (scan < W) {
+            const uint32_t rows =
+                warp_scan(m.row_from + scan * L, L, [&](uint32_t l) { return ep_expert_rows(&s, m.counts, scan * L + l); });
+            if (ep_lane() == 0) v->rank_rows[scan] = (int32_t)rows;
+        } else if (scan == W) {
+            const uint32_t n = warp_scan(m.sorted_from, s.num_experts, [&](uint32_t e) { return m.total[e]; });
+            if (ep_lane() == 0) v->num_sorted = n;
+        } else {
+            const uint32_t n = warp_scan(
+                m.tile_from, L, [&](uint32_t l) { return ep_ceil_div_u32(ep_expert_rows(&s, m.counts, first + l), EP_TILE_ROWS); });
+            if (ep_lane() == 0) m.tile_from[L] = n;
         }
-    } else if (warp == 1) {
-        const uint32_t n = warp_scan(m.sorted_from, s.num_experts, [&](uint32_t e) { return m.total[e]; });
-        if (ep_lane() == 0) v->num_sorted = n;
-    } else if (warp == 2) {
-        const uint32_t n =
-            warp_scan(m.tile_from, L, [&](uint32_t l) { return ep_ceil_div_u32(ep_expert_rows(&s, m.counts, first + l), EP_TILE_ROWS); });
-        if (ep_lane() == 0) m.tile_from[L] = n;
     }
 }
 
@@ -191,28 +220,31 @@ EP_FN void judge(const Params &p, Verdict *v, uint64_t epoch) {
         const uint32_t rows = (uint32_t)v->rank_rows[w];
         if (rows > s.capacity && !f.code) f.code = EP_EOVERFLOW, f.word = EP_WORD_ROWS, f.peer = w, f.want = s.capacity, f.got = rows;
     }
-    if (f.code && blockIdx.x == 0) ep_fault(&p.comm, &f);
+    if (blockIdx.x == 0) ep_fault(&p.comm, &f);
     v->code = f.code;
 }
 
 /* Rows, sorted order and slots of this warp's choices. */
-EP_FN void place(const Params &p, const Smem &m, uint32_t cells, Range range, const Verdict &v, const int32_t *scatter, uint64_t epoch) {
+EP_FN void place(const Params &p, const Smem &m, uint32_t cells, Range range, const Verdict &v, const int32_t *scatter, uint64_t epoch,
+                 const int32_t (&kept)[2]) {
     const EpShape &s = p.comm.shape;
+    const Round round(s.num_topk);
     const uint32_t K = s.num_topk, W = s.num_ranks, L = ep_num_local_experts(&s), lane = ep_lane();
     const uint32_t lower = (1u << lane) - 1;
-    uint32_t *mine = m.warp_count + threadIdx.x / 32 * cells;
     const int32_t *expert = p.plan + p.layout.token_expert_off;
     const uint64_t end = (uint64_t)range.last * K;
-    for (uint64_t base = (uint64_t)range.first * K; base < end; base += 32) {
-        const uint64_t i = base + lane;
-        const int32_t e = i < end ? expert[i] : -1;
+    uint32_t *mine = m.warp_count + threadIdx.x / 32 * cells;
+    uint32_t sent = lane < W ? m.before[s.num_experts + lane] + mine[s.num_experts + lane] : 0; /* lane r: slots taken at rank r */
+    for (uint32_t t = range.first, n = 0; t < range.last; t += round.num_tokens, n++) {
+        const uint64_t i = (uint64_t)t * K + lane;
+        const bool has = round.has(i, end);
+        const int32_t e = n == 0 ? kept[0] : n == 1 ? kept[1] : has ? expert[i] : -1;
         const uint32_t same = __match_any_sync(EP_FULL, e), nth = __popc(same & lower);
         uint32_t at = 0;
         if (e >= 0) at = mine[e] + nth;
         __syncwarp();
         if (e >= 0 && nth == 0) mine[e] += __popc(same);
         __syncwarp();
-        if (i >= end) continue;
         int32_t row = -1;
         if (e >= 0) {
             at += m.before[e];
@@ -224,26 +256,23 @@ EP_FN void place(const Params &p, const Smem &m, uint32_t cells, Range range, co
             }
             p.plan[p.layout.sort_off + m.sorted_from[e] + at] = (int32_t)i;
         }
-        p.plan[p.layout.token_row_off + i] = row;
-    }
-    for (uint32_t t = range.first; t < range.last; t += 32) {
-        const uint32_t token = t + lane, ranks = token < range.last ? ranks_of(p, token) : 0;
+        if (has) p.plan[p.layout.token_row_off + i] = row;
+        const uint32_t token = t + lane, ranks = ranks_of(p, round, e); /* none behind the last token */
         for (uint32_t r = 0; r < W; r++) {
-            const uint32_t there = __ballot_sync(EP_FULL, ranks >> r & 1u), at = m.before[s.num_experts + r] + mine[s.num_experts + r];
-            const uint32_t slot = at + __popc(there & lower);
-            if (token < range.last) p.plan[p.layout.token_slot_off + (uint64_t)token * W + r] = ranks >> r & 1u ? (int32_t)slot : -1;
+            const uint32_t there = __ballot_sync(EP_FULL, ranks >> r & 1u),
+                           slot = __shfl_sync(EP_FULL, sent, (int)r) + __popc(there & lower);
+            if (lane < round.num_tokens && token < range.last)
+                p.plan[p.layout.token_slot_off + (uint64_t)token * W + r] = ranks >> r & 1u ? (int32_t)slot : -1;
             if (ranks >> r & 1u) p.plan[p.layout.send_token_off + (uint64_t)r * p.num_tokens + slot] = (int32_t)token;
-            __syncwarp();
-            if (lane == 0) mine[s.num_experts + r] += __popc(there);
-            __syncwarp();
+            if (lane == r) sent += __popc(there);
         }
     }
 }
 
-/* The parts of the plan that no warp owns: the tail of the sorted order, tiles, counts, offsets, the head. */
+/* The parts of the plan that no token owns: the tail of the sorted order, tiles, counts, offsets, the head.  The clerks. */
 EP_FN void write_tables(const Params &p, const Smem &m, const Verdict &v) {
     const EpShape &s = p.comm.shape;
-    const uint32_t L = ep_num_local_experts(&s), at = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;
+    const uint32_t L = ep_num_local_experts(&s), at = blockIdx.x * 32 + ep_lane(), step = gridDim.x * 32;
     const uint32_t first = p.comm.my_rank * L, num_tiles = m.tile_from[L];
     for (uint64_t i = v.num_sorted + at; i < (uint64_t)p.num_tokens * s.num_topk; i += step) p.plan[p.layout.sort_off + i] = -1;
     for (uint32_t n = at; n < num_tiles && n < p.layout.max_tiles; n += step) {
@@ -287,10 +316,9 @@ EP_FN void tell_host(const Params &p, int32_t code, uint32_t num_rows, uint64_t 
 /* Everything between entering and placing.  False: there is no plan. */
 EP_FN bool agree(const Params &p, const Smem &m, uint32_t cells, Verdict *v, uint64_t epoch) {
     const EpComm *c = &p.comm;
-    if (!grid_barrier(c, epoch)) return false;
+    if (!meet(c, epoch)) return false;
     scan_blocks(p, m, cells, v);
-    if (!ep_block_enter(c, EP_OP_PLAN, NULL, 0, 0, 0, 0, epoch, false)) return false;
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 0 && p.scatter_indices) {
         v->tokens_before = v->num_tokens = 0;
         for (uint32_t w = 0; w < c->shape.num_ranks; w++) {
             if (w == c->my_rank) v->tokens_before = v->num_tokens;
@@ -301,12 +329,14 @@ EP_FN bool agree(const Params &p, const Smem &m, uint32_t cells, Verdict *v, uin
     if (!exchange(p, m, cells, v, epoch)) return false;
     scan_experts(p, m, v);
     __syncthreads();
+    const uint32_t r = threadIdx.x;
+    if (__syncthreads_and(r >= c->shape.num_ranks || (v->bad_of[r] == 0 && (uint32_t)v->rank_rows[r] <= c->shape.capacity))) return true;
     if (threadIdx.x == 0) judge(p, v, epoch);
     __syncthreads();
-    return v->code == 0;
+    return false;
 }
 
-__global__ void __launch_bounds__(32 * EP_WARPS, 1) plan_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __grid_constant__ Params p) {
     __shared__ Verdict v;
     __shared__ uint32_t bad;
     const Smem m(ep_dynamic_smem(), p.comm.shape);
@@ -315,24 +345,26 @@ __global__ void __launch_bounds__(32 * EP_WARPS, 1) plan_kernel(const __grid_con
     const uint64_t epoch = ep_begin(&p.comm);
     if (threadIdx.x == 0) bad = UINT32_MAX, v.code = EP_EPEER, v.bad = UINT32_MAX;
     for (uint32_t i = threadIdx.x; i < EP_WARPS * cells; i += blockDim.x) m.warp_count[i] = 0;
-    if (epoch && blockIdx.x == 0 && threadIdx.x < 32) { /* the peers' enter comes while this rank counts */
+    __syncthreads();
+    if (epoch && blockIdx.x == 0 && is_clerk()) {
         EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, p.num_tokens, 0);
         ep_enter(&p.comm, &h, epoch);
     }
-    __syncthreads();
-    if (epoch) count(p, range, m.warp_count + threadIdx.x / 32 * cells, &bad);
+    int32_t kept[2];
+    if (epoch) count(p, range, m.warp_count + threadIdx.x / 32 * cells, &bad, kept);
     __syncthreads();
     if (epoch) scan_warps(p, m, cells, bad);
     const bool ok = epoch && agree(p, m, cells, &v, epoch);
     if (!ok && blockIdx.x == 0) forget(p);
-    if (blockIdx.x == 0 && threadIdx.x == 0) tell_host(p, ok ? 0 : v.code, ok ? (uint32_t)v.rank_rows[p.comm.my_rank] : 0, epoch);
-    if (ok) {
+    if (blockIdx.x == 0 && is_clerk() && ep_lane() == 0)
+        tell_host(p, ok ? 0 : v.code, ok ? (uint32_t)v.rank_rows[p.comm.my_rank] : 0, epoch);
+    if (ok && is_clerk()) write_tables(p, m, v);
+    if (ok && !is_clerk()) {
         const int32_t *scatter = p.scatter_indices;
         /* A peer's number of tokens may be nonsense: then there is a plan, but not by these indices. */
         if (scatter && p.num_scatter_tokens != p.num_tokens)
             scatter = v.tokens_before + p.num_tokens <= p.num_scatter_tokens ? scatter + v.tokens_before * p.comm.shape.num_topk : NULL;
-        place(p, m, cells, range, v, scatter, epoch);
-        write_tables(p, m, v);
+        place(p, m, cells, range, v, scatter, epoch, kept);
     }
     ep_block_leave(&p.comm, epoch);
 }
@@ -342,7 +374,7 @@ extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
     const uint64_t choices = (uint64_t)p->num_tokens * p->comm.shape.num_topk;
     uint64_t blocks = (choices + 64 * EP_WARPS - 1) / (64 * EP_WARPS);
     blocks = blocks < 1 ? 1 : blocks > EP_PLAN_BLOCKS ? EP_PLAN_BLOCKS : blocks;
-    return (int)ep_launch_resident(plan_kernel, (uint32_t)blocks, EP_WARPS, 4ul * Smem::words(p->comm.shape), stream, *p);
+    return (int)ep_launch_resident(plan_kernel, (uint32_t)blocks, EP_WARPS + 1, 4ul * Smem::words(p->comm.shape), stream, *p);
 }
 extern "C" int ep_preload_plan(void) {
     cudaFuncAttributes a;

@@ -82,41 +82,39 @@ template <> struct EpVec<EP_F16> {
 };
 
 /* dst = the rows whose lanes are in mask, times their weights if weighted, added in lane order; each
- * product and sum rounded to fp32 by itself, as on the CPU, so that both backends agree to the bit. */
+ * product and sum rounded to fp32 by itself, as on the CPU, so that both backends agree to the bit.  ROWS of them
+ * are on their way at once. */
 template <int DTYPE>
 EP_FN void ep_sum_rows(void *dst, uint32_t num_vec, uint32_t mask, uint64_t my_src, float my_weight, bool weighted) {
-    enum { UNROLL = 4, N = EpVec<DTYPE>::N };
+    enum { UNROLL = 4, ROWS = 3, N = EpVec<DTYPE>::N };
     uint4 *to = (uint4 *)dst;
     for (uint32_t base = 0; base < num_vec; base += 32 * UNROLL) {
-        float acc[UNROLL][N];
-        uint4 next[UNROLL];
         const uint32_t at = base + ep_lane();
-#pragma unroll
-        for (uint32_t u = 0; u < UNROLL; u++)
-#pragma unroll
-            for (uint32_t i = 0; i < N; i++) acc[u][i] = 0;
-        const uint4 *from = (const uint4 *)__shfl_sync(EP_FULL, my_src, mask ? __ffs((int)mask) - 1 : 0);
-#pragma unroll
-        for (uint32_t u = 0; u < UNROLL; u++)
-            if (mask && at + 32 * u < num_vec) next[u] = ep_ld_row(from + at + 32 * u);
+        float acc[UNROLL][N] = {};
         for (uint32_t left = mask; left;) {
-            const float w = __shfl_sync(EP_FULL, my_weight, __ffs((int)left) - 1);
-            uint4 v[UNROLL];
+            uint4 v[ROWS][UNROLL];
+            int lane[ROWS];
+            const uint32_t num = __popc(left);
 #pragma unroll
-            for (uint32_t u = 0; u < UNROLL; u++) v[u] = next[u];
-            left &= left - 1;
-            if (left) { /* the next row is on its way while this one is added */
-                from = (const uint4 *)__shfl_sync(EP_FULL, my_src, __ffs((int)left) - 1);
+            for (uint32_t i = 0; i < ROWS; i++) {
+                if (i >= num) break;
+                lane[i] = __ffs((int)left) - 1, left &= left - 1;
+                const uint4 *from = (const uint4 *)__shfl_sync(EP_FULL, my_src, lane[i]);
 #pragma unroll
                 for (uint32_t u = 0; u < UNROLL; u++)
-                    if (at + 32 * u < num_vec) next[u] = ep_ld_row(from + at + 32 * u);
+                    if (at + 32 * u < num_vec) v[i][u] = ep_ld_row(from + at + 32 * u);
             }
 #pragma unroll
-            for (uint32_t u = 0; u < UNROLL; u++) {
-                float f[N];
-                EpVec<DTYPE>::unpack(v[u], f);
+            for (uint32_t i = 0; i < ROWS; i++) {
+                if (i >= num) break;
+                const float w = __shfl_sync(EP_FULL, my_weight, lane[i]); /* it may still be on its way */
 #pragma unroll
-                for (uint32_t i = 0; i < N; i++) acc[u][i] = __fadd_rn(acc[u][i], weighted ? __fmul_rn(w, f[i]) : f[i]);
+                for (uint32_t u = 0; u < UNROLL; u++) {
+                    float f[N];
+                    EpVec<DTYPE>::unpack(v[i][u], f);
+#pragma unroll
+                    for (uint32_t j = 0; j < N; j++) acc[u][j] = __fadd_rn(acc[u][j], weighted ? __fmul_rn(w, f[j]) : f[j]);
+                }
             }
         }
 #pragma unroll
@@ -129,10 +127,10 @@ EP_FN void ep_sum_rows(void *dst, uint32_t num_vec, uint32_t mask, uint64_t my_s
 
 /* Enter, by the first block; wait and judge, by one warp of every block.  All threads get the verdict. */
 EP_FN bool ep_block_enter(const EpComm *c, uint32_t op, const int32_t *plan, uint32_t num_tokens, uint32_t num_rows, uint32_t has_weight,
-                          uint32_t has_scalar, uint64_t epoch, bool publish) {
+                          uint32_t has_scalar, uint64_t epoch) {
     __shared__ int ok;
     if (threadIdx.x < 32) {
-        if (publish && blockIdx.x == 0) {
+        if (blockIdx.x == 0) {
             EpHeader h = ep_make_header(c, op, plan, num_tokens, num_rows);
             h.has_weight = has_weight, h.has_scalar = has_scalar;
             ep_enter(c, &h, epoch);

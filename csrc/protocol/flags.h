@@ -76,11 +76,13 @@ EP_FN bool ep_world_ended(const EpComm *c) {
     return true;
 }
 
-/* Wait until *word compares with want.  One lane calls it.  False: leave the operation, in order. */
-EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want, const EpFaultRecord *what) {
+/* Wait until *word compares with want, and say what it was then.  One lane calls it.  False: leave the operation, in
+ * order. */
+EP_FN bool ep_wait_got_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want, const EpFaultRecord *what, uint64_t *value) {
     uint64_t start = 0, looked = 0;
     for (uint32_t polls = 0;; polls++) {
         uint64_t got = ep_ld_acquire_sys_u64(word); /* what the word publishes is now readable */
+        *value = got;
         if (cmp == EP_CMP_GE ? got >= want : cmp == EP_CMP_EQ ? got == want : got >> 32 == want) return true;
         if (ep_time_to_look(polls)) {
             uint64_t now = ep_now_ns();
@@ -99,6 +101,11 @@ EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_
         }
         ep_pause(polls);
     }
+}
+
+EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want, const EpFaultRecord *what) {
+    uint64_t got;
+    return ep_wait_got_u64(c, word, cmp, want, what, &got);
 }
 
 /* This rank's header of an operation; plan is NULL for the operations that have none.  The host knows the

@@ -26,8 +26,8 @@
 
 /* ---- what a warp does together ---- */
 
-static EpMeeting ep_block_meeting, ep_warp_meetings[EP_WARPS];
-static uint64_t ep_said[EP_WARPS][32];
+static EpMeeting ep_block_meeting, ep_warp_meetings[EP_WARPS + 1]; /* and the clerk of plan */
+static uint64_t ep_said[EP_WARPS + 1][32];
 static void __syncwarp() { ep_warp_meetings[threadIdx.x / 32].arrive(32); }
 static void __syncthreads() { ep_block_meeting.arrive(blockDim.x); }
 
