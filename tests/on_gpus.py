@@ -47,6 +47,7 @@ def steps(num_gpus, out):
         layer = torchrun(num_gpus, "examples/ep_a2a.py", "--topk", "8", "--check")
         yield Step("a2a-seed", [*layer, "-M", "32768", "-N", "1536", "-G", "384", "--drop_ratio", "0.3", "--enable-local-combine"], 90, "check passed")
         yield Step("a2a-wide", [*layer, "-M", "8192", "-N", "7168", "-G", "256"], 90, "check passed")
+        yield Step("a2a-empty", [*layer, "-M", "8192", "-N", "2048", "-G", "128", "--empty-rank", "1"], 90, "check passed")
         yield Step("bench", torchrun(num_gpus, "-m", "epmoe.bench", "all", "--json", str(out / "bench.json")), 300)
         yield Step("kills", [*python, "tests/faults.py", "--device", "cuda"], 200)
         yield Step("routings", torchrun(num_gpus, "tests/fuzz_routing.py", "--device", "cuda", "--cases", "2500", "--seed", "21"), 200)
