@@ -49,7 +49,7 @@ def timed(fn, barrier, device, cpu_group, iters=30, warmup=5):
     return slowest(cpu_group, statistics.median(times))
 
 
-def alternated(fns, device, cpu_group, rounds=5, round_ms=15.0):
+def alternated(fns, device, cpu_group, rounds=6, round_ms=20.0):
     """Milliseconds of each fn, called back to back and in turn with the others: median over the rounds, slowest rank's.
 
     For work that a GPU's power limits: its clock falls within milliseconds, so each must meet it in the same state.
@@ -69,9 +69,13 @@ def alternated(fns, device, cpu_group, rounds=5, round_ms=15.0):
         end.synchronize()
         return begin.elapsed_time(end) / calls
 
-    calls = [max(1, int(round_ms / span(fn, 2))) for fn in fns]
-    times = [[span(fn, n) for fn, n in zip(fns, calls)] for _ in range(rounds)]
-    return [slowest(cpu_group, statistics.median(t)) for t in zip(*times)]
+    calls, times = [max(1, int(round_ms / span(fn, 2))) for fn in fns], [[] for _ in fns]
+    for r in range(rounds + 2):  # two rounds to warm up; every other one backwards
+        for i in (range(len(fns)) if r % 2 else reversed(range(len(fns)))):
+            t = span(fns[i], calls[i])
+            if r >= 2:
+                times[i].append(t)
+    return [slowest(cpu_group, statistics.median(t)) for t in times]
 
 
 def graphed(fn, device, cpu_group, calls=10, replays=20):
