@@ -6,9 +6,9 @@
  *
  * A peer may still copy from or to memory that this rank drops.  On the CPU that is the peer's own mapping of
  * a file that lives as long as anyone maps it.  Memory of a GPU must not be freed under a peer: a heap that is
- * dropped on one rank while its world lives, without the close that all ranks come to, keeps its block until
- * the process ends.  Waiting for the peers instead could take for ever, in a destructor.  How many bytes are
- * kept is said when the next heap finds no room. */
+ * dropped on one rank while its world lives, without the close that all ranks come to, leaves its block to the
+ * world, which frees it at its own end.  Waiting for the peers instead could take for ever, in a destructor.  How
+ * many bytes are kept is said when the next heap finds no room. */
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -41,8 +41,28 @@ EpWorld *ep_heap_world(const EpHeap *h) { return h->world; }
 EpBackendKind ep_heap_kind(const EpHeap *h) { return h->kind; }
 int ep_heap_device(const EpHeap *h) { return h->device; }
 
-/* Blocks that nobody may free any more, see above. */
+/* Blocks that are left to their worlds, see above. */
+typedef struct {
+    const EpBackend *backend;
+    int device;
+    void *address;
+    uint64_t num_bytes;
+} KeptBlock;
 static _Atomic uint64_t kept_bytes;
+
+static void free_kept(void *block) {
+    KeptBlock *k = (KeptBlock *)block;
+    k->backend->heap_close(k->device, k->address, k->num_bytes);
+    atomic_fetch_sub(&kept_bytes, k->num_bytes);
+    free(k);
+}
+static void keep(EpHeap *h, void *address) {
+    KeptBlock *k = (KeptBlock *)malloc(sizeof *k);
+    atomic_fetch_add(&kept_bytes, h->num_bytes);
+    if (!k) return; /* then it is kept for good */
+    *k = (KeptBlock){h->backend, h->device, address, h->num_bytes};
+    if (!ep_world_at_release(h->world, free_kept, k)) free(k);
+}
 
 static bool may_free(EpHeap *h) { return h->kind == EP_CPU || h->closed || ep_world_size(h->world) == 1 || ep_world_check(h->world) != 0; }
 
@@ -198,7 +218,7 @@ void ep_heap_release(EpHeap *h) {
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) {
         if (h->memory[r] && ep_memory_drop(h->memory[r])) {
             if (h->memory[r]->address && may_free(h)) h->backend->heap_close(h->device, h->memory[r]->address, h->num_bytes);
-            else if (h->memory[r]->address) atomic_fetch_add(&kept_bytes, h->num_bytes);
+            else if (h->memory[r]->address) keep(h, h->memory[r]->address);
             free(h->memory[r]);
         } else if (!h->memory[r] && h->base[r] && r != me) {
             h->backend->heap_unimport(h->device, h->base[r], h->num_bytes);

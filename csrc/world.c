@@ -289,6 +289,11 @@ void ep_world_release(EpWorld *w) {
     if (ep_world_is_forked(w)) return; /* its memory belongs to the parent's threads; leave it alone */
     ep_world_close(w, false);
     delist(w);
+    for (EpAction *a = w->at_release, *next; a; a = next) {
+        next = a->next;
+        a->action(a->argument);
+        free(a);
+    }
     pthread_cond_destroy(&w->changed);
     pthread_mutex_destroy(&w->lock);
     free(w->record_folder);
@@ -312,6 +317,16 @@ int ep_world_set_timeout(EpWorld *w, double timeout_s) {
     if (!(timeout_s > 0 && timeout_s < 1e6)) return ep_error(EP_EINVAL, "timeout of %g s: must be positive", timeout_s);
     atomic_store(&w->timeout_ns, (uint64_t)(timeout_s * 1e9));
     return 0;
+}
+
+bool ep_world_at_release(EpWorld *w, void (*action)(void *), void *argument) {
+    EpAction *a = (EpAction *)malloc(sizeof *a);
+    if (!a) return false;
+    a->action = action, a->argument = argument;
+    pthread_mutex_lock(&w->lock);
+    a->next = w->at_release, w->at_release = a;
+    pthread_mutex_unlock(&w->lock);
+    return true;
 }
 
 int ep_world_watch(EpWorld *w, const EpCommBuffer *buffer) {

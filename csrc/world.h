@@ -22,6 +22,8 @@ void ep_world_unnote(EpWorld *world, uint64_t num);
 /* A number for a new heap or layer: the same on every rank. */
 uint16_t ep_world_number_heap(EpWorld *world);
 uint16_t ep_world_number_layer(EpWorld *world);
+/* Do this when nobody holds the world any more, the newest first.  False: there is no memory to remember it. */
+bool ep_world_at_release(EpWorld *world, void (*action)(void *), void *argument);
 /* True in a process that was forked from the one that made the world. */
 bool ep_world_is_forked(const EpWorld *world);
 

@@ -18,6 +18,12 @@ typedef struct {
     bool full;
 } EpInbox;
 
+typedef struct EpAction {
+    void (*action)(void *);
+    void *argument;
+    struct EpAction *next;
+} EpAction;
+
 struct EpWorld {
     uint32_t rank, num_ranks;
     pid_t pid;
@@ -41,6 +47,7 @@ struct EpWorld {
     EpInbox inbox[EP_MAX_RANKS][EP_NUM_INBOX];
     uint64_t left_at_ns[EP_MAX_RANKS]; /* when a peer said goodbye, or 0 */
     const EpCommBuffer *watched[EP_MAX_WATCHED];
+    EpAction *at_release;
     EpRecord record; /* what is known of all ranks; complete at the end */
     enum { RECORD_OPEN, RECORD_WRITING, RECORD_DONE } record_state;
 };

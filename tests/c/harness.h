@@ -175,6 +175,7 @@ bool test_heap_huge(void);
 bool test_heap_layer(void);
 bool test_heap_words(void);
 bool test_closed(void);
+bool test_world_release(void);
 bool test_short_rows(void);
 bool test_hostile(void);
 bool test_hostile_notes(void);

@@ -454,6 +454,7 @@ static const struct {
     {"heap_full", test_heap_full, false},
     {"heap_abort", test_heap_abort, false},
     {"closed", test_closed, false},
+    {"world_release", test_world_release, false},
     {"bad_index", test_bad_index, false},
     {"overflow", test_overflow, false},
     {"bad_scatter", test_bad_scatter, false},
