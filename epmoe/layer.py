@@ -12,7 +12,12 @@ from .world import Shared, World
 
 _DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}
 _MODES = {"scatter": _C.COMBINE_SCATTER, "gather": _C.COMBINE_GATHER}
-DEFAULT_NUM_SM = {"cuda": 64, "cpu": 1}  # benchmarks/NOTES.md has the measurements
+
+
+def _default_num_sm(device, row_bytes):
+    """Short rows keep a block waiting more than moving, and want more blocks; benchmarks/NOTES.md has the measurements."""
+    return 1 if device.type == "cpu" else 64 if row_bytes >= 4096 else 96
+
 
 _ids = itertools.count()
 _layers = weakref.WeakValueDictionary()  # id -> layer: how torch.ops.epmoe.* name a layer
@@ -129,7 +134,7 @@ class EPAll2AllLayer(Shared):
         num_tot_experts: E, a multiple of the ranks, at most 1024.  Expert e lives on rank e // (E / W).
         dtype: float32, float16 or bfloat16.
         weight_dtype: dtype of the weights that dispatch returns; they travel and are applied as float32.
-        num_sm: thread blocks that move tokens (CUDA), worker threads (CPU).
+        num_sm: thread blocks that move tokens (CUDA; default 64, or 96 where a row is under 4096 bytes), worker threads (CPU; 1).
         enable_local_combine: sum at the expert's rank first, so that one row per (token, rank) crosses the
             link.  The partial sums are rounded to dtype; combine's docstring has the exact formula.
         combine_mode: "scatter" (the expert's rank pushes one row per choice) or "gather" (the token's rank
@@ -173,7 +178,7 @@ class EPAll2AllLayer(Shared):
             mode = _C.COMBINE_LOCAL if enable_local_combine else _MODES[combine_mode]
             self._config = (self.world_size, self.num_experts, self.topk, self.max_tokens, self.hidden, _DTYPES[dtype], mode,
                             most if capacity is None else self.capacity, int(num_buffers),
-                            DEFAULT_NUM_SM[self.device.type] if num_sm is None else int(num_sm))
+                            _default_num_sm(self.device, self.hidden * dtype.itemsize) if num_sm is None else int(num_sm))
             num_bytes = _C.layer_bytes(self._config)
         except (TypeError, ValueError) as error:  # the other ranks are making a heap, or a layer in one
             if heap is None:

@@ -21,8 +21,9 @@
     X(EP_GEMM_WGRAD, 192, EP_ACT_NONE)      \
     X(EP_GEMM_WGRAD, 128, EP_ACT_NONE)
 
-/* Columns of a tile: a narrower one reads more for each product, so it has to save columns that nobody wants;
- * 192 counts 1.05 of 256 for each column, 128 counts 1.25. */
+/* Columns of a tile: a narrower one reads more for each product, so it has to save columns that nobody wants.  On an
+ * H200 a column in tiles of 192 takes 0.96 to 1.05 of the time of one in tiles of 256, in tiles of 128 it takes 1.2 to
+ * 1.3 (benchmarks/NOTES.md): they count 1.05 and 1.25. */
 EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
     const uint32_t cols = ep_gemm_num_cols(p), has_192 = p->activation == EP_ACT_NONE;
     const uint64_t at_256 = (uint64_t)(cols + 255) / 256 * 256 * 100, at_192 = (uint64_t)(cols + 191) / 192 * 192 * 105;

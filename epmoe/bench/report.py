@@ -1,7 +1,8 @@
 """python -m epmoe.bench report FILE: the plots beside FILE, and the table, from figures that --json wrote.
 
 Where FILE is NAME.json, figures of DeepEP that another run recorded are taken from deep_ep_NAME.json beside it, if it is
-there; DeepEP's rows in FILE itself go before them.  What FILE lacks is left out, and named.
+there; DeepEP's rows in FILE itself go before them.  Likewise gemm_NAME.json may hold the rows of the grouped GEMMs, which
+want one GPU only.  What FILE lacks is left out, and named.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from pathlib import Path
 OLD_NAMES = {"stages": "a2a", "sms": "sm", "saving": "features"}  # of benches, in files older than their commands
 MARKED = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 STAGES = {"dispatch": "epmoe plan + dispatch", "combine": "epmoe combine"}
+PRODUCTS = ("gate and up", "down", "dgrad of gate and up", "dgrad of down", "wgrad of gate and up", "wgrad of down")
 
 
 class Figures:
@@ -21,12 +23,15 @@ class Figures:
 
     def __init__(self, path):
         path = Path(path)
-        text = path.read_text()
-        beside = path.with_name(f"deep_ep_{path.name}")
-        other = beside.read_text() if beside.exists() else "{}"
-        self.path, self.result, self.recorded = path, json.loads(text), json.loads(other)
-        self.digest = hashlib.sha256((text + other).encode()).hexdigest()[:16]  # plots carry it: are they of these files?
+        texts = [path.read_text()]
+        for beside in (path.with_name(f"{what}_{path.name}") for what in ("deep_ep", "gemm")):
+            texts.append(beside.read_text() if beside.exists() else "{}")
+        self.path, (self.result, self.recorded, self.gemm) = path, map(json.loads, texts)
+        self.digest = hashlib.sha256("".join(texts[:2]).encode()).hexdigest()[:16]  # plots carry it: are they of these files?
         self.rows = [self._row(r) for r in self.result["rows"]]
+        if any(r["bench"] == "gemm" for r in self.rows):
+            self.gemm = self.result
+        self.rows = [r for r in self.rows if r["bench"] != "gemm"] + [r for r in self.gemm.get("rows", []) if r["bench"] == "gemm"]
         self.recorded_rows = self.recorded.get("rows", [])
 
     @staticmethod
@@ -67,7 +72,7 @@ class Figures:
 
     def missing(self):
         """What FILE has no rows of, a line each."""
-        lines = [f"no rows of {bench}: python -m epmoe.bench {bench}" for bench in ("a2a", "sm", "tokens", "layer")
+        lines = [f"no rows of {bench}: python -m epmoe.bench {bench}" for bench in ("a2a", "sm", "tokens", "layer", "gemm")
                  if not any(r["bench"] == bench and r["impl"].startswith("epmoe") for r in self.rows)]
         without = [s for s in self.shapes() if self.deep_ep("a2a", "dispatch", shape=s)[0] is None]
         if without:
@@ -119,6 +124,25 @@ def layer_table(figures):
     return markdown(["shape", "T a rank", "whole layer, unfused", "TFLOP/s a GPU", "over GEMMs alone", "over torch", "over DeepEP"], rows)
 
 
+def gemm_table(figures):
+    """A row a shape: milliseconds and TFLOP/s of gate and up; of the other products the time over torch's, of SwiGLU over none."""
+    rows = []
+    for row in figures.find("gemm", "epmoe gate and up"):
+        ms = {p: [figures.ms("gemm", f"{impl} {p}", shape=row["shape"]) for impl in ("epmoe", "torch")] for p in PRODUCTS}
+        fused = figures.find("gemm", "epmoe gate and up, SwiGLU", shape=row["shape"])
+        over = [_over(*ms[p]) if None not in ms[p] else "" for p in PRODUCTS]
+        rows.append([row["shape"], str(row["tokens"]), f"{row['ms']:.3f} ms", f"{row['tflops']:.0f}", over[0],
+                     f"{fused[0]['ratio']:.2f}" if fused else "", *over[1:]])
+    return markdown(["shape", "T a rank", "gate and up", "TFLOP/s", "over torch", "with SwiGLU over without", "down", "dgrad of gate and up",
+                     "dgrad of down", "wgrad of gate and up", "wgrad of down"], rows)
+
+
+def of_run(result):
+    """One line about a run."""
+    cuda = f"CUDA {result['cuda']}, " if result["gpus"] else ""
+    return f"{result['machine']}, {cuda}torch {result['torch']}, {result['date']}, commit {result['commit'] or 'unknown'}"
+
+
 def sources(figures):
     """What the tables' other figures are, and of which run."""
     lines = ["\"Over\" is epmoe's time divided by the other's: less is better."]
@@ -140,13 +164,14 @@ def block(figures, plots, folder):
     """What stands between the README's markers.  plots: {name: alternative text} of those that exist; folder: where they lie."""
     r = figures.result
     lines = [] if figures.is_gpu else [f"**{r.get('note', 'CPU figures: they say nothing about GPUs')}.**", ""]
-    cuda = f"CUDA {r['cuda']}, " if figures.is_gpu else ""
-    lines += [f"{r['machine']}, {cuda}torch {r['torch']}, {r['date']}, commit {r['commit'] or 'unknown'}:", ""]
+    lines += [f"{of_run(r)}:", ""]
     if figures.shapes():
         lines += [*table(figures), ""]
     if figures.shapes("layer"):
         lines += [*layer_table(figures), ""]
     lines += sources(figures)
+    if figures.is_gpu and figures.find("gemm", "epmoe gate and up"):
+        lines += ["", f"Grouped GEMMs of one rank of four, by turns with torch's; {of_run(figures.gemm)}:", "", *gemm_table(figures)]
     for name, text in plots.items():
         lines += ["", f"![{text}]({Path(folder, plot_name(figures, name)).as_posix()})"]
     return "\n".join(lines) + "\n"
