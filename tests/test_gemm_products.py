@@ -152,6 +152,24 @@ def test_gemm_wrong_arguments_say_what_was_wanted(change, error, text):
     assert text in str(caught.value)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gemm_gradients_of_nobodys_rows_reach_nobody(ranks, activation):
+    """Rows of no expert are undefined, and so may be their gradients: of a fixed-capacity layer, say."""
+    x, weight, bias, row_weight, offsets = problem([4, 0, 9, 1], 32, 16, torch.bfloat16, ranks.device)
+    begin, end = offsets[0].item(), offsets[-1].item()
+    grads = []
+    for poison in (0.0, float("nan")):
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias, row_weight)]
+        y = epmoe.grouped_gemm(leaves[0], leaves[1], offsets=offsets, bias=leaves[2], activation=activation, row_weight=leaves[3])
+        g = torch.full_like(y, poison)
+        g[begin:end] = torch.randn(end - begin, y.shape[1], generator=generator(5)).to(y)
+        y.backward(g)
+        grads.append([leaves[0].grad[begin:end], leaves[1].grad, leaves[2].grad, leaves[3].grad[begin:end]])
+    for clean, poisoned in zip(*grads):
+        assert clean.isfinite().all()
+        torch.testing.assert_close(poisoned, clean)  # the bias's sums have no fixed order on a GPU
+
+
 def test_gemm_is_traced_by_the_compiler(ranks):
     x, weight, bias, _, offsets = problem([4, 0, 9], 32, 16, torch.bfloat16, ranks.device, before=0, behind=0)
 
@@ -201,3 +219,28 @@ def test_gemm_in_a_graph_follows_sizes_on_the_device(ranks):
         y.fill_(float("nan"))
         graph.replay()
         assert torch.equal(y, epmoe.grouped_gemm(x, weight, offsets=offsets)) and not y.isnan().any()
+
+
+@pytest.mark.cuda_only
+def test_gemm_streams_and_graphs_share_nothing(ranks):
+    """Launches that run side by side hand out tiles of their own."""
+    problems = [problem(sizes, 1024, 512, torch.bfloat16, ranks.device, seed=i, before=0, behind=0)
+                for i, sizes in enumerate(([300, 0, 5000], [64] * 50, [4096, 1, 777]))]
+    want = [epmoe.grouped_gemm(x, weight, offsets=offsets) for x, weight, _, _, offsets in problems]
+    streams, graphs, replayed = [torch.cuda.Stream() for _ in problems], [torch.cuda.CUDAGraph() for _ in problems], []
+    torch.cuda.synchronize()
+    for graph, (x, weight, _, _, offsets) in zip(graphs, problems):
+        with torch.cuda.graph(graph, stream=streams[0]):
+            replayed.append(epmoe.grouped_gemm(x, weight, offsets=offsets))
+    for _ in range(20):
+        got = []
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                x, weight, _, _, offsets = problems[i]
+                got.append(epmoe.grouped_gemm(x, weight, offsets=offsets))
+                graphs[(i + 1) % len(graphs)].replay()
+        torch.cuda.synchronize()
+        for result in (got, replayed):
+            assert all(torch.equal(a, b) for a, b in zip(result, want))
+            for y in result:
+                y.fill_(float("nan"))

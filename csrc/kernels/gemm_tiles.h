@@ -8,9 +8,7 @@
 #define EP_GEMM_TILES_H
 #include "gemm.h"
 
-#ifndef EP_GEMM_GROUP
 #define EP_GEMM_GROUP 4u /* row blocks (or pairs of them) that go through the columns together */
-#endif
 
 typedef struct {
     uint32_t expert;
