@@ -393,8 +393,7 @@ bool test_world_release(void) {
     said[0] = 0;
     WANT(NULL, 0, ep_world_create_threads(1, 1, w));
     CHECK(NULL, ep_world_at_release(w[0], say, "a") && ep_world_at_release(w[0], say, "b"));
-    ep_world_retain(w[0]);
-    WANT(NULL, 0, ep_world_close(w[0], true));
+    WANT(NULL, 0, ep_world_close(ep_world_retain(w[0]), true));
     ep_world_release(w[0]);
     CHECK(NULL, !said[0]);
     ep_world_release(w[0]);
