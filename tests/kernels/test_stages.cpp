@@ -244,6 +244,8 @@ int main(int argc, char **argv) {
         {"pre-reduced, bfloat16, two blocks of plan", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, -1, -1},
         {"pushed, float32, a rank without tokens", {3, 6, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 200}, {13, 0, 20}, -1, -1},
         {"pulled, float16", {2, 4, 2, 33, 136, EP_F16, EP_COMBINE_GATHER, 140}, {33, 5}, -1, -1},
+        {"17 choices, a token a round of plan", {2, 34, 17, 24, 8, EP_BF16, EP_COMBINE_LOCAL, 800}, {24, 21}, -1, -1},
+        {"32 choices", {2, 64, 32, 9, 4, EP_F32, EP_COMBINE_SCATTER, 600}, {9, 7}, -1, -1},
         {"one rank", {1, 3, 4, 12, 8, EP_BF16, EP_COMBINE_LOCAL, 48}, {12}, -1, -1},
         {"an index out of range", {2, 4, 2, 16, 16, EP_BF16, EP_COMBINE_LOCAL, 64}, {16, 9}, 1, -1},
         {"more rows than the capacity", {2, 4, 4, 16, 16, EP_BF16, EP_COMBINE_LOCAL, 20}, {16, 16}, -1, -1},
