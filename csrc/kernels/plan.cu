@@ -6,7 +6,7 @@
  * by match.  No atomic decides an order, so the plan is the same in every run and equals the CPU's.
  *
  * All of it is latency.  So one more warp of each block, the clerk, has no tokens, and does what would keep the
- * others: it enters, waits for the peers' enter, and tells the host. */
+ * others: it enters, waits for the peers' enter, tells the host, and writes the tables. */
 #include "launch.h"
 #include "rows.cuh"
 

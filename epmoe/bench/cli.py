@@ -46,7 +46,7 @@ def parse(argv):
         s = sub.add_parser(name, help=text, description=text)
         s.add_argument("--shapes", type=names, metavar="A,B,...", help=f"of {', '.join(SHAPES)}; default: what the bench is about")
         s.add_argument("--num-sm", type=numbers, metavar="N", help="thread blocks that move tokens; for sm: N,N,..., those to go over")
-        s.add_argument("--iters", type=int, help="runs of which the median is taken (default: 30; on the CPU 10)")
+        s.add_argument("--iters", type=int, help="runs of which the median is taken (default: 30; on the CPU 10; gemm: rounds of runs, 6 and 3)")
         s.add_argument("--json", metavar="FILE", help="write all figures to FILE (rank 0)")
         s.add_argument("--commit", help="recorded with the figures; default: what git says")
         s.add_argument("--ranks", type=int, help="ranks to start, where torchrun has not started them")

@@ -1,7 +1,8 @@
 """Grouped GEMMs alone, beside torch's: what the experts of one rank of four multiply, forward and backward.
 
 Rows are the choices of T tokens, spread at random over the rank's experts; every product is compared with float64 on
-sampled rows before it is timed, by turns with torch's.  Also a dense product and a decoding batch, whose time is that of reading the weights.
+sampled rows before it is timed, by turns with torch's.  Also a dense product and a decoding batch, whose time is that
+of reading the weights.
 """
 
 import functools
@@ -80,7 +81,8 @@ def measure(run, shape):
                 ("wgrad of down", WGRAD, None, dy, h), ("wgrad of gate and up", WGRAD, None, dgu, x)]
 
     def time(*fns):
-        return alternated(fns, run.device, run.cpu_group, **({} if run.on_gpu else {"rounds": 3, "round_ms": 1.0}))
+        rounds, round_ms = (6, 20.0) if run.on_gpu else (3, 1.0)
+        return alternated(fns, run.device, run.cpu_group, run.options.iters or rounds, round_ms)
 
     def ours(kind, activation, a, b):
         if kind == FORWARD:

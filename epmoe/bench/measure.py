@@ -49,8 +49,8 @@ def timed(fn, barrier, device, cpu_group, iters=30, warmup=5):
     return slowest(cpu_group, statistics.median(times))
 
 
-def alternated(fns, device, cpu_group, rounds=6, round_ms=20.0):
-    """Milliseconds of each fn, called back to back and in turn with the others: median over the rounds, slowest rank's.
+def alternated(fns, device, cpu_group, rounds, round_ms):
+    """Milliseconds of each fn, called back to back for a round_ms and in turn with the others: median over the rounds, slowest rank's.
 
     For work that a GPU's power limits: its clock falls within milliseconds, so each must meet it in the same state.
     """
