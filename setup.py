@@ -4,6 +4,7 @@ EPMOE_CUDA=auto|0|1   build the CUDA backend if nvcc is found (default), never, 
 EPMOE_CUDA_ARCH       -gencode arguments, default: sm_90a code, and compute_80 PTX for other GPUs
 CUDA_HOME, CC, CFLAGS as usual
 EPMOE_CHAOS=N         for tests: random delays at every point of the protocol, on both backends; N is their seed
+EPMOE_TRACE=1         with the profiler in the megakernels
 
 torch is not imported and not needed: the module reads tensors through DLPack's C exchange API and
 binds no symbol of torch, so one abi3 module serves every torch from 2.11 on, with and without CUDA.
@@ -65,6 +66,7 @@ class Build(build_ext):
         sources = sorted((ROOT / "csrc").glob("*.c"))
         chaos = int(os.environ.get("EPMOE_CHAOS") or 0)
         delays = [f"-DEP_CHAOS={chaos}"] if chaos else []
+        delays += ["-DEP_TRACE"] if int(os.environ.get("EPMOE_TRACE") or 0) else []
         flags += delays
         if nvcc:
             home = cuda_home(nvcc)

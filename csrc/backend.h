@@ -5,7 +5,7 @@
 #ifndef EP_BACKEND_H
 #define EP_BACKEND_H
 #include "epmoe.h"
-#include "kernels/gemm.h"
+#include "kernels/fused.h"
 
 /* What one rank sends another so that it can map its heap; a descriptor may go beside it. */
 typedef struct {
@@ -40,8 +40,11 @@ typedef struct {
     int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
-    int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL where there is none */
-    int (*preload)(int device);                                   /* load every kernel before the first wait */
+    /* NULL where there are none. */
+    int (*gemm)(int device, const EpGemmParams *p, void *stream);
+    int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, void *stream);
+    int (*gemm_combine)(int device, const EpGemmCombineParams *p, void *stream);
+    int (*preload)(int device); /* load every kernel before the first wait */
 } EpBackend;
 
 extern const EpBackend ep_cpu_backend;

@@ -50,12 +50,12 @@ uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_t
 }
 
 static const char *op_name(uint32_t op) {
-    static const char *const names[] = {"wait", "plan", "dispatch", "combine", "barrier"};
-    return names[op <= EP_OP_BARRIER ? op : 0];
+    static const char *const names[] = {"wait", "plan", "dispatch", "combine", "barrier", "dispatch + gemm", "gemm + combine"};
+    return names[op <= EP_OP_GEMM_COMBINE ? op : 0];
 }
 static const char *word_name(uint32_t word) {
-    static const char *const names[] = {"", "enter", "counts", "flag", "signal", "header", "index", "rows", "trailer", "scatter"};
-    return names[word <= EP_WORD_SCATTER ? word : 0];
+    static const char *const names[] = {"", "enter", "counts", "flag", "signal", "header", "index", "rows", "trailer", "scatter", "ready"};
+    return names[word <= EP_WORD_READY ? word : 0];
 }
 static const char *field_name(uint32_t field) {
     static const char *const names[] = {"",

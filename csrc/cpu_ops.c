@@ -85,26 +85,32 @@ static void rows_at_rank(const EpDispatchParams *p, uint32_t t, uint32_t r, int3
     }
 }
 
+/* The slot in which rank r sends token t home. */
+static int32_t home_slot(const EpDispatchParams *p, uint32_t t, uint32_t r) {
+    return p->plan[p->layout.token_slot_off + (uint64_t)t * p->comm.shape.num_ranks + r];
+}
+
 static void send_slot(const EpDispatchParams *p, uint32_t r, uint32_t slot) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk, t = (uint32_t)p->plan[p->layout.send_token_off + (uint64_t)r * p->layout.num_tokens + slot];
     unsigned char *to = slot_at(c, r, c->my_rank, slot), *trailer = to + c->layout.row_bytes;
-    int32_t meta[1 + EP_MAX_TOPK];
+    int32_t meta[2 + EP_MAX_TOPK];
     memcpy(to, (const unsigned char *)p->x + t * c->layout.row_bytes, c->layout.row_bytes);
-    meta[0] = (int32_t)t;
-    rows_at_rank(p, t, r, meta + 1);
-    memcpy(trailer, meta, 4ull * (1 + K));
-    if (p->weight) memcpy(trailer + 4ull * (1 + K), p->weight + (uint64_t)t * K, 4ull * K);
+    meta[0] = (int32_t)t, meta[1] = home_slot(p, t, r);
+    rows_at_rank(p, t, r, meta + 2);
+    memcpy(trailer, meta, 4ull * (2 + K));
+    if (p->weight) memcpy(trailer + 4ull * (2 + K), p->weight + (uint64_t)t * K, 4ull * K);
 }
 
 /* Copy a slot to its rows.  meta and weight are the sender's words: nothing past num_rows is written. */
-static void place_slot(const EpDispatchParams *p, uint32_t s, uint32_t slot, const void *row, const int32_t *meta, const float *weight) {
+static void place_slot(const EpDispatchParams *p, uint32_t s, const void *row, const int32_t *meta, const float *weight) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk;
-    int32_t *keep = p->recv + ((uint64_t)s * c->shape.max_tokens + slot) * (1 + K);
+    const uint32_t home = (uint32_t)meta[1] < c->shape.max_tokens ? (uint32_t)meta[1] : 0;
+    int32_t *keep = p->recv + ((uint64_t)s * c->shape.max_tokens + home) * (1 + K);
     keep[0] = (uint32_t)meta[0] < c->shape.max_tokens ? meta[0] : 0;
     for (uint32_t k = 0; k < K; k++) {
-        int32_t at = meta[1 + k];
+        int32_t at = meta[2 + k];
         if ((uint32_t)at >= p->num_rows && !EP_FAULT(12)) at = -1;
         keep[1 + k] = at;
         if (at < 0) continue;
@@ -117,7 +123,7 @@ static bool receive_chunk(const EpDispatchParams *p, EpTask task, uint64_t epoch
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk, T = p->layout.num_tokens, first = task.chunk * EP_CHUNK_SLOTS;
     uint32_t n = ep_chunk_slots((uint32_t)p->plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
-    int32_t meta[1 + EP_MAX_TOPK];
+    int32_t meta[2 + EP_MAX_TOPK];
     float weight[EP_MAX_TOPK];
     if (n == 0) return true;
     if (task.rank != c->my_rank && !ep_flag_await(c, EP_OP_DISPATCH, task.rank, task.chunk, epoch)) return false;
@@ -126,14 +132,14 @@ static bool receive_chunk(const EpDispatchParams *p, EpTask task, uint64_t epoch
         if (task.rank == c->my_rank) { /* my own tokens: straight from the input */
             uint32_t t = (uint32_t)p->plan[p->layout.send_token_off + (uint64_t)c->my_rank * T + slot];
             row = (const unsigned char *)p->x + t * c->layout.row_bytes;
-            meta[0] = (int32_t)t;
-            rows_at_rank(p, t, c->my_rank, meta + 1);
+            meta[0] = (int32_t)t, meta[1] = home_slot(p, t, c->my_rank);
+            rows_at_rank(p, t, c->my_rank, meta + 2);
             if (p->weight) memcpy(weight, p->weight + (uint64_t)t * K, 4ull * K);
         } else { /* copy, then check: a peer may write while we read */
-            memcpy(meta, row + c->layout.row_bytes, 4ull * (1 + K));
-            memcpy(weight, row + c->layout.row_bytes + 4ull * (1 + K), 4ull * K);
+            memcpy(meta, row + c->layout.row_bytes, 4ull * (2 + K));
+            memcpy(weight, row + c->layout.row_bytes + 4ull * (2 + K), 4ull * K);
         }
-        place_slot(p, task.rank, slot, row, meta, weight);
+        place_slot(p, task.rank, row, meta, weight);
     }
     return true;
 }

@@ -97,6 +97,43 @@ static bool place_choices(const EpPlanParams *p, const int32_t *scatter, uint32_
     return ok;
 }
 
+/* The lowest and the highest expert of token t at rank r. */
+static void expert_range(const EpPlanParams *p, uint32_t t, uint32_t r, int32_t *low, int32_t *high) {
+    const uint32_t L = ep_num_local_experts(&p->comm.shape), K = p->comm.shape.num_topk;
+    *low = INT32_MAX, *high = -1;
+    for (uint32_t k = 0; k < K; k++) {
+        const int32_t e = p->plan[p->layout.token_expert_off + (uint64_t)t * K + k];
+        if (e < 0 || (uint32_t)e / L != r) continue;
+        if (e < *low) *low = e;
+        if (e > *high) *high = e;
+    }
+}
+
+/* Number the slots anew: tokens go out by their first expert at the rank, so that its rows are there early, and come
+ * home by their last, in the order in which their rows are ready. */
+static void sort_slots(const EpPlanParams *p) {
+    const EpShape *s = &p->comm.shape;
+    const uint32_t L = ep_num_local_experts(s), T = p->num_tokens;
+    uint32_t out[EP_MAX_EXPERTS] = {0}, home[EP_MAX_EXPERTS] = {0};
+    int32_t *slot = p->plan + p->layout.token_slot_off, *send_token = p->plan + p->layout.send_token_off, low, high;
+    for (uint64_t i = 0; i < (uint64_t)T * s->num_ranks; i++) {
+        if (slot[i] < 0) continue;
+        expert_range(p, (uint32_t)(i / s->num_ranks), (uint32_t)(i % s->num_ranks), &low, &high);
+        out[low]++, home[high]++;
+    }
+    for (uint32_t e = 0, from_out = 0, from_home = 0; e < s->num_experts; e++) { /* counts become first slots */
+        const uint32_t num_out = out[e], num_home = home[e];
+        if (e % L == 0) from_out = from_home = 0;
+        out[e] = from_out, home[e] = from_home, from_out += num_out, from_home += num_home;
+    }
+    for (uint64_t i = 0; i < (uint64_t)T * s->num_ranks; i++) {
+        const uint32_t t = (uint32_t)(i / s->num_ranks), r = (uint32_t)(i % s->num_ranks);
+        if (slot[i] < 0) continue;
+        expert_range(p, t, r, &low, &high);
+        slot[i] = (int32_t)home[high]++, send_token[(uint64_t)r * T + out[low]++] = (int32_t)t;
+    }
+}
+
 static void list_tiles(const EpPlanParams *p) {
     const EpShape *s = &p->comm.shape;
     uint32_t L = ep_num_local_experts(s), n = 0;
@@ -146,6 +183,7 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
         ep_fault(c, &f);
         return EP_EINVAL;
     }
+    if (ep_plan_sorts(p)) sort_slots(p);
     list_tiles(p);
     return 0;
 }

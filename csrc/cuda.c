@@ -201,11 +201,19 @@ static int gemm(int device, const EpGemmParams *p, void *stream) {
     GUARDED(device, check_call((cudaError_t)ep_launch_gemm(p, stream), "grouped GEMM kernel"));
 }
 
+static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream) {
+    GUARDED(device, check_call((cudaError_t)ep_launch_dispatch_gemm(p, stream), "dispatch + GEMM kernel"));
+}
+static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) {
+    GUARDED(device, check_call((cudaError_t)ep_launch_gemm_combine(p, stream), "GEMM + combine kernel"));
+}
+
 static int preload_all(void) {
     EP_CUDA_TRY(ep_preload_plan());
     EP_CUDA_TRY(ep_preload_dispatch());
     EP_CUDA_TRY(ep_preload_combine());
     EP_CUDA_TRY(ep_preload_words());
+    EP_CUDA_TRY(ep_preload_fused());
     return 0;
 }
 static int preload(int device) { GUARDED(device, preload_all()); }
@@ -230,5 +238,7 @@ const EpBackend ep_cuda_backend = {
     .signal = signal_word,
     .wait = wait_word,
     .gemm = gemm,
+    .dispatch_gemm = dispatch_gemm,
+    .gemm_combine = gemm_combine,
     .preload = preload,
 };

@@ -119,8 +119,9 @@ int ep_layer_close(EpLayer *layer);                                             
 void ep_layer_release(EpLayer *layer);
 int ep_layer_plan_words(EpLayer *layer, uint64_t num_tokens, uint64_t *num_words);
 /* Collective, each of the following.  indices [T][K] i32 or i64; scatter NULL or i32 [T][K] or of all
- * ranks; plan i32 [plan_words(T)]. */
-int ep_layer_plan(EpLayer *layer, uint32_t buffer, const EpTensor *indices, const EpTensor *scatter, const EpTensor *plan, void *stream);
+ * ranks; plan i32 [plan_words(T)].  sort_slots: tokens travel by expert, as the megakernels want it. */
+int ep_layer_plan(EpLayer *layer, uint32_t buffer, const EpTensor *indices, const EpTensor *scatter, bool sort_slots, const EpTensor *plan,
+                  void *stream);
 /* Wait, on the host, for the rows of the newest plan of this buffer. */
 int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, void *stream, uint32_t *num_rows);
 /* x [T][H], weight NULL or f32 [T][K]; rows [>= M][H], row_weight NULL or f32 [>= M]; recv i32
@@ -131,11 +132,34 @@ int ep_layer_dispatch(EpLayer *layer, uint32_t buffer, const EpTensor *x, const 
 /* rows [>= M][H], row_weight and row_scalar NULL or f32 [>= M]; out [T][H], out_scalar NULL or f32 [T][K]. */
 int ep_layer_combine(EpLayer *layer, uint32_t buffer, const EpTensor *rows, const EpTensor *row_weight, const EpTensor *row_scalar,
                      const EpTensor *plan, const EpTensor *recv, const EpTensor *out, const EpTensor *out_scalar, void *stream);
+/* Dispatch, and the grouped product of the rows that it places, in one launch; CUDA only.  gemm_weight [L][N][H], out
+ * [>= M][N], or [>= M][N / 2] where the activation is gated; the rest as in ep_layer_dispatch, but that rows behind M are
+ * left as they are. */
+typedef struct {
+    const EpTensor *x, *weight, *plan, *rows, *row_weight, *recv;
+    const EpTensor *gemm_weight, *bias, *out; /* bias NULL or [L][N] */
+    uint32_t activation;                      /* EpActivation */
+    uint32_t num_move, num_tail;              /* thread blocks; see EpDispatchGemmParams */
+    uint32_t num_copies;                      /* tokens that are one row of x; see EpDispatchParams */
+    bool waits_for_expert;
+} EpDispatchGemm;
+int ep_layer_dispatch_gemm(EpLayer *layer, uint32_t buffer, const EpDispatchGemm *g, void *stream);
+/* The grouped product of a [>= M][K] with gemm_weight [L][H][K], into rows [>= M][H], and the combine of those, in one
+ * launch; CUDA only. */
+typedef struct {
+    const EpTensor *a, *gemm_weight, *bias, *rows, *row_weight, *plan, *recv, *out;
+    uint32_t num_move, num_reduce; /* thread blocks; see EpGemmCombineParams */
+    bool is_serial;
+} EpGemmCombine;
+int ep_layer_gemm_combine(EpLayer *layer, uint32_t buffer, const EpGemmCombine *g, void *stream);
 /* Enter the operation `op` only to say that this rank failed with `code`: the others raise, none waits. */
 int ep_layer_refuse(EpLayer *layer, uint32_t buffer, uint32_t op, int code, void *stream);
 int ep_layer_barrier(EpLayer *layer, uint32_t buffer, void *stream);
 /* Wait for the stream and raise what went wrong in it. */
 int ep_layer_sync(EpLayer *layer, void *stream);
+/* From now on the megakernels on this buffer write what their warps do to `events`, i64 [blocks * 12 * room * 2], zeroed;
+ * NULL: no longer.  EP_EINVAL where the module was built without the profiler. */
+int ep_layer_trace(EpLayer *layer, uint32_t buffer, const EpTensor *events, uint32_t room);
 EpHeap *ep_layer_heap(EpLayer *layer);
 /* For tests: let the next operation of a buffer have this epoch. */
 int ep_layer_set_epoch(EpLayer *layer, uint32_t buffer, uint64_t epoch, void *stream);

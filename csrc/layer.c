@@ -1,9 +1,5 @@
-/* layer.c - route -> plan -> dispatch -> (gemm) -> combine: checks arguments, fills in what a stage needs,
- * calls the backend.
- *
- * An argument that this rank cannot accept must not leave the others waiting.  So a failed check still
- * enters the operation, with its code in the header (ep_layer_refuse): the operation is void on every
- * rank, every rank raises, and the layer goes on with the next call. */
+/* layer.c - a layer's life: its configuration, on which all ranks agree, its communication buffers, and how an operation
+ * on one begins, ends, or is refused.  layer_ops.c has the operations. */
 #include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -12,20 +8,9 @@
 
 #include "backend.h"
 #include "error.h"
+#include "layer_state.h"
 #include "protocol/flags.h"
-#include "tensor.h"
 #include "world.h"
-
-#define MAX_BUFFERS 16u
-
-struct EpLayer {
-    EpHeap *heap;
-    EpLayerConfig config;
-    atomic_int num_refs;
-    bool closed;
-    uint64_t ticket[MAX_BUFFERS]; /* of the newest plan */
-    EpCommBuffer buffers[MAX_BUFFERS];
-};
 
 /* ---- configuration ---- */
 
@@ -46,8 +31,8 @@ int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
         return ep_error(EP_EINVAL, "max_tokens %u: ranks * max_tokens * topk must be in [1, 2^31)", s->max_tokens);
     if (s->combine_mode > EP_COMBINE_GATHER) return ep_error(EP_EINVAL, "unknown combine mode");
     if (s->capacity < 1 || s->capacity >= 1u << 31) return ep_error(EP_EINVAL, "capacity %u: 1 to 2^31 - 1 rows", s->capacity);
-    if (config->num_buffers < 1 || config->num_buffers > MAX_BUFFERS)
-        return ep_error(EP_EINVAL, "num_buffers %u: 1 to %u", config->num_buffers, MAX_BUFFERS);
+    if (config->num_buffers < 1 || config->num_buffers > EP_MAX_BUFFERS)
+        return ep_error(EP_EINVAL, "num_buffers %u: 1 to %u", config->num_buffers, EP_MAX_BUFFERS);
     if (config->num_sm < 1 || config->num_sm > 1024) return ep_error(EP_EINVAL, "num_sm %u: 1 to 1024", config->num_sm);
     *num_bytes = config->num_buffers * ep_align_u64(ep_comm_layout(s).num_bytes, 256);
     return 0;
@@ -149,22 +134,9 @@ int ep_layer_plan_words(EpLayer *l, uint64_t num_tokens, uint64_t *num_words) {
     return 0;
 }
 
-/* ---- arguments ---- */
+/* ---- operations ---- */
 
-/* A contiguous tensor on the layer's device; a wanted size of -1 is any. */
-static int check_tensor(const EpLayer *l, const char *name, const EpTensor *t, uint32_t dtype, uint32_t num_dims, int64_t d0, int64_t d1) {
-    const EpWanted wanted = {name, t, dtype, num_dims, {d0, d1, -1}};
-    return ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 1);
-}
-
-/* [num_rows][H], each row of which moves 16 bytes at a time. */
-static int check_rows(const EpLayer *l, const char *name, const EpTensor *t, int64_t num_rows) {
-    const EpWanted wanted = {name, t, l->config.shape.dtype, 2, {num_rows, l->config.shape.hidden, -1}};
-    return ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 16);
-}
-
-/* Ready for an operation on a buffer: nothing has gone wrong before, and the stream comes in order. */
-static int begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) {
+int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized");
     if (buffer >= l->config.num_buffers) return ep_error(EP_EINVAL, "buffer %u of %u", buffer, l->config.num_buffers);
     EpCommBuffer *b = &l->buffers[buffer];
@@ -176,8 +148,7 @@ static int begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) 
     return 0;
 }
 
-/* On the CPU an operation is over when it returns, and so is its failure known. */
-static int end(EpLayer *l, EpCommBuffer *b, uint64_t note, int code, void *stream) {
+int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint64_t note, int code, void *stream) {
     ep_world_noted(ep_heap_world(l->heap), note);
     if (code) return code;
     return ep_heap_kind(l->heap) == EP_CPU ? ep_comm_check(l->heap, b, stream) : 0;
@@ -186,7 +157,7 @@ static int end(EpLayer *l, EpCommBuffer *b, uint64_t note, int code, void *strea
 int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     EpCommBuffer *b;
     if (code >= 0) return ep_error(EP_EINVAL, "a refusal needs a negative code");
-    EP_TRY(begin(l, buffer, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     EpComm comm = b->comm;
     comm.status = code;
     uint64_t note = ep_comm_note(l->heap, b, op, 0, code);
@@ -195,8 +166,7 @@ int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *st
     return code;
 }
 
-/* Tell the others, keep this rank's own reason. */
-static int refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
+int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     char text[512];
     strncpy(text, ep_error_text(), sizeof text - 1);
     text[sizeof text - 1] = 0;
@@ -206,10 +176,10 @@ static int refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stre
 
 int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
     EpCommBuffer *b;
-    EP_TRY(begin(l, buffer, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_BARRIER, 0, 0);
     int done = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &b->comm, EP_OP_BARRIER, stream);
-    return end(l, b, note, done, stream);
+    return ep_layer_end(l, b, note, done, stream);
 }
 
 int ep_layer_sync(EpLayer *l, void *stream) {
@@ -221,146 +191,10 @@ int ep_layer_sync(EpLayer *l, void *stream) {
 
 int ep_layer_set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
     EpCommBuffer *b;
-    EP_TRY(begin(l, buffer, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     if (epoch == 0) return ep_error(EP_EINVAL, "epoch 0: it stands for no operation");
     uint64_t before = b->num_ops = epoch - 1;
     const EpBackend *backend = ep_heap_backend(l->heap);
     EP_TRY(backend->copy(ep_heap_device(l->heap), &ep_local(&b->comm)->epoch, &before, sizeof before, stream));
     return backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap));
-}
-
-/* ---- stages ---- */
-
-static int check_plan_tensor(const EpLayer *l, const EpTensor *plan, uint32_t num_tokens, EpPlanLayout *layout) {
-    *layout = ep_plan_layout(&l->config.shape, num_tokens);
-    return check_tensor(l, "plan", plan, EP_I32, 1, (int64_t)layout->num_words, -1);
-}
-
-static int check_recv_tensor(const EpLayer *l, const EpTensor *recv) {
-    const EpShape *s = &l->config.shape;
-    return check_tensor(l, "recv", recv, EP_I32, 1, (int64_t)s->num_ranks * s->max_tokens * (1 + s->num_topk), -1);
-}
-
-static int check_num_tokens(const EpLayer *l, const char *name, const EpTensor *t) {
-    if (t->num_dims < 1 || t->shape[0] > (int64_t)l->config.shape.max_tokens)
-        return ep_error(EP_EINVAL, "%s has %lld tokens; max_tokens is %u", name, t->num_dims ? (long long)t->shape[0] : -1ll,
-                        l->config.shape.max_tokens);
-    return 0;
-}
-
-static int check_plan(const EpLayer *l, const EpTensor *indices, const EpTensor *scatter, const EpTensor *plan, EpPlanParams *p) {
-    const EpShape *s = &l->config.shape;
-    if (indices->num_dims != 2)
-        return ep_error(EP_EINVAL, "exp_indices: wanted 2 dimensions [T, %u], got %u", s->num_topk, indices->num_dims);
-    EP_TRY(check_num_tokens(l, "exp_indices", indices));
-    if (indices->dtype != EP_I64 && indices->dtype != EP_I32)
-        return ep_error(EP_ETYPE, "exp_indices: wanted int32 or int64, got %s", ep_dtype_name(indices->dtype));
-    EP_TRY(check_tensor(l, "exp_indices", indices, indices->dtype, 2, -1, s->num_topk));
-    if (scatter) EP_TRY(check_tensor(l, "full_scatter_indices", scatter, EP_I32, 2, -1, s->num_topk));
-    EP_TRY(check_plan_tensor(l, plan, (uint32_t)indices->shape[0], &p->layout));
-    p->exp_indices = indices->data, p->index_bytes = indices->dtype == EP_I64 ? 8 : 4;
-    p->num_tokens = (uint32_t)indices->shape[0], p->plan = (int32_t *)plan->data;
-    p->scatter_indices = scatter ? (const int32_t *)scatter->data : NULL;
-    p->num_scatter_tokens = scatter ? (uint32_t)scatter->shape[0] : 0;
-    return 0;
-}
-
-int ep_layer_plan(EpLayer *l, uint32_t buffer, const EpTensor *indices, const EpTensor *scatter, const EpTensor *plan, void *stream) {
-    EpCommBuffer *b;
-    EpPlanParams p = {0};
-    EP_TRY(begin(l, buffer, stream, &b));
-    int code = check_plan(l, indices, scatter, plan, &p);
-    if (code) return refuse(l, buffer, EP_OP_PLAN, code, stream);
-    p.comm = b->comm, p.ticket = ++l->ticket[buffer];
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_PLAN, p.layout.num_tokens, 0);
-    int done = ep_heap_backend(l->heap)->plan(ep_heap_device(l->heap), &p, stream);
-    return end(l, b, note, done, stream);
-}
-
-int ep_layer_num_rows(EpLayer *l, uint32_t buffer, void *stream, uint32_t *num_rows) {
-    if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized");
-    if (buffer >= l->config.num_buffers) return ep_error(EP_EINVAL, "buffer %u of %u", buffer, l->config.num_buffers);
-    EpCommBuffer *b = &l->buffers[buffer];
-    const EpPlanResult *result = &b->comm.host->plan;
-    uint64_t until = ep_now_ns() + 20000000u;                             /* a plan takes microseconds; past this, wait with the stream */
-    while (ep_ld_acquire_sys_u64(&result->ticket) != l->ticket[buffer]) { /* the result is now readable */
-        if (ep_now_ns() < until) continue;
-        EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
-        if (ep_ld_acquire_sys_u64(&result->ticket) == l->ticket[buffer]) break;
-        EP_TRY(ep_comm_check(l->heap, b, stream));
-        return ep_error(EP_EINVAL, "there is no plan to read the rows of");
-    }
-    if (result->status) {
-        EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream,
-                                              ep_heap_world(l->heap))); /* the record comes with the kernel's end */
-        EP_TRY(ep_comm_check(l->heap, b, stream));
-        return ep_error(EP_EPEER, "the plan has failed before");
-    }
-    *num_rows = result->num_rows;
-    return 0;
-}
-
-static int check_dispatch(const EpLayer *l, const EpTensor *x, const EpTensor *weight, const EpTensor *plan, const EpTensor *rows,
-                          const EpTensor *row_weight, const EpTensor *recv, EpDispatchParams *p) {
-    const EpShape *s = &l->config.shape;
-    EP_TRY(check_num_tokens(l, "input", x));
-    EP_TRY(check_rows(l, "input", x, -1));
-    if (weight) EP_TRY(check_tensor(l, "weight", weight, EP_F32, 2, x->shape[0], s->num_topk));
-    EP_TRY(check_plan_tensor(l, plan, (uint32_t)x->shape[0], &p->layout));
-    EP_TRY(check_rows(l, "output", rows, -1));
-    if ((weight != NULL) != (row_weight != NULL)) return ep_error(EP_EINVAL, "weights come in and go out together");
-    if (row_weight) EP_TRY(check_tensor(l, "output weight", row_weight, EP_F32, 1, rows->shape[0], -1));
-    EP_TRY(check_recv_tensor(l, recv));
-    if (rows->shape[0] > INT32_MAX) return ep_error(EP_EINVAL, "output has too many rows");
-    p->x = x->data, p->weight = weight ? (const float *)weight->data : NULL, p->plan = (const int32_t *)plan->data;
-    p->recv = (int32_t *)recv->data;
-    p->rows = rows->data, p->row_weight = row_weight ? (float *)row_weight->data : NULL;
-    p->num_rows = (uint32_t)rows->shape[0], p->has_weight = weight != NULL;
-    return 0;
-}
-
-int ep_layer_dispatch(EpLayer *l, uint32_t buffer, const EpTensor *x, const EpTensor *weight, const EpTensor *plan, const EpTensor *rows,
-                      const EpTensor *row_weight, const EpTensor *recv, void *stream) {
-    EpCommBuffer *b;
-    EpDispatchParams p = {0};
-    EP_TRY(begin(l, buffer, stream, &b));
-    int code = check_dispatch(l, x, weight, plan, rows, row_weight, recv, &p);
-    if (code) return refuse(l, buffer, EP_OP_DISPATCH, code, stream);
-    p.comm = b->comm;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH, p.layout.num_tokens, 0);
-    int done = ep_heap_backend(l->heap)->dispatch(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
-    return end(l, b, note, done, stream);
-}
-
-static int check_combine(const EpLayer *l, const EpTensor *rows, const EpTensor *row_weight, const EpTensor *row_scalar,
-                         const EpTensor *plan, const EpTensor *recv, const EpTensor *out, const EpTensor *out_scalar, EpCombineParams *p) {
-    const EpShape *s = &l->config.shape;
-    EP_TRY(check_num_tokens(l, "output", out));
-    EP_TRY(check_rows(l, "output", out, -1));
-    EP_TRY(check_rows(l, "input", rows, -1));
-    if (row_weight) EP_TRY(check_tensor(l, "weight", row_weight, EP_F32, 1, rows->shape[0], -1));
-    if (row_scalar) EP_TRY(check_tensor(l, "scalar", row_scalar, EP_F32, 1, rows->shape[0], -1));
-    if ((row_scalar != NULL) != (out_scalar != NULL)) return ep_error(EP_EINVAL, "scalars come in and go out together");
-    if (out_scalar) EP_TRY(check_tensor(l, "output scalar", out_scalar, EP_F32, 2, out->shape[0], s->num_topk));
-    EP_TRY(check_plan_tensor(l, plan, (uint32_t)out->shape[0], &p->layout));
-    EP_TRY(check_recv_tensor(l, recv));
-    if (rows->shape[0] > INT32_MAX) return ep_error(EP_EINVAL, "input has too many rows");
-    p->rows = rows->data, p->row_weight = row_weight ? (const float *)row_weight->data : NULL;
-    p->row_scalar = row_scalar ? (const float *)row_scalar->data : NULL, p->plan = (const int32_t *)plan->data;
-    p->recv = (const int32_t *)recv->data, p->out = out->data, p->out_scalar = out_scalar ? (float *)out_scalar->data : NULL;
-    p->num_rows = (uint32_t)rows->shape[0], p->has_weight = row_weight != NULL, p->has_scalar = row_scalar != NULL;
-    return 0;
-}
-
-int ep_layer_combine(EpLayer *l, uint32_t buffer, const EpTensor *rows, const EpTensor *row_weight, const EpTensor *row_scalar,
-                     const EpTensor *plan, const EpTensor *recv, const EpTensor *out, const EpTensor *out_scalar, void *stream) {
-    EpCommBuffer *b;
-    EpCombineParams p = {0};
-    EP_TRY(begin(l, buffer, stream, &b));
-    int code = check_combine(l, rows, row_weight, row_scalar, plan, recv, out, out_scalar, &p);
-    if (code) return refuse(l, buffer, EP_OP_COMBINE, code, stream);
-    p.comm = b->comm;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_COMBINE, p.layout.num_tokens, 0);
-    int done = ep_heap_backend(l->heap)->combine(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
-    return end(l, b, note, done, stream);
 }

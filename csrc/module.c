@@ -236,6 +236,8 @@ static int set_up(PyObject *m) {
         {"OP_DISPATCH", EP_OP_DISPATCH},
         {"OP_COMBINE", EP_OP_COMBINE},
         {"OP_BARRIER", EP_OP_BARRIER},
+        {"OP_DISPATCH_GEMM", EP_OP_DISPATCH_GEMM},
+        {"OP_GEMM_COMBINE", EP_OP_GEMM_COMBINE},
         {"EINVAL", EP_EINVAL},
         {"ETYPE", EP_ETYPE},
         {"HEAD_STATUS", EP_HEAD_STATUS},

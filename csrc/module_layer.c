@@ -80,18 +80,20 @@ static bool get_tensors(PyObject *const *args, int n, uint32_t may_be_none, EpTe
     return true;
 }
 
-/* (layer, buffer, indices, scatter, plan) */
+/* (layer, buffer, indices, scatter, plan, sort_slots) */
 FAST(layer_plan) {
     uint32_t buffer;
     EpTensor t[3];
     const EpTensor *a[3];
     int code;
-    WANT(5);
+    WANT(6);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
     if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
+    const int sort_slots = PyObject_IsTrue(args[5]);
+    if (sort_slots < 0) return NULL;
     if (!get_tensors(args, 3, 2, t, a)) return refuse_pending(l, buffer, EP_OP_PLAN, args[4]);
     void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
-    WITHOUT_LOCK(code = ep_layer_plan(l, buffer, a[0], a[1], a[2], stream));
+    WITHOUT_LOCK(code = ep_layer_plan(l, buffer, a[0], a[1], sort_slots == 1, a[2], stream));
     return ep_done(code);
 }
 
@@ -135,6 +137,58 @@ FAST(layer_combine) {
     void *stream = ep_current_stream(ep_layer_heap(l), args[5]);
     WITHOUT_LOCK(code = ep_layer_combine(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], a[6], stream));
     return ep_done(code);
+}
+
+/* (layer, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, num_move, num_tail,
+ * waits_for_expert, num_copies) */
+FAST(layer_dispatch_gemm) {
+    uint32_t buffer, waits;
+    EpTensor t[9];
+    const EpTensor *a[9];
+    EpDispatchGemm g;
+    int code;
+    WANT(16);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[11], &g.activation) || !ep_get_u32(args[12], &g.num_move) ||
+        !ep_get_u32(args[13], &g.num_tail) || !ep_get_u32(args[14], &waits) || !ep_get_u32(args[15], &g.num_copies))
+        return NULL;
+    if (!get_tensors(args, 9, 2 | 16 | 128, t, a)) return refuse_pending(l, buffer, EP_OP_DISPATCH_GEMM, args[4]);
+    g.x = a[0], g.weight = a[1], g.plan = a[2], g.rows = a[3], g.row_weight = a[4], g.recv = a[5], g.gemm_weight = a[6], g.bias = a[7];
+    g.out = a[8], g.waits_for_expert = waits != 0;
+    void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
+    WITHOUT_LOCK(code = ep_layer_dispatch_gemm(l, buffer, &g, stream));
+    return ep_done(code);
+}
+
+/* (layer, buffer, a, gemm_weight, bias, rows, row_weight, plan, recv, out, num_move, num_reduce, is_serial) */
+FAST(layer_gemm_combine) {
+    uint32_t buffer, serial;
+    EpTensor t[8];
+    const EpTensor *a[8];
+    EpGemmCombine g;
+    int code;
+    WANT(13);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[10], &g.num_move) || !ep_get_u32(args[11], &g.num_reduce) ||
+        !ep_get_u32(args[12], &serial))
+        return NULL;
+    if (!get_tensors(args, 8, 4 | 16, t, a)) return refuse_pending(l, buffer, EP_OP_GEMM_COMBINE, args[7]);
+    g.a = a[0], g.gemm_weight = a[1], g.bias = a[2], g.rows = a[3], g.row_weight = a[4], g.plan = a[5], g.recv = a[6], g.out = a[7];
+    g.is_serial = serial != 0;
+    void *stream = ep_current_stream(ep_layer_heap(l), args[7]);
+    WITHOUT_LOCK(code = ep_layer_gemm_combine(l, buffer, &g, stream));
+    return ep_done(code);
+}
+
+/* (layer, buffer, events or None, room) */
+FAST(layer_trace) {
+    uint32_t buffer, room;
+    EpTensor t;
+    const EpTensor *events;
+    WANT(4);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_tensor(args[2], true, &t, &events) || !ep_get_u32(args[3], &room)) return NULL;
+    return ep_done(ep_layer_trace(l, buffer, events, room));
 }
 
 /* (layer, buffer, op, code, stream) */
@@ -184,7 +238,7 @@ FAST(layer_set_epoch) {
     return ep_done(ep_layer_set_epoch(l, buffer, epoch, stream));
 }
 
-PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),  METHOD(layer_create),   METHOD(layer_close),    METHOD(plan_layout),
-                                  METHOD(layer_plan),   METHOD(layer_num_rows), METHOD(layer_dispatch), METHOD(layer_combine),
-                                  METHOD(layer_refuse), METHOD(layer_barrier),  METHOD(layer_sync),     METHOD(layer_set_epoch),
-                                  {NULL, NULL, 0, NULL}};
+PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),         METHOD(layer_create),       METHOD(layer_close),     METHOD(plan_layout),
+                                  METHOD(layer_plan),          METHOD(layer_num_rows),     METHOD(layer_dispatch),  METHOD(layer_combine),
+                                  METHOD(layer_dispatch_gemm), METHOD(layer_gemm_combine), METHOD(layer_trace),     METHOD(layer_refuse),
+                                  METHOD(layer_barrier),       METHOD(layer_sync),         METHOD(layer_set_epoch), {NULL, NULL, 0, NULL}};

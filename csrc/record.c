@@ -82,7 +82,7 @@ static const char *did_name(uint32_t what) {
     };
     return names[what < EP_NUM_DIDS ? what : 0];
 }
-static bool is_layers(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what <= EP_DID_BARRIER; }
+static bool is_layers(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what <= EP_DID_GEMM_COMBINE; }
 static bool is_counted(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what < EP_DID_SIGNAL; }
 
 /* Milliseconds from a time to the end of the world. */
@@ -94,7 +94,7 @@ static void put_note(Out *o, const EpRecord *r, const EpNote *n) {
     if (is_layers(n)) put(o, " #%llu of layer %u buffer %u", seq, n->of, n->buffer);
     else if (n->what == EP_DID_HEAP_BARRIER) put(o, " #%llu of heap %u", seq, n->of);
     else if (n->what == EP_DID_EXCHANGE) put(o, " #%llu", seq);
-    if (n->what == EP_DID_PLAN || n->what == EP_DID_DISPATCH || n->what == EP_DID_COMBINE) put(o, ", T %llu", size);
+    if (is_layers(n) && n->what != EP_DID_BARRIER) put(o, ", T %llu", size);
     if (n->what == EP_DID_EXCHANGE || n->what == EP_DID_ALLOC || n->what == EP_DID_HEAP_CREATE) put(o, " of %llu bytes", size);
     if (is_counted(n) && n->what > EP_DID_EXCHANGE) put(o, " (exchange #%llu)", seq);
     if (n->code) put(o, ", refused here (%s)", ep_error_name(n->code));

@@ -14,13 +14,15 @@
 #define EP_RING_NOTES 32u /* a power of two */
 #define EP_SENT_NOTES 10u /* as many as fit a frame */
 
-/* What an operation is; the first four are EpOpKind. */
+/* What an operation is; the first six are EpOpKind. */
 #define EP_DIDS(X)                                                             \
     X(EP_DID_NOTHING, "nothing")                                               \
     X(EP_DID_PLAN, "plan")                                                     \
     X(EP_DID_DISPATCH, "dispatch")                                             \
     X(EP_DID_COMBINE, "combine")                                               \
     X(EP_DID_BARRIER, "barrier")                                               \
+    X(EP_DID_DISPATCH_GEMM, "dispatch + gemm")                                 \
+    X(EP_DID_GEMM_COMBINE, "gemm + combine")                                   \
     X(EP_DID_HEAP_BARRIER, "heap barrier")                                     \
     X(EP_DID_EXCHANGE, "exchange")                                             \
     X(EP_DID_HEAP_CREATE, "heap creation")                                     \

@@ -40,6 +40,8 @@ OP_PLAN: Final[int]
 OP_DISPATCH: Final[int]
 OP_COMBINE: Final[int]
 OP_BARRIER: Final[int]
+OP_DISPATCH_GEMM: Final[int]
+OP_GEMM_COMBINE: Final[int]
 # EpCode
 EINVAL: Final[int]
 ETYPE: Final[int]
@@ -79,7 +81,7 @@ def layer_bytes(config: _Config, /) -> int: ...
 def layer_create(heap: _Heap, config: _Config, /) -> _Layer: ...
 def layer_close(layer: _Layer, /) -> None: ...
 def plan_layout(config: _Config, num_tokens: int, /) -> dict[str, int]: ...
-def layer_plan(layer: _Layer, buffer: int, indices: Tensor, scatter: Tensor | None, plan: Tensor, /) -> None: ...
+def layer_plan(layer: _Layer, buffer: int, indices: Tensor, scatter: Tensor | None, plan: Tensor, sort_slots: bool, /) -> None: ...
 def layer_num_rows(layer: _Layer, buffer: int, any_tensor: Tensor, /) -> int: ...
 def layer_dispatch(
     layer: _Layer, buffer: int, x: Tensor, weight: Tensor | None, plan: Tensor, rows: Tensor, row_weight: Tensor | None, recv: Tensor, /
@@ -96,6 +98,42 @@ def layer_combine(
     out_scalar: Tensor | None,
     /,
 ) -> None: ...
+def layer_dispatch_gemm(
+    layer: _Layer,
+    buffer: int,
+    x: Tensor,
+    weight: Tensor | None,
+    plan: Tensor,
+    rows: Tensor,
+    row_weight: Tensor | None,
+    recv: Tensor,
+    gemm_weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    activation: int,
+    num_move: int,
+    num_tail: int,
+    waits_for_expert: int,
+    num_copies: int,
+    /,
+) -> None: ...
+def layer_gemm_combine(
+    layer: _Layer,
+    buffer: int,
+    a: Tensor,
+    gemm_weight: Tensor,
+    bias: Tensor | None,
+    rows: Tensor,
+    row_weight: Tensor | None,
+    plan: Tensor,
+    recv: Tensor,
+    out: Tensor,
+    num_move: int,
+    num_reduce: int,
+    is_serial: int,
+    /,
+) -> None: ...
+def layer_trace(layer: _Layer, buffer: int, events: Tensor | None, room: int, /) -> None: ...
 def layer_refuse(layer: _Layer, buffer: int, op: int, code: int, stream: int, /) -> None: ...
 def layer_barrier(layer: _Layer, buffer: int, stream: int, /) -> None: ...
 def layer_sync(layer: _Layer, stream: int, /) -> None: ...

@@ -2,6 +2,7 @@
 
     EPMoE              a Mixture-of-Experts layer with its experts spread over the ranks
     EPAll2AllLayer     its plan, dispatch and combine
+    EpAll2AllFusedOp   the same, with the experts' products in the same kernels
     SymmetricHeap      memory that every rank can reach on every other
     World              the ranks that take part
     grouped_gemm       rows grouped by expert times each expert's own weights
@@ -14,12 +15,12 @@ from .errors import (EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, Ep
                      PeerError)
 from .gemm import grouped_gemm
 from .heap import SymmetricHeap
+from .fused import EpAll2AllFusedOp
 from .layer import EPAll2AllLayer, EPLayout
 from .moe import EPMoE
 from .world import World, thread_worlds
-from . import ops  # noqa: F401  (registers torch.ops.epmoe)
 
 __version__ = "0.1.0"
-__all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpClosed", "EpError", "EpIndexError", "EpMismatch", "EpOverflow", "EpTimeout",
+__all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError", "EpIndexError", "EpMismatch", "EpOverflow", "EpTimeout",
            "HeapExhausted", "PeerDied", "PeerError", "SymmetricHeap", "World", "grouped_gemm",
            "reference", "thread_worlds"]

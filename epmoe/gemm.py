@@ -117,6 +117,14 @@ def _check(x, weight, offsets, bias, activation, row_weight):
         raise ValueError(f"wanted row weights [{x.shape[0]}], got {list(row_weight.shape)}")
 
 
+def add_bias(y, bias, offsets):
+    """y [M, N] with each row's expert's bias [L, N]; rows that no expert owns are left alone, and have no gradient."""
+    row = torch.arange(len(y), device=y.device, dtype=torch.int32)
+    expert = torch.searchsorted(offsets[1:], row, right=True)
+    owned = (row >= offsets[0]) & (row < offsets[-1])
+    return y + torch.where(owned[:, None], bias[expert.clamp(max=len(bias) - 1)], 0)
+
+
 def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=None, row_weight=None, portable=False):
     """activation(x[r] @ weight[e(r)].T + bias[e(r)]) * row_weight[r] for the rows of expert after expert.
 
@@ -150,9 +158,6 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         return op(x, weight, offsets, bias, row_weight, FORWARD, kind, portable)
     y = op(x, weight, offsets, None, None, FORWARD, 0, portable)  # what follows has gradients of torch's own
     if bias is not None:
-        row = torch.arange(len(x), device=x.device, dtype=torch.int32)
-        expert = torch.searchsorted(offsets[1:], row, right=True)
-        owned = (row >= offsets[0]) & (row < offsets[-1])  # the others' gradients are undefined, too
-        y = y + torch.where(owned[:, None], bias[expert.clamp(max=len(weight) - 1)], 0)
+        y = add_bias(y, bias, offsets)
     y = y if activation is None else activate(y, activation)
     return y if row_weight is None else (y * row_weight[:, None]).to(x.dtype)

@@ -85,7 +85,7 @@ class EPLayout:
 
     @property
     def token_slots(self):
-        """[T, W] int32: position of a token among the distinct tokens sent to a rank; -1 if it does not go there."""
+        """[T, W] int32: position of a token among those that a rank sends home; -1 if it does not go there."""
         return self._part("token_slot", self.num_tokens, self.layer.world_size)
 
     @property
@@ -149,6 +149,9 @@ class EPAll2AllLayer(Shared):
     Creation is collective.  Raises ValueError / TypeError for what cannot be, HeapExhausted without room.
     """
 
+    # See EpAll2AllFusedOp: tokens travel in the order in which they stand; a row of the input is one token.
+    token_sorting, _copies = False, 1
+
     def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None, local_world_size=None, world_size=None,
                  dtype=torch.bfloat16, weight_dtype=torch.float32, num_sm=None, enable_local_combine=False, *,
                  combine_mode="scatter", capacity=None, num_buffers=1, heap=None, device=None, timeout_s=None):
@@ -204,7 +207,7 @@ class EPAll2AllLayer(Shared):
         if words is None:
             words = self._plan_words[num_tokens] = _C.plan_layout(self._config, min(num_tokens, self.max_tokens))["num_words"]
         plan = torch.empty(words, dtype=torch.int32, device=self.device)
-        _C.layer_plan(self._c, buffer, exp_indices, scatter, plan)
+        _C.layer_plan(self._c, buffer, exp_indices, scatter, plan, self.token_sorting)
         return plan
 
     def _num_rows(self, plan, buffer):
@@ -277,23 +280,7 @@ class EPAll2AllLayer(Shared):
         """
         from . import ops
 
-        try:
-            if layout is None:
-                self._check_tensor("input", input, self.dtype, (None, self.hidden))
-                if isinstance(exp_indices, torch.Tensor) and exp_indices.dim() == 2 and exp_indices.shape[0] != input.shape[0]:
-                    raise ValueError(f"input has {input.shape[0]} tokens, exp_indices {exp_indices.shape[0]}")
-            else:
-                self._check_layout(layout)
-                self._check_tensor("input", input, self.dtype, (layout.num_tokens, self.hidden))
-            if weight is not None:
-                self._check_tensor("weight", weight, None, (input.shape[0], self.topk))
-        except Exception as error:
-            self._refuse(_C.OP_PLAN if layout is None else _C.OP_DISPATCH, error, getattr(layout, "buffer", buffer))
-        if layout is None:
-            layout = self.preprocess(exp_indices, full_scatter_indices, buffer=buffer)
-        if weight is not None:
-            weight = weight.to(torch.float32)
-        num_rows = -1 if layout._num_rows is None and self.capacity is None else self.capacity or layout._num_rows
+        layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight, full_scatter_indices, layout, buffer)
         if ops.wanted(input, weight):
             rows, row_weight, layout.recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer, num_rows)
         else:
@@ -332,6 +319,28 @@ class EPAll2AllLayer(Shared):
         if ops.wanted(input, weight):
             return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer, layout.num_tokens)
         return self._combine(input, weight, None, layout.plan, layout.recv, layout.buffer, layout.num_tokens)[0]
+
+    def _prepare(self, op, input, exp_indices, weight, full_scatter_indices, layout, buffer):
+        """What comes before a dispatch: its arguments are looked at, and there is a plan.  Returns the layout, the weights in float32,
+        and how many rows to make: -1 where that is only known when it runs."""
+        try:
+            if layout is None:
+                self._check_tensor("input", input, self.dtype, (None, self.hidden))
+                if isinstance(exp_indices, torch.Tensor) and exp_indices.dim() == 2 and exp_indices.shape[0] != input.shape[0] * self._copies:
+                    raise ValueError(f"input has {input.shape[0]} tokens, exp_indices {exp_indices.shape[0]}")
+            else:
+                self._check_layout(layout)
+                self._check_tensor("input", input, self.dtype, (layout.num_tokens // self._copies, self.hidden))
+            if weight is not None:
+                self._check_tensor("weight", weight, None, (input.shape[0] * self._copies, self.topk))
+        except Exception as error:
+            self._refuse(_C.OP_PLAN if layout is None else op, error, getattr(layout, "buffer", buffer))
+        if layout is None:
+            layout = self.preprocess(exp_indices, full_scatter_indices, buffer=buffer)
+        if weight is not None:
+            weight = weight.to(torch.float32)
+        num_rows = -1 if layout._num_rows is None and self.capacity is None else self.capacity or layout._num_rows
+        return layout, weight, num_rows
 
     def _check_layout(self, layout):
         if not isinstance(layout, EPLayout):

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import nn
 
+from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
-from .layer import EPAll2AllLayer
 from .reference import activate
 
 
@@ -22,8 +22,8 @@ class EPMoE(nn.Module):
         capacity: None, or rows a rank can receive: no host read then (see EPAll2AllLayer).
         bias: with gate_up_proj_bias and down_proj_bias.
         enable_local_combine: sum at the expert's rank first; one row per (token, rank) crosses the link.
-        layer: an EPAll2AllLayer to share with other EPMoE modules of the same shapes.
-        Further keywords go to EPAll2AllLayer.
+        layer: an EpAll2AllFusedOp, or EPAll2AllLayer, to share with other EPMoE modules of the same shapes.
+        Further keywords go to EpAll2AllFusedOp, which says where moving and multiplying are one kernel each.
 
     Parameters, as in checkpoints: gate_up_proj [L, 2I, H] (for gelu [L, I, H]), down_proj [L, H, I]; gate rows
     first, then up rows (gpt_oss: interleaved).  They start uniform in +-1/sqrt(fan-in), as nn.Linear's do.
@@ -35,9 +35,9 @@ class EPMoE(nn.Module):
         super().__init__()
         activate(torch.zeros(1, 2), activation)  # a wrong name fails here
         if layer is None:
-            layer = EPAll2AllLayer(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts, dtype=dtype, device=device,
-                                   capacity=capacity, enable_local_combine=enable_local_combine, **layer_options)
-        elif (layer.hidden, layer.topk, layer.num_experts, layer.dtype) != (hidden, topk, num_experts, dtype):
+            layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts, dtype=dtype, device=device,
+                                     capacity=capacity, enable_local_combine=enable_local_combine, **layer_options)
+        elif (layer.hidden, layer.topk * layer._copies, layer.num_experts, layer.dtype) != (hidden, topk, num_experts, dtype):
             raise ValueError("the shared layer has another hidden, topk, num_experts or dtype")
         self.layer, self.activation, self.last_layout = layer, activation, None
         local, wide, device = layer.num_local_experts, inner if activation == "gelu" else 2 * inner, layer.device
@@ -63,12 +63,20 @@ class EPMoE(nn.Module):
         x = x.reshape(-1, shape[-1]).contiguous()
         topk_idx = topk_idx.reshape(-1, topk_idx.shape[-1]).contiguous()
         topk_weights = topk_weights.reshape(-1, topk_weights.shape[-1]).float().contiguous()
+        if not isinstance(self.layer, EpAll2AllFusedOp):
+            return self._one_after_the_other(x, topk_idx, topk_weights).reshape(shape)
+        h, row_weight, self.last_layout = self.layer.mega_dispatch_group_gemm(
+            x, topk_idx, weight=topk_weights, gemm_weight=self.gate_up_proj, bias=self.gate_up_proj_bias, activation=self.activation)
+        y = self.layer.mega_group_gemm_combine(h, self.down_proj, self.last_layout, row_weight, bias=self.down_proj_bias)
+        return y.reshape(shape)
+
+    def _one_after_the_other(self, x, topk_idx, topk_weights):
         rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)
         offsets = layout.expert_offsets
         h = grouped_gemm(rows, self.gate_up_proj, offsets=offsets, bias=self.gate_up_proj_bias, activation=self.activation)
         h = grouped_gemm(h, self.down_proj, offsets=offsets, bias=self.down_proj_bias)
         self.last_layout = layout
-        return self.layer.combine(h, layout, row_weight).reshape(shape)
+        return self.layer.combine(h, layout, row_weight)
 
     def extra_repr(self):
         layer = self.layer

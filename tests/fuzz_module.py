@@ -48,7 +48,7 @@ def make_setting(torch, _C):
             "plan": torch.zeros(words, dtype=torch.int32), "rows": torch.zeros(5, 8), "row_weight": torch.ones(5),
             "recv": torch.zeros(6 * 3, dtype=torch.int32), "out": torch.zeros(3, 8), "out_scalar": torch.zeros(3, 2),
             "scatter": torch.zeros(3, 2, dtype=torch.int32)}
-    _C.layer_plan(layer, 0, good["idx"], None, good["plan"])
+    _C.layer_plan(layer, 0, good["idx"], None, good["plan"], False)
     _C.layer_dispatch(layer, 0, good["x"], None, good["plan"], good["rows"], None, good["recv"])
     in_heap = torch.from_dlpack(Capsule(_C.heap_tensor(heap, off, 0, (64,), 2, 32)))
     return {"world": [one, two, silent, gone], "heap": [heap, dead_heap], "layer": [layer, dead_layer], "config": config, "off": off,
@@ -149,9 +149,11 @@ SIGNATURES = {
     "heap_create": "W small n size code", "heap_alloc": "H size n code", "heap_free": "H off", "heap_translate": "H off small", "heap_offset": "H n size", "heap_stats": "H",
     "heap_tensor": "H off small shape dl bits", "heap_put": "H off tensor small", "heap_get": "H off tensor small", "heap_signal": "H off n small small zero",
     "heap_wait": "H off n small zero", "heap_barrier": "H zero", "heap_sync": "H zero", "heap_close": "H",
-    "layer_bytes": "config", "layer_create": "H config", "layer_close": "L", "plan_layout": "config n", "layer_plan": "L small idx scatter? plan",
+    "layer_bytes": "config", "layer_create": "H config", "layer_close": "L", "plan_layout": "config n", "layer_plan": "L small idx scatter? plan small",
     "layer_num_rows": "L small plan", "layer_dispatch": "L small x weight? plan rows row_weight? recv",
     "layer_combine": "L small rows row_weight? row_weight? plan recv out out_scalar?", "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
+    "layer_dispatch_gemm": "L small x weight? plan rows row_weight? recv tensor weight? out small small small small small",
+    "layer_gemm_combine": "L small rows tensor weight? out row_weight? plan recv out small small small", "layer_trace": "L small tensor small",
     "grouped_gemm": "small small x rows plan weight? row_weight? plan out small", "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
 }
 FAREWELLS = ("world_close", "heap_close", "layer_close", "set_exceptions")  # after them little works: rarely

@@ -22,19 +22,21 @@ enum {
     EP_GEMM_BM = 128,
     EP_GEMM_BK = 64,
     EP_GEMM_THREADS = 384,
+    EP_GEMM_REGS = 168, /* that a thread of such a block can have */
     EP_GEMM_BOX = 64 * 64 * 2,
     EP_GEMM_OUT_BOX = 16 * 64 * 2,
     EP_GEMM_SLOT = 32
 };
 
-template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
-    static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
+/* BOXES: of shared memory that a warp writes a tile through, in turn. */
+template <int KIND_, int BN_, int ACT_, bool F16_, int BOXES_ = 2> struct EpGemmConfig {
+    static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_, BOXES = BOXES_;
     static constexpr bool F16 = F16_, GATED = ACT >= EP_ACT_SWIGLU;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
     static constexpr int A_BYTES = 2 * EP_GEMM_BOX, STAGE_BYTES = A_BYTES + BN * EP_GEMM_BK * 2, STAGES = BN == 128 ? 6 : 4;
     static constexpr int OUT_BLOCKS = BN / 8 / (GATED ? 2 : 1); /* of 8 columns */
     static constexpr int TICKETS = 8;                           /* more than stages: see ep_ticket_send */
-    static constexpr int SMEM_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + 8 * 2 * EP_GEMM_OUT_BOX + TICKETS * (8 + 4);
+    static constexpr int SMEM_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + 8 * BOXES * EP_GEMM_OUT_BOX + TICKETS * (8 + 4);
     static_assert(SMEM_BYTES <= 232448, "what a block can have");
     static_assert(OUT_BLOCKS % 8 == 0, "boxes of 64 columns");
     static_assert(TICKETS > STAGES && (TICKETS & (TICKETS - 1)) == 0, "a slot is free again when it is written");
@@ -42,13 +44,13 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
 
 /* Shared memory of a block, by address.  Each stage has a slot beside it, for the tile that begins there. */
 typedef struct {
-    uint32_t stages, boxes, slots, full, empty, ticket_bars, tickets;
+    uint32_t stages, boxes, slots, full, empty, ticket_bars, tickets, end;
 } EpGemmShared;
 template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
     EpGemmShared s;
-    s.stages = smem, s.boxes = smem + C::STAGES * C::STAGE_BYTES, s.slots = s.boxes + 16 * EP_GEMM_OUT_BOX;
+    s.stages = smem, s.boxes = smem + C::STAGES * C::STAGE_BYTES, s.slots = s.boxes + 8 * C::BOXES * EP_GEMM_OUT_BOX;
     s.full = s.slots + C::STAGES * EP_GEMM_SLOT, s.empty = s.full + 8 * C::STAGES;
-    s.ticket_bars = s.empty + 8 * C::STAGES, s.tickets = s.ticket_bars + 8 * C::TICKETS;
+    s.ticket_bars = s.empty + 8 * C::STAGES, s.tickets = s.ticket_bars + 8 * C::TICKETS, s.end = smem + C::SMEM_BYTES;
     return s;
 }
 EP_PTX void ep_gemm_tell(uint32_t slot, const EpGemmTile *t) {
@@ -80,10 +82,10 @@ template <typename C> EP_PTX uint32_t ep_ticket_send(const EpGemmParams *p, cons
     ep_st_async(s->tickets + 4 * i, ticket, s->ticket_bars + 8 * i, 1);
     return ticket;
 }
-template <typename C> EP_PTX uint32_t ep_ticket_receive(const EpGemmShared *s, uint32_t turn) {
+template <typename C> EP_PTX uint32_t ep_ticket_receive(const EpGemmParams *p, const EpGemmShared *s, uint32_t turn) {
     const uint32_t i = turn % C::TICKETS, bar = s->ticket_bars + 8 * i;
     ep_mbar_arrive_expect(bar, 4);
-    ep_mbar_wait(bar, turn / C::TICKETS & 1);
+    ep_mbar_wait(bar, turn / C::TICKETS & 1, p->limit_ns);
     return ep_ld_shared_u32(s->tickets + 4 * i);
 }
 
@@ -124,8 +126,7 @@ EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, u
 
 /* A tile takes at least one stage, if only to be told of; one without rows ends it all. */
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_load(const EpGemmParams *p, const Hooks &hooks, const EpGemmShared *s, const CUtensorMap *map_a,
-                         const CUtensorMap *map_b) {
+EP_PTX void ep_gemm_load(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s, const CUtensorMap *map_a, const CUtensorMap *map_b) {
     const uint32_t rank = ep_cluster_rank(), num_pairs = gridDim.x / 2;
     uint32_t turn = 0, ticket = 0xffffffffu;
     EpGemmWalk w = {0, 0, 0, 0, 0};
@@ -135,16 +136,16 @@ EP_PTX void ep_gemm_load(const EpGemmParams *p, const Hooks &hooks, const EpGemm
     for (uint32_t n = blockIdx.x / 2; ep_gemm_tile(p, EP_GEMM_BM, C::BN, 2, rank, &w, n, &t); turn++) {
         hooks.await_rows(t);
         for (uint32_t k = 0; k == 0 || k < t.num_k; k += EP_GEMM_BK, ep_ring_next<C::STAGES>(&ring)) {
-            ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity);
+            ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
             if (k == 0) ep_gemm_tell(s->slots + EP_GEMM_SLOT * ring.stage, &t);
             if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
             else ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES, s->full + 8 * ring.stage, rank, map_a, map_b);
             if (k == 0 && rank == 0) ticket = ep_ticket_send<C>(p, s, turn);
         }
-        n = num_pairs + ep_ticket_receive<C>(s, turn);
+        n = num_pairs + ep_ticket_receive<C>(p, s, turn);
     }
-    if (ticket == w.first_tile - 1) *p->tickets = 0; /* as many as there are tiles: nobody draws any more */
-    ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity);
+    if (!Hooks::FUSED && ticket == w.first_tile - 1) *p->tickets = 0; /* as many as there are tiles: nobody draws any more */
+    ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
     t.num_rows = 0, ep_gemm_tell(s->slots + EP_GEMM_SLOT * ring.stage, &t);
     ep_mbar_arrive(s->full + 8 * ring.stage);
 }
@@ -167,15 +168,16 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
 EP_PTX void ep_gemm_give_back(uint32_t empty) { ep_mbar_arrive_at(empty, 0), ep_mbar_arrive_at(empty, 1); }
 
 /* d = this warpgroup's 64 rows of the tile.  A stage is given back when its products are done, one later. */
-template <typename C>
-EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmTile *t, uint32_t group, const EpGemmShared *s, EpRing *ring) {
+template <typename C, typename Hooks>
+EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmParams *p, Hooks &hooks, const EpGemmTile *t, uint32_t group,
+                             const EpGemmShared *s, EpRing *ring) {
     constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2, STEP_B = C::TRANS_B ? 128 : 2; /* 16 of the contraction, in 16 bytes */
     const bool active = 64 * group < t->num_rows, signals = threadIdx.x % 32 == 0;
     uint32_t before = ring->stage;
     if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) ep_ring_next<C::STAGES>(ring); /* an expert without rows */
     for (uint32_t k = 0; k < t->num_k; k += EP_GEMM_BK, ep_ring_next<C::STAGES>(ring)) {
         const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES;
-        ep_mbar_wait(s->full + 8 * ring->stage, ring->parity);
+        ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
         if (C::KIND == EP_GEMM_WGRAD && t->num_k - k < EP_GEMM_BK) ep_gemm_clear_tail<C>(at, t->num_k - k);
         if (active) {
             const uint64_t a = ep_wgmma_desc(at + group * EP_GEMM_BOX, EP_GEMM_BOX), b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
@@ -184,6 +186,7 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmTile *t, uint32_
             for (int i = 0; i < EP_GEMM_BK / 16; i++)
                 ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, a + i * STEP_A, b + i * STEP_B, k || i);
             ep_wgmma_commit();
+            if (k == 0) hooks.multiplying();
             ep_wgmma_wait<1>();
         }
         __syncwarp(); /* no lane still waits for what may now be overwritten */
@@ -228,7 +231,7 @@ EP_PTX void ep_gemm_write(const float (&d)[C::BN / 2], const EpGemmParams *p, co
             if (lane / 4 + 8 * i < num_rows) weight[i] = p->row_weight[row + lane / 4 + 8 * i];
 #pragma unroll
     for (int pass = 0; pass < C::OUT_BLOCKS / 8; pass++) {
-        const uint32_t box = boxes + pass % 2 * EP_GEMM_OUT_BOX, col = col0 + 64 * pass, c = col + lane % 8 * 8;
+        const uint32_t box = boxes + pass % C::BOXES * EP_GEMM_OUT_BOX, col = col0 + 64 * pass, c = col + lane % 8 * 8;
 #pragma unroll
         for (int j = 0; j < 8; j += 2) {
             uint32_t r[4];
@@ -243,36 +246,50 @@ EP_PTX void ep_gemm_write(const float (&d)[C::BN / 2], const EpGemmParams *p, co
             const uint4 v = ep_ld_shared(box + r * 128 + (lane % 8 ^ r % 8) * 16);
             if (r < num_rows && c < out_cols) ep_st_global(to, v);
         }
+        if (C::BOXES == 1) __syncwarp();
     }
     __syncwarp(); /* the next tile begins with the first box */
 }
 
 /* ---- the kernel ---- */
 
-/* What a megakernel plugs in.  await_rows: the loader, before it reads a tile's rows.  tile_written: a warp, when
- * its lanes have stored its part of the tile. */
+/* What a megakernel plugs in.
+ *   move          the loader's three neighbours: instead of nothing; they have what is behind `end` of shared memory
+ *   await_rows    the loader, before it reads a tile's rows
+ *   tile_begun    a warp that multiplies, when it has been told of a tile: the time, for the profiler
+ *   tile_written  the same, when its lanes have stored its part of the tile
+ *   multiplying   the same, while its first products of the next tile are on their way (if there are any for it)
+ *   rest          the same, when there are no more tiles */
 struct EpGemmNoHooks {
-    __device__ void await_rows(const EpGemmTile &) const {}
-    __device__ void tile_written(const EpGemmTile &) const {}
+    static constexpr bool FUSED = false;
+    static constexpr int LOADER_REGS = 56, MULTIPLIER_REGS = 224;
+    __device__ void move(uint32_t) {}
+    __device__ void await_rows(const EpGemmTile &) {}
+    __device__ uint64_t tile_begun() { return 0; }
+    __device__ void tile_written(const EpGemmTile &, uint32_t, uint64_t) {}
+    __device__ void multiplying() {}
+    __device__ void rest() {}
 };
 
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, const Hooks &hooks, const EpGemmShared *s) {
-    const uint32_t group = threadIdx.x / 128 - 1, boxes = s->boxes + (threadIdx.x / 32 - 4) * 2 * EP_GEMM_OUT_BOX;
+EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
+    const uint32_t group = threadIdx.x / 128 - 1, boxes = s->boxes + (threadIdx.x / 32 - 4) * C::BOXES * EP_GEMM_OUT_BOX;
     EpRing ring = {0, 0};
     for (;;) {
         float d[C::BN / 2];
-        ep_mbar_wait(s->full + 8 * ring.stage, ring.parity);
+        ep_mbar_wait(s->full + 8 * ring.stage, ring.parity, p->limit_ns);
         const EpGemmTile t = ep_gemm_told(s->slots + EP_GEMM_SLOT * ring.stage);
         if (t.num_rows == 0) break;
-        ep_gemm_multiply<C>(d, &t, group, s, &ring);
+        const uint64_t begun = hooks.tile_begun();
+        ep_gemm_multiply<C>(d, p, hooks, &t, group, s, &ring);
         ep_gemm_write<C>(d, p, &t, group, boxes);
-        hooks.tile_written(t);
+        hooks.tile_written(t, group, begun);
     }
+    hooks.rest();
 }
 
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_body(const EpGemmParams *p, const Hooks &hooks, const CUtensorMap *map_a, const CUtensorMap *map_b) {
+EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap *map_a, const CUtensorMap *map_b) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     const EpGemmShared s = ep_gemm_shared<C>(ep_smem(smem_bytes));
     if (threadIdx.x == 0) {
@@ -282,13 +299,16 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, const Hooks &hooks, const CUtens
         ep_fence_mbar_init();
     }
     ep_cluster_sync();
-    if (threadIdx.x < 128) { /* the loader: one thread; its neighbours have nothing to do */
-        ep_setmaxnreg_dec<56>();
-        if (threadIdx.x == 0) ep_gemm_load<C>(p, hooks, &s, map_a, map_b);
+    if (threadIdx.x < 128) { /* the loader: one thread of one warp */
+        ep_setmaxnreg_dec<Hooks::LOADER_REGS>();
+        if (threadIdx.x >= 32) hooks.move(s.end);
+        else if (threadIdx.x == 0) ep_gemm_load<C>(p, hooks, &s, map_a, map_b);
         __syncwarp();
+        if (Hooks::FUSED) ep_setmaxnreg_inc<EP_GEMM_REGS>(); /* as at the beginning: something follows */
     } else {
-        ep_setmaxnreg_inc<224>();
+        ep_setmaxnreg_inc<Hooks::MULTIPLIER_REGS>();
         ep_gemm_multiply_tiles<C>(p, hooks, &s);
+        if (Hooks::FUSED) ep_setmaxnreg_dec<EP_GEMM_REGS>();
     }
     ep_cluster_sync(); /* the other may still write here */
 }

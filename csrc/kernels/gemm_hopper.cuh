@@ -13,7 +13,8 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     gemm_kernel(const __grid_constant__ EpGemmParams p, const __grid_constant__ CUtensorMap map_a,
                 const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    ep_gemm_body<C>(&p, EpGemmNoHooks(), &map_a, &map_b);
+    EpGemmNoHooks none;
+    ep_gemm_body<C>(&p, none, &map_a, &map_b);
 #endif
 }
 

@@ -12,21 +12,24 @@
 
 typedef EpPlanParams Params;
 
-/* Shared memory: [EP_WARPS][cells] counts, later prefixes; [cells] blocks before mine; [cells] totals;
- * [W][E] everyone's counts; [E] first row, [E] first sorted place; [L + 1] first tile. */
+/* Shared memory: [EP_WARPS][warp_cells] counts, later prefixes; [sums] blocks before mine; [sums] totals;
+ * [W][E] everyone's counts; [E] first row, [E] first sorted place; [L + 1] first tile; [E] first slot out, [E] home.
+ *
+ * Where slots are sorted there are E more cells a warp: tokens whose first expert at its rank it is, and in the upper
+ * half those whose last one it is; and 2 E more sums. */
 struct Smem {
-    uint32_t *warp_count, *before, *total, *row_from, *sorted_from, *tile_from;
+    uint32_t *warp_count, *before, *total, *row_from, *sorted_from, *tile_from, *out_from, *home_from;
     int32_t *counts;
-    static __host__ __device__ uint32_t words(const EpShape &s) {
-        const uint32_t cells = s.num_experts + s.num_ranks + 1;
-        return (EP_WARPS + 2) * cells + s.num_ranks * s.num_experts + 2 * s.num_experts + s.num_experts + 1;
-    }
-    __device__ Smem(uint32_t *base, const EpShape &s) {
-        const uint32_t cells = s.num_experts + s.num_ranks + 1;
-        warp_count = base, before = warp_count + EP_WARPS * cells, total = before + cells;
-        counts = (int32_t *)(total + cells), row_from = (uint32_t *)counts + s.num_ranks * s.num_experts;
+    uint32_t cells, warp_cells, sums;
+    __host__ __device__ Smem(uint32_t *base, const EpShape &s, bool sorts) {
+        cells = s.num_experts + s.num_ranks + 1, warp_cells = cells + (sorts ? s.num_experts : 0);
+        sums = cells + (sorts ? 2 * s.num_experts : 0);
+        warp_count = base, before = warp_count + EP_WARPS * warp_cells, total = before + sums;
+        counts = (int32_t *)(total + sums), row_from = (uint32_t *)counts + s.num_ranks * s.num_experts;
         sorted_from = row_from + s.num_experts, tile_from = sorted_from + s.num_experts;
+        out_from = tile_from + s.num_experts + 1, home_from = out_from + s.num_experts;
     }
+    uint32_t num_words(const EpShape &s) const { return EP_WARPS * warp_cells + 2 * sums + (s.num_ranks + 5) * s.num_experts + 1; }
 };
 struct Verdict { /* what all ranks agree on; in shared memory */
     int32_t code;
@@ -63,8 +66,23 @@ EP_FN uint32_t ranks_of(const Params &p, const Round &round, int32_t expert) {
     return ep_lane() < round.num_tokens ? ranks : 0;
 }
 
+/* Of a lane's choice: 1 where it is the first of its token at its rank, by expert, and 65536 where it is the last. */
+EP_FN uint32_t first_and_last(const Params &p, int32_t expert) {
+    const int32_t K = (int32_t)p.comm.shape.num_topk, L = (int32_t)ep_num_local_experts(&p.comm.shape);
+    const int32_t token = (int32_t)ep_lane() / K * K, from = expert < 0 ? 0 : expert / L * L;
+    bool first = expert >= 0, last = first;
+    for (int32_t k = 0; k < K; k++) {
+        const int32_t other = __shfl_sync(EP_FULL, expert, token + k); /* modulo 32 */
+        if (other < from || other >= from + L || token + k == (int32_t)ep_lane()) continue;
+        const bool before = other < expert || (other == expert && token + k < (int32_t)ep_lane());
+        if (before) first = false;
+        else last = false;
+    }
+    return (first ? 1u : 0u) | (last ? 65536u : 0u);
+}
+
 /* `kept`: the experts of the first two rounds, so that place need not load them. */
-EP_FN void count(const Params &p, Range range, uint32_t *mine, uint32_t *bad, int32_t (&kept)[2]) {
+EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad, int32_t (&kept)[2]) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
     const uint64_t end = (uint64_t)range.last * s.num_topk;
@@ -83,6 +101,10 @@ EP_FN void count(const Params &p, Range range, uint32_t *mine, uint32_t *bad, in
             if (both[j] == -2) atomicMin(bad, (uint32_t)i), both[j] = -1;
             if (round.has(i, end)) expert[i] = both[j];
             if (both[j] >= 0) atomicAdd(&mine[both[j]], 1u);
+            if (sorts) {
+                const uint32_t ends = first_and_last(p, both[j]);
+                if (ends) atomicAdd(&mine[p.comm.layout.num_count_cells + both[j]], ends);
+            }
             const uint32_t ranks = ranks_of(p, round, both[j]);
             for (uint32_t r = 0; r < s.num_ranks; r++) {
                 const uint32_t num = __popc(__ballot_sync(EP_FULL, ranks >> r & 1u));
@@ -95,16 +117,17 @@ EP_FN void count(const Params &p, Range range, uint32_t *mine, uint32_t *bad, in
 }
 
 /* Exclusive prefixes over this block's warps; the block's sums go to scratch. */
-EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t cells, uint32_t bad) {
-    uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off) + (uint64_t)blockIdx.x * cells;
-    for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x) {
+EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t bad) {
+    uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off) + (uint64_t)blockIdx.x * m.sums;
+    for (uint32_t i = threadIdx.x; i < m.warp_cells; i += blockDim.x) {
         uint32_t sum = 0;
         for (uint32_t w = 0; w < EP_WARPS; w++) {
-            const uint32_t n = m.warp_count[w * cells + i];
-            m.warp_count[w * cells + i] = sum;
+            const uint32_t n = m.warp_count[w * m.warp_cells + i];
+            m.warp_count[w * m.warp_cells + i] = sum;
             sum += n;
         }
-        scratch[i] = i == cells - 1 ? bad : sum;
+        if (i < m.cells) scratch[i] = i == m.cells - 1 ? bad : sum;
+        else scratch[i] = sum & 0xffffu, scratch[i + p.comm.shape.num_experts] = sum >> 16;
     }
 }
 
@@ -126,24 +149,25 @@ EP_FN bool meet(const EpComm *c, uint64_t epoch) {
 }
 
 /* Prefixes over the blocks before this one, and totals. */
-EP_FN void scan_blocks(const Params &p, const Smem &m, uint32_t cells, Verdict *v) {
+EP_FN void scan_blocks(const Params &p, const Smem &m, Verdict *v) {
     const uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off);
-    for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x) {
+    for (uint32_t i = threadIdx.x; i < m.sums; i += blockDim.x) {
         uint32_t before = 0, total = 0, bad = UINT32_MAX;
 #pragma unroll 64
         for (uint32_t b = 0; b < gridDim.x; b++) {
-            const uint32_t n = __ldcg(scratch + (uint64_t)b * cells + i);
+            const uint32_t n = __ldcg(scratch + (uint64_t)b * m.sums + i);
             if (b == blockIdx.x) before = total;
             total += n;
             bad = n < bad ? n : bad;
         }
         m.before[i] = before, m.total[i] = total;
-        if (i == cells - 1) v->bad = bad;
+        if (i == m.cells - 1) v->bad = bad;
     }
 }
 
 /* Tell the peers this rank's cells (block b tells rank b), and read everyone's. */
-EP_FN bool exchange(const Params &p, const Smem &m, uint32_t cells, Verdict *v, uint64_t epoch) {
+EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
+    const uint32_t cells = m.cells;
     const EpComm *c = &p.comm;
     const EpShape &s = c->shape;
     bool ok = true;
@@ -190,8 +214,13 @@ template <typename F> EP_FN uint32_t warp_scan(uint32_t *out, uint32_t n, F valu
 EP_FN void scan_experts(const Params &p, const Smem &m, Verdict *v) {
     const EpShape &s = p.comm.shape;
     const uint32_t L = ep_num_local_experts(&s), W = s.num_ranks, first = p.comm.my_rank * L;
-    for (uint32_t scan = threadIdx.x / 32; scan < W + 2; scan += blockDim.x / 32) {
-        if (scan < W) {
+    const uint32_t num_scans = W + 2 + (m.sums > m.cells ? 2 * W : 0);
+    for (uint32_t scan = threadIdx.x / 32; scan < num_scans; scan += blockDim.x / 32) {
+        if (scan >= W + 2) { /* first slots of each expert at its rank, out and home */
+            const uint32_t half = (scan - W - 2) / W, from = (scan - W - 2) % W * L;
+            const uint32_t *ends = m.total + m.cells + half * s.num_experts + from;
+            warp_scan((half ? m.home_from : m.out_from) + from, L, [&](uint32_t l) { return ends[l]; });
+        } else if (scan < W) {
             const uint32_t rows =
                 warp_scan(m.row_from + scan * L, L, [&](uint32_t l) { return ep_expert_rows(&s, m.counts, scan * L + l); });
             if (ep_lane() == 0) v->rank_rows[scan] = (int32_t)rows;
@@ -224,8 +253,25 @@ EP_FN void judge(const Params &p, Verdict *v, uint64_t epoch) {
     v->code = f.code;
 }
 
+/* The slots of a round, sorted by expert: who holds a token's first or last choice at a rank numbers it. */
+EP_FN void place_slots(const Params &p, const Smem &m, uint32_t *mine, int32_t e, uint32_t token) {
+    const uint32_t E = p.comm.shape.num_experts, L = ep_num_local_experts(&p.comm.shape), ends = first_and_last(p, e);
+    const uint32_t lower = (1u << ep_lane()) - 1;
+    for (uint32_t half = 0; half < 2; half++) {
+        const bool here = ends >> 16 * half & 1u;
+        const uint32_t same = __match_any_sync(EP_FULL, here ? e : -1), nth = __popc(same & lower);
+        uint32_t slot = 0;
+        if (here) slot = (mine[e] >> 16 * half & 0xffffu) + nth + m.before[m.cells + half * E + e] + (half ? m.home_from : m.out_from)[e];
+        __syncwarp();
+        if (here && nth == 0) mine[e] += (uint32_t)__popc(same) << 16 * half;
+        __syncwarp();
+        if (here && half == 0) p.plan[p.layout.send_token_off + (uint64_t)(e / L) * p.num_tokens + slot] = (int32_t)token;
+        if (here && half == 1) p.plan[p.layout.token_slot_off + (uint64_t)token * p.comm.shape.num_ranks + e / L] = (int32_t)slot;
+    }
+}
+
 /* Rows, sorted order and slots of this warp's choices. */
-EP_FN void place(const Params &p, const Smem &m, uint32_t cells, Range range, const Verdict &v, const int32_t *scatter, uint64_t epoch,
+EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, const int32_t *scatter, uint64_t epoch,
                  const int32_t (&kept)[2]) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
@@ -233,7 +279,8 @@ EP_FN void place(const Params &p, const Smem &m, uint32_t cells, Range range, co
     const uint32_t lower = (1u << lane) - 1;
     const int32_t *expert = p.plan + p.layout.token_expert_off;
     const uint64_t end = (uint64_t)range.last * K;
-    uint32_t *mine = m.warp_count + threadIdx.x / 32 * cells;
+    uint32_t *mine = m.warp_count + threadIdx.x / 32 * m.warp_cells;
+    const bool sorts = m.sums > m.cells;
     uint32_t sent = lane < W ? m.before[s.num_experts + lane] + mine[s.num_experts + lane] : 0; /* lane r: slots taken at rank r */
     for (uint32_t t = range.first, n = 0; t < range.last; t += round.num_tokens, n++) {
         const uint64_t i = (uint64_t)t * K + lane;
@@ -261,11 +308,12 @@ EP_FN void place(const Params &p, const Smem &m, uint32_t cells, Range range, co
         for (uint32_t r = 0; r < W; r++) {
             const uint32_t there = __ballot_sync(EP_FULL, ranks >> r & 1u),
                            slot = __shfl_sync(EP_FULL, sent, (int)r) + __popc(there & lower);
-            if (lane < round.num_tokens && token < range.last)
+            if (lane < round.num_tokens && token < range.last && !(sorts && ranks >> r & 1u))
                 p.plan[p.layout.token_slot_off + (uint64_t)token * W + r] = ranks >> r & 1u ? (int32_t)slot : -1;
-            if (ranks >> r & 1u) p.plan[p.layout.send_token_off + (uint64_t)r * p.num_tokens + slot] = (int32_t)token;
+            if (ranks >> r & 1u && !sorts) p.plan[p.layout.send_token_off + (uint64_t)r * p.num_tokens + slot] = (int32_t)token;
             if (lane == r) sent += __popc(there);
         }
+        if (sorts) place_slots(p, m, mine + m.cells, e, t + lane / K);
     }
 }
 
@@ -314,10 +362,10 @@ EP_FN void tell_host(const Params &p, int32_t code, uint32_t num_rows, uint64_t 
 }
 
 /* Everything between entering and placing.  False: there is no plan. */
-EP_FN bool agree(const Params &p, const Smem &m, uint32_t cells, Verdict *v, uint64_t epoch) {
+EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     const EpComm *c = &p.comm;
     if (!meet(c, epoch)) return false;
-    scan_blocks(p, m, cells, v);
+    scan_blocks(p, m, v);
     if (threadIdx.x == 0 && p.scatter_indices) {
         v->tokens_before = v->num_tokens = 0;
         for (uint32_t w = 0; w < c->shape.num_ranks; w++) {
@@ -326,7 +374,7 @@ EP_FN bool agree(const Params &p, const Smem &m, uint32_t cells, Verdict *v, uin
         }
     }
     __syncthreads();
-    if (!exchange(p, m, cells, v, epoch)) return false;
+    if (!exchange(p, m, v, epoch)) return false;
     scan_experts(p, m, v);
     __syncthreads();
     const uint32_t r = threadIdx.x;
@@ -339,22 +387,22 @@ EP_FN bool agree(const Params &p, const Smem &m, uint32_t cells, Verdict *v, uin
 __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __grid_constant__ Params p) {
     __shared__ Verdict v;
     __shared__ uint32_t bad;
-    const Smem m(ep_dynamic_smem(), p.comm.shape);
-    const uint32_t cells = p.comm.layout.num_count_cells;
+    const bool sorts = ep_plan_sorts(&p);
+    const Smem m(ep_dynamic_smem(), p.comm.shape, sorts);
     const Range range(p.num_tokens);
     const uint64_t epoch = ep_begin(&p.comm);
     if (threadIdx.x == 0) bad = UINT32_MAX, v.code = EP_EPEER, v.bad = UINT32_MAX;
-    for (uint32_t i = threadIdx.x; i < EP_WARPS * cells; i += blockDim.x) m.warp_count[i] = 0;
+    for (uint32_t i = threadIdx.x; i < EP_WARPS * m.warp_cells; i += blockDim.x) m.warp_count[i] = 0;
     __syncthreads();
     if (epoch && blockIdx.x == 0 && is_clerk()) {
         EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, p.num_tokens, 0);
         ep_enter(&p.comm, &h, epoch);
     }
     int32_t kept[2];
-    if (epoch) count(p, range, m.warp_count + threadIdx.x / 32 * cells, &bad, kept);
+    if (epoch) count(p, range, sorts, m.warp_count + threadIdx.x / 32 * m.warp_cells, &bad, kept);
     __syncthreads();
-    if (epoch) scan_warps(p, m, cells, bad);
-    const bool ok = epoch && agree(p, m, cells, &v, epoch);
+    if (epoch) scan_warps(p, m, bad);
+    const bool ok = epoch && agree(p, m, &v, epoch);
     if (!ok && blockIdx.x == 0) forget(p);
     if (blockIdx.x == 0 && is_clerk() && ep_lane() == 0)
         tell_host(p, ok ? 0 : v.code, ok ? (uint32_t)v.rank_rows[p.comm.my_rank] : 0, epoch);
@@ -364,7 +412,7 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
         /* A peer's number of tokens may be nonsense: then there is a plan, but not by these indices. */
         if (scatter && p.num_scatter_tokens != p.num_tokens)
             scatter = v.tokens_before + p.num_tokens <= p.num_scatter_tokens ? scatter + v.tokens_before * p.comm.shape.num_topk : NULL;
-        place(p, m, cells, range, v, scatter, epoch, kept);
+        place(p, m, range, v, scatter, epoch, kept);
     }
     ep_block_leave(&p.comm, epoch);
 }
@@ -374,7 +422,9 @@ extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
     const uint64_t choices = (uint64_t)p->num_tokens * p->comm.shape.num_topk;
     uint64_t blocks = (choices + 64 * EP_WARPS - 1) / (64 * EP_WARPS);
     blocks = blocks < 1 ? 1 : blocks > EP_PLAN_BLOCKS ? EP_PLAN_BLOCKS : blocks;
-    return (int)ep_launch_resident(plan_kernel, (uint32_t)blocks, EP_WARPS + 1, 4ul * Smem::words(p->comm.shape), stream, *p);
+    uint32_t nowhere;
+    const size_t num_bytes = 4ul * Smem(&nowhere, p->comm.shape, ep_plan_sorts(p)).num_words(p->comm.shape);
+    return (int)ep_launch_resident(plan_kernel, (uint32_t)blocks, EP_WARPS + 1, num_bytes, stream, *p);
 }
 extern "C" int ep_preload_plan(void) {
     cudaFuncAttributes a;

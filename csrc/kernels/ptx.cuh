@@ -36,13 +36,13 @@ EP_PTX bool ep_mbar_try_wait(uint32_t bar, uint32_t parity, uint32_t nanoseconds
                  : "memory");
     return done != 0;
 }
-/* Both ends are warps of this block or its neighbour, so a wait that does not end is a fault of the kernel itself:
- * better a trap after ten seconds than a GPU that never answers again. */
-EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity) {
+/* Both ends are warps of this block or its neighbour, whose own waits end, so a wait that does not end in limit_ns is a
+ * fault of the kernel itself: better a trap than a GPU that never answers again. */
+EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
     if (ep_mbar_try_wait(bar, parity, 10000000)) return;
     const uint64_t start = ep_now_ns();
     while (!ep_mbar_try_wait(bar, parity, 10000000))
-        if (ep_now_ns() - start > 10000000000ull) __trap();
+        if (ep_now_ns() - start > limit_ns) __trap();
 }
 
 /* ---- clusters: blocks that run side by side and reach each other's shared memory ---- */
@@ -76,7 +76,18 @@ EP_PTX void ep_st_async(uint32_t dst, uint32_t value, uint32_t bar, uint32_t ran
                  : "memory");
 }
 
+/* ---- counts for the other blocks of this GPU ---- */
+
+/* What the warp has written (before a __syncwarp) comes before what is counted behind this: one fence for many counts. */
+EP_PTX void ep_fence_acq_rel_gpu(void) { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+EP_PTX void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
+    asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
 /* ---- proxies and barriers ---- */
+
+/* What an acquire made readable, TMA may read behind this: the thread that acquired calls it, and issues the copies. */
+EP_PTX void ep_fence_proxy_async_global(void) { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 /* Generic writes to shared memory before, TMA or wgmma reads behind. */
 EP_PTX void ep_fence_proxy_async_shared(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -112,6 +123,16 @@ EP_PTX void ep_tma_load_5d(uint32_t dst, const CUtensorMap *map, uint32_t bar, i
     EP_TMA_LOAD("5d", "%4, %5, %6, %7, %8", "r"(x), "r"(y), "r"(z), "r"(u), "r"(v));
 }
 
+/* ---- small copies into shared memory ---- */
+
+/* 16 bytes, past the L1; only the thread that asked for them, and has waited, may read them. */
+EP_PTX void ep_cp_async_16(uint32_t dst, const void *src) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
+EP_PTX void ep_cp_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+/* Until at most N of this thread's groups are on their way. */
+template <int N> EP_PTX void ep_cp_async_wait(void) { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
 /* ---- shared memory, registers ---- */
 
 /* Four 8x8 matrices of 16-bit numbers: lane l gives the address of row l % 8 of matrix l / 8. */
@@ -136,11 +157,18 @@ EP_PTX uint4 ep_ld_shared(uint32_t src) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(src) : "memory");
     return v;
 }
+EP_PTX uint64_t ep_ld_shared_u64(uint32_t src) {
+    uint64_t v;
+    asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(src) : "memory");
+    return v;
+}
 EP_PTX uint32_t ep_ld_shared_u32(uint32_t src) {
     uint32_t v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(src) : "memory");
     return v;
 }
+EP_PTX void ep_st_shared_u32(uint32_t dst, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(dst), "r"(v) : "memory"); }
+EP_PTX void ep_st_shared_u64(uint32_t dst, uint64_t v) { asm volatile("st.shared.u64 [%0], %1;" ::"r"(dst), "l"(v) : "memory"); }
 EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }

@@ -19,8 +19,7 @@
 #define EP_FULL 0xffffffffu
 
 /* Copy src to each dst whose lane is in mask: lane j holds the address of the j-th. */
-EP_FN void ep_copy_row(uint64_t my_dst, uint32_t mask, const void *src, uint32_t num_vec) {
-    enum { UNROLL = 8 };
+template <int UNROLL = 8> EP_FN void ep_copy_row(uint64_t my_dst, uint32_t mask, const void *src, uint32_t num_vec) {
     const uint4 *from = (const uint4 *)src;
     for (uint32_t base = 0; base < num_vec && mask; base += 32 * UNROLL) {
         const uint32_t at = base + ep_lane();
@@ -83,10 +82,10 @@ template <> struct EpVec<EP_F16> {
 
 /* dst = the rows whose lanes are in mask, times their weights if weighted, added in lane order; each
  * product and sum rounded to fp32 by itself, as on the CPU, so that both backends agree to the bit.  ROWS of them
- * are on their way at once. */
-template <int DTYPE>
+ * are on their way at once, UNROLL pieces of each. */
+template <int DTYPE, int UNROLL = 4, int ROWS = 3>
 EP_FN void ep_sum_rows(void *dst, uint32_t num_vec, uint32_t mask, uint64_t my_src, float my_weight, bool weighted) {
-    enum { UNROLL = 4, ROWS = 3, N = EpVec<DTYPE>::N };
+    enum { N = EpVec<DTYPE>::N };
     uint4 *to = (uint4 *)dst;
     for (uint32_t base = 0; base < num_vec; base += 32 * UNROLL) {
         const uint32_t at = base + ep_lane();

@@ -7,12 +7,13 @@
  *   ep_comm_layout()   a communication buffer in the symmetric heap (the same on every rank)
  *   ep_plan_layout()   the plan of one call, in memory of the caller (a tensor of int32)
  * All byte offsets are 64-bit.  A slot is the position of a token among the distinct tokens that one
- * rank sends to another: it names a row of staging memory, and it is the unit of token saving. */
+ * rank sends to another: it names a row of staging memory, and it is the unit of token saving.  A token may go
+ * out in one slot and come home in another (see EpPlanParams.sort_slots). */
 #ifndef EP_ABI_H
 #define EP_ABI_H
 #include "port.h"
 
-#define EP_ABI_VERSION 0x65700002u
+#define EP_ABI_VERSION 0x65700003u
 #define EP_MAX_RANKS 8u
 #define EP_MAX_TOPK 32u
 #define EP_MAX_EXPERTS 1024u
@@ -45,7 +46,14 @@ typedef enum {
 } EpCode;
 
 typedef enum { EP_F32 = 0, EP_F16 = 1, EP_BF16 = 2 } EpDtype;
-typedef enum { EP_OP_PLAN = 1, EP_OP_DISPATCH = 2, EP_OP_COMBINE = 3, EP_OP_BARRIER = 4 } EpOpKind;
+typedef enum {
+    EP_OP_PLAN = 1,
+    EP_OP_DISPATCH = 2,
+    EP_OP_COMBINE = 3,
+    EP_OP_BARRIER = 4,
+    EP_OP_DISPATCH_GEMM = 5,
+    EP_OP_GEMM_COMBINE = 6
+} EpOpKind;
 /* LOCAL: pre-reduce at the expert's rank, then push one row per (token, rank).  SCATTER: push one row
  * per choice.  GATHER: the token's owner pulls one row per choice. */
 typedef enum { EP_COMBINE_LOCAL = 0, EP_COMBINE_SCATTER = 1, EP_COMBINE_GATHER = 2 } EpCombineMode;
@@ -82,6 +90,7 @@ typedef struct {
     uint64_t queue_recv, pad2[15];
     uint64_t num_left, num_copied, pad3[14];
     uint64_t grid_arrived, pad4[15];
+    uint64_t queue_tiles, pad5[15];
 } EpLocal;
 
 typedef struct {
@@ -90,7 +99,8 @@ typedef struct {
     uint64_t counts_off;  /* u64 [W][E + W + 1]  see plan.h */
     uint64_t flag_off;    /* u64 [W][num_chunks] */
     uint64_t local_off;   /* EpLocal */
-    uint64_t scratch_off; /* u32 [EP_PLAN_BLOCKS][E + W + 1] partial counts of a plan, own use */
+    uint64_t scratch_off; /* u32 [EP_PLAN_BLOCKS][E + W + 1 + 2 E] partial counts of a plan, own use */
+    uint64_t ready_off;   /* u64 [num_row_blocks] how far the rows of a block are, own use; see fused.cuh */
     uint64_t stage_off;   /* staging rows; which form depends on the operation */
     uint64_t num_bytes;
     uint64_t row_bytes;       /* H elements */
@@ -98,9 +108,10 @@ typedef struct {
     uint64_t choice_stride;   /* row + trailer of SCATTER and GATHER combine */
     uint32_t num_chunks;      /* flags per source rank */
     uint32_t num_count_cells; /* E + W + 1 */
+    uint32_t num_row_blocks;  /* of EP_TILE_ROWS rows */
 } EpCommLayout;
 
-/* Trailer of a slot in dispatch: i32 token, i32 row[K] (-1: not here), f32 weight[K].
+/* Trailer of a slot in dispatch: i32 token, i32 slot in which it comes home, i32 row[K] (-1: not here), f32 weight[K].
  * Trailer of a slot in LOCAL combine: f32 scalar[K].  Of a choice: f32 weight, f32 scalar. */
 
 /* The plan of one call: offsets in int32 elements. */
@@ -120,7 +131,7 @@ typedef struct {
     uint64_t expert_row_off;   /* [L + 1] first row of each local expert; the last is M */
     uint64_t token_expert_off; /* [T][K] expert of each choice, -1 dropped */
     uint64_t token_row_off;    /* [T][K] row at the expert's rank, -1 dropped */
-    uint64_t token_slot_off;   /* [T][W] slot at the rank, -1 not sent there */
+    uint64_t token_slot_off;   /* [T][W] slot in which the rank sends it home, -1 not sent there */
     uint64_t sort_off;         /* [T * K] t * K + k by expert, token, choice; -1 behind them */
     uint64_t send_token_off;   /* [W][T] token of each slot that I send */
     uint64_t tile_expert_off;  /* [num_tiles] local expert of each tile */
@@ -147,16 +158,18 @@ EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
     EpCommLayout l;
     uint64_t at = 0, w = s->num_ranks, slots = w * s->max_tokens, stage;
     l.row_bytes = (uint64_t)s->hidden * ep_dtype_bytes(s->dtype);
-    l.slot_stride = ep_align_u64(l.row_bytes + 4 + 8ull * s->num_topk, 16);
+    l.slot_stride = ep_align_u64(l.row_bytes + 8 + 8ull * s->num_topk, 16);
     l.choice_stride = ep_align_u64(l.row_bytes + 8, 16);
     l.num_chunks = ep_ceil_div_u32(s->max_tokens, EP_CHUNK_SLOTS);
     l.num_count_cells = s->num_experts + s->num_ranks + 1;
+    l.num_row_blocks = ep_ceil_div_u32(s->capacity, EP_TILE_ROWS);
     l.enter_off = ep_take(&at, 2 * w * EP_LINE, EP_LINE);
     l.header_off = ep_take(&at, 2 * w * sizeof(EpHeader), EP_LINE);
     l.counts_off = ep_take(&at, 8 * w * l.num_count_cells, EP_LINE);
     l.flag_off = ep_take(&at, 8 * w * l.num_chunks, EP_LINE);
     l.local_off = ep_take(&at, sizeof(EpLocal), EP_LINE);
-    l.scratch_off = ep_take(&at, 4ull * EP_PLAN_BLOCKS * l.num_count_cells, EP_LINE);
+    l.scratch_off = ep_take(&at, 4ull * EP_PLAN_BLOCKS * (l.num_count_cells + 2 * s->num_experts), EP_LINE);
+    l.ready_off = ep_take(&at, 8ull * l.num_row_blocks, EP_LINE);
     stage = slots * l.slot_stride;
     if (s->combine_mode == EP_COMBINE_SCATTER) stage = ep_max_u64(stage, (uint64_t)s->max_tokens * s->num_topk * l.choice_stride);
     if (s->combine_mode == EP_COMBINE_GATHER) stage = ep_max_u64(stage, s->capacity * l.choice_stride);
@@ -203,7 +216,8 @@ typedef enum {
     EP_WORD_INDEX = 6,
     EP_WORD_ROWS = 7,
     EP_WORD_TRAILER = 8,
-    EP_WORD_SCATTER = 9
+    EP_WORD_SCATTER = 9,
+    EP_WORD_READY = 10
 } EpWord;
 
 /* What a plan tells its host without a stream synchronisation. */
@@ -221,6 +235,24 @@ typedef struct {
     EpPlanResult plan;
 } EpHostWords;
 
+/* A span of time of one warp, for the profiler; see kernels/trace.cuh. */
+#define EP_TRACE_WARPS 12u /* of a block */
+typedef enum {
+    EP_SPAN_ENTER = 1,
+    EP_SPAN_SEND = 2,
+    EP_SPAN_RECEIVE = 3,
+    EP_SPAN_WAIT_ROWS = 4,
+    EP_SPAN_GEMM = 5,
+    EP_SPAN_RETURN = 6,
+    EP_SPAN_ADD = 7,
+    EP_SPAN_WAIT = 8
+} EpSpan;
+typedef struct {
+    uint64_t begin_ns;
+    uint32_t num_ns;
+    uint16_t what, of; /* EpSpan; the rank, or the expert, it was for */
+} EpTraceEvent;
+
 /* A rank's view of one communication buffer: everything a stage needs besides its tensors. */
 typedef struct {
     EpShape shape;
@@ -230,6 +262,8 @@ typedef struct {
     int32_t status; /* see EpHeader */
     EpHostWords *host;
     uint64_t timeout_ns;
+    EpTraceEvent *trace;               /* where the profiler writes, or NULL */
+    uint32_t trace_blocks, trace_room; /* blocks that have room there, and events of a warp */
 } EpComm;
 
 typedef struct {
@@ -239,21 +273,23 @@ typedef struct {
     const int32_t *scatter_indices; /* [T][K], or of all ranks one behind the other; or NULL */
     int32_t *plan;
     uint32_t num_tokens, index_bytes;
-    uint32_t num_scatter_tokens, pad;
-    uint64_t ticket; /* see EpPlanResult */
+    uint32_t num_scatter_tokens;
+    uint32_t sort_slots; /* tokens go out by their first expert at the rank, and come home by their last */
+    uint64_t ticket;     /* see EpPlanResult */
 } EpPlanParams;
 
 typedef struct {
     EpComm comm;
     EpPlanLayout layout;
-    const void *x;       /* [T][H] */
+    const void *x;       /* [T / num_copies][H] */
     const float *weight; /* [T][K] or NULL */
     const int32_t *plan;
-    int32_t *recv;     /* [W][max_tokens][1 + K] by source and slot: its token there, my row of each choice or -1 */
+    int32_t *recv;     /* [W][max_tokens][1 + K] by source and home slot: its token there, my row of each choice or -1 */
     void *rows;        /* [num_rows][H] */
     float *row_weight; /* [num_rows] or NULL */
     uint32_t num_rows; /* rows that there is room for; those behind M become zero */
     uint32_t has_weight;
+    uint32_t num_copies; /* tokens that are one row of x: 1, or, fused and without token saving, K of one choice each */
 } EpDispatchParams;
 
 typedef struct {
@@ -266,6 +302,7 @@ typedef struct {
     void *out;                                 /* [T][H] */
     float *out_scalar;                         /* [T][K] or NULL */
     uint32_t num_rows, has_weight, has_scalar; /* a tensor of no rows may have a null address: these tell */
+    uint32_t row_pieces;                       /* fused: in how many pieces the product makes a row */
 } EpCombineParams;
 
 #ifdef __cplusplus
@@ -274,7 +311,7 @@ typedef struct {
 #define EP_STATIC_ASSERT _Static_assert
 #endif
 EP_STATIC_ASSERT(sizeof(EpHeader) == 64, "a header is one line of 64 bytes");
-EP_STATIC_ASSERT(sizeof(EpLocal) == 5 * EP_LINE, "local words stand on lines of their own");
+EP_STATIC_ASSERT(sizeof(EpLocal) == 6 * EP_LINE, "local words stand on lines of their own");
 EP_STATIC_ASSERT(EP_HEAD_NUM_RECV - EP_HEAD_NUM_SEND == EP_MAX_RANKS, "room for every rank");
 
 #define EP_AT(type, comm, rank, off) ((type *)((comm)->base[rank] + (off)))

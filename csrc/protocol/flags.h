@@ -9,6 +9,8 @@
  *             |           |         |                   |                   | {epoch, count}               |
  * flag[w][c]  | rank w    | owner   | st.release.sys    | ld.acquire.sys == | slots of chunk c in staging  | op e + 1, after enter
  * barrier     | is an operation without data: enter, and nothing else                                           |
+ * ready[b]    | owner's   | owner's | add.relaxed.gpu   | ld.acquire.gpu >= | rows of block b, of dispatch | the last worker out
+ *             | workers   | workers | behind a fence    |                   | or of the product            | of a fused operation
  * local.*     | owner's   | owner's | add.acq_rel.gpu   | the same add, and | reads and writes of all      | the last worker out
  *             | workers   | workers | (num_left)        | the stream's order| workers of the operation     |
  * host->abort | host      | owner   | relaxed           | relaxed           | nothing but itself           | never
@@ -69,37 +71,49 @@ EP_FN bool ep_must_leave(const EpComm *c) { return ep_ld_relaxed_gpu_u64(&ep_loc
 /* Leave when the world is at its end.  On a GPU this reads host memory across PCIe, and hundreds of warps
  * that do it in every poll slow down everything else (combine of 8192 x 7168, K 8, two H200, 2026-11-21:
  * 7.8 ms): so a wait looks once a millisecond. */
-#define EP_LOOK_NS 1000000u
+#define EP_LOOK_NS (1u << 20)
 EP_FN bool ep_world_ended(const EpComm *c) {
     if (!ep_ld_relaxed_sys_u64(&c->host->abort)) return false;
     ep_st_relaxed_gpu_u64(&ep_local(c)->claim, 1); /* no record: the world knows why */
     return true;
 }
 
+/* How long a wait has lasted, and when it last looked at what may end it: both in EP_LOOK_NS, modulo 2^32, so that a
+ * warp that does something else meanwhile has little to keep.  Begins as zeros. */
+typedef struct {
+    uint32_t start, looked, polls;
+} EpPatience;
+
+/* After a poll in vain: pause, and say whether there is any point in another.  One lane calls it. */
+EP_FN bool ep_wait_on(const EpComm *c, EpPatience *w, uint64_t limit_ns, const EpFaultRecord *what, uint64_t want, uint64_t got) {
+    if (ep_time_to_look(w->polls)) {
+        const uint32_t now = (uint32_t)(ep_now_ns() / EP_LOOK_NS) | 1u;
+        if (ep_must_leave(c)) return false;
+        if (w->start == 0) w->start = w->looked = now;
+        if (now != w->looked) {
+            w->looked = now;
+            if (ep_world_ended(c)) return false;
+        }
+        if (now - w->start > limit_ns / EP_LOOK_NS + 1) {
+            EpFaultRecord f = *what;
+            f.code = EP_ETIMEOUT, f.want = want, f.got = got;
+            ep_fault(c, &f);
+            return false;
+        }
+    }
+    ep_pause(w->polls++);
+    return true;
+}
+
 /* Wait until *word compares with want, and say what it was then.  One lane calls it.  False: leave the operation, in
  * order. */
 EP_FN bool ep_wait_got_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want, const EpFaultRecord *what, uint64_t *value) {
-    uint64_t start = 0, looked = 0;
-    for (uint32_t polls = 0;; polls++) {
+    EpPatience w = {0, 0, 0};
+    for (;;) {
         uint64_t got = ep_ld_acquire_sys_u64(word); /* what the word publishes is now readable */
         *value = got;
         if (cmp == EP_CMP_GE ? got >= want : cmp == EP_CMP_EQ ? got == want : got >> 32 == want) return true;
-        if (ep_time_to_look(polls)) {
-            uint64_t now = ep_now_ns();
-            if (ep_must_leave(c)) return false;
-            if (start == 0) start = looked = now;
-            if (now - looked > EP_LOOK_NS) {
-                looked = now;
-                if (ep_world_ended(c)) return false;
-            }
-            if (now - start > c->timeout_ns) {
-                EpFaultRecord f = *what;
-                f.code = EP_ETIMEOUT, f.want = want, f.got = got;
-                ep_fault(c, &f);
-                return false;
-            }
-        }
-        ep_pause(polls);
+        if (!ep_wait_on(c, &w, c->timeout_ns, what, want, got)) return false;
     }
 }
 
@@ -176,6 +190,27 @@ EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
     return false;
 }
 
+/* How many rows (dispatch) or pieces of rows (the product) of a block of EP_TILE_ROWS stand: counted up by this rank's
+ * workers in a fused operation, 0 before and behind it. */
+EP_FN uint64_t *ep_ready_word(const EpComm *c, uint32_t block) { return EP_AT(uint64_t, c, c->my_rank, c->layout.ready_off) + block; }
+/* The count at which a block of num_rows in all is complete, each row in `pieces`. */
+EP_PURE uint64_t ep_ready_count(uint32_t block, uint32_t num_rows, uint32_t pieces) {
+    const uint32_t left = num_rows - block * EP_TILE_ROWS;
+    return (uint64_t)(left < EP_TILE_ROWS ? left : EP_TILE_ROWS) * pieces;
+}
+/* A wait for this rank's own workers.  They end in any case, at their own deadline for a peer, so its deadline comes
+ * behind theirs. */
+EP_FN uint64_t ep_local_limit_ns(const EpComm *c) { return c->timeout_ns < UINT64_MAX / 2 ? 2 * c->timeout_ns : UINT64_MAX; }
+EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t count, uint64_t epoch) {
+    const EpFaultRecord f = {0, 0, op, c->my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
+    EpPatience w = {0, 0, 0};
+    for (;;) {
+        const uint64_t got = ep_ld_acquire_gpu_u64(ep_ready_word(c, block)); /* the block's rows are now readable */
+        if (got >= count) return true;
+        if (!ep_wait_on(c, &w, ep_local_limit_ns(c), &f, count, got)) return false;
+    }
+}
+
 /* A chunk of slots stands in at_rank's staging memory.  Call after ep_warp_sync(), one lane. */
 EP_FN void ep_flag_publish(const EpComm *c, uint32_t at_rank, uint32_t chunk, uint64_t epoch) {
     ep_chaos(3);
@@ -215,6 +250,7 @@ EP_FN EpLeft ep_leave(const EpComm *c, uint32_t num_workers, uint64_t epoch) {
     ep_st_relaxed_gpu_u64(&l->queue_recv, 0);
     ep_st_relaxed_gpu_u64(&l->num_copied, 0);
     ep_st_relaxed_gpu_u64(&l->grid_arrived, 0);
+    ep_st_relaxed_gpu_u64(&l->queue_tiles, 0);
     ep_st_relaxed_gpu_u64(&l->epoch, epoch);
     return failed ? EP_LEFT_LAST_FAILED : EP_LEFT_LAST;
 }

@@ -38,6 +38,9 @@ EP_PURE uint32_t ep_rows_before_rank(const EpShape *s, const int32_t *counts, ui
     return n;
 }
 
+/* Where slots are sorted by expert: the kernel counts a block's tokens in 16 bits, and the order is one of speed only. */
+EP_PURE bool ep_plan_sorts(const EpPlanParams *p) { return p->sort_slots && p->num_tokens <= EP_PLAN_BLOCKS * 32768u; }
+
 /* An index as the caller wrote it: an expert, -1 for a dropped choice (-1 or E), or -2 for nonsense. */
 EP_PURE int32_t ep_read_expert(const void *exp_indices, uint32_t index_bytes, uint64_t i, uint32_t num_experts) {
     int64_t v = index_bytes == 8 ? ((const int64_t *)exp_indices)[i] : ((const int32_t *)exp_indices)[i];

@@ -372,7 +372,7 @@ int call_plan(Step *st) {
     EpTensor plan = tensor1(st->plan, EP_I32, (int64_t)st->plan_words), scatter;
     if ((me + total) % 2) scatter = tensor2(c->scatter, EP_I32, total, K); /* of all ranks, or of this one */
     else scatter = tensor2(c->scatter + (uint64_t)before * K, EP_I32, st->num_tokens, K);
-    return ep_layer_plan(st->me->layer, st->buffer, &index, c->has_scatter ? &scatter : NULL, &plan, NULL);
+    return ep_layer_plan(st->me->layer, st->buffer, &index, c->has_scatter ? &scatter : NULL, false, &plan, NULL);
 }
 
 int call_dispatch(Step *st) {

@@ -213,12 +213,12 @@ static bool bad_scatter_body(Rank *me, void *arg) {
     int32_t *words = (int32_t *)malloc(4 * st.plan_words);
     EpTensor index = tensor2(c.expert[me->rank], EP_I32, T, K), plan = tensor1(words, EP_I32, num_words);
     EpTensor s = tensor2(scatter, EP_I32, T + (me->rank == 1), K);
-    WANT(me, EP_EINVAL, ep_layer_plan(me->layer, 0, &index, &s, &plan, NULL)); /* the length of no one's tokens */
+    WANT(me, EP_EINVAL, ep_layer_plan(me->layer, 0, &index, &s, false, &plan, NULL)); /* the length of no one's tokens */
     CHECK(me, strstr(ep_error_text(), "rank 1"));
     s = tensor2(scatter, EP_I32, T, K);
     if (me->rank == 1) scatter[0] = 100000; /* only this rank knows that there is no such row; the others learn it in dispatch */
     st.plan = words;
-    WANT(me, me->rank == 1 ? EP_EINVAL : 0, ep_layer_plan(me->layer, 0, &index, &s, &plan, NULL));
+    WANT(me, me->rank == 1 ? EP_EINVAL : 0, ep_layer_plan(me->layer, 0, &index, &s, false, &plan, NULL));
     if (me->rank != 1) WANT(me, EP_EPEER, call_dispatch(&st));
     free(scatter);
     step_close(&st);

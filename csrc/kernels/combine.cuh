@@ -1,0 +1,275 @@
+/* combine.cuh - every row home, and added up there: what a warp does of it.
+ *
+ * LOCAL and SCATTER: send what this rank's experts made of each slot (its rows added up, or one by one),
+ * and add up this rank's own tokens as the chunks they need arrive.  GATHER: put the rows where peers can
+ * reach them; each token's rank pulls.  Every warp does both parts, and waits only when there is nothing
+ * left to send (queue.h).  Sums are in fp32 and in a fixed order, whoever comes first.
+ *
+ * FUSED: in a megakernel, where rows are being made meanwhile, and are taken when they are ready. */
+#ifndef EP_COMBINE_CUH
+#define EP_COMBINE_CUH
+#include "stream.cuh"
+#include "trace.cuh"
+
+/* How a warp combines.  OP: as what peers know it.  STREAMS: through shared memory, for want of registers.  FUSED: waits for
+ * rows to be made. */
+template <int DTYPE_, EpOpKind OP_, bool STREAMS_> struct EpCombineConfig {
+    static constexpr int DTYPE = DTYPE_;
+    static constexpr bool STREAMS = STREAMS_;
+    static constexpr EpOpKind OP = OP_;
+    static constexpr bool FUSED = OP == EP_OP_GEMM_COMBINE;
+};
+
+EP_FN uint64_t row_address(const EpCombineParams &p, int32_t row) {
+    return (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * p.comm.layout.row_bytes;
+}
+
+/* Copy a row and its weight and scalar to where one choice is kept. */
+template <typename C> EP_FN void put_choice(const EpCombineParams &p, unsigned char *to, int32_t row) {
+    if (ep_lane() == 0) {
+        float *trailer = (float *)(to + p.comm.layout.row_bytes);
+        trailer[0] = p.has_weight ? p.row_weight[row] : 1.0f;
+        trailer[1] = p.has_scalar ? p.row_scalar[row] : 0.0f;
+    }
+    ep_copy_row<C::STREAMS ? 4 : 8>((uint64_t)to, 1, (const void *)row_address(p, row), (uint32_t)(p.comm.layout.row_bytes / 16));
+}
+
+/* Whether row `row` of a slot of token `token` is one: both may be a peer's numbers. */
+EP_FN bool is_row(const EpCombineParams &p, int32_t token, int32_t row) {
+    return row >= 0 && (uint32_t)row < p.num_rows && (uint32_t)token < p.comm.shape.max_tokens;
+}
+
+/* Send home what this rank made of one slot of rank s: of its token; lane k has the row of choice k. */
+template <typename C>
+EP_FN void return_slot(const EpCombineParams &p, uint32_t s, uint32_t slot, int32_t token, int32_t row) {
+    const EpComm *c = &p.comm;
+    const uint32_t K = c->shape.num_topk;
+    const bool here = is_row(p, token, row);
+    const uint32_t mask = __ballot_sync(EP_FULL, here);
+    if (c->shape.combine_mode == EP_COMBINE_SCATTER) {
+        for (uint32_t left = mask; left; left &= left - 1) {
+            const int k = __ffs((int)left) - 1;
+            put_choice<C>(p, ep_choice_at(c, s, (uint64_t)(uint32_t)token * K + (uint32_t)k), __shfl_sync(EP_FULL, row, k));
+        }
+        return;
+    }
+    unsigned char *to = ep_slot_at(c, s, c->my_rank, slot);
+    if (C::STREAMS) return; /* return_sums has done it */
+    ep_sum_rows<C::DTYPE>(to, (uint32_t)(c->layout.row_bytes / 16), mask, row_address(p, here ? row : -1),
+                          here && p.has_weight ? p.row_weight[row] : 1.0f, p.has_weight);
+    if (p.has_scalar && ep_lane() < K) ((float *)(to + c->layout.row_bytes))[ep_lane()] = here ? p.row_scalar[row] : 0.0f;
+}
+
+/* A chunk of slots to send home: lane i has the token of the i-th, lane k of row[i] the row of its choice k. */
+typedef struct {
+    int32_t token, row[EP_CHUNK_SLOTS];
+} ChunkRows;
+EP_FN ChunkRows rows_to_return(const EpCombineParams &p, EpTask task) {
+    const EpComm *c = &p.comm;
+    const uint32_t K = c->shape.num_topk;
+    const int32_t *meta = p.recv + ((uint64_t)task.rank * c->shape.max_tokens + task.chunk * EP_CHUNK_SLOTS) * (1 + K);
+    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
+    ChunkRows r;
+    r.token = ep_lane() < num ? meta[ep_lane() * (1 + K)] : 0;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) r.row[i] = i < num && ep_lane() < K ? meta[i * (1 + K) + 1 + ep_lane()] : -1;
+    return r;
+}
+
+/* LOCAL: the sums of all of a chunk's slots, through shared memory. */
+template <typename C> EP_FN void return_sums(const EpCombineParams &p, EpTask task, const ChunkRows &r, uint32_t num, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    const uint32_t first = task.chunk * EP_CHUNK_SLOTS;
+    uint32_t ends = 0, listed = 0;
+    float weight[EP_CHUNK_SLOTS];
+    bool here[EP_CHUNK_SLOTS];
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
+        here[i] = is_row(p, __shfl_sync(EP_FULL, r.token, (int)i), r.row[i]);
+        weight[i] = here[i] && p.has_weight ? p.row_weight[r.row[i]] : 1.0f;
+    }
+    ep_warp_sync(); /* nobody reads the list any more */
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
+        listed = ep_stream_list(fifo, listed, here[i], row_address(p, r.row[i]), weight[i]), ends |= listed << 8 * i;
+    ep_warp_sync();
+    ep_stream_sums<C::DTYPE>(fifo, ends, num, (uint32_t)(c->layout.row_bytes / 16), p.has_weight,
+                             [&](uint32_t i) { return ep_slot_at(c, task.rank, c->my_rank, first + i); });
+}
+
+template <typename C, typename E> EP_FN void return_chunk(const EpCombineParams &p, EpTask task, ChunkRows r, E epoch, uint32_t fifo) {
+    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
+    if (num == 0) return;
+    if (C::STREAMS && p.comm.shape.combine_mode == EP_COMBINE_LOCAL) {
+        return_sums<C>(p, task, r, num, fifo);
+    } else {
+        for (uint32_t i = 0; i < num; i++) {
+            return_slot<C>(p, task.rank, task.chunk * EP_CHUNK_SLOTS + i, __shfl_sync(EP_FULL, r.token, (int)i), r.row[0]);
+#pragma unroll
+            for (uint32_t j = 1; j < EP_CHUNK_SLOTS; j++) r.row[j - 1] = r.row[j];
+        }
+    }
+    ep_warp_sync(); /* all lanes' stores come before lane 0's release */
+    if (ep_lane() == 0) ep_flag_publish(&p.comm, task.rank, task.chunk, epoch);
+}
+
+EP_FN uint32_t num_staged_rows(const EpCombineParams &p) {
+    const uint32_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS];
+    return m < p.num_rows ? m : p.num_rows;
+}
+/* GATHER: put a chunk of this rank's rows where peers can pull them; who ends the last one tells everyone. */
+template <typename C, typename E> EP_FN void stage_chunk(const EpCombineParams &p, uint32_t chunk, uint32_t num_chunks, E epoch) {
+    const EpComm *c = &p.comm;
+    const uint32_t first = chunk * EP_CHUNK_SLOTS, num = ep_chunk_slots(num_staged_rows(p), chunk);
+    for (uint32_t i = first; i < first + num; i++) put_choice<C>(p, ep_choice_at(c, c->my_rank, i), (int32_t)i);
+    ep_warp_sync();
+    /* acq_rel: the last warp's flags publish all warps' rows. */
+    if (ep_lane() == 0 && ep_add_acq_rel_gpu_u64(&ep_local(c)->num_copied, 1) + 1 == num_chunks)
+        for (uint32_t r = 0; r < c->shape.num_ranks; r++) ep_flag_publish(c, r, 0, epoch);
+}
+
+/* Is all here that a chunk of this rank's tokens needs?  With `wait`: until it is.  A lane looks after one
+ * (token, rank) of the chunk, and keeps its slot. */
+template <typename C, typename E>
+EP_FN bool tokens_are_here(const EpCombineParams &p, uint32_t chunk, E epoch, bool wait, int32_t *slot_of_lane) {
+    static_assert(EP_CHUNK_SLOTS * EP_MAX_RANKS == 32, "a lane for each token and rank of a chunk");
+    const EpComm *c = &p.comm;
+    const uint32_t t = chunk * EP_CHUNK_SLOTS + ep_lane() / EP_MAX_RANKS, r = ep_lane() % EP_MAX_RANKS;
+    const bool gather = c->shape.combine_mode == EP_COMBINE_GATHER;
+    int32_t slot = -1;
+    if (r < c->shape.num_ranks && t < p.layout.num_tokens)
+        slot = gather ? 0 : p.plan[p.layout.token_slot_off + (uint64_t)t * c->shape.num_ranks + r];
+    EpFaultRecord f = {0, 0, C::OP, r, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
+    bool ok = true;
+    *slot_of_lane = slot;
+    if (slot >= 0) {
+        const uint64_t *flag = ep_flag(c, c->my_rank, r, (uint32_t)slot / EP_CHUNK_SLOTS);
+        ok = wait ? ep_wait_u64(c, flag, EP_CMP_EQ, epoch, &f) : ep_ld_acquire_sys_u64(flag) == epoch;
+    }
+    return __all_sync(EP_FULL, ok); /* what any lane acquired is now readable by all */
+}
+
+/* What a token of this rank is the sum of.  LOCAL: lane r has what rank r returned, of which it has the slot.  Else: lane
+ * k has choice k, here or at the expert's rank. */
+typedef struct {
+    bool mine;
+    uint64_t from;
+    float weight;
+} TokenRows;
+EP_FN TokenRows rows_of_token(const EpCombineParams &p, uint32_t t, int32_t slot) {
+    const EpComm *c = &p.comm;
+    const uint32_t K = c->shape.num_topk, W = c->shape.num_ranks, lane = ep_lane();
+    const bool gather = c->shape.combine_mode == EP_COMBINE_GATHER, local = c->shape.combine_mode == EP_COMBINE_LOCAL;
+    const bool by_choice = lane < K && (!local || p.has_scalar);
+    const int32_t expert = by_choice ? p.plan[p.layout.token_expert_off + (uint64_t)t * K + lane] : -1;
+    const uint32_t owner = expert < 0 ? 0 : (uint32_t)expert / ep_num_local_experts(&c->shape);
+    const int32_t slot_there = __shfl_sync(EP_FULL, slot, (int)owner);
+    const int32_t row = gather && lane < K ? p.plan[p.layout.token_row_off + (uint64_t)t * K + lane] : 0;
+    const unsigned char *choice = local    ? ep_slot_at(c, c->my_rank, owner, slot_there < 0 ? 0 : (uint32_t)slot_there)
+                                  : gather ? ep_choice_at(c, owner, (uint32_t)(row < 0 ? 0 : row))
+                                           : ep_choice_at(c, c->my_rank, (uint64_t)t * K + lane);
+    const float *trailer = (const float *)(choice + c->layout.row_bytes);
+    const unsigned char *from = local ? ep_slot_at(c, c->my_rank, lane < W ? lane : 0, slot < 0 ? 0 : (uint32_t)slot) : choice;
+    const TokenRows r = {local ? slot >= 0 : expert >= 0, (uint64_t)from, expert >= 0 && !local ? trailer[0] : 1};
+    if (p.has_scalar && lane < K) p.out_scalar[(uint64_t)t * K + lane] = expert >= 0 ? trailer[local ? lane : 1] : 0;
+    return r;
+}
+
+/* Add up a chunk of this rank's tokens; slot: see tokens_are_here. */
+template <typename C> EP_FN void finish_tokens(const EpCombineParams &p, uint32_t chunk, int32_t slot, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    const uint32_t first = chunk * EP_CHUNK_SLOTS, num = ep_chunk_slots(p.layout.num_tokens, chunk);
+    const uint32_t num_vec = (uint32_t)(c->layout.row_bytes / 16);
+    const bool weighted = c->shape.combine_mode != EP_COMBINE_LOCAL && p.has_weight;
+    uint32_t ends = 0, listed = 0;
+    auto out = [&](uint32_t i) { return (unsigned char *)p.out + (first + i) * c->layout.row_bytes; };
+    ep_warp_sync(); /* nobody reads the list any more */
+    for (uint32_t i = 0; i < num; i++) {
+        const int32_t there = __shfl_sync(EP_FULL, slot, (int)(i * EP_MAX_RANKS + ep_lane() % EP_MAX_RANKS));
+        const TokenRows r = rows_of_token(p, first + i, ep_lane() < c->shape.num_ranks ? there : -1);
+        if (C::STREAMS) listed = ep_stream_list(fifo, listed, r.mine, r.from, r.weight), ends |= listed << 8 * i;
+        else ep_sum_rows<C::DTYPE>(out(i), num_vec, __ballot_sync(EP_FULL, r.mine), r.from, r.weight, weighted);
+    }
+    if (!C::STREAMS) return;
+    ep_warp_sync();
+    ep_stream_sums<C::DTYPE>(fifo, ends, num, num_vec, weighted, out);
+}
+
+/* A megakernel's rows are made in `pieces` each: are these, each lane's own, all there?  -1: none. */
+EP_FN bool row_is_made(const EpCombineParams &p, int32_t row) {
+    const uint32_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS], block = (uint32_t)row / EP_TILE_ROWS;
+    return row < 0 || (uint32_t)row >= m ||
+           ep_ld_acquire_gpu_u64(ep_ready_word(&p.comm, block)) >= ep_ready_count(block, m, p.row_pieces); /* the row is now readable */
+}
+EP_FN bool rows_are_made(const EpCombineParams &p, const ChunkRows &r) {
+    bool made = true;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) made = made && row_is_made(p, r.row[i]);
+    return __all_sync(EP_FULL, made); /* what any lane acquired is now readable by all */
+}
+EP_FN bool staged_rows_are_made(const EpCombineParams &p, uint32_t chunk) {
+    const uint32_t num = ep_chunk_slots(num_staged_rows(p), chunk);
+    return __all_sync(EP_FULL, row_is_made(p, ep_lane() < num ? (int32_t)(chunk * EP_CHUNK_SLOTS + ep_lane()) : -1));
+}
+
+/* All that this rank has to send, and that is not made yet: a turn in waiting for it. */
+template <typename E> EP_FN bool wait_for_rows(const EpCombineParams &p, uint32_t op, EpPatience *w, E epoch) {
+    const EpFaultRecord f = {0, 0, op, p.comm.my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
+    uint64_t ok = 1;
+    if (ep_lane() == 0) ok = ep_wait_on(&p.comm, w, ep_local_limit_ns(&p.comm), &f, 1, 0);
+    return ep_warp_bcast_u64(ok) != 0;
+}
+
+/* What a warp takes part in: in sending rows home, and in adding up this rank's tokens. */
+typedef struct {
+    bool sends, adds;
+} EpCombineParts;
+
+/* E: uint64_t, or what gives one. */
+template <typename C, typename E> EP_FN void bring_home(const EpCombineParams &p, E epoch, EpCombineParts parts, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    EpLocal *l = ep_local(c);
+    const bool gather = c->shape.combine_mode == EP_COMBINE_GATHER;
+    const uint32_t W = c->shape.num_ranks, T = p.layout.num_tokens, num_recv = parts.adds ? ep_ceil_div_u32(T, EP_CHUNK_SLOTS) : 0;
+    /* GATHER has at least one chunk to stage, be it empty: somebody must tell the peers. */
+    const uint32_t num_staged = ep_ceil_div_u32(num_staged_rows(p), EP_CHUNK_SLOTS), num_stage = num_staged ? num_staged : 1;
+    const uint32_t num_send = gather ? num_stage : (uint32_t)ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W);
+    bool may_send = parts.sends;
+    int32_t slot = -1;        /* of lane's token of a chunk, at lane's rank */
+    uint32_t send = num_send; /* the chunk that this warp has taken, and is to send */
+    ChunkRows rows = {0, {-1, -1, -1, -1}};
+    EpPatience patience = {0, 0, 0};
+    for (uint32_t recv = num_recv ? (uint32_t)ep_queue_pop(&l->queue_recv) : 0; may_send || recv < num_recv;) {
+        if (recv < num_recv && tokens_are_here<C>(p, recv, epoch, !may_send, &slot)) {
+            const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
+            finish_tokens<C>(p, recv, slot, fifo);
+            if (C::FUSED) ep_trace_span(c, EP_SPAN_ADD, c->my_rank, begin);
+            recv = (uint32_t)ep_queue_pop(&l->queue_recv);
+        } else if (may_send) {
+            const EpTask task = ep_task_at(send, c->my_rank, W);
+            if (send == num_send) {
+                send = (uint32_t)ep_queue_pop(&l->queue_send);
+                may_send = send < num_send, patience = {0, 0, 0};
+                if (may_send && !gather) rows = rows_to_return(p, ep_task_at(send, c->my_rank, W));
+            } else if (C::FUSED && !(gather ? staged_rows_are_made(p, send) : rows_are_made(p, rows))) {
+                if (!wait_for_rows(p, C::OP, &patience, epoch)) return;
+            } else {
+                const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
+                if (gather) stage_chunk<C>(p, send, num_stage, epoch);
+                else return_chunk<C>(p, task, rows, epoch, fifo);
+                if (C::FUSED) ep_trace_span(c, EP_SPAN_RETURN, task.rank, begin);
+                send = num_send;
+            }
+        } else {
+            return; /* the wait has failed */
+        }
+    }
+}
+
+/* What the last block out of a combine that failed leaves. */
+EP_FN void spoil_combine(const EpCombineParams &p) {
+    ep_block_fill(p.out, p.layout.num_tokens * p.comm.layout.row_bytes, EP_NAN_WORD);
+    ep_block_fill(p.out_scalar, p.has_scalar ? 4ull * p.layout.num_tokens * p.comm.shape.num_topk : 0, EP_NAN_WORD);
+}
+
+#endif /* EP_COMBINE_CUH */

@@ -1,0 +1,198 @@
+/* dispatch.cuh - every token to the ranks that want it, every row to its place: what a warp does of it.
+ *
+ * Send: a distinct token goes once to each rank, into the slot that the plan gave it, with its rows and
+ * weights behind it; a chunk of slots is then published by one flag.  Receive: copy each slot of a chunk
+ * that has come to its rows, reading it once.  Every warp does both: it receives what is there, sends
+ * while nothing is, and waits only when there is nothing left to send (queue.h).
+ *
+ * FUSED: in a megakernel, where rows go through shared memory (fifo: the warp's part of it), and who multiplies waits for
+ * rows: they are counted. */
+#ifndef EP_DISPATCH_CUH
+#define EP_DISPATCH_CUH
+#include "stream.cuh"
+#include "trace.cuh"
+
+/* Which part of the work a warp takes; all of it, but for a dispatch in two stages. */
+typedef enum { EP_MOVE_ALL = 3, EP_MOVE_SENDS = 1, EP_MOVE_RECEIPTS = 2 } EpMoveWhat;
+
+/* Lane k's row of token t at rank r, or -1. */
+EP_FN int32_t row_at_rank(const EpDispatchParams &p, uint32_t t, uint32_t r) {
+    const uint32_t K = p.comm.shape.num_topk, k = ep_lane();
+    if (k >= K) return -1;
+    const int32_t e = p.plan[p.layout.token_expert_off + (uint64_t)t * K + k];
+    return e >= 0 && (uint32_t)e / ep_num_local_experts(&p.comm.shape) == r ? p.plan[p.layout.token_row_off + (uint64_t)t * K + k] : -1;
+}
+
+/* Lane i: the token in slot first + i of those that this rank sends to rank r. */
+EP_FN uint32_t tokens_to_send(const EpDispatchParams &p, uint32_t r, uint32_t first, uint32_t num) {
+    return ep_lane() < num ? (uint32_t)p.plan[p.layout.send_token_off + (uint64_t)r * p.layout.num_tokens + first + ep_lane()] : 0;
+}
+
+/* What goes with a slot.  head: lane 0 has its token, lane 1 the slot in which it comes home; lane k has the row and the
+ * weight of choice k. */
+typedef struct {
+    int32_t head, row;
+    float weight;
+} SlotWords;
+
+/* Of token t of this rank, on its way to rank r. */
+EP_FN SlotWords words_to_send(const EpDispatchParams &p, uint32_t r, uint32_t t) {
+    const uint32_t K = p.comm.shape.num_topk;
+    SlotWords w;
+    w.row = row_at_rank(p, t, r);
+    w.head = ep_lane() == 1 ? p.plan[p.layout.token_slot_off + (uint64_t)t * p.comm.shape.num_ranks + r] : (int32_t)t;
+    w.weight = p.weight && ep_lane() < K ? p.weight[(uint64_t)t * K + ep_lane()] : 0;
+    return w;
+}
+
+/* Of a slot that has come: a peer's numbers. */
+EP_FN SlotWords words_received(const EpDispatchParams &p, const void *trailer) {
+    const uint32_t K = p.comm.shape.num_topk;
+    SlotWords w = {0, -1, 0};
+    if (ep_lane() < 2) w.head = ((const int32_t *)trailer)[ep_lane()];
+    if (ep_lane() < K) w.row = ((const int32_t *)trailer)[2 + ep_lane()];
+    if (ep_lane() < K && p.has_weight) w.weight = ((const float *)trailer)[2 + K + ep_lane()];
+    return w;
+}
+
+/* Where in the input a token's row is. */
+EP_FN uint64_t input_row(const EpDispatchParams &p, uint32_t token) {
+    return (uint64_t)p.x + token / p.num_copies * p.comm.layout.row_bytes;
+}
+
+/* Copy num rows: the i-th from where lane i says, to the lanes' places that place(i, &my_dst, &mask) gives. */
+template <bool FUSED, typename Place>
+EP_FN void copy_rows(const EpDispatchParams &p, uint32_t fifo, uint64_t my_src, uint32_t num, Place place) {
+    const uint32_t num_vec = (uint32_t)(p.comm.layout.row_bytes / 16);
+    if (FUSED) return ep_stream_copy(fifo, my_src, num, num_vec, place);
+    for (uint32_t i = 0; i < num; i++) {
+        uint64_t my_dst;
+        uint32_t mask;
+        place(i, &my_dst, &mask);
+        ep_copy_row(my_dst, mask, (const void *)__shfl_sync(EP_FULL, my_src, (int)i), num_vec);
+    }
+}
+
+/* The words of a chunk's slots, read before the first is worked on: each comes to the front in turn, and after
+ * EP_CHUNK_SLOTS turns all are where they were. */
+typedef struct {
+    SlotWords of[EP_CHUNK_SLOTS];
+} ChunkWords;
+EP_FN void next_words(ChunkWords *w) {
+    const SlotWords first = w->of[0];
+#pragma unroll
+    for (uint32_t j = 1; j < EP_CHUNK_SLOTS; j++) w->of[j - 1] = w->of[j];
+    w->of[EP_CHUNK_SLOTS - 1] = first;
+}
+
+template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &p, EpTask task, E epoch, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_SEND + task.rank], task.chunk), first = task.chunk * EP_CHUNK_SLOTS;
+    const uint32_t r = task.rank, K = c->shape.num_topk;
+    if (r == c->my_rank || num == 0) return;
+    const uint32_t token = tokens_to_send(p, r, first, num);
+    ChunkWords w;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
+        if (i < num) w.of[i] = words_to_send(p, r, __shfl_sync(EP_FULL, token, (int)i));
+    copy_rows<FUSED>(p, fifo, input_row(p, token), num, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
+        unsigned char *to = ep_slot_at(c, r, c->my_rank, first + i);
+        int32_t *trailer = (int32_t *)(to + c->layout.row_bytes);
+        if (ep_lane() < 2) trailer[ep_lane()] = w.of[0].head;
+        if (ep_lane() < K) trailer[2 + ep_lane()] = w.of[0].row;
+        if (ep_lane() < K && p.weight) ((float *)trailer)[2 + K + ep_lane()] = w.of[0].weight;
+        *my_dst = (uint64_t)to, *mask = 1;
+        next_words(&w);
+    });
+    ep_warp_sync(); /* all lanes' stores come before lane 0's release */
+    if (ep_lane() == 0) ep_flag_publish(c, r, task.chunk, epoch);
+}
+
+/* Keep what combine needs to know of a slot of rank s.  Nothing past num_rows is written, whatever a peer says: returns the
+ * row of each lane's choice, or -1. */
+EP_FN int32_t keep_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
+    const EpComm *c = &p.comm;
+    const uint32_t K = c->shape.num_topk, most = c->shape.max_tokens;
+    const uint32_t home = (uint32_t)__shfl_sync(EP_FULL, w.head, 1);
+    int32_t *keep = p.recv + ((uint64_t)s * most + (home < most ? home : 0)) * (1 + K);
+    if ((uint32_t)w.row >= p.num_rows) w.row = -1;
+    if (ep_lane() == 0) keep[0] = (uint32_t)w.head < most ? w.head : 0;
+    if (ep_lane() < K) keep[1 + ep_lane()] = w.row;
+    if (ep_lane() < K && w.row >= 0 && p.row_weight) p.row_weight[w.row] = w.weight;
+    return w.row;
+}
+
+/* With `wait`: until the chunk is there.  Without: false when it is not. */
+template <typename E> EP_FN bool chunk_is_here(const EpDispatchParams &p, uint32_t op, EpTask task, E epoch, bool wait) {
+    const EpComm *c = &p.comm;
+    if (task.rank == c->my_rank || ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk) == 0) return true;
+    return wait ? ep_flag_await(c, op, task.rank, task.chunk, epoch) : ep_flag_ready(c, task.rank, task.chunk, epoch);
+}
+
+/* A chunk from a peer, or of my own tokens: those come straight from the input. */
+template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask task, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    const uint32_t first = task.chunk * EP_CHUNK_SLOTS, r = task.rank, K = c->shape.num_topk;
+    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + r], task.chunk);
+    const bool own = r == c->my_rank;
+    if (num == 0) return;
+    const uint32_t token = own ? tokens_to_send(p, r, first, num) : 0, lane = ep_lane() < num ? ep_lane() : 0;
+    const uint64_t my_src = own ? input_row(p, token) : (uint64_t)ep_slot_at(c, c->my_rank, r, first + lane);
+    ChunkWords w;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
+        const uint32_t t = __shfl_sync(EP_FULL, token, (int)i);
+        w.of[i].row = -1;
+        if (i < num)
+            w.of[i] = own ? words_to_send(p, r, t) : words_received(p, ep_slot_at(c, c->my_rank, r, first + i) + c->layout.row_bytes);
+    }
+    copy_rows<FUSED>(p, fifo, my_src, num, [&](uint32_t, uint64_t *my_dst, uint32_t *mask) {
+        const int32_t row = w.of[0].row = keep_slot(p, r, w.of[0]);
+        *my_dst = (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * c->layout.row_bytes;
+        *mask = __ballot_sync(EP_FULL, ep_lane() < K && row >= 0);
+        next_words(&w);
+    });
+    if (!FUSED) return;
+    ep_warp_sync();
+    ep_fence_acq_rel_gpu(); /* all lanes' rows come before the counts */
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
+        if (w.of[i].row >= 0) ep_red_add_relaxed_gpu(ep_ready_word(c, (uint32_t)w.of[i].row / EP_TILE_ROWS), 1);
+}
+
+/* E: uint64_t, or what gives one. */
+template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams &p, uint32_t op, E epoch, EpMoveWhat what, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    EpLocal *l = ep_local(c);
+    const uint32_t W = c->shape.num_ranks;
+    const uint64_t num_send = ep_num_tasks(p.plan + EP_HEAD_NUM_SEND, W);
+    const uint64_t num_recv = what & EP_MOVE_RECEIPTS ? ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W) : 0;
+    bool may_send = what & EP_MOVE_SENDS;
+    uint64_t recv = num_recv ? ep_queue_pop(&l->queue_recv) : 0;
+    while (may_send || recv < num_recv) {
+        if (recv < num_recv && chunk_is_here(p, op, ep_task_at(recv, c->my_rank, W), epoch, !may_send)) {
+            const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
+            receive_chunk<FUSED>(p, ep_task_at(recv, c->my_rank, W), fifo);
+            if (FUSED) ep_trace_span(c, EP_SPAN_RECEIVE, ep_task_at(recv, c->my_rank, W).rank, begin);
+            recv = ep_queue_pop(&l->queue_recv);
+        } else if (may_send) {
+            const uint64_t send = ep_queue_pop(&l->queue_send);
+            may_send = send < num_send;
+            const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
+            if (may_send) send_chunk<FUSED>(p, ep_task_at(send, c->my_rank, W), epoch, fifo);
+            if (FUSED && may_send) ep_trace_span(c, EP_SPAN_SEND, ep_task_at(send, c->my_rank, W).rank, begin);
+        } else {
+            return; /* the wait has failed */
+        }
+    }
+}
+
+/* What the last block out of a dispatch that failed leaves. */
+EP_FN void spoil_dispatch(const EpDispatchParams &p) {
+    const EpShape &s = p.comm.shape;
+    ep_block_fill(p.rows, p.num_rows * p.comm.layout.row_bytes, EP_NAN_WORD);
+    ep_block_fill(p.row_weight, p.num_rows * 4ull, EP_NAN_WORD);
+    ep_block_fill(p.recv, 4ull * s.num_ranks * s.max_tokens * (1 + s.num_topk), EP_NO_ROW);
+}
+
+#endif /* EP_DISPATCH_CUH */

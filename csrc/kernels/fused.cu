@@ -1,0 +1,40 @@
+/* fused.cu - the megakernels' launchers: which dtype, and how long they may wait. */
+#include <cuda_runtime_api.h>
+
+#include "fused.h"
+
+int ep_launch_dispatch_gemm_bf16(const EpDispatchGemmParams *p, cudaStream_t stream);
+int ep_launch_dispatch_gemm_f16(const EpDispatchGemmParams *p, cudaStream_t stream);
+int ep_launch_gemm_combine_bf16(const EpGemmCombineParams *p, cudaStream_t stream);
+int ep_launch_gemm_combine_f16(const EpGemmCombineParams *p, cudaStream_t stream);
+int ep_preload_fused_bf16(void);
+int ep_preload_fused_f16(void);
+
+/* Waits inside a block end behind those that they wait for: a peer's word, then this rank's counts. */
+static uint64_t block_limit_ns(const EpComm *c) {
+    const uint64_t ns = c->timeout_ns < UINT64_MAX / 4 ? 4 * c->timeout_ns : UINT64_MAX;
+    return ns < 10000000000ull ? 10000000000ull : ns;
+}
+
+extern "C" int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream) {
+    EpDispatchGemmParams q = *p;
+    q.gemm.limit_ns = block_limit_ns(&p->dispatch.comm);
+    q.gemm.tickets = &EP_AT(EpLocal, &p->dispatch.comm, p->dispatch.comm.my_rank, p->dispatch.comm.layout.local_off)->queue_tiles;
+    return q.gemm.is_f16 ? ep_launch_dispatch_gemm_f16(&q, (cudaStream_t)stream) : ep_launch_dispatch_gemm_bf16(&q, (cudaStream_t)stream);
+}
+extern "C" int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream) {
+    EpGemmCombineParams q = *p;
+    q.gemm.limit_ns = block_limit_ns(&p->combine.comm);
+    q.gemm.tickets = &EP_AT(EpLocal, &p->combine.comm, p->combine.comm.my_rank, p->combine.comm.layout.local_off)->queue_tiles;
+    return q.gemm.is_f16 ? ep_launch_gemm_combine_f16(&q, (cudaStream_t)stream) : ep_launch_gemm_combine_bf16(&q, (cudaStream_t)stream);
+}
+
+/* Whether this device has them at all; then load them. */
+extern "C" int ep_preload_fused(void) {
+    int device = 0, major = 0;
+    cudaError_t e = cudaGetDevice(&device);
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (e != cudaSuccess || major != 9) return (int)e;
+    const int first = ep_preload_fused_bf16();
+    return first ? first : ep_preload_fused_f16();
+}

@@ -1,0 +1,239 @@
+/* fused.cuh - the megakernels: one launch moves the tokens and multiplies them while they come; one launch multiplies
+ * and sends the results home while they are made.
+ *
+ * Every block is a block of the grouped GEMM (gemm.cuh), all SMs have one, and its loader's three neighbours, who have
+ * nothing to do there, move tokens.  So tokens take no SM away from the tensor cores, and a block needs no other
+ * role.  What joins the halves are counts of the rows of each block of 128 (flags.h, ready): in dispatch + GEMM a warp
+ * that has placed rows counts them, and a loader waits for those of its tile; in GEMM + combine a warp that has written
+ * its part of a tile counts it, and who sends a row home waits until all its columns are there.
+ *
+ * No cycle of waits.  Tasks are of levels: send < receive < multiply in dispatch + GEMM; multiply < send home < add up in
+ * GEMM + combine.  A worker waits for tasks of a lower level only, on any rank, and then never holds one of that
+ * level back: a warp that moves waits for a chunk with no send task left (queue.h); a warp that holds a chunk whose rows are
+ * not made goes on adding up tokens; loader and multiplier have their own queue, of tiles, and are never the ones who
+ * move, until there are no more tiles.  All blocks run at once (a cooperative launch, or an error), so every task
+ * that is taken comes to an end, the lowest first.
+ *
+ * When something goes wrong nobody waits any more: movers leave, loaders load what there is, and products of
+ * nonsense are made to the end, because the two blocks of a pair must do the same tiles.  The last block out makes
+ * the output NaN. */
+#ifndef EP_FUSED_CUH
+#define EP_FUSED_CUH
+#include "combine.cuh"
+#include "dispatch.cuh"
+#include "fused.h"
+#include "gemm_hopper.cuh"
+
+/* Registers of a thread beside the loader, and of one that multiplies: together all that a block has. */
+#ifndef EP_FUSED_MOVER_REGS
+#define EP_FUSED_MOVER_REGS 88
+#define EP_FUSED_MULTIPLIER_REGS 208
+#endif
+
+/* The epoch of the operation: asked for where it is used, so that it keeps no register in between. */
+static __shared__ uint64_t ep_shared_epoch;
+struct EpSharedEpoch {
+    __device__ operator uint64_t() const { return ep_ld_shared_u64(ep_smem(&ep_shared_epoch)); }
+};
+
+/* A mover's part of the shared memory behind the product's. */
+EP_FN uint32_t mover_fifo(uint32_t smem) { return smem + (threadIdx.x / 32 - 1) * EP_FIFO_BYTES; }
+
+struct EpDispatchHooks {
+    static constexpr bool FUSED = true;
+    static constexpr int LOADER_REGS = EP_FUSED_MOVER_REGS, MULTIPLIER_REGS = EP_FUSED_MULTIPLIER_REGS;
+    const EpDispatchGemmParams &p;
+    bool ok; /* the operation is what it should be, as far as this thread has seen */
+    uint32_t awaited;
+
+    __device__ void move(uint32_t smem) {
+        if (!ok || blockIdx.x >= p.num_move_blocks) return;
+        const EpMoveWhat what = p.num_tail_blocks == 0 ? EP_MOVE_ALL : blockIdx.x < p.num_tail_blocks ? EP_MOVE_RECEIPTS : EP_MOVE_SENDS;
+        move_tokens<true>(p.dispatch, EP_OP_DISPATCH_GEMM, EpSharedEpoch(), what, mover_fifo(smem));
+    }
+    __device__ void await_rows(const EpGemmTile &t) {
+        const uint32_t m = (uint32_t)p.dispatch.plan[EP_HEAD_NUM_ROWS];
+        uint32_t first = t.row0, num = min(t.num_rows, (uint32_t)EP_GEMM_BM);
+        if (p.waits_for_expert) {
+            if (t.expert == awaited) return;
+            awaited = t.expert, first = ep_gemm_clamp_row(&p.gemm, p.gemm.offsets[t.expert]);
+            num = t.row0 + t.num_rows - first;
+        }
+        const uint64_t begin = ep_trace_now(&p.dispatch.comm);
+        for (uint32_t b = first / EP_TILE_ROWS; ok && b <= (first + num - 1) / EP_TILE_ROWS; b++)
+            ok = ep_ready_await(&p.dispatch.comm, EP_OP_DISPATCH_GEMM, b, ep_ready_count(b, m, 1), EpSharedEpoch());
+        ep_fence_proxy_async_global();
+        ep_trace_span(&p.dispatch.comm, EP_SPAN_WAIT_ROWS, t.expert, begin);
+    }
+    __device__ uint64_t tile_begun() { return ep_trace_now(&p.dispatch.comm); }
+    __device__ void tile_written(const EpGemmTile &t, uint32_t, uint64_t begun) {
+        if (threadIdx.x / 32 % 4 == 0) ep_trace_span(&p.dispatch.comm, EP_SPAN_GEMM, t.expert, begun);
+    }
+    __device__ void multiplying() {}
+    __device__ void rest() {}
+};
+
+template <int DTYPE> struct EpCombineHooks {
+    static constexpr bool FUSED = true;
+    static constexpr int LOADER_REGS = EP_FUSED_MOVER_REGS, MULTIPLIER_REGS = EP_FUSED_MULTIPLIER_REGS;
+    const EpGemmCombineParams &p;
+    const bool ok;
+    uint32_t row, num_rows; /* of the last tile, which this warp has stored and not yet counted */
+
+    /* A warp counts its part of a tile while its next products are made: the fence is then waited for by nobody. */
+    __device__ void count() {
+        if (num_rows == 0) return;
+        const uint32_t block = row / EP_TILE_ROWS, in_first = min(num_rows, (block + 1) * EP_TILE_ROWS - row), lane = ep_lane();
+        __syncwarp();
+        ep_fence_acq_rel_gpu(); /* all lanes' numbers come before the counts */
+        if (lane == 0) ep_red_add_relaxed_gpu(ep_ready_word(&p.combine.comm, block), in_first);
+        if (lane == 1 && num_rows > in_first) ep_red_add_relaxed_gpu(ep_ready_word(&p.combine.comm, block + 1), num_rows - in_first);
+        num_rows = 0;
+    }
+    __device__ void await_rows(const EpGemmTile &) {}
+    __device__ uint64_t tile_begun() { return ep_trace_now(&p.combine.comm); }
+    __device__ void tile_written(const EpGemmTile &t, uint32_t group, uint64_t begun) {
+        if (threadIdx.x / 32 % 4 == 0) ep_trace_span(&p.combine.comm, EP_SPAN_GEMM, t.expert, begun);
+        const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16;
+        count();
+        if (!ok || first >= t.num_rows || t.col0 >= ep_gemm_num_cols(&p.gemm)) return;
+        row = t.row0 + first, num_rows = min(16u, t.num_rows - first);
+    }
+    __device__ void multiplying() { count(); }
+
+    template <bool STREAMS> __device__ void bring(uint32_t fifo) {
+        typedef EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, STREAMS> C;
+        const EpCombineParts parts = {blockIdx.x < p.num_move_blocks, blockIdx.x < p.num_reduce_blocks};
+        if (ok && (!p.is_serial || await_all_rows())) bring_home<C>(p.combine, EpSharedEpoch(), parts, fifo);
+    }
+    __device__ bool await_all_rows() {
+        const uint32_t m = num_staged_rows(p.combine);
+        bool made = true;
+        for (uint32_t b = ep_lane(); made && b < ep_ceil_div_u32(m, EP_TILE_ROWS); b += 32)
+            made = ep_ready_await(&p.combine.comm, EP_OP_GEMM_COMBINE, b, ep_ready_count(b, m, p.combine.row_pieces), EpSharedEpoch());
+        return __all_sync(EP_FULL, made);
+    }
+    __device__ void move(uint32_t smem) { bring<true>(mover_fifo(smem)); }
+    __device__ void rest() { count(), bring<false>(0); }
+};
+
+/* The last block out leaves the counts as it found them. */
+EP_FN void reset_ready(const EpComm *c, const int32_t *plan) {
+    const uint32_t used = ep_ceil_div_u32((uint32_t)plan[EP_HEAD_NUM_ROWS], EP_TILE_ROWS), all = c->layout.num_row_blocks;
+    for (uint32_t b = threadIdx.x; b < (used < all ? used : all); b += blockDim.x) *ep_ready_word(c, b) = 0;
+}
+
+template <typename C>
+__global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
+    mega_kernel_dispatch_token_moe_grouped_gemm(const __grid_constant__ EpDispatchGemmParams p, const __grid_constant__ CUtensorMap map_a,
+                                                const __grid_constant__ CUtensorMap map_b) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const EpDispatchParams &d = p.dispatch;
+    ep_trace_start();
+    const uint64_t epoch = ep_begin(&d.comm), begin = ep_trace_now(&d.comm);
+    const bool ok = epoch && ep_block_enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, d.layout.num_tokens, d.num_rows, d.has_weight, 0, epoch);
+    ep_trace_span(&d.comm, EP_SPAN_ENTER, 0, begin);
+    EpDispatchHooks hooks = {p, ok, UINT32_MAX};
+    if (threadIdx.x == 0) ep_shared_epoch = epoch;
+    __syncthreads();
+    if (epoch) ep_gemm_body<C>(&p.gemm, hooks, &map_a, &map_b);
+    const EpLeft left = ep_block_leave(&d.comm, EpSharedEpoch());
+    if (left != EP_LEFT) reset_ready(&d.comm, d.plan);
+    if (left != EP_LEFT_LAST_FAILED) return;
+    spoil_dispatch(d);
+    ep_block_fill(p.gemm.out, 2ull * p.gemm.num_rows * ep_gemm_out_cols(&p.gemm), EP_NAN_WORD);
+#endif
+}
+
+template <typename C>
+__global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
+    mega_kernel_moe_grouped_gemm_combine_token(const __grid_constant__ EpGemmCombineParams p, const __grid_constant__ CUtensorMap map_a,
+                                               const __grid_constant__ CUtensorMap map_b) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const EpCombineParams &k = p.combine;
+    ep_trace_start();
+    const uint64_t epoch = ep_begin(&k.comm), begin = ep_trace_now(&k.comm);
+    const bool ok = epoch && ep_block_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.layout.num_tokens, k.num_rows, k.has_weight, 0, epoch);
+    ep_trace_span(&k.comm, EP_SPAN_ENTER, 0, begin);
+    EpCombineHooks<C::F16 ? EP_F16 : EP_BF16> hooks = {p, ok, 0, 0};
+    if (threadIdx.x == 0) ep_shared_epoch = epoch;
+    __syncthreads();
+    if (epoch) ep_gemm_body<C>(&p.gemm, hooks, &map_a, &map_b);
+    const EpLeft left = ep_block_leave(&k.comm, EpSharedEpoch());
+    if (left != EP_LEFT) reset_ready(&k.comm, k.plan);
+    if (left == EP_LEFT_LAST_FAILED) spoil_combine(k);
+#endif
+}
+
+/* ---- launch ---- */
+
+/* All blocks at once, in pairs, one a SM: or an error. */
+template <typename C, typename P>
+static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensorMap), const P &p, const EpGemmParams *gemm,
+                                         cudaStream_t stream) {
+    CUtensorMap a, b;
+    EpGemmParams seen = *gemm;
+    int device = 0, num_sm = 0, num_pairs = 0;
+    if (seen.num_rows == 0) seen.a = seen.b, seen.num_rows = 1; /* a tensor map has no dimension of 0; nothing is read */
+    cudaError_t e = encode(ep_map_a(&seen), &a);
+    if (e == cudaSuccess) e = encode(ep_map_b(&seen, C::BN), &b);
+    if (e == cudaSuccess)
+        e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (C::SMEM_BYTES + 3 * EP_FIFO_BYTES));
+    if (e == cudaSuccess) e = cudaGetDevice(&device);
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {
+        dim3((uint32_t)num_sm / 2 * 2), dim3(EP_GEMM_THREADS), (C::SMEM_BYTES + 3 * EP_FIFO_BYTES), stream, attributes, 1};
+    attributes[0].id = cudaLaunchAttributeClusterDimension, attributes[0].val.clusterDim = {2, 1, 1};
+    attributes[1].id = cudaLaunchAttributeCooperative, attributes[1].val.cooperative = 1;
+    if (e == cudaSuccess) e = cudaOccupancyMaxActiveClusters(&num_pairs, kernel, &config);
+    if (e == cudaSuccess && num_pairs == 0) e = cudaErrorCooperativeLaunchTooLarge;
+    if (e != cudaSuccess) return e;
+    if (config.gridDim.x > 2 * (uint32_t)num_pairs) config.gridDim.x = 2 * (uint32_t)num_pairs;
+    config.numAttrs = 2;
+    return cudaLaunchKernelEx(&config, kernel, p, a, b);
+}
+
+template <int BN, int ACT, bool F16> static cudaError_t launch_dispatch_gemm(const EpDispatchGemmParams *p, cudaStream_t stream) {
+    typedef EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16, 1> C;
+    return launch_resident_pairs<C>(mega_kernel_dispatch_token_moe_grouped_gemm<C>, *p, &p->gemm, stream);
+}
+template <int BN, bool F16> static cudaError_t launch_gemm_combine(const EpGemmCombineParams *p, cudaStream_t stream) {
+    typedef EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16, 1> C;
+    EpGemmCombineParams q = *p;
+    q.combine.row_pieces = (ep_gemm_num_cols(&p->gemm) + BN - 1) / BN;
+    return launch_resident_pairs<C>(mega_kernel_moe_grouped_gemm_combine_token<C>, q, &p->gemm, stream);
+}
+
+template <bool F16> static cudaError_t launch_dispatch_gemm_of(const EpDispatchGemmParams *p, cudaStream_t stream) {
+    const uint32_t tile_cols = ep_gemm_tile_cols(&p->gemm);
+#define EP_CASE(KIND, BN, ACT)                                                   \
+    if (KIND == EP_GEMM_FORWARD && p->gemm.activation == ACT && tile_cols == BN) \
+        return launch_dispatch_gemm < BN, KIND == EP_GEMM_FORWARD ? ACT : 0, F16 > (p, stream);
+    EP_GEMM_VARIANTS(EP_CASE)
+#undef EP_CASE
+    return cudaErrorInvalidValue;
+}
+template <bool F16> static cudaError_t launch_gemm_combine_of(const EpGemmCombineParams *p, cudaStream_t stream) {
+    switch (ep_gemm_tile_cols(&p->gemm)) {
+    case 256: return launch_gemm_combine<256, F16>(p, stream);
+    case 192: return launch_gemm_combine<192, F16>(p, stream);
+    default: return launch_gemm_combine<128, F16>(p, stream);
+    }
+}
+
+/* Load every kernel of a dtype; see launch.h. */
+template <bool F16> static cudaError_t preload_fused(void) {
+    cudaFuncAttributes a;
+    cudaError_t e = cudaSuccess;
+#define EP_CASE(KIND, BN, ACT)                                                                                                      \
+    if (KIND == EP_GEMM_FORWARD && e == cudaSuccess)                                                                                \
+        e = cudaFuncGetAttributes(&a, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16, 1>>); \
+    if (KIND == EP_GEMM_FORWARD && ACT == EP_ACT_NONE && e == cudaSuccess)                                                          \
+        e = cudaFuncGetAttributes(&a, mega_kernel_moe_grouped_gemm_combine_token<EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16, 1>>);
+    EP_GEMM_VARIANTS(EP_CASE)
+#undef EP_CASE
+    return e;
+}
+
+#endif /* EP_FUSED_CUH */

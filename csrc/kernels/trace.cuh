@@ -1,0 +1,31 @@
+/* trace.cuh - what a megakernel's warps did, and when: the profiler, which only a build with EPMOE_TRACE=1 has.
+ *
+ * A warp notes spans of time in a room of its own in device memory (EpComm.trace: [trace_blocks][EP_TRACE_WARPS][trace_room]
+ * events), one lane by ordinary stores; what does not fit is left out.  In other builds all of it is nothing. */
+#ifndef EP_TRACE_CUH
+#define EP_TRACE_CUH
+#include "protocol/abi.h"
+
+#ifdef EP_TRACE
+static __shared__ uint32_t ep_trace_num[EP_TRACE_WARPS];
+
+EP_FN void ep_trace_start(void) {
+    if (ep_lane() == 0) ep_trace_num[threadIdx.x / 32] = 0;
+}
+/* A span begins; one lane has the time. */
+EP_FN uint64_t ep_trace_now(const EpComm *c) { return c->trace ? ep_now_ns() : 0; }
+/* A span ends; `lane` is one that noted its beginning. */
+EP_FN void ep_trace_span(const EpComm *c, uint32_t what, uint32_t of, uint64_t begin_ns, uint32_t lane = 0) {
+    const uint32_t warp = threadIdx.x / 32, n = ep_trace_num[warp];
+    if (!c->trace || ep_lane() != lane || n >= c->trace_room || blockIdx.x >= c->trace_blocks) return;
+    EpTraceEvent *to = c->trace + ((uint64_t)blockIdx.x * EP_TRACE_WARPS + warp) * c->trace_room + n;
+    to->begin_ns = begin_ns, to->num_ns = (uint32_t)(ep_now_ns() - begin_ns), to->what = (uint16_t)what, to->of = (uint16_t)of;
+    ep_trace_num[warp] = n + 1;
+}
+#else
+EP_FN void ep_trace_start(void) {}
+EP_FN uint64_t ep_trace_now(const EpComm *) { return 0; }
+EP_FN void ep_trace_span(const EpComm *, uint32_t, uint32_t, uint64_t, uint32_t = 0) {}
+#endif
+
+#endif /* EP_TRACE_CUH */

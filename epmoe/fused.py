@@ -1,0 +1,273 @@
+"""EpAll2AllFusedOp: dispatch + grouped GEMM and grouped GEMM + combine, each in one launch."""
+
+import torch
+
+from . import _C
+from .gemm import _ACTIVATIONS, _GATED, DGRAD, WGRAD, add_bias, grouped_gemm
+from .layer import EPAll2AllLayer
+from .ops import _absent, _layer, _lib, dispatch
+from .reference import activate
+
+_lib.define("dispatch_gemm(Tensor x, Tensor weight, Tensor plan, Tensor gemm_weight, Tensor? bias, int layer, int buffer, SymInt num_rows, "
+            "int activation) -> (Tensor, Tensor, Tensor, Tensor)")
+_lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor row_weight, Tensor plan, Tensor recv, int layer, int buffer, "
+            "SymInt num_tokens) -> (Tensor, Tensor)")
+
+
+class EpAll2AllFusedOp(EPAll2AllLayer):
+    """An EPAll2AllLayer that can also multiply: tokens while they arrive, results while they leave.
+
+    Where a GPU of compute capability 9.x multiplies bfloat16 or float16 and all sizes are multiples of 16, each of the two is
+    one kernel; elsewhere they are the same stages one after the other, with the same results to the bit.
+
+    Args: those of EPAll2AllLayer, and what the kernels can do in more than one way.  The defaults are what measured best.
+        num_sm: thread blocks in which tokens are moved, beside the product; None: all.  Also of dispatch and combine alone.
+        num_tail_sms: of those, blocks that only receive, while the others only send (a dispatch in two stages); 0: all do both.
+        num_reduce_sms: blocks in which tokens are added up; None: all.
+        token_saving: a token that several experts of one rank want goes there once.  False: once for each; layouts are then of T * K
+            tokens with one choice, and partial sums are rounded as with combine_mode="scatter" and then added up in float32.
+        token_sorting: tokens leave by the first expert that they want at a rank, and come home by the last: so that an expert's
+            rows are complete early, and rows that are made together leave together.  False: by their place in the input.
+        block_wise_barrier: a tile of the product waits for its own rows; False: for all rows of its expert.
+        combine_order: "fuse_scatter", rows go home while others are made; "serial", when all of them are made.
+        fused: False: always the stages one after the other.
+    """
+
+    def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None, local_world_size=None, world_size=None,
+                 dtype=torch.bfloat16, weight_dtype=torch.float32, num_sm=None, enable_local_combine=True, *, num_tail_sms=0,
+                 num_reduce_sms=None, token_saving=True, token_sorting=True, block_wise_barrier=True, combine_order="fuse_scatter", fused=True, **options):
+        if combine_order not in ("fuse_scatter", "serial"):
+            raise ValueError(f"combine_order {combine_order!r}: fuse_scatter or serial")
+        copies = 1 if token_saving else int(topk)
+        super().__init__(ep_group, int(max_tokens) * copies, hidden, int(topk) // copies, rank, num_tot_experts, local_world_size, world_size, dtype, weight_dtype, num_sm,
+                         enable_local_combine, **options)
+        self.fused, self.token_sorting, self.block_wise_barrier = bool(fused), bool(token_sorting), bool(block_wise_barrier)
+        self.combine_order, self.token_saving, self._copies = combine_order, bool(token_saving), copies
+        most = 1 << 16  # more than any GPU has: all
+        self._knobs = (most if num_sm is None else int(num_sm), int(num_tail_sms), most if num_reduce_sms is None else int(num_reduce_sms))
+
+    def _is_fused(self, *products):
+        """Whether the kernels are there for products with these weights [L, N, K]."""
+        return (self.fused and self.device.type == "cuda" and self.dtype in (torch.bfloat16, torch.float16)
+                and torch.cuda.get_device_capability(self.device)[0] == 9 and all(n % 16 == 0 for w in products for n in w.shape[1:]))
+
+    # The two below allocate outputs and call the module; the operators at the end of this file give them to autograd and torch.compile.
+
+    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation):
+        rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
+        row_weight = None if weight is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
+        recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
+        columns = gemm_weight.shape[1] // (2 if activation in _GATED else 1)
+        out = torch.empty((num_rows, columns), dtype=self.dtype, device=self.device)
+        num_move, num_tail, _ = self._knobs
+        _C.layer_dispatch_gemm(self._c, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, num_move, num_tail,
+                               not self.block_wise_barrier, self._copies)
+        return out, rows, row_weight, recv
+
+    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens):
+        rows = torch.empty((a.shape[0], self.hidden), dtype=self.dtype, device=self.device)
+        out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+        num_move, _, num_reduce = self._knobs
+        _C.layer_gemm_combine(self._c, buffer, a, gemm_weight, bias, rows, row_weight, plan, recv, out, num_move, num_reduce,
+                              self.combine_order == "serial")
+        return out, rows
+
+    def mega_dispatch_group_gemm(self, input, exp_indices=None, layout=None, gemm_weight=None, weight=None, *, bias=None, activation=None,
+                                 full_scatter_indices=None, buffer=0):
+        """activation(dispatch(input) @ gemm_weight[e].T + bias[e]): the rows of every local expert, multiplied as they arrive.
+
+        Args:
+            input, exp_indices, weight, layout, full_scatter_indices, buffer: see EPAll2AllLayer.dispatch.
+            gemm_weight: [L, N, H] of the layer's dtype, as checkpoints hold it.
+            bias: None, or [L, N].
+            activation: None, "gelu", "swiglu" (rows of gemm_weight: gates, then ups) or "gpt_oss"; see reference.activate.
+        Returns: (rows [M, N], or [M, N / 2] for the gated activations; row weights [M] or None; layout).  With a capacity as many rows
+            as that; what stands behind M is undefined.
+        Differentiable in input, weight, gemm_weight and bias.  Errors: those of preprocess and of dispatch.
+        """
+        exp_indices, weight, full_scatter_indices = map(self._by_choice, (exp_indices, weight, full_scatter_indices))
+        try:
+            self._check_product(gemm_weight, None, self.hidden, bias, activation)
+            fused = self._is_fused(gemm_weight)
+            if layout is None or not fused:
+                self._check_tensor("input", input, self.dtype, (None, self.hidden))
+        except Exception as error:
+            self._refuse(_C.OP_PLAN if layout is None else _C.OP_DISPATCH_GEMM if self.fused else _C.OP_DISPATCH, error,
+                         getattr(layout, "buffer", buffer))
+        if not fused:
+            rows, row_weight, layout = self._dispatch_alone(input, exp_indices, weight, full_scatter_indices, layout, buffer)
+            return grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias, activation=activation), row_weight, layout
+        layout, weight, num_rows = self._prepare(_C.OP_DISPATCH_GEMM, input, exp_indices, weight, full_scatter_indices, layout, buffer)
+        gemm_weight, inside = gemm_weight.contiguous(), activation
+        bias = None if bias is None else bias.to(self.dtype).contiguous()
+        with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, gemm_weight, bias))
+        if with_grad:  # the activation's backward wants what went into it
+            inside = None
+        if with_grad or torch.compiler.is_compiling():
+            h, _, row_weight, layout.recv = torch.ops.epmoe.dispatch_gemm(
+                input, _absent(input) if weight is None else weight, layout.plan, gemm_weight, None if with_grad else bias, self.id, layout.buffer,
+                num_rows, _ACTIVATIONS[inside])
+            row_weight = None if weight is None else row_weight
+        else:
+            num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
+            h, _, row_weight, layout.recv = self._dispatch_gemm(input, weight, layout.plan, gemm_weight, bias, layout.buffer, num_rows,
+                                                                _ACTIVATIONS[inside])
+        if with_grad and bias is not None:
+            h = add_bias(h, bias, layout.expert_offsets)
+        if with_grad and activation is not None:
+            h = activate(h, activation)
+        return h, None if row_weight is None else row_weight.to(self.weight_dtype), layout
+
+    def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None):
+        """combine(gemm_input @ gemm_weight[e].T + bias[e]): results go home while others are made.
+
+        Args:
+            gemm_input: [M, K] (or [capacity, K]) of the layer's dtype, rows as mega_dispatch_group_gemm leaves them.
+            gemm_weight: [L, H, K].
+            layout: of the dispatch.
+            weight: [M] (or [capacity]) or None; see EPAll2AllLayer.combine, which also says how is summed.
+            bias: None, or [L, H].
+        Returns: [T, H].  Differentiable in gemm_input, weight, gemm_weight and bias.  Errors: those of combine.
+        """
+        fused = False
+        try:
+            self._check_layout(layout)
+            if layout.recv is None:
+                raise ValueError("combine needs the layout of a dispatch; this one was only planned")
+            self._check_product(gemm_weight, self.hidden, None, bias, None)
+            fused = self._is_fused(gemm_weight)
+            num_rows = layout._num_rows if self.capacity is None else self.capacity
+            self._check_tensor("gemm_input", gemm_input, self.dtype, (num_rows, gemm_weight.shape[2]))
+            if weight is not None:
+                self._check_tensor("weight", weight, None, (gemm_input.shape[0],))
+        except Exception as error:
+            self._refuse(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, getattr(layout, "buffer", 0))
+        with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (gemm_input, weight, gemm_weight, bias))
+        if not fused or (with_grad and bias is not None):
+            return self.combine(grouped_gemm(gemm_input, gemm_weight, offsets=layout.expert_offsets, bias=bias), layout, weight)
+        gemm_weight, weight = gemm_weight.contiguous(), None if weight is None else weight.to(torch.float32)
+        bias = None if bias is None else bias.to(self.dtype).contiguous()
+        if with_grad or torch.compiler.is_compiling():
+            y = torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, _absent(gemm_input) if weight is None else weight, layout.plan,
+                                             layout.recv, self.id, layout.buffer, layout.num_tokens)[0]
+        else:
+            y = self._gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv, layout.buffer, layout.num_tokens)[0]
+        return self._by_token(y)
+
+    # Without token saving every choice is a token of its own.
+
+    def _by_choice(self, t):
+        """[T, K] as the layer below has it."""
+        return t.reshape(-1, 1) if self._copies > 1 and isinstance(t, torch.Tensor) and t.dim() == 2 and t.shape[1] == self._copies else t
+
+    def _by_token(self, y):
+        return y if self._copies == 1 else y.view(-1, self._copies, self.hidden).float().sum(1).to(self.dtype)
+
+    def preprocess(self, exp_indices, full_scatter_indices=None, *, buffer=0):
+        return super().preprocess(self._by_choice(exp_indices), self._by_choice(full_scatter_indices), buffer=buffer)
+
+    def _dispatch_alone(self, input, exp_indices, weight, full_scatter_indices, layout, buffer):
+        if self._copies == 1:
+            return super().dispatch(input, exp_indices, weight, full_scatter_indices, layout=layout, buffer=buffer)
+        layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight, full_scatter_indices, layout, buffer)
+        rows, row_weight, layout.recv = dispatch(self, input.repeat_interleave(self._copies, 0), weight, layout.plan, layout.buffer, num_rows)
+        return rows, None if row_weight is None else row_weight.to(self.weight_dtype), layout
+
+    def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None, buffer=0):
+        return self._dispatch_alone(input, *map(self._by_choice, (exp_indices, weight, full_scatter_indices)), layout, buffer)
+
+    def combine(self, input, layout, weight=None):
+        return self._by_token(super().combine(input, layout, weight))
+
+    def _check_product(self, gemm_weight, rows, columns, bias, activation):
+        """gemm_weight [L, rows, columns]; None is any."""
+        self._check_tensor("gemm_weight", gemm_weight, self.dtype, (self.num_local_experts, rows, columns))
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation {activation!r}: None, 'gelu', 'swiglu' or 'gpt_oss'")
+        if _ACTIVATIONS[activation] in _GATED and gemm_weight.shape[1] % 2:
+            raise ValueError(f"activation {activation!r} wants an even number of weight rows, got {gemm_weight.shape[1]}")
+        if bias is not None:
+            self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
+
+
+# ---- operators ----
+
+
+def _offsets(layer, plan):
+    """[L + 1] int32: where each local expert's rows begin."""
+    return plan.narrow(0, layer._plan_front["expert_row"], layer.num_local_experts + 1)
+
+
+def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation):
+    layer = _layer(layer)
+    if num_rows < 0:
+        num_rows = layer._num_rows(plan, buffer)
+    out, rows, row_weight, recv = layer._dispatch_gemm(x, weight if weight.dim() == 2 else None, plan, gemm_weight, bias, buffer, num_rows, activation)
+    return out, rows, _absent(x) if row_weight is None else row_weight, recv
+
+
+def _run_gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens):
+    return _layer(layer)._gemm_combine(a, gemm_weight, bias, row_weight if row_weight.dim() == 1 else None, plan, recv, buffer, num_tokens)
+
+
+_lib.impl("dispatch_gemm", _run_dispatch_gemm, "CompositeExplicitAutograd")
+_lib.impl("gemm_combine", _run_gemm_combine, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("epmoe::dispatch_gemm", lib=_lib)
+def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation):
+    layer = _layer(layer)
+    if isinstance(num_rows, int) and num_rows < 0:
+        num_rows = torch.library.get_ctx().new_dynamic_size()
+    row_weight = x.new_empty((num_rows,) if weight.dim() == 2 else (), dtype=torch.float32)
+    columns = gemm_weight.shape[1] // (2 if activation in _GATED else 1)
+    return x.new_empty(num_rows, columns), x.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)
+
+
+@torch.library.register_fake("epmoe::gemm_combine", lib=_lib)
+def _(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens):
+    return a.new_empty(num_tokens, gemm_weight.shape[1]), a.new_empty(a.shape[0], gemm_weight.shape[1])
+
+
+def _save_dispatch_gemm(ctx, inputs, output):
+    x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation = inputs
+    ctx.num_tokens, ctx.has_weight = x.shape[0], weight.dim() == 2
+    ctx.save_for_backward(plan, gemm_weight, output[1], output[3])
+
+
+def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
+    plan, gemm_weight, rows, recv = ctx.saved_tensors
+    if ctx.activation:
+        raise RuntimeError("the backward of dispatch_gemm is that of a bare product")
+    offsets, gemm, d_out = _offsets(_layer(ctx.layer), plan), torch.ops.epmoe.grouped_gemm, d_out.contiguous()
+    d_gemm_weight = gemm(d_out, rows, offsets, None, None, WGRAD, 0, False) if ctx.needs_input_grad[3] else None
+    d_rows = gemm(d_out, gemm_weight, offsets, None, None, DGRAD, 0, False)
+    scalar = d_row_weight.contiguous() if ctx.has_weight else _absent(d_rows)
+    num_tokens = ctx.num_tokens * _layer(ctx.layer)._copies
+    dx, d_weight = torch.ops.epmoe.combine(d_rows, _absent(d_rows), scalar, plan, recv, ctx.layer, ctx.buffer, num_tokens)
+    dx = dx if len(dx) == ctx.num_tokens else dx.view(ctx.num_tokens, -1, dx.shape[1]).float().sum(1).to(dx.dtype)
+    return dx, d_weight if ctx.has_weight else None, None, d_gemm_weight, None, None, None, None, None
+
+
+def _save_gemm_combine(ctx, inputs, output):
+    a, gemm_weight, _, row_weight, plan, _, ctx.layer, ctx.buffer, _ = inputs
+    ctx.has_weight, ctx.num_rows = row_weight.dim() == 1, a.shape[0]
+    ctx.save_for_backward(plan, a, gemm_weight, *((output[1], row_weight) if ctx.has_weight else ()))
+
+
+def _gemm_combine_backward(ctx, d_out, _):
+    plan, a, gemm_weight, *weighted = ctx.saved_tensors
+    g, _, _ = torch.ops.epmoe.dispatch(d_out.contiguous(), _absent(d_out), plan, ctx.layer, ctx.buffer, ctx.num_rows)
+    d_weight = None
+    if ctx.has_weight:
+        rows, row_weight = weighted
+        d_weight = torch.linalg.vecdot(g.float(), rows.float()) if ctx.needs_input_grad[3] else None
+        g = (g * row_weight[:, None]).to(g.dtype)
+    offsets, gemm = _offsets(_layer(ctx.layer), plan), torch.ops.epmoe.grouped_gemm
+    da = gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False) if ctx.needs_input_grad[0] else None
+    d_gemm_weight = gemm(g, a, offsets, None, None, WGRAD, 0, False) if ctx.needs_input_grad[1] else None
+    return da, d_gemm_weight, None, d_weight, None, None, None, None, None
+
+
+torch.library.register_autograd("epmoe::dispatch_gemm", _dispatch_gemm_backward, setup_context=_save_dispatch_gemm, lib=_lib)
+torch.library.register_autograd("epmoe::gemm_combine", _gemm_combine_backward, setup_context=_save_gemm_combine, lib=_lib)

@@ -1,0 +1,86 @@
+"""What the megakernels' warps did, and when: recorded on the device, merged into one trace that Perfetto opens.
+
+Only a module built with EPMOE_TRACE=1 records anything; the kernels of any other have no trace of it.
+"""
+
+import json
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+
+SPANS = {1: "enter", 2: "send", 3: "receive", 4: "wait for rows", 5: "gemm", 6: "return", 7: "add up"}
+_WARPS = 12  # of a thread block
+
+
+class Trace:
+    """Records the fused operations on a buffer of an EpAll2AllFusedOp while it is entered.
+
+    Args:
+        op: the EpAll2AllFusedOp.
+        buffer: its communication buffer.
+        room: events that a warp can note; more are left out.
+
+    with Trace(op) as trace: ... ; then trace.events(), trace.save(path), trace.summary().
+    Raises ValueError where the module was built without the profiler.
+    """
+
+    def __init__(self, op, buffer=0, room=512):
+        blocks = torch.cuda.get_device_properties(op.device).multi_processor_count
+        self.op, self.buffer, self.room = op, buffer, room
+        self._raw = torch.zeros(blocks * _WARPS * room * 2, dtype=torch.int64, device=op.device)
+
+    def __enter__(self):
+        _C.layer_trace(self.op._c, self.buffer, self._raw, self.room)
+        return self
+
+    def __exit__(self, *_):
+        torch.cuda.synchronize(self.op.device)
+        _C.layer_trace(self.op._c, self.buffer, None, 0)
+
+    def events(self):
+        """[num, 6] int64 of this rank: block, warp, begin and length in ns, span (see SPANS), and the rank or expert it was for.
+        Time begins where this rank left the first enter, which all ranks leave within some microseconds."""
+        raw = self._raw.view(-1, _WARPS, self.room, 2).cpu()
+        block, warp, n = torch.nonzero(raw[..., 0], as_tuple=True)
+        begin, rest = raw[block, warp, n].unbind(1)
+        length, what, of = rest & 0xFFFFFFFF, rest >> 32 & 0xFFFF, rest >> 48 & 0xFFFF
+        entered = what == 1
+        zero = (begin + length)[entered].min() if entered.any() else begin.min() if len(begin) else 0
+        return torch.stack([block, warp, begin - zero, length, what, of], 1)
+
+    def gather(self):
+        """events() of every rank, on rank 0; None on the others.  Collective over torch.distributed."""
+        mine = self.events()
+        if not dist.is_initialized():
+            return [mine]
+        out = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(mine, out)
+        return out
+
+    def summary(self, events=None):
+        """{span: (count, total ms, share of the warps' time in spans)}."""
+        events = self.events() if events is None else events
+        total = max(1, int(events[:, 3].sum()))
+        spent = {}
+        for what, name in SPANS.items():
+            of = events[events[:, 4] == what]
+            if len(of):
+                spent[name] = len(of), int(of[:, 3].sum()) / 1e6, int(of[:, 3].sum()) / total
+        return spent
+
+
+def save(path, ranks):
+    """Write the events of all ranks (of Trace.gather) as a Chrome trace: a process a rank, a thread a warp of a block."""
+    out = []
+    for rank, events in enumerate(ranks):
+        out.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for block, warp in {(int(b), int(w)) for b, w in events[:, :2].tolist()}:
+            role = "loader" if warp == 0 else f"mover {warp}" if warp < 4 else f"multiplier {warp - 4}"
+            out.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": block * _WARPS + warp, "args": {"name": f"block {block} {role}"}})
+        for block, warp, begin, length, what, of in events.tolist():
+            name = SPANS.get(what, str(what))
+            out.append({"name": name, "ph": "X", "pid": rank, "tid": block * _WARPS + warp, "ts": begin / 1e3, "dur": length / 1e3, "args": {"of": of}})
+    with open(path, "w") as f:
+        json.dump({"traceEvents": out, "displayTimeUnit": "ns"}, f)
