@@ -13,7 +13,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from . import a2a, features, gemm, host, layer, report, sm, tokens
+from . import a2a, ablation, features, gemm, growth, host, layer, report, sm, tokens
 from .run import Run
 from .shapes import SHAPES
 
@@ -21,7 +21,9 @@ BENCHES = {
     "a2a": (a2a, "plan, dispatch and combine of every shape, beside the peers (default)"),
     "sm": (sm, "dispatch and combine over the thread blocks that move tokens"),
     "tokens": (tokens, "plan, dispatch and combine over T, the tokens of a rank"),
-    "layer": (layer, "a whole layer, unfused, beside the peers and beside its GEMMs alone"),
+    "layer": (layer, "a whole layer, fused and not, beside the peers and beside its GEMMs alone"),
+    "growth": (growth, "a whole layer over T, the tokens of a rank"),
+    "ablation": (ablation, "what each choice in the megakernels brings"),
     "gemm": (gemm, "the grouped GEMMs of one rank of four, beside torch's"),
     "features": (features, "what token saving, sorting and pre-reduction bring"),
     "host": (host, "what a call costs its caller, in microseconds"),

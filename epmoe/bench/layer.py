@@ -1,4 +1,8 @@
-"""A whole layer, unfused: EPMoE's forward, the same over the peers with torch's products, and those alone on the same rows."""
+"""A whole layer, forward: EPMoE in its two kernels, the same stages one after the other, the same over the peers with torch's
+products, and torch's two products alone on the same rows; and each of the two kernels beside the product that is in it.
+
+All are measured by turns, so that they meet the GPU in the same state.
+"""
 
 import functools
 
@@ -6,6 +10,7 @@ import torch
 
 import epmoe
 from epmoe.bench.check import poisoned, sums_error
+from epmoe.bench.measure import alternated
 from epmoe.reference import activate
 
 
@@ -20,53 +25,101 @@ def jobs(run):
     return [(shape.name, functools.partial(measure, run, shape)) for shape in run.shapes()]
 
 
+def fused_op(run, shape, dtype, **options):
+    options.setdefault("enable_local_combine", True)
+    return epmoe.EpAll2AllFusedOp(run.world, shape.tokens, shape.hidden, shape.topk, num_tot_experts=shape.experts, dtype=dtype, device=run.device,
+                                  **options)
+
+
+def by_turns(run, **fns):
+    """{name: milliseconds} of what all ranks do together."""
+    rounds, round_ms = (5, 40.0) if run.on_gpu else (2, 1.0)
+    return dict(zip(fns, alternated(list(fns.values()), run.device, run.cpu_group, run.options.iters or rounds, round_ms)))
+
+
+def record_layer(run, bench, shape, impl, ms, over=None):
+    tflops = 6.0 * shape.tokens * shape.topk * shape.hidden * shape.inner / ms / 1e9  # of a rank, on average
+    run.record(bench, shape, impl, ms, over=over, rate=f"{tflops:{'.1f' if run.on_gpu else '.1g'}} TFLOP/s", tflops=round(tflops, 4))
+
+
+class Layer:
+    """An EPMoE on a fused operator, its inputs, and what it is compared with."""
+
+    def __init__(self, run, shape, **options):
+        self.run, self.inputs = run, run.inputs(shape)
+        x, _, _ = self.inputs
+        self.op = fused_op(run, shape, x.dtype, **options)
+        self.moe = epmoe.EPMoE(shape.hidden, shape.inner, shape.experts, shape.topk, dtype=x.dtype, layer=self.op)
+        self.torch_peer = run.torch_peer(shape, self.inputs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        if kind is None:
+            self.op.synchronize()
+            self.op.finalize()
+
+    def __call__(self):
+        return self.moe(*self.inputs)
+
+    def one_after_the_other(self):
+        return self.moe._one_after_the_other(*self.inputs)
+
+    def over(self, peer):
+        """The layer over a peer's all-to-alls, with torch's products."""
+        rows = peer.dispatch()
+        return peer.combine(torch_linear(activate(torch_linear(rows, self.moe.gate_up_proj, peer.expert_offsets)), self.moe.down_proj,
+                                         peer.expert_offsets))
+
+    def check(self):
+        """The sums are those of the same products over torch's collectives; and both of epmoe's ways agree to the bit."""
+        with poisoned():
+            y, again = self(), self.one_after_the_other()
+        rows, offsets = self.torch_peer.dispatch(), self.torch_peer.expert_offsets
+        h = epmoe.grouped_gemm(rows, self.moe.gate_up_proj, offsets=offsets, activation=self.moe.activation)
+        h = epmoe.grouped_gemm(h, self.moe.down_proj, offsets=offsets)
+        self.run.agree(sums_error(y, h, self.torch_peer, slack=2.0))  # a product may round a row otherwise when it runs again
+        self.run.agree("" if torch.equal(y, again) else "fused and one after the other: not the same bits")
+
+    def parts(self):
+        """{name: what to time} of the two kernels and of the products in them, torch's, on the same rows."""
+        x, idx, weight = self.inputs
+        with torch.no_grad():
+            rows, row_weight, layout = self.op.dispatch(x, idx, weight)
+            offsets = layout.expert_offsets
+            inner = epmoe.grouped_gemm(rows, self.moe.gate_up_proj, offsets=offsets, activation=self.moe.activation)
+        return {
+            "gate and up": lambda: torch_linear(rows, self.moe.gate_up_proj, offsets),
+            "down": lambda: torch_linear(inner, self.moe.down_proj, offsets),
+            "dispatch + gemm": lambda: self.op.mega_dispatch_group_gemm(x, layout=layout, weight=weight, gemm_weight=self.moe.gate_up_proj,
+                                                                        activation=self.moe.activation),
+            "gemm + combine": lambda: self.op.mega_group_gemm_combine(inner, self.moe.down_proj, layout, row_weight)}
+
+
 @torch.no_grad()
 def measure(run, shape):
-    inputs = x, idx, weight = run.inputs(shape)
-    with run.layer(shape, x.dtype) as layer:
-        moe = epmoe.EPMoE(shape.hidden, shape.inner, shape.experts, shape.topk, dtype=x.dtype, layer=layer)
-        torch_peer = run.torch_peer(shape, inputs)
-
-        def experts(rows, offsets):
-            return torch_linear(activate(torch_linear(rows, moe.gate_up_proj, offsets)), moe.down_proj, offsets)
-
-        def our_experts(rows, offsets):
-            h = epmoe.grouped_gemm(rows, moe.gate_up_proj, offsets=offsets, activation=moe.activation)
-            return epmoe.grouped_gemm(h, moe.down_proj, offsets=offsets)
-
-        def unfused(peer):
-            rows = peer.dispatch()
-            return peer.combine(experts(rows, peer.expert_offsets))
-
-        with poisoned():
-            y = moe(x, idx, weight)
-        run.agree(sums_error(y, our_experts(torch_peer.dispatch(), torch_peer.expert_offsets), torch_peer, slack=2.0))
-        h = experts(torch_peer.dispatch(), torch_peer.expert_offsets)  # slack 2: a product may round a row otherwise when it runs again
-        rows, _, layout = layer.dispatch(x, idx, weight)
-        offsets, inner = layout.expert_offsets, activate(torch_linear(rows, moe.gate_up_proj, layout.expert_offsets))
-
-        def gemms():
-            torch_linear(rows, moe.gate_up_proj, offsets)
-            torch_linear(inner, moe.down_proj, offsets)
-
-        flops = 6.0 * shape.tokens * shape.topk * shape.hidden * shape.inner  # of a rank, on average
-
-        def record(impl, ms, over=None):
-            tflops = flops / ms / 1e9
-            run.record("layer", shape, impl, ms, over=over, rate=f"{tflops:{'.1f' if run.on_gpu else '.1g'}} TFLOP/s", tflops=round(tflops, 4))
-
-        times = {"torch": run.time(layer, lambda: unfused(torch_peer))}
-        record("torch layer", times["torch"])
+    with Layer(run, shape) as layer:
+        layer.check()
+        parts = layer.parts()
+        fns = {"torch layer": lambda: layer.over(layer.torch_peer)}
         if run.deep_ep:
             for num_sm in (24, 48):
-                run.bar.note(f"layer {shape.name}: DeepEP, {num_sm} SMs")
-                peer = run.deep_ep_peer(shape, inputs, num_sm)
-                peer.tune(lambda fn: run.time(layer, fn, iters=5))
-                run.agree(sums_error(unfused(peer), h, torch_peer, slack=2.0))
-                ms = run.time(layer, lambda: unfused(peer))
-                times["DeepEP"] = min(ms, times.get("DeepEP", ms))
-                record(f"DeepEP layer, {num_sm} SMs", ms)
-        times["GEMMs"] = run.time(layer, gemms)
-        record("GEMMs alone", times["GEMMs"])
-        record("epmoe layer", run.time(layer, lambda: moe(x, idx, weight)), times)
-        layer.synchronize()
+                peer = run.deep_ep_peer(shape, layer.inputs, num_sm)
+                peer.tune(lambda fn: run.time(layer.op, fn, iters=5))
+                h = torch_linear(activate(torch_linear(layer.torch_peer.dispatch(), layer.moe.gate_up_proj, layer.torch_peer.expert_offsets)),
+                                 layer.moe.down_proj, layer.torch_peer.expert_offsets)
+                run.agree(sums_error(layer.over(peer), h, layer.torch_peer, slack=2.0))
+                fns[f"DeepEP layer, {num_sm} SMs"] = functools.partial(layer.over, peer)
+        ms = by_turns(run, **fns, **parts, **{"GEMMs alone": lambda: (parts["gate and up"](), parts["down"]()),
+                                              "one after the other": layer.one_after_the_other, "fused": layer})
+        for name in fns:
+            record_layer(run, "layer", shape, name, ms[name])
+        record_layer(run, "layer", shape, "GEMMs alone", ms["GEMMs alone"])
+        deep_ep = [ms[name] for name in fns if name.startswith("DeepEP")]
+        over = {"GEMMs": ms["GEMMs alone"], "torch": ms["torch layer"], **({"DeepEP": min(deep_ep)} if deep_ep else {})}
+        record_layer(run, "layer", shape, "epmoe layer, one after the other", ms["one after the other"], over)
+        record_layer(run, "layer", shape, "epmoe layer", ms["fused"], over)
+        for kernel, product in (("dispatch + gemm", "gate and up"), ("gemm + combine", "down")):
+            run.record("layer", shape, f"torch {product} alone", ms[product])
+            run.record("layer", shape, f"epmoe {kernel}", ms[kernel], over={f"{product} alone": ms[product]})

@@ -52,7 +52,8 @@ def timed(fn, barrier, device, cpu_group, iters=30, warmup=5):
 def alternated(fns, device, cpu_group, rounds, round_ms):
     """Milliseconds of each fn, called back to back for a round_ms and in turn with the others: median over the rounds, slowest rank's.
 
-    For work that a GPU's power limits: its clock falls within milliseconds, so each must meet it in the same state.
+    For work that a GPU's power limits: its clock falls within milliseconds, so each must meet it in the same state.  All ranks
+    make as many calls, so an fn may be one that they make together.
     """
     def span(fn, calls):
         if device.type != "cuda":
@@ -69,7 +70,7 @@ def alternated(fns, device, cpu_group, rounds, round_ms):
         end.synchronize()
         return begin.elapsed_time(end) / calls
 
-    calls, times = [max(1, int(round_ms / span(fn, 2))) for fn in fns], [[] for _ in fns]
+    calls, times = [max(1, int(round_ms / slowest(cpu_group, span(fn, 2)))) for fn in fns], [[] for _ in fns]
     for r in range(rounds + 2):  # two rounds to warm up; every other one backwards
         for i in (range(len(fns)) if r % 2 else reversed(range(len(fns)))):
             t = span(fns[i], calls[i])
