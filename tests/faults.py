@@ -1,6 +1,7 @@
 """Ranks that die, stop or come late, on CPU or GPUs: `python tests/faults.py [--kills N] [--ranks N] [--device cpu|cuda]`.
 
-kill   a random rank is ended by SIGKILL at a random moment of a loop that trains a layer or moves tokens.  Every
+kill   a random rank is ended by SIGKILL at a random moment of a loop that trains a layer, moves tokens, or multiplies them on
+       their way (on GPUs: in the megakernels).  Every
        survivor must raise PeerDied that names it, go on using its device, and compute right results in a smaller
        world; nothing may be left behind.  The table says how long after the kill the survivors raised.
 stop   a rank is stopped: the others raise EpTimeout at their limit, which names it.
@@ -40,10 +41,11 @@ def place(rank, device):
     return torch.device("cpu")
 
 
-def make_layer(world, device, mode):
+def make_layer(world, device, mode, how="move"):
     tokens, hidden, topk = SIZES[device.type]
-    return epmoe.EPAll2AllLayer(world, tokens, hidden, topk, num_tot_experts=4 * world.size, dtype=torch.float32, device=device,
-                                enable_local_combine=mode == "local", combine_mode="gather" if mode == "gather" else "scatter")
+    kind, dtype = (epmoe.EpAll2AllFusedOp, torch.bfloat16) if how == "fuse" else (epmoe.EPAll2AllLayer, torch.float32)
+    return kind(world, tokens, hidden, topk, num_tot_experts=4 * world.size, dtype=dtype, device=device, enable_local_combine=mode == "local",
+                combine_mode="gather" if mode == "gather" else "scatter")
 
 
 def move(layer, g):
@@ -56,6 +58,24 @@ def move(layer, g):
     factors = (torch.arange(first, first + layer.num_local_experts, device=layer.device) % 3 + 1).float()
     y = layer.combine(rows * torch.repeat_interleave(factors, layout.tokens_per_expert, output_size=len(rows))[:, None], layout)
     return bool(torch.equal(y, x * (idx % 3 + 1).sum(1, keepdim=True)))
+
+
+def fuser(layer):
+    """The same sums as move's, by products with 1, 2 or 3 times the identity: exact in bfloat16."""
+    eye = torch.eye(layer.hidden, dtype=layer.dtype, device=layer.device).expand(layer.num_local_experts, -1, -1)
+    first = layer.rank * layer.num_local_experts
+    factors = torch.arange(first, first + layer.num_local_experts, device=layer.device).to(layer.dtype) % 3 + 1
+    up, down = (eye * factors[:, None, None]).contiguous(), eye.contiguous()
+
+    def step(_, g):
+        tokens, hidden, topk = SIZES[layer.device.type]
+        x = torch.randint(-4, 5, (tokens, hidden), generator=g).to(layer.dtype).to(layer.device)
+        idx = torch.randint(0, layer.num_experts, (tokens, topk), generator=g).to(layer.device)
+        h, _, layout = layer.mega_dispatch_group_gemm(x, idx, gemm_weight=up)
+        y = layer.mega_group_gemm_combine(h, down, layout)
+        return bool(torch.equal(y, x * (idx % 3 + 1).sum(1, keepdim=True)))
+
+    return step
 
 
 def trainer(layer):
@@ -91,8 +111,8 @@ def killed(rank, world_size, victim, delay, how, mode, kind, folder):
     gc.freeze()  # what was there before is not looked through again
     device, g, before, names = place(rank, kind), torch.Generator().manual_seed(rank), held(), remember_names()
     world = epmoe.World(None, timeout_s=60.0)
-    layer = make_layer(world, device, mode)
-    step, note = trainer(layer) if how == "train" else move, os.path.join(folder, "when")
+    layer = make_layer(world, device, mode, how)
+    step, note = trainer(layer) if how == "train" else fuser(layer) if how == "fuse" else move, os.path.join(folder, "when")
     step(layer, g)
     world.exchange(b"go")
 
@@ -126,10 +146,10 @@ def killed(rank, world_size, victim, delay, how, mode, kind, folder):
 
 def kills(num, ranks, kind, seed=0, say=lambda done: None):
     """({kind of loop: seconds after which each survivor raised, sorted}, texts of what was wrong)."""
-    start, latencies, bad, files = process_ranks if kind == "cpu" else run_ranks, {"move": [], "train": []}, [], shared_memory_names()
+    start, latencies, bad, files = process_ranks if kind == "cpu" else run_ranks, {"move": [], "train": [], "fuse": []}, [], shared_memory_names()
     for i in range(num):
         r = random.Random(f"{seed} {i}")
-        victim, delay, how, mode = r.randrange(ranks), r.random() * (0.1 if kind == "cpu" else 1.0), r.choice(("train", "move")), r.choice(MODES)
+        victim, delay, how, mode = r.randrange(ranks), r.random() * (0.1 if kind == "cpu" else 1.0), r.choice(("train", "move", "fuse")), r.choice(MODES)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 results = start(killed, ranks, victim, delay, how, mode, kind, folder, timeout_s=120, may_die=(victim,))
