@@ -15,7 +15,7 @@ import torch
 
 import epmoe
 from epmoe import reference
-from epmoe.bench import check, cli, features
+from epmoe.bench import ablation, check, cli, features
 from epmoe.bench.progress import Progress
 from epmoe.bench.torch_nccl import TorchAllToAll
 from epmoe.testing import run_ranks
@@ -28,6 +28,8 @@ COMMANDS = {
     "sm": ["--shapes", "mixtral", "--num-sm", "1,3", "--iters", "1"],
     "tokens": ["--shapes", "seed", "--iters", "1"],
     "layer": ["--shapes", "qwen3-30b", "--iters", "1"],
+    "growth": ["--shapes", "qwen3-30b", "--iters", "1"],
+    "ablation": ["--shapes", "qwen3-30b", "--iters", "1"],
     "features": ["--shapes", "gpt-oss-120b", "--iters", "1"],
     "gemm": ["--shapes", "qwen3-30b", "--iters", "1"],
     "host": ["--iters", "1"],
@@ -35,11 +37,14 @@ COMMANDS = {
 EPMOE = {"epmoe plan", "epmoe plan + dispatch", "epmoe cached dispatch", "epmoe combine"}
 TORCH = {"torch dispatch", "torch combine"}
 GEMMS = ("gate and up", "down", "dgrad of down", "dgrad of gate and up", "wgrad of down", "wgrad of gate and up")
+LAYERS = {"torch layer", "GEMMs alone", "epmoe layer, one after the other", "epmoe layer"}
 EXPECTED = {
     "a2a": EPMOE | TORCH,
     "sm": EPMOE,
     "tokens": EPMOE | TORCH,
-    "layer": {"torch layer", "GEMMs alone", "epmoe layer"},
+    "layer": LAYERS | {"torch gate and up alone", "torch down alone", "epmoe dispatch + gemm", "epmoe gemm + combine"},
+    "growth": LAYERS,
+    "ablation": {choice for choice, options in ablation.CHOICES.items() if "num_sm" not in options},
     "features": {"combine, pre-reduced", "combine, a row a choice, pushed", "combine, a row a choice, pulled", "dispatch, token saving",
                  "dispatch, a row a choice: bytes", "torch permute, saved by sorting"},
     "gemm": {f"{who} {what}" for who in ("torch", "epmoe") for what in GEMMS} | {"epmoe gate and up, SwiGLU"},

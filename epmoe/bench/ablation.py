@@ -1,4 +1,7 @@
-"""What each choice in the megakernels brings: one is made otherwise at a time, the rest stays at its default."""
+"""What each choice in the megakernels brings: one is made otherwise at a time, the rest stays at its default.
+
+The columns: time of the layer, of its first kernel (dispatch + gemm) and of its second, over the time as it is.
+"""
 
 import functools
 
@@ -27,14 +30,14 @@ def jobs(run):
 
 @torch.no_grad()
 def measure(run, shape):
-    names, usual = ("dispatch + gemm", "gemm + combine"), None
+    names, usual = {"first": "dispatch + gemm", "second": "gemm + combine"}, None
     for choice, options in CHOICES.items():
         if not run.on_gpu and "num_sm" in options:
             continue  # there it is the number of threads
         with Layer(run, shape, **options) as layer:
             layer.check()
             parts = layer.parts()
-            ms = by_turns(run, layer=layer, **{n: parts[n] for n in names})
+            ms = by_turns(run, layer=layer, **{n: parts[n] for n in names.values()})
             usual = usual or ms
-            run.record("ablation", shape, choice, ms["layer"], over={"as it is": usual["layer"]} | {n: usual[n] * ms["layer"] / ms[n] for n in names},
-                       **{n.replace(" + ", "_") + "_ms": round(ms[n], 5) for n in names})
+            run.record("ablation", shape, choice, ms["layer"], over={"layer": usual["layer"]} | {stage: usual[n] * ms["layer"] / ms[n] for stage, n in names.items()},
+                       **{f"{stage}_ms": round(ms[n], 5) for stage, n in names.items()})

@@ -145,7 +145,7 @@ class Run:
             self.say(f"{shape.name}: T {shape.tokens}, H {shape.hidden}, I {shape.inner}, E {shape.experts}, K {shape.topk}{workers}")
         times = "" if ms is None else f"{ms:9.4f} ms"
         text = ", ".join(f"{r:.2f} {name}" for name, r in ratios.items())
-        self.say(f"  {impl:33} {times:12} {rate:>13}  {text}".rstrip())
+        self.say(f"  {impl:32} {times:12} {rate:>13}  {text}".rstrip())
 
     def save(self):
         if self.options.json and self.rank == 0:
