@@ -2,6 +2,7 @@
 # make demo       train a small Mixture-of-Experts language model over four ranks
 # make test       build, the C tests (quick), pytest; with GPUs also pytest on them; ARGS=... goes to pytest
 # make bench      times beside the peers', a rank a GPU (small shapes on a CPU); ARGS=... goes to epmoe.bench
+# make trace      what the megakernels' warps do, and when: a table, and build/trace_*.json for Perfetto; ARGS=... goes to epmoe.bench
 # make report     the README's table and the plots, from benchmarks/h200x4.json
 # make check      what test leaves out: formatting, the C tests in full, the models of the protocol
 # make tsan       the C tests under ThreadSanitizer
@@ -18,7 +19,7 @@
 # has torch already, as it is (a GPU machine without a network); else a .venv made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test gpu bench report check soak tsan models cuda emulated with-nvcc format size clean python check-format c-tests FORCE
+.PHONY: build demo test gpu bench trace report check soak tsan models cuda emulated with-nvcc format size clean python check-format c-tests FORCE
 
 NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
 HAS := import importlib.util as u, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(m) is None for m in sys.argv[1:]))
@@ -108,6 +109,11 @@ models: | python
 	    mkdir -p build && echo "models of the protocol (no spin)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; \
 	else exit $$code; fi
 
+# Built aside: the module in place has no profiler.
+trace: python
+	EPMOE_TRACE=1 $(PYTHON) setup.py -q build --build-base build/trace --build-lib build/trace/lib
+	cd build/trace/lib && PYTHONPATH=. $(abspath $(PYTHON)) -m epmoe.bench overlap --trace $(CURDIR)/build/trace.json $(ARGS)
+
 gpu: build
 	$(PYTHON) tests/on_gpus.py $(ARGS)
 
@@ -123,7 +129,7 @@ soak: build
 	$(PYTHON) tests/fuzz_module.py
 	@n=$$($(PYTHON) -c 'import torch; from epmoe import _C; print(torch.cuda.device_count() if _C.HAS_CUDA else 0)'); if [ $$n -gt 0 ]; then \
 	    set -ex; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak.py ops -n 100000; $(TORCHRUN) tests/soak.py cycles -n 200; \
-	    [ $$n -lt 2 ] || $(PYTHON) tests/faults.py --device cuda; \
+	    [ $$n -lt 2 ] || $(PYTHON) tests/faults.py --device cuda; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
 	fi
 
 cuda: | python

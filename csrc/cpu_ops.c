@@ -162,7 +162,7 @@ void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_wo
     }
     ok = ok && ep_enter_await(c, EP_OP_DISPATCH, epoch);
     num_tasks = ok ? ep_num_tasks(p->plan + EP_HEAD_NUM_SEND, W) : 0;
-    while (ok && (n = ep_queue_pop(&l->queue_send)) < num_tasks) {
+    while (ok && (n = ep_queue_pop(l->queue_send)) < num_tasks) {
         EpTask task = ep_task_at(n, c->my_rank, W);
         uint32_t num = ep_chunk_slots((uint32_t)p->plan[EP_HEAD_NUM_SEND + task.rank], task.chunk);
         if (task.rank == c->my_rank || num == 0) continue;
@@ -262,7 +262,7 @@ static void stage_rows(const EpCombineParams *p, uint64_t epoch) {
     if (m > p->num_rows) m = p->num_rows;
     uint32_t num_chunks = ep_ceil_div_u32(m, EP_CHUNK_SLOTS);
     uint64_t n, done = 0;
-    while ((n = ep_queue_pop(&l->queue_send)) < num_chunks) {
+    while ((n = ep_queue_pop(l->queue_send)) < num_chunks) {
         uint32_t first = (uint32_t)n * EP_CHUNK_SLOTS, num = ep_chunk_slots(m, (uint32_t)n);
         for (uint32_t i = first; i < first + num; i++) put_choice(p, choice_at(c, c->my_rank, i), (int32_t)i);
         done = ep_add_acq_rel_gpu_u64(&l->num_copied, 1) + 1;
@@ -276,7 +276,7 @@ static void stage_rows(const EpCombineParams *p, uint64_t epoch) {
 static void return_chunks(const EpCombineParams *p, uint64_t epoch) {
     const EpComm *c = &p->comm;
     uint64_t n, num_tasks = ep_num_tasks(p->plan + EP_HEAD_NUM_RECV, c->shape.num_ranks);
-    while ((n = ep_queue_pop(&ep_local(c)->queue_send)) < num_tasks) {
+    while ((n = ep_queue_pop(ep_local(c)->queue_send)) < num_tasks) {
         EpTask task = ep_task_at(n, c->my_rank, c->shape.num_ranks);
         uint32_t num = ep_chunk_slots((uint32_t)p->plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
         for (uint32_t i = 0; i < num; i++) return_slot(p, task.rank, task.chunk * EP_CHUNK_SLOTS + i);

@@ -251,6 +251,11 @@ static int set_up(PyObject *m) {
 #else
         {"CHAOS", 0},
 #endif
+#ifdef EP_TRACE
+        {"TRACE", 1},
+#else
+        {"TRACE", 0},
+#endif
 #ifdef EP_HAVE_CUDA
         {"HAS_CUDA", 1},
 #else

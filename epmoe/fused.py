@@ -36,15 +36,27 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None, local_world_size=None, world_size=None,
                  dtype=torch.bfloat16, weight_dtype=torch.float32, num_sm=None, enable_local_combine=True, *, num_tail_sms=0,
                  num_reduce_sms=None, token_saving=True, token_sorting=True, block_wise_barrier=True, combine_order="fuse_scatter", fused=True, **options):
-        if combine_order not in ("fuse_scatter", "serial"):
-            raise ValueError(f"combine_order {combine_order!r}: fuse_scatter or serial")
-        copies = 1 if token_saving else int(topk)
-        super().__init__(ep_group, int(max_tokens) * copies, hidden, int(topk) // copies, rank, num_tot_experts, local_world_size, world_size, dtype, weight_dtype, num_sm,
-                         enable_local_combine, **options)
-        self.fused, self.token_sorting, self.block_wise_barrier = bool(fused), bool(token_sorting), bool(block_wise_barrier)
-        self.combine_order, self.token_saving, self._copies = combine_order, bool(token_saving), copies
-        most = 1 << 16  # more than any GPU has: all
-        self._knobs = (most if num_sm is None else int(num_sm), int(num_tail_sms), most if num_reduce_sms is None else int(num_reduce_sms))
+        copies = 1
+        if not token_saving:  # every choice is a token of its own
+            copies, max_tokens, topk = int(topk), int(max_tokens) * int(topk), 1
+        self.fused, self.token_saving, self._copies = bool(fused), bool(token_saving), copies
+        self.token_sorting, self.block_wise_barrier, self.combine_order = bool(token_sorting), bool(block_wise_barrier), combine_order
+        self._asked = num_sm, num_tail_sms, num_reduce_sms
+        super().__init__(ep_group, max_tokens, hidden, topk, rank, num_tot_experts, local_world_size, world_size,
+                         dtype, weight_dtype, num_sm, enable_local_combine, **options)
+
+    def _check_options(self):
+        if self.combine_order not in ("fuse_scatter", "serial"):
+            raise ValueError(f"combine_order {self.combine_order!r}: fuse_scatter or serial")
+        most = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1024
+        num_sm, num_tail, num_reduce = self._asked
+        num_sm, num_tail = most if num_sm is None else min(int(num_sm), most), int(num_tail)
+        num_reduce = most if num_reduce is None else int(num_reduce)
+        if num_tail < 0 or num_tail >= max(num_sm, 1):
+            raise ValueError(f"num_tail_sms {num_tail}: 0, or fewer than the {num_sm} blocks that move tokens")
+        if num_reduce < 1:
+            raise ValueError(f"num_reduce_sms {num_reduce}: some thread block must add up the tokens")
+        self._knobs = num_sm, num_tail, num_reduce
 
     def _is_fused(self, *products):
         """Whether the kernels are there for products with these weights [L, N, K]."""

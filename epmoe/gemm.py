@@ -122,7 +122,7 @@ def add_bias(y, bias, offsets):
     row = torch.arange(len(y), device=y.device, dtype=torch.int32)
     expert = torch.searchsorted(offsets[1:], row, right=True)
     owned = (row >= offsets[0]) & (row < offsets[-1])
-    return y + torch.where(owned[:, None], bias[expert.clamp(max=len(bias) - 1)], 0)
+    return y + torch.where(owned[:, None], bias.to(y.dtype)[expert.clamp(max=len(bias) - 1)], 0)
 
 
 def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=None, row_weight=None, portable=False):

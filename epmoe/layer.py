@@ -177,6 +177,7 @@ class EPAll2AllLayer(Shared):
             self.capacity = None if capacity is None else int(capacity)
             self.num_local_experts = self.num_experts // self.world_size
             self.device = heap.device if heap is not None else pick_device(device)
+            self._check_options()
             most = min(self.world_size * self.max_tokens * self.topk, (1 << 31) - 1)
             mode = _C.COMBINE_LOCAL if enable_local_combine else _MODES[combine_mode]
             self._config = (self.world_size, self.num_experts, self.topk, self.max_tokens, self.hidden, _DTYPES[dtype], mode,
@@ -198,6 +199,9 @@ class EPAll2AllLayer(Shared):
         self._plan_words = {}  # T -> length of a plan
         self.id = next(_ids)
         _layers[self.id] = self
+
+    def _check_options(self):
+        """What a kind of layer of its own was given: raises where the others still hear of it."""
 
     # The four below allocate outputs and call the module; ops.py gives them to autograd and torch.compile.
 

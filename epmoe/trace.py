@@ -22,11 +22,13 @@ class Trace:
         buffer: its communication buffer.
         room: events that a warp can note; more are left out.
 
-    with Trace(op) as trace: ... ; then trace.events(), trace.save(path), trace.summary().
+    with Trace(op) as trace: ...; then save(path, trace.gather()), summary(trace.events()).
     Raises ValueError where the module was built without the profiler.
     """
 
     def __init__(self, op, buffer=0, room=512):
+        if op.device.type != "cuda":
+            raise ValueError("the profiler is in the kernels; this operator is on the CPU")
         blocks = torch.cuda.get_device_properties(op.device).multi_processor_count
         self.op, self.buffer, self.room = op, buffer, room
         self._raw = torch.zeros(blocks * _WARPS * room * 2, dtype=torch.int64, device=op.device)
@@ -59,16 +61,31 @@ class Trace:
         dist.gather_object(mine, out)
         return out
 
-    def summary(self, events=None):
-        """{span: (count, total ms, share of the warps' time in spans)}."""
-        events = self.events() if events is None else events
-        total = max(1, int(events[:, 3].sum()))
-        spent = {}
-        for what, name in SPANS.items():
-            of = events[events[:, 4] == what]
-            if len(of):
-                spent[name] = len(of), int(of[:, 3].sum()) / 1e6, int(of[:, 3].sum()) / total
-        return spent
+
+def summary(events):
+    """{span: (how many, their mean in us, share of the time of the warps that have such spans)} of one rank's events."""
+    found, all_of_it = {}, max(1, int((events[:, 2] + events[:, 3]).max()) - int(events[:, 2].min())) if len(events) else 1
+    for what, name in SPANS.items():
+        of = events[events[:, 4] == what]
+        if len(of):
+            warps = len({(int(b), int(w)) for b, w in of[:, :2].tolist()})
+            found[name] = len(of), int(of[:, 3].sum()) / 1e3 / len(of), int(of[:, 3].sum()) / (warps * all_of_it)
+    return found
+
+
+def busy(events, spans, bins=400):
+    """(times in us, {span: how many warps are in it at that time}) of one rank's events, for a plot."""
+    end = int((events[:, 2] + events[:, 3]).max())
+    edges = torch.linspace(0, end, bins + 1)
+    found = {}
+    for name in spans:
+        what = next(w for w, n in SPANS.items() if n == name)
+        of = events[events[:, 4] == what].double()
+        begins, ends = of[:, 2].clamp(min=0), (of[:, 2] + of[:, 3]).clamp(min=0)
+        # Time in spans up to each edge: the sum over spans of how far each has come.
+        upto = torch.stack([((edge - begins).clamp(min=0) - (edge - ends).clamp(min=0)).sum() for edge in edges])
+        found[name] = upto.diff() / (end / bins)
+    return (edges[:-1] + end / bins / 2) / 1e3, found
 
 
 def save(path, ranks):

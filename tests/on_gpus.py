@@ -48,7 +48,9 @@ def steps(num_gpus, out):
         yield Step("a2a-seed", [*layer, "-M", "32768", "-N", "1536", "-G", "384", "--drop_ratio", "0.3", "--enable-local-combine"], 90, "check passed")
         yield Step("a2a-wide", [*layer, "-M", "8192", "-N", "7168", "-G", "256"], 90, "check passed")
         yield Step("a2a-empty", [*layer, "-M", "8192", "-N", "2048", "-G", "128", "--empty-rank", "1"], 90, "check passed")
-        yield Step("bench", torchrun(num_gpus, "-m", "epmoe.bench", "all", "--json", str(out / "bench.json")), 300)
+        yield Step("fused", torchrun(num_gpus, "tests/soak_fused.py", "-n", "10000"), 300, "the same to the bit")
+        yield Step("bench", torchrun(num_gpus, "-m", "epmoe.bench", "all", "--json", str(out / "bench.json")), 400)
+        yield Step("overlap", ["make", "trace", f"ARGS=--json {out / 'overlap.json'}"], 200)
         yield Step("kills", [*python, "tests/faults.py", "--device", "cuda"], 200)
         yield Step("routings", torchrun(num_gpus, "tests/fuzz_routing.py", "--device", "cuda", "--cases", "2500", "--seed", "21"), 200)
         yield Step("ops", torchrun(num_gpus, "tests/soak.py", "ops", "-n", "20000"), 300)
@@ -60,6 +62,7 @@ def steps(num_gpus, out):
         yield Step("memcheck-gemm", [*check, *torchrun(1, *gemm, *small)], 400, "passed")
         yield Step("memcheck-layer", [*check, *torchrun(min(2, num_gpus), "-m", "pytest", "-q", "-x", "tests/test_dispatch_rows.py",
                                                         "tests/test_combine_sums.py", "-k", "bfloat16")], 400, "passed")
+        yield Step("memcheck-fused", [*check, *torchrun(min(2, num_gpus), "tests/soak_fused.py", "-n", "8", "--each", "2")], 400, "the same")
 
 
 def run(step, log):

@@ -216,6 +216,7 @@ EP_FN bool staged_rows_are_made(const EpCombineParams &p, uint32_t chunk) {
 template <typename E> EP_FN bool wait_for_rows(const EpCombineParams &p, uint32_t op, EpPatience *w, E epoch) {
     const EpFaultRecord f = {0, 0, op, p.comm.my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
     uint64_t ok = 1;
+    ep_doze();
     if (ep_lane() == 0) ok = ep_wait_on(&p.comm, w, ep_local_limit_ns(&p.comm), &f, 1, 0);
     return ep_warp_bcast_u64(ok) != 0;
 }
@@ -224,6 +225,23 @@ template <typename E> EP_FN bool wait_for_rows(const EpCombineParams &p, uint32_
 typedef struct {
     bool sends, adds;
 } EpCombineParts;
+
+/* The next chunk to send home, as a task number (queue.h).  In a megakernel there is a queue for each peer, and a warp goes
+ * from one to the next when it is empty: rows of an expert are made peer after peer, and who waits for one of the
+ * last is not to keep back the others.  `turn` is where the warp is, and counts up to where it began. */
+typedef struct {
+    uint32_t turn, left;
+} SendTurn;
+template <typename C> EP_FN uint32_t next_to_send(const EpCombineParams &p, SendTurn *at, uint32_t num_send) {
+    const uint32_t W = p.comm.shape.num_ranks;
+    EpLocal *l = ep_local(&p.comm);
+    if (!C::FUSED || p.comm.shape.combine_mode == EP_COMBINE_GATHER) return (uint32_t)ep_queue_pop(l->queue_send);
+    for (; at->left; at->left--, at->turn = (at->turn + 1) % W) {
+        const uint32_t send = (uint32_t)ep_queue_pop(l->queue_send + at->turn) * W + at->turn;
+        if (send < num_send) return send;
+    }
+    return num_send;
+}
 
 /* E: uint64_t, or what gives one. */
 template <typename C, typename E> EP_FN void bring_home(const EpCombineParams &p, E epoch, EpCombineParts parts, uint32_t fifo) {
@@ -239,6 +257,7 @@ template <typename C, typename E> EP_FN void bring_home(const EpCombineParams &p
     uint32_t send = num_send; /* the chunk that this warp has taken, and is to send */
     ChunkRows rows = {0, {-1, -1, -1, -1}};
     EpPatience patience = {0, 0, 0};
+    SendTurn turn = {(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) % W, W};
     for (uint32_t recv = num_recv ? (uint32_t)ep_queue_pop(&l->queue_recv) : 0; may_send || recv < num_recv;) {
         if (recv < num_recv && tokens_are_here<C>(p, recv, epoch, !may_send, &slot)) {
             const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
@@ -248,7 +267,7 @@ template <typename C, typename E> EP_FN void bring_home(const EpCombineParams &p
         } else if (may_send) {
             const EpTask task = ep_task_at(send, c->my_rank, W);
             if (send == num_send) {
-                send = (uint32_t)ep_queue_pop(&l->queue_send);
+                send = next_to_send<C>(p, &turn, num_send);
                 may_send = send < num_send, patience = {0, 0, 0};
                 if (may_send && !gather) rows = rows_to_return(p, ep_task_at(send, c->my_rank, W));
             } else if (C::FUSED && !(gather ? staged_rows_are_made(p, send) : rows_are_made(p, rows))) {

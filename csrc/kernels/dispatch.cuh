@@ -64,12 +64,15 @@ EP_FN uint64_t input_row(const EpDispatchParams &p, uint32_t token) {
 template <bool FUSED, typename Place>
 EP_FN void copy_rows(const EpDispatchParams &p, uint32_t fifo, uint64_t my_src, uint32_t num, Place place) {
     const uint32_t num_vec = (uint32_t)(p.comm.layout.row_bytes / 16);
-    if (FUSED) return ep_stream_copy(fifo, my_src, num, num_vec, place);
-    for (uint32_t i = 0; i < num; i++) {
-        uint64_t my_dst;
-        uint32_t mask;
-        place(i, &my_dst, &mask);
-        ep_copy_row(my_dst, mask, (const void *)__shfl_sync(EP_FULL, my_src, (int)i), num_vec);
+    if constexpr (FUSED) {
+        ep_stream_copy(fifo, my_src, num, num_vec, place);
+    } else {
+        for (uint32_t i = 0; i < num; i++) {
+            uint64_t my_dst;
+            uint32_t mask;
+            place(i, &my_dst, &mask);
+            ep_copy_row(my_dst, mask, (const void *)__shfl_sync(EP_FULL, my_src, (int)i), num_vec);
+        }
     }
 }
 
@@ -167,17 +170,20 @@ template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams 
     const uint32_t W = c->shape.num_ranks;
     const uint64_t num_send = ep_num_tasks(p.plan + EP_HEAD_NUM_SEND, W);
     const uint64_t num_recv = what & EP_MOVE_RECEIPTS ? ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W) : 0;
-    bool may_send = what & EP_MOVE_SENDS;
+    /* In a megakernel by turns: who multiplies at a peer waits for the first chunks of all ranks, and a rank that has much to
+     * receive would send late. */
+    bool may_send = what & EP_MOVE_SENDS, its_turn = !FUSED;
     uint64_t recv = num_recv ? ep_queue_pop(&l->queue_recv) : 0;
     while (may_send || recv < num_recv) {
-        if (recv < num_recv && chunk_is_here(p, op, ep_task_at(recv, c->my_rank, W), epoch, !may_send)) {
+        if (recv < num_recv && (its_turn || !may_send) && chunk_is_here(p, op, ep_task_at(recv, c->my_rank, W), epoch, !may_send)) {
             const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
             receive_chunk<FUSED>(p, ep_task_at(recv, c->my_rank, W), fifo);
             if (FUSED) ep_trace_span(c, EP_SPAN_RECEIVE, ep_task_at(recv, c->my_rank, W).rank, begin);
             recv = ep_queue_pop(&l->queue_recv);
+            its_turn = !FUSED;
         } else if (may_send) {
-            const uint64_t send = ep_queue_pop(&l->queue_send);
-            may_send = send < num_send;
+            const uint64_t send = ep_queue_pop(l->queue_send);
+            may_send = send < num_send, its_turn = true;
             const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
             if (may_send) send_chunk<FUSED>(p, ep_task_at(send, c->my_rank, W), epoch, fifo);
             if (FUSED && may_send) ep_trace_span(c, EP_SPAN_SEND, ep_task_at(send, c->my_rank, W).rank, begin);

@@ -32,6 +32,7 @@
 
 /* The epoch of the operation: asked for where it is used, so that it keeps no register in between. */
 static __shared__ uint64_t ep_shared_epoch;
+static __shared__ uint32_t ep_shared_ok; /* and whether all ranks have entered it */
 struct EpSharedEpoch {
     __device__ operator uint64_t() const { return ep_ld_shared_u64(ep_smem(&ep_shared_epoch)); }
 };
@@ -77,7 +78,6 @@ template <int DTYPE> struct EpCombineHooks {
     static constexpr bool FUSED = true;
     static constexpr int LOADER_REGS = EP_FUSED_MOVER_REGS, MULTIPLIER_REGS = EP_FUSED_MULTIPLIER_REGS;
     const EpGemmCombineParams &p;
-    const bool ok;
     uint32_t row, num_rows; /* of the last tile, which this warp has stored and not yet counted */
 
     /* A warp counts its part of a tile while its next products are made: the fence is then waited for by nobody. */
@@ -96,7 +96,7 @@ template <int DTYPE> struct EpCombineHooks {
         if (threadIdx.x / 32 % 4 == 0) ep_trace_span(&p.combine.comm, EP_SPAN_GEMM, t.expert, begun);
         const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16;
         count();
-        if (!ok || first >= t.num_rows || t.col0 >= ep_gemm_num_cols(&p.gemm)) return;
+        if (first >= t.num_rows || t.col0 >= ep_gemm_num_cols(&p.gemm)) return;
         row = t.row0 + first, num_rows = min(16u, t.num_rows - first);
     }
     __device__ void multiplying() { count(); }
@@ -104,7 +104,8 @@ template <int DTYPE> struct EpCombineHooks {
     template <bool STREAMS> __device__ void bring(uint32_t fifo) {
         typedef EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, STREAMS> C;
         const EpCombineParts parts = {blockIdx.x < p.num_move_blocks, blockIdx.x < p.num_reduce_blocks};
-        if (ok && (!p.is_serial || await_all_rows())) bring_home<C>(p.combine, EpSharedEpoch(), parts, fifo);
+        if (ep_ld_shared_u32(ep_smem(&ep_shared_ok)) && (!p.is_serial || await_all_rows()))
+            bring_home<C>(p.combine, EpSharedEpoch(), parts, fifo);
     }
     __device__ bool await_all_rows() {
         const uint32_t m = num_staged_rows(p.combine);
@@ -117,10 +118,11 @@ template <int DTYPE> struct EpCombineHooks {
     __device__ void rest() { count(), bring<false>(0); }
 };
 
-/* The last block out leaves the counts as it found them. */
-EP_FN void reset_ready(const EpComm *c, const int32_t *plan) {
+/* The last block out leaves the counts as it found them: those of the plan's rows; after a failure, all. */
+EP_FN void reset_ready(const EpComm *c, const int32_t *plan, EpLeft left) {
     const uint32_t used = ep_ceil_div_u32((uint32_t)plan[EP_HEAD_NUM_ROWS], EP_TILE_ROWS), all = c->layout.num_row_blocks;
-    for (uint32_t b = threadIdx.x; b < (used < all ? used : all); b += blockDim.x) *ep_ready_word(c, b) = 0;
+    const uint32_t num = left == EP_LEFT ? 0 : left == EP_LEFT_LAST && used < all ? used : all;
+    for (uint32_t b = threadIdx.x; b < num; b += blockDim.x) *ep_ready_word(c, b) = 0;
 }
 
 template <typename C>
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     __syncthreads();
     if (epoch) ep_gemm_body<C>(&p.gemm, hooks, &map_a, &map_b);
     const EpLeft left = ep_block_leave(&d.comm, EpSharedEpoch());
-    if (left != EP_LEFT) reset_ready(&d.comm, d.plan);
+    reset_ready(&d.comm, d.plan, left);
     if (left != EP_LEFT_LAST_FAILED) return;
     spoil_dispatch(d);
     ep_block_fill(p.gemm.out, 2ull * p.gemm.num_rows * ep_gemm_out_cols(&p.gemm), EP_NAN_WORD);
@@ -155,12 +157,12 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     const uint64_t epoch = ep_begin(&k.comm), begin = ep_trace_now(&k.comm);
     const bool ok = epoch && ep_block_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.layout.num_tokens, k.num_rows, k.has_weight, 0, epoch);
     ep_trace_span(&k.comm, EP_SPAN_ENTER, 0, begin);
-    EpCombineHooks<C::F16 ? EP_F16 : EP_BF16> hooks = {p, ok, 0, 0};
-    if (threadIdx.x == 0) ep_shared_epoch = epoch;
+    EpCombineHooks<C::F16 ? EP_F16 : EP_BF16> hooks = {p, 0, 0};
+    if (threadIdx.x == 0) ep_shared_epoch = epoch, ep_shared_ok = ok;
     __syncthreads();
     if (epoch) ep_gemm_body<C>(&p.gemm, hooks, &map_a, &map_b);
     const EpLeft left = ep_block_leave(&k.comm, EpSharedEpoch());
-    if (left != EP_LEFT) reset_ready(&k.comm, k.plan);
+    reset_ready(&k.comm, k.plan, left);
     if (left == EP_LEFT_LAST_FAILED) spoil_combine(k);
 #endif
 }
@@ -170,7 +172,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 /* All blocks at once, in pairs, one a SM: or an error. */
 template <typename C, typename P>
 static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensorMap), const P &p, const EpGemmParams *gemm,
-                                         cudaStream_t stream) {
+                                         uint32_t num_tail, cudaStream_t stream) {
     CUtensorMap a, b;
     EpGemmParams seen = *gemm;
     int device = 0, num_sm = 0, num_pairs = 0;
@@ -190,19 +192,20 @@ static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensor
     if (e == cudaSuccess && num_pairs == 0) e = cudaErrorCooperativeLaunchTooLarge;
     if (e != cudaSuccess) return e;
     if (config.gridDim.x > 2 * (uint32_t)num_pairs) config.gridDim.x = 2 * (uint32_t)num_pairs;
+    if (num_tail >= config.gridDim.x) return cudaErrorInvalidConfiguration; /* nobody would send */
     config.numAttrs = 2;
     return cudaLaunchKernelEx(&config, kernel, p, a, b);
 }
 
 template <int BN, int ACT, bool F16> static cudaError_t launch_dispatch_gemm(const EpDispatchGemmParams *p, cudaStream_t stream) {
     typedef EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16, 1> C;
-    return launch_resident_pairs<C>(mega_kernel_dispatch_token_moe_grouped_gemm<C>, *p, &p->gemm, stream);
+    return launch_resident_pairs<C>(mega_kernel_dispatch_token_moe_grouped_gemm<C>, *p, &p->gemm, p->num_tail_blocks, stream);
 }
 template <int BN, bool F16> static cudaError_t launch_gemm_combine(const EpGemmCombineParams *p, cudaStream_t stream) {
     typedef EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16, 1> C;
     EpGemmCombineParams q = *p;
     q.combine.row_pieces = (ep_gemm_num_cols(&p->gemm) + BN - 1) / BN;
-    return launch_resident_pairs<C>(mega_kernel_moe_grouped_gemm_combine_token<C>, q, &p->gemm, stream);
+    return launch_resident_pairs<C>(mega_kernel_moe_grouped_gemm_combine_token<C>, q, &p->gemm, 0, stream);
 }
 
 template <bool F16> static cudaError_t launch_dispatch_gemm_of(const EpDispatchGemmParams *p, cudaStream_t stream) {

@@ -86,7 +86,7 @@ typedef struct {
 /* Words that only their owner's workers touch; each on its own line. */
 typedef struct {
     uint64_t epoch, faulted, claim, pad0[13];
-    uint64_t queue_send, pad1[15];
+    uint64_t queue_send[EP_MAX_RANKS], pad1[8]; /* the first one, or one for each peer */
     uint64_t queue_recv, pad2[15];
     uint64_t num_left, num_copied, pad3[14];
     uint64_t grid_arrived, pad4[15];

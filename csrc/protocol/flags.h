@@ -192,7 +192,10 @@ EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
 
 /* How many rows (dispatch) or pieces of rows (the product) of a block of EP_TILE_ROWS stand: counted up by this rank's
  * workers in a fused operation, 0 before and behind it. */
-EP_FN uint64_t *ep_ready_word(const EpComm *c, uint32_t block) { return EP_AT(uint64_t, c, c->my_rank, c->layout.ready_off) + block; }
+EP_FN uint64_t *ep_ready_word(const EpComm *c, uint32_t block) {
+    const uint32_t last = c->layout.num_row_blocks - 1; /* a plan that was written over has rows beyond it */
+    return EP_AT(uint64_t, c, c->my_rank, c->layout.ready_off) + (block < last ? block : last);
+}
 /* The count at which a block of num_rows in all is complete, each row in `pieces`. */
 EP_PURE uint64_t ep_ready_count(uint32_t block, uint32_t num_rows, uint32_t pieces) {
     const uint32_t left = num_rows - block * EP_TILE_ROWS;
@@ -246,7 +249,7 @@ EP_FN EpLeft ep_leave(const EpComm *c, uint32_t num_workers, uint64_t epoch) {
     if (epoch == 0) return EP_LEFT_LAST_FAILED;
     if (failed && !c->status) ep_st_relaxed_gpu_u64(&l->faulted, 1);
     ep_st_relaxed_gpu_u64(&l->claim, 0);
-    ep_st_relaxed_gpu_u64(&l->queue_send, 0);
+    for (uint32_t i = 0; i < EP_MAX_RANKS; i++) ep_st_relaxed_gpu_u64(&l->queue_send[i], 0);
     ep_st_relaxed_gpu_u64(&l->queue_recv, 0);
     ep_st_relaxed_gpu_u64(&l->num_copied, 0);
     ep_st_relaxed_gpu_u64(&l->grid_arrived, 0);

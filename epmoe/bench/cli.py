@@ -13,7 +13,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from . import a2a, ablation, features, gemm, growth, host, layer, report, sm, tokens
+from . import a2a, ablation, features, gemm, growth, host, layer, overlap, report, sm, tokens
 from .run import Run
 from .shapes import SHAPES
 
@@ -25,6 +25,7 @@ BENCHES = {
     "growth": (growth, "a whole layer over T, the tokens of a rank"),
     "ablation": (ablation, "what each choice in the megakernels brings"),
     "gemm": (gemm, "the grouped GEMMs of one rank of four, beside torch's"),
+    "overlap": (overlap, "what the megakernels' warps do, and when; needs a build with the profiler"),
     "features": (features, "what token saving, sorting and pre-reduction bring"),
     "host": (host, "what a call costs its caller, in microseconds"),
 }
@@ -50,6 +51,7 @@ def parse(argv):
         s.add_argument("--num-sm", type=numbers, metavar="N", help="thread blocks that move tokens; for sm: N,N,..., those to go over")
         s.add_argument("--iters", type=int, help="runs of which the median is taken (default: 30; on the CPU 10; gemm: rounds of runs, 6 and 3)")
         s.add_argument("--json", metavar="FILE", help="write all figures to FILE (rank 0)")
+        s.add_argument("--trace", metavar="FILE", help="overlap: write a trace of all ranks for Perfetto (rank 0)")
         s.add_argument("--commit", help="recorded with the figures; default: what git says")
         s.add_argument("--ranks", type=int, help="ranks to start, where torchrun has not started them")
     report.add_arguments(sub.add_parser("report", help="write the plots, and the README's table, from a file of figures"))

@@ -12,7 +12,8 @@ STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, 
          "hatch.linewidth": 0.7}
 TEXTS = {"shapes": "Time of dispatch and of combine for each shape, epmoe beside DeepEP and torch",
          "sm": "Time of dispatch and of combine over the thread blocks that move tokens",
-         "tokens": "Time of dispatch and of combine over the tokens of a rank"}
+         "tokens": "Time of dispatch and of combine over the tokens of a rank",
+         "growth": "Time of a whole layer over the tokens of a rank"}
 
 
 def can_draw():
@@ -24,12 +25,13 @@ def wanted(figures):
     there = {"shapes": bool(figures.shapes())}
     for name in ("sm", "tokens"):
         there[name] = bool(sweep_shape(figures, name))
+    there["growth"] = bool(sweep_shape(figures, "growth", "epmoe layer"))
     return {name: text for name, text in TEXTS.items() if there[name]}
 
 
-def sweep_shape(figures, bench):
+def sweep_shape(figures, bench, impl=STAGES["combine"]):
     """The first shape with rows at two points or more of a sweep; None without."""
-    shapes = [r["shape"] for r in figures.find(bench, STAGES["combine"])]
+    shapes = [r["shape"] for r in figures.find(bench, impl)]
     return next((s for s in shapes if shapes.count(s) > 1), None)
 
 
@@ -43,15 +45,15 @@ def draw(figures):
     plots = wanted(figures)
     for name in plots:
         with plt.rc_context(STYLE):
-            figure = {"shapes": draw_shapes, "sm": draw_sm, "tokens": draw_tokens}[name](figures, plt)
+            figure = {"shapes": draw_shapes, "sm": draw_sm, "tokens": draw_tokens, "growth": draw_growth}[name](figures, plt)
             # Software is matplotlib's version, which is none of the figures' business.
             figure.savefig(figures.path.with_name(plot_name(figures, name)), dpi=150, metadata={"Software": None, "Figures": figures.digest})
             plt.close(figure)
     return plots
 
 
-def title(figures, text):
-    r = figures.result
+def title(figures, text, what=None):
+    r = figures.of[what] if what else figures.result
     return f"{text}\n{r['machine']}, {r['date']}" + ("" if figures.is_gpu else ": small shapes on a CPU, nothing about GPUs")
 
 
@@ -145,6 +147,32 @@ def draw_sm(figures, plt):
     return figure
 
 
+def over_tokens(ax, ticks):
+    """Both axes logarithmic, with numbers that one can read."""
+    ax.set(xscale="log", yscale="log", xlabel="T, tokens of a rank", ylabel="time (ms)")
+    ax.set_xticks(sorted(ticks), [str(t) for t in sorted(ticks)])
+    ax.minorticks_off()
+    low, high = ax.get_ylim()
+    steps = [a * 10**e for e in range(-4, 4) for a in (1, 2, 5) if low <= a * 10**e <= high]
+    ax.set_yticks(steps, [f"{s:g}" for s in steps])
+
+
+def draw_growth(figures, plt):
+    """Lines over T of a layer's ways."""
+    figure, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    shape, ticks = sweep_shape(figures, "growth", "epmoe layer"), set()
+    ways = (("epmoe layer", "#0072B2", "o-"), ("epmoe layer, one after the other", "#56B4E9", "s--"), ("GEMMs alone", "black", ":"), ("torch layer", "#999999", "^-"))
+    for impl, color, style in ways:
+        rows = sorted(figures.find("growth", impl, shape=shape), key=lambda r: r["tokens"])
+        ticks |= {r["tokens"] for r in rows}
+        label = {"GEMMs alone": "torch's two GEMMs alone", "torch layer": f"{peer_name(figures)} layer"}.get(impl, impl)
+        ax.plot([r["tokens"] for r in rows], [r["ms"] for r in rows], style, color=color, markersize=5, label=label)
+    over_tokens(ax, ticks)
+    ax.set_title(title(figures, f"{shape}: time of a layer over T", "layer"), loc="left", fontsize=11)
+    ax.legend()
+    return figure
+
+
 def draw_tokens(figures, plt):
     """Lines over T, both axes logarithmic."""
     figure, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
@@ -165,12 +193,7 @@ def draw_tokens(figures, plt):
         floors = [(r["tokens"], link_ms(figures, r)) for r in rows if link_ms(figures, r)]
         if floors and stage == "dispatch":
             ax.plot(*zip(*floors), color="black", linestyle=":", label=f"the same bytes at {figures.recorded['link_gbps']} GB/s")
-    ax.set(xscale="log", yscale="log", xlabel="T, tokens of a rank", ylabel="time (ms)")
-    ax.set_xticks(sorted(ticks), [str(t) for t in sorted(ticks)])
-    ax.minorticks_off()
-    low, high = ax.get_ylim()
-    steps = [a * 10**e for e in range(-4, 4) for a in (1, 2, 5) if low <= a * 10**e <= high]
-    ax.set_yticks(steps, [f"{s:g}" for s in steps])
+    over_tokens(ax, ticks)
     ax.set_title(title(figures, f"{shape}: time over T"), loc="left", fontsize=11)
     handles, labels = ax.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda i: (not labels[i].startswith("epmoe"), labels[i].startswith("the same")))

@@ -2,7 +2,7 @@
 
 Where FILE is NAME.json, figures of DeepEP that another run recorded are taken from deep_ep_NAME.json beside it, if it is
 there; DeepEP's rows in FILE itself go before them.  Likewise gemm_NAME.json may hold the rows of the grouped GEMMs, which
-want one GPU only.  What FILE lacks is left out, and named.
+want one GPU only, and layer_NAME.json those of whole layers.  What FILE lacks is left out, and named.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from pathlib import Path
 OLD_NAMES = {"stages": "a2a", "sms": "sm", "saving": "features"}  # of benches, in files older than their commands
 MARKED = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 STAGES = {"dispatch": "epmoe plan + dispatch", "combine": "epmoe combine"}
+BESIDE = {"gemm": ("gemm",), "layer": ("layer", "growth", "ablation")}  # benches that may be in a file of their own
 PRODUCTS = ("gate and up", "down", "dgrad of gate and up", "dgrad of down", "wgrad of gate and up", "wgrad of down")
 
 
@@ -24,14 +25,16 @@ class Figures:
     def __init__(self, path):
         path = Path(path)
         texts = [path.read_text()]
-        for beside in (path.with_name(f"{what}_{path.name}") for what in ("deep_ep", "gemm")):
+        for beside in (path.with_name(f"{what}_{path.name}") for what in ("deep_ep", *BESIDE)):
             texts.append(beside.read_text() if beside.exists() else "{}")
-        self.path, (self.result, self.recorded, self.gemm) = path, map(json.loads, texts)
-        self.digest = hashlib.sha256("".join(texts[:2]).encode()).hexdigest()[:16]  # plots carry it: are they of these files?
-        self.rows = [self._row(r) for r in self.result["rows"]]
-        if any(r["bench"] == "gemm" for r in self.rows):
-            self.gemm = self.result
-        self.rows = [r for r in self.rows if r["bench"] != "gemm"] + [r for r in self.gemm.get("rows", []) if r["bench"] == "gemm"]
+        self.path, (self.result, self.recorded, *beside) = path, map(json.loads, texts)
+        self.digest = hashlib.sha256("".join(t for t in texts if t != "{}").encode()).hexdigest()[:16]  # plots carry it: are they of these files?
+        self.rows, self.of = [self._row(r) for r in self.result["rows"]], {}
+        for (what, benches), other in zip(BESIDE.items(), beside):
+            self.of[what] = self.result  # the run that these rows are of
+            if not any(r["bench"] in benches for r in self.rows):
+                self.of[what] = other
+                self.rows += [self._row(r) for r in other.get("rows", []) if r["bench"] in benches]
         self.recorded_rows = self.recorded.get("rows", [])
 
     @staticmethod
@@ -72,8 +75,8 @@ class Figures:
 
     def missing(self):
         """What FILE has no rows of, a line each."""
-        lines = [f"no rows of {bench}: python -m epmoe.bench {bench}" for bench in ("a2a", "sm", "tokens", "layer", "gemm")
-                 if not any(r["bench"] == bench and r["impl"].startswith("epmoe") for r in self.rows)]
+        lines = [f"no rows of {bench}: python -m epmoe.bench {bench}" for bench in ("a2a", "sm", "tokens", "layer", "growth", "ablation", "gemm")
+                 if not any(r["bench"] == bench and (bench == "ablation" or r["impl"].startswith("epmoe")) for r in self.rows)]
         without = [s for s in self.shapes() if self.deep_ep("a2a", "dispatch", shape=s)[0] is None]
         if without:
             lines.append(f"no figures of DeepEP for {', '.join(without)}")
@@ -117,11 +120,25 @@ def layer_table(figures):
     rows = []
     for shape in figures.shapes("layer"):
         row = figures.find("layer", "epmoe layer", shape=shape)[0]
-        over = [_over(row["ms"], figures.ms("layer", impl, shape=shape)) for impl in ("GEMMs alone", "torch layer")]
+        gemms, stages = (figures.ms("layer", impl, shape=shape) for impl in ("GEMMs alone", "epmoe layer, one after the other"))
         theirs, same_run = figures.deep_ep("layer", "layer", shape=shape)
-        over.append(_over(row["ms"], theirs, "" if same_run else "*"))
-        rows.append([shape, str(row["tokens"]), f"{row['ms']:.3f} ms", f"{row['tflops']:.0f}" if figures.is_gpu else "", *over])
-    return markdown(["shape", "T a rank", "whole layer, unfused", "TFLOP/s a GPU", "over GEMMs alone", "over torch", "over DeepEP"], rows)
+        over = [_over(row["ms"], gemms), _over(stages, gemms) if stages else "", _over(row["ms"], figures.ms("layer", "torch layer", shape=shape)),
+                _over(row["ms"], theirs, "" if same_run else "*")]
+        for kernel, product in (("dispatch + gemm", "gate and up"), ("gemm + combine", "down")):
+            ms = [figures.ms("layer", impl, shape=shape) for impl in (f"epmoe {kernel}", f"torch {product} alone")]
+            over.append(_over(*ms) if None not in ms else "")
+        rows.append([shape, str(row["tokens"]), f"{row['ms']:.3f} ms", f"{row['tflops']:.0f}" if figures.of["layer"]["gpus"] else "", *over])
+    return markdown(["shape", "T a rank", "whole layer", "TFLOP/s a GPU", "over GEMMs alone", "one after the other: over GEMMs alone", "over torch",
+                     "over DeepEP", "dispatch + gemm over gate and up", "gemm + combine over down"], rows)
+
+
+def ablation_table(figures):
+    """A row a choice that was made otherwise: time of the layer and of its two kernels over the time as it is, each shape."""
+    of = [r for r in figures.rows if r["bench"] == "ablation"]
+    shapes, choices = (list(dict.fromkeys(r[key] for r in of)) for key in ("shape", "impl"))
+    cells = {(r["impl"], r["shape"]): [f"{r['ratios'][k]:.2f}" for k in ("layer", "first", "second")] for r in of}
+    head = [f"{shape}: {what}" for shape in shapes for what in ("layer", "dispatch + gemm", "gemm + combine")]
+    return markdown(["", *head], [[choice, *(c for s in shapes for c in cells.get((choice, s), [""] * 3))] for choice in choices])
 
 
 def gemm_table(figures):
@@ -167,11 +184,14 @@ def block(figures, plots, folder):
     lines += [f"{of_run(r)}:", ""]
     if figures.shapes():
         lines += [*table(figures), ""]
-    if figures.shapes("layer"):
-        lines += [*layer_table(figures), ""]
     lines += sources(figures)
+    if figures.shapes("layer"):
+        lines += ["", "Whole layers, forward, by turns with torch's two products on the same rows (\"GEMMs alone\"); "
+                  f"{of_run(figures.of['layer'])}:", "", *layer_table(figures)]
+    if any(r["bench"] == "ablation" for r in figures.rows):
+        lines += ["", "What each choice brings: time with one made otherwise, over the time as it is:", "", *ablation_table(figures)]
     if figures.is_gpu and figures.find("gemm", "epmoe gate and up"):
-        lines += ["", f"Grouped GEMMs of one rank of four, by turns with torch's; {of_run(figures.gemm)}:", "", *gemm_table(figures)]
+        lines += ["", f"Grouped GEMMs of one rank of four, by turns with torch's; {of_run(figures.of['gemm'])}:", "", *gemm_table(figures)]
     for name, text in plots.items():
         lines += ["", f"![{text}]({Path(folder, plot_name(figures, name)).as_posix()})"]
     return "\n".join(lines) + "\n"
