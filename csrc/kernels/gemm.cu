@@ -25,10 +25,11 @@ extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
     if (e != cudaSuccess) return (int)e;
     if ((p->num_rows == 0 && p->kind != EP_GEMM_WGRAD) || p->num_experts == 0) return 0;
     if (major == 9 && p->num_rows > 0 && !p->is_portable) { /* a tensor map has no dimension of 0 */
+        const uint32_t tile_cols = ep_gemm_has_few_rows(p) ? 64 : ep_gemm_tile_cols(p);
         EpGemmParams q = *p;
         q.limit_ns = 10000000000ull;
-        return p->is_f16 ? ep_launch_gemm_f16(&q, ep_gemm_tile_cols(p), (uint32_t)num_sm, (cudaStream_t)stream)
-                         : ep_launch_gemm_bf16(&q, ep_gemm_tile_cols(p), (uint32_t)num_sm, (cudaStream_t)stream);
+        return p->is_f16 ? ep_launch_gemm_f16(&q, tile_cols, (uint32_t)num_sm, (cudaStream_t)stream)
+                         : ep_launch_gemm_bf16(&q, tile_cols, (uint32_t)num_sm, (cudaStream_t)stream);
     }
     if (p->is_f16) launch_portable<true>(p, 4 * (uint32_t)num_sm, (cudaStream_t)stream);
     else launch_portable<false>(p, 4 * (uint32_t)num_sm, (cudaStream_t)stream);

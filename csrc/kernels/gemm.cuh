@@ -19,8 +19,8 @@
 #include "gemm_tiles.h"
 
 enum {
-    EP_GEMM_BM = 128,
-    EP_GEMM_BK = 64,
+    EP_GEMM_BM = 128, /* of a tile, at most */
+    EP_GEMM_BK = 64,  /* of a box; a stage has K_BOXES of them */
     EP_GEMM_THREADS = 384,
     EP_GEMM_REGS = 168, /* that a thread of such a block can have */
     EP_GEMM_BOX = 64 * 64 * 2,
@@ -33,12 +33,18 @@ template <int KIND_, int BN_, int ACT_, bool F16_, int BOXES_ = 2> struct EpGemm
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_, BOXES = BOXES_;
     static constexpr bool F16 = F16_, GATED = ACT >= EP_ACT_SWIGLU;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
-    static constexpr int A_BYTES = 2 * EP_GEMM_BOX, STAGE_BYTES = A_BYTES + BN * EP_GEMM_BK * 2, STAGES = BN == 128 ? 6 : 4;
-    static constexpr int OUT_BLOCKS = BN / 8 / (GATED ? 2 : 1); /* of 8 columns */
-    static constexpr int TICKETS = 8;                           /* more than stages: see ep_ticket_send */
+    static constexpr bool FEW = BN == 64; /* few rows: tiles of 32 x 64, 512 bytes of each row of weights a stage */
+    static constexpr bool EARLY = FEW;    /* a stage is given back as soon as its own products are done; not in WGRAD */
+    static constexpr int BM = FEW ? 32 : EP_GEMM_BM, A_ROWS = FEW ? 16 : 64 /* of a box */, K_BOXES = FEW ? 4 : 1;
+    static constexpr int BK = K_BOXES * EP_GEMM_BK;
+    static constexpr int A_SLAB = BM * EP_GEMM_BK * 2, B_SLAB = BN * EP_GEMM_BK * 2; /* 64 of the contraction */
+    static constexpr int A_BYTES = K_BOXES * A_SLAB, STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB, STAGES = BN == 128 ? 6 : 4;
+    static constexpr int OUT_BLOCKS = BN / 8 / (GATED ? 2 : 1), PASS = OUT_BLOCKS < 8 ? OUT_BLOCKS : 8; /* of 8 columns */
+    static constexpr int TICKETS = 8; /* more than stages: see ep_ticket_send */
     static constexpr int SMEM_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + 8 * BOXES * EP_GEMM_OUT_BOX + TICKETS * (8 + 4);
     static_assert(SMEM_BYTES <= 232448, "what a block can have");
-    static_assert(OUT_BLOCKS % 8 == 0, "boxes of 64 columns");
+    static_assert(OUT_BLOCKS % PASS == 0 && PASS % 2 == 0, "boxes of up to 64 columns");
+    static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD, "the others' boxes lie side by side as it is");
     static_assert(TICKETS > STAGES && (TICKETS & (TICKETS - 1)) == 0, "a slot is free again when it is written");
 };
 
@@ -91,20 +97,26 @@ template <typename C> EP_PTX uint32_t ep_ticket_receive(const EpGemmParams *p, c
 
 /* ---- the loader ---- */
 
-/* Part i of a stage's columns. */
+/* Part i of a stage's columns; its boxes lie side by side in the weights. */
 template <typename C, bool BOTH>
 EP_PTX void ep_gemm_load_cols(const EpGemmTile *t, int32_t at, int32_t i, uint32_t smem, uint32_t bar, const CUtensorMap *map_b) {
     const int32_t e = (int32_t)t->expert, col = (int32_t)t->col0 + i * (C::TRANS_B ? 64 : C::BN / 2);
     smem += C::A_BYTES + (uint32_t)i * (C::TRANS_B ? EP_GEMM_BOX : C::BN * EP_GEMM_BK);
-    if (C::GATED) ep_tma_load_5d<BOTH>(smem, map_b, bar, at, 0, 0, col / 16, e);
-    else if (C::KIND == EP_GEMM_FORWARD) ep_tma_load_3d<BOTH>(smem, map_b, bar, at, col, e);
-    else if (C::KIND == EP_GEMM_DGRAD) ep_tma_load_3d<BOTH>(smem, map_b, bar, col, at, e);
-    else ep_tma_load_2d<BOTH>(smem, map_b, bar, col, at);
+#pragma unroll
+    for (int kk = 0; kk < C::K_BOXES; kk++, at += EP_GEMM_BK, smem += C::B_SLAB) {
+        if (C::GATED) ep_tma_load_5d<BOTH>(smem, map_b, bar, at, 0, 0, col / 16, e);
+        else if (C::KIND == EP_GEMM_FORWARD) ep_tma_load_3d<BOTH>(smem, map_b, bar, at, col, e);
+        else if (C::KIND == EP_GEMM_DGRAD) ep_tma_load_3d<BOTH>(smem, map_b, bar, col, at, e);
+        else ep_tma_load_2d<BOTH>(smem, map_b, bar, col, at);
+    }
 }
+/* Box i of the rows, kk of the contraction. */
 template <typename C, bool BOTH>
-EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint32_t smem, uint32_t bar, const CUtensorMap *map_a) {
-    const int32_t row = (int32_t)(t->row0 + 64 * i);
-    ep_tma_load_2d<BOTH>(smem + i * EP_GEMM_BOX, map_a, bar, C::TRANS_A ? row : at, C::TRANS_A ? at : row);
+EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint32_t kk, uint32_t smem, uint32_t bar,
+                              const CUtensorMap *map_a) {
+    const int32_t row = (int32_t)(t->row0 + C::A_ROWS * i);
+    smem += kk * C::A_SLAB + i * (C::A_ROWS * 128), at += (int32_t)kk * EP_GEMM_BK;
+    ep_tma_load_2d<BOTH>(smem, map_a, bar, C::TRANS_A ? row : at, C::TRANS_A ? at : row);
 }
 
 /* What is shared comes in parts, this block's and the other's in turn. */
@@ -113,13 +125,18 @@ EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, u
                                const CUtensorMap *map_b) {
     constexpr uint32_t NUM_COL_PARTS = C::TRANS_B ? C::BN / 64 : 2;
     const int32_t at = (int32_t)(t->k0 + k);
-    const uint32_t num_a = t->num_rows > 64 ? 2 : 1;
-    ep_mbar_arrive_expect(bar, num_a * EP_GEMM_BOX + C::BN * EP_GEMM_BK * 2);
+    const uint32_t num_a = (t->num_rows + C::A_ROWS - 1) / C::A_ROWS;
+    ep_mbar_arrive_expect(bar, (num_a * C::A_ROWS * 128 + C::B_SLAB) * C::K_BOXES);
     if (t->shares_rows) {
-        if (rank < num_a) ep_gemm_load_rows<C, true>(t, at, rank, smem, bar, map_a);
+#pragma unroll
+        for (uint32_t j = 0; j < C::BM / C::A_ROWS * C::K_BOXES; j++) /* by turns: box i of rows, kk of the contraction */
+            if (j / C::K_BOXES < num_a && (j / C::K_BOXES + j % C::K_BOXES) % 2 == rank)
+                ep_gemm_load_rows<C, true>(t, at, j / C::K_BOXES, j % C::K_BOXES, smem, bar, map_a);
         for (uint32_t i = 0; i < NUM_COL_PARTS; i++) ep_gemm_load_cols<C, false>(t, at, (int32_t)i, smem, bar, map_b);
     } else {
-        for (uint32_t i = 0; i < num_a; i++) ep_gemm_load_rows<C, false>(t, at, i, smem, bar, map_a);
+#pragma unroll
+        for (uint32_t j = 0; j < C::BM / C::A_ROWS * C::K_BOXES; j++)
+            if (j / C::K_BOXES < num_a) ep_gemm_load_rows<C, false>(t, at, j / C::K_BOXES, j % C::K_BOXES, smem, bar, map_a);
         for (uint32_t i = rank; i < NUM_COL_PARTS; i += 2) ep_gemm_load_cols<C, true>(t, at, (int32_t)i, smem, bar, map_b);
     }
 }
@@ -132,10 +149,11 @@ EP_PTX void ep_gemm_load(const EpGemmParams *p, Hooks &hooks, const EpGemmShared
     EpGemmWalk w = {0, 0, 0, 0, 0};
     EpRing ring = {0, 1};
     EpGemmTile t;
-    ep_walk_enter(p, EP_GEMM_BM, &w);
-    for (uint32_t n = blockIdx.x / 2; ep_gemm_tile(p, EP_GEMM_BM, C::BN, 2, rank, &w, n, &t); turn++) {
+    ep_walk_enter(p, C::BM, &w);
+    for (uint32_t n = blockIdx.x / 2; ep_gemm_tile(p, C::BM, C::BN, 2, rank, &w, n, &t); turn++) {
         hooks.await_rows(t);
-        for (uint32_t k = 0; k == 0 || k < t.num_k; k += EP_GEMM_BK, ep_ring_next<C::STAGES>(&ring)) {
+        t.num_rows = min(t.num_rows, (uint32_t)C::BM); /* behind await_rows, which may want the rest of the expert */
+        for (uint32_t k = 0; k == 0 || k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
             ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
             if (k == 0) ep_gemm_tell(s->slots + EP_GEMM_SLOT * ring.stage, &t);
             if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
@@ -167,7 +185,8 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
 /* A stage may be filled again: part of it comes from the other block, so that has to know too. */
 EP_PTX void ep_gemm_give_back(uint32_t empty) { ep_mbar_arrive_at(empty, 0), ep_mbar_arrive_at(empty, 1); }
 
-/* d = this warpgroup's 64 rows of the tile.  A stage is given back when its products are done, one later. */
+/* d = this warpgroup's 64 rows of the tile.  A stage is given back when its products are done, one later;
+ * where memory is waited for, at once: the last stage would stand empty until the next has come. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmParams *p, Hooks &hooks, const EpGemmTile *t, uint32_t group,
                              const EpGemmShared *s, EpRing *ring) {
@@ -175,7 +194,7 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmParams *p, Hooks
     const bool active = 64 * group < t->num_rows, signals = threadIdx.x % 32 == 0;
     uint32_t before = ring->stage;
     if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) ep_ring_next<C::STAGES>(ring); /* an expert without rows */
-    for (uint32_t k = 0; k < t->num_k; k += EP_GEMM_BK, ep_ring_next<C::STAGES>(ring)) {
+    for (uint32_t k = 0; k < t->num_k; k += C::BK, ep_ring_next<C::STAGES>(ring)) {
         const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES;
         ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
         if (C::KIND == EP_GEMM_WGRAD && t->num_k - k < EP_GEMM_BK) ep_gemm_clear_tail<C>(at, t->num_k - k);
@@ -183,20 +202,21 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmParams *p, Hooks
             const uint64_t a = ep_wgmma_desc(at + group * EP_GEMM_BOX, EP_GEMM_BOX), b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
             ep_wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < EP_GEMM_BK / 16; i++)
-                ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, a + i * STEP_A, b + i * STEP_B, k || i);
+            for (int i = 0; i < C::BK / 16; i++)
+                ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, a + i / 4 * (C::A_SLAB / 16) + i % 4 * STEP_A,
+                                                                b + i / 4 * (C::B_SLAB / 16) + i % 4 * STEP_B, k || i);
             ep_wgmma_commit();
             if (k == 0) hooks.multiplying();
-            ep_wgmma_wait<1>();
+            ep_wgmma_wait<C::EARLY ? 0 : 1>();
         }
         __syncwarp(); /* no lane still waits for what may now be overwritten */
-        if (k && signals) ep_gemm_give_back(s->empty + 8 * before);
+        if ((C::EARLY || k) && signals) ep_gemm_give_back(s->empty + 8 * (C::EARLY ? ring->stage : before));
         before = ring->stage;
     }
     ep_wgmma_wait<0>();
     ep_wgmma_hold(d);
     __syncwarp(); /* and none still reads the slot */
-    if (signals) ep_gemm_give_back(s->empty + 8 * before);
+    if (!C::EARLY && signals) ep_gemm_give_back(s->empty + 8 * before);
 }
 
 /* ---- writing ---- */
@@ -230,13 +250,13 @@ EP_PTX void ep_gemm_write(const float (&d)[C::BN / 2], const EpGemmParams *p, co
         for (uint32_t i = 0; i < 2; i++)
             if (lane / 4 + 8 * i < num_rows) weight[i] = p->row_weight[row + lane / 4 + 8 * i];
 #pragma unroll
-    for (int pass = 0; pass < C::OUT_BLOCKS / 8; pass++) {
-        const uint32_t box = boxes + pass % C::BOXES * EP_GEMM_OUT_BOX, col = col0 + 64 * pass, c = col + lane % 8 * 8;
+    for (int pass = 0; pass < C::OUT_BLOCKS / C::PASS; pass++) {
+        const uint32_t box = boxes + pass % C::BOXES * EP_GEMM_OUT_BOX, col = col0 + 8 * C::PASS * pass, c = col + lane % 8 * 8;
 #pragma unroll
-        for (int j = 0; j < 8; j += 2) {
+        for (int j = 0; j < C::PASS; j += 2) {
             uint32_t r[4];
-            ep_gemm_finish<C>(d, 8 * pass + j, p, t, col + 8 * j + lane % 4 * 2, out_cols, weight, &r[0], &r[1]);
-            ep_gemm_finish<C>(d, 8 * pass + j + 1, p, t, col + 8 * (j + 1) + lane % 4 * 2, out_cols, weight, &r[2], &r[3]);
+            ep_gemm_finish<C>(d, C::PASS * pass + j, p, t, col + 8 * j + lane % 4 * 2, out_cols, weight, &r[0], &r[1]);
+            ep_gemm_finish<C>(d, C::PASS * pass + j + 1, p, t, col + 8 * (j + 1) + lane % 4 * 2, out_cols, weight, &r[2], &r[3]);
             ep_stmatrix_x4(box + lane % 16 * 128 + (((uint32_t)j + lane / 16) ^ lane % 8) * 16, r[0], r[1], r[2], r[3]);
         }
         __syncwarp();
@@ -244,7 +264,7 @@ EP_PTX void ep_gemm_write(const float (&d)[C::BN / 2], const EpGemmParams *p, co
 #pragma unroll 2
         for (uint32_t r = lane / 8; r < 16; r += 4, to += 4 * out_cols) {
             const uint4 v = ep_ld_shared(box + r * 128 + (lane % 8 ^ r % 8) * 16);
-            if (r < num_rows && c < out_cols) ep_st_global(to, v);
+            if (r < num_rows && c < out_cols && lane % 8 < C::PASS) ep_st_global(to, v);
         }
         if (C::BOXES == 1) __syncwarp();
     }

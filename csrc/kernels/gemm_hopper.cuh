@@ -50,7 +50,7 @@ template <int KIND, int BN, int ACT, bool F16>
 static cudaError_t launch(const EpGemmParams *p, uint32_t num_blocks, cudaStream_t stream) {
     typedef EpGemmConfig<KIND, BN, ACT, F16> C;
     CUtensorMap a, b;
-    cudaError_t e = encode(ep_map_a(p), &a);
+    cudaError_t e = encode(ep_map_a(p, BN), &a);
     if (e == cudaSuccess) e = encode(ep_map_b(p, BN), &b);
     if (e == cudaSuccess) e = cudaFuncSetAttribute(gemm_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::SMEM_BYTES);
     if (e != cudaSuccess) return e;
@@ -64,6 +64,7 @@ template <bool F16> static cudaError_t launch_of(const EpGemmParams *p, uint32_t
 #define EP_CASE(KIND, BN, ACT) \
     if (p->kind == KIND && p->activation == ACT && tile_cols == BN) return launch<KIND, BN, ACT, F16>(p, num_blocks, stream);
     EP_GEMM_VARIANTS(EP_CASE)
+    EP_GEMM_FEW_VARIANTS(EP_CASE)
 #undef EP_CASE
     return cudaErrorInvalidValue;
 }

@@ -12,12 +12,14 @@ typedef struct {
     uint32_t box[5];
 } EpTensorMap;
 
-static inline EpTensorMap ep_map_rows(const EpGemmParams *p, const void *base, uint32_t cols) {
-    EpTensorMap m = {base, 2, p->is_f16, {cols, p->num_rows}, {cols}, {64, 64}};
+static inline EpTensorMap ep_map_rows(const EpGemmParams *p, const void *base, uint32_t cols, uint32_t rows) {
+    EpTensorMap m = {base, 2, p->is_f16, {cols, p->num_rows}, {cols}, {64, rows}};
     return m;
 }
 
-static inline EpTensorMap ep_map_a(const EpGemmParams *p) { return ep_map_rows(p, p->a, p->kind == EP_GEMM_FORWARD ? p->k : p->n); }
+static inline EpTensorMap ep_map_a(const EpGemmParams *p, uint32_t tile_cols) {
+    return ep_map_rows(p, p->a, p->kind == EP_GEMM_FORWARD ? p->k : p->n, tile_cols == 64 ? 16 : 64);
+}
 
 /* Weights [L][N][K] in boxes of half of a tile's columns by 64 of K, or of 64 by 64 where the contraction is over N.
  * For a gated activation the rows of a box are 8 gates, their 8 ups, the next 8 gates, and so on, wherever
@@ -28,7 +30,7 @@ static inline EpTensorMap ep_map_b(const EpGemmParams *p, uint32_t tile_cols) {
     EpTensorMap plain = {p->b, 3, p->is_f16, {k, n, p->num_experts}, {k, n * k}, {64, p->kind == EP_GEMM_DGRAD ? 64 : tile_cols / 2, 1}};
     EpTensorMap gated = {
         p->b, 5, p->is_f16, {k, 8, 2, n / 16, p->num_experts}, {next, of_up, 8 * next, n * k}, {64, 8, 2, tile_cols / 32, 1}};
-    if (p->kind == EP_GEMM_WGRAD) return ep_map_rows(p, p->b, p->k);
+    if (p->kind == EP_GEMM_WGRAD) return ep_map_rows(p, p->b, p->k, 64);
     return ep_gemm_is_gated(p->activation) ? gated : plain;
 }
 

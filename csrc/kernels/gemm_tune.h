@@ -21,6 +21,15 @@
     X(EP_GEMM_WGRAD, 192, EP_ACT_NONE)      \
     X(EP_GEMM_WGRAD, 128, EP_ACT_NONE)
 
+/* Where an expert has few rows its weights are waited for: tiles of 64 columns read 512 bytes of each of their rows at a
+ * time.  32 rows a tile: more rows an expert are right, too, only slower. */
+#define EP_GEMM_FEW_VARIANTS(X)           \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_NONE)   \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_GELU)   \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU) \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS)
+EP_PURE bool ep_gemm_has_few_rows(const EpGemmParams *p) { return p->kind == EP_GEMM_FORWARD && p->num_rows <= 24ull * p->num_experts; }
+
 /* Columns of a tile: a narrower one reads more for each product, so it has to save columns that nobody wants.  On an
  * H200 a column in tiles of 192 takes 0.96 to 1.05 of the time of one in tiles of 256, in tiles of 128 it takes 1.2 to
  * 1.3 (benchmarks/NOTES.md): they count 1.05 and 1.25. */

@@ -223,6 +223,9 @@ template <int N> EP_PTX void ep_wgmma_hold(float (&d)[N]) {
 }
 
 /* clang-format off */
+#define EP_R32 \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define EP_R64 \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
@@ -246,8 +249,9 @@ template <int N> EP_PTX void ep_wgmma_hold(float (&d)[N]) {
 
 /* d[64][N] = a * b (+ d where add): this warpgroup's part.  TRANS: the operand is MN-major. */
 template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
-    static_assert(N == 128 || N == 192 || N == 256, "tiles of 128, 192 or 256 columns");
+    static_assert(N == 64 || N == 128 || N == 192 || N == 256, "tiles of 64, 128, 192 or 256 columns");
 #define EP_WGMMA_N(TYPE)                                                                                                     \
+    if constexpr (N == 64) EP_WGMMA("64", TYPE, EP_R32, "32", "33", "34", "35", "36", EP_D32(0));                            \
     if constexpr (N == 128) EP_WGMMA("128", TYPE, EP_R64, "64", "65", "66", "67", "68", EP_D32(0), EP_D32(32));              \
     if constexpr (N == 192) EP_WGMMA("192", TYPE, EP_R96, "96", "97", "98", "99", "100", EP_D32(0), EP_D32(32), EP_D32(64)); \
     if constexpr (N == 256) EP_WGMMA("256", TYPE, EP_R128, "128", "129", "130", "131", "132", EP_D32(0), EP_D32(32), EP_D32(64), EP_D32(96))
