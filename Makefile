@@ -137,17 +137,18 @@ cuda: | python
 	    --build-lib build/sm_90a --build-temp build/sm_90a/temp
 	@$(PYTHON) tests/check_kernels.py build/sm_90a/temp
 
-# Threads of the CPU play the GPU's: the grouped GEMM for Hopper against sums in double; plan, dispatch and combine
-# against the CPU backend, under ThreadSanitizer too, which sees a missing barrier.  nvcc is here for its headers.
+# Threads of the CPU play the GPU's: the grouped GEMM for Hopper against sums in double; plan, dispatch and combine, and what
+# moves tokens in the megakernels, against the CPU backend, under ThreadSanitizer too, which sees a missing barrier.  nvcc is here for its headers.
 EMULATED = nvcc -std=c++17 -g -Icsrc -Xcompiler=-Wno-unknown-pragmas,-fno-ipa-icf,-ffp-contract=off
 emulated: | python
 	@mkdir -p build
 	@for san in "" -fsanitize=thread; do \
 	    for f in cpu_plan cpu_ops; do gcc -std=c11 -O1 -g $$san -D_GNU_SOURCE -ffp-contract=off -Icsrc -c csrc/$$f.c -o build/$$f.o || exit 1; done; \
-	    $(EMULATED) -O1 $${san:+-Xcompiler=$$san} tests/kernels/test_stages.cpp build/cpu_plan.o build/cpu_ops.o -o build/test_stages -lpthread && \
-	    echo "plan, dispatch, combine $$san" && \
-	    TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) \
-	        build/test_stages 1 $$([ -z "$$san" ] && echo 2 || echo 1) || exit 1; done
+	    for t in stages movers; do \
+	        $(EMULATED) -O1 $${san:+-Xcompiler=$$san} tests/kernels/test_$$t.cpp build/cpu_plan.o build/cpu_ops.o -o build/test_$$t -lpthread && \
+	        echo "$$t $$san" && \
+	        TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) \
+	            build/test_$$t 1 $$([ -z "$$san" ] && echo 2 || echo 1) || exit 1; done; done
 	@$(EMULATED) -O2 tests/kernels/test_gemm.cpp -o build/test_gemm -lpthread
 	@timeout 600 build/test_gemm
 

@@ -1,6 +1,9 @@
-/* emulated_port.h - protocol/port.h, and the CUDA that plan.cu, dispatch.cu and combine.cu are written in, in
+/* emulated_port.h - protocol/port.h, and the CUDA that plan.cu, dispatch.cuh and combine.cuh are written in, in
  * threads and plain C++.  A process is a thread block, so that static variables are its shared memory; blocks
- * and ranks reach each other through memory that their processes share. */
+ * and ranks reach each other through memory that their processes share.
+ *
+ * What it keeps of the machine: what is ordered (ThreadSanitizer sees where it is not), and that a small copy is on its way
+ * until it is waited for.  What it does not keep: time. */
 #ifndef EP_PORT_H
 #define EP_PORT_H
 #include "emulated_threads.h"
@@ -12,6 +15,8 @@
 #include <stdbool.h>
 #include <time.h>
 
+#include <algorithm>
+#include <deque>
 #include <thread>
 #include <vector>
 
@@ -23,26 +28,31 @@
 #define __grid_constant__
 #define EP_WARPS 4u
 #define EP_COMBINE_WARPS 3u
+#define EP_MOST_WARPS 6u
 
 /* ---- what a warp does together ---- */
 
-static EpMeeting ep_block_meeting, ep_warp_meetings[EP_WARPS + 1]; /* and the clerk of plan */
-static uint64_t ep_said[EP_WARPS + 1][32];
-static void __syncwarp() { ep_warp_meetings[threadIdx.x / 32].arrive(32); }
+static EpMeeting ep_block_meeting, ep_warp_meetings[EP_MOST_WARPS];
+static uint64_t ep_said[EP_MOST_WARPS][32];
+static thread_local bool ep_has_fenced; /* since its warp last met: only then it speaks for the others */
+static void __syncwarp() { ep_has_fenced = false, ep_warp_meetings[threadIdx.x / 32].arrive(32); }
 static void __syncthreads() { ep_block_meeting.arrive(blockDim.x); }
 
-/* Every lane says something, f looks at all of it. */
-template <typename T, typename F> static auto ep_talk(T mine, F f) {
+/* Every lane says something, f looks at all of it.  ORDERS: what who is heard has done before, comes before what
+ * the hearer does behind it. */
+template <bool ORDERS = false, typename T, typename F> static auto ep_talk(T mine, F f) {
+    EpMeeting &meeting = ep_warp_meetings[threadIdx.x / 32];
     uint64_t bits = 0;
     memcpy(&bits, &mine, sizeof mine);
-    ep_said[threadIdx.x / 32][threadIdx.x % 32] = bits;
-    __syncwarp();
+    __atomic_store_n(&ep_said[threadIdx.x / 32][threadIdx.x % 32], bits, ORDERS ? __ATOMIC_RELEASE : __ATOMIC_RELAXED);
+    meeting.arrive<EP_RELAXED>(32);
     const auto result = f([&](uint32_t lane) {
         T theirs;
-        memcpy(&theirs, &ep_said[threadIdx.x / 32][lane], sizeof theirs);
+        const uint64_t said = __atomic_load_n(&ep_said[threadIdx.x / 32][lane], ORDERS ? __ATOMIC_ACQUIRE : __ATOMIC_RELAXED);
+        memcpy(&theirs, &said, sizeof theirs);
         return theirs;
     });
-    __syncwarp();
+    meeting.arrive<EP_RELAXED>(32);
     return result;
 }
 template <typename F> static uint32_t ep_lanes_where(F f) {
@@ -57,10 +67,11 @@ template <typename T> static T __shfl_up_sync(uint32_t, T v, uint32_t d) {
     const uint32_t lane = threadIdx.x % 32;
     return ep_talk(v, [&](auto said) { return said(lane < d ? lane : lane - d); });
 }
-static uint32_t __ballot_sync(uint32_t, int v) {
-    return ep_talk(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) != 0; }); });
+template <bool ORDERS = false> static uint32_t __ballot_sync(uint32_t, int v) {
+    return ep_talk<ORDERS>(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) != 0; }); });
 }
-static int __all_sync(uint32_t, int v) { return __ballot_sync(~0u, v) == ~0u; }
+/* This and ep_warp_bcast_u64 stand behind an acquire of one lane in the kernels, and are taken to order for all. */
+static int __all_sync(uint32_t, int v) { return __ballot_sync<true>(~0u, v) == ~0u; }
 template <typename T> static uint32_t __match_any_sync(uint32_t, T v) {
     return ep_talk(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) == v; }); });
 }
@@ -111,7 +122,9 @@ EP_FN uint32_t ep_warp_min_u32(uint32_t x) {
         return least;
     });
 }
-EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) { return __shfl_sync(~0u, x, 0); }
+EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) {
+    return ep_talk<true>(x, [](auto said) { return said(0); });
+}
 #define EP_LD(name, order) \
     EP_FN uint64_t name(const uint64_t *p) { return __atomic_load_n(p, order); }
 #define EP_ST(name, order) \
@@ -147,23 +160,71 @@ EP_FN void ep_chaos(uint32_t) {}
 #define EP_PTX_CUH
 #define EP_RESIDENT_CUH
 EP_FN uint4 ep_ld_row(const uint4 *p) { return *p; }
-static uint32_t ep_smem[1u << 16], my_block, num_sm = 2; /* a block fills an SM */
-static uint32_t *ep_dynamic_smem(void) { return ep_smem; }
+EP_FN void ep_doze(void) { sched_yield(); }
+EP_FN void ep_fence_acq_rel_gpu(void) { ep_has_fenced = true; }
+EP_FN void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
+    if (ep_has_fenced) __atomic_fetch_add(p, v, __ATOMIC_RELEASE); /* ThreadSanitizer knows no fences */
+    else __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+
+alignas(1024) static unsigned char ep_shared[1u << 18];
+static uint32_t my_block, num_sm = 2; /* a block fills an SM */
+static uint32_t *ep_dynamic_smem(void) { return (uint32_t *)ep_shared; }
+static unsigned char *ep_at(uint32_t at, uint32_t n) {
+    if (at % n || at + n > sizeof ep_shared) ep_die("outside of shared memory, or not aligned");
+    return ep_shared + at;
+}
+template <typename T> static T ep_ld_shared_as(uint32_t src) {
+    T v;
+    memcpy(&v, ep_at(src, sizeof v), sizeof v);
+    return v;
+}
+EP_FN uint4 ep_ld_shared(uint32_t src) { return ep_ld_shared_as<uint4>(src); }
+EP_FN uint64_t ep_ld_shared_u64(uint32_t src) { return ep_ld_shared_as<uint64_t>(src); }
+EP_FN uint32_t ep_ld_shared_u32(uint32_t src) { return ep_ld_shared_as<uint32_t>(src); }
+EP_FN void ep_st_shared_u32(uint32_t dst, uint32_t v) { memcpy(ep_at(dst, 4), &v, 4); }
+EP_FN void ep_st_shared_u64(uint32_t dst, uint64_t v) { memcpy(ep_at(dst, 8), &v, 8); }
+
+/* A copy takes place at any time between its begin and the wait for it: what is there before is gone at once, what is to
+ * come is there at last, and its source does not change meanwhile. */
+struct EpCopy {
+    uint32_t dst;
+    const void *src;
+    uint4 seen;
+};
+static thread_local std::deque<std::vector<EpCopy>> ep_copies(1); /* groups; the last is not complete yet */
+EP_FN void ep_cp_async_16(uint32_t dst, const void *src) {
+    if ((uintptr_t)src % 16) ep_die("a copy from where no 16 bytes begin");
+    ep_copies.back().push_back({dst, src, *(const uint4 *)src});
+    memset(ep_at(dst, 16), 0xff, 16);
+}
+EP_FN void ep_cp_async_commit(void) { ep_copies.push_back({}); }
+template <int N> EP_FN void ep_cp_async_wait(void) {
+    for (; ep_copies.size() > N + 1; ep_copies.pop_front())
+        for (const EpCopy &c : ep_copies.front()) {
+            if (memcmp(c.src, &c.seen, 16)) ep_die("what is being copied has changed");
+            memcpy(ep_at(c.dst, 16), &c.seen, 16);
+        }
+}
 
 /* Run this process's block, if the grid has it. */
 template <typename P>
 static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *, const P &p) {
-    if (smem_bytes > sizeof ep_smem) return cudaErrorInvalidValue;
+    if (smem_bytes > sizeof ep_shared || num_warps > EP_MOST_WARPS) return cudaErrorInvalidValue;
     std::vector<std::thread> threads;
     num_blocks = num_blocks < num_sm ? num_blocks : num_sm;
     gridDim = dim3(num_blocks), blockDim = dim3(32 * num_warps);
-    memset(ep_smem, 0xff, sizeof ep_smem);
+    memset(ep_shared, 0xff, sizeof ep_shared);
     for (uint32_t i = 0; my_block < num_blocks && i < 32 * num_warps; i++)
         threads.emplace_back([&, i] {
             threadIdx.x = i, blockIdx.x = my_block;
             kernel(p);
+            for (const std::vector<EpCopy> &group : ep_copies)
+                if (!group.empty()) ep_die("a copy that nobody has waited for");
         });
     for (std::thread &t : threads) t.join();
+    for (size_t i = smem_bytes; i < sizeof ep_shared; i++)
+        if (ep_shared[i] != 0xff) ep_die("behind the shared memory that it has");
     return cudaSuccess;
 }
 #define cudaFuncGetAttributes(a, f) ((void)(a), cudaSuccess)

@@ -12,7 +12,10 @@
 #include <math.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <deque>
+#include <mutex>
 #include <vector>
 
 #include "emulated_threads.h"
@@ -83,10 +86,11 @@ EP_PTX void ep_mbar_arrive_expect(uint32_t bar, uint32_t n) {
     b.bytes += n, b.pending--;
     b.settle();
 }
-EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity) {
+EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
     EpMbarrier &b = ep_mbarriers[ep_rank][bar / 8];
     std::unique_lock<std::mutex> hold(b.lock);
-    if (!b.changed.wait_for(hold, std::chrono::seconds(60), [&] { return (b.phase & 1) != parity; })) ep_die("an mbarrier's phase does not end");
+    const std::chrono::nanoseconds limit(limit_ns);
+    if (!b.changed.wait_for(hold, limit, [&] { return (b.phase & 1) != parity; })) ep_die("an mbarrier's phase does not end");
 }
 EP_PTX void ep_fence_mbar_init(void) {}
 EP_PTX void ep_fence_proxy_async_shared(void) {}

@@ -2,15 +2,16 @@
  * together goes through a meeting of its 32 threads, so a lane that goes another way is seen as a hang. */
 #ifndef EMULATED_THREADS_H
 #define EMULATED_THREADS_H
+#include <errno.h>
+#include <linux/futex.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 #include <vector_types.h>
-
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
 
 static thread_local uint3 threadIdx, blockIdx;
 static dim3 gridDim, blockDim;
@@ -20,19 +21,27 @@ static dim3 gridDim, blockDim;
     abort();
 }
 
+/* A meeting that orders what its threads did before and do behind it, or, relaxed, one that only keeps them together: a
+ * shuffle is no barrier for memory, and ThreadSanitizer is to see who takes it for one.  Without it there is no difference. */
+#ifdef __SANITIZE_THREAD__
+#define EP_RELAXED __ATOMIC_RELAXED
+#else
+#define EP_RELAXED __ATOMIC_ACQ_REL
+#endif
 struct EpMeeting {
-    std::mutex lock;
-    std::condition_variable changed;
-    uint32_t num_here = 0, turn = 0;
-    void arrive(uint32_t num) {
-        std::unique_lock<std::mutex> hold(lock);
-        const uint32_t mine = turn;
-        if (++num_here == num) {
-            num_here = 0, turn++;
-            changed.notify_all();
-        } else if (!changed.wait_for(hold, std::chrono::seconds(60), [&] { return turn != mine; })) {
-            ep_die("a barrier is not complete after a minute");
+    uint64_t word = 0; /* how many are here; in the upper half, how often all were */
+    template <int ORDER = __ATOMIC_ACQ_REL> void arrive(uint32_t num) {
+        const uint64_t old = __atomic_fetch_add(&word, 1, ORDER);
+        uint32_t *turn = (uint32_t *)&word + 1; /* of a little-endian machine */
+        if ((uint32_t)old + 1 == num) {
+            __atomic_fetch_add(&word, (1ull << 32) - num, ORDER);
+            syscall(SYS_futex, turn, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+            return;
         }
+        const struct timespec minute = {60, 0};
+        while (__atomic_load_n(&word, ORDER == __ATOMIC_ACQ_REL ? __ATOMIC_ACQUIRE : __ATOMIC_RELAXED) >> 32 == old >> 32)
+            if (syscall(SYS_futex, turn, FUTEX_WAIT_PRIVATE, (uint32_t)(old >> 32), &minute, NULL, 0) && errno == ETIMEDOUT)
+                ep_die("a barrier is not complete after a minute");
     }
 };
 

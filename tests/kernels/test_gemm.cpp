@@ -1,4 +1,5 @@
-/* test_gemm.cpp - the grouped GEMM's kernel for Hopper, thread by thread on the CPU, against sums in double.
+/* test_gemm.cpp - the grouped GEMM's kernel for Hopper, thread by thread on the CPU, against sums in double; by itself, and
+ * with what a megakernel plugs in.
  *
  * Random numbers; what a tile reads beside its own rows is NaN; the output is poisoned, and what no expert owns
  * must still be poison afterwards.  Usage: test_gemm [seed] */
@@ -18,16 +19,56 @@ struct Case {
     bool bias, row_weight;
 };
 
+#define EP_POISON 0x7ffe
+
+/* As a megakernel's, of a thread: rows come when the loader awaits them, and are counted when they are written. */
+template <typename C> struct CountingHooks : EpGemmNoHooks {
+    static constexpr bool FUSED = true;
+    const EpGemmParams *p;
+    const uint16_t *rows_to_come;
+    uint32_t *counts, *num_wrong, *num_at_rest; /* pieces of each row; calls that should not have been, and rows counted too early */
+    enum { IDLE, BEGUN, MULTIPLYING, RESTS } state;
+
+    void expect(bool right) {
+        if (!right) __atomic_fetch_add(num_wrong, 1, __ATOMIC_RELAXED);
+    }
+    void move(uint32_t) { expect(false); } /* nobody plays the movers here */
+    void await_rows(const EpGemmTile &t) {
+        const uint64_t from = (uint64_t)t.row0 * p->k, num = (uint64_t)min(t.num_rows, (uint32_t)C::BM) * p->k;
+        for (uint64_t i = from; i < from + num; i++) __atomic_store_n((uint16_t *)p->a + i, rows_to_come[i], __ATOMIC_RELAXED);
+    }
+    uint64_t tile_begun() {
+        expect(state == IDLE), state = BEGUN;
+        return 7;
+    }
+    void multiplying() { expect(state == BEGUN), state = MULTIPLYING; }
+    void tile_written(const EpGemmTile &t, uint32_t group, uint64_t begun) {
+        const uint32_t lane = threadIdx.x % 32, first = 64 * group + threadIdx.x / 32 % 4 * 16, out_cols = ep_gemm_out_cols(p);
+        const uint32_t col = C::GATED ? t.col0 / 2 : t.col0, last_col = min(out_cols, col + 8 * C::OUT_BLOCKS);
+        expect(begun == 7 && state == (64 * group < t.num_rows ? MULTIPLYING : BEGUN)), state = IDLE;
+        __syncwarp();
+        if (lane >= 16 || first + lane >= t.num_rows || col >= out_cols) return;
+        const uint32_t row = t.row0 + first + lane;
+        for (uint32_t c = col; c < last_col; c++) expect(((const uint16_t *)p->out)[(uint64_t)row * out_cols + c] != EP_POISON);
+        __atomic_fetch_add(&counts[row], 1, __ATOMIC_RELAXED);
+    }
+    void rest() {
+        expect(state == IDLE), state = RESTS;
+        __atomic_fetch_add(num_at_rest, 1, __ATOMIC_RELAXED);
+    }
+};
+
 /* The pair of blocks from `block` on. */
-template <typename C> static void run_pair(const EpGemmParams *p, uint32_t block) {
-    const EpTensorMap a = ep_map_a(p), b = ep_map_b(p, C::BN);
+template <typename C, typename Hooks> static void run_pair(const EpGemmParams *p, uint32_t block, const Hooks &hooks) {
+    const EpTensorMap a = ep_map_a(p, C::BN), b = ep_map_b(p, C::BN);
     std::vector<std::thread> threads;
     memset(ep_shared, 0xff, sizeof ep_shared);
     for (uint32_t i = 127; i < EP_GEMM_THREADS; i++)
         for (uint32_t rank = 0; rank < 2; rank++)
             threads.emplace_back([&, i, rank] {
                 threadIdx.x = i == 127 ? 0 : i, blockIdx.x = block + rank, ep_rank = rank;
-                ep_gemm_body<C>(p, EpGemmNoHooks(), &a, &b);
+                Hooks mine = hooks;
+                ep_gemm_body<C>(p, mine, &a, &b);
             });
     for (std::thread &t : threads) t.join();
 }
@@ -81,7 +122,7 @@ static void fill(std::vector<uint16_t> &to, uint64_t num, uint64_t from, uint64_
     for (uint64_t i = from; i < until; i++) to[i] = ep_round((float)uniform(-1, 1), f16);
 }
 
-template <typename C> static bool check(const char *name, const Case &c) {
+template <typename C, bool HOOKED> static bool check(const char *name, const Case &c) {
     Problem q;
     const uint32_t L = (uint32_t)c.sizes.size();
     uint32_t before = 3, behind = 5; /* rows that belong to nobody */
@@ -96,17 +137,31 @@ template <typename C> static bool check(const char *name, const Case &c) {
     for (uint64_t i = 0; i < rows; i++) q.row_weight.push_back((float)uniform(0, 2));
     const bool forward = C::KIND == EP_GEMM_FORWARD;
     q.p = {q.a.data(), q.b.data(), NULL, q.offsets.data(), forward && c.bias ? q.bias.data() : NULL,
-           forward && c.row_weight ? q.row_weight.data() : NULL, NULL,
+           forward && c.row_weight ? q.row_weight.data() : NULL, NULL, 60000000000ull,
            (uint32_t)rows, L, c.n, c.k, C::KIND, C::ACT, C::F16, 0};
     uint64_t tickets = 0;
     const uint64_t out_cols = ep_gemm_out_cols(&q.p), out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
-    q.out.assign(out_rows * out_cols, 0x7ffe);
+    q.out.assign(out_rows * out_cols, EP_POISON);
     q.p.out = q.out.data(), q.p.tickets = &tickets;
     gridDim = dim3(2 * c.pairs);
-    for (uint32_t b = 0; b < gridDim.x; b += 2) run_pair<C>(&q.p, b);
+    std::vector<uint16_t> here(q.a.size(), 0x7fff);
+    std::vector<uint32_t> counts(rows, 0);
+    uint32_t num_odd = 0, num_at_rest = 0;
+    EpGemmParams hooked = q.p;
+    hooked.a = here.data();
+    const CountingHooks<C> hooks = {{}, &hooked, q.a.data(), counts.data(), &num_odd, &num_at_rest, CountingHooks<C>::IDLE};
+    for (uint32_t b = 0; b < gridDim.x; b += 2)
+        if constexpr (HOOKED) run_pair<C>(&hooked, b, hooks);
+        else run_pair<C>(&q.p, b, EpGemmNoHooks());
 
-    uint64_t num_wrong = tickets != 0, num = 0;
-    if (tickets) printf("  %s: %llu tickets are left\n", name, (unsigned long long)tickets);
+    if (HOOKED) num_odd += num_at_rest != 256 * gridDim.x;
+    uint64_t num_wrong = (tickets != 0) != HOOKED || num_odd, num = 0; /* a megakernel counts to the end, and clears then */
+    if (num_odd) printf("  %s: %u calls of hooks, or counts, were wrong\n", name, num_odd);
+    for (uint32_t r = 0; HOOKED && r < rows; r++) {
+        const uint32_t pieces = r < before || r >= last ? 0 : (c.n + C::BN - 1) / C::BN;
+        if (counts[r] != pieces && num_wrong++ == 0) printf("  %s: row %u: %u of %u pieces were counted\n", name, r, counts[r], pieces);
+    }
+    if (tickets && !HOOKED) printf("  %s: %llu tickets are left\n", name, (unsigned long long)tickets);
     std::vector<bool> owned(out_rows, false);
     for (uint32_t e = 0; e < L; e++) {
         const uint64_t first = C::KIND == EP_GEMM_WGRAD ? (uint64_t)e * c.n : (uint64_t)q.offsets[e];
@@ -126,7 +181,7 @@ template <typename C> static bool check(const char *name, const Case &c) {
     }
     for (uint64_t r = 0; r < out_rows; r++)
         for (uint64_t j = 0; j < out_cols && !owned[r]; j++)
-            if (q.out[r * out_cols + j] != 0x7ffe && num_wrong++ == 0) printf("  %s: row %llu belongs to nobody\n", name, (unsigned long long)r);
+            if (q.out[r * out_cols + j] != EP_POISON && num_wrong++ == 0) printf("  %s: row %llu belongs to nobody\n", name, (unsigned long long)r);
     printf("%-44s %6llu rows of %4llu: %s\n", name, (unsigned long long)num, (unsigned long long)out_cols, num_wrong ? "WRONG" : "ok");
     fflush(stdout);
     return num_wrong == 0;
@@ -138,7 +193,9 @@ int main(int argc, char **argv) {
     /* Experts of no row, one row, half a tile, a tile and a bit; columns and contraction that no tile divides. */
     const Case odd = {272, 208, 3, {1, 0, 64, 130, 17}, false, false}, full = {256, 448, 1, {128, 0, 70}, true, true};
     const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false}, tall = {272, 32, 4, {1100, 5}, false, true};
-#define RUN(KIND, BN, ACT, F16, CASE) ok = check<EpGemmConfig<KIND, BN, ACT, F16>>(#KIND " " #BN " " #ACT, CASE) && ok;
+    const Case few = {272, 1040, 3, {1, 16, 17, 0, 31, 33, 5, 70, 100, 15}, true, true};
+#define RUN(KIND, BN, ACT, F16, CASE) ok = check<EpGemmConfig<KIND, BN, ACT, F16>, false>(#KIND " " #BN " " #ACT, CASE) && ok;
+#define RUN_HOOKED(BN, ACT, F16, CASE) ok = check<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16, 1>, true>("hooks " #BN " " #ACT, CASE) && ok;
     RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, false, odd)
     RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, true, full)
     RUN(EP_GEMM_FORWARD, 192, EP_ACT_NONE, false, odd)
@@ -159,6 +216,21 @@ int main(int argc, char **argv) {
     RUN(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS, false, narrow)
     RUN(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, odd)
     RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, true, odd)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, few)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, odd)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, true, tall)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, narrow)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_GELU, true, full)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, false, few)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, true, narrow)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS, true, few)
+    RUN_HOOKED(256, EP_ACT_NONE, false, odd)
+    RUN_HOOKED(192, EP_ACT_NONE, true, full)
+    RUN_HOOKED(128, EP_ACT_NONE, false, tall)
+    RUN_HOOKED(64, EP_ACT_NONE, false, few)
+    RUN_HOOKED(256, EP_ACT_SWIGLU, false, full)
+    RUN_HOOKED(64, EP_ACT_SWIGLU, true, narrow)
+    RUN_HOOKED(128, EP_ACT_GPT_OSS, true, odd)
     puts(ok ? "all right" : "FAILED");
     return !ok;
 }

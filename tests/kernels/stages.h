@@ -1,0 +1,239 @@
+/* stages.h - what tests of plan, dispatch and combine begin with: ranks and their tensors, once for the CPU backend and
+ * once for the kernels, in memory that processes share.  A process is a block of a rank.
+ *
+ * ThreadSanitizer sees one process, so it wants one block: what a rank's blocks order among themselves is a race to it. */
+#ifndef STAGES_H
+#define STAGES_H
+#include <pthread.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <functional>
+#include <random>
+
+#include "emulated_port.h"
+#include "kernels/rows.cuh"
+
+extern "C" { /* the CPU backend, compiled as C */
+void ep_cpu_plan(const EpPlanParams *p);
+void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_workers);
+void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_workers);
+}
+
+static std::mt19937 ep_random;
+static uint32_t below(uint32_t n) { return std::uniform_int_distribution<uint32_t>(0, n - 1)(ep_random); }
+
+static void *shared(size_t num_bytes) {
+    void *p = mmap(NULL, num_bytes + 64, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) ep_die("mmap");
+    return p;
+}
+static void *poisoned(size_t num_bytes) { return memset(shared(num_bytes), 0xee, num_bytes); }
+
+enum { MAX_RANKS = 3, ROUNDS = 4 };
+
+/* What a rank's tensors are. */
+struct Rank {
+    uint32_t num_tokens, num_rows;
+    int64_t *idx;
+    unsigned char *x, *every_x, *y; /* every_x: a row for each token */
+    float *weight, *scalar, *row_weight_in;
+};
+/* What came out of one round. */
+struct Out {
+    int32_t *plan, *recv;
+    unsigned char *rows, *sums;
+    float *row_weight, *scalars;
+};
+struct Buffers { /* of the CPU's run, and of the kernels' */
+    unsigned char *heap[MAX_RANKS];
+    EpHostWords *host[MAX_RANKS];
+    Out out[MAX_RANKS][ROUNDS];
+};
+struct Case {
+    const char *name;
+    EpShape shape;
+    uint32_t num_tokens[MAX_RANKS];
+    uint32_t sorts;
+    int bad_index = -1, short_rows = -1; /* the rank that is wrong */
+    uint32_t drops = 1;                  /* of 8 choices */
+    uint32_t weighted = 1, num_copies = 1;
+};
+
+static void fill(void *to, size_t num_bytes) {
+    for (size_t i = 0; i < num_bytes; i++) ((unsigned char *)to)[i] = (unsigned char)below(256);
+}
+/* Random numbers of a dtype, none of them NaN or infinite. */
+static void fill_numbers(unsigned char *to, size_t num, uint32_t dtype) {
+    for (size_t i = 0; i < num; i++) {
+        const float f = std::uniform_real_distribution<float>(-2, 2)(ep_random);
+        uint32_t bits;
+        memcpy(&bits, &f, 4);
+        const __half h = __float2half_rn(f);
+        if (dtype == EP_F32) memcpy(to + 4 * i, &f, 4);
+        if (dtype == EP_BF16) memcpy(to + 2 * i, (unsigned char *)&bits + 2, 2);
+        if (dtype == EP_F16) memcpy(to + 2 * i, (const void *)&h, 2);
+    }
+}
+
+struct Problem {
+    const Case *c;
+    EpCommLayout layout;
+    uint64_t recv_words;
+    Rank rank[MAX_RANKS];
+    Buffers cpu, gpu;
+
+    Out make_out(uint32_t r) const {
+        const Rank &k = rank[r];
+        const uint64_t words = ep_plan_layout(&c->shape, k.num_tokens).num_words, pairs = (uint64_t)k.num_tokens * c->shape.num_topk;
+        return {(int32_t *)shared(4 * words), (int32_t *)poisoned(4 * recv_words),
+                (unsigned char *)poisoned(k.num_rows * layout.row_bytes), (unsigned char *)poisoned(k.num_tokens * layout.row_bytes),
+                (float *)poisoned(4ull * k.num_rows), (float *)poisoned(4 * pairs)};
+    }
+    explicit Problem(const Case *of) : c(of), layout(ep_comm_layout(&of->shape)) {
+        const EpShape &s = c->shape;
+        recv_words = (uint64_t)s.num_ranks * s.max_tokens * (1 + s.num_topk);
+        for (uint32_t r = 0; r < s.num_ranks; r++) {
+            Rank &k = rank[r];
+            const uint64_t T = c->num_tokens[r], K = s.num_topk, size = ep_dtype_bytes(s.dtype), row_bytes = layout.row_bytes;
+            k.num_tokens = (uint32_t)T, k.num_rows = s.capacity;
+            k.idx = (int64_t *)shared(8 * T * K * ROUNDS), k.x = (unsigned char *)shared(T * row_bytes);
+            k.every_x = (unsigned char *)shared(T * row_bytes);
+            k.y = (unsigned char *)shared(s.capacity * row_bytes), k.weight = (float *)shared(4 * T * K);
+            k.scalar = (float *)shared(4ull * s.capacity), k.row_weight_in = (float *)shared(4ull * s.capacity);
+            for (uint64_t i = 0; i < T * K * ROUNDS; i++)
+                k.idx[i] = below(8) < c->drops ? -1 : (int64_t)below(below(2) ? s.num_experts : 2);
+            if (c->bad_index == (int)r) k.idx[T * K / 2] = s.num_experts + 7;
+            fill(k.x, T / c->num_copies * row_bytes);
+            for (uint64_t t = 0; t < T; t++) memcpy(k.every_x + t * row_bytes, k.x + t / c->num_copies * row_bytes, row_bytes);
+            fill_numbers(k.y, s.capacity * row_bytes / size, s.dtype);
+            fill_numbers((unsigned char *)k.weight, T * K, EP_F32), fill_numbers((unsigned char *)k.scalar, s.capacity, EP_F32);
+            fill_numbers((unsigned char *)k.row_weight_in, s.capacity, EP_F32);
+        }
+        for (Buffers *b : {&cpu, &gpu})
+            for (uint32_t r = 0; r < s.num_ranks; r++) {
+                b->heap[r] = (unsigned char *)shared(layout.num_bytes), b->host[r] = (EpHostWords *)shared(sizeof(EpHostWords));
+                for (uint32_t i = 0; i < ROUNDS; i++) b->out[r][i] = make_out(r);
+            }
+    }
+    EpComm comm(const Buffers &b, uint32_t r) const {
+        EpComm m = {};
+        m.shape = c->shape, m.layout = layout, m.my_rank = r, m.host = b.host[r], m.timeout_ns = 20000000000ull;
+        for (uint32_t i = 0; i < c->shape.num_ranks; i++) m.base[i] = b.heap[i];
+        return m;
+    }
+    EpPlanParams plan(const Buffers &b, uint32_t r, uint32_t round) const {
+        const Rank &k = rank[r];
+        EpPlanParams p = {};
+        p.comm = comm(b, r), p.layout = ep_plan_layout(&c->shape, k.num_tokens), p.plan = b.out[r][round].plan;
+        p.exp_indices = k.idx + (uint64_t)round * k.num_tokens * c->shape.num_topk, p.index_bytes = 8;
+        p.num_tokens = k.num_tokens, p.sort_slots = c->sorts, p.ticket = round + 1;
+        return p;
+    }
+    EpDispatchParams dispatch(const Buffers &b, uint32_t r, uint32_t round) const {
+        const Rank &k = rank[r];
+        const Out &o = b.out[r][round];
+        const bool fewer = c->short_rows == (int)r && o.plan[EP_HEAD_NUM_ROWS] > 0;
+        EpDispatchParams p = {};
+        p.comm = comm(b, r), p.layout = ep_plan_layout(&c->shape, k.num_tokens), p.plan = o.plan, p.recv = o.recv;
+        p.x = k.every_x, p.rows = o.rows, p.num_copies = 1;
+        p.num_rows = fewer ? (uint32_t)o.plan[EP_HEAD_NUM_ROWS] - 1 : k.num_rows;
+        if (c->weighted) p.weight = k.weight, p.row_weight = o.row_weight, p.has_weight = 1;
+        return p;
+    }
+    EpCombineParams combine(const Buffers &b, uint32_t r, uint32_t round) const {
+        const Rank &k = rank[r];
+        const Out &o = b.out[r][round];
+        EpCombineParams p = {};
+        p.comm = comm(b, r), p.layout = ep_plan_layout(&c->shape, k.num_tokens), p.plan = o.plan, p.recv = o.recv;
+        p.rows = k.y, p.num_rows = k.num_rows, p.out = o.sums;
+        p.row_scalar = k.scalar, p.out_scalar = o.scalars, p.has_scalar = 1;
+        if (c->weighted) p.row_weight = k.row_weight_in, p.has_weight = 1;
+        return p;
+    }
+};
+
+static void run_cpu(const Problem &q, uint32_t num_rounds) {
+    std::vector<std::thread> ranks;
+    for (uint32_t r = 0; r < q.c->shape.num_ranks; r++)
+        ranks.emplace_back([&q, r, num_rounds] {
+            for (uint32_t i = 0; i < num_rounds; i++) {
+                const EpPlanParams plan = q.plan(q.cpu, r, i);
+                ep_cpu_plan(&plan);
+                const EpDispatchParams d = q.dispatch(q.cpu, r, i);
+                ep_cpu_dispatch(&d, 0, 1);
+                const EpCombineParams c = q.combine(q.cpu, r, i);
+                ep_cpu_combine(&c, 0, 1);
+            }
+        });
+    for (std::thread &t : ranks) t.join();
+}
+
+/* A process for each block of each rank: kernels[k] launches one of its kernels, and a rank's blocks begin a
+ * kernel when all have ended the one before.  False: a block did not end well. */
+typedef std::function<int(uint32_t rank, uint32_t round)> Kernel;
+template <size_t N> static bool run_blocks(const Problem &q, uint32_t num_rounds, const Kernel (&kernels)[N]) {
+    const uint32_t W = q.c->shape.num_ranks;
+    pthread_barrier_t *stream = (pthread_barrier_t *)shared(W * sizeof *stream);
+    pthread_barrierattr_t across;
+    pthread_barrierattr_init(&across);
+    pthread_barrierattr_setpshared(&across, PTHREAD_PROCESS_SHARED);
+    for (uint32_t r = 0; r < W; r++) pthread_barrier_init(&stream[r], &across, num_sm);
+    std::vector<pid_t> blocks;
+    for (uint32_t n = 0; n < W * num_sm; n++) {
+        const pid_t block = fork();
+        if (block < 0) ep_die("fork");
+        blocks.push_back(block);
+        if (block) continue;
+        const uint32_t r = n / num_sm;
+        my_block = n % num_sm;
+        alarm(120);
+        for (uint32_t i = 0; i < num_rounds; i++)
+            for (const Kernel &launch : kernels) {
+                if (launch(r, i)) _exit(2);
+                pthread_barrier_wait(&stream[r]);
+            }
+        _exit(0);
+    }
+    bool ok = true;
+    for (uint32_t n = 0; n < W * num_sm; n++) {
+        int status = 1;
+        const pid_t ended = wait(&status);
+        std::replace(blocks.begin(), blocks.end(), ended, 0);
+        for (pid_t block : blocks)
+            if (status && block) kill(block, SIGKILL); /* it would wait for the one that has failed */
+        ok = ok && status == 0;
+    }
+    if (!ok) puts("  a block did not end well");
+    return ok;
+}
+
+static bool same(const char *what, uint32_t r, uint32_t round, const void *a, const void *b, uint64_t num_bytes) {
+    for (uint64_t i = 0; i < num_bytes; i++)
+        if (((const unsigned char *)a)[i] != ((const unsigned char *)b)[i]) {
+            printf("  rank %u round %u: %s differs from byte %llu of %llu on\n", r, round, what, (unsigned long long)i,
+                   (unsigned long long)num_bytes);
+            return false;
+        }
+    return true;
+}
+
+/* Both buffers of rank r know of the same plan, as far as it means something.  *made: there is one. */
+static bool same_plan(const Problem &q, uint32_t r, uint32_t round, bool *made) {
+    const Case *c = q.c;
+    const Out &a = q.cpu.out[r][round], &b = q.gpu.out[r][round];
+    const EpPlanLayout l = ep_plan_layout(&c->shape, c->num_tokens[r]);
+    const uint64_t tiles = 4ull * (uint32_t)a.plan[EP_HEAD_NUM_TILES];
+    *made = !a.plan[EP_HEAD_STATUS] && !b.plan[EP_HEAD_STATUS];
+    if (!*made) return same("the plan's head", r, round, a.plan, b.plan, 4 * EP_HEAD_WORDS); /* the rest means nothing */
+    bool ok = same("the plan", r, round, a.plan, b.plan, 4 * l.send_token_off);
+    for (uint32_t w = 0; w < c->shape.num_ranks; w++) { /* behind the slots in use nothing is written */
+        const uint64_t from = l.send_token_off + (uint64_t)w * c->num_tokens[r];
+        ok = same("send tokens", r, round, a.plan + from, b.plan + from, 4ull * (uint32_t)a.plan[EP_HEAD_NUM_SEND + w]) && ok;
+    }
+    return same("the tiles", r, round, a.plan + l.tile_expert_off, b.plan + l.tile_expert_off, tiles) &&
+           same("the tiles' rows", r, round, a.plan + l.tile_row_off, b.plan + l.tile_row_off, tiles) && ok;
+}
+#endif /* STAGES_H */

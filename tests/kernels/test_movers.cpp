@@ -1,0 +1,286 @@
+/* test_movers.cpp - what the movers of the megakernels do, thread by thread on the CPU, against the CPU backend: bit by
+ * bit, on several ranks of several blocks.  Usage: test_movers [seed [blocks]]
+ *
+ * The kernels here are those of fused.cuh without the product.  In its place a warp reads the rows of a block when their
+ * count says that they are there (dispatch), or some make rows, piece by piece in random order, and count them (combine). */
+#include "stages.h"
+
+#include "kernels/combine.cuh"
+#include "kernels/dispatch.cuh"
+
+enum { MOVERS = 3, MAKERS = 2, PIECES = 3, FIFO_BYTES = MOVERS * EP_FIFO_BYTES };
+static_assert(MOVERS + MAKERS < EP_MOST_WARPS, "warps that the emulation has");
+
+/* Who does what in a round. */
+struct Way {
+    uint32_t num_move, num_tail, num_reduce; /* blocks, as in fused.h */
+    bool streams, rests, is_serial;          /* combine: movers take part, makers do when they have made all; see fused.h */
+};
+static const Way ways[ROUNDS] = {
+    {2, 0, 2, true, false, false}, {1, 0, 1, false, true, false}, {2, 1, 1, true, true, false}, {1, 0, 2, true, true, true}};
+
+struct MoveParams {
+    EpDispatchParams d;
+    Way way;
+    unsigned char *read; /* the rows, as who multiplies sees them */
+    uint64_t *ready;     /* the counts, in the end */
+};
+struct HomeParams {
+    EpCombineParams k;
+    Way way;
+    const unsigned char *product;
+    const uint32_t *order; /* in which pieces of rows are made */
+    uint64_t *ready;
+};
+
+__shared__ uint64_t shared_epoch;
+struct SharedEpoch {
+    operator uint64_t() const { return shared_epoch; }
+};
+
+static bool enter(const EpComm *c, uint32_t op, const int32_t *plan, uint32_t num_tokens, uint32_t num_rows, uint32_t has_weight) {
+    const uint64_t epoch = ep_begin(c);
+    const bool ok = epoch && ep_block_enter(c, op, plan, num_tokens, num_rows, has_weight, 0, epoch);
+    if (threadIdx.x == 0) shared_epoch = epoch;
+    __syncthreads();
+    return ok;
+}
+static void leave(const EpComm *c, uint64_t *ready) {
+    if (ep_block_leave(c, SharedEpoch()) == EP_LEFT) return;
+    for (uint32_t b = threadIdx.x; b < c->layout.num_row_blocks; b += blockDim.x) ready[b] = *ep_ready_word(c, b), *ep_ready_word(c, b) = 0;
+}
+
+/* Read what this rank has published at a peer, as that does: here ThreadSanitizer sees whether all of it was. */
+static void look(const EpComm *c, uint32_t op, uint32_t r, uint32_t slot, const unsigned char *at, uint64_t num_bytes) {
+    const EpFaultRecord f = {0, 0, op, r, EP_WORD_FLAG, 0, 0, SharedEpoch(), 0, 0};
+    if (!ep_wait_u64(c, ep_flag(c, r, c->my_rank, slot / EP_CHUNK_SLOTS), EP_CMP_EQ, SharedEpoch(), &f)) return;
+    for (uint64_t i = 0; i < num_bytes; i++) (void)((const volatile unsigned char *)at)[i];
+}
+
+/* ---- dispatch, and who reads what it has placed ---- */
+
+static void read_rows(const MoveParams &p) {
+    const EpComm *c = &p.d.comm;
+    const uint32_t m = (uint32_t)p.d.plan[EP_HEAD_NUM_ROWS];
+    for (uint32_t b = blockIdx.x; b < ep_ceil_div_u32(m, EP_TILE_ROWS); b += gridDim.x) {
+        const uint64_t from = b * EP_TILE_ROWS * c->layout.row_bytes, num_rows = ep_ready_count(b, m, 1);
+        if (!ep_ready_await(c, EP_OP_DISPATCH_GEMM, b, num_rows, SharedEpoch())) return;
+        memcpy(p.read + from, (const unsigned char *)p.d.rows + from, num_rows * c->layout.row_bytes);
+    }
+}
+static void look_at_sent(const EpDispatchParams &d) {
+    const EpComm *c = &d.comm;
+    const uint64_t num_bytes = c->layout.row_bytes + 4 * (2 + c->shape.num_topk * (1 + d.has_weight));
+    for (uint32_t r = 0; r < c->shape.num_ranks; r++)
+        for (uint32_t i = 0; r != c->my_rank && i < (uint32_t)d.plan[EP_HEAD_NUM_SEND + r]; i++)
+            look(c, EP_OP_DISPATCH_GEMM, r, i, ep_slot_at(c, r, c->my_rank, i), num_bytes);
+}
+static void move_kernel(MoveParams p) {
+    const EpDispatchParams &d = p.d;
+    const uint32_t warp = threadIdx.x / 32;
+    const bool ok = enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, d.layout.num_tokens, d.num_rows, d.has_weight);
+    if (ok && warp < MOVERS && blockIdx.x < p.way.num_move) {
+        const EpMoveWhat what = p.way.num_tail == 0 ? EP_MOVE_ALL : blockIdx.x < p.way.num_tail ? EP_MOVE_RECEIPTS : EP_MOVE_SENDS;
+        move_tokens<true>(d, EP_OP_DISPATCH_GEMM, SharedEpoch(), what, warp * EP_FIFO_BYTES);
+    }
+    if (ok && threadIdx.x == 32 * MOVERS) read_rows(p);
+    if (ok && threadIdx.x == 32 * MOVERS + 1) look_at_sent(d);
+    leave(&d.comm, p.ready);
+}
+
+/* ---- combine, of rows that are being made ---- */
+
+/* Rows are made by 16, as a warp makes them of a tile that begins anywhere: the first ones are 11. */
+static uint32_t num_groups(uint32_t num_rows) { return ep_ceil_div_u32(num_rows + 5, 16); }
+
+static void make_rows(const HomeParams &p) {
+    const EpComm *c = &p.k.comm;
+    const uint32_t m = num_staged_rows(p.k), num_vec = (uint32_t)(c->layout.row_bytes / 16), lane = ep_lane();
+    for (uint64_t n; m && (n = ep_queue_pop(&ep_local(c)->queue_tiles)) < num_groups(m) * PIECES;) {
+        const uint32_t piece = p.order[n] % PIECES, group = p.order[n] / PIECES;
+        const uint32_t row = group ? 16 * group - 5 : 0, end = 16 * group + 11 < m ? 16 * group + 11 : m, num_rows = end - row;
+        const uint32_t first = num_vec * piece / PIECES, last = num_vec * (piece + 1) / PIECES;
+        const struct timespec nap = {0, (long)(p.order[n] * 2654435761u % 400000)};
+        nanosleep(&nap, NULL);
+        for (uint32_t r = row; r < end; r++)
+            for (uint32_t v = first + lane; v < last; v += 32)
+                ((uint4 *)p.k.rows)[(uint64_t)r * num_vec + v] = ((const uint4 *)p.product)[(uint64_t)r * num_vec + v];
+        /* From here on as EpCombineHooks::count. */
+        const uint32_t block = row / EP_TILE_ROWS, left = (block + 1) * EP_TILE_ROWS - row, in_first = num_rows < left ? num_rows : left;
+        __syncwarp();
+        ep_fence_acq_rel_gpu();
+        if (lane == 0) ep_red_add_relaxed_gpu(ep_ready_word(c, block), in_first);
+        if (lane == 1 && num_rows > in_first) ep_red_add_relaxed_gpu(ep_ready_word(c, block + 1), num_rows - in_first);
+    }
+}
+static bool await_all_rows(const HomeParams &p) {
+    const uint32_t m = num_staged_rows(p.k);
+    bool made = true;
+    for (uint32_t b = ep_lane(); made && b < ep_ceil_div_u32(m, EP_TILE_ROWS); b += 32)
+        made = ep_ready_await(&p.k.comm, EP_OP_GEMM_COMBINE, b, ep_ready_count(b, m, p.k.row_pieces), SharedEpoch());
+    return __all_sync(EP_FULL, made);
+}
+template <int DTYPE, bool STREAMS> static void bring(const HomeParams &p, uint32_t fifo) {
+    const EpCombineParts parts = {blockIdx.x < p.way.num_move, blockIdx.x < p.way.num_reduce};
+    if (p.way.is_serial && !await_all_rows(p)) return;
+    bring_home<EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, STREAMS>>(p.k, SharedEpoch(), parts, fifo);
+}
+static void look_at_returned(const EpCombineParams &k) {
+    const EpComm *c = &k.comm;
+    const uint32_t K = c->shape.num_topk, mode = c->shape.combine_mode;
+    for (uint32_t r = 0; mode != EP_COMBINE_GATHER && r < c->shape.num_ranks; r++)
+        for (uint32_t i = 0; i < (uint32_t)k.plan[EP_HEAD_NUM_RECV + r]; i++) {
+            const int32_t *slot = k.recv + ((uint64_t)r * c->shape.max_tokens + i) * (1 + K);
+            if (mode == EP_COMBINE_LOCAL) look(c, EP_OP_GEMM_COMBINE, r, i, ep_slot_at(c, r, c->my_rank, i), c->layout.row_bytes);
+            for (uint32_t j = 0; mode == EP_COMBINE_SCATTER && j < K; j++)
+                if (slot[1 + j] >= 0)
+                    look(c, EP_OP_GEMM_COMBINE, r, i, ep_choice_at(c, r, (uint32_t)slot[0] * K + j), c->layout.row_bytes + 8);
+        }
+}
+template <int DTYPE> static void home_kernel(HomeParams p) {
+    const EpCombineParams &k = p.k;
+    const uint32_t warp = threadIdx.x / 32;
+    if (enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.layout.num_tokens, k.num_rows, k.has_weight)) {
+        if (warp < MOVERS && p.way.streams) bring<DTYPE, true>(p, warp * EP_FIFO_BYTES);
+        if (warp >= MOVERS && warp < MOVERS + MAKERS) {
+            make_rows(p);
+            if (p.way.rests) bring<DTYPE, false>(p, 0);
+        }
+        if (threadIdx.x == 32 * (MOVERS + MAKERS)) look_at_returned(k);
+    }
+    leave(&k.comm, p.ready);
+}
+
+/* ---- the test ---- */
+
+/* What there is of a rank in a round, beside Problem's. */
+struct Fused {
+    unsigned char *read, *made;
+    uint32_t *order;
+    uint64_t *ready[2];
+};
+
+static bool is_ready(const char *what, const Problem &q, uint32_t r, uint32_t round, const uint64_t *ready, uint32_t pieces) {
+    const uint32_t num_rows = (uint32_t)q.cpu.out[r][round].plan[EP_HEAD_NUM_ROWS];
+    bool ok = true;
+    for (uint32_t b = 0; b < q.layout.num_row_blocks; b++) {
+        const uint64_t want = b * EP_TILE_ROWS < num_rows ? ep_ready_count(b, num_rows, pieces) : 0;
+        if (ready[b] == want) continue;
+        printf("  rank %u round %u: the count of %s of block %u is %llu, not %llu\n", r, round, what, b, (unsigned long long)ready[b],
+               (unsigned long long)want);
+        ok = false;
+    }
+    return ok;
+}
+static bool untouched(const char *what, uint32_t r, uint32_t round, const void *at, uint64_t from, uint64_t num_bytes) {
+    for (uint64_t i = from; i < num_bytes; i++)
+        if (((const unsigned char *)at)[i] != 0xee) {
+            printf("  rank %u round %u: %s was written at byte %llu of %llu\n", r, round, what, (unsigned long long)i,
+                   (unsigned long long)num_bytes);
+            return false;
+        }
+    return true;
+}
+
+static bool check_round(const Problem &q, const Fused &f, uint32_t r, uint32_t i) {
+    const Case *c = q.c;
+    const Out &a = q.cpu.out[r][i], &b = q.gpu.out[r][i];
+    const uint64_t row_bytes = q.layout.row_bytes, m = (uint32_t)a.plan[EP_HEAD_NUM_ROWS], room = q.rank[r].num_rows;
+    bool made, ok = same_plan(q, r, i, &made);
+    if (!made) puts("  a case without a plan");
+    ok = same("recv", r, i, a.recv, b.recv, 4 * q.recv_words) && ok && made;
+    ok = same("the rows", r, i, a.rows, b.rows, m * row_bytes) && ok;
+    ok = untouched("the room behind the rows", r, i, b.rows, m * row_bytes, room * row_bytes) && ok;
+    ok = same("what was read of the rows", r, i, a.rows, f.read, m * row_bytes) && ok;
+    if (c->weighted) ok = same("the row weights", r, i, a.row_weight, b.row_weight, 4 * m) && ok;
+    ok = untouched("the room behind the row weights", r, i, b.row_weight, c->weighted ? 4 * m : 0, 4 * room) && ok;
+    ok = is_ready("rows placed", q, r, i, f.ready[0], 1) && ok;
+    ok = same("the sums", r, i, a.sums, b.sums, c->num_tokens[r] * row_bytes) && ok;
+    ok = is_ready("rows made", q, r, i, f.ready[1], PIECES) && ok;
+    return untouched("the scalars", r, i, b.scalars, 0, 4ull * c->num_tokens[r] * c->shape.num_topk) && ok;
+}
+
+/* In any order; or a block's rows and then another's, so that blocks are complete at different times. */
+static void fill_order(uint32_t *order, uint32_t num, bool by_block) {
+    const uint32_t size = by_block ? EP_TILE_ROWS / 16 * PIECES : 1;
+    std::vector<uint32_t> blocks(ep_ceil_div_u32(num, size));
+    for (uint32_t b = 0; b < blocks.size(); b++) blocks[b] = b;
+    std::shuffle(blocks.begin(), blocks.end(), ep_random);
+    for (uint32_t b : blocks) {
+        const uint32_t end = b * size + size < num ? b * size + size : num;
+        uint32_t *const first = order;
+        for (uint32_t n = b * size; n < end; n++) *order++ = n;
+        std::shuffle(first, order, ep_random);
+    }
+}
+
+static bool check(const Case *c) {
+    const Problem q(c);
+    Fused fused[MAX_RANKS][ROUNDS];
+    run_cpu(q, ROUNDS);
+    for (uint32_t r = 0; r < c->shape.num_ranks; r++)
+        for (Fused &f : fused[r]) {
+            const uint32_t m = (uint32_t)q.cpu.out[r][&f - fused[r]].plan[EP_HEAD_NUM_ROWS], num = num_groups(m) * PIECES;
+            const uint64_t num_bytes = q.rank[r].num_rows * q.layout.row_bytes;
+            f.read = (unsigned char *)poisoned(num_bytes), f.order = (uint32_t *)shared(4 * num);
+            f.made = (unsigned char *)memset(shared(num_bytes), EP_FILL_NAN, num_bytes);
+            for (uint64_t *&ready : f.ready) ready = (uint64_t *)poisoned(8 * q.layout.num_row_blocks);
+            fill_order(f.order, num, (&f - fused[r]) % 2 == 0);
+        }
+    const auto way_of = [](uint32_t round) {
+        Way w = ways[round];
+        w.num_move = w.num_move < num_sm ? w.num_move : num_sm, w.num_tail = w.num_tail < w.num_move ? w.num_tail : 0;
+        return w;
+    };
+    const Kernel kernels[] = {
+        [&](uint32_t r, uint32_t i) {
+            const EpPlanParams plan = q.plan(q.gpu, r, i);
+            if (my_block == 0) ep_cpu_plan(&plan);
+            return 0;
+        },
+        [&](uint32_t r, uint32_t i) {
+            MoveParams p = {q.dispatch(q.gpu, r, i), way_of(i), fused[r][i].read, fused[r][i].ready[0]};
+            p.d.x = q.rank[r].x, p.d.num_copies = c->num_copies;
+            return (int)ep_launch_resident(move_kernel, num_sm, MOVERS + 1, FIFO_BYTES, NULL, p);
+        },
+        [&](uint32_t r, uint32_t i) {
+            const Fused &f = fused[r][i];
+            HomeParams p = {q.combine(q.gpu, r, i), way_of(i), q.rank[r].y, f.order, f.ready[1]};
+            p.k.rows = f.made, p.k.row_pieces = PIECES, p.k.has_scalar = 0, p.k.row_scalar = NULL, p.k.out_scalar = NULL;
+            const auto kernel = c->shape.dtype == EP_F16 ? home_kernel<EP_F16> : home_kernel<EP_BF16>;
+            return (int)ep_launch_resident(kernel, num_sm, MOVERS + MAKERS + 1, FIFO_BYTES, NULL, p);
+        },
+    };
+    bool ok = run_blocks(q, ROUNDS, kernels);
+    for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
+        ok = same("the fault record", r, 0, &q.cpu.host[r]->fault, &q.gpu.host[r]->fault, sizeof(EpFaultRecord)) && ok;
+        for (uint32_t i = 0; i < ROUNDS; i++) ok = check_round(q, fused[r][i], r, i) && ok;
+    }
+    printf("%-48s %s\n", c->name, ok ? "ok" : "WRONG");
+    fflush(stdout);
+    return ok;
+}
+
+int main(int argc, char **argv) {
+    ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
+    if (argc > 2) num_sm = (uint32_t)atoi(argv[2]);
+    const Case cases[] = { /* shape: ranks, experts, topk, max tokens, hidden, dtype, form of combine, capacity */
+        {"pre-reduced, bfloat16, blocks of rows", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 1},
+        {"pre-reduced, float16, a rank without tokens", {3, 6, 3, 20, 136, EP_F16, EP_COMBINE_LOCAL, 200}, {13, 0, 20}, 1},
+        {"pre-reduced, float16, rows of 512 bytes and a bit", {2, 8, 4, 30, 520, EP_F16, EP_COMBINE_LOCAL, 240}, {30, 23}, 0},
+        {"pre-reduced, unweighted", {2, 6, 5, 22, 264, EP_BF16, EP_COMBINE_LOCAL, 240}, {22, 19}, 1, -1, -1, 2, 0},
+        {"pre-reduced, a rank of 32 choices, none dropped", {1, 64, 32, 11, 264, EP_BF16, EP_COMBINE_LOCAL, 352}, {11}, 1, -1, -1, 0},
+        {"pre-reduced, most choices dropped", {3, 6, 2, 37, 40, EP_BF16, EP_COMBINE_LOCAL, 222}, {37, 30, 9}, 1, -1, -1, 6},
+        {"pushed, bfloat16", {2, 4, 4, 25, 200, EP_BF16, EP_COMBINE_SCATTER, 200}, {25, 18}, 1},
+        {"pushed, float16, most choices dropped", {3, 6, 3, 21, 264, EP_F16, EP_COMBINE_SCATTER, 180}, {21, 0, 17}, 0, -1, -1, 6},
+        {"pushed, a row for three tokens of one choice", {2, 8, 1, 252, 48, EP_BF16, EP_COMBINE_SCATTER, 453}, {252, 201}, 0, -1, -1, 1, 1, 3},
+        {"pulled, bfloat16", {2, 4, 2, 33, 200, EP_BF16, EP_COMBINE_GATHER, 140}, {33, 5}, 1},
+        {"pulled, float16, unweighted", {3, 6, 6, 15, 520, EP_F16, EP_COMBINE_GATHER, 270}, {15, 11, 14}, 1, -1, -1, 2, 0},
+        {"pulled, a rank of 32 choices", {1, 40, 32, 6, 264, EP_F16, EP_COMBINE_GATHER, 192}, {6}, 0},
+        {"pulled, all choices dropped", {2, 4, 2, 9, 24, EP_BF16, EP_COMBINE_GATHER, 36}, {9, 5}, 1, -1, -1, 8},
+    };
+    bool ok = true;
+    for (const Case &c : cases) ok = check(&c) && ok;
+    puts(ok ? "all right" : "FAILED");
+    return !ok;
+}
