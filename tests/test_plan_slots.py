@@ -1,0 +1,360 @@
+"""The order in which tokens travel: out by the first expert that they want at a rank, home by the last, or as they stand.
+
+A layout's token_slots number the tokens that a rank sends home; send_token lists those that go out, rank by rank.
+Whatever the order, rows and sums are the same, bit by bit.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import epmoe
+from cases import (MODES, Case, capacity_of, case_id, check_rows, check_sums, generator, indices_of, inputs_of, keep, layout_parts,
+                   run_routing, same_bits, same_numbers, soil)
+from epmoe import reference
+from epmoe.testing import PATTERNS
+
+
+def make_op(world, device, case, kind=epmoe.EpAll2AllFusedOp, **options):
+    """An EpAll2AllFusedOp for a case; see cases.make_layer."""
+    options = {"combine_mode": "scatter" if case.mode == "local" else case.mode, "enable_local_combine": case.mode == "local",
+               "capacity": capacity_of(case, world.size), "num_sm": case.num_sm, "num_buffers": case.num_buffers} | options
+    op = kind(world, case.max_tokens, case.hidden, case.topk, num_tot_experts=case.num_local * world.size, dtype=case.dtype, device=device, **options)
+    keep(world, op)
+    return op
+
+
+def ordered(tokens, key):
+    """tokens by (key, token): both [N]."""
+    return tokens[torch.argsort(key * (int(tokens.max()) + 1 if len(tokens) else 1) + tokens)]
+
+
+def slots_of(idx, num_experts, num_ranks, is_sorted):
+    """What should be: token_slots [T, W], and of every rank the list of tokens that go there."""
+    idx, local = idx.long().cpu(), num_experts // num_ranks
+    slots, sent = torch.full((len(idx), num_ranks), -1), []
+    for r in range(num_ranks):
+        here = (idx >= r * local) & (idx < (r + 1) * local)
+        tokens = here.any(1).nonzero()[:, 0]
+        first = torch.where(here, idx, num_experts).amin(1)[tokens]
+        last = torch.where(here, idx, -1).amax(1)[tokens]
+        home = ordered(tokens, last) if is_sorted else tokens
+        slots[home, r] = torch.arange(len(tokens))
+        sent.append(ordered(tokens, first) if is_sorted else tokens)
+    return slots, sent
+
+
+def travel_of(layout):
+    """The two orders, as a layout has them."""
+    size, count = layout.layer.world_size, layout.send_tokens.tolist()
+    lists = layout._part("send_token", size, layout.num_tokens)
+    return {"token_slots": layout.token_slots.clone(), "sent": [lists[r, :n].clone() for r, n in enumerate(count)]}
+
+
+def check_travel(got, idx, num_experts, num_ranks, is_sorted, say=""):
+    slots, sent = slots_of(idx, num_experts, num_ranks, is_sorted)
+    same_numbers(got["token_slots"], slots, f"{say}token_slots")
+    for r in range(num_ranks):
+        same_numbers(got["sent"][r], sent[r], f"{say}tokens sent to rank {r}")
+
+
+def plan_case(world, device, cases):
+    """Plans of some cases of one shape, sorted and not."""
+    ops = {s: make_op(world, device, cases[0], token_sorting=s) for s in (True, False)}
+    results = []
+    for case in cases:
+        idx = indices_of(case, world.rank, world.size)
+        layouts = {s: op.preprocess(idx.to(device)) for s, op in ops.items()}
+        results.append({"idx": idx, **{s: travel_of(layout) | layout_parts(layout) for s, layout in layouts.items()}})
+    for op in ops.values():
+        op.finalize()
+    return results
+
+
+def check(ranks, cases, **options):
+    """The order of every rank's tokens; all else in a plan is the same in both."""
+    cases = cases if isinstance(cases, list) else [cases]
+    results = ranks(plan_case, cases, **options)
+    size = len(results)
+    for rank, of_rank in enumerate(results):
+        for case, got in zip(cases, of_rank):
+            for is_sorted in (True, False):
+                check_travel(got[is_sorted], got["idx"], case.num_local * size, size, is_sorted, f"{case}, rank {rank}, sorted {is_sorted}: ")
+            tiles = got[True]["num_tiles"]
+            for name in set(got[True]) - {"token_slots", "sent"}:
+                a, b = (torch.as_tensor(got[s][name]) for s in (True, False))
+                same_numbers(*((a[:tiles], b[:tiles]) if name.startswith("tile_") else (a, b)), f"{case}, rank {rank}: {name}")
+
+
+def test_slots_of_a_routing_by_hand(ranks):
+    """Two ranks, three experts each: written out, so that the oracle is not believed either."""
+    idx = torch.tensor([[2, 0], [1, 1], [0, 5], [4, 2], [-1, 3], [2, 2], [6, -1], [0, 0]])
+
+    def run(world, device):
+        op = make_op(world, device, Case(num_local=3, topk=2, max_tokens=8))
+        got = travel_of(op.preprocess(idx.to(device)))
+        op.finalize()
+        return got
+
+    out = {0: [0, 2, 7, 1, 3, 5], 1: [4, 3, 2]}  # by first expert at the rank: 0 0 0 1 2 2, and 3 4 5
+    home = {0: [2, 7, 1, 0, 3, 5], 1: [4, 3, 2]}  # by last: 0 0 1 2 2 2
+    slots, sent = slots_of(idx, 6, 2, True)
+    for r in (0, 1):
+        assert sent[r].tolist() == out[r] and slots[home[r], r].tolist() == list(range(len(home[r])))
+        assert (slots[:, r] >= 0).sum() == len(home[r])
+    results = ranks(run, world_size=2, at_least=2)
+    for got in results:
+        check_travel(got, idx, 3 * len(results), len(results), True)
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=case_id)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_slots_pattern(ranks, pattern, index_dtype):
+    check(ranks, [Case(num_local=3, topk=4, max_tokens=33, pattern=pattern, index_dtype=index_dtype, seed=s) for s in range(3)])
+
+
+@pytest.mark.parametrize("tokens", ["full", "none", "first_none", "only_last", "unequal"])
+def test_slots_tokens_of_ranks(ranks, tokens):
+    check(ranks, [Case(num_local=3, topk=3, max_tokens=20, tokens=tokens, seed=s) for s in range(3)])
+
+
+@pytest.mark.parametrize("topk", [1, 2, 8, 16, 17, 31, 32])
+def test_slots_topk(ranks, topk):
+    check(ranks, [Case(num_local=5, topk=topk, max_tokens=37, pattern=p, tokens="unequal") for p in ("uniform", "sentinels", "duplicates", "heavy_drop")])
+
+
+@pytest.mark.parametrize("num_local", [1, 2, 33, 64, 128])
+def test_slots_experts(ranks, num_local):
+    """From one expert a rank, where nothing is to be sorted, to more than a warp has lanes."""
+    check(ranks, [Case(num_local=num_local, topk=4, max_tokens=60, pattern=p) for p in ("uniform", "distinct", "edges", "one_expert")])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_slots_world_size(ranks, world_size):
+    check(ranks, [Case(num_local=4, topk=4, max_tokens=13, tokens="unequal", pattern=p) for p in PATTERNS], world_size=world_size)
+
+
+@pytest.mark.parametrize("topk", [8, 17])
+def test_slots_many_tokens(ranks, topk):
+    """So many that a GPU's plan has several blocks: each sorts what is its own, the places are everybody's."""
+    most = 9000 if ranks.device.type == "cuda" else 1500
+    check(ranks, [Case(num_local=16, topk=topk, max_tokens=most, hidden=8, pattern=p, tokens="unequal") for p in ("distinct", "sentinels", "one_expert")])
+
+
+def test_slots_of_fewer_tokens_than_before(ranks):
+    """Nothing of a larger plan is left in a smaller one."""
+
+    def shrink(world, device):
+        case = Case(num_local=3, topk=4, max_tokens=60)
+        op = make_op(world, device, case)
+        results = []
+        for n in (60, 7, 0, 1, 60, 3):
+            idx = indices_of(dataclasses.replace(case, max_tokens=n, seed=n), world.rank, world.size) if n else torch.zeros(0, 4, dtype=torch.int64)
+            results.append((idx, travel_of(op.preprocess(idx.to(device)))))
+        op.finalize()
+        return results
+
+    results = ranks(shrink)
+    for of_rank in results:
+        for idx, got in of_rank:
+            check_travel(got, idx, 3 * len(results), len(results), True)
+
+
+def test_slots_are_the_same_in_every_run(ranks):
+    """Bits do not depend on the number of workers, or on which of them came first."""
+
+    def plans(world, device):
+        case, seen = Case(num_local=4, topk=6, max_tokens=300, pattern="sentinels"), []
+        idx = indices_of(case, world.rank, world.size).to(device)
+        for num_sm in (1, 5):
+            op = make_op(world, device, case, num_sm=num_sm)
+            seen += [travel_of(op.preprocess(idx)) for _ in range(6)]
+            op.finalize()
+        same = all(torch.equal(s["token_slots"], seen[0]["token_slots"]) for s in seen)
+        return same and all(torch.equal(a, b) for s in seen for a, b in zip(s["sent"], seen[0]["sent"]))
+
+    assert all(ranks(plans))
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_slots_of_any_indices(ranks, data):
+    """Whatever the indices are, down to single tokens; hypothesis shrinks what fails."""
+    size = ranks.size(3)
+    topk, num_local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    choice = st.integers(-1, num_local * size)
+    indices = [torch.tensor(data.draw(st.lists(st.lists(choice, min_size=topk, max_size=topk), max_size=6)), dtype=torch.int64).reshape(-1, topk)
+               for _ in range(size)]
+
+    def plan(world, device):
+        op = make_op(world, device, Case(num_local=num_local, topk=topk, max_tokens=6, hidden=8))
+        got = travel_of(op.preprocess(indices[world.rank].to(device)))
+        op.finalize()
+        return got
+
+    for idx, got in zip(indices, ranks(plan, world_size=3)):
+        check_travel(got, idx, num_local * size, size, True)
+
+
+def scatter_within(p, idx, num_experts, rank):
+    """Rows of another order than the plan's: those of each expert the other way round."""
+    size, local = len(p["rows"]), num_experts // len(p["rows"])
+    rows = p["token_row"][rank].clone()
+    per_expert = p["counts"].sum(0)
+    for r in range(size):
+        at = 0
+        for e in range(r * local, (r + 1) * local):
+            n, of = int(per_expert[e]), idx.long() == e
+            rows[of] = 2 * at + n - 1 - rows[of]
+            at += n
+    return rows.to(torch.int32)
+
+
+def test_slots_with_rows_of_the_caller(ranks):
+    """full_scatter_indices say where rows stand, not when their tokens travel."""
+    case = Case(num_local=3, topk=4, max_tokens=21, pattern="sentinels", tokens="unequal")
+
+    def run(world, device):
+        op = make_op(world, device, case)
+        num_experts = case.num_local * world.size
+        of_all = [indices_of(case, r, world.size) for r in range(world.size)]
+        idx = of_all[world.rank]
+        scatter = scatter_within(reference.plan(of_all, num_experts), idx, num_experts, world.rank)
+        layout = op.preprocess(idx.to(device), scatter.to(device))
+        x, _ = inputs_of(case, world.rank, world.size)
+        rows = op.dispatch(x.to(device), layout=layout)[0]
+        got = travel_of(layout) | {"idx": idx, "placed": torch.equal(layout.token_dst_scatter_idx.cpu(), scatter), "x": x, "rows": rows, "scatter": scatter}
+        op.finalize()
+        return got
+
+    results = ranks(run)
+    size = len(results)
+    num_experts = case.num_local * size
+    for rank, got in enumerate(results):
+        check_travel(got, got["idx"], num_experts, size, True)
+        assert got["placed"]
+    for source in results:
+        kept = (source["idx"] >= 0) & (source["idx"] < num_experts)
+        t, k = kept.nonzero(as_tuple=True)
+        for r in range(size):
+            of = source["idx"][t, k] // case.num_local == r
+            same_bits(results[r]["rows"][source["scatter"][t[of], k[of]].long()], source["x"][t[of]], f"rows at rank {r}")
+
+
+# ---- what the order must not change ----
+
+
+def moved(world, device, case, is_sorted, **options):
+    """A case through dispatch and combine, and the layout's order."""
+    op = make_op(world, device, case, token_sorting=is_sorted, **options)
+    soil(op)
+    result = run_routing(op, case)
+    op.synchronize()
+    op.finalize()
+    return result
+
+
+def check_moved(ranks, case, **options):
+    """Rows and sums are those of the oracle, sorted and not; so also each other's."""
+
+    def run(world, device):
+        return [moved(world, device, case, is_sorted) for is_sorted in (True, False)]
+
+    results = ranks(run, **options)
+    num_experts, size = case.num_local * len(results), len(results)
+    p = reference.plan([r[0]["idx"] for r in results], num_experts)
+    for i, is_sorted in enumerate((True, False)):
+        of_all = [r[i] for r in results]
+        for got in of_all:
+            same_numbers(got["token_slots"], slots_of(got["idx"], num_experts, size, is_sorted)[0], f"token_slots, sorted {is_sorted}")
+        check_rows(of_all, p)
+        check_sums(of_all, p, num_experts, case.mode)
+    for rank, (a, b) in enumerate(results):
+        m = a["num_rows"]
+        same_bits(a["rows"][:m], b["rows"][:m], f"rank {rank}: rows, sorted and not")
+        same_bits(a["out"], b["out"], f"rank {rank}: sums, sorted and not")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=case_id)
+@pytest.mark.parametrize("pattern", ["uniform", "distinct", "one_expert", "one_rank", "duplicates", "sentinels", "all_dropped"])
+@pytest.mark.parametrize("mode", MODES)
+def test_slots_change_no_row_and_no_sum(ranks, mode, pattern, dtype):
+    check_moved(ranks, Case(num_local=4, topk=3, hidden=24, max_tokens=21, mode=mode, pattern=pattern, dtype=dtype, tokens="unequal"))
+
+
+@pytest.mark.parametrize("topk", [1, 17, 32])
+@pytest.mark.parametrize("mode", MODES)
+def test_slots_change_no_sum_of_many_choices(ranks, mode, topk):
+    check_moved(ranks, Case(num_local=5, topk=topk, max_tokens=18, mode=mode, pattern="sentinels"))
+
+
+@pytest.mark.parametrize("weights", [True, False], ids=["weights", "bare"])
+@pytest.mark.parametrize("tokens", ["none", "first_none", "only_last"])
+@pytest.mark.parametrize("mode", MODES)
+def test_slots_of_ranks_without_tokens_change_nothing(ranks, mode, tokens, weights):
+    check_moved(ranks, Case(num_local=3, topk=3, max_tokens=14, mode=mode, tokens=tokens, weights=weights, capacity="exact" if weights else None))
+
+
+@pytest.mark.parametrize("num_sm", [1, 5])
+@pytest.mark.parametrize("mode", MODES)
+def test_slots_and_many_workers_change_nothing(ranks, mode, num_sm):
+    """More tokens than a chunk of slots has; several workers take them as they come."""
+    most = 900 if ranks.device.type == "cuda" else 90
+    check_moved(ranks, Case(num_local=8, topk=6, hidden=40, max_tokens=most, mode=mode, num_sm=num_sm, pattern="distinct", capacity="roomy"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_slots_change_no_gradient(ranks, mode):
+    """The gradients of weights come home beside the rows, in the slots in which those do."""
+    case = Case(num_local=4, topk=3, hidden=24, max_tokens=25, mode=mode, pattern="sentinels", dtype=torch.float32, tokens="unequal")
+
+    def run(world, device):
+        seen = []
+        g = generator(11, world.rank)
+        idx = indices_of(case, world.rank, world.size).to(device)
+        x, dy = (torch.randn(len(idx), case.hidden, generator=g).to(device) for _ in range(2))
+        weight = torch.rand(len(idx), case.topk, generator=g).to(device)
+        for is_sorted in (True, False):
+            op = make_op(world, device, case, token_sorting=is_sorted)
+            soil(op)
+            leaves = [t.clone().requires_grad_() for t in (x, weight)]
+            rows, row_weight, layout = op.dispatch(leaves[0], idx, leaves[1])
+            op.combine(rows * rows, layout, row_weight).backward(dy)
+            op.synchronize()
+            seen.append([t.grad for t in leaves])
+            op.finalize()
+        return seen, (x, idx, weight, dy)
+
+    results = ranks(run)
+    num_experts = case.num_local * len(results)
+    for rank, ((a, b), (x, idx, weight, dy)) in enumerate(results):
+        for name, one, other in zip(("x", "weight"), a, b):
+            same_bits(one, other, f"rank {rank}: gradient of {name}, sorted and not")
+        kept = (idx >= 0) & (idx < num_experts)
+        x, weight, dy = x.double(), weight.double(), dy.double()
+        wanted = torch.where(kept, ((x * x) * dy).sum(1, keepdim=True), 0)  # y = sum of weight * x^2
+        torch.testing.assert_close(a[1].double(), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a[0].double(), 2 * x * dy * torch.where(kept, weight, 0).sum(1, keepdim=True), rtol=1e-4, atol=1e-4)
+
+
+def test_slots_of_an_older_layout(ranks):
+    """Rows of one dispatch come home by its own slots, whatever was dispatched since."""
+    cases = [Case(num_local=3, topk=3, max_tokens=20, tokens="unequal", mode="local", pattern="distinct", seed=s) for s in range(3)]
+
+    def run(world, device):
+        op = make_op(world, device, cases[0])
+        layouts = [op.preprocess(indices_of(case, world.rank, world.size).to(device)) for case in cases]
+        results = [run_routing(op, cases[i], layout=layouts[i]) for i in (1, 2, 0)]
+        op.finalize()
+        return results
+
+    results = ranks(run)
+    num_experts = cases[0].num_local * len(results)
+    for at in range(3):
+        of_all = [r[at] for r in results]
+        p = reference.plan([r["idx"] for r in of_all], num_experts)
+        check_rows(of_all, p)
+        check_sums(of_all, p, num_experts, "local")
