@@ -5,7 +5,7 @@
  * that has come to its rows, reading it once.  Every warp does both: it receives what is there, sends
  * while nothing is, and waits only when there is nothing left to send (queue.h).
  *
- * FUSED: in a megakernel, where rows go through shared memory (fifo: the warp's part of it), and who multiplies waits for
+ * FUSED: in a megakernel, where sends and receipts go by turns, rows go through shared memory (fifo: the warp's part of it), and who multiplies waits for
  * rows: they are counted. */
 #ifndef EP_DISPATCH_CUH
 #define EP_DISPATCH_CUH
@@ -111,14 +111,14 @@ template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &
     if (ep_lane() == 0) ep_flag_publish(c, r, task.chunk, epoch);
 }
 
-/* Keep what combine needs to know of a slot of rank s.  Nothing past num_rows is written, whatever a peer says: returns the
+/* Keep what combine needs to know of a slot of rank s.  Nothing past the plan's rows is written, whatever a peer says: returns the
  * row of each lane's choice, or -1. */
 EP_FN int32_t keep_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, most = c->shape.max_tokens;
     const uint32_t home = (uint32_t)__shfl_sync(EP_FULL, w.head, 1);
     int32_t *keep = p.recv + ((uint64_t)s * most + (home < most ? home : 0)) * (1 + K);
-    if ((uint32_t)w.row >= p.num_rows) w.row = -1;
+    if ((uint32_t)w.row >= p.num_rows || w.row >= p.plan[EP_HEAD_NUM_ROWS]) w.row = -1;
     if (ep_lane() == 0) keep[0] = (uint32_t)w.head < most ? w.head : 0;
     if (ep_lane() < K) keep[1 + ep_lane()] = w.row;
     if (ep_lane() < K && w.row >= 0 && p.row_weight) p.row_weight[w.row] = w.weight;

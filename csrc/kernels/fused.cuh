@@ -9,10 +9,13 @@
  *
  * No cycle of waits.  Tasks are of levels: send < receive < multiply in dispatch + GEMM; multiply < send home < add up in
  * GEMM + combine.  A worker waits for tasks of a lower level only, on any rank, and then never holds one of that
- * level back: a warp that moves waits for a chunk with no send task left (queue.h); a warp that holds a chunk whose rows are
- * not made goes on adding up tokens; loader and multiplier have their own queue, of tiles, and are never the ones who
- * move, until there are no more tiles.  All blocks run at once (a cooperative launch, or an error), so every task
- * that is taken comes to an end, the lowest first.
+ * level back: a warp that moves waits for a chunk with no send task left (queue.h), or sends nothing at all, and then others
+ * do (num_tail_blocks, num_move_blocks: the launch makes sure that somebody sends and somebody adds up); a warp that holds a
+ * chunk whose rows are not made goes on adding up tokens; loader and multiplier have their own queue, of tiles, and are
+ * never the ones who move, until there are no more tiles and the last one is counted.  The two blocks of a pair wait for each
+ * other's half of a stage: of the same tile, for both take the same ones in the same order, and neither drops out.  All
+ * blocks run at once (a cooperative launch, or an error), so every task that is taken comes to an end, the lowest
+ * first.  tests/models/fused.pml has it as a model, with what goes wrong where one of these does not hold.
  *
  * When something goes wrong nobody waits any more: movers leave, loaders load what there is, and products of
  * nonsense are made to the end, because the two blocks of a pair must do the same tiles.  The last block out makes
@@ -61,8 +64,9 @@ struct EpDispatchHooks {
             num = t.row0 + t.num_rows - first;
         }
         const uint64_t begin = ep_trace_now(&p.dispatch.comm);
+        EpPatience w = {0, 0, 0};
         for (uint32_t b = first / EP_TILE_ROWS; ok && b <= (first + num - 1) / EP_TILE_ROWS; b++)
-            ok = ep_ready_await(&p.dispatch.comm, EP_OP_DISPATCH_GEMM, b, ep_ready_count(b, m, 1), EpSharedEpoch());
+            ok = ep_ready_await(&p.dispatch.comm, EP_OP_DISPATCH_GEMM, b, ep_ready_count(b, m, 1), EpSharedEpoch(), &w);
         ep_fence_proxy_async_global();
         ep_trace_span(&p.dispatch.comm, EP_SPAN_WAIT_ROWS, t.expert, begin);
     }
@@ -109,9 +113,10 @@ template <int DTYPE> struct EpCombineHooks {
     }
     __device__ bool await_all_rows() {
         const uint32_t m = num_staged_rows(p.combine);
+        EpPatience w = {0, 0, 0};
         bool made = true;
         for (uint32_t b = ep_lane(); made && b < ep_ceil_div_u32(m, EP_TILE_ROWS); b += 32)
-            made = ep_ready_await(&p.combine.comm, EP_OP_GEMM_COMBINE, b, ep_ready_count(b, m, p.combine.row_pieces), EpSharedEpoch());
+            made = ep_ready_await(&p.combine.comm, EP_OP_GEMM_COMBINE, b, ep_ready_count(b, m, p.combine.row_pieces), EpSharedEpoch(), &w);
         return __all_sync(EP_FULL, made);
     }
     __device__ void move(uint32_t smem) { bring<true>(mover_fifo(smem)); }

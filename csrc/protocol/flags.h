@@ -9,8 +9,9 @@
  *             |           |         |                   |                   | {epoch, count}               |
  * flag[w][c]  | rank w    | owner   | st.release.sys    | ld.acquire.sys == | slots of chunk c in staging  | op e + 1, after enter
  * barrier     | is an operation without data: enter, and nothing else                                           |
- * ready[b]    | owner's   | owner's | add.relaxed.gpu   | ld.acquire.gpu >= | rows of block b, of dispatch | the last worker out
- *             | workers   | workers | behind a fence    |                   | or of the product            | of a fused operation
+ * ready[b]    | owner's   | owner's | add.relaxed.gpu   | ld.acquire.gpu >= | rows of block b, of dispatch | the last worker out,
+ *             | workers   | workers | behind a fence    | and the stream's  | or of the product            | behind its leaving: the
+ *             |           |         |                   | order             |                              | next kernel sees zeros
  * local.*     | owner's   | owner's | add.acq_rel.gpu   | the same add, and | reads and writes of all      | the last worker out
  *             | workers   | workers | (num_left)        | the stream's order| workers of the operation     |
  * host->abort | host      | owner   | relaxed           | relaxed           | nothing but itself           | never
@@ -202,15 +203,14 @@ EP_PURE uint64_t ep_ready_count(uint32_t block, uint32_t num_rows, uint32_t piec
     return (uint64_t)(left < EP_TILE_ROWS ? left : EP_TILE_ROWS) * pieces;
 }
 /* A wait for this rank's own workers.  They end in any case, at their own deadline for a peer, so its deadline comes
- * behind theirs. */
+ * behind theirs.  `w`: one for all blocks of rows that are waited for together. */
 EP_FN uint64_t ep_local_limit_ns(const EpComm *c) { return c->timeout_ns < UINT64_MAX / 2 ? 2 * c->timeout_ns : UINT64_MAX; }
-EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t count, uint64_t epoch) {
+EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t count, uint64_t epoch, EpPatience *w) {
     const EpFaultRecord f = {0, 0, op, c->my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
-    EpPatience w = {0, 0, 0};
     for (;;) {
         const uint64_t got = ep_ld_acquire_gpu_u64(ep_ready_word(c, block)); /* the block's rows are now readable */
         if (got >= count) return true;
-        if (!ep_wait_on(c, &w, ep_local_limit_ns(c), &f, count, got)) return false;
+        if (!ep_wait_on(c, w, ep_local_limit_ns(c), &f, count, got)) return false;
     }
 }
 

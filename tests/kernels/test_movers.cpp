@@ -62,9 +62,10 @@ static void look(const EpComm *c, uint32_t op, uint32_t r, uint32_t slot, const 
 static void read_rows(const MoveParams &p) {
     const EpComm *c = &p.d.comm;
     const uint32_t m = (uint32_t)p.d.plan[EP_HEAD_NUM_ROWS];
+    EpPatience w = {0, 0, 0};
     for (uint32_t b = blockIdx.x; b < ep_ceil_div_u32(m, EP_TILE_ROWS); b += gridDim.x) {
         const uint64_t from = b * EP_TILE_ROWS * c->layout.row_bytes, num_rows = ep_ready_count(b, m, 1);
-        if (!ep_ready_await(c, EP_OP_DISPATCH_GEMM, b, num_rows, SharedEpoch())) return;
+        if (!ep_ready_await(c, EP_OP_DISPATCH_GEMM, b, num_rows, SharedEpoch(), &w)) return;
         memcpy(p.read + from, (const unsigned char *)p.d.rows + from, num_rows * c->layout.row_bytes);
     }
 }
@@ -115,9 +116,10 @@ static void make_rows(const HomeParams &p) {
 }
 static bool await_all_rows(const HomeParams &p) {
     const uint32_t m = num_staged_rows(p.k);
+    EpPatience w = {0, 0, 0};
     bool made = true;
     for (uint32_t b = ep_lane(); made && b < ep_ceil_div_u32(m, EP_TILE_ROWS); b += 32)
-        made = ep_ready_await(&p.k.comm, EP_OP_GEMM_COMBINE, b, ep_ready_count(b, m, p.k.row_pieces), SharedEpoch());
+        made = ep_ready_await(&p.k.comm, EP_OP_GEMM_COMBINE, b, ep_ready_count(b, m, p.k.row_pieces), SharedEpoch(), &w);
     return __all_sync(EP_FULL, made);
 }
 template <int DTYPE, bool STREAMS> static void bring(const HomeParams &p, uint32_t fifo) {
