@@ -17,6 +17,7 @@ _Config = tuple[int, int, int, int, int, int, int, int, int, int]
 
 HAS_CUDA: Final[int]
 CHAOS: Final[int]  # 0, or the seed of the delays in a build for tests
+TRACE: Final[int]  # 1 in a build with the profiler
 MAX_RANKS: Final[int]
 MAX_TOPK: Final[int]
 MAX_EXPERTS: Final[int]

@@ -122,7 +122,8 @@ def add_bias(y, bias, offsets):
     row = torch.arange(len(y), device=y.device, dtype=torch.int32)
     expert = torch.searchsorted(offsets[1:], row, right=True)
     owned = (row >= offsets[0]) & (row < offsets[-1])
-    return y + torch.where(owned[:, None], bias.to(y.dtype)[expert.clamp(max=len(bias) - 1)], 0)
+    # In float32, rounded once: so is the bias's gradient, a sum over all rows of its expert.
+    return (y + torch.where(owned[:, None], bias.to(torch.promote_types(y.dtype, torch.float32))[expert.clamp(max=len(bias) - 1)], 0)).to(y.dtype)
 
 
 def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=None, row_weight=None, portable=False):

@@ -100,7 +100,7 @@ def test_heap_random_allocations_never_overlap(ranks):
             if live and pick.random() < 0.48:
                 heap.free(live.pop(pick.randrange(len(live)))[2])
                 continue
-            n, alignment = pick.choice([1, 7, 256, 300, 4096, 10_000]), pick.choice([1, 128, 1024, 4096])
+            n, alignment = pick.choice([1, 7, 256, 300, 4096, 10_000, 20_000]), pick.choice([1, 128, 1024, 4096])
             try:
                 t = heap.malloc_symmetric((n,), torch.uint8, alignment)
             except epmoe.HeapExhausted:
