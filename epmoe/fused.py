@@ -61,10 +61,10 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             raise ValueError(f"num_reduce_sms {num_reduce}: some thread block must add up the tokens")
         self._knobs = num_sm, num_tail, num_reduce
 
-    def _is_fused(self, *products):
-        """Whether the kernels are there for products with these weights [L, N, K]."""
+    def _is_fused(self, gemm_weight):
+        """Whether the kernels are there for a product with these weights [L, N, K]."""
         return (self.fused and self.device.type == "cuda" and self.dtype in (torch.bfloat16, torch.float16)
-                and torch.cuda.get_device_capability(self.device)[0] == 9 and all(n % 16 == 0 for w in products for n in w.shape[1:]))
+                and torch.cuda.get_device_capability(self.device)[0] == 9 and all(n % 16 == 0 for n in gemm_weight.shape[1:]))
 
     # The two below allocate outputs and call the module; the operators at the end of this file give them to autograd and torch.compile.
 

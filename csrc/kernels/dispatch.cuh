@@ -5,8 +5,8 @@
  * that has come to its rows, reading it once.  Every warp does both: it receives what is there, sends
  * while nothing is, and waits only when there is nothing left to send (queue.h).
  *
- * FUSED: in a megakernel, where sends and receipts go by turns, rows go through shared memory (fifo: the warp's part of it), and who multiplies waits for
- * rows: they are counted. */
+ * FUSED: in a megakernel, where sends and receipts go by turns, rows go through shared memory (fifo: the warp's part of
+ * it), and who multiplies waits for rows: they are counted. */
 #ifndef EP_DISPATCH_CUH
 #define EP_DISPATCH_CUH
 #include "stream.cuh"

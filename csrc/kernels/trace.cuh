@@ -14,10 +14,10 @@ EP_FN void ep_trace_start(void) {
 }
 /* A span begins; one lane has the time. */
 EP_FN uint64_t ep_trace_now(const EpComm *c) { return c->trace ? ep_now_ns() : 0; }
-/* A span ends; `lane` is one that noted its beginning. */
-EP_FN void ep_trace_span(const EpComm *c, uint32_t what, uint32_t of, uint64_t begin_ns, uint32_t lane = 0) {
+/* A span ends; lane 0 has noted its beginning. */
+EP_FN void ep_trace_span(const EpComm *c, uint32_t what, uint32_t of, uint64_t begin_ns) {
     const uint32_t warp = threadIdx.x / 32, n = ep_trace_num[warp];
-    if (!c->trace || ep_lane() != lane || n >= c->trace_room || blockIdx.x >= c->trace_blocks) return;
+    if (!c->trace || ep_lane() != 0 || n >= c->trace_room || blockIdx.x >= c->trace_blocks) return;
     EpTraceEvent *to = c->trace + ((uint64_t)blockIdx.x * EP_TRACE_WARPS + warp) * c->trace_room + n;
     to->begin_ns = begin_ns, to->num_ns = (uint32_t)(ep_now_ns() - begin_ns), to->what = (uint16_t)what, to->of = (uint16_t)of;
     ep_trace_num[warp] = n + 1;
@@ -25,7 +25,7 @@ EP_FN void ep_trace_span(const EpComm *c, uint32_t what, uint32_t of, uint64_t b
 #else
 EP_FN void ep_trace_start(void) {}
 EP_FN uint64_t ep_trace_now(const EpComm *) { return 0; }
-EP_FN void ep_trace_span(const EpComm *, uint32_t, uint32_t, uint64_t, uint32_t = 0) {}
+EP_FN void ep_trace_span(const EpComm *, uint32_t, uint32_t, uint64_t) {}
 #endif
 
 #endif /* EP_TRACE_CUH */

@@ -244,8 +244,7 @@ typedef enum {
     EP_SPAN_WAIT_ROWS = 4,
     EP_SPAN_GEMM = 5,
     EP_SPAN_RETURN = 6,
-    EP_SPAN_ADD = 7,
-    EP_SPAN_WAIT = 8
+    EP_SPAN_ADD = 7
 } EpSpan;
 typedef struct {
     uint64_t begin_ns;
