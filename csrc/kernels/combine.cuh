@@ -8,56 +8,37 @@
  * FUSED: in a megakernel, where rows are being made meanwhile, and are taken when they are ready. */
 #ifndef EP_COMBINE_CUH
 #define EP_COMBINE_CUH
-#include "stream.cuh"
+#include "rows.cuh"
 #include "trace.cuh"
 
-/* How a warp combines.  OP: as what peers know it.  STREAMS: through shared memory, for want of registers.  FUSED: waits for
- * rows to be made. */
-template <int DTYPE_, EpOpKind OP_, bool STREAMS_> struct EpCombineConfig {
+/* How a warp combines.  OP: as what peers know it.  FUSED: waits for rows to be made. */
+template <int DTYPE_, EpOpKind OP_> struct EpCombineConfig {
     static constexpr int DTYPE = DTYPE_;
-    static constexpr bool STREAMS = STREAMS_;
     static constexpr EpOpKind OP = OP_;
     static constexpr bool FUSED = OP == EP_OP_GEMM_COMBINE;
+    typedef EpFifo<4, FUSED ? 2 : 4> Fifo;
 };
 
 EP_FN uint64_t row_address(const EpCombineParams &p, int32_t row) {
     return (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * p.comm.layout.row_bytes;
 }
 
-/* Copy a row and its weight and scalar to where one choice is kept. */
-template <typename C> EP_FN void put_choice(const EpCombineParams &p, unsigned char *to, int32_t row) {
-    if (ep_lane() == 0) {
-        float *trailer = (float *)(to + p.comm.layout.row_bytes);
-        trailer[0] = p.has_weight ? p.row_weight[row] : 1.0f;
-        trailer[1] = p.has_scalar ? p.row_scalar[row] : 0.0f;
-    }
-    ep_copy_row<C::STREAMS ? 4 : 8>((uint64_t)to, 1, (const void *)row_address(p, row), (uint32_t)(p.comm.layout.row_bytes / 16));
+/* Copy the rows of those lanes that are in `mask`, with their weights and scalars, to where choices are kept: that of lane i to at(i). */
+template <typename C, typename At>
+EP_FN void put_choices(const EpCombineParams &p, int32_t row, uint32_t mask, uint32_t fifo, At at) {
+    const uint32_t row_bytes = (uint32_t)p.comm.layout.row_bytes;
+    ep_stream_copy<typename C::Fifo>(fifo, row_address(p, row), mask, row_bytes / 16, [&](uint32_t i, uint64_t *my_dst, uint32_t *to) {
+        const int32_t r = __shfl_sync(EP_FULL, row, (int)i);
+        unsigned char *choice = at(i);
+        float *trailer = (float *)(choice + row_bytes);
+        if (ep_lane() == 0) trailer[0] = p.has_weight ? p.row_weight[r] : 1.0f, trailer[1] = p.has_scalar ? p.row_scalar[r] : 0.0f;
+        *my_dst = (uint64_t)choice, *to = 1;
+    });
 }
 
 /* Whether row `row` of a slot of token `token` is one: both may be a peer's numbers. */
 EP_FN bool is_row(const EpCombineParams &p, int32_t token, int32_t row) {
     return row >= 0 && (uint32_t)row < p.num_rows && (uint32_t)token < p.comm.shape.max_tokens;
-}
-
-/* Send home what this rank made of one slot of rank s: of its token; lane k has the row of choice k. */
-template <typename C>
-EP_FN void return_slot(const EpCombineParams &p, uint32_t s, uint32_t slot, int32_t token, int32_t row) {
-    const EpComm *c = &p.comm;
-    const uint32_t K = c->shape.num_topk;
-    const bool here = is_row(p, token, row);
-    const uint32_t mask = __ballot_sync(EP_FULL, here);
-    if (c->shape.combine_mode == EP_COMBINE_SCATTER) {
-        for (uint32_t left = mask; left; left &= left - 1) {
-            const int k = __ffs((int)left) - 1;
-            put_choice<C>(p, ep_choice_at(c, s, (uint64_t)(uint32_t)token * K + (uint32_t)k), __shfl_sync(EP_FULL, row, k));
-        }
-        return;
-    }
-    unsigned char *to = ep_slot_at(c, s, c->my_rank, slot);
-    if (C::STREAMS) return; /* return_sums has done it */
-    ep_sum_rows<C::DTYPE>(to, (uint32_t)(c->layout.row_bytes / 16), mask, row_address(p, here ? row : -1),
-                          here && p.has_weight ? p.row_weight[row] : 1.0f, p.has_weight);
-    if (p.has_scalar && ep_lane() < K) ((float *)(to + c->layout.row_bytes))[ep_lane()] = here ? p.row_scalar[row] : 0.0f;
 }
 
 /* A chunk of slots to send home: lane i has the token of the i-th, lane k of row[i] the row of its choice k. */
@@ -91,24 +72,35 @@ template <typename C> EP_FN void return_sums(const EpCombineParams &p, EpTask ta
     ep_warp_sync(); /* nobody reads the list any more */
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        listed = ep_stream_list(fifo, listed, here[i], row_address(p, r.row[i]), weight[i]), ends |= listed << 8 * i;
+        listed = ep_stream_list<typename C::Fifo>(fifo, listed, here[i], row_address(p, r.row[i]), weight[i]), ends |= listed << 8 * i;
     ep_warp_sync();
-    ep_stream_sums<C::DTYPE>(fifo, ends, num, (uint32_t)(c->layout.row_bytes / 16), p.has_weight,
-                             [&](uint32_t i) { return ep_slot_at(c, task.rank, c->my_rank, first + i); });
+    ep_stream_sums<typename C::Fifo, C::DTYPE>(fifo, ends, num, (uint32_t)(c->layout.row_bytes / 16), p.has_weight,
+                                               [&](uint32_t i) { return ep_slot_at(c, task.rank, c->my_rank, first + i); });
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
+        if (p.has_scalar && i < num && ep_lane() < c->shape.num_topk)
+            ((float *)(ep_slot_at(c, task.rank, c->my_rank, first + i) + c->layout.row_bytes))[ep_lane()] =
+                here[i] ? p.row_scalar[r.row[i]] : 0.0f;
+}
+
+/* SCATTER: the rows of all of a chunk's slots, one by one. */
+template <typename C> EP_FN void return_choices(const EpCombineParams &p, uint32_t s, ChunkRows r, uint32_t num, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    for (uint32_t i = 0; i < num; i++) {
+        const int32_t token = __shfl_sync(EP_FULL, r.token, (int)i);
+        const uint32_t mask = __ballot_sync(EP_FULL, is_row(p, token, r.row[0]));
+        put_choices<C>(p, r.row[0], mask, fifo,
+                       [&](uint32_t k) { return ep_choice_at(c, s, (uint64_t)(uint32_t)token * c->shape.num_topk + k); });
+#pragma unroll
+        for (uint32_t j = 1; j < EP_CHUNK_SLOTS; j++) r.row[j - 1] = r.row[j];
+    }
 }
 
 template <typename C, typename E> EP_FN void return_chunk(const EpCombineParams &p, EpTask task, ChunkRows r, E epoch, uint32_t fifo) {
     const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
     if (num == 0) return;
-    if (C::STREAMS && p.comm.shape.combine_mode == EP_COMBINE_LOCAL) {
-        return_sums<C>(p, task, r, num, fifo);
-    } else {
-        for (uint32_t i = 0; i < num; i++) {
-            return_slot<C>(p, task.rank, task.chunk * EP_CHUNK_SLOTS + i, __shfl_sync(EP_FULL, r.token, (int)i), r.row[0]);
-#pragma unroll
-            for (uint32_t j = 1; j < EP_CHUNK_SLOTS; j++) r.row[j - 1] = r.row[j];
-        }
-    }
+    if (p.comm.shape.combine_mode == EP_COMBINE_LOCAL) return_sums<C>(p, task, r, num, fifo);
+    else return_choices<C>(p, task.rank, r, num, fifo);
     ep_warp_sync(); /* all lanes' stores come before lane 0's release */
     if (ep_lane() == 0) ep_flag_publish(&p.comm, task.rank, task.chunk, epoch);
 }
@@ -118,10 +110,12 @@ EP_FN uint32_t num_staged_rows(const EpCombineParams &p) {
     return m < p.num_rows ? m : p.num_rows;
 }
 /* GATHER: put a chunk of this rank's rows where peers can pull them; who ends the last one tells everyone. */
-template <typename C, typename E> EP_FN void stage_chunk(const EpCombineParams &p, uint32_t chunk, uint32_t num_chunks, E epoch) {
+template <typename C, typename E>
+EP_FN void stage_chunk(const EpCombineParams &p, uint32_t chunk, uint32_t num_chunks, E epoch, uint32_t fifo) {
     const EpComm *c = &p.comm;
     const uint32_t first = chunk * EP_CHUNK_SLOTS, num = ep_chunk_slots(num_staged_rows(p), chunk);
-    for (uint32_t i = first; i < first + num; i++) put_choice<C>(p, ep_choice_at(c, c->my_rank, i), (int32_t)i);
+    put_choices<C>(p, (int32_t)(first + ep_lane()), (1u << num) - 1, fifo,
+                   [&](uint32_t i) { return ep_choice_at(c, c->my_rank, first + i); });
     ep_warp_sync();
     /* acq_rel: the last warp's flags publish all warps' rows. */
     if (ep_lane() == 0 && ep_add_acq_rel_gpu_u64(&ep_local(c)->num_copied, 1) + 1 == num_chunks)
@@ -182,17 +176,15 @@ template <typename C> EP_FN void finish_tokens(const EpCombineParams &p, uint32_
     const uint32_t num_vec = (uint32_t)(c->layout.row_bytes / 16);
     const bool weighted = c->shape.combine_mode != EP_COMBINE_LOCAL && p.has_weight;
     uint32_t ends = 0, listed = 0;
-    auto out = [&](uint32_t i) { return (unsigned char *)p.out + (first + i) * c->layout.row_bytes; };
     ep_warp_sync(); /* nobody reads the list any more */
     for (uint32_t i = 0; i < num; i++) {
         const int32_t there = __shfl_sync(EP_FULL, slot, (int)(i * EP_MAX_RANKS + ep_lane() % EP_MAX_RANKS));
         const TokenRows r = rows_of_token(p, first + i, ep_lane() < c->shape.num_ranks ? there : -1);
-        if (C::STREAMS) listed = ep_stream_list(fifo, listed, r.mine, r.from, r.weight), ends |= listed << 8 * i;
-        else ep_sum_rows<C::DTYPE>(out(i), num_vec, __ballot_sync(EP_FULL, r.mine), r.from, r.weight, weighted);
+        listed = ep_stream_list<typename C::Fifo>(fifo, listed, r.mine, r.from, r.weight), ends |= listed << 8 * i;
     }
-    if (!C::STREAMS) return;
     ep_warp_sync();
-    ep_stream_sums<C::DTYPE>(fifo, ends, num, num_vec, weighted, out);
+    ep_stream_sums<typename C::Fifo, C::DTYPE>(fifo, ends, num, num_vec, weighted,
+                                               [&](uint32_t i) { return (unsigned char *)p.out + (first + i) * c->layout.row_bytes; });
 }
 
 /* A megakernel's rows are made in `pieces` each: are these, each lane's own, all there?  -1: none. */
@@ -235,7 +227,8 @@ typedef struct {
 template <typename C> EP_FN uint32_t next_to_send(const EpCombineParams &p, SendTurn *at, uint32_t num_send) {
     const uint32_t W = p.comm.shape.num_ranks;
     EpLocal *l = ep_local(&p.comm);
-    if (!C::FUSED || p.comm.shape.combine_mode == EP_COMBINE_GATHER) return (uint32_t)ep_queue_pop(l->queue_send);
+    if constexpr (!C::FUSED) return (uint32_t)ep_queue_pop(l->queue_send);
+    if (p.comm.shape.combine_mode == EP_COMBINE_GATHER) return (uint32_t)ep_queue_pop(l->queue_send);
     for (; at->left; at->left--, at->turn = (at->turn + 1) % W) {
         const uint32_t send = (uint32_t)ep_queue_pop(l->queue_send + at->turn) * W + at->turn;
         if (send < num_send) return send;
@@ -274,7 +267,7 @@ template <typename C, typename E> EP_FN void bring_home(const EpCombineParams &p
                 if (!wait_for_rows(p, C::OP, &patience, epoch)) return;
             } else {
                 const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
-                if (gather) stage_chunk<C>(p, send, num_stage, epoch);
+                if (gather) stage_chunk<C>(p, send, num_stage, epoch, fifo);
                 else return_chunk<C>(p, task, rows, epoch, fifo);
                 if (C::FUSED) ep_trace_span(c, EP_SPAN_RETURN, task.rank, begin);
                 send = num_send;

@@ -6,10 +6,10 @@
  * while nothing is, and waits only when there is nothing left to send (queue.h).
  *
  * FUSED: in a megakernel, where sends and receipts go by turns, rows go through shared memory (fifo: the warp's part of
- * it), and who multiplies waits for rows: they are counted. */
+ * it) for want of registers, and who multiplies waits for rows: they are counted. */
 #ifndef EP_DISPATCH_CUH
 #define EP_DISPATCH_CUH
-#include "stream.cuh"
+#include "rows.cuh"
 #include "trace.cuh"
 
 /* Which part of the work a warp takes; all of it, but for a dispatch in two stages. */
@@ -65,7 +65,7 @@ template <bool FUSED, typename Place>
 EP_FN void copy_rows(const EpDispatchParams &p, uint32_t fifo, uint64_t my_src, uint32_t num, Place place) {
     const uint32_t num_vec = (uint32_t)(p.comm.layout.row_bytes / 16);
     if constexpr (FUSED) {
-        ep_stream_copy(fifo, my_src, num, num_vec, place);
+        ep_stream_copy<EpFusedFifo>(fifo, my_src, (1u << num) - 1, num_vec, place);
     } else {
         for (uint32_t i = 0; i < num; i++) {
             uint64_t my_dst;

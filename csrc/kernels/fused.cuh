@@ -40,8 +40,8 @@ struct EpSharedEpoch {
     __device__ operator uint64_t() const { return ep_ld_shared_u64(ep_smem(&ep_shared_epoch)); }
 };
 
-/* A mover's part of the shared memory behind the product's. */
-EP_FN uint32_t mover_fifo(uint32_t smem) { return smem + (threadIdx.x / 32 - 1) * EP_FIFO_BYTES; }
+/* A warp's part of shared memory, of those from warp `first` on. */
+EP_FN uint32_t fifo_at(uint32_t smem, uint32_t first) { return smem + (threadIdx.x / 32 - first) * EpFusedFifo::BYTES; }
 
 struct EpDispatchHooks {
     static constexpr bool FUSED = true;
@@ -53,7 +53,7 @@ struct EpDispatchHooks {
     __device__ void move(uint32_t smem) {
         if (!ok || blockIdx.x >= p.num_move_blocks) return;
         const EpMoveWhat what = p.num_tail_blocks == 0 ? EP_MOVE_ALL : blockIdx.x < p.num_tail_blocks ? EP_MOVE_RECEIPTS : EP_MOVE_SENDS;
-        move_tokens<true>(p.dispatch, EP_OP_DISPATCH_GEMM, EpSharedEpoch(), what, mover_fifo(smem));
+        move_tokens<true>(p.dispatch, EP_OP_DISPATCH_GEMM, EpSharedEpoch(), what, fifo_at(smem, 1));
     }
     __device__ void await_rows(const EpGemmTile &t) {
         const uint32_t m = (uint32_t)p.dispatch.plan[EP_HEAD_NUM_ROWS];
@@ -75,7 +75,7 @@ struct EpDispatchHooks {
         if (threadIdx.x / 32 % 4 == 0) ep_trace_span(&p.dispatch.comm, EP_SPAN_GEMM, t.expert, begun);
     }
     __device__ void multiplying() {}
-    __device__ void rest() {}
+    __device__ void rest(uint32_t) {}
 };
 
 template <int DTYPE> struct EpCombineHooks {
@@ -105,8 +105,8 @@ template <int DTYPE> struct EpCombineHooks {
     }
     __device__ void multiplying() { count(); }
 
-    template <bool STREAMS> __device__ void bring(uint32_t fifo) {
-        typedef EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, STREAMS> C;
+    __device__ void bring(uint32_t fifo) {
+        typedef EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE> C;
         const EpCombineParts parts = {blockIdx.x < p.num_move_blocks, blockIdx.x < p.num_reduce_blocks};
         if (ep_ld_shared_u32(ep_smem(&ep_shared_ok)) && (!p.is_serial || await_all_rows()))
             bring_home<C>(p.combine, EpSharedEpoch(), parts, fifo);
@@ -119,8 +119,8 @@ template <int DTYPE> struct EpCombineHooks {
             made = ep_ready_await(&p.combine.comm, EP_OP_GEMM_COMBINE, b, ep_ready_count(b, m, p.combine.row_pieces), EpSharedEpoch(), &w);
         return __all_sync(EP_FULL, made);
     }
-    __device__ void move(uint32_t smem) { bring<true>(mover_fifo(smem)); }
-    __device__ void rest() { count(), bring<false>(0); }
+    __device__ void move(uint32_t smem) { bring(fifo_at(smem, 1)); }
+    __device__ void rest(uint32_t smem) { count(), bring(fifo_at(smem, 4)); }
 };
 
 /* The last block out leaves the counts as it found them: those of the plan's rows; after a failure, all. */
@@ -185,12 +185,12 @@ static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensor
     cudaError_t e = encode(ep_map_a(&seen, C::BN), &a);
     if (e == cudaSuccess) e = encode(ep_map_b(&seen, C::BN), &b);
     if (e == cudaSuccess)
-        e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (C::SMEM_BYTES + 3 * EP_FIFO_BYTES));
+        e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (C::SMEM_BYTES + 3 * EpFusedFifo::BYTES));
     if (e == cudaSuccess) e = cudaGetDevice(&device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
     cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {
-        dim3((uint32_t)num_sm / 2 * 2), dim3(EP_GEMM_THREADS), (C::SMEM_BYTES + 3 * EP_FIFO_BYTES), stream, attributes, 1};
+        dim3((uint32_t)num_sm / 2 * 2), dim3(EP_GEMM_THREADS), (C::SMEM_BYTES + 3 * EpFusedFifo::BYTES), stream, attributes, 1};
     attributes[0].id = cudaLaunchAttributeClusterDimension, attributes[0].val.clusterDim = {2, 1, 1};
     attributes[1].id = cudaLaunchAttributeCooperative, attributes[1].val.cooperative = 1;
     if (e == cudaSuccess) e = cudaOccupancyMaxActiveClusters(&num_pairs, kernel, &config);

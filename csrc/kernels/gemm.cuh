@@ -279,7 +279,7 @@ EP_PTX void ep_gemm_write(const float (&d)[C::BN / 2], const EpGemmParams *p, co
  *   tile_begun    a warp that multiplies, when it has been told of a tile: the time, for the profiler
  *   tile_written  the same, when its lanes have stored its part of the tile
  *   multiplying   the same, while its first products of the next tile are on their way (if there are any for it)
- *   rest          the same, when there are no more tiles */
+ *   rest          the same, when there are no more tiles; they have what the stages were in */
 struct EpGemmNoHooks {
     static constexpr bool FUSED = false;
     static constexpr int LOADER_REGS = 56, MULTIPLIER_REGS = 224;
@@ -288,7 +288,7 @@ struct EpGemmNoHooks {
     __device__ uint64_t tile_begun() { return 0; }
     __device__ void tile_written(const EpGemmTile &, uint32_t, uint64_t) {}
     __device__ void multiplying() {}
-    __device__ void rest() {}
+    __device__ void rest(uint32_t) {}
 };
 
 template <typename C, typename Hooks>
@@ -305,7 +305,8 @@ EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, Hooks &hooks, const Ep
         ep_gemm_write<C>(d, p, &t, group, boxes);
         hooks.tile_written(t, group, begun);
     }
-    hooks.rest();
+    if (Hooks::FUSED) ep_bar_sync(1, 256); /* no warp of the block reads a stage any more, and none is being filled */
+    hooks.rest(s->stages);
 }
 
 template <typename C, typename Hooks>

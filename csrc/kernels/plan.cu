@@ -7,8 +7,8 @@
  *
  * All of it is latency.  So one more warp of each block, the clerk, has no tokens, and does what would keep the
  * others: it enters, waits for the peers' enter, tells the host, and writes the tables. */
+#include "block.cuh"
 #include "launch.h"
-#include "rows.cuh"
 
 typedef EpPlanParams Params;
 

@@ -8,6 +8,13 @@ static __device__ __forceinline__ uint32_t *ep_dynamic_smem(void) {
     return smem;
 }
 
+/* Load a kernel now (see launch.h), and let it have so much shared memory. */
+template <typename P> static cudaError_t ep_allow_smem(void (*kernel)(P), uint32_t smem_bytes) {
+    cudaFuncAttributes a;
+    cudaError_t e = cudaFuncGetAttributes(&a, kernel);
+    return e == cudaSuccess ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem_bytes) : e;
+}
+
 /* Launch with all blocks resident at once, or not at all.  Block 0 enters for all and blocks wait for one
  * another, so a block that waits for one that cannot start would wait for ever.  No more blocks than SMs:
  * a block fills one. */

@@ -27,7 +27,6 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define EP_WARPS 4u
-#define EP_COMBINE_WARPS 3u
 #define EP_MOST_WARPS 6u
 
 /* ---- what a warp does together ---- */
@@ -159,7 +158,6 @@ EP_FN void ep_chaos(uint32_t) {}
 
 #define EP_PTX_CUH
 #define EP_RESIDENT_CUH
-EP_FN uint4 ep_ld_row(const uint4 *p) { return *p; }
 EP_FN void ep_doze(void) { sched_yield(); }
 EP_FN void ep_fence_acq_rel_gpu(void) { ep_has_fenced = true; }
 EP_FN void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
@@ -170,6 +168,8 @@ EP_FN void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
 alignas(1024) static unsigned char ep_shared[1u << 18];
 static uint32_t my_block, num_sm = 2; /* a block fills an SM */
 static uint32_t *ep_dynamic_smem(void) { return (uint32_t *)ep_shared; }
+EP_FN uint4 ep_ld_row(const uint4 *p) { return *p; }
+EP_FN uint32_t ep_smem(const void *p) { return (uint32_t)((const unsigned char *)p - ep_shared); }
 static unsigned char *ep_at(uint32_t at, uint32_t n) {
     if (at % n || at + n > sizeof ep_shared) ep_die("outside of shared memory, or not aligned");
     return ep_shared + at;
@@ -229,5 +229,6 @@ static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, ui
 }
 #define cudaFuncGetAttributes(a, f) ((void)(a), cudaSuccess)
 #define cudaFuncSetAttribute(f, what, n) ((void)(n), cudaSuccess)
+#define ep_allow_smem(f, n) ((void)(f), (void)(n), cudaSuccess)
 
 #endif /* EP_PORT_H */

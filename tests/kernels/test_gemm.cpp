@@ -52,8 +52,9 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
         for (uint32_t c = col; c < last_col; c++) expect(((const uint16_t *)p->out)[(uint64_t)row * out_cols + c] != EP_POISON);
         __atomic_fetch_add(&counts[row], 1, __ATOMIC_RELAXED);
     }
-    void rest() {
+    void rest(uint32_t stages) { /* nobody may need them any more */
         expect(state == IDLE), state = RESTS;
+        for (uint32_t i = threadIdx.x - 128; i < C::STAGES * C::STAGE_BYTES / 16; i += 256) ep_st_shared(stages + 16 * i, ~0u, ~0u, ~0u, ~0u);
         __atomic_fetch_add(num_at_rest, 1, __ATOMIC_RELAXED);
     }
 };

@@ -8,13 +8,13 @@
 #include "kernels/combine.cuh"
 #include "kernels/dispatch.cuh"
 
-enum { MOVERS = 3, MAKERS = 2, PIECES = 3, FIFO_BYTES = MOVERS * EP_FIFO_BYTES };
+enum { MOVERS = 3, MAKERS = 2, PIECES = 3, FIFO_BYTES = (MOVERS + MAKERS) * EpFusedFifo::BYTES };
 static_assert(MOVERS + MAKERS < EP_MOST_WARPS, "warps that the emulation has");
 
 /* Who does what in a round. */
 struct Way {
     uint32_t num_move, num_tail, num_reduce; /* blocks, as in fused.h */
-    bool streams, rests, is_serial;          /* combine: movers take part, makers do when they have made all; see fused.h */
+    bool moves, rests, is_serial;            /* combine: movers take part, makers do when they have made all; see fused.h */
 };
 static const Way ways[ROUNDS] = {
     {2, 0, 2, true, false, false}, {1, 0, 1, false, true, false}, {2, 1, 1, true, true, false}, {1, 0, 2, true, true, true}};
@@ -82,7 +82,7 @@ static void move_kernel(MoveParams p) {
     const bool ok = enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, d.layout.num_tokens, d.num_rows, d.has_weight);
     if (ok && warp < MOVERS && blockIdx.x < p.way.num_move) {
         const EpMoveWhat what = p.way.num_tail == 0 ? EP_MOVE_ALL : blockIdx.x < p.way.num_tail ? EP_MOVE_RECEIPTS : EP_MOVE_SENDS;
-        move_tokens<true>(d, EP_OP_DISPATCH_GEMM, SharedEpoch(), what, warp * EP_FIFO_BYTES);
+        move_tokens<true>(d, EP_OP_DISPATCH_GEMM, SharedEpoch(), what, warp * EpFusedFifo::BYTES);
     }
     if (ok && threadIdx.x == 32 * MOVERS) read_rows(p);
     if (ok && threadIdx.x == 32 * MOVERS + 1) look_at_sent(d);
@@ -122,10 +122,10 @@ static bool await_all_rows(const HomeParams &p) {
         made = ep_ready_await(&p.k.comm, EP_OP_GEMM_COMBINE, b, ep_ready_count(b, m, p.k.row_pieces), SharedEpoch(), &w);
     return __all_sync(EP_FULL, made);
 }
-template <int DTYPE, bool STREAMS> static void bring(const HomeParams &p, uint32_t fifo) {
+template <int DTYPE> static void bring(const HomeParams &p, uint32_t fifo) {
     const EpCombineParts parts = {blockIdx.x < p.way.num_move, blockIdx.x < p.way.num_reduce};
     if (p.way.is_serial && !await_all_rows(p)) return;
-    bring_home<EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, STREAMS>>(p.k, SharedEpoch(), parts, fifo);
+    bring_home<EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE>>(p.k, SharedEpoch(), parts, fifo);
 }
 static void look_at_returned(const EpCombineParams &k) {
     const EpComm *c = &k.comm;
@@ -143,10 +143,10 @@ template <int DTYPE> static void home_kernel(HomeParams p) {
     const EpCombineParams &k = p.k;
     const uint32_t warp = threadIdx.x / 32;
     if (enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.layout.num_tokens, k.num_rows, k.has_weight)) {
-        if (warp < MOVERS && p.way.streams) bring<DTYPE, true>(p, warp * EP_FIFO_BYTES);
+        if (warp < MOVERS && p.way.moves) bring<DTYPE>(p, warp * EpFusedFifo::BYTES);
         if (warp >= MOVERS && warp < MOVERS + MAKERS) {
             make_rows(p);
-            if (p.way.rests) bring<DTYPE, false>(p, 0);
+            if (p.way.rests) bring<DTYPE>(p, warp * EpFusedFifo::BYTES);
         }
         if (threadIdx.x == 32 * (MOVERS + MAKERS)) look_at_returned(k);
     }

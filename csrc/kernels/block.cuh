@@ -1,0 +1,55 @@
+/* block.cuh - what every operation's blocks do alike: enter, leave, and what they leave after a failure. */
+#ifndef EP_BLOCK_CUH
+#define EP_BLOCK_CUH
+#include "protocol/plan.h"
+#include "protocol/queue.h"
+#include "ptx.cuh"
+#include "resident.cuh"
+
+#ifndef EP_WARPS
+#define EP_WARPS 16u /* of a block of plan, dispatch and combine */
+#endif
+#define EP_FULL 0xffffffffu
+
+/* Enter, by the first block; wait and judge, by one warp of every block.  All threads get the verdict. */
+EP_FN bool ep_block_enter(const EpComm *c, uint32_t op, const int32_t *plan, uint32_t num_tokens, uint32_t num_rows, uint32_t has_weight,
+                          uint32_t has_scalar, uint64_t epoch) {
+    __shared__ int ok;
+    if (threadIdx.x < 32) {
+        if (blockIdx.x == 0) {
+            EpHeader h = ep_make_header(c, op, plan, num_tokens, num_rows);
+            h.has_weight = has_weight, h.has_scalar = has_scalar;
+            ep_enter(c, &h, epoch);
+        }
+        bool verdict = ep_enter_await(c, op, epoch);
+        if (threadIdx.x == 0) ok = verdict;
+    }
+    __syncthreads();
+    return ok;
+}
+
+/* Leave, by one thread of every block; all threads of the last one get its news. */
+EP_FN EpLeft ep_block_leave(const EpComm *c, uint64_t epoch) {
+    __shared__ int left;
+    __syncthreads();
+    if (threadIdx.x == 0) left = ep_leave(c, gridDim.x, epoch);
+    __syncthreads();
+    return (EpLeft)left;
+}
+
+/* The calling block sets num_bytes (a multiple of 4) at a multiple of 4. */
+EP_FN void ep_block_fill(void *at, uint64_t num_bytes, uint32_t pattern) {
+    if (!at) return;
+    for (uint64_t i = threadIdx.x; i < num_bytes / 4; i += blockDim.x) ((uint32_t *)at)[i] = pattern;
+}
+#define EP_NAN_WORD 0xffffffffu
+#define EP_NO_ROW 0xffffffffu /* -1: nothing came from there */
+
+EP_FN unsigned char *ep_slot_at(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t slot) {
+    return c->base[at_rank] + c->layout.stage_off + ((uint64_t)of_rank * c->shape.max_tokens + slot) * c->layout.slot_stride;
+}
+EP_FN unsigned char *ep_choice_at(const EpComm *c, uint32_t at_rank, uint64_t idx) {
+    return c->base[at_rank] + c->layout.stage_off + idx * c->layout.choice_stride;
+}
+
+#endif /* EP_BLOCK_CUH */
