@@ -122,25 +122,20 @@ EP_FN void stage_chunk(const EpCombineParams &p, uint32_t chunk, uint32_t num_ch
         for (uint32_t r = 0; r < c->shape.num_ranks; r++) ep_flag_publish(c, r, 0, epoch);
 }
 
-/* Is all here that a chunk of this rank's tokens needs?  With `wait`: until it is.  A lane looks after one
- * (token, rank) of the chunk, and keeps its slot. */
-template <typename C, typename E>
-EP_FN bool tokens_are_here(const EpCombineParams &p, uint32_t chunk, E epoch, bool wait, int32_t *slot_of_lane) {
+/* What a chunk of this rank's tokens needs: a lane looks after one (token, rank), and has its slot, or -1. */
+EP_FN int32_t slot_to_await(const EpCombineParams &p, uint32_t chunk) {
     static_assert(EP_CHUNK_SLOTS * EP_MAX_RANKS == 32, "a lane for each token and rank of a chunk");
-    const EpComm *c = &p.comm;
-    const uint32_t t = chunk * EP_CHUNK_SLOTS + ep_lane() / EP_MAX_RANKS, r = ep_lane() % EP_MAX_RANKS;
-    const bool gather = c->shape.combine_mode == EP_COMBINE_GATHER;
-    int32_t slot = -1;
-    if (r < c->shape.num_ranks && t < p.layout.num_tokens)
-        slot = gather ? 0 : p.plan[p.layout.token_slot_off + (uint64_t)t * c->shape.num_ranks + r];
-    EpFaultRecord f = {0, 0, C::OP, r, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
-    bool ok = true;
-    *slot_of_lane = slot;
-    if (slot >= 0) {
-        const uint64_t *flag = ep_flag(c, c->my_rank, r, (uint32_t)slot / EP_CHUNK_SLOTS);
-        ok = wait ? ep_wait_u64(c, flag, EP_CMP_EQ, epoch, &f) : ep_ld_acquire_sys_u64(flag) == epoch;
-    }
-    return __all_sync(EP_FULL, ok); /* what any lane acquired is now readable by all */
+    const uint32_t t = chunk * EP_CHUNK_SLOTS + ep_lane() / EP_MAX_RANKS, r = ep_lane() % EP_MAX_RANKS, W = p.comm.shape.num_ranks;
+    if (r >= W || t >= p.layout.num_tokens) return -1;
+    return p.comm.shape.combine_mode == EP_COMBINE_GATHER ? 0 : p.plan[p.layout.token_slot_off + (uint64_t)t * W + r];
+}
+EP_FN const uint64_t *flag_of_slot(const EpCombineParams &p, uint32_t lane, int32_t slot) {
+    return ep_flag(&p.comm, p.comm.my_rank, lane % EP_MAX_RANKS, (uint32_t)slot / EP_CHUNK_SLOTS);
+}
+/* The lanes whose slots have not come yet. */
+template <typename E> EP_FN uint32_t slots_to_come(const EpCombineParams &p, int32_t slot, E epoch) {
+    const bool here = slot < 0 || ep_ld_acquire_sys_u64(flag_of_slot(p, ep_lane(), slot)) == epoch;
+    return __ballot_sync(EP_FULL, !here); /* what any lane acquired is now readable by all */
 }
 
 /* What a token of this rank is the sum of.  LOCAL: lane r has what rank r returned, of which it has the slot.  Else: lane
@@ -169,7 +164,7 @@ EP_FN TokenRows rows_of_token(const EpCombineParams &p, uint32_t t, int32_t slot
     return r;
 }
 
-/* Add up a chunk of this rank's tokens; slot: see tokens_are_here. */
+/* Add up a chunk of this rank's tokens; slot: see slot_to_await. */
 template <typename C> EP_FN void finish_tokens(const EpCombineParams &p, uint32_t chunk, int32_t slot, uint32_t fifo) {
     const EpComm *c = &p.comm;
     const uint32_t first = chunk * EP_CHUNK_SLOTS, num = ep_chunk_slots(p.layout.num_tokens, chunk);
@@ -204,13 +199,35 @@ EP_FN bool staged_rows_are_made(const EpCombineParams &p, uint32_t chunk) {
     return __all_sync(EP_FULL, row_is_made(p, ep_lane() < num ? (int32_t)(chunk * EP_CHUNK_SLOTS + ep_lane()) : -1));
 }
 
-/* All that this rank has to send, and that is not made yet: a turn in waiting for it. */
+/* A turn in waiting: for rows of this rank that it has to send, or for what is to come for the tokens of `lanes`.  Warps
+ * by the hundred wait in a megakernel; without a rest between two looks they hold up those that multiply. */
 template <typename E> EP_FN bool wait_for_rows(const EpCombineParams &p, uint32_t op, EpPatience *w, E epoch) {
     const EpFaultRecord f = {0, 0, op, p.comm.my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
     uint64_t ok = 1;
     ep_doze();
     if (ep_lane() == 0) ok = ep_wait_on(&p.comm, w, ep_local_limit_ns(&p.comm), &f, 1, 0);
     return ep_warp_bcast_u64(ok) != 0;
+}
+template <typename C, typename E> EP_FN bool wait_for_slots(const EpCombineParams &p, uint32_t lanes, int32_t slot, EpPatience *w,
+                                                            E epoch) {
+    const uint32_t first = (uint32_t)__ffs((int)lanes) - 1;
+    const uint64_t *flag = flag_of_slot(p, first, __shfl_sync(EP_FULL, slot, (int)first));
+    const EpFaultRecord f = {0, 0, C::OP, first % EP_MAX_RANKS, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
+    uint64_t ok = 1;
+    if (C::FUSED) ep_doze();
+    if (ep_lane() == 0) ok = ep_wait_on(&p.comm, w, p.comm.timeout_ns, &f, epoch, ep_ld_relaxed_sys_u64(flag));
+    return ep_warp_bcast_u64(ok) != 0;
+}
+
+/* Until all rows are made, of a megakernel's that sends none before. */
+template <typename E> EP_FN bool await_all_rows(const EpCombineParams &p, uint32_t op, E epoch) {
+    const uint32_t num_rows = num_staged_rows(p);
+    EpPatience w = {0, 0, 0};
+    for (uint32_t first = 0; first < num_rows;) {
+        if (__all_sync(EP_FULL, row_is_made(p, (int32_t)(first + EP_TILE_ROWS * ep_lane())))) first += 32 * EP_TILE_ROWS;
+        else if (!wait_for_rows(p, op, &w, epoch)) return false;
+    }
+    return true;
 }
 
 /* What a warp takes part in: in sending rows home, and in adding up this rank's tokens. */
@@ -246,17 +263,19 @@ template <typename C, typename E> EP_FN void bring_home(const EpCombineParams &p
     const uint32_t num_staged = ep_ceil_div_u32(num_staged_rows(p), EP_CHUNK_SLOTS), num_stage = num_staged ? num_staged : 1;
     const uint32_t num_send = gather ? num_stage : (uint32_t)ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W);
     bool may_send = parts.sends;
-    int32_t slot = -1;        /* of lane's token of a chunk, at lane's rank */
     uint32_t send = num_send; /* the chunk that this warp has taken, and is to send */
     ChunkRows rows = {0, {-1, -1, -1, -1}};
     EpPatience patience = {0, 0, 0};
+    uint32_t to_come;
     SendTurn turn = {(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) % W, W};
-    for (uint32_t recv = num_recv ? (uint32_t)ep_queue_pop(&l->queue_recv) : 0; may_send || recv < num_recv;) {
-        if (recv < num_recv && tokens_are_here<C>(p, recv, epoch, !may_send, &slot)) {
+    uint32_t recv = num_recv ? (uint32_t)ep_queue_pop(&l->queue_recv) : 0;
+    int32_t slot = slot_to_await(p, recv);
+    while (may_send || recv < num_recv) {
+        if (recv < num_recv && (to_come = slots_to_come(p, slot, epoch)) == 0) {
             const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
             finish_tokens<C>(p, recv, slot, fifo);
             if (C::FUSED) ep_trace_span(c, EP_SPAN_ADD, c->my_rank, begin);
-            recv = (uint32_t)ep_queue_pop(&l->queue_recv);
+            recv = (uint32_t)ep_queue_pop(&l->queue_recv), slot = slot_to_await(p, recv), patience = {0, 0, 0};
         } else if (may_send) {
             const EpTask task = ep_task_at(send, c->my_rank, W);
             if (send == num_send) {
@@ -272,8 +291,8 @@ template <typename C, typename E> EP_FN void bring_home(const EpCombineParams &p
                 if (C::FUSED) ep_trace_span(c, EP_SPAN_RETURN, task.rank, begin);
                 send = num_send;
             }
-        } else {
-            return; /* the wait has failed */
+        } else if (!wait_for_slots<C>(p, to_come, slot, &patience, epoch)) {
+            return;
         }
     }
 }

@@ -108,16 +108,8 @@ template <int DTYPE> struct EpCombineHooks {
     __device__ void bring(uint32_t fifo) {
         typedef EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE> C;
         const EpCombineParts parts = {blockIdx.x < p.num_move_blocks, blockIdx.x < p.num_reduce_blocks};
-        if (ep_ld_shared_u32(ep_smem(&ep_shared_ok)) && (!p.is_serial || await_all_rows()))
+        if (ep_ld_shared_u32(ep_smem(&ep_shared_ok)) && (!p.is_serial || await_all_rows(p.combine, EP_OP_GEMM_COMBINE, EpSharedEpoch())))
             bring_home<C>(p.combine, EpSharedEpoch(), parts, fifo);
-    }
-    __device__ bool await_all_rows() {
-        const uint32_t m = num_staged_rows(p.combine);
-        EpPatience w = {0, 0, 0};
-        bool made = true;
-        for (uint32_t b = ep_lane(); made && b < ep_ceil_div_u32(m, EP_TILE_ROWS); b += 32)
-            made = ep_ready_await(&p.combine.comm, EP_OP_GEMM_COMBINE, b, ep_ready_count(b, m, p.combine.row_pieces), EpSharedEpoch(), &w);
-        return __all_sync(EP_FULL, made);
     }
     __device__ void move(uint32_t smem) { bring(fifo_at(smem, 1)); }
     __device__ void rest(uint32_t smem) { count(), bring(fifo_at(smem, 4)); }

@@ -176,8 +176,8 @@ EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint3
 EP_PTX void ep_st_global(void *dst, uint4 v) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
-/* A microsecond's rest: for who looks again and again at what takes long, and takes energy from those who multiply. */
-EP_PTX void ep_doze(void) { __nanosleep(1000); }
+/* Two microseconds' rest: for who looks again and again at what takes long, and takes energy from those who multiply. */
+EP_PTX void ep_doze(void) { __nanosleep(2000); }
 /* Asked for anew each time, so that what follows from it takes no registers in between. */
 EP_PTX uint32_t ep_lane_now(void) {
     uint32_t lane;

@@ -114,17 +114,9 @@ static void make_rows(const HomeParams &p) {
         if (lane == 1 && num_rows > in_first) ep_red_add_relaxed_gpu(ep_ready_word(c, block + 1), num_rows - in_first);
     }
 }
-static bool await_all_rows(const HomeParams &p) {
-    const uint32_t m = num_staged_rows(p.k);
-    EpPatience w = {0, 0, 0};
-    bool made = true;
-    for (uint32_t b = ep_lane(); made && b < ep_ceil_div_u32(m, EP_TILE_ROWS); b += 32)
-        made = ep_ready_await(&p.k.comm, EP_OP_GEMM_COMBINE, b, ep_ready_count(b, m, p.k.row_pieces), SharedEpoch(), &w);
-    return __all_sync(EP_FULL, made);
-}
 template <int DTYPE> static void bring(const HomeParams &p, uint32_t fifo) {
     const EpCombineParts parts = {blockIdx.x < p.way.num_move, blockIdx.x < p.way.num_reduce};
-    if (p.way.is_serial && !await_all_rows(p)) return;
+    if (p.way.is_serial && !await_all_rows(p.k, EP_OP_GEMM_COMBINE, SharedEpoch())) return;
     bring_home<EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE>>(p.k, SharedEpoch(), parts, fifo);
 }
 static void look_at_returned(const EpCombineParams &k) {
