@@ -1,0 +1,188 @@
+"""Gradients of the fused operator, of an MoE layer around it too: within rounding of float64, and those of the stages."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from cases import MODES, same_bits
+from epmoe import reference
+from fused_cases import ACTIVATIONS, Experts, LEAVES, LOW, Played, check_numbers, grown, inputs_of, parameters_of, same, soil, step, tensors
+from test_moe_layer import close
+from test_plan_slots import make_op
+
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}  # of gradients, see test_moe_layer
+
+
+def gradients(world, device, case, leaves, **options):
+    """y, and the gradient of each leaf, through one op; twice, by the same layout the second time."""
+    op = make_op(world, device, case, Played, **options)
+    soil(op)
+    t = tensors(case, world.rank, world.size, device)
+    names, layout, seen = [n for n in LEAVES if n in leaves and getattr(t, n) is not None], None, []
+    for _ in range(2):
+        for n in names:
+            setattr(t, n, getattr(t, n).detach().clone().requires_grad_())
+        h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx if layout is None else None, layout, t.w1, t.weight, bias=t.b1, activation=case.activation)
+        y = op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2)
+        assert y.requires_grad
+        y.backward(t.dy)
+        seen.append({"y": y.detach(), **{n: getattr(t, n).grad for n in names}})
+    op.synchronize()
+    op.finalize()
+    for name, value in seen[0].items():
+        if name not in ("b1", "b2"):  # whose sums have no fixed order on a GPU
+            same_bits(seen[1][name], value, f"rank {world.rank}: {name} by the same layout")
+    return seen[0]
+
+
+def gradients_of_both(world, device, case, leaves=LEAVES, **options):
+    """The same from the op and from the stages: bit by bit, where sums have an order."""
+    want, got = gradients(world, device, case, leaves, fused=False, **options), gradients(world, device, case, leaves, **options)
+    for name, value in want.items():
+        if name not in ("b1", "b2"):
+            assert got[name] is not None, name
+            same_bits(got[name], value, f"rank {world.rank}: {'y' if name == 'y' else 'gradient of ' + name}")
+    return got
+
+
+def moe64(case, t, p):
+    """The oracle, also without an activation: two products, one behind the other."""
+    weight = torch.ones(t["idx"].shape, dtype=torch.float64) if t["weight"] is None else t["weight"]
+    if case.activation is not None:
+        return reference.moe(t["x"], t["idx"], weight, p["w1"], p["w2"], case.activation, p["b1"], p["b2"])
+    y = torch.zeros_like(t["x"])
+    for e in range(len(p["w1"])):
+        at, k = (t["idx"] == e).nonzero(as_tuple=True)
+        h = t["x"][at] @ p["w1"][e].t() + (0 if p["b1"] is None else p["b1"][e])
+        y = y.index_add(0, at, (h @ p["w2"][e].t() + (0 if p["b2"] is None else p["b2"][e])) * weight[at, k, None])
+    return y
+
+
+def check_gradients(results, case):
+    """Those of the oracle in float64 over the tokens of all ranks."""
+    size = len(results)
+    p = {n: None if v is None else v.double().requires_grad_() for n, v in parameters_of(case, case.num_local * size).items()}
+    wanted = []
+    for rank in range(size):
+        t = {n: v.double() if v is not None and v.is_floating_point() else v for n, v in inputs_of(case, rank, size).items()}
+        for n in ("x", "weight"):
+            if t[n] is not None:
+                t[n].requires_grad_()
+        y = moe64(case, t, p)
+        y.backward(t["dy"])
+        wanted.append({"y": y.detach(), "x": t["x"].grad, "weight": None if t["weight"] is None else t["weight"].grad})
+    for rank, got in enumerate(results):
+        local = slice(rank * case.num_local, (rank + 1) * case.num_local)
+        want = wanted[rank] | {n: None if v is None else v.grad[local] for n, v in p.items()}
+        for name, value in got.items():
+            assert value.isfinite().all(), f"rank {rank}: {name}"
+            loose = 4 if name in ("b1", "b2") else 1  # torch adds up the rows of a bias in its own dtype
+            close(value, want[name], f"rank {rank}: {'y' if name == 'y' else 'gradient of ' + name}", loose * TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_fused_gradients(ranks, mode, activation, bias):
+    case = grown(ranks, Experts(mode=mode, activation=activation, bias=bias, dtype=LOW[bias], max_tokens=20, capacity=None if mode == "gather" else "roomy"), 12)
+    check_gradients(ranks(gradients_of_both, case), case)
+
+
+@pytest.mark.parametrize("capacity", [None, "exact"])
+@pytest.mark.parametrize("pattern", ["one_expert", "one_rank", "sentinels", "duplicates", "all_dropped"])
+def test_fused_gradients_pattern(ranks, pattern, capacity):
+    case = grown(ranks, Experts(mode="local", pattern=pattern, capacity=capacity, bias=capacity is None, tokens="first_none", weights=pattern != "duplicates"))
+    check_gradients(ranks(gradients_of_both, case), case)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("mode", MODES)
+def test_fused_gradients_without_token_saving(ranks, mode, bias):
+    case = grown(ranks, Experts(mode=mode, pattern="sentinels", activation="gelu", bias=bias, tokens="first_none", capacity="roomy" if bias else None))
+
+    def run(world, device):
+        return gradients_of_both(world, device, case, token_saving=False)
+
+    check_gradients(ranks(run), case)
+
+
+@pytest.mark.parametrize("leaves", [("x",), ("weight",), ("w1",), ("w2",), ("b1",), ("b2",), ("x", "w2"), ("weight", "w1")], ids="-".join)
+@pytest.mark.parametrize("capacity", [None, "roomy"])
+def test_fused_gradients_of_some(ranks, capacity, leaves):
+    """Frozen tokens, routers or experts: the rest is as it was."""
+    for bias in {True, any(n.startswith("b") for n in leaves)}:
+        case = Experts(mode="scatter", capacity=capacity, bias=bias, activation="gelu", dtype=torch.float16)
+        results = ranks(gradients_of_both, case, leaves)
+        assert all(set(r) == {"y", *leaves} for r in results)
+        check_gradients(results, case)
+
+
+def test_fused_gradients_of_weights_that_nobody_used(ranks):
+    """Weights that travelled along, and were not combined with: none of theirs is anything but 0."""
+    case = Experts(bias=False, activation=None)
+
+    def run(world, device):
+        seen = []
+        for fused in (False, True):
+            op = make_op(world, device, case, Played, fused=fused)
+            soil(op)
+            t = tensors(case, world.rank, world.size, device)
+            t.x.requires_grad_(), t.weight.requires_grad_()
+            h, _, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight)
+            op.mega_group_gemm_combine(h, t.w2, layout).backward(t.dy)
+            op.synchronize()
+            op.finalize()
+            seen.append((t.x.grad, t.weight.grad))
+        same_bits(seen[1][0], seen[0][0], f"rank {world.rank}: gradient of x")
+        return seen[1][0], [w is None or not w.any().item() for _, w in seen]
+
+    results = ranks(run)
+    assert all(zero == [True, True] for _, zero in results)
+    check_gradients([{"x": x} for x, _ in results], dataclasses.replace(case, weights=False))
+
+
+def test_fused_without_gradients(ranks):
+    """no_grad, inference_mode and frozen parameters: the same bits, and no graph."""
+    case = Experts()
+
+    def run(world, device):
+        op = make_op(world, device, case, Played)
+        t = tensors(case, world.rank, world.size, device)
+        want = step(op, case, t)
+        for n in ("x", "w1", "w2", "b1", "b2"):
+            getattr(t, n).requires_grad_()
+        with torch.no_grad():
+            bare = step(op, case, t)
+        with torch.inference_mode():
+            inside = step(op, case, t)
+        op.synchronize()
+        op.finalize()
+        for got in (bare, inside):
+            assert not got["y"].requires_grad and not got["h"].requires_grad
+            same(got, want, f"rank {world.rank}")
+        return want
+
+    check_numbers(ranks(run), case)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
+def test_fused_gradient_of_a_bias_in_float32(ranks, fused):
+    """A bias may have any floating dtype, with gradients as without them."""
+    case = Experts(dtype=torch.bfloat16, activation="gelu")
+
+    def run(world, device):
+        op = make_op(world, device, case, Played, fused=fused)
+        t = tensors(case, world.rank, world.size, device)
+        want = step(op, case, t)["y"]
+        t.b1, t.b2 = (b.float().requires_grad_() for b in (t.b1, t.b2))
+        got = step(op, case, t)["y"]
+        got.backward(t.dy)
+        op.synchronize()
+        op.finalize()
+        return want, got.detach(), t.b1.grad, t.b2.grad
+
+    for rank, (want, got, d1, d2) in enumerate(ranks(run)):
+        assert got.dtype == want.dtype and d1.dtype == d2.dtype == torch.float32
+        close(got, want, f"rank {rank}: y", TOLERANCE[case.dtype])

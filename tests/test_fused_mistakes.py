@@ -1,0 +1,191 @@
+"""Wrong calls of the fused operator: each its error, on every rank that takes part."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
+from fused_cases import Experts, Played, check_numbers, same, soil, step, tensors
+from test_plan_slots import make_op
+
+
+BAD = 1  # the rank that makes a mistake
+MISTAKEN = Experts(tokens="full", max_tokens=12, activation="swiglu", num_buffers=2)
+
+# What rank BAD passes instead, in which of the two: (argument, change, exception, texts of the message).
+WRONG = {
+    "dispatch": [
+        ("gemm_weight", lambda w: w.float(), "TypeError", ("gemm_weight", "bfloat16", "float32")),
+        ("gemm_weight", lambda w: w.half(), "TypeError", ("gemm_weight", "bfloat16", "float16")),
+        ("gemm_weight", lambda w: w[:1], "ValueError", ("gemm_weight", "[2, *, 64]", "[1, 96, 64]")),
+        ("gemm_weight", lambda w: w[:, :, :32].contiguous(), "ValueError", ("gemm_weight", "[2, *, 64]", "[2, 96, 32]")),
+        ("gemm_weight", lambda w: w[0], "ValueError", ("gemm_weight", "[96, 64]")),
+        ("gemm_weight", lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), "ValueError", ("gemm_weight", "contiguous")),
+        ("gemm_weight", lambda w: w[:, :95].contiguous(), "ValueError", ("swiglu", "even", "95")),
+        ("gemm_weight", lambda w: None, "TypeError", ("gemm_weight", "NoneType")),
+        ("gemm_weight", lambda w: w.to("meta"), "ValueError", ("gemm_weight", "meta")),
+        ("activation", lambda a: "relu", "ValueError", ("relu", "gpt_oss")),
+        ("activation", lambda a: 2, "ValueError", ("2", "gpt_oss")),
+        ("activation", lambda a: ["gelu"], "TypeError", ()),
+        ("bias", lambda b: b[:, :-1].contiguous(), "ValueError", ("bias", "[2, 96]", "[2, 95]")),
+        ("bias", lambda b: b.long(), "TypeError", ("bias", "int64")),
+        ("bias", lambda b: 0.5, "TypeError", ("bias", "float")),
+        ("input", lambda x: x.float(), "TypeError", ("input", "bfloat16", "float32")),
+        ("input", lambda x: x[:, :32].contiguous(), "ValueError", ("input", "[*, 64]")),
+        ("input", lambda x: torch.cat([x, x]), "ValueError", ("24", "12")),
+        ("weight", lambda w: w[:, :1].contiguous(), "ValueError", ("weight", "[12, 3]")),
+        ("exp_indices", lambda i: i.float(), "TypeError", ("exp_indices", "float32")),
+        ("buffer", lambda b: 2, "ValueError", ("buffer 2",)),
+    ],
+    "cached": [
+        ("gemm_weight", lambda w: w.float(), "TypeError", ("gemm_weight", "bfloat16", "float32")),
+        ("gemm_weight", lambda w: w[:1], "ValueError", ("gemm_weight", "[2, *, 64]", "[1, 96, 64]")),
+        ("activation", lambda a: "relu", "ValueError", ("relu", "gpt_oss")),
+        ("input", lambda x: x.half(), "TypeError", ("input", "bfloat16", "float16")),
+        ("input", lambda x: x[:3], "ValueError", ("input", "3")),
+        ("input", lambda x: None, "TypeError", ("input", "NoneType")),
+        ("weight", lambda w: w[:3], "ValueError", ("weight",)),
+        ("layout", lambda s: "the last", "TypeError", ("layout", "EPLayout", "str")),
+    ],
+    "combine": [
+        ("gemm_weight", lambda w: w.float(), "TypeError", ("gemm_weight", "bfloat16", "float32")),
+        ("gemm_weight", lambda w: w[:1], "ValueError", ("gemm_weight", "[2, 64, *]", "[1, 64, 48]")),
+        ("gemm_weight", lambda w: w[:, :48].contiguous(), "ValueError", ("gemm_weight", "[2, 64, *]", "[2, 48, 48]")),
+        ("gemm_weight", lambda w: w[:, :, :32].contiguous(), "ValueError", ("gemm_input", "32", "48")),
+        ("gemm_weight", lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), "ValueError", ("gemm_weight", "contiguous")),
+        ("gemm_weight", lambda w: None, "TypeError", ("gemm_weight", "NoneType")),
+        ("gemm_input", lambda h: h.float(), "TypeError", ("gemm_input", "bfloat16", "float32")),
+        ("gemm_input", lambda h: h[:-1], "ValueError", ("gemm_input",)),
+        ("gemm_input", lambda h: h[:, :32].contiguous(), "ValueError", ("gemm_input", "32", "48")),
+        ("gemm_input", lambda h: h.tolist(), "TypeError", ("gemm_input", "list")),
+        ("weight", lambda w: w[:-1], "ValueError", ("weight",)),
+        ("weight", lambda w: w.long(), "TypeError", ("weight", "int64")),
+        ("bias", lambda b: b[:1], "ValueError", ("bias", "[2, 64]", "[1, 64]")),
+        ("layout", lambda s: None, "TypeError", ("layout", "EPLayout", "NoneType")),
+        ("layout", lambda s: s.layer._planned, "ValueError", ("only planned",)),
+        ("layout", lambda s: s.layer._of_another, "ValueError", ("another layer",)),
+    ],
+}
+
+
+def mistake(world, device, where, change, fused, capacity):
+    """A wrong argument on rank BAD; what all get, whether they came back, and what the op does afterwards, for all to compare."""
+    case = dataclasses.replace(MISTAKEN, capacity=capacity)
+    op, other = (make_op(world, device, case, Played, fused=fused) for _ in range(2))
+    soil(op)
+    t = tensors(case, world.rank, world.size, device)
+    before = step(op, case, t)
+    op._planned, op._of_another = op.preprocess(t.idx), other.preprocess(t.idx)
+    name, to = change
+    buffer = 0 if name in ("buffer", "layout") else 1  # who means a buffer that is not there, or none, is heard in the first
+    good = {"input": t.x, "exp_indices": t.idx, "gemm_weight": t.w1, "weight": t.weight, "bias": t.b1, "activation": case.activation, "buffer": buffer}
+    h, row_weight, layout = op.mega_dispatch_group_gemm(**good)
+    call = op.mega_dispatch_group_gemm
+    if where == "cached":
+        good |= {"layout": layout, "exp_indices": None}
+    if where == "combine":
+        call, good = op.mega_group_gemm_combine, {"gemm_input": h, "gemm_weight": t.w2, "layout": layout, "weight": row_weight, "bias": t.b2}
+    op.synchronize()
+    world.set_timeout(MISTAKE_LIMIT_S)
+    world.exchange(b"go")
+    got = outcome(lambda: call(**(good | {name: to(good[name])} if world.rank == BAD else good)), op)
+    alive = outcome(lambda: world.exchange(b"back"))
+    after = None if alive.kinds else step(op, case, t)
+    if after is not None:
+        op.synchronize()
+        op.finalize()
+        other.finalize()
+        same(after, before, f"rank {world.rank}, after {got}")
+    return got, alive
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
+@pytest.mark.parametrize("where, at", [(where, i) for where, mistakes in WRONG.items() for i in range(len(mistakes))],
+                         ids=[f"{where}-{name}-{i}" for where, mistakes in WRONG.items() for i, (name, *_) in enumerate(mistakes)])
+def test_fused_mistakes(ranks, where, at, fused):
+    """On one rank: its own reason there, PeerError on the others, and afterwards all is as it was."""
+    name, change, kind, texts = WRONG[where][at]
+    results = ranks(mistake, where, (name, change), fused, "roomy" if at % 2 else None, world_size=3, at_least=2)
+    outcomes = [got for got, _ in results]
+    for rank, (got, alive) in enumerate(results):
+        assert not alive.kinds, f"rank {rank}: {got}, and then {alive}"
+    check_outcomes(outcomes, [kind if rank == BAD else "PeerError" for rank in range(len(outcomes))], *texts, who=BAD, elsewhere=(f"rank {BAD}",))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
+def test_fused_bad_index_and_overflow(ranks, fused):
+    """What all can see raises the same on all, and the op goes on."""
+    case = dataclasses.replace(MISTAKEN, capacity="exact")
+
+    def run(world, device):
+        op = make_op(world, device, case, Played, fused=fused)
+        soil(op)
+        t = tensors(case, world.rank, world.size, device)
+        before = step(op, case, t)
+        world.set_timeout(MISTAKE_LIMIT_S)
+        wrong = t.idx.clone()
+        if world.rank == BAD:
+            wrong[5, 1] = 1000
+        idx, got = t.idx, []
+        for t.idx in (wrong, torch.zeros_like(idx)):
+            got.append(outcome(lambda: step(op, case, t), op))
+            world.exchange(b"back")
+        t.idx = idx
+        after = step(op, case, t)
+        op.synchronize()
+        op.finalize()
+        same(after, before, f"rank {world.rank}")
+        return got
+
+    results = ranks(run, world_size=3, at_least=2)
+    check_outcomes([r[0] for r in results], "EpIndexError", f"rank {BAD}", "token 5, choice 1")
+    check_outcomes([r[1] for r in results], "EpOverflow", "rank 0", str(36 * len(results)))
+
+
+@pytest.mark.parametrize("order", ["fuse", "", None])
+def test_fused_unknown_combine_order(ranks, order):
+    """On all ranks alike."""
+
+    def run(world, device):
+        return outcome(lambda: make_op(world, device, MISTAKEN, combine_order=order))
+
+    check_outcomes(ranks(run, world_size=2), "ValueError", repr(order), "fuse_scatter or serial")
+
+
+WRONG_OPTIONS = {
+    "combine_order": ({"combine_order": "fuse"}, "fuse_scatter or serial"),
+    "combine_mode": ({"combine_mode": "pull"}, "scatter or gather"),
+    "num_sm": ({"num_sm": 0}, "num_sm 0"),
+    "num_tail_sms-text": ({"num_tail_sms": "some"}, "some"),
+    "num_tail_sms-negative": ({"num_tail_sms": -1}, "num_tail_sms -1"),
+    "num_tail_sms-all": ({"num_sm": 4, "num_tail_sms": 4}, "num_tail_sms 4"),
+    "num_tail_sms-more": ({"num_sm": 4, "num_tail_sms": 9}, "num_tail_sms 9"),
+    "num_tail_sms-more-than-there-are": ({"num_tail_sms": 5000}, "num_tail_sms 5000"),
+    "num_reduce_sms-text": ({"num_reduce_sms": "all"}, "all"),
+    "num_reduce_sms-none": ({"num_reduce_sms": 0}, "num_reduce_sms 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_fused_wrong_option_on_one_rank(ranks, name):
+    """What this rank cannot be made with, the others hear of while they make theirs; so also where no block would be left that
+    sends, or that adds up.  Then all make one that works."""
+    options, text = WRONG_OPTIONS[name]
+
+    def run(world, device):
+        world.set_timeout(MISTAKE_LIMIT_S)
+        got = outcome(lambda: make_op(world, device, MISTAKEN, **(options if world.rank == BAD else {})))
+        alive = outcome(lambda: world.exchange(b"back"))
+        if alive.kinds:
+            return got, alive, None
+        op = make_op(world, device, MISTAKEN)
+        seen = step(op, MISTAKEN, tensors(MISTAKEN, world.rank, world.size, device))
+        op.synchronize()
+        op.finalize()
+        return got, alive, seen
+
+    results = ranks(run, world_size=3, at_least=2)
+    check_outcomes([got for got, _, _ in results], ["ValueError" if rank == BAD else "PeerError" for rank in range(len(results))], text, who=BAD)
+    check_outcomes([alive for _, alive, _ in results], "nothing")
+    check_numbers([seen for _, _, seen in results], MISTAKEN)
