@@ -1,0 +1,388 @@
+/* plan.cuh - the routing plan: what a block does of it.
+ *
+ * Each block has a range of tokens, each of its EP_WARPS warps a part of it.  Count: a histogram per warp in
+ * shared memory.  Scan: over warps, then (one grid barrier) over blocks.  Exchange: every rank tells every peer
+ * its counts.  Place: each warp walks its choices again, in order, and ranks equal experts among 32 lanes
+ * by match.  No atomic decides an order, so the plan is the same in every run and equals the CPU's.
+ *
+ * All of it is latency.  So one more warp of each block, the clerk, has no tokens, and does what would keep the
+ * others: it enters, waits for the peers' enter, tells the host, and writes the tables. */
+#ifndef EP_PLAN_CUH
+#define EP_PLAN_CUH
+#include "block.cuh"
+
+typedef EpPlanParams Params;
+
+/* Shared memory: [EP_WARPS][warp_cells] counts, later prefixes; [sums] blocks before mine; [sums] totals;
+ * [W][E] everyone's counts; [E] first row, [E] first sorted place; [L + 1] first tile; [E] first slot out, [E] home.
+ *
+ * Where slots are sorted there are E more cells a warp: tokens whose first expert at its rank it is, and in the upper
+ * half those whose last one it is; and 2 E more sums. */
+struct Smem {
+    uint32_t *warp_count, *before, *total, *row_from, *sorted_from, *tile_from, *out_from, *home_from;
+    int32_t *counts;
+    uint32_t cells, warp_cells, sums;
+    __host__ __device__ Smem(uint32_t *base, const EpShape &s, bool sorts) {
+        cells = s.num_experts + s.num_ranks + 1, warp_cells = cells + (sorts ? s.num_experts : 0);
+        sums = cells + (sorts ? 2 * s.num_experts : 0);
+        warp_count = base, before = warp_count + EP_WARPS * warp_cells, total = before + sums;
+        counts = (int32_t *)(total + sums), row_from = (uint32_t *)counts + s.num_ranks * s.num_experts;
+        sorted_from = row_from + s.num_experts, tile_from = sorted_from + s.num_experts;
+        out_from = tile_from + s.num_experts + 1, home_from = out_from + s.num_experts;
+    }
+    uint32_t num_words(const EpShape &s) const { return EP_WARPS * warp_cells + 2 * sums + (s.num_ranks + 5) * s.num_experts + 1; }
+};
+struct Verdict { /* what all ranks agree on; in shared memory */
+    int32_t code;
+    int32_t rank_rows[EP_MAX_RANKS];
+    uint32_t bad_of[EP_MAX_RANKS]; /* what each rank found wrong */
+    uint64_t tokens_before, num_tokens;
+    uint32_t bad, num_sorted;
+};
+
+EP_FN bool is_clerk(void) { return threadIdx.x / 32 == EP_WARPS; }
+
+/* Tokens of this warp. */
+struct Range {
+    uint32_t first, last;
+    __device__ Range(uint32_t num_tokens) {
+        const uint32_t num_warps = gridDim.x * EP_WARPS, per = ep_ceil_div_u32(num_tokens, num_warps);
+        const uint32_t at = (blockIdx.x * EP_WARPS + threadIdx.x / 32) * per;
+        first = at < num_tokens && !is_clerk() ? at : num_tokens;
+        last = first + per < num_tokens ? first + per : num_tokens;
+    }
+};
+
+/* A warp takes as many tokens at a time as have room: a lane for each of their choices. */
+struct Round {
+    uint32_t num_tokens, num_choices;
+    __device__ Round(uint32_t K) { num_tokens = 32 / K, num_choices = num_tokens * K; }
+    __device__ bool has(uint64_t i, uint64_t end) const { return ep_lane() < num_choices && i < end; }
+};
+/* Bit r of lane j: token j of the round goes to rank r. */
+EP_FN uint32_t ranks_of(const Params &p, const Round &round, int32_t expert) {
+    const uint32_t K = p.comm.shape.num_topk, bit = expert < 0 ? 0 : 1u << (uint32_t)expert / ep_num_local_experts(&p.comm.shape);
+    uint32_t ranks = 0;
+    for (uint32_t k = 0; k < K; k++) ranks |= __shfl_sync(EP_FULL, bit, (int)(ep_lane() * K + k)); /* modulo 32 */
+    return ep_lane() < round.num_tokens ? ranks : 0;
+}
+
+/* Of a lane's choice: 1 where it is the first of its token at its rank, by expert, and 65536 where it is the last. */
+EP_FN uint32_t first_and_last(const Params &p, int32_t expert) {
+    const int32_t K = (int32_t)p.comm.shape.num_topk, L = (int32_t)ep_num_local_experts(&p.comm.shape);
+    const int32_t token = (int32_t)ep_lane() / K * K, from = expert < 0 ? 0 : expert / L * L;
+    bool first = expert >= 0, last = first;
+    for (int32_t k = 0; k < K; k++) {
+        const int32_t other = __shfl_sync(EP_FULL, expert, token + k); /* modulo 32 */
+        if (other < from || other >= from + L || token + k == (int32_t)ep_lane()) continue;
+        const bool before = other < expert || (other == expert && token + k < (int32_t)ep_lane());
+        if (before) first = false;
+        else last = false;
+    }
+    return (first ? 1u : 0u) | (last ? 65536u : 0u);
+}
+
+/* `kept`: the experts of the first two rounds, so that place need not load them. */
+EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad, int32_t (&kept)[2]) {
+    const EpShape &s = p.comm.shape;
+    const Round round(s.num_topk);
+    const uint64_t end = (uint64_t)range.last * s.num_topk;
+    int32_t *expert = p.plan + p.layout.token_expert_off;
+    uint32_t to_rank = 0; /* lane r: tokens to rank r */
+    for (uint32_t t = range.first; t < range.last; t += 2 * round.num_tokens) {
+        int32_t both[2]; /* two loads on their way */
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) {
+            const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
+            both[j] = round.has(i, end) ? ep_read_expert(p.exp_indices, p.index_bytes, i, s.num_experts) : -1;
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) {
+            const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
+            if (both[j] == -2) atomicMin(bad, (uint32_t)i), both[j] = -1;
+            if (round.has(i, end)) expert[i] = both[j];
+            if (both[j] >= 0) atomicAdd(&mine[both[j]], 1u);
+            if (sorts) {
+                const uint32_t ends = first_and_last(p, both[j]);
+                if (ends) atomicAdd(&mine[p.comm.layout.num_count_cells + both[j]], ends);
+            }
+            const uint32_t ranks = ranks_of(p, round, both[j]);
+            for (uint32_t r = 0; r < s.num_ranks; r++) {
+                const uint32_t num = __popc(__ballot_sync(EP_FULL, ranks >> r & 1u));
+                if (ep_lane() == r) to_rank += num;
+            }
+            if (t == range.first) kept[j] = both[j];
+        }
+    }
+    if (ep_lane() < s.num_ranks && !is_clerk()) mine[s.num_experts + ep_lane()] = to_rank;
+}
+
+/* Exclusive prefixes over this block's warps; the block's sums go to scratch. */
+EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t bad) {
+    uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off) + (uint64_t)blockIdx.x * m.sums;
+    for (uint32_t i = threadIdx.x; i < m.warp_cells; i += blockDim.x) {
+        uint32_t sum = 0;
+        for (uint32_t w = 0; w < EP_WARPS; w++) {
+            const uint32_t n = m.warp_count[w * m.warp_cells + i];
+            m.warp_count[w * m.warp_cells + i] = sum;
+            sum += n;
+        }
+        if (i < m.cells) scratch[i] = i == m.cells - 1 ? bad : sum;
+        else scratch[i] = sum & 0xffffu, scratch[i + p.comm.shape.num_experts] = sum >> 16;
+    }
+}
+
+/* All blocks of this rank have come here and see what the others wrote, and all ranks have entered. */
+EP_FN bool meet(const EpComm *c, uint64_t epoch) {
+    __shared__ int arrived, entered;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        EpFaultRecord f = {0, 0, EP_OP_PLAN, c->my_rank, EP_WORD_NONE, 0, 0, epoch, 0, 0};
+        ep_add_acq_rel_gpu_u64(&ep_local(c)->grid_arrived, 1);
+        arrived = ep_wait_u64(c, &ep_local(c)->grid_arrived, EP_CMP_GE, gridDim.x, &f);
+    }
+    if (is_clerk()) {
+        const bool ok = ep_enter_await(c, EP_OP_PLAN, epoch);
+        if (ep_lane() == 0) entered = ok;
+    }
+    __syncthreads();
+    return arrived && entered;
+}
+
+/* Prefixes over the blocks before this one, and totals. */
+EP_FN void scan_blocks(const Params &p, const Smem &m, Verdict *v) {
+    const uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off);
+    for (uint32_t i = threadIdx.x; i < m.sums; i += blockDim.x) {
+        uint32_t before = 0, total = 0, bad = UINT32_MAX;
+#pragma unroll 64
+        for (uint32_t b = 0; b < gridDim.x; b++) {
+            const uint32_t n = __ldcg(scratch + (uint64_t)b * m.sums + i);
+            if (b == blockIdx.x) before = total;
+            total += n;
+            bad = n < bad ? n : bad;
+        }
+        m.before[i] = before, m.total[i] = total;
+        if (i == m.cells - 1) v->bad = bad;
+    }
+}
+
+/* Tell the peers this rank's cells (block b tells rank b), and read everyone's. */
+EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
+    const uint32_t cells = m.cells;
+    const EpComm *c = &p.comm;
+    const EpShape &s = c->shape;
+    bool ok = true;
+    uint32_t wrong = v->bad == UINT32_MAX ? 0 : v->bad + 1;
+    if (p.scatter_indices && p.num_scatter_tokens != p.num_tokens && p.num_scatter_tokens != v->num_tokens) wrong = EP_BAD_SCATTER;
+    for (uint32_t r = blockIdx.x; r < s.num_ranks; r += gridDim.x)
+        for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x)
+            ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(epoch, i == cells - 1 ? wrong : m.total[i]));
+    for (uint32_t j = threadIdx.x; j < s.num_ranks * cells; j += blockDim.x) {
+        const uint32_t w = j / cells, i = j % cells;
+        const uint64_t *cell = ep_count_cell(c, c->my_rank, w, i);
+        EpFaultRecord f = {0, 0, EP_OP_PLAN, w, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
+        uint64_t got = 0;
+        ok = ok && ep_wait_got_u64(c, cell, EP_CMP_EPOCH, ep_cell_tag(epoch), &f, &got);
+        const uint32_t n = ok ? ep_clamp_count(&s, i, (uint32_t)got) : 0;
+        if (i < s.num_experts) m.counts[w * s.num_experts + i] = (int32_t)n;
+        else if (i == s.num_experts + c->my_rank && blockIdx.x == 0 && w != c->my_rank) p.plan[EP_HEAD_NUM_RECV + w] = (int32_t)n;
+        else if (i == cells - 1) v->bad_of[w] = n;
+    }
+    return __syncthreads_and(ok);
+}
+
+/* One warp: out[i] = sum of value(j) for j < i, of n; returns the whole sum in all lanes.  A lane has neighbouring ones. */
+template <typename F> EP_FN uint32_t warp_scan(uint32_t *out, uint32_t n, F value) {
+    const uint32_t per = ep_ceil_div_u32(n, 32), first = ep_lane() * per, last = first + per < n ? first + per : n;
+    uint32_t sum = 0;
+    for (uint32_t i = first; i < last; i++) sum += value(i);
+    uint32_t at = sum; /* inclusive over lanes, then exclusive */
+#pragma unroll
+    for (uint32_t d = 1; d < 32; d *= 2) {
+        const uint32_t y = __shfl_up_sync(EP_FULL, at, d);
+        if (ep_lane() >= d) at += y;
+    }
+    const uint32_t whole = __shfl_sync(EP_FULL, at, 31);
+    at -= sum;
+    for (uint32_t i = first; i < last; i++) {
+        const uint32_t x = value(i);
+        out[i] = at, at += x;
+    }
+    return whole;
+}
+
+/* First rows of each rank, sorted places and tiles from everyone's counts: a warp for each scan. */
+EP_FN void scan_experts(const Params &p, const Smem &m, Verdict *v) {
+    const EpShape &s = p.comm.shape;
+    const uint32_t L = ep_num_local_experts(&s), W = s.num_ranks, first = p.comm.my_rank * L;
+    const uint32_t num_scans = W + 2 + (m.sums > m.cells ? 2 * W : 0);
+    for (uint32_t scan = threadIdx.x / 32; scan < num_scans; scan += blockDim.x / 32) {
+        if (scan >= W + 2) { /* first slots of each expert at its rank, out and home */
+            const uint32_t half = (scan - W - 2) / W, from = (scan - W - 2) % W * L;
+            const uint32_t *ends = m.total + m.cells + half * s.num_experts + from;
+            warp_scan((half ? m.home_from : m.out_from) + from, L, [&](uint32_t l) { return ends[l]; });
+        } else if (scan < W) {
+            const uint32_t rows =
+                warp_scan(m.row_from + scan * L, L, [&](uint32_t l) { return ep_expert_rows(&s, m.counts, scan * L + l); });
+            if (ep_lane() == 0) v->rank_rows[scan] = (int32_t)rows;
+        } else if (scan == W) {
+            const uint32_t n = warp_scan(m.sorted_from, s.num_experts, [&](uint32_t e) { return m.total[e]; });
+            if (ep_lane() == 0) v->num_sorted = n;
+        } else {
+            const uint32_t n = warp_scan(
+                m.tile_from, L, [&](uint32_t l) { return ep_ceil_div_u32(ep_expert_rows(&s, m.counts, first + l), EP_TILE_ROWS); });
+            if (ep_lane() == 0) m.tile_from[L] = n;
+        }
+    }
+}
+
+/* The first wrong thing that all ranks told each other, in rank order; one thread. */
+EP_FN void judge(const Params &p, Verdict *v, uint64_t epoch) {
+    const EpShape &s = p.comm.shape;
+    EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_INDEX, 0, 0, epoch, 0, 0};
+    for (uint32_t w = 0; w < s.num_ranks && !f.code; w++) {
+        const uint32_t bad = v->bad_of[w];
+        f.peer = w;
+        if (bad == EP_BAD_SCATTER) f.code = EP_EINVAL, f.word = EP_WORD_SCATTER;
+        else if (bad) f.code = EP_EINDEX, f.got = bad - 1, f.want = s.num_experts;
+    }
+    for (uint32_t w = 0; w < s.num_ranks; w++) {
+        const uint32_t rows = (uint32_t)v->rank_rows[w];
+        if (rows > s.capacity && !f.code) f.code = EP_EOVERFLOW, f.word = EP_WORD_ROWS, f.peer = w, f.want = s.capacity, f.got = rows;
+    }
+    if (blockIdx.x == 0) ep_fault(&p.comm, &f);
+    v->code = f.code;
+}
+
+/* The slots of a round, sorted by expert: who holds a token's first or last choice at a rank numbers it. */
+EP_FN void place_slots(const Params &p, const Smem &m, uint32_t *mine, int32_t e, uint32_t token) {
+    const uint32_t E = p.comm.shape.num_experts, L = ep_num_local_experts(&p.comm.shape), ends = first_and_last(p, e);
+    const uint32_t lower = (1u << ep_lane()) - 1;
+    for (uint32_t half = 0; half < 2; half++) {
+        const bool here = ends >> 16 * half & 1u;
+        const uint32_t same = __match_any_sync(EP_FULL, here ? e : -1), nth = __popc(same & lower);
+        uint32_t slot = 0;
+        if (here) slot = (mine[e] >> 16 * half & 0xffffu) + nth + m.before[m.cells + half * E + e] + (half ? m.home_from : m.out_from)[e];
+        __syncwarp();
+        if (here && nth == 0) mine[e] += (uint32_t)__popc(same) << 16 * half;
+        __syncwarp();
+        if (here && half == 0) p.plan[p.layout.send_token_off + (uint64_t)(e / L) * p.num_tokens + slot] = (int32_t)token;
+        if (here && half == 1) p.plan[p.layout.token_slot_off + (uint64_t)token * p.comm.shape.num_ranks + e / L] = (int32_t)slot;
+    }
+}
+
+/* Rows, sorted order and slots of this warp's choices. */
+EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, const int32_t *scatter, uint64_t epoch,
+                 const int32_t (&kept)[2]) {
+    const EpShape &s = p.comm.shape;
+    const Round round(s.num_topk);
+    const uint32_t K = s.num_topk, W = s.num_ranks, L = ep_num_local_experts(&s), lane = ep_lane();
+    const uint32_t lower = (1u << lane) - 1;
+    const int32_t *expert = p.plan + p.layout.token_expert_off;
+    const uint64_t end = (uint64_t)range.last * K;
+    uint32_t *mine = m.warp_count + threadIdx.x / 32 * m.warp_cells;
+    const bool sorts = m.sums > m.cells;
+    uint32_t sent = lane < W ? m.before[s.num_experts + lane] + mine[s.num_experts + lane] : 0; /* lane r: slots taken at rank r */
+    for (uint32_t t = range.first, n = 0; t < range.last; t += round.num_tokens, n++) {
+        const uint64_t i = (uint64_t)t * K + lane;
+        const bool has = round.has(i, end);
+        const int32_t e = n == 0 ? kept[0] : n == 1 ? kept[1] : has ? expert[i] : -1;
+        const uint32_t same = __match_any_sync(EP_FULL, e), nth = __popc(same & lower);
+        uint32_t at = 0;
+        if (e >= 0) at = mine[e] + nth;
+        __syncwarp();
+        if (e >= 0 && nth == 0) mine[e] += __popc(same);
+        __syncwarp();
+        int32_t row = -1;
+        if (e >= 0) {
+            at += m.before[e];
+            row = scatter ? scatter[i] : (int32_t)(m.row_from[e] + ep_rows_before_rank(&s, m.counts, (uint32_t)e, p.comm.my_rank) + at);
+            if (row < 0 || row >= v.rank_rows[(uint32_t)e / L]) {
+                EpFaultRecord f = {0, EP_EINVAL, EP_OP_PLAN, p.comm.my_rank, EP_WORD_SCATTER, 0, 0, epoch, 1, 0};
+                ep_fault(&p.comm, &f);
+                row = -1;
+            }
+            p.plan[p.layout.sort_off + m.sorted_from[e] + at] = (int32_t)i;
+        }
+        if (has) p.plan[p.layout.token_row_off + i] = row;
+        const uint32_t token = t + lane, ranks = ranks_of(p, round, e); /* none behind the last token */
+        for (uint32_t r = 0; r < W; r++) {
+            const uint32_t there = __ballot_sync(EP_FULL, ranks >> r & 1u),
+                           slot = __shfl_sync(EP_FULL, sent, (int)r) + __popc(there & lower);
+            if (lane < round.num_tokens && token < range.last && !(sorts && ranks >> r & 1u))
+                p.plan[p.layout.token_slot_off + (uint64_t)token * W + r] = ranks >> r & 1u ? (int32_t)slot : -1;
+            if (ranks >> r & 1u && !sorts) p.plan[p.layout.send_token_off + (uint64_t)r * p.num_tokens + slot] = (int32_t)token;
+            if (lane == r) sent += __popc(there);
+        }
+        if (sorts) place_slots(p, m, mine + m.cells, e, t + lane / K);
+    }
+}
+
+/* The parts of the plan that no token owns: the tail of the sorted order, tiles, counts, offsets, the head.  The clerks. */
+EP_FN void write_tables(const Params &p, const Smem &m, const Verdict &v) {
+    const EpShape &s = p.comm.shape;
+    const uint32_t L = ep_num_local_experts(&s), at = blockIdx.x * 32 + ep_lane(), step = gridDim.x * 32;
+    const uint32_t first = p.comm.my_rank * L, num_tiles = m.tile_from[L];
+    for (uint64_t i = v.num_sorted + at; i < (uint64_t)p.num_tokens * s.num_topk; i += step) p.plan[p.layout.sort_off + i] = -1;
+    for (uint32_t n = at; n < num_tiles && n < p.layout.max_tiles; n += step) {
+        uint32_t low = 0, high = L; /* the last expert whose tiles begin at or before n */
+        while (high - low > 1) {
+            const uint32_t mid = (low + high) / 2;
+            if (m.tile_from[mid] <= n) low = mid;
+            else high = mid;
+        }
+        p.plan[p.layout.tile_expert_off + n] = (int32_t)low;
+        p.plan[p.layout.tile_row_off + n] = (int32_t)(m.row_from[first + low] + (n - m.tile_from[low]) * EP_TILE_ROWS);
+    }
+    for (uint32_t i = at; i < s.num_ranks * s.num_experts; i += step) p.plan[p.layout.counts_off + i] = m.counts[i];
+    for (uint32_t l = at; l <= L; l += step)
+        p.plan[p.layout.expert_row_off + l] = l == L ? v.rank_rows[p.comm.my_rank] : (int32_t)m.row_from[first + l];
+    if (at < s.num_ranks) {
+        p.plan[EP_HEAD_NUM_SEND + at] = (int32_t)m.total[s.num_experts + at];
+        if (at == p.comm.my_rank) p.plan[EP_HEAD_NUM_RECV + at] = (int32_t)m.total[s.num_experts + at]; /* my own word, not a peer's */
+        p.plan[EP_HEAD_RANK_ROWS + at] = v.rank_rows[at];
+    }
+    if (at == 0) p.plan[EP_HEAD_NUM_ROWS] = v.rank_rows[p.comm.my_rank], p.plan[EP_HEAD_NUM_TILES] = (int32_t)num_tiles;
+}
+
+/* No plan: no rows anywhere, so that whoever goes on before the error is raised computes on nothing. */
+EP_FN void forget(const Params &p) {
+    const uint64_t num = p.layout.expert_row_off + ep_num_local_experts(&p.comm.shape) + 1;
+    for (uint64_t i = threadIdx.x; i < num; i += blockDim.x) p.plan[i] = 0;
+    __syncthreads();
+}
+
+/* The host learns M, or why there is none, as soon as it is known.  One thread. */
+EP_FN void tell_host(const Params &p, int32_t code, uint32_t num_rows, uint64_t epoch) {
+    EpPlanResult *r = &p.comm.host->plan;
+    p.plan[EP_HEAD_STATUS] = code, p.plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch, p.plan[EP_HEAD_NUM_TOKENS] = (int32_t)p.num_tokens;
+    if (code) p.plan[EP_HEAD_NUM_ROWS] = 0;
+    r->num_rows = num_rows, r->status = code;
+    ep_st_relaxed_sys_u64(&r->epoch, epoch);
+    ep_st_release_sys_u64(&r->ticket, p.ticket); /* publishes the result to the host */
+}
+
+/* Everything between entering and placing.  False: there is no plan. */
+EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
+    const EpComm *c = &p.comm;
+    if (!meet(c, epoch)) return false;
+    scan_blocks(p, m, v);
+    if (threadIdx.x == 0 && p.scatter_indices) {
+        v->tokens_before = v->num_tokens = 0;
+        for (uint32_t w = 0; w < c->shape.num_ranks; w++) {
+            if (w == c->my_rank) v->tokens_before = v->num_tokens;
+            v->num_tokens += ep_header(c, c->my_rank, w, epoch)->num_tokens;
+        }
+    }
+    __syncthreads();
+    if (!exchange(p, m, v, epoch)) return false;
+    scan_experts(p, m, v);
+    __syncthreads();
+    const uint32_t r = threadIdx.x;
+    if (__syncthreads_and(r >= c->shape.num_ranks || (v->bad_of[r] == 0 && (uint32_t)v->rank_rows[r] <= c->shape.capacity))) return true;
+    if (threadIdx.x == 0) judge(p, v, epoch);
+    __syncthreads();
+    return false;
+}
+
+#endif /* EP_PLAN_CUH */
