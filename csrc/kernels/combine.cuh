@@ -129,13 +129,12 @@ EP_FN int32_t slot_to_await(const EpCombineParams &p, uint32_t chunk) {
     if (r >= W || t >= p.layout.num_tokens) return -1;
     return p.comm.shape.combine_mode == EP_COMBINE_GATHER ? 0 : p.plan[p.layout.token_slot_off + (uint64_t)t * W + r];
 }
-EP_FN const uint64_t *flag_of_slot(const EpCombineParams &p, uint32_t lane, int32_t slot) {
-    return ep_flag(&p.comm, p.comm.my_rank, lane % EP_MAX_RANKS, (uint32_t)slot / EP_CHUNK_SLOTS);
-}
 /* The lanes whose slots have not come yet. */
 template <typename E> EP_FN uint32_t slots_to_come(const EpCombineParams &p, int32_t slot, E epoch) {
-    const bool here = slot < 0 || ep_ld_acquire_sys_u64(flag_of_slot(p, ep_lane(), slot)) == epoch;
-    return __ballot_sync(EP_FULL, !here); /* what any lane acquired is now readable by all */
+    const bool here = slot < 0 || ep_flag_seen(&p.comm, ep_lane() % EP_MAX_RANKS, (uint32_t)slot / EP_CHUNK_SLOTS, epoch);
+    const uint32_t lanes = __ballot_sync(EP_FULL, !here);
+    ep_warp_sync(); /* what any lane acquired is now readable by all */
+    return lanes;
 }
 
 /* What a token of this rank is the sum of.  LOCAL: lane r has what rank r returned, of which it has the slot.  Else: lane
@@ -192,11 +191,11 @@ EP_FN bool rows_are_made(const EpCombineParams &p, const ChunkRows &r) {
     bool made = true;
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) made = made && row_is_made(p, r.row[i]);
-    return __all_sync(EP_FULL, made); /* what any lane acquired is now readable by all */
+    return ep_warp_all(made); /* what any lane acquired is now readable by all */
 }
 EP_FN bool staged_rows_are_made(const EpCombineParams &p, uint32_t chunk) {
     const uint32_t num = ep_chunk_slots(num_staged_rows(p), chunk);
-    return __all_sync(EP_FULL, row_is_made(p, ep_lane() < num ? (int32_t)(chunk * EP_CHUNK_SLOTS + ep_lane()) : -1));
+    return ep_warp_all(row_is_made(p, ep_lane() < num ? (int32_t)(chunk * EP_CHUNK_SLOTS + ep_lane()) : -1));
 }
 
 /* A turn in waiting: for rows of this rank that it has to send, or for what is to come for the tokens of `lanes`.  Warps
@@ -210,12 +209,10 @@ template <typename E> EP_FN bool wait_for_rows(const EpCombineParams &p, uint32_
 }
 template <typename C, typename E> EP_FN bool wait_for_slots(const EpCombineParams &p, uint32_t lanes, int32_t slot, EpPatience *w,
                                                             E epoch) {
-    const uint32_t first = (uint32_t)__ffs((int)lanes) - 1;
-    const uint64_t *flag = flag_of_slot(p, first, __shfl_sync(EP_FULL, slot, (int)first));
-    const EpFaultRecord f = {0, 0, C::OP, first % EP_MAX_RANKS, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
+    const uint32_t first = (uint32_t)__ffs((int)lanes) - 1, chunk = (uint32_t)__shfl_sync(EP_FULL, slot, (int)first) / EP_CHUNK_SLOTS;
     uint64_t ok = 1;
     if (C::FUSED) ep_doze();
-    if (ep_lane() == 0) ok = ep_wait_on(&p.comm, w, p.comm.timeout_ns, &f, epoch, ep_ld_relaxed_sys_u64(flag));
+    if (ep_lane() == 0) ok = ep_flag_wait_on(&p.comm, C::OP, first % EP_MAX_RANKS, chunk, epoch, w);
     return ep_warp_bcast_u64(ok) != 0;
 }
 
@@ -224,7 +221,7 @@ template <typename E> EP_FN bool await_all_rows(const EpCombineParams &p, uint32
     const uint32_t num_rows = num_staged_rows(p);
     EpPatience w = {0, 0, 0};
     for (uint32_t first = 0; first < num_rows;) {
-        if (__all_sync(EP_FULL, row_is_made(p, (int32_t)(first + EP_TILE_ROWS * ep_lane())))) first += 32 * EP_TILE_ROWS;
+        if (ep_warp_all(row_is_made(p, (int32_t)(first + EP_TILE_ROWS * ep_lane())))) first += 32 * EP_TILE_ROWS;
         else if (!wait_for_rows(p, op, &w, epoch)) return false;
     }
     return true;

@@ -8,6 +8,7 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
     const bool sorts = ep_plan_sorts(&p);
     const Smem m(ep_dynamic_smem(), p.comm.shape, sorts);
     const Range range(p.num_tokens);
+    TwoRounds kept(p, range, range.first);
     const uint64_t epoch = ep_begin(&p.comm);
     if (threadIdx.x == 0) bad = UINT32_MAX, v.code = EP_EPEER, v.bad = UINT32_MAX;
     for (uint32_t i = threadIdx.x; i < EP_WARPS * m.warp_cells; i += blockDim.x) m.warp_count[i] = 0;
@@ -16,7 +17,6 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
         EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, p.num_tokens, 0);
         ep_enter(&p.comm, &h, epoch);
     }
-    int32_t kept[2];
     if (epoch) count(p, range, sorts, m.warp_count + threadIdx.x / 32 * m.warp_cells, &bad, kept);
     __syncthreads();
     if (epoch) scan_warps(p, m, bad);

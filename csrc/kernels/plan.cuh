@@ -82,37 +82,48 @@ EP_FN uint32_t first_and_last(const Params &p, int32_t expert) {
     return (first ? 1u : 0u) | (last ? 65536u : 0u);
 }
 
-/* `kept`: the experts of the first two rounds, so that place need not load them. */
-EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad, int32_t (&kept)[2]) {
+/* The experts of this lane's choices in the two rounds from token t on; -1: none, -2: not an expert. */
+struct TwoRounds {
+    int32_t expert[2];
+    __device__ TwoRounds(const Params &p, Range range, uint32_t t) {
+        const Round round(p.comm.shape.num_topk);
+        const uint64_t end = (uint64_t)range.last * p.comm.shape.num_topk;
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) { /* both loads on their way */
+            const uint64_t i = (uint64_t)(t + j * round.num_tokens) * p.comm.shape.num_topk + ep_lane();
+            expert[j] = round.has(i, end) ? ep_read_expert(p.exp_indices, p.index_bytes, i, p.comm.shape.num_experts) : -1;
+        }
+    }
+};
+
+/* `kept`: the first two rounds, which are read before anything else, and which place need not read again. */
+EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad, TwoRounds &kept) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
     const uint64_t end = (uint64_t)range.last * s.num_topk;
     int32_t *expert = p.plan + p.layout.token_expert_off;
     uint32_t to_rank = 0; /* lane r: tokens to rank r */
     for (uint32_t t = range.first; t < range.last; t += 2 * round.num_tokens) {
-        int32_t both[2]; /* two loads on their way */
+        TwoRounds both = kept;
+        if (t != range.first) both = TwoRounds(p, range, t);
 #pragma unroll
         for (uint32_t j = 0; j < 2; j++) {
             const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
-            both[j] = round.has(i, end) ? ep_read_expert(p.exp_indices, p.index_bytes, i, s.num_experts) : -1;
-        }
-#pragma unroll
-        for (uint32_t j = 0; j < 2; j++) {
-            const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
-            if (both[j] == -2) atomicMin(bad, (uint32_t)i), both[j] = -1;
-            if (round.has(i, end)) expert[i] = both[j];
-            if (both[j] >= 0) atomicAdd(&mine[both[j]], 1u);
+            int32_t &e = both.expert[j];
+            if (e == -2) atomicMin(bad, (uint32_t)i), e = -1;
+            if (round.has(i, end)) expert[i] = e;
+            if (e >= 0) atomicAdd(&mine[e], 1u);
             if (sorts) {
-                const uint32_t ends = first_and_last(p, both[j]);
-                if (ends) atomicAdd(&mine[p.comm.layout.num_count_cells + both[j]], ends);
+                const uint32_t ends = first_and_last(p, e);
+                if (ends) atomicAdd(&mine[p.comm.layout.num_count_cells + e], ends);
             }
-            const uint32_t ranks = ranks_of(p, round, both[j]);
+            const uint32_t ranks = ranks_of(p, round, e);
             for (uint32_t r = 0; r < s.num_ranks; r++) {
                 const uint32_t num = __popc(__ballot_sync(EP_FULL, ranks >> r & 1u));
                 if (ep_lane() == r) to_rank += num;
             }
-            if (t == range.first) kept[j] = both[j];
         }
+        if (t == range.first) kept = both;
     }
     if (ep_lane() < s.num_ranks && !is_clerk()) mine[s.num_experts + ep_lane()] = to_rank;
 }
@@ -166,27 +177,50 @@ EP_FN void scan_blocks(const Params &p, const Smem &m, Verdict *v) {
     }
 }
 
+/* This thread's cells from number `first` on, of num, when all of them have come: one latency for all. */
+enum { CELLS_AT_ONCE = 4 };
+EP_FN bool read_cells(const EpComm *c, uint32_t first, uint32_t num, uint64_t epoch, uint64_t (&got)[CELLS_AT_ONCE]) {
+    const uint32_t cells = c->layout.num_count_cells, tag = (uint32_t)ep_cell_tag(epoch);
+    EpPatience patience = {0, 0, 0};
+    for (;;) {
+        uint32_t late = num;
+#pragma unroll
+        for (uint32_t u = 0; u < CELLS_AT_ONCE; u++) {
+            const uint32_t j = first + u * blockDim.x;
+            if (j < num) got[u] = ep_count_seen(c, j / cells, j % cells);
+        }
+#pragma unroll
+        for (uint32_t u = 0; u < CELLS_AT_ONCE; u++)
+            if (first + u * blockDim.x < num && got[u] >> 32 != tag) late = first + u * blockDim.x;
+        if (late == num) return true;
+        const EpFaultRecord f = {0, 0, EP_OP_PLAN, late / cells, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
+        if (!ep_wait_on(c, &patience, c->timeout_ns, &f, tag, 0)) return false;
+    }
+}
+
 /* Tell the peers this rank's cells (block b tells rank b), and read everyone's. */
 EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     const uint32_t cells = m.cells;
     const EpComm *c = &p.comm;
     const EpShape &s = c->shape;
+    const uint32_t num = s.num_ranks * cells;
     bool ok = true;
     uint32_t wrong = v->bad == UINT32_MAX ? 0 : v->bad + 1;
     if (p.scatter_indices && p.num_scatter_tokens != p.num_tokens && p.num_scatter_tokens != v->num_tokens) wrong = EP_BAD_SCATTER;
     for (uint32_t r = blockIdx.x; r < s.num_ranks; r += gridDim.x)
         for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x)
             ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(epoch, i == cells - 1 ? wrong : m.total[i]));
-    for (uint32_t j = threadIdx.x; j < s.num_ranks * cells; j += blockDim.x) {
-        const uint32_t w = j / cells, i = j % cells;
-        const uint64_t *cell = ep_count_cell(c, c->my_rank, w, i);
-        EpFaultRecord f = {0, 0, EP_OP_PLAN, w, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
-        uint64_t got = 0;
-        ok = ok && ep_wait_got_u64(c, cell, EP_CMP_EPOCH, ep_cell_tag(epoch), &f, &got);
-        const uint32_t n = ok ? ep_clamp_count(&s, i, (uint32_t)got) : 0;
-        if (i < s.num_experts) m.counts[w * s.num_experts + i] = (int32_t)n;
-        else if (i == s.num_experts + c->my_rank && blockIdx.x == 0 && w != c->my_rank) p.plan[EP_HEAD_NUM_RECV + w] = (int32_t)n;
-        else if (i == cells - 1) v->bad_of[w] = n;
+    for (uint32_t first = threadIdx.x; first < num; first += CELLS_AT_ONCE * blockDim.x) {
+        uint64_t got[CELLS_AT_ONCE] = {};
+        ok = ok && read_cells(c, first, num, epoch, got);
+#pragma unroll
+        for (uint32_t u = 0; u < CELLS_AT_ONCE; u++) {
+            const uint32_t j = first + u * blockDim.x, w = j / cells, i = j % cells, n = ok ? ep_clamp_count(&s, i, (uint32_t)got[u]) : 0;
+            if (j >= num) break;
+            if (i < s.num_experts) m.counts[w * s.num_experts + i] = (int32_t)n;
+            else if (i == s.num_experts + c->my_rank && blockIdx.x == 0 && w != c->my_rank) p.plan[EP_HEAD_NUM_RECV + w] = (int32_t)n;
+            else if (i == cells - 1) v->bad_of[w] = n;
+        }
     }
     return __syncthreads_and(ok);
 }
@@ -273,7 +307,7 @@ EP_FN void place_slots(const Params &p, const Smem &m, uint32_t *mine, int32_t e
 
 /* Rows, sorted order and slots of this warp's choices. */
 EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, const int32_t *scatter, uint64_t epoch,
-                 const int32_t (&kept)[2]) {
+                 const TwoRounds &kept) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
     const uint32_t K = s.num_topk, W = s.num_ranks, L = ep_num_local_experts(&s), lane = ep_lane();
@@ -286,7 +320,7 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
     for (uint32_t t = range.first, n = 0; t < range.last; t += round.num_tokens, n++) {
         const uint64_t i = (uint64_t)t * K + lane;
         const bool has = round.has(i, end);
-        const int32_t e = n == 0 ? kept[0] : n == 1 ? kept[1] : has ? expert[i] : -1;
+        const int32_t e = n == 0 ? kept.expert[0] : n == 1 ? kept.expert[1] : has ? expert[i] : -1;
         const uint32_t same = __match_any_sync(EP_FULL, e), nth = __popc(same & lower);
         uint32_t at = 0;
         if (e >= 0) at = mine[e] + nth;

@@ -106,21 +106,14 @@ EP_FN bool ep_wait_on(const EpComm *c, EpPatience *w, uint64_t limit_ns, const E
     return true;
 }
 
-/* Wait until *word compares with want, and say what it was then.  One lane calls it.  False: leave the operation, in
- * order. */
-EP_FN bool ep_wait_got_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want, const EpFaultRecord *what, uint64_t *value) {
+/* Wait until *word compares with want.  One lane calls it.  False: leave the operation, in order. */
+EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want, const EpFaultRecord *what) {
     EpPatience w = {0, 0, 0};
     for (;;) {
         uint64_t got = ep_ld_acquire_sys_u64(word); /* what the word publishes is now readable */
-        *value = got;
         if (cmp == EP_CMP_GE ? got >= want : cmp == EP_CMP_EQ ? got == want : got >> 32 == want) return true;
         if (!ep_wait_on(c, &w, c->timeout_ns, what, want, got)) return false;
     }
-}
-
-EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want, const EpFaultRecord *what) {
-    uint64_t got;
-    return ep_wait_got_u64(c, word, cmp, want, what, &got);
 }
 
 /* This rank's header of an operation; plan is NULL for the operations that have none.  The host knows the
@@ -229,11 +222,25 @@ EP_FN bool ep_flag_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_
     return ep_warp_bcast_u64(ok) != 0;
 }
 
+/* One lane's look at a chunk: true when it is there.  It may be read by all lanes when the warp has met. */
+EP_FN bool ep_flag_seen(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
+    return ep_ld_acquire_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)) == epoch; /* the chunk is now readable */
+}
 /* All lanes call it.  True when a chunk is there already; then it may be read by all lanes. */
 EP_FN bool ep_flag_ready(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
     uint64_t ok = 1;
-    if (ep_lane() == 0) ok = ep_ld_acquire_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)) == epoch; /* the chunk is now readable */
+    if (ep_lane() == 0) ok = ep_flag_seen(c, of_rank, chunk, epoch);
     return ep_warp_bcast_u64(ok) != 0;
+}
+/* After a look in vain: see ep_wait_on. */
+EP_FN bool ep_flag_wait_on(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch, EpPatience *w) {
+    const EpFaultRecord f = {0, 0, op, of_rank, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
+    return ep_wait_on(c, w, c->timeout_ns, &f, epoch, ep_ld_relaxed_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)));
+}
+
+/* One lane's look at a cell of of_rank's counts: the epoch's tag and the count, in one word. */
+EP_FN uint64_t ep_count_seen(const EpComm *c, uint32_t of_rank, uint32_t cell) {
+    return ep_ld_relaxed_sys_u64(ep_count_cell(c, c->my_rank, of_rank, cell));
 }
 
 /* Leave the operation.  The last of num_workers makes the local words ready for the next one, and is

@@ -4,7 +4,7 @@
  * where a worker is a warp of 32 lanes.  Exported:
  *   EP_FN, EP_PURE             qualifiers: device code; arithmetic for host and device
  *   EP_LANES, EP_FOR_LANES     lanes of a worker; i = lane, lane + EP_LANES, ... < n
- *   ep_warp_sync / _min_u32 / _bcast_u64
+ *   ep_warp_sync / _min_u32 / _bcast_u64 / _all   bcast, all: what a lane did before comes before what all do behind
  *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol, and no others
  *   ep_now_ns, ep_pause, ep_time_to_look   the clock of deadlines; what to do between two polls
  *   EP_FAULT(n), ep_chaos      seeded faults and delays: constant 0 and nothing outside the tests
@@ -30,7 +30,16 @@
 EP_FN uint32_t ep_lane(void) { return threadIdx.x % 32u; }
 EP_FN void ep_warp_sync(void) { __syncwarp(); }
 EP_FN uint32_t ep_warp_min_u32(uint32_t x) { return __reduce_min_sync(0xffffffffu, x); }
-EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) { return __shfl_sync(0xffffffffu, (unsigned long long)x, 0); }
+EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) {
+    x = __shfl_sync(0xffffffffu, (unsigned long long)x, 0);
+    __syncwarp();
+    return x;
+}
+EP_FN bool ep_warp_all(bool x) {
+    x = __all_sync(0xffffffffu, x);
+    __syncwarp();
+    return x;
+}
 
 #define EP_LD(name, ptx)                                              \
     EP_FN uint64_t name(const uint64_t *p) {                          \
@@ -94,6 +103,7 @@ EP_FN uint32_t ep_lane(void) { return 0; }
 EP_FN void ep_warp_sync(void) {}
 EP_FN uint32_t ep_warp_min_u32(uint32_t x) { return x; }
 EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) { return x; }
+EP_FN bool ep_warp_all(bool x) { return x; }
 
 EP_FN uint64_t ep_ld_acquire_sys_u64(const uint64_t *p) { return __atomic_load_n(p, EP_FAULT(1) ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE); }
 EP_FN uint64_t ep_ld_relaxed_sys_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }

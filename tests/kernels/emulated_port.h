@@ -37,17 +37,16 @@ static thread_local bool ep_has_fenced; /* since its warp last met: only then it
 static void __syncwarp() { ep_has_fenced = false, ep_warp_meetings[threadIdx.x / 32].arrive(32); }
 static void __syncthreads() { ep_block_meeting.arrive(blockDim.x); }
 
-/* Every lane says something, f looks at all of it.  ORDERS: what who is heard has done before, comes before what
- * the hearer does behind it. */
-template <bool ORDERS = false, typename T, typename F> static auto ep_talk(T mine, F f) {
+/* Every lane says something, f looks at all of it.  That orders no memory. */
+template <typename T, typename F> static auto ep_talk(T mine, F f) {
     EpMeeting &meeting = ep_warp_meetings[threadIdx.x / 32];
     uint64_t bits = 0;
     memcpy(&bits, &mine, sizeof mine);
-    __atomic_store_n(&ep_said[threadIdx.x / 32][threadIdx.x % 32], bits, ORDERS ? __ATOMIC_RELEASE : __ATOMIC_RELAXED);
+    __atomic_store_n(&ep_said[threadIdx.x / 32][threadIdx.x % 32], bits, __ATOMIC_RELAXED);
     meeting.arrive<EP_RELAXED>(32);
     const auto result = f([&](uint32_t lane) {
         T theirs;
-        const uint64_t said = __atomic_load_n(&ep_said[threadIdx.x / 32][lane], ORDERS ? __ATOMIC_ACQUIRE : __ATOMIC_RELAXED);
+        const uint64_t said = __atomic_load_n(&ep_said[threadIdx.x / 32][lane], __ATOMIC_RELAXED);
         memcpy(&theirs, &said, sizeof theirs);
         return theirs;
     });
@@ -66,11 +65,9 @@ template <typename T> static T __shfl_up_sync(uint32_t, T v, uint32_t d) {
     const uint32_t lane = threadIdx.x % 32;
     return ep_talk(v, [&](auto said) { return said(lane < d ? lane : lane - d); });
 }
-template <bool ORDERS = false> static uint32_t __ballot_sync(uint32_t, int v) {
-    return ep_talk<ORDERS>(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) != 0; }); });
+static uint32_t __ballot_sync(uint32_t, int v) {
+    return ep_talk(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) != 0; }); });
 }
-/* This and ep_warp_bcast_u64 stand behind an acquire of one lane in the kernels, and are taken to order for all. */
-static int __all_sync(uint32_t, int v) { return __ballot_sync<true>(~0u, v) == ~0u; }
 template <typename T> static uint32_t __match_any_sync(uint32_t, T v) {
     return ep_talk(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) == v; }); });
 }
@@ -122,7 +119,14 @@ EP_FN uint32_t ep_warp_min_u32(uint32_t x) {
     });
 }
 EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) {
-    return ep_talk<true>(x, [](auto said) { return said(0); });
+    x = ep_talk(x, [](auto said) { return said(0); });
+    __syncwarp();
+    return x;
+}
+EP_FN bool ep_warp_all(bool x) {
+    x = __ballot_sync(~0u, x) == ~0u;
+    __syncwarp();
+    return x;
 }
 #define EP_LD(name, order) \
     EP_FN uint64_t name(const uint64_t *p) { return __atomic_load_n(p, order); }
