@@ -11,12 +11,12 @@
 #include "rows.cuh"
 #include "trace.cuh"
 
-/* How a warp combines.  OP: as what peers know it.  FUSED: waits for rows to be made. */
-template <int DTYPE_, EpOpKind OP_> struct EpCombineConfig {
+/* How a warp combines.  OP: as what peers know it.  FUSED: waits for rows to be made.  ROOM: it has room in shared memory. */
+template <int DTYPE_, EpOpKind OP_, bool ROOM = true> struct EpCombineConfig {
     static constexpr int DTYPE = DTYPE_;
     static constexpr EpOpKind OP = OP_;
     static constexpr bool FUSED = OP == EP_OP_GEMM_COMBINE;
-    typedef EpFifo<4, FUSED ? 2 : 4> Fifo;
+    typedef EpFifo<4, ROOM ? 4 : 2> Fifo;
 };
 
 EP_FN uint64_t row_address(const EpCombineParams &p, int32_t row) {

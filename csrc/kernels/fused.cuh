@@ -41,7 +41,7 @@ struct EpSharedEpoch {
 };
 
 /* A warp's part of shared memory, of those from warp `first` on. */
-EP_FN uint32_t fifo_at(uint32_t smem, uint32_t first) { return smem + (threadIdx.x / 32 - first) * EpFusedFifo::BYTES; }
+template <typename F> EP_FN uint32_t fifo_at(uint32_t smem, uint32_t first) { return smem + (threadIdx.x / 32 - first) * F::BYTES; }
 
 struct EpDispatchHooks {
     static constexpr bool FUSED = true;
@@ -53,7 +53,7 @@ struct EpDispatchHooks {
     __device__ void move(uint32_t smem) {
         if (!ok || blockIdx.x >= p.num_move_blocks) return;
         const EpMoveWhat what = p.num_tail_blocks == 0 ? EP_MOVE_ALL : blockIdx.x < p.num_tail_blocks ? EP_MOVE_RECEIPTS : EP_MOVE_SENDS;
-        move_tokens<true>(p.dispatch, EP_OP_DISPATCH_GEMM, EpSharedEpoch(), what, fifo_at(smem, 1));
+        move_tokens<true>(p.dispatch, EP_OP_DISPATCH_GEMM, EpSharedEpoch(), what, fifo_at<EpFusedFifo>(smem, 1));
     }
     __device__ void await_rows(const EpGemmTile &t) {
         const uint32_t m = (uint32_t)p.dispatch.plan[EP_HEAD_NUM_ROWS];
@@ -105,14 +105,14 @@ template <int DTYPE> struct EpCombineHooks {
     }
     __device__ void multiplying() { count(); }
 
-    __device__ void bring(uint32_t fifo) {
-        typedef EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE> C;
+    template <bool ROOM> __device__ void bring(uint32_t smem, uint32_t first_warp) {
+        typedef EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, ROOM> C;
         const EpCombineParts parts = {blockIdx.x < p.num_move_blocks, blockIdx.x < p.num_reduce_blocks};
         if (ep_ld_shared_u32(ep_smem(&ep_shared_ok)) && (!p.is_serial || await_all_rows(p.combine, EP_OP_GEMM_COMBINE, EpSharedEpoch())))
-            bring_home<C>(p.combine, EpSharedEpoch(), parts, fifo);
+            bring_home<C>(p.combine, EpSharedEpoch(), parts, fifo_at<typename C::Fifo>(smem, first_warp));
     }
-    __device__ void move(uint32_t smem) { bring(fifo_at(smem, 1)); }
-    __device__ void rest(uint32_t smem) { count(), bring(fifo_at(smem, 4)); }
+    __device__ void move(uint32_t smem) { bring<false>(smem, 1); }
+    __device__ void rest(uint32_t smem) { count(), bring<true>(smem, 4); }
 };
 
 /* The last block out leaves the counts as it found them: those of the plan's rows; after a failure, all. */
@@ -150,6 +150,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
                                                const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const EpCombineParams &k = p.combine;
+    static_assert(C::STAGES * C::STAGE_BYTES >= 8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo::BYTES, "rest has room");
     ep_trace_start();
     const uint64_t epoch = ep_begin(&k.comm), begin = ep_trace_now(&k.comm);
     const bool ok = epoch && ep_block_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.layout.num_tokens, k.num_rows, k.has_weight, 0, epoch);

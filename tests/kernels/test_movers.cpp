@@ -8,7 +8,8 @@
 #include "kernels/combine.cuh"
 #include "kernels/dispatch.cuh"
 
-enum { MOVERS = 3, MAKERS = 2, PIECES = 3, FIFO_BYTES = (MOVERS + MAKERS) * EpFusedFifo::BYTES };
+typedef EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo RoomyFifo;
+enum { MOVERS = 3, MAKERS = 2, PIECES = 3, FIFO_BYTES = MOVERS * EpFusedFifo::BYTES + MAKERS * RoomyFifo::BYTES };
 static_assert(MOVERS + MAKERS < EP_MOST_WARPS, "warps that the emulation has");
 
 /* Who does what in a round. */
@@ -114,10 +115,10 @@ static void make_rows(const HomeParams &p) {
         if (lane == 1 && num_rows > in_first) ep_red_add_relaxed_gpu(ep_ready_word(c, block + 1), num_rows - in_first);
     }
 }
-template <int DTYPE> static void bring(const HomeParams &p, uint32_t fifo) {
+template <int DTYPE, bool ROOM> static void bring(const HomeParams &p, uint32_t fifo) {
     const EpCombineParts parts = {blockIdx.x < p.way.num_move, blockIdx.x < p.way.num_reduce};
     if (p.way.is_serial && !await_all_rows(p.k, EP_OP_GEMM_COMBINE, SharedEpoch())) return;
-    bring_home<EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE>>(p.k, SharedEpoch(), parts, fifo);
+    bring_home<EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, ROOM>>(p.k, SharedEpoch(), parts, fifo);
 }
 static void look_at_returned(const EpCombineParams &k) {
     const EpComm *c = &k.comm;
@@ -135,10 +136,10 @@ template <int DTYPE> static void home_kernel(HomeParams p) {
     const EpCombineParams &k = p.k;
     const uint32_t warp = threadIdx.x / 32;
     if (enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.layout.num_tokens, k.num_rows, k.has_weight)) {
-        if (warp < MOVERS && p.way.moves) bring<DTYPE>(p, warp * EpFusedFifo::BYTES);
+        if (warp < MOVERS && p.way.moves) bring<DTYPE, false>(p, warp * EpFusedFifo::BYTES);
         if (warp >= MOVERS && warp < MOVERS + MAKERS) {
             make_rows(p);
-            if (p.way.rests) bring<DTYPE>(p, warp * EpFusedFifo::BYTES);
+            if (p.way.rests) bring<DTYPE, true>(p, MOVERS * EpFusedFifo::BYTES + (warp - MOVERS) * RoomyFifo::BYTES);
         }
         if (threadIdx.x == 32 * (MOVERS + MAKERS)) look_at_returned(k);
     }
