@@ -34,6 +34,8 @@ typedef struct {
     int (*sync)(int device, void *stream, EpWorld *world); /* leaves when the world ends */
     /* What is on `after` from now on comes behind what is on `before` so far. */
     int (*order)(int device, void *before, void *after);
+    /* An operation comes on `stream`: where operations must not overtake each other, it comes behind those on others. */
+    int (*turn)(int device, bool fills_device, void *stream);
     int (*plan)(int device, const EpPlanParams *p, void *stream);
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
     int (*combine)(int device, const EpCombineParams *p, uint32_t num_sm, void *stream);

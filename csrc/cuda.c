@@ -4,6 +4,7 @@
  * The block comes straight from cudaMalloc, never from a framework's allocator: IPC shares whole
  * allocations, and memory of a pool or of expandable segments cannot be shared at all. */
 #include <cuda_runtime_api.h>
+#include <pthread.h>
 #include <sched.h>
 #include <string.h>
 
@@ -12,6 +13,7 @@
 #include "kernels/launch.h"
 #include "protocol/flags.h"
 
+#define MAX_DEVICES 64           /* of a process */
 #define BLOCK_BYTES (2ull << 20) /* IPC wants blocks that share no page with others */
 #define EP_CUDA_TRY(call)                                    \
     do {                                                     \
@@ -176,6 +178,26 @@ static int order_streams(cudaStream_t before, cudaStream_t after) {
 }
 static int order(int device, void *before, void *after) { GUARDED(device, order_streams((cudaStream_t)before, (cudaStream_t)after)); }
 
+/* A kernel that fills the GPU while it waits for its peers keeps others from beginning.  Were it the first here and not
+ * there, each might wait for what the other keeps out.  Streams order nothing among themselves; so once a process
+ * has launched such a kernel, its operations on the GPU go in the order of their calls, whatever their streams. */
+static int turn(int device, bool fills_device, void *stream) {
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    static struct {
+        void *stream;
+        bool has_stream, in_order;
+    } last[MAX_DEVICES];
+    int code = 0;
+    if (device < 0 || device >= MAX_DEVICES) return ep_error(EP_EINVAL, "device %d of at most %d", device, MAX_DEVICES);
+    pthread_mutex_lock(&lock);
+    last[device].in_order |= fills_device;
+    if (last[device].in_order && last[device].has_stream && last[device].stream != stream)
+        code = order(device, last[device].stream, stream);
+    last[device].stream = stream, last[device].has_stream = true;
+    pthread_mutex_unlock(&lock);
+    return code;
+}
+
 /* ---- kernels ---- */
 
 static int plan(int device, const EpPlanParams *p, void *stream) {
@@ -231,6 +253,7 @@ const EpBackend ep_cuda_backend = {
     .zero = zero,
     .sync = sync_stream,
     .order = order,
+    .turn = turn,
     .plan = plan,
     .dispatch = dispatch,
     .combine = combine,

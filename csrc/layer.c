@@ -136,11 +136,12 @@ int ep_layer_plan_words(EpLayer *l, uint64_t num_tokens, uint64_t *num_words) {
 
 /* ---- operations ---- */
 
-int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) {
+int ep_layer_begin(EpLayer *l, uint32_t buffer, uint32_t op, void *stream, EpCommBuffer **out) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized");
     if (buffer >= l->config.num_buffers) return ep_error(EP_EINVAL, "buffer %u of %u", buffer, l->config.num_buffers);
     EpCommBuffer *b = &l->buffers[buffer];
     EP_TRY(ep_comm_check(l->heap, b, stream));
+    EP_TRY(ep_heap_backend(l->heap)->turn(ep_heap_device(l->heap), op == EP_OP_DISPATCH_GEMM || op == EP_OP_GEMM_COMBINE, stream));
     if (b->has_stream && b->last_stream != stream) EP_TRY(ep_heap_backend(l->heap)->order(ep_heap_device(l->heap), b->last_stream, stream));
     b->last_stream = stream, b->has_stream = true;
     b->comm.timeout_ns = ep_world_timeout_ns(ep_heap_world(l->heap));
@@ -157,7 +158,7 @@ int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint64_t note, int code, void *str
 int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     EpCommBuffer *b;
     if (code >= 0) return ep_error(EP_EINVAL, "a refusal needs a negative code");
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, op, stream, &b));
     EpComm comm = b->comm;
     comm.status = code;
     uint64_t note = ep_comm_note(l->heap, b, op, 0, code);
@@ -176,7 +177,7 @@ int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stre
 
 int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
     EpCommBuffer *b;
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, EP_OP_BARRIER, stream, &b));
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_BARRIER, 0, 0);
     int done = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &b->comm, EP_OP_BARRIER, stream);
     return ep_layer_end(l, b, note, done, stream);
@@ -191,7 +192,7 @@ int ep_layer_sync(EpLayer *l, void *stream) {
 
 int ep_layer_set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
     EpCommBuffer *b;
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, EP_OP_BARRIER, stream, &b));
     if (epoch == 0) return ep_error(EP_EINVAL, "epoch 0: it stands for no operation");
     uint64_t before = b->num_ops = epoch - 1;
     const EpBackend *backend = ep_heap_backend(l->heap);

@@ -65,7 +65,7 @@ int ep_layer_plan(EpLayer *l, uint32_t buffer, const EpTensor *indices, const Ep
                   void *stream) {
     EpCommBuffer *b;
     EpPlanParams p = {0};
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, EP_OP_PLAN, stream, &b));
     int code = check_plan(l, indices, scatter, plan, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_PLAN, code, stream);
     p.comm = b->comm, p.ticket = ++l->ticket[buffer], p.sort_slots = sort_slots;
@@ -125,7 +125,7 @@ int ep_layer_dispatch(EpLayer *l, uint32_t buffer, const EpTensor *x, const EpTe
                       const EpTensor *row_weight, const EpTensor *recv, void *stream) {
     EpCommBuffer *b;
     EpDispatchParams p = {0};
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, EP_OP_DISPATCH, stream, &b));
     int code = check_dispatch(l, x, 1, weight, plan, rows, row_weight, recv, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH, code, stream);
     p.comm = b->comm;
@@ -158,7 +158,7 @@ int ep_layer_combine(EpLayer *l, uint32_t buffer, const EpTensor *rows, const Ep
                      const EpTensor *plan, const EpTensor *recv, const EpTensor *out, const EpTensor *out_scalar, void *stream) {
     EpCommBuffer *b;
     EpCombineParams p = {0};
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, EP_OP_COMBINE, stream, &b));
     int code = check_combine(l, rows, row_weight, row_scalar, plan, recv, out, out_scalar, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_COMBINE, code, stream);
     p.comm = b->comm;
@@ -200,7 +200,7 @@ int ep_layer_dispatch_gemm(EpLayer *l, uint32_t buffer, const EpDispatchGemm *g,
     EpCommBuffer *b;
     EpDispatchGemmParams p = {0};
     EpDispatchParams *d = &p.dispatch;
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, EP_OP_DISPATCH_GEMM, stream, &b));
     int code = check_dispatch(l, g->x, g->num_copies, g->weight, g->plan, g->rows, g->row_weight, g->recv, d);
     if (!code)
         code = check_product(l, g->rows, g->gemm_weight, g->bias, g->out, g->activation, d->plan + d->layout.expert_row_off, &p.gemm);
@@ -218,7 +218,7 @@ int ep_layer_gemm_combine(EpLayer *l, uint32_t buffer, const EpGemmCombine *g, v
     EpCommBuffer *b;
     EpGemmCombineParams p = {0};
     EpCombineParams *k = &p.combine;
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, EP_OP_GEMM_COMBINE, stream, &b));
     int code = check_combine(l, g->rows, g->row_weight, NULL, g->plan, g->recv, g->out, NULL, k);
     if (!code) code = check_product(l, g->a, g->gemm_weight, g->bias, g->rows, EP_ACT_NONE, k->plan + k->layout.expert_row_off, &p.gemm);
     if (!code && (g->num_move < 1 || g->num_reduce < 1))

@@ -197,6 +197,40 @@ def test_fused_in_a_cuda_graph(ranks, mode, activation, knobs):
 
 
 @pytest.mark.cuda_only
+def test_fused_on_streams_that_would_cross(ranks):
+    """Each rank's calls are first of one operator, then of the other; what is before them on the streams holds up the first
+    operator's on some ranks, the second's on the others.  Each kernel fills its GPU and waits for its peers'."""
+    case = grown(ranks, Experts(activation="swiglu"))
+
+    def run(world, device):
+        ops = [make_op(world, device, case, Played) for _ in range(2)]
+        t = tensors(case, world.rank, world.size, device)
+        first = [step(op, case, t) for op in ops]
+        layouts = [op.preprocess(t.idx) for op in ops]
+        far, near = (torch.zeros(2**28, dtype=torch.uint8, pin_memory=pin, device="cpu" if pin else device) for pin in (True, False))
+        streams = [torch.cuda.Stream() for _ in ops]
+        for _ in range(3):
+            torch.cuda.synchronize()
+            world.exchange(b"x")
+            with torch.cuda.stream(streams[world.rank % 2]):
+                far.copy_(near, non_blocking=True)
+            seen = []
+            for op, layout, stream in zip(ops, layouts, streams):
+                with torch.cuda.stream(stream):
+                    h, row_weight, _ = op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1, weight=t.weight, bias=t.b1, activation=case.activation)
+                    seen.append((h, row_weight, op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2), layout))
+        torch.cuda.synchronize()
+        for one, before in zip(seen, first):
+            same(cut(*one), before, f"rank {world.rank}")
+        for op in ops:
+            op.synchronize()
+            op.finalize()
+        return first[0]
+
+    check_numbers(ranks(run), case)
+
+
+@pytest.mark.cuda_only
 def test_fused_with_a_capacity_never_waits_on_the_host(ranks):
     """torch's own guard raises at every synchronisation."""
     case = grown(ranks, Experts(capacity="roomy"))
