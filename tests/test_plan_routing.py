@@ -76,8 +76,9 @@ def test_plan_tiles_of_many_rows(ranks):
             (1, 0), (2, 1), (3, 128), (4, 256), (4, 384), (5, 385), (5, 513)]
 
 
-def test_plan_many_tokens(ranks):
-    check(ranks, [Case(num_local=16, topk=8, max_tokens=1500, hidden=8, pattern=p, tokens="unequal") for p in ("distinct", "sentinels")])
+@pytest.mark.parametrize("max_tokens", [1500, 4100, 9000])  # a kernel of a few blocks, of 64, of 128
+def test_plan_many_tokens(ranks, max_tokens):
+    check(ranks, [Case(num_local=16, topk=8, max_tokens=max_tokens, hidden=8, pattern=p, tokens="unequal") for p in ("distinct", "sentinels")])
 
 
 def test_plan_capacity_gives_the_same_plan(ranks):

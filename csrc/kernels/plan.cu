@@ -8,7 +8,6 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
     const bool sorts = ep_plan_sorts(&p);
     const Smem m(ep_dynamic_smem(), p.comm.shape, sorts);
     const Range range(p.num_tokens);
-    TwoRounds kept(p, range, range.first);
     const uint64_t epoch = ep_begin(&p.comm);
     if (threadIdx.x == 0) bad = UINT32_MAX, v.code = EP_EPEER, v.bad = UINT32_MAX;
     for (uint32_t i = threadIdx.x; i < EP_WARPS * m.warp_cells; i += blockDim.x) m.warp_count[i] = 0;
@@ -17,6 +16,7 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
         EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, p.num_tokens, 0);
         ep_enter(&p.comm, &h, epoch);
     }
+    int32_t kept[2];
     if (epoch) count(p, range, sorts, m.warp_count + threadIdx.x / 32 * m.warp_cells, &bad, kept);
     __syncthreads();
     if (epoch) scan_warps(p, m, bad);
@@ -36,13 +36,10 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
 }
 
 extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
-    /* Enough blocks that a warp has about 64 choices, at most EP_PLAN_BLOCKS: the scan reads them all. */
-    const uint64_t choices = (uint64_t)p->num_tokens * p->comm.shape.num_topk;
-    uint64_t blocks = (choices + 64 * EP_WARPS - 1) / (64 * EP_WARPS);
-    blocks = blocks < 1 ? 1 : blocks > EP_PLAN_BLOCKS ? EP_PLAN_BLOCKS : blocks;
+    const uint32_t num_blocks = num_plan_blocks((uint64_t)p->num_tokens * p->comm.shape.num_topk);
     uint32_t nowhere;
     const size_t num_bytes = 4ul * Smem(&nowhere, p->comm.shape, ep_plan_sorts(p)).num_words(p->comm.shape);
-    return (int)ep_launch_resident(plan_kernel, (uint32_t)blocks, EP_WARPS + 1, num_bytes, stream, *p);
+    return (int)ep_launch_resident(plan_kernel, num_blocks, EP_WARPS + 1, num_bytes, stream, *p);
 }
 extern "C" int ep_preload_plan(void) {
     cudaFuncAttributes a;

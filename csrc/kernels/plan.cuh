@@ -82,48 +82,37 @@ EP_FN uint32_t first_and_last(const Params &p, int32_t expert) {
     return (first ? 1u : 0u) | (last ? 65536u : 0u);
 }
 
-/* The experts of this lane's choices in the two rounds from token t on; -1: none, -2: not an expert. */
-struct TwoRounds {
-    int32_t expert[2];
-    __device__ TwoRounds(const Params &p, Range range, uint32_t t) {
-        const Round round(p.comm.shape.num_topk);
-        const uint64_t end = (uint64_t)range.last * p.comm.shape.num_topk;
-#pragma unroll
-        for (uint32_t j = 0; j < 2; j++) { /* both loads on their way */
-            const uint64_t i = (uint64_t)(t + j * round.num_tokens) * p.comm.shape.num_topk + ep_lane();
-            expert[j] = round.has(i, end) ? ep_read_expert(p.exp_indices, p.index_bytes, i, p.comm.shape.num_experts) : -1;
-        }
-    }
-};
-
-/* `kept`: the first two rounds, which are read before anything else, and which place need not read again. */
-EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad, TwoRounds &kept) {
+/* `kept`: the experts of the first two rounds, so that place need not load them. */
+EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad, int32_t (&kept)[2]) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
     const uint64_t end = (uint64_t)range.last * s.num_topk;
     int32_t *expert = p.plan + p.layout.token_expert_off;
     uint32_t to_rank = 0; /* lane r: tokens to rank r */
     for (uint32_t t = range.first; t < range.last; t += 2 * round.num_tokens) {
-        TwoRounds both = kept;
-        if (t != range.first) both = TwoRounds(p, range, t);
+        int32_t both[2]; /* two loads on their way */
 #pragma unroll
         for (uint32_t j = 0; j < 2; j++) {
             const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
-            int32_t &e = both.expert[j];
-            if (e == -2) atomicMin(bad, (uint32_t)i), e = -1;
-            if (round.has(i, end)) expert[i] = e;
-            if (e >= 0) atomicAdd(&mine[e], 1u);
+            both[j] = round.has(i, end) ? ep_read_expert(p.exp_indices, p.index_bytes, i, s.num_experts) : -1;
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < 2; j++) {
+            const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
+            if (both[j] == -2) atomicMin(bad, (uint32_t)i), both[j] = -1;
+            if (round.has(i, end)) expert[i] = both[j];
+            if (both[j] >= 0) atomicAdd(&mine[both[j]], 1u);
             if (sorts) {
-                const uint32_t ends = first_and_last(p, e);
-                if (ends) atomicAdd(&mine[p.comm.layout.num_count_cells + e], ends);
+                const uint32_t ends = first_and_last(p, both[j]);
+                if (ends) atomicAdd(&mine[p.comm.layout.num_count_cells + both[j]], ends);
             }
-            const uint32_t ranks = ranks_of(p, round, e);
+            const uint32_t ranks = ranks_of(p, round, both[j]);
             for (uint32_t r = 0; r < s.num_ranks; r++) {
                 const uint32_t num = __popc(__ballot_sync(EP_FULL, ranks >> r & 1u));
                 if (ep_lane() == r) to_rank += num;
             }
+            if (t == range.first) kept[j] = both[j];
         }
-        if (t == range.first) kept = both;
     }
     if (ep_lane() < s.num_ranks && !is_clerk()) mine[s.num_experts + ep_lane()] = to_rank;
 }
@@ -160,42 +149,67 @@ EP_FN bool meet(const EpComm *c, uint64_t epoch) {
     return arrived && entered;
 }
 
+/* How many blocks, for so many choices: a warp has about 64.  Few, or a multiple of 64: see sums_of_blocks.  (Any number is right.) */
+enum { FEW_BLOCKS = 16, MANY_BLOCKS = 64 };
+static_assert(EP_PLAN_BLOCKS % MANY_BLOCKS == 0, "the most is a number that there can be");
+EP_PURE uint32_t num_plan_blocks(uint64_t num_choices) {
+    const uint64_t blocks = (num_choices + 64 * EP_WARPS - 1) / (64 * EP_WARPS);
+    if (blocks <= FEW_BLOCKS) return blocks ? (uint32_t)blocks : 1;
+    return blocks < EP_PLAN_BLOCKS ? ((uint32_t)blocks + MANY_BLOCKS - 1) / MANY_BLOCKS * MANY_BLOCKS : EP_PLAN_BLOCKS;
+}
+
+/* One cell's numbers of all blocks: their sum, that of the blocks before this one, and the least.  As many as there may be are on
+ * their way at once. */
+struct BlockSums {
+    uint32_t before, total, least;
+};
+template <uint32_t MOST> EP_FN BlockSums sums_of_blocks(const uint32_t *of_first, uint32_t stride) {
+    BlockSums s = {0, 0, UINT32_MAX};
+    for (uint32_t first = 0; first < gridDim.x; first += MOST) {
+#pragma unroll
+        for (uint32_t i = 0; i < MOST; i++) {
+            const uint32_t b = first + i;
+            const bool is_one = MOST == MANY_BLOCKS || b < gridDim.x;
+            const uint32_t n = is_one ? __ldcg(of_first + (uint64_t)b * stride) : 0;
+            if (b == blockIdx.x) s.before = s.total;
+            s.total += n, s.least = is_one && n < s.least ? n : s.least;
+        }
+    }
+    return s;
+}
+
 /* Prefixes over the blocks before this one, and totals. */
 EP_FN void scan_blocks(const Params &p, const Smem &m, Verdict *v) {
     const uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off);
     for (uint32_t i = threadIdx.x; i < m.sums; i += blockDim.x) {
-        uint32_t before = 0, total = 0, bad = UINT32_MAX;
-#pragma unroll 64
-        for (uint32_t b = 0; b < gridDim.x; b++) {
-            const uint32_t n = __ldcg(scratch + (uint64_t)b * m.sums + i);
-            if (b == blockIdx.x) before = total;
-            total += n;
-            bad = n < bad ? n : bad;
-        }
-        m.before[i] = before, m.total[i] = total;
-        if (i == m.cells - 1) v->bad = bad;
+        const BlockSums s =
+            gridDim.x % MANY_BLOCKS ? sums_of_blocks<FEW_BLOCKS>(scratch + i, m.sums) : sums_of_blocks<MANY_BLOCKS>(scratch + i, m.sums);
+        m.before[i] = s.before, m.total[i] = s.total;
+        if (i == m.cells - 1) v->bad = s.least;
     }
 }
 
-/* This thread's cells from number `first` on, of num, when all of them have come: one latency for all. */
-enum { CELLS_AT_ONCE = 4 };
-EP_FN bool read_cells(const EpComm *c, uint32_t first, uint32_t num, uint64_t epoch, uint64_t (&got)[CELLS_AT_ONCE]) {
-    const uint32_t cells = c->layout.num_count_cells, tag = (uint32_t)ep_cell_tag(epoch);
+/* Cells j and k (-1: only j) of everyone's, when both have come: one latency for two. */
+EP_FN bool await_cells(const EpComm *c, uint32_t j, int32_t k, uint64_t epoch, uint32_t *of_j, uint32_t *of_k) {
+    const uint64_t tag = ep_cell_tag(epoch);
     EpPatience patience = {0, 0, 0};
-    for (;;) {
-        uint32_t late = num;
-#pragma unroll
-        for (uint32_t u = 0; u < CELLS_AT_ONCE; u++) {
-            const uint32_t j = first + u * blockDim.x;
-            if (j < num) got[u] = ep_count_seen(c, j / cells, j % cells);
-        }
-#pragma unroll
-        for (uint32_t u = 0; u < CELLS_AT_ONCE; u++)
-            if (first + u * blockDim.x < num && got[u] >> 32 != tag) late = first + u * blockDim.x;
-        if (late == num) return true;
-        const EpFaultRecord f = {0, 0, EP_OP_PLAN, late / cells, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
-        if (!ep_wait_on(c, &patience, c->timeout_ns, &f, tag, 0)) return false;
+    for (;;) { /* cells of a rank stand behind those of the rank before */
+        const uint64_t a = ep_count_seen(c, 0, j), b = k < 0 ? a : ep_count_seen(c, 0, (uint32_t)k);
+        *of_j = (uint32_t)a, *of_k = (uint32_t)b;
+        if (a >> 32 == tag && b >> 32 == tag) return true;
+        const uint32_t late = (a >> 32 == tag ? (uint32_t)k : j) / c->layout.num_count_cells;
+        const EpFaultRecord f = {0, 0, EP_OP_PLAN, late, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
+        if (!ep_wait_on(c, &patience, c->timeout_ns, &f, tag, (a >> 32 == tag ? b : a) >> 32)) return false;
     }
+}
+/* Cell j of everyone's: n. */
+EP_FN void take_cell(const Params &p, const Smem &m, Verdict *v, uint32_t j, uint32_t n) {
+    const EpShape &s = p.comm.shape;
+    const uint32_t w = j / m.cells, i = j % m.cells, me = p.comm.my_rank;
+    n = ep_clamp_count(&s, i, n);
+    if (i < s.num_experts) m.counts[w * s.num_experts + i] = (int32_t)n;
+    else if (i == s.num_experts + me && blockIdx.x == 0 && w != me) p.plan[EP_HEAD_NUM_RECV + w] = (int32_t)n;
+    else if (i == m.cells - 1) v->bad_of[w] = n;
 }
 
 /* Tell the peers this rank's cells (block b tells rank b), and read everyone's. */
@@ -210,17 +224,12 @@ EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) 
     for (uint32_t r = blockIdx.x; r < s.num_ranks; r += gridDim.x)
         for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x)
             ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(epoch, i == cells - 1 ? wrong : m.total[i]));
-    for (uint32_t first = threadIdx.x; first < num; first += CELLS_AT_ONCE * blockDim.x) {
-        uint64_t got[CELLS_AT_ONCE] = {};
-        ok = ok && read_cells(c, first, num, epoch, got);
-#pragma unroll
-        for (uint32_t u = 0; u < CELLS_AT_ONCE; u++) {
-            const uint32_t j = first + u * blockDim.x, w = j / cells, i = j % cells, n = ok ? ep_clamp_count(&s, i, (uint32_t)got[u]) : 0;
-            if (j >= num) break;
-            if (i < s.num_experts) m.counts[w * s.num_experts + i] = (int32_t)n;
-            else if (i == s.num_experts + c->my_rank && blockIdx.x == 0 && w != c->my_rank) p.plan[EP_HEAD_NUM_RECV + w] = (int32_t)n;
-            else if (i == cells - 1) v->bad_of[w] = n;
-        }
+    for (uint32_t j = threadIdx.x; j < num; j += 2 * blockDim.x) {
+        const int32_t k = j + blockDim.x < num ? (int32_t)(j + blockDim.x) : -1;
+        uint32_t of_j = 0, of_k = 0;
+        ok = ok && await_cells(c, j, k, epoch, &of_j, &of_k);
+        take_cell(p, m, v, j, ok ? of_j : 0);
+        if (k >= 0) take_cell(p, m, v, (uint32_t)k, ok ? of_k : 0);
     }
     return __syncthreads_and(ok);
 }
@@ -307,7 +316,7 @@ EP_FN void place_slots(const Params &p, const Smem &m, uint32_t *mine, int32_t e
 
 /* Rows, sorted order and slots of this warp's choices. */
 EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, const int32_t *scatter, uint64_t epoch,
-                 const TwoRounds &kept) {
+                 const int32_t (&kept)[2]) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
     const uint32_t K = s.num_topk, W = s.num_ranks, L = ep_num_local_experts(&s), lane = ep_lane();
@@ -320,7 +329,7 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
     for (uint32_t t = range.first, n = 0; t < range.last; t += round.num_tokens, n++) {
         const uint64_t i = (uint64_t)t * K + lane;
         const bool has = round.has(i, end);
-        const int32_t e = n == 0 ? kept.expert[0] : n == 1 ? kept.expert[1] : has ? expert[i] : -1;
+        const int32_t e = n == 0 ? kept[0] : n == 1 ? kept[1] : has ? expert[i] : -1;
         const uint32_t same = __match_any_sync(EP_FULL, e), nth = __popc(same & lower);
         uint32_t at = 0;
         if (e >= 0) at = mine[e] + nth;

@@ -17,11 +17,11 @@
 #define EP_MAX_RANKS 8u
 #define EP_MAX_TOPK 32u
 #define EP_MAX_EXPERTS 1024u
-#define EP_PLAN_BLOCKS 64u /* thread blocks of the plan kernel at most */
-#define EP_CHUNK_SLOTS 4u  /* slots behind one flag */
-#define EP_TILE_ROWS 128   /* rows of a grouped-GEMM tile */
-#define EP_LINE 128u       /* words of different writers stand on different lines */
-#define EP_FILL_NAN 0xffu  /* every dtype reads this byte pattern as NaN */
+#define EP_PLAN_BLOCKS 128u /* thread blocks of the plan kernel at most */
+#define EP_CHUNK_SLOTS 4u   /* slots behind one flag */
+#define EP_TILE_ROWS 128    /* rows of a grouped-GEMM tile */
+#define EP_LINE 128u        /* words of different writers stand on different lines */
+#define EP_FILL_NAN 0xffu   /* every dtype reads this byte pattern as NaN */
 
 /* Every way to fail: code, name of the exception, text.  Negative values are what host functions return. */
 #define EP_ERRORS(X)                                                          \
