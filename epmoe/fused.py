@@ -20,8 +20,9 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     Where a GPU of compute capability 9.x multiplies bfloat16 or float16 and all sizes are multiples of 16, each of the two is
     one kernel; elsewhere they are the same stages one after the other, with the same results to the bit.
 
-    Each kernel takes all SMs until it ends, so two of them in flight wait for each other: use one stream for them on every rank,
-    or the same order; else ranks that began with different ones wait until their limit.
+    Each kernel takes all SMs until it ends.  So from the first one on, a process's operations of epmoe on that GPU go in the order
+    of their calls, whatever their streams; that order must be the same on all ranks.  Replays of CUDA graphs are not seen: where two
+    graphs have such kernels, replay them in one order on all ranks, on one stream; else ranks wait until their limit.
 
     Args: those of EPAll2AllLayer, and what the kernels can do in more than one way.  The defaults are what measured best.
         num_sm: thread blocks in which tokens are moved, beside the product; None: all.  Also of dispatch and combine alone.
