@@ -10,18 +10,32 @@ template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1) combine
     if (ep_block_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) spoil_combine(p);
 }
 
-enum { SMEM_BYTES = EP_WARPS * EpCombineConfig<EP_BF16, EP_OP_COMBINE>::Fifo::BYTES }; /* of any dtype */
 typedef void (*CombineKernel)(EpCombineParams);
 static CombineKernel kernel_of(uint32_t dtype) {
     return dtype == EP_F32 ? combine_kernel<EP_F32> : dtype == EP_F16 ? combine_kernel<EP_F16> : combine_kernel<EP_BF16>;
 }
 
+enum { WARP_BYTES = EpCombineConfig<EP_BF16, EP_OP_COMBINE>::Fifo::BYTES }; /* of any dtype */
+/* EP_WARPS, or as many as this device has shared memory for. */
+static cudaError_t num_warps_here(uint32_t *num_warps) {
+    int device = 0, most = 0;
+    cudaError_t e = cudaGetDevice(&device);
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    const uint32_t fit = (uint32_t)(most - 1024) / WARP_BYTES; /* the kernel has some words of its own */
+    *num_warps = fit < EP_WARPS ? fit : EP_WARPS;
+    return e;
+}
+
 extern "C" int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *stream) {
-    return (int)ep_launch_resident(kernel_of(p->comm.shape.dtype), num_blocks, EP_WARPS, SMEM_BYTES, stream, *p);
+    uint32_t num_warps;
+    const cudaError_t e = num_warps_here(&num_warps);
+    if (e != cudaSuccess) return (int)e;
+    return (int)ep_launch_resident(kernel_of(p->comm.shape.dtype), num_blocks, num_warps, num_warps * WARP_BYTES, stream, *p);
 }
 extern "C" int ep_preload_combine(void) {
-    cudaError_t e = cudaSuccess;
+    uint32_t num_warps;
+    cudaError_t e = num_warps_here(&num_warps);
     for (uint32_t dtype : {EP_F32, EP_F16, EP_BF16})
-        if (e == cudaSuccess) e = ep_allow_smem(kernel_of(dtype), SMEM_BYTES);
+        if (e == cudaSuccess) e = ep_allow_smem(kernel_of(dtype), num_warps * WARP_BYTES);
     return (int)e;
 }

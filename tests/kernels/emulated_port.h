@@ -231,6 +231,8 @@ static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, ui
         if (ep_shared[i] != 0xff) ep_die("behind the shared memory that it has");
     return cudaSuccess;
 }
+#define cudaGetDevice(d) (*(d) = 0, cudaSuccess)
+#define cudaDeviceGetAttribute(v, what, d) ((void)(d), *(v) = (int)sizeof ep_shared, cudaSuccess)
 #define cudaFuncGetAttributes(a, f) ((void)(a), cudaSuccess)
 #define cudaFuncSetAttribute(f, what, n) ((void)(n), cudaSuccess)
 #define ep_allow_smem(f, n) ((void)(f), (void)(n), cudaSuccess)
