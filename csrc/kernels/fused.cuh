@@ -150,6 +150,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
                                                const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const EpCombineParams &k = p.combine;
+    static_assert(EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE, false>::Fifo::BYTES == EpFusedFifo::BYTES, "movers have room");
     static_assert(C::STAGES * C::STAGE_BYTES >= 8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo::BYTES, "rest has room");
     ep_trace_start();
     const uint64_t epoch = ep_begin(&k.comm), begin = ep_trace_now(&k.comm);

@@ -55,6 +55,7 @@ int main(int argc, char **argv) {
         {"pulled, float16", {2, 4, 2, 33, 136, EP_F16, EP_COMBINE_GATHER, 140}, {33, 5}, 0},
         {"17 choices, a token a round of plan", {2, 34, 17, 24, 8, EP_BF16, EP_COMBINE_LOCAL, 800}, {24, 21}, 0},
         {"32 choices", {2, 64, 32, 9, 4, EP_F32, EP_COMBINE_SCATTER, 600}, {9, 7}, 0},
+        {"200 experts, counts that come by two a thread", {2, 200, 3, 40, 8, EP_BF16, EP_COMBINE_LOCAL, 240}, {40, 33}, 0},
         {"one rank", {1, 3, 4, 12, 8, EP_BF16, EP_COMBINE_LOCAL, 48}, {12}, 0},
         {"sorted, pre-reduced, two blocks of plan", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 1},
         {"sorted, pushed, a rank without tokens", {3, 6, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 200}, {13, 0, 20}, 1},

@@ -1,0 +1,137 @@
+/* plan_scans.cuh - what the blocks of a plan keep, and its prefix sums: over a block's warps, over blocks, over experts. */
+#ifndef EP_PLAN_SCANS_CUH
+#define EP_PLAN_SCANS_CUH
+#include "block.cuh"
+
+typedef EpPlanParams Params;
+
+/* Shared memory: [EP_WARPS][warp_cells] counts, later prefixes; [sums] blocks before mine; [sums] totals;
+ * [W][E] everyone's counts; [E] first row, [E] first sorted place; [L + 1] first tile; [E] first slot out, [E] home.
+ *
+ * Where slots are sorted there are E more cells a warp: tokens whose first expert at its rank it is, and in the upper
+ * half those whose last one it is; and 2 E more sums. */
+struct Smem {
+    uint32_t *warp_count, *before, *total, *row_from, *sorted_from, *tile_from, *out_from, *home_from;
+    int32_t *counts;
+    uint32_t cells, warp_cells, sums;
+    __host__ __device__ Smem(uint32_t *base, const EpShape &s, bool sorts) {
+        cells = s.num_experts + s.num_ranks + 1, warp_cells = cells + (sorts ? s.num_experts : 0);
+        sums = cells + (sorts ? 2 * s.num_experts : 0);
+        warp_count = base, before = warp_count + EP_WARPS * warp_cells, total = before + sums;
+        counts = (int32_t *)(total + sums), row_from = (uint32_t *)counts + s.num_ranks * s.num_experts;
+        sorted_from = row_from + s.num_experts, tile_from = sorted_from + s.num_experts;
+        out_from = tile_from + s.num_experts + 1, home_from = out_from + s.num_experts;
+    }
+    uint32_t num_words(const EpShape &s) const { return EP_WARPS * warp_cells + 2 * sums + (s.num_ranks + 5) * s.num_experts + 1; }
+};
+struct Verdict { /* what all ranks agree on; in shared memory */
+    int32_t code;
+    int32_t rank_rows[EP_MAX_RANKS];
+    uint32_t bad_of[EP_MAX_RANKS]; /* what each rank found wrong */
+    uint64_t tokens_before, num_tokens;
+    uint32_t bad, num_sorted;
+};
+
+EP_FN bool is_clerk(void) { return threadIdx.x / 32 == EP_WARPS; }
+
+/* Exclusive prefixes over this block's warps; the block's sums go to scratch. */
+EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t bad) {
+    uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off) + (uint64_t)blockIdx.x * m.sums;
+    for (uint32_t i = threadIdx.x; i < m.warp_cells; i += blockDim.x) {
+        uint32_t sum = 0;
+        for (uint32_t w = 0; w < EP_WARPS; w++) {
+            const uint32_t n = m.warp_count[w * m.warp_cells + i];
+            m.warp_count[w * m.warp_cells + i] = sum;
+            sum += n;
+        }
+        if (i < m.cells) scratch[i] = i == m.cells - 1 ? bad : sum;
+        else scratch[i] = sum & 0xffffu, scratch[i + p.comm.shape.num_experts] = sum >> 16;
+    }
+}
+
+/* How many blocks, for so many choices: a warp has about 64.  Few, or a multiple of 64: see sums_of_blocks.  (Any number is right.) */
+enum { FEW_BLOCKS = 16, MANY_BLOCKS = 64 };
+static_assert(EP_PLAN_BLOCKS % MANY_BLOCKS == 0, "the most is a number that there can be");
+EP_PURE uint32_t num_plan_blocks(uint64_t num_choices) {
+    const uint64_t blocks = (num_choices + 64 * EP_WARPS - 1) / (64 * EP_WARPS);
+    if (blocks <= FEW_BLOCKS) return blocks ? (uint32_t)blocks : 1;
+    return blocks < EP_PLAN_BLOCKS ? ((uint32_t)blocks + MANY_BLOCKS - 1) / MANY_BLOCKS * MANY_BLOCKS : EP_PLAN_BLOCKS;
+}
+
+/* One cell's numbers of all blocks: their sum, that of the blocks before this one, and the least.  As many as there may be are on
+ * their way at once. */
+struct BlockSums {
+    uint32_t before, total, least;
+};
+template <uint32_t MOST> EP_FN BlockSums sums_of_blocks(const uint32_t *of_first, uint32_t stride) {
+    BlockSums s = {0, 0, UINT32_MAX};
+    for (uint32_t first = 0; first < gridDim.x; first += MOST) {
+#pragma unroll
+        for (uint32_t i = 0; i < MOST; i++) {
+            const uint32_t b = first + i;
+            const bool is_one = MOST == MANY_BLOCKS || b < gridDim.x;
+            const uint32_t n = is_one ? __ldcg(of_first + (uint64_t)b * stride) : 0;
+            if (b == blockIdx.x) s.before = s.total;
+            s.total += n, s.least = is_one && n < s.least ? n : s.least;
+        }
+    }
+    return s;
+}
+
+/* Prefixes over the blocks before this one, and totals. */
+EP_FN void scan_blocks(const Params &p, const Smem &m, Verdict *v) {
+    const uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off);
+    for (uint32_t i = threadIdx.x; i < m.sums; i += blockDim.x) {
+        const BlockSums s =
+            gridDim.x % MANY_BLOCKS ? sums_of_blocks<FEW_BLOCKS>(scratch + i, m.sums) : sums_of_blocks<MANY_BLOCKS>(scratch + i, m.sums);
+        m.before[i] = s.before, m.total[i] = s.total;
+        if (i == m.cells - 1) v->bad = s.least;
+    }
+}
+
+/* One warp: out[i] = sum of value(j) for j < i, of n; returns the whole sum in all lanes.  A lane has neighbouring ones. */
+template <typename F> EP_FN uint32_t warp_scan(uint32_t *out, uint32_t n, F value) {
+    const uint32_t per = ep_ceil_div_u32(n, 32), first = ep_lane() * per, last = first + per < n ? first + per : n;
+    uint32_t sum = 0;
+    for (uint32_t i = first; i < last; i++) sum += value(i);
+    uint32_t at = sum; /* inclusive over lanes, then exclusive */
+#pragma unroll
+    for (uint32_t d = 1; d < 32; d *= 2) {
+        const uint32_t y = __shfl_up_sync(EP_FULL, at, d);
+        if (ep_lane() >= d) at += y;
+    }
+    const uint32_t whole = __shfl_sync(EP_FULL, at, 31);
+    at -= sum;
+    for (uint32_t i = first; i < last; i++) {
+        const uint32_t x = value(i);
+        out[i] = at, at += x;
+    }
+    return whole;
+}
+
+/* First rows of each rank, sorted places and tiles from everyone's counts: a warp for each scan. */
+EP_FN void scan_experts(const Params &p, const Smem &m, Verdict *v) {
+    const EpShape &s = p.comm.shape;
+    const uint32_t L = ep_num_local_experts(&s), W = s.num_ranks, first = p.comm.my_rank * L;
+    const uint32_t num_scans = W + 2 + (m.sums > m.cells ? 2 * W : 0);
+    for (uint32_t scan = threadIdx.x / 32; scan < num_scans; scan += blockDim.x / 32) {
+        if (scan >= W + 2) { /* first slots of each expert at its rank, out and home */
+            const uint32_t half = (scan - W - 2) / W, from = (scan - W - 2) % W * L;
+            const uint32_t *ends = m.total + m.cells + half * s.num_experts + from;
+            warp_scan((half ? m.home_from : m.out_from) + from, L, [&](uint32_t l) { return ends[l]; });
+        } else if (scan < W) {
+            const uint32_t rows =
+                warp_scan(m.row_from + scan * L, L, [&](uint32_t l) { return ep_expert_rows(&s, m.counts, scan * L + l); });
+            if (ep_lane() == 0) v->rank_rows[scan] = (int32_t)rows;
+        } else if (scan == W) {
+            const uint32_t n = warp_scan(m.sorted_from, s.num_experts, [&](uint32_t e) { return m.total[e]; });
+            if (ep_lane() == 0) v->num_sorted = n;
+        } else {
+            const uint32_t n = warp_scan(
+                m.tile_from, L, [&](uint32_t l) { return ep_ceil_div_u32(ep_expert_rows(&s, m.counts, first + l), EP_TILE_ROWS); });
+            if (ep_lane() == 0) m.tile_from[L] = n;
+        }
+    }
+}
+
+#endif /* EP_PLAN_SCANS_CUH */
