@@ -2,7 +2,7 @@
 # make demo       train a small Mixture-of-Experts language model over four ranks
 # make test       build, the C tests (quick), pytest; with GPUs also pytest on them; ARGS=... goes to pytest
 # make bench      times beside the peers', a rank a GPU (small shapes on a CPU); ARGS=... goes to epmoe.bench
-# make trace      what the megakernels' warps do, and when: a table, and build/trace_*.json for Perfetto; ARGS=... goes to epmoe.bench
+# make trace      what the megakernels' warps do, and when: a table, and build/trace_*: a picture, and files for Perfetto; ARGS=... goes to epmoe.bench
 # make report     the README's table and the plots, from benchmarks/h200x4.json
 # make check      what test leaves out: formatting, the C tests in full, the models of the protocol
 # make tsan       the C tests under ThreadSanitizer

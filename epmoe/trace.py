@@ -63,13 +63,14 @@ class Trace:
 
 
 def summary(events):
-    """{span: (how many, their mean in us, share of the time of the warps that have such spans)} of one rank's events."""
+    """{span: (how many, their us in all, share of the time of the warps that have such spans)} of one rank's events."""
     found, all_of_it = {}, max(1, int((events[:, 2] + events[:, 3]).max()) - int(events[:, 2].min())) if len(events) else 1
     for what, name in SPANS.items():
         of = events[events[:, 4] == what]
         if len(of):
             warps = len({(int(b), int(w)) for b, w in of[:, :2].tolist()})
-            found[name] = len(of), int(of[:, 3].sum()) / 1e3 / len(of), int(of[:, 3].sum()) / (warps * all_of_it)
+            spent = int(of[:, 3].sum())
+            found[name] = len(of), spent / 1e3, spent / (warps * all_of_it)
     return found
 
 

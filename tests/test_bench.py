@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import epmoe
-from epmoe import reference
-from epmoe.bench import ablation, check, cli, features
+from epmoe import reference, trace
+from epmoe.bench import ablation, check, cli, features, layer, overlap, shapes
 from epmoe.bench.progress import Progress
+from epmoe.bench.run import Run
 from epmoe.bench.torch_nccl import TorchAllToAll
 from epmoe.testing import run_ranks
 
@@ -27,7 +28,7 @@ COMMANDS = {
     "a2a": ["--shapes", "mixtral,qwen3-30b", "--num-sm", "2", "--iters", "2"],
     "sm": ["--shapes", "mixtral", "--num-sm", "1,3", "--iters", "1"],
     "tokens": ["--shapes", "seed", "--iters", "1"],
-    "layer": ["--shapes", "qwen3-30b", "--iters", "1"],
+    "layer": ["--shapes", "qwen3-30b,dsv3", "--iters", "1"],
     "growth": ["--shapes", "qwen3-30b", "--iters", "1"],
     "ablation": ["--shapes", "qwen3-30b", "--iters", "1"],
     "features": ["--shapes", "gpt-oss-120b", "--iters", "1"],
@@ -114,6 +115,14 @@ def deep_ep_beside_oracle(rank, world_size, num_experts=6, topk=3, hidden=24):
     return rows, want_rows[rank], got, want[rank]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu():
+    """Also where there are GPUs, and in the processes that are started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EPMOE_BACKEND", "cpu")
+        yield
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
@@ -126,7 +135,7 @@ def test_bench_command_tells_and_writes(results, command):
     rows, out, err = ranks[0][0][command]
     assert {r["impl"] for r in rows if r["bench"] == command} == EXPECTED[command] and all(r["bench"] == command for r in rows)
     for row in rows:
-        assert row["shape"].endswith("-small") and row["tokens"] > 0
+        assert "-small" in row["shape"] and row["tokens"] > 0
         assert row["ms"] > 0 if "bytes" not in row["impl"] else "ms" not in row
     assert "say nothing about GPUs" in out and "no DeepEP: ModuleNotFoundError" in out
     assert max(map(len, out.splitlines())) <= 100
@@ -148,6 +157,8 @@ def test_bench_goes_over_what_it_should(results):
     ranks = results[1]
     assert [r["num_sm"] for r in ranks[0][0]["sm"][0] if r["impl"] == "epmoe combine"] == [1, 3]
     assert [r["tokens"] for r in ranks[0][0]["tokens"][0] if r["impl"] == "epmoe combine"] == [16, 64]
+    layers = [(r["shape"], r["tokens"]) for r in ranks[0][0]["layer"][0] if r["impl"] == "epmoe layer"]
+    assert layers == [("qwen3-30b-small", 64), ("dsv3-small", 64), ("dsv3-small T=16", 16)]
 
 
 def test_bench_features_count_bytes(results):
@@ -251,6 +262,88 @@ def test_bench_poisons_outputs():
     assert torch.are_deterministic_algorithms_enabled() == before
 
 
+# ---- one rank's part, in this process ----
+
+
+@pytest.fixture
+def run_of():
+    """run_of(argv): the Run of a command of this process alone."""
+    runs = []
+
+    def start(*argv):
+        runs.append(Run(cli.parse(list(argv))))
+        runs[-1].introduce()
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def test_bench_layer_decodes_too(run_of):
+    """On a GPU: without --shapes, and where dsv3 is asked for."""
+    run, other = run_of("layer"), run_of("layer", "--shapes", "seed")
+    with unittest.mock.patch.object(run, "on_gpu", True), unittest.mock.patch.object(run, "device", torch.device("cuda")):
+        found = {s.name: s for s in layer.shapes(run)}
+    decode = {n: s for n, s in found.items() if n not in shapes.SHAPES}
+    assert list(found)[1:4] == ["dsv3", "dsv3 T=128", "dsv3 T=1024"] and [s.tokens for s in decode.values()] == [128, 1024]
+    assert len(found) == len(shapes.SHAPES) + 2 and {(s.hidden, s.inner, s.experts, s.topk) for s in decode.values()} == {(7168, 2048, 256, 8)}
+    assert [s.name for s in layer.shapes(other)] == ["seed-small"]
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("gemm", "sm")])
+def test_bench_num_sm_is_that_of_every_layer(command):
+    with unittest.mock.patch.object(epmoe._C, "layer_create", wraps=epmoe._C.layer_create) as create:
+        rows, out, _ = told([command, "--shapes", "qwen3-30b", "--num-sm", "2", "--iters", "1"])
+    assert rows and {call.args[1][9] for call in create.call_args_list} == {2}  # the last of the config is num_sm
+    assert (command == "ablation") == ("left out: two-stage dispatch, 32 tail SMs" in out)
+
+
+def test_bench_num_sm_gives_way_to_what_a_choice_is_about(run_of):
+    run = run_of("ablation", "--num-sm", "2")
+    op = layer.fused_op(run, run.shape("qwen3-30b"), torch.float32, num_sm=3)
+    assert op._config[9] == 3
+    op.finalize()
+
+
+# ---- overlap: what it makes of the events, which only GPUs record ----
+
+SEND, GEMM = (next(w for w, n in trace.SPANS.items() if n == name) for name in ("send", "gemm"))
+EVENTS = torch.tensor([[0, 1, 0, 2000, SEND, 1], [0, 1, 3000, 1000, SEND, 0], [1, 2, 0, 3000, SEND, 1], [0, 4, 0, 8000, GEMM, 5]])  # 8 us
+
+
+class Recorded(contextlib.nullcontext):
+    """In the place of trace.Trace: these events on each of two ranks."""
+
+    def __init__(self, op, room):
+        super().__init__(self)
+
+    def events(self):
+        return EVENTS
+
+    def gather(self):
+        return [EVENTS, EVENTS]
+
+
+@pytest.mark.parametrize("given", [["trace"], ["json"], ["trace", "json"]])
+def test_bench_overlap_tells_shares_and_draws(tmp_path, given):
+    """A picture beside every file that is asked for."""
+    with unittest.mock.patch.object(epmoe._C, "TRACE", 1), unittest.mock.patch.object(trace, "Trace", Recorded):
+        rows, out, _ = told(["overlap", *(a for what in given for a in (f"--{what}", str(tmp_path / f"{what}.json")))])
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 100
+    for kernel in overlap.KERNELS:
+        found = {r["impl"]: (r["total_us"], r["share"], r["spans"]) for r in rows if r["impl"].startswith(kernel)}
+        assert found == {f"{kernel}: send": (6.0, 6 / 16, 3), f"{kernel}: gemm": (8.0, 1.0, 1)}  # of two movers, and of one multiplier
+        assert re.search(re.escape(kernel) + r": send +6\.0 us +37\.5% +3 spans of 2\.00 us$", out, re.MULTILINE)
+        assert re.search(re.escape(kernel) + r": gemm +8\.0 us +100\.0% +1 spans of 8\.00 us$", out, re.MULTILINE)
+    pictures, traces = {f"{what}_overlap.png" for what in given}, {f"trace_{k.replace(' + ', '_')}.json" for k in overlap.KERNELS if "trace" in given}
+    assert {p.name for p in tmp_path.iterdir()} - {"json.json"} == pictures | traces
+    for name in pictures:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    for name in traces:
+        assert len([e for e in json.loads((tmp_path / name).read_text())["traceEvents"] if e["ph"] == "X"]) == 2 * len(EVENTS)
+
+
 # ---- the command line ----
 
 
@@ -270,6 +363,7 @@ def test_bench_alone_starts_its_ranks():
 @pytest.mark.parametrize("argv, says", [
     (["a2a", "--shapes", "mixtral,none"], "none: must be of seed"),
     (["a2a", "--num-sm", "8,16"], "only for sm"),
+    (["gemm", "--num-sm", "8"], "of no use to gemm"),
     (["sm", "--num-sm", "many"], "invalid numbers value"),
 ])
 def test_bench_refuses(argv, says, capsys):

@@ -108,6 +108,16 @@ def test_bench_report_tells_two_runs_apart(tmp_path, same_run):
     assert ("measured at another time" in text) != same_run and ("the better of 24 and 48 SMs, in the same run" in text) == same_run
 
 
+def test_bench_report_of_a_layer_that_decodes(tmp_path):
+    """A shape with few tokens is a row of its own; figures of DeepEP that were recorded with many are not its peer's."""
+    head = {"machine": "4 x GPU", "gpus": 4, "cuda": "13"}
+    rows = [row("layer", name, impl, ms, tokens, tflops=9.0) for name, tokens in (("c", 8192), ("c T=128", 128))
+            for impl, ms in (("epmoe layer", 1.5), ("GEMMs alone", 1.0), ("torch layer", 3.0))]
+    write(tmp_path / "deep_ep_some.json", [row("layer", "c", "DeepEP layer", 3.0)], what="w", what_layer="l", **head)
+    _, text = made(tmp_path, rows, **head)
+    assert "| c | 8192 | 1.500 ms | 9 | 1.50 | 0.50 | 0.50* |" in text and "| c T=128 | 128 | 1.500 ms | 9 | 1.50 | 0.50 |  |" in text
+
+
 def test_bench_report_wants_one_place(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("nothing marked\n")

@@ -34,6 +34,9 @@ def measure(run, shape):
     for choice, options in CHOICES.items():
         if not run.on_gpu and "num_sm" in options:
             continue  # there it is the number of threads
+        if run.num_sm and options.get("num_tail_sms", 0) >= run.num_sm:
+            run.say(f"left out: {choice}, of the {run.num_sm} of --num-sm none would send")
+            continue
         with Layer(run, shape, **options) as layer:
             layer.check()
             parts = layer.parts()

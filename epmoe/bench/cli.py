@@ -48,10 +48,10 @@ def parse(argv):
     for name, text in {**{n: t for n, (_, t) in BENCHES.items()}, "all": "all of these"}.items():
         s = sub.add_parser(name, help=text, description=text)
         s.add_argument("--shapes", type=names, metavar="A,B,...", help=f"of {', '.join(SHAPES)}; default: what the bench is about")
-        s.add_argument("--num-sm", type=numbers, metavar="N", help="thread blocks that move tokens; for sm: N,N,..., those to go over")
+        s.add_argument("--num-sm", type=numbers, metavar="N", help="thread blocks that move tokens; for sm: N,N,..., those to go over; not for gemm")
         s.add_argument("--iters", type=int, help="runs of which the median is taken (default: 30; on the CPU 10; gemm: rounds of runs, 6 and 3)")
         s.add_argument("--json", metavar="FILE", help="write all figures to FILE (rank 0)")
-        s.add_argument("--trace", metavar="FILE", help="overlap: write a trace of all ranks for Perfetto (rank 0)")
+        s.add_argument("--trace", metavar="FILE", help="overlap: write a trace of all ranks for Perfetto, and a picture beside it (rank 0)")
         s.add_argument("--commit", help="recorded with the figures; default: what git says")
         s.add_argument("--ranks", type=int, help="ranks to start, where torchrun has not started them")
     report.add_arguments(sub.add_parser("report", help="write the plots, and the README's table, from a file of figures"))
@@ -59,6 +59,8 @@ def parse(argv):
     options = p.parse_args(argv if argv and argv[0] in known else ["a2a", *argv])
     if options.bench not in ("sm", "report") and options.num_sm and len(options.num_sm) > 1:
         p.error("--num-sm takes several numbers only for sm")
+    if options.bench == "gemm" and options.num_sm:
+        p.error("--num-sm is of no use to gemm: it moves no tokens")
     return options
 
 

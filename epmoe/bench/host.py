@@ -15,7 +15,7 @@ def measure(run, shape):
     shape = shape.with_tokens(TOKENS)
     x, idx, weight = run.inputs(shape)
     sync = torch.cuda.synchronize if run.on_gpu else (lambda: None)  # on the CPU a call returns when it is done
-    with run.layer(shape, x.dtype, capacity=run.size * shape.tokens * shape.topk, num_sm=8 if run.on_gpu else 1) as layer:
+    with run.layer(shape, x.dtype, capacity=run.size * shape.tokens * shape.topk, num_sm=run.num_sm or (8 if run.on_gpu else 1)) as layer:
         rows, row_weight, layout = layer.dispatch(x, idx, weight)
         calls = {"preprocess": lambda: layer.preprocess(idx), "cached dispatch": lambda: layer.dispatch(x, weight=weight, layout=layout),
                  "combine": lambda: layer.combine(rows, layout, row_weight)}

@@ -5,6 +5,7 @@ All are measured by turns, so that they meet the GPU in the same state.
 """
 
 import functools
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +13,8 @@ import epmoe
 from epmoe.bench.check import poisoned, sums_error
 from epmoe.bench.measure import alternated
 from epmoe.reference import activate
+
+DECODE = {"cuda": (128, 1024), "cpu": (16,)}  # tokens of a rank that decodes
 
 
 def torch_linear(x, weight, offsets):
@@ -22,11 +25,20 @@ def torch_linear(x, weight, offsets):
 
 
 def jobs(run):
-    return [(shape.name, functools.partial(measure, run, shape)) for shape in run.shapes()]
+    return [(shape.name, functools.partial(measure, run, shape)) for shape in shapes(run)]
+
+
+def shapes(run):
+    """Those of the run; behind dsv3 also dsv3 with a decoding rank's tokens, where a layer's time is that of reading the weights."""
+    for shape in run.shapes():
+        yield shape
+        if shape == run.shape("dsv3"):
+            yield from (replace(shape, name=f"{shape.name} T={t}", tokens=t) for t in DECODE[run.device.type])
 
 
 def fused_op(run, shape, dtype, **options):
     options.setdefault("enable_local_combine", True)
+    options.setdefault("num_sm", run.num_sm)
     return epmoe.EpAll2AllFusedOp(run.world, shape.tokens, shape.hidden, shape.topk, num_tot_experts=shape.experts, dtype=dtype, device=run.device,
                                   **options)
 

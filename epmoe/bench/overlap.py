@@ -1,6 +1,7 @@
 """What the warps of the megakernels do, and when: needs a module built with the profiler (make trace).
 
-A table of their time, a plot of how many are in what, and with --trace FILE a file for Perfetto (ui.perfetto.dev) of all ranks.
+A table of their time and its share; with --trace FILE a file a kernel for Perfetto (ui.perfetto.dev), of all ranks; and beside
+the files of --trace and of --json a picture of how many are in what.
 """
 
 import functools
@@ -26,6 +27,7 @@ def jobs(run):
 @torch.no_grad()
 def measure(run, shape):
     ranks = {}
+    run.say("columns here: time of all warps of rank 0; its share of the time of the warps that do it; spans")
     with Layer(run, shape) as layer:
         layer.check()
         parts = layer.parts()
@@ -36,17 +38,29 @@ def measure(run, shape):
             with trace.Trace(layer.op, room=1024) as t:
                 parts[kernel]()
             ranks[kernel] = t.gather()
-            for span, (num, us, share) in trace.summary(t.events()).items():
-                run.record("overlap", shape, f"{kernel}: {span}", us / 1e3, rate=f"{num} spans", spans=num, share=round(share, 4))
-    if run.rank:
-        return
+            tell(run, shape, kernel, t.events())
+    if run.rank == 0:
+        write(run, shape, ranks)
+
+
+def tell(run, shape, kernel, events):
+    """A row a span: the time in it of this rank's warps together, in us, and its share of the whole time of the warps that have such spans."""
+    for span, (num, us, share) in trace.summary(events).items():
+        run.record("overlap", shape, f"{kernel}: {span}", rate=f"{us:10.1f} us {share:6.1%} {num:7} spans of {us / num:.2f} us",
+                   total_us=round(us, 3), share=round(share, 4), spans=num)
+
+
+def write(run, shape, ranks):
+    """The files, from {kernel: events of every rank}: the trace where --trace says, the picture beside it and beside --json's file."""
     if run.options.trace:
         for kernel, events in ranks.items():
             path = Path(run.options.trace)
             trace.save(path.with_stem(f"{path.stem}_{kernel.replace(' + ', '_')}"), events)
-    if run.options.json and plots.can_draw():
-        path = Path(run.options.json)
-        draw(path.with_name(f"{path.stem}_overlap.png"), shape, {kernel: events[0] for kernel, events in ranks.items()}, run)
+    for path in map(Path, filter(None, (run.options.trace, run.options.json))):
+        if plots.can_draw():
+            draw(path.with_name(f"{path.stem}_overlap.png"), shape, {kernel: events[0] for kernel, events in ranks.items()}, run)
+        else:
+            run.say("no picture: matplotlib cannot be imported")
 
 
 def draw(path, shape, events, run):
