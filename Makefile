@@ -33,7 +33,7 @@ LIB := epmoe/_C.abi3.so
 SOURCES := $(shell find csrc -type f) setup.py
 STYLED := $(filter %.h %.c %.cuh %.cu,$(SOURCES)) tests/c/chaos.c
 # A build with other settings than the last is another build.
-SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH EPMOE_CHAOS CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(shell command -v nvcc)
+SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH EPMOE_CHAOS EPMOE_TRACE CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(shell command -v nvcc)
 
 build: $(LIB)
 	@$(PYTHON) -c 'import importlib.util as u, os; s = u.spec_from_file_location("_C", "$(LIB)"); \
@@ -132,10 +132,12 @@ soak: build
 	    [ $$n -lt 2 ] || $(PYTHON) tests/faults.py --device cuda; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
 	fi
 
+# The profiler too, as far as PTX: nothing else compiles it here.
+TRACED = nvcc -std=c++17 -Icsrc --expt-relaxed-constexpr -DEP_TRACE -arch=compute_90a -ptx csrc/kernels/fused_bf16.cu -o /dev/null
 cuda: | python
 	EPMOE_CUDA=1 EPMOE_CUDA_ARCH="-gencode arch=compute_90a,code=sm_90a" $(PYTHON) setup.py -q build_ext \
 	    --build-lib build/sm_90a --build-temp build/sm_90a/temp
-	@$(PYTHON) tests/check_kernels.py build/sm_90a/temp
+	@$(TRACED) & $(PYTHON) tests/check_kernels.py build/sm_90a/temp; code=$$?; wait $$! && exit $$code
 
 # Threads of the CPU play the GPU's: the grouped GEMM for Hopper against sums in double; plan, dispatch and combine, and what
 # moves tokens in the megakernels, against the CPU backend, under ThreadSanitizer too, which sees a missing barrier.  nvcc is here for its headers.

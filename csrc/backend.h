@@ -32,20 +32,18 @@ typedef struct {
     int (*copy)(int device, void *dst, const void *src, uint64_t num_bytes, void *stream);
     int (*zero)(int device, void *dst, uint64_t num_bytes, void *stream);
     int (*sync)(int device, void *stream, EpWorld *world); /* leaves when the world ends */
-    /* What is on `after` from now on comes behind what is on `before` so far. */
-    int (*order)(int device, void *before, void *after);
-    /* An operation comes on `stream`: where operations must not overtake each other, it comes behind those on others. */
-    int (*turn)(int device, bool fills_device, void *stream);
+    /* The operations that wait for peers: on whatever streams, they run in the order of these calls. */
     int (*plan)(int device, const EpPlanParams *p, void *stream);
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
     int (*combine)(int device, const EpCombineParams *p, uint32_t num_sm, void *stream);
     int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
-    int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
-    int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
     /* NULL where there are none. */
-    int (*gemm)(int device, const EpGemmParams *p, void *stream);
     int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, void *stream);
     int (*gemm_combine)(int device, const EpGemmCombineParams *p, void *stream);
+    /* What is ordered by its stream only. */
+    int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
+    int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
+    int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL where there is none */
     int (*preload)(int device); /* load every kernel before the first wait */
 } EpBackend;
 
@@ -58,8 +56,6 @@ const EpBackend *ep_backend(EpBackendKind kind);
 typedef struct {
     EpComm comm;
     uint64_t off;
-    void *last_stream;
-    bool has_stream;
     /* For the flight record: whose it is, and operations so far (the epoch, as the host counts). */
     bool is_heaps, on_stream;
     uint16_t of, buffer;

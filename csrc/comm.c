@@ -74,7 +74,8 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
         if (f->peer == my_rank && (int)(int64_t)got == EP_EINVAL) /* see ep_make_header */
             return ep_error(EP_EINVAL, "rank %u: %s with a plan that is not for these tensors: another T, or more rows than there are",
                             my_rank, op_name(f->op));
-        return ep_error(EP_EPEER, "rank %u failed before its %s: %s", f->peer, op_name(f->op), ep_error_name((int)(int64_t)f->got));
+        return ep_error(EP_EPEER, "rank %u failed before its %s: %s", f->peer, op_name(f->op),
+                        (int)(int64_t)got == EP_ENOMEM ? "no memory" : ep_error_name((int)(int64_t)got));
     case EP_EMISMATCH:
         if (f->field == 2) /* the order of calls differs */
             return ep_error(EP_EMISMATCH, "ranks disagree in op: rank %u is in %s, rank 0 in %s", f->peer, op_name((uint32_t)got),

@@ -102,14 +102,6 @@ static int sync_stream(int device, void *stream, EpWorld *world) {
     (void)device, (void)stream, (void)world;
     return 0;
 }
-static int order(int device, void *before, void *after) {
-    (void)device, (void)before, (void)after;
-    return 0;
-}
-static int turn(int device, bool fills_device, void *stream) {
-    (void)device, (void)fills_device, (void)stream; /* an operation is over when its call returns */
-    return 0;
-}
 static int preload(int device) {
     (void)device;
     return 0;
@@ -221,8 +213,6 @@ const EpBackend ep_cpu_backend = {
     .copy = copy,
     .zero = zero,
     .sync = sync_stream,
-    .order = order,
-    .turn = turn,
     .plan = plan,
     .dispatch = dispatch,
     .combine = combine,

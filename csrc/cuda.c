@@ -164,53 +164,78 @@ static int sync_stream(int device, void *stream, EpWorld *world) {
     GUARDED(device, wait_stream((cudaStream_t)stream));
 }
 
-static int order_streams(cudaStream_t before, cudaStream_t after) {
-    cudaEvent_t event;
-    enum cudaStreamCaptureStatus a, b;
-    EP_CUDA_TRY(cudaStreamIsCapturing(before, &a));
-    EP_CUDA_TRY(cudaStreamIsCapturing(after, &b));
-    if (a != b) return 0; /* a graph is ordered by where it is replayed */
-    EP_CUDA_TRY(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
-    cudaError_t e = cudaEventRecord(event, before);
-    if (e == cudaSuccess) e = cudaStreamWaitEvent(after, event, 0);
-    cudaEventDestroy(event); /* lives on until the wait is over */
-    return check_call(e, "cudaStreamWaitEvent");
-}
-static int order(int device, void *before, void *after) { GUARDED(device, order_streams((cudaStream_t)before, (cudaStream_t)after)); }
+/* ---- turns ---- */
 
-/* A kernel that fills the GPU while it waits for its peers keeps others from beginning.  Were it the first here and not
- * there, each might wait for what the other keeps out.  Streams order nothing among themselves; so once a process
- * has launched such a kernel, its operations on the GPU go in the order of their calls, whatever their streams. */
-static int turn(int device, bool fills_device, void *stream) {
-    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-    static struct {
-        void *stream;
-        bool has_stream, in_order;
-    } last[MAX_DEVICES];
-    int code = 0;
-    if (device < 0 || device >= MAX_DEVICES) return ep_error(EP_EINVAL, "device %d of at most %d", device, MAX_DEVICES);
-    pthread_mutex_lock(&lock);
-    last[device].in_order |= fills_device;
-    if (last[device].in_order && last[device].has_stream && last[device].stream != stream)
-        code = order(device, last[device].stream, stream);
-    last[device].stream = stream, last[device].has_stream = true;
-    pthread_mutex_unlock(&lock);
-    return code;
+/* An operation holds SMs while it waits for its peers', and one that has no room beside it cannot begin.  Were one of two the
+ * first here and the other there, each might wait for what the other keeps out; and streams order nothing among
+ * themselves.  So a process's operations on a GPU go in the order of their calls: each waits for the one before, if that was on
+ * another stream.  What is captured is ordered inside its graph; graphs are ordered by who replays them. */
+typedef struct {
+    cudaEvent_t behind; /* the last operation; NULL until there is a second stream */
+    cudaStream_t stream;
+    unsigned long long graph; /* that it was captured for, or 0 */
+    bool was_any;
+} Turn;
+static Turn turns[MAX_DEVICES][2]; /* of operations that run, and of those that are captured */
+static pthread_mutex_t turn_lock = PTHREAD_MUTEX_INITIALIZER;
+
+/* The graph that a stream is captured for, or 0. */
+static int graph_of(cudaStream_t stream, unsigned long long *graph) {
+    enum cudaStreamCaptureStatus status;
+    unsigned long long id = 0;
+#if CUDART_VERSION >= 13000
+    EP_CUDA_TRY(cudaStreamGetCaptureInfo(stream, &status, &id, NULL, NULL, NULL, NULL));
+#else
+    EP_CUDA_TRY(cudaStreamGetCaptureInfo(stream, &status, &id, NULL, NULL, NULL));
+#endif
+    *graph = status == cudaStreamCaptureStatusActive ? id : 0;
+    return 0;
 }
+static int take_turn(int device, cudaStream_t stream, Turn **out) {
+    unsigned long long graph = 0;
+    if (device < 0 || device >= MAX_DEVICES) return ep_error(EP_EINVAL, "device %d of at most %d", device, MAX_DEVICES);
+    EP_TRY(graph_of(stream, &graph));
+    Turn *t = *out = &turns[device][graph != 0];
+    if (t->was_any && t->stream != stream && t->graph == graph) {
+        if (!t->behind) {
+            EP_CUDA_TRY(cudaEventCreateWithFlags(&t->behind, cudaEventDisableTiming));
+            EP_CUDA_TRY(cudaEventRecord(t->behind, t->stream));
+        }
+        EP_CUDA_TRY(cudaStreamWaitEvent(stream, t->behind, 0));
+    }
+    t->stream = stream, t->graph = graph;
+    return 0;
+}
+static int end_turn(Turn *t, cudaError_t launched, const char *what) {
+    EP_TRY(check_call(launched, what));
+    t->was_any = true;
+    return t->behind ? check_call(cudaEventRecord(t->behind, t->stream), "cudaEventRecord") : 0;
+}
+#define IN_TURN(device, stream, call, what)                               \
+    do {                                                                  \
+        Guard g_;                                                         \
+        Turn *turn_;                                                      \
+        EP_TRY(guard(device, &g_));                                       \
+        pthread_mutex_lock(&turn_lock);                                   \
+        int code_ = take_turn(device, (cudaStream_t)(stream), &turn_);    \
+        if (!code_) code_ = end_turn(turn_, (cudaError_t)(call), what);   \
+        pthread_mutex_unlock(&turn_lock);                                 \
+        return unguard(&g_, code_);                                       \
+    } while (0)
 
 /* ---- kernels ---- */
 
 static int plan(int device, const EpPlanParams *p, void *stream) {
-    GUARDED(device, check_call((cudaError_t)ep_launch_plan(p, stream), "plan kernel"));
+    IN_TURN(device, stream, ep_launch_plan(p, stream), "plan kernel");
 }
 static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
-    GUARDED(device, check_call((cudaError_t)ep_launch_dispatch(p, num_sm, stream), "dispatch kernel"));
+    IN_TURN(device, stream, ep_launch_dispatch(p, num_sm, stream), "dispatch kernel");
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
-    GUARDED(device, check_call((cudaError_t)ep_launch_combine(p, num_sm, stream), "combine kernel"));
+    IN_TURN(device, stream, ep_launch_combine(p, num_sm, stream), "combine kernel");
 }
 static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
-    GUARDED(device, check_call((cudaError_t)ep_launch_enter(c, op, stream), "enter kernel"));
+    IN_TURN(device, stream, ep_launch_enter(c, op, stream), "enter kernel");
 }
 static int signal_word(int device, uint64_t *word, uint64_t value, bool add, void *stream) {
     GUARDED(device, check_call((cudaError_t)ep_launch_signal(word, value, add, stream), "signal kernel"));
@@ -224,10 +249,10 @@ static int gemm(int device, const EpGemmParams *p, void *stream) {
 }
 
 static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream) {
-    GUARDED(device, check_call((cudaError_t)ep_launch_dispatch_gemm(p, stream), "dispatch + GEMM kernel"));
+    IN_TURN(device, stream, ep_launch_dispatch_gemm(p, stream), "dispatch + GEMM kernel");
 }
 static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) {
-    GUARDED(device, check_call((cudaError_t)ep_launch_gemm_combine(p, stream), "GEMM + combine kernel"));
+    IN_TURN(device, stream, ep_launch_gemm_combine(p, stream), "GEMM + combine kernel");
 }
 
 static int preload_all(void) {
@@ -252,8 +277,6 @@ const EpBackend ep_cuda_backend = {
     .copy = copy,
     .zero = zero,
     .sync = sync_stream,
-    .order = order,
-    .turn = turn,
     .plan = plan,
     .dispatch = dispatch,
     .combine = combine,

@@ -110,6 +110,7 @@ typedef struct {
     EpShape shape;
     uint32_t num_buffers; /* communication buffers: calls that may be in flight at once */
     uint32_t num_sm;      /* CUDA: thread blocks that move tokens; CPU: worker threads */
+    uint32_t reserve_sms; /* CUDA: SMs that no operation takes; may differ from rank to rank, as num_sm */
 } EpLayerConfig;
 
 /* 0, or what is wrong with the shape; num_bytes: heap bytes that ep_layer_create will take. */

@@ -38,7 +38,7 @@ int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
     return 0;
 }
 
-/* What a rank says of the layer it makes: all must say the same, but for num_sm. */
+/* What a rank says of the layer it makes: all must say the same, but for num_sm and reserve_sms. */
 typedef struct {
     EpShape shape;
     uint32_t num_buffers;
@@ -86,6 +86,7 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     for (; made < config->num_buffers && !code; made++) {
         l->buffers[made].of = number, l->buffers[made].buffer = (uint16_t)made;
         code = ep_comm_open(heap, &config->shape, &l->buffers[made]);
+        l->buffers[made].comm.reserve_sms = config->reserve_sms;
     }
     if (code) { /* the same on all ranks: so all give back what there was room for */
         char text[512];
@@ -136,29 +137,30 @@ int ep_layer_plan_words(EpLayer *l, uint64_t num_tokens, uint64_t *num_words) {
 
 /* ---- operations ---- */
 
-int ep_layer_begin(EpLayer *l, uint32_t buffer, uint32_t op, void *stream, EpCommBuffer **out) {
+int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized");
     if (buffer >= l->config.num_buffers) return ep_error(EP_EINVAL, "buffer %u of %u", buffer, l->config.num_buffers);
     EpCommBuffer *b = &l->buffers[buffer];
     EP_TRY(ep_comm_check(l->heap, b, stream));
-    EP_TRY(ep_heap_backend(l->heap)->turn(ep_heap_device(l->heap), op == EP_OP_DISPATCH_GEMM || op == EP_OP_GEMM_COMBINE, stream));
-    if (b->has_stream && b->last_stream != stream) EP_TRY(ep_heap_backend(l->heap)->order(ep_heap_device(l->heap), b->last_stream, stream));
-    b->last_stream = stream, b->has_stream = true;
     b->comm.timeout_ns = ep_world_timeout_ns(ep_heap_world(l->heap));
     *out = b;
     return 0;
 }
 
-int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint64_t note, int code, void *stream) {
+int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t note, int code, void *stream) {
     ep_world_noted(ep_heap_world(l->heap), note);
-    if (code) return code;
+    if (code && ep_heap_kind(l->heap) == EP_CPU) return code; /* it has entered, and told the others */
+    if (code) { /* it was not launched */
+        b->num_ops--;
+        return ep_layer_fail(l, b->buffer, op, code, stream);
+    }
     return ep_heap_kind(l->heap) == EP_CPU ? ep_comm_check(l->heap, b, stream) : 0;
 }
 
 int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     EpCommBuffer *b;
     if (code >= 0) return ep_error(EP_EINVAL, "a refusal needs a negative code");
-    EP_TRY(ep_layer_begin(l, buffer, op, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     EpComm comm = b->comm;
     comm.status = code;
     uint64_t note = ep_comm_note(l->heap, b, op, 0, code);
@@ -177,10 +179,10 @@ int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stre
 
 int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
     EpCommBuffer *b;
-    EP_TRY(ep_layer_begin(l, buffer, EP_OP_BARRIER, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_BARRIER, 0, 0);
     int done = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &b->comm, EP_OP_BARRIER, stream);
-    return ep_layer_end(l, b, note, done, stream);
+    return ep_layer_end(l, b, EP_OP_BARRIER, note, done, stream);
 }
 
 int ep_layer_sync(EpLayer *l, void *stream) {
@@ -192,7 +194,7 @@ int ep_layer_sync(EpLayer *l, void *stream) {
 
 int ep_layer_set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
     EpCommBuffer *b;
-    EP_TRY(ep_layer_begin(l, buffer, EP_OP_BARRIER, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     if (epoch == 0) return ep_error(EP_EINVAL, "epoch 0: it stands for no operation");
     uint64_t before = b->num_ops = epoch - 1;
     const EpBackend *backend = ep_heap_backend(l->heap);

@@ -65,13 +65,13 @@ int ep_layer_plan(EpLayer *l, uint32_t buffer, const EpTensor *indices, const Ep
                   void *stream) {
     EpCommBuffer *b;
     EpPlanParams p = {0};
-    EP_TRY(ep_layer_begin(l, buffer, EP_OP_PLAN, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_plan(l, indices, scatter, plan, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_PLAN, code, stream);
     p.comm = b->comm, p.ticket = ++l->ticket[buffer], p.sort_slots = sort_slots;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_PLAN, p.layout.num_tokens, 0);
     int done = ep_heap_backend(l->heap)->plan(ep_heap_device(l->heap), &p, stream);
-    return ep_layer_end(l, b, note, done, stream);
+    return ep_layer_end(l, b, EP_OP_PLAN, note, done, stream);
 }
 
 int ep_layer_num_rows(EpLayer *l, uint32_t buffer, void *stream, uint32_t *num_rows) {
@@ -125,13 +125,13 @@ int ep_layer_dispatch(EpLayer *l, uint32_t buffer, const EpTensor *x, const EpTe
                       const EpTensor *row_weight, const EpTensor *recv, void *stream) {
     EpCommBuffer *b;
     EpDispatchParams p = {0};
-    EP_TRY(ep_layer_begin(l, buffer, EP_OP_DISPATCH, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_dispatch(l, x, 1, weight, plan, rows, row_weight, recv, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH, code, stream);
     p.comm = b->comm;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH, p.layout.num_tokens, 0);
     int done = ep_heap_backend(l->heap)->dispatch(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
-    return ep_layer_end(l, b, note, done, stream);
+    return ep_layer_end(l, b, EP_OP_DISPATCH, note, done, stream);
 }
 
 static int check_combine(const EpLayer *l, const EpTensor *rows, const EpTensor *row_weight, const EpTensor *row_scalar,
@@ -158,13 +158,13 @@ int ep_layer_combine(EpLayer *l, uint32_t buffer, const EpTensor *rows, const Ep
                      const EpTensor *plan, const EpTensor *recv, const EpTensor *out, const EpTensor *out_scalar, void *stream) {
     EpCommBuffer *b;
     EpCombineParams p = {0};
-    EP_TRY(ep_layer_begin(l, buffer, EP_OP_COMBINE, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_combine(l, rows, row_weight, row_scalar, plan, recv, out, out_scalar, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_COMBINE, code, stream);
     p.comm = b->comm;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_COMBINE, p.layout.num_tokens, 0);
     int done = ep_heap_backend(l->heap)->combine(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
-    return ep_layer_end(l, b, note, done, stream);
+    return ep_layer_end(l, b, EP_OP_COMBINE, note, done, stream);
 }
 
 /* ---- megakernels ---- */
@@ -200,7 +200,7 @@ int ep_layer_dispatch_gemm(EpLayer *l, uint32_t buffer, const EpDispatchGemm *g,
     EpCommBuffer *b;
     EpDispatchGemmParams p = {0};
     EpDispatchParams *d = &p.dispatch;
-    EP_TRY(ep_layer_begin(l, buffer, EP_OP_DISPATCH_GEMM, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_dispatch(l, g->x, g->num_copies, g->weight, g->plan, g->rows, g->row_weight, g->recv, d);
     if (!code)
         code = check_product(l, g->rows, g->gemm_weight, g->bias, g->out, g->activation, d->plan + d->layout.expert_row_off, &p.gemm);
@@ -209,16 +209,16 @@ int ep_layer_dispatch_gemm(EpLayer *l, uint32_t buffer, const EpDispatchGemm *g,
     if (!code && g->num_move < 1) code = ep_error(EP_EINVAL, "num_sm 0: some thread block must move the tokens");
     if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH_GEMM, code, stream);
     d->comm = b->comm, p.num_move_blocks = g->num_move, p.num_tail_blocks = g->num_tail, p.waits_for_expert = g->waits_for_expert;
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH_GEMM, d->layout.num_tokens, 0);
     code = ep_heap_backend(l->heap)->dispatch_gemm(ep_heap_device(l->heap), &p, stream);
-    if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH_GEMM, code, stream); /* it was not launched */
-    return ep_layer_end(l, b, ep_comm_note(l->heap, b, EP_OP_DISPATCH_GEMM, d->layout.num_tokens, 0), 0, stream);
+    return ep_layer_end(l, b, EP_OP_DISPATCH_GEMM, note, code, stream);
 }
 
 int ep_layer_gemm_combine(EpLayer *l, uint32_t buffer, const EpGemmCombine *g, void *stream) {
     EpCommBuffer *b;
     EpGemmCombineParams p = {0};
     EpCombineParams *k = &p.combine;
-    EP_TRY(ep_layer_begin(l, buffer, EP_OP_GEMM_COMBINE, stream, &b));
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_combine(l, g->rows, g->row_weight, NULL, g->plan, g->recv, g->out, NULL, k);
     if (!code) code = check_product(l, g->a, g->gemm_weight, g->bias, g->rows, EP_ACT_NONE, k->plan + k->layout.expert_row_off, &p.gemm);
     if (!code && (g->num_move < 1 || g->num_reduce < 1))
@@ -226,9 +226,9 @@ int ep_layer_gemm_combine(EpLayer *l, uint32_t buffer, const EpGemmCombine *g, v
                         g->num_reduce);
     if (code) return ep_layer_fail(l, buffer, EP_OP_GEMM_COMBINE, code, stream);
     k->comm = b->comm, p.num_move_blocks = g->num_move, p.num_reduce_blocks = g->num_reduce, p.is_serial = g->is_serial;
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_GEMM_COMBINE, k->layout.num_tokens, 0);
     code = ep_heap_backend(l->heap)->gemm_combine(ep_heap_device(l->heap), &p, stream);
-    if (code) return ep_layer_fail(l, buffer, EP_OP_GEMM_COMBINE, code, stream); /* it was not launched */
-    return ep_layer_end(l, b, ep_comm_note(l->heap, b, EP_OP_GEMM_COMBINE, k->layout.num_tokens, 0), 0, stream);
+    return ep_layer_end(l, b, EP_OP_GEMM_COMBINE, note, code, stream);
 }
 
 int ep_layer_trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t room) {

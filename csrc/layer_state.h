@@ -17,9 +17,9 @@ struct EpLayer {
 };
 
 /* Ready for an operation on a buffer: nothing has gone wrong before, and the stream comes in order. */
-int ep_layer_begin(EpLayer *l, uint32_t buffer, uint32_t op, void *stream, EpCommBuffer **out);
+int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out);
 /* The operation's end on the host: on the CPU it is over, and so is its failure known. */
-int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint64_t note, int code, void *stream);
+int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t note, int code, void *stream);
 /* Tell the others of a failure that is this thread's error, and keep this rank's own reason. */
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream);
 

@@ -239,6 +239,7 @@ static int set_up(PyObject *m) {
         {"OP_DISPATCH_GEMM", EP_OP_DISPATCH_GEMM},
         {"OP_GEMM_COMBINE", EP_OP_GEMM_COMBINE},
         {"EINVAL", EP_EINVAL},
+        {"ENOMEM", EP_ENOMEM},
         {"ETYPE", EP_ETYPE},
         {"HEAD_STATUS", EP_HEAD_STATUS},
         {"HEAD_NUM_ROWS", EP_HEAD_NUM_ROWS},

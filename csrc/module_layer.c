@@ -10,9 +10,10 @@ static void free_layer(PyObject *c) {
 /* (W, E, K, max_tokens, hidden, dtype, combine_mode, capacity, num_buffers, num_sm) */
 static bool get_config(PyObject *o, EpLayerConfig *c) {
     uint32_t *const fields[] = {&c->shape.num_ranks, &c->shape.num_experts,  &c->shape.num_topk, &c->shape.max_tokens, &c->shape.hidden,
-                                &c->shape.dtype,     &c->shape.combine_mode, &c->shape.capacity, &c->num_buffers,      &c->num_sm};
-    if (!PyTuple_Check(o) || PyTuple_Size(o) != 10) return PyErr_Format(PyExc_TypeError, "a configuration is a tuple of 10 numbers"), false;
-    for (Py_ssize_t i = 0; i < 10; i++)
+                                &c->shape.dtype,     &c->shape.combine_mode, &c->shape.capacity, &c->num_buffers,      &c->num_sm,
+                                &c->reserve_sms};
+    if (!PyTuple_Check(o) || PyTuple_Size(o) != 11) return PyErr_Format(PyExc_TypeError, "a configuration is a tuple of 11 numbers"), false;
+    for (Py_ssize_t i = 0; i < 11; i++)
         if (!ep_get_u32(PyTuple_GetItem(o, i), fields[i])) return false;
     return true;
 }

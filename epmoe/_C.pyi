@@ -45,6 +45,7 @@ OP_DISPATCH_GEMM: Final[int]
 OP_GEMM_COMBINE: Final[int]
 # EpCode
 EINVAL: Final[int]
+ENOMEM: Final[int]
 ETYPE: Final[int]
 # Places in the head of a plan.
 HEAD_STATUS: Final[int]

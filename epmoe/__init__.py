@@ -16,7 +16,8 @@ from .errors import (EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, Ep
 from .gemm import grouped_gemm
 from .heap import SymmetricHeap
 from .fused import EpAll2AllFusedOp
-from .layer import EPAll2AllLayer, EPLayout
+from .layer import EPAll2AllLayer
+from .layout import EPLayout
 from .moe import EPMoE
 from .world import World, thread_worlds
 

@@ -20,9 +20,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     Where a GPU of compute capability 9.x multiplies bfloat16 or float16 and all sizes are multiples of 16, each of the two is
     one kernel; elsewhere they are the same stages one after the other, with the same results to the bit.
 
-    Each kernel takes all SMs until it ends.  So from the first one on, a process's operations of epmoe on that GPU go in the order
-    of their calls, whatever their streams; that order must be the same on all ranks.  Replays of CUDA graphs are not seen: where two
-    graphs have such kernels, replay them in one order on all ranks, on one stream; else ranks wait until their limit.
+    Each kernel takes all SMs until it ends, but for reserve_sms.  A collective of NCCL that may be on its way at the same time, on
+    another stream, wants some reserved, as many as it has channels (NCCL_MAX_CTAS); or order the streams; or fused=False.
 
     Args: those of EPAll2AllLayer, and what the kernels can do in more than one way.  The defaults are what measured best.
         num_sm: thread blocks in which tokens are moved, beside the product; None: all.  Also of dispatch and combine alone.
@@ -52,7 +51,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     def _check_options(self):
         if self.combine_order not in ("fuse_scatter", "serial"):
             raise ValueError(f"combine_order {self.combine_order!r}: fuse_scatter or serial")
-        most = torch.cuda.get_device_properties(self.device).multi_processor_count if self.device.type == "cuda" else 1024
+        most = self._num_blocks
         num_sm, num_tail, num_reduce = self._asked
         num_sm, num_tail = most if num_sm is None else min(int(num_sm), most), int(num_tail)
         num_reduce = most if num_reduce is None else int(num_reduce)
@@ -70,19 +69,25 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     # The two below allocate outputs and call the module; the operators at the end of this file give them to autograd and torch.compile.
 
     def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation):
-        rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
-        row_weight = None if weight is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
-        recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
-        columns = gemm_weight.shape[1] // (2 if activation in _GATED else 1)
-        out = torch.empty((num_rows, columns), dtype=self.dtype, device=self.device)
+        try:
+            rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
+            row_weight = None if weight is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
+            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
+            columns = gemm_weight.shape[1] // (2 if activation in _GATED else 1)
+            out = torch.empty((num_rows, columns), dtype=self.dtype, device=self.device)
+        except Exception as error:
+            self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
         num_move, num_tail, _ = self._knobs
         _C.layer_dispatch_gemm(self._c, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, num_move, num_tail,
                                not self.block_wise_barrier, self._copies)
         return out, rows, row_weight, recv
 
     def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens):
-        rows = torch.empty((a.shape[0], self.hidden), dtype=self.dtype, device=self.device)
-        out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+        try:
+            rows = torch.empty((a.shape[0], self.hidden), dtype=self.dtype, device=self.device)
+            out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+        except Exception as error:
+            self._refuse(_C.OP_GEMM_COMBINE, error, buffer)
         num_move, _, num_reduce = self._knobs
         _C.layer_gemm_combine(self._c, buffer, a, gemm_weight, bias, rows, row_weight, plan, recv, out, num_move, num_reduce,
                               self.combine_order == "serial")
@@ -160,7 +165,11 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             self._refuse(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, getattr(layout, "buffer", 0))
         with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (gemm_input, weight, gemm_weight, bias))
         if not fused or (with_grad and bias is not None):
-            return self.combine(grouped_gemm(gemm_input, gemm_weight, offsets=layout.expert_offsets, bias=bias), layout, weight)
+            try:
+                rows = grouped_gemm(gemm_input, gemm_weight, offsets=layout.expert_offsets, bias=bias)
+            except Exception as error:
+                self._refuse(_C.OP_COMBINE, error, layout.buffer)
+            return self.combine(rows, layout, weight)
         gemm_weight, weight = gemm_weight.contiguous(), None if weight is None else weight.to(torch.float32)
         bias = None if bias is None else bias.to(self.dtype).contiguous()
         if with_grad or torch.compiler.is_compiling():

@@ -49,7 +49,8 @@ def _by_expert(a, b, offsets, bias, row_weight, kind, activation):
 
 def _has_kernel(a, b):
     fits = all(n > 0 and n % 16 == 0 for n in (a.shape[1], *b.shape[1:]))
-    return _C.HAS_CUDA and a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16) and fits
+    return (_C.HAS_CUDA and a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16) and fits
+            and torch.cuda.get_device_capability(a.device)[0] >= 8)
 
 
 _tickets = {}  # of each stream

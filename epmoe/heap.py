@@ -38,7 +38,8 @@ def stream_of(device):
 
 def status_of(error):
     """The code by which the other ranks hear of this rank's exception."""
-    return _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL
+    no_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return _C.ENOMEM if no_memory else _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL
 
 
 class SymmetricHeap(Shared):

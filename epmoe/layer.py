@@ -8,6 +8,7 @@ import torch
 
 from . import _C
 from .heap import SymmetricHeap, pick_device, status_of, stream_of
+from .layout import EPLayout
 from .world import Shared, World
 
 _DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}
@@ -19,107 +20,16 @@ def _default_num_sm(device, row_bytes):
     return 1 if device.type == "cpu" else 64 if row_bytes >= 4096 else 96
 
 
+def _num_blocks(device, reserve_sms):
+    """Thread blocks that an operation may have at most: on a GPU one a SM, but for those that are reserved."""
+    num_sm = 1024 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    if not 0 <= reserve_sms <= num_sm - 2:
+        raise ValueError(f"reserve_sms {reserve_sms}: 0 to {num_sm - 2}, so that two are left")
+    return num_sm - reserve_sms
+
+
 _ids = itertools.count()
 _layers = weakref.WeakValueDictionary()  # id -> layer: how torch.ops.epmoe.* name a layer
-
-
-class EPLayout:
-    """The plan of one call: where every choice of this rank goes, and what this rank receives.
-
-    Reusable: dispatch(layout=...) repeats a dispatch, combine brings the rows of its dispatch home.
-    Letters as in the README: W ranks, E experts, L = E/W of them here, T tokens, K choices, M rows received.
-    """
-
-    __slots__ = ("layer", "plan", "recv", "num_tokens", "buffer", "_num_rows", "_at")
-
-    def __init__(self, layer, plan, num_tokens, buffer, num_rows):
-        self.layer, self.plan, self.num_tokens, self.buffer, self._num_rows = layer, plan, num_tokens, buffer, num_rows
-        self.recv = None  # which row came from which token: dispatch gives it, combine needs it
-        self._at = None
-
-    def _offset(self, name):
-        """Where a part of the plan begins.  The first two stand before all that depends on T, so the layer knows
-        them: a compiler that traces can read those without calling the module."""
-        if name in ("counts", "expert_row"):
-            return self.layer._plan_front[name]
-        if self._at is None:
-            self._at = _C.plan_layout(self.layer._config, self.num_tokens)
-        return self._at[name]
-
-    def _part(self, name, *shape):
-        n = 1
-        for d in shape:
-            n *= d
-        return self.plan.narrow(0, self._offset(name), n).view(shape)
-
-    @property
-    def num_rows(self):
-        """M: rows this rank receives.  In fixed-capacity mode this reads the device, each time: a replayed graph
-        makes a new plan in the same place."""
-        return int(self.plan[_C.HEAD_NUM_ROWS]) if self._num_rows is None else self._num_rows
-
-    @property
-    def counts(self):
-        """[W, E] int32: choices that rank w routes to expert e."""
-        return self._part("counts", self.layer.world_size, self.layer.num_experts)
-
-    @property
-    def expert_offsets(self):
-        """[L + 1] int32: first row of each local expert; the last is M."""
-        return self._part("expert_row", self.layer.num_local_experts + 1)
-
-    @property
-    def tokens_per_expert(self):
-        """[L] int32: rows of each local expert."""
-        return self.expert_offsets.diff()
-
-    @property
-    def token_dst_scatter_idx(self):
-        """[T, K] int32: row of each choice at its expert's rank; -1 for a dropped choice."""
-        return self._part("token_row", self.num_tokens, self.layer.topk)
-
-    @property
-    def token_sort_indices(self):
-        """[T * K] int32: t * K + k by expert, token, choice; dropped choices leave -1 at the end."""
-        return self._part("sort", self.num_tokens * self.layer.topk)
-
-    @property
-    def token_slots(self):
-        """[T, W] int32: position of a token among those that a rank sends home; -1 if it does not go there."""
-        return self._part("token_slot", self.num_tokens, self.layer.world_size)
-
-    @property
-    def send_tokens(self):
-        """[W] int32: distinct tokens that this rank sends to each rank (its own included)."""
-        return self.plan.narrow(0, _C.HEAD_NUM_SEND, self.layer.world_size)
-
-    @property
-    def recv_tokens(self):
-        """[W] int32: distinct tokens that this rank gets from each rank."""
-        return self.plan.narrow(0, _C.HEAD_NUM_RECV, self.layer.world_size)
-
-    @property
-    def rows_per_rank(self):
-        """[W] int32: M of every rank."""
-        return self.plan.narrow(0, _C.HEAD_RANK_ROWS, self.layer.world_size)
-
-    @property
-    def num_tiles(self):
-        """M tiles (128 rows, none across experts) of the grouped GEMM.  Reads the device."""
-        return int(self.plan[_C.HEAD_NUM_TILES])
-
-    @property
-    def tile_expert(self):
-        """[max tiles] int32: local expert of each tile; valid up to num_tiles."""
-        return self._part("tile_expert", self._offset("max_tiles"))
-
-    @property
-    def tile_row(self):
-        """[max tiles] int32: first row of each tile; valid up to num_tiles."""
-        return self._part("tile_row", self._offset("max_tiles"))
-
-    def __repr__(self):
-        return f"epmoe.EPLayout(num_tokens={self.num_tokens}, num_rows={self._num_rows}, buffer={self.buffer})"
 
 
 class EPAll2AllLayer(Shared):
@@ -142,11 +52,16 @@ class EPAll2AllLayer(Shared):
         capacity: rows that a rank can receive.  None: outputs have exactly M rows, which costs one host read
             of M a call.  A number: outputs have `capacity` rows, nothing is read by the host, and the layer
             can be captured in a CUDA graph; more rows than that raise EpOverflow and move nothing.
-        num_buffers: communication buffers.  Calls on different buffers may be in flight at once (streams).
+        num_buffers: communication buffers.  On the CPU, calls on different ones may come from several threads at once.
+        reserve_sms: SMs (CUDA) that no operation of this layer takes: room for kernels on other streams that wait for other ranks,
+            too, as NCCL's do.  Without room for both, one kernel may be the first here, the other elsewhere, and all wait.
         heap: a SymmetricHeap shared with other layers; by default the layer makes one of its own.
         device, timeout_s: see SymmetricHeap and World.
 
     Creation is collective.  Raises ValueError / TypeError for what cannot be, HeapExhausted without room.
+
+    On a GPU a process's operations of epmoe run in the order of their calls, whatever their streams, and on all ranks that order must
+    be the same.  Replays of CUDA graphs are not seen: replay graphs in one order on all ranks, on one stream.
     """
 
     # See EpAll2AllFusedOp: tokens travel in the order in which they stand; a row of the input is one token.
@@ -154,7 +69,7 @@ class EPAll2AllLayer(Shared):
 
     def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None, local_world_size=None, world_size=None,
                  dtype=torch.bfloat16, weight_dtype=torch.float32, num_sm=None, enable_local_combine=False, *,
-                 combine_mode="scatter", capacity=None, num_buffers=1, heap=None, device=None, timeout_s=None):
+                 combine_mode="scatter", capacity=None, num_buffers=1, reserve_sms=0, heap=None, device=None, timeout_s=None):
         self.world = heap.world if heap is not None and ep_group is None else World.of(ep_group, timeout_s)
         if heap is not None and heap.world is not self.world:
             raise ValueError("the heap belongs to another world than ep_group")
@@ -177,19 +92,20 @@ class EPAll2AllLayer(Shared):
             self.capacity = None if capacity is None else int(capacity)
             self.num_local_experts = self.num_experts // self.world_size
             self.device = heap.device if heap is not None else pick_device(device)
+            self._num_blocks = _num_blocks(self.device, int(reserve_sms))
             self._check_options()
             most = min(self.world_size * self.max_tokens * self.topk, (1 << 31) - 1)
             mode = _C.COMBINE_LOCAL if enable_local_combine else _MODES[combine_mode]
             self._config = (self.world_size, self.num_experts, self.topk, self.max_tokens, self.hidden, _DTYPES[dtype], mode,
                             most if capacity is None else self.capacity, int(num_buffers),
-                            _default_num_sm(self.device, self.hidden * dtype.itemsize) if num_sm is None else int(num_sm))
+                            _default_num_sm(self.device, self.hidden * dtype.itemsize) if num_sm is None else int(num_sm), int(reserve_sms))
             num_bytes = _C.layer_bytes(self._config)
         except (TypeError, ValueError) as error:  # the other ranks are making a heap, or a layer in one
             if heap is None:
                 SymmetricHeap._refuse(self.world, error)
             else:
                 with contextlib.suppress(Exception):
-                    _C.layer_create(heap._c, (0,) * 10)  # what cannot be is said to the others, who are making theirs
+                    _C.layer_create(heap._c, (0,) * 11)  # what cannot be is said to the others, who are making theirs
             raise
         self._owns_heap = heap is None
         self.heap = SymmetricHeap(self.world, num_bytes, self.device) if heap is None else heap
@@ -203,14 +119,18 @@ class EPAll2AllLayer(Shared):
     def _check_options(self):
         """What a kind of layer of its own was given: raises where the others still hear of it."""
 
-    # The four below allocate outputs and call the module; ops.py gives them to autograd and torch.compile.
+    # The four below allocate outputs (a rank that has no memory for them tells the others) and call the module; ops.py gives them to
+    # autograd and torch.compile.
 
     def _plan(self, exp_indices, scatter, buffer):
         num_tokens = exp_indices.size(0) if isinstance(exp_indices, torch.Tensor) and exp_indices.dim() else 0
         words = self._plan_words.get(num_tokens)
         if words is None:
             words = self._plan_words[num_tokens] = _C.plan_layout(self._config, min(num_tokens, self.max_tokens))["num_words"]
-        plan = torch.empty(words, dtype=torch.int32, device=self.device)
+        try:
+            plan = torch.empty(words, dtype=torch.int32, device=self.device)
+        except Exception as error:
+            self._refuse(_C.OP_PLAN, error, buffer)
         _C.layer_plan(self._c, buffer, exp_indices, scatter, plan, self.token_sorting)
         return plan
 
@@ -218,15 +138,21 @@ class EPAll2AllLayer(Shared):
         return _C.layer_num_rows(self._c, buffer, plan)
 
     def _dispatch(self, x, weight, plan, buffer, num_rows):
-        rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
-        row_weight = None if weight is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
-        recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
+        try:
+            rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
+            row_weight = None if weight is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
+            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
+        except Exception as error:
+            self._refuse(_C.OP_DISPATCH, error, buffer)
         _C.layer_dispatch(self._c, buffer, x, weight, plan, rows, row_weight, recv)
         return rows, row_weight, recv
 
     def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens):
-        out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
-        out_scalar = None if row_scalar is None else torch.empty((num_tokens, self.topk), dtype=torch.float32, device=self.device)
+        try:
+            out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+            out_scalar = None if row_scalar is None else torch.empty((num_tokens, self.topk), dtype=torch.float32, device=self.device)
+        except Exception as error:
+            self._refuse(_C.OP_COMBINE, error, buffer)
         _C.layer_combine(self._c, buffer, rows, row_weight, row_scalar, plan, recv, out, out_scalar)
         return out, out_scalar
 

@@ -3,9 +3,9 @@
 
     check_kernels.py FOLDER    the build's temporary folder: kernels.log (nvcc's own report) and the objects
 
-Fails when a kernel spills registers or has a stack, and when a kernel of the grouped GEMM for Hopper is without
-HGMMA or touches local memory.  The latter needs cuobjdump (the toolkit's, or the one of requirements-dev.txt); without
-it that part is said to be unseen.
+Fails when a kernel spills registers or has a stack, and when a kernel of the grouped GEMM for Hopper or a megakernel is
+without HGMMA or touches local memory.  The latter needs cuobjdump (the toolkit's, or the one of requirements-dev.txt);
+without it that part is said to be unseen.
 """
 import os
 import re
@@ -13,8 +13,10 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+MULTIPLIERS = {"gemm_*.cu.o": "gemm_kernel", "fused_*.cu.o": "mega_kernel"}  # objects, and what their kernels are called
 TOOLS = os.pathsep.join([os.environ.get("PATH", ""), *map(str, Path(sysconfig.get_path("purelib"), "nvidia").glob("*/bin"))])
 
 
@@ -37,19 +39,28 @@ def disassembled(path):
     return subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PATH": TOOLS}).stdout.splitlines()
 
 
-def instructions(folder):
-    """{kernel: (HGMMA, local loads and stores)} of the grouped GEMM's objects."""
-    seen = {}
-    for path in sorted(folder.glob("gemm_*.cu.o")):
-        name = None
-        for line in disassembled(path):
-            if found := re.search(r"Function : (\S+)", line):
-                name = found[1]
-                seen[name] = [0, 0]
-            elif name:
-                seen[name][0] += "HGMMA" in line
-                seen[name][1] += bool(re.search(r"\b(LDL|STL)\b", line))
+def instructions(path):
+    """{kernel: (HGMMA, local loads and stores)} of an object."""
+    seen, name = {}, None
+    for line in disassembled(path):
+        if found := re.search(r"Function : (\S+)", line):
+            name = found[1]
+            seen[name] = [0, 0]
+        elif name:
+            seen[name][0] += "HGMMA" in line
+            seen[name][1] += bool(re.search(r"\b(LDL|STL)\b", line))
     return seen
+
+
+def faults_of_multipliers(folder):
+    """What is wrong with the instructions of the kernels that multiply."""
+    faults = []
+    for objects, kernel in MULTIPLIERS.items():
+        with ThreadPoolExecutor() as pool:
+            seen = [item for of in pool.map(instructions, sorted(folder.glob(objects))) for item in of.items() if kernel in item[0]]
+        faults += [f"{name}: {hgmma} HGMMA, {local} in local memory" for name, (hgmma, local) in seen if not hgmma or local]
+        faults += [] if seen else [f"{objects}: no {kernel} was found"]
+    return faults
 
 
 def main():
@@ -61,9 +72,7 @@ def main():
         faults.append(f"the report names {len(kernels)} kernels only")
     unseen = ""
     if shutil.which("cuobjdump", path=TOOLS) and shutil.which("nvdisasm", path=TOOLS):
-        gemm = {name: counts for name, counts in instructions(folder).items() if "gemm_kernel" in name}
-        faults += [f"{name}: {hgmma} HGMMA, {local} in local memory" for name, (hgmma, local) in gemm.items() if not hgmma or local]
-        faults += [] if gemm else ["no kernel of the grouped GEMM was found"]
+        faults += faults_of_multipliers(folder)
     else:
         unseen = "; their SASS was not looked at (no cuobjdump)"
     for fault in faults:

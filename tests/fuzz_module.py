@@ -40,7 +40,7 @@ def make_setting(torch, _C):
     one, (two, silent), gone = _C.world_threads(1, 0.05)[0], _C.world_threads(2, 0.02), _C.world_threads(1, 0.05)[0]
     heap, config = _C.heap_create(one, _C.CPU, 0, 1 << 20, 0), (1, 4, 2, 6, 8, _C.F32, _C.COMBINE_SCATTER, 12, 2, 1)
     layer, dead_heap = _C.layer_create(heap, config), _C.heap_create(gone, _C.CPU, 0, 1 << 17, 0)
-    dead_layer = _C.layer_create(dead_heap, (1, 4, 2, 2, 8, _C.F32, _C.COMBINE_LOCAL, 4, 1, 1))
+    dead_layer = _C.layer_create(dead_heap, (1, 4, 2, 2, 8, _C.F32, _C.COMBINE_LOCAL, 4, 1, 1, 0))
     for close in (lambda: _C.layer_close(dead_layer), lambda: _C.heap_close(dead_heap), lambda: _C.world_close(gone, True)):
         close()
     off, words = _C.heap_alloc(heap, 4096, 128, 0), _C.plan_layout(config, 3)["num_words"]

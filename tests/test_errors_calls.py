@@ -7,6 +7,7 @@ and the heap and the world are used again.
 """
 
 import types
+from unittest import mock
 
 import pytest
 import torch
@@ -58,6 +59,12 @@ def again(s, **changes):
 
 def combine(s, **changes):
     return s.layer.combine(**({"input": s.y, "layout": s.layout, "weight": s.row_weight} | changes))
+
+
+def without_memory(s, call, name, value):
+    """A call whose outputs no machine has room for: in its rank one number that they are as large as is out of all measure."""
+    with mock.patch.dict(s.layer._plan_words, {len(s.idx): value}) if name == "_plan_words" else mock.patch.object(*name, value):
+        return call(s)
 
 
 def plan(s, *changes):
@@ -114,6 +121,10 @@ TOGETHER = {
     "buffer-that-is-not-there": (lambda s: dispatch(s, buffer=1), dispatch, "ValueError", ("buffer 1", "1"), None),
     "buffer-of-a-plan": (lambda s: s.layer.preprocess(s.idx, buffer=-1), plan, "ValueError", ("buffer -1",), None),
     "buffer-of-a-barrier": (lambda s: s.layer.ep_barrier_all(buffer=2**40), lambda s: s.layer.ep_barrier_all(), "ValueError", ("buffer",), None),
+    # no memory for what comes out
+    "plan-without-memory": (lambda s: without_memory(s, plan, "_plan_words", 1 << 55), plan, "Error", (), None),
+    "dispatch-without-memory": (lambda s: without_memory(s, again, (s.layer, "_recv_words"), 1 << 55), again, "Error", (), None),
+    "combine-without-memory": (lambda s: without_memory(s, combine, (s.layout, "num_tokens"), 1 << 55), combine, "Error", (), None),
     # the world
     "exchange-of-another-size": (lambda s: exchange(s, b"xyz"), exchange, "EpMismatch", ("2 bytes", "3"), "EpMismatch"),
     "exchange-of-nothing": (lambda s: exchange(s, b""), exchange, "EpMismatch", ("0", "2"), "EpMismatch"),

@@ -37,6 +37,9 @@ WRONG = [
     ({"num_buffers": 17}, "ValueError", ("num_buffers 17", "16")),
     ({"num_sm": 0}, "ValueError", ("num_sm 0",)),
     ({"num_sm": 5000}, "ValueError", ("num_sm 5000", "1024")),
+    ({"reserve_sms": -1}, "ValueError", ("reserve_sms -1", "two are left")),
+    ({"reserve_sms": 5000}, "ValueError", ("reserve_sms 5000",)),
+    ({"reserve_sms": "some"}, "ValueError", ("some",)),
     ({"device": "meta"}, "ValueError", ("meta",)),
 ]
 IDS = ["-".join(f"{k}={v}".removeprefix("torch.") for k, v in w[0].items()) for w in WRONG]

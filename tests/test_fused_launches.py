@@ -231,6 +231,45 @@ def test_fused_on_streams_that_would_cross(ranks):
 
 
 @pytest.mark.cuda_only
+def test_fused_leaves_room_for_a_collective(ranks):
+    """An all-reduce of NCCL on another stream, the first here and the second there: with SMs reserved, neither keeps the other out."""
+    case = grown(ranks, Experts(activation="swiglu"))
+
+    def run(world, device):
+        import torch.distributed as dist
+
+        op = make_op(world, device, case, Played, reserve_sms=40)
+        t = tensors(case, world.rank, world.size, device)
+        first = step(op, case, t)
+        layout = op.preprocess(t.idx)
+        number = torch.ones(2**24, device=device)
+        group = dist.new_group(backend="nccl")
+        dist.all_reduce(number, group=group)
+        far, near = (torch.zeros(2**28, dtype=torch.uint8, pin_memory=pin, device="cpu" if pin else device) for pin in (True, False))
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for _ in range(3):
+            torch.cuda.synchronize()
+            world.exchange(b"x")
+            with torch.cuda.stream(streams[world.rank % 2]):
+                far.copy_(near, non_blocking=True)
+            with torch.cuda.stream(streams[0]):
+                dist.all_reduce(number, group=group)
+            with torch.cuda.stream(streams[1]):
+                h, row_weight, _ = op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1, weight=t.weight, bias=t.b1, activation=case.activation)
+                seen = h, row_weight, op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2), layout
+        torch.cuda.synchronize()
+        same(cut(*seen), first, f"rank {world.rank}")
+        op.synchronize()
+        op.finalize()
+        dist.destroy_process_group(group)
+        return first, float(number[0])
+
+    results = ranks(run, at_least=2)
+    check_numbers([first for first, _ in results], case)
+    assert all(n == len(results) ** 4 for _, n in results)
+
+
+@pytest.mark.cuda_only
 def test_fused_with_a_capacity_never_waits_on_the_host(ranks):
     """torch's own guard raises at every synchronisation."""
     case = grown(ranks, Experts(capacity="roomy"))

@@ -1,6 +1,7 @@
 """Wrong calls of the fused operator: each its error, on every rank that takes part."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -141,6 +142,33 @@ def test_fused_bad_index_and_overflow(ranks, fused):
     results = ranks(run, world_size=3, at_least=2)
     check_outcomes([r[0] for r in results], "EpIndexError", f"rank {BAD}", "token 5, choice 1")
     check_outcomes([r[1] for r in results], "EpOverflow", "rank 0", str(36 * len(results)))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
+def test_fused_without_memory(ranks, fused):
+    """A rank that has no room for what comes out says so, in either kernel; then all is as it was."""
+
+    def run(world, device):
+        op = make_op(world, device, MISTAKEN, Played, fused=fused)
+        t = tensors(MISTAKEN, world.rank, world.size, device)
+        before = step(op, MISTAKEN, t)
+        h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight, bias=t.b1, activation="swiglu")
+        world.set_timeout(MISTAKE_LIMIT_S)
+        got = []
+        for of, call in (((op, "_recv_words"), lambda: op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1, weight=t.weight)),
+                         ((layout, "num_tokens"), lambda: op.mega_group_gemm_combine(h, t.w2, layout, row_weight))):
+            with mock.patch.object(*of, 1 << 55 if world.rank == BAD else getattr(*of)):
+                got.append(outcome(call, op))
+            world.exchange(b"back")
+        after = step(op, MISTAKEN, t)
+        op.synchronize()
+        op.finalize()
+        same(after, before, f"rank {world.rank}")
+        return got
+
+    results = ranks(run, world_size=3, at_least=2)
+    for which in zip(*results):
+        check_outcomes(which, ["RuntimeError" if rank == BAD else "PeerError" for rank in range(len(which))], who=BAD, elsewhere=(f"rank {BAD}",))
 
 
 @pytest.mark.parametrize("order", ["fuse", "", None])

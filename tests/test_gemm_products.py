@@ -4,6 +4,10 @@ Rows that belong to no expert are NaN before and behind; memory that is not writ
 """
 
 import itertools
+import os
+import subprocess
+import sys
+import types
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ import torch
 import epmoe
 from cases import generator
 from epmoe import reference
-from epmoe.gemm import DGRAD, WGRAD
+from epmoe.gemm import DGRAD, WGRAD, _has_kernel
 
 # Rows of each expert: none, one, a part of a tile, several tiles, one hot expert.
 SIZES = {"mixed": [1, 0, 64, 130, 17], "hot": [0, 0, 700, 1], "single": [300], "empty": [0, 0, 0], "many": [3] * 128}
@@ -244,3 +248,36 @@ def test_gemm_streams_and_graphs_share_nothing(ranks):
             assert all(torch.equal(a, b) for a, b in zip(result, want))
             for y in result:
                 y.fill_(float("nan"))
+
+
+# ---- other GPUs ----
+
+@pytest.mark.parametrize("capability, has", [((7, 5), False), ((8, 0), True), ((9, 0), True), ((10, 0), True)])
+def test_gemm_has_kernels_from_capability_8_on(monkeypatch, capability, has):
+    """Before that torch multiplies; whose GPU it is, is all that the choice looks at, so none is needed here."""
+    monkeypatch.setattr(epmoe._C, "HAS_CUDA", 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    a, b = (types.SimpleNamespace(shape=shape, dtype=torch.bfloat16, device=torch.device("cuda", 0)) for shape in ((4, 16), (2, 32, 16)))
+    assert _has_kernel(a, b) == has
+
+
+OF_PTX_ALONE = """
+import sys, torch
+from epmoe import _C
+torch.cuda.set_device(int(sys.argv[1]))
+g = torch.Generator().manual_seed(1)
+x, weight = torch.randn(200, 64, generator=g).bfloat16(), torch.randn(2, 48, 64, generator=g).bfloat16()
+offsets, tickets, out = torch.tensor([0, 130, 200], dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.full((200, 48), torch.nan).bfloat16()
+x_, weight_, offsets_, tickets_, out_ = (t.cuda() for t in (x, weight, offsets, tickets, out))  # no kernel of torch's: it has no such PTX
+_C.grouped_gemm(0, 0, x_, weight_, offsets_, None, None, tickets_, out_, False)
+want = torch.cat([x[:130].double() @ weight[0].double().t(), x[130:].double() @ weight[1].double().t()])
+torch.testing.assert_close(out_.cpu().double(), want, rtol=2**-8, atol=1e-4)
+"""
+
+
+@pytest.mark.cuda_only
+def test_gemm_of_ptx_alone_is_right(ranks):
+    """As in a module built for older GPUs: the driver takes its PTX, in which Hopper's kernels have no body."""
+    done = subprocess.run([sys.executable, "-c", OF_PTX_ALONE, str(ranks.device.index)], env=os.environ | {"CUDA_FORCE_PTX_JIT": "1"},
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

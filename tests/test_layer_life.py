@@ -190,7 +190,7 @@ def test_layer_that_finds_no_room_leaves_the_heap_as_it_was(ranks):
 
     def run(world, device):
         config = make_layer(world, device, dataclasses.replace(case, max_tokens=1, num_buffers=1))
-        size = _C.layer_bytes((world.size, *config._config[1:3], case.max_tokens, *config._config[4:7], world.size * 64 * 2, 1, 1))
+        size = _C.layer_bytes((world.size, *config._config[1:3], case.max_tokens, *config._config[4:7], world.size * 64 * 2, 1, 1, 0))
         heap = epmoe.SymmetricHeap(world, size + size // 2, device)
         keep(world, heap)
         got = outcome(lambda: make_layer(world, device, case, heap=heap))

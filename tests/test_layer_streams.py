@@ -142,6 +142,42 @@ def test_layer_buffers_on_streams(ranks):
         check_case([r[b] for r in results], dataclasses.replace(base, seed=b))
 
 
+def test_layer_on_streams_that_would_cross(ranks):
+    """Two layers on two streams, of as many thread blocks as there are SMs, and barriers of their heaps.  What is before them on the
+    streams holds up the first one's on some ranks, the second one's on the others: they keep the order of their calls."""
+
+    def run(world, device):
+        num_sm = torch.cuda.get_device_properties(device).multi_processor_count
+        layers = [make_layer(world, device, CASE, num_sm=num_sm) for _ in range(2)]
+        args = on_device(CASE, world, device)
+        y, w = (t.to(device) for t in rows_for_combine(CASE, world.rank, layers[0].capacity, layers[0].capacity))
+        far, near = (torch.zeros(2**28, dtype=torch.uint8, pin_memory=pin, device="cpu" if pin else device) for pin in (True, False))
+        streams = [torch.cuda.Stream() for _ in layers]
+        for layer in layers:
+            layer.combine(y, layer.dispatch(*args)[2], w)
+        for _ in range(3):
+            torch.cuda.synchronize()
+            world.exchange(b"x")
+            with torch.cuda.stream(streams[world.rank % 2]):
+                far.copy_(near, non_blocking=True)
+            results = []
+            for layer, stream in zip(layers, streams):
+                with torch.cuda.stream(stream):
+                    rows, row_weight, layout = layer.dispatch(*args)
+                    layer.heap.barrier()
+                    results.append((rows, row_weight, layout, layer.combine(y, layout, w)))
+        torch.cuda.synchronize()
+        results = [result_of(CASE, world, *r[:3], y, w, r[3]) for r in results]
+        for layer in layers:
+            layer.synchronize()
+            layer.finalize()
+        return results
+
+    results = ranks(run)
+    for i in range(2):
+        check_case([r[i] for r in results], CASE)
+
+
 def test_layer_capacity_never_waits_on_the_host(ranks):
     """torch's own guard raises at every synchronisation."""
 

@@ -16,13 +16,23 @@ static uint64_t block_limit_ns(const EpComm *c) {
     return ns < 10000000000ull ? 10000000000ull : ns;
 }
 
+static int check_device(void) {
+    uint32_t has;
+    const int e = ep_has_hopper(&has);
+    return e ? e : has ? 0 : (int)cudaErrorNoKernelImageForDevice;
+}
+
 extern "C" int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream) {
+    const int e = check_device();
+    if (e) return e;
     EpDispatchGemmParams q = *p;
     q.gemm.limit_ns = block_limit_ns(&p->dispatch.comm);
     q.gemm.tickets = &EP_AT(EpLocal, &p->dispatch.comm, p->dispatch.comm.my_rank, p->dispatch.comm.layout.local_off)->queue_tiles;
     return q.gemm.is_f16 ? ep_launch_dispatch_gemm_f16(&q, (cudaStream_t)stream) : ep_launch_dispatch_gemm_bf16(&q, (cudaStream_t)stream);
 }
 extern "C" int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream) {
+    const int e = check_device();
+    if (e) return e;
     EpGemmCombineParams q = *p;
     q.gemm.limit_ns = block_limit_ns(&p->combine.comm);
     q.gemm.tickets = &EP_AT(EpLocal, &p->combine.comm, p->combine.comm.my_rank, p->combine.comm.layout.local_off)->queue_tiles;
@@ -31,10 +41,9 @@ extern "C" int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream
 
 /* Whether this device has them at all; then load them. */
 extern "C" int ep_preload_fused(void) {
-    int device = 0, major = 0;
-    cudaError_t e = cudaGetDevice(&device);
-    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (e != cudaSuccess || major != 9) return (int)e;
+    uint32_t has;
+    const int e = ep_has_hopper(&has);
+    if (e || !has) return e;
     const int first = ep_preload_fused_bf16();
     return first ? first : ep_preload_fused_f16();
 }

@@ -168,10 +168,10 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 
 /* ---- launch ---- */
 
-/* All blocks at once, in pairs, one a SM: or an error. */
+/* All blocks at once, in pairs, one a SM that is not reserved: or an error. */
 template <typename C, typename P>
 static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensorMap), const P &p, const EpGemmParams *gemm,
-                                         uint32_t num_tail, cudaStream_t stream) {
+                                         uint32_t reserve_sms, uint32_t num_tail, cudaStream_t stream) {
     CUtensorMap a, b;
     EpGemmParams seen = *gemm;
     int device = 0, num_sm = 0, num_pairs = 0;
@@ -182,9 +182,10 @@ static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensor
         e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (C::SMEM_BYTES + 3 * EpFusedFifo::BYTES));
     if (e == cudaSuccess) e = cudaGetDevice(&device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
+    const uint32_t most = (uint32_t)num_sm > reserve_sms + 1 ? (uint32_t)num_sm - reserve_sms : 2;
     cudaLaunchAttribute attributes[2] = {};
     cudaLaunchConfig_t config = {
-        dim3((uint32_t)num_sm / 2 * 2), dim3(EP_GEMM_THREADS), (C::SMEM_BYTES + 3 * EpFusedFifo::BYTES), stream, attributes, 1};
+        dim3(most / 2 * 2), dim3(EP_GEMM_THREADS), (C::SMEM_BYTES + 3 * EpFusedFifo::BYTES), stream, attributes, 1};
     attributes[0].id = cudaLaunchAttributeClusterDimension, attributes[0].val.clusterDim = {2, 1, 1};
     attributes[1].id = cudaLaunchAttributeCooperative, attributes[1].val.cooperative = 1;
     if (e == cudaSuccess) e = cudaOccupancyMaxActiveClusters(&num_pairs, kernel, &config);
@@ -198,13 +199,14 @@ static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensor
 
 template <int BN, int ACT, bool F16> static cudaError_t launch_dispatch_gemm(const EpDispatchGemmParams *p, cudaStream_t stream) {
     typedef EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16, 1> C;
-    return launch_resident_pairs<C>(mega_kernel_dispatch_token_moe_grouped_gemm<C>, *p, &p->gemm, p->num_tail_blocks, stream);
+    return launch_resident_pairs<C>(mega_kernel_dispatch_token_moe_grouped_gemm<C>, *p, &p->gemm, p->dispatch.comm.reserve_sms,
+                                    p->num_tail_blocks, stream);
 }
 template <int BN, bool F16> static cudaError_t launch_gemm_combine(const EpGemmCombineParams *p, cudaStream_t stream) {
     typedef EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16, 1> C;
     EpGemmCombineParams q = *p;
     q.combine.row_pieces = (ep_gemm_num_cols(&p->gemm) + BN - 1) / BN;
-    return launch_resident_pairs<C>(mega_kernel_moe_grouped_gemm_combine_token<C>, q, &p->gemm, 0, stream);
+    return launch_resident_pairs<C>(mega_kernel_moe_grouped_gemm_combine_token<C>, q, &p->gemm, p->combine.comm.reserve_sms, 0, stream);
 }
 
 template <bool F16> static cudaError_t launch_dispatch_gemm_of(const EpDispatchGemmParams *p, cudaStream_t stream) {

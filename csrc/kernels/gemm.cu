@@ -17,14 +17,31 @@ template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t 
 #undef EP_CASE
 }
 
-extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
-    int device, major, num_sm;
+/* A Hopper GPU for which the module has nothing but PTX of an older architecture runs that, and there they have no body.  All files
+ * are compiled for the same, so any kernel can tell. */
+extern "C" int ep_has_hopper(uint32_t *has) {
+    static int ptx_version; /* asked for once: every Hopper GPU gets the same */
+    int device = 0, major = 0;
     cudaError_t e = cudaGetDevice(&device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (e == cudaSuccess && major == 9 && ptx_version == 0) {
+        cudaFuncAttributes a;
+        e = cudaFuncGetAttributes(&a, simple_gemm_kernel<EP_ACT_NONE, false>);
+        if (e == cudaSuccess) ptx_version = a.ptxVersion;
+    }
+    *has = major == 9 && ptx_version >= 90;
+    return (int)e;
+}
+
+extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
+    int device, num_sm;
+    uint32_t is_hopper;
+    cudaError_t e = (cudaError_t)ep_has_hopper(&is_hopper);
+    if (e == cudaSuccess) e = cudaGetDevice(&device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
     if (e != cudaSuccess) return (int)e;
     if ((p->num_rows == 0 && p->kind != EP_GEMM_WGRAD) || p->num_experts == 0) return 0;
-    if (major == 9 && p->num_rows > 0 && !p->is_portable) { /* a tensor map has no dimension of 0 */
+    if (is_hopper && p->num_rows > 0 && !p->is_portable) { /* a tensor map has no dimension of 0 */
         const uint32_t tile_cols = ep_gemm_has_few_rows(p) ? 64 : ep_gemm_tile_cols(p);
         EpGemmParams q = *p;
         q.limit_ns = 10000000000ull;

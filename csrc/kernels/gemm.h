@@ -35,6 +35,8 @@ extern "C" {
 #endif
 /* Launch on the current device; a cudaError_t. */
 int ep_launch_gemm(const EpGemmParams *p, void *stream);
+/* Whether the current device has the kernels for Hopper, the megakernels too; a cudaError_t. */
+int ep_has_hopper(uint32_t *has);
 #ifdef __cplusplus
 }
 #endif

@@ -8,6 +8,11 @@
 #include "gemm_maps.h"
 #include "gemm_tune.h"
 
+/* Without its features the kernels would have no body: launched all the same, they would write nothing. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "sm_90 without the a: Hopper wants EPMOE_CUDA_ARCH to say -gencode arch=compute_90a,code=sm_90a"
+#endif
+
 template <typename C>
 __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     gemm_kernel(const __grid_constant__ EpGemmParams p, const __grid_constant__ CUtensorMap map_a,

@@ -16,8 +16,8 @@ template <typename P> static cudaError_t ep_allow_smem(void (*kernel)(P), uint32
 }
 
 /* Launch with all blocks resident at once, or not at all.  Block 0 enters for all and blocks wait for one
- * another, so a block that waits for one that cannot start would wait for ever.  No more blocks than SMs:
- * a block fills one. */
+ * another, so a block that waits for one that cannot start would wait for ever.  No more blocks than SMs that are
+ * not reserved: a block fills one. */
 template <typename P>
 static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *stream,
                                       const P &p) {
@@ -27,7 +27,8 @@ static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, ui
     if (e != cudaSuccess) return e;
     cudaLaunchConfig_t config = {};
     cudaLaunchAttribute cooperative;
-    config.gridDim = dim3(num_blocks < (uint32_t)num_sm ? num_blocks : (uint32_t)num_sm), config.blockDim = dim3(32 * num_warps);
+    const uint32_t most = (uint32_t)num_sm > p.comm.reserve_sms ? (uint32_t)num_sm - p.comm.reserve_sms : 1;
+    config.gridDim = dim3(num_blocks < most ? num_blocks : most), config.blockDim = dim3(32 * num_warps);
     config.dynamicSmemBytes = smem_bytes, config.stream = (cudaStream_t)stream;
     cooperative.id = cudaLaunchAttributeCooperative, cooperative.val.cooperative = 1;
     config.attrs = &cooperative, config.numAttrs = 1;

@@ -263,6 +263,7 @@ typedef struct {
     uint64_t timeout_ns;
     EpTraceEvent *trace;               /* where the profiler writes, or NULL */
     uint32_t trace_blocks, trace_room; /* blocks that have room there, and events of a warp */
+    uint32_t reserve_sms;              /* SMs that are left to other kernels */
 } EpComm;
 
 typedef struct {

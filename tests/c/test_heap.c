@@ -327,7 +327,7 @@ bool test_heap_abort(void) {
 
 /* As many blocks as a heap can list, and as many buffers as a world can watch: then an error, and nothing lost. */
 static bool heap_full_body(Rank *me, void *arg) {
-    EpLayerConfig config = {{2, 2, 1, 1, 4, EP_F32, EP_COMBINE_LOCAL, 2}, 16, 1};
+    EpLayerConfig config = {{2, 2, 1, 1, 4, EP_F32, EP_COMBINE_LOCAL, 2}, 16, 1, 0};
     EpLayer *layers[20];
     uint32_t num_layers = 0, num_blocks = 0;
     uint64_t offs[1100], used;

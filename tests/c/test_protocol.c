@@ -40,7 +40,7 @@ static bool steps_of_mode(EpCombineMode mode) {
             uint32_t dtype = (uint32_t)(seed + mode + test_seed) % 3;
             EpShape shape = {num_ranks, num_ranks * (1 + seed % 4), 1 + (seed * 3 + 3) % 5, 9 + 5 * (seed % 4), 8u << seed % 3, dtype, mode,
                              0};
-            EpLayerConfig config = {shape, 2, num_sm};
+            EpLayerConfig config = {shape, 2, num_sm, 0};
             TRY(run_cases(&config, steps_body, scaled(40), 0, seed, 0));
         }
     return true;
@@ -51,7 +51,7 @@ static bool test_steps_gather(void) { return steps_of_mode(EP_COMBINE_GATHER); }
 
 /* Rows, slots and tiles in number: the hot expert has more rows than a tile. */
 static bool test_steps_large(void) {
-    EpLayerConfig config = {{3, 12, 6, 96, 64, EP_BF16, EP_COMBINE_LOCAL, 0}, 1, 3};
+    EpLayerConfig config = {{3, 12, 6, 96, 64, EP_BF16, EP_COMBINE_LOCAL, 0}, 1, 3, 0};
     for (uint32_t mode = 0; mode < 3; mode++) {
         config.shape.combine_mode = mode;
         TRY(run_cases(&config, steps_body, scaled(12), 0, ROUTE_HOT + mode, 0));
@@ -80,7 +80,7 @@ static bool buffers_body(Rank *me, void *arg) {
 }
 static bool test_buffers(void) {
     for (uint32_t mode = 0; mode < 3; mode++) {
-        EpLayerConfig config = {{3, 6, 4, 12, 16, EP_BF16, mode, 0}, 2, 2};
+        EpLayerConfig config = {{3, 6, 4, 12, 16, EP_BF16, mode, 0}, 2, 2, 0};
         TRY(run_cases(&config, buffers_body, scaled(50) + 2, 0, mode, 0));
     }
     return true;
@@ -105,7 +105,7 @@ static bool reuse_body(Rank *me, void *arg) {
 }
 static bool test_reuse(void) {
     for (uint32_t mode = 0; mode < 3; mode++) {
-        EpLayerConfig config = {{2, 6, 3, 12, 8, EP_F32, mode, 0}, 1, 2};
+        EpLayerConfig config = {{2, 6, 3, 12, 8, EP_F32, mode, 0}, 1, 2, 0};
         Setup setup = {.num_ranks = 2, .config = config};
         Case cases[2];
         Cases s = {cases, 2, 1, 0};
@@ -131,7 +131,7 @@ static bool test_reuse(void) {
 static bool test_scatter(void) {
     for (uint32_t num_ranks = 1; num_ranks <= 4; num_ranks++)
         for (uint32_t mode = 0; mode < 3; mode++) {
-            EpLayerConfig config = {{num_ranks, 4 * num_ranks, 3, 10, 8, EP_F32, mode, 0}, 1, 2};
+            EpLayerConfig config = {{num_ranks, 4 * num_ranks, 3, 10, 8, EP_F32, mode, 0}, 1, 2, 0};
             TRY(run_cases(&config, steps_body, scaled(14), 0, num_ranks, WITH_SCATTER));
         }
     return true;
@@ -142,7 +142,7 @@ static bool test_epochs(void) {
     static const uint64_t turns[] = {1ull << 31, 1ull << 32, 1ull << 63};
     for (uint32_t i = 0; i < 3; i++)
         for (uint64_t before = 1; before <= 5; before++) {
-            EpLayerConfig config = {{3, 6, 2, 8, 8, EP_F32, (uint32_t)(before % 3), 0}, 1, 2};
+            EpLayerConfig config = {{3, 6, 2, 8, 8, EP_F32, (uint32_t)(before % 3), 0}, 1, 2, 0};
             TRY(run_cases(&config, steps_body, 4, turns[i] - before, before, 0));
         }
     return true;

@@ -1,0 +1,68 @@
+"""The build: what makes it another one, what must not compile, and what the look at the kernels finds (check_kernels.py)."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make")
+def test_build_settings_are_all_that_setup_reads(tmp_path):
+    """With another value of any variable that setup.py reads, make builds again."""
+    names = set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', (ROOT / "setup.py").read_text())) - {"MAX_JOBS"}
+    bare = {n: v for n, v in os.environ.items() if n not in names and not n.startswith("MAKE")}
+    shutil.copy(ROOT / "Makefile", tmp_path)
+
+    def settings(**more):
+        command = ["make", "-s", "PYTHON=python3", "build/settings"]
+        subprocess.run(command, cwd=tmp_path, env=bare | more, check=True, capture_output=True, timeout=60)
+        return (tmp_path / "build/settings").read_text()
+
+    plain = settings()
+    assert "EPMOE_TRACE" in names and settings() == plain
+    assert [n for n in sorted(names) if settings(**{n: "1"}) == plain] == []
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
+@pytest.mark.parametrize("arch, compiles", [("compute_90", False), ("compute_80", True)])
+def test_build_has_no_empty_kernels_for_hopper(arch, compiles):
+    """sm_90 without the a has no wgmma; the kernels for older GPUs are others, and these may be empty there."""
+    command = ["nvcc", "-std=c++17", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", f"-arch={arch}", "-ptx", str(ROOT / "csrc/kernels/gemm_bf16.cu"),
+               "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode == 0) == compiles and ("code=sm_90a" in done.stderr) != compiles, done.stderr
+
+
+def sass(kernel, *instructions):
+    return "\n".join([f"\t\tFunction : {kernel}", *(f"        /*0000*/                   {i} ;" for i in instructions)]) + "\n"
+
+
+GOOD = {"gemm_bf16.cu.o": sass("gemm_kernel", "HGMMA.64x256x16.F32.BF16 R24"), "fused_f16.cu.o": sass("mega_kernel_of", "HGMMA.64x192x16.F32 R24")}
+
+
+@pytest.mark.parametrize("change, fault", [
+    ({}, ""),
+    ({"gemm_bf16.cu.o": sass("gemm_kernel", "HFMA2 R1")}, "gemm_kernel: 0 HGMMA, 0 in local memory"),
+    ({"fused_f16.cu.o": sass("mega_kernel_of", "HFMA2 R1")}, "mega_kernel_of: 0 HGMMA, 0 in local memory"),
+    ({"fused_bf16.cu.o": sass("mega_kernel_more", "HGMMA.64x192x16.F32 R24", "STL [R1], R2", "LDL.64 R2, [R1]")}, "mega_kernel_more: 1 HGMMA, 2 in"),
+    ({"fused_f16.cu.o": sass("other", "HGMMA.64x192x16.F32 R24")}, "no mega_kernel was found"),
+    ({"gemm_bf16.cu.o": sass("other", "HGMMA.64x192x16.F32 R24")}, "no gemm_kernel was found"),
+], ids=["good", "gemm", "mega", "local", "no_mega", "no_gemm"])
+def test_build_check_sees_what_the_kernels_that_multiply_lack(tmp_path, change, fault):
+    for name in ("cuobjdump", "nvdisasm"):
+        (tmp_path / name).write_text('#!/bin/sh\ncat "$2"\n')
+        (tmp_path / name).chmod(0o755)
+    for name, text in (GOOD | change).items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "kernels.log").write_text("".join(
+        f"ptxas info    : Compiling entry function 'k{i}' for 'sm_90a'\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        "ptxas info    : Used 90 registers, used 1 barriers\n" for i in range(10)))
+    done = subprocess.run([sys.executable, str(ROOT / "tests/check_kernels.py"), str(tmp_path)], capture_output=True, text=True, timeout=60,
+                          env=os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"})
+    assert done.returncode == (1 if fault else 0) and fault in done.stdout, done.stdout + done.stderr
