@@ -32,6 +32,7 @@ typedef struct {
     int (*copy)(int device, void *dst, const void *src, uint64_t num_bytes, void *stream);
     int (*zero)(int device, void *dst, uint64_t num_bytes, void *stream);
     int (*sync)(int device, void *stream, EpWorld *world); /* leaves when the world ends */
+    int (*sync_all)(int device);                           /* everything that this process has given the device */
     /* The operations that wait for peers: on whatever streams, they run in the order of these calls. */
     int (*plan)(int device, const EpPlanParams *p, void *stream);
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);

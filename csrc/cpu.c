@@ -102,6 +102,10 @@ static int sync_stream(int device, void *stream, EpWorld *world) {
     (void)device, (void)stream, (void)world;
     return 0;
 }
+static int sync_all(int device) {
+    (void)device;
+    return 0;
+}
 static int preload(int device) {
     (void)device;
     return 0;
@@ -213,6 +217,7 @@ const EpBackend ep_cpu_backend = {
     .copy = copy,
     .zero = zero,
     .sync = sync_stream,
+    .sync_all = sync_all,
     .plan = plan,
     .dispatch = dispatch,
     .combine = combine,

@@ -7,6 +7,12 @@
 #include <pthread.h>
 #include <sched.h>
 #include <string.h>
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#else
+#define nvtxRangePushA(text) ((void)(text))
+#define nvtxRangePop() ((void)0)
+#endif
 
 #include "backend.h"
 #include "error.h"
@@ -164,6 +170,8 @@ static int sync_stream(int device, void *stream, EpWorld *world) {
     GUARDED(device, wait_stream((cudaStream_t)stream));
 }
 
+static int sync_all(int device) { GUARDED(device, check_call(cudaDeviceSynchronize(), "cudaDeviceSynchronize")); }
+
 /* ---- turns ---- */
 
 /* An operation holds SMs while it waits for its peers', and one that has no room beside it cannot begin.  Were one of two the
@@ -211,6 +219,7 @@ static int end_turn(Turn *t, cudaError_t launched, const char *what) {
     t->was_any = true;
     return t->behind ? check_call(cudaEventRecord(t->behind, t->stream), "cudaEventRecord") : 0;
 }
+/* A range of NVTX, so that profilers name the operation beside its kernel. */
 #define IN_TURN(device, stream, call, what)                               \
     do {                                                                  \
         Guard g_;                                                         \
@@ -218,7 +227,9 @@ static int end_turn(Turn *t, cudaError_t launched, const char *what) {
         EP_TRY(guard(device, &g_));                                       \
         pthread_mutex_lock(&turn_lock);                                   \
         int code_ = take_turn(device, (cudaStream_t)(stream), &turn_);    \
+        nvtxRangePushA("epmoe: " what);                                   \
         if (!code_) code_ = end_turn(turn_, (cudaError_t)(call), what);   \
+        nvtxRangePop();                                                   \
         pthread_mutex_unlock(&turn_lock);                                 \
         return unguard(&g_, code_);                                       \
     } while (0)
@@ -277,6 +288,7 @@ const EpBackend ep_cuda_backend = {
     .copy = copy,
     .zero = zero,
     .sync = sync_stream,
+    .sync_all = sync_all,
     .plan = plan,
     .dispatch = dispatch,
     .combine = combine,

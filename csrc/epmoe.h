@@ -123,8 +123,8 @@ int ep_layer_plan_words(EpLayer *layer, uint64_t num_tokens, uint64_t *num_words
  * ranks; plan i32 [plan_words(T)].  sort_slots: tokens travel by expert, as the megakernels want it. */
 int ep_layer_plan(EpLayer *layer, uint32_t buffer, const EpTensor *indices, const EpTensor *scatter, bool sort_slots, const EpTensor *plan,
                   void *stream);
-/* Wait, on the host, for the rows of the newest plan of this buffer. */
-int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, void *stream, uint32_t *num_rows);
+/* Wait, on the host, for the rows of a plan of this buffer; NULL: of the newest. */
+int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows);
 /* x [T][H], weight NULL or f32 [T][K]; rows [>= M][H], row_weight NULL or f32 [>= M]; recv i32
  * [W * max_tokens * (1 + K)]: which row came from which token, for combine.  A plan of another T, or of more rows
  * than the tensors have, is seen when the operation runs: EP_EINVAL on this rank, EP_EPEER on the others. */

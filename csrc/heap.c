@@ -233,9 +233,10 @@ int ep_heap_close(EpHeap *h) {
     if (h->closed) return 0;
     h->closed = true;
     uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_HEAP_CLOSE, .of = h->control.of});
+    int synced = h->backend->sync_all(h->device);
     int code = ep_world_exchange(h->world, &mine, 1, all); /* nobody unmaps what another still uses */
     ep_world_noted(h->world, note);
-    return code;
+    return code ? code : synced;
 }
 
 /* ---- allocating, all ranks alike ---- */

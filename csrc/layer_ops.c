@@ -69,14 +69,29 @@ int ep_layer_plan(EpLayer *l, uint32_t buffer, const EpTensor *indices, const Ep
     int code = check_plan(l, indices, scatter, plan, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_PLAN, code, stream);
     p.comm = b->comm, p.ticket = ++l->ticket[buffer], p.sort_slots = sort_slots;
+    l->newest[buffer] = p.plan;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_PLAN, p.layout.num_tokens, 0);
     int done = ep_heap_backend(l->heap)->plan(ep_heap_device(l->heap), &p, stream);
     return ep_layer_end(l, b, EP_OP_PLAN, note, done, stream);
 }
 
-int ep_layer_num_rows(EpLayer *l, uint32_t buffer, void *stream, uint32_t *num_rows) {
+/* A plan that others have followed: it knows, the host does not. */
+static int rows_of_older_plan(EpLayer *l, const EpTensor *plan, void *stream, uint32_t *num_rows) {
+    int32_t head[EP_HEAD_WORDS];
+    const EpBackend *backend = ep_heap_backend(l->heap);
+    EP_TRY(check_tensor(l, "plan", plan, EP_I32, 1, -1, -1));
+    if (plan->shape[0] < EP_HEAD_WORDS) return ep_error(EP_EINVAL, "a plan of %lld words", (long long)plan->shape[0]);
+    EP_TRY(backend->copy(ep_heap_device(l->heap), head, plan->data, sizeof head, stream));
+    EP_TRY(backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
+    if (head[EP_HEAD_STATUS]) return ep_error(EP_EPEER, "the plan has failed before");
+    *num_rows = (uint32_t)head[EP_HEAD_NUM_ROWS];
+    return 0;
+}
+
+int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized");
     if (buffer >= l->config.num_buffers) return ep_error(EP_EINVAL, "buffer %u of %u", buffer, l->config.num_buffers);
+    if (plan && plan->data != l->newest[buffer]) return rows_of_older_plan(l, plan, stream, num_rows);
     EpCommBuffer *b = &l->buffers[buffer];
     const EpPlanResult *result = &b->comm.host->plan;
     uint64_t until = ep_now_ns() + 20000000u;                             /* a plan takes microseconds; past this, wait with the stream */

@@ -12,7 +12,8 @@ struct EpLayer {
     EpLayerConfig config;
     atomic_int num_refs;
     bool closed;
-    uint64_t ticket[EP_MAX_BUFFERS]; /* of the newest plan */
+    uint64_t ticket[EP_MAX_BUFFERS];    /* of the newest plan */
+    const void *newest[EP_MAX_BUFFERS]; /* where that is */
     EpCommBuffer buffers[EP_MAX_BUFFERS];
 };
 

@@ -98,15 +98,17 @@ FAST(layer_plan) {
     return ep_done(code);
 }
 
-/* (layer, buffer, any tensor of the device) */
+/* (layer, buffer, plan) */
 FAST(layer_num_rows) {
     uint32_t buffer, num_rows;
+    EpTensor t;
+    const EpTensor *plan;
     int code;
     WANT(3);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_tensor(args[2], false, &t, &plan)) return NULL;
     void *stream = ep_current_stream(ep_layer_heap(l), args[2]);
-    WITHOUT_LOCK(code = ep_layer_num_rows(l, buffer, stream, &num_rows));
+    WITHOUT_LOCK(code = ep_layer_num_rows(l, buffer, plan, stream, &num_rows));
     return code ? ep_raise(code) : PyLong_FromUnsignedLong(num_rows);
 }
 

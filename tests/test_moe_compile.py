@@ -65,6 +65,32 @@ def test_moe_compile_stages(ranks):
     assert all(ranks.isolated(stages, world_size=2, timeout_s=180))
 
 
+def two_plans(world, device, order):
+    """Two plans of one buffer, of different sizes, then their dispatches, each with as many rows as its own plan has."""
+    torch._dynamo.reset()
+    layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32, device=device)
+    keep(world, layer)
+
+    def step(x, *indices):
+        layouts = [layer.preprocess(idx) for idx in indices]
+        return [layer.combine(layer.dispatch(x[: len(idx)], layout=layout)[0] * 2, layout) for idx, layout in zip(indices, layouts)]
+
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(world.rank)).to(device)
+    few, many = torch.full((3, 2), 2 * world.size - 1, device=device), torch.zeros(8, 2, dtype=torch.int64, device=device)
+    indices = (few, many) if order == "larger" else (many, few)
+    want = step(x, *indices)
+    same = all(torch.equal(a, b) for a, b in zip(torch.compile(step, backend="eager", fullgraph=True)(x, *indices), want))
+    same &= all(torch.allclose(y, 4 * x[: len(y)]) for y in want)
+    layer.finalize()
+    return same
+
+
+@pytest.mark.parametrize("order", ["smaller", "larger"])
+def test_moe_compile_of_two_plans(ranks, order):
+    """The second one smaller, or larger."""
+    assert all(ranks.isolated(two_plans, order, world_size=2, timeout_s=180))
+
+
 def checked(world, device):
     """opcheck: schema, fake tensors, gradients and tracing of every operator, on the arguments that layer.py passes."""
     for mode in ("scatter", "gather", "local"):

@@ -35,18 +35,31 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
     ep_block_leave(&p.comm, epoch);
 }
 
-extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
-    const uint32_t num_blocks = num_plan_blocks((uint64_t)p->num_tokens * p->comm.shape.num_topk);
+static size_t smem_of(const EpPlanParams *p) {
     uint32_t nowhere;
-    const size_t num_bytes = 4ul * Smem(&nowhere, p->comm.shape, ep_plan_sorts(p)).num_words(p->comm.shape);
-    return (int)ep_launch_resident(plan_kernel, num_blocks, EP_WARPS + 1, num_bytes, stream, *p);
+    return 4ul * Smem(&nowhere, p->comm.shape, ep_plan_sorts(p)).num_words(p->comm.shape);
+}
+enum { STATIC_BYTES = 1024 }; /* that the kernel has beside, at most */
+static cudaError_t room_for_smem(uint32_t *num_bytes) {
+    int device = 0, most = 0;
+    cudaError_t e = cudaGetDevice(&device);
+    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    *num_bytes = (uint32_t)most - STATIC_BYTES;
+    return e;
+}
+
+extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
+    EpPlanParams q = *p;
+    uint32_t room;
+    const cudaError_t e = room_for_smem(&room);
+    if (e != cudaSuccess) return (int)e;
+    if (smem_of(&q) > room) q.sort_slots = 0; /* so many experts that a smaller GPU has no room to sort by them */
+    if (smem_of(&q) > room) return (int)cudaErrorLaunchOutOfResources;
+    return (int)ep_launch_resident(plan_kernel, num_plan_blocks((uint64_t)q.num_tokens * q.comm.shape.num_topk), EP_WARPS + 1, smem_of(&q), stream,
+                                   q);
 }
 extern "C" int ep_preload_plan(void) {
-    cudaFuncAttributes a;
-    cudaError_t e = cudaFuncGetAttributes(&a, plan_kernel);
-    int device = 0, most = 0;
-    if (e == cudaSuccess) e = cudaGetDevice(&device);
-    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (e == cudaSuccess) e = cudaFuncSetAttribute(plan_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most - (int)a.sharedSizeBytes);
-    return (int)e;
+    uint32_t room;
+    const cudaError_t e = room_for_smem(&room);
+    return (int)(e == cudaSuccess ? ep_allow_smem(plan_kernel, room) : e);
 }

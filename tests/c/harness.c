@@ -431,7 +431,7 @@ bool check_plan(const Step *st) {
     const EpPlanLayout at = ep_plan_layout(&me->setup->config.shape, st->num_tokens);
     const int32_t *p = st->plan, *expert = c->expert[me->rank];
     uint32_t K = s->num_topk, W = s->num_ranks, L = s->num_experts / W, T = st->num_tokens, num_rows, n = 0, tile = 0, row = 0;
-    WANT(me, 0, ep_layer_num_rows(me->layer, st->buffer, NULL, &num_rows));
+    WANT(me, 0, ep_layer_num_rows(me->layer, st->buffer, NULL, NULL, &num_rows));
     CHECK(me, num_rows == c->num_rows[me->rank]);
     CHECK(me, p[EP_HEAD_STATUS] == 0 && p[EP_HEAD_NUM_TOKENS] == (int32_t)T && p[EP_HEAD_NUM_ROWS] == (int32_t)num_rows);
     for (uint32_t i = 0; i < T * K; i++) {

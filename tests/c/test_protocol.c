@@ -168,7 +168,7 @@ static bool bad_index_body(Rank *me, void *arg) {
                  c.num_tokens[1] * K / 2 % K);
         CHECK(me, strstr(ep_error_text(), want));
         uint32_t num_rows;
-        WANT(me, EP_EPEER, ep_layer_num_rows(me->layer, 0, NULL, &num_rows));
+        WANT(me, EP_EPEER, ep_layer_num_rows(me->layer, 0, NULL, NULL, &num_rows));
         if (i % 2) WANT(me, EP_EPEER, call_dispatch(&st)); /* a failed plan is good for nothing */
         if (i % 2) CHECK(me, all_bytes_are(st.rows, st.num_rows * row_bytes(&c.shape), EP_FILL_NAN));
         step_close(&st);

@@ -1,0 +1,43 @@
+"""What the fused operator's knobs hand to the kernels.  They change no bit of a result, so only here it would be seen that one does nothing."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from epmoe import _C
+from fused_cases import Experts
+from test_plan_slots import make_op
+
+CASE = Experts(max_tokens=12)
+# In the order in which the module takes them, behind the tensors.
+DISPATCH = {"activation": 2, "num_move": 1024, "num_tail": 0, "waits_for_expert": False, "num_copies": 1}
+COMBINE = {"num_move": 1024, "num_reduce": 1024, "is_serial": False}
+
+
+def handed(world, options):
+    """({name: value} of dispatch + GEMM, of GEMM + combine), as the module would get them; no GPU is needed for that."""
+    op = make_op(world, torch.device("cpu"), CASE, **options)
+    copies, t = op._copies, torch.zeros(12, 64, dtype=torch.bfloat16)
+    weight, plan = torch.zeros(2, 96, 64, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
+    with mock.patch.object(_C, "layer_dispatch_gemm") as dispatch, mock.patch.object(_C, "layer_gemm_combine") as combine:
+        op._dispatch_gemm(t, None, plan, weight, None, 0, 24, DISPATCH["activation"])
+        op._gemm_combine(t, weight, None, None, plan, plan, 0, 12 * copies)
+    op.finalize()
+    return dict(zip(DISPATCH, dispatch.call_args.args[-len(DISPATCH):])), dict(zip(COMBINE, combine.call_args.args[-len(COMBINE):]))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("options, of_dispatch, of_combine", [
+    ({}, {}, {}),
+    ({"num_sm": 7}, {"num_move": 7}, {"num_move": 7}),
+    ({"num_sm": 7, "num_tail_sms": 3}, {"num_move": 7, "num_tail": 3}, {"num_move": 7}),
+    ({"num_reduce_sms": 5}, {}, {"num_reduce": 5}),
+    ({"reserve_sms": 24}, {"num_move": 1000}, {"num_move": 1000, "num_reduce": 1000}),
+    ({"block_wise_barrier": False}, {"waits_for_expert": True}, {}),
+    ({"combine_order": "serial"}, {}, {"is_serial": True}),
+    ({"token_saving": False}, {"num_copies": CASE.topk}, {}),
+], ids=lambda o: "-".join(o) or "none" if isinstance(o, dict) else None)
+def test_fused_knobs_reach_the_kernels(ranks, options, of_dispatch, of_combine):
+    (dispatch, combine), *_ = ranks(lambda world, device: handed(world, options), world_size=1)
+    assert dispatch == DISPATCH | of_dispatch and combine == COMBINE | of_combine
