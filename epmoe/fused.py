@@ -5,12 +5,12 @@ import torch
 from . import _C
 from .gemm import _ACTIVATIONS, _GATED, DGRAD, WGRAD, add_bias, grouped_gemm
 from .layer import EPAll2AllLayer
-from .ops import _absent, _layer, _lib, dispatch
+from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect
 from .reference import activate
 
-_lib.define("dispatch_gemm(Tensor x, Tensor weight, Tensor plan, Tensor gemm_weight, Tensor? bias, int layer, int buffer, SymInt num_rows, "
+_lib.define("dispatch_gemm(Tensor x, Tensor weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str layer, int buffer, SymInt num_rows, "
             "int activation) -> (Tensor, Tensor, Tensor, Tensor)")
-_lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor row_weight, Tensor plan, Tensor recv, int layer, int buffer, "
+_lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor row_weight, Tensor plan, Tensor recv, str layer, int buffer, "
             "SymInt num_tokens) -> (Tensor, Tensor)")
 
 
@@ -39,10 +39,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None, local_world_size=None, world_size=None,
                  dtype=torch.bfloat16, weight_dtype=torch.float32, num_sm=None, enable_local_combine=True, *, num_tail_sms=0,
                  num_reduce_sms=None, token_saving=True, token_sorting=True, block_wise_barrier=True, combine_order="fuse_scatter", fused=True, **options):
-        copies = 1
-        if not token_saving:  # every choice is a token of its own
-            copies, max_tokens, topk = int(topk), int(max_tokens) * int(topk), 1
-        self.fused, self.token_saving, self._copies = bool(fused), bool(token_saving), copies
+        self.fused, self.token_saving = bool(fused), bool(token_saving)
         self.token_sorting, self.block_wise_barrier, self.combine_order = bool(token_sorting), bool(block_wise_barrier), combine_order
         self._asked = num_sm, num_tail_sms, num_reduce_sms
         super().__init__(ep_group, max_tokens, hidden, topk, rank, num_tot_experts, local_world_size, world_size,
@@ -51,6 +48,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     def _check_options(self):
         if self.combine_order not in ("fuse_scatter", "serial"):
             raise ValueError(f"combine_order {self.combine_order!r}: fuse_scatter or serial")
+        if not self.token_saving:  # every choice is a token of its own
+            self._copies, self.max_tokens, self.topk = self.topk, self.max_tokens * self.topk, 1
         most = self._num_blocks
         num_sm, num_tail, num_reduce = self._asked
         num_sm, num_tail = most if num_sm is None else min(int(num_sm), most), int(num_tail)
@@ -239,11 +238,13 @@ _lib.impl("dispatch_gemm", _run_dispatch_gemm, "CompositeExplicitAutograd")
 _lib.impl("gemm_combine", _run_gemm_combine, "CompositeExplicitAutograd")
 
 
+for _name in ("dispatch_gemm", "gemm_combine"):
+    has_side_effect(_name)
+
+
 @torch.library.register_fake("epmoe::dispatch_gemm", lib=_lib)
 def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation):
-    layer = _layer(layer)
-    if isinstance(num_rows, int) and num_rows < 0:
-        num_rows = torch.library.get_ctx().new_dynamic_size()
+    layer, num_rows = _layer(layer), _rows_to_trace(num_rows)
     row_weight = x.new_empty((num_rows,) if weight.dim() == 2 else (), dtype=torch.float32)
     columns = gemm_weight.shape[1] // (2 if activation in _GATED else 1)
     return x.new_empty(num_rows, columns), x.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)

@@ -29,7 +29,7 @@ def _num_blocks(device, reserve_sms):
 
 
 _ids = itertools.count()
-_layers = weakref.WeakValueDictionary()  # id -> layer: how torch.ops.epmoe.* name a layer
+_layers = weakref.WeakValueDictionary()  # id -> layer
 
 
 class EPAll2AllLayer(Shared):
@@ -55,10 +55,13 @@ class EPAll2AllLayer(Shared):
         num_buffers: communication buffers.  On the CPU, calls on different ones may come from several threads at once.
         reserve_sms: SMs (CUDA) that no operation of this layer takes: room for kernels on other streams that wait for other ranks,
             too, as NCCL's do.  Without room for both, one kernel may be the first here, the other elsewhere, and all wait.
-        heap: a SymmetricHeap shared with other layers; by default the layer makes one of its own.
-        device, timeout_s: see SymmetricHeap and World.
+        heap: a SymmetricHeap shared with other layers; by default the layer makes one of its own.  Without ep_group the layer is
+            of the heap's world.
+        device: see SymmetricHeap; with a heap, None or the heap's.
+        timeout_s: see World; a world that is there already takes it over.
 
-    Creation is collective.  Raises ValueError / TypeError for what cannot be, HeapExhausted without room.
+    Creation is collective.  Raises ValueError or TypeError here, and PeerError on the others, for what cannot be; EpMismatch on all
+    ranks when they ask for different layers, HeapExhausted on all without room.
 
     On a GPU a process's operations of epmoe run in the order of their calls, whatever their streams, and on all ranks that order must
     be the same.  Replays of CUDA graphs are not seen: replay graphs in one order on all ranks, on one stream.
@@ -70,11 +73,15 @@ class EPAll2AllLayer(Shared):
     def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None, local_world_size=None, world_size=None,
                  dtype=torch.bfloat16, weight_dtype=torch.float32, num_sm=None, enable_local_combine=False, *,
                  combine_mode="scatter", capacity=None, num_buffers=1, reserve_sms=0, heap=None, device=None, timeout_s=None):
-        self.world = heap.world if heap is not None and ep_group is None else World.of(ep_group, timeout_s)
-        if heap is not None and heap.world is not self.world:
-            raise ValueError("the heap belongs to another world than ep_group")
+        self.world = self._world_of(ep_group, heap, timeout_s)
         self.rank, self.world_size = self.world.rank, self.world.size
         try:
+            if heap is not None and not isinstance(heap, SymmetricHeap):
+                raise TypeError(f"heap: wanted a SymmetricHeap or None, got {type(heap).__name__}")
+            if heap is not None and heap.world is not self.world:
+                raise ValueError("the heap belongs to another world than ep_group")
+            if heap is not None and device is not None and pick_device(device) != heap.device:
+                raise ValueError(f"device {device}, but the heap is on {heap.device}")
             for name, got, want in (("rank", rank, self.rank), ("world_size", world_size, self.world_size),
                                     ("local_world_size", local_world_size, self.world_size)):
                 if got is not None and got != want:
@@ -100,39 +107,56 @@ class EPAll2AllLayer(Shared):
                             most if capacity is None else self.capacity, int(num_buffers),
                             _default_num_sm(self.device, self.hidden * dtype.itemsize) if num_sm is None else int(num_sm), int(reserve_sms))
             num_bytes = _C.layer_bytes(self._config)
-        except (TypeError, ValueError) as error:  # the other ranks are making a heap, or a layer in one
-            if heap is None:
-                SymmetricHeap._refuse(self.world, error)
-            else:
-                with contextlib.suppress(Exception):
-                    _C.layer_create(heap._c, (0,) * 11)  # what cannot be is said to the others, who are making theirs
+            if timeout_s is not None:
+                self.world.set_timeout(timeout_s)
+        except Exception as error:
+            self._refuse_layer(self.world, heap, error)
             raise
         self._owns_heap = heap is None
         self.heap = SymmetricHeap(self.world, num_bytes, self.device) if heap is None else heap
         self._c = _C.layer_create(self.heap._c, self._config)
         self._recv_words = self.world_size * self.max_tokens * (1 + self.topk)
         self._plan_front = _C.plan_layout(self._config, 0)
-        self._plan_words = {}  # T -> length of a plan
-        self.id = next(_ids)
+        # How torch.ops.epmoe.* name a layer.  With all that sizes depend on: a compiler that keeps graphs must not take another's.
+        self.id = f"{next(_ids)} {self._config}"
         _layers[self.id] = self
 
+    @staticmethod
+    def _world_of(ep_group, heap, timeout_s):
+        """The world of a layer with these arguments: the first thing to know, for without it nobody can be told what is wrong."""
+        return heap.world if isinstance(heap, SymmetricHeap) and ep_group is None else World.of(ep_group, timeout_s)
+
+    @staticmethod
+    def _refuse_layer(world, heap, error):
+        """This rank cannot make the layer that the others are making: let them know.  They begin with a heap, or are in the one that is
+        there; who has none of that world is heard all the same."""
+        if heap is None:
+            SymmetricHeap._refuse(world, error)
+            return
+        with contextlib.suppress(Exception):
+            if isinstance(heap, SymmetricHeap) and heap.world is world:
+                _C.layer_create(heap._c, (0,) * 11)
+            else:
+                _C.world_refuse(world._c, status_of(error))
+
     def _check_options(self):
-        """What a kind of layer of its own was given: raises where the others still hear of it."""
+        """What a kind of layer of its own was given: raises where the others still hear of it.  May change topk and max_tokens."""
 
     # The four below allocate outputs (a rank that has no memory for them tells the others) and call the module; ops.py gives them to
     # autograd and torch.compile.
 
     def _plan(self, exp_indices, scatter, buffer):
         num_tokens = exp_indices.size(0) if isinstance(exp_indices, torch.Tensor) and exp_indices.dim() else 0
-        words = self._plan_words.get(num_tokens)
-        if words is None:
-            words = self._plan_words[num_tokens] = _C.plan_layout(self._config, min(num_tokens, self.max_tokens))["num_words"]
         try:
-            plan = torch.empty(words, dtype=torch.int32, device=self.device)
+            plan = torch.empty(self._plan_words(min(num_tokens, self.max_tokens)), dtype=torch.int32, device=self.device)
         except Exception as error:
             self._refuse(_C.OP_PLAN, error, buffer)
         _C.layer_plan(self._c, buffer, exp_indices, scatter, plan, self.token_sorting)
         return plan
+
+    def _plan_words(self, num_tokens):
+        """Length of a plan, as ep_plan_layout has it; num_tokens may be a tracer's symbol."""
+        return self._plan_front["num_words"] + (num_tokens + 3) // 4 * 4 * (3 * self.topk + 2 * self.world_size)
 
     def _num_rows(self, plan, buffer):
         return _C.layer_num_rows(self._c, buffer, plan)
@@ -201,12 +225,16 @@ class EPAll2AllLayer(Shared):
 
         Args:
             input: [T, H] of the layer's dtype, contiguous.
-            exp_indices: [T, K], see preprocess; not needed with a layout.
-            weight: [T, K] routing weights to take along, or None.  On all ranks or on none.
-            layout: of an earlier preprocess or dispatch: reuses its plan.
-        Returns: (rows [M, H], row weights [M] or None, layout).  With a capacity: [capacity, H] and [capacity],
-            zero behind M.  Rows stand by local expert, inside it by source rank, token, choice.
+            exp_indices, full_scatter_indices: [T, K], see preprocess.  Neither needed nor looked at with a layout.
+            weight: [T, K] routing weights of a floating-point dtype to take along, or None.  On all ranks or on none.
+            layout: of an earlier preprocess or dispatch: reuses its plan, and its buffer.
+            buffer: see preprocess; with a layout, 0 or the layout's.
+        Returns: (rows [M, H] of the layer's dtype, row weights [M] of weight_dtype or None, layout).  With a capacity: [capacity, H]
+            and [capacity], zero behind M.  Rows stand by local expert, inside it by source rank, token, choice.
         Differentiable in input and weight.
+        Raises ValueError or TypeError here, and PeerError on the others, for a wrong argument; EpMismatch on all ranks when they are not
+            in the same call; PeerDied, EpTimeout; without a layout also what preprocess raises.  On CUDA the call returns before it has
+            run: what goes wrong in the kernels is raised by the next call on the layer, or by synchronize(), and the rows are NaN.
         """
         from . import ops
 
@@ -226,11 +254,13 @@ class EPAll2AllLayer(Shared):
         Args:
             input: [M, H] (or [capacity, H]) in the order of dispatch's rows.
             layout: of the dispatch.
-            weight: [M] (or [capacity]): y[t] = sum of weight * row.  On all ranks or on none.
-        Returns: [T, H].  Sums are in float32 and in a fixed order, so runs are bit-identical:
+            weight: [M] (or [capacity]) of a floating-point dtype: y[t] = sum of weight * row; or None.  On all ranks or on none.
+        Returns: [T, H] of the layer's dtype.  Sums are in float32 and in a fixed order, so runs are bit-identical:
             scatter, gather:       y = round(sum over k = 0, 1, ... of w_k * row_k)
             enable_local_combine:  y = round(sum over ranks r = 0, 1, ... of round(sum over k at r of w_k * row_k))
         Differentiable in input and weight.
+        Raises ValueError or TypeError here, and PeerError on the others, for a wrong argument; EpMismatch on all ranks when they are not
+            in the same call, or bring home another dispatch; PeerDied, EpTimeout.  On CUDA as dispatch does, later.
         """
         from . import ops
 
@@ -260,6 +290,8 @@ class EPAll2AllLayer(Shared):
                     raise ValueError(f"input has {input.shape[0]} tokens, exp_indices {exp_indices.shape[0]}")
             else:
                 self._check_layout(layout)
+                if buffer not in (0, layout.buffer):
+                    raise ValueError(f"buffer {buffer!r}, but the layout is of buffer {layout.buffer}")
                 self._check_tensor("input", input, self.dtype, (layout.num_tokens // self._copies, self.hidden))
             if weight is not None:
                 self._check_tensor("weight", weight, None, (input.shape[0] * self._copies, self.topk))

@@ -1,7 +1,7 @@
 """torch.ops.epmoe.*: the stages as operators, so that autograd and torch.compile see them.
 
 dispatch and combine are each other's backward: what dispatch copies, its backward adds up, and the other
-way round.  An operator names its layer by an integer.  An absent tensor is one without dimensions.
+way round.  An operator names its layer by a text.  An absent tensor is one without dimensions.
 """
 
 import torch
@@ -9,9 +9,9 @@ import torch
 from .layer import _layers
 
 _lib = torch.library.Library("epmoe", "DEF")
-_lib.define("plan(Tensor exp_indices, Tensor scatter, int layer, int buffer) -> Tensor")
-_lib.define("dispatch(Tensor x, Tensor weight, Tensor plan, int layer, int buffer, SymInt num_rows) -> (Tensor, Tensor, Tensor)")
-_lib.define("combine(Tensor rows, Tensor row_weight, Tensor row_scalar, Tensor plan, Tensor recv, int layer, int buffer, "
+_lib.define("plan(Tensor exp_indices, Tensor scatter, str layer, int buffer) -> Tensor")
+_lib.define("dispatch(Tensor x, Tensor weight, Tensor plan, str layer, int buffer, SymInt num_rows) -> (Tensor, Tensor, Tensor)")
+_lib.define("combine(Tensor rows, Tensor row_weight, Tensor row_scalar, Tensor plan, Tensor recv, str layer, int buffer, "
             "SymInt num_tokens) -> (Tensor, Tensor)")
 
 
@@ -57,20 +57,30 @@ for _name, _f in (("plan", _plan), ("dispatch", _dispatch), ("combine", _combine
 # ---- what a tracer sees ----
 
 
+def has_side_effect(name):
+    """Every rank enters every operation, also one whose result it does not need: a compiler must not leave it out."""
+    torch.fx.node.has_side_effect(getattr(torch.ops.epmoe, name).default)
+
+
+def _rows_to_trace(num_rows):
+    """-1: as many as there will be when it runs."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import
+
+    return torch.library.get_ctx().new_dynamic_size() if guard_or_false(num_rows < 0) else num_rows
+
+
+for _name in ("plan", "dispatch", "combine"):
+    has_side_effect(_name)
+
+
 @torch.library.register_fake("epmoe::plan", lib=_lib)
 def _(exp_indices, scatter, layer, buffer):
-    from . import _C
-
-    layer = _layer(layer)
-    words = _C.plan_layout(layer._config, int(exp_indices.shape[0]))["num_words"]
-    return exp_indices.new_empty(words, dtype=torch.int32)
+    return exp_indices.new_empty(_layer(layer)._plan_words(exp_indices.shape[0]), dtype=torch.int32)
 
 
 @torch.library.register_fake("epmoe::dispatch", lib=_lib)
 def _(x, weight, plan, layer, buffer, num_rows):
-    layer = _layer(layer)
-    if isinstance(num_rows, int) and num_rows < 0:
-        num_rows = torch.library.get_ctx().new_dynamic_size()
+    layer, num_rows = _layer(layer), _rows_to_trace(num_rows)
     row_weight = x.new_empty((num_rows,) if weight.dim() == 2 else (), dtype=torch.float32)
     return x.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)
 

@@ -1,5 +1,7 @@
 """EPMoE under torch.compile, and the operators by torch's own checker."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -65,6 +67,65 @@ def test_moe_compile_stages(ranks):
     assert all(ranks.isolated(stages, world_size=2, timeout_s=180))
 
 
+def with_no_tokens(world, device):
+    """A residual around the experts: whoever has no tokens has a result that nobody needs, and takes part all the same."""
+    torch._dynamo.reset()
+    moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, max_tokens=16, dtype=torch.float32, device=device)
+    keep(world, moe)
+    step = torch.compile(lambda x, idx, weight: x + moe(x, idx, weight), fullgraph=True)
+    tokens, g = 0 if world.rank == world.size - 1 else 9, torch.Generator().manual_seed(world.rank)
+    x, scores = torch.randn(tokens, 16, generator=g).to(device), torch.rand(tokens, 2 * world.size, generator=g).to(device)
+    weight, idx = scores.topk(2)
+    for with_grad in (False, True):
+        with torch.set_grad_enabled(with_grad):
+            y, want = step(x, idx, weight), x + moe(x, idx, weight)
+        torch.testing.assert_close(y, want)
+    moe.finalize()
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch's compiler for the CPU wants g++")
+def test_moe_compile_of_a_rank_without_tokens(ranks):
+    """By inductor, which leaves out what it thinks is of no use."""
+    ranks.isolated(with_no_tokens, world_size=2, timeout_s=300)
+
+
+def many_sizes(world, device, capacity, fullgraph):
+    """One graph for any number of tokens, where torch is told that they change."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, max_tokens=16, dtype=torch.float32, device=device, capacity=32 * world.size if capacity else None)
+    keep(world, moe)
+    step = torch.compile(moe, backend="aot_eager", dynamic=True, fullgraph=fullgraph)
+    for tokens in (5, 9, 7, 6, 8, 10, 11, 12, 13, 14, 15, 16):
+        g = torch.Generator().manual_seed(tokens + 100 * world.rank)
+        x, scores = torch.randn(tokens, 16, generator=g).to(device).requires_grad_(), torch.rand(tokens, 2 * world.size, generator=g).to(device)
+        weight, idx = scores.topk(2)
+        y = step(x, idx, weight)
+        y.sum().backward()
+        torch.testing.assert_close(y, moe(x, idx, weight))
+    moe.finalize()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("capacity", [False, True], ids=["exact", "capacity"])
+def test_moe_compile_of_many_sizes(ranks, capacity):
+    assert all(n == 1 for n in ranks.isolated(many_sizes, capacity, True, world_size=2, timeout_s=180))
+
+
+def test_moe_compile_with_graph_breaks(ranks):
+    ranks.isolated(many_sizes, False, False, world_size=2, timeout_s=180)
+
+
+def test_moe_compile_tells_layers_apart():
+    """Kept graphs are found by what is written in them: two layers with different sizes are two."""
+    a, b = (epmoe.EPAll2AllLayer(epmoe.thread_worlds(1)[0], n, 16, 2, num_tot_experts=2, device="cpu") for n in (8, 9))
+    assert a.id.split(" ", 1)[1] != b.id.split(" ", 1)[1]
+    for layer in (a, b):
+        for tokens in range(9):
+            assert layer._plan_words(tokens) == epmoe._C.plan_layout(layer._config, tokens)["num_words"]
+        layer.finalize()
+
+
 def two_plans(world, device, order):
     """Two plans of one buffer, of different sizes, then their dispatches, each with as many rows as its own plan has."""
     torch._dynamo.reset()
@@ -121,4 +182,4 @@ def test_moe_operators_pass_opcheck(ranks):
 
 def test_moe_operator_of_a_layer_that_is_gone():
     with pytest.raises(RuntimeError, match="does not exist any more"):
-        torch.ops.epmoe.plan(torch.zeros(1, 2, dtype=torch.int64), torch.empty(()), 10**9, 0)
+        torch.ops.epmoe.plan(torch.zeros(1, 2, dtype=torch.int64), torch.empty(()), "1000000000 ()", 0)

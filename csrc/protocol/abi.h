@@ -181,7 +181,8 @@ EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
 /* The one walk over a plan. */
 EP_PURE EpPlanLayout ep_plan_layout(const EpShape *s, uint32_t num_tokens) {
     EpPlanLayout l;
-    uint64_t at = EP_HEAD_WORDS, w = s->num_ranks, k = s->num_topk, t = num_tokens;
+    /* Of a multiple of 4 tokens: then the length is linear in that, which who traces the program can compute. */
+    uint64_t at = EP_HEAD_WORDS, w = s->num_ranks, k = s->num_topk, t = ep_align_u64(num_tokens, 4);
     l.num_tokens = num_tokens;
     l.max_tiles = s->capacity / EP_TILE_ROWS + ep_num_local_experts(s);
     l.counts_off = ep_take(&at, w * s->num_experts, 4);
