@@ -4,10 +4,10 @@
 # make bench      times beside the peers', a rank a GPU (small shapes on a CPU); ARGS=... goes to epmoe.bench
 # make trace      what the megakernels' warps do, and when: a table, and build/trace_*: a picture, and files for Perfetto; ARGS=... goes to epmoe.bench
 # make report     the README's table and the plots, from benchmarks/h200x4.json
-# make check      what test leaves out: formatting, the C tests in full, the models of the protocol
+# make check      all that a commit must pass: test, formatting, the C tests in full, the models of the protocol; with nvcc the kernels
 # make tsan       the C tests under ThreadSanitizer
 # make models     the models of the protocol, with spin
-# make soak       the long runs, some tens of minutes: a million operations with delays, lives, endings, kills, wrong calls
+# make soak       the long runs, some tens of minutes: a million operations with delays, 200,000 routings, lives, endings, kills, wrong calls
 # make gpu        everything that only GPUs can tell, with a table at the end; ARGS=... goes to tests/on_gpus.py
 # make cuda       compile everything for sm_90a aside, with nvcc, and look at the result; changes nothing in place
 # make emulated   the kernels, played by threads of the CPU
@@ -19,7 +19,9 @@
 # has torch already, as it is (a GPU machine without a network); else a .venv made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test gpu bench trace report check soak tsan models cuda emulated with-nvcc format size clean python check-format c-tests FORCE
+.PHONY: build demo test gpu bench trace report check rest soak tsan models cuda emulated with-nvcc format size clean python check-format c-tests FORCE
+# Tests have deadlines, and take all cores by themselves.
+.NOTPARALLEL:
 
 NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
 HAS := import importlib.util as u, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(m) is None for m in sys.argv[1:]))
@@ -75,11 +77,14 @@ report: build
 	$(PYTHON) -m epmoe.bench report benchmarks/h200x4.json --readme README.md
 
 # What could not be looked at must not pass for looked at: it is collected, and said at the end.
-check: | python
-	@mkdir -p build && rm -f build/not_checked && touch build/not_checked
-	@$(MAKE) -k --no-print-directory check-format build c-tests models with-nvcc
+check: rest test
 	@if [ -s build/not_checked ]; then echo "check: passed, but NOT CHECKED:"; sed 's/^/  /' build/not_checked; \
 	    else echo "check: passed"; fi
+
+# What test leaves out; one failure hides no other.
+rest: | python
+	@mkdir -p build && rm -f build/not_checked && touch build/not_checked
+	@$(MAKE) -k --no-print-directory check-format build c-tests models with-nvcc
 
 # The one beside the interpreter, else the machine's.  Another version of clang-format has other opinions.
 CLANG_FORMAT = $$(PATH=$(dir $(PYTHON)):$$PATH command -v clang-format)
@@ -123,12 +128,14 @@ TORCHRUN = $(PYTHON) -m torch.distributed.run --nproc-per-node $$n
 soak: build
 	EPMOE_CHAOS=1 $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
 	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak.py ops
+	$(PYTHON) tests/fuzz_routing.py --cases 200000
 	$(PYTHON) tests/soak.py cycles
 	$(PYTHON) tests/soak.py leaks
 	$(PYTHON) tests/faults.py --device cpu --kills 200
 	$(PYTHON) tests/fuzz_module.py
 	@n=$$($(PYTHON) -c 'import torch; from epmoe import _C; print(torch.cuda.device_count() if _C.HAS_CUDA else 0)'); if [ $$n -gt 0 ]; then \
-	    set -ex; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak.py ops -n 100000; $(TORCHRUN) tests/soak.py cycles -n 200; \
+	    set -ex; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak.py ops -n 100000; $(TORCHRUN) tests/fuzz_routing.py --device cuda --cases 2000; \
+	    $(TORCHRUN) tests/soak.py cycles -n 200; \
 	    [ $$n -lt 2 ] || $(PYTHON) tests/faults.py --device cuda; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
 	fi
 

@@ -45,7 +45,7 @@ typedef struct {
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
     int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL where there is none */
-    int (*preload)(int device); /* load every kernel before the first wait */
+    int (*preload)(int device);                                   /* load every kernel before the first wait */
 } EpBackend;
 
 extern const EpBackend ep_cpu_backend;

@@ -53,10 +53,6 @@ static const char *op_name(uint32_t op) {
     static const char *const names[] = {"wait", "plan", "dispatch", "combine", "barrier", "dispatch + gemm", "gemm + combine"};
     return names[op <= EP_OP_GEMM_COMBINE ? op : 0];
 }
-static const char *word_name(uint32_t word) {
-    static const char *const names[] = {"", "enter", "counts", "flag", "signal", "header", "index", "rows", "trailer", "scatter", "ready"};
-    return names[word <= EP_WORD_READY ? word : 0];
-}
 static const char *field_name(uint32_t field) {
     static const char *const names[] = {"",
 #define X(name) #name,
@@ -91,9 +87,11 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
                         "rank %u: full_scatter_indices must have the rows of this rank or of all ranks, and point at rows that exist",
                         f->peer);
     case EP_ETIMEOUT:
-        return ep_error(EP_ETIMEOUT, "%s waited in vain for rank %u (word %s, epoch %llu): wanted %llu, saw %llu", op_name(f->op), f->peer,
-                        word_name(f->word), (unsigned long long)f->epoch, want, got);
-    default: return ep_error(f->code, "%s: %s from rank %u", op_name(f->op), word_name(f->word), f->peer);
+        return ep_error(EP_ETIMEOUT,
+                        "rank %u waited in vain for rank %u in its %s (word %s, epoch %llu: wanted %llu, saw %llu); the world's "
+                        "flight_record() tells more",
+                        my_rank, f->peer, op_name(f->op), ep_word_name(f->word), (unsigned long long)f->epoch, want, got);
+    default: return ep_error(f->code, "%s: %s from rank %u", op_name(f->op), ep_word_name(f->word), f->peer);
     }
 }
 

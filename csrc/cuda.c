@@ -184,8 +184,13 @@ typedef struct {
     unsigned long long graph; /* that it was captured for, or 0 */
     bool was_any;
 } Turn;
-static Turn turns[MAX_DEVICES][2]; /* of operations that run, and of those that are captured */
-static pthread_mutex_t turn_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct {
+    pthread_mutex_t lock; /* one each: a launch may wait for room, which a launch on another GPU makes */
+    Turn runs, captured;
+} turns[MAX_DEVICES];
+static void init_turns(void) {
+    for (uint32_t i = 0; i < MAX_DEVICES; i++) pthread_mutex_init(&turns[i].lock, NULL);
+}
 
 /* The graph that a stream is captured for, or 0. */
 static int graph_of(cudaStream_t stream, unsigned long long *graph) {
@@ -199,11 +204,21 @@ static int graph_of(cudaStream_t stream, unsigned long long *graph) {
     *graph = status == cudaStreamCaptureStatusActive ? id : 0;
     return 0;
 }
+static int lock_turns(int device) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    if (device < 0 || device >= MAX_DEVICES) return ep_error(EP_EINVAL, "device %d of at most %d", device, MAX_DEVICES);
+    pthread_once(&once, init_turns);
+    pthread_mutex_lock(&turns[device].lock);
+    return 0;
+}
+static int unlock_turns(int device, int code) {
+    pthread_mutex_unlock(&turns[device].lock);
+    return code;
+}
 static int take_turn(int device, cudaStream_t stream, Turn **out) {
     unsigned long long graph = 0;
-    if (device < 0 || device >= MAX_DEVICES) return ep_error(EP_EINVAL, "device %d of at most %d", device, MAX_DEVICES);
     EP_TRY(graph_of(stream, &graph));
-    Turn *t = *out = &turns[device][graph != 0];
+    Turn *t = *out = graph ? &turns[device].captured : &turns[device].runs;
     if (t->was_any && t->stream != stream && t->graph == graph) {
         if (!t->behind) {
             EP_CUDA_TRY(cudaEventCreateWithFlags(&t->behind, cudaEventDisableTiming));
@@ -220,25 +235,22 @@ static int end_turn(Turn *t, cudaError_t launched, const char *what) {
     return t->behind ? check_call(cudaEventRecord(t->behind, t->stream), "cudaEventRecord") : 0;
 }
 /* A range of NVTX, so that profilers name the operation beside its kernel. */
-#define IN_TURN(device, stream, call, what)                               \
-    do {                                                                  \
-        Guard g_;                                                         \
-        Turn *turn_;                                                      \
-        EP_TRY(guard(device, &g_));                                       \
-        pthread_mutex_lock(&turn_lock);                                   \
-        int code_ = take_turn(device, (cudaStream_t)(stream), &turn_);    \
-        nvtxRangePushA("epmoe: " what);                                   \
-        if (!code_) code_ = end_turn(turn_, (cudaError_t)(call), what);   \
-        nvtxRangePop();                                                   \
-        pthread_mutex_unlock(&turn_lock);                                 \
-        return unguard(&g_, code_);                                       \
+#define IN_TURN(device, stream, call, what)                             \
+    do {                                                                \
+        Guard g_;                                                       \
+        Turn *turn_ = NULL;                                             \
+        EP_TRY(lock_turns(device));                                     \
+        if (guard(device, &g_)) return unlock_turns(device, EP_ECUDA);  \
+        int code_ = take_turn(device, (cudaStream_t)(stream), &turn_);  \
+        nvtxRangePushA("epmoe: " what);                                 \
+        if (!code_) code_ = end_turn(turn_, (cudaError_t)(call), what); \
+        nvtxRangePop();                                                 \
+        return unlock_turns(device, unguard(&g_, code_));               \
     } while (0)
 
 /* ---- kernels ---- */
 
-static int plan(int device, const EpPlanParams *p, void *stream) {
-    IN_TURN(device, stream, ep_launch_plan(p, stream), "plan kernel");
-}
+static int plan(int device, const EpPlanParams *p, void *stream) { IN_TURN(device, stream, ep_launch_plan(p, stream), "plan kernel"); }
 static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
     IN_TURN(device, stream, ep_launch_dispatch(p, num_sm, stream), "dispatch kernel");
 }

@@ -1,4 +1,4 @@
-/* error.c - the text of the thread's last error, and the names of the exceptions. */
+/* error.c - the text of the thread's last error, and the names of exceptions and words. */
 #include "error.h"
 
 #include <stdarg.h>
@@ -22,4 +22,9 @@ const char *ep_error_name(int code) {
     EP_ERRORS(X)
 #undef X
     return "EpError";
+}
+
+const char *ep_word_name(uint32_t word) {
+    static const char *const names[] = {"", "enter", "counts", "flag", "signal", "header", "index", "rows", "trailer", "scatter", "ready"};
+    return names[word <= EP_WORD_READY ? word : 0];
 }

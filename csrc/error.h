@@ -5,6 +5,8 @@
 
 /* Remember why, return the code. */
 __attribute__((format(printf, 2, 3))) int ep_error(int code, const char *format, ...);
+/* What a fault record calls the word that was waited for, an EpWord; "" for others. */
+const char *ep_word_name(uint32_t word);
 
 #define EP_TRY(call)                   \
     do {                               \

@@ -152,7 +152,7 @@ int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out
 int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t note, int code, void *stream) {
     ep_world_noted(ep_heap_world(l->heap), note);
     if (code && ep_heap_kind(l->heap) == EP_CPU) return code; /* it has entered, and told the others */
-    if (code) { /* it was not launched */
+    if (code) {                                               /* it was not launched */
         b->num_ops--;
         return ep_layer_fail(l, b->buffer, op, code, stream);
     }

@@ -171,12 +171,22 @@ static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
     else if (!n) put(o, "nothing");
 }
 
+/* What was called, with what tells it from the other call. */
+static void put_call(Out *o, const char *before, const EpNote *n, const EpNote *other) {
+    put(o, "%s%s", before, did_name(n->what));
+    if (n->what != other->what) return;
+    if (n->of != other->of) put(o, " of %s %u", is_layers(n) ? "layer" : "heap", n->of);
+    else if (n->buffer != other->buffer) put(o, " in buffer %u", n->buffer);
+    else put(o, " of %llu bytes", (unsigned long long)n->size);
+}
+
 static void put_odd(Out *o, const EpRecord *r, uint32_t odd, uint32_t all, uint64_t step) {
-    uint32_t one = (uint32_t)__builtin_ctz(odd), other = (uint32_t)__builtin_ctz(all & ~odd);
+    const EpNote *one = note_at(&r->ranks[__builtin_ctz(odd)], step), *other = note_at(&r->ranks[__builtin_ctz(all & ~odd)], step);
     put_ranks(o, "", odd);
-    put(o, " called %s as operation %llu, where ", did_name(note_at(&r->ranks[one], step)->what), (unsigned long long)step);
+    put_call(o, " called ", one, other);
+    put(o, " as operation %llu, where ", (unsigned long long)step);
     put_ranks(o, "", all & ~odd);
-    put(o, " called %s", did_name(note_at(&r->ranks[other], step)->what));
+    put_call(o, " called ", other, one);
     if (2 * __builtin_popcount(odd) == __builtin_popcount(all)) put(o, " (as many ranks did the one as the other)");
 }
 

@@ -152,8 +152,8 @@ static void look_around(EpWorld *w) {
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
         const EpHostWords *h = w->watched[i] ? w->watched[i]->comm.host : NULL;
         if (!h || !ep_ld_acquire_sys_u64(&h->fault.state) || h->fault.code != EP_ETIMEOUT) continue;
-        snprintf(text, sizeof text, "rank %u waited in vain for rank %u (word %u, epoch %llu, wanted %llu, saw %llu)", w->rank,
-                 h->fault.peer, h->fault.word, (unsigned long long)h->fault.epoch, (unsigned long long)h->fault.want,
+        snprintf(text, sizeof text, "rank %u waited in vain for rank %u (word %s, epoch %llu, wanted %llu, saw %llu)", w->rank,
+                 h->fault.peer, ep_word_name(h->fault.word), (unsigned long long)h->fault.epoch, (unsigned long long)h->fault.want,
                  (unsigned long long)h->fault.got);
         ep_world_end(w, EP_ETIMEOUT, h->fault.peer, text);
     }

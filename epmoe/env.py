@@ -30,6 +30,8 @@ VARIABLES = {
     "EPMOE_FLIGHT_RECORD": "run: folder for a page from every rank when a world ends; unset: none",
     "EPMOE_CUDA": "build: 0 never, 1 always, auto (unset) if there is nvcc: CUDA backend",
     "EPMOE_CUDA_ARCH": "build: nvcc's -gencode arguments; unset: sm_90a code, compute_80 PTX",
+    "EPMOE_CHAOS": "build: seed of random delays in the protocol, for tests; unset or 0: none",
+    "EPMOE_TRACE": "build: 1 with the profiler in the megakernels; unset or 0: without",
     "CUDA_VISIBLE_DEVICES": "the GPUs that this process may see, in its numbering",
     "RANK": "torchrun: this process among all",
     "WORLD_SIZE": "torchrun: number of processes",
@@ -64,7 +66,7 @@ def architectures(path):
 def build():
     path = Path(_C.__file__)
     return {"file": str(path), "bytes": path.stat().st_size, "cuda": bool(_C.HAS_CUDA),
-            "architectures": architectures(path) if _C.HAS_CUDA else []}
+            "architectures": architectures(path) if _C.HAS_CUDA else [], "profiler": bool(_C.TRACE), "chaos": _C.CHAOS}
 
 
 def devices():
@@ -150,6 +152,8 @@ def text(r):
     put("CUDA backend", "built" if b["cuda"] else "not built (EPMOE_CUDA=0, or no nvcc at the build)")
     if b["cuda"]:
         put("kernels for", "unknown (cuobjdump is not installed)" if b["architectures"] is None else ", ".join(b["architectures"]))
+    put("profiler", "built (EPMOE_TRACE)" if b["profiler"] else "not built")
+    put("random delays", f"built (EPMOE_CHAOS={b['chaos']}): this module is slow, and for tests" if b["chaos"] else "not built")
     put("device by default", r["backend"])
     lines.append("\nCPU")
     put("cores", f"{r['cpu']['cores']}, {r['cpu']['usable_cores']} usable by this process")

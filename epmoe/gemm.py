@@ -14,6 +14,7 @@ FORWARD, DGRAD, WGRAD = range(3)  # kernels/gemm.h says what each multiplies
 _ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3}
 _NAMES = {v: k for k, v in _ACTIVATIONS.items()}
 _GATED = (2, 3)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def _out_shape(a, b, offsets, kind, activation):
@@ -101,13 +102,30 @@ def _backward(ctx, g):
 torch.library.register_autograd("epmoe::grouped_gemm", _backward, setup_context=_save, lib=_lib)
 
 
-def _check(x, weight, offsets, bias, activation, row_weight):
+def _check(x, weight, counts, offsets, bias, activation, row_weight):
+    """All that the host can know.  What stands in counts and offsets it cannot, without waiting for the device."""
+    name, sizes = ("offsets", offsets) if counts is None else ("counts", counts)
+    for what, t in (("rows", x), ("weights", weight), (name, sizes), ("bias", bias), ("row weights", row_weight)):
+        if t is None and what in ("bias", "row weights"):
+            continue
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{what}: wanted a tensor, got {type(t).__name__}")
+        if t.is_nested or t.layout is not torch.strided:
+            raise ValueError(f"{what}: wanted a dense tensor, got one of layout {'nested' if t.is_nested else t.layout}")
+        if t.device != x.device:
+            raise ValueError(f"{what}: wanted a tensor on {x.device}, where the rows are; it is on {t.device}")
+        if t is sizes:
+            if t.dtype not in ((torch.int32,) if counts is None else _INTEGERS):
+                raise TypeError(f"{name}: wanted {'int32' if counts is None else 'integers'}, got {t.dtype}")
+        elif not t.dtype.is_floating_point:
+            raise TypeError(f"{what}: wanted a floating-point dtype, got {t.dtype}")
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(f"wanted rows [M, K] and weights [L, N, K], got {list(x.shape)} and {list(weight.shape)}")
     if x.dtype != weight.dtype:
         raise TypeError(f"rows are {x.dtype}, weights {weight.dtype}")
-    if offsets.shape != (weight.shape[0] + 1,):
-        raise ValueError(f"wanted offsets [{weight.shape[0] + 1}], got {list(offsets.shape)}")
+    num_sizes = weight.shape[0] + (counts is None)
+    if sizes.shape != (num_sizes,):
+        raise ValueError(f"wanted {name} [{num_sizes}], got {list(sizes.shape)}")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation {activation!r}: None, 'gelu', 'swiglu' or 'gpt_oss'")
     if activation in ("swiglu", "gpt_oss") and weight.shape[1] % 2:
@@ -135,25 +153,24 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         weight: [L, N, K], of x's dtype, as checkpoints hold it.
         counts: [L] integers on x's device, rows of each expert; or
         offsets: [L + 1] int32 on x's device, where each expert's rows begin, as EPLayout.expert_offsets.
-        bias: None, or [L, N] of x's dtype.
+        bias: None, or [L, N] of any floating-point dtype; rounded to x's where no gradients are wanted.
         activation: None, "gelu", "swiglu" (weight rows: gates, then ups) or "gpt_oss" (interleaved); see reference.activate.
-        row_weight: None, or [M] float32.
+        row_weight: None, or [M] of any floating-point dtype; float32 is what the kernels take.
         portable: use the kernel for any GPU, also on a Hopper GPU.
 
     Returns [M, N], [M, N / 2] for the gated activations.  What stands in rows that no expert owns is undefined.
     bfloat16 and float16 on CUDA with N and K multiples of 16: a kernel of epmoe's own, sums in float32, no host read of the sizes.
     Otherwise: torch, one product an expert.  Differentiable in x, weight, bias and row_weight.
-    Raises ValueError and TypeError for wrong shapes and dtypes.
+    Raises TypeError for what is no tensor and for wrong dtypes, ValueError for wrong shapes and devices.  The numbers in counts
+    and offsets are on the device, and the host does not wait to look at them: rows that they name beyond M are left out.
     """
     if (counts is None) == (offsets is None):
         raise ValueError("give either counts or offsets")
+    _check(x, weight, counts, offsets, bias, activation, row_weight)
     if offsets is None:
-        if counts.dim() != 1:
-            raise ValueError(f"wanted counts [{weight.shape[0]}], got {list(counts.shape)}")
         offsets = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-    _check(x, weight, offsets, bias, activation, row_weight)
     op, kind = torch.ops.epmoe.grouped_gemm, _ACTIVATIONS[activation]
-    x, weight, offsets = x.contiguous(), weight.contiguous(), offsets.to(torch.int32).contiguous()
+    x, weight, offsets = x.contiguous(), weight.contiguous(), offsets.contiguous()
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, row_weight))):
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         row_weight = None if row_weight is None else row_weight.float().contiguous()

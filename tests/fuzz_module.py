@@ -38,7 +38,7 @@ def settle():
 def make_setting(torch, _C):
     """What calls are made on: a world of one that works, a world of two whose other rank never comes, closed ones."""
     one, (two, silent), gone = _C.world_threads(1, 0.05)[0], _C.world_threads(2, 0.02), _C.world_threads(1, 0.05)[0]
-    heap, config = _C.heap_create(one, _C.CPU, 0, 1 << 20, 0), (1, 4, 2, 6, 8, _C.F32, _C.COMBINE_SCATTER, 12, 2, 1)
+    heap, config = _C.heap_create(one, _C.CPU, 0, 1 << 20, 0), (1, 4, 2, 6, 8, _C.F32, _C.COMBINE_SCATTER, 12, 2, 1, 0)
     layer, dead_heap = _C.layer_create(heap, config), _C.heap_create(gone, _C.CPU, 0, 1 << 17, 0)
     dead_layer = _C.layer_create(dead_heap, (1, 4, 2, 2, 8, _C.F32, _C.COMBINE_LOCAL, 4, 1, 1, 0))
     for close in (lambda: _C.layer_close(dead_layer), lambda: _C.heap_close(dead_heap), lambda: _C.world_close(gone, True)):
@@ -116,7 +116,7 @@ def strategies(st, torch, _C):
                      st.sampled_from([("layer", 0), ("layer", 1)]), st.just(("weird", "conj")), st.just(("weird", "fake")))
     tensor = st.one_of(st.sampled_from(TENSORS).map(lambda n: ("good", n)), st.sampled_from(WEIRD).map(lambda n: ("weird", n)),
                        st.tuples(st.just("scribbled"), st.integers(0, 300), st.sampled_from([-(2**31), -2, -1, 0, 1, 2, 3, 5, 100, 2**31 - 1])))
-    config = st.one_of(st.just(("config",)), st.tuples(st.just("config"), st.integers(0, 9), number), st.tuples(st.just("config"), st.integers(0, 9), junk))
+    config = st.one_of(st.just(("config",)), st.tuples(st.just("config"), st.integers(0, 10), number), st.tuples(st.just("config"), st.integers(0, 10), junk))
 
     def mostly(right, *others):
         return st.integers(0, 9).flatmap(lambda n: right if n < 9 else st.one_of(*others) if others else junk)

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,7 @@ def test_env_json_tells_the_build():
     assert report["build"]["cuda"] == bool(_C.HAS_CUDA) and report["build"]["file"] == _C.__file__
     assert report["build"]["bytes"] == os.path.getsize(_C.__file__)
     assert report["variables"]["EPMOE_TIMEOUT_S"]["value"] == "7" and report["variables"]["NCCL_DEBUG"]["value"] == "WARN"
+    assert report["build"]["profiler"] == bool(_C.TRACE) and report["build"]["chaos"] == _C.CHAOS
     assert len(report["devices"]) == torch.cuda.device_count() == len(report["p2p"])
     assert all(len(pair) == 2 for pair in report["limits"].values())
 
@@ -63,6 +65,23 @@ def test_env_names_a_misspelt_variable(monkeypatch):
     assert "not a variable of epmoe" not in env.text(env.report())
     monkeypatch.setenv("EPMOE_BACKND", "cpu")
     assert "not a variable of epmoe" in env.text(env.report())
+
+
+def test_env_knows_the_variables_of_the_build(monkeypatch):
+    """All that setup.py reads; and whether the module has what the last two bring."""
+    names = set(re.findall(r"EPMOE_[A-Z_]+", (ROOT / "setup.py").read_text()))
+    assert {"EPMOE_CHAOS", "EPMOE_TRACE"} <= names <= env.VARIABLES.keys()
+    monkeypatch.setattr(_C, "CHAOS", 0)
+    monkeypatch.setattr(_C, "TRACE", 0)
+    text = env.text(env.report())
+    assert "not a variable" not in text and len(re.findall(r"^  (?:profiler|random delays) +not built$", text, re.M)) == 2
+    for name in ("EPMOE_CHAOS", "EPMOE_TRACE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(_C, "CHAOS", 77)
+    monkeypatch.setattr(_C, "TRACE", 1)
+    text = env.text(env.report())
+    assert "not a variable" not in text and "built (EPMOE_TRACE)" in text and "EPMOE_CHAOS=77" in text
+    assert max(map(len, text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize("n", [1, 8])

@@ -148,12 +148,42 @@ def test_gemm_rows_past_the_experts_are_left_alone(ranks):
     (dict(bias=torch.zeros(2, 3)), ValueError, "bias [2, 10]"),
     (dict(row_weight=torch.zeros(5)), ValueError, "row weights [4]"),
     (dict(weight=torch.zeros(2, 9, 16), activation="swiglu"), ValueError, "even"),
+    (dict(x=torch.zeros(4, 16).long(), weight=torch.zeros(2, 10, 16).long()), TypeError, "rows: wanted a floating-point dtype, got torch.int64"),
+    (dict(x=[[0.0] * 16]), TypeError, "rows: wanted a tensor, got list"),
+    (dict(weight=None), TypeError, "weights: wanted a tensor, got NoneType"),
+    (dict(weight=torch.zeros(2, 10, 16, device="meta")), ValueError, "weights: wanted a tensor on cpu"),
+    (dict(weight=torch.zeros(2, 10, 16).to_sparse()), ValueError, "weights: wanted a dense tensor"),
+    (dict(offsets=None, counts=[2, 2]), TypeError, "counts: wanted a tensor, got list"),
+    (dict(offsets=None, counts=torch.full((2,), 2.0)), TypeError, "counts: wanted integers, got torch.float32"),
+    (dict(offsets=None, counts=torch.ones(2, dtype=torch.bool)), TypeError, "counts: wanted integers, got torch.bool"),
+    (dict(offsets=None, counts=torch.tensor([2, 2], device="meta")), ValueError, "counts: wanted a tensor on cpu"),
+    (dict(offsets=None, counts=torch.tensor([2, 1, 1])), ValueError, "wanted counts [2], got [3]"),
+    (dict(offsets=None, counts=torch.tensor(4)), ValueError, "wanted counts [2], got []"),
+    (dict(offsets=[0, 2, 4]), TypeError, "offsets: wanted a tensor, got list"),
+    (dict(offsets=torch.tensor([0, 2, 4])), TypeError, "offsets: wanted int32, got torch.int64"),
+    (dict(bias=[0.0] * 20), TypeError, "bias: wanted a tensor, got list"),
+    (dict(bias=torch.zeros(2, 10).int()), TypeError, "bias: wanted a floating-point dtype, got torch.int32"),
+    (dict(bias=torch.zeros(2, 10, device="meta")), ValueError, "bias: wanted a tensor on cpu"),
+    (dict(row_weight=torch.ones(4).long()), TypeError, "row weights: wanted a floating-point dtype, got torch.int64"),
+    (dict(row_weight=torch.ones(4, device="meta")), ValueError, "row weights: wanted a tensor on cpu"),
 ])
 def test_gemm_wrong_arguments_say_what_was_wanted(change, error, text):
     good = dict(x=torch.zeros(4, 16), weight=torch.zeros(2, 10, 16), offsets=torch.tensor([0, 2, 4], dtype=torch.int32))
     with pytest.raises(error) as caught:
         epmoe.grouped_gemm(**(good | change))
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("with_grad", [False, True], ids=["plain", "grad"])
+def test_gemm_takes_a_bias_and_row_weights_of_any_floating_dtype(ranks, with_grad):
+    x, weight, bias, row_weight, offsets = problem([4, 9], 32, 16, torch.bfloat16, ranks.device, before=0, behind=0)
+    x.requires_grad_(with_grad)
+    row_weight = row_weight.bfloat16()  # so that every dtype here can hold the same numbers
+    want = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias, row_weight=row_weight.float())
+    for dtype in (torch.float32, torch.float64):
+        y = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias.to(dtype), row_weight=row_weight.to(dtype))
+        assert y.dtype == x.dtype
+        torch.testing.assert_close(y, want)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -14,7 +14,7 @@ MAX_I32 = 2**31
 
 def config(**changes):
     fields = {"num_ranks": 8, "num_experts": 256, "topk": 8, "max_tokens": 32768, "hidden": 7168, "dtype": _C.BF16, "mode": _C.COMBINE_SCATTER,
-              "capacity": 8 * 32768 * 8, "num_buffers": 1, "num_sm": 1}
+              "capacity": 8 * 32768 * 8, "num_buffers": 1, "num_sm": 1, "reserve_sms": 0}
     return tuple((fields | changes).values())
 
 

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -65,16 +66,15 @@ def _die_in_turn(rank, world_size, ports, seed, folder):
 
         if me == victim:
             threading.Timer(delay, die).start()
-        error, steps, limit = None, 0, time.monotonic() + 15
+        error, limit = None, time.monotonic() + 15
         while error is None and time.monotonic() < limit:
             try:
                 step(layer, arguments)
-                steps += 1
             except epmoe.EpError as e:
                 error, seen_at = e, time.monotonic()
         again = outcome(layer.ep_barrier_all)
         late = seen_at - float(open(note).read())
-        told.append((type(error).__name__, str(error), victim, late, again.kind, steps))
+        told.append((type(error).__name__, str(error), victim, late, again.kind))
         endings = [outcome(layer.finalize).kind, outcome(world.close).kind]
         del layer, world, error, again, arguments
         told[-1] += (endings, before, held())
@@ -106,10 +106,10 @@ def test_world_survives_kill_9(tmp_path, seed):
     assert [r is None for r in results] == [rank in dead for rank in range(4)]
     told, names = results[alive[0]]
     assert len(told) == 3
-    for kind, text, victim, late, again, steps, endings, held_before, held_after in told:
+    for kind, text, victim, late, again, endings, held_before, held_after in told:
         assert kind == "PeerDied" and f"rank {victim} died" in text, (kind, text)
         assert late < 3, f"seen {late:.2f} s after the death"
-        assert again == "PeerDied" and steps >= 0 and endings[1] in ("nothing", "PeerDied")
+        assert again == "PeerDied" and endings[1] in ("nothing", "PeerDied")
         for what in ("fds", "memfds", "heaps", "threads"):
             assert held_after[what] <= held_before[what], f"{what}: {held_before} became {held_after}"
     assert shared_memory_names() == before
@@ -189,7 +189,7 @@ def _interrupt(rank, world_size):
 
 
 def test_world_wait_for_a_peer_is_interrupted():
-    """Ctrl-C ends a host's wait, and the world with it: a frame that comes later belongs to no exchange."""
+    """Ctrl-C ends an exchange's wait, and the world with it: a frame that comes later belongs to no exchange."""
     results = process_ranks(_interrupt, 3)
     assert [told for told, _, _ in results] == ["KeyboardInterrupt", "EpClosed", "EpClosed"], results
     assert results[0][1] < 0.9, "only the peer's coming ended the wait"
@@ -220,7 +220,7 @@ def test_world_stopped_rank_is_named_at_the_limit():
     results = process_ranks(_stop, 3, 0.8, 2.5)
     check_outcomes(results, "EpTimeout", "rank 1", within_s=4)
     assert all(0.7 < results[r].seconds < 2.4 for r in (0, 2))
-    assert any("wanted" in r.text and "saw" in r.text for r in results)
+    assert all(re.search(r"\(word enter, epoch \d+.* wanted \d+, saw \d+", r.text) for r in results), results
 
 
 def test_world_stopped_rank_that_continues_in_time():

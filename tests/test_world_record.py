@@ -1,6 +1,7 @@
 """The flight record: whoever ends a world, the page of every survivor names the right rank in its first line."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -142,6 +143,21 @@ def test_world_record_of_a_signal_that_nobody_gives():
     """The one that waits is not to blame, though it is behind."""
     for page in process_ranks(_signal_that_nobody_gives, 3):
         assert page.splitlines()[0] == "culprit: whoever had to signal rank 1, which waited in vain", page
+
+
+def _layers_in_another_order(rank, world_size):
+    world = epmoe.World(timeout_s=20)
+    layers = [epmoe.EPAll2AllLayer(world, 4, 16, 1, num_tot_experts=2, device="cpu") for _ in range(2)]
+    world.set_timeout(0.5)
+    with pytest.raises(epmoe.EpTimeout, match=r"rank \d waited in vain for rank \d in its plan \(word enter.*flight_record") as told:
+        layers[rank].preprocess(torch.zeros(4, 1, dtype=torch.int64))
+    return world.flight_record(), str(told.value)
+
+
+def test_world_record_of_layers_in_another_order():
+    """The calls are alike; of what, tells them apart."""
+    for page, _ in process_ranks(_layers_in_another_order, 2):
+        assert re.match(r"culprit: rank \d called plan of layer (\d+) as operation \d+, where rank \d called plan of layer (?!\1)\d+", page), page
 
 
 def test_world_record_of_a_world_that_lives(ranks):

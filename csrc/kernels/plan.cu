@@ -55,8 +55,8 @@ extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
     if (e != cudaSuccess) return (int)e;
     if (smem_of(&q) > room) q.sort_slots = 0; /* so many experts that a smaller GPU has no room to sort by them */
     if (smem_of(&q) > room) return (int)cudaErrorLaunchOutOfResources;
-    return (int)ep_launch_resident(plan_kernel, num_plan_blocks((uint64_t)q.num_tokens * q.comm.shape.num_topk), EP_WARPS + 1, smem_of(&q), stream,
-                                   q);
+    return (int)ep_launch_resident(plan_kernel, num_plan_blocks((uint64_t)q.num_tokens * q.comm.shape.num_topk), EP_WARPS + 1, smem_of(&q),
+                                   stream, q);
 }
 extern "C" int ep_preload_plan(void) {
     uint32_t room;

@@ -1,0 +1,62 @@
+"""`pip install .` from a copy of the tree, without a network: what is installed is complete, and works on its own."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.cpu_only
+ROOT = Path(__file__).resolve().parent.parent
+# What a build reads, and nothing else: what lies about in a working copy must not help.
+SOURCES = ("csrc", "epmoe", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+
+USE = """
+import importlib.metadata, sys
+from pathlib import Path
+import torch, epmoe, epmoe.bench.report
+from epmoe.testing import run_threads
+
+def main(world):
+    torch.manual_seed(world.rank)
+    layer = epmoe.EPAll2AllLayer(world, max_tokens=8, hidden=16, topk=2, num_tot_experts=4, dtype=torch.float32, device="cpu")
+    x = torch.randn(5 + world.rank, 16)
+    rows, _, layout = layer.dispatch(x, torch.tensor([[0, 3]]).expand(len(x), 2).contiguous())
+    y = layer.combine(rows, layout)
+    layer.finalize()
+    return torch.equal(y, 2 * x)
+
+at = Path(sys.argv[1])
+assert Path(epmoe.__file__).parent == Path(epmoe._C.__file__).parent == at / "epmoe", epmoe._C.__file__
+assert importlib.metadata.version("epmoe") == epmoe.__version__
+assert (at / "epmoe/py.typed").exists() and (at / "epmoe/_C.pyi").exists()
+assert not epmoe._C.HAS_CUDA and run_threads(main, 2) == [True, True]
+print("installed and used")
+"""
+
+
+def missing():
+    return [name for name in ("pip", "setuptools") if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.skipif(bool(missing()), reason=f"cannot install: this interpreter has no {' and no '.join(missing())}")
+def test_install_with_pip_gives_a_package_that_works(tmp_path):
+    """Without build isolation, which would ask a package index for setuptools."""
+    tree, target = tmp_path / "tree", tmp_path / "target"
+    tree.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(ROOT / name, tree)
+    env = {n: v for n, v in os.environ.items() if not n.startswith(("EPMOE_", "PIP_", "PYTHONPATH"))} | {"EPMOE_CUDA": "0"}
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check",
+           "--target", str(target), "."]
+    done = subprocess.run(pip, cwd=tree, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run([sys.executable, "-c", USE, str(target)], cwd=tmp_path, env=env | {"PYTHONPATH": str(target)}, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.strip() == "installed and used", done.stdout + done.stderr
