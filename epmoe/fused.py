@@ -14,6 +14,12 @@ _lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor row
             "SymInt num_tokens) -> (Tensor, Tensor)")
 
 
+def fuses(max_tokens, topk, num_experts, world_size):
+    """Whether moving and multiplying in one kernel is the faster way for a layer of this shape.  Not where an expert has 24 rows or fewer,
+    as in decoding: there all time goes into reading the weights, and the product alone has tiles for that (benchmarks/NOTES.md)."""
+    return world_size * max_tokens * topk > 24 * num_experts
+
+
 class EpAll2AllFusedOp(EPAll2AllLayer):
     """An EPAll2AllLayer that can also multiply: tokens while they arrive, results while they leave.
 
@@ -33,13 +39,13 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             rows are complete early, and rows that are made together leave together.  False: by their place in the input.
         block_wise_barrier: a tile of the product waits for its own rows; False: for all rows of its expert.
         combine_order: "fuse_scatter", rows go home while others are made; "serial", when all of them are made.
-        fused: False: always the stages one after the other.
+        fused: True: one kernel each, where there are such; False: the stages one after the other; None: what measured best, see fuses().
     """
 
     def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None, local_world_size=None, world_size=None,
                  dtype=torch.bfloat16, weight_dtype=torch.float32, num_sm=None, enable_local_combine=True, *, num_tail_sms=0,
-                 num_reduce_sms=None, token_saving=True, token_sorting=True, block_wise_barrier=True, combine_order="fuse_scatter", fused=True, **options):
-        self.fused, self.token_saving = bool(fused), bool(token_saving)
+                 num_reduce_sms=None, token_saving=True, token_sorting=True, block_wise_barrier=True, combine_order="fuse_scatter", fused=None, **options):
+        self.fused, self.token_saving = fused, bool(token_saving)
         self.token_sorting, self.block_wise_barrier, self.combine_order = bool(token_sorting), bool(block_wise_barrier), combine_order
         self._asked = num_sm, num_tail_sms, num_reduce_sms
         super().__init__(ep_group, max_tokens, hidden, topk, rank, num_tot_experts, local_world_size, world_size,
@@ -50,6 +56,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             raise ValueError(f"combine_order {self.combine_order!r}: fuse_scatter or serial")
         if not self.token_saving:  # every choice is a token of its own
             self._copies, self.max_tokens, self.topk = self.topk, self.max_tokens * self.topk, 1
+        if self.fused is None:
+            self.fused = fuses(self.max_tokens, self.topk, self.num_experts, self.world_size)
         most = self._num_blocks
         num_sm, num_tail, num_reduce = self._asked
         num_sm, num_tail = most if num_sm is None else min(int(num_sm), most), int(num_tail)

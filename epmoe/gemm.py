@@ -34,17 +34,20 @@ def _by_expert(a, b, offsets, bias, row_weight, kind, activation):
         return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
     out = a.new_zeros(_out_shape(a, b, offsets, kind, activation))
-    ends = offsets.clamp(0, a.shape[0]).tolist()
-    for e, (begin, end) in enumerate(zip(ends, ends[1:])):
-        rows = wide(a[begin:end])
-        if kind == WGRAD:
-            out[e] = rows.t() @ wide(b[begin:end])
-        elif kind == DGRAD:
-            out[begin:end] = rows @ wide(b[e])
-        else:
-            y = F.linear(rows, wide(b[e]), None if bias is None else wide(bias[e]))
-            y = y if activation == 0 else activate(y, _NAMES[activation])
-            out[begin:end] = y if row_weight is None else y * row_weight[begin:end, None]
+    ends = offsets.tolist()
+    if ends[0] < 0 or ends[-1] > a.shape[0] or any(begin > end for begin, end in zip(ends, ends[1:])):
+        raise ValueError(f"experts' rows begin at {ends}: they must not go down, nor past the {a.shape[0]} rows that there are")
+    with torch.autocast(a.device.type, enabled=False):  # its precision is the caller's choice already
+        for e, (begin, end) in enumerate(zip(ends, ends[1:])):
+            rows = wide(a[begin:end])
+            if kind == WGRAD:
+                out[e] = rows.t() @ wide(b[begin:end])
+            elif kind == DGRAD:
+                out[begin:end] = rows @ wide(b[e])
+            else:
+                y = F.linear(rows, wide(b[e]), None if bias is None else wide(bias[e]))
+                y = y if activation == 0 else activate(y, _NAMES[activation])
+                out[begin:end] = y if row_weight is None else y * row_weight[begin:end, None]
     return out
 
 
@@ -161,8 +164,8 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
     Returns [M, N], [M, N / 2] for the gated activations.  What stands in rows that no expert owns is undefined.
     bfloat16 and float16 on CUDA with N and K multiples of 16: a kernel of epmoe's own, sums in float32, no host read of the sizes.
     Otherwise: torch, one product an expert.  Differentiable in x, weight, bias and row_weight.
-    Raises TypeError for what is no tensor and for wrong dtypes, ValueError for wrong shapes and devices.  The numbers in counts
-    and offsets are on the device, and the host does not wait to look at them: rows that they name beyond M are left out.
+    Raises TypeError for what is no tensor and for wrong dtypes, ValueError for wrong shapes and devices, and for counts or offsets that
+    name rows which are not there; but the kernels' host does not wait to look at these: they leave such rows out.
     """
     if (counts is None) == (offsets is None):
         raise ValueError("give either counts or offsets")

@@ -1,11 +1,14 @@
 """What the fused operator's knobs hand to the kernels.  They change no bit of a result, so only here it would be seen that one does nothing."""
 
+import dataclasses
 from unittest import mock
 
 import pytest
 import torch
 
 from epmoe import _C
+from epmoe.bench.shapes import SHAPES
+from epmoe.fused import fuses
 from fused_cases import Experts
 from test_plan_slots import make_op
 
@@ -41,3 +44,20 @@ def handed(world, options):
 def test_fused_knobs_reach_the_kernels(ranks, options, of_dispatch, of_combine):
     (dispatch, combine), *_ = ranks(lambda world, device: handed(world, options), world_size=1)
     assert dispatch == DISPATCH | of_dispatch and combine == COMBINE | of_combine
+
+
+def test_fused_by_default_where_it_is_faster(ranks):
+    """By the shape alone, so that all ranks come to the same; and what the caller says, holds."""
+    assert all(fuses(s.tokens, s.topk, s.experts, 4) for s in SHAPES.values())
+    dsv3 = SHAPES["dsv3"]
+    assert [t for t in (64, 128, 192, 193, 1024) if fuses(t, dsv3.topk, dsv3.experts, 4)] == [193, 1024]  # 24 rows an expert: 192 tokens
+
+    def run(world, device):
+        many = dataclasses.replace(CASE, max_tokens=500)
+        ops = [make_op(world, device, case, fused=fused) for case, fused in ((CASE, None), (many, None), (many, False), (CASE, True))]
+        chosen = [op.fused for op in ops]
+        for op in ops:
+            op.finalize()
+        return chosen
+
+    assert all(chosen == [False, True, False, True] for chosen in ranks(run, world_size=2))

@@ -118,6 +118,7 @@ def test_gemm_counts_and_offsets_say_the_same(ranks):
     assert torch.equal(by_counts, by_offsets)
 
 
+@pytest.mark.cuda_only
 def test_gemm_believes_no_offset_beyond_the_rows(ranks):
     x, weight, _, _, _ = problem([4, 9], 32, 16, torch.bfloat16, ranks.device, before=0, behind=0)
     for wrong in ([-7, 4, 2**31 - 1], [0, 9, 4], [2**30, 2**30, 2**30]):
@@ -278,6 +279,23 @@ def test_gemm_streams_and_graphs_share_nothing(ranks):
             assert all(torch.equal(a, b) for a, b in zip(result, want))
             for y in result:
                 y.fill_(float("nan"))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("sizes", [{"counts": [4, -2, 8]}, {"counts": [-4, 8, 6]}, {"counts": [4, 4, 6]}, {"offsets": [0, 6, 4, 10]}, {"offsets": [-1, 2, 4, 6]},
+                                   {"offsets": [0, 2, 4, 11]}], ids=str)
+def test_gemm_of_rows_that_are_not_there(sizes):
+    (name, values), = sizes.items()
+    with pytest.raises(ValueError, match="nor past the 10 rows"):
+        epmoe.grouped_gemm(torch.randn(10, 16), torch.randn(3, 8, 16), **{name: torch.tensor(values, dtype=torch.int32)})
+
+
+@pytest.mark.cpu_only
+def test_gemm_under_autocast_keeps_its_precision():
+    x, weight, counts = torch.randn(10, 16), torch.randn(2, 8, 16), torch.tensor([4, 6])
+    want = epmoe.grouped_gemm(x, weight, counts)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(epmoe.grouped_gemm(x, weight, counts), want)
 
 
 # ---- other GPUs ----

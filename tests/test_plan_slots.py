@@ -20,6 +20,7 @@ from epmoe.testing import PATTERNS
 
 def make_op(world, device, case, kind=epmoe.EpAll2AllFusedOp, **options):
     """An EpAll2AllFusedOp for a case; see cases.make_layer."""
+    options = ({"fused": True} if issubclass(kind, epmoe.EpAll2AllFusedOp) else {}) | options
     options = {"combine_mode": "scatter" if case.mode == "local" else case.mode, "enable_local_combine": case.mode == "local",
                "capacity": capacity_of(case, world.size), "num_sm": case.num_sm, "num_buffers": case.num_buffers} | options
     op = kind(world, case.max_tokens, case.hidden, case.topk, num_tot_experts=case.num_local * world.size, dtype=case.dtype, device=device, **options)
