@@ -13,7 +13,7 @@ _Heap = NewType("_Heap", object)
 _Layer = NewType("_Layer", object)
 _DLPackCapsule = NewType("_DLPackCapsule", object)
 # W, E, K, max_tokens, hidden, dtype, combine mode, capacity, num_buffers, num_sm
-_Config = tuple[int, int, int, int, int, int, int, int, int, int]
+_Config = tuple[int, int, int, int, int, int, int, int, int, int, int]
 
 HAS_CUDA: Final[int]
 CHAOS: Final[int]  # 0, or the seed of the delays in a build for tests

@@ -49,15 +49,28 @@ class SymmetricHeap(Shared):
     raises EpError on all ranks.  world: a World, ProcessGroup, DeviceMesh or None.  device: "cpu", "cuda",
     "cuda:1", ...; the default is the GPU where there is one.
 
+    Raises EpMismatch on all ranks when they ask for different sizes or kinds of device, HeapExhausted on all when one of
+    them has no room; ValueError or TypeError here, and PeerError on the others, for what cannot be.
+
+    Copies, signals, waits and barriers are in the order of the current stream.  On the CPU each raises what went wrong in
+    it.  On CUDA they return before they have run: what goes wrong then, as a wait that ends at its limit, is raised by the
+    next of them, or by synchronize().
+
     Every tensor that malloc_symmetric returns keeps the heap's memory alive.  close() is what gives it back: a heap
     on a GPU that is only dropped keeps its block while its world lives, because a peer may still be using it.
     """
 
     def __init__(self, world=None, num_bytes=1 << 26, device=None):
         self.world = World.of(world)
-        self.device = pick_device(device)
+        try:
+            self.device, num_bytes = pick_device(device), int(num_bytes)
+            if not 0 <= num_bytes < 1 << 64:  # more than the module can be told; it judges the rest
+                raise ValueError(f"a heap of {num_bytes} bytes")
+        except Exception as error:
+            self._refuse(self.world, error)
+            raise
         kind = _C.CUDA if self.device.type == "cuda" else _C.CPU
-        self._c = _C.heap_create(self.world._c, kind, self.device.index or 0, int(num_bytes), 0)
+        self._c = _C.heap_create(self.world._c, kind, self.device.index or 0, num_bytes, 0)
         self._scopes = []
 
     @staticmethod
@@ -69,9 +82,12 @@ class SymmetricHeap(Shared):
     def malloc_symmetric(self, shape, dtype=torch.float32, alignment=128):
         """A zeroed tensor at the same offset of every rank's heap.
 
-        Collective: the same call, in the same order, with the same size on every rank.  Raises EpMismatch on
-        all ranks when they differ, HeapExhausted when there is no room, ValueError for an alignment that is
-        no power of two or a dtype that DLPack does not carry.
+        Collective: the same call, in the same order, with the same size on every rank.  shape: a size, or at most 8 of them.
+        dtype: float32, float64, float16, bfloat16, int8, int16, int32, int64 or uint8.  alignment: of the address, in bytes.
+
+        Raises EpMismatch on all ranks when they differ, HeapExhausted on all when there is no room; here, and PeerError on
+        the others, TypeError for another dtype, ValueError for a shape that cannot be or an alignment that is no power of
+        two up to 2 MiB.
         """
         try:
             shape = (shape,) if isinstance(shape, int) else tuple(int(d) for d in shape)
@@ -85,7 +101,7 @@ class SymmetricHeap(Shared):
             num_bytes = math.prod(shape) * _DL[dtype][1] // 8
             if num_bytes > 1 << 46:
                 raise ValueError(f"shape {shape}: too large")
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             self._refuse_alloc(error)
             raise
         off = _C.heap_alloc(self._c, num_bytes, alignment, 0)
@@ -104,14 +120,18 @@ class SymmetricHeap(Shared):
         return torch.from_dlpack(_Capsule(_C.heap_tensor(self._c, off, rank, shape, *_DL[dtype]), self.device))
 
     def free(self, tensor):
-        """Give a tensor's memory back.  Collective.  The tensor must not be used any more."""
+        """Give the memory of a tensor of malloc_symmetric back.  Collective.  The tensor must not be used any more.
+
+        Raises EpMismatch on all ranks when they free different tensors; ValueError or TypeError here, and PeerError on the
+        others, for what is not an allocation of this heap, or not any more.
+        """
         try:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"free: wanted a tensor of this heap, got {type(tensor).__name__}")
             if tensor.numel() == 0:
                 return
             off = self.offset(tensor)
-        except (TypeError, ValueError):
+        except Exception:
             with contextlib.suppress(Exception):  # the others hear of it; this rank raises its own reason
                 _C.heap_free(self._c, (1 << 63) - 1)
             raise
@@ -122,13 +142,19 @@ class SymmetricHeap(Shared):
 
     @contextlib.contextmanager
     def scope(self):
-        """Free at the end what is allocated inside.  Collective, as the frees are."""
+        """Free at the end what is allocated inside.  Collective, as the frees are.
+
+        An exception passes through without them, because the other ranks may be elsewhere: what was allocated inside then
+        stays until free, where all ranks call it, or until the heap's close.
+        """
         self._scopes.append([])
         try:
             yield self
-        finally:
-            for off in reversed(self._scopes.pop()):
-                _C.heap_free(self._c, off)
+        except BaseException:
+            self._scopes.pop()
+            raise
+        for off in reversed(self._scopes.pop()):
+            _C.heap_free(self._c, off)
 
     def stats(self):
         """Bytes: total, used, free, largest_free, peak; and num_allocations."""
@@ -139,7 +165,8 @@ class SymmetricHeap(Shared):
         return _C.heap_offset(self._c, tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
     def translate(self, tensor, peer):
-        """The address, in this process, of the same thing in peer's heap."""
+        """The address, in this process, of the same thing in peer's heap.  ValueError if the tensor is not in this heap,
+        or peer not a rank.  Tells nobody, waits for nothing."""
         return _C.heap_translate(self._c, self.offset(tensor), peer)
 
     def peer_view(self, tensor, peer):
@@ -149,12 +176,16 @@ class SymmetricHeap(Shared):
         return self._view(self.offset(tensor), peer, tuple(tensor.shape), tensor.dtype)
 
     def put(self, dst, src, peer):
-        """Copy src (any contiguous tensor) over dst (symmetric) of peer, in stream order."""
+        """Copy src (any contiguous tensor) over dst (symmetric) of peer, in stream order.
+
+        As many elements, of the same dtype.  ValueError if not, or where dst is not in this heap or peer not a rank: nothing
+        is copied then, and no other rank hears of it.  On CUDA see SymmetricHeap for what goes wrong later.
+        """
         if self._check_pair(dst, src):
             _C.heap_put(self._c, self.offset(dst), src, peer)
 
     def get(self, dst, src, peer):
-        """Copy src (symmetric) of peer over dst (any contiguous tensor), in stream order."""
+        """Copy src (symmetric) of peer over dst (any contiguous tensor), in stream order.  Errors: those of put."""
         if self._check_pair(src, dst):
             _C.heap_get(self._c, self.offset(src), dst, peer)
 
@@ -174,24 +205,29 @@ class SymmetricHeap(Shared):
 
     def signal(self, tensor, index, value, peer, op="set"):
         """Set, or add to, word `index` of the symmetric int64 tensor at peer: a release at system scope, so what
-        this rank has put at peer before is readable there once the word is seen by wait."""
+        this rank has put at peer before is readable there once the word is seen by wait.
+
+        value: 0 to 2^64 - 1.  IndexError, TypeError or ValueError for what cannot be; no other rank hears of it."""
         if op not in ("set", "add"):
             raise ValueError(f"op {op!r}: set or add")
         _C.heap_signal(self._c, self._word(tensor, index), value, int(op == "add"), peer, stream_of(self.device))
 
     def wait(self, tensor, index, value, cmp="ge"):
         """Until word `index` of this rank's tensor is >= value ("ge") or == value ("eq"): an acquire at system
-        scope.  Bounded by the world's timeout (EpTimeout).  On CUDA the stream waits, not the host."""
+        scope.  On CUDA the stream waits, not the host.
+
+        Raises EpTimeout at the world's limit and PeerDied when a rank is gone: here on the CPU; on CUDA from the next call on
+        the heap or from synchronize().  Both end the world.  IndexError, TypeError or ValueError for what cannot be."""
         if cmp not in ("ge", "eq"):
             raise ValueError(f"cmp {cmp!r}: ge or eq")
         _C.heap_wait(self._c, self._word(tensor, index), value, int(cmp == "eq"), stream_of(self.device))
 
     def barrier(self):
-        """All ranks have come here, in stream order, and see each other's puts.  Collective."""
+        """All ranks have come here, in stream order, and see each other's puts.  Collective.  Raises as wait does."""
         _C.heap_barrier(self._c, stream_of(self.device))
 
     def synchronize(self):
-        """Wait for the current stream; raise what went wrong in it."""
+        """Wait for the current stream; raise what went wrong in it: PeerDied, EpTimeout."""
         _C.heap_sync(self._c, stream_of(self.device))
 
     def close(self):

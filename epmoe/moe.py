@@ -5,9 +5,19 @@ import math
 import torch
 from torch import nn
 
+from . import _C
 from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
 from .reference import activate
+
+
+def _flat(name, t, size):
+    """[.., size] as [T, size], contiguous."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
+    if t.dim() == 0 or t.shape[-1] != size:
+        raise ValueError(f"{name}: wanted shape [.., {size}], got {list(t.shape)}")
+    return t.reshape(-1, size).contiguous()
 
 
 class EPMoE(nn.Module):
@@ -25,15 +35,32 @@ class EPMoE(nn.Module):
         layer: an EpAll2AllFusedOp, or EPAll2AllLayer, to share with other EPMoE modules of the same shapes.
         Further keywords go to EpAll2AllFusedOp, which says where moving and multiplying are one kernel each.
 
+    Creation is collective, except with a layer.  Errors: those of EPAll2AllLayer.
+
     Parameters, as in checkpoints: gate_up_proj [L, 2I, H] (for gelu [L, I, H]), down_proj [L, H, I]; gate rows
-    first, then up rows (gpt_oss: interleaved).  They start uniform in +-1/sqrt(fan-in), as nn.Linear's do.
-    copy.deepcopy copies them, and shares the communication layer; to save a model, save its state_dict().
+    first, then up rows (gpt_oss: interleaved).  Of [E, ...] in a checkpoint a rank takes rows rank * L to (rank + 1) * L, and its
+    state_dict() has these only: save it on every rank.  copy.deepcopy copies them, and shares the communication layer.  They
+    start uniform in +-1/sqrt(fan-in), as nn.Linear's do, each expert otherwise; with the same seed on all ranks, as in one process.
+
+    Ranks have different experts, so nothing may make them alike or average their gradients: leave them out of
+    DistributedDataParallel (README, "In a model").  Their gradients are sums over the tokens of all ranks: for a loss that is the
+    mean over ranks, divide by W.  Under autocast x is cast to the layer's dtype, which is the parameters' for good.
     """
 
     def __init__(self, hidden, inner, num_experts, topk, ep_group=None, activation="swiglu", *, max_tokens=4096, dtype=torch.bfloat16,
                  device=None, capacity=None, bias=False, enable_local_combine=True, layer=None, **layer_options):
         super().__init__()
-        activate(torch.zeros(1, 2), activation)  # a wrong name fails here
+        heap, timeout_s = layer_options.get("heap"), layer_options.get("timeout_s")
+        world = EpAll2AllFusedOp._world_of(ep_group, heap, timeout_s) if layer is None else None
+        try:
+            activate(torch.zeros(1, 2), activation)  # a wrong name fails here
+            inner = int(inner)
+            if inner < 1:
+                raise ValueError(f"inner {inner}: must be positive")
+        except Exception as error:  # the other ranks are making the layer
+            if world is not None:
+                EpAll2AllFusedOp._refuse_layer(world, heap, error)
+            raise
         if layer is None:
             layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts, dtype=dtype, device=device,
                                      capacity=capacity, enable_local_combine=enable_local_combine, **layer_options)
@@ -48,34 +75,59 @@ class EPMoE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Uniform in +-1/sqrt(fan-in), each parameter."""
-        for p, fan_in in ((self.gate_up_proj, self.gate_up_proj.shape[2]), (self.down_proj, self.down_proj.shape[2]),
-                          (self.gate_up_proj_bias, self.gate_up_proj.shape[2]), (self.down_proj_bias, self.down_proj.shape[2])):
-            if p is not None:
-                nn.init.uniform_(p, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in))
+        """Uniform in +-1/sqrt(fan-in), each parameter; from one number of torch's generator, and the expert's number."""
+        seed, first = int(torch.randint(1 << 40, ())), self.layer.rank * self.layer.num_local_experts
+        generator = torch.Generator(self.layer.device)
+        with torch.no_grad():
+            for e in range(self.layer.num_local_experts):
+                generator.manual_seed(seed + first + e)
+                for p, fan_in in ((self.gate_up_proj, self.gate_up_proj.shape[2]), (self.down_proj, self.down_proj.shape[2]),
+                                  (self.gate_up_proj_bias, self.gate_up_proj.shape[2]), (self.down_proj_bias, self.down_proj.shape[2])):
+                    if p is not None:
+                        p[e].uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in), generator=generator)
 
     def forward(self, x, topk_idx, topk_weights):
-        """y [.., H] from x [.., H], expert indices [.., K] (int32 or int64; -1 and E are dropped) and weights [.., K].
+        """y from x, as a Mixture-of-Experts layer.
 
-        Differentiable in x, topk_weights and the parameters.  Errors: see EPAll2AllLayer.preprocess.
+        Args:
+            x: [.., H] of the layer's dtype; under autocast of any floating-point dtype.
+            topk_idx: [.., K] int32 or int64; -1 and E are dropped.
+            topk_weights: [.., K] of a floating-point dtype; applied as float32.
+            None of them has to be contiguous.  As many tokens in each, at most max_tokens.
+        Returns: [.., H] of the layer's dtype.
+        Differentiable in x, topk_weights and the parameters.  Errors: those of EPAll2AllLayer.preprocess, dispatch and combine.
+        last_layout is then that of this call, but for compiled ones.
         """
-        shape = x.shape
-        x = x.reshape(-1, shape[-1]).contiguous()
-        topk_idx = topk_idx.reshape(-1, topk_idx.shape[-1]).contiguous()
-        topk_weights = topk_weights.reshape(-1, topk_weights.shape[-1]).float().contiguous()
+        topk = self.layer.topk * self.layer._copies
+        try:
+            tokens, topk_idx = _flat("x", x, self.layer.hidden), _flat("topk_idx", topk_idx, topk)
+            topk_weights = _flat("topk_weights", topk_weights, topk)
+            if torch.is_autocast_enabled(tokens.device.type):
+                tokens = tokens.to(self.layer.dtype)
+            if self.gate_up_proj.dtype != self.layer.dtype:
+                raise TypeError(f"the parameters are {self.gate_up_proj.dtype} now, but the layer was made for {self.layer.dtype}: give dtype= at construction")
+        except Exception as error:  # the other ranks are planning
+            self.layer._refuse(_C.OP_PLAN, error, 0)
         if not isinstance(self.layer, EpAll2AllFusedOp):
-            return self._one_after_the_other(x, topk_idx, topk_weights).reshape(shape)
-        h, row_weight, self.last_layout = self.layer.mega_dispatch_group_gemm(
-            x, topk_idx, weight=topk_weights, gemm_weight=self.gate_up_proj, bias=self.gate_up_proj_bias, activation=self.activation)
-        y = self.layer.mega_group_gemm_combine(h, self.down_proj, self.last_layout, row_weight, bias=self.down_proj_bias)
-        return y.reshape(shape)
+            return self._one_after_the_other(tokens, topk_idx, topk_weights).reshape(x.shape)
+        h, row_weight, layout = self.layer.mega_dispatch_group_gemm(
+            tokens, topk_idx, weight=topk_weights, gemm_weight=self.gate_up_proj, bias=self.gate_up_proj_bias, activation=self.activation)
+        self._keep(layout)
+        return self.layer.mega_group_gemm_combine(h, self.down_proj, layout, row_weight, bias=self.down_proj_bias).reshape(x.shape)
+
+    def _keep(self, layout):
+        if not torch.compiler.is_compiling():  # a compiled part that is computed again, as in checkpointing, may change nothing outside
+            self.last_layout = layout
 
     def _one_after_the_other(self, x, topk_idx, topk_weights):
         rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)
         offsets = layout.expert_offsets
-        h = grouped_gemm(rows, self.gate_up_proj, offsets=offsets, bias=self.gate_up_proj_bias, activation=self.activation)
-        h = grouped_gemm(h, self.down_proj, offsets=offsets, bias=self.down_proj_bias)
-        self.last_layout = layout
+        try:
+            h = grouped_gemm(rows, self.gate_up_proj, offsets=offsets, bias=self.gate_up_proj_bias, activation=self.activation)
+            h = grouped_gemm(h, self.down_proj, offsets=offsets, bias=self.down_proj_bias)
+        except Exception as error:
+            self.layer._refuse(_C.OP_COMBINE, error, layout.buffer)
+        self._keep(layout)
         return self.layer.combine(h, layout, row_weight)
 
     def extra_repr(self):

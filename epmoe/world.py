@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C
-from .errors import EpError  # noqa: F401  (gives the module its exceptions)
+from .errors import PeerError
 
 DEFAULT_TIMEOUT_S = 300.0
 _open = weakref.WeakSet()
@@ -22,6 +22,14 @@ def default_timeout_s():
         return float(text) if text else DEFAULT_TIMEOUT_S
     except ValueError:
         raise ValueError(f"EPMOE_TIMEOUT_S={text!r}: must be a number of seconds") from None
+
+
+def _seconds(timeout_s):
+    """timeout_s, or the default, as a number that the module takes: looked at before any rank waits for another."""
+    timeout_s = default_timeout_s() if timeout_s is None else float(timeout_s)
+    if not 0 < timeout_s < 1e6:
+        raise ValueError(f"timeout of {timeout_s:g} s: must be more than 0 and less than 1e6")
+    return timeout_s
 
 
 def _process_group(group):
@@ -68,24 +76,53 @@ class World(Shared):
     wait for a rank that is alive may take (default EPMOE_TIMEOUT_S or 300); a rank that dies is noticed at
     once.  Ranks must be processes of one user on one machine, at most 8.
 
-    Raises EpTimeout if a rank does not come, ValueError for a world of more than 8 ranks.
+    Layers and heaps that are made from a group share a world, which the first of them makes.  When it has ended, those that
+    come raise why, until World(group), on all ranks of the group, takes its place.
+
+    Raises EpTimeout if a rank does not come, ValueError for a world of more than 8 ranks, and where a launcher has started several
+    but torch.distributed is not initialized, so that each would be alone; ValueError or TypeError here,
+    and PeerError on the others, for a timeout_s that cannot be.
     """
 
     def __init__(self, group=None, timeout_s=None):
-        timeout_s = default_timeout_s() if timeout_s is None else float(timeout_s)
         self.group = _process_group(group)
         if self.group is None:
+            started = os.environ.get("WORLD_SIZE", "1")
+            if dist.is_available() and started.isdigit() and int(started) > 1:
+                raise ValueError(f"{started} ranks were started (WORLD_SIZE), but torch.distributed is not initialized: call init_process_group first")
             self.rank, self.size = 0, 1
-            self._c = _C.world_threads(1, timeout_s)[0]
+            self._c = _C.world_threads(1, _seconds(timeout_s))[0]
         else:
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
             if self.size > _C.MAX_RANKS:
                 raise ValueError(f"a world has 1 to {_C.MAX_RANKS} ranks, this group has {self.size}")
-            fd, name, nonce = _C.world_listen()
-            cards = _all_gather_bytes(self.group, name + nonce)
-            names = b"".join(c[: _C.NAME_BYTES] for c in cards)
-            self._c = _C.world_create(self.rank, self.size, timeout_s, fd, cards[0][_C.NAME_BYTES :], names)
+            self._c = self._meet(timeout_s)
         _open.add(self)
+        if id(self.group) in _of_group:  # whether that one has ended or not: ranks hear of an end at different times
+            _of_group[id(self.group)] = self
+
+    def _meet(self, timeout_s):
+        """Tell all ranks where this one listens, and connect.  Who cannot take part shows an empty card, and nobody waits for it."""
+        fd, card, error = -1, bytes(_C.NAME_BYTES + _C.NONCE_BYTES), None
+        try:
+            timeout_s = _seconds(timeout_s)
+            fd, name, nonce = _C.world_listen()
+            card = name + nonce
+        except Exception as e:
+            error = e
+        try:
+            cards = _all_gather_bytes(self.group, card)
+            if error is not None:
+                raise error
+            for rank, c in enumerate(cards):
+                if not c[0]:  # the length of a name
+                    raise PeerError(f"rank {rank} could not make its world; its own error says why")
+        except BaseException:
+            if fd >= 0:
+                os.close(fd)
+            raise
+        names = b"".join(c[: _C.NAME_BYTES] for c in cards)
+        return _C.world_create(self.rank, self.size, timeout_s, fd, cards[0][_C.NAME_BYTES :], names)
 
     @classmethod
     def _wrap(cls, capsule, rank, size):
@@ -96,17 +133,14 @@ class World(Shared):
 
     @classmethod
     def of(cls, group, timeout_s=None):
-        """The one world of a group, made by the first call; a World is returned as it is."""
+        """The world that the layers of a group share: made, with timeout_s, by the first call, which is collective.  A World is
+        returned as it is.  So is one that has ended: if some ranks already found another, they would be alone in making it."""
         if isinstance(group, World):
-            if timeout_s is not None:
-                group.set_timeout(timeout_s)
             return group
         group = _process_group(group)
         world = _of_group.get(id(group))
         if world is None:
             world = _of_group[id(group)] = cls(group, timeout_s)
-        elif timeout_s is not None:
-            world.set_timeout(timeout_s)
         return world
 
     def check(self):
@@ -149,8 +183,8 @@ class World(Shared):
         self._leave(True)
 
     def _leave(self, collective):
-        for key in [k for k, w in _of_group.items() if w is self]:
-            del _of_group[key]
+        if (collective or self.size == 1) and _of_group.get(id(self.group)) is self:  # who leaves alone must not forget it alone
+            del _of_group[id(self.group)]
         _open.discard(self)
         _C.world_close(self._c, collective)
 

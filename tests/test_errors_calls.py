@@ -63,7 +63,7 @@ def combine(s, **changes):
 
 def without_memory(s, call, name, value):
     """A call whose outputs no machine has room for: in its rank one number that they are as large as is out of all measure."""
-    with mock.patch.dict(s.layer._plan_words, {len(s.idx): value}) if name == "_plan_words" else mock.patch.object(*name, value):
+    with mock.patch.object(*name, value):
         return call(s)
 
 
@@ -79,13 +79,51 @@ def malloc(s):
     return s.heap.free(s.heap.malloc_symmetric((4,)))
 
 
-def new_heap(s, num_bytes=1 << 16):
-    return epmoe.SymmetricHeap(s.world, num_bytes, s.device).close()
+def new_heap(s, num_bytes=1 << 16, device=None):
+    return epmoe.SymmetricHeap(s.world, num_bytes, device or s.device).close()
 
 
-def small(s, **options):
+def small(s, kind=epmoe.EPAll2AllLayer, **options):
     """A layer on the heap that is there."""
-    keep(s.world, epmoe.EPAll2AllLayer(s.world, 4, 16, 1, num_tot_experts=s.world.size, dtype=torch.float32, heap=s.heap, **options))
+    options = {"ep_group": s.world, "max_tokens": 4, "hidden": 16, "topk": 1, "heap": s.heap} | options
+    keep(s.world, kind(num_tot_experts=s.world.size, dtype=torch.float32, **options))
+
+
+def own(s, kind=epmoe.EPAll2AllLayer, **options):
+    """A layer with a heap of its own."""
+    small(s, kind, **({"heap": None, "device": s.device} | options))
+
+
+def fused(s, **options):
+    own(s, epmoe.EpAll2AllFusedOp, token_saving=False, **options)
+
+
+def new_moe(s, **options):
+    keep(s.world, epmoe.EPMoE(**({"hidden": 16, "inner": 8, "num_experts": s.world.size, "topk": 1, "ep_group": s.world, "dtype": torch.float32,
+                                  "max_tokens": 4, "device": s.device} | options)))
+
+
+def moe(s, change=None, **changes):
+    """A module over the layer that is there; change gets its parameters."""
+    module = epmoe.EPMoE(16, 8, s.layer.num_experts, 3, dtype=torch.float32, layer=s.layer)
+    if change:
+        module.gate_up_proj = torch.nn.Parameter(change(module.gate_up_proj))
+    return module(**({"x": s.x, "topk_idx": s.idx, "topk_weights": s.weight} | changes))
+
+
+def scoped(s):
+    with s.heap.scope():
+        s.heap.malloc_symmetric((4,))
+
+
+def scope_left(s):
+    """Its own error comes through at once; the others are at the end of theirs, where a free by hand meets them."""
+    try:
+        with s.heap.scope():
+            t = s.heap.malloc_symmetric((4,))
+            raise KeyError("mine")
+    finally:
+        s.heap.free(t)
 
 
 # name: (what rank 1 calls, what the others call, exception of rank 1, its texts, exception of the others or None: PeerError)
@@ -121,10 +159,25 @@ TOGETHER = {
     "buffer-that-is-not-there": (lambda s: dispatch(s, buffer=1), dispatch, "ValueError", ("buffer 1", "1"), None),
     "buffer-of-a-plan": (lambda s: s.layer.preprocess(s.idx, buffer=-1), plan, "ValueError", ("buffer -1",), None),
     "buffer-of-a-barrier": (lambda s: s.layer.ep_barrier_all(buffer=2**40), lambda s: s.layer.ep_barrier_all(), "ValueError", ("buffer",), None),
+    "cached-in-another-buffer": (lambda s: again(s, buffer=99), again, "ValueError", ("buffer 99", "buffer 0"), None),
+    # whole modules
+    "moe-x-none": (lambda s: moe(s, x=None), moe, "TypeError", ("x:", "NoneType"), None),
+    "moe-x-list": (lambda s: moe(s, x=s.x.tolist()), moe, "TypeError", ("x:", "list"), None),
+    "moe-x-scalar": (lambda s: moe(s, x=s.x[0, 0]), moe, "ValueError", ("x:", "[.., 16]", "[]"), None),
+    "moe-x-nested": (lambda s: moe(s, x=torch.nested.nested_tensor([s.x])), moe, "Error", (), None),
+    "moe-indices-none": (lambda s: moe(s, topk_idx=None), moe, "TypeError", ("topk_idx", "NoneType"), None),
+    "moe-indices-list": (lambda s: moe(s, topk_idx=s.idx.tolist()), moe, "TypeError", ("topk_idx", "list"), None),
+    "moe-indices-scalar": (lambda s: moe(s, topk_idx=s.idx[0, 0]), moe, "ValueError", ("topk_idx", "[.., 3]", "[]"), None),
+    "moe-indices-without-choices": (lambda s: moe(s, topk_idx=s.idx[:, :0]), moe, "ValueError", ("topk_idx", "[.., 3]", "[10, 0]"), None),
+    "moe-weights-none": (lambda s: moe(s, topk_weights=None), moe, "TypeError", ("topk_weights", "NoneType"), None),
+    "moe-weights-list": (lambda s: moe(s, topk_weights=s.weight.tolist()), moe, "TypeError", ("topk_weights", "list"), None),
+    "moe-weights-scalar": (lambda s: moe(s, topk_weights=s.weight[0, 0]), moe, "ValueError", ("topk_weights", "[.., 3]", "[]"), None),
+    "moe-weights-complex": (lambda s: moe(s, topk_weights=s.weight.to(torch.complex64)), moe, "TypeError", ("weight", "complex64"), None),
+    "moe-parameter": (lambda s: moe(s, lambda w: w[:, :, :8].contiguous()), moe, "Error", (), None),
     # no memory for what comes out
-    "plan-without-memory": (lambda s: without_memory(s, plan, "_plan_words", 1 << 55), plan, "Error", (), None),
-    "dispatch-without-memory": (lambda s: without_memory(s, again, (s.layer, "_recv_words"), 1 << 55), again, "Error", (), None),
-    "combine-without-memory": (lambda s: without_memory(s, combine, (s.layout, "num_tokens"), 1 << 55), combine, "Error", (), None),
+    "plan-without-memory": (lambda s: without_memory(s, plan, (s.layer, "_plan_words"), lambda num_tokens: 1 << 55), plan, "RuntimeError", (), None),
+    "dispatch-without-memory": (lambda s: without_memory(s, again, (s.layer, "_recv_words"), 1 << 55), again, "RuntimeError", (), None),
+    "combine-without-memory": (lambda s: without_memory(s, combine, (s.layout, "num_tokens"), 1 << 55), combine, "RuntimeError", (), None),
     # the world
     "exchange-of-another-size": (lambda s: exchange(s, b"xyz"), exchange, "EpMismatch", ("2 bytes", "3"), "EpMismatch"),
     "exchange-of-nothing": (lambda s: exchange(s, b""), exchange, "EpMismatch", ("0", "2"), "EpMismatch"),
@@ -140,7 +193,32 @@ TOGETHER = {
     "layer-beside-malloc": (small, malloc, "EpMismatch", (), "EpMismatch"),
     "heap-larger-than-the-machine": (lambda s: new_heap(s, 1 << 45), lambda s: new_heap(s, 1 << 45), "HeapExhausted", (str(1 << 45)[:4],), "HeapExhausted"),
     "layer-of-another-kind": (lambda s: small(s, combine_mode="gather", enable_local_combine=False), lambda s: small(s, num_buffers=2), "EpMismatch", (), "EpMismatch"),
+    # what cannot be made
+    "heap-of-negative-bytes": (lambda s: new_heap(s, -1), new_heap, "ValueError", ("-1 bytes",), None),
+    "heap-of-endless-bytes": (lambda s: new_heap(s, 1 << 70), new_heap, "ValueError", (f"{1 << 70} bytes",), None),
+    "heap-of-text": (lambda s: new_heap(s, "x"), new_heap, "ValueError", ("'x'",), None),
+    "heap-of-nothing": (lambda s: new_heap(s, None), new_heap, "TypeError", (), None),
+    "heap-on-meta": (lambda s: new_heap(s, device="meta"), new_heap, "ValueError", ("meta",), None),
+    "heap-on-a-device-of-no-kind": (lambda s: new_heap(s, device="abacus"), new_heap, "RuntimeError", ("abacus",), None),
+    "layer-on-a-device-of-no-kind": (lambda s: own(s, device="abacus"), own, "RuntimeError", ("abacus",), None),
+    "layer-with-timeout-negative": (lambda s: own(s, timeout_s=-1), own, "ValueError", ("timeout", "-1"), None),
+    "layer-with-timeout-text": (lambda s: own(s, timeout_s="soon"), own, "ValueError", ("soon",), None),
+    "layer-in-heap-with-timeout": (lambda s: small(s, timeout_s=0), small, "ValueError", ("timeout",), None),
+    "layer-by-heap-with-timeout": (lambda s: small(s, ep_group=None, timeout_s=0), lambda s: small(s, ep_group=None), "ValueError", ("timeout",), None),
+    "layer-in-heap-elsewhere": (lambda s: small(s, ep_group=None, device="cuda:7"), small, "ValueError", ("cuda:7",), None),
+    "layer-in-heap-of-text": (lambda s: small(s, heap="the heap"), small, "TypeError", ("SymmetricHeap", "str"), None),
+    "layer-in-heap-of-others": (lambda s: small(s, heap=epmoe.SymmetricHeap(epmoe.thread_worlds(1)[0], 1 << 16, "cpu")), small, "ValueError",
+                                ("another world",), None),
+    "fused-topk-none": (lambda s: fused(s, topk=None), fused, "TypeError", (), None),
+    "fused-tokens-text": (lambda s: fused(s, max_tokens="some"), fused, "ValueError", ("some",), None),
+    "moe-activation": (lambda s: new_moe(s, activation="relu"), new_moe, "ValueError", ("swiglu, gpt_oss or gelu",), None),
+    "moe-activation-in-heap": (lambda s: new_moe(s, activation="relu", heap=s.heap), lambda s: new_moe(s, heap=s.heap), "ValueError",
+                               ("swiglu, gpt_oss or gelu",), None),
+    "moe-inner": (lambda s: new_moe(s, inner=0), new_moe, "ValueError", ("inner 0",), None),
+    "moe-timeout": (lambda s: new_moe(s, timeout_s=-1), new_moe, "ValueError", ("timeout",), None),
     # the heap
+    "malloc-endless": (lambda s: s.heap.malloc_symmetric((float("inf"),)), malloc, "OverflowError", ("infinity",), None),
+    "scope-left-by-an-error": (scope_left, scoped, "KeyError", ("mine",), "nothing"),
     "free-twice": (lambda s: s.heap.free(s.t) or s.heap.free(s.t), lambda s: s.heap.free(s.t) or s.heap.free(s.words), "ValueError", ("nothing is allocated",), None),
     "free-the-middle": (lambda s: s.heap.free(s.t[1]), lambda s: s.heap.free(s.t), "ValueError", ("nothing is allocated",), None),
     "free-another": (lambda s: s.heap.free(s.words), lambda s: s.heap.free(s.t), "EpMismatch", ("frees",), "EpMismatch"),

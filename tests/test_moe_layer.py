@@ -59,7 +59,7 @@ def make_moe(world, device, model, **options):
     size = world.size
     moe = epmoe.EPMoE(model.hidden, model.inner, model.num_local * size, model.topk, world, model.activation, max_tokens=model.tokens, dtype=model.dtype,
                       device=device, bias=model.bias, enable_local_combine=model.local, combine_mode=model.mode,
-                      capacity=size * model.tokens * model.topk if model.capacity else None, **options)
+                      capacity=size * model.tokens * model.topk if model.capacity else None, **({"fused": True} | options))
     keep(world, moe)
     local = slice(world.rank * model.num_local, (world.rank + 1) * model.num_local)
     moe.load_state_dict({k: v[local] for k, v in parameters_of(model, model.num_local * size).items()})
@@ -343,9 +343,14 @@ def test_moe_starts_within_one_over_the_root_of_fan_in(ranks):
     (lambda a: a | {"idx": a["idx"].float()}, "TypeError"),
     (lambda a: a | {"idx": a["idx"][:, :2]}, "ValueError"),
     (lambda a: a | {"weight": a["weight"][:, :2]}, "ValueError"),
+    (lambda a: a | {"x": None}, "TypeError"),
+    (lambda a: a | {"x": a["x"][0, 0]}, "ValueError"),
+    (lambda a: a | {"idx": a["idx"].tolist()}, "TypeError"),
+    (lambda a: a | {"weight": None}, "TypeError"),
+    (lambda a: a | {"weight": a["weight"].long()}, "TypeError"),
     (lambda a: a | {"idx": a["idx"] + 1000}, "EpIndexError"),
     (lambda a: {k: torch.cat([v, v]) for k, v in a.items()}, "ValueError"),
-], ids=["dtype", "hidden", "index-dtype", "index-topk", "weight-topk", "index", "tokens"])
+], ids=["dtype", "hidden", "index-dtype", "index-topk", "weight-topk", "none", "scalar", "index-list", "weight-none", "weight-dtype", "index", "tokens"])
 def test_moe_mistakes(ranks, change, kind):
     """On one rank; afterwards the module works, and so do its gradients."""
     model = Model(unequal=False)

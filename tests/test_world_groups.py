@@ -1,16 +1,18 @@
 """Worlds made from process groups, subgroups and meshes; exchange; how they are named and closed."""
 
+import contextlib
 import os
 import socket
 import threading
 import time
+import unittest.mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import epmoe
-from cases import Case, check_case, check_outcomes, make_layer, outcome, process_ranks, run_case, run_routing
+from cases import Case, check_case, check_outcomes, keep, make_layer, outcome, process_ranks, run_case, run_routing
 from epmoe import _C
 from epmoe.testing import run_ranks, run_threads
 from epmoe.world import default_timeout_s
@@ -132,12 +134,15 @@ def test_world_timeout_comes_from_the_environment(monkeypatch):
         w._leave(False)
 
 
-def test_world_timeout_can_be_given_with_the_layer(ranks):
+@pytest.mark.parametrize("by_heap", [False, True], ids=["world", "heap"])
+def test_world_timeout_can_be_given_with_the_layer(ranks, by_heap):
     """timeout_s of a layer is that of its world, however the world is named."""
 
     def run(world, device):
         world.set_timeout(3)
-        layer = make_layer(world, device, CASE, timeout_s=0.5)
+        named = {"heap": epmoe.SymmetricHeap(world, 1 << 20, device), "ep_group": None} if by_heap else {"device": device, "ep_group": world}
+        layer = epmoe.EPAll2AllLayer(max_tokens=8, hidden=16, topk=2, num_tot_experts=world.size, timeout_s=0.5, **named)
+        keep(world, layer)
         world.exchange(b"x")
         if world.rank == 0:
             return outcome(layer.ep_barrier_all)
@@ -197,6 +202,72 @@ def test_world_that_was_closed_is_not_found_again():
     second = epmoe.World.of(None)
     assert second is not first and epmoe.World.of(None) is second
     second.close()
+
+
+NO_TIMES = (-1, 0, 1e7, float("nan"), "soon", [1])
+
+
+def _world_that_one_rank_cannot_make(rank, world_size):
+    """Rank 1's reasons, one after the other: times that cannot be, by argument, layer and environment, and no socket to be had."""
+
+    def world(timeout_s=20):
+        return epmoe.World(timeout_s=timeout_s)
+
+    def layer(timeout_s=20):
+        return epmoe.EPAll2AllLayer(None, 8, 16, 2, num_tot_experts=4, device="cpu", timeout_s=timeout_s)
+
+    def no_socket():
+        raise OSError("no socket")
+
+    before, got = len(os.listdir("/proc/self/fd")), []
+    for make in (world, layer):
+        got += [outcome(lambda t=t: make(t) if rank == 1 else make()) for t in NO_TIMES]
+    with unittest.mock.patch.dict(os.environ, {"EPMOE_TIMEOUT_S": "never"} if rank == 1 else {}):
+        got.append(outcome(epmoe.World))
+    with unittest.mock.patch.object(_C, "world_listen", no_socket if rank == 1 else _C.world_listen):
+        got.append(outcome(epmoe.World))
+    left = len(os.listdir("/proc/self/fd")) - before
+    with epmoe.World(timeout_s=20) as w:
+        return got, left, run_case(w, "cpu", CASE)
+
+
+def test_world_that_one_rank_cannot_make():
+    """Nobody waits for a rank that does not come to the meeting; the next world is made as if nothing had been."""
+    results = process_ranks(_world_that_one_rank_cannot_make, 3)
+    kinds = 2 * (["ValueError"] * (len(NO_TIMES) - 1) + ["TypeError"]) + ["ValueError", "OSError"]
+    for of_all, kind in zip(zip(*(got for got, _, _ in results)), kinds, strict=True):
+        check_outcomes(of_all, ["PeerError", kind, "PeerError"])
+        check_outcomes([of_all[0], of_all[2]], "PeerError", "rank 1 could not make its world")
+    assert [left for _, left, _ in results] == [0, 0, 0], "descriptors are left open"
+    check_case([r for _, _, r in results], CASE)
+
+
+def _world_after_an_end(rank, world_size, how):
+    def make():
+        return epmoe.EPAll2AllLayer(None, CASE.max_tokens, CASE.hidden, CASE.topk, num_tot_experts=2 * world_size, dtype=CASE.dtype,
+                                    device="cpu", timeout_s=0.5 if how == "late" else 20)
+
+    first = make()
+    if rank == 1 and how == "late":
+        time.sleep(1)
+    if rank == 1 and how == "left":
+        with contextlib.suppress(KeyError), first.world:
+            raise KeyError("mine")
+    ended = outcome(first.ep_barrier_all)
+    again = outcome(make)
+    world = epmoe.World()
+    second = make()
+    return ended, again, epmoe.World.of(None) is world is second.world, first.world is not world, run_routing(second, CASE)
+
+
+@pytest.mark.parametrize("how, kinds", [("late", ["EpTimeout", "EpTimeout"]), ("left", ["PeerDied", "EpClosed"])])
+def test_world_takes_the_place_of_one_that_has_ended(how, kinds):
+    """Layers by group go on with it; until it is made all of them hear why the old one ended."""
+    results = process_ranks(_world_after_an_end, 2, how)
+    for i in (0, 1):
+        check_outcomes([r[i] for r in results], kinds, within_s=4)
+    assert all(same and new for _, _, same, new, _ in results)
+    check_case([r[4] for r in results], CASE)
 
 
 def _absent_from_the_meeting(rank, world_size):

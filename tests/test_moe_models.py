@@ -1,0 +1,180 @@
+"""EPMoE as a part of models: what their users do around it."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import epmoe
+from cases import keep, outcome, process_ranks
+
+HIDDEN, INNER, TOPK = 16, 24, 2
+
+
+def make_moe(world, device, seed, **options):
+    torch.manual_seed(seed)
+    moe = epmoe.EPMoE(HIDDEN, INNER, 3 * world.size, TOPK, world, max_tokens=8, **({"dtype": torch.float32, "device": device} | options))
+    keep(world, moe)
+    return moe
+
+
+def routed(world, device, tokens=6, dtype=torch.float32):
+    g = torch.Generator().manual_seed(world.rank)
+    weight, idx = torch.rand(tokens, 3 * world.size, generator=g).topk(TOPK)
+    return torch.randn(tokens, HIDDEN, generator=g).to(device, dtype), idx.to(device), weight.to(device)
+
+
+def _start(rank, world_size, bias):
+    torch.manual_seed(5)
+    moe = epmoe.EPMoE(HIDDEN, INNER, 6, TOPK, dtype=torch.float32, device="cpu", bias=bias)
+    parameters = {n: p.detach() for n, p in moe.named_parameters()}
+    moe.finalize()
+    return parameters
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+def test_moe_starts_alike_on_any_number_of_ranks(bias):
+    """With the same seed on all ranks every expert is another, and the same as in one process: a rank has its part of the whole."""
+    results, alone = process_ranks(_start, 2, bias), _start(0, 1, bias)
+    for name, p in alone.items():
+        fan_in = HIDDEN if name.startswith("gate_up") else INNER
+        assert p.abs().max() <= fan_in**-0.5 and 0.4 < p.abs().mean() * fan_in**0.5 < 0.6, name
+        assert len({tuple(e.flatten().tolist()) for e in p}) == len(p), f"{name}: two experts are the same"
+        assert torch.equal(torch.cat([r[name] for r in results]), p), name
+
+
+def test_moe_from_a_whole_checkpoint(ranks):
+    """A rank takes its experts' part of each parameter."""
+
+    def run(world, device):
+        g = torch.Generator().manual_seed(3)
+        num_experts = 3 * world.size
+        full = {"gate_up_proj": torch.randn(num_experts, 2 * INNER, HIDDEN, generator=g), "down_proj": torch.randn(num_experts, HIDDEN, INNER, generator=g)}
+        moe = make_moe(world, device, 0)
+        local = moe.layer.num_local_experts
+        moe.load_state_dict({name: p[world.rank * local : (world.rank + 1) * local] for name, p in full.items()})
+        x, idx, weight = routed(world, device)
+        y = moe(x, idx, weight).detach()
+        moe.finalize()
+        want = torch.zeros_like(x)
+        for t in range(len(x)):
+            for e, w in zip(idx[t].tolist(), weight[t].tolist()):
+                gate, up = F.linear(x[t], full["gate_up_proj"][e].to(device)).chunk(2)
+                want[t] += w * F.linear(F.silu(gate) * up, full["down_proj"][e].to(device))
+        return y, want
+
+    for y, want in ranks(run):
+        torch.testing.assert_close(y, want, rtol=1e-3, atol=1e-3)
+
+
+def test_moe_under_autocast(ranks):
+    """Layers before it give another dtype then; the experts multiply in theirs."""
+
+    def run(world, device):
+        moe = make_moe(world, device, 1)
+        x, idx, weight = routed(world, device)
+        half = x.to(torch.bfloat16)
+        want = moe(half.float(), idx, weight)
+        with torch.autocast(device.type, torch.bfloat16):
+            y = moe(half, idx, weight)
+        refused = outcome(lambda: moe(half, idx, weight))
+        moe.finalize()
+        return torch.equal(y, want) and y.dtype == torch.float32, refused.kinds
+
+    assert all(same and "TypeError" in kinds for same, kinds in ranks(run))
+
+
+def test_moe_of_another_dtype_than_it_was_made_for(ranks):
+    """Told, with what helps; and it goes on in its own."""
+
+    def run(world, device):
+        moe = make_moe(world, device, 1)
+        x, idx, weight = routed(world, device)
+        want = moe(x, idx, weight)
+        got = outcome(lambda: moe.bfloat16()(x.bfloat16(), idx, weight) if world.rank == 0 else moe(x, idx, weight))
+        again = moe.float()(x, idx, weight)
+        moe.finalize()
+        return got, again.shape == want.shape
+
+    for rank, (got, again) in enumerate(ranks(run)):
+        assert again and ("TypeError" if rank == 0 else "PeerError") in got.kinds
+        assert rank or "give dtype= at construction" in got.text
+
+
+class Block(torch.nn.Module):
+    def __init__(self, num_experts):
+        super().__init__()
+        self.router = torch.nn.Linear(HIDDEN, num_experts)
+        self.moe = epmoe.EPMoE(HIDDEN, INNER, num_experts, TOPK, max_tokens=8, dtype=torch.float32, device="cpu")
+
+    def forward(self, x):
+        weight, idx = self.router(x).softmax(-1).topk(TOPK)
+        return x + self.moe(x, idx, weight)
+
+
+def _train(rank, world_size):
+    """As the README says, beside DistributedDataParallel.  Returns what it started with and ended with, and its tokens."""
+    torch.manual_seed(0)
+    model = Block(3 * world_size)
+    experts = [f"{path}.{name}" for path, part in model.named_modules() if isinstance(part, epmoe.EPMoE) for name, _ in part.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
+    model_of_all = DistributedDataParallel(model)
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(rank))
+    model_of_all(x).square().mean().backward()
+    for n, p in model.named_parameters():
+        p.grad /= world_size if n in experts else 1
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.moe.finalize()
+    return start, grads, x, experts
+
+
+@pytest.mark.cpu_only
+def test_moe_beside_distributed_data_parallel():
+    """The gradient of the mean over ranks, of every parameter, as in one process."""
+    results = process_ranks(_train, 2)
+    experts = results[0][3]
+    assert experts == ["moe.gate_up_proj", "moe.down_proj"]
+    whole = {n: torch.cat([r[0][n] for r in results]) if n in experts else results[0][0][n] for n in results[0][0]}
+    assert len({tuple(e.flatten().tolist()) for e in whole["moe.down_proj"]}) == 6
+    whole = {n: p.requires_grad_() for n, p in whole.items()}
+    loss = 0
+    for _, _, x, _ in results:
+        weight, idx = F.linear(x, whole["router.weight"], whole["router.bias"]).softmax(-1).topk(TOPK)
+        gate, up = torch.einsum("tkch,th->tkc", whole["moe.gate_up_proj"][idx], x).chunk(2, -1)
+        y = torch.einsum("tkhc,tkc,tk->th", whole["moe.down_proj"][idx], F.silu(gate) * up, weight)
+        loss = loss + (x + y).square().mean() / len(results)
+    loss.backward()
+    for n, p in whole.items():
+        got = torch.cat([r[1][n] for r in results]) if n in experts else results[1][1][n]
+        torch.testing.assert_close(got, p.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.cpu_only
+def test_moe_without_a_process_group_is_told():
+    """Started by torchrun, but without init_process_group: each rank would be alone with a model of its own."""
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "4"}):
+        with pytest.raises(ValueError, match="4 ranks were started .WORLD_SIZE., but torch.distributed is not initialized"):
+            epmoe.World()
+
+
+def _checkpointed(rank, world_size):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Block(2 * world_size)
+    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(rank), requires_grad=True)
+    step = torch.compile(lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False), backend="aot_eager", fullgraph=True)
+    y, want = step(x), model(x)
+    grad, = torch.autograd.grad(y.sum(), x)
+    wanted, = torch.autograd.grad(want.sum(), x)
+    model.moe.finalize()
+    return torch.equal(y, want) and torch.allclose(grad, wanted)
+
+
+@pytest.mark.cpu_only
+def test_moe_checkpointed_inside_a_compiled_step():
+    assert all(process_ranks(_checkpointed, 2))
