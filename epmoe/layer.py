@@ -93,7 +93,7 @@ class EPAll2AllLayer(Shared):
             if not isinstance(weight_dtype, torch.dtype) or not weight_dtype.is_floating_point:
                 raise TypeError(f"weight_dtype {weight_dtype}: must be a floating-point dtype")
             if combine_mode not in _MODES:
-                raise ValueError(f"combine_mode {combine_mode!r}: scatter or gather")
+                raise ValueError(f"combine_mode {combine_mode!r}: scatter or gather (serial and fuse_scatter are combine_order's)")
             self.max_tokens, self.hidden, self.topk, self.num_experts = int(max_tokens), int(hidden), int(topk), int(num_tot_experts)
             self.dtype, self.weight_dtype = dtype, weight_dtype
             self.capacity = None if capacity is None else int(capacity)
@@ -201,7 +201,8 @@ class EPAll2AllLayer(Shared):
             exp_indices: [T, K] int32 or int64, contiguous.  -1 and E are dropped choices; duplicates are allowed.
             full_scatter_indices: row of every choice at its expert's rank, chosen by the caller instead of by the
                 plan: int32 [T, K] of this rank's tokens, or [sum of all ranks' T, K] in rank order.  Rows of a
-                rank must be a permutation of 0 .. M-1.
+                rank must be a permutation of 0 .. M-1; only that they lie there is checked (ValueError here, and PeerError in
+                the others' dispatch), for no rank sees all of them.
             buffer: communication buffer to use.
         Returns: EPLayout.
         Raises on every rank: EpIndexError, EpOverflow, EpMismatch; ValueError or TypeError here and PeerError on

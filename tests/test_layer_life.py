@@ -205,6 +205,30 @@ def test_layer_that_finds_no_room_leaves_the_heap_as_it_was(ranks):
     check_case([r[2] for r in results], case)
 
 
+@pytest.mark.cuda_only
+def test_layer_gives_memory_back_when_nobody_pulls_from_it_any_more(ranks):
+    """Rank 0 has no tokens and is done at once, while the others still pull their rows from it; what it then writes is not theirs."""
+
+    def run(world, device):
+        tokens, hidden = 4096, 2048
+        heap = epmoe.SymmetricHeap(world, 1 << 28, device)
+        seen = []
+        for _ in range(5):
+            layer = epmoe.EPAll2AllLayer(None, tokens, hidden, 1, num_tot_experts=world.size, combine_mode="gather", num_sm=2, heap=heap)
+            x = torch.ones(tokens if world.rank else 0, hidden, dtype=torch.bfloat16, device=device)
+            rows, _, layout = layer.dispatch(x, torch.zeros(len(x), 1, dtype=torch.int64, device=device))
+            y = layer.combine(rows * 3, layout)
+            layer.finalize()
+            words = heap.malloc_symmetric((heap.stats()["largest_free"] // 2,), torch.uint8)
+            words.fill_(255)
+            seen.append(bool((y == 3).all()))
+            heap.free(words)
+        heap.close()
+        return seen
+
+    assert ranks(run, at_least=2) == [[True] * 5] * ranks.size()
+
+
 def test_layer_of_another_worlds_heap(ranks):
     if ranks.is_torchrun:
         pytest.skip("makes a world of one beside the world of all; that is for the ranks of one process")

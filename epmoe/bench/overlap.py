@@ -78,7 +78,7 @@ def draw(path, shape, events, run):
             top.set_title(kernel)
             bottom.stackplot(times, *(busy[n] for n in KERNELS[kernel]), labels=KERNELS[kernel], colors=("#E69F00", "#009E73"), linewidth=0)
             bottom.set_xlabel("microseconds")
-            bottom.legend(loc="upper right")
+            bottom.legend(loc="upper left")
         axes[0, 0].set_ylabel("blocks that\nmultiply")
         axes[1, 0].set_ylabel("warps that\nmove tokens")
         figure.suptitle(f"{shape.name} on one of {run.size} x {torch.cuda.get_device_name() if run.on_gpu else 'CPU'}, {run.head['date']}")
