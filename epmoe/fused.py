@@ -27,7 +27,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     one kernel; elsewhere they are the same stages one after the other, with the same results to the bit.
 
     Each kernel takes all SMs until it ends, but for reserve_sms.  A collective of NCCL that may be on its way at the same time, on
-    another stream, wants some reserved, as many as it has channels (NCCL_MAX_CTAS); or order the streams; or fused=False.
+    another stream, wants some reserved: as many as it has channels (NCCL_MAX_CTAS), and 8, because blocks come in pairs that stand beside
+    each other; or order the streams; or fused=False.
 
     Args: those of EPAll2AllLayer, and what the kernels can do in more than one way.  The defaults are what measured best.
         num_sm: thread blocks in which tokens are moved, beside the product; None: all.  Also of dispatch and combine alone.

@@ -174,6 +174,7 @@ TOGETHER = {
     "moe-weights-scalar": (lambda s: moe(s, topk_weights=s.weight[0, 0]), moe, "ValueError", ("topk_weights", "[.., 3]", "[]"), None),
     "moe-weights-complex": (lambda s: moe(s, topk_weights=s.weight.to(torch.complex64)), moe, "TypeError", ("weight", "complex64"), None),
     "moe-parameter": (lambda s: moe(s, lambda w: w[:, :, :8].contiguous()), moe, "Error", (), None),
+    "indices-forgotten": (lambda s: s.layer.dispatch(s.x), dispatch, "TypeError", ("exp_indices", "layout"), None),
     # no memory for what comes out
     "plan-without-memory": (lambda s: without_memory(s, plan, (s.layer, "_plan_words"), lambda num_tokens: 1 << 55), plan, "RuntimeError", (), None),
     "dispatch-without-memory": (lambda s: without_memory(s, again, (s.layer, "_recv_words"), 1 << 55), again, "RuntimeError", (), None),
