@@ -71,5 +71,7 @@ uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_t
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
 const EpBackend *ep_heap_backend(const EpHeap *heap);
 EpWorld *ep_heap_world(const EpHeap *heap);
+/* Until this rank's GPU has done all that it was given: before memory goes back, which peers and kernels may still use. */
+int ep_heap_quiesce(EpHeap *heap);
 
 #endif /* EP_BACKEND_H */

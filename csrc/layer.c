@@ -114,7 +114,7 @@ int ep_layer_close(EpLayer *l) {
     l->closed = true;
     uint64_t note = ep_world_note(ep_heap_world(l->heap), &(EpNote){.what = EP_DID_LAYER_CLOSE, .of = l->buffers[0].of});
     /* Peers may have pulled from here, and I from them, when the last kernel has ended: only then is the memory anybody else's. */
-    int synced = ep_heap_backend(l->heap)->sync_all(ep_heap_device(l->heap));
+    int synced = ep_heap_quiesce(l->heap);
     for (uint32_t i = 0; i < l->config.num_buffers && !code; i++) code = ep_heap_free(l->heap, l->buffers[i].off);
     ep_world_noted(ep_heap_world(l->heap), note);
     return code ? code : synced;

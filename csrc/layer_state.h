@@ -17,9 +17,10 @@ struct EpLayer {
     EpCommBuffer buffers[EP_MAX_BUFFERS];
 };
 
-/* Ready for an operation on a buffer: nothing has gone wrong before, and the stream comes in order. */
+/* Ready for an operation on a buffer: nothing has gone wrong before. */
 int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out);
-/* The operation's end on the host: on the CPU it is over, and so is its failure known. */
+/* The operation's end on the host: on the CPU it is over, and so is its failure known; on CUDA, where it was not launched, the
+ * others are told. */
 int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t note, int code, void *stream);
 /* Tell the others of a failure that is this thread's error, and keep this rank's own reason. */
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream);
