@@ -288,7 +288,7 @@ class EPAll2AllLayer(Shared):
             if layout is None:
                 self._check_tensor("input", input, self.dtype, (None, self.hidden))
                 if exp_indices is None:
-                    raise TypeError("give exp_indices, or the layout of an earlier preprocess or dispatch")
+                    raise TypeError("exp_indices is None: give them, or the layout of an earlier preprocess or dispatch")
                 if isinstance(exp_indices, torch.Tensor) and exp_indices.dim() == 2 and exp_indices.shape[0] != input.shape[0] * self._copies:
                     raise ValueError(f"input has {input.shape[0]} tokens, exp_indices {exp_indices.shape[0]}")
             else:
