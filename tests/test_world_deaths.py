@@ -179,6 +179,7 @@ def _interrupt(rank, world_size):
     if rank == 1:
         time.sleep(1.0)  # the others wait for this one
     if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests in the background may have it ignored
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     start, told = time.monotonic(), "nothing"
     try:
