@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
         EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, p.num_tokens, 0);
         ep_enter(&p.comm, &h, epoch);
     }
-    int32_t kept[2];
+    Choice kept[2];
     if (epoch) count(p, range, sorts, m.warp_count + threadIdx.x / 32 * m.warp_cells, &bad, kept);
     __syncthreads();
     if (epoch) scan_warps(p, m, bad);

@@ -28,31 +28,42 @@ struct Round {
     __device__ Round(uint32_t K) { num_tokens = 32 / K, num_choices = num_tokens * K; }
     __device__ bool has(uint64_t i, uint64_t end) const { return ep_lane() < num_choices && i < end; }
 };
-/* Bit r of lane j: token j of the round goes to rank r. */
-EP_FN uint32_t ranks_of(const Params &p, const Round &round, int32_t expert) {
-    const uint32_t K = p.comm.shape.num_topk, bit = expert < 0 ? 0 : 1u << (uint32_t)expert / ep_num_local_experts(&p.comm.shape);
+/* What a warp finds out about a round's choices, one a lane. */
+struct Choice {
+    int32_t expert;                /* or -1 */
+    uint32_t rank : 8;             /* of its expert; of a dropped choice 0 */
+    uint32_t is_first : 1;         /* of its token at its rank, by expert; where slots are sorted, else 0 */
+    uint32_t is_last : 1;          /* so, too */
+    uint32_t ranks : EP_MAX_RANKS; /* lane j: bit r says that token j of the round goes to rank r */
+};
+EP_FN uint32_t ranks_of(const Params &p, const Round &round, const Choice &c) {
+    const uint32_t K = p.comm.shape.num_topk, bit = c.expert < 0 ? 0 : 1u << c.rank;
     uint32_t ranks = 0;
     for (uint32_t k = 0; k < K; k++) ranks |= __shfl_sync(EP_FULL, bit, (int)(ep_lane() * K + k)); /* modulo 32 */
     return ep_lane() < round.num_tokens ? ranks : 0;
 }
-
-/* Of a lane's choice: 1 where it is the first of its token at its rank, by expert, and 65536 where it is the last. */
-EP_FN uint32_t first_and_last(const Params &p, int32_t expert) {
+EP_FN void find_ends(const Params &p, Choice *c) {
     const int32_t K = (int32_t)p.comm.shape.num_topk, L = (int32_t)ep_num_local_experts(&p.comm.shape);
-    const int32_t token = (int32_t)ep_lane() / K * K, from = expert < 0 ? 0 : expert / L * L;
-    bool first = expert >= 0, last = first;
+    const int32_t token = (int32_t)ep_lane() / K * K, from = (int32_t)c->rank * L;
+    bool first = c->expert >= 0, last = first;
     for (int32_t k = 0; k < K; k++) {
-        const int32_t other = __shfl_sync(EP_FULL, expert, token + k); /* modulo 32 */
+        const int32_t other = __shfl_sync(EP_FULL, c->expert, token + k); /* modulo 32 */
         if (other < from || other >= from + L || token + k == (int32_t)ep_lane()) continue;
-        const bool before = other < expert || (other == expert && token + k < (int32_t)ep_lane());
+        const bool before = other < c->expert || (other == c->expert && token + k < (int32_t)ep_lane());
         if (before) first = false;
         else last = false;
     }
-    return (first ? 1u : 0u) | (last ? 65536u : 0u);
+    c->is_first = first, c->is_last = last;
+}
+EP_FN Choice look_at(const Params &p, const Round &round, int32_t expert, bool sorts) {
+    Choice c = {expert, expert < 0 ? 0 : (uint32_t)expert / ep_num_local_experts(&p.comm.shape), 0, 0, 0};
+    c.ranks = ranks_of(p, round, c);
+    if (sorts) find_ends(p, &c);
+    return c;
 }
 
-/* `kept`: the experts of the first two rounds, so that place need not load them. */
-EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad, int32_t (&kept)[2]) {
+/* `kept`: the choices of the first two rounds, so that place need not look at them again. */
+EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad, Choice (&kept)[2]) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
     const uint64_t end = (uint64_t)range.last * s.num_topk;
@@ -70,17 +81,14 @@ EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint3
             const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
             if (both[j] == -2) atomicMin(bad, (uint32_t)i), both[j] = -1;
             if (round.has(i, end)) expert[i] = both[j];
-            if (both[j] >= 0) atomicAdd(&mine[both[j]], 1u);
-            if (sorts) {
-                const uint32_t ends = first_and_last(p, both[j]);
-                if (ends) atomicAdd(&mine[p.comm.layout.num_count_cells + both[j]], ends);
-            }
-            const uint32_t ranks = ranks_of(p, round, both[j]);
+            const Choice c = look_at(p, round, both[j], sorts);
+            if (c.expert >= 0) atomicAdd(&mine[c.expert], 1u);
+            if (c.is_first | c.is_last) atomicAdd(&mine[p.comm.layout.num_count_cells + c.expert], c.is_first | (uint32_t)c.is_last << 16);
             for (uint32_t r = 0; r < s.num_ranks; r++) {
-                const uint32_t num = __popc(__ballot_sync(EP_FULL, ranks >> r & 1u));
+                const uint32_t num = __popc(__ballot_sync(EP_FULL, c.ranks >> r & 1u));
                 if (ep_lane() == r) to_rank += num;
             }
-            if (t == range.first) kept[j] = both[j];
+            if (t == range.first) kept[j] = c;
         }
     }
     if (ep_lane() < s.num_ranks && !is_clerk()) mine[s.num_experts + ep_lane()] = to_rank;
@@ -166,50 +174,63 @@ EP_FN void judge(const Params &p, Verdict *v, uint64_t epoch) {
     v->code = f.code;
 }
 
-/* The slots of a round, sorted by expert: who holds a token's first or last choice at a rank numbers it. */
-EP_FN void place_slots(const Params &p, const Smem &m, uint32_t *mine, int32_t e, uint32_t token) {
-    const uint32_t E = p.comm.shape.num_experts, L = ep_num_local_experts(&p.comm.shape), ends = first_and_last(p, e);
-    const uint32_t lower = (1u << ep_lane()) - 1;
-    for (uint32_t half = 0; half < 2; half++) {
-        const bool here = ends >> 16 * half & 1u;
-        const uint32_t same = __match_any_sync(EP_FULL, here ? e : -1), nth = __popc(same & lower);
-        uint32_t slot = 0;
-        if (here) slot = (mine[e] >> 16 * half & 0xffffu) + nth + m.before[m.cells + half * E + e] + (half ? m.home_from : m.out_from)[e];
-        __syncwarp();
-        if (here && nth == 0) mine[e] += (uint32_t)__popc(same) << 16 * half;
-        __syncwarp();
-        if (here && half == 0) p.plan[p.layout.send_token_off + (uint64_t)(e / L) * p.num_tokens + slot] = (int32_t)token;
-        if (here && half == 1) p.plan[p.layout.token_slot_off + (uint64_t)token * p.comm.shape.num_ranks + e / L] = (int32_t)slot;
+/* Where slots are sorted by expert, who holds a token's first or last choice at a rank numbers it; `out` and `home` say how many
+ * of its expert's, out and home, are before it in this block. */
+EP_FN void place_ends(const Params &p, const Smem &m, const Choice &c, uint32_t token, uint32_t out, uint32_t home) {
+    const uint32_t E = p.comm.shape.num_experts, e = (uint32_t)c.expert;
+    if (c.is_first) {
+        out += m.before[m.cells + e] + m.out_from[e];
+        p.plan[p.layout.send_token_off + (uint64_t)c.rank * p.num_tokens + out] = (int32_t)token;
+    }
+    if (c.is_last) {
+        home += m.before[m.cells + E + e] + m.home_from[e];
+        p.plan[p.layout.token_slot_off + (uint64_t)token * p.comm.shape.num_ranks + c.rank] = (int32_t)home;
+    }
+}
+/* Where they are not, tokens take them in turn; sent: lane r's are taken at rank r. */
+EP_FN void place_in_turn(const Params &p, const Choice &c, uint32_t token, uint32_t *sent) {
+    for (uint32_t r = 0; r < p.comm.shape.num_ranks; r++) {
+        const uint32_t there = __ballot_sync(EP_FULL, c.ranks >> r & 1u), lower = (1u << ep_lane()) - 1;
+        const uint32_t slot = __shfl_sync(EP_FULL, *sent, (int)r) + __popc(there & lower);
+        if (c.ranks >> r & 1u) {
+            p.plan[p.layout.token_slot_off + (uint64_t)token * p.comm.shape.num_ranks + r] = (int32_t)slot;
+            p.plan[p.layout.send_token_off + (uint64_t)r * p.num_tokens + slot] = (int32_t)token;
+        }
+        if (ep_lane() == r) *sent += __popc(there);
     }
 }
 
 /* Rows, sorted order and slots of this warp's choices. */
 EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, const int32_t *scatter, uint64_t epoch,
-                 const int32_t (&kept)[2]) {
+                 const Choice (&kept)[2]) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
-    const uint32_t K = s.num_topk, W = s.num_ranks, L = ep_num_local_experts(&s), lane = ep_lane();
-    const uint32_t lower = (1u << lane) - 1;
+    const uint32_t K = s.num_topk, W = s.num_ranks, lane = ep_lane(), lower = (1u << lane) - 1;
     const int32_t *expert = p.plan + p.layout.token_expert_off;
     const uint64_t end = (uint64_t)range.last * K;
     uint32_t *mine = m.warp_count + threadIdx.x / 32 * m.warp_cells;
     const bool sorts = m.sums > m.cells;
-    uint32_t sent = lane < W ? m.before[s.num_experts + lane] + mine[s.num_experts + lane] : 0; /* lane r: slots taken at rank r */
+    uint32_t sent = lane < W ? m.before[s.num_experts + lane] + mine[s.num_experts + lane] : 0;
     for (uint32_t t = range.first, n = 0; t < range.last; t += round.num_tokens, n++) {
         const uint64_t i = (uint64_t)t * K + lane;
         const bool has = round.has(i, end);
-        const int32_t e = n == 0 ? kept[0] : n == 1 ? kept[1] : has ? expert[i] : -1;
-        const uint32_t same = __match_any_sync(EP_FULL, e), nth = __popc(same & lower);
-        uint32_t at = 0;
-        if (e >= 0) at = mine[e] + nth;
+        const Choice c = n == 0 ? kept[0] : n == 1 ? kept[1] : look_at(p, round, has ? expert[i] : -1, sorts);
+        const int32_t e = c.expert;
+        const uint32_t same = __match_any_sync(EP_FULL, e), first = same & __ballot_sync(EP_FULL, c.is_first),
+                       last = same & __ballot_sync(EP_FULL, c.is_last);
+        uint32_t at = 0, ends_at = 0;
+        if (e >= 0) at = mine[e], ends_at = sorts ? mine[m.cells + e] : 0;
         __syncwarp();
-        if (e >= 0 && nth == 0) mine[e] += __popc(same);
+        if (e >= 0 && (same & lower) == 0) {
+            mine[e] = at + __popc(same);
+            if (sorts) mine[m.cells + e] = ends_at + __popc(first) + (__popc(last) << 16);
+        }
         __syncwarp();
         int32_t row = -1;
         if (e >= 0) {
-            at += m.before[e];
+            at += __popc(same & lower) + m.before[e];
             row = scatter ? scatter[i] : (int32_t)(m.row_from[e] + ep_rows_before_rank(&s, m.counts, (uint32_t)e, p.comm.my_rank) + at);
-            if (row < 0 || row >= v.rank_rows[(uint32_t)e / L]) {
+            if (row < 0 || row >= v.rank_rows[c.rank]) {
                 EpFaultRecord f = {0, EP_EINVAL, EP_OP_PLAN, p.comm.my_rank, EP_WORD_SCATTER, 0, 0, epoch, 1, 0};
                 ep_fault(&p.comm, &f);
                 row = -1;
@@ -217,16 +238,12 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
             p.plan[p.layout.sort_off + m.sorted_from[e] + at] = (int32_t)i;
         }
         if (has) p.plan[p.layout.token_row_off + i] = row;
-        const uint32_t token = t + lane, ranks = ranks_of(p, round, e); /* none behind the last token */
-        for (uint32_t r = 0; r < W; r++) {
-            const uint32_t there = __ballot_sync(EP_FULL, ranks >> r & 1u),
-                           slot = __shfl_sync(EP_FULL, sent, (int)r) + __popc(there & lower);
-            if (lane < round.num_tokens && token < range.last && !(sorts && ranks >> r & 1u))
-                p.plan[p.layout.token_slot_off + (uint64_t)token * W + r] = ranks >> r & 1u ? (int32_t)slot : -1;
-            if (ranks >> r & 1u && !sorts) p.plan[p.layout.send_token_off + (uint64_t)r * p.num_tokens + slot] = (int32_t)token;
-            if (lane == r) sent += __popc(there);
-        }
-        if (sorts) place_slots(p, m, mine + m.cells, e, t + lane / K);
+        const uint32_t token = t + lane; /* of the round, and of the rank where there is one */
+        for (uint32_t r = 0; r < W; r++)
+            if (lane < round.num_tokens && token < range.last && !(c.ranks >> r & 1u))
+                p.plan[p.layout.token_slot_off + (uint64_t)token * W + r] = -1;
+        if (sorts) place_ends(p, m, c, t + lane / K, (ends_at & 0xffffu) + __popc(first & lower), (ends_at >> 16) + __popc(last & lower));
+        else place_in_turn(p, c, token, &sent);
     }
 }
 

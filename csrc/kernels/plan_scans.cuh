@@ -38,12 +38,11 @@ EP_FN bool is_clerk(void) { return threadIdx.x / 32 == EP_WARPS; }
 EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t bad) {
     uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off) + (uint64_t)blockIdx.x * m.sums;
     for (uint32_t i = threadIdx.x; i < m.warp_cells; i += blockDim.x) {
-        uint32_t sum = 0;
-        for (uint32_t w = 0; w < EP_WARPS; w++) {
-            const uint32_t n = m.warp_count[w * m.warp_cells + i];
-            m.warp_count[w * m.warp_cells + i] = sum;
-            sum += n;
-        }
+        uint32_t n[EP_WARPS], sum = 0; /* all loads on their way */
+#pragma unroll
+        for (uint32_t w = 0; w < EP_WARPS; w++) n[w] = m.warp_count[w * m.warp_cells + i];
+#pragma unroll
+        for (uint32_t w = 0; w < EP_WARPS; w++) m.warp_count[w * m.warp_cells + i] = sum, sum += n[w];
         if (i < m.cells) scratch[i] = i == m.cells - 1 ? bad : sum;
         else scratch[i] = sum & 0xffffu, scratch[i + p.comm.shape.num_experts] = sum >> 16;
     }
@@ -58,13 +57,12 @@ EP_PURE uint32_t num_plan_blocks(uint64_t num_choices) {
     return blocks < EP_PLAN_BLOCKS ? ((uint32_t)blocks + MANY_BLOCKS - 1) / MANY_BLOCKS * MANY_BLOCKS : EP_PLAN_BLOCKS;
 }
 
-/* One cell's numbers of all blocks: their sum, that of the blocks before this one, and the least.  As many as there may be are on
- * their way at once. */
+/* One cell's numbers of all blocks: their sum, and that of the blocks before this one.  As many as there may be are on their way at once. */
 struct BlockSums {
-    uint32_t before, total, least;
+    uint32_t before, total;
 };
 template <uint32_t MOST> EP_FN BlockSums sums_of_blocks(const uint32_t *of_first, uint32_t stride) {
-    BlockSums s = {0, 0, UINT32_MAX};
+    BlockSums s = {0, 0};
     for (uint32_t first = 0; first < gridDim.x; first += MOST) {
 #pragma unroll
         for (uint32_t i = 0; i < MOST; i++) {
@@ -72,20 +70,28 @@ template <uint32_t MOST> EP_FN BlockSums sums_of_blocks(const uint32_t *of_first
             const bool is_one = MOST == MANY_BLOCKS || b < gridDim.x;
             const uint32_t n = is_one ? __ldcg(of_first + (uint64_t)b * stride) : 0;
             if (b == blockIdx.x) s.before = s.total;
-            s.total += n, s.least = is_one && n < s.least ? n : s.least;
+            s.total += n;
         }
     }
     return s;
 }
 
-/* Prefixes over the blocks before this one, and totals. */
+/* Prefixes over the blocks before this one, and totals; the clerk, the first wrong choice. */
 EP_FN void scan_blocks(const Params &p, const Smem &m, Verdict *v) {
     const uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off);
     for (uint32_t i = threadIdx.x; i < m.sums; i += blockDim.x) {
         const BlockSums s =
             gridDim.x % MANY_BLOCKS ? sums_of_blocks<FEW_BLOCKS>(scratch + i, m.sums) : sums_of_blocks<MANY_BLOCKS>(scratch + i, m.sums);
         m.before[i] = s.before, m.total[i] = s.total;
-        if (i == m.cells - 1) v->bad = s.least;
+    }
+    if (is_clerk()) {
+        uint32_t least = UINT32_MAX;
+        for (uint32_t b = ep_lane(); b < gridDim.x; b += 32) {
+            const uint32_t n = __ldcg(scratch + (uint64_t)b * m.sums + m.cells - 1);
+            if (n < least) least = n;
+        }
+        least = ep_warp_min_u32(least);
+        if (ep_lane() == 0) v->bad = least;
     }
 }
 
