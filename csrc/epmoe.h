@@ -140,6 +140,7 @@ typedef struct {
     const EpTensor *x, *weight, *plan, *rows, *row_weight, *recv;
     const EpTensor *gemm_weight, *bias, *out; /* bias NULL or [L][N] */
     uint32_t activation;                      /* EpActivation */
+    double alpha, limit;                      /* its numbers; see EpGemmParams */
     uint32_t num_move, num_tail;              /* thread blocks; see EpDispatchGemmParams */
     uint32_t num_copies;                      /* tokens that are one row of x; see EpDispatchParams */
     bool waits_for_expert;
@@ -170,6 +171,7 @@ int ep_layer_set_epoch(EpLayer *layer, uint32_t buffer, uint64_t epoch, void *st
 /* What is multiplied: kernels/gemm.h has the kinds and the activations. */
 typedef struct {
     uint32_t kind, activation;
+    double alpha, limit;
     const EpTensor *a, *b, *offsets, *out; /* offsets: i32 [L + 1], on the device */
     const EpTensor *bias, *row_weight;     /* NULL, or [L][N] of a's dtype and f32 [M] */
     const EpTensor *tickets;               /* i64 [1]: 0 before, and again behind; one for each stream */

@@ -10,8 +10,10 @@
 static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     const EpTensor *a = g->a, *b = g->b, *offsets = g->offsets;
     const bool is_wgrad = g->kind == EP_GEMM_WGRAD;
-    if (g->kind > EP_GEMM_WGRAD || g->activation > EP_ACT_GPT_OSS || (g->activation && g->kind != EP_GEMM_FORWARD))
-        return ep_error(EP_EINVAL, "unknown kind %u or activation %u", g->kind, g->activation);
+    p->alpha = (float)g->alpha, p->limit = (float)g->limit;
+    if (g->kind > EP_GEMM_WGRAD || !ep_gemm_is_activation(g->activation, p->alpha, p->limit) ||
+        (g->activation && g->kind != EP_GEMM_FORWARD))
+        return ep_error(EP_EINVAL, "unknown kind %u or activation %u (alpha %g, limit %g)", g->kind, g->activation, g->alpha, g->limit);
     if (a->dtype != EP_BF16 && a->dtype != EP_F16)
         return ep_error(EP_ETYPE, "rows: wanted bfloat16 or float16, got %s", ep_dtype_name(a->dtype));
     if (a->num_dims != 2 || b->num_dims != (is_wgrad ? 2 : 3) || offsets->num_dims != 1 || offsets->shape[0] < 1)

@@ -192,7 +192,8 @@ static int check_product(const EpLayer *l, const EpTensor *a, const EpTensor *w,
     const int device = ep_heap_device(l->heap);
     if (!ep_heap_backend(l->heap)->dispatch_gemm) return ep_error(EP_EINVAL, "the megakernels are for CUDA only");
     if (s->dtype == EP_F32) return ep_error(EP_ETYPE, "the megakernels multiply bfloat16 and float16, this layer has float32");
-    if (activation > EP_ACT_GPT_OSS) return ep_error(EP_EINVAL, "unknown activation %u", activation);
+    if (!ep_gemm_is_activation(activation, p->alpha, p->limit))
+        return ep_error(EP_EINVAL, "unknown activation %u (alpha %g, limit %g)", activation, (double)p->alpha, (double)p->limit);
     if (w->num_dims != 3 || a->num_dims != 2)
         return ep_error(EP_EINVAL, "gemm_weight: wanted 3 dimensions and rows of 2, got %u and %u", w->num_dims, a->num_dims);
     const int64_t L = ep_num_local_experts(s), N = w->shape[1], K = w->shape[2], M = a->shape[0];
@@ -216,6 +217,7 @@ int ep_layer_dispatch_gemm(EpLayer *l, uint32_t buffer, const EpDispatchGemm *g,
     EpDispatchGemmParams p = {0};
     EpDispatchParams *d = &p.dispatch;
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    p.gemm.alpha = (float)g->alpha, p.gemm.limit = (float)g->limit;
     int code = check_dispatch(l, g->x, g->num_copies, g->weight, g->plan, g->rows, g->row_weight, g->recv, d);
     if (!code)
         code = check_product(l, g->rows, g->gemm_weight, g->bias, g->out, g->activation, d->plan + d->layout.expert_row_off, &p.gemm);

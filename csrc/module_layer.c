@@ -142,18 +142,19 @@ FAST(layer_combine) {
     return ep_done(code);
 }
 
-/* (layer, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, num_move, num_tail,
- * waits_for_expert, num_copies) */
+/* (layer, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, alpha, limit, num_move,
+ * num_tail, waits_for_expert, num_copies) */
 FAST(layer_dispatch_gemm) {
     uint32_t buffer, waits;
     EpTensor t[9];
     const EpTensor *a[9];
     EpDispatchGemm g;
     int code;
-    WANT(16);
+    WANT(18);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[11], &g.activation) || !ep_get_u32(args[12], &g.num_move) ||
-        !ep_get_u32(args[13], &g.num_tail) || !ep_get_u32(args[14], &waits) || !ep_get_u32(args[15], &g.num_copies))
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[11], &g.activation) || !ep_get_double(args[12], &g.alpha) ||
+        !ep_get_double(args[13], &g.limit) || !ep_get_u32(args[14], &g.num_move) || !ep_get_u32(args[15], &g.num_tail) ||
+        !ep_get_u32(args[16], &waits) || !ep_get_u32(args[17], &g.num_copies))
         return NULL;
     if (!get_tensors(args, 9, 2 | 16 | 128, t, a)) return refuse_pending(l, buffer, EP_OP_DISPATCH_GEMM, args[4]);
     g.x = a[0], g.weight = a[1], g.plan = a[2], g.rows = a[3], g.row_weight = a[4], g.recv = a[5], g.gemm_weight = a[6], g.bias = a[7];

@@ -113,6 +113,8 @@ def layer_dispatch_gemm(
     bias: Tensor | None,
     out: Tensor,
     activation: int,
+    alpha: float,
+    limit: float,
     num_move: int,
     num_tail: int,
     waits_for_expert: int,
@@ -141,6 +143,6 @@ def layer_barrier(layer: _Layer, buffer: int, stream: int, /) -> None: ...
 def layer_sync(layer: _Layer, stream: int, /) -> None: ...
 def layer_set_epoch(layer: _Layer, buffer: int, epoch: int, stream: int, /) -> None: ...
 
-# kind, activation, a, b, offsets, bias, row_weight, tickets, out, portable: see csrc/kernels/gemm.h; tensors on a CUDA device.
-def grouped_gemm(kind: int, activation: int, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_weight: Tensor | None,
-                 tickets: Tensor, out: Tensor, portable: bool, /) -> None: ...
+# kind, activation, alpha, limit, a, b, offsets, bias, row_weight, tickets, out, portable: see csrc/kernels/gemm.h; tensors on a CUDA device.
+def grouped_gemm(kind: int, activation: int, alpha: float, limit: float, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None,
+                 row_weight: Tensor | None, tickets: Tensor, out: Tensor, portable: bool, /) -> None: ...

@@ -6,6 +6,7 @@
     SymmetricHeap      memory that every rank can reach on every other
     World              the ranks that take part
     grouped_gemm       rows grouped by expert times each expert's own weights
+    GptOss             an activation with numbers
 
 Everything runs on the GPUs of one node or, without one, on the CPU; see the README.
 """
@@ -19,9 +20,10 @@ from .fused import EpAll2AllFusedOp
 from .layer import EPAll2AllLayer
 from .layout import EPLayout
 from .moe import EPMoE
+from .reference import GptOss
 from .world import World, thread_worlds
 
 __version__ = "0.1.0"
 __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError", "EpIndexError", "EpMismatch", "EpOverflow", "EpTimeout",
-           "HeapExhausted", "PeerDied", "PeerError", "SymmetricHeap", "World", "grouped_gemm",
+           "GptOss", "HeapExhausted", "PeerDied", "PeerError", "SymmetricHeap", "World", "grouped_gemm",
            "reference", "thread_worlds"]

@@ -3,13 +3,13 @@
 import torch
 
 from . import _C
-from .gemm import _ACTIVATIONS, _GATED, DGRAD, WGRAD, add_bias, grouped_gemm
+from .gemm import _GATED, DGRAD, WGRAD, add_bias, as_kernel, grouped_gemm
 from .layer import EPAll2AllLayer
 from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect
 from .reference import activate
 
 _lib.define("dispatch_gemm(Tensor x, Tensor weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str layer, int buffer, SymInt num_rows, "
-            "int activation) -> (Tensor, Tensor, Tensor, Tensor)")
+            "int activation, float alpha=0, float limit=0) -> (Tensor, Tensor, Tensor, Tensor)")
 _lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor row_weight, Tensor plan, Tensor recv, str layer, int buffer, "
             "SymInt num_tokens) -> (Tensor, Tensor)")
 
@@ -76,7 +76,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
 
     # The two below allocate outputs and call the module; the operators at the end of this file give them to autograd and torch.compile.
 
-    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation):
+    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0, limit=0.0):
         try:
             rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
             row_weight = None if weight is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
@@ -86,8 +86,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
         num_move, num_tail, _ = self._knobs
-        _C.layer_dispatch_gemm(self._c, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, num_move, num_tail,
-                               not self.block_wise_barrier, self._copies)
+        _C.layer_dispatch_gemm(self._c, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, alpha, limit, num_move,
+                               num_tail, not self.block_wise_barrier, self._copies)
         return out, rows, row_weight, recv
 
     def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens):
@@ -109,7 +109,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             input, exp_indices, weight, layout, full_scatter_indices, buffer: see EPAll2AllLayer.dispatch.
             gemm_weight: [L, N, H] of the layer's dtype, as checkpoints hold it.
             bias: None, or [L, N].
-            activation: None, "gelu", "swiglu" (rows of gemm_weight: gates, then ups) or "gpt_oss"; see reference.activate.
+            activation: None, "gelu", "swiglu" (rows of gemm_weight: gates, then ups), "gpt_oss" or GptOss(alpha, limit); see
+                reference.activate.
         Returns: (rows [M, N], or [M, N / 2] for the gated activations; row weights [M] or None; layout).  With a capacity as many rows
             as that; what stands behind M is undefined.
         Differentiable in input, weight, gemm_weight and bias.  Errors: those of preprocess and of dispatch.
@@ -135,12 +136,12 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         if with_grad or torch.compiler.is_compiling():
             h, _, row_weight, layout.recv = torch.ops.epmoe.dispatch_gemm(
                 input, _absent(input) if weight is None else weight, layout.plan, gemm_weight, None if with_grad else bias, self.id, layout.buffer,
-                num_rows, _ACTIVATIONS[inside])
+                num_rows, *as_kernel(inside))
             row_weight = None if weight is None else row_weight
         else:
             num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
             h, _, row_weight, layout.recv = self._dispatch_gemm(input, weight, layout.plan, gemm_weight, bias, layout.buffer, num_rows,
-                                                                _ACTIVATIONS[inside])
+                                                                *as_kernel(inside))
         if with_grad and bias is not None:
             h = add_bias(h, bias, layout.expert_offsets)
         if with_grad and activation is not None:
@@ -215,9 +216,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     def _check_product(self, gemm_weight, rows, columns, bias, activation):
         """gemm_weight [L, rows, columns]; None is any."""
         self._check_tensor("gemm_weight", gemm_weight, self.dtype, (self.num_local_experts, rows, columns))
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"activation {activation!r}: None, 'gelu', 'swiglu' or 'gpt_oss'")
-        if _ACTIVATIONS[activation] in _GATED and gemm_weight.shape[1] % 2:
+        if as_kernel(activation)[0] in _GATED and gemm_weight.shape[1] % 2:
             raise ValueError(f"activation {activation!r} wants an even number of weight rows, got {gemm_weight.shape[1]}")
         if bias is not None:
             self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
@@ -231,11 +230,12 @@ def _offsets(layer, plan):
     return plan.narrow(0, layer._plan_front["expert_row"], layer.num_local_experts + 1)
 
 
-def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation):
+def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0, limit=0.0):
     layer = _layer(layer)
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
-    out, rows, row_weight, recv = layer._dispatch_gemm(x, weight if weight.dim() == 2 else None, plan, gemm_weight, bias, buffer, num_rows, activation)
+    out, rows, row_weight, recv = layer._dispatch_gemm(x, weight if weight.dim() == 2 else None, plan, gemm_weight, bias, buffer, num_rows, activation,
+                                                       alpha, limit)
     return out, rows, _absent(x) if row_weight is None else row_weight, recv
 
 
@@ -252,7 +252,7 @@ for _name in ("dispatch_gemm", "gemm_combine"):
 
 
 @torch.library.register_fake("epmoe::dispatch_gemm", lib=_lib)
-def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation):
+def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0, limit=0.0):
     layer, num_rows = _layer(layer), _rows_to_trace(num_rows)
     row_weight = x.new_empty((num_rows,) if weight.dim() == 2 else (), dtype=torch.float32)
     columns = gemm_weight.shape[1] // (2 if activation in _GATED else 1)
@@ -265,7 +265,7 @@ def _(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens):
 
 
 def _save_dispatch_gemm(ctx, inputs, output):
-    x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation = inputs
+    x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation, _, _ = inputs
     ctx.num_tokens, ctx.has_weight = x.shape[0], weight.dim() == 2
     ctx.save_for_backward(plan, gemm_weight, output[1], output[3])
 
@@ -281,7 +281,7 @@ def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
     num_tokens = ctx.num_tokens * _layer(ctx.layer)._copies
     dx, d_weight = torch.ops.epmoe.combine(d_rows, _absent(d_rows), scalar, plan, recv, ctx.layer, ctx.buffer, num_tokens)
     dx = dx if len(dx) == ctx.num_tokens else dx.view(ctx.num_tokens, -1, dx.shape[1]).float().sum(1).to(dx.dtype)
-    return dx, d_weight if ctx.has_weight else None, None, d_gemm_weight, None, None, None, None, None
+    return dx, d_weight if ctx.has_weight else None, None, d_gemm_weight, *[None] * 7
 
 
 def _save_gemm_combine(ctx, inputs, output):

@@ -4,17 +4,26 @@ import torch
 import torch.nn.functional as F
 
 from . import _C
-from .reference import activate
+from .reference import GptOss, activate, gpt_oss_numbers
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
-_lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, int activation, bool portable) "
-            "-> Tensor")
+_lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, int activation, bool portable, "
+            "float alpha=0, float limit=0) -> Tensor")
 
 FORWARD, DGRAD, WGRAD = range(3)  # kernels/gemm.h says what each multiplies
 _ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3}
 _NAMES = {v: k for k, v in _ACTIVATIONS.items()}
 _GATED = (2, 3)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def as_kernel(activation):
+    """(kind, alpha, limit), as kernels/gemm.h has them.  Raises ValueError where there is no such activation."""
+    if numbers := gpt_oss_numbers(activation):
+        return _ACTIVATIONS["gpt_oss"], *numbers
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"activation {activation!r}: None, 'gelu', 'swiglu', 'gpt_oss' or GptOss(alpha, limit)")
+    return _ACTIVATIONS[activation], 0.0, 0.0
 
 
 def _out_shape(a, b, offsets, kind, activation):
@@ -25,7 +34,7 @@ def _out_shape(a, b, offsets, kind, activation):
     return a.shape[0], b.shape[1] // (2 if activation in _GATED else 1)
 
 
-def _by_expert(a, b, offsets, bias, row_weight, kind, activation):
+def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
     """One product an expert, through torch: any device and dtype, with a host read of the offsets.
 
     As in the kernels, 16-bit numbers are rounded once, at the end.
@@ -46,7 +55,7 @@ def _by_expert(a, b, offsets, bias, row_weight, kind, activation):
                 out[begin:end] = rows @ wide(b[e])
             else:
                 y = F.linear(rows, wide(b[e]), None if bias is None else wide(bias[e]))
-                y = y if activation == 0 else activate(y, _NAMES[activation])
+                y = y if activation == 0 else activate(y, GptOss(alpha, limit) if activation == _ACTIVATIONS["gpt_oss"] else _NAMES[activation])
                 out[begin:end] = y if row_weight is None else y * row_weight[begin:end, None]
     return out
 
@@ -70,11 +79,11 @@ def _tickets_of(device):
     return _tickets[key]
 
 
-def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable):
+def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
     if not _has_kernel(a, b):
-        return _by_expert(a, b, offsets, bias, row_weight, kind, activation)
+        return _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit)
     out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
-    _C.grouped_gemm(kind, activation, a, b, offsets, bias, row_weight, _tickets_of(a.device), out, portable)
+    _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, _tickets_of(a.device), out, portable)
     return out
 
 
@@ -82,12 +91,12 @@ _lib.impl("grouped_gemm", _grouped_gemm, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("epmoe::grouped_gemm", lib=_lib)
-def _(a, b, offsets, bias, row_weight, kind, activation, portable):
+def _(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
     return a.new_empty(_out_shape(a, b, offsets, kind, activation))
 
 
 def _save(ctx, inputs, output):
-    a, b, offsets, _, _, ctx.kind, _, ctx.portable = inputs
+    a, b, offsets, _, _, ctx.kind, _, ctx.portable, _, _ = inputs
     ctx.save_for_backward(a, b, offsets)
 
 
@@ -99,7 +108,7 @@ def _backward(ctx, g):
     op = torch.ops.epmoe.grouped_gemm
     da = op(g, b, offsets, None, None, DGRAD, 0, ctx.portable) if ctx.needs_input_grad[0] else None
     db = op(g, a, offsets, None, None, WGRAD, 0, ctx.portable) if ctx.needs_input_grad[1] else None
-    return da, db, None, None, None, None, None, None
+    return da, db, *[None] * 8
 
 
 torch.library.register_autograd("epmoe::grouped_gemm", _backward, setup_context=_save, lib=_lib)
@@ -129,9 +138,7 @@ def _check(x, weight, counts, offsets, bias, activation, row_weight):
     num_sizes = weight.shape[0] + (counts is None)
     if sizes.shape != (num_sizes,):
         raise ValueError(f"wanted {name} [{num_sizes}], got {list(sizes.shape)}")
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation {activation!r}: None, 'gelu', 'swiglu' or 'gpt_oss'")
-    if activation in ("swiglu", "gpt_oss") and weight.shape[1] % 2:
+    if as_kernel(activation)[0] in _GATED and weight.shape[1] % 2:
         raise ValueError(f"activation {activation!r} wants an even number of weight rows, got {weight.shape[1]}")
     if bias is not None and bias.shape != weight.shape[:2]:
         raise ValueError(f"wanted a bias {list(weight.shape[:2])}, got {list(bias.shape)}")
@@ -157,7 +164,8 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         counts: [L] integers on x's device, rows of each expert; or
         offsets: [L + 1] int32 on x's device, where each expert's rows begin, as EPLayout.expert_offsets.
         bias: None, or [L, N] of any floating-point dtype; rounded to x's where no gradients are wanted.
-        activation: None, "gelu", "swiglu" (weight rows: gates, then ups) or "gpt_oss" (interleaved); see reference.activate.
+        activation: None, "gelu", "swiglu" (weight rows: gates, then ups), "gpt_oss" or GptOss(alpha, limit) (interleaved); see
+            reference.activate.
         row_weight: None, or [M] of any floating-point dtype; float32 is what the kernels take.
         portable: use the kernel for any GPU, also on a Hopper GPU.
 
@@ -172,12 +180,13 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
     _check(x, weight, counts, offsets, bias, activation, row_weight)
     if offsets is None:
         offsets = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
-    op, kind = torch.ops.epmoe.grouped_gemm, _ACTIVATIONS[activation]
+    op = torch.ops.epmoe.grouped_gemm
     x, weight, offsets = x.contiguous(), weight.contiguous(), offsets.contiguous()
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, row_weight))):
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         row_weight = None if row_weight is None else row_weight.float().contiguous()
-        return op(x, weight, offsets, bias, row_weight, FORWARD, kind, portable)
+        kind, alpha, limit = as_kernel(activation)
+        return op(x, weight, offsets, bias, row_weight, FORWARD, kind, portable, alpha, limit)
     y = op(x, weight, offsets, None, None, FORWARD, 0, portable)  # what follows has gradients of torch's own
     if bias is not None:
         y = add_bias(y, bias, offsets)

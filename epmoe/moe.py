@@ -26,7 +26,7 @@ class EPMoE(nn.Module):
     Args:
         hidden, inner, num_experts, topk: H, I, E, K.
         ep_group: ProcessGroup, DeviceMesh, World or None, see EPAll2AllLayer.
-        activation: "swiglu", "gpt_oss" or "gelu"; reference.activate has the formulas.
+        activation: "swiglu", "gpt_oss", GptOss(alpha, limit) or "gelu"; reference.activate has the formulas.
         max_tokens: tokens per rank and call, at most.
         dtype, device: of parameters and tokens.
         capacity: None, or rows a rank can receive: no host read then (see EPAll2AllLayer).

@@ -3,6 +3,9 @@
 Letters: W ranks, E experts, L = E/W, T tokens, K choices, H hidden, I inner.  Lists have one entry a rank.
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -90,21 +93,43 @@ def combine(ys, p, indices, num_experts, weights=None, local_combine=False):
     return out
 
 
+class GptOss(NamedTuple):
+    """The activation of GPT-OSS, with other numbers than that model's: (up + 1) * gate * sigmoid(alpha * gate), where gate <= limit and
+    |up| <= limit; a limit of infinity is none."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+def gpt_oss_numbers(activation):
+    """(alpha, limit) of "gpt_oss" or a GptOss; None of any other.  Raises ValueError where there is no such activation."""
+    if activation == "gpt_oss":
+        activation = GptOss()
+    if not isinstance(activation, GptOss):
+        return None
+    alpha, limit = map(float, activation)
+    if not (math.isfinite(alpha) and limit > 0):
+        raise ValueError(f"activation {activation}: wanted a finite alpha and a positive limit")
+    return alpha, limit
+
+
 def activate(h, activation="swiglu"):
     """Gate and up halves [.., 2I] to [.., I] (swiglu, gpt_oss), or h itself (gelu).
 
     swiglu: silu(gate) * up, gate rows first (DeepSeek, Qwen, Mixtral checkpoints).
-    gpt_oss: interleaved gate, up; gate <= 7, |up| <= 7; (up + 1) * gate * sigmoid(1.702 * gate) (GPT-OSS).
+    gpt_oss: interleaved gate, up; gate <= 7, |up| <= 7; (up + 1) * gate * sigmoid(1.702 * gate) (GPT-OSS); GptOss(alpha, limit) has
+        other numbers.
     """
     if activation == "gelu":
         return F.gelu(h)
     if activation == "swiglu":
         gate, up = h.chunk(2, -1)
         return F.silu(gate) * up
-    if activation == "gpt_oss":
-        gate, up = h[..., 0::2].clamp(max=7.0), h[..., 1::2].clamp(-7.0, 7.0)
-        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-    raise ValueError(f"activation {activation!r}: swiglu, gpt_oss or gelu")
+    if numbers := gpt_oss_numbers(activation):
+        alpha, limit = numbers
+        gate, up = h[..., 0::2].clamp(max=limit), h[..., 1::2].clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(alpha * gate)
+    raise ValueError(f"activation {activation!r}: swiglu, gpt_oss or gelu, or GptOss(alpha, limit)")
 
 
 def moe(x, idx, weight, gate_up_proj, down_proj, activation="swiglu", gate_up_bias=None, down_bias=None):

@@ -20,7 +20,7 @@ from test_gemm_products import EPS, TINY, check as check_product, forward64
 from test_plan_slots import make_op
 
 
-ACTIVATIONS = (None, "gelu", "swiglu", "gpt_oss")
+ACTIVATIONS = (None, "gelu", "swiglu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=3.0))
 LEAVES = ("x", "weight", "w1", "b1", "w2", "b2")
 LOW = (torch.bfloat16, torch.float16)
 
@@ -34,7 +34,7 @@ class Experts(Case):
     max_tokens: int = 13
     tokens: str = "unequal"
     inner: int = 48
-    activation: str | None = "swiglu"
+    activation: str | epmoe.GptOss | None = "swiglu"
     bias: bool = True
 
 
@@ -46,7 +46,7 @@ def grown(ranks, case, times=24):
 def parameters_of(case, num_experts):
     """w1, b1, w2, b2 of all ranks' experts."""
     g = generator(99, case.hidden, case.inner)
-    wide = 2 * case.inner if case.activation in ("swiglu", "gpt_oss") else case.inner
+    wide = case.inner if case.activation in (None, "gelu") else 2 * case.inner
     shapes = {"w1": (num_experts, wide, case.hidden), "b1": (num_experts, wide), "w2": (num_experts, case.hidden, case.inner), "b2": (num_experts, case.hidden)}
     p = {name: (torch.randn(shape, generator=g) / (shape[2] ** 0.5 if len(shape) == 3 else 1)).to(case.dtype) for name, shape in shapes.items()}
     return p if case.bias else p | {"b1": None, "b2": None}
@@ -75,13 +75,13 @@ class Played(epmoe.EpAll2AllFusedOp):
         fits = self.fused and self.dtype in LOW and all(n % 16 == 0 for w in products for n in w.shape[1:])
         return super()._is_fused(*products) or (self.device.type == "cpu" and fits)
 
-    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation):
+    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, *activation):
         self.num_launches += 1
         if self.device.type == "cuda":
-            return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation)
+            return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, *activation)
         rows, row_weight, recv = self._dispatch(x.repeat_interleave(self._copies, 0), weight, plan, buffer, num_rows)
         offsets = _offsets(self, plan)
-        out = torch.ops.epmoe.grouped_gemm(rows, gemm_weight, offsets, bias, None, FORWARD, activation, False)
+        out = torch.ops.epmoe.grouped_gemm(rows, gemm_weight, offsets, bias, None, FORWARD, activation[0], False, *activation[1:])
         for t in (out, rows) if row_weight is None else (out, rows, row_weight):
             t[offsets[-1]:] = torch.nan
         return out, rows, row_weight, recv

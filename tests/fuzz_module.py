@@ -152,9 +152,9 @@ SIGNATURES = {
     "layer_bytes": "config", "layer_create": "H config", "layer_close": "L", "plan_layout": "config n", "layer_plan": "L small idx scatter? plan small",
     "layer_num_rows": "L small plan", "layer_dispatch": "L small x weight? plan rows row_weight? recv",
     "layer_combine": "L small rows row_weight? row_weight? plan recv out out_scalar?", "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
-    "layer_dispatch_gemm": "L small x weight? plan rows row_weight? recv tensor weight? out small small small small small",
+    "layer_dispatch_gemm": "L small x weight? plan rows row_weight? recv tensor weight? out small seconds seconds small small small small",
     "layer_gemm_combine": "L small rows tensor weight? out row_weight? plan recv out small small small", "layer_trace": "L small tensor small",
-    "grouped_gemm": "small small x rows plan weight? row_weight? plan out small", "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
+    "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small", "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
 }
 FAREWELLS = ("world_close", "heap_close", "layer_close", "set_exceptions")  # after them little works: rarely
 

@@ -17,7 +17,7 @@ from epmoe.bench.check import poisoned
 from epmoe.testing import PATTERNS, routing, run_threads
 from soak import RANK, TORCHRUN, progress, torchrun_world
 
-ACTIVATIONS = (None, "swiglu", "gelu", "gpt_oss")
+ACTIVATIONS = (None, "swiglu", "gelu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=0.6))
 
 
 def make_batch(seed, number, size, on_cuda):
@@ -45,7 +45,7 @@ def inputs_of(op, pattern, rank, g):
 def run_batch(world, device, seed, number, num_launches):
     """Launches whose result was wrong."""
     options, inner, patterns, activation, graph = make_batch(seed, number, world.size, device.type == "cuda")
-    g, late, gated = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1), random.Random(f"{seed} {number} {world.rank}"), activation in ("swiglu", "gpt_oss")
+    g, late, gated = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1), random.Random(f"{seed} {number} {world.rank}"), activation not in (None, "gelu")
     with epmoe.EpAll2AllFusedOp(world, device=device, **options) as op, torch.no_grad():
         up = (torch.randn(op.num_local_experts, inner * (2 if gated else 1), op.hidden, generator=g) / op.hidden**0.5).to(op.dtype).to(device)
         down = (torch.randn(op.num_local_experts, op.hidden, inner, generator=g) / inner**0.5).to(op.dtype).to(device)

@@ -6,15 +6,17 @@ from unittest import mock
 import pytest
 import torch
 
+import epmoe
 from epmoe import _C
 from epmoe.bench.shapes import SHAPES
 from epmoe.fused import fuses
+from epmoe.gemm import as_kernel
 from fused_cases import Experts
 from test_plan_slots import make_op
 
 CASE = Experts(max_tokens=12)
 # In the order in which the module takes them, behind the tensors.
-DISPATCH = {"activation": 2, "num_move": 1024, "num_tail": 0, "waits_for_expert": False, "num_copies": 1}
+DISPATCH = {"activation": 3, "alpha": 1.5, "limit": 2.5, "num_move": 1024, "num_tail": 0, "waits_for_expert": False, "num_copies": 1}
 COMBINE = {"num_move": 1024, "num_reduce": 1024, "is_serial": False}
 
 
@@ -24,7 +26,7 @@ def handed(world, options):
     copies, t = op._copies, torch.zeros(12, 64, dtype=torch.bfloat16)
     weight, plan = torch.zeros(2, 96, 64, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
     with mock.patch.object(_C, "layer_dispatch_gemm") as dispatch, mock.patch.object(_C, "layer_gemm_combine") as combine:
-        op._dispatch_gemm(t, None, plan, weight, None, 0, 24, DISPATCH["activation"])
+        op._dispatch_gemm(t, None, plan, weight, None, 0, 24, *as_kernel(epmoe.GptOss(1.5, 2.5)))
         op._gemm_combine(t, weight, None, None, plan, plan, 0, 12 * copies)
     op.finalize()
     return dict(zip(DISPATCH, dispatch.call_args.args[-len(DISPATCH):])), dict(zip(COMBINE, combine.call_args.args[-len(COMBINE):]))

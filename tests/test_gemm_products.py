@@ -20,7 +20,7 @@ from epmoe.gemm import DGRAD, WGRAD, _has_kernel
 # Rows of each expert: none, one, a part of a tile, several tiles, one hot expert.
 SIZES = {"mixed": [1, 0, 64, 130, 17], "hot": [0, 0, 700, 1], "single": [300], "empty": [0, 0, 0], "many": [3] * 128}
 SHAPES = [(32, 16), (272, 208), (96, 1040)]  # N, K: multiples of 16 that no tile divides
-ACTIVATIONS = [None, "gelu", "swiglu", "gpt_oss"]
+ACTIVATIONS = [None, "gelu", "swiglu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=0.6)]
 EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 TINY = {torch.float32: 1e-30, torch.bfloat16: 1e-30, torch.float16: 2.0**-24}  # float16 has few small numbers
 # N of gate and up, K, L, rows: the experts of one rank of four in models.
@@ -50,7 +50,7 @@ def check(got, want, size, what):
 def forward64(x, weight, bias, activation, row_weight):
     y = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     size = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
-    if activation in ("swiglu", "gpt_oss"):  # an error of one factor counts times the other
+    if activation not in (None, "gelu"):  # an error of one factor counts times the other
         gate, up = (size.chunk(2, -1)) if activation == "swiglu" else (size[:, 0::2], size[:, 1::2])
         size = 2 * (gate + 1) * (up + 1)
     y = y if activation is None else reference.activate(y, activation)
@@ -134,7 +134,7 @@ def test_gemm_rows_past_the_experts_are_left_alone(ranks):
     x, weight, _, _, offsets = problem([130, 7], 64, 32, torch.bfloat16, ranks.device)
     for portable in kernels(ranks):
         out = torch.full((len(x), 64), 7.0, dtype=x.dtype, device=x.device)
-        epmoe._C.grouped_gemm(0, 0, x, weight, offsets, None, None, offsets.new_zeros(1).long(), out, portable)
+        epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, offsets.new_zeros(1).long(), out, portable)
         assert (out[:3] == 7).all() and (out[140:] == 7).all() and not (out[3:140] == 7).all(1).any()
 
 
@@ -146,6 +146,8 @@ def test_gemm_rows_past_the_experts_are_left_alone(ranks):
     (dict(counts=torch.zeros(2, dtype=torch.int32)), ValueError, "either"),
     (dict(offsets=None), ValueError, "either"),
     (dict(activation="relu"), ValueError, "relu"),
+    (dict(activation=epmoe.GptOss(limit=0.0)), ValueError, "positive limit"),
+    (dict(activation=epmoe.GptOss(alpha=float("inf"))), ValueError, "finite alpha"),
     (dict(bias=torch.zeros(2, 3)), ValueError, "bias [2, 10]"),
     (dict(row_weight=torch.zeros(5)), ValueError, "row weights [4]"),
     (dict(weight=torch.zeros(2, 9, 16), activation="swiglu"), ValueError, "even"),
@@ -317,7 +319,7 @@ g = torch.Generator().manual_seed(1)
 x, weight = torch.randn(200, 64, generator=g).bfloat16(), torch.randn(2, 48, 64, generator=g).bfloat16()
 offsets, tickets, out = torch.tensor([0, 130, 200], dtype=torch.int32), torch.zeros(1, dtype=torch.int64), torch.full((200, 48), torch.nan).bfloat16()
 x_, weight_, offsets_, tickets_, out_ = (t.cuda() for t in (x, weight, offsets, tickets, out))  # no kernel of torch's: it has no such PTX
-_C.grouped_gemm(0, 0, x_, weight_, offsets_, None, None, tickets_, out_, False)
+_C.grouped_gemm(0, 0, 0.0, 0.0, x_, weight_, offsets_, None, None, tickets_, out_, False)
 want = torch.cat([x[:130].double() @ weight[0].double().t(), x[130:].double() @ weight[1].double().t()])
 torch.testing.assert_close(out_.cpu().double(), want, rtol=2**-8, atol=1e-4)
 """

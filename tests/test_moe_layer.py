@@ -1,6 +1,7 @@
 """EPMoE against the oracle: the whole layer and its gradients, with the experts of all ranks in one process."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from cases import case_id, generator, keep, outcome, check_outcomes
 from epmoe import reference
 from epmoe.testing import routing
 
-ACTIVATIONS = ("swiglu", "gpt_oss", "gelu")
+ACTIVATIONS = ("swiglu", "gpt_oss", "gelu", epmoe.GptOss(alpha=1.3, limit=3.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ def test_moe_capacity_and_mode(ranks, mode):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=case_id)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS[:3])  # the fourth's limit is where rows are: rounded past it, they have another gradient
 def test_moe_low_precision(ranks, activation, dtype):
     model = Model(hidden=64, inner=48, num_local=4, tokens=40, dtype=dtype, activation=activation, bias=activation == "gpt_oss")
     check_moe(ranks(run_moe, model), model)
@@ -392,3 +393,21 @@ def test_moe_overflow(ranks):
 def test_moe_unknown_activation(activation):
     with pytest.raises(ValueError, match="swiglu, gpt_oss or gelu"):
         epmoe.EPMoE(16, 24, 4, 2, None, activation)
+
+
+def test_moe_gpt_oss_with_other_numbers():
+    """By hand: the reference that the other tests go by is the same function that the CPU computes with."""
+    def gate_up(activation, gate, up):
+        return epmoe.reference.activate(torch.tensor([gate, up], dtype=torch.float64), activation).item()
+
+    def sigmoid(x):
+        return 1 / (1 + math.exp(-x))
+
+    assert gate_up("gpt_oss", 2.0, 0.5) == pytest.approx(1.5 * 2 * sigmoid(1.702 * 2)) == gate_up(epmoe.GptOss(), 2.0, 0.5)
+    assert gate_up("gpt_oss", 9.0, -9.0) == pytest.approx(-6 * 7 * sigmoid(1.702 * 7))
+    assert gate_up(epmoe.GptOss(alpha=0.5, limit=3), 9.0, 9.0) == pytest.approx(4 * 3 * sigmoid(1.5))
+    assert gate_up(epmoe.GptOss(alpha=0.5, limit=3), -9.0, -9.0) == pytest.approx(-2 * -9 * sigmoid(-4.5))
+    assert gate_up(epmoe.GptOss(limit=math.inf), 9.0, 9.0) == pytest.approx(10 * 9 * sigmoid(1.702 * 9))
+    for wrong in (epmoe.GptOss(limit=0), epmoe.GptOss(limit=math.nan), epmoe.GptOss(alpha=math.inf)):
+        with pytest.raises(ValueError, match="finite alpha and a positive limit"):
+            epmoe.EPMoE(16, 24, 4, 2, None, wrong)

@@ -230,8 +230,8 @@ EP_PTX void ep_gemm_finish(const float (&d)[C::BN / 2], int block, const EpGemmP
     for (int i = 0; i < 4; i++) v[i] = d[(C::GATED ? 8 : 4) * block + i], u[i] = C::GATED ? d[8 * block + 4 + i] : 0;
     if (C::KIND == EP_GEMM_FORWARD) {
         if (p->bias && c < out_cols) ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, c, v, u);
-        ep_gemm_activate<C::ACT>(&v[0], &v[1], u[0], u[1]);
-        ep_gemm_activate<C::ACT>(&v[2], &v[3], u[2], u[3]);
+        ep_gemm_activate<C::ACT>(p, &v[0], &v[1], u[0], u[1]);
+        ep_gemm_activate<C::ACT>(p, &v[2], &v[3], u[2], u[3]);
         v[0] *= weight[0], v[1] *= weight[0], v[2] *= weight[1], v[3] *= weight[1];
     }
     *top = ep_pack<C::F16>(v[0], v[1]), *bottom = ep_pack<C::F16>(v[2], v[3]);

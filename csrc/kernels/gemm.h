@@ -10,7 +10,7 @@
 #include "protocol/port.h"
 
 typedef enum { EP_GEMM_FORWARD = 0, EP_GEMM_DGRAD = 1, EP_GEMM_WGRAD = 2 } EpGemmKind;
-/* SWIGLU: gate rows of w first, then up rows.  GPT_OSS: interleaved, clamped.  See reference.py's activate. */
+/* SWIGLU: gate rows of w first, then up rows.  GPT_OSS: interleaved, clamped, with two numbers.  See reference.py's activate. */
 typedef enum { EP_ACT_NONE = 0, EP_ACT_GELU = 1, EP_ACT_SWIGLU = 2, EP_ACT_GPT_OSS = 3 } EpActivation;
 
 typedef struct {
@@ -26,6 +26,7 @@ typedef struct {
     uint32_t n, k;           /* N, K of the weights: multiples of 16 */
     uint32_t kind;           /* EpGemmKind */
     uint32_t activation;     /* EpActivation */
+    float alpha, limit;      /* of GPT_OSS: finite, and positive */
     uint32_t is_f16;         /* fp16, else bf16 */
     uint32_t is_portable;    /* use the kernel for any GPU, also where there is a better one */
 } EpGemmParams;
@@ -41,6 +42,10 @@ int ep_has_hopper(uint32_t *has);
 }
 #endif
 
+/* Whether there is such an activation, with such numbers. */
+EP_PURE bool ep_gemm_is_activation(uint32_t activation, float alpha, float limit) {
+    return activation < EP_ACT_GPT_OSS || (activation == EP_ACT_GPT_OSS && alpha - alpha == 0 && limit > 0);
+}
 EP_PURE uint32_t ep_gemm_is_gated(uint32_t activation) { return activation >= EP_ACT_SWIGLU; }
 /* Columns that a tile of the product counts, and columns that are written. */
 EP_PURE uint32_t ep_gemm_num_cols(const EpGemmParams *p) { return p->kind == EP_GEMM_FORWARD ? p->n : p->k; }

@@ -21,7 +21,7 @@ EP_PTX void ep_sigmoid_pair(float x0, float x1, float s, float *y0, float *y1) {
 }
 
 /* Two neighbouring columns of a row: v are products (and gates), u what belongs to the gates. */
-template <int ACT> EP_PTX void ep_gemm_activate(float *v0, float *v1, float u0, float u1) {
+template <int ACT> EP_PTX void ep_gemm_activate(const EpGemmParams *p, float *v0, float *v1, float u0, float u1) {
     float s0, s1;
     if (ACT == EP_ACT_GELU) {
         *v0 *= 0.5f + 0.5f * erff(*v0 * 0.70710678f), *v1 *= 0.5f + 0.5f * erff(*v1 * 0.70710678f);
@@ -29,9 +29,10 @@ template <int ACT> EP_PTX void ep_gemm_activate(float *v0, float *v1, float u0, 
         ep_sigmoid_pair(*v0, *v1, 1.0f, &s0, &s1);
         *v0 *= s0 * u0, *v1 *= s1 * u1;
     } else if (ACT == EP_ACT_GPT_OSS) { /* comparisons that let NaN through */
-        *v0 = *v0 > 7.0f ? 7.0f : *v0, *v1 = *v1 > 7.0f ? 7.0f : *v1;
-        u0 = u0 > 7.0f ? 7.0f : u0 < -7.0f ? -7.0f : u0, u1 = u1 > 7.0f ? 7.0f : u1 < -7.0f ? -7.0f : u1;
-        ep_sigmoid_pair(*v0, *v1, 1.702f, &s0, &s1);
+        const float most = p->limit, least = -most;
+        *v0 = *v0 > most ? most : *v0, *v1 = *v1 > most ? most : *v1;
+        u0 = u0 > most ? most : u0 < least ? least : u0, u1 = u1 > most ? most : u1 < least ? least : u1;
+        ep_sigmoid_pair(*v0, *v1, p->alpha, &s0, &s1);
         *v0 *= s0 * (u0 + 1.0f), *v1 *= s1 * (u1 + 1.0f);
     }
 }

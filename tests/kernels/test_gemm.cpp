@@ -74,12 +74,13 @@ template <typename C, typename Hooks> static void run_pair(const EpGemmParams *p
     for (std::thread &t : threads) t.join();
 }
 
-static double activated(int act, double v, double u) {
+static double activated(const EpGemmParams &p, double v, double u) {
+    const int act = (int)p.activation;
     if (act == EP_ACT_GELU) return v * 0.5 * (1 + erf(v / sqrt(2.0)));
     if (act == EP_ACT_SWIGLU) return v / (1 + exp(-v)) * u;
     if (act != EP_ACT_GPT_OSS) return v;
-    v = std::min(v, 7.0), u = std::max(-7.0, std::min(u, 7.0));
-    return (u + 1) * v / (1 + exp(-1.702 * v));
+    v = std::min(v, (double)p.limit), u = std::max(-(double)p.limit, std::min(u, (double)p.limit));
+    return (u + 1) * v / (1 + exp(-p.alpha * v));
 }
 
 struct Problem {
@@ -111,7 +112,7 @@ struct Problem {
         double size_v, size_u = 0, v = product(e, r, of_v, &size_v), u = gated ? product(e, r, of_u, &size_u) : 0;
         if (p.bias) v += ep_widen(bias[e * p.n + of_v], p.is_f16);
         if (p.bias && gated) u += ep_widen(bias[e * p.n + of_u], p.is_f16);
-        const double weight = p.row_weight ? row_weight[r] : 1, y = activated((int)p.activation, v, u) * weight;
+        const double weight = p.row_weight ? row_weight[r] : 1, y = activated(p, v, u) * weight;
         *bound = fabs(y) * (p.is_f16 ? 1e-3 : 8e-3) + 1e-4 + 1e-5 * fabs(weight) * (size_v + size_u) * (1 + fabs(v) + fabs(u));
         return y;
     }
@@ -139,7 +140,7 @@ template <typename C, bool HOOKED> static bool check(const char *name, const Cas
     const bool forward = C::KIND == EP_GEMM_FORWARD;
     q.p = {q.a.data(), q.b.data(), NULL, q.offsets.data(), forward && c.bias ? q.bias.data() : NULL,
            forward && c.row_weight ? q.row_weight.data() : NULL, NULL, 60000000000ull,
-           (uint32_t)rows, L, c.n, c.k, C::KIND, C::ACT, C::F16, 0};
+           (uint32_t)rows, L, c.n, c.k, C::KIND, C::ACT, 1.3f, 0.6f, C::F16, 0};
     uint64_t tickets = 0;
     const uint64_t out_cols = ep_gemm_out_cols(&q.p), out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
     q.out.assign(out_rows * out_cols, EP_POISON);
