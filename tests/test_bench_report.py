@@ -126,14 +126,8 @@ def test_bench_report_wants_one_place(tmp_path):
     assert readme.read_text() == "nothing marked\n"
 
 
-@pytest.mark.parametrize("same_file", [True, False])
-def test_bench_report_of_grouped_gemms(tmp_path, same_file):
-    """They want one GPU, and may stand in a file of their own, which says of which run they are."""
-    head = {"machine": "4 x GPU", "gpus": 4, "cuda": "13"}
+def test_bench_report_of_grouped_gemms(tmp_path):
     products = [row("gemm", "c", f"{impl} {what}", ms, tflops=600.0) for impl, ms in (("torch", 4.0), ("epmoe", 3.0)) for what in report.PRODUCTS]
     products.append(row("gemm", "c", "epmoe gate and up, SwiGLU", 3.06, tflops=588.0, ratio=1.02))
-    if not same_file:
-        write(tmp_path / "gemm_some.json", products, **head | {"machine": "1 x GPU", "gpus": 1})
-    _, text = made(tmp_path, products if same_file else [], **head)
+    _, text = made(tmp_path, products, machine="4 x GPU", gpus=4, cuda="13")
     assert "| c | 64 | 3.000 ms | 600 | 0.75 | 1.02 | 0.75 | 0.75 | 0.75 | 0.75 | 0.75 |" in text
-    assert ("by turns with torch's; 1 x GPU" in text) != same_file

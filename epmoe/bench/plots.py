@@ -52,8 +52,8 @@ def draw(figures):
     return plots
 
 
-def title(figures, text, what=None):
-    r = figures.of[what] if what else figures.result
+def title(figures, text):
+    r = figures.result
     return f"{text}\n{r['machine']}, {r['date']}" + ("" if figures.is_gpu else ": small shapes on a CPU, nothing about GPUs")
 
 
@@ -168,7 +168,7 @@ def draw_growth(figures, plt):
         label = {"GEMMs alone": "torch's two GEMMs alone", "torch layer": f"{peer_name(figures)} layer"}.get(impl, impl)
         ax.plot([r["tokens"] for r in rows], [r["ms"] for r in rows], style, color=color, markersize=5, label=label)
     over_tokens(ax, ticks)
-    ax.set_title(title(figures, f"{shape}: time of a layer over T", "layer"), loc="left", fontsize=11)
+    ax.set_title(title(figures, f"{shape}: time of a layer over T"), loc="left", fontsize=11)
     ax.legend()
     return figure
 

@@ -1,8 +1,7 @@
 """python -m epmoe.bench report FILE: the plots beside FILE, and the table, from figures that --json wrote.
 
 Where FILE is NAME.json, figures of DeepEP that another run recorded are taken from deep_ep_NAME.json beside it, if it is
-there; DeepEP's rows in FILE itself go before them.  Likewise gemm_NAME.json may hold the rows of the grouped GEMMs, which
-want one GPU only, and layer_NAME.json those of whole layers.  What FILE lacks is left out, and named.
+there; DeepEP's rows in FILE itself go before them.  What FILE lacks is left out, and named.
 """
 
 import hashlib
@@ -12,10 +11,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-OLD_NAMES = {"stages": "a2a", "sms": "sm", "saving": "features"}  # of benches, in files older than their commands
 MARKED = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 STAGES = {"dispatch": "epmoe plan + dispatch", "combine": "epmoe combine"}
-BESIDE = {"gemm": ("gemm",), "layer": ("layer", "growth", "ablation")}  # benches that may be in a file of their own
 PRODUCTS = ("gate and up", "down", "dgrad of gate and up", "dgrad of down", "wgrad of gate and up", "wgrad of down")
 
 
@@ -24,27 +21,11 @@ class Figures:
 
     def __init__(self, path):
         path = Path(path)
-        texts = [path.read_text()]
-        for beside in (path.with_name(f"{what}_{path.name}") for what in ("deep_ep", *BESIDE)):
-            texts.append(beside.read_text() if beside.exists() else "{}")
-        self.path, (self.result, self.recorded, *beside) = path, map(json.loads, texts)
-        self.digest = hashlib.sha256("".join(t for t in texts if t != "{}").encode()).hexdigest()[:16]  # plots carry it: are they of these files?
-        self.rows, self.of = [self._row(r) for r in self.result["rows"]], {}
-        for (what, benches), other in zip(BESIDE.items(), beside):
-            self.of[what] = self.result  # the run that these rows are of
-            if not any(r["bench"] in benches for r in self.rows):
-                self.of[what] = other
-                self.rows += [self._row(r) for r in other.get("rows", []) if r["bench"] in benches]
-        self.recorded_rows = self.recorded.get("rows", [])
-
-    @staticmethod
-    def _row(row):
-        bench, impl = OLD_NAMES.get(row["bench"], row["bench"]), row["impl"]
-        if bench == "sm":
-            impl = impl.split(",")[0]
-        if bench in ("a2a", "sm", "tokens") and not impl.startswith(("epmoe", "torch", "DeepEP")):
-            impl = "epmoe " + impl
-        return row | {"bench": bench, "impl": impl}
+        recorded = path.with_name(f"deep_ep_{path.name}")
+        texts = [path.read_text(), recorded.read_text() if recorded.exists() else "{}"]
+        self.path, (self.result, self.recorded) = path, map(json.loads, texts)
+        self.digest = hashlib.sha256("".join(texts).encode()).hexdigest()[:16]  # plots carry it: are they of these files?
+        self.rows, self.recorded_rows = self.result["rows"], self.recorded.get("rows", [])
 
     @property
     def is_gpu(self):
@@ -60,10 +41,7 @@ class Figures:
 
     def deep_ep(self, bench, stage, **more):
         """(milliseconds, whether they are of this run) of DeepEP at its best count of SMs; (None, False) without any."""
-        recorded = self.recorded_rows
-        if bench in BESIDE["layer"] and self.of["layer"].get("machine") != self.recorded.get("machine"):
-            recorded = []  # so many GPUs are not comparable
-        for rows, same_run in ((self.rows, True), (recorded, False)):
+        for rows, same_run in ((self.rows, True), (self.recorded_rows, False)):
             times = [r["ms"] for r in rows if r["bench"] == bench and r["impl"].split(",")[0] == f"DeepEP {stage}"
                      and all(r.get(k) == v for k, v in more.items())]
             if times:
@@ -130,7 +108,7 @@ def layer_table(figures):
         for kernel, product in (("dispatch + gemm", "gate and up"), ("gemm + combine", "down")):
             ms = [figures.ms("layer", impl, shape=shape) for impl in (f"epmoe {kernel}", f"torch {product} alone")]
             over.append(_over(*ms) if None not in ms else "")
-        rows.append([shape, str(row["tokens"]), f"{row['ms']:.3f} ms", f"{row['tflops']:.0f}" if figures.of["layer"]["gpus"] else "", *over])
+        rows.append([shape, str(row["tokens"]), f"{row['ms']:.3f} ms", f"{row['tflops']:.0f}" if figures.is_gpu else "", *over])
     return markdown(["shape", "T a rank", "whole layer", "TFLOP/s a GPU", "over GEMMs alone", "one after the other: over GEMMs alone", "over torch",
                      "over DeepEP", "dispatch + gemm over gate and up", "gemm + combine over down"], rows)
 
@@ -189,12 +167,11 @@ def block(figures, plots, folder):
         lines += [*table(figures), ""]
     lines += sources(figures)
     if figures.shapes("layer"):
-        lines += ["", "Whole layers, forward, by turns with torch's two products on the same rows (\"GEMMs alone\"); "
-                  f"{of_run(figures.of['layer'])}:", "", *layer_table(figures)]
+        lines += ["", "Whole layers, forward, by turns with torch's two products on the same rows (\"GEMMs alone\"):", "", *layer_table(figures)]
     if any(r["bench"] == "ablation" for r in figures.rows):
         lines += ["", "What each choice brings: time with one made otherwise, over the time as it is:", "", *ablation_table(figures)]
     if figures.is_gpu and figures.find("gemm", "epmoe gate and up"):
-        lines += ["", f"Grouped GEMMs of one rank of four, by turns with torch's; {of_run(figures.of['gemm'])}:", "", *gemm_table(figures)]
+        lines += ["", "Grouped GEMMs of one rank of four, by turns with torch's; all GPUs at the same time, the slowest one:", "", *gemm_table(figures)]
     for name, text in plots.items():
         lines += ["", f"![{text}]({Path(folder, plot_name(figures, name)).as_posix()})"]
     return "\n".join(lines) + "\n"
