@@ -4,7 +4,7 @@ import torch
 
 from . import _C
 from .gemm import _GATED, DGRAD, WGRAD, add_bias, as_kernel, grouped_gemm
-from .layer import EPAll2AllLayer
+from .layer import EPAll2AllLayer, cast
 from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect
 from .reference import activate
 
@@ -146,7 +146,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             h = add_bias(h, bias, layout.expert_offsets)
         if with_grad and activation is not None:
             h = activate(h, activation)
-        return h, None if row_weight is None else row_weight.to(self.weight_dtype), layout
+        return h, cast(row_weight, self.weight_dtype), layout
 
     def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None):
         """combine(gemm_input @ gemm_weight[e].T + bias[e]): results go home while others are made.
@@ -170,6 +170,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             self._check_tensor("gemm_input", gemm_input, self.dtype, (num_rows, gemm_weight.shape[2]))
             if weight is not None:
                 self._check_tensor("weight", weight, None, (gemm_input.shape[0],))
+                weight = cast(weight, torch.float32)
         except Exception as error:
             self._refuse(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, getattr(layout, "buffer", 0))
         with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (gemm_input, weight, gemm_weight, bias))
@@ -179,7 +180,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             except Exception as error:
                 self._refuse(_C.OP_COMBINE, error, layout.buffer)
             return self.combine(rows, layout, weight)
-        gemm_weight, weight = gemm_weight.contiguous(), None if weight is None else weight.to(torch.float32)
+        gemm_weight = gemm_weight.contiguous()
         bias = None if bias is None else bias.to(self.dtype).contiguous()
         if with_grad or torch.compiler.is_compiling():
             y = torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, _absent(gemm_input) if weight is None else weight, layout.plan,
@@ -205,7 +206,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             return super().dispatch(input, exp_indices, weight, full_scatter_indices, layout=layout, buffer=buffer)
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight, full_scatter_indices, layout, buffer)
         rows, row_weight, layout.recv = dispatch(self, input.repeat_interleave(self._copies, 0), weight, layout.plan, layout.buffer, num_rows)
-        return rows, None if row_weight is None else row_weight.to(self.weight_dtype), layout
+        return rows, cast(row_weight, self.weight_dtype), layout
 
     def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None, buffer=0):
         return self._dispatch_alone(input, *map(self._by_choice, (exp_indices, weight, full_scatter_indices)), layout, buffer)

@@ -2,11 +2,10 @@
 
 import contextlib
 import itertools
-import weakref
 
 import torch
 
-from . import _C
+from . import _C, ops
 from .heap import SymmetricHeap, pick_device, status_of, stream_of
 from .layout import EPLayout
 from .world import Shared, World
@@ -29,7 +28,11 @@ def _num_blocks(device, reserve_sms):
 
 
 _ids = itertools.count()
-_layers = weakref.WeakValueDictionary()  # id -> layer
+
+
+def cast(t, dtype):
+    """t.to(dtype), or None."""
+    return t if t is None or t.dtype == dtype else t.to(dtype)  # a call that does nothing takes a microsecond
 
 
 class EPAll2AllLayer(Shared):
@@ -119,7 +122,7 @@ class EPAll2AllLayer(Shared):
         self._plan_front = _C.plan_layout(self._config, 0)
         # How torch.ops.epmoe.* name a layer.  With all that sizes depend on: a compiler that keeps graphs must not take another's.
         self.id = f"{next(_ids)} {self._config}"
-        _layers[self.id] = self
+        ops.layers[self.id] = self
 
     @staticmethod
     def _world_of(ep_group, heap, timeout_s):
@@ -208,8 +211,6 @@ class EPAll2AllLayer(Shared):
         Raises on every rank: EpIndexError, EpOverflow, EpMismatch; ValueError or TypeError here and PeerError on
             the others; PeerDied, EpTimeout.
         """
-        from . import ops
-
         self._check_buffer(_C.OP_PLAN, buffer)
         with torch.no_grad():
             if torch.compiler.is_compiling():
@@ -237,17 +238,13 @@ class EPAll2AllLayer(Shared):
             in the same call; PeerDied, EpTimeout; without a layout also what preprocess raises.  On CUDA the call returns before it has
             run: what goes wrong in the kernels is raised by the next call on the layer, or by synchronize(), and the rows are NaN.
         """
-        from . import ops
-
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight, full_scatter_indices, layout, buffer)
         if ops.wanted(input, weight):
             rows, row_weight, layout.recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer, num_rows)
         else:
             num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
             rows, row_weight, layout.recv = self._dispatch(input, weight, layout.plan, layout.buffer, num_rows)
-        if row_weight is not None:
-            row_weight = row_weight.to(self.weight_dtype)
-        return rows, row_weight, layout
+        return rows, cast(row_weight, self.weight_dtype), layout
 
     def combine(self, input, layout, weight=None):
         """Bring rows home and add them up: y[t] = sum over the choices k of token t, dropped ones left out.
@@ -263,8 +260,6 @@ class EPAll2AllLayer(Shared):
         Raises ValueError or TypeError here, and PeerError on the others, for a wrong argument; EpMismatch on all ranks when they are not
             in the same call, or bring home another dispatch; PeerDied, EpTimeout.  On CUDA as dispatch does, later.
         """
-        from . import ops
-
         try:
             self._check_layout(layout)
             if layout.recv is None:
@@ -273,10 +268,9 @@ class EPAll2AllLayer(Shared):
             self._check_tensor("input rows", input, self.dtype, (num_rows, self.hidden))
             if weight is not None:
                 self._check_tensor("weight", weight, None, (input.shape[0],))
+                weight = cast(weight, torch.float32)
         except Exception as error:
             self._refuse(_C.OP_COMBINE, error, getattr(layout, "buffer", 0))
-        if weight is not None:
-            weight = weight.to(torch.float32)
         if ops.wanted(input, weight):
             return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer, layout.num_tokens)
         return self._combine(input, weight, None, layout.plan, layout.recv, layout.buffer, layout.num_tokens)[0]
@@ -298,12 +292,11 @@ class EPAll2AllLayer(Shared):
                 self._check_tensor("input", input, self.dtype, (layout.num_tokens // self._copies, self.hidden))
             if weight is not None:
                 self._check_tensor("weight", weight, None, (input.shape[0] * self._copies, self.topk))
+                weight = cast(weight, torch.float32)
         except Exception as error:
             self._refuse(_C.OP_PLAN if layout is None else op, error, getattr(layout, "buffer", buffer))
         if layout is None:
             layout = self.preprocess(exp_indices, full_scatter_indices, buffer=buffer)
-        if weight is not None:
-            weight = weight.to(torch.float32)
         num_rows = -1 if layout._num_rows is None and self.capacity is None else self.capacity or layout._num_rows
         return layout, weight, num_rows
 
@@ -325,7 +318,7 @@ class EPAll2AllLayer(Shared):
             raise TypeError(f"{name}: wanted {dtype or 'a floating-point dtype'}, got {t.dtype}")
         if torch.compiler.is_compiling():
             return  # sizes may not be known yet; the module looks at them when it runs
-        if t.dim() != len(shape) or any(want is not None and got != want for got, want in zip(t.shape, shape)):
+        if t.shape != shape and (t.dim() != len(shape) or any(want is not None and got != want for got, want in zip(t.shape, shape))):
             raise ValueError(f"{name}: wanted shape [{', '.join('*' if d is None else str(d) for d in shape)}], got {list(t.shape)}")
         if not t.is_contiguous():
             raise ValueError(f"{name} must be contiguous")

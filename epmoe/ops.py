@@ -4,10 +4,11 @@ dispatch and combine are each other's backward: what dispatch copies, its backwa
 way round.  An operator names its layer by a text.  An absent tensor is one without dimensions.
 """
 
+import weakref
+
 import torch
 
-from .layer import _layers
-
+layers = weakref.WeakValueDictionary()  # id -> layer
 _lib = torch.library.Library("epmoe", "DEF")
 _lib.define("plan(Tensor exp_indices, Tensor scatter, str layer, int buffer) -> Tensor")
 _lib.define("dispatch(Tensor x, Tensor weight, Tensor plan, str layer, int buffer, SymInt num_rows) -> (Tensor, Tensor, Tensor)")
@@ -16,7 +17,7 @@ _lib.define("combine(Tensor rows, Tensor row_weight, Tensor row_scalar, Tensor p
 
 
 def _layer(idx):
-    layer = _layers.get(idx)
+    layer = layers.get(idx)
     if layer is None:
         raise RuntimeError(f"epmoe layer {idx} does not exist any more")
     return layer
@@ -135,7 +136,11 @@ def wanted(*tensors):
     """True where an operator is needed: a gradient flows, or a compiler traces."""
     if torch.compiler.is_compiling():
         return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def plan(layer, exp_indices, scatter, buffer):
