@@ -67,6 +67,17 @@ def without_memory(s, call, name, value):
         return call(s)
 
 
+class NoRoom(torch.Tensor):
+    """Of a dtype that has to be cast, and no machine has room for that."""
+
+    def to(self, *_):
+        raise MemoryError("no room for these")
+
+
+def no_room(t):
+    return t.double().as_subclass(NoRoom)
+
+
 def plan(s, *changes):
     return s.layer.preprocess(*(changes or (s.idx,)))
 
@@ -179,6 +190,9 @@ TOGETHER = {
     "plan-without-memory": (lambda s: without_memory(s, plan, (s.layer, "_plan_words"), lambda num_tokens: 1 << 55), plan, "RuntimeError", (), None),
     "dispatch-without-memory": (lambda s: without_memory(s, again, (s.layer, "_recv_words"), 1 << 55), again, "RuntimeError", (), None),
     "combine-without-memory": (lambda s: without_memory(s, combine, (s.layout, "num_tokens"), 1 << 55), combine, "RuntimeError", (), None),
+    "dispatch-cast-without-memory": (lambda s: dispatch(s, weight=no_room(s.weight)), dispatch, "MemoryError", ("no room",), None),
+    "again-cast-without-memory": (lambda s: again(s, weight=no_room(s.weight)), again, "MemoryError", ("no room",), None),
+    "combine-cast-without-memory": (lambda s: combine(s, weight=no_room(s.row_weight)), combine, "MemoryError", ("no room",), None),
     # the world
     "exchange-of-another-size": (lambda s: exchange(s, b"xyz"), exchange, "EpMismatch", ("2 bytes", "3"), "EpMismatch"),
     "exchange-of-nothing": (lambda s: exchange(s, b""), exchange, "EpMismatch", ("0", "2"), "EpMismatch"),
