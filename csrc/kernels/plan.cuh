@@ -238,7 +238,7 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
             p.plan[p.layout.sort_off + m.sorted_from[e] + at] = (int32_t)i;
         }
         if (has) p.plan[p.layout.token_row_off + i] = row;
-        const uint32_t token = t + lane; /* of the round, and of the rank where there is one */
+        const uint32_t token = t + lane; /* the lane's of the round, as in c.ranks */
         for (uint32_t r = 0; r < W; r++)
             if (lane < round.num_tokens && token < range.last && !(c.ranks >> r & 1u))
                 p.plan[p.layout.token_slot_off + (uint64_t)token * W + r] = -1;
