@@ -57,7 +57,8 @@ EP_PURE uint32_t num_plan_blocks(uint64_t num_choices) {
     return blocks < EP_PLAN_BLOCKS ? ((uint32_t)blocks + MANY_BLOCKS - 1) / MANY_BLOCKS * MANY_BLOCKS : EP_PLAN_BLOCKS;
 }
 
-/* One cell's numbers of all blocks: their sum, and that of the blocks before this one.  As many as there may be are on their way at once. */
+/* One cell's numbers of all blocks: their sum, and that of the blocks before this one.  As many as there may be are on their way at
+ * once. */
 struct BlockSums {
     uint32_t before, total;
 };
