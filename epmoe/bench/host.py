@@ -20,6 +20,6 @@ def measure(run, shape):
         calls = {"preprocess": lambda: layer.preprocess(idx), "cached dispatch": lambda: layer.dispatch(x, weight=weight, layout=layout),
                  "combine": lambda: layer.combine(rows, layout, row_weight)}
         for name, fn in calls.items():
-            us = host_microseconds(fn, sync, run.cpu_group, calls=100 if run.on_gpu else 10)
+            us = host_microseconds(fn, sync, run.cpu_group, **({} if run.on_gpu else {"calls": 10, "rounds": 3}))
             run.record("host", shape, f"epmoe {name}, host", us / 1e3, rate=f"{us:.1f} us")
         layer.synchronize()

@@ -79,8 +79,9 @@ def alternated(fns, device, cpu_group, rounds, round_ms):
     return [slowest(cpu_group, statistics.median(t)) for t in times]
 
 
-def graphed(fn, device, cpu_group, calls=10, replays=20):
-    """Milliseconds of one fn among `calls` of them in a CUDA graph: device time without the host's, caches warm."""
+def graphed(fn, device, cpu_group, calls=50, replays=20):
+    """Milliseconds of one fn among `calls` of them in a CUDA graph: device time without the host's, caches warm.  The
+    start of a graph, and what the ranks' hosts start it apart, is of the first call; so there are many."""
     fn()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -98,14 +99,14 @@ def graphed(fn, device, cpu_group, calls=10, replays=20):
     return slowest(cpu_group, statistics.median(a.elapsed_time(b) for a, b in times) / calls)
 
 
-def host_microseconds(fn, sync, cpu_group, calls=200):
-    """Microseconds that the caller of fn is kept, device work not waited for."""
-    for _ in range(min(20, calls)):
-        fn()
+def host_microseconds(fn, sync, cpu_group, calls=200, rounds=20):
+    """Microseconds that the caller of fn is kept, device work not waited for: median over rounds of so many calls."""
+    times = []
+    for _ in range(rounds + 1):  # one to warm up
+        sync()
+        t = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        times.append((time.perf_counter() - t) / calls * 1e6)
     sync()
-    t = time.perf_counter()
-    for _ in range(calls):
-        fn()
-    spent = (time.perf_counter() - t) / calls * 1e6
-    sync()
-    return slowest(cpu_group, spent)
+    return slowest(cpu_group, statistics.median(times[1:]))
