@@ -1,8 +1,13 @@
-"""What a call costs its caller: eager, fixed capacity, few tokens, device work not waited for."""
+"""What a call costs its caller, and what it costs beyond its kernel: eager, fixed capacity, few tokens.
+
+host        the caller is kept so long, device work not waited for
+among many  a call in a row of calls, device work included: the kernel's time or the host's, whichever is longer
+in a graph  the kernel's time alone; the row before says how much longer an eager call takes
+"""
 
 import torch
 
-from epmoe.bench.measure import host_microseconds
+from epmoe.bench.measure import alternated, graphed, host_microseconds
 
 TOKENS = 64
 
@@ -22,4 +27,8 @@ def measure(run, shape):
         for name, fn in calls.items():
             us = host_microseconds(fn, sync, run.cpu_group, **({} if run.on_gpu else {"calls": 10, "rounds": 3}))
             run.record("host", shape, f"epmoe {name}, host", us / 1e3, rate=f"{us:.1f} us")
+            if run.on_gpu:
+                [many], kernel = alternated([fn], run.device, run.cpu_group, run.iters, 5), graphed(fn, run.device, run.cpu_group)
+                run.record("host", shape, f"epmoe {name}, among many", many, rate=f"{(many - kernel) * 1e3:.1f} us beyond")
+                run.record("host", shape, f"epmoe {name}, in a graph", kernel)
         layer.synchronize()
