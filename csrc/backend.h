@@ -31,7 +31,7 @@ typedef struct {
     void (*host_free)(int device, void *memory, uint64_t num_bytes);
     int (*copy)(int device, void *dst, const void *src, uint64_t num_bytes, void *stream);
     int (*zero)(int device, void *dst, uint64_t num_bytes, void *stream);
-    int (*sync)(int device, void *stream, EpWorld *world); /* leaves when the world ends */
+    int (*sync)(int device, void *stream, EpWorld *world); /* leaves a second after the world ends, at the latest */
     int (*sync_all)(int device);                           /* everything that this process has given the device */
     /* The operations that wait for peers: on whatever streams, they run in the order of these calls. */
     int (*plan)(int device, const EpPlanParams *p, void *stream);
@@ -62,7 +62,9 @@ typedef struct {
     uint16_t of, buffer;
     uint64_t num_ops;
 } EpCommBuffer;
-/* Collective.  b says whose it is. */
+/* Collective: its region of the heap. */
+int ep_comm_alloc(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
+/* Local, behind that.  b says whose it is. */
 int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
 void ep_comm_close(EpHeap *heap, EpCommBuffer *b); /* local */
 /* Note an operation of this buffer; ep_world_noted ends it. */
@@ -71,6 +73,8 @@ uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_t
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
 const EpBackend *ep_heap_backend(const EpHeap *heap);
 EpWorld *ep_heap_world(const EpHeap *heap);
+/* Collective, behind what each rank does alone: 0, or the error of this rank, or of the first that "could not" do it. */
+int ep_heap_agree(EpHeap *heap, int code, const char *what);
 /* Until this rank's GPU has done all that it was given: before memory goes back, which peers and kernels may still use. */
 int ep_heap_quiesce(EpHeap *heap);
 

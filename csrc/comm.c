@@ -6,12 +6,15 @@
 #include "protocol/flags.h"
 #include "world.h"
 
+int ep_comm_alloc(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
+    return ep_heap_alloc(heap, ep_comm_layout(shape).num_bytes, EP_LINE, 0, &b->off);
+}
+
 int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
     EpWorld *world = ep_heap_world(heap);
     const EpBackend *backend = ep_heap_backend(heap);
     void *host = NULL, *address;
     EpCommLayout layout = ep_comm_layout(shape);
-    EP_TRY(ep_heap_alloc(heap, layout.num_bytes, EP_LINE, 0, &b->off));
     EP_TRY(backend->host_alloc(ep_heap_device(heap), sizeof(EpHostWords), &host));
     memset(host, 0, sizeof(EpHostWords));
     b->comm.shape = *shape, b->comm.layout = layout, b->comm.my_rank = ep_world_rank(world);
@@ -25,7 +28,6 @@ int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
     if (code) {
         backend->host_free(ep_heap_device(heap), host, sizeof(EpHostWords));
         b->comm.host = NULL;
-        ep_heap_free(heap, b->off); /* as many buffers on every rank, so all come here */
         return ep_error(code, "a world holds too many communication buffers");
     }
     return code;

@@ -10,6 +10,7 @@
  * world, which frees it at its own end.  Waiting for the peers instead could take for ever, in a destructor.  How
  * many bytes are kept is said when the next heap finds no room. */
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -96,7 +97,7 @@ static int self_test(EpHeap *h) {
     EP_TRY(ep_world_exchange(h->world, &mine, sizeof mine, all));
     for (uint32_t r = 0; r < W; r++)
         if (all[r].code) return ep_error(EP_ESYS, "rank %u cannot write and read the heap of rank %u", r, all[r].peer);
-    return h->backend->zero(h->device, h->base[me], 8ull * W, NULL);
+    return 0;
 }
 
 typedef struct {
@@ -119,9 +120,21 @@ static void import_peers(EpHeap *h, const Offer *all, int *fds, Offer *mine) {
             else mine->code = ep_error(EP_EPEERDIED, "rank %u left while its heap was being mapped", r);
         } else {
             mine->code = h->backend->heap_import(h->device, &all[me].card, &all[r].card, fds[r], &h->base[r]);
-            if (mine->code) memcpy(mine->text, ep_error_text(), sizeof mine->text - 1);
+            if (mine->code) snprintf(mine->text, sizeof mine->text, "the heap of rank %u: %.90s", r, ep_error_text());
         }
     }
+}
+
+/* Whether every rank has done its part: all fail, or none. */
+int ep_heap_agree(EpHeap *h, int code, const char *what) {
+    int32_t mine = code, all[EP_MAX_RANKS];
+    char why[256];
+    snprintf(why, sizeof why, "%s", ep_error_text());
+    EP_TRY(ep_world_exchange(h->world, &mine, sizeof mine, all));
+    if (code) return ep_error(code, "%s", why);
+    for (uint32_t r = 0; r < ep_world_size(h->world); r++)
+        if (all[r]) return ep_error(all[r], "rank %u could not %s", r, what);
+    return 0;
 }
 
 /* The first thing wrong with any rank's offer; all ranks fail, or none. */
@@ -177,15 +190,21 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     if (code) mine.code = code; /* everyone's answer: only close what came */
     import_peers(h, all, fds, &mine);
     if (code) goto fail;
+    if (!mine.code) {
+        mine.code = h->backend->preload(device);
+        if (mine.code) snprintf(mine.text, sizeof mine.text, "%.120s", ep_error_text());
+    }
     EP_TRY_GOTO(code, ep_world_exchange(world, &mine, sizeof mine, all), fail);
     EP_TRY_GOTO(code, judge_offers(all, W, me), fail);
-    EP_TRY_GOTO(code, h->backend->preload(device), fail);
     EP_TRY_GOTO(code, self_test(h), fail);
     ep_allocator_open(&h->allocator, h->num_bytes);
     EpShape shape = {.num_ranks = W, .num_experts = W, .num_topk = 1};
     h->control.is_heaps = true, h->control.of = ep_world_number_heap(world);
-    EP_TRY_GOTO(code, ep_comm_open(h, &shape, &h->control), fail);
-    h->has_control = true;
+    int cleared = h->backend->zero(device, h->base[me], 8ull * W, NULL); /* what the test has written */
+    EP_TRY_GOTO(code, ep_comm_alloc(h, &shape, &h->control), fail);
+    code = cleared ? cleared : ep_comm_open(h, &shape, &h->control);
+    h->has_control = !code;
+    EP_TRY_GOTO(code, ep_heap_agree(h, code, "make its heap"), fail);
     ep_allocator_keep(&h->allocator); /* statistics are of what the caller allocates */
     if (fd >= 0) close(fd);
     *out = h;
@@ -270,7 +289,6 @@ static int agree(EpHeap *h, const Call *mine) {
 
 static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {
     Call mine = {CALL_ALLOC, num_bytes, alignment, status};
-    unsigned char none = 0, nones[EP_MAX_RANKS];
     char why[256];
     if (!status && (alignment == 0 || (alignment & (alignment - 1)) || alignment > 2u << 20))
         status = ep_error(EP_EINVAL, "alignment %llu: a power of two up to 2 MiB", (unsigned long long)alignment);
@@ -282,9 +300,11 @@ static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, 
     *off = 0;
     if (num_bytes == 0) return 0; /* nothing, but agreed upon */
     EP_TRY(ep_allocator_take(&h->allocator, num_bytes, alignment, off));
-    EP_TRY(h->backend->zero(h->device, (unsigned char *)h->base[ep_world_rank(h->world)] + *off, num_bytes, NULL));
-    EP_TRY(h->backend->sync(h->device, NULL, h->world));
-    return ep_world_exchange(h->world, &none, 1, nones); /* no peer writes before all have zeroed */
+    code = h->backend->zero(h->device, (unsigned char *)h->base[ep_world_rank(h->world)] + *off, num_bytes, NULL);
+    if (!code) code = h->backend->sync(h->device, NULL, h->world);
+    code = ep_heap_agree(h, code, "clear its part of an allocation"); /* no peer writes before all have */
+    if (code) ep_allocator_give_back(&h->allocator, *off);
+    return code;
 }
 
 int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {

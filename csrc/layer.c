@@ -83,17 +83,23 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     }
     l->heap = ep_heap_retain(heap), l->config = *config;
     atomic_init(&l->num_refs, 1);
-    for (; made < config->num_buffers && !code; made++) {
-        l->buffers[made].of = number, l->buffers[made].buffer = (uint16_t)made;
-        code = ep_comm_open(heap, &config->shape, &l->buffers[made]);
-        l->buffers[made].comm.reserve_sms = config->reserve_sms;
+    while (made < config->num_buffers && !code) {
+        code = ep_comm_alloc(heap, &config->shape, &l->buffers[made]);
+        if (!code) made++;
     }
-    if (code) { /* the same on all ranks: so all give back what there was room for */
+    if (!code) {
+        for (uint32_t i = 0; i < made && !code; i++) {
+            l->buffers[i].of = number, l->buffers[i].buffer = (uint16_t)i;
+            code = ep_comm_open(heap, &config->shape, &l->buffers[i]);
+            l->buffers[i].comm.reserve_sms = config->reserve_sms;
+        }
+        code = ep_heap_agree(heap, code, "make its layer");
+    }
+    if (code) { /* on all ranks: so all give back what there was room for */
         char text[512];
         strncpy(text, ep_error_text(), sizeof text - 1);
         text[sizeof text - 1] = 0;
-        for (uint32_t i = 0; i < made; i++)
-            if (l->buffers[i].comm.host) ep_heap_free(heap, l->buffers[i].off);
+        for (uint32_t i = 0; i < made; i++) ep_heap_free(heap, l->buffers[i].off);
         ep_layer_release(l);
         return ep_error(code, "%s", text);
     }

@@ -5,6 +5,7 @@
 
 #include <errno.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <time.h>
 
 uint64_t test_seed = 1;
@@ -62,6 +63,15 @@ int test_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*s
     static _Atomic uint32_t num_calls;
     if (atomic_fetch_add_explicit(&num_calls, 1, memory_order_relaxed) % 11 == 10) return EAGAIN;
     return pthread_create(thread, attr, start, arg);
+}
+
+/* What cpu.c takes for mmap: for this thread, the n-th memory of no file from now on is not there. */
+static _Thread_local uint32_t mmaps_left;
+void test_fail_mmap(uint32_t n) { mmaps_left = n; }
+void *test_mmap(void *at, size_t num_bytes, int protection, int flags, int fd, off_t off);
+void *test_mmap(void *at, size_t num_bytes, int protection, int flags, int fd, off_t off) {
+    if (fd < 0 && mmaps_left && --mmaps_left == 0) return errno = ENOMEM, MAP_FAILED;
+    return mmap(at, num_bytes, protection, flags, fd, off);
 }
 
 /* ---- ranks ---- */

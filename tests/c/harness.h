@@ -68,6 +68,8 @@ bool run_team(const Setup *setup, Body *body, void *arg);
 bool open_heap_and_layer(Rank *me);
 bool close_together(Rank *me);
 int take_heap(Rank *me, uint64_t num_bytes, uint64_t *off);
+/* The n-th memory of no file that this thread asks for from now on, counted from 1, is not to be had. */
+void test_fail_mmap(uint32_t n);
 
 extern uint64_t test_seed;
 extern double long_timeout_s;  /* of worlds in which nobody should wait long */
@@ -177,6 +179,8 @@ bool test_heap_words(void);
 bool test_closed(void);
 bool test_world_release(void);
 bool test_short_rows(void);
+bool test_no_memory(void);
+bool test_leave_busy(void);
 bool test_hostile(void);
 bool test_hostile_notes(void);
 bool test_processes(void);

@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 JOBS = 2
 LIBRARY = "error tensor wire record watchdog world allocator memory heap comm layer layer_ops room cpu cpu_ops cpu_plan".split()  # all but the Python module and CUDA
-TESTS = "harness test_heap test_hostile test_protocol".split()
+TESTS = "harness test_alone test_heap test_hostile test_protocol".split()
 FAULTY = "cpu cpu_ops cpu_plan".split()  # a fault is seeded in these only: the protocol, not the sockets of the world
 HEADER_FLAGS = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Wno-unused-function -D_GNU_SOURCE".split()
 VARIANTS = {
@@ -96,8 +96,8 @@ class Builder:
     def objects(self, variant, fault):
         for name in LIBRARY:
             faulty = f" -DEP_FAULT_IDX={fault}" if fault and name in FAULTY else ""
-            thread = " -Dpthread_create=test_pthread_create" if name == "cpu" else ""  # see harness.c
-            yield self.csrc / f"{name}.c", VARIANTS[variant] + faulty + thread
+            scarce = " -Dpthread_create=test_pthread_create -Dmmap=test_mmap" if name == "cpu" else ""  # see harness.c
+            yield self.csrc / f"{name}.c", VARIANTS[variant] + faulty + scarce
         for name in TESTS:
             yield HERE / f"{name}.c", VARIANTS[variant]
 

@@ -452,6 +452,8 @@ static const struct {
     {"heap_words", test_heap_words, false},
     {"heap_create", test_heap_create, false},
     {"heap_full", test_heap_full, false},
+    {"no_memory", test_no_memory, false},
+    {"leave_busy", test_leave_busy, false},
     {"heap_abort", test_heap_abort, false},
     {"closed", test_closed, false},
     {"world_release", test_world_release, false},

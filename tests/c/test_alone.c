@@ -1,0 +1,70 @@
+/* test_alone.c - what happens to one rank alone, and what the others make of it: memory that is not there, leaving early. */
+#include "backend.h"
+#include "harness.h"
+#include "world.h"
+
+/* What has failed on rank 1 only fails on all, and the next try works. */
+static bool no_memory_body(Rank *me, void *arg) {
+    EpHeapStats before, after;
+    EpHeap *heap = NULL;
+    EpLayer *layer = NULL;
+    (void)arg;
+    ep_heap_stats(me->heap, &before);
+    for (uint32_t i = 1; i <= me->setup->config.num_buffers; i++) {
+        if (me->rank == 1) test_fail_mmap(i);
+        WANT(me, EP_ENOMEM, ep_layer_create(me->heap, &me->setup->config, &layer));
+        CHECK(me, me->rank == 1 || strstr(ep_error_text(), "rank 1 could not make its layer"));
+        ep_heap_stats(me->heap, &after);
+        CHECK(me, after.used_bytes == before.used_bytes && after.num_allocations == before.num_allocations);
+    }
+    for (uint32_t i = 1; i <= 2; i++) { /* the heap's memory, and the words that its kernels share with the host */
+        if (me->rank == 1) test_fail_mmap(i);
+        WANT(me, EP_ENOMEM, ep_heap_create(me->world, EP_CPU, 0, 6000, 0, &heap));
+        CHECK(me, me->rank == 1 || strstr(ep_error_text(), i == 1 ? "rank 1: cannot map" : "rank 1 could not make its heap"));
+    }
+    WANT(me, 0, ep_heap_create(me->world, EP_CPU, 0, 6000, 0, &heap));
+    WANT(me, 0, ep_heap_barrier(heap, NULL));
+    WANT(me, 0, ep_heap_close(heap));
+    ep_heap_release(heap);
+    WANT(me, 0, ep_layer_create(me->heap, &me->setup->config, &layer));
+    WANT(me, 0, ep_layer_barrier(layer, 1, NULL));
+    WANT(me, 0, ep_layer_close(layer));
+    ep_layer_release(layer);
+    return true;
+}
+bool test_no_memory(void) {
+    Setup setup = {.num_ranks = 3, .config = small_config(3), .own_layer = true};
+    setup.config.num_buffers = 3;
+    return run_team(&setup, no_memory_body, NULL);
+}
+
+/* All leave alone, each with an operation on its way to which nobody comes: it ends, long before its limit. */
+typedef struct {
+    EpLayer *layer;
+    uint32_t buffer;
+    int code;
+} Waiting;
+static void *wait_main(void *arg) {
+    Waiting *w = (Waiting *)arg;
+    w->code = ep_layer_barrier(w->layer, w->buffer, NULL);
+    return NULL;
+}
+static bool leave_body(Rank *me, void *arg) {
+    Waiting waiting = {me->layer, me->rank, 0};
+    pthread_t thread;
+    (void)arg;
+    WANT(me, 0, ep_layer_barrier(me->layer, 0, NULL));
+    if (pthread_create(&thread, NULL, wait_main, &waiting)) abort();
+    usleep(20000);
+    double begin = seconds_now();
+    WANT(me, 0, ep_world_close(me->world, false));
+    CHECK(me, seconds_now() - begin < 1);
+    pthread_join(thread, NULL);
+    CHECK(me, waiting.code == EP_ECLOSED && seconds_now() - begin < 4);
+    return true;
+}
+bool test_leave_busy(void) {
+    Setup setup = {.num_ranks = 2, .config = small_config(2), .dies = true};
+    setup.config.num_buffers = 2;
+    return run_team(&setup, leave_body, NULL);
+}
