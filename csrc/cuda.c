@@ -21,6 +21,7 @@
 
 #define MAX_DEVICES 64           /* of a process */
 #define BLOCK_BYTES (2ull << 20) /* IPC wants blocks that share no page with others */
+#define ENDED_NS 1000000000ull   /* what is on a stream when the world ends has so long */
 #define EP_CUDA_TRY(call)                                    \
     do {                                                     \
         cudaError_t e_ = (cudaError_t)(call);                \
@@ -156,19 +157,22 @@ static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
 
 /* ---- streams ---- */
 
-/* The kernels leave by themselves when the world ends, so this ends too; it is no reason to stop waiting. */
-static int wait_stream(cudaStream_t stream) {
-    for (uint32_t polls = 0;; polls++) {
+/* epmoe's kernels leave by themselves when the world ends.  What else is on the stream may wait for the dead for ever, a
+ * collective of NCCL say: so then this ends too, after a while. */
+static int wait_stream(cudaStream_t stream, EpWorld *world) {
+    uint64_t until = 0;
+    for (uint32_t polls = 1;; polls++) {
         cudaError_t e = cudaStreamQuery(stream);
         if (e == cudaSuccess) return 0;
         if (e != cudaErrorNotReady) return cuda_error(e, "cudaStreamQuery");
-        if (polls > 1000) sched_yield();
+        if (polls < 1000) continue;
+        sched_yield();
+        int code = polls % 128 ? 0 : ep_world_check(world);
+        if (code && !until) until = ep_now_ns() + ENDED_NS;
+        else if (code && ep_now_ns() > until) return code;
     }
 }
-static int sync_stream(int device, void *stream, EpWorld *world) {
-    (void)world;
-    GUARDED(device, wait_stream((cudaStream_t)stream));
-}
+static int sync_stream(int device, void *stream, EpWorld *world) { GUARDED(device, wait_stream((cudaStream_t)stream, world)); }
 
 static int sync_all(int device) { GUARDED(device, check_call(cudaDeviceSynchronize(), "cudaDeviceSynchronize")); }
 

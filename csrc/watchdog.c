@@ -164,6 +164,32 @@ static void look_around(EpWorld *w) {
     }
 }
 
+/* A rank that has left alone may have operations on their way, which peers may still come to, or have left.  They end when no
+ * peer is there any more, or after the time that peers give a leaver. */
+static void watch_out(EpWorld *w) {
+    pthread_mutex_lock(&w->lock);
+    for (bool is_over = !w->left_ns; !is_over;) {
+        uint32_t num_peers = 0, num_watched = 0;
+        pthread_mutex_unlock(&w->lock);
+        poll(NULL, 0, POLL_MS / 4);
+        pthread_mutex_lock(&w->lock);
+        for (uint32_t r = 0; r < w->num_ranks; r++) {
+            struct pollfd p = {w->sockets[r], 0, 0}; /* a hangup is told in any case */
+            if (p.fd >= 0 && poll(&p, 1, 0) > 0) close(w->sockets[r]), w->sockets[r] = -1;
+            num_peers += w->sockets[r] >= 0;
+        }
+        for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) num_watched += w->watched[i] != NULL;
+        is_over = !num_peers || !num_watched || ep_now_ns() - w->left_ns > LEAVE_GRACE_NS;
+        for (uint32_t i = 0; i < EP_MAX_WATCHED && is_over; i++)
+            if (w->watched[i]) ep_st_relaxed_sys_u64(&w->watched[i]->comm.host->abort, 1);
+    }
+    for (uint32_t r = 0; r < w->num_ranks; r++) {
+        if (w->sockets[r] >= 0) close(w->sockets[r]);
+        w->sockets[r] = -1;
+    }
+    pthread_mutex_unlock(&w->lock);
+}
+
 void *ep_world_watch_main(void *arg) {
     EpWorld *w = (EpWorld *)arg;
     struct pollfd p[EP_MAX_RANKS + 1];
@@ -176,7 +202,10 @@ void *ep_world_watch_main(void *arg) {
         pthread_mutex_unlock(&w->lock);
         p[0] = (struct pollfd){w->wake_fd, POLLIN, 0};
         poll(p, n, POLL_MS);
-        if (p[0].revents) return NULL;
+        if (p[0].revents) {
+            watch_out(w);
+            return NULL;
+        }
         pthread_mutex_lock(&w->lock);
         for (nfds_t i = 1; i < n; i++)
             if (p[i].revents && w->sockets[rank_of[i]] == p[i].fd) read_peer(w, rank_of[i]);

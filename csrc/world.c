@@ -158,13 +158,16 @@ static bool is_interrupted(EpWorld *w) {
 /* Wait for peer r's frame of this exchange; the lock is held. */
 static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t until_ns) {
     EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
+    bool is_late = false;
     while (!from->full) {
         char text[96];
         EP_TRY(check_locked(w));
         uint64_t now = ep_now_ns(), next = until_ns < now + INTERRUPT_NS ? until_ns : now + INTERRUPT_NS;
         struct timespec t = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
         if (pthread_cond_timedwait(&w->changed, &w->lock, &t) != ETIMEDOUT || from->full) continue;
-        if (next == until_ns) {
+        if (next == until_ns && !is_late) { /* this process may have been stopped, and the frame be there unread */
+            is_late = true, until_ns = ep_now_ns() + INTERRUPT_NS;
+        } else if (next == until_ns) {
             snprintf(text, sizeof text, "rank %u waited in vain for rank %u in exchange %llu", w->rank, r, (unsigned long long)seq);
             ep_world_end(w, EP_ETIMEOUT, r, text);
         } else if (is_interrupted(w)) { /* the peer's frame may still come, and belong to no exchange */
@@ -240,6 +243,20 @@ int ep_world_exchange(EpWorld *w, const void *mine, uint32_t num_bytes, void *al
 
 /* ---- end ---- */
 
+/* No thread and no descriptor is left. */
+static void tidy(EpWorld *w) {
+    if (w->has_watchdog) pthread_join(w->watchdog, NULL);
+    w->has_watchdog = false;
+    for (uint32_t r = 0; r < w->num_ranks; r++) {
+        if (w->sockets[r] >= 0) close(w->sockets[r]);
+        w->sockets[r] = -1;
+        for (uint32_t i = 0; i < EP_NUM_INBOX; i++)
+            if (w->inbox[r][i].full && w->inbox[r][i].fd >= 0) close(w->inbox[r][i].fd), w->inbox[r][i].fd = -1;
+    }
+    if (w->wake_fd >= 0) close(w->wake_fd);
+    w->wake_fd = -1;
+}
+
 int ep_world_close(EpWorld *w, bool collective) {
     int code = 0;
     unsigned char mine = 0, all[EP_MAX_RANKS];
@@ -255,27 +272,22 @@ int ep_world_close(EpWorld *w, bool collective) {
     ep_ring_end(&w->ring, noted);
     snprintf(why, sizeof why, "%s", ep_error_text()); /* a goodbye to a dead peer fails too, and is not the reason */
     EpFrame goodbye = {.kind = EP_FRAME_GOODBYE, .rank = w->rank};
+    bool is_busy = false;
     pthread_mutex_lock(&w->lock);
     ep_world_await_record(w);
     w->closing = w->closed = true;
     for (uint32_t r = 0; r < w->num_ranks; r++)
         if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &goodbye, -1, ep_now_ns());
+    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) is_busy |= w->watched[i] != NULL;
+    if (!collective || code) w->left_ns = ep_now_ns();
+    is_busy = is_busy && w->left_ns && !w->end_code; /* an end has ended all waits */
     pthread_mutex_unlock(&w->lock);
     if (w->has_watchdog) {
         uint64_t one = 1;
         ssize_t written = write(w->wake_fd, &one, sizeof one);
         (void)written; /* an eventfd of a fresh counter takes one write */
-        pthread_join(w->watchdog, NULL);
-        w->has_watchdog = false;
     }
-    for (uint32_t r = 0; r < w->num_ranks; r++) {
-        if (w->sockets[r] >= 0) close(w->sockets[r]);
-        w->sockets[r] = -1;
-        for (uint32_t i = 0; i < EP_NUM_INBOX; i++)
-            if (w->inbox[r][i].full && w->inbox[r][i].fd >= 0) close(w->inbox[r][i].fd), w->inbox[r][i].fd = -1;
-    }
-    if (w->wake_fd >= 0) close(w->wake_fd);
-    w->wake_fd = -1;
+    if (!is_busy) tidy(w); /* else when the last heap lets go of the world: until then the watchdog looks after what is on its way */
     return code ? ep_error(code, "%s", why) : 0;
 }
 
@@ -288,6 +300,7 @@ void ep_world_release(EpWorld *w) {
     if (!w || atomic_fetch_sub(&w->num_refs, 1) != 1) return;
     if (ep_world_is_forked(w)) return; /* its memory belongs to the parent's threads; leave it alone */
     ep_world_close(w, false);
+    tidy(w);
     delist(w);
     for (EpAction *a = w->at_release, *next; a; a = next) {
         next = a->next;

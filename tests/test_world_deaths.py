@@ -228,6 +228,28 @@ def test_world_stopped_rank_that_continues_in_time():
     check_outcomes(process_ranks(_stop, 3, 10.0, 0.5), "nothing", within_s=10)
 
 
+def _stop_a_waiting_rank(rank, world_size):
+    """Rank 0 waits in an exchange; it is stopped when its limit comes, and what it waits for comes meanwhile."""
+    world, limit, got = epmoe.World(timeout_s=20), 0.6, []
+    pids = [int.from_bytes(b, "little") for b in world.exchange(os.getpid().to_bytes(4, "little"))]
+    for _ in range(4):
+        world.exchange(b"go")
+        world.set_timeout(limit if rank == 0 else 20)
+        if rank == 1:
+            time.sleep(limit - 0.2)
+            os.kill(pids[0], signal.SIGSTOP)
+            time.sleep(0.1)
+            threading.Timer(0.3, os.kill, (pids[0], signal.SIGCONT)).start()
+        got.append(outcome(lambda: world.exchange(b"there") and None))
+        world.set_timeout(20)
+    return got
+
+
+def test_world_rank_stopped_while_it_waits_is_no_false_alarm():
+    for outcomes in zip(*process_ranks(_stop_a_waiting_rank, 2), strict=True):
+        check_outcomes(outcomes, "nothing", within_s=10)
+
+
 # ---- fork ----
 
 
