@@ -2,13 +2,14 @@
 
 import atexit
 import os
+import time
 import weakref
 
 import torch
 import torch.distributed as dist
 
 from . import _C
-from .errors import PeerError
+from .errors import EpError, EpTimeout, PeerError
 
 DEFAULT_TIMEOUT_S = 300.0
 _open = weakref.WeakSet()
@@ -45,13 +46,18 @@ def _process_group(group):
     return group
 
 
-def _all_gather_bytes(group, mine):
-    """Every rank's bytes, as fixed-size uint8 tensors: nothing is pickled."""
+def _all_gather_bytes(group, mine, timeout_s):
+    """Every rank's bytes, as fixed-size uint8 tensors: nothing is pickled.  The group's own limit may be far longer."""
     on_gpu = "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group)
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     t = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     out = [torch.empty_like(t) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(out, t, group=group)
+    work, until = dist.all_gather(out, t, group=group, async_op=True), time.monotonic() + timeout_s
+    while not work.is_completed():
+        if time.monotonic() > until:
+            raise EpTimeout(f"rank {dist.get_rank(group)} waited in vain for a rank to make a world with, {timeout_s:g} s")
+        time.sleep(1e-4)
+    work.wait()
     return [bytes(o.cpu().tolist()) for o in out]
 
 
@@ -79,7 +85,7 @@ class World(Shared):
     Layers and heaps that are made from a group share a world, which the first of them makes.  When it has ended, those that
     come raise why, until World(group), on all ranks of the group, takes its place.
 
-    Raises EpTimeout if a rank does not come, ValueError for a world of more than 8 ranks, and where a launcher has started several
+    Raises EpTimeout if a rank does not come (30 s at most, once all have said where they are), ValueError for a world of more than 8 ranks, and where a launcher has started several
     but torch.distributed is not initialized, so that each would be alone; ValueError or TypeError here,
     and PeerError on the others, for a timeout_s that cannot be.
     """
@@ -98,20 +104,25 @@ class World(Shared):
                 raise ValueError(f"a world has 1 to {_C.MAX_RANKS} ranks, this group has {self.size}")
             self._c = self._meet(timeout_s)
         _open.add(self)
+        for other in list(_of_group.values()):  # what has ended keeps saying why, but no thread and no socket
+            try:
+                other.check()
+            except EpError:
+                other._leave(False)
         if id(self.group) in _of_group:  # whether that one has ended or not: ranks hear of an end at different times
             _of_group[id(self.group)] = self
 
     def _meet(self, timeout_s):
         """Tell all ranks where this one listens, and connect.  Who cannot take part shows an empty card, and nobody waits for it."""
-        fd, card, error = -1, bytes(_C.NAME_BYTES + _C.NONCE_BYTES), None
+        fd, card, error, limit_s = -1, bytes(_C.NAME_BYTES + _C.NONCE_BYTES), None, DEFAULT_TIMEOUT_S
         try:
-            timeout_s = _seconds(timeout_s)
+            limit_s = timeout_s = _seconds(timeout_s)
             fd, name, nonce = _C.world_listen()
             card = name + nonce
         except Exception as e:
             error = e
         try:
-            cards = _all_gather_bytes(self.group, card)
+            cards = _all_gather_bytes(self.group, card, limit_s)
             if error is not None:
                 raise error
             for rank, c in enumerate(cards):

@@ -16,6 +16,7 @@ from cases import Case, check_case, check_outcomes, keep, make_layer, outcome, p
 from epmoe import _C
 from epmoe.testing import run_ranks, run_threads
 from epmoe.world import default_timeout_s
+from traces import grown, held
 
 pytestmark = pytest.mark.cpu_only
 CASE = Case(topk=3, tokens="unequal")
@@ -255,9 +256,11 @@ def _world_after_an_end(rank, world_size, how):
             raise KeyError("mine")
     ended = outcome(first.ep_barrier_all)
     again = outcome(make)
+    before = held()
     world = epmoe.World()
+    left = grown(before, held(), maps=8) if how == "late" else ""  # who left alone looks after what is on its way, for two seconds
     second = make()
-    return ended, again, epmoe.World.of(None) is world is second.world, first.world is not world, run_routing(second, CASE)
+    return ended, again, epmoe.World.of(None) is world is second.world, first.world is not world, run_routing(second, CASE), left
 
 
 @pytest.mark.parametrize("how, kinds", [("late", ["EpTimeout", "EpTimeout"]), ("left", ["PeerDied", "EpClosed"])])
@@ -266,14 +269,15 @@ def test_world_takes_the_place_of_one_that_has_ended(how, kinds):
     results = process_ranks(_world_after_an_end, 2, how)
     for i in (0, 1):
         check_outcomes([r[i] for r in results], kinds, within_s=4)
-    assert all(same and new for _, _, same, new, _ in results)
+    assert all(same and new for _, _, same, new, *_ in results)
+    assert [r[5] for r in results] == ["", ""], "the ended world still has its thread and its sockets"
     check_case([r[4] for r in results], CASE)
 
 
 def _absent_from_the_meeting(rank, world_size):
     if rank == 1:  # takes part in the group's exchange of names, and in nothing else
         fd, name, nonce = _C.world_listen()
-        epmoe.world._all_gather_bytes(dist.group.WORLD, name + nonce)
+        epmoe.world._all_gather_bytes(dist.group.WORLD, name + nonce, 20)
         time.sleep(2.5)
         return None
     return outcome(lambda: epmoe.World(timeout_s=1.0))
@@ -282,6 +286,18 @@ def _absent_from_the_meeting(rank, world_size):
 def test_world_meeting_has_a_limit():
     results = process_ranks(_absent_from_the_meeting, 2)
     check_outcomes(results[:1], "EpTimeout", "rank 1 did not come")
+
+
+def _absent_altogether(rank, world_size):
+    if rank == 1:
+        return time.sleep(2.5)
+    return outcome(lambda: epmoe.World(timeout_s=1.0))
+
+
+def test_world_of_a_rank_that_never_comes_has_a_limit():
+    """Its own, not that of the process group."""
+    results = process_ranks(_absent_altogether, 2)
+    check_outcomes(results[:1], "EpTimeout", "rank 0 waited in vain for a rank to make a world with")
 
 
 def _meeting_with_strangers(rank, world_size):
