@@ -1,5 +1,7 @@
 """EPLayout: the plan of one call, as its parts."""
 
+import torch
+
 from . import _C
 
 
@@ -82,6 +84,14 @@ class EPLayout:
     def rows_per_rank(self):
         """[W] int32: M of every rank."""
         return self.plan.narrow(0, _C.HEAD_RANK_ROWS, self.layer.world_size)
+
+    @property
+    def recv_offsets(self):
+        """[W, L, W] int32: the first row at rank r of what source rank w routes to r's local expert l, as [r, l, w].  Made from counts
+        when asked for."""
+        per_source = self.counts.view(self.layer.world_size, self.layer.world_size, -1).permute(1, 2, 0)  # [r, l, w]
+        rows = per_source.reshape(self.layer.world_size, -1)
+        return (rows.cumsum(1, dtype=torch.int32) - rows).view(per_source.shape)
 
     @property
     def num_tiles(self):

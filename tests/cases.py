@@ -145,7 +145,7 @@ def keep(world, *things):
 def layout_parts(layout):
     """Everything that a layout says, by name."""
     names = ("counts", "expert_offsets", "tokens_per_expert", "token_dst_scatter_idx", "token_sort_indices", "token_slots", "send_tokens",
-             "recv_tokens", "rows_per_rank", "tile_expert", "tile_row")
+             "recv_tokens", "recv_offsets", "rows_per_rank", "tile_expert", "tile_row")
     return {n: getattr(layout, n).clone() for n in names} | {"num_rows": layout.num_rows, "num_tiles": layout.num_tiles}
 
 
@@ -219,6 +219,20 @@ def slots_by_hand(idx, num_experts, num_ranks):
     return slots
 
 
+def recv_offsets_by_hand(counts, size, local):
+    """[W, L, W]: rows stand by local expert, then by source."""
+    offsets = []
+    for rank in range(size):
+        at, of_rank = 0, []
+        for e in range(rank * local, (rank + 1) * local):
+            of_rank.append([])
+            for source in range(size):
+                of_rank[-1].append(at)
+                at += counts[source][e]
+        offsets.append(of_rank)
+    return offsets
+
+
 def tiles_by_hand(offsets):
     """(expert, first row) of each tile: a tile never holds rows of two experts."""
     return [(e, row) for e, (a, b) in enumerate(zip(offsets, offsets[1:])) for row in range(a, b, TILE_ROWS)]
@@ -248,6 +262,7 @@ def check_plan(results, num_experts, plan=None):
         same_numbers(got["token_slots"], slots_by_hand(got["idx"], num_experts, size), say + "token_slots")
         same_numbers(got["send_tokens"], p["send_tokens"][rank], say + "send_tokens")
         same_numbers(got["recv_tokens"], p["send_tokens"][:, rank], say + "recv_tokens")
+        same_numbers(got["recv_offsets"], recv_offsets_by_hand(p["counts"].tolist(), size, local), say + "recv_offsets")
         tiles = list(zip(got["tile_expert"].tolist(), got["tile_row"].tolist()))[: got["num_tiles"]]
         assert tiles == tiles_by_hand(offsets), f"{say}tiles: got {tiles}, wanted {tiles_by_hand(offsets)}"
     return p
