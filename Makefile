@@ -33,7 +33,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 LIB := epmoe/_C.abi3.so
 SOURCES := $(shell find csrc -type f) setup.py
-STYLED := $(filter %.h %.c %.cuh %.cu,$(SOURCES)) tests/c/chaos.c
+STYLED := $(filter %.h %.c %.cuh %.cu,$(SOURCES)) $(wildcard tests/c/*.[ch] tests/kernels/*.h tests/kernels/*.cpp)
 # A build with other settings than the last is another build.
 SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH EPMOE_CHAOS EPMOE_TRACE CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(shell command -v nvcc)
 
@@ -122,7 +122,7 @@ trace: python
 gpu: build
 	$(PYTHON) tests/on_gpus.py $(ARGS)
 
-# The operations run on a module with random delays at every point of the protocol, built aside.
+# The operations run on a module with random delays at points of the protocol, built aside.
 CHAOS = build/chaos/lib
 TORCHRUN = $(PYTHON) -m torch.distributed.run --nproc-per-node $$n
 soak: build

@@ -73,8 +73,6 @@ uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_t
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
 const EpBackend *ep_heap_backend(const EpHeap *heap);
 EpWorld *ep_heap_world(const EpHeap *heap);
-/* Collective, behind what each rank does alone: 0, or the error of this rank, or of the first that "could not" do it. */
-int ep_heap_agree(EpHeap *heap, int code, const char *what);
 /* Until this rank's GPU has done all that it was given: before memory goes back, which peers and kernels may still use. */
 int ep_heap_quiesce(EpHeap *heap);
 

@@ -125,18 +125,6 @@ static void import_peers(EpHeap *h, const Offer *all, int *fds, Offer *mine) {
     }
 }
 
-/* Whether every rank has done its part: all fail, or none. */
-int ep_heap_agree(EpHeap *h, int code, const char *what) {
-    int32_t mine = code, all[EP_MAX_RANKS];
-    char why[256];
-    snprintf(why, sizeof why, "%s", ep_error_text());
-    EP_TRY(ep_world_exchange(h->world, &mine, sizeof mine, all));
-    if (code) return ep_error(code, "%s", why);
-    for (uint32_t r = 0; r < ep_world_size(h->world); r++)
-        if (all[r]) return ep_error(all[r], "rank %u could not %s", r, what);
-    return 0;
-}
-
 /* The first thing wrong with any rank's offer; all ranks fail, or none. */
 static int judge_offers(const Offer *all, uint32_t W, uint32_t me) {
     if (all[me].code) return ep_error(all[me].code, "rank %u: %s", me, all[me].text); /* this rank knows better */
@@ -204,7 +192,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     EP_TRY_GOTO(code, ep_comm_alloc(h, &shape, &h->control), fail);
     code = cleared ? cleared : ep_comm_open(h, &shape, &h->control);
     h->has_control = !code;
-    EP_TRY_GOTO(code, ep_heap_agree(h, code, "make its heap"), fail);
+    EP_TRY_GOTO(code, ep_world_agree(h->world, code, "make its heap"), fail);
     ep_allocator_keep(&h->allocator); /* statistics are of what the caller allocates */
     if (fd >= 0) close(fd);
     *out = h;
@@ -302,7 +290,7 @@ static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, 
     EP_TRY(ep_allocator_take(&h->allocator, num_bytes, alignment, off));
     code = h->backend->zero(h->device, (unsigned char *)h->base[ep_world_rank(h->world)] + *off, num_bytes, NULL);
     if (!code) code = h->backend->sync(h->device, NULL, h->world);
-    code = ep_heap_agree(h, code, "clear its part of an allocation"); /* no peer writes before all have */
+    code = ep_world_agree(h->world, code, "clear its part of an allocation"); /* no peer writes before all have */
     if (code) ep_allocator_give_back(&h->allocator, *off);
     return code;
 }

@@ -93,7 +93,7 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
             code = ep_comm_open(heap, &config->shape, &l->buffers[i]);
             l->buffers[i].comm.reserve_sms = config->reserve_sms;
         }
-        code = ep_heap_agree(heap, code, "make its layer");
+        code = ep_world_agree(ep_heap_world(heap), code, "make its layer");
     }
     if (code) { /* on all ranks: so all give back what there was room for */
         char text[512];

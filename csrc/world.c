@@ -241,6 +241,17 @@ int ep_world_exchange(EpWorld *w, const void *mine, uint32_t num_bytes, void *al
     return ep_world_exchange_fd(w, mine, num_bytes, all, -1, NULL);
 }
 
+int ep_world_agree(EpWorld *w, int code, const char *what) {
+    int32_t mine = code, all[EP_MAX_RANKS];
+    char why[256];
+    snprintf(why, sizeof why, "%s", ep_error_text());
+    EP_TRY(ep_world_exchange(w, &mine, sizeof mine, all));
+    if (code) return ep_error(code, "%s", why);
+    for (uint32_t r = 0; r < w->num_ranks; r++)
+        if (all[r]) return ep_error(all[r], "rank %u could not %s", r, what);
+    return 0;
+}
+
 /* ---- end ---- */
 
 /* No thread and no descriptor is left. */

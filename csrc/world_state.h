@@ -42,7 +42,7 @@ struct EpWorld {
     pthread_cond_t changed;
     bool closing, closed;
     uint64_t left_ns; /* when this rank left alone, or 0: see watchdog.c */
-    int end_code; /* why the world ended, 0 while it lives */
+    int end_code;     /* why the world ended, 0 while it lives */
     char end_text[256];
     uint64_t seq;
     EpInbox inbox[EP_MAX_RANKS][EP_NUM_INBOX];

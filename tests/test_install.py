@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
 # What a build reads, and nothing else: what lies about in a working copy must not help.
-SOURCES = ("csrc", "epmoe", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("csrc", "epmoe", "setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 
 USE = """
 import importlib.metadata, sys
@@ -38,6 +39,27 @@ print("installed and used")
 """
 
 
+def copy_sources(tree):
+    tree.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(ROOT / name, tree)
+
+
+def test_install_source_archive_holds_what_a_build_reads(tmp_path):
+    """An archive of the sources is made from what setuptools is told; all of csrc must be in it."""
+    tree = tmp_path / "tree"
+    copy_sources(tree)
+    done = subprocess.run([sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path)], cwd=tree, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(next(tmp_path.glob("epmoe-*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    wanted = {str(p.relative_to(tree)) for folder in ("csrc", "epmoe") for p in (tree / folder).rglob("*") if p.is_file()} | set(SOURCES[2:])
+    assert wanted <= names, sorted(wanted - names)
+
+
 def missing():
     return [name for name in ("pip", "setuptools") if importlib.util.find_spec(name) is None]
 
@@ -46,12 +68,7 @@ def missing():
 def test_install_with_pip_gives_a_package_that_works(tmp_path):
     """Without build isolation, which would ask a package index for setuptools."""
     tree, target = tmp_path / "tree", tmp_path / "target"
-    tree.mkdir()
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-        else:
-            shutil.copy(ROOT / name, tree)
+    copy_sources(tree)
     env = {n: v for n, v in os.environ.items() if not n.startswith(("EPMOE_", "PIP_", "PYTHONPATH"))} | {"EPMOE_CUDA": "0"}
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check",
            "--target", str(target), "."]

@@ -313,7 +313,8 @@ static bool configs_body(Rank *me, void *arg) {
     return true;
 }
 static bool test_configs(void) {
-    static const char *const texts[] = {"hidden: rank 1 has 32, rank 0 has 16", "topk", "dtype", "combine_mode", "capacity", "num_buffers", "max_tokens"};
+    static const char *const texts[] = {
+        "hidden: rank 1 has 32, rank 0 has 16", "topk", "dtype", "combine_mode", "capacity", "num_buffers", "max_tokens"};
     for (uint32_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
         Differing d = {{small_config(2), small_config(2)}, texts[i]};
         EpShape *s = &d.config[1].shape;

@@ -27,9 +27,9 @@ using std::max;
 using std::min;
 
 #define EP_SMEM 232448
-static unsigned char smem_bytes[1];                     /* a name: shared memory begins at address 0 */
+static unsigned char smem_bytes[1];                       /* a name: shared memory begins at address 0 */
 alignas(1024) static unsigned char ep_shared[2][EP_SMEM]; /* of each block of a cluster */
-static thread_local uint32_t ep_rank; /* of this thread's block in its cluster */
+static thread_local uint32_t ep_rank;                     /* of this thread's block in its cluster */
 
 static uint32_t ep_smem(const void *p) { return (uint32_t)((const unsigned char *)p - smem_bytes); }
 static unsigned char *ep_at(uint32_t at, uint32_t n, uint32_t rank = ep_rank) {
@@ -119,7 +119,8 @@ template <typename F> static void ep_box(const EpTensorMap *m, uint32_t smem, co
         for (uint32_t d = 0; d < num_dims && ++i[d] == m->box[d]; d++) i[d] = 0;
     }
 }
-static void ep_load_box(uint32_t dst, const EpTensorMap *map, uint32_t bar, const int64_t (&at)[5], uint32_t num_dims, uint32_t rank = ep_rank) {
+static void ep_load_box(uint32_t dst, const EpTensorMap *map, uint32_t bar, const int64_t (&at)[5], uint32_t num_dims,
+                        uint32_t rank = ep_rank) {
     int64_t num_bytes = 0;
     ep_box(map, dst, at, num_dims, [&](const uint16_t *p, uint32_t to) {
         const uint16_t v = p ? *p : 0;
@@ -200,7 +201,8 @@ EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
 }
 /* Number `k` of the contraction (of 16) of row `mn` of a described tile. */
 static float ep_operand(uint64_t desc, uint32_t mn, uint32_t k, bool trans, bool f16) {
-    const uint32_t start = (uint32_t)(desc & 0x3fff) << 4, lead = (uint32_t)(desc >> 16 & 0x3fff) << 4, stride = (uint32_t)(desc >> 32 & 0x3fff) << 4;
+    const uint32_t start = (uint32_t)(desc & 0x3fff) << 4, lead = (uint32_t)(desc >> 16 & 0x3fff) << 4,
+                   stride = (uint32_t)(desc >> 32 & 0x3fff) << 4;
     const uint32_t off = trans ? mn / 64 * lead + mn % 64 * 2 + k / 8 * stride + k % 8 * 128 : mn / 8 * stride + mn % 8 * 128 + k * 2;
     uint16_t bits;
     memcpy(&bits, ep_at(ep_swizzle(start + off), 2), 2);

@@ -88,9 +88,12 @@ struct Problem {
     Out make_out(uint32_t r) const {
         const Rank &k = rank[r];
         const uint64_t words = ep_plan_layout(&c->shape, k.num_tokens).num_words, pairs = (uint64_t)k.num_tokens * c->shape.num_topk;
-        return {(int32_t *)shared(4 * words), (int32_t *)poisoned(4 * recv_words),
-                (unsigned char *)poisoned(k.num_rows * layout.row_bytes), (unsigned char *)poisoned(k.num_tokens * layout.row_bytes),
-                (float *)poisoned(4ull * k.num_rows), (float *)poisoned(4 * pairs)};
+        return {(int32_t *)shared(4 * words),
+                (int32_t *)poisoned(4 * recv_words),
+                (unsigned char *)poisoned(k.num_rows * layout.row_bytes),
+                (unsigned char *)poisoned(k.num_tokens * layout.row_bytes),
+                (float *)poisoned(4ull * k.num_rows),
+                (float *)poisoned(4 * pairs)};
     }
     explicit Problem(const Case *of) : c(of), layout(ep_comm_layout(&of->shape)) {
         const EpShape &s = c->shape;

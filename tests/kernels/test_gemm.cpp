@@ -54,7 +54,8 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
     }
     void rest(uint32_t stages) { /* nobody may need them any more */
         expect(state == IDLE), state = RESTS;
-        for (uint32_t i = threadIdx.x - 128; i < C::STAGES * C::STAGE_BYTES / 16; i += 256) ep_st_shared(stages + 16 * i, ~0u, ~0u, ~0u, ~0u);
+        for (uint32_t i = threadIdx.x - 128; i < C::STAGES * C::STAGE_BYTES / 16; i += 256)
+            ep_st_shared(stages + 16 * i, ~0u, ~0u, ~0u, ~0u);
         __atomic_fetch_add(num_at_rest, 1, __ATOMIC_RELAXED);
     }
 };
@@ -138,9 +139,24 @@ template <typename C, bool HOOKED> static bool check(const char *name, const Cas
     fill(q.bias, (uint64_t)L * c.n, 0, (uint64_t)L * c.n, C::F16);
     for (uint64_t i = 0; i < rows; i++) q.row_weight.push_back((float)uniform(0, 2));
     const bool forward = C::KIND == EP_GEMM_FORWARD;
-    q.p = {q.a.data(), q.b.data(), NULL, q.offsets.data(), forward && c.bias ? q.bias.data() : NULL,
-           forward && c.row_weight ? q.row_weight.data() : NULL, NULL, 60000000000ull,
-           (uint32_t)rows, L, c.n, c.k, C::KIND, C::ACT, 1.3f, 0.6f, C::F16, 0};
+    q.p = {q.a.data(),
+           q.b.data(),
+           NULL,
+           q.offsets.data(),
+           forward && c.bias ? q.bias.data() : NULL,
+           forward && c.row_weight ? q.row_weight.data() : NULL,
+           NULL,
+           60000000000ull,
+           (uint32_t)rows,
+           L,
+           c.n,
+           c.k,
+           C::KIND,
+           C::ACT,
+           1.3f,
+           0.6f,
+           C::F16,
+           0};
     uint64_t tickets = 0;
     const uint64_t out_cols = ep_gemm_out_cols(&q.p), out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
     q.out.assign(out_rows * out_cols, EP_POISON);
@@ -183,7 +199,8 @@ template <typename C, bool HOOKED> static bool check(const char *name, const Cas
     }
     for (uint64_t r = 0; r < out_rows; r++)
         for (uint64_t j = 0; j < out_cols && !owned[r]; j++)
-            if (q.out[r * out_cols + j] != EP_POISON && num_wrong++ == 0) printf("  %s: row %llu belongs to nobody\n", name, (unsigned long long)r);
+            if (q.out[r * out_cols + j] != EP_POISON && num_wrong++ == 0)
+                printf("  %s: row %llu belongs to nobody\n", name, (unsigned long long)r);
     printf("%-44s %6llu rows of %4llu: %s\n", name, (unsigned long long)num, (unsigned long long)out_cols, num_wrong ? "WRONG" : "ok");
     fflush(stdout);
     return num_wrong == 0;

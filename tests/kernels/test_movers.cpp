@@ -259,7 +259,8 @@ static bool check(const Case *c) {
 int main(int argc, char **argv) {
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
     if (argc > 2) num_sm = (uint32_t)atoi(argv[2]);
-    const Case cases[] = { /* shape: ranks, experts, topk, max tokens, hidden, dtype, form of combine, capacity */
+    const Case cases[] = {
+        /* shape: ranks, experts, topk, max tokens, hidden, dtype, form of combine, capacity */
         {"pre-reduced, bfloat16, blocks of rows", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 1},
         {"pre-reduced, float16, a rank without tokens", {3, 6, 3, 20, 136, EP_F16, EP_COMBINE_LOCAL, 200}, {13, 0, 20}, 1},
         {"pre-reduced, float16, rows of 512 bytes and a bit", {2, 8, 4, 30, 520, EP_F16, EP_COMBINE_LOCAL, 240}, {30, 23}, 0},
@@ -268,7 +269,15 @@ int main(int argc, char **argv) {
         {"pre-reduced, most choices dropped", {3, 6, 2, 37, 40, EP_BF16, EP_COMBINE_LOCAL, 222}, {37, 30, 9}, 1, -1, -1, 6},
         {"pushed, bfloat16", {2, 4, 4, 25, 200, EP_BF16, EP_COMBINE_SCATTER, 200}, {25, 18}, 1},
         {"pushed, float16, most choices dropped", {3, 6, 3, 21, 264, EP_F16, EP_COMBINE_SCATTER, 180}, {21, 0, 17}, 0, -1, -1, 6},
-        {"pushed, a row for three tokens of one choice", {2, 8, 1, 252, 48, EP_BF16, EP_COMBINE_SCATTER, 453}, {252, 201}, 0, -1, -1, 1, 1, 3},
+        {"pushed, a row for three tokens of one choice",
+         {2, 8, 1, 252, 48, EP_BF16, EP_COMBINE_SCATTER, 453},
+         {252, 201},
+         0,
+         -1,
+         -1,
+         1,
+         1,
+         3},
         {"pulled, bfloat16", {2, 4, 2, 33, 200, EP_BF16, EP_COMBINE_GATHER, 140}, {33, 5}, 1},
         {"pulled, float16, unweighted", {3, 6, 6, 15, 520, EP_F16, EP_COMBINE_GATHER, 270}, {15, 11, 14}, 1, -1, -1, 2, 0},
         {"pulled, a rank of 32 choices", {1, 40, 32, 6, 264, EP_F16, EP_COMBINE_GATHER, 192}, {6}, 0},

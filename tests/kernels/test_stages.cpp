@@ -49,7 +49,8 @@ static bool check(const Case *c) {
 int main(int argc, char **argv) {
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
     if (argc > 2) num_sm = (uint32_t)atoi(argv[2]);
-    const Case cases[] = { /* shape: ranks, experts, topk, max tokens, hidden, dtype, form of combine, capacity */
+    const Case cases[] = {
+        /* shape: ranks, experts, topk, max tokens, hidden, dtype, form of combine, capacity */
         {"pre-reduced, bfloat16, two blocks of plan", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 0},
         {"pushed, float32, a rank without tokens", {3, 6, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 200}, {13, 0, 20}, 0},
         {"pulled, float16", {2, 4, 2, 33, 136, EP_F16, EP_COMBINE_GATHER, 140}, {33, 5}, 0},
