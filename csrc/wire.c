@@ -120,19 +120,32 @@ static bool same_user(int fd) {
     return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == geteuid();
 }
 
-static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_t deadline_ns) {
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
+/* A rank's door, which is open before its name is known to others: its address, and a socket to go there. */
+static int address_of(const EpWorldConfig *config, uint32_t r, int flags, struct sockaddr_un *address, socklen_t *length, int *fd) {
     const unsigned char *name = config->names[r];
     if (name[0] < 2 || name[0] > EP_NAME_BYTES) return ep_error(EP_ECORRUPT, "rank %u: no socket name", r);
-    memcpy(address.sun_path + 1, name + 1, name[0] - 1u);
-    socklen_t length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0]);
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    if (fd < 0) return ep_error(EP_ESYS, "socket: %s", strerror(errno));
+    *address = (struct sockaddr_un){.sun_family = AF_UNIX};
+    memcpy(address->sun_path + 1, name + 1, name[0] - 1u);
+    *length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0]);
+    *fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | flags, 0);
+    return *fd < 0 ? ep_error(EP_ESYS, "socket: %s", strerror(errno)) : 0;
+}
+
+static int unreachable(uint32_t r, int e) {
+    if (e != ECONNREFUSED) return ep_error(EP_ESYS, "cannot reach rank %u (%s)", r, strerror(e));
+    return ep_error(EP_EPEERDIED, "rank %u died while the world was made, or does not share this network namespace", r);
+}
+
+static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_t deadline_ns) {
+    struct sockaddr_un address;
+    socklen_t length;
+    int fd;
+    EP_TRY(address_of(config, r, 0, &address, &length, &fd));
     while (connect(fd, (struct sockaddr *)&address, length)) {
         int e = errno;
         if ((e == EINTR || e == EAGAIN) && ep_now_ns() < deadline_ns) continue;
         close(fd);
-        return ep_error(EP_ESYS, "cannot reach rank %u (%s): ranks must share a network namespace", r, strerror(e));
+        return unreachable(r, e);
     }
     if (!same_user(fd)) {
         close(fd);
@@ -149,6 +162,7 @@ static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_
 /* Callers that have not yet said who they are.  A stranger may be silent for as long as it likes: it takes
  * a place here, and the oldest has to leave when places run out, but nobody waits for it. */
 #define MAX_CALLERS 16u
+#define KNOCK_NS 300000000ull /* how often a rank that has not come is looked for */
 typedef struct {
     int fds[MAX_CALLERS];
     uint32_t num;
@@ -198,20 +212,43 @@ static uint32_t hear_all(const EpWorldConfig *config, Callers *c, int sockets[EP
     return num;
 }
 
+static uint32_t first_absent(const EpWorldConfig *config, const int sockets[EP_MAX_RANKS]) {
+    uint32_t r = config->rank + 1;
+    while (r < config->num_ranks && sockets[r] >= 0) r++;
+    return r;
+}
+
+/* A rank's door is open until it has met all others, or failed, or died.  One that is stopped may have many before its door. */
+static int is_there(const EpWorldConfig *config, uint32_t r) {
+    struct sockaddr_un address;
+    socklen_t length;
+    int fd;
+    EP_TRY(address_of(config, r, SOCK_NONBLOCK, &address, &length, &fd));
+    int e = connect(fd, (struct sockaddr *)&address, length) ? errno : 0;
+    close(fd);
+    return e == ECONNREFUSED ? unreachable(r, e) : 0;
+}
+
 int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint64_t deadline_ns) {
     uint32_t num_waiting = config->num_ranks - 1 - config->rank;
+    uint64_t knock_at = ep_now_ns() + KNOCK_NS;
     Callers callers = {{0}, 0};
     int code = 0;
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) sockets[r] = -1;
     for (uint32_t r = 0; r < config->rank; r++) EP_TRY_GOTO(code, connect_to(config, r, &sockets[r], deadline_ns), fail);
     while (num_waiting) {
-        if (ep_now_ns() >= deadline_ns) {
-            uint32_t r = config->rank + 1;
-            while (r < config->num_ranks && sockets[r] >= 0) r++;
-            code = ep_error(EP_ETIMEOUT, "rank %u did not come to the meeting of %u ranks", r, config->num_ranks);
+        uint64_t now = ep_now_ns();
+        if (now >= deadline_ns) {
+            code =
+                ep_error(EP_ETIMEOUT, "rank %u did not come to the meeting of %u ranks", first_absent(config, sockets), config->num_ranks);
             goto fail;
         }
-        num_waiting -= hear_all(config, &callers, sockets, deadline_ns);
+        const uint32_t absent = first_absent(config, sockets);
+        code = now < knock_at ? 0 : is_there(config, absent);
+        if (now >= knock_at) knock_at = now + KNOCK_NS;
+        num_waiting -= hear_all(config, &callers, sockets, code ? 0 : deadline_ns < knock_at ? deadline_ns : knock_at);
+        if (code && sockets[absent] < 0) goto fail; /* else it had come, and was done */
+        code = 0;
     }
     while (callers.num) close(callers.fds[--callers.num]);
     return 0;

@@ -212,11 +212,10 @@ class EPAll2AllLayer(Shared):
             the others; PeerDied, EpTimeout.
         """
         self._check_buffer(_C.OP_PLAN, buffer)
-        with torch.no_grad():
-            if torch.compiler.is_compiling():
-                plan = ops.plan(self, exp_indices, full_scatter_indices, buffer)
-            else:
-                plan = self._plan(exp_indices, full_scatter_indices, buffer)
+        if torch.compiler.is_compiling():
+            plan = ops.plan(self, exp_indices, full_scatter_indices, buffer)
+        else:
+            plan = self._plan(exp_indices, full_scatter_indices, buffer)
         num_rows = None
         if self.capacity is None and not torch.compiler.is_compiling():
             num_rows = self._num_rows(plan, buffer)

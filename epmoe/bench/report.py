@@ -85,7 +85,8 @@ def table(figures):
     """A row a shape: milliseconds, GB/s across links, and epmoe's time over the peers'."""
     rows = []
     for shape in figures.shapes():
-        cells = [shape, str(figures.find("a2a", STAGES["dispatch"], shape=shape)[0]["tokens"])]
+        plan = figures.ms("a2a", "epmoe plan, in a graph", shape=shape)
+        cells = [shape, str(figures.find("a2a", STAGES["dispatch"], shape=shape)[0]["tokens"]), f"{plan * 1e3:.1f} us" if plan else ""]
         for stage, impl in STAGES.items():
             row = figures.find("a2a", impl, shape=shape)[0]
             theirs, same_run = figures.deep_ep("a2a", stage, shape=shape)
@@ -93,7 +94,7 @@ def table(figures):
                       _over(row["ms"], figures.ms("a2a", f"torch {stage}", shape=shape)), _over(row["ms"], theirs, "" if same_run else "*")]
         rows.append(cells)
     over = ["GB/s", "over torch", "over DeepEP"]
-    return markdown(["shape", "T a rank", "plan + dispatch", *over, "combine", *over], rows)
+    return markdown(["shape", "T a rank", "plan", "plan + dispatch", *over, "combine", *over], rows)
 
 
 def layer_table(figures):

@@ -10,4 +10,4 @@ SM_COUNTS = {"cuda": (8, 16, 24, 32, 48, 64, 96, 128), "cpu": (1, 2)}
 def jobs(run):
     counts = run.options.num_sm or SM_COUNTS[run.device.type]
     return [(f"{shape.name}, {n}", functools.partial(a2a.measure, run, shape, "sm", n, peers=False))
-            for shape in run.shapes("dsv3") for n in counts]
+            for shape in run.shapes("seed", "dsv3") for n in counts]

@@ -302,10 +302,13 @@ int child_main(uint32_t rank, Fate fate) {
     memcpy(config.nonce, meeting.nonce, sizeof config.nonce);
     memcpy(config.names, meeting.names, sizeof config.names);
     if (fate == FATE_ABSENT && rank == 2) return 0;
-    int code = ep_world_create(&config, &me.world), want = fate == FATE_ABSENT ? EP_ETIMEOUT : 0;
+    int code = ep_world_create(&config, &me.world), want = fate == FATE_ABSENT ? EP_EPEERDIED : 0;
     bool ok = code == want || complain(&me, __FILE__, __LINE__, "ep_world_create", code, want);
     if (fate == FATE_ABSENT)
-        return ok && (strstr(ep_error_text(), "rank 2 did not come") || complain(&me, __FILE__, __LINE__, ep_error_text(), 0, 0)) ? 0 : 1;
+        return ok && (strstr(ep_error_text(), "rank 2 died while the world was made") ||
+                      complain(&me, __FILE__, __LINE__, ep_error_text(), 0, 0))
+                   ? 0
+                   : 1;
     ok = ok && open_heap_and_layer(&me) && child_steps(&me, fate);
     ep_layer_release(me.layer), ep_heap_release(me.heap), ep_world_release(me.world);
     return ok ? 0 : 1;
