@@ -10,6 +10,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "epmoe_device.h"
 #include "protocol/abi.h"
 
 typedef struct EpWorld EpWorld;
@@ -87,6 +88,8 @@ int ep_heap_signal(EpHeap *heap, uint64_t off, uint64_t value, bool add, uint32_
 /* Until the u64 at off of this rank is >= or == value: then what it publishes is readable (acquire). */
 int ep_heap_wait(EpHeap *heap, uint64_t off, uint64_t value, bool exact, void *stream);
 int ep_heap_barrier(EpHeap *heap, void *stream);
+/* For kernels that reach peers by themselves; good until the heap is closed.  Waits have the limit that the world has now. */
+int ep_heap_handle(EpHeap *heap, EpDeviceHeap *handle);
 int ep_heap_sync(EpHeap *heap, void *stream); /* wait for the stream, raise what went wrong in it */
 int ep_heap_close(EpHeap *heap);              /* collective */
 void ep_heap_release(EpHeap *heap);           /* local only: never waits for a peer */

@@ -42,29 +42,6 @@ EpWorld *ep_heap_world(const EpHeap *h) { return h->world; }
 EpBackendKind ep_heap_kind(const EpHeap *h) { return h->kind; }
 int ep_heap_device(const EpHeap *h) { return h->device; }
 
-/* Blocks that are left to their worlds, see above. */
-typedef struct {
-    const EpBackend *backend;
-    int device;
-    void *address;
-    uint64_t num_bytes;
-} KeptBlock;
-static _Atomic uint64_t kept_bytes;
-
-static void free_kept(void *block) {
-    KeptBlock *k = (KeptBlock *)block;
-    k->backend->heap_close(k->device, k->address, k->num_bytes);
-    atomic_fetch_sub(&kept_bytes, k->num_bytes);
-    free(k);
-}
-static void keep(EpHeap *h, void *address) {
-    KeptBlock *k = (KeptBlock *)malloc(sizeof *k);
-    atomic_fetch_add(&kept_bytes, h->num_bytes);
-    if (!k) return; /* then it is kept for good */
-    *k = (KeptBlock){h->backend, h->device, address, h->num_bytes};
-    if (!ep_world_at_release(h->world, free_kept, k)) free(k);
-}
-
 static bool may_free(EpHeap *h) { return h->kind == EP_CPU || h->closed || ep_world_size(h->world) == 1 || ep_world_check(h->world) != 0; }
 
 /* ---- creation ---- */
@@ -164,10 +141,10 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     EP_TRY_GOTO(code, ep_world_exchange(world, &mine, sizeof mine, all), fail);
     EP_TRY_GOTO(code, judge_offers(all, W, me), fail);
     mine.code = h->backend->heap_open(device, h->num_bytes, &h->base[me], &mine.card, &fd);
-    if (mine.code && atomic_load(&kept_bytes)) {
+    if (mine.code && ep_memory_kept_bytes()) {
         memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
         ep_error(mine.code, "%s; %llu are kept by heaps that were dropped without close", mine.text,
-                 (unsigned long long)atomic_load(&kept_bytes));
+                 (unsigned long long)ep_memory_kept_bytes());
     }
     h->memory[me] = ep_memory_add(h->base[me]);
     if (!mine.code && !h->memory[me]) mine.code = ep_error(EP_ENOMEM, "no memory for a heap");
@@ -225,7 +202,7 @@ void ep_heap_release(EpHeap *h) {
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) {
         if (h->memory[r] && ep_memory_drop(h->memory[r])) {
             if (h->memory[r]->address && may_free(h)) h->backend->heap_close(h->device, h->memory[r]->address, h->num_bytes);
-            else if (h->memory[r]->address) keep(h, h->memory[r]->address);
+            else if (h->memory[r]->address) ep_memory_keep(h->world, h->backend, h->device, h->memory[r]->address, h->num_bytes);
             free(h->memory[r]);
         } else if (!h->memory[r] && h->base[r] && r != me) {
             h->backend->heap_unimport(h->device, h->base[r], h->num_bytes);
@@ -336,6 +313,16 @@ int ep_heap_translate(EpHeap *h, uint64_t off, uint32_t peer, void **address) {
     if (peer >= ep_world_size(h->world)) return ep_error(EP_EINVAL, "rank %u of a world of %u", peer, ep_world_size(h->world));
     if (off > h->num_bytes) return ep_error(EP_EINVAL, "offset %llu is outside the heap", (unsigned long long)off);
     *address = (unsigned char *)h->base[peer] + off;
+    return 0;
+}
+
+_Static_assert(EP_DEV_MAX_RANKS == EP_MAX_RANKS, "a handle has all ranks");
+int ep_heap_handle(EpHeap *h, EpDeviceHeap *handle) {
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
+    EP_TRY(ep_world_check(h->world));
+    *handle = (EpDeviceHeap){.world_ended = &h->control.comm.host->abort, .timeout_ns = ep_world_timeout_ns(h->world)};
+    handle->my_rank = ep_world_rank(h->world), handle->num_ranks = ep_world_size(h->world);
+    for (uint32_t r = 0; r < handle->num_ranks; r++) handle->base[r] = (unsigned char *)h->base[r];
     return 0;
 }
 

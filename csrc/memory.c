@@ -2,7 +2,10 @@
 #include "memory.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdlib.h>
+
+#include "world.h"
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static EpMemory *memories; /* all of this process: a rank may be gone before a peer has found its memory */
@@ -37,3 +40,30 @@ bool ep_memory_drop(EpMemory *m) {
     pthread_mutex_unlock(&lock);
     return last;
 }
+
+/* ---- left to a world ---- */
+
+typedef struct {
+    const EpBackend *backend;
+    int device;
+    void *address;
+    uint64_t num_bytes;
+} KeptBlock;
+static _Atomic uint64_t kept_bytes;
+
+static void free_kept(void *block) {
+    KeptBlock *k = (KeptBlock *)block;
+    k->backend->heap_close(k->device, k->address, k->num_bytes);
+    atomic_fetch_sub(&kept_bytes, k->num_bytes);
+    free(k);
+}
+
+void ep_memory_keep(EpWorld *world, const EpBackend *backend, int device, void *address, uint64_t num_bytes) {
+    KeptBlock *k = (KeptBlock *)malloc(sizeof *k);
+    atomic_fetch_add(&kept_bytes, num_bytes);
+    if (!k) return; /* then it is kept for good */
+    *k = (KeptBlock){backend, device, address, num_bytes};
+    if (!ep_world_at_release(world, free_kept, k)) free(k);
+}
+
+uint64_t ep_memory_kept_bytes(void) { return atomic_load(&kept_bytes); }

@@ -204,6 +204,15 @@ FAST(heap_wait) {
 HEAP_STREAM(heap_barrier, ep_heap_barrier)
 HEAP_STREAM(heap_sync, ep_heap_sync)
 
+FAST(heap_handle) {
+    EpDeviceHeap handle;
+    WANT(1);
+    EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
+    if (!h) return NULL;
+    int code = ep_heap_handle(h, &handle);
+    return code ? ep_raise(code) : PyBytes_FromStringAndSize((const char *)&handle, sizeof handle);
+}
+
 FAST(heap_close) {
     int code;
     WANT(1);
@@ -213,7 +222,7 @@ FAST(heap_close) {
     return ep_done(code);
 }
 
-PyMethodDef ep_heap_methods[] = {METHOD(heap_create), METHOD(heap_alloc),  METHOD(heap_free),    METHOD(heap_translate),
-                                 METHOD(heap_offset), METHOD(heap_stats),  METHOD(heap_tensor),  METHOD(heap_put),
-                                 METHOD(heap_get),    METHOD(heap_signal), METHOD(heap_wait),    METHOD(heap_barrier),
-                                 METHOD(heap_sync),   METHOD(heap_close),  {NULL, NULL, 0, NULL}};
+PyMethodDef ep_heap_methods[] = {METHOD(heap_create), METHOD(heap_alloc),  METHOD(heap_free),   METHOD(heap_translate),
+                                 METHOD(heap_offset), METHOD(heap_stats),  METHOD(heap_tensor), METHOD(heap_put),
+                                 METHOD(heap_get),    METHOD(heap_signal), METHOD(heap_wait),   METHOD(heap_barrier),
+                                 METHOD(heap_sync),   METHOD(heap_close),  METHOD(heap_handle), {NULL, NULL, 0, NULL}};

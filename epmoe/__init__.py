@@ -15,7 +15,7 @@ from . import reference
 from .errors import (EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, EpTimeout, HeapExhausted, PeerDied,
                      PeerError)
 from .gemm import grouped_gemm
-from .heap import SymmetricHeap
+from .heap import SymmetricHeap, include_dir
 from .fused import EpAll2AllFusedOp
 from .layer import EPAll2AllLayer
 from .layout import EPLayout
@@ -26,4 +26,4 @@ from .world import World, thread_worlds
 __version__ = "0.1.0"
 __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError", "EpIndexError", "EpMismatch", "EpOverflow", "EpTimeout",
            "GptOss", "HeapExhausted", "PeerDied", "PeerError", "SymmetricHeap", "World", "grouped_gemm",
-           "reference", "thread_worlds"]
+           "include_dir", "reference", "thread_worlds"]

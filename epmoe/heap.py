@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+from pathlib import Path
 
 import torch
 
@@ -34,6 +35,12 @@ def pick_device(device=None):
 def stream_of(device):
     """The current stream of a CUDA device as an integer; 0 on the CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def include_dir():
+    """The folder of epmoe_device.h, for kernels that use SymmetricHeap.device_handle(): the compiler's -I."""
+    here = Path(__file__).resolve().parent
+    return str(next(d for d in (here / "include", here.parent / "csrc") if (d / "epmoe_device.h").exists()))
 
 
 def status_of(error):
@@ -225,6 +232,15 @@ class SymmetricHeap(Shared):
     def barrier(self):
         """All ranks have come here, in stream order, and see each other's puts.  Collective.  Raises as wait does."""
         _C.heap_barrier(self._c, stream_of(self.device))
+
+    def device_handle(self):
+        """The heap as a kernel of your own sees it: the bytes of an EpDeviceHeap (epmoe_device.h in epmoe.include_dir()), to be passed
+        by value.  With it a kernel, or a C function for a heap on the CPU, finds addresses of peers, puts, gets, signals, waits
+        and meets the others, without the host.  Good until the heap is closed; waits have the limit that the world has now.
+
+        Raises EpClosed after close, and why the world has ended, if it has.
+        """
+        return _C.heap_handle(self._c)
 
     def synchronize(self):
         """Wait for the current stream; raise what went wrong in it: PeerDied, EpTimeout."""

@@ -23,6 +23,7 @@ EXAMPLES = [
     ("03_moe_layer.py", "", r"largest difference .*: ok"),
     ("04_grouped_gemm.py", "", r"largest difference .*: ok"),
     ("05_fused.py", "", r"in two calls and in four: the same bits"),
+    ("06_device.py", "", r"ring by kernels: ok"),
     ("ep_a2a.py", SEEDS, r"check passed"),
     ("ep_a2a.py", "--check --dtype float16 --empty-rank 1 --no-weight --num-sm 2 --iters 1", r"check passed"),
     ("ep_a2a.py", "-M 33 -N 64 --dtype float32 --combine-mode gather --drop-ratio 1 --seed 7 --iters 1", r"not checked"),

@@ -1,5 +1,7 @@
 """Reaching into each other's memory: translate, views, put and get, signals, barrier."""
 
+import ctypes
+
 import pytest
 import torch
 
@@ -224,6 +226,24 @@ def test_heap_view_of_a_peer_outlives_the_peers_heap(ranks):
         return view.sum().item()
 
     assert ranks(run) == [100.0] * ranks.size()
+
+
+def test_heap_device_handle_says_where_peers_are(ranks):
+    class Handle(ctypes.Structure):  # EpDeviceHeap
+        _fields_ = [("base", ctypes.c_uint64 * 8), ("world_ended", ctypes.c_uint64), ("timeout_ns", ctypes.c_uint64), ("my_rank", ctypes.c_uint32),
+                    ("num_ranks", ctypes.c_uint32)]
+
+    def run(world, device):
+        heap = make_heap(world, device)
+        t = heap.malloc_symmetric((10,))
+        h = Handle.from_buffer_copy(heap.device_handle())
+        assert (h.my_rank, h.num_ranks) == (world.rank, world.size) and h.timeout_ns > 0 and h.world_ended
+        assert [h.base[r] + heap.offset(t) for r in range(world.size)] == [heap.translate(t, r) for r in range(world.size)]
+        assert not any(h.base[world.size :])
+        heap.close()
+        return outcome(heap.device_handle)
+
+    check_outcomes(ranks(run), "EpClosed", "closed")
 
 
 def test_heap_refuses_another_device(ranks, monkeypatch):

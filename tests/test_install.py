@@ -33,6 +33,7 @@ def main(world):
 at = Path(sys.argv[1])
 assert Path(epmoe.__file__).parent == Path(epmoe._C.__file__).parent == at / "epmoe", epmoe._C.__file__
 assert importlib.metadata.version("epmoe") == epmoe.__version__
+assert epmoe.include_dir() == str(at / "epmoe/include") and (at / "epmoe/include/protocol/port.h").exists()
 assert (at / "epmoe/py.typed").exists() and (at / "epmoe/_C.pyi").exists()
 assert not epmoe._C.HAS_CUDA and run_threads(main, 2) == [True, True]
 print("installed and used")

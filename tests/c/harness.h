@@ -180,6 +180,7 @@ bool test_closed(void);
 bool test_world_release(void);
 bool test_short_rows(void);
 bool test_no_memory(void);
+bool test_device(void);
 bool test_leave_busy(void);
 bool test_hostile(void);
 bool test_hostile_notes(void);

@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 JOBS = 2
 LIBRARY = "error tensor wire record watchdog world allocator memory heap comm layer layer_ops room cpu cpu_ops cpu_plan".split()  # all but the Python module and CUDA
-TESTS = "harness test_alone test_heap test_hostile test_protocol".split()
+TESTS = "harness test_alone test_device test_heap test_hostile test_protocol".split()
 FAULTY = "cpu cpu_ops cpu_plan".split()  # a fault is seeded in these only: the protocol, not the sockets of the world
 HEADER_FLAGS = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Wno-unused-function -D_GNU_SOURCE".split()
 VARIANTS = {
@@ -198,7 +198,7 @@ def main():
         for seed in range(1, 1 + (max(quick_seeds, bool(args.only)) if args.quick else seeds)):
             runs.append(whole_run(builder, variant, seed, quick_percent if args.quick else percent))
     runs += [fault_run(builder, n, args.repeat) for n in (QUICK_FAULTS if args.quick else FAULTS)]
-    both = ["epmoe.h", *(f"protocol/{p.name}" for p in sorted((csrc / "protocol").glob("*.h")))]  # nvcc reads these too
+    both = ["epmoe.h", "epmoe_device.h", *(f"protocol/{p.name}" for p in sorted((csrc / "protocol").glob("*.h")))]  # nvcc reads these too
     runs += [header_run(csrc, header, language) for header in both for language in ("c", "c++")]
     runs += [header_run(csrc, p.name, "c") for p in sorted(csrc.glob("*.h")) if p.name not in (*both, "module.h")]  # which wants Python's
     if args.only:

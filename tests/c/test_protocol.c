@@ -454,6 +454,7 @@ static const struct {
     {"heap_create", test_heap_create, false},
     {"heap_full", test_heap_full, false},
     {"no_memory", test_no_memory, false},
+    {"device", test_device, false},
     {"leave_busy", test_leave_busy, false},
     {"heap_abort", test_heap_abort, false},
     {"closed", test_closed, false},
