@@ -211,8 +211,9 @@ def gpu_held(device):
 
 
 def live(num, device, new_world, say):
-    """num lives.  What was held after the first hundredth (at least 20), and after the last; the same of GPU bytes."""
-    warm, marks = max(20, num // 100), []
+    """num lives behind a fifth as many (at least 20), in which malloc makes itself at home.  What was held before, and after the last; the
+    same of GPU bytes."""
+    warm, marks = max(20, num // 5), []
     for number in range(warm + num):
         world = new_world()
         one_life(world, device, number)
@@ -361,7 +362,7 @@ def main():
             s.add_argument("--processes", type=int, default=os.cpu_count(), help="worlds of threads side by side (CPU)")
         if name == "cycles":
             s.add_argument("--ranks", type=int, default=2)
-            s.add_argument("--rss-kib", type=int, default=4096, help="by how much a process may grow (default 4096)")
+            s.add_argument("--rss-kib", type=int, default=1024, help="by how much a process may grow (default 1024)")
     a = p.parse_args()
     if TORCHRUN and a.what == "leaks":
         p.error("leaks kills ranks, and torchrun would end the others: run it without")

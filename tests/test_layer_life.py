@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -253,3 +254,30 @@ def test_layer_is_collected(ranks):
         return seen() is None
 
     assert all(ranks(run))
+
+
+def _closed_in_every_order(world, device):
+    """A world, a heap and a layer, closed in each order behind an operation that nobody has waited for."""
+    got = []
+    for order in itertools.permutations(("layer", "heap", "world")):
+        mine = epmoe.World(world.group, timeout_s=20)
+        heap = epmoe.SymmetricHeap(mine, 1 << 22, device)
+        layer = epmoe.EPAll2AllLayer(mine, 8, 16, 2, num_tot_experts=2 * mine.size, dtype=torch.float32, heap=heap)
+        x = torch.ones(8, 16, device=device)
+        rows, _, layout = layer.dispatch(x, torch.arange(16, device=device).view(8, 2) % (2 * mine.size))
+        y = layer.combine(rows, layout)
+        close = {"layer": layer.finalize, "heap": heap.close, "world": mine.close}
+        got.append((order, [outcome(close[name]) for name in order], bool((y == 2).all())))
+        del mine, heap, layer, layout, close
+        gc.collect()
+    return got
+
+
+def test_layer_heap_and_world_close_in_any_order(ranks):
+    """Nothing hangs, nothing is lost: what comes behind the end of what it stands on says so, or has nothing to do."""
+    for of_all in zip(*ranks.isolated(_closed_in_every_order), strict=True):
+        for order, outcomes, right in of_all:
+            assert right, f"{order}: a wrong sum"
+            for name, got in zip(order, outcomes, strict=True):
+                late = any(order.index(name) > order.index(below) for below in {"layer": ("heap", "world"), "heap": ("world",), "world": ()}[name])
+                assert got.kind in (("nothing", "EpClosed") if late else ("nothing",)) and got.seconds < 2, f"{order}, {name}: {got}"
