@@ -60,6 +60,8 @@ void ep_world_abort(EpWorld *world, int code, uint32_t rank, const char *text);
 int ep_world_flight_record(EpWorld *world, char page[EP_PAGE_BYTES]);
 /* Collective: wait for all, then leave.  Leaving alone (collective = false) tells the peers so. */
 int ep_world_close(EpWorld *world, bool collective);
+/* Before this process ends: worlds that it has left alone stop looking after what is on its way, half a second behind their end. */
+void ep_world_settle_all(void);
 void ep_world_release(EpWorld *world);
 uint32_t ep_world_rank(const EpWorld *world);
 uint32_t ep_world_size(const EpWorld *world);

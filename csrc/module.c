@@ -164,6 +164,13 @@ FAST(world_close) {
     return ep_done(code);
 }
 
+FAST(worlds_settle) {
+    WANT(0);
+    (void)args;
+    WITHOUT_LOCK(ep_world_settle_all());
+    return ep_done(0);
+}
+
 FAST(world_flight_record) {
     char page[EP_PAGE_BYTES];
     int code;
@@ -199,9 +206,9 @@ FAST(world_refuse) {
 
 /* ---- the module ---- */
 
-static PyMethodDef methods[] = {METHOD(set_exceptions), METHOD(world_listen),      METHOD(world_create), METHOD(world_threads),
-                                METHOD(world_check),    METHOD(world_set_timeout), METHOD(world_close),  METHOD(world_flight_record),
-                                METHOD(world_exchange), METHOD(world_refuse),      {NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {METHOD(set_exceptions),      METHOD(world_listen),      METHOD(world_create), METHOD(world_threads),
+                                METHOD(world_check),         METHOD(world_set_timeout), METHOD(world_close),  METHOD(worlds_settle),
+                                METHOD(world_flight_record), METHOD(world_exchange),    METHOD(world_refuse), {NULL, NULL, 0, NULL}};
 
 /* True when a signal's handler has raised, as Ctrl-C does; only Python's main thread handles signals. */
 static bool is_interrupted(void) {

@@ -18,6 +18,7 @@
 
 #define POLL_MS 20                   /* how often the watched words are looked at */
 #define LEAVE_GRACE_NS 2000000000ull /* an orderly leaver's peers may finish what it still took part in */
+#define HASTE_NS 500000000ull        /* the same where this process ends */
 #define NOTES_NS 200000000ull        /* how long the peers' notes are waited for */
 
 void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
@@ -179,7 +180,7 @@ static void watch_out(EpWorld *w) {
             num_peers += w->sockets[r] >= 0;
         }
         for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) num_watched += w->watched[i] != NULL;
-        is_over = !num_peers || !num_watched || ep_now_ns() - w->left_ns > LEAVE_GRACE_NS;
+        is_over = !num_peers || !num_watched || ep_now_ns() - w->left_ns > (w->in_haste ? HASTE_NS : LEAVE_GRACE_NS);
         for (uint32_t i = 0; i < EP_MAX_WATCHED && is_over; i++)
             if (w->watched[i]) ep_st_relaxed_sys_u64(&w->watched[i]->comm.host->abort, 1);
     }

@@ -247,7 +247,10 @@ int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint
         code = now < knock_at ? 0 : is_there(config, absent);
         if (now >= knock_at) knock_at = now + KNOCK_NS;
         num_waiting -= hear_all(config, &callers, sockets, code ? 0 : deadline_ns < knock_at ? deadline_ns : knock_at);
-        if (code && sockets[absent] < 0) goto fail; /* else it had come, and was done */
+        if (code && sockets[absent] < 0) {                               /* else it had come, and was done */
+            if (code == EP_EPEERDIED) unreachable(absent, ECONNREFUSED); /* a stranger's words may be the latest */
+            goto fail;
+        }
         code = 0;
     }
     while (callers.num) close(callers.fds[--callers.num]);

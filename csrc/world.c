@@ -254,6 +254,8 @@ int ep_world_agree(EpWorld *w, int code, const char *what) {
 
 /* ---- end ---- */
 
+static atomic_bool are_settled; /* the process is about to end: nothing is looked after any more */
+
 /* No thread and no descriptor is left. */
 static void tidy(EpWorld *w) {
     if (w->has_watchdog) pthread_join(w->watchdog, NULL);
@@ -290,8 +292,8 @@ int ep_world_close(EpWorld *w, bool collective) {
     for (uint32_t r = 0; r < w->num_ranks; r++)
         if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &goodbye, -1, ep_now_ns());
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) is_busy |= w->watched[i] != NULL;
-    if (!collective || code) w->left_ns = ep_now_ns();
-    is_busy = is_busy && w->left_ns && !w->end_code; /* an end has ended all waits */
+    is_busy = is_busy && (!collective || code) && !w->end_code && !atomic_load(&are_settled); /* an end has ended all waits */
+    if (is_busy) w->left_ns = ep_now_ns();
     pthread_mutex_unlock(&w->lock);
     if (w->has_watchdog) {
         uint64_t one = 1;
@@ -300,6 +302,19 @@ int ep_world_close(EpWorld *w, bool collective) {
     }
     if (!is_busy) tidy(w); /* else when the last heap lets go of the world: until then the watchdog looks after what is on its way */
     return code ? ep_error(code, "%s", why) : 0;
+}
+
+void ep_world_settle_all(void) {
+    atomic_store(&are_settled, true);
+    for (uint32_t i = 0; i < MAX_WORLDS; i++) {
+        EpWorld *w = atomic_load(&worlds_here[i]);
+        if (!w || ep_world_is_forked(w)) continue;
+        pthread_mutex_lock(&w->lock);
+        bool is_busy = w->left_ns != 0;
+        w->in_haste = true;
+        pthread_mutex_unlock(&w->lock);
+        if (is_busy) tidy(w);
+    }
 }
 
 EpWorld *ep_world_retain(EpWorld *w) {

@@ -41,7 +41,8 @@ struct EpWorld {
     pthread_mutex_t lock; /* guards all below */
     pthread_cond_t changed;
     bool closing, closed;
-    uint64_t left_ns; /* when this rank left alone, or 0: see watchdog.c */
+    uint64_t left_ns; /* when this rank left alone with operations on their way, or 0: see watch_out */
+    bool in_haste;    /* the process is about to end */
     int end_code;     /* why the world ended, 0 while it lives */
     char end_text[256];
     uint64_t seq;

@@ -217,6 +217,8 @@ def thread_worlds(num_ranks, timeout_s=None):
 
 @atexit.register
 def _leave_all():
-    """Tell the peers that this process ends in order.  Waits for nobody."""
+    """Tell the peers that this process ends in order.  Waits for nobody, but half a second for what is on its way in a world that was
+    left by an exception."""
+    _C.worlds_settle()
     for world in list(_open):
         world._leave(False)
