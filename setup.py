@@ -3,7 +3,7 @@
 EPMOE_CUDA=auto|0|1   build the CUDA backend if nvcc is found (default), never, or fail without it
 EPMOE_CUDA_ARCH       -gencode arguments, default: sm_90a code, and compute_80 PTX for other GPUs; sm_90 without the a is an error
 CUDA_HOME, CC, CFLAGS as usual
-EPMOE_CHAOS=N         for tests: random delays at points of the protocol (flags.h), on both backends; N is their seed
+EPMOE_CHAOS=N         for tests: random delays at points of the protocol, on both backends; N is their seed
 EPMOE_TRACE=1         with the profiler in the megakernels
 
 torch is not imported and not needed: the module reads tensors through DLPack's C exchange API and

@@ -51,11 +51,13 @@ static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, uin
     const EpShape *s = &c->shape;
     uint32_t num_cells = c->layout.num_count_cells;
     int32_t *counts = p->plan + p->layout.counts_off;
+    ep_chaos(6);
     for (uint32_t r = 0; r < s->num_ranks; r++)
         for (uint32_t i = 0; i < num_cells; i++)
             ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(EP_FAULT(10) ? 1 : epoch, my_cells[i]));
     for (uint32_t w = 0; w < s->num_ranks; w++) {
         EpFaultRecord f = {0, 0, EP_OP_PLAN, w, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
+        ep_chaos(7);
         for (uint32_t i = 0; i < num_cells; i++) {
             const uint64_t *cell = ep_count_cell(c, c->my_rank, w, i);
             if (!ep_wait_u64(c, cell, EP_CMP_EPOCH, ep_cell_tag(EP_FAULT(10) ? 1 : epoch), &f)) return false;

@@ -65,6 +65,7 @@ struct EpDispatchHooks {
         }
         const uint64_t begin = ep_trace_now(&p.dispatch.comm);
         EpPatience w = {0, 0, 0};
+        ep_chaos(9);
         for (uint32_t b = first / EP_TILE_ROWS; ok && b <= (first + num - 1) / EP_TILE_ROWS; b++)
             ok = ep_ready_await(&p.dispatch.comm, EP_OP_DISPATCH_GEMM, b, ep_ready_count(b, m, 1), EpSharedEpoch(), &w);
         ep_fence_proxy_async_global();
@@ -90,6 +91,7 @@ template <int DTYPE> struct EpCombineHooks {
         const uint32_t block = row / EP_TILE_ROWS, in_first = min(num_rows, (block + 1) * EP_TILE_ROWS - row), lane = ep_lane();
         __syncwarp();
         ep_fence_acq_rel_gpu(); /* all lanes' numbers come before the counts */
+        ep_chaos(8);
         if (lane == 0) ep_red_add_relaxed_gpu(ep_ready_word(&p.combine.comm, block), in_first);
         if (lane == 1 && num_rows > in_first) ep_red_add_relaxed_gpu(ep_ready_word(&p.combine.comm, block + 1), num_rows - in_first);
         num_rows = 0;

@@ -143,9 +143,11 @@ EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) 
     bool ok = true;
     uint32_t wrong = v->bad == UINT32_MAX ? 0 : v->bad + 1;
     if (p.scatter_indices && p.num_scatter_tokens != p.num_tokens && p.num_scatter_tokens != v->num_tokens) wrong = EP_BAD_SCATTER;
+    ep_chaos(6);
     for (uint32_t r = blockIdx.x; r < s.num_ranks; r += gridDim.x)
         for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x)
             ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(epoch, i == cells - 1 ? wrong : m.total[i]));
+    ep_chaos(7);
     for (uint32_t j = threadIdx.x; j < num; j += 2 * blockDim.x) {
         const int32_t k = j + blockDim.x < num ? (int32_t)(j + blockDim.x) : -1;
         uint32_t of_j = 0, of_k = 0;

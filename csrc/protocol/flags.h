@@ -229,6 +229,7 @@ EP_FN bool ep_flag_seen(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint6
 /* All lanes call it.  True when a chunk is there already; then it may be read by all lanes. */
 EP_FN bool ep_flag_ready(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
     uint64_t ok = 1;
+    ep_chaos(4);
     if (ep_lane() == 0) ok = ep_flag_seen(c, of_rank, chunk, epoch);
     return ep_warp_bcast_u64(ok) != 0;
 }

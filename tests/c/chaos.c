@@ -1,5 +1,5 @@
-/* chaos.c - the delays of a module that was built with EPMOE_CHAOS=N (see setup.py): at the points
- * of the protocol that flags.h names a thread may go on at once, give its core away, spin for some microseconds, or sleep.  The C
+/* chaos.c - the delays of a module that was built with EPMOE_CHAOS=N (see setup.py): at points
+ * of the protocol a thread may go on at once, give its core away, spin for some microseconds, or sleep.  The C
  * tests have delays of their own (harness.c). */
 #include "protocol/port.h"
 
