@@ -149,6 +149,7 @@ SIGNATURES = {
     "heap_create": "W small n size code", "heap_alloc": "H size n code", "heap_free": "H off", "heap_translate": "H off small", "heap_offset": "H n size", "heap_stats": "H",
     "heap_tensor": "H off small shape dl bits", "heap_put": "H off tensor small", "heap_get": "H off tensor small", "heap_signal": "H off n small small zero",
     "heap_wait": "H off n small zero", "heap_barrier": "H zero", "heap_sync": "H zero", "heap_close": "H",
+    "heap_handle": "H", "worlds_settle": "",
     "layer_bytes": "config", "layer_create": "H config", "layer_close": "L", "plan_layout": "config n", "layer_plan": "L small idx scatter? plan small",
     "layer_num_rows": "L small plan", "layer_dispatch": "L small x weight? plan rows row_weight? recv",
     "layer_combine": "L small rows row_weight? row_weight? plan recv out out_scalar?", "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
