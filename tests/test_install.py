@@ -33,7 +33,9 @@ def main(world):
 at = Path(sys.argv[1])
 assert Path(epmoe.__file__).parent == Path(epmoe._C.__file__).parent == at / "epmoe", epmoe._C.__file__
 assert importlib.metadata.version("epmoe") == epmoe.__version__
-assert epmoe.include_dir() == str(at / "epmoe/include") and (at / "epmoe/include/protocol/port.h").exists()
+assert epmoe.include_dir() == str(at / "epmoe/include")
+headers = sorted(str(p.relative_to(at / "epmoe/include")) for p in (at / "epmoe/include").rglob("*.*") if p.suffix != ".pyc")
+assert headers == ["epmoe_device.h", "protocol/port.h"], headers
 assert (at / "epmoe/py.typed").exists() and (at / "epmoe/_C.pyi").exists()
 assert not epmoe._C.HAS_CUDA and run_threads(main, 2) == [True, True]
 print("installed and used")
