@@ -1,7 +1,8 @@
 """Every example and the README's program, run as a reader would run them.
 
-On the CPU each is a process that starts its own ranks; under torchrun with GPUs, rank 0 starts each with a
-torchrun of its own while the other ranks wait.
+On the CPU each is a process that starts its own ranks (the README's and the first to the letter; the others' ranks are forked
+from one that has imported torch, see warm/); under torchrun with GPUs, rank 0 starts each with a torchrun of its own while the
+other ranks wait.
 """
 
 import os
@@ -13,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = "-M 48 -N 64 --topk 8 -G 384 --drop_ratio 0.3 --enable-local-combine --check --iters 2"  # their command line, but small
@@ -68,22 +70,23 @@ def test_examples_are_all_listed():
 @pytest.mark.parametrize("name, arguments, line", EXAMPLES, ids=IDS)
 def test_examples_run_on_the_cpu(tmp_path, name, arguments, line):
     command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
-    check(run(command, tmp_path, CUDA_VISIBLE_DEVICES=""), line)
+    warm = {} if name == EXAMPLES[0][0] else {"EPMOE_TEST_WARM": "1", "PYTHONPATH": str(ROOT / "tests/warm")}
+    check(run(command, tmp_path, CUDA_VISIBLE_DEVICES="", **warm), line)
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("built, backend, gpus", [(0, "", 0), (1, "cpu", 0), (1, "", 4), (1, "cuda", 4)])
-def test_examples_take_gpus_only_where_epmoe_does(tmp_path, built, backend, gpus):
+@pytest.mark.parametrize("built, backend, gpus", [(False, "", 0), (True, "cpu", 0), (True, "", 4), (True, "cuda", 4)])
+def test_examples_take_gpus_only_where_epmoe_does(monkeypatch, built, backend, gpus):
     """On a machine that has four: neither with a build for the CPU nor with EPMOE_BACKEND=cpu."""
-    program = ("import sys, torch\n"
-               f"sys.path.append({str(ROOT)!r}); sys.path.append({str(ROOT / 'examples')!r})\n"
-               "torch.cuda.device_count = lambda: 4\n"
-               f"from epmoe import _C; _C.HAS_CUDA = {built}\n"
-               "sys.argv = ['train_lm.py']\n"
-               "import train_lm, _launch\n"
-               "print('gpus', _launch.num_gpus(), train_lm.parse_args().cuda)\n")
-    code, output = run([sys.executable, "-c", program], tmp_path, EPMOE_BACKEND=backend)
-    assert code == 0 and f"gpus {gpus} {gpus > 0}" in output, output
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import _launch
+    import train_lm
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(_launch._C, "HAS_CUDA", built)
+    monkeypatch.setenv("EPMOE_BACKEND", backend)
+    monkeypatch.setattr(sys, "argv", ["train_lm.py"])
+    assert _launch.num_gpus() == gpus and train_lm.parse_args().cuda == (gpus > 0)
 
 
 @pytest.mark.cuda_only
@@ -99,38 +102,62 @@ def test_examples_run_under_torchrun(ranks, tmp_path, name, arguments, line):
         assert "ranks on cuda" in outcome[1], outcome[1]
 
 
-# What a faulty layer would give, put between the layer and ep_a2a.py.
-FAULTS = {
-    "combine: token 5": "out = L.combine\n"
-                        "def combine(self, *a): y = out(self, *a).clone(); y[5, 3] += 1; return y\n"
-                        "L.combine = combine",
-    "dispatch: row 7": "out = L.dispatch\n"
-                       "def dispatch(self, *a, **k): x, w, l = out(self, *a, **k); x[7, 0] += 1; return x, w, l\n"
-                       "L.dispatch = dispatch",
-    "dispatch: weight of row 9": "out = L.dispatch\n"
-                                 "def dispatch(self, *a, **k): x, w, l = out(self, *a, **k); w[9] *= 2; return x, w, l\n"
-                                 "L.dispatch = dispatch",
-    "dispatch: 63 rows, wanted 64": "out = L.dispatch\n"
-                                    "def dispatch(self, x, *a, **k):\n"
-                                    "    if a: a = (a[0].clone(), *a[1:]); a[0][3, 1] = -1\n"
-                                    "    return out(self, x, *a, **k)\n"
-                                    "L.dispatch = dispatch",
-}
+FAULTY_LAYERS = r"""
+import contextlib, io, runpy, sys
+import epmoe
+L = epmoe.EPAll2AllLayer
+dispatch, combine = L.dispatch, L.combine
+
+def wrong_sum(self, *a):
+    y = combine(self, *a).clone()
+    y[5, 3] += 1
+    return y
+
+def wrong_row(self, *a, **k):
+    rows, weights, layout = dispatch(self, *a, **k)
+    rows[7, 0] += 1
+    return rows, weights, layout
+
+def wrong_weight(self, *a, **k):
+    rows, weights, layout = dispatch(self, *a, **k)
+    weights[9] *= 2
+    return rows, weights, layout
+
+def row_missing(self, x, *a, **k):
+    if a:
+        a = (a[0].clone(), *a[1:])
+        a[0][3, 1] = -1
+    return dispatch(self, x, *a, **k)
+
+def says(**faulty):
+    L.dispatch, L.combine = faulty.get("dispatch", dispatch), faulty.get("combine", combine)
+    out, code = io.StringIO(), None
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as e:
+            code = e.code
+    print(f"exit status {int(bool(code))}: {out.getvalue() if code in (0, 1, True, False) else code}".replace(chr(10), " "))
+
+says(), says(combine=wrong_sum), says(dispatch=wrong_row), says(dispatch=wrong_weight), says(dispatch=row_missing)
+"""
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("says", FAULTS)
-def test_examples_ep_a2a_finds_faults(tmp_path, says):
+def test_examples_ep_a2a_finds_faults(tmp_path):
+    """What a faulty layer would give, put between the layer and ep_a2a.py: which says what is wrong, where."""
     with socket.socket() as s:  # one rank, as torchrun would start it, so that the fault is in its process
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    program = (f"import runpy, sys, epmoe; L = epmoe.EPAll2AllLayer\n{FAULTS[says]}\n"
-               f"sys.argv[1:] = '-M 16 -N 16 --topk 4 -G 8 --check --iters 1'.split()\n"
-               f"sys.path.insert(0, {str(ROOT / 'examples')!r})\n"
-               f"runpy.run_path({str(ROOT / 'examples/ep_a2a.py')!r}, run_name='__main__')")
+    arguments = "-M 16 -N 16 --topk 4 -G 8 --check --iters 1"
+    program = f"import sys; sys.argv = [{str(ROOT / 'examples/ep_a2a.py')!r}, *{arguments!r}.split()]\n{FAULTY_LAYERS}"
     code, output = run([sys.executable, "-c", program], tmp_path, CUDA_VISIBLE_DEVICES="", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
-                       LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYTHONPATH=str(ROOT))
-    assert code == 1 and f"rank 0: {says}" in output and "check passed" not in output, output
+                       LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}")
+    said = [line for line in output.splitlines() if line.startswith("exit status")]
+    wanted = ["check passed", "combine: token 5", "dispatch: row 7", "dispatch: weight of row 9", "dispatch: 63 rows, wanted 64"]
+    assert code == 0 and len(said) == len(wanted), output
+    for i, (line, want) in enumerate(zip(said, wanted)):
+        assert line.startswith(f"exit status {int(i > 0)}") and want in line and ("check passed" in line) == (i == 0), output
 
 
 @pytest.mark.cpu_only
