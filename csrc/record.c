@@ -2,6 +2,7 @@
 #include "record.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -19,7 +20,16 @@ typedef union {
 } Words;
 enum { WORD_SEQ = 1, WORD_END = 4 };
 
+static bool is_layers(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what <= EP_DID_GEMM_COMBINE; }
+static bool is_buffers(const EpCommBuffer *b, const EpNote *n) {
+    return n->of == b->of && (b->is_heaps ? n->what == EP_DID_HEAP_BARRIER : is_layers(n) && n->buffer == b->buffer);
+}
+
 uint64_t ep_ring_begin(EpRing *ring, const EpNote *note) {
+    uint64_t me = (uint64_t)pthread_self(), nobody = 0;
+    if (!note->on_stream &&
+        !atomic_compare_exchange_strong_explicit(&ring->thread, &nobody, me, memory_order_relaxed, memory_order_relaxed) && nobody != me)
+        atomic_store_explicit(&ring->is_shared, true, memory_order_relaxed);
     if (atomic_load_explicit(&ring->open, memory_order_relaxed)) return 0;
     Words w = {*note};
     uint64_t place = atomic_load_explicit(&ring->num, memory_order_relaxed) + 1;
@@ -48,16 +58,33 @@ bool ep_ring_exchange(EpRing *ring, uint64_t seq) {
     return open != 0;
 }
 
-void ep_ring_newest(EpRing *ring, EpNotes *out) {
-    uint64_t num = atomic_load_explicit(&ring->num, memory_order_acquire);
+static bool ring_read(EpRing *ring, uint64_t place, EpNote *note) {
+    EpRingNote *from = &ring->notes[place % EP_RING_NOTES];
+    Words w;
+    bool same = atomic_load_explicit(&from->place, memory_order_acquire) == place;
+    for (uint32_t i = 0; i < 6; i++) w.word[i] = atomic_load_explicit(&from->word[i], memory_order_acquire);
+    *note = w.note;
+    return same && atomic_load_explicit(&from->place, memory_order_relaxed) == place;
+}
+
+/* The notes at places up to last. */
+static void ring_until(EpRing *ring, uint64_t last, EpNotes *out) {
     memset(out, 0, sizeof *out);
-    for (uint64_t place = num > EP_SENT_NOTES ? num - EP_SENT_NOTES + 1 : 1; place <= num; place++) {
-        EpRingNote *from = &ring->notes[place % EP_RING_NOTES];
-        Words w;
-        bool same = atomic_load_explicit(&from->place, memory_order_acquire) == place;
-        for (uint32_t i = 0; i < 6; i++) w.word[i] = atomic_load_explicit(&from->word[i], memory_order_acquire);
-        if (same && atomic_load_explicit(&from->place, memory_order_relaxed) == place) out->notes[out->num++] = w.note;
+    for (uint64_t place = last > EP_SENT_NOTES ? last - EP_SENT_NOTES + 1 : 1; place <= last; place++)
+        if (ring_read(ring, place, &out->notes[out->num])) out->num++;
+}
+
+void ep_ring_newest(EpRing *ring, EpNotes *out) { ring_until(ring, atomic_load_explicit(&ring->num, memory_order_acquire), out); }
+
+uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *b, uint64_t epoch, EpNotes *out) {
+    uint64_t num = atomic_load_explicit(&ring->num, memory_order_acquire);
+    EpNote n;
+    for (uint64_t place = num; place > 0 && num - place < EP_RING_NOTES; place--) {
+        if (!ring_read(ring, place, &n) || n.seq != epoch || !is_buffers(b, &n)) continue;
+        ring_until(ring, num - place > EP_SENT_NOTES / 2 ? place + EP_SENT_NOTES / 2 : num, out);
+        return n.step;
     }
+    return 0;
 }
 
 /* ---- words ---- */
@@ -82,8 +109,7 @@ static const char *did_name(uint32_t what) {
     };
     return names[what < EP_NUM_DIDS ? what : 0];
 }
-static bool is_layers(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what <= EP_DID_GEMM_COMBINE; }
-static bool is_counted(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what < EP_DID_SIGNAL; }
+bool ep_note_is_counted(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what < EP_DID_SIGNAL; }
 
 /* Milliseconds from a time to the end of the world. */
 static double before_end(const EpRecord *r, uint64_t ns) { return ((double)r->end_ns - (double)ns) / 1e6; }
@@ -96,7 +122,7 @@ static void put_note(Out *o, const EpRecord *r, const EpNote *n) {
     else if (n->what == EP_DID_EXCHANGE) put(o, " #%llu", seq);
     if (is_layers(n) && n->what != EP_DID_BARRIER) put(o, ", T %llu", size);
     if (n->what == EP_DID_EXCHANGE || n->what == EP_DID_ALLOC || n->what == EP_DID_HEAP_CREATE) put(o, " of %llu bytes", size);
-    if (is_counted(n) && n->what > EP_DID_EXCHANGE) put(o, " (exchange #%llu)", seq);
+    if (ep_note_is_counted(n) && n->what > EP_DID_EXCHANGE) put(o, " (exchange #%llu)", seq);
     if (n->code) put(o, ", refused here (%s)", ep_error_name(n->code));
     if (n->end_ns == 0) put(o, ": in flight for %.1f ms", before_end(r, n->begin_ns));
     else put(o, ": %s %.1f ms before the end", n->on_stream ? "enqueued" : "over", before_end(r, n->end_ns));
@@ -107,7 +133,7 @@ static const EpNote *last_note(const EpRankNotes *k) { return num_notes(k) ? &k-
 static uint64_t step_of(const EpRankNotes *k) { return num_notes(k) ? last_note(k)->step : 0; }
 static const EpNote *note_at(const EpRankNotes *k, uint64_t step) {
     for (uint32_t i = num_notes(k); i-- > 0;)
-        if (k->notes.notes[i].step == step && is_counted(&k->notes.notes[i])) return &k->notes.notes[i];
+        if (k->notes.notes[i].step == step && ep_note_is_counted(&k->notes.notes[i])) return &k->notes.notes[i];
     return NULL;
 }
 
@@ -124,8 +150,7 @@ static const EpNote *last_known(const EpRecord *r, uint32_t w) {
         for (uint32_t k = 0; k < r->num_ranks; k++)
             for (uint32_t j = 0; j < num_notes(&r->ranks[k]); j++) {
                 const EpNote *n = &r->ranks[k].notes.notes[j];
-                bool here = b->is_heaps ? n->what == EP_DID_HEAP_BARRIER : is_layers(n) && n->buffer == b->buffer;
-                if (here && n->of == b->of && n->seq == epoch && (!best || n->step > best->step)) best = n;
+                if (is_buffers(b, n) && n->seq == epoch && (!best || n->step > best->step)) best = n;
             }
     }
     return best;
@@ -135,22 +160,32 @@ static bool are_alike(const EpNote *a, const EpNote *b) {
     return a->what == b->what && a->of == b->of && a->buffer == b->buffer && (a->what != EP_DID_EXCHANGE || a->size == b->size);
 }
 
-/* The first step at which ranks do different things: bits of those who do what fewer ranks do, and the
- * bits of all who are known to be there.  0: none. */
+/* Bits of the ranks that did at a step what fewer ranks did, and of all whose notes have it.  0: all did the same. */
+static uint32_t odd_at(const EpRecord *r, uint64_t step, uint32_t *all) {
+    uint32_t odd = 0;
+    *all = 0;
+    for (uint32_t a = 0; a < r->num_ranks; a++) {
+        const EpNote *n = note_at(&r->ranks[a], step);
+        uint32_t same = 0;
+        for (uint32_t b = 0; b < r->num_ranks && n; b++) {
+            const EpNote *m = note_at(&r->ranks[b], step);
+            if (m && are_alike(n, m)) same |= 1u << b;
+        }
+        if (n) *all |= 1u << a;
+        if (n && (!odd || __builtin_popcount(same) < __builtin_popcount(odd))) odd = same;
+    }
+    return odd == *all ? 0 : odd;
+}
+
+/* The same of the first step at which ranks do different things. */
 static uint32_t out_of_order(const EpRecord *r, uint64_t *step, uint32_t *all) {
     uint32_t odd = 0;
     *step = UINT64_MAX;
     for (uint32_t a = 0; a < r->num_ranks; a++)
         for (uint32_t i = 0; i < num_notes(&r->ranks[a]); i++) {
-            const EpNote *n = &r->ranks[a].notes.notes[i];
-            uint32_t same = 0, there = 0;
-            for (uint32_t b = 0; b < r->num_ranks; b++) {
-                const EpNote *m = note_at(&r->ranks[b], n->step);
-                if (m) there |= 1u << b, same |= (uint32_t)are_alike(n, m) << b;
-            }
-            if (!is_counted(n) || same == there || n->step > *step) continue;
-            if (n->step < *step || __builtin_popcount(same) < __builtin_popcount(odd)) odd = same;
-            *step = n->step, *all = there;
+            uint64_t at = r->ranks[a].notes.notes[i].step;
+            uint32_t there, some = at < *step ? odd_at(r, at, &there) : 0;
+            if (some) odd = some, *all = there, *step = at;
         }
     return odd;
 }
@@ -188,6 +223,16 @@ static void put_odd(Out *o, const EpRecord *r, uint32_t odd, uint32_t all, uint6
     put_ranks(o, "", all & ~odd);
     put_call(o, " called ", other, one);
     if (2 * __builtin_popcount(odd) == __builtin_popcount(all)) put(o, " (as many ranks did the one as the other)");
+}
+
+bool ep_record_disagrees(const EpRecord *r, uint64_t step, uint32_t *rank, char *text, size_t num_bytes) {
+    Out o = {text, text + num_bytes};
+    uint32_t all, odd = odd_at(r, step, &all);
+    if (!odd) return false;
+    put(&o, "ranks disagree in the order of calls: ");
+    put_odd(&o, r, odd, all, step);
+    *rank = (uint32_t)__builtin_ctz(odd);
+    return true;
 }
 
 static void put_behind(Out *o, const EpRecord *r, uint32_t behind, uint64_t step) {

@@ -11,8 +11,8 @@
 
 #include "backend.h"
 
-#define EP_RING_NOTES 32u /* a power of two */
-#define EP_SENT_NOTES 10u /* as many as fit a frame */
+#define EP_RING_NOTES 2048u /* a power of two; more than a GPU has launches on their way */
+#define EP_SENT_NOTES 10u   /* as many as fit a frame */
 
 /* What an operation is; the first six are EpOpKind. */
 #define EP_DIDS(X)                                                             \
@@ -67,6 +67,8 @@ typedef struct {
 typedef struct {
     EpRingNote notes[EP_RING_NOTES];
     _Atomic uint64_t num, step, open; /* notes so far; collective operations so far; the note in flight, or 0 */
+    _Atomic uint64_t thread;          /* whose operations that are over when they return are, or 0 */
+    atomic_bool is_shared;            /* among several threads: then the order of notes says nothing of the order of calls */
 } EpRing;
 
 /* Begin a note: its number for ep_ring_end, or 0 inside of another one, which it is a part of. */
@@ -75,6 +77,9 @@ void ep_ring_end(EpRing *ring, uint64_t note);
 /* The operation in flight has come to this exchange; false when none is in flight. */
 bool ep_ring_exchange(EpRing *ring, uint64_t seq);
 void ep_ring_newest(EpRing *ring, EpNotes *out);
+/* The notes about the newest one of a layer's operation or a heap's barrier of this epoch, and its step; 0: there is none. */
+uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *buffer, uint64_t epoch, EpNotes *out);
+bool ep_note_is_counted(const EpNote *note);
 
 /* What this rank knows of another when the world ends. */
 typedef struct {
@@ -96,6 +101,8 @@ typedef struct {
 } EpRecord;
 /* The page: the culprit in the first line, then each rank's last operation, then the operations side by side. */
 void ep_record_page(const EpRecord *record, char page[EP_PAGE_BYTES]);
+/* True when ranks whose notes are here did different things at a step; then the text says which, and *odd is one of the fewer. */
+bool ep_record_disagrees(const EpRecord *record, uint64_t step, uint32_t *odd, char *text, size_t num_bytes);
 /* Add the page to folder/epmoe-rank{r}-pid{pid}.txt; on failure the page says so. */
 void ep_record_write(const char *folder, uint32_t rank, char page[EP_PAGE_BYTES]);
 

@@ -3,8 +3,9 @@
  * The watchdog owns the reading end of the sockets and sorts what arrives: exchange frames go to the inbox,
  * an abort frame or a peer's end ends the world.  Ending the world means: the first reason is kept, the abort
  * word of every communication buffer is set (every wait, on any backend, looks at it), every other rank is
- * told, with this rank's notes for the flight record.  The thread holds no Python lock and makes no CUDA call,
- * so neither can keep a death from being seen. */
+ * told, with this rank's notes for the flight record.  While the world lives, a rank that is stuck tells the others
+ * in what: ranks that wait for each other in different operations would do so until the limit.  The thread holds no
+ * Python lock and makes no CUDA call, so neither can keep a death from being seen. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -14,12 +15,15 @@
 #include <unistd.h>
 
 #include "error.h"
+#include "protocol/flags.h"
 #include "world_state.h"
 
 #define POLL_MS 20                   /* how often the watched words are looked at */
 #define LEAVE_GRACE_NS 2000000000ull /* an orderly leaver's peers may finish what it still took part in */
 #define HASTE_NS 500000000ull        /* the same where this process ends */
 #define NOTES_NS 200000000ull        /* how long the peers' notes are waited for */
+#define STUCK_GRACE_NS 100000000ull  /* a GPU says each millisecond that it is stuck */
+#define DISORDER_NS 300000000ull     /* how long ranks that are stuck as well have the time to say so */
 
 void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
     if (w->end_code) return;
@@ -110,6 +114,13 @@ static void take_notes(EpWorld *w, uint32_t r, const EpFrame *f) {
     its->has_notes = true;
 }
 
+static void take_stuck(EpWorld *w, uint32_t r, const EpFrame *f) {
+    EpRankNotes *its = &w->stuck.ranks[r];
+    if (f->num_bytes != sizeof its->notes) return;
+    memcpy(&its->notes, f->bytes, sizeof its->notes);
+    w->stuck_step[r] = f->seq;
+}
+
 static void peer_ended(EpWorld *w, uint32_t r) {
     char text[96];
     shutdown(w->sockets[r], SHUT_RDWR);
@@ -136,6 +147,7 @@ static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
         ep_world_end(w, f->code < 0 ? f->code : EP_ECORRUPT, f->rank < w->num_ranks ? f->rank : r, text);
     }
     if (f->kind == EP_FRAME_NOTES) take_notes(w, r, f);
+    if (f->kind == EP_FRAME_STUCK) take_stuck(w, r, f);
     if (f->kind == EP_FRAME_EXCHANGE) ep_world_end(w, EP_ECORRUPT, r, "a peer ran ahead in an exchange");
 }
 
@@ -145,6 +157,58 @@ static void read_peer(EpWorld *w, uint32_t r) {
     while (w->sockets[r] >= 0 && (got = ep_wire_receive(w->sockets[r], &f, &fd)) > 0) take_frame(w, r, &f, fd);
     if (got == EP_ECORRUPT) ep_world_end(w, EP_ECORRUPT, r, ep_error_text());
     if (got < 0) peer_ended(w, r);
+}
+
+/* The first of this rank's newest operations in which it has been stuck for a while, or 0.  What is over when it returns is stuck
+ * while it has not returned; of what is on a stream, the GPU tells.  On the CPU threads may share a world, each with a buffer: their
+ * calls come in any order.  On a GPU it must be the same on all ranks, whatever the thread. */
+static uint64_t stuck_step(EpWorld *w, EpNotes *notes) {
+    EpNotes about;
+    uint64_t step = 0;
+    bool is_ordered = !atomic_load_explicit(&w->ring.is_shared, memory_order_relaxed);
+    ep_ring_newest(&w->ring, notes);
+    const EpNote *last = notes->num ? &notes->notes[notes->num - 1] : NULL;
+    if (last && ep_note_is_counted(last) && !last->end_ns && ep_now_ns() - last->begin_ns > EP_STUCK_NS) step = last->step;
+    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
+        const EpCommBuffer *b = w->watched[i];
+        if (!b || !b->on_stream) continue;
+        is_ordered = true;
+        uint64_t epoch = ep_ld_relaxed_sys_u64(&b->comm.host->stuck);
+        if (!epoch) continue;
+        ep_st_relaxed_sys_u64(&b->comm.host->stuck, 0); /* a wait that goes on says so again in a millisecond */
+        uint64_t at = ep_ring_about(&w->ring, b, epoch, &about);
+        if (at && (!step || at < step)) step = at, *notes = about;
+    }
+    return is_ordered ? step : 0;
+}
+
+/* Tell the others in which operation this rank is stuck, with its notes; 0: in none any more. */
+static void tell_stuck(EpWorld *w, uint64_t step) {
+    const EpNotes *notes = &w->stuck.ranks[w->rank].notes;
+    EpFrame f = {.kind = EP_FRAME_STUCK, .rank = w->rank, .seq = step, .num_bytes = sizeof *notes};
+    memcpy(f.bytes, notes, sizeof *notes);
+    for (uint32_t r = 0; r < w->num_ranks; r++)
+        if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &f, -1, ep_now_ns());
+    w->stuck_step[w->rank] = step;
+}
+
+/* Ranks that are in different operations where all should be in one would wait for each other for good.  So who is stuck says so;
+ * and where two are that did different things at the step where the one behind is, the world ends. */
+static void look_for_disorder(EpWorld *w) {
+    char text[256];
+    uint32_t odd, me = w->rank;
+    bool is_disorder = false;
+    uint64_t now = ep_now_ns(), step = stuck_step(w, &w->stuck.ranks[me].notes);
+    if (step) w->stuck_seen_ns = now;
+    if (step && step != w->stuck_step[me]) tell_stuck(w, step);
+    if (!step && w->stuck_step[me] && now - w->stuck_seen_ns > STUCK_GRACE_NS) tell_stuck(w, 0);
+    for (uint32_t r = 0; r < w->num_ranks; r++) w->stuck.ranks[r].has_notes = w->stuck_step[r] != 0;
+    for (uint32_t r = 0; r < w->num_ranks && step && !is_disorder; r++)
+        is_disorder =
+            w->stuck_step[r] && ep_record_disagrees(&w->stuck, w->stuck_step[r] < step ? w->stuck_step[r] : step, &odd, text, sizeof text);
+    if (!is_disorder && (step || !w->stuck_step[me])) w->disorder_ns = 0;
+    else if (is_disorder && !w->disorder_ns) w->disorder_ns = now;
+    else if (is_disorder && now - w->disorder_ns > DISORDER_NS) ep_world_end(w, EP_EMISMATCH, odd, text);
 }
 
 /* Things that no socket tells: a wait that timed out on the device, a peer that left and is missed. */
@@ -211,6 +275,7 @@ void *ep_world_watch_main(void *arg) {
         for (nfds_t i = 1; i < n; i++)
             if (p[i].revents && w->sockets[rank_of[i]] == p[i].fd) read_peer(w, rank_of[i]);
         look_around(w);
+        if (!w->end_code && !w->closing) look_for_disorder(w);
         if (record_is_due(w)) ep_world_finish_record(w);
         pthread_mutex_unlock(&w->lock);
     }

@@ -3,7 +3,14 @@
 #define EP_WIRE_H
 #include "epmoe.h"
 
-typedef enum { EP_FRAME_HELLO = 1, EP_FRAME_EXCHANGE = 2, EP_FRAME_ABORT = 3, EP_FRAME_GOODBYE = 4, EP_FRAME_NOTES = 5 } EpFrameKind;
+typedef enum {
+    EP_FRAME_HELLO = 1,
+    EP_FRAME_EXCHANGE = 2,
+    EP_FRAME_ABORT = 3,
+    EP_FRAME_GOODBYE = 4,
+    EP_FRAME_NOTES = 5,
+    EP_FRAME_STUCK = 6
+} EpFrameKind;
 typedef struct {
     uint32_t abi, kind;
     uint64_t seq;

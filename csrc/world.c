@@ -61,6 +61,7 @@ static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWor
     if (!w) return ep_error(EP_ENOMEM, "no memory for a world");
     w->rank = rank, w->num_ranks = num_ranks, w->pid = getpid(), w->wake_fd = -1;
     w->record.rank = rank, w->record.num_ranks = num_ranks, w->record.end_text = w->end_text;
+    w->stuck.num_ranks = num_ranks;
     w->record.buffers = w->watched, w->record.num_buffers = EP_MAX_WATCHED;
     const char *folder = getenv("EPMOE_FLIGHT_RECORD");
     if (folder && *folder) w->record_folder = strdup(folder);

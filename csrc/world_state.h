@@ -51,6 +51,8 @@ struct EpWorld {
     const EpCommBuffer *watched[EP_MAX_WATCHED];
     EpAction *at_release;
     EpRecord record; /* what is known of all ranks; complete at the end */
+    EpRecord stuck;  /* notes of the ranks that are stuck, each in which step, or 0; see look_for_disorder */
+    uint64_t stuck_step[EP_MAX_RANKS], stuck_seen_ns, disorder_ns;
     enum { RECORD_OPEN, RECORD_WRITING, RECORD_DONE } record_state;
 };
 

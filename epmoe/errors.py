@@ -16,7 +16,9 @@ class EpTimeout(EpError, TimeoutError):
 
 
 class EpMismatch(EpError, ValueError):
-    """Ranks disagree about an operation.  It did nothing on any rank; the next one works."""
+    """Ranks disagree about an operation.  It did nothing on any rank; the next one works.  Where they disagree about which one it is, each
+    stuck in that of another layer, buffer or heap, the world has ended: after one second, and on the CPU only where one thread of each
+    process calls."""
 
 
 class EpOverflow(EpError):

@@ -71,7 +71,7 @@ SAYS = {
     "killed": ("PeerDied", "rank 2 is gone", "last known: combine #15 of layer 0 buffer 0"),
     "stopped": ("EpTimeout", "rank 2 did not answer", "last known: combine #15 of layer 0 buffer 0"),
     "late": ("EpTimeout", "rank 2 did not come to operation", "last: exchange #14 of 2 bytes: over"),
-    "other order": ("EpTimeout", "rank 2 called allocation", "where ranks 0, 1, 3 called plan"),
+    "other order": ("EpMismatch", "rank 2 called allocation", "where ranks 0, 1, 3 called plan"),
     "left": ("PeerDied", "rank 2 left before the others", "last known: combine #15 of layer 0 buffer 0"),
 }
 

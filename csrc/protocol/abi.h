@@ -13,7 +13,7 @@
 #define EP_ABI_H
 #include "port.h"
 
-#define EP_ABI_VERSION 0x65700004u
+#define EP_ABI_VERSION 0x65700005u
 #define EP_MAX_RANKS 8u
 #define EP_MAX_TOPK 32u
 #define EP_MAX_EXPERTS 1024u
@@ -232,6 +232,7 @@ typedef struct {
 /* Host memory of one communication buffer that workers write and the host polls. */
 typedef struct {
     uint64_t abort; /* non-zero tells every wait to leave; the host sets it, workers read it */
+    uint64_t stuck; /* epoch of an operation in which a wait has lasted EP_STUCK_NS; written at every look, until it ends */
     EpFaultRecord fault;
     EpPlanResult plan;
 } EpHostWords;

@@ -15,6 +15,7 @@
  * local.*     | owner's   | owner's | add.acq_rel.gpu   | the same add, and | reads and writes of all      | the last worker out
  *             | workers   | workers | (num_left)        | the stream's order| workers of the operation     |
  * host->abort | host      | owner   | relaxed           | relaxed           | nothing but itself           | never
+ * host->stuck | owner     | host    | relaxed           | relaxed           | nothing but itself           | any time, by both
  *
  * Epochs are 64-bit, live in the heap's own local words, advance by one an operation and are never reset.
  * A rank is at most one operation ahead of a peer, because every operation begins by waiting for
@@ -79,6 +80,9 @@ EP_FN bool ep_world_ended(const EpComm *c) {
     return true;
 }
 
+/* A wait that has lasted so long tells the host at each look, which asks the other ranks what they are doing: see watchdog.c. */
+#define EP_STUCK_NS 1000000000u
+
 /* How long a wait has lasted, and when it last looked at what may end it: both in EP_LOOK_NS, modulo 2^32, so that a
  * warp that does something else meanwhile has little to keep.  Begins as zeros. */
 typedef struct {
@@ -94,6 +98,7 @@ EP_FN bool ep_wait_on(const EpComm *c, EpPatience *w, uint64_t limit_ns, const E
         if (now != w->looked) {
             w->looked = now;
             if (ep_world_ended(c)) return false;
+            if (now - w->start > EP_STUCK_NS / EP_LOOK_NS) ep_st_relaxed_sys_u64(&c->host->stuck, what->epoch);
         }
         if (now - w->start > limit_ns / EP_LOOK_NS + 1) {
             EpFaultRecord f = *what;

@@ -182,6 +182,8 @@ bool test_short_rows(void);
 bool test_no_memory(void);
 bool test_device(void);
 bool test_leave_busy(void);
+bool test_stuck_in_order(void);
+bool test_stuck_out_of_order(void);
 bool test_hostile(void);
 bool test_hostile_notes(void);
 bool test_processes(void);

@@ -456,6 +456,8 @@ static const struct {
     {"no_memory", test_no_memory, false},
     {"device", test_device, false},
     {"leave_busy", test_leave_busy, false},
+    {"stuck_in_order", test_stuck_in_order, false},
+    {"stuck_out_of_order", test_stuck_out_of_order, false},
     {"heap_abort", test_heap_abort, false},
     {"closed", test_closed, false},
     {"world_release", test_world_release, false},
