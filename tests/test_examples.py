@@ -1,8 +1,7 @@
 """Every example and the README's program, run as a reader would run them.
 
-On the CPU each is a process that starts its own ranks (the README's and the first to the letter; the others' ranks are forked
-from one that has imported torch, see warm/); under torchrun with GPUs, rank 0 starts each with a torchrun of its own while the
-other ranks wait.
+On the CPU each is a process that starts its own ranks (the README's to the letter; the examples' are forked from one that has
+imported torch, see warm/); under torchrun with GPUs, rank 0 starts each with a torchrun of its own while the other ranks wait.
 """
 
 import os
@@ -70,8 +69,7 @@ def test_examples_are_all_listed():
 @pytest.mark.parametrize("name, arguments, line", EXAMPLES, ids=IDS)
 def test_examples_run_on_the_cpu(tmp_path, name, arguments, line):
     command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
-    warm = {} if name == EXAMPLES[0][0] else {"EPMOE_TEST_WARM": "1", "PYTHONPATH": str(ROOT / "tests/warm")}
-    check(run(command, tmp_path, CUDA_VISIBLE_DEVICES="", **warm), line)
+    check(run(command, tmp_path, CUDA_VISIBLE_DEVICES="", EPMOE_TEST_WARM="1", PYTHONPATH=str(ROOT / "tests/warm")), line)
 
 
 @pytest.mark.cpu_only
@@ -165,7 +163,8 @@ def test_examples_failing_rank_fails_the_program(tmp_path):
     program = tmp_path / "failing.py"
     program.write_text("from _launch import launch\n\n\ndef main(rank, world_size, device):\n"
                        "    assert rank != 1, 'rank 1 has a reason'\n\n\nif __name__ == '__main__':\n    launch(main, 2)\n")
-    code, output = run([sys.executable, str(program)], tmp_path, CUDA_VISIBLE_DEVICES="", PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}")
+    code, output = run([sys.executable, str(program)], tmp_path, CUDA_VISIBLE_DEVICES="", EPMOE_TEST_WARM="1",
+                       PYTHONPATH=f"{ROOT / 'tests/warm'}:{ROOT}:{ROOT / 'examples'}")
     assert code == 1 and "rank 1 has a reason" in output, output
 
 
