@@ -66,7 +66,7 @@ test: build
 	@code=0; if [ -f tests/c/run_c_tests.py ]; then $(PYTHON) tests/c/run_c_tests.py --quick || code=1; fi; \
 	for n in $$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n} if n else ()))'); do \
 	    echo "the same tests on $$n GPU(s)"; \
-	    $(PYTHON) -m torch.distributed.run --nproc-per-node $$n -m pytest $(ARGS) || code=1; \
+	    $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest $(ARGS) || code=1; \
 	done; \
 	$(PYTHON) -m pytest $(ARGS) && exit $$code
 
@@ -124,7 +124,7 @@ gpu: build
 
 # The operations run on a module with random delays at points of the protocol, built aside.
 CHAOS = build/chaos/lib
-TORCHRUN = $(PYTHON) -m torch.distributed.run --nproc-per-node $$n
+TORCHRUN = $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n
 soak: build
 	EPMOE_CHAOS=1 $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
 	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak.py ops

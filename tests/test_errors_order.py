@@ -132,7 +132,7 @@ def test_errors_late_gpu_is_in_order(ranks):
         calls = Calls(world, device)
         if world.rank == BAD:
             torch.cuda._sleep(int(5e9))  # clocks: some seconds
-        got = outcome(lambda: (calls.dispatch(0), calls.plan(1), calls.heap.barrier()), calls.layers[0])
+        got = outcome(lambda: [call() and None for call in (lambda: calls.dispatch(0), lambda: calls.plan(1), calls.heap.barrier)], calls.layers[0])
         result = run_routing(calls.layers[1], CASE)
         for layer in calls.layers:
             layer.finalize()
