@@ -62,13 +62,20 @@ python:
 demo: build
 	$(PYTHON) examples/train_lm.py
 
+# On a machine with GPUs and cores enough the CPU's part goes on beside the GPUs', and is shown after it.
 test: build
-	@code=0; if [ -f tests/c/run_c_tests.py ]; then $(PYTHON) tests/c/run_c_tests.py --quick || code=1; fi; \
-	for n in $$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n} if n else ()))'); do \
+	@code=0; cpu=; $(PYTHON) tests/c/run_c_tests.py --quick || code=1; \
+	gpus=$$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n} if n else ()))'); \
+	if [ -n "$$gpus" ] && [ $$(nproc) -ge 16 ]; then \
+	    $(PYTHON) -m pytest $(ARGS) > build/test_cpu.log 2>&1 & cpu=$$!; \
+	    trap "kill $$cpu 2>/dev/null" EXIT; trap 'exit 1' INT TERM; \
+	fi; \
+	for n in $$gpus; do \
 	    echo "the same tests on $$n GPU(s)"; \
 	    $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest $(ARGS) || code=1; \
 	done; \
-	$(PYTHON) -m pytest $(ARGS) && exit $$code
+	[ -z "$$gpus" ] || echo "the same tests on the CPU"; \
+	if [ -n "$$cpu" ]; then tail -n +1 -f --pid=$$cpu build/test_cpu.log; wait $$cpu; else $(PYTHON) -m pytest $(ARGS); fi && exit $$code
 
 bench: build
 	$(PYTHON) -m epmoe.bench $(ARGS)
