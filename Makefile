@@ -143,7 +143,7 @@ soak: build
 	@n=$$($(PYTHON) -c 'import torch; from epmoe import _C; print(torch.cuda.device_count() if _C.HAS_CUDA else 0)'); if [ $$n -gt 0 ]; then \
 	    set -ex; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak.py ops -n 100000; $(TORCHRUN) tests/fuzz_routing.py --device cuda --cases 2000; \
 	    $(TORCHRUN) tests/soak.py cycles -n 200; \
-	    [ $$n -lt 2 ] || $(PYTHON) tests/faults.py --device cuda; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
+	    [ $$n -lt 2 ] || { $(PYTHON) tests/faults.py --device cuda; $(PYTHON) tests/soak.py leaks --device cuda -n 3; }; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
 	fi
 
 # The profiler too, as far as PTX: nothing else compiles it here.

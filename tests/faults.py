@@ -27,7 +27,7 @@ import epmoe
 from cases import MODES, poison_memory, process_ranks
 from epmoe import _C
 from epmoe.testing import run_ranks
-from traces import abstract_names, grown, held, remember_names, shared_memory_names
+from traces import abstract_names, held, left_over, remember_names, shared_memory_names
 
 SIZES = {"cpu": (40, 64, 3), "cuda": (256, 512, 4)}  # T, H, K
 STOP_LIMIT_S = 2.0
@@ -142,9 +142,7 @@ def killed(rank, world_size, victim, delay, how, mode, kind, folder):
         layer.synchronize()
     world.close()
     del layer, world
-    after = held()
-    left = grown(before, after if kind == "cpu" else before | {k: after[k] for k in ("heaps", "memfds")}, maps=200)  # CUDA, NCCL: as they like
-    return told, culprit, latency, works and right, left, names
+    return told, culprit, latency, works and right, left_over(before, held(), kind, maps=200), names
 
 
 def kills(num, ranks, kind, seed=0, say=lambda done: None):

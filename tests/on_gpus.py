@@ -32,7 +32,7 @@ class Step:
 
 
 def torchrun(n, *command):
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), *command]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), *command]
 
 
 def steps(num_gpus, out):
@@ -52,6 +52,7 @@ def steps(num_gpus, out):
         yield Step("bench", torchrun(num_gpus, "-m", "epmoe.bench", "all", "--json", str(out / "bench.json")), 400)
         yield Step("overlap", ["make", "trace", f"ARGS=--json {out / 'overlap.json'}"], 200)
         yield Step("kills", [*python, "tests/faults.py", "--device", "cuda"], 200)
+        yield Step("endings", [*python, "tests/soak.py", "leaks", "--device", "cuda", "-n", "1"], 200, "nothing left")
         yield Step("routings", torchrun(num_gpus, "tests/fuzz_routing.py", "--device", "cuda", "--cases", "2500", "--seed", "21"), 200)
         yield Step("ops", torchrun(num_gpus, "tests/soak.py", "ops", "-n", "20000"), 300)
         yield Step("cycles", torchrun(num_gpus, "tests/soak.py", "cycles", "-n", "200"), 200)

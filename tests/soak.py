@@ -17,13 +17,10 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import gc
 import multiprocessing
 import os
 import random
-import signal
 import sys
-import threading
 import time
 import traceback
 
@@ -31,11 +28,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
 
+import endings
 import epmoe
 from cases import MODES, Case, keep, make_layer, poison_memory, process_ranks, run_routing
 from epmoe import _C
 from epmoe.testing import PATTERNS, routing, run_threads
-from traces import abstract_names, files_in_use, grown, held, remember_names, shared_memory_names
+from traces import gpu_held, grown, held
 
 BATCH_LIMIT_S = 120
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -203,13 +201,6 @@ def one_life(world, device, number):
         heap.barrier() if number % 2 == 0 else None
 
 
-def gpu_held(device):
-    if device.type != "cuda":
-        return 0
-    torch.cuda.synchronize()
-    return torch.cuda.mem_get_info()[1] - torch.cuda.mem_get_info()[0]
-
-
 def live(num, device, new_world, say):
     """num lives behind a fifth as many (at least 20), in which malloc makes itself at home.  What was held before, and after the last; the
     same of GPU bytes."""
@@ -250,73 +241,13 @@ def cycles(a, say):
 
 # ---- leaks ----
 
-ENDINGS = ("close", "kill", "exception", "collected", "left")
-
-
-def end_one(rank, world_size, how, folder):
-    """A world that ends in one way.  What this process held before and after, and what files it used; None where it was killed."""
-    gc.freeze()  # what was there before is not looked through again
-    epmoe.World(timeout_s=20).close()  # what is only made once
-    before, files, names = held(), files_in_use(), remember_names()
-    world = epmoe.World(timeout_s=20)
-    with open(os.path.join(folder, f"names{rank}"), "w") as f:
-        f.write("\n".join(names))
-    heap = epmoe.SymmetricHeap(world, 1 << 18, "cpu")
-    t = heap.malloc_symmetric((16,))
-    layer = make_layer(world, "cpu", Case(num_buffers=2))
-    run_routing(layer, Case())
-    used = files_in_use() - files
-    bad = rank == world_size - 1
-    if how == "kill" and bad:
-        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    try:
-        if how in ("kill", "exception"):
-            with world:
-                for i in range(10**6):
-                    run_routing(layer, Case(seed=i))
-                    if how == "exception" and bad and i == 20:
-                        layer.preprocess(torch.zeros(9, 2, dtype=torch.int64))  # the others are in this step too
-                        raise KeyError("in the middle of a step")
-        told = "nothing"
-    except (KeyError, epmoe.EpError) as e:
-        told = type(e).__name__
-    if how == "close":
-        layer.finalize()
-        heap.close()
-        world.close()
-    if how == "left":
-        world._leave(False)
-    world.__dict__.pop("_kept", None)
-    del world, heap, layer, t
-    gc.collect()
-    return before, held(), sorted(used), told
-
 
 def leaks(a, say):
-    import tempfile
-
-    ranks, before = 3, shared_memory_names()
+    ranks = 3 if a.device == "cpu" else torch.cuda.device_count()
     for number in range(a.num):
-        for how in ENDINGS:
-            with tempfile.TemporaryDirectory() as folder:
-                bad = ranks - 1
-                results = process_ranks(end_one, ranks, how, folder, may_die=(bad,) if how == "kill" else ())
-                names = {line for rank in range(ranks) for line in open(os.path.join(folder, f"names{rank}")).read().split()}
-            assert len(names) == ranks, f"{how}: {names} are not the meeting places of {ranks} ranks"
-            for rank, result in enumerate(results):
-                if rank == bad and how == "kill":
-                    assert result is None
-                    continue
-                then, now, used, told = result
-                wanted = {"kill": "PeerDied", "exception": "KeyError" if rank == bad else "PeerDied"}.get(how, "nothing")
-                assert told == wanted, f"{how}: rank {rank} was told {told}, not {wanted}"
-                assert not used, f"{how}: rank {rank} used files that a kill would leave: {used}"
-                assert not grown(then, now, maps=8), f"{how}: rank {rank}: {grown(then, now, maps=8)}"
-            left = names & abstract_names()
-            assert not left, f"{how}: socket names are left: {left}"
-            assert shared_memory_names() <= before, f"{how}: left in /dev/shm: {shared_memory_names() - before}"
-            say(number + 1)
-    yield "endings", f"{a.num} each of {', '.join(ENDINGS)}: nothing left"
+        endings.every(ranks, a.device)
+        say(number + 1)
+    yield "endings", f"{a.num} each of {', '.join(endings.ENDINGS)}, forked, with the interpreter: nothing left"
 
 
 # ---- the command ----
@@ -360,6 +291,8 @@ def main():
         if name == "ops":
             s.add_argument("--steps", type=int, default=1000, help="steps with one layer")
             s.add_argument("--processes", type=int, default=os.cpu_count(), help="worlds of threads side by side (CPU)")
+        if name == "leaks":
+            s.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: as many ranks as there are GPUs")
         if name == "cycles":
             s.add_argument("--ranks", type=int, default=2)
             s.add_argument("--rss-kib", type=int, default=1024, help="by how much a process may grow (default 1024)")

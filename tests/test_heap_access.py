@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import epmoe
-from cases import check_outcomes, keep, outcome, random_bits, generator, same_bits
+from cases import check_outcomes, outcome, random_bits, generator, same_bits
 from test_heap_alloc import KINDS, make_heap
 
 

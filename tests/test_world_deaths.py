@@ -1,14 +1,11 @@
-"""Ranks that die, stop, fork or leave: what the others see, how soon, and that nothing is left behind."""
+"""Ranks that die or stop: what the others see, how soon, and that nothing is left behind."""
 
 import contextlib
-import gc
 import os
 import random
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import epmoe
-from cases import MODES, Case, check_case, check_outcomes, indices_of, inputs_of, keep, make_layer, outcome, process_ranks, run_routing
+from cases import MODES, Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome, process_ranks, run_routing
 from traces import abstract_names, held, remember_names, shared_memory_names
 
 pytestmark = pytest.mark.cpu_only
@@ -248,184 +245,3 @@ def _stop_a_waiting_rank(rank, world_size):
 def test_world_rank_stopped_while_it_waits_is_no_false_alarm():
     for outcomes in zip(*process_ranks(_stop_a_waiting_rank, 2), strict=True):
         check_outcomes(outcomes, "nothing", within_s=10)
-
-
-# ---- fork ----
-
-
-def _fork(rank, world_size):
-    world = epmoe.World(timeout_s=20)
-    heap = epmoe.SymmetricHeap(world, 1 << 20, "cpu")
-    t, words = heap.malloc_symmetric((4,)), heap.malloc_symmetric((2,), torch.int64)
-    layer = make_layer(world, "cpu", CASE)
-    arguments = arguments_of(layer)
-    rows, _, layout = layer.dispatch(**arguments)
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        calls = [world.check, lambda: world.exchange(b"x"), lambda: heap.malloc_symmetric((1,)), lambda: heap.free(t), lambda: heap.put(t, torch.ones(4), 0),
-                 lambda: heap.get(torch.ones(4), t, 0), lambda: heap.signal(words, 0, 1, 0), lambda: heap.wait(words, 0, 0), heap.barrier,
-                 lambda: layer.dispatch(**arguments), lambda: layer.preprocess(arguments["exp_indices"]), lambda: layer.combine(rows, layout),
-                 layer.ep_barrier_all, lambda: epmoe.SymmetricHeap(world, 1 << 16, "cpu")]
-        kinds = [outcome(c).kind for c in calls]
-        closings = [outcome(c).seconds for c in (layer.finalize, heap.close, world.close)]
-        epmoe.world._leave_all()  # what an interpreter's end would do
-        del calls, layer, heap, t, words, rows, layout, arguments
-        gc.collect()
-        os.write(write, repr((kinds, max(closings))).encode())
-        os._exit(0)
-    os.close(write)
-    text = b""
-    while part := os.read(read, 4096):
-        text += part
-    status = os.waitpid(child, 0)[1]
-    kinds, slowest = eval(text.decode())
-    result = run_routing(layer, CASE)  # the parent has lost nothing
-    heap.barrier()
-    layer.finalize()
-    heap.close()
-    world.close()
-    return kinds, slowest, status, result
-
-
-def test_world_in_a_forked_child():
-    """A child cannot use what its parent made, says so, and harms nobody."""
-    results = process_ranks(_fork, 2)
-    for kinds, slowest, status, _ in results:
-        assert kinds == ["EpClosed"] * len(kinds) and status == 0 and slowest < 1, (kinds, status, slowest)
-    check_case([r[3] for r in results], CASE)
-
-
-# ---- leaving ----
-
-EXIT = """
-import os, sys, time
-import torch.distributed as dist
-import epmoe
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], rank=rank, world_size=2)
-world = epmoe.World(timeout_s=60)
-heap = epmoe.SymmetricHeap(world, 1 << 20, "cpu")
-t = heap.malloc_symmetric((4,))
-layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=4, device="cpu")
-layer.ep_barrier_all()
-if rank == 1:
-    start = time.monotonic()
-    try:
-        layer.ep_barrier_all()
-        print("nothing", end=" ")
-    except epmoe.EpError as e:
-        print(type(e).__name__, round(time.monotonic() - start, 2), str(e).replace(" ", "_"), end=" ")
-print("end", time.monotonic(), flush=True)
-"""
-
-
-EXIT_BUSY = """
-import sys, threading, time
-import torch.distributed as dist
-import epmoe
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + sys.argv[2], rank=rank, world_size=2)
-world = epmoe.World(timeout_s=60)
-layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=4, device="cpu", num_buffers=2)
-layer.ep_barrier_all()
-
-def wait():  # where the other does not come
-    try:
-        layer.ep_barrier_all(buffer=rank)
-    except epmoe.EpError as e:
-        print(type(e).__name__, end=" ", flush=True)
-
-waiting = threading.Thread(target=wait)
-waiting.start()
-time.sleep(0.2)
-try:
-    with world:
-        raise KeyError("mine")
-except KeyError:
-    pass
-print("end", time.monotonic(), flush=True)
-"""
-
-
-def _leave(script):
-    """What both ranks printed, and the seconds that each needed to leave after its last word."""
-    port = str(free_ports(1)[0])
-    processes = [subprocess.Popen([sys.executable, str(script), str(r), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in (0, 1)]
-    ended, deadline = [None, None], time.monotonic() + 90
-    while None in ended and time.monotonic() < deadline:
-        for i, p in enumerate(processes):
-            if ended[i] is None and p.poll() is not None:
-                ended[i] = time.monotonic()
-        time.sleep(0.01)
-    outs, needed = [], []
-    for i, p in enumerate(processes):
-        if p.poll() is None:
-            p.kill()
-        out, err = p.communicate()
-        assert ended[i] is not None and p.returncode == 0, f"rank {i}: {out}\n{err[-2000:]}"
-        outs.append(out)
-        needed.append(ended[i] - float(out.split("end ")[1].split()[0]))
-    return outs, needed
-
-
-def test_world_interpreter_exits_without_close(tmp_path):
-    """Nobody closes anything: the first to leave does not hang, and the other hears that it has left."""
-    script = tmp_path / "leave.py"
-    script.write_text(EXIT)
-    for _ in range(3):  # an interpreter's end takes its time on a machine that is busy; once in three it must be quick
-        outs, needed = _leave(script)
-        if max(needed) < 2:
-            break
-    kind, seconds, text = outs[1].split()[:3]
-    assert kind == "PeerDied" and "rank_0" in text and float(seconds) < 6, outs[1]
-    assert max(needed) < 2, f"the ranks needed {needed} s to leave"
-
-
-def test_world_interpreter_exits_with_an_operation_on_its_way(tmp_path):
-    """Both leave by an exception, each with a thread that waits for the other, which the interpreter waits for: the waits end."""
-    script = tmp_path / "leave.py"
-    script.write_text(EXIT_BUSY)
-    outs, needed = _leave(script)
-    assert ["EpClosed" in out for out in outs] == [True, True] and max(needed) < 6, (outs, needed)
-
-
-def _cycles(rank, world_size):
-    counts = []
-    for i in range(220):
-        world = epmoe.World(timeout_s=20)
-        layer = make_layer(world, "cpu", Case(num_buffers=2))
-        run_routing(layer, Case()) if i % 20 == 0 else layer.ep_barrier_all()
-        layer.finalize()
-        world.close()
-        del world, layer
-        if i in (19, 219):
-            counts.append(held())
-    return counts
-
-
-def test_world_two_hundred_lives_leave_nothing():
-    for first, last in process_ranks(_cycles, 2, timeout_s=120):
-        for what in ("fds", "memfds", "heaps", "threads"):
-            assert last[what] <= first[what], f"{what}: {first} became {last}"
-        assert last["maps"] <= first["maps"] + 8, f"maps: {first} became {last}"
-
-
-def test_world_that_is_dropped_leaves_nothing():
-    """No close at all: garbage collection is enough."""
-
-    def life():
-        world = epmoe.thread_worlds(1)[0]
-        heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
-        heap.malloc_symmetric((4,)).fill_(1)
-        layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=4, device="cpu")
-        keep(world, layer)  # a cycle, too
-
-    for _ in range(5):
-        life()
-    before = held()
-    for _ in range(30):
-        life()
-    after = held()
-    for what in ("fds", "memfds", "heaps", "threads"):
-        assert after[what] <= before[what], f"{what}: {before} became {after}"

@@ -4,6 +4,8 @@ import contextlib
 import gc
 import os
 
+import torch
+
 from epmoe import _C
 
 
@@ -31,6 +33,21 @@ def grown(before, after, maps=0, rss_kib=None):
     """What there is more of, as text; "" when nothing."""
     room = {"fds": 0, "memfds": 0, "heaps": 0, "threads": 0, "maps": maps} | ({} if rss_kib is None else {"rss": rss_kib})
     return ", ".join(f"{what}: {before[what]} became {after[what]}" for what, more in room.items() if after[what] > before[what] + more)
+
+
+def left_over(before, after, kind, maps=8):
+    """grown(), where CUDA and NCCL keep what they like."""
+    return grown(before, after, maps) if kind == "cpu" else grown(before, after | {k: min(before[k], after[k]) for k in ("heaps", "memfds")}, maps=200)
+
+
+def gpu_held(device):
+    """Bytes of a GPU that are in use; 0 on the CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def files_in_use():

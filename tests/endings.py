@@ -1,0 +1,245 @@
+"""Worlds that end in every way, on the CPU or on GPUs: what each rank is told, and that nothing is left.  soak.py leaks runs all of it."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import torch
+
+import epmoe
+from cases import Case, check_case, inputs_of, indices_of, make_layer, outcome, process_ranks, run_routing
+from epmoe.testing import _free_port, run_ranks
+from faults import place
+from traces import abstract_names, files_in_use, gpu_held, held, left_over, remember_names, shared_memory_names
+
+ENDINGS = ("close", "kill", "exception", "collected", "left")
+CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
+GPU_BYTES = 1 << 24  # the driver takes and gives by 2 MiB
+
+
+def starter(kind):
+    """Ranks with a GPU each cannot be forked from a process that has used one."""
+    return process_ranks if kind == "cpu" else run_ranks
+
+
+# ---- closed, killed, an exception, collected, left alone ----
+
+
+def use(world, device):
+    heap = epmoe.SymmetricHeap(world, 1 << 18, device)
+    t = heap.malloc_symmetric((16,))
+    layer = make_layer(world, device, Case(num_buffers=2))
+    run_routing(layer, Case())
+    return heap, t, layer
+
+
+def end_one(rank, world_size, how, folder, kind):
+    """A world that ends in one way.  What this process held before and after, the files and GPU bytes that it used, what it was told;
+    None where it was killed."""
+    gc.freeze()  # what was there before is not looked through again
+    device = place(rank, kind)
+    with epmoe.World(timeout_s=20) as world:  # what is only made once
+        use(world, device)
+    del world
+    gc.collect()
+    before, files, names, bytes_before = held(), files_in_use(), remember_names(), gpu_held(device)
+    world = epmoe.World(timeout_s=20)
+    with open(os.path.join(folder, f"names{rank}"), "w") as f:
+        f.write("\n".join(names))
+    heap, t, layer = use(world, device)
+    used = files_in_use() - files
+    bad = rank == world_size - 1
+    if how == "kill" and bad:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        if how in ("kill", "exception"):
+            with world:
+                for i in range(10**6):
+                    run_routing(layer, Case(seed=i))
+                    if how == "exception" and bad and i == 20:
+                        layer.preprocess(torch.zeros(9, 2, dtype=torch.int64, device=device))  # the others are in this step too
+                        raise KeyError("in the middle of a step")
+        told = "nothing"
+    except (KeyError, epmoe.EpError) as e:
+        told = type(e).__name__
+    if how == "close":
+        layer.finalize()
+        heap.close()
+        world.close()
+    if how == "left":
+        world._leave(False)
+    world.__dict__.pop("_kept", None)
+    del world, heap, layer, t
+    gc.collect()
+    after, end = held(), time.monotonic() + 5
+    while (grew := gpu_held(device) - bytes_before) > GPU_BYTES and time.monotonic() < end:  # memory goes when the last peer has let go
+        time.sleep(0.05)
+    return before, after, sorted(f for f in used if kind == "cpu" or "epmoe" in f), grew, told
+
+
+def end_all(how, ranks, kind):
+    """The world of some ranks ends in one of ENDINGS: each is told what it must be, and nothing is left."""
+    bad, files = ranks - 1, shared_memory_names()
+    with tempfile.TemporaryDirectory() as folder:
+        results = starter(kind)(end_one, ranks, how, folder, kind, may_die=(bad,) if how == "kill" else ())
+        names = {line for rank in range(ranks) for line in open(os.path.join(folder, f"names{rank}")).read().split()}
+    assert len(names) == ranks, f"{how}: {names} are not the meeting places of {ranks} ranks"
+    for rank, result in enumerate(results):
+        if rank == bad and how == "kill":
+            assert result is None
+            continue
+        then, now, used, grew, told = result
+        wanted = {"kill": "PeerDied", "exception": "KeyError" if rank == bad else "PeerDied"}.get(how, "nothing")
+        assert told == wanted, f"{how}: rank {rank} was told {told}, not {wanted}"
+        assert not used, f"{how}: rank {rank} used files that a kill would leave: {used}"
+        assert not (left := left_over(then, now, kind)), f"{how}: rank {rank}: {left}"
+        assert grew <= GPU_BYTES, f"{how}: rank {rank}: {grew} bytes of its GPU are left"
+    assert not (left := names & abstract_names()), f"{how}: socket names are left: {left}"
+    assert shared_memory_names() <= files, f"{how}: left in /dev/shm: {shared_memory_names() - files}"
+
+
+# ---- fork ----
+
+
+def fork_one(rank, world_size, kind):
+    device = place(rank, kind)
+    world = epmoe.World(timeout_s=20)
+    heap = epmoe.SymmetricHeap(world, 1 << 20, device)
+    t, words = heap.malloc_symmetric((4,)), heap.malloc_symmetric((2,), torch.int64)
+    layer = make_layer(world, device, CASE)
+    x, weight = inputs_of(CASE, rank, world_size)
+    four, x, weight, idx = torch.ones(4, device=device), x.to(device), weight.to(device), indices_of(CASE, rank, world_size).to(device)
+    rows, _, layout = layer.dispatch(x, idx, weight)
+    layer.synchronize()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        calls = [world.check, lambda: world.exchange(b"x"), lambda: heap.malloc_symmetric((1,)), lambda: heap.free(t), lambda: heap.put(t, four, 0),
+                 lambda: heap.get(four, t, 0), lambda: heap.signal(words, 0, 1, 0), lambda: heap.wait(words, 0, 0), heap.barrier,
+                 lambda: layer.dispatch(x, idx, weight), lambda: layer.preprocess(idx), lambda: layer.combine(rows, layout),
+                 layer.ep_barrier_all, lambda: epmoe.SymmetricHeap(world, 1 << 16, device)]
+        kinds = [outcome(c).kind for c in calls]
+        closings = [outcome(c).seconds for c in (layer.finalize, heap.close, world.close)]
+        epmoe.world._leave_all()  # what an interpreter's end would do
+        del calls, layer, heap, t, words, rows, layout, x, weight, idx, four
+        gc.collect()
+        os.write(write, repr((kinds, max(closings))).encode())
+        os._exit(0)
+    os.close(write)
+    text = b""
+    while part := os.read(read, 4096):
+        text += part
+    status = os.waitpid(child, 0)[1]
+    kinds, slowest = eval(text.decode())
+    result = run_routing(layer, CASE)  # the parent has lost nothing
+    heap.barrier()
+    layer.synchronize()
+    layer.finalize()
+    heap.close()
+    world.close()
+    return kinds, slowest, status, result
+
+
+def fork_all(ranks, kind):
+    results = starter(kind)(fork_one, ranks, kind)
+    for kinds, slowest, status, _ in results:
+        assert kinds == ["EpClosed"] * len(kinds) and status == 0 and slowest < 1, f"a forked child: {kinds}, status {status}, {slowest} s"
+    check_case([r[3] for r in results], CASE)
+
+
+# ---- an interpreter's end ----
+
+BEGIN = """
+import sys, threading, time
+import torch, torch.distributed as dist
+import epmoe
+rank, port, device = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+if device == "cuda":
+    torch.cuda.set_device(rank)
+dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + port, rank=rank, world_size=2)
+world = epmoe.World(timeout_s=60)
+layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=4, device=device, num_buffers=2)
+layer.ep_barrier_all()
+layer.synchronize()
+
+def wait(buffer):  # where the other does not come
+    start = time.monotonic()
+    try:
+        layer.ep_barrier_all(buffer=buffer)
+        layer.synchronize()
+        print("nothing", end=" ")
+    except epmoe.EpError as e:
+        print(type(e).__name__, round(time.monotonic() - start, 2), str(e).replace(" ", "_"), end=" ", flush=True)
+"""
+
+EXIT = BEGIN + """
+heap = epmoe.SymmetricHeap(world, 1 << 20, device)
+t = heap.malloc_symmetric((4,))
+if rank == 1:
+    wait(0)
+print("end", time.monotonic(), flush=True)
+"""
+
+EXIT_BUSY = BEGIN + """
+threading.Thread(target=wait, args=(rank,)).start()
+time.sleep(0.2)
+try:
+    with world:
+        raise KeyError("mine")
+except KeyError:
+    pass
+print("end", time.monotonic(), flush=True)
+"""
+
+
+def leave(script, kind):
+    """What both ranks printed, and the seconds that each needed to leave after its last word."""
+    port = str(_free_port())
+    processes = [subprocess.Popen([sys.executable, "-c", script, str(r), port, kind], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in (0, 1)]
+    ended, deadline = [None, None], time.monotonic() + 90
+    while None in ended and time.monotonic() < deadline:
+        for i, p in enumerate(processes):
+            if ended[i] is None and p.poll() is not None:
+                ended[i] = time.monotonic()
+        time.sleep(0.01)
+    outs, needed = [], []
+    for i, p in enumerate(processes):
+        if p.poll() is None:
+            p.kill()
+        out, err = p.communicate()
+        assert ended[i] is not None and p.returncode == 0, f"rank {i}: {out}\n{err[-2000:]}"
+        outs.append(out)
+        needed.append(ended[i] - float(out.split("end ")[1].split()[0]))
+    return outs, needed
+
+
+def exit_unclosed(kind):
+    """Nobody closes anything: the first to leave does not hang, and the other hears that it has left."""
+    limit = {"cpu": 2, "cuda": 6}[kind]  # the end of a CUDA context takes its time
+    for _ in range(3):  # an interpreter's end takes its time on a machine that is busy; once in three it must be quick
+        outs, needed = leave(EXIT, kind)
+        if max(needed) < limit:
+            break
+    told, seconds, text = outs[1].split()[:3]
+    assert told == "PeerDied" and "rank_0" in text and float(seconds) < 4 + limit, outs[1]
+    assert max(needed) < limit, f"the ranks needed {needed} s to leave"
+
+
+def exit_busy(kind):
+    """Both leave by an exception, each with a thread that waits for the other, which the interpreter waits for: the waits end."""
+    outs, needed = leave(EXIT_BUSY, kind)
+    assert ["EpClosed" in out for out in outs] == [True, True] and max(needed) < 6, (outs, needed)
+
+
+def every(ranks, kind):
+    """All of this once."""
+    for how in ENDINGS:
+        end_all(how, ranks, kind)
+    fork_all(ranks, kind)
+    exit_unclosed(kind)
+    exit_busy(kind)

@@ -1,0 +1,48 @@
+"""Worlds that end in every way, on the CPU; soak.py leaks --device cuda is the same on GPUs."""
+
+import pytest
+
+import endings
+import epmoe
+from cases import keep
+from traces import held
+
+pytestmark = pytest.mark.cpu_only
+
+
+@pytest.mark.parametrize("how", endings.ENDINGS)
+def test_endings_leave_nothing(how):
+    endings.end_all(how, 3, "cpu")
+
+
+def test_endings_in_a_forked_child():
+    """A child cannot use what its parent made, says so, and harms nobody."""
+    endings.fork_all(2, "cpu")
+
+
+def test_endings_interpreter_exits_without_close():
+    endings.exit_unclosed("cpu")
+
+
+def test_endings_interpreter_exits_with_an_operation_on_its_way():
+    endings.exit_busy("cpu")
+
+
+def test_endings_dropped_leaves_nothing():
+    """No close at all: garbage collection is enough."""
+
+    def life():
+        world = epmoe.thread_worlds(1)[0]
+        heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
+        heap.malloc_symmetric((4,)).fill_(1)
+        layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=4, device="cpu")
+        keep(world, layer)  # a cycle, too
+
+    for _ in range(5):
+        life()
+    before = held()
+    for _ in range(30):
+        life()
+    after = held()
+    for what in ("fds", "memfds", "heaps", "threads"):
+        assert after[what] <= before[what], f"{what}: {before} became {after}"
