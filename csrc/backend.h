@@ -32,6 +32,7 @@ typedef struct {
     int (*copy)(int device, void *dst, const void *src, uint64_t num_bytes, void *stream);
     int (*zero)(int device, void *dst, uint64_t num_bytes, void *stream);
     int (*sync)(int device, void *stream, EpWorld *world); /* leaves a second after the world ends, at the latest */
+    bool (*is_captured)(void *stream);                     /* for a graph; NULL where there are none */
     int (*sync_all)(int device);                           /* everything that this process has given the device */
     /* The operations that wait for peers: on whatever streams, they run in the order of these calls. */
     int (*plan)(int device, const EpPlanParams *p, void *stream);
@@ -68,7 +69,7 @@ int ep_comm_alloc(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
 int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
 void ep_comm_close(EpHeap *heap, EpCommBuffer *b); /* local */
 /* Note an operation of this buffer; ep_world_noted ends it. */
-uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code);
+uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code, void *stream);
 /* Before an operation: 0, or the error that the world or an earlier operation of this buffer has met. */
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
 const EpBackend *ep_heap_backend(const EpHeap *heap);

@@ -40,7 +40,7 @@ void ep_comm_close(EpHeap *heap, EpCommBuffer *b) {
     b->comm.host = NULL;
 }
 
-uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code) {
+uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code, void *stream) {
     EpNote note = {.seq = ++b->num_ops,
                    .size = num_tokens,
                    .what = (uint8_t)(b->is_heaps ? EP_DID_HEAP_BARRIER : op),
@@ -48,6 +48,7 @@ uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_t
                    .of = b->of,
                    .buffer = b->buffer,
                    .code = (int16_t)code};
+    if (b->on_stream && ep_heap_backend(heap)->is_captured(stream)) ep_world_blur(ep_heap_world(heap));
     return ep_world_note(ep_heap_world(heap), &note);
 }
 
@@ -111,7 +112,7 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
             return ep_error(code, "%s", text);
         }
         /* The operation was void on all ranks, and those behind it were nothing: go on after this. */
-        if (b->num_ops > f->epoch) ep_world_unnote(world, b->num_ops - f->epoch);
+        ep_world_unnote(world, b->num_ops > f->epoch ? b->num_ops - f->epoch : 0);
         b->num_ops = f->epoch;
         ep_st_relaxed_sys_u64(&f->state, 0);
         EpLocal *l = ep_local(&b->comm);
@@ -121,7 +122,7 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
         if (f->word == EP_WORD_SCATTER && f->want == 1) { /* only this rank knows: the others are on their way to dispatch */
             EpComm comm = b->comm;
             comm.status = code;
-            ep_world_noted(world, ep_comm_note(heap, b, EP_OP_DISPATCH, 0, code));
+            ep_world_noted(world, ep_comm_note(heap, b, EP_OP_DISPATCH, 0, code, stream), code);
             backend->enter(ep_heap_device(heap), &comm, EP_OP_DISPATCH, stream);
         }
         return fault_error(f, &b->comm.shape, b->comm.my_rank);

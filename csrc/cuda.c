@@ -174,6 +174,12 @@ static int wait_stream(cudaStream_t stream, EpWorld *world) {
 }
 static int sync_stream(int device, void *stream, EpWorld *world) { GUARDED(device, wait_stream((cudaStream_t)stream, world)); }
 
+static bool is_captured(void *stream) {
+    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing((cudaStream_t)stream, &status) != cudaSuccess) cudaGetLastError(); /* the launch will say so */
+    return status != cudaStreamCaptureStatusNone;
+}
+
 static int sync_all(int device) { GUARDED(device, check_call(cudaDeviceSynchronize(), "cudaDeviceSynchronize")); }
 
 /* ---- turns ---- */
@@ -304,6 +310,7 @@ const EpBackend ep_cuda_backend = {
     .copy = copy,
     .zero = zero,
     .sync = sync_stream,
+    .is_captured = is_captured,
     .sync_all = sync_all,
     .plan = plan,
     .dispatch = dispatch,

@@ -185,7 +185,7 @@ int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_
     EP_TRY(ep_world_check(world));
     uint64_t note = ep_world_note(world, &(EpNote){.what = EP_DID_HEAP_CREATE, .size = num_bytes, .code = (int16_t)status});
     int code = create(world, kind, device, num_bytes, status, out);
-    ep_world_noted(world, note);
+    ep_world_noted(world, note, code);
     return code;
 }
 
@@ -222,7 +222,7 @@ int ep_heap_close(EpHeap *h) {
     uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_HEAP_CLOSE, .of = h->control.of});
     int synced = ep_heap_quiesce(h);
     int code = ep_world_exchange(h->world, &mine, 1, all); /* nobody unmaps what another still uses */
-    ep_world_noted(h->world, note);
+    ep_world_noted(h->world, note, code);
     return code ? code : synced;
 }
 
@@ -276,7 +276,7 @@ int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status,
     uint64_t note =
         ep_world_note(h->world, &(EpNote){.what = EP_DID_ALLOC, .of = h->control.of, .size = num_bytes, .code = (int16_t)status});
     int code = alloc(h, num_bytes, alignment, status, off);
-    ep_world_noted(h->world, note);
+    ep_world_noted(h->world, note, code);
     return code;
 }
 
@@ -292,7 +292,7 @@ static int release(EpHeap *h, uint64_t off) {
 int ep_heap_free(EpHeap *h, uint64_t off) {
     uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_FREE, .of = h->control.of});
     int code = release(h, off);
-    ep_world_noted(h->world, note);
+    ep_world_noted(h->world, note, code);
     return code;
 }
 
@@ -352,7 +352,7 @@ int ep_heap_signal(EpHeap *h, uint64_t off, uint64_t value, bool add, uint32_t p
     EP_TRY(locate(h, off, 8, peer, stream, &word));
     uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_SIGNAL, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
     int code = h->backend->signal(h->device, (uint64_t *)word, value, add, stream);
-    ep_world_noted(h->world, note);
+    ep_world_noted(h->world, note, code);
     return code;
 }
 
@@ -363,7 +363,7 @@ int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stre
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
     uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_WAIT, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
     int code = h->backend->wait(h->device, &h->control.comm, (const uint64_t *)word, value, exact, stream);
-    ep_world_noted(h->world, note);
+    ep_world_noted(h->world, note, code);
     EP_TRY(code);
     return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
 }
@@ -372,9 +372,9 @@ int ep_heap_barrier(EpHeap *h, void *stream) {
     if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
     EP_TRY(ep_comm_check(h, &h->control, stream));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
-    uint64_t note = ep_comm_note(h, &h->control, EP_OP_BARRIER, 0, 0);
+    uint64_t note = ep_comm_note(h, &h->control, EP_OP_BARRIER, 0, 0, stream);
     int code = h->backend->enter(h->device, &h->control.comm, EP_OP_BARRIER, stream);
-    ep_world_noted(h->world, note);
+    ep_world_noted(h->world, note, code);
     EP_TRY(code);
     return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
 }

@@ -110,7 +110,7 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
 int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     uint64_t note = ep_world_note(ep_heap_world(heap), &(EpNote){.what = EP_DID_LAYER_CREATE});
     int code = create(heap, config, out);
-    ep_world_noted(ep_heap_world(heap), note);
+    ep_world_noted(ep_heap_world(heap), note, code);
     return code;
 }
 
@@ -122,7 +122,7 @@ int ep_layer_close(EpLayer *l) {
     /* Peers may have pulled from here, and I from them, when the last kernel has ended: only then is the memory anybody else's. */
     int synced = ep_heap_quiesce(l->heap);
     for (uint32_t i = 0; i < l->config.num_buffers && !code; i++) code = ep_heap_free(l->heap, l->buffers[i].off);
-    ep_world_noted(ep_heap_world(l->heap), note);
+    ep_world_noted(ep_heap_world(l->heap), note, code);
     return code ? code : synced;
 }
 
@@ -156,10 +156,11 @@ int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out
 }
 
 int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t note, int code, void *stream) {
-    ep_world_noted(ep_heap_world(l->heap), note);
+    ep_world_noted(ep_heap_world(l->heap), note, code);
     if (code && ep_heap_kind(l->heap) == EP_CPU) return code; /* it has entered, and told the others */
     if (code) {                                               /* it was not launched */
         b->num_ops--;
+        ep_world_unnote(ep_heap_world(l->heap), 1);
         return ep_layer_fail(l, b->buffer, op, code, stream);
     }
     return ep_heap_kind(l->heap) == EP_CPU ? ep_comm_check(l->heap, b, stream) : 0;
@@ -171,9 +172,9 @@ int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *st
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     EpComm comm = b->comm;
     comm.status = code;
-    uint64_t note = ep_comm_note(l->heap, b, op, 0, code);
+    uint64_t note = ep_comm_note(l->heap, b, op, 0, code, stream);
     code = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &comm, op, stream);
-    ep_world_noted(ep_heap_world(l->heap), note);
+    ep_world_noted(ep_heap_world(l->heap), note, comm.status);
     return code;
 }
 
@@ -188,7 +189,7 @@ int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stre
 int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
     EpCommBuffer *b;
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_BARRIER, 0, 0);
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_BARRIER, 0, 0, stream);
     int done = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &b->comm, EP_OP_BARRIER, stream);
     return ep_layer_end(l, b, EP_OP_BARRIER, note, done, stream);
 }

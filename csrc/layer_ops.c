@@ -70,7 +70,7 @@ int ep_layer_plan(EpLayer *l, uint32_t buffer, const EpTensor *indices, const Ep
     if (code) return ep_layer_fail(l, buffer, EP_OP_PLAN, code, stream);
     p.comm = b->comm, p.ticket = ++l->ticket[buffer], p.sort_slots = sort_slots;
     l->newest[buffer] = p.plan;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_PLAN, p.layout.num_tokens, 0);
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_PLAN, p.layout.num_tokens, 0, stream);
     int done = ep_heap_backend(l->heap)->plan(ep_heap_device(l->heap), &p, stream);
     return ep_layer_end(l, b, EP_OP_PLAN, note, done, stream);
 }
@@ -144,7 +144,7 @@ int ep_layer_dispatch(EpLayer *l, uint32_t buffer, const EpTensor *x, const EpTe
     int code = check_dispatch(l, x, 1, weight, plan, rows, row_weight, recv, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH, code, stream);
     p.comm = b->comm;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH, p.layout.num_tokens, 0);
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH, p.layout.num_tokens, 0, stream);
     int done = ep_heap_backend(l->heap)->dispatch(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
     return ep_layer_end(l, b, EP_OP_DISPATCH, note, done, stream);
 }
@@ -177,7 +177,7 @@ int ep_layer_combine(EpLayer *l, uint32_t buffer, const EpTensor *rows, const Ep
     int code = check_combine(l, rows, row_weight, row_scalar, plan, recv, out, out_scalar, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_COMBINE, code, stream);
     p.comm = b->comm;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_COMBINE, p.layout.num_tokens, 0);
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_COMBINE, p.layout.num_tokens, 0, stream);
     int done = ep_heap_backend(l->heap)->combine(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
     return ep_layer_end(l, b, EP_OP_COMBINE, note, done, stream);
 }
@@ -226,7 +226,7 @@ int ep_layer_dispatch_gemm(EpLayer *l, uint32_t buffer, const EpDispatchGemm *g,
     if (!code && g->num_move < 1) code = ep_error(EP_EINVAL, "num_sm 0: some thread block must move the tokens");
     if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH_GEMM, code, stream);
     d->comm = b->comm, p.num_move_blocks = g->num_move, p.num_tail_blocks = g->num_tail, p.waits_for_expert = g->waits_for_expert;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH_GEMM, d->layout.num_tokens, 0);
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH_GEMM, d->layout.num_tokens, 0, stream);
     code = ep_heap_backend(l->heap)->dispatch_gemm(ep_heap_device(l->heap), &p, stream);
     return ep_layer_end(l, b, EP_OP_DISPATCH_GEMM, note, code, stream);
 }
@@ -243,7 +243,7 @@ int ep_layer_gemm_combine(EpLayer *l, uint32_t buffer, const EpGemmCombine *g, v
                         g->num_reduce);
     if (code) return ep_layer_fail(l, buffer, EP_OP_GEMM_COMBINE, code, stream);
     k->comm = b->comm, p.num_move_blocks = g->num_move, p.num_reduce_blocks = g->num_reduce, p.is_serial = g->is_serial;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_GEMM_COMBINE, k->layout.num_tokens, 0);
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_GEMM_COMBINE, k->layout.num_tokens, 0, stream);
     code = ep_heap_backend(l->heap)->gemm_combine(ep_heap_device(l->heap), &p, stream);
     return ep_layer_end(l, b, EP_OP_GEMM_COMBINE, note, code, stream);
 }

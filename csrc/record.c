@@ -1,8 +1,7 @@
-/* record.c - the ring of notes, and the page that is made of all ranks' notes; see record.h. */
+/* record.c - what all ranks' notes say together, and the page that is made of them; see record.h. */
 #include "record.h"
 
 #include <errno.h>
-#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -11,81 +10,6 @@
 
 #include "error.h"
 #include "protocol/flags.h"
-
-/* ---- the ring ---- */
-
-typedef union {
-    EpNote note;
-    uint64_t word[6];
-} Words;
-enum { WORD_SEQ = 1, WORD_END = 4 };
-
-static bool is_layers(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what <= EP_DID_GEMM_COMBINE; }
-static bool is_buffers(const EpCommBuffer *b, const EpNote *n) {
-    return n->of == b->of && (b->is_heaps ? n->what == EP_DID_HEAP_BARRIER : is_layers(n) && n->buffer == b->buffer);
-}
-
-uint64_t ep_ring_begin(EpRing *ring, const EpNote *note) {
-    uint64_t me = (uint64_t)pthread_self(), nobody = 0;
-    if (!note->on_stream &&
-        !atomic_compare_exchange_strong_explicit(&ring->thread, &nobody, me, memory_order_relaxed, memory_order_relaxed) && nobody != me)
-        atomic_store_explicit(&ring->is_shared, true, memory_order_relaxed);
-    if (atomic_load_explicit(&ring->open, memory_order_relaxed)) return 0;
-    Words w = {*note};
-    uint64_t place = atomic_load_explicit(&ring->num, memory_order_relaxed) + 1;
-    uint64_t step = atomic_load_explicit(&ring->step, memory_order_relaxed) + (note->what < EP_DID_SIGNAL);
-    EpRingNote *to = &ring->notes[place % EP_RING_NOTES];
-    w.note.step = step, w.note.begin_ns = ep_now_ns(), w.note.end_ns = 0;
-    atomic_store_explicit(&to->place, 0, memory_order_relaxed);
-    /* release: whoever reads one of these words sees that the place is 0 or a later one. */
-    for (uint32_t i = 0; i < 6; i++) atomic_store_explicit(&to->word[i], w.word[i], memory_order_release);
-    atomic_store_explicit(&to->place, place, memory_order_release);
-    atomic_store_explicit(&ring->step, step, memory_order_relaxed);
-    atomic_store_explicit(&ring->open, place, memory_order_relaxed);
-    atomic_store_explicit(&ring->num, place, memory_order_release);
-    return place;
-}
-
-void ep_ring_end(EpRing *ring, uint64_t note) {
-    if (note == 0) return;
-    atomic_store_explicit(&ring->notes[note % EP_RING_NOTES].word[WORD_END], ep_now_ns(), memory_order_release);
-    atomic_store_explicit(&ring->open, 0, memory_order_relaxed);
-}
-
-bool ep_ring_exchange(EpRing *ring, uint64_t seq) {
-    uint64_t open = atomic_load_explicit(&ring->open, memory_order_relaxed);
-    if (open) atomic_store_explicit(&ring->notes[open % EP_RING_NOTES].word[WORD_SEQ], seq, memory_order_release);
-    return open != 0;
-}
-
-static bool ring_read(EpRing *ring, uint64_t place, EpNote *note) {
-    EpRingNote *from = &ring->notes[place % EP_RING_NOTES];
-    Words w;
-    bool same = atomic_load_explicit(&from->place, memory_order_acquire) == place;
-    for (uint32_t i = 0; i < 6; i++) w.word[i] = atomic_load_explicit(&from->word[i], memory_order_acquire);
-    *note = w.note;
-    return same && atomic_load_explicit(&from->place, memory_order_relaxed) == place;
-}
-
-/* The notes at places up to last. */
-static void ring_until(EpRing *ring, uint64_t last, EpNotes *out) {
-    memset(out, 0, sizeof *out);
-    for (uint64_t place = last > EP_SENT_NOTES ? last - EP_SENT_NOTES + 1 : 1; place <= last; place++)
-        if (ring_read(ring, place, &out->notes[out->num])) out->num++;
-}
-
-void ep_ring_newest(EpRing *ring, EpNotes *out) { ring_until(ring, atomic_load_explicit(&ring->num, memory_order_acquire), out); }
-
-uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *b, uint64_t epoch, EpNotes *out) {
-    uint64_t num = atomic_load_explicit(&ring->num, memory_order_acquire);
-    EpNote n;
-    for (uint64_t place = num; place > 0 && num - place < EP_RING_NOTES; place--) {
-        if (!ring_read(ring, place, &n) || n.seq != epoch || !is_buffers(b, &n)) continue;
-        ring_until(ring, num - place > EP_SENT_NOTES / 2 ? place + EP_SENT_NOTES / 2 : num, out);
-        return n.step;
-    }
-    return 0;
-}
 
 /* ---- words ---- */
 
@@ -109,7 +33,6 @@ static const char *did_name(uint32_t what) {
     };
     return names[what < EP_NUM_DIDS ? what : 0];
 }
-bool ep_note_is_counted(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what < EP_DID_SIGNAL; }
 
 /* Milliseconds from a time to the end of the world. */
 static double before_end(const EpRecord *r, uint64_t ns) { return ((double)r->end_ns - (double)ns) / 1e6; }
@@ -117,10 +40,10 @@ static double before_end(const EpRecord *r, uint64_t ns) { return ((double)r->en
 static void put_note(Out *o, const EpRecord *r, const EpNote *n) {
     unsigned long long seq = n->seq, size = n->size;
     put(o, "%s", did_name(n->what));
-    if (is_layers(n)) put(o, " #%llu of layer %u buffer %u", seq, n->of, n->buffer);
+    if (ep_note_is_layers(n)) put(o, " #%llu of layer %u buffer %u", seq, n->of, n->buffer);
     else if (n->what == EP_DID_HEAP_BARRIER) put(o, " #%llu of heap %u", seq, n->of);
     else if (n->what == EP_DID_EXCHANGE) put(o, " #%llu", seq);
-    if (is_layers(n) && n->what != EP_DID_BARRIER) put(o, ", T %llu", size);
+    if (ep_note_is_layers(n) && n->what != EP_DID_BARRIER) put(o, ", T %llu", size);
     if (n->what == EP_DID_EXCHANGE || n->what == EP_DID_ALLOC || n->what == EP_DID_HEAP_CREATE) put(o, " of %llu bytes", size);
     if (ep_note_is_counted(n) && n->what > EP_DID_EXCHANGE) put(o, " (exchange #%llu)", seq);
     if (n->code) put(o, ", refused here (%s)", ep_error_name(n->code));
@@ -150,7 +73,7 @@ static const EpNote *last_known(const EpRecord *r, uint32_t w) {
         for (uint32_t k = 0; k < r->num_ranks; k++)
             for (uint32_t j = 0; j < num_notes(&r->ranks[k]); j++) {
                 const EpNote *n = &r->ranks[k].notes.notes[j];
-                if (is_buffers(b, n) && n->seq == epoch && (!best || n->step > best->step)) best = n;
+                if (ep_note_is_buffers(n, b) && n->seq == epoch && (!best || n->step > best->step)) best = n;
             }
     }
     return best;
@@ -160,8 +83,15 @@ static bool are_alike(const EpNote *a, const EpNote *b) {
     return a->what == b->what && a->of == b->of && a->buffer == b->buffer && (a->what != EP_DID_EXCHANGE || a->size == b->size);
 }
 
+/* Whether ranks in these see each other: in a buffer, and wherever they exchange something.  What else differs, they say there. */
+static bool can_meet(const EpNote *a, const EpNote *b) {
+    if (ep_note_is_layers(a)) return ep_note_is_layers(b) && a->of == b->of && a->buffer == b->buffer;
+    if (a->what == EP_DID_HEAP_BARRIER) return b->what == a->what && a->of == b->of;
+    return b->what >= EP_DID_EXCHANGE;
+}
+
 /* Bits of the ranks that did at a step what fewer ranks did, and of all whose notes have it.  0: all did the same. */
-static uint32_t odd_at(const EpRecord *r, uint64_t step, uint32_t *all) {
+static uint32_t odd_at(const EpRecord *r, uint64_t step, bool (*is_same)(const EpNote *, const EpNote *), uint32_t *all) {
     uint32_t odd = 0;
     *all = 0;
     for (uint32_t a = 0; a < r->num_ranks; a++) {
@@ -169,7 +99,7 @@ static uint32_t odd_at(const EpRecord *r, uint64_t step, uint32_t *all) {
         uint32_t same = 0;
         for (uint32_t b = 0; b < r->num_ranks && n; b++) {
             const EpNote *m = note_at(&r->ranks[b], step);
-            if (m && are_alike(n, m)) same |= 1u << b;
+            if (m && is_same(n, m)) same |= 1u << b;
         }
         if (n) *all |= 1u << a;
         if (n && (!odd || __builtin_popcount(same) < __builtin_popcount(odd))) odd = same;
@@ -184,7 +114,7 @@ static uint32_t out_of_order(const EpRecord *r, uint64_t *step, uint32_t *all) {
     for (uint32_t a = 0; a < r->num_ranks; a++)
         for (uint32_t i = 0; i < num_notes(&r->ranks[a]); i++) {
             uint64_t at = r->ranks[a].notes.notes[i].step;
-            uint32_t there, some = at < *step ? odd_at(r, at, &there) : 0;
+            uint32_t there, some = at < *step ? odd_at(r, at, are_alike, &there) : 0;
             if (some) odd = some, *all = there, *step = at;
         }
     return odd;
@@ -198,8 +128,8 @@ static void put_ranks(Out *o, const char *before, uint32_t bits) {
 static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
     const EpNote *n = last_known(r, w);
     put(o, "; last known: ");
-    if (n) put(o, "%s #%llu of %s %u", did_name(n->what), (unsigned long long)n->seq, is_layers(n) ? "layer" : "heap", n->of);
-    if (n && is_layers(n)) put(o, " buffer %u", n->buffer);
+    if (n) put(o, "%s #%llu of %s %u", did_name(n->what), (unsigned long long)n->seq, ep_note_is_layers(n) ? "layer" : "heap", n->of);
+    if (n && ep_note_is_layers(n)) put(o, " buffer %u", n->buffer);
     if (r->ranks[w].heard_ns)
         put(o, "%sexchange #%llu, heard %.1f ms before the end", n ? ", " : "", (unsigned long long)r->ranks[w].heard_seq,
             before_end(r, r->ranks[w].heard_ns));
@@ -210,24 +140,32 @@ static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
 static void put_call(Out *o, const char *before, const EpNote *n, const EpNote *other) {
     put(o, "%s%s", before, did_name(n->what));
     if (n->what != other->what) return;
-    if (n->of != other->of) put(o, " of %s %u", is_layers(n) ? "layer" : "heap", n->of);
+    if (n->of != other->of) put(o, " of %s %u", ep_note_is_layers(n) ? "layer" : "heap", n->of);
     else if (n->buffer != other->buffer) put(o, " in buffer %u", n->buffer);
     else put(o, " of %llu bytes", (unsigned long long)n->size);
 }
 
+/* The ranks among some that did at a step just what another did. */
+static uint32_t alike_at(const EpRecord *r, uint64_t step, uint32_t some, const EpNote *n) {
+    uint32_t alike = 0;
+    for (uint32_t w = 0; w < r->num_ranks; w++)
+        if (some >> w & 1 && are_alike(note_at(&r->ranks[w], step), n)) alike |= 1u << w;
+    return alike;
+}
+
 static void put_odd(Out *o, const EpRecord *r, uint32_t odd, uint32_t all, uint64_t step) {
     const EpNote *one = note_at(&r->ranks[__builtin_ctz(odd)], step), *other = note_at(&r->ranks[__builtin_ctz(all & ~odd)], step);
-    put_ranks(o, "", odd);
+    put_ranks(o, "", alike_at(r, step, odd, one));
     put_call(o, " called ", one, other);
     put(o, " as operation %llu, where ", (unsigned long long)step);
-    put_ranks(o, "", all & ~odd);
+    put_ranks(o, "", alike_at(r, step, all & ~odd, other));
     put_call(o, " called ", other, one);
     if (2 * __builtin_popcount(odd) == __builtin_popcount(all)) put(o, " (as many ranks did the one as the other)");
 }
 
 bool ep_record_disagrees(const EpRecord *r, uint64_t step, uint32_t *rank, char *text, size_t num_bytes) {
     Out o = {text, text + num_bytes};
-    uint32_t all, odd = odd_at(r, step, &all);
+    uint32_t all, odd = odd_at(r, step, can_meet, &all);
     if (!odd) return false;
     put(&o, "ranks disagree in the order of calls: ");
     put_odd(&o, r, odd, all, step);
@@ -329,7 +267,8 @@ static void put_steps_table(Out *o, const EpRecord *r) {
         for (uint32_t w = 0; w < r->num_ranks; w++) {
             const EpNote *n = note_at(&r->ranks[w], step);
             char cell[32] = "-";
-            if (n && is_layers(n)) snprintf(cell, sizeof cell, "%s %u.%u%s", did_name(n->what), n->of, n->buffer, n->end_ns ? "" : " *");
+            if (n && ep_note_is_layers(n))
+                snprintf(cell, sizeof cell, "%s %u.%u%s", did_name(n->what), n->of, n->buffer, n->end_ns ? "" : " *");
             else if (n) snprintf(cell, sizeof cell, "%s%s", did_name(n->what), n->end_ns ? "" : " *");
             put(o, "  %-*.16s", w + 1 < r->num_ranks ? 16 : 1, cell);
         }

@@ -52,6 +52,13 @@ typedef struct EpNote {
 } EpNote;
 _Static_assert(sizeof(EpNote) == 48, "a note has six words");
 
+/* Collective; of a layer; of this buffer. */
+static inline bool ep_note_is_counted(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what < EP_DID_SIGNAL; }
+static inline bool ep_note_is_layers(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what <= EP_DID_GEMM_COMBINE; }
+static inline bool ep_note_is_buffers(const EpNote *n, const EpCommBuffer *b) {
+    return n->of == b->of && (b->is_heaps ? n->what == EP_DID_HEAP_BARRIER : ep_note_is_layers(n) && n->buffer == b->buffer);
+}
+
 /* The newest notes of a rank, the oldest first: what goes over the wire. */
 typedef struct {
     uint32_t num, pad;
@@ -66,20 +73,22 @@ typedef struct {
 } EpRingNote;
 typedef struct {
     EpRingNote notes[EP_RING_NOTES];
-    _Atomic uint64_t num, step, open; /* notes so far; collective operations so far; the note in flight, or 0 */
-    _Atomic uint64_t thread;          /* whose operations that are over when they return are, or 0 */
-    atomic_bool is_shared;            /* among several threads: then the order of notes says nothing of the order of calls */
+    _Atomic uint64_t num, step, open; /* notes so far; collective operations so far; the one in flight, or 0 */
+    _Atomic uint64_t thread, opener;  /* whose operations that are over when they return are, or 0; and whose the one in flight is */
+    atomic_bool is_vague;             /* for good: these steps need not be the other ranks' */
 } EpRing;
 
 /* Begin a note: its number for ep_ring_end, or 0 inside of another one, which it is a part of. */
 uint64_t ep_ring_begin(EpRing *ring, const EpNote *note);
-void ep_ring_end(EpRing *ring, uint64_t note);
+void ep_ring_end(EpRing *ring, uint64_t note, int code);
+/* What happened makes this rank's steps its own from now on: an operation that failed, which other ranks may have seen before or
+ * after more calls; one that is captured, and runs when nobody notes it.  Threads that share the ring are seen by itself. */
+void ep_ring_blur(EpRing *ring);
 /* The operation in flight has come to this exchange; false when none is in flight. */
 bool ep_ring_exchange(EpRing *ring, uint64_t seq);
 void ep_ring_newest(EpRing *ring, EpNotes *out);
 /* The notes about the newest one of a layer's operation or a heap's barrier of this epoch, and its step; 0: there is none. */
 uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *buffer, uint64_t epoch, EpNotes *out);
-bool ep_note_is_counted(const EpNote *note);
 
 /* What this rank knows of another when the world ends. */
 typedef struct {
@@ -101,7 +110,7 @@ typedef struct {
 } EpRecord;
 /* The page: the culprit in the first line, then each rank's last operation, then the operations side by side. */
 void ep_record_page(const EpRecord *record, char page[EP_PAGE_BYTES]);
-/* True when ranks whose notes are here did different things at a step; then the text says which, and *odd is one of the fewer. */
+/* True when ranks whose notes are here were at a step in operations that cannot meet: of two buffers, say; then the text says which, and *odd is one of the fewer. */
 bool ep_record_disagrees(const EpRecord *record, uint64_t step, uint32_t *odd, char *text, size_t num_bytes);
 /* Add the page to folder/epmoe-rank{r}-pid{pid}.txt; on failure the page says so. */
 void ep_record_write(const char *folder, uint32_t rank, char page[EP_PAGE_BYTES]);

@@ -159,27 +159,27 @@ static void read_peer(EpWorld *w, uint32_t r) {
     if (got < 0) peer_ended(w, r);
 }
 
-/* The first of this rank's newest operations in which it has been stuck for a while, or 0.  What is over when it returns is stuck
- * while it has not returned; of what is on a stream, the GPU tells.  On the CPU threads may share a world, each with a buffer: their
- * calls come in any order.  On a GPU it must be the same on all ranks, whatever the thread. */
-static uint64_t stuck_step(EpWorld *w, EpNotes *notes) {
+/* The first of this rank's newest operations in which it has been stuck for a while, with the notes about it; 0: in none, or it
+ * cannot be told.  What is over when it returns is stuck while it has not returned; of what is on a stream, the GPU tells. */
+static uint64_t stuck_step(EpWorld *w, uint64_t now, EpNotes *notes) {
     EpNotes about;
-    uint64_t step = 0;
-    bool is_ordered = !atomic_load_explicit(&w->ring.is_shared, memory_order_relaxed);
+    uint64_t step = 0, on_gpu = 0;
+    if (atomic_load_explicit(&w->ring.is_vague, memory_order_relaxed)) return 0;
     ep_ring_newest(&w->ring, notes);
     const EpNote *last = notes->num ? &notes->notes[notes->num - 1] : NULL;
-    if (last && ep_note_is_counted(last) && !last->end_ns && ep_now_ns() - last->begin_ns > EP_STUCK_NS) step = last->step;
+    if (last && ep_note_is_counted(last) && !last->end_ns && now - last->begin_ns > EP_STUCK_NS) step = last->step;
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
         const EpCommBuffer *b = w->watched[i];
-        if (!b || !b->on_stream) continue;
-        is_ordered = true;
-        uint64_t epoch = ep_ld_relaxed_sys_u64(&b->comm.host->stuck);
+        uint64_t epoch = b && b->on_stream ? ep_ld_relaxed_sys_u64(&b->comm.host->stuck) : 0;
         if (!epoch) continue;
         ep_st_relaxed_sys_u64(&b->comm.host->stuck, 0); /* a wait that goes on says so again in a millisecond */
         uint64_t at = ep_ring_about(&w->ring, b, epoch, &about);
-        if (at && (!step || at < step)) step = at, *notes = about;
+        if (at && (!on_gpu || at < on_gpu)) on_gpu = at, w->on_gpu_notes = about;
     }
-    return is_ordered ? step : 0;
+    if (on_gpu) w->on_gpu_step = on_gpu, w->on_gpu_ns = now;
+    else if (now - w->on_gpu_ns > STUCK_GRACE_NS) w->on_gpu_step = 0;
+    if (w->on_gpu_step && (!step || w->on_gpu_step < step)) step = w->on_gpu_step, *notes = w->on_gpu_notes;
+    return step;
 }
 
 /* Tell the others in which operation this rank is stuck, with its notes; 0: in none any more. */
@@ -192,23 +192,26 @@ static void tell_stuck(EpWorld *w, uint64_t step) {
     w->stuck_step[w->rank] = step;
 }
 
-/* Ranks that are in different operations where all should be in one would wait for each other for good.  So who is stuck says so;
- * and where two are that did different things at the step where the one behind is, the world ends. */
+/* Ranks that are in different places where all should meet in one would wait for each other for good.  So who is stuck says so;
+ * and where two are that did different things at the step where the one behind is, the world ends.  In a correct program none
+ * are: steps are the same calls on all ranks but on those that know better, which say nothing (is_vague).  Where an operation fails on
+ * all, those that have not seen it yet have all called the same. */
 static void look_for_disorder(EpWorld *w) {
     char text[256];
     uint32_t odd, me = w->rank;
     bool is_disorder = false;
-    uint64_t now = ep_now_ns(), step = stuck_step(w, &w->stuck.ranks[me].notes);
-    if (step) w->stuck_seen_ns = now;
-    if (step && step != w->stuck_step[me]) tell_stuck(w, step);
-    if (!step && w->stuck_step[me] && now - w->stuck_seen_ns > STUCK_GRACE_NS) tell_stuck(w, 0);
+    uint64_t now = ep_now_ns();
+    if (now - w->looked_ns < POLL_MS * 1000000ull) return; /* frames may come faster, and a GPU's word not be there again */
+    w->looked_ns = now;
+    uint64_t step = stuck_step(w, now, &w->stuck.ranks[me].notes);
+    if (step != w->stuck_step[me]) tell_stuck(w, step);
     for (uint32_t r = 0; r < w->num_ranks; r++) w->stuck.ranks[r].has_notes = w->stuck_step[r] != 0;
     for (uint32_t r = 0; r < w->num_ranks && step && !is_disorder; r++)
         is_disorder =
             w->stuck_step[r] && ep_record_disagrees(&w->stuck, w->stuck_step[r] < step ? w->stuck_step[r] : step, &odd, text, sizeof text);
-    if (!is_disorder && (step || !w->stuck_step[me])) w->disorder_ns = 0;
-    else if (is_disorder && !w->disorder_ns) w->disorder_ns = now;
-    else if (is_disorder && now - w->disorder_ns > DISORDER_NS) ep_world_end(w, EP_EMISMATCH, odd, text);
+    if (!is_disorder) w->disorder_ns = 0;
+    else if (!w->disorder_ns) w->disorder_ns = now;
+    else if (now - w->disorder_ns > DISORDER_NS) ep_world_end(w, EP_EMISMATCH, odd, text);
 }
 
 /* Things that no socket tells: a wait that timed out on the device, a peer that left and is missed. */

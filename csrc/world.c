@@ -220,8 +220,8 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
         }
     }
     pthread_mutex_unlock(&w->lock);
-    ep_ring_end(&w->ring, noted);
     code = code ? code : verdict;
+    ep_ring_end(&w->ring, noted, code ? code : status);
     for (uint32_t r = 0; r < w->num_ranks && code && fds_in; r++) {
         if (fds_in[r] >= 0) close(fds_in[r]);
         fds_in[r] = -1;
@@ -283,7 +283,7 @@ int ep_world_close(EpWorld *w, bool collective) {
     EpNote note = {.what = EP_DID_CLOSE};
     uint64_t noted = collective ? ep_ring_begin(&w->ring, &note) : 0;
     if (collective) code = ep_world_exchange(w, &mine, 1, all);
-    ep_ring_end(&w->ring, noted);
+    ep_ring_end(&w->ring, noted, code);
     snprintf(why, sizeof why, "%s", ep_error_text()); /* a goodbye to a dead peer fails too, and is not the reason */
     EpFrame goodbye = {.kind = EP_FRAME_GOODBYE, .rank = w->rank};
     bool is_busy = false;
@@ -343,8 +343,12 @@ void ep_world_release(EpWorld *w) {
 /* ---- small things ---- */
 
 uint64_t ep_world_note(EpWorld *w, const EpNote *note) { return ep_ring_begin(&w->ring, note); }
-void ep_world_noted(EpWorld *w, uint64_t note) { ep_ring_end(&w->ring, note); }
-void ep_world_unnote(EpWorld *w, uint64_t num) { atomic_fetch_sub_explicit(&w->ring.step, num, memory_order_relaxed); }
+void ep_world_noted(EpWorld *w, uint64_t note, int code) { ep_ring_end(&w->ring, note, code); }
+void ep_world_blur(EpWorld *w) { ep_ring_blur(&w->ring); }
+void ep_world_unnote(EpWorld *w, uint64_t num) {
+    ep_ring_blur(&w->ring);
+    atomic_fetch_sub_explicit(&w->ring.step, num, memory_order_relaxed);
+}
 uint16_t ep_world_number_heap(EpWorld *w) { return (uint16_t)atomic_fetch_add(&w->num_heaps, 1); }
 uint16_t ep_world_number_layer(EpWorld *w) { return (uint16_t)atomic_fetch_add(&w->num_layers, 1); }
 

@@ -18,9 +18,11 @@ void ep_world_unwatch(EpWorld *world, const EpCommBuffer *buffer);
 /* For the flight record (record.h).  This rank enters an operation: its number for ep_world_noted when it is
  * over, or 0 inside of another one. */
 uint64_t ep_world_note(EpWorld *world, const EpNote *note);
-void ep_world_noted(EpWorld *world, uint64_t note);
-/* The last num operations were nothing, and are not counted. */
+void ep_world_noted(EpWorld *world, uint64_t note, int code);
+/* An operation has failed: the last num were nothing, and are not counted. */
 void ep_world_unnote(EpWorld *world, uint64_t num);
+/* This rank's count need not be the others' any more (ep_ring_blur). */
+void ep_world_blur(EpWorld *world);
 /* A number for a new heap or layer: the same on every rank. */
 uint16_t ep_world_number_heap(EpWorld *world);
 uint16_t ep_world_number_layer(EpWorld *world);

@@ -17,8 +17,8 @@ class EpTimeout(EpError, TimeoutError):
 
 class EpMismatch(EpError, ValueError):
     """Ranks disagree about an operation.  It did nothing on any rank; the next one works.  Where they disagree about which one it is, each
-    stuck in that of another layer, buffer or heap, the world has ended: after one second, and on the CPU only where one thread of each
-    process calls."""
+    stuck in that of another layer, buffer or heap, the world has ended: after one second, unless a rank cannot know, for it has captured a
+    graph, or seen an operation fail before, or its threads call side by side.  Then the limit of waits ends it."""
 
 
 class EpOverflow(EpError):

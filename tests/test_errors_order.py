@@ -73,7 +73,7 @@ def test_errors_other_order_on_every_rank(ranks):
 
     def run(world, device):
         calls = Calls(world, device)
-        mine = [lambda: calls.plan(0), lambda: calls.plan(1), lambda: calls.heap.barrier(), lambda: calls.dispatch(0)]
+        mine = [lambda: calls.plan(0), lambda: calls.plan(1), lambda: calls.heap.barrier(), lambda: calls.layers[0].ep_barrier_all(buffer=1)]
         return outcome(mine[world.rank % 4], calls.layers[0])
 
     check_outcomes(ranks(run, world_size=4, at_least=2), "EpMismatch", "ranks disagree in the order of calls: rank 0 called plan")
@@ -96,6 +96,58 @@ def test_errors_late_rank_is_in_order(ranks, what):
     results = ranks(run, world_size=2, at_least=2)
     check_outcomes([got for got, _ in results], "nothing", within_s=8)
     check_case([result for _, result in results], CASE)
+
+
+# what each rank does first, while the last one comes late; and what ranks 0, 1, 2 are told
+FAILURES = {
+    "bytes": (lambda c: c.world.exchange(b"x" * (5 if c.rank == 0 else 4)) and None, ("EpMismatch", "EpMismatch", "EpMismatch")),
+    "kind": (lambda c: (c.layers[0].ep_barrier_all() if c.rank == 0 else c.plan(0)) and None, ("EpMismatch", "EpMismatch", "EpMismatch")),
+    "layer": (lambda c: make_layer(c.world, c.device, CASE, heap=42 if c.rank == 0 else c.heap) and None, ("TypeError", "PeerError", "PeerError")),
+    "closed": (lambda c: c.rank == 0 and c.closed.malloc_symmetric((4,)) and None, ("EpClosed", "nothing", "nothing")),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_errors_with_a_late_rank_are_no_disorder(ranks, what):
+    """Who meets and disagrees is told so when the last one has come; and behind an error, which not all have seen, a late rank is late."""
+    call, wanted = FAILURES[what]
+
+    def run(world, device):
+        calls = Calls(world, device)
+        calls.device, calls.rank, late = device, world.rank, 1.6 * (world.rank == world.size - 1)
+        calls.closed = epmoe.SymmetricHeap(world, 1 << 20, device)
+        calls.closed.close()
+        time.sleep(late if what in ("bytes", "kind") else 0)
+        got = outcome(lambda: call(calls), calls.layers[0])
+        another = make_layer(world, device, CASE)
+        time.sleep(late)
+        return got, outcome(another.ep_barrier_all, another), outcome(lambda: world.exchange(b"x") and None)
+
+    results = ranks(run, world_size=3, at_least=3)
+    for kind, (got, *behind) in zip((*wanted, wanted[-1]), results, strict=False):
+        check_outcomes([got], kind, within_s=4)
+        check_outcomes(behind, "nothing", within_s=4)
+
+
+@pytest.mark.cuda_only
+def test_errors_graph_of_one_rank_is_no_disorder(ranks):
+    """What is captured is noted and does not run: that rank's count is its own from then on."""
+
+    def run(world, device):
+        calls = Calls(world, device)
+        if world.rank == BAD:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                calls.layers[0].ep_barrier_all()
+                calls.layers[0].ep_barrier_all(buffer=1)
+        time.sleep(1.6 * (world.rank == 0))
+        got = outcome(lambda: world.exchange(b"x") and None), outcome(calls.layers[1].ep_barrier_all, calls.layers[1])
+        for layer in calls.layers:
+            layer.finalize()
+        return got
+
+    for got in ranks(run, world_size=3, at_least=3):
+        check_outcomes(got, "nothing", within_s=4)
 
 
 @pytest.mark.cpu_only

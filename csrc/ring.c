@@ -1,0 +1,85 @@
+/* ring.c - the ring of notes; see record.h. */
+#include <pthread.h>
+#include <string.h>
+
+#include "protocol/flags.h"
+#include "record.h"
+
+typedef union {
+    EpNote note;
+    uint64_t word[6];
+} Words;
+enum { WORD_SEQ = 1, WORD_END = 4 };
+
+void ep_ring_blur(EpRing *ring) { atomic_store_explicit(&ring->is_vague, true, memory_order_relaxed); }
+
+/* On the CPU threads may share a world, each with a buffer: their calls come in any order.  On a GPU it must be the same on all
+ * ranks, whatever the thread (autograd has one of its own); but not inside of another thread's exchange. */
+static void look_at_thread(EpRing *ring, const EpNote *note, uint64_t me, bool is_open) {
+    uint64_t first = 0;
+    bool is_other = is_open && atomic_load_explicit(&ring->opener, memory_order_relaxed) != me;
+    if (!note->on_stream && !atomic_compare_exchange_strong_explicit(&ring->thread, &first, me, memory_order_relaxed, memory_order_relaxed))
+        is_other |= first != me;
+    if (is_other) ep_ring_blur(ring);
+}
+
+uint64_t ep_ring_begin(EpRing *ring, const EpNote *note) {
+    uint64_t me = (uint64_t)pthread_self();
+    bool is_counted = ep_note_is_counted(note), is_open = is_counted && atomic_load_explicit(&ring->open, memory_order_relaxed);
+    if (is_counted) look_at_thread(ring, note, me, is_open);
+    if (is_open) return 0;
+    Words w = {*note};
+    uint64_t place = atomic_fetch_add_explicit(&ring->num, 1, memory_order_relaxed) + 1;
+    uint64_t step = atomic_fetch_add_explicit(&ring->step, is_counted, memory_order_relaxed) + is_counted;
+    EpRingNote *to = &ring->notes[place % EP_RING_NOTES];
+    w.note.step = step, w.note.begin_ns = ep_now_ns(), w.note.end_ns = 0;
+    atomic_store_explicit(&to->place, 0, memory_order_relaxed);
+    /* release: whoever reads one of these words sees that the place is 0 or a later one. */
+    for (uint32_t i = 0; i < 6; i++) atomic_store_explicit(&to->word[i], w.word[i], memory_order_release);
+    atomic_store_explicit(&to->place, place, memory_order_release);
+    if (is_counted) atomic_store_explicit(&ring->opener, me, memory_order_relaxed);
+    if (is_counted) atomic_store_explicit(&ring->open, place, memory_order_relaxed);
+    return place;
+}
+
+void ep_ring_end(EpRing *ring, uint64_t note, int code) {
+    if (code) ep_ring_blur(ring);
+    if (note == 0) return;
+    atomic_store_explicit(&ring->notes[note % EP_RING_NOTES].word[WORD_END], ep_now_ns(), memory_order_release);
+    atomic_compare_exchange_strong_explicit(&ring->open, &note, 0, memory_order_relaxed, memory_order_relaxed);
+}
+
+bool ep_ring_exchange(EpRing *ring, uint64_t seq) {
+    uint64_t open = atomic_load_explicit(&ring->open, memory_order_relaxed);
+    if (open) atomic_store_explicit(&ring->notes[open % EP_RING_NOTES].word[WORD_SEQ], seq, memory_order_release);
+    return open != 0;
+}
+
+static bool ring_read(EpRing *ring, uint64_t place, EpNote *note) {
+    EpRingNote *from = &ring->notes[place % EP_RING_NOTES];
+    Words w;
+    bool same = atomic_load_explicit(&from->place, memory_order_acquire) == place;
+    for (uint32_t i = 0; i < 6; i++) w.word[i] = atomic_load_explicit(&from->word[i], memory_order_acquire);
+    *note = w.note;
+    return same && atomic_load_explicit(&from->place, memory_order_relaxed) == place;
+}
+
+/* The notes at places up to last. */
+static void ring_until(EpRing *ring, uint64_t last, EpNotes *out) {
+    memset(out, 0, sizeof *out);
+    for (uint64_t place = last > EP_SENT_NOTES ? last - EP_SENT_NOTES + 1 : 1; place <= last; place++)
+        if (ring_read(ring, place, &out->notes[out->num])) out->num++;
+}
+
+void ep_ring_newest(EpRing *ring, EpNotes *out) { ring_until(ring, atomic_load_explicit(&ring->num, memory_order_acquire), out); }
+
+uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *b, uint64_t epoch, EpNotes *out) {
+    uint64_t num = atomic_load_explicit(&ring->num, memory_order_acquire);
+    EpNote n;
+    for (uint64_t place = num; place > 0 && num - place < EP_RING_NOTES; place--) {
+        if (!ring_read(ring, place, &n) || n.seq != epoch || !ep_note_is_buffers(&n, b)) continue;
+        ring_until(ring, num - place > EP_SENT_NOTES / 2 ? place + EP_SENT_NOTES / 2 : num, out);
+        return n.step;
+    }
+    return 0;
+}
