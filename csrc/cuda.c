@@ -175,9 +175,10 @@ static int wait_stream(cudaStream_t stream, EpWorld *world) {
 static int sync_stream(int device, void *stream, EpWorld *world) { GUARDED(device, wait_stream((cudaStream_t)stream, world)); }
 
 static bool is_captured(void *stream) {
-    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    if (cudaStreamIsCapturing((cudaStream_t)stream, &status) != cudaSuccess) cudaGetLastError(); /* the launch will say so */
-    return status != cudaStreamCaptureStatusNone;
+    enum cudaStreamCaptureStatus status;
+    if (cudaStreamIsCapturing((cudaStream_t)stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
+    cudaGetLastError(); /* the launch will say what is wrong */
+    return true;
 }
 
 static int sync_all(int device) { GUARDED(device, check_call(cudaDeviceSynchronize(), "cudaDeviceSynchronize")); }
