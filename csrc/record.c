@@ -54,6 +54,7 @@ static void put_note(Out *o, const EpRecord *r, const EpNote *n) {
 static uint32_t num_notes(const EpRankNotes *k) { return k->has_notes ? k->notes.num < EP_SENT_NOTES ? k->notes.num : EP_SENT_NOTES : 0; }
 static const EpNote *last_note(const EpRankNotes *k) { return num_notes(k) ? &k->notes.notes[num_notes(k) - 1] : NULL; }
 static uint64_t step_of(const EpRankNotes *k) { return num_notes(k) ? last_note(k)->step : 0; }
+static bool is_sure(const EpRankNotes *k) { return k->has_notes && !k->notes.is_vague; }
 static const EpNote *note_at(const EpRankNotes *k, uint64_t step) {
     for (uint32_t i = num_notes(k); i-- > 0;)
         if (k->notes.notes[i].step == step && ep_note_is_counted(&k->notes.notes[i])) return &k->notes.notes[i];
@@ -90,15 +91,18 @@ static bool can_meet(const EpNote *a, const EpNote *b) {
     return b->what >= EP_DID_EXCHANGE;
 }
 
+/* Where a rank's steps are its own, they say nothing of the others. */
+static const EpNote *sure_note_at(const EpRankNotes *k, uint64_t step) { return k->notes.is_vague ? NULL : note_at(k, step); }
+
 /* Bits of the ranks that did at a step what fewer ranks did, and of all whose notes have it.  0: all did the same. */
 static uint32_t odd_at(const EpRecord *r, uint64_t step, bool (*is_same)(const EpNote *, const EpNote *), uint32_t *all) {
     uint32_t odd = 0;
     *all = 0;
     for (uint32_t a = 0; a < r->num_ranks; a++) {
-        const EpNote *n = note_at(&r->ranks[a], step);
+        const EpNote *n = sure_note_at(&r->ranks[a], step);
         uint32_t same = 0;
         for (uint32_t b = 0; b < r->num_ranks && n; b++) {
-            const EpNote *m = note_at(&r->ranks[b], step);
+            const EpNote *m = sure_note_at(&r->ranks[b], step);
             if (m && is_same(n, m)) same |= 1u << b;
         }
         if (n) *all |= 1u << a;
@@ -198,10 +202,10 @@ static void put_culprit(Out *o, const EpRecord *r) {
         const EpNote *n = last_note(&r->ranks[w]);
         if (!r->ranks[w].has_notes) silent |= 1u << w;
         if (n && n->on_stream) enqueued = true;
-        most = ep_max_u64(most, step_of(&r->ranks[w]));
+        if (is_sure(&r->ranks[w])) most = ep_max_u64(most, step_of(&r->ranks[w]));
     }
     for (uint32_t w = 0; w < r->num_ranks; w++)
-        if (r->ranks[w].has_notes && step_of(&r->ranks[w]) < most) behind |= 1u << w;
+        if (is_sure(&r->ranks[w]) && step_of(&r->ranks[w]) < most) behind |= 1u << w;
     if (enqueued) behind &= end_bit;
     odd = out_of_order(r, &step, &all);
     put(o, "culprit: ");

@@ -61,7 +61,7 @@ static inline bool ep_note_is_buffers(const EpNote *n, const EpCommBuffer *b) {
 
 /* The newest notes of a rank, the oldest first: what goes over the wire. */
 typedef struct {
-    uint32_t num, pad;
+    uint32_t num, is_vague; /* is_vague: their steps need not be the other ranks' */
     EpNote notes[EP_SENT_NOTES];
 } EpNotes;
 _Static_assert(sizeof(EpNotes) <= EP_EXCHANGE_BYTES, "notes fit a frame");
@@ -74,7 +74,7 @@ typedef struct {
 typedef struct {
     EpRingNote notes[EP_RING_NOTES];
     _Atomic uint64_t num, step, open; /* notes so far; collective operations so far; the one in flight, or 0 */
-    _Atomic uint64_t thread, opener;  /* whose operations that are over when they return are, or 0; and whose the one in flight is */
+    _Atomic uint64_t thread;          /* whose operations that are over when they return are, or 0 */
     atomic_bool is_vague;             /* for good: these steps need not be the other ranks' */
 } EpRing;
 

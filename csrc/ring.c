@@ -2,6 +2,7 @@
 #include <pthread.h>
 #include <string.h>
 
+#include "error.h"
 #include "protocol/flags.h"
 #include "record.h"
 
@@ -13,20 +14,21 @@ enum { WORD_SEQ = 1, WORD_END = 4 };
 
 void ep_ring_blur(EpRing *ring) { atomic_store_explicit(&ring->is_vague, true, memory_order_relaxed); }
 
+/* Whose note in flight is this thread's: another note in it is a part of it. */
+static _Thread_local const EpRing *my_open;
+
 /* On the CPU threads may share a world, each with a buffer: their calls come in any order.  On a GPU it must be the same on all
  * ranks, whatever the thread (autograd has one of its own); but not inside of another thread's exchange. */
-static void look_at_thread(EpRing *ring, const EpNote *note, uint64_t me, bool is_open) {
-    uint64_t first = 0;
-    bool is_other = is_open && atomic_load_explicit(&ring->opener, memory_order_relaxed) != me;
+static void look_at_thread(EpRing *ring, const EpNote *note, bool is_others) {
+    uint64_t me = (uint64_t)pthread_self(), first = 0;
     if (!note->on_stream && !atomic_compare_exchange_strong_explicit(&ring->thread, &first, me, memory_order_relaxed, memory_order_relaxed))
-        is_other |= first != me;
-    if (is_other) ep_ring_blur(ring);
+        is_others |= first != me;
+    if (is_others) ep_ring_blur(ring);
 }
 
 uint64_t ep_ring_begin(EpRing *ring, const EpNote *note) {
-    uint64_t me = (uint64_t)pthread_self();
     bool is_counted = ep_note_is_counted(note), is_open = is_counted && atomic_load_explicit(&ring->open, memory_order_relaxed);
-    if (is_counted) look_at_thread(ring, note, me, is_open);
+    if (is_counted) look_at_thread(ring, note, is_open && my_open != ring);
     if (is_open) return 0;
     Words w = {*note};
     uint64_t place = atomic_fetch_add_explicit(&ring->num, 1, memory_order_relaxed) + 1;
@@ -37,16 +39,18 @@ uint64_t ep_ring_begin(EpRing *ring, const EpNote *note) {
     /* release: whoever reads one of these words sees that the place is 0 or a later one. */
     for (uint32_t i = 0; i < 6; i++) atomic_store_explicit(&to->word[i], w.word[i], memory_order_release);
     atomic_store_explicit(&to->place, place, memory_order_release);
-    if (is_counted) atomic_store_explicit(&ring->opener, me, memory_order_relaxed);
-    if (is_counted) atomic_store_explicit(&ring->open, place, memory_order_relaxed);
+    if (!is_counted) return place;
+    if (atomic_exchange_explicit(&ring->open, place, memory_order_relaxed)) ep_ring_blur(ring); /* another thread was as fast */
+    my_open = ring;
     return place;
 }
 
 void ep_ring_end(EpRing *ring, uint64_t note, int code) {
-    if (code) ep_ring_blur(ring);
+    if (code && code != EP_ETIMEOUT && code != EP_EPEERDIED && code != EP_ECORRUPT) ep_ring_blur(ring); /* after these nothing is called */
     if (note == 0) return;
     atomic_store_explicit(&ring->notes[note % EP_RING_NOTES].word[WORD_END], ep_now_ns(), memory_order_release);
-    atomic_compare_exchange_strong_explicit(&ring->open, &note, 0, memory_order_relaxed, memory_order_relaxed);
+    if (atomic_load_explicit(&ring->open, memory_order_relaxed) == note) atomic_store_explicit(&ring->open, 0, memory_order_relaxed);
+    my_open = NULL;
 }
 
 bool ep_ring_exchange(EpRing *ring, uint64_t seq) {
@@ -67,6 +71,7 @@ static bool ring_read(EpRing *ring, uint64_t place, EpNote *note) {
 /* The notes at places up to last. */
 static void ring_until(EpRing *ring, uint64_t last, EpNotes *out) {
     memset(out, 0, sizeof *out);
+    out->is_vague = atomic_load_explicit(&ring->is_vague, memory_order_relaxed);
     for (uint64_t place = last > EP_SENT_NOTES ? last - EP_SENT_NOTES + 1 : 1; place <= last; place++)
         if (ring_read(ring, place, &out->notes[out->num])) out->num++;
 }

@@ -167,7 +167,7 @@ static uint64_t stuck_step(EpWorld *w, uint64_t now, EpNotes *notes) {
     if (atomic_load_explicit(&w->ring.is_vague, memory_order_relaxed)) return 0;
     ep_ring_newest(&w->ring, notes);
     const EpNote *last = notes->num ? &notes->notes[notes->num - 1] : NULL;
-    if (last && ep_note_is_counted(last) && !last->end_ns && now - last->begin_ns > EP_STUCK_NS) step = last->step;
+    if (last && ep_note_is_counted(last) && !last->end_ns && now > last->begin_ns + EP_STUCK_NS) step = last->step;
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
         const EpCommBuffer *b = w->watched[i];
         uint64_t epoch = b && b->on_stream ? ep_ld_relaxed_sys_u64(&b->comm.host->stuck) : 0;

@@ -18,7 +18,7 @@ class EpTimeout(EpError, TimeoutError):
 class EpMismatch(EpError, ValueError):
     """Ranks disagree about an operation.  It did nothing on any rank; the next one works.  Where they disagree about which one it is, each
     stuck in that of another layer, buffer or heap, the world has ended: after one second, unless a rank cannot know, for it has captured a
-    graph, or seen an operation fail before, or its threads call side by side.  Then the limit of waits ends it."""
+    graph, or seen an operation fail before, or on the CPU calls from several threads.  Then the limit of waits ends it."""
 
 
 class EpOverflow(EpError):

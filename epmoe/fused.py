@@ -123,7 +123,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                 self._check_tensor("input", input, self.dtype, (None, self.hidden))
         except Exception as error:
             self._refuse(_C.OP_PLAN if layout is None else _C.OP_DISPATCH_GEMM if self.fused else _C.OP_DISPATCH, error,
-                         getattr(layout, "buffer", buffer))
+                         self._meant(layout, buffer))
         if not fused:
             rows, row_weight, layout = self._dispatch_alone(input, exp_indices, weight, full_scatter_indices, layout, buffer)
             return grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias, activation=activation), row_weight, layout
@@ -172,7 +172,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                 self._check_tensor("weight", weight, None, (gemm_input.shape[0],))
                 weight = cast(weight, torch.float32)
         except Exception as error:
-            self._refuse(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, getattr(layout, "buffer", 0))
+            self._refuse(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, self._meant(layout))
         with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (gemm_input, weight, gemm_weight, bias))
         if not fused or (with_grad and bias is not None):
             try:

@@ -197,6 +197,10 @@ class EPAll2AllLayer(Shared):
         _C.layer_refuse(self._c, buffer if self._is_buffer(buffer) else 0, op, status_of(error), stream_of(self.device))
         raise error
 
+    def _meant(self, layout, buffer=0):
+        """The buffer that a call meant, for _refuse: another layer's layout says nothing of this layer's."""
+        return layout.buffer if getattr(layout, "layer", None) is self else buffer
+
     def preprocess(self, exp_indices, full_scatter_indices=None, *, buffer=0):
         """Plan a dispatch.
 
@@ -269,7 +273,7 @@ class EPAll2AllLayer(Shared):
                 self._check_tensor("weight", weight, None, (input.shape[0],))
                 weight = cast(weight, torch.float32)
         except Exception as error:
-            self._refuse(_C.OP_COMBINE, error, getattr(layout, "buffer", 0))
+            self._refuse(_C.OP_COMBINE, error, self._meant(layout))
         if ops.wanted(input, weight):
             return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer, layout.num_tokens)
         return self._combine(input, weight, None, layout.plan, layout.recv, layout.buffer, layout.num_tokens)[0]
@@ -293,7 +297,7 @@ class EPAll2AllLayer(Shared):
                 self._check_tensor("weight", weight, None, (input.shape[0] * self._copies, self.topk))
                 weight = cast(weight, torch.float32)
         except Exception as error:
-            self._refuse(_C.OP_PLAN if layout is None else op, error, getattr(layout, "buffer", buffer))
+            self._refuse(_C.OP_PLAN if layout is None else op, error, self._meant(layout, buffer))
         if layout is None:
             layout = self.preprocess(exp_indices, full_scatter_indices, buffer=buffer)
         num_rows = -1 if layout._num_rows is None and self.capacity is None else self.capacity or layout._num_rows

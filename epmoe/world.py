@@ -172,7 +172,7 @@ class World(Shared):
             mine = bytes(memoryview(mine))
             if len(mine) > _C.EXCHANGE_BYTES:
                 raise ValueError(f"an exchange carries at most {_C.EXCHANGE_BYTES} bytes, not {len(mine)}")
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, BufferError) as error:
             _C.world_refuse(self._c, _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL)
             raise
         everything = _C.world_exchange(self._c, mine)

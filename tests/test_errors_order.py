@@ -15,11 +15,11 @@ CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
 
 
 class Calls:
-    """Two layers, the first with two buffers, and a heap besides; all of them have been used."""
+    """Two layers with two buffers each, and a heap besides; all of them have been used."""
 
     def __init__(self, world, device):
         self.world = world
-        self.layers = [make_layer(world, device, CASE, num_buffers=2 - i) for i in range(2)]
+        self.layers = [make_layer(world, device, CASE, num_buffers=2) for _ in range(2)]
         self.heap = epmoe.SymmetricHeap(world, 1 << 20, device)
         self.idx = indices_of(CASE, world.rank, world.size).to(device)
         self.x = inputs_of(CASE, world.rank, world.size)[0].to(device)
@@ -34,6 +34,10 @@ class Calls:
 
     def dispatch(self, of):
         return self.layers[of].dispatch(self.x, layout=self.plans[of])
+
+    def dispatch_with(self, layout):
+        """On rank 0, a layout of another layer."""
+        return self.layers[0].dispatch(self.x, layout=layout if self.world.rank == 0 else self.plans[0])
 
 
 # what rank BAD does, what all others do; how the error names the two
@@ -103,6 +107,7 @@ FAILURES = {
     "bytes": (lambda c: c.world.exchange(b"x" * (5 if c.rank == 0 else 4)) and None, ("EpMismatch", "EpMismatch", "EpMismatch")),
     "kind": (lambda c: (c.layers[0].ep_barrier_all() if c.rank == 0 else c.plan(0)) and None, ("EpMismatch", "EpMismatch", "EpMismatch")),
     "layer": (lambda c: make_layer(c.world, c.device, CASE, heap=42 if c.rank == 0 else c.heap) and None, ("TypeError", "PeerError", "PeerError")),
+    "layout": (lambda c: c.dispatch_with(c.layers[1].preprocess(c.idx, buffer=1)) and None, ("ValueError", "PeerError", "PeerError")),
     "closed": (lambda c: c.rank == 0 and c.closed.malloc_symmetric((4,)) and None, ("EpClosed", "nothing", "nothing")),
 }
 

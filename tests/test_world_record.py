@@ -159,6 +159,26 @@ def test_world_record_of_layers_in_another_order():
         assert re.match(r"culprit: rank \d called plan of layer (\d+) as operation \d+, where rank \d called plan of layer (?!\1)\d+", page), page
 
 
+def test_world_record_blames_nobody_by_a_count_of_his_own(ranks):
+    """An error that only one rank has seen makes it count otherwise; who is late is to blame all the same."""
+
+    def body(world, device):
+        heaps = [epmoe.SymmetricHeap(world, 1 << 16, device) for _ in range(2)]
+        heaps[0].close()
+        if world.rank == 0:
+            with pytest.raises(epmoe.EpClosed):
+                heaps[0].malloc_symmetric((4,))
+        world.exchange(b"x")
+        world.set_timeout(0.5)
+        time.sleep(1.5 * (world.rank == 2))
+        with pytest.raises(epmoe.EpTimeout):
+            world.exchange(b"x")
+        return world.flight_record()
+
+    for page in ranks(body, world_size=3, at_least=3):
+        assert page.startswith("culprit: rank 2 did not come to operation "), page
+
+
 def test_world_record_of_a_world_that_lives(ranks):
     def body(world, device):
         heap = epmoe.SymmetricHeap(world, 1 << 16, device)
