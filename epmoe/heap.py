@@ -34,7 +34,12 @@ def pick_device(device=None):
 
 def stream_of(device):
     """The current stream of a CUDA device as an integer; 0 on the CPU."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    try:
+        return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    except RuntimeError:
+        if torch.cuda._is_in_bad_fork():
+            return 0  # a forked child: the call that this is for says so
+        raise
 
 
 def include_dir():
