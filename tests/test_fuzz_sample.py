@@ -9,7 +9,7 @@ import fuzz_routing
 from cases import same_numbers
 from epmoe import reference
 
-SAMPLE_S = 8.0
+SAMPLE_S = 4.0
 
 
 @pytest.mark.cpu_only
