@@ -110,7 +110,8 @@ typedef struct {
 } EpRecord;
 /* The page: the culprit in the first line, then each rank's last operation, then the operations side by side. */
 void ep_record_page(const EpRecord *record, char page[EP_PAGE_BYTES]);
-/* True when ranks whose notes are here were at a step in operations that cannot meet: of two buffers, say; then the text says which, and *odd is one of the fewer. */
+/* True when ranks whose notes are here were at a step in operations that cannot meet: of two buffers, say.  Then the text says which,
+ * and *odd is one of the fewer. */
 bool ep_record_disagrees(const EpRecord *record, uint64_t step, uint32_t *odd, char *text, size_t num_bytes);
 /* Add the page to folder/epmoe-rank{r}-pid{pid}.txt; on failure the page says so. */
 void ep_record_write(const char *folder, uint32_t rank, char page[EP_PAGE_BYTES]);

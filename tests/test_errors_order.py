@@ -35,6 +35,11 @@ class Calls:
     def dispatch(self, of):
         return self.layers[of].dispatch(self.x, layout=self.plans[of])
 
+    def close(self):
+        for layer in self.layers:
+            layer.finalize()
+        self.heap.close()
+
     def dispatch_with(self, layout):
         """On rank 0, a layout of another layer."""
         return self.layers[0].dispatch(self.x, layout=layout if self.world.rank == 0 else self.plans[0])
@@ -92,9 +97,7 @@ def test_errors_late_rank_is_in_order(ranks, what):
         time.sleep(1.4 * world.rank)
         got = outcome((lambda: calls.plan(0)) if what == "plan" else lambda: bool(calls.heap.malloc_symmetric((4,)).sum() == 0), calls.layers[0])
         result = run_routing(calls.layers[1], CASE)
-        for layer in calls.layers:
-            layer.finalize()
-        calls.heap.close()
+        calls.close()
         return got, result
 
     results = ranks(run, world_size=2, at_least=2)
@@ -147,8 +150,7 @@ def test_errors_graph_of_one_rank_is_no_disorder(ranks):
                 calls.layers[0].ep_barrier_all(buffer=1)
         time.sleep(1.6 * (world.rank == 0))
         got = outcome(lambda: world.exchange(b"x") and None), outcome(calls.layers[1].ep_barrier_all, calls.layers[1])
-        for layer in calls.layers:
-            layer.finalize()
+        calls.close()
         return got
 
     for got in ranks(run, world_size=3, at_least=3):
@@ -191,9 +193,7 @@ def test_errors_late_gpu_is_in_order(ranks):
             torch.cuda._sleep(int(5e9))  # clocks: some seconds
         got = outcome(lambda: [call() and None for call in (lambda: calls.dispatch(0), lambda: calls.plan(1), calls.heap.barrier)], calls.layers[0])
         result = run_routing(calls.layers[1], CASE)
-        for layer in calls.layers:
-            layer.finalize()
-        calls.heap.close()
+        calls.close()
         return got, result
 
     results = ranks(run, world_size=2, at_least=2)
