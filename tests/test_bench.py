@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import epmoe
+from cases import process_ranks
 from epmoe import reference, trace
 from epmoe.bench import ablation, check, cli, features, layer, overlap, shapes
 from epmoe.bench.progress import Progress
 from epmoe.bench.run import Run
 from epmoe.bench.torch_nccl import TorchAllToAll
-from epmoe.testing import run_ranks
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +63,7 @@ def told(argv):
 
 def every_command(rank, world_size, folder):
     """All commands one after the other: processes start once.  Then what needs DeepEP, with its stand-in."""
+    os.environ["EPMOE_BACKEND"] = "cpu"  # this process may come from one that started before on_the_cpu
     results = {name: told([name, *more, "--json", f"{folder}/{name}.json"]) for name, more in COMMANDS.items()}
     sys.path.insert(0, str(FAKES))
     results["with DeepEP"] = told(["a2a", "--shapes", "qwen3-30b", "--iters", "1"])
@@ -126,7 +127,7 @@ def on_the_cpu():
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    return folder, run_ranks(every_command, 2, str(folder), timeout_s=120)
+    return folder, process_ranks(every_command, 2, str(folder), timeout_s=120)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

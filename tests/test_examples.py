@@ -1,7 +1,7 @@
 """Every example and the README's program, run as a reader would run them.
 
-On the CPU each is a process that starts its own ranks (the README's to the letter; the examples' are forked from one that has
-imported torch, see warm/); under torchrun with GPUs, rank 0 starts each with a torchrun of its own while the other ranks wait.
+On the CPU each is a process that starts its own ranks (the README's to the letter; the examples' are forked from it, see
+warm/); under torchrun with GPUs, rank 0 starts each with a torchrun of its own while the other ranks wait.
 """
 
 import os
