@@ -82,8 +82,8 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
         return ep_error(EP_EMISMATCH, "ranks disagree in %s: rank %u has %llu, rank 0 has %llu (in %s)", field_name(f->field), f->peer, got,
                         want, op_name(f->op));
     case EP_EINDEX:
-        return ep_error(EP_EINDEX, "rank %u: expert index of token %llu, choice %llu is outside [-1, %llu]", f->peer,
-                        got / (s->num_topk ? s->num_topk : 1), got % (s->num_topk ? s->num_topk : 1), want);
+        return ep_error(EP_EINDEX, "rank %u: expert index %lld of token %u, choice %u is outside [-1, %llu]", f->peer, (long long)got,
+                        f->field / (s->num_topk ? s->num_topk : 1), f->field % (s->num_topk ? s->num_topk : 1), want);
     case EP_EOVERFLOW: return ep_error(EP_EOVERFLOW, "rank %u would receive %llu rows; its capacity is %llu", f->peer, got, want);
     case EP_EINVAL:
         return ep_error(EP_EINVAL,

@@ -3,17 +3,19 @@
 
 #include "cpu_ops.h"
 
-/* What is wrong with my indices: 0, or 1 + the lowest bad position. */
-static uint32_t count_choices(const EpPlanParams *p, uint32_t *cells) {
+static void count_choices(const EpPlanParams *p, uint32_t *cells) {
     const EpShape *s = &p->comm.shape;
     int32_t *expert = p->plan + p->layout.token_expert_off;
-    uint32_t bad = 0, L = ep_num_local_experts(s), K = s->num_topk;
+    uint32_t *wrong = cells + ep_first_wrong(s), L = ep_num_local_experts(s), K = s->num_topk;
     for (uint32_t t = 0; t < p->num_tokens; t++) {
         uint32_t seen = 0;
         for (uint32_t k = 0; k < K; k++) {
             uint64_t i = (uint64_t)t * K + k;
             int32_t e = ep_read_expert(p->exp_indices, p->index_bytes, i, s->num_experts);
-            if (e == -2 && bad == 0) bad = (uint32_t)i + 1;
+            if (e == -2 && wrong[0] == 0) {
+                EpWrong w = ep_wrong_index((uint32_t)i, ep_read_index(p->exp_indices, p->index_bytes, i));
+                memcpy(wrong, w.cell, sizeof w.cell);
+            }
             expert[i] = e < 0 ? -1 : e;
             if (e < 0) continue;
             cells[e]++;
@@ -21,18 +23,14 @@ static uint32_t count_choices(const EpPlanParams *p, uint32_t *cells) {
             seen |= 1u << (uint32_t)e / L;
         }
     }
-    return bad;
 }
 
 /* The first wrong thing that all ranks told each other, in rank order. */
-static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const uint32_t *bad, uint64_t epoch) {
+static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const EpWrong *wrong, uint64_t epoch) {
     const EpShape *s = &p->comm.shape;
-    EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_INDEX, 0, 0, epoch, 0, 0};
+    EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_NONE, 0, 0, epoch, 0, 0};
     uint32_t L = ep_num_local_experts(s);
-    for (uint32_t w = 0; w < s->num_ranks && !f.code; w++) {
-        if (bad[w] == EP_BAD_SCATTER) f.code = EP_EINVAL, f.word = EP_WORD_SCATTER, f.peer = w;
-        else if (bad[w]) f.code = EP_EINDEX, f.peer = w, f.got = bad[w] - 1, f.want = s->num_experts;
-    }
+    for (uint32_t w = 0; w < s->num_ranks && !f.code; w++) ep_wrong_fault(s, w, &wrong[w], &f);
     for (uint32_t w = 0; w < s->num_ranks; w++) {
         uint64_t rows = 0;
         for (uint32_t e = w * L; e < (w + 1) * L; e++) rows += ep_expert_rows(s, counts, e);
@@ -46,7 +44,7 @@ static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const 
 }
 
 /* Tell all ranks my cells, wait for theirs.  False: the operation is void. */
-static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, uint32_t *bad, uint64_t epoch) {
+static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, EpWrong *wrong, uint64_t epoch) {
     const EpComm *c = &p->comm;
     const EpShape *s = &c->shape;
     uint32_t num_cells = c->layout.num_count_cells;
@@ -64,7 +62,7 @@ static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, uin
             uint32_t v = ep_clamp_count(s, i, (uint32_t)ep_ld_relaxed_sys_u64(cell));
             if (i < s->num_experts) counts[(uint64_t)w * s->num_experts + i] = (int32_t)v;
             else if (i == s->num_experts + c->my_rank) p->plan[EP_HEAD_NUM_RECV + w] = (int32_t)v;
-            else if (i == s->num_experts + s->num_ranks) bad[w] = v;
+            else if (i >= ep_first_wrong(s)) wrong[w].cell[i - ep_first_wrong(s)] = v;
         }
     }
     return true;
@@ -152,7 +150,8 @@ static void list_tiles(const EpPlanParams *p) {
 static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorted_from, uint64_t epoch) {
     const EpComm *c = &p->comm;
     const EpShape *s = &c->shape;
-    uint32_t L = ep_num_local_experts(s), bad[EP_MAX_RANKS] = {0}, sum = 0, start = 0;
+    uint32_t L = ep_num_local_experts(s), sum = 0, start = 0;
+    EpWrong wrong[EP_MAX_RANKS] = {{{0}}};
     uint64_t tokens_before = 0, num_tokens = 0;
     int32_t *counts = p->plan + p->layout.counts_off, *expert_row = p->plan + p->layout.expert_row_off;
     const int32_t *scatter = p->scatter_indices;
@@ -162,11 +161,11 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
         if (w < c->my_rank) tokens_before = num_tokens;
     }
     if (scatter && p->num_scatter_tokens != p->num_tokens) {
-        if (p->num_scatter_tokens != num_tokens) cells[s->num_experts + s->num_ranks] = EP_BAD_SCATTER;
+        if (p->num_scatter_tokens != num_tokens) cells[ep_first_wrong(s)] = EP_BAD_SCATTER;
         scatter = tokens_before + p->num_tokens <= p->num_scatter_tokens ? scatter + tokens_before * s->num_topk : NULL;
     }
-    if (!exchange_counts(p, cells, bad, epoch)) return EP_EPEER;
-    int32_t code = judge_counts(p, counts, bad, epoch);
+    if (!exchange_counts(p, cells, wrong, epoch)) return EP_EPEER;
+    int32_t code = judge_counts(p, counts, wrong, epoch);
     if (code) return code;
     for (uint32_t r = 0; r < s->num_ranks; r++) p->plan[EP_HEAD_NUM_SEND + r] = (int32_t)cells[s->num_experts + r];
     p->plan[EP_HEAD_NUM_RECV + c->my_rank] =
@@ -211,9 +210,9 @@ void ep_cpu_plan(const EpPlanParams *p) {
     if (epoch) {
         EpHeader h = ep_make_header(c, EP_OP_PLAN, NULL, p->num_tokens, 0);
         if (!(EP_FAULT(11) && p->num_tokens == 0)) ep_enter(c, &h, epoch);
-        uint32_t cells[EP_MAX_EXPERTS + EP_MAX_RANKS + 1] = {0}, sorted_from[EP_MAX_EXPERTS];
+        uint32_t cells[EP_MAX_EXPERTS + EP_MAX_RANKS + 3] = {0}, sorted_from[EP_MAX_EXPERTS];
         memset(p->plan, 0, EP_HEAD_WORDS * sizeof *p->plan);
-        cells[c->shape.num_experts + c->shape.num_ranks] = count_choices(p, cells);
+        count_choices(p, cells);
         code = make_plan(p, cells, sorted_from, epoch);
     }
     if (code) forget(p);

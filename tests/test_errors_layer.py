@@ -126,7 +126,7 @@ def test_errors_too_many_tokens(ranks):
 @pytest.mark.parametrize("value", [-2, -(2**31), 7, 6 + 1000, 2**31 - 1])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 def test_errors_index_outside(ranks, value, index_dtype):
-    """All ranks name the rank, the token and the choice; a value just past E is no sentinel."""
+    """All ranks name the rank, the index, the token and the choice; a value just past E is no sentinel."""
 
     def call(layer, arguments, is_bad, _):
         idx = arguments["exp_indices"].to(index_dtype)
@@ -137,7 +137,8 @@ def test_errors_index_outside(ranks, value, index_dtype):
 
     results = ranks(mistake, call, world_size=3, at_least=2)
     e = 2 * len(results)
-    check(results, "EpIndexError", (f"rank {BAD}", "token 4", "choice 2", f"[-1, {e}]"), "EpIndexError", (f"rank {BAD}", "token 4", "choice 2"))
+    said = f"rank {BAD}: expert index {value if value < 0 or value > 100 else e + 1} of token 4, choice 2 is outside [-1, {e}]"
+    check(results, "EpIndexError", (said,), "EpIndexError", (said,))
     assert all("IndexError" in r[0].kinds for r in results)
 
 
@@ -151,7 +152,8 @@ def test_errors_index_outside_int32(ranks, value):
         return layer.preprocess(arguments["exp_indices"])
 
     results = ranks(mistake, call, world_size=3, at_least=2)
-    check(results, "EpIndexError", (f"rank {BAD}", "token 0", "choice 1"), "EpIndexError", (f"rank {BAD}",))
+    said = f"rank {BAD}: expert index {value} of token 0, choice 1 "
+    check(results, "EpIndexError", (said,), "EpIndexError", (said,))
 
 
 def test_errors_weights_on_one_rank_only(ranks):

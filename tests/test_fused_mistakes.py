@@ -140,7 +140,7 @@ def test_fused_bad_index_and_overflow(ranks, fused):
         return got
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes([r[0] for r in results], "EpIndexError", f"rank {BAD}", "token 5, choice 1")
+    check_outcomes([r[0] for r in results], "EpIndexError", f"rank {BAD}", "expert index 1000 of token 5, choice 1")
     check_outcomes([r[1] for r in results], "EpOverflow", "rank 0", str(36 * len(results)))
 
 

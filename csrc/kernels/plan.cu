@@ -9,7 +9,7 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
     const Smem m(ep_dynamic_smem(), p.comm.shape, sorts);
     const Range range(p.num_tokens);
     const uint64_t epoch = ep_begin(&p.comm);
-    if (threadIdx.x == 0) bad = UINT32_MAX, v.code = EP_EPEER, v.bad = UINT32_MAX;
+    if (threadIdx.x == 0) bad = UINT32_MAX, v.code = EP_EPEER, v.mine = {{0, 0, 0}};
     for (uint32_t i = threadIdx.x; i < EP_WARPS * m.warp_cells; i += blockDim.x) m.warp_count[i] = 0;
     __syncthreads();
     if (epoch && blockIdx.x == 0 && is_clerk()) {

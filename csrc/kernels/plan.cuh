@@ -131,22 +131,25 @@ EP_FN void take_cell(const Params &p, const Smem &m, Verdict *v, uint32_t j, uin
     n = ep_clamp_count(&s, i, n);
     if (i < s.num_experts) m.counts[w * s.num_experts + i] = (int32_t)n;
     else if (i == s.num_experts + me && blockIdx.x == 0 && w != me) p.plan[EP_HEAD_NUM_RECV + w] = (int32_t)n;
-    else if (i == m.cells - 1) v->bad_of[w] = n;
+    else if (i >= ep_first_wrong(&s)) v->wrong[w].cell[i - ep_first_wrong(&s)] = n;
 }
 
 /* Tell the peers this rank's cells (block b tells rank b), and read everyone's. */
 EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
-    const uint32_t cells = m.cells;
+    const uint32_t cells = m.cells, first_wrong = ep_first_wrong(&p.comm.shape);
     const EpComm *c = &p.comm;
     const EpShape &s = c->shape;
     const uint32_t num = s.num_ranks * cells;
     bool ok = true;
-    uint32_t wrong = v->bad == UINT32_MAX ? 0 : v->bad + 1;
-    if (p.scatter_indices && p.num_scatter_tokens != p.num_tokens && p.num_scatter_tokens != v->num_tokens) wrong = EP_BAD_SCATTER;
+    const bool no_scatter = p.scatter_indices && p.num_scatter_tokens != p.num_tokens && p.num_scatter_tokens != v->num_tokens;
     ep_chaos(6);
     for (uint32_t r = blockIdx.x; r < s.num_ranks; r += gridDim.x)
-        for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x)
-            ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(epoch, i == cells - 1 ? wrong : m.total[i]));
+        for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x) {
+            const uint32_t n = i < first_wrong                  ? m.total[i]
+                               : no_scatter && i == first_wrong ? EP_BAD_SCATTER
+                                                                : v->mine.cell[i - first_wrong];
+            ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(epoch, n));
+        }
     ep_chaos(7);
     for (uint32_t j = threadIdx.x; j < num; j += 2 * blockDim.x) {
         const int32_t k = j + blockDim.x < num ? (int32_t)(j + blockDim.x) : -1;
@@ -161,13 +164,8 @@ EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) 
 /* The first wrong thing that all ranks told each other, in rank order; one thread. */
 EP_FN void judge(const Params &p, Verdict *v, uint64_t epoch) {
     const EpShape &s = p.comm.shape;
-    EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_INDEX, 0, 0, epoch, 0, 0};
-    for (uint32_t w = 0; w < s.num_ranks && !f.code; w++) {
-        const uint32_t bad = v->bad_of[w];
-        f.peer = w;
-        if (bad == EP_BAD_SCATTER) f.code = EP_EINVAL, f.word = EP_WORD_SCATTER;
-        else if (bad) f.code = EP_EINDEX, f.got = bad - 1, f.want = s.num_experts;
-    }
+    EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_NONE, 0, 0, epoch, 0, 0};
+    for (uint32_t w = 0; w < s.num_ranks && !f.code; w++) ep_wrong_fault(&s, w, &v->wrong[w], &f);
     for (uint32_t w = 0; w < s.num_ranks; w++) {
         const uint32_t rows = (uint32_t)v->rank_rows[w];
         if (rows > s.capacity && !f.code) f.code = EP_EOVERFLOW, f.word = EP_WORD_ROWS, f.peer = w, f.want = s.capacity, f.got = rows;
@@ -310,7 +308,8 @@ EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     scan_experts(p, m, v);
     __syncthreads();
     const uint32_t r = threadIdx.x;
-    if (__syncthreads_and(r >= c->shape.num_ranks || (v->bad_of[r] == 0 && (uint32_t)v->rank_rows[r] <= c->shape.capacity))) return true;
+    if (__syncthreads_and(r >= c->shape.num_ranks || (v->wrong[r].cell[0] == 0 && (uint32_t)v->rank_rows[r] <= c->shape.capacity)))
+        return true;
     if (threadIdx.x == 0) judge(p, v, epoch);
     __syncthreads();
     return false;

@@ -15,7 +15,7 @@ struct Smem {
     int32_t *counts;
     uint32_t cells, warp_cells, sums;
     __host__ __device__ Smem(uint32_t *base, const EpShape &s, bool sorts) {
-        cells = s.num_experts + s.num_ranks + 1, warp_cells = cells + (sorts ? s.num_experts : 0);
+        cells = ep_first_wrong(&s) + 3, warp_cells = cells + (sorts ? s.num_experts : 0);
         sums = cells + (sorts ? 2 * s.num_experts : 0);
         warp_count = base, before = warp_count + EP_WARPS * warp_cells, total = before + sums;
         counts = (int32_t *)(total + sums), row_from = (uint32_t *)counts + s.num_ranks * s.num_experts;
@@ -27,9 +27,9 @@ struct Smem {
 struct Verdict { /* what all ranks agree on; in shared memory */
     int32_t code;
     int32_t rank_rows[EP_MAX_RANKS];
-    uint32_t bad_of[EP_MAX_RANKS]; /* what each rank found wrong */
+    EpWrong wrong[EP_MAX_RANKS], mine; /* what each rank found, and this one */
     uint64_t tokens_before, num_tokens;
-    uint32_t bad, num_sorted;
+    uint32_t num_sorted;
 };
 
 EP_FN bool is_clerk(void) { return threadIdx.x / 32 == EP_WARPS; }
@@ -43,7 +43,7 @@ EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t bad) {
         for (uint32_t w = 0; w < EP_WARPS; w++) n[w] = m.warp_count[w * m.warp_cells + i];
 #pragma unroll
         for (uint32_t w = 0; w < EP_WARPS; w++) m.warp_count[w * m.warp_cells + i] = sum, sum += n[w];
-        if (i < m.cells) scratch[i] = i == m.cells - 1 ? bad : sum;
+        if (i < m.cells) scratch[i] = i == ep_first_wrong(&p.comm.shape) ? bad : sum;
         else scratch[i] = sum & 0xffffu, scratch[i + p.comm.shape.num_experts] = sum >> 16;
     }
 }
@@ -88,11 +88,11 @@ EP_FN void scan_blocks(const Params &p, const Smem &m, Verdict *v) {
     if (is_clerk()) {
         uint32_t least = UINT32_MAX;
         for (uint32_t b = ep_lane(); b < gridDim.x; b += 32) {
-            const uint32_t n = __ldcg(scratch + (uint64_t)b * m.sums + m.cells - 1);
+            const uint32_t n = __ldcg(scratch + (uint64_t)b * m.sums + ep_first_wrong(&p.comm.shape));
             if (n < least) least = n;
         }
         least = ep_warp_min_u32(least);
-        if (ep_lane() == 0) v->bad = least;
+        if (ep_lane() == 0 && least != UINT32_MAX) v->mine = ep_wrong_index(least, ep_read_index(p.exp_indices, p.index_bytes, least));
     }
 }
 

@@ -107,7 +107,7 @@ typedef struct {
     uint64_t slot_stride;     /* row + trailer of dispatch and of LOCAL combine */
     uint64_t choice_stride;   /* row + trailer of SCATTER and GATHER combine */
     uint32_t num_chunks;      /* flags per source rank */
-    uint32_t num_count_cells; /* E + W + 1 */
+    uint32_t num_count_cells; /* E + W + 3 */
     uint32_t num_row_blocks;  /* of EP_TILE_ROWS rows */
 } EpCommLayout;
 
@@ -161,7 +161,7 @@ EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
     l.slot_stride = ep_align_u64(l.row_bytes + 8 + 8ull * s->num_topk, 16);
     l.choice_stride = ep_align_u64(l.row_bytes + 8, 16);
     l.num_chunks = ep_ceil_div_u32(s->max_tokens, EP_CHUNK_SLOTS);
-    l.num_count_cells = s->num_experts + s->num_ranks + 1;
+    l.num_count_cells = s->num_experts + s->num_ranks + 3;
     l.num_row_blocks = ep_ceil_div_u32(s->capacity, EP_TILE_ROWS);
     l.enter_off = ep_take(&at, 2 * w * EP_LINE, EP_LINE);
     l.header_off = ep_take(&at, 2 * w * sizeof(EpHeader), EP_LINE);
@@ -204,7 +204,7 @@ typedef struct {
     int32_t code;   /* EpCode */
     uint32_t op;
     uint32_t peer, word; /* EpWord */
-    uint32_t field, pad; /* header field, or 0 */
+    uint32_t field, pad; /* header field, or position of an index, or 0 */
     uint64_t epoch, want, got;
 } EpFaultRecord;
 typedef enum {

@@ -4,6 +4,7 @@
  *   cell e < E       choices that it routes to expert e
  *   cell E + r       distinct tokens that it sends to rank r
  *   cell E + W       what it found wrong: 0, EP_BAD_SCATTER, or 1 + the lowest position t * K + k of a bad index
+ *   the next two     that index, its lower half first
  * Rows of a rank are grouped by local expert, inside an expert by source rank, then token, then
  * choice.  So where source w's first row for expert e lies follows from the counts alone, and no rank
  * asks another for a place.  A cell is a peer's number: it is clamped before it becomes an offset. */
@@ -13,6 +14,27 @@
 
 #define EP_BAD_SCATTER 0xffffffffu /* full_scatter_indices of the wrong length */
 
+/* What a rank found wrong: its last cells, from ep_first_wrong on. */
+typedef struct {
+    uint32_t cell[3];
+} EpWrong;
+EP_PURE uint32_t ep_first_wrong(const EpShape *s) { return s->num_experts + s->num_ranks; }
+EP_PURE EpWrong ep_wrong_index(uint32_t position, int64_t index) {
+    EpWrong w = {{position + 1, (uint32_t)index, (uint32_t)((uint64_t)index >> 32)}};
+    return w;
+}
+/* The fault that all ranks see when rank `peer` found this, or nothing. */
+EP_PURE void ep_wrong_fault(const EpShape *s, uint32_t peer, const EpWrong *w, EpFaultRecord *f) {
+    if (w->cell[0] == 0) return;
+    f->peer = peer;
+    if (w->cell[0] == EP_BAD_SCATTER) {
+        f->code = EP_EINVAL, f->word = EP_WORD_SCATTER;
+    } else {
+        f->code = EP_EINDEX, f->word = EP_WORD_INDEX, f->field = w->cell[0] - 1, f->want = s->num_experts;
+        f->got = (uint64_t)w->cell[2] << 32 | w->cell[1];
+    }
+}
+
 /* The half of a cell that says which plan it belongs to; never 0, which a fresh heap holds. */
 EP_PURE uint32_t ep_cell_tag(uint64_t epoch) { return (uint32_t)(epoch % 0xffffffffu) + 1; }
 EP_PURE uint64_t ep_cell(uint64_t epoch, uint32_t value) { return (uint64_t)ep_cell_tag(epoch) << 32 | value; }
@@ -20,7 +42,7 @@ EP_PURE uint64_t ep_cell(uint64_t epoch, uint32_t value) { return (uint64_t)ep_c
 /* A peer can route at most T * K choices to one expert; a larger number is not believed. */
 EP_PURE uint32_t ep_clamp_count(const EpShape *s, uint32_t cell, uint32_t value) {
     uint32_t most = cell < s->num_experts ? s->max_tokens * s->num_topk : s->max_tokens;
-    if (cell == s->num_experts + s->num_ranks) return value;
+    if (cell >= ep_first_wrong(s)) return value;
     return value < most ? value : most;
 }
 
@@ -41,9 +63,13 @@ EP_PURE uint32_t ep_rows_before_rank(const EpShape *s, const int32_t *counts, ui
 /* Where slots are sorted by expert: the kernel counts a block's tokens in 16 bits, and the order is one of speed only. */
 EP_PURE bool ep_plan_sorts(const EpPlanParams *p) { return p->sort_slots && p->num_tokens <= EP_PLAN_BLOCKS * 32768u; }
 
-/* An index as the caller wrote it: an expert, -1 for a dropped choice (-1 or E), or -2 for nonsense. */
+/* An index as the caller wrote it. */
+EP_PURE int64_t ep_read_index(const void *exp_indices, uint32_t index_bytes, uint64_t i) {
+    return index_bytes == 8 ? ((const int64_t *)exp_indices)[i] : ((const int32_t *)exp_indices)[i];
+}
+/* What it means: an expert, -1 for a dropped choice (-1 or E), or -2 for nonsense. */
 EP_PURE int32_t ep_read_expert(const void *exp_indices, uint32_t index_bytes, uint64_t i, uint32_t num_experts) {
-    int64_t v = index_bytes == 8 ? ((const int64_t *)exp_indices)[i] : ((const int32_t *)exp_indices)[i];
+    int64_t v = ep_read_index(exp_indices, index_bytes, i);
     if (v == -1 || v == (int64_t)num_experts) return -1;
     return v < 0 || v > (int64_t)num_experts ? -2 : (int32_t)v;
 }

@@ -163,9 +163,10 @@ static bool bad_index_body(Rank *me, void *arg) {
         c.index[me->rank] = wide, c.has_wide_index = true;
         Step st = step_open(me, &c, 0);
         WANT(me, EP_EINDEX, call_plan(&st));
-        char want[64];
-        snprintf(want, sizeof want, "rank 1: expert index of token %u, choice %u ", c.num_tokens[1] * K / 2 / K,
-                 c.num_tokens[1] * K / 2 % K);
+        char want[80];
+        uint32_t last = c.num_tokens[1] * K - 1, bad = c.num_tokens[1] * K / 2;
+        snprintf(want, sizeof want, "rank 1: expert index %lld of token %u, choice %u ", bad == last ? -9ll : (long long)nonsense[i],
+                 bad / K, bad % K);
         CHECK(me, strstr(ep_error_text(), want));
         uint32_t num_rows;
         WANT(me, EP_EPEER, ep_layer_num_rows(me->layer, 0, NULL, NULL, &num_rows));
