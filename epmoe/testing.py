@@ -4,30 +4,28 @@ import io
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import threading
 import time
 import traceback
 
 import torch
+import torch.distributed as dist
 
 
-def _free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def meeting_place():
+    """A store of torch.distributed where ranks on this machine meet; its `port` is taken as long as it lives, so that nobody else
+    can take it before the first rank comes."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _rank_main(fn, rank, world_size, port, backend, args, pipe):
-    import torch.distributed as dist
-
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
         if backend == "nccl":
             torch.cuda.set_device(rank)
         if backend:
-            dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+            dist.init_process_group(backend, store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=world_size)
         buffer = io.BytesIO()
         torch.save(fn(rank, world_size, *args), buffer)  # by value: this process ends before the parent looks
         pipe.send((True, buffer.getvalue()))
@@ -45,10 +43,10 @@ def run_ranks(fn, world_size, *args, timeout_s=60.0, backend="gloo", may_die=())
     rank's traceback; no process is left.
     """
     spawn = multiprocessing.get_context("spawn")
-    port, processes, pipes = _free_port(), [], []
+    store, processes, pipes = meeting_place(), [], []
     for rank in range(world_size):
         mine, theirs = spawn.Pipe(duplex=False)
-        p = spawn.Process(target=_rank_main, args=(fn, rank, world_size, port, backend, args, theirs), daemon=True)
+        p = spawn.Process(target=_rank_main, args=(fn, rank, world_size, store.port, backend, args, theirs), daemon=True)
         p.start()
         theirs.close()
         processes.append(p)

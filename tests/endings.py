@@ -13,7 +13,7 @@ import torch
 
 import epmoe
 from cases import Case, check_case, inputs_of, indices_of, make_layer, outcome, process_ranks, run_routing
-from epmoe.testing import _free_port, run_ranks
+from epmoe.testing import meeting_place, run_ranks
 from faults import place
 from traces import abstract_names, files_in_use, gpu_held, held, left_over, remember_names, shared_memory_names
 
@@ -161,7 +161,7 @@ import epmoe
 rank, port, device = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 if device == "cuda":
     torch.cuda.set_device(rank)
-dist.init_process_group("gloo", init_method="tcp://127.0.0.1:" + port, rank=rank, world_size=2)
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", int(port)), rank=rank, world_size=2)
 world = epmoe.World(timeout_s=60)
 layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=4, device=device, num_buffers=2)
 layer.ep_barrier_all()
@@ -199,8 +199,8 @@ print("end", time.monotonic(), flush=True)
 
 def leave(script, kind):
     """What both ranks printed, and the seconds that each needed to leave after its last word."""
-    port = str(_free_port())
-    processes = [subprocess.Popen([sys.executable, "-c", script, str(r), port, kind], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in (0, 1)]
+    store = meeting_place()
+    processes = [subprocess.Popen([sys.executable, "-c", script, str(r), str(store.port), kind], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in (0, 1)]
     ended, deadline = [None, None], time.monotonic() + 90
     while None in ended and time.monotonic() < deadline:
         for i, p in enumerate(processes):

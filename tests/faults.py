@@ -109,14 +109,23 @@ def until_error(layer, step, g, limit_s=60.0):
     raise AssertionError("nothing was raised")
 
 
+def begin(device, mode, how, g):
+    world = epmoe.World(None, timeout_s=60.0)
+    layer = make_layer(world, device, mode, how)
+    step = trainer(layer) if how == "train" else fuser(layer) if how == "fuse" else move
+    step(layer, g)
+    return world, layer, step
+
+
 def killed(rank, world_size, victim, delay, how, mode, kind, folder):
     """A rank of one kill; the survivors return what they saw."""
     gc.freeze()  # what was there before is not looked through again
-    device, g, before, names = place(rank, kind), torch.Generator().manual_seed(rank), held(), remember_names()
-    world = epmoe.World(None, timeout_s=60.0)
-    layer = make_layer(world, device, mode, how)
-    step, note = trainer(layer) if how == "train" else fuser(layer) if how == "fuse" else move, os.path.join(folder, "when")
-    step(layer, g)
+    device, g, note = place(rank, kind), torch.Generator().manual_seed(rank), os.path.join(folder, "when")
+    world, layer, step = begin(device, mode, how, g)  # what is only made once: torch's threads for gradients on GPUs
+    layer.finalize()
+    world.close()
+    before, names = held(), remember_names()
+    world, layer, step = begin(device, mode, how, g)
     world.exchange(b"go")
 
     def die():  # while the rank is wherever it is

@@ -7,13 +7,14 @@ warm/); under torchrun with GPUs, rank 0 starts each with a torchrun of its own 
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from epmoe.testing import meeting_place
 
 ROOT = Path(__file__).resolve().parent.parent
 SEEDS = "-M 48 -N 64 --topk 8 -G 384 --drop_ratio 0.3 --enable-local-combine --check --iters 2"  # their command line, but small
@@ -144,13 +145,12 @@ says(), says(combine=wrong_sum), says(dispatch=wrong_row), says(dispatch=wrong_w
 @pytest.mark.cpu_only
 def test_examples_ep_a2a_finds_faults(tmp_path):
     """What a faulty layer would give, put between the layer and ep_a2a.py: which says what is wrong, where."""
-    with socket.socket() as s:  # one rank, as torchrun would start it, so that the fault is in its process
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    store = meeting_place()  # one rank, as torchrun would start it, so that the fault is in its process
     arguments = "-M 16 -N 16 --topk 4 -G 8 --check --iters 1"
     program = f"import sys; sys.argv = [{str(ROOT / 'examples/ep_a2a.py')!r}, *{arguments!r}.split()]\n{FAULTY_LAYERS}"
     code, output = run([sys.executable, "-c", program], tmp_path, CUDA_VISIBLE_DEVICES="", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
-                       LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}")
+                       LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+                       PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}")
     said = [line for line in output.splitlines() if line.startswith("exit status")]
     wanted = ["check passed", "combine: token 5", "dispatch: row 7", "dispatch: weight of row 9", "dispatch: 63 rows, wanted 64"]
     assert code == 0 and len(said) == len(wanted), output
