@@ -123,6 +123,7 @@ class Ranks:
         return [r for r, _, _ in outcomes]
 
     def close(self):
+        """The next call has a new world."""
         if self.world is not None:
             with contextlib.suppress(Exception):
                 self.world.close()

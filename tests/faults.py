@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ import epmoe
 from cases import MODES, poison_memory, process_ranks
 from epmoe import _C
 from epmoe.testing import run_ranks
-from traces import abstract_names, held, left_over, remember_names, shared_memory_names
+from traces import abstract_names, held, holdings, kept, left_over, more_of_ours, remember_names, shared_memory_names
 
 SIZES = {"cpu": (40, 64, 3), "cuda": (256, 512, 4)}  # T, H, K
 STOP_LIMIT_S = 2.0
@@ -124,8 +125,9 @@ def killed(rank, world_size, victim, delay, how, mode, kind, folder):
     world, layer, step = begin(device, mode, how, g)  # what is only made once: torch's threads for gradients on GPUs
     layer.finalize()
     world.close()
-    before, names = held(), remember_names()
+    before, things, names = held(), holdings(), remember_names()
     world, layer, step = begin(device, mode, how, g)
+    ended = weakref.ref(world)
     world.exchange(b"go")
 
     def die():  # while the rank is wherever it is
@@ -151,7 +153,8 @@ def killed(rank, world_size, victim, delay, how, mode, kind, folder):
         layer.synchronize()
     world.close()
     del layer, world
-    return told, culprit, latency, works and right, left_over(before, held(), kind, maps=200), names
+    left = kept(ended) or (left_over(before, held(), kind, maps=200) if kind == "cpu" else more_of_ours(things, holdings()))
+    return told, culprit, latency, works and right, left and f"{left}; in all {dict(holdings() - things)}", names
 
 
 def kills(num, ranks, kind, seed=0, say=lambda done: None):

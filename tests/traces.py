@@ -1,8 +1,10 @@
 """What a process holds while it lives, and what is left when it is gone."""
 
+import collections
 import contextlib
 import gc
 import os
+import types
 
 import torch
 
@@ -38,6 +40,36 @@ def grown(before, after, maps=0, rss_kib=None):
 def left_over(before, after, kind, maps=8):
     """grown(), where CUDA and NCCL keep what they like."""
     return grown(before, after, maps) if kind == "cpu" else grown(before, after | {k: min(before[k], after[k]) for k in ("heaps", "memfds")}, maps=200)
+
+
+def holdings():
+    """The kinds of its open files and the names of its threads, counted: what held() has only the numbers of."""
+    with open("/proc/net/unix") as f:
+        local = {f"socket:[{line.split()[6]}]" for line in f if line[0] != "N"}  # behind the heading; a socket's inode
+    things = collections.Counter("unix socket" if link in local else link.split(":")[0] for link in _links())
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as f:
+            things[f"thread {f.read().strip()}"] += 1
+    return things
+
+
+def more_of_ours(before, after):
+    """Of two holdings(), what there is more of that torch and CUDA do not have: as text, "" when nothing."""
+    theirs = ("socket", "pipe", "anon_inode", "/dev/nvidia", "/memfd", "thread gloo", "thread pt_gloo", "thread pt_autograd", "thread cuda")
+    return ", ".join(f"{num} {what} more" for what, num in sorted((after - before).items()) if not what.startswith(theirs))
+
+
+def kept(ref, steps=4):
+    """What keeps an object that should be gone, and what keeps that, as text; "" when it is gone."""
+    gc.collect()
+    objects, chain, seen = [ref()], [], set()
+    if objects[0] is None:
+        return ""
+    for _ in range(steps):
+        seen |= {id(objects), *map(id, objects)}
+        objects = [o for o in gc.get_referrers(*objects) if id(o) not in seen and not (isinstance(o, types.FrameType) and o.f_code is kept.__code__)]
+        chain.append(", ".join(o.f_code.co_qualname if isinstance(o, types.FrameType) else type(o).__name__ for o in objects[:5]))
+    return f"the {type(ref()).__name__} is kept by " + " <- ".join(chain)
 
 
 def gpu_held(device):
