@@ -86,6 +86,7 @@ static int start_watchdog(EpWorld *w) {
     int e = pthread_create(&w->watchdog, NULL, ep_world_watch_main, w);
     if (e) return ep_error(EP_ESYS, "no thread for the watchdog: %s", strerror(e));
     w->has_watchdog = true;
+    pthread_setname_np(w->watchdog, "epmoe watchdog"); /* for debuggers and top -H */
     return 0;
 }
 

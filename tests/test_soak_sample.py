@@ -4,6 +4,7 @@ import os
 import random
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import fuzz_module
 import soak
 from cases import process_ranks
 from epmoe import _C
-from traces import grown, held
+from traces import grown, held, holdings, kept, more_of_ours
 
 OPTIONS = {"seed": 7, "num": 600, "steps": 100, "processes": 1, "ranks": 2, "rss_kib": 8192}
 
@@ -106,13 +107,18 @@ def test_soak_cycles_notice_a_descriptor():
 @pytest.mark.cpu_only
 def test_soak_held_sees_memory_and_files(tmp_path):
     """What the leak check counts is counted."""
-    before = held()
+    before, things = held(), holdings()
     world = epmoe.thread_worlds(1)[0]
     heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
     now = held()
     assert now["heaps"] == before["heaps"] + 1 and now["threads"] == before["threads"] + 1 and "threads" in grown(before, now)
+    assert more_of_ours(things, holdings()) == "1 thread epmoe watchdog more"
+    ended = weakref.ref(world)
+    assert kept(ended).startswith("the World is kept by ") and "SymmetricHeap" in kept(ended)
     heap.close()
     world.close()
+    del heap, world
+    assert kept(ended) == "" and more_of_ours(things, holdings()) == ""
 
 
 # ---- faults ----

@@ -1,11 +1,9 @@
 """Ranks that die or stop: what the others see, how soon, and that nothing is left behind."""
 
-import contextlib
 import os
 import random
 import re
 import signal
-import socket
 import threading
 import time
 
@@ -21,14 +19,6 @@ pytestmark = pytest.mark.cpu_only
 CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
 
 
-def free_ports(n):
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(n)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [s.getsockname()[1] for s in sockets]
-
-
 def step(layer, arguments):
     rows, row_weight, layout = layer.dispatch(**arguments)
     return layer.combine(rows, layout, row_weight)
@@ -42,12 +32,12 @@ def arguments_of(layer, case=CASE):
 # ---- kill -9 ----
 
 
-def _die_in_turn(rank, world_size, ports, seed, folder):
+def _die_in_turn(rank, world_size, num_deaths, seed, folder):
     """One rank after the other is killed in the middle of steps; the rest go on as a smaller world, down to one."""
     torch.set_num_threads(1)
     pick, alive, told, names = random.Random(seed), list(range(world_size)), [], remember_names()
     held()
-    for turn, port in enumerate(ports):
+    for turn in range(num_deaths):
         me, victim, delay, mode, num_sm = alive.index(rank), pick.randrange(len(alive)), pick.random() * 0.08, pick.choice(MODES), pick.choice((1, 3))
         before = held()
         world = epmoe.World(timeout_s=20)
@@ -77,7 +67,7 @@ def _die_in_turn(rank, world_size, ports, seed, folder):
         told[-1] += (endings, before, held())
         dist.destroy_process_group()
         alive.pop(victim)
-        store = dist.TCPStore("127.0.0.1", port, len(alive), is_master=alive[0] == rank)
+        store = dist.FileStore(os.path.join(folder, f"store{turn}"), len(alive))
         dist.init_process_group("gloo", store=store, rank=alive.index(rank), world_size=len(alive))
         world = epmoe.World(timeout_s=20)
         layer = make_layer(world, "cpu", CASE)
@@ -99,7 +89,7 @@ def test_world_survives_kill_9(tmp_path, seed):
     for _ in range(3):  # the same picks as the ranks make
         dead.append(alive.pop(victims.randrange(len(alive))))
         victims.random(), victims.choice(MODES), victims.choice((1, 3))
-    results = process_ranks(_die_in_turn, 4, free_ports(3), seed, str(tmp_path), timeout_s=90, may_die=tuple(dead))
+    results = process_ranks(_die_in_turn, 4, 3, seed, str(tmp_path), timeout_s=90, may_die=tuple(dead))
     assert [r is None for r in results] == [rank in dead for rank in range(4)]
     told, names = results[alive[0]]
     assert len(told) == 3
