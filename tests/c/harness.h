@@ -134,6 +134,7 @@ typedef struct {
 enum { WITH_SCATTER = 1, WITH_WEIGHTS = 2, WITHOUT_SLACK = 4 };
 void case_make(Case *c, const EpShape *shape, Rng *rng, Route route, unsigned options);
 void case_free(Case *c);
+void *take(uint64_t num_bytes); /* as many bytes and none more, or the end of the program */
 /* Rows of the fullest rank, at least 1: the capacity that just suffices. */
 uint32_t most_rows(const Case *cases, uint32_t num_cases);
 
@@ -168,8 +169,26 @@ bool run_step(Rank *me, const Case *c, uint32_t buffer);
 bool with_cases(Body *body, EpLayerConfig config, bool dies, uint32_t num_cases);
 bool all_bytes_are(const void *at, uint64_t num_bytes, unsigned char value);
 
-/* ---- tests outside test_protocol.c ---- */
+/* ---- tests ---- */
 
+bool test_steps_local(void);
+bool test_steps_scatter(void);
+bool test_steps_gather(void);
+bool test_steps_large(void);
+bool test_buffers(void);
+bool test_reuse(void);
+bool test_scatter(void);
+bool test_epochs(void);
+bool test_bad_index(void);
+bool test_overflow(void);
+bool test_bad_scatter(void);
+bool test_refuse(void);
+bool test_disagree(void);
+bool test_configs(void);
+bool test_stay_away(void);
+bool test_leave(void);
+bool test_abort(void);
+bool test_exchange(void);
 bool test_heap_alloc(void);
 bool test_allocator(void);
 bool test_room(void);

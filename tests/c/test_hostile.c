@@ -324,14 +324,9 @@ static bool run_processes(Fate fate) {
     memset(&meeting, 0, sizeof meeting);
     snprintf(seed, sizeof seed, "%llu", (unsigned long long)test_seed);
     for (uint32_t r = 0; r < NUM_CHILDREN; r++) {
-        char *argv[] = {(char *)"test_protocol",
-                        (char *)"-s",
-                        seed,
-                        (char *)(fate == FATE_KILLED   ? "--killed"
-                                 : fate == FATE_ABSENT ? "--absent"
-                                                       : "--child"),
-                        rank,
-                        NULL};
+        char *argv[] = {(char *)"main", (char *)"-s",
+                        seed,           (char *)(fate == FATE_KILLED ? "--killed" : fate == FATE_ABSENT ? "--absent" : "--child"),
+                        rank,           NULL};
         posix_spawn_file_actions_t files;
         rank[0] = (char)('0' + r);
         if (pipe2(in[r], O_CLOEXEC) || pipe2(out[r], O_CLOEXEC)) abort();

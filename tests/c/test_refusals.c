@@ -1,152 +1,5 @@
-/* test_protocol.c - the CPU side of epmoe under test: steps against a brute-force oracle, the heap, and
- * every way in which ranks can fail, disagree, stay away, leave, or write nonsense.
- *
- *   test_protocol [-s seed] [-n per cent of the usual steps] [-t timeout in seconds] [part of a test's name ...]
- */
-#include <signal.h>
-
+/* test_refusals.c - every way in which ranks can fail, disagree, stay away, leave, or give up, and the calls after it. */
 #include "harness.h"
-
-/* ---- steps ---- */
-
-typedef struct {
-    Case *cases;
-    uint32_t num_cases, num_buffers;
-    uint64_t first_epoch;
-} Cases;
-
-static bool steps_body(Rank *me, void *arg) {
-    const Cases *s = (const Cases *)arg;
-    if (s->first_epoch) WANT(me, 0, ep_layer_set_epoch(me->layer, 0, s->first_epoch, NULL));
-    for (uint32_t i = 0; i < s->num_cases; i++) TRY(run_step(me, &s->cases[i], i % s->num_buffers));
-    return true;
-}
-
-static bool run_cases(const EpLayerConfig *config, Body *body, uint32_t num_cases, uint64_t first_epoch, uint64_t seed, unsigned options) {
-    Setup setup = {.num_ranks = config->shape.num_ranks, .config = *config};
-    Cases s = {(Case *)calloc(num_cases, sizeof(Case)), num_cases, config->num_buffers, first_epoch};
-    Rng rng = {test_seed * 7777 + seed};
-    for (uint32_t i = 0; i < num_cases; i++) case_make(&s.cases[i], &config->shape, &rng, (Route)((i + seed) % NUM_ROUTES), options);
-    setup.config.shape.capacity = most_rows(s.cases, num_cases); /* what just suffices */
-    bool ok = run_team(&setup, body, &s);
-    for (uint32_t i = 0; i < num_cases; i++) case_free(&s.cases[i]);
-    free(s.cases);
-    return ok;
-}
-
-static bool steps_of_mode(EpCombineMode mode) {
-    for (uint32_t num_ranks = 1, seed = 0; num_ranks <= 4; num_ranks++)
-        for (uint32_t num_sm = 1; num_sm <= 3; num_sm++, seed++) {
-            uint32_t dtype = (uint32_t)(seed + mode + test_seed) % 3;
-            EpShape shape = {num_ranks, num_ranks * (1 + seed % 4), 1 + (seed * 3 + 3) % 5, 9 + 5 * (seed % 4), 8u << seed % 3, dtype, mode,
-                             0};
-            EpLayerConfig config = {shape, 2, num_sm, 0};
-            TRY(run_cases(&config, steps_body, scaled(40), 0, seed, 0));
-        }
-    return true;
-}
-static bool test_steps_local(void) { return steps_of_mode(EP_COMBINE_LOCAL); }
-static bool test_steps_scatter(void) { return steps_of_mode(EP_COMBINE_SCATTER); }
-static bool test_steps_gather(void) { return steps_of_mode(EP_COMBINE_GATHER); }
-
-/* Rows, slots and tiles in number: the hot expert has more rows than a tile. */
-static bool test_steps_large(void) {
-    EpLayerConfig config = {{3, 12, 6, 96, 64, EP_BF16, EP_COMBINE_LOCAL, 0}, 1, 3, 0};
-    for (uint32_t mode = 0; mode < 3; mode++) {
-        config.shape.combine_mode = mode;
-        TRY(run_cases(&config, steps_body, scaled(12), 0, ROUTE_HOT + mode, 0));
-    }
-    return true;
-}
-
-/* Two calls in flight, one per buffer, and their stages mixed. */
-static bool buffers_body(Rank *me, void *arg) {
-    const Cases *s = (const Cases *)arg;
-    for (uint32_t i = 0; i + 1 < s->num_cases; i += 2) {
-        Step a = step_open(me, &s->cases[i], 0), b = step_open(me, &s->cases[i + 1], 1);
-        WANT(me, 0, call_plan(&a));
-        WANT(me, 0, call_plan(&b));
-        WANT(me, 0, call_dispatch(&b));
-        WANT(me, 0, call_dispatch(&a));
-        WANT(me, 0, call_combine(&a));
-        WANT(me, 0, ep_layer_barrier(me->layer, 1, NULL));
-        WANT(me, 0, call_combine(&b));
-        TRY(check_plan(&a) && check_dispatch(&a) && check_combine(&a));
-        TRY(check_plan(&b) && check_dispatch(&b) && check_combine(&b));
-        step_close(&a), step_close(&b);
-    }
-    WANT(me, 0, ep_layer_sync(me->layer, NULL));
-    return true;
-}
-static bool test_buffers(void) {
-    for (uint32_t mode = 0; mode < 3; mode++) {
-        EpLayerConfig config = {{3, 6, 4, 12, 16, EP_BF16, mode, 0}, 2, 2, 0};
-        TRY(run_cases(&config, buffers_body, scaled(50) + 2, 0, mode, 0));
-    }
-    return true;
-}
-
-/* One plan for many dispatches and combines, each with new tokens. */
-static bool reuse_body(Rank *me, void *arg) {
-    const Cases *s = (const Cases *)arg;
-    Case c = s->cases[0];
-    Step st = step_open(me, &c, 0);
-    WANT(me, 0, call_plan(&st));
-    for (uint32_t i = 0; i < 2 * scaled(30); i++) {
-        Case *now = &s->cases[i % 2]; /* the second has the same routing */
-        st.c = now;
-        WANT(me, 0, call_dispatch(&st));
-        TRY(check_dispatch(&st));
-        WANT(me, 0, call_combine(&st));
-        TRY(check_combine(&st));
-    }
-    step_close(&st);
-    return true;
-}
-static bool test_reuse(void) {
-    for (uint32_t mode = 0; mode < 3; mode++) {
-        EpLayerConfig config = {{2, 6, 3, 12, 8, EP_F32, mode, 0}, 1, 2, 0};
-        Setup setup = {.num_ranks = 2, .config = config};
-        Case cases[2];
-        Cases s = {cases, 2, 1, 0};
-        for (uint32_t i = 0; i < 2; i++) { /* from the same seed */
-            Rng rng = {test_seed + mode};
-            case_make(&cases[i], &config.shape, &rng, ROUTE_RANDOM, WITH_WEIGHTS | WITHOUT_SLACK);
-        }
-        for (uint32_t w = 0; w < 2; w++) { /* the same routing, all numbers doubled: exact in float32 */
-            float *doubled[] = {(float *)cases[1].x[w], (float *)cases[1].y[w], (float *)cases[1].out[w]};
-            uint32_t n[] = {cases[1].num_tokens[w], cases[1].num_rows[w], cases[1].num_tokens[w]};
-            for (uint32_t j = 0; j < 3; j++)
-                for (uint32_t i = 0; i < n[j] * config.shape.hidden; i++) doubled[j][i] *= 2;
-        }
-        setup.config.shape.capacity = most_rows(cases, 2);
-        bool ok = run_team(&setup, reuse_body, &s);
-        case_free(&cases[0]), case_free(&cases[1]);
-        TRY(ok);
-    }
-    return true;
-}
-
-/* The caller chooses the rows. */
-static bool test_scatter(void) {
-    for (uint32_t num_ranks = 1; num_ranks <= 4; num_ranks++)
-        for (uint32_t mode = 0; mode < 3; mode++) {
-            EpLayerConfig config = {{num_ranks, 4 * num_ranks, 3, 10, 8, EP_F32, mode, 0}, 1, 2, 0};
-            TRY(run_cases(&config, steps_body, scaled(14), 0, num_ranks, WITH_SCATTER));
-        }
-    return true;
-}
-
-/* Where a half of the epoch, or a sign bit, turns over. */
-static bool test_epochs(void) {
-    static const uint64_t turns[] = {1ull << 31, 1ull << 32, 1ull << 63};
-    for (uint32_t i = 0; i < 3; i++)
-        for (uint64_t before = 1; before <= 5; before++) {
-            EpLayerConfig config = {{3, 6, 2, 8, 8, EP_F32, (uint32_t)(before % 3), 0}, 1, 2, 0};
-            TRY(run_cases(&config, steps_body, 4, turns[i] - before, before, 0));
-        }
-    return true;
-}
 
 /* ---- calls that fail, and the calls after them ---- */
 
@@ -178,7 +31,7 @@ static bool bad_index_body(Rank *me, void *arg) {
     }
     return true;
 }
-static bool test_bad_index(void) { return with_cases(bad_index_body, small_config(3), false, 2); }
+bool test_bad_index(void) { return with_cases(bad_index_body, small_config(3), false, 2); }
 
 static bool overflow_body(Rank *me, void *arg) {
     Case *cases = (Case *)arg;
@@ -191,7 +44,7 @@ static bool overflow_body(Rank *me, void *arg) {
     }
     return true;
 }
-static bool test_overflow(void) {
+bool test_overflow(void) {
     Case cases[2];
     Setup setup = {.num_ranks = 3, .config = small_config(3)};
     Rng rng = {test_seed};
@@ -225,7 +78,7 @@ static bool bad_scatter_body(Rank *me, void *arg) {
     step_close(&st);
     return run_step(me, &cases[1], 0);
 }
-static bool test_bad_scatter(void) { return with_cases(bad_scatter_body, small_config(3), false, 2); }
+bool test_bad_scatter(void) { return with_cases(bad_scatter_body, small_config(3), false, 2); }
 
 /* Rank 1's argument is wrong: it gets its own error, the others PeerError, and the next call works. */
 static bool refuse_body(Rank *me, void *arg) {
@@ -263,7 +116,7 @@ static bool refuse_body(Rank *me, void *arg) {
     step_close(&st);
     return run_step(me, &cases[1], 0);
 }
-static bool test_refuse(void) { return with_cases(refuse_body, small_config(3), false, 2); }
+bool test_refuse(void) { return with_cases(refuse_body, small_config(3), false, 2); }
 
 /* Every rank is told, whoever it is that differs; and the call after it works. */
 static bool disagree_body(Rank *me, void *arg) {
@@ -297,7 +150,7 @@ static bool disagree_body(Rank *me, void *arg) {
     }
     return true;
 }
-static bool test_disagree(void) { return with_cases(disagree_body, small_config(3), false, 1); }
+bool test_disagree(void) { return with_cases(disagree_body, small_config(3), false, 1); }
 
 /* Layers that differ: nobody gets one, both values are named, and the next one can be made. */
 typedef struct {
@@ -313,7 +166,7 @@ static bool configs_body(Rank *me, void *arg) {
     WANT(me, 0, ep_layer_create(me->heap, &same, &me->layer));
     return true;
 }
-static bool test_configs(void) {
+bool test_configs(void) {
     static const char *const texts[] = {
         "hidden: rank 1 has 32, rank 0 has 16", "topk", "dtype", "combine_mode", "capacity", "num_buffers", "max_tokens"};
     for (uint32_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
@@ -368,7 +221,7 @@ static bool stay_away_body(Rank *me, void *arg) {
     step_close(&st);
     return true;
 }
-static bool test_stay_away(void) {
+bool test_stay_away(void) {
     for (missed = MISS_PLAN; missed < NUM_MISSES; missed++)
         if (!with_cases(stay_away_body, small_config(3), true, 1)) {
             fprintf(stderr, "FAILED with rank 2 missing from call %d\n", (int)missed);
@@ -392,7 +245,7 @@ static bool leave_body(Rank *me, void *arg) {
     step_close(&st);
     return true;
 }
-static bool test_leave(void) { return with_cases(leave_body, small_config(3), true, 1); }
+bool test_leave(void) { return with_cases(leave_body, small_config(3), true, 1); }
 
 /* All-to-all over the sockets; between them ranks that give another size, or nothing. */
 static bool exchange_body(Rank *me, void *arg) {
@@ -414,7 +267,7 @@ static bool exchange_body(Rank *me, void *arg) {
     WANT(me, 0, ep_world_check(me->world));
     return true;
 }
-static bool test_exchange(void) {
+bool test_exchange(void) {
     Setup setup = {.num_ranks = 4};
     return run_team(&setup, exchange_body, NULL);
 }
@@ -429,95 +282,4 @@ static bool abort_body(Rank *me, void *arg) {
     step_close(&st);
     return true;
 }
-static bool test_abort(void) { return with_cases(abort_body, small_config(3), true, 1); }
-
-/* ---- main ---- */
-
-static const struct {
-    const char *name;
-    bool (*run)(void);
-    bool not_tsan; /* it races on purpose, or runs in processes that the thread sanitizer cannot join */
-} tests[] = {
-    {"steps_local", test_steps_local, false},
-    {"steps_scatter", test_steps_scatter, false},
-    {"steps_gather", test_steps_gather, false},
-    {"steps_large", test_steps_large, false},
-    {"buffers", test_buffers, false},
-    {"reuse", test_reuse, false},
-    {"full_scatter", test_scatter, false},
-    {"epochs", test_epochs, false},
-    {"heap_alloc", test_heap_alloc, false},
-    {"allocator", test_allocator, false},
-    {"room", test_room, false},
-    {"heap_huge", test_heap_huge, false},
-    {"heap_layer", test_heap_layer, false},
-    {"heap_words", test_heap_words, false},
-    {"heap_create", test_heap_create, false},
-    {"heap_full", test_heap_full, false},
-    {"no_memory", test_no_memory, false},
-    {"device", test_device, false},
-    {"leave_busy", test_leave_busy, false},
-    {"stuck_in_order", test_stuck_in_order, false},
-    {"stuck_out_of_order", test_stuck_out_of_order, false},
-    {"heap_abort", test_heap_abort, false},
-    {"closed", test_closed, false},
-    {"world_release", test_world_release, false},
-    {"bad_index", test_bad_index, false},
-    {"overflow", test_overflow, false},
-    {"bad_scatter", test_bad_scatter, false},
-    {"refuse", test_refuse, false},
-    {"disagree", test_disagree, false},
-    {"configs", test_configs, false},
-    {"stay_away", test_stay_away, false},
-    {"leave", test_leave, false},
-    {"abort", test_abort, false},
-    {"exchange", test_exchange, false},
-    {"short_rows", test_short_rows, false},
-    {"hostile", test_hostile, true},
-    {"notes", test_hostile_notes, false},
-    {"processes", test_processes, true},
-    {"killed_process", test_killed_process, true},
-    {"absent_process", test_absent_process, true},
-};
-static const char *running = "";
-
-/* A hang is the one fault that no check sees. */
-static void hang(int signal_number) {
-    static const char text[] = "FAILED: hangs in ";
-    (void)signal_number;
-    if (write(STDERR_FILENO, text, sizeof text - 1) < 0 || write(STDERR_FILENO, running, strlen(running)) < 0 ||
-        write(STDERR_FILENO, "\n", 1) < 0)
-        _exit(71);
-    _exit(70);
-}
-
-int main(int argc, char **argv) {
-    uint32_t num_passed = 0, num_failed = 0;
-    int option = 1;
-    for (; option + 1 < argc && argv[option][0] == '-'; option += 2) {
-        const char *value = argv[option + 1];
-        if (!strcmp(argv[option], "-s")) test_seed = strtoull(value, NULL, 10);
-        if (!strcmp(argv[option], "-n")) test_scale = (uint32_t)strtoul(value, NULL, 10);
-        if (!strcmp(argv[option], "-t")) long_timeout_s = strtod(value, NULL);
-        if (!strcmp(argv[option], "--child")) return child_main((uint32_t)atoi(value), FATE_LIVES);
-        if (!strcmp(argv[option], "--killed")) return child_main((uint32_t)atoi(value), FATE_KILLED);
-        if (!strcmp(argv[option], "--absent")) return child_main((uint32_t)atoi(value), FATE_ABSENT);
-    }
-    signal(SIGALRM, hang);
-    for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
-        bool wanted = option == argc;
-        for (int a = option; a < argc; a++) wanted = wanted || strstr(tests[i].name, argv[a]);
-        if (!wanted || (HAVE_TSAN && tests[i].not_tsan)) continue;
-        running = tests[i].name;
-        double start = seconds_now();
-        alarm(120);
-        bool ok = tests[i].run();
-        alarm(0);
-        printf("%-16s %s %.2f s\n", running, ok ? "ok" : "FAILED", seconds_now() - start);
-        fflush(stdout);
-        if (ok) num_passed++;
-        else num_failed++;
-    }
-    printf("%u passed, %u failed\n", num_passed, num_failed);
-    return num_failed ? 1 : 0;
-}
+bool test_abort(void) { return with_cases(abort_body, small_config(3), true, 1); }
