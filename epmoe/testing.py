@@ -43,10 +43,10 @@ def run_ranks(fn, world_size, *args, timeout_s=60.0, backend="gloo", may_die=())
     rank's traceback; no process is left.
     """
     spawn = multiprocessing.get_context("spawn")
-    store, processes, pipes = meeting_place(), [], []
+    store, processes, pipes = meeting_place() if backend else None, [], []
     for rank in range(world_size):
         mine, theirs = spawn.Pipe(duplex=False)
-        p = spawn.Process(target=_rank_main, args=(fn, rank, world_size, store.port, backend, args, theirs), daemon=True)
+        p = spawn.Process(target=_rank_main, args=(fn, rank, world_size, store and store.port, backend, args, theirs), daemon=True)
         p.start()
         theirs.close()
         processes.append(p)

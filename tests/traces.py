@@ -55,7 +55,7 @@ def holdings():
 
 def more_of_ours(before, after):
     """Of two holdings(), what there is more of that can only be epmoe's: as text, "" when nothing.  On GPUs, where torch and CUDA keep more
-    than that as they like: a gloo group that is destroyed, for one, has its threads and connections on where its ranks have trained."""
+    than that as they like: as much as a gloo group has was seen to stay where ranks had trained."""
     return ", ".join(f"{num} {what} more" for what, num in sorted((after - before).items()) if what.startswith(("unix socket", "thread epmoe")))
 
 
