@@ -210,7 +210,7 @@ void ep_cpu_plan(const EpPlanParams *p) {
     if (epoch) {
         EpHeader h = ep_make_header(c, EP_OP_PLAN, NULL, p->num_tokens, 0);
         if (!(EP_FAULT(11) && p->num_tokens == 0)) ep_enter(c, &h, epoch);
-        uint32_t cells[EP_MAX_EXPERTS + EP_MAX_RANKS + 3] = {0}, sorted_from[EP_MAX_EXPERTS];
+        uint32_t cells[EP_MAX_EXPERTS + EP_MAX_RANKS + EP_WRONG_CELLS] = {0}, sorted_from[EP_MAX_EXPERTS];
         memset(p->plan, 0, EP_HEAD_WORDS * sizeof *p->plan);
         count_choices(p, cells);
         code = make_plan(p, cells, sorted_from, epoch);

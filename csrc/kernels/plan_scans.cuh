@@ -15,7 +15,7 @@ struct Smem {
     int32_t *counts;
     uint32_t cells, warp_cells, sums;
     __host__ __device__ Smem(uint32_t *base, const EpShape &s, bool sorts) {
-        cells = ep_first_wrong(&s) + 3, warp_cells = cells + (sorts ? s.num_experts : 0);
+        cells = ep_first_wrong(&s) + EP_WRONG_CELLS, warp_cells = cells + (sorts ? s.num_experts : 0);
         sums = cells + (sorts ? 2 * s.num_experts : 0);
         warp_count = base, before = warp_count + EP_WARPS * warp_cells, total = before + sums;
         counts = (int32_t *)(total + sums), row_from = (uint32_t *)counts + s.num_ranks * s.num_experts;

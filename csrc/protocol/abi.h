@@ -17,6 +17,7 @@
 #define EP_MAX_RANKS 8u
 #define EP_MAX_TOPK 32u
 #define EP_MAX_EXPERTS 1024u
+#define EP_WRONG_CELLS 3u   /* what a rank found wrong, in a plan's line of cells */
 #define EP_PLAN_BLOCKS 128u /* thread blocks of the plan kernel at most */
 #define EP_CHUNK_SLOTS 4u   /* slots behind one flag */
 #define EP_TILE_ROWS 128    /* rows of a grouped-GEMM tile */
@@ -96,10 +97,10 @@ typedef struct {
 typedef struct {
     uint64_t enter_off;   /* u64 [2][W] lines    bank = epoch % 2 */
     uint64_t header_off;  /* EpHeader [2][W]     bank = epoch % 2 */
-    uint64_t counts_off;  /* u64 [W][E + W + 1]  see plan.h */
+    uint64_t counts_off;  /* u64 [W][num_count_cells]  see plan.h */
     uint64_t flag_off;    /* u64 [W][num_chunks] */
     uint64_t local_off;   /* EpLocal */
-    uint64_t scratch_off; /* u32 [EP_PLAN_BLOCKS][E + W + 1 + 2 E] partial counts of a plan, own use */
+    uint64_t scratch_off; /* u32 [EP_PLAN_BLOCKS][num_count_cells + 2 E] partial counts of a plan, own use */
     uint64_t ready_off;   /* u64 [num_row_blocks] how far the rows of a block are, own use; see fused.cuh */
     uint64_t stage_off;   /* staging rows; which form depends on the operation */
     uint64_t num_bytes;
@@ -107,7 +108,7 @@ typedef struct {
     uint64_t slot_stride;     /* row + trailer of dispatch and of LOCAL combine */
     uint64_t choice_stride;   /* row + trailer of SCATTER and GATHER combine */
     uint32_t num_chunks;      /* flags per source rank */
-    uint32_t num_count_cells; /* E + W + 3 */
+    uint32_t num_count_cells; /* E + W + EP_WRONG_CELLS */
     uint32_t num_row_blocks;  /* of EP_TILE_ROWS rows */
 } EpCommLayout;
 
@@ -161,7 +162,7 @@ EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
     l.slot_stride = ep_align_u64(l.row_bytes + 8 + 8ull * s->num_topk, 16);
     l.choice_stride = ep_align_u64(l.row_bytes + 8, 16);
     l.num_chunks = ep_ceil_div_u32(s->max_tokens, EP_CHUNK_SLOTS);
-    l.num_count_cells = s->num_experts + s->num_ranks + 3;
+    l.num_count_cells = s->num_experts + s->num_ranks + EP_WRONG_CELLS;
     l.num_row_blocks = ep_ceil_div_u32(s->capacity, EP_TILE_ROWS);
     l.enter_off = ep_take(&at, 2 * w * EP_LINE, EP_LINE);
     l.header_off = ep_take(&at, 2 * w * sizeof(EpHeader), EP_LINE);

@@ -16,7 +16,7 @@
 
 /* What a rank found wrong: its last cells, from ep_first_wrong on. */
 typedef struct {
-    uint32_t cell[3];
+    uint32_t cell[EP_WRONG_CELLS];
 } EpWrong;
 EP_PURE uint32_t ep_first_wrong(const EpShape *s) { return s->num_experts + s->num_ranks; }
 EP_PURE EpWrong ep_wrong_index(uint32_t position, int64_t index) {

@@ -163,7 +163,8 @@ int call_op(Step *st, uint32_t op); /* one of these, or the barrier, by its EpOp
 bool check_plan(const Step *st);
 bool check_dispatch(const Step *st);
 bool check_combine(const Step *st);
-/* All of it: plan, dispatch, combine. */
+/* Dispatch and combine by the step's plan, and all of it: plan, dispatch, combine; each looked at. */
+bool run_moves(Step *st);
 bool run_step(Rank *me, const Case *c, uint32_t buffer);
 /* Run body with num_cases cases as its argument; the first has as many tokens as there may be. */
 bool with_cases(Body *body, EpLayerConfig config, bool dies, uint32_t num_cases);

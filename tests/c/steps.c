@@ -186,14 +186,18 @@ bool check_combine(const Step *st) {
     return true;
 }
 
+bool run_moves(Step *st) {
+    WANT(st->me, 0, call_dispatch(st));
+    TRY(check_dispatch(st));
+    WANT(st->me, 0, call_combine(st));
+    return check_combine(st);
+}
+
 bool run_step(Rank *me, const Case *c, uint32_t buffer) {
     Step st = step_open(me, c, buffer);
     WANT(me, 0, call_plan(&st));
     TRY(check_plan(&st));
-    WANT(me, 0, call_dispatch(&st));
-    TRY(check_dispatch(&st));
-    WANT(me, 0, call_combine(&st));
-    TRY(check_combine(&st));
+    TRY(run_moves(&st));
     step_close(&st);
     return true;
 }

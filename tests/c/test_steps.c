@@ -87,10 +87,7 @@ static bool reuse_body(Rank *me, void *arg) {
     for (uint32_t i = 0; i < 2 * scaled(30); i++) {
         Case *now = &s->cases[i % 2]; /* the second has the same routing */
         st.c = now;
-        WANT(me, 0, call_dispatch(&st));
-        TRY(check_dispatch(&st));
-        WANT(me, 0, call_combine(&st));
-        TRY(check_combine(&st));
+        TRY(run_moves(&st));
     }
     step_close(&st);
     return true;
