@@ -1,9 +1,9 @@
 """Ranks that die, stop or come late, on CPU or GPUs: `python tests/faults.py [--kills N] [--ranks N] [--device cpu|cuda]`.
 
-kill   a random rank is ended by SIGKILL at a random moment of a loop that trains a layer, moves tokens, or multiplies them on
-       their way (on GPUs: in the megakernels).  Every survivor must raise PeerDied that names it, within 3 s and from 20 kills
-       on within 50 ms as a median, find its name in the flight record, go on using its device, and compute right results in a
-       smaller world; nothing may be left behind.  The table says how long after the kill the survivors raised.
+kill   a random rank is ended by SIGKILL at a random moment of a loop that, by turns, moves tokens, trains a layer, or multiplies
+       tokens on their way (on GPUs: in the megakernels).  Every survivor must raise PeerDied that names it, within 3 s and from
+       20 kills on within 50 ms as a median, find its name in the flight record, go on using its device, and compute right results
+       in a smaller world; nothing may be left behind.  The table says how long after the kill the survivors raised.
 stop   a rank stops itself between two operations: the others raise EpTimeout at their limit, which names it.
 late   a rank is stopped there, and continued in time: no error.
 
@@ -162,7 +162,7 @@ def kills(num, ranks, kind, seed=0, say=lambda done: None):
     start, latencies, bad, files = process_ranks if kind == "cpu" else run_ranks, {"move": [], "train": [], "fuse": []}, [], shared_memory_names()
     for i in range(num):
         r = random.Random(f"{seed} {i}")
-        victim, delay, how, mode = r.randrange(ranks), r.random() * (0.1 if kind == "cpu" else 1.0), r.choice(("train", "move", "fuse")), r.choice(MODES)
+        victim, delay, how, mode = r.randrange(ranks), r.random() * (0.1 if kind == "cpu" else 1.0), tuple(latencies)[i % 3], r.choice(MODES)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 results = start(killed, ranks, victim, delay, how, mode, kind, folder, timeout_s=120, may_die=(victim,))
