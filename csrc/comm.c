@@ -35,6 +35,7 @@ int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
 
 void ep_comm_close(EpHeap *heap, EpCommBuffer *b) {
     if (!b->comm.host) return;
+    if (b->on_stream) ep_heap_backend(heap)->sync_all(ep_heap_device(heap)); /* while the watchdog can still end its waits */
     ep_world_unwatch(ep_heap_world(heap), b);
     ep_heap_backend(heap)->host_free(ep_heap_device(heap), b->comm.host, sizeof(EpHostWords));
     b->comm.host = NULL;
@@ -71,7 +72,9 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
     switch (f->code) {
     case EP_EPEER:
         if (f->peer == my_rank && (int)(int64_t)got == EP_EINVAL) /* see ep_make_header */
-            return ep_error(EP_EINVAL, "rank %u: %s with a plan that is not for these tensors: another T, or more rows than there are",
+            return ep_error(EP_EINVAL,
+                            "rank %u: %s with a layout whose plan or dispatch has failed, or is not for these tensors: another T, or more "
+                            "rows than there are",
                             my_rank, op_name(f->op));
         return ep_error(EP_EPEER, "rank %u failed before its %s: %s", f->peer, op_name(f->op),
                         (int)(int64_t)got == EP_ENOMEM ? "no memory" : ep_error_name((int)(int64_t)got));
@@ -111,12 +114,14 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
             ep_world_abort(world, code, f->peer, text);
             return ep_error(code, "%s", text);
         }
-        /* The operation was void on all ranks, and those behind it were nothing: go on after this. */
+        const EpBackend *backend = ep_heap_backend(heap);
+        /* What is captured does not run now: the next call that does goes on after this. */
+        if (b->on_stream && backend->is_captured(stream)) return code;
+        /* The operation was void on all ranks, and those behind it were nothing. */
         ep_world_unnote(world, b->num_ops > f->epoch ? b->num_ops - f->epoch : 0);
         b->num_ops = f->epoch;
         ep_st_relaxed_sys_u64(&f->state, 0);
         EpLocal *l = ep_local(&b->comm);
-        const EpBackend *backend = ep_heap_backend(heap);
         int zeroed = backend->zero(ep_heap_device(heap), &l->faulted, sizeof l->faulted, stream);
         if (zeroed) return zeroed;
         if (f->word == EP_WORD_SCATTER && f->want == 1) { /* only this rank knows: the others are on their way to dispatch */

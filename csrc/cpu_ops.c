@@ -63,7 +63,7 @@ static void sum_rows(void *dst, const void *const *rows, const float *weights, u
 void ep_cpu_enter(const EpComm *c, uint32_t op) {
     uint64_t epoch = ep_begin(c);
     if (epoch == 0) return;
-    EpHeader h = ep_make_header(c, op, NULL, 0, 0);
+    EpHeader h = ep_make_header(c, op, NULL, NULL, 0, 0);
     ep_enter(c, &h, epoch);
     ep_enter_await(c, op, epoch);
     ep_leave(c, 1, epoch);
@@ -156,7 +156,7 @@ void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_wo
     bool ok = epoch != 0;
     EpLocal *l = ep_local(c);
     if (ok && worker == 0) {
-        EpHeader h = ep_make_header(c, EP_OP_DISPATCH, p->plan, p->layout.num_tokens, p->num_rows);
+        EpHeader h = ep_make_header(c, EP_OP_DISPATCH, p->plan, NULL, p->layout.num_tokens, p->num_rows);
         h.has_weight = p->has_weight;
         ep_enter(c, &h, epoch);
     }
@@ -290,7 +290,7 @@ void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_work
     uint32_t T = p->layout.num_tokens, num_chunks = ep_ceil_div_u32(T, EP_CHUNK_SLOTS);
     bool ok = epoch != 0;
     if (epoch && worker == 0) {
-        EpHeader h = ep_make_header(c, EP_OP_COMBINE, p->plan, T, p->num_rows);
+        EpHeader h = ep_make_header(c, EP_OP_COMBINE, p->plan, p->recv, T, p->num_rows);
         h.has_weight = p->has_weight, h.has_scalar = p->has_scalar;
         ep_enter(c, &h, epoch);
     }

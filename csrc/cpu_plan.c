@@ -208,7 +208,7 @@ void ep_cpu_plan(const EpPlanParams *p) {
     int32_t code = EP_EPEER;
     uint64_t epoch = ep_begin(c);
     if (epoch) {
-        EpHeader h = ep_make_header(c, EP_OP_PLAN, NULL, p->num_tokens, 0);
+        EpHeader h = ep_make_header(c, EP_OP_PLAN, NULL, NULL, p->num_tokens, 0);
         if (!(EP_FAULT(11) && p->num_tokens == 0)) ep_enter(c, &h, epoch);
         uint32_t cells[EP_MAX_EXPERTS + EP_MAX_RANKS + EP_WRONG_CELLS] = {0}, sorted_from[EP_MAX_EXPERTS];
         memset(p->plan, 0, EP_HEAD_WORDS * sizeof *p->plan);

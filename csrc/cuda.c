@@ -151,10 +151,6 @@ static int copy(int device, void *dst, const void *src, uint64_t num_bytes, void
     GUARDED(device, check_call(cudaMemcpyAsync(dst, src, num_bytes, cudaMemcpyDefault, (cudaStream_t)stream), "cudaMemcpyAsync"));
 }
 
-static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
-    GUARDED(device, check_call(cudaMemsetAsync(dst, 0, num_bytes, (cudaStream_t)stream), "cudaMemsetAsync"));
-}
-
 /* ---- streams ---- */
 
 /* epmoe's kernels leave by themselves when the world ends.  What else is on the stream may wait for the dead for ever, a
@@ -258,6 +254,11 @@ static int end_turn(Turn *t, cudaError_t launched, const char *what) {
         nvtxRangePop();                                                 \
         return unlock_turns(device, unguard(&g_, code_));               \
     } while (0)
+
+/* In turn: a fault is cleared behind all operations that it has made nothing of, whatever their stream. */
+static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
+    IN_TURN(device, stream, cudaMemsetAsync(dst, 0, num_bytes, (cudaStream_t)stream), "clear");
+}
 
 /* ---- kernels ---- */
 

@@ -81,7 +81,7 @@ typedef struct {
     EpHeapCard card;
     uint64_t wanted_bytes;
     int32_t code, kind;
-    char text[128];
+    char text[192];
 } Offer;
 
 static void import_peers(EpHeap *h, const Offer *all, int *fds, Offer *mine) {
@@ -132,7 +132,8 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     else if (!h->backend) mine.code = EP_EINVAL;
     else if (num_bytes == 0 || num_bytes > 1ull << 46)
         mine.code = ep_error(EP_EINVAL, "a heap of %llu bytes", (unsigned long long)num_bytes);
-    else if (kind == EP_CUDA && ep_world_is_threads(world)) mine.code = ep_error(EP_EINVAL, "ranks that are threads share CPU heaps only");
+    else if (kind == EP_CUDA && W > 1 && ep_world_is_threads(world))
+        mine.code = ep_error(EP_EINVAL, "ranks that are threads share CPU heaps only");
     /* The control region comes on top of what the caller asked for. */
     h->num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN) + (64u << 10);
     if (!mine.code) mine.code = h->backend->heap_room(h->num_bytes, W);
@@ -143,8 +144,8 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     mine.code = h->backend->heap_open(device, h->num_bytes, &h->base[me], &mine.card, &fd);
     if (mine.code && ep_memory_kept_bytes()) {
         memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
-        ep_error(mine.code, "%s; %llu are kept by heaps that were dropped without close", mine.text,
-                 (unsigned long long)ep_memory_kept_bytes());
+        ep_error(mine.code, "heaps that were dropped without close keep %llu bytes; %s", (unsigned long long)ep_memory_kept_bytes(),
+                 mine.text);
     }
     h->memory[me] = ep_memory_add(h->base[me]);
     if (!mine.code && !h->memory[me]) mine.code = ep_error(EP_ENOMEM, "no memory for a heap");
@@ -218,10 +219,10 @@ int ep_heap_quiesce(EpHeap *h) { return ep_world_check(h->world) ? 0 : h->backen
 int ep_heap_close(EpHeap *h) {
     unsigned char mine = 0, all[EP_MAX_RANKS];
     if (h->closed) return 0;
-    h->closed = true;
     uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_HEAP_CLOSE, .of = h->control.of});
     int synced = ep_heap_quiesce(h);
     int code = ep_world_exchange(h->world, &mine, 1, all); /* nobody unmaps what another still uses */
+    h->closed = !code || ep_world_check(h->world) != 0;    /* else some rank was elsewhere, and all close again */
     ep_world_noted(h->world, note, code);
     return code ? code : synced;
 }
@@ -281,12 +282,12 @@ int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status,
 }
 
 static int release(EpHeap *h, uint64_t off) {
-    int status = ep_allocator_check(&h->allocator, off);
+    int status = off ? ep_allocator_check(&h->allocator, off) : 0; /* 0: nothing, as an allocation of no bytes has it */
     Call mine = {CALL_FREE, off, 0, status};
     int code = agree(h, &mine);
     if (status && code == EP_EPEER) return ep_allocator_check(&h->allocator, off); /* this rank knows better */
     EP_TRY(code);
-    return ep_allocator_give_back(&h->allocator, off);
+    return off ? ep_allocator_give_back(&h->allocator, off) : 0;
 }
 
 int ep_heap_free(EpHeap *h, uint64_t off) {

@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,6 +11,7 @@
 #include "error.h"
 #include "layer_state.h"
 #include "protocol/flags.h"
+#include "tensor.h"
 #include "world.h"
 
 /* ---- configuration ---- */
@@ -45,6 +47,18 @@ typedef struct {
     int32_t status;
 } Offer;
 
+/* What the user calls the value of an offer's field. */
+enum { FIELD_DTYPE = 5, FIELD_COMBINE_MODE = 6 };
+_Static_assert(offsetof(EpShape, dtype) == FIELD_DTYPE * sizeof(uint32_t), "as in agree()");
+_Static_assert(offsetof(EpShape, combine_mode) == FIELD_COMBINE_MODE * sizeof(uint32_t), "as in agree()");
+static const char *value_name(uint32_t field, uint32_t value, char text[16]) {
+    static const char *const modes[] = {"local", "scatter", "gather"};
+    if (field == FIELD_DTYPE) return ep_dtype_name(value);
+    if (field == FIELD_COMBINE_MODE && value <= EP_COMBINE_GATHER) return modes[value];
+    snprintf(text, 16, "%u", value);
+    return text;
+}
+
 /* 0, or what is wrong with any rank's offer; all ranks fail, or none. */
 static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
     static const char *const names[] = {"ranks", "num_experts",  "topk",     "max_tokens", "hidden",
@@ -60,8 +74,11 @@ static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
     for (uint32_t r = 1; r < ep_world_size(world); r++) {
         const uint32_t *first = &all[0].shape.num_ranks, *its = &all[r].shape.num_ranks;
         for (uint32_t i = 0; i < sizeof names / sizeof names[0]; i++)
-            if (its[i] != first[i])
-                return ep_error(EP_EMISMATCH, "ranks disagree in %s: rank %u has %u, rank 0 has %u", names[i], r, its[i], first[i]);
+            if (its[i] != first[i]) {
+                char a[16], b[16];
+                return ep_error(EP_EMISMATCH, "ranks disagree in %s: rank %u has %s, rank 0 has %s", names[i], r, value_name(i, its[i], a),
+                                value_name(i, first[i], b));
+            }
     }
     return 0;
 }
@@ -116,12 +133,16 @@ int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
 
 int ep_layer_close(EpLayer *l) {
     int code = 0;
-    if (l->closed) return 0;
-    l->closed = true;
+    if (l->closed && l->num_freed == l->config.num_buffers) return 0;
     uint64_t note = ep_world_note(ep_heap_world(l->heap), &(EpNote){.what = EP_DID_LAYER_CLOSE, .of = l->buffers[0].of});
     /* Peers may have pulled from here, and I from them, when the last kernel has ended: only then is the memory anybody else's. */
     int synced = ep_heap_quiesce(l->heap);
-    for (uint32_t i = 0; i < l->config.num_buffers && !code; i++) code = ep_heap_free(l->heap, l->buffers[i].off);
+    while (l->num_freed < l->config.num_buffers && !code) {
+        code = ep_heap_free(l->heap, l->buffers[l->num_freed].off);
+        if (!code) l->num_freed++;
+    }
+    if (code == EP_ECLOSED || ep_world_check(ep_heap_world(l->heap))) l->num_freed = l->config.num_buffers; /* with the heap, the world */
+    l->closed = l->num_freed > 0; /* else some rank was elsewhere, and all finalize again */
     ep_world_noted(ep_heap_world(l->heap), note, code);
     return code ? code : synced;
 }

@@ -81,6 +81,8 @@ static int rows_of_older_plan(EpLayer *l, const EpTensor *plan, void *stream, ui
     const EpBackend *backend = ep_heap_backend(l->heap);
     EP_TRY(check_tensor(l, "plan", plan, EP_I32, 1, -1, -1));
     if (plan->shape[0] < EP_HEAD_WORDS) return ep_error(EP_EINVAL, "a plan of %lld words", (long long)plan->shape[0]);
+    /* A copy to the stack waits by itself, and for ever: so first this, which ends with the world. */
+    EP_TRY(backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
     EP_TRY(backend->copy(ep_heap_device(l->heap), head, plan->data, sizeof head, stream));
     EP_TRY(backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
     if (head[EP_HEAD_STATUS]) return ep_error(EP_EPEER, "the plan has failed before");

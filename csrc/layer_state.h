@@ -12,6 +12,7 @@ struct EpLayer {
     EpLayerConfig config;
     atomic_int num_refs;
     bool closed;
+    uint32_t num_freed;                 /* buffers, by close */
     uint64_t ticket[EP_MAX_BUFFERS];    /* of the newest plan */
     const void *newest[EP_MAX_BUFFERS]; /* where that is */
     EpCommBuffer buffers[EP_MAX_BUFFERS];

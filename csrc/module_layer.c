@@ -7,7 +7,7 @@ static void free_layer(PyObject *c) {
     WITHOUT_LOCK(ep_layer_release(l));
 }
 
-/* (W, E, K, max_tokens, hidden, dtype, combine_mode, capacity, num_buffers, num_sm) */
+/* (W, E, K, max_tokens, hidden, dtype, combine_mode, capacity, num_buffers, num_sm, reserve_sms) */
 static bool get_config(PyObject *o, EpLayerConfig *c) {
     uint32_t *const fields[] = {&c->shape.num_ranks, &c->shape.num_experts,  &c->shape.num_topk, &c->shape.max_tokens, &c->shape.hidden,
                                 &c->shape.dtype,     &c->shape.combine_mode, &c->shape.capacity, &c->num_buffers,      &c->num_sm,

@@ -132,6 +132,7 @@ static int address_of(const EpWorldConfig *config, uint32_t r, int flags, struct
 }
 
 static int unreachable(uint32_t r, int e) {
+    if (e == EAGAIN || e == EINTR) return ep_error(EP_ETIMEOUT, "rank %u did not open its door", r);
     if (e != ECONNREFUSED) return ep_error(EP_ESYS, "cannot reach rank %u (%s)", r, strerror(e));
     return ep_error(EP_EPEERDIED, "rank %u died while the world was made, or does not share this network namespace", r);
 }
@@ -141,6 +142,8 @@ static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_
     socklen_t length;
     int fd;
     EP_TRY(address_of(config, r, 0, &address, &length, &fd));
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &(struct timeval){.tv_usec = 100000},
+               sizeof(struct timeval)); /* it may have no room for a caller */
     while (connect(fd, (struct sockaddr *)&address, length)) {
         int e = errno;
         if ((e == EINTR || e == EAGAIN) && ep_now_ns() < deadline_ns) continue;

@@ -359,7 +359,8 @@ bool ep_world_is_threads(const EpWorld *w) { return w->is_threads; }
 uint64_t ep_world_timeout_ns(const EpWorld *w) { return atomic_load(&w->timeout_ns); }
 
 int ep_world_set_timeout(EpWorld *w, double timeout_s) {
-    if (!(timeout_s > 0 && timeout_s < 1e6)) return ep_error(EP_EINVAL, "timeout of %g s: must be positive", timeout_s);
+    if (!(timeout_s > 0 && timeout_s < 1e6))
+        return ep_error(EP_EINVAL, "timeout of %g s: must be more than 0 and less than 1e6", timeout_s);
     atomic_store(&w->timeout_ns, (uint64_t)(timeout_s * 1e9));
     return 0;
 }

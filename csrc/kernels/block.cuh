@@ -12,12 +12,12 @@
 #define EP_FULL 0xffffffffu
 
 /* Enter, by the first block; wait and judge, by one warp of every block.  All threads get the verdict. */
-EP_FN bool ep_block_enter(const EpComm *c, uint32_t op, const int32_t *plan, uint32_t num_tokens, uint32_t num_rows, uint32_t has_weight,
-                          uint32_t has_scalar, uint64_t epoch) {
+EP_FN bool ep_block_enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens, uint32_t num_rows,
+                          uint32_t has_weight, uint32_t has_scalar, uint64_t epoch) {
     __shared__ int ok;
     if (threadIdx.x < 32) {
         if (blockIdx.x == 0) {
-            EpHeader h = ep_make_header(c, op, plan, num_tokens, num_rows);
+            EpHeader h = ep_make_header(c, op, plan, recv, num_tokens, num_rows);
             h.has_weight = has_weight, h.has_scalar = has_scalar;
             ep_enter(c, &h, epoch);
         }

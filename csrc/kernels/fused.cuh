@@ -132,7 +132,8 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     const EpDispatchParams &d = p.dispatch;
     ep_trace_start();
     const uint64_t epoch = ep_begin(&d.comm), begin = ep_trace_now(&d.comm);
-    const bool ok = epoch && ep_block_enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, d.layout.num_tokens, d.num_rows, d.has_weight, 0, epoch);
+    const bool ok =
+        epoch && ep_block_enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows, d.has_weight, 0, epoch);
     ep_trace_span(&d.comm, EP_SPAN_ENTER, 0, begin);
     EpDispatchHooks hooks = {p, ok, UINT32_MAX};
     if (threadIdx.x == 0) ep_shared_epoch = epoch;
@@ -156,7 +157,8 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     static_assert(C::STAGES * C::STAGE_BYTES >= 8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo::BYTES, "rest has room");
     ep_trace_start();
     const uint64_t epoch = ep_begin(&k.comm), begin = ep_trace_now(&k.comm);
-    const bool ok = epoch && ep_block_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.layout.num_tokens, k.num_rows, k.has_weight, 0, epoch);
+    const bool ok =
+        epoch && ep_block_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows, k.has_weight, 0, epoch);
     ep_trace_span(&k.comm, EP_SPAN_ENTER, 0, begin);
     EpCombineHooks<C::F16 ? EP_F16 : EP_BF16> hooks = {p, 0, 0};
     if (threadIdx.x == 0) ep_shared_epoch = epoch, ep_shared_ok = ok;

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
     for (uint32_t i = threadIdx.x; i < EP_WARPS * m.warp_cells; i += blockDim.x) m.warp_count[i] = 0;
     __syncthreads();
     if (epoch && blockIdx.x == 0 && is_clerk()) {
-        EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, p.num_tokens, 0);
+        EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, NULL, p.num_tokens, 0);
         ep_enter(&p.comm, &h, epoch);
     }
     Choice kept[2];
@@ -32,7 +32,9 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
             scatter = v.tokens_before + p.num_tokens <= p.num_scatter_tokens ? scatter + v.tokens_before * p.comm.shape.num_topk : NULL;
         place(p, m, range, v, scatter, epoch, kept);
     }
-    ep_block_leave(&p.comm, epoch);
+    /* What the host was told too early: places at which no row is. */
+    if (ep_block_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED && threadIdx.x == 0 && p.plan[EP_HEAD_STATUS] == 0)
+        p.plan[EP_HEAD_STATUS] = EP_EINVAL;
 }
 
 static size_t smem_of(const EpPlanParams *p) {
@@ -50,13 +52,16 @@ static cudaError_t room_for_smem(uint32_t *num_bytes) {
 
 extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
     EpPlanParams q = *p;
-    uint32_t room;
-    const cudaError_t e = room_for_smem(&room);
+    uint32_t room, num_blocks;
+    cudaError_t e = room_for_smem(&room);
+    if (e == cudaSuccess)
+        e = ep_resident_blocks(num_plan_blocks((uint64_t)q.num_tokens * q.comm.shape.num_topk), q.comm.reserve_sms, &num_blocks);
     if (e != cudaSuccess) return (int)e;
+    /* A block's tokens are counted in 16 bits, expert by expert. */
+    if (EP_WARPS * (uint64_t)ep_ceil_div_u32(q.num_tokens, num_blocks * EP_WARPS) > UINT16_MAX) q.sort_slots = 0;
     if (smem_of(&q) > room) q.sort_slots = 0; /* so many experts that a smaller GPU has no room to sort by them */
     if (smem_of(&q) > room) return (int)cudaErrorLaunchOutOfResources;
-    return (int)ep_launch_resident(plan_kernel, num_plan_blocks((uint64_t)q.num_tokens * q.comm.shape.num_topk), EP_WARPS + 1, smem_of(&q),
-                                   stream, q);
+    return (int)ep_launch_resident(plan_kernel, num_blocks, EP_WARPS + 1, smem_of(&q), stream, q);
 }
 extern "C" int ep_preload_plan(void) {
     uint32_t room;

@@ -15,20 +15,26 @@ template <typename P> static cudaError_t ep_allow_smem(void (*kernel)(P), uint32
     return e == cudaSuccess ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem_bytes) : e;
 }
 
-/* Launch with all blocks resident at once, or not at all.  Block 0 enters for all and blocks wait for one
- * another, so a block that waits for one that cannot start would wait for ever.  No more blocks than SMs that are
- * not reserved: a block fills one. */
-template <typename P>
-static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *stream,
-                                      const P &p) {
+/* So many blocks as may run at once, a block filling an SM: of those that are not reserved. */
+static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t reserve_sms, uint32_t *num_blocks) {
     int device = 0, num_sm = 0;
     cudaError_t e = cudaGetDevice(&device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
+    const uint32_t most = (uint32_t)num_sm > reserve_sms ? (uint32_t)num_sm - reserve_sms : 1;
+    *num_blocks = wanted < most ? wanted : most;
+    return e;
+}
+
+/* Launch with all blocks resident at once, or not at all.  Block 0 enters for all and blocks wait for one
+ * another, so a block that waits for one that cannot start would wait for ever. */
+template <typename P>
+static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *stream,
+                                      const P &p) {
+    const cudaError_t e = ep_resident_blocks(num_blocks, p.comm.reserve_sms, &num_blocks);
     if (e != cudaSuccess) return e;
     cudaLaunchConfig_t config = {};
     cudaLaunchAttribute cooperative;
-    const uint32_t most = (uint32_t)num_sm > p.comm.reserve_sms ? (uint32_t)num_sm - p.comm.reserve_sms : 1;
-    config.gridDim = dim3(num_blocks < most ? num_blocks : most), config.blockDim = dim3(32 * num_warps);
+    config.gridDim = dim3(num_blocks), config.blockDim = dim3(32 * num_warps);
     config.dynamicSmemBytes = smem_bytes, config.stream = (cudaStream_t)stream;
     cooperative.id = cudaLaunchAttributeCooperative, cooperative.val.cooperative = 1;
     config.attrs = &cooperative, config.numAttrs = 1;

@@ -5,7 +5,7 @@
 __global__ void enter_kernel(const __grid_constant__ EpComm c, uint32_t op) {
     const uint64_t epoch = ep_begin(&c);
     if (epoch == 0) return;
-    EpHeader h = ep_make_header(&c, op, NULL, 0, 0);
+    EpHeader h = ep_make_header(&c, op, NULL, NULL, 0, 0);
     ep_enter(&c, &h, epoch);
     ep_enter_await(&c, op, epoch);
     if (ep_lane() == 0) ep_leave(&c, 1, epoch);

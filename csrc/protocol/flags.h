@@ -61,7 +61,7 @@ EP_FN uint64_t ep_begin(const EpComm *c) {
 EP_FN void ep_fault(const EpComm *c, const EpFaultRecord *f) {
     EpFaultRecord *to = &c->host->fault;
     if (ep_swap_relaxed_gpu_u64(&ep_local(c)->claim, 1)) return;
-    if (c->status) return; /* this rank's host has raised already */
+    if (c->status && f->code != EP_ETIMEOUT) return; /* this rank's host has raised already; but who is stuck it does not know */
     to->code = f->code, to->op = f->op, to->peer = f->peer, to->word = f->word, to->field = f->field;
     to->epoch = f->epoch, to->want = f->want, to->got = f->got;
     ep_st_release_sys_u64(&to->state, 1); /* publishes the record to the host */
@@ -121,10 +121,19 @@ EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_
     }
 }
 
-/* This rank's header of an operation; plan is NULL for the operations that have none.  The host knows the
+/* Whether recv is what a dispatch that failed has left: -1 everywhere, where slots of this plan should be. */
+EP_FN bool ep_recv_is_void(const EpShape *s, const int32_t *plan, const int32_t *recv) {
+    bool is_void = false;
+    for (uint32_t r = 0; r < s->num_ranks; r++)
+        is_void |= plan[EP_HEAD_NUM_RECV + r] > 0 && recv[(uint64_t)r * s->max_tokens * (1 + s->num_topk)] < 0;
+    return is_void;
+}
+
+/* This rank's header of an operation; plan and recv are NULL for the operations that have none.  The host knows the
  * length of a plan, not what it says: that it is of this many tokens and of no more rows than the tensor has
  * is seen here, before any of its offsets is believed, and this rank refuses where it is not. */
-EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan, uint32_t num_tokens, uint32_t num_rows) {
+EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens,
+                              uint32_t num_rows) {
     const EpShape *s = &c->shape;
     EpHeader h = {EP_ABI_VERSION, op, s->dtype, s->hidden, s->num_topk, s->num_experts, s->max_tokens, s->combine_mode,
                   s->capacity,    0,  0,        0,         c->status,   num_tokens,     {0, 0}};
@@ -132,6 +141,7 @@ EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan,
     if (plan && !h.status) h.status = plan[EP_HEAD_STATUS];
     if (plan && !h.status && ((uint32_t)plan[EP_HEAD_NUM_TOKENS] != num_tokens || (uint32_t)plan[EP_HEAD_NUM_ROWS] > num_rows))
         h.status = EP_EINVAL;
+    if (recv && !h.status && ep_recv_is_void(s, plan, recv)) h.status = EP_EINVAL;
     return h;
 }
 

@@ -60,8 +60,8 @@ EP_PURE uint32_t ep_rows_before_rank(const EpShape *s, const int32_t *counts, ui
     return n;
 }
 
-/* Where slots are sorted by expert: the kernel counts a block's tokens in 16 bits, and the order is one of speed only. */
-EP_PURE bool ep_plan_sorts(const EpPlanParams *p) { return p->sort_slots && p->num_tokens <= EP_PLAN_BLOCKS * 32768u; }
+/* Where slots are sorted by expert; the order is one of speed only. */
+EP_PURE bool ep_plan_sorts(const EpPlanParams *p) { return p->sort_slots != 0; }
 
 /* An index as the caller wrote it. */
 EP_PURE int64_t ep_read_index(const void *exp_indices, uint32_t index_bytes, uint64_t i) {

@@ -52,8 +52,12 @@ static bool heap_alloc_body(Rank *me, void *arg) {
     WANT(me, me->rank == 1 ? EP_EINVAL : EP_EPEER, ep_heap_free(me->heap, me->rank == 1 ? off + 256 : off));
     WANT(me, 0, ep_heap_free(me->heap, off));
     WANT(me, EP_EINVAL, ep_heap_free(me->heap, off));
-    WANT(me, EP_EINVAL, ep_heap_free(me->heap, 0)); /* where the heap keeps its own words */
     WANT(me, 0, take_heap(me, 0, &off));
+    CHECK(me, off == 0); /* nothing: where the heap keeps its own words, which stay */
+    WANT(me, 0, ep_heap_free(me->heap, off));
+    WANT(me, 0, take_heap(me, 256, &off));
+    WANT(me, EP_EMISMATCH, ep_heap_free(me->heap, me->rank == 1 ? 0 : off));
+    WANT(me, 0, ep_heap_free(me->heap, off));
     ep_heap_stats(me->heap, &s);
     CHECK(me, s.used_bytes == 0 && s.num_allocations == 0); /* nothing is allocated for no bytes */
     WANT(me, 0, take_heap(me, 256, &offs[0]));

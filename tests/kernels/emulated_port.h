@@ -211,12 +211,17 @@ template <int N> EP_FN void ep_cp_async_wait(void) {
         }
 }
 
+static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t, uint32_t *num_blocks) {
+    *num_blocks = wanted < num_sm ? wanted : num_sm;
+    return cudaSuccess;
+}
+
 /* Run this process's block, if the grid has it. */
 template <typename P>
 static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *, const P &p) {
     if (smem_bytes > sizeof ep_shared || num_warps > EP_MOST_WARPS) return cudaErrorInvalidValue;
     std::vector<std::thread> threads;
-    num_blocks = num_blocks < num_sm ? num_blocks : num_sm;
+    ep_resident_blocks(num_blocks, 0, &num_blocks);
     gridDim = dim3(num_blocks), blockDim = dim3(32 * num_warps);
     memset(ep_shared, 0xff, sizeof ep_shared);
     for (uint32_t i = 0; my_block < num_blocks && i < 32 * num_warps; i++)

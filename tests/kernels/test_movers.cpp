@@ -39,9 +39,10 @@ struct SharedEpoch {
     operator uint64_t() const { return shared_epoch; }
 };
 
-static bool enter(const EpComm *c, uint32_t op, const int32_t *plan, uint32_t num_tokens, uint32_t num_rows, uint32_t has_weight) {
+static bool enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens, uint32_t num_rows,
+                  uint32_t has_weight) {
     const uint64_t epoch = ep_begin(c);
-    const bool ok = epoch && ep_block_enter(c, op, plan, num_tokens, num_rows, has_weight, 0, epoch);
+    const bool ok = epoch && ep_block_enter(c, op, plan, recv, num_tokens, num_rows, has_weight, 0, epoch);
     if (threadIdx.x == 0) shared_epoch = epoch;
     __syncthreads();
     return ok;
@@ -80,7 +81,7 @@ static void look_at_sent(const EpDispatchParams &d) {
 static void move_kernel(MoveParams p) {
     const EpDispatchParams &d = p.d;
     const uint32_t warp = threadIdx.x / 32;
-    const bool ok = enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, d.layout.num_tokens, d.num_rows, d.has_weight);
+    const bool ok = enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows, d.has_weight);
     if (ok && warp < MOVERS && blockIdx.x < p.way.num_move) {
         const EpMoveWhat what = p.way.num_tail == 0 ? EP_MOVE_ALL : blockIdx.x < p.way.num_tail ? EP_MOVE_RECEIPTS : EP_MOVE_SENDS;
         move_tokens<true>(d, EP_OP_DISPATCH_GEMM, SharedEpoch(), what, warp * EpFusedFifo::BYTES);
@@ -135,7 +136,7 @@ static void look_at_returned(const EpCombineParams &k) {
 template <int DTYPE> static void home_kernel(HomeParams p) {
     const EpCombineParams &k = p.k;
     const uint32_t warp = threadIdx.x / 32;
-    if (enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.layout.num_tokens, k.num_rows, k.has_weight)) {
+    if (enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows, k.has_weight)) {
         if (warp < MOVERS && p.way.moves) bring<DTYPE, false>(p, warp * EpFusedFifo::BYTES);
         if (warp >= MOVERS && warp < MOVERS + MAKERS) {
             make_rows(p);
