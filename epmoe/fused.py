@@ -5,12 +5,12 @@ import torch
 from . import _C
 from .gemm import _GATED, DGRAD, WGRAD, add_bias, as_kernel, grouped_gemm
 from .layer import EPAll2AllLayer, cast
-from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect
+from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect, telling
 from .reference import activate
 
-_lib.define("dispatch_gemm(Tensor x, Tensor weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str layer, int buffer, SymInt num_rows, "
+_lib.define("dispatch_gemm(Tensor x, Tensor? weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str layer, int buffer, SymInt num_rows, "
             "int activation, float alpha=0, float limit=0) -> (Tensor, Tensor, Tensor, Tensor)")
-_lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor row_weight, Tensor plan, Tensor recv, str layer, int buffer, "
+_lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor? row_weight, Tensor plan, Tensor recv, str layer, int buffer, "
             "SymInt num_tokens) -> (Tensor, Tensor)")
 
 
@@ -31,11 +31,13 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     each other; or order the streams; or fused=False.
 
     Args: those of EPAll2AllLayer, and what the kernels can do in more than one way.  The defaults are what measured best.
-        num_sm: thread blocks in which tokens are moved, beside the product; None: all.  Also of dispatch and combine alone.
+        num_sm: thread blocks in which tokens are moved, beside the product; None: all.  Dispatch and combine alone take it, too; for None
+            EPAll2AllLayer's default.
         num_tail_sms: of those, blocks that only receive, while the others only send (a dispatch in two stages); 0: all do both.
         num_reduce_sms: blocks in which tokens are added up; None: all.
         token_saving: a token that several experts of one rank want goes there once.  False: once for each; layouts are then of T * K
-            tokens with one choice, and partial sums are rounded as with combine_mode="scatter" and then added up in float32.
+            tokens with one choice (an EpIndexError, too, counts them so), and partial sums are rounded as with
+            combine_mode="scatter" and then added up in float32.
         token_sorting: tokens leave by the first expert that they want at a rank, and come home by the last: so that an expert's
             rows are complete early, and rows that are made together leave together.  False: by their place in the input.
         block_wise_barrier: a tile of the product waits for its own rows; False: for all rows of its expert.
@@ -108,14 +110,13 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         Args:
             input, exp_indices, weight, layout, full_scatter_indices, buffer: see EPAll2AllLayer.dispatch.
             gemm_weight: [L, N, H] of the layer's dtype, as checkpoints hold it.
-            bias: None, or [L, N].
+            bias: None, or [L, N] of any floating-point dtype; rounded to the layer's where no gradients are wanted.
             activation: None, "gelu", "swiglu" (rows of gemm_weight: gates, then ups), "gpt_oss" or GptOss(alpha, limit); see
                 reference.activate.
         Returns: (rows [M, N], or [M, N / 2] for the gated activations; row weights [M] or None; layout).  With a capacity as many rows
             as that; what stands behind M is undefined.
         Differentiable in input, weight, gemm_weight and bias.  Errors: those of preprocess and of dispatch.
         """
-        exp_indices, weight, full_scatter_indices = map(self._by_choice, (exp_indices, weight, full_scatter_indices))
         try:
             self._check_product(gemm_weight, None, self.hidden, bias, activation)
             fused = self._is_fused(gemm_weight)
@@ -126,26 +127,33 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                          self._meant(layout, buffer))
         if not fused:
             rows, row_weight, layout = self._dispatch_alone(input, exp_indices, weight, full_scatter_indices, layout, buffer)
-            return grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias, activation=activation), row_weight, layout
+            try:
+                h = grouped_gemm(rows, gemm_weight, offsets=layout.expert_offsets, bias=bias, activation=activation)
+            except Exception as error:  # no memory: the others will wait in combine
+                self._refuse(_C.OP_COMBINE, error, layout.buffer)
+            return h, row_weight, layout
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH_GEMM, input, exp_indices, weight, full_scatter_indices, layout, buffer)
-        gemm_weight, inside = gemm_weight.contiguous(), activation
-        bias = None if bias is None else bias.to(self.dtype).contiguous()
         with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, gemm_weight, bias))
-        if with_grad:  # the activation's backward wants what went into it
-            inside = None
+        inside, added = (None, None) if with_grad else (activation, bias)  # with gradients both follow: their backward is torch's own
+        try:
+            gemm_weight, added = gemm_weight.contiguous(), None if added is None else added.to(self.dtype).contiguous()
+        except Exception as error:
+            self._refuse(_C.OP_DISPATCH_GEMM, error, layout.buffer)
         if with_grad or torch.compiler.is_compiling():
-            h, _, row_weight, layout.recv = torch.ops.epmoe.dispatch_gemm(
-                input, _absent(input) if weight is None else weight, layout.plan, gemm_weight, None if with_grad else bias, self.id, layout.buffer,
-                num_rows, *as_kernel(inside))
+            h, _, row_weight, layout.recv = torch.ops.epmoe.dispatch_gemm(input, weight, layout.plan, gemm_weight, added, self.id, layout.buffer,
+                                                                          num_rows, *as_kernel(inside))
             row_weight = None if weight is None else row_weight
         else:
             num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
-            h, _, row_weight, layout.recv = self._dispatch_gemm(input, weight, layout.plan, gemm_weight, bias, layout.buffer, num_rows,
+            h, _, row_weight, layout.recv = self._dispatch_gemm(input, weight, layout.plan, gemm_weight, added, layout.buffer, num_rows,
                                                                 *as_kernel(inside))
-        if with_grad and bias is not None:
-            h = add_bias(h, bias, layout.expert_offsets)
-        if with_grad and activation is not None:
-            h = activate(h, activation)
+        try:
+            if with_grad and bias is not None:
+                h = add_bias(h, bias, layout.expert_offsets)
+            if with_grad and activation is not None:
+                h = activate(h, activation)
+        except Exception as error:
+            self._refuse(_C.OP_GEMM_COMBINE, error, layout.buffer)
         return h, cast(row_weight, self.weight_dtype), layout
 
     def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None):
@@ -156,7 +164,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             gemm_weight: [L, H, K].
             layout: of the dispatch.
             weight: [M] (or [capacity]) or None; see EPAll2AllLayer.combine, which also says how is summed.
-            bias: None, or [L, H].
+            bias: None, or [L, H], as there.
         Returns: [T, H].  Differentiable in gemm_input, weight, gemm_weight and bias.  Errors: those of combine.
         """
         fused = False
@@ -171,45 +179,59 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             if weight is not None:
                 self._check_tensor("weight", weight, None, (gemm_input.shape[0],))
                 weight = cast(weight, torch.float32)
+            with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (gemm_input, weight, gemm_weight, bias))
+            fused = fused and not (with_grad and bias is not None)
+            if fused:
+                gemm_weight, bias = gemm_weight.contiguous(), None if bias is None else bias.to(self.dtype).contiguous()
+            else:
+                rows = grouped_gemm(gemm_input, gemm_weight, offsets=layout.expert_offsets, bias=bias)
         except Exception as error:
             self._refuse(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, self._meant(layout))
-        with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (gemm_input, weight, gemm_weight, bias))
-        if not fused or (with_grad and bias is not None):
-            try:
-                rows = grouped_gemm(gemm_input, gemm_weight, offsets=layout.expert_offsets, bias=bias)
-            except Exception as error:
-                self._refuse(_C.OP_COMBINE, error, layout.buffer)
+        if not fused:
             return self.combine(rows, layout, weight)
-        gemm_weight = gemm_weight.contiguous()
-        bias = None if bias is None else bias.to(self.dtype).contiguous()
         if with_grad or torch.compiler.is_compiling():
-            y = torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, _absent(gemm_input) if weight is None else weight, layout.plan,
-                                             layout.recv, self.id, layout.buffer, layout.num_tokens)[0]
+            y = torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv, self.id, layout.buffer, layout.num_tokens)[0]
         else:
             y = self._gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv, layout.buffer, layout.num_tokens)[0]
         return self._by_token(y)
 
     # Without token saving every choice is a token of its own.
 
-    def _by_choice(self, t):
-        """[T, K] as the layer below has it."""
-        return t.reshape(-1, 1) if self._copies > 1 and isinstance(t, torch.Tensor) and t.dim() == 2 and t.shape[1] == self._copies else t
-
     def _by_token(self, y):
         return y if self._copies == 1 else y.view(-1, self._copies, self.hidden).float().sum(1).to(self.dtype)
 
     def preprocess(self, exp_indices, full_scatter_indices=None, *, buffer=0):
-        return super().preprocess(self._by_choice(exp_indices), self._by_choice(full_scatter_indices), buffer=buffer)
+        if self._copies > 1:
+            try:
+                exp_indices = self._by_choice("exp_indices", exp_indices, self.max_tokens // self._copies)
+                full_scatter_indices = self._by_choice("full_scatter_indices", full_scatter_indices, self.world_size * self.max_tokens)
+            except Exception as error:
+                self._refuse(_C.OP_PLAN, error, buffer)
+        return super().preprocess(exp_indices, full_scatter_indices, buffer=buffer)
+
+    def _by_choice(self, name, t, most):
+        """[T, K] as the layer below has it; that looks at the rest."""
+        if not isinstance(t, torch.Tensor):
+            return t
+        if t.dim() != 2 or t.shape[1] != self._copies:
+            raise ValueError(f"{name}: wanted shape [*, {self._copies}], got {list(t.shape)}")
+        if t.shape[0] > most:
+            raise ValueError(f"{name} has {t.shape[0]} tokens; max_tokens is {most}")
+        return t.reshape(-1, 1)
 
     def _dispatch_alone(self, input, exp_indices, weight, full_scatter_indices, layout, buffer):
         if self._copies == 1:
             return super().dispatch(input, exp_indices, weight, full_scatter_indices, layout=layout, buffer=buffer)
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight, full_scatter_indices, layout, buffer)
-        rows, row_weight, layout.recv = dispatch(self, input.repeat_interleave(self._copies, 0), weight, layout.plan, layout.buffer, num_rows)
+        try:
+            copies = input.repeat_interleave(self._copies, 0)
+        except Exception as error:
+            self._refuse(_C.OP_DISPATCH, error, layout.buffer)
+        rows, row_weight, layout.recv = dispatch(self, copies, weight, layout.plan, layout.buffer, num_rows)
         return rows, cast(row_weight, self.weight_dtype), layout
 
     def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None, buffer=0):
-        return self._dispatch_alone(input, *map(self._by_choice, (exp_indices, weight, full_scatter_indices)), layout, buffer)
+        return self._dispatch_alone(input, exp_indices, weight, full_scatter_indices, layout, buffer)
 
     def combine(self, input, layout, weight=None):
         return self._by_token(super().combine(input, layout, weight))
@@ -235,13 +257,12 @@ def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_ro
     layer = _layer(layer)
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
-    out, rows, row_weight, recv = layer._dispatch_gemm(x, weight if weight.dim() == 2 else None, plan, gemm_weight, bias, buffer, num_rows, activation,
-                                                       alpha, limit)
+    out, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit)
     return out, rows, _absent(x) if row_weight is None else row_weight, recv
 
 
 def _run_gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens):
-    return _layer(layer)._gemm_combine(a, gemm_weight, bias, row_weight if row_weight.dim() == 1 else None, plan, recv, buffer, num_tokens)
+    return _layer(layer)._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens)
 
 
 _lib.impl("dispatch_gemm", _run_dispatch_gemm, "CompositeExplicitAutograd")
@@ -255,7 +276,7 @@ for _name in ("dispatch_gemm", "gemm_combine"):
 @torch.library.register_fake("epmoe::dispatch_gemm", lib=_lib)
 def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0, limit=0.0):
     layer, num_rows = _layer(layer), _rows_to_trace(num_rows)
-    row_weight = x.new_empty((num_rows,) if weight.dim() == 2 else (), dtype=torch.float32)
+    row_weight = _absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     columns = gemm_weight.shape[1] // (2 if activation in _GATED else 1)
     return x.new_empty(num_rows, columns), x.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)
 
@@ -267,7 +288,7 @@ def _(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens):
 
 def _save_dispatch_gemm(ctx, inputs, output):
     x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation, _, _ = inputs
-    ctx.num_tokens, ctx.has_weight = x.shape[0], weight.dim() == 2
+    ctx.num_tokens, ctx.has_weight = x.shape[0], weight is not None
     ctx.save_for_backward(plan, gemm_weight, output[1], output[3])
 
 
@@ -275,33 +296,37 @@ def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
     plan, gemm_weight, rows, recv = ctx.saved_tensors
     if ctx.activation:
         raise RuntimeError("the backward of dispatch_gemm is that of a bare product")
-    offsets, gemm, d_out = _offsets(_layer(ctx.layer), plan), torch.ops.epmoe.grouped_gemm, d_out.contiguous()
-    d_gemm_weight = gemm(d_out, rows, offsets, None, None, WGRAD, 0, False) if ctx.needs_input_grad[3] else None
-    d_rows = gemm(d_out, gemm_weight, offsets, None, None, DGRAD, 0, False)
-    scalar = d_row_weight.contiguous() if ctx.has_weight else _absent(d_rows)
-    num_tokens = ctx.num_tokens * _layer(ctx.layer)._copies
-    dx, d_weight = torch.ops.epmoe.combine(d_rows, _absent(d_rows), scalar, plan, recv, ctx.layer, ctx.buffer, num_tokens)
-    dx = dx if len(dx) == ctx.num_tokens else dx.view(ctx.num_tokens, -1, dx.shape[1]).float().sum(1).to(dx.dtype)
-    return dx, d_weight if ctx.has_weight else None, None, d_gemm_weight, *[None] * 7
+    layer, gemm = _layer(ctx.layer), torch.ops.epmoe.grouped_gemm
+    with telling(layer, _C.OP_COMBINE, ctx.buffer, plan):
+        offsets, d_out = _offsets(layer, plan), d_out.contiguous()
+        d_gemm_weight = gemm(d_out, rows, offsets, None, None, WGRAD, 0, False) if ctx.needs_input_grad[3] else None
+        d_rows = gemm(d_out, gemm_weight, offsets, None, None, DGRAD, 0, False)
+        scalar = d_row_weight.contiguous() if ctx.has_weight else None
+    num_tokens = ctx.num_tokens * layer._copies
+    dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer, num_tokens)
+    return layer._by_token(dx), d_weight if ctx.has_weight else None, None, d_gemm_weight, *[None] * 7
 
 
 def _save_gemm_combine(ctx, inputs, output):
     a, gemm_weight, _, row_weight, plan, _, ctx.layer, ctx.buffer, _ = inputs
-    ctx.has_weight, ctx.num_rows = row_weight.dim() == 1, a.shape[0]
+    ctx.has_weight, ctx.num_rows = row_weight is not None, a.shape[0]
     ctx.save_for_backward(plan, a, gemm_weight, *((output[1], row_weight) if ctx.has_weight else ()))
 
 
 def _gemm_combine_backward(ctx, d_out, _):
     plan, a, gemm_weight, *weighted = ctx.saved_tensors
-    g, _, _ = torch.ops.epmoe.dispatch(d_out.contiguous(), _absent(d_out), plan, ctx.layer, ctx.buffer, ctx.num_rows)
-    d_weight = None
-    if ctx.has_weight:
-        rows, row_weight = weighted
-        d_weight = torch.linalg.vecdot(g.float(), rows.float()) if ctx.needs_input_grad[3] else None
-        g = (g * row_weight[:, None]).to(g.dtype)
-    offsets, gemm = _offsets(_layer(ctx.layer), plan), torch.ops.epmoe.grouped_gemm
-    da = gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False) if ctx.needs_input_grad[0] else None
-    d_gemm_weight = gemm(g, a, offsets, None, None, WGRAD, 0, False) if ctx.needs_input_grad[1] else None
+    layer, gemm, d_weight = _layer(ctx.layer), torch.ops.epmoe.grouped_gemm, None
+    with telling(layer, _C.OP_DISPATCH, ctx.buffer, plan):
+        d_out = d_out.contiguous()
+    g, _, _ = torch.ops.epmoe.dispatch(d_out, None, plan, ctx.layer, ctx.buffer, ctx.num_rows)
+    with telling(layer, _C.OP_COMBINE, ctx.buffer, plan):
+        if ctx.has_weight:
+            rows, row_weight = weighted
+            d_weight = torch.linalg.vecdot(g.float(), rows.float()) if ctx.needs_input_grad[3] else None
+            g = (g * row_weight[:, None]).to(g.dtype)
+        offsets = _offsets(layer, plan)
+        da = gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False) if ctx.needs_input_grad[0] else None
+        d_gemm_weight = gemm(g, a, offsets, None, None, WGRAD, 0, False) if ctx.needs_input_grad[1] else None
     return da, d_gemm_weight, None, d_weight, None, None, None, None, None
 
 

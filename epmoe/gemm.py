@@ -179,7 +179,7 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         raise ValueError("give either counts or offsets")
     _check(x, weight, counts, offsets, bias, activation, row_weight)
     if offsets is None:
-        offsets = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+        offsets = F.pad(counts.cumsum(0), (1, 0)).clamp(-1, 2**31 - 1).to(torch.int32)
     op = torch.ops.epmoe.grouped_gemm
     x, weight, offsets = x.contiguous(), weight.contiguous(), offsets.contiguous()
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, row_weight))):

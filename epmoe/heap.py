@@ -140,9 +140,7 @@ class SymmetricHeap(Shared):
         try:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"free: wanted a tensor of this heap, got {type(tensor).__name__}")
-            if tensor.numel() == 0:
-                return
-            off = self.offset(tensor)
+            off = self.offset(tensor) if tensor.numel() else 0  # nothing, but agreed upon
         except Exception:
             with contextlib.suppress(Exception):  # the others hear of it; this rank raises its own reason
                 _C.heap_free(self._c, (1 << 63) - 1)
@@ -211,6 +209,8 @@ class SymmetricHeap(Shared):
     def _word(self, tensor, index):
         if tensor.dtype != torch.int64:
             raise TypeError(f"signals are int64 tensors, got {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError("signals are words of a contiguous tensor: index counts them as they stand in memory")
         if not 0 <= index < tensor.numel():
             raise IndexError(f"index {index} of {tensor.numel()} signals")
         return self.offset(tensor) + 8 * index

@@ -117,7 +117,13 @@ class EPAll2AllLayer(Shared):
             raise
         self._owns_heap = heap is None
         self.heap = SymmetricHeap(self.world, num_bytes, self.device) if heap is None else heap
-        self._c = _C.layer_create(self.heap._c, self._config)
+        try:
+            self._c = _C.layer_create(self.heap._c, self._config)
+        except Exception:
+            with contextlib.suppress(Exception):  # all ranks are here: who was made for this layer goes with it
+                if self._owns_heap:
+                    self.heap.close()
+            raise
         self._recv_words = self.world_size * self.max_tokens * (1 + self.topk)
         self._plan_front = _C.plan_layout(self._config, 0)
         # How torch.ops.epmoe.* name a layer.  With all that sizes depend on: a compiler that keeps graphs must not take another's.
@@ -286,7 +292,7 @@ class EPAll2AllLayer(Shared):
                 self._check_tensor("input", input, self.dtype, (None, self.hidden))
                 if exp_indices is None:
                     raise TypeError("exp_indices is None: give them, or the layout of an earlier preprocess or dispatch")
-                if isinstance(exp_indices, torch.Tensor) and exp_indices.dim() == 2 and exp_indices.shape[0] != input.shape[0] * self._copies:
+                if isinstance(exp_indices, torch.Tensor) and exp_indices.dim() == 2 and exp_indices.shape[0] != input.shape[0]:
                     raise ValueError(f"input has {input.shape[0]} tokens, exp_indices {exp_indices.shape[0]}")
             else:
                 self._check_layout(layout)
@@ -294,8 +300,9 @@ class EPAll2AllLayer(Shared):
                     raise ValueError(f"buffer {buffer!r}, but the layout is of buffer {layout.buffer}")
                 self._check_tensor("input", input, self.dtype, (layout.num_tokens // self._copies, self.hidden))
             if weight is not None:
-                self._check_tensor("weight", weight, None, (input.shape[0] * self._copies, self.topk))
+                self._check_tensor("weight", weight, None, (input.shape[0], self.topk * self._copies))
                 weight = cast(weight, torch.float32)
+                weight = weight if self._copies == 1 else weight.reshape(-1, 1)
         except Exception as error:
             self._refuse(_C.OP_PLAN if layout is None else op, error, self._meant(layout, buffer))
         if layout is None:

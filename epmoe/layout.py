@@ -9,7 +9,7 @@ class EPLayout:
     """The plan of one call: where every choice of this rank goes, and what this rank receives.
 
     Reusable: dispatch(layout=...) repeats a dispatch, combine brings the rows of its dispatch home.
-    Letters as in the README: W ranks, E experts, L = E/W of them here, T tokens, K choices, M rows received.
+    Letters: W ranks, E experts, L = E/W of them here, T tokens, K choices, M rows received.
     """
 
     __slots__ = ("layer", "plan", "recv", "num_tokens", "buffer", "_num_rows", "_at")

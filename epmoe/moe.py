@@ -32,8 +32,9 @@ class EPMoE(nn.Module):
         capacity: None, or rows a rank can receive: no host read then (see EPAll2AllLayer).
         bias: with gate_up_proj_bias and down_proj_bias.
         enable_local_combine: sum at the expert's rank first; one row per (token, rank) crosses the link.
-        layer: an EpAll2AllFusedOp, or EPAll2AllLayer, to share with other EPMoE modules of the same shapes.
-        Further keywords go to EpAll2AllFusedOp, which says where moving and multiplying are one kernel each.
+        layer: an EpAll2AllFusedOp, or EPAll2AllLayer, to share with other EPMoE modules of the same shapes.  Its ranks, device, max_tokens,
+            capacity and enable_local_combine are those of this module then.
+        Further keywords go to EpAll2AllFusedOp, which says where moving and multiplying are one kernel each; none with a layer.
 
     Creation is collective, except with a layer.  Errors: those of EPAll2AllLayer.
 
@@ -50,6 +51,8 @@ class EPMoE(nn.Module):
     def __init__(self, hidden, inner, num_experts, topk, ep_group=None, activation="swiglu", *, max_tokens=4096, dtype=torch.bfloat16,
                  device=None, capacity=None, bias=False, enable_local_combine=True, layer=None, **layer_options):
         super().__init__()
+        if layer is not None and layer_options:
+            raise TypeError(f"{', '.join(layer_options)}: options of a layer to be made, but there is one already, layer=")
         heap, timeout_s = layer_options.get("heap"), layer_options.get("timeout_s")
         world = EpAll2AllFusedOp._world_of(ep_group, heap, timeout_s) if layer is None else None
         try:
@@ -132,7 +135,7 @@ class EPMoE(nn.Module):
 
     def extra_repr(self):
         layer = self.layer
-        return (f"hidden={layer.hidden}, num_experts={layer.num_experts}, local_experts={layer.num_local_experts}, topk={layer.topk}, "
+        return (f"hidden={layer.hidden}, num_experts={layer.num_experts}, local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
                 f"activation={self.activation}, rank={layer.rank} of {layer.world_size}")
 
     def finalize(self):

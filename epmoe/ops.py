@@ -1,18 +1,21 @@
 """torch.ops.epmoe.*: the stages as operators, so that autograd and torch.compile see them.
 
 dispatch and combine are each other's backward: what dispatch copies, its backward adds up, and the other
-way round.  An operator names its layer by a text.  An absent tensor is one without dimensions.
+way round.  An operator names its layer by a text.  A result that is absent is a tensor without dimensions.
 """
 
+import contextlib
 import weakref
 
 import torch
 
+from . import _C
+
 layers = weakref.WeakValueDictionary()  # id -> layer
 _lib = torch.library.Library("epmoe", "DEF")
-_lib.define("plan(Tensor exp_indices, Tensor scatter, str layer, int buffer) -> Tensor")
-_lib.define("dispatch(Tensor x, Tensor weight, Tensor plan, str layer, int buffer, SymInt num_rows) -> (Tensor, Tensor, Tensor)")
-_lib.define("combine(Tensor rows, Tensor row_weight, Tensor row_scalar, Tensor plan, Tensor recv, str layer, int buffer, "
+_lib.define("plan(Tensor exp_indices, Tensor? scatter, str layer, int buffer) -> Tensor")
+_lib.define("dispatch(Tensor x, Tensor? weight, Tensor plan, str layer, int buffer, SymInt num_rows) -> (Tensor, Tensor, Tensor)")
+_lib.define("combine(Tensor rows, Tensor? row_weight, Tensor? row_scalar, Tensor plan, Tensor recv, str layer, int buffer, "
             "SymInt num_tokens) -> (Tensor, Tensor)")
 
 
@@ -24,7 +27,7 @@ def _layer(idx):
 
 
 def _absent(like):
-    """Stands for "no tensor": it has no dimension, which no tensor that may be there has."""
+    """Stands for "no tensor" among the results, which must all be tensors."""
     return like.new_empty((), dtype=torch.float32)
 
 
@@ -32,22 +35,19 @@ def _absent(like):
 
 
 def _plan(exp_indices, scatter, layer, buffer):
-    return _layer(layer)._plan(exp_indices, scatter if scatter.dim() == 2 else None, buffer)
+    return _layer(layer)._plan(exp_indices, scatter, buffer)
 
 
 def _dispatch(x, weight, plan, layer, buffer, num_rows):
     layer = _layer(layer)
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
-    rows, row_weight, recv = layer._dispatch(x, weight if weight.dim() == 2 else None, plan, buffer, num_rows)
+    rows, row_weight, recv = layer._dispatch(x, weight, plan, buffer, num_rows)
     return rows, _absent(x) if row_weight is None else row_weight, recv
 
 
 def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens):
-    layer = _layer(layer)
-    row_weight = row_weight if row_weight.dim() == 1 else None
-    row_scalar = row_scalar if row_scalar.dim() == 1 else None
-    out, out_scalar = layer._combine(rows, row_weight, row_scalar, plan, recv, buffer, num_tokens)
+    out, out_scalar = _layer(layer)._combine(rows, row_weight, row_scalar, plan, recv, buffer, num_tokens)
     return out, _absent(rows) if out_scalar is None else out_scalar
 
 
@@ -82,47 +82,63 @@ def _(exp_indices, scatter, layer, buffer):
 @torch.library.register_fake("epmoe::dispatch", lib=_lib)
 def _(x, weight, plan, layer, buffer, num_rows):
     layer, num_rows = _layer(layer), _rows_to_trace(num_rows)
-    row_weight = x.new_empty((num_rows,) if weight.dim() == 2 else (), dtype=torch.float32)
+    row_weight = _absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     return x.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)
 
 
 @torch.library.register_fake("epmoe::combine", lib=_lib)
 def _(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens):
     layer = _layer(layer)
-    scalar_shape = (num_tokens, layer.topk) if row_scalar.dim() == 1 else ()
-    return rows.new_empty(num_tokens, layer.hidden), rows.new_empty(scalar_shape, dtype=torch.float32)
+    out_scalar = _absent(rows) if row_scalar is None else rows.new_empty(num_tokens, layer.topk, dtype=torch.float32)
+    return rows.new_empty(num_tokens, layer.hidden), out_scalar
 
 
 # ---- backward ----
 
 
+@contextlib.contextmanager
+def telling(layer, op, buffer, plan):
+    """What fails in here, the other ranks hear of in op, which is their next one: a tensor for which there is no memory, say."""
+    try:
+        yield
+    except Exception as error:
+        if type(plan) is not torch.Tensor:  # only a tracer was here
+            raise
+        layer._refuse(op, error, buffer)
+
+
 def _save_dispatch(ctx, inputs, output):
     x, weight, plan, ctx.layer, ctx.buffer, _ = inputs
-    ctx.num_tokens, ctx.has_weight = x.shape[0], weight.dim() == 2
+    ctx.num_tokens, ctx.has_weight = x.shape[0], weight is not None
     ctx.save_for_backward(plan, output[2])
 
 
 def _dispatch_backward(ctx, d_rows, d_row_weight, _):
     plan, recv = ctx.saved_tensors
-    scalar = d_row_weight.contiguous() if ctx.has_weight else _absent(d_rows)
-    dx, d_weight = torch.ops.epmoe.combine(d_rows.contiguous(), _absent(d_rows), scalar, plan, recv, ctx.layer, ctx.buffer, ctx.num_tokens)
+    with telling(_layer(ctx.layer), _C.OP_COMBINE, ctx.buffer, plan):
+        d_rows, scalar = d_rows.contiguous(), d_row_weight.contiguous() if ctx.has_weight else None
+    dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer, ctx.num_tokens)
     return dx, d_weight if ctx.has_weight else None, None, None, None, None
 
 
 def _save_combine(ctx, inputs, output):
     rows, row_weight, row_scalar, plan, _, ctx.layer, ctx.buffer, _ = inputs
-    ctx.has_weight, ctx.num_rows = row_weight.dim() == 1, rows.shape[0]
+    ctx.has_weight, ctx.num_rows = row_weight is not None, rows.shape[0]
     ctx.save_for_backward(plan, *((rows, row_weight) if ctx.has_weight else ()))
 
 
 def _combine_backward(ctx, d_out, _):
     plan, *weighted = ctx.saved_tensors  # read once: under checkpointing a second read is an error
-    g, _, _ = torch.ops.epmoe.dispatch(d_out.contiguous(), _absent(d_out), plan, ctx.layer, ctx.buffer, ctx.num_rows)
-    if not ctx.has_weight:
-        return g, None, None, None, None, None, None, None
-    rows, row_weight = weighted
-    d_weight = torch.linalg.vecdot(g.float(), rows.float()) if ctx.needs_input_grad[1] else None
-    return (g * row_weight[:, None]).to(g.dtype), d_weight, None, None, None, None, None, None
+    layer, d_weight = _layer(ctx.layer), None
+    with telling(layer, _C.OP_DISPATCH, ctx.buffer, plan):
+        d_out = d_out.contiguous()
+    g, _, _ = torch.ops.epmoe.dispatch(d_out, None, plan, ctx.layer, ctx.buffer, ctx.num_rows)
+    if ctx.has_weight:
+        rows, row_weight = weighted
+        with telling(layer, _C.OP_COMBINE, ctx.buffer, plan):
+            d_weight = torch.linalg.vecdot(g.float(), rows.float()) if ctx.needs_input_grad[1] else None
+            g = (g * row_weight[:, None]).to(g.dtype)
+    return g, d_weight, None, None, None, None, None, None
 
 
 torch.library.register_autograd("epmoe::dispatch", _dispatch_backward, setup_context=_save_dispatch, lib=_lib)
@@ -144,14 +160,13 @@ def wanted(*tensors):
 
 
 def plan(layer, exp_indices, scatter, buffer):
-    return torch.ops.epmoe.plan(exp_indices, _absent(exp_indices) if scatter is None else scatter, layer.id, buffer)
+    return torch.ops.epmoe.plan(exp_indices, scatter, layer.id, buffer)
 
 
 def dispatch(layer, x, weight, plan, buffer, num_rows):
-    rows, row_weight, recv = torch.ops.epmoe.dispatch(x, _absent(x) if weight is None else weight, plan, layer.id, buffer, num_rows)
+    rows, row_weight, recv = torch.ops.epmoe.dispatch(x, weight, plan, layer.id, buffer, num_rows)
     return rows, None if weight is None else row_weight, recv
 
 
 def combine(layer, rows, row_weight, plan, recv, buffer, num_tokens):
-    weight = _absent(rows) if row_weight is None else row_weight
-    return torch.ops.epmoe.combine(rows, weight, _absent(rows), plan, recv, layer.id, buffer, num_tokens)[0]
+    return torch.ops.epmoe.combine(rows, row_weight, None, plan, recv, layer.id, buffer, num_tokens)[0]

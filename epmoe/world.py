@@ -42,7 +42,7 @@ def _process_group(group):
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"ep_group: wanted a ProcessGroup, a DeviceMesh, an epmoe.World or None, got {type(group).__name__}")
+        raise TypeError(f"wanted a ProcessGroup, a DeviceMesh, an epmoe.World or None, got {type(group).__name__}")
     return group
 
 
@@ -159,7 +159,7 @@ class World(Shared):
         _C.world_check(self._c)
 
     def set_timeout(self, timeout_s):
-        """How long a wait for a living rank may take, from the next operation on."""
+        """How long a wait for a living rank may take, from the next operation on: seconds, more than 0 and less than 1e6, else ValueError."""
         _C.world_set_timeout(self._c, float(timeout_s))
 
     def exchange(self, mine):

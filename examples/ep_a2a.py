@@ -120,8 +120,8 @@ def count_traffic(args, layout, rank, row_bytes):
     away = torch.arange(layout.layer.world_size) != rank
     by_rank = layout.counts.cpu().unflatten(1, (len(away), -1)).sum(2)  # choices from rank to rank
     sent, received = layout.send_tokens.cpu()[away].sum(), layout.recv_tokens.cpu()[away].sum()
-    # Beside a row travel: in dispatch its token, and the row and weight of each choice; in combine (of choices) two numbers.
-    dispatch = sent * (row_bytes + 4 + (4 if args.no_weight else 8) * args.topk)
+    # Beside a row travel: in dispatch its token and its place on the way home, and the row and weight of each choice; in combine (of choices) two numbers.
+    dispatch = sent * (row_bytes + 8 + (4 if args.no_weight else 8) * args.topk)
     combine = received * row_bytes if args.enable_local_combine else by_rank[away, rank].sum() * (row_bytes + 8)
     return [by_rank[rank, away].sum(), sent, dispatch, combine]
 

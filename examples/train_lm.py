@@ -1,6 +1,6 @@
 """Train a small byte-level Mixture-of-Experts language model with `epmoe.EPMoE`.
 
-    python examples/train_lm.py                           # 4 CPU ranks, or one rank for each GPU
+    python examples/train_lm.py                           # 4 ranks on the CPU, or one for each GPU, at most 4
     torchrun --nproc-per-node 4 examples/train_lm.py      # the same, started by torchrun
 
 The text is the source code of the Python standard library, which every machine has.  The experts

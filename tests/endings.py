@@ -103,6 +103,33 @@ def end_all(how, ranks, kind):
     assert shared_memory_names() <= files, f"{how}: left in /dev/shm: {shared_memory_names() - files}"
 
 
+# ---- dropped, while an operation waits for ranks that have left ----
+
+
+def drop_one(rank, world_size, kind):
+    """Seconds that the first rank needs to let go of what the others have left."""
+    device = place(rank, kind)
+    world = epmoe.World(timeout_s=120)
+    layer = make_layer(world, device, CASE)
+    run_routing(layer, CASE)
+    layer.synchronize()
+    world.exchange(b"x")
+    if rank:
+        time.sleep(1)
+        return 0.0
+    start = time.monotonic()
+    outcome(layer.ep_barrier_all)  # on a GPU it waits there, and the call returns
+    world.__dict__.pop("_kept", None)
+    del layer, world
+    gc.collect()
+    return time.monotonic() - start
+
+
+def drop_busy(ranks, kind):
+    seconds = starter(kind)(drop_one, ranks, kind)
+    assert 0.5 < seconds[0] < 10, f"a rank needed {seconds[0]} s to drop a layer that others had left"
+
+
 # ---- fork ----
 
 
@@ -240,6 +267,7 @@ def every(ranks, kind):
     """All of this once."""
     for how in ENDINGS:
         end_all(how, ranks, kind)
+    drop_busy(ranks, kind)
     fork_all(ranks, kind)
     exit_unclosed(kind)
     exit_busy(kind)

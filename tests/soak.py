@@ -247,7 +247,7 @@ def leaks(a, say):
     for number in range(a.num):
         endings.every(ranks, a.device)
         say(number + 1)
-    yield "endings", f"{a.num} each of {', '.join(endings.ENDINGS)}, forked, with the interpreter: nothing left"
+    yield "endings", f"{a.num} each of {', '.join(endings.ENDINGS)}, dropped, forked, with the interpreter: nothing left"
 
 
 # ---- the command ----

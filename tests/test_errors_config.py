@@ -86,9 +86,9 @@ def test_errors_config_that_differs(ranks, options, shared):
 
 
 @pytest.mark.parametrize("field, options, texts", [
-    ("dtype", {"dtype": torch.float16}, ()),
-    ("combine_mode", {"combine_mode": "gather"}, ()),
-    ("combine_mode", {"enable_local_combine": True}, ()),
+    ("dtype", {"dtype": torch.float16}, ("has float16", "has bfloat16")),
+    ("combine_mode", {"combine_mode": "gather"}, ("has gather", "has scatter")),
+    ("combine_mode", {"enable_local_combine": True}, ("has local", "has scatter")),
     ("capacity", {"capacity": 20}, ("20", "21")),
 ], ids=["dtype", "gather", "local", "capacity"])
 def test_errors_config_that_differs_names_the_field(ranks, field, options, texts):
@@ -112,8 +112,10 @@ def test_errors_group_of_wrong_kind():
     with pytest.raises(ValueError):
         epmoe.thread_worlds(0)
     for bad in (0, -1, float("nan"), 1e9):
-        with pytest.raises(ValueError, match="timeout"):
+        with pytest.raises(ValueError, match="timeout.* more than 0 and less than 1e6"):
             epmoe.thread_worlds(1, bad)
+        with pytest.raises(ValueError, match="timeout.* more than 0 and less than 1e6"):
+            epmoe.thread_worlds(1)[0].set_timeout(bad)
 
 
 def test_errors_timeout_that_cannot_be(ranks):

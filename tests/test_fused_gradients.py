@@ -179,9 +179,10 @@ def test_fused_gradient_of_a_bias_in_float32(ranks, fused):
         op = make_op(world, device, case, Played, fused=fused)
         t = tensors(case, world.rank, world.size, device)
         want = step(op, case, t)["y"]
-        t.b1, t.b2 = (b.float().requires_grad_() for b in (t.b1, t.b2))
+        t.b1, t.b2 = ((b.float() * 1.0001).requires_grad_() for b in (t.b1, t.b2))
         got = step(op, case, t)["y"]
         got.backward(t.dy)
+        same_bits(got, step(make_op(world, device, case, fused=False), case, t)["y"].detach(), f"rank {world.rank}: y of the stages")
         op.synchronize()
         op.finalize()
         return want, got.detach(), t.b1.grad, t.b2.grad

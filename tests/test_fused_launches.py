@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import epmoe
-from cases import MODES
+from cases import MODES, same_bits
 from fused_cases import Experts, LEAVES, Played, check_numbers, cut, grown, inputs_of, is_played, same, soil, step, tensors
 from test_plan_slots import make_op
 
@@ -320,6 +320,39 @@ def compiled(world, device):
     op.synchronize()
     op.finalize()
     return equal, launches > 0 or not is_played(device)
+
+
+def compiled_for_many(world, device, capacity, saving):
+    """Graphs for forward and backward of twelve numbers of tokens, where torch is told that they change."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    case = Experts(tokens="full", max_tokens=16, capacity="roomy" if capacity else None, bias=False)
+    op = make_op(world, device, case, Played, token_saving=saving)
+    t = tensors(case, world.rank, world.size, device)
+
+    def both_ways(x, idx, weight):
+        h, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, gemm_weight=t.w1, weight=weight, activation=case.activation)
+        return op.mega_group_gemm_combine(h, t.w2, layout, row_weight)
+
+    fast = torch.compile(both_ways, backend="aot_eager", dynamic=True, fullgraph=True)
+    for tokens in (5, 9, 7, 6, 8, 10, 11, 12, 13, 14, 15, 16):
+        seen = []
+        for fn in (both_ways, fast):
+            x = t.x[:tokens].clone().requires_grad_()
+            y = fn(x, t.idx[:tokens].clone(), t.weight[:tokens].clone())
+            y.sum().backward()
+            seen.append((y.detach(), x.grad))
+        for a, b in zip(*seen):
+            same_bits(b, a, f"{tokens} tokens")
+    op.synchronize()
+    op.finalize()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("saving", [True, False], ids=["once", "by-choice"])
+@pytest.mark.parametrize("capacity", [False, True], ids=["exact", "capacity"])
+def test_fused_of_many_sizes_is_one_graph(ranks, capacity, saving):
+    assert ranks.isolated(compiled_for_many, capacity, saving, world_size=1, timeout_s=180) == [1] * ranks.size(1)
 
 
 def test_fused_is_traced_by_the_compiler(ranks):

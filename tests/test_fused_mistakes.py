@@ -1,11 +1,13 @@
 """Wrong calls of the fused operator: each its error, on every rank that takes part."""
 
 import dataclasses
+import threading
 from unittest import mock
 
 import pytest
 import torch
 
+import epmoe
 from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
 from fused_cases import Experts, Played, check_numbers, same, soil, step, tensors
 from test_plan_slots import make_op
@@ -169,6 +171,106 @@ def test_fused_without_memory(ranks, fused):
     results = ranks(run, world_size=3, at_least=2)
     for which in zip(*results):
         check_outcomes(which, ["RuntimeError" if rank == BAD else "PeerError" for rank in range(len(which))], who=BAD, elsewhere=(f"rank {BAD}",))
+
+
+# Where between two operations there is no memory: the function that wants it, in which of its calls, and how the op is made.
+BETWEEN = {
+    "product": (epmoe.fused, "grouped_gemm", 1, {"fused": False}),
+    "second product": (epmoe.fused, "grouped_gemm", 2, {"fused": False}),
+    "copies": (torch.Tensor, "repeat_interleave", 1, {"fused": False, "token_saving": False}),
+    "activation": (epmoe.fused, "activate", 1, {"fused": True}),
+    "backward of down": (epmoe.fused, "_offsets", 1, {"fused": True}),
+    "backward of gate and up": (epmoe.fused, "_offsets", 2, {"fused": True}),
+}
+
+
+@pytest.mark.parametrize("where", BETWEEN)
+def test_fused_without_memory_between_operations(ranks, monkeypatch, where):
+    """What fails there on one rank the others hear of in their next one, and do not wait."""
+    place, name, turn, options = BETWEEN[where]
+    with_grad, calls, real = options["fused"], {}, getattr(place, name)
+
+    def me():  # of ranks that are threads; a backward on GPUs has threads of its own
+        return 0 if ranks.is_torchrun else threading.get_ident()
+
+    def counted(*args, **rest):
+        if me() in calls:
+            calls[me()] += 1
+            if calls[me()] == turn:
+                raise torch.OutOfMemoryError("says the test")
+        return real(*args, **rest)
+
+    monkeypatch.setattr(place, name, counted)
+    case = dataclasses.replace(MISTAKEN, bias=False, num_buffers=1)
+
+    def run(world, device):
+        op = make_op(world, device, case, Played, **options)
+        t = tensors(case, world.rank, world.size, device)
+
+        def whole():
+            for leaf in (t.x, t.w1, t.w2):
+                leaf.requires_grad_(with_grad).grad = None
+            y = step(op, case, t)["y"]
+            if with_grad:
+                y.backward(t.dy)
+            return {"y": y.detach(), "x": t.x.grad, "w1": t.w1.grad, "w2": t.w2.grad}
+
+        before = whole()
+        op.synchronize()
+        world.set_timeout(MISTAKE_LIMIT_S)
+        world.exchange(b"go")
+        if world.rank == BAD:
+            calls[me()] = 0
+        got = outcome(whole, op)
+        calls.pop(me(), None)
+        alive = outcome(lambda: world.exchange(b"back"))
+        if not alive.kinds:
+            same(whole(), before, f"rank {world.rank}, after {got}")
+            op.synchronize()
+            op.finalize()
+        return got, alive
+
+    results = ranks(run, world_size=3, at_least=2)
+    check_outcomes([alive for _, alive in results], "nothing")
+    check_outcomes([got for got, _ in results], ["OutOfMemoryError" if rank == BAD else "PeerError" for rank in range(len(results))], who=BAD,
+                   elsewhere=(f"rank {BAD}", "no memory"))
+
+
+# With every choice a token of its own: what the user gave is what is told.
+WRONG_BY_CHOICE = [
+    ("exp_indices", lambda i: i[:, :2].contiguous(), ("exp_indices", "[*, 3]", "[12, 2]")),
+    ("exp_indices", lambda i: i[:5].contiguous(), ("input has 12 tokens, exp_indices 5",)),
+    ("exp_indices", lambda i: i[0], ("exp_indices", "[3]")),
+    ("weight", lambda w: w[:, :2].contiguous(), ("weight", "[12, 3]", "[12, 2]")),
+    ("input", lambda x: torch.cat([x, x]), ("input has 24 tokens, exp_indices 12",)),
+    ("full_scatter_indices", lambda s: torch.zeros(12, 2, dtype=torch.int32), ("full_scatter_indices", "[*, 3]", "[12, 2]")),
+]
+
+
+@pytest.mark.parametrize("which, at", [(which, i) for which in ("dispatch", "mega_dispatch_group_gemm", "preprocess")
+                                       for i, (name, _, texts) in enumerate(WRONG_BY_CHOICE) if which != "preprocess" or texts[0] == name != "weight"])
+def test_fused_mistakes_without_token_saving(ranks, which, at):
+    name, change, texts = WRONG_BY_CHOICE[at]
+
+    def run(world, device):
+        op = make_op(world, device, MISTAKEN, Played, token_saving=False)
+        t = tensors(MISTAKEN, world.rank, world.size, device)
+        before = step(op, MISTAKEN, t)
+        op.synchronize()
+        world.set_timeout(MISTAKE_LIMIT_S)
+        given = {"input": t.x, "exp_indices": t.idx, "weight": t.weight, "gemm_weight": t.w1, "full_scatter_indices": None}
+        wanted = {"preprocess": ("exp_indices", "full_scatter_indices"), "dispatch": ("input", "exp_indices", "weight", "full_scatter_indices")}
+        if world.rank == BAD:
+            given[name] = change(given[name]).to(device)
+        got = outcome(lambda: getattr(op, which)(**{n: given[n] for n in wanted.get(which, given)}), op)
+        world.exchange(b"back")
+        same(step(op, MISTAKEN, t), before, f"rank {world.rank}, after {got}")
+        op.synchronize()
+        op.finalize()
+        return got
+
+    results = ranks(run, world_size=3, at_least=2)
+    check_outcomes(results, ["ValueError" if rank == BAD else "PeerError" for rank in range(len(results))], *texts, who=BAD, elsewhere=(f"rank {BAD}",))
 
 
 @pytest.mark.parametrize("order", ["fuse", "", None])

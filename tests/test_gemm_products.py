@@ -161,6 +161,8 @@ def test_gemm_rows_past_the_experts_are_left_alone(ranks):
     (dict(offsets=None, counts=torch.ones(2, dtype=torch.bool)), TypeError, "counts: wanted integers, got torch.bool"),
     (dict(offsets=None, counts=torch.tensor([2, 2], device="meta")), ValueError, "counts: wanted a tensor on cpu"),
     (dict(offsets=None, counts=torch.tensor([2, 1, 1])), ValueError, "wanted counts [2], got [3]"),
+    (dict(offsets=None, counts=torch.tensor([2**32 + 2, 2])), ValueError, "rows that there are"),
+    (dict(offsets=None, counts=torch.tensor([2, -(2**32) + 2])), ValueError, "rows that there are"),
     (dict(offsets=None, counts=torch.tensor(4)), ValueError, "wanted counts [2], got []"),
     (dict(offsets=[0, 2, 4]), TypeError, "offsets: wanted a tensor, got list"),
     (dict(offsets=torch.tensor([0, 2, 4])), TypeError, "offsets: wanted int32, got torch.int64"),

@@ -150,12 +150,13 @@ def test_heap_wait_compares(ranks):
         heap.synchronize()
         wrong = [outcome(c) for c in (lambda: heap.signal(words, 2, 1, 0), lambda: heap.wait(words, -1, 1), lambda: heap.wait(words, 0, 1, cmp="lt"),
                                       lambda: heap.signal(words, 0, 1, 0, op="max"), lambda: heap.signal(heap.malloc_symmetric((2,)), 0, 1, 0),
-                                      lambda: heap.signal(words, 0, 1, world.size))]
+                                      lambda: heap.signal(words, 0, 1, world.size), lambda: heap.signal(words[::2], 0, 1, 0),
+                                      lambda: heap.wait(heap.malloc_symmetric((2, 2), torch.int64)[:, 1], 1, 0))]
         heap.close()
         return wrong
 
     for wrong in ranks(run, world_size=2):
-        check_outcomes(wrong, ["IndexError", "IndexError", "ValueError", "ValueError", "TypeError", "ValueError"])
+        check_outcomes(wrong, ["IndexError", "IndexError", "ValueError", "ValueError", "TypeError", "ValueError", "nothing", "ValueError"])
 
 
 def test_heap_wait_ends_at_its_limit(ranks):

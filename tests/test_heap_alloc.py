@@ -312,7 +312,8 @@ def differing(world, device, call_of):
     (lambda h, r: h.malloc_symmetric((100,), torch.int64 if r == 1 else torch.int32), ("rank 1", "800", "400")),
     (lambda h, r: h.malloc_symmetric((100,), alignment=512 if r == 1 else 128), ("rank 1", "512", "128")),
     (lambda h, r: h.free(h.malloc_symmetric((4,))) if r == 1 else (h.malloc_symmetric((4,)), h.malloc_symmetric((4,))), ("rank 1", "frees", "allocates")),
-], ids=["size", "dtype", "alignment", "order"])
+    (lambda h, r: h.free([h.malloc_symmetric((4,)), h.malloc_symmetric((0,))][r == 1]), ("rank 1", "frees")),
+], ids=["size", "dtype", "alignment", "order", "nothing"])
 def test_heap_ranks_that_differ(ranks, call, texts):
     results = ranks(differing, call, world_size=3, at_least=2)
     check_outcomes([r[0] for r in results], "EpMismatch", *texts)

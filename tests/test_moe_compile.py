@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import epmoe
-from cases import keep
+from cases import keep, outcome
 from test_moe_layer import Model, check_moe, inputs_of, make_moe
 
 
@@ -66,6 +66,35 @@ def stages(world, device):
 
 def test_moe_compile_stages(ranks):
     assert all(ranks.isolated(stages, world_size=2, timeout_s=180))
+
+
+def wrong_ranks(world, device):
+    """Arguments of too few or too many dimensions, outside and inside of what is compiled: the kinds of the errors."""
+    torch._dynamo.reset()
+    layer = epmoe.EPAll2AllLayer(world, 8, 16, 1, num_tot_experts=2 * world.size, dtype=torch.float32, device=device, capacity=world.size * 8)
+    keep(world, layer)
+    x, idx = torch.ones(8, 16, device=device), torch.zeros(8, 1, dtype=torch.int64, device=device)
+    weight, rows = torch.full((8, 1), 0.5, device=device), layer.capacity
+
+    def step(weight, scatter, row_weight):
+        out, got, layout = layer.dispatch(x, idx, weight, scatter)
+        return layer.combine(out, layout, got if row_weight is None else row_weight)
+
+    seen = []
+    for wrong in ((weight[:, 0], None, None), (weight, torch.zeros(8, dtype=torch.int32, device=device), None),
+                  (weight, torch.zeros((), dtype=torch.int32, device=device), None), (weight, None, torch.ones(rows, 1, device=device)),
+                  (weight, None, torch.tensor(2.0, device=device))):
+        for fn in (step, torch.compile(step, backend="eager")):
+            seen.append(outcome(lambda: fn(*wrong), layer).kind)
+            world.exchange(b"back")
+    right = torch.equal(torch.compile(step, backend="eager")(weight, None, None), 0.5 * x)
+    layer.finalize()
+    return seen, right
+
+
+def test_moe_compile_refuses_what_is_refused_outside(ranks):
+    for seen, right in ranks.isolated(wrong_ranks, world_size=2, timeout_s=180):
+        assert seen == ["ValueError"] * 10 and right
 
 
 def with_no_tokens(world, device):
@@ -164,20 +193,20 @@ def checked(world, device):
         layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32, device=device, capacity=world.size * 16,
                                      combine_mode="gather" if mode == "gather" else "scatter", enable_local_combine=mode == "local")
         keep(world, layer)
-        ops, absent, g = torch.ops.epmoe, torch.empty((), device=device), torch.Generator().manual_seed(world.rank)
+        ops, g = torch.ops.epmoe, torch.Generator().manual_seed(world.rank)
         idx = torch.randint(0, 2 * world.size, (8, 2), generator=g).to(device)
         x = torch.randn(8, 16, generator=g).to(device).requires_grad_()
         weight = torch.rand(8, 2, generator=g).to(device).requires_grad_()
-        plan = ops.plan(idx, absent, layer.id, 0)
+        plan = ops.plan(idx, None, layer.id, 0)
         rows, row_weight, recv = (t.detach() for t in ops.dispatch(x, weight, plan, layer.id, 0, layer.capacity))
         rows.requires_grad_(), row_weight.requires_grad_()
         # Not the checks that compare two runs of plan: one word of a plan is the number of the call.
-        torch.library.opcheck(ops.plan, (idx, absent, layer.id, 0), test_utils=CHECKS[:3])
+        torch.library.opcheck(ops.plan, (idx, None, layer.id, 0), test_utils=CHECKS[:3])
         # An absent output is one that nobody writes, so two runs of it cannot be compared either.
-        for w in (weight, absent):
+        for w in (weight, None):
             torch.library.opcheck(ops.dispatch, (x, w, plan, layer.id, 0, layer.capacity), test_utils=CHECKS[: 5 if w is weight else 3])
-        for w, scalar in ((row_weight, absent), (absent, absent), (absent, row_weight.detach()), (row_weight, row_weight.detach())):
-            torch.library.opcheck(ops.combine, (rows, w, scalar, plan, recv, layer.id, 0, 8), test_utils=CHECKS[: 3 if scalar is absent else 5])
+        for w, scalar in ((row_weight, None), (None, None), (None, row_weight.detach()), (row_weight, row_weight.detach())):
+            torch.library.opcheck(ops.combine, (rows, w, scalar, plan, recv, layer.id, 0, 8), test_utils=CHECKS[: 3 if scalar is None else 5])
         layer.finalize()
     return True
 
@@ -188,4 +217,4 @@ def test_moe_operators_pass_opcheck(ranks):
 
 def test_moe_operator_of_a_layer_that_is_gone():
     with pytest.raises(RuntimeError, match="does not exist any more"):
-        torch.ops.epmoe.plan(torch.zeros(1, 2, dtype=torch.int64), torch.empty(()), "1000000000 ()", 0)
+        torch.ops.epmoe.plan(torch.zeros(1, 2, dtype=torch.int64), None, "1000000000 ()", 0)

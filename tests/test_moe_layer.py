@@ -298,11 +298,13 @@ def test_moe_shared_layer_must_fit(ranks):
         got = [outcome(lambda o=o: epmoe.EPMoE(**({"hidden": 16, "inner": 24, "num_experts": 2 * world.size, "topk": 3, "dtype": torch.float32,
                                                     "layer": moe.layer} | o)))
                for o in ({"hidden": 32}, {"topk": 2}, {"num_experts": 4 * world.size}, {"dtype": torch.bfloat16})]
+        got += [outcome(lambda: epmoe.EPMoE(16, 24, 2 * world.size, 3, dtype=torch.float32, layer=moe.layer, num_bufers=2))]
         moe.finalize()
         return got
 
     for got in ranks(run, world_size=2):
-        check_outcomes(got, "ValueError", "shared layer")
+        check_outcomes(got[:-1], "ValueError", "shared layer")
+        check_outcomes(got[-1:], "TypeError", "num_bufers", "layer=")
 
 
 @pytest.mark.parametrize("activation, wide", [("swiglu", 48), ("gpt_oss", 48), ("gelu", 24)])

@@ -46,3 +46,7 @@ def test_endings_dropped_leaves_nothing():
     after = held()
     for what in ("fds", "memfds", "heaps", "threads"):
         assert after[what] <= before[what], f"{what}: {before} became {after}"
+
+
+def test_world_dropped_while_it_waits():
+    endings.drop_busy(3, "cpu")
