@@ -15,8 +15,9 @@
 # make size       lines of every file
 # make clean      remove what was built
 #
-# PYTHON=... chooses the interpreter.  Otherwise it is .venv if that has what is needed; else a python3 that
-# has torch already, as it is (a GPU machine without a network); else a .venv made from requirements-dev.txt.
+# PYTHON=... chooses the interpreter.  Otherwise it is .venv if that has what is needed; else a python3 that has torch
+# 2.11 or newer and setuptools, for tests pytest and hypothesis, too, as it is (a GPU machine without a network); else a
+# .venv made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
 .PHONY: build demo test gpu bench trace report check rest soak tsan models cuda emulated with-nvcc format size clean python check-format c-tests FORCE
@@ -24,10 +25,13 @@
 .NOTPARALLEL:
 
 NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
-HAS := import importlib.util as u, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(m) is None for m in sys.argv[1:]))
+# What a python3 that is there already must have; a test wants more than the rest.
+AS_IT_IS := torch setuptools $(if $(filter-out build demo bench trace report cuda,$(or $(MAKECMDGOALS),build)),pytest hypothesis numpy)
+HAS := import importlib.util as u, importlib.metadata as m, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(n) is None for n in sys.argv[1:]) \
+    or tuple(map(int, m.version("torch").split(".")[:2])) < (2, 11))
 ifndef PYTHON
 PYTHON := $(shell if .venv/bin/python -c '$(HAS)' $(NEEDED) 2>/dev/null; then echo .venv/bin/python; \
-    elif python3 -c '$(HAS)' torch 2>/dev/null; then echo python3; else echo .venv/bin/python; fi)
+    elif python3 -c '$(HAS)' $(AS_IT_IS) 2>/dev/null; then echo python3; else echo .venv/bin/python; fi)
 endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 

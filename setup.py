@@ -71,8 +71,10 @@ class Build(build_ext):
         if nvcc:
             home = cuda_home(nvcc)
             flags += ["-DEP_HAVE_CUDA", "-isystem", str(home / "include")]
-            lib = next(p for p in (home / "lib64", home / "lib", home / "targets/x86_64-linux/lib") if list(p.glob("libcudart_static.a")))
-            libs = [str(lib / "libcudart_static.a")] + libs
+            runtimes = [lib for d in ("lib64", "lib", "targets/*/lib") for lib in sorted(home.glob(d + "/libcudart_static.a"))]
+            if not runtimes:
+                raise SystemExit(f"no libcudart_static.a under {home}: CUDA_HOME names the toolkit; EPMOE_CUDA=0 leaves CUDA out")
+            libs = [str(runtimes[0])] + libs
             arch = os.environ.get("EPMOE_CUDA_ARCH", ARCH).split()
             for cu in sorted((ROOT / "csrc/kernels").glob("*.cu")):
                 jobs.append([nvcc, *NVCC, *arch, *delays, "-I" + str(ROOT / "csrc"), "-c", str(cu), "-o", str(temp / (cu.name + ".o"))])
