@@ -78,7 +78,7 @@ typedef struct {
 int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status, EpHeap **heap);
 /* Collective; zeroed.  status: as above.  Nothing is allocated for no bytes. */
 int ep_heap_alloc(EpHeap *heap, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off);
-int ep_heap_free(EpHeap *heap, uint64_t off); /* collective */
+int ep_heap_free(EpHeap *heap, uint64_t off); /* collective; 0: of nothing */
 int ep_heap_translate(EpHeap *heap, uint64_t off, uint32_t peer, void **address);
 int ep_heap_offset(EpHeap *heap, const void *address, uint64_t num_bytes, uint64_t *off);
 void ep_heap_stats(EpHeap *heap, EpHeapStats *stats);

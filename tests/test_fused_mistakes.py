@@ -157,8 +157,8 @@ def test_fused_without_memory(ranks, fused):
         h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight, bias=t.b1, activation="swiglu")
         world.set_timeout(MISTAKE_LIMIT_S)
         got = []
-        for of, call in (((op, "_recv_words"), lambda: op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1, weight=t.weight)),
-                         ((layout, "num_tokens"), lambda: op.mega_group_gemm_combine(h, t.w2, layout, row_weight))):
+        for of, call in (((layout, "num_tokens"), lambda: op.mega_group_gemm_combine(h, t.w2, layout, row_weight)),
+                         ((op, "_recv_words"), lambda: op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1, weight=t.weight))):
             with mock.patch.object(*of, 1 << 55 if world.rank == BAD else getattr(*of)):
                 got.append(outcome(call, op))
             world.exchange(b"back")
