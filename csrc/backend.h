@@ -39,6 +39,7 @@ typedef struct {
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
     int (*combine)(int device, const EpCombineParams *p, uint32_t num_sm, void *stream);
     int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
+    int (*clear)(int device, uint64_t *faulted, void *stream); /* behind those of which the fault has made nothing */
     /* NULL where there are none. */
     int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, void *stream);
     int (*gemm_combine)(int device, const EpGemmCombineParams *p, void *stream);

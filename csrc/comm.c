@@ -122,7 +122,7 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
         b->num_ops = f->epoch;
         ep_st_relaxed_sys_u64(&f->state, 0);
         EpLocal *l = ep_local(&b->comm);
-        int zeroed = backend->zero(ep_heap_device(heap), &l->faulted, sizeof l->faulted, stream);
+        int zeroed = backend->clear(ep_heap_device(heap), &l->faulted, stream);
         if (zeroed) return zeroed;
         if (f->word == EP_WORD_SCATTER && f->want == 1) { /* only this rank knows: the others are on their way to dispatch */
             EpComm comm = b->comm;

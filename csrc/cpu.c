@@ -98,6 +98,7 @@ static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
     memset(dst, 0, num_bytes);
     return 0;
 }
+static int clear(int device, uint64_t *faulted, void *stream) { return zero(device, faulted, sizeof *faulted, stream); }
 static int sync_stream(int device, void *stream, EpWorld *world) {
     (void)device, (void)stream, (void)world;
     return 0;
@@ -224,6 +225,7 @@ const EpBackend ep_cpu_backend = {
     .dispatch = dispatch,
     .combine = combine,
     .enter = enter,
+    .clear = clear,
     .signal = signal_word,
     .wait = wait_word,
     .preload = preload,

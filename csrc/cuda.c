@@ -151,6 +151,10 @@ static int copy(int device, void *dst, const void *src, uint64_t num_bytes, void
     GUARDED(device, check_call(cudaMemcpyAsync(dst, src, num_bytes, cudaMemcpyDefault, (cudaStream_t)stream), "cudaMemcpyAsync"));
 }
 
+static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
+    GUARDED(device, check_call(cudaMemsetAsync(dst, 0, num_bytes, (cudaStream_t)stream), "cudaMemsetAsync"));
+}
+
 /* ---- streams ---- */
 
 /* epmoe's kernels leave by themselves when the world ends.  What else is on the stream may wait for the dead for ever, a
@@ -255,11 +259,6 @@ static int end_turn(Turn *t, cudaError_t launched, const char *what) {
         return unlock_turns(device, unguard(&g_, code_));               \
     } while (0)
 
-/* In turn: a fault is cleared behind all operations that it has made nothing of, whatever their stream. */
-static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
-    IN_TURN(device, stream, cudaMemsetAsync(dst, 0, num_bytes, (cudaStream_t)stream), "clear");
-}
-
 /* ---- kernels ---- */
 
 static int plan(int device, const EpPlanParams *p, void *stream) { IN_TURN(device, stream, ep_launch_plan(p, stream), "plan kernel"); }
@@ -271,6 +270,9 @@ static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *
 }
 static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
     IN_TURN(device, stream, ep_launch_enter(c, op, stream), "enter kernel");
+}
+static int clear(int device, uint64_t *faulted, void *stream) {
+    IN_TURN(device, stream, cudaMemsetAsync(faulted, 0, sizeof *faulted, (cudaStream_t)stream), "clear");
 }
 static int signal_word(int device, uint64_t *word, uint64_t value, bool add, void *stream) {
     GUARDED(device, check_call((cudaError_t)ep_launch_signal(word, value, add, stream), "signal kernel"));
@@ -318,6 +320,7 @@ const EpBackend ep_cuda_backend = {
     .dispatch = dispatch,
     .combine = combine,
     .enter = enter,
+    .clear = clear,
     .signal = signal_word,
     .wait = wait_word,
     .gemm = gemm,
