@@ -103,34 +103,33 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
 
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
     EpWorld *world = ep_heap_world(heap);
-    EpFaultRecord *f = &b->comm.host->fault;
+    const EpBackend *backend = ep_heap_backend(heap);
+    EpHostWords *host = b->comm.host;
     if (ep_world_is_forked(world)) return ep_world_check(world);
-    if (ep_ld_acquire_sys_u64(&f->state)) { /* the record is now readable */
-        int code = fault_error(f, &b->comm.shape, b->comm.my_rank);
+    if (ep_ld_acquire_sys_u64(&host->fault.state)) { /* the record is now readable */
+        const EpFaultRecord f = host->fault;
+        int code = fault_error(&f, &b->comm.shape, b->comm.my_rank);
         if (code == EP_ETIMEOUT || code == EP_ECORRUPT) { /* who is stuck cannot be brought back into step */
             char text[256];
             memcpy(text, ep_error_text(), sizeof text);
             text[sizeof text - 1] = 0;
-            ep_world_abort(world, code, f->peer, text);
+            ep_world_abort(world, code, f.peer, text);
             return ep_error(code, "%s", text);
         }
-        const EpBackend *backend = ep_heap_backend(heap);
         /* What is captured does not run now: the next call that does goes on after this. */
         if (b->on_stream && backend->is_captured(stream)) return code;
         /* The operation was void on all ranks, and those behind it were nothing. */
-        ep_world_unnote(world, b->num_ops > f->epoch ? b->num_ops - f->epoch : 0);
-        b->num_ops = f->epoch;
-        ep_st_relaxed_sys_u64(&f->state, 0);
-        EpLocal *l = ep_local(&b->comm);
-        int zeroed = backend->clear(ep_heap_device(heap), &l->faulted, stream);
-        if (zeroed) return zeroed;
-        if (f->word == EP_WORD_SCATTER && f->want == 1) { /* only this rank knows: the others are on their way to dispatch */
+        EP_TRY(backend->clear(ep_heap_device(heap), &ep_local(&b->comm)->faulted, stream));
+        ep_st_relaxed_sys_u64(&host->fault.state, 0);
+        ep_world_unnote(world, b->num_ops > f.epoch ? b->num_ops - f.epoch : 0);
+        b->num_ops = f.epoch;
+        if (f.word == EP_WORD_SCATTER && f.want == 1) { /* only this rank knows: the others are on their way to dispatch */
             EpComm comm = b->comm;
             comm.status = code;
             ep_world_noted(world, ep_comm_note(heap, b, EP_OP_DISPATCH, 0, code, stream), code);
             backend->enter(ep_heap_device(heap), &comm, EP_OP_DISPATCH, stream);
         }
-        return fault_error(f, &b->comm.shape, b->comm.my_rank);
+        return fault_error(&f, &b->comm.shape, b->comm.my_rank);
     }
     return ep_world_check(world);
 }
