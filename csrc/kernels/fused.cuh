@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
                                                 const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const EpDispatchParams &d = p.dispatch;
-    ep_trace_start();
+    ep_trace_start(&d.comm);
     const uint64_t epoch = ep_begin(&d.comm), begin = ep_trace_now(&d.comm);
     const bool ok =
         epoch && ep_block_enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows, d.has_weight, 0, epoch);
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     const EpCombineParams &k = p.combine;
     static_assert(EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE, false>::Fifo::BYTES == EpFusedFifo::BYTES, "movers have room");
     static_assert(C::STAGES * C::STAGE_BYTES >= 8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo::BYTES, "rest has room");
-    ep_trace_start();
+    ep_trace_start(&k.comm);
     const uint64_t epoch = ep_begin(&k.comm), begin = ep_trace_now(&k.comm);
     const bool ok =
         epoch && ep_block_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows, k.has_weight, 0, epoch);
