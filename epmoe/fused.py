@@ -1,11 +1,13 @@
 """EpAll2AllFusedOp: dispatch + grouped GEMM and grouped GEMM + combine, each in one launch."""
 
+import contextlib
+
 import torch
 
 from . import _C
 from .gemm import _GATED, DGRAD, WGRAD, add_bias, as_kernel, grouped_gemm
 from .layer import EPAll2AllLayer, cast
-from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect, telling
+from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect, row_dots, telling
 from .reference import activate
 
 _lib.define("dispatch_gemm(Tensor x, Tensor? weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str layer, int buffer, SymInt num_rows, "
@@ -319,10 +321,11 @@ def _gemm_combine_backward(ctx, d_out, _):
     with telling(layer, _C.OP_DISPATCH, ctx.buffer, plan):
         d_out = d_out.contiguous()
     g, _, _ = torch.ops.epmoe.dispatch(d_out, None, plan, ctx.layer, ctx.buffer, ctx.num_rows)
-    with telling(layer, _C.OP_COMBINE, ctx.buffer, plan):
+    # Without a gradient of the rows nothing of the layer's follows in this backward.
+    with telling(layer, _C.OP_COMBINE, ctx.buffer, plan) if ctx.needs_input_grad[0] else contextlib.nullcontext():
         if ctx.has_weight:
             rows, row_weight = weighted
-            d_weight = torch.linalg.vecdot(g.float(), rows.float()) if ctx.needs_input_grad[3] else None
+            d_weight = row_dots(g, rows) if ctx.needs_input_grad[3] else None
             g = (g * row_weight[:, None]).to(g.dtype)
         offsets = _offsets(layer, plan)
         da = gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False) if ctx.needs_input_grad[0] else None

@@ -26,6 +26,11 @@ def as_kernel(activation):
     return _ACTIVATIONS[activation], 0.0, 0.0
 
 
+def aligned(t):
+    """t, or a copy of it where the kernels could not read it: a gradient is where autograd has put it.  None is None."""
+    return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
+
+
 def _out_shape(a, b, offsets, kind, activation):
     if kind == WGRAD:
         return offsets.shape[0] - 1, a.shape[1], b.shape[1]
@@ -66,20 +71,21 @@ def _has_kernel(a, b):
             and torch.cuda.get_device_capability(a.device)[0] >= 8)
 
 
-_tickets = {}  # of each stream
+_tickets = {}  # of each device's default stream
 
 
 def _tickets_of(device):
-    """One number in which a launch counts the tiles that it hands out: 0 before and behind it."""
-    if torch.cuda.is_current_stream_capturing():  # a graph may run beside what else its stream does: it gets its own
+    """One number in which a launch counts the tiles that it hands out: 0 before and behind it.  Kept for the default stream only: a graph
+    may run beside what else its stream does, and memory that another stream gets may be a pool's that wants it back."""
+    if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         return torch.zeros(1, dtype=torch.int64, device=device)
-    key = device.index, torch.cuda.current_stream(device).cuda_stream
-    if key not in _tickets:
-        _tickets[key] = torch.zeros(1, dtype=torch.int64, device=device)
-    return _tickets[key]
+    if device.index not in _tickets:
+        _tickets[device.index] = torch.zeros(1, dtype=torch.int64, device=device)
+    return _tickets[device.index]
 
 
 def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
+    a, b = aligned(a), aligned(b)
     if not _has_kernel(a, b):
         return _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit)
     out = a.new_empty(_out_shape(a, b, offsets, kind, activation))

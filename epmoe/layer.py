@@ -4,6 +4,7 @@ import contextlib
 import itertools
 
 import torch
+from torch.utils.checkpoint import _StopRecomputationError
 
 from . import _C, ops
 from .heap import SymmetricHeap, pick_device, status_of, stream_of
@@ -200,6 +201,8 @@ class EPAll2AllLayer(Shared):
     def _refuse(self, op, error, buffer):
         """Let the other ranks know that this one cannot take part in op; then raise the error.  They hear of it in the
         buffer that was meant; who means one that is not there is heard in the first."""
+        if isinstance(error, _StopRecomputationError):  # checkpointing has seen enough of this forward
+            raise error
         _C.layer_refuse(self._c, buffer if self._is_buffer(buffer) else 0, op, status_of(error), stream_of(self.device))
         raise error
 
@@ -302,7 +305,7 @@ class EPAll2AllLayer(Shared):
             if weight is not None:
                 self._check_tensor("weight", weight, None, (input.shape[0], self.topk * self._copies))
                 weight = cast(weight, torch.float32)
-                weight = weight if self._copies == 1 else weight.reshape(-1, 1)
+                weight = weight if self._copies == 1 else self._by_choice("weight", weight, self.max_tokens // self._copies)
         except Exception as error:
             self._refuse(_C.OP_PLAN if layout is None else op, error, self._meant(layout, buffer))
         if layout is None:

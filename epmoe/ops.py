@@ -10,6 +10,7 @@ import weakref
 import torch
 
 from . import _C
+from .gemm import aligned
 
 layers = weakref.WeakValueDictionary()  # id -> layer
 _lib = torch.library.Library("epmoe", "DEF")
@@ -42,12 +43,12 @@ def _dispatch(x, weight, plan, layer, buffer, num_rows):
     layer = _layer(layer)
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
-    rows, row_weight, recv = layer._dispatch(x, weight, plan, buffer, num_rows)
+    rows, row_weight, recv = layer._dispatch(aligned(x), aligned(weight), plan, buffer, num_rows)
     return rows, _absent(x) if row_weight is None else row_weight, recv
 
 
 def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens):
-    out, out_scalar = _layer(layer)._combine(rows, row_weight, row_scalar, plan, recv, buffer, num_tokens)
+    out, out_scalar = _layer(layer)._combine(aligned(rows), aligned(row_weight), aligned(row_scalar), plan, recv, buffer, num_tokens)
     return out, _absent(rows) if out_scalar is None else out_scalar
 
 
@@ -123,22 +124,27 @@ def _dispatch_backward(ctx, d_rows, d_row_weight, _):
 
 def _save_combine(ctx, inputs, output):
     rows, row_weight, row_scalar, plan, _, ctx.layer, ctx.buffer, _ = inputs
-    ctx.has_weight, ctx.num_rows = row_weight is not None, rows.shape[0]
+    ctx.has_weight, ctx.has_scalar, ctx.num_rows = row_weight is not None, row_scalar is not None, rows.shape[0]
     ctx.save_for_backward(plan, *((rows, row_weight) if ctx.has_weight else ()))
 
 
-def _combine_backward(ctx, d_out, _):
+def row_dots(g, rows):
+    """[M] float32, also under autocast."""
+    with torch.autocast(g.device.type, enabled=False):
+        return torch.linalg.vecdot(g.float(), rows.float())
+
+
+def _combine_backward(ctx, d_out, d_scalar):
     plan, *weighted = ctx.saved_tensors  # read once: under checkpointing a second read is an error
-    layer, d_weight = _layer(ctx.layer), None
-    with telling(layer, _C.OP_DISPATCH, ctx.buffer, plan):
-        d_out = d_out.contiguous()
-    g, _, _ = torch.ops.epmoe.dispatch(d_out, None, plan, ctx.layer, ctx.buffer, ctx.num_rows)
+    d_weight = None
+    with telling(_layer(ctx.layer), _C.OP_DISPATCH, ctx.buffer, plan):
+        d_out, d_scalar = d_out.contiguous(), d_scalar.contiguous() if ctx.has_scalar else None
+    g, d_row_scalar, _ = torch.ops.epmoe.dispatch(d_out, d_scalar, plan, ctx.layer, ctx.buffer, ctx.num_rows)
     if ctx.has_weight:
         rows, row_weight = weighted
-        with telling(layer, _C.OP_COMBINE, ctx.buffer, plan):
-            d_weight = torch.linalg.vecdot(g.float(), rows.float()) if ctx.needs_input_grad[1] else None
-            g = (g * row_weight[:, None]).to(g.dtype)
-    return g, d_weight, None, None, None, None, None, None
+        d_weight = row_dots(g, rows) if ctx.needs_input_grad[1] else None
+        g = (g * row_weight[:, None]).to(g.dtype)
+    return g, d_weight, d_row_scalar if ctx.has_scalar else None, None, None, None, None, None
 
 
 torch.library.register_autograd("epmoe::dispatch", _dispatch_backward, setup_context=_save_dispatch, lib=_lib)

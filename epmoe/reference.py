@@ -108,7 +108,7 @@ def gpt_oss_numbers(activation):
     if not isinstance(activation, GptOss):
         return None
     alpha, limit = map(float, activation)
-    if not (math.isfinite(alpha) and limit > 0):
+    if not (abs(alpha) < math.inf and limit > 0):
         raise ValueError(f"activation {activation}: wanted a finite alpha and a positive limit")
     return alpha, limit
 
@@ -126,6 +126,8 @@ def activate(h, activation="swiglu"):
         gate, up = h.chunk(2, -1)
         return F.silu(gate) * up
     if numbers := gpt_oss_numbers(activation):
+        if h.dtype in (torch.float16, torch.bfloat16):  # in between are numbers that these do not have
+            return activate(h.float(), activation).to(h.dtype)
         alpha, limit = numbers
         gate, up = h[..., 0::2].clamp(max=limit), h[..., 1::2].clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(alpha * gate)

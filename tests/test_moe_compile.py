@@ -92,9 +92,26 @@ def wrong_ranks(world, device):
     return seen, right
 
 
+def wrong_by_choice(world, device):
+    """Weights of as many numbers as there must be, in another shape, where every choice is a token of its own."""
+    torch._dynamo.reset()
+    op = epmoe.EpAll2AllFusedOp(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32, device=device, token_saving=False)
+    keep(world, op)
+    x, idx, weight = torch.ones(8, 16, device=device), torch.zeros(8, 2, dtype=torch.int64, device=device), torch.ones(8, 2, device=device)
+    seen = []
+    for wrong in (weight.view(2, 8), weight.view(4, 4), weight.view(16), weight.view(8, 2, 1)):
+        for fn in (op.dispatch, torch.compile(op.dispatch, backend="eager")):
+            seen.append(outcome(lambda: fn(x, idx, wrong), op).kind)
+            world.exchange(b"back")
+    op.finalize()
+    return seen
+
+
 def test_moe_compile_refuses_what_is_refused_outside(ranks):
     for seen, right in ranks.isolated(wrong_ranks, world_size=2, timeout_s=180):
         assert seen == ["ValueError"] * 10 and right
+    for seen in ranks.isolated(wrong_by_choice, world_size=2, timeout_s=180):
+        assert seen == ["ValueError"] * 8
 
 
 def with_no_tokens(world, device):
@@ -124,11 +141,12 @@ def test_moe_compile_of_a_rank_without_tokens(ranks):
     ranks.isolated(with_no_tokens, world_size=2, timeout_s=300)
 
 
-def many_sizes(world, device, capacity, fullgraph):
+def many_sizes(world, device, capacity, fullgraph, activation="swiglu"):
     """One graph for any number of tokens, where torch is told that they change."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, max_tokens=16, dtype=torch.float32, device=device, capacity=32 * world.size if capacity else None)
+    moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, activation=activation, max_tokens=16, dtype=torch.float32, device=device,
+                      capacity=32 * world.size if capacity else None)
     keep(world, moe)
     step = torch.compile(moe, backend="aot_eager", dynamic=True, fullgraph=fullgraph)
     for tokens in (5, 9, 7, 6, 8, 10, 11, 12, 13, 14, 15, 16):
@@ -142,9 +160,9 @@ def many_sizes(world, device, capacity, fullgraph):
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("capacity", [False, True], ids=["exact", "capacity"])
-def test_moe_compile_of_many_sizes(ranks, capacity):
-    assert all(n == 1 for n in ranks.isolated(many_sizes, capacity, True, world_size=2, timeout_s=180))
+@pytest.mark.parametrize("capacity, activation", [(False, "swiglu"), (True, "swiglu"), (True, "gpt_oss")], ids=["exact", "capacity", "gpt_oss"])
+def test_moe_compile_of_many_sizes(ranks, capacity, activation):
+    assert all(n == 1 for n in ranks.isolated(many_sizes, capacity, True, activation, world_size=2, timeout_s=180))
 
 
 def test_moe_compile_with_graph_breaks(ranks):
