@@ -198,6 +198,7 @@ class EPAll2AllLayer(Shared):
             kind = ValueError if isinstance(buffer, int) else TypeError
             self._refuse(op, kind(f"buffer {buffer!r} of {self._config[8]}"), buffer)
 
+    @torch._disable_dynamo  # a compiler that traces its way here must not trace this: it leaves the call to Python
     def _refuse(self, op, error, buffer):
         """Let the other ranks know that this one cannot take part in op; then raise the error.  They hear of it in the
         buffer that was meant; who means one that is not there is heard in the first."""

@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import threading
 import types
 
 import pytest
@@ -345,3 +346,26 @@ def test_gemm_in_graphs_that_torch_makes(ranks):
         got, want = fast(x).clone(), epmoe.grouped_gemm(x, weight, offsets=offsets, activation="gelu") * 2
         begin, end = offsets[0].item(), offsets[-1].item()
         assert torch.equal(got[begin:end], want[begin:end])
+
+
+@pytest.mark.cuda_only
+def test_gemm_in_a_thread_that_has_done_nothing_on_the_gpu(ranks):
+    """The first call of a thread, as of autograd's: the driver has no context there yet."""
+    x, weight, _, _, offsets = problem([40, 0, 9], 64, 32, torch.bfloat16, ranks.device)
+    want, got = epmoe.grouped_gemm(x, weight, offsets=offsets), torch.zeros(len(x), 64, dtype=x.dtype, device=x.device)
+    torch.cuda.synchronize()
+    errors = []
+
+    def first():
+        try:
+            epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, tickets, got, False)
+        except epmoe.EpError as e:
+            errors.append(e)
+
+    tickets = torch.zeros(1, dtype=torch.int64, device=x.device)
+    thread = threading.Thread(target=first)
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    begin, end = offsets[0].item(), offsets[-1].item()
+    assert not errors and torch.equal(got[begin:end], want[begin:end])

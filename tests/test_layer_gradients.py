@@ -48,8 +48,8 @@ def test_layer_second_derivatives(ranks, mode, capacity):
 
     for rank, (got, want) in enumerate(ranks(run)):
         for i, (g, w) in enumerate(zip(got, want)):
-            torch.testing.assert_close(g, w, rtol=2e-4, atol=2e-4, msg=lambda m: f"rank {rank}, {i}: {m}")
-            assert w.abs().max() > 0.1
+            off = (g - w).abs().max() / w.abs().max()  # sums of squares: small numbers are differences of large ones
+            assert off < 1e-4 and w.abs().max() > 0.1, f"rank {rank}, {i}: {off}"
 
 
 def test_layer_gradients_from_anywhere_in_memory(ranks):

@@ -180,10 +180,9 @@ static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensor
     EpGemmParams seen = *gemm;
     int device = 0, num_sm = 0, num_pairs = 0;
     if (seen.num_rows == 0) seen.a = seen.b, seen.num_rows = 1; /* a tensor map has no dimension of 0; nothing is read */
-    cudaError_t e = encode(ep_map_a(&seen, C::BN), &a);
+    cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (C::SMEM_BYTES + 3 * EpFusedFifo::BYTES));
+    if (e == cudaSuccess) e = encode(ep_map_a(&seen, C::BN), &a);
     if (e == cudaSuccess) e = encode(ep_map_b(&seen, C::BN), &b);
-    if (e == cudaSuccess)
-        e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (C::SMEM_BYTES + 3 * EpFusedFifo::BYTES));
     if (e == cudaSuccess) e = cudaGetDevice(&device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
     const uint32_t most = (uint32_t)num_sm > reserve_sms + 1 ? (uint32_t)num_sm - reserve_sms : 2;
