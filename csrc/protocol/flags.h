@@ -121,12 +121,15 @@ EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_
     }
 }
 
-/* Whether recv is what a dispatch that failed has left: -1 everywhere, where slots of this plan should be. */
+/* Whether recv is what a dispatch that failed has left: -1 everywhere, where slots of this plan should be.  All lanes call it; the loads
+ * go out together. */
 EP_FN bool ep_recv_is_void(const EpShape *s, const int32_t *plan, const int32_t *recv) {
-    bool is_void = false;
-    for (uint32_t r = 0; r < s->num_ranks; r++)
-        is_void |= plan[EP_HEAD_NUM_RECV + r] > 0 && recv[(uint64_t)r * s->max_tokens * (1 + s->num_topk)] < 0;
-    return is_void;
+    uint32_t is_void = 0;
+    EP_FOR_LANES(r, s->num_ranks) {
+        const int32_t num = plan[EP_HEAD_NUM_RECV + r], token = recv[(uint64_t)r * s->max_tokens * (1 + s->num_topk)];
+        is_void |= num > 0 && token < 0;
+    }
+    return ep_warp_min_u32(is_void ? 0 : 1) == 0;
 }
 
 /* This rank's header of an operation; plan and recv are NULL for the operations that have none.  The host knows the
@@ -137,11 +140,12 @@ EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan,
     const EpShape *s = &c->shape;
     EpHeader h = {EP_ABI_VERSION, op, s->dtype, s->hidden, s->num_topk, s->num_experts, s->max_tokens, s->combine_mode,
                   s->capacity,    0,  0,        0,         c->status,   num_tokens,     {0, 0}};
+    const bool is_void = recv && ep_recv_is_void(s, plan, recv);
     if (plan) h.plan_idx = (uint32_t)plan[EP_HEAD_PLAN_IDX];
     if (plan && !h.status) h.status = plan[EP_HEAD_STATUS];
     if (plan && !h.status && ((uint32_t)plan[EP_HEAD_NUM_TOKENS] != num_tokens || (uint32_t)plan[EP_HEAD_NUM_ROWS] > num_rows))
         h.status = EP_EINVAL;
-    if (recv && !h.status && ep_recv_is_void(s, plan, recv)) h.status = EP_EINVAL;
+    if (is_void && !h.status) h.status = EP_EINVAL;
     return h;
 }
 
