@@ -101,7 +101,6 @@ template <int DTYPE> struct EpCombineHooks {
     __device__ void tile_written(const EpGemmTile &t, uint32_t group, uint64_t begun) {
         if (threadIdx.x / 32 % 4 == 0) ep_trace_span(&p.combine.comm, EP_SPAN_GEMM, t.expert, begun);
         const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16;
-        count();
         if (first >= t.num_rows || t.col0 >= ep_gemm_num_cols(&p.gemm)) return;
         row = t.row0 + first, num_rows = min(16u, t.num_rows - first);
     }
@@ -201,12 +200,12 @@ static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensor
 }
 
 template <int BN, int ACT, bool F16> static cudaError_t launch_dispatch_gemm(const EpDispatchGemmParams *p, cudaStream_t stream) {
-    typedef EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16, 1> C;
+    typedef EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16> C;
     return launch_resident_pairs<C>(mega_kernel_dispatch_token_moe_grouped_gemm<C>, *p, &p->gemm, p->dispatch.comm.reserve_sms,
                                     p->num_tail_blocks, stream);
 }
 template <int BN, bool F16> static cudaError_t launch_gemm_combine(const EpGemmCombineParams *p, cudaStream_t stream) {
-    typedef EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16, 1> C;
+    typedef EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16> C;
     EpGemmCombineParams q = *p;
     q.combine.row_pieces = (ep_gemm_num_cols(&p->gemm) + BN - 1) / BN;
     return launch_resident_pairs<C>(mega_kernel_moe_grouped_gemm_combine_token<C>, q, &p->gemm, p->combine.comm.reserve_sms, 0, stream);
@@ -233,11 +232,11 @@ template <bool F16> static cudaError_t launch_gemm_combine_of(const EpGemmCombin
 template <bool F16> static cudaError_t preload_fused(void) {
     cudaFuncAttributes a;
     cudaError_t e = cudaSuccess;
-#define EP_CASE(KIND, BN, ACT)                                                                                                      \
-    if (KIND == EP_GEMM_FORWARD && e == cudaSuccess)                                                                                \
-        e = cudaFuncGetAttributes(&a, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16, 1>>); \
-    if (KIND == EP_GEMM_FORWARD && ACT == EP_ACT_NONE && e == cudaSuccess)                                                          \
-        e = cudaFuncGetAttributes(&a, mega_kernel_moe_grouped_gemm_combine_token<EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16, 1>>);
+#define EP_CASE(KIND, BN, ACT)                                                                                                   \
+    if (KIND == EP_GEMM_FORWARD && e == cudaSuccess)                                                                             \
+        e = cudaFuncGetAttributes(&a, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>>); \
+    if (KIND == EP_GEMM_FORWARD && ACT == EP_ACT_NONE && e == cudaSuccess)                                                       \
+        e = cudaFuncGetAttributes(&a, mega_kernel_moe_grouped_gemm_combine_token<EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16>>);
     EP_GEMM_VARIANTS(EP_CASE)
 #undef EP_CASE
     return e;

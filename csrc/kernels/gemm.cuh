@@ -24,13 +24,13 @@ enum {
     EP_GEMM_THREADS = 384,
     EP_GEMM_REGS = 168, /* that a thread of such a block can have */
     EP_GEMM_BOX = 64 * 64 * 2,
-    EP_GEMM_OUT_BOX = 16 * 64 * 2,
+    EP_GEMM_OUT_PITCH = 128 + 16, /* of a row: neighbours lie in other banks */
+    EP_GEMM_OUT_BOX = 16 * EP_GEMM_OUT_PITCH,
     EP_GEMM_SLOT = 32
 };
 
-/* BOXES: of shared memory that a warp writes a tile through, in turn. */
-template <int KIND_, int BN_, int ACT_, bool F16_, int BOXES_ = 2> struct EpGemmConfig {
-    static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_, BOXES = BOXES_;
+template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
+    static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
     static constexpr bool F16 = F16_, GATED = ACT >= EP_ACT_SWIGLU;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
     static constexpr bool FEW = BN == 64; /* few rows: tiles of 32 x 64, 512 bytes of each row of weights a stage */
@@ -41,7 +41,7 @@ template <int KIND_, int BN_, int ACT_, bool F16_, int BOXES_ = 2> struct EpGemm
     static constexpr int A_BYTES = K_BOXES * A_SLAB, STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB, STAGES = BN == 128 ? 6 : 4;
     static constexpr int OUT_BLOCKS = BN / 8 / (GATED ? 2 : 1), PASS = OUT_BLOCKS < 8 ? OUT_BLOCKS : 8; /* of 8 columns */
     static constexpr int TICKETS = 8; /* more than stages: see ep_ticket_send */
-    static constexpr int SMEM_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + 8 * BOXES * EP_GEMM_OUT_BOX + TICKETS * (8 + 4);
+    static constexpr int SMEM_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + 8 * EP_GEMM_OUT_BOX + TICKETS * (8 + 4);
     static_assert(SMEM_BYTES <= 232448, "what a block can have");
     static_assert(OUT_BLOCKS % PASS == 0 && PASS % 2 == 0, "boxes of up to 64 columns");
     static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD, "the others' boxes lie side by side as it is");
@@ -54,7 +54,7 @@ typedef struct {
 } EpGemmShared;
 template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
     EpGemmShared s;
-    s.stages = smem, s.boxes = smem + C::STAGES * C::STAGE_BYTES, s.slots = s.boxes + 8 * C::BOXES * EP_GEMM_OUT_BOX;
+    s.stages = smem, s.boxes = smem + C::STAGES * C::STAGE_BYTES, s.slots = s.boxes + 8 * EP_GEMM_OUT_BOX;
     s.full = s.slots + C::STAGES * EP_GEMM_SLOT, s.empty = s.full + 8 * C::STAGES;
     s.ticket_bars = s.empty + 8 * C::STAGES, s.tickets = s.ticket_bars + 8 * C::TICKETS, s.end = smem + C::SMEM_BYTES;
     return s;
@@ -221,54 +221,69 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmParams *p, Hooks
 
 /* ---- writing ---- */
 
-/* Eight output columns of this warp's 16 rows, as two registers of pairs: rows lane / 4 and 8 below. */
+/* d becomes what is to be written, in its first OUT_BLOCKS * 4 numbers: of eight columns a lane has two of row lane / 4,
+ * and two of the row 8 below.  Whether there is a bias or a weight is asked once, not at each number. */
 template <typename C>
-EP_PTX void ep_gemm_finish(const float (&d)[C::BN / 2], int block, const EpGemmParams *p, const EpGemmTile *t, uint32_t c,
-                           uint32_t out_cols, const float (&weight)[2], uint32_t *top, uint32_t *bottom) {
-    float v[4], u[4];
+EP_PTX void ep_gemm_finish(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t row, uint32_t num_rows,
+                           uint32_t col0, uint32_t out_cols) {
+    constexpr int SIZE = C::GATED ? 8 : 4;         /* of eight columns: products, and what belongs to gates */
+    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) /* nothing was summed */
 #pragma unroll
-    for (int i = 0; i < 4; i++) v[i] = d[(C::GATED ? 8 : 4) * block + i], u[i] = C::GATED ? d[8 * block + 4 + i] : 0;
-    if (C::KIND == EP_GEMM_FORWARD) {
-        if (p->bias && c < out_cols) ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, c, v, u);
-        ep_gemm_activate<C::ACT>(p, &v[0], &v[1], u[0], u[1]);
-        ep_gemm_activate<C::ACT>(p, &v[2], &v[3], u[2], u[3]);
-        v[0] *= weight[0], v[1] *= weight[0], v[2] *= weight[1], v[3] *= weight[1];
+        for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
+    if (C::KIND != EP_GEMM_FORWARD) return;
+    if (p->bias) {
+        const uint32_t c = col0 + ep_lane_now() % 4 * 2, last = out_cols - 2;
+#pragma unroll
+        for (int i = 0; i < C::OUT_BLOCKS; i += 4) /* so many at a time: there are no registers for more */
+            if (col0 + 8 * i < out_cols)
+#pragma unroll
+                for (int j = i; j < i + 4; j++) ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, min(c + 8 * j, last), d + SIZE * j);
     }
-    *top = ep_pack<C::F16>(v[0], v[1]), *bottom = ep_pack<C::F16>(v[2], v[3]);
-    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) *top = *bottom = 0; /* nothing was summed */
+#pragma unroll
+    for (int i = 0; i < C::OUT_BLOCKS; i++)
+        if (col0 + 8 * i < out_cols) ep_gemm_activate<C::ACT>(p, d + SIZE * i, d + 4 * i);
+    if (p->row_weight) {
+        const uint32_t r = ep_lane_now() / 4;
+        const float top = r < num_rows ? p->row_weight[row + r] : 0, bottom = r + 8 < num_rows ? p->row_weight[row + r + 8] : 0;
+#pragma unroll
+        for (int i = 0; i < 4 * C::OUT_BLOCKS; i++) d[i] *= i % 4 < 2 ? top : bottom;
+    }
 }
 
-/* A warp's 16 rows leave in boxes of 64 columns, two in turn, as whole lines of 128 bytes. */
+/* A warp's 16 rows leave through a box of 64 columns, as whole lines of 128 bytes.  A box is read before the next one is
+ * written, and what is read is stored behind that, so that nothing is waited for by itself.  Where to is found out
+ * when the first box has taken its part of d: before, no registers are left. */
 template <typename C>
-EP_PTX void ep_gemm_write(const float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t group, uint32_t boxes) {
-    const uint32_t lane = ep_lane_now(), first = 64 * group + threadIdx.x / 32 % 4 * 16, out_cols = ep_gemm_out_cols(p);
+EP_PTX void ep_gemm_write(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t group, uint32_t box) {
+    const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16, row = t->row0 + first, col0 = C::GATED ? t->col0 / 2 : t->col0;
     if (first >= t->num_rows) return;
-    const uint32_t row = t->row0 + first, num_rows = min(16u, t->num_rows - first), col0 = C::GATED ? t->col0 / 2 : t->col0;
-    uint16_t *out = (uint16_t *)p->out + ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / 8) * out_cols;
-    float weight[2] = {1, 1};
-    if (C::KIND == EP_GEMM_FORWARD && p->row_weight)
-        for (uint32_t i = 0; i < 2; i++)
-            if (lane / 4 + 8 * i < num_rows) weight[i] = p->row_weight[row + lane / 4 + 8 * i];
+    const uint32_t num_rows = min(16u, t->num_rows - first), out_cols = ep_gemm_out_cols(p);
+    uint32_t lane = ep_lane_now(), c = 0;
+    uint16_t *out = NULL;
+    ep_gemm_finish<C>(d, p, t, row, num_rows, col0, out_cols);
+    const uint32_t to = box + lane % 16 * EP_GEMM_OUT_PITCH + lane / 16 * 16;
 #pragma unroll
     for (int pass = 0; pass < C::OUT_BLOCKS / C::PASS; pass++) {
-        const uint32_t box = boxes + pass % C::BOXES * EP_GEMM_OUT_BOX, col = col0 + 8 * C::PASS * pass, c = col + lane % 8 * 8;
 #pragma unroll
         for (int j = 0; j < C::PASS; j += 2) {
-            uint32_t r[4];
-            ep_gemm_finish<C>(d, C::PASS * pass + j, p, t, col + 8 * j + lane % 4 * 2, out_cols, weight, &r[0], &r[1]);
-            ep_gemm_finish<C>(d, C::PASS * pass + j + 1, p, t, col + 8 * (j + 1) + lane % 4 * 2, out_cols, weight, &r[2], &r[3]);
-            ep_stmatrix_x4(box + lane % 16 * 128 + (((uint32_t)j + lane / 16) ^ lane % 8) * 16, r[0], r[1], r[2], r[3]);
+            const float *s = d + 4 * (C::PASS * pass + j);
+            ep_stmatrix_x4(to + 16 * j, ep_pack<C::F16>(s[0], s[1]), ep_pack<C::F16>(s[2], s[3]), ep_pack<C::F16>(s[4], s[5]),
+                           ep_pack<C::F16>(s[6], s[7]));
         }
         __syncwarp();
-        uint16_t *to = out + c;
-#pragma unroll 2
-        for (uint32_t r = lane / 8; r < 16; r += 4, to += 4 * out_cols) {
-            const uint4 v = ep_ld_shared(box + r * 128 + (lane % 8 ^ r % 8) * 16);
-            if (r < num_rows && c < out_cols && lane % 8 < C::PASS) ep_st_global(to, v);
+        if (pass == 0) {
+            lane = ep_lane_now(), c = col0 + lane % 8 * 8;
+            out = (uint16_t *)p->out + ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / 8) * out_cols + c;
         }
-        if (C::BOXES == 1) __syncwarp();
+        uint4 v[4]; /* rows lane / 8, and every fourth below */
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++) v[i] = ep_ld_shared(box + (lane / 8 + 4 * i) * EP_GEMM_OUT_PITCH + lane % 8 * 16);
+        __syncwarp();
+#pragma unroll
+        for (uint32_t i = 0; i < 4; i++)
+            ep_st_global_if(lane / 8 + 4 * i < num_rows && c + 8 * C::PASS * pass < out_cols && lane % 8 < C::PASS,
+                            out + 4ull * i * out_cols + 8 * C::PASS * pass, v[i]);
     }
-    __syncwarp(); /* the next tile begins with the first box */
 }
 
 /* ---- the kernel ---- */
@@ -278,7 +293,7 @@ EP_PTX void ep_gemm_write(const float (&d)[C::BN / 2], const EpGemmParams *p, co
  *   await_rows    the loader, before it reads a tile's rows
  *   tile_begun    a warp that multiplies, when it has been told of a tile: the time, for the profiler
  *   tile_written  the same, when its lanes have stored its part of the tile
- *   multiplying   the same, while its first products of the next tile are on their way (if there are any for it)
+ *   multiplying   the same, while its first products of the next tile are on their way, and before it writes
  *   rest          the same, when there are no more tiles; they have what the stages were in */
 struct EpGemmNoHooks {
     static constexpr bool FUSED = false;
@@ -293,7 +308,7 @@ struct EpGemmNoHooks {
 
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
-    const uint32_t group = threadIdx.x / 128 - 1, boxes = s->boxes + (threadIdx.x / 32 - 4) * C::BOXES * EP_GEMM_OUT_BOX;
+    const uint32_t group = threadIdx.x / 128 - 1, box = s->boxes + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_BOX;
     EpRing ring = {0, 0};
     for (;;) {
         float d[C::BN / 2];
@@ -302,7 +317,8 @@ EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, Hooks &hooks, const Ep
         if (t.num_rows == 0) break;
         const uint64_t begun = hooks.tile_begun();
         ep_gemm_multiply<C>(d, p, hooks, &t, group, s, &ring);
-        ep_gemm_write<C>(d, p, &t, group, boxes);
+        hooks.multiplying();
+        ep_gemm_write<C>(d, p, &t, group, box);
         hooks.tile_written(t, group, begun);
     }
     if (Hooks::FUSED) ep_bar_sync(1, 256); /* no warp of the block reads a stage any more, and none is being filled */

@@ -49,13 +49,13 @@ template <int ACT, bool F16> struct EpSimpleGemm {
             const uint32_t m = i / (COLS / 2), j = i % (COLS / 2) * 2, c = first + j;
             if (m >= t->num_rows || c >= out_cols) continue;
             const float *s = sums + m * EP_SIMPLE_OUT_PITCH + j * (GATED ? 2 : 1);
-            float v[4] = {s[0], s[GATED ? 2 : 1], 0, 0}, u[4] = {s[1], GATED ? s[3] : 0, 0, 0};
+            float d[8] = {s[0], s[GATED ? 2 : 1], 0, 0, s[1], GATED ? s[3] : 0, 0, 0};
             const uint64_t row = t->row0 + m;
-            if (p->bias) ep_gemm_add_bias<ACT, F16>(p, t->expert, c, v, u);
-            ep_gemm_activate<ACT>(p, &v[0], &v[1], u[0], u[1]);
+            if (p->bias) ep_gemm_add_bias<ACT, F16>(p, t->expert, c, d);
+            ep_gemm_activate<ACT>(p, d, d);
             const float weight = p->row_weight ? p->row_weight[row] : 1.0f;
             const uint64_t base = p->kind == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0;
-            *(uint32_t *)((uint16_t *)p->out + (base + row) * out_cols + c) = ep_pack<F16>(v[0] * weight, v[1] * weight);
+            *(uint32_t *)((uint16_t *)p->out + (base + row) * out_cols + c) = ep_pack<F16>(d[0] * weight, d[1] * weight);
         }
     }
 };

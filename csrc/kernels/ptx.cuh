@@ -173,8 +173,13 @@ EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint3
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 
-EP_PTX void ep_st_global(void *dst, uint4 v) {
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(dst), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+/* Without a branch, which would keep apart what can be on its way together. */
+EP_PTX void ep_st_global_if(bool wanted, void *dst, uint4 v) {
+    asm volatile("{\n.reg .pred wanted;\n"
+                 "setp.ne.u32 wanted, %5, 0;\n"
+                 "@wanted st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(dst),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"((uint32_t)wanted)
+                 : "memory");
 }
 /* Two microseconds' rest: for who looks again and again at what takes long, and takes energy from those who multiply. */
 EP_PTX void ep_doze(void) { __nanosleep(2000); }

@@ -169,7 +169,9 @@ EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint3
     memcpy(ep_at(dst, 16), v, 16);
 }
 
-EP_PTX void ep_st_global(void *dst, uint4 v) { memcpy(dst, &v, 16); }
+EP_PTX void ep_st_global_if(bool wanted, void *dst, uint4 v) {
+    if (wanted) memcpy(dst, &v, 16);
+}
 EP_PTX uint32_t ep_lane_now(void) { return threadIdx.x % 32; }
 
 EP_PTX float ep_ex2(float x) { return exp2f(x); }
