@@ -16,7 +16,6 @@ typedef struct {
 } EpHeapCard;
 
 typedef struct {
-    const char *name;
     /* 0, or EP_ENOMEM: no room for num_heaps blocks of num_bytes, of all ranks of this machine.  heap_open may
      * fail nonetheless. */
     int (*heap_room)(uint64_t num_bytes, uint32_t num_heaps);

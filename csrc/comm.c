@@ -1,4 +1,5 @@
 /* comm.c - communication buffers: opening one in a heap, and turning what it met into an error. */
+#include <stdio.h>
 #include <string.h>
 
 #include "backend.h"
@@ -111,8 +112,7 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
         int code = fault_error(&f, &b->comm.shape, b->comm.my_rank);
         if (code == EP_ETIMEOUT || code == EP_ECORRUPT) { /* who is stuck cannot be brought back into step */
             char text[256];
-            memcpy(text, ep_error_text(), sizeof text);
-            text[sizeof text - 1] = 0;
+            snprintf(text, sizeof text, "%s", ep_error_text());
             ep_world_abort(world, code, f.peer, text);
             return ep_error(code, "%s", text);
         }

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -51,7 +52,12 @@ static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *
     int code, fd = memfd_create("epmoe", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return ep_error(EP_ESYS, "memfd_create: %s", strerror(errno));
     /* Room is taken now: an exhausted machine is an error here, not a SIGBUS at the first write. */
+    sigset_t all, before; /* some kernels undo all of it at any signal */
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     int e = ftruncate(fd, (off_t)num_bytes) ? errno : posix_fallocate(fd, 0, (off_t)num_bytes);
+    for (int tries = 0; e == EINTR && tries < 100; tries++) e = posix_fallocate(fd, 0, (off_t)num_bytes);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (e) {
         close(fd);
         return ep_error(EP_ENOMEM, "no room for a heap of %llu bytes: %s", (unsigned long long)num_bytes, strerror(e));
@@ -75,7 +81,8 @@ static int heap_import(int device, const EpHeapCard *mine, const EpHeapCard *car
     struct stat st;
     int code;
     (void)device;
-    if (fd < 0 || fstat(fd, &st) || (uint64_t)st.st_size != card->num_bytes || card->num_bytes != mine->num_bytes ||
+    if (fd < 0) return ep_error(EP_ESYS, "no descriptor came with it: this process may have as many open as it can");
+    if (fstat(fd, &st) || (uint64_t)st.st_size != card->num_bytes || card->num_bytes != mine->num_bytes ||
         (fcntl(fd, F_GET_SEALS) & SEALS) != SEALS)
         code = ep_error(EP_ECORRUPT, "a peer sent memory that is not a heap of this world");
     else code = map_file(fd, card->num_bytes, memory);
@@ -209,7 +216,6 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
 }
 
 const EpBackend ep_cpu_backend = {
-    .name = "cpu",
     .heap_room = heap_room,
     .heap_open = heap_open,
     .heap_close = heap_close,

@@ -303,7 +303,6 @@ static int preload_all(void) {
 static int preload(int device) { GUARDED(device, preload_all()); }
 
 const EpBackend ep_cuda_backend = {
-    .name = "cuda",
     .heap_room = heap_room,
     .heap_open = heap_open,
     .heap_close = heap_close,

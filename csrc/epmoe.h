@@ -98,6 +98,8 @@ void ep_heap_release(EpHeap *heap);           /* local only: never waits for a p
 EpHeap *ep_heap_retain(EpHeap *heap);
 EpBackendKind ep_heap_kind(const EpHeap *heap);
 int ep_heap_device(const EpHeap *heap);
+/* Which one of its world: the same on all ranks. */
+uint16_t ep_heap_number(const EpHeap *heap);
 
 /* ---- layer: route -> plan -> dispatch -> (gemm) -> combine ---- */
 

@@ -41,6 +41,7 @@ const EpBackend *ep_heap_backend(const EpHeap *h) { return h->backend; }
 EpWorld *ep_heap_world(const EpHeap *h) { return h->world; }
 EpBackendKind ep_heap_kind(const EpHeap *h) { return h->kind; }
 int ep_heap_device(const EpHeap *h) { return h->device; }
+uint16_t ep_heap_number(const EpHeap *h) { return h->control.of; }
 
 static bool may_free(EpHeap *h) { return h->kind == EP_CPU || h->closed || ep_world_size(h->world) == 1 || ep_world_check(h->world) != 0; }
 
@@ -117,6 +118,21 @@ static int judge_offers(const Offer *all, uint32_t W, uint32_t me) {
     return 0;
 }
 
+/* Collective: the allocator, and what of the heap is its own. */
+static int open_control(EpHeap *h) {
+    uint32_t W = ep_world_size(h->world);
+    EpShape shape = {.num_ranks = W, .num_experts = W, .num_topk = 1};
+    ep_allocator_open(&h->allocator, h->num_bytes);
+    h->control.is_heaps = true, h->control.of = ep_world_number_heap(h->world);
+    int cleared = h->backend->zero(h->device, h->base[ep_world_rank(h->world)], 8ull * W, NULL); /* what the test has written */
+    EP_TRY(ep_comm_alloc(h, &shape, &h->control));
+    int code = cleared ? cleared : ep_comm_open(h, &shape, &h->control);
+    h->has_control = !code;
+    EP_TRY(ep_world_agree(h->world, code, "make its heap"));
+    ep_allocator_keep(&h->allocator); /* statistics are of what the caller allocates */
+    return 0;
+}
+
 static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status, EpHeap **out) {
     uint32_t me = ep_world_rank(world), W = ep_world_size(world);
     Offer mine, all[EP_MAX_RANKS];
@@ -163,15 +179,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     EP_TRY_GOTO(code, ep_world_exchange(world, &mine, sizeof mine, all), fail);
     EP_TRY_GOTO(code, judge_offers(all, W, me), fail);
     EP_TRY_GOTO(code, self_test(h), fail);
-    ep_allocator_open(&h->allocator, h->num_bytes);
-    EpShape shape = {.num_ranks = W, .num_experts = W, .num_topk = 1};
-    h->control.is_heaps = true, h->control.of = ep_world_number_heap(world);
-    int cleared = h->backend->zero(device, h->base[me], 8ull * W, NULL); /* what the test has written */
-    EP_TRY_GOTO(code, ep_comm_alloc(h, &shape, &h->control), fail);
-    code = cleared ? cleared : ep_comm_open(h, &shape, &h->control);
-    h->has_control = !code;
-    EP_TRY_GOTO(code, ep_world_agree(h->world, code, "make its heap"), fail);
-    ep_allocator_keep(&h->allocator); /* statistics are of what the caller allocates */
+    EP_TRY_GOTO(code, open_control(h), fail);
     if (fd >= 0) close(fd);
     *out = h;
     return 0;
@@ -229,37 +237,36 @@ int ep_heap_close(EpHeap *h) {
 
 /* ---- allocating, all ranks alike ---- */
 
-/* What a rank says of a call on the heap: all must say the same. */
+/* What a rank says of an allocation, or of a free (alignment 0) of what stands at an offset: all must say the same. */
 typedef struct {
-    uint64_t call, num_bytes, alignment;
+    uint64_t num_bytes, alignment;
     int64_t status;
 } Call;
-enum { CALL_ALLOC = 1, CALL_FREE = 2 };
 
 static int agree(EpHeap *h, const Call *mine) {
     Call all[EP_MAX_RANKS];
-    static const char *const names[] = {"", "allocates", "frees"};
     if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
     EP_TRY(ep_world_exchange(h->world, mine, sizeof *mine, all));
     for (uint32_t r = 0; r < ep_world_size(h->world); r++) {
-        if (all[r].status) return ep_error(EP_EPEER, "rank %u failed before this allocation (%s)", r, ep_error_name((int)all[r].status));
+        const unsigned long long its = all[r].num_bytes, first = all[0].num_bytes;
+        if (all[r].status)
+            return ep_error(EP_EPEER, "rank %u failed before this %s (%s)", r, mine->alignment ? "allocation" : "free",
+                            ep_error_name((int)all[r].status));
         if (memcmp(&all[r], &all[0], sizeof all[r]) == 0) continue;
-        if (all[r].call != all[0].call)
-            return ep_error(EP_EMISMATCH, "rank %u %s, rank 0 %s", r, names[all[r].call % 3], names[all[0].call % 3]);
-        return ep_error(EP_EMISMATCH, "rank %u %s %llu bytes (alignment %llu), rank 0 %llu (alignment %llu)", r, names[all[0].call % 3],
-                        (unsigned long long)all[r].num_bytes, (unsigned long long)all[r].alignment, (unsigned long long)all[0].num_bytes,
-                        (unsigned long long)all[0].alignment);
+        if (mine->alignment == 0) return ep_error(EP_EMISMATCH, "rank %u frees what stands at %llu, rank 0 at %llu", r, its, first);
+        return ep_error(EP_EMISMATCH, "rank %u allocates %llu bytes (alignment %llu), rank 0 %llu (alignment %llu)", r, its,
+                        (unsigned long long)all[r].alignment, first, (unsigned long long)all[0].alignment);
     }
     return 0;
 }
 
 static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {
-    Call mine = {CALL_ALLOC, num_bytes, alignment, status};
+    Call mine = {num_bytes, alignment, status};
     char why[256];
     if (!status && (alignment == 0 || (alignment & (alignment - 1)) || alignment > 2u << 20))
         status = ep_error(EP_EINVAL, "alignment %llu: a power of two up to 2 MiB", (unsigned long long)alignment);
     mine.status = status;
-    memcpy(why, ep_error_text(), sizeof why - 1), why[sizeof why - 1] = 0;
+    snprintf(why, sizeof why, "%s", ep_error_text());
     int code = agree(h, &mine);
     if (status && code == EP_EPEER) return ep_error(status, "%s", why); /* this rank knows better what was wrong */
     EP_TRY(code);
@@ -283,7 +290,7 @@ int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status,
 
 static int release(EpHeap *h, uint64_t off) {
     int status = off ? ep_allocator_check(&h->allocator, off) : 0; /* 0: nothing, as an allocation of no bytes has it */
-    Call mine = {CALL_FREE, off, 0, status};
+    Call mine = {off, 0, status};
     int code = agree(h, &mine);
     if (status && code == EP_EPEER) return ep_allocator_check(&h->allocator, off); /* this rank knows better */
     EP_TRY(code);

@@ -5,7 +5,6 @@
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "backend.h"
 #include "error.h"
@@ -65,8 +64,7 @@ static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
                                         "dtype", "combine_mode", "capacity", "num_buffers"};
     Offer mine = {config->shape, config->num_buffers, status}, all[EP_MAX_RANKS];
     char why[512];
-    strncpy(why, ep_error_text(), sizeof why - 1);
-    why[sizeof why - 1] = 0;
+    snprintf(why, sizeof why, "%s", ep_error_text());
     EP_TRY(ep_world_exchange(world, &mine, sizeof mine, all));
     if (status) return ep_error(status, "%s", why);
     for (uint32_t r = 0; r < ep_world_size(world); r++)
@@ -114,8 +112,7 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     }
     if (code) { /* on all ranks: so all give back what there was room for */
         char text[512];
-        strncpy(text, ep_error_text(), sizeof text - 1);
-        text[sizeof text - 1] = 0;
+        snprintf(text, sizeof text, "%s", ep_error_text());
         for (uint32_t i = 0; i < made; i++) ep_heap_free(heap, l->buffers[i].off);
         ep_layer_release(l);
         return ep_error(code, "%s", text);
@@ -125,7 +122,7 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
 }
 
 int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
-    uint64_t note = ep_world_note(ep_heap_world(heap), &(EpNote){.what = EP_DID_LAYER_CREATE});
+    uint64_t note = ep_world_note(ep_heap_world(heap), &(EpNote){.what = EP_DID_LAYER_CREATE, .of = ep_heap_number(heap)});
     int code = create(heap, config, out);
     ep_world_noted(ep_heap_world(heap), note, code);
     return code;
@@ -142,6 +139,7 @@ int ep_layer_close(EpLayer *l) {
         if (!code) l->num_freed++;
     }
     if (code == EP_ECLOSED || ep_world_check(ep_heap_world(l->heap))) l->num_freed = l->config.num_buffers; /* with the heap, the world */
+    for (uint32_t i = 0; i < l->num_freed; i++) ep_world_unwatch(ep_heap_world(l->heap), &l->buffers[i]);   /* its words are others' now */
     l->closed = l->num_freed > 0; /* else some rank was elsewhere, and all finalize again */
     ep_world_noted(ep_heap_world(l->heap), note, code);
     return code ? code : synced;
@@ -201,8 +199,7 @@ int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *st
 
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     char text[512];
-    strncpy(text, ep_error_text(), sizeof text - 1);
-    text[sizeof text - 1] = 0;
+    snprintf(text, sizeof text, "%s", ep_error_text());
     ep_layer_refuse(l, buffer, op, code, stream);
     return ep_error(code, "%s", text);
 }

@@ -218,58 +218,55 @@ static bool is_interrupted(void) {
     return yes;
 }
 
-static int set_up(PyObject *m) {
-    ep_world_set_interrupt(is_interrupted);
-    const struct {
-        const char *name;
-        long value;
-    } constants[] = {
-        {"MAX_RANKS", EP_MAX_RANKS},
-        {"MAX_TOPK", EP_MAX_TOPK},
-        {"MAX_EXPERTS", EP_MAX_EXPERTS},
-        {"TILE_ROWS", EP_TILE_ROWS},
-        {"NAME_BYTES", EP_NAME_BYTES},
-        {"NONCE_BYTES", EP_NONCE_BYTES},
-        {"EXCHANGE_BYTES", EP_EXCHANGE_BYTES},
-        {"CPU", EP_CPU},
-        {"CUDA", EP_CUDA},
-        {"F32", EP_F32},
-        {"F16", EP_F16},
-        {"BF16", EP_BF16},
-        {"COMBINE_LOCAL", EP_COMBINE_LOCAL},
-        {"COMBINE_SCATTER", EP_COMBINE_SCATTER},
-        {"COMBINE_GATHER", EP_COMBINE_GATHER},
-        {"OP_PLAN", EP_OP_PLAN},
-        {"OP_DISPATCH", EP_OP_DISPATCH},
-        {"OP_COMBINE", EP_OP_COMBINE},
-        {"OP_BARRIER", EP_OP_BARRIER},
-        {"OP_DISPATCH_GEMM", EP_OP_DISPATCH_GEMM},
-        {"OP_GEMM_COMBINE", EP_OP_GEMM_COMBINE},
-        {"EINVAL", EP_EINVAL},
-        {"ENOMEM", EP_ENOMEM},
-        {"ETYPE", EP_ETYPE},
-        {"HEAD_STATUS", EP_HEAD_STATUS},
-        {"HEAD_NUM_ROWS", EP_HEAD_NUM_ROWS},
-        {"HEAD_NUM_TILES", EP_HEAD_NUM_TILES},
-        {"HEAD_NUM_SEND", EP_HEAD_NUM_SEND},
-        {"HEAD_NUM_RECV", EP_HEAD_NUM_RECV},
-        {"HEAD_RANK_ROWS", EP_HEAD_RANK_ROWS},
+static const struct {
+    const char *name;
+    long value;
+} constants[] = {
+    {"MAX_RANKS", EP_MAX_RANKS},
+    {"NAME_BYTES", EP_NAME_BYTES},
+    {"NONCE_BYTES", EP_NONCE_BYTES},
+    {"EXCHANGE_BYTES", EP_EXCHANGE_BYTES},
+    {"CPU", EP_CPU},
+    {"CUDA", EP_CUDA},
+    {"F32", EP_F32},
+    {"F16", EP_F16},
+    {"BF16", EP_BF16},
+    {"COMBINE_LOCAL", EP_COMBINE_LOCAL},
+    {"COMBINE_SCATTER", EP_COMBINE_SCATTER},
+    {"COMBINE_GATHER", EP_COMBINE_GATHER},
+    {"OP_PLAN", EP_OP_PLAN},
+    {"OP_DISPATCH", EP_OP_DISPATCH},
+    {"OP_COMBINE", EP_OP_COMBINE},
+    {"OP_BARRIER", EP_OP_BARRIER},
+    {"OP_DISPATCH_GEMM", EP_OP_DISPATCH_GEMM},
+    {"OP_GEMM_COMBINE", EP_OP_GEMM_COMBINE},
+    {"EINVAL", EP_EINVAL},
+    {"ENOMEM", EP_ENOMEM},
+    {"ETYPE", EP_ETYPE},
+    {"HEAD_NUM_ROWS", EP_HEAD_NUM_ROWS},
+    {"HEAD_NUM_TILES", EP_HEAD_NUM_TILES},
+    {"HEAD_NUM_SEND", EP_HEAD_NUM_SEND},
+    {"HEAD_NUM_RECV", EP_HEAD_NUM_RECV},
+    {"HEAD_RANK_ROWS", EP_HEAD_RANK_ROWS},
 #ifdef EP_CHAOS
-        {"CHAOS", EP_CHAOS},
+    {"CHAOS", EP_CHAOS},
 #else
-        {"CHAOS", 0},
+    {"CHAOS", 0},
 #endif
 #ifdef EP_TRACE
-        {"TRACE", 1},
+    {"TRACE", 1},
 #else
-        {"TRACE", 0},
+    {"TRACE", 0},
 #endif
 #ifdef EP_HAVE_CUDA
-        {"HAS_CUDA", 1},
+    {"HAS_CUDA", 1},
 #else
-        {"HAS_CUDA", 0},
+    {"HAS_CUDA", 0},
 #endif
-    };
+};
+
+static int set_up(PyObject *m) {
+    ep_world_set_interrupt(is_interrupted);
     for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++)
         if (PyModule_AddIntConstant(m, constants[i].name, constants[i].value)) return -1;
     return PyModule_AddFunctions(m, ep_heap_methods) || PyModule_AddFunctions(m, ep_layer_methods) ||

@@ -34,6 +34,13 @@ static const char *did_name(uint32_t what) {
     return names[what < EP_NUM_DIDS ? what : 0];
 }
 
+void ep_about_name(uint32_t about, char *text, size_t num_bytes) {
+    uint32_t what = about >> 16, of = about & 0xffff;
+    if (what == EP_DID_LAYER_CLOSE) snprintf(text, num_bytes, "%s (layer %u)", did_name(what), of);
+    else if (what >= EP_DID_ALLOC && what <= EP_DID_LAYER_CREATE) snprintf(text, num_bytes, "%s (heap %u)", did_name(what), of);
+    else snprintf(text, num_bytes, "%s", did_name(what));
+}
+
 /* Milliseconds from a time to the end of the world. */
 static double before_end(const EpRecord *r, uint64_t ns) { return ((double)r->end_ns - (double)ns) / 1e6; }
 

@@ -41,7 +41,7 @@ typedef enum {
         EP_NUM_DIDS
 } EpDid;
 
-typedef struct EpNote {
+typedef struct {
     uint64_t step;             /* collective operations that this rank has entered so far, with this one */
     uint64_t seq;              /* epoch of a layer's operation, as the host counts; else the number of its last exchange */
     uint64_t size;             /* tokens of a layer's operation; else bytes */
@@ -84,8 +84,11 @@ void ep_ring_end(EpRing *ring, uint64_t note, int code);
 /* What happened makes this rank's steps its own from now on: an operation that failed, which other ranks may have seen before or
  * after more calls; one that is captured, and runs when nobody notes it.  Threads that share the ring are seen by itself. */
 void ep_ring_blur(EpRing *ring);
-/* The operation in flight has come to this exchange; false when none is in flight. */
-bool ep_ring_exchange(EpRing *ring, uint64_t seq);
+/* The operation in flight has come to this exchange.  Which one it is, as a number that is the same on all ranks; 0 where it
+ * may be another thread's. */
+uint32_t ep_ring_exchange(EpRing *ring, uint64_t seq);
+/* That number in words. */
+void ep_about_name(uint32_t about, char *text, size_t num_bytes);
 void ep_ring_newest(EpRing *ring, EpNotes *out);
 /* The notes about the newest one of a layer's operation or a heap's barrier of this epoch, and its step; 0: there is none. */
 uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *buffer, uint64_t epoch, EpNotes *out);

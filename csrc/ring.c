@@ -1,5 +1,6 @@
 /* ring.c - the ring of notes; see record.h. */
 #include <pthread.h>
+#include <stddef.h>
 #include <string.h>
 
 #include "error.h"
@@ -10,7 +11,8 @@ typedef union {
     EpNote note;
     uint64_t word[6];
 } Words;
-enum { WORD_SEQ = 1, WORD_END = 4 };
+enum { WORD_SEQ = 1, WORD_END = 4, WORD_WHAT = 5 };
+_Static_assert(offsetof(EpNote, what) == 8 * WORD_WHAT && offsetof(EpNote, end_ns) == 8 * WORD_END, "words of a note");
 
 void ep_ring_blur(EpRing *ring) { atomic_store_explicit(&ring->is_vague, true, memory_order_relaxed); }
 
@@ -53,10 +55,14 @@ void ep_ring_end(EpRing *ring, uint64_t note, int code) {
     my_open = NULL;
 }
 
-bool ep_ring_exchange(EpRing *ring, uint64_t seq) {
+uint32_t ep_ring_exchange(EpRing *ring, uint64_t seq) {
     uint64_t open = atomic_load_explicit(&ring->open, memory_order_relaxed);
-    if (open) atomic_store_explicit(&ring->notes[open % EP_RING_NOTES].word[WORD_SEQ], seq, memory_order_release);
-    return open != 0;
+    EpRingNote *to = &ring->notes[open % EP_RING_NOTES];
+    Words w;
+    if (open == 0) return 0;
+    atomic_store_explicit(&to->word[WORD_SEQ], seq, memory_order_release);
+    w.word[WORD_WHAT] = atomic_load_explicit(&to->word[WORD_WHAT], memory_order_relaxed);
+    return my_open == ring ? (uint32_t)w.note.what << 16 | w.note.of : 0;
 }
 
 static bool ring_read(EpRing *ring, uint64_t place, EpNote *note) {

@@ -94,9 +94,10 @@ int ep_wire_receive(int socket_fd, EpFrame *frame, int *fd) {
             else close(got);
         }
     }
-    if (num_fds > 1) m.msg_flags |= MSG_CTRUNC; /* nobody of this world sends two */
-    if (n == (ssize_t)sizeof *frame && frame->abi == EP_ABI_VERSION && !(m.msg_flags & MSG_CTRUNC) &&
-        frame->num_bytes <= EP_EXCHANGE_BYTES && (frame->has_fd != 0) == (*fd >= 0))
+    if (num_fds > 1) m.msg_flags |= MSG_CTRUNC;                   /* nobody of this world sends two */
+    const bool had_room = num_fds || !(m.msg_flags & MSG_CTRUNC); /* else this process may open no more: whoever wants it says so */
+    if (n == (ssize_t)sizeof *frame && frame->abi == EP_ABI_VERSION && !(had_room && m.msg_flags & MSG_CTRUNC) &&
+        frame->num_bytes <= EP_EXCHANGE_BYTES && (!had_room || (frame->has_fd != 0) == (*fd >= 0)))
         return 1;
     if (*fd >= 0) close(*fd);
     *fd = -1;

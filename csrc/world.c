@@ -166,7 +166,10 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t until_ns) 
         EP_TRY(check_locked(w));
         uint64_t now = ep_now_ns(), next = until_ns < now + INTERRUPT_NS ? until_ns : now + INTERRUPT_NS;
         struct timespec t = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
-        if (pthread_cond_timedwait(&w->changed, &w->lock, &t) != ETIMEDOUT || from->full) continue;
+        bool is_timeout = pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT;
+        now = ep_now_ns();
+        if (now > next + INTERRUPT_NS) until_ns += now - next, next = 0; /* nobody ran here, nor perhaps anywhere: it does not count */
+        if (!is_timeout || from->full) continue;
         if (next == until_ns && !is_late) { /* this process may have been stopped, and the frame be there unread */
             is_late = true, until_ns = ep_now_ns() + INTERRUPT_NS;
         } else if (next == until_ns) {
@@ -175,6 +178,7 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t until_ns) 
         } else if (is_interrupted(w)) { /* the peer's frame may still come, and belong to no exchange */
             snprintf(text, sizeof text, "rank %u was interrupted while it waited for rank %u", w->rank, r);
             ep_world_end(w, EP_ECLOSED, w->rank, text);
+            return check_locked(w); /* whether the frame has come meanwhile or not: an exception waits */
         }
     }
     return 0;
@@ -193,7 +197,7 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
     pthread_mutex_lock(&w->lock);
     int code = check_locked(w);
     f.seq = ++w->seq;
-    ep_ring_exchange(&w->ring, f.seq);
+    f.about = ep_ring_exchange(&w->ring, f.seq);
     for (uint32_t r = 0; r < w->num_ranks && !code; r++)
         if (r != w->rank && w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &f, fd_out, until); /* an end is seen by the watchdog */
     for (uint32_t r = 0; r < w->num_ranks && !code; r++) {
@@ -213,6 +217,10 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
         } else if (verdict || status) { /* the others' frames are taken all the same, so that the next exchange works */
         } else if (from->frame.code) {
             verdict = ep_error(EP_EPEER, "rank %u could not take part in the exchange: %s", r, ep_error_name(from->frame.code));
+        } else if (from->frame.about != f.about && from->frame.about && f.about) {
+            char its[64], my[64];
+            ep_about_name(from->frame.about, its, sizeof its), ep_about_name(f.about, my, sizeof my);
+            verdict = ep_error(EP_EMISMATCH, "ranks meet in different calls: rank %u in %s, rank %u in %s", r, its, w->rank, my);
         } else if (from->frame.num_bytes != num_bytes) {
             verdict = ep_error(EP_EMISMATCH, "ranks disagree in an exchange: rank %u gives %u bytes, rank %u gives %u", r,
                                from->frame.num_bytes, w->rank, num_bytes);
@@ -286,6 +294,7 @@ int ep_world_close(EpWorld *w, bool collective) {
     if (collective) code = ep_world_exchange(w, &mine, 1, all);
     ep_ring_end(&w->ring, noted, code);
     snprintf(why, sizeof why, "%s", ep_error_text()); /* a goodbye to a dead peer fails too, and is not the reason */
+    if ((code == EP_EMISMATCH || code == EP_EPEER) && !ep_world_check(w)) return ep_error(code, "%s", why); /* all close again */
     EpFrame goodbye = {.kind = EP_FRAME_GOODBYE, .rank = w->rank};
     bool is_busy = false;
     pthread_mutex_lock(&w->lock);

@@ -19,9 +19,6 @@ HAS_CUDA: Final[int]
 CHAOS: Final[int]  # 0, or the seed of the delays in a build for tests
 TRACE: Final[int]  # 1 in a build with the profiler
 MAX_RANKS: Final[int]
-MAX_TOPK: Final[int]
-MAX_EXPERTS: Final[int]
-TILE_ROWS: Final[int]
 NAME_BYTES: Final[int]
 NONCE_BYTES: Final[int]
 EXCHANGE_BYTES: Final[int]
@@ -48,7 +45,6 @@ EINVAL: Final[int]
 ENOMEM: Final[int]
 ETYPE: Final[int]
 # Places in the head of a plan.
-HEAD_STATUS: Final[int]
 HEAD_NUM_ROWS: Final[int]
 HEAD_NUM_TILES: Final[int]
 HEAD_NUM_SEND: Final[int]
@@ -119,7 +115,7 @@ def layer_dispatch_gemm(
     limit: float,
     num_move: int,
     num_tail: int,
-    waits_for_expert: int,
+    waits_for_expert: bool,
     num_copies: int,
     /,
 ) -> None: ...
@@ -136,7 +132,7 @@ def layer_gemm_combine(
     out: Tensor,
     num_move: int,
     num_reduce: int,
-    is_serial: int,
+    is_serial: bool,
     /,
 ) -> None: ...
 def layer_trace(layer: _Layer, buffer: int, events: Tensor | None, room: int, /) -> None: ...

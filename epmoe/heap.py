@@ -15,6 +15,11 @@ _DL = {torch.float32: (2, 32), torch.float64: (2, 64), torch.float16: (2, 16), t
        torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8)}
 
 
+def _check_dtype(dtype):
+    if dtype not in _DL:
+        raise TypeError(f"dtype {dtype}: one of {', '.join(str(d) for d in _DL)}")
+
+
 def pick_device(device=None):
     """The device to work on: as given; EPMOE_BACKEND=cpu|cuda; else CUDA where there is a GPU and a CUDA build."""
     wanted = os.environ.get("EPMOE_BACKEND", "")
@@ -104,8 +109,7 @@ class SymmetricHeap(Shared):
         try:
             shape = (shape,) if isinstance(shape, int) else tuple(int(d) for d in shape)
             alignment = int(alignment)
-            if dtype not in _DL:
-                raise TypeError(f"dtype {dtype}: one of {', '.join(str(d) for d in _DL)}")
+            _check_dtype(dtype)
             if any(d < 0 for d in shape) or len(shape) > 8:
                 raise ValueError(f"shape {shape}: at most 8 sizes, none negative")
             if alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 21:
@@ -180,9 +184,15 @@ class SymmetricHeap(Shared):
         return _C.heap_translate(self._c, self.offset(tensor), peer)
 
     def peer_view(self, tensor, peer):
-        """A tensor over the same thing in peer's heap.  Reading and writing it needs signal, wait or barrier."""
+        """A tensor over the same thing in peer's heap.  Reading and writing it needs signal, wait or barrier.
+
+        Errors: those of translate; ValueError for a tensor that is not contiguous, TypeError for a dtype that malloc_symmetric has not.
+        """
+        _check_dtype(tensor.dtype)
         if not tensor.is_contiguous():
             raise ValueError("peer_view wants a contiguous tensor")
+        if tensor.numel() == 0:  # it stands nowhere, as malloc_symmetric has it
+            return torch.empty_like(tensor)
         return self._view(self.offset(tensor), peer, tuple(tensor.shape), tensor.dtype)
 
     def put(self, dst, src, peer):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C
-from .errors import EpError, EpTimeout, PeerError
+from .errors import EpError, EpMismatch, EpTimeout, PeerError
 
 DEFAULT_TIMEOUT_S = 300.0
 _open = weakref.WeakSet()
@@ -83,11 +83,12 @@ class World(Shared):
     once.  Ranks must be processes of one user on one machine, at most 8.
 
     Layers and heaps that are made from a group share a world, which the first of them makes.  When it has ended, those that
-    come raise why, until World(group), on all ranks of the group, takes its place.
+    come raise why, until World(group), on all ranks of the group, takes its place.  It outlives its group: World.of(group).close() goes
+    before destroy_process_group(), where a program goes on after that.
 
-    Raises EpTimeout if a rank does not come (30 s at most, once all have said where they are), ValueError for a world of more than 8 ranks, and where a launcher has started several
-    but torch.distributed is not initialized, so that each would be alone; ValueError or TypeError here,
-    and PeerError on the others, for a timeout_s that cannot be.
+    Raises EpTimeout if a rank does not come (30 s at most, once all have said where they are); ValueError for a world of more
+    than 8 ranks, and where a launcher has started several but torch.distributed is not initialized, so that each would be alone;
+    ValueError or TypeError here, and PeerError on the others, for a timeout_s that cannot be.
     """
 
     def __init__(self, group=None, timeout_s=None):
@@ -190,14 +191,27 @@ class World(Shared):
         return _C.world_flight_record(self._c)
 
     def close(self):
-        """Wait for all ranks, then leave.  Collective; a second call does nothing."""
+        """Wait for all ranks, then leave.  Collective; a second call does nothing.
+
+        Raises EpMismatch, or PeerError, where a rank was in another call: nobody has left then, and all close again; PeerDied or EpTimeout
+        where one does not come: this rank has left all the same.
+        """
         self._leave(True)
 
     def _leave(self, collective):
+        try:
+            _C.world_close(self._c, collective)
+        except (EpMismatch, PeerError):  # it is open still
+            raise
+        except Exception:
+            self._forget(collective)
+            raise
+        self._forget(collective)
+
+    def _forget(self, collective):
         if (collective or self.size == 1) and _of_group.get(id(self.group)) is self:  # who leaves alone must not forget it alone
             del _of_group[id(self.group)]
         _open.discard(self)
-        _C.world_close(self._c, collective)
 
     def __enter__(self):
         return self
@@ -210,7 +224,10 @@ class World(Shared):
 
 
 def thread_worlds(num_ranks, timeout_s=None):
-    """Worlds of num_ranks ranks inside this process, each for a thread of its own; CPU heaps only."""
+    """Worlds of num_ranks ranks inside this process, each for a thread of its own; CPU heaps only.  A list, in rank order.
+
+    Raises ValueError for a number of ranks outside 1 to 8, and for a timeout_s (seconds, see World) that cannot be.
+    """
     capsules = _C.world_threads(num_ranks, default_timeout_s() if timeout_s is None else float(timeout_s))
     return [World._wrap(c, r, num_ranks) for r, c in enumerate(capsules)]
 

@@ -201,8 +201,8 @@ TOGETHER = {
     "exchange-none": (lambda s: exchange(s, None), exchange, "TypeError", (), None),
     "exchange-number": (lambda s: exchange(s, 2), exchange, "TypeError", (), None),
     # calls that do not belong together
-    "exchange-beside-malloc": (exchange, malloc, "EpMismatch", ("2 bytes",), "EpMismatch"),
-    "malloc-beside-exchange": (malloc, exchange, "EpMismatch", ("2",), "EpMismatch"),
+    "exchange-beside-malloc": (exchange, malloc, "EpMismatch", ("in exchange", "in allocation"), "EpMismatch"),
+    "malloc-beside-exchange": (malloc, exchange, "EpMismatch", ("in allocation", "in exchange"), "EpMismatch"),
     "heap-beside-malloc": (new_heap, malloc, "EpMismatch", (), "EpMismatch"),
     "layer-beside-heap": (small, new_heap, "EpMismatch", (), "EpMismatch"),
     "layer-beside-malloc": (small, malloc, "EpMismatch", (), "EpMismatch"),

@@ -81,6 +81,7 @@ def test_heap_statistics_add_up(ranks):
         assert holed["num_allocations"] == 2 and holed["largest_free"] < holed["free"] and holed["peak"] == full["used"]
         heap.free(tensors[0])
         heap.free(tensors[2])
+        heap.free(heap.malloc_symmetric((1,), torch.uint8))  # less than there was
         end = heap.stats()
         assert end == start | {"peak": full["used"]}
         assert f"{end['used']} of {end['total']} bytes used" in repr(heap)
@@ -89,6 +90,18 @@ def test_heap_statistics_add_up(ranks):
 
     results = ranks(run)
     assert all(r == results[0] for r in results)
+
+
+def test_heap_largest_free_is_not_the_last(ranks):
+    def run(world, device):
+        heap = make_heap(world, device)
+        large, _ = heap.malloc_symmetric((900_000,), torch.uint8), heap.malloc_symmetric((1,), torch.uint8)
+        heap.free(large)
+        s = heap.stats()
+        heap.close()
+        return 900_000 <= s["largest_free"] < s["free"]
+
+    assert all(ranks(run, world_size=2))
 
 
 def test_heap_random_allocations_never_overlap(ranks):
@@ -177,6 +190,17 @@ def test_heap_empty_tensor(ranks):
     assert ranks(run, world_size=2) == [(0, 0)] * ranks.size(2)
 
 
+def test_heap_tensor_of_eight_dimensions(ranks):
+    def run(world, device):
+        heap = make_heap(world, device)
+        t = heap.malloc_symmetric((2, 1, 2, 1, 2, 1, 2, 3))
+        got = tuple(t.shape), t.is_contiguous(), heap.peer_view(t, 0).dim()
+        heap.close()
+        return got
+
+    assert ranks(run, world_size=2) == [((2, 1, 2, 1, 2, 1, 2, 3), True, 8)] * ranks.size(2)
+
+
 def test_heap_scope_frees_what_was_allocated_in_it(ranks):
     def run(world, device):
         heap = make_heap(world, device)
@@ -255,6 +279,18 @@ def test_heap_with_closes_it(ranks):
     assert ranks(run) == ["EpClosed"] * ranks.size()
 
 
+def test_heap_with_left_by_an_error_stays_open(ranks):
+    def run(world, device):
+        with pytest.raises(KeyError), epmoe.SymmetricHeap(world, 1 << 16, device) as heap:
+            keep(world, heap)
+            raise KeyError
+        used = outcome(heap.barrier).kind
+        heap.close()
+        return used
+
+    assert ranks(run, world_size=2) == ["nothing"] * ranks.size(2)
+
+
 def test_heap_self_made_world_of_one(ranks):
     """Without torch.distributed a heap is one of this process alone."""
     if ranks.is_torchrun:
@@ -311,7 +347,7 @@ def differing(world, device, call_of):
     (lambda h, r: h.malloc_symmetric((100 + (r == 1),), torch.int32), ("rank 1", "404", "400")),
     (lambda h, r: h.malloc_symmetric((100,), torch.int64 if r == 1 else torch.int32), ("rank 1", "800", "400")),
     (lambda h, r: h.malloc_symmetric((100,), alignment=512 if r == 1 else 128), ("rank 1", "512", "128")),
-    (lambda h, r: h.free(h.malloc_symmetric((4,))) if r == 1 else (h.malloc_symmetric((4,)), h.malloc_symmetric((4,))), ("rank 1", "frees", "allocates")),
+    (lambda h, r: h.free(h.malloc_symmetric((4,))) if r == 1 else (h.malloc_symmetric((4,)), h.malloc_symmetric((4,))), ("rank 1", "in free (heap ", "in allocation (heap ")),
     (lambda h, r: h.free([h.malloc_symmetric((4,)), h.malloc_symmetric((0,))][r == 1]), ("rank 1", "frees")),
 ], ids=["size", "dtype", "alignment", "order", "nothing"])
 def test_heap_ranks_that_differ(ranks, call, texts):

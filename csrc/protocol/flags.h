@@ -1,4 +1,5 @@
-/* flags.h - how ranks meet, publish and wait.  No other file touches a cross-rank word.
+/* flags.h - how ranks meet, publish and wait.  All cross-rank words, and where each is; written elsewhere are only counts,
+ * by the plan, and signals, whose words are the caller's (ep_heap_signal, epmoe_device.h).
  *
  * word        | writer    | reader  | release           | acquire           | it publishes                 | overwritten when
  * ------------+-----------+---------+-------------------+-------------------+------------------------------+-----------------------
@@ -8,6 +9,8 @@
  * counts[w][] | rank w    | owner   | st.relaxed.sys    | ld.relaxed.sys    | nothing but itself:          | next plan, after enter
  *             |           |         |                   |                   | {epoch, count}               |
  * flag[w][c]  | rank w    | owner   | st.release.sys    | ld.acquire.sys == | slots of chunk c in staging  | op e + 1, after enter
+ * signal      | any rank  | owner   | st or add         | ld.acquire.sys >= | what the writer has put      | by the caller
+ *             |           |         | .release.sys      | or ==             | before                       |
  * barrier     | is an operation without data: enter, and nothing else                                           |
  * ready[b]    | owner's   | owner's | add.relaxed.gpu   | ld.acquire.gpu >= | rows of block b, of dispatch | the last worker out,
  *             | workers   | workers | behind a fence    | and the stream's  | or of the product            | behind its leaving: the
@@ -15,6 +18,10 @@
  * local.*     | owner's   | owner's | add.acq_rel.gpu   | the same add, and | reads and writes of all      | the last worker out
  *             | workers   | workers | (num_left)        | the stream's order| workers of the operation     |
  * host->abort | host      | owner   | relaxed           | relaxed           | nothing but itself           | never
+ * host->fault | owner's   | host    | st.release.sys    | ld.acquire.sys    | the record                   | after the host has
+ *   .state    | workers   |         |                   |                   |                              | cleared it
+ * host->plan  | owner's   | host    | st.release.sys    | ld.acquire.sys == | the plan's result            | the next plan
+ *   .ticket   | workers   |         |                   |                   |                              |
  * host->stuck | owner     | host    | relaxed           | relaxed           | nothing but itself           | any time, by both
  *
  * Epochs are 64-bit, live in the heap's own local words, advance by one an operation and are never reset.
@@ -83,6 +90,9 @@ EP_FN bool ep_world_ended(const EpComm *c) {
 /* A wait that has lasted so long tells the host at each look, which asks the other ranks what they are doing: see watchdog.c. */
 #define EP_STUCK_NS 1000000000u
 
+/* So long no wait goes without a look, unless its process was stopped: perhaps with the whole job. */
+#define EP_STOPPED_NS 500000000u
+
 /* How long a wait has lasted, and when it last looked at what may end it: both in EP_LOOK_NS, modulo 2^32, so that a
  * warp that does something else meanwhile has little to keep.  Begins as zeros. */
 typedef struct {
@@ -96,6 +106,7 @@ EP_FN bool ep_wait_on(const EpComm *c, EpPatience *w, uint64_t limit_ns, const E
         if (ep_must_leave(c)) return false;
         if (w->start == 0) w->start = w->looked = now;
         if (now != w->looked) {
+            if (now - w->looked > EP_STOPPED_NS / EP_LOOK_NS) w->start += now - w->looked; /* nobody looked: it does not count */
             w->looked = now;
             if (ep_world_ended(c)) return false;
             if (now - w->start > EP_STUCK_NS / EP_LOOK_NS) ep_st_relaxed_sys_u64(&c->host->stuck, what->epoch);

@@ -5,7 +5,8 @@
  * wait for chunks that peers send.  A worker may do a receive task whose chunk is there already at any
  * time, but it waits for one only when the send queue is empty.  So whoever waits, has no send task
  * left to do, on any rank: the wait-for graph goes receive -> a peer's send -> nothing.  It has no
- * cycle, on any number of resident workers from one on. */
+ * cycle, on any number of resident workers from one on.  (A megakernel has more queues, and other
+ * tasks: fused.cuh argues for it.) */
 #ifndef EP_QUEUE_H
 #define EP_QUEUE_H
 #include "flags.h"
@@ -18,7 +19,7 @@ EP_FN uint64_t ep_queue_pop(uint64_t *counter) {
     return ep_warp_bcast_u64(n);
 }
 
-/* Chunks are taken chunk-major, peers in rotation from my_rank + first: so all links are busy at once
+/* Chunks are taken chunk-major, peers in rotation from my_rank on: so all links are busy at once
  * and no two ranks begin with the same target.  Task n is a chunk to (or from) peer *rank. */
 typedef struct {
     uint32_t rank, chunk;
