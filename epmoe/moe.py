@@ -20,6 +20,11 @@ def _flat(name, t, size):
     return t.reshape(-1, size).contiguous()
 
 
+def _of_shape(t, shape):
+    """t, which nobody else has, in this shape; no view for autograd: FSDP's hooks do not live through `y += ...` on one."""
+    return torch.ops.aten._unsafe_view(t, shape)
+
+
 class EPMoE(nn.Module):
     """Experts of a Mixture-of-Experts layer, E/W of them on each rank.
 
@@ -40,8 +45,10 @@ class EPMoE(nn.Module):
 
     Parameters, as in checkpoints: gate_up_proj [L, 2I, H] (for gelu [L, I, H]), down_proj [L, H, I]; gate rows
     first, then up rows (gpt_oss: interleaved).  Of [E, ...] in a checkpoint a rank takes rows rank * L to (rank + 1) * L, and its
-    state_dict() has these only: save it on every rank.  copy.deepcopy copies them, and shares the communication layer.  They
-    start uniform in +-1/sqrt(fan-in), as nn.Linear's do, each expert otherwise; with the same seed on all ranks, as in one process.
+    state_dict() has these only: save it on every rank, to a file of its own.  torch.distributed.checkpoint takes plain tensors for
+    copies of each other and keeps one rank's: wrap them (README, "In a model").  copy.deepcopy copies them, and shares the communication
+    layer.  They start uniform in +-1/sqrt(fan-in), as nn.Linear's do, each expert otherwise; with the same seed on all ranks, as in one
+    process.  They are on the layer's device from the start, also inside of torch.device("meta").
 
     Ranks have different experts, so nothing may make them alike or average their gradients: leave them out of
     DistributedDataParallel (README, "In a model").  Their gradients are sums over the tokens of all ranks: for a loss that is the
@@ -79,7 +86,7 @@ class EPMoE(nn.Module):
 
     def reset_parameters(self):
         """Uniform in +-1/sqrt(fan-in), each parameter; from one number of torch's generator, and the expert's number."""
-        seed, first = int(torch.randint(1 << 40, ())), self.layer.rank * self.layer.num_local_experts
+        seed, first = int(torch.randint(1 << 40, (), device="cpu")), self.layer.rank * self.layer.num_local_experts
         generator = torch.Generator(self.layer.device)
         with torch.no_grad():
             for e in range(self.layer.num_local_experts):
@@ -97,6 +104,7 @@ class EPMoE(nn.Module):
             topk_idx: [.., K] int32 or int64; -1 and E are dropped.
             topk_weights: [.., K] of a floating-point dtype; applied as float32.
             None of them has to be contiguous.  As many tokens in each, at most max_tokens.
+            x and topk_weights want gradients on all ranks or on none, also where a rank has no tokens: else backward is not the same call.
         Returns: [.., H] of the layer's dtype.
         Differentiable in x, topk_weights and the parameters.  Errors: those of EPAll2AllLayer.preprocess, dispatch and combine.
         last_layout is then that of this call, but for compiled ones.
@@ -105,18 +113,18 @@ class EPMoE(nn.Module):
         try:
             tokens, topk_idx = _flat("x", x, self.layer.hidden), _flat("topk_idx", topk_idx, topk)
             topk_weights = _flat("topk_weights", topk_weights, topk)
-            if torch.is_autocast_enabled(tokens.device.type):
+            if torch.is_autocast_enabled(self.layer.device.type):
                 tokens = tokens.to(self.layer.dtype)
             if self.gate_up_proj.dtype != self.layer.dtype:
                 raise TypeError(f"the parameters are {self.gate_up_proj.dtype} now, but the layer was made for {self.layer.dtype}: give dtype= at construction")
         except Exception as error:  # the other ranks are planning
             self.layer._refuse(_C.OP_PLAN, error, 0)
         if not isinstance(self.layer, EpAll2AllFusedOp):
-            return self._one_after_the_other(tokens, topk_idx, topk_weights).reshape(x.shape)
+            return _of_shape(self._one_after_the_other(tokens, topk_idx, topk_weights), x.shape)
         h, row_weight, layout = self.layer.mega_dispatch_group_gemm(
             tokens, topk_idx, weight=topk_weights, gemm_weight=self.gate_up_proj, bias=self.gate_up_proj_bias, activation=self.activation)
         self._keep(layout)
-        return self.layer.mega_group_gemm_combine(h, self.down_proj, layout, row_weight, bias=self.down_proj_bias).reshape(x.shape)
+        return _of_shape(self.layer.mega_group_gemm_combine(h, self.down_proj, layout, row_weight, bias=self.down_proj_bias), x.shape)
 
     def _keep(self, layout):
         if not torch.compiler.is_compiling():  # a compiled part that is computed again, as in checkpointing, may change nothing outside

@@ -60,7 +60,7 @@ def run_ranks(fn, world_size, *args, timeout_s=60.0, backend="gloo", may_die=())
                 ok, value = waiting.pop(rank).recv()
             except EOFError:
                 if rank not in may_die:
-                    errors[rank] = "the process died without a word"
+                    errors[rank] = "the process died without a word: its stderr may have one (ranks are spawned: fn must be importable, so not from a notebook or stdin)"
                 continue
             if ok:
                 results[rank] = torch.load(io.BytesIO(value), weights_only=False)

@@ -28,7 +28,7 @@ def inputs(rank, num_experts):
     return x, idx, weight
 
 
-def show(rank, idx, layout, rows, num_experts):
+def show(rank, idx, layout, rows):
     """This rank's part of the two tables."""
     sent, got = [], []
     for t in range(T):
@@ -53,7 +53,7 @@ def main(rank, world_size, device):
         sent_tokens = layout.send_tokens.cpu()
 
         tables = [None] * world_size
-        dist.all_gather_object(tables, show(rank, idx, layout, rows, num_experts))
+        dist.all_gather_object(tables, show(rank, idx, layout, rows))
 
     if rank == 0:
         print(f"{world_size} ranks on {device.type}, {num_experts} experts\n\nDispatch: where tokens go\n  token   choices")

@@ -1,7 +1,9 @@
 """How the examples get their ranks: from torchrun, or as processes that are started here."""
 
+import argparse
 import os
 import sys
+import types
 from pathlib import Path
 
 import torch
@@ -21,6 +23,8 @@ def launch(main, default_ranks=4, timeout_s=300.0):
     Under torchrun this process is one of the ranks; otherwise default_ranks processes are started.  Each rank
     has a GPU of its own where there are enough of them; otherwise all work on the CPU.
     """
+    if isinstance(main, types.FunctionType):  # no arguments were looked at: there are none, but --help
+        argparse.ArgumentParser(description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if "RANK" in os.environ:
         sys.exit(bool(_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), main)))
     try:

@@ -39,7 +39,12 @@ def parse_args():
     add("--enable-local-combine", action="store_true", help="sum at the expert's rank first")
     add("--no-weight", action="store_true", help="dispatch without weights, plain sums")
     add("--check", action="store_true", help="compare with epmoe.reference; exit with 1 on a difference")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if any(n is not None and n < 1 for n in (args.M, args.N, args.G, args.topk, args.iters, args.num_sm)):
+        parser.error("-M, -N, -G, --topk, --iters and --num-sm are positive numbers")
+    if not 0 <= args.drop_ratio <= 1:
+        parser.error(f"--drop_ratio {args.drop_ratio:g}: a share, from 0 to 1")
+    return args
 
 
 def make_inputs(args, rank, world_size, num_tokens):

@@ -302,7 +302,7 @@ def test_bench_num_sm_is_that_of_every_layer(command):
 
 def test_bench_num_sm_gives_way_to_what_a_choice_is_about(run_of):
     run = run_of("ablation", "--num-sm", "2")
-    op = layer.fused_op(run, run.shape("qwen3-30b"), torch.float32, num_sm=3)
+    op = run.layer(run.shape("qwen3-30b"), torch.float32, epmoe.EpAll2AllFusedOp, num_sm=3)
     assert op._config[9] == 3
     op.finalize()
 
@@ -365,7 +365,10 @@ def test_bench_alone_starts_its_ranks():
     (["a2a", "--shapes", "mixtral,none"], "none: must be of seed"),
     (["a2a", "--num-sm", "8,16"], "only for sm"),
     (["gemm", "--num-sm", "8"], "of no use to gemm"),
-    (["sm", "--num-sm", "many"], "invalid numbers value"),
+    (["sm", "--num-sm", "many"], "many: must be a positive number"),
+    (["a2a", "--num-sm", "0"], "0: must be a positive number"),
+    (["layer", "--iters", "0"], "0: must be a positive number"),
+    (["a2a", "--json", "/no/such/folder/x.json"], "no folder to write to"),
 ])
 def test_bench_refuses(argv, says, capsys):
     with pytest.raises(SystemExit):

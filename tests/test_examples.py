@@ -178,3 +178,11 @@ def test_examples_readme_program_runs_as_printed(tmp_path):
     (tmp_path / "readme.py").write_text(program[1])
     code, output = run([sys.executable, "readme.py"], tmp_path, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
     assert code == 0 and "rank 0" in output, output
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("line", ["01_heap.py --nonsense", "ep_a2a.py --drop_ratio 1.5", "ep_a2a.py -M -1"])
+def test_examples_refuse_arguments(tmp_path, line):
+    name, *arguments = line.split()
+    code, output = run([sys.executable, str(ROOT / "examples" / name), *arguments], tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert code == 2 and f"{name}: error: " in output, output

@@ -9,6 +9,7 @@ The table and the plots:          python -m epmoe.bench report benchmarks/h200x4
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,21 @@ BENCHES = {
 }
 
 
+def positive(text):
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be a positive number")
+    return int(text)
+
+
 def numbers(text):
-    return [int(n) for n in text.split(",")]
+    return [positive(n) for n in text.split(",")]
+
+
+def new_file(text):
+    """Found out before hours of figures: can it be written?"""
+    if not os.access(Path(text).absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: no folder to write to")
+    return text
 
 
 def names(text):
@@ -49,11 +63,11 @@ def parse(argv):
         s = sub.add_parser(name, help=text, description=text)
         s.add_argument("--shapes", type=names, metavar="A,B,...", help=f"of {', '.join(SHAPES)}; default: what the bench is about")
         s.add_argument("--num-sm", type=numbers, metavar="N", help="thread blocks that move tokens; for sm: N,N,..., those to go over; not for gemm")
-        s.add_argument("--iters", type=int, help="runs of which the median is taken (default: 30; on the CPU 10; gemm: rounds of runs, 6 and 3)")
-        s.add_argument("--json", metavar="FILE", help="write all figures to FILE (rank 0)")
-        s.add_argument("--trace", metavar="FILE", help="overlap: write a trace of all ranks for Perfetto, and a picture beside it (rank 0)")
+        s.add_argument("--iters", type=positive, help="runs of which the median is taken (default: 30; on the CPU 10; gemm: rounds of runs, 6 and 3)")
+        s.add_argument("--json", type=new_file, metavar="FILE", help="write all figures to FILE (rank 0)")
+        s.add_argument("--trace", type=new_file, metavar="FILE", help="overlap: write a trace of all ranks for Perfetto, and a picture beside it (rank 0)")
         s.add_argument("--commit", help="recorded with the figures; default: what git says")
-        s.add_argument("--ranks", type=int, help="ranks to start, where torchrun has not started them")
+        s.add_argument("--ranks", type=positive, help="ranks to start, where torchrun has not started them")
     report.add_arguments(sub.add_parser("report", help="write the plots, and the README's table, from a file of figures"))
     known = (*sub.choices, "-h", "--help")
     options = p.parse_args(argv if argv and argv[0] in known else ["a2a", *argv])

@@ -1,0 +1,168 @@
+"""EPMoE as README's "In a model" has it: clipped gradients, checkpoints of torch.distributed.checkpoint, FSDP, devices of a context."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import epmoe
+from cases import outcome, process_ranks
+
+pytestmark = pytest.mark.cpu_only
+HIDDEN, INNER, EXPERTS, TOPK = 16, 24, 4, 2
+
+
+class Block(nn.Module):
+    def __init__(self, group=None):
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.moe = epmoe.EPMoE(HIDDEN, INNER, EXPERTS, TOPK, group, max_tokens=32, dtype=torch.float32, device="cpu", timeout_s=20)
+
+    def forward(self, x):
+        weight, idx = self.router(x).softmax(-1).topk(TOPK)
+        return self.moe(x, idx, weight)
+
+
+def _experts(model):
+    return [f"{path}.{name}" for path, part in model.named_modules() if isinstance(part, epmoe.EPMoE) for name, _ in part.named_parameters()]
+
+
+def _x(rank):
+    return torch.randn(2, 8, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+
+def _clipped(rank, world_size):
+    """Some steps with README's clipping: what is replicated, and the norm of all gradients in one process."""
+    torch.manual_seed(0)
+    model = Block()
+    experts = _experts(model)
+    ddp_like = [p for n, p in model.named_parameters() if n not in experts]
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(_x(rank)).square().mean().backward()
+        for p in ddp_like:
+            dist.all_reduce(p.grad)
+            p.grad /= world_size
+        for n, p in model.named_parameters():
+            if n in experts:
+                p.grad /= world_size
+        own, shared = (sum(p.grad.float().square().sum() for n, p in model.named_parameters() if (n in experts) == mine) for mine in (True, False))
+        dist.all_reduce(own)
+        nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, (own + shared).sqrt())
+        optimizer.step()
+    model.moe.layer.world.close()
+    return (own + shared).sqrt(), model.router.weight.detach().clone()
+
+
+def test_moe_clipping_keeps_what_is_replicated_alike():
+    (norm_a, router_a), (norm_b, router_b) = process_ranks(_clipped, 2)
+    [(norm, router)] = process_ranks(_clipped_alone, 1)
+    assert torch.equal(router_a, router_b) and torch.equal(norm_a, norm_b)
+    torch.testing.assert_close(norm_a, norm, rtol=1e-4, atol=0)
+    torch.testing.assert_close(router_a, router, rtol=1e-4, atol=1e-6)
+
+
+def _clipped_alone(rank, world_size):
+    """The same in one process, over both ranks' tokens."""
+    torch.manual_seed(0)
+    model = Block()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (sum(model(_x(r)).square().mean() for r in range(2)) / 2).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+    model.moe.layer.world.close()
+    return norm, model.router.weight.detach().clone()
+
+
+def _checkpointed(rank, world_size, path, saves):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    torch.manual_seed(0)
+    model, mesh = Block(), init_device_mesh("cpu", (world_size,))
+    experts = _experts(model)
+    want = {n: t.clone() for n, t in model.state_dict().items()}
+
+    def whole():
+        return {n: DTensor.from_local(t, mesh, [Shard(0)], run_check=False) if n in experts else t for n, t in model.state_dict().items()}
+
+    if saves:
+        dcp.save({"model": whole()}, checkpoint_id=path)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    dcp.load({"model": whole()}, checkpoint_id=path)
+    got = {n: torch.equal(t, want[n]) for n, t in model.state_dict().items()}
+    model.moe.layer.world.close()
+    return got
+
+
+def test_moe_checkpoint_is_loaded_by_another_number_of_ranks(tmp_path):
+    for num_ranks in (2, 1, 4):
+        for got in process_ranks(_checkpointed, num_ranks, str(tmp_path), num_ranks == 2):
+            assert got == {n: True for n in ("router.weight", "moe.gate_up_proj", "moe.down_proj")}
+
+
+class Shared(Block):
+    """With an expert that all tokens have, added as models add it."""
+
+    in_place = False
+
+    def forward(self, x):
+        y, shared = super().forward(x), self.router.weight.sum() * x
+        if not self.in_place:
+            return y + shared
+        y += shared
+        return y
+
+
+def _sharded(rank, world_size, in_place):
+    """Gradients of the experts, which FSDP keeps in parts."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(0)
+    model = Shared(mesh["ep"])
+    model.in_place = in_place
+    fully_shard(model.moe, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    model(_x(rank)).square().mean().backward()
+    grads = [p.grad.full_tensor() for p in model.moe.parameters()]
+    model.moe.layer.world.close()
+    return grads
+
+
+def test_moe_under_fsdp_takes_an_addition_in_place():
+    for here, there in zip(process_ranks(_sharded, 2, True, timeout_s=120), process_ranks(_sharded, 2, False, timeout_s=120)):
+        assert all(torch.equal(a, b) and bool(a.any()) for a, b in zip(here, there, strict=True))
+
+
+def _made_on_meta(rank, world_size):
+    torch.manual_seed(0)
+    like = Block()
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        block = Block()
+    assert block.router.weight.is_meta and not block.moe.gate_up_proj.is_meta
+    block.to_empty(device="cpu")
+    torch.manual_seed(0)
+    block.router.reset_parameters()
+    block.moe.reset_parameters()
+    same = [torch.equal(a, b) for a, b in zip(block.parameters(), like.parameters(), strict=True)]
+    weight, idx = block.router(_x(0)).softmax(-1).topk(TOPK)
+    wrong = outcome(lambda: block.moe(_x(0).to("meta") if rank else _x(0), idx, weight))
+    again = outcome(lambda: block(_x(0)).sum().backward())
+    block.moe.layer.world.close()
+    return same, wrong, again
+
+
+def test_moe_is_made_and_called_whatever_device_a_context_has():
+    (same, other, again), (_, wrong, _) = process_ranks(_made_on_meta, 2)
+    assert same == [True] * 3 and again.kinds == (), again
+    assert wrong.kind in ("ValueError", "TypeError") and "meta" in wrong.text and "cpu" in wrong.text, wrong
+    assert other.kind == "PeerError" and "rank 1" in other.text, other
