@@ -338,7 +338,11 @@ class EPAll2AllLayer(Shared):
             raise ValueError(f"{name} must be contiguous")
 
     def ep_barrier_all(self, *, buffer=0):
-        """All ranks have come here, in stream order.  Collective."""
+        """All ranks have come here, in stream order.  Collective.  buffer: see preprocess.
+
+        Raises ValueError or TypeError here, and PeerError on the others, for a buffer that is not there; EpMismatch on all ranks when they are
+        not in the same call; PeerDied, EpTimeout.  On CUDA the stream waits, not the host: what goes wrong is raised later, as by dispatch.
+        """
         self._check_buffer(_C.OP_BARRIER, buffer)
         _C.layer_barrier(self._c, buffer, stream_of(self.device))
 
@@ -351,7 +355,10 @@ class EPAll2AllLayer(Shared):
         _C.layer_sync(self._c, stream_of(self.device))
 
     def finalize(self):
-        """Give the layer's memory back.  Collective; a second call does nothing."""
+        """Give the layer's memory back.  Collective; a second call does nothing.
+
+        Raises EpMismatch on all ranks when one of them is in another call: then nothing was given back, and all finalize again.
+        """
         _C.layer_close(self._c)
         if self._owns_heap:
             self.heap.close()

@@ -1,5 +1,7 @@
 """The oracle: what epmoe computes, in plain PyTorch, in one process, without a line of epmoe's own code.
 
+epmoe itself takes `activate` from here, where no kernel of its own applies an activation (gemm.py, fused.py).
+
 Letters: W ranks, E experts, L = E/W, T tokens, K choices, H hidden, I inner.  Lists have one entry a rank.
 """
 

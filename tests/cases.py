@@ -149,7 +149,7 @@ def layout_parts(layout):
     return {n: getattr(layout, n).clone() for n in names} | {"num_rows": layout.num_rows, "num_tiles": layout.num_tiles}
 
 
-def run_routing(layer, case, *, layout=None, buffer=0, num_rows_back=None):
+def run_routing(layer, case, *, layout=None, buffer=0):
     """A case through a layer, as one rank sees it."""
     rank, size, device = layer.rank, layer.world_size, layer.device
     idx = indices_of(case, rank, size)

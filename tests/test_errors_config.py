@@ -38,6 +38,7 @@ WRONG = [
     ({"num_sm": 0}, "ValueError", ("num_sm 0",)),
     ({"num_sm": 5000}, "ValueError", ("num_sm 5000", "1024")),
     ({"reserve_sms": -1}, "ValueError", ("reserve_sms -1", "two are left")),
+    ({"reserve_sms": 1023}, "ValueError", ("reserve_sms 1023", "two are left")),
     ({"reserve_sms": 5000}, "ValueError", ("reserve_sms 5000",)),
     ({"reserve_sms": "some"}, "ValueError", ("some",)),
     ({"device": "meta"}, "ValueError", ("meta",)),

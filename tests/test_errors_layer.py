@@ -40,8 +40,8 @@ def check(results, own, own_texts, others, other_texts, case=CASE):
 
 
 def check_refused(results, own, own_texts, case=CASE):
-    """The bad rank has its own reason; the others hear that it has one."""
-    check(results, own, own_texts, "PeerError", (f"rank {BAD}",), case)
+    """The bad rank has its own reason; the others hear that it has one, and of which kind."""
+    check(results, own, own_texts, "PeerError", (f"rank {BAD}", "" if own == "Error" else own), case)
 
 
 def misaligned(t):
@@ -73,7 +73,7 @@ WRONG_DISPATCH = [
     ("input", lambda t: torch.cat([t, t]), "ValueError", ("20", "10")),
     ("exp_indices", lambda t: t.short(), "TypeError", ("exp_indices", "int32", "int64")),
     ("exp_indices", lambda t: t.float(), "TypeError", ("exp_indices", "int32", "float32")),
-    ("exp_indices", lambda t: t[:, :2].contiguous(), "ValueError", ("exp_indices", "3", "2")),
+    ("exp_indices", lambda t: t[:, :2].contiguous(), "ValueError", ("exp_indices", "size 3 in dimension 1, got 2")),
     ("exp_indices", lambda t: t.reshape(-1), "ValueError", ("exp_indices",)),
     ("exp_indices", lambda t: t.tolist(), "TypeError", ("list",)),
     ("exp_indices", lambda t: None, "TypeError", ("None",)),
@@ -111,7 +111,7 @@ def test_errors_cached_dispatch_argument(ranks, name, change, kind, texts):
             arguments |= {name: change(arguments[name])}
         return layer.dispatch(**arguments, layout=layout)
 
-    check_refused(ranks(mistake, call, CASE, lambda layer, a: layer.preprocess(a["exp_indices"]), world_size=3, at_least=2), kind, ())
+    check_refused(ranks(mistake, call, CASE, lambda layer, a: layer.preprocess(a["exp_indices"]), world_size=3, at_least=2), kind, texts)
 
 
 def test_errors_too_many_tokens(ranks):

@@ -56,6 +56,7 @@ CASES = {
     "layers": (lambda c: c.plan(1), lambda c: c.plan(0), "plan of layer 1", "plan of layer 0"),
     "buffers": (lambda c: c.layers[0].ep_barrier_all(buffer=1), lambda c: c.layers[0].ep_barrier_all(), "barrier in buffer 1", "barrier in buffer 0"),
     "heap": (lambda c: c.heap.barrier(), lambda c: c.dispatch(0), "heap barrier", "dispatch"),
+    "heaps": (lambda c: c.layers[0].heap.barrier(), lambda c: c.heap.barrier(), "heap barrier of heap 0", "heap barrier of heap 2"),
     "allocation": (lambda c: c.heap.malloc_symmetric((4,)), lambda c: c.plan(0), "allocation", "plan"),
     "finalize": (lambda c: c.layers[1].finalize(), lambda c: c.dispatch(1), "layer close", "dispatch"),
     "exchange": (lambda c: c.world.exchange(b"x"), lambda c: c.layers[0].ep_barrier_all(), "exchange", "barrier"),

@@ -192,6 +192,21 @@ def test_gemm_takes_a_bias_and_row_weights_of_any_floating_dtype(ranks, with_gra
         torch.testing.assert_close(y, want)
 
 
+@pytest.mark.parametrize("with_grad", [False, True], ids=["plain", "grad"])
+def test_gemm_applies_row_weights_in_float32(ranks, with_grad):
+    x, weight = torch.ones(1, 16, dtype=torch.bfloat16, device=ranks.device), torch.full((1, 16, 16), 24.0, dtype=torch.bfloat16, device=ranks.device)
+    row_weight, offsets = torch.tensor([1.0035], device=ranks.device), torch.tensor([0, 1], dtype=torch.int32, device=ranks.device)
+    y = epmoe.grouped_gemm(x.requires_grad_(with_grad), weight, offsets=offsets, row_weight=row_weight)
+    assert (y == 386).all()  # 385.344; with a weight rounded to bfloat16, which is 1, it would be 384
+
+
+def test_gemm_refuses_a_second_derivative(ranks):
+    x, weight, _, _, offsets = problem([4, 9], 32, 16, torch.bfloat16, ranks.device, before=0, behind=0)
+    g, = torch.autograd.grad(epmoe.grouped_gemm(x.requires_grad_(), weight.requires_grad_(), offsets=offsets).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no backward of its own"):
+        g.sum().backward()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gemm_gradients_of_nobodys_rows_reach_nobody(ranks, activation):
     """Rows of no expert are undefined, and so may be their gradients: of a fixed-capacity layer, say."""

@@ -1,6 +1,7 @@
 """Reaching into each other's memory: translate, views, put and get, signals, barrier."""
 
 import ctypes
+import time
 
 import pytest
 import torch
@@ -157,6 +158,26 @@ def test_heap_wait_compares(ranks):
 
     for wrong in ranks(run, world_size=2):
         check_outcomes(wrong, ["IndexError", "IndexError", "ValueError", "ValueError", "TypeError", "ValueError", "nothing", "ValueError"])
+
+
+def test_heap_wait_for_equal_lets_nothing_greater_pass(ranks):
+    def run(world, device):
+        heap = make_heap(world, device)
+        words = heap.malloc_symmetric((1,), torch.int64)
+        heap.signal(words, 0, 8, world.rank)
+        heap.barrier()
+        if world.rank == 0:
+            heap.synchronize()
+            time.sleep(0.3)
+            for peer in range(world.size):
+                heap.signal(words, 0, 7, peer)
+        heap.wait(words, 0, 7, cmp="eq")
+        got = words.clone()
+        heap.barrier()
+        heap.close()
+        return got.item()
+
+    assert ranks(run, world_size=2) == [7] * ranks.size(2)
 
 
 def test_heap_wait_ends_at_its_limit(ranks):

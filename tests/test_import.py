@@ -138,10 +138,10 @@ def test_import_dlpack_is_that_of_torch(tmp_path, spoil):
 
 
 def test_import_no_pickle_in_the_package():
-    """Nothing that comes from a peer is unpickled or evaluated."""
-    forbidden = {"pickle", "eval", "exec", "load", "all_gather_object", "broadcast_object_list", "send_object_list"}
+    """Nothing that comes from a peer is unpickled or evaluated, but by what serves tests and profiling."""
+    forbidden = {"pickle", "eval", "exec", "load", "gather_object", "all_gather_object", "broadcast_object_list", "send_object_list"}
     for path in Path(epmoe.__file__).parent.glob("*.py"):
-        if path.name == "testing.py":  # hands results from a process to the one that started it
+        if path.name in ("testing.py", "trace.py"):  # results go to the process that started the ranks; events to rank 0
             continue
         with open(path, "rb") as f:
             names = {t.string for t in tokenize.tokenize(f.readline) if t.type == tokenize.NAME}

@@ -185,6 +185,26 @@ def test_layer_with_finalizes(ranks):
     assert all(free == 0 and closed == "EpClosed" for _, free, closed in results)
 
 
+def test_layer_finalize_closes_the_heap_that_it_made(ranks):
+    def run(world, device):
+        layer = make_layer(world, device, Case())
+        layer.finalize()
+        return outcome(lambda: layer.heap.malloc_symmetric((1,))).kind
+
+    assert ranks(run, world_size=2) == ["EpClosed"] * ranks.size(2)
+
+
+def test_layer_with_left_by_an_error_stays_open(ranks):
+    def run(world, device):
+        with pytest.raises(KeyError), make_layer(world, device, Case()) as layer:
+            raise KeyError
+        result = run_routing(layer, Case())
+        layer.finalize()
+        return result
+
+    check_case(ranks(run, world_size=2), Case())
+
+
 def test_layer_that_finds_no_room_leaves_the_heap_as_it_was(ranks):
     """Two buffers, room for one: HeapExhausted on all ranks, and the first buffer is given back."""
     case = Case(hidden=1024, max_tokens=64, num_buffers=2)

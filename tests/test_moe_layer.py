@@ -67,8 +67,8 @@ def make_moe(world, device, model, **options):
     return moe
 
 
-def run_moe(world, device, model, x_grad=True, weight_grad=True):
-    moe = make_moe(world, device, model)
+def run_moe(world, device, model, x_grad=True, weight_grad=True, make=make_moe):
+    moe = make(world, device, model)
     x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
     x.requires_grad_(x_grad)
     weight.requires_grad_(weight_grad)

@@ -129,23 +129,27 @@ def test_plan_of_fewer_tokens_than_before(ranks):
         check_plan([r[i] for r in results], 2 * len(results))
 
 
+def any_indices(data, num_ranks):
+    """A small Case, and [T, K] of each rank, T up to 6; hypothesis draws them."""
+    topk, num_local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
+    choices = st.lists(st.integers(-1, num_local * num_ranks), min_size=topk, max_size=topk)
+    indices = [torch.tensor(data.draw(st.lists(choices, max_size=6)), dtype=torch.int64).reshape(-1, topk) for _ in range(num_ranks)]
+    return Case(num_local=num_local, topk=topk, max_tokens=6, hidden=8), indices
+
+
 @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_plan_any_indices(ranks, data):
     """Whatever the indices are, down to single tokens; hypothesis shrinks what fails."""
-    size = ranks.size(3)
-    topk, num_local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
-    choice = st.integers(-1, num_local * size)
-    indices = [torch.tensor(data.draw(st.lists(st.lists(choice, min_size=topk, max_size=topk), max_size=6)), dtype=torch.int64).reshape(-1, topk)
-               for _ in range(size)]
+    case, indices = any_indices(data, ranks.size(3))
 
     def plan(world, device):
-        layer = make_layer(world, device, Case(num_local=num_local, topk=topk, max_tokens=6, hidden=8))
+        layer = make_layer(world, device, case)
         parts = layout_parts(layer.preprocess(indices[world.rank].to(device)))
         layer.finalize()
         return {"idx": indices[world.rank], **parts}
 
-    check_plan(ranks(plan, world_size=3), num_local * size)
+    check_plan(ranks(plan, world_size=3), case.num_local * len(indices))
 
 
 def test_plan_layout_says_what_it_is(ranks):

@@ -16,6 +16,7 @@ from cases import (MODES, Case, capacity_of, case_id, check_rows, check_sums, ge
                    run_routing, same_bits, same_numbers, soil)
 from epmoe import reference
 from epmoe.testing import PATTERNS
+from test_plan_routing import any_indices
 
 
 def make_op(world, device, case, kind=epmoe.EpAll2AllFusedOp, **options):
@@ -184,20 +185,16 @@ def test_slots_are_the_same_in_every_run(ranks):
 @given(data=st.data())
 def test_slots_of_any_indices(ranks, data):
     """Whatever the indices are, down to single tokens; hypothesis shrinks what fails."""
-    size = ranks.size(3)
-    topk, num_local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
-    choice = st.integers(-1, num_local * size)
-    indices = [torch.tensor(data.draw(st.lists(st.lists(choice, min_size=topk, max_size=topk), max_size=6)), dtype=torch.int64).reshape(-1, topk)
-               for _ in range(size)]
+    case, indices = any_indices(data, ranks.size(3))
 
     def plan(world, device):
-        op = make_op(world, device, Case(num_local=num_local, topk=topk, max_tokens=6, hidden=8))
+        op = make_op(world, device, case)
         got = travel_of(op.preprocess(indices[world.rank].to(device)))
         op.finalize()
         return got
 
     for idx, got in zip(indices, ranks(plan, world_size=3)):
-        check_travel(got, idx, num_local * size, size, True)
+        check_travel(got, idx, case.num_local * len(indices), len(indices), True)
 
 
 def scatter_within(p, idx, num_experts, rank):

@@ -105,7 +105,7 @@ def test_soak_cycles_notice_a_descriptor():
 
 
 @pytest.mark.cpu_only
-def test_soak_held_sees_memory_and_files(tmp_path):
+def test_soak_held_sees_memory_and_files():
     """What the leak check counts is counted."""
     before, things = held(), holdings()
     world = epmoe.thread_worlds(1)[0]

@@ -126,6 +126,45 @@ def test_world_record_says_that_it_could_not_be_written(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def _two_worlds_end(rank, world_size, folder):
+    os.environ["EPMOE_FLIGHT_RECORD"] = folder
+    pages = []
+    for _ in range(2):
+        world = epmoe.World(timeout_s=20)
+        world.set_timeout(0.3)
+        if rank == 0:
+            with pytest.raises(epmoe.EpTimeout):
+                world.exchange(b"")
+        else:
+            time.sleep(1)
+        pages.append(world.flight_record())
+        world._leave(False)
+    return pages
+
+
+def test_world_record_adds_to_what_is_there(tmp_path):
+    pages = process_ranks(_two_worlds_end, 2, str(tmp_path))
+    assert sorted(p.read_text() for p in tmp_path.iterdir()) == sorted("".join(page + "\n" for page in its) for its in pages)
+
+
+def _folder_without_a_name(rank, world_size):
+    os.environ["EPMOE_FLIGHT_RECORD"] = ""
+    world = epmoe.World(timeout_s=20)
+    world.set_timeout(0.3)
+    if rank == 0:
+        with pytest.raises(epmoe.EpTimeout):
+            world.exchange(b"")
+    else:
+        time.sleep(1)
+    page = world.flight_record()
+    return page, os.path.exists(f"/epmoe-rank{rank}-pid{os.getpid()}.txt")
+
+
+def test_world_record_of_an_empty_variable_is_not_written():
+    for page, written in process_ranks(_folder_without_a_name, 2):
+        assert not written and "could not be written" not in page
+
+
 def _signal_that_nobody_gives(rank, world_size):
     world = epmoe.World(timeout_s=20)
     heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
@@ -157,6 +196,8 @@ def test_world_record_of_layers_in_another_order():
     """The calls are alike; of what, tells them apart."""
     for page, _ in process_ranks(_layers_in_another_order, 2):
         assert re.match(r"culprit: rank \d called plan of layer (\d+) as operation \d+, where rank \d called plan of layer (?!\1)\d+", page), page
+        assert page.splitlines()[0].endswith(" (as many ranks did the one as the other)"), page
+        assert re.search(r"^layer \d buffer 0: a wait for rank \d in epoch 1 wanted 1 and saw 0$", page, re.M), page
 
 
 def test_world_record_blames_nobody_by_a_count_of_his_own(ranks):
@@ -195,3 +236,16 @@ def test_world_record_of_a_world_that_lives(ranks):
         assert lines[0] == "culprit: none, the world has not ended"
         last = next(line for line in lines if line.split()[:1] == [str(rank)])
         assert last.split()[1:3] == ["3", "0"] and "heap barrier #1 of heap 0: over" in last, page
+
+
+def test_world_record_says_what_was_refused(ranks):
+    def body(world, device):
+        layer = make_layer(world, device, CASE)
+        x, weight = inputs_of(CASE, world.rank, world.size)
+        with pytest.raises(ValueError if world.rank == 1 else epmoe.PeerError):
+            layer.dispatch(x[:, :8] if world.rank == 1 else x, indices_of(CASE, world.rank, world.size), weight)
+        return world.flight_record()
+
+    pages = ranks(body, world_size=2)
+    told = [next(line for line in page.splitlines() if line.split()[:1] == [str(rank)]) for rank, page in enumerate(pages)]
+    assert "plan #1 of layer 0 buffer 0" in told[1] and ", refused here (ValueError): over " in told[1] and "refused" not in told[0], told

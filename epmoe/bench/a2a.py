@@ -39,7 +39,7 @@ def measure(run, shape, bench="a2a", num_sm=None, peers=True):
         if peers and run.deep_ep:
             dispatch_over["DeepEP"], combine_over["DeepEP"] = best_deep_ep(run, layer, shape, bench, inputs, torch_peer)
         if run.on_gpu:
-            record("epmoe plan, in a graph", graphed(lambda: layer._plan(idx, None, 0), run.device, run.cpu_group))
+            record("epmoe plan, in a graph", graphed(lambda: layer._plan(idx, None, 0), run.cpu_group))
         record("epmoe plan", run.time(layer, lambda: layer._plan(idx, None, 0)))
         record("epmoe plan + dispatch", run.time(layer, lambda: layer.dispatch(x, idx, weight)), wire, dispatch_over)
         record("epmoe cached dispatch", run.time(layer, lambda: layer.dispatch(x, weight=weight, layout=layout)), wire)

@@ -49,8 +49,6 @@ def load(cpu_group, device):
 class DeepEP:
     """dispatch and combine of x [T, H], idx and weight [T, K], with num_sm SMs; rows [M, H] by local expert as epmoe's."""
 
-    name = "DeepEP"
-
     def __init__(self, library, x, idx, weight, num_experts, world_size, num_sm):
         self.module, self.buffer, self.num_sm = library.module, library.buffer, num_sm
         self.x, self.idx, self.weight = x, idx.to(self.module.topk_idx_t), weight

@@ -5,6 +5,8 @@ among many  a call in a row of calls, device work included: the kernel's time or
 in a graph  the kernel's time alone; the row before says how much longer an eager call takes
 """
 
+import functools
+
 import torch
 
 from epmoe.bench.measure import alternated, graphed, host_microseconds
@@ -13,7 +15,7 @@ TOKENS = 64
 
 
 def jobs(run):
-    return [(shape.name, lambda shape=shape: measure(run, shape)) for shape in run.shapes("qwen3-30b")]
+    return [(shape.name, functools.partial(measure, run, shape)) for shape in run.shapes("qwen3-30b")]
 
 
 def measure(run, shape):
@@ -28,7 +30,7 @@ def measure(run, shape):
             us = host_microseconds(fn, sync, run.cpu_group, **({} if run.on_gpu else {"calls": 10, "rounds": 3}))
             run.record("host", shape, f"epmoe {name}, host", us / 1e3, rate=f"{us:.1f} us")
             if run.on_gpu:
-                [many], kernel = alternated([fn], run.device, run.cpu_group, run.iters, 5), graphed(fn, run.device, run.cpu_group)
+                [many], kernel = alternated([fn], run.device, run.cpu_group, run.iters, 5), graphed(fn, run.cpu_group)
                 run.record("host", shape, f"epmoe {name}, among many", many, rate=f"{(many - kernel) * 1e3:.1f} us beyond")
                 run.record("host", shape, f"epmoe {name}, in a graph", kernel)
         layer.synchronize()

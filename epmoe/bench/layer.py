@@ -36,13 +36,6 @@ def shapes(run):
             yield from (replace(shape, name=f"{shape.name} T={t}", tokens=t) for t in DECODE[run.device.type])
 
 
-def fused_op(run, shape, dtype, **options):
-    options.setdefault("enable_local_combine", True)
-    options.setdefault("num_sm", run.num_sm)
-    return epmoe.EpAll2AllFusedOp(run.world, shape.tokens, shape.hidden, shape.topk, num_tot_experts=shape.experts, dtype=dtype, device=run.device,
-                                  **options)
-
-
 def by_turns(run, **fns):
     """{name: milliseconds} of what all ranks do together."""
     rounds, round_ms = (5, 40.0) if run.on_gpu else (2, 1.0)
@@ -60,7 +53,7 @@ class Layer:
     def __init__(self, run, shape, **options):
         self.run, self.inputs = run, run.inputs(shape)
         x, _, _ = self.inputs
-        self.op = fused_op(run, shape, x.dtype, **options)
+        self.op = run.layer(shape, x.dtype, epmoe.EpAll2AllFusedOp, **options)
         self.moe = epmoe.EPMoE(shape.hidden, shape.inner, shape.experts, shape.topk, dtype=x.dtype, layer=self.op)
         self.torch_peer = run.torch_peer(shape, self.inputs)
 
@@ -97,10 +90,9 @@ class Layer:
     def parts(self):
         """{name: what to time} of the two kernels and of the products in them, torch's, on the same rows."""
         x, idx, weight = self.inputs
-        with torch.no_grad():
-            rows, row_weight, layout = self.op.dispatch(x, idx, weight)
-            offsets = layout.expert_offsets
-            inner = epmoe.grouped_gemm(rows, self.moe.gate_up_proj, offsets=offsets, activation=self.moe.activation)
+        rows, row_weight, layout = self.op.dispatch(x, idx, weight)
+        offsets = layout.expert_offsets
+        inner = epmoe.grouped_gemm(rows, self.moe.gate_up_proj, offsets=offsets, activation=self.moe.activation)
         return {
             "gate and up": lambda: torch_linear(rows, self.moe.gate_up_proj, offsets),
             "down": lambda: torch_linear(inner, self.moe.down_proj, offsets),

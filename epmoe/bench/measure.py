@@ -79,7 +79,7 @@ def alternated(fns, device, cpu_group, rounds, round_ms):
     return [slowest(cpu_group, statistics.median(t)) for t in times]
 
 
-def graphed(fn, device, cpu_group, calls=50, replays=20):
+def graphed(fn, cpu_group, calls=50, replays=20):
     """Milliseconds of one fn among `calls` of them in a CUDA graph: device time without the host's, caches warm.  The
     start of a graph, and what the ranks' hosts start it apart, is of the first call; so there are many."""
     fn()

@@ -89,11 +89,9 @@ class Run:
         weight = torch.rand(shape.tokens, shape.topk, device=self.device, generator=g)
         return x, idx, weight / weight.sum(1, keepdim=True)
 
-    def layer(self, shape, dtype, **options):
-        options.setdefault("enable_local_combine", True)
-        options.setdefault("num_sm", self.num_sm)
-        return epmoe.EPAll2AllLayer(self.world, shape.tokens, shape.hidden, shape.topk, num_tot_experts=shape.experts, dtype=dtype,
-                                    device=self.device, **options)
+    def layer(self, shape, dtype, kind=epmoe.EPAll2AllLayer, **options):
+        options = {"enable_local_combine": True, "num_sm": self.num_sm} | options
+        return kind(self.world, shape.tokens, shape.hidden, shape.topk, num_tot_experts=shape.experts, dtype=dtype, device=self.device, **options)
 
     def torch_peer(self, shape, inputs):
         return TorchAllToAll(*inputs, shape.experts, self.size)

@@ -10,8 +10,6 @@ class TorchAllToAll:
     One row a choice crosses the link.  dispatch leaves rows by local expert, source rank, token and choice, as epmoe does.
     """
 
-    name = "torch"
-
     def __init__(self, x, idx, weight, num_experts, world_size):
         self.x, self.idx, self.weight = x, idx, weight
         self.num_experts, self.world_size, self.topk = num_experts, world_size, idx.shape[1]

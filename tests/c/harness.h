@@ -206,6 +206,8 @@ bool test_stuck_in_order(void);
 bool test_stuck_out_of_order(void);
 bool test_hostile(void);
 bool test_hostile_notes(void);
+bool test_hostile_frame(void);
+bool test_hostile_heap(void);
 bool test_processes(void);
 bool test_killed_process(void);
 bool test_heap_create(void);

@@ -48,6 +48,8 @@ static const struct {
     {"short_rows", test_short_rows, false},
     {"hostile", test_hostile, true},
     {"notes", test_hostile_notes, false},
+    {"frame", test_hostile_frame, false},
+    {"strange_heap", test_hostile_heap, false},
     {"processes", test_processes, true},
     {"killed_process", test_killed_process, true},
     {"absent_process", test_absent_process, true},

@@ -6,6 +6,10 @@
 #include <spawn.h>
 #include <sys/wait.h>
 
+#include <sys/mman.h>
+#include <sys/socket.h>
+
+#include "backend.h"
 #include "harness.h"
 #include "record.h"
 #include "wire.h"
@@ -182,6 +186,38 @@ bool test_hostile(void) {
         bool ok = run_team(&setup, hostile_body, &h);
         for (uint32_t j = 0; j < NUM_ROUTES; j++) case_free(&cases[j]);
         TRY(ok);
+    }
+    return true;
+}
+
+/* A frame that says it is longer than it can be is nobody's of this world. */
+bool test_hostile_frame(void) {
+    Rank *me = NULL;
+    EpFrame f = {.kind = EP_FRAME_EXCHANGE}, got;
+    int pair[2], fd;
+    CHECK(me, socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
+    for (uint32_t more = 0; more < 2; more++) {
+        f.num_bytes = EP_EXCHANGE_BYTES + more;
+        WANT(me, 0, ep_wire_send(pair[0], &f, -1, 0));
+        CHECK(me, ep_wire_receive(pair[1], &got, &fd) == (more ? EP_ECORRUPT : 1) && fd == -1);
+    }
+    close(pair[0]), close(pair[1]);
+    return true;
+}
+
+/* Memory that a peer could cut from under this rank, or that is shorter than it says, is not mapped. */
+bool test_hostile_heap(void) {
+    Rank *me = NULL;
+    const EpHeapCard card = {.num_bytes = 1 << 16};
+    const int seals[] = {0, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL};
+    for (uint32_t i = 0; i < 4; i++) {
+        const bool is_sealed = i & 1, is_whole = i & 2;
+        void *memory = NULL;
+        int fd = memfd_create("epmoe-test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        CHECK(me, fd >= 0 && ftruncate(fd, is_whole ? 1 << 16 : 1 << 15) == 0 && fcntl(fd, F_ADD_SEALS, seals[is_sealed]) == 0);
+        WANT(me, is_sealed && is_whole ? 0 : EP_ECORRUPT, ep_cpu_backend.heap_import(-1, &card, &card, fd, &memory));
+        CHECK(me, fcntl(fd, F_GETFD) < 0); /* closed in any case */
+        if (memory) ep_cpu_backend.heap_unimport(-1, memory, card.num_bytes);
     }
     return true;
 }
