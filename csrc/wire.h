@@ -16,7 +16,7 @@ typedef struct {
     uint64_t seq;
     int32_t code;
     uint32_t rank, num_bytes, has_fd, about; /* about: of an exchange, the call that it is a part of, or 0: see ep_ring_exchange */
-    unsigned char bytes[EP_EXCHANGE_BYTES];
+    _Alignas(8) unsigned char bytes[EP_EXCHANGE_BYTES];
 } EpFrame;
 
 /* Send a whole frame; fd is -1 or a descriptor to pass.  deadline_ns is on the clock of ep_now_ns. */

@@ -171,23 +171,26 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 
 /* ---- launch ---- */
 
+/* Shared memory of a block: the product's, and three movers'.  What is shared by name takes 1024 bytes more. */
+template <typename C> constexpr uint32_t FUSED_SMEM = C::SMEM_BYTES + 3 * EpFusedFifo::BYTES;
+
 /* All blocks at once, in pairs, one a SM that is not reserved: or an error. */
 template <typename C, typename P>
 static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensorMap), const P &p, const EpGemmParams *gemm,
                                          uint32_t reserve_sms, uint32_t num_tail, cudaStream_t stream) {
+    static_assert(FUSED_SMEM<C> + 1024 <= 232448, "what a block can have");
     CUtensorMap a, b;
     EpGemmParams seen = *gemm;
     int device = 0, num_sm = 0, num_pairs = 0;
     if (seen.num_rows == 0) seen.a = seen.b, seen.num_rows = 1; /* a tensor map has no dimension of 0; nothing is read */
-    cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (C::SMEM_BYTES + 3 * EpFusedFifo::BYTES));
+    cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FUSED_SMEM<C>);
     if (e == cudaSuccess) e = encode(ep_map_a(&seen, C::BN), &a);
     if (e == cudaSuccess) e = encode(ep_map_b(&seen, C::BN), &b);
     if (e == cudaSuccess) e = cudaGetDevice(&device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
     const uint32_t most = (uint32_t)num_sm > reserve_sms + 1 ? (uint32_t)num_sm - reserve_sms : 2;
     cudaLaunchAttribute attributes[2] = {};
-    cudaLaunchConfig_t config = {
-        dim3(most / 2 * 2), dim3(EP_GEMM_THREADS), (C::SMEM_BYTES + 3 * EpFusedFifo::BYTES), stream, attributes, 1};
+    cudaLaunchConfig_t config = {dim3(most / 2 * 2), dim3(EP_GEMM_THREADS), FUSED_SMEM<C>, stream, attributes, 1};
     attributes[0].id = cudaLaunchAttributeClusterDimension, attributes[0].val.clusterDim = {2, 1, 1};
     attributes[1].id = cudaLaunchAttributeCooperative, attributes[1].val.cooperative = 1;
     if (e == cudaSuccess) e = cudaOccupancyMaxActiveClusters(&num_pairs, kernel, &config);

@@ -24,8 +24,8 @@ enum {
     EP_GEMM_THREADS = 384,
     EP_GEMM_REGS = 168, /* that a thread of such a block can have */
     EP_GEMM_BOX = 64 * 64 * 2,
-    EP_GEMM_OUT_PITCH = 128 + 16, /* of a row: neighbours lie in other banks */
-    EP_GEMM_OUT_BOX = 16 * EP_GEMM_OUT_PITCH,
+    EP_GEMM_OUT_PITCH = 256 + 16, /* of a row: neighbours lie in other banks */
+    EP_GEMM_OUT_BOX = 8 * EP_GEMM_OUT_PITCH,
     EP_GEMM_SLOT = 32
 };
 
@@ -39,11 +39,11 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int BK = K_BOXES * EP_GEMM_BK;
     static constexpr int A_SLAB = BM * EP_GEMM_BK * 2, B_SLAB = BN * EP_GEMM_BK * 2; /* 64 of the contraction */
     static constexpr int A_BYTES = K_BOXES * A_SLAB, STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB, STAGES = BN == 128 ? 6 : 4;
-    static constexpr int OUT_BLOCKS = BN / 8 / (GATED ? 2 : 1), PASS = OUT_BLOCKS < 8 ? OUT_BLOCKS : 8; /* of 8 columns */
+    static constexpr int OUT_BLOCKS = BN / 8 / (GATED ? 2 : 1), PASS = OUT_BLOCKS % 16 ? OUT_BLOCKS % 8 ? 4 : 8 : 16; /* of 8 columns */
     static constexpr int TICKETS = 8; /* more than stages: see ep_ticket_send */
     static constexpr int SMEM_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + 8 * EP_GEMM_OUT_BOX + TICKETS * (8 + 4);
     static_assert(SMEM_BYTES <= 232448, "what a block can have");
-    static_assert(OUT_BLOCKS % PASS == 0 && PASS % 2 == 0, "boxes of up to 64 columns");
+    static_assert(OUT_BLOCKS % PASS == 0, "boxes of up to 128 columns");
     static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD, "the others' boxes lie side by side as it is");
     static_assert(TICKETS > STAGES && (TICKETS & (TICKETS - 1)) == 0, "a slot is free again when it is written");
 };
@@ -250,39 +250,45 @@ EP_PTX void ep_gemm_finish(float (&d)[C::BN / 2], const EpGemmParams *p, const E
     }
 }
 
-/* A warp's 16 rows leave through a box of 64 columns, as whole lines of 128 bytes.  A box is read before the next one is
- * written, and what is read is stored behind that, so that nothing is waited for by itself.  Where to is found out
- * when the first box has taken its part of d: before, no registers are left. */
+/* A warp's rows leave, eight by eight, through a box of up to 128 columns, as whole lines.  Where to is found out when
+ * the first box has taken its part of d: before, no registers are left. */
 template <typename C>
 EP_PTX void ep_gemm_write(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t group, uint32_t box) {
+    constexpr int LOADS = C::PASS / 4, ROWS = 32 / C::PASS; /* of a box: loads, and rows in each */
+    constexpr int AT_ONCE = LOADS < 2 ? 1 : 2;              /* for more there are no registers */
     const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16, row = t->row0 + first, col0 = C::GATED ? t->col0 / 2 : t->col0;
     if (first >= t->num_rows) return;
     const uint32_t num_rows = min(16u, t->num_rows - first), out_cols = ep_gemm_out_cols(p);
     uint32_t lane = ep_lane_now(), c = 0;
     uint16_t *out = NULL;
     ep_gemm_finish<C>(d, p, t, row, num_rows, col0, out_cols);
-    const uint32_t to = box + lane % 16 * EP_GEMM_OUT_PITCH + lane / 16 * 16;
+    const uint32_t to = box + lane % 8 * EP_GEMM_OUT_PITCH + lane / 8 * 16;
 #pragma unroll
-    for (int pass = 0; pass < C::OUT_BLOCKS / C::PASS; pass++) {
+    for (int pass = 0; pass < 2 * C::OUT_BLOCKS / C::PASS; pass++) {
+        const int bottom = pass % 2, col = pass / 2 * C::PASS * 8;
 #pragma unroll
-        for (int j = 0; j < C::PASS; j += 2) {
-            const float *s = d + 4 * (C::PASS * pass + j);
-            ep_stmatrix_x4(to + 16 * j, ep_pack<C::F16>(s[0], s[1]), ep_pack<C::F16>(s[2], s[3]), ep_pack<C::F16>(s[4], s[5]),
-                           ep_pack<C::F16>(s[6], s[7]));
+        for (int i = 0; i < C::PASS; i += 4) {
+            const float *s = d + col / 2 + 4 * i + 2 * bottom;
+            ep_stmatrix_x4(to + 16 * i, ep_pack<C::F16>(s[0], s[1]), ep_pack<C::F16>(s[4], s[5]), ep_pack<C::F16>(s[8], s[9]),
+                           ep_pack<C::F16>(s[12], s[13]));
         }
         __syncwarp();
         if (pass == 0) {
-            lane = ep_lane_now(), c = col0 + lane % 8 * 8;
-            out = (uint16_t *)p->out + ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / 8) * out_cols + c;
+            lane = ep_lane_now(), c = col0 + lane % C::PASS * 8;
+            out = (uint16_t *)p->out + ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / C::PASS) * out_cols + c;
         }
-        uint4 v[4]; /* rows lane / 8, and every fourth below */
 #pragma unroll
-        for (uint32_t i = 0; i < 4; i++) v[i] = ep_ld_shared(box + (lane / 8 + 4 * i) * EP_GEMM_OUT_PITCH + lane % 8 * 16);
+        for (int i = 0; i < LOADS; i += AT_ONCE) {
+            uint4 v[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                v[j] = ep_ld_shared(box + (lane / C::PASS + (i + j) * ROWS) * EP_GEMM_OUT_PITCH + lane % C::PASS * 16);
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                ep_st_global_if(lane / C::PASS + (i + j) * ROWS + 8 * bottom < num_rows && c + col < out_cols,
+                                out + (uint64_t)((i + j) * ROWS + 8 * bottom) * out_cols + col, v[j]);
+        }
         __syncwarp();
-#pragma unroll
-        for (uint32_t i = 0; i < 4; i++)
-            ep_st_global_if(lane / 8 + 4 * i < num_rows && c + 8 * C::PASS * pass < out_cols && lane % 8 < C::PASS,
-                            out + 4ull * i * out_cols + 8 * C::PASS * pass, v[i]);
     }
 }
 
