@@ -126,20 +126,23 @@ def test_world_record_says_that_it_could_not_be_written(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def _page_of_a_late_rank(rank):
+    """The page of a world that ends because rank 1 comes too late to an exchange."""
+    world = epmoe.World(timeout_s=20)
+    world.set_timeout(0.3)
+    if rank == 0:
+        with pytest.raises(epmoe.EpTimeout):
+            world.exchange(b"")
+    else:
+        time.sleep(1)
+    page = world.flight_record()
+    world._leave(False)
+    return page
+
+
 def _two_worlds_end(rank, world_size, folder):
     os.environ["EPMOE_FLIGHT_RECORD"] = folder
-    pages = []
-    for _ in range(2):
-        world = epmoe.World(timeout_s=20)
-        world.set_timeout(0.3)
-        if rank == 0:
-            with pytest.raises(epmoe.EpTimeout):
-                world.exchange(b"")
-        else:
-            time.sleep(1)
-        pages.append(world.flight_record())
-        world._leave(False)
-    return pages
+    return [_page_of_a_late_rank(rank) for _ in range(2)]
 
 
 def test_world_record_adds_to_what_is_there(tmp_path):
@@ -149,15 +152,7 @@ def test_world_record_adds_to_what_is_there(tmp_path):
 
 def _folder_without_a_name(rank, world_size):
     os.environ["EPMOE_FLIGHT_RECORD"] = ""
-    world = epmoe.World(timeout_s=20)
-    world.set_timeout(0.3)
-    if rank == 0:
-        with pytest.raises(epmoe.EpTimeout):
-            world.exchange(b"")
-    else:
-        time.sleep(1)
-    page = world.flight_record()
-    return page, os.path.exists(f"/epmoe-rank{rank}-pid{os.getpid()}.txt")
+    return _page_of_a_late_rank(rank), os.path.exists(f"/epmoe-rank{rank}-pid{os.getpid()}.txt")
 
 
 def test_world_record_of_an_empty_variable_is_not_written():

@@ -90,7 +90,8 @@ EP_FN bool ep_world_ended(const EpComm *c) {
 /* A wait that has lasted so long tells the host at each look, which asks the other ranks what they are doing: see watchdog.c. */
 #define EP_STUCK_NS 1000000000u
 
-/* So long no wait goes without a look, unless its process was stopped: perhaps with the whole job. */
+/* So long no wait goes without a look, unless its process was stopped: perhaps with the whole job.  What is longer does not count; so
+ * much of it does, that a wait ends also where nobody ever looks more often. */
 #define EP_STOPPED_NS 500000000u
 
 /* How long a wait has lasted, and when it last looked at what may end it: both in EP_LOOK_NS, modulo 2^32, so that a
@@ -106,7 +107,7 @@ EP_FN bool ep_wait_on(const EpComm *c, EpPatience *w, uint64_t limit_ns, const E
         if (ep_must_leave(c)) return false;
         if (w->start == 0) w->start = w->looked = now;
         if (now != w->looked) {
-            if (now - w->looked > EP_STOPPED_NS / EP_LOOK_NS) w->start += now - w->looked; /* nobody looked: it does not count */
+            if (now - w->looked > EP_STOPPED_NS / EP_LOOK_NS) w->start += now - w->looked - EP_STOPPED_NS / EP_LOOK_NS;
             w->looked = now;
             if (ep_world_ended(c)) return false;
             if (now - w->start > EP_STUCK_NS / EP_LOOK_NS) ep_st_relaxed_sys_u64(&c->host->stuck, what->epoch);
