@@ -76,6 +76,16 @@ def test_gemm_forward_equals_sums_in_float64(ranks, sizes, n, k, dtype):
                 check(y[begin:end], want, size, f"{activation}, expert {e}")
 
 
+@pytest.mark.parametrize("sizes", [[16, 9, 0, 24, 1, 33, 8, 17] * 8, [40, 0] * 32, [1] * 64], ids=["about 16", "0 or 40", "1"])
+def test_gemm_of_few_rows_and_many_columns(ranks, sizes):
+    """On Hopper a block then has more tiles than it keeps: it writes several bursts of them."""
+    x, weight, bias, row_weight, offsets = problem(sizes, 4112, 48, torch.bfloat16, ranks.device)
+    for activation in (None, "swiglu"):
+        y = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias, activation=activation, row_weight=row_weight)
+        for e, (begin, end) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:])):
+            check(y[begin:end], *forward64(x[begin:end], weight[e], bias[e], activation, row_weight[begin:end]), f"{activation}, expert {e}")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("n, k", SHAPES)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())

@@ -15,8 +15,7 @@
  * weights (its dimensions are k, 8 rows, gate or up, groups of 8, expert), so that one thread holds both. */
 #ifndef EP_GEMM_CUH
 #define EP_GEMM_CUH
-#include "gemm_epilogue.cuh"
-#include "gemm_tiles.h"
+#include "gemm_write.cuh"
 
 enum {
     EP_GEMM_BM = 128, /* of a tile, at most */
@@ -24,8 +23,6 @@ enum {
     EP_GEMM_THREADS = 384,
     EP_GEMM_REGS = 168, /* that a thread of such a block can have */
     EP_GEMM_BOX = 64 * 64 * 2,
-    EP_GEMM_OUT_PITCH = 256 + 16, /* of a row: neighbours lie in other banks */
-    EP_GEMM_OUT_BOX = 8 * EP_GEMM_OUT_PITCH,
     EP_GEMM_SLOT = 32
 };
 
@@ -41,8 +38,11 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int A_BYTES = K_BOXES * A_SLAB, STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB, STAGES = BN == 128 ? 6 : 4;
     static constexpr int OUT_BLOCKS = BN / 8 / (GATED ? 2 : 1), PASS = OUT_BLOCKS % 16 ? OUT_BLOCKS % 8 ? 4 : 8 : 16; /* of 8 columns */
     static constexpr int TICKETS = 8; /* more than stages: see ep_ticket_send */
-    static constexpr int SMEM_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + 8 * EP_GEMM_OUT_BOX + TICKETS * (8 + 4);
+    static constexpr int RING_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + TICKETS * (8 + 4);
+    static constexpr int KEPT_PITCH = OUT_BLOCKS * 16 + 16, KEPT_BOX = 8 * KEPT_PITCH, NUM_KEPT = (232448 - RING_BYTES) / (KEPT_BOX + 16);
+    static constexpr int OUT_BYTES = FEW ? NUM_KEPT * (KEPT_BOX + 16) : 8 * EP_GEMM_OUT_BOX, SMEM_BYTES = RING_BYTES + OUT_BYTES;
     static_assert(SMEM_BYTES <= 232448, "what a block can have");
+    static_assert(!FEW || NUM_KEPT >= BM / 8, "a tile's boxes");
     static_assert(OUT_BLOCKS % PASS == 0, "boxes of up to 128 columns");
     static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD, "the others' boxes lie side by side as it is");
     static_assert(TICKETS > STAGES && (TICKETS & (TICKETS - 1)) == 0, "a slot is free again when it is written");
@@ -54,7 +54,7 @@ typedef struct {
 } EpGemmShared;
 template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
     EpGemmShared s;
-    s.stages = smem, s.boxes = smem + C::STAGES * C::STAGE_BYTES, s.slots = s.boxes + 8 * EP_GEMM_OUT_BOX;
+    s.stages = smem, s.boxes = smem + C::STAGES * C::STAGE_BYTES, s.slots = s.boxes + C::OUT_BYTES;
     s.full = s.slots + C::STAGES * EP_GEMM_SLOT, s.empty = s.full + 8 * C::STAGES;
     s.ticket_bars = s.empty + 8 * C::STAGES, s.tickets = s.ticket_bars + 8 * C::TICKETS, s.end = smem + C::SMEM_BYTES;
     return s;
@@ -219,79 +219,6 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmParams *p, Hooks
     if (!C::EARLY && signals) ep_gemm_give_back(s->empty + 8 * before);
 }
 
-/* ---- writing ---- */
-
-/* d becomes what is to be written, in its first OUT_BLOCKS * 4 numbers: of eight columns a lane has two of row lane / 4,
- * and two of the row 8 below.  Whether there is a bias or a weight is asked once, not at each number. */
-template <typename C>
-EP_PTX void ep_gemm_finish(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t row, uint32_t num_rows,
-                           uint32_t col0, uint32_t out_cols) {
-    constexpr int SIZE = C::GATED ? 8 : 4;         /* of eight columns: products, and what belongs to gates */
-    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) /* nothing was summed */
-#pragma unroll
-        for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
-    if (C::KIND != EP_GEMM_FORWARD) return;
-    if (p->bias) {
-        const uint32_t c = col0 + ep_lane_now() % 4 * 2, last = out_cols - 2;
-#pragma unroll
-        for (int i = 0; i < C::OUT_BLOCKS; i += 4) /* so many at a time: there are no registers for more */
-            if (col0 + 8 * i < out_cols)
-#pragma unroll
-                for (int j = i; j < i + 4; j++) ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, min(c + 8 * j, last), d + SIZE * j);
-    }
-#pragma unroll
-    for (int i = 0; i < C::OUT_BLOCKS; i++)
-        if (col0 + 8 * i < out_cols) ep_gemm_activate<C::ACT>(p, d + SIZE * i, d + 4 * i);
-    if (p->row_weight) {
-        const uint32_t r = ep_lane_now() / 4;
-        const float top = r < num_rows ? p->row_weight[row + r] : 0, bottom = r + 8 < num_rows ? p->row_weight[row + r + 8] : 0;
-#pragma unroll
-        for (int i = 0; i < 4 * C::OUT_BLOCKS; i++) d[i] *= i % 4 < 2 ? top : bottom;
-    }
-}
-
-/* A warp's rows leave, eight by eight, through a box of up to 128 columns, as whole lines.  Where to is found out when
- * the first box has taken its part of d: before, no registers are left. */
-template <typename C>
-EP_PTX void ep_gemm_write(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t group, uint32_t box) {
-    constexpr int LOADS = C::PASS / 4, ROWS = 32 / C::PASS; /* of a box: loads, and rows in each */
-    constexpr int AT_ONCE = LOADS < 2 ? 1 : 2;              /* for more there are no registers */
-    const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16, row = t->row0 + first, col0 = C::GATED ? t->col0 / 2 : t->col0;
-    if (first >= t->num_rows) return;
-    const uint32_t num_rows = min(16u, t->num_rows - first), out_cols = ep_gemm_out_cols(p);
-    uint32_t lane = ep_lane_now(), c = 0;
-    uint16_t *out = NULL;
-    ep_gemm_finish<C>(d, p, t, row, num_rows, col0, out_cols);
-    const uint32_t to = box + lane % 8 * EP_GEMM_OUT_PITCH + lane / 8 * 16;
-#pragma unroll
-    for (int pass = 0; pass < 2 * C::OUT_BLOCKS / C::PASS; pass++) {
-        const int bottom = pass % 2, col = pass / 2 * C::PASS * 8;
-#pragma unroll
-        for (int i = 0; i < C::PASS; i += 4) {
-            const float *s = d + col / 2 + 4 * i + 2 * bottom;
-            ep_stmatrix_x4(to + 16 * i, ep_pack<C::F16>(s[0], s[1]), ep_pack<C::F16>(s[4], s[5]), ep_pack<C::F16>(s[8], s[9]),
-                           ep_pack<C::F16>(s[12], s[13]));
-        }
-        __syncwarp();
-        if (pass == 0) {
-            lane = ep_lane_now(), c = col0 + lane % C::PASS * 8;
-            out = (uint16_t *)p->out + ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / C::PASS) * out_cols + c;
-        }
-#pragma unroll
-        for (int i = 0; i < LOADS; i += AT_ONCE) {
-            uint4 v[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++)
-                v[j] = ep_ld_shared(box + (lane / C::PASS + (i + j) * ROWS) * EP_GEMM_OUT_PITCH + lane % C::PASS * 16);
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++)
-                ep_st_global_if(lane / C::PASS + (i + j) * ROWS + 8 * bottom < num_rows && c + col < out_cols,
-                                out + (uint64_t)((i + j) * ROWS + 8 * bottom) * out_cols + col, v[j]);
-        }
-        __syncwarp();
-    }
-}
-
 /* ---- the kernel ---- */
 
 /* What a megakernel plugs in.
@@ -316,6 +243,8 @@ template <typename C, typename Hooks>
 EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
     const uint32_t group = threadIdx.x / 128 - 1, box = s->boxes + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_BOX;
     EpRing ring = {0, 0};
+    EpGemmKept kept = {0, 0};
+    static_assert(!(C::FEW && Hooks::FUSED), "a tile that is kept is not written yet");
     for (;;) {
         float d[C::BN / 2];
         ep_mbar_wait(s->full + 8 * ring.stage, ring.parity, p->limit_ns);
@@ -324,9 +253,11 @@ EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, Hooks &hooks, const Ep
         const uint64_t begun = hooks.tile_begun();
         ep_gemm_multiply<C>(d, p, hooks, &t, group, s, &ring);
         hooks.multiplying();
-        ep_gemm_write<C>(d, p, &t, group, box);
+        if constexpr (C::FEW) ep_gemm_keep<C>(d, p, &t, group, s->boxes, &kept);
+        else ep_gemm_write<C>(d, p, &t, group, box);
         hooks.tile_written(t, group, begun);
     }
+    if constexpr (C::FEW) ep_gemm_write_kept<C>(p, s->boxes, &kept);
     if (Hooks::FUSED) ep_bar_sync(1, 256); /* no warp of the block reads a stage any more, and none is being filled */
     hooks.rest(s->stages);
 }

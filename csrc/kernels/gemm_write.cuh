@@ -1,0 +1,134 @@
+/* gemm_write.cuh - how the sums of the grouped GEMM for Hopper leave a warp's registers.  C is an EpGemmConfig. */
+#ifndef EP_GEMM_WRITE_CUH
+#define EP_GEMM_WRITE_CUH
+#include "gemm_epilogue.cuh"
+#include "gemm_tiles.h"
+
+enum {
+    EP_GEMM_OUT_PITCH = 256 + 16, /* of a row: neighbours lie in other banks */
+    EP_GEMM_OUT_BOX = 8 * EP_GEMM_OUT_PITCH
+};
+
+/* d becomes what is to be written, in its first OUT_BLOCKS * 4 numbers: of eight columns a lane has two of row lane / 4,
+ * and two of the row 8 below.  Whether there is a bias or a weight is asked once, not at each number. */
+template <typename C>
+EP_PTX void ep_gemm_finish(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t row, uint32_t num_rows,
+                           uint32_t col0, uint32_t out_cols) {
+    constexpr int SIZE = C::GATED ? 8 : 4;         /* of eight columns: products, and what belongs to gates */
+    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) /* nothing was summed */
+#pragma unroll
+        for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
+    if (C::KIND != EP_GEMM_FORWARD) return;
+    if (p->bias) {
+        const uint32_t c = col0 + ep_lane_now() % 4 * 2, last = out_cols - 2;
+#pragma unroll
+        for (int i = 0; i < C::OUT_BLOCKS; i += 4) /* so many at a time: there are no registers for more */
+            if (col0 + 8 * i < out_cols)
+#pragma unroll
+                for (int j = i; j < i + 4; j++) ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, min(c + 8 * j, last), d + SIZE * j);
+    }
+#pragma unroll
+    for (int i = 0; i < C::OUT_BLOCKS; i++)
+        if (col0 + 8 * i < out_cols) ep_gemm_activate<C::ACT>(p, d + SIZE * i, d + 4 * i);
+    if (p->row_weight) {
+        const uint32_t r = ep_lane_now() / 4;
+        const float top = r < num_rows ? p->row_weight[row + r] : 0, bottom = r + 8 < num_rows ? p->row_weight[row + r + 8] : 0;
+#pragma unroll
+        for (int i = 0; i < 4 * C::OUT_BLOCKS; i++) d[i] *= i % 4 < 2 ? top : bottom;
+    }
+}
+
+/* A warp's rows leave, eight by eight, through a box of up to 128 columns, as whole lines.  Where to is found out when
+ * the first box has taken its part of d: before, no registers are left. */
+template <typename C>
+EP_PTX void ep_gemm_write(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t group, uint32_t box) {
+    constexpr int LOADS = C::PASS / 4, ROWS = 32 / C::PASS; /* of a box: loads, and rows in each */
+    constexpr int AT_ONCE = LOADS < 2 ? 1 : 2;              /* for more there are no registers */
+    const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16, row = t->row0 + first, col0 = C::GATED ? t->col0 / 2 : t->col0;
+    if (first >= t->num_rows) return;
+    const uint32_t num_rows = min(16u, t->num_rows - first), out_cols = ep_gemm_out_cols(p);
+    uint32_t lane = ep_lane_now(), c = 0;
+    uint16_t *out = NULL;
+    ep_gemm_finish<C>(d, p, t, row, num_rows, col0, out_cols);
+    const uint32_t to = box + lane % 8 * EP_GEMM_OUT_PITCH + lane / 8 * 16;
+#pragma unroll
+    for (int pass = 0; pass < 2 * C::OUT_BLOCKS / C::PASS; pass++) {
+        const int bottom = pass % 2, col = pass / 2 * C::PASS * 8;
+#pragma unroll
+        for (int i = 0; i < C::PASS; i += 4) {
+            const float *s = d + col / 2 + 4 * i + 2 * bottom;
+            ep_stmatrix_x4(to + 16 * i, ep_pack<C::F16>(s[0], s[1]), ep_pack<C::F16>(s[4], s[5]), ep_pack<C::F16>(s[8], s[9]),
+                           ep_pack<C::F16>(s[12], s[13]));
+        }
+        __syncwarp();
+        if (pass == 0) {
+            lane = ep_lane_now(), c = col0 + lane % C::PASS * 8;
+            out = (uint16_t *)p->out + ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / C::PASS) * out_cols + c;
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS; i += AT_ONCE) {
+            uint4 v[AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                v[j] = ep_ld_shared(box + (lane / C::PASS + (i + j) * ROWS) * EP_GEMM_OUT_PITCH + lane % C::PASS * 16);
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++)
+                ep_st_global_if(lane / C::PASS + (i + j) * ROWS + 8 * bottom < num_rows && c + col < out_cols,
+                                out + (uint64_t)((i + j) * ROWS + 8 * bottom) * out_cols + col, v[j]);
+        }
+        __syncwarp();
+    }
+}
+
+/* ---- few rows: results are written in bursts ---- */
+
+/* Memory that is read at full speed loses seven times as much to a line that is written between, and less when many are
+ * written at once.  So eight rows of a tile wait in a box, with a note of where they belong, until there are as many
+ * tiles as should fill the boxes.  Blocks have about as many tiles each: the bursts of all come together, which counts. */
+typedef struct {
+    uint32_t num_boxes, num_tiles;
+} EpGemmKept;
+
+/* The boxes of a block are written by all of its warps, which count the same ones. */
+template <typename C> EP_PTX void ep_gemm_write_kept(const EpGemmParams *p, uint32_t boxes, EpGemmKept *kept) {
+    const uint32_t lane = ep_lane_now(), row = lane / C::OUT_BLOCKS, block = lane % C::OUT_BLOCKS, out_cols = ep_gemm_out_cols(p);
+    ep_bar_sync(1, 256);
+    for (uint32_t i = threadIdx.x / 32 - 4; i < kept->num_boxes; i += 8) {
+        const uint32_t box = boxes + i * C::KEPT_BOX + row * C::KEPT_PITCH + block * 16;
+        const uint4 note = ep_ld_shared(boxes + C::NUM_KEPT * C::KEPT_BOX + 16 * i); /* first row, rows, first column */
+        const uint32_t c = note.z + 8 * block;
+        uint16_t *out = (uint16_t *)p->out + (uint64_t)(note.x + row) * out_cols + c;
+#pragma unroll
+        for (uint32_t r = 0; r < 8; r += 32 / C::OUT_BLOCKS)
+            ep_st_global_if(row + r < note.y && c < out_cols, out + (uint64_t)r * out_cols, ep_ld_shared(box + r * C::KEPT_PITCH));
+    }
+    ep_bar_sync(1, 256);
+    kept->num_boxes = kept->num_tiles = 0;
+}
+
+template <typename C>
+EP_PTX void ep_gemm_keep(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t group, uint32_t boxes,
+                         EpGemmKept *kept) {
+    const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16, col0 = C::GATED ? t->col0 / 2 : t->col0, lane = ep_lane_now();
+    const uint32_t num_boxes = (t->num_rows + 7) / 8;
+    const uint32_t burst = /* tiles: of the mean number of boxes, and some room */
+        C::NUM_KEPT * 8 / (p->num_rows / p->num_experts + 7);
+    if (kept->num_tiles >= burst || kept->num_boxes + num_boxes > C::NUM_KEPT) ep_gemm_write_kept<C>(p, boxes, kept);
+    if (first < t->num_rows) ep_gemm_finish<C>(d, p, t, t->row0 + first, t->num_rows - first, col0, ep_gemm_out_cols(p));
+#pragma unroll
+    for (uint32_t bottom = 0; bottom < 2; bottom++) {
+        const uint32_t from = first + 8 * bottom, i = kept->num_boxes + from / 8;
+        const uint32_t to = boxes + i * C::KEPT_BOX + lane % 8 * C::KEPT_PITCH + lane / 8 * 16;
+        if (from >= t->num_rows) break;
+#pragma unroll
+        for (int j = 0; j < C::OUT_BLOCKS; j += 4) {
+            const float *v = d + 4 * j + 2 * bottom;
+            ep_stmatrix_x4(to + 16 * j, ep_pack<C::F16>(v[0], v[1]), ep_pack<C::F16>(v[4], v[5]), ep_pack<C::F16>(v[8], v[9]),
+                           ep_pack<C::F16>(v[12], v[13]));
+        }
+        if (lane == 0) ep_st_shared(boxes + C::NUM_KEPT * C::KEPT_BOX + 16 * i, t->row0 + from, t->num_rows - from, col0, 0);
+    }
+    kept->num_boxes += num_boxes, kept->num_tiles++;
+}
+
+#endif /* EP_GEMM_WRITE_CUH */
