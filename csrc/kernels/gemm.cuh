@@ -2,9 +2,9 @@
  *
  * A block walks over tiles of 128 x BN of the product.  The loader finds them and fills a ring of stages, 64 of
  * the contraction each, by TMA; with a tile's first stage goes word of which tile it is.  A warpgroup multiplies 64
- * rows by BN columns with wgmma, sums in registers, and writes its part through shared memory while the loader is
- * filling stages for the next tile.  It writes with ordinary stores: the copy engine would put them behind those
- * loads.  Rows are not padded: the tile at an expert's end reads into the next expert's rows and does not write
+ * rows by BN columns with wgmma, sums in registers, and writes its part through shared memory, much of it while the next
+ * tile is multiplied (gemm_write.cuh).  It writes with ordinary stores: the copy engine would put them behind the next
+ * tile's loads.  Rows are not padded: the tile at an expert's end reads into the next expert's rows and does not write
  * them.
  *
  * Blocks work in pairs (clusters of two): what both need, each loads half of, for both.  Pairs draw the next tile's
@@ -37,6 +37,8 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int A_SLAB = BM * EP_GEMM_BK * 2, B_SLAB = BN * EP_GEMM_BK * 2; /* 64 of the contraction */
     static constexpr int A_BYTES = K_BOXES * A_SLAB, STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB, STAGES = BN == 128 ? 6 : 4;
     static constexpr int OUT_BLOCKS = BN / 8 / (GATED ? 2 : 1), PASS = OUT_BLOCKS % 16 ? OUT_BLOCKS % 8 ? 4 : 8 : 16; /* of 8 columns */
+    static constexpr int PARTS = 2 * OUT_BLOCKS / PASS, PARTS_AT_ONCE = OUT_BLOCKS > 16 ? 2 : 0;                      /* see ep_gemm_hold */
+
     static constexpr int TICKETS = 8; /* more than stages: see ep_ticket_send */
     static constexpr int RING_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + TICKETS * (8 + 4);
     static constexpr int KEPT_PITCH = OUT_BLOCKS * 16 + 16, KEPT_BOX = 8 * KEPT_PITCH, NUM_KEPT = (232448 - RING_BYTES) / (KEPT_BOX + 16);
@@ -188,8 +190,9 @@ EP_PTX void ep_gemm_give_back(uint32_t empty) { ep_mbar_arrive_at(empty, 0), ep_
 /* d = this warpgroup's 64 rows of the tile.  A stage is given back when its products are done, one later;
  * where memory is waited for, at once: the last stage would stand empty until the next has come. */
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmParams *p, Hooks &hooks, const EpGemmTile *t, uint32_t group,
-                             const EpGemmShared *s, EpRing *ring) {
+EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], EpGemmHeld<C> *held, const EpGemmParams *p, Hooks &hooks, const EpGemmTile *t,
+                             uint32_t group, const EpGemmShared *s, EpRing *ring) {
+    const uint32_t box = s->boxes + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_BOX;
     constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2, STEP_B = C::TRANS_B ? 128 : 2; /* 16 of the contraction, in 16 bytes */
     const bool active = 64 * group < t->num_rows, signals = threadIdx.x % 32 == 0;
     uint32_t before = ring->stage;
@@ -206,9 +209,9 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmParams *p, Hooks
                 ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, a + i / 4 * (C::A_SLAB / 16) + i % 4 * STEP_A,
                                                                 b + i / 4 * (C::B_SLAB / 16) + i % 4 * STEP_B, k || i);
             ep_wgmma_commit();
-            if (k == 0) hooks.multiplying();
-            ep_wgmma_wait<C::EARLY ? 0 : 1>();
         }
+        if (!C::FEW && ep_gemm_write_held<C>(held, ep_gemm_out_cols(p), box) && held->part == C::PARTS) hooks.tile_written();
+        if (active) ep_wgmma_wait<C::EARLY ? 0 : 1>();
         __syncwarp(); /* no lane still waits for what may now be overwritten */
         if ((C::EARLY || k) && signals) ep_gemm_give_back(s->empty + 8 * (C::EARLY ? ring->stage : before));
         before = ring->stage;
@@ -225,8 +228,8 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], const EpGemmParams *p, Hooks
  *   move          the loader's three neighbours: instead of nothing; they have what is behind `end` of shared memory
  *   await_rows    the loader, before it reads a tile's rows
  *   tile_begun    a warp that multiplies, when it has been told of a tile: the time, for the profiler
- *   tile_written  the same, when its lanes have stored its part of the tile
- *   multiplying   the same, while its first products of the next tile are on their way, and before it writes
+ *   tile_made     the same, when it has the tile's sums, of which the last parts are not written yet
+ *   tile_written  the same, when its lanes have stored all of the last tile that it made
  *   rest          the same, when there are no more tiles; they have what the stages were in */
 struct EpGemmNoHooks {
     static constexpr bool FUSED = false;
@@ -234,8 +237,8 @@ struct EpGemmNoHooks {
     __device__ void move(uint32_t) {}
     __device__ void await_rows(const EpGemmTile &) {}
     __device__ uint64_t tile_begun() { return 0; }
-    __device__ void tile_written(const EpGemmTile &, uint32_t, uint64_t) {}
-    __device__ void multiplying() {}
+    __device__ void tile_made(const EpGemmTile &, uint32_t, uint64_t) {}
+    __device__ void tile_written() {}
     __device__ void rest(uint32_t) {}
 };
 
@@ -244,6 +247,8 @@ EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, Hooks &hooks, const Ep
     const uint32_t group = threadIdx.x / 128 - 1, box = s->boxes + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_BOX;
     EpRing ring = {0, 0};
     EpGemmKept kept = {0, 0};
+    EpGemmHeld<C> held;
+    held.part = C::PARTS;
     static_assert(!(C::FEW && Hooks::FUSED), "a tile that is kept is not written yet");
     for (;;) {
         float d[C::BN / 2];
@@ -251,13 +256,20 @@ EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, Hooks &hooks, const Ep
         const EpGemmTile t = ep_gemm_told(s->slots + EP_GEMM_SLOT * ring.stage);
         if (t.num_rows == 0) break;
         const uint64_t begun = hooks.tile_begun();
-        ep_gemm_multiply<C>(d, p, hooks, &t, group, s, &ring);
-        hooks.multiplying();
+        ep_gemm_multiply<C>(d, &held, p, hooks, &t, group, s, &ring);
         if constexpr (C::FEW) ep_gemm_keep<C>(d, p, &t, group, s->boxes, &kept);
-        else ep_gemm_write<C>(d, p, &t, group, box);
-        hooks.tile_written(t, group, begun);
+        else {
+            while (ep_gemm_write_held<C>(&held, ep_gemm_out_cols(p), box));
+            hooks.tile_written();
+            ep_gemm_hold<C>(&held, d, p, &t, group, box);
+        }
+        hooks.tile_made(t, group, begun);
     }
     if constexpr (C::FEW) ep_gemm_write_kept<C>(p, s->boxes, &kept);
+    else {
+        while (ep_gemm_write_held<C>(&held, ep_gemm_out_cols(p), box));
+        hooks.tile_written();
+    }
     if (Hooks::FUSED) ep_bar_sync(1, 256); /* no warp of the block reads a stage any more, and none is being filled */
     hooks.rest(s->stages);
 }

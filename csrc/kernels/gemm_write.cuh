@@ -38,45 +38,61 @@ EP_PTX void ep_gemm_finish(float (&d)[C::BN / 2], const EpGemmParams *p, const E
     }
 }
 
-/* A warp's rows leave, eight by eight, through a box of up to 128 columns, as whole lines.  Where to is found out when
- * the first box has taken its part of d: before, no registers are left. */
-template <typename C>
-EP_PTX void ep_gemm_write(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t group, uint32_t box) {
+/* ---- many rows: while the next tile is multiplied ---- */
+
+/* What a warp has made of a tile, packed: the last parts of it are written while the next tile's products are made. */
+template <typename C> struct EpGemmHeld {
+    uint32_t v[2 * C::OUT_BLOCKS]; /* of eight columns: two of row lane / 4, two of the row 8 below */
+    uint16_t *out;                 /* where this lane's first piece belongs */
+    uint32_t num_rows, cols_left;  /* that exist, from the warp's first row and that piece on */
+    uint32_t part;                 /* that is written next */
+};
+
+/* Eight rows leave through a box of up to 128 columns, as whole lines. */
+template <typename C, int PART> EP_PTX void ep_gemm_write_part(const EpGemmHeld<C> *h, uint32_t out_cols, uint32_t box) {
     constexpr int LOADS = C::PASS / 4, ROWS = 32 / C::PASS; /* of a box: loads, and rows in each */
-    constexpr int AT_ONCE = LOADS < 2 ? 1 : 2;              /* for more there are no registers */
+    constexpr int BOTTOM = PART % 2, COL = PART / 2 * C::PASS * 8;
+    const uint32_t lane = ep_lane_now(), row = lane / C::PASS, to = box + lane % 8 * EP_GEMM_OUT_PITCH + lane / 8 * 16;
+    uint4 piece[LOADS];
+#pragma unroll
+    for (int i = 0; i < C::PASS; i += 4) {
+        const uint32_t *v = h->v + COL / 4 + 2 * i + BOTTOM;
+        ep_stmatrix_x4(to + 16 * i, v[0], v[2], v[4], v[6]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < LOADS; i++) piece[i] = ep_ld_shared(box + (row + i * ROWS) * EP_GEMM_OUT_PITCH + lane % C::PASS * 16);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+        ep_st_global_if(row + i * ROWS + 8 * BOTTOM < h->num_rows && COL < h->cols_left,
+                        h->out + (uint64_t)(i * ROWS + 8 * BOTTOM) * out_cols + COL, piece[i]);
+    __syncwarp();
+}
+
+/* There are registers for 128 columns while the others are summed: what is more is written at once. */
+template <typename C>
+EP_PTX void ep_gemm_hold(EpGemmHeld<C> *h, float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t group,
+                         uint32_t box) {
     const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16, row = t->row0 + first, col0 = C::GATED ? t->col0 / 2 : t->col0;
     if (first >= t->num_rows) return;
-    const uint32_t num_rows = min(16u, t->num_rows - first), out_cols = ep_gemm_out_cols(p);
-    uint32_t lane = ep_lane_now(), c = 0;
-    uint16_t *out = NULL;
+    const uint32_t num_rows = min(16u, t->num_rows - first), out_cols = ep_gemm_out_cols(p), lane = ep_lane_now();
+    const uint32_t c = col0 + lane % C::PASS * 8;
     ep_gemm_finish<C>(d, p, t, row, num_rows, col0, out_cols);
-    const uint32_t to = box + lane % 8 * EP_GEMM_OUT_PITCH + lane / 8 * 16;
 #pragma unroll
-    for (int pass = 0; pass < 2 * C::OUT_BLOCKS / C::PASS; pass++) {
-        const int bottom = pass % 2, col = pass / 2 * C::PASS * 8;
-#pragma unroll
-        for (int i = 0; i < C::PASS; i += 4) {
-            const float *s = d + col / 2 + 4 * i + 2 * bottom;
-            ep_stmatrix_x4(to + 16 * i, ep_pack<C::F16>(s[0], s[1]), ep_pack<C::F16>(s[4], s[5]), ep_pack<C::F16>(s[8], s[9]),
-                           ep_pack<C::F16>(s[12], s[13]));
-        }
-        __syncwarp();
-        if (pass == 0) {
-            lane = ep_lane_now(), c = col0 + lane % C::PASS * 8;
-            out = (uint16_t *)p->out + ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / C::PASS) * out_cols + c;
-        }
-#pragma unroll
-        for (int i = 0; i < LOADS; i += AT_ONCE) {
-            uint4 v[AT_ONCE];
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++)
-                v[j] = ep_ld_shared(box + (lane / C::PASS + (i + j) * ROWS) * EP_GEMM_OUT_PITCH + lane % C::PASS * 16);
-#pragma unroll
-            for (int j = 0; j < AT_ONCE; j++)
-                ep_st_global_if(lane / C::PASS + (i + j) * ROWS + 8 * bottom < num_rows && c + col < out_cols,
-                                out + (uint64_t)((i + j) * ROWS + 8 * bottom) * out_cols + col, v[j]);
-        }
-        __syncwarp();
+    for (int i = 0; i < 2 * C::OUT_BLOCKS; i++) h->v[i] = ep_pack<C::F16>(d[2 * i], d[2 * i + 1]);
+    h->out = (uint16_t *)p->out + ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / C::PASS) * out_cols + c;
+    h->num_rows = num_rows, h->cols_left = c < out_cols ? out_cols - c : 0, h->part = C::PARTS_AT_ONCE;
+    if constexpr (C::PARTS_AT_ONCE) ep_gemm_write_part<C, 0>(h, out_cols, box), ep_gemm_write_part<C, 1>(h, out_cols, box);
+}
+
+/* One more part, if any is left: then true. */
+template <typename C, int PART = C::PARTS_AT_ONCE> EP_PTX bool ep_gemm_write_held(EpGemmHeld<C> *h, uint32_t out_cols, uint32_t box) {
+    if constexpr (PART == C::PARTS) return false;
+    else {
+        if (h->part != PART) return ep_gemm_write_held<C, PART + 1>(h, out_cols, box);
+        ep_gemm_write_part<C, PART>(h, out_cols, box);
+        h->part++;
+        return true;
     }
 }
 
