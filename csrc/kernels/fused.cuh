@@ -72,10 +72,10 @@ struct EpDispatchHooks {
         ep_trace_span(&p.dispatch.comm, EP_SPAN_WAIT_ROWS, t.expert, begin);
     }
     __device__ uint64_t tile_begun() { return ep_trace_now(&p.dispatch.comm); }
-    __device__ void tile_made(const EpGemmTile &t, uint32_t, uint64_t begun) {
+    __device__ void tile_written(const EpGemmTile &t, uint32_t, uint64_t begun) {
         if (threadIdx.x / 32 % 4 == 0) ep_trace_span(&p.dispatch.comm, EP_SPAN_GEMM, t.expert, begun);
     }
-    __device__ void tile_written() {}
+    __device__ void multiplying() {}
     __device__ void rest(uint32_t) {}
 };
 
@@ -83,10 +83,10 @@ template <int DTYPE> struct EpCombineHooks {
     static constexpr bool FUSED = true;
     static constexpr int LOADER_REGS = EP_FUSED_MOVER_REGS, MULTIPLIER_REGS = EP_FUSED_MULTIPLIER_REGS;
     const EpGemmCombineParams &p;
-    uint32_t row, num_rows; /* of the last tile that this warp has made and not yet counted */
+    uint32_t row, num_rows; /* of the last tile, which this warp has stored and not yet counted */
 
-    /* Its next products are on their way: the fence is waited for by nobody. */
-    __device__ void tile_written() {
+    /* A warp counts its part of a tile while its next products are made: the fence is then waited for by nobody. */
+    __device__ void count() {
         if (num_rows == 0) return;
         const uint32_t block = row / EP_TILE_ROWS, in_first = min(num_rows, (block + 1) * EP_TILE_ROWS - row), lane = ep_lane();
         __syncwarp();
@@ -98,12 +98,13 @@ template <int DTYPE> struct EpCombineHooks {
     }
     __device__ void await_rows(const EpGemmTile &) {}
     __device__ uint64_t tile_begun() { return ep_trace_now(&p.combine.comm); }
-    __device__ void tile_made(const EpGemmTile &t, uint32_t group, uint64_t begun) {
+    __device__ void tile_written(const EpGemmTile &t, uint32_t group, uint64_t begun) {
         if (threadIdx.x / 32 % 4 == 0) ep_trace_span(&p.combine.comm, EP_SPAN_GEMM, t.expert, begun);
         const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16;
         if (first >= t.num_rows || t.col0 >= ep_gemm_num_cols(&p.gemm)) return;
         row = t.row0 + first, num_rows = min(16u, t.num_rows - first);
     }
+    __device__ void multiplying() { count(); }
 
     template <bool ROOM> __device__ void bring(uint32_t smem, uint32_t first_warp) {
         typedef EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, ROOM> C;
@@ -112,7 +113,7 @@ template <int DTYPE> struct EpCombineHooks {
             bring_home<C>(p.combine, EpSharedEpoch(), parts, fifo_at<typename C::Fifo>(smem, first_warp));
     }
     __device__ void move(uint32_t smem) { bring<false>(smem, 1); }
-    __device__ void rest(uint32_t smem) { bring<true>(smem, 4); }
+    __device__ void rest(uint32_t smem) { count(), bring<true>(smem, 4); }
 };
 
 /* The last block out leaves the counts as it found them: those of the plan's rows; after a failure, all. */

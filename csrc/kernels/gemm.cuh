@@ -187,6 +187,9 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
 /* A stage may be filled again: part of it comes from the other block, so that has to know too. */
 EP_PTX void ep_gemm_give_back(uint32_t empty) { ep_mbar_arrive_at(empty, 0), ep_mbar_arrive_at(empty, 1); }
 
+/* Whether a tile's last parts are written while the next one is multiplied: where nobody waits for them. */
+template <typename C, typename Hooks> constexpr bool EP_GEMM_HOLDS = !Hooks::FUSED && !C::FEW;
+
 /* d = this warpgroup's 64 rows of the tile.  A stage is given back when its products are done, one later;
  * where memory is waited for, at once: the last stage would stand empty until the next has come. */
 template <typename C, typename Hooks>
@@ -209,8 +212,9 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], EpGemmHeld<C> *held, const E
                 ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, a + i / 4 * (C::A_SLAB / 16) + i % 4 * STEP_A,
                                                                 b + i / 4 * (C::B_SLAB / 16) + i % 4 * STEP_B, k || i);
             ep_wgmma_commit();
+            if (k == 0) hooks.multiplying();
         }
-        if (!C::FEW && ep_gemm_write_held<C>(held, ep_gemm_out_cols(p), box) && held->part == C::PARTS) hooks.tile_written();
+        if constexpr (EP_GEMM_HOLDS<C, Hooks>) ep_gemm_write_held<C, C::PARTS_AT_ONCE>(held, ep_gemm_out_cols(p), box);
         if (active) ep_wgmma_wait<C::EARLY ? 0 : 1>();
         __syncwarp(); /* no lane still waits for what may now be overwritten */
         if ((C::EARLY || k) && signals) ep_gemm_give_back(s->empty + 8 * (C::EARLY ? ring->stage : before));
@@ -228,8 +232,8 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], EpGemmHeld<C> *held, const E
  *   move          the loader's three neighbours: instead of nothing; they have what is behind `end` of shared memory
  *   await_rows    the loader, before it reads a tile's rows
  *   tile_begun    a warp that multiplies, when it has been told of a tile: the time, for the profiler
- *   tile_made     the same, when it has the tile's sums, of which the last parts are not written yet
- *   tile_written  the same, when its lanes have stored all of the last tile that it made
+ *   tile_written  the same, when its lanes have stored its part of the tile
+ *   multiplying   the same, while its first products of the next tile are on their way, and before it writes
  *   rest          the same, when there are no more tiles; they have what the stages were in */
 struct EpGemmNoHooks {
     static constexpr bool FUSED = false;
@@ -237,8 +241,8 @@ struct EpGemmNoHooks {
     __device__ void move(uint32_t) {}
     __device__ void await_rows(const EpGemmTile &) {}
     __device__ uint64_t tile_begun() { return 0; }
-    __device__ void tile_made(const EpGemmTile &, uint32_t, uint64_t) {}
-    __device__ void tile_written() {}
+    __device__ void tile_written(const EpGemmTile &, uint32_t, uint64_t) {}
+    __device__ void multiplying() {}
     __device__ void rest(uint32_t) {}
 };
 
@@ -257,19 +261,16 @@ EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, Hooks &hooks, const Ep
         if (t.num_rows == 0) break;
         const uint64_t begun = hooks.tile_begun();
         ep_gemm_multiply<C>(d, &held, p, hooks, &t, group, s, &ring);
+        if constexpr (EP_GEMM_HOLDS<C, Hooks>)
+            while (ep_gemm_write_held<C, C::PARTS_AT_ONCE>(&held, ep_gemm_out_cols(p), box));
+        hooks.multiplying();
         if constexpr (C::FEW) ep_gemm_keep<C>(d, p, &t, group, s->boxes, &kept);
-        else {
-            while (ep_gemm_write_held<C>(&held, ep_gemm_out_cols(p), box));
-            hooks.tile_written();
-            ep_gemm_hold<C>(&held, d, p, &t, group, box);
-        }
-        hooks.tile_made(t, group, begun);
+        else ep_gemm_hold<C, EP_GEMM_HOLDS<C, Hooks> ? C::PARTS_AT_ONCE : C::PARTS>(&held, d, p, &t, group, box);
+        hooks.tile_written(t, group, begun);
     }
     if constexpr (C::FEW) ep_gemm_write_kept<C>(p, s->boxes, &kept);
-    else {
-        while (ep_gemm_write_held<C>(&held, ep_gemm_out_cols(p), box));
-        hooks.tile_written();
-    }
+    if constexpr (EP_GEMM_HOLDS<C, Hooks>)
+        while (ep_gemm_write_held<C, C::PARTS_AT_ONCE>(&held, ep_gemm_out_cols(p), box));
     if (Hooks::FUSED) ep_bar_sync(1, 256); /* no warp of the block reads a stage any more, and none is being filled */
     hooks.rest(s->stages);
 }

@@ -40,7 +40,8 @@ EP_PTX void ep_gemm_finish(float (&d)[C::BN / 2], const EpGemmParams *p, const E
 
 /* ---- many rows: while the next tile is multiplied ---- */
 
-/* What a warp has made of a tile, packed: the last parts of it are written while the next tile's products are made. */
+/* What a warp has made of a tile, packed.  There are registers to keep 128 columns of it beside the next tile's sums:
+ * they are written while those are made. */
 template <typename C> struct EpGemmHeld {
     uint32_t v[2 * C::OUT_BLOCKS]; /* of eight columns: two of row lane / 4, two of the row 8 below */
     uint16_t *out;                 /* where this lane's first piece belongs */
@@ -69,8 +70,12 @@ template <typename C, int PART> EP_PTX void ep_gemm_write_part(const EpGemmHeld<
     __syncwarp();
 }
 
-/* There are registers for 128 columns while the others are summed: what is more is written at once. */
-template <typename C>
+template <typename C, int PART, int END> EP_PTX void ep_gemm_write_parts(const EpGemmHeld<C> *h, uint32_t out_cols, uint32_t box) {
+    if constexpr (PART < END) ep_gemm_write_part<C, PART>(h, out_cols, box), ep_gemm_write_parts<C, PART + 1, END>(h, out_cols, box);
+}
+
+/* The first parts, AT_ONCE of them, are written at once. */
+template <typename C, int AT_ONCE>
 EP_PTX void ep_gemm_hold(EpGemmHeld<C> *h, float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t group,
                          uint32_t box) {
     const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16, row = t->row0 + first, col0 = C::GATED ? t->col0 / 2 : t->col0;
@@ -81,19 +86,19 @@ EP_PTX void ep_gemm_hold(EpGemmHeld<C> *h, float (&d)[C::BN / 2], const EpGemmPa
 #pragma unroll
     for (int i = 0; i < 2 * C::OUT_BLOCKS; i++) h->v[i] = ep_pack<C::F16>(d[2 * i], d[2 * i + 1]);
     h->out = (uint16_t *)p->out + ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / C::PASS) * out_cols + c;
-    h->num_rows = num_rows, h->cols_left = c < out_cols ? out_cols - c : 0, h->part = C::PARTS_AT_ONCE;
-    if constexpr (C::PARTS_AT_ONCE) ep_gemm_write_part<C, 0>(h, out_cols, box), ep_gemm_write_part<C, 1>(h, out_cols, box);
+    h->num_rows = num_rows, h->cols_left = c < out_cols ? out_cols - c : 0, h->part = AT_ONCE;
+    ep_gemm_write_parts<C, 0, AT_ONCE>(h, out_cols, box);
 }
 
-/* One more part, if any is left: then true. */
-template <typename C, int PART = C::PARTS_AT_ONCE> EP_PTX bool ep_gemm_write_held(EpGemmHeld<C> *h, uint32_t out_cols, uint32_t box) {
-    if constexpr (PART == C::PARTS) return false;
-    else {
-        if (h->part != PART) return ep_gemm_write_held<C, PART + 1>(h, out_cols, box);
-        ep_gemm_write_part<C, PART>(h, out_cols, box);
+/* One more part of those from AT_ONCE on, if any is left: then true. */
+template <typename C, int AT_ONCE> EP_PTX bool ep_gemm_write_held(EpGemmHeld<C> *h, uint32_t out_cols, uint32_t box) {
+    if constexpr (AT_ONCE < C::PARTS) {
+        if (h->part != AT_ONCE) return ep_gemm_write_held<C, AT_ONCE + 1>(h, out_cols, box);
+        ep_gemm_write_part<C, AT_ONCE>(h, out_cols, box);
         h->part++;
         return true;
     }
+    return false;
 }
 
 /* ---- few rows: results are written in bursts ---- */

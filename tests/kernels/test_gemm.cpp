@@ -27,10 +27,7 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
     const EpGemmParams *p;
     const uint16_t *rows_to_come;
     uint32_t *counts, *num_wrong, *num_at_rest; /* pieces of each row; calls that should not have been, and rows counted too early */
-    enum { IDLE, BEGUN, RESTS } state;
-    bool has_made; /* a tile that is not counted yet */
-    EpGemmTile made;
-    uint32_t made_by;
+    enum { IDLE, BEGUN, MULTIPLIES, WRITES, RESTS } state;
 
     void expect(bool right) {
         if (!right) __atomic_fetch_add(num_wrong, 1, __ATOMIC_RELAXED);
@@ -44,16 +41,11 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
         expect(state == IDLE), state = BEGUN;
         return 7;
     }
-    void tile_made(const EpGemmTile &t, uint32_t group, uint64_t begun) {
-        expect(begun == 7 && state == BEGUN && !has_made), state = IDLE;
-        has_made = true, made = t, made_by = group;
-    }
-    void tile_written() {
-        if (!has_made) return;
-        const EpGemmTile &t = made;
-        const uint32_t lane = threadIdx.x % 32, first = 64 * made_by + threadIdx.x / 32 % 4 * 16, out_cols = ep_gemm_out_cols(p);
+    void multiplying() { expect(state == BEGUN || state == MULTIPLIES), state = state == BEGUN ? MULTIPLIES : WRITES; }
+    void tile_written(const EpGemmTile &t, uint32_t group, uint64_t begun) {
+        const uint32_t lane = threadIdx.x % 32, first = 64 * group + threadIdx.x / 32 % 4 * 16, out_cols = ep_gemm_out_cols(p);
         const uint32_t col = C::GATED ? t.col0 / 2 : t.col0, last_col = min(out_cols, col + 8 * C::OUT_BLOCKS);
-        has_made = false;
+        expect(begun == 7 && state == (64 * group < t.num_rows ? WRITES : MULTIPLIES)), state = IDLE;
         __syncwarp();
         if (lane >= 16 || first + lane >= t.num_rows || col >= out_cols) return;
         const uint32_t row = t.row0 + first + lane;
@@ -61,7 +53,7 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
         __atomic_fetch_add(&counts[row], 1, __ATOMIC_RELAXED);
     }
     void rest(uint32_t stages) { /* nobody may need them any more */
-        expect(state == IDLE && !has_made), state = RESTS;
+        expect(state == IDLE), state = RESTS;
         for (uint32_t i = threadIdx.x - 128; i < C::STAGES * C::STAGE_BYTES / 16; i += 256)
             ep_st_shared(stages + 16 * i, ~0u, ~0u, ~0u, ~0u);
         __atomic_fetch_add(num_at_rest, 1, __ATOMIC_RELAXED);
