@@ -28,8 +28,10 @@ EP_PTX void ep_gemm_finish(float (&d)[C::BN / 2], const EpGemmParams *p, const E
                 for (int j = i; j < i + 4; j++) ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, min(c + 8 * j, last), d + SIZE * j);
     }
 #pragma unroll
-    for (int i = 0; i < C::OUT_BLOCKS; i++)
-        if (col0 + 8 * i < out_cols) ep_gemm_activate<C::ACT>(p, d + SIZE * i, d + 4 * i);
+    for (int i = 0; i < C::OUT_BLOCKS; i += 4) /* so many that one hides another's waits */
+        if (col0 + 8 * i < out_cols)
+#pragma unroll
+            for (int j = i; j < i + 4; j++) ep_gemm_activate<C::ACT>(p, d + SIZE * j, d + 4 * j);
     if (p->row_weight) {
         const uint32_t r = ep_lane_now() / 4;
         const float top = r < num_rows ? p->row_weight[row + r] : 0, bottom = r + 8 < num_rows ? p->row_weight[row + r + 8] : 0;
