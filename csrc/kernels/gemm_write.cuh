@@ -9,17 +9,16 @@ enum {
     EP_GEMM_OUT_BOX = 8 * EP_GEMM_OUT_PITCH
 };
 
-/* d becomes what is to be written, in its first OUT_BLOCKS * 4 numbers: of eight columns a lane has two of row lane / 4,
- * and two of the row 8 below.  Whether there is a bias or a weight is asked once, not at each number. */
+/* v = what is to be written, packed: of each eight columns a lane has two of row lane / 4, and two of the row 8 below.
+ * Whether there is a bias or a weight is asked once, not at each number. */
 template <typename C>
-EP_PTX void ep_gemm_finish(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t, uint32_t row, uint32_t num_rows,
-                           uint32_t col0, uint32_t out_cols) {
+EP_PTX void ep_gemm_finish(uint32_t (&v)[2 * C::OUT_BLOCKS], float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t,
+                           uint32_t row, uint32_t num_rows, uint32_t col0, uint32_t out_cols) {
     constexpr int SIZE = C::GATED ? 8 : 4;         /* of eight columns: products, and what belongs to gates */
     if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) /* nothing was summed */
 #pragma unroll
         for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
-    if (C::KIND != EP_GEMM_FORWARD) return;
-    if (p->bias) {
+    if (C::KIND == EP_GEMM_FORWARD && p->bias) {
         const uint32_t c = col0 + ep_lane_now() % 4 * 2, last = out_cols - 2;
 #pragma unroll
         for (int i = 0; i < C::OUT_BLOCKS; i += 4) /* so many at a time: there are no registers for more */
@@ -32,12 +31,20 @@ EP_PTX void ep_gemm_finish(float (&d)[C::BN / 2], const EpGemmParams *p, const E
         if (col0 + 8 * i < out_cols)
 #pragma unroll
             for (int j = i; j < i + 4; j++) ep_gemm_activate<C::ACT>(p, d + SIZE * j, d + 4 * j);
-    if (p->row_weight) {
+    if (C::KIND == EP_GEMM_FORWARD && p->row_weight) {
         const uint32_t r = ep_lane_now() / 4;
         const float top = r < num_rows ? p->row_weight[row + r] : 0, bottom = r + 8 < num_rows ? p->row_weight[row + r + 8] : 0;
 #pragma unroll
         for (int i = 0; i < 4 * C::OUT_BLOCKS; i++) d[i] *= i % 4 < 2 ? top : bottom;
     }
+#pragma unroll
+    for (int i = 0; i < 2 * C::OUT_BLOCKS; i++) v[i] = ep_pack<C::F16>(d[2 * i], d[2 * i + 1]);
+}
+
+/* The upper or the lower eight rows of NUM_BLOCKS times eight columns: v begins with theirs. */
+template <int NUM_BLOCKS> EP_PTX void ep_gemm_fill_box(uint32_t to, const uint32_t *v) {
+#pragma unroll
+    for (int i = 0; i < NUM_BLOCKS; i += 4) ep_stmatrix_x4(to + 16 * i, v[2 * i], v[2 * i + 2], v[2 * i + 4], v[2 * i + 6]);
 }
 
 /* ---- many rows: while the next tile is multiplied ---- */
@@ -45,7 +52,7 @@ EP_PTX void ep_gemm_finish(float (&d)[C::BN / 2], const EpGemmParams *p, const E
 /* What a warp has made of a tile, packed.  There are registers to keep 128 columns of it beside the next tile's sums:
  * they are written while those are made. */
 template <typename C> struct EpGemmHeld {
-    uint32_t v[2 * C::OUT_BLOCKS]; /* of eight columns: two of row lane / 4, two of the row 8 below */
+    uint32_t v[2 * C::OUT_BLOCKS]; /* see ep_gemm_finish */
     uint16_t *out;                 /* where this lane's first piece belongs */
     uint32_t num_rows, cols_left;  /* that exist, from the warp's first row and that piece on */
     uint32_t part;                 /* that is written next */
@@ -57,11 +64,7 @@ template <typename C, int PART> EP_PTX void ep_gemm_write_part(const EpGemmHeld<
     constexpr int BOTTOM = PART % 2, COL = PART / 2 * C::PASS * 8;
     const uint32_t lane = ep_lane_now(), row = lane / C::PASS, to = box + lane % 8 * EP_GEMM_OUT_PITCH + lane / 8 * 16;
     uint4 piece[LOADS];
-#pragma unroll
-    for (int i = 0; i < C::PASS; i += 4) {
-        const uint32_t *v = h->v + COL / 4 + 2 * i + BOTTOM;
-        ep_stmatrix_x4(to + 16 * i, v[0], v[2], v[4], v[6]);
-    }
+    ep_gemm_fill_box<C::PASS>(to, h->v + COL / 4 + BOTTOM);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < LOADS; i++) piece[i] = ep_ld_shared(box + (row + i * ROWS) * EP_GEMM_OUT_PITCH + lane % C::PASS * 16);
@@ -84,9 +87,7 @@ EP_PTX void ep_gemm_hold(EpGemmHeld<C> *h, float (&d)[C::BN / 2], const EpGemmPa
     if (first >= t->num_rows) return;
     const uint32_t num_rows = min(16u, t->num_rows - first), out_cols = ep_gemm_out_cols(p), lane = ep_lane_now();
     const uint32_t c = col0 + lane % C::PASS * 8;
-    ep_gemm_finish<C>(d, p, t, row, num_rows, col0, out_cols);
-#pragma unroll
-    for (int i = 0; i < 2 * C::OUT_BLOCKS; i++) h->v[i] = ep_pack<C::F16>(d[2 * i], d[2 * i + 1]);
+    ep_gemm_finish<C>(h->v, d, p, t, row, num_rows, col0, out_cols);
     h->out = (uint16_t *)p->out + ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / C::PASS) * out_cols + c;
     h->num_rows = num_rows, h->cols_left = c < out_cols ? out_cols - c : 0, h->part = AT_ONCE;
     ep_gemm_write_parts<C, 0, AT_ONCE>(h, out_cols, box);
@@ -137,18 +138,14 @@ EP_PTX void ep_gemm_keep(float (&d)[C::BN / 2], const EpGemmParams *p, const EpG
     const uint32_t burst = /* tiles: of the mean number of boxes, and some room */
         C::NUM_KEPT * 8 / (p->num_rows / p->num_experts + 7);
     if (kept->num_tiles >= burst || kept->num_boxes + num_boxes > C::NUM_KEPT) ep_gemm_write_kept<C>(p, boxes, kept);
-    if (first < t->num_rows) ep_gemm_finish<C>(d, p, t, t->row0 + first, t->num_rows - first, col0, ep_gemm_out_cols(p));
+    uint32_t v[2 * C::OUT_BLOCKS];
+    if (first < t->num_rows) ep_gemm_finish<C>(v, d, p, t, t->row0 + first, t->num_rows - first, col0, ep_gemm_out_cols(p));
 #pragma unroll
     for (uint32_t bottom = 0; bottom < 2; bottom++) {
         const uint32_t from = first + 8 * bottom, i = kept->num_boxes + from / 8;
         const uint32_t to = boxes + i * C::KEPT_BOX + lane % 8 * C::KEPT_PITCH + lane / 8 * 16;
         if (from >= t->num_rows) break;
-#pragma unroll
-        for (int j = 0; j < C::OUT_BLOCKS; j += 4) {
-            const float *v = d + 4 * j + 2 * bottom;
-            ep_stmatrix_x4(to + 16 * j, ep_pack<C::F16>(v[0], v[1]), ep_pack<C::F16>(v[4], v[5]), ep_pack<C::F16>(v[8], v[9]),
-                           ep_pack<C::F16>(v[12], v[13]));
-        }
+        ep_gemm_fill_box<C::OUT_BLOCKS>(to, v + bottom);
         if (lane == 0) ep_st_shared(boxes + C::NUM_KEPT * C::KEPT_BOX + 16 * i, t->row0 + from, t->num_rows - from, col0, 0);
     }
     kept->num_boxes += num_boxes, kept->num_tiles++;
