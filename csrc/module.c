@@ -222,6 +222,7 @@ static const struct {
     const char *name;
     long value;
 } constants[] = {
+    {"ABI_VERSION", EP_ABI_VERSION},
     {"MAX_RANKS", EP_MAX_RANKS},
     {"NAME_BYTES", EP_NAME_BYTES},
     {"NONCE_BYTES", EP_NONCE_BYTES},

@@ -18,6 +18,7 @@ _Config = tuple[int, int, int, int, int, int, int, int, int, int, int]
 HAS_CUDA: Final[int]
 CHAOS: Final[int]  # 0, or the seed of the delays in a build for tests
 TRACE: Final[int]  # 1 in a build with the profiler
+ABI_VERSION: Final[int]  # of what ranks share
 MAX_RANKS: Final[int]
 NAME_BYTES: Final[int]
 NONCE_BYTES: Final[int]

@@ -46,6 +46,12 @@ def _process_group(group):
     return group
 
 
+def _listen():
+    """A socket, and the card that others are shown: its name, what to say there, and the build that it belongs to."""
+    fd, name, nonce = _C.world_listen()
+    return fd, name + nonce + _C.ABI_VERSION.to_bytes(4, "little")
+
+
 def _all_gather_bytes(group, mine, timeout_s):
     """Every rank's bytes, as fixed-size uint8 tensors: nothing is pickled.  The group's own limit may be far longer."""
     on_gpu = "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group)
@@ -86,7 +92,8 @@ class World(Shared):
     come raise why, until World(group), on all ranks of the group, takes its place.  It outlives its group: World.of(group).close() goes
     before destroy_process_group(), where a program goes on after that.
 
-    Raises EpTimeout if a rank does not come (30 s at most, once all have said where they are); ValueError for a world of more
+    Raises EpTimeout if a rank does not come (30 s at most, once all have said where they are); EpMismatch if ranks
+    have builds of epmoe that do not go together; ValueError for a world of more
     than 8 ranks, and where a launcher has started several but torch.distributed is not initialized, so that each would be alone;
     ValueError or TypeError here, and PeerError on the others, for a timeout_s that cannot be.
     """
@@ -115,11 +122,10 @@ class World(Shared):
 
     def _meet(self, timeout_s):
         """Tell all ranks where this one listens, and connect.  Who cannot take part shows an empty card, and nobody waits for it."""
-        fd, card, error, limit_s = -1, bytes(_C.NAME_BYTES + _C.NONCE_BYTES), None, DEFAULT_TIMEOUT_S
+        fd, card, error, limit_s = -1, bytes(_C.NAME_BYTES + _C.NONCE_BYTES + 4), None, DEFAULT_TIMEOUT_S
         try:
             limit_s = timeout_s = _seconds(timeout_s)
-            fd, name, nonce = _C.world_listen()
-            card = name + nonce
+            fd, card = _listen()
         except Exception as e:
             error = e
         try:
@@ -129,12 +135,15 @@ class World(Shared):
             for rank, c in enumerate(cards):
                 if not c[0]:  # the length of a name
                     raise PeerError(f"rank {rank} could not make its world; its own error says why")
+            for rank, c in enumerate(cards):
+                if (abi := int.from_bytes(c[-4:], "little")) != _C.ABI_VERSION:
+                    raise EpMismatch(f"rank {rank} has another epmoe (protocol {abi:x}) than this rank (protocol {_C.ABI_VERSION:x})")
         except BaseException:
             if fd >= 0:
                 os.close(fd)
             raise
         names = b"".join(c[: _C.NAME_BYTES] for c in cards)
-        return _C.world_create(self.rank, self.size, timeout_s, fd, cards[0][_C.NAME_BYTES :], names)
+        return _C.world_create(self.rank, self.size, timeout_s, fd, cards[0][_C.NAME_BYTES : -4], names)
 
     @classmethod
     def _wrap(cls, capsule, rank, size):

@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import socket
 import threading
 import time
-import unittest.mock
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ import torch.distributed as dist
 
 import epmoe
 from cases import Case, check_case, check_outcomes, keep, make_layer, outcome, process_ranks, run_case, run_routing
-from epmoe import _C
 from epmoe.testing import run_ranks, run_threads
 from epmoe.world import default_timeout_s
 from traces import grown, held
@@ -205,44 +202,6 @@ def test_world_that_was_closed_is_not_found_again():
     second.close()
 
 
-NO_TIMES = (-1, 0, 1e7, float("nan"), "soon", [1])
-
-
-def _world_that_one_rank_cannot_make(rank, world_size):
-    """Rank 1's reasons, one after the other: times that cannot be, by argument, layer and environment, and no socket to be had."""
-
-    def world(timeout_s=20):
-        return epmoe.World(timeout_s=timeout_s)
-
-    def layer(timeout_s=20):
-        return epmoe.EPAll2AllLayer(None, 8, 16, 2, num_tot_experts=4, device="cpu", timeout_s=timeout_s)
-
-    def no_socket():
-        raise OSError("no socket")
-
-    before, got = len(os.listdir("/proc/self/fd")), []
-    for make in (world, layer):
-        got += [outcome(lambda t=t: make(t) if rank == 1 else make()) for t in NO_TIMES]
-    with unittest.mock.patch.dict(os.environ, {"EPMOE_TIMEOUT_S": "never"} if rank == 1 else {}):
-        got.append(outcome(epmoe.World))
-    with unittest.mock.patch.object(_C, "world_listen", no_socket if rank == 1 else _C.world_listen):
-        got.append(outcome(epmoe.World))
-    left = len(os.listdir("/proc/self/fd")) - before
-    with epmoe.World(timeout_s=20) as w:
-        return got, left, run_case(w, "cpu", CASE)
-
-
-def test_world_that_one_rank_cannot_make():
-    """Nobody waits for a rank that does not come to the meeting; the next world is made as if nothing had been."""
-    results = process_ranks(_world_that_one_rank_cannot_make, 3)
-    kinds = 2 * (["ValueError"] * (len(NO_TIMES) - 1) + ["TypeError"]) + ["ValueError", "OSError"]
-    for of_all, kind in zip(zip(*(got for got, _, _ in results)), kinds, strict=True):
-        check_outcomes(of_all, ["PeerError", kind, "PeerError"])
-        check_outcomes([of_all[0], of_all[2]], "PeerError", "rank 1 could not make its world")
-    assert [left for _, left, _ in results] == [0, 0, 0], "descriptors are left open"
-    check_case([r for _, _, r in results], CASE)
-
-
 def _world_after_an_end(rank, world_size, how):
     def make():
         return epmoe.EPAll2AllLayer(None, CASE.max_tokens, CASE.hidden, CASE.topk, num_tot_experts=2 * world_size, dtype=CASE.dtype,
@@ -272,94 +231,6 @@ def test_world_takes_the_place_of_one_that_has_ended(how, kinds):
     assert all(same and new for _, _, same, new, *_ in results)
     assert [r[5] for r in results] == ["", ""], "the ended world still has its thread and its sockets"
     check_case([r[4] for r in results], CASE)
-
-
-def _absent_from_the_meeting(rank, world_size):
-    if rank == 1:  # takes part in the group's exchange of names, and in nothing else
-        fd, name, nonce = _C.world_listen()
-        epmoe.world._all_gather_bytes(dist.group.WORLD, name + nonce, 20)
-        time.sleep(2.5)
-        return None
-    return outcome(lambda: epmoe.World(timeout_s=1.0))
-
-
-def test_world_meeting_has_a_limit():
-    results = process_ranks(_absent_from_the_meeting, 2)
-    check_outcomes(results[:1], "EpTimeout", "rank 1 did not come")
-
-
-def _absent_altogether(rank, world_size):
-    if rank == 1:
-        return time.sleep(2.5)
-    return outcome(lambda: epmoe.World(timeout_s=1.0))
-
-
-def test_world_of_a_rank_that_never_comes_has_a_limit():
-    """Its own, not that of the process group."""
-    results = process_ranks(_absent_altogether, 2)
-    check_outcomes(results[:1], "EpTimeout", "rank 0 waited in vain for a rank to make a world with")
-
-
-def _meeting_with_strangers(rank, world_size):
-    """Others of the same machine find the door: they know no nonce, send rubbish or nothing, and are not let in."""
-    real = _C.world_create
-    keep = []
-
-    def create(me, size, timeout_s, fd, nonce, names):
-        if me != 0:
-            name = names[: _C.NAME_BYTES]
-            address = b"\0" + name[1 : name[0]]
-            for junk in (b"", b"x", bytes(544), bytes(4000)):
-                s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                s.connect(address)
-                if junk:
-                    socket.send_fds(s, [junk], [0, 1])  # descriptors, too, which must be closed again
-                    keep.append(s)
-                else:
-                    s.close()
-        return real(me, size, timeout_s, fd, nonce, names)
-
-    before = len(os.listdir("/proc/self/fd"))
-    _C.world_create = create
-    try:
-        world = epmoe.World(timeout_s=20)
-    finally:
-        _C.world_create = real
-    result = run_case(world, "cpu", CASE)
-    world.close()
-    return result, len(os.listdir("/proc/self/fd")) - len(keep) - before
-
-
-def test_world_turns_strangers_away():
-    results = process_ranks(_meeting_with_strangers, 2)
-    check_case([r for r, _ in results], CASE)
-    assert [more for _, more in results] == [0, 0], "descriptors of strangers are left open"
-
-
-def _stranger_who_says_nothing(rank, world_size):
-    """A stranger that connects and then stays silent must not use up the time of those who are awaited."""
-    real = _C.world_create
-    keep = []
-
-    def create(me, size, timeout_s, fd, nonce, names):
-        if me == 1:
-            name = names[: _C.NAME_BYTES]
-            s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            s.connect(b"\0" + name[1 : name[0]])
-            keep.append(s)
-        return real(me, size, timeout_s, fd, nonce, names)
-
-    _C.world_create = create
-    got = outcome(lambda: epmoe.World(timeout_s=4).close())
-    _C.world_create = real
-    return got
-
-
-def test_world_does_not_wait_for_a_silent_stranger():
-    check_outcomes(process_ranks(_stranger_who_says_nothing, 2), "nothing", within_s=3.5)
-
-
-# ---- the harness itself: a test that cannot fail shows nothing ----
 
 
 def _misbehave(rank, world_size, how):
