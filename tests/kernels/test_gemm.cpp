@@ -213,6 +213,7 @@ int main(int argc, char **argv) {
     const Case odd = {272, 208, 3, {1, 0, 64, 130, 17}, false, false}, full = {256, 448, 1, {128, 0, 70}, true, true};
     const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false}, tall = {272, 32, 4, {1100, 5}, false, true};
     const Case few = {272, 1040, 3, {1, 16, 17, 0, 31, 33, 5, 70, 100, 15}, true, true};
+    const Case crowded = {272, 80, 1, {32, 0, 32, 0, 32, 0}, false, true}; /* more boxes than expected: full before a burst is due */
 #define RUN(KIND, BN, ACT, F16, CASE) ok = check<EpGemmConfig<KIND, BN, ACT, F16>, false>(#KIND " " #BN " " #ACT, CASE) && ok;
 #define RUN_HOOKED(BN, ACT, F16, CASE) ok = check<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>, true>("hooks " #BN " " #ACT, CASE) && ok;
     RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, false, odd)
@@ -239,6 +240,7 @@ int main(int argc, char **argv) {
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, odd)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, true, tall)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, narrow)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, crowded)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_GELU, true, full)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, false, few)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, true, narrow)
