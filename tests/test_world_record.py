@@ -189,10 +189,12 @@ def _layers_in_another_order(rank, world_size):
 
 def test_world_record_of_layers_in_another_order():
     """The calls are alike; of what, tells them apart."""
-    for page, _ in process_ranks(_layers_in_another_order, 2):
+    pages = [page for page, _ in process_ranks(_layers_in_another_order, 2)]
+    for page in pages:
         assert re.match(r"culprit: rank \d called plan of layer (\d+) as operation \d+, where rank \d called plan of layer (?!\1)\d+", page), page
         assert page.splitlines()[0].endswith(" (as many ranks did the one as the other)"), page
-        assert re.search(r"^layer \d buffer 0: a wait for rank \d in epoch 1 wanted 1 and saw 0$", page, re.M), page
+    wait = re.compile(r"^layer \d buffer 0: a wait for rank \d in epoch 1 wanted 1 and saw 0$", re.M)
+    assert any(wait.search(page) for page in pages), pages  # the other may have heard of the end before its own wait had run out
 
 
 def test_world_record_blames_nobody_by_a_count_of_his_own(ranks):
