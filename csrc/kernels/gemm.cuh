@@ -18,8 +18,7 @@
 #include "gemm_write.cuh"
 
 enum {
-    EP_GEMM_BM = 128, /* of a tile, at most */
-    EP_GEMM_BK = 64,  /* of a box; a stage has K_BOXES of them */
+    EP_GEMM_BK = 64, /* of a box; a stage has K_BOXES of them */
     EP_GEMM_THREADS = 384,
     EP_GEMM_REGS = 168, /* that a thread of such a block can have */
     EP_GEMM_BOX = 64 * 64 * 2,
@@ -148,10 +147,10 @@ template <typename C, typename Hooks>
 EP_PTX void ep_gemm_load(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s, const CUtensorMap *map_a, const CUtensorMap *map_b) {
     const uint32_t rank = ep_cluster_rank(), num_pairs = gridDim.x / 2;
     uint32_t turn = 0, ticket = 0xffffffffu;
-    EpGemmWalk w = {0, 0, 0, 0, 0};
+    EpGemmWalk w = {0};
     EpRing ring = {0, 1};
     EpGemmTile t;
-    ep_walk_enter(p, C::BM, &w);
+    ep_walk_enter(p, C::BM, 2, &w);
     for (uint32_t n = blockIdx.x / 2; ep_gemm_tile(p, C::BM, C::BN, 2, rank, &w, n, &t); turn++) {
         hooks.await_rows(t);
         t.num_rows = min(t.num_rows, (uint32_t)C::BM); /* behind await_rows, which may want the rest of the expert */

@@ -69,9 +69,9 @@ template <int ACT, bool F16> __global__ void __launch_bounds__(EP_SIMPLE_THREADS
     __shared__ __align__(32) float sums[EP_SIMPLE_TILE * EP_SIMPLE_OUT_PITCH];
     const uint32_t m0 = threadIdx.x / 64 * 32, n0 = threadIdx.x / 32 % 2 * 32; /* of the warp */
     const bool a_by_row = p.kind != EP_GEMM_WGRAD, b_by_row = p.kind == EP_GEMM_FORWARD;
-    EpGemmWalk w = {0, 0, 0, 0, 0};
+    EpGemmWalk w = {0};
     EpGemmTile t;
-    ep_walk_enter(&p, EP_SIMPLE_TILE, &w);
+    ep_walk_enter(&p, EP_SIMPLE_TILE, 1, &w);
     for (uint32_t n = blockIdx.x; ep_gemm_tile(&p, EP_SIMPLE_TILE, EP_SIMPLE_TILE, 1, 0, &w, n, &t); n += gridDim.x) {
         wmma::fragment<wmma::accumulator, 16, 16, 16, float> acc[2][2];
         for (int i = 0; i < 4; i++) wmma::fill_fragment(acc[i / 2][i % 2], 0.0f);

@@ -211,7 +211,8 @@ int main(int argc, char **argv) {
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
     /* Experts of no row, one row, half a tile, a tile and a bit; columns and contraction that no tile divides. */
     const Case odd = {272, 208, 3, {1, 0, 64, 130, 17}, false, false}, full = {256, 448, 1, {128, 0, 70}, true, true};
-    const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false}, tall = {272, 32, 4, {1100, 5}, false, true};
+    const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false}, tall = {272, 32, 4, {1100, 5, 700}, false, true};
+    const Case even = {160, 272, 2, {5, 0, 192}, false, false}; /* two row blocks, the last of them half empty: rows, or N */
     const Case few = {272, 1040, 3, {1, 16, 17, 0, 31, 33, 5, 70, 100, 15}, true, true};
     const Case crowded = {272, 80, 1, {32, 0, 32, 0, 32, 0}, false, true}; /* more boxes than expected: full before a burst is due */
 #define RUN(KIND, BN, ACT, F16, CASE) ok = check<EpGemmConfig<KIND, BN, ACT, F16>, false>(#KIND " " #BN " " #ACT, CASE) && ok;
@@ -236,6 +237,8 @@ int main(int argc, char **argv) {
     RUN(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS, false, narrow)
     RUN(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, odd)
     RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, true, odd)
+    RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, false, even)
+    RUN(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, even)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, few)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, odd)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, true, tall)
