@@ -20,7 +20,7 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
         return ep_error(EP_EINVAL, "wanted rows of 2 dimensions, weights of 3 and offsets of 1; got %u, %u and %u", a->num_dims,
                         b->num_dims, offsets->num_dims);
     const int64_t L = offsets->shape[0] - 1, M = a->shape[0], N = is_wgrad ? a->shape[1] : b->shape[1], K = b->shape[is_wgrad ? 1 : 2];
-    if (L > EP_MAX_EXPERTS || M > INT32_MAX) return ep_error(EP_EINVAL, "%lld experts, %lld rows: too many", (long long)L, (long long)M);
+    if (L >= INT32_MAX || M > INT32_MAX) return ep_error(EP_EINVAL, "%lld experts, %lld rows: too many", (long long)L, (long long)M);
     if (N < 16 || K < 16 || N % 16 || K % 16 || N > MAX_COLS || K > MAX_COLS)
         return ep_error(EP_EINVAL, "weights of %lld by %lld: both must be multiples of 16, at most %u", (long long)N, (long long)K,
                         MAX_COLS);

@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 from . import _C
-from .gemm import _GATED, DGRAD, WGRAD, add_bias, as_kernel, grouped_gemm
+from .gemm import _GATED, DGRAD, WGRAD, add_bias, aligned, as_kernel, grouped_gemm
 from .layer import EPAll2AllLayer, cast
 from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect, row_dots, telling
 from .reference import activate
@@ -87,6 +87,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
             columns = gemm_weight.shape[1] // (2 if activation in _GATED else 1)
             out = torch.empty((num_rows, columns), dtype=self.dtype, device=self.device)
+            gemm_weight, bias = aligned(gemm_weight), aligned(bias)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
         num_move, num_tail, _ = self._knobs
@@ -98,6 +99,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         try:
             rows = torch.empty((a.shape[0], self.hidden), dtype=self.dtype, device=self.device)
             out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+            gemm_weight, bias = aligned(gemm_weight), aligned(bias)
         except Exception as error:
             self._refuse(_C.OP_GEMM_COMBINE, error, buffer)
         num_move, _, num_reduce = self._knobs

@@ -27,7 +27,8 @@ def as_kernel(activation):
 
 
 def aligned(t):
-    """t, or a copy of it where the kernels could not read it: a gradient is where autograd has put it.  None is None."""
+    """t, or a copy of it where the kernels could not read it: a gradient is where autograd has put it, a bias may be a part of something
+    larger.  None is None."""
     return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
 
 
@@ -66,7 +67,7 @@ def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
 
 
 def _has_kernel(a, b):
-    fits = all(n > 0 and n % 16 == 0 for n in (a.shape[1], *b.shape[1:]))
+    fits = all(0 < n <= 1 << 24 and n % 16 == 0 for n in (a.shape[1], *b.shape[1:]))
     return (_C.HAS_CUDA and a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16) and fits
             and torch.cuda.get_device_capability(a.device)[0] >= 8)
 
@@ -85,9 +86,9 @@ def _tickets_of(device):
 
 
 def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
-    a, b = aligned(a), aligned(b)
     if not _has_kernel(a, b):
         return _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit)
+    a, b, offsets, bias, row_weight = map(aligned, (a, b, offsets, bias, row_weight))
     out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
     _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, _tickets_of(a.device), out, portable)
     return out

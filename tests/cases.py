@@ -104,6 +104,14 @@ def inputs_of(case, rank, num_ranks):
     return x, weight
 
 
+def misaligned(t):
+    """The same numbers at an address that is no multiple of 16."""
+    flat = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+    moved = flat[1:].view(t.shape)
+    moved.copy_(t)
+    return moved
+
+
 def rows_for_combine(case, rank, num_rows, num_valid):
     """y [num_rows, H] and weight [num_rows] that go into combine: NaN behind the rows that mean something."""
     y = random_numbers((num_rows, case.hidden), case.dtype, generator(case.seed, rank, 5))

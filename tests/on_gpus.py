@@ -38,7 +38,7 @@ def torchrun(n, *command):
 def steps(num_gpus, out):
     """From what is quick and tells most to what is long."""
     python, sizes = [sys.executable], sorted({1, min(2, num_gpus), num_gpus})
-    gemm = ["-m", "pytest", "-q", "tests/test_gemm_products.py"]
+    gemm = ["-m", "pytest", "-q", "tests/test_gemm_products.py", "tests/test_gemm_arguments.py"]
     yield Step("gemm-tests", torchrun(1, *gemm), 240, "passed")
     yield Step("gemm-bench", [*python, "-m", "epmoe.bench", "gemm", "--ranks", "1", "--json", str(out / "gemm.json")], 240)
     for n in reversed(sizes):

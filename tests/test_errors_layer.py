@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 import torch
 
-from cases import MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome, run_routing
+from cases import MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_case, check_outcomes, indices_of, inputs_of, make_layer, misaligned, outcome, run_routing
 
 CASE = Case(num_local=2, topk=3, hidden=16, max_tokens=10, dtype=torch.bfloat16)
 BAD = 1  # the rank that makes the mistake
@@ -42,14 +42,6 @@ def check(results, own, own_texts, others, other_texts, case=CASE):
 def check_refused(results, own, own_texts, case=CASE):
     """The bad rank has its own reason; the others hear that it has one, and of which kind."""
     check(results, own, own_texts, "PeerError", (f"rank {BAD}", "" if own == "Error" else own), case)
-
-
-def misaligned(t):
-    """The same numbers at an address that is no multiple of 16."""
-    flat = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
-    moved = flat[1:].view(t.shape)
-    moved.copy_(t)
-    return moved
 
 
 def strided(t):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from cases import MODES, case_id, indices_of
+from cases import MODES, case_id, indices_of, misaligned
 from epmoe import reference
 from fused_cases import ACTIVATIONS, Experts, LOW, Played, check, check_numbers, check_sums64, grown, is_played, same, soil, step, tensors
 from test_plan_slots import make_op, scatter_within
@@ -117,6 +117,21 @@ def test_fused_without_token_saving(ranks, mode, knobs):
     base = grown(ranks, Experts(mode=mode, num_local=3, capacity="roomy" if knobs else None, topk=4), 12)
     check(ranks, [dataclasses.replace(base, pattern=p, weights=w) for p, w in (("uniform", True), ("duplicates", True), ("sentinels", False))], knobs,
           {"token_saving": False})
+
+
+def test_fused_parameters_that_are_parts_of_something_larger(ranks):
+    """Views into a flat buffer of all parameters: one may begin anywhere."""
+    case = grown(ranks, Experts())
+
+    def run(world, device):
+        op, t = make_op(world, device, case, Played), tensors(case, world.rank, world.size, device)
+        want = step(op, case, t)
+        for name in ("w1", "b1", "w2", "b2"):
+            setattr(t, name, misaligned(getattr(t, name)))
+        same(step(op, case, t), want, f"rank {world.rank}")
+        op.finalize()
+
+    ranks(run)
 
 
 def test_fused_indices_of_32_bits(ranks):

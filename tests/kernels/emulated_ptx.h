@@ -60,6 +60,8 @@ static void __syncthreads() { ep_named[ep_rank][0].arrive(EP_BLOCK_THREADS); }
 static void __syncwarp() {
     if (threadIdx.x / 32) ep_warps[ep_rank][threadIdx.x / 32].arrive(32); /* the loader has no neighbours here */
 }
+/* What .sync.aligned asks of a warp: to be together, and no more. */
+static void ep_aligned() { ep_warps[ep_rank][threadIdx.x / 32].arrive<EP_RELAXED>(32); }
 EP_PTX void ep_bar_sync(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num); }
 EP_PTX uint32_t ep_cluster_rank(void) { return ep_rank; }
 EP_PTX void ep_cluster_sync(void) { ep_cluster.arrive(2 * EP_BLOCK_THREADS); }
@@ -149,10 +151,12 @@ EP_PTX void ep_tma_load_5d(uint32_t dst, const EpTensorMap *map, uint32_t bar, i
 static uint32_t ep_warp_address[2][12][32];
 EP_PTX void ep_stmatrix_x4(uint32_t dst, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, r[4] = {r0, r1, r2, r3};
-    ep_warp_address[ep_rank][warp][lane] = dst;
-    __syncwarp();
-    for (uint32_t i = 0; i < 4; i++) memcpy(ep_at(ep_warp_address[ep_rank][warp][8 * i + lane / 4] + lane % 4 * 4, 4), &r[i], 4);
-    __syncwarp();
+    uint32_t *of_lane = ep_warp_address[ep_rank][warp];
+    __atomic_store_n(&of_lane[lane], dst, __ATOMIC_RELAXED);
+    ep_aligned();
+    for (uint32_t i = 0; i < 4; i++)
+        memcpy(ep_at(__atomic_load_n(&of_lane[8 * i + lane / 4], __ATOMIC_RELAXED) + lane % 4 * 4, 4), &r[i], 4);
+    ep_aligned();
 }
 EP_PTX uint4 ep_ld_shared(uint32_t src) {
     uint4 v;
@@ -239,7 +243,7 @@ EP_PTX void ep_wgmma_commit(void) { ep_groups.push_back({}); }
 template <int N> EP_PTX void ep_wgmma_wait(void) {
     for (; ep_groups.size() > N + 1; ep_groups.pop_front())
         for (const EpProduct &p : ep_groups.front()) ep_carry_out(p);
-    __syncwarp(); /* .sync.aligned */
+    ep_aligned();
 }
 template <int N> EP_PTX void ep_wgmma_hold(float (&)[N]) {}
 template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
