@@ -122,6 +122,9 @@ typedef struct {
 
 /* 0, or what is wrong with the shape; num_bytes: heap bytes that ep_layer_create will take. */
 int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes);
+/* Collective: the ranks' configurations are one, or an error says in what they differ.  ep_layer_create does this, too: it is for who makes
+ * the layer's heap first.  status: 0, or why this rank has no configuration, which ep_error_text says. */
+int ep_layer_agree(EpWorld *world, const EpLayerConfig *config, int status);
 int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **layer); /* collective */
 int ep_layer_close(EpLayer *layer);                                              /* collective */
 void ep_layer_release(EpLayer *layer);

@@ -121,6 +121,13 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     return 0;
 }
 
+int ep_layer_agree(EpWorld *world, const EpLayerConfig *config, int status) {
+    uint64_t num_bytes, note = ep_world_note(world, &(EpNote){.what = EP_DID_LAYER_AGREE, .code = (int16_t)status});
+    int code = agree(world, config, status ? status : ep_layer_check_config(config, &num_bytes));
+    ep_world_noted(world, note, code);
+    return code;
+}
+
 int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     uint64_t note = ep_world_note(ep_heap_world(heap), &(EpNote){.what = EP_DID_LAYER_CREATE, .of = ep_heap_number(heap)});
     int code = create(heap, config, out);

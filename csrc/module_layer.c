@@ -1,5 +1,6 @@
 /* module_layer.c - epmoe._C.layer_*: plan, dispatch, combine.  A tensor that cannot be read is refused to the
  * peers before Python hears of it. */
+#include "error.h"
 #include "module.h"
 
 static void free_layer(PyObject *c) {
@@ -13,8 +14,14 @@ static bool get_config(PyObject *o, EpLayerConfig *c) {
                                 &c->shape.dtype,     &c->shape.combine_mode, &c->shape.capacity, &c->num_buffers,      &c->num_sm,
                                 &c->reserve_sms};
     if (!PyTuple_Check(o) || PyTuple_Size(o) != 11) return PyErr_Format(PyExc_TypeError, "a configuration is a tuple of 11 numbers"), false;
-    for (Py_ssize_t i = 0; i < 11; i++)
-        if (!ep_get_u32(PyTuple_GetItem(o, i), fields[i])) return false;
+    static const char *const names[] = {"ranks",        "num_experts", "topk",        "max_tokens", "hidden",     "dtype",
+                                        "combine_mode", "capacity",    "num_buffers", "num_sm",     "reserve_sms"};
+    for (Py_ssize_t i = 0; i < 11; i++) {
+        PyObject *value = PyTuple_GetItem(o, i);
+        if (ep_get_u32(value, fields[i])) continue;
+        if (PyLong_Check(value)) PyErr_Format(PyExc_ValueError, "%s %R: 0 to 4294967295", names[i], value);
+        return false;
+    }
     return true;
 }
 
@@ -25,6 +32,18 @@ FAST(layer_bytes) {
     if (!get_config(args[0], &c)) return NULL;
     int code = ep_layer_check_config(&c, &num_bytes);
     return code ? ep_raise(code) : PyLong_FromUnsignedLongLong(num_bytes);
+}
+
+/* (world, config, status) */
+FAST(layer_agree) {
+    EpLayerConfig c;
+    int status, code;
+    WANT(3);
+    EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
+    if (!w || !get_config(args[1], &c) || !ep_get_int(args[2], &status)) return NULL;
+    if (status) ep_error(status, "failed before");
+    WITHOUT_LOCK(code = ep_layer_agree(w, &c, status));
+    return ep_done(code);
 }
 
 FAST(layer_create) {
@@ -242,7 +261,8 @@ FAST(layer_set_epoch) {
     return ep_done(ep_layer_set_epoch(l, buffer, epoch, stream));
 }
 
-PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),         METHOD(layer_create),       METHOD(layer_close),     METHOD(plan_layout),
-                                  METHOD(layer_plan),          METHOD(layer_num_rows),     METHOD(layer_dispatch),  METHOD(layer_combine),
-                                  METHOD(layer_dispatch_gemm), METHOD(layer_gemm_combine), METHOD(layer_trace),     METHOD(layer_refuse),
-                                  METHOD(layer_barrier),       METHOD(layer_sync),         METHOD(layer_set_epoch), {NULL, NULL, 0, NULL}};
+PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),   METHOD(layer_agree),         METHOD(layer_create),       METHOD(layer_close),
+                                  METHOD(plan_layout),   METHOD(layer_plan),          METHOD(layer_num_rows),     METHOD(layer_dispatch),
+                                  METHOD(layer_combine), METHOD(layer_dispatch_gemm), METHOD(layer_gemm_combine), METHOD(layer_trace),
+                                  METHOD(layer_refuse),  METHOD(layer_barrier),       METHOD(layer_sync),         METHOD(layer_set_epoch),
+                                  {NULL, NULL, 0, NULL}};

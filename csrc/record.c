@@ -217,7 +217,7 @@ static void put_culprit(Out *o, const EpRecord *r) {
     odd = out_of_order(r, &step, &all);
     put(o, "culprit: ");
     if (!r->end_code) {
-        put(o, "none, the world has not ended");
+        put(o, "none, the world has not ended by a fault");
     } else if (r->end_code == EP_EPEERDIED || r->end_code == EP_ECORRUPT) {
         const char *did = r->end_code == EP_ECORRUPT           ? "sent what makes no sense"
                           : r->ranks[r->end_rank].said_goodbye ? "left before the others"

@@ -26,6 +26,7 @@
     X(EP_DID_HEAP_BARRIER, "heap barrier")                                     \
     X(EP_DID_EXCHANGE, "exchange")                                             \
     X(EP_DID_HEAP_CREATE, "heap creation")                                     \
+    X(EP_DID_LAYER_AGREE, "agreement on a layer")                              \
     X(EP_DID_ALLOC, "allocation")                                              \
     X(EP_DID_FREE, "free")                                                     \
     X(EP_DID_HEAP_CLOSE, "heap close")                                         \

@@ -3,6 +3,7 @@
     EPMoE              a Mixture-of-Experts layer with its experts spread over the ranks
     EPAll2AllLayer     its plan, dispatch and combine
     EpAll2AllFusedOp   the same, with the experts' products in the same kernels
+    EPLayout           where a dispatch put its rows
     SymmetricHeap      memory that every rank can reach on every other
     World              the ranks that take part
     grouped_gemm       rows grouped by expert times each expert's own weights

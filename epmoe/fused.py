@@ -33,6 +33,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
     each other; or order the streams; or fused=False.
 
     Args: those of EPAll2AllLayer, and what the kernels can do in more than one way.  The defaults are what measured best.
+        enable_local_combine: as there, but True by default.
         num_sm: thread blocks in which tokens are moved, beside the product; None: all.  Dispatch and combine alone take it, too; for None
             EPAll2AllLayer's default.
         num_tail_sms: of those, blocks that only receive, while the others only send (a dispatch in two stages); 0: all do both.
@@ -282,12 +283,14 @@ def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, a
     layer, num_rows = _layer(layer), _rows_to_trace(num_rows)
     row_weight = _absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     columns = gemm_weight.shape[1] // (2 if activation in _GATED else 1)
-    return x.new_empty(num_rows, columns), x.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)
+    like = x.new_empty(0, dtype=layer.dtype)
+    return like.new_empty(num_rows, columns), like.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)
 
 
 @torch.library.register_fake("epmoe::gemm_combine", lib=_lib)
 def _(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens):
-    return a.new_empty(num_tokens, gemm_weight.shape[1]), a.new_empty(a.shape[0], gemm_weight.shape[1])
+    like = a.new_empty(0, dtype=_layer(layer).dtype)
+    return like.new_empty(num_tokens, gemm_weight.shape[1]), like.new_empty(a.shape[0], gemm_weight.shape[1])
 
 
 def _save_dispatch_gemm(ctx, inputs, output):

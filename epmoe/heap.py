@@ -20,6 +20,13 @@ def _check_dtype(dtype):
         raise TypeError(f"dtype {dtype}: one of {', '.join(str(d) for d in _DL)}")
 
 
+def _check_tensor(t):
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"wanted a tensor, got {type(t).__name__}")
+    if t.is_meta or t.layout is not torch.strided:
+        raise ValueError(f"wanted a dense tensor that has memory, got {'a meta tensor' if t.is_meta else t.layout}")
+
+
 def pick_device(device=None):
     """The device to work on: as given; EPMOE_BACKEND=cpu|cuda; else CUDA where there is a GPU and a CUDA build."""
     wanted = os.environ.get("EPMOE_BACKEND", "")
@@ -30,6 +37,8 @@ def pick_device(device=None):
     device = torch.device(device)
     if wanted and device.type != wanted:
         raise ValueError(f"device {device}, but EPMOE_BACKEND={wanted}")
+    if device.type == "cuda" and not (_C.HAS_CUDA and torch.backends.cuda.is_built()):
+        raise ValueError(f"device {device}: {'this torch' if _C.HAS_CUDA else 'this build of epmoe'} has no CUDA")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cpu", "cuda"):
@@ -102,8 +111,8 @@ class SymmetricHeap(Shared):
         Collective: the same call, in the same order, with the same size on every rank.  shape: a size, or at most 8 of them.
         dtype: float32, float64, float16, bfloat16, int8, int16, int32, int64 or uint8.  alignment: of the address, in bytes.
 
-        Raises EpMismatch on all ranks when they differ, HeapExhausted on all when there is no room; here, and PeerError on
-        the others, TypeError for another dtype, ValueError for a shape that cannot be or an alignment that is no power of
+        Raises EpMismatch on all ranks when they differ in bytes or alignment, HeapExhausted on all when there is no room; here, and
+        PeerError on the others, TypeError for another dtype, ValueError for a shape that cannot be or an alignment that is no power of
         two up to 2 MiB.
         """
         try:
@@ -175,7 +184,8 @@ class SymmetricHeap(Shared):
         return _C.heap_stats(self._c)
 
     def offset(self, tensor):
-        """Bytes from the heap's base to the tensor's data.  ValueError if it is not in this heap."""
+        """Bytes from the heap's base to the tensor's data.  ValueError if it is not in this heap, TypeError if it is no tensor."""
+        _check_tensor(tensor)
         return _C.heap_offset(self._c, tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
     def translate(self, tensor, peer):
@@ -188,6 +198,7 @@ class SymmetricHeap(Shared):
 
         Errors: those of translate; ValueError for a tensor that is not contiguous, TypeError for a dtype that malloc_symmetric has not.
         """
+        _check_tensor(tensor)
         _check_dtype(tensor.dtype)
         if not tensor.is_contiguous():
             raise ValueError("peer_view wants a contiguous tensor")
@@ -210,6 +221,8 @@ class SymmetricHeap(Shared):
             _C.heap_get(self._c, self.offset(src), dst, peer)
 
     def _check_pair(self, symmetric, other):
+        for t in (symmetric, other):
+            _check_tensor(t)
         if symmetric.dtype != other.dtype or symmetric.numel() != other.numel():
             raise ValueError(f"wanted {symmetric.numel()} elements of {symmetric.dtype}, got {other.numel()} of {other.dtype}")
         if not (symmetric.is_contiguous() and other.is_contiguous()):
@@ -217,6 +230,7 @@ class SymmetricHeap(Shared):
         return symmetric.numel() > 0
 
     def _word(self, tensor, index):
+        _check_tensor(tensor)
         if tensor.dtype != torch.int64:
             raise TypeError(f"signals are int64 tensors, got {tensor.dtype}")
         if not tensor.is_contiguous():

@@ -32,8 +32,8 @@ _ids = itertools.count()
 
 
 def cast(t, dtype):
-    """t.to(dtype), or None."""
-    return t if t is None or t.dtype == dtype else t.to(dtype)  # a call that does nothing takes a microsecond
+    """t.to(dtype), or None; what is no floating-point number stays what it is, to be refused when it runs (see _check_tensor)."""
+    return t if t is None or t.dtype == dtype or not t.dtype.is_floating_point else t.to(dtype)  # a call that does nothing takes a microsecond
 
 
 class EPAll2AllLayer(Shared):
@@ -117,6 +117,8 @@ class EPAll2AllLayer(Shared):
             self._refuse_layer(self.world, heap, error)
             raise
         self._owns_heap = heap is None
+        if self._owns_heap:  # who wants another layer wants a heap of another size: that would be all that ranks hear
+            _C.layer_agree(self.world._c, self._config, 0)
         self.heap = SymmetricHeap(self.world, num_bytes, self.device) if heap is None else heap
         try:
             self._c = _C.layer_create(self.heap._c, self._config)
@@ -138,13 +140,12 @@ class EPAll2AllLayer(Shared):
 
     @staticmethod
     def _refuse_layer(world, heap, error):
-        """This rank cannot make the layer that the others are making: let them know.  They begin with a heap, or are in the one that is
-        there; who has none of that world is heard all the same."""
-        if heap is None:
-            SymmetricHeap._refuse(world, error)
-            return
+        """This rank cannot make the layer that the others are making: let them know.  They begin with what the layer is to be, or are in the
+        heap that is there; who has none of that world is heard all the same."""
         with contextlib.suppress(Exception):
-            if isinstance(heap, SymmetricHeap) and heap.world is world:
+            if heap is None:
+                _C.layer_agree(world._c, (0,) * 11, status_of(error))
+            elif isinstance(heap, SymmetricHeap) and heap.world is world:
                 _C.layer_create(heap._c, (0,) * 11)
             else:
                 _C.world_refuse(world._c, status_of(error))
@@ -198,10 +199,18 @@ class EPAll2AllLayer(Shared):
             kind = ValueError if isinstance(buffer, int) else TypeError
             self._refuse(op, kind(f"buffer {buffer!r} of {self._config[8]}"), buffer)
 
-    @torch._disable_dynamo  # a compiler that traces its way here must not trace this: it leaves the call to Python
     def _refuse(self, op, error, buffer):
         """Let the other ranks know that this one cannot take part in op; then raise the error.  They hear of it in the
         buffer that was meant; who means one that is not there is heard in the first."""
+        if torch.compiler.is_compiling():  # a compiler that traces its way here must not trace this: it leaves the call to Python
+            self._refuse_untraced(op, error, buffer)
+        self._refuse_now(op, error, buffer)
+
+    @torch._disable_dynamo  # not for calls outside of a compiler: the first one imports what takes seconds, and the peers wait
+    def _refuse_untraced(self, op, error, buffer):
+        self._refuse_now(op, error, buffer)
+
+    def _refuse_now(self, op, error, buffer):
         if isinstance(error, _StopRecomputationError):  # checkpointing has seen enough of this forward
             raise error
         _C.layer_refuse(self._c, buffer if self._is_buffer(buffer) else 0, op, status_of(error), stream_of(self.device))
@@ -328,10 +337,10 @@ class EPAll2AllLayer(Shared):
             raise ValueError(f"{name}: wanted a dense tensor, got one of layout {'nested' if t.is_nested else t.layout}")
         if t.device != self.device:
             raise ValueError(f"{name} is on {t.device}, the layer on {self.device}")
+        if torch.compiler.is_compiling():
+            return  # the module looks at the rest when it runs, and the other ranks hear of it: a compiler cannot tell them
         if dtype is not None and t.dtype != dtype or not t.dtype.is_floating_point:
             raise TypeError(f"{name}: wanted {dtype or 'a floating-point dtype'}, got {t.dtype}")
-        if torch.compiler.is_compiling():
-            return  # sizes may not be known yet; the module looks at them when it runs
         if t.shape != shape and (t.dim() != len(shape) or any(want is not None and got != want for got, want in zip(t.shape, shape))):
             raise ValueError(f"{name}: wanted shape [{', '.join('*' if d is None else str(d) for d in shape)}], got {list(t.shape)}")
         if not t.is_contiguous():

@@ -1,13 +1,16 @@
 """EPMoE: a Mixture-of-Experts layer whose experts are spread over the ranks; a drop-in for a model's own."""
 
+import inspect
 import math
 
 import torch
 from torch import nn
 
 from . import _C
+from .errors import EpMismatch
 from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
+from .layer import EPAll2AllLayer
 from .reference import activate
 
 
@@ -15,14 +18,22 @@ def _flat(name, t, size):
     """[.., size] as [T, size], contiguous."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
+    if t.is_nested or t.layout is not torch.strided:
+        raise ValueError(f"{name}: wanted a dense tensor, got one of layout {'nested' if t.is_nested else t.layout}")
+    if t.dim() and torch.compiler.is_compiling():  # the layer looks at it when it runs: a compiler cannot tell the other ranks
+        size = t.shape[-1]
     if t.dim() == 0 or t.shape[-1] != size:
         raise ValueError(f"{name}: wanted shape [.., {size}], got {list(t.shape)}")
     return t.reshape(-1, size).contiguous()
 
 
 def _of_shape(t, shape):
-    """t, which nobody else has, in this shape; no view for autograd: FSDP's hooks do not live through `y += ...` on one."""
-    return torch.ops.aten._unsafe_view(t, shape)
+    """t [T, H], which nobody else has, as [.., H]; no view for autograd: FSDP's hooks do not live through `y += ...` on one."""
+    return torch.ops.aten._unsafe_view(t, (*shape[:-1], t.shape[-1]))
+
+
+_LAYER_OPTIONS = {name for kind in (EpAll2AllFusedOp, EPAll2AllLayer) for name in inspect.signature(kind).parameters} - {
+    "ep_group", "max_tokens", "hidden", "topk", "num_tot_experts", "dtype", "capacity", "enable_local_combine", "device", "options"}
 
 
 class EPMoE(nn.Module):
@@ -43,8 +54,9 @@ class EPMoE(nn.Module):
 
     Creation is collective, except with a layer.  Errors: those of EPAll2AllLayer.
 
-    Parameters, as in checkpoints: gate_up_proj [L, 2I, H] (for gelu [L, I, H]), down_proj [L, H, I]; gate rows
-    first, then up rows (gpt_oss: interleaved).  Of [E, ...] in a checkpoint a rank takes rows rank * L to (rank + 1) * L, and its
+    Parameters, as checkpoints have them, out by in: gate_up_proj [L, 2I, H] (for gelu [L, I, H]), down_proj [L, H, I]; gate rows
+    first, then up rows (gpt_oss: interleaved).  Where a checkpoint has them in by out, as transformers' GptOssExperts ([E, H, 2I] and
+    [E, I, H]: with H = I nothing would notice), load them with .transpose(1, 2).  Of [E, ...] in a checkpoint a rank takes rows rank * L to (rank + 1) * L, and its
     state_dict() has these only: save it on every rank, to a file of its own.  torch.distributed.checkpoint takes plain tensors for
     copies of each other and keeps one rank's: wrap them (README, "In a model").  copy.deepcopy copies them, and shares the communication
     layer.  They start uniform in +-1/sqrt(fan-in), as nn.Linear's do, each expert otherwise; with the same seed on all ranks, as in one
@@ -63,6 +75,8 @@ class EPMoE(nn.Module):
         heap, timeout_s = layer_options.get("heap"), layer_options.get("timeout_s")
         world = EpAll2AllFusedOp._world_of(ep_group, heap, timeout_s) if layer is None else None
         try:
+            if unknown := sorted(layer_options.keys() - _LAYER_OPTIONS):
+                raise TypeError(f"{', '.join(unknown)}: no option of EPMoE, nor of EpAll2AllFusedOp")
             activate(torch.zeros(1, 2), activation)  # a wrong name fails here
             inner = int(inner)
             if inner < 1:
@@ -74,8 +88,11 @@ class EPMoE(nn.Module):
         if layer is None:
             layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts, dtype=dtype, device=device,
                                      capacity=capacity, enable_local_combine=enable_local_combine, **layer_options)
-        elif (layer.hidden, layer.topk * layer._copies, layer.num_experts, layer.dtype) != (hidden, topk, num_experts, dtype):
-            raise ValueError("the shared layer has another hidden, topk, num_experts or dtype")
+            self._agree(layer, f"inner {inner}, activation {activation!r}, bias {bool(bias)}")
+        for name, got, want in (("hidden", hidden, layer.hidden), ("topk", topk, layer.topk * layer._copies),
+                                ("num_experts", num_experts, layer.num_experts), ("dtype", dtype, layer.dtype)):
+            if got != want:
+                raise ValueError(f"{name} {got}, but the shared layer has {want}")
         self.layer, self.activation, self.last_layout = layer, activation, None
         local, wide, device = layer.num_local_experts, inner if activation == "gelu" else 2 * inner, layer.device
         self.gate_up_proj = nn.Parameter(torch.empty(local, wide, hidden, dtype=dtype, device=device))
@@ -83,6 +100,15 @@ class EPMoE(nn.Module):
         self.gate_up_proj_bias = nn.Parameter(torch.empty(local, wide, dtype=dtype, device=device)) if bias else None
         self.down_proj_bias = nn.Parameter(torch.empty(local, hidden, dtype=dtype, device=device)) if bias else None
         self.reset_parameters()
+
+    @staticmethod
+    def _agree(layer, mine):
+        """What the layer does not know of: with other experts elsewhere tokens would come home wrong, and nobody would say so."""
+        said = [text.decode().rstrip() for text in layer.world.exchange(mine.encode().ljust(256))]
+        for rank, its in enumerate(said):
+            if its != said[0]:
+                layer.finalize()
+                raise EpMismatch(f"ranks disagree: rank {rank} makes experts of {its}; rank 0 of {said[0]}")
 
     def reset_parameters(self):
         """Uniform in +-1/sqrt(fan-in), each parameter; from one number of torch's generator, and the expert's number."""

@@ -84,14 +84,14 @@ def _(exp_indices, scatter, layer, buffer):
 def _(x, weight, plan, layer, buffer, num_rows):
     layer, num_rows = _layer(layer), _rows_to_trace(num_rows)
     row_weight = _absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
-    return x.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)
+    return x.new_empty(num_rows, layer.hidden, dtype=layer.dtype), row_weight, plan.new_empty(layer._recv_words)
 
 
 @torch.library.register_fake("epmoe::combine", lib=_lib)
 def _(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens):
     layer = _layer(layer)
     out_scalar = _absent(rows) if row_scalar is None else rows.new_empty(num_tokens, layer.topk, dtype=torch.float32)
-    return rows.new_empty(num_tokens, layer.hidden), out_scalar
+    return rows.new_empty(num_tokens, layer.hidden, dtype=layer.dtype), out_scalar
 
 
 # ---- backward ----

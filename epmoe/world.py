@@ -41,6 +41,8 @@ def _process_group(group):
         return group.get_group()
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
+    if group is not None and dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not in the group: new_group gives such a rank no ProcessGroup")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"wanted a ProcessGroup, a DeviceMesh, an epmoe.World or None, got {type(group).__name__}")
     return group

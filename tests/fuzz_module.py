@@ -150,7 +150,7 @@ SIGNATURES = {
     "heap_tensor": "H off small shape dl bits", "heap_put": "H off tensor small", "heap_get": "H off tensor small", "heap_signal": "H off n small small zero",
     "heap_wait": "H off n small zero", "heap_barrier": "H zero", "heap_sync": "H zero", "heap_close": "H",
     "heap_handle": "H", "worlds_settle": "",
-    "layer_bytes": "config", "layer_create": "H config", "layer_close": "L", "plan_layout": "config n", "layer_plan": "L small idx scatter? plan small",
+    "layer_bytes": "config", "layer_agree": "W config code", "layer_create": "H config", "layer_close": "L", "plan_layout": "config n", "layer_plan": "L small idx scatter? plan small",
     "layer_num_rows": "L small plan", "layer_dispatch": "L small x weight? plan rows row_weight? recv",
     "layer_combine": "L small rows row_weight? row_weight? plan recv out out_scalar?", "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
     "layer_dispatch_gemm": "L small x weight? plan rows row_weight? recv tensor weight? out small seconds seconds small small small small",

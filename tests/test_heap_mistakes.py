@@ -108,3 +108,23 @@ def test_heap_without_room_on_one_rank():
     results = process_ranks(_without_room, 3)
     check_outcomes([r[0] for r in results], "HeapExhausted", "rank 1", str((64 << 20) + (64 << 10)))
     check_outcomes([r[1] for r in results], "nothing")
+
+
+def test_heap_takes_tensors_that_have_memory(ranks):
+    """Local calls: what is no tensor is a TypeError, not Python's AttributeError, and what has no memory says so."""
+
+    def run(world, device):
+        heap = make_heap(world, device)
+        t, words = heap.malloc_symmetric((4,)), heap.malloc_symmetric((1,), torch.int64)
+        seen = []
+        for bad in ([1.0] * 4, 3, None, torch.zeros(4, device="meta"), torch.zeros(4, device=device).to_sparse()):
+            for call in (lambda: heap.put(t, bad, 0), lambda: heap.put(bad, t, 0), lambda: heap.get(bad, t, 0), lambda: heap.translate(bad, 0),
+                         lambda: heap.peer_view(bad, 0), lambda: heap.offset(bad), lambda: heap.signal(bad, 0, 1, 0), lambda: heap.wait(bad, 0, 1)):
+                seen.append(outcome(call).kind)
+        heap.signal(words, 0, 1, world.rank)  # the heap goes on
+        heap.wait(words, 0, 1)
+        heap.close()
+        return seen
+
+    for seen in ranks(run, world_size=2):
+        assert seen == ["TypeError"] * 24 + ["ValueError"] * 16

@@ -137,6 +137,19 @@ def test_import_dlpack_is_that_of_torch(tmp_path, spoil):
         assert run(str(tmp_path / "layout")).stdout.strip() == "same"
 
 
+def test_import_of_a_compiler_is_not_what_peers_wait_for():
+    """torch._dynamo takes seconds to import: the first refusal of a process must not be what asks for it."""
+    done = run(sys.executable, "-c", """
+import sys, torch, epmoe
+layer = epmoe.EPAll2AllLayer(epmoe.thread_worlds(1)[0], 4, 16, 1, num_tot_experts=2, device="cpu")
+try:
+    layer.dispatch(torch.zeros(4, 16), torch.zeros(4, 1, dtype=torch.int64))
+except TypeError:
+    print("refused", "torch._dynamo" in sys.modules)
+""")
+    assert done.stdout.split() == ["refused", "False"], done.stdout + done.stderr
+
+
 def test_import_no_pickle_in_the_package():
     """Nothing that comes from a peer is unpickled or evaluated, but by what serves tests and profiling."""
     forbidden = {"pickle", "eval", "exec", "load", "gather_object", "all_gather_object", "broadcast_object_list", "send_object_list"}

@@ -114,6 +114,30 @@ def test_moe_compile_refuses_what_is_refused_outside(ranks):
         assert seen == ["ValueError"] * 8
 
 
+def wrong_on_one_rank(world, device):
+    """Through a module without a graph break: what this rank hears, and whether the module works afterwards."""
+    torch._dynamo.reset()
+    moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, max_tokens=16, dtype=torch.float32, device=device)
+    keep(world, moe)
+    fast = torch.compile(moe, fullgraph=True, backend="aot_eager", dynamic=True)
+    g = torch.Generator().manual_seed(world.rank)
+    x, scores = torch.randn(6, 16, generator=g).to(device), torch.rand(6, 2 * world.size, generator=g).to(device)
+    weight, idx = scores.topk(2)
+    right, seen = [torch.equal(fast(x, idx, weight), moe(x, idx, weight))], []
+    for wrong in ((x.bfloat16(), idx, weight), (x[:, :8], idx, weight), (x, idx[:, :1], weight), (x, idx.float(), weight), (x, idx, weight.long()),
+                  (x, idx, weight[:, :1])):
+        seen.append(outcome(lambda: fast(*(wrong if world.rank == 1 else (x, idx, weight))), moe.layer).kind)
+        right.append(torch.equal(fast(x, idx, weight), moe(x, idx, weight)))
+    moe.finalize()
+    return seen, all(right)
+
+
+def test_moe_compile_tells_the_others_what_is_wrong(ranks):
+    """A compiler cannot: so what it could see is looked at when it runs."""
+    for rank, (seen, right) in enumerate(ranks.isolated(wrong_on_one_rank, world_size=2, timeout_s=180)):
+        assert right and seen == (["TypeError", "ValueError", "ValueError", "TypeError", "TypeError", "ValueError"] if rank == 1 else ["PeerError"] * 6)
+
+
 def with_no_tokens(world, device):
     """A residual around the experts: whoever has no tokens has a result that nobody needs, and takes part all the same."""
     torch._dynamo.reset()

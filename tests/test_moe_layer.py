@@ -253,60 +253,6 @@ def test_moe_leading_dimensions(ranks):
     assert all(ranks(run))
 
 
-def test_moe_modules_share_a_layer(ranks):
-    """Two modules, one after the other, through one EPAll2AllLayer: forward through both, then backward through both."""
-    model = Model(bias=True, capacity=False)
-
-    def run(world, device):
-        first = make_moe(world, device, model)
-        second = epmoe.EPMoE(model.hidden, model.inner, model.num_local * world.size, model.topk, dtype=model.dtype, bias=True, layer=first.layer)
-        second.load_state_dict({k: 0.5 * v for k, v in first.state_dict().items()})
-        x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
-        other = inputs_of(model, world.rank, world.size, step=1)[1].to(device)
-        x.requires_grad_(), weight.requires_grad_()
-        y = second(first(x, idx, weight), other, weight)
-        y.backward(dy)
-        first.finalize()
-        return {"y": y.detach(), "x": x.grad, "weight": weight.grad, **{f"1.{n}": p.grad for n, p in first.named_parameters()},
-                **{f"2.{n}": p.grad for n, p in second.named_parameters()}}
-
-    results = ranks(run)
-    size = len(results)
-    p1 = {k: v.double().requires_grad_() for k, v in parameters_of(model, model.num_local * size).items()}
-    p2 = {k: (0.5 * v.detach()).requires_grad_() for k, v in p1.items()}
-    order = ("gate_up_proj", "down_proj")
-    for rank, got in enumerate(results):
-        x, idx, weight, dy = inputs_of(model, rank, size)
-        other = inputs_of(model, rank, size, step=1)[1]
-        x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
-        y = x
-        for p, i in ((p1, idx), (p2, other)):
-            y = reference.moe(y, i, weight, *(p[n] for n in order), "swiglu", p["gate_up_proj_bias"], p["down_proj_bias"])
-        y.backward(dy.double())
-        for name, want in (("y", y.detach()), ("x", x.grad), ("weight", weight.grad)):
-            close(got[name], want, f"rank {rank}: {name}", 5e-5)
-    for rank, got in enumerate(results):
-        local = slice(rank * model.num_local, (rank + 1) * model.num_local)
-        for i, p in ((1, p1), (2, p2)):
-            for name, value in p.items():
-                close(got[f"{i}.{name}"], value.grad[local], f"rank {rank}: gradient of {i}.{name}", 5e-5)
-
-
-def test_moe_shared_layer_must_fit(ranks):
-    def run(world, device):
-        moe = make_moe(world, device, Model())
-        got = [outcome(lambda o=o: epmoe.EPMoE(**({"hidden": 16, "inner": 24, "num_experts": 2 * world.size, "topk": 3, "dtype": torch.float32,
-                                                    "layer": moe.layer} | o)))
-               for o in ({"hidden": 32}, {"topk": 2}, {"num_experts": 4 * world.size}, {"dtype": torch.bfloat16})]
-        got += [outcome(lambda: epmoe.EPMoE(16, 24, 2 * world.size, 3, dtype=torch.float32, layer=moe.layer, num_bufers=2))]
-        moe.finalize()
-        return got
-
-    for got in ranks(run, world_size=2):
-        check_outcomes(got[:-1], "ValueError", "shared layer")
-        check_outcomes(got[-1:], "TypeError", "num_bufers", "layer=")
-
-
 @pytest.mark.parametrize("activation, wide", [("swiglu", 48), ("gpt_oss", 48), ("gelu", 24)])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_moe_parameters_are_those_of_checkpoints(ranks, activation, wide, bias):
@@ -346,6 +292,7 @@ def test_moe_starts_within_one_over_the_root_of_fan_in(ranks):
     (lambda a: a | {"idx": a["idx"].float()}, "TypeError"),
     (lambda a: a | {"idx": a["idx"][:, :2]}, "ValueError"),
     (lambda a: a | {"weight": a["weight"][:, :2]}, "ValueError"),
+    (lambda a: a | {"x": a["x"].to_sparse()}, "ValueError"),
     (lambda a: a | {"x": None}, "TypeError"),
     (lambda a: a | {"x": a["x"][0, 0]}, "ValueError"),
     (lambda a: a | {"idx": a["idx"].tolist()}, "TypeError"),
@@ -353,7 +300,7 @@ def test_moe_starts_within_one_over_the_root_of_fan_in(ranks):
     (lambda a: a | {"weight": a["weight"].long()}, "TypeError"),
     (lambda a: a | {"idx": a["idx"] + 1000}, "EpIndexError"),
     (lambda a: {k: torch.cat([v, v]) for k, v in a.items()}, "ValueError"),
-], ids=["dtype", "hidden", "index-dtype", "index-topk", "weight-topk", "none", "scalar", "index-list", "weight-none", "weight-dtype", "index", "tokens"])
+], ids=["dtype", "hidden", "index-dtype", "index-topk", "weight-topk", "sparse", "none", "scalar", "index-list", "weight-none", "weight-dtype", "index", "tokens"])
 def test_moe_mistakes(ranks, change, kind):
     """On one rank; afterwards the module works, and so do its gradients."""
     model = Model(unequal=False)

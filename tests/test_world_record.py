@@ -70,7 +70,7 @@ def _end(rank, world_size, way, folder):
 SAYS = {
     "killed": ("PeerDied", "rank 2 is gone", "last known: combine #15 of layer 0 buffer 0"),
     "stopped": ("EpTimeout", "rank 2 did not answer", "last known: combine #15 of layer 0 buffer 0"),
-    "late": ("EpTimeout", "rank 2 did not come to operation", "last: exchange #14 of 2 bytes: over"),
+    "late": ("EpTimeout", "rank 2 did not come to operation", "last: exchange #15 of 2 bytes: over"),
     "other order": ("EpMismatch", "rank 2 called allocation", "where ranks 0, 1, 3 called plan"),
     "left": ("PeerDied", "rank 2 left before the others", "last known: combine #15 of layer 0 buffer 0"),
 }
@@ -230,7 +230,7 @@ def test_world_record_of_a_world_that_lives(ranks):
 
     for rank, page in enumerate(ranks(body, world_size=2)):
         lines = page.splitlines()
-        assert lines[0] == "culprit: none, the world has not ended"
+        assert lines[0] == "culprit: none, the world has not ended by a fault"
         last = next(line for line in lines if line.split()[:1] == [str(rank)])
         assert last.split()[1:3] == ["3", "0"] and "heap barrier #1 of heap 0: over" in last, page
 
