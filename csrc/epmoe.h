@@ -103,8 +103,8 @@ uint16_t ep_heap_number(const EpHeap *heap);
 
 /* ---- layer: route -> plan -> dispatch -> (gemm) -> combine ---- */
 
-/* A tensor as its owner describes it.  dtype: EpDtype, or one of the two below; strides in elements. */
-enum { EP_I32 = 16, EP_I64 = 17, EP_OTHER = 255 };
+/* A tensor as its owner describes it.  dtype: EpDtype, or one of those below; strides in elements. */
+enum { EP_I32 = 16, EP_I64, EP_I16, EP_I8, EP_U8, EP_F64, EP_OTHER }; /* what no operation takes has a name, too */
 typedef struct {
     void *data;
     uint32_t dtype, num_dims, element_bytes;

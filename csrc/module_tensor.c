@@ -23,9 +23,13 @@ static const EpDLExchangeAPI *exchange_api(PyObject *o) {
 
 static uint32_t dtype_of(EpDLDataType d) {
     if (d.lanes != 1) return EP_OTHER;
-    if (d.code == EP_DL_FLOAT) return d.bits == 32 ? EP_F32 : d.bits == 16 ? EP_F16 : EP_OTHER;
-    if (d.code == EP_DL_BFLOAT && d.bits == 16) return EP_BF16;
-    if (d.code == EP_DL_INT) return d.bits == 32 ? EP_I32 : d.bits == 64 ? EP_I64 : EP_OTHER;
+    static const struct {
+        uint8_t code, bits, dtype;
+    } known[] = {{EP_DL_FLOAT, 32, EP_F32}, {EP_DL_FLOAT, 16, EP_F16}, {EP_DL_BFLOAT, 16, EP_BF16},
+                 {EP_DL_INT, 32, EP_I32},   {EP_DL_INT, 64, EP_I64},   {EP_DL_INT, 16, EP_I16},
+                 {EP_DL_INT, 8, EP_I8},     {EP_DL_UINT, 8, EP_U8},    {EP_DL_FLOAT, 64, EP_F64}};
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++)
+        if (d.code == known[i].code && d.bits == known[i].bits) return known[i].dtype;
     return EP_OTHER;
 }
 

@@ -5,7 +5,8 @@
 
 const char *ep_dtype_name(uint32_t dtype) {
     static const char *const names[] = {"float32", "float16", "bfloat16"};
-    return dtype <= EP_BF16 ? names[dtype] : dtype == EP_I32 ? "int32" : dtype == EP_I64 ? "int64" : "another dtype";
+    static const char *const more[] = {"int32", "int64", "int16", "int8", "uint8", "float64"};
+    return dtype <= EP_BF16 ? names[dtype] : dtype >= EP_I32 && dtype < EP_OTHER ? more[dtype - EP_I32] : "another dtype";
 }
 
 int ep_tensor_check(const EpWanted *w, EpBackendKind kind, int device, uint32_t alignment) {

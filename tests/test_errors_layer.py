@@ -63,7 +63,7 @@ WRONG_DISPATCH = [
     ("input", lambda t: t.to_sparse(), "Error", ()),
     ("input", misaligned, "ValueError", ("input", "16")),
     ("input", lambda t: torch.cat([t, t]), "ValueError", ("20", "10")),
-    ("exp_indices", lambda t: t.short(), "TypeError", ("exp_indices", "int32", "int64")),
+    ("exp_indices", lambda t: t.short(), "TypeError", ("exp_indices", "int32", "int64", "got int16")),
     ("exp_indices", lambda t: t.float(), "TypeError", ("exp_indices", "int32", "float32")),
     ("exp_indices", lambda t: t[:, :2].contiguous(), "ValueError", ("exp_indices", "size 3 in dimension 1, got 2")),
     ("exp_indices", lambda t: t.reshape(-1), "ValueError", ("exp_indices",)),
