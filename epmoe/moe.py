@@ -54,13 +54,13 @@ class EPMoE(nn.Module):
 
     Creation is collective, except with a layer.  Errors: those of EPAll2AllLayer.
 
-    Parameters, as checkpoints have them, out by in: gate_up_proj [L, 2I, H] (for gelu [L, I, H]), down_proj [L, H, I]; gate rows
-    first, then up rows (gpt_oss: interleaved).  Where a checkpoint has them in by out, as transformers' GptOssExperts ([E, H, 2I] and
-    [E, I, H]: with H = I nothing would notice), load them with .transpose(1, 2).  Of [E, ...] in a checkpoint a rank takes rows rank * L to (rank + 1) * L, and its
-    state_dict() has these only: save it on every rank, to a file of its own.  torch.distributed.checkpoint takes plain tensors for
-    copies of each other and keeps one rank's: wrap them (README, "In a model").  copy.deepcopy copies them, and shares the communication
-    layer.  They start uniform in +-1/sqrt(fan-in), as nn.Linear's do, each expert otherwise; with the same seed on all ranks, as in one
-    process.  They are on the layer's device from the start, also inside of torch.device("meta").
+    Parameters, as checkpoints have them, out by in: gate_up_proj [L, 2I, H] (for gelu [L, I, H]), down_proj [L, H, I]; gate rows first,
+    then up rows (gpt_oss: interleaved).  Where a checkpoint has them in by out, as transformers' GptOssExperts ([E, H, 2I] and [E, I, H]:
+    with H = I nothing would notice), load them with .transpose(1, 2).  Of [E, ...] in a checkpoint a rank takes rows rank * L to (rank +
+    1) * L, and its state_dict() has these only: save it on every rank, to a file of its own.  torch.distributed.checkpoint takes plain
+    tensors for copies of each other and keeps one rank's: wrap them (README, "In a model").  copy.deepcopy copies them, and shares the
+    communication layer.  They start uniform in +-1/sqrt(fan-in), as nn.Linear's do, each expert otherwise; with the same seed on all
+    ranks, as in one process.  They are on the layer's device from the start, also inside of torch.device("meta").
 
     Ranks have different experts, so nothing may make them alike or average their gradients: leave them out of
     DistributedDataParallel (README, "In a model").  Their gradients are sums over the tokens of all ranks: for a loss that is the
@@ -89,10 +89,11 @@ class EPMoE(nn.Module):
             layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts, dtype=dtype, device=device,
                                      capacity=capacity, enable_local_combine=enable_local_combine, **layer_options)
             self._agree(layer, f"inner {inner}, activation {activation!r}, bias {bool(bias)}")
-        for name, got, want in (("hidden", hidden, layer.hidden), ("topk", topk, layer.topk * layer._copies),
-                                ("num_experts", num_experts, layer.num_experts), ("dtype", dtype, layer.dtype)):
-            if got != want:
-                raise ValueError(f"{name} {got}, but the shared layer has {want}")
+        else:
+            for name, got, want in (("hidden", hidden, layer.hidden), ("topk", topk, layer.topk * layer._copies),
+                                    ("num_experts", num_experts, layer.num_experts), ("dtype", dtype, layer.dtype)):
+                if got != want:
+                    raise ValueError(f"{name} {got}, but the shared layer has {want}")
         self.layer, self.activation, self.last_layout = layer, activation, None
         local, wide, device = layer.num_local_experts, inner if activation == "gelu" else 2 * inner, layer.device
         self.gate_up_proj = nn.Parameter(torch.empty(local, wide, hidden, dtype=dtype, device=device))

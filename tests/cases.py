@@ -106,10 +106,7 @@ def inputs_of(case, rank, num_ranks):
 
 def misaligned(t):
     """The same numbers at an address that is no multiple of 16."""
-    flat = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
-    moved = flat[1:].view(t.shape)
-    moved.copy_(t)
-    return moved
+    return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape).copy_(t)
 
 
 def rows_for_combine(case, rank, num_rows, num_valid):
