@@ -202,9 +202,9 @@ def one_life(world, device, number):
 
 
 def live(num, device, new_world, say):
-    """num lives behind a fifth as many (at least 20), in which malloc makes itself at home.  What was held before, and after the last; the
-    same of GPU bytes."""
-    warm, marks = max(20, num // 5), []
+    """num lives behind others, as many (20 at least, 2000 at most), in which malloc makes itself at home.  What was held before, and after
+    the last; the same of GPU bytes."""
+    warm, marks = min(max(20, num), 2000), []
     for number in range(warm + num):
         world = new_world()
         one_life(world, device, number)
