@@ -1,5 +1,5 @@
-/* world.c - the ranks of a world: creation, a socket to each peer, exchanges, and leaving.  watchdog.c has
- * the thread that reads the sockets and ends the world. */
+/* world.c - the ranks of a world: creation, a socket to each peer, and leaving.  exchange.c has what they tell each other,
+ * watchdog.c the thread that reads the sockets and ends the world. */
 #include "world.h"
 
 #include <errno.h>
@@ -9,13 +9,10 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "error.h"
 #include "world_state.h"
-
-#define INTERRUPT_NS 100000000ull /* how often a wait asks whether it is wanted any more */
 
 /* A forked child must not hold the parent's sockets: peers see a death by their end.  All worlds of this
  * process; the handler runs in the child, alone, and only closes. */
@@ -49,8 +46,6 @@ static void delist(EpWorld *w) {
         atomic_compare_exchange_strong(&worlds_here[i], &it, (EpWorld *)NULL);
     }
 }
-
-static uint64_t deadline(const EpWorld *w) { return ep_now_ns() + atomic_load(&w->timeout_ns); }
 
 /* ---- creation ---- */
 
@@ -124,142 +119,6 @@ int ep_world_create_threads(uint32_t num_ranks, double timeout_s, EpWorld *world
 fail:
     for (uint32_t r = 0; r < made; r++) ep_world_release(worlds[r]);
     return code;
-}
-
-/* ---- exchange ---- */
-
-static int check_locked(EpWorld *w) {
-    if (w->end_code) return ep_error(w->end_code, "%s", w->end_text);
-    if (w->closed) return ep_error(EP_ECLOSED, "this world is closed");
-    return 0;
-}
-
-bool ep_world_is_forked(const EpWorld *w) { return w->pid != getpid(); }
-
-int ep_world_check(EpWorld *w) {
-    if (ep_world_is_forked(w)) return ep_error(EP_ECLOSED, "this world belongs to process %d; a forked child cannot use it", (int)w->pid);
-    pthread_mutex_lock(&w->lock);
-    int code = check_locked(w);
-    pthread_mutex_unlock(&w->lock);
-    return code;
-}
-
-static bool (*_Atomic interrupt_wanted)(void);
-void ep_world_set_interrupt(bool (*wanted)(void)) { atomic_store(&interrupt_wanted, wanted); }
-
-/* The lock is held, and let go of meanwhile: who answers may need what the holder of the lock waits for. */
-static bool is_interrupted(EpWorld *w) {
-    bool (*wanted)(void) = atomic_load(&interrupt_wanted);
-    if (!wanted) return false;
-    pthread_mutex_unlock(&w->lock);
-    bool yes = wanted();
-    pthread_mutex_lock(&w->lock);
-    return yes;
-}
-
-/* Wait for peer r's frame of this exchange; the lock is held. */
-static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t until_ns) {
-    EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
-    bool is_late = false;
-    while (!from->full) {
-        char text[96];
-        EP_TRY(check_locked(w));
-        uint64_t now = ep_now_ns(), next = until_ns < now + INTERRUPT_NS ? until_ns : now + INTERRUPT_NS;
-        struct timespec t = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
-        bool is_timeout = pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT;
-        now = ep_now_ns();
-        if (now > next + INTERRUPT_NS) until_ns += now - next, next = 0; /* nobody ran here, nor perhaps anywhere: it does not count */
-        if (!is_timeout || from->full) continue;
-        if (next == until_ns && !is_late) { /* this process may have been stopped, and the frame be there unread */
-            is_late = true, until_ns = ep_now_ns() + INTERRUPT_NS;
-        } else if (next == until_ns) {
-            snprintf(text, sizeof text, "rank %u waited in vain for rank %u in exchange %llu", w->rank, r, (unsigned long long)seq);
-            ep_world_end(w, EP_ETIMEOUT, r, text);
-        } else if (is_interrupted(w)) { /* the peer's frame may still come, and belong to no exchange */
-            snprintf(text, sizeof text, "rank %u was interrupted while it waited for rank %u", w->rank, r);
-            ep_world_end(w, EP_ECLOSED, w->rank, text);
-            return check_locked(w); /* whether the frame has come meanwhile or not: an exception waits */
-        }
-    }
-    return 0;
-}
-
-/* status: 0, or why this rank has nothing to give (mine and all may be NULL then). */
-static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out, int *fds_in) {
-    uint64_t until = deadline(w);
-    EpFrame f = {.kind = EP_FRAME_EXCHANGE, .rank = w->rank, .num_bytes = num_bytes, .code = status};
-    int verdict = 0;
-    EP_TRY(ep_world_check(w));
-    if (num_bytes > EP_EXCHANGE_BYTES) return ep_error(EP_EINVAL, "an exchange carries at most %u bytes", EP_EXCHANGE_BYTES);
-    EpNote note = {.what = EP_DID_EXCHANGE, .size = num_bytes};
-    uint64_t noted = ep_ring_begin(&w->ring, &note);
-    if (num_bytes) memcpy(f.bytes, mine, num_bytes), memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
-    pthread_mutex_lock(&w->lock);
-    int code = check_locked(w);
-    f.seq = ++w->seq;
-    f.about = ep_ring_exchange(&w->ring, f.seq);
-    for (uint32_t r = 0; r < w->num_ranks && !code; r++)
-        if (r != w->rank && w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &f, fd_out, until); /* an end is seen by the watchdog */
-    for (uint32_t r = 0; r < w->num_ranks && !code; r++) {
-        if (r == w->rank) continue;
-        EpInbox *from = &w->inbox[r][f.seq % EP_NUM_INBOX];
-        code = await_frame(w, r, f.seq, until);
-        if (code) break;
-        from->full = false;
-        if (fds_in) fds_in[r] = from->fd;
-        else if (from->fd >= 0) close(from->fd);
-        if (from->frame.seq != f.seq) { /* out of step for good */
-            char text[128];
-            snprintf(text, sizeof text, "rank %u is in exchange %llu, rank %u in %llu", r, (unsigned long long)from->frame.seq, w->rank,
-                     (unsigned long long)f.seq);
-            ep_world_end(w, EP_ECORRUPT, r, text);
-            code = check_locked(w);
-        } else if (verdict || status) { /* the others' frames are taken all the same, so that the next exchange works */
-        } else if (from->frame.code) {
-            verdict = ep_error(EP_EPEER, "rank %u could not take part in the exchange: %s", r, ep_error_name(from->frame.code));
-        } else if (from->frame.about != f.about && from->frame.about && f.about) {
-            char its[64], my[64];
-            ep_about_name(from->frame.about, its, sizeof its), ep_about_name(f.about, my, sizeof my);
-            verdict = ep_error(EP_EMISMATCH, "ranks meet in different calls: rank %u in %s, rank %u in %s", r, its, w->rank, my);
-        } else if (from->frame.num_bytes != num_bytes) {
-            verdict = ep_error(EP_EMISMATCH, "ranks disagree in an exchange: rank %u gives %u bytes, rank %u gives %u", r,
-                               from->frame.num_bytes, w->rank, num_bytes);
-        } else if (num_bytes) {
-            memcpy((unsigned char *)all + (uint64_t)r * num_bytes, from->frame.bytes, num_bytes);
-        }
-    }
-    pthread_mutex_unlock(&w->lock);
-    code = code ? code : verdict;
-    ep_ring_end(&w->ring, noted, code ? code : status);
-    for (uint32_t r = 0; r < w->num_ranks && code && fds_in; r++) {
-        if (fds_in[r] >= 0) close(fds_in[r]);
-        fds_in[r] = -1;
-    }
-    return code;
-}
-
-int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void *all, int fd_out, int *fds_in) {
-    return exchange(w, mine, num_bytes, 0, all, fd_out, fds_in);
-}
-
-int ep_world_refuse(EpWorld *w, int code) {
-    if (code >= 0) return ep_error(EP_EINVAL, "a refusal needs a negative code");
-    return exchange(w, NULL, 0, code, NULL, -1, NULL);
-}
-
-int ep_world_exchange(EpWorld *w, const void *mine, uint32_t num_bytes, void *all) {
-    return ep_world_exchange_fd(w, mine, num_bytes, all, -1, NULL);
-}
-
-int ep_world_agree(EpWorld *w, int code, const char *what) {
-    int32_t mine = code, all[EP_MAX_RANKS];
-    char why[256];
-    snprintf(why, sizeof why, "%s", ep_error_text());
-    EP_TRY(ep_world_exchange(w, &mine, sizeof mine, all));
-    if (code) return ep_error(code, "%s", why);
-    for (uint32_t r = 0; r < w->num_ranks; r++)
-        if (all[r]) return ep_error(all[r], "rank %u could not %s", r, what);
-    return 0;
 }
 
 /* ---- end ---- */

@@ -1,4 +1,4 @@
-/* world_state.h - a world from within: world.c makes and ends it, watchdog.c looks after it. */
+/* world_state.h - a world from within: world.c makes and ends it, exchange.c lets its ranks speak, watchdog.c looks after it. */
 #ifndef EP_WORLD_STATE_H
 #define EP_WORLD_STATE_H
 #include <pthread.h>
