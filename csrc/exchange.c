@@ -83,6 +83,15 @@ static int look_at_frame(uint32_t r, const EpFrame *its, const EpFrame *mine, vo
     return 0;
 }
 
+/* Give rank r my frame; the lock is held.  That it is gone the watchdog sees; but who lives would wait for what could not be sent. */
+static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t until_ns) {
+    char text[160];
+    if (ep_wire_send(w->sockets[r], f, fd, until_ns) != EP_ESYS) return 0;
+    snprintf(text, sizeof text, "rank %u, in an exchange with rank %u: %.100s", w->rank, r, ep_error_text());
+    ep_world_end(w, EP_ESYS, w->rank, text);
+    return check_locked(w);
+}
+
 /* status: 0, or why this rank has nothing to give (mine and all may be NULL then). */
 static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out, int *fds_in) {
     uint64_t until = ep_now_ns() + atomic_load(&w->timeout_ns);
@@ -98,7 +107,7 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
     f.seq = ++w->seq;
     f.about = ep_ring_exchange(&w->ring, f.seq);
     for (uint32_t r = 0; r < w->num_ranks && !code; r++)
-        if (r != w->rank && w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &f, fd_out, until); /* an end is seen by the watchdog */
+        if (r != w->rank && w->sockets[r] >= 0) code = send_frame(w, r, &f, fd_out, until);
     for (uint32_t r = 0; r < w->num_ranks && !code; r++) {
         if (r == w->rank) continue;
         EpInbox *from = &w->inbox[r][f.seq % EP_NUM_INBOX];

@@ -63,7 +63,8 @@ int ep_wire_send(int socket_fd, const EpFrame *frame, int fd, uint64_t deadline_
     for (;;) {
         if (sendmsg(socket_fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof f) return 0;
         if (errno == EINTR) continue;
-        if (errno != EAGAIN && errno != EWOULDBLOCK) return ep_error(EP_EPEERDIED, "a peer's socket is closed: %s", strerror(errno));
+        if (errno == EPIPE || errno == ECONNRESET) return ep_error(EP_EPEERDIED, "a peer's socket is closed: %s", strerror(errno));
+        if (errno != EAGAIN && errno != EWOULDBLOCK) return ep_error(EP_ESYS, "cannot send to a peer: %s", strerror(errno));
         struct pollfd p = {socket_fd, POLLOUT, 0};
         int left = milliseconds_left(deadline_ns);
         if (left == 0) return ep_error(EP_ETIMEOUT, "a peer does not take messages");
@@ -96,8 +97,9 @@ int ep_wire_receive(int socket_fd, EpFrame *frame, int *fd) {
     }
     if (num_fds > 1) m.msg_flags |= MSG_CTRUNC;                   /* nobody of this world sends two */
     const bool had_room = num_fds || !(m.msg_flags & MSG_CTRUNC); /* else this process may open no more: whoever wants it says so */
-    if (n == (ssize_t)sizeof *frame && frame->abi == EP_ABI_VERSION && !(had_room && m.msg_flags & MSG_CTRUNC) &&
-        frame->num_bytes <= EP_EXCHANGE_BYTES && (!had_room || (frame->has_fd != 0) == (*fd >= 0)))
+    if (n == (ssize_t)sizeof *frame && !(m.msg_flags & MSG_TRUNC) && frame->abi == EP_ABI_VERSION &&
+        !(had_room && m.msg_flags & MSG_CTRUNC) && frame->num_bytes <= EP_EXCHANGE_BYTES &&
+        (!had_room || (frame->has_fd != 0) == (*fd >= 0)))
         return 1;
     if (*fd >= 0) close(*fd);
     *fd = -1;

@@ -19,7 +19,8 @@ typedef struct {
     _Alignas(8) unsigned char bytes[EP_EXCHANGE_BYTES];
 } EpFrame;
 
-/* Send a whole frame; fd is -1 or a descriptor to pass.  deadline_ns is on the clock of ep_now_ns. */
+/* Send a whole frame; fd is -1 or a descriptor to pass.  deadline_ns is on the clock of ep_now_ns.  EP_EPEERDIED: the other end is gone;
+ * EP_ESYS: it is not, but this cannot be sent; EP_ETIMEOUT. */
 int ep_wire_send(int socket, const EpFrame *frame, int fd, uint64_t deadline_ns);
 /* 1: a frame (and *fd, or -1); 0: nothing there; EP_EPEERDIED: the other end is gone; EP_ECORRUPT. */
 int ep_wire_receive(int socket, EpFrame *frame, int *fd);

@@ -241,6 +241,7 @@ WRONG_BY_CHOICE = [
     ("exp_indices", lambda i: i[:, :2].contiguous(), ("exp_indices", "[*, 3]", "[12, 2]")),
     ("exp_indices", lambda i: i[:5].contiguous(), ("input has 12 tokens, exp_indices 5",)),
     ("exp_indices", lambda i: i[0], ("exp_indices", "[3]")),
+    ("exp_indices", lambda i: i.repeat(100, 1), ("exp_indices", "1200")),
     ("weight", lambda w: w[:, :2].contiguous(), ("weight", "[12, 3]", "[12, 2]")),
     ("input", lambda x: torch.cat([x, x]), ("input has 24 tokens, exp_indices 12",)),
     ("full_scatter_indices", lambda s: torch.zeros(12, 2, dtype=torch.int32), ("full_scatter_indices", "[*, 3]", "[12, 2]")),

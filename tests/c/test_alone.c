@@ -1,4 +1,5 @@
-/* test_alone.c - what happens to one rank alone, and what the others make of it: memory that is not there, leaving early. */
+/* test_alone.c - what happens to one rank alone, and what the others make of it: memory that is not there, leaving early, and
+ * what a world does when nobody holds it any more. */
 #include "backend.h"
 #include "harness.h"
 #include "world.h"
@@ -67,4 +68,20 @@ bool test_leave_busy(void) {
     Setup setup = {.num_ranks = 2, .config = small_config(2), .dies = true};
     setup.config.num_buffers = 2;
     return run_team(&setup, leave_body, NULL);
+}
+
+static char said[8];
+static void say(void *text) { strncat(said, (const char *)text, 1); }
+/* What is left to a world is done when nobody holds it any more, the newest first. */
+bool test_world_release(void) {
+    EpWorld *w[1];
+    said[0] = 0;
+    WANT(NULL, 0, ep_world_create_threads(1, 1, w));
+    CHECK(NULL, ep_world_at_release(w[0], say, "a") && ep_world_at_release(w[0], say, "b"));
+    WANT(NULL, 0, ep_world_close(ep_world_retain(w[0]), true));
+    ep_world_release(w[0]);
+    CHECK(NULL, !said[0]);
+    ep_world_release(w[0]);
+    CHECK(NULL, strcmp(said, "ba") == 0);
+    return true;
 }

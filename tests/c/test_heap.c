@@ -388,19 +388,3 @@ bool test_closed(void) {
     WANT(NULL, EP_EINVAL, ep_world_create_threads(2, 0, worlds));
     return run_team(&setup, closed_body, NULL);
 }
-
-static char said[8];
-static void say(void *text) { strncat(said, (const char *)text, 1); }
-/* What is left to a world is done when nobody holds it any more, the newest first. */
-bool test_world_release(void) {
-    EpWorld *w[1];
-    said[0] = 0;
-    WANT(NULL, 0, ep_world_create_threads(1, 1, w));
-    CHECK(NULL, ep_world_at_release(w[0], say, "a") && ep_world_at_release(w[0], say, "b"));
-    WANT(NULL, 0, ep_world_close(ep_world_retain(w[0]), true));
-    ep_world_release(w[0]);
-    CHECK(NULL, !said[0]);
-    ep_world_release(w[0]);
-    CHECK(NULL, strcmp(said, "ba") == 0);
-    return true;
-}

@@ -1,5 +1,6 @@
 /* test_refusals.c - every way in which ranks can fail, disagree, stay away, leave, or give up, and the calls after it. */
 #include "harness.h"
+#include "world.h"
 
 /* ---- calls that fail, and the calls after them ---- */
 
@@ -270,6 +271,23 @@ static bool exchange_body(Rank *me, void *arg) {
 bool test_exchange(void) {
     Setup setup = {.num_ranks = 4};
     return run_team(&setup, exchange_body, NULL);
+}
+
+/* What cannot be sent to a rank that lives: nobody waits for it, and all hear why. */
+static bool unsent_body(Rank *me, void *arg) {
+    unsigned char mine = 0, all[3];
+    int fds[3] = {-1, -1, -1};
+    const double start = seconds_now();
+    (void)arg;
+    WANT(me, EP_ESYS,
+         ep_world_exchange_fd(me->world, &mine, 1, all, me->rank == 1 ? 1 << 20 : -1, fds)); /* no descriptor has that number */
+    CHECK(me, strstr(ep_error_text(), "rank 1, in an exchange with rank 0: cannot send to a peer: Bad file descriptor"));
+    CHECK(me, seconds_now() - start < 8 && fds[0] + fds[1] + fds[2] == -3);
+    return true;
+}
+bool test_unsent(void) {
+    Setup setup = {.num_ranks = 3, .dies = true};
+    return run_team(&setup, unsent_body, NULL);
 }
 
 static bool abort_body(Rank *me, void *arg) {
