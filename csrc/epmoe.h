@@ -137,12 +137,14 @@ int ep_layer_plan(EpLayer *layer, uint32_t buffer, const EpTensor *indices, cons
 int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows);
 /* x [T][H], weight NULL or f32 [T][K]; rows [>= M][H], row_weight NULL or f32 [>= M]; recv i32
  * [W * max_tokens * (1 + K)]: which row came from which token, for combine.  A plan of another T, or of more rows
- * than the tensors have, is seen when the operation runs: EP_EINVAL on this rank, EP_EPEER on the others. */
+ * than the tensors have, is seen when the operation runs: EP_EINVAL on this rank, EP_EPEER on the others.  requires_grad: an
+ * operation of the backward will follow on this one; it must on all ranks, or on none. */
 int ep_layer_dispatch(EpLayer *layer, uint32_t buffer, const EpTensor *x, const EpTensor *weight, const EpTensor *plan,
-                      const EpTensor *rows, const EpTensor *row_weight, const EpTensor *recv, void *stream);
+                      const EpTensor *rows, const EpTensor *row_weight, const EpTensor *recv, bool requires_grad, void *stream);
 /* rows [>= M][H], row_weight and row_scalar NULL or f32 [>= M]; out [T][H], out_scalar NULL or f32 [T][K]. */
 int ep_layer_combine(EpLayer *layer, uint32_t buffer, const EpTensor *rows, const EpTensor *row_weight, const EpTensor *row_scalar,
-                     const EpTensor *plan, const EpTensor *recv, const EpTensor *out, const EpTensor *out_scalar, void *stream);
+                     const EpTensor *plan, const EpTensor *recv, const EpTensor *out, const EpTensor *out_scalar, bool requires_grad,
+                     void *stream);
 /* Dispatch, and the grouped product of the rows that it places, in one launch; CUDA only.  gemm_weight [L][N][H], out
  * [>= M][N], or [>= M][N / 2] where the activation is gated; the rest as in ep_layer_dispatch, but that rows behind M are
  * left as they are. */
@@ -153,7 +155,7 @@ typedef struct {
     double alpha, limit;                      /* its numbers; see EpGemmParams */
     uint32_t num_move, num_tail;              /* thread blocks; see EpDispatchGemmParams */
     uint32_t num_copies;                      /* tokens that are one row of x; see EpDispatchParams */
-    bool waits_for_expert;
+    bool waits_for_expert, requires_grad;
 } EpDispatchGemm;
 int ep_layer_dispatch_gemm(EpLayer *layer, uint32_t buffer, const EpDispatchGemm *g, void *stream);
 /* The grouped product of a [>= M][K] with gemm_weight [L][H][K], into rows [>= M][H], and the combine of those, in one
@@ -161,7 +163,7 @@ int ep_layer_dispatch_gemm(EpLayer *layer, uint32_t buffer, const EpDispatchGemm
 typedef struct {
     const EpTensor *a, *gemm_weight, *bias, *rows, *row_weight, *plan, *recv, *out;
     uint32_t num_move, num_reduce; /* thread blocks; see EpGemmCombineParams */
-    bool is_serial;
+    bool is_serial, requires_grad;
 } EpGemmCombine;
 int ep_layer_gemm_combine(EpLayer *layer, uint32_t buffer, const EpGemmCombine *g, void *stream);
 /* Enter the operation `op` only to say that this rank failed with `code`: the others raise, none waits. */

@@ -139,13 +139,13 @@ static int check_dispatch(const EpLayer *l, const EpTensor *x, uint32_t num_copi
 }
 
 int ep_layer_dispatch(EpLayer *l, uint32_t buffer, const EpTensor *x, const EpTensor *weight, const EpTensor *plan, const EpTensor *rows,
-                      const EpTensor *row_weight, const EpTensor *recv, void *stream) {
+                      const EpTensor *row_weight, const EpTensor *recv, bool requires_grad, void *stream) {
     EpCommBuffer *b;
     EpDispatchParams p = {0};
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_dispatch(l, x, 1, weight, plan, rows, row_weight, recv, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH, code, stream);
-    p.comm = b->comm;
+    p.comm = b->comm, p.comm.requires_grad = requires_grad;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH, p.layout.num_tokens, 0, stream);
     int done = ep_heap_backend(l->heap)->dispatch(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
     return ep_layer_end(l, b, EP_OP_DISPATCH, note, done, stream);
@@ -172,13 +172,14 @@ static int check_combine(const EpLayer *l, const EpTensor *rows, const EpTensor 
 }
 
 int ep_layer_combine(EpLayer *l, uint32_t buffer, const EpTensor *rows, const EpTensor *row_weight, const EpTensor *row_scalar,
-                     const EpTensor *plan, const EpTensor *recv, const EpTensor *out, const EpTensor *out_scalar, void *stream) {
+                     const EpTensor *plan, const EpTensor *recv, const EpTensor *out, const EpTensor *out_scalar, bool requires_grad,
+                     void *stream) {
     EpCommBuffer *b;
     EpCombineParams p = {0};
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_combine(l, rows, row_weight, row_scalar, plan, recv, out, out_scalar, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_COMBINE, code, stream);
-    p.comm = b->comm;
+    p.comm = b->comm, p.comm.requires_grad = requires_grad;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_COMBINE, p.layout.num_tokens, 0, stream);
     int done = ep_heap_backend(l->heap)->combine(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
     return ep_layer_end(l, b, EP_OP_COMBINE, note, done, stream);
@@ -227,7 +228,8 @@ int ep_layer_dispatch_gemm(EpLayer *l, uint32_t buffer, const EpDispatchGemm *g,
         code = ep_error(EP_EINVAL, "num_tail_sms %u: must be fewer than num_sm, %u", g->num_tail, g->num_move);
     if (!code && g->num_move < 1) code = ep_error(EP_EINVAL, "num_sm 0: some thread block must move the tokens");
     if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH_GEMM, code, stream);
-    d->comm = b->comm, p.num_move_blocks = g->num_move, p.num_tail_blocks = g->num_tail, p.waits_for_expert = g->waits_for_expert;
+    d->comm = b->comm, d->comm.requires_grad = g->requires_grad;
+    p.num_move_blocks = g->num_move, p.num_tail_blocks = g->num_tail, p.waits_for_expert = g->waits_for_expert;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH_GEMM, d->layout.num_tokens, 0, stream);
     code = ep_heap_backend(l->heap)->dispatch_gemm(ep_heap_device(l->heap), &p, stream);
     return ep_layer_end(l, b, EP_OP_DISPATCH_GEMM, note, code, stream);
@@ -244,7 +246,8 @@ int ep_layer_gemm_combine(EpLayer *l, uint32_t buffer, const EpGemmCombine *g, v
         code = ep_error(EP_EINVAL, "num_sm %u, num_reduce_sms %u: some thread block must send rows, and some add them up", g->num_move,
                         g->num_reduce);
     if (code) return ep_layer_fail(l, buffer, EP_OP_GEMM_COMBINE, code, stream);
-    k->comm = b->comm, p.num_move_blocks = g->num_move, p.num_reduce_blocks = g->num_reduce, p.is_serial = g->is_serial;
+    k->comm = b->comm, k->comm.requires_grad = g->requires_grad;
+    p.num_move_blocks = g->num_move, p.num_reduce_blocks = g->num_reduce, p.is_serial = g->is_serial;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_GEMM_COMBINE, k->layout.num_tokens, 0, stream);
     code = ep_heap_backend(l->heap)->gemm_combine(ep_heap_device(l->heap), &p, stream);
     return ep_layer_end(l, b, EP_OP_GEMM_COMBINE, note, code, stream);

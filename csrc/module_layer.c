@@ -131,73 +131,73 @@ FAST(layer_num_rows) {
     return code ? ep_raise(code) : PyLong_FromUnsignedLong(num_rows);
 }
 
-/* (layer, buffer, x, weight, plan, rows, row_weight, recv) */
+/* (layer, buffer, x, weight, plan, rows, row_weight, recv, requires_grad) */
 FAST(layer_dispatch) {
-    uint32_t buffer;
+    uint32_t buffer, requires_grad;
     EpTensor t[6];
     const EpTensor *a[6];
     int code;
-    WANT(8);
+    WANT(9);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[8], &requires_grad)) return NULL;
     if (!get_tensors(args, 6, 2 | 16, t, a)) return refuse_pending(l, buffer, EP_OP_DISPATCH, args[4]);
     void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
-    WITHOUT_LOCK(code = ep_layer_dispatch(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], stream));
+    WITHOUT_LOCK(code = ep_layer_dispatch(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], requires_grad, stream));
     return ep_done(code);
 }
 
-/* (layer, buffer, rows, row_weight, row_scalar, plan, recv, out, out_scalar) */
+/* (layer, buffer, rows, row_weight, row_scalar, plan, recv, out, out_scalar, requires_grad) */
 FAST(layer_combine) {
-    uint32_t buffer;
+    uint32_t buffer, requires_grad;
     EpTensor t[7];
     const EpTensor *a[7];
     int code;
-    WANT(9);
+    WANT(10);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[9], &requires_grad)) return NULL;
     if (!get_tensors(args, 7, 2 | 4 | 64, t, a)) return refuse_pending(l, buffer, EP_OP_COMBINE, args[5]);
     void *stream = ep_current_stream(ep_layer_heap(l), args[5]);
-    WITHOUT_LOCK(code = ep_layer_combine(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], a[6], stream));
+    WITHOUT_LOCK(code = ep_layer_combine(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], a[6], requires_grad, stream));
     return ep_done(code);
 }
 
 /* (layer, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, alpha, limit, num_move,
- * num_tail, waits_for_expert, num_copies) */
+ * num_tail, waits_for_expert, num_copies, requires_grad) */
 FAST(layer_dispatch_gemm) {
-    uint32_t buffer, waits;
+    uint32_t buffer, waits, requires_grad;
     EpTensor t[9];
     const EpTensor *a[9];
     EpDispatchGemm g;
     int code;
-    WANT(18);
+    WANT(19);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[11], &g.activation) || !ep_get_double(args[12], &g.alpha) ||
         !ep_get_double(args[13], &g.limit) || !ep_get_u32(args[14], &g.num_move) || !ep_get_u32(args[15], &g.num_tail) ||
-        !ep_get_u32(args[16], &waits) || !ep_get_u32(args[17], &g.num_copies))
+        !ep_get_u32(args[16], &waits) || !ep_get_u32(args[17], &g.num_copies) || !ep_get_u32(args[18], &requires_grad))
         return NULL;
     if (!get_tensors(args, 9, 2 | 16 | 128, t, a)) return refuse_pending(l, buffer, EP_OP_DISPATCH_GEMM, args[4]);
     g.x = a[0], g.weight = a[1], g.plan = a[2], g.rows = a[3], g.row_weight = a[4], g.recv = a[5], g.gemm_weight = a[6], g.bias = a[7];
-    g.out = a[8], g.waits_for_expert = waits != 0;
+    g.out = a[8], g.waits_for_expert = waits != 0, g.requires_grad = requires_grad != 0;
     void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
     WITHOUT_LOCK(code = ep_layer_dispatch_gemm(l, buffer, &g, stream));
     return ep_done(code);
 }
 
-/* (layer, buffer, a, gemm_weight, bias, rows, row_weight, plan, recv, out, num_move, num_reduce, is_serial) */
+/* (layer, buffer, a, gemm_weight, bias, rows, row_weight, plan, recv, out, num_move, num_reduce, is_serial, requires_grad) */
 FAST(layer_gemm_combine) {
-    uint32_t buffer, serial;
+    uint32_t buffer, serial, requires_grad;
     EpTensor t[8];
     const EpTensor *a[8];
     EpGemmCombine g;
     int code;
-    WANT(13);
+    WANT(14);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[10], &g.num_move) || !ep_get_u32(args[11], &g.num_reduce) ||
-        !ep_get_u32(args[12], &serial))
+        !ep_get_u32(args[12], &serial) || !ep_get_u32(args[13], &requires_grad))
         return NULL;
     if (!get_tensors(args, 8, 4 | 16, t, a)) return refuse_pending(l, buffer, EP_OP_GEMM_COMBINE, args[7]);
     g.a = a[0], g.gemm_weight = a[1], g.bias = a[2], g.rows = a[3], g.row_weight = a[4], g.plan = a[5], g.recv = a[6], g.out = a[7];
-    g.is_serial = serial != 0;
+    g.is_serial = serial != 0, g.requires_grad = requires_grad != 0;
     void *stream = ep_current_stream(ep_layer_heap(l), args[7]);
     WITHOUT_LOCK(code = ep_layer_gemm_combine(l, buffer, &g, stream));
     return ep_done(code);

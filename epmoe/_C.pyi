@@ -86,7 +86,8 @@ def plan_layout(config: _Config, num_tokens: int, /) -> dict[str, int]: ...
 def layer_plan(layer: _Layer, buffer: int, indices: Tensor, scatter: Tensor | None, plan: Tensor, sort_slots: bool, /) -> None: ...
 def layer_num_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> int: ...
 def layer_dispatch(
-    layer: _Layer, buffer: int, x: Tensor, weight: Tensor | None, plan: Tensor, rows: Tensor, row_weight: Tensor | None, recv: Tensor, /
+    layer: _Layer, buffer: int, x: Tensor, weight: Tensor | None, plan: Tensor, rows: Tensor, row_weight: Tensor | None, recv: Tensor,
+    requires_grad: bool, /
 ) -> None: ...
 def layer_combine(
     layer: _Layer,
@@ -98,6 +99,7 @@ def layer_combine(
     recv: Tensor,
     out: Tensor,
     out_scalar: Tensor | None,
+    requires_grad: bool,
     /,
 ) -> None: ...
 def layer_dispatch_gemm(
@@ -119,6 +121,7 @@ def layer_dispatch_gemm(
     num_tail: int,
     waits_for_expert: bool,
     num_copies: int,
+    requires_grad: bool,
     /,
 ) -> None: ...
 def layer_gemm_combine(
@@ -135,6 +138,7 @@ def layer_gemm_combine(
     num_move: int,
     num_reduce: int,
     is_serial: bool,
+    requires_grad: bool,
     /,
 ) -> None: ...
 def layer_trace(layer: _Layer, buffer: int, events: Tensor | None, room: int, /) -> None: ...

@@ -7,13 +7,13 @@ import torch
 from . import _C
 from .gemm import _GATED, DGRAD, WGRAD, add_bias, aligned, as_kernel, grouped_gemm
 from .layer import EPAll2AllLayer, cast
-from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect, row_dots, telling
+from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect, requires_grad, row_dots, telling
 from .reference import activate
 
 _lib.define("dispatch_gemm(Tensor x, Tensor? weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str layer, int buffer, SymInt num_rows, "
-            "int activation, float alpha=0, float limit=0) -> (Tensor, Tensor, Tensor, Tensor)")
+            "int activation, float alpha=0, float limit=0, bool requires_grad=False) -> (Tensor, Tensor, Tensor, Tensor)")
 _lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor? row_weight, Tensor plan, Tensor recv, str layer, int buffer, "
-            "SymInt num_tokens) -> (Tensor, Tensor)")
+            "SymInt num_tokens, bool requires_grad=False) -> (Tensor, Tensor)")
 
 
 def fuses(max_tokens, topk, num_experts, world_size):
@@ -81,7 +81,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
 
     # The two below allocate outputs and call the module; the operators at the end of this file give them to autograd and torch.compile.
 
-    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0, limit=0.0):
+    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0, limit=0.0, with_grad=False):
         try:
             rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
             row_weight = None if weight is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
@@ -93,10 +93,10 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
         num_move, num_tail, _ = self._knobs
         _C.layer_dispatch_gemm(self._c, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, alpha, limit, num_move,
-                               num_tail, not self.block_wise_barrier, self._copies)
+                               num_tail, not self.block_wise_barrier, self._copies, with_grad)
         return out, rows, row_weight, recv
 
-    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens):
+    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens, with_grad=False):
         try:
             rows = torch.empty((a.shape[0], self.hidden), dtype=self.dtype, device=self.device)
             out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
@@ -105,7 +105,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             self._refuse(_C.OP_GEMM_COMBINE, error, buffer)
         num_move, _, num_reduce = self._knobs
         _C.layer_gemm_combine(self._c, buffer, a, gemm_weight, bias, rows, row_weight, plan, recv, out, num_move, num_reduce,
-                              self.combine_order == "serial")
+                              self.combine_order == "serial", with_grad)
         return out, rows
 
     def mega_dispatch_group_gemm(self, input, exp_indices=None, layout=None, gemm_weight=None, weight=None, *, bias=None, activation=None,
@@ -138,7 +138,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
                 self._refuse(_C.OP_COMBINE, error, layout.buffer)
             return h, row_weight, layout
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH_GEMM, input, exp_indices, weight, full_scatter_indices, layout, buffer)
-        with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, gemm_weight, bias))
+        with_grad = requires_grad(input, weight, gemm_weight, bias)
         inside, added = (None, None) if with_grad else (activation, bias)  # with gradients both follow: their backward is torch's own
         try:
             gemm_weight, added = gemm_weight.contiguous(), None if added is None else added.to(self.dtype).contiguous()
@@ -146,7 +146,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             self._refuse(_C.OP_DISPATCH_GEMM, error, layout.buffer)
         if with_grad or torch.compiler.is_compiling():
             h, _, row_weight, layout.recv = torch.ops.epmoe.dispatch_gemm(input, weight, layout.plan, gemm_weight, added, self.id, layout.buffer,
-                                                                          num_rows, *as_kernel(inside))
+                                                                          num_rows, *as_kernel(inside), with_grad)
             row_weight = None if weight is None else row_weight
         else:
             num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
@@ -184,7 +184,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             if weight is not None:
                 self._check_tensor("weight", weight, None, (gemm_input.shape[0],))
                 weight = cast(weight, torch.float32)
-            with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (gemm_input, weight, gemm_weight, bias))
+            with_grad = requires_grad(gemm_input, weight, gemm_weight, bias)
             fused = fused and not (with_grad and bias is not None)
             if fused:
                 gemm_weight, bias = gemm_weight.contiguous(), None if bias is None else bias.to(self.dtype).contiguous()
@@ -195,7 +195,8 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
         if not fused:
             return self.combine(rows, layout, weight)
         if with_grad or torch.compiler.is_compiling():
-            y = torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv, self.id, layout.buffer, layout.num_tokens)[0]
+            y = torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv, self.id, layout.buffer,
+                                             layout.num_tokens, with_grad)[0]
         else:
             y = self._gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv, layout.buffer, layout.num_tokens)[0]
         return self._by_token(y)
@@ -232,7 +233,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             copies = input.repeat_interleave(self._copies, 0)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH, error, layout.buffer)
-        rows, row_weight, layout.recv = dispatch(self, copies, weight, layout.plan, layout.buffer, num_rows)
+        rows, row_weight, layout.recv = dispatch(self, copies, weight, layout.plan, layout.buffer, num_rows, requires_grad(input, weight))
         return rows, cast(row_weight, self.weight_dtype), layout
 
     def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None, buffer=0):
@@ -258,16 +259,17 @@ def _offsets(layer, plan):
     return plan.narrow(0, layer._plan_front["expert_row"], layer.num_local_experts + 1)
 
 
-def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0, limit=0.0):
+def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0, limit=0.0, requires_grad=False):
     layer = _layer(layer)
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
-    out, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit)
+    out, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit,
+                                                       requires_grad)
     return out, rows, _absent(x) if row_weight is None else row_weight, recv
 
 
-def _run_gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens):
-    return _layer(layer)._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens)
+def _run_gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens, requires_grad=False):
+    return _layer(layer)._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens, requires_grad)
 
 
 _lib.impl("dispatch_gemm", _run_dispatch_gemm, "CompositeExplicitAutograd")
@@ -279,7 +281,7 @@ for _name in ("dispatch_gemm", "gemm_combine"):
 
 
 @torch.library.register_fake("epmoe::dispatch_gemm", lib=_lib)
-def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0, limit=0.0):
+def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0, limit=0.0, requires_grad=False):
     layer, num_rows = _layer(layer), _rows_to_trace(num_rows)
     row_weight = _absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     columns = gemm_weight.shape[1] // (2 if activation in _GATED else 1)
@@ -288,13 +290,13 @@ def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, a
 
 
 @torch.library.register_fake("epmoe::gemm_combine", lib=_lib)
-def _(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens):
+def _(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens, requires_grad=False):
     like = a.new_empty(0, dtype=_layer(layer).dtype)
     return like.new_empty(num_tokens, gemm_weight.shape[1]), like.new_empty(a.shape[0], gemm_weight.shape[1])
 
 
 def _save_dispatch_gemm(ctx, inputs, output):
-    x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation, _, _ = inputs
+    x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation, _, _, _ = inputs
     ctx.num_tokens, ctx.has_weight = x.shape[0], weight is not None
     ctx.save_for_backward(plan, gemm_weight, output[1], output[3])
 
@@ -311,11 +313,11 @@ def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
     num_tokens = ctx.num_tokens * layer._copies
     dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer, num_tokens)
-    return layer._by_token(dx), d_weight if ctx.has_weight else None, None, d_gemm_weight, *[None] * 7
+    return layer._by_token(dx), d_weight if ctx.has_weight else None, None, d_gemm_weight, *[None] * 8
 
 
 def _save_gemm_combine(ctx, inputs, output):
-    a, gemm_weight, _, row_weight, plan, _, ctx.layer, ctx.buffer, _ = inputs
+    a, gemm_weight, _, row_weight, plan, _, ctx.layer, ctx.buffer, _, _ = inputs
     ctx.has_weight, ctx.num_rows = row_weight is not None, a.shape[0]
     ctx.save_for_backward(plan, a, gemm_weight, *((output[1], row_weight) if ctx.has_weight else ()))
 
@@ -335,7 +337,7 @@ def _gemm_combine_backward(ctx, d_out, _):
         offsets = _offsets(layer, plan)
         da = gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False) if ctx.needs_input_grad[0] else None
         d_gemm_weight = gemm(g, a, offsets, None, None, WGRAD, 0, False) if ctx.needs_input_grad[1] else None
-    return da, d_gemm_weight, None, d_weight, None, None, None, None, None
+    return da, d_gemm_weight, None, d_weight, *[None] * 6
 
 
 torch.library.register_autograd("epmoe::dispatch_gemm", _dispatch_gemm_backward, setup_context=_save_dispatch_gemm, lib=_lib)

@@ -172,23 +172,23 @@ class EPAll2AllLayer(Shared):
     def _num_rows(self, plan, buffer):
         return _C.layer_num_rows(self._c, buffer, plan)
 
-    def _dispatch(self, x, weight, plan, buffer, num_rows):
+    def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False):
         try:
             rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
             row_weight = None if weight is None else torch.empty(num_rows, dtype=torch.float32, device=self.device)
             recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH, error, buffer)
-        _C.layer_dispatch(self._c, buffer, x, weight, plan, rows, row_weight, recv)
+        _C.layer_dispatch(self._c, buffer, x, weight, plan, rows, row_weight, recv, with_grad)
         return rows, row_weight, recv
 
-    def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens):
+    def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False):
         try:
             out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
             out_scalar = None if row_scalar is None else torch.empty((num_tokens, self.topk), dtype=torch.float32, device=self.device)
         except Exception as error:
             self._refuse(_C.OP_COMBINE, error, buffer)
-        _C.layer_combine(self._c, buffer, rows, row_weight, row_scalar, plan, recv, out, out_scalar)
+        _C.layer_combine(self._c, buffer, rows, row_weight, row_scalar, plan, recv, out, out_scalar, with_grad)
         return out, out_scalar
 
     def _is_buffer(self, buffer):
@@ -255,14 +255,15 @@ class EPAll2AllLayer(Shared):
             buffer: see preprocess; with a layout, 0 or the layout's.
         Returns: (rows [M, H] of the layer's dtype, row weights [M] of weight_dtype or None, layout).  With a capacity: [capacity, H]
             and [capacity], zero behind M.  Rows stand by local expert, inside it by source rank, token, choice.
-        Differentiable in input and weight.
+        Differentiable in input and weight; whether a gradient is wanted is the same on all ranks.
         Raises ValueError or TypeError here, and PeerError on the others, for a wrong argument; EpMismatch on all ranks when they are not
             in the same call; PeerDied, EpTimeout; without a layout also what preprocess raises.  On CUDA the call returns before it has
             run: what goes wrong in the kernels is raised by the next call on the layer, or by synchronize(), and the rows are NaN.
         """
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight, full_scatter_indices, layout, buffer)
-        if ops.wanted(input, weight):
-            rows, row_weight, layout.recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer, num_rows)
+        with_grad = ops.requires_grad(input, weight)
+        if with_grad or torch.compiler.is_compiling():
+            rows, row_weight, layout.recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer, num_rows, with_grad)
         else:
             num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
             rows, row_weight, layout.recv = self._dispatch(input, weight, layout.plan, layout.buffer, num_rows)
@@ -278,7 +279,7 @@ class EPAll2AllLayer(Shared):
         Returns: [T, H] of the layer's dtype.  Sums are in float32 and in a fixed order, so runs are bit-identical:
             scatter, gather:       y = round(sum over k = 0, 1, ... of w_k * row_k)
             enable_local_combine:  y = round(sum over ranks r = 0, 1, ... of round(sum over k at r of w_k * row_k))
-        Differentiable in input and weight.
+        Differentiable in input and weight; whether a gradient is wanted is the same on all ranks.
         Raises ValueError or TypeError here, and PeerError on the others, for a wrong argument; EpMismatch on all ranks when they are not
             in the same call, or bring home another dispatch; PeerDied, EpTimeout.  On CUDA as dispatch does, later.
         """
@@ -293,8 +294,9 @@ class EPAll2AllLayer(Shared):
                 weight = cast(weight, torch.float32)
         except Exception as error:
             self._refuse(_C.OP_COMBINE, error, self._meant(layout))
-        if ops.wanted(input, weight):
-            return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer, layout.num_tokens)
+        with_grad = ops.requires_grad(input, weight)
+        if with_grad or torch.compiler.is_compiling():
+            return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer, layout.num_tokens, with_grad)
         return self._combine(input, weight, None, layout.plan, layout.recv, layout.buffer, layout.num_tokens)[0]
 
     def _prepare(self, op, input, exp_indices, weight, full_scatter_indices, layout, buffer):

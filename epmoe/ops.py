@@ -15,9 +15,10 @@ from .gemm import aligned
 layers = weakref.WeakValueDictionary()  # id -> layer
 _lib = torch.library.Library("epmoe", "DEF")
 _lib.define("plan(Tensor exp_indices, Tensor? scatter, str layer, int buffer) -> Tensor")
-_lib.define("dispatch(Tensor x, Tensor? weight, Tensor plan, str layer, int buffer, SymInt num_rows) -> (Tensor, Tensor, Tensor)")
+_lib.define("dispatch(Tensor x, Tensor? weight, Tensor plan, str layer, int buffer, SymInt num_rows, "
+            "bool requires_grad=False) -> (Tensor, Tensor, Tensor)")
 _lib.define("combine(Tensor rows, Tensor? row_weight, Tensor? row_scalar, Tensor plan, Tensor recv, str layer, int buffer, "
-            "SymInt num_tokens) -> (Tensor, Tensor)")
+            "SymInt num_tokens, bool requires_grad=False) -> (Tensor, Tensor)")
 
 
 def _layer(idx):
@@ -39,16 +40,17 @@ def _plan(exp_indices, scatter, layer, buffer):
     return _layer(layer)._plan(exp_indices, scatter, buffer)
 
 
-def _dispatch(x, weight, plan, layer, buffer, num_rows):
+def _dispatch(x, weight, plan, layer, buffer, num_rows, requires_grad=False):
     layer = _layer(layer)
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
-    rows, row_weight, recv = layer._dispatch(aligned(x), aligned(weight), plan, buffer, num_rows)
+    rows, row_weight, recv = layer._dispatch(aligned(x), aligned(weight), plan, buffer, num_rows, requires_grad)
     return rows, _absent(x) if row_weight is None else row_weight, recv
 
 
-def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens):
-    out, out_scalar = _layer(layer)._combine(aligned(rows), aligned(row_weight), aligned(row_scalar), plan, recv, buffer, num_tokens)
+def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requires_grad=False):
+    out, out_scalar = _layer(layer)._combine(aligned(rows), aligned(row_weight), aligned(row_scalar), plan, recv, buffer, num_tokens,
+                                             requires_grad)
     return out, _absent(rows) if out_scalar is None else out_scalar
 
 
@@ -81,14 +83,14 @@ def _(exp_indices, scatter, layer, buffer):
 
 
 @torch.library.register_fake("epmoe::dispatch", lib=_lib)
-def _(x, weight, plan, layer, buffer, num_rows):
+def _(x, weight, plan, layer, buffer, num_rows, requires_grad=False):
     layer, num_rows = _layer(layer), _rows_to_trace(num_rows)
     row_weight = _absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     return x.new_empty(num_rows, layer.hidden, dtype=layer.dtype), row_weight, plan.new_empty(layer._recv_words)
 
 
 @torch.library.register_fake("epmoe::combine", lib=_lib)
-def _(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens):
+def _(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requires_grad=False):
     layer = _layer(layer)
     out_scalar = _absent(rows) if row_scalar is None else rows.new_empty(num_tokens, layer.topk, dtype=torch.float32)
     return rows.new_empty(num_tokens, layer.hidden, dtype=layer.dtype), out_scalar
@@ -109,7 +111,7 @@ def telling(layer, op, buffer, plan):
 
 
 def _save_dispatch(ctx, inputs, output):
-    x, weight, plan, ctx.layer, ctx.buffer, _ = inputs
+    x, weight, plan, ctx.layer, ctx.buffer, _, _ = inputs
     ctx.num_tokens, ctx.has_weight = x.shape[0], weight is not None
     ctx.save_for_backward(plan, output[2])
 
@@ -119,11 +121,11 @@ def _dispatch_backward(ctx, d_rows, d_row_weight, _):
     with telling(_layer(ctx.layer), _C.OP_COMBINE, ctx.buffer, plan):
         d_rows, scalar = d_rows.contiguous(), d_row_weight.contiguous() if ctx.has_weight else None
     dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer, ctx.num_tokens)
-    return dx, d_weight if ctx.has_weight else None, None, None, None, None
+    return dx, d_weight if ctx.has_weight else None, *[None] * 5
 
 
 def _save_combine(ctx, inputs, output):
-    rows, row_weight, row_scalar, plan, _, ctx.layer, ctx.buffer, _ = inputs
+    rows, row_weight, row_scalar, plan, _, ctx.layer, ctx.buffer, _, _ = inputs
     ctx.has_weight, ctx.has_scalar, ctx.num_rows = row_weight is not None, row_scalar is not None, rows.shape[0]
     ctx.save_for_backward(plan, *((rows, row_weight) if ctx.has_weight else ()))
 
@@ -144,7 +146,7 @@ def _combine_backward(ctx, d_out, d_scalar):
         rows, row_weight = weighted
         d_weight = row_dots(g, rows) if ctx.needs_input_grad[1] else None
         g = (g * row_weight[:, None]).to(g.dtype)
-    return g, d_weight, d_row_scalar if ctx.has_scalar else None, None, None, None, None, None
+    return g, d_weight, d_row_scalar if ctx.has_scalar else None, *[None] * 6
 
 
 torch.library.register_autograd("epmoe::dispatch", _dispatch_backward, setup_context=_save_dispatch, lib=_lib)
@@ -154,10 +156,8 @@ torch.library.register_autograd("epmoe::combine", _combine_backward, setup_conte
 # ---- for layer.py ----
 
 
-def wanted(*tensors):
-    """True where an operator is needed: a gradient flows, or a compiler traces."""
-    if torch.compiler.is_compiling():
-        return True
+def requires_grad(*tensors):
+    """Whether a gradient flows through a call with these, so that a call of the backward follows on it."""
     if torch.is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
@@ -169,10 +169,10 @@ def plan(layer, exp_indices, scatter, buffer):
     return torch.ops.epmoe.plan(exp_indices, scatter, layer.id, buffer)
 
 
-def dispatch(layer, x, weight, plan, buffer, num_rows):
-    rows, row_weight, recv = torch.ops.epmoe.dispatch(x, weight, plan, layer.id, buffer, num_rows)
+def dispatch(layer, x, weight, plan, buffer, num_rows, with_grad):
+    rows, row_weight, recv = torch.ops.epmoe.dispatch(x, weight, plan, layer.id, buffer, num_rows, with_grad)
     return rows, None if weight is None else row_weight, recv
 
 
-def combine(layer, rows, row_weight, plan, recv, buffer, num_tokens):
-    return torch.ops.epmoe.combine(rows, row_weight, None, plan, recv, layer.id, buffer, num_tokens)[0]
+def combine(layer, rows, row_weight, plan, recv, buffer, num_tokens, with_grad):
+    return torch.ops.epmoe.combine(rows, row_weight, None, plan, recv, layer.id, buffer, num_tokens, with_grad)[0]

@@ -75,25 +75,25 @@ class Played(epmoe.EpAll2AllFusedOp):
         fits = self.fused and self.dtype in LOW and all(n % 16 == 0 for w in products for n in w.shape[1:])
         return super()._is_fused(*products) or (self.device.type == "cpu" and fits)
 
-    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, *activation):
+    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0, limit=0.0, with_grad=False):
         self.num_launches += 1
         if self.device.type == "cuda":
-            return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, *activation)
-        rows, row_weight, recv = self._dispatch(x.repeat_interleave(self._copies, 0), weight, plan, buffer, num_rows)
+            return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit, with_grad)
+        rows, row_weight, recv = self._dispatch(x.repeat_interleave(self._copies, 0), weight, plan, buffer, num_rows, with_grad)
         offsets = _offsets(self, plan)
-        out = torch.ops.epmoe.grouped_gemm(rows, gemm_weight, offsets, bias, None, FORWARD, activation[0], False, *activation[1:])
+        out = torch.ops.epmoe.grouped_gemm(rows, gemm_weight, offsets, bias, None, FORWARD, activation, False, alpha, limit)
         for t in (out, rows) if row_weight is None else (out, rows, row_weight):
             t[offsets[-1]:] = torch.nan
         return out, rows, row_weight, recv
 
-    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens):
+    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens, with_grad=False):
         self.num_launches += 1
         if self.device.type == "cuda":
-            return super()._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens)
+            return super()._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens, with_grad)
         offsets = _offsets(self, plan)
         rows = torch.ops.epmoe.grouped_gemm(a, gemm_weight, offsets, bias, None, FORWARD, 0, False)
         rows[offsets[-1]:] = torch.nan
-        return self._combine(rows, row_weight, None, plan, recv, buffer, num_tokens)[0], rows
+        return self._combine(rows, row_weight, None, plan, recv, buffer, num_tokens, with_grad)[0], rows
 
 
 def is_played(device):

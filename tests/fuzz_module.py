@@ -49,7 +49,7 @@ def make_setting(torch, _C):
             "recv": torch.zeros(6 * 3, dtype=torch.int32), "out": torch.zeros(3, 8), "out_scalar": torch.zeros(3, 2),
             "scatter": torch.zeros(3, 2, dtype=torch.int32)}
     _C.layer_plan(layer, 0, good["idx"], None, good["plan"], False)
-    _C.layer_dispatch(layer, 0, good["x"], None, good["plan"], good["rows"], None, good["recv"])
+    _C.layer_dispatch(layer, 0, good["x"], None, good["plan"], good["rows"], None, good["recv"], False)
     in_heap = torch.from_dlpack(Capsule(_C.heap_tensor(heap, off, 0, (64,), 2, 32)))
     return {"world": [one, two, silent, gone], "heap": [heap, dead_heap], "layer": [layer, dead_layer], "config": config, "off": off,
             "good": good, "in_heap": in_heap}
@@ -151,10 +151,10 @@ SIGNATURES = {
     "heap_wait": "H off n small zero", "heap_barrier": "H zero", "heap_sync": "H zero", "heap_close": "H",
     "heap_handle": "H", "worlds_settle": "",
     "layer_bytes": "config", "layer_agree": "W config code", "layer_create": "H config", "layer_close": "L", "plan_layout": "config n", "layer_plan": "L small idx scatter? plan small",
-    "layer_num_rows": "L small plan", "layer_dispatch": "L small x weight? plan rows row_weight? recv",
-    "layer_combine": "L small rows row_weight? row_weight? plan recv out out_scalar?", "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
-    "layer_dispatch_gemm": "L small x weight? plan rows row_weight? recv tensor weight? out small seconds seconds small small small small",
-    "layer_gemm_combine": "L small rows tensor weight? out row_weight? plan recv out small small small", "layer_trace": "L small tensor small",
+    "layer_num_rows": "L small plan", "layer_dispatch": "L small x weight? plan rows row_weight? recv small",
+    "layer_combine": "L small rows row_weight? row_weight? plan recv out out_scalar? small", "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
+    "layer_dispatch_gemm": "L small x weight? plan rows row_weight? recv tensor weight? out small seconds seconds small small small small small",
+    "layer_gemm_combine": "L small rows tensor weight? out row_weight? plan recv out small small small small", "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small", "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
 }
 FAREWELLS = ("world_close", "heap_close", "layer_close", "set_exceptions")  # after them little works: rarely

@@ -16,8 +16,8 @@ from test_plan_slots import make_op
 
 CASE = Experts(max_tokens=12)
 # In the order in which the module takes them, behind the tensors.
-DISPATCH = {"activation": 3, "alpha": 1.5, "limit": 2.5, "num_move": 1024, "num_tail": 0, "waits_for_expert": False, "num_copies": 1}
-COMBINE = {"num_move": 1024, "num_reduce": 1024, "is_serial": False}
+DISPATCH = {"activation": 3, "alpha": 1.5, "limit": 2.5, "num_move": 1024, "num_tail": 0, "waits_for_expert": False, "num_copies": 1, "requires_grad": True}
+COMBINE = {"num_move": 1024, "num_reduce": 1024, "is_serial": False, "requires_grad": True}
 
 
 def handed(world, options):
@@ -26,8 +26,8 @@ def handed(world, options):
     copies, t = op._copies, torch.zeros(12, 64, dtype=torch.bfloat16)
     weight, plan = torch.zeros(2, 96, 64, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
     with mock.patch.object(_C, "layer_dispatch_gemm") as dispatch, mock.patch.object(_C, "layer_gemm_combine") as combine:
-        op._dispatch_gemm(t, None, plan, weight, None, 0, 24, *as_kernel(epmoe.GptOss(1.5, 2.5)))
-        op._gemm_combine(t, weight, None, None, plan, plan, 0, 12 * copies)
+        op._dispatch_gemm(t, None, plan, weight, None, 0, 24, *as_kernel(epmoe.GptOss(1.5, 2.5)), True)
+        op._gemm_combine(t, weight, None, None, plan, plan, 0, 12 * copies, True)
     op.finalize()
     return dict(zip(DISPATCH, dispatch.call_args.args[-len(DISPATCH):])), dict(zip(COMBINE, combine.call_args.args[-len(COMBINE):]))
 

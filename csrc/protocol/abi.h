@@ -13,7 +13,7 @@
 #define EP_ABI_H
 #include "port.h"
 
-#define EP_ABI_VERSION 0x65700006u
+#define EP_ABI_VERSION 0x65700007u
 #define EP_MAX_RANKS 8u
 #define EP_MAX_TOPK 32u
 #define EP_MAX_EXPERTS 1024u
@@ -73,16 +73,27 @@ typedef struct {
 /* What a rank tells every peer as it enters an operation.  Every X field must be the same on all ranks. */
 #define EP_HEADER_FIELDS(X) \
     X(abi)                  \
-    X(op) X(dtype) X(hidden) X(num_topk) X(num_experts) X(max_tokens) X(combine_mode) X(capacity) X(has_weight) X(has_scalar) X(plan_idx)
+    X(op)                   \
+    X(dtype)                \
+    X(hidden)               \
+    X(num_topk)             \
+    X(num_experts)          \
+    X(max_tokens)           \
+    X(combine_mode)         \
+    X(capacity)             \
+    X(has_weight)           \
+    X(has_scalar)           \
+    X(plan_idx)             \
+    X(requires_grad)
 typedef struct {
 #define X(name) uint32_t name;
     EP_HEADER_FIELDS(X)
 #undef X
     int32_t status;      /* 0, or the EpCode with which this rank has already failed */
     uint32_t num_tokens; /* T, may differ */
-    uint32_t pad[2];
+    uint32_t pad;
 } EpHeader;
-#define EP_NUM_HEADER_FIELDS 12u
+#define EP_NUM_HEADER_FIELDS 13u
 
 /* Words that only their owner's workers touch; each on its own line. */
 typedef struct {
@@ -267,6 +278,7 @@ typedef struct {
     EpTraceEvent *trace;               /* where the profiler writes, or NULL */
     uint32_t trace_blocks, trace_room; /* blocks that have room there, and events of a warp */
     uint32_t reserve_sms;              /* SMs that are left to other kernels */
+    uint32_t requires_grad;            /* the operation has a backward, which is another operation */
 } EpComm;
 
 typedef struct {

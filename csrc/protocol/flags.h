@@ -150,8 +150,8 @@ EP_FN bool ep_recv_is_void(const EpShape *s, const int32_t *plan, const int32_t 
 EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens,
                               uint32_t num_rows) {
     const EpShape *s = &c->shape;
-    EpHeader h = {EP_ABI_VERSION, op, s->dtype, s->hidden, s->num_topk, s->num_experts, s->max_tokens, s->combine_mode,
-                  s->capacity,    0,  0,        0,         c->status,   num_tokens,     {0, 0}};
+    EpHeader h = {EP_ABI_VERSION, op, s->dtype, s->hidden, s->num_topk,      s->num_experts, s->max_tokens, s->combine_mode,
+                  s->capacity,    0,  0,        0,         c->requires_grad, c->status,      num_tokens,    0};
     const bool is_void = recv && ep_recv_is_void(s, plan, recv);
     if (plan) h.plan_idx = (uint32_t)plan[EP_HEAD_PLAN_IDX];
     if (plan && !h.status) h.status = plan[EP_HEAD_STATUS];

@@ -147,6 +147,7 @@ typedef struct {
     int32_t *plan, *recv;
     void *rows, *out;
     float *row_weight, *out_scalar;
+    bool requires_grad;
 } Step;
 
 EpTensor tensor1(const void *data, uint32_t dtype, int64_t d0);

@@ -62,7 +62,7 @@ int call_dispatch(Step *st) {
     EpTensor plan = tensor1(st->plan, EP_I32, (int64_t)st->plan_words), recv = tensor1(st->recv, EP_I32, (int64_t)st->recv_words);
     EpTensor rows = tensor2(st->rows, s->dtype, st->num_rows, s->hidden), row_weight = tensor1(st->row_weight, EP_F32, st->num_rows);
     return ep_layer_dispatch(st->me->layer, st->buffer, &x, c->has_weight ? &weight : NULL, &plan, &rows,
-                             c->has_weight ? &row_weight : NULL, &recv, NULL);
+                             c->has_weight ? &row_weight : NULL, &recv, st->requires_grad, NULL);
 }
 
 int call_combine(Step *st) {
@@ -77,7 +77,7 @@ int call_combine(Step *st) {
     EpTensor out = tensor2(st->out, s->dtype, st->num_tokens, s->hidden),
              out_scalar = tensor2(st->out_scalar, EP_F32, st->num_tokens, s->num_topk);
     return ep_layer_combine(st->me->layer, st->buffer, &y, c->has_row_weight ? &row_weight : NULL, c->has_scalar ? &row_scalar : NULL,
-                            &plan, &recv, &out, c->has_scalar ? &out_scalar : NULL, NULL);
+                            &plan, &recv, &out, c->has_scalar ? &out_scalar : NULL, st->requires_grad, NULL);
 }
 
 int call_op(Step *st, uint32_t op) {

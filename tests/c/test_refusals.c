@@ -137,6 +137,10 @@ static bool disagree_body(Rank *me, void *arg) {
         WANT(me, EP_EMISMATCH, call_dispatch(&st));
         CHECK(me, strstr(ep_error_text(), "ranks disagree in has_weight"));
         c.has_weight = true;
+        st.requires_grad = me_odd;
+        WANT(me, EP_EMISMATCH, call_dispatch(&st));
+        CHECK(me, strstr(ep_error_text(), "ranks disagree in requires_grad"));
+        st.requires_grad = true;
         WANT(me, EP_EMISMATCH, call_dispatch(me_odd ? &old : &st));
         CHECK(me, strstr(ep_error_text(), "ranks disagree in plan_idx"));
         CHECK(me, all_bytes_are(me_odd ? old.rows : st.rows, st.num_rows * row_bytes(&c.shape), EP_FILL_NAN));
@@ -145,6 +149,9 @@ static bool disagree_body(Rank *me, void *arg) {
         c.has_scalar = !me_odd;
         WANT(me, EP_EMISMATCH, call_combine(&st));
         c.has_scalar = true;
+        st.requires_grad = me_odd;
+        WANT(me, EP_EMISMATCH, call_combine(&st));
+        st.requires_grad = false;
         WANT(me, 0, call_combine(&st));
         TRY(check_combine(&st));
         step_close(&st), step_close(&old);
