@@ -53,6 +53,8 @@ int ep_world_refuse(EpWorld *world, int code);
 void ep_world_set_interrupt(bool (*wanted)(void));
 /* 0, or why the world has come to its end. */
 int ep_world_check(EpWorld *world);
+/* A bit for each rank that is gone, as far as this one knows by now: it has died, or left alone and was missed. */
+uint32_t ep_world_lost_ranks(EpWorld *world);
 /* End the world for all ranks, for a reason. */
 void ep_world_abort(EpWorld *world, int code, uint32_t rank, const char *text);
 /* A page of text: who ended the world, and the last operations of every rank.  With EPMOE_FLIGHT_RECORD=DIR

@@ -146,6 +146,12 @@ FAST(world_check) {
     return w ? ep_done(ep_world_check(w)) : NULL;
 }
 
+FAST(world_lost_ranks) {
+    WANT(1);
+    EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
+    return w ? PyLong_FromUnsignedLong(ep_world_lost_ranks(w)) : NULL;
+}
+
 FAST(world_set_timeout) {
     double timeout_s;
     WANT(2);
@@ -206,9 +212,10 @@ FAST(world_refuse) {
 
 /* ---- the module ---- */
 
-static PyMethodDef methods[] = {METHOD(set_exceptions),      METHOD(world_listen),      METHOD(world_create), METHOD(world_threads),
-                                METHOD(world_check),         METHOD(world_set_timeout), METHOD(world_close),  METHOD(worlds_settle),
-                                METHOD(world_flight_record), METHOD(world_exchange),    METHOD(world_refuse), {NULL, NULL, 0, NULL}};
+static PyMethodDef methods[] = {METHOD(set_exceptions), METHOD(world_listen),        METHOD(world_create),      METHOD(world_threads),
+                                METHOD(world_check),    METHOD(world_lost_ranks),    METHOD(world_set_timeout), METHOD(world_close),
+                                METHOD(worlds_settle),  METHOD(world_flight_record), METHOD(world_exchange),    METHOD(world_refuse),
+                                {NULL, NULL, 0, NULL}};
 
 /* True when a signal's handler has raised, as Ctrl-C does; only Python's main thread handles signals. */
 static bool is_interrupted(void) {

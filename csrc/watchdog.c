@@ -28,6 +28,7 @@
 void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
     if (w->end_code) return;
     w->end_code = code;
+    if (code == EP_EPEERDIED && rank < w->num_ranks) w->lost_ranks |= 1u << rank; /* another rank may have seen it first */
     snprintf(w->end_text, sizeof w->end_text, "%s", text);
     EpRankNotes *mine = &w->record.ranks[w->rank];
     w->record.end_code = code, w->record.end_rank = rank < w->num_ranks ? rank : w->rank, w->record.end_ns = ep_now_ns();
@@ -126,7 +127,9 @@ static void peer_ended(EpWorld *w, uint32_t r) {
     shutdown(w->sockets[r], SHUT_RDWR);
     close(w->sockets[r]);
     w->sockets[r] = -1;
-    if (w->closing || w->left_at_ns[r]) return;
+    if (w->left_at_ns[r]) return;
+    w->lost_ranks |= 1u << r;
+    if (w->closing) return;
     snprintf(text, sizeof text, "rank %u died (seen by rank %u)", r, w->rank);
     ep_world_end(w, EP_EPEERDIED, r, text);
 }

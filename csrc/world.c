@@ -224,6 +224,13 @@ uint16_t ep_world_number_layer(EpWorld *w) { return (uint16_t)atomic_fetch_add(&
 uint32_t ep_world_rank(const EpWorld *w) { return w->rank; }
 uint32_t ep_world_size(const EpWorld *w) { return w->num_ranks; }
 bool ep_world_is_threads(const EpWorld *w) { return w->is_threads; }
+uint32_t ep_world_lost_ranks(EpWorld *w) {
+    if (ep_world_is_forked(w)) return 0; /* the lock may be held for good */
+    pthread_mutex_lock(&w->lock);
+    uint32_t lost = w->lost_ranks;
+    pthread_mutex_unlock(&w->lock);
+    return lost;
+}
 uint64_t ep_world_timeout_ns(const EpWorld *w) { return atomic_load(&w->timeout_ns); }
 
 int ep_world_set_timeout(EpWorld *w, double timeout_s) {

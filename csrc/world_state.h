@@ -48,6 +48,7 @@ struct EpWorld {
     uint64_t seq;
     EpInbox inbox[EP_MAX_RANKS][EP_NUM_INBOX];
     uint64_t left_at_ns[EP_MAX_RANKS]; /* when a peer said goodbye, or 0 */
+    uint32_t lost_ranks;               /* see ep_world_lost_ranks */
     const EpCommBuffer *watched[EP_MAX_WATCHED];
     EpAction *at_release;
     EpRecord record; /* what is known of all ranks; complete at the end */

@@ -170,6 +170,12 @@ class World(Shared):
         """Raise why the world has ended, if it has."""
         _C.world_check(self._c)
 
+    def lost_ranks(self):
+        """Ranks that are gone, in order: they have died, or left alone while the others went on.  As far as this rank knows: one of them is
+        known when PeerDied is raised, more may be a moment later."""
+        lost = _C.world_lost_ranks(self._c)
+        return [rank for rank in range(self.size) if lost >> rank & 1]
+
     def set_timeout(self, timeout_s):
         """How long a wait for a living rank may take, from the next operation on: seconds, more than 0 and less than 1e6, else ValueError."""
         _C.world_set_timeout(self._c, float(timeout_s))

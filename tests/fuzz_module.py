@@ -144,7 +144,7 @@ WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "compl
          "vast", "vaster", "strided", "transposed", "misaligned", "parameter", "too many", "huge idx", "wild idx", "in heap", "plan as rows", "plan as idx",
          "plan of zeros", "wild plan", "negative plan", "wild recv", "a type", "storage"]
 SIGNATURES = {
-    "set_exceptions": "dict", "world_listen": "", "world_create": "small small seconds fd nonce names", "world_threads": "n seconds", "world_check": "W",
+    "set_exceptions": "dict", "world_listen": "", "world_create": "small small seconds fd nonce names", "world_threads": "n seconds", "world_check": "W", "world_lost_ranks": "W",
     "world_set_timeout": "W seconds", "world_close": "W flag", "world_exchange": "W bytes", "world_refuse": "W code", "world_flight_record": "W",
     "heap_create": "W small n size code", "heap_alloc": "H size n code", "heap_free": "H off", "heap_translate": "H off small", "heap_offset": "H n size", "heap_stats": "H",
     "heap_tensor": "H off small shape dl bits", "heap_put": "H off tensor small", "heap_get": "H off tensor small", "heap_signal": "H off n small small zero",

@@ -45,6 +45,7 @@ def _die_in_turn(rank, world_size, num_deaths, seed, folder):
         arguments = arguments_of(layer)
         note = os.path.join(folder, str(turn))
         world.exchange(b"go")
+        assert world.lost_ranks() == []
 
         def die():
             with open(note, "w") as f:
@@ -58,15 +59,16 @@ def _die_in_turn(rank, world_size, num_deaths, seed, folder):
             try:
                 step(layer, arguments)
             except epmoe.EpError as e:
-                error, seen_at = e, time.monotonic()
+                error, seen_at, lost = e, time.monotonic(), world.lost_ranks()
         again = outcome(layer.ep_barrier_all)
         late = seen_at - float(open(note).read())
-        told.append((type(error).__name__, str(error), victim, late, again.kind))
+        told.append((type(error).__name__, str(error), victim, late, again.kind, lost))
         endings = [outcome(layer.finalize).kind, outcome(world.close).kind]
+        told[-1] += (world.lost_ranks(),)
         del layer, world, error, again, arguments
         told[-1] += (endings, before, held())
         dist.destroy_process_group()
-        alive.pop(victim)
+        alive = [r for i, r in enumerate(alive) if i not in lost]  # as the README has it
         store = dist.FileStore(os.path.join(folder, f"store{turn}"), len(alive))
         dist.init_process_group("gloo", store=store, rank=alive.index(rank), world_size=len(alive))
         world = epmoe.World(timeout_s=20)
@@ -93,8 +95,9 @@ def test_world_survives_kill_9(tmp_path, seed):
     assert [r is None for r in results] == [rank in dead for rank in range(4)]
     told, names = results[alive[0]]
     assert len(told) == 3
-    for kind, text, victim, late, again, endings, held_before, held_after in told:
+    for kind, text, victim, late, again, lost, lost_later, endings, held_before, held_after in told:
         assert kind == "PeerDied" and f"rank {victim} died" in text, (kind, text)
+        assert lost == lost_later == [victim]
         assert late < 3, f"seen {late:.2f} s after the death"
         assert again == "PeerDied" and endings[1] in ("nothing", "PeerDied")
         for what in ("fds", "memfds", "heaps", "threads"):
