@@ -5,7 +5,7 @@ import contextlib
 import torch
 
 from . import _C
-from .gemm import _GATED, DGRAD, WGRAD, add_bias, aligned, as_kernel, grouped_gemm
+from .gemm import _GATED, DGRAD, WGRAD, add_bias, aligned, as_kernel, grouped_gemm, untraced
 from .layer import EPAll2AllLayer, cast
 from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect, requires_grad, row_dots, telling
 from .reference import activate
@@ -272,8 +272,8 @@ def _run_gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, buffe
     return _layer(layer)._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens, requires_grad)
 
 
-_lib.impl("dispatch_gemm", _run_dispatch_gemm, "CompositeExplicitAutograd")
-_lib.impl("gemm_combine", _run_gemm_combine, "CompositeExplicitAutograd")
+_lib.impl("dispatch_gemm", untraced(_run_dispatch_gemm), "CompositeExplicitAutograd")
+_lib.impl("gemm_combine", untraced(_run_gemm_combine), "CompositeExplicitAutograd")
 
 
 for _name in ("dispatch_gemm", "gemm_combine"):

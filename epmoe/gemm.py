@@ -1,5 +1,7 @@
 """Grouped GEMM: rows grouped by expert times each expert's own weights."""
 
+import sys
+
 import torch
 import torch.nn.functional as F
 
@@ -94,7 +96,14 @@ def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, a
     return out
 
 
-_lib.impl("grouped_gemm", _grouped_gemm, "CompositeExplicitAutograd")
+def untraced(fn):
+    """fn as what an operator does: where a graph breaks and the operator runs, a compiler would look into this, too, and warn.  Saying so to
+    the compiler imports it, which takes seconds: not where there is none."""
+    hidden = torch._disable_dynamo(fn)
+    return lambda *args: (hidden if "torch._dynamo" in sys.modules else fn)(*args)
+
+
+_lib.impl("grouped_gemm", untraced(_grouped_gemm), "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("epmoe::grouped_gemm", lib=_lib)

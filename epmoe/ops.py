@@ -10,7 +10,7 @@ import weakref
 import torch
 
 from . import _C
-from .gemm import aligned
+from .gemm import aligned, untraced
 
 layers = weakref.WeakValueDictionary()  # id -> layer
 _lib = torch.library.Library("epmoe", "DEF")
@@ -55,7 +55,7 @@ def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens
 
 
 for _name, _f in (("plan", _plan), ("dispatch", _dispatch), ("combine", _combine)):
-    _lib.impl(_name, _f, "CompositeExplicitAutograd")
+    _lib.impl(_name, untraced(_f), "CompositeExplicitAutograd")
 
 
 # ---- what a tracer sees ----

@@ -2,6 +2,7 @@
 
 import shutil
 import unittest.mock
+import warnings
 
 import pytest
 import torch
@@ -222,6 +223,32 @@ def two_plans(world, device, order):
     same &= all(torch.allclose(y, 4 * x[: len(y)]) for y in want)
     layer.finalize()
     return same
+
+
+def broken(world, device):
+    """A module without a capacity, compiled as most are: (whether it is as without a compiler, what was warned of)."""
+    torch._dynamo.reset()
+    moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, world, max_tokens=16, dtype=torch.float32, device=device)
+    keep(world, moe)
+    fast, g, same = torch.compile(moe, backend="aot_eager"), torch.Generator().manual_seed(world.rank), []
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for tokens in (8, 12, 0, 8):
+            x, weight = torch.randn(tokens, 16, generator=g).to(device).requires_grad_(), torch.rand(tokens, 2, generator=g).to(device)
+            idx = torch.randint(0, 2 * world.size, (tokens, 2), generator=g).to(device)
+            both = []
+            for call in (fast, moe):
+                y = call(x, idx, weight)
+                both.append((y.detach(), *torch.autograd.grad(y.square().sum(), [x, *moe.parameters()])))
+            same.append(all(torch.equal(a, b) for a, b in zip(*both)))
+    moe.finalize()
+    return all(same), [str(w.message) for w in seen if "epmoe" in str(w.message)]
+
+
+def test_moe_compile_with_graph_breaks(ranks):
+    """Rows that are only counted when it runs break a graph by default: quietly, and the compiler does not look into the operators."""
+    for same, warned in ranks.isolated(broken, world_size=2, timeout_s=180):
+        assert same and not warned, warned
 
 
 @pytest.mark.parametrize("order", ["smaller", "larger"])
