@@ -228,7 +228,8 @@ class EPAll2AllLayer(Shared):
             full_scatter_indices: row of every choice at its expert's rank, chosen by the caller instead of by the
                 plan: int32 [T, K] of this rank's tokens, or [sum of all ranks' T, K] in rank order.  Rows of a
                 rank must be a permutation of 0 .. M-1; only that they lie there is checked (ValueError here, and PeerError in
-                the others' dispatch), for no rank sees all of them.
+                the others' dispatch), for no rank sees all of them.  Where one is given twice another is missing: its row is undefined,
+                or, in dispatch and product as one kernel, waited for to twice the limit (EpTimeout).
             buffer: communication buffer to use.
         Returns: EPLayout.
         Raises on every rank: EpIndexError, EpOverflow, EpMismatch; ValueError or TypeError here and PeerError on

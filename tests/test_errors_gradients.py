@@ -103,6 +103,6 @@ def without_gradients_here(world, device, how):
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_errors_gradients_of_a_module(ranks, how):
-    results = ranks.isolated(without_gradients_here, how, world_size=2, timeout_s=180)
+    results = ranks.isolated(without_gradients_here, how, world_size=2, at_least=2, timeout_s=180)
     check_outcomes([got for got, _ in results], "EpMismatch", "ranks disagree in requires_grad", *NAMED)
     assert all(trained for _, trained in results)
