@@ -170,8 +170,9 @@ EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
     EpCommLayout l;
     uint64_t at = 0, w = s->num_ranks, slots = w * s->max_tokens, stage;
     l.row_bytes = (uint64_t)s->hidden * ep_dtype_bytes(s->dtype);
-    l.slot_stride = ep_align_u64(l.row_bytes + 8 + 8ull * s->num_topk, 16);
-    l.choice_stride = ep_align_u64(l.row_bytes + 8, 16);
+    /* Rows begin on lines: a warp's store of 512 bytes is then of four lines, not five. */
+    l.slot_stride = ep_align_u64(l.row_bytes + 8 + 8ull * s->num_topk, EP_LINE);
+    l.choice_stride = ep_align_u64(l.row_bytes + 8, EP_LINE);
     l.num_chunks = ep_ceil_div_u32(s->max_tokens, EP_CHUNK_SLOTS);
     l.num_count_cells = s->num_experts + s->num_ranks + EP_WRONG_CELLS;
     l.num_row_blocks = ep_ceil_div_u32(s->capacity, EP_TILE_ROWS);
