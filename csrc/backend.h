@@ -72,6 +72,9 @@ void ep_comm_close(EpHeap *heap, EpCommBuffer *b); /* local */
 uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code, void *stream);
 /* Before an operation: 0, or the error that the world or an earlier operation of this buffer has met. */
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
+/* Nothing can be launched here any more, on a GPU, so that no header says so: the others hear of it by the end of the world.  Keeps the
+ * error's text. */
+void ep_comm_give_up(EpHeap *heap, int code, void *stream);
 const EpBackend *ep_heap_backend(const EpHeap *heap);
 EpWorld *ep_heap_world(const EpHeap *heap);
 /* Until this rank's GPU has done all that it was given: before memory goes back, which peers and kernels may still use. */

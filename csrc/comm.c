@@ -102,6 +102,14 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
     }
 }
 
+void ep_comm_give_up(EpHeap *heap, int code, void *stream) {
+    char text[256];
+    const uint32_t me = ep_world_rank(ep_heap_world(heap));
+    if (ep_heap_kind(heap) == EP_CPU || ep_heap_backend(heap)->is_captured(stream)) return; /* it has entered; it has no others */
+    snprintf(text, sizeof text, "rank %u: %.200s", me, ep_error_text());
+    ep_world_abort(ep_heap_world(heap), code, me, text);
+}
+
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
     EpWorld *world = ep_heap_world(heap);
     const EpBackend *backend = ep_heap_backend(heap);
@@ -127,7 +135,8 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
             EpComm comm = b->comm;
             comm.status = code;
             ep_world_noted(world, ep_comm_note(heap, b, EP_OP_DISPATCH, 0, code, stream), code);
-            backend->enter(ep_heap_device(heap), &comm, EP_OP_DISPATCH, stream);
+            int entered = backend->enter(ep_heap_device(heap), &comm, EP_OP_DISPATCH, stream);
+            if (entered) ep_comm_give_up(heap, entered, stream);
         }
         return fault_error(&f, &b->comm.shape, b->comm.my_rank);
     }

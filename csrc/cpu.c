@@ -158,12 +158,12 @@ static bool all_below(const int32_t *x, uint64_t n, int64_t low, int64_t end) {
     for (uint64_t i = 0; i < n; i++) ok &= x[i] >= low && x[i] < end;
     return ok;
 }
-static bool is_sound(const EpShape *s, const EpPlanLayout *l, const int32_t *plan) {
+static bool is_sound(const EpShape *s, uint32_t me, const EpPlanLayout *l, const int32_t *plan) {
     uint32_t W = s->num_ranks, K = s->num_topk, L = ep_num_local_experts(s);
     uint64_t T = l->num_tokens;
     if (plan[EP_HEAD_STATUS] || plan[EP_HEAD_NUM_TOKENS] != (int32_t)T) return true; /* refused as the rank enters: nobody reads on */
     if (!all_below(plan + EP_HEAD_NUM_ROWS, 1, 0, 1ll + s->capacity) || !all_below(plan + EP_HEAD_NUM_SEND, W, 0, (int64_t)T + 1) ||
-        !all_below(plan + EP_HEAD_NUM_RECV, W, 0, 1ll + s->max_tokens) ||
+        !all_below(plan + EP_HEAD_NUM_RECV, W, 0, 1ll + s->max_tokens) || plan[EP_HEAD_NUM_RECV + me] != plan[EP_HEAD_NUM_SEND + me] ||
         !all_below(plan + l->token_expert_off, T * K, -1, s->num_experts) || !all_below(plan + l->token_row_off, T * K, -1, s->capacity) ||
         !all_below(plan + l->token_slot_off, T * W, -1, s->max_tokens))
         return false;
@@ -189,11 +189,11 @@ static int plan(int device, const EpPlanParams *p, void *stream) {
 }
 static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
-    return is_sound(&p->comm.shape, &p->layout, p->plan) ? run(p, NULL, num_sm) : refuse_plan(&p->comm, EP_OP_DISPATCH);
+    return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan) ? run(p, NULL, num_sm) : refuse_plan(&p->comm, EP_OP_DISPATCH);
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
-    return is_sound(&p->comm.shape, &p->layout, p->plan) ? run(NULL, p, num_sm) : refuse_plan(&p->comm, EP_OP_COMBINE);
+    return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan) ? run(NULL, p, num_sm) : refuse_plan(&p->comm, EP_OP_COMBINE);
 }
 static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
     (void)device, (void)stream;

@@ -67,6 +67,7 @@ static int open_block(int device, uint64_t num_bytes, void **memory, EpHeapCard 
     if (prop.major < 8)
         return ep_error(EP_EINVAL, "%s has compute capability %d.%d; epmoe needs 8.0 or newer", prop.name, prop.major, prop.minor);
     cudaError_t e = cudaMalloc(memory, rounded);
+    if (e != cudaSuccess && e != cudaErrorMemoryAllocation) return cuda_error(e, "cudaMalloc");
     if (e != cudaSuccess) {
         size_t num_free = 0, total = 0;
         cudaGetLastError();
@@ -226,17 +227,28 @@ static int unlock_turns(int device, int code) {
     pthread_mutex_unlock(&turns[device].lock);
     return code;
 }
+/* Work on `stream` waits for the last operation, which was on another one. */
+static int wait_behind(Turn *t, cudaStream_t stream) {
+    if (!t->behind && !t->graph && is_captured(t->stream)) { /* for a graph by now, or gone: of what ran on it no event is to be had */
+        EP_CUDA_TRY(cudaDeviceSynchronize());
+        return 0;
+    }
+    if (!t->behind) {
+        cudaEvent_t behind;
+        EP_CUDA_TRY(cudaEventCreateWithFlags(&behind, cudaEventDisableTiming));
+        cudaError_t e = cudaEventRecord(behind, t->stream);
+        if (e != cudaSuccess) cudaEventDestroy(behind);
+        EP_CUDA_TRY(e);
+        t->behind = behind;
+    }
+    EP_CUDA_TRY(cudaStreamWaitEvent(stream, t->behind, 0));
+    return 0;
+}
 static int take_turn(int device, cudaStream_t stream, Turn **out) {
     unsigned long long graph = 0;
     EP_TRY(graph_of(stream, &graph));
     Turn *t = *out = graph ? &turns[device].captured : &turns[device].runs;
-    if (t->was_any && t->stream != stream && t->graph == graph) {
-        if (!t->behind) {
-            EP_CUDA_TRY(cudaEventCreateWithFlags(&t->behind, cudaEventDisableTiming));
-            EP_CUDA_TRY(cudaEventRecord(t->behind, t->stream));
-        }
-        EP_CUDA_TRY(cudaStreamWaitEvent(stream, t->behind, 0));
-    }
+    if (t->was_any && t->stream != stream && t->graph == graph) EP_TRY(wait_behind(t, stream));
     t->stream = stream, t->graph = graph;
     return 0;
 }

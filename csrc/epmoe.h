@@ -48,8 +48,8 @@ int ep_world_create_threads(uint32_t num_ranks, double timeout_s, EpWorld *world
 int ep_world_exchange(EpWorld *world, const void *mine, uint32_t num_bytes, void *all);
 /* Take part in an exchange only to say that this rank failed with `code`: the others get EP_EPEER, none waits. */
 int ep_world_refuse(EpWorld *world, int code);
-/* A function that host waits for peers call ten times a second; when it says true they end, and with them
- * their world.  The Python module looks for Ctrl-C in it.  One for the whole process, or NULL. */
+/* A function that an exchange's wait for a peer calls ten times a second; when it says true it ends, and with it
+ * its world.  The Python module looks for Ctrl-C in it.  One for the whole process, or NULL. */
 void ep_world_set_interrupt(bool (*wanted)(void));
 /* 0, or why the world has come to its end. */
 int ep_world_check(EpWorld *world);

@@ -69,6 +69,8 @@ EP_FN bool ep_dev_wait(const EpDeviceHeap *h, const uint64_t *word, uint64_t val
         const uint64_t now = ep_time_to_look(polls) ? ep_now_ns() : looked;
         if (begin == 0) begin = looked = now;
         if (now - looked < EP_DEV_LOOK_NS) continue;
+        if (EP_LANES == 1 && now - looked > 500000000u)
+            begin += now - looked - 500000000u; /* this process was stopped; see EP_STOPPED_NS */
         looked = now;
         if (now - begin > h->timeout_ns || ep_ld_relaxed_sys_u64(h->world_ended)) break;
     }

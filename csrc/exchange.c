@@ -42,8 +42,9 @@ static bool is_interrupted(EpWorld *w) {
 }
 
 /* Wait for peer r's frame of this exchange; the lock is held. */
-static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t until_ns) {
+static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns) {
     EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
+    uint64_t until_ns = *limit_ns;
     bool is_late = false;
     while (!from->full) {
         char text[96];
@@ -52,7 +53,8 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t until_ns) 
         struct timespec t = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
         bool is_timeout = pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT;
         now = ep_now_ns();
-        if (now > next + INTERRUPT_NS) until_ns += now - next, next = 0; /* nobody ran here, nor perhaps anywhere: it does not count */
+        if (now > next + INTERRUPT_NS)
+            *limit_ns += now - next, until_ns += now - next, next = 0; /* nobody ran here, nor perhaps anywhere: it does not count */
         if (!is_timeout || from->full) continue;
         if (next == until_ns && !is_late) { /* this process may have been stopped, and the frame be there unread */
             is_late = true, until_ns = ep_now_ns() + INTERRUPT_NS;
@@ -111,7 +113,7 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
     for (uint32_t r = 0; r < w->num_ranks && !code; r++) {
         if (r == w->rank) continue;
         EpInbox *from = &w->inbox[r][f.seq % EP_NUM_INBOX];
-        code = await_frame(w, r, f.seq, until);
+        code = await_frame(w, r, f.seq, &until);
         if (code) break;
         from->full = false;
         if (fds_in) fds_in[r] = from->fd;

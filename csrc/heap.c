@@ -104,7 +104,8 @@ static void import_peers(EpHeap *h, const Offer *all, int *fds, Offer *mine) {
 }
 
 /* The first thing wrong with any rank's offer; all ranks fail, or none. */
-static int judge_offers(const Offer *all, uint32_t W, uint32_t me) {
+static int judge_offers(Offer *all, uint32_t W, uint32_t me) {
+    for (uint32_t r = 0; r < W; r++) all[r].text[sizeof all[r].text - 1] = 0;         /* a peer's words may have no end */
     if (all[me].code) return ep_error(all[me].code, "rank %u: %s", me, all[me].text); /* this rank knows better */
     for (uint32_t r = 0; r < W; r++) {
         if (all[r].code == EP_EINVAL || all[r].code == EP_ETYPE)
@@ -138,7 +139,10 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     Offer mine, all[EP_MAX_RANKS];
     int fd = -1, fds[EP_MAX_RANKS], code = 0;
     EpHeap *h = (EpHeap *)calloc(1, sizeof *h);
-    if (!h) return ep_error(EP_ENOMEM, "no memory for a heap");
+    if (!h) {
+        ep_world_refuse(world, EP_ENOMEM); /* the others are on their way to the first exchange */
+        return ep_error(EP_ENOMEM, "no memory for a heap");
+    }
     memset(&mine, 0, sizeof mine);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) fds[r] = -1;
     h->world = ep_world_retain(world), h->kind = kind, h->device = device, h->backend = ep_backend(kind);
@@ -164,6 +168,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
                  mine.text);
     }
     h->memory[me] = ep_memory_add(h->base[me]);
+    if (!h->memory[me] && h->base[me]) h->backend->heap_close(device, h->base[me], h->num_bytes), h->base[me] = NULL;
     if (!mine.code && !h->memory[me]) mine.code = ep_error(EP_ENOMEM, "no memory for a heap");
     mine.card.address = (uint64_t)(uintptr_t)h->memory[me];
     if (mine.code) memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
@@ -383,6 +388,7 @@ int ep_heap_barrier(EpHeap *h, void *stream) {
     uint64_t note = ep_comm_note(h, &h->control, EP_OP_BARRIER, 0, 0, stream);
     int code = h->backend->enter(h->device, &h->control.comm, EP_OP_BARRIER, stream);
     ep_world_noted(h->world, note, code);
+    if (code) ep_comm_give_up(h, code, stream);
     EP_TRY(code);
     return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
 }

@@ -85,7 +85,6 @@ _Static_assert(offsetof(Offer, num_buffers) == 8 * sizeof(uint32_t), "agree() wa
 static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     uint64_t num_bytes;
     uint32_t made = 0;
-    uint16_t number = ep_world_number_layer(ep_heap_world(heap));
     int code = ep_layer_check_config(config, &num_bytes);
     if (!code && config->shape.num_ranks != ep_world_size(ep_heap_world(heap)))
         code = ep_error(EP_EINVAL, "a layer of %u ranks in a world of %u", config->shape.num_ranks, ep_world_size(ep_heap_world(heap)));
@@ -96,6 +95,7 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
         free(l);
         return code;
     }
+    const uint16_t number = ep_world_number_layer(ep_heap_world(heap)); /* now that all make it: who fails before has none */
     l->heap = ep_heap_retain(heap), l->config = *config;
     atomic_init(&l->num_refs, 1);
     while (made < config->num_buffers && !code) {
@@ -138,6 +138,7 @@ int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
 int ep_layer_close(EpLayer *l) {
     int code = 0;
     if (l->closed && l->num_freed == l->config.num_buffers) return 0;
+    if (ep_world_is_forked(ep_heap_world(l->heap))) return ep_world_check(ep_heap_world(l->heap)); /* the lock may be held for good */
     uint64_t note = ep_world_note(ep_heap_world(l->heap), &(EpNote){.what = EP_DID_LAYER_CLOSE, .of = l->buffers[0].of});
     /* Peers may have pulled from here, and I from them, when the last kernel has ended: only then is the memory anybody else's. */
     int synced = ep_heap_quiesce(l->heap);
@@ -201,6 +202,7 @@ int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *st
     uint64_t note = ep_comm_note(l->heap, b, op, 0, code, stream);
     code = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &comm, op, stream);
     ep_world_noted(ep_heap_world(l->heap), note, comm.status);
+    if (code) ep_comm_give_up(l->heap, code, stream);
     return code;
 }
 

@@ -100,6 +100,11 @@ static void free_world(PyObject *c) {
     EpWorld *w = (EpWorld *)PyCapsule_GetPointer(c, WORLD);
     WITHOUT_LOCK(ep_world_release(w));
 }
+static PyObject *world_capsule(EpWorld *w) {
+    PyObject *c = PyCapsule_New(w, WORLD, free_world);
+    if (!c) WITHOUT_LOCK(ep_world_release(w));
+    return c;
+}
 
 FAST(world_listen) {
     unsigned char name[EP_NAME_BYTES], nonce[EP_NONCE_BYTES];
@@ -123,7 +128,7 @@ FAST(world_create) {
         return PyErr_Format(PyExc_ValueError, "a world has 1 to %u ranks, not %u", EP_MAX_RANKS, c.num_ranks);
     if (!ep_get_bytes(args[5], c.names, (Py_ssize_t)c.num_ranks * EP_NAME_BYTES)) return NULL;
     WITHOUT_LOCK(code = ep_world_create(&c, &w));
-    return code ? ep_raise(code) : PyCapsule_New(w, WORLD, free_world);
+    return code ? ep_raise(code) : world_capsule(w);
 }
 
 FAST(world_threads) {
@@ -136,7 +141,12 @@ FAST(world_threads) {
     int code = ep_world_create_threads(n, timeout_s, worlds);
     if (code) return ep_raise(code);
     PyObject *list = PyList_New(n);
-    for (uint32_t i = 0; list && i < n; i++) PyList_SetItem(list, i, PyCapsule_New(worlds[i], WORLD, free_world));
+    for (uint32_t i = 0; i < n; i++) {
+        PyObject *c = list ? world_capsule(worlds[i]) : NULL;
+        if (c) PyList_SetItem(list, i, c);
+        else if (list) Py_CLEAR(list);
+        else WITHOUT_LOCK(ep_world_release(worlds[i]));
+    }
     return list;
 }
 

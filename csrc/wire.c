@@ -168,7 +168,8 @@ static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_
 /* Callers that have not yet said who they are.  A stranger may be silent for as long as it likes: it takes
  * a place here, and the oldest has to leave when places run out, but nobody waits for it. */
 #define MAX_CALLERS 16u
-#define KNOCK_NS 300000000ull /* how often a rank that has not come is looked for */
+#define STOPPED_NS 500000000ull /* no round takes so long */
+#define KNOCK_NS 300000000ull   /* how often a rank that has not come is looked for */
 typedef struct {
     int fds[MAX_CALLERS];
     uint32_t num;
@@ -237,13 +238,15 @@ static int is_there(const EpWorldConfig *config, uint32_t r) {
 
 int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint64_t deadline_ns) {
     uint32_t num_waiting = config->num_ranks - 1 - config->rank;
-    uint64_t knock_at = ep_now_ns() + KNOCK_NS;
+    uint64_t knock_at = ep_now_ns() + KNOCK_NS, looked = ep_now_ns();
     Callers callers = {{0}, 0};
     int code = 0;
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) sockets[r] = -1;
     for (uint32_t r = 0; r < config->rank; r++) EP_TRY_GOTO(code, connect_to(config, r, &sockets[r], deadline_ns), fail);
     while (num_waiting) {
         uint64_t now = ep_now_ns();
+        if (now - looked > STOPPED_NS) deadline_ns += now - looked - STOPPED_NS; /* this process was stopped, perhaps with all others */
+        looked = now;
         if (now >= deadline_ns) {
             code =
                 ep_error(EP_ETIMEOUT, "rank %u did not come to the meeting of %u ranks", first_absent(config, sockets), config->num_ranks);

@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,6 +19,9 @@
  * process; the handler runs in the child, alone, and only closes. */
 #define MAX_WORLDS 256u
 static EpWorld *_Atomic worlds_here[MAX_WORLDS];
+static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER; /* what is listed is not freed */
+static void lock_list(void) { pthread_mutex_lock(&list_lock); }
+static void unlock_list(void) { pthread_mutex_unlock(&list_lock); }
 
 static void close_in_child(void) {
     for (uint32_t i = 0; i < MAX_WORLDS; i++) {
@@ -28,8 +32,9 @@ static void close_in_child(void) {
         }
         if (w && w->wake_fd >= 0) close(w->wake_fd), w->wake_fd = -1;
     }
+    unlock_list();
 }
-static void register_handler(void) { pthread_atfork(NULL, NULL, close_in_child); }
+static void register_handler(void) { pthread_atfork(lock_list, unlock_list, close_in_child); }
 
 static int enlist(EpWorld *w) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -41,10 +46,22 @@ static int enlist(EpWorld *w) {
     return ep_error(EP_ENOMEM, "a process holds at most %u worlds", MAX_WORLDS);
 }
 static void delist(EpWorld *w) {
+    lock_list();
     for (uint32_t i = 0; i < MAX_WORLDS; i++) {
         EpWorld *it = w;
         atomic_compare_exchange_strong(&worlds_here[i], &it, (EpWorld *)NULL);
     }
+    unlock_list();
+}
+/* The world at a place, with a reference more; or NULL, also where the last one is about to be gone. */
+static EpWorld *listed(uint32_t i) {
+    lock_list();
+    EpWorld *w = atomic_load(&worlds_here[i]);
+    int n = w ? atomic_load(&w->num_refs) : 0;
+    while (n > 0 && !atomic_compare_exchange_weak(&w->num_refs, &n, n + 1)) {
+    }
+    unlock_list();
+    return n > 0 ? w : NULL;
 }
 
 /* ---- creation ---- */
@@ -78,7 +95,13 @@ static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWor
 static int start_watchdog(EpWorld *w) {
     w->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (w->wake_fd < 0) return ep_error(EP_ESYS, "eventfd: %s", strerror(errno));
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL}; /* whose they are, who made them hears */
+    sigset_t others, before;                                       /* signals are for the program's own threads */
+    sigfillset(&others);
+    for (uint32_t i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&others, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
     int e = pthread_create(&w->watchdog, NULL, ep_world_watch_main, w);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (e) return ep_error(EP_ESYS, "no thread for the watchdog: %s", strerror(e));
     w->has_watchdog = true;
     pthread_setname_np(w->watchdog, "epmoe watchdog"); /* for debuggers and top -H */
@@ -155,15 +178,16 @@ int ep_world_close(EpWorld *w, bool collective) {
     snprintf(why, sizeof why, "%s", ep_error_text()); /* a goodbye to a dead peer fails too, and is not the reason */
     if ((code == EP_EMISMATCH || code == EP_EPEER) && !ep_world_check(w)) return ep_error(code, "%s", why); /* all close again */
     EpFrame goodbye = {.kind = EP_FRAME_GOODBYE, .rank = w->rank};
-    bool is_busy = false;
+    bool is_busy = false, on_gpu = false;
     pthread_mutex_lock(&w->lock);
     ep_world_await_record(w);
     w->closing = w->closed = true;
     for (uint32_t r = 0; r < w->num_ranks; r++)
         if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &goodbye, -1, ep_now_ns());
-    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) is_busy |= w->watched[i] != NULL;
-    is_busy = is_busy && (!collective || code) && !w->end_code && !atomic_load(&are_settled); /* an end has ended all waits */
-    if (is_busy) w->left_ns = ep_now_ns();
+    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) is_busy |= w->watched[i] != NULL, on_gpu |= w->watched[i] && w->watched[i]->on_stream;
+    if (w->end_code || (collective && !code)) is_busy = on_gpu = false; /* an end has ended all waits */
+    if (is_busy || on_gpu) w->left_ns = ep_now_ns();
+    if (atomic_load(&are_settled)) is_busy = false; /* tidy waits for what is on a GPU, in haste */
     pthread_mutex_unlock(&w->lock);
     if (w->has_watchdog) {
         uint64_t one = 1;
@@ -177,13 +201,15 @@ int ep_world_close(EpWorld *w, bool collective) {
 void ep_world_settle_all(void) {
     atomic_store(&are_settled, true);
     for (uint32_t i = 0; i < MAX_WORLDS; i++) {
-        EpWorld *w = atomic_load(&worlds_here[i]);
-        if (!w || ep_world_is_forked(w)) continue;
-        pthread_mutex_lock(&w->lock);
-        bool is_busy = w->left_ns != 0;
-        w->in_haste = true;
-        pthread_mutex_unlock(&w->lock);
-        if (is_busy) tidy(w);
+        EpWorld *w = listed(i);
+        if (w && !ep_world_is_forked(w)) {
+            pthread_mutex_lock(&w->lock);
+            bool is_busy = w->left_ns != 0;
+            w->in_haste = true;
+            pthread_mutex_unlock(&w->lock);
+            if (is_busy) tidy(w);
+        }
+        ep_world_release(w);
     }
 }
 
@@ -195,7 +221,10 @@ EpWorld *ep_world_retain(EpWorld *w) {
 void ep_world_release(EpWorld *w) {
     if (!w || atomic_fetch_sub(&w->num_refs, 1) != 1) return;
     if (ep_world_is_forked(w)) return; /* its memory belongs to the parent's threads; leave it alone */
+    char why[512]; /* who lets go of what could not be made says what that was, not to whom a goodbye could not be said */
+    snprintf(why, sizeof why, "%s", ep_error_text());
     ep_world_close(w, false);
+    ep_error(0, "%s", why);
     tidy(w);
     delist(w);
     for (EpAction *a = w->at_release, *next; a; a = next) {

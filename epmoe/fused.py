@@ -7,13 +7,14 @@ import torch
 from . import _C
 from .gemm import _GATED, DGRAD, WGRAD, add_bias, aligned, as_kernel, grouped_gemm, untraced
 from .layer import EPAll2AllLayer, cast
-from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, has_side_effect, requires_grad, row_dots, telling
+from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, register_fake, requires_grad, row_dots, telling
 from .reference import activate
 
 _lib.define("dispatch_gemm(Tensor x, Tensor? weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str layer, int buffer, SymInt num_rows, "
-            "int activation, float alpha=0, float limit=0, bool requires_grad=False) -> (Tensor, Tensor, Tensor, Tensor)")
+            "int activation, float alpha=0, float limit=0, bool requires_grad=False, Tensor? after=None) -> "
+            "(Tensor, Tensor, Tensor, Tensor)")
 _lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor? row_weight, Tensor plan, Tensor recv, str layer, int buffer, "
-            "SymInt num_tokens, bool requires_grad=False) -> (Tensor, Tensor)")
+            "SymInt num_tokens, bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor)")
 
 
 def fuses(max_tokens, topk, num_experts, world_size):
@@ -259,7 +260,8 @@ def _offsets(layer, plan):
     return plan.narrow(0, layer._plan_front["expert_row"], layer.num_local_experts + 1)
 
 
-def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0, limit=0.0, requires_grad=False):
+def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0, limit=0.0, requires_grad=False,
+                       after=None):
     layer = _layer(layer)
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
@@ -268,7 +270,7 @@ def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_ro
     return out, rows, _absent(x) if row_weight is None else row_weight, recv
 
 
-def _run_gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens, requires_grad=False):
+def _run_gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens, requires_grad=False, after=None):
     return _layer(layer)._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens, requires_grad)
 
 
@@ -276,12 +278,8 @@ _lib.impl("dispatch_gemm", untraced(_run_dispatch_gemm), "CompositeExplicitAutog
 _lib.impl("gemm_combine", untraced(_run_gemm_combine), "CompositeExplicitAutograd")
 
 
-for _name in ("dispatch_gemm", "gemm_combine"):
-    has_side_effect(_name)
-
-
-@torch.library.register_fake("epmoe::dispatch_gemm", lib=_lib)
-def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0, limit=0.0, requires_grad=False):
+@register_fake("dispatch_gemm")
+def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0, limit=0.0, requires_grad=False, after=None):
     layer, num_rows = _layer(layer), _rows_to_trace(num_rows)
     row_weight = _absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     columns = gemm_weight.shape[1] // (2 if activation in _GATED else 1)
@@ -289,14 +287,14 @@ def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, a
     return like.new_empty(num_rows, columns), like.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)
 
 
-@torch.library.register_fake("epmoe::gemm_combine", lib=_lib)
-def _(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens, requires_grad=False):
+@register_fake("gemm_combine")
+def _(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens, requires_grad=False, after=None):
     like = a.new_empty(0, dtype=_layer(layer).dtype)
     return like.new_empty(num_tokens, gemm_weight.shape[1]), like.new_empty(a.shape[0], gemm_weight.shape[1])
 
 
 def _save_dispatch_gemm(ctx, inputs, output):
-    x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation, _, _, _ = inputs
+    x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation, *_ = inputs
     ctx.num_tokens, ctx.has_weight = x.shape[0], weight is not None
     ctx.save_for_backward(plan, gemm_weight, output[1], output[3])
 
@@ -313,11 +311,11 @@ def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
     num_tokens = ctx.num_tokens * layer._copies
     dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer, num_tokens)
-    return layer._by_token(dx), d_weight if ctx.has_weight else None, None, d_gemm_weight, *[None] * 8
+    return layer._by_token(dx), d_weight if ctx.has_weight else None, None, d_gemm_weight, *[None] * 9
 
 
 def _save_gemm_combine(ctx, inputs, output):
-    a, gemm_weight, _, row_weight, plan, _, ctx.layer, ctx.buffer, _, _ = inputs
+    a, gemm_weight, _, row_weight, plan, _, ctx.layer, ctx.buffer, *_ = inputs
     ctx.has_weight, ctx.num_rows = row_weight is not None, a.shape[0]
     ctx.save_for_backward(plan, a, gemm_weight, *((output[1], row_weight) if ctx.has_weight else ()))
 
@@ -337,7 +335,7 @@ def _gemm_combine_backward(ctx, d_out, _):
         offsets = _offsets(layer, plan)
         da = gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False) if ctx.needs_input_grad[0] else None
         d_gemm_weight = gemm(g, a, offsets, None, None, WGRAD, 0, False) if ctx.needs_input_grad[1] else None
-    return da, d_gemm_weight, None, d_weight, *[None] * 6
+    return da, d_gemm_weight, None, d_weight, *[None] * 7
 
 
 torch.library.register_autograd("epmoe::dispatch_gemm", _dispatch_gemm_backward, setup_context=_save_dispatch_gemm, lib=_lib)

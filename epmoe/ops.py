@@ -2,6 +2,7 @@
 
 dispatch and combine are each other's backward: what dispatch copies, its backward adds up, and the other
 way round.  An operator names its layer by a text.  A result that is absent is a tensor without dimensions.
+`after` is not looked at: see inductor.py.
 """
 
 import contextlib
@@ -14,11 +15,11 @@ from .gemm import aligned, untraced
 
 layers = weakref.WeakValueDictionary()  # id -> layer
 _lib = torch.library.Library("epmoe", "DEF")
-_lib.define("plan(Tensor exp_indices, Tensor? scatter, str layer, int buffer) -> Tensor")
+_lib.define("plan(Tensor exp_indices, Tensor? scatter, str layer, int buffer, Tensor? after=None) -> Tensor")
 _lib.define("dispatch(Tensor x, Tensor? weight, Tensor plan, str layer, int buffer, SymInt num_rows, "
-            "bool requires_grad=False) -> (Tensor, Tensor, Tensor)")
+            "bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor, Tensor)")
 _lib.define("combine(Tensor rows, Tensor? row_weight, Tensor? row_scalar, Tensor plan, Tensor recv, str layer, int buffer, "
-            "SymInt num_tokens, bool requires_grad=False) -> (Tensor, Tensor)")
+            "SymInt num_tokens, bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor)")
 
 
 def _layer(idx):
@@ -36,11 +37,11 @@ def _absent(like):
 # ---- what runs ----
 
 
-def _plan(exp_indices, scatter, layer, buffer):
+def _plan(exp_indices, scatter, layer, buffer, after=None):
     return _layer(layer)._plan(exp_indices, scatter, buffer)
 
 
-def _dispatch(x, weight, plan, layer, buffer, num_rows, requires_grad=False):
+def _dispatch(x, weight, plan, layer, buffer, num_rows, requires_grad=False, after=None):
     layer = _layer(layer)
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
@@ -48,7 +49,7 @@ def _dispatch(x, weight, plan, layer, buffer, num_rows, requires_grad=False):
     return rows, _absent(x) if row_weight is None else row_weight, recv
 
 
-def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requires_grad=False):
+def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requires_grad=False, after=None):
     out, out_scalar = _layer(layer)._combine(aligned(rows), aligned(row_weight), aligned(row_scalar), plan, recv, buffer, num_tokens,
                                              requires_grad)
     return out, _absent(rows) if out_scalar is None else out_scalar
@@ -61,9 +62,20 @@ for _name, _f in (("plan", _plan), ("dispatch", _dispatch), ("combine", _combine
 # ---- what a tracer sees ----
 
 
-def has_side_effect(name):
-    """Every rank enters every operation, also one whose result it does not need: a compiler must not leave it out."""
+def register_fake(name):
+    """What an operator gives, for who traces.  Every rank enters every operation, also one whose result it does not need, and all in one
+    order: a compiler must not leave it out, nor move it."""
     torch.fx.node.has_side_effect(getattr(torch.ops.epmoe, name).default)
+
+    def register(fn):
+        @torch.library.register_fake(f"epmoe::{name}", lib=_lib)
+        def fake(*args, **kwargs):
+            from .inductor import keep_order  # slow to import, and there if a compiler is
+
+            keep_order()
+            return fn(*args, **kwargs)
+
+    return register
 
 
 def _rows_to_trace(num_rows):
@@ -73,24 +85,20 @@ def _rows_to_trace(num_rows):
     return torch.library.get_ctx().new_dynamic_size() if guard_or_false(num_rows < 0) else num_rows
 
 
-for _name in ("plan", "dispatch", "combine"):
-    has_side_effect(_name)
-
-
-@torch.library.register_fake("epmoe::plan", lib=_lib)
-def _(exp_indices, scatter, layer, buffer):
+@register_fake("plan")
+def _(exp_indices, scatter, layer, buffer, after=None):
     return exp_indices.new_empty(_layer(layer)._plan_words(exp_indices.shape[0]), dtype=torch.int32)
 
 
-@torch.library.register_fake("epmoe::dispatch", lib=_lib)
-def _(x, weight, plan, layer, buffer, num_rows, requires_grad=False):
+@register_fake("dispatch")
+def _(x, weight, plan, layer, buffer, num_rows, requires_grad=False, after=None):
     layer, num_rows = _layer(layer), _rows_to_trace(num_rows)
     row_weight = _absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     return x.new_empty(num_rows, layer.hidden, dtype=layer.dtype), row_weight, plan.new_empty(layer._recv_words)
 
 
-@torch.library.register_fake("epmoe::combine", lib=_lib)
-def _(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requires_grad=False):
+@register_fake("combine")
+def _(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens, requires_grad=False, after=None):
     layer = _layer(layer)
     out_scalar = _absent(rows) if row_scalar is None else rows.new_empty(num_tokens, layer.topk, dtype=torch.float32)
     return rows.new_empty(num_tokens, layer.hidden, dtype=layer.dtype), out_scalar
@@ -111,7 +119,7 @@ def telling(layer, op, buffer, plan):
 
 
 def _save_dispatch(ctx, inputs, output):
-    x, weight, plan, ctx.layer, ctx.buffer, _, _ = inputs
+    x, weight, plan, ctx.layer, ctx.buffer, *_ = inputs
     ctx.num_tokens, ctx.has_weight = x.shape[0], weight is not None
     ctx.save_for_backward(plan, output[2])
 
@@ -121,11 +129,11 @@ def _dispatch_backward(ctx, d_rows, d_row_weight, _):
     with telling(_layer(ctx.layer), _C.OP_COMBINE, ctx.buffer, plan):
         d_rows, scalar = d_rows.contiguous(), d_row_weight.contiguous() if ctx.has_weight else None
     dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer, ctx.num_tokens)
-    return dx, d_weight if ctx.has_weight else None, *[None] * 5
+    return dx, d_weight if ctx.has_weight else None, *[None] * 6
 
 
 def _save_combine(ctx, inputs, output):
-    rows, row_weight, row_scalar, plan, _, ctx.layer, ctx.buffer, _, _ = inputs
+    rows, row_weight, row_scalar, plan, _, ctx.layer, ctx.buffer, *_ = inputs
     ctx.has_weight, ctx.has_scalar, ctx.num_rows = row_weight is not None, row_scalar is not None, rows.shape[0]
     ctx.save_for_backward(plan, *((rows, row_weight) if ctx.has_weight else ()))
 
@@ -146,7 +154,7 @@ def _combine_backward(ctx, d_out, d_scalar):
         rows, row_weight = weighted
         d_weight = row_dots(g, rows) if ctx.needs_input_grad[1] else None
         g = (g * row_weight[:, None]).to(g.dtype)
-    return g, d_weight, d_row_scalar if ctx.has_scalar else None, *[None] * 6
+    return g, d_weight, d_row_scalar if ctx.has_scalar else None, *[None] * 7
 
 
 torch.library.register_autograd("epmoe::dispatch", _dispatch_backward, setup_context=_save_dispatch, lib=_lib)

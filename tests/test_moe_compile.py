@@ -225,7 +225,7 @@ def two_plans(world, device, order):
     return same
 
 
-def broken(world, device):
+def compiled_as_most(world, device):
     """A module without a capacity, compiled as most are: (whether it is as without a compiler, what was warned of)."""
     torch._dynamo.reset()
     moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, world, max_tokens=16, dtype=torch.float32, device=device)
@@ -245,9 +245,9 @@ def broken(world, device):
     return all(same), [str(w.message) for w in seen if "epmoe" in str(w.message)]
 
 
-def test_moe_compile_with_graph_breaks(ranks):
+def test_moe_compile_breaks_graphs_quietly(ranks):
     """Rows that are only counted when it runs break a graph by default: quietly, and the compiler does not look into the operators."""
-    for same, warned in ranks.isolated(broken, world_size=2, timeout_s=180):
+    for same, warned in ranks.isolated(compiled_as_most, world_size=2, timeout_s=180):
         assert same and not warned, warned
 
 

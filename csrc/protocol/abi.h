@@ -13,7 +13,7 @@
 #define EP_ABI_H
 #include "port.h"
 
-#define EP_ABI_VERSION 0x65700007u
+#define EP_ABI_VERSION 0x65700008u
 #define EP_MAX_RANKS 8u
 #define EP_MAX_TOPK 32u
 #define EP_MAX_EXPERTS 1024u
