@@ -7,7 +7,7 @@ import torch
 from . import _C
 from .gemm import _GATED, DGRAD, WGRAD, add_bias, aligned, as_kernel, grouped_gemm, untraced
 from .layer import EPAll2AllLayer, cast
-from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, register_fake, requires_grad, row_dots, telling
+from .ops import _absent, _layer, _lib, _rows_to_trace, dispatch, is_watched, register_fake, requires_grad, row_dots, telling
 from .reference import activate
 
 _lib.define("dispatch_gemm(Tensor x, Tensor? weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str layer, int buffer, SymInt num_rows, "
@@ -145,7 +145,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             gemm_weight, added = gemm_weight.contiguous(), None if added is None else added.to(self.dtype).contiguous()
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_GEMM, error, layout.buffer)
-        if with_grad or torch.compiler.is_compiling():
+        if with_grad or is_watched():
             h, _, row_weight, layout.recv = torch.ops.epmoe.dispatch_gemm(input, weight, layout.plan, gemm_weight, added, self.id, layout.buffer,
                                                                           num_rows, *as_kernel(inside), with_grad)
             row_weight = None if weight is None else row_weight
@@ -195,7 +195,7 @@ class EpAll2AllFusedOp(EPAll2AllLayer):
             self._refuse(_C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, error, self._meant(layout))
         if not fused:
             return self.combine(rows, layout, weight)
-        if with_grad or torch.compiler.is_compiling():
+        if with_grad or is_watched():
             y = torch.ops.epmoe.gemm_combine(gemm_input, gemm_weight, bias, weight, layout.plan, layout.recv, self.id, layout.buffer,
                                              layout.num_tokens, with_grad)[0]
         else:

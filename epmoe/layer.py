@@ -236,12 +236,15 @@ class EPAll2AllLayer(Shared):
             the others; PeerDied, EpTimeout.
         """
         self._check_buffer(_C.OP_PLAN, buffer)
-        if torch.compiler.is_compiling():
+        is_watched = ops.is_watched()
+        if ops.is_transformed():
+            self._refuse(_C.OP_PLAN, NotImplementedError("torch.func's transforms do not go through epmoe: torch.autograd's gradients do"), buffer)
+        if is_watched:
             plan = ops.plan(self, exp_indices, full_scatter_indices, buffer)
         else:
             plan = self._plan(exp_indices, full_scatter_indices, buffer)
         num_rows = None
-        if self.capacity is None and not torch.compiler.is_compiling():
+        if self.capacity is None and not is_watched:
             num_rows = self._num_rows(plan, buffer)
         return EPLayout(self, plan, exp_indices.shape[0], buffer, num_rows)
 
@@ -263,7 +266,7 @@ class EPAll2AllLayer(Shared):
         """
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight, full_scatter_indices, layout, buffer)
         with_grad = ops.requires_grad(input, weight)
-        if with_grad or torch.compiler.is_compiling():
+        if with_grad or ops.is_watched():
             rows, row_weight, layout.recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer, num_rows, with_grad)
         else:
             num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
@@ -296,7 +299,7 @@ class EPAll2AllLayer(Shared):
         except Exception as error:
             self._refuse(_C.OP_COMBINE, error, self._meant(layout))
         with_grad = ops.requires_grad(input, weight)
-        if with_grad or torch.compiler.is_compiling():
+        if with_grad or ops.is_watched():
             return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer, layout.num_tokens, with_grad)
         return self._combine(input, weight, None, layout.plan, layout.recv, layout.buffer, layout.num_tokens)[0]
 

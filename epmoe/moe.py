@@ -131,8 +131,8 @@ class EPMoE(nn.Module):
             topk_idx: [.., K] int32 or int64; -1 and E are dropped.
             topk_weights: [.., K] of a floating-point dtype; applied as float32.
             None of them has to be contiguous.  As many tokens in each, at most max_tokens.
-            x and topk_weights want gradients on all ranks or on none, also where a rank has no tokens: else EpMismatch, for backward would not
-            be the same call.
+            x and topk_weights want gradients on all ranks or on none, also where a rank has no tokens, and so do the parameters: else
+            EpMismatch, for backward would not be the same call.
         Returns: [.., H] of the layer's dtype.
         Differentiable in x, topk_weights and the parameters.  Errors: those of EPAll2AllLayer.preprocess, dispatch and combine.
         last_layout is then that of this call, but for compiled ones.

@@ -164,6 +164,17 @@ torch.library.register_autograd("epmoe::combine", _combine_backward, setup_conte
 # ---- for layer.py ----
 
 
+def is_watched():
+    """Whether somebody besides autograd wants to see operators: a compiler, a tracer, a mode.  Else the module is called as it is, which
+    takes some microseconds less."""
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_transformed():
+    """Whether this is inside of one of torch.func's transforms, which would take the operators' gradients for zeros."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def requires_grad(*tensors):
     """Whether a gradient flows through a call with these, so that a call of the backward follows on it."""
     if torch.is_grad_enabled():

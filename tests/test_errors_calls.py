@@ -367,7 +367,7 @@ def test_errors_use_of_a_closed_world(closed, name):
 
 @pytest.mark.cpu_only  # on a GPU the plan is read where nobody looks at it first
 @pytest.mark.parametrize("mode", ["scatter", "gather", "local"])
-@pytest.mark.parametrize("part, value", [("send_tokens", 2**30), ("send_tokens", -1), ("recv_tokens", 2**30), ("token_dst_scatter_idx", 2**30), ("token_dst_scatter_idx", -1),
+@pytest.mark.parametrize("part, value", [("send_tokens", 2**30), ("send_tokens", -1), ("recv_tokens", 2**30), ("recv_tokens", 3), ("token_dst_scatter_idx", 2**30), ("token_dst_scatter_idx", -1),
                                          ("token_slots", 2**30), ("token_slots", -1)], ids=lambda v: str(v))
 def test_errors_layout_written_over(ranks, part, value, mode):
     """A layout's parts are views of the plan: nonsense in it is an error, and no wild store."""

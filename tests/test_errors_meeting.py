@@ -33,6 +33,7 @@ class Things:
             heap.barrier()
         for layer in self.layers:
             layer.ep_barrier_all()
+        make_layer(self.world, self.device, CASE, heap=self.heaps[0]).finalize()
 
     def close(self):
         for thing in self.layers:
@@ -50,6 +51,8 @@ MEETINGS = {
     "finalize": (lambda t: t.layers[1].finalize(), lambda t: t.layers[0].finalize(), "layer close (layer 1)", "layer close (layer 0)"),
     "layer in a heap": (lambda t: make_layer(t.world, t.device, CASE, heap=t.heaps[1]), lambda t: make_layer(t.world, t.device, CASE, heap=t.heaps[0]),
                         "layer creation (heap 1)", "layer creation (heap 0)"),
+    "layer with a heap": (lambda t: make_layer(t.world, t.device, CASE, heap=t.heaps[1]), lambda t: make_layer(t.world, t.device, CASE),
+                          "layer creation (heap 1)", "agreement on a layer"),
     "exchange and close": (lambda t: t.world.exchange(b"x"), lambda t: t.heaps[0].close(), "exchange", "heap close (heap 0)"),
     "exchange and malloc": (lambda t: t.world.exchange(bytes(24)), lambda t: t.heaps[0].malloc_symmetric(4), "exchange", "allocation (heap 0)"),
     "world and heap": (lambda t: t.world.close(), lambda t: t.heaps[0].close(), "world close", "heap close (heap 0)"),
@@ -130,8 +133,8 @@ def _suspended(rank, world_size, what):
     world = epmoe.World(timeout_s=2)
     heap = epmoe.SymmetricHeap(world, 1 << 20, "cpu")
     heap.barrier()
-    if rank == 1:
-        if os.fork() == 0:  # somebody else stops them all
+    if rank:
+        if rank == 1 and os.fork() == 0:  # somebody else stops them all
             time.sleep(0.3)
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
@@ -140,7 +143,7 @@ def _suspended(rank, world_size, what):
                 os.kill(pid, signal.SIGCONT)
             os._exit(0)
         begin = time.process_time()
-        while time.process_time() - begin < 0.6:
+        while time.process_time() - begin < 0.6 * rank:
             pass
     return outcome(lambda: heap.barrier() if what == "barrier" else world.exchange(b"x"))
 
@@ -148,8 +151,8 @@ def _suspended(rank, world_size, what):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("what", ["exchange", "barrier"])
 def test_errors_do_not_come_of_a_job_that_was_suspended(what):
-    """All ranks are stopped for longer than the limit: nobody has waited for it."""
-    check_outcomes(process_ranks(_suspended, 2, what), "nothing", within_s=20)
+    """All ranks are stopped for longer than the limit: nobody has waited for it, neither for the first to come nor for the last."""
+    check_outcomes(process_ranks(_suspended, 3, what), "nothing", within_s=20)
 
 
 def _without_descriptors(rank, world_size, num_free):

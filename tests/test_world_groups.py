@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -266,3 +268,29 @@ def test_world_harness_of_threads_shows_what_failed():
         run_threads(lambda world: time.sleep(1.5), 1, timeout_s=0.2)
     time.sleep(1.6)
     assert threading.active_count() <= before
+
+
+# ---- a world beside a program of its own ----
+
+
+def alone(program):
+    """What a program prints that has no other threads than the world's."""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+
+
+def test_world_takes_no_signal():
+    """Who waits for signals in order has them blocked in all its threads; the watchdog is none of its."""
+    done = alone("import os, signal, epmoe\n"
+                 "world = epmoe.thread_worlds(1)[0]\n"
+                 "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n"
+                 "os.kill(os.getpid(), signal.SIGUSR1)\n"
+                 "print(signal.sigtimedwait({signal.SIGUSR1}, 5).si_signo == signal.SIGUSR1)")
+    assert (done.returncode, done.stdout) == (0, "True\n"), done
+
+
+def test_world_that_cannot_be_made_says_why():
+    """And not what came of it while it was taken apart."""
+    done = alone("import resource, epmoe\n"
+                 "resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))\n"
+                 "try:\n    epmoe.thread_worlds(8)\nexcept epmoe.EpError as e:\n    print(e)")
+    assert done.stdout == "socketpair: Too many open files\n", done

@@ -1,0 +1,68 @@
+"""EPMoE where somebody looks on who is no compiler: tracers record it, modes see it, torch.func is told that it cannot."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+import epmoe
+from cases import check_outcomes, generator, keep, outcome
+
+
+def make(world, device, capacity):
+    torch.manual_seed(0)
+    moe = epmoe.EPMoE(16, 24, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device, capacity=16 * world.size if capacity else None)
+    keep(world, moe)
+    return moe
+
+
+def inputs(world, device, seed):
+    g = generator(seed, world.rank)
+    return (torch.randn(8, 16, generator=g).to(device), torch.randint(0, 2 * world.size, (8, 2), generator=g).to(device),
+            torch.rand(8, 2, generator=g).to(device))
+
+
+def traced(world, device, how, capacity):
+    """What a tracer has made of one call, on other inputs: as the module itself."""
+    moe = make(world, device, capacity)
+    with torch.no_grad():
+        first, second = inputs(world, device, 1), inputs(world, device, 2)
+        again = torch.jit.trace(moe, first, check_trace=False) if how == "jit" else make_fx(moe)(*first)
+        same = [torch.equal(again(*given), moe(*given)) for given in (second, first)]
+        with FlopCounterMode(display=False):
+            same.append(torch.equal(moe(*second), again(*second)))
+    moe.finalize()
+    return same
+
+
+@pytest.mark.parametrize("capacity", [False, True], ids=["exact", "capacity"])
+@pytest.mark.parametrize("how", ["jit", "fx"])
+def test_moe_traced(ranks, how, capacity):
+    for same in ranks.isolated(traced, how, capacity, world_size=2, timeout_s=120):
+        assert same == [True, True, True]
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.func.vmap(f)(torch.stack([x, x])),
+}
+
+
+def transformed(world, device, name):
+    moe = make(world, device, False)
+    x, idx, weight = inputs(world, device, 3)
+    before = moe(x, idx, weight)
+    got = outcome(lambda: TRANSFORMS[name](lambda x: moe(x, idx, weight), x) and None, moe.layer)
+    after = moe(x, idx, weight)
+    moe.layer.synchronize()
+    moe.finalize()
+    return got, torch.equal(before, after)
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_moe_of_torch_func(ranks, name):
+    """Whose gradients would be zeros."""
+    results = ranks.isolated(transformed, name, world_size=2, timeout_s=120)
+    check_outcomes([got for got, _ in results], "NotImplementedError", "torch.func's transforms do not go through epmoe")
+    assert all(same for _, same in results)
