@@ -32,7 +32,7 @@ def test_heap_layer_bytes_grow_by_whole_rows():
     sizes = [_C.layer_bytes(config(max_tokens=t, mode=_C.COMBINE_LOCAL, topk=2, capacity=8 * 40000 * 2)) for t in range(36000, 40000, 400)]
     steps = {b - a for a, b in zip(sizes, sizes[1:])}
     assert sizes[0] < 2**32 < sizes[-1]
-    slot = (2 * 7168 + 8 + 16 + 15) // 16 * 16
+    slot = (2 * 7168 + 8 + 16 + 127) // 128 * 128
     assert max(steps) - min(steps) <= 4096 and abs(max(steps) - 8 * 400 * slot) < 1 << 17
 
 
