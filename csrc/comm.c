@@ -103,11 +103,13 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
 }
 
 void ep_comm_give_up(EpHeap *heap, int code, void *stream) {
-    char text[256];
+    char why[512], text[256];
     const uint32_t me = ep_world_rank(ep_heap_world(heap));
     if (ep_heap_kind(heap) == EP_CPU || ep_heap_backend(heap)->is_captured(stream)) return; /* it has entered; it has no others */
-    snprintf(text, sizeof text, "rank %u: %.200s", me, ep_error_text());
+    snprintf(why, sizeof why, "%s", ep_error_text());
+    snprintf(text, sizeof text, "rank %u: %.200s", me, why);
     ep_world_abort(ep_heap_world(heap), code, me, text);
+    ep_error(code, "%s", why);
 }
 
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {

@@ -177,9 +177,10 @@ static int sync_stream(int device, void *stream, EpWorld *world) { GUARDED(devic
 
 static bool is_captured(void *stream) {
     enum cudaStreamCaptureStatus status;
-    if (cudaStreamIsCapturing((cudaStream_t)stream, &status) == cudaSuccess) return status != cudaStreamCaptureStatusNone;
-    cudaGetLastError(); /* the launch will say what is wrong */
-    return true;
+    cudaError_t e = cudaStreamIsCapturing((cudaStream_t)stream, &status);
+    if (e == cudaSuccess) return status != cudaStreamCaptureStatusNone;
+    cudaGetLastError();
+    return e == cudaErrorStreamCaptureImplicit; /* else the launch will say what is wrong */
 }
 
 static int sync_all(int device) { GUARDED(device, check_call(cudaDeviceSynchronize(), "cudaDeviceSynchronize")); }
@@ -229,16 +230,15 @@ static int unlock_turns(int device, int code) {
 }
 /* Work on `stream` waits for the last operation, which was on another one. */
 static int wait_behind(Turn *t, cudaStream_t stream) {
-    if (!t->behind && !t->graph && is_captured(t->stream)) { /* for a graph by now, or gone: of what ran on it no event is to be had */
-        EP_CUDA_TRY(cudaDeviceSynchronize());
-        return 0;
-    }
     if (!t->behind) {
         cudaEvent_t behind;
         EP_CUDA_TRY(cudaEventCreateWithFlags(&behind, cudaEventDisableTiming));
-        cudaError_t e = cudaEventRecord(behind, t->stream);
-        if (e != cudaSuccess) cudaEventDestroy(behind);
-        EP_CUDA_TRY(e);
+        if ((!t->graph && is_captured(t->stream)) || cudaEventRecord(behind, t->stream) != cudaSuccess) {
+            cudaGetLastError(); /* that stream is a graph's by now, or gone: of what ran on it no event is to be had */
+            cudaEventDestroy(behind);
+            EP_CUDA_TRY(cudaDeviceSynchronize());
+            return 0;
+        }
         t->behind = behind;
     }
     EP_CUDA_TRY(cudaStreamWaitEvent(stream, t->behind, 0));
