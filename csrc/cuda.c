@@ -192,7 +192,7 @@ static int sync_all(int device) { GUARDED(device, check_call(cudaDeviceSynchroni
  * themselves.  So a process's operations on a GPU go in the order of their calls: each waits for the one before, if that was on
  * another stream.  What is captured is ordered inside its graph; graphs are ordered by who replays them. */
 typedef struct {
-    cudaEvent_t behind; /* the last operation; NULL until there is a second stream */
+    cudaEvent_t behind; /* the last operation: recorded at once, for later its stream may be gone, or captured for a graph */
     cudaStream_t stream;
     unsigned long long graph; /* that it was captured for, or 0 */
     bool was_any;
@@ -228,34 +228,19 @@ static int unlock_turns(int device, int code) {
     pthread_mutex_unlock(&turns[device].lock);
     return code;
 }
-/* Work on `stream` waits for the last operation, which was on another one. */
-static int wait_behind(Turn *t, cudaStream_t stream) {
-    if (!t->behind) {
-        cudaEvent_t behind;
-        EP_CUDA_TRY(cudaEventCreateWithFlags(&behind, cudaEventDisableTiming));
-        if ((!t->graph && is_captured(t->stream)) || cudaEventRecord(behind, t->stream) != cudaSuccess) {
-            cudaGetLastError(); /* that stream is a graph's by now, or gone: of what ran on it no event is to be had */
-            cudaEventDestroy(behind);
-            EP_CUDA_TRY(cudaDeviceSynchronize());
-            return 0;
-        }
-        t->behind = behind;
-    }
-    EP_CUDA_TRY(cudaStreamWaitEvent(stream, t->behind, 0));
-    return 0;
-}
 static int take_turn(int device, cudaStream_t stream, Turn **out) {
     unsigned long long graph = 0;
     EP_TRY(graph_of(stream, &graph));
     Turn *t = *out = graph ? &turns[device].captured : &turns[device].runs;
-    if (t->was_any && t->stream != stream && t->graph == graph) EP_TRY(wait_behind(t, stream));
+    if (!t->behind) EP_CUDA_TRY(cudaEventCreateWithFlags(&t->behind, cudaEventDisableTiming));
+    if (t->was_any && t->stream != stream && t->graph == graph) EP_CUDA_TRY(cudaStreamWaitEvent(stream, t->behind, 0));
     t->stream = stream, t->graph = graph;
     return 0;
 }
 static int end_turn(Turn *t, cudaError_t launched, const char *what) {
     EP_TRY(check_call(launched, what));
     t->was_any = true;
-    return t->behind ? check_call(cudaEventRecord(t->behind, t->stream), "cudaEventRecord") : 0;
+    return check_call(cudaEventRecord(t->behind, t->stream), "cudaEventRecord");
 }
 /* A range of NVTX, so that profilers name the operation beside its kernel. */
 #define IN_TURN(device, stream, call, what)                             \
