@@ -15,14 +15,14 @@ _RESULTS = {"plan": None, "dispatch": 1, "combine": 1, "dispatch_gemm": 2, "gemm
 
 
 class KeepOrder(CustomGraphPass):
-    """Behind the pass that a user has set, if any."""
+    """Behind the pass, or passes, that a user has set, if any."""
 
-    def __init__(self, other):
-        self.other = other
+    def __init__(self, others):
+        self.others = list(others) if isinstance(others, (list, tuple)) else [others] if others else []
 
     def __call__(self, graph):
-        if self.other is not None:
-            self.other(graph)
+        for other in self.others:
+            other(graph)
         ours = {getattr(torch.ops.epmoe, name).default: at for name, at in _RESULTS.items()}
         last = None
         for node in list(graph.nodes):
@@ -37,8 +37,8 @@ class KeepOrder(CustomGraphPass):
                 last.meta["val"] = node.meta["val"][at]
 
     def uuid(self):
-        theirs = self.other.uuid() if isinstance(self.other, CustomGraphPass) else None
-        return None if self.other is not None and theirs is None else ("epmoe keeps its order, 1", theirs)
+        theirs = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.others]
+        return None if None in theirs else ("epmoe keeps its order, 1", *theirs)
 
 
 def keep_order():

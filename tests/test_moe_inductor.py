@@ -102,4 +102,5 @@ def test_moe_inductor_passes_of_others():
     theirs = Theirs()
     KeepOrder(theirs)(torch.fx.Graph())
     assert theirs.seen == 1 and "theirs" in KeepOrder(theirs).uuid() and KeepOrder(None).uuid() != KeepOrder(theirs).uuid()
-    assert KeepOrder(lambda graph: None).uuid() is None
+    KeepOrder([theirs, theirs])(torch.fx.Graph())
+    assert theirs.seen == 3 and KeepOrder([theirs, lambda graph: None]).uuid() is None and KeepOrder(lambda graph: None).uuid() is None
