@@ -10,15 +10,21 @@
 /* What one rank sends another so that it can map its heap; a descriptor may go beside it. */
 typedef struct {
     uint64_t num_bytes, address;
-    unsigned char device_id[16]; /* CUDA: the UUID, so that two ranks on one GPU are seen */
     unsigned char handle[64];
     int32_t runtime_version, driver_version;
 } EpHeapCard;
 
+/* The memory that a rank's heap would come from.  Ranks with the same device_id share that memory. */
 typedef struct {
-    /* 0, or EP_ENOMEM: no room for num_heaps blocks of num_bytes, of all ranks of this machine.  heap_open may
-     * fail nonetheless. */
-    int (*heap_room)(uint64_t num_bytes, uint32_t num_heaps);
+    unsigned char device_id[16]; /* CUDA: the UUID of the GPU.  CPU: zeros, because all ranks are on one machine */
+    uint64_t free_bytes;
+    uint32_t num_sms;   /* CUDA: SMs of the GPU.  CPU: 0 */
+    uint32_t may_share; /* ranks that are processes may share this device */
+} EpHeapRoom;
+
+typedef struct {
+    /* What this rank's device has left.  heap.c compares it with what all ranks that share the device need. */
+    int (*heap_room)(int device, EpHeapRoom *room);
     /* A block of num_bytes on the device, and the card (and descriptor, or -1) that lets peers map it. */
     int (*heap_open)(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd);
     void (*heap_close)(int device, void *memory, uint64_t num_bytes);
@@ -33,12 +39,12 @@ typedef struct {
     int (*sync)(int device, void *stream, EpWorld *world); /* leaves a second after the world ends, at the latest */
     bool (*is_captured)(void *stream);                     /* for a graph; NULL where there are none */
     int (*sync_all)(int device);                           /* everything that this process has given the device */
-    /* The operations that wait for peers: on whatever streams, they run in the order of these calls. */
+    /* The operations that wait for peers: on whatever streams, those of one lane (EpComm) run in the order of these calls. */
     int (*plan)(int device, const EpPlanParams *p, void *stream);
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
     int (*combine)(int device, const EpCombineParams *p, uint32_t num_sm, void *stream);
     int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
-    int (*clear)(int device, uint64_t *faulted, void *stream); /* behind those of which the fault has made nothing */
+    int (*clear)(int device, const EpComm *c, void *stream); /* the faulted word, after the operations that it made void */
     /* NULL where there are none. */
     int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, void *stream);
     int (*gemm_combine)(int device, const EpGemmCombineParams *p, void *stream);
@@ -77,6 +83,8 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
 void ep_comm_give_up(EpHeap *heap, int code, void *stream);
 const EpBackend *ep_heap_backend(const EpHeap *heap);
 EpWorld *ep_heap_world(const EpHeap *heap);
+/* SMs that this rank leaves to other ranks on the same GPU; 0 where it has the GPU to itself. */
+uint32_t ep_heap_reserved_sms(const EpHeap *heap);
 /* Until this rank's GPU has done all that it was given: before memory goes back, which peers and kernels may still use. */
 int ep_heap_quiesce(EpHeap *heap);
 

@@ -21,6 +21,8 @@ int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
     b->comm.shape = *shape, b->comm.layout = layout, b->comm.my_rank = ep_world_rank(world);
     b->comm.host = (EpHostWords *)host, b->on_stream = ep_heap_kind(heap) == EP_CUDA;
     b->comm.timeout_ns = ep_world_timeout_ns(world);
+    b->comm.reserve_sms = ep_heap_reserved_sms(heap);
+    b->comm.launch_lane = ep_world_is_threads(world) ? b->comm.my_rank : 0;
     for (uint32_t r = 0; r < shape->num_ranks; r++) {
         ep_heap_translate(heap, b->off, r, &address);
         b->comm.base[r] = (unsigned char *)address;
@@ -112,11 +114,23 @@ void ep_comm_give_up(EpHeap *heap, int code, void *stream) {
     ep_error(code, "%s", why);
 }
 
+/* cudaStreamLegacy is 1; NULL means the same. */
+static bool is_default_stream_of_threads(const EpHeap *heap, const void *stream) {
+    const EpWorld *world = ep_heap_world(heap);
+    return ep_heap_kind(heap) == EP_CUDA && ep_world_is_threads(world) && ep_world_size(world) > 1 && (uintptr_t)stream <= 1;
+}
+
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
     EpWorld *world = ep_heap_world(heap);
     const EpBackend *backend = ep_heap_backend(heap);
     EpHostWords *host = b->comm.host;
     if (ep_world_is_forked(world)) return ep_world_check(world);
+    if (is_default_stream_of_threads(heap, stream)) {
+        ep_error(EP_EINVAL, "ranks that are threads share the default stream, so each would wait there for the next: give each rank a "
+                            "stream of its own (with torch.cuda.stream(torch.cuda.Stream()):)");
+        ep_comm_give_up(heap, EP_EINVAL, stream);
+        return EP_EINVAL;
+    }
     if (ep_ld_acquire_sys_u64(&host->fault.state)) { /* the record is now readable */
         const EpFaultRecord f = host->fault;
         int code = fault_error(&f, &b->comm.shape, b->comm.my_rank);
@@ -129,7 +143,7 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
         /* What is captured does not run now: the next call that does goes on after this. */
         if (b->on_stream && backend->is_captured(stream)) return code;
         /* The operation was void on all ranks, and those behind it were nothing. */
-        EP_TRY(backend->clear(ep_heap_device(heap), &ep_local(&b->comm)->faulted, stream));
+        EP_TRY(backend->clear(ep_heap_device(heap), &b->comm, stream));
         ep_st_relaxed_sys_u64(&host->fault.state, 0);
         ep_world_unnote(world, b->num_ops > f.epoch ? b->num_ops - f.epoch : 0);
         b->num_ops = f.epoch;

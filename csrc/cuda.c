@@ -6,6 +6,7 @@
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <sched.h>
+#include <stdlib.h>
 #include <string.h>
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
@@ -86,16 +87,26 @@ static int open_block(int device, uint64_t num_bytes, void **memory, EpHeapCard 
         return cuda_error(e, "cudaIpcGetMemHandle");
     }
     card->num_bytes = num_bytes;
-    memcpy(card->device_id, &prop.uuid, sizeof card->device_id);
     _Static_assert(sizeof card->handle == sizeof handle, "an IPC handle has 64 bytes");
     memcpy(card->handle, &handle, sizeof handle);
     return 0;
 }
 
-static int heap_room(uint64_t num_bytes, uint32_t num_heaps) {
-    (void)num_bytes, (void)num_heaps; /* each rank has a GPU of its own, whose allocator refuses by itself */
+static int read_room(int device, EpHeapRoom *room) {
+    struct cudaDeviceProp prop;
+    size_t num_free = 0, total = 0;
+    const char *share = getenv("EPMOE_SHARE_GPU");
+    if (share && strcmp(share, "0") != 0 && strcmp(share, "1") != 0)
+        return ep_error(EP_EINVAL, "EPMOE_SHARE_GPU=%.40s: must be 0 or 1", share);
+    EP_CUDA_TRY(cudaGetDeviceProperties(&prop, device));
+    EP_CUDA_TRY(cudaMemGetInfo(&num_free, &total));
+    memcpy(room->device_id, &prop.uuid, sizeof room->device_id);
+    room->free_bytes = num_free;
+    room->num_sms = (uint32_t)prop.multiProcessorCount;
+    room->may_share = share && strcmp(share, "1") == 0;
     return 0;
 }
+static int heap_room(int device, EpHeapRoom *room) { GUARDED(device, read_room(device, room)); }
 
 static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd) {
     *fd = -1; /* the handle is all a peer needs */
@@ -114,8 +125,6 @@ static void heap_close(int device, void *memory, uint64_t num_bytes) {
 static int import_block(const EpHeapCard *mine, const EpHeapCard *card, void **memory) {
     cudaIpcMemHandle_t handle;
     if (card->num_bytes != mine->num_bytes) return ep_error(EP_ECORRUPT, "a peer sent memory that is not a heap of this world");
-    if (memcmp(card->device_id, mine->device_id, sizeof mine->device_id) == 0)
-        return ep_error(EP_EINVAL, "two ranks use the same GPU; give each rank its own (torch.cuda.set_device(local_rank))");
     memcpy(&handle, card->handle, sizeof handle);
     EP_CUDA_TRY(cudaIpcOpenMemHandle(memory, handle, cudaIpcMemLazyEnablePeerAccess));
     return 0;
@@ -187,22 +196,29 @@ static int sync_all(int device) { GUARDED(device, check_call(cudaDeviceSynchroni
 
 /* ---- turns ---- */
 
-/* An operation holds SMs while it waits for its peers', and one that has no room beside it cannot begin.  Were one of two the
- * first here and the other there, each might wait for what the other keeps out; and streams order nothing among
- * themselves.  So a process's operations on a GPU go in the order of their calls: each waits for the one before, if that was on
- * another stream.  What is captured is ordered inside its graph; graphs are ordered by who replays them. */
+/* Launch order.  An operation holds SMs while it waits for its peers, and an operation that finds no free SM cannot start.
+ * If two operations started in different orders on two ranks, each could wait for SMs that the other holds: a deadlock.
+ * Streams do not order operations among themselves.  Therefore the operations of one lane run in the order of their
+ * calls: each waits for the operation before it, if that one is on another stream.
+ *
+ * A process is one lane on each GPU.  Ranks that are threads of one process have a lane each: they wait for each other, so
+ * they must run at the same time.  Each of them uses its own part of the SMs (ep_heap_reserved_sms), so there is room.
+ *
+ * A captured operation is ordered inside its graph.  The program orders the replays of its graphs. */
 typedef struct {
     cudaEvent_t behind; /* the last operation: recorded at once, for later its stream may be gone, or captured for a graph */
     cudaStream_t stream;
     unsigned long long graph; /* that it was captured for, or 0 */
     bool was_any;
 } Turn;
-static struct {
-    pthread_mutex_t lock; /* one each: a launch may wait for room, which a launch on another GPU makes */
+typedef struct {
+    pthread_mutex_t lock; /* one for each lane: a launch may wait for a launch of another lane */
     Turn runs, captured;
-} turns[MAX_DEVICES];
-static void init_turns(void) {
-    for (uint32_t i = 0; i < MAX_DEVICES; i++) pthread_mutex_init(&turns[i].lock, NULL);
+} Lane;
+static Lane lanes[MAX_DEVICES][EP_MAX_RANKS];
+static void init_lanes(void) {
+    for (uint32_t i = 0; i < MAX_DEVICES; i++)
+        for (uint32_t j = 0; j < EP_MAX_RANKS; j++) pthread_mutex_init(&lanes[i][j].lock, NULL);
 }
 
 /* The graph that a stream is captured for, or 0. */
@@ -217,21 +233,22 @@ static int graph_of(cudaStream_t stream, unsigned long long *graph) {
     *graph = status == cudaStreamCaptureStatusActive ? id : 0;
     return 0;
 }
-static int lock_turns(int device) {
+static int lock_lane(int device, uint32_t lane, Lane **out) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     if (device < 0 || device >= MAX_DEVICES) return ep_error(EP_EINVAL, "device %d of at most %d", device, MAX_DEVICES);
-    pthread_once(&once, init_turns);
-    pthread_mutex_lock(&turns[device].lock);
+    pthread_once(&once, init_lanes);
+    *out = &lanes[device][lane];
+    pthread_mutex_lock(&(*out)->lock);
     return 0;
 }
-static int unlock_turns(int device, int code) {
-    pthread_mutex_unlock(&turns[device].lock);
+static int unlock_lane(Lane *lane, int code) {
+    pthread_mutex_unlock(&lane->lock);
     return code;
 }
-static int take_turn(int device, cudaStream_t stream, Turn **out) {
+static int take_turn(Lane *lane, cudaStream_t stream, Turn **out) {
     unsigned long long graph = 0;
     EP_TRY(graph_of(stream, &graph));
-    Turn *t = *out = graph ? &turns[device].captured : &turns[device].runs;
+    Turn *t = *out = graph ? &lane->captured : &lane->runs;
     if (!t->behind) EP_CUDA_TRY(cudaEventCreateWithFlags(&t->behind, cudaEventDisableTiming));
     if (t->was_any && t->stream != stream && t->graph == graph) EP_CUDA_TRY(cudaStreamWaitEvent(stream, t->behind, 0));
     t->stream = stream, t->graph = graph;
@@ -243,33 +260,36 @@ static int end_turn(Turn *t, cudaError_t launched, const char *what) {
     return check_call(cudaEventRecord(t->behind, t->stream), "cudaEventRecord");
 }
 /* A range of NVTX, so that profilers name the operation beside its kernel. */
-#define IN_TURN(device, stream, call, what)                             \
+#define IN_TURN(device, comm, stream, call, what)                       \
     do {                                                                \
         Guard g_;                                                       \
+        Lane *lane_ = NULL;                                             \
         Turn *turn_ = NULL;                                             \
-        EP_TRY(lock_turns(device));                                     \
-        if (guard(device, &g_)) return unlock_turns(device, EP_ECUDA);  \
-        int code_ = take_turn(device, (cudaStream_t)(stream), &turn_);  \
+        EP_TRY(lock_lane(device, (comm)->launch_lane, &lane_));         \
+        if (guard(device, &g_)) return unlock_lane(lane_, EP_ECUDA);    \
+        int code_ = take_turn(lane_, (cudaStream_t)(stream), &turn_);   \
         nvtxRangePushA("epmoe: " what);                                 \
         if (!code_) code_ = end_turn(turn_, (cudaError_t)(call), what); \
         nvtxRangePop();                                                 \
-        return unlock_turns(device, unguard(&g_, code_));               \
+        return unlock_lane(lane_, unguard(&g_, code_));                 \
     } while (0)
 
 /* ---- kernels ---- */
 
-static int plan(int device, const EpPlanParams *p, void *stream) { IN_TURN(device, stream, ep_launch_plan(p, stream), "plan kernel"); }
+static int plan(int device, const EpPlanParams *p, void *stream) {
+    IN_TURN(device, &p->comm, stream, ep_launch_plan(p, stream), "plan kernel");
+}
 static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
-    IN_TURN(device, stream, ep_launch_dispatch(p, num_sm, stream), "dispatch kernel");
+    IN_TURN(device, &p->comm, stream, ep_launch_dispatch(p, num_sm, stream), "dispatch kernel");
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
-    IN_TURN(device, stream, ep_launch_combine(p, num_sm, stream), "combine kernel");
+    IN_TURN(device, &p->comm, stream, ep_launch_combine(p, num_sm, stream), "combine kernel");
 }
 static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
-    IN_TURN(device, stream, ep_launch_enter(c, op, stream), "enter kernel");
+    IN_TURN(device, c, stream, ep_launch_enter(c, op, stream), "enter kernel");
 }
-static int clear(int device, uint64_t *faulted, void *stream) {
-    IN_TURN(device, stream, cudaMemsetAsync(faulted, 0, sizeof *faulted, (cudaStream_t)stream), "clear");
+static int clear(int device, const EpComm *c, void *stream) {
+    IN_TURN(device, c, stream, cudaMemsetAsync(&ep_local(c)->faulted, 0, sizeof(uint64_t), (cudaStream_t)stream), "clear");
 }
 static int signal_word(int device, uint64_t *word, uint64_t value, bool add, void *stream) {
     GUARDED(device, check_call((cudaError_t)ep_launch_signal(word, value, add, stream), "signal kernel"));
@@ -283,10 +303,10 @@ static int gemm(int device, const EpGemmParams *p, void *stream) {
 }
 
 static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream) {
-    IN_TURN(device, stream, ep_launch_dispatch_gemm(p, stream), "dispatch + GEMM kernel");
+    IN_TURN(device, &p->dispatch.comm, stream, ep_launch_dispatch_gemm(p, stream), "dispatch + GEMM kernel");
 }
 static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) {
-    IN_TURN(device, stream, ep_launch_gemm_combine(p, stream), "GEMM + combine kernel");
+    IN_TURN(device, &p->combine.comm, stream, ep_launch_gemm_combine(p, stream), "GEMM + combine kernel");
 }
 
 static int preload_all(void) {

@@ -106,7 +106,7 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
         for (uint32_t i = 0; i < made && !code; i++) {
             l->buffers[i].of = number, l->buffers[i].buffer = (uint16_t)i;
             code = ep_comm_open(heap, &config->shape, &l->buffers[i]);
-            l->buffers[i].comm.reserve_sms = config->reserve_sms;
+            l->buffers[i].comm.reserve_sms += config->reserve_sms;
         }
         code = ep_world_agree(ep_heap_world(heap), code, "make its layer");
     }

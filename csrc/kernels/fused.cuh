@@ -174,10 +174,11 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 /* Shared memory of a block: the product's, and three movers'.  What is shared by name takes 1024 bytes more. */
 template <typename C> constexpr uint32_t FUSED_SMEM = C::SMEM_BYTES + 3 * EpFusedFifo::BYTES;
 
-/* All blocks at once, in pairs, one a SM that is not reserved: or an error. */
+/* All blocks at once, in pairs, one a SM that is not reserved: or an error.  num_tail: of p, or NULL.  A rank that shares its GPU has
+ * fewer CTAs than the caller counted on; then half of them only receive, so that the other half sends. */
 template <typename C, typename P>
 static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensorMap), const P &p, const EpGemmParams *gemm,
-                                         uint32_t reserve_sms, uint32_t num_tail, cudaStream_t stream) {
+                                         uint32_t reserve_sms, uint32_t *num_tail, cudaStream_t stream) {
     static_assert(FUSED_SMEM<C> + 1024 <= 232448, "what a block can have");
     CUtensorMap a, b;
     EpGemmParams seen = *gemm;
@@ -197,21 +198,22 @@ static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensor
     if (e == cudaSuccess && num_pairs == 0) e = cudaErrorCooperativeLaunchTooLarge;
     if (e != cudaSuccess) return e;
     if (config.gridDim.x > 2 * (uint32_t)num_pairs) config.gridDim.x = 2 * (uint32_t)num_pairs;
-    if (num_tail >= config.gridDim.x) return cudaErrorInvalidConfiguration; /* nobody would send */
+    if (num_tail && *num_tail >= config.gridDim.x) *num_tail = config.gridDim.x / 2;
     config.numAttrs = 2;
     return cudaLaunchKernelEx(&config, kernel, p, a, b);
 }
 
 template <int BN, int ACT, bool F16> static cudaError_t launch_dispatch_gemm(const EpDispatchGemmParams *p, cudaStream_t stream) {
     typedef EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16> C;
-    return launch_resident_pairs<C>(mega_kernel_dispatch_token_moe_grouped_gemm<C>, *p, &p->gemm, p->dispatch.comm.reserve_sms,
-                                    p->num_tail_blocks, stream);
+    EpDispatchGemmParams q = *p;
+    return launch_resident_pairs<C>(mega_kernel_dispatch_token_moe_grouped_gemm<C>, q, &p->gemm, p->dispatch.comm.reserve_sms,
+                                    &q.num_tail_blocks, stream);
 }
 template <int BN, bool F16> static cudaError_t launch_gemm_combine(const EpGemmCombineParams *p, cudaStream_t stream) {
     typedef EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16> C;
     EpGemmCombineParams q = *p;
     q.combine.row_pieces = (ep_gemm_num_cols(&p->gemm) + BN - 1) / BN;
-    return launch_resident_pairs<C>(mega_kernel_moe_grouped_gemm_combine_token<C>, q, &p->gemm, p->combine.comm.reserve_sms, 0, stream);
+    return launch_resident_pairs<C>(mega_kernel_moe_grouped_gemm_combine_token<C>, q, &p->gemm, p->combine.comm.reserve_sms, NULL, stream);
 }
 
 template <bool F16> static cudaError_t launch_dispatch_gemm_of(const EpDispatchGemmParams *p, cudaStream_t stream) {

@@ -280,6 +280,7 @@ typedef struct {
     uint32_t trace_blocks, trace_room; /* blocks that have room there, and events of a warp */
     uint32_t reserve_sms;              /* SMs that are left to other kernels */
     uint32_t requires_grad;            /* the operation has a backward, which is another operation */
+    uint32_t launch_lane;              /* host only: operations of one lane run in the order of their calls (cuda.c) */
 } EpComm;
 
 typedef struct {

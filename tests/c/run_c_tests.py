@@ -27,8 +27,8 @@ from threading import Lock
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 JOBS = 2
-LIBRARY = "error tensor wire ring record watchdog world exchange allocator memory heap comm layer layer_ops room cpu cpu_ops cpu_plan".split()  # all but the Python module and CUDA
-TESTS = "main harness cases steps test_alone test_device test_heap test_hostile test_order test_processes test_refusals test_steps test_wire".split()
+LIBRARY = "error tensor wire ring record watchdog world exchange allocator memory sharing heap heap_create comm layer layer_ops room cpu cpu_ops cpu_plan".split()  # all but the Python module and CUDA
+TESTS = "main harness cases steps test_alone test_device test_heap test_hostile test_order test_processes test_refusals test_sharing test_steps test_wire".split()
 FAULTY = "cpu cpu_ops cpu_plan".split()  # a fault is seeded in these only: the protocol, not the sockets of the world
 HEADER_FLAGS = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Wno-unused-function -D_GNU_SOURCE".split()
 VARIANTS = {

@@ -1,0 +1,75 @@
+/* test_sharing.c - ranks that share a GPU: who may, whether the memory is enough, and how many SMs each rank keeps. */
+#include "error.h"
+#include "harness.h"
+#include "sharing.h"
+
+#define H200_SMS 132u
+
+/* num_ranks ranks, rank r on GPU r % num_gpus, each GPU with free_bytes. */
+static void place(EpHeapRoom rooms[], uint32_t num_ranks, uint32_t num_gpus, uint64_t free_bytes, bool may_share) {
+    memset(rooms, 0, EP_MAX_RANKS * sizeof rooms[0]);
+    for (uint32_t r = 0; r < num_ranks; r++) {
+        rooms[r].device_id[15] = (unsigned char)(1 + r % num_gpus);
+        rooms[r].free_bytes = free_bytes;
+        rooms[r].num_sms = H200_SMS;
+        rooms[r].may_share = may_share;
+    }
+}
+
+bool test_sharing_is_refused(void) {
+    EpHeapRoom rooms[EP_MAX_RANKS];
+    Rank *me = NULL;
+    place(rooms, 4, 4, 1000, false);
+    CHECK(me, ep_sharing_check(rooms, 4, 500, false) == 0);
+    place(rooms, 4, 2, 1000, false);
+    CHECK(me, ep_sharing_check(rooms, 4, 500, false) == EP_EINVAL);
+    CHECK(me, strstr(ep_error_text(), "rank 0") && strstr(ep_error_text(), "EPMOE_SHARE_GPU=1"));
+    CHECK(me, ep_sharing_check(rooms, 4, 500, true) == 0); /* threads say so by being threads */
+    place(rooms, 4, 2, 1000, true);
+    CHECK(me, ep_sharing_check(rooms, 4, 500, false) == 0);
+    rooms[3].may_share = 0; /* one rank without the setting refuses for all, and is named */
+    CHECK(me, ep_sharing_check(rooms, 4, 500, false) == EP_EINVAL && strstr(ep_error_text(), "rank 3"));
+    return true;
+}
+
+bool test_sharing_counts_memory(void) {
+    EpHeapRoom rooms[EP_MAX_RANKS];
+    Rank *me = NULL;
+    place(rooms, 4, 1, 1000, true);
+    CHECK(me, ep_sharing_check(rooms, 4, 250, false) == 0);
+    CHECK(me, ep_sharing_check(rooms, 4, 251, false) == EP_ENOMEM);
+    CHECK(me, strstr(ep_error_text(), "4 heaps of 251 bytes") && strstr(ep_error_text(), "needed 1004, available 1000"));
+    rooms[2].free_bytes = 900; /* ranks look at different times: the least of what they saw decides */
+    CHECK(me, ep_sharing_check(rooms, 4, 250, false) == EP_ENOMEM);
+    place(rooms, 4, 4, 100, true); /* a GPU of its own is left to its allocator */
+    CHECK(me, ep_sharing_check(rooms, 4, 1ull << 40, false) == 0);
+    memset(rooms, 0, sizeof rooms); /* CPU: one machine, also for a world of one rank */
+    for (uint32_t r = 0; r < 4; r++) rooms[r].free_bytes = 1000, rooms[r].may_share = 1;
+    CHECK(me, ep_sharing_check(rooms, 1, 1000, false) == 0 && ep_sharing_check(rooms, 1, 1001, false) == EP_ENOMEM);
+    CHECK(me, ep_sharing_check(rooms, 4, 251, false) == EP_ENOMEM);
+    return true;
+}
+
+bool test_sharing_divides_sms(void) {
+    EpHeapRoom rooms[EP_MAX_RANKS];
+    Rank *me = NULL;
+    for (uint32_t num_ranks = 1; num_ranks <= EP_MAX_RANKS; num_ranks++) {
+        uint32_t used = 0;
+        place(rooms, num_ranks, 1, 1000, true);
+        for (uint32_t r = 0; r < num_ranks; r++) {
+            const uint32_t mine = H200_SMS - ep_sharing_reserved_sms(rooms, num_ranks, r);
+            CHECK(me, num_ranks == 1 ? mine == H200_SMS : mine >= 2 && mine % 2 == 0);
+            used += mine;
+        }
+        CHECK(me, num_ranks == 1 || used <= H200_SMS - H200_SMS / 16);
+        CHECK(me, used > H200_SMS * 3 / 4); /* and little is left idle */
+    }
+    place(rooms, 4, 2, 1000, true); /* two on each of two GPUs */
+    CHECK(me, ep_sharing_reserved_sms(rooms, 4, 3) == H200_SMS - 62);
+    place(rooms, 2, 1, 1000, true);
+    rooms[0].num_sms = rooms[1].num_sms = 2; /* at least a pair, however small the GPU */
+    CHECK(me, ep_sharing_reserved_sms(rooms, 2, 0) == 0);
+    memset(rooms, 0, sizeof rooms);
+    CHECK(me, ep_sharing_reserved_sms(rooms, 4, 0) == 0);
+    return true;
+}
