@@ -27,6 +27,7 @@ from epmoe.heap import pick_device
 VARIABLES = {
     "EPMOE_BACKEND": "run: cpu or cuda; unset: cuda where there is a GPU and a CUDA build",
     "EPMOE_TIMEOUT_S": "run: seconds that a wait for a living rank may take; unset: 300",
+    "EPMOE_SHARE_GPU": "run: 1 lets several ranks use one GPU (tests: right, but slow); unset or 0: refused",
     "EPMOE_FLIGHT_RECORD": "run: folder for a page from every rank when a world ends; unset: none",
     "EPMOE_CUDA": "build: 0 never, 1 always, auto (unset) if there is nvcc: CUDA backend",
     "EPMOE_CUDA_ARCH": "build: nvcc's -gencode arguments; unset: sm_90a code, compute_80 PTX",

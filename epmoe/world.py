@@ -241,7 +241,10 @@ class World(Shared):
 
 
 def thread_worlds(num_ranks, timeout_s=None):
-    """Worlds of num_ranks ranks inside this process, each for a thread of its own; CPU heaps only.  A list, in rank order.
+    """Worlds of num_ranks ranks inside this process, each for a thread of its own.  A list, in rank order.
+
+    On a GPU all of them share it side by side.  Each thread must use a CUDA stream of its own: ValueError on the default
+    stream, where operations that wait for each other would run one after the other.  epmoe.testing.run_threads does that.
 
     Raises ValueError for a number of ranks outside 1 to 8, and for a timeout_s (seconds, see World) that cannot be.
     """

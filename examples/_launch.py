@@ -13,7 +13,7 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from epmoe import _C  # noqa: E402
-from epmoe.testing import run_ranks  # noqa: E402
+from epmoe.testing import run_ranks, set_device, shares_gpu  # noqa: E402
 
 
 def launch(main, default_ranks=4, timeout_s=300.0):
@@ -21,7 +21,8 @@ def launch(main, default_ranks=4, timeout_s=300.0):
     rank raises or returns something true.
 
     Under torchrun this process is one of the ranks; otherwise default_ranks processes are started.  Each rank
-    has a GPU of its own where there are enough of them; otherwise all work on the CPU.
+    has a GPU of its own where there are enough of them; with EPMOE_SHARE_GPU=1 ranks share the GPUs; otherwise all
+    work on the CPU.
     """
     if isinstance(main, types.FunctionType):  # no arguments were looked at: there are none, but --help
         argparse.ArgumentParser(description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
@@ -40,14 +41,14 @@ def num_gpus():
 
 
 def _backend(num_local_ranks):
-    return "cpu:gloo,cuda:nccl" if num_gpus() >= num_local_ranks else "gloo"
+    return "cpu:gloo,cuda:nccl" if num_gpus() >= (1 if shares_gpu() else num_local_ranks) else "gloo"
 
 
 def _rank(rank, world_size, main):
-    backend, device = _backend(int(os.environ.get("LOCAL_WORLD_SIZE", world_size))), torch.device("cpu")
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    backend, device = _backend(num_local_ranks), torch.device("cpu")
     if backend != "gloo":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-        torch.cuda.set_device(device)
+        device = set_device(int(os.environ.get("LOCAL_RANK", rank)), num_local_ranks)
     if not dist.is_initialized():
         dist.init_process_group(backend)
     result = main(rank, world_size, device)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from _launch import num_gpus
+from _launch import num_gpus, set_device, shares_gpu
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -299,7 +299,9 @@ def run(args, world, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     trainer = Trainer(args, world, device, dtype)
     if world.rank == 0:
-        print(f"{world.size} ranks on {device.type}, {args.experts} experts, top {args.topk}")
+        shared = device.type == "cuda" and world.size > torch.cuda.device_count()
+        where = f"{device.type}, sharing {torch.cuda.device_count()} GPU" if shared else device.type
+        print(f"{world.size} ranks on {where}, {args.experts} experts, top {args.topk}")
     train, val, every = [], {0: trainer.validate()}, max(10, args.steps // 10)
     steps = range(1, args.steps + 1)
     for step in progress(steps) if world.rank == 0 else steps:
@@ -339,8 +341,7 @@ def rank_main(rank, args, init_method):
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if args.cuda:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-        torch.cuda.set_device(device)
+        device = set_device(int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks)))
     backend = "nccl" if args.cuda else "gloo"
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=args.ranks)
     with epmoe.World() as world:
@@ -356,18 +357,21 @@ def parse_args():
     sizes = dict(steps=300, hidden=128, layers=2, experts=16, topk=4, batch=8, seq=64, seed=0)
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
-    parser.add_argument("--ranks", type=int, help="default: 4, or one for each GPU up to 4")
+    parser.add_argument("--ranks", type=int, help="default: 4, or one for each GPU up to 4; on one GPU 2, which share it")
     parser.add_argument("--plot", default="demo.png", help="where to write the plot")
     parser.add_argument("--quick", action="store_true", help="20 steps, for tests")
     args = parser.parse_args()
     args.steps = 20 if args.quick else args.steps
+    args.share_gpu = shares_gpu()
     gpus = num_gpus()
     if "RANK" in os.environ:
         args.ranks = int(os.environ["WORLD_SIZE"])
+    elif args.ranks is None and gpus == 1:  # tokens must cross from rank to rank, or the demo would show nothing
+        args.ranks, args.share_gpu = 2, True
     elif args.ranks is None:
         args.ranks = max(r for r in (1, 2, 3, 4) if r <= (gpus or 4) and args.experts % r == 0)
     # Ranks of one torchrun may be on several hosts: only those of this host need a GPU each.
-    args.cuda = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+    args.cuda = gpus >= (1 if args.share_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks)))
     if args.experts % args.ranks or args.hidden % HEAD_DIM or args.topk > args.experts:
         parser.error(f"needed: ranks divide experts, {HEAD_DIM} divides hidden, topk <= experts")
     return args
@@ -377,6 +381,8 @@ def main():
     args = parse_args()
     if "RANK" in os.environ:
         rank_main(int(os.environ["RANK"]), args, "env://")
+    if args.share_gpu:
+        os.environ["EPMOE_SHARE_GPU"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.spawn(rank_main, (args, f"file://{folder}/rendezvous"), nprocs=args.ranks)
