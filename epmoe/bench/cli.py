@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from . import a2a, ablation, features, gemm, growth, host, layer, overlap, report, sm, tokens
+from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
+
+from . import a2a, ablation, features, gemm, growth, host, layer, overlap, report, side, sm, tokens
 from .run import Run
 from .shapes import SHAPES
 
@@ -29,6 +31,7 @@ BENCHES = {
     "overlap": (overlap, "what the megakernels' warps do, and when; needs a build with the profiler"),
     "features": (features, "what token saving, sorting and pre-reduction bring"),
     "host": (host, "what a call costs its caller, in microseconds"),
+    "side": (side, "what the protocol costs, ranks side by side on one GPU, flags through the L2"),
 }
 
 
@@ -102,27 +105,25 @@ def use_cuda():
 
 
 def started_rank(rank, world_size, argv):
-    """A rank that this program started itself."""
-    if use_cuda():
-        torch.cuda.set_device(rank)
+    """A rank that this program started itself; run_ranks has given it its GPU."""
     run(parse(argv))
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
+    if options.bench in ("side", "all"):
+        os.environ.update(SIDE_BY_SIDE)  # before anything uses CUDA
     backend = "cpu:gloo,cuda:nccl" if use_cuda() else "gloo"
     if options.bench == "report":
         return report.main(options)
     if "RANK" in os.environ:
         if use_cuda():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            set_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
         dist.init_process_group(backend)
         run(options)
         dist.destroy_process_group()
         return 0
-    from epmoe.testing import run_ranks
-
     try:
         num_ranks = options.ranks or (min(torch.cuda.device_count(), 8) if use_cuda() else 4)
         run_ranks(started_rank, num_ranks, argv, backend=backend, timeout_s=3600)
