@@ -66,18 +66,20 @@ python:
 demo: build
 	$(PYTHON) examples/train_lm.py
 
-# On a machine with GPUs and cores enough the CPU's part goes on beside the GPUs', and is shown after it.
+# GPUs: the suite at 1, 2 and all ranks, in steps with a table at the end; on one GPU at 1, 2 and 4 ranks, which share it.  With ARGS
+# at 1 and all ranks, each in one step.  Where there are cores enough, the CPU's part runs beside it, and is shown after it.
 test: build
 	@code=0; cpu=; $(PYTHON) tests/c/run_c_tests.py --quick || code=1; \
-	gpus=$$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n} if n else ()))'); \
+	gpus=$$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n if n > 1 else 4} if n else ()))'); \
 	if [ -n "$$gpus" ] && [ $$(nproc) -ge 16 ]; then \
 	    $(PYTHON) -m pytest $(ARGS) > build/test_cpu.log 2>&1 & cpu=$$!; \
 	    trap "kill $$cpu 2>/dev/null" EXIT; trap 'exit 1' INT TERM; \
 	fi; \
-	for n in $$gpus; do \
-	    echo "the same tests on $$n GPU(s)"; \
+	if [ -n "$$gpus" ] && [ -z "$(ARGS)" ]; then $(PYTHON) tests/on_gpus.py --only tests || code=1; \
+	else for n in $$gpus; do \
+	    echo "the same tests on $$n rank(s) on GPUs"; \
 	    $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest $(ARGS) || code=1; \
-	done; \
+	done; fi; \
 	[ -z "$$gpus" ] || echo "the same tests on the CPU"; \
 	if [ -n "$$cpu" ]; then tail -n +1 -f --pid=$$cpu build/test_cpu.log; wait $$cpu; else $(PYTHON) -m pytest $(ARGS); fi && exit $$code
 
@@ -130,7 +132,9 @@ trace: python
 	EPMOE_TRACE=1 $(PYTHON) setup.py -q build --build-base build/trace --build-lib build/trace/lib
 	cd build/trace/lib && PYTHONPATH=. $(abspath $(PYTHON)) -m epmoe.bench overlap --trace $(CURDIR)/build/trace.json $(ARGS)
 
+# With random delays inside the operations where that says something: a module of its own.
 gpu: build
+	EPMOE_CHAOS=1 $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
 	$(PYTHON) tests/on_gpus.py $(ARGS)
 
 # The operations run on a module with random delays at points of the protocol, built aside.
@@ -144,10 +148,10 @@ soak: build
 	$(PYTHON) tests/soak.py leaks
 	$(PYTHON) tests/faults.py --device cpu --kills 200
 	$(PYTHON) tests/fuzz_module.py
-	@n=$$($(PYTHON) -c 'import torch; from epmoe import _C; print(torch.cuda.device_count() if _C.HAS_CUDA else 0)'); if [ $$n -gt 0 ]; then \
+	@n=$$($(PYTHON) -c 'import torch; from epmoe import _C; print(max(4, torch.cuda.device_count()) if _C.HAS_CUDA and torch.cuda.device_count() else 0)'); if [ $$n -gt 0 ]; then \
 	    set -ex; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak.py ops -n 100000; $(TORCHRUN) tests/fuzz_routing.py --device cuda --cases 2000; \
 	    $(TORCHRUN) tests/soak.py cycles -n 200; \
-	    [ $$n -lt 2 ] || { $(PYTHON) tests/faults.py --device cuda; $(PYTHON) tests/soak.py leaks --device cuda -n 3; }; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
+	    $(PYTHON) tests/faults.py --device cuda; $(PYTHON) tests/soak.py leaks --device cuda -n 3; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
 	fi
 
 # The profiler too, as far as PTX: nothing else compiles it here.

@@ -10,6 +10,7 @@ Letters: W ranks, E experts, L = E/W, T tokens of a rank, K choices, H hidden, M
 import contextlib
 import dataclasses
 import multiprocessing
+import os
 import time
 import unittest.mock
 
@@ -364,6 +365,12 @@ def check_afterwards(outcomes, states, case):
         told = "\n".join(f"rank {r}: {got}, and then {alive}" for r, (got, (alive, _)) in enumerate(zip(outcomes, states)))
         raise AssertionError(f"not every rank came back from the call:\n{told}")
     check_case([result for _, result in states], dataclasses.replace(case, seed=77))
+
+
+def share_gpus(num_local_ranks):
+    """Where a test has more ranks than this machine has GPUs, they share them; processes that it starts find the setting."""
+    if 0 < torch.cuda.device_count() < num_local_ranks:
+        os.environ.setdefault("EPMOE_SHARE_GPU", "1")
 
 
 # ---- ranks as processes, quickly ----

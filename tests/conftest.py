@@ -1,7 +1,8 @@
 """How a test gets its ranks, on either backend, and what the summary says about what was not run.
 
 pytest                                                     ranks are threads of this process, on the CPU
-torchrun --nproc-per-node N -m pytest tests                every process is a rank with a GPU of its own
+torchrun --nproc-per-node N -m pytest tests                every process is a rank on a GPU; more ranks than GPUs share them
+EPMOE_TEST_THREADS=cuda pytest                             ranks are threads of this process, side by side on one GPU
 EPMOE_BACKEND=cpu torchrun --nproc-per-node N -m pytest tests   the same without GPUs
 
 A test calls ranks(fn, ...): fn(world, device, ...) runs once per rank, and the test sees every rank's result
@@ -21,15 +22,18 @@ import pytest
 import torch
 
 import epmoe
-from cases import isolated, poison_memory, process_ranks
+from cases import isolated, poison_memory, process_ranks, share_gpus
 from epmoe import _C
+from epmoe.testing import set_device
 
 CAN_CUDA = bool(_C.HAS_CUDA) and torch.cuda.is_available()
 TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
 FORCED_CPU = os.environ.get("EPMOE_BACKEND") == "cpu"
 RANK = int(os.environ["RANK"]) if TORCHRUN else 0
 WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 0
-ON_CUDA = TORCHRUN and CAN_CUDA and not FORCED_CPU
+NUM_LOCAL = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
+THREADS_ON_CUDA = not TORCHRUN and os.environ.get("EPMOE_TEST_THREADS") == "cuda"
+ON_CUDA = (TORCHRUN or THREADS_ON_CUDA) and CAN_CUDA and not FORCED_CPU
 DEFAULT_TIMEOUT_S = 60.0
 
 
@@ -70,10 +74,11 @@ class Ranks:
             from epmoe.testing import run_threads
 
             def main(world):
-                return fn(world, torch.device("cpu"), *args)
+                world.set_timeout(timeout_s * 0.8)  # epmoe's own error comes before the deadline of the threads
+                result = fn(world, self.device, *args)
+                return to_cpu(result) if ON_CUDA else result
 
-            # A wait of epmoe ends a little before the deadline of the threads, so that its own words are what is shown.
-            return run_threads(lambda world: (world.set_timeout(timeout_s * 0.8), main(world))[1], world_size, timeout_s=timeout_s)
+            return run_threads(main, world_size, timeout_s=timeout_s, device=self.device)
         if WORLD_SIZE < at_least:
             pytest.skip(f"needs {at_least} ranks, torchrun has {WORLD_SIZE}")
         faulthandler.dump_traceback_later(timeout_s + 30, exit=True, file=sys.__stderr__)
@@ -136,7 +141,8 @@ def _ranks():
         import torch.distributed as dist
 
         if ON_CUDA:
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", RANK)))
+            share_gpus(NUM_LOCAL)
+            set_device(int(os.environ.get("LOCAL_RANK", RANK)), NUM_LOCAL)
         dist.init_process_group("cpu:gloo,cuda:nccl" if ON_CUDA else "gloo")
     r = Ranks()
     yield r
@@ -180,8 +186,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if TORCHRUN and item.get_closest_marker("cpu_only"):
-            item.add_marker(pytest.mark.skip(reason=f"cpu_only: {MARKERS['cpu_only']}; run pytest without torchrun for it"))
+        if (TORCHRUN or THREADS_ON_CUDA) and item.get_closest_marker("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason=f"cpu_only: {MARKERS['cpu_only']}; run plain pytest for it"))
         if not ON_CUDA and item.get_closest_marker("cuda_only"):
             item.add_marker(pytest.mark.skip(reason=f"cuda_only: {MARKERS['cuda_only']}"))
 
@@ -194,7 +200,9 @@ def pytest_terminal_summary(terminalreporter):
         reasons[text.removeprefix("Skipped: ")] += 1
     terminalreporter.section("epmoe: what ran where")
     if ON_CUDA:
-        say(f"{WORLD_SIZE} ranks, each a process with a GPU ({torch.cuda.get_device_name()})")
+        shared = f", {NUM_LOCAL} on {torch.cuda.device_count()} GPU" if NUM_LOCAL > torch.cuda.device_count() else " with a GPU"
+        who = "ranks were threads of this process, side by side" if THREADS_ON_CUDA else f"{WORLD_SIZE} ranks, each a process{shared}"
+        say(f"{who} ({torch.cuda.get_device_name()})")
     elif TORCHRUN:
         say(f"{WORLD_SIZE} ranks, each a process on the CPU")
     else:

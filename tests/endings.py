@@ -185,9 +185,10 @@ BEGIN = """
 import sys, threading, time
 import torch, torch.distributed as dist
 import epmoe
+import epmoe.testing
 rank, port, device = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 if device == "cuda":
-    torch.cuda.set_device(rank)
+    epmoe.testing.set_device(rank, 2)
 dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", int(port)), rank=rank, world_size=2)
 world = epmoe.World(timeout_s=60)
 layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=4, device=device, num_buffers=2)

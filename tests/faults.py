@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 import epmoe
-from cases import MODES, poison_memory, process_ranks
+from cases import MODES, poison_memory, process_ranks, share_gpus
 from epmoe import _C
-from epmoe.testing import run_ranks
+from epmoe.testing import run_ranks, set_device
 from traces import abstract_names, held, holdings, kept, left_over, more_of_ours, remember_names, shared_memory_names
 
 SIZES = {"cpu": (40, 64, 3), "cuda": (256, 512, 4)}  # T, H, K
@@ -37,8 +37,7 @@ MEDIAN_S, WORST_S = 0.05, 3.0  # from a kill until the survivors raise
 
 def place(rank, device):
     if device == "cuda":
-        torch.cuda.set_device(rank)
-        return torch.device("cuda", rank)
+        return set_device(rank, int(os.environ["WORLD_SIZE"]))
     poison_memory()
     return torch.device("cpu")
 
@@ -228,13 +227,16 @@ def main():
     on_cuda = bool(_C.HAS_CUDA) and torch.cuda.is_available()
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_cuda else "cpu")
-    p.add_argument("--ranks", type=int, help="default: all GPUs, or 4 on the CPU")
+    p.add_argument("--ranks", type=int, help="default: one for each GPU, but 4 on one GPU, which they share; 4 on the CPU")
     p.add_argument("--kills", type=int, default=20)
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
-    ranks = a.ranks or (torch.cuda.device_count() if a.device == "cuda" else 4)
+    num_gpus = torch.cuda.device_count() if a.device == "cuda" else 1
+    ranks = a.ranks or (num_gpus if num_gpus > 1 else 4)
     if ranks < 2:
-        p.error("needs at least two ranks" + (", each with a GPU" if a.device == "cuda" else ""))
+        p.error("needs at least two ranks")
+    if a.device == "cuda":
+        share_gpus(ranks)
     from rich.console import Console
     from rich.table import Table
     from soak import progress

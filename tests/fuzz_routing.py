@@ -20,7 +20,8 @@ import torch
 import torch.utils.deterministic
 
 import epmoe
-from epmoe.testing import run_threads
+from cases import share_gpus
+from epmoe.testing import run_threads, set_device
 from routings import Work, check_routing, make_batch, run_rank
 
 BATCH_LIMIT_S = 120
@@ -107,7 +108,9 @@ def fuzz_torchrun(cases, seed, device, only=None):
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        share_gpus(num_local)
+        set_device(int(os.environ.get("LOCAL_RANK", rank)), num_local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     world = epmoe.World(timeout_s=BATCH_LIMIT_S)
     at = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
@@ -156,7 +159,7 @@ def main():
     prepare()
     ranked = "RANK" in os.environ
     if a.device == "cuda" and not ranked:
-        p.error("--device cuda needs torchrun, which starts a process for each GPU")
+        p.error("--device cuda needs torchrun, which starts a process for each rank")
     if ranked:
         done, seconds, failure = fuzz_torchrun(a.cases, a.seed, a.device, a.batch)
     elif a.batch is not None:

@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """Everything that only GPUs can tell, one step after the other, with a table at the end.
 
-    on_gpus.py [--out FOLDER] [--seconds N] [--only NAME,...] [--list]
+    on_gpus.py [--out FOLDER] [--seconds N] [--only NAME,...] [--skip NAME,...] [--list]
 
-A step has a limit of its own, and one that the remaining --seconds do not cover is not begun: it is listed as not
-run.  Each step's output goes to FOLDER/NAME.log, figures to FOLDER/*.json.  Exits with 1 when a step has failed.
-Needs the package built in place (make build) and a torch with CUDA.
+One GPU is enough: there the ranks share it (EPMOE_SHARE_GPU=1).  Steps named -threads run their ranks as threads of one
+process, side by side on the GPU; all other ranks are processes, whose kernels alternate.  What only several GPUs can tell,
+the speed of links, is listed as not run.
+
+A step has a limit of its own, at most 9 minutes.  A step that the remaining --seconds do not cover is not started, and is
+listed as not run.  Each step's output goes to FOLDER/NAME.log, figures to FOLDER/*.json.  Exits with 1 when a step has
+failed.  Needs the package built in place (make build) and a torch with CUDA.
 """
 
 import argparse
@@ -21,6 +25,20 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from epmoe.testing import SIDE_BY_SIDE  # noqa: E402
+
+LONGEST_S = 540
+CHAOS = ROOT / "build" / "chaos" / "lib"
+
+# The suite in parts, so that each ends within LONGEST_S also where four ranks take turns on one GPU.
+PARTS = {
+    "move": ("dispatch", "combine", "plan", "heap", "world", "gemm", "build", "env", "bench", "fuzz", "soak", "import", "install"),
+    "layer": ("layer", "moe", "examples"),
+    "errors": ("errors",),
+    "fused": ("fused",),
+}
 
 
 @dataclasses.dataclass
@@ -29,48 +47,83 @@ class Step:
     command: list
     limit_s: int
     wants: str = ""  # what its output must hold, besides an exit status of 0
+    env: dict = dataclasses.field(default_factory=dict)
+    needs: str = ""  # why it cannot run here
 
 
 def torchrun(n, *command):
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), *command]
 
 
+def files(part):
+    return [f"tests/{p.name}" for p in sorted((ROOT / "tests").glob("test_*.py")) if p.stem.split("_")[1] in PARTS[part]]
+
+
+def tests(sizes):
+    """The whole suite at each number of ranks."""
+    for n in sizes:
+        for part in PARTS:
+            yield Step(f"tests-{n}-{part}", torchrun(n, "-m", "pytest", "-q", "-rs", *files(part)), LONGEST_S, "passed")
+
+
+def layers(n):
+    """The command lines of the documents, with a check of every sum."""
+    a2a = torchrun(n, "examples/ep_a2a.py", "--topk", "8", "--check")
+    yield Step("a2a-seed", [*a2a, "-M", "32768", "-N", "1536", "-G", "384", "--drop_ratio", "0.3", "--enable-local-combine"], 240, "check passed")
+    yield Step("a2a-wide", [*a2a, "-M", "8192", "-N", "7168", "-G", "256"], 240, "check passed")
+    yield Step("a2a-empty", [*a2a, "-M", "8192", "-N", "2048", "-G", "128", "--empty-rank", "1"], 240, "check passed")
+
+
+def soaks(n, is_shared):
+    """Long runs.  On one GPU the longest of them run their ranks as threads: side by side they are many times faster."""
+    python, chaos = [sys.executable], {"PYTHONPATH": str(CHAOS)} if CHAOS.is_dir() else {}
+    if is_shared:
+        threads = ["--threads", str(n)]
+        yield Step("fused-threads", [*python, "tests/soak_fused.py", "-n", "10000", *threads], LONGEST_S, "the same to the bit", chaos | SIDE_BY_SIDE)
+        yield Step("ops-threads", [*python, "tests/soak.py", "ops", "-n", "100000", *threads], LONGEST_S, "no fault", chaos | SIDE_BY_SIDE)
+    else:
+        yield Step("fused", torchrun(n, "tests/soak_fused.py", "-n", "10000"), LONGEST_S, "the same to the bit", chaos)
+        yield Step("ops", torchrun(n, "tests/soak.py", "ops", "-n", "100000"), LONGEST_S, "no fault", chaos)
+    yield Step("kills", [*python, "tests/faults.py", "--device", "cuda", "--ranks", str(n)], LONGEST_S, "no fault")
+    yield Step("endings", [*python, "tests/soak.py", "leaks", "--device", "cuda", "-n", "1"], 300, "nothing left")
+    yield Step("routings", torchrun(n, "tests/fuzz_routing.py", "--device", "cuda", "--cases", "2500", "--seed", "21"), LONGEST_S, "no difference")
+    yield Step("cycles", torchrun(n, "tests/soak.py", "cycles", "-n", "200"), LONGEST_S, "no fault")
+
+
+def sanitizers():
+    """compute-sanitizer.  Two ranks are threads of one process, so that it sees the kernels of both."""
+    missing = "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not installed"
+    check = ["compute-sanitizer", "--error-exitcode", "9", "--print-limit", "5"]
+    gemm = torchrun(1, "-m", "pytest", "-q", "-x", "tests/test_gemm_products.py", "tests/test_gemm_arguments.py", "-k", "mixed or counts or past or rows")
+    yield Step("memcheck-gemm", [*check, "--target-processes", "all", *gemm], LONGEST_S, "passed", needs=missing)
+    for tool in ("memcheck", "racecheck"):
+        for part in ("move", "fused"):
+            yield Step(f"{tool}-{part}", [*check, "--tool", tool, sys.executable, "tests/sanitized.py", part], LONGEST_S, "on 2 ranks: right",
+                       needs=missing)
+
+
 def steps(num_gpus, out):
     """From what is quick and tells most to what is long."""
-    python, sizes = [sys.executable], sorted({1, min(2, num_gpus), num_gpus})
-    gemm = ["-m", "pytest", "-q", "tests/test_gemm_products.py", "tests/test_gemm_arguments.py"]
-    yield Step("gemm-tests", torchrun(1, *gemm), 240, "passed")
+    python, is_shared = [sys.executable], num_gpus == 1
+    most = 4 if is_shared else num_gpus
+    several = "needs several GPUs: its figures are of links" if is_shared else ""
     yield Step("gemm-bench", [*python, "-m", "epmoe.bench", "gemm", "--ranks", "1", "--json", str(out / "gemm.json")], 240)
-    for n in reversed(sizes):
-        yield Step(f"tests-{n}", torchrun(n, "-m", "pytest", "-q", "tests"), 400, "passed")
-    if num_gpus > 1:
-        layer = torchrun(num_gpus, "examples/ep_a2a.py", "--topk", "8", "--check")
-        yield Step("a2a-seed", [*layer, "-M", "32768", "-N", "1536", "-G", "384", "--drop_ratio", "0.3", "--enable-local-combine"], 90, "check passed")
-        yield Step("a2a-wide", [*layer, "-M", "8192", "-N", "7168", "-G", "256"], 90, "check passed")
-        yield Step("a2a-empty", [*layer, "-M", "8192", "-N", "2048", "-G", "128", "--empty-rank", "1"], 90, "check passed")
-        yield Step("fused", torchrun(num_gpus, "tests/soak_fused.py", "-n", "10000"), 300, "the same to the bit")
-        yield Step("bench", torchrun(num_gpus, "-m", "epmoe.bench", "all", "--json", str(out / "bench.json")), 400)
-        yield Step("overlap", ["make", "trace", f"ARGS=--json {out / 'overlap.json'}"], 200)
-        yield Step("kills", [*python, "tests/faults.py", "--device", "cuda"], 200)
-        yield Step("endings", [*python, "tests/soak.py", "leaks", "--device", "cuda", "-n", "1"], 200, "nothing left")
-        yield Step("routings", torchrun(num_gpus, "tests/fuzz_routing.py", "--device", "cuda", "--cases", "2500", "--seed", "21"), 200)
-        yield Step("ops", torchrun(num_gpus, "tests/soak.py", "ops", "-n", "20000"), 300)
-        yield Step("cycles", torchrun(num_gpus, "tests/soak.py", "cycles", "-n", "200"), 200)
-    yield Step("demo", [*python, "examples/train_lm.py"], 120, "demo: ok")
-    if shutil.which("compute-sanitizer"):
-        check = ["compute-sanitizer", "--target-processes", "all", "--error-exitcode", "9", "--print-limit", "5"]
-        small = ["-k", "mixed or counts or past or rows", "-x"]
-        yield Step("memcheck-gemm", [*check, *torchrun(1, *gemm, *small)], 400, "passed")
-        yield Step("memcheck-layer", [*check, *torchrun(min(2, num_gpus), "-m", "pytest", "-q", "-x", "tests/test_dispatch_rows.py",
-                                                        "tests/test_combine_sums.py", "-k", "bfloat16")], 400, "passed")
-        yield Step("memcheck-fused", [*check, *torchrun(min(2, num_gpus), "tests/soak_fused.py", "-n", "8", "--each", "2")], 400, "the same")
+    yield Step("side-bench", [*python, "-m", "epmoe.bench", "side", "--ranks", "1", "--json", str(out / "side.json")], 240)
+    yield from tests(sorted({1, 2, most}))
+    yield from layers(most)
+    yield from soaks(most, is_shared)
+    yield Step("demo", [*python, "examples/train_lm.py"], 240, "demo: ok")
+    yield from sanitizers()
+    yield Step("bench", torchrun(num_gpus, "-m", "epmoe.bench", "all", "--json", str(out / "bench.json")), LONGEST_S, needs=several)
+    yield Step("overlap", ["make", "trace", f"ARGS=--json {out / 'overlap.json'}"], 300, needs=several)
 
 
 def run(step, log):
     """ok, or what was wrong."""
+    path = os.pathsep.join([*([step.env["PYTHONPATH"]] if "PYTHONPATH" in step.env else []), str(ROOT), str(ROOT / "tests")])
+    env = {**os.environ, **step.env, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     with open(log, "w") as f:
-        child = subprocess.Popen(step.command, cwd=ROOT, stdout=f, stderr=subprocess.STDOUT, start_new_session=True,
-                                 env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])})
+        child = subprocess.Popen(step.command, cwd=ROOT, stdout=f, stderr=subprocess.STDOUT, start_new_session=True, env=env)
         try:
             status = child.wait(step.limit_s)
         except subprocess.TimeoutExpired:
@@ -93,37 +146,54 @@ def last_words(log):
     return next((line for line in reversed(lines) if " passed" in line or " failed" in line), lines[-1] if lines else "")[:70]
 
 
-def main():
+def parse():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--out", type=Path, default=ROOT / "build" / "on_gpus")
     p.add_argument("--seconds", type=float, default=3600, help="for all of it (default 3600)")
     p.add_argument("--only", type=lambda text: text.split(","), help="these steps, or those that begin so")
+    p.add_argument("--skip", type=lambda text: text.split(","), default=[], help="not these steps, nor those that begin so")
     p.add_argument("--list", action="store_true", help="name the steps and their commands")
-    args = p.parse_args()
-    num_gpus = torch.cuda.device_count()
-    args.out.mkdir(parents=True, exist_ok=True)
-    chosen = [s for s in steps(max(num_gpus, 1), args.out) if not args.only or any(s.name.startswith(o) for o in args.only)]
-    if args.list:
-        for s in chosen:
-            print(f"{s.name:15} {s.limit_s:4} s  {' '.join(map(str, s.command))}")
-        return 0
-    if num_gpus == 0:
-        return "there is no GPU here"
-    end, results = time.monotonic() + args.seconds, []
+    return p.parse_args()
+
+
+def run_all(chosen, out, seconds):
+    """[(name, verdict, seconds, last words)]"""
+    end, results = time.monotonic() + seconds, []
     for i, s in enumerate(chosen):
-        left, log, start = end - time.monotonic(), args.out / f"{s.name}.log", time.monotonic()
-        if left < min(s.limit_s, 30):
-            results.append((s.name, "not run", 0, ""))
+        left, log, start = end - time.monotonic(), out / f"{s.name}.log", time.monotonic()
+        if s.needs or left < min(s.limit_s, 30):
+            results.append((s.name, "not run", 0, s.needs or "no time was left"))
             continue
         s.limit_s = int(min(s.limit_s, left))
         print(f"[{i + 1}/{len(chosen)}] {s.name} ...", flush=True)
         verdict = run(s, log)
         results.append((s.name, verdict, time.monotonic() - start, last_words(log)))
         print(f"      {verdict}, {results[-1][2]:.0f} s: {results[-1][3]}", flush=True)
+    return results
+
+
+def main():
+    args = parse()
+    num_gpus = torch.cuda.device_count()
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def among(step, names):
+        return any(step.name.startswith(name) for name in names)
+
+    chosen = [s for s in steps(max(num_gpus, 1), args.out) if (not args.only or among(s, args.only)) and not among(s, args.skip)]
+    if args.list:
+        for s in chosen:
+            print(f"{s.name:15} {s.limit_s:4} s  {' '.join(map(str, s.command))}")
+        return 0
+    if num_gpus == 0:
+        return "there is no GPU here"
+    if num_gpus == 1:
+        os.environ["EPMOE_SHARE_GPU"] = "1"
+    results = run_all(chosen, args.out, args.seconds)
     print(f"\n{num_gpus} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, torch {torch.__version__}")
     for name, verdict, seconds, words in results:
         print(f"{name:15} {verdict:34} {seconds:5.0f} s  {words}")
-    return any(verdict != "ok" for _, verdict, _, _ in results)
+    return any(verdict not in ("ok", "not run") for _, verdict, _, _ in results)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ cycles   worlds, heaps and layers made and closed again and again: nothing may g
 leaks    worlds that end in every way, from a close to kill -9: nothing may be left.
 
 On the CPU the ranks are threads (ops) or processes (cycles, leaks) that the command starts.  Under torchrun every
-process is a rank, with a GPU where there is one:
+process is a rank, on a GPU where there is one; more ranks than GPUs share them:
     torchrun --nproc-per-node 4 tests/soak.py ops -n 100000
     torchrun --nproc-per-node 4 tests/soak.py cycles -n 200
+With --threads N the ranks of ops are N threads side by side on one GPU, which is much faster:
+    python tests/soak.py ops -n 100000 --threads 4
 With a module that was built with EPMOE_CHAOS=1 (make soak) the ranks are late inside the operations too.
 """
 
@@ -30,9 +32,9 @@ import torch
 
 import endings
 import epmoe
-from cases import MODES, Case, keep, make_layer, poison_memory, process_ranks, run_routing
+from cases import MODES, Case, keep, make_layer, poison_memory, process_ranks, run_routing, share_gpus
 from epmoe import _C
-from epmoe.testing import PATTERNS, routing, run_threads
+from epmoe.testing import PATTERNS, routing, run_threads, set_device
 from traces import gpu_held, grown, held
 
 BATCH_LIMIT_S = 120
@@ -155,15 +157,25 @@ def ops(a, say):
         seen.update({b.mode: n, str(b.dtype).removeprefix("torch."): n, f"over 2^{b.epoch.bit_length()}": n, f"{b.num_ranks} ranks": n})
         say(done)
 
+    def batches(world, device, count):
+        poison_memory()
+        number, of_this_rank = 0, 0
+        while of_this_rank < a.num:
+            b = make_batch(a.seed, number, world.size, a.steps, device.type == "cuda")
+            n = run_batch_on_rank(world, device, b)
+            world.__dict__.pop("_kept", None)
+            count(b, n)
+            number, of_this_rank = number + 1, of_this_rank + n
+
     if TORCHRUN:
         with torchrun_world() as (world, device):
-            poison_memory()
-            for number in range(10**9):
-                b = make_batch(a.seed, number, world.size, a.steps, device.type == "cuda")
-                count(b, run_batch_on_rank(world, device, b))
-                world.__dict__.pop("_kept", None)
-                if done >= a.num:
-                    break
+            batches(world, device, count)
+    elif a.threads:
+        def side_by_side(world):
+            world.set_timeout(BATCH_LIMIT_S)
+            batches(world, torch.device("cuda", 0), count if world.rank == 0 else lambda b, n: None)
+
+        run_threads(side_by_side, a.threads, timeout_s=3600, device="cuda:0")
     else:
         with concurrent.futures.ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:
             number, running = 0, set()
@@ -243,7 +255,9 @@ def cycles(a, say):
 
 
 def leaks(a, say):
-    ranks = 3 if a.device == "cpu" else torch.cuda.device_count()
+    ranks = 3 if a.device == "cpu" else max(2, torch.cuda.device_count())
+    if a.device == "cuda":
+        share_gpus(ranks)
     for number in range(a.num):
         endings.every(ranks, a.device)
         say(number + 1)
@@ -258,9 +272,11 @@ def torchrun_world():
     import torch.distributed as dist
 
     on_cuda = bool(_C.HAS_CUDA) and torch.cuda.is_available() and os.environ.get("EPMOE_BACKEND") != "cpu"
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", RANK))) if on_cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if on_cuda:
-        torch.cuda.set_device(device)
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        share_gpus(num_local)
+        device = set_device(int(os.environ.get("LOCAL_RANK", RANK)), num_local)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
     world = epmoe.World(timeout_s=BATCH_LIMIT_S)
     with world:
@@ -291,6 +307,7 @@ def main():
         if name == "ops":
             s.add_argument("--steps", type=int, default=1000, help="steps with one layer")
             s.add_argument("--processes", type=int, default=os.cpu_count(), help="worlds of threads side by side (CPU)")
+            s.add_argument("--threads", type=int, help="ranks that are threads side by side on one GPU")
         if name == "leaks":
             s.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: as many ranks as there are GPUs")
         if name == "cycles":

@@ -1,5 +1,7 @@
 """The megakernels over and over: `torchrun --nproc-per-node 4 tests/soak_fused.py [-n 10000]`, ranks late, outputs poisoned.
 
+With --threads N the ranks are N threads side by side on one GPU.
+
 Each batch makes an EpAll2AllFusedOp of random shape and choices, and four inputs of random routing; what the same stages give
 one after the other is what every launch must give, to the bit, eagerly and from CUDA graphs.  Without GPUs the ranks are threads
 on the CPU, where the operator does its stages one after the other anyway: then this tries the test, not the kernels.
@@ -15,7 +17,7 @@ import torch
 import epmoe
 from epmoe.bench.check import poisoned
 from epmoe.testing import PATTERNS, routing, run_threads
-from soak import RANK, TORCHRUN, progress, torchrun_world
+from soak import BATCH_LIMIT_S, RANK, TORCHRUN, progress, torchrun_world
 
 ACTIVATIONS = (None, "swiglu", "gelu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=0.6))
 
@@ -42,9 +44,10 @@ def inputs_of(op, pattern, rank, g):
     return [v.to(op.device) for v in (torch.randn(t, op.hidden, generator=g).to(op.dtype), idx, torch.rand(t, op.topk, generator=g))]
 
 
-def run_batch(world, device, seed, number, num_launches):
-    """Launches whose result was wrong."""
-    options, inner, patterns, activation, graph = make_batch(seed, number, world.size, device.type == "cuda")
+def run_batch(world, device, seed, number, num_launches, graph=True):
+    """Launches whose result was wrong.  graph: some batches may replay a graph."""
+    options, inner, patterns, activation, from_graph = make_batch(seed, number, world.size, device.type == "cuda")
+    graph = graph and from_graph
     g, late, gated = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1), random.Random(f"{seed} {number} {world.rank}"), activation not in (None, "gelu")
     with epmoe.EpAll2AllFusedOp(world, device=device, **options) as op, torch.no_grad():
         up = (torch.randn(op.num_local_experts, inner * (2 if gated else 1), op.hidden, generator=g) / op.hidden**0.5).to(op.dtype).to(device)
@@ -64,8 +67,10 @@ def run_batch(world, device, seed, number, num_launches):
         if graph:
             replayed = torch.cuda.CUDAGraph()
             op.synchronize()
-            with torch.cuda.graph(replayed):
+            world.exchange(b"x")  # a capture begins with a wait for the device: no rank that is a thread may be in an operation
+            with torch.cuda.graph(replayed, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
                 y = step(*held)
+            world.exchange(b"x")
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         for n in range(num_launches):
             if late.random() < 0.3:
@@ -93,11 +98,13 @@ def main():
     p.add_argument("-n", "--num", type=int, default=10_000, help="launches of each kernel (default 10000)")
     p.add_argument("--each", type=int, default=250, help="launches with one operator")
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--threads", type=int, help="ranks that are threads side by side on one GPU")
     a = p.parse_args()
     batches = -(-a.num // a.each)
 
     def all_of(world, device, say=lambda done: None):
         wrong = {}
+        world.set_timeout(BATCH_LIMIT_S)
         for number in range(batches):
             if n := run_batch(world, device, a.seed, number, a.each):
                 wrong[number] = n
@@ -109,6 +116,10 @@ def main():
         if TORCHRUN:
             with torchrun_world() as (world, device):
                 results = [all_of(world, device, say)]
+        elif a.threads:
+            device = torch.device("cuda", 0)
+            results = run_threads(lambda world: all_of(world, device, *([say] if world.rank == 0 else [])), a.threads, timeout_s=3600,
+                                  device=device)
         else:
             results = run_threads(lambda world: all_of(world, torch.device("cpu")), 3)
     bad = any(results)
