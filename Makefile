@@ -3,7 +3,8 @@
 # make test       build, the C tests (quick), pytest; with GPUs also pytest on them; ARGS=... goes to pytest
 # make bench      times beside the peers', a rank a GPU (small shapes on a CPU); ARGS=... goes to epmoe.bench
 # make trace      what the megakernels' warps do, and when: a table, and build/trace_*: a picture, and files for Perfetto; ARGS=... goes to epmoe.bench
-# make report     the README's table and the plots, from benchmarks/h200x4.json
+# make report     the figures of README.md and docs/performance.md, the plots, and the tables of docs/experiments, from JSON files
+# make docs       the documents as a site in build/docs, with docs/requirements.txt in a venv of its own; a warning is an error
 # make check      all that a commit must pass: test, formatting, the C tests in full, the models of the protocol; with nvcc the kernels
 # make tsan       the C tests under ThreadSanitizer
 # make models     the models of the protocol, with spin
@@ -20,13 +21,13 @@
 # .venv made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test gpu bench trace report check rest soak tsan models cuda emulated with-nvcc format size clean python check-format c-tests FORCE
+.PHONY: build demo test gpu bench trace report docs check rest soak tsan models cuda emulated with-nvcc format size clean python check-format c-tests FORCE
 # Tests have deadlines, and take all cores by themselves.
 .NOTPARALLEL:
 
 NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
 # What a python3 that is there already must have; a test wants more than the rest.
-AS_IT_IS := torch setuptools $(if $(filter-out build demo bench trace report cuda,$(or $(MAKECMDGOALS),build)),pytest hypothesis numpy)
+AS_IT_IS := torch setuptools $(if $(filter-out build demo bench trace report docs cuda,$(or $(MAKECMDGOALS),build)),pytest hypothesis numpy)
 HAS := import importlib.util as u, importlib.metadata as m, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(n) is None for n in sys.argv[1:]) \
     or tuple(map(int, m.version("torch").split(".")[:2])) < (2, 11))
 ifndef PYTHON
@@ -87,7 +88,8 @@ bench: build
 	$(PYTHON) -m epmoe.bench $(ARGS)
 
 report: build
-	$(PYTHON) -m epmoe.bench report benchmarks/h200x4.json --readme README.md
+	$(PYTHON) -m epmoe.bench report benchmarks/h200x4.json --readme README.md --page docs/performance.md --plots docs/img
+	$(PYTHON) docs/tables.py
 
 # What could not be looked at must not pass for looked at: it is collected, and said at the end.
 check: rest test
@@ -97,7 +99,7 @@ check: rest test
 # What test leaves out; one failure hides no other.
 rest: | python
 	@mkdir -p build && rm -f build/not_checked && touch build/not_checked
-	@$(MAKE) -k --no-print-directory check-format build c-tests models with-nvcc
+	@$(MAKE) -k --no-print-directory check-format build c-tests models docs with-nvcc
 
 # The one beside the interpreter, else the machine's.  Another version of clang-format has other opinions.
 CLANG_FORMAT = $$(PATH=$(dir $(PYTHON)):$$PATH command -v clang-format)
@@ -126,6 +128,18 @@ models: | python
 	if [ $$code = 77 ]; then \
 	    mkdir -p build && echo "models of the protocol (no spin)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; \
 	else exit $$code; fi
+
+# The site reads the sources of epmoe and does not import them, so its venv has no torch.
+DOCS_VENV := build/docs-venv
+docs: | python
+	@mkdir -p build; if ! cmp -s docs/requirements.txt $(DOCS_VENV)/installed; then \
+	    rm -rf $(DOCS_VENV); $(PYTHON) -m venv $(DOCS_VENV) >/dev/null 2>&1 && \
+	    $(DOCS_VENV)/bin/pip install -qq --no-deps --disable-pip-version-check --retries 1 --timeout 20 -r docs/requirements.txt \
+	        2>build/docs-pip.log && cp docs/requirements.txt $(DOCS_VENV)/installed; \
+	fi; \
+	if cmp -s docs/requirements.txt $(DOCS_VENV)/installed; then \
+	    $(DOCS_VENV)/bin/mkdocs build -q --clean && echo "docs: ok, in build/docs/index.html"; \
+	else echo "documents (docs/requirements.txt could not be installed)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
 
 # Built aside: the module in place has no profiler.
 trace: python

@@ -1,4 +1,4 @@
-"""python -m epmoe.bench report: the README's table and the plots are those of the files of figures, whatever these hold."""
+"""python -m epmoe.bench report: the tables and plots of README.md and docs/performance.md are those of the files of figures."""
 
 import json
 import struct
@@ -10,14 +10,14 @@ from epmoe.bench import cli, plots, report
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES = ROOT / "benchmarks" / "h200x4.json"
-NAMES = ("shapes", "sm", "tokens")
+FIGURES, PLOTS = ROOT / "benchmarks" / "h200x4.json", ROOT / "docs" / "img"
+NAMES = ("layers", "shapes", "sm", "tokens")
 
 
 def here():
     if not FIGURES.exists():
         pytest.skip("there is no benchmarks/h200x4.json")
-    return report.Figures(FIGURES)
+    return report.Figures(FIGURES, PLOTS)
 
 
 def png_texts(path):
@@ -41,26 +41,38 @@ def write(path, rows, **head):
     return path
 
 
-def made(folder, rows, **head):
-    """(Figures, what the command says, the README it wrote) of rows."""
-    path, readme = write(folder / "some.json", rows, **head), folder / "README.md"
-    readme.write_text("before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n")
-    assert cli.main(["report", str(path), "--readme", str(readme)]) == 0
-    return report.Figures(path), readme.read_text()
+MARKERS = "before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n"
 
 
-def test_bench_report_readme_is_made_from_the_file():
+def made(folder, rows, document="--page", **head):
+    """(Figures, the document that the command wrote) of rows."""
+    path, page = write(folder / "some.json", rows, **head), folder / "page.md"
+    page.write_text(MARKERS)
+    assert cli.main(["report", str(path), document, str(page)]) == 0
+    return report.Figures(path), page.read_text()
+
+
+@pytest.mark.parametrize("document, make, folder", [("README.md", report.short_block, "docs/img"), ("docs/performance.md", report.block, "img")])
+def test_bench_report_documents_are_made_from_the_file(document, make, folder):
     """If this fails: make report."""
     figures = here()
-    text = report.block(figures, plots.wanted(figures), "benchmarks")
-    assert f"<!-- figures -->\n{text}<!-- /figures -->" in (ROOT / "README.md").read_text()
+    text = make(figures, plots.wanted(figures), folder)
+    assert f"<!-- figures -->\n{text}<!-- /figures -->" in (ROOT / document).read_text()
+
+
+def test_bench_report_puts_one_table_and_one_plot_into_a_readme():
+    figures = here()
+    text = report.short_block(figures, plots.wanted(figures), "docs/img")
+    assert text.count("|---") == text.split("\n")[2].count("|") - 1 and text.count("![") == 1 and len(text.split("\n")) < 20
+    for shape in ("seed", "dsv3", "qwen3-235b", "mixtral", "gpt-oss-120b", "qwen3-30b"):
+        assert f"| {shape} | {report.size(shape)} |" in text
 
 
 def test_bench_report_plots_are_made_from_the_file():
     """If this fails: make report."""
     figures = here()
     for name in plots.wanted(figures):
-        assert png_texts(FIGURES.with_name(report.plot_name(figures, name)))["Figures"] == figures.digest, name
+        assert png_texts(figures.plot_path(name))["Figures"] == figures.digest, name
 
 
 def test_bench_report_recorded_peers_say_what_they_are():
@@ -68,6 +80,30 @@ def test_bench_report_recorded_peers_say_what_they_are():
     assert {"machine", "gpus", "cuda", "torch", "date", "what", "link_gbps"} <= set(recorded)
     for r in recorded["rows"]:
         assert r["impl"].startswith("DeepEP") and r["ms"] == pytest.approx(sum(r.get("parts_ms", {"all": r["ms"]}).values()))
+
+
+def test_bench_report_writes_plots_to_a_folder(tmp_path):
+    rows = [row("layer", "c", impl, ms, tflops=9.0) for impl, ms in (("epmoe layer", 1.5), ("GEMMs alone", 1.0), ("torch layer", 3.0))]
+    path, page, folder = write(tmp_path / "some.json", rows), tmp_path / "page.md", tmp_path / "img"
+    page.write_text(MARKERS)
+    folder.mkdir()
+    assert cli.main(["report", str(path), "--readme", str(page), "--plots", str(folder)]) == 0
+    text = page.read_text()
+    assert "| c | 64 | 1.50 ms | 2.00× |" in text and "](img/some_layers.png)" in text
+    assert (folder / "some_layers.png").exists() and not list(tmp_path.glob("*.png"))
+
+
+def test_bench_report_of_one_gpu(tmp_path):
+    """Figures of one rank alone: their ratios are those that were recorded."""
+    rows = [row("layer", "c", impl, ms, tflops=9.0) for impl, ms in (("epmoe layer", 1.5), ("torch layer", 3.0))]
+    alone = [row("step", "c", f"{who} {what}", ms, **more) for who, what, ms, more in (
+        ("epmoe", "forward", 1.0, {"ratios": {"torch": 0.51, "GEMMs": 0.81}}), ("torch", "forward", 2.0, {}), ("GEMMs", "forward", 1.25, {}),
+        ("epmoe", "step", 4.0, {"ratios": {"torch": 0.79}, "tflops": 300}), ("torch", "step", 5.0, {}))]
+    alone += [row("decode", "d", way, ms, t) for t, ms in ((1, 0.04), (16, 0.1)) for way in ("eager",)]
+    write(tmp_path / "one_gpu_some.json", alone, what="alone.")
+    assert "| c | 1.00 | 2.00 | 1.25 | 0.51 | 0.81 | 4.00 | 5.00 | 0.79 | 300 |" in made(tmp_path, rows)[1]
+    assert "| eager | 40 us | 100 us |" in made(tmp_path, rows)[1]
+    assert "| c | 64 | 1.50 ms | 2.00× | 1.25×† |" in made(tmp_path, rows, "--readme")[1]
 
 
 def test_bench_report_of_a_cpu(tmp_path, capsys):
@@ -119,7 +155,7 @@ def test_bench_report_of_a_layer_that_decodes(tmp_path):
 
 
 def test_bench_report_wants_one_place(tmp_path):
-    readme = tmp_path / "README.md"
+    readme = tmp_path / "page.md"
     readme.write_text("nothing marked\n")
     with pytest.raises(SystemExit, match="found 0"):
         cli.main(["report", str(write(tmp_path / "some.json", [])), "--readme", str(readme)])

@@ -1,7 +1,6 @@
-"""Every example and the README's program, run as a reader would run them.
+"""Every example, run as a reader would run it.  test_docs.py runs the programs of README.md and docs/.
 
-On the CPU each is a process that starts its own ranks (the README's to the letter; the examples' are forked from it, see
-warm/); under torchrun with GPUs, rank 0 starts each with a torchrun of its own while the other ranks wait.
+On the CPU each is a process that starts its own ranks (forked from it, see warm/); under torchrun with GPUs, rank 0 starts each with a torchrun of its own while the other ranks wait.
 """
 
 import os
@@ -166,18 +165,6 @@ def test_examples_failing_rank_fails_the_program(tmp_path):
     code, output = run([sys.executable, str(program)], tmp_path, CUDA_VISIBLE_DEVICES="", EPMOE_TEST_WARM="1",
                        PYTHONPATH=f"{ROOT / 'tests/warm'}:{ROOT}:{ROOT / 'examples'}")
     assert code == 1 and "rank 1 has a reason" in output, output
-
-
-@pytest.mark.cpu_only
-def test_examples_readme_program_runs_as_printed(tmp_path):
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("there is no README.md")
-    program = re.search(r"^```python\n(.*?)^```", readme.read_text(), re.MULTILINE | re.DOTALL)
-    assert program, "README.md has no python program"
-    (tmp_path / "readme.py").write_text(program[1])
-    code, output = run([sys.executable, "readme.py"], tmp_path, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
-    assert code == 0 and "rank 0" in output, output
 
 
 @pytest.mark.cpu_only

@@ -1,8 +1,8 @@
-"""The plots of report.py, as PNG beside the file of figures: times per shape, over thread blocks, over T."""
+"""The plots of report.py, as PNG: times for each shape, over thread blocks, over T."""
 
 import importlib.util
 
-from epmoe.bench.report import STAGES, plot_name
+from epmoe.bench.report import STAGES
 
 # Okabe and Ito's colours, which colour-blind readers tell apart; hatches and markers say the same again.
 COLORS = {"epmoe": "#0072B2", "DeepEP": "#E69F00", "torch": "#999999"}
@@ -10,7 +10,8 @@ STAGE_STYLE = {"dispatch": ("o", "-"), "combine": ("s", "--")}
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
          "grid.linewidth": 0.6, "axes.axisbelow": True, "figure.facecolor": "white", "savefig.facecolor": "white", "legend.frameon": False,
          "hatch.linewidth": 0.7}
-TEXTS = {"shapes": "Time of dispatch and of combine for each shape, epmoe beside DeepEP and torch",
+TEXTS = {"layers": "Time of a whole layer for each shape, epmoe beside DeepEP and torch",
+         "shapes": "Time of dispatch and of combine for each shape, epmoe beside DeepEP and torch",
          "sm": "Time of dispatch and of combine over the thread blocks that move tokens",
          "tokens": "Time of dispatch and of combine over the tokens of a rank",
          "growth": "Time of a whole layer over the tokens of a rank"}
@@ -22,7 +23,7 @@ def can_draw():
 
 def wanted(figures):
     """{name: alternative text} of the plots that the figures have rows for.  A line needs two points."""
-    there = {"shapes": bool(figures.shapes())}
+    there = {"layers": bool(figures.shapes("layer")), "shapes": bool(figures.shapes())}
     for name in ("sm", "tokens"):
         there[name] = bool(sweep_shape(figures, name))
     there["growth"] = bool(sweep_shape(figures, "growth", "epmoe layer"))
@@ -45,9 +46,9 @@ def draw(figures):
     plots = wanted(figures)
     for name in plots:
         with plt.rc_context(STYLE):
-            figure = {"shapes": draw_shapes, "sm": draw_sm, "tokens": draw_tokens, "growth": draw_growth}[name](figures, plt)
-            # Software is matplotlib's version, which is none of the figures' business.
-            figure.savefig(figures.path.with_name(plot_name(figures, name)), dpi=150, metadata={"Software": None, "Figures": figures.digest})
+            figure = {"layers": draw_layers, "shapes": draw_shapes, "sm": draw_sm, "tokens": draw_tokens, "growth": draw_growth}[name](figures, plt)
+            # Software would be the version of matplotlib: the same figures give the same file with any version.
+            figure.savefig(figures.plot_path(name), dpi=150, metadata={"Software": None, "Figures": figures.digest})
             plt.close(figure)
     return plots
 
@@ -108,6 +109,36 @@ def draw_shapes(figures, plt):
     return figure
 
 
+def draw_layers(figures, plt):
+    """Bars, one group for each shape; a line at the time of torch's two GEMMs alone."""
+    figure, ax = plt.subplots(figsize=(9, 3.4), layout="constrained")
+    shapes, hatched = [s for s in figures.shapes("layer") if " T=" not in s], False
+    for i, shape in enumerate(shapes):
+        deep_ep, same_run = figures.deep_ep("layer", "layer", shape=shape)
+        bars = [("epmoe", figures.ms("layer", "epmoe layer", shape=shape)), ("DeepEP", deep_ep), ("torch", figures.ms("layer", "torch layer", shape=shape))]
+        bars = [(who, ms) for who, ms in bars if ms is not None]
+        for j, (who, ms) in enumerate(bars):
+            at, mark = i + (j - (len(bars) - 1) / 2) * 0.27, who == "DeepEP" and not same_run
+            hatched |= mark
+            ax.bar(at, ms, 0.25, color=COLORS[who], hatch="///" if mark else None, edgecolor="white", linewidth=0)
+            ax.annotate(f"{ms:.1f}", (at, ms), (0, 2), textcoords="offset points", ha="center", fontsize=8.5)
+        if gemms := figures.ms("layer", "GEMMs alone", shape=shape):
+            ax.plot([i - 0.42, i + 0.42], [gemms, gemms], color="black", linewidth=1.4, linestyle=":")
+    tokens = {s: figures.find("layer", "epmoe layer", shape=s)[0]["tokens"] for s in shapes}
+    ax.set_xticks(range(len(shapes)), [f"{s}\nT = {tokens[s]}" for s in shapes])
+    ax.tick_params(axis="x", length=0)
+    ax.margins(y=0.1)
+    ax.grid(axis="x", visible=False)
+    ax.set_ylabel("forward (ms)")
+    names = {"epmoe": "epmoe", "DeepEP": "DeepEP + torch's GEMMs" + (", recorded in another run" if hatched else ""), "torch": peer_name(figures)}
+    has = {"epmoe": True, "DeepEP": any(figures.deep_ep("layer", "layer", shape=s)[0] for s in shapes), "torch": bool(figures.find("layer", "torch layer"))}
+    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=COLORS[w], edgecolor="white", linewidth=0, hatch="///" if w == "DeepEP" and hatched else None) for w in names if has[w]]
+    handles.append(plt.Line2D([], [], color="black", linewidth=1.4, linestyle=":"))
+    ax.legend(handles, [*(names[w] for w in names if has[w]), "torch's two GEMMs alone, no communication"])
+    ax.set_title(title(figures, "Time of a whole MoE layer, less is better"), loc="left", fontsize=11)
+    return figure
+
+
 def _line(ax, figures, bench, impl, shape, x, who, stage, label):
     rows = sorted(figures.find(bench, impl, shape=shape), key=lambda r: r[x])
     if rows:
@@ -165,7 +196,7 @@ def draw_growth(figures, plt):
     for impl, color, style in ways:
         rows = sorted(figures.find("growth", impl, shape=shape), key=lambda r: r["tokens"])
         ticks |= {r["tokens"] for r in rows}
-        label = {"GEMMs alone": "torch's two GEMMs alone", "torch layer": f"{peer_name(figures)} layer"}.get(impl, impl)
+        label = {"epmoe layer, one after the other": "epmoe layer, fused=False", "GEMMs alone": "torch's two GEMMs alone", "torch layer": f"{peer_name(figures)} layer"}.get(impl, impl)
         ax.plot([r["tokens"] for r in rows], [r["ms"] for r in rows], style, color=color, markersize=5, label=label)
     over_tokens(ax, ticks)
     ax.set_title(title(figures, f"{shape}: time of a layer over T"), loc="left", fontsize=11)

@@ -1,7 +1,11 @@
-"""python -m epmoe.bench report FILE: the plots beside FILE, and the table, from figures that --json wrote.
+"""python -m epmoe.bench report FILE: tables and plots from the figures that --json wrote.
 
-Where FILE is NAME.json, figures of DeepEP that another run recorded are taken from deep_ep_NAME.json beside it, if it is
-there; DeepEP's rows in FILE itself go before them.  What FILE lacks is left out, and named.
+--readme puts a short table and one plot into a README; --page puts all tables and plots into a page; --plots names the folder
+of the plots (default: the folder of FILE).
+
+Where FILE is NAME.json, two more files beside it are read if they exist.  deep_ep_NAME.json holds figures of DeepEP from another
+run; DeepEP's rows in FILE take precedence.  one_gpu_NAME.json holds figures of one rank alone on one GPU, with the training step.
+Rows that FILE does not have are left out of the tables, and the command names them.
 """
 
 import hashlib
@@ -11,21 +15,33 @@ import sys
 import textwrap
 from pathlib import Path
 
+from epmoe.bench.shapes import SHAPES
+
 MARKED = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 STAGES = {"dispatch": "epmoe plan + dispatch", "combine": "epmoe combine"}
 PRODUCTS = ("gate and up", "down", "dgrad of gate and up", "dgrad of down", "wgrad of gate and up", "wgrad of down")
 
 
 class Figures:
-    """The rows of a file, found by what they are; and those of the file with recorded peers."""
+    """The rows of a file; of the file with DeepEP's recorded figures; and of the file with one rank alone on a GPU."""
 
-    def __init__(self, path):
+    def __init__(self, path, plots=None):
         path = Path(path)
-        recorded = path.with_name(f"deep_ep_{path.name}")
-        texts = [path.read_text(), recorded.read_text() if recorded.exists() else "{}"]
-        self.path, (self.result, self.recorded) = path, map(json.loads, texts)
-        self.digest = hashlib.sha256("".join(texts).encode()).hexdigest()[:16]  # plots carry it: are they of these files?
+        texts = [path.read_text()]
+        for other in ("deep_ep", "one_gpu"):
+            beside = path.with_name(f"{other}_{path.name}")
+            texts.append(beside.read_text() if beside.exists() else "{}")
+        self.path, self.plots = path, Path(plots) if plots else path.parent
+        self.result, self.recorded, self.one_gpu = map(json.loads, texts)
+        self.digest = hashlib.sha256("".join(texts[:2]).encode()).hexdigest()[:16]  # a plot carries the digest of its figures
         self.rows, self.recorded_rows = self.result["rows"], self.recorded.get("rows", [])
+
+    def plot_path(self, plot):
+        return self.plots / plot_name(self, plot)
+
+    def step(self, shape):
+        """Rows of one rank alone, {"epmoe forward": .., "torch step": .., ..}; empty without figures of this shape."""
+        return {r["impl"]: r for r in self.one_gpu.get("rows", []) if r["bench"] == "step" and r["shape"] == shape}
 
     @property
     def is_gpu(self):
@@ -81,12 +97,18 @@ def markdown(head, rows):
     return [lines[0], "|---" * len(keep) + "|", *lines[1:]]
 
 
+def size(shape):
+    """H, I, E, K of a shape of that name, for a reader who knows the model and not the name."""
+    known = SHAPES.get(shape.removesuffix("-small").split(" ")[0])
+    return f"{known.hidden}, {known.inner}, {known.experts}, {known.topk}" if known and not shape.endswith("-small") else ""
+
+
 def table(figures):
-    """A row a shape: milliseconds, GB/s across links, and epmoe's time over the peers'."""
+    """Plan, dispatch and combine, one row for each shape: milliseconds, GB/s across links, epmoe's time over the peers'."""
     rows = []
     for shape in figures.shapes():
         plan = figures.ms("a2a", "epmoe plan, in a graph", shape=shape)
-        cells = [shape, str(figures.find("a2a", STAGES["dispatch"], shape=shape)[0]["tokens"]), f"{plan * 1e3:.1f} us" if plan else ""]
+        cells = [shape, size(shape), str(figures.find("a2a", STAGES["dispatch"], shape=shape)[0]["tokens"]), f"{plan * 1e3:.1f} us" if plan else ""]
         for stage, impl in STAGES.items():
             row = figures.find("a2a", impl, shape=shape)[0]
             theirs, same_run = figures.deep_ep("a2a", stage, shape=shape)
@@ -94,11 +116,11 @@ def table(figures):
                       _over(row["ms"], figures.ms("a2a", f"torch {stage}", shape=shape)), _over(row["ms"], theirs, "" if same_run else "*")]
         rows.append(cells)
     over = ["GB/s", "over torch", "over DeepEP"]
-    return markdown(["shape", "T a rank", "plan", "plan + dispatch", *over, "combine", *over], rows)
+    return markdown(["shape", "H, I, E, K", "T", "plan", "plan + dispatch", *over, "combine", *over], rows)
 
 
 def layer_table(figures):
-    """The same of whole layers."""
+    """Whole layers, forward, one row for each shape."""
     rows = []
     for shape in figures.shapes("layer"):
         row = figures.find("layer", "epmoe layer", shape=shape)[0]
@@ -110,12 +132,51 @@ def layer_table(figures):
             ms = [figures.ms("layer", impl, shape=shape) for impl in (f"epmoe {kernel}", f"torch {product} alone")]
             over.append(_over(*ms) if None not in ms else "")
         rows.append([shape, str(row["tokens"]), f"{row['ms']:.3f} ms", f"{row['tflops']:.0f}" if figures.is_gpu else "", *over])
-    return markdown(["shape", "T a rank", "whole layer", "TFLOP/s a GPU", "over GEMMs alone", "one after the other: over GEMMs alone", "over torch",
+    return markdown(["shape", "T", "whole layer", "TFLOP/s per GPU", "over GEMMs alone", "unfused: over GEMMs alone", "over torch",
                      "over DeepEP", "dispatch + gemm over gate and up", "gemm + combine over down"], rows)
 
 
+def _times(theirs, ms, mark=""):
+    return "" if theirs is None or ms is None else f"{theirs / ms:.2f}×{mark}"
+
+
+def short_table(figures):
+    """Whole layers as speedups, one row for each model."""
+    rows = []
+    for shape in figures.shapes("layer"):
+        if " T=" in shape:
+            continue
+        row, step = figures.find("layer", "epmoe layer", shape=shape)[0], figures.step(shape)
+        theirs, same_run = figures.deep_ep("layer", "layer", shape=shape)
+        rows.append([shape, size(shape), str(row["tokens"]), f"{row['ms']:.2f} ms", f"{row['tflops']:.0f}" if figures.is_gpu else "",
+                     _times(figures.ms("layer", "torch layer", shape=shape), row["ms"]), _times(theirs, row["ms"], "" if same_run else "\\*"),
+                     _times(step["torch step"]["ms"], step["epmoe step"]["ms"], "†") if "torch step" in step else ""])
+    return markdown(["model shape", "H, I, E, K", "T", "forward", "TFLOP/s per GPU", "vs torch + NCCL", "vs DeepEP", "forward + backward vs torch"], rows)
+
+
+def step_table(figures):
+    """One rank alone on one GPU: forward, and forward with backward.  Ratios are those that were recorded with the times."""
+    rows = []
+    for shape in dict.fromkeys(r["shape"] for r in figures.one_gpu["rows"] if r["bench"] == "step"):
+        of = figures.step(shape)
+        forward, step = of["epmoe forward"], of.get("epmoe step", {})
+        times = [f"{of[impl]['ms']:.2f}" if impl in of else "" for impl in ("epmoe forward", "torch forward", "GEMMs forward", "epmoe step", "torch step")]
+        rows.append([shape, *times[:3], f"{forward['ratios']['torch']:.2f}", f"{forward['ratios']['GEMMs']:.2f}", *times[3:],
+                     f"{step['ratios']['torch']:.2f}" if step else "", f"{step['tflops']:.0f}" if step else ""])
+    return markdown(["shape", "forward: epmoe", "torch", "torch's two GEMMs alone", "over torch", "over GEMMs alone", "forward + backward: epmoe", "torch",
+                     "over torch", "backward TFLOP/s"], rows)
+
+
+def decode_table(figures):
+    """One rank alone with few tokens: plan + dispatch + combine in microseconds."""
+    of = [r for r in figures.one_gpu["rows"] if r["bench"] == "decode"]
+    tokens, ways = (list(dict.fromkeys(r[key] for r in of)) for key in ("tokens", "impl"))
+    return markdown(["", *(f"T = {t}" for t in tokens)],
+                    [[way, *(f"{r['ms'] * 1e3:.0f} us" for r in of if r["impl"] == way)] for way in ways])
+
+
 def ablation_table(figures):
-    """A row a choice that was made otherwise: time of the layer and of its two kernels over the time as it is, each shape."""
+    """One row for each choice that was changed: time of the layer and of its two kernels over the time with the defaults."""
     of = [r for r in figures.rows if r["bench"] == "ablation"]
     shapes, choices = (list(dict.fromkeys(r[key] for r in of)) for key in ("shape", "impl"))
     cells = {(r["impl"], r["shape"]): [f"{r['ratios'][k]:.2f}" for k in ("layer", "first", "second")] for r in of}
@@ -124,7 +185,7 @@ def ablation_table(figures):
 
 
 def gemm_table(figures):
-    """A row a shape: milliseconds and TFLOP/s of gate and up; of the other products the time over torch's, of SwiGLU over none."""
+    """One row for each shape: milliseconds and TFLOP/s of gate and up; of the other GEMMs the time over torch's."""
     rows = []
     for row in figures.find("gemm", "epmoe gate and up"):
         ms = {p: [figures.ms("gemm", f"{impl} {p}", shape=row["shape"]) for impl in ("epmoe", "torch")] for p in PRODUCTS}
@@ -132,89 +193,136 @@ def gemm_table(figures):
         over = [_over(*ms[p]) if None not in ms[p] else "" for p in PRODUCTS]
         rows.append([row["shape"], str(row["tokens"]), f"{row['ms']:.3f} ms", f"{row['tflops']:.0f}", over[0],
                      f"{fused[0]['ratio']:.2f}" if fused else "", *over[1:]])
-    return markdown(["shape", "T a rank", "gate and up", "TFLOP/s", "over torch", "with SwiGLU over without", "down", "dgrad of gate and up",
+    return markdown(["shape", "T", "gate and up", "TFLOP/s", "over torch", "with SwiGLU over without", "down", "dgrad of gate and up",
                      "dgrad of down", "wgrad of gate and up", "wgrad of down"], rows)
 
 
 def of_run(result):
     """One line about a run."""
-    cuda = f"CUDA {result['cuda']}, " if result["gpus"] else ""
+    cuda = f"CUDA {result['cuda']}, " if result["cuda"] else ""
     return f"{result['machine']}, {cuda}torch {result['torch']}, {result['date']}, commit {result['commit'] or 'unknown'}"
 
 
-def sources(figures):
-    """What the tables' other figures are, and of which run."""
-    lines = ["\"Over\" is epmoe's time divided by the other's: less is better."]
-    if any(figures.ms("a2a", "torch dispatch", shape=s) for s in figures.shapes()):
-        lines[0] += " torch is sort + `all_to_all_single` + sort, in the same run."
-    wanted = [("a2a", stage, s) for stage in STAGES for s in figures.shapes()] + [("layer", "layer", s) for s in figures.shapes("layer")]
-    found = {same_run for ms, same_run in (figures.deep_ep(b, what, shape=s) for b, what, s in wanted) if ms is not None}
-    if True in found:
-        lines.append("DeepEP is layout + dispatch + permute and unpermute + combine, the better of 24 and 48 SMs, in the same run.")
-    if False in found:
-        o = figures.recorded
-        lines.append(f"\\* DeepEP did not run in this run. Its figures were recorded in another one, on {o['machine']} (CUDA {o['cuda']}, "
-                     f"torch {o['torch']}, {o['date']}), so these ratios are only as good as two runs compare: {o['what']}"
-                     + (f"; layer: {o['what_layer']}." if figures.shapes("layer") else "."))
+def _wrapped(lines):
     return "\n\n".join(textwrap.fill(line, 130, break_long_words=False, break_on_hyphens=False) for line in lines).split("\n")
 
 
-def block(figures, plots, folder):
-    """What stands between the README's markers.  plots: {name: alternative text} of those that exist; folder: where they lie."""
+def has_recorded(figures):
+    """(Whether DeepEP's figures of the same run are used, whether those of another run are.)"""
+    wanted = [("a2a", stage, s) for stage in STAGES for s in figures.shapes()] + [("layer", "layer", s) for s in figures.shapes("layer")]
+    found = {same_run for ms, same_run in (figures.deep_ep(b, what, shape=s) for b, what, s in wanted) if ms is not None}
+    return True in found, False in found
+
+
+def sources(figures):
+    """What the other columns of the tables mean, and of which run they are."""
+    lines = ["\"Over\" is the time of epmoe divided by the time of the other: less is better. T is the number of tokens of each rank; H, I, E, K are "
+             "hidden size, inner size, experts and choices per token."]
+    if any(figures.ms("a2a", "torch dispatch", shape=s) for s in figures.shapes()):
+        lines[0] += " torch is sort + `all_to_all_single` + sort, in the same run."
+    same_run, recorded = has_recorded(figures)
+    if same_run:
+        lines.append("DeepEP is layout + dispatch + permute and unpermute + combine, the better of 24 and 48 SMs, in the same run.")
+    if recorded:
+        o = figures.recorded
+        lines.append(f"\\* DeepEP was measured in another run, on {o['machine']} (CUDA {o['cuda']}, torch {o['torch']}, {o['date']}). A ratio between "
+                     f"two runs is less certain than one within a run. Its set-up: {o['what']}"
+                     + (f"; layer: {o['what_layer']}." if figures.shapes("layer") else "."))
+    return _wrapped(lines)
+
+
+def cpu_note(figures):
     r = figures.result
-    lines = [] if figures.is_gpu else [f"**{r.get('note', 'CPU figures: they say nothing about GPUs')}.**", ""]
-    lines += [f"{of_run(r)}:", ""]
-    if figures.shapes():
-        lines += [*table(figures), ""]
+    return [] if figures.is_gpu else [f"**{r.get('note', 'CPU figures: they say nothing about GPUs')}.**", ""]
+
+
+def images(figures, plots, folder):
+    """Lines of Markdown.  folder: where the plots lie, as the document has to name it."""
+    return [line for name, text in plots.items() for line in ("", f"![{text}]({Path(folder, plot_name(figures, name)).as_posix()})")]
+
+
+def short_block(figures, plots, folder):
+    """What stands between the markers of the README: one table, one plot."""
+    if not figures.shapes("layer"):
+        return "\n".join([*cpu_note(figures), f"{of_run(figures.result)}: no figures of whole layers."]) + "\n"
+    lines = [*cpu_note(figures), f"One MoE layer, {of_run(figures.result)}:", "", *short_table(figures), ""]
+    notes = ["torch + NCCL is sort, `all_to_all_single`, `torch._grouped_mm` and weighted sum."]
+    if has_recorded(figures)[1]:
+        notes.append(f"\\* DeepEP with torch's grouped GEMMs, recorded in another run ({figures.recorded['machine']}, {figures.recorded['date']}).")
+    if figures.one_gpu:
+        o = figures.one_gpu
+        notes.append(f"† Forward and backward of one rank of four, alone on one GPU, so nothing crosses a link ({o['machine']}, {o['date']}).")
+    return "\n".join([*lines, *_wrapped([" ".join(notes)]), *images(figures, {n: t for n, t in plots.items() if n == "layers"}, folder)]) + "\n"
+
+
+def block(figures, plots, folder):
+    """What stands between the markers of the performance page.  plots: {name: alternative text} of those that exist."""
+    r = figures.result
+    lines = [*cpu_note(figures), f"{of_run(r)}.", ""]
     lines += sources(figures)
     if figures.shapes("layer"):
-        lines += ["", "Whole layers, forward, by turns with torch's two products on the same rows (\"GEMMs alone\"):", "", *layer_table(figures)]
+        lines += ["", "### Whole layers", "", "Forward. \"GEMMs alone\" are torch's two grouped GEMMs on the same rows, measured alternately with the "
+                  "layer. \"Unfused\" is epmoe", "with `fused=False`: dispatch, GEMM, GEMM and combine as separate kernels.", "", *layer_table(figures)]
+    lines += images(figures, {n: t for n, t in plots.items() if n in ("layers", "growth")}, folder)
+    if figures.one_gpu.get("rows"):
+        o = figures.one_gpu
+        lines += ["", "### Training step", "", *_wrapped([f"{of_run(o)}. {o['what']} Times in ms."]), "", *step_table(figures), "",
+                  "`EPAll2AllLayer` of one rank with few tokens (H 7168, K 8, 72 experts, with a capacity):", "", *decode_table(figures)]
+    if figures.shapes():
+        lines += ["", "### Plan, dispatch and combine", "", *table(figures)]
+    lines += images(figures, {n: t for n, t in plots.items() if n in ("shapes", "sm", "tokens")}, folder)
     if any(r["bench"] == "ablation" for r in figures.rows):
-        lines += ["", "What each choice brings: time with one made otherwise, over the time as it is:", "", *ablation_table(figures)]
+        lines += ["", "### What each choice brings", "", "One option is changed at a time. The number is the time with the change over the time with "
+                  "the defaults.", "", *ablation_table(figures)]
     if figures.is_gpu and figures.find("gemm", "epmoe gate and up"):
-        lines += ["", "Grouped GEMMs of one rank of four, by turns with torch's; all GPUs at the same time, the slowest one:", "", *gemm_table(figures)]
-    for name, text in plots.items():
-        lines += ["", f"![{text}]({Path(folder, plot_name(figures, name)).as_posix()})"]
+        lines += ["", "### Grouped GEMM", "", "The rows and experts of one rank of four. epmoe and torch are measured alternately, on all GPUs at the same "
+                  "time; the figures", "are those of the slowest GPU.", "", *gemm_table(figures)]
     return "\n".join(lines) + "\n"
 
 
-def write_readme(readme, text):
+def write_between_markers(document, text):
     """Put text between the markers of the file."""
-    before = readme.read_text()
+    before = document.read_text()
     after, count = MARKED.subn(lambda m: m[1] + text + m[2], before)
     if count != 1:
-        raise SystemExit(f"{readme}: wanted one <!-- figures --> ... <!-- /figures -->, found {count}")
+        raise SystemExit(f"{document}: wanted one <!-- figures --> ... <!-- /figures -->, found {count}")
     if after != before:
-        readme.write_text(after)
+        document.write_text(after)
 
 
 def add_arguments(parser):
     parser.add_argument("file", metavar="FILE", help="written by --json")
-    parser.add_argument("--readme", metavar="FILE", help="put the table and the plots between this file's figures markers")
+    parser.add_argument("--readme", metavar="FILE", help="put the short table and one plot between the figures markers of this file")
+    parser.add_argument("--page", metavar="FILE", help="put all tables and plots between the figures markers of this file")
+    parser.add_argument("--plots", metavar="FOLDER", help="write the plots to this folder (default: beside the file of figures)")
+
+
+def _relative(folder, document):
+    """The folder as a link in the document names it."""
+    folder, home = folder.resolve(), document.resolve().parent
+    return folder.relative_to(home) if folder.is_relative_to(home) else folder
 
 
 def main(options):
     from epmoe.bench import plots
 
-    figures = Figures(options.file)
+    figures = Figures(options.file, options.plots)
     if importable := plots.can_draw():
         made = plots.draw(figures)
         for name in made:
-            print(f"wrote {figures.path.with_name(plot_name(figures, name))}")
+            print(f"wrote {figures.plot_path(name)}")
     else:
-        made = {name: text for name, text in plots.wanted(figures).items() if figures.path.with_name(plot_name(figures, name)).exists()}
+        made = {name: text for name, text in plots.wanted(figures).items() if figures.plot_path(name).exists()}
         print("no plots: matplotlib cannot be imported", file=sys.stderr)
     for name in plots.TEXTS:
         if importable and name not in made:
-            print(f"not made: the plot {name}, for want of rows")
+            print(f"not made: the plot {name}, because it has no rows")
     for line in figures.missing():
         print(f"missing in {figures.path}: {line}")
-    if options.readme:
-        readme = Path(options.readme)
-        folder = figures.path.resolve().parent
-        folder = folder.relative_to(readme.resolve().parent) if folder.is_relative_to(readme.resolve().parent) else folder
-        write_readme(readme, block(figures, made, folder))
-        print(f"wrote the figures in {readme}")
-    else:
-        print("\n" + block(figures, made, figures.path.parent), end="")
+    for document, make in ((options.readme, short_block), (options.page, block)):
+        if document:
+            write_between_markers(Path(document), make(figures, made, _relative(figures.plots, Path(document))))
+            print(f"wrote the figures in {document}")
+    if not options.readme and not options.page:
+        print("\n" + block(figures, made, figures.plots), end="")
     return 0
