@@ -138,7 +138,7 @@ docs: | python
 	        2>build/docs-pip.log && cp docs/requirements.txt $(DOCS_VENV)/installed; \
 	fi; \
 	if cmp -s docs/requirements.txt $(DOCS_VENV)/installed; then \
-	    $(DOCS_VENV)/bin/mkdocs build -q --clean && echo "docs: ok, in build/docs/index.html"; \
+	    NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q --clean && echo "docs: ok, in build/docs/index.html"; \
 	else echo "documents (docs/requirements.txt could not be installed)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
 
 # Built aside: the module in place has no profiler.

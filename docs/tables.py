@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The tables of docs/experiments, from the JSON file of each experiment (make report).
+"""The tables of docs/experiments, from the JSON file of each experiment, and the index, from the entries (make report).
 
     tables.py            write the tables into the pages
     tables.py --check    fail if a page has another table than its file
@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent / "experiments"
+INDEX = re.compile(r"(<!-- index -->\n).*?(<!-- /index -->)", re.DOTALL)
+ENTRY = re.compile(r"^## (E-\d+) ([^\n]+)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -27,17 +29,36 @@ def table(name):
     return "\n".join([head, "|---" * len(lines[0]) + "|", *rows]) + "\n"
 
 
+def entries():
+    """{number: line of the index} of all entries; each has all its parts."""
+    found = {}
+    for page in sorted(FOLDER.glob("*.md")):
+        for number, title, text in ENTRY.findall(page.read_text()):
+            missing = [part for part in ("Question", "Set-up", "Result", "Decision") if f"\n- {part}:" not in text]
+            assert not missing and number not in found, f"{page.name}: {number} is there twice, or has no {missing}"
+            decision = re.search(r"^- Decision: ([^.;:,]+)", text, re.MULTILINE)[1]
+            anchor = re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", f"{number} {title}".lower()))
+            found[number] = f"| [{number}]({page.name}#{anchor}) | {title} | {decision} |\n"
+    return found
+
+
+def index():
+    found = entries()
+    return "| entry | experiment | decision |\n|---|---|---|\n" + "".join(found[n] for n in sorted(found))
+
+
 def main():
     wrong, used = [], set()
     for page in sorted(FOLDER.glob("*.md")):
         before = page.read_text()
         after = MARKED.sub(lambda m: used.add(m[2]) or m[1] + table(m[2]) + m[3], before)
+        after = INDEX.sub(lambda m: m[1] + index() + m[2], after)
         if after != before and "--check" in sys.argv:
             wrong.append(f"{page.name}: a table is not that of its file")
         elif after != before:
             page.write_text(after)
     wrong += [f"{p.name}: in no page" for p in FOLDER.glob("data/*.json") if p.stem not in used]
-    return "\n".join(wrong)
+    return "\n".join(wrong) or None
 
 
 if __name__ == "__main__":

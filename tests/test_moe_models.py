@@ -117,7 +117,7 @@ class Block(torch.nn.Module):
 
 
 def _train(rank, world_size):
-    """As the README says, beside DistributedDataParallel.  Returns what it started with and ended with, and its tokens."""
+    """As docs/guide.md says, beside DistributedDataParallel.  Returns what it started with and ended with, and its tokens."""
     torch.manual_seed(0)
     model = Block(3 * world_size)
     experts = [f"{path}.{name}" for path, part in model.named_modules() if isinstance(part, epmoe.EPMoE) for name, _ in part.named_parameters()]

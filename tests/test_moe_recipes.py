@@ -1,4 +1,4 @@
-"""EPMoE as README's "In a model" has it: clipped gradients, checkpoints of torch.distributed.checkpoint, FSDP, devices of a context."""
+"""EPMoE as docs/guide.md has it: clipped gradients, checkpoints of torch.distributed.checkpoint, FSDP, devices of a context."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def _x(rank):
 
 
 def _clipped(rank, world_size):
-    """Some steps with README's clipping: what is replicated, and the norm of all gradients in one process."""
+    """Some steps with the guide's clipping: what is replicated, and the norm of all gradients in one process."""
     torch.manual_seed(0)
     model = Block()
     experts = _experts(model)

@@ -68,7 +68,7 @@ def _die_in_turn(rank, world_size, num_deaths, seed, folder):
         del layer, world, error, again, arguments
         told[-1] += (endings, before, held())
         dist.destroy_process_group()
-        alive = [r for i, r in enumerate(alive) if i not in lost]  # as the README has it
+        alive = [r for i, r in enumerate(alive) if i not in lost]  # as docs/guide.md has it
         store = dist.FileStore(os.path.join(folder, f"store{turn}"), len(alive))
         dist.init_process_group("gloo", store=store, rank=alive.index(rank), world_size=len(alive))
         world = epmoe.World(timeout_s=20)
