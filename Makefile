@@ -5,7 +5,7 @@
 # make trace      what the megakernels' warps do, and when: a table, and build/trace_*: a picture, and files for Perfetto; ARGS=... goes to epmoe.bench
 # make report     the figures of README.md and docs/performance.md, the plots, and the tables of docs/experiments, from JSON files
 # make docs       the documents as a site in build/docs, with docs/requirements.txt in a venv of its own; a warning is an error
-# make check      all that a commit must pass: test, formatting, the C tests in full, the models of the protocol; with nvcc the kernels
+# make check      all that a commit must pass: test, formatting, the C tests in full, the models of the protocol, the documents; with nvcc the kernels
 # make tsan       the C tests under ThreadSanitizer
 # make models     the models of the protocol, with spin
 # make soak       the long runs, some tens of minutes: a million operations with delays, 200,000 routings, lives, endings, kills, wrong calls
