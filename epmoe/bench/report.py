@@ -246,7 +246,8 @@ def short_block(figures, plots, folder):
     if not figures.shapes("layer"):
         return "\n".join([*cpu_note(figures), f"{of_run(figures.result)}: no figures of whole layers."]) + "\n"
     lines = [*cpu_note(figures), f"One MoE layer, {of_run(figures.result)}:", "", *short_table(figures), ""]
-    notes = ["torch + NCCL is sort, `all_to_all_single`, `torch._grouped_mm` and weighted sum."]
+    notes = ["H, I, E, K are hidden size, inner size, experts and choices per token; T is the number of tokens of each rank; 2× is twice as fast.",
+             "torch + NCCL is sort, `all_to_all_single`, `torch._grouped_mm` and weighted sum, in the same run."]
     if has_recorded(figures)[1]:
         notes.append(f"\\* DeepEP with torch's grouped GEMMs, recorded in another run ({figures.recorded['machine']}, {figures.recorded['date']}).")
     if figures.one_gpu:
@@ -267,7 +268,7 @@ def block(figures, plots, folder):
     if figures.one_gpu.get("rows"):
         o = figures.one_gpu
         lines += ["", "### Training step", "", *_wrapped([f"{of_run(o)}. {o['what']} Times in ms."]), "", *step_table(figures), "",
-                  "`EPAll2AllLayer` of one rank with few tokens (H 7168, K 8, 72 experts, with a capacity):", "", *decode_table(figures)]
+                  "### Few tokens", "", "`EPAll2AllLayer` of one rank, as above, with H 7168, K 8, 72 experts and a capacity:", "", *decode_table(figures)]
     if figures.shapes():
         lines += ["", "### Plan, dispatch and combine", "", *table(figures)]
     lines += images(figures, {n: t for n, t in plots.items() if n in ("shapes", "sm", "tokens")}, folder)
