@@ -182,7 +182,7 @@ emulated: | python
 	@mkdir -p build
 	@for san in "" -fsanitize=thread; do \
 	    for f in cpu_plan cpu_ops; do gcc -std=c11 -O1 -g $$san -D_GNU_SOURCE -ffp-contract=off -Icsrc -c csrc/$$f.c -o build/$$f.o || exit 1; done; \
-	    for t in stages movers; do \
+	    for t in stages comm; do \
 	        $(EMULATED) -O1 $${san:+-Xcompiler=$$san} tests/kernels/test_$$t.cpp build/cpu_plan.o build/cpu_ops.o -o build/test_$$t -lpthread && \
 	        echo "$$t $$san" && \
 	        TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) \

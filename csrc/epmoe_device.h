@@ -14,7 +14,7 @@
 #include "protocol/port.h"
 
 #define EP_DEV_MAX_RANKS 8u
-#define EP_DEV_LOOK_NS 1000000u /* how often a wait looks at what may end it, which is across PCIe */
+#define EP_DEV_CHECK_NS 1000000u /* how often a wait looks at what may end it, which is across PCIe */
 
 typedef struct {
     unsigned char *base[EP_DEV_MAX_RANKS]; /* of every rank's heap, as this rank sees it */
@@ -66,11 +66,11 @@ EP_FN bool ep_dev_wait(const EpDeviceHeap *h, const uint64_t *word, uint64_t val
     for (uint32_t polls = 0; ep_lane() == 0; ep_pause(polls++)) {
         has_come = ep_ld_acquire_sys_u64(word) >= value;
         if (has_come) break;
-        const uint64_t now = ep_time_to_look(polls) ? ep_now_ns() : looked;
+        const uint64_t now = ep_time_to_check(polls) ? ep_now_ns() : looked;
         if (begin == 0) begin = looked = now;
-        if (now - looked < EP_DEV_LOOK_NS) continue;
+        if (now - looked < EP_DEV_CHECK_NS) continue;
         if (EP_LANES == 1 && now - looked > 500000000u)
-            begin += now - looked - 500000000u; /* this process was stopped; see EP_STOPPED_NS */
+            begin += now - looked - 500000000u; /* this process was stopped; see EP_MAX_COUNTED_GAP_NS */
         looked = now;
         if (now - begin > h->timeout_ns || ep_ld_relaxed_sys_u64(h->world_ended)) break;
     }

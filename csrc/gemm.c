@@ -49,7 +49,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++) EP_TRY(ep_tensor_check(&wanted[i], EP_CUDA, g->a->device, 16));
     if (!is_forward && (g->bias || g->row_weight)) return ep_error(EP_EINVAL, "a bias and row weights belong to the forward product");
     p.a = g->a->data, p.b = g->b->data, p.out = g->out->data, p.offsets = (const int32_t *)g->offsets->data;
-    p.tickets = (uint64_t *)g->tickets->data;
+    p.tile_counter = (uint64_t *)g->tickets->data;
     p.bias = g->bias ? g->bias->data : NULL, p.row_weight = g->row_weight ? (const float *)g->row_weight->data : NULL;
     return backend->gemm(g->a->device, &p, stream);
 }

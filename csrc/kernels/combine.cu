@@ -5,9 +5,9 @@
 template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1) combine_kernel(const __grid_constant__ EpCombineParams p) {
     typedef EpCombineConfig<DTYPE, EP_OP_COMBINE> C;
     const uint64_t epoch = ep_begin(&p.comm);
-    if (epoch && ep_block_enter(&p.comm, EP_OP_COMBINE, p.plan, p.recv, p.layout.num_tokens, p.num_rows, p.has_weight, p.has_scalar, epoch))
-        bring_home<C>(p, epoch, {true, true}, ep_warp_fifo<typename C::Fifo>());
-    if (ep_block_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) spoil_combine(p);
+    if (epoch && ep_cta_enter(&p.comm, EP_OP_COMBINE, p.plan, p.recv, p.layout.num_tokens, p.num_rows, p.has_weight, p.has_scalar, epoch))
+        combine_tokens<C>(p, epoch, {true, true}, ep_warp_fifo<typename C::Fifo>());
+    if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) poison_combine(p);
 }
 
 typedef void (*CombineKernel)(EpCombineParams);

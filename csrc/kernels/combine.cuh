@@ -11,12 +11,12 @@
 #include "rows.cuh"
 #include "trace.cuh"
 
-/* How a warp combines.  OP: as what peers know it.  FUSED: waits for rows to be made.  ROOM: it has room in shared memory. */
-template <int DTYPE_, EpOpKind OP_, bool ROOM = true> struct EpCombineConfig {
+/* How a warp combines.  OP: as what peers know it.  FUSED: waits for rows to be made.  HAS_SMEM: it has room in shared memory. */
+template <int DTYPE_, EpOpKind OP_, bool HAS_SMEM = true> struct EpCombineConfig {
     static constexpr int DTYPE = DTYPE_;
     static constexpr EpOpKind OP = OP_;
     static constexpr bool FUSED = OP == EP_OP_GEMM_COMBINE;
-    typedef EpFifo<4, ROOM ? 4 : 2> Fifo;
+    typedef EpFifo<4, HAS_SMEM ? 4 : 2> Fifo;
 };
 
 EP_FN uint64_t row_address(const EpCombineParams &p, int32_t row) {
@@ -130,7 +130,7 @@ EP_FN int32_t slot_to_await(const EpCombineParams &p, uint32_t chunk) {
     return p.comm.shape.combine_mode == EP_COMBINE_GATHER ? 0 : p.plan[p.layout.token_slot_off + (uint64_t)t * W + r];
 }
 /* The lanes whose slots have not come yet. */
-template <typename E> EP_FN uint32_t slots_to_come(const EpCombineParams &p, int32_t slot, E epoch) {
+template <typename E> EP_FN uint32_t missing_slots(const EpCombineParams &p, int32_t slot, E epoch) {
     const bool here = slot < 0 || ep_flag_seen(&p.comm, ep_lane() % EP_MAX_RANKS, (uint32_t)slot / EP_CHUNK_SLOTS, epoch);
     const uint32_t lanes = __ballot_sync(EP_FULL, !here);
     ep_warp_sync(); /* what any lane acquired is now readable by all */
@@ -200,18 +200,17 @@ EP_FN bool staged_rows_are_made(const EpCombineParams &p, uint32_t chunk) {
 
 /* A turn in waiting: for rows of this rank that it has to send, or for what is to come for the tokens of `lanes`.  Warps
  * by the hundred wait in a megakernel; without a rest between two looks they hold up those that multiply. */
-template <typename E> EP_FN bool wait_for_rows(const EpCombineParams &p, uint32_t op, EpPatience *w, E epoch) {
+template <typename E> EP_FN bool wait_for_rows(const EpCombineParams &p, uint32_t op, EpBackoff *w, E epoch) {
     const EpFaultRecord f = {0, 0, op, p.comm.my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
     uint64_t ok = 1;
-    ep_doze();
+    ep_sleep_2us();
     if (ep_lane() == 0) ok = ep_wait_on(&p.comm, w, ep_local_limit_ns(&p.comm), &f, 1, 0);
     return ep_warp_bcast_u64(ok) != 0;
 }
-template <typename C, typename E> EP_FN bool wait_for_slots(const EpCombineParams &p, uint32_t lanes, int32_t slot, EpPatience *w,
-                                                            E epoch) {
+template <typename C, typename E> EP_FN bool wait_for_slots(const EpCombineParams &p, uint32_t lanes, int32_t slot, EpBackoff *w, E epoch) {
     const uint32_t first = (uint32_t)__ffs((int)lanes) - 1, chunk = (uint32_t)__shfl_sync(EP_FULL, slot, (int)first) / EP_CHUNK_SLOTS;
     uint64_t ok = 1;
-    if (C::FUSED) ep_doze();
+    if (C::FUSED) ep_sleep_2us();
     if (ep_lane() == 0) ok = ep_flag_wait_on(&p.comm, C::OP, first % EP_MAX_RANKS, chunk, epoch, w);
     return ep_warp_bcast_u64(ok) != 0;
 }
@@ -219,7 +218,7 @@ template <typename C, typename E> EP_FN bool wait_for_slots(const EpCombineParam
 /* Until all rows are made, of a megakernel's that sends none before. */
 template <typename E> EP_FN bool await_all_rows(const EpCombineParams &p, uint32_t op, E epoch) {
     const uint32_t num_rows = num_staged_rows(p);
-    EpPatience w = {0, 0, 0};
+    EpBackoff w = {0, 0, 0};
     for (uint32_t first = 0; first < num_rows;) {
         if (ep_warp_all(row_is_made(p, (int32_t)(first + EP_TILE_ROWS * ep_lane())))) first += 32 * EP_TILE_ROWS;
         else if (!wait_for_rows(p, op, &w, epoch)) return false;
@@ -251,7 +250,7 @@ template <typename C> EP_FN uint32_t next_to_send(const EpCombineParams &p, Send
 }
 
 /* E: uint64_t, or what gives one. */
-template <typename C, typename E> EP_FN void bring_home(const EpCombineParams &p, E epoch, EpCombineParts parts, uint32_t fifo) {
+template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParams &p, E epoch, EpCombineParts parts, uint32_t fifo) {
     const EpComm *c = &p.comm;
     EpLocal *l = ep_local(c);
     const bool gather = c->shape.combine_mode == EP_COMBINE_GATHER;
@@ -262,13 +261,13 @@ template <typename C, typename E> EP_FN void bring_home(const EpCombineParams &p
     bool may_send = parts.sends;
     uint32_t send = num_send; /* the chunk that this warp has taken, and is to send */
     ChunkRows rows = {0, {-1, -1, -1, -1}};
-    EpPatience patience = {0, 0, 0};
+    EpBackoff patience = {0, 0, 0};
     uint32_t to_come;
     SendTurn turn = {(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) % W, W};
     uint32_t recv = num_recv ? (uint32_t)ep_queue_pop(&l->queue_recv) : 0;
     int32_t slot = slot_to_await(p, recv);
     while (may_send || recv < num_recv) {
-        if (recv < num_recv && (to_come = slots_to_come(p, slot, epoch)) == 0) {
+        if (recv < num_recv && (to_come = missing_slots(p, slot, epoch)) == 0) {
             const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
             finish_tokens<C>(p, recv, slot, fifo);
             if (C::FUSED) ep_trace_span(c, EP_SPAN_ADD, c->my_rank, begin);
@@ -295,9 +294,9 @@ template <typename C, typename E> EP_FN void bring_home(const EpCombineParams &p
 }
 
 /* What the last block out of a combine that failed leaves. */
-EP_FN void spoil_combine(const EpCombineParams &p) {
-    ep_block_fill(p.out, p.layout.num_tokens * p.comm.layout.row_bytes, EP_NAN_WORD);
-    ep_block_fill(p.out_scalar, p.has_scalar ? 4ull * p.layout.num_tokens * p.comm.shape.num_topk : 0, EP_NAN_WORD);
+EP_FN void poison_combine(const EpCombineParams &p) {
+    ep_cta_fill(p.out, p.layout.num_tokens * p.comm.layout.row_bytes, EP_NAN_WORD);
+    ep_cta_fill(p.out_scalar, p.has_scalar ? 4ull * p.layout.num_tokens * p.comm.shape.num_topk : 0, EP_NAN_WORD);
 }
 
 #endif /* EP_COMBINE_CUH */

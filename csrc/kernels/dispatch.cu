@@ -12,11 +12,11 @@ EP_FN void clear_rest(const EpDispatchParams &p) {
 
 __global__ void __launch_bounds__(32 * EP_WARPS, 1) dispatch_kernel(const __grid_constant__ EpDispatchParams p) {
     const uint64_t epoch = ep_begin(&p.comm);
-    if (epoch && ep_block_enter(&p.comm, EP_OP_DISPATCH, p.plan, NULL, p.layout.num_tokens, p.num_rows, p.has_weight, 0, epoch)) {
+    if (epoch && ep_cta_enter(&p.comm, EP_OP_DISPATCH, p.plan, NULL, p.layout.num_tokens, p.num_rows, p.has_weight, 0, epoch)) {
         move_tokens<false>(p, EP_OP_DISPATCH, epoch, EP_MOVE_ALL, 0);
         clear_rest(p);
     }
-    if (ep_block_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) spoil_dispatch(p);
+    if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) poison_dispatch(p);
 }
 
 extern "C" int ep_launch_dispatch(const EpDispatchParams *p, uint32_t num_blocks, void *stream) {

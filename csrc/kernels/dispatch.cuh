@@ -13,7 +13,7 @@
 #include "trace.cuh"
 
 /* Which part of the work a warp takes; all of it, but for a dispatch in two stages. */
-typedef enum { EP_MOVE_ALL = 3, EP_MOVE_SENDS = 1, EP_MOVE_RECEIPTS = 2 } EpMoveWhat;
+typedef enum { EP_MOVE_ALL = 3, EP_MOVE_SENDS = 1, EP_MOVE_RECEIVES = 2 } EpMoveWhat;
 
 /* Lane k's row of token t at rank r, or -1. */
 EP_FN int32_t row_at_rank(const EpDispatchParams &p, uint32_t t, uint32_t r) {
@@ -113,7 +113,7 @@ template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &
 
 /* Keep what combine needs to know of a slot of rank s.  Nothing past the plan's rows is written, whatever a peer says: returns the
  * row of each lane's choice, or -1. */
-EP_FN int32_t keep_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
+EP_FN int32_t record_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, most = c->shape.max_tokens;
     const uint32_t home = (uint32_t)__shfl_sync(EP_FULL, w.head, 1);
@@ -150,7 +150,7 @@ template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask
             w.of[i] = own ? words_to_send(p, r, t) : words_received(p, ep_slot_at(c, c->my_rank, r, first + i) + c->layout.row_bytes);
     }
     copy_rows<FUSED>(p, fifo, my_src, num, [&](uint32_t, uint64_t *my_dst, uint32_t *mask) {
-        const int32_t row = w.of[0].row = keep_slot(p, r, w.of[0]);
+        const int32_t row = w.of[0].row = record_slot(p, r, w.of[0]);
         *my_dst = (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * c->layout.row_bytes;
         *mask = __ballot_sync(EP_FULL, ep_lane() < K && row >= 0);
         next_words(&w);
@@ -170,21 +170,21 @@ template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams 
     EpLocal *l = ep_local(c);
     const uint32_t W = c->shape.num_ranks;
     const uint64_t num_send = ep_num_tasks(p.plan + EP_HEAD_NUM_SEND, W);
-    const uint64_t num_recv = what & EP_MOVE_RECEIPTS ? ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W) : 0;
+    const uint64_t num_recv = what & EP_MOVE_RECEIVES ? ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W) : 0;
     /* In a megakernel by turns: who multiplies at a peer waits for the first chunks of all ranks, and a rank that has much to
      * receive would send late. */
-    bool may_send = what & EP_MOVE_SENDS, its_turn = !FUSED;
+    bool may_send = what & EP_MOVE_SENDS, receive_next = !FUSED;
     uint64_t recv = num_recv ? ep_queue_pop(&l->queue_recv) : 0;
     while (may_send || recv < num_recv) {
-        if (recv < num_recv && (its_turn || !may_send) && chunk_is_here(p, op, ep_task_at(recv, c->my_rank, W), epoch, !may_send)) {
+        if (recv < num_recv && (receive_next || !may_send) && chunk_is_here(p, op, ep_task_at(recv, c->my_rank, W), epoch, !may_send)) {
             const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
             receive_chunk<FUSED>(p, ep_task_at(recv, c->my_rank, W), fifo);
             if (FUSED) ep_trace_span(c, EP_SPAN_RECEIVE, ep_task_at(recv, c->my_rank, W).rank, begin);
             recv = ep_queue_pop(&l->queue_recv);
-            its_turn = !FUSED;
+            receive_next = !FUSED;
         } else if (may_send) {
             const uint64_t send = ep_queue_pop(l->queue_send);
-            may_send = send < num_send, its_turn = true;
+            may_send = send < num_send, receive_next = true;
             const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
             if (may_send) send_chunk<FUSED>(p, ep_task_at(send, c->my_rank, W), epoch, fifo);
             if (FUSED && may_send) ep_trace_span(c, EP_SPAN_SEND, ep_task_at(send, c->my_rank, W).rank, begin);
@@ -195,11 +195,11 @@ template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams 
 }
 
 /* What the last block out of a dispatch that failed leaves. */
-EP_FN void spoil_dispatch(const EpDispatchParams &p) {
+EP_FN void poison_dispatch(const EpDispatchParams &p) {
     const EpShape &s = p.comm.shape;
-    ep_block_fill(p.rows, p.num_rows * p.comm.layout.row_bytes, EP_NAN_WORD);
-    ep_block_fill(p.row_weight, p.num_rows * 4ull, EP_NAN_WORD);
-    ep_block_fill(p.recv, 4ull * s.num_ranks * s.max_tokens * (1 + s.num_topk), EP_NO_ROW);
+    ep_cta_fill(p.rows, p.num_rows * p.comm.layout.row_bytes, EP_NAN_WORD);
+    ep_cta_fill(p.row_weight, p.num_rows * 4ull, EP_NAN_WORD);
+    ep_cta_fill(p.recv, 4ull * s.num_ranks * s.max_tokens * (1 + s.num_topk), EP_NO_ROW);
 }
 
 #endif /* EP_DISPATCH_CUH */

@@ -28,9 +28,9 @@
 #include "gemm_hopper.cuh"
 
 /* Registers of a thread beside the loader, and of one that multiplies: together all that a block has. */
-#ifndef EP_FUSED_MOVER_REGS
-#define EP_FUSED_MOVER_REGS 88
-#define EP_FUSED_MULTIPLIER_REGS 208
+#ifndef EP_FUSED_COMM_REGS
+#define EP_FUSED_COMM_REGS 88
+#define EP_FUSED_MMA_REGS 208
 #endif
 
 /* The epoch of the operation: asked for where it is used, so that it keeps no register in between. */
@@ -45,14 +45,14 @@ template <typename F> EP_FN uint32_t fifo_at(uint32_t smem, uint32_t first) { re
 
 struct EpDispatchHooks {
     static constexpr bool FUSED = true;
-    static constexpr int LOADER_REGS = EP_FUSED_MOVER_REGS, MULTIPLIER_REGS = EP_FUSED_MULTIPLIER_REGS;
+    static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
     const EpDispatchGemmParams &p;
     bool ok; /* the operation is what it should be, as far as this thread has seen */
     uint32_t awaited;
 
-    __device__ void move(uint32_t smem) {
+    __device__ void comm(uint32_t smem) {
         if (!ok || blockIdx.x >= p.num_move_blocks) return;
-        const EpMoveWhat what = p.num_tail_blocks == 0 ? EP_MOVE_ALL : blockIdx.x < p.num_tail_blocks ? EP_MOVE_RECEIPTS : EP_MOVE_SENDS;
+        const EpMoveWhat what = p.num_tail_blocks == 0 ? EP_MOVE_ALL : blockIdx.x < p.num_tail_blocks ? EP_MOVE_RECEIVES : EP_MOVE_SENDS;
         move_tokens<true>(p.dispatch, EP_OP_DISPATCH_GEMM, EpSharedEpoch(), what, fifo_at<EpFusedFifo>(smem, 1));
     }
     __device__ void await_rows(const EpGemmTile &t) {
@@ -64,24 +64,24 @@ struct EpDispatchHooks {
             num = t.row0 + t.num_rows - first;
         }
         const uint64_t begin = ep_trace_now(&p.dispatch.comm);
-        EpPatience w = {0, 0, 0};
+        EpBackoff w = {0, 0, 0};
         ep_chaos(9);
         for (uint32_t b = first / EP_TILE_ROWS; ok && b <= (first + num - 1) / EP_TILE_ROWS; b++)
             ok = ep_ready_await(&p.dispatch.comm, EP_OP_DISPATCH_GEMM, b, ep_ready_count(b, m, 1), EpSharedEpoch(), &w);
         ep_fence_proxy_async_global();
         ep_trace_span(&p.dispatch.comm, EP_SPAN_WAIT_ROWS, t.expert, begin);
     }
-    __device__ uint64_t tile_begun() { return ep_trace_now(&p.dispatch.comm); }
+    __device__ uint64_t tile_started() { return ep_trace_now(&p.dispatch.comm); }
     __device__ void tile_written(const EpGemmTile &t, uint32_t, uint64_t begun) {
         if (threadIdx.x / 32 % 4 == 0) ep_trace_span(&p.dispatch.comm, EP_SPAN_GEMM, t.expert, begun);
     }
-    __device__ void multiplying() {}
-    __device__ void rest(uint32_t) {}
+    __device__ void mma_in_flight() {}
+    __device__ void after_last_tile(uint32_t) {}
 };
 
 template <int DTYPE> struct EpCombineHooks {
     static constexpr bool FUSED = true;
-    static constexpr int LOADER_REGS = EP_FUSED_MOVER_REGS, MULTIPLIER_REGS = EP_FUSED_MULTIPLIER_REGS;
+    static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
     const EpGemmCombineParams &p;
     uint32_t row, num_rows; /* of the last tile, which this warp has stored and not yet counted */
 
@@ -97,23 +97,23 @@ template <int DTYPE> struct EpCombineHooks {
         num_rows = 0;
     }
     __device__ void await_rows(const EpGemmTile &) {}
-    __device__ uint64_t tile_begun() { return ep_trace_now(&p.combine.comm); }
+    __device__ uint64_t tile_started() { return ep_trace_now(&p.combine.comm); }
     __device__ void tile_written(const EpGemmTile &t, uint32_t group, uint64_t begun) {
         if (threadIdx.x / 32 % 4 == 0) ep_trace_span(&p.combine.comm, EP_SPAN_GEMM, t.expert, begun);
         const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16;
         if (first >= t.num_rows || t.col0 >= ep_gemm_num_cols(&p.gemm)) return;
         row = t.row0 + first, num_rows = min(16u, t.num_rows - first);
     }
-    __device__ void multiplying() { count(); }
+    __device__ void mma_in_flight() { count(); }
 
-    template <bool ROOM> __device__ void bring(uint32_t smem, uint32_t first_warp) {
-        typedef EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, ROOM> C;
+    template <bool HAS_SMEM> __device__ void combine(uint32_t smem, uint32_t first_warp) {
+        typedef EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, HAS_SMEM> C;
         const EpCombineParts parts = {blockIdx.x < p.num_move_blocks, blockIdx.x < p.num_reduce_blocks};
         if (ep_ld_shared_u32(ep_smem(&ep_shared_ok)) && (!p.is_serial || await_all_rows(p.combine, EP_OP_GEMM_COMBINE, EpSharedEpoch())))
-            bring_home<C>(p.combine, EpSharedEpoch(), parts, fifo_at<typename C::Fifo>(smem, first_warp));
+            combine_tokens<C>(p.combine, EpSharedEpoch(), parts, fifo_at<typename C::Fifo>(smem, first_warp));
     }
-    __device__ void move(uint32_t smem) { bring<false>(smem, 1); }
-    __device__ void rest(uint32_t smem) { count(), bring<true>(smem, 4); }
+    __device__ void comm(uint32_t smem) { combine<false>(smem, 1); }
+    __device__ void after_last_tile(uint32_t smem) { count(), combine<true>(smem, 4); }
 };
 
 /* The last block out leaves the counts as it found them: those of the plan's rows; after a failure, all. */
@@ -132,17 +132,17 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     ep_trace_start(&d.comm);
     const uint64_t epoch = ep_begin(&d.comm), begin = ep_trace_now(&d.comm);
     const bool ok =
-        epoch && ep_block_enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows, d.has_weight, 0, epoch);
+        epoch && ep_cta_enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows, d.has_weight, 0, epoch);
     ep_trace_span(&d.comm, EP_SPAN_ENTER, 0, begin);
     EpDispatchHooks hooks = {p, ok, UINT32_MAX};
     if (threadIdx.x == 0) ep_shared_epoch = epoch;
     __syncthreads();
     if (epoch) ep_gemm_body<C>(&p.gemm, hooks, &map_a, &map_b);
-    const EpLeft left = ep_block_leave(&d.comm, EpSharedEpoch());
+    const EpLeft left = ep_cta_leave(&d.comm, EpSharedEpoch());
     reset_ready(&d.comm, d.plan, left);
     if (left != EP_LEFT_LAST_FAILED) return;
-    spoil_dispatch(d);
-    ep_block_fill(p.gemm.out, 2ull * p.gemm.num_rows * ep_gemm_out_cols(&p.gemm), EP_NAN_WORD);
+    poison_dispatch(d);
+    ep_cta_fill(p.gemm.out, 2ull * p.gemm.num_rows * ep_gemm_out_cols(&p.gemm), EP_NAN_WORD);
 #endif
 }
 
@@ -157,15 +157,15 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     ep_trace_start(&k.comm);
     const uint64_t epoch = ep_begin(&k.comm), begin = ep_trace_now(&k.comm);
     const bool ok =
-        epoch && ep_block_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows, k.has_weight, 0, epoch);
+        epoch && ep_cta_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows, k.has_weight, 0, epoch);
     ep_trace_span(&k.comm, EP_SPAN_ENTER, 0, begin);
     EpCombineHooks<C::F16 ? EP_F16 : EP_BF16> hooks = {p, 0, 0};
     if (threadIdx.x == 0) ep_shared_epoch = epoch, ep_shared_ok = ok;
     __syncthreads();
     if (epoch) ep_gemm_body<C>(&p.gemm, hooks, &map_a, &map_b);
-    const EpLeft left = ep_block_leave(&k.comm, EpSharedEpoch());
+    const EpLeft left = ep_cta_leave(&k.comm, EpSharedEpoch());
     reset_ready(&k.comm, k.plan, left);
-    if (left == EP_LEFT_LAST_FAILED) spoil_combine(k);
+    if (left == EP_LEFT_LAST_FAILED) poison_combine(k);
 #endif
 }
 

@@ -29,42 +29,44 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
     static constexpr bool F16 = F16_, GATED = ACT >= EP_ACT_SWIGLU;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
-    static constexpr bool FEW = BN == 64; /* few rows: tiles of 32 x 64, 512 bytes of each row of weights a stage */
-    static constexpr bool EARLY = FEW;    /* a stage is given back as soon as its own products are done; not in WGRAD */
-    static constexpr int BM = FEW ? 32 : EP_GEMM_BM, A_ROWS = FEW ? 16 : 64 /* of a box */, K_BOXES = FEW ? 4 : 1;
+    static constexpr bool FEW_ROWS = BN == 64;      /* few rows: tiles of 32 x 64, 512 bytes of each row of weights a stage */
+    static constexpr bool RELEASE_EARLY = FEW_ROWS; /* a stage is given back as soon as its own products are done; not in WGRAD */
+    static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM, A_ROWS = FEW_ROWS ? 16 : 64 /* of a box */, K_BOXES = FEW_ROWS ? 4 : 1;
     static constexpr int BK = K_BOXES * EP_GEMM_BK;
     static constexpr int A_SLAB = BM * EP_GEMM_BK * 2, B_SLAB = BN * EP_GEMM_BK * 2; /* 64 of the contraction */
     static constexpr int A_BYTES = K_BOXES * A_SLAB, STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB, STAGES = BN == 128 ? 6 : 4;
-    static constexpr int OUT_BLOCKS = BN / 8 / (GATED ? 2 : 1), PASS = OUT_BLOCKS % 16 ? OUT_BLOCKS % 8 ? 4 : 8 : 16; /* of 8 columns */
-    static constexpr int PARTS = 2 * OUT_BLOCKS / PASS, PARTS_AT_ONCE = OUT_BLOCKS > 16 ? 2 : 0;                      /* see ep_gemm_hold */
+    static constexpr int OUT_GROUPS = BN / 8 / (GATED ? 2 : 1), PASS = OUT_GROUPS % 16 ? OUT_GROUPS % 8 ? 4 : 8 : 16; /* of 8 columns */
+    static constexpr int PARTS = 2 * OUT_GROUPS / PASS, EAGER_PARTS = OUT_GROUPS > 16 ? 2 : 0; /* see ep_gemm_defer */
 
-    static constexpr int TICKETS = 8; /* more than stages: see ep_ticket_send */
-    static constexpr int RING_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + TICKETS * (8 + 4);
-    static constexpr int KEPT_PITCH = OUT_BLOCKS * 16 + 16, KEPT_BOX = 8 * KEPT_PITCH, NUM_KEPT = (232448 - RING_BYTES) / (KEPT_BOX + 16);
-    static constexpr int OUT_BYTES = FEW ? NUM_KEPT * (KEPT_BOX + 16) : 8 * EP_GEMM_OUT_BOX, SMEM_BYTES = RING_BYTES + OUT_BYTES;
+    static constexpr int TILE_SLOTS = 8; /* more than stages: see ep_next_tile_send */
+    static constexpr int RING_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + TILE_SLOTS * (8 + 4);
+    static constexpr int BURST_PITCH = OUT_GROUPS * 16 + 16, BURST_GROUP = 8 * BURST_PITCH,
+                         NUM_BURST_GROUPS = (232448 - RING_BYTES) / (BURST_GROUP + 16);
+    static constexpr int OUT_BYTES = FEW_ROWS ? NUM_BURST_GROUPS * (BURST_GROUP + 16) : 8 * EP_GEMM_OUT_STAGING,
+                         SMEM_BYTES = RING_BYTES + OUT_BYTES;
     static_assert(SMEM_BYTES <= 232448, "what a block can have");
-    static_assert(!FEW || NUM_KEPT >= BM / 8, "a tile's boxes");
-    static_assert(OUT_BLOCKS % PASS == 0, "boxes of up to 128 columns");
+    static_assert(!FEW_ROWS || NUM_BURST_GROUPS >= BM / 8, "a tile's boxes");
+    static_assert(OUT_GROUPS % PASS == 0, "boxes of up to 128 columns");
     static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD, "the others' boxes lie side by side as it is");
-    static_assert(TICKETS > STAGES && (TICKETS & (TICKETS - 1)) == 0, "a slot is free again when it is written");
+    static_assert(TILE_SLOTS > STAGES && (TILE_SLOTS & (TILE_SLOTS - 1)) == 0, "a slot is free again when it is written");
 };
 
 /* Shared memory of a block, by address.  Each stage has a slot beside it, for the tile that begins there. */
 typedef struct {
-    uint32_t stages, boxes, slots, full, empty, ticket_bars, tickets, end;
+    uint32_t stages, staging, slots, full, empty, next_tile_bars, next_tiles, end;
 } EpGemmShared;
 template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
     EpGemmShared s;
-    s.stages = smem, s.boxes = smem + C::STAGES * C::STAGE_BYTES, s.slots = s.boxes + C::OUT_BYTES;
+    s.stages = smem, s.staging = smem + C::STAGES * C::STAGE_BYTES, s.slots = s.staging + C::OUT_BYTES;
     s.full = s.slots + C::STAGES * EP_GEMM_SLOT, s.empty = s.full + 8 * C::STAGES;
-    s.ticket_bars = s.empty + 8 * C::STAGES, s.tickets = s.ticket_bars + 8 * C::TICKETS, s.end = smem + C::SMEM_BYTES;
+    s.next_tile_bars = s.empty + 8 * C::STAGES, s.next_tiles = s.next_tile_bars + 8 * C::TILE_SLOTS, s.end = smem + C::SMEM_BYTES;
     return s;
 }
-EP_PTX void ep_gemm_tell(uint32_t slot, const EpGemmTile *t) {
+EP_PTX void ep_gemm_put_tile(uint32_t slot, const EpGemmTile *t) {
     ep_st_shared(slot, t->expert, t->row0, t->num_rows, t->col0);
     ep_st_shared(slot + 16, t->k0, t->num_k, t->shares_rows, 0);
 }
-EP_PTX EpGemmTile ep_gemm_told(uint32_t slot) {
+EP_PTX EpGemmTile ep_gemm_get_tile(uint32_t slot) {
     const uint4 u = ep_ld_shared(slot), v = ep_ld_shared(slot + 16);
     const EpGemmTile t = {u.x, u.y, u.z, u.w, v.x, v.y, v.z};
     return t;
@@ -78,22 +80,22 @@ template <int STAGES> EP_PTX void ep_ring_next(EpRing *r) {
     if (++r->stage == STAGES) r->stage = 0, r->parity ^= 1;
 }
 
-/* ---- tickets ---- */
+/* ---- next_tiles ---- */
 
 /* The first of a pair draws a number for both, when it has got a tile's first stage.  Every stage that it gets has
- * been given back by both, and a tile takes one or more: so the other has read all tickets up to STAGES tiles
+ * been given back by both, and a tile takes one or more: so the other has read all next_tiles up to STAGES tiles
  * ago, and a slot that comes round after more than that is free. */
-template <typename C> EP_PTX uint32_t ep_ticket_send(const EpGemmParams *p, const EpGemmShared *s, uint32_t turn) {
-    const uint32_t ticket = (uint32_t)ep_add_relaxed_gpu_u64(p->tickets, 1), i = turn % C::TICKETS;
-    ep_st_async(s->tickets + 4 * i, ticket, s->ticket_bars + 8 * i, 0);
-    ep_st_async(s->tickets + 4 * i, ticket, s->ticket_bars + 8 * i, 1);
-    return ticket;
+template <typename C> EP_PTX uint32_t ep_next_tile_send(const EpGemmParams *p, const EpGemmShared *s, uint32_t num_done) {
+    const uint32_t drawn = (uint32_t)ep_add_relaxed_gpu_u64(p->tile_counter, 1), i = num_done % C::TILE_SLOTS;
+    ep_st_async(s->next_tiles + 4 * i, drawn, s->next_tile_bars + 8 * i, 0);
+    ep_st_async(s->next_tiles + 4 * i, drawn, s->next_tile_bars + 8 * i, 1);
+    return drawn;
 }
-template <typename C> EP_PTX uint32_t ep_ticket_receive(const EpGemmParams *p, const EpGemmShared *s, uint32_t turn) {
-    const uint32_t i = turn % C::TICKETS, bar = s->ticket_bars + 8 * i;
+template <typename C> EP_PTX uint32_t ep_next_tile_receive(const EpGemmParams *p, const EpGemmShared *s, uint32_t num_done) {
+    const uint32_t i = num_done % C::TILE_SLOTS, bar = s->next_tile_bars + 8 * i;
     ep_mbar_arrive_expect(bar, 4);
-    ep_mbar_wait(bar, turn / C::TICKETS & 1, p->limit_ns);
-    return ep_ld_shared_u32(s->tickets + 4 * i);
+    ep_mbar_wait(bar, num_done / C::TILE_SLOTS & 1, p->limit_ns);
+    return ep_ld_shared_u32(s->next_tiles + 4 * i);
 }
 
 /* ---- the loader ---- */
@@ -144,28 +146,29 @@ EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, u
 
 /* A tile takes at least one stage, if only to be told of; one without rows ends it all. */
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_load(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s, const CUtensorMap *map_a, const CUtensorMap *map_b) {
+EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s, const CUtensorMap *map_a,
+                                  const CUtensorMap *map_b) {
     const uint32_t rank = ep_cluster_rank(), num_pairs = gridDim.x / 2;
-    uint32_t turn = 0, ticket = 0xffffffffu;
+    uint32_t num_done = 0, drawn = 0xffffffffu;
     EpGemmWalk w = {0};
     EpRing ring = {0, 1};
     EpGemmTile t;
     ep_walk_enter(p, C::BM, 2, &w);
-    for (uint32_t n = blockIdx.x / 2; ep_gemm_tile(p, C::BM, C::BN, 2, rank, &w, n, &t); turn++) {
+    for (uint32_t n = blockIdx.x / 2; ep_gemm_tile(p, C::BM, C::BN, 2, rank, &w, n, &t); num_done++) {
         hooks.await_rows(t);
         t.num_rows = min(t.num_rows, (uint32_t)C::BM); /* behind await_rows, which may want the rest of the expert */
         for (uint32_t k = 0; k == 0 || k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
             ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
-            if (k == 0) ep_gemm_tell(s->slots + EP_GEMM_SLOT * ring.stage, &t);
+            if (k == 0) ep_gemm_put_tile(s->slots + EP_GEMM_SLOT * ring.stage, &t);
             if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
             else ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES, s->full + 8 * ring.stage, rank, map_a, map_b);
-            if (k == 0 && rank == 0) ticket = ep_ticket_send<C>(p, s, turn);
+            if (k == 0 && rank == 0) drawn = ep_next_tile_send<C>(p, s, num_done);
         }
-        n = num_pairs + ep_ticket_receive<C>(p, s, turn);
+        n = num_pairs + ep_next_tile_receive<C>(p, s, num_done);
     }
-    if (!Hooks::FUSED && ticket == w.first_tile - 1) *p->tickets = 0; /* as many as there are tiles: nobody draws any more */
+    if (!Hooks::FUSED && drawn == w.first_tile - 1) *p->tile_counter = 0; /* as many as there are tiles: nobody draws any more */
     ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
-    t.num_rows = 0, ep_gemm_tell(s->slots + EP_GEMM_SLOT * ring.stage, &t);
+    t.num_rows = 0, ep_gemm_put_tile(s->slots + EP_GEMM_SLOT * ring.stage, &t);
     ep_mbar_arrive(s->full + 8 * ring.stage);
 }
 
@@ -184,17 +187,17 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
 }
 
 /* A stage may be filled again: part of it comes from the other block, so that has to know too. */
-EP_PTX void ep_gemm_give_back(uint32_t empty) { ep_mbar_arrive_at(empty, 0), ep_mbar_arrive_at(empty, 1); }
+EP_PTX void ep_gemm_release_stage(uint32_t empty) { ep_mbar_arrive_at(empty, 0), ep_mbar_arrive_at(empty, 1); }
 
 /* Whether a tile's last parts are written while the next one is multiplied: where nobody waits for them. */
-template <typename C, typename Hooks> constexpr bool EP_GEMM_HOLDS = !Hooks::FUSED && !C::FEW;
+template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS = !Hooks::FUSED && !C::FEW_ROWS;
 
 /* d = this warpgroup's 64 rows of the tile.  A stage is given back when its products are done, one later;
  * where memory is waited for, at once: the last stage would stand empty until the next has come. */
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], EpGemmHeld<C> *held, const EpGemmParams *p, Hooks &hooks, const EpGemmTile *t,
+EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred, const EpGemmParams *p, Hooks &hooks, const EpGemmTile *t,
                              uint32_t group, const EpGemmShared *s, EpRing *ring) {
-    const uint32_t box = s->boxes + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_BOX;
+    const uint32_t staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
     constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2, STEP_B = C::TRANS_B ? 128 : 2; /* 16 of the contraction, in 16 bytes */
     const bool active = 64 * group < t->num_rows, signals = threadIdx.x % 32 == 0;
     uint32_t before = ring->stage;
@@ -211,67 +214,67 @@ EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], EpGemmHeld<C> *held, const E
                 ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, a + i / 4 * (C::A_SLAB / 16) + i % 4 * STEP_A,
                                                                 b + i / 4 * (C::B_SLAB / 16) + i % 4 * STEP_B, k || i);
             ep_wgmma_commit();
-            if (k == 0) hooks.multiplying();
+            if (k == 0) hooks.mma_in_flight();
         }
-        if constexpr (EP_GEMM_HOLDS<C, Hooks>) ep_gemm_write_held<C, C::PARTS_AT_ONCE>(held, ep_gemm_out_cols(p), box);
-        if (active) ep_wgmma_wait<C::EARLY ? 0 : 1>();
+        if constexpr (EP_GEMM_DEFERS<C, Hooks>) ep_gemm_write_deferred<C, C::EAGER_PARTS>(deferred, ep_gemm_out_cols(p), staging);
+        if (active) ep_wgmma_wait<C::RELEASE_EARLY ? 0 : 1>();
         __syncwarp(); /* no lane still waits for what may now be overwritten */
-        if ((C::EARLY || k) && signals) ep_gemm_give_back(s->empty + 8 * (C::EARLY ? ring->stage : before));
+        if ((C::RELEASE_EARLY || k) && signals) ep_gemm_release_stage(s->empty + 8 * (C::RELEASE_EARLY ? ring->stage : before));
         before = ring->stage;
     }
     ep_wgmma_wait<0>();
-    ep_wgmma_hold(d);
+    ep_wgmma_keep_order(d);
     __syncwarp(); /* and none still reads the slot */
-    if (!C::EARLY && signals) ep_gemm_give_back(s->empty + 8 * before);
+    if (!C::RELEASE_EARLY && signals) ep_gemm_release_stage(s->empty + 8 * before);
 }
 
 /* ---- the kernel ---- */
 
 /* What a megakernel plugs in.
- *   move          the loader's three neighbours: instead of nothing; they have what is behind `end` of shared memory
+ *   comm           the loader's three neighbours: instead of nothing; they have what is behind `end` of shared memory
  *   await_rows    the loader, before it reads a tile's rows
- *   tile_begun    a warp that multiplies, when it has been told of a tile: the time, for the profiler
+ *   tile_started    a warp that multiplies, when it has been told of a tile: the time, for the profiler
  *   tile_written  the same, when its lanes have stored its part of the tile
- *   multiplying   the same, while its first products of the next tile are on their way, and before it writes
- *   rest          the same, when there are no more tiles; they have what the stages were in */
+ *   mma_in_flight  the same, while its first products of the next tile are on their way, and before it writes
+ *   after_last_tile  the same, when there are no more tiles; they have what the stages were in */
 struct EpGemmNoHooks {
     static constexpr bool FUSED = false;
-    static constexpr int LOADER_REGS = 56, MULTIPLIER_REGS = 224;
-    __device__ void move(uint32_t) {}
+    static constexpr int PRODUCER_REGS = 56, MMA_REGS = 224;
+    __device__ void comm(uint32_t) {}
     __device__ void await_rows(const EpGemmTile &) {}
-    __device__ uint64_t tile_begun() { return 0; }
+    __device__ uint64_t tile_started() { return 0; }
     __device__ void tile_written(const EpGemmTile &, uint32_t, uint64_t) {}
-    __device__ void multiplying() {}
-    __device__ void rest(uint32_t) {}
+    __device__ void mma_in_flight() {}
+    __device__ void after_last_tile(uint32_t) {}
 };
 
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_multiply_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
-    const uint32_t group = threadIdx.x / 128 - 1, box = s->boxes + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_BOX;
+EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
+    const uint32_t group = threadIdx.x / 128 - 1, staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
     EpRing ring = {0, 0};
-    EpGemmKept kept = {0, 0};
-    EpGemmHeld<C> held;
-    held.part = C::PARTS;
-    static_assert(!(C::FEW && Hooks::FUSED), "a tile that is kept is not written yet");
+    EpGemmBurst burst = {0, 0};
+    EpGemmDeferred<C> deferred;
+    deferred.part = C::PARTS;
+    static_assert(!(C::FEW_ROWS && Hooks::FUSED), "a tile that is kept is not written yet");
     for (;;) {
         float d[C::BN / 2];
         ep_mbar_wait(s->full + 8 * ring.stage, ring.parity, p->limit_ns);
-        const EpGemmTile t = ep_gemm_told(s->slots + EP_GEMM_SLOT * ring.stage);
+        const EpGemmTile t = ep_gemm_get_tile(s->slots + EP_GEMM_SLOT * ring.stage);
         if (t.num_rows == 0) break;
-        const uint64_t begun = hooks.tile_begun();
-        ep_gemm_multiply<C>(d, &held, p, hooks, &t, group, s, &ring);
-        if constexpr (EP_GEMM_HOLDS<C, Hooks>)
-            while (ep_gemm_write_held<C, C::PARTS_AT_ONCE>(&held, ep_gemm_out_cols(p), box));
-        hooks.multiplying();
-        if constexpr (C::FEW) ep_gemm_keep<C>(d, p, &t, group, s->boxes, &kept);
-        else ep_gemm_hold<C, EP_GEMM_HOLDS<C, Hooks> ? C::PARTS_AT_ONCE : C::PARTS>(&held, d, p, &t, group, box);
+        const uint64_t begun = hooks.tile_started();
+        ep_gemm_mma_tile<C>(d, &deferred, p, hooks, &t, group, s, &ring);
+        if constexpr (EP_GEMM_DEFERS<C, Hooks>)
+            while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
+        hooks.mma_in_flight();
+        if constexpr (C::FEW_ROWS) ep_gemm_burst_add<C>(d, p, &t, group, s->staging, &burst);
+        else ep_gemm_defer<C, EP_GEMM_DEFERS<C, Hooks> ? C::EAGER_PARTS : C::PARTS>(&deferred, d, p, &t, group, staging);
         hooks.tile_written(t, group, begun);
     }
-    if constexpr (C::FEW) ep_gemm_write_kept<C>(p, s->boxes, &kept);
-    if constexpr (EP_GEMM_HOLDS<C, Hooks>)
-        while (ep_gemm_write_held<C, C::PARTS_AT_ONCE>(&held, ep_gemm_out_cols(p), box));
+    if constexpr (C::FEW_ROWS) ep_gemm_burst_write<C>(p, s->staging, &burst);
+    if constexpr (EP_GEMM_DEFERS<C, Hooks>)
+        while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
     if (Hooks::FUSED) ep_bar_sync(1, 256); /* no warp of the block reads a stage any more, and none is being filled */
-    hooks.rest(s->stages);
+    hooks.after_last_tile(s->stages);
 }
 
 template <typename C, typename Hooks>
@@ -281,19 +284,19 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
     if (threadIdx.x == 0) {
         ep_tma_prefetch(map_a), ep_tma_prefetch(map_b);
         for (uint32_t i = 0; i < C::STAGES; i++) ep_mbar_init(s.full + 8 * i, 1), ep_mbar_init(s.empty + 8 * i, 2 * 8);
-        for (uint32_t i = 0; i < C::TICKETS; i++) ep_mbar_init(s.ticket_bars + 8 * i, 1);
+        for (uint32_t i = 0; i < C::TILE_SLOTS; i++) ep_mbar_init(s.next_tile_bars + 8 * i, 1);
         ep_fence_mbar_init();
     }
     ep_cluster_sync();
     if (threadIdx.x < 128) { /* the loader: one thread of one warp */
-        ep_setmaxnreg_dec<Hooks::LOADER_REGS>();
-        if (threadIdx.x >= 32) hooks.move(s.end);
-        else if (threadIdx.x == 0) ep_gemm_load<C>(p, hooks, &s, map_a, map_b);
+        ep_setmaxnreg_dec<Hooks::PRODUCER_REGS>();
+        if (threadIdx.x >= 32) hooks.comm(s.end);
+        else if (threadIdx.x == 0) ep_gemm_produce_tiles<C>(p, hooks, &s, map_a, map_b);
         __syncwarp();
         if (Hooks::FUSED) ep_setmaxnreg_inc<EP_GEMM_REGS>(); /* as at the beginning: something follows */
     } else {
-        ep_setmaxnreg_inc<Hooks::MULTIPLIER_REGS>();
-        ep_gemm_multiply_tiles<C>(p, hooks, &s);
+        ep_setmaxnreg_inc<Hooks::MMA_REGS>();
+        ep_gemm_mma_tiles<C>(p, hooks, &s);
         if (Hooks::FUSED) ep_setmaxnreg_dec<EP_GEMM_REGS>();
     }
     ep_cluster_sync(); /* the other may still write here */

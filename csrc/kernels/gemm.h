@@ -19,7 +19,7 @@ typedef struct {
     const int32_t *offsets;  /* [L + 1] first row of each expert */
     const void *bias;        /* FORWARD: [L][N] or NULL */
     const float *row_weight; /* FORWARD: [M] or NULL; multiplies what the activation gave */
-    uint64_t *tickets;       /* one number, 0 before and behind: tiles that were handed out */
+    uint64_t *tile_counter;  /* one number, 0 before and behind: tiles that were handed out */
     uint64_t limit_ns;       /* see ep_mbar_wait */
     uint32_t num_rows;       /* M: rows that a and out have */
     uint32_t num_experts;    /* L */

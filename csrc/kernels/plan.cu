@@ -12,28 +12,28 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
     if (threadIdx.x == 0) bad = UINT32_MAX, v.code = EP_EPEER, v.mine = {{0, 0, 0}};
     for (uint32_t i = threadIdx.x; i < EP_WARPS * m.warp_cells; i += blockDim.x) m.warp_count[i] = 0;
     __syncthreads();
-    if (epoch && blockIdx.x == 0 && is_clerk()) {
+    if (epoch && blockIdx.x == 0 && is_control_warp()) {
         EpHeader h = ep_make_header(&p.comm, EP_OP_PLAN, NULL, NULL, p.num_tokens, 0);
         ep_enter(&p.comm, &h, epoch);
     }
-    Choice kept[2];
-    if (epoch) count(p, range, sorts, m.warp_count + threadIdx.x / 32 * m.warp_cells, &bad, kept);
+    Choice first_rounds[2];
+    if (epoch) count(p, range, sorts, m.warp_count + threadIdx.x / 32 * m.warp_cells, &bad, first_rounds);
     __syncthreads();
     if (epoch) scan_warps(p, m, bad);
     const bool ok = epoch && agree(p, m, &v, epoch);
-    if (!ok && blockIdx.x == 0) forget(p);
-    if (blockIdx.x == 0 && is_clerk() && ep_lane() == 0)
-        tell_host(p, ok ? 0 : v.code, ok ? (uint32_t)v.rank_rows[p.comm.my_rank] : 0, epoch);
-    if (ok && is_clerk()) write_tables(p, m, v);
-    if (ok && !is_clerk()) {
+    if (!ok && blockIdx.x == 0) invalidate_plan(p);
+    if (blockIdx.x == 0 && is_control_warp() && ep_lane() == 0)
+        publish_to_host(p, ok ? 0 : v.code, ok ? (uint32_t)v.rank_rows[p.comm.my_rank] : 0, epoch);
+    if (ok && is_control_warp()) write_tables(p, m, v);
+    if (ok && !is_control_warp()) {
         const int32_t *scatter = p.scatter_indices;
         /* A peer's number of tokens may be nonsense: then there is a plan, but not by these indices. */
         if (scatter && p.num_scatter_tokens != p.num_tokens)
             scatter = v.tokens_before + p.num_tokens <= p.num_scatter_tokens ? scatter + v.tokens_before * p.comm.shape.num_topk : NULL;
-        place(p, m, range, v, scatter, epoch, kept);
+        place(p, m, range, v, scatter, epoch, first_rounds);
     }
     /* What the host was told too early: places at which no row is. */
-    if (ep_block_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED && threadIdx.x == 0 && p.plan[EP_HEAD_STATUS] == 0)
+    if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED && threadIdx.x == 0 && p.plan[EP_HEAD_STATUS] == 0)
         p.plan[EP_HEAD_STATUS] = EP_EINVAL;
 }
 
@@ -55,7 +55,7 @@ extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
     uint32_t room, num_blocks;
     cudaError_t e = room_for_smem(&room);
     if (e == cudaSuccess)
-        e = ep_resident_blocks(num_plan_blocks((uint64_t)q.num_tokens * q.comm.shape.num_topk), q.comm.reserve_sms, &num_blocks);
+        e = ep_resident_blocks(num_plan_ctas((uint64_t)q.num_tokens * q.comm.shape.num_topk), q.comm.reserve_sms, &num_blocks);
     if (e != cudaSuccess) return (int)e;
     /* A block's tokens are counted in 16 bits, expert by expert. */
     if (EP_WARPS * (uint64_t)ep_ceil_div_u32(q.num_tokens, num_blocks * EP_WARPS) > UINT16_MAX) q.sort_slots = 0;

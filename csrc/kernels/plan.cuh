@@ -17,7 +17,7 @@ struct Range {
     __device__ Range(uint32_t num_tokens) {
         const uint32_t num_warps = gridDim.x * EP_WARPS, per = ep_ceil_div_u32(num_tokens, num_warps);
         const uint32_t at = (blockIdx.x * EP_WARPS + threadIdx.x / 32) * per;
-        first = at < num_tokens && !is_clerk() ? at : num_tokens;
+        first = at < num_tokens && !is_control_warp() ? at : num_tokens;
         last = first + per < num_tokens ? first + per : num_tokens;
     }
 };
@@ -42,7 +42,7 @@ EP_FN uint32_t ranks_of(const Params &p, const Round &round, const Choice &c) {
     for (uint32_t k = 0; k < K; k++) ranks |= __shfl_sync(EP_FULL, bit, (int)(ep_lane() * K + k)); /* modulo 32 */
     return ep_lane() < round.num_tokens ? ranks : 0;
 }
-EP_FN void find_ends(const Params &p, Choice *c) {
+EP_FN void find_first_and_last(const Params &p, Choice *c) {
     const int32_t K = (int32_t)p.comm.shape.num_topk, L = (int32_t)ep_num_local_experts(&p.comm.shape);
     const int32_t token = (int32_t)ep_lane() / K * K, from = (int32_t)c->rank * L;
     bool first = c->expert >= 0, last = first;
@@ -55,15 +55,15 @@ EP_FN void find_ends(const Params &p, Choice *c) {
     }
     c->is_first = first, c->is_last = last;
 }
-EP_FN Choice look_at(const Params &p, const Round &round, int32_t expert, bool sorts) {
+EP_FN Choice classify_choice(const Params &p, const Round &round, int32_t expert, bool sorts) {
     Choice c = {expert, expert < 0 ? 0 : (uint32_t)expert / ep_num_local_experts(&p.comm.shape), 0, 0, 0};
     c.ranks = ranks_of(p, round, c);
-    if (sorts) find_ends(p, &c);
+    if (sorts) find_first_and_last(p, &c);
     return c;
 }
 
-/* `kept`: the choices of the first two rounds, so that place need not look at them again. */
-EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad, Choice (&kept)[2]) {
+/* `first_rounds`: the choices of the first two rounds, so that place need not look at them again. */
+EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad, Choice (&first_rounds)[2]) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
     const uint64_t end = (uint64_t)range.last * s.num_topk;
@@ -81,21 +81,21 @@ EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint3
             const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
             if (both[j] == -2) atomicMin(bad, (uint32_t)i), both[j] = -1;
             if (round.has(i, end)) expert[i] = both[j];
-            const Choice c = look_at(p, round, both[j], sorts);
+            const Choice c = classify_choice(p, round, both[j], sorts);
             if (c.expert >= 0) atomicAdd(&mine[c.expert], 1u);
             if (c.is_first | c.is_last) atomicAdd(&mine[p.comm.layout.num_count_cells + c.expert], c.is_first | (uint32_t)c.is_last << 16);
             for (uint32_t r = 0; r < s.num_ranks; r++) {
                 const uint32_t num = __popc(__ballot_sync(EP_FULL, c.ranks >> r & 1u));
                 if (ep_lane() == r) to_rank += num;
             }
-            if (t == range.first) kept[j] = c;
+            if (t == range.first) first_rounds[j] = c;
         }
     }
-    if (ep_lane() < s.num_ranks && !is_clerk()) mine[s.num_experts + ep_lane()] = to_rank;
+    if (ep_lane() < s.num_ranks && !is_control_warp()) mine[s.num_experts + ep_lane()] = to_rank;
 }
 
 /* All blocks of this rank have come here and see what the others wrote, and all ranks have entered. */
-EP_FN bool meet(const EpComm *c, uint64_t epoch) {
+EP_FN bool sync_ranks(const EpComm *c, uint64_t epoch) {
     __shared__ int arrived, entered;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -103,7 +103,7 @@ EP_FN bool meet(const EpComm *c, uint64_t epoch) {
         ep_add_acq_rel_gpu_u64(&ep_local(c)->grid_arrived, 1);
         arrived = ep_wait_u64(c, &ep_local(c)->grid_arrived, EP_CMP_GE, gridDim.x, &f);
     }
-    if (is_clerk()) {
+    if (is_control_warp()) {
         const bool ok = ep_enter_await(c, EP_OP_PLAN, epoch);
         if (ep_lane() == 0) entered = ok;
     }
@@ -114,7 +114,7 @@ EP_FN bool meet(const EpComm *c, uint64_t epoch) {
 /* Cells j and k (-1: only j) of everyone's, when both have come: one latency for two. */
 EP_FN bool await_cells(const EpComm *c, uint32_t j, int32_t k, uint64_t epoch, uint32_t *of_j, uint32_t *of_k) {
     const uint64_t tag = ep_cell_tag(epoch);
-    EpPatience patience = {0, 0, 0};
+    EpBackoff patience = {0, 0, 0};
     for (;;) { /* cells of a rank stand behind those of the rank before */
         const uint64_t a = ep_count_seen(c, 0, j), b = k < 0 ? a : ep_count_seen(c, 0, (uint32_t)k);
         *of_j = (uint32_t)a, *of_k = (uint32_t)b;
@@ -125,7 +125,7 @@ EP_FN bool await_cells(const EpComm *c, uint32_t j, int32_t k, uint64_t epoch, u
     }
 }
 /* Cell j of everyone's: n. */
-EP_FN void take_cell(const Params &p, const Smem &m, Verdict *v, uint32_t j, uint32_t n) {
+EP_FN void store_cell(const Params &p, const Smem &m, Verdict *v, uint32_t j, uint32_t n) {
     const EpShape &s = p.comm.shape;
     const uint32_t w = j / m.cells, i = j % m.cells, me = p.comm.my_rank;
     n = ep_clamp_count(&s, i, n);
@@ -155,14 +155,14 @@ EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) 
         const int32_t k = j + blockDim.x < num ? (int32_t)(j + blockDim.x) : -1;
         uint32_t of_j = 0, of_k = 0;
         ok = ok && await_cells(c, j, k, epoch, &of_j, &of_k);
-        take_cell(p, m, v, j, ok ? of_j : 0);
-        if (k >= 0) take_cell(p, m, v, (uint32_t)k, ok ? of_k : 0);
+        store_cell(p, m, v, j, ok ? of_j : 0);
+        if (k >= 0) store_cell(p, m, v, (uint32_t)k, ok ? of_k : 0);
     }
     return __syncthreads_and(ok);
 }
 
 /* The first wrong thing that all ranks told each other, in rank order; one thread. */
-EP_FN void judge(const Params &p, Verdict *v, uint64_t epoch) {
+EP_FN void report_wrong(const Params &p, Verdict *v, uint64_t epoch) {
     const EpShape &s = p.comm.shape;
     EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_NONE, 0, 0, epoch, 0, 0};
     for (uint32_t w = 0; w < s.num_ranks && !f.code; w++) ep_wrong_fault(&s, w, &v->wrong[w], &f);
@@ -176,19 +176,19 @@ EP_FN void judge(const Params &p, Verdict *v, uint64_t epoch) {
 
 /* Where slots are sorted by expert, who holds a token's first or last choice at a rank numbers it; `out` and `home` say how many
  * of its expert's, out and home, are before it in this block. */
-EP_FN void place_ends(const Params &p, const Smem &m, const Choice &c, uint32_t token, uint32_t out, uint32_t home) {
+EP_FN void place_sorted_slots(const Params &p, const Smem &m, const Choice &c, uint32_t token, uint32_t send_slot, uint32_t return_slot) {
     const uint32_t E = p.comm.shape.num_experts, e = (uint32_t)c.expert;
     if (c.is_first) {
-        out += m.before[m.cells + e] + m.out_from[e];
-        p.plan[p.layout.send_token_off + (uint64_t)c.rank * p.num_tokens + out] = (int32_t)token;
+        send_slot += m.before[m.cells + e] + m.send_from[e];
+        p.plan[p.layout.send_token_off + (uint64_t)c.rank * p.num_tokens + send_slot] = (int32_t)token;
     }
     if (c.is_last) {
-        home += m.before[m.cells + E + e] + m.home_from[e];
-        p.plan[p.layout.token_slot_off + (uint64_t)token * p.comm.shape.num_ranks + c.rank] = (int32_t)home;
+        return_slot += m.before[m.cells + E + e] + m.return_from[e];
+        p.plan[p.layout.token_slot_off + (uint64_t)token * p.comm.shape.num_ranks + c.rank] = (int32_t)return_slot;
     }
 }
 /* Where they are not, tokens take them in turn; sent: lane r's are taken at rank r. */
-EP_FN void place_in_turn(const Params &p, const Choice &c, uint32_t token, uint32_t *sent) {
+EP_FN void place_unsorted_slots(const Params &p, const Choice &c, uint32_t token, uint32_t *sent) {
     for (uint32_t r = 0; r < p.comm.shape.num_ranks; r++) {
         const uint32_t there = __ballot_sync(EP_FULL, c.ranks >> r & 1u), lower = (1u << ep_lane()) - 1;
         const uint32_t slot = __shfl_sync(EP_FULL, *sent, (int)r) + __popc(there & lower);
@@ -202,7 +202,7 @@ EP_FN void place_in_turn(const Params &p, const Choice &c, uint32_t token, uint3
 
 /* Rows, sorted order and slots of this warp's choices. */
 EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, const int32_t *scatter, uint64_t epoch,
-                 const Choice (&kept)[2]) {
+                 const Choice (&first_rounds)[2]) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
     const uint32_t K = s.num_topk, W = s.num_ranks, lane = ep_lane(), lower = (1u << lane) - 1;
@@ -214,7 +214,7 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
     for (uint32_t t = range.first, n = 0; t < range.last; t += round.num_tokens, n++) {
         const uint64_t i = (uint64_t)t * K + lane;
         const bool has = round.has(i, end);
-        const Choice c = n == 0 ? kept[0] : n == 1 ? kept[1] : look_at(p, round, has ? expert[i] : -1, sorts);
+        const Choice c = n == 0 ? first_rounds[0] : n == 1 ? first_rounds[1] : classify_choice(p, round, has ? expert[i] : -1, sorts);
         const int32_t e = c.expert;
         const uint32_t same = __match_any_sync(EP_FULL, e), first = same & __ballot_sync(EP_FULL, c.is_first),
                        last = same & __ballot_sync(EP_FULL, c.is_last);
@@ -242,8 +242,9 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
         for (uint32_t r = 0; r < W; r++)
             if (lane < round.num_tokens && token < range.last && !(c.ranks >> r & 1u))
                 p.plan[p.layout.token_slot_off + (uint64_t)token * W + r] = -1;
-        if (sorts) place_ends(p, m, c, t + lane / K, (ends_at & 0xffffu) + __popc(first & lower), (ends_at >> 16) + __popc(last & lower));
-        else place_in_turn(p, c, token, &sent);
+        if (sorts)
+            place_sorted_slots(p, m, c, t + lane / K, (ends_at & 0xffffu) + __popc(first & lower), (ends_at >> 16) + __popc(last & lower));
+        else place_unsorted_slots(p, c, token, &sent);
     }
 }
 
@@ -275,14 +276,14 @@ EP_FN void write_tables(const Params &p, const Smem &m, const Verdict &v) {
 }
 
 /* No plan: no rows anywhere, so that whoever goes on before the error is raised computes on nothing. */
-EP_FN void forget(const Params &p) {
+EP_FN void invalidate_plan(const Params &p) {
     const uint64_t num = p.layout.expert_row_off + ep_num_local_experts(&p.comm.shape) + 1;
     for (uint64_t i = threadIdx.x; i < num; i += blockDim.x) p.plan[i] = 0;
     __syncthreads();
 }
 
 /* The host learns M, or why there is none, as soon as it is known.  One thread. */
-EP_FN void tell_host(const Params &p, int32_t code, uint32_t num_rows, uint64_t epoch) {
+EP_FN void publish_to_host(const Params &p, int32_t code, uint32_t num_rows, uint64_t epoch) {
     EpPlanResult *r = &p.comm.host->plan;
     p.plan[EP_HEAD_STATUS] = code, p.plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch, p.plan[EP_HEAD_NUM_TOKENS] = (int32_t)p.num_tokens;
     if (code) p.plan[EP_HEAD_NUM_ROWS] = 0;
@@ -294,8 +295,8 @@ EP_FN void tell_host(const Params &p, int32_t code, uint32_t num_rows, uint64_t 
 /* Everything between entering and placing.  False: there is no plan. */
 EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     const EpComm *c = &p.comm;
-    if (!meet(c, epoch)) return false;
-    scan_blocks(p, m, v);
+    if (!sync_ranks(c, epoch)) return false;
+    scan_ctas(p, m, v);
     if (threadIdx.x == 0 && p.scatter_indices) {
         v->tokens_before = v->num_tokens = 0;
         for (uint32_t w = 0; w < c->shape.num_ranks; w++) {
@@ -310,7 +311,7 @@ EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     const uint32_t r = threadIdx.x;
     if (__syncthreads_and(r >= c->shape.num_ranks || (v->wrong[r].cell[0] == 0 && (uint32_t)v->rank_rows[r] <= c->shape.capacity)))
         return true;
-    if (threadIdx.x == 0) judge(p, v, epoch);
+    if (threadIdx.x == 0) report_wrong(p, v, epoch);
     __syncthreads();
     return false;
 }

@@ -1,7 +1,7 @@
 /* plan_scans.cuh - what the blocks of a plan keep, and its prefix sums: over a block's warps, over blocks, over experts. */
 #ifndef EP_PLAN_SCANS_CUH
 #define EP_PLAN_SCANS_CUH
-#include "block.cuh"
+#include "cta.cuh"
 
 typedef EpPlanParams Params;
 
@@ -11,7 +11,7 @@ typedef EpPlanParams Params;
  * Where slots are sorted there are E more cells a warp: tokens whose first expert at its rank it is, and in the upper
  * half those whose last one it is; and 2 E more sums. */
 struct Smem {
-    uint32_t *warp_count, *before, *total, *row_from, *sorted_from, *tile_from, *out_from, *home_from;
+    uint32_t *warp_count, *before, *total, *row_from, *sorted_from, *tile_from, *send_from, *return_from;
     int32_t *counts;
     uint32_t cells, warp_cells, sums;
     __host__ __device__ Smem(uint32_t *base, const EpShape &s, bool sorts) {
@@ -20,7 +20,7 @@ struct Smem {
         warp_count = base, before = warp_count + EP_WARPS * warp_cells, total = before + sums;
         counts = (int32_t *)(total + sums), row_from = (uint32_t *)counts + s.num_ranks * s.num_experts;
         sorted_from = row_from + s.num_experts, tile_from = sorted_from + s.num_experts;
-        out_from = tile_from + s.num_experts + 1, home_from = out_from + s.num_experts;
+        send_from = tile_from + s.num_experts + 1, return_from = send_from + s.num_experts;
     }
     uint32_t num_words(const EpShape &s) const { return EP_WARPS * warp_cells + 2 * sums + (s.num_ranks + 5) * s.num_experts + 1; }
 };
@@ -32,7 +32,7 @@ struct Verdict { /* what all ranks agree on; in shared memory */
     uint32_t num_sorted;
 };
 
-EP_FN bool is_clerk(void) { return threadIdx.x / 32 == EP_WARPS; }
+EP_FN bool is_control_warp(void) { return threadIdx.x / 32 == EP_WARPS; }
 
 /* Exclusive prefixes over this block's warps; the block's sums go to scratch. */
 EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t bad) {
@@ -48,27 +48,27 @@ EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t bad) {
     }
 }
 
-/* How many blocks, for so many choices: a warp has about 64.  Few, or a multiple of 64: see sums_of_blocks.  (Any number is right.) */
-enum { FEW_BLOCKS = 16, MANY_BLOCKS = 64 };
-static_assert(EP_PLAN_BLOCKS % MANY_BLOCKS == 0, "the most is a number that there can be");
-EP_PURE uint32_t num_plan_blocks(uint64_t num_choices) {
+/* How many blocks, for so many choices: a warp has about 64.  Few, or a multiple of 64: see sums_over_ctas.  (Any number is right.) */
+enum { FEW_CTAS = 16, MANY_CTAS = 64 };
+static_assert(EP_PLAN_CTAS % MANY_CTAS == 0, "the most is a number that there can be");
+EP_PURE uint32_t num_plan_ctas(uint64_t num_choices) {
     const uint64_t blocks = (num_choices + 64 * EP_WARPS - 1) / (64 * EP_WARPS);
-    if (blocks <= FEW_BLOCKS) return blocks ? (uint32_t)blocks : 1;
-    return blocks < EP_PLAN_BLOCKS ? ((uint32_t)blocks + MANY_BLOCKS - 1) / MANY_BLOCKS * MANY_BLOCKS : EP_PLAN_BLOCKS;
+    if (blocks <= FEW_CTAS) return blocks ? (uint32_t)blocks : 1;
+    return blocks < EP_PLAN_CTAS ? ((uint32_t)blocks + MANY_CTAS - 1) / MANY_CTAS * MANY_CTAS : EP_PLAN_CTAS;
 }
 
 /* One cell's numbers of all blocks: their sum, and that of the blocks before this one.  As many as there may be are on their way at
  * once. */
-struct BlockSums {
+struct CtaSums {
     uint32_t before, total;
 };
-template <uint32_t MOST> EP_FN BlockSums sums_of_blocks(const uint32_t *of_first, uint32_t stride) {
-    BlockSums s = {0, 0};
+template <uint32_t MOST> EP_FN CtaSums sums_over_ctas(const uint32_t *of_first, uint32_t stride) {
+    CtaSums s = {0, 0};
     for (uint32_t first = 0; first < gridDim.x; first += MOST) {
 #pragma unroll
         for (uint32_t i = 0; i < MOST; i++) {
             const uint32_t b = first + i;
-            const bool is_one = MOST == MANY_BLOCKS || b < gridDim.x;
+            const bool is_one = MOST == MANY_CTAS || b < gridDim.x;
             const uint32_t n = is_one ? __ldcg(of_first + (uint64_t)b * stride) : 0;
             if (b == blockIdx.x) s.before = s.total;
             s.total += n;
@@ -78,14 +78,14 @@ template <uint32_t MOST> EP_FN BlockSums sums_of_blocks(const uint32_t *of_first
 }
 
 /* Prefixes over the blocks before this one, and totals; the clerk, the first wrong choice. */
-EP_FN void scan_blocks(const Params &p, const Smem &m, Verdict *v) {
+EP_FN void scan_ctas(const Params &p, const Smem &m, Verdict *v) {
     const uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off);
     for (uint32_t i = threadIdx.x; i < m.sums; i += blockDim.x) {
-        const BlockSums s =
-            gridDim.x % MANY_BLOCKS ? sums_of_blocks<FEW_BLOCKS>(scratch + i, m.sums) : sums_of_blocks<MANY_BLOCKS>(scratch + i, m.sums);
+        const CtaSums s =
+            gridDim.x % MANY_CTAS ? sums_over_ctas<FEW_CTAS>(scratch + i, m.sums) : sums_over_ctas<MANY_CTAS>(scratch + i, m.sums);
         m.before[i] = s.before, m.total[i] = s.total;
     }
-    if (is_clerk()) {
+    if (is_control_warp()) {
         uint32_t least = UINT32_MAX;
         for (uint32_t b = ep_lane(); b < gridDim.x; b += 32) {
             const uint32_t n = __ldcg(scratch + (uint64_t)b * m.sums + ep_first_wrong(&p.comm.shape));
@@ -125,7 +125,7 @@ EP_FN void scan_experts(const Params &p, const Smem &m, Verdict *v) {
         if (scan >= W + 2) { /* first slots of each expert at its rank, out and home */
             const uint32_t half = (scan - W - 2) / W, from = (scan - W - 2) % W * L;
             const uint32_t *ends = m.total + m.cells + half * s.num_experts + from;
-            warp_scan((half ? m.home_from : m.out_from) + from, L, [&](uint32_t l) { return ends[l]; });
+            warp_scan((half ? m.return_from : m.send_from) + from, L, [&](uint32_t l) { return ends[l]; });
         } else if (scan < W) {
             const uint32_t rows =
                 warp_scan(m.row_from + scan * L, L, [&](uint32_t l) { return ep_expert_rows(&s, m.counts, scan * L + l); });

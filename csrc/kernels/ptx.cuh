@@ -183,7 +183,7 @@ EP_PTX void ep_st_global_if(bool wanted, void *dst, uint4 v) {
                  : "memory");
 }
 /* Two microseconds' rest: for who looks again and again at what takes long, and takes energy from those who multiply. */
-EP_PTX void ep_doze(void) { __nanosleep(2000); }
+EP_PTX void ep_sleep_2us(void) { __nanosleep(2000); }
 /* Asked for anew each time, so that what follows from it takes no registers in between. */
 EP_PTX uint32_t ep_lane_now(void) {
     uint32_t lane;
@@ -223,7 +223,7 @@ EP_PTX void ep_wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: 
 EP_PTX void ep_wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int N> EP_PTX void ep_wgmma_wait(void) { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
 /* The compiler must not move the reading of an accumulator before the wait for it. */
-template <int N> EP_PTX void ep_wgmma_hold(float (&d)[N]) {
+template <int N> EP_PTX void ep_wgmma_keep_order(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }

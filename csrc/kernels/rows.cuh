@@ -9,7 +9,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "block.cuh"
+#include "cta.cuh"
 
 /* Copy src to each dst whose lane is in mask: lane j holds the address of the j-th.  Each byte passes the SM's memory pipe
  * twice; by way of shared memory it would be four times, which shows where few SMs are to fill a link. */

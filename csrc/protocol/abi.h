@@ -17,12 +17,12 @@
 #define EP_MAX_RANKS 8u
 #define EP_MAX_TOPK 32u
 #define EP_MAX_EXPERTS 1024u
-#define EP_WRONG_CELLS 3u   /* what a rank found wrong, in a plan's line of cells */
-#define EP_PLAN_BLOCKS 128u /* thread blocks of the plan kernel at most */
-#define EP_CHUNK_SLOTS 4u   /* slots behind one flag */
-#define EP_TILE_ROWS 128    /* rows of a grouped-GEMM tile */
-#define EP_LINE 128u        /* words of different writers stand on different lines */
-#define EP_FILL_NAN 0xffu   /* every dtype reads this byte pattern as NaN */
+#define EP_WRONG_CELLS 3u /* what a rank found wrong, in a plan's line of cells */
+#define EP_PLAN_CTAS 128u /* thread blocks of the plan kernel at most */
+#define EP_CHUNK_SLOTS 4u /* slots behind one flag */
+#define EP_TILE_ROWS 128  /* rows of a grouped-GEMM tile */
+#define EP_LINE 128u      /* words of different writers stand on different lines */
+#define EP_FILL_NAN 0xffu /* every dtype reads this byte pattern as NaN */
 
 /* Every way to fail: code, name of the exception, text.  Negative values are what host functions return. */
 #define EP_ERRORS(X)                                                          \
@@ -111,7 +111,7 @@ typedef struct {
     uint64_t counts_off;  /* u64 [W][num_count_cells]  see plan.h */
     uint64_t flag_off;    /* u64 [W][num_chunks] */
     uint64_t local_off;   /* EpLocal */
-    uint64_t scratch_off; /* u32 [EP_PLAN_BLOCKS][num_count_cells + 2 E] partial counts of a plan, own use */
+    uint64_t scratch_off; /* u32 [EP_PLAN_CTAS][num_count_cells + 2 E] partial counts of a plan, own use */
     uint64_t ready_off;   /* u64 [num_row_blocks] how far the rows of a block are, own use; see fused.cuh */
     uint64_t stage_off;   /* staging rows; which form depends on the operation */
     uint64_t num_bytes;
@@ -181,7 +181,7 @@ EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
     l.counts_off = ep_take(&at, 8 * w * l.num_count_cells, EP_LINE);
     l.flag_off = ep_take(&at, 8 * w * l.num_chunks, EP_LINE);
     l.local_off = ep_take(&at, sizeof(EpLocal), EP_LINE);
-    l.scratch_off = ep_take(&at, 4ull * EP_PLAN_BLOCKS * (l.num_count_cells + 2 * s->num_experts), EP_LINE);
+    l.scratch_off = ep_take(&at, 4ull * EP_PLAN_CTAS * (l.num_count_cells + 2 * s->num_experts), EP_LINE);
     l.ready_off = ep_take(&at, 8ull * l.num_row_blocks, EP_LINE);
     stage = slots * l.slot_stride;
     if (s->combine_mode == EP_COMBINE_SCATTER) stage = ep_max_u64(stage, (uint64_t)s->max_tokens * s->num_topk * l.choice_stride);

@@ -80,7 +80,7 @@ EP_FN bool ep_must_leave(const EpComm *c) { return ep_ld_relaxed_gpu_u64(&ep_loc
 /* Leave when the world is at its end.  On a GPU this reads host memory across PCIe, and hundreds of warps
  * that do it in every poll slow down everything else (combine of 8192 x 7168, K 8, two H200, 2026-11-21:
  * 7.8 ms): so a wait looks once a millisecond. */
-#define EP_LOOK_NS (1u << 20)
+#define EP_CHECK_NS (1u << 20)
 EP_FN bool ep_world_ended(const EpComm *c) {
     if (!ep_ld_relaxed_sys_u64(&c->host->abort)) return false;
     ep_st_relaxed_gpu_u64(&ep_local(c)->claim, 1); /* no record: the world knows why */
@@ -92,27 +92,27 @@ EP_FN bool ep_world_ended(const EpComm *c) {
 
 /* So long no wait goes without a look, unless its process was stopped: perhaps with the whole job.  What is longer does not count; so
  * much of it does, that a wait ends also where nobody ever looks more often. */
-#define EP_STOPPED_NS 500000000u
+#define EP_MAX_COUNTED_GAP_NS 500000000u
 
-/* How long a wait has lasted, and when it last looked at what may end it: both in EP_LOOK_NS, modulo 2^32, so that a
+/* How long a wait has lasted, and when it last looked at what may end it: both in EP_CHECK_NS, modulo 2^32, so that a
  * warp that does something else meanwhile has little to keep.  Begins as zeros. */
 typedef struct {
     uint32_t start, looked, polls;
-} EpPatience;
+} EpBackoff;
 
 /* After a poll in vain: pause, and say whether there is any point in another.  One lane calls it. */
-EP_FN bool ep_wait_on(const EpComm *c, EpPatience *w, uint64_t limit_ns, const EpFaultRecord *what, uint64_t want, uint64_t got) {
-    if (ep_time_to_look(w->polls)) {
-        const uint32_t now = (uint32_t)(ep_now_ns() / EP_LOOK_NS) | 1u;
+EP_FN bool ep_wait_on(const EpComm *c, EpBackoff *w, uint64_t limit_ns, const EpFaultRecord *what, uint64_t want, uint64_t got) {
+    if (ep_time_to_check(w->polls)) {
+        const uint32_t now = (uint32_t)(ep_now_ns() / EP_CHECK_NS) | 1u;
         if (ep_must_leave(c)) return false;
         if (w->start == 0) w->start = w->looked = now;
         if (now != w->looked) {
-            if (now - w->looked > EP_STOPPED_NS / EP_LOOK_NS) w->start += now - w->looked - EP_STOPPED_NS / EP_LOOK_NS;
+            if (now - w->looked > EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS) w->start += now - w->looked - EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS;
             w->looked = now;
             if (ep_world_ended(c)) return false;
-            if (now - w->start > EP_STUCK_NS / EP_LOOK_NS) ep_st_relaxed_sys_u64(&c->host->stuck, what->epoch);
+            if (now - w->start > EP_STUCK_NS / EP_CHECK_NS) ep_st_relaxed_sys_u64(&c->host->stuck, what->epoch);
         }
-        if (now - w->start > limit_ns / EP_LOOK_NS + 1) {
+        if (now - w->start > limit_ns / EP_CHECK_NS + 1) {
             EpFaultRecord f = *what;
             f.code = EP_ETIMEOUT, f.want = want, f.got = got;
             ep_fault(c, &f);
@@ -125,7 +125,7 @@ EP_FN bool ep_wait_on(const EpComm *c, EpPatience *w, uint64_t limit_ns, const E
 
 /* Wait until *word compares with want.  One lane calls it.  False: leave the operation, in order. */
 EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want, const EpFaultRecord *what) {
-    EpPatience w = {0, 0, 0};
+    EpBackoff w = {0, 0, 0};
     for (;;) {
         uint64_t got = ep_ld_acquire_sys_u64(word); /* what the word publishes is now readable */
         if (cmp == EP_CMP_GE ? got >= want : cmp == EP_CMP_EQ ? got == want : got >> 32 == want) return true;
@@ -229,7 +229,7 @@ EP_PURE uint64_t ep_ready_count(uint32_t block, uint32_t num_rows, uint32_t piec
 /* A wait for this rank's own workers.  They end in any case, at their own deadline for a peer, so its deadline comes
  * behind theirs.  `w`: one for all blocks of rows that are waited for together. */
 EP_FN uint64_t ep_local_limit_ns(const EpComm *c) { return c->timeout_ns < UINT64_MAX / 2 ? 2 * c->timeout_ns : UINT64_MAX; }
-EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t count, uint64_t epoch, EpPatience *w) {
+EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t count, uint64_t epoch, EpBackoff *w) {
     const EpFaultRecord f = {0, 0, op, c->my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
     for (;;) {
         const uint64_t got = ep_ld_acquire_gpu_u64(ep_ready_word(c, block)); /* the block's rows are now readable */
@@ -265,7 +265,7 @@ EP_FN bool ep_flag_ready(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint
     return ep_warp_bcast_u64(ok) != 0;
 }
 /* After a look in vain: see ep_wait_on. */
-EP_FN bool ep_flag_wait_on(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch, EpPatience *w) {
+EP_FN bool ep_flag_wait_on(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch, EpBackoff *w) {
     const EpFaultRecord f = {0, 0, op, of_rank, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
     return ep_wait_on(c, w, c->timeout_ns, &f, epoch, ep_ld_relaxed_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)));
 }

@@ -6,7 +6,7 @@
  *   EP_LANES, EP_FOR_LANES     lanes of a worker; i = lane, lane + EP_LANES, ... < n
  *   ep_warp_sync / _min_u32 / _bcast_u64 / _all   bcast, all: what a lane did before comes before what all do behind
  *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol, and no others
- *   ep_now_ns, ep_pause, ep_time_to_look   the clock of deadlines; what to do between two polls
+ *   ep_now_ns, ep_pause, ep_time_to_check   the clock of deadlines; what to do between two polls
  *   EP_FAULT(n), ep_chaos      seeded faults and delays: constant 0 and nothing outside the tests
  *
  * `gpu` scope never touches a peer's heap; `sys` does.  On the CPU the scopes are the same. */
@@ -76,7 +76,7 @@ EP_FN void ep_pause(uint32_t polls) {
     if (polls > 64) __nanosleep(40);
 }
 /* When a wait looks at the clock and at what may end it: polls are quick here. */
-EP_FN bool ep_time_to_look(uint32_t polls) { return polls % 256 == 255; }
+EP_FN bool ep_time_to_check(uint32_t polls) { return polls % 256 == 255; }
 #ifdef EP_CHAOS /* tests: one call in eight takes up to 8 us longer; EP_CHAOS is the seed */
 EP_FN void ep_chaos(uint32_t point) {
     uint32_t h =
@@ -132,7 +132,7 @@ EP_FN void ep_pause(uint32_t polls) {
 }
 
 /* Once polls sleep, each may take long on a busy machine, so each is followed by a look. */
-EP_FN bool ep_time_to_look(uint32_t polls) { return polls % 64 == 63 || polls > 4000; }
+EP_FN bool ep_time_to_check(uint32_t polls) { return polls % 64 == 63 || polls > 4000; }
 
 #ifdef EP_CHAOS /* tests link a function that sleeps a random while at a protocol point */
 #ifdef __cplusplus

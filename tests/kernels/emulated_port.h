@@ -27,26 +27,26 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define EP_WARPS 4u
-#define EP_MOST_WARPS 6u
+#define EP_MAX_WARPS 6u
 
 /* ---- what a warp does together ---- */
 
-static EpMeeting ep_block_meeting, ep_warp_meetings[EP_MOST_WARPS];
-static uint64_t ep_said[EP_MOST_WARPS][32];
+static EpBarrier ep_cta_barrier, ep_warp_barriers[EP_MAX_WARPS];
+static uint64_t ep_lane_words[EP_MAX_WARPS][32];
 static thread_local bool ep_has_fenced; /* since its warp last met: only then it speaks for the others */
-static void __syncwarp() { ep_has_fenced = false, ep_warp_meetings[threadIdx.x / 32].arrive(32); }
-static void __syncthreads() { ep_block_meeting.arrive(blockDim.x); }
+static void __syncwarp() { ep_has_fenced = false, ep_warp_barriers[threadIdx.x / 32].arrive(32); }
+static void __syncthreads() { ep_cta_barrier.arrive(blockDim.x); }
 
 /* Every lane says something, f looks at all of it.  That orders no memory. */
-template <typename T, typename F> static auto ep_talk(T mine, F f) {
-    EpMeeting &meeting = ep_warp_meetings[threadIdx.x / 32];
+template <typename T, typename F> static auto ep_exchange_lanes(T mine, F f) {
+    EpBarrier &meeting = ep_warp_barriers[threadIdx.x / 32];
     uint64_t bits = 0;
     memcpy(&bits, &mine, sizeof mine);
-    __atomic_store_n(&ep_said[threadIdx.x / 32][threadIdx.x % 32], bits, __ATOMIC_RELAXED);
+    __atomic_store_n(&ep_lane_words[threadIdx.x / 32][threadIdx.x % 32], bits, __ATOMIC_RELAXED);
     meeting.arrive<EP_RELAXED>(32);
     const auto result = f([&](uint32_t lane) {
         T theirs;
-        const uint64_t said = __atomic_load_n(&ep_said[threadIdx.x / 32][lane], __ATOMIC_RELAXED);
+        const uint64_t said = __atomic_load_n(&ep_lane_words[threadIdx.x / 32][lane], __ATOMIC_RELAXED);
         memcpy(&theirs, &said, sizeof theirs);
         return theirs;
     });
@@ -59,17 +59,17 @@ template <typename F> static uint32_t ep_lanes_where(F f) {
     return mask;
 }
 template <typename T> static T __shfl_sync(uint32_t, T v, int lane) {
-    return ep_talk(v, [&](auto said) { return said((uint32_t)lane % 32); });
+    return ep_exchange_lanes(v, [&](auto said) { return said((uint32_t)lane % 32); });
 }
 template <typename T> static T __shfl_up_sync(uint32_t, T v, uint32_t d) {
     const uint32_t lane = threadIdx.x % 32;
-    return ep_talk(v, [&](auto said) { return said(lane < d ? lane : lane - d); });
+    return ep_exchange_lanes(v, [&](auto said) { return said(lane < d ? lane : lane - d); });
 }
 static uint32_t __ballot_sync(uint32_t, int v) {
-    return ep_talk(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) != 0; }); });
+    return ep_exchange_lanes(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) != 0; }); });
 }
 template <typename T> static uint32_t __match_any_sync(uint32_t, T v) {
-    return ep_talk(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) == v; }); });
+    return ep_exchange_lanes(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) == v; }); });
 }
 static int __syncthreads_and(int v) {
     static uint32_t num_false[2], turn;
@@ -112,14 +112,14 @@ static float __fadd_rn(float a, float b) { return a + b; }
 EP_FN uint32_t ep_lane(void) { return threadIdx.x % 32; }
 EP_FN void ep_warp_sync(void) { __syncwarp(); }
 EP_FN uint32_t ep_warp_min_u32(uint32_t x) {
-    return ep_talk(x, [](auto said) {
+    return ep_exchange_lanes(x, [](auto said) {
         uint32_t least = said(0);
         for (uint32_t i = 1; i < 32; i++) least = said(i) < least ? said(i) : least;
         return least;
     });
 }
 EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) {
-    x = ep_talk(x, [](auto said) { return said(0); });
+    x = ep_exchange_lanes(x, [](auto said) { return said(0); });
     __syncwarp();
     return x;
 }
@@ -155,14 +155,14 @@ EP_FN void ep_pause(uint32_t polls) {
     if (polls > 20) nanosleep(&nap, NULL);
     else sched_yield();
 }
-EP_FN bool ep_time_to_look(uint32_t polls) { return polls % 64 == 63; }
+EP_FN bool ep_time_to_check(uint32_t polls) { return polls % 64 == 63; }
 EP_FN void ep_chaos(uint32_t) {}
 
 /* ---- what stands in for ptx.cuh and resident.cuh ---- */
 
 #define EP_PTX_CUH
 #define EP_RESIDENT_CUH
-EP_FN void ep_doze(void) { sched_yield(); }
+EP_FN void ep_sleep_2us(void) { sched_yield(); }
 EP_FN void ep_fence_acq_rel_gpu(void) { ep_has_fenced = true; }
 EP_FN void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
     if (ep_has_fenced) __atomic_fetch_add(p, v, __ATOMIC_RELEASE); /* ThreadSanitizer knows no fences */
@@ -219,7 +219,7 @@ static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t, uint32_t *num_b
 /* Run this process's block, if the grid has it. */
 template <typename P>
 static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *, const P &p) {
-    if (smem_bytes > sizeof ep_shared || num_warps > EP_MOST_WARPS) return cudaErrorInvalidValue;
+    if (smem_bytes > sizeof ep_shared || num_warps > EP_MAX_WARPS) return cudaErrorInvalidValue;
     std::vector<std::thread> threads;
     ep_resident_blocks(num_blocks, 0, &num_blocks);
     gridDim = dim3(num_blocks), blockDim = dim3(32 * num_warps);

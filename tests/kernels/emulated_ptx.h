@@ -52,7 +52,7 @@ struct EpMbarrier {
         changed.notify_all();
     }
 };
-static EpMeeting ep_warps[2][12], ep_named[2][2], ep_cluster;
+static EpBarrier ep_warps[2][12], ep_named[2][2], ep_cluster;
 static EpMbarrier ep_mbarriers[2][EP_SMEM / 8];
 #define EP_BLOCK_THREADS 257u /* the loader, and two warpgroups: the loader's neighbours have nothing to do */
 
@@ -245,7 +245,7 @@ template <int N> EP_PTX void ep_wgmma_wait(void) {
         for (const EpProduct &p : ep_groups.front()) ep_carry_out(p);
     ep_aligned();
 }
-template <int N> EP_PTX void ep_wgmma_hold(float (&)[N]) {}
+template <int N> EP_PTX void ep_wgmma_keep_order(float (&)[N]) {}
 template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
     ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0});
 }

@@ -28,7 +28,7 @@ static dim3 gridDim, blockDim;
 #else
 #define EP_RELAXED __ATOMIC_ACQ_REL
 #endif
-struct EpMeeting {
+struct EpBarrier {
     uint64_t word = 0; /* how many are here; in the upper half, how often all were */
     template <int ORDER = __ATOMIC_ACQ_REL> void arrive(uint32_t num) {
         const uint64_t old = __atomic_fetch_add(&word, 1, ORDER);

@@ -32,19 +32,19 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
     void expect(bool right) {
         if (!right) __atomic_fetch_add(num_wrong, 1, __ATOMIC_RELAXED);
     }
-    void move(uint32_t) { expect(false); } /* nobody plays the movers here */
+    void comm(uint32_t) { expect(false); } /* nobody plays the movers here */
     void await_rows(const EpGemmTile &t) {
         const uint64_t from = (uint64_t)t.row0 * p->k, num = (uint64_t)min(t.num_rows, (uint32_t)C::BM) * p->k;
         for (uint64_t i = from; i < from + num; i++) __atomic_store_n((uint16_t *)p->a + i, rows_to_come[i], __ATOMIC_RELAXED);
     }
-    uint64_t tile_begun() {
+    uint64_t tile_started() {
         expect(state == IDLE), state = BEGUN;
         return 7;
     }
-    void multiplying() { expect(state == BEGUN || state == MULTIPLIES), state = state == BEGUN ? MULTIPLIES : WRITES; }
+    void mma_in_flight() { expect(state == BEGUN || state == MULTIPLIES), state = state == BEGUN ? MULTIPLIES : WRITES; }
     void tile_written(const EpGemmTile &t, uint32_t group, uint64_t begun) {
         const uint32_t lane = threadIdx.x % 32, first = 64 * group + threadIdx.x / 32 % 4 * 16, out_cols = ep_gemm_out_cols(p);
-        const uint32_t col = C::GATED ? t.col0 / 2 : t.col0, last_col = min(out_cols, col + 8 * C::OUT_BLOCKS);
+        const uint32_t col = C::GATED ? t.col0 / 2 : t.col0, last_col = min(out_cols, col + 8 * C::OUT_GROUPS);
         expect(begun == 7 && state == (64 * group < t.num_rows ? WRITES : MULTIPLIES)), state = IDLE;
         __syncwarp();
         if (lane >= 16 || first + lane >= t.num_rows || col >= out_cols) return;
@@ -52,7 +52,7 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
         for (uint32_t c = col; c < last_col; c++) expect(((const uint16_t *)p->out)[(uint64_t)row * out_cols + c] != EP_POISON);
         __atomic_fetch_add(&counts[row], 1, __ATOMIC_RELAXED);
     }
-    void rest(uint32_t stages) { /* nobody may need them any more */
+    void after_last_tile(uint32_t stages) { /* nobody may need them any more */
         expect(state == IDLE), state = RESTS;
         for (uint32_t i = threadIdx.x - 128; i < C::STAGES * C::STAGE_BYTES / 16; i += 256)
             ep_st_shared(stages + 16 * i, ~0u, ~0u, ~0u, ~0u);
@@ -157,10 +157,10 @@ template <typename C, bool HOOKED> static bool check(const char *name, const Cas
            0.6f,
            C::F16,
            0};
-    uint64_t tickets = 0;
+    uint64_t drawn_tiles = 0;
     const uint64_t out_cols = ep_gemm_out_cols(&q.p), out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
     q.out.assign(out_rows * out_cols, EP_POISON);
-    q.p.out = q.out.data(), q.p.tickets = &tickets;
+    q.p.out = q.out.data(), q.p.tile_counter = &drawn_tiles;
     gridDim = dim3(2 * c.pairs);
     std::vector<uint16_t> here(q.a.size(), 0x7fff);
     std::vector<uint32_t> counts(rows, 0);
@@ -173,13 +173,13 @@ template <typename C, bool HOOKED> static bool check(const char *name, const Cas
         else run_pair<C>(&q.p, b, EpGemmNoHooks());
 
     if (HOOKED) num_odd += num_at_rest != 256 * gridDim.x;
-    uint64_t num_wrong = (tickets != 0) != HOOKED || num_odd, num = 0; /* a megakernel counts to the end, and clears then */
+    uint64_t num_wrong = (drawn_tiles != 0) != HOOKED || num_odd, num = 0; /* a megakernel counts to the end, and clears then */
     if (num_odd) printf("  %s: %u calls of hooks, or counts, were wrong\n", name, num_odd);
     for (uint32_t r = 0; HOOKED && r < rows; r++) {
         const uint32_t pieces = r < before || r >= last ? 0 : (c.n + C::BN - 1) / C::BN;
         if (counts[r] != pieces && num_wrong++ == 0) printf("  %s: row %u: %u of %u pieces were counted\n", name, r, counts[r], pieces);
     }
-    if (tickets && !HOOKED) printf("  %s: %llu tickets are left\n", name, (unsigned long long)tickets);
+    if (drawn_tiles && !HOOKED) printf("  %s: %llu drawn tiles are left\n", name, (unsigned long long)drawn_tiles);
     std::vector<bool> owned(out_rows, false);
     for (uint32_t e = 0; e < L; e++) {
         const uint64_t first = C::KIND == EP_GEMM_WGRAD ? (uint64_t)e * c.n : (uint64_t)q.offsets[e];

@@ -1,6 +1,6 @@
-/* block.cuh - what every operation's blocks do alike: enter, leave, and what they leave after a failure. */
-#ifndef EP_BLOCK_CUH
-#define EP_BLOCK_CUH
+/* cta.cuh - what every operation's blocks do alike: enter, leave, and what they leave after a failure. */
+#ifndef EP_CTA_CUH
+#define EP_CTA_CUH
 #include "protocol/plan.h"
 #include "protocol/queue.h"
 #include "ptx.cuh"
@@ -12,8 +12,8 @@
 #define EP_FULL 0xffffffffu
 
 /* Enter, by the first block; wait and judge, by one warp of every block.  All threads get the verdict. */
-EP_FN bool ep_block_enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens, uint32_t num_rows,
-                          uint32_t has_weight, uint32_t has_scalar, uint64_t epoch) {
+EP_FN bool ep_cta_enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens, uint32_t num_rows,
+                        uint32_t has_weight, uint32_t has_scalar, uint64_t epoch) {
     __shared__ int ok;
     if (threadIdx.x < 32) {
         if (blockIdx.x == 0) {
@@ -29,7 +29,7 @@ EP_FN bool ep_block_enter(const EpComm *c, uint32_t op, const int32_t *plan, con
 }
 
 /* Leave, by one thread of every block; all threads of the last one get its news. */
-EP_FN EpLeft ep_block_leave(const EpComm *c, uint64_t epoch) {
+EP_FN EpLeft ep_cta_leave(const EpComm *c, uint64_t epoch) {
     __shared__ int left;
     __syncthreads();
     if (threadIdx.x == 0) left = ep_leave(c, gridDim.x, epoch);
@@ -38,7 +38,7 @@ EP_FN EpLeft ep_block_leave(const EpComm *c, uint64_t epoch) {
 }
 
 /* The calling block sets num_bytes (a multiple of 4) at a multiple of 4. */
-EP_FN void ep_block_fill(void *at, uint64_t num_bytes, uint32_t pattern) {
+EP_FN void ep_cta_fill(void *at, uint64_t num_bytes, uint32_t pattern) {
     if (!at) return;
     for (uint64_t i = threadIdx.x; i < num_bytes / 4; i += blockDim.x) ((uint32_t *)at)[i] = pattern;
 }
@@ -52,4 +52,4 @@ EP_FN unsigned char *ep_choice_at(const EpComm *c, uint32_t at_rank, uint64_t id
     return c->base[at_rank] + c->layout.stage_off + idx * c->layout.choice_stride;
 }
 
-#endif /* EP_BLOCK_CUH */
+#endif /* EP_CTA_CUH */

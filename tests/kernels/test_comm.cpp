@@ -1,5 +1,5 @@
-/* test_movers.cpp - what the movers of the megakernels do, thread by thread on the CPU, against the CPU backend: bit by
- * bit, on several ranks of several blocks.  Usage: test_movers [seed [blocks]]
+/* test_comm.cpp - what the movers of the megakernels do, thread by thread on the CPU, against the CPU backend: bit by
+ * bit, on several ranks of several blocks.  Usage: test_comm [seed [blocks]]
  *
  * The kernels here are those of fused.cuh without the product.  In its place a warp reads the rows of a block when their
  * count says that they are there (dispatch), or some make rows, piece by piece in random order, and count them (combine). */
@@ -8,9 +8,9 @@
 #include "kernels/combine.cuh"
 #include "kernels/dispatch.cuh"
 
-typedef EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo RoomyFifo;
-enum { MOVERS = 3, MAKERS = 2, PIECES = 3, FIFO_BYTES = MOVERS * EpFusedFifo::BYTES + MAKERS * RoomyFifo::BYTES };
-static_assert(MOVERS + MAKERS < EP_MOST_WARPS, "warps that the emulation has");
+typedef EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo LargeFifo;
+enum { COMM_WARPS = 3, ROW_WARPS = 2, PIECES = 3, FIFO_BYTES = COMM_WARPS * EpFusedFifo::BYTES + ROW_WARPS * LargeFifo::BYTES };
+static_assert(COMM_WARPS + ROW_WARPS < EP_MAX_WARPS, "warps that the emulation has");
 
 /* Who does what in a round. */
 struct Way {
@@ -20,13 +20,13 @@ struct Way {
 static const Way ways[ROUNDS] = {
     {2, 0, 2, true, false, false}, {1, 0, 1, false, true, false}, {2, 1, 1, true, true, false}, {1, 0, 2, true, true, true}};
 
-struct MoveParams {
+struct DispatchRunParams {
     EpDispatchParams d;
     Way way;
     unsigned char *read; /* the rows, as who multiplies sees them */
     uint64_t *ready;     /* the counts, in the end */
 };
-struct HomeParams {
+struct CombineRunParams {
     EpCombineParams k;
     Way way;
     const unsigned char *product;
@@ -42,18 +42,18 @@ struct SharedEpoch {
 static bool enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens, uint32_t num_rows,
                   uint32_t has_weight) {
     const uint64_t epoch = ep_begin(c);
-    const bool ok = epoch && ep_block_enter(c, op, plan, recv, num_tokens, num_rows, has_weight, 0, epoch);
+    const bool ok = epoch && ep_cta_enter(c, op, plan, recv, num_tokens, num_rows, has_weight, 0, epoch);
     if (threadIdx.x == 0) shared_epoch = epoch;
     __syncthreads();
     return ok;
 }
 static void leave(const EpComm *c, uint64_t *ready) {
-    if (ep_block_leave(c, SharedEpoch()) == EP_LEFT) return;
+    if (ep_cta_leave(c, SharedEpoch()) == EP_LEFT) return;
     for (uint32_t b = threadIdx.x; b < c->layout.num_row_blocks; b += blockDim.x) ready[b] = *ep_ready_word(c, b), *ep_ready_word(c, b) = 0;
 }
 
 /* Read what this rank has published at a peer, as that does: here ThreadSanitizer sees whether all of it was. */
-static void look(const EpComm *c, uint32_t op, uint32_t r, uint32_t slot, const unsigned char *at, uint64_t num_bytes) {
+static void check_published(const EpComm *c, uint32_t op, uint32_t r, uint32_t slot, const unsigned char *at, uint64_t num_bytes) {
     const EpFaultRecord f = {0, 0, op, r, EP_WORD_FLAG, 0, 0, SharedEpoch(), 0, 0};
     if (!ep_wait_u64(c, ep_flag(c, r, c->my_rank, slot / EP_CHUNK_SLOTS), EP_CMP_EQ, SharedEpoch(), &f)) return;
     for (uint64_t i = 0; i < num_bytes; i++) (void)((const volatile unsigned char *)at)[i];
@@ -61,33 +61,33 @@ static void look(const EpComm *c, uint32_t op, uint32_t r, uint32_t slot, const 
 
 /* ---- dispatch, and who reads what it has placed ---- */
 
-static void read_rows(const MoveParams &p) {
+static void read_rows(const DispatchRunParams &p) {
     const EpComm *c = &p.d.comm;
     const uint32_t m = (uint32_t)p.d.plan[EP_HEAD_NUM_ROWS];
-    EpPatience w = {0, 0, 0};
+    EpBackoff w = {0, 0, 0};
     for (uint32_t b = blockIdx.x; b < ep_ceil_div_u32(m, EP_TILE_ROWS); b += gridDim.x) {
         const uint64_t from = b * EP_TILE_ROWS * c->layout.row_bytes, num_rows = ep_ready_count(b, m, 1);
         if (!ep_ready_await(c, EP_OP_DISPATCH_GEMM, b, num_rows, SharedEpoch(), &w)) return;
         memcpy(p.read + from, (const unsigned char *)p.d.rows + from, num_rows * c->layout.row_bytes);
     }
 }
-static void look_at_sent(const EpDispatchParams &d) {
+static void check_sent(const EpDispatchParams &d) {
     const EpComm *c = &d.comm;
     const uint64_t num_bytes = c->layout.row_bytes + 4 * (2 + c->shape.num_topk * (1 + d.has_weight));
     for (uint32_t r = 0; r < c->shape.num_ranks; r++)
         for (uint32_t i = 0; r != c->my_rank && i < (uint32_t)d.plan[EP_HEAD_NUM_SEND + r]; i++)
-            look(c, EP_OP_DISPATCH_GEMM, r, i, ep_slot_at(c, r, c->my_rank, i), num_bytes);
+            check_published(c, EP_OP_DISPATCH_GEMM, r, i, ep_slot_at(c, r, c->my_rank, i), num_bytes);
 }
-static void move_kernel(MoveParams p) {
+static void dispatch_run(DispatchRunParams p) {
     const EpDispatchParams &d = p.d;
     const uint32_t warp = threadIdx.x / 32;
     const bool ok = enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows, d.has_weight);
-    if (ok && warp < MOVERS && blockIdx.x < p.way.num_move) {
-        const EpMoveWhat what = p.way.num_tail == 0 ? EP_MOVE_ALL : blockIdx.x < p.way.num_tail ? EP_MOVE_RECEIPTS : EP_MOVE_SENDS;
+    if (ok && warp < COMM_WARPS && blockIdx.x < p.way.num_move) {
+        const EpMoveWhat what = p.way.num_tail == 0 ? EP_MOVE_ALL : blockIdx.x < p.way.num_tail ? EP_MOVE_RECEIVES : EP_MOVE_SENDS;
         move_tokens<true>(d, EP_OP_DISPATCH_GEMM, SharedEpoch(), what, warp * EpFusedFifo::BYTES);
     }
-    if (ok && threadIdx.x == 32 * MOVERS) read_rows(p);
-    if (ok && threadIdx.x == 32 * MOVERS + 1) look_at_sent(d);
+    if (ok && threadIdx.x == 32 * COMM_WARPS) read_rows(p);
+    if (ok && threadIdx.x == 32 * COMM_WARPS + 1) check_sent(d);
     leave(&d.comm, p.ready);
 }
 
@@ -96,7 +96,7 @@ static void move_kernel(MoveParams p) {
 /* Rows are made by 16, as a warp makes them of a tile that begins anywhere: the first ones are 11. */
 static uint32_t num_groups(uint32_t num_rows) { return ep_ceil_div_u32(num_rows + 5, 16); }
 
-static void make_rows(const HomeParams &p) {
+static void make_rows(const CombineRunParams &p) {
     const EpComm *c = &p.k.comm;
     const uint32_t m = num_staged_rows(p.k), num_vec = (uint32_t)(c->layout.row_bytes / 16), lane = ep_lane();
     for (uint64_t n; m && (n = ep_queue_pop(&ep_local(c)->queue_tiles)) < num_groups(m) * PIECES;) {
@@ -116,33 +116,34 @@ static void make_rows(const HomeParams &p) {
         if (lane == 1 && num_rows > in_first) ep_red_add_relaxed_gpu(ep_ready_word(c, block + 1), num_rows - in_first);
     }
 }
-template <int DTYPE, bool ROOM> static void bring(const HomeParams &p, uint32_t fifo) {
+template <int DTYPE, bool HAS_SMEM> static void combine(const CombineRunParams &p, uint32_t fifo) {
     const EpCombineParts parts = {blockIdx.x < p.way.num_move, blockIdx.x < p.way.num_reduce};
     if (p.way.is_serial && !await_all_rows(p.k, EP_OP_GEMM_COMBINE, SharedEpoch())) return;
-    bring_home<EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, ROOM>>(p.k, SharedEpoch(), parts, fifo);
+    combine_tokens<EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, HAS_SMEM>>(p.k, SharedEpoch(), parts, fifo);
 }
-static void look_at_returned(const EpCombineParams &k) {
+static void check_returned(const EpCombineParams &k) {
     const EpComm *c = &k.comm;
     const uint32_t K = c->shape.num_topk, mode = c->shape.combine_mode;
     for (uint32_t r = 0; mode != EP_COMBINE_GATHER && r < c->shape.num_ranks; r++)
         for (uint32_t i = 0; i < (uint32_t)k.plan[EP_HEAD_NUM_RECV + r]; i++) {
             const int32_t *slot = k.recv + ((uint64_t)r * c->shape.max_tokens + i) * (1 + K);
-            if (mode == EP_COMBINE_LOCAL) look(c, EP_OP_GEMM_COMBINE, r, i, ep_slot_at(c, r, c->my_rank, i), c->layout.row_bytes);
+            if (mode == EP_COMBINE_LOCAL)
+                check_published(c, EP_OP_GEMM_COMBINE, r, i, ep_slot_at(c, r, c->my_rank, i), c->layout.row_bytes);
             for (uint32_t j = 0; mode == EP_COMBINE_SCATTER && j < K; j++)
                 if (slot[1 + j] >= 0)
-                    look(c, EP_OP_GEMM_COMBINE, r, i, ep_choice_at(c, r, (uint32_t)slot[0] * K + j), c->layout.row_bytes + 8);
+                    check_published(c, EP_OP_GEMM_COMBINE, r, i, ep_choice_at(c, r, (uint32_t)slot[0] * K + j), c->layout.row_bytes + 8);
         }
 }
-template <int DTYPE> static void home_kernel(HomeParams p) {
+template <int DTYPE> static void combine_run(CombineRunParams p) {
     const EpCombineParams &k = p.k;
     const uint32_t warp = threadIdx.x / 32;
     if (enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows, k.has_weight)) {
-        if (warp < MOVERS && p.way.moves) bring<DTYPE, false>(p, warp * EpFusedFifo::BYTES);
-        if (warp >= MOVERS && warp < MOVERS + MAKERS) {
+        if (warp < COMM_WARPS && p.way.moves) combine<DTYPE, false>(p, warp * EpFusedFifo::BYTES);
+        if (warp >= COMM_WARPS && warp < COMM_WARPS + ROW_WARPS) {
             make_rows(p);
-            if (p.way.rests) bring<DTYPE, true>(p, MOVERS * EpFusedFifo::BYTES + (warp - MOVERS) * RoomyFifo::BYTES);
+            if (p.way.rests) combine<DTYPE, true>(p, COMM_WARPS * EpFusedFifo::BYTES + (warp - COMM_WARPS) * LargeFifo::BYTES);
         }
-        if (threadIdx.x == 32 * (MOVERS + MAKERS)) look_at_returned(k);
+        if (threadIdx.x == 32 * (COMM_WARPS + ROW_WARPS)) check_returned(k);
     }
     leave(&k.comm, p.ready);
 }
@@ -235,16 +236,16 @@ static bool check(const Case *c) {
             return 0;
         },
         [&](uint32_t r, uint32_t i) {
-            MoveParams p = {q.dispatch(q.gpu, r, i), way_of(i), fused[r][i].read, fused[r][i].ready[0]};
+            DispatchRunParams p = {q.dispatch(q.gpu, r, i), way_of(i), fused[r][i].read, fused[r][i].ready[0]};
             p.d.x = q.rank[r].x, p.d.num_copies = c->num_copies;
-            return (int)ep_launch_resident(move_kernel, num_sm, MOVERS + 1, FIFO_BYTES, NULL, p);
+            return (int)ep_launch_resident(dispatch_run, num_sm, COMM_WARPS + 1, FIFO_BYTES, NULL, p);
         },
         [&](uint32_t r, uint32_t i) {
             const Fused &f = fused[r][i];
-            HomeParams p = {q.combine(q.gpu, r, i), way_of(i), q.rank[r].y, f.order, f.ready[1]};
+            CombineRunParams p = {q.combine(q.gpu, r, i), way_of(i), q.rank[r].y, f.order, f.ready[1]};
             p.k.rows = f.made, p.k.row_pieces = PIECES, p.k.has_scalar = 0, p.k.row_scalar = NULL, p.k.out_scalar = NULL;
-            const auto kernel = c->shape.dtype == EP_F16 ? home_kernel<EP_F16> : home_kernel<EP_BF16>;
-            return (int)ep_launch_resident(kernel, num_sm, MOVERS + MAKERS + 1, FIFO_BYTES, NULL, p);
+            const auto kernel = c->shape.dtype == EP_F16 ? combine_run<EP_F16> : combine_run<EP_BF16>;
+            return (int)ep_launch_resident(kernel, num_sm, COMM_WARPS + ROW_WARPS + 1, FIFO_BYTES, NULL, p);
         },
     };
     bool ok = run_blocks(q, ROUNDS, kernels);
