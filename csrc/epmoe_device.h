@@ -37,7 +37,8 @@ EP_FN void ep_dev_copy(void *to, const void *from, uint64_t num_bytes) {
         return;
     }
     for (uint64_t i = ep_lane(); i < words; i += EP_LANES) ((uint64_t *)to)[i] = ((const uint64_t *)from)[i];
-    for (uint64_t i = words * 8 + ep_lane(); i < num_bytes; i += EP_LANES) ((char *)to)[i] = ((const char *)from)[i];
+    for (uint64_t i = words * 8 + ep_lane(); i < num_bytes; i += EP_LANES)
+        ((char *)to)[i] = ((const char *)from)[i];
     ep_warp_sync();
 }
 /* num_bytes from this rank's memory to where `to`, an address of this rank's heap, is at peer. */
@@ -61,17 +62,17 @@ EP_FN void ep_dev_signal_add(const EpDeviceHeap *h, uint64_t *word, uint64_t val
 
 /* Until this rank's word is at least value: then what was put before its signal is readable.  False: it did not come. */
 EP_FN bool ep_dev_wait(const EpDeviceHeap *h, const uint64_t *word, uint64_t value) {
-    uint64_t begin = 0, looked = 0;
+    uint64_t begin = 0, checked = 0;
     bool has_come = false;
     for (uint32_t polls = 0; ep_lane() == 0; ep_pause(polls++)) {
         has_come = ep_ld_acquire_sys_u64(word) >= value;
         if (has_come) break;
-        const uint64_t now = ep_time_to_check(polls) ? ep_now_ns() : looked;
-        if (begin == 0) begin = looked = now;
-        if (now - looked < EP_DEV_CHECK_NS) continue;
-        if (EP_LANES == 1 && now - looked > 500000000u)
-            begin += now - looked - 500000000u; /* this process was stopped; see EP_MAX_COUNTED_GAP_NS */
-        looked = now;
+        const uint64_t now = ep_time_to_check(polls) ? ep_now_ns() : checked;
+        if (begin == 0) begin = checked = now;
+        if (now - checked < EP_DEV_CHECK_NS) continue;
+        if (EP_LANES == 1 && now - checked > 500000000u)
+            begin += now - checked - 500000000u; /* this process was stopped; see EP_MAX_COUNTED_GAP_NS */
+        checked = now;
         if (now - begin > h->timeout_ns || ep_ld_relaxed_sys_u64(h->world_ended)) break;
     }
     return ep_warp_bcast_u64(has_come) != 0; /* what lane 0 has seen, all see */

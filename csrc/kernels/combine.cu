@@ -2,17 +2,21 @@
 #include "combine.cuh"
 #include "launch.h"
 
-template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1) combine_kernel(const __grid_constant__ EpCombineParams p) {
+template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
+    combine_kernel(const __grid_constant__ EpCombineParams p) {
     typedef EpCombineConfig<DTYPE, EP_OP_COMBINE> C;
     const uint64_t epoch = ep_begin(&p.comm);
-    if (epoch && ep_cta_enter(&p.comm, EP_OP_COMBINE, p.plan, p.recv, p.layout.num_tokens, p.num_rows, p.has_weight, p.has_scalar, epoch))
+    if (epoch && ep_cta_enter(&p.comm, EP_OP_COMBINE, p.plan, p.recv, p.layout.num_tokens, p.num_rows,
+                              p.has_weight, p.has_scalar, epoch))
         combine_tokens<C>(p, epoch, {true, true}, ep_warp_fifo<typename C::Fifo>());
     if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) poison_combine(p);
 }
 
 typedef void (*CombineKernel)(EpCombineParams);
 static CombineKernel kernel_of(uint32_t dtype) {
-    return dtype == EP_F32 ? combine_kernel<EP_F32> : dtype == EP_F16 ? combine_kernel<EP_F16> : combine_kernel<EP_BF16>;
+    return dtype == EP_F32   ? combine_kernel<EP_F32>
+           : dtype == EP_F16 ? combine_kernel<EP_F16>
+                             : combine_kernel<EP_BF16>;
 }
 
 enum { WARP_BYTES = EpCombineConfig<EP_BF16, EP_OP_COMBINE>::Fifo::BYTES }; /* of any dtype */
@@ -30,7 +34,8 @@ extern "C" int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, 
     uint32_t num_warps;
     const cudaError_t e = num_warps_here(&num_warps);
     if (e != cudaSuccess) return (int)e;
-    return (int)ep_launch_resident(kernel_of(p->comm.shape.dtype), num_blocks, num_warps, num_warps * WARP_BYTES, stream, *p);
+    return (int)ep_launch_resident(kernel_of(p->comm.shape.dtype), num_blocks, num_warps,
+                                   num_warps * WARP_BYTES, stream, *p);
 }
 extern "C" int ep_preload_combine(void) {
     uint32_t num_warps;

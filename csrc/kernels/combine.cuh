@@ -27,13 +27,18 @@ EP_FN uint64_t row_address(const EpCombineParams &p, int32_t row) {
 template <typename C, typename At>
 EP_FN void put_choices(const EpCombineParams &p, int32_t row, uint32_t mask, uint32_t fifo, At at) {
     const uint32_t row_bytes = (uint32_t)p.comm.layout.row_bytes;
-    ep_stream_copy<typename C::Fifo>(fifo, row_address(p, row), mask, row_bytes / 16, [&](uint32_t i, uint64_t *my_dst, uint32_t *to) {
-        const int32_t r = __shfl_sync(EP_FULL, row, (int)i);
-        unsigned char *choice = at(i);
-        float *trailer = (float *)(choice + row_bytes);
-        if (ep_lane() == 0) trailer[0] = p.has_weight ? p.row_weight[r] : 1.0f, trailer[1] = p.has_scalar ? p.row_scalar[r] : 0.0f;
-        *my_dst = (uint64_t)choice, *to = 1;
-    });
+    ep_stream_copy<typename C::Fifo>(fifo, row_address(p, row), mask, row_bytes / 16,
+                                     [&](uint32_t i, uint64_t *my_dst, uint32_t *to) {
+                                         const int32_t r = __shfl_sync(EP_FULL, row, (int)i);
+                                         unsigned char *choice = at(i);
+                                         float *trailer = (float *)(choice + row_bytes);
+                                         if (ep_lane() == 0) {
+                                             trailer[0] = p.has_weight ? p.row_weight[r] : 1.0f;
+                                             trailer[1] = p.has_scalar ? p.row_scalar[r] : 0.0f;
+                                         }
+                                         *my_dst = (uint64_t)choice;
+                                         *to = 1;
+                                     });
 }
 
 /* Whether row `row` of a slot of token `token` is one: both may be a peer's numbers. */
@@ -48,17 +53,20 @@ typedef struct {
 EP_FN ChunkRows rows_to_return(const EpCombineParams &p, EpTask task) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk;
-    const int32_t *meta = p.recv + ((uint64_t)task.rank * c->shape.max_tokens + task.chunk * EP_CHUNK_SLOTS) * (1 + K);
+    const int32_t *meta =
+        p.recv + ((uint64_t)task.rank * c->shape.max_tokens + task.chunk * EP_CHUNK_SLOTS) * (1 + K);
     const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
     ChunkRows r;
     r.token = ep_lane() < num ? meta[ep_lane() * (1 + K)] : 0;
 #pragma unroll
-    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) r.row[i] = i < num && ep_lane() < K ? meta[i * (1 + K) + 1 + ep_lane()] : -1;
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
+        r.row[i] = i < num && ep_lane() < K ? meta[i * (1 + K) + 1 + ep_lane()] : -1;
     return r;
 }
 
 /* LOCAL: the sums of all of a chunk's slots, through shared memory. */
-template <typename C> EP_FN void return_sums(const EpCombineParams &p, EpTask task, const ChunkRows &r, uint32_t num, uint32_t fifo) {
+template <typename C> EP_FN void return_sums(const EpCombineParams &p, EpTask task, const ChunkRows &r,
+                                             uint32_t num, uint32_t fifo) {
     const EpComm *c = &p.comm;
     const uint32_t first = task.chunk * EP_CHUNK_SLOTS;
     uint32_t ends = 0, listed = 0;
@@ -71,11 +79,14 @@ template <typename C> EP_FN void return_sums(const EpCombineParams &p, EpTask ta
     }
     ep_warp_sync(); /* nobody reads the list any more */
 #pragma unroll
-    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        listed = ep_stream_list<typename C::Fifo>(fifo, listed, here[i], row_address(p, r.row[i]), weight[i]), ends |= listed << 8 * i;
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
+        listed = ep_stream_list<typename C::Fifo>(fifo, listed, here[i], row_address(p, r.row[i]), weight[i]);
+        ends |= listed << 8 * i;
+    }
     ep_warp_sync();
-    ep_stream_sums<typename C::Fifo, C::DTYPE>(fifo, ends, num, (uint32_t)(c->layout.row_bytes / 16), p.has_weight,
-                                               [&](uint32_t i) { return ep_slot_at(c, task.rank, c->my_rank, first + i); });
+    ep_stream_sums<typename C::Fifo, C::DTYPE>(
+        fifo, ends, num, (uint32_t)(c->layout.row_bytes / 16), p.has_weight,
+        [&](uint32_t i) { return ep_slot_at(c, task.rank, c->my_rank, first + i); });
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
         if (p.has_scalar && i < num && ep_lane() < c->shape.num_topk)
@@ -84,19 +95,22 @@ template <typename C> EP_FN void return_sums(const EpCombineParams &p, EpTask ta
 }
 
 /* SCATTER: the rows of all of a chunk's slots, one by one. */
-template <typename C> EP_FN void return_choices(const EpCombineParams &p, uint32_t s, ChunkRows r, uint32_t num, uint32_t fifo) {
+template <typename C> EP_FN void return_choices(const EpCombineParams &p, uint32_t s, ChunkRows r,
+                                                uint32_t num, uint32_t fifo) {
     const EpComm *c = &p.comm;
     for (uint32_t i = 0; i < num; i++) {
         const int32_t token = __shfl_sync(EP_FULL, r.token, (int)i);
         const uint32_t mask = __ballot_sync(EP_FULL, is_row(p, token, r.row[0]));
-        put_choices<C>(p, r.row[0], mask, fifo,
-                       [&](uint32_t k) { return ep_choice_at(c, s, (uint64_t)(uint32_t)token * c->shape.num_topk + k); });
+        put_choices<C>(p, r.row[0], mask, fifo, [&](uint32_t k) {
+            return ep_choice_at(c, s, (uint64_t)(uint32_t)token * c->shape.num_topk + k);
+        });
 #pragma unroll
         for (uint32_t j = 1; j < EP_CHUNK_SLOTS; j++) r.row[j - 1] = r.row[j];
     }
 }
 
-template <typename C, typename E> EP_FN void return_chunk(const EpCombineParams &p, EpTask task, ChunkRows r, E epoch, uint32_t fifo) {
+template <typename C, typename E> EP_FN void return_chunk(const EpCombineParams &p, EpTask task, ChunkRows r,
+                                                          E epoch, uint32_t fifo) {
     const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
     if (num == 0) return;
     if (p.comm.shape.combine_mode == EP_COMBINE_LOCAL) return_sums<C>(p, task, r, num, fifo);
@@ -111,7 +125,8 @@ EP_FN uint32_t num_staged_rows(const EpCombineParams &p) {
 }
 /* GATHER: put a chunk of this rank's rows where peers can pull them; who ends the last one tells everyone. */
 template <typename C, typename E>
-EP_FN void stage_chunk(const EpCombineParams &p, uint32_t chunk, uint32_t num_chunks, E epoch, uint32_t fifo) {
+EP_FN void stage_chunk(const EpCombineParams &p, uint32_t chunk, uint32_t num_chunks, E epoch,
+                       uint32_t fifo) {
     const EpComm *c = &p.comm;
     const uint32_t first = chunk * EP_CHUNK_SLOTS, num = ep_chunk_slots(num_staged_rows(p), chunk);
     put_choices<C>(p, (int32_t)(first + ep_lane()), (1u << num) - 1, fifo,
@@ -125,13 +140,18 @@ EP_FN void stage_chunk(const EpCombineParams &p, uint32_t chunk, uint32_t num_ch
 /* What a chunk of this rank's tokens needs: a lane looks after one (token, rank), and has its slot, or -1. */
 EP_FN int32_t slot_to_await(const EpCombineParams &p, uint32_t chunk) {
     static_assert(EP_CHUNK_SLOTS * EP_MAX_RANKS == 32, "a lane for each token and rank of a chunk");
-    const uint32_t t = chunk * EP_CHUNK_SLOTS + ep_lane() / EP_MAX_RANKS, r = ep_lane() % EP_MAX_RANKS, W = p.comm.shape.num_ranks;
+    const uint32_t t = chunk * EP_CHUNK_SLOTS + ep_lane() / EP_MAX_RANKS;
+    const uint32_t r = ep_lane() % EP_MAX_RANKS;
+    const uint32_t W = p.comm.shape.num_ranks;
     if (r >= W || t >= p.layout.num_tokens) return -1;
-    return p.comm.shape.combine_mode == EP_COMBINE_GATHER ? 0 : p.plan[p.layout.token_slot_off + (uint64_t)t * W + r];
+    return p.comm.shape.combine_mode == EP_COMBINE_GATHER
+               ? 0
+               : p.plan[p.layout.token_slot_off + (uint64_t)t * W + r];
 }
 /* The lanes whose slots have not come yet. */
 template <typename E> EP_FN uint32_t missing_slots(const EpCombineParams &p, int32_t slot, E epoch) {
-    const bool here = slot < 0 || ep_flag_seen(&p.comm, ep_lane() % EP_MAX_RANKS, (uint32_t)slot / EP_CHUNK_SLOTS, epoch);
+    const bool here =
+        slot < 0 || ep_flag_seen(&p.comm, ep_lane() % EP_MAX_RANKS, (uint32_t)slot / EP_CHUNK_SLOTS, epoch);
     const uint32_t lanes = __ballot_sync(EP_FULL, !here);
     ep_warp_sync(); /* what any lane acquired is now readable by all */
     return lanes;
@@ -147,24 +167,30 @@ typedef struct {
 EP_FN TokenRows rows_of_token(const EpCombineParams &p, uint32_t t, int32_t slot) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, W = c->shape.num_ranks, lane = ep_lane();
-    const bool gather = c->shape.combine_mode == EP_COMBINE_GATHER, local = c->shape.combine_mode == EP_COMBINE_LOCAL;
+    const bool gather = c->shape.combine_mode == EP_COMBINE_GATHER;
+    const bool local = c->shape.combine_mode == EP_COMBINE_LOCAL;
     const bool by_choice = lane < K && (!local || p.has_scalar);
     const int32_t expert = by_choice ? p.plan[p.layout.token_expert_off + (uint64_t)t * K + lane] : -1;
     const uint32_t owner = expert < 0 ? 0 : (uint32_t)expert / ep_num_local_experts(&c->shape);
     const int32_t slot_there = __shfl_sync(EP_FULL, slot, (int)owner);
     const int32_t row = gather && lane < K ? p.plan[p.layout.token_row_off + (uint64_t)t * K + lane] : 0;
-    const unsigned char *choice = local    ? ep_slot_at(c, c->my_rank, owner, slot_there < 0 ? 0 : (uint32_t)slot_there)
-                                  : gather ? ep_choice_at(c, owner, (uint32_t)(row < 0 ? 0 : row))
-                                           : ep_choice_at(c, c->my_rank, (uint64_t)t * K + lane);
+    const unsigned char *choice =
+        local    ? ep_slot_at(c, c->my_rank, owner, slot_there < 0 ? 0 : (uint32_t)slot_there)
+        : gather ? ep_choice_at(c, owner, (uint32_t)(row < 0 ? 0 : row))
+                 : ep_choice_at(c, c->my_rank, (uint64_t)t * K + lane);
     const float *trailer = (const float *)(choice + c->layout.row_bytes);
-    const unsigned char *from = local ? ep_slot_at(c, c->my_rank, lane < W ? lane : 0, slot < 0 ? 0 : (uint32_t)slot) : choice;
-    const TokenRows r = {local ? slot >= 0 : expert >= 0, (uint64_t)from, expert >= 0 && !local ? trailer[0] : 1};
-    if (p.has_scalar && lane < K) p.out_scalar[(uint64_t)t * K + lane] = expert >= 0 ? trailer[local ? lane : 1] : 0;
+    const unsigned char *from =
+        local ? ep_slot_at(c, c->my_rank, lane < W ? lane : 0, slot < 0 ? 0 : (uint32_t)slot) : choice;
+    const TokenRows r = {local ? slot >= 0 : expert >= 0, (uint64_t)from,
+                         expert >= 0 && !local ? trailer[0] : 1};
+    if (p.has_scalar && lane < K)
+        p.out_scalar[(uint64_t)t * K + lane] = expert >= 0 ? trailer[local ? lane : 1] : 0;
     return r;
 }
 
 /* Add up a chunk of this rank's tokens; slot: see slot_to_await. */
-template <typename C> EP_FN void finish_tokens(const EpCombineParams &p, uint32_t chunk, int32_t slot, uint32_t fifo) {
+template <typename C> EP_FN void finish_tokens(const EpCombineParams &p, uint32_t chunk, int32_t slot,
+                                               uint32_t fifo) {
     const EpComm *c = &p.comm;
     const uint32_t first = chunk * EP_CHUNK_SLOTS, num = ep_chunk_slots(p.layout.num_tokens, chunk);
     const uint32_t num_vec = (uint32_t)(c->layout.row_bytes / 16);
@@ -174,18 +200,21 @@ template <typename C> EP_FN void finish_tokens(const EpCombineParams &p, uint32_
     for (uint32_t i = 0; i < num; i++) {
         const int32_t there = __shfl_sync(EP_FULL, slot, (int)(i * EP_MAX_RANKS + ep_lane() % EP_MAX_RANKS));
         const TokenRows r = rows_of_token(p, first + i, ep_lane() < c->shape.num_ranks ? there : -1);
-        listed = ep_stream_list<typename C::Fifo>(fifo, listed, r.mine, r.from, r.weight), ends |= listed << 8 * i;
+        listed = ep_stream_list<typename C::Fifo>(fifo, listed, r.mine, r.from, r.weight);
+        ends |= listed << 8 * i;
     }
     ep_warp_sync();
-    ep_stream_sums<typename C::Fifo, C::DTYPE>(fifo, ends, num, num_vec, weighted,
-                                               [&](uint32_t i) { return (unsigned char *)p.out + (first + i) * c->layout.row_bytes; });
+    ep_stream_sums<typename C::Fifo, C::DTYPE>(fifo, ends, num, num_vec, weighted, [&](uint32_t i) {
+        return (unsigned char *)p.out + (first + i) * c->layout.row_bytes;
+    });
 }
 
 /* A megakernel's rows are made in `pieces` each: are these, each lane's own, all there?  -1: none. */
 EP_FN bool row_is_made(const EpCombineParams &p, int32_t row) {
     const uint32_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS], block = (uint32_t)row / EP_TILE_ROWS;
     return row < 0 || (uint32_t)row >= m ||
-           ep_ld_acquire_gpu_u64(ep_ready_word(&p.comm, block)) >= ep_ready_count(block, m, p.row_pieces); /* the row is now readable */
+           ep_ld_acquire_gpu_u64(ep_ready_word(&p.comm, block)) >=
+               ep_ready_count(block, m, p.row_pieces); /* the row is now readable */
 }
 EP_FN bool rows_are_made(const EpCombineParams &p, const ChunkRows &r) {
     bool made = true;
@@ -207,8 +236,10 @@ template <typename E> EP_FN bool wait_for_rows(const EpCombineParams &p, uint32_
     if (ep_lane() == 0) ok = ep_wait_on(&p.comm, w, ep_local_limit_ns(&p.comm), &f, 1, 0);
     return ep_warp_bcast_u64(ok) != 0;
 }
-template <typename C, typename E> EP_FN bool wait_for_slots(const EpCombineParams &p, uint32_t lanes, int32_t slot, EpBackoff *w, E epoch) {
-    const uint32_t first = (uint32_t)__ffs((int)lanes) - 1, chunk = (uint32_t)__shfl_sync(EP_FULL, slot, (int)first) / EP_CHUNK_SLOTS;
+template <typename C, typename E> EP_FN bool wait_for_slots(const EpCombineParams &p, uint32_t lanes,
+                                                            int32_t slot, EpBackoff *w, E epoch) {
+    const uint32_t first = (uint32_t)__ffs((int)lanes) - 1;
+    const uint32_t chunk = (uint32_t)__shfl_sync(EP_FULL, slot, (int)first) / EP_CHUNK_SLOTS;
     uint64_t ok = 1;
     if (C::FUSED) ep_sleep_2us();
     if (ep_lane() == 0) ok = ep_flag_wait_on(&p.comm, C::OP, first % EP_MAX_RANKS, chunk, epoch, w);
@@ -220,7 +251,8 @@ template <typename E> EP_FN bool await_all_rows(const EpCombineParams &p, uint32
     const uint32_t num_rows = num_staged_rows(p);
     EpBackoff w = {0, 0, 0};
     for (uint32_t first = 0; first < num_rows;) {
-        if (ep_warp_all(row_is_made(p, (int32_t)(first + EP_TILE_ROWS * ep_lane())))) first += 32 * EP_TILE_ROWS;
+        if (ep_warp_all(row_is_made(p, (int32_t)(first + EP_TILE_ROWS * ep_lane()))))
+            first += 32 * EP_TILE_ROWS;
         else if (!wait_for_rows(p, op, &w, epoch)) return false;
     }
     return true;
@@ -250,13 +282,17 @@ template <typename C> EP_FN uint32_t next_to_send(const EpCombineParams &p, Send
 }
 
 /* E: uint64_t, or what gives one. */
-template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParams &p, E epoch, EpCombineParts parts, uint32_t fifo) {
+template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParams &p, E epoch,
+                                                            EpCombineParts parts, uint32_t fifo) {
     const EpComm *c = &p.comm;
     EpLocal *l = ep_local(c);
     const bool gather = c->shape.combine_mode == EP_COMBINE_GATHER;
-    const uint32_t W = c->shape.num_ranks, T = p.layout.num_tokens, num_recv = parts.adds ? ep_ceil_div_u32(T, EP_CHUNK_SLOTS) : 0;
+    const uint32_t W = c->shape.num_ranks;
+    const uint32_t T = p.layout.num_tokens;
+    const uint32_t num_recv = parts.adds ? ep_ceil_div_u32(T, EP_CHUNK_SLOTS) : 0;
     /* GATHER has at least one chunk to stage, be it empty: somebody must tell the peers. */
-    const uint32_t num_staged = ep_ceil_div_u32(num_staged_rows(p), EP_CHUNK_SLOTS), num_stage = num_staged ? num_staged : 1;
+    const uint32_t num_staged = ep_ceil_div_u32(num_staged_rows(p), EP_CHUNK_SLOTS);
+    const uint32_t num_stage = num_staged ? num_staged : 1;
     const uint32_t num_send = gather ? num_stage : (uint32_t)ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W);
     bool may_send = parts.sends;
     uint32_t send = num_send; /* the chunk that this warp has taken, and is to send */
@@ -271,7 +307,8 @@ template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParam
             const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
             finish_tokens<C>(p, recv, slot, fifo);
             if (C::FUSED) ep_trace_span(c, EP_SPAN_ADD, c->my_rank, begin);
-            recv = (uint32_t)ep_queue_pop(&l->queue_recv), slot = slot_to_await(p, recv), patience = {0, 0, 0};
+            recv = (uint32_t)ep_queue_pop(&l->queue_recv), slot = slot_to_await(p, recv),
+            patience = {0, 0, 0};
         } else if (may_send) {
             const EpTask task = ep_task_at(send, c->my_rank, W);
             if (send == num_send) {
@@ -296,7 +333,8 @@ template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParam
 /* What the last block out of a combine that failed leaves. */
 EP_FN void poison_combine(const EpCombineParams &p) {
     ep_cta_fill(p.out, p.layout.num_tokens * p.comm.layout.row_bytes, EP_NAN_WORD);
-    ep_cta_fill(p.out_scalar, p.has_scalar ? 4ull * p.layout.num_tokens * p.comm.shape.num_topk : 0, EP_NAN_WORD);
+    ep_cta_fill(p.out_scalar, p.has_scalar ? 4ull * p.layout.num_tokens * p.comm.shape.num_topk : 0,
+                EP_NAN_WORD);
 }
 
 #endif /* EP_COMBINE_CUH */

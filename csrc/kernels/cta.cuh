@@ -12,13 +12,15 @@
 #define EP_FULL 0xffffffffu
 
 /* Enter, by the first block; wait and judge, by one warp of every block.  All threads get the verdict. */
-EP_FN bool ep_cta_enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens, uint32_t num_rows,
-                        uint32_t has_weight, uint32_t has_scalar, uint64_t epoch) {
+EP_FN bool ep_cta_enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv,
+                        uint32_t num_tokens, uint32_t num_rows, uint32_t has_weight, uint32_t has_scalar,
+                        uint64_t epoch) {
     __shared__ int ok;
     if (threadIdx.x < 32) {
         if (blockIdx.x == 0) {
             EpHeader h = ep_make_header(c, op, plan, recv, num_tokens, num_rows);
-            h.has_weight = has_weight, h.has_scalar = has_scalar;
+            h.has_weight = has_weight;
+            h.has_scalar = has_scalar;
             ep_enter(c, &h, epoch);
         }
         bool verdict = ep_enter_await(c, op, epoch);
@@ -46,7 +48,8 @@ EP_FN void ep_cta_fill(void *at, uint64_t num_bytes, uint32_t pattern) {
 #define EP_NO_ROW 0xffffffffu /* -1: nothing came from there */
 
 EP_FN unsigned char *ep_slot_at(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t slot) {
-    return c->base[at_rank] + c->layout.stage_off + ((uint64_t)of_rank * c->shape.max_tokens + slot) * c->layout.slot_stride;
+    return c->base[at_rank] + c->layout.stage_off +
+           ((uint64_t)of_rank * c->shape.max_tokens + slot) * c->layout.slot_stride;
 }
 EP_FN unsigned char *ep_choice_at(const EpComm *c, uint32_t at_rank, uint64_t idx) {
     return c->base[at_rank] + c->layout.stage_off + idx * c->layout.choice_stride;

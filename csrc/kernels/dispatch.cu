@@ -5,14 +5,18 @@
 /* Fixed capacity: the rows behind M are zero. */
 EP_FN void clear_rest(const EpDispatchParams &p) {
     const uint64_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS], row_vec = p.comm.layout.row_bytes / 16;
-    const uint64_t step = (uint64_t)gridDim.x * blockDim.x, at = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    for (uint64_t i = m * row_vec + at; i < p.num_rows * row_vec; i += step) ((uint4 *)p.rows)[i] = make_uint4(0, 0, 0, 0);
+    const uint64_t step = (uint64_t)gridDim.x * blockDim.x;
+    const uint64_t at = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    for (uint64_t i = m * row_vec + at; i < p.num_rows * row_vec; i += step)
+        ((uint4 *)p.rows)[i] = make_uint4(0, 0, 0, 0);
     for (uint64_t i = m + at; p.row_weight && i < p.num_rows; i += step) p.row_weight[i] = 0;
 }
 
-__global__ void __launch_bounds__(32 * EP_WARPS, 1) dispatch_kernel(const __grid_constant__ EpDispatchParams p) {
+__global__ void __launch_bounds__(32 * EP_WARPS, 1)
+    dispatch_kernel(const __grid_constant__ EpDispatchParams p) {
     const uint64_t epoch = ep_begin(&p.comm);
-    if (epoch && ep_cta_enter(&p.comm, EP_OP_DISPATCH, p.plan, NULL, p.layout.num_tokens, p.num_rows, p.has_weight, 0, epoch)) {
+    if (epoch && ep_cta_enter(&p.comm, EP_OP_DISPATCH, p.plan, NULL, p.layout.num_tokens, p.num_rows,
+                              p.has_weight, 0, epoch)) {
         move_tokens<false>(p, EP_OP_DISPATCH, epoch, EP_MOVE_ALL, 0);
         clear_rest(p);
     }

@@ -20,12 +20,17 @@ EP_FN int32_t row_at_rank(const EpDispatchParams &p, uint32_t t, uint32_t r) {
     const uint32_t K = p.comm.shape.num_topk, k = ep_lane();
     if (k >= K) return -1;
     const int32_t e = p.plan[p.layout.token_expert_off + (uint64_t)t * K + k];
-    return e >= 0 && (uint32_t)e / ep_num_local_experts(&p.comm.shape) == r ? p.plan[p.layout.token_row_off + (uint64_t)t * K + k] : -1;
+    return e >= 0 && (uint32_t)e / ep_num_local_experts(&p.comm.shape) == r
+               ? p.plan[p.layout.token_row_off + (uint64_t)t * K + k]
+               : -1;
 }
 
 /* Lane i: the token in slot first + i of those that this rank sends to rank r. */
 EP_FN uint32_t tokens_to_send(const EpDispatchParams &p, uint32_t r, uint32_t first, uint32_t num) {
-    return ep_lane() < num ? (uint32_t)p.plan[p.layout.send_token_off + (uint64_t)r * p.layout.num_tokens + first + ep_lane()] : 0;
+    return ep_lane() < num
+               ? (uint32_t)
+                     p.plan[p.layout.send_token_off + (uint64_t)r * p.layout.num_tokens + first + ep_lane()]
+               : 0;
 }
 
 /* What goes with a slot.  head: lane 0 has its token, lane 1 the slot in which it comes home; lane k has the row and the
@@ -40,7 +45,8 @@ EP_FN SlotWords words_to_send(const EpDispatchParams &p, uint32_t r, uint32_t t)
     const uint32_t K = p.comm.shape.num_topk;
     SlotWords w;
     w.row = row_at_rank(p, t, r);
-    w.head = ep_lane() == 1 ? p.plan[p.layout.token_slot_off + (uint64_t)t * p.comm.shape.num_ranks + r] : (int32_t)t;
+    w.head = ep_lane() == 1 ? p.plan[p.layout.token_slot_off + (uint64_t)t * p.comm.shape.num_ranks + r]
+                            : (int32_t)t;
     w.weight = p.weight && ep_lane() < K ? p.weight[(uint64_t)t * K + ep_lane()] : 0;
     return w;
 }
@@ -88,9 +94,11 @@ EP_FN void next_words(ChunkWords *w) {
     w->of[EP_CHUNK_SLOTS - 1] = first;
 }
 
-template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &p, EpTask task, E epoch, uint32_t fifo) {
+template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &p, EpTask task, E epoch,
+                                                        uint32_t fifo) {
     const EpComm *c = &p.comm;
-    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_SEND + task.rank], task.chunk), first = task.chunk * EP_CHUNK_SLOTS;
+    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_SEND + task.rank], task.chunk);
+    const uint32_t first = task.chunk * EP_CHUNK_SLOTS;
     const uint32_t r = task.rank, K = c->shape.num_topk;
     if (r == c->my_rank || num == 0) return;
     const uint32_t token = tokens_to_send(p, r, first, num);
@@ -104,7 +112,8 @@ template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &
         if (ep_lane() < 2) trailer[ep_lane()] = w.of[0].head;
         if (ep_lane() < K) trailer[2 + ep_lane()] = w.of[0].row;
         if (ep_lane() < K && p.weight) ((float *)trailer)[2 + K + ep_lane()] = w.of[0].weight;
-        *my_dst = (uint64_t)to, *mask = 1;
+        *my_dst = (uint64_t)to;
+        *mask = 1;
         next_words(&w);
     });
     ep_warp_sync(); /* all lanes' stores come before lane 0's release */
@@ -126,10 +135,14 @@ EP_FN int32_t record_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
 }
 
 /* With `wait`: until the chunk is there.  Without: false when it is not. */
-template <typename E> EP_FN bool chunk_is_here(const EpDispatchParams &p, uint32_t op, EpTask task, E epoch, bool wait) {
+template <typename E> EP_FN bool chunk_is_here(const EpDispatchParams &p, uint32_t op, EpTask task, E epoch,
+                                               bool wait) {
     const EpComm *c = &p.comm;
-    if (task.rank == c->my_rank || ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk) == 0) return true;
-    return wait ? ep_flag_await(c, op, task.rank, task.chunk, epoch) : ep_flag_ready(c, task.rank, task.chunk, epoch);
+    if (task.rank == c->my_rank ||
+        ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk) == 0)
+        return true;
+    return wait ? ep_flag_await(c, op, task.rank, task.chunk, epoch)
+                : ep_flag_ready(c, task.rank, task.chunk, epoch);
 }
 
 /* A chunk from a peer, or of my own tokens: those come straight from the input. */
@@ -147,7 +160,8 @@ template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask
         const uint32_t t = __shfl_sync(EP_FULL, token, (int)i);
         w.of[i].row = -1;
         if (i < num)
-            w.of[i] = own ? words_to_send(p, r, t) : words_received(p, ep_slot_at(c, c->my_rank, r, first + i) + c->layout.row_bytes);
+            w.of[i] = own ? words_to_send(p, r, t)
+                          : words_received(p, ep_slot_at(c, c->my_rank, r, first + i) + c->layout.row_bytes);
     }
     copy_rows<FUSED>(p, fifo, my_src, num, [&](uint32_t, uint64_t *my_dst, uint32_t *mask) {
         const int32_t row = w.of[0].row = record_slot(p, r, w.of[0]);
@@ -161,11 +175,13 @@ template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask
     ep_chaos(8);
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        if (w.of[i].row >= 0) ep_red_add_relaxed_gpu(ep_ready_word(c, (uint32_t)w.of[i].row / EP_TILE_ROWS), 1);
+        if (w.of[i].row >= 0)
+            ep_red_add_relaxed_gpu(ep_ready_word(c, (uint32_t)w.of[i].row / EP_TILE_ROWS), 1);
 }
 
 /* E: uint64_t, or what gives one. */
-template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams &p, uint32_t op, E epoch, EpMoveWhat what, uint32_t fifo) {
+template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams &p, uint32_t op, E epoch,
+                                                         EpMoveWhat what, uint32_t fifo) {
     const EpComm *c = &p.comm;
     EpLocal *l = ep_local(c);
     const uint32_t W = c->shape.num_ranks;
@@ -176,7 +192,8 @@ template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams 
     bool may_send = what & EP_MOVE_SENDS, receive_next = !FUSED;
     uint64_t recv = num_recv ? ep_queue_pop(&l->queue_recv) : 0;
     while (may_send || recv < num_recv) {
-        if (recv < num_recv && (receive_next || !may_send) && chunk_is_here(p, op, ep_task_at(recv, c->my_rank, W), epoch, !may_send)) {
+        if (recv < num_recv && (receive_next || !may_send) &&
+            chunk_is_here(p, op, ep_task_at(recv, c->my_rank, W), epoch, !may_send)) {
             const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
             receive_chunk<FUSED>(p, ep_task_at(recv, c->my_rank, W), fifo);
             if (FUSED) ep_trace_span(c, EP_SPAN_RECEIVE, ep_task_at(recv, c->my_rank, W).rank, begin);
@@ -184,10 +201,12 @@ template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams 
             receive_next = !FUSED;
         } else if (may_send) {
             const uint64_t send = ep_queue_pop(l->queue_send);
-            may_send = send < num_send, receive_next = true;
+            may_send = send < num_send;
+            receive_next = true;
             const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
             if (may_send) send_chunk<FUSED>(p, ep_task_at(send, c->my_rank, W), epoch, fifo);
-            if (FUSED && may_send) ep_trace_span(c, EP_SPAN_SEND, ep_task_at(send, c->my_rank, W).rank, begin);
+            if (FUSED && may_send)
+                ep_trace_span(c, EP_SPAN_SEND, ep_task_at(send, c->my_rank, W).rank, begin);
         } else {
             return; /* the wait has failed */
         }

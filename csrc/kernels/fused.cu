@@ -27,16 +27,22 @@ extern "C" int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stre
     if (e) return e;
     EpDispatchGemmParams q = *p;
     q.gemm.limit_ns = block_limit_ns(&p->dispatch.comm);
-    q.gemm.tile_counter = &EP_AT(EpLocal, &p->dispatch.comm, p->dispatch.comm.my_rank, p->dispatch.comm.layout.local_off)->queue_tiles;
-    return q.gemm.is_f16 ? ep_launch_dispatch_gemm_f16(&q, (cudaStream_t)stream) : ep_launch_dispatch_gemm_bf16(&q, (cudaStream_t)stream);
+    q.gemm.tile_counter =
+        &EP_AT(EpLocal, &p->dispatch.comm, p->dispatch.comm.my_rank, p->dispatch.comm.layout.local_off)
+             ->queue_tiles;
+    return q.gemm.is_f16 ? ep_launch_dispatch_gemm_f16(&q, (cudaStream_t)stream)
+                         : ep_launch_dispatch_gemm_bf16(&q, (cudaStream_t)stream);
 }
 extern "C" int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream) {
     const int e = check_device();
     if (e) return e;
     EpGemmCombineParams q = *p;
     q.gemm.limit_ns = block_limit_ns(&p->combine.comm);
-    q.gemm.tile_counter = &EP_AT(EpLocal, &p->combine.comm, p->combine.comm.my_rank, p->combine.comm.layout.local_off)->queue_tiles;
-    return q.gemm.is_f16 ? ep_launch_gemm_combine_f16(&q, (cudaStream_t)stream) : ep_launch_gemm_combine_bf16(&q, (cudaStream_t)stream);
+    q.gemm.tile_counter =
+        &EP_AT(EpLocal, &p->combine.comm, p->combine.comm.my_rank, p->combine.comm.layout.local_off)
+             ->queue_tiles;
+    return q.gemm.is_f16 ? ep_launch_gemm_combine_f16(&q, (cudaStream_t)stream)
+                         : ep_launch_gemm_combine_bf16(&q, (cudaStream_t)stream);
 }
 
 /* Whether this device has them at all; then load them. */

@@ -41,7 +41,9 @@ struct EpSharedEpoch {
 };
 
 /* A warp's part of shared memory, of those from warp `first` on. */
-template <typename F> EP_FN uint32_t fifo_at(uint32_t smem, uint32_t first) { return smem + (threadIdx.x / 32 - first) * F::BYTES; }
+template <typename F> EP_FN uint32_t fifo_at(uint32_t smem, uint32_t first) {
+    return smem + (threadIdx.x / 32 - first) * F::BYTES;
+}
 
 struct EpDispatchHooks {
     static constexpr bool FUSED = true;
@@ -52,22 +54,27 @@ struct EpDispatchHooks {
 
     __device__ void comm(uint32_t smem) {
         if (!ok || blockIdx.x >= p.num_move_blocks) return;
-        const EpMoveWhat what = p.num_tail_blocks == 0 ? EP_MOVE_ALL : blockIdx.x < p.num_tail_blocks ? EP_MOVE_RECEIVES : EP_MOVE_SENDS;
-        move_tokens<true>(p.dispatch, EP_OP_DISPATCH_GEMM, EpSharedEpoch(), what, fifo_at<EpFusedFifo>(smem, 1));
+        const EpMoveWhat what = p.num_tail_blocks == 0           ? EP_MOVE_ALL
+                                : blockIdx.x < p.num_tail_blocks ? EP_MOVE_RECEIVES
+                                                                 : EP_MOVE_SENDS;
+        move_tokens<true>(p.dispatch, EP_OP_DISPATCH_GEMM, EpSharedEpoch(), what,
+                          fifo_at<EpFusedFifo>(smem, 1));
     }
     __device__ void await_rows(const EpGemmTile &t) {
         const uint32_t m = (uint32_t)p.dispatch.plan[EP_HEAD_NUM_ROWS];
         uint32_t first = t.row0, num = min(t.num_rows, (uint32_t)EP_GEMM_BM);
         if (p.waits_for_expert) {
             if (t.expert == awaited) return;
-            awaited = t.expert, first = ep_gemm_clamp_row(&p.gemm, p.gemm.offsets[t.expert]);
+            awaited = t.expert;
+            first = ep_gemm_clamp_row(&p.gemm, p.gemm.offsets[t.expert]);
             num = t.row0 + t.num_rows - first;
         }
         const uint64_t begin = ep_trace_now(&p.dispatch.comm);
         EpBackoff w = {0, 0, 0};
         ep_chaos(9);
         for (uint32_t b = first / EP_TILE_ROWS; ok && b <= (first + num - 1) / EP_TILE_ROWS; b++)
-            ok = ep_ready_await(&p.dispatch.comm, EP_OP_DISPATCH_GEMM, b, ep_ready_count(b, m, 1), EpSharedEpoch(), &w);
+            ok = ep_ready_await(&p.dispatch.comm, EP_OP_DISPATCH_GEMM, b, ep_ready_count(b, m, 1),
+                                EpSharedEpoch(), &w);
         ep_fence_proxy_async_global();
         ep_trace_span(&p.dispatch.comm, EP_SPAN_WAIT_ROWS, t.expert, begin);
     }
@@ -88,12 +95,15 @@ template <int DTYPE> struct EpCombineHooks {
     /* A warp counts its part of a tile while its next products are made: the fence is then waited for by nobody. */
     __device__ void count() {
         if (num_rows == 0) return;
-        const uint32_t block = row / EP_TILE_ROWS, in_first = min(num_rows, (block + 1) * EP_TILE_ROWS - row), lane = ep_lane();
+        const uint32_t block = row / EP_TILE_ROWS;
+        const uint32_t in_first = min(num_rows, (block + 1) * EP_TILE_ROWS - row);
+        const uint32_t lane = ep_lane();
         __syncwarp();
         ep_fence_acq_rel_gpu(); /* all lanes' numbers come before the counts */
         ep_chaos(8);
         if (lane == 0) ep_red_add_relaxed_gpu(ep_ready_word(&p.combine.comm, block), in_first);
-        if (lane == 1 && num_rows > in_first) ep_red_add_relaxed_gpu(ep_ready_word(&p.combine.comm, block + 1), num_rows - in_first);
+        if (lane == 1 && num_rows > in_first)
+            ep_red_add_relaxed_gpu(ep_ready_word(&p.combine.comm, block + 1), num_rows - in_first);
         num_rows = 0;
     }
     __device__ void await_rows(const EpGemmTile &) {}
@@ -102,37 +112,44 @@ template <int DTYPE> struct EpCombineHooks {
         if (threadIdx.x / 32 % 4 == 0) ep_trace_span(&p.combine.comm, EP_SPAN_GEMM, t.expert, begun);
         const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16;
         if (first >= t.num_rows || t.col0 >= ep_gemm_num_cols(&p.gemm)) return;
-        row = t.row0 + first, num_rows = min(16u, t.num_rows - first);
+        row = t.row0 + first;
+        num_rows = min(16u, t.num_rows - first);
     }
     __device__ void mma_in_flight() { count(); }
 
     template <bool HAS_SMEM> __device__ void combine(uint32_t smem, uint32_t first_warp) {
         typedef EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, HAS_SMEM> C;
         const EpCombineParts parts = {blockIdx.x < p.num_move_blocks, blockIdx.x < p.num_reduce_blocks};
-        if (ep_ld_shared_u32(ep_smem(&ep_shared_ok)) && (!p.is_serial || await_all_rows(p.combine, EP_OP_GEMM_COMBINE, EpSharedEpoch())))
+        if (ep_ld_shared_u32(ep_smem(&ep_shared_ok)) &&
+            (!p.is_serial || await_all_rows(p.combine, EP_OP_GEMM_COMBINE, EpSharedEpoch())))
             combine_tokens<C>(p.combine, EpSharedEpoch(), parts, fifo_at<typename C::Fifo>(smem, first_warp));
     }
     __device__ void comm(uint32_t smem) { combine<false>(smem, 1); }
-    __device__ void after_last_tile(uint32_t smem) { count(), combine<true>(smem, 4); }
+    __device__ void after_last_tile(uint32_t smem) {
+        count();
+        combine<true>(smem, 4);
+    }
 };
 
 /* The last block out leaves the counts as it found them: those of the plan's rows; after a failure, all. */
 EP_FN void reset_ready(const EpComm *c, const int32_t *plan, EpLeft left) {
-    const uint32_t used = ep_ceil_div_u32((uint32_t)plan[EP_HEAD_NUM_ROWS], EP_TILE_ROWS), all = c->layout.num_row_blocks;
+    const uint32_t used = ep_ceil_div_u32((uint32_t)plan[EP_HEAD_NUM_ROWS], EP_TILE_ROWS);
+    const uint32_t all = c->layout.num_row_blocks;
     const uint32_t num = left == EP_LEFT ? 0 : left == EP_LEFT_LAST && used < all ? used : all;
     for (uint32_t b = threadIdx.x; b < num; b += blockDim.x) *ep_ready_word(c, b) = 0;
 }
 
 template <typename C>
 __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
-    mega_kernel_dispatch_token_moe_grouped_gemm(const __grid_constant__ EpDispatchGemmParams p, const __grid_constant__ CUtensorMap map_a,
+    mega_kernel_dispatch_token_moe_grouped_gemm(const __grid_constant__ EpDispatchGemmParams p,
+                                                const __grid_constant__ CUtensorMap map_a,
                                                 const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const EpDispatchParams &d = p.dispatch;
     ep_trace_start(&d.comm);
     const uint64_t epoch = ep_begin(&d.comm), begin = ep_trace_now(&d.comm);
-    const bool ok =
-        epoch && ep_cta_enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows, d.has_weight, 0, epoch);
+    const bool ok = epoch && ep_cta_enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens,
+                                          d.num_rows, d.has_weight, 0, epoch);
     ep_trace_span(&d.comm, EP_SPAN_ENTER, 0, begin);
     EpDispatchHooks hooks = {p, ok, UINT32_MAX};
     if (threadIdx.x == 0) ep_shared_epoch = epoch;
@@ -148,19 +165,25 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 
 template <typename C>
 __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
-    mega_kernel_moe_grouped_gemm_combine_token(const __grid_constant__ EpGemmCombineParams p, const __grid_constant__ CUtensorMap map_a,
+    mega_kernel_moe_grouped_gemm_combine_token(const __grid_constant__ EpGemmCombineParams p,
+                                               const __grid_constant__ CUtensorMap map_a,
                                                const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const EpCombineParams &k = p.combine;
-    static_assert(EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE, false>::Fifo::BYTES == EpFusedFifo::BYTES, "movers have room");
-    static_assert(C::STAGES * C::STAGE_BYTES >= 8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo::BYTES, "rest has room");
+    static_assert(EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE, false>::Fifo::BYTES == EpFusedFifo::BYTES,
+                  "movers have room");
+    static_assert(C::STAGES * C::STAGE_BYTES >= 8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo::BYTES,
+                  "rest has room");
     ep_trace_start(&k.comm);
     const uint64_t epoch = ep_begin(&k.comm), begin = ep_trace_now(&k.comm);
-    const bool ok =
-        epoch && ep_cta_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows, k.has_weight, 0, epoch);
+    const bool ok = epoch && ep_cta_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens,
+                                          k.num_rows, k.has_weight, 0, epoch);
     ep_trace_span(&k.comm, EP_SPAN_ENTER, 0, begin);
     EpCombineHooks<C::F16 ? EP_F16 : EP_BF16> hooks = {p, 0, 0};
-    if (threadIdx.x == 0) ep_shared_epoch = epoch, ep_shared_ok = ok;
+    if (threadIdx.x == 0) {
+        ep_shared_epoch = epoch;
+        ep_shared_ok = ok;
+    }
     __syncthreads();
     if (epoch) ep_gemm_body<C>(&p.gemm, hooks, &map_a, &map_b);
     const EpLeft left = ep_cta_leave(&k.comm, EpSharedEpoch());

@@ -6,10 +6,12 @@
 
 typedef struct {
     EpDispatchParams dispatch;
-    EpGemmParams gemm;         /* FORWARD, of the rows that dispatch places */
-    uint32_t num_move_blocks;  /* blocks whose spare warps move tokens; 1 or more */
-    uint32_t num_tail_blocks;  /* of those, the first ones only receive, and the others only send; 0: all do both */
-    uint32_t waits_for_expert; /* a tile waits for all rows of its expert, not only for the blocks it has rows in */
+    EpGemmParams gemm;        /* FORWARD, of the rows that dispatch places */
+    uint32_t num_move_blocks; /* blocks whose spare warps move tokens; 1 or more */
+    uint32_t
+        num_tail_blocks; /* of those, the first ones only receive, and the others only send; 0: all do both */
+    uint32_t
+        waits_for_expert; /* a tile waits for all rows of its expert, not only for the blocks it has rows in */
 } EpDispatchGemmParams;
 
 typedef struct {

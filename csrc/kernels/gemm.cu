@@ -7,7 +7,8 @@
 int ep_launch_gemm_bf16(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream);
 int ep_launch_gemm_f16(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream);
 
-template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t num_blocks, cudaStream_t stream) {
+template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t num_blocks,
+                                                cudaStream_t stream) {
 #define EP_CASE(ACT) \
     if (p->activation == ACT) simple_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p)
     EP_CASE(EP_ACT_NONE);

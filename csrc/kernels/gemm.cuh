@@ -29,26 +29,38 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
     static constexpr bool F16 = F16_, GATED = ACT >= EP_ACT_SWIGLU;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
-    static constexpr bool FEW_ROWS = BN == 64;      /* few rows: tiles of 32 x 64, 512 bytes of each row of weights a stage */
-    static constexpr bool RELEASE_EARLY = FEW_ROWS; /* a stage is given back as soon as its own products are done; not in WGRAD */
-    static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM, A_ROWS = FEW_ROWS ? 16 : 64 /* of a box */, K_BOXES = FEW_ROWS ? 4 : 1;
+    static constexpr bool FEW_ROWS =
+        BN == 64; /* few rows: tiles of 32 x 64, 512 bytes of each row of weights a stage */
+    static constexpr bool RELEASE_EARLY =
+        FEW_ROWS; /* a stage is given back as soon as its own products are done; not in WGRAD */
+    static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM;
+    static constexpr int A_ROWS = FEW_ROWS ? 16 : 64 /* of a box */;
+    static constexpr int K_BOXES = FEW_ROWS ? 4 : 1;
     static constexpr int BK = K_BOXES * EP_GEMM_BK;
-    static constexpr int A_SLAB = BM * EP_GEMM_BK * 2, B_SLAB = BN * EP_GEMM_BK * 2; /* 64 of the contraction */
-    static constexpr int A_BYTES = K_BOXES * A_SLAB, STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB, STAGES = BN == 128 ? 6 : 4;
-    static constexpr int OUT_GROUPS = BN / 8 / (GATED ? 2 : 1), PASS = OUT_GROUPS % 16 ? OUT_GROUPS % 8 ? 4 : 8 : 16; /* of 8 columns */
-    static constexpr int PARTS = 2 * OUT_GROUPS / PASS, EAGER_PARTS = OUT_GROUPS > 16 ? 2 : 0; /* see ep_gemm_defer */
+    static constexpr int A_SLAB = BM * EP_GEMM_BK * 2;
+    static constexpr int B_SLAB = BN * EP_GEMM_BK * 2; /* 64 of the contraction */
+    static constexpr int A_BYTES = K_BOXES * A_SLAB;
+    static constexpr int STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB;
+    static constexpr int STAGES = BN == 128 ? 6 : 4;
+    static constexpr int OUT_GROUPS = BN / 8 / (GATED ? 2 : 1);
+    static constexpr int PASS = OUT_GROUPS % 16 ? OUT_GROUPS % 8 ? 4 : 8 : 16; /* of 8 columns */
+    static constexpr int PARTS = 2 * OUT_GROUPS / PASS;
+    static constexpr int EAGER_PARTS = OUT_GROUPS > 16 ? 2 : 0; /* see ep_gemm_defer */
 
     static constexpr int TILE_SLOTS = 8; /* more than stages: see ep_next_tile_send */
     static constexpr int RING_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + TILE_SLOTS * (8 + 4);
-    static constexpr int BURST_PITCH = OUT_GROUPS * 16 + 16, BURST_GROUP = 8 * BURST_PITCH,
-                         NUM_BURST_GROUPS = (232448 - RING_BYTES) / (BURST_GROUP + 16);
-    static constexpr int OUT_BYTES = FEW_ROWS ? NUM_BURST_GROUPS * (BURST_GROUP + 16) : 8 * EP_GEMM_OUT_STAGING,
-                         SMEM_BYTES = RING_BYTES + OUT_BYTES;
+    static constexpr int BURST_PITCH = OUT_GROUPS * 16 + 16;
+    static constexpr int BURST_GROUP = 8 * BURST_PITCH;
+    static constexpr int NUM_BURST_GROUPS = (232448 - RING_BYTES) / (BURST_GROUP + 16);
+    static constexpr int OUT_BYTES =
+        FEW_ROWS ? NUM_BURST_GROUPS * (BURST_GROUP + 16) : 8 * EP_GEMM_OUT_STAGING;
+    static constexpr int SMEM_BYTES = RING_BYTES + OUT_BYTES;
     static_assert(SMEM_BYTES <= 232448, "what a block can have");
     static_assert(!FEW_ROWS || NUM_BURST_GROUPS >= BM / 8, "a tile's boxes");
     static_assert(OUT_GROUPS % PASS == 0, "boxes of up to 128 columns");
     static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD, "the others' boxes lie side by side as it is");
-    static_assert(TILE_SLOTS > STAGES && (TILE_SLOTS & (TILE_SLOTS - 1)) == 0, "a slot is free again when it is written");
+    static_assert(TILE_SLOTS > STAGES && (TILE_SLOTS & (TILE_SLOTS - 1)) == 0,
+                  "a slot is free again when it is written");
 };
 
 /* Shared memory of a block, by address.  Each stage has a slot beside it, for the tile that begins there. */
@@ -57,9 +69,14 @@ typedef struct {
 } EpGemmShared;
 template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
     EpGemmShared s;
-    s.stages = smem, s.staging = smem + C::STAGES * C::STAGE_BYTES, s.slots = s.staging + C::OUT_BYTES;
-    s.full = s.slots + C::STAGES * EP_GEMM_SLOT, s.empty = s.full + 8 * C::STAGES;
-    s.next_tile_bars = s.empty + 8 * C::STAGES, s.next_tiles = s.next_tile_bars + 8 * C::TILE_SLOTS, s.end = smem + C::SMEM_BYTES;
+    s.stages = smem;
+    s.staging = smem + C::STAGES * C::STAGE_BYTES;
+    s.slots = s.staging + C::OUT_BYTES;
+    s.full = s.slots + C::STAGES * EP_GEMM_SLOT;
+    s.empty = s.full + 8 * C::STAGES;
+    s.next_tile_bars = s.empty + 8 * C::STAGES;
+    s.next_tiles = s.next_tile_bars + 8 * C::TILE_SLOTS;
+    s.end = smem + C::SMEM_BYTES;
     return s;
 }
 EP_PTX void ep_gemm_put_tile(uint32_t slot, const EpGemmTile *t) {
@@ -77,7 +94,10 @@ typedef struct {
     uint32_t stage, parity;
 } EpRing;
 template <int STAGES> EP_PTX void ep_ring_next(EpRing *r) {
-    if (++r->stage == STAGES) r->stage = 0, r->parity ^= 1;
+    if (++r->stage == STAGES) {
+        r->stage = 0;
+        r->parity ^= 1;
+    }
 }
 
 /* ---- next_tiles ---- */
@@ -85,13 +105,15 @@ template <int STAGES> EP_PTX void ep_ring_next(EpRing *r) {
 /* The first of a pair draws a number for both, when it has got a tile's first stage.  Every stage that it gets has
  * been given back by both, and a tile takes one or more: so the other has read all next_tiles up to STAGES tiles
  * ago, and a slot that comes round after more than that is free. */
-template <typename C> EP_PTX uint32_t ep_next_tile_send(const EpGemmParams *p, const EpGemmShared *s, uint32_t num_done) {
+template <typename C> EP_PTX uint32_t ep_next_tile_send(const EpGemmParams *p, const EpGemmShared *s,
+                                                        uint32_t num_done) {
     const uint32_t drawn = (uint32_t)ep_add_relaxed_gpu_u64(p->tile_counter, 1), i = num_done % C::TILE_SLOTS;
     ep_st_async(s->next_tiles + 4 * i, drawn, s->next_tile_bars + 8 * i, 0);
     ep_st_async(s->next_tiles + 4 * i, drawn, s->next_tile_bars + 8 * i, 1);
     return drawn;
 }
-template <typename C> EP_PTX uint32_t ep_next_tile_receive(const EpGemmParams *p, const EpGemmShared *s, uint32_t num_done) {
+template <typename C> EP_PTX uint32_t ep_next_tile_receive(const EpGemmParams *p, const EpGemmShared *s,
+                                                           uint32_t num_done) {
     const uint32_t i = num_done % C::TILE_SLOTS, bar = s->next_tile_bars + 8 * i;
     ep_mbar_arrive_expect(bar, 4);
     ep_mbar_wait(bar, num_done / C::TILE_SLOTS & 1, p->limit_ns);
@@ -102,7 +124,8 @@ template <typename C> EP_PTX uint32_t ep_next_tile_receive(const EpGemmParams *p
 
 /* Part i of a stage's columns; its boxes lie side by side in the weights. */
 template <typename C, bool BOTH>
-EP_PTX void ep_gemm_load_cols(const EpGemmTile *t, int32_t at, int32_t i, uint32_t smem, uint32_t bar, const CUtensorMap *map_b) {
+EP_PTX void ep_gemm_load_cols(const EpGemmTile *t, int32_t at, int32_t i, uint32_t smem, uint32_t bar,
+                              const CUtensorMap *map_b) {
     const int32_t e = (int32_t)t->expert, col = (int32_t)t->col0 + i * (C::TRANS_B ? 64 : C::BN / 2);
     smem += C::A_BYTES + (uint32_t)i * (C::TRANS_B ? EP_GEMM_BOX : C::BN * EP_GEMM_BK);
 #pragma unroll
@@ -115,39 +138,44 @@ EP_PTX void ep_gemm_load_cols(const EpGemmTile *t, int32_t at, int32_t i, uint32
 }
 /* Box i of the rows, kk of the contraction. */
 template <typename C, bool BOTH>
-EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint32_t kk, uint32_t smem, uint32_t bar,
-                              const CUtensorMap *map_a) {
+EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint32_t kk, uint32_t smem,
+                              uint32_t bar, const CUtensorMap *map_a) {
     const int32_t row = (int32_t)(t->row0 + C::A_ROWS * i);
-    smem += kk * C::A_SLAB + i * (C::A_ROWS * 128), at += (int32_t)kk * EP_GEMM_BK;
+    smem += kk * C::A_SLAB + i * (C::A_ROWS * 128);
+    at += (int32_t)kk * EP_GEMM_BK;
     ep_tma_load_2d<BOTH>(smem, map_a, bar, C::TRANS_A ? row : at, C::TRANS_A ? at : row);
 }
 
 /* What is shared comes in parts, this block's and the other's in turn. */
 template <typename C>
-EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, uint32_t bar, uint32_t rank, const CUtensorMap *map_a,
-                               const CUtensorMap *map_b) {
+EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, uint32_t bar, uint32_t rank,
+                               const CUtensorMap *map_a, const CUtensorMap *map_b) {
     constexpr uint32_t NUM_COL_PARTS = C::TRANS_B ? C::BN / 64 : 2;
     const int32_t at = (int32_t)(t->k0 + k);
     const uint32_t num_a = (t->num_rows + C::A_ROWS - 1) / C::A_ROWS;
     ep_mbar_arrive_expect(bar, (num_a * C::A_ROWS * 128 + C::B_SLAB) * C::K_BOXES);
     if (t->shares_rows) {
 #pragma unroll
-        for (uint32_t j = 0; j < C::BM / C::A_ROWS * C::K_BOXES; j++) /* by turns: box i of rows, kk of the contraction */
+        for (uint32_t j = 0; j < C::BM / C::A_ROWS * C::K_BOXES;
+             j++) /* by turns: box i of rows, kk of the contraction */
             if (j / C::K_BOXES < num_a && (j / C::K_BOXES + j % C::K_BOXES) % 2 == rank)
                 ep_gemm_load_rows<C, true>(t, at, j / C::K_BOXES, j % C::K_BOXES, smem, bar, map_a);
-        for (uint32_t i = 0; i < NUM_COL_PARTS; i++) ep_gemm_load_cols<C, false>(t, at, (int32_t)i, smem, bar, map_b);
+        for (uint32_t i = 0; i < NUM_COL_PARTS; i++)
+            ep_gemm_load_cols<C, false>(t, at, (int32_t)i, smem, bar, map_b);
     } else {
 #pragma unroll
         for (uint32_t j = 0; j < C::BM / C::A_ROWS * C::K_BOXES; j++)
-            if (j / C::K_BOXES < num_a) ep_gemm_load_rows<C, false>(t, at, j / C::K_BOXES, j % C::K_BOXES, smem, bar, map_a);
-        for (uint32_t i = rank; i < NUM_COL_PARTS; i += 2) ep_gemm_load_cols<C, true>(t, at, (int32_t)i, smem, bar, map_b);
+            if (j / C::K_BOXES < num_a)
+                ep_gemm_load_rows<C, false>(t, at, j / C::K_BOXES, j % C::K_BOXES, smem, bar, map_a);
+        for (uint32_t i = rank; i < NUM_COL_PARTS; i += 2)
+            ep_gemm_load_cols<C, true>(t, at, (int32_t)i, smem, bar, map_b);
     }
 }
 
 /* A tile takes at least one stage, if only to be told of; one without rows ends it all. */
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s, const CUtensorMap *map_a,
-                                  const CUtensorMap *map_b) {
+EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s,
+                                  const CUtensorMap *map_a, const CUtensorMap *map_b) {
     const uint32_t rank = ep_cluster_rank(), num_pairs = gridDim.x / 2;
     uint32_t num_done = 0, drawn = 0xffffffffu;
     EpGemmWalk w = {0};
@@ -156,19 +184,24 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
     ep_walk_enter(p, C::BM, 2, &w);
     for (uint32_t n = blockIdx.x / 2; ep_gemm_tile(p, C::BM, C::BN, 2, rank, &w, n, &t); num_done++) {
         hooks.await_rows(t);
-        t.num_rows = min(t.num_rows, (uint32_t)C::BM); /* behind await_rows, which may want the rest of the expert */
+        t.num_rows =
+            min(t.num_rows, (uint32_t)C::BM); /* behind await_rows, which may want the rest of the expert */
         for (uint32_t k = 0; k == 0 || k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
             ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
             if (k == 0) ep_gemm_put_tile(s->slots + EP_GEMM_SLOT * ring.stage, &t);
             if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
-            else ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES, s->full + 8 * ring.stage, rank, map_a, map_b);
+            else
+                ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES,
+                                      s->full + 8 * ring.stage, rank, map_a, map_b);
             if (k == 0 && rank == 0) drawn = ep_next_tile_send<C>(p, s, num_done);
         }
         n = num_pairs + ep_next_tile_receive<C>(p, s, num_done);
     }
-    if (!Hooks::FUSED && drawn == w.first_tile - 1) *p->tile_counter = 0; /* as many as there are tiles: nobody draws any more */
+    if (!Hooks::FUSED && drawn == w.first_tile - 1)
+        *p->tile_counter = 0; /* as many as there are tiles: nobody draws any more */
     ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
-    t.num_rows = 0, ep_gemm_put_tile(s->slots + EP_GEMM_SLOT * ring.stage, &t);
+    t.num_rows = 0;
+    ep_gemm_put_tile(s->slots + EP_GEMM_SLOT * ring.stage, &t);
     ep_mbar_arrive(s->full + 8 * ring.stage);
 }
 
@@ -187,7 +220,10 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
 }
 
 /* A stage may be filled again: part of it comes from the other block, so that has to know too. */
-EP_PTX void ep_gemm_release_stage(uint32_t empty) { ep_mbar_arrive_at(empty, 0), ep_mbar_arrive_at(empty, 1); }
+EP_PTX void ep_gemm_release_stage(uint32_t empty) {
+    ep_mbar_arrive_at(empty, 0);
+    ep_mbar_arrive_at(empty, 1);
+}
 
 /* Whether a tile's last parts are written while the next one is multiplied: where nobody waits for them. */
 template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS = !Hooks::FUSED && !C::FEW_ROWS;
@@ -195,10 +231,12 @@ template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS = !Hooks::FU
 /* d = this warpgroup's 64 rows of the tile.  A stage is given back when its products are done, one later;
  * where memory is waited for, at once: the last stage would stand empty until the next has come. */
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred, const EpGemmParams *p, Hooks &hooks, const EpGemmTile *t,
-                             uint32_t group, const EpGemmShared *s, EpRing *ring) {
+EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred, const EpGemmParams *p,
+                             Hooks &hooks, const EpGemmTile *t, uint32_t group, const EpGemmShared *s,
+                             EpRing *ring) {
     const uint32_t staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
-    constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2, STEP_B = C::TRANS_B ? 128 : 2; /* 16 of the contraction, in 16 bytes */
+    constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2;
+    constexpr uint64_t STEP_B = C::TRANS_B ? 128 : 2; /* 16 of the contraction, in 16 bytes */
     const bool active = 64 * group < t->num_rows, signals = threadIdx.x % 32 == 0;
     uint32_t before = ring->stage;
     if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) ep_ring_next<C::STAGES>(ring); /* an expert without rows */
@@ -207,19 +245,23 @@ EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred,
         ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
         if (C::KIND == EP_GEMM_WGRAD && t->num_k - k < EP_GEMM_BK) ep_gemm_clear_tail<C>(at, t->num_k - k);
         if (active) {
-            const uint64_t a = ep_wgmma_desc(at + group * EP_GEMM_BOX, EP_GEMM_BOX), b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
+            const uint64_t a = ep_wgmma_desc(at + group * EP_GEMM_BOX, EP_GEMM_BOX);
+            const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
             ep_wgmma_fence();
 #pragma unroll
             for (int i = 0; i < C::BK / 16; i++)
-                ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, a + i / 4 * (C::A_SLAB / 16) + i % 4 * STEP_A,
-                                                                b + i / 4 * (C::B_SLAB / 16) + i % 4 * STEP_B, k || i);
+                ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(
+                    d, a + i / 4 * (C::A_SLAB / 16) + i % 4 * STEP_A,
+                    b + i / 4 * (C::B_SLAB / 16) + i % 4 * STEP_B, k || i);
             ep_wgmma_commit();
             if (k == 0) hooks.mma_in_flight();
         }
-        if constexpr (EP_GEMM_DEFERS<C, Hooks>) ep_gemm_write_deferred<C, C::EAGER_PARTS>(deferred, ep_gemm_out_cols(p), staging);
+        if constexpr (EP_GEMM_DEFERS<C, Hooks>)
+            ep_gemm_write_deferred<C, C::EAGER_PARTS>(deferred, ep_gemm_out_cols(p), staging);
         if (active) ep_wgmma_wait<C::RELEASE_EARLY ? 0 : 1>();
         __syncwarp(); /* no lane still waits for what may now be overwritten */
-        if ((C::RELEASE_EARLY || k) && signals) ep_gemm_release_stage(s->empty + 8 * (C::RELEASE_EARLY ? ring->stage : before));
+        if ((C::RELEASE_EARLY || k) && signals)
+            ep_gemm_release_stage(s->empty + 8 * (C::RELEASE_EARLY ? ring->stage : before));
         before = ring->stage;
     }
     ep_wgmma_wait<0>();
@@ -250,7 +292,8 @@ struct EpGemmNoHooks {
 
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
-    const uint32_t group = threadIdx.x / 128 - 1, staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
+    const uint32_t group = threadIdx.x / 128 - 1;
+    const uint32_t staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
     EpRing ring = {0, 0};
     EpGemmBurst burst = {0, 0};
     EpGemmDeferred<C> deferred;
@@ -267,23 +310,31 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
             while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
         hooks.mma_in_flight();
         if constexpr (C::FEW_ROWS) ep_gemm_burst_add<C>(d, p, &t, group, s->staging, &burst);
-        else ep_gemm_defer<C, EP_GEMM_DEFERS<C, Hooks> ? C::EAGER_PARTS : C::PARTS>(&deferred, d, p, &t, group, staging);
+        else
+            ep_gemm_defer<C, EP_GEMM_DEFERS<C, Hooks> ? C::EAGER_PARTS : C::PARTS>(&deferred, d, p, &t, group,
+                                                                                   staging);
         hooks.tile_written(t, group, begun);
     }
     if constexpr (C::FEW_ROWS) ep_gemm_burst_write<C>(p, s->staging, &burst);
     if constexpr (EP_GEMM_DEFERS<C, Hooks>)
         while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
-    if (Hooks::FUSED) ep_bar_sync(1, 256); /* no warp of the block reads a stage any more, and none is being filled */
+    if (Hooks::FUSED)
+        ep_bar_sync(1, 256); /* no warp of the block reads a stage any more, and none is being filled */
     hooks.after_last_tile(s->stages);
 }
 
 template <typename C, typename Hooks>
-EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap *map_a, const CUtensorMap *map_b) {
+EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap *map_a,
+                         const CUtensorMap *map_b) {
     extern __shared__ __align__(1024) unsigned char smem_bytes[];
     const EpGemmShared s = ep_gemm_shared<C>(ep_smem(smem_bytes));
     if (threadIdx.x == 0) {
-        ep_tma_prefetch(map_a), ep_tma_prefetch(map_b);
-        for (uint32_t i = 0; i < C::STAGES; i++) ep_mbar_init(s.full + 8 * i, 1), ep_mbar_init(s.empty + 8 * i, 2 * 8);
+        ep_tma_prefetch(map_a);
+        ep_tma_prefetch(map_b);
+        for (uint32_t i = 0; i < C::STAGES; i++) {
+            ep_mbar_init(s.full + 8 * i, 1);
+            ep_mbar_init(s.empty + 8 * i, 2 * 8);
+        }
         for (uint32_t i = 0; i < C::TILE_SLOTS; i++) ep_mbar_init(s.next_tile_bars + 8 * i, 1);
         ep_fence_mbar_init();
     }

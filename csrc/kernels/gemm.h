@@ -49,6 +49,8 @@ EP_PURE bool ep_gemm_is_activation(uint32_t activation, float alpha, float limit
 EP_PURE uint32_t ep_gemm_is_gated(uint32_t activation) { return activation >= EP_ACT_SWIGLU; }
 /* Columns that a tile of the product counts, and columns that are written. */
 EP_PURE uint32_t ep_gemm_num_cols(const EpGemmParams *p) { return p->kind == EP_GEMM_FORWARD ? p->n : p->k; }
-EP_PURE uint32_t ep_gemm_out_cols(const EpGemmParams *p) { return ep_gemm_num_cols(p) >> ep_gemm_is_gated(p->activation); }
+EP_PURE uint32_t ep_gemm_out_cols(const EpGemmParams *p) {
+    return ep_gemm_num_cols(p) >> ep_gemm_is_gated(p->activation);
+}
 
 #endif /* EP_GEMM_H */

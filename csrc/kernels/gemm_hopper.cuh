@@ -30,7 +30,9 @@ static PFN_cuTensorMapEncodeTiled_v12000 find_encoder(void) {
     static PFN_cuTensorMapEncodeTiled_v12000 found;
     void *f = NULL;
     enum cudaDriverEntryPointQueryResult result;
-    if (!found && cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result) == cudaSuccess &&
+    if (!found &&
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault, &result) ==
+            cudaSuccess &&
         result == cudaDriverEntryPointSuccess)
         found = (PFN_cuTensorMapEncodeTiled_v12000)f;
     return found;
@@ -44,9 +46,10 @@ static cudaError_t encode(EpTensorMap s, CUtensorMap *map) {
     if (!encode_tiled) return cudaErrorNotSupported;
     for (uint32_t i = 0; i < s.num_dims; i++) dims[i] = s.dims[i];
     for (uint32_t i = 0; i + 1 < s.num_dims; i++) strides[i] = 2 * s.strides[i];
-    CUresult r = encode_tiled(map, s.is_f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, s.num_dims,
-                              (void *)s.base, dims, strides, s.box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    CUresult r = encode_tiled(
+        map, s.is_f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, s.num_dims,
+        (void *)s.base, dims, strides, s.box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return (cudaError_t)r; /* they have the same numbers */
 }
 
@@ -56,19 +59,23 @@ template <int KIND, int BN, int ACT, bool F16>
 static cudaError_t launch(const EpGemmParams *p, uint32_t num_blocks, cudaStream_t stream) {
     typedef EpGemmConfig<KIND, BN, ACT, F16> C;
     CUtensorMap a, b;
-    cudaError_t e = cudaFuncSetAttribute(gemm_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::SMEM_BYTES);
+    cudaError_t e =
+        cudaFuncSetAttribute(gemm_kernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize, C::SMEM_BYTES);
     if (e == cudaSuccess) e = encode(ep_map_a(p, BN), &a);
     if (e == cudaSuccess) e = encode(ep_map_b(p, BN), &b);
     if (e != cudaSuccess) return e;
     cudaLaunchAttribute cluster = {}; /* the pair */
-    cudaLaunchConfig_t config = {dim3(num_blocks / 2 * 2), dim3(EP_GEMM_THREADS), C::SMEM_BYTES, stream, &cluster, 1};
+    cudaLaunchConfig_t config = {
+        dim3(num_blocks / 2 * 2), dim3(EP_GEMM_THREADS), C::SMEM_BYTES, stream, &cluster, 1};
     cluster.id = cudaLaunchAttributeClusterDimension, cluster.val.clusterDim = {2, 1, 1};
     return cudaLaunchKernelEx(&config, gemm_kernel<C>, *p, a, b);
 }
 
-template <bool F16> static cudaError_t launch_of(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream) {
-#define EP_CASE(KIND, BN, ACT) \
-    if (p->kind == KIND && p->activation == ACT && tile_cols == BN) return launch<KIND, BN, ACT, F16>(p, num_blocks, stream);
+template <bool F16> static cudaError_t launch_of(const EpGemmParams *p, uint32_t tile_cols,
+                                                 uint32_t num_blocks, cudaStream_t stream) {
+#define EP_CASE(KIND, BN, ACT)                                      \
+    if (p->kind == KIND && p->activation == ACT && tile_cols == BN) \
+        return launch<KIND, BN, ACT, F16>(p, num_blocks, stream);
     EP_GEMM_VARIANTS(EP_CASE)
     EP_GEMM_FEW_VARIANTS(EP_CASE)
 #undef EP_CASE

@@ -25,11 +25,19 @@ static inline EpTensorMap ep_map_a(const EpGemmParams *p, uint32_t tile_cols) {
  * For a gated activation the rows of a box are 8 gates, their 8 ups, the next 8 gates, and so on, wherever
  * in the weights they stand: [K][8][gate, up][N / 16][L]. */
 static inline EpTensorMap ep_map_b(const EpGemmParams *p, uint32_t tile_cols) {
-    const uint64_t n = p->n, k = p->k, of_up = p->activation == EP_ACT_GPT_OSS ? k : n / 2 * k,
-                   next = p->activation == EP_ACT_GPT_OSS ? 2 * k : k;
-    EpTensorMap plain = {p->b, 3, p->is_f16, {k, n, p->num_experts}, {k, n * k}, {64, p->kind == EP_GEMM_DGRAD ? 64 : tile_cols / 2, 1}};
-    EpTensorMap gated = {
-        p->b, 5, p->is_f16, {k, 8, 2, n / 16, p->num_experts}, {next, of_up, 8 * next, n * k}, {64, 8, 2, tile_cols / 32, 1}};
+    const uint64_t n = p->n;
+    const uint64_t k = p->k;
+    const uint64_t of_up = p->activation == EP_ACT_GPT_OSS ? k : n / 2 * k;
+    const uint64_t next = p->activation == EP_ACT_GPT_OSS ? 2 * k : k;
+    EpTensorMap plain = {p->b,       3,
+                         p->is_f16,  {k, n, p->num_experts},
+                         {k, n * k}, {64, p->kind == EP_GEMM_DGRAD ? 64 : tile_cols / 2, 1}};
+    EpTensorMap gated = {p->b,
+                         5,
+                         p->is_f16,
+                         {k, 8, 2, n / 16, p->num_experts},
+                         {next, of_up, 8 * next, n * k},
+                         {64, 8, 2, tile_cols / 32, 1}};
     if (p->kind == EP_GEMM_WGRAD) return ep_map_rows(p, p->b, p->k, 64);
     return ep_gemm_is_gated(p->activation) ? gated : plain;
 }

@@ -55,7 +55,8 @@ template <int ACT, bool F16> struct EpSimpleGemm {
             ep_gemm_activate<ACT>(p, d, d);
             const float weight = p->row_weight ? p->row_weight[row] : 1.0f;
             const uint64_t base = p->kind == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0;
-            *(uint32_t *)((uint16_t *)p->out + (base + row) * out_cols + c) = ep_pack<F16>(d[0] * weight, d[1] * weight);
+            *(uint32_t *)((uint16_t *)p->out + (base + row) * out_cols + c) =
+                ep_pack<F16>(d[0] * weight, d[1] * weight);
         }
     }
 };
@@ -72,13 +73,16 @@ template <int ACT, bool F16> __global__ void __launch_bounds__(EP_SIMPLE_THREADS
     EpGemmWalk w = {0};
     EpGemmTile t;
     ep_walk_enter(&p, EP_SIMPLE_TILE, 1, &w);
-    for (uint32_t n = blockIdx.x; ep_gemm_tile(&p, EP_SIMPLE_TILE, EP_SIMPLE_TILE, 1, 0, &w, n, &t); n += gridDim.x) {
+    for (uint32_t n = blockIdx.x; ep_gemm_tile(&p, EP_SIMPLE_TILE, EP_SIMPLE_TILE, 1, 0, &w, n, &t);
+         n += gridDim.x) {
         wmma::fragment<wmma::accumulator, 16, 16, 16, float> acc[2][2];
         for (int i = 0; i < 4; i++) wmma::fill_fragment(acc[i / 2][i % 2], 0.0f);
         for (uint32_t k = 0; k < t.num_k; k += EP_SIMPLE_BK) {
             for (uint32_t i = threadIdx.x; i < EP_SIMPLE_TILE * EP_SIMPLE_BK; i += EP_SIMPLE_THREADS) {
-                const uint32_t am = a_by_row ? i / EP_SIMPLE_BK : i % EP_SIMPLE_TILE, ac = a_by_row ? i % EP_SIMPLE_BK : i / EP_SIMPLE_TILE;
-                const uint32_t bn = b_by_row ? i / EP_SIMPLE_BK : i % EP_SIMPLE_TILE, bc = b_by_row ? i % EP_SIMPLE_BK : i / EP_SIMPLE_TILE;
+                const uint32_t am = a_by_row ? i / EP_SIMPLE_BK : i % EP_SIMPLE_TILE;
+                const uint32_t ac = a_by_row ? i % EP_SIMPLE_BK : i / EP_SIMPLE_TILE;
+                const uint32_t bn = b_by_row ? i / EP_SIMPLE_BK : i % EP_SIMPLE_TILE;
+                const uint32_t bc = b_by_row ? i % EP_SIMPLE_BK : i / EP_SIMPLE_TILE;
                 a[am * EP_SIMPLE_PITCH + ac] = G::load_a(&p, &t, am, k + ac);
                 b[bn * EP_SIMPLE_PITCH + bc] = G::load_b(&p, &t, bn, k + bc);
             }
@@ -90,13 +94,14 @@ template <int ACT, bool F16> __global__ void __launch_bounds__(EP_SIMPLE_THREADS
                     wmma::load_matrix_sync(fa[i], a + (m0 + 16 * i) * EP_SIMPLE_PITCH + kk, EP_SIMPLE_PITCH);
                     wmma::load_matrix_sync(fb[i], b + (n0 + 16 * i) * EP_SIMPLE_PITCH + kk, EP_SIMPLE_PITCH);
                 }
-                for (int i = 0; i < 4; i++) wmma::mma_sync(acc[i / 2][i % 2], fa[i / 2], fb[i % 2], acc[i / 2][i % 2]);
+                for (int i = 0; i < 4; i++)
+                    wmma::mma_sync(acc[i / 2][i % 2], fa[i / 2], fb[i % 2], acc[i / 2][i % 2]);
             }
             __syncthreads();
         }
         for (int i = 0; i < 4; i++)
-            wmma::store_matrix_sync(sums + (m0 + i / 2 * 16) * EP_SIMPLE_OUT_PITCH + n0 + i % 2 * 16, acc[i / 2][i % 2],
-                                    EP_SIMPLE_OUT_PITCH, wmma::mem_row_major);
+            wmma::store_matrix_sync(sums + (m0 + i / 2 * 16) * EP_SIMPLE_OUT_PITCH + n0 + i % 2 * 16,
+                                    acc[i / 2][i % 2], EP_SIMPLE_OUT_PITCH, wmma::mem_row_major);
         __syncthreads();
         G::write_tile(&p, &t, sums);
         __syncthreads();

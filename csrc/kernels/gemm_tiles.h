@@ -32,11 +32,17 @@ EP_PURE uint32_t ep_gemm_clamp_row(const EpGemmParams *p, int32_t row) {
 }
 EP_PURE void ep_walk_enter(const EpGemmParams *p, uint32_t bm, uint32_t size, EpGemmWalk *w) {
     if (w->expert >= p->num_experts) return;
-    const uint32_t from = ep_gemm_clamp_row(p, p->offsets[w->expert]), to = ep_gemm_clamp_row(p, p->offsets[w->expert + 1]);
-    w->row0 = from, w->num_rows = to > from ? to - from : 0;
+    const uint32_t from = ep_gemm_clamp_row(p, p->offsets[w->expert]);
+    const uint32_t to = ep_gemm_clamp_row(p, p->offsets[w->expert + 1]);
+    w->row0 = from;
+    w->num_rows = to > from ? to - from : 0;
     const uint32_t rows = p->kind == EP_GEMM_WGRAD ? p->n : w->num_rows, num_m = (rows + bm - 1) / bm;
-    w->num_sets = num_m / size, w->num_left = num_m % size;
-    if (bm == EP_GEMM_BM && size == 2 && num_m && w->num_left == 0 && (rows - 1) % bm < bm / 2) w->num_sets--, w->num_left = 2;
+    w->num_sets = num_m / size;
+    w->num_left = num_m % size;
+    if (bm == EP_GEMM_BM && size == 2 && num_m && w->num_left == 0 && (rows - 1) % bm < bm / 2) {
+        w->num_sets--;
+        w->num_left = 2;
+    }
 }
 EP_PURE uint32_t ep_walk_num_tiles(const EpGemmWalk *w, uint32_t num_n, uint32_t size) {
     return w->num_sets * num_n + w->num_left * ((num_n + size - 1) / size);
@@ -45,11 +51,12 @@ EP_PURE uint32_t ep_walk_num_tiles(const EpGemmWalk *w, uint32_t num_n, uint32_t
 /* Tile number t, as block `rank` of `size` has it: false behind the last one, and w->first_tile is then how many there
  * are.  Inside an expert, EP_GEMM_GROUP row blocks go through the columns together, so that blocks running side by
  * side read the same weights. */
-EP_PURE bool ep_gemm_tile(const EpGemmParams *p, uint32_t bm, uint32_t bn, uint32_t size, uint32_t rank, EpGemmWalk *w, uint32_t t,
-                          EpGemmTile *tile) {
+EP_PURE bool ep_gemm_tile(const EpGemmParams *p, uint32_t bm, uint32_t bn, uint32_t size, uint32_t rank,
+                          EpGemmWalk *w, uint32_t t, EpGemmTile *tile) {
     const uint32_t num_n = (ep_gemm_num_cols(p) + bn - 1) / bn;
     while (w->expert < p->num_experts && t >= w->first_tile + ep_walk_num_tiles(w, num_n, size)) {
-        w->first_tile += ep_walk_num_tiles(w, num_n, size), w->expert++;
+        w->first_tile += ep_walk_num_tiles(w, num_n, size);
+        w->expert++;
         ep_walk_enter(p, bm, size, w);
     }
     if (w->expert >= p->num_experts) return false;
@@ -57,16 +64,30 @@ EP_PURE bool ep_gemm_tile(const EpGemmParams *p, uint32_t bm, uint32_t bn, uint3
     uint32_t m, n;
     tile->shares_rows = i >= num_even;
     if (i < num_even) {
-        const uint32_t first = i / (EP_GEMM_GROUP * num_n) * EP_GEMM_GROUP, j = i % (EP_GEMM_GROUP * num_n), left = w->num_sets - first;
+        const uint32_t first = i / (EP_GEMM_GROUP * num_n) * EP_GEMM_GROUP;
+        const uint32_t j = i % (EP_GEMM_GROUP * num_n);
+        const uint32_t left = w->num_sets - first;
         const uint32_t group = left < EP_GEMM_GROUP ? left : EP_GEMM_GROUP;
-        m = (first + j % group) * size + rank, n = j / group;
+        m = (first + j % group) * size + rank;
+        n = j / group;
     } else {
-        m = w->num_sets * size + (i - num_even) % w->num_left, n = (i - num_even) / w->num_left * size + rank;
+        m = w->num_sets * size + (i - num_even) % w->num_left;
+        n = (i - num_even) / w->num_left * size + rank;
     }
     m *= bm;
-    tile->expert = w->expert, tile->col0 = n * bn;
-    if (p->kind == EP_GEMM_WGRAD) tile->row0 = m, tile->num_rows = p->n - m, tile->k0 = w->row0, tile->num_k = w->num_rows;
-    else tile->row0 = w->row0 + m, tile->num_rows = w->num_rows - m, tile->k0 = 0, tile->num_k = p->kind == EP_GEMM_FORWARD ? p->k : p->n;
+    tile->expert = w->expert;
+    tile->col0 = n * bn;
+    if (p->kind == EP_GEMM_WGRAD) {
+        tile->row0 = m;
+        tile->num_rows = p->n - m;
+        tile->k0 = w->row0;
+        tile->num_k = w->num_rows;
+    } else {
+        tile->row0 = w->row0 + m;
+        tile->num_rows = w->num_rows - m;
+        tile->k0 = 0;
+        tile->num_k = p->kind == EP_GEMM_FORWARD ? p->k : p->n;
+    }
     return true;
 }
 

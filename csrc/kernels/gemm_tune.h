@@ -28,14 +28,17 @@
     X(EP_GEMM_FORWARD, 64, EP_ACT_GELU)   \
     X(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU) \
     X(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS)
-EP_PURE bool ep_gemm_has_few_rows(const EpGemmParams *p) { return p->kind == EP_GEMM_FORWARD && p->num_rows <= 24ull * p->num_experts; }
+EP_PURE bool ep_gemm_has_few_rows(const EpGemmParams *p) {
+    return p->kind == EP_GEMM_FORWARD && p->num_rows <= 24ull * p->num_experts;
+}
 
 /* Columns of a tile: a narrower one reads more for each product, so it has to save columns that nobody wants.  On an
  * H200 a column in tiles of 192 takes 0.96 to 1.05 of the time of one in tiles of 256, in tiles of 128 it takes 1.2 to
  * 1.3 (benchmarks/NOTES.md): they count 1.05 and 1.25. */
 EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
     const uint32_t cols = ep_gemm_num_cols(p), has_192 = p->activation == EP_ACT_NONE;
-    const uint64_t at_256 = (uint64_t)(cols + 255) / 256 * 256 * 100, at_192 = (uint64_t)(cols + 191) / 192 * 192 * 105;
+    const uint64_t at_256 = (uint64_t)(cols + 255) / 256 * 256 * 100;
+    const uint64_t at_192 = (uint64_t)(cols + 191) / 192 * 192 * 105;
     const uint64_t at_128 = (uint64_t)(cols + 127) / 128 * 128 * 125;
     return has_192 && at_192 < at_256 && at_192 <= at_128 ? 192 : at_128 < at_256 ? 128 : 256;
 }

@@ -29,11 +29,14 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
         const int32_t *scatter = p.scatter_indices;
         /* A peer's number of tokens may be nonsense: then there is a plan, but not by these indices. */
         if (scatter && p.num_scatter_tokens != p.num_tokens)
-            scatter = v.tokens_before + p.num_tokens <= p.num_scatter_tokens ? scatter + v.tokens_before * p.comm.shape.num_topk : NULL;
+            scatter = v.tokens_before + p.num_tokens <= p.num_scatter_tokens
+                          ? scatter + v.tokens_before * p.comm.shape.num_topk
+                          : NULL;
         place(p, m, range, v, scatter, epoch, first_rounds);
     }
     /* What the host was told too early: places at which no row is. */
-    if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED && threadIdx.x == 0 && p.plan[EP_HEAD_STATUS] == 0)
+    if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED && threadIdx.x == 0 &&
+        p.plan[EP_HEAD_STATUS] == 0)
         p.plan[EP_HEAD_STATUS] = EP_EINVAL;
 }
 
@@ -55,11 +58,14 @@ extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
     uint32_t room, num_blocks;
     cudaError_t e = room_for_smem(&room);
     if (e == cudaSuccess)
-        e = ep_resident_blocks(num_plan_ctas((uint64_t)q.num_tokens * q.comm.shape.num_topk), q.comm.reserve_sms, &num_blocks);
+        e = ep_resident_blocks(num_plan_ctas((uint64_t)q.num_tokens * q.comm.shape.num_topk),
+                               q.comm.reserve_sms, &num_blocks);
     if (e != cudaSuccess) return (int)e;
     /* A block's tokens are counted in 16 bits, expert by expert. */
-    if (EP_WARPS * (uint64_t)ep_ceil_div_u32(q.num_tokens, num_blocks * EP_WARPS) > UINT16_MAX) q.sort_slots = 0;
-    if (smem_of(&q) > room) q.sort_slots = 0; /* so many experts that a smaller GPU has no room to sort by them */
+    if (EP_WARPS * (uint64_t)ep_ceil_div_u32(q.num_tokens, num_blocks * EP_WARPS) > UINT16_MAX)
+        q.sort_slots = 0;
+    if (smem_of(&q) > room)
+        q.sort_slots = 0; /* so many experts that a smaller GPU has no room to sort by them */
     if (smem_of(&q) > room) return (int)cudaErrorLaunchOutOfResources;
     return (int)ep_launch_resident(plan_kernel, num_blocks, EP_WARPS + 1, smem_of(&q), stream, q);
 }

@@ -25,7 +25,10 @@ struct Range {
 /* A warp takes as many tokens at a time as have room: a lane for each of their choices. */
 struct Round {
     uint32_t num_tokens, num_choices;
-    __device__ Round(uint32_t K) { num_tokens = 32 / K, num_choices = num_tokens * K; }
+    __device__ Round(uint32_t K) {
+        num_tokens = 32 / K;
+        num_choices = num_tokens * K;
+    }
     __device__ bool has(uint64_t i, uint64_t end) const { return ep_lane() < num_choices && i < end; }
 };
 /* What a warp finds out about a round's choices, one a lane. */
@@ -39,7 +42,8 @@ struct Choice {
 EP_FN uint32_t ranks_of(const Params &p, const Round &round, const Choice &c) {
     const uint32_t K = p.comm.shape.num_topk, bit = c.expert < 0 ? 0 : 1u << c.rank;
     uint32_t ranks = 0;
-    for (uint32_t k = 0; k < K; k++) ranks |= __shfl_sync(EP_FULL, bit, (int)(ep_lane() * K + k)); /* modulo 32 */
+    for (uint32_t k = 0; k < K; k++)
+        ranks |= __shfl_sync(EP_FULL, bit, (int)(ep_lane() * K + k)); /* modulo 32 */
     return ep_lane() < round.num_tokens ? ranks : 0;
 }
 EP_FN void find_first_and_last(const Params &p, Choice *c) {
@@ -53,7 +57,8 @@ EP_FN void find_first_and_last(const Params &p, Choice *c) {
         if (before) first = false;
         else last = false;
     }
-    c->is_first = first, c->is_last = last;
+    c->is_first = first;
+    c->is_last = last;
 }
 EP_FN Choice classify_choice(const Params &p, const Round &round, int32_t expert, bool sorts) {
     Choice c = {expert, expert < 0 ? 0 : (uint32_t)expert / ep_num_local_experts(&p.comm.shape), 0, 0, 0};
@@ -63,7 +68,8 @@ EP_FN Choice classify_choice(const Params &p, const Round &round, int32_t expert
 }
 
 /* `first_rounds`: the choices of the first two rounds, so that place need not look at them again. */
-EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad, Choice (&first_rounds)[2]) {
+EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad,
+                 Choice (&first_rounds)[2]) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
     const uint64_t end = (uint64_t)range.last * s.num_topk;
@@ -79,11 +85,16 @@ EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint3
 #pragma unroll
         for (uint32_t j = 0; j < 2; j++) {
             const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
-            if (both[j] == -2) atomicMin(bad, (uint32_t)i), both[j] = -1;
+            if (both[j] == -2) {
+                atomicMin(bad, (uint32_t)i);
+                both[j] = -1;
+            }
             if (round.has(i, end)) expert[i] = both[j];
             const Choice c = classify_choice(p, round, both[j], sorts);
             if (c.expert >= 0) atomicAdd(&mine[c.expert], 1u);
-            if (c.is_first | c.is_last) atomicAdd(&mine[p.comm.layout.num_count_cells + c.expert], c.is_first | (uint32_t)c.is_last << 16);
+            if (c.is_first | c.is_last)
+                atomicAdd(&mine[p.comm.layout.num_count_cells + c.expert],
+                          c.is_first | (uint32_t)c.is_last << 16);
             for (uint32_t r = 0; r < s.num_ranks; r++) {
                 const uint32_t num = __popc(__ballot_sync(EP_FULL, c.ranks >> r & 1u));
                 if (ep_lane() == r) to_rank += num;
@@ -112,12 +123,14 @@ EP_FN bool sync_ranks(const EpComm *c, uint64_t epoch) {
 }
 
 /* Cells j and k (-1: only j) of everyone's, when both have come: one latency for two. */
-EP_FN bool await_cells(const EpComm *c, uint32_t j, int32_t k, uint64_t epoch, uint32_t *of_j, uint32_t *of_k) {
+EP_FN bool await_cells(const EpComm *c, uint32_t j, int32_t k, uint64_t epoch, uint32_t *of_j,
+                       uint32_t *of_k) {
     const uint64_t tag = ep_cell_tag(epoch);
     EpBackoff patience = {0, 0, 0};
     for (;;) { /* cells of a rank stand behind those of the rank before */
         const uint64_t a = ep_count_seen(c, 0, j), b = k < 0 ? a : ep_count_seen(c, 0, (uint32_t)k);
-        *of_j = (uint32_t)a, *of_k = (uint32_t)b;
+        *of_j = (uint32_t)a;
+        *of_k = (uint32_t)b;
         if (a >> 32 == tag && b >> 32 == tag) return true;
         const uint32_t late = (a >> 32 == tag ? (uint32_t)k : j) / c->layout.num_count_cells;
         const EpFaultRecord f = {0, 0, EP_OP_PLAN, late, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
@@ -141,7 +154,8 @@ EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) 
     const EpShape &s = c->shape;
     const uint32_t num = s.num_ranks * cells;
     bool ok = true;
-    const bool no_scatter = p.scatter_indices && p.num_scatter_tokens != p.num_tokens && p.num_scatter_tokens != v->num_tokens;
+    const bool no_scatter =
+        p.scatter_indices && p.num_scatter_tokens != p.num_tokens && p.num_scatter_tokens != v->num_tokens;
     ep_chaos(6);
     for (uint32_t r = blockIdx.x; r < s.num_ranks; r += gridDim.x)
         for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x) {
@@ -168,7 +182,13 @@ EP_FN void report_wrong(const Params &p, Verdict *v, uint64_t epoch) {
     for (uint32_t w = 0; w < s.num_ranks && !f.code; w++) ep_wrong_fault(&s, w, &v->wrong[w], &f);
     for (uint32_t w = 0; w < s.num_ranks; w++) {
         const uint32_t rows = (uint32_t)v->rank_rows[w];
-        if (rows > s.capacity && !f.code) f.code = EP_EOVERFLOW, f.word = EP_WORD_ROWS, f.peer = w, f.want = s.capacity, f.got = rows;
+        if (rows > s.capacity && !f.code) {
+            f.code = EP_EOVERFLOW;
+            f.word = EP_WORD_ROWS;
+            f.peer = w;
+            f.want = s.capacity;
+            f.got = rows;
+        }
     }
     if (blockIdx.x == 0) ep_fault(&p.comm, &f);
     v->code = f.code;
@@ -176,7 +196,8 @@ EP_FN void report_wrong(const Params &p, Verdict *v, uint64_t epoch) {
 
 /* Where slots are sorted by expert, who holds a token's first or last choice at a rank numbers it; `out` and `home` say how many
  * of its expert's, out and home, are before it in this block. */
-EP_FN void place_sorted_slots(const Params &p, const Smem &m, const Choice &c, uint32_t token, uint32_t send_slot, uint32_t return_slot) {
+EP_FN void place_sorted_slots(const Params &p, const Smem &m, const Choice &c, uint32_t token,
+                              uint32_t send_slot, uint32_t return_slot) {
     const uint32_t E = p.comm.shape.num_experts, e = (uint32_t)c.expert;
     if (c.is_first) {
         send_slot += m.before[m.cells + e] + m.send_from[e];
@@ -184,7 +205,8 @@ EP_FN void place_sorted_slots(const Params &p, const Smem &m, const Choice &c, u
     }
     if (c.is_last) {
         return_slot += m.before[m.cells + E + e] + m.return_from[e];
-        p.plan[p.layout.token_slot_off + (uint64_t)token * p.comm.shape.num_ranks + c.rank] = (int32_t)return_slot;
+        p.plan[p.layout.token_slot_off + (uint64_t)token * p.comm.shape.num_ranks + c.rank] =
+            (int32_t)return_slot;
     }
 }
 /* Where they are not, tokens take them in turn; sent: lane r's are taken at rank r. */
@@ -201,8 +223,8 @@ EP_FN void place_unsorted_slots(const Params &p, const Choice &c, uint32_t token
 }
 
 /* Rows, sorted order and slots of this warp's choices. */
-EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, const int32_t *scatter, uint64_t epoch,
-                 const Choice (&first_rounds)[2]) {
+EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, const int32_t *scatter,
+                 uint64_t epoch, const Choice (&first_rounds)[2]) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
     const uint32_t K = s.num_topk, W = s.num_ranks, lane = ep_lane(), lower = (1u << lane) - 1;
@@ -214,12 +236,18 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
     for (uint32_t t = range.first, n = 0; t < range.last; t += round.num_tokens, n++) {
         const uint64_t i = (uint64_t)t * K + lane;
         const bool has = round.has(i, end);
-        const Choice c = n == 0 ? first_rounds[0] : n == 1 ? first_rounds[1] : classify_choice(p, round, has ? expert[i] : -1, sorts);
+        const Choice c = n == 0   ? first_rounds[0]
+                         : n == 1 ? first_rounds[1]
+                                  : classify_choice(p, round, has ? expert[i] : -1, sorts);
         const int32_t e = c.expert;
-        const uint32_t same = __match_any_sync(EP_FULL, e), first = same & __ballot_sync(EP_FULL, c.is_first),
-                       last = same & __ballot_sync(EP_FULL, c.is_last);
+        const uint32_t same = __match_any_sync(EP_FULL, e);
+        const uint32_t first = same & __ballot_sync(EP_FULL, c.is_first);
+        const uint32_t last = same & __ballot_sync(EP_FULL, c.is_last);
         uint32_t at = 0, ends_at = 0;
-        if (e >= 0) at = mine[e], ends_at = sorts ? mine[m.cells + e] : 0;
+        if (e >= 0) {
+            at = mine[e];
+            ends_at = sorts ? mine[m.cells + e] : 0;
+        }
         __syncwarp();
         if (e >= 0 && (same & lower) == 0) {
             mine[e] = at + __popc(same);
@@ -229,9 +257,12 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
         int32_t row = -1;
         if (e >= 0) {
             at += __popc(same & lower) + m.before[e];
-            row = scatter ? scatter[i] : (int32_t)(m.row_from[e] + ep_rows_before_rank(&s, m.counts, (uint32_t)e, p.comm.my_rank) + at);
+            row = scatter ? scatter[i]
+                          : (int32_t)(m.row_from[e] +
+                                      ep_rows_before_rank(&s, m.counts, (uint32_t)e, p.comm.my_rank) + at);
             if (row < 0 || row >= v.rank_rows[c.rank]) {
-                EpFaultRecord f = {0, EP_EINVAL, EP_OP_PLAN, p.comm.my_rank, EP_WORD_SCATTER, 0, 0, epoch, 1, 0};
+                EpFaultRecord f = {0,     EP_EINVAL, EP_OP_PLAN, p.comm.my_rank, EP_WORD_SCATTER, 0, 0,
+                                   epoch, 1,         0};
                 ep_fault(&p.comm, &f);
                 row = -1;
             }
@@ -243,7 +274,8 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
             if (lane < round.num_tokens && token < range.last && !(c.ranks >> r & 1u))
                 p.plan[p.layout.token_slot_off + (uint64_t)token * W + r] = -1;
         if (sorts)
-            place_sorted_slots(p, m, c, t + lane / K, (ends_at & 0xffffu) + __popc(first & lower), (ends_at >> 16) + __popc(last & lower));
+            place_sorted_slots(p, m, c, t + lane / K, (ends_at & 0xffffu) + __popc(first & lower),
+                               (ends_at >> 16) + __popc(last & lower));
         else place_unsorted_slots(p, c, token, &sent);
     }
 }
@@ -253,7 +285,8 @@ EP_FN void write_tables(const Params &p, const Smem &m, const Verdict &v) {
     const EpShape &s = p.comm.shape;
     const uint32_t L = ep_num_local_experts(&s), at = blockIdx.x * 32 + ep_lane(), step = gridDim.x * 32;
     const uint32_t first = p.comm.my_rank * L, num_tiles = m.tile_from[L];
-    for (uint64_t i = v.num_sorted + at; i < (uint64_t)p.num_tokens * s.num_topk; i += step) p.plan[p.layout.sort_off + i] = -1;
+    for (uint64_t i = v.num_sorted + at; i < (uint64_t)p.num_tokens * s.num_topk; i += step)
+        p.plan[p.layout.sort_off + i] = -1;
     for (uint32_t n = at; n < num_tiles && n < p.layout.max_tiles; n += step) {
         uint32_t low = 0, high = L; /* the last expert whose tiles begin at or before n */
         while (high - low > 1) {
@@ -262,17 +295,25 @@ EP_FN void write_tables(const Params &p, const Smem &m, const Verdict &v) {
             else high = mid;
         }
         p.plan[p.layout.tile_expert_off + n] = (int32_t)low;
-        p.plan[p.layout.tile_row_off + n] = (int32_t)(m.row_from[first + low] + (n - m.tile_from[low]) * EP_TILE_ROWS);
+        p.plan[p.layout.tile_row_off + n] =
+            (int32_t)(m.row_from[first + low] + (n - m.tile_from[low]) * EP_TILE_ROWS);
     }
-    for (uint32_t i = at; i < s.num_ranks * s.num_experts; i += step) p.plan[p.layout.counts_off + i] = m.counts[i];
+    for (uint32_t i = at; i < s.num_ranks * s.num_experts; i += step)
+        p.plan[p.layout.counts_off + i] = m.counts[i];
     for (uint32_t l = at; l <= L; l += step)
-        p.plan[p.layout.expert_row_off + l] = l == L ? v.rank_rows[p.comm.my_rank] : (int32_t)m.row_from[first + l];
+        p.plan[p.layout.expert_row_off + l] =
+            l == L ? v.rank_rows[p.comm.my_rank] : (int32_t)m.row_from[first + l];
     if (at < s.num_ranks) {
         p.plan[EP_HEAD_NUM_SEND + at] = (int32_t)m.total[s.num_experts + at];
-        if (at == p.comm.my_rank) p.plan[EP_HEAD_NUM_RECV + at] = (int32_t)m.total[s.num_experts + at]; /* my own word, not a peer's */
+        if (at == p.comm.my_rank)
+            p.plan[EP_HEAD_NUM_RECV + at] =
+                (int32_t)m.total[s.num_experts + at]; /* my own word, not a peer's */
         p.plan[EP_HEAD_RANK_ROWS + at] = v.rank_rows[at];
     }
-    if (at == 0) p.plan[EP_HEAD_NUM_ROWS] = v.rank_rows[p.comm.my_rank], p.plan[EP_HEAD_NUM_TILES] = (int32_t)num_tiles;
+    if (at == 0) {
+        p.plan[EP_HEAD_NUM_ROWS] = v.rank_rows[p.comm.my_rank];
+        p.plan[EP_HEAD_NUM_TILES] = (int32_t)num_tiles;
+    }
 }
 
 /* No plan: no rows anywhere, so that whoever goes on before the error is raised computes on nothing. */
@@ -285,9 +326,12 @@ EP_FN void invalidate_plan(const Params &p) {
 /* The host learns M, or why there is none, as soon as it is known.  One thread. */
 EP_FN void publish_to_host(const Params &p, int32_t code, uint32_t num_rows, uint64_t epoch) {
     EpPlanResult *r = &p.comm.host->plan;
-    p.plan[EP_HEAD_STATUS] = code, p.plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch, p.plan[EP_HEAD_NUM_TOKENS] = (int32_t)p.num_tokens;
+    p.plan[EP_HEAD_STATUS] = code;
+    p.plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch;
+    p.plan[EP_HEAD_NUM_TOKENS] = (int32_t)p.num_tokens;
     if (code) p.plan[EP_HEAD_NUM_ROWS] = 0;
-    r->num_rows = num_rows, r->status = code;
+    r->num_rows = num_rows;
+    r->status = code;
     ep_st_relaxed_sys_u64(&r->epoch, epoch);
     ep_st_release_sys_u64(&r->ticket, p.ticket); /* publishes the result to the host */
 }
@@ -309,7 +353,8 @@ EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     scan_experts(p, m, v);
     __syncthreads();
     const uint32_t r = threadIdx.x;
-    if (__syncthreads_and(r >= c->shape.num_ranks || (v->wrong[r].cell[0] == 0 && (uint32_t)v->rank_rows[r] <= c->shape.capacity)))
+    if (__syncthreads_and(r >= c->shape.num_ranks ||
+                          (v->wrong[r].cell[0] == 0 && (uint32_t)v->rank_rows[r] <= c->shape.capacity)))
         return true;
     if (threadIdx.x == 0) report_wrong(p, v, epoch);
     __syncthreads();

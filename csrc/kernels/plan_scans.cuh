@@ -15,14 +15,22 @@ struct Smem {
     int32_t *counts;
     uint32_t cells, warp_cells, sums;
     __host__ __device__ Smem(uint32_t *base, const EpShape &s, bool sorts) {
-        cells = ep_first_wrong(&s) + EP_WRONG_CELLS, warp_cells = cells + (sorts ? s.num_experts : 0);
+        cells = ep_first_wrong(&s) + EP_WRONG_CELLS;
+        warp_cells = cells + (sorts ? s.num_experts : 0);
         sums = cells + (sorts ? 2 * s.num_experts : 0);
-        warp_count = base, before = warp_count + EP_WARPS * warp_cells, total = before + sums;
-        counts = (int32_t *)(total + sums), row_from = (uint32_t *)counts + s.num_ranks * s.num_experts;
-        sorted_from = row_from + s.num_experts, tile_from = sorted_from + s.num_experts;
-        send_from = tile_from + s.num_experts + 1, return_from = send_from + s.num_experts;
+        warp_count = base;
+        before = warp_count + EP_WARPS * warp_cells;
+        total = before + sums;
+        counts = (int32_t *)(total + sums);
+        row_from = (uint32_t *)counts + s.num_ranks * s.num_experts;
+        sorted_from = row_from + s.num_experts;
+        tile_from = sorted_from + s.num_experts;
+        send_from = tile_from + s.num_experts + 1;
+        return_from = send_from + s.num_experts;
     }
-    uint32_t num_words(const EpShape &s) const { return EP_WARPS * warp_cells + 2 * sums + (s.num_ranks + 5) * s.num_experts + 1; }
+    uint32_t num_words(const EpShape &s) const {
+        return EP_WARPS * warp_cells + 2 * sums + (s.num_ranks + 5) * s.num_experts + 1;
+    }
 };
 struct Verdict { /* what all ranks agree on; in shared memory */
     int32_t code;
@@ -36,15 +44,22 @@ EP_FN bool is_control_warp(void) { return threadIdx.x / 32 == EP_WARPS; }
 
 /* Exclusive prefixes over this block's warps; the block's sums go to scratch. */
 EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t bad) {
-    uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off) + (uint64_t)blockIdx.x * m.sums;
+    uint32_t *scratch =
+        EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off) + (uint64_t)blockIdx.x * m.sums;
     for (uint32_t i = threadIdx.x; i < m.warp_cells; i += blockDim.x) {
         uint32_t n[EP_WARPS], sum = 0; /* all loads on their way */
 #pragma unroll
         for (uint32_t w = 0; w < EP_WARPS; w++) n[w] = m.warp_count[w * m.warp_cells + i];
 #pragma unroll
-        for (uint32_t w = 0; w < EP_WARPS; w++) m.warp_count[w * m.warp_cells + i] = sum, sum += n[w];
+        for (uint32_t w = 0; w < EP_WARPS; w++) {
+            m.warp_count[w * m.warp_cells + i] = sum;
+            sum += n[w];
+        }
         if (i < m.cells) scratch[i] = i == ep_first_wrong(&p.comm.shape) ? bad : sum;
-        else scratch[i] = sum & 0xffffu, scratch[i + p.comm.shape.num_experts] = sum >> 16;
+        else {
+            scratch[i] = sum & 0xffffu;
+            scratch[i + p.comm.shape.num_experts] = sum >> 16;
+        }
     }
 }
 
@@ -81,9 +96,10 @@ template <uint32_t MOST> EP_FN CtaSums sums_over_ctas(const uint32_t *of_first, 
 EP_FN void scan_ctas(const Params &p, const Smem &m, Verdict *v) {
     const uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off);
     for (uint32_t i = threadIdx.x; i < m.sums; i += blockDim.x) {
-        const CtaSums s =
-            gridDim.x % MANY_CTAS ? sums_over_ctas<FEW_CTAS>(scratch + i, m.sums) : sums_over_ctas<MANY_CTAS>(scratch + i, m.sums);
-        m.before[i] = s.before, m.total[i] = s.total;
+        const CtaSums s = gridDim.x % MANY_CTAS ? sums_over_ctas<FEW_CTAS>(scratch + i, m.sums)
+                                                : sums_over_ctas<MANY_CTAS>(scratch + i, m.sums);
+        m.before[i] = s.before;
+        m.total[i] = s.total;
     }
     if (is_control_warp()) {
         uint32_t least = UINT32_MAX;
@@ -92,13 +108,16 @@ EP_FN void scan_ctas(const Params &p, const Smem &m, Verdict *v) {
             if (n < least) least = n;
         }
         least = ep_warp_min_u32(least);
-        if (ep_lane() == 0 && least != UINT32_MAX) v->mine = ep_wrong_index(least, ep_read_index(p.exp_indices, p.index_bytes, least));
+        if (ep_lane() == 0 && least != UINT32_MAX)
+            v->mine = ep_wrong_index(least, ep_read_index(p.exp_indices, p.index_bytes, least));
     }
 }
 
 /* One warp: out[i] = sum of value(j) for j < i, of n; returns the whole sum in all lanes.  A lane has neighbouring ones. */
 template <typename F> EP_FN uint32_t warp_scan(uint32_t *out, uint32_t n, F value) {
-    const uint32_t per = ep_ceil_div_u32(n, 32), first = ep_lane() * per, last = first + per < n ? first + per : n;
+    const uint32_t per = ep_ceil_div_u32(n, 32);
+    const uint32_t first = ep_lane() * per;
+    const uint32_t last = first + per < n ? first + per : n;
     uint32_t sum = 0;
     for (uint32_t i = first; i < last; i++) sum += value(i);
     uint32_t at = sum; /* inclusive over lanes, then exclusive */
@@ -111,7 +130,8 @@ template <typename F> EP_FN uint32_t warp_scan(uint32_t *out, uint32_t n, F valu
     at -= sum;
     for (uint32_t i = first; i < last; i++) {
         const uint32_t x = value(i);
-        out[i] = at, at += x;
+        out[i] = at;
+        at += x;
     }
     return whole;
 }
@@ -127,15 +147,18 @@ EP_FN void scan_experts(const Params &p, const Smem &m, Verdict *v) {
             const uint32_t *ends = m.total + m.cells + half * s.num_experts + from;
             warp_scan((half ? m.return_from : m.send_from) + from, L, [&](uint32_t l) { return ends[l]; });
         } else if (scan < W) {
-            const uint32_t rows =
-                warp_scan(m.row_from + scan * L, L, [&](uint32_t l) { return ep_expert_rows(&s, m.counts, scan * L + l); });
+            const uint32_t rows = warp_scan(m.row_from + scan * L, L, [&](uint32_t l) {
+                return ep_expert_rows(&s, m.counts, scan * L + l);
+            });
             if (ep_lane() == 0) v->rank_rows[scan] = (int32_t)rows;
         } else if (scan == W) {
-            const uint32_t n = warp_scan(m.sorted_from, s.num_experts, [&](uint32_t e) { return m.total[e]; });
+            const uint32_t n =
+                warp_scan(m.sorted_from, s.num_experts, [&](uint32_t e) { return m.total[e]; });
             if (ep_lane() == 0) v->num_sorted = n;
         } else {
-            const uint32_t n = warp_scan(
-                m.tile_from, L, [&](uint32_t l) { return ep_ceil_div_u32(ep_expert_rows(&s, m.counts, first + l), EP_TILE_ROWS); });
+            const uint32_t n = warp_scan(m.tile_from, L, [&](uint32_t l) {
+                return ep_ceil_div_u32(ep_expert_rows(&s, m.counts, first + l), EP_TILE_ROWS);
+            });
             if (ep_lane() == 0) m.tile_from[L] = n;
         }
     }

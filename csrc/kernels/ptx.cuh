@@ -14,15 +14,21 @@ EP_PTX uint32_t ep_smem(const void *p) { return (uint32_t)__cvta_generic_to_shar
 
 /* ---- mbarrier ---- */
 
-EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count)); }
+EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
 /* What was initialised is seen by the other threads (after a barrier) and by the async proxy. */
 EP_PTX void ep_fence_mbar_init(void) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-EP_PTX void ep_mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+EP_PTX void ep_mbar_arrive(uint32_t bar) {
+    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
 EP_PTX void ep_mbar_arrive_expect(uint32_t bar, uint32_t num_bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(num_bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(bar),
+                 "r"(num_bytes)
+                 : "memory");
 }
 /* Sleeps until the phase with that parity has ended, or for the time that is given at most: a warp that asks again
  * and again takes energy from those that multiply. */
@@ -43,7 +49,8 @@ EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
     if (ep_mbar_try_wait(bar, parity, 10000000)) return;
     const uint64_t start = ep_now_ns();
     while (!ep_mbar_try_wait(bar, parity, 10000000))
-        if (ep_now_ns() - start > limit_ns) asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(0) : "memory");
+        if (ep_now_ns() - start > limit_ns)
+            asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(0) : "memory");
 }
 
 /* ---- clusters: blocks that run side by side and reach each other's shared memory ---- */
@@ -55,7 +62,8 @@ EP_PTX uint32_t ep_cluster_rank(void) {
 }
 /* All threads of all blocks of the cluster. */
 EP_PTX void ep_cluster_sync(void) {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
 }
 /* Arrive at the same mbarrier of another block of the cluster, or of this one.  Relaxed: it orders no stores of this
  * thread (a release to the cluster is a fence of the whole GPU); what wgmma has read by then, it has read. */
@@ -69,12 +77,13 @@ EP_PTX void ep_mbar_arrive_at(uint32_t bar, uint32_t rank) {
 
 /* A number to the same place in a block's shared memory, its four bytes counted by that block's mbarrier. */
 EP_PTX void ep_st_async(uint32_t dst, uint32_t value, uint32_t bar, uint32_t rank) {
-    asm volatile("{\n.reg .b32 to, remote;\n"
-                 "mapa.shared::cluster.u32 to, %0, %3;\n"
-                 "mapa.shared::cluster.u32 remote, %2, %3;\n"
-                 "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %1, [remote];\n}" ::"r"(dst),
-                 "r"(value), "r"(bar), "r"(rank)
-                 : "memory");
+    asm volatile(
+        "{\n.reg .b32 to, remote;\n"
+        "mapa.shared::cluster.u32 to, %0, %3;\n"
+        "mapa.shared::cluster.u32 remote, %2, %3;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %1, [remote];\n}" ::"r"(dst),
+        "r"(value), "r"(bar), "r"(rank)
+        : "memory");
 }
 
 /* ---- counts for the other blocks of this GPU ---- */
@@ -92,35 +101,48 @@ EP_PTX void ep_fence_proxy_async_global(void) { asm volatile("fence.proxy.async.
 
 /* Generic writes to shared memory before, TMA or wgmma reads behind. */
 EP_PTX void ep_fence_proxy_async_shared(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-EP_PTX void ep_bar_sync(uint32_t id, uint32_t num_threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory"); }
-template <int N> EP_PTX void ep_setmaxnreg_inc(void) { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
-template <int N> EP_PTX void ep_setmaxnreg_dec(void) { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+EP_PTX void ep_bar_sync(uint32_t id, uint32_t num_threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+template <int N> EP_PTX void ep_setmaxnreg_inc(void) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> EP_PTX void ep_setmaxnreg_dec(void) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
 
 /* ---- bulk tensor copies ---- */
 
-EP_PTX void ep_tma_prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+EP_PTX void ep_tma_prefetch(const CUtensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 
 /* A box of a tensor into shared memory, its bytes counted by the mbarrier.  BOTH: to the same place in both blocks of
  * a pair, each block's mbarrier counting what came to it. */
-#define EP_TMA_LOAD(DIMS, COORDS, ...)                                                                                            \
-    if (BOTH)                                                                                                                     \
-        asm volatile("cp.async.bulk.tensor." DIMS ".shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster " \
-                     "[%0], [%1, {" COORDS "}], [%2], %3;" ::"r"(dst),                                                            \
-                     "l"(map), "r"(bar), "h"((uint16_t)3), __VA_ARGS__                                                            \
-                     : "memory");                                                                                                 \
-    else                                                                                                                          \
-        asm volatile("cp.async.bulk.tensor." DIMS ".shared::cluster.global.tile.mbarrier::complete_tx::bytes "                    \
-                     "[%0], [%1, {" COORDS "}], [%2];" ::"r"(dst),                                                                \
-                     "l"(map), "r"(bar), "h"((uint16_t)3), __VA_ARGS__                                                            \
+#define EP_TMA_LOAD(DIMS, COORDS, ...)                                                               \
+    if (BOTH)                                                                                        \
+        asm volatile("cp.async.bulk.tensor." DIMS                                                    \
+                     ".shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster " \
+                     "[%0], [%1, {" COORDS "}], [%2], %3;" ::"r"(dst),                               \
+                     "l"(map), "r"(bar), "h"((uint16_t)3), __VA_ARGS__                               \
+                     : "memory");                                                                    \
+    else                                                                                             \
+        asm volatile("cp.async.bulk.tensor." DIMS                                                    \
+                     ".shared::cluster.global.tile.mbarrier::complete_tx::bytes "                    \
+                     "[%0], [%1, {" COORDS "}], [%2];" ::"r"(dst),                                   \
+                     "l"(map), "r"(bar), "h"((uint16_t)3), __VA_ARGS__                               \
                      : "memory")
-template <bool BOTH> EP_PTX void ep_tma_load_2d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y) {
+template <bool BOTH> EP_PTX void ep_tma_load_2d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x,
+                                                int32_t y) {
     EP_TMA_LOAD("2d", "%4, %5", "r"(x), "r"(y));
 }
-template <bool BOTH> EP_PTX void ep_tma_load_3d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z) {
+template <bool BOTH> EP_PTX void ep_tma_load_3d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x,
+                                                int32_t y, int32_t z) {
     EP_TMA_LOAD("3d", "%4, %5, %6", "r"(x), "r"(y), "r"(z));
 }
 template <bool BOTH>
-EP_PTX void ep_tma_load_5d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z, int32_t u, int32_t v) {
+EP_PTX void ep_tma_load_5d(uint32_t dst, const CUtensorMap *map, uint32_t bar, int32_t x, int32_t y,
+                           int32_t z, int32_t u, int32_t v) {
     EP_TMA_LOAD("5d", "%4, %5, %6, %7, %8", "r"(x), "r"(y), "r"(z), "r"(u), "r"(v));
 }
 
@@ -132,13 +154,16 @@ EP_PTX void ep_cp_async_16(uint32_t dst, const void *src) {
 }
 EP_PTX void ep_cp_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /* Until at most N of this thread's groups are on their way. */
-template <int N> EP_PTX void ep_cp_async_wait(void) { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+template <int N> EP_PTX void ep_cp_async_wait(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
 
 /* ---- shared memory, registers ---- */
 
 /* Four 8x8 matrices of 16-bit numbers: lane l gives the address of row l % 8 of matrix l / 8. */
 EP_PTX void ep_stmatrix_x4(uint32_t dst, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r0),
+                 "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
 }
 
@@ -155,7 +180,10 @@ EP_PTX uint4 ep_ld_row(const uint4 *p) {
 
 EP_PTX uint4 ep_ld_shared(uint32_t src) {
     uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(src) : "memory");
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(src)
+                 : "memory");
     return v;
 }
 EP_PTX uint64_t ep_ld_shared_u64(uint32_t src) {
@@ -168,10 +196,15 @@ EP_PTX uint32_t ep_ld_shared_u32(uint32_t src) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(src) : "memory");
     return v;
 }
-EP_PTX void ep_st_shared_u32(uint32_t dst, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(dst), "r"(v) : "memory"); }
-EP_PTX void ep_st_shared_u64(uint32_t dst, uint64_t v) { asm volatile("st.shared.u64 [%0], %1;" ::"r"(dst), "l"(v) : "memory"); }
+EP_PTX void ep_st_shared_u32(uint32_t dst, uint32_t v) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(dst), "r"(v) : "memory");
+}
+EP_PTX void ep_st_shared_u64(uint32_t dst, uint64_t v) {
+    asm volatile("st.shared.u64 [%0], %1;" ::"r"(dst), "l"(v) : "memory");
+}
 EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
-    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x), "r"(y), "r"(z), "r"(w)
+                 : "memory");
 }
 
 /* Without a branch, which would keep apart what can be on its way together. */
@@ -217,11 +250,14 @@ EP_PTX float ep_rcp(float x) {
  * MN-major (a line is 64 rows at one place of the contraction): 8 places are 1024 bytes, the next 64 rows
  * stand `slab` bytes on; 16 places are 2048 bytes. */
 EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
-    return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | 1ull << 62;
+    return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
+           1ull << 62;
 }
 EP_PTX void ep_wgmma_fence(void) { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 EP_PTX void ep_wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int N> EP_PTX void ep_wgmma_wait(void) { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+template <int N> EP_PTX void ep_wgmma_wait(void) {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 /* The compiler must not move the reading of an accumulator before the wait for it. */
 template <int N> EP_PTX void ep_wgmma_keep_order(float (&d)[N]) {
 #pragma unroll
@@ -254,13 +290,18 @@ template <int N> EP_PTX void ep_wgmma_keep_order(float (&d)[N]) {
 /* clang-format on */
 
 /* d[64][N] = a * b (+ d where add): this warpgroup's part.  TRANS: the operand is MN-major. */
-template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
+template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a,
+                                                                          uint64_t b, uint32_t add) {
     static_assert(N == 64 || N == 128 || N == 192 || N == 256, "tiles of 64, 128, 192 or 256 columns");
-#define EP_WGMMA_N(TYPE)                                                                                                     \
-    if constexpr (N == 64) EP_WGMMA("64", TYPE, EP_R32, "32", "33", "34", "35", "36", EP_D32(0));                            \
-    if constexpr (N == 128) EP_WGMMA("128", TYPE, EP_R64, "64", "65", "66", "67", "68", EP_D32(0), EP_D32(32));              \
-    if constexpr (N == 192) EP_WGMMA("192", TYPE, EP_R96, "96", "97", "98", "99", "100", EP_D32(0), EP_D32(32), EP_D32(64)); \
-    if constexpr (N == 256) EP_WGMMA("256", TYPE, EP_R128, "128", "129", "130", "131", "132", EP_D32(0), EP_D32(32), EP_D32(64), EP_D32(96))
+#define EP_WGMMA_N(TYPE)                                                                                 \
+    if constexpr (N == 64) EP_WGMMA("64", TYPE, EP_R32, "32", "33", "34", "35", "36", EP_D32(0));        \
+    if constexpr (N == 128)                                                                              \
+        EP_WGMMA("128", TYPE, EP_R64, "64", "65", "66", "67", "68", EP_D32(0), EP_D32(32));              \
+    if constexpr (N == 192)                                                                              \
+        EP_WGMMA("192", TYPE, EP_R96, "96", "97", "98", "99", "100", EP_D32(0), EP_D32(32), EP_D32(64)); \
+    if constexpr (N == 256)                                                                              \
+    EP_WGMMA("256", TYPE, EP_R128, "128", "129", "130", "131", "132", EP_D32(0), EP_D32(32), EP_D32(64), \
+             EP_D32(96))
     if constexpr (F16) {
         EP_WGMMA_N("f16");
     } else {

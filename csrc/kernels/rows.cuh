@@ -34,14 +34,17 @@ EP_FN void ep_copy_row(uint64_t my_dst, uint32_t mask, const void *src, uint32_t
 /* A warp's queue: of how many cells, and of how many times 16 bytes a lane each. */
 template <int DEPTH_, int PARTS_> struct EpFifo {
     static constexpr int DEPTH = DEPTH_, PARTS = PARTS_;
-    static constexpr uint32_t CELL = PARTS * 512, LIST = DEPTH * CELL;           /* behind the cells: addresses of a chunk's rows */
+    static constexpr uint32_t CELL = PARTS * 512;
+    static constexpr uint32_t LIST = DEPTH * CELL; /* behind the cells: addresses of a chunk's rows */
     static constexpr uint32_t WEIGHTS = LIST + 8 * EP_CHUNK_SLOTS * EP_MAX_TOPK; /* and their weights */
     static constexpr uint32_t BYTES = WEIGHTS + 4 * EP_CHUNK_SLOTS * EP_MAX_TOPK;
 };
 typedef EpFifo<4, 2> EpFusedFifo; /* of a megakernel, where there is little room */
 
 /* Of a kernel that has nothing else in shared memory: a warp's part. */
-template <typename F> EP_FN uint32_t ep_warp_fifo(void) { return ep_smem(ep_dynamic_smem()) + threadIdx.x / 32 * F::BYTES; }
+template <typename F> EP_FN uint32_t ep_warp_fifo(void) {
+    return ep_smem(ep_dynamic_smem()) + threadIdx.x / 32 * F::BYTES;
+}
 
 /* A lane's part of a piece of a row, of which `left` times 16 bytes are there, this lane's first among them: into a cell; and out of it. */
 template <int PARTS> EP_FN void ep_stream_in(uint32_t cell, const uint4 *from, int32_t left) {
@@ -72,9 +75,11 @@ EP_FN void ep_stream_copy(uint32_t fifo, uint64_t my_src, uint32_t rows, uint32_
     auto load = [&](uint32_t to) {
         if (ahead) ep_stream_in<F::PARTS>(fifo + to, from, left_ahead);
         ep_cp_async_commit();
-        from += 32 * F::PARTS, left_ahead -= 32 * F::PARTS;
+        from += 32 * F::PARTS;
+        left_ahead -= 32 * F::PARTS;
         if (left_ahead + (int32_t)lane > 0) return;
-        ahead &= ahead - 1, left_ahead = num;
+        ahead &= ahead - 1;
+        left_ahead = num;
         from = (const uint4 *)__shfl_sync(EP_FULL, my_src, __ffs((int)ahead) - 1) + lane;
     };
     for (uint32_t to = 0; to < F::LIST; to += F::CELL) load(to);
@@ -99,10 +104,14 @@ template <int DTYPE> struct EpVec; /* 16 bytes as floats and back, each rounded 
 template <> struct EpVec<EP_F32> {
     enum { N = 4 };
     static __device__ void unpack(uint4 v, float *f) {
-        f[0] = __uint_as_float(v.x), f[1] = __uint_as_float(v.y), f[2] = __uint_as_float(v.z), f[3] = __uint_as_float(v.w);
+        f[0] = __uint_as_float(v.x);
+        f[1] = __uint_as_float(v.y);
+        f[2] = __uint_as_float(v.z);
+        f[3] = __uint_as_float(v.w);
     }
     static __device__ uint4 pack(const float *f) {
-        return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3]));
+        return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]),
+                          __float_as_uint(f[3]));
     }
 };
 template <> struct EpVec<EP_BF16> {
@@ -110,7 +119,10 @@ template <> struct EpVec<EP_BF16> {
     static __device__ void unpack(uint4 v, float *f) {
         const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int i = 0; i < 4; i++) f[2 * i] = __uint_as_float(w[i] << 16), f[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+        for (int i = 0; i < 4; i++) {
+            f[2 * i] = __uint_as_float(w[i] << 16);
+            f[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+        }
     }
     static __device__ uint32_t pair(float a, float b) {
         __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
@@ -127,7 +139,8 @@ template <> struct EpVec<EP_F16> {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float2 p = __half22float2(*reinterpret_cast<const __half2 *>(&w[i]));
-            f[2 * i] = p.x, f[2 * i + 1] = p.y;
+            f[2 * i] = p.x;
+            f[2 * i + 1] = p.y;
         }
     }
     static __device__ uint32_t pair(float a, float b) {
@@ -141,9 +154,13 @@ template <> struct EpVec<EP_F16> {
 
 /* Rows to add up, those of one sum behind those of another: each lane with a row puts it into the list, at `num` and behind.
  * Returns how many there are then. */
-template <typename F> EP_FN uint32_t ep_stream_list(uint32_t fifo, uint32_t num, bool mine, uint64_t my_src, float my_weight) {
+template <typename F> EP_FN uint32_t ep_stream_list(uint32_t fifo, uint32_t num, bool mine, uint64_t my_src,
+                                                    float my_weight) {
     const uint32_t mask = __ballot_sync(EP_FULL, mine), at = num + __popc(mask & ((1u << ep_lane()) - 1));
-    if (mine) ep_st_shared_u64(fifo + F::LIST + 8 * at, my_src), ep_st_shared_u32(fifo + F::WEIGHTS + 4 * at, __float_as_uint(my_weight));
+    if (mine) {
+        ep_st_shared_u64(fifo + F::LIST + 8 * at, my_src);
+        ep_st_shared_u32(fifo + F::WEIGHTS + 4 * at, __float_as_uint(my_weight));
+    }
     return num + __popc(mask);
 }
 
@@ -151,7 +168,8 @@ template <typename F> EP_FN uint32_t ep_stream_list(uint32_t fifo, uint32_t num,
  * weights if weighted, in the list's order, each product and sum rounded to fp32 by itself, as on the CPU, so that both
  * backends agree to the bit.  The caller's warp has met between list and sums. */
 template <typename F, int DTYPE, typename Dst>
-EP_FN void ep_stream_sums(uint32_t fifo, uint32_t ends, uint32_t num, uint32_t num_vec, bool weighted, Dst dst) {
+EP_FN void ep_stream_sums(uint32_t fifo, uint32_t ends, uint32_t num, uint32_t num_vec, bool weighted,
+                          Dst dst) {
     enum { N = EpVec<DTYPE>::N };
     const uint32_t lane = ep_lane(), list = fifo + F::LIST, weights = fifo + F::WEIGHTS;
     auto end = [&](uint32_t i) { return ends >> 8 * i & 255u; };
@@ -165,11 +183,13 @@ EP_FN void ep_stream_sums(uint32_t fifo, uint32_t ends, uint32_t num, uint32_t n
     };
     auto load = [&](uint32_t cell) {
         if (sum_ahead < num) {
-            ep_stream_in<F::PARTS>(fifo + cell, from + vec_ahead + lane, (int32_t)(num_vec - vec_ahead) - (int32_t)lane);
+            ep_stream_in<F::PARTS>(fifo + cell, from + vec_ahead + lane,
+                                   (int32_t)(num_vec - vec_ahead) - (int32_t)lane);
             if (++at_ahead == end(sum_ahead)) {
                 vec_ahead += 32 * F::PARTS;
                 if (vec_ahead >= num_vec) {
-                    vec_ahead = 0, sum_ahead++;
+                    vec_ahead = 0;
+                    sum_ahead++;
                     while (sum_ahead < num && end(sum_ahead) == at_ahead) sum_ahead++; /* a sum of nothing */
                 } else {
                     at_ahead = begin(sum_ahead);
@@ -178,7 +198,10 @@ EP_FN void ep_stream_sums(uint32_t fifo, uint32_t ends, uint32_t num, uint32_t n
         }
         ep_cp_async_commit();
     };
-    for (uint32_t cell = 0; cell < F::LIST; cell += F::CELL) look_ahead(), load(cell);
+    for (uint32_t cell = 0; cell < F::LIST; cell += F::CELL) {
+        look_ahead();
+        load(cell);
+    }
     for (uint32_t i = 0, cell = 0; i < num; i++) {
         uint4 *to = (uint4 *)dst(i) + lane;
         for (uint32_t vec = 0; vec < num_vec; vec += 32 * F::PARTS) {
@@ -194,7 +217,8 @@ EP_FN void ep_stream_sums(uint32_t fifo, uint32_t ends, uint32_t num, uint32_t n
                     float f[N];
                     EpVec<DTYPE>::unpack(v[u], f);
 #pragma unroll
-                    for (uint32_t j = 0; j < N; j++) acc[u][j] = __fadd_rn(acc[u][j], weighted ? __fmul_rn(w, f[j]) : f[j]);
+                    for (uint32_t j = 0; j < N; j++)
+                        acc[u][j] = __fadd_rn(acc[u][j], weighted ? __fmul_rn(w, f[j]) : f[j]);
                 }
                 load(cell);
             }

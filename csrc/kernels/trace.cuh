@@ -27,7 +27,10 @@ EP_FN void ep_trace_span(const EpComm *c, uint32_t what, uint32_t of, uint64_t b
     const uint32_t warp = threadIdx.x / 32, n = ep_trace_num[warp];
     if (!c->trace || ep_lane() != 0 || n >= c->trace_room || blockIdx.x >= c->trace_blocks) return;
     EpTraceEvent *to = ep_trace_room(c) + n;
-    to->begin_ns = begin_ns, to->num_ns = (uint32_t)(ep_now_ns() - begin_ns), to->what = (uint16_t)what, to->of = (uint16_t)of;
+    to->begin_ns = begin_ns;
+    to->num_ns = (uint32_t)(ep_now_ns() - begin_ns);
+    to->what = (uint16_t)what;
+    to->of = (uint16_t)of;
     ep_trace_num[warp] = n + 1;
 }
 #else

@@ -16,9 +16,11 @@ __global__ void signal_kernel(uint64_t *word, uint64_t value, uint32_t add) {
     else ep_st_release_sys_u64(word, value);
 }
 
-__global__ void wait_kernel(const __grid_constant__ EpComm c, const uint64_t *word, uint64_t value, uint32_t exact) {
+__global__ void wait_kernel(const __grid_constant__ EpComm c, const uint64_t *word, uint64_t value,
+                            uint32_t exact) {
     EpFaultRecord f = {0, 0, 0, c.my_rank, EP_WORD_SIGNAL, 0, 0, 0, 0, 0};
-    ep_wait_u64(&c, word, exact ? EP_CMP_EQ : EP_CMP_GE, value, &f); /* what the word publishes is now readable */
+    ep_wait_u64(&c, word, exact ? EP_CMP_EQ : EP_CMP_GE, value,
+                &f); /* what the word publishes is now readable */
 }
 
 extern "C" int ep_launch_enter(const EpComm *c, uint32_t op, void *stream) {
@@ -29,7 +31,8 @@ extern "C" int ep_launch_signal(uint64_t *word, uint64_t value, uint32_t add, vo
     signal_kernel<<<1, 1, 0, (cudaStream_t)stream>>>(word, value, add);
     return (int)cudaGetLastError();
 }
-extern "C" int ep_launch_wait(const EpComm *c, const uint64_t *word, uint64_t value, uint32_t exact, void *stream) {
+extern "C" int ep_launch_wait(const EpComm *c, const uint64_t *word, uint64_t value, uint32_t exact,
+                              void *stream) {
     wait_kernel<<<1, 1, 0, (cudaStream_t)stream>>>(*c, word, value, exact);
     return (int)cudaGetLastError();
 }

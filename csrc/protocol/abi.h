@@ -184,7 +184,8 @@ EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
     l.scratch_off = ep_take(&at, 4ull * EP_PLAN_CTAS * (l.num_count_cells + 2 * s->num_experts), EP_LINE);
     l.ready_off = ep_take(&at, 8ull * l.num_row_blocks, EP_LINE);
     stage = slots * l.slot_stride;
-    if (s->combine_mode == EP_COMBINE_SCATTER) stage = ep_max_u64(stage, (uint64_t)s->max_tokens * s->num_topk * l.choice_stride);
+    if (s->combine_mode == EP_COMBINE_SCATTER)
+        stage = ep_max_u64(stage, (uint64_t)s->max_tokens * s->num_topk * l.choice_stride);
     if (s->combine_mode == EP_COMBINE_GATHER) stage = ep_max_u64(stage, s->capacity * l.choice_stride);
     l.stage_off = ep_take(&at, stage, EP_LINE);
     l.num_bytes = ep_align_u64(at, EP_LINE);
@@ -245,7 +246,8 @@ typedef struct {
 /* Host memory of one communication buffer that workers write and the host polls. */
 typedef struct {
     uint64_t abort; /* non-zero tells every wait to leave; the host sets it, workers read it */
-    uint64_t stuck; /* epoch of an operation in which a wait has lasted EP_STUCK_NS; written at every look, until it ends */
+    uint64_t
+        stuck; /* epoch of an operation in which a wait has lasted EP_STUCK_NS; written at every look, until it ends */
     EpFaultRecord fault;
     EpPlanResult plan;
 } EpHostWords;
@@ -301,12 +303,14 @@ typedef struct {
     const void *x;       /* [T / num_copies][H] */
     const float *weight; /* [T][K] or NULL */
     const int32_t *plan;
-    int32_t *recv;     /* [W][max_tokens][1 + K] by source and home slot: its token there, my row of each choice or -1 */
+    int32_t *
+        recv; /* [W][max_tokens][1 + K] by source and home slot: its token there, my row of each choice or -1 */
     void *rows;        /* [num_rows][H] */
     float *row_weight; /* [num_rows] or NULL */
     uint32_t num_rows; /* rows that there is room for; those behind M become zero */
     uint32_t has_weight;
-    uint32_t num_copies; /* tokens that are one row of x: 1, or, fused and without token saving, K of one choice each */
+    uint32_t
+        num_copies; /* tokens that are one row of x: 1, or, fused and without token saving, K of one choice each */
 } EpDispatchParams;
 
 typedef struct {

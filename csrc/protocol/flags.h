@@ -47,13 +47,15 @@ EP_FN uint64_t ep_entered(const EpComm *c, uint32_t of_rank) {
     return even > odd ? even : odd;
 }
 EP_FN EpHeader *ep_header(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint64_t epoch) {
-    return EP_AT(EpHeader, c, at_rank, c->layout.header_off) + (epoch % (EP_FAULT(4) ? 1 : 2)) * c->shape.num_ranks + of_rank;
+    return EP_AT(EpHeader, c, at_rank, c->layout.header_off) +
+           (epoch % (EP_FAULT(4) ? 1 : 2)) * c->shape.num_ranks + of_rank;
 }
 EP_FN uint64_t *ep_flag(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t chunk) {
     return EP_AT(uint64_t, c, at_rank, c->layout.flag_off) + (uint64_t)of_rank * c->layout.num_chunks + chunk;
 }
 EP_FN uint64_t *ep_count_cell(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t cell) {
-    return EP_AT(uint64_t, c, at_rank, c->layout.counts_off) + (uint64_t)of_rank * c->layout.num_count_cells + cell;
+    return EP_AT(uint64_t, c, at_rank, c->layout.counts_off) + (uint64_t)of_rank * c->layout.num_count_cells +
+           cell;
 }
 
 /* The epoch of the operation that begins, or 0 when this buffer is faulted: then the operation is
@@ -68,9 +70,16 @@ EP_FN uint64_t ep_begin(const EpComm *c) {
 EP_FN void ep_fault(const EpComm *c, const EpFaultRecord *f) {
     EpFaultRecord *to = &c->host->fault;
     if (ep_swap_relaxed_gpu_u64(&ep_local(c)->claim, 1)) return;
-    if (c->status && f->code != EP_ETIMEOUT) return; /* this rank's host has raised already; but who is stuck it does not know */
-    to->code = f->code, to->op = f->op, to->peer = f->peer, to->word = f->word, to->field = f->field;
-    to->epoch = f->epoch, to->want = f->want, to->got = f->got;
+    if (c->status && f->code != EP_ETIMEOUT)
+        return; /* this rank's host has raised already; but who is stuck it does not know */
+    to->code = f->code;
+    to->op = f->op;
+    to->peer = f->peer;
+    to->word = f->word;
+    to->field = f->field;
+    to->epoch = f->epoch;
+    to->want = f->want;
+    to->got = f->got;
     ep_st_release_sys_u64(&to->state, 1); /* publishes the record to the host */
 }
 
@@ -101,20 +110,25 @@ typedef struct {
 } EpBackoff;
 
 /* After a poll in vain: pause, and say whether there is any point in another.  One lane calls it. */
-EP_FN bool ep_wait_on(const EpComm *c, EpBackoff *w, uint64_t limit_ns, const EpFaultRecord *what, uint64_t want, uint64_t got) {
+EP_FN bool ep_wait_on(const EpComm *c, EpBackoff *w, uint64_t limit_ns, const EpFaultRecord *what,
+                      uint64_t want, uint64_t got) {
     if (ep_time_to_check(w->polls)) {
         const uint32_t now = (uint32_t)(ep_now_ns() / EP_CHECK_NS) | 1u;
         if (ep_must_leave(c)) return false;
         if (w->start == 0) w->start = w->looked = now;
         if (now != w->looked) {
-            if (now - w->looked > EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS) w->start += now - w->looked - EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS;
+            if (now - w->looked > EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS)
+                w->start += now - w->looked - EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS;
             w->looked = now;
             if (ep_world_ended(c)) return false;
-            if (now - w->start > EP_STUCK_NS / EP_CHECK_NS) ep_st_relaxed_sys_u64(&c->host->stuck, what->epoch);
+            if (now - w->start > EP_STUCK_NS / EP_CHECK_NS)
+                ep_st_relaxed_sys_u64(&c->host->stuck, what->epoch);
         }
         if (now - w->start > limit_ns / EP_CHECK_NS + 1) {
             EpFaultRecord f = *what;
-            f.code = EP_ETIMEOUT, f.want = want, f.got = got;
+            f.code = EP_ETIMEOUT;
+            f.want = want;
+            f.got = got;
             ep_fault(c, &f);
             return false;
         }
@@ -124,7 +138,8 @@ EP_FN bool ep_wait_on(const EpComm *c, EpBackoff *w, uint64_t limit_ns, const Ep
 }
 
 /* Wait until *word compares with want.  One lane calls it.  False: leave the operation, in order. */
-EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want, const EpFaultRecord *what) {
+EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want,
+                       const EpFaultRecord *what) {
     EpBackoff w = {0, 0, 0};
     for (;;) {
         uint64_t got = ep_ld_acquire_sys_u64(word); /* what the word publishes is now readable */
@@ -138,7 +153,8 @@ EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_
 EP_FN bool ep_recv_is_void(const EpShape *s, const int32_t *plan, const int32_t *recv) {
     uint32_t is_void = 0;
     EP_FOR_LANES(r, s->num_ranks) {
-        const int32_t num = plan[EP_HEAD_NUM_RECV + r], token = recv[(uint64_t)r * s->max_tokens * (1 + s->num_topk)];
+        const int32_t num = plan[EP_HEAD_NUM_RECV + r];
+        const int32_t token = recv[(uint64_t)r * s->max_tokens * (1 + s->num_topk)];
         is_void |= num > 0 && token < 0;
     }
     return ep_warp_min_u32(is_void ? 0 : 1) == 0;
@@ -147,15 +163,30 @@ EP_FN bool ep_recv_is_void(const EpShape *s, const int32_t *plan, const int32_t 
 /* This rank's header of an operation; plan and recv are NULL for the operations that have none.  The host knows the
  * length of a plan, not what it says: that it is of this many tokens and of no more rows than the tensor has
  * is seen here, before any of its offsets is believed, and this rank refuses where it is not. */
-EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens,
-                              uint32_t num_rows) {
+EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv,
+                              uint32_t num_tokens, uint32_t num_rows) {
     const EpShape *s = &c->shape;
-    EpHeader h = {EP_ABI_VERSION, op, s->dtype, s->hidden, s->num_topk,      s->num_experts, s->max_tokens, s->combine_mode,
-                  s->capacity,    0,  0,        0,         c->requires_grad, c->status,      num_tokens,    0};
+    EpHeader h = {EP_ABI_VERSION,
+                  op,
+                  s->dtype,
+                  s->hidden,
+                  s->num_topk,
+                  s->num_experts,
+                  s->max_tokens,
+                  s->combine_mode,
+                  s->capacity,
+                  0,
+                  0,
+                  0,
+                  c->requires_grad,
+                  c->status,
+                  num_tokens,
+                  0};
     const bool is_void = recv && ep_recv_is_void(s, plan, recv);
     if (plan) h.plan_idx = (uint32_t)plan[EP_HEAD_PLAN_IDX];
     if (plan && !h.status) h.status = plan[EP_HEAD_STATUS];
-    if (plan && !h.status && ((uint32_t)plan[EP_HEAD_NUM_TOKENS] != num_tokens || (uint32_t)plan[EP_HEAD_NUM_ROWS] > num_rows))
+    if (plan && !h.status &&
+        ((uint32_t)plan[EP_HEAD_NUM_TOKENS] != num_tokens || (uint32_t)plan[EP_HEAD_NUM_ROWS] > num_rows))
         h.status = EP_EINVAL;
     if (is_void && !h.status) h.status = EP_EINVAL;
     return h;
@@ -191,7 +222,8 @@ EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
     ep_chaos(2);
     EP_FOR_LANES(r, c->shape.num_ranks) {
         f.peer = r;
-        if (!EP_FAULT(6) && !ep_wait_u64(c, ep_enter_word(c, c->my_rank, r, epoch), EP_CMP_GE, epoch, &f)) stuck = 1;
+        if (!EP_FAULT(6) && !ep_wait_u64(c, ep_enter_word(c, c->my_rank, r, epoch), EP_CMP_GE, epoch, &f))
+            stuck = 1;
     }
     ep_warp_sync();
     if (ep_warp_min_u32(stuck ? 0 : 1) == 0) return false;
@@ -203,12 +235,18 @@ EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
     if (bad == c->shape.num_ranks) return true;
     if (ep_lane() == 0) {
         const EpHeader *h = ep_header(c, c->my_rank, bad, epoch);
-        f.peer = bad, f.word = EP_WORD_HEADER;
+        f.peer = bad;
+        f.word = EP_WORD_HEADER;
         if (h->status) {
-            f.code = EP_EPEER, f.got = (uint64_t)(int64_t)h->status;
+            f.code = EP_EPEER;
+            f.got = (uint64_t)(int64_t)h->status;
         } else {
-            f.code = EP_EMISMATCH, f.field = ep_header_diff(first, h);
-            if (f.field) f.want = (&first->abi)[f.field - 1], f.got = (&h->abi)[f.field - 1]; /* a peer may write while we read */
+            f.code = EP_EMISMATCH;
+            f.field = ep_header_diff(first, h);
+            if (f.field) {
+                f.want = (&first->abi)[f.field - 1];
+                f.got = (&h->abi)[f.field - 1];
+            } /* a peer may write while we read */
         }
         ep_fault(c, &f);
     }
@@ -228,11 +266,15 @@ EP_PURE uint64_t ep_ready_count(uint32_t block, uint32_t num_rows, uint32_t piec
 }
 /* A wait for this rank's own workers.  They end in any case, at their own deadline for a peer, so its deadline comes
  * behind theirs.  `w`: one for all blocks of rows that are waited for together. */
-EP_FN uint64_t ep_local_limit_ns(const EpComm *c) { return c->timeout_ns < UINT64_MAX / 2 ? 2 * c->timeout_ns : UINT64_MAX; }
-EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t count, uint64_t epoch, EpBackoff *w) {
+EP_FN uint64_t ep_local_limit_ns(const EpComm *c) {
+    return c->timeout_ns < UINT64_MAX / 2 ? 2 * c->timeout_ns : UINT64_MAX;
+}
+EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t count, uint64_t epoch,
+                          EpBackoff *w) {
     const EpFaultRecord f = {0, 0, op, c->my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
     for (;;) {
-        const uint64_t got = ep_ld_acquire_gpu_u64(ep_ready_word(c, block)); /* the block's rows are now readable */
+        const uint64_t got =
+            ep_ld_acquire_gpu_u64(ep_ready_word(c, block)); /* the block's rows are now readable */
         if (got >= count) return true;
         if (!ep_wait_on(c, w, ep_local_limit_ns(c), &f, count, got)) return false;
     }
@@ -249,13 +291,15 @@ EP_FN bool ep_flag_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_
     uint64_t ok = 1;
     ep_chaos(4);
     if (ep_lane() == 0 && !EP_FAULT(7))
-        ok = ep_wait_u64(c, ep_flag(c, c->my_rank, of_rank, chunk), EP_CMP_EQ, epoch, &f); /* the chunk is now readable */
+        ok = ep_wait_u64(c, ep_flag(c, c->my_rank, of_rank, chunk), EP_CMP_EQ, epoch,
+                         &f); /* the chunk is now readable */
     return ep_warp_bcast_u64(ok) != 0;
 }
 
 /* One lane's look at a chunk: true when it is there.  It may be read by all lanes when the warp has met. */
 EP_FN bool ep_flag_seen(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
-    return ep_ld_acquire_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)) == epoch; /* the chunk is now readable */
+    return ep_ld_acquire_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)) ==
+           epoch; /* the chunk is now readable */
 }
 /* All lanes call it.  True when a chunk is there already; then it may be read by all lanes. */
 EP_FN bool ep_flag_ready(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
@@ -265,9 +309,11 @@ EP_FN bool ep_flag_ready(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint
     return ep_warp_bcast_u64(ok) != 0;
 }
 /* After a look in vain: see ep_wait_on. */
-EP_FN bool ep_flag_wait_on(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch, EpBackoff *w) {
+EP_FN bool ep_flag_wait_on(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch,
+                           EpBackoff *w) {
     const EpFaultRecord f = {0, 0, op, of_rank, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
-    return ep_wait_on(c, w, c->timeout_ns, &f, epoch, ep_ld_relaxed_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)));
+    return ep_wait_on(c, w, c->timeout_ns, &f, epoch,
+                      ep_ld_relaxed_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)));
 }
 
 /* One lane's look at a cell of of_rank's counts: the epoch's tag and the count, in one word. */

@@ -28,16 +28,22 @@ EP_PURE void ep_wrong_fault(const EpShape *s, uint32_t peer, const EpWrong *w, E
     if (w->cell[0] == 0) return;
     f->peer = peer;
     if (w->cell[0] == EP_BAD_SCATTER) {
-        f->code = EP_EINVAL, f->word = EP_WORD_SCATTER;
+        f->code = EP_EINVAL;
+        f->word = EP_WORD_SCATTER;
     } else {
-        f->code = EP_EINDEX, f->word = EP_WORD_INDEX, f->field = w->cell[0] - 1, f->want = s->num_experts;
+        f->code = EP_EINDEX;
+        f->word = EP_WORD_INDEX;
+        f->field = w->cell[0] - 1;
+        f->want = s->num_experts;
         f->got = (uint64_t)w->cell[2] << 32 | w->cell[1];
     }
 }
 
 /* The half of a cell that says which plan it belongs to; never 0, which a fresh heap holds. */
 EP_PURE uint32_t ep_cell_tag(uint64_t epoch) { return (uint32_t)(epoch % 0xffffffffu) + 1; }
-EP_PURE uint64_t ep_cell(uint64_t epoch, uint32_t value) { return (uint64_t)ep_cell_tag(epoch) << 32 | value; }
+EP_PURE uint64_t ep_cell(uint64_t epoch, uint32_t value) {
+    return (uint64_t)ep_cell_tag(epoch) << 32 | value;
+}
 
 /* A peer can route at most T * K choices to one expert; a larger number is not believed. */
 EP_PURE uint32_t ep_clamp_count(const EpShape *s, uint32_t cell, uint32_t value) {
@@ -68,7 +74,8 @@ EP_PURE int64_t ep_read_index(const void *exp_indices, uint32_t index_bytes, uin
     return index_bytes == 8 ? ((const int64_t *)exp_indices)[i] : ((const int32_t *)exp_indices)[i];
 }
 /* What it means: an expert, -1 for a dropped choice (-1 or E), or -2 for nonsense. */
-EP_PURE int32_t ep_read_expert(const void *exp_indices, uint32_t index_bytes, uint64_t i, uint32_t num_experts) {
+EP_PURE int32_t ep_read_expert(const void *exp_indices, uint32_t index_bytes, uint64_t i,
+                               uint32_t num_experts) {
     int64_t v = ep_read_index(exp_indices, index_bytes, i);
     if (v == -1 || v == (int64_t)num_experts) return -1;
     return v < 0 || v > (int64_t)num_experts ? -2 : (int32_t)v;

@@ -79,8 +79,8 @@ EP_FN void ep_pause(uint32_t polls) {
 EP_FN bool ep_time_to_check(uint32_t polls) { return polls % 256 == 255; }
 #ifdef EP_CHAOS /* tests: one call in eight takes up to 8 us longer; EP_CHAOS is the seed */
 EP_FN void ep_chaos(uint32_t point) {
-    uint32_t h =
-        (uint32_t)clock64() ^ blockIdx.x * 0x9e3779b9u ^ threadIdx.x / 32u * 0x85ebca6bu ^ point * 0xc2b2ae35u ^ EP_CHAOS * 0x27d4eb2fu;
+    uint32_t h = (uint32_t)clock64() ^ blockIdx.x * 0x9e3779b9u ^ threadIdx.x / 32u * 0x85ebca6bu ^
+                 point * 0xc2b2ae35u ^ EP_CHAOS * 0x27d4eb2fu;
     h = (h ^ h >> 16) * 0x7feb352du;
     h = (h ^ h >> 15) * 0x846ca68bu;
     if (h >> 29 == 0) __nanosleep(h >> 16 & 8191u);
@@ -105,19 +105,29 @@ EP_FN uint32_t ep_warp_min_u32(uint32_t x) { return x; }
 EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) { return x; }
 EP_FN bool ep_warp_all(bool x) { return x; }
 
-EP_FN uint64_t ep_ld_acquire_sys_u64(const uint64_t *p) { return __atomic_load_n(p, EP_FAULT(1) ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE); }
+EP_FN uint64_t ep_ld_acquire_sys_u64(const uint64_t *p) {
+    return __atomic_load_n(p, EP_FAULT(1) ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE);
+}
 EP_FN uint64_t ep_ld_relaxed_sys_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 EP_FN uint64_t ep_ld_relaxed_gpu_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 EP_FN uint64_t ep_ld_acquire_gpu_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-EP_FN void ep_st_release_sys_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, EP_FAULT(2) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE); }
+EP_FN void ep_st_release_sys_u64(uint64_t *p, uint64_t v) {
+    __atomic_store_n(p, v, EP_FAULT(2) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
+}
 EP_FN void ep_st_relaxed_sys_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 EP_FN void ep_st_relaxed_gpu_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
-EP_FN uint64_t ep_add_release_sys_u64(uint64_t *p, uint64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELEASE); }
+EP_FN uint64_t ep_add_release_sys_u64(uint64_t *p, uint64_t v) {
+    return __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
+}
 EP_FN uint64_t ep_add_acq_rel_gpu_u64(uint64_t *p, uint64_t v) {
     return __atomic_fetch_add(p, v, EP_FAULT(3) ? __ATOMIC_RELAXED : __ATOMIC_ACQ_REL);
 }
-EP_FN uint64_t ep_add_relaxed_gpu_u64(uint64_t *p, uint64_t v) { return __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
-EP_FN uint64_t ep_swap_relaxed_gpu_u64(uint64_t *p, uint64_t v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); }
+EP_FN uint64_t ep_add_relaxed_gpu_u64(uint64_t *p, uint64_t v) {
+    return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+EP_FN uint64_t ep_swap_relaxed_gpu_u64(uint64_t *p, uint64_t v) {
+    return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);
+}
 
 EP_FN uint64_t ep_now_ns(void) {
     struct timespec t;

@@ -34,7 +34,10 @@
 static EpBarrier ep_cta_barrier, ep_warp_barriers[EP_MAX_WARPS];
 static uint64_t ep_lane_words[EP_MAX_WARPS][32];
 static thread_local bool ep_has_fenced; /* since its warp last met: only then it speaks for the others */
-static void __syncwarp() { ep_has_fenced = false, ep_warp_barriers[threadIdx.x / 32].arrive(32); }
+static void __syncwarp() {
+    ep_has_fenced = false;
+    ep_warp_barriers[threadIdx.x / 32].arrive(32);
+}
 static void __syncthreads() { ep_cta_barrier.arrive(blockDim.x); }
 
 /* Every lane says something, f looks at all of it.  That orders no memory. */
@@ -66,10 +69,12 @@ template <typename T> static T __shfl_up_sync(uint32_t, T v, uint32_t d) {
     return ep_exchange_lanes(v, [&](auto said) { return said(lane < d ? lane : lane - d); });
 }
 static uint32_t __ballot_sync(uint32_t, int v) {
-    return ep_exchange_lanes(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) != 0; }); });
+    return ep_exchange_lanes(
+        v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) != 0; }); });
 }
 template <typename T> static uint32_t __match_any_sync(uint32_t, T v) {
-    return ep_exchange_lanes(v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) == v; }); });
+    return ep_exchange_lanes(
+        v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) == v; }); });
 }
 static int __syncthreads_and(int v) {
     static uint32_t num_false[2], turn;
@@ -78,7 +83,10 @@ static int __syncthreads_and(int v) {
     __syncthreads();
     const bool all = __atomic_load_n(&num_false[mine], __ATOMIC_ACQUIRE) == 0;
     __syncthreads();
-    if (threadIdx.x == 0) num_false[mine] = 0, __atomic_store_n(&turn, mine + 1, __ATOMIC_RELEASE);
+    if (threadIdx.x == 0) {
+        num_false[mine] = 0;
+        __atomic_store_n(&turn, mine + 1, __ATOMIC_RELEASE);
+    }
     __syncthreads();
     return all;
 }
@@ -86,7 +94,9 @@ static uint32_t __popc(uint32_t v) { return (uint32_t)__builtin_popcount(v); }
 static int __ffs(int v) { return __builtin_ffs(v); }
 static void atomicAdd(uint32_t *p, uint32_t v) { __atomic_fetch_add(p, v, __ATOMIC_RELAXED); }
 static void atomicMin(uint32_t *p, uint32_t v) {
-    for (uint32_t old = *p; v < old && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);) continue;
+    for (uint32_t old = *p;
+         v < old && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);)
+        continue;
 }
 static uint32_t __ldcg(const uint32_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 static float __uint_as_float(uint32_t v) {
@@ -218,15 +228,18 @@ static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t, uint32_t *num_b
 
 /* Run this process's block, if the grid has it. */
 template <typename P>
-static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *, const P &p) {
+static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps,
+                                      size_t smem_bytes, void *, const P &p) {
     if (smem_bytes > sizeof ep_shared || num_warps > EP_MAX_WARPS) return cudaErrorInvalidValue;
     std::vector<std::thread> threads;
     ep_resident_blocks(num_blocks, 0, &num_blocks);
-    gridDim = dim3(num_blocks), blockDim = dim3(32 * num_warps);
+    gridDim = dim3(num_blocks);
+    blockDim = dim3(32 * num_warps);
     memset(ep_shared, 0xff, sizeof ep_shared);
     for (uint32_t i = 0; my_block < num_blocks && i < 32 * num_warps; i++)
         threads.emplace_back([&, i] {
-            threadIdx.x = i, blockIdx.x = my_block;
+            threadIdx.x = i;
+            blockIdx.x = my_block;
             kernel(p);
             for (const std::vector<EpCopy> &group : ep_copies)
                 if (!group.empty()) ep_die("a copy that nobody has waited for");

@@ -48,7 +48,8 @@ struct EpMbarrier {
     int64_t bytes = 0;
     void settle() {
         if (pending || bytes) return;
-        pending = count, phase++;
+        pending = count;
+        phase++;
         changed.notify_all();
     }
 };
@@ -58,7 +59,8 @@ static EpMbarrier ep_mbarriers[2][EP_SMEM / 8];
 
 static void __syncthreads() { ep_named[ep_rank][0].arrive(EP_BLOCK_THREADS); }
 static void __syncwarp() {
-    if (threadIdx.x / 32) ep_warps[ep_rank][threadIdx.x / 32].arrive(32); /* the loader has no neighbours here */
+    if (threadIdx.x / 32)
+        ep_warps[ep_rank][threadIdx.x / 32].arrive(32); /* the loader has no neighbours here */
 }
 /* What .sync.aligned asks of a warp: to be together, and no more. */
 static void ep_aligned() { ep_warps[ep_rank][threadIdx.x / 32].arrive<EP_RELAXED>(32); }
@@ -67,13 +69,16 @@ EP_PTX uint32_t ep_cluster_rank(void) { return ep_rank; }
 EP_PTX void ep_cluster_sync(void) { ep_cluster.arrive(2 * EP_BLOCK_THREADS); }
 EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) {
     EpMbarrier &b = ep_mbarriers[ep_rank][bar / 8];
-    b.count = b.pending = count, b.phase = 0, b.bytes = 0;
+    b.count = b.pending = count;
+    b.phase = 0;
+    b.bytes = 0;
 }
 static void ep_mbar_change(uint32_t bar, uint32_t arrivals, int64_t bytes, uint32_t rank = ep_rank) {
     EpMbarrier &b = ep_mbarriers[rank][bar / 8];
     std::lock_guard<std::mutex> hold(b.lock);
     if (b.pending < arrivals) ep_die("more arrivals than an mbarrier counts");
-    b.pending -= arrivals, b.bytes += bytes;
+    b.pending -= arrivals;
+    b.bytes += bytes;
     b.settle();
 }
 EP_PTX void ep_mbar_arrive(uint32_t bar) { ep_mbar_change(bar, 1, 0); }
@@ -85,14 +90,16 @@ EP_PTX void ep_mbar_arrive_at(uint32_t bar, uint32_t rank) { ep_mbar_change(bar,
 EP_PTX void ep_mbar_arrive_expect(uint32_t bar, uint32_t n) {
     EpMbarrier &b = ep_mbarriers[ep_rank][bar / 8];
     std::lock_guard<std::mutex> hold(b.lock);
-    b.bytes += n, b.pending--;
+    b.bytes += n;
+    b.pending--;
     b.settle();
 }
 EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
     EpMbarrier &b = ep_mbarriers[ep_rank][bar / 8];
     std::unique_lock<std::mutex> hold(b.lock);
     const std::chrono::nanoseconds limit(limit_ns);
-    if (!b.changed.wait_for(hold, limit, [&] { return (b.phase & 1) != parity; })) ep_die("an mbarrier's phase does not end");
+    if (!b.changed.wait_for(hold, limit, [&] { return (b.phase & 1) != parity; }))
+        ep_die("an mbarrier's phase does not end");
 }
 EP_PTX void ep_fence_mbar_init(void) {}
 EP_PTX void ep_fence_proxy_async_shared(void) {}
@@ -102,7 +109,8 @@ template <int N> EP_PTX void ep_setmaxnreg_dec(void) {}
 /* ---- bulk tensor copies ---- */
 
 /* Walk a box; f(element or NULL where the tensor has none, address in shared memory). */
-template <typename F> static void ep_box(const EpTensorMap *m, uint32_t smem, const int64_t (&at)[5], uint32_t num_dims, F f) {
+template <typename F> static void ep_box(const EpTensorMap *m, uint32_t smem, const int64_t (&at)[5],
+                                         uint32_t num_dims, F f) {
     uint32_t i[5] = {0}, n = 0, total = 1;
     if (m->num_dims != num_dims) ep_die("a tensor map of another rank");
     if (m->box[0] != 64 || smem % 1024) ep_die("not a swizzled box");
@@ -121,28 +129,33 @@ template <typename F> static void ep_box(const EpTensorMap *m, uint32_t smem, co
         for (uint32_t d = 0; d < num_dims && ++i[d] == m->box[d]; d++) i[d] = 0;
     }
 }
-static void ep_load_box(uint32_t dst, const EpTensorMap *map, uint32_t bar, const int64_t (&at)[5], uint32_t num_dims,
-                        uint32_t rank = ep_rank) {
+static void ep_load_box(uint32_t dst, const EpTensorMap *map, uint32_t bar, const int64_t (&at)[5],
+                        uint32_t num_dims, uint32_t rank = ep_rank) {
     int64_t num_bytes = 0;
     ep_box(map, dst, at, num_dims, [&](const uint16_t *p, uint32_t to) {
         const uint16_t v = p ? *p : 0;
-        memcpy(ep_at(to, 2, rank), &v, 2), num_bytes += 2;
+        memcpy(ep_at(to, 2, rank), &v, 2);
+        num_bytes += 2;
     });
     ep_mbar_change(bar, 0, -num_bytes, rank);
 }
 EP_PTX void ep_tma_prefetch(const EpTensorMap *) {}
-template <bool BOTH> static void ep_load(uint32_t dst, const EpTensorMap *map, uint32_t bar, const int64_t (&at)[5], uint32_t num_dims) {
+template <bool BOTH> static void ep_load(uint32_t dst, const EpTensorMap *map, uint32_t bar,
+                                         const int64_t (&at)[5], uint32_t num_dims) {
     for (uint32_t r = 0; r < 2; r++)
         if (BOTH || r == ep_rank) ep_load_box(dst, map, bar, at, num_dims, r);
 }
-template <bool BOTH> EP_PTX void ep_tma_load_2d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y) {
+template <bool BOTH> EP_PTX void ep_tma_load_2d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x,
+                                                int32_t y) {
     ep_load<BOTH>(dst, map, bar, {x, y, 0, 0, 0}, 2);
 }
-template <bool BOTH> EP_PTX void ep_tma_load_3d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z) {
+template <bool BOTH> EP_PTX void ep_tma_load_3d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x,
+                                                int32_t y, int32_t z) {
     ep_load<BOTH>(dst, map, bar, {x, y, z, 0, 0}, 3);
 }
 template <bool BOTH>
-EP_PTX void ep_tma_load_5d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y, int32_t z, int32_t u, int32_t v) {
+EP_PTX void ep_tma_load_5d(uint32_t dst, const EpTensorMap *map, uint32_t bar, int32_t x, int32_t y,
+                           int32_t z, int32_t u, int32_t v) {
     ep_load<BOTH>(dst, map, bar, {x, y, z, u, v}, 5);
 }
 
@@ -155,7 +168,8 @@ EP_PTX void ep_stmatrix_x4(uint32_t dst, uint32_t r0, uint32_t r1, uint32_t r2, 
     __atomic_store_n(&of_lane[lane], dst, __ATOMIC_RELAXED);
     ep_aligned();
     for (uint32_t i = 0; i < 4; i++)
-        memcpy(ep_at(__atomic_load_n(&of_lane[8 * i + lane / 4], __ATOMIC_RELAXED) + lane % 4 * 4, 4), &r[i], 4);
+        memcpy(ep_at(__atomic_load_n(&of_lane[8 * i + lane / 4], __ATOMIC_RELAXED) + lane % 4 * 4, 4), &r[i],
+               4);
     ep_aligned();
 }
 EP_PTX uint4 ep_ld_shared(uint32_t src) {
@@ -195,21 +209,27 @@ static float ep_widen(uint16_t bits, bool f16) {
     __half h;
     const uint32_t u = (uint32_t)bits << 16;
     float f;
-    memcpy((void *)&h, &bits, 2), memcpy(&f, &u, 4);
+    memcpy((void *)&h, &bits, 2);
+    memcpy(&f, &u, 4);
     return f16 ? __half2float(h) : f;
 }
-template <bool F16> EP_PTX uint32_t ep_pack(float lo, float hi) { return ep_round(lo, F16) | (uint32_t)ep_round(hi, F16) << 16; }
+template <bool F16> EP_PTX uint32_t ep_pack(float lo, float hi) {
+    return ep_round(lo, F16) | (uint32_t)ep_round(hi, F16) << 16;
+}
 
 /* ---- wgmma ---- */
 
 EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
-    return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 | 1ull << 62;
+    return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
+           1ull << 62;
 }
 /* Number `k` of the contraction (of 16) of row `mn` of a described tile. */
 static float ep_operand(uint64_t desc, uint32_t mn, uint32_t k, bool trans, bool f16) {
-    const uint32_t start = (uint32_t)(desc & 0x3fff) << 4, lead = (uint32_t)(desc >> 16 & 0x3fff) << 4,
-                   stride = (uint32_t)(desc >> 32 & 0x3fff) << 4;
-    const uint32_t off = trans ? mn / 64 * lead + mn % 64 * 2 + k / 8 * stride + k % 8 * 128 : mn / 8 * stride + mn % 8 * 128 + k * 2;
+    const uint32_t start = (uint32_t)(desc & 0x3fff) << 4;
+    const uint32_t lead = (uint32_t)(desc >> 16 & 0x3fff) << 4;
+    const uint32_t stride = (uint32_t)(desc >> 32 & 0x3fff) << 4;
+    const uint32_t off = trans ? mn / 64 * lead + mn % 64 * 2 + k / 8 * stride + k % 8 * 128
+                               : mn / 8 * stride + mn % 8 * 128 + k * 2;
     uint16_t bits;
     memcpy(&bits, ep_at(ep_swizzle(start + off), 2), 2);
     return ep_widen(bits, f16);
@@ -224,13 +244,15 @@ static thread_local std::deque<std::vector<EpProduct>> ep_groups(1);
 static void ep_carry_out(const EpProduct &p) {
     const uint32_t lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
     float a[2][16];
-    for (uint32_t i = 0; i < 32; i++) a[i / 16][i % 16] = ep_operand(p.a, row + 8 * (i / 16), i % 16, p.trans_a, p.f16);
+    for (uint32_t i = 0; i < 32; i++)
+        a[i / 16][i % 16] = ep_operand(p.a, row + 8 * (i / 16), i % 16, p.trans_a, p.f16);
     for (uint32_t i = 0; i < p.n / 4; i++) {
         const uint32_t col = i / 2 * 8 + lane % 4 * 2 + i % 2;
         float sum[2] = {0, 0};
         for (uint32_t k = 0; k < 16; k++) {
             const float b = ep_operand(p.b, col, k, p.trans_b, p.f16);
-            sum[0] += a[0][k] * b, sum[1] += a[1][k] * b;
+            sum[0] += a[0][k] * b;
+            sum[1] += a[1][k] * b;
         }
         for (uint32_t r = 0; r < 2; r++) {
             float *d = &p.d[i / 2 * 4 + r * 2 + i % 2];
@@ -246,7 +268,8 @@ template <int N> EP_PTX void ep_wgmma_wait(void) {
     ep_aligned();
 }
 template <int N> EP_PTX void ep_wgmma_keep_order(float (&)[N]) {}
-template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
+template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a,
+                                                                          uint64_t b, uint32_t add) {
     ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0});
 }
 

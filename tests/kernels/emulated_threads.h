@@ -39,8 +39,11 @@ struct EpBarrier {
             return;
         }
         const struct timespec minute = {60, 0};
-        while (__atomic_load_n(&word, ORDER == __ATOMIC_ACQ_REL ? __ATOMIC_ACQUIRE : __ATOMIC_RELAXED) >> 32 == old >> 32)
-            if (syscall(SYS_futex, turn, FUTEX_WAIT_PRIVATE, (uint32_t)(old >> 32), &minute, NULL, 0) && errno == ETIMEDOUT)
+        while (__atomic_load_n(&word, ORDER == __ATOMIC_ACQ_REL ? __ATOMIC_ACQUIRE : __ATOMIC_RELAXED) >>
+                   32 ==
+               old >> 32)
+            if (syscall(SYS_futex, turn, FUTEX_WAIT_PRIVATE, (uint32_t)(old >> 32), &minute, NULL, 0) &&
+                errno == ETIMEDOUT)
                 ep_die("a barrier is not complete after a minute");
     }
 };

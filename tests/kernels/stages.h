@@ -87,7 +87,8 @@ struct Problem {
 
     Out make_out(uint32_t r) const {
         const Rank &k = rank[r];
-        const uint64_t words = ep_plan_layout(&c->shape, k.num_tokens).num_words, pairs = (uint64_t)k.num_tokens * c->shape.num_topk;
+        const uint64_t words = ep_plan_layout(&c->shape, k.num_tokens).num_words;
+        const uint64_t pairs = (uint64_t)k.num_tokens * c->shape.num_topk;
         return {(int32_t *)shared(4 * words),
                 (int32_t *)poisoned(4 * recv_words),
                 (unsigned char *)poisoned(k.num_rows * layout.row_bytes),
@@ -100,39 +101,58 @@ struct Problem {
         recv_words = (uint64_t)s.num_ranks * s.max_tokens * (1 + s.num_topk);
         for (uint32_t r = 0; r < s.num_ranks; r++) {
             Rank &k = rank[r];
-            const uint64_t T = c->num_tokens[r], K = s.num_topk, size = ep_dtype_bytes(s.dtype), row_bytes = layout.row_bytes;
-            k.num_tokens = (uint32_t)T, k.num_rows = s.capacity;
-            k.idx = (int64_t *)shared(8 * T * K * ROUNDS), k.x = (unsigned char *)shared(T * row_bytes);
+            const uint64_t T = c->num_tokens[r];
+            const uint64_t K = s.num_topk;
+            const uint64_t size = ep_dtype_bytes(s.dtype);
+            const uint64_t row_bytes = layout.row_bytes;
+            k.num_tokens = (uint32_t)T;
+            k.num_rows = s.capacity;
+            k.idx = (int64_t *)shared(8 * T * K * ROUNDS);
+            k.x = (unsigned char *)shared(T * row_bytes);
             k.every_x = (unsigned char *)shared(T * row_bytes);
-            k.y = (unsigned char *)shared(s.capacity * row_bytes), k.weight = (float *)shared(4 * T * K);
-            k.scalar = (float *)shared(4ull * s.capacity), k.row_weight_in = (float *)shared(4ull * s.capacity);
+            k.y = (unsigned char *)shared(s.capacity * row_bytes);
+            k.weight = (float *)shared(4 * T * K);
+            k.scalar = (float *)shared(4ull * s.capacity);
+            k.row_weight_in = (float *)shared(4ull * s.capacity);
             for (uint64_t i = 0; i < T * K * ROUNDS; i++)
                 k.idx[i] = below(8) < c->drops ? -1 : (int64_t)below(below(2) ? s.num_experts : 2);
             if (c->bad_index == (int)r) k.idx[T * K / 2] = s.num_experts + 7;
             fill(k.x, T / c->num_copies * row_bytes);
-            for (uint64_t t = 0; t < T; t++) memcpy(k.every_x + t * row_bytes, k.x + t / c->num_copies * row_bytes, row_bytes);
+            for (uint64_t t = 0; t < T; t++)
+                memcpy(k.every_x + t * row_bytes, k.x + t / c->num_copies * row_bytes, row_bytes);
             fill_numbers(k.y, s.capacity * row_bytes / size, s.dtype);
-            fill_numbers((unsigned char *)k.weight, T * K, EP_F32), fill_numbers((unsigned char *)k.scalar, s.capacity, EP_F32);
+            fill_numbers((unsigned char *)k.weight, T * K, EP_F32);
+            fill_numbers((unsigned char *)k.scalar, s.capacity, EP_F32);
             fill_numbers((unsigned char *)k.row_weight_in, s.capacity, EP_F32);
         }
         for (Buffers *b : {&cpu, &gpu})
             for (uint32_t r = 0; r < s.num_ranks; r++) {
-                b->heap[r] = (unsigned char *)shared(layout.num_bytes), b->host[r] = (EpHostWords *)shared(sizeof(EpHostWords));
+                b->heap[r] = (unsigned char *)shared(layout.num_bytes);
+                b->host[r] = (EpHostWords *)shared(sizeof(EpHostWords));
                 for (uint32_t i = 0; i < ROUNDS; i++) b->out[r][i] = make_out(r);
             }
     }
     EpComm comm(const Buffers &b, uint32_t r) const {
         EpComm m = {};
-        m.shape = c->shape, m.layout = layout, m.my_rank = r, m.host = b.host[r], m.timeout_ns = 20000000000ull;
+        m.shape = c->shape;
+        m.layout = layout;
+        m.my_rank = r;
+        m.host = b.host[r];
+        m.timeout_ns = 20000000000ull;
         for (uint32_t i = 0; i < c->shape.num_ranks; i++) m.base[i] = b.heap[i];
         return m;
     }
     EpPlanParams plan(const Buffers &b, uint32_t r, uint32_t round) const {
         const Rank &k = rank[r];
         EpPlanParams p = {};
-        p.comm = comm(b, r), p.layout = ep_plan_layout(&c->shape, k.num_tokens), p.plan = b.out[r][round].plan;
-        p.exp_indices = k.idx + (uint64_t)round * k.num_tokens * c->shape.num_topk, p.index_bytes = 8;
-        p.num_tokens = k.num_tokens, p.sort_slots = c->sorts, p.ticket = round + 1;
+        p.comm = comm(b, r);
+        p.layout = ep_plan_layout(&c->shape, k.num_tokens);
+        p.plan = b.out[r][round].plan;
+        p.exp_indices = k.idx + (uint64_t)round * k.num_tokens * c->shape.num_topk;
+        p.index_bytes = 8;
+        p.num_tokens = k.num_tokens;
+        p.sort_slots = c->sorts;
+        p.ticket = round + 1;
         return p;
     }
     EpDispatchParams dispatch(const Buffers &b, uint32_t r, uint32_t round) const {
@@ -140,20 +160,39 @@ struct Problem {
         const Out &o = b.out[r][round];
         const bool fewer = c->short_rows == (int)r && o.plan[EP_HEAD_NUM_ROWS] > 0;
         EpDispatchParams p = {};
-        p.comm = comm(b, r), p.layout = ep_plan_layout(&c->shape, k.num_tokens), p.plan = o.plan, p.recv = o.recv;
-        p.x = k.every_x, p.rows = o.rows, p.num_copies = 1;
+        p.comm = comm(b, r);
+        p.layout = ep_plan_layout(&c->shape, k.num_tokens);
+        p.plan = o.plan;
+        p.recv = o.recv;
+        p.x = k.every_x;
+        p.rows = o.rows;
+        p.num_copies = 1;
         p.num_rows = fewer ? (uint32_t)o.plan[EP_HEAD_NUM_ROWS] - 1 : k.num_rows;
-        if (c->weighted) p.weight = k.weight, p.row_weight = o.row_weight, p.has_weight = 1;
+        if (c->weighted) {
+            p.weight = k.weight;
+            p.row_weight = o.row_weight;
+            p.has_weight = 1;
+        }
         return p;
     }
     EpCombineParams combine(const Buffers &b, uint32_t r, uint32_t round) const {
         const Rank &k = rank[r];
         const Out &o = b.out[r][round];
         EpCombineParams p = {};
-        p.comm = comm(b, r), p.layout = ep_plan_layout(&c->shape, k.num_tokens), p.plan = o.plan, p.recv = o.recv;
-        p.rows = k.y, p.num_rows = k.num_rows, p.out = o.sums;
-        p.row_scalar = k.scalar, p.out_scalar = o.scalars, p.has_scalar = 1;
-        if (c->weighted) p.row_weight = k.row_weight_in, p.has_weight = 1;
+        p.comm = comm(b, r);
+        p.layout = ep_plan_layout(&c->shape, k.num_tokens);
+        p.plan = o.plan;
+        p.recv = o.recv;
+        p.rows = k.y;
+        p.num_rows = k.num_rows;
+        p.out = o.sums;
+        p.row_scalar = k.scalar;
+        p.out_scalar = o.scalars;
+        p.has_scalar = 1;
+        if (c->weighted) {
+            p.row_weight = k.row_weight_in;
+            p.has_weight = 1;
+        }
         return p;
     }
 };
@@ -177,7 +216,8 @@ static void run_cpu(const Problem &q, uint32_t num_rounds) {
 /* A process for each block of each rank: kernels[k] launches one of its kernels, and a rank's blocks begin a
  * kernel when all have ended the one before.  False: a block did not end well. */
 typedef std::function<int(uint32_t rank, uint32_t round)> Kernel;
-template <size_t N> static bool run_blocks(const Problem &q, uint32_t num_rounds, const Kernel (&kernels)[N]) {
+template <size_t N> static bool run_blocks(const Problem &q, uint32_t num_rounds,
+                                           const Kernel (&kernels)[N]) {
     const uint32_t W = q.c->shape.num_ranks;
     pthread_barrier_t *stream = (pthread_barrier_t *)shared(W * sizeof *stream);
     pthread_barrierattr_t across;
@@ -213,11 +253,12 @@ template <size_t N> static bool run_blocks(const Problem &q, uint32_t num_rounds
     return ok;
 }
 
-static bool same(const char *what, uint32_t r, uint32_t round, const void *a, const void *b, uint64_t num_bytes) {
+static bool same(const char *what, uint32_t r, uint32_t round, const void *a, const void *b,
+                 uint64_t num_bytes) {
     for (uint64_t i = 0; i < num_bytes; i++)
         if (((const unsigned char *)a)[i] != ((const unsigned char *)b)[i]) {
-            printf("  rank %u round %u: %s differs from byte %llu of %llu on\n", r, round, what, (unsigned long long)i,
-                   (unsigned long long)num_bytes);
+            printf("  rank %u round %u: %s differs from byte %llu of %llu on\n", r, round, what,
+                   (unsigned long long)i, (unsigned long long)num_bytes);
             return false;
         }
     return true;
@@ -230,11 +271,15 @@ static bool same_plan(const Problem &q, uint32_t r, uint32_t round, bool *made) 
     const EpPlanLayout l = ep_plan_layout(&c->shape, c->num_tokens[r]);
     const uint64_t tiles = 4ull * (uint32_t)a.plan[EP_HEAD_NUM_TILES];
     *made = !a.plan[EP_HEAD_STATUS] && !b.plan[EP_HEAD_STATUS];
-    if (!*made) return same("the plan's head", r, round, a.plan, b.plan, 4 * EP_HEAD_WORDS); /* the rest means nothing */
+    if (!*made)
+        return same("the plan's head", r, round, a.plan, b.plan,
+                    4 * EP_HEAD_WORDS); /* the rest means nothing */
     bool ok = same("the plan", r, round, a.plan, b.plan, 4 * l.send_token_off);
     for (uint32_t w = 0; w < c->shape.num_ranks; w++) { /* behind the slots in use nothing is written */
         const uint64_t from = l.send_token_off + (uint64_t)w * c->num_tokens[r];
-        ok = same("send tokens", r, round, a.plan + from, b.plan + from, 4ull * (uint32_t)a.plan[EP_HEAD_NUM_SEND + w]) && ok;
+        ok = same("send tokens", r, round, a.plan + from, b.plan + from,
+                  4ull * (uint32_t)a.plan[EP_HEAD_NUM_SEND + w]) &&
+             ok;
     }
     return same("the tiles", r, round, a.plan + l.tile_expert_off, b.plan + l.tile_expert_off, tiles) &&
            same("the tiles' rows", r, round, a.plan + l.tile_row_off, b.plan + l.tile_row_off, tiles) && ok;

@@ -9,16 +9,25 @@
 #include "kernels/dispatch.cuh"
 
 typedef EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo LargeFifo;
-enum { COMM_WARPS = 3, ROW_WARPS = 2, PIECES = 3, FIFO_BYTES = COMM_WARPS * EpFusedFifo::BYTES + ROW_WARPS * LargeFifo::BYTES };
+enum {
+    COMM_WARPS = 3,
+    ROW_WARPS = 2,
+    PIECES = 3,
+    FIFO_BYTES = COMM_WARPS * EpFusedFifo::BYTES + ROW_WARPS * LargeFifo::BYTES
+};
 static_assert(COMM_WARPS + ROW_WARPS < EP_MAX_WARPS, "warps that the emulation has");
 
 /* Who does what in a round. */
 struct Way {
     uint32_t num_move, num_tail, num_reduce; /* blocks, as in fused.h */
-    bool moves, rests, is_serial;            /* combine: movers take part, makers do when they have made all; see fused.h */
+    bool moves;
+    bool rests;
+    bool is_serial; /* combine: movers take part, makers do when they have made all; see fused.h */
 };
-static const Way ways[ROUNDS] = {
-    {2, 0, 2, true, false, false}, {1, 0, 1, false, true, false}, {2, 1, 1, true, true, false}, {1, 0, 2, true, true, true}};
+static const Way ways[ROUNDS] = {{2, 0, 2, true, false, false},
+                                 {1, 0, 1, false, true, false},
+                                 {2, 1, 1, true, true, false},
+                                 {1, 0, 2, true, true, true}};
 
 struct DispatchRunParams {
     EpDispatchParams d;
@@ -39,8 +48,8 @@ struct SharedEpoch {
     operator uint64_t() const { return shared_epoch; }
 };
 
-static bool enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens, uint32_t num_rows,
-                  uint32_t has_weight) {
+static bool enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens,
+                  uint32_t num_rows, uint32_t has_weight) {
     const uint64_t epoch = ep_begin(c);
     const bool ok = epoch && ep_cta_enter(c, op, plan, recv, num_tokens, num_rows, has_weight, 0, epoch);
     if (threadIdx.x == 0) shared_epoch = epoch;
@@ -49,13 +58,18 @@ static bool enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32
 }
 static void leave(const EpComm *c, uint64_t *ready) {
     if (ep_cta_leave(c, SharedEpoch()) == EP_LEFT) return;
-    for (uint32_t b = threadIdx.x; b < c->layout.num_row_blocks; b += blockDim.x) ready[b] = *ep_ready_word(c, b), *ep_ready_word(c, b) = 0;
+    for (uint32_t b = threadIdx.x; b < c->layout.num_row_blocks; b += blockDim.x) {
+        ready[b] = *ep_ready_word(c, b);
+        *ep_ready_word(c, b) = 0;
+    }
 }
 
 /* Read what this rank has published at a peer, as that does: here ThreadSanitizer sees whether all of it was. */
-static void check_published(const EpComm *c, uint32_t op, uint32_t r, uint32_t slot, const unsigned char *at, uint64_t num_bytes) {
+static void check_published(const EpComm *c, uint32_t op, uint32_t r, uint32_t slot, const unsigned char *at,
+                            uint64_t num_bytes) {
     const EpFaultRecord f = {0, 0, op, r, EP_WORD_FLAG, 0, 0, SharedEpoch(), 0, 0};
-    if (!ep_wait_u64(c, ep_flag(c, r, c->my_rank, slot / EP_CHUNK_SLOTS), EP_CMP_EQ, SharedEpoch(), &f)) return;
+    if (!ep_wait_u64(c, ep_flag(c, r, c->my_rank, slot / EP_CHUNK_SLOTS), EP_CMP_EQ, SharedEpoch(), &f))
+        return;
     for (uint64_t i = 0; i < num_bytes; i++) (void)((const volatile unsigned char *)at)[i];
 }
 
@@ -81,9 +95,12 @@ static void check_sent(const EpDispatchParams &d) {
 static void dispatch_run(DispatchRunParams p) {
     const EpDispatchParams &d = p.d;
     const uint32_t warp = threadIdx.x / 32;
-    const bool ok = enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows, d.has_weight);
+    const bool ok =
+        enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows, d.has_weight);
     if (ok && warp < COMM_WARPS && blockIdx.x < p.way.num_move) {
-        const EpMoveWhat what = p.way.num_tail == 0 ? EP_MOVE_ALL : blockIdx.x < p.way.num_tail ? EP_MOVE_RECEIVES : EP_MOVE_SENDS;
+        const EpMoveWhat what = p.way.num_tail == 0           ? EP_MOVE_ALL
+                                : blockIdx.x < p.way.num_tail ? EP_MOVE_RECEIVES
+                                                              : EP_MOVE_SENDS;
         move_tokens<true>(d, EP_OP_DISPATCH_GEMM, SharedEpoch(), what, warp * EpFusedFifo::BYTES);
     }
     if (ok && threadIdx.x == 32 * COMM_WARPS) read_rows(p);
@@ -101,19 +118,25 @@ static void make_rows(const CombineRunParams &p) {
     const uint32_t m = num_staged_rows(p.k), num_vec = (uint32_t)(c->layout.row_bytes / 16), lane = ep_lane();
     for (uint64_t n; m && (n = ep_queue_pop(&ep_local(c)->queue_tiles)) < num_groups(m) * PIECES;) {
         const uint32_t piece = p.order[n] % PIECES, group = p.order[n] / PIECES;
-        const uint32_t row = group ? 16 * group - 5 : 0, end = 16 * group + 11 < m ? 16 * group + 11 : m, num_rows = end - row;
+        const uint32_t row = group ? 16 * group - 5 : 0;
+        const uint32_t end = 16 * group + 11 < m ? 16 * group + 11 : m;
+        const uint32_t num_rows = end - row;
         const uint32_t first = num_vec * piece / PIECES, last = num_vec * (piece + 1) / PIECES;
         const struct timespec nap = {0, (long)(p.order[n] * 2654435761u % 400000)};
         nanosleep(&nap, NULL);
         for (uint32_t r = row; r < end; r++)
             for (uint32_t v = first + lane; v < last; v += 32)
-                ((uint4 *)p.k.rows)[(uint64_t)r * num_vec + v] = ((const uint4 *)p.product)[(uint64_t)r * num_vec + v];
+                ((uint4 *)p.k.rows)[(uint64_t)r * num_vec + v] =
+                    ((const uint4 *)p.product)[(uint64_t)r * num_vec + v];
         /* From here on as EpCombineHooks::count. */
-        const uint32_t block = row / EP_TILE_ROWS, left = (block + 1) * EP_TILE_ROWS - row, in_first = num_rows < left ? num_rows : left;
+        const uint32_t block = row / EP_TILE_ROWS;
+        const uint32_t left = (block + 1) * EP_TILE_ROWS - row;
+        const uint32_t in_first = num_rows < left ? num_rows : left;
         __syncwarp();
         ep_fence_acq_rel_gpu();
         if (lane == 0) ep_red_add_relaxed_gpu(ep_ready_word(c, block), in_first);
-        if (lane == 1 && num_rows > in_first) ep_red_add_relaxed_gpu(ep_ready_word(c, block + 1), num_rows - in_first);
+        if (lane == 1 && num_rows > in_first)
+            ep_red_add_relaxed_gpu(ep_ready_word(c, block + 1), num_rows - in_first);
     }
 }
 template <int DTYPE, bool HAS_SMEM> static void combine(const CombineRunParams &p, uint32_t fifo) {
@@ -128,10 +151,12 @@ static void check_returned(const EpCombineParams &k) {
         for (uint32_t i = 0; i < (uint32_t)k.plan[EP_HEAD_NUM_RECV + r]; i++) {
             const int32_t *slot = k.recv + ((uint64_t)r * c->shape.max_tokens + i) * (1 + K);
             if (mode == EP_COMBINE_LOCAL)
-                check_published(c, EP_OP_GEMM_COMBINE, r, i, ep_slot_at(c, r, c->my_rank, i), c->layout.row_bytes);
+                check_published(c, EP_OP_GEMM_COMBINE, r, i, ep_slot_at(c, r, c->my_rank, i),
+                                c->layout.row_bytes);
             for (uint32_t j = 0; mode == EP_COMBINE_SCATTER && j < K; j++)
                 if (slot[1 + j] >= 0)
-                    check_published(c, EP_OP_GEMM_COMBINE, r, i, ep_choice_at(c, r, (uint32_t)slot[0] * K + j), c->layout.row_bytes + 8);
+                    check_published(c, EP_OP_GEMM_COMBINE, r, i,
+                                    ep_choice_at(c, r, (uint32_t)slot[0] * K + j), c->layout.row_bytes + 8);
         }
 }
 template <int DTYPE> static void combine_run(CombineRunParams p) {
@@ -141,7 +166,9 @@ template <int DTYPE> static void combine_run(CombineRunParams p) {
         if (warp < COMM_WARPS && p.way.moves) combine<DTYPE, false>(p, warp * EpFusedFifo::BYTES);
         if (warp >= COMM_WARPS && warp < COMM_WARPS + ROW_WARPS) {
             make_rows(p);
-            if (p.way.rests) combine<DTYPE, true>(p, COMM_WARPS * EpFusedFifo::BYTES + (warp - COMM_WARPS) * LargeFifo::BYTES);
+            if (p.way.rests)
+                combine<DTYPE, true>(p, COMM_WARPS * EpFusedFifo::BYTES +
+                                            (warp - COMM_WARPS) * LargeFifo::BYTES);
         }
         if (threadIdx.x == 32 * (COMM_WARPS + ROW_WARPS)) check_returned(k);
     }
@@ -157,23 +184,25 @@ struct Fused {
     uint64_t *ready[2];
 };
 
-static bool is_ready(const char *what, const Problem &q, uint32_t r, uint32_t round, const uint64_t *ready, uint32_t pieces) {
+static bool is_ready(const char *what, const Problem &q, uint32_t r, uint32_t round, const uint64_t *ready,
+                     uint32_t pieces) {
     const uint32_t num_rows = (uint32_t)q.cpu.out[r][round].plan[EP_HEAD_NUM_ROWS];
     bool ok = true;
     for (uint32_t b = 0; b < q.layout.num_row_blocks; b++) {
         const uint64_t want = b * EP_TILE_ROWS < num_rows ? ep_ready_count(b, num_rows, pieces) : 0;
         if (ready[b] == want) continue;
-        printf("  rank %u round %u: the count of %s of block %u is %llu, not %llu\n", r, round, what, b, (unsigned long long)ready[b],
-               (unsigned long long)want);
+        printf("  rank %u round %u: the count of %s of block %u is %llu, not %llu\n", r, round, what, b,
+               (unsigned long long)ready[b], (unsigned long long)want);
         ok = false;
     }
     return ok;
 }
-static bool untouched(const char *what, uint32_t r, uint32_t round, const void *at, uint64_t from, uint64_t num_bytes) {
+static bool untouched(const char *what, uint32_t r, uint32_t round, const void *at, uint64_t from,
+                      uint64_t num_bytes) {
     for (uint64_t i = from; i < num_bytes; i++)
         if (((const unsigned char *)at)[i] != 0xee) {
-            printf("  rank %u round %u: %s was written at byte %llu of %llu\n", r, round, what, (unsigned long long)i,
-                   (unsigned long long)num_bytes);
+            printf("  rank %u round %u: %s was written at byte %llu of %llu\n", r, round, what,
+                   (unsigned long long)i, (unsigned long long)num_bytes);
             return false;
         }
     return true;
@@ -182,7 +211,9 @@ static bool untouched(const char *what, uint32_t r, uint32_t round, const void *
 static bool check_round(const Problem &q, const Fused &f, uint32_t r, uint32_t i) {
     const Case *c = q.c;
     const Out &a = q.cpu.out[r][i], &b = q.gpu.out[r][i];
-    const uint64_t row_bytes = q.layout.row_bytes, m = (uint32_t)a.plan[EP_HEAD_NUM_ROWS], room = q.rank[r].num_rows;
+    const uint64_t row_bytes = q.layout.row_bytes;
+    const uint64_t m = (uint32_t)a.plan[EP_HEAD_NUM_ROWS];
+    const uint64_t room = q.rank[r].num_rows;
     bool made, ok = same_plan(q, r, i, &made);
     if (!made) puts("  a case without a plan");
     ok = same("recv", r, i, a.recv, b.recv, 4 * q.recv_words) && ok && made;
@@ -190,7 +221,9 @@ static bool check_round(const Problem &q, const Fused &f, uint32_t r, uint32_t i
     ok = untouched("the room behind the rows", r, i, b.rows, m * row_bytes, room * row_bytes) && ok;
     ok = same("what was read of the rows", r, i, a.rows, f.read, m * row_bytes) && ok;
     if (c->weighted) ok = same("the row weights", r, i, a.row_weight, b.row_weight, 4 * m) && ok;
-    ok = untouched("the room behind the row weights", r, i, b.row_weight, c->weighted ? 4 * m : 0, 4 * room) && ok;
+    ok =
+        untouched("the room behind the row weights", r, i, b.row_weight, c->weighted ? 4 * m : 0, 4 * room) &&
+        ok;
     ok = is_ready("rows placed", q, r, i, f.ready[0], 1) && ok;
     ok = same("the sums", r, i, a.sums, b.sums, c->num_tokens[r] * row_bytes) && ok;
     ok = is_ready("rows made", q, r, i, f.ready[1], PIECES) && ok;
@@ -217,16 +250,19 @@ static bool check(const Case *c) {
     run_cpu(q, ROUNDS);
     for (uint32_t r = 0; r < c->shape.num_ranks; r++)
         for (Fused &f : fused[r]) {
-            const uint32_t m = (uint32_t)q.cpu.out[r][&f - fused[r]].plan[EP_HEAD_NUM_ROWS], num = num_groups(m) * PIECES;
+            const uint32_t m = (uint32_t)q.cpu.out[r][&f - fused[r]].plan[EP_HEAD_NUM_ROWS];
+            const uint32_t num = num_groups(m) * PIECES;
             const uint64_t num_bytes = q.rank[r].num_rows * q.layout.row_bytes;
-            f.read = (unsigned char *)poisoned(num_bytes), f.order = (uint32_t *)shared(4 * num);
+            f.read = (unsigned char *)poisoned(num_bytes);
+            f.order = (uint32_t *)shared(4 * num);
             f.made = (unsigned char *)memset(shared(num_bytes), EP_FILL_NAN, num_bytes);
             for (uint64_t *&ready : f.ready) ready = (uint64_t *)poisoned(8 * q.layout.num_row_blocks);
             fill_order(f.order, num, (&f - fused[r]) % 2 == 0);
         }
     const auto way_of = [](uint32_t round) {
         Way w = ways[round];
-        w.num_move = w.num_move < num_sm ? w.num_move : num_sm, w.num_tail = w.num_tail < w.num_move ? w.num_tail : 0;
+        w.num_move = w.num_move < num_sm ? w.num_move : num_sm;
+        w.num_tail = w.num_tail < w.num_move ? w.num_tail : 0;
         return w;
     };
     const Kernel kernels[] = {
@@ -236,21 +272,29 @@ static bool check(const Case *c) {
             return 0;
         },
         [&](uint32_t r, uint32_t i) {
-            DispatchRunParams p = {q.dispatch(q.gpu, r, i), way_of(i), fused[r][i].read, fused[r][i].ready[0]};
-            p.d.x = q.rank[r].x, p.d.num_copies = c->num_copies;
+            DispatchRunParams p = {q.dispatch(q.gpu, r, i), way_of(i), fused[r][i].read,
+                                   fused[r][i].ready[0]};
+            p.d.x = q.rank[r].x;
+            p.d.num_copies = c->num_copies;
             return (int)ep_launch_resident(dispatch_run, num_sm, COMM_WARPS + 1, FIFO_BYTES, NULL, p);
         },
         [&](uint32_t r, uint32_t i) {
             const Fused &f = fused[r][i];
             CombineRunParams p = {q.combine(q.gpu, r, i), way_of(i), q.rank[r].y, f.order, f.ready[1]};
-            p.k.rows = f.made, p.k.row_pieces = PIECES, p.k.has_scalar = 0, p.k.row_scalar = NULL, p.k.out_scalar = NULL;
+            p.k.rows = f.made;
+            p.k.row_pieces = PIECES;
+            p.k.has_scalar = 0;
+            p.k.row_scalar = NULL;
+            p.k.out_scalar = NULL;
             const auto kernel = c->shape.dtype == EP_F16 ? combine_run<EP_F16> : combine_run<EP_BF16>;
             return (int)ep_launch_resident(kernel, num_sm, COMM_WARPS + ROW_WARPS + 1, FIFO_BYTES, NULL, p);
         },
     };
     bool ok = run_blocks(q, ROUNDS, kernels);
     for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
-        ok = same("the fault record", r, 0, &q.cpu.host[r]->fault, &q.gpu.host[r]->fault, sizeof(EpFaultRecord)) && ok;
+        ok = same("the fault record", r, 0, &q.cpu.host[r]->fault, &q.gpu.host[r]->fault,
+                  sizeof(EpFaultRecord)) &&
+             ok;
         for (uint32_t i = 0; i < ROUNDS; i++) ok = check_round(q, fused[r][i], r, i) && ok;
     }
     printf("%-48s %s\n", c->name, ok ? "ok" : "WRONG");
@@ -263,14 +307,48 @@ int main(int argc, char **argv) {
     if (argc > 2) num_sm = (uint32_t)atoi(argv[2]);
     const Case cases[] = {
         /* shape: ranks, experts, topk, max tokens, hidden, dtype, form of combine, capacity */
-        {"pre-reduced, bfloat16, blocks of rows", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 1},
-        {"pre-reduced, float16, a rank without tokens", {3, 6, 3, 20, 136, EP_F16, EP_COMBINE_LOCAL, 200}, {13, 0, 20}, 1},
-        {"pre-reduced, float16, rows of 512 bytes and a bit", {2, 8, 4, 30, 520, EP_F16, EP_COMBINE_LOCAL, 240}, {30, 23}, 0},
-        {"pre-reduced, unweighted", {2, 6, 5, 22, 264, EP_BF16, EP_COMBINE_LOCAL, 240}, {22, 19}, 1, -1, -1, 2, 0},
-        {"pre-reduced, a rank of 32 choices, none dropped", {1, 64, 32, 11, 264, EP_BF16, EP_COMBINE_LOCAL, 352}, {11}, 1, -1, -1, 0},
-        {"pre-reduced, most choices dropped", {3, 6, 2, 37, 40, EP_BF16, EP_COMBINE_LOCAL, 222}, {37, 30, 9}, 1, -1, -1, 6},
+        {"pre-reduced, bfloat16, blocks of rows",
+         {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700},
+         {40, 37},
+         1},
+        {"pre-reduced, float16, a rank without tokens",
+         {3, 6, 3, 20, 136, EP_F16, EP_COMBINE_LOCAL, 200},
+         {13, 0, 20},
+         1},
+        {"pre-reduced, float16, rows of 512 bytes and a bit",
+         {2, 8, 4, 30, 520, EP_F16, EP_COMBINE_LOCAL, 240},
+         {30, 23},
+         0},
+        {"pre-reduced, unweighted",
+         {2, 6, 5, 22, 264, EP_BF16, EP_COMBINE_LOCAL, 240},
+         {22, 19},
+         1,
+         -1,
+         -1,
+         2,
+         0},
+        {"pre-reduced, a rank of 32 choices, none dropped",
+         {1, 64, 32, 11, 264, EP_BF16, EP_COMBINE_LOCAL, 352},
+         {11},
+         1,
+         -1,
+         -1,
+         0},
+        {"pre-reduced, most choices dropped",
+         {3, 6, 2, 37, 40, EP_BF16, EP_COMBINE_LOCAL, 222},
+         {37, 30, 9},
+         1,
+         -1,
+         -1,
+         6},
         {"pushed, bfloat16", {2, 4, 4, 25, 200, EP_BF16, EP_COMBINE_SCATTER, 200}, {25, 18}, 1},
-        {"pushed, float16, most choices dropped", {3, 6, 3, 21, 264, EP_F16, EP_COMBINE_SCATTER, 180}, {21, 0, 17}, 0, -1, -1, 6},
+        {"pushed, float16, most choices dropped",
+         {3, 6, 3, 21, 264, EP_F16, EP_COMBINE_SCATTER, 180},
+         {21, 0, 17},
+         0,
+         -1,
+         -1,
+         6},
         {"pushed, a row for three tokens of one choice",
          {2, 8, 1, 252, 48, EP_BF16, EP_COMBINE_SCATTER, 453},
          {252, 201},
@@ -281,9 +359,22 @@ int main(int argc, char **argv) {
          1,
          3},
         {"pulled, bfloat16", {2, 4, 2, 33, 200, EP_BF16, EP_COMBINE_GATHER, 140}, {33, 5}, 1},
-        {"pulled, float16, unweighted", {3, 6, 6, 15, 520, EP_F16, EP_COMBINE_GATHER, 270}, {15, 11, 14}, 1, -1, -1, 2, 0},
+        {"pulled, float16, unweighted",
+         {3, 6, 6, 15, 520, EP_F16, EP_COMBINE_GATHER, 270},
+         {15, 11, 14},
+         1,
+         -1,
+         -1,
+         2,
+         0},
         {"pulled, a rank of 32 choices", {1, 40, 32, 6, 264, EP_F16, EP_COMBINE_GATHER, 192}, {6}, 0},
-        {"pulled, all choices dropped", {2, 4, 2, 9, 24, EP_BF16, EP_COMBINE_GATHER, 36}, {9, 5}, 1, -1, -1, 8},
+        {"pulled, all choices dropped",
+         {2, 4, 2, 9, 24, EP_BF16, EP_COMBINE_GATHER, 36},
+         {9, 5},
+         1,
+         -1,
+         -1,
+         8},
     };
     bool ok = true;
     for (const Case &c : cases) ok = check(&c) && ok;

@@ -26,7 +26,10 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
     static constexpr bool FUSED = true;
     const EpGemmParams *p;
     const uint16_t *rows_to_come;
-    uint32_t *counts, *num_wrong, *num_at_rest; /* pieces of each row; calls that should not have been, and rows counted too early */
+    uint32_t *counts;
+    uint32_t *num_wrong;
+    uint32_t
+        *num_at_rest; /* pieces of each row; calls that should not have been, and rows counted too early */
     enum { IDLE, BEGUN, MULTIPLIES, WRITES, RESTS } state;
 
     void expect(bool right) {
@@ -34,26 +37,38 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
     }
     void comm(uint32_t) { expect(false); } /* nobody plays the movers here */
     void await_rows(const EpGemmTile &t) {
-        const uint64_t from = (uint64_t)t.row0 * p->k, num = (uint64_t)min(t.num_rows, (uint32_t)C::BM) * p->k;
-        for (uint64_t i = from; i < from + num; i++) __atomic_store_n((uint16_t *)p->a + i, rows_to_come[i], __ATOMIC_RELAXED);
+        const uint64_t from = (uint64_t)t.row0 * p->k;
+        const uint64_t num = (uint64_t)min(t.num_rows, (uint32_t)C::BM) * p->k;
+        for (uint64_t i = from; i < from + num; i++)
+            __atomic_store_n((uint16_t *)p->a + i, rows_to_come[i], __ATOMIC_RELAXED);
     }
     uint64_t tile_started() {
-        expect(state == IDLE), state = BEGUN;
+        expect(state == IDLE);
+        state = BEGUN;
         return 7;
     }
-    void mma_in_flight() { expect(state == BEGUN || state == MULTIPLIES), state = state == BEGUN ? MULTIPLIES : WRITES; }
+    void mma_in_flight() {
+        expect(state == BEGUN || state == MULTIPLIES);
+        state = state == BEGUN ? MULTIPLIES : WRITES;
+    }
     void tile_written(const EpGemmTile &t, uint32_t group, uint64_t begun) {
-        const uint32_t lane = threadIdx.x % 32, first = 64 * group + threadIdx.x / 32 % 4 * 16, out_cols = ep_gemm_out_cols(p);
-        const uint32_t col = C::GATED ? t.col0 / 2 : t.col0, last_col = min(out_cols, col + 8 * C::OUT_GROUPS);
-        expect(begun == 7 && state == (64 * group < t.num_rows ? WRITES : MULTIPLIES)), state = IDLE;
+        const uint32_t lane = threadIdx.x % 32;
+        const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16;
+        const uint32_t out_cols = ep_gemm_out_cols(p);
+        const uint32_t col = C::GATED ? t.col0 / 2 : t.col0;
+        const uint32_t last_col = min(out_cols, col + 8 * C::OUT_GROUPS);
+        expect(begun == 7 && state == (64 * group < t.num_rows ? WRITES : MULTIPLIES));
+        state = IDLE;
         __syncwarp();
         if (lane >= 16 || first + lane >= t.num_rows || col >= out_cols) return;
         const uint32_t row = t.row0 + first + lane;
-        for (uint32_t c = col; c < last_col; c++) expect(((const uint16_t *)p->out)[(uint64_t)row * out_cols + c] != EP_POISON);
+        for (uint32_t c = col; c < last_col; c++)
+            expect(((const uint16_t *)p->out)[(uint64_t)row * out_cols + c] != EP_POISON);
         __atomic_fetch_add(&counts[row], 1, __ATOMIC_RELAXED);
     }
     void after_last_tile(uint32_t stages) { /* nobody may need them any more */
-        expect(state == IDLE), state = RESTS;
+        expect(state == IDLE);
+        state = RESTS;
         for (uint32_t i = threadIdx.x - 128; i < C::STAGES * C::STAGE_BYTES / 16; i += 256)
             ep_st_shared(stages + 16 * i, ~0u, ~0u, ~0u, ~0u);
         __atomic_fetch_add(num_at_rest, 1, __ATOMIC_RELAXED);
@@ -61,14 +76,17 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
 };
 
 /* The pair of blocks from `block` on. */
-template <typename C, typename Hooks> static void run_pair(const EpGemmParams *p, uint32_t block, const Hooks &hooks) {
+template <typename C, typename Hooks> static void run_pair(const EpGemmParams *p, uint32_t block,
+                                                           const Hooks &hooks) {
     const EpTensorMap a = ep_map_a(p, C::BN), b = ep_map_b(p, C::BN);
     std::vector<std::thread> threads;
     memset(ep_shared, 0xff, sizeof ep_shared);
     for (uint32_t i = 127; i < EP_GEMM_THREADS; i++)
         for (uint32_t rank = 0; rank < 2; rank++)
             threads.emplace_back([&, i, rank] {
-                threadIdx.x = i == 127 ? 0 : i, blockIdx.x = block + rank, ep_rank = rank;
+                threadIdx.x = i == 127 ? 0 : i;
+                blockIdx.x = block + rank;
+                ep_rank = rank;
                 Hooks mine = hooks;
                 ep_gemm_body<C>(p, mine, &a, &b);
             });
@@ -80,7 +98,8 @@ static double activated(const EpGemmParams &p, double v, double u) {
     if (act == EP_ACT_GELU) return v * 0.5 * (1 + erf(v / sqrt(2.0)));
     if (act == EP_ACT_SWIGLU) return v / (1 + exp(-v)) * u;
     if (act != EP_ACT_GPT_OSS) return v;
-    v = std::min(v, (double)p.limit), u = std::max(-(double)p.limit, std::min(u, (double)p.limit));
+    v = std::min(v, (double)p.limit);
+    u = std::max(-(double)p.limit, std::min(u, (double)p.limit));
     return (u + 1) * v / (1 + exp(-p.alpha * v));
 }
 
@@ -96,7 +115,10 @@ struct Problem {
     double product(uint32_t e, uint64_t r, uint64_t c, double *size) const {
         double sum = 0;
         *size = 0;
-        auto add = [&](double x) { sum += x, *size += fabs(x); };
+        auto add = [&](double x) {
+            sum += x;
+            *size += fabs(x);
+        };
         const uint64_t n = p.n, k = p.k;
         if (p.kind == EP_GEMM_FORWARD)
             for (uint64_t i = 0; i < k; i++) add(a_at(r * k + i) * b_at((e * n + c) * k + i));
@@ -110,11 +132,15 @@ struct Problem {
     double wanted(uint32_t e, uint64_t r, uint64_t c, double *bound) const {
         const bool gated = ep_gemm_is_gated(p.activation), mixed = p.activation == EP_ACT_GPT_OSS;
         const uint64_t of_v = gated && mixed ? 2 * c : c, of_u = mixed ? of_v + 1 : of_v + p.n / 2;
-        double size_v, size_u = 0, v = product(e, r, of_v, &size_v), u = gated ? product(e, r, of_u, &size_u) : 0;
+        double size_v;
+        double size_u = 0;
+        double v = product(e, r, of_v, &size_v);
+        double u = gated ? product(e, r, of_u, &size_u) : 0;
         if (p.bias) v += ep_widen(bias[e * p.n + of_v], p.is_f16);
         if (p.bias && gated) u += ep_widen(bias[e * p.n + of_u], p.is_f16);
         const double weight = p.row_weight ? row_weight[r] : 1, y = activated(p, v, u) * weight;
-        *bound = fabs(y) * (p.is_f16 ? 1e-3 : 8e-3) + 1e-4 + 1e-5 * fabs(weight) * (size_v + size_u) * (1 + fabs(v) + fabs(u));
+        *bound = fabs(y) * (p.is_f16 ? 1e-3 : 8e-3) + 1e-4 +
+                 1e-5 * fabs(weight) * (size_v + size_u) * (1 + fabs(v) + fabs(u));
         return y;
     }
 };
@@ -158,28 +184,34 @@ template <typename C, bool HOOKED> static bool check(const char *name, const Cas
            C::F16,
            0};
     uint64_t drawn_tiles = 0;
-    const uint64_t out_cols = ep_gemm_out_cols(&q.p), out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
+    const uint64_t out_cols = ep_gemm_out_cols(&q.p);
+    const uint64_t out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
     q.out.assign(out_rows * out_cols, EP_POISON);
-    q.p.out = q.out.data(), q.p.tile_counter = &drawn_tiles;
+    q.p.out = q.out.data();
+    q.p.tile_counter = &drawn_tiles;
     gridDim = dim3(2 * c.pairs);
     std::vector<uint16_t> here(q.a.size(), 0x7fff);
     std::vector<uint32_t> counts(rows, 0);
     uint32_t num_odd = 0, num_at_rest = 0;
     EpGemmParams hooked = q.p;
     hooked.a = here.data();
-    const CountingHooks<C> hooks = {{}, &hooked, q.a.data(), counts.data(), &num_odd, &num_at_rest, CountingHooks<C>::IDLE};
+    const CountingHooks<C> hooks = {
+        {}, &hooked, q.a.data(), counts.data(), &num_odd, &num_at_rest, CountingHooks<C>::IDLE};
     for (uint32_t b = 0; b < gridDim.x; b += 2)
         if constexpr (HOOKED) run_pair<C>(&hooked, b, hooks);
         else run_pair<C>(&q.p, b, EpGemmNoHooks());
 
     if (HOOKED) num_odd += num_at_rest != 256 * gridDim.x;
-    uint64_t num_wrong = (drawn_tiles != 0) != HOOKED || num_odd, num = 0; /* a megakernel counts to the end, and clears then */
+    uint64_t num_wrong = (drawn_tiles != 0) != HOOKED || num_odd;
+    uint64_t num = 0; /* a megakernel counts to the end, and clears then */
     if (num_odd) printf("  %s: %u calls of hooks, or counts, were wrong\n", name, num_odd);
     for (uint32_t r = 0; HOOKED && r < rows; r++) {
         const uint32_t pieces = r < before || r >= last ? 0 : (c.n + C::BN - 1) / C::BN;
-        if (counts[r] != pieces && num_wrong++ == 0) printf("  %s: row %u: %u of %u pieces were counted\n", name, r, counts[r], pieces);
+        if (counts[r] != pieces && num_wrong++ == 0)
+            printf("  %s: row %u: %u of %u pieces were counted\n", name, r, counts[r], pieces);
     }
-    if (drawn_tiles && !HOOKED) printf("  %s: %llu drawn tiles are left\n", name, (unsigned long long)drawn_tiles);
+    if (drawn_tiles && !HOOKED)
+        printf("  %s: %llu drawn tiles are left\n", name, (unsigned long long)drawn_tiles);
     std::vector<bool> owned(out_rows, false);
     for (uint32_t e = 0; e < L; e++) {
         const uint64_t first = C::KIND == EP_GEMM_WGRAD ? (uint64_t)e * c.n : (uint64_t)q.offsets[e];
@@ -192,8 +224,8 @@ template <typename C, bool HOOKED> static bool check(const char *name, const Cas
                 const double got = ep_widen(q.out[(first + i) * out_cols + j], C::F16);
                 if (fabs(got - want) <= bound) continue;
                 if (num_wrong++ == 0)
-                    printf("  %s n %u k %u: expert %u row %llu column %llu: wanted %g, got %g\n", name, c.n, c.k, e, (unsigned long long)i,
-                           (unsigned long long)j, want, got);
+                    printf("  %s n %u k %u: expert %u row %llu column %llu: wanted %g, got %g\n", name, c.n,
+                           c.k, e, (unsigned long long)i, (unsigned long long)j, want, got);
             }
         }
     }
@@ -201,7 +233,8 @@ template <typename C, bool HOOKED> static bool check(const char *name, const Cas
         for (uint64_t j = 0; j < out_cols && !owned[r]; j++)
             if (q.out[r * out_cols + j] != EP_POISON && num_wrong++ == 0)
                 printf("  %s: row %llu belongs to nobody\n", name, (unsigned long long)r);
-    printf("%-44s %6llu rows of %4llu: %s\n", name, (unsigned long long)num, (unsigned long long)out_cols, num_wrong ? "WRONG" : "ok");
+    printf("%-44s %6llu rows of %4llu: %s\n", name, (unsigned long long)num, (unsigned long long)out_cols,
+           num_wrong ? "WRONG" : "ok");
     fflush(stdout);
     return num_wrong == 0;
 }
@@ -210,15 +243,22 @@ int main(int argc, char **argv) {
     bool ok = true;
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
     /* Experts of no row, one row, half a tile, a tile and a bit; columns and contraction that no tile divides. */
-    const Case odd = {272, 208, 3, {1, 0, 64, 130, 17}, false, false}, full = {256, 448, 1, {128, 0, 70}, true, true};
-    const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false}, tall = {272, 32, 4, {1100, 5, 700}, false, true};
-    const Case even = {160, 272, 2, {5, 0, 192}, false, false}; /* two row blocks, the last of them half empty: rows, or N */
+    const Case odd = {272, 208, 3, {1, 0, 64, 130, 17}, false, false};
+    const Case full = {256, 448, 1, {128, 0, 70}, true, true};
+    const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false};
+    const Case tall = {272, 32, 4, {1100, 5, 700}, false, true};
+    const Case even = {160,   272,  2, {5, 0, 192},
+                       false, false}; /* two row blocks, the last of them half empty: rows, or N */
     const Case few = {272, 1040, 3, {1, 16, 17, 0, 31, 33, 5, 70, 100, 15}, true, true};
-    const Case crowded = {272, 80, 1, {32, 0, 32, 0, 32, 0}, false, true}; /* more boxes than expected: full before a burst is due */
-#define RUN(KIND, BN, ACT, F16, CASE) ok = check<EpGemmConfig<KIND, BN, ACT, F16>, false>(#KIND " " #BN " " #ACT, CASE) && ok;
-#define RUN_HOOKED(BN, ACT, F16, CASE) ok = check<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>, true>("hooks " #BN " " #ACT, CASE) && ok;
+    const Case crowded = {272,   80,  1, {32, 0, 32, 0, 32, 0},
+                          false, true}; /* more boxes than expected: full before a burst is due */
+#define RUN(KIND, BN, ACT, F16, CASE) \
+    ok = check<EpGemmConfig<KIND, BN, ACT, F16>, false>(#KIND " " #BN " " #ACT, CASE) && ok;
+#define RUN_HOOKED(BN, ACT, F16, CASE) \
+    ok = check<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>, true>("hooks " #BN " " #ACT, CASE) && ok;
 #ifdef __SANITIZE_THREAD__ /* slow: one of each way that sums go; it sees a missing barrier */
-    const Case small = {144, 48, 2, {1, 0, 33, 70, 17}, true, true}, held = {400, 80, 1, {130, 0, 70, 260}, true, true};
+    const Case small = {144, 48, 2, {1, 0, 33, 70, 17}, true, true};
+    const Case held = {400, 80, 1, {130, 0, 70, 260}, true, true};
     const Case bursts = {272, 48, 1, {32, 0, 32, 0, 32, 0, 9, 24, 8, 1, 16, 17}, false, true};
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, bursts)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, true, small)

@@ -38,7 +38,9 @@ static bool check(const Case *c) {
             ok = same("the rows", r, i, a.rows, b.rows, q.rank[r].num_rows * q.layout.row_bytes) && ok;
             ok = same("the row weights", r, i, a.row_weight, b.row_weight, 4ull * q.rank[r].num_rows) && ok;
             ok = same("the sums", r, i, a.sums, b.sums, c->num_tokens[r] * q.layout.row_bytes) && ok;
-            ok = same("the scalars", r, i, a.scalars, b.scalars, 4ull * c->num_tokens[r] * c->shape.num_topk) && ok;
+            ok = same("the scalars", r, i, a.scalars, b.scalars,
+                      4ull * c->num_tokens[r] * c->shape.num_topk) &&
+                 ok;
         }
     }
     printf("%-40s %s\n", c->name, ok ? "ok" : "WRONG");
@@ -51,16 +53,37 @@ int main(int argc, char **argv) {
     if (argc > 2) num_sm = (uint32_t)atoi(argv[2]);
     const Case cases[] = {
         /* shape: ranks, experts, topk, max tokens, hidden, dtype, form of combine, capacity */
-        {"pre-reduced, bfloat16, two blocks of plan", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 0},
-        {"pushed, float32, a rank without tokens", {3, 6, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 200}, {13, 0, 20}, 0},
+        {"pre-reduced, bfloat16, two blocks of plan",
+         {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700},
+         {40, 37},
+         0},
+        {"pushed, float32, a rank without tokens",
+         {3, 6, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 200},
+         {13, 0, 20},
+         0},
         {"pulled, float16", {2, 4, 2, 33, 136, EP_F16, EP_COMBINE_GATHER, 140}, {33, 5}, 0},
-        {"17 choices, a token a round of plan", {2, 34, 17, 24, 8, EP_BF16, EP_COMBINE_LOCAL, 800}, {24, 21}, 0},
+        {"17 choices, a token a round of plan",
+         {2, 34, 17, 24, 8, EP_BF16, EP_COMBINE_LOCAL, 800},
+         {24, 21},
+         0},
         {"32 choices", {2, 64, 32, 9, 4, EP_F32, EP_COMBINE_SCATTER, 600}, {9, 7}, 0},
-        {"200 experts, counts that come by two a thread", {2, 200, 3, 40, 8, EP_BF16, EP_COMBINE_LOCAL, 240}, {40, 33}, 0},
+        {"200 experts, counts that come by two a thread",
+         {2, 200, 3, 40, 8, EP_BF16, EP_COMBINE_LOCAL, 240},
+         {40, 33},
+         0},
         {"one rank", {1, 3, 4, 12, 8, EP_BF16, EP_COMBINE_LOCAL, 48}, {12}, 0},
-        {"sorted, pre-reduced, two blocks of plan", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 1},
-        {"sorted, pushed, a rank without tokens", {3, 6, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 200}, {13, 0, 20}, 1},
-        {"sorted, pulled, many rounds of plan", {2, 4, 2, 211, 8, EP_F16, EP_COMBINE_GATHER, 850}, {211, 150}, 1},
+        {"sorted, pre-reduced, two blocks of plan",
+         {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700},
+         {40, 37},
+         1},
+        {"sorted, pushed, a rank without tokens",
+         {3, 6, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 200},
+         {13, 0, 20},
+         1},
+        {"sorted, pulled, many rounds of plan",
+         {2, 4, 2, 211, 8, EP_F16, EP_COMBINE_GATHER, 850},
+         {211, 150},
+         1},
         {"sorted, 17 choices", {2, 34, 17, 24, 8, EP_BF16, EP_COMBINE_LOCAL, 800}, {24, 21}, 1},
         {"sorted, 32 choices", {2, 64, 32, 9, 4, EP_F32, EP_COMBINE_LOCAL, 600}, {9, 7}, 1},
         {"sorted, an expert a rank", {3, 3, 3, 30, 8, EP_BF16, EP_COMBINE_LOCAL, 270}, {30, 17, 29}, 1},
