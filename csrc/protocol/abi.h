@@ -1,14 +1,18 @@
-/* abi.h - what every rank agrees on: the shapes, the call header, and where things lie.
+/* abi.h - what all ranks must agree on: shapes, the header of a call, and the layout of shared memory.
  *
- * Letters, here and everywhere: W ranks, E experts, L = E/W local experts, T tokens of this rank,
- * K choices per token, H hidden, M rows received by this rank.
+ * Letters, in all files: W ranks, E experts, L = E/W local experts, T tokens of this rank, K choices per
+ * token, H hidden size, M rows received by this rank.
  *
- * Two walks give every offset there is, to host, kernels, Python and tests:
+ * Two functions compute every offset, for host, kernels, Python and tests:
  *   ep_comm_layout()   a communication buffer in the symmetric heap (the same on every rank)
  *   ep_plan_layout()   the plan of one call, in memory of the caller (a tensor of int32)
- * All byte offsets are 64-bit.  A slot is the position of a token among the distinct tokens that one
- * rank sends to another: it names a row of staging memory, and it is the unit of token saving.  A token may go
- * out in one slot and come home in another (see EpPlanParams.sort_slots). */
+ *
+ * All byte offsets are 64-bit. Invariant: a communication buffer's layout depends only on the shape, so ranks
+ * need not exchange offsets.
+ *
+ * A slot is the position of a token among the distinct tokens that one rank sends to another. It numbers a
+ * row of the staging buffer. A token is sent once per rank, also if several of its experts are there. The
+ * slot in which a token returns may differ from the slot in which it was sent (EpPlanParams.sort_slots). */
 #ifndef EP_ABI_H
 #define EP_ABI_H
 #include "port.h"
@@ -17,14 +21,14 @@
 #define EP_MAX_RANKS 8u
 #define EP_MAX_TOPK 32u
 #define EP_MAX_EXPERTS 1024u
-#define EP_WRONG_CELLS 3u /* what a rank found wrong, in a plan's line of cells */
-#define EP_PLAN_CTAS 128u /* thread blocks of the plan kernel at most */
-#define EP_CHUNK_SLOTS 4u /* slots behind one flag */
-#define EP_TILE_ROWS 128  /* rows of a grouped-GEMM tile */
-#define EP_LINE 128u      /* words of different writers stand on different lines */
+#define EP_WRONG_CELLS 3u /* cells of a plan in which a rank reports a wrong argument; see plan.h */
+#define EP_PLAN_CTAS 128u /* most CTAs of the plan kernel */
+#define EP_CHUNK_SLOTS 4u /* slots published by one flag */
+#define EP_TILE_ROWS 128  /* rows of a row block, and of a full grouped-GEMM tile */
+#define EP_LINE 128u      /* bytes; words with different writers are on different lines */
 #define EP_FILL_NAN 0xffu /* every dtype reads this byte pattern as NaN */
 
-/* Every way to fail: code, name of the exception, text.  Negative values are what host functions return. */
+/* All error codes: code, name of the exception, text. Host functions return these negative values. */
 #define EP_ERRORS(X)                                                          \
     X(EP_EINVAL, -1, "ValueError", "wrong argument")                          \
     X(EP_ETYPE, -2, "TypeError", "argument of the wrong type")                \
@@ -55,22 +59,23 @@ typedef enum {
     EP_OP_DISPATCH_GEMM = 5,
     EP_OP_GEMM_COMBINE = 6
 } EpOpKind;
-/* LOCAL: pre-reduce at the expert's rank, then push one row per (token, rank).  SCATTER: push one row
- * per choice.  GATHER: the token's owner pulls one row per choice. */
+/* LOCAL: the expert's rank adds up its rows of a token and pushes one row per (token, rank).
+ * SCATTER: the expert's rank pushes one row per choice. GATHER: the token's rank pulls one row per choice. */
 typedef enum { EP_COMBINE_LOCAL = 0, EP_COMBINE_SCATTER = 1, EP_COMBINE_GATHER = 2 } EpCombineMode;
 
 typedef struct {
     uint32_t num_ranks;    /* W */
     uint32_t num_experts;  /* E, a multiple of W */
     uint32_t num_topk;     /* K */
-    uint32_t max_tokens;   /* T at most, per rank */
+    uint32_t max_tokens;   /* upper limit of T on every rank */
     uint32_t hidden;       /* H, in elements */
     uint32_t dtype;        /* EpDtype */
     uint32_t combine_mode; /* EpCombineMode */
-    uint32_t capacity;     /* M at most, per rank */
+    uint32_t capacity;     /* upper limit of M on every rank */
 } EpShape;
 
-/* What a rank tells every peer as it enters an operation.  Every X field must be the same on all ranks. */
+/* The header that a rank writes to every peer when it enters an operation. The fields of the X list must
+ * be equal on all ranks. */
 #define EP_HEADER_FIELDS(X) \
     X(abi)                  \
     X(op)                   \
@@ -90,15 +95,15 @@ typedef struct {
     EP_HEADER_FIELDS(X)
 #undef X
     int32_t status;      /* 0, or the EpCode with which this rank has already failed */
-    uint32_t num_tokens; /* T, may differ */
+    uint32_t num_tokens; /* T; may differ between ranks */
     uint32_t pad;
 } EpHeader;
 #define EP_NUM_HEADER_FIELDS 13u
 
-/* Words that only their owner's workers touch; each on its own line. */
+/* Words that only the workers of the owner's rank use. Each group is on a line of its own. */
 typedef struct {
     uint64_t epoch, faulted, claim, pad0[13];
-    uint64_t queue_send[EP_MAX_RANKS], pad1[8]; /* the first one, or one for each peer */
+    uint64_t queue_send[EP_MAX_RANKS], pad1[8]; /* task counters: [0] alone, or one for each peer */
     uint64_t queue_recv, pad2[15];
     uint64_t num_left, num_copied, pad3[14];
     uint64_t grid_arrived, pad4[15];
@@ -106,46 +111,51 @@ typedef struct {
 } EpLocal;
 
 typedef struct {
-    uint64_t enter_off;   /* u64 [2][W] lines    bank = epoch % 2 */
-    uint64_t header_off;  /* EpHeader [2][W]     bank = epoch % 2 */
-    uint64_t counts_off;  /* u64 [W][num_count_cells]  see plan.h */
-    uint64_t flag_off;    /* u64 [W][num_chunks] */
-    uint64_t local_off;   /* EpLocal */
-    uint64_t scratch_off; /* u32 [EP_PLAN_CTAS][num_count_cells + 2 E] partial counts of a plan, own use */
-    uint64_t ready_off;   /* u64 [num_row_blocks] how far the rows of a block are, own use; see fused.cuh */
-    uint64_t stage_off;   /* staging rows; which form depends on the operation */
+    uint64_t enter_off;  /* u64 [2][W], each on its own line; bank = epoch % 2 */
+    uint64_t header_off; /* EpHeader [2][W]; bank = epoch % 2 */
+    uint64_t counts_off; /* u64 [W][num_count_cells]; see plan.h */
+    uint64_t flag_off;   /* u64 [W][num_chunks] */
+    uint64_t local_off;  /* EpLocal */
+    /* u32 [EP_PLAN_CTAS][num_count_cells + 2 E]: each CTA's counts during a plan; only this rank uses them */
+    uint64_t scratch_off;
+    /* u64 [num_row_blocks]: how many rows of each row block are ready; only this rank uses them; see
+     * fused.cuh */
+    uint64_t ready_off;
+    uint64_t stage_off; /* the staging buffer; its format depends on the operation */
     uint64_t num_bytes;
     uint64_t row_bytes;       /* H elements */
-    uint64_t slot_stride;     /* row + trailer of dispatch and of LOCAL combine */
-    uint64_t choice_stride;   /* row + trailer of SCATTER and GATHER combine */
+    uint64_t slot_stride;     /* row + trailer, for dispatch and LOCAL combine */
+    uint64_t choice_stride;   /* row + trailer, for SCATTER and GATHER combine */
     uint32_t num_chunks;      /* flags per source rank */
     uint32_t num_count_cells; /* E + W + EP_WRONG_CELLS */
-    uint32_t num_row_blocks;  /* of EP_TILE_ROWS rows */
+    uint32_t num_row_blocks;  /* row blocks of EP_TILE_ROWS rows */
 } EpCommLayout;
 
-/* Trailer of a slot in dispatch: i32 token, i32 slot in which it comes home, i32 row[K] (-1: not here), f32 weight[K].
- * Trailer of a slot in LOCAL combine: f32 scalar[K].  Of a choice: f32 weight, f32 scalar. */
+/* Trailers, which follow a row in the staging buffer:
+ *   slot of dispatch         i32 token, i32 return slot, i32 row[K] (-1: not on this rank), f32 weight[K]
+ *   slot of LOCAL combine    f32 scalar[K]
+ *   choice of the others     f32 weight, f32 scalar */
 
-/* The plan of one call: offsets in int32 elements. */
+/* The head of a plan: offsets in int32 elements. */
 enum {
-    EP_HEAD_STATUS = 0,     /* 0, or the agreed code with which the plan failed */
-    EP_HEAD_PLAN_IDX = 1,   /* low half of the epoch that made it */
+    EP_HEAD_STATUS = 0,     /* 0, or the error code on which all ranks agreed */
+    EP_HEAD_PLAN_IDX = 1,   /* low half of the epoch in which the plan was made */
     EP_HEAD_NUM_ROWS = 2,   /* M */
     EP_HEAD_NUM_TOKENS = 3, /* T */
     EP_HEAD_NUM_TILES = 4,
-    EP_HEAD_NUM_SEND = 8,   /* [W] distinct tokens from me to rank */
-    EP_HEAD_NUM_RECV = 16,  /* [W] distinct tokens from rank to me */
+    EP_HEAD_NUM_SEND = 8,   /* [W] distinct tokens from this rank to each rank */
+    EP_HEAD_NUM_RECV = 16,  /* [W] distinct tokens from each rank to this rank */
     EP_HEAD_RANK_ROWS = 24, /* [W] M of every rank */
     EP_HEAD_WORDS = 32
 };
 typedef struct {
-    uint64_t counts_off;       /* [W][E] tokens that rank w sends to expert e */
-    uint64_t expert_row_off;   /* [L + 1] first row of each local expert; the last is M */
-    uint64_t token_expert_off; /* [T][K] expert of each choice, -1 dropped */
-    uint64_t token_row_off;    /* [T][K] row at the expert's rank, -1 dropped */
-    uint64_t token_slot_off;   /* [T][W] slot in which the rank sends it home, -1 not sent there */
-    uint64_t sort_off;         /* [T * K] t * K + k by expert, token, choice; -1 behind them */
-    uint64_t send_token_off;   /* [W][T] token of each slot that I send */
+    uint64_t counts_off;       /* [W][E] choices that rank w routes to expert e */
+    uint64_t expert_row_off;   /* [L + 1] first row of each local expert; the last entry is M */
+    uint64_t token_expert_off; /* [T][K] expert of each choice; -1: dropped */
+    uint64_t token_row_off;    /* [T][K] row at the expert's rank; -1: dropped */
+    uint64_t token_slot_off;   /* [T][W] return slot of the token at each rank; -1: not sent there */
+    uint64_t sort_off;         /* [T * K] t * K + k, sorted by expert, token, choice; -1 after the last */
+    uint64_t send_token_off;   /* [W][T] token in each slot that this rank sends */
     uint64_t tile_expert_off;  /* [num_tiles] local expert of each tile */
     uint64_t tile_row_off;     /* [num_tiles] first row of each tile */
     uint64_t num_words;
@@ -165,12 +175,12 @@ EP_PURE uint64_t ep_take(uint64_t *cursor, uint64_t num_bytes, uint64_t alignmen
     return off;
 }
 
-/* The one walk over a communication buffer. */
+/* The layout of a communication buffer. Nothing else computes these offsets. */
 EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
     EpCommLayout l;
     uint64_t at = 0, w = s->num_ranks, slots = w * s->max_tokens, stage;
     l.row_bytes = (uint64_t)s->hidden * ep_dtype_bytes(s->dtype);
-    /* Rows begin on lines: a warp's store of 512 bytes is then of four lines, not five. */
+    /* Rows begin on a line, so that a warp's store of 512 bytes covers four lines and not five. */
     l.slot_stride = ep_align_u64(l.row_bytes + 8 + 8ull * s->num_topk, EP_LINE);
     l.choice_stride = ep_align_u64(l.row_bytes + 8, EP_LINE);
     l.num_chunks = ep_ceil_div_u32(s->max_tokens, EP_CHUNK_SLOTS);
@@ -192,10 +202,11 @@ EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
     return l;
 }
 
-/* The one walk over a plan. */
+/* The layout of a plan. Nothing else computes these offsets. */
 EP_PURE EpPlanLayout ep_plan_layout(const EpShape *s, uint32_t num_tokens) {
     EpPlanLayout l;
-    /* Of a multiple of 4 tokens: then the length is linear in that, which who traces the program can compute. */
+    /* T is rounded up to a multiple of 4. The length is then linear in the rounded T, which a compiler
+     * that traces the program symbolically can compute. */
     uint64_t at = EP_HEAD_WORDS, w = s->num_ranks, k = s->num_topk, t = ep_align_u64(num_tokens, 4);
     l.num_tokens = num_tokens;
     l.max_tiles = s->capacity / EP_TILE_ROWS + ep_num_local_experts(s);
@@ -214,11 +225,11 @@ EP_PURE EpPlanLayout ep_plan_layout(const EpShape *s, uint32_t num_tokens) {
 
 /* The first fault of a communication buffer, in memory that the host reads. */
 typedef struct {
-    uint64_t state; /* 0 none, 1 written */
+    uint64_t state; /* 0: none, 1: written */
     int32_t code;   /* EpCode */
     uint32_t op;
     uint32_t peer, word; /* EpWord */
-    uint32_t field, pad; /* header field, or position of an index, or 0 */
+    uint32_t field, pad; /* 1 + index of a header field, or position of a wrong index, or 0 */
     uint64_t epoch, want, got;
 } EpFaultRecord;
 typedef enum {
@@ -235,25 +246,27 @@ typedef enum {
     EP_WORD_READY = 10
 } EpWord;
 
-/* What a plan tells its host without a stream synchronisation. */
+/* The result of a plan, which the host reads without a stream synchronisation. */
 typedef struct {
-    uint64_t ticket; /* the host's number of the call; written last */
+    uint64_t ticket; /* number that the host gave the call; written last */
     uint32_t num_rows;
     int32_t status; /* EpCode */
-    uint64_t epoch; /* of the plan: how far the buffer has come, for the flight record */
+    uint64_t epoch; /* epoch of the plan; the flight record uses it */
 } EpPlanResult;
 
-/* Host memory of one communication buffer that workers write and the host polls. */
+/* Host memory of one communication buffer. Workers write it and the host polls it. */
 typedef struct {
-    uint64_t abort; /* non-zero tells every wait to leave; the host sets it, workers read it */
-    uint64_t
-        stuck; /* epoch of an operation in which a wait has lasted EP_STUCK_NS; written at every look, until it ends */
+    /* nonzero: every wait must end. The host sets it, workers read it. */
+    uint64_t abort;
+    /* Epoch of an operation in which a wait has lasted longer than EP_STUCK_NS. The waiting worker
+     * writes it at each check until the wait ends. */
+    uint64_t stuck;
     EpFaultRecord fault;
     EpPlanResult plan;
 } EpHostWords;
 
-/* A span of time of one warp, for the profiler; see kernels/trace.cuh. */
-#define EP_TRACE_WARPS 12u /* of a block */
+/* One span of time of one warp, for the profiler; see kernels/trace.cuh. */
+#define EP_TRACE_WARPS 12u /* warps of a CTA */
 typedef enum {
     EP_SPAN_ENTER = 1,
     EP_SPAN_SEND = 2,
@@ -266,35 +279,40 @@ typedef enum {
 typedef struct {
     uint64_t begin_ns;
     uint32_t num_ns;
-    uint16_t what, of; /* EpSpan; the rank, or the expert, it was for */
+    uint16_t what, of; /* EpSpan; the rank or the expert that the work was for */
 } EpTraceEvent;
 
-/* A rank's view of one communication buffer: everything a stage needs besides its tensors. */
+/* One rank's view of one communication buffer: all that a stage needs except its tensors. */
 typedef struct {
     EpShape shape;
     EpCommLayout layout;
-    unsigned char *base[EP_MAX_RANKS]; /* of the buffer, in each rank's heap as mapped here */
+    unsigned char *base[EP_MAX_RANKS]; /* address of the buffer in each rank's heap, as mapped by this rank */
     uint32_t my_rank;
     int32_t status; /* see EpHeader */
     EpHostWords *host;
     uint64_t timeout_ns;
-    EpTraceEvent *trace;               /* where the profiler writes, or NULL */
-    uint32_t trace_blocks, trace_room; /* blocks that have room there, and events of a warp */
-    uint32_t reserve_sms;              /* SMs that are left to other kernels */
-    uint32_t requires_grad;            /* the operation has a backward, which is another operation */
-    uint32_t launch_lane;              /* host only: operations of one lane run in the order of their calls (cuda.c) */
+    EpTraceEvent *trace; /* where the profiler writes, or NULL */
+    /* The profiler's memory: number of CTAs that have a part of it, and events per warp. */
+    uint32_t trace_blocks, trace_room;
+    uint32_t reserve_sms; /* SMs that the kernel leaves to other kernels */
+    /* The operation will have a backward, which is an operation of its own. */
+    uint32_t requires_grad;
+    /* Host only: operations of one lane run in the order of their calls (cuda.c, launch order). */
+    uint32_t launch_lane;
 } EpComm;
 
 typedef struct {
     EpComm comm;
     EpPlanLayout layout;
     const void *exp_indices;        /* [T][K] i32 or i64 */
-    const int32_t *scatter_indices; /* [T][K], or of all ranks one behind the other; or NULL */
+    const int32_t *scatter_indices; /* [T][K] of this rank, or those of all ranks in rank order; or NULL */
     int32_t *plan;
     uint32_t num_tokens, index_bytes;
     uint32_t num_scatter_tokens;
-    uint32_t sort_slots; /* tokens go out by their first expert at the rank, and come home by their last */
-    uint64_t ticket;     /* see EpPlanResult */
+    /* nonzero: at each rank, send slots are sorted by a token's first expert there, return slots by its
+     * last */
+    uint32_t sort_slots;
+    uint64_t ticket; /* see EpPlanResult */
 } EpPlanParams;
 
 typedef struct {
@@ -303,14 +321,16 @@ typedef struct {
     const void *x;       /* [T / num_copies][H] */
     const float *weight; /* [T][K] or NULL */
     const int32_t *plan;
-    int32_t *
-        recv; /* [W][max_tokens][1 + K] by source and home slot: its token there, my row of each choice or -1 */
+    /* [W][max_tokens][1 + K] by source rank and return slot: the token's number at its rank, and this
+     * rank's row of each choice or -1 */
+    int32_t *recv;
     void *rows;        /* [num_rows][H] */
     float *row_weight; /* [num_rows] or NULL */
-    uint32_t num_rows; /* rows that there is room for; those behind M become zero */
+    uint32_t num_rows; /* rows of the tensor; dispatch alone sets rows M and after to zero */
     uint32_t has_weight;
-    uint32_t
-        num_copies; /* tokens that are one row of x: 1, or, fused and without token saving, K of one choice each */
+    /* Consecutive tokens that share one row of x. 1; but K in a fused operation without token saving,
+     * where each token stands for one choice. */
+    uint32_t num_copies;
 } EpDispatchParams;
 
 typedef struct {
@@ -318,12 +338,14 @@ typedef struct {
     EpPlanLayout layout;
     const void *rows;        /* [num_rows][H] */
     const float *row_weight; /* [num_rows] or NULL */
-    const float *row_scalar; /* [num_rows] or NULL: carried home beside the rows */
+    const float *row_scalar; /* [num_rows] or NULL: returned together with the rows */
     const int32_t *plan, *recv;
-    void *out;                                 /* [T][H] */
-    float *out_scalar;                         /* [T][K] or NULL */
-    uint32_t num_rows, has_weight, has_scalar; /* a tensor of no rows may have a null address: these tell */
-    uint32_t row_pieces;                       /* fused: in how many pieces the product makes a row */
+    void *out;         /* [T][H] */
+    float *out_scalar; /* [T][K] or NULL */
+    /* has_*: whether the tensor was given. The address cannot tell: a tensor without rows may have a null
+     * address. */
+    uint32_t num_rows, has_weight, has_scalar;
+    uint32_t row_pieces; /* fused: into how many pieces the GEMM's column tiles divide a row */
 } EpCombineParams;
 
 #ifdef __cplusplus

@@ -1,46 +1,57 @@
-/* flags.h - how ranks meet, publish and wait.  All cross-rank words, and where each is; written elsewhere are only counts,
- * by the plan, and signals, whose words are the caller's (ep_heap_signal, epmoe_device.h).
+/* flags.h - how ranks meet, publish data and wait. The table lists every word that orders data, between ranks
+ * and within one. Two are written elsewhere: counts (plan) and signals (ep_heap_signal, epmoe_device.h). A
+ * publisher writes its data, then the word (release). A reader reads the word (acquire), then the data.
  *
- * word        | writer    | reader  | release           | acquire           | it publishes                 | overwritten when
- * ------------+-----------+---------+-------------------+-------------------+------------------------------+-----------------------
- * enter[b][w] | rank w    | owner   | st.release.sys    | ld.acquire.sys >= | header[b][w]; w has left op  | op e + 2, which w enters
- *   b = e % 2 |           |         |                   |                   | e - 1, so w's staging and    | only after the owner
- *             |           |         |                   |                   | counts are free              | entered e + 1
- * counts[w][] | rank w    | owner   | st.relaxed.sys    | ld.relaxed.sys    | nothing but itself:          | next plan, after enter
- *             |           |         |                   |                   | {epoch, count}               |
- * flag[w][c]  | rank w    | owner   | st.release.sys    | ld.acquire.sys == | slots of chunk c in staging  | op e + 1, after enter
- * signal      | any rank  | owner   | st or add         | ld.acquire.sys >= | what the writer has put      | by the caller
- *             |           |         | .release.sys      | or ==             | before                       |
- * barrier     | is an operation without data: enter, and nothing else                                           |
- * ready[b]    | owner's   | owner's | add.relaxed.gpu   | ld.acquire.gpu >= | rows of block b, of dispatch | the last worker out,
- *             | workers   | workers | behind a fence    | and the stream's  | or of the product            | behind its leaving: the
- *             |           |         |                   | order             |                              | next kernel sees zeros
- * local.*     | owner's   | owner's | add.acq_rel.gpu   | the same add, and | reads and writes of all      | the last worker out
- *             | workers   | workers | (num_left)        | the stream's order| workers of the operation     |
- * host->abort | host      | owner   | relaxed           | relaxed           | nothing but itself           | never
- * host->fault | owner's   | host    | st.release.sys    | ld.acquire.sys    | the record                   | after the host has
- *   .state    | workers   |         |                   |                   |                              | cleared it
- * host->plan  | owner's   | host    | st.release.sys    | ld.acquire.sys == | the plan's result            | the next plan
- *   .ticket   | workers   |         |                   |                   |                              |
- * host->stuck | owner     | host    | relaxed           | relaxed           | nothing but itself           | any time, by both
+ * word         | writer  | reader  | written with    | read with      | publishes           | overwritten
+ * -------------+---------+---------+-----------------+----------------+---------------------+----------------
+ * enter[b][w]  | rank w  | owner   | st.release.sys  | acquire.sys >= | header[b][w]; w has | in op e + 2. w
+ *  (b = e % 2) |         |         |                 |                | left op e - 1, so   | enters that
+ *              |         |         |                 |                | its counts and      | after the owner
+ *              |         |         |                 |                | staging are free    | entered e + 1
+ * counts[w][]  | rank w  | owner   | st.relaxed.sys  | relaxed.sys    | {epoch tag, count}  | by next plan,
+ *              |         |         |                 |                | and nothing else    | after enter
+ * flag[w][c]   | rank w  | owner   | st.release.sys  | acquire.sys == | slots of chunk c in | in op e + 1,
+ *              |         |         |                 |                | the owner's staging | after enter
+ * signal       | any     | owner   | st or add       | acquire.sys    | what the writer has | by the caller
+ *              | rank    |         | .release.sys    | >= or ==       | put before          |
+ * barrier      is an operation without data: it uses enter and nothing else
+ * ready[b]     | owner's | owner's | fence.acq_rel   | acquire.gpu >= | rows of row block b | zeroed by the
+ *              | workers | workers | .gpu, then      | (next op:      | (dispatch: placed,  | last CTA out
+ *              |         |         | red.relaxed.gpu | stream order)  | GEMM: stored)       |
+ * num_left     | owner's | the     | add.acq_rel.gpu | the same add   | all that workers of | zeroed by the
+ *              | workers | last    |                 |                | the operation did   | last worker out
+ * num_copied   | owner's | the     | add.acq_rel.gpu | the same add   | GATHER: staged rows | zeroed by the
+ *              | workers | last    |                 |                | (flag[w][0] is next)| last worker out
+ * grid_arrived | owner's | owner's | add.acq_rel.gpu | acquire.sys >= | plan: scratch, the  | zeroed by the
+ *              | CTAs    | CTAs    |                 |                | counts of a CTA     | last worker out
+ * rest of      | owner's | owner's | relaxed.gpu     | relaxed.gpu    | nothing else; next  | by the last
+ *  EpLocal     | workers | workers |                 |                | op: stream order    | worker out
+ * host->abort  | host    | owner   | relaxed         | relaxed        | nothing else        | never
+ * host->fault  | owner's | host    | st.release.sys  | acquire.sys    | the fault record    | after the host
+ *  .state      | workers |         |                 |                |                     | has cleared it
+ * host->plan   | owner's | host    | st.release.sys  | acquire.sys == | the plan's result   | by next plan
+ *  .ticket     | workers |         |                 |                |                     |
+ * host->stuck  | owner   | host    | relaxed         | relaxed        | nothing else        | any time
  *
- * Epochs are 64-bit, live in the heap's own local words, advance by one an operation and are never reset.
- * A rank is at most one operation ahead of a peer, because every operation begins by waiting for
- * enter == its epoch from all.  Hence two banks of enter and header, one of everything else; and a
- * flag can be compared for equality, for it cannot be overtaken.  Every rank enters every operation,
- * also with no tokens.  Every wait ends: by its word, by the abort word, or at its deadline. */
+ * Epochs number the operations of a buffer. They are 64-bit, live in device memory (EpLocal), grow by one
+ * with each operation and are never reset. A rank is at most one operation ahead of a peer, because each
+ * operation begins with a handshake: it waits until enter has reached its epoch from all ranks. Therefore
+ * two banks of enter and header are enough, and one of everything else. A flag can be compared for
+ * equality, because it cannot be overtaken. Every rank enters every operation, also with zero tokens.
+ * Every wait ends: by its word, by the abort word, or by its timeout. */
 #ifndef EP_FLAGS_H
 #define EP_FLAGS_H
 #include "abi.h"
 
-typedef enum { EP_CMP_GE, EP_CMP_EQ, EP_CMP_EPOCH } EpCmp; /* EPOCH: the word's upper half equals */
+typedef enum { EP_CMP_GE, EP_CMP_EQ, EP_CMP_EPOCH } EpCmp; /* EPOCH: compare the upper half of the word */
 
 EP_FN EpLocal *ep_local(const EpComm *c) { return EP_AT(EpLocal, c, c->my_rank, c->layout.local_off); }
 EP_FN uint64_t *ep_enter_word(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint64_t epoch) {
     return EP_AT(uint64_t, c, at_rank, c->layout.enter_off) +
            ((epoch % (EP_FAULT(4) ? 1 : 2)) * c->shape.num_ranks + of_rank) * (EP_LINE / 8);
 }
-/* The newest operation that of_rank has entered, as far as it has told this rank: for the flight record. */
+/* The newest operation that of_rank has entered, as far as this rank has been told. The flight record uses
+ * it. */
 EP_FN uint64_t ep_entered(const EpComm *c, uint32_t of_rank) {
     uint64_t even = ep_ld_relaxed_sys_u64(ep_enter_word(c, c->my_rank, of_rank, 0));
     uint64_t odd = ep_ld_relaxed_sys_u64(ep_enter_word(c, c->my_rank, of_rank, 1));
@@ -58,20 +69,22 @@ EP_FN uint64_t *ep_count_cell(const EpComm *c, uint32_t at_rank, uint32_t of_ran
            cell;
 }
 
-/* The epoch of the operation that begins, or 0 when this buffer is faulted: then the operation is
- * nothing at all, until the host has raised the fault and cleared it. */
+/* The epoch of the operation that begins. 0 if this buffer is faulted: the operation then does nothing,
+ * until the host has raised the fault as an error and cleared it. */
 EP_FN uint64_t ep_begin(const EpComm *c) {
     const EpLocal *l = ep_local(c);
     if (ep_ld_relaxed_gpu_u64(&l->faulted)) return 0;
     return ep_ld_relaxed_gpu_u64(&l->epoch) + 1;
 }
 
-/* Record the first fault of an operation; later ones are consequences. */
+/* Record the first fault of an operation. Later faults are consequences of it and are dropped. */
 EP_FN void ep_fault(const EpComm *c, const EpFaultRecord *f) {
     EpFaultRecord *to = &c->host->fault;
     if (ep_swap_relaxed_gpu_u64(&ep_local(c)->claim, 1)) return;
     if (c->status && f->code != EP_ETIMEOUT)
-        return; /* this rank's host has raised already; but who is stuck it does not know */
+        /* This rank's host has already raised an error. It does not know of a timeout, though: record
+         * that. */
+        return;
     to->code = f->code;
     to->op = f->op;
     to->peer = f->peer;
@@ -83,43 +96,48 @@ EP_FN void ep_fault(const EpComm *c, const EpFaultRecord *f) {
     ep_st_release_sys_u64(&to->state, 1); /* publishes the record to the host */
 }
 
-/* True when another worker has met a fault, and there is no point in waiting. */
+/* True if another worker of this rank has recorded a fault, so that waiting is useless. */
 EP_FN bool ep_must_leave(const EpComm *c) { return ep_ld_relaxed_gpu_u64(&ep_local(c)->claim) != 0; }
 
-/* Leave when the world is at its end.  On a GPU this reads host memory across PCIe, and hundreds of warps
- * that do it in every poll slow down everything else (combine of 8192 x 7168, K 8, two H200, 2026-11-21:
- * 7.8 ms): so a wait looks once a millisecond. */
+/* True if the world has ended, so that the worker must leave. On a GPU this reads host memory across PCIe.
+ * If hundreds of warps do so in every poll, they slow down everything else: combine of 8192 x 7168, K 8,
+ * took 7.8 ms (two H200, 2026-11-21). Therefore a wait checks once a millisecond. */
 #define EP_CHECK_NS (1u << 20)
 EP_FN bool ep_world_ended(const EpComm *c) {
     if (!ep_ld_relaxed_sys_u64(&c->host->abort)) return false;
-    ep_st_relaxed_gpu_u64(&ep_local(c)->claim, 1); /* no record: the world knows why */
+    ep_st_relaxed_gpu_u64(&ep_local(c)->claim, 1); /* no fault record: the world knows the cause */
     return true;
 }
 
-/* A wait that has lasted so long tells the host at each look, which asks the other ranks what they are doing: see watchdog.c. */
+/* A wait that has lasted longer than this writes its epoch to host->stuck at each check. The host then
+ * asks the other ranks what they are doing; see watchdog.c. */
 #define EP_STUCK_NS 1000000000u
 
-/* So long no wait goes without a look, unless its process was stopped: perhaps with the whole job.  What is longer does not count; so
- * much of it does, that a wait ends also where nobody ever looks more often. */
+/* A waiting thread checks the clock more often than this. A longer gap means that its process was
+ * suspended (SIGSTOP, a debugger, a checkpoint of the whole job), and suspended time must not count toward
+ * the timeout. Of each gap at most this much counts. It is not zero, so that a wait ends even on a machine
+ * that never checks more often. */
 #define EP_MAX_COUNTED_GAP_NS 500000000u
 
-/* How long a wait has lasted, and when it last looked at what may end it: both in EP_CHECK_NS, modulo 2^32, so that a
- * warp that does something else meanwhile has little to keep.  Begins as zeros. */
+/* The state of one wait: when it began, when it last checked what may end it, and the number of polls.
+ * Both times are in units of EP_CHECK_NS modulo 2^32: 32-bit fields, to save registers of a warp that
+ * works between two polls. Initialise with zeros. */
 typedef struct {
-    uint32_t start, looked, polls;
+    uint32_t start, checked, polls;
 } EpBackoff;
 
-/* After a poll in vain: pause, and say whether there is any point in another.  One lane calls it. */
+/* Back off after an unsuccessful poll. False: the wait must end (fault of this rank, end of the world, or
+ * timeout, which this function records). One lane calls it. */
 EP_FN bool ep_wait_on(const EpComm *c, EpBackoff *w, uint64_t limit_ns, const EpFaultRecord *what,
                       uint64_t want, uint64_t got) {
     if (ep_time_to_check(w->polls)) {
         const uint32_t now = (uint32_t)(ep_now_ns() / EP_CHECK_NS) | 1u;
         if (ep_must_leave(c)) return false;
-        if (w->start == 0) w->start = w->looked = now;
-        if (now != w->looked) {
-            if (now - w->looked > EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS)
-                w->start += now - w->looked - EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS;
-            w->looked = now;
+        if (w->start == 0) w->start = w->checked = now;
+        if (now != w->checked) {
+            if (now - w->checked > EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS)
+                w->start += now - w->checked - EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS;
+            w->checked = now;
             if (ep_world_ended(c)) return false;
             if (now - w->start > EP_STUCK_NS / EP_CHECK_NS)
                 ep_st_relaxed_sys_u64(&c->host->stuck, what->epoch);
@@ -137,7 +155,8 @@ EP_FN bool ep_wait_on(const EpComm *c, EpBackoff *w, uint64_t limit_ns, const Ep
     return true;
 }
 
-/* Wait until *word compares with want.  One lane calls it.  False: leave the operation, in order. */
+/* Wait until *word compares with want. One lane calls it. False: the caller must leave the operation in
+ * order. */
 EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want,
                        const EpFaultRecord *what) {
     EpBackoff w = {0, 0, 0};
@@ -148,8 +167,8 @@ EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_
     }
 }
 
-/* Whether recv is what a dispatch that failed has left: -1 everywhere, where slots of this plan should be.  All lanes call it; the loads
- * go out together. */
+/* True if recv is poisoned, as a failed dispatch leaves it: -1 everywhere, although slots of this plan
+ * must be there. All lanes call it. The loads are issued together. */
 EP_FN bool ep_recv_is_void(const EpShape *s, const int32_t *plan, const int32_t *recv) {
     uint32_t is_void = 0;
     EP_FOR_LANES(r, s->num_ranks) {
@@ -160,9 +179,10 @@ EP_FN bool ep_recv_is_void(const EpShape *s, const int32_t *plan, const int32_t 
     return ep_warp_min_u32(is_void ? 0 : 1) == 0;
 }
 
-/* This rank's header of an operation; plan and recv are NULL for the operations that have none.  The host knows the
- * length of a plan, not what it says: that it is of this many tokens and of no more rows than the tensor has
- * is seen here, before any of its offsets is believed, and this rank refuses where it is not. */
+/* The header with which this rank enters an operation. plan and recv are NULL for operations that have none.
+ * The host checks only the length of a plan, not its content. So this function validates on the device,
+ * before any offset in the plan is used, that the plan is for this many tokens and for no more rows than
+ * the tensor has. If not, this rank refuses: its header has status EP_EINVAL. */
 EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv,
                               uint32_t num_tokens, uint32_t num_rows) {
     const EpShape *s = &c->shape;
@@ -192,7 +212,7 @@ EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan,
     return h;
 }
 
-/* Tell every peer that this rank has entered; one worker of the rank calls it. */
+/* Tell all ranks that this rank has entered. One worker of the rank calls it. */
 EP_FN void ep_enter(const EpComm *c, const EpHeader *header, uint64_t epoch) {
     ep_chaos(1);
     EP_FOR_LANES(r, c->shape.num_ranks) {
@@ -203,7 +223,8 @@ EP_FN void ep_enter(const EpComm *c, const EpHeader *header, uint64_t epoch) {
     }
 }
 
-/* 1 + the first field in which two headers differ, or 0.  No early exit: the loads go out together. */
+/* 1 + index of the first field in which two headers differ, or 0. No early exit: the loads are issued
+ * together. */
 EP_PURE uint32_t ep_header_diff(const EpHeader *a, const EpHeader *b) {
     const uint32_t *x = &a->abi, *y = &b->abi;
     uint32_t field = 0;
@@ -212,9 +233,9 @@ EP_PURE uint32_t ep_header_diff(const EpHeader *a, const EpHeader *b) {
     return field;
 }
 
-/* Wait for every peer and compare headers.  Every worker calls it before it touches a peer's memory;
- * all lanes get the verdict, and all workers of all ranks get the same one, because they judge the
- * same W headers.  False: the operation is void. */
+/* Wait for the headers of all ranks and compare them. Every worker calls it before it touches a peer's
+ * memory. All lanes get the verdict. All workers of all ranks get the same verdict, because they judge the
+ * same W headers. False: the operation is void. */
 EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
     const EpHeader *first = ep_header(c, c->my_rank, 0, epoch);
     uint32_t stuck = 0, bad = c->shape.num_ranks;
@@ -246,26 +267,30 @@ EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
             if (f.field) {
                 f.want = (&first->abi)[f.field - 1];
                 f.got = (&h->abi)[f.field - 1];
-            } /* a peer may write while we read */
+            }
         }
         ep_fault(c, &f);
     }
     return false;
 }
 
-/* How many rows (dispatch) or pieces of rows (the product) of a block of EP_TILE_ROWS stand: counted up by this rank's
- * workers in a fused operation, 0 before and behind it. */
+/* The ready word of a row block: how many of its rows are placed (dispatch) or how many pieces of its rows
+ * are stored (GEMM). Workers of this rank count it up in a fused operation. It is 0 between operations. */
 EP_FN uint64_t *ep_ready_word(const EpComm *c, uint32_t block) {
-    const uint32_t last = c->layout.num_row_blocks - 1; /* a plan that was written over has rows beyond it */
+    /* A plan that the caller has overwritten may name row blocks beyond the last one. */
+    const uint32_t last = c->layout.num_row_blocks - 1;
     return EP_AT(uint64_t, c, c->my_rank, c->layout.ready_off) + (block < last ? block : last);
 }
-/* The count at which a block of num_rows in all is complete, each row in `pieces`. */
+/* The count at which a row block is complete, if the plan has num_rows rows and each row consists of
+ * `pieces`. */
 EP_PURE uint64_t ep_ready_count(uint32_t block, uint32_t num_rows, uint32_t pieces) {
     const uint32_t left = num_rows - block * EP_TILE_ROWS;
     return (uint64_t)(left < EP_TILE_ROWS ? left : EP_TILE_ROWS) * pieces;
 }
-/* A wait for this rank's own workers.  They end in any case, at their own deadline for a peer, so its deadline comes
- * behind theirs.  `w`: one for all blocks of rows that are waited for together. */
+/* A wait for workers of this rank. Those workers end in any case, by their own timeout for a peer at the
+ * latest. The timeout of this wait is twice as long, so that theirs, which knows the culprit, is recorded
+ * first. The caller passes one backoff for all row blocks that it waits for together, so that one timeout
+ * covers them all. */
 EP_FN uint64_t ep_local_limit_ns(const EpComm *c) {
     return c->timeout_ns < UINT64_MAX / 2 ? 2 * c->timeout_ns : UINT64_MAX;
 }
@@ -274,18 +299,20 @@ EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t
     const EpFaultRecord f = {0, 0, op, c->my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
     for (;;) {
         const uint64_t got =
-            ep_ld_acquire_gpu_u64(ep_ready_word(c, block)); /* the block's rows are now readable */
+            ep_ld_acquire_gpu_u64(ep_ready_word(c, block)); /* the rows of the row block are now readable */
         if (got >= count) return true;
         if (!ep_wait_on(c, w, ep_local_limit_ns(c), &f, count, got)) return false;
     }
 }
 
-/* A chunk of slots stands in at_rank's staging memory.  Call after ep_warp_sync(), one lane. */
+/* Publish a chunk of slots that this rank has written to at_rank's staging buffer. One lane calls it,
+ * after ep_warp_sync(), so that the release covers the stores of all lanes. */
 EP_FN void ep_flag_publish(const EpComm *c, uint32_t at_rank, uint32_t chunk, uint64_t epoch) {
     ep_chaos(3);
-    ep_st_release_sys_u64(ep_flag(c, at_rank, c->my_rank, chunk), epoch); /* publishes the chunk's slots */
+    ep_st_release_sys_u64(ep_flag(c, at_rank, c->my_rank, chunk),
+                          epoch); /* publishes the slots of the chunk */
 }
-/* All lanes call it; afterwards the chunk that of_rank sent here may be read by all lanes. */
+/* Wait for a chunk of of_rank. All lanes call it. If true, all lanes may then read the chunk. */
 EP_FN bool ep_flag_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
     EpFaultRecord f = {0, 0, op, of_rank, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
     uint64_t ok = 1;
@@ -296,19 +323,19 @@ EP_FN bool ep_flag_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_
     return ep_warp_bcast_u64(ok) != 0;
 }
 
-/* One lane's look at a chunk: true when it is there.  It may be read by all lanes when the warp has met. */
+/* Poll a chunk once, by one lane. If true, all lanes may read it after the next ep_warp_sync(). */
 EP_FN bool ep_flag_seen(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
     return ep_ld_acquire_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)) ==
            epoch; /* the chunk is now readable */
 }
-/* All lanes call it.  True when a chunk is there already; then it may be read by all lanes. */
+/* Poll a chunk once, by all lanes. If true, all lanes may read it. */
 EP_FN bool ep_flag_ready(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
     uint64_t ok = 1;
     ep_chaos(4);
     if (ep_lane() == 0) ok = ep_flag_seen(c, of_rank, chunk, epoch);
     return ep_warp_bcast_u64(ok) != 0;
 }
-/* After a look in vain: see ep_wait_on. */
+/* Back off after an unsuccessful poll of a chunk, as ep_wait_on does. One lane calls it. */
 EP_FN bool ep_flag_wait_on(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch,
                            EpBackoff *w) {
     const EpFaultRecord f = {0, 0, op, of_rank, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
@@ -316,18 +343,20 @@ EP_FN bool ep_flag_wait_on(const EpComm *c, uint32_t op, uint32_t of_rank, uint3
                       ep_ld_relaxed_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)));
 }
 
-/* One lane's look at a cell of of_rank's counts: the epoch's tag and the count, in one word. */
+/* Poll a cell of of_rank's counts once, by one lane: the epoch's tag and the count, in one word. */
 EP_FN uint64_t ep_count_seen(const EpComm *c, uint32_t of_rank, uint32_t cell) {
     return ep_ld_relaxed_sys_u64(ep_count_cell(c, c->my_rank, of_rank, cell));
 }
 
-/* Leave the operation.  The last of num_workers makes the local words ready for the next one, and is
- * told how the operation went, because it alone may now write where the others wrote. */
+/* Leave the operation. The last of num_workers resets the local words for the next operation. Its result
+ * also tells whether the operation failed, because only the last worker may then write where the others
+ * wrote. */
 typedef enum { EP_LEFT, EP_LEFT_LAST, EP_LEFT_LAST_FAILED } EpLeft;
 EP_FN EpLeft ep_leave(const EpComm *c, uint32_t num_workers, uint64_t epoch) {
     EpLocal *l = ep_local(c);
     ep_chaos(5);
-    /* acq_rel: the last worker's resets come after everything that any worker did. */
+    /* acq_rel: publishes all that this worker did, and makes readable to the last worker what all others
+     * did. So the resets below come after every use of these words. */
     if (ep_add_acq_rel_gpu_u64(&l->num_left, 1) + 1 != (EP_FAULT(8) ? 1 : num_workers)) return EP_LEFT;
     bool failed = ep_ld_relaxed_gpu_u64(&l->claim) != 0;
     ep_st_relaxed_gpu_u64(&l->num_left, 0);

@@ -1,20 +1,22 @@
 /* plan.h - from counts to rows and tiles: pure arithmetic, the same on both backends.
  *
- * Every rank tells every peer one line of cells {tag of the epoch:32 | value:32}:
+ * Every rank writes one line of cells to every rank, {tag of the epoch:32 | value:32}:
  *   cell e < E       choices that it routes to expert e
  *   cell E + r       distinct tokens that it sends to rank r
- *   cell E + W       what it found wrong: 0, EP_BAD_SCATTER, or 1 + the lowest position t * K + k of a bad index
- *   the next two     that index, its lower half first
- * Rows of a rank are grouped by local expert, inside an expert by source rank, then token, then
- * choice.  So where source w's first row for expert e lies follows from the counts alone, and no rank
- * asks another for a place.  A cell is a peer's number: it is clamped before it becomes an offset. */
+ *   cell E + W       error: 0, EP_BAD_SCATTER, or 1 + the lowest position t * K + k of a wrong index
+ *   the next two     that index, lower half first
+ *
+ * The rows of a rank are grouped by local expert; within an expert by source rank, then token, then choice.
+ * So the first row of source w for expert e follows from the counts alone, and ranks need not ask each other
+ * for space.
+ * Invariant: a cell is a number from a peer, so it is clamped before it becomes an offset. */
 #ifndef EP_PLAN_H
 #define EP_PLAN_H
 #include "abi.h"
 
-#define EP_BAD_SCATTER 0xffffffffu /* full_scatter_indices of the wrong length */
+#define EP_BAD_SCATTER 0xffffffffu /* full_scatter_indices has a wrong length */
 
-/* What a rank found wrong: its last cells, from ep_first_wrong on. */
+/* The error that a rank reports in its last cells, from ep_first_wrong on. */
 typedef struct {
     uint32_t cell[EP_WRONG_CELLS];
 } EpWrong;
@@ -23,7 +25,8 @@ EP_PURE EpWrong ep_wrong_index(uint32_t position, int64_t index) {
     EpWrong w = {{position + 1, (uint32_t)index, (uint32_t)((uint64_t)index >> 32)}};
     return w;
 }
-/* The fault that all ranks see when rank `peer` found this, or nothing. */
+/* Complete the fault record *f, which all ranks record when rank `peer` reports error *w. No error: *f is
+ * unchanged. */
 EP_PURE void ep_wrong_fault(const EpShape *s, uint32_t peer, const EpWrong *w, EpFaultRecord *f) {
     if (w->cell[0] == 0) return;
     f->peer = peer;
@@ -39,13 +42,13 @@ EP_PURE void ep_wrong_fault(const EpShape *s, uint32_t peer, const EpWrong *w, E
     }
 }
 
-/* The half of a cell that says which plan it belongs to; never 0, which a fresh heap holds. */
+/* The upper half of a cell, which tells the plan that it belongs to. Never 0, the content of a fresh heap. */
 EP_PURE uint32_t ep_cell_tag(uint64_t epoch) { return (uint32_t)(epoch % 0xffffffffu) + 1; }
 EP_PURE uint64_t ep_cell(uint64_t epoch, uint32_t value) {
     return (uint64_t)ep_cell_tag(epoch) << 32 | value;
 }
 
-/* A peer can route at most T * K choices to one expert; a larger number is not believed. */
+/* Clamp a count from a peer: a rank can route at most T * K choices to one expert. */
 EP_PURE uint32_t ep_clamp_count(const EpShape *s, uint32_t cell, uint32_t value) {
     uint32_t most = cell < s->num_experts ? s->max_tokens * s->num_topk : s->max_tokens;
     if (cell >= ep_first_wrong(s)) return value;
@@ -59,21 +62,21 @@ EP_PURE uint32_t ep_expert_rows(const EpShape *s, const int32_t *counts, uint32_
     return n;
 }
 
-/* Of expert e's rows, those of source ranks before w. */
+/* The number of expert e's rows that belong to source ranks before w. */
 EP_PURE uint32_t ep_rows_before_rank(const EpShape *s, const int32_t *counts, uint32_t e, uint32_t w) {
     uint32_t n = 0;
     for (uint32_t v = 0; v < w; v++) n += (uint32_t)counts[(uint64_t)v * s->num_experts + e];
     return n;
 }
 
-/* Where slots are sorted by expert; the order is one of speed only. */
+/* True if slots are sorted by expert. The order changes only the speed. */
 EP_PURE bool ep_plan_sorts(const EpPlanParams *p) { return p->sort_slots != 0; }
 
 /* An index as the caller wrote it. */
 EP_PURE int64_t ep_read_index(const void *exp_indices, uint32_t index_bytes, uint64_t i) {
     return index_bytes == 8 ? ((const int64_t *)exp_indices)[i] : ((const int32_t *)exp_indices)[i];
 }
-/* What it means: an expert, -1 for a dropped choice (-1 or E), or -2 for nonsense. */
+/* The meaning of an index: an expert, -1 for a dropped choice (-1 or E), or -2 for a wrong index. */
 EP_PURE int32_t ep_read_expert(const void *exp_indices, uint32_t index_bytes, uint64_t i,
                                uint32_t num_experts) {
     int64_t v = ep_read_index(exp_indices, index_bytes, i);

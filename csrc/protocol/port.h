@@ -1,15 +1,17 @@
-/* port.h - the only file that asks which compiler is reading it.
+/* port.h - the only file that asks which compiler reads it.
  *
- * The protocol compiles as C11, where a worker is one CPU thread (a warp of one lane), and as CUDA C,
- * where a worker is a warp of 32 lanes.  Exported:
+ * A worker executes one task at a time. In C11 a worker is one CPU thread (a warp with one lane). In CUDA C a
+ * worker is a warp of 32 lanes. Exported:
  *   EP_FN, EP_PURE             qualifiers: device code; arithmetic for host and device
  *   EP_LANES, EP_FOR_LANES     lanes of a worker; i = lane, lane + EP_LANES, ... < n
- *   ep_warp_sync / _min_u32 / _bcast_u64 / _all   bcast, all: what a lane did before comes before what all do behind
- *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol, and no others
- *   ep_now_ns, ep_pause, ep_time_to_check   the clock of deadlines; what to do between two polls
- *   EP_FAULT(n), ep_chaos      seeded faults and delays: constant 0 and nothing outside the tests
+ *   ep_warp_sync, ep_warp_{min_u32,bcast_u64,all}   the warp operations. sync, bcast and all order memory,
+ *                              too: what any lane did before is readable by all lanes after
+ *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol; it uses no others
+ *   ep_now_ns, ep_pause, ep_time_to_check   the clock for timeouts; the backoff between two polls
+ *   EP_FAULT(n), ep_chaos(n)   seeded faults and random delays; outside of tests constant 0 and empty
  *
- * `gpu` scope never touches a peer's heap; `sys` does.  On the CPU the scopes are the same. */
+ * Invariant: an operation of `gpu` scope never touches a peer's heap; `sys` may. On the CPU the scopes are
+ * equal. */
 #ifndef EP_PORT_H
 #define EP_PORT_H
 
@@ -75,9 +77,9 @@ EP_FN uint64_t ep_now_ns(void) {
 EP_FN void ep_pause(uint32_t polls) {
     if (polls > 64) __nanosleep(40);
 }
-/* When a wait looks at the clock and at what may end it: polls are quick here. */
+/* Whether a wait checks the clock and the abort word after this poll. Polls are fast here. */
 EP_FN bool ep_time_to_check(uint32_t polls) { return polls % 256 == 255; }
-#ifdef EP_CHAOS /* tests: one call in eight takes up to 8 us longer; EP_CHAOS is the seed */
+#ifdef EP_CHAOS /* tests only: one call in eight sleeps up to 8 us; EP_CHAOS is the random seed */
 EP_FN void ep_chaos(uint32_t point) {
     uint32_t h = (uint32_t)clock64() ^ blockIdx.x * 0x9e3779b9u ^ threadIdx.x / 32u * 0x85ebca6bu ^
                  point * 0xc2b2ae35u ^ EP_CHAOS * 0x27d4eb2fu;
@@ -89,7 +91,7 @@ EP_FN void ep_chaos(uint32_t point) {
 EP_FN void ep_chaos(uint32_t) {}
 #endif
 
-#else /* C11; C++17 too, so that a C++ compiler can check the headers */
+#else /* C11; also C++17, so that a C++ compiler can check the headers */
 
 #include <sched.h>
 #include <stdbool.h>
@@ -134,17 +136,17 @@ EP_FN uint64_t ep_now_ns(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
-/* Ranks often share cores: after a short spin give the core away, after a long one sleep. */
+/* Ranks often share cores. So first spin, then yield the core, then sleep. */
 EP_FN void ep_pause(uint32_t polls) {
     struct timespec nap = {0, 20000};
     if (polls > 4000) nanosleep(&nap, NULL);
     else if (polls > 32) sched_yield();
 }
 
-/* Once polls sleep, each may take long on a busy machine, so each is followed by a look. */
+/* Once polls sleep, each of them may take long on a busy machine. So then check after each poll. */
 EP_FN bool ep_time_to_check(uint32_t polls) { return polls % 64 == 63 || polls > 4000; }
 
-#ifdef EP_CHAOS /* tests link a function that sleeps a random while at a protocol point */
+#ifdef EP_CHAOS /* tests link a function that sleeps for a random time at points of the protocol */
 #ifdef __cplusplus
 extern "C"
 #endif

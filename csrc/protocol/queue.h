@@ -1,17 +1,20 @@
-/* queue.h - the task queue of an operation, and which task number means what.
+/* queue.h - the task queues of an operation: drawing task numbers, and what each number means.
  *
- * Workers take numbers from an atomic counter; the last worker out of the operation resets it
- * (flags.h, ep_leave).  There are two queues.  Send tasks wait for nothing but enter.  Receive tasks
- * wait for chunks that peers send.  A worker may do a receive task whose chunk is there already at any
- * time, but it waits for one only when the send queue is empty.  So whoever waits, has no send task
- * left to do, on any rank: the wait-for graph goes receive -> a peer's send -> nothing.  It has no
- * cycle, on any number of resident workers from one on.  (A megakernel has more queues, and other
- * tasks: fused.cuh argues for it.) */
+ * Workers draw numbers from an atomic counter. The last worker out of the operation resets it (ep_leave).
+ * There are two queues. A send task waits for nothing except enter. A receive task waits for a chunk from a
+ * peer.
+ *
+ * Freedom from deadlock. A worker may execute a receive task at any time if its chunk has arrived. It waits
+ * for a chunk only when the send queue is empty. So a waiting worker holds no send task, on any rank. The
+ * wait-for graph is receive -> a peer's send -> nothing. It has no cycle, for any number of resident workers
+ * (one is enough).
+ * The megakernels have more queues and other tasks; fused.cuh proves their freedom from deadlock. */
 #ifndef EP_QUEUE_H
 #define EP_QUEUE_H
 #include "flags.h"
 
-/* The next task number; all lanes get it.  Numbers at or past the last task mean: done. */
+/* Draw the next task number; all lanes get it. A number at or past the last task means that the queue is
+ * empty. */
 EP_FN uint64_t ep_queue_pop(uint64_t *counter) {
     uint64_t n = 0;
     if (ep_lane() == 0) n = EP_FAULT(9) ? *counter : ep_add_relaxed_gpu_u64(counter, 1);
@@ -19,8 +22,8 @@ EP_FN uint64_t ep_queue_pop(uint64_t *counter) {
     return ep_warp_bcast_u64(n);
 }
 
-/* Chunks are taken chunk-major, peers in rotation from my_rank on: so all links are busy at once
- * and no two ranks begin with the same target.  Task n is a chunk to (or from) peer *rank. */
+/* The peer and the chunk of task n. Numbers run through all peers for one chunk, then for the next chunk.
+ * They start at my_rank, so that all links are busy at once and no two ranks begin with the same peer. */
 typedef struct {
     uint32_t rank, chunk;
 } EpTask;
@@ -30,14 +33,14 @@ EP_PURE EpTask ep_task_at(uint64_t n, uint32_t my_rank, uint32_t num_ranks) {
     t.chunk = (uint32_t)(n / num_ranks);
     return t;
 }
-/* Tasks for slots[r] slots of each rank r. */
+/* The number of tasks, if num_slots[r] slots go to (or come from) each rank r. */
 EP_FN uint64_t ep_num_tasks(const int32_t *num_slots, uint32_t num_ranks) {
     uint32_t most = 0;
     for (uint32_t r = 0; r < num_ranks; r++)
         if ((uint32_t)num_slots[r] > most) most = (uint32_t)num_slots[r];
     return (uint64_t)ep_ceil_div_u32(most, EP_CHUNK_SLOTS) * num_ranks;
 }
-/* Slots of a chunk: first and how many; 0 for a chunk that this rank does not have. */
+/* The number of slots in a chunk. 0: this rank has no such chunk. */
 EP_PURE uint32_t ep_chunk_slots(uint32_t num_slots, uint32_t chunk) {
     uint32_t first = chunk * EP_CHUNK_SLOTS;
     if (first >= num_slots) return 0;
