@@ -8,8 +8,8 @@
  * signal (stores, then st.release.sys; ld.acquire.sys, then loads). If several warps of a CTA put data that
  * one of them signals, they need a __syncthreads() in between.
  *
- * Every wait ends: by its word, by the end of the world, or after timeout_ns. It returns true only for its word.
- * Otherwise SymmetricHeap.synchronize() or World.check() raises the reason. */
+ * Every wait ends: by its word, by the end of the world, or after timeout_ns. It returns true only for its
+ * word. Otherwise SymmetricHeap.synchronize() or World.check() raises the reason. */
 #ifndef EPMOE_DEVICE_H
 #define EPMOE_DEVICE_H
 #include <string.h>

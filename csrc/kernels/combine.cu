@@ -1,4 +1,4 @@
-/* combine.cu - combine by itself; combine.cuh says how. */
+/* combine.cu - the combine kernel and its launcher; combine.cuh has a warp's part. */
 #include "combine.cuh"
 #include "launch.h"
 
@@ -19,13 +19,14 @@ static CombineKernel kernel_of(uint32_t dtype) {
                              : combine_kernel<EP_BF16>;
 }
 
-enum { WARP_BYTES = EpCombineConfig<EP_BF16, EP_OP_COMBINE>::Fifo::BYTES }; /* of any dtype */
-/* EP_WARPS, or as many as this device has shared memory for. */
+enum { WARP_BYTES = EpCombineConfig<EP_BF16, EP_OP_COMBINE>::Fifo::BYTES }; /* the same for all dtypes */
+/* The number of warps: EP_WARPS, or as many as the device has shared memory for. */
 static cudaError_t num_warps_here(uint32_t *num_warps) {
     int device = 0, most = 0;
     cudaError_t e = cudaGetDevice(&device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    const uint32_t fit = (uint32_t)(most - 1024) / WARP_BYTES; /* the kernel has some words of its own */
+    const uint32_t fit =
+        (uint32_t)(most - 1024) / WARP_BYTES; /* the kernel also has some static shared memory */
     *num_warps = fit < EP_WARPS ? fit : EP_WARPS;
     return e;
 }

@@ -1,17 +1,20 @@
-/* combine.cuh - every row home, and added up there: what a warp does of it.
+/* combine.cuh - one warp's part of combine: return rows to the ranks of their tokens, and add them up there.
  *
- * LOCAL and SCATTER: send what this rank's experts made of each slot (its rows added up, or one by one),
- * and add up this rank's own tokens as the chunks they need arrive.  GATHER: put the rows where peers can
- * reach them; each token's rank pulls.  Every warp does both parts, and waits only when there is nothing
- * left to send (queue.h).  Sums are in fp32 and in a fixed order, whoever comes first.
+ * Exports combine_tokens, await_all_rows and poison_combine.
+ * LOCAL and SCATTER: for each slot that this rank received, return the sum of its rows (LOCAL) or the rows
+ * one by one (SCATTER). Add up this rank's own tokens as the chunks that they need arrive.
+ * GATHER: copy the rows to this rank's staging buffer; the rank of each token pulls them.
+ * Every warp does both parts, and waits for a peer only when it has nothing left to send (queue.h).
+ * Invariant: sums are in fp32 and in a fixed order, independent of the order of arrival.
  *
- * FUSED: in a megakernel, where rows are being made meanwhile, and are taken when they are ready. */
+ * FUSED (in a megakernel): the GEMM is still computing rows. A row is returned when it is ready. */
 #ifndef EP_COMBINE_CUH
 #define EP_COMBINE_CUH
 #include "rows.cuh"
 #include "trace.cuh"
 
-/* How a warp combines.  OP: as what peers know it.  FUSED: waits for rows to be made.  HAS_SMEM: it has room in shared memory. */
+/* The variant of combine. OP: the operation, as peers know it. FUSED: wait for rows to become ready.
+ * HAS_SMEM: the warp has enough shared memory for large cells. */
 template <int DTYPE_, EpOpKind OP_, bool HAS_SMEM = true> struct EpCombineConfig {
     static constexpr int DTYPE = DTYPE_;
     static constexpr EpOpKind OP = OP_;
@@ -23,7 +26,8 @@ EP_FN uint64_t row_address(const EpCombineParams &p, int32_t row) {
     return (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * p.comm.layout.row_bytes;
 }
 
-/* Copy the rows of those lanes that are in `mask`, with their weights and scalars, to where choices are kept: that of lane i to at(i). */
+/* Copy the rows of the lanes in `mask`, each with its weight and scalar. The row of lane i goes to at(i),
+ * a choice of a staging buffer. */
 template <typename C, typename At>
 EP_FN void put_choices(const EpCombineParams &p, int32_t row, uint32_t mask, uint32_t fifo, At at) {
     const uint32_t row_bytes = (uint32_t)p.comm.layout.row_bytes;
@@ -41,12 +45,13 @@ EP_FN void put_choices(const EpCombineParams &p, int32_t row, uint32_t mask, uin
                                      });
 }
 
-/* Whether row `row` of a slot of token `token` is one: both may be a peer's numbers. */
+/* Whether `row` is a valid row of a slot of token `token`. Both may be numbers from a peer. */
 EP_FN bool is_row(const EpCombineParams &p, int32_t token, int32_t row) {
     return row >= 0 && (uint32_t)row < p.num_rows && (uint32_t)token < p.comm.shape.max_tokens;
 }
 
-/* A chunk of slots to send home: lane i has the token of the i-th, lane k of row[i] the row of its choice k. */
+/* A chunk of slots to return. Lane i has the token of slot i. In row[i], lane k has the row of the slot's
+ * choice k. */
 typedef struct {
     int32_t token, row[EP_CHUNK_SLOTS];
 } ChunkRows;
@@ -64,7 +69,7 @@ EP_FN ChunkRows rows_to_return(const EpCombineParams &p, EpTask task) {
     return r;
 }
 
-/* LOCAL: the sums of all of a chunk's slots, through shared memory. */
+/* LOCAL: return the sum of the rows of each slot of a chunk, added up through shared memory. */
 template <typename C> EP_FN void return_sums(const EpCombineParams &p, EpTask task, const ChunkRows &r,
                                              uint32_t num, uint32_t fifo) {
     const EpComm *c = &p.comm;
@@ -77,7 +82,7 @@ template <typename C> EP_FN void return_sums(const EpCombineParams &p, EpTask ta
         here[i] = is_row(p, __shfl_sync(EP_FULL, r.token, (int)i), r.row[i]);
         weight[i] = here[i] && p.has_weight ? p.row_weight[r.row[i]] : 1.0f;
     }
-    ep_warp_sync(); /* nobody reads the list any more */
+    ep_warp_sync(); /* no lane still reads the list */
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
         listed = ep_stream_list<typename C::Fifo>(fifo, listed, here[i], row_address(p, r.row[i]), weight[i]);
@@ -94,7 +99,7 @@ template <typename C> EP_FN void return_sums(const EpCombineParams &p, EpTask ta
                 here[i] ? p.row_scalar[r.row[i]] : 0.0f;
 }
 
-/* SCATTER: the rows of all of a chunk's slots, one by one. */
+/* SCATTER: return the rows of a chunk's slots one by one. */
 template <typename C> EP_FN void return_choices(const EpCombineParams &p, uint32_t s, ChunkRows r,
                                                 uint32_t num, uint32_t fifo) {
     const EpComm *c = &p.comm;
@@ -123,7 +128,8 @@ EP_FN uint32_t num_staged_rows(const EpCombineParams &p) {
     const uint32_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS];
     return m < p.num_rows ? m : p.num_rows;
 }
-/* GATHER: put a chunk of this rank's rows where peers can pull them; who ends the last one tells everyone. */
+/* GATHER: copy a chunk of this rank's rows to its staging buffer. The warp that finishes the last chunk
+ * publishes all. */
 template <typename C, typename E>
 EP_FN void stage_chunk(const EpCombineParams &p, uint32_t chunk, uint32_t num_chunks, E epoch,
                        uint32_t fifo) {
@@ -132,12 +138,13 @@ EP_FN void stage_chunk(const EpCombineParams &p, uint32_t chunk, uint32_t num_ch
     put_choices<C>(p, (int32_t)(first + ep_lane()), (1u << num) - 1, fifo,
                    [&](uint32_t i) { return ep_choice_at(c, c->my_rank, first + i); });
     ep_warp_sync();
-    /* acq_rel: the last warp's flags publish all warps' rows. */
+    /* acq_rel: the flags of the last warp publish the rows of all warps. */
     if (ep_lane() == 0 && ep_add_acq_rel_gpu_u64(&ep_local(c)->num_copied, 1) + 1 == num_chunks)
         for (uint32_t r = 0; r < c->shape.num_ranks; r++) ep_flag_publish(c, r, 0, epoch);
 }
 
-/* What a chunk of this rank's tokens needs: a lane looks after one (token, rank), and has its slot, or -1. */
+/* The slots that a chunk of this rank's tokens needs. A lane has one (token, rank): its slot, or -1 for
+ * none. */
 EP_FN int32_t slot_to_await(const EpCombineParams &p, uint32_t chunk) {
     static_assert(EP_CHUNK_SLOTS * EP_MAX_RANKS == 32, "a lane for each token and rank of a chunk");
     const uint32_t t = chunk * EP_CHUNK_SLOTS + ep_lane() / EP_MAX_RANKS;
@@ -148,17 +155,18 @@ EP_FN int32_t slot_to_await(const EpCombineParams &p, uint32_t chunk) {
                ? 0
                : p.plan[p.layout.token_slot_off + (uint64_t)t * W + r];
 }
-/* The lanes whose slots have not come yet. */
+/* The lanes whose slots have not arrived yet. */
 template <typename E> EP_FN uint32_t missing_slots(const EpCombineParams &p, int32_t slot, E epoch) {
     const bool here =
         slot < 0 || ep_flag_seen(&p.comm, ep_lane() % EP_MAX_RANKS, (uint32_t)slot / EP_CHUNK_SLOTS, epoch);
     const uint32_t lanes = __ballot_sync(EP_FULL, !here);
-    ep_warp_sync(); /* what any lane acquired is now readable by all */
+    ep_warp_sync(); /* what any lane has acquired is now readable by all lanes */
     return lanes;
 }
 
-/* What a token of this rank is the sum of.  LOCAL: lane r has what rank r returned, of which it has the slot.  Else: lane
- * k has choice k, here or at the expert's rank. */
+/* The rows whose sum is a token of this rank, one per lane. LOCAL: lane r has what rank r returned, in the
+ * given slot. Other modes: lane k has choice k, in this rank's staging buffer (SCATTER) or in that of the
+ * expert's rank (GATHER). */
 typedef struct {
     bool mine;
     uint64_t from;
@@ -196,7 +204,7 @@ template <typename C> EP_FN void finish_tokens(const EpCombineParams &p, uint32_
     const uint32_t num_vec = (uint32_t)(c->layout.row_bytes / 16);
     const bool weighted = c->shape.combine_mode != EP_COMBINE_LOCAL && p.has_weight;
     uint32_t ends = 0, listed = 0;
-    ep_warp_sync(); /* nobody reads the list any more */
+    ep_warp_sync(); /* no lane still reads the list */
     for (uint32_t i = 0; i < num; i++) {
         const int32_t there = __shfl_sync(EP_FULL, slot, (int)(i * EP_MAX_RANKS + ep_lane() % EP_MAX_RANKS));
         const TokenRows r = rows_of_token(p, first + i, ep_lane() < c->shape.num_ranks ? there : -1);
@@ -209,7 +217,8 @@ template <typename C> EP_FN void finish_tokens(const EpCombineParams &p, uint32_
     });
 }
 
-/* A megakernel's rows are made in `pieces` each: are these, each lane's own, all there?  -1: none. */
+/* Whether each lane's own row is ready. In a megakernel a row consists of `pieces`, which different tiles
+ * store. -1: no row, which counts as ready. */
 EP_FN bool row_is_made(const EpCombineParams &p, int32_t row) {
     const uint32_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS], block = (uint32_t)row / EP_TILE_ROWS;
     return row < 0 || (uint32_t)row >= m ||
@@ -220,15 +229,16 @@ EP_FN bool rows_are_made(const EpCombineParams &p, const ChunkRows &r) {
     bool made = true;
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) made = made && row_is_made(p, r.row[i]);
-    return ep_warp_all(made); /* what any lane acquired is now readable by all */
+    return ep_warp_all(made); /* what any lane has acquired is now readable by all lanes */
 }
 EP_FN bool staged_rows_are_made(const EpCombineParams &p, uint32_t chunk) {
     const uint32_t num = ep_chunk_slots(num_staged_rows(p), chunk);
     return ep_warp_all(row_is_made(p, ep_lane() < num ? (int32_t)(chunk * EP_CHUNK_SLOTS + ep_lane()) : -1));
 }
 
-/* A turn in waiting: for rows of this rank that it has to send, or for what is to come for the tokens of `lanes`.  Warps
- * by the hundred wait in a megakernel; without a rest between two looks they hold up those that multiply. */
+/* One step of backoff: in a wait for rows of this rank that the warp has to return, or in a wait for slots
+ * of `lanes`. Hundreds of warps wait in a megakernel. Without the sleep between two polls they slow down
+ * the MMA warps. */
 template <typename E> EP_FN bool wait_for_rows(const EpCombineParams &p, uint32_t op, EpBackoff *w, E epoch) {
     const EpFaultRecord f = {0, 0, op, p.comm.my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
     uint64_t ok = 1;
@@ -246,7 +256,7 @@ template <typename C, typename E> EP_FN bool wait_for_slots(const EpCombineParam
     return ep_warp_bcast_u64(ok) != 0;
 }
 
-/* Until all rows are made, of a megakernel's that sends none before. */
+/* Wait until all rows are ready, in a megakernel that returns no row earlier. */
 template <typename E> EP_FN bool await_all_rows(const EpCombineParams &p, uint32_t op, E epoch) {
     const uint32_t num_rows = num_staged_rows(p);
     EpBackoff w = {0, 0, 0};
@@ -258,14 +268,15 @@ template <typename E> EP_FN bool await_all_rows(const EpCombineParams &p, uint32
     return true;
 }
 
-/* What a warp takes part in: in sending rows home, and in adding up this rank's tokens. */
+/* The parts that a warp takes: returning rows, and adding up this rank's tokens. */
 typedef struct {
     bool sends, adds;
 } EpCombineParts;
 
-/* The next chunk to send home, as a task number (queue.h).  In a megakernel there is a queue for each peer, and a warp goes
- * from one to the next when it is empty: rows of an expert are made peer after peer, and who waits for one of the
- * last is not to keep back the others.  `turn` is where the warp is, and counts up to where it began. */
+/* Draw the next chunk to return, as a task number (queue.h). A megakernel has one queue per peer, and a
+ * warp goes to the next queue when one is empty. Reason: the rows of an expert become ready peer after
+ * peer. With a single queue, a warp that waits for one of the last rows would delay the others. `turn` is
+ * the warp's current queue, `left` the number of queues that it has not seen empty. */
 typedef struct {
     uint32_t turn, left;
 } SendTurn;
@@ -281,7 +292,7 @@ template <typename C> EP_FN uint32_t next_to_send(const EpCombineParams &p, Send
     return num_send;
 }
 
-/* E: uint64_t, or what gives one. */
+/* epoch: a uint64_t, or an object that converts to one and so needs no register. */
 template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParams &p, E epoch,
                                                             EpCombineParts parts, uint32_t fifo) {
     const EpComm *c = &p.comm;
@@ -290,14 +301,14 @@ template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParam
     const uint32_t W = c->shape.num_ranks;
     const uint32_t T = p.layout.num_tokens;
     const uint32_t num_recv = parts.adds ? ep_ceil_div_u32(T, EP_CHUNK_SLOTS) : 0;
-    /* GATHER has at least one chunk to stage, be it empty: somebody must tell the peers. */
+    /* GATHER stages at least one chunk, possibly empty: a warp must publish to the peers. */
     const uint32_t num_staged = ep_ceil_div_u32(num_staged_rows(p), EP_CHUNK_SLOTS);
     const uint32_t num_stage = num_staged ? num_staged : 1;
     const uint32_t num_send = gather ? num_stage : (uint32_t)ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W);
     bool may_send = parts.sends;
-    uint32_t send = num_send; /* the chunk that this warp has taken, and is to send */
+    uint32_t send = num_send; /* the chunk that this warp has drawn and not yet returned */
     ChunkRows rows = {0, {-1, -1, -1, -1}};
-    EpBackoff patience = {0, 0, 0};
+    EpBackoff backoff = {0, 0, 0};
     uint32_t to_come;
     SendTurn turn = {(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) % W, W};
     uint32_t recv = num_recv ? (uint32_t)ep_queue_pop(&l->queue_recv) : 0;
@@ -307,16 +318,15 @@ template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParam
             const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
             finish_tokens<C>(p, recv, slot, fifo);
             if (C::FUSED) ep_trace_span(c, EP_SPAN_ADD, c->my_rank, begin);
-            recv = (uint32_t)ep_queue_pop(&l->queue_recv), slot = slot_to_await(p, recv),
-            patience = {0, 0, 0};
+            recv = (uint32_t)ep_queue_pop(&l->queue_recv), slot = slot_to_await(p, recv), backoff = {0, 0, 0};
         } else if (may_send) {
             const EpTask task = ep_task_at(send, c->my_rank, W);
             if (send == num_send) {
                 send = next_to_send<C>(p, &turn, num_send);
-                may_send = send < num_send, patience = {0, 0, 0};
+                may_send = send < num_send, backoff = {0, 0, 0};
                 if (may_send && !gather) rows = rows_to_return(p, ep_task_at(send, c->my_rank, W));
             } else if (C::FUSED && !(gather ? staged_rows_are_made(p, send) : rows_are_made(p, rows))) {
-                if (!wait_for_rows(p, C::OP, &patience, epoch)) return;
+                if (!wait_for_rows(p, C::OP, &backoff, epoch)) return;
             } else {
                 const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
                 if (gather) stage_chunk<C>(p, send, num_stage, epoch, fifo);
@@ -324,13 +334,13 @@ template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParam
                 if (C::FUSED) ep_trace_span(c, EP_SPAN_RETURN, task.rank, begin);
                 send = num_send;
             }
-        } else if (!wait_for_slots<C>(p, to_come, slot, &patience, epoch)) {
+        } else if (!wait_for_slots<C>(p, to_come, slot, &backoff, epoch)) {
             return;
         }
     }
 }
 
-/* What the last block out of a combine that failed leaves. */
+/* Poison the outputs after a failed combine. The last CTA out calls it. */
 EP_FN void poison_combine(const EpCombineParams &p) {
     ep_cta_fill(p.out, p.layout.num_tokens * p.comm.layout.row_bytes, EP_NAN_WORD);
     ep_cta_fill(p.out_scalar, p.has_scalar ? 4ull * p.layout.num_tokens * p.comm.shape.num_topk : 0,

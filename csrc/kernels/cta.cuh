@@ -1,4 +1,7 @@
-/* cta.cuh - what every operation's blocks do alike: enter, leave, and what they leave after a failure. */
+/* cta.cuh - what the CTAs of all operations have in common: enter, leave, and poisoning after a failure.
+ *
+ * Exports ep_cta_enter, ep_cta_leave, ep_cta_fill, and the addresses of slots and choices in staging buffers.
+ * Invariant: all threads of a CTA get the same verdict, and every CTA leaves exactly once. */
 #ifndef EP_CTA_CUH
 #define EP_CTA_CUH
 #include "protocol/plan.h"
@@ -7,11 +10,12 @@
 #include "resident.cuh"
 
 #ifndef EP_WARPS
-#define EP_WARPS 16u /* of a block of plan, dispatch and combine */
+#define EP_WARPS 16u /* warps of a CTA of plan, dispatch and combine */
 #endif
 #define EP_FULL 0xffffffffu
 
-/* Enter, by the first block; wait and judge, by one warp of every block.  All threads get the verdict. */
+/* CTA 0 enters for the rank. One warp of every CTA waits for all ranks and compares their headers. All
+ * threads get the verdict; after it they may write to peers. */
 EP_FN bool ep_cta_enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv,
                         uint32_t num_tokens, uint32_t num_rows, uint32_t has_weight, uint32_t has_scalar,
                         uint64_t epoch) {
@@ -30,7 +34,7 @@ EP_FN bool ep_cta_enter(const EpComm *c, uint32_t op, const int32_t *plan, const
     return ok;
 }
 
-/* Leave, by one thread of every block; all threads of the last one get its news. */
+/* One thread of every CTA leaves the operation for its CTA. All threads get the result. */
 EP_FN EpLeft ep_cta_leave(const EpComm *c, uint64_t epoch) {
     __shared__ int left;
     __syncthreads();
@@ -39,13 +43,13 @@ EP_FN EpLeft ep_cta_leave(const EpComm *c, uint64_t epoch) {
     return (EpLeft)left;
 }
 
-/* The calling block sets num_bytes (a multiple of 4) at a multiple of 4. */
+/* All threads of the CTA fill num_bytes with a 32-bit pattern. Address and size are multiples of 4. */
 EP_FN void ep_cta_fill(void *at, uint64_t num_bytes, uint32_t pattern) {
     if (!at) return;
     for (uint64_t i = threadIdx.x; i < num_bytes / 4; i += blockDim.x) ((uint32_t *)at)[i] = pattern;
 }
 #define EP_NAN_WORD 0xffffffffu
-#define EP_NO_ROW 0xffffffffu /* -1: nothing came from there */
+#define EP_NO_ROW 0xffffffffu /* -1: no row was received */
 
 EP_FN unsigned char *ep_slot_at(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t slot) {
     return c->base[at_rank] + c->layout.stage_off +

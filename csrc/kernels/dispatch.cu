@@ -1,8 +1,8 @@
-/* dispatch.cu - dispatch by itself; dispatch.cuh says how. */
+/* dispatch.cu - the dispatch kernel and its launcher; dispatch.cuh has a warp's part. */
 #include "dispatch.cuh"
 #include "launch.h"
 
-/* Fixed capacity: the rows behind M are zero. */
+/* With a fixed capacity the tensor has more rows than the plan: set rows M and after to zero. */
 EP_FN void clear_rest(const EpDispatchParams &p) {
     const uint64_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS], row_vec = p.comm.layout.row_bytes / 16;
     const uint64_t step = (uint64_t)gridDim.x * blockDim.x;

@@ -1,21 +1,27 @@
-/* dispatch.cuh - every token to the ranks that want it, every row to its place: what a warp does of it.
+/* dispatch.cuh - one warp's part of dispatch: send tokens to the ranks of their experts, receive tokens into
+ * rows.
  *
- * Send: a distinct token goes once to each rank, into the slot that the plan gave it, with its rows and
- * weights behind it; a chunk of slots is then published by one flag.  Receive: copy each slot of a chunk
- * that has come to its rows, reading it once.  Every warp does both: it receives what is there, sends
- * while nothing is, and waits only when there is nothing left to send (queue.h).
+ * Exports move_tokens and poison_dispatch.
+ * Send: each distinct token goes once to each rank, into the slot that the plan assigned. The token's rows
+ * and weights follow it in the trailer. One flag then publishes a chunk of slots.
+ * Receive: when a chunk has arrived, read each of its slots once and copy it to all its rows.
+ * Every warp does both. It receives chunks that have arrived, sends if none has, and waits only when it has
+ * nothing left to send (queue.h).
  *
- * FUSED: in a megakernel, where sends and receipts go by turns, rows go through shared memory (fifo: the warp's part of
- * it) for want of registers, and who multiplies waits for rows: they are counted. */
+ * FUSED (in a megakernel): a warp alternates between sending and receiving. Rows pass through shared memory,
+ * because the warp has too few registers; fifo is its part. Each placed row increments a ready counter, on
+ * which the GEMM's producer waits.
+ * Invariant: numbers from a peer are clamped before they become an address. */
 #ifndef EP_DISPATCH_CUH
 #define EP_DISPATCH_CUH
 #include "rows.cuh"
 #include "trace.cuh"
 
-/* Which part of the work a warp takes; all of it, but for a dispatch in two stages. */
+/* The part of the work that a warp takes. ALL, except in the megakernel's mode of separate sending and
+ * receiving CTAs. */
 typedef enum { EP_MOVE_ALL = 3, EP_MOVE_SENDS = 1, EP_MOVE_RECEIVES = 2 } EpMoveWhat;
 
-/* Lane k's row of token t at rank r, or -1. */
+/* For lane k: the row of token t's choice k at rank r, or -1. */
 EP_FN int32_t row_at_rank(const EpDispatchParams &p, uint32_t t, uint32_t r) {
     const uint32_t K = p.comm.shape.num_topk, k = ep_lane();
     if (k >= K) return -1;
@@ -25,7 +31,7 @@ EP_FN int32_t row_at_rank(const EpDispatchParams &p, uint32_t t, uint32_t r) {
                : -1;
 }
 
-/* Lane i: the token in slot first + i of those that this rank sends to rank r. */
+/* For lane i: the token in slot first + i of those that this rank sends to rank r. */
 EP_FN uint32_t tokens_to_send(const EpDispatchParams &p, uint32_t r, uint32_t first, uint32_t num) {
     return ep_lane() < num
                ? (uint32_t)
@@ -33,14 +39,14 @@ EP_FN uint32_t tokens_to_send(const EpDispatchParams &p, uint32_t r, uint32_t fi
                : 0;
 }
 
-/* What goes with a slot.  head: lane 0 has its token, lane 1 the slot in which it comes home; lane k has the row and the
- * weight of choice k. */
+/* The trailer of a slot, spread over a warp. head: lane 0 has the token, lane 1 the return slot. row,
+ * weight: lane k has those of choice k. */
 typedef struct {
     int32_t head, row;
     float weight;
 } SlotWords;
 
-/* Of token t of this rank, on its way to rank r. */
+/* The trailer of token t of this rank, to be sent to rank r. */
 EP_FN SlotWords words_to_send(const EpDispatchParams &p, uint32_t r, uint32_t t) {
     const uint32_t K = p.comm.shape.num_topk;
     SlotWords w;
@@ -51,7 +57,7 @@ EP_FN SlotWords words_to_send(const EpDispatchParams &p, uint32_t r, uint32_t t)
     return w;
 }
 
-/* Of a slot that has come: a peer's numbers. */
+/* The trailer of a slot that has arrived. Its numbers come from a peer. */
 EP_FN SlotWords words_received(const EpDispatchParams &p, const void *trailer) {
     const uint32_t K = p.comm.shape.num_topk;
     SlotWords w = {0, -1, 0};
@@ -61,12 +67,13 @@ EP_FN SlotWords words_received(const EpDispatchParams &p, const void *trailer) {
     return w;
 }
 
-/* Where in the input a token's row is. */
+/* Address of a token's row in the input. */
 EP_FN uint64_t input_row(const EpDispatchParams &p, uint32_t token) {
     return (uint64_t)p.x + token / p.num_copies * p.comm.layout.row_bytes;
 }
 
-/* Copy num rows: the i-th from where lane i says, to the lanes' places that place(i, &my_dst, &mask) gives. */
+/* Copy num rows. Row i starts at my_src of lane i. It goes to the addresses that place(i, &my_dst, &mask)
+ * gives: my_dst of each lane in `mask`. */
 template <bool FUSED, typename Place>
 EP_FN void copy_rows(const EpDispatchParams &p, uint32_t fifo, uint64_t my_src, uint32_t num, Place place) {
     const uint32_t num_vec = (uint32_t)(p.comm.layout.row_bytes / 16);
@@ -82,8 +89,9 @@ EP_FN void copy_rows(const EpDispatchParams &p, uint32_t fifo, uint64_t my_src, 
     }
 }
 
-/* The words of a chunk's slots, read before the first is worked on: each comes to the front in turn, and after
- * EP_CHUNK_SLOTS turns all are where they were. */
+/* The trailers of a chunk's slots, all loaded before the first one is used. next_words rotates them, so
+ * that of[0] is the current one. After EP_CHUNK_SLOTS rotations the order is the original one. (An index
+ * would put the array in local memory.) */
 typedef struct {
     SlotWords of[EP_CHUNK_SLOTS];
 } ChunkWords;
@@ -120,8 +128,8 @@ template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &
     if (ep_lane() == 0) ep_flag_publish(c, r, task.chunk, epoch);
 }
 
-/* Keep what combine needs to know of a slot of rank s.  Nothing past the plan's rows is written, whatever a peer says: returns the
- * row of each lane's choice, or -1. */
+/* Store what combine needs to know of a slot from rank s. Returns for each lane the row of its choice, or
+ * -1. Whatever a peer has sent, nothing beyond the plan's rows is written. */
 EP_FN int32_t record_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, most = c->shape.max_tokens;
@@ -134,7 +142,7 @@ EP_FN int32_t record_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
     return w.row;
 }
 
-/* With `wait`: until the chunk is there.  Without: false when it is not. */
+/* With `wait`: wait until the chunk has arrived; false if the wait failed. Without: poll once. */
 template <typename E> EP_FN bool chunk_is_here(const EpDispatchParams &p, uint32_t op, EpTask task, E epoch,
                                                bool wait) {
     const EpComm *c = &p.comm;
@@ -145,7 +153,8 @@ template <typename E> EP_FN bool chunk_is_here(const EpDispatchParams &p, uint32
                 : ep_flag_ready(c, task.rank, task.chunk, epoch);
 }
 
-/* A chunk from a peer, or of my own tokens: those come straight from the input. */
+/* Receive a chunk from a peer, or place a chunk of this rank's own tokens, which come directly from the
+ * input. */
 template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask task, uint32_t fifo) {
     const EpComm *c = &p.comm;
     const uint32_t first = task.chunk * EP_CHUNK_SLOTS, r = task.rank, K = c->shape.num_topk;
@@ -179,7 +188,7 @@ template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask
             ep_red_add_relaxed_gpu(ep_ready_word(c, (uint32_t)w.of[i].row / EP_TILE_ROWS), 1);
 }
 
-/* E: uint64_t, or what gives one. */
+/* epoch: a uint64_t, or an object that converts to one and so needs no register. */
 template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams &p, uint32_t op, E epoch,
                                                          EpMoveWhat what, uint32_t fifo) {
     const EpComm *c = &p.comm;
@@ -187,8 +196,8 @@ template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams 
     const uint32_t W = c->shape.num_ranks;
     const uint64_t num_send = ep_num_tasks(p.plan + EP_HEAD_NUM_SEND, W);
     const uint64_t num_recv = what & EP_MOVE_RECEIVES ? ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W) : 0;
-    /* In a megakernel by turns: who multiplies at a peer waits for the first chunks of all ranks, and a rank that has much to
-     * receive would send late. */
+    /* A megakernel alternates. The MMA warps of a peer wait for the first chunks of all ranks, and a rank
+     * that has much to receive would otherwise send late. */
     bool may_send = what & EP_MOVE_SENDS, receive_next = !FUSED;
     uint64_t recv = num_recv ? ep_queue_pop(&l->queue_recv) : 0;
     while (may_send || recv < num_recv) {
@@ -213,7 +222,7 @@ template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams 
     }
 }
 
-/* What the last block out of a dispatch that failed leaves. */
+/* Poison the outputs after a failed dispatch. The last CTA out calls it. */
 EP_FN void poison_dispatch(const EpDispatchParams &p) {
     const EpShape &s = p.comm.shape;
     ep_cta_fill(p.rows, p.num_rows * p.comm.layout.row_bytes, EP_NAN_WORD);

@@ -1,4 +1,5 @@
-/* launch.h - the kernels as cuda.c sees them: each launches and returns the launch's cudaError_t. */
+/* launch.h - the interface of the kernels to cuda.c. Each function launches one kernel and returns its
+ * cudaError_t. */
 #ifndef EP_LAUNCH_H
 #define EP_LAUNCH_H
 #include "protocol/abi.h"
@@ -12,7 +13,8 @@ int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *strea
 int ep_launch_enter(const EpComm *c, uint32_t op, void *stream);
 int ep_launch_signal(uint64_t *word, uint64_t value, uint32_t add, void *stream);
 int ep_launch_wait(const EpComm *c, const uint64_t *word, uint64_t value, uint32_t exact, void *stream);
-/* Load a file's kernels now: a kernel that is loaded lazily while another one waits can wait forever. */
+/* Load the kernels of a file now. If a kernel were loaded lazily while another one waits for it, both
+ * could deadlock. */
 int ep_preload_plan(void);
 int ep_preload_dispatch(void);
 int ep_preload_combine(void);

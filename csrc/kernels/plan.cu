@@ -1,4 +1,5 @@
-/* plan.cu - the routing plan, in one launch and without the host; plan.cuh says how. */
+/* plan.cu - the plan kernel and its launcher: one launch, without help from the host; plan.cuh has a CTA's
+ * part. */
 #include "launch.h"
 #include "plan.cuh"
 
@@ -27,14 +28,14 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
     if (ok && is_control_warp()) write_tables(p, m, v);
     if (ok && !is_control_warp()) {
         const int32_t *scatter = p.scatter_indices;
-        /* A peer's number of tokens may be nonsense: then there is a plan, but not by these indices. */
+        /* A peer may report a wrong number of tokens. Then there is a plan, but without these indices. */
         if (scatter && p.num_scatter_tokens != p.num_tokens)
             scatter = v.tokens_before + p.num_tokens <= p.num_scatter_tokens
                           ? scatter + v.tokens_before * p.comm.shape.num_topk
                           : NULL;
         place(p, m, range, v, scatter, epoch, first_rounds);
     }
-    /* What the host was told too early: places at which no row is. */
+    /* A scatter index was wrong after num_rows had been published to the host: mark the plan as failed. */
     if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED && threadIdx.x == 0 &&
         p.plan[EP_HEAD_STATUS] == 0)
         p.plan[EP_HEAD_STATUS] = EP_EINVAL;
@@ -44,7 +45,7 @@ static size_t smem_of(const EpPlanParams *p) {
     uint32_t nowhere;
     return 4ul * Smem(&nowhere, p->comm.shape, ep_plan_sorts(p)).num_words(p->comm.shape);
 }
-enum { STATIC_BYTES = 1024 }; /* that the kernel has beside, at most */
+enum { STATIC_BYTES = 1024 }; /* upper limit of the kernel's static shared memory */
 static cudaError_t room_for_smem(uint32_t *num_bytes) {
     int device = 0, most = 0;
     cudaError_t e = cudaGetDevice(&device);
@@ -61,11 +62,12 @@ extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
         e = ep_resident_blocks(num_plan_ctas((uint64_t)q.num_tokens * q.comm.shape.num_topk),
                                q.comm.reserve_sms, &num_blocks);
     if (e != cudaSuccess) return (int)e;
-    /* A block's tokens are counted in 16 bits, expert by expert. */
+    /* Sorting counts a CTA's tokens per expert in 16 bits. */
     if (EP_WARPS * (uint64_t)ep_ceil_div_u32(q.num_tokens, num_blocks * EP_WARPS) > UINT16_MAX)
         q.sort_slots = 0;
     if (smem_of(&q) > room)
-        q.sort_slots = 0; /* so many experts that a smaller GPU has no room to sort by them */
+        /* With many experts, a smaller GPU may not have enough shared memory for sorting. */
+        q.sort_slots = 0;
     if (smem_of(&q) > room) return (int)cudaErrorLaunchOutOfResources;
     return (int)ep_launch_resident(plan_kernel, num_blocks, EP_WARPS + 1, smem_of(&q), stream, q);
 }

@@ -1,17 +1,23 @@
-/* plan.cuh - the routing plan: what a block does of it.
+/* plan.cuh - one CTA's part of the routing plan.
  *
- * Each block has a range of tokens, each of its EP_WARPS warps a part of it.  Count: a histogram per warp in
- * shared memory.  Scan: over warps, then (one grid barrier) over blocks.  Exchange: every rank tells every peer
- * its counts.  Place: each warp walks its choices again, in order, and ranks equal experts among 32 lanes
- * by match.  No atomic decides an order, so the plan is the same in every run and equals the CPU's.
+ * Each CTA has a range of tokens, and each of its EP_WARPS warps a part of it.
+ *   count      each warp counts its choices per expert, in a histogram in shared memory
+ *   scan       prefix sums over the CTA's warps; then, after one grid barrier, over CTAs
+ *   exchange   every rank writes its counts to every rank
+ *   place      each warp walks through its choices again, in order; __match_any_sync ranks equal experts
+ *              among the 32 lanes
  *
- * All of it is latency.  So one more warp of each block, the clerk, has no tokens, and does what would keep the
- * others: it enters, waits for the peers' enter, tells the host, and writes the tables. */
+ * Invariant: no atomic decides an order. So the plan is the same in every run, and the same as the CPU
+ * backend's.
+ *
+ * The run time consists of latencies. So each CTA has one more warp, the control warp. It has no tokens
+ * and does what would delay the others: it enters, waits for the peers to enter, publishes to the host,
+ * and writes the tables. */
 #ifndef EP_PLAN_CUH
 #define EP_PLAN_CUH
 #include "plan_scans.cuh"
 
-/* Tokens of this warp. */
+/* The tokens of this warp. */
 struct Range {
     uint32_t first, last;
     __device__ Range(uint32_t num_tokens) {
@@ -22,7 +28,7 @@ struct Range {
     }
 };
 
-/* A warp takes as many tokens at a time as have room: a lane for each of their choices. */
+/* A round: as many tokens as a warp processes at once, with one lane per choice. */
 struct Round {
     uint32_t num_tokens, num_choices;
     __device__ Round(uint32_t K) {
@@ -31,19 +37,21 @@ struct Round {
     }
     __device__ bool has(uint64_t i, uint64_t end) const { return ep_lane() < num_choices && i < end; }
 };
-/* What a warp finds out about a round's choices, one a lane. */
+/* What a lane knows about its choice in a round. */
 struct Choice {
-    int32_t expert;                /* or -1 */
-    uint32_t rank : 8;             /* of its expert; of a dropped choice 0 */
-    uint32_t is_first : 1;         /* of its token at its rank, by expert; where slots are sorted, else 0 */
-    uint32_t is_last : 1;          /* so, too */
-    uint32_t ranks : EP_MAX_RANKS; /* lane j: bit r says that token j of the round goes to rank r */
+    int32_t expert;    /* or -1 */
+    uint32_t rank : 8; /* rank of the expert; 0 if the choice is dropped */
+    /* Only if slots are sorted, else 0: of the token's choices at this rank, this one has the lowest
+     * (highest) expert. */
+    uint32_t is_first : 1;
+    uint32_t is_last : 1;
+    uint32_t ranks : EP_MAX_RANKS; /* in lane j: bit r is set if token j of the round goes to rank r */
 };
 EP_FN uint32_t ranks_of(const Params &p, const Round &round, const Choice &c) {
     const uint32_t K = p.comm.shape.num_topk, bit = c.expert < 0 ? 0 : 1u << c.rank;
     uint32_t ranks = 0;
     for (uint32_t k = 0; k < K; k++)
-        ranks |= __shfl_sync(EP_FULL, bit, (int)(ep_lane() * K + k)); /* modulo 32 */
+        ranks |= __shfl_sync(EP_FULL, bit, (int)(ep_lane() * K + k)); /* the lane is taken modulo 32 */
     return ep_lane() < round.num_tokens ? ranks : 0;
 }
 EP_FN void find_first_and_last(const Params &p, Choice *c) {
@@ -51,7 +59,7 @@ EP_FN void find_first_and_last(const Params &p, Choice *c) {
     const int32_t token = (int32_t)ep_lane() / K * K, from = (int32_t)c->rank * L;
     bool first = c->expert >= 0, last = first;
     for (int32_t k = 0; k < K; k++) {
-        const int32_t other = __shfl_sync(EP_FULL, c->expert, token + k); /* modulo 32 */
+        const int32_t other = __shfl_sync(EP_FULL, c->expert, token + k); /* the lane is taken modulo 32 */
         if (other < from || other >= from + L || token + k == (int32_t)ep_lane()) continue;
         const bool before = other < c->expert || (other == c->expert && token + k < (int32_t)ep_lane());
         if (before) first = false;
@@ -67,16 +75,17 @@ EP_FN Choice classify_choice(const Params &p, const Round &round, int32_t expert
     return c;
 }
 
-/* `first_rounds`: the choices of the first two rounds, so that place need not look at them again. */
+/* Count this warp's choices. first_rounds returns those of its first two rounds, so that place need not
+ * compute them again. */
 EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint32_t *bad,
                  Choice (&first_rounds)[2]) {
     const EpShape &s = p.comm.shape;
     const Round round(s.num_topk);
     const uint64_t end = (uint64_t)range.last * s.num_topk;
     int32_t *expert = p.plan + p.layout.token_expert_off;
-    uint32_t to_rank = 0; /* lane r: tokens to rank r */
+    uint32_t to_rank = 0; /* in lane r: tokens that go to rank r */
     for (uint32_t t = range.first; t < range.last; t += 2 * round.num_tokens) {
-        int32_t both[2]; /* two loads on their way */
+        int32_t both[2]; /* two loads in flight */
 #pragma unroll
         for (uint32_t j = 0; j < 2; j++) {
             const uint64_t i = (uint64_t)(t + j * round.num_tokens) * s.num_topk + ep_lane();
@@ -105,7 +114,8 @@ EP_FN void count(const Params &p, Range range, bool sorts, uint32_t *mine, uint3
     if (ep_lane() < s.num_ranks && !is_control_warp()) mine[s.num_experts + ep_lane()] = to_rank;
 }
 
-/* All blocks of this rank have come here and see what the others wrote, and all ranks have entered. */
+/* A barrier of all CTAs of this rank, which makes their counts readable, and at the same time the wait
+ * until all ranks have entered. */
 EP_FN bool sync_ranks(const EpComm *c, uint64_t epoch) {
     __shared__ int arrived, entered;
     __syncthreads();
@@ -122,22 +132,24 @@ EP_FN bool sync_ranks(const EpComm *c, uint64_t epoch) {
     return arrived && entered;
 }
 
-/* Cells j and k (-1: only j) of everyone's, when both have come: one latency for two. */
+/* Wait for two cells, j and k (k = -1: only j), numbered through the cells of all ranks. One latency for
+ * both. */
 EP_FN bool await_cells(const EpComm *c, uint32_t j, int32_t k, uint64_t epoch, uint32_t *of_j,
                        uint32_t *of_k) {
     const uint64_t tag = ep_cell_tag(epoch);
-    EpBackoff patience = {0, 0, 0};
-    for (;;) { /* cells of a rank stand behind those of the rank before */
+    EpBackoff backoff = {0, 0, 0};
+    /* Cells of rank 0, then of rank 1, and so on: so j and k can be indices from rank 0's first cell on. */
+    for (;;) {
         const uint64_t a = ep_count_seen(c, 0, j), b = k < 0 ? a : ep_count_seen(c, 0, (uint32_t)k);
         *of_j = (uint32_t)a;
         *of_k = (uint32_t)b;
         if (a >> 32 == tag && b >> 32 == tag) return true;
         const uint32_t late = (a >> 32 == tag ? (uint32_t)k : j) / c->layout.num_count_cells;
         const EpFaultRecord f = {0, 0, EP_OP_PLAN, late, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
-        if (!ep_wait_on(c, &patience, c->timeout_ns, &f, tag, (a >> 32 == tag ? b : a) >> 32)) return false;
+        if (!ep_wait_on(c, &backoff, c->timeout_ns, &f, tag, (a >> 32 == tag ? b : a) >> 32)) return false;
     }
 }
-/* Cell j of everyone's: n. */
+/* Store value n of cell j, numbered through the cells of all ranks. */
 EP_FN void store_cell(const Params &p, const Smem &m, Verdict *v, uint32_t j, uint32_t n) {
     const EpShape &s = p.comm.shape;
     const uint32_t w = j / m.cells, i = j % m.cells, me = p.comm.my_rank;
@@ -147,7 +159,7 @@ EP_FN void store_cell(const Params &p, const Smem &m, Verdict *v, uint32_t j, ui
     else if (i >= ep_first_wrong(&s)) v->wrong[w].cell[i - ep_first_wrong(&s)] = n;
 }
 
-/* Tell the peers this rank's cells (block b tells rank b), and read everyone's. */
+/* Write this rank's cells to all ranks (CTA b writes to rank b), and read the cells of all ranks. */
 EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     const uint32_t cells = m.cells, first_wrong = ep_first_wrong(&p.comm.shape);
     const EpComm *c = &p.comm;
@@ -175,7 +187,7 @@ EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) 
     return __syncthreads_and(ok);
 }
 
-/* The first wrong thing that all ranks told each other, in rank order; one thread. */
+/* Record the first error in rank order; all ranks see the same ones. One thread calls it. */
 EP_FN void report_wrong(const Params &p, Verdict *v, uint64_t epoch) {
     const EpShape &s = p.comm.shape;
     EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_NONE, 0, 0, epoch, 0, 0};
@@ -194,8 +206,9 @@ EP_FN void report_wrong(const Params &p, Verdict *v, uint64_t epoch) {
     v->code = f.code;
 }
 
-/* Where slots are sorted by expert, who holds a token's first or last choice at a rank numbers it; `out` and `home` say how many
- * of its expert's, out and home, are before it in this block. */
+/* If slots are sorted by expert: the lane with a token's first (last) choice at a rank assigns its send
+ * (return) slot. send_slot and return_slot: how many such choices of the same expert precede it in this
+ * CTA. */
 EP_FN void place_sorted_slots(const Params &p, const Smem &m, const Choice &c, uint32_t token,
                               uint32_t send_slot, uint32_t return_slot) {
     const uint32_t E = p.comm.shape.num_experts, e = (uint32_t)c.expert;
@@ -209,7 +222,8 @@ EP_FN void place_sorted_slots(const Params &p, const Smem &m, const Choice &c, u
             (int32_t)return_slot;
     }
 }
-/* Where they are not, tokens take them in turn; sent: lane r's are taken at rank r. */
+/* If slots are not sorted: tokens get consecutive slots. sent: lane r has the number of slots assigned at
+ * rank r. */
 EP_FN void place_unsorted_slots(const Params &p, const Choice &c, uint32_t token, uint32_t *sent) {
     for (uint32_t r = 0; r < p.comm.shape.num_ranks; r++) {
         const uint32_t there = __ballot_sync(EP_FULL, c.ranks >> r & 1u), lower = (1u << ep_lane()) - 1;
@@ -222,7 +236,7 @@ EP_FN void place_unsorted_slots(const Params &p, const Choice &c, uint32_t token
     }
 }
 
-/* Rows, sorted order and slots of this warp's choices. */
+/* Assign rows, the sorted order and slots to this warp's choices. */
 EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, const int32_t *scatter,
                  uint64_t epoch, const Choice (&first_rounds)[2]) {
     const EpShape &s = p.comm.shape;
@@ -269,7 +283,7 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
             p.plan[p.layout.sort_off + m.sorted_from[e] + at] = (int32_t)i;
         }
         if (has) p.plan[p.layout.token_row_off + i] = row;
-        const uint32_t token = t + lane; /* the lane's of the round, as in c.ranks */
+        const uint32_t token = t + lane; /* the token of this lane in the round, as in c.ranks */
         for (uint32_t r = 0; r < W; r++)
             if (lane < round.num_tokens && token < range.last && !(c.ranks >> r & 1u))
                 p.plan[p.layout.token_slot_off + (uint64_t)token * W + r] = -1;
@@ -280,7 +294,8 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
     }
 }
 
-/* The parts of the plan that no token owns: the tail of the sorted order, tiles, counts, offsets, the head.  The clerks. */
+/* The parts of the plan that belong to no token: the end of the sorted order, tiles, counts, offsets, the
+ * head. The control warps write them. */
 EP_FN void write_tables(const Params &p, const Smem &m, const Verdict &v) {
     const EpShape &s = p.comm.shape;
     const uint32_t L = ep_num_local_experts(&s), at = blockIdx.x * 32 + ep_lane(), step = gridDim.x * 32;
@@ -288,7 +303,7 @@ EP_FN void write_tables(const Params &p, const Smem &m, const Verdict &v) {
     for (uint64_t i = v.num_sorted + at; i < (uint64_t)p.num_tokens * s.num_topk; i += step)
         p.plan[p.layout.sort_off + i] = -1;
     for (uint32_t n = at; n < num_tiles && n < p.layout.max_tiles; n += step) {
-        uint32_t low = 0, high = L; /* the last expert whose tiles begin at or before n */
+        uint32_t low = 0, high = L; /* find the last expert whose first tile is at or before n */
         while (high - low > 1) {
             const uint32_t mid = (low + high) / 2;
             if (m.tile_from[mid] <= n) low = mid;
@@ -305,9 +320,8 @@ EP_FN void write_tables(const Params &p, const Smem &m, const Verdict &v) {
             l == L ? v.rank_rows[p.comm.my_rank] : (int32_t)m.row_from[first + l];
     if (at < s.num_ranks) {
         p.plan[EP_HEAD_NUM_SEND + at] = (int32_t)m.total[s.num_experts + at];
-        if (at == p.comm.my_rank)
-            p.plan[EP_HEAD_NUM_RECV + at] =
-                (int32_t)m.total[s.num_experts + at]; /* my own word, not a peer's */
+        /* This rank's own count, not one that went through memory that peers write. */
+        if (at == p.comm.my_rank) p.plan[EP_HEAD_NUM_RECV + at] = (int32_t)m.total[s.num_experts + at];
         p.plan[EP_HEAD_RANK_ROWS + at] = v.rank_rows[at];
     }
     if (at == 0) {
@@ -316,14 +330,15 @@ EP_FN void write_tables(const Params &p, const Smem &m, const Verdict &v) {
     }
 }
 
-/* No plan: no rows anywhere, so that whoever goes on before the error is raised computes on nothing. */
+/* Make the plan empty after a failure. An operation that uses it before the error is raised then finds no
+ * rows. */
 EP_FN void invalidate_plan(const Params &p) {
     const uint64_t num = p.layout.expert_row_off + ep_num_local_experts(&p.comm.shape) + 1;
     for (uint64_t i = threadIdx.x; i < num; i += blockDim.x) p.plan[i] = 0;
     __syncthreads();
 }
 
-/* The host learns M, or why there is none, as soon as it is known.  One thread. */
+/* Publish M, or the reason for a failure, to the host as early as possible. One thread calls it. */
 EP_FN void publish_to_host(const Params &p, int32_t code, uint32_t num_rows, uint64_t epoch) {
     EpPlanResult *r = &p.comm.host->plan;
     p.plan[EP_HEAD_STATUS] = code;
@@ -336,7 +351,7 @@ EP_FN void publish_to_host(const Params &p, int32_t code, uint32_t num_rows, uin
     ep_st_release_sys_u64(&r->ticket, p.ticket); /* publishes the result to the host */
 }
 
-/* Everything between entering and placing.  False: there is no plan. */
+/* All steps between count and place. False: there is no plan. */
 EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     const EpComm *c = &p.comm;
     if (!sync_ranks(c, epoch)) return false;

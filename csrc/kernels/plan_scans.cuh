@@ -1,15 +1,16 @@
-/* plan_scans.cuh - what the blocks of a plan keep, and its prefix sums: over a block's warps, over blocks, over experts. */
+/* plan_scans.cuh - the plan kernel's shared memory, and its prefix sums over warps, CTAs and experts. */
 #ifndef EP_PLAN_SCANS_CUH
 #define EP_PLAN_SCANS_CUH
 #include "cta.cuh"
 
 typedef EpPlanParams Params;
 
-/* Shared memory: [EP_WARPS][warp_cells] counts, later prefixes; [sums] blocks before mine; [sums] totals;
- * [W][E] everyone's counts; [E] first row, [E] first sorted place; [L + 1] first tile; [E] first slot out, [E] home.
- *
- * Where slots are sorted there are E more cells a warp: tokens whose first expert at its rank it is, and in the upper
- * half those whose last one it is; and 2 E more sums. */
+/* Shared memory: [EP_WARPS][warp_cells] counts, later their prefix sums; [sums] of earlier CTAs; [sums] of
+ * all CTAs; [W][E] counts of all ranks; [E] first row; [E] first position in the sorted order; [L + 1] first
+ * tile; [E] first send slot; [E] first return slot.
+ * If slots are sorted, each warp has E more cells: in the lower half the number of tokens whose first
+ * choice at the rank is this expert, in the upper half those whose last choice it is. There are 2 E more
+ * sums. */
 struct Smem {
     uint32_t *warp_count, *before, *total, *row_from, *sorted_from, *tile_from, *send_from, *return_from;
     int32_t *counts;
@@ -32,22 +33,24 @@ struct Smem {
         return EP_WARPS * warp_cells + 2 * sums + (s.num_ranks + 5) * s.num_experts + 1;
     }
 };
-struct Verdict { /* what all ranks agree on; in shared memory */
+/* What all ranks agree on; in shared memory. */
+struct Verdict {
     int32_t code;
     int32_t rank_rows[EP_MAX_RANKS];
-    EpWrong wrong[EP_MAX_RANKS], mine; /* what each rank found, and this one */
+    EpWrong wrong[EP_MAX_RANKS], mine; /* the errors of all ranks, and of this one */
     uint64_t tokens_before, num_tokens;
     uint32_t num_sorted;
 };
 
 EP_FN bool is_control_warp(void) { return threadIdx.x / 32 == EP_WARPS; }
 
-/* Exclusive prefixes over this block's warps; the block's sums go to scratch. */
+/* Replace the warps' counts by exclusive prefix sums over the warps of this CTA. The CTA's totals go to
+ * scratch. */
 EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t bad) {
     uint32_t *scratch =
         EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off) + (uint64_t)blockIdx.x * m.sums;
     for (uint32_t i = threadIdx.x; i < m.warp_cells; i += blockDim.x) {
-        uint32_t n[EP_WARPS], sum = 0; /* all loads on their way */
+        uint32_t n[EP_WARPS], sum = 0; /* all loads in flight */
 #pragma unroll
         for (uint32_t w = 0; w < EP_WARPS; w++) n[w] = m.warp_count[w * m.warp_cells + i];
 #pragma unroll
@@ -63,7 +66,8 @@ EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t bad) {
     }
 }
 
-/* How many blocks, for so many choices: a warp has about 64.  Few, or a multiple of 64: see sums_over_ctas.  (Any number is right.) */
+/* The number of CTAs for this many choices: about 64 choices per warp. It is small, or a multiple of 64,
+ * because of sums_over_ctas. (Any number would be correct.) */
 enum { FEW_CTAS = 16, MANY_CTAS = 64 };
 static_assert(EP_PLAN_CTAS % MANY_CTAS == 0, "the most is a number that there can be");
 EP_PURE uint32_t num_plan_ctas(uint64_t num_choices) {
@@ -72,8 +76,8 @@ EP_PURE uint32_t num_plan_ctas(uint64_t num_choices) {
     return blocks < EP_PLAN_CTAS ? ((uint32_t)blocks + MANY_CTAS - 1) / MANY_CTAS * MANY_CTAS : EP_PLAN_CTAS;
 }
 
-/* One cell's numbers of all blocks: their sum, and that of the blocks before this one.  As many as there may be are on their way at
- * once. */
+/* The totals of one cell: sum over all CTAs, and over those before this one. Up to MOST loads are in
+ * flight. */
 struct CtaSums {
     uint32_t before, total;
 };
@@ -92,7 +96,7 @@ template <uint32_t MOST> EP_FN CtaSums sums_over_ctas(const uint32_t *of_first, 
     return s;
 }
 
-/* Prefixes over the blocks before this one, and totals; the clerk, the first wrong choice. */
+/* Compute the sums over earlier CTAs and over all CTAs. The control warp finds the first wrong index. */
 EP_FN void scan_ctas(const Params &p, const Smem &m, Verdict *v) {
     const uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off);
     for (uint32_t i = threadIdx.x; i < m.sums; i += blockDim.x) {
@@ -113,7 +117,8 @@ EP_FN void scan_ctas(const Params &p, const Smem &m, Verdict *v) {
     }
 }
 
-/* One warp: out[i] = sum of value(j) for j < i, of n; returns the whole sum in all lanes.  A lane has neighbouring ones. */
+/* Exclusive prefix sums by one warp: out[i] = sum of value(j) for j < i, for i < n. Returns the total in
+ * all lanes. Each lane has consecutive elements. */
 template <typename F> EP_FN uint32_t warp_scan(uint32_t *out, uint32_t n, F value) {
     const uint32_t per = ep_ceil_div_u32(n, 32);
     const uint32_t first = ep_lane() * per;
@@ -136,13 +141,15 @@ template <typename F> EP_FN uint32_t warp_scan(uint32_t *out, uint32_t n, F valu
     return whole;
 }
 
-/* First rows of each rank, sorted places and tiles from everyone's counts: a warp for each scan. */
+/* From the counts of all ranks: first rows, the sorted order's first positions, first tiles. One warp per
+ * scan. */
 EP_FN void scan_experts(const Params &p, const Smem &m, Verdict *v) {
     const EpShape &s = p.comm.shape;
     const uint32_t L = ep_num_local_experts(&s), W = s.num_ranks, first = p.comm.my_rank * L;
     const uint32_t num_scans = W + 2 + (m.sums > m.cells ? 2 * W : 0);
     for (uint32_t scan = threadIdx.x / 32; scan < num_scans; scan += blockDim.x / 32) {
-        if (scan >= W + 2) { /* first slots of each expert at its rank, out and home */
+        /* The first send slot and the first return slot of each expert at its rank. */
+        if (scan >= W + 2) {
             const uint32_t half = (scan - W - 2) / W, from = (scan - W - 2) % W * L;
             const uint32_t *ends = m.total + m.cells + half * s.num_experts + from;
             warp_scan((half ? m.return_from : m.send_from) + from, L, [&](uint32_t l) { return ends[l]; });

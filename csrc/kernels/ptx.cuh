@@ -1,7 +1,11 @@
-/* ptx.cuh - the instructions of sm_90a that C has no words for, one a function, named after it.
+/* ptx.cuh - the instructions of sm_90a that C cannot express: one per function, and the function has its
+ * name.
  *
- * mbarrier, bulk tensor copies (TMA), wgmma and what orders them.  Shared memory is named by its 32-bit
- * address.  Tiles are swizzled in 128-byte lines: the 16-byte piece c of line r stands at c ^ (r % 8). */
+ * mbarrier, bulk tensor copies (TMA), wgmma, and the fences that order them. Shared memory is given as a
+ * 32-bit address. Invariant: an instruction that orders memory has a "memory" clobber, and a proxy fence is
+ * in the function's name.
+ * Tiles are swizzled within lines of 128 bytes: the 16-byte piece c of line r is located at piece c ^ (r %
+ * 8). */
 #ifndef EP_PTX_CUH
 #define EP_PTX_CUH
 #include <cuda.h>
@@ -17,7 +21,8 @@ EP_PTX uint32_t ep_smem(const void *p) { return (uint32_t)__cvta_generic_to_shar
 EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
 }
-/* What was initialised is seen by the other threads (after a barrier) and by the async proxy. */
+/* Publishes initialised mbarriers: to the async proxy, and to the other threads of the cluster after its
+ * barrier. */
 EP_PTX void ep_fence_mbar_init(void) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -30,8 +35,8 @@ EP_PTX void ep_mbar_arrive_expect(uint32_t bar, uint32_t num_bytes) {
                  "r"(num_bytes)
                  : "memory");
 }
-/* Sleeps until the phase with that parity has ended, or for the time that is given at most: a warp that asks again
- * and again takes energy from those that multiply. */
+/* Sleep until the phase with this parity has ended, but at most for the given time. Sleeping matters: a
+ * warp that polls takes power from the MMA warps. */
 EP_PTX bool ep_mbar_try_wait(uint32_t bar, uint32_t parity, uint32_t nanoseconds) {
     uint32_t done;
     asm volatile("{\n.reg .pred p;\n"
@@ -42,9 +47,11 @@ EP_PTX bool ep_mbar_try_wait(uint32_t bar, uint32_t parity, uint32_t nanoseconds
                  : "memory");
     return done != 0;
 }
-/* Both ends are warps of this block or its neighbour, whose own waits end, so a wait that does not end in limit_ns is a
- * fault of the kernel itself: better a write to nowhere, which is an error, than a GPU that never answers again.  (A
- * trap would be compiled as if setmaxnreg gave no registers: 168 for all.) */
+/* Wait until the phase with this parity has ended.
+ * The arrivals come from warps of this CTA or of the other CTA of the pair, and the waits of those warps
+ * are bounded. So a wait that exceeds limit_ns is a bug of the kernel. Then a store to address 0 aborts
+ * the kernel with an error, because otherwise the GPU would hang. A `trap` instead of the store would
+ * disable setmaxnreg: ptxas would give 168 registers to all threads. */
 EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
     if (ep_mbar_try_wait(bar, parity, 10000000)) return;
     const uint64_t start = ep_now_ns();
@@ -53,20 +60,21 @@ EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
             asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(0) : "memory");
 }
 
-/* ---- clusters: blocks that run side by side and reach each other's shared memory ---- */
+/* ---- clusters: CTAs that run at the same time and can access each other's shared memory ---- */
 
 EP_PTX uint32_t ep_cluster_rank(void) {
     uint32_t r;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return r;
 }
-/* All threads of all blocks of the cluster. */
+/* A barrier of all threads of all CTAs of the cluster. It also orders their memory operations. */
 EP_PTX void ep_cluster_sync(void) {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
 }
-/* Arrive at the same mbarrier of another block of the cluster, or of this one.  Relaxed: it orders no stores of this
- * thread (a release to the cluster is a fence of the whole GPU); what wgmma has read by then, it has read. */
+/* Arrive at an mbarrier of any CTA of the cluster. Relaxed: the arrival orders no stores of this thread,
+ * because a release at cluster scope costs a fence of the whole GPU. None is needed to release a pipeline
+ * stage: wgmma has only read it, and those reads have completed. */
 EP_PTX void ep_mbar_arrive_at(uint32_t bar, uint32_t rank) {
     asm volatile("{\n.reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -75,7 +83,8 @@ EP_PTX void ep_mbar_arrive_at(uint32_t bar, uint32_t rank) {
                  : "memory");
 }
 
-/* A number to the same place in a block's shared memory, its four bytes counted by that block's mbarrier. */
+/* Store a number at the same address in the shared memory of CTA `rank` of the cluster. The 4 bytes
+ * complete a transaction of that CTA's mbarrier. */
 EP_PTX void ep_st_async(uint32_t dst, uint32_t value, uint32_t bar, uint32_t rank) {
     asm volatile(
         "{\n.reg .b32 to, remote;\n"
@@ -86,9 +95,10 @@ EP_PTX void ep_st_async(uint32_t dst, uint32_t value, uint32_t bar, uint32_t ran
         : "memory");
 }
 
-/* ---- counts for the other blocks of this GPU ---- */
+/* ---- counters for the other CTAs of this GPU ---- */
 
-/* What the warp has written (before a __syncwarp) comes before what is counted behind this: one fence for many counts. */
+/* Orders all that the warp has written (before a __syncwarp) before the counter updates that follow. One
+ * fence serves many counters. */
 EP_PTX void ep_fence_acq_rel_gpu(void) { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 EP_PTX void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
@@ -96,10 +106,10 @@ EP_PTX void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
 
 /* ---- proxies and barriers ---- */
 
-/* What an acquire made readable, TMA may read behind this: the thread that acquired calls it, and issues the copies. */
+/* Makes data that this thread has acquired readable by TMA copies that the same thread issues afterwards. */
 EP_PTX void ep_fence_proxy_async_global(void) { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-/* Generic writes to shared memory before, TMA or wgmma reads behind. */
+/* Orders generic writes to shared memory before later reads by TMA or wgmma. */
 EP_PTX void ep_fence_proxy_async_shared(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 EP_PTX void ep_bar_sync(uint32_t id, uint32_t num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
@@ -117,8 +127,8 @@ EP_PTX void ep_tma_prefetch(const CUtensorMap *map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/* A box of a tensor into shared memory, its bytes counted by the mbarrier.  BOTH: to the same place in both blocks of
- * a pair, each block's mbarrier counting what came to it. */
+/* Copy a box of a tensor to shared memory; the mbarrier counts its bytes. BOTH: multicast to the same
+ * address in both CTAs of a pair; the mbarrier of each CTA counts the bytes that this CTA receives. */
 #define EP_TMA_LOAD(DIMS, COORDS, ...)                                                               \
     if (BOTH)                                                                                        \
         asm volatile("cp.async.bulk.tensor." DIMS                                                    \
@@ -148,27 +158,27 @@ EP_PTX void ep_tma_load_5d(uint32_t dst, const CUtensorMap *map, uint32_t bar, i
 
 /* ---- small copies into shared memory ---- */
 
-/* 16 bytes, past the L1; only the thread that asked for them, and has waited, may read them. */
+/* Copy 16 bytes, bypassing L1. Only the thread that has issued the copy and waited for it may read them. */
 EP_PTX void ep_cp_async_16(uint32_t dst, const void *src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 EP_PTX void ep_cp_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
-/* Until at most N of this thread's groups are on their way. */
+/* Wait until at most N of this thread's groups of copies are in flight. */
 template <int N> EP_PTX void ep_cp_async_wait(void) {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
 /* ---- shared memory, registers ---- */
 
-/* Four 8x8 matrices of 16-bit numbers: lane l gives the address of row l % 8 of matrix l / 8. */
+/* Store four 8x8 matrices of 16-bit numbers. Lane l gives the address of row l % 8 of matrix l / 8. */
 EP_PTX void ep_stmatrix_x4(uint32_t dst, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r0),
                  "r"(r1), "r"(r2), "r"(r3)
                  : "memory");
 }
 
-/* Peers write staging memory, so it is read with ordinary loads behind an acquire, never through the
- * read-only path; rows are used once, so they take no room in L1. */
+/* Load 16 bytes of a row. Peers write the staging buffer, so it is read with ordinary loads after an
+ * acquire, never through the read-only path. Rows are used once, so they are not allocated in L1. */
 EP_PTX uint4 ep_ld_row(const uint4 *p) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -207,7 +217,8 @@ EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint3
                  : "memory");
 }
 
-/* Without a branch, which would keep apart what can be on its way together. */
+/* A predicated store. A branch instead of the predicate would keep loads and stores around it from
+ * overlapping. */
 EP_PTX void ep_st_global_if(bool wanted, void *dst, uint4 v) {
     asm volatile("{\n.reg .pred wanted;\n"
                  "setp.ne.u32 wanted, %5, 0;\n"
@@ -215,23 +226,25 @@ EP_PTX void ep_st_global_if(bool wanted, void *dst, uint4 v) {
                  "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"((uint32_t)wanted)
                  : "memory");
 }
-/* Two microseconds' rest: for who looks again and again at what takes long, and takes energy from those who multiply. */
+/* Backoff of 2 us for a warp that polls for something slow: polling takes issue slots and power from the
+ * MMA warps. */
 EP_PTX void ep_sleep_2us(void) { __nanosleep(2000); }
-/* Asked for anew each time, so that what follows from it takes no registers in between. */
+/* The lane number, read again at each call, so that values computed from it occupy no registers between
+ * calls. */
 EP_PTX uint32_t ep_lane_now(void) {
     uint32_t lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
 }
 
-/* Two numbers rounded to 16 bits each, the first in the lower half. */
+/* Two numbers, each rounded to 16 bits; lo is in the lower half. */
 template <bool F16> EP_PTX uint32_t ep_pack(float lo, float hi) {
     uint32_t v;
     if (F16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
     else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
     return v;
 }
-/* 2^x and 1 / x, each within 2^-22 or so of right; numbers too small for a normal float are 0. */
+/* 2^x and 1 / x, each with a relative error of about 2^-22. Subnormal arguments and results become 0. */
 EP_PTX float ep_ex2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -245,10 +258,11 @@ EP_PTX float ep_rcp(float x) {
 
 /* ---- wgmma ---- */
 
-/* A tile in shared memory as wgmma wants it described, swizzled in 128-byte lines.
- * K-major (a line is 64 numbers of the contraction of one row): 8 rows are 1024 bytes; 16 numbers are 32 bytes.
- * MN-major (a line is 64 rows at one place of the contraction): 8 places are 1024 bytes, the next 64 rows
- * stand `slab` bytes on; 16 places are 2048 bytes. */
+/* The wgmma descriptor of a tile in shared memory, swizzled within lines of 128 bytes. k counts along the
+ * contraction.
+ * K-major (a line is 64 values of k of one row): 8 rows are 1024 bytes; 16 values of k are 32 bytes.
+ * MN-major (a line is 64 rows at one k): 8 values of k are 1024 bytes, 16 are 2048 bytes; the next 64 rows
+ * are located `slab` bytes later. */
 EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
     return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            1ull << 62;
@@ -258,7 +272,7 @@ EP_PTX void ep_wgmma_commit(void) { asm volatile("wgmma.commit_group.sync.aligne
 template <int N> EP_PTX void ep_wgmma_wait(void) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
-/* The compiler must not move the reading of an accumulator before the wait for it. */
+/* Keeps the compiler from moving reads of an accumulator before the wait for it. */
 template <int N> EP_PTX void ep_wgmma_keep_order(float (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
@@ -279,7 +293,8 @@ template <int N> EP_PTX void ep_wgmma_keep_order(float (&d)[N]) {
 #define EP_R128 EP_R96 "," \
     "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111," \
     "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define EP_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define EP_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define EP_D8(i) EP_D4(i), EP_D4(i + 4)
 #define EP_D32(i) EP_D8(i), EP_D8(i + 8), EP_D8(i + 16), EP_D8(i + 24)
 #define EP_WGMMA(N, TYPE, REGS, A, B, P, TA, TB, ...)                                                  \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                      \
@@ -289,7 +304,7 @@ template <int N> EP_PTX void ep_wgmma_keep_order(float (&d)[N]) {
                  : "l"(a), "l"(b), "r"(add), "n"(TRANS_A), "n"(TRANS_B))
 /* clang-format on */
 
-/* d[64][N] = a * b (+ d where add): this warpgroup's part.  TRANS: the operand is MN-major. */
+/* d[64][N] = a * b, plus d if `add`, for one warpgroup. TRANS: the operand is MN-major. */
 template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a,
                                                                           uint64_t b, uint32_t add) {
     static_assert(N == 64 || N == 128 || N == 192 || N == 256, "tiles of 64, 128, 192 or 256 columns");

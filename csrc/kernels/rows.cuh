@@ -1,9 +1,11 @@
-/* rows.cuh - what a warp does with rows: copy them, add them up.
+/* rows.cuh - how one warp copies rows and adds them up.
  *
- * A row is a multiple of 16 bytes.  Rows go through registers (ep_copy_row), or through shared memory (ep_stream_*): there a
- * warp has a queue of cells, and each lane loads its part of a piece of a row into its part of a cell (cp.async), and takes
- * it out again in the same order; so as many pieces as there are cells are on their way at once, across the ends of rows,
- * and none of them takes a register.  No lane reads what another has loaded. */
+ * A row is a multiple of 16 bytes. ep_copy_row moves a row through registers. ep_stream_copy and
+ * ep_stream_sums move rows through shared memory, where a warp has a queue of cells. A lane loads its part of
+ * a piece of a row into its part of a cell with cp.async, and later reads it back in the same order.
+ * So as many pieces as there are cells are in flight, also across the ends of rows, and pieces in flight need
+ * no registers.
+ * Invariant: no lane reads what another lane has loaded, so the cells need no synchronisation. */
 #ifndef EP_ROWS_CUH
 #define EP_ROWS_CUH
 #include <cuda_bf16.h>
@@ -11,10 +13,11 @@
 
 #include "cta.cuh"
 
-/* Copy src to each dst whose lane is in mask: lane j holds the address of the j-th.  Each byte passes the SM's memory pipe
- * twice; by way of shared memory it would be four times, which shows where few SMs are to fill a link. */
+/* Copy row src to several destinations: for each lane in `mask`, to the address that this lane holds. Each
+ * byte passes the load/store unit twice. Through shared memory it would be four times, which costs
+ * bandwidth when few SMs must saturate a link. */
 EP_FN void ep_copy_row(uint64_t my_dst, uint32_t mask, const void *src, uint32_t num_vec) {
-    enum { UNROLL = 8 }; /* loads on their way before the first is used */
+    enum { UNROLL = 8 }; /* loads in flight before the first result is used */
     const uint4 *from = (const uint4 *)src;
     for (uint32_t base = 0; base < num_vec && mask; base += 32 * UNROLL) {
         const uint32_t at = base + ep_lane();
@@ -31,22 +34,23 @@ EP_FN void ep_copy_row(uint64_t my_dst, uint32_t mask, const void *src, uint32_t
     }
 }
 
-/* A warp's queue: of how many cells, and of how many times 16 bytes a lane each. */
+/* A warp's queue: DEPTH cells, each of PARTS times 16 bytes per lane. */
 template <int DEPTH_, int PARTS_> struct EpFifo {
     static constexpr int DEPTH = DEPTH_, PARTS = PARTS_;
     static constexpr uint32_t CELL = PARTS * 512;
-    static constexpr uint32_t LIST = DEPTH * CELL; /* behind the cells: addresses of a chunk's rows */
+    static constexpr uint32_t LIST = DEPTH * CELL; /* after the cells: the addresses of a chunk's rows */
     static constexpr uint32_t WEIGHTS = LIST + 8 * EP_CHUNK_SLOTS * EP_MAX_TOPK; /* and their weights */
     static constexpr uint32_t BYTES = WEIGHTS + 4 * EP_CHUNK_SLOTS * EP_MAX_TOPK;
 };
-typedef EpFifo<4, 2> EpFusedFifo; /* of a megakernel, where there is little room */
+typedef EpFifo<4, 2> EpFusedFifo; /* for megakernels, which have little shared memory left */
 
-/* Of a kernel that has nothing else in shared memory: a warp's part. */
+/* This warp's queue, in a kernel that uses its dynamic shared memory for nothing else. */
 template <typename F> EP_FN uint32_t ep_warp_fifo(void) {
     return ep_smem(ep_dynamic_smem()) + threadIdx.x / 32 * F::BYTES;
 }
 
-/* A lane's part of a piece of a row, of which `left` times 16 bytes are there, this lane's first among them: into a cell; and out of it. */
+/* Move this lane's part of a piece of a row: into a cell, out of a cell, and to its destination. `left` is
+ * the number of 16-byte units from this lane's first one to the end of the row. */
 template <int PARTS> EP_FN void ep_stream_in(uint32_t cell, const uint4 *from, int32_t left) {
 #pragma unroll
     for (int32_t u = 0; u < PARTS; u++)
@@ -62,12 +66,13 @@ template <int PARTS> EP_FN void ep_stream_put(uint4 *to, const uint4 (&v)[PARTS]
         if (32 * u < left) to[32 * u] = v[u];
 }
 
-/* Copy rows of num_vec times 16 bytes, one for each lane in `rows`: that of lane i from its address to those lanes'
- * addresses that place(i, &my_dst, &mask) gives. */
+/* Copy one row for each lane in `rows`, of num_vec times 16 bytes. The row of lane i starts at my_src of
+ * lane i. It goes to the addresses that place(i, &my_dst, &mask) gives: my_dst of each lane in `mask`. */
 template <typename F, typename Place>
 EP_FN void ep_stream_copy(uint32_t fifo, uint64_t my_src, uint32_t rows, uint32_t num_vec, Place place) {
     const uint32_t lane = ep_lane();
-    const int32_t num = (int32_t)num_vec - (int32_t)lane; /* this lane's, as `left` counts */
+    const int32_t num =
+        (int32_t)num_vec - (int32_t)lane; /* 16-byte units of a row from this lane's first one on */
     uint32_t ahead = rows, cell = 0;
     int32_t left_ahead = num;
     const uint4 *from = (const uint4 *)__shfl_sync(EP_FULL, my_src, __ffs((int)ahead) - 1) + lane;
@@ -95,12 +100,12 @@ EP_FN void ep_stream_copy(uint32_t fifo, uint64_t my_src, uint32_t rows, uint32_
                 uint4 *to = (uint4 *)__shfl_sync(EP_FULL, my_dst, __ffs((int)left) - 1);
                 ep_stream_put(to + vec + lane, v, num - (int32_t)vec);
             }
-            load(cell); /* the cell is empty: what was in it has been stored */
+            load(cell); /* refill the cell: its content has been stored */
         }
     }
 }
 
-template <int DTYPE> struct EpVec; /* 16 bytes as floats and back, each rounded to nearest even */
+template <int DTYPE> struct EpVec; /* Convert 16 bytes to floats and back, rounding to nearest even. */
 template <> struct EpVec<EP_F32> {
     enum { N = 4 };
     static __device__ void unpack(uint4 v, float *f) {
@@ -152,8 +157,8 @@ template <> struct EpVec<EP_F16> {
     }
 };
 
-/* Rows to add up, those of one sum behind those of another: each lane with a row puts it into the list, at `num` and behind.
- * Returns how many there are then. */
+/* Append rows to the list of rows to add up: each lane with `mine` appends its row, starting at position
+ * `num`. The rows of one sum must be consecutive. Returns the new length of the list. */
 template <typename F> EP_FN uint32_t ep_stream_list(uint32_t fifo, uint32_t num, bool mine, uint64_t my_src,
                                                     float my_weight) {
     const uint32_t mask = __ballot_sync(EP_FULL, mine), at = num + __popc(mask & ((1u << ep_lane()) - 1));
@@ -164,9 +169,10 @@ template <typename F> EP_FN uint32_t ep_stream_list(uint32_t fifo, uint32_t num,
     return num + __popc(mask);
 }
 
-/* The i-th of num sums, of the listed rows from the (i - 1)-th to the i-th end (a byte each in `ends`), goes to dst(i): times their
- * weights if weighted, in the list's order, each product and sum rounded to fp32 by itself, as on the CPU, so that both
- * backends agree to the bit.  The caller's warp has met between list and sums. */
+/* Add up the rows of the list. Sum i consists of the rows between end i - 1 and end i (one byte each in
+ * `ends`) and goes to dst(i). If weighted, each row is multiplied by its weight. The order is that of the
+ * list, and each product and each sum is rounded to fp32 separately, as on the CPU, so that both backends
+ * agree bit by bit. The caller has synchronised the warp after it has written the list. */
 template <typename F, int DTYPE, typename Dst>
 EP_FN void ep_stream_sums(uint32_t fifo, uint32_t ends, uint32_t num, uint32_t num_vec, bool weighted,
                           Dst dst) {
@@ -175,7 +181,7 @@ EP_FN void ep_stream_sums(uint32_t fifo, uint32_t ends, uint32_t num, uint32_t n
     auto end = [&](uint32_t i) { return ends >> 8 * i & 255u; };
     auto begin = [&](uint32_t i) { return i ? ends >> 8 * (i - 1) & 255u : 0u; };
     uint32_t sum_ahead = 0, vec_ahead = 0, at_ahead = 0;
-    const uint4 *from = NULL; /* the next row to load from */
+    const uint4 *from = NULL; /* the next row to load */
     fifo += 16 * lane;
     while (sum_ahead < num && end(sum_ahead) == 0) sum_ahead++;
     auto look_ahead = [&] {
@@ -190,7 +196,7 @@ EP_FN void ep_stream_sums(uint32_t fifo, uint32_t ends, uint32_t num, uint32_t n
                 if (vec_ahead >= num_vec) {
                     vec_ahead = 0;
                     sum_ahead++;
-                    while (sum_ahead < num && end(sum_ahead) == at_ahead) sum_ahead++; /* a sum of nothing */
+                    while (sum_ahead < num && end(sum_ahead) == at_ahead) sum_ahead++; /* skip empty sums */
                 } else {
                     at_ahead = begin(sum_ahead);
                 }

@@ -1,7 +1,9 @@
-/* trace.cuh - what a megakernel's warps did, and when: the profiler, which only a build with EPMOE_TRACE=1 has.
+/* trace.cuh - the profiler of the megakernels, only in builds with EPMOE_TRACE=1: what each warp did, and
+ * when.
  *
- * A warp notes spans of time in a room of its own in device memory (EpComm.trace: [trace_blocks][EP_TRACE_WARPS][trace_room]
- * events), one lane by ordinary stores; what does not fit is left out.  In other builds all of it is nothing. */
+ * Each warp records spans of time in its own part of device memory. EpComm.trace has the events as
+ * [trace_blocks][EP_TRACE_WARPS][trace_room], by CTA, warp and time. One lane writes, with ordinary stores.
+ * Events that do not fit are dropped. In other builds these functions are empty. */
 #ifndef EP_TRACE_CUH
 #define EP_TRACE_CUH
 #include "protocol/abi.h"
@@ -12,7 +14,7 @@ static __shared__ uint32_t ep_trace_num[EP_TRACE_WARPS];
 EP_FN EpTraceEvent *ep_trace_room(const EpComm *c) {
     return c->trace + ((uint64_t)blockIdx.x * EP_TRACE_WARPS + threadIdx.x / 32) * c->trace_room;
 }
-/* Behind what the kernels before have noted. */
+/* Continue after the events of earlier kernels. */
 EP_FN void ep_trace_start(const EpComm *c) {
     if (ep_lane() != 0) return;
     uint32_t n = 0;
@@ -20,9 +22,9 @@ EP_FN void ep_trace_start(const EpComm *c) {
         while (n < c->trace_room && ep_trace_room(c)[n].begin_ns) n++;
     ep_trace_num[threadIdx.x / 32] = n;
 }
-/* A span begins; one lane has the time. */
+/* Start a span: returns its time. The caller's lane 0 keeps it. */
 EP_FN uint64_t ep_trace_now(const EpComm *c) { return c->trace ? ep_now_ns() : 0; }
-/* A span ends; lane 0 has noted its beginning. */
+/* End a span and record it; lane 0 must have its start time. */
 EP_FN void ep_trace_span(const EpComm *c, uint32_t what, uint32_t of, uint64_t begin_ns) {
     const uint32_t warp = threadIdx.x / 32, n = ep_trace_num[warp];
     if (!c->trace || ep_lane() != 0 || n >= c->trace_room || blockIdx.x >= c->trace_blocks) return;

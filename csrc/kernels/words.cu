@@ -1,4 +1,4 @@
-/* words.cu - operations without rows: enter (barrier, refusal), signal, wait. */
+/* words.cu - the operations without rows: enter (a barrier, or the refusal of an operation), signal, wait. */
 #include "launch.h"
 #include "rows.cuh"
 
@@ -12,7 +12,8 @@ __global__ void enter_kernel(const __grid_constant__ EpComm c, uint32_t op) {
 }
 
 __global__ void signal_kernel(uint64_t *word, uint64_t value, uint32_t add) {
-    if (add) ep_add_release_sys_u64(word, value); /* publishes what the stream has put before */
+    /* Publishes everything that earlier work on the stream has put. */
+    if (add) ep_add_release_sys_u64(word, value);
     else ep_st_release_sys_u64(word, value);
 }
 
