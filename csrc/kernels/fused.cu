@@ -1,4 +1,4 @@
-/* fused.cu - the megakernels' launchers: which dtype, and how long they may wait. */
+/* fused.cu - the launchers of the megakernels: choice of the dtype, and the timeout within a CTA. */
 #include <cuda_runtime_api.h>
 
 #include "fused.h"
@@ -10,7 +10,8 @@ int ep_launch_gemm_combine_f16(const EpGemmCombineParams *p, cudaStream_t stream
 int ep_preload_fused_bf16(void);
 int ep_preload_fused_f16(void);
 
-/* Waits inside a block end behind those that they wait for: a peer's word, then this rank's counts. */
+/* The limit of a wait within a CTA. It is longer than the waits that it depends on: those for a peer
+ * (timeout_ns), then those for this rank's ready counters (twice that). */
 static uint64_t block_limit_ns(const EpComm *c) {
     const uint64_t ns = c->timeout_ns < UINT64_MAX / 4 ? 4 * c->timeout_ns : UINT64_MAX;
     return ns < 10000000000ull ? 10000000000ull : ns;
@@ -45,7 +46,7 @@ extern "C" int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream
                          : ep_launch_gemm_combine_bf16(&q, (cudaStream_t)stream);
 }
 
-/* Whether this device has them at all; then load them. */
+/* Load the megakernels, if this device has them. */
 extern "C" int ep_preload_fused(void) {
     uint32_t has;
     const int e = ep_has_hopper(&has);

@@ -1,25 +1,37 @@
-/* fused.cuh - the megakernels: one launch moves the tokens and multiplies them while they come; one launch multiplies
- * and sends the results home while they are made.
+/* fused.cuh - the two megakernels.
  *
- * Every block is a block of the grouped GEMM (gemm.cuh), all SMs have one, and its loader's three neighbours, who have
- * nothing to do there, move tokens.  So tokens take no SM away from the tensor cores, and a block needs no other
- * role.  What joins the halves are counts of the rows of each block of 128 (flags.h, ready): in dispatch + GEMM a warp
- * that has placed rows counts them, and a loader waits for those of its tile; in GEMM + combine a warp that has written
- * its part of a tile counts it, and who sends a row home waits until all its columns are there.
+ * dispatch + GEMM   sends tokens, receives tokens, and multiplies each row block when its rows are there.
+ * GEMM + combine    multiplies, and returns each finished row while other tiles are still being computed.
  *
- * No cycle of waits.  Tasks are of levels: send < receive < multiply in dispatch + GEMM; multiply < send home < add up in
- * GEMM + combine.  A worker waits for tasks of a lower level only, on any rank, and then never holds one of that
- * level back: a warp that moves waits for a chunk with no send task left (queue.h), or sends nothing at all, and then others
- * do (num_tail_blocks, num_move_blocks: the launch makes sure that somebody sends and somebody adds up); a warp that holds a
- * chunk whose rows are not made goes on adding up tokens; loader and multiplier have their own queue, of tiles, and are
- * never the ones who move, until there are no more tiles and the last one is counted.  The two blocks of a pair wait for each
- * other's half of a stage: of the same tile, for both take the same ones in the same order, and neither drops out.  All
- * blocks run at once (a cooperative launch, or an error), so every task that is taken comes to an end, the lowest
- * first.  tests/models/fused.pml has it as a model, with what goes wrong where one of these does not hold.
+ * Roles. Every CTA runs the grouped GEMM (gemm.cuh): one producer warp and two MMA warpgroups. The producer's
+ * warpgroup has three more warps, which the GEMM does not need. They are the communication warps. So
+ * communication takes no SM away from the tensor cores.
  *
- * When something goes wrong nobody waits any more: movers leave, loaders load what there is, and products of
- * nonsense are made to the end, because the two blocks of a pair must do the same tiles.  The last block out makes
- * the output NaN. */
+ * Coupling. The two halves meet in one counter per row block of 128 rows, ready[b] (flags.h).
+ *   dispatch + GEMM: a communication warp adds 1 to ready[b] for each row that it has placed in row block b.
+ *                    The producer of a tile waits until all row blocks of the tile are complete.
+ *   GEMM + combine:  an MMA warp adds its rows to ready[b] after it has stored its part of a tile.
+ *                    A communication warp returns a row after all columns of the row are stored.
+ *
+ * Freedom from deadlock. Tasks have levels: send < receive < multiply, and multiply < return < add up.
+ *   (1) A worker waits only for tasks of a lower level than its own task, on this rank or another.
+ *   (2) A worker that waits for a task holds no unfinished task of that level or a lower one.
+ *       - A communication warp waits for a peer's chunk only if it holds no task to send or return. While the
+ *         rows of a chunk that it must return are not ready, it continues to add up tokens.
+ *       - A warp that only receives waits for other warps that send. The launch ensures that there are some
+ *         (num_tail_blocks, num_move_blocks).
+ *       - Producer and MMA warps have a queue of their own, of tiles. MMA warps communicate only after their
+ *         last tile is counted.
+ *   (3) All CTAs are resident: the launch is cooperative, or it fails with an error.
+ *   (4) The two CTAs of a pair wait for each other's half of a pipeline stage. Both process the same tiles in
+ *       the same order, and neither leaves early.
+ * By (3) and (4) every task that was drawn is being executed. By (1) and (2) a task of the lowest unfinished
+ * level waits for nothing. So this level finishes, and then the next. tests/models/fused.pml checks this, and
+ * finds what goes wrong if one of the conditions is removed.
+ *
+ * Faults. After a fault, communication warps leave at once. Producer and MMA warps continue with whatever
+ * data is there, because the two CTAs of a pair must process the same tiles. The last CTA out fills the
+ * output with NaN. */
 #ifndef EP_FUSED_CUH
 #define EP_FUSED_CUH
 #include "combine.cuh"
@@ -27,20 +39,21 @@
 #include "fused.h"
 #include "gemm_hopper.cuh"
 
-/* Registers of a thread beside the loader, and of one that multiplies: together all that a block has. */
+/* Registers of a thread of the producer's warpgroup, and of an MMA thread. Together they use all registers
+ * of a CTA. */
 #ifndef EP_FUSED_COMM_REGS
 #define EP_FUSED_COMM_REGS 88
 #define EP_FUSED_MMA_REGS 208
 #endif
 
-/* The epoch of the operation: asked for where it is used, so that it keeps no register in between. */
+/* The epoch of the operation. It is reloaded from shared memory at each use, to save a register. */
 static __shared__ uint64_t ep_shared_epoch;
-static __shared__ uint32_t ep_shared_ok; /* and whether all ranks have entered it */
+static __shared__ uint32_t ep_shared_ok; /* whether all ranks have entered the operation */
 struct EpSharedEpoch {
     __device__ operator uint64_t() const { return ep_ld_shared_u64(ep_smem(&ep_shared_epoch)); }
 };
 
-/* A warp's part of shared memory, of those from warp `first` on. */
+/* This warp's queue of cells in shared memory, if warp `first` has the first one. */
 template <typename F> EP_FN uint32_t fifo_at(uint32_t smem, uint32_t first) {
     return smem + (threadIdx.x / 32 - first) * F::BYTES;
 }
@@ -49,7 +62,8 @@ struct EpDispatchHooks {
     static constexpr bool FUSED = true;
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
     const EpDispatchGemmParams &p;
-    bool ok; /* the operation is what it should be, as far as this thread has seen */
+    /* The operation is valid, as far as this thread knows. */
+    bool ok;
     uint32_t awaited;
 
     __device__ void comm(uint32_t smem) {
@@ -90,16 +104,19 @@ template <int DTYPE> struct EpCombineHooks {
     static constexpr bool FUSED = true;
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
     const EpGemmCombineParams &p;
-    uint32_t row, num_rows; /* of the last tile, which this warp has stored and not yet counted */
+    /* Rows of the last tile that this warp has stored but not yet counted. */
+    uint32_t row, num_rows;
 
-    /* A warp counts its part of a tile while its next products are made: the fence is then waited for by nobody. */
+    /* Count this warp's part of a tile. The warp does so while its next wgmma is in flight, so that no one
+     * waits for the fence. */
     __device__ void count() {
         if (num_rows == 0) return;
         const uint32_t block = row / EP_TILE_ROWS;
         const uint32_t in_first = min(num_rows, (block + 1) * EP_TILE_ROWS - row);
         const uint32_t lane = ep_lane();
         __syncwarp();
-        ep_fence_acq_rel_gpu(); /* all lanes' numbers come before the counts */
+        /* orders the stores of all lanes before the counts: publishes the rows of this part */
+        ep_fence_acq_rel_gpu();
         ep_chaos(8);
         if (lane == 0) ep_red_add_relaxed_gpu(ep_ready_word(&p.combine.comm, block), in_first);
         if (lane == 1 && num_rows > in_first)
@@ -131,7 +148,8 @@ template <int DTYPE> struct EpCombineHooks {
     }
 };
 
-/* The last block out leaves the counts as it found them: those of the plan's rows; after a failure, all. */
+/* Reset the ready counters. The last CTA out does so: those of the plan's rows, and after a failure all of
+ * them. Later kernels see zeros because of stream order. */
 EP_FN void reset_ready(const EpComm *c, const int32_t *plan, EpLeft left) {
     const uint32_t used = ep_ceil_div_u32((uint32_t)plan[EP_HEAD_NUM_ROWS], EP_TILE_ROWS);
     const uint32_t all = c->layout.num_row_blocks;
@@ -171,9 +189,9 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const EpCombineParams &k = p.combine;
     static_assert(EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE, false>::Fifo::BYTES == EpFusedFifo::BYTES,
-                  "movers have room");
+                  "communication warps have room");
     static_assert(C::STAGES * C::STAGE_BYTES >= 8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo::BYTES,
-                  "rest has room");
+                  "after_last_tile has room");
     ep_trace_start(&k.comm);
     const uint64_t epoch = ep_begin(&k.comm), begin = ep_trace_now(&k.comm);
     const bool ok = epoch && ep_cta_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens,

@@ -1,4 +1,4 @@
-/* fused.h - the megakernels as their launchers see them: dispatch + GEMM, and GEMM + combine, in one launch each. */
+/* fused.h - the interface of the megakernels: dispatch + GEMM, and GEMM + combine, each in one launch. */
 #ifndef EP_FUSED_H
 #define EP_FUSED_H
 #include "gemm.h"
@@ -6,26 +6,30 @@
 
 typedef struct {
     EpDispatchParams dispatch;
-    EpGemmParams gemm;        /* FORWARD, of the rows that dispatch places */
-    uint32_t num_move_blocks; /* blocks whose spare warps move tokens; 1 or more */
-    uint32_t
-        num_tail_blocks; /* of those, the first ones only receive, and the others only send; 0: all do both */
-    uint32_t
-        waits_for_expert; /* a tile waits for all rows of its expert, not only for the blocks it has rows in */
+    EpGemmParams gemm; /* FORWARD, on the rows that dispatch places */
+    /* CTAs whose communication warps work; at least 1 */
+    uint32_t num_move_blocks;
+    /* The first num_tail_blocks of these only receive, and the others only send. 0: all do both. */
+    uint32_t num_tail_blocks;
+    /* A tile waits for all rows of its expert, not only for the row blocks in which it has rows. */
+    uint32_t waits_for_expert;
 } EpDispatchGemmParams;
 
 typedef struct {
-    EpGemmParams gemm; /* FORWARD, its output the rows that combine takes */
+    EpGemmParams gemm; /* FORWARD; its output is the rows of combine */
     EpCombineParams combine;
-    uint32_t num_move_blocks;   /* blocks whose warps send rows home; 1 or more */
-    uint32_t num_reduce_blocks; /* blocks whose warps add up tokens; 1 or more */
-    uint32_t is_serial;         /* no row goes home before all are made */
+    /* CTAs whose warps return rows; at least 1 */
+    uint32_t num_move_blocks;
+    /* CTAs whose warps add up tokens; at least 1 */
+    uint32_t num_reduce_blocks;
+    /* No row is returned before all rows are ready. */
+    uint32_t is_serial;
 } EpGemmCombineParams;
 
 #ifdef __cplusplus
 extern "C" {
 #endif
-/* Launch on the current device, or not at all; a cudaError_t. */
+/* Launch on the current device, or fail. Returns a cudaError_t. */
 int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream);
 int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream);
 int ep_preload_fused(void);

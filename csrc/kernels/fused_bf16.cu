@@ -1,4 +1,4 @@
-/* fused_bf16.cu - the megakernels in bfloat16; by themselves, so that they compile beside the others. */
+/* fused_bf16.cu - the megakernels in bf16; a file of their own, to compile in parallel. */
 #include "fused.cuh"
 
 int ep_launch_dispatch_gemm_bf16(const EpDispatchGemmParams *p, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-/* fused_f16.cu - the megakernels in float16; by themselves, so that they compile beside the others. */
+/* fused_f16.cu - the megakernels in f16; a file of their own, to compile in parallel. */
 #include "fused.cuh"
 
 int ep_launch_dispatch_gemm_f16(const EpDispatchGemmParams *p, cudaStream_t stream) {

@@ -1,4 +1,4 @@
-/* gemm.cu - the grouped GEMM's launcher: which kernel, how many blocks. */
+/* gemm.cu - the launcher of the grouped GEMM: which kernel, and how many CTAs. */
 #include <cuda_runtime_api.h>
 
 #include "gemm_portable.cuh"
@@ -18,10 +18,11 @@ template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t 
 #undef EP_CASE
 }
 
-/* A Hopper GPU for which the module has nothing but PTX of an older architecture runs that, and there they have no body.  All files
- * are compiled for the same, so any kernel can tell. */
+/* Whether the Hopper kernels have code for this device. If the module contains only PTX of an older
+ * architecture, a Hopper GPU runs that PTX, in which the Hopper kernels have no body. All files are
+ * compiled for the same architectures, so any kernel can tell. */
 extern "C" int ep_has_hopper(uint32_t *has) {
-    static int ptx_version; /* asked for once: every Hopper GPU gets the same */
+    static int ptx_version; /* queried once: it is the same for all Hopper GPUs */
     int device = 0, major = 0;
     cudaError_t e = cudaGetDevice(&device);
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -42,7 +43,7 @@ extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
     if (e != cudaSuccess) return (int)e;
     if ((p->num_rows == 0 && p->kind != EP_GEMM_WGRAD) || p->num_experts == 0) return 0;
-    if (is_hopper && p->num_rows > 0 && !p->is_portable) { /* a tensor map has no dimension of 0 */
+    if (is_hopper && p->num_rows > 0 && !p->is_portable) { /* a tensor map cannot have a dimension of 0 */
         const uint32_t tile_cols = ep_gemm_has_few_rows(p) ? 64 : ep_gemm_tile_cols(p);
         EpGemmParams q = *p;
         q.limit_ns = 10000000000ull;

@@ -1,95 +1,100 @@
-/* gemm.cuh - the grouped GEMM for Hopper: persistent blocks of one loading warp and two warpgroups that multiply.
+/* gemm.cuh - the grouped GEMM for Hopper: persistent CTAs with one producer warp and two MMA warpgroups.
  *
- * A block walks over tiles of 128 x BN of the product.  The loader finds them and fills a ring of stages, 64 of
- * the contraction each, by TMA; with a tile's first stage goes word of which tile it is.  A warpgroup multiplies 64
- * rows by BN columns with wgmma, sums in registers, and writes its part through shared memory, much of it while the next
- * tile is multiplied (gemm_write.cuh).  It writes with ordinary stores: the copy engine would put them behind the next
- * tile's loads.  Rows are not padded: the tile at an expert's end reads into the next expert's rows and does not write
- * them.
+ * A CTA processes tiles of 128 x BN of the product. The producer computes which tile is next and fills a ring
+ * of pipeline stages by TMA, each with 64 values of k (the contraction). The first stage of a tile comes with
+ * a description of the tile. A warpgroup multiplies 64 rows by BN columns with wgmma, accumulates in
+ * registers, and writes its part through shared memory, much of it during the next tile (gemm_write.cuh). It
+ * writes with ordinary stores: TMA would queue them after the loads of the next tile. Rows are not padded:
+ * the last tile of an expert also reads rows of the next expert, and does not write them.
  *
- * Blocks work in pairs (clusters of two): what both need, each loads half of, for both.  Pairs draw the next tile's
- * number when they begin one (ep_ticket_*): those that run side by side stay close, and find the same rows and
- * weights in the L2.  That saves energy, and energy is what limits a GPU that multiplies.
+ * CTAs work in pairs (clusters of two). Of an operand that both need, each loads one half and multicasts it
+ * to both. A pair draws the number of its next tile when it starts a tile (ep_next_tile_*). So CTAs that run
+ * at the same time stay close to each other and find the same rows and weights in L2. That saves power, and
+ * power limits a GPU that computes GEMMs.
  *
- * Gated activations: the gate and the up row of a column are brought side by side by the tensor map of the
- * weights (its dimensions are k, 8 rows, gate or up, groups of 8, expert), so that one thread holds both. */
+ * Gated activations: the tensor map of the weights interleaves the gate row and the up row of a column
+ * (its dimensions are k, 8 rows, gate or up, groups of 8, expert). So one thread holds both values. */
 #ifndef EP_GEMM_CUH
 #define EP_GEMM_CUH
 #include "gemm_write.cuh"
 
 enum {
-    EP_GEMM_BK = 64, /* of a box; a stage has K_BOXES of them */
+    EP_GEMM_BK = 64, /* values of k in a TMA box; a stage has K_BOXES of them */
     EP_GEMM_THREADS = 384,
-    EP_GEMM_REGS = 168, /* that a thread of such a block can have */
+    EP_GEMM_REGS = 168, /* registers that each thread can have in a CTA of 384 */
     EP_GEMM_BOX = 64 * 64 * 2,
-    EP_GEMM_SLOT = 32
+    EP_GEMM_INFO_BYTES = 32
 };
 
 template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
     static constexpr bool F16 = F16_, GATED = ACT >= EP_ACT_SWIGLU;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
-    static constexpr bool FEW_ROWS =
-        BN == 64; /* few rows: tiles of 32 x 64, 512 bytes of each row of weights a stage */
-    static constexpr bool RELEASE_EARLY =
-        FEW_ROWS; /* a stage is given back as soon as its own products are done; not in WGRAD */
+    /* Few rows per expert: tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
+    static constexpr bool FEW_ROWS = BN == 64;
+    /* Release a stage as soon as its own wgmma has finished. Not possible in WGRAD. */
+    static constexpr bool RELEASE_EARLY = FEW_ROWS;
     static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM;
-    static constexpr int A_ROWS = FEW_ROWS ? 16 : 64 /* of a box */;
+    static constexpr int A_ROWS = FEW_ROWS ? 16 : 64; /* rows of a TMA box */
     static constexpr int K_BOXES = FEW_ROWS ? 4 : 1;
     static constexpr int BK = K_BOXES * EP_GEMM_BK;
     static constexpr int A_SLAB = BM * EP_GEMM_BK * 2;
-    static constexpr int B_SLAB = BN * EP_GEMM_BK * 2; /* 64 of the contraction */
+    static constexpr int B_SLAB = BN * EP_GEMM_BK * 2; /* 64 values of k */
     static constexpr int A_BYTES = K_BOXES * A_SLAB;
     static constexpr int STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB;
     static constexpr int STAGES = BN == 128 ? 6 : 4;
     static constexpr int OUT_GROUPS = BN / 8 / (GATED ? 2 : 1);
-    static constexpr int PASS = OUT_GROUPS % 16 ? OUT_GROUPS % 8 ? 4 : 8 : 16; /* of 8 columns */
+    /* groups of 8 columns that one staging buffer holds */
+    static constexpr int PASS = OUT_GROUPS % 16 ? OUT_GROUPS % 8 ? 4 : 8 : 16;
     static constexpr int PARTS = 2 * OUT_GROUPS / PASS;
     static constexpr int EAGER_PARTS = OUT_GROUPS > 16 ? 2 : 0; /* see ep_gemm_defer */
 
-    static constexpr int TILE_SLOTS = 8; /* more than stages: see ep_next_tile_send */
-    static constexpr int RING_BYTES = STAGES * (STAGE_BYTES + EP_GEMM_SLOT + 2 * 8) + TILE_SLOTS * (8 + 4);
+    static constexpr int NUM_NEXT = 8; /* more than STAGES; see ep_next_tile_send */
+    static constexpr int RING_BYTES =
+        STAGES * (STAGE_BYTES + EP_GEMM_INFO_BYTES + 2 * 8) + NUM_NEXT * (8 + 4);
     static constexpr int BURST_PITCH = OUT_GROUPS * 16 + 16;
     static constexpr int BURST_GROUP = 8 * BURST_PITCH;
     static constexpr int NUM_BURST_GROUPS = (232448 - RING_BYTES) / (BURST_GROUP + 16);
     static constexpr int OUT_BYTES =
         FEW_ROWS ? NUM_BURST_GROUPS * (BURST_GROUP + 16) : 8 * EP_GEMM_OUT_STAGING;
     static constexpr int SMEM_BYTES = RING_BYTES + OUT_BYTES;
-    static_assert(SMEM_BYTES <= 232448, "what a block can have");
-    static_assert(!FEW_ROWS || NUM_BURST_GROUPS >= BM / 8, "a tile's boxes");
-    static_assert(OUT_GROUPS % PASS == 0, "boxes of up to 128 columns");
-    static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD, "the others' boxes lie side by side as it is");
-    static_assert(TILE_SLOTS > STAGES && (TILE_SLOTS & (TILE_SLOTS - 1)) == 0,
-                  "a slot is free again when it is written");
+    static_assert(SMEM_BYTES <= 232448, "the shared memory of a CTA");
+    static_assert(!FEW_ROWS || NUM_BURST_GROUPS >= BM / 8, "room for the groups of a tile");
+    static_assert(OUT_GROUPS % PASS == 0, "staging buffers of up to 128 columns");
+    static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD,
+                  "the boxes of the other kinds are adjacent with one box of k");
+    static_assert(NUM_NEXT > STAGES && (NUM_NEXT & (NUM_NEXT - 1)) == 0,
+                  "an entry is free when it is written; see ep_next_tile_send");
 };
 
-/* Shared memory of a block, by address.  Each stage has a slot beside it, for the tile that begins there. */
+/* The layout of a CTA's shared memory: addresses. Each stage has an info, which describes the tile that
+ * begins there. */
 typedef struct {
-    uint32_t stages, staging, slots, full, empty, next_tile_bars, next_tiles, end;
+    uint32_t stages, staging, infos, full, empty, next_tile_bars, next_tiles, end;
 } EpGemmShared;
 template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
     EpGemmShared s;
     s.stages = smem;
     s.staging = smem + C::STAGES * C::STAGE_BYTES;
-    s.slots = s.staging + C::OUT_BYTES;
-    s.full = s.slots + C::STAGES * EP_GEMM_SLOT;
+    s.infos = s.staging + C::OUT_BYTES;
+    s.full = s.infos + C::STAGES * EP_GEMM_INFO_BYTES;
     s.empty = s.full + 8 * C::STAGES;
     s.next_tile_bars = s.empty + 8 * C::STAGES;
-    s.next_tiles = s.next_tile_bars + 8 * C::TILE_SLOTS;
+    s.next_tiles = s.next_tile_bars + 8 * C::NUM_NEXT;
     s.end = smem + C::SMEM_BYTES;
     return s;
 }
-EP_PTX void ep_gemm_put_tile(uint32_t slot, const EpGemmTile *t) {
-    ep_st_shared(slot, t->expert, t->row0, t->num_rows, t->col0);
-    ep_st_shared(slot + 16, t->k0, t->num_k, t->shares_rows, 0);
+EP_PTX void ep_gemm_put_tile(uint32_t info, const EpGemmTile *t) {
+    ep_st_shared(info, t->expert, t->row0, t->num_rows, t->col0);
+    ep_st_shared(info + 16, t->k0, t->num_k, t->shares_rows, 0);
 }
-EP_PTX EpGemmTile ep_gemm_get_tile(uint32_t slot) {
-    const uint4 u = ep_ld_shared(slot), v = ep_ld_shared(slot + 16);
+EP_PTX EpGemmTile ep_gemm_get_tile(uint32_t info) {
+    const uint4 u = ep_ld_shared(info), v = ep_ld_shared(info + 16);
     const EpGemmTile t = {u.x, u.y, u.z, u.w, v.x, v.y, v.z};
     return t;
 }
 
-/* The ring of stages, as one side sees it: which stage, and the parity of its turn. */
+/* One side's position in the ring of pipeline stages: the stage, and the parity of its mbarrier's phase. */
 typedef struct {
     uint32_t stage, parity;
 } EpRing;
@@ -100,29 +105,30 @@ template <int STAGES> EP_PTX void ep_ring_next(EpRing *r) {
     }
 }
 
-/* ---- next_tiles ---- */
+/* ---- drawing tiles ---- */
 
-/* The first of a pair draws a number for both, when it has got a tile's first stage.  Every stage that it gets has
- * been given back by both, and a tile takes one or more: so the other has read all next_tiles up to STAGES tiles
- * ago, and a slot that comes round after more than that is free. */
+/* CTA 0 of a pair draws the next tile for both, after it has acquired the first stage of its current tile.
+ * The entry that it writes is free: each stage that it acquires has been released by both CTAs, and a tile
+ * uses at least one stage. So the other CTA has read all entries up to STAGES tiles ago, and an entry is
+ * reused only after more tiles. */
 template <typename C> EP_PTX uint32_t ep_next_tile_send(const EpGemmParams *p, const EpGemmShared *s,
                                                         uint32_t num_done) {
-    const uint32_t drawn = (uint32_t)ep_add_relaxed_gpu_u64(p->tile_counter, 1), i = num_done % C::TILE_SLOTS;
+    const uint32_t drawn = (uint32_t)ep_add_relaxed_gpu_u64(p->tile_counter, 1), i = num_done % C::NUM_NEXT;
     ep_st_async(s->next_tiles + 4 * i, drawn, s->next_tile_bars + 8 * i, 0);
     ep_st_async(s->next_tiles + 4 * i, drawn, s->next_tile_bars + 8 * i, 1);
     return drawn;
 }
 template <typename C> EP_PTX uint32_t ep_next_tile_receive(const EpGemmParams *p, const EpGemmShared *s,
                                                            uint32_t num_done) {
-    const uint32_t i = num_done % C::TILE_SLOTS, bar = s->next_tile_bars + 8 * i;
+    const uint32_t i = num_done % C::NUM_NEXT, bar = s->next_tile_bars + 8 * i;
     ep_mbar_arrive_expect(bar, 4);
-    ep_mbar_wait(bar, num_done / C::TILE_SLOTS & 1, p->limit_ns);
+    ep_mbar_wait(bar, num_done / C::NUM_NEXT & 1, p->limit_ns);
     return ep_ld_shared_u32(s->next_tiles + 4 * i);
 }
 
-/* ---- the loader ---- */
+/* ---- the producer ---- */
 
-/* Part i of a stage's columns; its boxes lie side by side in the weights. */
+/* Load part i of a stage's columns. The boxes of one part are adjacent in the weights. */
 template <typename C, bool BOTH>
 EP_PTX void ep_gemm_load_cols(const EpGemmTile *t, int32_t at, int32_t i, uint32_t smem, uint32_t bar,
                               const CUtensorMap *map_b) {
@@ -136,7 +142,7 @@ EP_PTX void ep_gemm_load_cols(const EpGemmTile *t, int32_t at, int32_t i, uint32
         else ep_tma_load_2d<BOTH>(smem, map_b, bar, col, at);
     }
 }
-/* Box i of the rows, kk of the contraction. */
+/* Load box i of a stage's rows, for the kk-th 64 values of k. */
 template <typename C, bool BOTH>
 EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint32_t kk, uint32_t smem,
                               uint32_t bar, const CUtensorMap *map_a) {
@@ -146,7 +152,8 @@ EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint3
     ep_tma_load_2d<BOTH>(smem, map_a, bar, C::TRANS_A ? row : at, C::TRANS_A ? at : row);
 }
 
-/* What is shared comes in parts, this block's and the other's in turn. */
+/* Load a stage. The operand that both CTAs need consists of parts, which the two CTAs load alternately,
+ * for both. */
 template <typename C>
 EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, uint32_t bar, uint32_t rank,
                                const CUtensorMap *map_a, const CUtensorMap *map_b) {
@@ -155,9 +162,9 @@ EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, u
     const uint32_t num_a = (t->num_rows + C::A_ROWS - 1) / C::A_ROWS;
     ep_mbar_arrive_expect(bar, (num_a * C::A_ROWS * 128 + C::B_SLAB) * C::K_BOXES);
     if (t->shares_rows) {
+        /* alternating between the CTAs: box i of the rows, kk-th 64 values of k */
 #pragma unroll
-        for (uint32_t j = 0; j < C::BM / C::A_ROWS * C::K_BOXES;
-             j++) /* by turns: box i of rows, kk of the contraction */
+        for (uint32_t j = 0; j < C::BM / C::A_ROWS * C::K_BOXES; j++)
             if (j / C::K_BOXES < num_a && (j / C::K_BOXES + j % C::K_BOXES) % 2 == rank)
                 ep_gemm_load_rows<C, true>(t, at, j / C::K_BOXES, j % C::K_BOXES, smem, bar, map_a);
         for (uint32_t i = 0; i < NUM_COL_PARTS; i++)
@@ -172,7 +179,8 @@ EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, u
     }
 }
 
-/* A tile takes at least one stage, if only to be told of; one without rows ends it all. */
+/* The producer's loop. Every tile uses at least one stage, because the info comes with a stage. num_rows
+ * == 0 is the end marker. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s,
                                   const CUtensorMap *map_a, const CUtensorMap *map_b) {
@@ -184,11 +192,11 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
     ep_walk_enter(p, C::BM, 2, &w);
     for (uint32_t n = blockIdx.x / 2; ep_gemm_tile(p, C::BM, C::BN, 2, rank, &w, n, &t); num_done++) {
         hooks.await_rows(t);
-        t.num_rows =
-            min(t.num_rows, (uint32_t)C::BM); /* behind await_rows, which may want the rest of the expert */
+        /* only now, because await_rows may need the number of rows of the whole expert */
+        t.num_rows = min(t.num_rows, (uint32_t)C::BM);
         for (uint32_t k = 0; k == 0 || k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
             ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
-            if (k == 0) ep_gemm_put_tile(s->slots + EP_GEMM_SLOT * ring.stage, &t);
+            if (k == 0) ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
             if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
             else
                 ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES,
@@ -197,18 +205,18 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
         }
         n = num_pairs + ep_next_tile_receive<C>(p, s, num_done);
     }
-    if (!Hooks::FUSED && drawn == w.first_tile - 1)
-        *p->tile_counter = 0; /* as many as there are tiles: nobody draws any more */
+    /* The last number has been drawn: reset the counter. (A megakernel's last CTA out does that.) */
+    if (!Hooks::FUSED && drawn == w.first_tile - 1) *p->tile_counter = 0;
     ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
     t.num_rows = 0;
-    ep_gemm_put_tile(s->slots + EP_GEMM_SLOT * ring.stage, &t);
+    ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
     ep_mbar_arrive(s->full + 8 * ring.stage);
 }
 
-/* ---- multiplying ---- */
+/* ---- the MMA warps ---- */
 
-/* An expert's last rows are followed by others' in memory: where the contraction runs over rows, those
- * behind the end become zero in both operands, whatever they hold. */
+/* In WGRAD the contraction runs over rows, and an expert's last rows are followed by rows of the next
+ * expert. Set those to zero in both operands, so that they do not count, whatever they contain. */
 template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num_valid) {
     const uint32_t num_lines = EP_GEMM_BK - num_valid, thread = threadIdx.x - 128;
     for (uint32_t i = thread; i < (2 + C::BN / 64) * num_lines * 8; i += 256) {
@@ -219,27 +227,29 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
     ep_bar_sync(1, 256);
 }
 
-/* A stage may be filled again: part of it comes from the other block, so that has to know too. */
+/* Release a pipeline stage to both CTAs of the pair, because the other CTA loads a part of it. */
 EP_PTX void ep_gemm_release_stage(uint32_t empty) {
     ep_mbar_arrive_at(empty, 0);
     ep_mbar_arrive_at(empty, 1);
 }
 
-/* Whether a tile's last parts are written while the next one is multiplied: where nobody waits for them. */
+/* Whether the last parts of a tile are written during the next tile. Only if no worker waits for them. */
 template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS = !Hooks::FUSED && !C::FEW_ROWS;
 
-/* d = this warpgroup's 64 rows of the tile.  A stage is given back when its products are done, one later;
- * where memory is waited for, at once: the last stage would stand empty until the next has come. */
+/* d = this warpgroup's 64 rows of the tile. A stage is released one stage after its wgmma was issued, when
+ * that has finished (two in flight). If the kernel is limited by memory (RELEASE_EARLY), it is released as
+ * soon as possible: otherwise the last stage of a tile would stay empty until the next one has arrived. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred, const EpGemmParams *p,
                              Hooks &hooks, const EpGemmTile *t, uint32_t group, const EpGemmShared *s,
                              EpRing *ring) {
     const uint32_t staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
     constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2;
-    constexpr uint64_t STEP_B = C::TRANS_B ? 128 : 2; /* 16 of the contraction, in 16 bytes */
+    constexpr uint64_t STEP_B = C::TRANS_B ? 128 : 2; /* 16 values of k, in units of 16 bytes */
     const bool active = 64 * group < t->num_rows, signals = threadIdx.x % 32 == 0;
     uint32_t before = ring->stage;
-    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) ep_ring_next<C::STAGES>(ring); /* an expert without rows */
+    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0)
+        ep_ring_next<C::STAGES>(ring); /* an expert without rows uses one stage for its info */
     for (uint32_t k = 0; k < t->num_k; k += C::BK, ep_ring_next<C::STAGES>(ring)) {
         const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES;
         ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
@@ -259,26 +269,27 @@ EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred,
         if constexpr (EP_GEMM_DEFERS<C, Hooks>)
             ep_gemm_write_deferred<C, C::EAGER_PARTS>(deferred, ep_gemm_out_cols(p), staging);
         if (active) ep_wgmma_wait<C::RELEASE_EARLY ? 0 : 1>();
-        __syncwarp(); /* no lane still waits for what may now be overwritten */
+        __syncwarp(); /* every lane has finished its wait, before the stage is overwritten */
         if ((C::RELEASE_EARLY || k) && signals)
             ep_gemm_release_stage(s->empty + 8 * (C::RELEASE_EARLY ? ring->stage : before));
         before = ring->stage;
     }
     ep_wgmma_wait<0>();
     ep_wgmma_keep_order(d);
-    __syncwarp(); /* and none still reads the slot */
+    __syncwarp(); /* every lane has read the info, before it is overwritten */
     if (!C::RELEASE_EARLY && signals) ep_gemm_release_stage(s->empty + 8 * before);
 }
 
 /* ---- the kernel ---- */
 
-/* What a megakernel plugs in.
- *   comm           the loader's three neighbours: instead of nothing; they have what is behind `end` of shared memory
- *   await_rows    the loader, before it reads a tile's rows
- *   tile_started    a warp that multiplies, when it has been told of a tile: the time, for the profiler
- *   tile_written  the same, when its lanes have stored its part of the tile
- *   mma_in_flight  the same, while its first products of the next tile are on their way, and before it writes
- *   after_last_tile  the same, when there are no more tiles; they have what the stages were in */
+/* The functions that a megakernel plugs in.
+ *   comm             communication warps: the three other warps of the producer's warpgroup. They may use the
+ *                    shared memory after `end`
+ *   await_rows       producer, before it reads the rows of a tile
+ *   tile_started     MMA warps, after they have read the info of a tile. Returns the time, for the profiler
+ *   tile_written     MMA warps, after all lanes have stored the warp's part of the tile
+ *   mma_in_flight    MMA warps, while the first wgmma of the next tile is in flight, and before they write it
+ *   after_last_tile  MMA warps, after the last tile. They may use the shared memory of the stages */
 struct EpGemmNoHooks {
     static constexpr bool FUSED = false;
     static constexpr int PRODUCER_REGS = 56, MMA_REGS = 224;
@@ -298,11 +309,12 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
     EpGemmBurst burst = {0, 0};
     EpGemmDeferred<C> deferred;
     deferred.part = C::PARTS;
-    static_assert(!(C::FEW_ROWS && Hooks::FUSED), "a tile that is kept is not written yet");
+    static_assert(!(C::FEW_ROWS && Hooks::FUSED),
+                  "a tile of a burst is not written when tile_written is called");
     for (;;) {
         float d[C::BN / 2];
         ep_mbar_wait(s->full + 8 * ring.stage, ring.parity, p->limit_ns);
-        const EpGemmTile t = ep_gemm_get_tile(s->slots + EP_GEMM_SLOT * ring.stage);
+        const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage);
         if (t.num_rows == 0) break;
         const uint64_t begun = hooks.tile_started();
         ep_gemm_mma_tile<C>(d, &deferred, p, hooks, &t, group, s, &ring);
@@ -319,7 +331,7 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
     if constexpr (EP_GEMM_DEFERS<C, Hooks>)
         while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
     if (Hooks::FUSED)
-        ep_bar_sync(1, 256); /* no warp of the block reads a stage any more, and none is being filled */
+        ep_bar_sync(1, 256); /* no warp of the CTA reads a stage any more, and no load is in flight */
     hooks.after_last_tile(s->stages);
 }
 
@@ -335,22 +347,24 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
             ep_mbar_init(s.full + 8 * i, 1);
             ep_mbar_init(s.empty + 8 * i, 2 * 8);
         }
-        for (uint32_t i = 0; i < C::TILE_SLOTS; i++) ep_mbar_init(s.next_tile_bars + 8 * i, 1);
+        for (uint32_t i = 0; i < C::NUM_NEXT; i++) ep_mbar_init(s.next_tile_bars + 8 * i, 1);
         ep_fence_mbar_init();
     }
     ep_cluster_sync();
-    if (threadIdx.x < 128) { /* the loader: one thread of one warp */
+    if (threadIdx.x < 128) { /* the producer is one thread of one warp */
         ep_setmaxnreg_dec<Hooks::PRODUCER_REGS>();
         if (threadIdx.x >= 32) hooks.comm(s.end);
         else if (threadIdx.x == 0) ep_gemm_produce_tiles<C>(p, hooks, &s, map_a, map_b);
         __syncwarp();
-        if (Hooks::FUSED) ep_setmaxnreg_inc<EP_GEMM_REGS>(); /* as at the beginning: something follows */
+        if (Hooks::FUSED)
+            ep_setmaxnreg_inc<
+                EP_GEMM_REGS>(); /* as at the start, because code follows that all threads execute */
     } else {
         ep_setmaxnreg_inc<Hooks::MMA_REGS>();
         ep_gemm_mma_tiles<C>(p, hooks, &s);
         if (Hooks::FUSED) ep_setmaxnreg_dec<EP_GEMM_REGS>();
     }
-    ep_cluster_sync(); /* the other may still write here */
+    ep_cluster_sync(); /* the other CTA may still write to this CTA's shared memory */
 }
 
 #endif /* EP_GEMM_CUH */

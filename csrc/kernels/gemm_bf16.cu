@@ -1,4 +1,4 @@
-/* gemm_bf16.cu - the grouped GEMM's kernels for sm_90a in bfloat16; by themselves, so that they compile beside the others. */
+/* gemm_bf16.cu - the sm_90a kernels of the grouped GEMM in bf16; a separate file, to compile in parallel. */
 #include "gemm_hopper.cuh"
 
 int ep_launch_gemm_bf16(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream) {

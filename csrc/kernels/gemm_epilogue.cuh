@@ -1,4 +1,4 @@
-/* gemm_epilogue.cuh - what happens to a sum before it is written: bias, activation, rounding. */
+/* gemm_epilogue.cuh - the arithmetic of the epilogue: bias and activation of accumulators. */
 #ifndef EP_GEMM_EPILOGUE_CUH
 #define EP_GEMM_EPILOGUE_CUH
 #include <cuda_bf16.h>
@@ -7,8 +7,8 @@
 #include "gemm.h"
 #include "ptx.cuh"
 
-/* 1 / (1 + exp(-s * x)) of two numbers with one reciprocal.  Below s * x = -40 it is 4e-18 and not less, which
- * is nothing beside any 16-bit number that it multiplies, and the product of both stays finite. */
+/* 1 / (1 + exp(-s * x)) for two numbers, with one reciprocal. s * x is clamped at -40, where the result is
+ * 4e-18: negligible in any 16-bit number that it multiplies. The clamp keeps the product a * b finite. */
 EP_PTX void ep_sigmoid_pair(float x0, float x1, float s, float *y0, float *y1) {
     const float minus_log2e = -1.4426950408889634f;
     const float a = 1.0f + ep_ex2(minus_log2e * fmaxf(s * x0, -40.0f));
@@ -18,7 +18,8 @@ EP_PTX void ep_sigmoid_pair(float x0, float x1, float s, float *y0, float *y1) {
     *y1 = a * r;
 }
 
-/* Two neighbouring columns of two rows: d has four products or gates, and then their ups.  out may be d, or stand before it. */
+/* Apply the activation to two neighbouring columns of two rows. d has four products or gate values, then
+ * the four up values. out may be d, or precede it in memory. */
 template <int ACT> EP_PTX void ep_gemm_activate(const EpGemmParams *p, const float *d, float *out) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -30,7 +31,7 @@ template <int ACT> EP_PTX void ep_gemm_activate(const EpGemmParams *p, const flo
             ep_sigmoid_pair(v0, v1, 1.0f, &s0, &s1);
             v0 *= s0 * d[4 + i];
             v1 *= s1 * d[5 + i];
-        } else if (ACT == EP_ACT_GPT_OSS) { /* comparisons that let NaN through */
+        } else if (ACT == EP_ACT_GPT_OSS) { /* these comparisons let NaN through */
             const float most = p->limit, least = -most;
             float u0 = d[4 + i], u1 = d[5 + i];
             v0 = v0 > most ? most : v0;
@@ -46,17 +47,18 @@ template <int ACT> EP_PTX void ep_gemm_activate(const EpGemmParams *p, const flo
     }
 }
 
-/* Two numbers that stand side by side, at an even place. */
+/* Load two consecutive numbers, the first at an even index. */
 template <bool F16> EP_PTX float2 ep_load_pair(const void *p, uint64_t i) {
     return F16 ? __half22float2(((const __half2 *)p)[i / 2])
                : __bfloat1622float2(((const __nv_bfloat162 *)p)[i / 2]);
 }
-/* Bias of output columns c (even) and c + 1, in two rows: d has four products or gates, and then their ups. */
+/* Add the bias of output columns c (even) and c + 1, in two rows. d has four products or gate values, then
+ * the four up values. */
 template <int ACT, bool F16> EP_PTX void ep_gemm_add_bias(const EpGemmParams *p, uint32_t e, uint32_t c,
                                                           float *d) {
     const uint64_t base = (uint64_t)e * p->n;
     float2 v, u = {0, 0};
-    if (ACT == EP_ACT_GPT_OSS) { /* gate, up, gate, up */
+    if (ACT == EP_ACT_GPT_OSS) { /* the weights are interleaved: gate, up, gate, up */
         const float2 a = ep_load_pair<F16>(p->bias, base + 2 * c);
         const float2 b = ep_load_pair<F16>(p->bias, base + 2 * c + 2);
         v.x = a.x;

@@ -1,4 +1,4 @@
-/* gemm_hopper.cuh - the grouped GEMM's kernels for sm_90a, and the tensor maps that feed them. */
+/* gemm_hopper.cuh - the kernels of the grouped GEMM for sm_90a, their tensor maps and their launch. */
 #ifndef EP_GEMM_HOPPER_CUH
 #define EP_GEMM_HOPPER_CUH
 #include <cudaTypedefs.h>
@@ -8,7 +8,8 @@
 #include "gemm_maps.h"
 #include "gemm_tune.h"
 
-/* Without its features the kernels would have no body: launched all the same, they would write nothing. */
+/* Compiled for sm_90 without its special features, the kernels would have no body and silently write
+ * nothing. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #error "sm_90 without the a: Hopper wants EPMOE_CUDA_ARCH to say -gencode arch=compute_90a,code=sm_90a"
 #endif
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 
 /* ---- tensor maps ---- */
 
-/* The driver is asked for by name: the library must load where there is none. */
+/* Look up the driver function by name, because the library must also load on a machine without a driver. */
 static PFN_cuTensorMapEncodeTiled_v12000 find_encoder(void) {
     static PFN_cuTensorMapEncodeTiled_v12000 found;
     void *f = NULL;
@@ -38,7 +39,8 @@ static PFN_cuTensorMapEncodeTiled_v12000 find_encoder(void) {
     return found;
 }
 
-/* The driver wants this thread to have the device's context: a call of the runtime that needs it has come before. */
+/* Encode a tensor map. The driver requires a current context in this thread: the caller has made a call of
+ * the runtime that creates one. */
 static cudaError_t encode(EpTensorMap s, CUtensorMap *map) {
     PFN_cuTensorMapEncodeTiled_v12000 encode_tiled = find_encoder();
     cuuint64_t dims[5], strides[4];
@@ -50,7 +52,7 @@ static cudaError_t encode(EpTensorMap s, CUtensorMap *map) {
         map, s.is_f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, s.num_dims,
         (void *)s.base, dims, strides, s.box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
         CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return (cudaError_t)r; /* they have the same numbers */
+    return (cudaError_t)r; /* both enumerations have the same numbers */
 }
 
 /* ---- launch ---- */

@@ -1,10 +1,11 @@
-/* gemm_maps.h - how the copy engine is to see the operands of a grouped GEMM: shapes, strides and boxes. */
+/* gemm_maps.h - the tensor maps of a grouped GEMM's operands, as pure arithmetic: shapes, strides and
+ * boxes. */
 #ifndef EP_GEMM_MAPS_H
 #define EP_GEMM_MAPS_H
 #include "gemm.h"
 
-/* A tensor of 16-bit numbers, innermost dimension first; its stride is 1, strides[i] is that of dimension i + 1.
- * A box lands in shared memory as lines of 64 numbers, swizzled in 128-byte lines. */
+/* A tensor of 16-bit numbers, innermost dimension first. Its innermost stride is 1; strides[i] is that of
+ * dimension i + 1. A box arrives in shared memory as lines of 64 numbers, swizzled within 128 bytes. */
 typedef struct {
     const void *base;
     uint32_t num_dims, is_f16;
@@ -21,9 +22,10 @@ static inline EpTensorMap ep_map_a(const EpGemmParams *p, uint32_t tile_cols) {
     return ep_map_rows(p, p->a, p->kind == EP_GEMM_FORWARD ? p->k : p->n, tile_cols == 64 ? 16 : 64);
 }
 
-/* Weights [L][N][K] in boxes of half of a tile's columns by 64 of K, or of 64 by 64 where the contraction is over N.
- * For a gated activation the rows of a box are 8 gates, their 8 ups, the next 8 gates, and so on, wherever
- * in the weights they stand: [K][8][gate, up][N / 16][L]. */
+/* The tensor map of the weights [L][N][K]. A box has half of a tile's columns by 64 of K; or 64 by 64, if the
+ * contraction runs over N.
+ * For a gated activation, the rows of a box are 8 gate rows, their 8 up rows, the next 8 gate rows, and so
+ * on, independent of their location in the weights: [K][8][gate, up][N / 16][L]. */
 static inline EpTensorMap ep_map_b(const EpGemmParams *p, uint32_t tile_cols) {
     const uint64_t n = p->n;
     const uint64_t k = p->k;

@@ -1,8 +1,8 @@
-/* gemm_portable.cuh - the grouped GEMM for any GPU from compute capability 8.0 on: right before it is fast.
+/* gemm_portable.cuh - the grouped GEMM for any GPU from compute capability 8.0 on. Correct, not fast.
  *
- * A block of four warps makes one tile of 64 x 64 at a time: operands go element by element into shared
- * memory, in whatever order they lie, tensor cores multiply, and the sums come back through shared memory.
- * For a gated activation the columns of a tile are gate, up, gate, up, ... */
+ * A CTA of four warps computes one tile of 64 x 64 at a time. Operands are copied element by element to
+ * shared memory, in any layout. Tensor cores multiply, and the sums return through shared memory. For a
+ * gated activation the columns of a tile are gate, up, gate, up, ... */
 #ifndef EP_GEMM_PORTABLE_CUH
 #define EP_GEMM_PORTABLE_CUH
 #include <mma.h>
@@ -22,11 +22,12 @@ template <int ACT, bool F16> struct EpSimpleGemm {
     static constexpr bool GATED = ACT >= EP_ACT_SWIGLU;
     using T = std::conditional_t<F16, __half, __nv_bfloat16>;
 
-    /* Row of the weights for column c of the product. */
+    /* The row of the weights for column c of the product. */
     static __device__ uint32_t weight_row(const EpGemmParams *p, uint32_t c) {
         return ACT == EP_ACT_SWIGLU ? c / 2 + c % 2 * (p->n / 2) : c;
     }
-    /* Element c of the contraction, of row m of the tile and of column n of the product; zero outside. */
+    /* Element c of the contraction, for row m of the tile (A) or column n of the tile (B). Zero outside of
+     * the operands. */
     static __device__ T load_a(const EpGemmParams *p, const EpGemmTile *t, uint32_t m, uint32_t c) {
         const T *a = (const T *)p->a;
         if (m >= t->num_rows || c >= t->num_k) return T(0.0f);
@@ -68,7 +69,8 @@ template <int ACT, bool F16> __global__ void __launch_bounds__(EP_SIMPLE_THREADS
     using T = typename G::T;
     __shared__ __align__(32) T a[EP_SIMPLE_TILE * EP_SIMPLE_PITCH], b[EP_SIMPLE_TILE * EP_SIMPLE_PITCH];
     __shared__ __align__(32) float sums[EP_SIMPLE_TILE * EP_SIMPLE_OUT_PITCH];
-    const uint32_t m0 = threadIdx.x / 64 * 32, n0 = threadIdx.x / 32 % 2 * 32; /* of the warp */
+    const uint32_t m0 = threadIdx.x / 64 * 32,
+                   n0 = threadIdx.x / 32 % 2 * 32; /* first row and column of the warp */
     const bool a_by_row = p.kind != EP_GEMM_WGRAD, b_by_row = p.kind == EP_GEMM_FORWARD;
     EpGemmWalk w = {0};
     EpGemmTile t;

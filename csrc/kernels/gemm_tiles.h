@@ -1,32 +1,39 @@
-/* gemm_tiles.h - which part of a grouped GEMM is tile number t: pure arithmetic on the experts' sizes, which
- * stand on the device.
+/* gemm_tiles.h - the tile with number t of a grouped GEMM: pure arithmetic on the experts' sizes, which are
+ * on the device.
  *
- * A tile number belongs to one block, or to a pair of blocks (size 2), each of which does a tile of it: two row
- * blocks of the same columns, which share the weights; or two column blocks of the same rows, which share those.  The
- * latter is for an expert's last row block, where they do not come out even, and for the last two where the last has
- * rows for one of its block's two warpgroups only: a tile of it takes half the time, which the pair would wait for. */
+ * A tile number belongs to a single CTA (size 1) or to a pair of CTAs (size 2). Each CTA of a pair computes
+ * one tile. The two tiles are two row blocks of the same columns, which share the weights; or two column
+ * blocks of the same rows, which share the rows.
+ * The second form is used for an expert's last row block, if their number is odd. It is also used for the
+ * last two row blocks, if the last one has rows for only one of the CTA's two warpgroups. Its tile would
+ * take half the time, and its CTA would wait for the other one. */
 #ifndef EP_GEMM_TILES_H
 #define EP_GEMM_TILES_H
 #include "gemm.h"
 
-#define EP_GEMM_BM 128u  /* rows of a tile; where there are few, or in the portable kernel, fewer */
-#define EP_GEMM_GROUP 4u /* row blocks (or pairs of them) that go through the columns together */
+/* rows of a tile; fewer in the kernels for few rows and in the portable kernel */
+#define EP_GEMM_BM 128u
+/* row blocks (or pairs of them) that proceed through the columns together */
+#define EP_GEMM_GROUP 4u
 
 typedef struct {
     uint32_t expert;
-    uint32_t row0, num_rows; /* of the output: first row, and rows that exist (may be more than a tile has) */
-    uint32_t col0;           /* of the product; may lie behind the last one */
-    uint32_t k0, num_k;      /* of the contraction: where it begins, how long it is */
-    uint32_t shares_rows;    /* with the other of the pair: rows, else columns */
+    /* rows of the output: the first one, and how many exist from there on (may be more than a tile has) */
+    uint32_t row0, num_rows;
+    uint32_t col0;      /* first column of the product; may be beyond the last one */
+    uint32_t k0, num_k; /* the contraction: start and length */
+    /* the pair shares the rows; otherwise it shares the columns */
+    uint32_t shares_rows;
 } EpGemmTile;
 
-/* Where a block's walk has come to: its tiles have rising numbers, so it never looks back. */
+/* A CTA's position in the sequence of tiles. Its tile numbers increase, so it never goes back. */
 typedef struct {
     uint32_t expert, first_tile, row0, num_rows;
-    uint32_t num_sets, num_left; /* of row blocks: sets of `size`, and those that share their rows */
+    /* Row blocks of the expert: sets of `size` that share columns, and row blocks whose rows are shared. */
+    uint32_t num_sets, num_left;
 } EpGemmWalk;
 
-/* An offset is not believed beyond the rows that there are. */
+/* Clamp an offset to the rows that exist. */
 EP_PURE uint32_t ep_gemm_clamp_row(const EpGemmParams *p, int32_t row) {
     return row < 0 ? 0 : (uint32_t)row < p->num_rows ? (uint32_t)row : p->num_rows;
 }
@@ -48,9 +55,10 @@ EP_PURE uint32_t ep_walk_num_tiles(const EpGemmWalk *w, uint32_t num_n, uint32_t
     return w->num_sets * num_n + w->num_left * ((num_n + size - 1) / size);
 }
 
-/* Tile number t, as block `rank` of `size` has it: false behind the last one, and w->first_tile is then how many there
- * are.  Inside an expert, EP_GEMM_GROUP row blocks go through the columns together, so that blocks running side by
- * side read the same weights. */
+/* Compute tile number t for CTA `rank` of `size`. False if t is past the last tile; w->first_tile is then the
+ * number of tiles.
+ * Within an expert, EP_GEMM_GROUP row blocks proceed through the columns together. So CTAs that run at the
+ * same time read the same weights. */
 EP_PURE bool ep_gemm_tile(const EpGemmParams *p, uint32_t bm, uint32_t bn, uint32_t size, uint32_t rank,
                           EpGemmWalk *w, uint32_t t, EpGemmTile *tile) {
     const uint32_t num_n = (ep_gemm_num_cols(p) + bn - 1) / bn;

@@ -1,9 +1,9 @@
-/* gemm_tune.h - which kernels of the grouped GEMM there are, and which one a shape gets. */
+/* gemm_tune.h - the instances of the grouped GEMM's kernel, and the choice among them for a shape. */
 #ifndef EP_GEMM_TUNE_H
 #define EP_GEMM_TUNE_H
 #include "gemm.h"
 
-/* X(kind, columns of a tile, activation): all instantiations for sm_90a, each for bf16 and fp16. */
+/* X(kind, columns of a tile, activation): all instances for sm_90a, each for bf16 and fp16. */
 #define EP_GEMM_VARIANTS(X)                 \
     X(EP_GEMM_FORWARD, 256, EP_ACT_NONE)    \
     X(EP_GEMM_FORWARD, 192, EP_ACT_NONE)    \
@@ -21,8 +21,8 @@
     X(EP_GEMM_WGRAD, 192, EP_ACT_NONE)      \
     X(EP_GEMM_WGRAD, 128, EP_ACT_NONE)
 
-/* Where an expert has few rows its weights are waited for: tiles of 64 columns read 512 bytes of each of their rows at a
- * time.  32 rows a tile: more rows an expert are right, too, only slower. */
+/* If experts have few rows, the kernel waits for weights. Tiles of 64 columns read 512 bytes of each row
+ * of weights at a time. They have 32 rows; more rows per expert are correct but slower. */
 #define EP_GEMM_FEW_VARIANTS(X)           \
     X(EP_GEMM_FORWARD, 64, EP_ACT_NONE)   \
     X(EP_GEMM_FORWARD, 64, EP_ACT_GELU)   \
@@ -32,9 +32,10 @@ EP_PURE bool ep_gemm_has_few_rows(const EpGemmParams *p) {
     return p->kind == EP_GEMM_FORWARD && p->num_rows <= 24ull * p->num_experts;
 }
 
-/* Columns of a tile: a narrower one reads more for each product, so it has to save columns that nobody wants.  On an
- * H200 a column in tiles of 192 takes 0.96 to 1.05 of the time of one in tiles of 256, in tiles of 128 it takes 1.2 to
- * 1.3 (benchmarks/NOTES.md): they count 1.05 and 1.25. */
+/* The number of columns of a tile. A narrower tile reads more per product, so it pays only if it avoids
+ * computing columns that do not exist. On an H200, a column in tiles of 192 takes 0.96 to 1.05 of the time
+ * of a column in tiles of 256, and in tiles of 128 it takes 1.2 to 1.3 (benchmarks/NOTES.md). The weights
+ * here are 1.05 and 1.25. */
 EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
     const uint32_t cols = ep_gemm_num_cols(p), has_192 = p->activation == EP_ACT_NONE;
     const uint64_t at_256 = (uint64_t)(cols + 255) / 256 * 256 * 100;

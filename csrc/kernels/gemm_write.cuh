@@ -1,35 +1,43 @@
-/* gemm_write.cuh - how the sums of the grouped GEMM for Hopper leave a warp's registers.  C is an EpGemmConfig. */
+/* gemm_write.cuh - the epilogue of the grouped GEMM for Hopper: from accumulators to global memory.
+ *
+ * Exports ep_gemm_defer and ep_gemm_write_deferred (many rows), ep_gemm_burst_add and ep_gemm_burst_write
+ * (few rows).
+ * C is an EpGemmConfig. Invariant: only rows and columns that exist are written. */
 #ifndef EP_GEMM_WRITE_CUH
 #define EP_GEMM_WRITE_CUH
 #include "gemm_epilogue.cuh"
 #include "gemm_tiles.h"
 
 enum {
-    EP_GEMM_OUT_PITCH = 256 + 16, /* of a row: neighbours lie in other banks */
+    /* bytes of a row in the staging buffer; consecutive rows start in different banks */
+    EP_GEMM_OUT_PITCH = 256 + 16,
     EP_GEMM_OUT_STAGING = 8 * EP_GEMM_OUT_PITCH
 };
 
-/* v = what is to be written, packed: of each eight columns a lane has two of row lane / 4, and two of the row 8 below.
- * Whether there is a bias or a weight is asked once, not at each number. */
+/* Epilogue: bias, activation, row weight, rounding. v = the results, packed: of each group of eight
+ * columns, a lane has two of row lane / 4 and two of the row 8 below. Whether there is a bias or a row
+ * weight is tested once, not per number. */
 template <typename C>
 EP_PTX void ep_gemm_finish(uint32_t (&v)[2 * C::OUT_GROUPS], float (&d)[C::BN / 2], const EpGemmParams *p,
                            const EpGemmTile *t, uint32_t row, uint32_t num_rows, uint32_t col0,
                            uint32_t out_cols) {
-    constexpr int SIZE = C::GATED ? 8 : 4;         /* of eight columns: products, and what belongs to gates */
-    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) /* nothing was summed */
+    constexpr int SIZE = C::GATED ? 8 : 4; /* accumulators of a lane per group of eight output columns */
+    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) /* there was no wgmma, so the accumulators are not set */
 #pragma unroll
         for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
     if (C::KIND == EP_GEMM_FORWARD && p->bias) {
         const uint32_t c = col0 + ep_lane_now() % 4 * 2, last = out_cols - 2;
+        /* groups of 4, because there are no registers for more loads */
 #pragma unroll
-        for (int i = 0; i < C::OUT_GROUPS; i += 4) /* so many at a time: there are no registers for more */
+        for (int i = 0; i < C::OUT_GROUPS; i += 4)
             if (col0 + 8 * i < out_cols)
 #pragma unroll
                 for (int j = i; j < i + 4; j++)
                     ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, min(c + 8 * j, last), d + SIZE * j);
     }
+    /* groups of 4, so that their latencies overlap */
 #pragma unroll
-    for (int i = 0; i < C::OUT_GROUPS; i += 4) /* so many that one hides another's waits */
+    for (int i = 0; i < C::OUT_GROUPS; i += 4)
         if (col0 + 8 * i < out_cols)
 #pragma unroll
             for (int j = i; j < i + 4; j++) ep_gemm_activate<C::ACT>(p, d + SIZE * j, d + 4 * j);
@@ -44,28 +52,29 @@ EP_PTX void ep_gemm_finish(uint32_t (&v)[2 * C::OUT_GROUPS], float (&d)[C::BN / 
     for (int i = 0; i < 2 * C::OUT_GROUPS; i++) v[i] = ep_pack<C::F16>(d[2 * i], d[2 * i + 1]);
 }
 
-/* The upper or the lower eight rows of NUM_GROUPS times eight columns: v begins with theirs. */
+/* Store the upper (or lower) eight rows of NUM_GROUPS * 8 columns to the staging buffer; v begins with
+ * their first value. */
 template <int NUM_GROUPS> EP_PTX void ep_gemm_stage_rows(uint32_t to, const uint32_t *v) {
 #pragma unroll
     for (int i = 0; i < NUM_GROUPS; i += 4)
         ep_stmatrix_x4(to + 16 * i, v[2 * i], v[2 * i + 2], v[2 * i + 4], v[2 * i + 6]);
 }
 
-/* ---- many rows: while the next tile is multiplied ---- */
+/* ---- many rows: written during the next tile ---- */
 
-/* What a warp has made of a tile, packed.  There are registers to keep 128 columns of it beside the next tile's sums:
- * they are written while those are made. */
+/* A warp's finished part of a tile, packed. The registers suffice to keep 128 columns of it together with
+ * the next tile's accumulators. So these are written while the next tile is computed. */
 template <typename C> struct EpGemmDeferred {
     uint32_t v[2 * C::OUT_GROUPS]; /* see ep_gemm_finish */
-    uint16_t *out;                 /* where this lane's first piece belongs */
-    uint32_t num_rows, cols_left;  /* that exist, from the warp's first row and that piece on */
-    uint32_t part;                 /* that is written next */
+    uint16_t *out;                 /* address of this lane's first piece */
+    uint32_t num_rows, cols_left; /* that exist, counted from the warp's first row and from the first piece */
+    uint32_t part;                /* the part that is written next */
 };
 
-/* Eight rows leave through a box of up to 128 columns, as whole lines. */
+/* Write eight rows of up to 128 columns through the staging buffer, so that whole lines are stored. */
 template <typename C, int PART> EP_PTX void ep_gemm_write_part(const EpGemmDeferred<C> *h, uint32_t out_cols,
                                                                uint32_t staging) {
-    constexpr int LOADS = C::PASS / 4, ROWS = 32 / C::PASS; /* of a box: loads, and rows in each */
+    constexpr int LOADS = C::PASS / 4, ROWS = 32 / C::PASS; /* per staging buffer: loads, and rows per load */
     constexpr int BOTTOM = PART % 2, COL = PART / 2 * C::PASS * 8;
     const uint32_t lane = ep_lane_now();
     const uint32_t row = lane / C::PASS;
@@ -91,7 +100,7 @@ ep_gemm_write_parts(const EpGemmDeferred<C> *h, uint32_t out_cols, uint32_t stag
     }
 }
 
-/* The first parts, AT_ONCE of them, are written at once. */
+/* Finish a warp's part of a tile and write its first AT_ONCE parts. The others are deferred. */
 template <typename C, int AT_ONCE>
 EP_PTX void ep_gemm_defer(EpGemmDeferred<C> *h, float (&d)[C::BN / 2], const EpGemmParams *p,
                           const EpGemmTile *t, uint32_t group, uint32_t staging) {
@@ -113,7 +122,7 @@ EP_PTX void ep_gemm_defer(EpGemmDeferred<C> *h, float (&d)[C::BN / 2], const EpG
     ep_gemm_write_parts<C, 0, AT_ONCE>(h, out_cols, staging);
 }
 
-/* One more part of those from AT_ONCE on, if any is left: then true. */
+/* Write one deferred part, if any of those from AT_ONCE on is left. True if it did. */
 template <typename C, int AT_ONCE> EP_PTX bool ep_gemm_write_deferred(EpGemmDeferred<C> *h, uint32_t out_cols,
                                                                       uint32_t staging) {
     if constexpr (AT_ONCE < C::PARTS) {
@@ -125,16 +134,18 @@ template <typename C, int AT_ONCE> EP_PTX bool ep_gemm_write_deferred(EpGemmDefe
     return false;
 }
 
-/* ---- few rows: results are written in bursts ---- */
+/* ---- few rows: written in bursts ---- */
 
-/* Memory that is read at full speed loses seven times as much to a line that is written between, and less when many are
- * written at once.  So eight rows of a tile wait in a box, with a note of where they belong, until there are as many
- * tiles as should fill the boxes.  Blocks have about as many tiles each: the bursts of all come together, which counts. */
+/* With few rows the kernel reads weights at the full DRAM bandwidth. A write interleaved with such reads
+ * costs seven times its bytes (DRAM read/write turnaround), and less if many are written together. So
+ * groups of eight rows wait in shared memory, each with a note of its destination, until about as many
+ * tiles are there as fill it. All CTAs have about the same number of tiles, so their bursts coincide, and
+ * that is what saves turnarounds. */
 typedef struct {
     uint32_t num_groups, num_tiles;
 } EpGemmBurst;
 
-/* The boxes of a block are written by all of its warps, which count the same ones. */
+/* Write a burst. All MMA warps of the CTA take part, and they all have the same counts. */
 template <typename C> EP_PTX void ep_gemm_burst_write(const EpGemmParams *p, uint32_t staging,
                                                       EpGemmBurst *burst) {
     const uint32_t lane = ep_lane_now();
@@ -144,8 +155,8 @@ template <typename C> EP_PTX void ep_gemm_burst_write(const EpGemmParams *p, uin
     ep_bar_sync(1, 256);
     for (uint32_t i = threadIdx.x / 32 - 4; i < burst->num_groups; i += 8) {
         const uint32_t from = staging + i * C::BURST_GROUP + row * C::BURST_PITCH + col_group * 16;
-        const uint4 note = ep_ld_shared(staging + C::NUM_BURST_GROUPS * C::BURST_GROUP +
-                                        16 * i); /* first row, rows, first column */
+        /* the note: first row, number of rows, first column */
+        const uint4 note = ep_ld_shared(staging + C::NUM_BURST_GROUPS * C::BURST_GROUP + 16 * i);
         const uint32_t c = note.z + 8 * col_group;
         uint16_t *out = (uint16_t *)p->out + (uint64_t)(note.x + row) * out_cols + c;
 #pragma unroll
@@ -164,8 +175,8 @@ EP_PTX void ep_gemm_burst_add(float (&d)[C::BN / 2], const EpGemmParams *p, cons
     const uint32_t col0 = C::GATED ? t->col0 / 2 : t->col0;
     const uint32_t lane = ep_lane_now();
     const uint32_t num_groups = (t->num_rows + 7) / 8;
-    const uint32_t tiles_per_burst = /* tiles: of the mean number of boxes, and some room */
-        C::NUM_BURST_GROUPS * 8 / (p->num_rows / p->num_experts + 7);
+    /* for the mean number of groups per tile, with a margin */
+    const uint32_t tiles_per_burst = C::NUM_BURST_GROUPS * 8 / (p->num_rows / p->num_experts + 7);
     if (burst->num_tiles >= tiles_per_burst || burst->num_groups + num_groups > C::NUM_BURST_GROUPS)
         ep_gemm_burst_write<C>(p, staging, burst);
     uint32_t v[2 * C::OUT_GROUPS];
