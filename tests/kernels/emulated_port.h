@@ -1,9 +1,10 @@
-/* emulated_port.h - protocol/port.h, and the CUDA that plan.cu, dispatch.cuh and combine.cuh are written in, in
- * threads and plain C++.  A process is a thread block, so that static variables are its shared memory; blocks
- * and ranks reach each other through memory that their processes share.
+/* emulated_port.h - the emulation of protocol/port.h and of the CUDA in plan, dispatch and combine: threads
+ * and plain C++.
  *
- * What it keeps of the machine: what is ordered (ThreadSanitizer sees where it is not), and that a small copy is on its way
- * until it is waited for.  What it does not keep: time. */
+ * A process is a CTA, so that static variables are its shared memory. CTAs and ranks reach each other through
+ * memory that their processes share.
+ * Kept of the machine: memory order (ThreadSanitizer reports what is not ordered); and a cp.async copy is
+ * in flight until its wait. Not kept: time. */
 #ifndef EP_PORT_H
 #define EP_PORT_H
 #include "emulated_threads.h"
@@ -29,18 +30,21 @@
 #define EP_WARPS 4u
 #define EP_MAX_WARPS 6u
 
-/* ---- what a warp does together ---- */
+/* ---- warp and CTA collectives ---- */
 
 static EpBarrier ep_cta_barrier, ep_warp_barriers[EP_MAX_WARPS];
 static uint64_t ep_lane_words[EP_MAX_WARPS][32];
-static thread_local bool ep_has_fenced; /* since its warp last met: only then it speaks for the others */
+/* Whether this thread has executed a fence since its warp last synchronised. Only then does it publish for
+ * the other lanes. */
+static thread_local bool ep_has_fenced;
 static void __syncwarp() {
     ep_has_fenced = false;
     ep_warp_barriers[threadIdx.x / 32].arrive(32);
 }
 static void __syncthreads() { ep_cta_barrier.arrive(blockDim.x); }
 
-/* Every lane says something, f looks at all of it.  That orders no memory. */
+/* Every lane provides a value, and f sees the values of all lanes. Orders no memory, as a shuffle does
+ * not. */
 template <typename T, typename F> static auto ep_exchange_lanes(T mine, F f) {
     EpBarrier &meeting = ep_warp_barriers[threadIdx.x / 32];
     uint64_t bits = 0;
@@ -168,24 +172,24 @@ EP_FN void ep_pause(uint32_t polls) {
 EP_FN bool ep_time_to_check(uint32_t polls) { return polls % 64 == 63; }
 EP_FN void ep_chaos(uint32_t) {}
 
-/* ---- what stands in for ptx.cuh and resident.cuh ---- */
+/* ---- replacements for ptx.cuh and resident.cuh ---- */
 
 #define EP_PTX_CUH
 #define EP_RESIDENT_CUH
 EP_FN void ep_sleep_2us(void) { sched_yield(); }
 EP_FN void ep_fence_acq_rel_gpu(void) { ep_has_fenced = true; }
 EP_FN void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
-    if (ep_has_fenced) __atomic_fetch_add(p, v, __ATOMIC_RELEASE); /* ThreadSanitizer knows no fences */
+    if (ep_has_fenced) __atomic_fetch_add(p, v, __ATOMIC_RELEASE); /* ThreadSanitizer does not know fences */
     else __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
 }
 
 alignas(1024) static unsigned char ep_shared[1u << 18];
-static uint32_t my_block, num_sm = 2; /* a block fills an SM */
+static uint32_t my_block, num_sm = 2; /* one CTA per SM */
 static uint32_t *ep_dynamic_smem(void) { return (uint32_t *)ep_shared; }
 EP_FN uint4 ep_ld_row(const uint4 *p) { return *p; }
 EP_FN uint32_t ep_smem(const void *p) { return (uint32_t)((const unsigned char *)p - ep_shared); }
 static unsigned char *ep_at(uint32_t at, uint32_t n) {
-    if (at % n || at + n > sizeof ep_shared) ep_die("outside of shared memory, or not aligned");
+    if (at % n || at + n > sizeof ep_shared) ep_die("an address outside of shared memory, or not aligned");
     return ep_shared + at;
 }
 template <typename T> static T ep_ld_shared_as(uint32_t src) {
@@ -199,16 +203,18 @@ EP_FN uint32_t ep_ld_shared_u32(uint32_t src) { return ep_ld_shared_as<uint32_t>
 EP_FN void ep_st_shared_u32(uint32_t dst, uint32_t v) { memcpy(ep_at(dst, 4), &v, 4); }
 EP_FN void ep_st_shared_u64(uint32_t dst, uint64_t v) { memcpy(ep_at(dst, 8), &v, 8); }
 
-/* A copy takes place at any time between its begin and the wait for it: what is there before is gone at once, what is to
- * come is there at last, and its source does not change meanwhile. */
+/* A copy may take place at any time between its start and the wait for it. So the emulation overwrites the
+ * destination at the start, writes the data at the wait, and checks that the source has not changed in
+ * between. */
 struct EpCopy {
     uint32_t dst;
     const void *src;
     uint4 seen;
 };
-static thread_local std::deque<std::vector<EpCopy>> ep_copies(1); /* groups; the last is not complete yet */
+static thread_local std::deque<std::vector<EpCopy>>
+    ep_copies(1); /* groups of copies; the last one is still open */
 EP_FN void ep_cp_async_16(uint32_t dst, const void *src) {
-    if ((uintptr_t)src % 16) ep_die("a copy from where no 16 bytes begin");
+    if ((uintptr_t)src % 16) ep_die("a copy from an address that is not a multiple of 16");
     ep_copies.back().push_back({dst, src, *(const uint4 *)src});
     memset(ep_at(dst, 16), 0xff, 16);
 }
@@ -216,7 +222,7 @@ EP_FN void ep_cp_async_commit(void) { ep_copies.push_back({}); }
 template <int N> EP_FN void ep_cp_async_wait(void) {
     for (; ep_copies.size() > N + 1; ep_copies.pop_front())
         for (const EpCopy &c : ep_copies.front()) {
-            if (memcmp(c.src, &c.seen, 16)) ep_die("what is being copied has changed");
+            if (memcmp(c.src, &c.seen, 16)) ep_die("the source of a copy has changed before the wait for it");
             memcpy(ep_at(c.dst, 16), &c.seen, 16);
         }
 }
@@ -226,7 +232,7 @@ static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t, uint32_t *num_b
     return cudaSuccess;
 }
 
-/* Run this process's block, if the grid has it. */
+/* Run the CTA of this process, if the grid has it. */
 template <typename P>
 static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps,
                                       size_t smem_bytes, void *, const P &p) {
@@ -242,11 +248,11 @@ static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, ui
             blockIdx.x = my_block;
             kernel(p);
             for (const std::vector<EpCopy> &group : ep_copies)
-                if (!group.empty()) ep_die("a copy that nobody has waited for");
+                if (!group.empty()) ep_die("a thread has ended without a wait for its copy");
         });
     for (std::thread &t : threads) t.join();
     for (size_t i = smem_bytes; i < sizeof ep_shared; i++)
-        if (ep_shared[i] != 0xff) ep_die("behind the shared memory that it has");
+        if (ep_shared[i] != 0xff) ep_die("a store after the end of the dynamic shared memory");
     return cudaSuccess;
 }
 #define cudaGetDevice(d) (*(d) = 0, cudaSuccess)

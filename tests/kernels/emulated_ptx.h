@@ -1,10 +1,10 @@
-/* emulated_ptx.h - kernels/ptx.cuh in threads and plain C++: every GPU thread of a
- * pair of blocks is a thread here.
+/* emulated_ptx.h - the emulation of kernels/ptx.cuh in threads and plain C++: every GPU thread of a pair of
+ * CTAs is a thread.
  *
- * What it keeps of the machine: where numbers lie (128-byte swizzle, wgmma's descriptors and accumulators,
- * stmatrix, boxes of tensor maps and their edges), phases and byte counts of mbarriers, and that a wgmma reads
- * its operands until it is waited for: it is carried out as late as allowed.  What it does not keep:
- * memory ordering between proxies, and time. */
+ * Kept of the machine: the location of numbers (128-byte swizzle, wgmma's descriptors and accumulators,
+ * stmatrix, boxes of tensor maps and their edges); phases and byte counts of mbarriers; and a wgmma reads its
+ * operands until the wait for it, because it is executed as late as allowed.
+ * Not kept: memory order between proxies, and time. */
 #ifndef EP_PTX_CUH
 #define EP_PTX_CUH
 #include <cuda_bf16.h>
@@ -27,16 +27,16 @@ using std::max;
 using std::min;
 
 #define EP_SMEM 232448
-static unsigned char smem_bytes[1];                       /* a name: shared memory begins at address 0 */
-alignas(1024) static unsigned char ep_shared[2][EP_SMEM]; /* of each block of a cluster */
-static thread_local uint32_t ep_rank;                     /* of this thread's block in its cluster */
+static unsigned char smem_bytes[1];                       /* only a name: shared memory begins at address 0 */
+alignas(1024) static unsigned char ep_shared[2][EP_SMEM]; /* of each CTA of the pair */
+static thread_local uint32_t ep_rank;                     /* this thread's CTA in the pair */
 
 static uint32_t ep_smem(const void *p) { return (uint32_t)((const unsigned char *)p - smem_bytes); }
 static unsigned char *ep_at(uint32_t at, uint32_t n, uint32_t rank = ep_rank) {
-    if (at + n > EP_SMEM) ep_die("outside of shared memory");
+    if (at + n > EP_SMEM) ep_die("an address outside of shared memory");
     return ep_shared[rank] + at;
 }
-/* The 16-byte piece of a 128-byte line is chosen by the line's number. */
+/* The location of a 16-byte piece within its 128-byte line depends on the number of the line. */
 static uint32_t ep_swizzle(uint32_t at) { return at ^ (at >> 7 & 7) << 4; }
 
 /* ---- barriers ---- */
@@ -55,18 +55,19 @@ struct EpMbarrier {
 };
 static EpBarrier ep_warps[2][12], ep_named[2][2], ep_cluster;
 static EpMbarrier ep_mbarriers[2][EP_SMEM / 8];
-#define EP_BLOCK_THREADS 257u /* the loader, and two warpgroups: the loader's neighbours have nothing to do */
+#define EP_CTA_THREADS \
+    257u /* the producer's thread and two warpgroups; communication warps are not emulated */
 
-static void __syncthreads() { ep_named[ep_rank][0].arrive(EP_BLOCK_THREADS); }
+static void __syncthreads() { ep_named[ep_rank][0].arrive(EP_CTA_THREADS); }
 static void __syncwarp() {
     if (threadIdx.x / 32)
-        ep_warps[ep_rank][threadIdx.x / 32].arrive(32); /* the loader has no neighbours here */
+        ep_warps[ep_rank][threadIdx.x / 32].arrive(32); /* the producer is a single thread here */
 }
-/* What .sync.aligned asks of a warp: to be together, and no more. */
+/* .sync.aligned requires that the lanes of the warp execute together. It orders no memory. */
 static void ep_aligned() { ep_warps[ep_rank][threadIdx.x / 32].arrive<EP_RELAXED>(32); }
 EP_PTX void ep_bar_sync(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num); }
 EP_PTX uint32_t ep_cluster_rank(void) { return ep_rank; }
-EP_PTX void ep_cluster_sync(void) { ep_cluster.arrive(2 * EP_BLOCK_THREADS); }
+EP_PTX void ep_cluster_sync(void) { ep_cluster.arrive(2 * EP_CTA_THREADS); }
 EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) {
     EpMbarrier &b = ep_mbarriers[ep_rank][bar / 8];
     b.count = b.pending = count;
@@ -99,7 +100,7 @@ EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
     std::unique_lock<std::mutex> hold(b.lock);
     const std::chrono::nanoseconds limit(limit_ns);
     if (!b.changed.wait_for(hold, limit, [&] { return (b.phase & 1) != parity; }))
-        ep_die("an mbarrier's phase does not end");
+        ep_die("a timeout of an mbarrier wait");
 }
 EP_PTX void ep_fence_mbar_init(void) {}
 EP_PTX void ep_fence_proxy_async_shared(void) {}
@@ -108,12 +109,13 @@ template <int N> EP_PTX void ep_setmaxnreg_dec(void) {}
 
 /* ---- bulk tensor copies ---- */
 
-/* Walk a box; f(element or NULL where the tensor has none, address in shared memory). */
+/* Call f for each element of a box: f(element, or NULL if it is outside of the tensor; address in shared
+ * memory). */
 template <typename F> static void ep_box(const EpTensorMap *m, uint32_t smem, const int64_t (&at)[5],
                                          uint32_t num_dims, F f) {
     uint32_t i[5] = {0}, n = 0, total = 1;
-    if (m->num_dims != num_dims) ep_die("a tensor map of another rank");
-    if (m->box[0] != 64 || smem % 1024) ep_die("not a swizzled box");
+    if (m->num_dims != num_dims) ep_die("a tensor map with another number of dimensions");
+    if (m->box[0] != 64 || smem % 1024) ep_die("a box that is not swizzled or not aligned");
     for (uint32_t d = 0; d < num_dims; d++) total *= m->box[d];
     for (uint32_t d = 0; d + 1 < num_dims; d++)
         if (m->strides[d] * 2 % 16) ep_die("a stride that is not a multiple of 16 bytes");
@@ -223,7 +225,7 @@ EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
     return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            1ull << 62;
 }
-/* Number `k` of the contraction (of 16) of row `mn` of a described tile. */
+/* Element k (of 16) of the contraction in row `mn` of the tile with this descriptor. */
 static float ep_operand(uint64_t desc, uint32_t mn, uint32_t k, bool trans, bool f16) {
     const uint32_t start = (uint32_t)(desc & 0x3fff) << 4;
     const uint32_t lead = (uint32_t)(desc >> 16 & 0x3fff) << 4;

@@ -1,5 +1,5 @@
-/* emulated_threads.h - one thread block in one process: every GPU thread is a thread here.  What a warp does
- * together goes through a meeting of its 32 threads, so a lane that goes another way is seen as a hang. */
+/* emulated_threads.h - one CTA in one process: every GPU thread is a thread. Warp collectives go through a
+ * barrier of the warp's 32 threads, so a lane that diverges shows up as a hang. */
 #ifndef EMULATED_THREADS_H
 #define EMULATED_THREADS_H
 #include <errno.h>
@@ -21,18 +21,19 @@ static dim3 gridDim, blockDim;
     abort();
 }
 
-/* A meeting that orders what its threads did before and do behind it, or, relaxed, one that only keeps them together: a
- * shuffle is no barrier for memory, and ThreadSanitizer is to see who takes it for one.  Without it there is no difference. */
+/* A barrier. It orders memory; or, with EP_RELAXED, it only synchronises its threads. A shuffle is the
+ * latter, and ThreadSanitizer is to report code that takes it for the former. Without ThreadSanitizer
+ * there is no difference. */
 #ifdef __SANITIZE_THREAD__
 #define EP_RELAXED __ATOMIC_RELAXED
 #else
 #define EP_RELAXED __ATOMIC_ACQ_REL
 #endif
 struct EpBarrier {
-    uint64_t word = 0; /* how many are here; in the upper half, how often all were */
+    uint64_t word = 0; /* lower half: threads that have arrived; upper half: completed phases */
     template <int ORDER = __ATOMIC_ACQ_REL> void arrive(uint32_t num) {
         const uint64_t old = __atomic_fetch_add(&word, 1, ORDER);
-        uint32_t *turn = (uint32_t *)&word + 1; /* of a little-endian machine */
+        uint32_t *turn = (uint32_t *)&word + 1; /* the upper half, on a little-endian machine */
         if ((uint32_t)old + 1 == num) {
             __atomic_fetch_add(&word, (1ull << 32) - num, ORDER);
             syscall(SYS_futex, turn, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
@@ -44,7 +45,7 @@ struct EpBarrier {
                old >> 32)
             if (syscall(SYS_futex, turn, FUTEX_WAIT_PRIVATE, (uint32_t)(old >> 32), &minute, NULL, 0) &&
                 errno == ETIMEDOUT)
-                ep_die("a barrier is not complete after a minute");
+                ep_die("a barrier is not complete after 60 s");
     }
 };
 

@@ -1,7 +1,8 @@
-/* stages.h - what tests of plan, dispatch and combine begin with: ranks and their tensors, once for the CPU backend and
- * once for the kernels, in memory that processes share.  A process is a block of a rank.
+/* stages.h - common parts of the emulated tests of plan, dispatch and combine: ranks with their tensors, once
+ * for the CPU backend and once for the kernels, in memory that processes share. A process is a CTA of a rank.
  *
- * ThreadSanitizer sees one process, so it wants one block: what a rank's blocks order among themselves is a race to it. */
+ * ThreadSanitizer sees one process, so it needs one CTA per rank: it would report races between CTAs that
+ * are ordered. */
 #ifndef STAGES_H
 #define STAGES_H
 #include <pthread.h>
@@ -34,20 +35,20 @@ static void *poisoned(size_t num_bytes) { return memset(shared(num_bytes), 0xee,
 
 enum { MAX_RANKS = 3, ROUNDS = 4 };
 
-/* What a rank's tensors are. */
+/* The inputs of a rank. */
 struct Rank {
     uint32_t num_tokens, num_rows;
     int64_t *idx;
-    unsigned char *x, *every_x, *y; /* every_x: a row for each token */
+    unsigned char *x, *every_x, *y; /* every_x: one row per token */
     float *weight, *scalar, *row_weight_in;
 };
-/* What came out of one round. */
+/* The outputs of one round. */
 struct Out {
     int32_t *plan, *recv;
     unsigned char *rows, *sums;
     float *row_weight, *scalars;
 };
-struct Buffers { /* of the CPU's run, and of the kernels' */
+struct Buffers { /* of the CPU backend, and of the kernels */
     unsigned char *heap[MAX_RANKS];
     EpHostWords *host[MAX_RANKS];
     Out out[MAX_RANKS][ROUNDS];
@@ -57,7 +58,7 @@ struct Case {
     EpShape shape;
     uint32_t num_tokens[MAX_RANKS];
     uint32_t sorts;
-    int bad_index = -1, short_rows = -1; /* the rank that is wrong */
+    int bad_index = -1, short_rows = -1; /* the rank with the wrong argument, or -1 */
     uint32_t drops = 1;                  /* of 8 choices */
     uint32_t weighted = 1, num_copies = 1;
 };
@@ -213,8 +214,8 @@ static void run_cpu(const Problem &q, uint32_t num_rounds) {
     for (std::thread &t : ranks) t.join();
 }
 
-/* A process for each block of each rank: kernels[k] launches one of its kernels, and a rank's blocks begin a
- * kernel when all have ended the one before.  False: a block did not end well. */
+/* Run a process for each CTA of each rank. kernels[k] launches one of its kernels. A rank's CTAs start a
+ * kernel after all have finished the previous one. False: a process has failed. */
 typedef std::function<int(uint32_t rank, uint32_t round)> Kernel;
 template <size_t N> static bool run_blocks(const Problem &q, uint32_t num_rounds,
                                            const Kernel (&kernels)[N]) {
@@ -246,10 +247,10 @@ template <size_t N> static bool run_blocks(const Problem &q, uint32_t num_rounds
         const pid_t ended = wait(&status);
         std::replace(blocks.begin(), blocks.end(), ended, 0);
         for (pid_t block : blocks)
-            if (status && block) kill(block, SIGKILL); /* it would wait for the one that has failed */
+            if (status && block) kill(block, SIGKILL); /* it may wait for the one that has failed */
         ok = ok && status == 0;
     }
-    if (!ok) puts("  a block did not end well");
+    if (!ok) puts("  a process failed");
     return ok;
 }
 
@@ -264,7 +265,7 @@ static bool same(const char *what, uint32_t r, uint32_t round, const void *a, co
     return true;
 }
 
-/* Both buffers of rank r know of the same plan, as far as it means something.  *made: there is one. */
+/* Compare the plans of rank r in both buffers, as far as they are defined. *made: whether there is a plan. */
 static bool same_plan(const Problem &q, uint32_t r, uint32_t round, bool *made) {
     const Case *c = q.c;
     const Out &a = q.cpu.out[r][round], &b = q.gpu.out[r][round];
@@ -273,9 +274,9 @@ static bool same_plan(const Problem &q, uint32_t r, uint32_t round, bool *made) 
     *made = !a.plan[EP_HEAD_STATUS] && !b.plan[EP_HEAD_STATUS];
     if (!*made)
         return same("the plan's head", r, round, a.plan, b.plan,
-                    4 * EP_HEAD_WORDS); /* the rest means nothing */
+                    4 * EP_HEAD_WORDS); /* the rest is undefined */
     bool ok = same("the plan", r, round, a.plan, b.plan, 4 * l.send_token_off);
-    for (uint32_t w = 0; w < c->shape.num_ranks; w++) { /* behind the slots in use nothing is written */
+    for (uint32_t w = 0; w < c->shape.num_ranks; w++) { /* nothing is written after the slots in use */
         const uint64_t from = l.send_token_off + (uint64_t)w * c->num_tokens[r];
         ok = same("send tokens", r, round, a.plan + from, b.plan + from,
                   4ull * (uint32_t)a.plan[EP_HEAD_NUM_SEND + w]) &&

@@ -1,8 +1,9 @@
-/* test_comm.cpp - what the movers of the megakernels do, thread by thread on the CPU, against the CPU backend: bit by
- * bit, on several ranks of several blocks.  Usage: test_comm [seed [blocks]]
+/* test_comm.cpp - the communication warps of the megakernels, emulated thread by thread on the CPU, against
+ * the CPU backend: bit by bit, on several ranks with several CTAs. Usage: test_comm [seed [CTAs]]
  *
- * The kernels here are those of fused.cuh without the product.  In its place a warp reads the rows of a block when their
- * count says that they are there (dispatch), or some make rows, piece by piece in random order, and count them (combine). */
+ * These kernels are those of fused.cuh without the GEMM. Instead, a warp reads the rows of a row block
+ * when its ready counter is complete (dispatch); or warps produce rows, piece by piece in random order,
+ * and count them (combine). */
 #include "stages.h"
 
 #include "kernels/combine.cuh"
@@ -17,12 +18,12 @@ enum {
 };
 static_assert(COMM_WARPS + ROW_WARPS < EP_MAX_WARPS, "warps that the emulation has");
 
-/* Who does what in a round. */
+/* How the work of a round is divided. */
 struct Way {
-    uint32_t num_move, num_tail, num_reduce; /* blocks, as in fused.h */
-    bool moves;
-    bool rests;
-    bool is_serial; /* combine: movers take part, makers do when they have made all; see fused.h */
+    uint32_t num_move, num_tail, num_reduce; /* CTAs, as in fused.h */
+    /* combine: whether communication warps take part; whether the warps that produce rows do afterwards */
+    bool moves, rests;
+    bool is_serial; /* see fused.h */
 };
 static const Way ways[ROUNDS] = {{2, 0, 2, true, false, false},
                                  {1, 0, 1, false, true, false},
@@ -32,14 +33,14 @@ static const Way ways[ROUNDS] = {{2, 0, 2, true, false, false},
 struct DispatchRunParams {
     EpDispatchParams d;
     Way way;
-    unsigned char *read; /* the rows, as who multiplies sees them */
-    uint64_t *ready;     /* the counts, in the end */
+    unsigned char *read; /* copy of the rows, read when the ready counter is complete */
+    uint64_t *ready;     /* the ready counters at the end */
 };
 struct CombineRunParams {
     EpCombineParams k;
     Way way;
     const unsigned char *product;
-    const uint32_t *order; /* in which pieces of rows are made */
+    const uint32_t *order; /* the order in which pieces of rows are produced */
     uint64_t *ready;
 };
 
@@ -64,7 +65,8 @@ static void leave(const EpComm *c, uint64_t *ready) {
     }
 }
 
-/* Read what this rank has published at a peer, as that does: here ThreadSanitizer sees whether all of it was. */
+/* Read what this rank has published to a peer, as the peer would. So ThreadSanitizer reports stores that
+ * were not published. */
 static void check_published(const EpComm *c, uint32_t op, uint32_t r, uint32_t slot, const unsigned char *at,
                             uint64_t num_bytes) {
     const EpFaultRecord f = {0, 0, op, r, EP_WORD_FLAG, 0, 0, SharedEpoch(), 0, 0};
@@ -73,7 +75,7 @@ static void check_published(const EpComm *c, uint32_t op, uint32_t r, uint32_t s
     for (uint64_t i = 0; i < num_bytes; i++) (void)((const volatile unsigned char *)at)[i];
 }
 
-/* ---- dispatch, and who reads what it has placed ---- */
+/* ---- dispatch, and a reader of the rows that it has placed ---- */
 
 static void read_rows(const DispatchRunParams &p) {
     const EpComm *c = &p.d.comm;
@@ -108,9 +110,10 @@ static void dispatch_run(DispatchRunParams p) {
     leave(&d.comm, p.ready);
 }
 
-/* ---- combine, of rows that are being made ---- */
+/* ---- combine, of rows that are being produced ---- */
 
-/* Rows are made by 16, as a warp makes them of a tile that begins anywhere: the first ones are 11. */
+/* Rows are produced in groups of 16, as by a warp whose tile begins at any row: the first group has 11
+ * rows. */
 static uint32_t num_groups(uint32_t num_rows) { return ep_ceil_div_u32(num_rows + 5, 16); }
 
 static void make_rows(const CombineRunParams &p) {
@@ -128,7 +131,7 @@ static void make_rows(const CombineRunParams &p) {
             for (uint32_t v = first + lane; v < last; v += 32)
                 ((uint4 *)p.k.rows)[(uint64_t)r * num_vec + v] =
                     ((const uint4 *)p.product)[(uint64_t)r * num_vec + v];
-        /* From here on as EpCombineHooks::count. */
+        /* From here on like EpCombineHooks::count. */
         const uint32_t block = row / EP_TILE_ROWS;
         const uint32_t left = (block + 1) * EP_TILE_ROWS - row;
         const uint32_t in_first = num_rows < left ? num_rows : left;
@@ -177,7 +180,7 @@ template <int DTYPE> static void combine_run(CombineRunParams p) {
 
 /* ---- the test ---- */
 
-/* What there is of a rank in a round, beside Problem's. */
+/* What a rank has in one round, in addition to Problem. */
 struct Fused {
     unsigned char *read, *made;
     uint32_t *order;
@@ -191,8 +194,8 @@ static bool is_ready(const char *what, const Problem &q, uint32_t r, uint32_t ro
     for (uint32_t b = 0; b < q.layout.num_row_blocks; b++) {
         const uint64_t want = b * EP_TILE_ROWS < num_rows ? ep_ready_count(b, num_rows, pieces) : 0;
         if (ready[b] == want) continue;
-        printf("  rank %u round %u: the count of %s of block %u is %llu, not %llu\n", r, round, what, b,
-               (unsigned long long)ready[b], (unsigned long long)want);
+        printf("  rank %u round %u: the counter of %s of row block %u is %llu, expected %llu\n", r, round,
+               what, b, (unsigned long long)ready[b], (unsigned long long)want);
         ok = false;
     }
     return ok;
@@ -230,7 +233,7 @@ static bool check_round(const Problem &q, const Fused &f, uint32_t r, uint32_t i
     return untouched("the scalars", r, i, b.scalars, 0, 4ull * c->num_tokens[r] * c->shape.num_topk) && ok;
 }
 
-/* In any order; or a block's rows and then another's, so that blocks are complete at different times. */
+/* A random order; or one row block after another, so that row blocks become complete at different times. */
 static void fill_order(uint32_t *order, uint32_t num, bool by_block) {
     const uint32_t size = by_block ? EP_TILE_ROWS / 16 * PIECES : 1;
     std::vector<uint32_t> blocks(ep_ceil_div_u32(num, size));
@@ -306,7 +309,7 @@ int main(int argc, char **argv) {
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
     if (argc > 2) num_sm = (uint32_t)atoi(argv[2]);
     const Case cases[] = {
-        /* shape: ranks, experts, topk, max tokens, hidden, dtype, form of combine, capacity */
+        /* shape: ranks, experts, topk, max tokens, hidden, dtype, combine mode, capacity */
         {"pre-reduced, bfloat16, blocks of rows",
          {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700},
          {40, 37},
@@ -378,6 +381,6 @@ int main(int argc, char **argv) {
     };
     bool ok = true;
     for (const Case &c : cases) ok = check(&c) && ok;
-    puts(ok ? "all right" : "FAILED");
+    puts(ok ? "ok" : "FAILED");
     return !ok;
 }

@@ -1,8 +1,8 @@
-/* test_gemm.cpp - the grouped GEMM's kernel for Hopper, thread by thread on the CPU, against sums in double; by itself, and
- * with what a megakernel plugs in.
+/* test_gemm.cpp - the grouped GEMM's kernel for Hopper, emulated thread by thread on the CPU, against sums in
+ * double; alone, and with the hooks of a megakernel.
  *
- * Random numbers; what a tile reads beside its own rows is NaN; the output is poisoned, and what no expert owns
- * must still be poison afterwards.  Usage: test_gemm [seed] */
+ * Inputs are random. Whatever a tile reads in addition to its own rows is NaN. The output is poisoned, and
+ * rows that belong to no expert must still be poisoned afterwards. Usage: test_gemm [seed] */
 #include "emulated_ptx.h"
 #include "kernels/gemm.cuh"
 #include "kernels/gemm_tune.h"
@@ -21,7 +21,8 @@ struct Case {
 
 #define EP_POISON 0x7ffe
 
-/* As a megakernel's, of a thread: rows come when the loader awaits them, and are counted when they are written. */
+/* The hooks of one thread, as in a megakernel: rows arrive when the producer awaits them, and are counted
+ * when they are written. */
 template <typename C> struct CountingHooks : EpGemmNoHooks {
     static constexpr bool FUSED = true;
     const EpGemmParams *p;
@@ -29,13 +30,15 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
     uint32_t *counts;
     uint32_t *num_wrong;
     uint32_t
-        *num_at_rest; /* pieces of each row; calls that should not have been, and rows counted too early */
-    enum { IDLE, BEGUN, MULTIPLIES, WRITES, RESTS } state;
+        /* counts: pieces written of each row. num_wrong: calls in a wrong state, and rows counted too
+         * early. */
+        *num_finished;
+    enum { IDLE, STARTED, IN_FLIGHT, WRITES, FINISHED } state;
 
     void expect(bool right) {
         if (!right) __atomic_fetch_add(num_wrong, 1, __ATOMIC_RELAXED);
     }
-    void comm(uint32_t) { expect(false); } /* nobody plays the movers here */
+    void comm(uint32_t) { expect(false); } /* communication warps are not emulated here */
     void await_rows(const EpGemmTile &t) {
         const uint64_t from = (uint64_t)t.row0 * p->k;
         const uint64_t num = (uint64_t)min(t.num_rows, (uint32_t)C::BM) * p->k;
@@ -44,20 +47,20 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
     }
     uint64_t tile_started() {
         expect(state == IDLE);
-        state = BEGUN;
+        state = STARTED;
         return 7;
     }
     void mma_in_flight() {
-        expect(state == BEGUN || state == MULTIPLIES);
-        state = state == BEGUN ? MULTIPLIES : WRITES;
+        expect(state == STARTED || state == IN_FLIGHT);
+        state = state == STARTED ? IN_FLIGHT : WRITES;
     }
-    void tile_written(const EpGemmTile &t, uint32_t group, uint64_t begun) {
+    void tile_written(const EpGemmTile &t, uint32_t group, uint64_t started) {
         const uint32_t lane = threadIdx.x % 32;
         const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16;
         const uint32_t out_cols = ep_gemm_out_cols(p);
         const uint32_t col = C::GATED ? t.col0 / 2 : t.col0;
         const uint32_t last_col = min(out_cols, col + 8 * C::OUT_GROUPS);
-        expect(begun == 7 && state == (64 * group < t.num_rows ? WRITES : MULTIPLIES));
+        expect(started == 7 && state == (64 * group < t.num_rows ? WRITES : IN_FLIGHT));
         state = IDLE;
         __syncwarp();
         if (lane >= 16 || first + lane >= t.num_rows || col >= out_cols) return;
@@ -66,16 +69,16 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
             expect(((const uint16_t *)p->out)[(uint64_t)row * out_cols + c] != EP_POISON);
         __atomic_fetch_add(&counts[row], 1, __ATOMIC_RELAXED);
     }
-    void after_last_tile(uint32_t stages) { /* nobody may need them any more */
+    void after_last_tile(uint32_t stages) { /* overwrite the stages: no one may still need them */
         expect(state == IDLE);
-        state = RESTS;
+        state = FINISHED;
         for (uint32_t i = threadIdx.x - 128; i < C::STAGES * C::STAGE_BYTES / 16; i += 256)
             ep_st_shared(stages + 16 * i, ~0u, ~0u, ~0u, ~0u);
-        __atomic_fetch_add(num_at_rest, 1, __ATOMIC_RELAXED);
+        __atomic_fetch_add(num_finished, 1, __ATOMIC_RELAXED);
     }
 };
 
-/* The pair of blocks from `block` on. */
+/* Run the pair of CTAs whose first one has index `block`. */
 template <typename C, typename Hooks> static void run_pair(const EpGemmParams *p, uint32_t block,
                                                            const Hooks &hooks) {
     const EpTensorMap a = ep_map_a(p, C::BN), b = ep_map_b(p, C::BN);
@@ -111,7 +114,8 @@ struct Problem {
     double a_at(uint64_t i) const { return ep_widen(a[i], p.is_f16); }
     double b_at(uint64_t i) const { return ep_widen(b[i], p.is_f16); }
 
-    /* The product of output row r (of expert e) and column c, and the sum of its absolute terms. */
+    /* The product of output row r (of expert e) and column c. *size: the sum of the absolute values of its
+     * terms. */
     double product(uint32_t e, uint64_t r, uint64_t c, double *size) const {
         double sum = 0;
         *size = 0;
@@ -128,7 +132,7 @@ struct Problem {
             for (int32_t i = offsets[e]; i < offsets[e + 1]; i++) add(a_at(i * n + r) * b_at(i * k + c));
         return sum;
     }
-    /* What should stand at row r and column c of expert e, and how far off it may be. */
+    /* The expected value of row r and column c of expert e, and a bound of the error. */
     double wanted(uint32_t e, uint64_t r, uint64_t c, double *bound) const {
         const bool gated = ep_gemm_is_gated(p.activation), mixed = p.activation == EP_ACT_GPT_OSS;
         const uint64_t of_v = gated && mixed ? 2 * c : c, of_u = mixed ? of_v + 1 : of_v + p.n / 2;
@@ -145,7 +149,7 @@ struct Problem {
     }
 };
 
-/* NaN around, random inside. */
+/* Random numbers in [from, until), NaN around them. */
 static void fill(std::vector<uint16_t> &to, uint64_t num, uint64_t from, uint64_t until, bool f16) {
     to.assign(num, 0x7fff);
     for (uint64_t i = from; i < until; i++) to[i] = ep_round((float)uniform(-1, 1), f16);
@@ -154,10 +158,10 @@ static void fill(std::vector<uint16_t> &to, uint64_t num, uint64_t from, uint64_
 template <typename C, bool HOOKED> static bool check(const char *name, const Case &c) {
     Problem q;
     const uint32_t L = (uint32_t)c.sizes.size();
-    uint32_t before = 3, behind = 5; /* rows that belong to nobody */
+    uint32_t before = 3, after = 5; /* rows that belong to no expert */
     q.offsets.push_back((int32_t)before);
     for (int32_t s : c.sizes) q.offsets.push_back(q.offsets.back() + s);
-    const uint64_t last = (uint64_t)q.offsets.back(), rows = last + behind;
+    const uint64_t last = (uint64_t)q.offsets.back(), rows = last + after;
     const uint64_t a_cols = C::KIND == EP_GEMM_FORWARD ? c.k : c.n;
     fill(q.a, rows * a_cols, before * a_cols, last * a_cols, C::F16);
     if (C::KIND == EP_GEMM_WGRAD) fill(q.b, rows * c.k, before * c.k, last * c.k, C::F16);
@@ -192,26 +196,27 @@ template <typename C, bool HOOKED> static bool check(const char *name, const Cas
     gridDim = dim3(2 * c.pairs);
     std::vector<uint16_t> here(q.a.size(), 0x7fff);
     std::vector<uint32_t> counts(rows, 0);
-    uint32_t num_odd = 0, num_at_rest = 0;
+    uint32_t num_odd = 0, num_finished = 0;
     EpGemmParams hooked = q.p;
     hooked.a = here.data();
     const CountingHooks<C> hooks = {
-        {}, &hooked, q.a.data(), counts.data(), &num_odd, &num_at_rest, CountingHooks<C>::IDLE};
+        {}, &hooked, q.a.data(), counts.data(), &num_odd, &num_finished, CountingHooks<C>::IDLE};
     for (uint32_t b = 0; b < gridDim.x; b += 2)
         if constexpr (HOOKED) run_pair<C>(&hooked, b, hooks);
         else run_pair<C>(&q.p, b, EpGemmNoHooks());
 
-    if (HOOKED) num_odd += num_at_rest != 256 * gridDim.x;
+    if (HOOKED) num_odd += num_finished != 256 * gridDim.x;
+    /* A megakernel leaves the counter at its last value and resets it later. */
     uint64_t num_wrong = (drawn_tiles != 0) != HOOKED || num_odd;
-    uint64_t num = 0; /* a megakernel counts to the end, and clears then */
-    if (num_odd) printf("  %s: %u calls of hooks, or counts, were wrong\n", name, num_odd);
+    uint64_t num = 0;
+    if (num_odd) printf("  %s: %u hook calls or counts are wrong\n", name, num_odd);
     for (uint32_t r = 0; HOOKED && r < rows; r++) {
         const uint32_t pieces = r < before || r >= last ? 0 : (c.n + C::BN - 1) / C::BN;
         if (counts[r] != pieces && num_wrong++ == 0)
             printf("  %s: row %u: %u of %u pieces were counted\n", name, r, counts[r], pieces);
     }
     if (drawn_tiles && !HOOKED)
-        printf("  %s: %llu drawn tiles are left\n", name, (unsigned long long)drawn_tiles);
+        printf("  %s: the tile counter is %llu, not 0\n", name, (unsigned long long)drawn_tiles);
     std::vector<bool> owned(out_rows, false);
     for (uint32_t e = 0; e < L; e++) {
         const uint64_t first = C::KIND == EP_GEMM_WGRAD ? (uint64_t)e * c.n : (uint64_t)q.offsets[e];
@@ -232,7 +237,7 @@ template <typename C, bool HOOKED> static bool check(const char *name, const Cas
     for (uint64_t r = 0; r < out_rows; r++)
         for (uint64_t j = 0; j < out_cols && !owned[r]; j++)
             if (q.out[r * out_cols + j] != EP_POISON && num_wrong++ == 0)
-                printf("  %s: row %llu belongs to nobody\n", name, (unsigned long long)r);
+                printf("  %s: row %llu belongs to no expert, but was written\n", name, (unsigned long long)r);
     printf("%-44s %6llu rows of %4llu: %s\n", name, (unsigned long long)num, (unsigned long long)out_cols,
            num_wrong ? "WRONG" : "ok");
     fflush(stdout);
@@ -242,21 +247,23 @@ template <typename C, bool HOOKED> static bool check(const char *name, const Cas
 int main(int argc, char **argv) {
     bool ok = true;
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
-    /* Experts of no row, one row, half a tile, a tile and a bit; columns and contraction that no tile divides. */
+    /* Experts with no row, one row, half a tile, and a tile and a bit. Columns and contraction are no
+     * multiples of a tile. */
     const Case odd = {272, 208, 3, {1, 0, 64, 130, 17}, false, false};
     const Case full = {256, 448, 1, {128, 0, 70}, true, true};
     const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false};
     const Case tall = {272, 32, 4, {1100, 5, 700}, false, true};
-    const Case even = {160,   272,  2, {5, 0, 192},
-                       false, false}; /* two row blocks, the last of them half empty: rows, or N */
+    /* Two row blocks (of rows, or of N), the last one half empty. */
+    const Case even = {160, 272, 2, {5, 0, 192}, false, false};
     const Case few = {272, 1040, 3, {1, 16, 17, 0, 31, 33, 5, 70, 100, 15}, true, true};
-    const Case crowded = {272,   80,  1, {32, 0, 32, 0, 32, 0},
-                          false, true}; /* more boxes than expected: full before a burst is due */
+    /* More groups per tile than the mean: the shared memory is full before a burst is due. */
+    const Case crowded = {272, 80, 1, {32, 0, 32, 0, 32, 0}, false, true};
 #define RUN(KIND, BN, ACT, F16, CASE) \
     ok = check<EpGemmConfig<KIND, BN, ACT, F16>, false>(#KIND " " #BN " " #ACT, CASE) && ok;
 #define RUN_HOOKED(BN, ACT, F16, CASE) \
     ok = check<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>, true>("hooks " #BN " " #ACT, CASE) && ok;
-#ifdef __SANITIZE_THREAD__ /* slow: one of each way that sums go; it sees a missing barrier */
+/* ThreadSanitizer is slow: one case for each way of writing a tile. It reports a missing barrier. */
+#ifdef __SANITIZE_THREAD__
     const Case small = {144, 48, 2, {1, 0, 33, 70, 17}, true, true};
     const Case held = {400, 80, 1, {130, 0, 70, 260}, true, true};
     const Case bursts = {272, 48, 1, {32, 0, 32, 0, 32, 0, 9, 24, 8, 1, 16, 17}, false, true};
@@ -307,6 +314,6 @@ int main(int argc, char **argv) {
     RUN_HOOKED(192, EP_ACT_NONE, false, odd)
     RUN_HOOKED(128, EP_ACT_GPT_OSS, true, odd)
 #endif
-    puts(ok ? "all right" : "FAILED");
+    puts(ok ? "ok" : "FAILED");
     return !ok;
 }

@@ -1,5 +1,6 @@
-/* test_stages.cpp - the CUDA kernels of plan, dispatch and combine, thread by thread on the CPU, against the CPU
- * backend: bit by bit, on several ranks of several blocks.  Usage: test_stages [seed [blocks]] */
+/* test_stages.cpp - the CUDA kernels of plan, dispatch and combine, emulated thread by thread on the CPU,
+ * against the CPU backend: bit by bit, on several ranks with several CTAs. Usage: test_stages [seed
+ * [CTAs]] */
 #include "stages.h"
 
 #include "kernels/combine.cu"
@@ -52,7 +53,7 @@ int main(int argc, char **argv) {
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
     if (argc > 2) num_sm = (uint32_t)atoi(argv[2]);
     const Case cases[] = {
-        /* shape: ranks, experts, topk, max tokens, hidden, dtype, form of combine, capacity */
+        /* shape: ranks, experts, topk, max tokens, hidden, dtype, combine mode, capacity */
         {"pre-reduced, bfloat16, two blocks of plan",
          {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700},
          {40, 37},
@@ -94,6 +95,6 @@ int main(int argc, char **argv) {
     };
     bool ok = true;
     for (const Case &c : cases) ok = check(&c) && ok;
-    puts(ok ? "all right" : "FAILED");
+    puts(ok ? "ok" : "FAILED");
     return !ok;
 }
