@@ -1,18 +1,25 @@
-/* Abort: a rank may die at any step, and any host may set its rank's abort word
-   at any moment, needed or not.  Only workers look at the word, so it is set
-   here when one of them looks.  A host that always may abort does so in the
-   end if its rank hangs; a hang that is left is an invalid end state.
-   What must hold: every survivor ends; an op that no worker left by abort gave
-   right rows; no rank, aborted or not, spoils what another still reads.  The
-   last is why an aborted rank begins no further op on the buffer: it left its
-   op without knowing that its peers had begun that op, so it could get ahead.
-   DEAF=1, DEAF=2  the enter wait, the flag wait do not look at the abort word.
-   GOON      an aborted rank begins its next op.
-   SENDON    a worker that left the enter wait by abort still sends.
-   REUSE     an aborted rank frees its staging, where live peers still write.
-   RESUME    afterwards the survivors take their epochs to be equal.
-   VICTIM=v  (right) the rank that may die.  FEW  (right) no abort without a
-   death, which makes three ranks cheap to search.                          */
+/* Abort. A rank may die at any step. Any host may set its rank's abort word at any moment, with or
+ * without a reason. Only workers read the word, so the model sets it when a worker reads it. A host
+ * that may always abort does so in the end if its rank hangs, so a remaining hang is an invalid end
+ * state.
+ *
+ * What must hold:
+ * - Every surviving rank ends.
+ * - An operation that no worker left by abort has produced correct rows.
+ * - No rank, aborted or not, overwrites what another rank still reads. Therefore an aborted rank
+ * begins no further operation on the buffer: it left its operation without knowing that its peers
+ * had begun it, so it could get ahead.
+ *
+ * Mutants:
+ *   DEAF=1, DEAF=2  the wait for enter, the wait for a flag does not read the abort word.
+ *   GOON      an aborted rank begins its next operation.
+ *   SENDON    a worker that left the wait for enter by abort still sends.
+ *   REUSE     an aborted rank frees its staging buffer, to which live peers still write.
+ *   RESUME    afterwards the survivors assume that their epochs are equal.
+ *
+ * Correct variants:
+ *   VICTIM=v  the rank that may die.
+ *   FEW       no abort without a death, which makes three ranks cheap to search. */
 #ifndef N
 #define N 2
 #endif
@@ -47,8 +54,8 @@ byte flag[N * N];
 byte epoch[N] = 1;
 byte out[N];
 bit  cut[N];                  /* the abort word, which is never cleared */
-bit  over[N];                 /* the rank begins no further op */
-byte home[N];                 /* workers that have come to their end */
+bit  over[N];                 /* the rank begins no further operation */
+byte home[N];                 /* workers that have ended */
 bit  dead;                    /* rank VICTIM */
 
 inline check_headers() {
@@ -84,8 +91,8 @@ inline leave() {
     w = 0; d = 0; gone = 0; e++
 }
 
-/* A dying rank stops between two steps of either worker; every step changes
-   something that other workers can see. */
+/* A dying rank stops between two steps of either worker. Every step changes something that other
+ * workers can see. */
 #define DIES  (r == VICTIM && dead)
 
 proctype sender(byte r) {

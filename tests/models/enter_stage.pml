@@ -1,18 +1,28 @@
-/* The enter handshake, one staging bank, and data flags tested for equality.
-   Each of N ranks runs E ops with two workers, a sender and a receiver, that
-   meet only at the end of an op.  In every op any rank may post a bad status,
-   which makes the op void, and all, some or no pairs may have tokens, so runs
-   of void ops and ops without a single token are among the histories searched.
-   What must hold: a worker of op e reads only headers of epoch e; all workers
-   reach one verdict; a flag is never overtaken, so testing it for equality is
-   enough; a staged row stays until it has been read; every rank ends every op.
-   HB=1     one header bank.            SKIP=1    rank 0 leaves out op 2.
-   NOENTER  send without the wait.      SKIP=2    rank 0 enters it, no wait.
-   FLAGFIRST  flag before row.          EARLYADV  first worker out advances
-   the epoch.  LATEZERO  rank 1 zeroes its words as it starts, with no barrier.
-   Right: with IDLE a receiver skips the wait if nobody sends (its sender still
-   waits), and with FEW only op 2 may be short of tokens, which makes three
-   ranks cheap to search.                                                   */
+/* The enter handshake, one staging bank, and data flags that are compared for equality.
+ *
+ * Each of N ranks executes E operations with two workers, a sender and a receiver. They synchronise
+ * only at the end of an operation. In every operation any rank may post a bad status, which makes
+ * the operation void. All, some or no pairs may have tokens. So the histories searched include
+ * sequences of void operations and operations without any token.
+ *
+ * What must hold:
+ * - A worker of operation e reads only headers of epoch e.
+ * - All workers reach one verdict.
+ * - A flag is never overtaken, so comparing it for equality is enough.
+ * - A staged row stays until it has been read.
+ * - Every rank ends every operation.
+ *
+ * Mutants:
+ *   HB=1      one bank of headers.
+ *   NOENTER   send without waiting for enter.
+ *   SKIP=1    rank 0 leaves out operation 2.   SKIP=2  rank 0 enters it, but does not wait.
+ *   FLAGFIRST the flag is written before the row.
+ *   EARLYADV  the first worker out advances the epoch.
+ *   LATEZERO  rank 1 zeroes its words when it starts, without a barrier.
+ *
+ * Correct variants:
+ *   IDLE      a receiver skips the wait if no rank sends (its sender still waits).
+ *   FEW       only operation 2 may lack tokens, which makes three ranks cheap to search. */
 #ifndef N
 #define N 2
 #endif
@@ -38,16 +48,16 @@
 
 byte header[N * HB * N];      /* [dst][bank][src]: epoch, plus BAD if refused */
 byte enter[N * HB * N];
-byte stage[N * N];            /* [dst][src]: epoch of the row that lies there */
+byte stage[N * N];            /* [dst][src]: epoch of the row located there */
 byte flag[N * N];
-byte epoch[N] = 1;            /* local op counter */
-byte out[N];                  /* workers that have left the current op */
+byte epoch[N] = 1;            /* local operation counter */
+byte out[N];                  /* workers that have left the current operation */
 
-/* What the callers and the checker know; it is no part of the protocol. */
-byte quiet[E + 2];            /* 0 not chosen, 1 every pair has tokens,
-                                 2 rank 0 sends none, 3 nobody sends any */
-byte verdict[E + 2];          /* 0 not reached yet, 1 normal, 2 void */
-byte ended[E + 2];            /* ranks that have ended this op */
+/* What the callers and the checker know. It is not a part of the protocol. */
+/* 0: not chosen yet, 1: every pair has tokens, 2: rank 0 sends none, 3: no rank sends any */
+byte quiet[E + 2];
+byte verdict[E + 2];          /* 0: not reached yet, 1: normal, 2: void */
+byte ended[E + 2];            /* ranks that have ended this operation */
 
 #define TOKENS(src,e)  (quiet[e] == 1 || (quiet[e] == 2 && (src) != 0))
 #define OMIT(r,e)      (SKIP && (r) == 0 && (e) == 2)
@@ -65,12 +75,11 @@ inline choose_tokens() {
     fi
 }
 
-/* Enter words only grow, so once this wait can pass it stays passable, and a
-   worker that reads its headers long after the wait is the same history as a
-   worker that waits late.  Hence wait and reading are one step here; the same
-   holds for a data flag and the row behind it.  A header and its enter word are
-   stored in one step too: a worker of this epoch does not look at the header
-   before the word, and to a worker of an older epoch the word says nothing. */
+/* Enter words only grow, so once this wait can pass, it can always pass. A worker that reads its
+ * headers long after the wait has the same history as a worker that waits late. Hence the wait
+ * and the reads are one step here. The same holds for a data flag and its row. A header and its
+ * enter word are stored in one step, too: a worker of this epoch does not read the header before
+ * the word, and to a worker of an older epoch the word says nothing. */
 inline judge() {
     do
     :: w < N ->
@@ -83,7 +92,7 @@ inline judge() {
     verdict[e] = (bad -> 2 : 1)
 }
 
-/* Each loop goes over the peers alone and counts N when it is done. */
+/* Each loop runs over the peers only. N: done. */
 inline first_peer(p) { p = (r == 0 -> 1 : 0) }
 
 inline next_peer(p) {
@@ -127,7 +136,7 @@ proctype sender(byte r) {
 #endif
     do
     :: atomic { e > E -> break }
-    :: atomic { e <= E && epoch[r] >= e ->    /* the op before has ended */
+    :: atomic { e <= E && epoch[r] >= e ->    /* the previous operation has ended */
             choose_tokens();
             if
             :: bad = 0

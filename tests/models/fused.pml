@@ -1,41 +1,50 @@
-/* The megakernels: tokens move beside a grouped GEMM, in one launch; counts of
-   rows join the two.  A thread block is one process here, its loader and its
-   multipliers in one; a mover is another.  OP=1 is dispatch + GEMM: movers
-   send and receive chunks, place rows and count them, and a block reads a
-   tile when the counts say that its rows stand.  OP=2 is GEMM + combine:
-   blocks make rows in pieces, count a tile behind the next, and move when
-   there are no more; who moves sends a chunk home when its rows are made, adds
-   up tokens whose chunks have come, and waits for those with nothing left to
-   send.  OP=3: the two in turn, with the same words, which the last worker out
-   clears.
-   What must hold: no row is read before it was placed or made in this op, no
-   token is added up before its chunks have come, counts end at just all rows
-   and are zero between ops, every rank ends every op.  Also when a worker
-   faults; and an op that ends without a claim was whole.
-   COUNTFIRST  rows are counted, then placed (or written).
-   READFIRST   a block reads a tile's rows, then waits for them.
-   FLAGFIRST   a chunk's flag before the chunk.
-   BLINDADD    a token is added up when the rank's own chunk of it is there.
-   NOENTER     no wait for the peer's enter.
-   NORESET     nobody clears the counts.    KEEPTILES  ... the tiles drawn.
-   KEEPFAILED  a failed op keeps its counts.
-   FIRSTRESET  the first worker out clears them.
-   EARLY       the next op begins with the epoch, not with the kernel's end.
-   RECVFIRST   a mover waits for a chunk before it has sent all.
-   NOSENDER    every mover only receives.
-   ONEROLE     blocks read their tiles, then move, and nobody else moves.
-   HOLDS       a mover with a chunk in hand takes a tile, waits for its rows.
-   HOLDSEND    a mover with a chunk to send in hand waits for tokens.
-   MOVESFIRST  a block moves, then makes its tiles.
-   COUNTLATE   a block counts its last tile when it has moved.
-   OWNTICKETS  the blocks of a pair draw tiles each by itself.
-   QUITS       a block whose wait has failed loads no more tiles.
-   DEAF=1, DEAF=2  the wait for rows, for tokens does not end by the claim.
-   Right: PAIRS, rank 0's two blocks each load half of what both need; TAIL,
-   one mover only receives, one only sends; SPLIT, only mover 0 sends (1) or
-   adds up (2); SERIAL, rows go home when all are made; EXPERT, a tile waits
-   for all rows; FAULTS=r, rank r (2: either) may fault.  L, V: blocks, movers
-   of rank 0.  Rank 1 has one of each.                                      */
+/* The megakernels: communication and a grouped GEMM in one launch, coupled by counts of rows. A
+ * `block` process is a CTA, its producer and MMA warps as one. A `mover` process is a communication
+ * warp.
+ *
+ *   OP=1  dispatch + GEMM. Movers send and receive chunks, place rows and count them. A block reads a
+ *         tile when the counts say that its rows are placed.
+ *   OP=2  GEMM + combine. Blocks produce rows in pieces and count a tile after they have written the
+ *         next one. When no tile is left, blocks communicate, too. A communicating worker returns a
+ *         chunk when its rows are ready, adds up tokens whose chunks have arrived, and waits for
+ *         chunks only if it has nothing left to return.
+ *   OP=3  the two operations alternate, with the same words, which the last worker out clears.
+ *
+ * What must hold, also when a worker faults:
+ * - No row is read before it was placed or produced in this operation.
+ * - No token is added up before its chunks have arrived.
+ * - Counts end at exactly all rows, and are zero between operations.
+ * - Every rank ends every operation. An operation that ended without a claim is complete.
+ *
+ * Mutants:
+ *   COUNTFIRST  rows are counted, then placed (or written).
+ *   READFIRST   a block reads the rows of a tile, then waits for them.
+ *   FLAGFIRST   the flag of a chunk is written before the chunk.
+ *   BLINDADD    a token is added up when the rank's own chunk of it has arrived.
+ *   NOENTER     no wait for the peer's enter.
+ *   NORESET     no worker clears the counts.       KEEPTILES  ... the tile counter.
+ *   KEEPFAILED  a failed operation keeps its counts.
+ *   FIRSTRESET  the first worker out clears them.
+ *   EARLY       the next operation begins with the epoch, not with the end of the kernel.
+ *   RECVFIRST   a mover waits for a chunk before it has sent all of its chunks.
+ *   NOSENDER    every mover only receives.
+ *   ONEROLE     blocks read their tiles, then communicate, and there are no movers.
+ *   HOLDS       a mover that waits for a chunk takes a tile and waits for its rows.
+ *   HOLDSEND    a mover that holds a chunk to return waits for tokens.
+ *   MOVESFIRST  a block communicates, then produces its tiles.
+ *   COUNTLATE   a block counts its last tile after it has communicated.
+ *   OWNTICKETS  each block of a pair draws tiles by itself.
+ *   QUITS       a block whose wait has failed loads no more tiles.
+ *   DEAF=1, DEAF=2  the wait for rows, for tokens is not ended by the claim.
+ *
+ * Correct variants:
+ *   PAIRS       rank 0 has two blocks, and each loads half of what both need.
+ *   TAIL        one mover only receives, one only sends.
+ *   SPLIT       only mover 0 returns chunks (1) or adds up tokens (2).
+ *   SERIAL      rows are returned after all are ready.
+ *   EXPERT      a tile waits for all rows.
+ *   FAULTS=r    rank r may fault (2: either rank).
+ *   L, V        blocks and movers of rank 0. Rank 1 has one of each. */
 #ifndef OP
 #define OP 1
 #endif
@@ -43,13 +52,13 @@
 #define E 2
 #endif
 #ifndef S
-#define S 1                   /* chunks from each rank to each */
+#define S 1                   /* chunks from each rank to each rank */
 #endif
 #ifndef R
-#define R 2                   /* rows of a chunk where it goes, 1 or 2 */
+#define R 2                   /* rows of a chunk at its destination, 1 or 2 */
 #endif
 #ifndef P
-#define P 2                   /* pieces that a row is made in */
+#define P 2                   /* pieces that a row consists of */
 #endif
 #ifndef L
 #define L 1
@@ -83,8 +92,8 @@
 #define PEER(n)          ((r + n) % N)
 #define CHUNK(dst,src,c) (((dst) * N + (src)) * S + (c))
 
-/* The row of choice k of chunk c of rank w.  Two rows have one count, tiles
-   begin and end between them, and with R=2 a chunk has rows of two counts. */
+/* The row of choice k of chunk c of rank w. Two rows share one count. Tiles begin and end
+ * between the two rows of a count. With R=2 a chunk has rows of two counts. */
 #define ROWS          (R * N * S)
 #define ROW(k,w,c)    ((k) * N * S + (c) * N + (w))
 #define COUNTS        (ROWS / 2)
@@ -97,7 +106,7 @@
 #define FIRST(t)      ((t) == 0 -> 0 : 2 * (t) - 1)
 #define LAST(t)       (2 * (t) < ROWS -> 2 * (t) : ROWS - 1)
 
-/* A pair takes a turn with two tiles, or with the last one. */
+/* In one turn a pair processes two tiles, or the last one. */
 #ifdef PAIRS
 #define PAIRED        (r == 0)
 #define TURNS         (r == 0 -> (TILES + 1) / 2 : TILES)
@@ -112,22 +121,22 @@
 #endif
 
 byte epoch[N] = 1;
-byte out[N];                  /* workers that have left the op */
+byte out[N];                  /* workers that have left the operation */
 byte tiles[N], receives[N], sends[N * N];  /* tasks drawn */
 byte ready[N * COUNTS];
 byte flag[N * N * S];         /* [dst][src][chunk] */
 byte stage[N * N * S];
-byte loaded[2];               /* turns that the blocks of the pair loaded */
-bit  claim[N];                /* a worker has met a fault */
-bit  over[N];                 /* an op has failed: the rank begins no other */
+byte loaded[2];               /* turns loaded by each block of the pair */
+bit  claim[N];                /* a worker has recorded a fault */
+bit  over[N];                 /* an operation has failed: the rank begins no further one */
 
-/* What the checker knows: the op that last placed a row, made a piece of one,
-   added up a chunk's tokens; tiles read in this op; workers at their end.  */
+/* What the checker knows: the operation that last placed a row, produced a piece of a row, added
+ * up the tokens of a chunk; the tiles read in this operation; the workers that have ended. */
 byte rows[N * ROWS], made[N * ROWS * P], sums[N * S], read[N], home;
 
-/* A fault comes once and from nowhere, as does a deadline that was too short.
-   A wait for a peer that has given up meets its deadline.  A wait for workers
-   of the same rank has none here: the claim must end it.                   */
+/* A fault occurs once and without a cause, like a timeout that was too short. A wait for a peer
+ * that has given up times out. A wait for workers of the same rank has no timeout here: the
+ * claim must end it. */
 bit  spent;
 #ifdef FAULTS
 #define MAY_FAULT     (!spent && (r == FAULTS || FAULTS == 2))
@@ -145,7 +154,7 @@ inline draw(queue, num, n) {
     fi
 }
 
-/* A block's first tile is its number; it draws the next as it takes one. */
+/* A block's first tile is its number. It draws the next tile when it starts one. */
 inline next_tile(num) {
     draw(tiles[r], num - (r == 0 -> L : 1), n);
     n = (n == NONE -> NONE : n + (r == 0 -> L : 1))
@@ -156,10 +165,9 @@ inline next_tile(num) {
 #define HERE  (PEER(recv) == r || flag[CHUNK(r,PEER(recv),recv / N)] == e)
 #define WAITS (recv != NONE && !HERE && !may_send)
 
-/* Nobody looks at a row before its count, so a chunk's rows are placed in one
-   step, and that is the one that sees the flag: see enter_stage.pml.  A send
-   task of a rank's own tokens is nothing.  Who sends and receives by turns is
-   among those who do as they like.                                         */
+/* No worker reads a row before its count, so the rows of a chunk are placed in one step, which
+ * also sees the flag (see enter_stage.pml). A send task to the own rank does nothing.
+ * Alternating between sends and receives is one of the orders that the model allows. */
 inline place_rows() {
     assert(PEER(recv) == r || stage[CHUNK(r,PEER(recv),recv / N)] == e);
     do
@@ -224,8 +232,8 @@ inline check_tile() {
     od
 }
 
-/* Counts only grow until the reader has left, so waiting and reading are one
-   step.  A block whose wait has failed reads what there is, and goes on.   */
+/* Counts only grow until the reader has left, so waiting and reading are one step. A block whose
+ * wait has failed reads what is there, and continues. */
 inline read_tile() {
     if
 #ifdef READFIRST
@@ -242,8 +250,8 @@ inline read_tile() {
     read[r]++
 }
 
-/* A pair's turn is loaded when both have loaded their halves, behind the turn
-   before; one draws for both; and they leave together.                     */
+/* A turn of a pair is loaded when both blocks have loaded their halves, after the previous turn.
+ * One block draws for both, and they leave together. */
 #define MET  (!PAIRED || loaded[1 - number] >= loaded[number])
 
 inline next_turn() {
@@ -279,8 +287,8 @@ inline load_tiles() {
 
 /* ---- GEMM + combine ---- */
 
-/* Nobody looks at what is written before its count, so a tile is written in
-   one step with counting the one before.                                   */
+/* No worker reads what is written before its count, so a tile is written in the step that counts
+ * the previous one. */
 inline write_tile() {
     do
     :: FIRST(n % TILES) + i <= LAST(n % TILES) ->
@@ -342,7 +350,7 @@ inline add_up() {
 #define WAITS_TO_SEND  (send != NONE && !MADE)
 #define WAITS_TO_ADD   (recv != NONE && !COME && !may_send)
 
-/* There is a queue for each peer: a worker has its first, then the other. */
+/* There is a queue for each peer: a worker first drains its own, then the other. */
 inline next_to_send(first) {
     if
     :: sends[r * N + first] < S ->
@@ -394,7 +402,7 @@ inline combine(first, has_sends, has_receives) {
     fi
 }
 
-/* ---- what all workers do alike ---- */
+/* ---- common to all workers ---- */
 
 inline begin_moves(num, has_sends, has_receives) {
     may_send = (has_sends);
@@ -404,7 +412,7 @@ inline begin_moves(num, has_sends, has_receives) {
     fi
 }
 
-/* A rank has entered an op as soon as it has left the one before. */
+/* A rank has entered an operation when it has left the previous one. */
 inline enter() {
     if
     :: e <= E && ENTERED(e) -> ok = 1

@@ -1,17 +1,23 @@
-/* Count cells of the plan op, and the chunks that they announce.
-   Odd epochs are plan ops: each rank writes one cell per peer, epoch and count
-   in one word; the receiver waits until the epoch half of each cell equals the
-   op's epoch and keeps a private copy of the count.  Even epochs send as many
-   chunks as a plan says: op 2 uses the plan of op 1, and op 4 the plan of op 1
-   or of op 3, because a caller may keep several plans.  Any pair may plan any
-   count from 0 to C.  Headers and void ops are left to enter_stage.pml.
-   What must hold: the receiver's copy is the count the sender meant, it waits
-   for exactly the chunks that come, and every rank ends every op.  A cell has
-   to vouch for itself, since passing the enter wait only says that a peer has
-   begun the op, not that its cells have been written.
-   NOEPOCH  a cell is a bare count, taken after the enter wait.
-   TORN     epoch and count are two words, the epoch written first.
-   SHARED   the receiver keeps no copy and takes counts from the cells.      */
+/* Count cells of the plan operation, and the chunks that they announce.
+ *
+ * Odd epochs are plan operations. Each rank writes one cell per peer, with epoch and count in one
+ * word. The receiver waits until the epoch half of each cell equals the operation's epoch, and
+ * keeps a private copy of the count. Even epochs send as many chunks as a plan says. Operation 2
+ * uses the plan of operation 1. Operation 4 uses that of operation 1 or 3, because a caller may
+ * keep several plans. Any pair may plan any count from 0 to C. Headers and void operations are left
+ * to enter_stage.pml.
+ *
+ * What must hold:
+ * - The receiver's copy is the count that the sender meant.
+ * - The receiver waits for exactly the chunks that are sent.
+ * - Every rank ends every operation.
+ * A cell must carry its epoch: to pass the wait for enter only means that a peer has begun the
+ * operation, not that its cells have been written.
+ *
+ * Mutants:
+ *   NOEPOCH  a cell is only a count, read after the wait for enter.
+ *   TORN     epoch and count are two words, and the epoch is written first.
+ *   SHARED   the receiver keeps no copy and reads counts from the cells. */
 #ifndef N
 #define N 2
 #endif
@@ -34,7 +40,7 @@ byte sent[2 * N * N];         /* [plan][dst][src], known to the sender */
 byte seen[2 * N * N];         /* [plan][dst][src], the receiver's copy */
 byte epoch[N] = 1;
 byte out[N];
-byte later;                   /* the plan that op 4 uses, 1 or 3 */
+byte later;                   /* the plan that operation 4 uses, 1 or 3 */
 
 #define USED(e)  (e == 2 -> 1 : later)
 

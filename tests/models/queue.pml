@@ -1,25 +1,27 @@
-/* The task queue of one op.  A rank starts W workers, of which only R can be
-   resident at a time; a worker that is not resident starts when another ends.
-   The first worker to arrive publishes the rank's enter words.  Workers draw
-   send and receive tasks from two counters; those that arrive at odd places
-   begin with receive tasks.  The last worker out clears the counters.
-   What must hold, for any R down to one: every task is done exactly once in
-   every op, and every rank ends every op.  The first to arrive always begins
-   with sends and never waits for data, so all sends of a rank get done however
-   few workers run; who arrives first is not known before.
-   RECVFIRST   every worker takes receive tasks before send tasks.
-   FIXEDROLE   a worker's number, not its place of arrival, gives its role.
-   FIXEDENTER  worker 0 publishes the enter words, whoever arrives first.
-   FIRSTRESET  the first worker out clears the counters.
-   NORESET     nobody clears them.                                          */
+/* The task queues of one operation. A rank starts W workers, of which only R can be resident at a
+ * time. A worker that is not resident starts when another ends. The first worker to arrive
+ * publishes the rank's enter words. Workers draw send and receive tasks from two counters. Workers
+ * that arrive at odd places begin with receive tasks. The last worker out clears the counters.
+ *
+ * What must hold, for any R from 1 on: every task is executed exactly once in every operation, and
+ * every rank ends every operation. Reason: the first worker to arrive begins with sends and never
+ * waits for data. So all sends of a rank are executed, however few workers run. Which worker
+ * arrives first is not known in advance.
+ *
+ * Mutants:
+ *   RECVFIRST   every worker takes receive tasks before send tasks.
+ *   FIXEDROLE   a worker's number, not its place of arrival, determines its role.
+ *   FIXEDENTER  worker 0 publishes the enter words, whichever worker arrives first.
+ *   FIRSTRESET  the first worker out clears the counters.
+ *   NORESET     no worker clears them. */
 #ifndef W
 #define W 2                   /* workers of a rank */
 #endif
 #ifndef R
-#define R 1                   /* of which so many can be resident */
+#define R 1                   /* how many of them can be resident */
 #endif
 #ifndef S
-#define S 2                   /* send tasks of a rank, and receive tasks */
+#define S 2                   /* send tasks of a rank; also the number of its receive tasks */
 #endif
 #ifndef E
 #define E 2
@@ -34,10 +36,10 @@ byte epoch[N] = 1;
 byte room[N] = R;             /* free places for resident workers */
 byte arrived[N], out[N];
 byte sends[N], receives[N];   /* next task to draw */
-byte sent[N * S], got[N * S]; /* last epoch in which the task was done */
+byte sent[N * S], got[N * S]; /* last epoch in which the task was executed */
 
-/* Workers are alike, so it is enough to let them arrive in the order of their
-   numbers, unless a wrong version gives the numbers a meaning. */
+/* Workers are alike. So it is enough to let them arrive in the order of their numbers, unless a
+ * mutant gives the numbers a meaning. */
 #if defined(FIXEDROLE) || defined(FIXEDENTER)
 #define MAY_ARRIVE  true
 #else

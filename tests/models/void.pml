@@ -1,28 +1,33 @@
-/* Void ops and the sticky fault.  A host issues ops on its device's queue and
-   may pass a bad argument, for which it raises at once; the op still goes out,
-   to tell the peers.  A device that finds an op void for a peer's sake becomes
-   faulted and drops ops, with no handshake, until its host, which may notice
-   at any later op, has acknowledged.  After any error a caller starts the next
-   round of its program (tags 5.., 9..), whatever it had issued of this one.
-   What must hold: ops that meet in an epoch are the same step of the program,
-   every rank ends, epochs are equal then, the last round ran on every rank.
-   NOOPADV    a dropped op advances the epoch.
-   UNSTICKY   a faulted device runs on; only its host learns of the fault.
-   ACKRACE    the host acknowledges while dropped ops are still queued.
-   RAISEONLY  a raise for a bad argument leaves a pending fault in place.
-   SWALLOW    the caller that passed a bad argument goes on with the round.
-   HASTE=1/2  own/a peer's bad status ends an op before all have entered.
-   ALLFAULT   (right) the rank that passed the bad argument is faulted too. */
+/* Void operations and the sticky fault. A host issues operations on its device's queue. It may pass
+ * a wrong argument, for which it raises an error at once; the operation is still issued, to tell
+ * the peers. A device that finds an operation void because of a peer becomes faulted. It then drops
+ * operations, without a handshake, until its host has acknowledged the fault, which it may notice
+ * at any later operation. After any error a caller starts the next round of its program (tags 5..,
+ * 9..), whatever it had issued of this round.
+ *
+ * What must hold: operations that meet in an epoch are the same step of the program; every rank
+ * ends; epochs are equal then; the last round was executed on every rank.
+ *
+ * Mutants:
+ *   NOOPADV    a dropped operation advances the epoch.
+ *   UNSTICKY   a faulted device continues; only its host learns of the fault.
+ *   ACKRACE    the host acknowledges while dropped operations are still queued.
+ *   RAISEONLY  an error for a wrong argument leaves a pending fault in place.
+ *   SWALLOW    the caller that passed a wrong argument continues with the round.
+ *   HASTE=1/2  the own/a peer's bad status ends an operation before all have entered.
+ *
+ * Correct variant:
+ *   ALLFAULT   the rank that passed the wrong argument becomes faulted, too. */
 #ifndef N
 #define N 2
 #endif
 #ifndef P
-#define P 2                   /* ops of a round */
+#define P 2                   /* operations of a round */
 #endif
 #ifndef HASTE
 #define HASTE 0
 #endif
-#define LAST 8                /* tags above this belong to the last round */
+#define LAST 8                /* tags above this one belong to the last round */
 
 #define AT(dst,e,src)  (((dst) * 2 + (e) % 2) * N + (src))
 #define IN(r,e,w)      (enter[AT(r,e,w)] >= e)
@@ -32,16 +37,16 @@
 #define ENTERED(r,e)   (IN(r,e,0) && IN(r,e,1) && IN(r,e,2))
 #endif
 
-/* A header is epoch + 8 * tag + BAD.  The tag stands for the step that the
-   caller means; the real header need not show it, so the tag is only asserted
-   and never makes an op void here. */
+/* A header is epoch + 8 * tag + BAD. The tag is the step of the program that the caller means.
+ * The real header need not contain it, so here the tag is only asserted and never makes an
+ * operation void. */
 #define BAD 128
 byte header[N * 2 * N];       /* [dst][bank][src] */
 byte enter[N * 2 * N];
 byte epoch[N] = 1;
 bit  fault[N];
-byte pending[N];              /* ops issued and not yet ended or dropped */
-byte ran[N];                  /* ops since the last error that were not void */
+byte pending[N];              /* operations issued and not yet ended or dropped */
+byte ran[N];                  /* operations since the last error that were not void */
 byte home;
 chan queue[N] = [P + 2] of { byte, bit };
 
@@ -109,7 +114,7 @@ proctype host(byte r) {
     byte base, i = 1;
     bit raised;
     do
-    :: atomic { i <= P && fault[r] -> i = P + 1 }     /* noticed in passing */
+    :: atomic { i <= P && fault[r] -> i = P + 1 }     /* noticed at this operation */
     :: atomic { i <= P ->
             pending[r]++;
             if
