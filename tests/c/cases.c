@@ -1,9 +1,9 @@
-/* cases.c - random cases.  The expected results are written from the documentation of the layer
- * (row order: local expert, source rank, token, choice; sums in float32 in a fixed order), by the
- * most direct loops there are, and share no code with the library. */
+/* cases.c - random cases. The expected results are computed by brute force from the documentation of the
+ * layer (row order: local expert, source rank, token, choice; sums in float32 in a fixed order). They
+ * share no code with the library. */
 #include "harness.h"
 
-/* ---- numbers of three kinds ---- */
+/* ---- numbers of three dtypes ---- */
 
 __extension__ typedef _Float16 Half;
 
@@ -12,7 +12,7 @@ static float bits_as_float(uint32_t u) {
     memcpy(&f, &u, sizeof f);
     return f;
 }
-/* Of the two bfloat16 around f, the nearer one; of two equally near, the even one. */
+/* Round f to bfloat16: to the nearer neighbour; if both are equally near, to the even one. */
 static uint16_t nearest_bf16(float f) {
     uint32_t u;
     memcpy(&u, &f, sizeof u);
@@ -32,7 +32,8 @@ static void store_number(void *at, uint32_t dtype, uint64_t i, float f) {
     else if (dtype == EP_BF16) ((uint16_t *)at)[i] = nearest_bf16(f);
     else ((Half *)at)[i] = (Half)f;
 }
-/* Full mantissas of different sizes, so that another order of summation gives another sum. */
+/* Random numbers with full mantissas of different sizes, so that another order of summation gives another
+ * sum. */
 static float random_number(Rng *rng) {
     float f = (float)(rng_next(rng) >> 40) / 8388608.0f - 1.0f;
     return f * (float)(1u << rng_below(rng, 6));
@@ -43,7 +44,7 @@ static float random_number(Rng *rng) {
 uint64_t row_bytes(const EpShape *s) { return (uint64_t)s->hidden * (s->dtype == EP_F32 ? 4 : 2); }
 
 void *take(uint64_t num_bytes) {
-    void *at = malloc(num_bytes); /* exact sizes: the address sanitizer then sees a byte too far */
+    void *at = malloc(num_bytes); /* the exact size, so that the address sanitizer detects one byte too far */
     if (!at && num_bytes) abort();
     return at;
 }
@@ -66,7 +67,7 @@ static int32_t draw_expert(Rng *rng, const EpShape *s, Route route, uint32_t hot
     case ROUTE_ONE_RANK: return (int32_t)(hot / L * L + rng_below(rng, L));
     case ROUTE_DROPPED: return -1;
     case ROUTE_FULL: return (int32_t)rng_below(rng, E);
-    default: return (int32_t)rng_below(rng, E + 2) - 1; /* -1 and E are dropped */
+    default: return (int32_t)rng_below(rng, E + 2) - 1; /* -1 and E mean dropped */
     }
 }
 
@@ -90,7 +91,8 @@ static void draw_routing(Case *c, Rng *rng, Route route) {
     }
 }
 
-/* Rows of rank r: everything sent to it, listed in order; or, with scatter, in an order drawn here. */
+/* Assign the rows of rank r: all choices sent to it, in the layer's order; or, with scatter, in a random
+ * order. */
 static void place_rows(Case *c, Rng *rng, uint32_t r) {
     const EpShape *s = &c->shape;
     uint32_t K = s->num_topk, L = s->num_experts / s->num_ranks, n = 0, most = s->num_ranks * s->max_tokens * K;
@@ -135,7 +137,7 @@ static void expect_combine(Case *c, uint32_t w) {
                 if (e < 0 || (local && (uint32_t)e / L != group)) continue;
                 add_choice(c, part, (uint32_t)e / L, c->row[w][t * K + k]);
             }
-            for (uint32_t h = 0; h < H; h++) { /* a partial sum travels in the dtype of the rows */
+            for (uint32_t h = 0; h < H; h++) { /* a partial sum is sent in the dtype of the rows */
                 void *cell = s->dtype == EP_F32 ? (void *)&one : (void *)rounded;
                 store_number(cell, s->dtype, 0, part[h]);
                 sum[h] = local ? sum[h] + load_number(cell, s->dtype, 0) : part[h];
@@ -169,7 +171,7 @@ void case_make(Case *c, const EpShape *shape, Rng *rng, Route route, unsigned op
     for (uint32_t w = 0; w < W; w++) expect_combine(c, w);
     c->scatter = (int32_t *)take(4ull * total * K);
     for (uint32_t w = 0; w < W; w++)
-        for (uint32_t i = 0; i < c->num_tokens[w] * K; i++, at++) /* the place of a dropped choice means nothing */
+        for (uint32_t i = 0; i < c->num_tokens[w] * K; i++, at++) /* the row of a dropped choice has no meaning */
             c->scatter[at] = c->row[w][i] >= 0 ? c->row[w][i] : (int32_t)rng_below(rng, 1000) - 500;
 }
 

@@ -1,6 +1,6 @@
-/* chaos.c - the delays of a module that was built with EPMOE_CHAOS=N (see setup.py): at points
- * of the protocol a thread may go on at once, give its core away, spin for some microseconds, or sleep.  The C
- * tests have delays of their own (harness.c). */
+/* chaos.c - the random delays of a module built with EPMOE_CHAOS=N (see setup.py). At points of the
+ * protocol a thread may continue at once, yield its core, spin for some microseconds, or sleep. The C
+ * tests have their own delays (harness.c). */
 #include "protocol/port.h"
 
 void ep_chaos(uint32_t point) {

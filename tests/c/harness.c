@@ -35,9 +35,9 @@ static _Atomic uint32_t slow_rank;
 static _Thread_local uint32_t chaos_rank = EP_MAX_RANKS;
 static _Thread_local Rng chaos_rng;
 
-/* Mostly nothing, sometimes another thread's turn, rarely a nap.  Every thread has one point where it
- * is slower than elsewhere, and one rank of a team is late to everything.  Only relaxed atomics: the
- * delays must not order anything that the protocol does not order. */
+/* Mostly return at once, sometimes yield, rarely sleep. Every thread has one point at which it is slower
+ * than elsewhere, and one rank of a team is late everywhere. Only relaxed atomics: the delays must not
+ * order anything that the protocol does not order. */
 void ep_chaos(uint32_t point) {
     static _Atomic uint64_t num_threads;
     if (chaos_rng.state == 0)
@@ -54,8 +54,8 @@ static void chaos_begin(uint32_t rank) { chaos_rank = rank; }
 static void chaos_begin(uint32_t rank) { (void)rank; }
 #endif
 
-/* What cpu.c takes for pthread_create (run_c_tests.py renames it there): sometimes there is no thread to
- * be had, and the operation must do without. */
+/* cpu.c calls this instead of pthread_create (run_c_tests.py renames it there). Sometimes it fails, and
+ * the operation must manage without the thread. */
 int test_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *), void *arg);
 int test_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*start)(void *), void *arg) {
     static _Atomic uint32_t num_calls;
@@ -63,7 +63,7 @@ int test_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(*s
     return pthread_create(thread, attr, start, arg);
 }
 
-/* What cpu.c takes for mmap: for this thread, the n-th memory of no file from now on is not there. */
+/* cpu.c calls this instead of mmap. The n-th anonymous mapping of this thread from now on fails. */
 static _Thread_local uint32_t mmaps_left;
 void test_fail_mmap(uint32_t n) { mmaps_left = n; }
 void *test_mmap(void *at, size_t num_bytes, int protection, int flags, int fd, off_t off);

@@ -1,8 +1,8 @@
 /* harness.h - ranks as threads, random cases with their expected results, and checks.
  *
- * A Case holds the inputs of all ranks for one plan + dispatch + combine, and what must come out,
- * computed by brute force before the ranks start.  So the ranks share nothing while they run but the
- * library itself, and a missing synchronisation in it is not hidden by one in the tests. */
+ * A Case has the inputs of all ranks for one plan + dispatch + combine, and the expected results, computed
+ * by brute force before the ranks start. So the ranks share nothing but the library while they run, and
+ * synchronisation in the tests cannot hide a missing synchronisation in the library. */
 #ifndef HARNESS_H
 #define HARNESS_H
 #include <pthread.h>
@@ -43,10 +43,10 @@ uint32_t rng_below(Rng *rng, uint32_t n);
 typedef struct {
     uint32_t num_ranks;
     double timeout_s;     /* 0: long enough for any machine */
-    EpLayerConfig config; /* num_buffers 0: the body makes its own layer, or none */
-    uint64_t heap_bytes;  /* for the body, on top of the layer */
+    EpLayerConfig config; /* num_buffers 0: the body creates its own layer, or none */
+    uint64_t heap_bytes;  /* for the body, in addition to the layer */
     bool dies;            /* the world is expected to end: do not close it together */
-    bool own_layer;       /* there is room for the layer, but the body creates it */
+    bool own_layer;       /* there is memory for the layer, but the body creates it */
 } Setup;
 
 typedef struct Rank Rank;
@@ -63,24 +63,24 @@ struct Rank {
     bool ok;
 };
 
-/* Run body on every rank, each in a thread.  Memory of all ranks lives until all have returned. */
+/* Run body on every rank, each in a thread. The memory of all ranks exists until all have returned. */
 bool run_team(const Setup *setup, Body *body, void *arg);
 bool open_heap_and_layer(Rank *me);
 bool close_together(Rank *me);
 int take_heap(Rank *me, uint64_t num_bytes, uint64_t *off);
-/* The n-th memory of no file that this thread asks for from now on, counted from 1, is not to be had. */
+/* Let the n-th anonymous mapping of this thread from now on fail, counted from 1. */
 void test_fail_mmap(uint32_t n);
 
 extern uint64_t test_seed;
-extern double long_timeout_s;  /* of worlds in which nobody should wait long */
-extern double short_timeout_s; /* of worlds in which somebody waits in vain */
+extern double long_timeout_s;  /* of worlds in which no rank should wait long */
+extern double short_timeout_s; /* of worlds in which a rank waits until its timeout */
 extern uint32_t test_scale;    /* per cent of the usual number of steps */
 double seconds_now(void);
 uint32_t scaled(uint32_t num_steps);
-/* A layer of one buffer and two workers, for tests that are not about shapes. */
+/* A layer with one buffer and two workers, for tests in which the shape does not matter. */
 EpLayerConfig small_config(uint32_t num_ranks);
 
-/* Report, end the world so that the other ranks leave their waits, return false. */
+/* Report a failure, end the world so that the other ranks leave their waits, return false. */
 bool complain(Rank *me, const char *file, int line, const char *what, int got, int want);
 #define CHECK(me, cond)                                                    \
     do {                                                                   \
@@ -99,13 +99,13 @@ bool complain(Rank *me, const char *file, int line, const char *what, int got, i
 /* ---- cases ---- */
 
 typedef enum {
-    ROUTE_RANDOM,     /* drops and repeats as they come */
-    ROUTE_REPEAT,     /* all choices of a token are often the same */
+    ROUTE_RANDOM,     /* drops and repetitions at random */
+    ROUTE_REPEAT,     /* all choices of a token are often equal */
     ROUTE_SOME_EMPTY, /* no tokens on some ranks */
-    ROUTE_HOT,        /* nearly everything to one expert */
-    ROUTE_ONE_RANK,   /* everything to the experts of one rank */
-    ROUTE_DROPPED,    /* nothing at all is sent */
-    ROUTE_FULL,       /* as many tokens as there may be, none dropped */
+    ROUTE_HOT,        /* nearly all choices go to one expert */
+    ROUTE_ONE_RANK,   /* all choices go to the experts of one rank */
+    ROUTE_DROPPED,    /* all choices are dropped */
+    ROUTE_FULL,       /* the largest number of tokens, none dropped */
     NUM_ROUTES
 } Route;
 
@@ -121,24 +121,24 @@ typedef struct {
     int32_t *scatter;                                           /* [sum of T][K] */
     void *x[EP_MAX_RANKS];                                      /* [T][H] */
     float *weight[EP_MAX_RANKS];                                /* [T][K] */
-    void *y[EP_MAX_RANKS];                                      /* [M + slack][H]: what the experts made */
+    void *y[EP_MAX_RANKS];                                      /* [M + slack][H]: output of the experts */
     float *row_weight[EP_MAX_RANKS], *row_scalar[EP_MAX_RANKS]; /* [M + slack] */
-    int32_t *expert[EP_MAX_RANKS];                              /* [T][K], -1 dropped */
-    int32_t *row[EP_MAX_RANKS];                                 /* [T][K], row at the expert's rank, -1 dropped */
+    int32_t *expert[EP_MAX_RANKS];                              /* [T][K], -1: dropped */
+    int32_t *row[EP_MAX_RANKS];                                 /* [T][K], row at the expert's rank, -1: dropped */
     Origin *origin[EP_MAX_RANKS];                               /* [M] */
     void *out[EP_MAX_RANKS];                                    /* [T][H] */
     float *out_scalar[EP_MAX_RANKS];                            /* [T][K] */
 } Case;
 
-/* options: any of these; the rest is drawn. */
+/* options: any of these; all else is random. */
 enum { WITH_SCATTER = 1, WITH_WEIGHTS = 2, WITHOUT_SLACK = 4 };
 void case_make(Case *c, const EpShape *shape, Rng *rng, Route route, unsigned options);
 void case_free(Case *c);
-void *take(uint64_t num_bytes); /* as many bytes and none more, or the end of the program */
-/* Rows of the fullest rank, at least 1: the capacity that just suffices. */
+void *take(uint64_t num_bytes); /* exactly this many bytes, or the program ends */
+/* Rows of the fullest rank, at least 1: the smallest capacity that suffices. */
 uint32_t most_rows(const Case *cases, uint32_t num_cases);
 
-/* What one rank holds of a case while it runs. */
+/* What one rank has of a case while it runs. */
 typedef struct {
     Rank *me;
     const Case *c;
@@ -155,19 +155,19 @@ EpTensor tensor2(const void *data, uint32_t dtype, int64_t d0, int64_t d1);
 uint64_t row_bytes(const EpShape *s);
 Step step_open(Rank *me, const Case *c, uint32_t buffer);
 void step_close(Step *st);
-/* Call the library with outputs poisoned; the library's code. */
+/* Call the library with poisoned outputs. Returns the library's code. */
 int call_plan(Step *st);
 int call_dispatch(Step *st);
 int call_combine(Step *st);
 int call_op(Step *st, uint32_t op); /* one of these, or the barrier, by its EpOpKind */
-/* Compare with the expected result. */
+/* Compare with the expected results. */
 bool check_plan(const Step *st);
 bool check_dispatch(const Step *st);
 bool check_combine(const Step *st);
-/* Dispatch and combine by the step's plan, and all of it: plan, dispatch, combine; each looked at. */
+/* Dispatch and combine with the step's plan; or plan, dispatch and combine. Each result is checked. */
 bool run_moves(Step *st);
 bool run_step(Rank *me, const Case *c, uint32_t buffer);
-/* Run body with num_cases cases as its argument; the first has as many tokens as there may be. */
+/* Run body with num_cases cases as its argument. The first one has the largest number of tokens. */
 bool with_cases(Body *body, EpLayerConfig config, bool dies, uint32_t num_cases);
 bool all_bytes_are(const void *at, uint64_t num_bytes, unsigned char value);
 
@@ -221,7 +221,7 @@ bool test_heap_create(void);
 bool test_heap_full(void);
 bool test_heap_abort(void);
 bool test_absent_process(void);
-/* What a process runs that is a rank of a world of processes: all live, or one is killed, or does not come. */
+/* The body of a process that is a rank: all ranks survive, or one is killed, or one never joins. */
 typedef enum { FATE_LIVES, FATE_KILLED, FATE_ABSENT } Fate;
 int child_main(uint32_t rank, Fate fate);
 

@@ -1,6 +1,6 @@
 /* main.c - the CPU side of epmoe under test.
  *
- *   [-s seed] [-n per cent of the usual steps] [-t timeout in seconds] [part of a test's name ...]
+ *  [-s seed] [-n per cent of the usual steps] [-t timeout in seconds] [part of a test's name ...]
  */
 #include <signal.h>
 
@@ -62,7 +62,7 @@ static const struct {
 };
 static const char *running = "";
 
-/* A hang is the one fault that no check sees. */
+/* No check detects a hang, so a timer does. */
 static void hang(int signal_number) {
     static const char text[] = "FAILED: hangs in ";
     (void)signal_number;

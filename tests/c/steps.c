@@ -1,10 +1,11 @@
-/* steps.c - one rank's part of a case: the calls, and whether what came out is what the case expects. */
+/* steps.c - one rank's part of a case: the calls, and the comparison of their results with the expected
+ * ones. */
 #include "harness.h"
 
 EpTensor tensor1(const void *data, uint32_t dtype, int64_t d0) {
     EpTensor t;
     memset(&t, 0, sizeof t);
-    t.data = d0 ? (void *)(uintptr_t)data : NULL; /* torch too gives an empty tensor no address */
+    t.data = d0 ? (void *)(uintptr_t)data : NULL; /* like torch: a tensor without elements has no address */
     t.dtype = dtype, t.num_dims = 1, t.shape[0] = d0, t.stride[0] = 1, t.kind = EP_CPU;
     return t;
 }
@@ -45,7 +46,7 @@ int call_plan(Step *st) {
         if (w < me) before += c->num_tokens[w];
     EpTensor index = tensor2(c->index[me], c->has_wide_index ? EP_I64 : EP_I32, st->num_tokens, K);
     EpTensor plan = tensor1(st->plan, EP_I32, (int64_t)st->plan_words), scatter;
-    if ((me + total) % 2) scatter = tensor2(c->scatter, EP_I32, total, K); /* of all ranks, or of this one */
+    if ((me + total) % 2) scatter = tensor2(c->scatter, EP_I32, total, K); /* scatter indices of all ranks, or of this one */
     else scatter = tensor2(c->scatter + (uint64_t)before * K, EP_I32, st->num_tokens, K);
     return ep_layer_plan(st->me->layer, st->buffer, &index, c->has_scatter ? &scatter : NULL, false, &plan, NULL);
 }
@@ -136,7 +137,7 @@ bool check_plan(const Step *st) {
         for (uint32_t i = 0; i < T * K; i++)
             if (expert[i] == (int32_t)e) CHECK(me, p[at.sort_off + n++] == (int32_t)i);
     while (n < T * K) CHECK(me, p[at.sort_off + n++] == -1);
-    for (uint32_t l = 0; l < L; l++) { /* tiles of 128 rows, none across experts */
+    for (uint32_t l = 0; l < L; l++) { /* tiles of 128 rows; no tile has rows of two experts */
         uint32_t end = row;
         for (uint32_t i = 0; i < c->num_rows[me->rank]; i++) end += c->origin[me->rank][i].expert == me->rank * L + l;
         CHECK(me, p[at.expert_row_off + l] == (int32_t)row && p[at.expert_row_off + l + 1] == (int32_t)end);

@@ -1,10 +1,10 @@
-/* test_alone.c - what happens to one rank alone, and what the others make of it: memory that is not there, leaving early, and
- * what a world does when nobody holds it any more. */
+/* test_alone.c - one rank alone fails or leaves, and how the others take it: missing memory, leaving
+ * early, and what a world does after its last reference is gone. */
 #include "backend.h"
 #include "harness.h"
 #include "world.h"
 
-/* What has failed on rank 1 only fails on all, and the next try works. */
+/* A failure on rank 1 alone fails on all ranks, and the next attempt works. */
 static bool no_memory_body(Rank *me, void *arg) {
     EpHeapStats before, after;
     EpHeap *heap = NULL;
@@ -39,7 +39,8 @@ bool test_no_memory(void) {
     return run_team(&setup, no_memory_body, NULL);
 }
 
-/* All leave alone, each with an operation on its way to which nobody comes: it ends, long before its limit. */
+/* Each rank leaves by itself while its barrier waits for peers that never join. The barrier ends long before
+ * its timeout. */
 typedef struct {
     EpLayer *layer;
     uint32_t buffer;
@@ -72,7 +73,7 @@ bool test_leave_busy(void) {
 
 static char said[8];
 static void say(void *text) { strncat(said, (const char *)text, 1); }
-/* What is left to a world is done when nobody holds it any more, the newest first. */
+/* Clean-up left to a world runs when its last reference is gone, newest first. */
 bool test_world_release(void) {
     EpWorld *w[1];
     said[0] = 0;

@@ -1,4 +1,5 @@
-/* test_device.c - what kernels do with a heap by themselves (epmoe_device.h), here by threads, raced like the rest. */
+/* test_device.c - the device API of a heap (epmoe_device.h), used by threads, with the same race checks as
+ * the rest. */
 #include "epmoe_device.h"
 #include "harness.h"
 
@@ -14,13 +15,14 @@ static bool is_filled(const unsigned char *at, uint64_t num_bytes, uint64_t seed
     return memcmp(at, wanted, num_bytes) == 0;
 }
 
-/* Each turn a rank puts to its right what it has, gets what its left has, and adds to a count on rank 0. */
+/* In each turn a rank puts its data to its right neighbour, gets that of its left one, and adds to a
+ * counter on rank 0. */
 static bool device_body(Rank *me, void *arg) {
     const uint32_t W = me->setup->num_ranks, right = (me->rank + 1) % W, left = (me->rank + W - 1) % W, turns = scaled(200) + 20;
     EpDeviceHeap h;
     uint64_t off;
     unsigned char got[MOST];
-    Rng rng = {test_seed}; /* sizes and addresses: the same on every rank */
+    Rng rng = {test_seed}; /* sizes and addresses: equal on every rank */
     (void)arg;
     WANT(me, 0, take_heap(me, 8 * (W + 3) + 4 * MOST, &off));
     WANT(me, 0, ep_heap_handle(me->heap, &h));
@@ -39,7 +41,7 @@ static bool device_body(Rank *me, void *arg) {
         ep_dev_get(&h, got, outbox + at, num_bytes, left);
         CHECK(me, is_filled(got, num_bytes, turn * W + left));
         if (me->rank == 0) CHECK(me, ep_dev_wait(&h, count, turn * W * (W + 1) / 2) && *count == turn * W * (W + 1) / 2);
-        CHECK(me, ep_dev_barrier(&h, words, 2 * turn + 1)); /* nobody fills again what another reads */
+        CHECK(me, ep_dev_barrier(&h, words, 2 * turn + 1)); /* no rank refills memory that another still reads */
     }
     h.timeout_ns = 20000000;
     double begin = seconds_now();

@@ -1,4 +1,4 @@
-/* test_heap.c - the symmetric heap: the allocator, data and signals between ranks, and what comes after close. */
+/* test_heap.c - the symmetric heap: the allocator, data and signals between ranks, and calls after close. */
 #include "allocator.h"
 #include <sys/stat.h>
 
@@ -39,7 +39,7 @@ static bool heap_alloc_body(Rank *me, void *arg) {
         if (sizes[j]) WANT(me, 0, ep_heap_free(me->heap, offs[j]));
     ep_heap_stats(me->heap, &s);
     CHECK(me, s.used_bytes == 0 && s.largest_free_bytes == start.free_bytes && s.peak_bytes > 0);
-    /* Ranks that disagree, and ranks that ask for too much. */
+    /* Ranks that disagree, and ranks that ask for too much memory. */
     WANT(me, EP_EMISMATCH, take_heap(me, me->rank == 1 ? 100 : 200, &off));
     WANT(me, EP_EMISMATCH, ep_heap_alloc(me->heap, 100, me->rank == 1 ? 512 : 1024, 0, &off));
     WANT(me, EP_ENOMEM, take_heap(me, start.free_bytes + 1, &off));
@@ -53,13 +53,13 @@ static bool heap_alloc_body(Rank *me, void *arg) {
     WANT(me, 0, ep_heap_free(me->heap, off));
     WANT(me, EP_EINVAL, ep_heap_free(me->heap, off));
     WANT(me, 0, take_heap(me, 0, &off));
-    CHECK(me, off == 0); /* nothing: where the heap keeps its own words, which stay */
+    CHECK(me, off == 0); /* the heap's own words are there, which freeing 0 bytes must not touch */
     WANT(me, 0, ep_heap_free(me->heap, off));
     WANT(me, 0, take_heap(me, 256, &off));
     WANT(me, EP_EMISMATCH, ep_heap_free(me->heap, me->rank == 1 ? 0 : off));
     WANT(me, 0, ep_heap_free(me->heap, off));
     ep_heap_stats(me->heap, &s);
-    CHECK(me, s.used_bytes == 0 && s.num_allocations == 0); /* nothing is allocated for no bytes */
+    CHECK(me, s.used_bytes == 0 && s.num_allocations == 0); /* an allocation of 0 bytes takes nothing */
     WANT(me, 0, take_heap(me, 256, &offs[0]));
     WANT(me, 0, take_heap(me, 256, &offs[1]));
     WANT(me, EP_EMISMATCH, ep_heap_free(me->heap, offs[me->rank == 1]));
@@ -83,11 +83,11 @@ bool test_heap_alloc(void) {
     return run_team(&setup, heap_alloc_body, NULL);
 }
 
-/* The allocator by itself, against a map of who has which unit of 256 bytes. */
+/* The allocator alone, compared with a map of the owner of each unit of 256 bytes. */
 bool test_allocator(void) {
     enum { UNITS = 400, KEPT = 3 };
     static EpAllocator a;
-    unsigned char owner[UNITS] = {0}; /* 0: nobody */
+    unsigned char owner[UNITS] = {0}; /* 0: free */
     uint64_t kept, off, offs[40] = {0}, units[40] = {0};
     Rng rng = {test_seed};
     EpHeapStats s;
@@ -107,7 +107,7 @@ bool test_allocator(void) {
         } else {
             uint64_t n = 1 + rng_below(&rng, 24), align = 1 + rng_below(&rng, 8), bytes = n * 256 - rng_below(&rng, 256);
             while (align & (align - 1)) align--;
-            int64_t want = -1; /* the first place where it fits */
+            int64_t want = -1; /* the first position where it fits */
             for (uint64_t at = 0; at + n <= UNITS && want < 0; at += align)
                 if (all_bytes_are(owner + at, n, 0)) want = (int64_t)at * 256;
             WANT(me, want < 0 ? EP_ENOMEM : 0, ep_allocator_take(&a, bytes, align * 256, &off));
@@ -127,7 +127,7 @@ bool test_allocator(void) {
     return true;
 }
 
-/* ---- how much memory there is, in file systems made for the purpose ---- */
+/* ---- how much memory there is, in file systems made for this test ---- */
 
 static bool put_file(const char *root, const char *path, const char *text) {
     char full[512];
@@ -156,7 +156,7 @@ bool test_room(void) {
     } machines[] = {
         {UINT64_MAX, {{0}}},
         {2000 * 1024, {{"/proc/meminfo", "MemTotal: 9000 kB\nMemAvailableX: 1 kB\nMemAvailable:    2000 kB\nX: 1 kB\n"}}},
-        /* v2: the limit of a group above counts too, files in its cache do not. */
+        /* v2: the limit of a parent group also counts; files in its cache do not. */
         {700,
          {{"/proc/meminfo", "MemAvailable: 2000 kB\n"},
           {"/proc/self/cgroup", "0::/a/b\n"},
@@ -165,9 +165,9 @@ bool test_room(void) {
           {"/sys/fs/cgroup/a/memory.max", "6000\n"},
           {"/sys/fs/cgroup/a/memory.current", "5600\n"},
           {"/sys/fs/cgroup/a/memory.stat", "anon 5000\ninactive_file 200\nactive_file 100\n"}}},
-        /* In a container: the group is the root of what is mounted. */
+        /* In a container: the group is the root of the mount. */
         {0, {{"/proc/self/cgroup", "0::/\n"}, {"/sys/fs/cgroup/memory.max", "100"}, {"/sys/fs/cgroup/memory.current", "101"}}},
-        /* v1, with a path that is the host's. */
+        /* v1, with a path of the host. */
         {900,
          {{"/proc/self/cgroup", "3:cpu:/x\n4:memory:/docker/123\n0::/\n"},
           {"/sys/fs/cgroup/memory/memory.limit_in_bytes", "1000"},
@@ -189,7 +189,7 @@ bool test_room(void) {
     return true;
 }
 
-/* A size that no rounding may turn into a small one. */
+/* A size that rounding must not turn into a small one. */
 static bool heap_huge_body(Rank *me, void *arg) {
     uint64_t off;
     (void)arg;
@@ -201,7 +201,7 @@ bool test_heap_huge(void) {
     return run_team(&setup, heap_huge_body, NULL);
 }
 
-/* A layer that does not fit leaves nothing behind in the heap. */
+/* A layer that does not fit leaves no allocation in the heap. */
 static bool heap_layer_body(Rank *me, void *arg) {
     EpLayerConfig config = small_config(2);
     EpHeapStats s;
@@ -224,7 +224,7 @@ bool test_heap_layer(void) {
     return run_team(&setup, heap_layer_body, NULL);
 }
 
-/* put, get, signal, wait: a ring in which each rank hands data to the next. */
+/* put, get, signal, wait: a ring in which each rank passes data to the next. */
 static bool heap_words_body(Rank *me, void *arg) {
     uint32_t next = (me->rank + 1) % 3, before = (me->rank + 2) % 3;
     uint64_t off, word, i;
@@ -235,7 +235,7 @@ static bool heap_words_body(Rank *me, void *arg) {
     WANT(me, 0, take_heap(me, 64, &word));
     WANT(me, 0, ep_heap_translate(me->heap, off, me->rank, &mine));
     for (i = 1; i <= scaled(60); i++) {
-        uint32_t at = (uint32_t)(i % 2) * 2048; /* the next rank may be one round behind */
+        uint32_t at = (uint32_t)(i % 2) * 2048; /* the next rank may be one round late */
         memset(data, (int)(i * 3 + me->rank) & 255, sizeof data);
         WANT(me, 0, ep_heap_put(me->heap, off + at, data, sizeof data, next, NULL));
         WANT(me, 0, ep_heap_signal(me->heap, word, i % 3 ? 1 : i, i % 3 != 0, next, NULL));
@@ -245,7 +245,7 @@ static bool heap_words_body(Rank *me, void *arg) {
         CHECK(me, all_bytes_are(seen, sizeof seen, (unsigned char)(i * 3 + before)));
         WANT(me, 0, ep_heap_barrier(me->heap, NULL));
     }
-    for (i = 0; i < scaled(40); i++) { /* a barrier alone also hands over what was put */
+    for (i = 0; i < scaled(40); i++) { /* a barrier alone also publishes what was put */
         memset(data, (int)i, sizeof data);
         WANT(me, 0, ep_heap_put(me->heap, off + 300 * me->rank, data, sizeof data, next, NULL));
         WANT(me, 0, ep_heap_barrier(me->heap, NULL));
@@ -266,7 +266,7 @@ bool test_heap_words(void) {
     return run_team(&setup, heap_words_body, NULL);
 }
 
-/* Heaps that cannot be, on all ranks; and a second heap beside the first. */
+/* Impossible heaps, on all ranks; and a second heap in addition to the first. */
 static bool heap_create_body(Rank *me, void *arg) {
     EpHeap *heap = NULL;
     uint64_t off;
@@ -291,7 +291,7 @@ bool test_heap_create(void) {
     return run_team(&setup, heap_create_body, NULL);
 }
 
-/* The world ends at any time while its ranks make, use and release heaps. */
+/* The world ends at a random time while its ranks create, use and release heaps. */
 typedef struct {
     useconds_t delay;
     EpWorld *world;
@@ -306,7 +306,8 @@ static bool heap_abort_body(Rank *me, void *arg) {
     Ending ending = {*(const useconds_t *)arg, me->world};
     pthread_t thread;
     unsigned char none = 0, nones[EP_MAX_RANKS];
-    int code = ep_world_exchange(me->world, &none, 1, nones); /* before it a rank may still be making the team's own heap */
+    /* before this a rank may still be creating the team's own heap */
+    int code = ep_world_exchange(me->world, &none, 1, nones);
     if (me->rank == 1 && pthread_create(&thread, NULL, end_main, &ending)) abort();
     while (!code) {
         EpHeap *heap = NULL;
@@ -316,7 +317,7 @@ static bool heap_abort_body(Rank *me, void *arg) {
         ep_heap_release(heap);
     }
     if (me->rank == 1) pthread_join(thread, NULL);
-    CHECK(me, code == EP_ECUDA || code == EP_EPEERDIED); /* a peer may be gone before its reason has come */
+    CHECK(me, code == EP_ECUDA || code == EP_EPEERDIED); /* a peer may be gone before its reason has arrived */
     return true;
 }
 bool test_heap_abort(void) {
@@ -329,7 +330,8 @@ bool test_heap_abort(void) {
     return true;
 }
 
-/* As many blocks as a heap can list, and as many buffers as a world can watch: then an error, and nothing lost. */
+/* As many allocations as a heap can list, and as many buffers as a world can watch: then an error, and
+ * nothing is lost. */
 static bool heap_full_body(Rank *me, void *arg) {
     EpLayerConfig config = {{2, 2, 1, 1, 4, EP_F32, EP_COMBINE_LOCAL, 2}, 16, 1, 0};
     EpLayer *layers[20];

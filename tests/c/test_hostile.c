@@ -1,4 +1,5 @@
-/* test_hostile.c - memory safety: tensors that are too small, and peers that write nonsense into a heap, or offer one that is none. */
+/* test_hostile.c - memory safety: tensors that are too small, and peers that write random data into a heap
+ * or offer an invalid one. */
 #include <fcntl.h>
 
 #include <sys/mman.h>
@@ -6,9 +7,9 @@
 #include "backend.h"
 #include "harness.h"
 
-/* Fewer rows than the plan has, or a plan of another number of tokens that happens to have the same length:
- * the rank refuses, all raise, nothing outside the tensors is touched, and the next step works.  What a dispatch that
- * failed has left is no rank's to bring home. */
+/* Fewer rows than the plan has, or a plan for another number of tokens that happens to have the same
+ * length: the rank refuses, all ranks raise an error, nothing outside the tensors is written, and the next
+ * step works. The output of a failed dispatch cannot be combined by any rank. */
 static bool refused(Step *st, uint32_t bad) {
     const int want = st->me->rank == bad ? EP_EINVAL : EP_EPEER;
     WANT(st->me, want, call_combine(st));
@@ -22,7 +23,7 @@ static bool short_rows_body(Rank *me, void *arg) {
     uint64_t words, fewer_words;
     WANT(me, 0, call_plan(&st));
     for (uint32_t i = 0; i < 4; i++) {
-        const uint32_t bad = i < 2 ? 1 : 0; /* the rank that is wrong */
+        const uint32_t bad = i < 2 ? 1 : 0; /* the rank with the wrong argument */
         WANT(me, 0, call_dispatch(&st));
         if (me->rank == bad) st.num_rows = i % 2 ? 0 : c->num_rows[bad] - 1;
         TRY(refused(&st, bad));
@@ -48,9 +49,9 @@ bool test_short_rows(void) {
     return true;
 }
 
-/* A hostile peer, played by a thread that scribbles over the words that peers write: with nonsense, and
- * with numbers that could be right.  Results are then wrong or the calls fail; but no byte outside the
- * tensors and the communication buffer is touched, and no call takes much longer than its timeout. */
+/* A hostile peer: a thread that overwrites the words that peers write, with random numbers and with
+ * plausible ones. Results are then wrong or calls fail. But no byte outside the tensors and the
+ * communication buffer is touched, and no call takes much longer than its timeout. */
 typedef enum {
     ATTACK_STAGE,
     ATTACK_COUNTS,
@@ -85,7 +86,7 @@ static void scribble(const Hostile *h, unsigned char *victim, Attack attack, Rng
         for (uint32_t i = 0; i < 64; i++) __atomic_store_n(word, i % 2 ? right : right - 1, __ATOMIC_RELAXED);
         return;
     }
-    if (attack == ATTACK_TOKENS) { /* what peers say of their tokens: wrong for each, right in the sum */
+    if (attack == ATTACK_TOKENS) { /* wrong token counts of each peer, with the right sum */
         if (rng_below(rng, 2)) small = (uint32_t)value;
         __atomic_store_n(&headers[a].num_tokens, h->shape.max_tokens + small, __ATOMIC_RELAXED);
         __atomic_store_n(&headers[b].num_tokens, h->shape.max_tokens - small, __ATOMIC_RELAXED);
@@ -104,13 +105,14 @@ static void *hostile_main(void *arg) {
     while (!atomic_load(&h->over)) {
         Attack attack = h->attack == ATTACK_ALL ? (Attack)rng_below(&rng, ATTACK_ALL) : h->attack;
         scribble(h, h->victims[rng_below(&rng, h->num_ranks)], attack, &rng);
-        if (rng_below(&rng, 64) == 0) usleep(rng_below(&rng, 60)); /* let some calls through, so that all stages are met */
+        if (rng_below(&rng, 64) == 0) usleep(rng_below(&rng, 60)); /* let some calls pass, so that all stages are attacked */
     }
     return NULL;
 }
 
 static bool hostile_steps(Rank *me, const Hostile *h) {
-    double until = seconds_now() + 0.1 + 0.005 * (test_scale < 100 ? test_scale : 100); /* where one step after another just works */
+    /* the end of the test, if the attack does not make any step fail */
+    double until = seconds_now() + 0.1 + 0.005 * (test_scale < 100 ? test_scale : 100);
     WANT(me, 0, ep_world_set_timeout(me->world, 0.15));
     for (uint32_t i = 0; i < scaled(400) && seconds_now() < until && ep_world_check(me->world) == 0; i++) {
         Step st = step_open(me, &h->cases[i % NUM_ROUTES], 0);
@@ -133,12 +135,13 @@ static bool hostile_body(Rank *me, void *arg) {
     void *at, *wall;
     pthread_t thread;
     EpHeapStats s;
-    /* The layer's own place in the heap is not told; a block of its size gets the same one. */
+    /* The position of the layer in the heap is not public. An allocation of the same size gets the same
+     * one. */
     WANT(me, 0, take_heap(me, h->layout.num_bytes, &probe));
     WANT(me, 0, ep_heap_free(me->heap, probe));
     WANT(me, 0, ep_layer_create(me->heap, config, &me->layer));
     ep_heap_stats(me->heap, &s);
-    WANT(me, 0, take_heap(me, s.largest_free_bytes, &rest)); /* a wall behind it */
+    WANT(me, 0, take_heap(me, s.largest_free_bytes, &rest)); /* a guard after it */
     WANT(me, 0, ep_heap_translate(me->heap, rest, me->rank, &wall));
     memset(wall, 0xee, s.largest_free_bytes);
     ASAN_POISON_MEMORY_REGION(wall, s.largest_free_bytes);
@@ -180,7 +183,7 @@ bool test_hostile(void) {
     return true;
 }
 
-/* Memory that a peer could cut from under this rank, or that is shorter than it says, is not mapped. */
+/* Memory that a peer could truncate, or that is shorter than the peer says, is not mapped. */
 bool test_hostile_heap(void) {
     Rank *me = NULL;
     const EpHeapCard card = {.num_bytes = 1 << 16};

@@ -1,4 +1,4 @@
-/* test_order.c - what ranks make of each other when their GPUs are stuck: this test plays the GPUs. */
+/* test_order.c - what ranks conclude about each other when their GPUs are stuck. The test plays the GPUs. */
 #include "backend.h"
 #include "harness.h"
 #include "protocol/flags.h"
@@ -6,13 +6,14 @@
 #include "world.h"
 
 typedef struct {
-    uint32_t num_ahead; /* operations that the host has put on the stream behind the one that is stuck */
-    bool alike;         /* else rank 1 is in another layer's */
-    bool failed;        /* an operation of rank 1 has failed before, which the others may have seen elsewhere */
+    uint32_t num_ahead; /* operations that the host has enqueued after the one that is stuck */
+    bool alike;         /* false: rank 1 is in an operation of another layer */
+    bool failed;        /* an operation of rank 1 has failed before; the others may have seen the failure in another operation */
     bool waits;         /* the host is in an allocation by then, for longer than the GPU is stuck */
 } Order;
 
-/* The host notes ever more operations, while the GPU says each millisecond that it is stuck in the third. */
+/* The host records more and more operations, while the GPU reports each millisecond that it is stuck in
+ * the third. */
 static bool stuck_body(Rank *me, void *arg) {
     const Order *o = (const Order *)arg;
     bool other = me->rank == 1 && !o->alike, ends = !o->alike && !o->failed;

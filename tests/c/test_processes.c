@@ -1,4 +1,4 @@
-/* test_processes.c - ranks that are processes, of which one is killed, or never comes. */
+/* test_processes.c - ranks that are processes, one of which is killed or never joins. */
 #include <errno.h>
 #include <fcntl.h>
 #include <signal.h>
@@ -9,7 +9,7 @@
 
 extern char **environ;
 
-/* What the parent tells a child on its standard input, and a child its parent first. */
+/* What the parent writes to a child's standard input, and what a child writes to its parent before. */
 typedef struct {
     unsigned char nonce[EP_NONCE_BYTES], names[EP_MAX_RANKS][EP_NAME_BYTES];
 } Meeting;
@@ -24,7 +24,7 @@ static void *killer(void *arg) {
     return arg;
 }
 
-/* One rank: a few steps; or steps without end, in one of which rank 1 is killed, and the others must see it. */
+/* One rank: a few steps; or steps without end, during which rank 1 is killed and the others must notice. */
 static bool child_steps(Rank *me, Fate fate) {
     bool doomed = fate == FATE_KILLED;
     Rng rng = {test_seed};
@@ -32,7 +32,7 @@ static bool child_steps(Rank *me, Fate fate) {
     if (doomed && me->rank == 1 && pthread_create(&thread, NULL, killer, NULL)) return false;
     for (uint32_t i = 0; doomed || i < 6; i++) {
         Case c;
-        case_make(&c, &me->setup->config.shape, &rng, (Route)(i % NUM_ROUTES), 0); /* the same in every process */
+        case_make(&c, &me->setup->config.shape, &rng, (Route)(i % NUM_ROUTES), 0); /* equal in every process */
         Step st = step_open(me, &c, 0);
         for (uint32_t op = EP_OP_PLAN; op <= EP_OP_COMBINE; op++) {
             double start = seconds_now();

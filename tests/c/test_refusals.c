@@ -1,4 +1,5 @@
-/* test_refusals.c - every way in which ranks can fail, disagree, stay away, leave, or give up, and the calls after it. */
+/* test_refusals.c - all ways in which ranks can fail, disagree, stay away, leave or give up, and the calls
+ * after that. */
 #include "harness.h"
 #include "world.h"
 
@@ -24,7 +25,7 @@ static bool bad_index_body(Rank *me, void *arg) {
         CHECK(me, strstr(ep_error_text(), want));
         uint32_t num_rows;
         WANT(me, EP_EPEER, ep_layer_num_rows(me->layer, 0, NULL, NULL, &num_rows));
-        if (i % 2) WANT(me, EP_EPEER, call_dispatch(&st)); /* a failed plan is good for nothing */
+        if (i % 2) WANT(me, EP_EPEER, call_dispatch(&st)); /* a failed plan cannot be used */
         if (i % 2) CHECK(me, all_bytes_are(st.rows, st.num_rows * row_bytes(&c.shape), EP_FILL_NAN));
         step_close(&st);
         free(wide);
@@ -50,7 +51,7 @@ bool test_overflow(void) {
     Setup setup = {.num_ranks = 3, .config = small_config(3)};
     Rng rng = {test_seed};
     setup.config.shape.capacity = 40;
-    case_make(&cases[0], &setup.config.shape, &rng, ROUTE_FULL, 0); /* 144 rows on 3 ranks: one has more than 40 */
+    case_make(&cases[0], &setup.config.shape, &rng, ROUTE_FULL, 0); /* 144 rows on 3 ranks: one rank has more than 40 */
     setup.config.shape.max_tokens = 4;
     case_make(&cases[1], &setup.config.shape, &rng, ROUTE_FULL, 0);
     setup.config.shape.max_tokens = cases[1].shape.max_tokens = 16;
@@ -68,10 +69,10 @@ static bool bad_scatter_body(Rank *me, void *arg) {
     int32_t *words = (int32_t *)malloc(4 * st.plan_words);
     EpTensor index = tensor2(c.expert[me->rank], EP_I32, T, K), plan = tensor1(words, EP_I32, num_words);
     EpTensor s = tensor2(scatter, EP_I32, T + (me->rank == 1), K);
-    WANT(me, EP_EINVAL, ep_layer_plan(me->layer, 0, &index, &s, false, &plan, NULL)); /* the length of no one's tokens */
+    WANT(me, EP_EINVAL, ep_layer_plan(me->layer, 0, &index, &s, false, &plan, NULL)); /* the length fits the number of tokens of no rank */
     CHECK(me, strstr(ep_error_text(), "rank 1"));
     s = tensor2(scatter, EP_I32, T, K);
-    if (me->rank == 1) scatter[0] = 100000; /* only this rank knows that there is no such row; the others learn it in dispatch */
+    if (me->rank == 1) scatter[0] = 100000; /* only this rank knows that the row does not exist; the others learn it in dispatch */
     st.plan = words;
     WANT(me, me->rank == 1 ? EP_EINVAL : 0, ep_layer_plan(me->layer, 0, &index, &s, false, &plan, NULL));
     if (me->rank != 1) WANT(me, EP_EPEER, call_dispatch(&st));
@@ -81,7 +82,7 @@ static bool bad_scatter_body(Rank *me, void *arg) {
 }
 bool test_bad_scatter(void) { return with_cases(bad_scatter_body, small_config(3), false, 2); }
 
-/* Rank 1's argument is wrong: it gets its own error, the others PeerError, and the next call works. */
+/* Rank 1's argument is wrong: it gets its own error, the others get PeerError, and the next call works. */
 static bool refuse_body(Rank *me, void *arg) {
     Case *cases = (Case *)arg, c = cases[0];
     bool wrong = me->rank == 1;
@@ -119,7 +120,7 @@ static bool refuse_body(Rank *me, void *arg) {
 }
 bool test_refuse(void) { return with_cases(refuse_body, small_config(3), false, 2); }
 
-/* Every rank is told, whoever it is that differs; and the call after it works. */
+/* Every rank gets an error, whichever rank differs, and the next call works. */
 static bool disagree_body(Rank *me, void *arg) {
     Case *cases = (Case *)arg;
     for (uint32_t odd = 0; odd < 3; odd++) {
@@ -160,7 +161,7 @@ static bool disagree_body(Rank *me, void *arg) {
 }
 bool test_disagree(void) { return with_cases(disagree_body, small_config(3), false, 1); }
 
-/* Layers that differ: nobody gets one, both values are named, and the next one can be made. */
+/* Layers that differ: no rank gets one, the error names both values, and the next layer can be created. */
 typedef struct {
     EpLayerConfig config[2];
     const char *text;
@@ -170,7 +171,7 @@ static bool configs_body(Rank *me, void *arg) {
     WANT(me, EP_EMISMATCH, ep_layer_create(me->heap, &d->config[me->rank == 1], &me->layer));
     CHECK(me, strstr(ep_error_text(), d->text));
     EpLayerConfig same = d->config[0];
-    same.num_sm += me->rank; /* the one thing that may differ */
+    same.num_sm += me->rank; /* the only field that may differ */
     WANT(me, 0, ep_layer_create(me->heap, &same, &me->layer));
     return true;
 }
@@ -225,7 +226,7 @@ static bool stay_away_body(Rank *me, void *arg) {
     WANT(me, EP_ETIMEOUT, code);
     if (missed != MISS_SIGNAL) CHECK(me, strstr(ep_error_text(), "in vain for rank 2"));
     CHECK(me, waited > 0.9 * short_timeout_s && waited < short_timeout_s + 3);
-    WANT(me, EP_ETIMEOUT, call_plan(&st)); /* such a world does not come back */
+    WANT(me, EP_ETIMEOUT, call_plan(&st)); /* a world does not recover from a timeout */
     step_close(&st);
     return true;
 }
@@ -240,7 +241,7 @@ bool test_stay_away(void) {
 
 static bool leave_body(Rank *me, void *arg) {
     Step st = step_open(me, (Case *)arg, 0);
-    WANT(me, 0, ep_world_set_timeout(me->world, 20)); /* longer than the grace that a leaver has */
+    WANT(me, 0, ep_world_set_timeout(me->world, 20)); /* longer than the grace period of a leaving rank */
     WANT(me, 0, call_plan(&st));
     double start = seconds_now();
     if (me->rank == 1) {
@@ -256,7 +257,7 @@ static bool leave_body(Rank *me, void *arg) {
 }
 bool test_leave(void) { return with_cases(leave_body, small_config(3), true, 1); }
 
-/* All-to-all over the sockets; between them ranks that give another size, or nothing. */
+/* All-to-all over the sockets; in between, ranks that pass another size, or nothing. */
 static bool exchange_body(Rank *me, void *arg) {
     uint32_t mine[EP_EXCHANGE_BYTES / 4] = {0}, all[4 * EP_EXCHANGE_BYTES / 4];
     Rng rng = {test_seed};
@@ -281,14 +282,14 @@ bool test_exchange(void) {
     return run_team(&setup, exchange_body, NULL);
 }
 
-/* What cannot be sent to a rank that lives: nobody waits for it, and all hear why. */
+/* A message that cannot be sent to a live rank: no rank waits for it, and all learn the reason. */
 static bool unsent_body(Rank *me, void *arg) {
     enum { NO_FD = 1 << 20 };
     unsigned char mine = 0, all[3];
     int fds[3] = {-1, -1, -1};
     const double start = seconds_now();
     (void)arg;
-    int code = ep_world_exchange(me->world, &mine, 1, all); /* before it a rank may still be making the team's own heap */
+    int code = ep_world_exchange(me->world, &mine, 1, all); /* before this a rank may still be creating the team's own heap */
     if (!code) code = ep_world_exchange_fd(me->world, &mine, 1, all, me->rank == 1 ? NO_FD : -1, fds);
     WANT(me, EP_ESYS, code);
     CHECK(me, strstr(ep_error_text(), "rank 1, in an exchange with rank 0: cannot send to a peer: Bad file descriptor"));
@@ -302,7 +303,7 @@ bool test_unsent(void) {
 
 static bool abort_body(Rank *me, void *arg) {
     Step st = step_open(me, (Case *)arg, 0);
-    int code = call_plan(&st); /* the end may come before this rank has left the plan */
+    int code = call_plan(&st); /* the world may end before this rank has left the plan */
     if (me->rank == 1) ep_world_abort(me->world, EP_ECUDA, 1, "the test says so");
     else WANT(me, EP_ECUDA, code ? code : call_dispatch(&st));
     WANT(me, EP_ECUDA, ep_world_check(me->world));

@@ -1,4 +1,5 @@
-/* test_steps.c - steps against a brute-force oracle: forms of combine, shapes, buffers, layouts that are used again, epochs. */
+/* test_steps.c - steps compared with a brute-force oracle: combine modes, shapes, buffers, plans used
+ * again, epochs. */
 #include "harness.h"
 
 typedef struct {
@@ -19,7 +20,7 @@ static bool run_cases(const EpLayerConfig *config, Body *body, uint32_t num_case
     Cases s = {(Case *)calloc(num_cases, sizeof(Case)), num_cases, config->num_buffers, first_epoch};
     Rng rng = {test_seed * 7777 + seed};
     for (uint32_t i = 0; i < num_cases; i++) case_make(&s.cases[i], &config->shape, &rng, (Route)((i + seed) % NUM_ROUTES), options);
-    setup.config.shape.capacity = most_rows(s.cases, num_cases); /* what just suffices */
+    setup.config.shape.capacity = most_rows(s.cases, num_cases); /* the smallest capacity that suffices */
     bool ok = run_team(&setup, body, &s);
     for (uint32_t i = 0; i < num_cases; i++) case_free(&s.cases[i]);
     free(s.cases);
@@ -41,7 +42,7 @@ bool test_steps_local(void) { return steps_of_mode(EP_COMBINE_LOCAL); }
 bool test_steps_scatter(void) { return steps_of_mode(EP_COMBINE_SCATTER); }
 bool test_steps_gather(void) { return steps_of_mode(EP_COMBINE_GATHER); }
 
-/* Rows, slots and tiles in number: the hot expert has more rows than a tile. */
+/* Many rows, slots and tiles: the hot expert has more rows than a tile. */
 bool test_steps_large(void) {
     EpLayerConfig config = {{3, 12, 6, 96, 64, EP_BF16, EP_COMBINE_LOCAL, 0}, 1, 3, 0};
     for (uint32_t mode = 0; mode < 3; mode++) {
@@ -51,7 +52,7 @@ bool test_steps_large(void) {
     return true;
 }
 
-/* Two calls in flight, one per buffer, and their stages mixed. */
+/* Two calls in flight, one per buffer, with interleaved stages. */
 static bool buffers_body(Rank *me, void *arg) {
     const Cases *s = (const Cases *)arg;
     for (uint32_t i = 0; i + 1 < s->num_cases; i += 2) {
@@ -85,7 +86,7 @@ static bool reuse_body(Rank *me, void *arg) {
     Step st = step_open(me, &c, 0);
     WANT(me, 0, call_plan(&st));
     for (uint32_t i = 0; i < 2 * scaled(30); i++) {
-        Case *now = &s->cases[i % 2]; /* the second has the same routing */
+        Case *now = &s->cases[i % 2]; /* the second case has the same routing */
         st.c = now;
         TRY(run_moves(&st));
     }
@@ -102,7 +103,7 @@ bool test_reuse(void) {
             Rng rng = {test_seed + mode};
             case_make(&cases[i], &config.shape, &rng, ROUTE_RANDOM, WITH_WEIGHTS | WITHOUT_SLACK);
         }
-        for (uint32_t w = 0; w < 2; w++) { /* the same routing, all numbers doubled: exact in float32 */
+        for (uint32_t w = 0; w < 2; w++) { /* the same routing, all numbers doubled, which is exact in float32 */
             float *doubled[] = {(float *)cases[1].x[w], (float *)cases[1].y[w], (float *)cases[1].out[w]};
             uint32_t n[] = {cases[1].num_tokens[w], cases[1].num_rows[w], cases[1].num_tokens[w]};
             for (uint32_t j = 0; j < 3; j++)
@@ -126,7 +127,7 @@ bool test_scatter(void) {
     return true;
 }
 
-/* Where a half of the epoch, or a sign bit, turns over. */
+/* Epochs at which the lower half or a sign bit overflows. */
 bool test_epochs(void) {
     static const uint64_t turns[] = {1ull << 31, 1ull << 32, 1ull << 63};
     for (uint32_t i = 0; i < 3; i++)

@@ -1,4 +1,4 @@
-/* test_wire.c - what arrives on a socket from who is no rank, or is none of good will. */
+/* test_wire.c - messages on a socket from processes that are no rank, or from a hostile rank. */
 #include <fcntl.h>
 #include <poll.h>
 #include <stddef.h>
@@ -10,7 +10,8 @@
 #include "record.h"
 #include "wire.h"
 
-/* What a socket may bring that no rank of this world has sent; how the receiver must take it, and what is left of its descriptors. */
+/* Messages that no rank of this world has sent; how the receiver must take them, and what happens to their
+ * descriptors. */
 static int send_raw(int socket, const void *bytes, size_t num_bytes, const int *fds, uint32_t num_fds) {
     union {
         struct cmsghdr header;
@@ -73,7 +74,7 @@ bool test_wire_frames(void) {
     return true;
 }
 
-/* ---- who knocks while a world is made ---- */
+/* ---- connections while a world is created ---- */
 
 typedef struct {
     EpWorldConfig config;
@@ -93,7 +94,7 @@ static int knock(const EpWorldConfig *config) {
     return connect(fd, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0])) ? -1 : fd;
 }
 
-/* Say hello as a rank; or, with another kind or nonce, as nobody. */
+/* Say hello as a rank; or, with another kind or nonce, as a stranger. */
 static int call_as(const EpWorldConfig *config, uint32_t rank, uint32_t kind, bool knows_nonce) {
     EpFrame hello = {.kind = kind, .rank = rank, .num_bytes = EP_NONCE_BYTES};
     memcpy(hello.bytes, config->nonce, EP_NONCE_BYTES);
@@ -107,7 +108,8 @@ static bool is_shown_out(int fd, int within_ms) {
     return poll(&p, 1, within_ms) == 1 && p.revents & POLLHUP;
 }
 
-/* Rank 1 of 4 waits for ranks 2 and 3.  Nobody else is let in, nor a rank twice; who is silent leaves when others need its place. */
+/* Rank 1 of 4 waits for ranks 2 and 3. No stranger is admitted, nor a rank twice. A silent connection is
+ * closed when others need its place. */
 bool test_wire_callers(void) {
     enum { NUM_SILENT = 17 }; /* one more than there are places */
     Host host = {.config = {.rank = 1, .num_ranks = 4}};
@@ -118,7 +120,7 @@ bool test_wire_callers(void) {
     int silent[NUM_SILENT], fd;
     WANT(me, 0, ep_world_listen(&zero.listen_fd, host.config.names[0], zero.nonce));
     WANT(me, 0, ep_world_listen(&host.config.listen_fd, host.config.names[1], host.config.nonce));
-    WANT(me, 0, ep_world_listen(&fd, host.config.names[2], zero.nonce)); /* rank 1 looks whether the absent are there */
+    WANT(me, 0, ep_world_listen(&fd, host.config.names[2], zero.nonce)); /* rank 1 checks whether the missing ranks are there */
     const int two = fd;
     WANT(me, 0, ep_world_listen(&fd, host.config.names[3], zero.nonce));
     const int three = fd;
@@ -148,7 +150,7 @@ bool test_wire_callers(void) {
         close(silent[i]);
     }
     CHECK(me, host.sockets[0] >= 0 && host.sockets[1] == -1);
-    WANT(me, 0, ep_wire_send(host.sockets[2], &(EpFrame){.seq = 2}, -1, 0)); /* each rank has the socket that is its own */
+    WANT(me, 0, ep_wire_send(host.sockets[2], &(EpFrame){.seq = 2}, -1, 0)); /* each rank has its own socket */
     WANT(me, 0, ep_wire_send(host.sockets[3], &(EpFrame){.seq = 3}, -1, 0));
     CHECK(me, ep_wire_receive(second, &hello, &fd) == 1 && hello.seq == 2);
     CHECK(me, ep_wire_receive(third, &hello, &fd) == 1 && hello.seq == 3);
@@ -158,9 +160,10 @@ bool test_wire_callers(void) {
     return true;
 }
 
-/* ---- a rank of no good will ---- */
+/* ---- a hostile rank ---- */
 
-/* A peer that speaks the wire itself, and whose notes for the flight record are garbage: a page comes of it. */
+/* A peer that speaks the protocol itself, and whose call records are garbage: the flight record is still a
+ * page. */
 typedef struct {
     EpWorldConfig config;
     EpWorld *world;
@@ -184,7 +187,7 @@ static void garbage_notes(EpNotes *notes, Rng *rng) {
     }
 }
 
-/* An honest rank 0 in a world of two, and the socket on which rank 1 may say to it what it likes. */
+/* An honest rank 0 in a world of two, and the socket on which the test plays rank 1. */
 static bool meet(Honest *honest, int *to_honest) {
     EpWorldConfig hostile = {.rank = 1, .num_ranks = 2, .timeout_s = long_timeout_s, .listen_fd = -1};
     Rank *me = NULL;
@@ -203,7 +206,7 @@ static bool meet(Honest *honest, int *to_honest) {
     return true;
 }
 
-/* How the world ends, within some seconds. */
+/* Wait for the end of the world, for some seconds at most. Returns its code, and the flight record. */
 static int end_of(EpWorld *world, char page[EP_PAGE_BYTES]) {
     for (double until = seconds_now() + 5; ep_world_check(world) == 0 && seconds_now() < until;) usleep(100);
     memset(page, 'x', EP_PAGE_BYTES);
@@ -214,7 +217,7 @@ static int end_of(EpWorld *world, char page[EP_PAGE_BYTES]) {
     return code ? ep_error(code, "%s", text) : 0;
 }
 
-/* What a peer says before it goes, and what is made of it. */
+/* What a peer says before it leaves, and the conclusion from it. */
 bool test_wire_words(void) {
     static const struct {
         uint32_t kind, num_bytes, rank, times;
@@ -225,7 +228,7 @@ bool test_wire_words(void) {
         {EP_FRAME_ABORT, EP_EXCHANGE_BYTES, 1, 1, EP_ECUDA, EP_ECUDA, "becausebecause", "culprit: rank 1 left before the others"},
         {EP_FRAME_ABORT, 7, 77, 1, 5, EP_ECORRUPT, "because", "culprit: rank 1 sent what makes no sense"},
         {EP_FRAME_ABORT, 7, 77, 1, 0, EP_ECORRUPT, "because", "culprit: rank 1 sent what makes no sense"},
-        {EP_FRAME_EXCHANGE, 1, 1, 2, 0, EP_EPEERDIED, "rank 1 died", "culprit: rank 1 is gone"}, /* one ahead may be */
+        {EP_FRAME_EXCHANGE, 1, 1, 2, 0, EP_EPEERDIED, "rank 1 died", "culprit: rank 1 is gone"}, /* a peer may be one ahead */
         {EP_FRAME_EXCHANGE, 1, 1, 3, 0, EP_ECORRUPT, "a peer ran ahead", "culprit: rank 1 sent what makes no sense"},
         {EP_FRAME_NOTES, sizeof(EpNotes), 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           1       0  plan"},
         {EP_FRAME_NOTES, sizeof(EpNotes) - 1, 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           ?       ?  gone"},
@@ -242,7 +245,8 @@ bool test_wire_words(void) {
         TRY(meet(&honest, &socket));
         EpFrame f = {.kind = words[i].kind, .rank = words[i].rank, .code = words[i].code, .num_bytes = words[i].num_bytes};
         if (f.kind == EP_FRAME_ABORT)
-            for (uint32_t at = 0; at < sizeof f.bytes; at++) f.bytes[at] = (unsigned char)"because"[at % 7]; /* nothing ends it */
+            /* a text without a terminator */
+            for (uint32_t at = 0; at < sizeof f.bytes; at++) f.bytes[at] = (unsigned char)"because"[at % 7];
         else memcpy(f.bytes, &notes, sizeof notes);
         for (f.seq = 1; f.seq <= words[i].times; f.seq++) WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
         close(socket);
@@ -265,7 +269,7 @@ static bool notes_case(uint64_t seed) {
     TRY(meet(&honest, &socket));
     EpFrame f = {.kind = EP_FRAME_EXCHANGE, .seq = 1, .rank = 1, .num_bytes = 1};
     WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
-    WANT(&me, 0, ep_world_exchange(honest.world, &mine, 1, all)); /* a note of its own, to be compared with */
+    WANT(&me, 0, ep_world_exchange(honest.world, &mine, 1, all)); /* a call record of its own, for the comparison */
     f.kind = EP_FRAME_NOTES;
     for (uint32_t i = 0; i < 3; i++) {
         garbage_notes((EpNotes *)(void *)f.bytes, &rng);
