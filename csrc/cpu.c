@@ -201,7 +201,7 @@ static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
 }
 static int signal_word(int device, uint64_t *word, uint64_t value, bool add, void *stream) {
     (void)device, (void)stream;
-    ep_chaos(10);
+    ep_chaos(EP_CHAOS_SIGNAL);
     if (add) ep_add_release_sys_u64(word, value); /* publishes what this rank has put before */
     else ep_st_release_sys_u64(word, value);
     return 0;
@@ -209,7 +209,7 @@ static int signal_word(int device, uint64_t *word, uint64_t value, bool add, voi
 static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream) {
     EpFaultRecord f = {0, 0, 0, c->my_rank, EP_WORD_SIGNAL, 0, 0, 0, 0, 0};
     (void)device, (void)stream;
-    ep_chaos(10);
+    ep_chaos(EP_CHAOS_SIGNAL);
     ep_wait_u64(c, word, exact ? EP_CMP_EQ : EP_CMP_GE, value, &f); /* what the word publishes is now readable */
     return 0;
 }

@@ -111,7 +111,7 @@ static void place_slot(const EpDispatchParams *p, uint32_t s, const void *row, c
     keep[0] = (uint32_t)meta[0] < c->shape.max_tokens ? meta[0] : 0;
     for (uint32_t k = 0; k < K; k++) {
         int32_t at = meta[2 + k];
-        if ((uint32_t)at >= p->num_rows && !EP_FAULT(12)) at = -1;
+        if ((uint32_t)at >= p->num_rows && !EP_FAULT(UNCHECKED_ROWS)) at = -1;
         keep[1 + k] = at;
         if (at < 0) continue;
         memcpy((unsigned char *)p->rows + (uint64_t)at * c->layout.row_bytes, row, c->layout.row_bytes);
@@ -166,7 +166,7 @@ void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_wo
         EpTask task = ep_task_at(n, c->my_rank, W);
         uint32_t num = ep_chunk_slots((uint32_t)p->plan[EP_HEAD_NUM_SEND + task.rank], task.chunk);
         if (task.rank == c->my_rank || num == 0) continue;
-        if (EP_FAULT(13)) ep_flag_publish(c, task.rank, task.chunk, epoch);
+        if (EP_FAULT(FLAG_FIRST)) ep_flag_publish(c, task.rank, task.chunk, epoch);
         for (uint32_t i = 0; i < num; i++) send_slot(p, task.rank, task.chunk * EP_CHUNK_SLOTS + i);
         ep_flag_publish(c, task.rank, task.chunk, epoch);
     }

@@ -49,16 +49,16 @@ static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, EpW
     const EpShape *s = &c->shape;
     uint32_t num_cells = c->layout.num_count_cells;
     int32_t *counts = p->plan + p->layout.counts_off;
-    ep_chaos(6);
+    ep_chaos(EP_CHAOS_COUNTS_WRITE);
     for (uint32_t r = 0; r < s->num_ranks; r++)
         for (uint32_t i = 0; i < num_cells; i++)
-            ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(EP_FAULT(10) ? 1 : epoch, my_cells[i]));
+            ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(EP_FAULT(OLD_COUNTS) ? 1 : epoch, my_cells[i]));
     for (uint32_t w = 0; w < s->num_ranks; w++) {
         EpFaultRecord f = {0, 0, EP_OP_PLAN, w, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
-        ep_chaos(7);
+        ep_chaos(EP_CHAOS_COUNTS_READ);
         for (uint32_t i = 0; i < num_cells; i++) {
             const uint64_t *cell = ep_count_cell(c, c->my_rank, w, i);
-            if (!ep_wait_u64(c, cell, EP_CMP_EPOCH, ep_cell_tag(EP_FAULT(10) ? 1 : epoch), &f)) return false;
+            if (!ep_wait_u64(c, cell, EP_CMP_EPOCH, ep_cell_tag(EP_FAULT(OLD_COUNTS) ? 1 : epoch), &f)) return false;
             uint32_t v = ep_clamp_count(s, i, (uint32_t)ep_ld_relaxed_sys_u64(cell));
             if (i < s->num_experts) counts[(uint64_t)w * s->num_experts + i] = (int32_t)v;
             else if (i == s->num_experts + c->my_rank) p->plan[EP_HEAD_NUM_RECV + w] = (int32_t)v;
@@ -209,7 +209,7 @@ void ep_cpu_plan(const EpPlanParams *p) {
     uint64_t epoch = ep_begin(c);
     if (epoch) {
         EpHeader h = ep_make_header(c, EP_OP_PLAN, NULL, NULL, p->num_tokens, 0);
-        if (!(EP_FAULT(11) && p->num_tokens == 0)) ep_enter(c, &h, epoch);
+        if (!(EP_FAULT(NO_EMPTY_ENTER) && p->num_tokens == 0)) ep_enter(c, &h, epoch);
         uint32_t cells[EP_MAX_EXPERTS + EP_MAX_RANKS + EP_WRONG_CELLS] = {0}, sorted_from[EP_MAX_EXPERTS];
         memset(p->plan, 0, EP_HEAD_WORDS * sizeof *p->plan);
         count_choices(p, cells);

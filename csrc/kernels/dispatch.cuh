@@ -181,7 +181,7 @@ template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask
     if (!FUSED) return;
     ep_warp_sync();
     ep_fence_acq_rel_gpu(); /* all lanes' rows come before the counts */
-    ep_chaos(8);
+    ep_chaos(EP_CHAOS_ROWS_COUNT);
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
         if (w.of[i].row >= 0)

@@ -85,7 +85,7 @@ struct EpDispatchHooks {
         }
         const uint64_t begin = ep_trace_now(&p.dispatch.comm);
         EpBackoff w = {0, 0, 0};
-        ep_chaos(9);
+        ep_chaos(EP_CHAOS_ROWS_AWAIT);
         for (uint32_t b = first / EP_TILE_ROWS; ok && b <= (first + num - 1) / EP_TILE_ROWS; b++)
             ok = ep_ready_await(&p.dispatch.comm, EP_OP_DISPATCH_GEMM, b, ep_ready_count(b, m, 1),
                                 EpSharedEpoch(), &w);
@@ -117,7 +117,7 @@ template <int DTYPE> struct EpCombineHooks {
         __syncwarp();
         /* orders the stores of all lanes before the counts: publishes the rows of this part */
         ep_fence_acq_rel_gpu();
-        ep_chaos(8);
+        ep_chaos(EP_CHAOS_ROWS_COUNT);
         if (lane == 0) ep_red_add_relaxed_gpu(ep_ready_word(&p.combine.comm, block), in_first);
         if (lane == 1 && num_rows > in_first)
             ep_red_add_relaxed_gpu(ep_ready_word(&p.combine.comm, block + 1), num_rows - in_first);

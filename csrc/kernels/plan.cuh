@@ -168,7 +168,7 @@ EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) 
     bool ok = true;
     const bool no_scatter =
         p.scatter_indices && p.num_scatter_tokens != p.num_tokens && p.num_scatter_tokens != v->num_tokens;
-    ep_chaos(6);
+    ep_chaos(EP_CHAOS_COUNTS_WRITE);
     for (uint32_t r = blockIdx.x; r < s.num_ranks; r += gridDim.x)
         for (uint32_t i = threadIdx.x; i < cells; i += blockDim.x) {
             const uint32_t n = i < first_wrong                  ? m.total[i]
@@ -176,7 +176,7 @@ EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) 
                                                                 : v->mine.cell[i - first_wrong];
             ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(epoch, n));
         }
-    ep_chaos(7);
+    ep_chaos(EP_CHAOS_COUNTS_READ);
     for (uint32_t j = threadIdx.x; j < num; j += 2 * blockDim.x) {
         const int32_t k = j + blockDim.x < num ? (int32_t)(j + blockDim.x) : -1;
         uint32_t of_j = 0, of_k = 0;

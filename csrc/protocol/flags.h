@@ -48,7 +48,7 @@ typedef enum { EP_CMP_GE, EP_CMP_EQ, EP_CMP_EPOCH } EpCmp; /* EPOCH: compare the
 EP_FN EpLocal *ep_local(const EpComm *c) { return EP_AT(EpLocal, c, c->my_rank, c->layout.local_off); }
 EP_FN uint64_t *ep_enter_word(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint64_t epoch) {
     return EP_AT(uint64_t, c, at_rank, c->layout.enter_off) +
-           ((epoch % (EP_FAULT(4) ? 1 : 2)) * c->shape.num_ranks + of_rank) * (EP_LINE / 8);
+           ((epoch % (EP_FAULT(ONE_BANK) ? 1 : 2)) * c->shape.num_ranks + of_rank) * (EP_LINE / 8);
 }
 /* The newest operation that of_rank has entered, as far as this rank has been told. The flight record uses
  * it. */
@@ -59,7 +59,7 @@ EP_FN uint64_t ep_entered(const EpComm *c, uint32_t of_rank) {
 }
 EP_FN EpHeader *ep_header(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint64_t epoch) {
     return EP_AT(EpHeader, c, at_rank, c->layout.header_off) +
-           (epoch % (EP_FAULT(4) ? 1 : 2)) * c->shape.num_ranks + of_rank;
+           (epoch % (EP_FAULT(ONE_BANK) ? 1 : 2)) * c->shape.num_ranks + of_rank;
 }
 EP_FN uint64_t *ep_flag(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t chunk) {
     return EP_AT(uint64_t, c, at_rank, c->layout.flag_off) + (uint64_t)of_rank * c->layout.num_chunks + chunk;
@@ -214,10 +214,10 @@ EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan,
 
 /* Tell all ranks that this rank has entered. One worker of the rank calls it. */
 EP_FN void ep_enter(const EpComm *c, const EpHeader *header, uint64_t epoch) {
-    ep_chaos(1);
+    ep_chaos(EP_CHAOS_ENTER);
     EP_FOR_LANES(r, c->shape.num_ranks) {
         EpHeader *to = ep_header(c, r, c->my_rank, epoch);
-        if (EP_FAULT(5)) ep_st_release_sys_u64(ep_enter_word(c, r, c->my_rank, epoch), epoch);
+        if (EP_FAULT(ENTER_FIRST)) ep_st_release_sys_u64(ep_enter_word(c, r, c->my_rank, epoch), epoch);
         *to = *header;
         ep_st_release_sys_u64(ep_enter_word(c, r, c->my_rank, epoch), epoch); /* publishes the header */
     }
@@ -240,10 +240,11 @@ EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
     const EpHeader *first = ep_header(c, c->my_rank, 0, epoch);
     uint32_t stuck = 0, bad = c->shape.num_ranks;
     EpFaultRecord f = {0, 0, op, 0, EP_WORD_ENTER, 0, 0, epoch, 0, 0};
-    ep_chaos(2);
+    ep_chaos(EP_CHAOS_ENTER_AWAIT);
     EP_FOR_LANES(r, c->shape.num_ranks) {
         f.peer = r;
-        if (!EP_FAULT(6) && !ep_wait_u64(c, ep_enter_word(c, c->my_rank, r, epoch), EP_CMP_GE, epoch, &f))
+        if (!EP_FAULT(NO_ENTER_WAIT) &&
+            !ep_wait_u64(c, ep_enter_word(c, c->my_rank, r, epoch), EP_CMP_GE, epoch, &f))
             stuck = 1;
     }
     ep_warp_sync();
@@ -308,7 +309,7 @@ EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t
 /* Publish a chunk of slots that this rank has written to at_rank's staging buffer. One lane calls it,
  * after ep_warp_sync(), so that the release covers the stores of all lanes. */
 EP_FN void ep_flag_publish(const EpComm *c, uint32_t at_rank, uint32_t chunk, uint64_t epoch) {
-    ep_chaos(3);
+    ep_chaos(EP_CHAOS_FLAG_PUBLISH);
     ep_st_release_sys_u64(ep_flag(c, at_rank, c->my_rank, chunk),
                           epoch); /* publishes the slots of the chunk */
 }
@@ -316,8 +317,8 @@ EP_FN void ep_flag_publish(const EpComm *c, uint32_t at_rank, uint32_t chunk, ui
 EP_FN bool ep_flag_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
     EpFaultRecord f = {0, 0, op, of_rank, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
     uint64_t ok = 1;
-    ep_chaos(4);
-    if (ep_lane() == 0 && !EP_FAULT(7))
+    ep_chaos(EP_CHAOS_FLAG_READ);
+    if (ep_lane() == 0 && !EP_FAULT(NO_FLAG_WAIT))
         ok = ep_wait_u64(c, ep_flag(c, c->my_rank, of_rank, chunk), EP_CMP_EQ, epoch,
                          &f); /* the chunk is now readable */
     return ep_warp_bcast_u64(ok) != 0;
@@ -331,7 +332,7 @@ EP_FN bool ep_flag_seen(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint6
 /* Poll a chunk once, by all lanes. If true, all lanes may read it. */
 EP_FN bool ep_flag_ready(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
     uint64_t ok = 1;
-    ep_chaos(4);
+    ep_chaos(EP_CHAOS_FLAG_READ);
     if (ep_lane() == 0) ok = ep_flag_seen(c, of_rank, chunk, epoch);
     return ep_warp_bcast_u64(ok) != 0;
 }
@@ -354,10 +355,11 @@ EP_FN uint64_t ep_count_seen(const EpComm *c, uint32_t of_rank, uint32_t cell) {
 typedef enum { EP_LEFT, EP_LEFT_LAST, EP_LEFT_LAST_FAILED } EpLeft;
 EP_FN EpLeft ep_leave(const EpComm *c, uint32_t num_workers, uint64_t epoch) {
     EpLocal *l = ep_local(c);
-    ep_chaos(5);
+    ep_chaos(EP_CHAOS_LEAVE);
     /* acq_rel: publishes all that this worker did, and makes readable to the last worker what all others
      * did. So the resets below come after every use of these words. */
-    if (ep_add_acq_rel_gpu_u64(&l->num_left, 1) + 1 != (EP_FAULT(8) ? 1 : num_workers)) return EP_LEFT;
+    if (ep_add_acq_rel_gpu_u64(&l->num_left, 1) + 1 != (EP_FAULT(EARLY_LAST) ? 1 : num_workers))
+        return EP_LEFT;
     bool failed = ep_ld_relaxed_gpu_u64(&l->claim) != 0;
     ep_st_relaxed_gpu_u64(&l->num_left, 0);
     if (epoch == 0) return EP_LEFT_LAST_FAILED;

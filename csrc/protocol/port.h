@@ -8,7 +8,7 @@
  *                              too: what any lane did before is readable by all lanes after
  *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol; it uses no others
  *   ep_now_ns, ep_pause, ep_time_to_check   the clock for timeouts; the backoff between two polls
- *   EP_FAULT(n), ep_chaos(n)   seeded faults and random delays; outside of tests constant 0 and empty
+ *   EP_FAULT(name), ep_chaos(point)   seeded faults and random delays; outside of tests 0 and empty
  *
  * Invariant: an operation of `gpu` scope never touches a peer's heap; `sys` may. On the CPU the scopes are
  * equal. */
@@ -21,9 +21,41 @@
 #ifndef EP_FAULT_IDX
 #define EP_FAULT_IDX 0
 #endif
-#define EP_FAULT(n) (EP_FAULT_IDX == (n))
+/* The seeded faults. A test build sets EP_FAULT_IDX to one of them, and the C tests must catch it. */
+enum {
+    EP_FAULT_RELAXED_LOAD = 1,    /* a load that should acquire is relaxed */
+    EP_FAULT_RELAXED_STORE = 2,   /* a store that should release is relaxed */
+    EP_FAULT_RELAXED_ADD = 3,     /* an addition that should acquire and release is relaxed */
+    EP_FAULT_ONE_BANK = 4,        /* one bank of enter words and headers instead of two */
+    EP_FAULT_ENTER_FIRST = 5,     /* the enter word is published before its header */
+    EP_FAULT_NO_ENTER_WAIT = 6,   /* no rank waits for enter */
+    EP_FAULT_NO_FLAG_WAIT = 7,    /* no rank waits for flags */
+    EP_FAULT_EARLY_LAST = 8,      /* the first worker out acts as the last one */
+    EP_FAULT_SHARED_TASK = 9,     /* two workers may take the same task */
+    EP_FAULT_OLD_COUNTS = 10,     /* counts of an earlier plan are accepted */
+    EP_FAULT_NO_EMPTY_ENTER = 11, /* a rank without tokens does not enter */
+    EP_FAULT_UNCHECKED_ROWS = 12, /* row numbers from a peer are not checked */
+    EP_FAULT_FLAG_FIRST = 13      /* a flag is published before its slots are written */
+};
+#define EP_FAULT(name) (EP_FAULT_IDX == EP_FAULT_##name)
 
-#if defined(__CUDACC__)
+/* The points at which ep_chaos may delay a worker. */
+enum {
+    EP_CHAOS_ENTER = 1,
+    EP_CHAOS_ENTER_AWAIT = 2,
+    EP_CHAOS_FLAG_PUBLISH = 3,
+    EP_CHAOS_FLAG_READ = 4,
+    EP_CHAOS_LEAVE = 5,
+    EP_CHAOS_COUNTS_WRITE = 6,
+    EP_CHAOS_COUNTS_READ = 7,
+    EP_CHAOS_ROWS_COUNT = 8,
+    EP_CHAOS_ROWS_AWAIT = 9,
+    EP_CHAOS_SIGNAL = 10
+};
+
+#if defined(EP_EMULATED) /* tests/kernels/emulated_port.h has the rest */
+
+#elif defined(__CUDACC__)
 
 #define EP_FN static __device__ __forceinline__
 #define EP_PURE static __host__ __device__ __forceinline__
@@ -108,13 +140,13 @@ EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) { return x; }
 EP_FN bool ep_warp_all(bool x) { return x; }
 
 EP_FN uint64_t ep_ld_acquire_sys_u64(const uint64_t *p) {
-    return __atomic_load_n(p, EP_FAULT(1) ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE);
+    return __atomic_load_n(p, EP_FAULT(RELAXED_LOAD) ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE);
 }
 EP_FN uint64_t ep_ld_relaxed_sys_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 EP_FN uint64_t ep_ld_relaxed_gpu_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 EP_FN uint64_t ep_ld_acquire_gpu_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 EP_FN void ep_st_release_sys_u64(uint64_t *p, uint64_t v) {
-    __atomic_store_n(p, v, EP_FAULT(2) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
+    __atomic_store_n(p, v, EP_FAULT(RELAXED_STORE) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
 }
 EP_FN void ep_st_relaxed_sys_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 EP_FN void ep_st_relaxed_gpu_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
@@ -122,7 +154,7 @@ EP_FN uint64_t ep_add_release_sys_u64(uint64_t *p, uint64_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
 }
 EP_FN uint64_t ep_add_acq_rel_gpu_u64(uint64_t *p, uint64_t v) {
-    return __atomic_fetch_add(p, v, EP_FAULT(3) ? __ATOMIC_RELAXED : __ATOMIC_ACQ_REL);
+    return __atomic_fetch_add(p, v, EP_FAULT(RELAXED_ADD) ? __ATOMIC_RELAXED : __ATOMIC_ACQ_REL);
 }
 EP_FN uint64_t ep_add_relaxed_gpu_u64(uint64_t *p, uint64_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);

@@ -17,8 +17,8 @@
  * empty. */
 EP_FN uint64_t ep_queue_pop(uint64_t *counter) {
     uint64_t n = 0;
-    if (ep_lane() == 0) n = EP_FAULT(9) ? *counter : ep_add_relaxed_gpu_u64(counter, 1);
-    if (EP_FAULT(9) && ep_lane() == 0) *counter = n + 1;
+    if (ep_lane() == 0) n = EP_FAULT(SHARED_TASK) ? *counter : ep_add_relaxed_gpu_u64(counter, 1);
+    if (EP_FAULT(SHARED_TASK) && ep_lane() == 0) *counter = n + 1;
     return ep_warp_bcast_u64(n);
 }
 

@@ -5,9 +5,11 @@
  * memory that their processes share.
  * Kept of the machine: memory order (ThreadSanitizer reports what is not ordered); and a cp.async copy is
  * in flight until its wait. Not kept: time. */
-#ifndef EP_PORT_H
-#define EP_PORT_H
+#ifndef EMULATED_PORT_H
+#define EMULATED_PORT_H
+#define EP_EMULATED
 #include "emulated_threads.h"
+#include "protocol/port.h"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -118,11 +120,9 @@ static float __fadd_rn(float a, float b) { return a + b; }
 
 /* ---- the port ---- */
 
-#define EP_FAULT(n) (0)
 #define EP_FN static inline
 #define EP_PURE static inline
 #define EP_LANES 32u
-#define EP_FOR_LANES(i, n) for (uint32_t i = ep_lane(); i < (n); i += EP_LANES)
 EP_FN uint32_t ep_lane(void) { return threadIdx.x % 32; }
 EP_FN void ep_warp_sync(void) { __syncwarp(); }
 EP_FN uint32_t ep_warp_min_u32(uint32_t x) {
@@ -261,4 +261,4 @@ static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, ui
 #define cudaFuncSetAttribute(f, what, n) ((void)(n), cudaSuccess)
 #define ep_allow_smem(f, n) ((void)(f), (void)(n), cudaSuccess)
 
-#endif /* EP_PORT_H */
+#endif /* EMULATED_PORT_H */
