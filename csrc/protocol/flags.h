@@ -131,7 +131,8 @@ typedef struct {
 EP_FN bool ep_wait_on(const EpComm *c, EpBackoff *w, uint64_t limit_ns, const EpFaultRecord *what,
                       uint64_t want, uint64_t got) {
     if (ep_time_to_check(w->polls)) {
-        const uint32_t now = (uint32_t)(ep_now_ns() / EP_CHECK_NS) | 1u;
+        const uint32_t ticks = (uint32_t)(ep_now_ns() / EP_CHECK_NS);
+        const uint32_t now = ticks ? ticks : 1; /* start == 0 means that the wait has not begun */
         if (ep_must_leave(c)) return false;
         if (w->start == 0) w->start = w->checked = now;
         if (now != w->checked) {
