@@ -98,7 +98,14 @@ typedef struct {
     uint32_t num_tokens; /* T; may differ between ranks */
     uint32_t pad;
 } EpHeader;
-#define EP_NUM_HEADER_FIELDS 13u
+/* Indices of the fields that are compared; see ep_header_diff. */
+enum {
+#define X(name) EP_FIELD_##name,
+    EP_HEADER_FIELDS(X)
+#undef X
+        EP_FIELD_COUNT
+};
+#define EP_NUM_HEADER_FIELDS ((uint32_t)EP_FIELD_COUNT)
 
 /* Words that only the workers of the owner's rank use. Each group is on a line of its own. */
 typedef struct {
@@ -354,6 +361,8 @@ typedef struct {
 #define EP_STATIC_ASSERT _Static_assert
 #endif
 EP_STATIC_ASSERT(sizeof(EpHeader) == 64, "a header is one line of 64 bytes");
+EP_STATIC_ASSERT(offsetof(EpHeader, status) == 4 * EP_NUM_HEADER_FIELDS,
+                 "all fields of the list are compared");
 EP_STATIC_ASSERT(sizeof(EpLocal) == 6 * EP_LINE, "local words stand on lines of their own");
 EP_STATIC_ASSERT(EP_HEAD_NUM_RECV - EP_HEAD_NUM_SEND == EP_MAX_RANKS, "room for every rank");
 
