@@ -240,7 +240,7 @@ EP_FN bool staged_rows_are_made(const EpCombineParams &p, uint32_t chunk) {
  * of `lanes`. Hundreds of warps wait in a megakernel. Without the sleep between two polls they slow down
  * the MMA warps. */
 template <typename E> EP_FN bool wait_for_rows(const EpCombineParams &p, uint32_t op, EpBackoff *w, E epoch) {
-    const EpFaultRecord f = {0, 0, op, p.comm.my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
+    const EpFaultRecord f = ep_fault_at(op, p.comm.my_rank, EP_WORD_READY, epoch);
     uint64_t ok = 1;
     ep_sleep_2us();
     if (ep_lane() == 0) ok = ep_wait_on(&p.comm, w, ep_local_limit_ns(&p.comm), &f, 1, 0);

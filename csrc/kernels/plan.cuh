@@ -120,7 +120,7 @@ EP_FN bool sync_ranks(const EpComm *c, uint64_t epoch) {
     __shared__ int arrived, entered;
     __syncthreads();
     if (threadIdx.x == 0) {
-        EpFaultRecord f = {0, 0, EP_OP_PLAN, c->my_rank, EP_WORD_NONE, 0, 0, epoch, 0, 0};
+        EpFaultRecord f = ep_fault_at(EP_OP_PLAN, c->my_rank, EP_WORD_NONE, epoch);
         ep_add_acq_rel_gpu_u64(&ep_local(c)->grid_arrived, 1);
         arrived = ep_wait_u64(c, &ep_local(c)->grid_arrived, EP_CMP_GE, gridDim.x, &f);
     }
@@ -145,7 +145,7 @@ EP_FN bool await_cells(const EpComm *c, uint32_t j, int32_t k, uint64_t epoch, u
         *of_k = (uint32_t)b;
         if (a >> 32 == tag && b >> 32 == tag) return true;
         const uint32_t late = (a >> 32 == tag ? (uint32_t)k : j) / c->layout.num_count_cells;
-        const EpFaultRecord f = {0, 0, EP_OP_PLAN, late, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
+        const EpFaultRecord f = ep_fault_at(EP_OP_PLAN, late, EP_WORD_COUNTS, epoch);
         if (!ep_wait_on(c, &backoff, c->timeout_ns, &f, tag, (a >> 32 == tag ? b : a) >> 32)) return false;
     }
 }
@@ -190,7 +190,7 @@ EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) 
 /* Record the first error in rank order; all ranks see the same ones. One thread calls it. */
 EP_FN void report_wrong(const Params &p, Verdict *v, uint64_t epoch) {
     const EpShape &s = p.comm.shape;
-    EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_NONE, 0, 0, epoch, 0, 0};
+    EpFaultRecord f = ep_fault_at(EP_OP_PLAN, 0, EP_WORD_NONE, epoch);
     for (uint32_t w = 0; w < s.num_ranks && !f.code; w++) ep_wrong_fault(&s, w, &v->wrong[w], &f);
     for (uint32_t w = 0; w < s.num_ranks; w++) {
         const uint32_t rows = (uint32_t)v->rank_rows[w];
@@ -275,8 +275,9 @@ EP_FN void place(const Params &p, const Smem &m, Range range, const Verdict &v, 
                           : (int32_t)(m.row_from[e] +
                                       ep_rows_before_rank(&s, m.counts, (uint32_t)e, p.comm.my_rank) + at);
             if (row < 0 || row >= v.rank_rows[c.rank]) {
-                EpFaultRecord f = {0,     EP_EINVAL, EP_OP_PLAN, p.comm.my_rank, EP_WORD_SCATTER, 0, 0,
-                                   epoch, 1,         0};
+                EpFaultRecord f = ep_fault_at(EP_OP_PLAN, p.comm.my_rank, EP_WORD_SCATTER, epoch);
+                f.code = EP_EINVAL;
+                f.want = 1; /* only this rank knows of the fault; see comm.c */
                 ep_fault(&p.comm, &f);
                 row = -1;
             }

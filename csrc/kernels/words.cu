@@ -19,7 +19,7 @@ __global__ void signal_kernel(uint64_t *word, uint64_t value, uint32_t add) {
 
 __global__ void wait_kernel(const __grid_constant__ EpComm c, const uint64_t *word, uint64_t value,
                             uint32_t exact) {
-    EpFaultRecord f = {0, 0, 0, c.my_rank, EP_WORD_SIGNAL, 0, 0, 0, 0, 0};
+    EpFaultRecord f = ep_fault_at(0, c.my_rank, EP_WORD_SIGNAL, 0);
     ep_wait_u64(&c, word, exact ? EP_CMP_EQ : EP_CMP_GE, value,
                 &f); /* what the word publishes is now readable */
 }

@@ -77,6 +77,22 @@ EP_FN uint64_t ep_begin(const EpComm *c) {
     return ep_ld_relaxed_gpu_u64(&l->epoch) + 1;
 }
 
+/* A fault record without a code: what a wait needs to know, to record its timeout. */
+EP_FN EpFaultRecord ep_fault_at(uint32_t op, uint32_t peer, uint32_t word, uint64_t epoch) {
+    EpFaultRecord f;
+    f.state = 0;
+    f.code = 0;
+    f.op = op;
+    f.peer = peer;
+    f.word = word;
+    f.field = 0;
+    f.pad = 0;
+    f.epoch = epoch;
+    f.want = 0;
+    f.got = 0;
+    return f;
+}
+
 /* Record the first fault of an operation. Later faults are consequences of it and are dropped. */
 EP_FN void ep_fault(const EpComm *c, const EpFaultRecord *f) {
     EpFaultRecord *to = &c->host->fault;
@@ -187,22 +203,23 @@ EP_FN bool ep_recv_is_void(const EpShape *s, const int32_t *plan, const int32_t 
 EP_FN EpHeader ep_make_header(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv,
                               uint32_t num_tokens, uint32_t num_rows) {
     const EpShape *s = &c->shape;
-    EpHeader h = {EP_ABI_VERSION,
-                  op,
-                  s->dtype,
-                  s->hidden,
-                  s->num_topk,
-                  s->num_experts,
-                  s->max_tokens,
-                  s->combine_mode,
-                  s->capacity,
-                  0,
-                  0,
-                  0,
-                  c->requires_grad,
-                  c->status,
-                  num_tokens,
-                  0};
+    EpHeader h;
+    h.abi = EP_ABI_VERSION;
+    h.op = op;
+    h.dtype = s->dtype;
+    h.hidden = s->hidden;
+    h.num_topk = s->num_topk;
+    h.num_experts = s->num_experts;
+    h.max_tokens = s->max_tokens;
+    h.combine_mode = s->combine_mode;
+    h.capacity = s->capacity;
+    h.has_weight = 0;
+    h.has_scalar = 0;
+    h.plan_idx = 0;
+    h.requires_grad = c->requires_grad;
+    h.status = c->status;
+    h.num_tokens = num_tokens;
+    h.pad = 0;
     const bool is_void = recv && ep_recv_is_void(s, plan, recv);
     if (plan) h.plan_idx = (uint32_t)plan[EP_HEAD_PLAN_IDX];
     if (plan && !h.status) h.status = plan[EP_HEAD_STATUS];
@@ -240,7 +257,7 @@ EP_PURE uint32_t ep_header_diff(const EpHeader *a, const EpHeader *b) {
 EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
     const EpHeader *first = ep_header(c, c->my_rank, 0, epoch);
     uint32_t stuck = 0, bad = c->shape.num_ranks;
-    EpFaultRecord f = {0, 0, op, 0, EP_WORD_ENTER, 0, 0, epoch, 0, 0};
+    EpFaultRecord f = ep_fault_at(op, 0, EP_WORD_ENTER, epoch);
     ep_chaos(EP_CHAOS_ENTER_AWAIT);
     EP_FOR_LANES(r, c->shape.num_ranks) {
         f.peer = r;
@@ -298,7 +315,7 @@ EP_FN uint64_t ep_local_limit_ns(const EpComm *c) {
 }
 EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t count, uint64_t epoch,
                           EpBackoff *w) {
-    const EpFaultRecord f = {0, 0, op, c->my_rank, EP_WORD_READY, 0, 0, epoch, 0, 0};
+    const EpFaultRecord f = ep_fault_at(op, c->my_rank, EP_WORD_READY, epoch);
     for (;;) {
         const uint64_t got =
             ep_ld_acquire_gpu_u64(ep_ready_word(c, block)); /* the rows of the row block are now readable */
@@ -316,7 +333,7 @@ EP_FN void ep_flag_publish(const EpComm *c, uint32_t at_rank, uint32_t chunk, ui
 }
 /* Wait for a chunk of of_rank. All lanes call it. If true, all lanes may then read the chunk. */
 EP_FN bool ep_flag_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
-    EpFaultRecord f = {0, 0, op, of_rank, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
+    EpFaultRecord f = ep_fault_at(op, of_rank, EP_WORD_FLAG, epoch);
     uint64_t ok = 1;
     ep_chaos(EP_CHAOS_FLAG_READ);
     if (ep_lane() == 0 && !EP_FAULT(NO_FLAG_WAIT))
@@ -340,7 +357,7 @@ EP_FN bool ep_flag_ready(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint
 /* Back off after an unsuccessful poll of a chunk, as ep_wait_on does. One lane calls it. */
 EP_FN bool ep_flag_wait_on(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch,
                            EpBackoff *w) {
-    const EpFaultRecord f = {0, 0, op, of_rank, EP_WORD_FLAG, 0, 0, epoch, 0, 0};
+    const EpFaultRecord f = ep_fault_at(op, of_rank, EP_WORD_FLAG, epoch);
     return ep_wait_on(c, w, c->timeout_ns, &f, epoch,
                       ep_ld_relaxed_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)));
 }

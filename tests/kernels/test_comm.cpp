@@ -69,7 +69,7 @@ static void leave(const EpComm *c, uint64_t *ready) {
  * were not published. */
 static void check_published(const EpComm *c, uint32_t op, uint32_t r, uint32_t slot, const unsigned char *at,
                             uint64_t num_bytes) {
-    const EpFaultRecord f = {0, 0, op, r, EP_WORD_FLAG, 0, 0, SharedEpoch(), 0, 0};
+    const EpFaultRecord f = ep_fault_at(op, r, EP_WORD_FLAG, SharedEpoch());
     if (!ep_wait_u64(c, ep_flag(c, r, c->my_rank, slot / EP_CHUNK_SLOTS), EP_CMP_EQ, SharedEpoch(), &f))
         return;
     for (uint64_t i = 0; i < num_bytes; i++) (void)((const volatile unsigned char *)at)[i];
