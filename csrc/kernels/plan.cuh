@@ -120,7 +120,7 @@ EP_FN bool sync_ranks(const EpComm *c, uint64_t epoch) {
     __shared__ int arrived, entered;
     __syncthreads();
     if (threadIdx.x == 0) {
-        EpFaultRecord f = ep_fault_at(EP_OP_PLAN, c->my_rank, EP_WORD_NONE, epoch);
+        EpFaultRecord f = ep_fault_at(EP_OP_PLAN, c->my_rank, EP_WORD_GRID, epoch);
         ep_add_acq_rel_gpu_u64(&ep_local(c)->grid_arrived, 1);
         arrived = ep_wait_u64(c, &ep_local(c)->grid_arrived, EP_CMP_GE, gridDim.x, &f);
     }

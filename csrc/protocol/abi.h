@@ -248,7 +248,7 @@ typedef enum {
     EP_WORD_HEADER = 5,
     EP_WORD_INDEX = 6,
     EP_WORD_ROWS = 7,
-    EP_WORD_TRAILER = 8,
+    EP_WORD_GRID = 8,
     EP_WORD_SCATTER = 9,
     EP_WORD_READY = 10
 } EpWord;
