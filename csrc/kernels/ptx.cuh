@@ -19,7 +19,7 @@ EP_PTX uint32_t ep_smem(const void *p) { return (uint32_t)__cvta_generic_to_shar
 /* ---- mbarrier ---- */
 
 EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
 /* Publishes initialised mbarriers: to the async proxy, and to the other threads of the cluster after its
  * barrier. */
