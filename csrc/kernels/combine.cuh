@@ -55,6 +55,13 @@ EP_FN bool is_row(const EpCombineParams &p, int32_t token, int32_t row) {
 typedef struct {
     int32_t token, row[EP_CHUNK_SLOTS];
 } ChunkRows;
+EP_FN ChunkRows no_rows(void) {
+    ChunkRows r;
+    r.token = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) r.row[i] = -1;
+    return r;
+}
 EP_FN ChunkRows rows_to_return(const EpCombineParams &p, EpTask task) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk;
@@ -307,7 +314,7 @@ template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParam
     const uint32_t num_send = gather ? num_stage : (uint32_t)ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W);
     bool may_send = parts.sends;
     uint32_t send = num_send; /* the chunk that this warp has drawn and not yet returned */
-    ChunkRows rows = {0, {-1, -1, -1, -1}};
+    ChunkRows rows = no_rows();
     EpBackoff backoff = {0, 0, 0};
     uint32_t to_come;
     SendTurn turn = {(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) % W, W};
