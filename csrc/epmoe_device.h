@@ -79,10 +79,8 @@ EP_FN bool ep_dev_wait(const EpDeviceHeap *h, const uint64_t *word, uint64_t val
         const uint64_t now = ep_time_to_check(polls) ? ep_now_ns() : checked;
         if (begin == 0) begin = checked = now;
         if (now - checked < EP_DEV_CHECK_NS) continue;
-        if (EP_LANES == 1 && now - checked > 500000000u)
-            /* A longer gap between two checks means that this process was suspended; at most this much of
-             * it counts. */
-            begin += now - checked - 500000000u;
+        if (EP_LANES == 1 && now - checked > EP_MAX_COUNTED_GAP_NS) /* this process was suspended */
+            begin += now - checked - EP_MAX_COUNTED_GAP_NS;
         checked = now;
         if (now - begin > h->timeout_ns || ep_ld_relaxed_sys_u64(h->world_ended)) break;
     }

@@ -168,7 +168,6 @@ static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_
 /* Callers that have not yet said who they are.  A stranger may be silent for as long as it likes: it takes
  * a place here, and the oldest has to leave when places run out, but nobody waits for it. */
 #define MAX_CALLERS 16u
-#define STOPPED_NS 500000000ull /* no round takes so long */
 #define KNOCK_NS 300000000ull   /* how often a rank that has not come is looked for */
 typedef struct {
     int fds[MAX_CALLERS];
@@ -245,7 +244,7 @@ int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint
     for (uint32_t r = 0; r < config->rank; r++) EP_TRY_GOTO(code, connect_to(config, r, &sockets[r], deadline_ns), fail);
     while (num_waiting) {
         uint64_t now = ep_now_ns();
-        if (now - looked > STOPPED_NS) deadline_ns += now - looked - STOPPED_NS; /* this process was stopped, perhaps with all others */
+        if (now - looked > EP_MAX_COUNTED_GAP_NS) deadline_ns += now - looked - EP_MAX_COUNTED_GAP_NS; /* suspended */
         looked = now;
         if (now >= deadline_ns) {
             code =

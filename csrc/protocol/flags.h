@@ -129,12 +129,6 @@ EP_FN bool ep_world_ended(const EpComm *c) {
  * asks the other ranks what they are doing; see watchdog.c. */
 #define EP_STUCK_NS 1000000000u
 
-/* A waiting thread checks the clock more often than this. A longer gap means that its process was
- * suspended (SIGSTOP, a debugger, a checkpoint of the whole job), and suspended time must not count toward
- * the timeout. Of each gap at most this much counts. It is not zero, so that a wait ends even on a machine
- * that never checks more often. */
-#define EP_MAX_COUNTED_GAP_NS 500000000u
-
 /* The state of one wait: when it began, when it last checked what may end it, and the number of polls.
  * Both times are in units of EP_CHECK_NS modulo 2^32: 32-bit fields, to save registers of a warp that
  * works between two polls. Initialise with zeros. */

@@ -7,7 +7,7 @@
  *   ep_warp_sync, ep_warp_{min_u32,bcast_u64,all}   the warp operations. sync, bcast and all order memory,
  *                              too: what any lane did before is readable by all lanes after
  *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol; it uses no others
- *   ep_now_ns, ep_pause, ep_time_to_check   the clock for timeouts; the backoff between two polls
+ *   ep_now_ns, ep_pause, ep_time_to_check, EP_MAX_COUNTED_GAP_NS   the clock and backoff of waits
  *   EP_FAULT(name), ep_chaos(point)   seeded faults and random delays; outside of tests 0 and empty
  *
  * Invariant: an operation of `gpu` scope never touches a peer's heap; `sys` may. On the CPU the scopes are
@@ -52,6 +52,12 @@ enum {
     EP_CHAOS_ROWS_AWAIT = 9,
     EP_CHAOS_SIGNAL = 10
 };
+
+/* A waiting thread checks the clock more often than this. A longer gap means that its process was
+ * suspended (SIGSTOP, a debugger, a checkpoint of the whole job), and suspended time must not count toward
+ * the timeout. Of each gap at most this much counts. It is not zero, so that a wait ends even on a machine
+ * that never checks more often. */
+#define EP_MAX_COUNTED_GAP_NS 500000000u
 
 #if defined(EP_EMULATED) /* tests/kernels/emulated_port.h has the rest */
 
