@@ -14,7 +14,7 @@ int ep_preload_fused_f16(void);
  * (timeout_ns), then those for this rank's ready counters (twice that). */
 static uint64_t block_limit_ns(const EpComm *c) {
     const uint64_t ns = c->timeout_ns < UINT64_MAX / 4 ? 4 * c->timeout_ns : UINT64_MAX;
-    return ns < 10000000000ull ? 10000000000ull : ns;
+    return ns < EP_GEMM_MIN_LIMIT_NS ? EP_GEMM_MIN_LIMIT_NS : ns;
 }
 
 static int check_device(void) {

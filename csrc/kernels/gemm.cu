@@ -46,7 +46,7 @@ extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
     if (is_hopper && p->num_rows > 0 && !p->is_portable) { /* a tensor map cannot have a dimension of 0 */
         const uint32_t tile_cols = ep_gemm_has_few_rows(p) ? 64 : ep_gemm_tile_cols(p);
         EpGemmParams q = *p;
-        q.limit_ns = 10000000000ull;
+        q.limit_ns = EP_GEMM_MIN_LIMIT_NS;
         return p->is_f16 ? ep_launch_gemm_f16(&q, tile_cols, (uint32_t)num_sm, (cudaStream_t)stream)
                          : ep_launch_gemm_bf16(&q, tile_cols, (uint32_t)num_sm, (cudaStream_t)stream);
     }

@@ -54,11 +54,11 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
         STAGES * (STAGE_BYTES + EP_GEMM_INFO_BYTES + 2 * 8) + NUM_NEXT * (8 + 4);
     static constexpr int BURST_PITCH = OUT_GROUPS * 16 + 16;
     static constexpr int BURST_GROUP = 8 * BURST_PITCH;
-    static constexpr int NUM_BURST_GROUPS = (232448 - RING_BYTES) / (BURST_GROUP + 16);
+    static constexpr int NUM_BURST_GROUPS = (EP_CTA_SMEM_BYTES - RING_BYTES) / (BURST_GROUP + 16);
     static constexpr int OUT_BYTES =
         FEW_ROWS ? NUM_BURST_GROUPS * (BURST_GROUP + 16) : 8 * EP_GEMM_OUT_STAGING;
     static constexpr int SMEM_BYTES = RING_BYTES + OUT_BYTES;
-    static_assert(SMEM_BYTES <= 232448, "the shared memory of a CTA");
+    static_assert(SMEM_BYTES <= EP_CTA_SMEM_BYTES, "the shared memory of a CTA");
     static_assert(!FEW_ROWS || NUM_BURST_GROUPS >= BM / 8, "room for the groups of a tile");
     static_assert(OUT_GROUPS % PASS == 0, "staging buffers of up to 128 columns");
     static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD,

@@ -10,6 +10,10 @@
 #define EP_GEMM_H
 #include "protocol/port.h"
 
+#define EP_CTA_SMEM_BYTES 232448 /* shared memory that a CTA can have on Hopper */
+/* The smallest limit of waits within a CTA; see ep_mbar_wait. */
+#define EP_GEMM_MIN_LIMIT_NS 10000000000ull
+
 typedef enum { EP_GEMM_FORWARD = 0, EP_GEMM_DGRAD = 1, EP_GEMM_WGRAD = 2 } EpGemmKind;
 /* SWIGLU: all gate rows of w, then all up rows. GPT_OSS: interleaved and clamped, with two parameters. See
  * reference.py's activate. */

@@ -26,14 +26,13 @@
 using std::max;
 using std::min;
 
-#define EP_SMEM 232448
-static unsigned char smem_bytes[1];                       /* only a name: shared memory begins at address 0 */
-alignas(1024) static unsigned char ep_shared[2][EP_SMEM]; /* of each CTA of the pair */
-static thread_local uint32_t ep_rank;                     /* this thread's CTA in the pair */
+static unsigned char smem_bytes[1]; /* only a name: shared memory begins at address 0 */
+alignas(1024) static unsigned char ep_shared[2][EP_CTA_SMEM_BYTES]; /* of each CTA of the pair */
+static thread_local uint32_t ep_rank;                               /* this thread's CTA in the pair */
 
 static uint32_t ep_smem(const void *p) { return (uint32_t)((const unsigned char *)p - smem_bytes); }
 static unsigned char *ep_at(uint32_t at, uint32_t n, uint32_t rank = ep_rank) {
-    if (at + n > EP_SMEM) ep_die("an address outside of shared memory");
+    if (at + n > EP_CTA_SMEM_BYTES) ep_die("an address outside of shared memory");
     return ep_shared[rank] + at;
 }
 /* The location of a 16-byte piece within its 128-byte line depends on the number of the line. */
@@ -54,7 +53,7 @@ struct EpMbarrier {
     }
 };
 static EpBarrier ep_warps[2][12], ep_named[2][2], ep_cluster;
-static EpMbarrier ep_mbarriers[2][EP_SMEM / 8];
+static EpMbarrier ep_mbarriers[2][EP_CTA_SMEM_BYTES / 8];
 #define EP_CTA_THREADS \
     257u /* the producer's thread and two warpgroups; communication warps are not emulated */
 
