@@ -53,7 +53,8 @@ EP_PURE bool ep_gemm_is_activation(uint32_t activation, float alpha, float limit
     return activation < EP_ACT_GPT_OSS || (activation == EP_ACT_GPT_OSS && alpha - alpha == 0 && limit > 0);
 }
 EP_PURE uint32_t ep_gemm_is_gated(uint32_t activation) { return activation >= EP_ACT_SWIGLU; }
-/* Columns of the product, which tiles divide, and columns of the output. */
+/* num_cols: columns of the product, which is divided into tiles. out_cols: columns that are written; half as
+ * many if the activation is gated. */
 EP_PURE uint32_t ep_gemm_num_cols(const EpGemmParams *p) { return p->kind == EP_GEMM_FORWARD ? p->n : p->k; }
 EP_PURE uint32_t ep_gemm_out_cols(const EpGemmParams *p) {
     return ep_gemm_num_cols(p) >> ep_gemm_is_gated(p->activation);

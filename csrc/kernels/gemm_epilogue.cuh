@@ -18,8 +18,8 @@ EP_PTX void ep_sigmoid_pair(float x0, float x1, float s, float *y0, float *y1) {
     *y1 = a * r;
 }
 
-/* Apply the activation to two neighbouring columns of two rows. d has four products or gate values, then
- * the four up values. out may be d, or precede it in memory. */
+/* Apply the activation to two neighbouring columns of two rows. d: four products; or four
+ * gate values and then the four up values. out may be d, or precede it in memory. */
 template <int ACT> EP_PTX void ep_gemm_activate(const EpGemmParams *p, const float *d, float *out) {
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
@@ -52,8 +52,8 @@ template <bool F16> EP_PTX float2 ep_load_pair(const void *p, uint64_t i) {
     return F16 ? __half22float2(((const __half2 *)p)[i / 2])
                : __bfloat1622float2(((const __nv_bfloat162 *)p)[i / 2]);
 }
-/* Add the bias of output columns c (even) and c + 1, in two rows. d has four products or gate values, then
- * the four up values. */
+/* Add the bias of output columns c (even) and c + 1, in two rows. d: four products; or four
+ * gate values and then the four up values. */
 template <int ACT, bool F16> EP_PTX void ep_gemm_add_bias(const EpGemmParams *p, uint32_t e, uint32_t c,
                                                           float *d) {
     const uint64_t base = (uint64_t)e * p->n;

@@ -22,7 +22,8 @@ template <int ACT, bool F16> struct EpSimpleGemm {
     static constexpr bool GATED = ACT >= EP_ACT_SWIGLU;
     using T = std::conditional_t<F16, __half, __nv_bfloat16>;
 
-    /* The row of the weights for column c of the product. */
+    /* The row of the weights for column c of the product. Columns alternate between gate and up; for SWIGLU
+     * the gate rows are the first half of the weights. */
     static __device__ uint32_t weight_row(const EpGemmParams *p, uint32_t c) {
         return ACT == EP_ACT_SWIGLU ? c / 2 + c % 2 * (p->n / 2) : c;
     }

@@ -145,7 +145,8 @@ typedef struct {
     uint32_t num_groups, num_tiles;
 } EpGemmBurst;
 
-/* Write a burst. All MMA warps of the CTA take part, and they all have the same counts. */
+/* Write a burst: all groups of rows that wait in shared memory. All MMA warps of the CTA take part; each has
+ * counted the same groups and tiles. */
 template <typename C> EP_PTX void ep_gemm_burst_write(const EpGemmParams *p, uint32_t staging,
                                                       EpGemmBurst *burst) {
     const uint32_t lane = ep_lane_now();

@@ -132,8 +132,8 @@ EP_FN bool sync_ranks(const EpComm *c, uint64_t epoch) {
     return arrived && entered;
 }
 
-/* Wait for two cells, j and k (k = -1: only j), numbered through the cells of all ranks. One latency for
- * both. */
+/* Wait for two cells, j and k (k = -1: only j), which are indices among the cells of all ranks. Waiting for
+ * both at once costs only one latency. */
 EP_FN bool await_cells(const EpComm *c, uint32_t j, int32_t k, uint64_t epoch, uint32_t *of_j,
                        uint32_t *of_k) {
     const uint64_t tag = ep_cell_tag(epoch);
@@ -149,7 +149,7 @@ EP_FN bool await_cells(const EpComm *c, uint32_t j, int32_t k, uint64_t epoch, u
         if (!ep_wait_on(c, &backoff, c->timeout_ns, &f, tag, (a >> 32 == tag ? b : a) >> 32)) return false;
     }
 }
-/* Store value n of cell j, numbered through the cells of all ranks. */
+/* Store the value n that a rank wrote in a cell. j is the cell's index among the cells of all ranks. */
 EP_FN void store_cell(const Params &p, const Smem &m, Verdict *v, uint32_t j, uint32_t n) {
     const EpShape &s = p.comm.shape;
     const uint32_t w = j / m.cells, i = j % m.cells, me = p.comm.my_rank;

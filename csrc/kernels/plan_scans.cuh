@@ -96,7 +96,8 @@ template <uint32_t MOST> EP_FN CtaSums sums_over_ctas(const uint32_t *of_first, 
     return s;
 }
 
-/* Compute the sums over earlier CTAs and over all CTAs. The control warp finds the first wrong index. */
+/* For each cell, compute the sum over earlier CTAs and over all CTAs. The control warp finds the first wrong
+ * expert index. */
 EP_FN void scan_ctas(const Params &p, const Smem &m, Verdict *v) {
     const uint32_t *scratch = EP_AT(uint32_t, &p.comm, p.comm.my_rank, p.comm.layout.scratch_off);
     for (uint32_t i = threadIdx.x; i < m.sums; i += blockDim.x) {

@@ -72,7 +72,8 @@ template <typename F, typename Place>
 EP_FN void ep_stream_copy(uint32_t fifo, uint64_t my_src, uint32_t rows, uint32_t num_vec, Place place) {
     const uint32_t lane = ep_lane();
     const int32_t num =
-        (int32_t)num_vec - (int32_t)lane; /* 16-byte units of a row from this lane's first one on */
+        (int32_t)num_vec -
+        (int32_t)lane; /* number of 16-byte units from this lane's first one to the row's end */
     uint32_t ahead = rows, cell = 0;
     int32_t left_ahead = num;
     const uint4 *from = (const uint4 *)__shfl_sync(EP_FULL, my_src, __ffs((int)ahead) - 1) + lane;

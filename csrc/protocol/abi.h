@@ -160,7 +160,7 @@ typedef struct {
     uint64_t expert_row_off;   /* [L + 1] first row of each local expert; the last entry is M */
     uint64_t token_expert_off; /* [T][K] expert of each choice; -1: dropped */
     uint64_t token_row_off;    /* [T][K] row at the expert's rank; -1: dropped */
-    uint64_t token_slot_off;   /* [T][W] return slot of the token at each rank; -1: not sent there */
+    uint64_t token_slot_off;   /* [T][W] slot in which the token returns from each rank; -1: not sent there */
     uint64_t sort_off;         /* [T * K] t * K + k, sorted by expert, token, choice; -1 after the last */
     uint64_t send_token_off;   /* [W][T] token in each slot that this rank sends */
     uint64_t tile_expert_off;  /* [num_tiles] local expert of each tile */

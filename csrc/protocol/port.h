@@ -181,7 +181,8 @@ EP_FN void ep_pause(uint32_t polls) {
     else if (polls > 32) sched_yield();
 }
 
-/* Once polls sleep, each of them may take long on a busy machine. So then check after each poll. */
+/* Whether a wait checks the clock and the abort word after this poll. Polls that sleep may take long on a
+ * busy machine, so each of those is followed by a check. */
 EP_FN bool ep_time_to_check(uint32_t polls) { return polls % 64 == 63 || polls > 4000; }
 
 #ifdef EP_CHAOS /* tests link a function that sleeps for a random time at points of the protocol */
