@@ -133,11 +133,11 @@ template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &
 EP_FN int32_t record_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, most = c->shape.max_tokens;
-    const uint32_t home = (uint32_t)__shfl_sync(EP_FULL, w.head, 1);
-    int32_t *keep = p.recv + ((uint64_t)s * most + (home < most ? home : 0)) * (1 + K);
+    const uint32_t return_slot = (uint32_t)__shfl_sync(EP_FULL, w.head, 1);
+    int32_t *record = p.recv + ((uint64_t)s * most + (return_slot < most ? return_slot : 0)) * (1 + K);
     if ((uint32_t)w.row >= p.num_rows || w.row >= p.plan[EP_HEAD_NUM_ROWS]) w.row = -1;
-    if (ep_lane() == 0) keep[0] = (uint32_t)w.head < most ? w.head : 0;
-    if (ep_lane() < K) keep[1 + ep_lane()] = w.row;
+    if (ep_lane() == 0) record[0] = (uint32_t)w.head < most ? w.head : 0;
+    if (ep_lane() < K) record[1 + ep_lane()] = w.row;
     if (ep_lane() < K && w.row >= 0 && p.row_weight) p.row_weight[w.row] = w.weight;
     return w.row;
 }

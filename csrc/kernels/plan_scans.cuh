@@ -71,9 +71,9 @@ EP_FN void scan_warps(const Params &p, const Smem &m, uint32_t bad) {
 enum { FEW_CTAS = 16, MANY_CTAS = 64 };
 static_assert(EP_PLAN_CTAS % MANY_CTAS == 0, "the most is a number that there can be");
 EP_PURE uint32_t num_plan_ctas(uint64_t num_choices) {
-    const uint64_t blocks = (num_choices + 64 * EP_WARPS - 1) / (64 * EP_WARPS);
-    if (blocks <= FEW_CTAS) return blocks ? (uint32_t)blocks : 1;
-    return blocks < EP_PLAN_CTAS ? ((uint32_t)blocks + MANY_CTAS - 1) / MANY_CTAS * MANY_CTAS : EP_PLAN_CTAS;
+    const uint64_t ctas = (num_choices + 64 * EP_WARPS - 1) / (64 * EP_WARPS);
+    if (ctas <= FEW_CTAS) return ctas ? (uint32_t)ctas : 1;
+    return ctas < EP_PLAN_CTAS ? ((uint32_t)ctas + MANY_CTAS - 1) / MANY_CTAS * MANY_CTAS : EP_PLAN_CTAS;
 }
 
 /* The totals of one cell: sum over all CTAs, and over those before this one. Up to MOST loads are in

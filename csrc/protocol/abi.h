@@ -363,7 +363,7 @@ typedef struct {
 EP_STATIC_ASSERT(sizeof(EpHeader) == 64, "a header is one line of 64 bytes");
 EP_STATIC_ASSERT(offsetof(EpHeader, status) == 4 * EP_NUM_HEADER_FIELDS,
                  "all fields of the list are compared");
-EP_STATIC_ASSERT(sizeof(EpLocal) == 6 * EP_LINE, "local words stand on lines of their own");
+EP_STATIC_ASSERT(sizeof(EpLocal) == 6 * EP_LINE, "groups of local words are on lines of their own");
 EP_STATIC_ASSERT(EP_HEAD_NUM_RECV - EP_HEAD_NUM_SEND == EP_MAX_RANKS, "room for every rank");
 
 #define EP_AT(type, comm, rank, off) ((type *)((comm)->base[rank] + (off)))

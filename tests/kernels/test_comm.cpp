@@ -221,12 +221,12 @@ static bool check_round(const Problem &q, const Fused &f, uint32_t r, uint32_t i
     if (!made) puts("  a case without a plan");
     ok = same("recv", r, i, a.recv, b.recv, 4 * q.recv_words) && ok && made;
     ok = same("the rows", r, i, a.rows, b.rows, m * row_bytes) && ok;
-    ok = untouched("the room behind the rows", r, i, b.rows, m * row_bytes, room * row_bytes) && ok;
+    ok = untouched("the memory after the rows", r, i, b.rows, m * row_bytes, room * row_bytes) && ok;
     ok = same("what was read of the rows", r, i, a.rows, f.read, m * row_bytes) && ok;
     if (c->weighted) ok = same("the row weights", r, i, a.row_weight, b.row_weight, 4 * m) && ok;
-    ok =
-        untouched("the room behind the row weights", r, i, b.row_weight, c->weighted ? 4 * m : 0, 4 * room) &&
-        ok;
+    ok = untouched("the memory after the row weights", r, i, b.row_weight, c->weighted ? 4 * m : 0,
+                   4 * room) &&
+         ok;
     ok = is_ready("rows placed", q, r, i, f.ready[0], 1) && ok;
     ok = same("the sums", r, i, a.sums, b.sums, c->num_tokens[r] * row_bytes) && ok;
     ok = is_ready("rows made", q, r, i, f.ready[1], PIECES) && ok;
