@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import time
 import unittest.mock
 
 import torch
@@ -20,6 +19,8 @@ import torch.utils.deterministic
 import epmoe
 from epmoe import reference
 from epmoe.testing import routing, run_ranks
+from outcomes import MISTAKE_LIMIT_S, check_outcomes, outcome  # noqa: F401
+from pace import HANG_S
 
 TILE_ROWS = 128
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -309,49 +310,6 @@ def check_case(results, case):
 
 # ---- errors ----
 
-MISTAKE_LIMIT_S = 3.0  # the limit of waits in tests of mistakes: longer than any of them may take
-
-
-@dataclasses.dataclass
-class Outcome:
-    """How a call ended on one rank."""
-
-    kinds: tuple  # names of the exception's classes, the raised one first; () when nothing was raised
-    text: str
-    seconds: float
-    value: object = None
-
-    @property
-    def kind(self):
-        return self.kinds[0] if self.kinds else "nothing"
-
-    def __str__(self):
-        return f"{self.kind} after {self.seconds:.2f} s: {self.text}"
-
-
-def outcome(call, layer=None):
-    """Run call and, where work is asynchronous, wait for what it started."""
-    start = time.monotonic()
-    try:
-        value = call()
-        if layer is not None:
-            layer.synchronize()
-    except Exception as e:
-        return Outcome(tuple(c.__name__ for c in type(e).__mro__), str(e), time.monotonic() - start)
-    return Outcome((), "", time.monotonic() - start, value if isinstance(value, (int, float, str, bool, tuple, list)) else None)
-
-
-def check_outcomes(outcomes, wanted, *texts, within_s=2.0, who=None, elsewhere=()):
-    """wanted: the exception of every rank, or of each rank in turn.  texts: what its message holds, on rank `who`
-    (default: on all); elsewhere: what the other ranks' message holds."""
-    wanted = [wanted] * len(outcomes) if isinstance(wanted, str) else wanted
-    for rank, (got, want) in enumerate(zip(outcomes, wanted)):
-        assert want in got.kinds or (want == "nothing" and not got.kinds), f"rank {rank}: wanted {want}, got {got}"
-        assert got.seconds < within_s, f"rank {rank}: later than {within_s} s: {got}"
-        for text in texts if who is None or who == rank else elsewhere:
-            assert text in got.text, f"rank {rank}: {text!r} is not in {got.text!r}"
-
-
 def afterwards(world, make, case):
     """After a mistake: have all ranks come back from it, and does a routing through make() work?  (Outcome, results)."""
     world.set_timeout(MISTAKE_LIMIT_S)
@@ -388,7 +346,7 @@ def process_ranks(fn, world_size, *args, **options):
     """epmoe.testing.run_ranks, with processes that are forked from one that has imported torch already: a rank then
     costs a twentieth of a second instead of two."""
     with _forkserver():
-        return run_ranks(fn, world_size, *args, **options)
+        return run_ranks(fn, world_size, *args, **({"timeout_s": HANG_S} | options))
 
 
 def isolated(rank, world_size, fn, args, timeout_s):

@@ -9,6 +9,7 @@ import torch
 
 import epmoe
 from cases import Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome, run_routing
+from pace import WAIT_S
 
 BAD = 1
 CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
@@ -33,7 +34,7 @@ class Calls:
         self.heap.barrier()
         self.layers[0].ep_barrier_all()
         self.layers[0].ep_barrier_all(buffer=1)
-        world.set_timeout(20)
+        world.set_timeout(WAIT_S)
 
     def plan(self, of):
         return self.layers[of].preprocess(self.idx)
@@ -80,7 +81,7 @@ def test_errors_other_order_on_one_rank(ranks, what):
     if len(results) == 2:  # nobody stands out: the first rank's is said first
         told = [f"rank 0 called {name} as operation ", f"where rank 1 called {odd_name}"]
     check_outcomes([got for got, _, _ in results], "EpMismatch", "ranks disagree in the order of calls: ", *told)
-    check_outcomes([after for _, after, _ in results], "EpMismatch", *told, within_s=0.1)
+    check_outcomes([after for _, after, _ in results], "EpMismatch", *told, within_s=0.5)
     assert all(first.startswith(f"culprit: {told[0]}") for _, _, first in results), results
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import epmoe
-from cases import case_id, generator, keep, outcome, check_outcomes
+from cases import MISTAKE_LIMIT_S, case_id, generator, keep, outcome, check_outcomes
 from epmoe import reference
 from epmoe.testing import routing
 
@@ -309,7 +309,7 @@ def test_moe_mistakes(ranks, change, kind):
         moe = make_moe(world, device, model)
         x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
         arguments = {"x": x, "idx": idx, "weight": weight}
-        world.set_timeout(3)
+        world.set_timeout(MISTAKE_LIMIT_S)
         got = outcome(lambda: moe(*(change(arguments) if world.rank == 1 else arguments).values()), moe.layer)
         x.requires_grad_(), weight.requires_grad_()
         y = moe(x, idx, weight)

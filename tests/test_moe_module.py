@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import epmoe
-from cases import check_outcomes, keep, outcome
+from cases import MISTAKE_LIMIT_S, check_outcomes, keep, outcome
 from epmoe import reference
 from test_moe_layer import ACTIVATIONS, Model, check_moe, close, inputs_of, make_moe, parameters_of, run_moe
 
@@ -117,7 +117,7 @@ def test_moe_ranks_that_make_different_ones(ranks, options, texts):
     """Of what a call would not notice, too; but how a rank moves its tokens is its own affair."""
 
     def run(world, device):
-        world.set_timeout(3)
+        world.set_timeout(MISTAKE_LIMIT_S)
         base = {"hidden": 16, "inner": 24, "num_experts": 2 * world.size, "topk": 3, "dtype": torch.float32, "device": device}
         got = outcome(lambda: keep(world, epmoe.EPMoE(**(base | {"ep_group": world} | (options if world.rank == 1 else {})))))
         epmoe.EPMoE(**base, ep_group=world).finalize()  # the world goes on
@@ -128,7 +128,7 @@ def test_moe_ranks_that_make_different_ones(ranks, options, texts):
 
 def test_moe_option_that_there_is_not_on_one_rank(ranks):
     def run(world, device):
-        world.set_timeout(3)
+        world.set_timeout(MISTAKE_LIMIT_S)
         got = outcome(lambda: keep(world, epmoe.EPMoE(16, 24, 2 * world.size, 3, world, dtype=torch.float32, device=device,
                                                       **({"num_bufers": 2} if world.rank == 1 else {}))))
         epmoe.EPMoE(16, 24, 2 * world.size, 3, world, dtype=torch.float32, device=device, num_buffers=2).finalize()
