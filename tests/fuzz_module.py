@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 
-CALL_LIMIT_S = 20  # far more than any wait here may take
+CALL_LIMIT_S = 300  # far more than any wait here may take, also on a busy machine
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 

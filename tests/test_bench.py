@@ -20,6 +20,7 @@ from epmoe.bench import ablation, check, cli, features, layer, overlap, shapes
 from epmoe.bench.progress import Progress
 from epmoe.bench.run import Run
 from epmoe.bench.torch_nccl import TorchAllToAll
+from pace import HANG_S
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,7 +128,7 @@ def on_the_cpu():
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    return folder, process_ranks(every_command, 2, str(folder), timeout_s=120)
+    return folder, process_ranks(every_command, 2, str(folder), timeout_s=HANG_S)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -350,7 +351,8 @@ def test_bench_overlap_tells_shares_and_draws(tmp_path, given):
 
 def bench(*arguments, **env):
     variables = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run([sys.executable, "-m", "epmoe.bench", *arguments], capture_output=True, text=True, timeout=120,
+    command = [sys.executable, "-m", "epmoe.bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S,
                           env=variables | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | env)
     return done.returncode, done.stdout, done.stderr
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from pace import HANG_S
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -21,7 +23,8 @@ def test_build_settings_are_all_that_setup_reads(tmp_path):
 
     def settings(**more):
         command = ["make", "-s", "PYTHON=python3", "build/settings"]
-        subprocess.run(command, cwd=tmp_path, env=bare | more, check=True, capture_output=True, timeout=60)
+        subprocess.run(command, cwd=tmp_path, env=bare | more, check=True, capture_output=True,
+                       timeout=HANG_S)
         return (tmp_path / "build/settings").read_text()
 
     plain = settings()
@@ -35,7 +38,7 @@ def test_build_has_no_empty_kernels_for_hopper(arch, compiles):
     """sm_90 without the a has no wgmma; the kernels for older GPUs are others, and these may be empty there."""
     command = ["nvcc", "-std=c++17", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", f"-arch={arch}", "-ptx", str(ROOT / "csrc/kernels/gemm_bf16.cu"),
                "-o", os.devnull]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode == 0) == compiles and ("code=sm_90a" in done.stderr) != compiles, done.stderr
 
 
@@ -63,6 +66,7 @@ def test_build_check_sees_what_the_kernels_that_multiply_lack(tmp_path, change, 
     (tmp_path / "kernels.log").write_text("".join(
         f"ptxas info    : Compiling entry function 'k{i}' for 'sm_90a'\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Used 90 registers, used 1 barriers\n" for i in range(10)))
-    done = subprocess.run([sys.executable, str(ROOT / "tests/check_kernels.py"), str(tmp_path)], capture_output=True, text=True, timeout=60,
+    command = [sys.executable, str(ROOT / "tests/check_kernels.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S,
                           env=os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"})
     assert done.returncode == (1 if fault else 0) and fault in done.stdout, done.stdout + done.stderr

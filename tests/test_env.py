@@ -13,6 +13,7 @@ import torch
 
 import epmoe
 from epmoe import _C, env
+from pace import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,7 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def run(*arguments, **more):
     variables = {n: v for n, v in os.environ.items() if not n.startswith("EPMOE_")}
     command = [sys.executable, "-m", "epmoe.env", *arguments]
-    done = subprocess.run(command, env=variables | {"PYTHONPATH": str(ROOT)} | more, capture_output=True, text=True, timeout=120)
+    env = variables | {"PYTHONPATH": str(ROOT)} | more
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

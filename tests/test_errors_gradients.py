@@ -6,6 +6,7 @@ import torch
 import epmoe
 from cases import Case, check_outcomes, generator, indices_of, keep, make_layer, outcome
 from fused_cases import Experts, Played, make_op, same, tensors
+from pace import HANG_S
 
 BAD = 1  # the rank that wants none
 CASE = Case(num_local=2, topk=2, hidden=16, max_tokens=8, tokens="full", dtype=torch.float32, weights=True)
@@ -103,6 +104,6 @@ def without_gradients_here(world, device, how):
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_errors_gradients_of_a_module(ranks, how):
-    results = ranks.isolated(without_gradients_here, how, world_size=2, at_least=2, timeout_s=180)
+    results = ranks.isolated(without_gradients_here, how, world_size=2, at_least=2, timeout_s=HANG_S)
     check_outcomes([got for got, _ in results], "EpMismatch", "ranks disagree in requires_grad", *NAMED)
     assert all(trained for _, trained in results)

@@ -10,6 +10,7 @@ import torch
 import epmoe
 from cases import MODES, same_bits
 from fused_cases import Experts, LEAVES, Played, check_numbers, cut, grown, inputs_of, is_played, same, soil, step, tensors
+from pace import HANG_S
 from test_plan_slots import make_op
 
 
@@ -352,9 +353,10 @@ def compiled_for_many(world, device, capacity, saving):
 @pytest.mark.parametrize("saving", [True, False], ids=["once", "by-choice"])
 @pytest.mark.parametrize("capacity", [False, True], ids=["exact", "capacity"])
 def test_fused_of_many_sizes_is_one_graph(ranks, capacity, saving):
-    assert ranks.isolated(compiled_for_many, capacity, saving, world_size=1, timeout_s=180) == [1] * ranks.size(1)
+    seen = ranks.isolated(compiled_for_many, capacity, saving, world_size=1, timeout_s=HANG_S)
+    assert seen == [1] * ranks.size(1)
 
 
 def test_fused_is_traced_by_the_compiler(ranks):
-    for equal, launched in ranks.isolated(compiled, world_size=1, timeout_s=180):
+    for equal, launched in ranks.isolated(compiled, world_size=1, timeout_s=HANG_S):
         assert launched and len(equal) == 2 + 2 * 5 and all(equal)

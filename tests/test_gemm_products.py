@@ -17,6 +17,7 @@ import epmoe
 from cases import generator
 from epmoe import reference
 from epmoe.gemm import DGRAD, WGRAD, _has_kernel
+from pace import HANG_S
 
 # Rows of each expert: none, one, a part of a tile, several tiles, one hot expert.
 SIZES = {"mixed": [1, 0, 64, 130, 17, 200], "hot": [0, 0, 700, 1], "single": [300], "empty": [0, 0, 0], "many": [3] * 128}
@@ -227,7 +228,7 @@ torch.testing.assert_close(out_.cpu().double(), want, rtol=2**-8, atol=1e-4)
 def test_gemm_of_ptx_alone_is_right(ranks):
     """As in a module built for older GPUs: the driver takes its PTX, in which Hopper's kernels have no body."""
     done = subprocess.run([sys.executable, "-c", OF_PTX_ALONE, str(ranks.device.index)], env=os.environ | {"CUDA_FORCE_PTX_JIT": "1"},
-                          capture_output=True, text=True, timeout=300)
+                          capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
 
 

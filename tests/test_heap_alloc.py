@@ -10,6 +10,7 @@ import torch
 
 import epmoe
 from cases import check_outcomes, keep, outcome, same_bits
+from pace import HANG_S
 
 KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
@@ -320,7 +321,7 @@ def test_heap_of_a_thread_stays_while_others_write_to_it(tmp_path):
         "        return\n"
         "    gone.wait(10)\n"
         "    heap.put(t, torch.ones(1000), 1)\n"
-        "run_threads(fn, 2, timeout_s=20)\n"
+        "run_threads(fn, 2, timeout_s=600)\n"
         "print('alive')\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0 and done.stdout.strip() == "alive", f"exit {done.returncode}\n{done.stderr[-500:]}"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pace import HANG_S
+
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
 # What a build reads, and nothing else: what lies about in a working copy must not help.
@@ -55,7 +57,8 @@ def test_install_source_archive_holds_what_a_build_reads(tmp_path):
     """An archive of the sources is made from what setuptools is told; all of csrc must be in it."""
     tree = tmp_path / "tree"
     copy_sources(tree)
-    done = subprocess.run([sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path)], cwd=tree, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(next(tmp_path.glob("epmoe-*.tar.gz"))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
@@ -77,8 +80,8 @@ def test_install_with_pip_gives_a_package_that_works(tmp_path):
     env = {n: v for n, v in os.environ.items() if not n.startswith(("EPMOE_", "PIP_", "PYTHONPATH"))} | {"EPMOE_CUDA": "0"}
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check",
            "--target", str(target), "."]
-    done = subprocess.run(pip, cwd=tree, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(pip, cwd=tree, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     done = subprocess.run([sys.executable, "-c", USE, str(target)], cwd=tmp_path, env=env | {"PYTHONPATH": str(target)}, capture_output=True,
-                          text=True, timeout=120)
+                          text=True, timeout=HANG_S)
     assert done.returncode == 0 and done.stdout.strip() == "installed and used", done.stdout + done.stderr

@@ -9,6 +9,7 @@ import torch
 
 import epmoe
 from cases import keep, outcome
+from pace import HANG_S
 from test_moe_layer import Model, check_moe, inputs_of, make_moe
 
 
@@ -41,7 +42,7 @@ def all_compiled(world, device, backend):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_moe_compile_without_graph_breaks(ranks, backend):
-    results = ranks.isolated(all_compiled, backend, world_size=2, timeout_s=180)
+    results = ranks.isolated(all_compiled, backend, world_size=2, timeout_s=HANG_S)
     for i, model in enumerate(MODELS):
         check_moe([r[i] for r in results], model)
 
@@ -66,7 +67,7 @@ def stages(world, device):
 
 
 def test_moe_compile_stages(ranks):
-    assert all(ranks.isolated(stages, world_size=2, timeout_s=180))
+    assert all(ranks.isolated(stages, world_size=2, timeout_s=HANG_S))
 
 
 def wrong_ranks(world, device):
@@ -109,9 +110,9 @@ def wrong_by_choice(world, device):
 
 
 def test_moe_compile_refuses_what_is_refused_outside(ranks):
-    for seen, right in ranks.isolated(wrong_ranks, world_size=2, timeout_s=180):
+    for seen, right in ranks.isolated(wrong_ranks, world_size=2, timeout_s=HANG_S):
         assert seen == ["ValueError"] * 10 and right
-    for seen in ranks.isolated(wrong_by_choice, world_size=2, timeout_s=180):
+    for seen in ranks.isolated(wrong_by_choice, world_size=2, timeout_s=HANG_S):
         assert seen == ["ValueError"] * 8
 
 
@@ -135,7 +136,7 @@ def wrong_on_one_rank(world, device):
 
 def test_moe_compile_tells_the_others_what_is_wrong(ranks):
     """A compiler cannot: so what it could see is looked at when it runs."""
-    *others, (seen, right) = ranks.isolated(wrong_on_one_rank, world_size=2, timeout_s=180)
+    *others, (seen, right) = ranks.isolated(wrong_on_one_rank, world_size=2, timeout_s=HANG_S)
     assert right and seen == ["TypeError", "ValueError", "ValueError", "TypeError", "TypeError", "ValueError"]
     assert all(went_on and heard == ["PeerError"] * 6 for heard, went_on in others)
 
@@ -164,7 +165,7 @@ def with_no_tokens(world, device):
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch's compiler for the CPU wants g++")
 def test_moe_compile_of_a_rank_without_tokens(ranks):
     """By inductor, which leaves out what it thinks is of no use."""
-    ranks.isolated(with_no_tokens, world_size=2, timeout_s=300)
+    ranks.isolated(with_no_tokens, world_size=2, timeout_s=HANG_S)
 
 
 def many_sizes(world, device, capacity, fullgraph, activation="swiglu"):
@@ -188,11 +189,12 @@ def many_sizes(world, device, capacity, fullgraph, activation="swiglu"):
 
 @pytest.mark.parametrize("capacity, activation", [(False, "swiglu"), (True, "swiglu"), (True, "gpt_oss")], ids=["exact", "capacity", "gpt_oss"])
 def test_moe_compile_of_many_sizes(ranks, capacity, activation):
-    assert all(n == 1 for n in ranks.isolated(many_sizes, capacity, True, activation, world_size=2, timeout_s=180))
+    results = ranks.isolated(many_sizes, capacity, True, activation, world_size=2, timeout_s=HANG_S)
+    assert all(n == 1 for n in results)
 
 
 def test_moe_compile_with_graph_breaks(ranks):
-    ranks.isolated(many_sizes, False, False, world_size=2, timeout_s=180)
+    ranks.isolated(many_sizes, False, False, world_size=2, timeout_s=HANG_S)
 
 
 def test_moe_compile_tells_layers_apart():
@@ -247,14 +249,14 @@ def compiled_as_most(world, device):
 
 def test_moe_compile_breaks_graphs_quietly(ranks):
     """Rows that are only counted when it runs break a graph by default: quietly, and the compiler does not look into the operators."""
-    for same, warned in ranks.isolated(compiled_as_most, world_size=2, timeout_s=180):
+    for same, warned in ranks.isolated(compiled_as_most, world_size=2, timeout_s=HANG_S):
         assert same and not warned, warned
 
 
 @pytest.mark.parametrize("order", ["smaller", "larger"])
 def test_moe_compile_of_two_plans(ranks, order):
     """The second one smaller, or larger."""
-    assert all(ranks.isolated(two_plans, order, world_size=2, timeout_s=180))
+    assert all(ranks.isolated(two_plans, order, world_size=2, timeout_s=HANG_S))
 
 
 def checked(world, device):
@@ -282,7 +284,7 @@ def checked(world, device):
 
 
 def test_moe_operators_pass_opcheck(ranks):
-    assert all(ranks.isolated(checked, world_size=2, timeout_s=180))
+    assert all(ranks.isolated(checked, world_size=2, timeout_s=HANG_S))
 
 
 def test_moe_operator_of_a_layer_that_is_gone():

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epmoe
 from cases import generator, keep
+from pace import HANG_S
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="torch's compiler for the CPU wants g++")
 
@@ -81,7 +82,7 @@ def in_order(world, device, name):
 
 @pytest.mark.parametrize("name", ["side_by_side", "no_tokens_here", "recomputed"])
 def test_moe_inductor_keeps_order(ranks, name):
-    assert all(ranks.isolated(in_order, name, world_size=2, timeout_s=300))
+    assert all(ranks.isolated(in_order, name, world_size=2, timeout_s=HANG_S))
 
 
 def test_moe_inductor_passes_of_others():

@@ -7,6 +7,7 @@ from torch import nn
 
 import epmoe
 from cases import outcome, process_ranks
+from pace import HANG_S, WAIT_S
 
 pytestmark = pytest.mark.cpu_only
 HIDDEN, INNER, EXPERTS, TOPK = 16, 24, 4, 2
@@ -16,7 +17,8 @@ class Block(nn.Module):
     def __init__(self, group=None):
         super().__init__()
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.moe = epmoe.EPMoE(HIDDEN, INNER, EXPERTS, TOPK, group, max_tokens=32, dtype=torch.float32, device="cpu", timeout_s=20)
+        self.moe = epmoe.EPMoE(HIDDEN, INNER, EXPERTS, TOPK, group, max_tokens=32, dtype=torch.float32,
+                               device="cpu", timeout_s=WAIT_S)
 
     def forward(self, x):
         weight, idx = self.router(x).softmax(-1).topk(TOPK)
@@ -138,7 +140,8 @@ def _sharded(rank, world_size, in_place):
 
 
 def test_moe_under_fsdp_takes_an_addition_in_place():
-    for here, there in zip(process_ranks(_sharded, 2, True, timeout_s=120), process_ranks(_sharded, 2, False, timeout_s=120)):
+    results = [process_ranks(_sharded, 2, sharded, timeout_s=HANG_S) for sharded in (True, False)]
+    for here, there in zip(*results):
         assert all(torch.equal(a, b) and bool(a.any()) for a, b in zip(here, there, strict=True))
 
 

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import epmoe
 from cases import check_outcomes, generator, keep, outcome
+from pace import HANG_S
 
 
 def make(world, device, capacity):
@@ -38,7 +39,7 @@ def traced(world, device, how, capacity):
 @pytest.mark.parametrize("capacity", [False, True], ids=["exact", "capacity"])
 @pytest.mark.parametrize("how", ["jit", "fx"])
 def test_moe_traced(ranks, how, capacity):
-    for same in ranks.isolated(traced, how, capacity, world_size=2, timeout_s=120):
+    for same in ranks.isolated(traced, how, capacity, world_size=2, timeout_s=HANG_S):
         assert same == [True, True, True]
 
 
@@ -63,6 +64,6 @@ def transformed(world, device, name):
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_moe_of_torch_func(ranks, name):
     """Whose gradients would be zeros."""
-    results = ranks.isolated(transformed, name, world_size=2, timeout_s=120)
+    results = ranks.isolated(transformed, name, world_size=2, timeout_s=HANG_S)
     check_outcomes([got for got, _ in results], "NotImplementedError", "torch.func's transforms do not go through epmoe")
     assert all(same for _, same in results)

@@ -15,6 +15,7 @@ import fuzz_module
 import soak
 from cases import process_ranks
 from epmoe import _C
+from pace import HANG_S, WAIT_S
 from traces import grown, held, holdings, kept, more_of_ours
 
 OPTIONS = {"seed": 7, "num": 600, "steps": 100, "processes": 1, "ranks": 2, "rss_kib": 8192}
@@ -93,7 +94,7 @@ def keep_one_descriptor(rank, world_size):
         if len(made) % 10 == 0:
             made.append(os.dup(0))
         made.append(None)
-        return epmoe.World(timeout_s=20)
+        return epmoe.World(timeout_s=WAIT_S)
 
     before, after = soak.live(30, torch.device("cpu"), new_world, nothing)
     return grown(before, after, maps=8)
@@ -140,7 +141,7 @@ def test_faults_stopped_and_late_sample(monkeypatch):
 
 
 def test_module_fuzz_sample():
-    failure, out = fuzz_module.fuzz(100, 3, timeout_s=120)
+    failure, out = fuzz_module.fuzz(100, 3, timeout_s=HANG_S)
     assert failure is None, f"{failure}\n{out}"
     assert "100 examples" in out
 
@@ -150,7 +151,7 @@ def test_module_fuzz_shows_the_call_that_ended_it(tmp_path):
     spoiled = tmp_path / "spoiled.py"
     text = open(fuzz_module.__file__).read()
     spoiled.write_text(text.replace("        try:\n            got = getattr", "        if name == 'heap_put':\n            os.abort()\n        try:\n            got = getattr"))
-    failure, out = fuzz_module.fuzz(300, 3, timeout_s=120, module=str(spoiled))
+    failure, out = fuzz_module.fuzz(300, 3, timeout_s=HANG_S, module=str(spoiled))
     assert failure is not None and "the calls of the last example" in out and "heap_put(" in out.split("the calls of the last example")[1]
 
 
