@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cases import MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_case, check_outcomes, indices_of, inputs_of, make_layer, misaligned, outcome, run_routing
+from pace import slowness, until_ended
 
 CASE = Case(num_local=2, topk=3, hidden=16, max_tokens=10, dtype=torch.bfloat16)
 BAD = 1  # the rank that makes the mistake
@@ -345,22 +346,22 @@ def test_errors_plan_outlives_a_failed_dispatch(ranks):
 
 def test_errors_one_rank_stays_away(ranks):
     """A rank that does not take part: the others get EpTimeout at the limit, which names it."""
+    limit = 0.7 * slowness()
 
     def run(world, device):
         layer = make_layer(world, device, CASE)
-        world.set_timeout(0.7)
         world.exchange(b"x")
+        world.set_timeout(limit)
         if world.rank == BAD:
             got = outcome(lambda: None)
-            while not outcome(world.check).kinds:
-                pass
+            until_ended(world)
             return got, outcome(world.check)
         return outcome(lambda: layer.dispatch(**good_arguments(layer)), layer), outcome(lambda: layer.ep_barrier_all())
 
-    results = ranks(run, world_size=3, at_least=2, timeout_s=20)
+    results = ranks(run, world_size=3, at_least=2)
     for rank, (first, second) in enumerate(results):
         check_outcomes([second], "EpTimeout", f"rank {BAD}")
         if rank != BAD:
-            check_outcomes([first], "EpTimeout", f"rank {BAD}", within_s=2.7)
+            check_outcomes([first], "EpTimeout", f"rank {BAD}", within_s=limit + 2)
     assert any("wanted" in first.text and "saw" in first.text for first, _ in results)
     assert all("TimeoutError" in second.kinds for _, second in results)

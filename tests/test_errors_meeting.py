@@ -11,6 +11,7 @@ import torch
 
 import epmoe
 from cases import Case, check_outcomes, make_layer, outcome, process_ranks
+from pace import WAIT_S, Events, slowness, when_waiting
 
 BAD = 1
 CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
@@ -105,58 +106,69 @@ class Stop(Exception):
     pass
 
 
-def _interrupted(rank, world_size, what):
+def _interrupted(rank, world_size, what, folder):
     """The frame that rank 0 waits for comes while a signal's handler runs, which raises in the end."""
-    world = epmoe.World(timeout_s=20)
+    world, events = epmoe.World(timeout_s=WAIT_S), Events(folder)
 
     def handler(*_):
-        time.sleep(0.8)
+        events.set("in the handler")
+        events.wait("the other comes")
+        time.sleep(0.3 * slowness())
         raise Stop
 
     if rank == 0:
         signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        when_waiting(world, "exchange #", os.kill, os.getpid(), signal.SIGALRM)
     else:
-        time.sleep(0.6)
+        events.wait("in the handler")
+        events.set("the other comes")
     return outcome(lambda: world.exchange(b"x") if what == "exchange" else world.close())
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("what", ["exchange", "close"])
-def test_errors_of_a_signal_handler_are_raised_when_the_frame_comes_meanwhile(what):
-    first, _ = process_ranks(_interrupted, 2, what)
+def test_errors_of_a_signal_handler_are_raised_when_the_frame_comes_meanwhile(tmp_path, what):
+    first, _ = process_ranks(_interrupted, 2, what, str(tmp_path))
     assert first.kind == "Stop", first
 
 
-def _suspended(rank, world_size, what):
-    pids = [int.from_bytes(b, "little") for b in epmoe.World(timeout_s=20).exchange(os.getpid().to_bytes(4, "little"))]
-    world = epmoe.World(timeout_s=2)
+def _suspended(rank, world_size, what, folder, slow):
+    """A child of rank 1 stops all ranks while rank 0 waits.  Rank 1 comes soon after that, then rank 2."""
+    events = Events(folder)
+    first = epmoe.World(timeout_s=WAIT_S)
+    pids = [int.from_bytes(b, "little") for b in first.exchange(os.getpid().to_bytes(4, "little"))]
+    world = epmoe.World(timeout_s=WAIT_S)
     heap = epmoe.SymmetricHeap(world, 1 << 20, "cpu")
     heap.barrier()
+    world.set_timeout(2 * slow)
+    if rank == 0:
+        when_waiting(world, "barrier" if what == "barrier" else "exchange", events.set, "waiting")
+    if rank == 1 and os.fork() == 0:  # somebody else stops them all
+        events.wait("waiting")
+        time.sleep(0.3)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5 * slow)
+        for pid in pids[::-1]:
+            os.kill(pid, signal.SIGCONT)
+        events.set("continued")
+        os._exit(0)
     if rank:
-        if rank == 1 and os.fork() == 0:  # somebody else stops them all
-            time.sleep(0.3)
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
-            time.sleep(2.5)
-            for pid in pids[::-1]:
-                os.kill(pid, signal.SIGCONT)
-            os._exit(0)
-        begin = time.process_time()
-        while time.process_time() - begin < 0.6 * rank:
-            pass
+        events.wait("continued")
+        time.sleep(0.3 * rank)
     return outcome(lambda: heap.barrier() if what == "barrier" else world.exchange(b"x"))
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("what", ["exchange", "barrier"])
-def test_errors_do_not_come_of_a_job_that_was_suspended(what):
+def test_errors_do_not_come_of_a_job_that_was_suspended(tmp_path, what):
     """All ranks are stopped for longer than the limit: nobody has waited for it, neither for the first to come nor for the last."""
-    check_outcomes(process_ranks(_suspended, 3, what), "nothing", within_s=20)
+    slow = slowness()
+    check_outcomes(process_ranks(_suspended, 3, what, str(tmp_path), slow), "nothing", within_s=20 * slow)
 
 
 def _without_descriptors(rank, world_size, num_free):
-    world = epmoe.World(timeout_s=20)
+    world = epmoe.World(timeout_s=WAIT_S)
     if rank == 0:
         held = [os.open("/dev/null", os.O_RDONLY) for _ in range(64)]
         resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
@@ -187,7 +199,7 @@ def test_errors_of_too_few_descriptors_blame_no_peer():
 @pytest.mark.cpu_only
 def test_errors_record_has_no_finalized_layer():
     """Its words are somebody else's numbers; and more layers than a world can watch may have been there."""
-    world = epmoe.World(timeout_s=20)
+    world = epmoe.World(timeout_s=WAIT_S)
     heap, kept = epmoe.SymmetricHeap(world, 1 << 22, "cpu"), []
     for _ in range(300):
         layer = make_layer(world, "cpu", CASE, heap=heap)

@@ -8,6 +8,7 @@ import torch
 
 import epmoe
 from cases import check_outcomes, outcome, random_bits, generator, same_bits
+from pace import WAIT_S
 from test_heap_alloc import KINDS, make_heap
 
 
@@ -189,7 +190,7 @@ def test_heap_wait_ends_at_its_limit(ranks):
         heap.signal(words, 1, 3, world.rank)
         heap.barrier()
         heap.synchronize()
-        world.set_timeout(0.5 if world.rank == 0 else 20)
+        world.set_timeout(0.5 if world.rank == 0 else WAIT_S)
         got = outcome(lambda: (heap.wait(words, 1, 9), heap.synchronize()))
         return got, outcome(lambda: heap.barrier(), None)
 

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 import unittest.mock
 
 import torch.distributed as dist
@@ -10,6 +9,7 @@ import torch.distributed as dist
 import epmoe
 from cases import Case, check_case, check_outcomes, outcome, process_ranks, run_case
 from epmoe import _C
+from pace import WAIT_S, Events, slowness
 from traces import grown, held
 
 CASE = Case(topk=3, tokens="unequal")
@@ -21,10 +21,10 @@ NO_TIMES = (-1, 0, 1e7, float("nan"), "soon", [1])
 def _world_that_one_rank_cannot_make(rank, world_size):
     """Rank 1's reasons, one after the other: times that cannot be, by argument, layer and environment, and no socket to be had."""
 
-    def world(timeout_s=20):
+    def world(timeout_s=WAIT_S):
         return epmoe.World(timeout_s=timeout_s)
 
-    def layer(timeout_s=20):
+    def layer(timeout_s=WAIT_S):
         return epmoe.EPAll2AllLayer(None, 8, 16, 2, num_tot_experts=4, device="cpu", timeout_s=timeout_s)
 
     def no_socket():
@@ -38,7 +38,7 @@ def _world_that_one_rank_cannot_make(rank, world_size):
     with unittest.mock.patch.object(_C, "world_listen", no_socket if rank == 1 else _C.world_listen):
         got.append(outcome(epmoe.World))
     left = grown(before, held(), maps=8)
-    with epmoe.World(timeout_s=20) as w:
+    with epmoe.World(timeout_s=WAIT_S) as w:
         return got, left, run_case(w, "cpu", CASE)
 
 
@@ -55,8 +55,8 @@ def test_world_that_one_rank_cannot_make():
 
 def _world_of_two_builds(rank, world_size):
     with unittest.mock.patch.object(_C, "ABI_VERSION", _C.ABI_VERSION + (rank == 1)):
-        got = outcome(lambda: epmoe.World(timeout_s=20))
-    with epmoe.World(timeout_s=20) as w:
+        got = outcome(lambda: epmoe.World(timeout_s=WAIT_S))
+    with epmoe.World(timeout_s=WAIT_S) as w:
         return got, run_case(w, "cpu", CASE)
 
 
@@ -67,28 +67,35 @@ def test_world_of_two_builds_says_so():
     check_case([r for _, r in results], CASE)
 
 
-def _absent_from_the_meeting(rank, world_size):
+def _absent_from_the_meeting(rank, world_size, folder, limit):
+    events = Events(folder)
+    events.set(str(rank))
+    events.wait(str(1 - rank))
     if rank == 1:  # takes part in the group's exchange of names, and in nothing else
-        epmoe.world._all_gather_bytes(dist.group.WORLD, epmoe.world._listen()[1], 20)
-        time.sleep(2.5)
+        epmoe.world._all_gather_bytes(dist.group.WORLD, epmoe.world._listen()[1], WAIT_S)
+        events.wait("over")
         return None
-    return outcome(lambda: epmoe.World(timeout_s=1.0))
+    got = outcome(lambda: epmoe.World(timeout_s=limit))
+    events.set("over")
+    return got
 
 
-def test_world_meeting_has_a_limit():
-    results = process_ranks(_absent_from_the_meeting, 2)
+def test_world_meeting_has_a_limit(tmp_path):
+    results = process_ranks(_absent_from_the_meeting, 2, str(tmp_path), slowness())
     check_outcomes(results[:1], "EpTimeout", "rank 1 did not come")
 
 
-def _absent_altogether(rank, world_size):
+def _absent_altogether(rank, world_size, folder):
     if rank == 1:
-        return time.sleep(2.5)
-    return outcome(lambda: epmoe.World(timeout_s=1.0))
+        return Events(folder).wait("over")
+    got = outcome(lambda: epmoe.World(timeout_s=1.0))
+    Events(folder).set("over")
+    return got
 
 
-def test_world_of_a_rank_that_never_comes_has_a_limit():
+def test_world_of_a_rank_that_never_comes_has_a_limit(tmp_path):
     """Its own, not that of the process group."""
-    results = process_ranks(_absent_altogether, 2)
+    results = process_ranks(_absent_altogether, 2, str(tmp_path))
     check_outcomes(results[:1], "EpTimeout", "rank 0 waited in vain for a rank to make a world with")
 
 
@@ -115,7 +122,7 @@ def _meeting_with_strangers(rank, world_size):
     before = held()
     _C.world_create = create
     try:
-        world = epmoe.World(timeout_s=20)
+        world = epmoe.World(timeout_s=WAIT_S)
     finally:
         _C.world_create = real
     result = run_case(world, "cpu", CASE)
@@ -145,7 +152,7 @@ def _stranger_who_says_nothing(rank, world_size):
         return real(me, size, timeout_s, fd, nonce, names)
 
     _C.world_create = create
-    got = outcome(lambda: epmoe.World(timeout_s=4).close())
+    got = outcome(lambda: epmoe.World(timeout_s=WAIT_S).close())
     _C.world_create = real
     return got
 

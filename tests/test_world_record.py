@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import threading
 import time
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 import epmoe
 from cases import Case, indices_of, inputs_of, make_layer, process_ranks
+from pace import WAIT_S, Events, continue_later, is_soon, slowness, until_ended, when_waiting
 
 pytestmark = pytest.mark.cpu_only
 CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
@@ -30,27 +30,29 @@ def _malloc(layer):
 WAYS = {
     "killed": lambda layer: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda layer: os.kill(os.getpid(), signal.SIGSTOP),
-    "late": lambda layer: time.sleep(5),
+    "late": lambda layer: until_ended(layer.world),
     "other order": _malloc,
     "left": lambda layer: layer.world._leave(False),
 }
 
 
-def _end(rank, world_size, way, folder):
+def _end(rank, world_size, way, folder, limit):
     """The page and the error of each rank of a world that CULPRIT ends."""
+    events = Events(os.getcwd() if folder is None else os.path.dirname(folder))
     if folder:
         os.environ["EPMOE_FLIGHT_RECORD"] = folder
     os.chdir(os.environ.get("EPMOE_FLIGHT_RECORD", os.getcwd()))
-    world = epmoe.World(timeout_s=20)
+    world = epmoe.World(timeout_s=WAIT_S)
     layer = make_layer(world, "cpu", CASE)
     pids = [int.from_bytes(b, "little") for b in world.exchange(os.getpid().to_bytes(4, "little"))]
     for _ in range(5):
         _step(layer)
-    world.set_timeout(3.0)  # a busy machine may keep a rank away for a second
     world.exchange(b"go")
+    world.set_timeout(limit if way in ("stopped", "late") else WAIT_S)
     error = None
     if rank == 0 and way == "stopped":
-        threading.Timer(6.0, os.kill, (pids[CULPRIT], signal.SIGCONT)).start()
+        others = [f"wrote{r}" for r in range(world_size) if r != CULPRIT]
+        continue_later(pids[CULPRIT], after=lambda: [events.wait(name) for name in others])
     try:
         if rank == CULPRIT:
             WAYS[way](layer)
@@ -61,8 +63,12 @@ def _end(rank, world_size, way, folder):
     start = time.monotonic()
     page = world.flight_record()
     seconds = time.monotonic() - start
+    if way == "stopped":
+        events.set(f"wrote{rank}")
     path = folder and os.path.join(folder, f"epmoe-rank{rank}-pid{os.getpid()}.txt")
     written = path and os.path.exists(path) and open(path).read()
+    if way == "stopped":
+        events.wait(f"wrote{CULPRIT}")  # rank 0 continues it
     world._leave(False)
     return error, page, seconds, written, world.flight_record()
 
@@ -79,7 +85,10 @@ SAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_world_record_names_the_culprit(tmp_path, way):
     """On every rank that lives to tell it, the culprit included; and the file says the same."""
-    results = process_ranks(_end, 4, way, str(tmp_path), may_die=(CULPRIT,) if way == "killed" else ())
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    may_die = (CULPRIT,) if way == "killed" else ()
+    results = process_ranks(_end, 4, way, str(folder), 2 * slowness(), may_die=may_die)
     kind, who, more = SAYS[way]
     for rank, result in enumerate(results):
         if result is None or (way == "left" and rank == CULPRIT):
@@ -96,28 +105,22 @@ def test_world_record_names_the_culprit(tmp_path, way):
         assert ended.startswith(f"ended:   {kind}: ") and f"by rank {rank} of 4, process " in by, page
         assert len(page.splitlines()) < 50 and max(map(len, page.splitlines())) < 200 and len(page) < 8000, page
         assert back or "layer 0 buffer 0: entered by rank 0: #16, 1: #16, 2: #15, 3: #16" in page, page
-        assert seconds < 1 and again == page
+        assert is_soon(seconds, 1) and again == page
         assert written == page + "\n", f"rank {rank}"
-    files = [n.split("-pid")[0] for n in sorted(os.listdir(tmp_path))]
+    files = [n.split("-pid")[0] for n in sorted(os.listdir(folder))]
     assert files == [f"epmoe-rank{r}" for r in range(4) if way not in ("killed", "left") or r != CULPRIT]
 
 
 def test_world_record_writes_nothing_unasked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("EPMOE_FLIGHT_RECORD", raising=False)
-    results = process_ranks(_end, 4, "killed", None, may_die=(CULPRIT,))
+    results = process_ranks(_end, 4, "killed", None, WAIT_S, may_die=(CULPRIT,))
     assert all("culprit: rank 2" in r[1] for r in results if r) and os.listdir(tmp_path) == []
 
 
 def _folder_that_is_none(rank, world_size, folder):
     os.environ["EPMOE_FLIGHT_RECORD"] = os.path.join(folder, "none")
-    world = epmoe.World(timeout_s=0.3)
-    if rank == 0:
-        with pytest.raises(epmoe.EpTimeout):
-            world.exchange(b"")
-    else:
-        time.sleep(1)
-    return world.flight_record()
+    return _page_of_a_late_rank(rank)
 
 
 def test_world_record_says_that_it_could_not_be_written(tmp_path):
@@ -128,13 +131,13 @@ def test_world_record_says_that_it_could_not_be_written(tmp_path):
 
 def _page_of_a_late_rank(rank):
     """The page of a world that ends because rank 1 comes too late to an exchange."""
-    world = epmoe.World(timeout_s=20)
-    world.set_timeout(0.3)
+    world = epmoe.World(timeout_s=WAIT_S)
     if rank == 0:
+        world.set_timeout(0.3)
         with pytest.raises(epmoe.EpTimeout):
             world.exchange(b"")
     else:
-        time.sleep(1)
+        until_ended(world)
     page = world.flight_record()
     world._leave(False)
     return page
@@ -161,12 +164,12 @@ def test_world_record_of_an_empty_variable_is_not_written():
 
 
 def _signal_that_nobody_gives(rank, world_size):
-    world = epmoe.World(timeout_s=20)
+    world = epmoe.World(timeout_s=WAIT_S)
     heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
     words = heap.malloc_symmetric((2,), torch.int64)
-    world.set_timeout(0.5)
     with pytest.raises(epmoe.EpTimeout):
         if rank == 1:
+            world.set_timeout(0.5)
             heap.wait(words, 0, 1)
         heap.barrier()
     return world.flight_record()
@@ -178,18 +181,24 @@ def test_world_record_of_a_signal_that_nobody_gives():
         assert page.splitlines()[0] == "culprit: whoever had to signal rank 1, which waited in vain", page
 
 
-def _layers_in_another_order(rank, world_size):
-    world = epmoe.World(timeout_s=20)
+def _layers_in_another_order(rank, world_size, folder):
+    """Rank 1 comes when rank 0 is in its plan.  Its limit is the only one that can expire, and is less than
+    the time after which ranks that wait in different operations are told so."""
+    world = epmoe.World(timeout_s=WAIT_S)
     layers = [epmoe.EPAll2AllLayer(world, 4, 16, 1, num_tot_experts=2, device="cpu") for _ in range(2)]
-    world.set_timeout(0.5)
+    if rank == 0:
+        when_waiting(world, "plan", Events(folder).set, "waiting")
+    else:
+        Events(folder).wait("waiting")
+        world.set_timeout(0.3)
     with pytest.raises(epmoe.EpTimeout, match=r"rank \d waited in vain for rank \d in its plan \(word enter.*flight_record") as told:
         layers[rank].preprocess(torch.zeros(4, 1, dtype=torch.int64))
     return world.flight_record(), str(told.value)
 
 
-def test_world_record_of_layers_in_another_order():
+def test_world_record_of_layers_in_another_order(tmp_path):
     """The calls are alike; of what, tells them apart."""
-    pages = [page for page, _ in process_ranks(_layers_in_another_order, 2)]
+    pages = [page for page, _ in process_ranks(_layers_in_another_order, 2, str(tmp_path))]
     for page in pages:
         assert re.match(r"culprit: rank \d called plan of layer (\d+) as operation \d+, where rank \d called plan of layer (?!\1)\d+", page), page
         assert page.splitlines()[0].endswith(" (as many ranks did the one as the other)"), page
@@ -199,6 +208,7 @@ def test_world_record_of_layers_in_another_order():
 
 def test_world_record_blames_nobody_by_a_count_of_his_own(ranks):
     """An error that only one rank has seen makes it count otherwise; who is late is to blame all the same."""
+    slow = slowness()
 
     def body(world, device):
         heaps = [epmoe.SymmetricHeap(world, 1 << 16, device) for _ in range(2)]
@@ -207,8 +217,9 @@ def test_world_record_blames_nobody_by_a_count_of_his_own(ranks):
             with pytest.raises(epmoe.EpClosed):
                 heaps[0].malloc_symmetric((4,))
         world.exchange(b"x")
-        world.set_timeout(0.5)
-        time.sleep(1.5 * (world.rank == 2))
+        world.set_timeout(0.5 * slow)
+        if world.rank == 2:
+            until_ended(world)
         with pytest.raises(epmoe.EpTimeout):
             world.exchange(b"x")
         return world.flight_record()
