@@ -28,6 +28,7 @@ import epmoe
 from cases import MODES, poison_memory, process_ranks, share_gpus
 from epmoe import _C
 from epmoe.testing import run_ranks, set_device
+from pace import HANG_S, WAIT_S, Events, continue_later, is_soon, slowness
 from traces import abstract_names, held, holdings, kept, left_over, more_of_ours, remember_names, shared_memory_names
 
 SIZES = {"cpu": (40, 64, 3), "cuda": (256, 512, 4)}  # T, H, K
@@ -95,7 +96,7 @@ def trainer(layer):
     return step
 
 
-def until_error(layer, step, g, limit_s=60.0):
+def until_error(layer, step, g, limit_s=WAIT_S):
     """Steps until one raises: (error, when it was raised)."""
     end = time.monotonic() + limit_s
     try:
@@ -110,7 +111,7 @@ def until_error(layer, step, g, limit_s=60.0):
 
 
 def begin(device, mode, how, g):
-    world = epmoe.World(None, timeout_s=60.0)
+    world = epmoe.World(None, timeout_s=WAIT_S)
     layer = make_layer(world, device, mode, how)
     step = trainer(layer) if how == "train" else fuser(layer) if how == "fuse" else move
     step(layer, g)
@@ -146,7 +147,7 @@ def killed(rank, world_size, victim, delay, how, mode, kind, folder):
     dist.destroy_process_group()
     store = dist.FileStore(os.path.join(folder, "store"), len(others))
     dist.init_process_group("gloo", store=store, rank=others.index(rank), world_size=len(others))
-    world = epmoe.World(None, timeout_s=20.0)
+    world = epmoe.World(None, timeout_s=WAIT_S)
     with make_layer(world, device, mode) as layer:
         right = all([move(layer, g) for _ in range(10)])  # all of them, also after a wrong one: the others are in step
         layer.synchronize()
@@ -164,7 +165,8 @@ def kills(num, ranks, kind, seed=0, say=lambda done: None):
         victim, delay, how, mode = r.randrange(ranks), r.random() * (0.1 if kind == "cpu" else 1.0), tuple(latencies)[i % 3], r.choice(MODES)
         with tempfile.TemporaryDirectory() as folder:
             try:
-                results = start(killed, ranks, victim, delay, how, mode, kind, folder, timeout_s=120, may_die=(victim,))
+                results = start(killed, ranks, victim, delay, how, mode, kind, folder, timeout_s=HANG_S,
+                                may_die=(victim,))
             except AssertionError as e:
                 bad.append(f"kill {i} (rank {victim}, {how}, {mode}): {e}")
                 continue
@@ -176,7 +178,7 @@ def kills(num, ranks, kind, seed=0, say=lambda done: None):
             latencies[how].append(latency)
             names |= set(mine)
             named = told.startswith("PeerDied") and f"rank {victim} " in told and f"rank {victim} " in culprit
-            if not (named and right and not left and latency < WORST_S):
+            if not (named and right and not left and is_soon(latency, WORST_S)):
                 bad.append(f"kill {i} of rank {victim} ({how}, {mode}): rank {rank}: {result}")
         if left := (names & abstract_names()) | (shared_memory_names() - files):
             bad.append(f"kill {i}: left behind: {left}")
@@ -184,18 +186,21 @@ def kills(num, ranks, kind, seed=0, say=lambda done: None):
     return {how: sorted(seconds) for how, seconds in latencies.items()}, bad
 
 
-def stopped(rank, world_size, limit_s, stop_s, kind):
-    """The last rank stops itself and is continued by rank 0 after stop_s.  What each rank saw, and after how long."""
+def stopped(rank, world_size, limit_s, folder, kind):
+    """The last rank stops itself.  Rank 0 continues it after 1.5 s; or, if there is a folder, when all others
+    have raised.  What each rank saw, and after how long."""
+    events = Events(folder)
     device, g = place(rank, kind), torch.Generator().manual_seed(rank)
-    world = epmoe.World(None, timeout_s=60.0)
+    world = epmoe.World(None, timeout_s=WAIT_S)
     layer = make_layer(world, device, "local")
     pids = [int.from_bytes(b, "little") for b in world.exchange(os.getpid().to_bytes(4, "little"))]
     for _ in range(5):
         move(layer, g)
-    world.set_timeout(limit_s)
     world.exchange(b"go")
+    world.set_timeout(limit_s)
     if rank == 0:
-        threading.Timer(stop_s, os.kill, (pids[-1], signal.SIGCONT)).start()
+        others = range(world_size - 1 if folder else 0)
+        continue_later(pids[-1], 0 if folder else 1.5, after=lambda: [events.wait(str(r)) for r in others])
     if rank == world_size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     start = time.monotonic()
@@ -207,19 +212,31 @@ def stopped(rank, world_size, limit_s, stop_s, kind):
         seconds = time.monotonic() - start
         assert float(torch.ones(1000, device=device).sum()) == 1000.0
         return f"{type(e).__name__}: {e}", seconds
+    finally:
+        if folder:
+            events.set(str(rank))
+            events.wait(str(world_size - 1))  # rank 0 continues it
 
 
 def stops(ranks, kind):
     """What was wrong when a rank was stopped past the limit, and when it went on in time."""
     start, bad, victim = process_ranks if kind == "cpu" else run_ranks, [], ranks - 1
-    for rank, (told, seconds) in enumerate(start(stopped, ranks, STOP_LIMIT_S, STOP_LIMIT_S + 3, kind, timeout_s=90)):
+    limit = STOP_LIMIT_S * slowness()
+    with tempfile.TemporaryDirectory() as folder:
+        results = start(stopped, ranks, limit, folder, kind, timeout_s=HANG_S)
+    for rank, (told, seconds) in enumerate(results):
         if not told.startswith("EpTimeout") or f"rank {victim}" not in told:
             bad.append(f"stopped: rank {rank}: {told}")
-        if rank != victim and not STOP_LIMIT_S * 0.9 < seconds < STOP_LIMIT_S + 2:
-            bad.append(f"stopped: rank {rank} raised after {seconds:.2f} s, its limit is {STOP_LIMIT_S}")
-    for rank, (told, seconds) in enumerate(start(stopped, ranks, 30.0, 1.5, kind, timeout_s=90)):
-        if told != "nothing" or (rank != victim and seconds < 1):
+        if rank != victim and not is_soon(seconds, limit + 2):
+            bad.append(f"stopped: rank {rank} raised after {seconds:.2f} s, its limit is {limit}")
+    if max(seconds for _, seconds in results[:victim]) < 0.9 * limit:
+        bad.append(f"stopped: all ranks raised before the limit of {limit} s: {results}")
+    results = start(stopped, ranks, WAIT_S, "", kind, timeout_s=HANG_S)
+    for rank, (told, seconds) in enumerate(results):
+        if told != "nothing":
             bad.append(f"late: rank {rank}: {told} after {seconds:.2f} s")
+    if max(seconds for _, seconds in results[:victim]) < 1:
+        bad.append(f"late: no rank waited: {results}")
     return bad
 
 
