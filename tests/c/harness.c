@@ -7,12 +7,32 @@
 #include <time.h>
 
 uint64_t test_seed = 1;
-double long_timeout_s = 30;
+double long_timeout_s = 120;
 double short_timeout_s = HAVE_TSAN ? 0.8 : 0.5;
 uint32_t test_scale = 100;
 static atomic_uint num_complaints;
 
 double seconds_now(void) { return (double)ep_now_ns() * 1e-9; }
+
+/* The larger of two ratios.  Elapsed time over CPU time of some work of this thread shows the present; the
+ * load average of the last minute per core shows what has just ended. */
+double slowness(void) {
+    struct timespec t;
+    double begin = seconds_now(), first = -1, used = 0, load = 0;
+    while (used < 0.02) {
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+        if (first < 0) first = (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+        used = (double)t.tv_sec + (double)t.tv_nsec * 1e-9 - first;
+    }
+    double ratio = (seconds_now() - begin) / used;
+    if (getloadavg(&load, 1) == 1) load /= (double)sysconf(_SC_NPROCESSORS_ONLN);
+    if (load > ratio) ratio = load;
+    return ratio > 1 ? ratio : 1;
+}
+bool is_soon(double begin, double limit_s) {
+    double seconds = seconds_now() - begin;
+    return seconds < limit_s || seconds < limit_s * slowness();
+}
 
 uint64_t rng_next(Rng *rng) {
     uint64_t z = rng->state += 0x9e3779b97f4a7c15u;

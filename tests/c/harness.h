@@ -72,10 +72,14 @@ int take_heap(Rank *me, uint64_t num_bytes, uint64_t *off);
 void test_fail_mmap(uint32_t n);
 
 extern uint64_t test_seed;
-extern double long_timeout_s;  /* of worlds in which no rank should wait long */
-extern double short_timeout_s; /* of worlds in which a rank waits until its timeout */
+extern double long_timeout_s;  /* of worlds in which no wait is expected to time out */
+extern double short_timeout_s; /* of worlds in which a wait must time out; times slowness() */
 extern uint32_t test_scale;    /* per cent of the usual number of steps */
 double seconds_now(void);
+/* How many times longer work takes now than on an idle machine; 1 on an idle machine, never less. */
+double slowness(void);
+/* Did less than limit_s pass since `begin`, on an idle machine?  Measures the slowness if it needs to. */
+bool is_soon(double begin, double limit_s);
 uint32_t scaled(uint32_t num_steps);
 /* A layer with one buffer and two workers, for tests in which the shape does not matter. */
 EpLayerConfig small_config(uint32_t num_ranks);

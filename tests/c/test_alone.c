@@ -60,9 +60,9 @@ static bool leave_body(Rank *me, void *arg) {
     usleep(20000);
     double begin = seconds_now();
     WANT(me, 0, ep_world_close(me->world, false));
-    CHECK(me, seconds_now() - begin < 1);
+    CHECK(me, is_soon(begin, 1));
     pthread_join(thread, NULL);
-    CHECK(me, waiting.code == EP_ECLOSED && seconds_now() - begin < 4);
+    CHECK(me, waiting.code == EP_ECLOSED && is_soon(begin, 4));
     return true;
 }
 bool test_leave_busy(void) {
