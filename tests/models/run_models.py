@@ -10,7 +10,9 @@ not, and 77 when spin or gcc is missing.
 """
 
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TIME_LIMIT = 30          # seconds for each of spin, gcc and the search
+TIME_LIMIT = 30          # seconds of CPU time for each of spin, gcc and the search
+HANG_LIMIT = 900         # seconds of any kind: only a hang reaches it
 MEMORY_LIMIT = 1500      # megabytes for a search
 DEPTH = 5000             # steps; the longest history has fewer than 1000
 
@@ -126,14 +129,20 @@ class Broken(Exception):
     """A step could not be carried out, so there is no verdict."""
 
 
+def limit_cpu_time():
+    resource.setrlimit(resource.RLIMIT_CPU, (TIME_LIMIT, TIME_LIMIT + 5))
+
+
 def step(command, folder):
     """Run one command in the folder and return all it printed."""
     try:
         done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL,
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              text=True, errors="replace", timeout=TIME_LIMIT)
+                              text=True, errors="replace", timeout=HANG_LIMIT, preexec_fn=limit_cpu_time)
     except subprocess.TimeoutExpired:
-        raise Broken("%s ran past %d s" % (command[0], TIME_LIMIT))
+        raise Broken("%s ran past %d s" % (command[0], HANG_LIMIT))
+    if done.returncode == -signal.SIGXCPU:
+        raise Broken("%s ran past %d s of CPU time" % (command[0], TIME_LIMIT))
     if done.returncode != 0:
         lines = done.stdout.strip().splitlines() or ["no output"]
         raise Broken("%s ended with code %d: %s"
