@@ -22,9 +22,10 @@ import torch.utils.deterministic
 import epmoe
 from cases import share_gpus
 from epmoe.testing import run_threads, set_device
+from pace import HANG_S
 from routings import Work, check_routing, make_batch, run_rank
 
-BATCH_LIMIT_S = 120
+BATCH_LIMIT_S = HANG_S
 
 
 def run_batch(seed, number, run=None):

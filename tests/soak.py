@@ -35,9 +35,10 @@ import epmoe
 from cases import MODES, Case, keep, make_layer, poison_memory, process_ranks, run_routing, share_gpus
 from epmoe import _C
 from epmoe.testing import PATTERNS, routing, run_threads, set_device
+from pace import HANG_S, WAIT_S
 from traces import gpu_held, grown, held
 
-BATCH_LIMIT_S = 120
+BATCH_LIMIT_S = HANG_S
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
 RANK = int(os.environ.get("RANK", 0))
@@ -232,7 +233,7 @@ def live(num, device, new_world, say):
 def live_as_process(rank, world_size, num):
     """A rank of the CPU; rank 0 shows how far it is."""
     with progress("cycles", num, rank == 0) as say:
-        return live(num, torch.device("cpu"), lambda: epmoe.World(timeout_s=60), say)
+        return live(num, torch.device("cpu"), lambda: epmoe.World(timeout_s=WAIT_S), say)
 
 
 def cycles(a, say):
@@ -241,7 +242,7 @@ def cycles(a, say):
         with torchrun_world() as (world, device):
             everybody = [live(a.num, device, lambda: epmoe.World(timeout_s=120), say)]
     else:
-        everybody = process_ranks(live_as_process, a.ranks, a.num, timeout_s=120 + a.num * 0.5)
+        everybody = process_ranks(live_as_process, a.ranks, a.num, timeout_s=HANG_S + a.num)
     yield "cycles", f"{a.num}, {a.num / (time.monotonic() - start):.0f} a second"
     for rank, (before, after) in enumerate(everybody):
         faults = grown(before, after, maps=8, rss_kib=a.rss_kib)

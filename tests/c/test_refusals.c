@@ -228,7 +228,7 @@ static bool stay_away_body(Rank *me, void *arg) {
     WANT(me, EP_ETIMEOUT, code);
     if (missed != MISS_SIGNAL) CHECK(me, strstr(ep_error_text(), "in vain for rank 2"));
     CHECK(me, waited > 0.9 * short_timeout_s && !is_late);
-    WANT(me, EP_ETIMEOUT, call_plan(&st)); /* such a world does not come back */
+    WANT(me, EP_ETIMEOUT, call_plan(&st)); /* a world does not recover from a timeout */
     step_close(&st);
     return true;
 }
@@ -243,7 +243,7 @@ bool test_stay_away(void) {
 
 static bool leave_body(Rank *me, void *arg) {
     Step st = step_open(me, (Case *)arg, 0);
-    WANT(me, 0, ep_world_set_timeout(me->world, long_timeout_s)); /* longer than a leaver's grace */
+    WANT(me, 0, ep_world_set_timeout(me->world, long_timeout_s)); /* longer than the grace period of a leaving rank */
     WANT(me, 0, call_plan(&st));
     double start = seconds_now();
     if (me->rank == 1) {

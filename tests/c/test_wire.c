@@ -208,7 +208,7 @@ static bool meet(Honest *honest, int *to_honest) {
     return true;
 }
 
-/* How the world ends. */
+/* Wait for the end of the world. Returns its code, and the flight record. */
 static int end_of(EpWorld *world, char page[EP_PAGE_BYTES]) {
     double until = seconds_now() + long_timeout_s;
     while (ep_world_check(world) == 0 && seconds_now() < until) usleep(100);
