@@ -34,7 +34,7 @@ WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 0
 NUM_LOCAL = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
 THREADS_ON_CUDA = not TORCHRUN and os.environ.get("EPMOE_TEST_THREADS") == "cuda"
 ON_CUDA = (TORCHRUN or THREADS_ON_CUDA) and CAN_CUDA and not FORCED_CPU
-DEFAULT_TIMEOUT_S = 60.0 if TORCHRUN else 300.0  # only a hang reaches it, also on a busy machine
+DEFAULT_TIMEOUT_S = 60.0 if TORCHRUN or THREADS_ON_CUDA else 300.0  # only a hang reaches it, also on a busy machine
 
 
 def to_cpu(value):
