@@ -18,7 +18,8 @@ static void insert_block(EpAllocator *a, uint32_t at, EpBlock b) {
 
 int ep_allocator_take(EpAllocator *a, uint64_t num_bytes, uint64_t alignment, uint64_t *off) {
     EpHeapStats s;
-    if (a->num_blocks + 2 > EP_MAX_BLOCKS) return ep_error(EP_ENOMEM, "a heap holds at most %u allocations", EP_MAX_BLOCKS / 2);
+    if (a->num_blocks + 2 > EP_MAX_BLOCKS)
+        return ep_error(EP_ENOMEM, "a heap holds at most %u allocations: free some, or make another heap", EP_MAX_BLOCKS / 2);
     ep_allocator_stats(a, &s);
     if (num_bytes <= s.free_bytes) num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN); /* more cannot be had, and must not wrap */
     if (alignment < EP_HEAP_ALIGN) alignment = EP_HEAP_ALIGN;
@@ -34,7 +35,8 @@ int ep_allocator_take(EpAllocator *a, uint64_t num_bytes, uint64_t alignment, ui
         *off = at;
         return 0;
     }
-    return ep_error(EP_ENOMEM, "symmetric heap exhausted: needs %llu bytes, %llu free (largest block %llu) of %llu",
+    return ep_error(EP_ENOMEM,
+                    "symmetric heap exhausted: needs %llu bytes, %llu free (largest block %llu) of %llu. Create it with more bytes.",
                     (unsigned long long)num_bytes, (unsigned long long)s.free_bytes, (unsigned long long)s.largest_free_bytes,
                     (unsigned long long)s.total_bytes);
 }
@@ -42,7 +44,8 @@ int ep_allocator_take(EpAllocator *a, uint64_t num_bytes, uint64_t alignment, ui
 static int find_block(const EpAllocator *a, uint64_t off, uint32_t *at) {
     for (*at = 0; *at < a->num_blocks; (*at)++)
         if (a->blocks[*at].off == off && a->blocks[*at].used && !a->blocks[*at].kept) return 0;
-    return ep_error(EP_EINVAL, "nothing is allocated at this place of the heap");
+    return ep_error(EP_EINVAL,
+                    "no allocation begins at this address of the heap: pass a tensor that malloc_symmetric returned, and free it once");
 }
 
 int ep_allocator_check(const EpAllocator *a, uint64_t off) {

@@ -31,7 +31,7 @@ int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
     if (code) {
         backend->host_free(ep_heap_device(heap), host, sizeof(EpHostWords));
         b->comm.host = NULL;
-        return ep_error(code, "a world holds too many communication buffers");
+        return ep_error(code, "this world has no room for more communication buffers: finalize layers, close heaps, or lower num_buffers");
     }
     return code;
 }
@@ -76,31 +76,39 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
     case EP_EPEER:
         if (f->peer == my_rank && (int)(int64_t)got == EP_EINVAL) /* see ep_make_header */
             return ep_error(EP_EINVAL,
-                            "rank %u: %s with a layout whose plan or dispatch has failed, or is not for these tensors: another T, or more "
-                            "rows than there are",
+                            "rank %u: %s cannot use this layout: its plan or dispatch failed, or its T or its number of rows does not "
+                            "match the tensors. Make a new layout with preprocess or dispatch.",
                             my_rank, op_name(f->op));
-        return ep_error(EP_EPEER, "rank %u failed before its %s: %s", f->peer, op_name(f->op),
+        return ep_error(EP_EPEER, "rank %u failed before its %s: %s. See the error that it raised.", f->peer, op_name(f->op),
                         (int)(int64_t)got == EP_ENOMEM ? "no memory" : ep_error_name((int)(int64_t)got));
     case EP_EMISMATCH:
         if (f->field == 2) /* the order of calls differs */
-            return ep_error(EP_EMISMATCH, "ranks disagree in op: rank %u is in %s, rank 0 in %s", f->peer, op_name((uint32_t)got),
-                            op_name((uint32_t)want));
-        return ep_error(EP_EMISMATCH, "ranks disagree in %s: rank %u has %llu, rank 0 has %llu (in %s)", field_name(f->field), f->peer, got,
-                        want, op_name(f->op));
+            return ep_error(
+                EP_EMISMATCH,
+                "ranks disagree in op: rank %u called %s, rank 0 called %s. All ranks must make the same calls in the same order.", f->peer,
+                op_name((uint32_t)got), op_name((uint32_t)want));
+        return ep_error(EP_EMISMATCH, "ranks disagree in %s: rank %u has %llu, rank 0 has %llu (in %s). It must be the same on all ranks.",
+                        field_name(f->field), f->peer, got, want, op_name(f->op));
     case EP_EINDEX:
-        return ep_error(EP_EINDEX, "rank %u: expert index %lld of token %u, choice %u is outside [-1, %llu]", f->peer, (long long)got,
-                        f->field / (s->num_topk ? s->num_topk : 1), f->field % (s->num_topk ? s->num_topk : 1), want);
-    case EP_EOVERFLOW: return ep_error(EP_EOVERFLOW, "rank %u would receive %llu rows; its capacity is %llu", f->peer, got, want);
+        return ep_error(EP_EINDEX, "rank %u: expert index %lld of token %u, choice %u is outside [-1, %llu]. Use -1 to drop a choice.",
+                        f->peer, (long long)got, f->field / (s->num_topk ? s->num_topk : 1), f->field % (s->num_topk ? s->num_topk : 1),
+                        want);
+    case EP_EOVERFLOW:
+        return ep_error(EP_EOVERFLOW, "rank %u would receive %llu rows; its capacity is %llu. Increase capacity or balance the routing.",
+                        f->peer, got, want);
     case EP_EINVAL:
         return ep_error(EP_EINVAL,
-                        "rank %u: full_scatter_indices must have the rows of this rank or of all ranks, and point at rows that exist",
+                        "rank %u: full_scatter_indices must have one line for each token of this rank (or of all ranks), and each index "
+                        "of a choice that is not dropped must be in [0, M) of the expert's rank",
                         f->peer);
     case EP_ETIMEOUT:
         return ep_error(EP_ETIMEOUT,
-                        "rank %u waited in vain for rank %u in its %s (word %s, epoch %llu: wanted %llu, saw %llu); the world's "
-                        "flight_record() tells more",
+                        "rank %u timed out waiting for rank %u in its %s (word %s, epoch %llu: wanted %llu, saw %llu). All "
+                        "ranks must make the same calls in the same order. See world.flight_record().",
                         my_rank, f->peer, op_name(f->op), ep_word_name(f->word), (unsigned long long)f->epoch, want, got);
-    default: return ep_error(f->code, "%s: %s from rank %u", op_name(f->op), ep_word_name(f->word), f->peer);
+    default:
+        return ep_error(f->code, "%s failed (word %s, rank %u). See world.flight_record().", op_name(f->op), ep_word_name(f->word),
+                        f->peer);
     }
 }
 

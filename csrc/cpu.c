@@ -80,10 +80,10 @@ static int heap_import(int device, const EpHeapCard *mine, const EpHeapCard *car
     struct stat st;
     int code;
     (void)device;
-    if (fd < 0) return ep_error(EP_ESYS, "no descriptor came with it: this process may have as many open as it can");
+    if (fd < 0) return ep_error(EP_ESYS, "no file descriptor came with it: raise the limit of open files (ulimit -n)");
     if (fstat(fd, &st) || (uint64_t)st.st_size != card->num_bytes || card->num_bytes != mine->num_bytes ||
         (fcntl(fd, F_GET_SEALS) & SEALS) != SEALS)
-        code = ep_error(EP_ECORRUPT, "a peer sent memory that is not a heap of this world");
+        code = ep_error(EP_ECORRUPT, "a peer sent a file that is not a heap of this world");
     else code = map_file(fd, card->num_bytes, memory);
     if (fd >= 0) close(fd);
     return code;
@@ -92,7 +92,7 @@ static int heap_import(int device, const EpHeapCard *mine, const EpHeapCard *car
 static int host_alloc(int device, uint64_t num_bytes, void **memory) {
     (void)device;
     *memory = mmap(NULL, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return *memory == MAP_FAILED ? ep_error(EP_ENOMEM, "mmap: %s", strerror(errno)) : 0;
+    return *memory == MAP_FAILED ? ep_error(EP_ENOMEM, "cannot map a peer's heap (mmap): %s", strerror(errno)) : 0;
 }
 static int copy(int device, void *dst, const void *src, uint64_t num_bytes, void *stream) {
     (void)device, (void)stream;
@@ -178,7 +178,7 @@ static int refuse_plan(const EpComm *c, uint32_t op) {
     EpComm comm = *c;
     comm.status = EP_EINVAL;
     ep_cpu_enter(&comm, op);
-    return ep_error(EP_EINVAL, "the layout's plan is not what preprocess has made: something was written over it");
+    return ep_error(EP_EINVAL, "the layout's plan was overwritten after preprocess made it: do not write to it, and make a new one");
 }
 
 static int plan(int device, const EpPlanParams *p, void *stream) {
@@ -241,6 +241,6 @@ const EpBackend *ep_backend(EpBackendKind kind) {
 #ifdef EP_HAVE_CUDA
     if (kind == EP_CUDA) return &ep_cuda_backend;
 #endif
-    ep_error(EP_EINVAL, "this build of epmoe has no CUDA backend");
+    ep_error(EP_EINVAL, "this build of epmoe has no CUDA backend: build it with nvcc and EPMOE_CUDA=1");
     return NULL;
 }

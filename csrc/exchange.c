@@ -14,14 +14,15 @@
 
 static int check_locked(EpWorld *w) {
     if (w->end_code) return ep_error(w->end_code, "%s", w->end_text);
-    if (w->closed) return ep_error(EP_ECLOSED, "this world is closed");
+    if (w->closed) return ep_error(EP_ECLOSED, "this world is closed: create a new one");
     return 0;
 }
 
 bool ep_world_is_forked(const EpWorld *w) { return w->pid != getpid(); }
 
 int ep_world_check(EpWorld *w) {
-    if (ep_world_is_forked(w)) return ep_error(EP_ECLOSED, "this world belongs to process %d; a forked child cannot use it", (int)w->pid);
+    if (ep_world_is_forked(w))
+        return ep_error(EP_ECLOSED, "this world belongs to process %d: a forked child cannot use it, and must create its own", (int)w->pid);
     pthread_mutex_lock(&w->lock);
     int code = check_locked(w);
     pthread_mutex_unlock(&w->lock);
@@ -59,10 +60,11 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
         if (next == until_ns && !is_late) { /* this process may have been stopped, and the frame be there unread */
             is_late = true, until_ns = ep_now_ns() + INTERRUPT_NS;
         } else if (next == until_ns) {
-            snprintf(text, sizeof text, "rank %u waited in vain for rank %u in exchange %llu", w->rank, r, (unsigned long long)seq);
+            snprintf(text, sizeof text, "rank %u timed out waiting for rank %u in exchange %llu; see flight_record()", w->rank, r,
+                     (unsigned long long)seq);
             ep_world_end(w, EP_ETIMEOUT, r, text);
         } else if (is_interrupted(w)) { /* the peer's frame may still come, and belong to no exchange */
-            snprintf(text, sizeof text, "rank %u was interrupted while it waited for rank %u", w->rank, r);
+            snprintf(text, sizeof text, "rank %u was interrupted while waiting for rank %u", w->rank, r);
             ep_world_end(w, EP_ECLOSED, w->rank, text);
             return check_locked(w); /* whether the frame has come meanwhile or not: an exception waits */
         }
@@ -73,14 +75,19 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
 /* What rank r's frame brings, into its place of all; or why it does not belong to mine. */
 static int look_at_frame(uint32_t r, const EpFrame *its, const EpFrame *mine, void *all) {
     char there[64], here[64];
-    if (its->code) return ep_error(EP_EPEER, "rank %u could not take part in the exchange: %s", r, ep_error_name(its->code));
+    if (its->code)
+        return ep_error(EP_EPEER, "rank %u could not take part in the exchange: %s. See the error that it raised.", r,
+                        ep_error_name(its->code));
     if (its->about != mine->about && its->about && mine->about) {
         ep_about_name(its->about, there, sizeof there), ep_about_name(mine->about, here, sizeof here);
-        return ep_error(EP_EMISMATCH, "ranks meet in different calls: rank %u in %s, rank %u in %s", r, there, mine->rank, here);
+        return ep_error(EP_EMISMATCH,
+                        "ranks are in different collective calls: rank %u in %s, rank %u in %s. Use the same order on all ranks.", r, there,
+                        mine->rank, here);
     }
     if (its->num_bytes != mine->num_bytes)
-        return ep_error(EP_EMISMATCH, "ranks disagree in an exchange: rank %u gives %u bytes, rank %u gives %u", r, its->num_bytes,
-                        mine->rank, mine->num_bytes);
+        return ep_error(EP_EMISMATCH,
+                        "ranks disagree in an exchange: rank %u gives %u bytes, rank %u gives %u. Give equally many on all ranks.", r,
+                        its->num_bytes, mine->rank, mine->num_bytes);
     if (mine->num_bytes) memcpy((unsigned char *)all + (uint64_t)r * mine->num_bytes, its->bytes, mine->num_bytes);
     return 0;
 }
@@ -100,7 +107,8 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
     EpFrame f = {.kind = EP_FRAME_EXCHANGE, .rank = w->rank, .num_bytes = num_bytes, .code = status};
     int verdict = 0;
     EP_TRY(ep_world_check(w));
-    if (num_bytes > EP_EXCHANGE_BYTES) return ep_error(EP_EINVAL, "an exchange carries at most %u bytes", EP_EXCHANGE_BYTES);
+    if (num_bytes > EP_EXCHANGE_BYTES)
+        return ep_error(EP_EINVAL, "an exchange carries at most %u bytes, not %u", EP_EXCHANGE_BYTES, num_bytes);
     EpNote note = {.what = EP_DID_EXCHANGE, .size = num_bytes};
     uint64_t noted = ep_ring_begin(&w->ring, &note);
     if (num_bytes) memcpy(f.bytes, mine, num_bytes), memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
@@ -120,8 +128,8 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
         else if (from->fd >= 0) close(from->fd);
         if (from->frame.seq != f.seq) { /* out of step for good */
             char text[128];
-            snprintf(text, sizeof text, "rank %u is in exchange %llu, rank %u in %llu", r, (unsigned long long)from->frame.seq, w->rank,
-                     (unsigned long long)f.seq);
+            snprintf(text, sizeof text, "ranks are out of step: rank %u is in exchange %llu, rank %u in %llu", r,
+                     (unsigned long long)from->frame.seq, w->rank, (unsigned long long)f.seq);
             ep_world_end(w, EP_ECORRUPT, r, text);
             code = check_locked(w);
         } else if (!verdict && !status) { /* else the others' frames are taken all the same, so that the next exchange works */
@@ -143,7 +151,7 @@ int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void 
 }
 
 int ep_world_refuse(EpWorld *w, int code) {
-    if (code >= 0) return ep_error(EP_EINVAL, "a refusal needs a negative code");
+    if (code >= 0) return ep_error(EP_EINVAL, "code %d: must be negative, an EpCode", code);
     return exchange(w, NULL, 0, code, NULL, -1, NULL);
 }
 

@@ -18,23 +18,24 @@
 int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
     const EpShape *s = &config->shape;
     if (s->num_ranks < 1 || s->num_ranks > EP_MAX_RANKS)
-        return ep_error(EP_EINVAL, "world of %u ranks: 1 to %u", s->num_ranks, EP_MAX_RANKS);
+        return ep_error(EP_EINVAL, "a world of %u ranks: must have 1 to %u", s->num_ranks, EP_MAX_RANKS);
     if (s->num_experts < 1 || s->num_experts > EP_MAX_EXPERTS || s->num_experts % s->num_ranks)
-        return ep_error(EP_EINVAL, "%u experts on %u ranks: must be a multiple of the ranks, at most %u", s->num_experts, s->num_ranks,
-                        EP_MAX_EXPERTS);
-    if (s->num_topk < 1 || s->num_topk > EP_MAX_TOPK) return ep_error(EP_EINVAL, "topk %u: 1 to %u", s->num_topk, EP_MAX_TOPK);
-    if (s->dtype > EP_BF16) return ep_error(EP_ETYPE, "dtype must be float32, float16 or bfloat16");
-    if (s->hidden < 1 || s->hidden > 1u << 20) return ep_error(EP_EINVAL, "hidden %u: 1 to %u", s->hidden, 1u << 20);
+        return ep_error(EP_EINVAL, "%u experts on %u ranks: must be a multiple of the number of ranks, and at most %u", s->num_experts,
+                        s->num_ranks, EP_MAX_EXPERTS);
+    if (s->num_topk < 1 || s->num_topk > EP_MAX_TOPK) return ep_error(EP_EINVAL, "topk %u: must be 1 to %u", s->num_topk, EP_MAX_TOPK);
+    if (s->dtype > EP_BF16) return ep_error(EP_ETYPE, "dtype %s: must be float32, float16 or bfloat16", ep_dtype_name(s->dtype));
+    if (s->hidden < 1 || s->hidden > 1u << 20) return ep_error(EP_EINVAL, "hidden %u: must be 1 to %u", s->hidden, 1u << 20);
     if ((uint64_t)s->hidden * ep_dtype_bytes(s->dtype) % 16)
-        return ep_error(EP_EINVAL, "hidden %u: a row must be a multiple of 16 bytes, it has %llu", s->hidden,
+        return ep_error(EP_EINVAL, "hidden %u: a row must be a multiple of 16 bytes, but has %llu", s->hidden,
                         (unsigned long long)s->hidden * ep_dtype_bytes(s->dtype));
     if (s->max_tokens < 1 || (uint64_t)s->max_tokens * s->num_topk * s->num_ranks >= 1ull << 31)
         return ep_error(EP_EINVAL, "max_tokens %u: ranks * max_tokens * topk must be in [1, 2^31)", s->max_tokens);
-    if (s->combine_mode > EP_COMBINE_GATHER) return ep_error(EP_EINVAL, "unknown combine mode");
-    if (s->capacity < 1 || s->capacity >= 1u << 31) return ep_error(EP_EINVAL, "capacity %u: 1 to 2^31 - 1 rows", s->capacity);
+    if (s->combine_mode > EP_COMBINE_GATHER)
+        return ep_error(EP_EINVAL, "combine mode %u: must be at most %u", s->combine_mode, EP_COMBINE_GATHER);
+    if (s->capacity < 1 || s->capacity >= 1u << 31) return ep_error(EP_EINVAL, "capacity %u: must be 1 to 2^31 - 1 rows", s->capacity);
     if (config->num_buffers < 1 || config->num_buffers > EP_MAX_BUFFERS)
-        return ep_error(EP_EINVAL, "num_buffers %u: 1 to %u", config->num_buffers, EP_MAX_BUFFERS);
-    if (config->num_sm < 1 || config->num_sm > 1024) return ep_error(EP_EINVAL, "num_sm %u: 1 to 1024", config->num_sm);
+        return ep_error(EP_EINVAL, "num_buffers %u: must be 1 to %u", config->num_buffers, EP_MAX_BUFFERS);
+    if (config->num_sm < 1 || config->num_sm > 1024) return ep_error(EP_EINVAL, "num_sm %u: must be 1 to 1024", config->num_sm);
     *num_bytes = config->num_buffers * ep_align_u64(ep_comm_layout(s).num_bytes, 256);
     return 0;
 }
@@ -68,14 +69,18 @@ static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
     EP_TRY(ep_world_exchange(world, &mine, sizeof mine, all));
     if (status) return ep_error(status, "%s", why);
     for (uint32_t r = 0; r < ep_world_size(world); r++)
-        if (all[r].status) return ep_error(EP_EPEER, "rank %u could not make its layer (%s)", r, ep_error_name(all[r].status));
+        if (all[r].status)
+            return ep_error(EP_EPEER, "rank %u could not make its layer (%s). See the error that it raised.", r,
+                            ep_error_name(all[r].status));
     for (uint32_t r = 1; r < ep_world_size(world); r++) {
         const uint32_t *first = &all[0].shape.num_ranks, *its = &all[r].shape.num_ranks;
         for (uint32_t i = 0; i < sizeof names / sizeof names[0]; i++)
             if (its[i] != first[i]) {
                 char a[16], b[16];
-                return ep_error(EP_EMISMATCH, "ranks disagree in %s: rank %u has %s, rank 0 has %s", names[i], r, value_name(i, its[i], a),
-                                value_name(i, first[i], b));
+                return ep_error(
+                    EP_EMISMATCH,
+                    "ranks disagree in %s: rank %u has %s, rank 0 has %s. Create the layer with the same arguments on all ranks.", names[i],
+                    r, value_name(i, its[i], a), value_name(i, first[i], b));
             }
     }
     return 0;
@@ -87,9 +92,10 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     uint32_t made = 0;
     int code = ep_layer_check_config(config, &num_bytes);
     if (!code && config->shape.num_ranks != ep_world_size(ep_heap_world(heap)))
-        code = ep_error(EP_EINVAL, "a layer of %u ranks in a world of %u", config->shape.num_ranks, ep_world_size(ep_heap_world(heap)));
+        code = ep_error(EP_EINVAL, "a layer for %u ranks in a world of %u ranks: must be the same number", config->shape.num_ranks,
+                        ep_world_size(ep_heap_world(heap)));
     EpLayer *l = code ? NULL : (EpLayer *)calloc(1, sizeof *l);
-    if (!code && !l) code = ep_error(EP_ENOMEM, "no memory for a layer");
+    if (!code && !l) code = ep_error(EP_ENOMEM, "cannot allocate a layer: this process is out of memory");
     code = agree(ep_heap_world(heap), config, code);
     if (code) {
         free(l);
@@ -165,7 +171,8 @@ EpHeap *ep_layer_heap(EpLayer *l) { return l->heap; }
 
 int ep_layer_plan_words(EpLayer *l, uint64_t num_tokens, uint64_t *num_words) {
     if (num_tokens > l->config.shape.max_tokens)
-        return ep_error(EP_EINVAL, "%llu tokens; max_tokens is %u", (unsigned long long)num_tokens, l->config.shape.max_tokens);
+        return ep_error(EP_EINVAL, "%llu tokens: must be at most max_tokens, %u", (unsigned long long)num_tokens,
+                        l->config.shape.max_tokens);
     *num_words = ep_plan_layout(&l->config.shape, (uint32_t)num_tokens).num_words;
     return 0;
 }
@@ -173,8 +180,9 @@ int ep_layer_plan_words(EpLayer *l, uint64_t num_tokens, uint64_t *num_words) {
 /* ---- operations ---- */
 
 int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) {
-    if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized");
-    if (buffer >= l->config.num_buffers) return ep_error(EP_EINVAL, "buffer %u of %u", buffer, l->config.num_buffers);
+    if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
+    if (buffer >= l->config.num_buffers)
+        return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer, l->config.num_buffers);
     EpCommBuffer *b = &l->buffers[buffer];
     EP_TRY(ep_comm_check(l->heap, b, stream));
     b->comm.timeout_ns = ep_world_timeout_ns(ep_heap_world(l->heap));
@@ -195,7 +203,7 @@ int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t note, int co
 
 int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     EpCommBuffer *b;
-    if (code >= 0) return ep_error(EP_EINVAL, "a refusal needs a negative code");
+    if (code >= 0) return ep_error(EP_EINVAL, "code %d: must be negative, an EpCode", code);
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     EpComm comm = b->comm;
     comm.status = code;
@@ -222,7 +230,7 @@ int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
 }
 
 int ep_layer_sync(EpLayer *l, void *stream) {
-    if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized");
+    if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
     EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
     for (uint32_t i = 0; i < l->config.num_buffers; i++) EP_TRY(ep_comm_check(l->heap, &l->buffers[i], stream));
     return 0;
@@ -231,7 +239,7 @@ int ep_layer_sync(EpLayer *l, void *stream) {
 int ep_layer_set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
     EpCommBuffer *b;
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
-    if (epoch == 0) return ep_error(EP_EINVAL, "epoch 0: it stands for no operation");
+    if (epoch == 0) return ep_error(EP_EINVAL, "epoch 0: must be at least 1, because 0 means that no operation has run");
     uint64_t before = b->num_ops = epoch - 1;
     const EpBackend *backend = ep_heap_backend(l->heap);
     EP_TRY(backend->copy(ep_heap_device(l->heap), &ep_local(&b->comm)->epoch, &before, sizeof before, stream));

@@ -39,7 +39,7 @@ static int check_recv_tensor(const EpLayer *l, const EpTensor *recv) {
 
 static int check_num_tokens(const EpLayer *l, const char *name, const EpTensor *t) {
     if (t->num_dims < 1 || t->shape[0] > (int64_t)l->config.shape.max_tokens)
-        return ep_error(EP_EINVAL, "%s has %lld tokens; max_tokens is %u", name, t->num_dims ? (long long)t->shape[0] : -1ll,
+        return ep_error(EP_EINVAL, "%s has %lld tokens: must be at most max_tokens, %u", name, t->num_dims ? (long long)t->shape[0] : -1ll,
                         l->config.shape.max_tokens);
     return 0;
 }
@@ -80,19 +80,22 @@ static int rows_of_older_plan(EpLayer *l, const EpTensor *plan, void *stream, ui
     int32_t head[EP_HEAD_WORDS];
     const EpBackend *backend = ep_heap_backend(l->heap);
     EP_TRY(check_tensor(l, "plan", plan, EP_I32, 1, -1, -1));
-    if (plan->shape[0] < EP_HEAD_WORDS) return ep_error(EP_EINVAL, "a plan of %lld words", (long long)plan->shape[0]);
+    if (plan->shape[0] < EP_HEAD_WORDS)
+        return ep_error(EP_EINVAL, "a plan of %lld words: wanted at least %d", (long long)plan->shape[0], EP_HEAD_WORDS);
     /* A copy to the stack waits by itself, and for ever: so first this, which ends with the world. */
     EP_TRY(backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
     EP_TRY(backend->copy(ep_heap_device(l->heap), head, plan->data, sizeof head, stream));
     EP_TRY(backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
-    if (head[EP_HEAD_STATUS]) return ep_error(EP_EPEER, "the plan has failed before");
+    if (head[EP_HEAD_STATUS])
+        return ep_error(EP_EPEER, "the plan of this layout failed. See the error that preprocess raised, and make a new layout.");
     *num_rows = (uint32_t)head[EP_HEAD_NUM_ROWS];
     return 0;
 }
 
 int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized");
-    if (buffer >= l->config.num_buffers) return ep_error(EP_EINVAL, "buffer %u of %u", buffer, l->config.num_buffers);
+    if (buffer >= l->config.num_buffers)
+        return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer, l->config.num_buffers);
     if (plan && plan->data != l->newest[buffer]) return rows_of_older_plan(l, plan, stream, num_rows);
     EpCommBuffer *b = &l->buffers[buffer];
     const EpPlanResult *result = &b->comm.host->plan;
@@ -108,7 +111,7 @@ int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *s
         EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream,
                                               ep_heap_world(l->heap))); /* the record comes with the kernel's end */
         EP_TRY(ep_comm_check(l->heap, b, stream));
-        return ep_error(EP_EPEER, "the plan has failed before");
+        return ep_error(EP_EPEER, "the plan of this layout failed. See the error that preprocess raised, and make a new layout.");
     }
     *num_rows = result->num_rows;
     return 0;
@@ -118,19 +121,19 @@ int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *s
 static int check_dispatch(const EpLayer *l, const EpTensor *x, uint32_t num_copies, const EpTensor *weight, const EpTensor *plan,
                           const EpTensor *rows, const EpTensor *row_weight, const EpTensor *recv, EpDispatchParams *p) {
     const EpShape *s = &l->config.shape;
-    if (num_copies < 1) return ep_error(EP_EINVAL, "0 tokens of a row of the input");
+    if (num_copies < 1) return ep_error(EP_EINVAL, "num_copies 0: must be at least 1 token for each row of the input");
     if (x->num_dims < 1 || x->shape[0] > (int64_t)(s->max_tokens / num_copies))
-        return ep_error(EP_EINVAL, "input has %lld tokens; max_tokens is %u", x->num_dims ? (long long)x->shape[0] : -1ll,
+        return ep_error(EP_EINVAL, "input has %lld tokens: must be at most max_tokens, %u", x->num_dims ? (long long)x->shape[0] : -1ll,
                         s->max_tokens / num_copies);
     EP_TRY(check_rows(l, "input", x, -1));
     const int64_t T = x->shape[0] * num_copies;
     if (weight) EP_TRY(check_tensor(l, "weight", weight, EP_F32, 2, T, s->num_topk));
     EP_TRY(check_plan_tensor(l, plan, (uint32_t)T, &p->layout));
     EP_TRY(check_rows(l, "output", rows, -1));
-    if ((weight != NULL) != (row_weight != NULL)) return ep_error(EP_EINVAL, "weights come in and go out together");
+    if ((weight != NULL) != (row_weight != NULL)) return ep_error(EP_EINVAL, "weight and output weight: give both or neither");
     if (row_weight) EP_TRY(check_tensor(l, "output weight", row_weight, EP_F32, 1, rows->shape[0], -1));
     EP_TRY(check_recv_tensor(l, recv));
-    if (rows->shape[0] > INT32_MAX) return ep_error(EP_EINVAL, "output has too many rows");
+    if (rows->shape[0] > INT32_MAX) return ep_error(EP_EINVAL, "output has %lld rows: must be less than 2^31", (long long)rows->shape[0]);
     p->x = x->data, p->weight = weight ? (const float *)weight->data : NULL, p->plan = (const int32_t *)plan->data;
     p->recv = (int32_t *)recv->data;
     p->rows = rows->data, p->row_weight = row_weight ? (float *)row_weight->data : NULL;
@@ -159,11 +162,11 @@ static int check_combine(const EpLayer *l, const EpTensor *rows, const EpTensor 
     EP_TRY(check_rows(l, "input", rows, -1));
     if (row_weight) EP_TRY(check_tensor(l, "weight", row_weight, EP_F32, 1, rows->shape[0], -1));
     if (row_scalar) EP_TRY(check_tensor(l, "scalar", row_scalar, EP_F32, 1, rows->shape[0], -1));
-    if ((row_scalar != NULL) != (out_scalar != NULL)) return ep_error(EP_EINVAL, "scalars come in and go out together");
+    if ((row_scalar != NULL) != (out_scalar != NULL)) return ep_error(EP_EINVAL, "scalar and output scalar: give both or neither");
     if (out_scalar) EP_TRY(check_tensor(l, "output scalar", out_scalar, EP_F32, 2, out->shape[0], s->num_topk));
     EP_TRY(check_plan_tensor(l, plan, (uint32_t)out->shape[0], &p->layout));
     EP_TRY(check_recv_tensor(l, recv));
-    if (rows->shape[0] > INT32_MAX) return ep_error(EP_EINVAL, "input has too many rows");
+    if (rows->shape[0] > INT32_MAX) return ep_error(EP_EINVAL, "input has %lld rows: must be less than 2^31", (long long)rows->shape[0]);
     p->rows = rows->data, p->row_weight = row_weight ? (const float *)row_weight->data : NULL;
     p->row_scalar = row_scalar ? (const float *)row_scalar->data : NULL, p->plan = (const int32_t *)plan->data;
     p->recv = (const int32_t *)recv->data, p->out = out->data, p->out_scalar = out_scalar ? (float *)out_scalar->data : NULL;
@@ -193,15 +196,18 @@ static int check_product(const EpLayer *l, const EpTensor *a, const EpTensor *w,
     const EpShape *s = &l->config.shape;
     const EpBackendKind kind = ep_heap_kind(l->heap);
     const int device = ep_heap_device(l->heap);
-    if (!ep_heap_backend(l->heap)->dispatch_gemm) return ep_error(EP_EINVAL, "the megakernels are for CUDA only");
-    if (s->dtype == EP_F32) return ep_error(EP_ETYPE, "the megakernels multiply bfloat16 and float16, this layer has float32");
+    if (!ep_heap_backend(l->heap)->dispatch_gemm)
+        return ep_error(EP_EINVAL, "the fused kernels run on CUDA only, but this layer is on the CPU");
+    if (s->dtype == EP_F32) return ep_error(EP_ETYPE, "the fused kernels multiply bfloat16 and float16, but this layer has float32");
     if (!ep_gemm_is_activation(activation, p->alpha, p->limit))
-        return ep_error(EP_EINVAL, "unknown activation %u (alpha %g, limit %g)", activation, (double)p->alpha, (double)p->limit);
+        return ep_error(EP_EINVAL, "activation %u (alpha %g, limit %g): must be an EpActivation with valid numbers", activation,
+                        (double)p->alpha, (double)p->limit);
     if (w->num_dims != 3 || a->num_dims != 2)
-        return ep_error(EP_EINVAL, "gemm_weight: wanted 3 dimensions and rows of 2, got %u and %u", w->num_dims, a->num_dims);
+        return ep_error(EP_EINVAL, "wanted gemm_weight of 3 dimensions and rows of 2, got %u and %u", w->num_dims, a->num_dims);
     const int64_t L = ep_num_local_experts(s), N = w->shape[1], K = w->shape[2], M = a->shape[0];
     if (N < 16 || K < 16 || N % 16 || K % 16 || N > 1 << 24 || K > 1 << 24)
-        return ep_error(EP_EINVAL, "gemm_weight of %lld by %lld: both must be multiples of 16, at most 2^24", (long long)N, (long long)K);
+        return ep_error(EP_EINVAL, "gemm_weight of %lld by %lld: both sizes must be multiples of 16, at most 2^24", (long long)N,
+                        (long long)K);
     const EpWanted wanted[] = {
         {"rows", a, s->dtype, 2, {M, K, -1}},
         {"gemm_weight", w, s->dtype, 3, {L, N, K}},
@@ -226,7 +232,7 @@ int ep_layer_dispatch_gemm(EpLayer *l, uint32_t buffer, const EpDispatchGemm *g,
         code = check_product(l, g->rows, g->gemm_weight, g->bias, g->out, g->activation, d->plan + d->layout.expert_row_off, &p.gemm);
     if (!code && g->num_tail && g->num_tail >= g->num_move)
         code = ep_error(EP_EINVAL, "num_tail_sms %u: must be fewer than num_sm, %u", g->num_tail, g->num_move);
-    if (!code && g->num_move < 1) code = ep_error(EP_EINVAL, "num_sm 0: some thread block must move the tokens");
+    if (!code && g->num_move < 1) code = ep_error(EP_EINVAL, "num_sm 0: must be at least 1, so that a thread block moves tokens");
     if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH_GEMM, code, stream);
     d->comm = b->comm, d->comm.requires_grad = g->requires_grad;
     p.num_move_blocks = g->num_move, p.num_tail_blocks = g->num_tail, p.waits_for_expert = g->waits_for_expert;
@@ -243,8 +249,8 @@ int ep_layer_gemm_combine(EpLayer *l, uint32_t buffer, const EpGemmCombine *g, v
     int code = check_combine(l, g->rows, g->row_weight, NULL, g->plan, g->recv, g->out, NULL, k);
     if (!code) code = check_product(l, g->a, g->gemm_weight, g->bias, g->rows, EP_ACT_NONE, k->plan + k->layout.expert_row_off, &p.gemm);
     if (!code && (g->num_move < 1 || g->num_reduce < 1))
-        code = ep_error(EP_EINVAL, "num_sm %u, num_reduce_sms %u: some thread block must send rows, and some add them up", g->num_move,
-                        g->num_reduce);
+        code = ep_error(EP_EINVAL, "num_sm %u, num_reduce_sms %u: both must be at least 1, so that thread blocks send rows and add them up",
+                        g->num_move, g->num_reduce);
     if (code) return ep_layer_fail(l, buffer, EP_OP_GEMM_COMBINE, code, stream);
     k->comm = b->comm, k->comm.requires_grad = g->requires_grad;
     p.num_move_blocks = g->num_move, p.num_reduce_blocks = g->num_reduce, p.is_serial = g->is_serial;
@@ -254,13 +260,14 @@ int ep_layer_gemm_combine(EpLayer *l, uint32_t buffer, const EpGemmCombine *g, v
 }
 
 int ep_layer_trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t room) {
-    if (buffer >= l->config.num_buffers) return ep_error(EP_EINVAL, "buffer %u of %u", buffer, l->config.num_buffers);
+    if (buffer >= l->config.num_buffers)
+        return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer, l->config.num_buffers);
 #ifndef EP_TRACE
-    if (events) return ep_error(EP_EINVAL, "this module was built without the profiler (EPMOE_TRACE=1)");
+    if (events) return ep_error(EP_EINVAL, "this module was built without the profiler: build it with EPMOE_TRACE=1");
 #endif
     EpComm *c = &l->buffers[buffer].comm;
     if (events) EP_TRY(check_tensor(l, "events", events, EP_I64, 1, -1, -1));
-    if (events && room < 1) return ep_error(EP_EINVAL, "events: no room for one");
+    if (events && room < 1) return ep_error(EP_EINVAL, "room 0: must be at least 1 event for each warp");
     c->trace = events ? (EpTraceEvent *)events->data : NULL, c->trace_room = room;
     c->trace_blocks = events ? (uint32_t)((uint64_t)events->shape[0] / 2 / EP_TRACE_WARPS / room) : 0;
     return 0;

@@ -31,7 +31,7 @@ FAST(set_exceptions) {
     WANT(1);
     PyObject *name, *class, *before = exceptions;
     Py_ssize_t at = 0;
-    if (!PyDict_Check(args[0])) return PyErr_Format(PyExc_TypeError, "wanted a dict of exceptions");
+    if (!PyDict_Check(args[0])) return PyErr_Format(PyExc_TypeError, "wanted a dict of exceptions, got %R", (PyObject *)Py_TYPE(args[0]));
     PyObject *copy = PyDict_Copy(args[0]);
     if (!copy) return NULL;
     while (PyDict_Next(copy, &at, &name, &class))
@@ -50,7 +50,7 @@ FAST(set_exceptions) {
 static bool out_of_range(PyObject *o) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError)) return false;
     PyErr_Clear();
-    PyErr_Format(PyExc_ValueError, "%R is out of range", o);
+    PyErr_Format(PyExc_ValueError, "%R is out of the range of this argument", o);
     return false;
 }
 bool ep_get_u64(PyObject *o, uint64_t *out) {
@@ -205,7 +205,7 @@ FAST(world_exchange) {
     WANT(2);
     EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
     if (!w || PyBytes_AsStringAndSize(args[1], &mine, &n)) return NULL;
-    if (n > EP_EXCHANGE_BYTES) return PyErr_Format(PyExc_ValueError, "an exchange carries at most %u bytes", EP_EXCHANGE_BYTES);
+    if (n > EP_EXCHANGE_BYTES) return PyErr_Format(PyExc_ValueError, "an exchange carries at most %u bytes, not %zd", EP_EXCHANGE_BYTES, n);
     WITHOUT_LOCK(code = ep_world_exchange(w, mine, (uint32_t)n, all));
     return code ? ep_raise(code) : PyBytes_FromStringAndSize((const char *)all, n * (Py_ssize_t)ep_world_size(w));
 }

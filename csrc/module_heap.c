@@ -21,7 +21,7 @@ FAST(heap_create) {
     if (!w || !ep_get_u32(args[1], &kind) || !ep_get_int(args[2], &device) || !ep_get_u64(args[3], &num_bytes) ||
         !ep_get_int(args[4], &status))
         return NULL;
-    if (status) ep_error(status, "failed before");
+    if (status) ep_error(status, "this rank failed before the call");
     WITHOUT_LOCK(code = ep_heap_create(w, (EpBackendKind)kind, device, num_bytes, status, &h));
     return code ? ep_raise(code) : PyCapsule_New(h, HEAP, free_heap);
 }
@@ -33,7 +33,7 @@ FAST(heap_alloc) {
     WANT(4);
     EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
     if (!h || !ep_get_u64(args[1], &num_bytes) || !ep_get_u64(args[2], &alignment) || !ep_get_int(args[3], &status)) return NULL;
-    if (status) ep_error(status, "failed before");
+    if (status) ep_error(status, "this rank failed before the call");
     WITHOUT_LOCK(code = ep_heap_alloc(h, num_bytes, alignment, status, &off));
     return code ? ep_raise(code) : PyLong_FromUnsignedLongLong(off);
 }
@@ -105,9 +105,9 @@ FAST(heap_tensor) {
     if (!h || !ep_get_u64(args[1], &off) || !ep_get_u32(args[2], &peer) || !ep_get_u32(args[4], &dl_code) || !ep_get_u32(args[5], &bits))
         return NULL;
     Py_ssize_t num_dims = PyTuple_Check(args[3]) ? PyTuple_Size(args[3]) : -1;
-    if (num_dims < 0 || num_dims > 8) return PyErr_Format(PyExc_ValueError, "a shape is a tuple of at most 8 sizes");
+    if (num_dims < 0 || num_dims > 8) return PyErr_Format(PyExc_ValueError, "shape %R: must be a tuple of at most 8 sizes", args[3]);
     if (dl_code > EP_DL_COMPLEX || bits < 8 || bits > 128 || bits % 8)
-        return PyErr_Format(PyExc_ValueError, "no dtype has code %u and %u bits", dl_code, bits);
+        return PyErr_Format(PyExc_ValueError, "DLPack code %u with %u bits: epmoe has no such dtype", dl_code, bits);
     View *v = (View *)calloc(1, sizeof *v);
     if (!v) return PyErr_NoMemory();
     for (Py_ssize_t i = num_dims; i-- > 0;) {
@@ -115,7 +115,7 @@ FAST(heap_tensor) {
         if (!ep_get_u64(PyTuple_GetItem(args[3], i), &d)) return free(v), NULL;
         v->shape[i] = (int64_t)d, v->strides[i] = (int64_t)(n ? n : 1);
         if (d > 1ull << 46 || __builtin_mul_overflow(n, d, &n) || n > 1ull << 46)
-            return free(v), PyErr_Format(PyExc_ValueError, "the shape is too large");
+            return free(v), PyErr_Format(PyExc_ValueError, "shape %R: must have at most 2^46 elements", args[3]);
     }
     int code = ep_heap_translate(h, off, peer, &address);
     if (!code) code = ep_heap_translate(h, off + n * (bits / 8), peer, &end);
@@ -148,8 +148,9 @@ static PyObject *move(PyObject *const *args, Py_ssize_t num_args, bool is_put) {
     uint64_t bytes = t.element_bytes;
     for (uint32_t i = t.num_dims; i-- > 0; bytes *= (uint64_t)t.shape[i])
         if (bytes && t.shape[i] > 1 && (uint64_t)t.stride[i] * t.element_bytes != bytes)
-            return PyErr_Format(PyExc_ValueError, "put and get copy contiguous tensors");
-    if (t.kind == EP_CUDA && ep_heap_kind(h) == EP_CPU) return PyErr_Format(PyExc_ValueError, "a CUDA tensor and a heap on the CPU");
+            return PyErr_Format(PyExc_ValueError, "put and get need a contiguous tensor: call contiguous() on it");
+    if (t.kind == EP_CUDA && ep_heap_kind(h) == EP_CPU)
+        return PyErr_Format(PyExc_ValueError, "the tensor is on a CUDA device, but the heap is on the CPU: call cpu() on the tensor");
     void *stream = ep_current_stream(h, args[2]);
     WITHOUT_LOCK(code = is_put ? ep_heap_put(h, off, t.data, bytes, peer, stream) : ep_heap_get(h, t.data, off, bytes, peer, stream));
     return ep_done(code);

@@ -13,13 +13,14 @@ static bool get_config(PyObject *o, EpLayerConfig *c) {
     uint32_t *const fields[] = {&c->shape.num_ranks, &c->shape.num_experts,  &c->shape.num_topk, &c->shape.max_tokens, &c->shape.hidden,
                                 &c->shape.dtype,     &c->shape.combine_mode, &c->shape.capacity, &c->num_buffers,      &c->num_sm,
                                 &c->reserve_sms};
-    if (!PyTuple_Check(o) || PyTuple_Size(o) != 11) return PyErr_Format(PyExc_TypeError, "a configuration is a tuple of 11 numbers"), false;
+    if (!PyTuple_Check(o) || PyTuple_Size(o) != 11)
+        return PyErr_Format(PyExc_TypeError, "wanted a configuration, a tuple of 11 numbers, got %R", o), false;
     static const char *const names[] = {"ranks",        "num_experts", "topk",        "max_tokens", "hidden",     "dtype",
                                         "combine_mode", "capacity",    "num_buffers", "num_sm",     "reserve_sms"};
     for (Py_ssize_t i = 0; i < 11; i++) {
         PyObject *value = PyTuple_GetItem(o, i);
         if (ep_get_u32(value, fields[i])) continue;
-        if (PyLong_Check(value)) PyErr_Format(PyExc_ValueError, "%s %R: 0 to 4294967295", names[i], value);
+        if (PyLong_Check(value)) PyErr_Format(PyExc_ValueError, "%s %R: must be 0 to 4294967295", names[i], value);
         return false;
     }
     return true;
@@ -41,7 +42,7 @@ FAST(layer_agree) {
     WANT(3);
     EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
     if (!w || !get_config(args[1], &c) || !ep_get_int(args[2], &status)) return NULL;
-    if (status) ep_error(status, "failed before");
+    if (status) ep_error(status, "this rank failed before the call");
     WITHOUT_LOCK(code = ep_layer_agree(w, &c, status));
     return ep_done(code);
 }

@@ -13,7 +13,9 @@ static const EpDLExchangeAPI *exchange_api(PyObject *o) {
     Py_DECREF(capsule);
     if (!api) return NULL;
     if (api->version.major != 1 || !api->dltensor_from_py_object_no_sync)
-        return PyErr_Format(PyExc_TypeError, "this torch speaks DLPack %u; epmoe speaks 1", api->version.major), NULL;
+        return PyErr_Format(PyExc_TypeError, "this torch has version %u of DLPack, but epmoe needs version 1: install another torch",
+                            api->version.major),
+               NULL;
     PyObject *before = (PyObject *)last_type;
     Py_INCREF((PyObject *)Py_TYPE(o));
     last_type = Py_TYPE(o), last_api = api;
@@ -44,8 +46,7 @@ static bool is_lazy(PyObject *o, const EpDLTensor *d) {
     bool lazy = neg == Py_True || conj == Py_True;
     Py_XDECREF(neg);
     Py_XDECREF(conj);
-    if (lazy)
-        PyErr_SetString(PyExc_ValueError, "a tensor that is a negated or conjugated view: call resolve_neg() or resolve_conj() on it");
+    if (lazy) PyErr_SetString(PyExc_ValueError, "the tensor is a negated or conjugated view: call resolve_neg() or resolve_conj() on it");
     return lazy || PyErr_Occurred();
 }
 
@@ -55,9 +56,9 @@ bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **
     if (o == Py_None && may_be_none) return true;
     const EpDLExchangeAPI *api = exchange_api(o);
     if (!api || api->dltensor_from_py_object_no_sync(o, &d)) return false;
-    if (d.ndim > 4) return PyErr_Format(PyExc_ValueError, "a tensor of %d dimensions", d.ndim), false;
+    if (d.ndim > 4) return PyErr_Format(PyExc_ValueError, "the tensor has %d dimensions: epmoe takes at most 4", d.ndim), false;
     if (d.device.device_type != EP_DL_CPU && d.device.device_type != EP_DL_CUDA && d.device.device_type != EP_DL_CUDA_HOST)
-        return PyErr_Format(PyExc_ValueError, "a tensor that is neither on the CPU nor on a CUDA device"), false;
+        return PyErr_Format(PyExc_ValueError, "the tensor is on another kind of device: epmoe works on the CPU and on CUDA devices"), false;
     if (is_lazy(o, &d)) return false;
     t->data = (char *)d.data + (d.data ? d.byte_offset : 0);
     t->dtype = dtype_of(d.dtype), t->num_dims = (uint32_t)d.ndim, t->element_bytes = (uint32_t)d.dtype.bits * d.dtype.lanes / 8u;
@@ -68,7 +69,9 @@ bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **
         for (int32_t j = i + 1; j < n && !d.strides; j++) t->stride[i] *= d.shape[j];
         if (d.strides) t->stride[i] = d.strides[i];
     }
-    if (!d.data && !is_empty) return PyErr_Format(PyExc_ValueError, "a tensor without memory of its own, such as a tracer's"), false;
+    if (!d.data && !is_empty)
+        return PyErr_Format(PyExc_ValueError, "the tensor has no memory of its own, as a meta or fake tensor: pass a tensor with data"),
+               false;
     *out = t;
     return true;
 }

@@ -55,7 +55,7 @@ static void put_note(Out *o, const EpRecord *r, const EpNote *n) {
     if (ep_note_is_counted(n) && n->what > EP_DID_EXCHANGE) put(o, " (exchange #%llu)", seq);
     if (n->code) put(o, ", refused here (%s)", ep_error_name(n->code));
     if (n->end_ns == 0) put(o, ": in flight for %.1f ms", before_end(r, n->begin_ns));
-    else put(o, ": %s %.1f ms before the end", n->on_stream ? "enqueued" : "over", before_end(r, n->end_ns));
+    else put(o, ": %s %.1f ms before the end", n->on_stream ? "enqueued" : "finished", before_end(r, n->end_ns));
 }
 
 static uint32_t num_notes(const EpRankNotes *k) { return k->has_notes ? k->notes.num < EP_SENT_NOTES ? k->notes.num : EP_SENT_NOTES : 0; }
@@ -142,7 +142,7 @@ static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
     if (n) put(o, "%s #%llu of %s %u", did_name(n->what), (unsigned long long)n->seq, ep_note_is_layers(n) ? "layer" : "heap", n->of);
     if (n && ep_note_is_layers(n)) put(o, " buffer %u", n->buffer);
     if (r->ranks[w].heard_ns)
-        put(o, "%sexchange #%llu, heard %.1f ms before the end", n ? ", " : "", (unsigned long long)r->ranks[w].heard_seq,
+        put(o, "%sexchange #%llu, received %.1f ms before the end", n ? ", " : "", (unsigned long long)r->ranks[w].heard_seq,
             before_end(r, r->ranks[w].heard_ns));
     else if (!n) put(o, "nothing");
 }
@@ -171,7 +171,7 @@ static void put_odd(Out *o, const EpRecord *r, uint32_t odd, uint32_t all, uint6
     put(o, " as operation %llu, where ", (unsigned long long)step);
     put_ranks(o, "", alike_at(r, step, all & ~odd, other));
     put_call(o, " called ", other, one);
-    if (2 * __builtin_popcount(odd) == __builtin_popcount(all)) put(o, " (as many ranks did the one as the other)");
+    if (2 * __builtin_popcount(odd) == __builtin_popcount(all)) put(o, " (equally many ranks made each call)");
 }
 
 bool ep_record_disagrees(const EpRecord *r, uint64_t step, uint32_t *rank, char *text, size_t num_bytes) {
@@ -187,7 +187,7 @@ bool ep_record_disagrees(const EpRecord *r, uint64_t step, uint32_t *rank, char 
 static void put_behind(Out *o, const EpRecord *r, uint32_t behind, uint64_t step) {
     const EpNote *n = last_note(&r->ranks[__builtin_ctz(behind)]);
     put_ranks(o, "", behind);
-    put(o, " did not come to operation %llu; last: ", (unsigned long long)step);
+    put(o, " did not reach operation %llu; last: ", (unsigned long long)step);
     if (n) put_note(o, r, n);
     else put(o, "nothing");
 }
@@ -217,25 +217,25 @@ static void put_culprit(Out *o, const EpRecord *r) {
     odd = out_of_order(r, &step, &all);
     put(o, "culprit: ");
     if (!r->end_code) {
-        put(o, "none, the world has not ended by a fault");
+        put(o, "none, because no fault has ended the world");
     } else if (r->end_code == EP_EPEERDIED || r->end_code == EP_ECORRUPT) {
-        const char *did = r->end_code == EP_ECORRUPT           ? "sent what makes no sense"
+        const char *did = r->end_code == EP_ECORRUPT           ? "sent invalid data"
                           : r->ranks[r->end_rank].said_goodbye ? "left before the others"
                                                                : "is gone";
         put(o, "rank %u %s, seen %.1f ms before this record", r->end_rank, did, ((double)ep_now_ns() - (double)r->end_ns) / 1e6);
         put_last_known(o, r, r->end_rank);
     } else if (silent) {
         put_ranks(o, "", silent);
-        put(o, "%s", r->ranks[__builtin_ctz(silent)].is_gone ? " left before the others" : " did not answer: stopped, or out of time");
+        put(o, "%s", r->ranks[__builtin_ctz(silent)].is_gone ? " left before the others" : " did not answer: stopped, or too slow");
         put_last_known(o, r, (uint32_t)__builtin_ctz(silent));
     } else if (odd) {
         put_odd(o, r, odd, all, step);
     } else if (r->end_code == EP_ETIMEOUT && waited_for_signal(r)) {
-        put(o, "whoever had to signal rank %u, which waited in vain", r->end_rank);
+        put(o, "the rank that had to signal rank %u, whose wait timed out", r->end_rank);
     } else if (behind) {
         put_behind(o, r, behind, most);
     } else if (r->end_code == EP_ETIMEOUT || r->end_code == EP_EMISMATCH) {
-        put(o, "rank %u, for which a wait was in vain; nobody stands out by what was called", r->end_rank);
+        put(o, "rank %u, for which another rank waited until the timeout; the calls themselves show no difference", r->end_rank);
     } else {
         put(o, "rank %u, which ended the world", r->end_rank);
     }
@@ -247,7 +247,7 @@ static void put_culprit(Out *o, const EpRecord *r) {
 static void put_ranks_table(Out *o, const EpRecord *r) {
     uint64_t most = 0;
     for (uint32_t w = 0; w < r->num_ranks; w++) most = ep_max_u64(most, step_of(&r->ranks[w]));
-    put(o, "\nrank  operations  behind  the last one\n");
+    put(o, "\nrank  operations  behind  last operation\n");
     for (uint32_t w = 0; w < r->num_ranks; w++) {
         const EpRankNotes *k = &r->ranks[w];
         const EpNote *n = last_note(k);

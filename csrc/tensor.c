@@ -14,8 +14,8 @@ int ep_tensor_check(const EpWanted *w, EpBackendKind kind, int device, uint32_t 
     int64_t stride = 1, num = 1;
     if (!t) return 0;
     if (t->kind != kind || (kind == EP_CUDA && t->device != device)) {
-        if (kind == EP_CPU) return ep_error(EP_EINVAL, "%s: wanted a tensor on the CPU, it is on CUDA device %d", w->name, t->device);
-        return ep_error(EP_EINVAL, "%s: wanted a tensor on CUDA device %d", w->name, device);
+        if (kind == EP_CPU) return ep_error(EP_EINVAL, "%s: wanted a tensor on the CPU, got one on CUDA device %d", w->name, t->device);
+        return ep_error(EP_EINVAL, "%s: wanted a tensor on CUDA device %d, got one on another device", w->name, device);
     }
     if (t->dtype != w->dtype) return ep_error(EP_ETYPE, "%s: wanted %s, got %s", w->name, ep_dtype_name(w->dtype), ep_dtype_name(t->dtype));
     if (t->num_dims != w->num_dims) return ep_error(EP_EINVAL, "%s: wanted %u dimensions, got %u", w->name, w->num_dims, t->num_dims);
@@ -24,7 +24,9 @@ int ep_tensor_check(const EpWanted *w, EpBackendKind kind, int device, uint32_t 
             return ep_error(EP_EINVAL, "%s: wanted size %lld in dimension %u, got %lld", w->name, (long long)w->size[i], i,
                             (long long)t->shape[i]);
     for (uint32_t i = t->num_dims; i-- > 0 && num; stride *= t->shape[i]) /* nothing is contiguous, whatever its strides */
-        if (t->shape[i] > 1 && t->stride[i] != stride) return ep_error(EP_EINVAL, "%s must be contiguous", w->name);
-    if (num && (uintptr_t)t->data % alignment) return ep_error(EP_EINVAL, "%s: its address is not a multiple of %u", w->name, alignment);
+        if (t->shape[i] > 1 && t->stride[i] != stride)
+            return ep_error(EP_EINVAL, "%s must be contiguous: call contiguous() on it", w->name);
+    if (num && (uintptr_t)t->data % alignment)
+        return ep_error(EP_EINVAL, "%s: its address must be a multiple of %u bytes: call clone() on it", w->name, alignment);
     return 0;
 }

@@ -151,7 +151,7 @@ static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
     }
     if (f->kind == EP_FRAME_NOTES) take_notes(w, r, f);
     if (f->kind == EP_FRAME_STUCK) take_stuck(w, r, f);
-    if (f->kind == EP_FRAME_EXCHANGE) ep_world_end(w, EP_ECORRUPT, r, "a peer ran ahead in an exchange");
+    if (f->kind == EP_FRAME_EXCHANGE) ep_world_end(w, EP_ECORRUPT, r, "a peer is too far ahead in its exchanges");
 }
 
 static void read_peer(EpWorld *w, uint32_t r) {
@@ -223,14 +223,14 @@ static void look_around(EpWorld *w) {
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
         const EpHostWords *h = w->watched[i] ? w->watched[i]->comm.host : NULL;
         if (!h || !ep_ld_acquire_sys_u64(&h->fault.state) || h->fault.code != EP_ETIMEOUT) continue;
-        snprintf(text, sizeof text, "rank %u waited in vain for rank %u (word %s, epoch %llu, wanted %llu, saw %llu)", w->rank,
+        snprintf(text, sizeof text, "rank %u timed out waiting for rank %u (word %s, epoch %llu, wanted %llu, saw %llu)", w->rank,
                  h->fault.peer, ep_word_name(h->fault.word), (unsigned long long)h->fault.epoch, (unsigned long long)h->fault.want,
                  (unsigned long long)h->fault.got);
         ep_world_end(w, EP_ETIMEOUT, h->fault.peer, text);
     }
     for (uint32_t r = 0; r < w->num_ranks; r++) {
         if (w->closing || !w->left_at_ns[r] || ep_now_ns() - w->left_at_ns[r] < LEAVE_GRACE_NS) continue;
-        snprintf(text, sizeof text, "rank %u left the world without closing it together with the others", r);
+        snprintf(text, sizeof text, "rank %u left the world alone: close() is collective, and all ranks must call it", r);
         ep_world_end(w, EP_EPEERDIED, r, text);
     }
 }

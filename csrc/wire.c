@@ -24,19 +24,19 @@ int ep_world_listen(int *listen_fd, unsigned char name[EP_NAME_BYTES], unsigned 
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     socklen_t length = sizeof address;
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (fd < 0) return ep_error(EP_ESYS, "socket: %s", strerror(errno));
+    if (fd < 0) return ep_error(EP_ESYS, "cannot create a socket: %s", strerror(errno));
     /* Binding to the family alone lets the kernel choose a free abstract name. */
     if (bind(fd, (struct sockaddr *)&address, offsetof(struct sockaddr_un, sun_path)) || listen(fd, EP_MAX_RANKS) ||
         getsockname(fd, (struct sockaddr *)&address, &length) || getrandom(nonce, EP_NONCE_BYTES, 0) != EP_NONCE_BYTES) {
         int e = errno;
         close(fd);
-        return ep_error(EP_ESYS, "cannot open a meeting place: %s", strerror(e));
+        return ep_error(EP_ESYS, "cannot listen for the other ranks: %s", strerror(e));
     }
     size_t n = length - offsetof(struct sockaddr_un, sun_path);
     memset(name, 0, EP_NAME_BYTES);
     if (n < 2 || n > EP_NAME_BYTES) {
         close(fd);
-        return ep_error(EP_ESYS, "the kernel chose a socket name of %zu bytes", n);
+        return ep_error(EP_ESYS, "the kernel chose a socket name of %zu bytes: wanted 2 to %d", n, EP_NAME_BYTES);
     }
     name[0] = (unsigned char)n; /* its length stands where the leading zero of an abstract name would */
     memcpy(name + 1, address.sun_path + 1, n - 1);
@@ -63,11 +63,11 @@ int ep_wire_send(int socket_fd, const EpFrame *frame, int fd, uint64_t deadline_
     for (;;) {
         if (sendmsg(socket_fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof f) return 0;
         if (errno == EINTR) continue;
-        if (errno == EPIPE || errno == ECONNRESET) return ep_error(EP_EPEERDIED, "a peer's socket is closed: %s", strerror(errno));
+        if (errno == EPIPE || errno == ECONNRESET) return ep_error(EP_EPEERDIED, "a peer has closed its socket: %s", strerror(errno));
         if (errno != EAGAIN && errno != EWOULDBLOCK) return ep_error(EP_ESYS, "cannot send to a peer: %s", strerror(errno));
         struct pollfd p = {socket_fd, POLLOUT, 0};
         int left = milliseconds_left(deadline_ns);
-        if (left == 0) return ep_error(EP_ETIMEOUT, "a peer does not take messages");
+        if (left == 0) return ep_error(EP_ETIMEOUT, "timed out while sending to a peer, which does not receive");
         poll(&p, 1, left);
     }
 }
@@ -85,7 +85,7 @@ int ep_wire_receive(int socket_fd, EpFrame *frame, int *fd) {
     /* A peer that closes with something unread resets us; what it said before that is still there. */
     if (n < 0 && errno == ECONNRESET) n = recvmsg(socket_fd, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return 0;
-    if (n <= 0) return ep_error(EP_EPEERDIED, "a peer closed its socket");
+    if (n <= 0) return ep_error(EP_EPEERDIED, "a peer has closed its socket");
     for (struct cmsghdr *c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
         if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
         for (size_t at = CMSG_LEN(0); at + sizeof(int) <= c->cmsg_len; at += sizeof(int)) { /* room for one is room for two */
@@ -103,7 +103,7 @@ int ep_wire_receive(int socket_fd, EpFrame *frame, int *fd) {
         return 1;
     if (*fd >= 0) close(*fd);
     *fd = -1;
-    return ep_error(EP_ECORRUPT, "a peer sent a message that is not of this version of epmoe");
+    return ep_error(EP_ECORRUPT, "a peer sent a message of another version of epmoe: install the same one for all ranks");
 }
 
 int ep_wire_await(int socket_fd, EpFrame *frame, int *fd, uint64_t deadline_ns) {
@@ -112,7 +112,7 @@ int ep_wire_await(int socket_fd, EpFrame *frame, int *fd, uint64_t deadline_ns) 
         if (got) return got < 0 ? got : 0;
         struct pollfd p = {socket_fd, POLLIN, 0};
         int left = milliseconds_left(deadline_ns);
-        if (left == 0) return ep_error(EP_ETIMEOUT, "a peer did not answer");
+        if (left == 0) return ep_error(EP_ETIMEOUT, "timed out while waiting for the message of a peer");
         poll(&p, 1, left);
     }
 }
@@ -126,18 +126,19 @@ static bool same_user(int fd) {
 /* A rank's door, which is open before its name is known to others: its address, and a socket to go there. */
 static int address_of(const EpWorldConfig *config, uint32_t r, int flags, struct sockaddr_un *address, socklen_t *length, int *fd) {
     const unsigned char *name = config->names[r];
-    if (name[0] < 2 || name[0] > EP_NAME_BYTES) return ep_error(EP_ECORRUPT, "rank %u: no socket name", r);
+    if (name[0] < 2 || name[0] > EP_NAME_BYTES) return ep_error(EP_ECORRUPT, "rank %u gave no valid socket name", r);
     *address = (struct sockaddr_un){.sun_family = AF_UNIX};
     memcpy(address->sun_path + 1, name + 1, name[0] - 1u);
     *length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0]);
     *fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | flags, 0);
-    return *fd < 0 ? ep_error(EP_ESYS, "socket: %s", strerror(errno)) : 0;
+    return *fd < 0 ? ep_error(EP_ESYS, "cannot create a socket: %s", strerror(errno)) : 0;
 }
 
 static int unreachable(uint32_t r, int e) {
-    if (e == EAGAIN || e == EINTR) return ep_error(EP_ETIMEOUT, "rank %u did not open its door", r);
-    if (e != ECONNREFUSED) return ep_error(EP_ESYS, "cannot reach rank %u (%s)", r, strerror(e));
-    return ep_error(EP_EPEERDIED, "rank %u died while the world was made, or does not share this network namespace", r);
+    if (e == EAGAIN || e == EINTR) return ep_error(EP_ETIMEOUT, "rank %u is not accepting connections: it may be stopped or overloaded", r);
+    if (e != ECONNREFUSED) return ep_error(EP_ESYS, "cannot connect to rank %u: %s", r, strerror(e));
+    return ep_error(EP_EPEERDIED, "rank %u died while the world was made, or is in another network namespace (another container or host)",
+                    r);
 }
 
 static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_t deadline_ns) {
@@ -155,7 +156,7 @@ static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_
     }
     if (!same_user(fd)) {
         close(fd);
-        return ep_error(EP_ESYS, "rank %u belongs to another user", r);
+        return ep_error(EP_ESYS, "rank %u belongs to another user: run all ranks as the same user", r);
     }
     EpFrame hello = {.kind = EP_FRAME_HELLO, .rank = config->rank, .num_bytes = EP_NONCE_BYTES};
     memcpy(hello.bytes, config->nonce, EP_NONCE_BYTES);
@@ -248,7 +249,8 @@ int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint
         looked = now;
         if (now >= deadline_ns) {
             code =
-                ep_error(EP_ETIMEOUT, "rank %u did not come to the meeting of %u ranks", first_absent(config, sockets), config->num_ranks);
+                ep_error(EP_ETIMEOUT, "rank %u did not connect while a world of %u ranks was made: all ranks of the group must create it",
+                         first_absent(config, sockets), config->num_ranks);
             goto fail;
         }
         const uint32_t absent = first_absent(config, sockets);

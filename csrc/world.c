@@ -43,7 +43,7 @@ static int enlist(EpWorld *w) {
         EpWorld *nobody = NULL;
         if (atomic_compare_exchange_strong(&worlds_here[i], &nobody, w)) return 0;
     }
-    return ep_error(EP_ENOMEM, "a process holds at most %u worlds", MAX_WORLDS);
+    return ep_error(EP_ENOMEM, "a process holds at most %u worlds: close some", MAX_WORLDS);
 }
 static void delist(EpWorld *w) {
     lock_list();
@@ -68,9 +68,9 @@ static EpWorld *listed(uint32_t i) {
 
 static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWorld **out) {
     if (num_ranks < 1 || num_ranks > EP_MAX_RANKS || rank >= num_ranks)
-        return ep_error(EP_EINVAL, "rank %u of %u: a world has 1 to %u ranks", rank, num_ranks, EP_MAX_RANKS);
+        return ep_error(EP_EINVAL, "rank %u of %u: a world has 1 to %u ranks, numbered from 0", rank, num_ranks, EP_MAX_RANKS);
     EpWorld *w = (EpWorld *)calloc(1, sizeof *w);
-    if (!w) return ep_error(EP_ENOMEM, "no memory for a world");
+    if (!w) return ep_error(EP_ENOMEM, "cannot allocate a world: this process is out of memory");
     w->rank = rank, w->num_ranks = num_ranks, w->pid = getpid(), w->wake_fd = -1;
     w->record.rank = rank, w->record.num_ranks = num_ranks, w->record.end_text = w->end_text;
     w->stuck.num_ranks = num_ranks;
@@ -94,7 +94,7 @@ static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWor
 
 static int start_watchdog(EpWorld *w) {
     w->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    if (w->wake_fd < 0) return ep_error(EP_ESYS, "eventfd: %s", strerror(errno));
+    if (w->wake_fd < 0) return ep_error(EP_ESYS, "cannot create an event descriptor: %s", strerror(errno));
     static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL}; /* whose they are, who made them hears */
     sigset_t others, before;                                       /* signals are for the program's own threads */
     sigfillset(&others);
@@ -102,7 +102,7 @@ static int start_watchdog(EpWorld *w) {
     pthread_sigmask(SIG_SETMASK, &others, &before);
     int e = pthread_create(&w->watchdog, NULL, ep_world_watch_main, w);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (e) return ep_error(EP_ESYS, "no thread for the watchdog: %s", strerror(e));
+    if (e) return ep_error(EP_ESYS, "cannot start the watchdog thread: %s", strerror(e));
     w->has_watchdog = true;
     pthread_setname_np(w->watchdog, "epmoe watchdog"); /* for debuggers and top -H */
     return 0;
@@ -124,13 +124,13 @@ int ep_world_create(const EpWorldConfig *config, EpWorld **out) {
 int ep_world_create_threads(uint32_t num_ranks, double timeout_s, EpWorld *worlds[]) {
     int code = 0, pair[2];
     uint32_t made = 0;
-    if (num_ranks == 0) return ep_error(EP_EINVAL, "a world has 1 to %u ranks", EP_MAX_RANKS);
+    if (num_ranks == 0) return ep_error(EP_EINVAL, "a world has 1 to %u ranks, not 0", EP_MAX_RANKS);
     for (; made < num_ranks; made++) {
         EP_TRY_GOTO(code, make_world(made, num_ranks, timeout_s, &worlds[made]), fail);
         worlds[made]->is_threads = true;
         for (uint32_t r = 0; r < made; r++) {
             if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair)) {
-                code = ep_error(EP_ESYS, "socketpair: %s", strerror(errno));
+                code = ep_error(EP_ESYS, "cannot create a socket pair: %s", strerror(errno));
                 made++;
                 goto fail;
             }
@@ -286,7 +286,7 @@ int ep_world_watch(EpWorld *w, const EpCommBuffer *buffer) {
     for (uint32_t i = 0; i < EP_MAX_WATCHED && code; i++)
         if (!w->watched[i]) w->watched[i] = buffer, code = 0;
     pthread_mutex_unlock(&w->lock);
-    return code ? ep_error(code, "a world holds at most %u communication buffers", EP_MAX_WATCHED) : 0;
+    return code ? ep_error(code, "a world holds at most %u communication buffers: finalize layers or close heaps", EP_MAX_WATCHED) : 0;
 }
 
 void ep_world_unwatch(EpWorld *w, const EpCommBuffer *buffer) {

@@ -234,8 +234,8 @@ TOGETHER = {
     # the heap
     "malloc-endless": (lambda s: s.heap.malloc_symmetric((float("inf"),)), malloc, "OverflowError", ("infinity",), None),
     "scope-left-by-an-error": (scope_left, scoped, "KeyError", ("mine",), "nothing"),
-    "free-twice": (lambda s: s.heap.free(s.t) or s.heap.free(s.t), lambda s: s.heap.free(s.t) or s.heap.free(s.words), "ValueError", ("nothing is allocated",), None),
-    "free-the-middle": (lambda s: s.heap.free(s.t[1]), lambda s: s.heap.free(s.t), "ValueError", ("nothing is allocated",), None),
+    "free-twice": (lambda s: s.heap.free(s.t) or s.heap.free(s.t), lambda s: s.heap.free(s.t) or s.heap.free(s.words), "ValueError", ("no allocation begins",), None),
+    "free-the-middle": (lambda s: s.heap.free(s.t[1]), lambda s: s.heap.free(s.t), "ValueError", ("no allocation begins",), None),
     "free-another": (lambda s: s.heap.free(s.words), lambda s: s.heap.free(s.t), "EpMismatch", ("frees",), "EpMismatch"),
     "malloc-fractions": (lambda s: s.heap.malloc_symmetric(("a", 2)), malloc, "ValueError", (), None),
 }
@@ -243,7 +243,7 @@ TOGETHER = {
 # The same for calls that concern no other rank: (call, exception, texts).
 ALONE = {
     "put-negative-view": (lambda s: s.heap.put(s.t, negative(s.ones), 0), "ValueError", ("resolve_neg",)),
-    "put-fake": (lambda s: s.heap.put(s.t, fake(s.ones), 0), "ValueError", ("without memory",)),
+    "put-fake": (lambda s: s.heap.put(s.t, fake(s.ones), 0), "ValueError", ("no memory of its own",)),
     "put-meta": (lambda s: s.heap.put(s.t, s.ones.to("meta"), 0), "Error", ()),
     "put-list": (lambda s: s.heap.put(s.t, [1.0] * 16, 0), "Error", ("list",)),
     "put-peer-negative": (lambda s: s.heap.put(s.t, s.ones, -1), "ValueError", ("-1",)),
@@ -387,5 +387,5 @@ def test_errors_layout_written_over(ranks, part, value, mode):
 
     results = ranks(run, world_size=3)
     for i in (0, 1):
-        check_outcomes([r[0][i] for r in results], [("ValueError" if rank == BAD else "PeerError") for rank in range(3)], "written over", who=BAD, elsewhere=[f"rank {BAD}"])
+        check_outcomes([r[0][i] for r in results], [("ValueError" if rank == BAD else "PeerError") for rank in range(3)], "overwritten", who=BAD, elsewhere=[f"rank {BAD}"])
     check_case([r[1] for r in results], case)

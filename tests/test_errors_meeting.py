@@ -82,7 +82,7 @@ def test_errors_of_calls_that_do_not_belong_together(ranks, what, world_of_its_o
         return got
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes(results, "EpMismatch", "ranks meet in different calls: rank ", f"rank {BAD} in {bad_name}", f" in {good_name}")
+    check_outcomes(results, "EpMismatch", "ranks are in different collective calls: rank ", f"rank {BAD} in {bad_name}", f" in {good_name}")
 
 
 def test_errors_peer_view_of_what_has_no_view(ranks):
@@ -190,7 +190,7 @@ def test_errors_of_too_few_descriptors_blame_no_peer():
             check_outcomes([got], "EpError" if got.kinds else "nothing", within_s=20)
             check_outcomes([again], "nothing", within_s=20)
             texts.add(got.text)
-    assert any("rank 0" in text and "no descriptor came with it" in text for text in texts), texts
+    assert any("rank 0" in text and "no file descriptor came with it" in text for text in texts), texts
 
 
 # ---- a layer that is finalized is looked at by nobody ----

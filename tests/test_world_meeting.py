@@ -82,7 +82,7 @@ def _absent_from_the_meeting(rank, world_size, folder, limit):
 
 def test_world_meeting_has_a_limit(tmp_path):
     results = process_ranks(_absent_from_the_meeting, 2, str(tmp_path), slowness())
-    check_outcomes(results[:1], "EpTimeout", "rank 1 did not come")
+    check_outcomes(results[:1], "EpTimeout", "rank 1 did not connect")
 
 
 def _absent_altogether(rank, world_size, folder):

@@ -76,7 +76,7 @@ def _end(rank, world_size, way, folder, limit):
 SAYS = {
     "killed": ("PeerDied", "rank 2 is gone", "last known: combine #15 of layer 0 buffer 0"),
     "stopped": ("EpTimeout", "rank 2 did not answer", "last known: combine #15 of layer 0 buffer 0"),
-    "late": ("EpTimeout", "rank 2 did not come to operation", "last: exchange #15 of 2 bytes: over"),
+    "late": ("EpTimeout", "rank 2 did not reach operation", "last: exchange #15 of 2 bytes: finished"),
     "other order": ("EpMismatch", "rank 2 called allocation", "where ranks 0, 1, 3 called plan"),
     "left": ("PeerDied", "rank 2 left before the others", "last known: combine #15 of layer 0 buffer 0"),
 }
@@ -99,7 +99,7 @@ def test_world_record_names_the_culprit(tmp_path, way):
         # The one that was stopped finds the others' notes when it comes back: they are ahead of it, unless it
         # has just begun the operation itself, before it heard of the end.
         back = way == "stopped" and rank == CULPRIT
-        names = (SAYS["late"][1], f"rank {CULPRIT}, for which a wait was in vain") if back else (who,)
+        names = (SAYS["late"][1], f"rank {CULPRIT}, for which another rank waited until the timeout") if back else (who,)
         assert error == kind and first.startswith(tuple(f"culprit: {name}" for name in names)), f"rank {rank}: {error}\n{page}"
         assert back or more in first, f"rank {rank}: {first}"
         assert ended.startswith(f"ended:   {kind}: ") and f"by rank {rank} of 4, process " in by, page
@@ -178,7 +178,7 @@ def _signal_that_nobody_gives(rank, world_size):
 def test_world_record_of_a_signal_that_nobody_gives():
     """The one that waits is not to blame, though it is behind."""
     for page in process_ranks(_signal_that_nobody_gives, 3):
-        assert page.splitlines()[0] == "culprit: whoever had to signal rank 1, which waited in vain", page
+        assert page.splitlines()[0] == "culprit: the rank that had to signal rank 1, whose wait timed out", page
 
 
 def _layers_in_another_order(rank, world_size, folder):
@@ -191,7 +191,7 @@ def _layers_in_another_order(rank, world_size, folder):
     else:
         Events(folder).wait("waiting")
         world.set_timeout(0.3)
-    with pytest.raises(epmoe.EpTimeout, match=r"rank \d waited in vain for rank \d in its plan \(word enter.*flight_record") as told:
+    with pytest.raises(epmoe.EpTimeout, match=r"rank \d timed out waiting for rank \d in its plan \(word enter.*flight_record") as told:
         layers[rank].preprocess(torch.zeros(4, 1, dtype=torch.int64))
     return world.flight_record(), str(told.value)
 
@@ -201,7 +201,7 @@ def test_world_record_of_layers_in_another_order(tmp_path):
     pages = [page for page, _ in process_ranks(_layers_in_another_order, 2, str(tmp_path))]
     for page in pages:
         assert re.match(r"culprit: rank \d called plan of layer (\d+) as operation \d+, where rank \d called plan of layer (?!\1)\d+", page), page
-        assert page.splitlines()[0].endswith(" (as many ranks did the one as the other)"), page
+        assert page.splitlines()[0].endswith(" (equally many ranks made each call)"), page
     wait = re.compile(r"^layer \d buffer 0: a wait for rank \d in epoch 1 wanted 1 and saw 0$", re.M)
     assert any(wait.search(page) for page in pages), pages  # the other may have heard of the end before its own wait had run out
 
@@ -225,7 +225,7 @@ def test_world_record_blames_nobody_by_a_count_of_his_own(ranks):
         return world.flight_record()
 
     for page in ranks(body, world_size=3, at_least=3):
-        assert page.startswith("culprit: rank 2 did not come to operation "), page
+        assert page.startswith("culprit: rank 2 did not reach operation "), page
 
 
 def test_world_record_of_a_world_that_lives(ranks):
@@ -241,9 +241,9 @@ def test_world_record_of_a_world_that_lives(ranks):
 
     for rank, page in enumerate(ranks(body, world_size=2)):
         lines = page.splitlines()
-        assert lines[0] == "culprit: none, the world has not ended by a fault"
+        assert lines[0] == "culprit: none, because no fault has ended the world"
         last = next(line for line in lines if line.split()[:1] == [str(rank)])
-        assert last.split()[1:3] == ["3", "0"] and "heap barrier #1 of heap 0: over" in last, page
+        assert last.split()[1:3] == ["3", "0"] and "heap barrier #1 of heap 0: finished" in last, page
 
 
 def test_world_record_says_what_was_refused(ranks):
@@ -256,4 +256,4 @@ def test_world_record_says_what_was_refused(ranks):
 
     pages = ranks(body, world_size=2)
     told = [next(line for line in page.splitlines() if line.split()[:1] == [str(rank)]) for rank, page in enumerate(pages)]
-    assert "plan #1 of layer 0 buffer 0" in told[1] and ", refused here (ValueError): over " in told[1] and "refused" not in told[0], told
+    assert "plan #1 of layer 0 buffer 0" in told[1] and ", refused here (ValueError): finished " in told[1] and "refused" not in told[0], told

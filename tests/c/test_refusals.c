@@ -226,7 +226,7 @@ static bool stay_away_body(Rank *me, void *arg) {
     bool is_late = !is_soon(start, limit + 3);
     double waited = seconds_now() - start;
     WANT(me, EP_ETIMEOUT, code);
-    if (missed != MISS_SIGNAL) CHECK(me, strstr(ep_error_text(), "in vain for rank 2"));
+    if (missed != MISS_SIGNAL) CHECK(me, strstr(ep_error_text(), "timed out waiting for rank 2"));
     CHECK(me, waited > 0.9 * short_timeout_s && !is_late);
     WANT(me, EP_ETIMEOUT, call_plan(&st)); /* a world does not recover from a timeout */
     step_close(&st);

@@ -229,10 +229,10 @@ bool test_wire_words(void) {
     } words[] = {
         {EP_FRAME_ABORT, 7, 0, 1, EP_ETIMEOUT, EP_ETIMEOUT, "because", "culprit: rank 1 left before the others"},
         {EP_FRAME_ABORT, EP_EXCHANGE_BYTES, 1, 1, EP_ECUDA, EP_ECUDA, "becausebecause", "culprit: rank 1 left before the others"},
-        {EP_FRAME_ABORT, 7, 77, 1, 5, EP_ECORRUPT, "because", "culprit: rank 1 sent what makes no sense"},
-        {EP_FRAME_ABORT, 7, 77, 1, 0, EP_ECORRUPT, "because", "culprit: rank 1 sent what makes no sense"},
+        {EP_FRAME_ABORT, 7, 77, 1, 5, EP_ECORRUPT, "because", "culprit: rank 1 sent invalid data"},
+        {EP_FRAME_ABORT, 7, 77, 1, 0, EP_ECORRUPT, "because", "culprit: rank 1 sent invalid data"},
         {EP_FRAME_EXCHANGE, 1, 1, 2, 0, EP_EPEERDIED, "rank 1 died", "culprit: rank 1 is gone"}, /* a peer may be one ahead */
-        {EP_FRAME_EXCHANGE, 1, 1, 3, 0, EP_ECORRUPT, "a peer ran ahead", "culprit: rank 1 sent what makes no sense"},
+        {EP_FRAME_EXCHANGE, 1, 1, 3, 0, EP_ECORRUPT, "a peer is too far ahead", "culprit: rank 1 sent invalid data"},
         {EP_FRAME_NOTES, sizeof(EpNotes), 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           1       0  plan"},
         {EP_FRAME_NOTES, sizeof(EpNotes) - 1, 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           ?       ?  gone"},
         {EP_FRAME_STUCK, sizeof(EpNotes), 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           ?       ?  gone"},
