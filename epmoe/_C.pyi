@@ -1,7 +1,7 @@
-"""The native module, csrc/module*.c.  Arguments are positional.
+"""The native module, csrc/module*.c.  All arguments are positional.
 
-Objects are capsules.  A stream is a CUDA stream as an integer, 0 on the CPU.  Failures raise the classes of
-epmoe.errors.  See csrc/epmoe.h for what each call means, and which are collective.
+Objects are capsules.  A stream is a CUDA stream as an integer, or 0 on the CPU.  Errors are the classes of
+epmoe.errors.  csrc/epmoe.h says what each call does, and which calls are collective.
 """
 
 from typing import Final, NewType
@@ -16,14 +16,14 @@ _DLPackCapsule = NewType("_DLPackCapsule", object)
 _Config = tuple[int, int, int, int, int, int, int, int, int, int, int]
 
 HAS_CUDA: Final[int]
-CHAOS: Final[int]  # 0, or the seed of the delays in a build for tests
-TRACE: Final[int]  # 1 in a build with the profiler
-ABI_VERSION: Final[int]  # of what ranks share
+CHAOS: Final[int]  # the seed of the random delays in a build for tests; 0 without delays
+TRACE: Final[int]  # 1 in a build with the profiler, else 0
+ABI_VERSION: Final[int]  # of the protocol between ranks; must be the same on all
 MAX_RANKS: Final[int]
 NAME_BYTES: Final[int]
 NONCE_BYTES: Final[int]
 EXCHANGE_BYTES: Final[int]
-# Kinds of backend.
+# EpBackendKind
 CPU: Final[int]
 CUDA: Final[int]
 # EpDtype
@@ -45,7 +45,7 @@ OP_GEMM_COMBINE: Final[int]
 EINVAL: Final[int]
 ENOMEM: Final[int]
 ETYPE: Final[int]
-# Places in the head of a plan.
+# Indices of words in the head of a plan.
 HEAD_NUM_ROWS: Final[int]
 HEAD_NUM_TILES: Final[int]
 HEAD_NUM_SEND: Final[int]
@@ -53,8 +53,16 @@ HEAD_NUM_RECV: Final[int]
 HEAD_RANK_ROWS: Final[int]
 
 def set_exceptions(classes: dict[str, type[Exception]], /) -> None: ...
-def world_listen() -> tuple[int, bytes, bytes]: ...  # descriptor, name, nonce
-def world_create(rank: int, num_ranks: int, timeout_s: float, listen_fd: int, nonce: bytes, names: bytes, /) -> _World: ...
+def world_listen() -> tuple[int, bytes, bytes]: ...  # file descriptor, name, nonce
+def world_create(
+    rank: int,
+    num_ranks: int,
+    timeout_s: float,
+    listen_fd: int,
+    nonce: bytes,
+    names: bytes,
+    /,
+) -> _World: ...
 def world_threads(num_ranks: int, timeout_s: float, /) -> list[_World]: ...
 def world_check(world: _World, /) -> None: ...
 def world_lost_ranks(world: _World, /) -> int: ...
@@ -70,7 +78,15 @@ def heap_free(heap: _Heap, off: int, /) -> None: ...
 def heap_translate(heap: _Heap, off: int, peer: int, /) -> int: ...
 def heap_offset(heap: _Heap, address: int, num_bytes: int, /) -> int: ...
 def heap_stats(heap: _Heap, /) -> dict[str, int]: ...
-def heap_tensor(heap: _Heap, off: int, peer: int, shape: tuple[int, ...], dl_code: int, dl_bits: int, /) -> _DLPackCapsule: ...
+def heap_tensor(
+    heap: _Heap,
+    off: int,
+    peer: int,
+    shape: tuple[int, ...],
+    dl_code: int,
+    dl_bits: int,
+    /,
+) -> _DLPackCapsule: ...
 def heap_put(heap: _Heap, dst_off: int, src: Tensor, peer: int, /) -> None: ...
 def heap_get(heap: _Heap, src_off: int, dst: Tensor, peer: int, /) -> None: ...
 def heap_signal(heap: _Heap, off: int, value: int, add: int, peer: int, stream: int, /) -> None: ...
@@ -84,11 +100,27 @@ def layer_agree(world: _World, config: _Config, status: int, /) -> None: ...
 def layer_create(heap: _Heap, config: _Config, /) -> _Layer: ...
 def layer_close(layer: _Layer, /) -> None: ...
 def plan_layout(config: _Config, num_tokens: int, /) -> dict[str, int]: ...
-def layer_plan(layer: _Layer, buffer: int, indices: Tensor, scatter: Tensor | None, plan: Tensor, sort_slots: bool, /) -> None: ...
+def layer_plan(
+    layer: _Layer,
+    buffer: int,
+    indices: Tensor,
+    scatter: Tensor | None,
+    plan: Tensor,
+    sort_slots: bool,
+    /,
+) -> None: ...
 def layer_num_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> int: ...
 def layer_dispatch(
-    layer: _Layer, buffer: int, x: Tensor, weight: Tensor | None, plan: Tensor, rows: Tensor, row_weight: Tensor | None, recv: Tensor,
-    requires_grad: bool, /
+    layer: _Layer,
+    buffer: int,
+    x: Tensor,
+    weight: Tensor | None,
+    plan: Tensor,
+    rows: Tensor,
+    row_weight: Tensor | None,
+    recv: Tensor,
+    requires_grad: bool,
+    /,
 ) -> None: ...
 def layer_combine(
     layer: _Layer,
@@ -148,6 +180,19 @@ def layer_barrier(layer: _Layer, buffer: int, stream: int, /) -> None: ...
 def layer_sync(layer: _Layer, stream: int, /) -> None: ...
 def layer_set_epoch(layer: _Layer, buffer: int, epoch: int, stream: int, /) -> None: ...
 
-# kind, activation, alpha, limit, a, b, offsets, bias, row_weight, tickets, out, portable: see csrc/kernels/gemm.h; tensors on a CUDA device.
-def grouped_gemm(kind: int, activation: int, alpha: float, limit: float, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None,
-                 row_weight: Tensor | None, tickets: Tensor, out: Tensor, portable: bool, /) -> None: ...
+# See csrc/kernels/gemm.h.  All tensors are on a CUDA device.
+def grouped_gemm(
+    kind: int,
+    activation: int,
+    alpha: float,
+    limit: float,
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_weight: Tensor | None,
+    tickets: Tensor,
+    out: Tensor,
+    portable: bool,
+    /,
+) -> None: ...

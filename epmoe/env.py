@@ -1,9 +1,9 @@
-"""What a bug report needs: versions, the build, devices, limits and settings.
+"""Prints what a bug report needs: versions, the build, devices, limits and settings.
 
     python -m epmoe.env           plain text, 80 columns
     python -m epmoe.env --json    the same as JSON
 
-Works without a GPU and outside of torch.distributed, starts no rank and changes nothing.
+It works without a GPU and without torch.distributed.  It starts no rank and changes nothing.
 """
 
 import argparse
@@ -22,21 +22,22 @@ import torch
 
 import epmoe
 from epmoe import _C
-from epmoe.heap import pick_device
+from epmoe.device import pick_device
 
 VARIABLES = {
     "EPMOE_BACKEND": "run: cpu or cuda; unset: cuda where there is a GPU and a CUDA build",
-    "EPMOE_TIMEOUT_S": "run: seconds that a wait for a living rank may take; unset: 300",
-    "EPMOE_SHARE_GPU": "run: 1 lets several ranks use one GPU (tests: right, but slow); unset or 0: refused",
-    "EPMOE_FLIGHT_RECORD": "run: folder for a page from every rank when a world ends; unset: none",
-    "EPMOE_CUDA": "build: 0 never, 1 always, auto (unset) if there is nvcc: CUDA backend",
+    "EPMOE_TIMEOUT_S": "run: timeout in seconds of a wait for a living rank; unset: 300",
+    "EPMOE_SHARE_GPU": "run: 1 lets several ranks use one GPU (for tests: correct, but slow); unset or 0: an error",
+    "EPMOE_FLIGHT_RECORD": "run: folder where each rank writes its flight record when a world ends; unset: "
+                           "none",
+    "EPMOE_CUDA": "build: the CUDA backend: 0 never, 1 always, auto (unset) if there is nvcc",
     "EPMOE_CUDA_ARCH": "build: nvcc's -gencode arguments; unset: sm_90a code, compute_80 PTX",
-    "EPMOE_CHAOS": "build: seed of random delays in the protocol, for tests; unset or 0: none",
-    "EPMOE_TRACE": "build: 1 with the profiler in the megakernels; unset or 0: without",
-    "CUDA_VISIBLE_DEVICES": "the GPUs that this process may see, in its numbering",
-    "RANK": "torchrun: this process among all",
+    "EPMOE_CHAOS": "build: seed of random delays in the protocol, for tests; unset or 0: no delays",
+    "EPMOE_TRACE": "build: 1: with the profiler in the fused kernels; unset or 0: without",
+    "CUDA_VISIBLE_DEVICES": "the GPUs that this process may use; it numbers them in this order",
+    "RANK": "torchrun: number of this process",
     "WORLD_SIZE": "torchrun: number of processes",
-    "LOCAL_RANK": "torchrun: this process on its machine",
+    "LOCAL_RANK": "torchrun: number of this process on its machine",
     "LOCAL_WORLD_SIZE": "torchrun: processes on this machine",
     "MASTER_ADDR": "torchrun: where the processes meet",
     "MASTER_PORT": "torchrun: where the processes meet",
@@ -44,7 +45,7 @@ VARIABLES = {
 
 
 def driver_version(path="/proc/driver/nvidia/version"):
-    """Version of the NVIDIA kernel driver, or None."""
+    """Return the version of the NVIDIA kernel driver, or None."""
     try:
         found = re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", Path(path).read_text())
     except OSError:
@@ -53,7 +54,10 @@ def driver_version(path="/proc/driver/nvidia/version"):
 
 
 def architectures(path):
-    """GPU architectures that the module has code for; None where the CUDA toolkit's cuobjdump is missing."""
+    """Return the GPU architectures that the module has code for.
+
+    None if cuobjdump, of the CUDA toolkit, is missing.
+    """
     tool = shutil.which("cuobjdump") or shutil.which("/usr/local/cuda/bin/cuobjdump")
     if not tool:
         return None
@@ -65,22 +69,26 @@ def architectures(path):
 
 
 def build():
+    """Return the facts about the native module."""
     path = Path(_C.__file__)
     return {"file": str(path), "bytes": path.stat().st_size, "cuda": bool(_C.HAS_CUDA),
-            "architectures": architectures(path) if _C.HAS_CUDA else [], "profiler": bool(_C.TRACE), "chaos": _C.CHAOS}
+            "architectures": architectures(path) if _C.HAS_CUDA else [], "profiler": bool(_C.TRACE),
+            "chaos": _C.CHAOS}
 
 
 def devices():
+    """Return the facts about each GPU that torch can use."""
     found = []
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
-        found.append({"index": i, "name": p.name, "capability": f"{p.major}.{p.minor}", "sms": p.multi_processor_count,
+        found.append({"index": i, "name": p.name, "capability": f"{p.major}.{p.minor}",
+                      "sms": p.multi_processor_count,
                       "memory_bytes": p.total_memory, "uuid": str(getattr(p, "uuid", "unknown"))})
     return found
 
 
 def backend():
-    """The device that a layer would take without being told, or why there is none."""
+    """Return the device that a layer uses by default, or why there is none."""
     try:
         return str(pick_device())
     except (ValueError, RuntimeError) as error:
@@ -88,13 +96,14 @@ def backend():
 
 
 def limits():
-    """(soft, hard) each; None is unlimited."""
+    """Return {name: [soft, hard]}; None is unlimited."""
     kinds = {"memlock_bytes": resource.RLIMIT_MEMLOCK, "open_files": resource.RLIMIT_NOFILE}
-    return {name: [None if v == resource.RLIM_INFINITY else v for v in resource.getrlimit(k)] for name, k in kinds.items()}
+    return {name: [None if v == resource.RLIM_INFINITY else v for v in resource.getrlimit(kind)]
+            for name, kind in kinds.items()}
 
 
 def memfd():
-    """Whether this machine gives out anonymous memory files, of which CPU heaps are made."""
+    """Whether this machine provides anonymous memory files (memfd), which CPU heaps need."""
     try:
         os.close(os.memfd_create("epmoe-env"))
         return True
@@ -103,19 +112,25 @@ def memfd():
 
 
 def variables():
-    """Every variable that matters here, and what is set beside them: a misspelt EPMOE_* does nothing."""
-    more = sorted(n for n in os.environ if re.match("(EPMOE|NCCL|TORCH_NCCL|GLOO|TORCHELASTIC)_", n) and n not in VARIABLES)
+    """Return the environment variables that epmoe uses, and all others of epmoe and NCCL that are set.
+
+    The latter show misspelt names: an unknown EPMOE_* variable has no effect.
+    """
+    more = sorted(n for n in os.environ if re.match("(EPMOE|NCCL|TORCH_NCCL|GLOO|TORCHELASTIC)_", n)
+                  and n not in VARIABLES)
     table = {n: {"value": os.environ.get(n), "meaning": meaning} for n, meaning in VARIABLES.items()}
     for n in more:
-        table[n] = {"value": os.environ[n], "meaning": "not a variable of epmoe" if n.startswith("EPMOE_") else ""}
+        table[n] = {"value": os.environ[n],
+                    "meaning": "not a variable of epmoe" if n.startswith("EPMOE_") else ""}
     return table
 
 
 def report():
-    """All of it, as a dict of plain values."""
+    """Return everything, as a dict of plain values."""
     gpus = devices()
     return {
-        "versions": {"epmoe": epmoe.__version__, "torch": torch.__version__, "python": platform.python_version(),
+        "versions": {"epmoe": epmoe.__version__, "torch": torch.__version__,
+                     "python": platform.python_version(),
                      "cuda_runtime_of_torch": torch.version.cuda, "nvidia_driver": driver_version(),
                      "system": platform.platform(), "libc": " ".join(platform.libc_ver())},
         "build": build(),
@@ -123,19 +138,21 @@ def report():
         "cpu": {"cores": os.cpu_count(), "usable_cores": len(os.sched_getaffinity(0)),
                 "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "memfd": memfd()},
         "devices": gpus,
-        # [i][j]: can device i reach the memory of device j directly?
-        "p2p": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(len(gpus))] for i in range(len(gpus))],
+        # [i][j]: whether device i can access the memory of device j directly.
+        "p2p": [[i == j or torch.cuda.can_device_access_peer(i, j) for j in range(len(gpus))]
+                for i in range(len(gpus))],
         "limits": limits(),
         "variables": variables(),
     }
 
 
 def text(r):
-    """A report as lines of at most 80 columns."""
+    """Return a report as text of at most 80 columns."""
     lines = []
 
     def put(name, value):
-        lines.extend(textwrap.wrap(f"  {name:22} {value}", 80, subsequent_indent=" " * 25, break_long_words=True))
+        lines.extend(textwrap.wrap(f"  {name:22} {value}", 80, subsequent_indent=" " * 25,
+                                   break_long_words=True))
 
     def gib(num_bytes):
         return f"{num_bytes / 2**30:.1f} GiB"
@@ -152,30 +169,36 @@ def text(r):
     put("size", f"{b['bytes'] / 2**10:.0f} KiB")
     put("CUDA backend", "built" if b["cuda"] else "not built (EPMOE_CUDA=0, or no nvcc at the build)")
     if b["cuda"]:
-        put("kernels for", "unknown (cuobjdump is not installed)" if b["architectures"] is None else ", ".join(b["architectures"]))
+        names = b["architectures"]
+        put("kernels for", "unknown (cuobjdump is not installed)" if names is None else ", ".join(names))
     put("profiler", "built (EPMOE_TRACE)" if b["profiler"] else "not built")
-    put("random delays", f"built (EPMOE_CHAOS={b['chaos']}): this module is slow, and for tests" if b["chaos"] else "not built")
+    delays = f"built (EPMOE_CHAOS={b['chaos']}): slow, for tests only" if b["chaos"] else "not built"
+    put("random delays", delays)
     put("device by default", r["backend"])
     lines.append("\nCPU")
     put("cores", f"{r['cpu']['cores']}, {r['cpu']['usable_cores']} usable by this process")
     put("memory", gib(r["cpu"]["memory_bytes"]))
-    put("heaps are made of", f"memfd{'' if r['cpu']['memfd'] else ', which this machine refuses'}; the size of /dev/shm does not matter")
+    missing = "" if r["cpu"]["memfd"] else ", which this machine does not provide"
+    put("heaps are made of", f"memfd{missing}; the size of /dev/shm does not matter")
     for name, pair in r["limits"].items():
         put("limit " + name.replace("_", " "), limit(pair))
     lines.append("\nGPUs" if r["devices"] else "\nGPUs: none that torch can use")
     for d in r["devices"]:
-        put(f"cuda:{d['index']}", f"{d['name']}, capability {d['capability']}, {d['sms']} SMs, {gib(d['memory_bytes'])}")
+        put(f"cuda:{d['index']}",
+            f"{d['name']}, capability {d['capability']}, {d['sms']} SMs, {gib(d['memory_bytes'])}")
         put("", d["uuid"])
     if r["p2p"]:
         lines.append("\nPeer access (row reaches column)")
         put("", " ".join(f"{j:3}" for j in range(len(r["p2p"]))))
         for i, row in enumerate(r["p2p"]):
-            put(f"cuda:{i}", " ".join(f"{'-' if i == j else 'yes' if ok else 'NO':>3}" for j, ok in enumerate(row)))
+            cells = ("-" if i == j else "yes" if ok else "NO" for j, ok in enumerate(row))
+            put(f"cuda:{i}", " ".join(f"{cell:>3}" for cell in cells))
     lines.append("\nVariables")
     for name, v in r["variables"].items():
         if v["value"] is not None or not v["meaning"].startswith("torchrun"):
             put(name, f"{'(unset)' if v['value'] is None else repr(v['value'])}  {v['meaning']}".rstrip())
-    if all(r["variables"][name]["value"] is None for name in VARIABLES if VARIABLES[name].startswith("torchrun")):
+    if all(r["variables"][name]["value"] is None for name in VARIABLES
+           if VARIABLES[name].startswith("torchrun")):
         put("of torchrun", "(none set)")
     return "\n".join(lines)
 

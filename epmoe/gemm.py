@@ -1,4 +1,4 @@
-"""Grouped GEMM: rows grouped by expert times each expert's own weights."""
+"""grouped_gemm: rows grouped by expert times each expert's own weights."""
 
 import sys
 
@@ -9,28 +9,34 @@ from . import _C
 from .reference import GptOss, activate, gpt_oss_numbers
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
-_lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, int activation, bool portable, "
-            "float alpha=0, float limit=0) -> Tensor")
+_lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, "
+            "int activation, bool portable, float alpha=0, float limit=0) -> Tensor")
 
-FORWARD, DGRAD, WGRAD = range(3)  # kernels/gemm.h says what each multiplies
+FORWARD, DGRAD, WGRAD = range(3)  # csrc/kernels/gemm.h says what each multiplies
 _ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3}
-_NAMES = {v: k for k, v in _ACTIVATIONS.items()}
-_GATED = (2, 3)
+_NAMES = {number: name for name, number in _ACTIVATIONS.items()}
+GATED = (2, 3)  # activations that halve the columns
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def as_kernel(activation):
-    """(kind, alpha, limit), as kernels/gemm.h has them.  Raises ValueError where there is no such activation."""
+    """Return (number, alpha, limit) of an activation, as csrc/kernels/gemm.h defines them.
+
+    Raises ValueError for an unknown activation.
+    """
     if numbers := gpt_oss_numbers(activation):
         return _ACTIVATIONS["gpt_oss"], *numbers
     if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation {activation!r}: None, 'gelu', 'swiglu', 'gpt_oss' or GptOss(alpha, limit)")
+        raise ValueError(f"activation {activation!r}: must be None, 'gelu', 'swiglu', 'gpt_oss' or "
+                         f"GptOss(alpha, limit)")
     return _ACTIVATIONS[activation], 0.0, 0.0
 
 
 def aligned(t):
-    """t, or a copy of it where the kernels could not read it: a gradient is where autograd has put it, a bias may be a part of something
-    larger.  None is None."""
+    """Return t, or a copy where its address is not a multiple of 16 bytes, as the kernels need it.
+
+    Autograd chooses the address of a gradient, and a bias may be a part of a larger tensor.  None gives None.
+    """
     return t if t is None or t.data_ptr() % 16 == 0 else t.clone()
 
 
@@ -39,22 +45,27 @@ def _out_shape(a, b, offsets, kind, activation):
         return offsets.shape[0] - 1, a.shape[1], b.shape[1]
     if kind == DGRAD:
         return a.shape[0], b.shape[2]
-    return a.shape[0], b.shape[1] // (2 if activation in _GATED else 1)
+    return a.shape[0], b.shape[1] // (2 if activation in GATED else 1)
 
 
 def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
-    """One product an expert, through torch: any device and dtype, with a host read of the offsets.
+    """Compute a grouped GEMM by torch, one product per expert, for any device and dtype.
 
-    As in the kernels, 16-bit numbers are rounded once, at the end.
+    The host reads the offsets.  As in the kernels, 16-bit results are rounded once, at the end.
     """
     def wide(t):
         return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
+    if activation == _ACTIVATIONS["gpt_oss"]:
+        named = GptOss(alpha, limit)
+    else:
+        named = _NAMES[activation]
     out = a.new_zeros(_out_shape(a, b, offsets, kind, activation))
     ends = offsets.tolist()
     if ends[0] < 0 or ends[-1] > a.shape[0] or any(begin > end for begin, end in zip(ends, ends[1:])):
-        raise ValueError(f"experts' rows begin at {ends}: they must not go down, nor past the {a.shape[0]} rows that there are")
-    with torch.autocast(a.device.type, enabled=False):  # its precision is the caller's choice already
+        raise ValueError(f"offsets {ends}: must not decrease, and must be 0 to {a.shape[0]}, the number of "
+                         f"rows")
+    with torch.autocast(a.device.type, enabled=False):  # the caller has chosen the precision already
         for e, (begin, end) in enumerate(zip(ends, ends[1:])):
             rows = wide(a[begin:end])
             if kind == WGRAD:
@@ -63,7 +74,7 @@ def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
                 out[begin:end] = rows @ wide(b[e])
             else:
                 y = F.linear(rows, wide(b[e]), None if bias is None else wide(bias[e]))
-                y = y if activation == 0 else activate(y, GptOss(alpha, limit) if activation == _ACTIVATIONS["gpt_oss"] else _NAMES[activation])
+                y = y if named is None else activate(y, named)
                 out[begin:end] = y if row_weight is None else y * row_weight[begin:end, None]
     return out
 
@@ -74,17 +85,20 @@ def _has_kernel(a, b):
             and torch.cuda.get_device_capability(a.device)[0] >= 8)
 
 
-_tickets = {}  # of each device's default stream
+_tile_counters = {}  # device index -> the counter of that device's default stream
 
 
-def _tickets_of(device):
-    """One number in which a launch counts the tiles that it hands out: 0 before and behind it.  Kept for the default stream only: a graph
-    may run beside what else its stream does, and memory that another stream gets may be a pool's that wants it back."""
+def _tile_counter(device):
+    """Return a number, 0 before and after a launch, in which the launch counts the tiles that it has started.
+
+    Only the default stream's is kept.  A CUDA graph may run beside other work of the stream that captured it,
+    and memory of another stream may belong to a graph's pool, which takes it back.
+    """
     if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
         return torch.zeros(1, dtype=torch.int64, device=device)
-    if device.index not in _tickets:
-        _tickets[device.index] = torch.zeros(1, dtype=torch.int64, device=device)
-    return _tickets[device.index]
+    if device.index not in _tile_counters:
+        _tile_counters[device.index] = torch.zeros(1, dtype=torch.int64, device=device)
+    return _tile_counters[device.index]
 
 
 def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
@@ -92,13 +106,17 @@ def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, a
         return _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit)
     a, b, offsets, bias, row_weight = map(aligned, (a, b, offsets, bias, row_weight))
     out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
-    _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, _tickets_of(a.device), out, portable)
+    counter = _tile_counter(a.device)
+    _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable)
     return out
 
 
 def untraced(fn):
-    """fn as what an operator does: where a graph breaks and the operator runs, a compiler would look into this, too, and warn.  Saying so to
-    the compiler imports it, which takes seconds: not where there is none."""
+    """Return fn as an operator's implementation, which a compiler does not trace.
+
+    Where a graph breaks and the operator runs, dynamo would trace this code too, and warn.  Telling it
+    imports it, which takes seconds; so that is done only where it is imported already.
+    """
     hidden = torch._disable_dynamo(fn)
     return lambda *args: (hidden if "torch._dynamo" in sys.modules else fn)(*args)
 
@@ -119,7 +137,8 @@ def _save(ctx, inputs, output):
 def _backward(ctx, g):
     a, b, offsets = ctx.saved_tensors
     if ctx.kind != FORWARD:
-        raise RuntimeError("the backward of a grouped GEMM has no backward of its own")
+        raise RuntimeError("the backward of a grouped GEMM has no backward of its own: use first "
+                           "derivatives only")
     g = g.contiguous()
     op = torch.ops.epmoe.grouped_gemm
     da = op(g, b, offsets, None, None, DGRAD, 0, ctx.portable) if ctx.needs_input_grad[0] else None
@@ -130,32 +149,42 @@ def _backward(ctx, g):
 torch.library.register_autograd("epmoe::grouped_gemm", _backward, setup_context=_save, lib=_lib)
 
 
+def check_activation(activation, num_columns):
+    """Raise ValueError for an unknown activation, or a gated one with an odd number of columns."""
+    if as_kernel(activation)[0] in GATED and num_columns % 2:
+        raise ValueError(f"activation {activation!r}: needs an even number of weight rows, got {num_columns}")
+
+
 def _check(x, weight, counts, offsets, bias, activation, row_weight):
-    """All that the host can know.  What stands in counts and offsets it cannot, without waiting for the device."""
+    """Check all that the host knows.  It cannot read the numbers in counts and offsets without a wait."""
     name, sizes = ("offsets", offsets) if counts is None else ("counts", counts)
-    for what, t in (("rows", x), ("weights", weight), (name, sizes), ("bias", bias), ("row weights", row_weight)):
+    wanted_dtypes = (torch.int32,) if counts is None else _INTEGERS
+    tensors = (("rows", x), ("weights", weight), (name, sizes), ("bias", bias), ("row weights", row_weight))
+    for what, t in tensors:
         if t is None and what in ("bias", "row weights"):
             continue
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{what}: wanted a tensor, got {type(t).__name__}")
         if t.is_nested or t.layout is not torch.strided:
-            raise ValueError(f"{what}: wanted a dense tensor, got one of layout {'nested' if t.is_nested else t.layout}")
+            layout = "nested" if t.is_nested else t.layout
+            raise ValueError(f"{what}: wanted a dense tensor, got one of layout {layout}")
         if t.device != x.device:
-            raise ValueError(f"{what}: wanted a tensor on {x.device}, where the rows are; it is on {t.device}")
+            raise ValueError(f"{what}: wanted a tensor on {x.device}, where the rows are, got one on "
+                             f"{t.device}")
         if t is sizes:
-            if t.dtype not in ((torch.int32,) if counts is None else _INTEGERS):
+            if t.dtype not in wanted_dtypes:
                 raise TypeError(f"{name}: wanted {'int32' if counts is None else 'integers'}, got {t.dtype}")
         elif not t.dtype.is_floating_point:
             raise TypeError(f"{what}: wanted a floating-point dtype, got {t.dtype}")
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
-        raise ValueError(f"wanted rows [M, K] and weights [L, N, K], got {list(x.shape)} and {list(weight.shape)}")
+        raise ValueError(f"wanted rows [M, K] and weights [L, N, K], got {list(x.shape)} and "
+                         f"{list(weight.shape)}")
     if x.dtype != weight.dtype:
-        raise TypeError(f"rows are {x.dtype}, weights {weight.dtype}")
+        raise TypeError(f"wanted rows and weights of one dtype, got {x.dtype} and {weight.dtype}")
     num_sizes = weight.shape[0] + (counts is None)
     if sizes.shape != (num_sizes,):
         raise ValueError(f"wanted {name} [{num_sizes}], got {list(sizes.shape)}")
-    if as_kernel(activation)[0] in _GATED and weight.shape[1] % 2:
-        raise ValueError(f"activation {activation!r} wants an even number of weight rows, got {weight.shape[1]}")
+    check_activation(activation, weight.shape[1])
     if bias is not None and bias.shape != weight.shape[:2]:
         raise ValueError(f"wanted a bias {list(weight.shape[:2])}, got {list(bias.shape)}")
     if row_weight is not None and row_weight.shape != x.shape[:1]:
@@ -163,47 +192,76 @@ def _check(x, weight, counts, offsets, bias, activation, row_weight):
 
 
 def add_bias(y, bias, offsets):
-    """y [M, N] with each row's expert's bias [L, N]; rows that no expert owns are left alone, and have no gradient."""
+    """Return y [M, N] plus the bias [L, N] of each row's expert.
+
+    Rows that belong to no expert are returned unchanged, and have no gradient.
+    """
     row = torch.arange(len(y), device=y.device, dtype=torch.int32)
     expert = torch.searchsorted(offsets[1:], row, right=True)
     owned = (row >= offsets[0]) & (row < offsets[-1])
-    # In float32, rounded once: so is the bias's gradient, a sum over all rows of its expert.
-    return (y + torch.where(owned[:, None], bias.to(torch.promote_types(y.dtype, torch.float32))[expert.clamp(max=len(bias) - 1)], 0)).to(y.dtype)
+    # In float32 and rounded once.  So is the gradient of the bias, a sum over all rows of its expert.
+    wide = bias.to(torch.promote_types(y.dtype, torch.float32))
+    return (y + torch.where(owned[:, None], wide[expert.clamp(max=len(bias) - 1)], 0)).to(y.dtype)
 
 
-def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=None, row_weight=None, portable=False):
-    """activation(x[r] @ weight[e(r)].T + bias[e(r)]) * row_weight[r] for the rows of expert after expert.
+def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=None, row_weight=None,
+                 portable=False):
+    """Multiply rows, grouped by expert, with the weights of their experts.  Local to a rank.
+
+    Row r of expert e gives activation(x[r] @ weight[e].T + bias[e]) * row_weight[r].  Differentiable in x,
+    weight, bias and row_weight; the backward is not differentiable again.
+
+    bfloat16 and float16 on CUDA (compute capability 8.0 or newer), with N and K multiples of 16: a kernel of
+    epmoe, which sums in float32 and needs no host read of the sizes.  Otherwise: torch, one product per
+    expert.
 
     Args:
-        x: [M, K], first all rows of expert 0, then of expert 1, ...
+        x: [M, K]: first all rows of expert 0, then of expert 1, and so on.
         weight: [L, N, K], of x's dtype, as checkpoints hold it.
-        counts: [L] integers on x's device, rows of each expert; or
-        offsets: [L + 1] int32 on x's device, where each expert's rows begin, as EPLayout.expert_offsets.
-        bias: None, or [L, N] of any floating-point dtype; rounded to x's where no gradients are wanted.
-        activation: None, "gelu", "swiglu" (weight rows: gates, then ups), "gpt_oss" or GptOss(alpha, limit) (interleaved); see
-            reference.activate.
-        row_weight: None, or [M] of any floating-point dtype; float32 is what the kernels take.
-        portable: use the kernel for any GPU, also on a Hopper GPU.
+        counts: [L] integers on x's device: the number of rows of each expert.  Give either counts or offsets.
+        offsets: [L + 1] int32 on x's device: where each expert's rows begin, as EPLayout.expert_offsets.
+        bias: None, or [L, N] of any floating-point dtype; rounded to x's dtype where no gradient is needed.
+        activation: None, "gelu", "swiglu" (weight rows: gates, then ups), "gpt_oss" or GptOss(alpha, limit)
+            (gates and ups interleaved); see reference.activate.
+        row_weight: None, or [M] of any floating-point dtype; applied as float32.
+        portable: Use the kernel for any GPU also on a Hopper GPU.
 
-    Returns [M, N], [M, N / 2] for the gated activations.  What stands in rows that no expert owns is undefined.
-    bfloat16 and float16 on CUDA with N and K multiples of 16: a kernel of epmoe's own, sums in float32, no host read of the sizes.
-    Otherwise: torch, one product an expert.  Differentiable in x, weight, bias and row_weight.
-    Raises TypeError for what is no tensor and for wrong dtypes, ValueError for wrong shapes and devices, and for counts or offsets that
-    name rows which are not there; but the kernels' host does not wait to look at these: they leave such rows out.
+    Returns:
+        [M, N], or [M, N / 2] for the gated activations ("swiglu", "gpt_oss", GptOss), of x's dtype.  Rows
+            that belong to no expert are undefined.
+
+    Raises:
+        ValueError: For wrong shapes or devices, and for counts or offsets that name rows that do not exist.
+            The kernels raise nothing for the latter, because the host does not read them: they skip such
+            rows.
+        TypeError: For what is not a tensor, and for wrong dtypes.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> x = torch.ones(3, 2)
+        >>> weight = torch.tensor([[[1.0, 1.0]], [[10.0, 10.0]]])  # two experts, N = 1, K = 2
+        >>> epmoe.grouped_gemm(x, weight, torch.tensor([1, 2]))
+        tensor([[ 2.],
+                [20.],
+                [20.]])
     """
     if (counts is None) == (offsets is None):
-        raise ValueError("give either counts or offsets")
+        given = "neither" if counts is None else "both"
+        raise ValueError(f"give either counts or offsets, got {given}")
     _check(x, weight, counts, offsets, bias, activation, row_weight)
     if offsets is None:
         offsets = F.pad(counts.cumsum(0), (1, 0)).clamp(-1, 2**31 - 1).to(torch.int32)
     op = torch.ops.epmoe.grouped_gemm
     x, weight, offsets = x.contiguous(), weight.contiguous(), offsets.contiguous()
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, row_weight))):
+    leaves = (x, weight, bias, row_weight)
+    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)):
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         row_weight = None if row_weight is None else row_weight.float().contiguous()
-        kind, alpha, limit = as_kernel(activation)
-        return op(x, weight, offsets, bias, row_weight, FORWARD, kind, portable, alpha, limit)
-    y = op(x, weight, offsets, None, None, FORWARD, 0, portable)  # what follows has gradients of torch's own
+        number, alpha, limit = as_kernel(activation)
+        return op(x, weight, offsets, bias, row_weight, FORWARD, number, portable, alpha, limit)
+    # With gradients torch's own operators follow the product, because they have a backward.
+    y = op(x, weight, offsets, None, None, FORWARD, 0, portable)
     if bias is not None:
         y = add_bias(y, bias, offsets)
     y = y if activation is None else activate(y, activation)

@@ -1,97 +1,82 @@
-"""Symmetric memory: the same bytes on every rank, reachable from every rank."""
+"""SymmetricHeap: the same bytes on every rank, which every other rank can reach."""
 
 import contextlib
 import math
-import os
-from pathlib import Path
 
 import torch
 
 from . import _C
-from .world import Shared, World
+from .device import pick_device, status_of
+from .heap_access import DL_TYPES, HeapAccess, check_dtype
+from .world import World
 
-# torch dtype -> (DLPack type code, bits)
-_DL = {torch.float32: (2, 32), torch.float64: (2, 64), torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.int8: (0, 8),
-       torch.int16: (0, 16), torch.int32: (0, 32), torch.int64: (0, 64), torch.uint8: (1, 8)}
-
-
-def _check_dtype(dtype):
-    if dtype not in _DL:
-        raise TypeError(f"dtype {dtype}: one of {', '.join(str(d) for d in _DL)}")
+_MAX_ALIGNMENT = 1 << 21
+_NO_OFFSET = (1 << 63) - 1  # where no allocation can begin
 
 
-def _check_tensor(t):
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"wanted a tensor, got {type(t).__name__}")
-    if t.is_meta or t.layout is not torch.strided:
-        raise ValueError(f"wanted a dense tensor that has memory, got {'a meta tensor' if t.is_meta else t.layout}")
+class SymmetricHeap(HeapAccess):
+    """A block of memory on every rank, mapped by all ranks, with one allocator that runs in step.
 
+    Because all ranks allocate in the same order, a tensor has the same offset in every rank's heap.  So a
+    rank can address the same tensor of a peer.
 
-def pick_device(device=None):
-    """The device to work on: as given; EPMOE_BACKEND=cpu|cuda; else CUDA where there is a GPU and a CUDA build."""
-    wanted = os.environ.get("EPMOE_BACKEND", "")
-    if wanted not in ("", "cpu", "cuda"):
-        raise ValueError(f"EPMOE_BACKEND={wanted!r}: must be cpu or cuda")
-    if device is None:
-        device = wanted or ("cuda" if _C.HAS_CUDA and torch.cuda.is_available() else "cpu")
-    device = torch.device(device)
-    if wanted and device.type != wanted:
-        raise ValueError(f"device {device}, but EPMOE_BACKEND={wanted}")
-    if device.type == "cuda" and not (_C.HAS_CUDA and torch.backends.cuda.is_built()):
-        raise ValueError(f"device {device}: {'this torch' if _C.HAS_CUDA else 'this build of epmoe'} has no CUDA")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device}: epmoe works on cpu and cuda")
-    return device
+    Creation is collective.  It tests that each pair of ranks can write and read each other's memory.
 
+    Copies, signals, waits and barriers follow the order of the current stream.  On the CPU each of them
+    raises its own errors.  On CUDA they return before they have run: an error, such as a wait that times out,
+    is raised by the next of them or by synchronize().
 
-def stream_of(device):
-    """The current stream of a CUDA device as an integer; 0 on the CPU."""
-    try:
-        return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    except RuntimeError:
-        if torch.cuda._is_in_bad_fork():
-            return 0  # a forked child: the call that this is for says so
-        raise
+    Each tensor of malloc_symmetric keeps the heap's memory alive.  Only close() gives the memory back: a heap
+    on a GPU that is dropped without close() keeps its block while its world lives, because a peer may still
+    use it.  A heap is also a context manager, which closes it unless an exception leaves the block.
 
+    Args:
+        world: A World, a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.  The
+            layers and heaps of a group share its world.
+        num_bytes: Size of the block on each rank in bytes, equal on all ranks.  Default: 64 MiB.
+        device: "cpu", "cuda", "cuda:1", a torch.device, or None.  None: the device type of EPMOE_BACKEND,
+            else the current GPU where there is a GPU and a CUDA build, else the CPU.
 
-def include_dir():
-    """The folder of epmoe_device.h, for kernels that use SymmetricHeap.device_handle(): the compiler's -I."""
-    here = Path(__file__).resolve().parent
-    return str(next(d for d in (here / "include", here.parent / "csrc") if (d / "epmoe_device.h").exists()))
+    Attributes:
+        world: The World of the heap.
+        device: The torch.device of the heap.
 
+    Raises:
+        EpMismatch: On all ranks, when they ask for different sizes or kinds of device.
+        HeapExhausted: On all ranks, when one of them has no room.
+        EpError: On all ranks, for a pair that cannot write and read each other; the message names the pair.
+        ValueError: On this rank, for a wrong size or device.
+        TypeError: On this rank, for an argument of the wrong type.
+        PeerError: On the other ranks, when one rank raises ValueError or TypeError.
+        PeerDied: On all surviving ranks, when a rank dies.
+        EpTimeout: On all ranks, when one does not make the call before the timeout.
 
-def status_of(error):
-    """The code by which the other ranks hear of this rank's exception."""
-    no_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return _C.ENOMEM if no_memory else _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> from epmoe.testing import run_threads
+        >>> def main(world):
+        ...     with epmoe.SymmetricHeap(world, 1 << 20, device="cpu") as heap:
+        ...         box = heap.malloc_symmetric((world.size,), torch.int32)
+        ...         for peer in range(world.size):
+        ...             heap.put(box[world.rank], torch.tensor(world.rank, dtype=torch.int32), peer)
+        ...         heap.barrier()
+        ...         return box.tolist()
+        >>> run_threads(main, 2)
+        [[0, 1], [0, 1]]
 
-
-class SymmetricHeap(Shared):
-    """A block of num_bytes on every rank, mapped by all of them, with one allocator that runs in step.
-
-    Creation is collective, and tries every pair of ranks: a pair that cannot write and read each other
-    raises EpError on all ranks.  world: a World, ProcessGroup, DeviceMesh or None.  device: "cpu", "cuda",
-    "cuda:1", ...; the default is the GPU where there is one.
-
-    Raises EpMismatch on all ranks when they ask for different sizes or kinds of device, HeapExhausted on all when one of
-    them has no room; ValueError or TypeError here, and PeerError on the others, for what cannot be.
-
-    Copies, signals, waits and barriers are in the order of the current stream.  On the CPU each raises what went wrong in
-    it.  On CUDA they return before they have run: what goes wrong then, as a wait that ends at its limit, is raised by the
-    next of them, or by synchronize().
-
-    Every tensor that malloc_symmetric returns keeps the heap's memory alive.  close() is what gives it back: a heap
-    on a GPU that is only dropped keeps its block while its world lives, because a peer may still be using it.
+    References:
+        The symmetric heap and `malloc_symmetric` follow "My first Multi-GPU kernel: Writing All-to-all for
+        AMD MI300X", a worklog on GPU MODE's AMD Distributed Challenge.
     """
 
     def __init__(self, world=None, num_bytes=1 << 26, device=None):
         self.world = World.of(world)
         try:
-            self.device, num_bytes = pick_device(device), int(num_bytes)
-            if not 0 <= num_bytes < 1 << 64:  # more than the module can be told; it judges the rest
-                raise ValueError(f"a heap of {num_bytes} bytes")
+            self.device = pick_device(device)
+            num_bytes = int(num_bytes)
+            if not 0 <= num_bytes < 1 << 64:  # the module takes 64 bits, and checks the rest
+                raise ValueError(f"a heap of {num_bytes} bytes: must be more than 0 and less than 2^64")
         except Exception as error:
             self._refuse(self.world, error)
             raise
@@ -101,31 +86,52 @@ class SymmetricHeap(Shared):
 
     @staticmethod
     def _refuse(world, error):
-        """This rank cannot make the heap that the others are making: let them know."""
+        """Tell the other ranks, which are creating a heap, that this rank cannot."""
         with contextlib.suppress(Exception):
             _C.heap_create(world._c, _C.CPU, 0, 1, status_of(error))
 
     def malloc_symmetric(self, shape, dtype=torch.float32, alignment=128):
-        """A zeroed tensor at the same offset of every rank's heap.
+        """Allocate a tensor, filled with zeros, at the same offset of every rank's heap.
 
-        Collective: the same call, in the same order, with the same size on every rank.  shape: a size, or at most 8 of them.
-        dtype: float32, float64, float16, bfloat16, int8, int16, int32, int64 or uint8.  alignment: of the address, in bytes.
+        Collective: all ranks make the same calls in the same order, with the same size.
 
-        Raises EpMismatch on all ranks when they differ in bytes or alignment, HeapExhausted on all when there is no room; here, and
-        PeerError on the others, TypeError for another dtype, ValueError for a shape that cannot be or an alignment that is no power of
-        two up to 2 MiB.
+        Args:
+            shape: A size, or a sequence of at most 8 sizes.  At most 2^46 bytes.
+            dtype: float32, float64, float16, bfloat16, int8, int16, int32, int64 or uint8.
+            alignment: Of the address in bytes, a power of two up to 2 MiB.  Default: 128.
+
+        Returns:
+            A tensor on the heap's device, over this rank's part.  A tensor without elements takes no memory
+                of the heap.
+
+        Raises:
+            EpMismatch: On all ranks, when they ask for different sizes in bytes or alignments, or are in
+                different calls.
+            HeapExhausted: On all ranks, when the heap has no room.  The message has the needed and free
+                bytes.
+            TypeError: On this rank, for another dtype.
+            ValueError: On this rank, for a wrong shape or alignment.
+            PeerError: On the other ranks, when one rank raises TypeError or ValueError.
+            EpClosed: After close.
+
+        Examples:
+            >>> import epmoe
+            >>> heap = epmoe.SymmetricHeap(epmoe.World(), 1 << 20, device="cpu")
+            >>> heap.malloc_symmetric((2, 3))
+            tensor([[0., 0., 0.],
+                    [0., 0., 0.]])
         """
         try:
             shape = (shape,) if isinstance(shape, int) else tuple(int(d) for d in shape)
             alignment = int(alignment)
-            _check_dtype(dtype)
+            check_dtype(dtype)
             if any(d < 0 for d in shape) or len(shape) > 8:
-                raise ValueError(f"shape {shape}: at most 8 sizes, none negative")
-            if alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 21:
-                raise ValueError(f"alignment {alignment}: a power of two up to 2 MiB")
-            num_bytes = math.prod(shape) * _DL[dtype][1] // 8
+                raise ValueError(f"shape {shape}: must have at most 8 sizes, none negative")
+            if alignment < 1 or alignment & (alignment - 1) or alignment > _MAX_ALIGNMENT:
+                raise ValueError(f"alignment {alignment}: must be a power of two up to 2 MiB")
+            num_bytes = math.prod(shape) * DL_TYPES[dtype][1] // 8
             if num_bytes > 1 << 46:
-                raise ValueError(f"shape {shape}: too large")
+                raise ValueError(f"shape {shape}: too large, must have at most 2^46 bytes")
         except Exception as error:
             self._refuse_alloc(error)
             raise
@@ -137,26 +143,39 @@ class SymmetricHeap(Shared):
         return self._view(off, self.world.rank, shape, dtype)
 
     def _refuse_alloc(self, error):
-        """This rank cannot make the allocation that the others are making: let them know."""
+        """Tell the other ranks, which are making an allocation, that this rank cannot."""
         with contextlib.suppress(Exception):
             _C.heap_alloc(self._c, 1, 128, status_of(error))
 
-    def _view(self, off, rank, shape, dtype):
-        return torch.from_dlpack(_Capsule(_C.heap_tensor(self._c, off, rank, shape, *_DL[dtype]), self.device))
-
     def free(self, tensor):
-        """Give the memory of a tensor of malloc_symmetric back.  Collective.  The tensor must not be used any more.
+        """Give back the memory of a tensor of malloc_symmetric.  Collective.
 
-        Raises EpMismatch on all ranks when they free different tensors; ValueError or TypeError here, and PeerError on the
-        others, for what is not an allocation of this heap, or not any more.
+        The tensor must not be used after that.
+
+        Args:
+            tensor: The tensor that malloc_symmetric returned, on all ranks the one of the same call.
+
+        Raises:
+            EpMismatch: On all ranks, when they free different tensors or are in different calls.
+            ValueError: On this rank, for what is not an allocation of this heap, or was freed before.
+            TypeError: On this rank, for what is not a tensor.
+            PeerError: On the other ranks, when one rank raises ValueError or TypeError.
+            EpClosed: After close.
+
+        Examples:
+            >>> import epmoe
+            >>> heap = epmoe.SymmetricHeap(epmoe.World(), 1 << 20, device="cpu")
+            >>> heap.free(heap.malloc_symmetric(100))
+            >>> heap.stats()["num_allocations"]
+            0
         """
         try:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"free: wanted a tensor of this heap, got {type(tensor).__name__}")
-            off = self.offset(tensor) if tensor.numel() else 0  # nothing, but agreed upon
+            off = self.offset(tensor) if tensor.numel() else 0  # no memory, but all ranks agree on it
         except Exception:
-            with contextlib.suppress(Exception):  # the others hear of it; this rank raises its own reason
-                _C.heap_free(self._c, (1 << 63) - 1)
+            with contextlib.suppress(Exception):  # tells the other ranks; this rank raises its own reason
+                _C.heap_free(self._c, _NO_OFFSET)
             raise
         _C.heap_free(self._c, off)
         for scope in self._scopes:
@@ -165,10 +184,24 @@ class SymmetricHeap(Shared):
 
     @contextlib.contextmanager
     def scope(self):
-        """Free at the end what is allocated inside.  Collective, as the frees are.
+        """Return a context manager that frees what is allocated inside it.  Its end is collective.
 
-        An exception passes through without them, because the other ranks may be elsewhere: what was allocated inside then
-        stays until free, where all ranks call it, or until the heap's close.
+        An exception passes through without the frees, because the other ranks may be in another call.  What
+        was allocated inside then stays until all ranks free it, or until the heap's close.
+
+        Yields:
+            The heap.
+
+        Raises:
+            EpError: At the end of the block, those of free.
+
+        Examples:
+            >>> import epmoe
+            >>> heap = epmoe.SymmetricHeap(epmoe.World(), 1 << 20, device="cpu")
+            >>> with heap.scope():
+            ...     t = heap.malloc_symmetric(100)
+            >>> heap.stats()["used"]
+            0
         """
         self._scopes.append([])
         try:
@@ -180,103 +213,34 @@ class SymmetricHeap(Shared):
             _C.heap_free(self._c, off)
 
     def stats(self):
-        """Bytes: total, used, free, largest_free, peak; and num_allocations."""
+        """Return the usage of this rank's heap.
+
+        Returns:
+            A dict of int: total, used, free, largest_free and peak in bytes, and num_allocations.  total is
+                slightly more than num_bytes.
+
+        Examples:
+            >>> import epmoe
+            >>> epmoe.SymmetricHeap(epmoe.World(), 1 << 20, device="cpu").stats()["used"]
+            0
+        """
         return _C.heap_stats(self._c)
 
-    def offset(self, tensor):
-        """Bytes from the heap's base to the tensor's data.  ValueError if it is not in this heap, TypeError if it is no tensor."""
-        _check_tensor(tensor)
-        return _C.heap_offset(self._c, tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-    def translate(self, tensor, peer):
-        """The address, in this process, of the same thing in peer's heap.  ValueError if the tensor is not in this heap,
-        or peer not a rank.  Tells nobody, waits for nothing."""
-        return _C.heap_translate(self._c, self.offset(tensor), peer)
-
-    def peer_view(self, tensor, peer):
-        """A tensor over the same thing in peer's heap.  Reading and writing it needs signal, wait or barrier.
-
-        Errors: those of translate; ValueError for a tensor that is not contiguous, TypeError for a dtype that malloc_symmetric has not.
-        """
-        _check_tensor(tensor)
-        _check_dtype(tensor.dtype)
-        if not tensor.is_contiguous():
-            raise ValueError("peer_view wants a contiguous tensor")
-        if tensor.numel() == 0:  # it stands nowhere, as malloc_symmetric has it
-            return torch.empty_like(tensor)
-        return self._view(self.offset(tensor), peer, tuple(tensor.shape), tensor.dtype)
-
-    def put(self, dst, src, peer):
-        """Copy src (any contiguous tensor) over dst (symmetric) of peer, in stream order.
-
-        As many elements, of the same dtype.  ValueError if not, or where dst is not in this heap or peer not a rank: nothing
-        is copied then, and no other rank hears of it.  On CUDA see SymmetricHeap for what goes wrong later.
-        """
-        if self._check_pair(dst, src):
-            _C.heap_put(self._c, self.offset(dst), src, peer)
-
-    def get(self, dst, src, peer):
-        """Copy src (symmetric) of peer over dst (any contiguous tensor), in stream order.  Errors: those of put."""
-        if self._check_pair(src, dst):
-            _C.heap_get(self._c, self.offset(src), dst, peer)
-
-    def _check_pair(self, symmetric, other):
-        for t in (symmetric, other):
-            _check_tensor(t)
-        if symmetric.dtype != other.dtype or symmetric.numel() != other.numel():
-            raise ValueError(f"wanted {symmetric.numel()} elements of {symmetric.dtype}, got {other.numel()} of {other.dtype}")
-        if not (symmetric.is_contiguous() and other.is_contiguous()):
-            raise ValueError("put and get copy contiguous tensors")
-        return symmetric.numel() > 0
-
-    def _word(self, tensor, index):
-        _check_tensor(tensor)
-        if tensor.dtype != torch.int64:
-            raise TypeError(f"signals are int64 tensors, got {tensor.dtype}")
-        if not tensor.is_contiguous():
-            raise ValueError("signals are words of a contiguous tensor: index counts them as they stand in memory")
-        if not 0 <= index < tensor.numel():
-            raise IndexError(f"index {index} of {tensor.numel()} signals")
-        return self.offset(tensor) + 8 * index
-
-    def signal(self, tensor, index, value, peer, op="set"):
-        """Set, or add to, word `index` of the symmetric int64 tensor at peer: a release at system scope, so what
-        this rank has put at peer before is readable there once the word is seen by wait.
-
-        value: 0 to 2^64 - 1.  IndexError, TypeError or ValueError for what cannot be; no other rank hears of it."""
-        if op not in ("set", "add"):
-            raise ValueError(f"op {op!r}: set or add")
-        _C.heap_signal(self._c, self._word(tensor, index), value, int(op == "add"), peer, stream_of(self.device))
-
-    def wait(self, tensor, index, value, cmp="ge"):
-        """Until word `index` of this rank's tensor is >= value ("ge") or == value ("eq"): an acquire at system
-        scope.  On CUDA the stream waits, not the host.
-
-        Raises EpTimeout at the world's limit and PeerDied when a rank is gone: here on the CPU; on CUDA from the next call on
-        the heap or from synchronize().  Both end the world.  IndexError, TypeError or ValueError for what cannot be."""
-        if cmp not in ("ge", "eq"):
-            raise ValueError(f"cmp {cmp!r}: ge or eq")
-        _C.heap_wait(self._c, self._word(tensor, index), value, int(cmp == "eq"), stream_of(self.device))
-
-    def barrier(self):
-        """All ranks have come here, in stream order, and see each other's puts.  Collective.  Raises as wait does."""
-        _C.heap_barrier(self._c, stream_of(self.device))
-
-    def device_handle(self):
-        """The heap as a kernel of your own sees it: the bytes of an EpDeviceHeap (epmoe_device.h in epmoe.include_dir()), to be passed
-        by value.  With it a kernel, or a C function for a heap on the CPU, finds addresses of peers, puts, gets, signals, waits
-        and meets the others, without the host.  Good until the heap is closed; waits have the limit that the world has now.
-
-        Raises EpClosed after close, and why the world has ended, if it has.
-        """
-        return _C.heap_handle(self._c)
-
-    def synchronize(self):
-        """Wait for the current stream; raise what went wrong in it: PeerDied, EpTimeout."""
-        _C.heap_sync(self._c, stream_of(self.device))
-
     def close(self):
-        """Wait for all ranks, then drop the heap.  Collective.  Tensors over it keep its memory."""
+        """Wait for all ranks, then drop the heap.  Collective; a second call does nothing.
+
+        Tensors over the heap keep its memory until they are dropped too.
+
+        Raises:
+            EpMismatch: On all ranks, when one of them is in another call.  The heap stays open on all ranks.
+            PeerDied: On all surviving ranks, when a rank has died.
+            EpTimeout: On all ranks, when one does not make the call before the timeout.
+
+        Examples:
+            >>> import epmoe
+            >>> heap = epmoe.SymmetricHeap(epmoe.World(), 1 << 20, device="cpu")
+            >>> heap.close()
+        """
         _C.heap_close(self._c)
 
     def __enter__(self):
@@ -289,16 +253,3 @@ class SymmetricHeap(Shared):
     def __repr__(self):
         s = self.stats()
         return f"epmoe.SymmetricHeap({self.device}, {s['used']} of {s['total']} bytes used, {self.world!r})"
-
-
-class _Capsule:
-    """What torch.from_dlpack asks for."""
-
-    def __init__(self, capsule, device):
-        self._capsule, self._device = capsule, device
-
-    def __dlpack__(self, **kwargs):
-        return self._capsule
-
-    def __dlpack_device__(self):
-        return (2, self._device.index) if self._device.type == "cuda" else (1, 0)

@@ -1,4 +1,4 @@
-"""EPLayout: the plan of one call, as its parts."""
+"""EPLayout: the plan of one dispatch, and its parts as tensors."""
 
 import torch
 
@@ -6,22 +6,53 @@ from . import _C
 
 
 class EPLayout:
-    """The plan of one call: where every choice of this rank goes, and what this rank receives.
+    """The plan of one dispatch: where each choice of this rank goes, and what this rank receives.
 
-    Reusable: dispatch(layout=...) repeats a dispatch, combine brings the rows of its dispatch home.
-    Letters: W ranks, E experts, L = E/W of them here, T tokens, K choices, M rows received.
+    EPAll2AllLayer.preprocess and dispatch create it.  It can be used again: dispatch(layout=...) repeats the
+    dispatch, and combine returns the rows of the latest dispatch with it.  Its tensors are views of one plan
+    tensor on the layer's device; do not write to them.
+
+    Letters: W ranks, E experts, L = E/W experts of this rank, T tokens, K choices per token, M rows that this
+    rank receives.
+
+    Attributes:
+        layer: The layer that made the plan, and the only one that can use it.
+        plan: The plan: an int32 tensor on the layer's device.
+        recv: Which row came from which token: int32, filled by dispatch and needed by combine.  None before.
+        num_tokens: T.
+        buffer: The communication buffer of the plan.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> layer = epmoe.EPAll2AllLayer(epmoe.World(), 4, 16, 2, num_tot_experts=2, device="cpu")
+        >>> layout = layer.preprocess(torch.tensor([[0, 1], [1, -1]]))
+        >>> layout.num_rows
+        3
+        >>> layout.expert_offsets.tolist()
+        [0, 1, 3]
+        >>> layout.token_dst_scatter_idx.tolist()
+        [[0, 1], [2, -1]]
+        >>> layer.finalize()
     """
 
     __slots__ = ("layer", "plan", "recv", "num_tokens", "buffer", "_num_rows", "_at")
 
     def __init__(self, layer, plan, num_tokens, buffer, num_rows):
-        self.layer, self.plan, self.num_tokens, self.buffer, self._num_rows = layer, plan, num_tokens, buffer, num_rows
-        self.recv = None  # which row came from which token: dispatch gives it, combine needs it
-        self._at = None
+        self.layer = layer
+        self.plan = plan
+        self.recv = None
+        self.num_tokens = num_tokens
+        self.buffer = buffer
+        self._num_rows = num_rows  # None with a capacity: only the device knows
+        self._at = None  # name of a part -> offset, once it is needed
 
     def _offset(self, name):
-        """Where a part of the plan begins.  The first two stand before all that depends on T, so the layer knows
-        them: a compiler that traces can read those without calling the module."""
+        """Return where a part of the plan begins.
+
+        counts and expert_row come before all parts whose offset depends on T, so the layer knows theirs: a
+        compiler that traces can read these two without calling the module.
+        """
         if name in ("counts", "expert_row"):
             return self.layer._plan_front[name]
         if self._at is None:
@@ -36,48 +67,54 @@ class EPLayout:
 
     @property
     def num_rows(self):
-        """M: rows this rank receives.  In fixed-capacity mode this reads the device, each time: a replayed graph
-        makes a new plan in the same place."""
+        """M, the number of rows that this rank receives.
+
+        With a capacity this reads the device on each access, because a replayed CUDA graph writes a new plan
+        to the same place.
+        """
         return int(self.plan[_C.HEAD_NUM_ROWS]) if self._num_rows is None else self._num_rows
 
     @property
     def counts(self):
-        """[W, E] int32: choices that rank w routes to expert e."""
+        """[W, E] int32: the number of choices that rank w routes to expert e."""
         return self._part("counts", self.layer.world_size, self.layer.num_experts)
 
     @property
     def expert_offsets(self):
-        """[L + 1] int32: first row of each local expert; the last is M."""
+        """[L + 1] int32: the first row of each local expert; the last element is M."""
         return self._part("expert_row", self.layer.num_local_experts + 1)
 
     @property
     def tokens_per_expert(self):
-        """[L] int32: rows of each local expert."""
+        """[L] int32: the number of rows of each local expert."""
         return self.expert_offsets.diff()
 
     @property
     def token_dst_scatter_idx(self):
-        """[T, K] int32: row of each choice at its expert's rank; -1 for a dropped choice."""
+        """[T, K] int32: the row of each choice at its expert's rank; -1 for a dropped choice."""
         return self._part("token_row", self.num_tokens, self.layer.topk)
 
     @property
     def token_sort_indices(self):
-        """[T * K] int32: t * K + k by expert, token, choice; dropped choices leave -1 at the end."""
+        """[T * K] int32: t * K + k, sorted by expert, token, choice.  Dropped choices leave -1 at the end."""
         return self._part("sort", self.num_tokens * self.layer.topk)
 
     @property
     def token_slots(self):
-        """[T, W] int32: position of a token among those that a rank sends home; -1 if it does not go there."""
+        """[T, W] int32: the position of token t among the tokens of this rank that rank w returns.
+
+        -1 where the token does not go to rank w.
+        """
         return self._part("token_slot", self.num_tokens, self.layer.world_size)
 
     @property
     def send_tokens(self):
-        """[W] int32: distinct tokens that this rank sends to each rank (its own included)."""
+        """[W] int32: the number of distinct tokens that this rank sends to each rank, itself included."""
         return self.plan.narrow(0, _C.HEAD_NUM_SEND, self.layer.world_size)
 
     @property
     def recv_tokens(self):
-        """[W] int32: distinct tokens that this rank gets from each rank."""
+        """[W] int32: the number of distinct tokens that this rank receives from each rank."""
         return self.plan.narrow(0, _C.HEAD_NUM_RECV, self.layer.world_size)
 
     @property
@@ -87,26 +124,33 @@ class EPLayout:
 
     @property
     def recv_offsets(self):
-        """[W, L, W] int32: the first row at rank r of what source rank w routes to r's local expert l, as [r, l, w].  Made from counts
-        when asked for."""
-        per_source = self.counts.view(self.layer.world_size, self.layer.world_size, -1).permute(1, 2, 0)  # [r, l, w]
-        rows = per_source.reshape(self.layer.world_size, -1)
+        """[W, L, W] int32: element [r, l, w] is the first row, at rank r, that rank w sends to r's expert l.
+
+        Computed from counts on each access.
+        """
+        world_size = self.layer.world_size
+        per_source = self.counts.view(world_size, world_size, -1).permute(1, 2, 0)  # [r, l, w]
+        rows = per_source.reshape(world_size, -1)
         return (rows.cumsum(1, dtype=torch.int32) - rows).view(per_source.shape)
 
     @property
     def num_tiles(self):
-        """M tiles (128 rows, none across experts) of the grouped GEMM.  Reads the device."""
+        """The number of M tiles of the grouped GEMM.  A tile has at most 128 rows, all of one expert.
+
+        Reads the device.
+        """
         return int(self.plan[_C.HEAD_NUM_TILES])
 
     @property
     def tile_expert(self):
-        """[max tiles] int32: local expert of each tile; valid up to num_tiles."""
+        """[max tiles] int32: the local expert of each tile; valid up to num_tiles."""
         return self._part("tile_expert", self._offset("max_tiles"))
 
     @property
     def tile_row(self):
-        """[max tiles] int32: first row of each tile; valid up to num_tiles."""
+        """[max tiles] int32: the first row of each tile; valid up to num_tiles."""
         return self._part("tile_row", self._offset("max_tiles"))
 
     def __repr__(self):
-        return f"epmoe.EPLayout(num_tokens={self.num_tokens}, num_rows={self._num_rows}, buffer={self.buffer})"
+        return (f"epmoe.EPLayout(num_tokens={self.num_tokens}, num_rows={self._num_rows}, "
+                f"buffer={self.buffer})")

@@ -1,4 +1,4 @@
-"""EPMoE: a Mixture-of-Experts layer whose experts are spread over the ranks; a drop-in for a model's own."""
+"""EPMoE: the experts of a Mixture-of-Experts layer, spread over the ranks; a drop-in for a model's own."""
 
 import inspect
 import math
@@ -13,167 +13,294 @@ from .gemm import grouped_gemm
 from .layer import EPAll2AllLayer
 from .reference import activate
 
+# Options that EPMoE passes on: those of the two layers except its own arguments.
+_LAYER_OPTIONS = {name for kind in (EpAll2AllFusedOp, EPAll2AllLayer)
+                  for name in inspect.signature(kind).parameters}
+_LAYER_OPTIONS -= {"ep_group", "max_tokens", "hidden", "topk", "num_tot_experts", "dtype", "capacity",
+                   "enable_local_combine", "device", "options"}
+_DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
 
-def _flat(name, t, size):
-    """[.., size] as [T, size], contiguous."""
+
+def _flatten(name, t, size):
+    """Return [.., size] as [T, size], contiguous."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
     if t.is_nested or t.layout is not torch.strided:
-        raise ValueError(f"{name}: wanted a dense tensor, got one of layout {'nested' if t.is_nested else t.layout}")
-    if t.dim() and torch.compiler.is_compiling():  # the layer looks at it when it runs: a compiler cannot tell the other ranks
+        raise ValueError(f"{name}: wanted a dense tensor, got one of layout "
+                         f"{'nested' if t.is_nested else t.layout}")
+    # a compiler cannot tell the other ranks: the layer checks it
+    if t.dim() and torch.compiler.is_compiling():
         size = t.shape[-1]
     if t.dim() == 0 or t.shape[-1] != size:
         raise ValueError(f"{name}: wanted shape [.., {size}], got {list(t.shape)}")
     return t.reshape(-1, size).contiguous()
 
 
-def _of_shape(t, shape):
-    """t [T, H], which nobody else has, as [.., H]; no view for autograd: FSDP's hooks do not live through `y += ...` on one."""
+def _unflatten(t, shape):
+    """Return t [T, H], which nothing else refers to, as [.., H].
+
+    Not as a view for autograd, because FSDP's hooks fail on `y += ...` of a view.
+    """
     return torch.ops.aten._unsafe_view(t, (*shape[:-1], t.shape[-1]))
 
 
-_LAYER_OPTIONS = {name for kind in (EpAll2AllFusedOp, EPAll2AllLayer) for name in inspect.signature(kind).parameters} - {
-    "ep_group", "max_tokens", "hidden", "topk", "num_tot_experts", "dtype", "capacity", "enable_local_combine", "device", "options"}
-
-
 class EPMoE(nn.Module):
-    """Experts of a Mixture-of-Experts layer, E/W of them on each rank.
+    """The experts of a Mixture-of-Experts layer, E/W of them on each rank.
+
+    Letters: W ranks, E experts, L = E/W experts of a rank, K choices per token, H hidden, I inner.
+
+    On CUDA it runs the fused kernels of EpAll2AllFusedOp where they exist, elsewhere the same stages one
+    after the other.  Creation is collective, except with `layer`; so are forward, backward and finalize.
+
+    Parameters are as checkpoints hold them, out by in: gate_up_proj [L, 2I, H] ("gelu": [L, I, H]) and
+    down_proj [L, H, I].  Gate rows come first, then up rows; for GPT-OSS they are interleaved.  Where a
+    checkpoint holds in by out, as transformers' GptOssExperts does ([E, H, 2I] and [E, I, H]), load it with
+    .transpose(1, 2).  With H = I a wrong order raises no error.
+
+    Of [E, ...] in a checkpoint, a rank takes rows rank * L to (rank + 1) * L.  Its state_dict() has only
+    these: save it on every rank, to a file of its own.  torch.distributed.checkpoint treats plain tensors as
+    replicated and keeps one rank's, so wrap the parameters in DTensor (docs/guide.md).
+
+    Parameters start uniform in +-1/sqrt(fan-in), as nn.Linear's, each expert with other numbers.  With the
+    same seed on all ranks they are those of one process.  They are on the layer's device from the start, also
+    inside of torch.device("meta").  copy.deepcopy copies them and shares the communication layer.
+
+    Ranks have different experts, so nothing may make them equal or average their gradients: exclude them from
+    DistributedDataParallel (docs/guide.md).  Their gradients are sums over the tokens of all ranks: for a
+    loss that is the mean over ranks, divide them by W.
+
+    Under autocast, x is cast to the layer's dtype, which is always that of the parameters.
 
     Args:
-        hidden, inner, num_experts, topk: H, I, E, K.
-        ep_group: ProcessGroup, DeviceMesh, World or None, see EPAll2AllLayer.
-        activation: "swiglu", "gpt_oss", GptOss(alpha, limit) or "gelu"; reference.activate has the formulas.
-        max_tokens: tokens per rank and call, at most.
-        dtype, device: of parameters and tokens.
-        capacity: None, or rows a rank can receive: no host read then (see EPAll2AllLayer).
-        bias: with gate_up_proj_bias and down_proj_bias.
-        enable_local_combine: sum at the expert's rank first; one row per (token, rank) crosses the link.
-        layer: an EpAll2AllFusedOp, or EPAll2AllLayer, to share with other EPMoE modules of the same shapes.  Its ranks, device, max_tokens,
-            capacity and enable_local_combine are those of this module then.
-        Further keywords go to EpAll2AllFusedOp, which says where moving and multiplying are one kernel each; none with a layer.
+        hidden: H.
+        inner: I, at least 1.
+        num_experts: E, a multiple of W.
+        topk: K.
+        ep_group: A ProcessGroup, a one-dimensional DeviceMesh, a World or None, as for EPAll2AllLayer.
+        activation: "swiglu", "gpt_oss", GptOss(alpha, limit) or "gelu"; see reference.activate.
+        max_tokens: The most tokens of a rank in one call.
+        dtype: Of parameters and tokens: float32, float16 or bfloat16.
+        device: Of parameters and tokens, as for SymmetricHeap.
+        capacity: None, or the most rows that a rank can receive, as for EPAll2AllLayer.  With a number the
+            host reads nothing.
+        bias: Whether to have gate_up_proj_bias [L, 2I] and down_proj_bias [L, H].
+        enable_local_combine: Sum at the expert's rank first, so that one row per (token, rank) crosses the
+            link.
+        layer: None, or an EpAll2AllFusedOp or EPAll2AllLayer to share with other EPMoE modules of the same
+            shapes.  The module then has its ranks, device, max_tokens, capacity and enable_local_combine.
+        **layer_options: Other options of EpAll2AllFusedOp.  None with `layer`.
 
-    Creation is collective, except with a layer.  Errors: those of EPAll2AllLayer.
+    Attributes:
+        gate_up_proj: A parameter.
+        down_proj: A parameter.
+        gate_up_proj_bias: A parameter, or None without bias.
+        down_proj_bias: A parameter, or None without bias.
+        layer: The communication layer.
+        last_layout: The EPLayout of the latest call that was not compiled, or None.
 
-    Parameters, as checkpoints have them, out by in: gate_up_proj [L, 2I, H] (for gelu [L, I, H]), down_proj [L, H, I]; gate rows first,
-    then up rows (gpt_oss: interleaved).  Where a checkpoint has them in by out, as transformers' GptOssExperts ([E, H, 2I] and [E, I, H]:
-    with H = I nothing would notice), load them with .transpose(1, 2).  Of [E, ...] in a checkpoint a rank takes rows rank * L to (rank +
-    1) * L, and its state_dict() has these only: save it on every rank, to a file of its own.  torch.distributed.checkpoint takes plain
-    tensors for copies of each other and keeps one rank's: wrap them (README, "In a model").  copy.deepcopy copies them, and shares the
-    communication layer.  They start uniform in +-1/sqrt(fan-in), as nn.Linear's do, each expert otherwise; with the same seed on all
-    ranks, as in one process.  They are on the layer's device from the start, also inside of torch.device("meta").
+    Raises:
+        ValueError: On this rank, for an argument out of range, or one that differs from the shared layer's.
+        TypeError: On this rank, for an unknown option, or options together with `layer`.
+        EpMismatch: On all ranks, when they ask for different layers, inner sizes, activations or biases.
+        PeerError: On the other ranks, when one rank raises ValueError or TypeError.
+        HeapExhausted: On all ranks, when one of them has no room.
+        PeerDied: On all surviving ranks, when a rank dies.
+        EpTimeout: On all ranks, when one does not make the call before the timeout.
 
-    Ranks have different experts, so nothing may make them alike or average their gradients: leave them out of
-    DistributedDataParallel (README, "In a model").  Their gradients are sums over the tokens of all ranks: for a loss that is the
-    mean over ranks, divide by W.  Under autocast x is cast to the layer's dtype, which is the parameters' for good.
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> moe = epmoe.EPMoE(16, 32, num_experts=4, topk=2, dtype=torch.float32, device="cpu", max_tokens=8)
+        >>> weights, idx = torch.randn(8, 4).softmax(-1).topk(2)
+        >>> y = moe(torch.randn(8, 16), idx, weights)
+        >>> y.sum().backward()
+        >>> y.shape, moe.down_proj.grad.shape
+        (torch.Size([8, 16]), torch.Size([4, 16, 32]))
+        >>> moe.finalize()
     """
 
-    def __init__(self, hidden, inner, num_experts, topk, ep_group=None, activation="swiglu", *, max_tokens=4096, dtype=torch.bfloat16,
-                 device=None, capacity=None, bias=False, enable_local_combine=True, layer=None, **layer_options):
+    def __init__(self, hidden, inner, num_experts, topk, ep_group=None, activation="swiglu", *,
+                 max_tokens=4096,
+                 dtype=torch.bfloat16, device=None, capacity=None, bias=False, enable_local_combine=True,
+                 layer=None, **layer_options):
         super().__init__()
         if layer is not None and layer_options:
-            raise TypeError(f"{', '.join(layer_options)}: options of a layer to be made, but there is one already, layer=")
-        heap, timeout_s = layer_options.get("heap"), layer_options.get("timeout_s")
-        world = EpAll2AllFusedOp._world_of(ep_group, heap, timeout_s) if layer is None else None
+            raise TypeError(f"{', '.join(layer_options)}: options of a new layer, but layer= passes one: "
+                            f"leave either out")
+        heap = layer_options.get("heap")
+        world = None
+        if layer is None:
+            world = EpAll2AllFusedOp._world_of(ep_group, heap, layer_options.get("timeout_s"))
         try:
             if unknown := sorted(layer_options.keys() - _LAYER_OPTIONS):
-                raise TypeError(f"{', '.join(unknown)}: no option of EPMoE, nor of EpAll2AllFusedOp")
-            activate(torch.zeros(1, 2), activation)  # a wrong name fails here
+                raise TypeError(f"{', '.join(unknown)}: not an option of EPMoE or EpAll2AllFusedOp")
+            activate(torch.zeros(1, 2), activation)  # raises for an unknown activation
             inner = int(inner)
             if inner < 1:
                 raise ValueError(f"inner {inner}: must be positive")
-        except Exception as error:  # the other ranks are making the layer
+        except Exception as error:
             if world is not None:
                 EpAll2AllFusedOp._refuse_layer(world, heap, error)
             raise
         if layer is None:
-            layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts, dtype=dtype, device=device,
-                                     capacity=capacity, enable_local_combine=enable_local_combine, **layer_options)
+            layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts,
+                                     dtype=dtype,
+                                     device=device, capacity=capacity,
+                                     enable_local_combine=enable_local_combine,
+                                     **layer_options)
             self._agree(layer, f"inner {inner}, activation {activation!r}, bias {bool(bias)}")
         else:
-            for name, got, want in (("hidden", hidden, layer.hidden), ("topk", topk, layer.topk * layer._copies),
-                                    ("num_experts", num_experts, layer.num_experts), ("dtype", dtype, layer.dtype)):
+            for name, got, want in (("hidden", hidden, layer.hidden),
+                                    ("topk", topk, layer.topk * layer._copies),
+                                    ("num_experts", num_experts, layer.num_experts),
+                                    ("dtype", dtype, layer.dtype)):
                 if got != want:
-                    raise ValueError(f"{name} {got}, but the shared layer has {want}")
-        self.layer, self.activation, self.last_layout = layer, activation, None
-        local, wide, device = layer.num_local_experts, inner if activation == "gelu" else 2 * inner, layer.device
-        self.gate_up_proj = nn.Parameter(torch.empty(local, wide, hidden, dtype=dtype, device=device))
-        self.down_proj = nn.Parameter(torch.empty(local, hidden, inner, dtype=dtype, device=device))
-        self.gate_up_proj_bias = nn.Parameter(torch.empty(local, wide, dtype=dtype, device=device)) if bias else None
-        self.down_proj_bias = nn.Parameter(torch.empty(local, hidden, dtype=dtype, device=device)) if bias else None
+                    raise ValueError(f"{name} {got}, but the shared layer has {want}: must be the same")
+        self.layer = layer
+        self.activation = activation
+        self.last_layout = None
+        local = layer.num_local_experts
+        wide = inner if activation == "gelu" else 2 * inner
+        shapes = {"gate_up_proj": (local, wide, hidden), "down_proj": (local, hidden, inner)}
+        bias_shapes = {"gate_up_proj_bias": (local, wide), "down_proj_bias": (local, hidden)}
+        for name, shape in (shapes | bias_shapes).items():
+            needed = bias or name in shapes
+            empty = nn.Parameter(torch.empty(shape, dtype=dtype, device=layer.device)) if needed else None
+            setattr(self, name, empty)
         self.reset_parameters()
 
     @staticmethod
     def _agree(layer, mine):
-        """What the layer does not know of: with other experts elsewhere tokens would come home wrong, and nobody would say so."""
-        said = [text.decode().rstrip() for text in layer.world.exchange(mine.encode().ljust(256))]
-        for rank, its in enumerate(said):
-            if its != said[0]:
+        """Raise EpMismatch on all ranks if they have different experts.
+
+        The layer does not know these arguments.  Without this check different experts would give wrong sums.
+        """
+        descriptions = layer.world.exchange(mine.encode().ljust(_DESCRIPTION_BYTES))
+        descriptions = [text.decode().rstrip() for text in descriptions]
+        for rank, its in enumerate(descriptions):
+            if its != descriptions[0]:
                 layer.finalize()
-                raise EpMismatch(f"ranks disagree: rank {rank} makes experts of {its}; rank 0 of {said[0]}")
+                raise EpMismatch(f"ranks disagree: rank {rank} has experts of {its}, rank 0 of "
+                                 f"{descriptions[0]}. Create the module with the same arguments on all "
+                                 f"ranks.")
 
     def reset_parameters(self):
-        """Uniform in +-1/sqrt(fan-in), each parameter; from one number of torch's generator, and the expert's number."""
-        seed, first = int(torch.randint(1 << 40, (), device="cpu")), self.layer.rank * self.layer.num_local_experts
+        """Fill each parameter with uniform numbers in +-1/sqrt(fan-in).  Not collective.
+
+        An expert's numbers follow from one random number of torch's generator and from the expert's number e
+        among all E.  So with the same seed on all ranks, they do not depend on W.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> moe = epmoe.EPMoE(16, 16, num_experts=2, topk=1, dtype=torch.float32, device="cpu")
+            >>> moe.reset_parameters()
+            >>> moe.gate_up_proj.abs().max().item() <= 0.25
+            True
+            >>> moe.finalize()
+        """
+        seed = int(torch.randint(1 << 40, (), device="cpu"))
+        first = self.layer.rank * self.layer.num_local_experts
         generator = torch.Generator(self.layer.device)
+        up_bound = 1 / math.sqrt(self.gate_up_proj.shape[2])
+        down_bound = 1 / math.sqrt(self.down_proj.shape[2])
         with torch.no_grad():
             for e in range(self.layer.num_local_experts):
                 generator.manual_seed(seed + first + e)
-                for p, fan_in in ((self.gate_up_proj, self.gate_up_proj.shape[2]), (self.down_proj, self.down_proj.shape[2]),
-                                  (self.gate_up_proj_bias, self.gate_up_proj.shape[2]), (self.down_proj_bias, self.down_proj.shape[2])):
+                for p, bound in ((self.gate_up_proj, up_bound), (self.down_proj, down_bound),
+                                 (self.gate_up_proj_bias, up_bound), (self.down_proj_bias, down_bound)):
                     if p is not None:
-                        p[e].uniform_(-1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in), generator=generator)
+                        p[e].uniform_(-bound, bound, generator=generator)
 
     def forward(self, x, topk_idx, topk_weights):
-        """y from x, as a Mixture-of-Experts layer.
+        """Apply the experts to tokens.  Collective, also for a rank without tokens.
+
+        Differentiable in x, topk_weights and the parameters.  Each of them must require a gradient on all
+        ranks or on none, also where a rank has no tokens: else the ranks' backward passes would make
+        different calls, and EpMismatch is raised.
 
         Args:
             x: [.., H] of the layer's dtype; under autocast of any floating-point dtype.
-            topk_idx: [.., K] int32 or int64; -1 and E are dropped.
-            topk_weights: [.., K] of a floating-point dtype; applied as float32.
-            None of them has to be contiguous.  As many tokens in each, at most max_tokens.
-            x and topk_weights want gradients on all ranks or on none, also where a rank has no tokens, and so do the parameters: else
-            EpMismatch, for backward would not be the same call.
-        Returns: [.., H] of the layer's dtype.
-        Differentiable in x, topk_weights and the parameters.  Errors: those of EPAll2AllLayer.preprocess, dispatch and combine.
-        last_layout is then that of this call, but for compiled ones.
+            topk_idx: [.., K] int32 or int64: the experts of each token.  -1 and E mean dropped.
+            topk_weights: [.., K] of a floating-point dtype: the weight of each choice, applied as float32.
+                The three have equally many tokens, at most max_tokens.  They need not be contiguous.
+
+        Returns:
+            [.., H] of the layer's dtype: the weighted sum of the experts' outputs of each token.
+
+        Raises:
+            ValueError: On this rank, for a wrong shape or device.
+            TypeError: On this rank, for a wrong type or dtype.
+            PeerError: On the other ranks, when one rank raises ValueError or TypeError.
+            EpIndexError: As EPAll2AllLayer.preprocess.
+            EpOverflow: As EPAll2AllLayer.preprocess.
+            EpMismatch: On all ranks, when they are not in the same call.
+            PeerDied: On all surviving ranks, when a rank dies.
+            EpTimeout: On all ranks, when one does not make the call before the timeout.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> moe = epmoe.EPMoE(16, 32, num_experts=2, topk=1, dtype=torch.float32, device="cpu")
+            >>> moe(torch.randn(2, 3, 16), torch.zeros(2, 3, 1, dtype=torch.int64), torch.ones(2, 3, 1)).shape
+            torch.Size([2, 3, 16])
+            >>> moe.finalize()
         """
         topk = self.layer.topk * self.layer._copies
         try:
-            tokens, topk_idx = _flat("x", x, self.layer.hidden), _flat("topk_idx", topk_idx, topk)
-            topk_weights = _flat("topk_weights", topk_weights, topk)
+            tokens = _flatten("x", x, self.layer.hidden)
+            topk_idx = _flatten("topk_idx", topk_idx, topk)
+            topk_weights = _flatten("topk_weights", topk_weights, topk)
             if torch.is_autocast_enabled(self.layer.device.type):
                 tokens = tokens.to(self.layer.dtype)
             if self.gate_up_proj.dtype != self.layer.dtype:
-                raise TypeError(f"the parameters are {self.gate_up_proj.dtype} now, but the layer was made for {self.layer.dtype}: give dtype= at construction")
-        except Exception as error:  # the other ranks are planning
+                raise TypeError(f"the parameters are {self.gate_up_proj.dtype} now, but the layer was made "
+                                f"for {self.layer.dtype}: pass dtype= when creating the module, instead of "
+                                f"casting it")
+        except Exception as error:
             self.layer._refuse(_C.OP_PLAN, error, 0)
         if not isinstance(self.layer, EpAll2AllFusedOp):
-            return _of_shape(self._one_after_the_other(tokens, topk_idx, topk_weights), x.shape)
+            return _unflatten(self._unfused(tokens, topk_idx, topk_weights), x.shape)
         h, row_weight, layout = self.layer.mega_dispatch_group_gemm(
-            tokens, topk_idx, weight=topk_weights, gemm_weight=self.gate_up_proj, bias=self.gate_up_proj_bias, activation=self.activation)
-        self._keep(layout)
-        return _of_shape(self.layer.mega_group_gemm_combine(h, self.down_proj, layout, row_weight, bias=self.down_proj_bias), x.shape)
+            tokens, topk_idx, weight=topk_weights, gemm_weight=self.gate_up_proj, bias=self.gate_up_proj_bias,
+            activation=self.activation)
+        self._set_last_layout(layout)
+        y = self.layer.mega_group_gemm_combine(h, self.down_proj, layout, row_weight,
+                                               bias=self.down_proj_bias)
+        return _unflatten(y, x.shape)
 
-    def _keep(self, layout):
-        if not torch.compiler.is_compiling():  # a compiled part that is computed again, as in checkpointing, may change nothing outside
+    def _set_last_layout(self, layout):
+        # recomputed compiled code, as in checkpointing, must not do this
+        if not torch.compiler.is_compiling():
             self.last_layout = layout
 
-    def _one_after_the_other(self, x, topk_idx, topk_weights):
+    def _unfused(self, x, topk_idx, topk_weights):
         rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)
         offsets = layout.expert_offsets
         try:
-            h = grouped_gemm(rows, self.gate_up_proj, offsets=offsets, bias=self.gate_up_proj_bias, activation=self.activation)
+            h = grouped_gemm(rows, self.gate_up_proj, offsets=offsets, bias=self.gate_up_proj_bias,
+                             activation=self.activation)
             h = grouped_gemm(h, self.down_proj, offsets=offsets, bias=self.down_proj_bias)
         except Exception as error:
             self.layer._refuse(_C.OP_COMBINE, error, layout.buffer)
-        self._keep(layout)
+        self._set_last_layout(layout)
         return self.layer.combine(h, layout, row_weight)
 
     def extra_repr(self):
+        """Return the sizes for the module's repr."""
         layer = self.layer
-        return (f"hidden={layer.hidden}, num_experts={layer.num_experts}, local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
+        return (f"hidden={layer.hidden}, num_experts={layer.num_experts}, "
+                f"local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
                 f"activation={self.activation}, rank={layer.rank} of {layer.world_size}")
 
     def finalize(self):
-        """Give the layer's communication memory back.  Collective."""
+        """Give the memory of the communication layer back.  Collective; a second call does nothing.
+
+        Raises:
+            EpError: As EPAll2AllLayer.finalize.
+
+        Examples:
+            >>> import epmoe
+            >>> epmoe.EPMoE(16, 32, num_experts=2, topk=1, device="cpu").finalize()
+        """
         self.layer.finalize()

@@ -1,8 +1,10 @@
-"""The oracle: what epmoe computes, in plain PyTorch, in one process, without a line of epmoe's own code.
+"""The oracle: what epmoe computes, in plain PyTorch, in one process.
 
-epmoe itself takes `activate` from here, where no kernel of its own applies an activation (gemm.py, fused.py).
+It uses no code of epmoe.  The other way round, epmoe uses `activate` where no kernel of its own applies an
+activation (gemm.py, fused.py).
 
-Letters: W ranks, E experts, L = E/W, T tokens, K choices, H hidden, I inner.  Lists have one entry a rank.
+Letters: W ranks, E experts, L = E/W experts of a rank, T tokens, K choices, H hidden, I inner, M rows of a
+rank. "Per rank" means a list with one entry for each rank.
 """
 
 import math
@@ -13,15 +15,31 @@ import torch.nn.functional as F
 
 
 def plan(indices, num_experts):
-    """Where every choice goes.  indices: [T_w, K] of each rank; -1 and E are dropped.
+    """Compute where every choice goes.
 
-    Returns a dict: counts [W, E]; rows: per rank [M, 3] int64 of (source rank, token, choice), in row order;
-    token_row: per rank [T, K], row at the expert's rank or -1; send_tokens [W, W], distinct tokens from rank to rank.
+    Args:
+        indices: Per rank [T, K] integers, the experts of each token; -1 and E mean dropped.  T may differ.
+        num_experts: E, a multiple of the number of ranks.
+
+    Returns:
+        A dict: counts [W, E], the choices of rank w for expert e; rows, per rank [M, 3] of (source rank,
+            token, choice) in row order; token_row, per rank [T, K], the row at the expert's rank, or -1;
+            send_tokens [W, W], the distinct tokens from rank to rank.  All are int64 on the CPU.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe import reference
+        >>> p = reference.plan([torch.tensor([[0, 1]]), torch.tensor([[1, -1]])], num_experts=2)
+        >>> p["counts"].tolist()
+        [[1, 1], [0, 1]]
+        >>> p["rows"][1].tolist()  # rank 1 holds expert 1
+        [[0, 0, 1], [1, 0, 0]]
     """
-    num_ranks, local = len(indices), num_experts // len(indices)
+    num_ranks = len(indices)
+    local = num_experts // num_ranks
     counts = torch.zeros(num_ranks, num_experts, dtype=torch.int64)
     send_tokens = torch.zeros(num_ranks, num_ranks, dtype=torch.int64)
-    entries = []  # (expert, source, token, choice) of everything that is sent
+    entries = []  # (expert, source, token, choice) of every choice that is not dropped
     for w, idx in enumerate(indices):
         idx = idx.long().cpu()
         t, k = torch.nonzero((idx >= 0) & (idx < num_experts), as_tuple=True)
@@ -31,7 +49,7 @@ def plan(indices, num_experts):
             send_tokens[w, r] = torch.unique(t[e // local == r]).numel()
         entries.append(torch.stack([e, torch.full_like(t, w), t, k], 1))
     entries = torch.cat(entries)
-    order = torch.argsort(entries[:, 0], stable=True)  # the list is by source, token, choice already
+    order = torch.argsort(entries[:, 0], stable=True)  # the list is ordered by source, token, choice already
     entries = entries[order]
     token_row = [torch.full(tuple(i.shape), -1, dtype=torch.int64) for i in indices]
     rows = []
@@ -46,7 +64,23 @@ def plan(indices, num_experts):
 
 
 def dispatch(xs, p):
-    """Rows of every rank: per rank [M, H], from xs, per rank [T, H]."""
+    """Compute the rows that every rank receives.
+
+    Args:
+        xs: Per rank [T, H], the tokens.
+        p: The result of plan.
+
+    Returns:
+        Per rank [M, H], on the device of xs[0].
+
+    Examples:
+        >>> import torch
+        >>> from epmoe import reference
+        >>> p = reference.plan([torch.tensor([[0], [1]]), torch.tensor([[0]])], num_experts=2)
+        >>> reference.dispatch([torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0]])], p)
+        [tensor([[1.],
+                [3.]]), tensor([[2.]])]
+    """
     out = []
     for rows in p["rows"]:
         got = xs[0].new_empty(len(rows), *xs[0].shape[1:])
@@ -58,7 +92,22 @@ def dispatch(xs, p):
 
 
 def dispatch_weights(ws, p):
-    """Weights of every rank's rows: per rank [M], from ws, per rank [T, K]."""
+    """Compute the weights of the rows that every rank receives.
+
+    Args:
+        ws: Per rank [T, K], the routing weights.
+        p: The result of plan.
+
+    Returns:
+        Per rank [M], on the device of ws[0].
+
+    Examples:
+        >>> import torch
+        >>> from epmoe import reference
+        >>> p = reference.plan([torch.tensor([[1, 0]])], num_experts=2)
+        >>> reference.dispatch_weights([torch.tensor([[0.25, 0.75]])], p)
+        [tensor([0.7500, 0.2500])]
+    """
     out = []
     for rows in p["rows"]:
         got = ws[0].new_empty(len(rows))
@@ -70,15 +119,35 @@ def dispatch_weights(ws, p):
 
 
 def combine(ys, p, indices, num_experts, weights=None, local_combine=False):
-    """Each token's sum: per rank [T, H], from ys, per rank [M, H], and weights, per rank [M] or None.
+    """Compute the sum of each token's rows.
 
-    Products and sums are rounded to float32 one by one, over k = 0, 1, ...; with local_combine over the
-    choices of each rank first, each partial sum rounded to the rows' dtype, then over ranks 0, 1, ...
+    Products and sums are rounded to float32 one by one, over k = 0, 1, ...  With local_combine they go over
+    the choices at each rank first; each partial sum is rounded to the rows' dtype; then over ranks 0, 1, ...
+
+    Args:
+        ys: Per rank [M, H], the rows.
+        p: The result of plan.
+        indices: As for plan.
+        num_experts: E.
+        weights: None, or per rank [M], the weight of each row.
+        local_combine: Whether to sum at the expert's rank first, as enable_local_combine does.
+
+    Returns:
+        Per rank [T, H], of the rows' dtype.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe import reference
+        >>> indices = [torch.tensor([[0, 1]])]
+        >>> p = reference.plan(indices, num_experts=2)
+        >>> reference.combine([torch.tensor([[1.0], [10.0]])], p, indices, num_experts=2)
+        [tensor([[11.]])]
     """
-    num_ranks, local = len(indices), num_experts // len(indices)
+    num_ranks = len(indices)
+    local = num_experts // num_ranks
+    device, dtype, hidden = ys[0].device, ys[0].dtype, ys[0].shape[1]
     out = []
     for idx, at in zip(indices, p["token_row"]):
-        device, dtype, hidden = ys[0].device, ys[0].dtype, ys[0].shape[1]
         total = torch.zeros(len(idx), hidden, device=device)
         for group in range(num_ranks) if local_combine else [None]:
             partial = torch.zeros(len(idx), hidden, device=device)
@@ -96,31 +165,83 @@ def combine(ys, p, indices, num_experts, weights=None, local_combine=False):
 
 
 class GptOss(NamedTuple):
-    """The activation of GPT-OSS, with other numbers than that model's: (up + 1) * gate * sigmoid(alpha * gate), where gate <= limit and
-    |up| <= limit; a limit of infinity is none."""
+    """The activation of GPT-OSS with other numbers than that model's.
+
+    (up + 1) * gate * sigmoid(alpha * gate), where gate <= limit and |up| <= limit.  Creating one checks
+    nothing; the functions that use it raise ValueError for numbers out of range.
+
+    Attributes:
+        alpha: The factor in the sigmoid; finite.  Default: 1.702.
+        limit: The bound on gate and |up|; positive.  Infinity means no bound.  Default: 7.0.
+
+    Examples:
+        >>> import epmoe
+        >>> epmoe.GptOss(limit=float("inf"))
+        GptOss(alpha=1.702, limit=inf)
+
+    References:
+        The model code of OpenAI's gpt-oss-20b and gpt-oss-120b.
+    """
 
     alpha: float = 1.702
     limit: float = 7.0
 
 
 def gpt_oss_numbers(activation):
-    """(alpha, limit) of "gpt_oss" or a GptOss; None of any other.  Raises ValueError where there is no such activation."""
+    """Return the numbers of a GPT-OSS activation.
+
+    Args:
+        activation: "gpt_oss", a GptOss, or any other activation.
+
+    Returns:
+        A tuple (alpha, limit) of floats, or None for any other activation.
+
+    Raises:
+        ValueError: For an alpha that is not finite, or a limit that is not positive.
+
+    Examples:
+        >>> from epmoe import reference
+        >>> reference.gpt_oss_numbers("gpt_oss")
+        (1.702, 7.0)
+    """
     if activation == "gpt_oss":
         activation = GptOss()
     if not isinstance(activation, GptOss):
         return None
     alpha, limit = map(float, activation)
     if not (abs(alpha) < math.inf and limit > 0):
-        raise ValueError(f"activation {activation}: wanted a finite alpha and a positive limit")
+        raise ValueError(f"activation {activation}: must have a finite alpha and a positive limit")
     return alpha, limit
 
 
 def activate(h, activation="swiglu"):
-    """Gate and up halves [.., 2I] to [.., I] (swiglu, gpt_oss), or h itself (gelu).
+    """Apply an activation.
 
-    swiglu: silu(gate) * up, gate rows first (DeepSeek, Qwen, Mixtral checkpoints).
-    gpt_oss: interleaved gate, up; gate <= 7, |up| <= 7; (up + 1) * gate * sigmoid(1.702 * gate) (GPT-OSS); GptOss(alpha, limit) has
-        other numbers.
+    Args:
+        h: [.., 2I] for the gated activations, [.., I] for "gelu"; any floating-point dtype.
+        activation: One of
+
+            - "swiglu": silu(gate) * up.  The first I columns are gates, the others ups, as in the checkpoints
+              of DeepSeek, Qwen and Mixtral.
+            - "gpt_oss" or GptOss(alpha, limit): (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit
+              and |up| <= limit; 1.702 and 7 for "gpt_oss".  Gates and ups are interleaved.
+            - "gelu": the exact GELU, by the error function.
+
+    Returns:
+        [.., I], of h's dtype.
+
+    Raises:
+        ValueError: For any other activation, or for numbers of a GptOss out of range.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe import reference
+        >>> reference.activate(torch.tensor([[0.0, 2.0, 3.0, 4.0]]))
+        tensor([[0.0000, 7.0464]])
+
+    References:
+        "swiglu": Shazeer, "GLU Variants Improve Transformer", 2020.  "gelu": Hendrycks and Gimpel, "Gaussian
+        Error Linear Units", 2016.  "gpt_oss": the model code of OpenAI's gpt-oss.
     """
     if activation == "gelu":
         return F.gelu(h)
@@ -128,21 +249,48 @@ def activate(h, activation="swiglu"):
         gate, up = h.chunk(2, -1)
         return F.silu(gate) * up
     if numbers := gpt_oss_numbers(activation):
-        if h.dtype in (torch.float16, torch.bfloat16):  # in between are numbers that these do not have
+        # 16-bit dtypes are too coarse for the values in between
+        if h.dtype in (torch.float16, torch.bfloat16):
             return activate(h.float(), activation).to(h.dtype)
         alpha, limit = numbers
-        gate, up = h[..., 0::2].clamp(max=limit), h[..., 1::2].clamp(-limit, limit)
+        gate = h[..., 0::2].clamp(max=limit)
+        up = h[..., 1::2].clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(alpha * gate)
-    raise ValueError(f"activation {activation!r}: swiglu, gpt_oss or gelu, or GptOss(alpha, limit)")
+    raise ValueError(f"activation {activation!r}: must be swiglu, gpt_oss or gelu, or GptOss(alpha, limit)")
 
 
 def moe(x, idx, weight, gate_up_proj, down_proj, activation="swiglu", gate_up_bias=None, down_bias=None):
-    """A Mixture-of-Experts layer, expert after expert: x [.., H], idx and weight [.., K], gate_up_proj [E, 2I, H]
-    ([E, I, H] for gelu), down_proj [E, H, I], biases [E, 2I] and [E, H].  Differentiable, any floating dtype."""
-    shape, num_experts = x.shape, gate_up_proj.shape[0]
-    x, idx, weight = x.reshape(-1, shape[-1]), idx.reshape(-1, idx.shape[-1]), weight.reshape(-1, weight.shape[-1])
+    """Apply a Mixture-of-Experts layer, expert after expert.  Differentiable, for any floating-point dtype.
+
+    Args:
+        x: [.., H], the tokens.
+        idx: [.., K] integers, the experts of each token; -1 and E mean dropped.
+        weight: [.., K], the weight of each choice.
+        gate_up_proj: [E, 2I, H], or [E, I, H] for "gelu".
+        down_proj: [E, H, I].
+        activation: As for activate.
+        gate_up_bias: None, or [E, 2I] ([E, I] for "gelu").
+        down_bias: None, or [E, H].
+
+    Returns:
+        [.., H], of x's dtype.
+
+    Raises:
+        ValueError: As activate.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe import reference
+        >>> one = torch.ones(1, 1, 1)
+        >>> reference.moe(torch.tensor([[2.0]]), torch.tensor([[0]]), torch.tensor([[0.5]]), one, one, "gelu")
+        tensor([[0.9772]])
+    """
+    shape = x.shape
+    x = x.reshape(-1, shape[-1])
+    idx = idx.reshape(-1, idx.shape[-1])
+    weight = weight.reshape(-1, weight.shape[-1])
     y = torch.zeros_like(x)
-    for e in range(num_experts):
+    for e in range(gate_up_proj.shape[0]):
         t, k = torch.nonzero(idx == e, as_tuple=True)
         h = F.linear(x[t], gate_up_proj[e], None if gate_up_bias is None else gate_up_bias[e])
         h = F.linear(activate(h, activation), down_proj[e], None if down_bias is None else down_bias[e])

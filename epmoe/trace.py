@@ -1,6 +1,6 @@
-"""What the megakernels' warps did, and when: recorded on the device, merged into one trace that Perfetto opens.
+"""Records what the warps of the fused kernels do, and when; merges all ranks into one trace for Perfetto.
 
-Only a module built with EPMOE_TRACE=1 records anything; the kernels of any other have no trace of it.
+Only a module built with EPMOE_TRACE=1 records anything.  The kernels of any other module have no such code.
 """
 
 import json
@@ -11,26 +11,43 @@ import torch.distributed as dist
 from . import _C
 
 SPANS = {1: "enter", 2: "send", 3: "receive", 4: "wait for rows", 5: "gemm", 6: "return", 7: "add up"}
+_ENTER = 1
 _WARPS = 12  # of a thread block
 
 
 class Trace:
-    """Records the fused operations on a buffer of an EpAll2AllFusedOp while it is entered.
+    """Records the fused operations of an EpAll2AllFusedOp inside a `with` block.
 
     Args:
-        op: the EpAll2AllFusedOp.
-        buffer: its communication buffer.
-        room: events that a warp can note; more are left out.
+        op: The EpAll2AllFusedOp, on a CUDA device.
+        buffer: The communication buffer whose operations are recorded.
+        room: The number of events that each warp can record, at least 1; further ones are left out.
 
-    with Trace(op) as trace: ...; then save(path, trace.gather()), summary(trace.events()).
-    Raises ValueError where the module was built without the profiler.
+    Raises:
+        ValueError: For an operator on the CPU, and, at the start of the block, for a module without the
+            profiler or a buffer that does not exist.
+
+    Examples:
+        On a GPU: `with Trace(op) as trace:` around calls of op; then `save(path, trace.gather())`.
+
+        >>> import epmoe
+        >>> from epmoe.trace import Trace
+        >>> with epmoe.EpAll2AllFusedOp(epmoe.World(), 4, 16, 2, num_tot_experts=2, device="cpu") as op:
+        ...     try:
+        ...         Trace(op)
+        ...     except ValueError as error:
+        ...         print("needs a GPU")
+        needs a GPU
     """
 
     def __init__(self, op, buffer=0, room=512):
         if op.device.type != "cuda":
-            raise ValueError("the profiler is in the kernels; this operator is on the CPU")
+            raise ValueError(f"the profiler is in the CUDA kernels, but the operator is on {op.device}: use "
+                             f"a GPU")
         blocks = torch.cuda.get_device_properties(op.device).multi_processor_count
-        self.op, self.buffer, self.room = op, buffer, room
+        self.op = op
+        self.buffer = buffer
+        self.room = room
         self._raw = torch.zeros(blocks * _WARPS * room * 2, dtype=torch.int64, device=op.device)
 
     def __enter__(self):
@@ -42,18 +59,30 @@ class Trace:
         _C.layer_trace(self.op._c, self.buffer, None, 0)
 
     def events(self):
-        """[num, 6] int64 of this rank: block, warp, begin and length in ns, span (see SPANS), and the rank or expert it was for.
-        Time begins where this rank left the first enter, which all ranks leave within some microseconds."""
+        """Return this rank's events.
+
+        Time 0 is when this rank left its first "enter", which all ranks leave within some microseconds.
+
+        Returns:
+            [num, 6] int64 on the CPU: thread block, warp, begin in ns, length in ns, span (see SPANS), and
+                the rank or expert that the span was for.
+        """
         raw = self._raw.view(-1, _WARPS, self.room, 2).cpu()
         block, warp, n = torch.nonzero(raw[..., 0], as_tuple=True)
         begin, rest = raw[block, warp, n].unbind(1)
-        length, what, of = rest & 0xFFFFFFFF, rest >> 32 & 0xFFFF, rest >> 48 & 0xFFFF
-        entered = what == 1
+        length = rest & 0xFFFFFFFF
+        span = rest >> 32 & 0xFFFF
+        of = rest >> 48 & 0xFFFF
+        entered = span == _ENTER
         zero = (begin + length)[entered].min() if entered.any() else begin.min() if len(begin) else 0
-        return torch.stack([block, warp, begin - zero, length, what, of], 1)
+        return torch.stack([block, warp, begin - zero, length, span, of], 1)
 
     def gather(self):
-        """events() of every rank, on rank 0; None on the others.  Collective over torch.distributed."""
+        """Return the events of all ranks.  Collective over torch.distributed.
+
+        Returns:
+            On rank 0 a list of each rank's events(); None on the others.
+        """
         mine = self.events()
         if not dist.is_initialized():
             return [mine]
@@ -63,42 +92,76 @@ class Trace:
 
 
 def summary(events):
-    """{span: (how many, their us in all, share of the time of the warps that have such spans)} of one rank's events."""
-    found, all_of_it = {}, max(1, int((events[:, 2] + events[:, 3]).max()) - int(events[:, 2].min())) if len(events) else 1
-    for what, name in SPANS.items():
-        of = events[events[:, 4] == what]
+    """Sum up one rank's events by span.
+
+    Args:
+        events: [num, 6], as Trace.events returns them.
+
+    Returns:
+        {span: (number of events, their total time in us, their share of the time of the warps that have
+            any)}.
+    """
+    found = {}
+    whole = 1
+    if len(events):
+        whole = max(1, int((events[:, 2] + events[:, 3]).max()) - int(events[:, 2].min()))
+    for number, name in SPANS.items():
+        of = events[events[:, 4] == number]
         if len(of):
             warps = len({(int(b), int(w)) for b, w in of[:, :2].tolist()})
             spent = int(of[:, 3].sum())
-            found[name] = len(of), spent / 1e3, spent / (warps * all_of_it)
+            found[name] = len(of), spent / 1e3, spent / (warps * whole)
     return found
 
 
 def busy(events, spans, bins=400):
-    """(times in us, {span: how many warps are in it at that time}) of one rank's events, for a plot."""
+    """Count the warps that are in each span, over time, for a plot.
+
+    Args:
+        events: [num, 6] of one rank, as Trace.events returns them.
+        spans: Names of spans, values of SPANS.
+        bins: The number of points in time.
+
+    Returns:
+        A tuple (times in us [bins], {span: mean number of warps in it [bins]}).
+    """
     end = int((events[:, 2] + events[:, 3]).max())
     edges = torch.linspace(0, end, bins + 1)
     found = {}
     for name in spans:
-        what = next(w for w, n in SPANS.items() if n == name)
-        of = events[events[:, 4] == what].double()
-        begins, ends = of[:, 2].clamp(min=0), (of[:, 2] + of[:, 3]).clamp(min=0)
-        # Time in spans up to each edge: the sum over spans of how far each has come.
-        upto = torch.stack([((edge - begins).clamp(min=0) - (edge - ends).clamp(min=0)).sum() for edge in edges])
+        number = next(n for n, text in SPANS.items() if text == name)
+        of = events[events[:, 4] == number].double()
+        begins = of[:, 2].clamp(min=0)
+        ends = (of[:, 2] + of[:, 3]).clamp(min=0)
+        # The time in spans up to each edge, summed over the spans.
+        upto = torch.stack([((edge - begins).clamp(min=0) - (edge - ends).clamp(min=0)).sum()
+                            for edge in edges])
         found[name] = upto.diff() / (end / bins)
     return (edges[:-1] + end / bins / 2) / 1e3, found
 
 
+def _role(warp):
+    if warp == 0:
+        return "producer"
+    return f"communication {warp}" if warp < 4 else f"mma {warp - 4}"
+
+
 def save(path, ranks):
-    """Write the events of all ranks (of Trace.gather) as a Chrome trace: a process a rank, a thread a warp of a block."""
+    """Write a Chrome trace, which Perfetto (ui.perfetto.dev) opens: a process per rank, a thread per warp.
+
+    Args:
+        path: The file to write.
+        ranks: The events of all ranks, as Trace.gather returns them on rank 0.
+    """
     out = []
     for rank, events in enumerate(ranks):
         out.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
         for block, warp in {(int(b), int(w)) for b, w in events[:, :2].tolist()}:
-            role = "loader" if warp == 0 else f"mover {warp}" if warp < 4 else f"multiplier {warp - 4}"
-            out.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": block * _WARPS + warp, "args": {"name": f"block {block} {role}"}})
-        for block, warp, begin, length, what, of in events.tolist():
-            name = SPANS.get(what, str(what))
-            out.append({"name": name, "ph": "X", "pid": rank, "tid": block * _WARPS + warp, "ts": begin / 1e3, "dur": length / 1e3, "args": {"of": of}})
+            out.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": block * _WARPS + warp,
+                        "args": {"name": f"block {block} {_role(warp)}"}})
+        for block, warp, begin, length, span, of in events.tolist():
+            out.append({"name": SPANS.get(span, str(span)), "ph": "X", "pid": rank,
+                        "tid": block * _WARPS + warp,
+                        "ts": begin / 1e3, "dur": length / 1e3, "args": {"of": of}})
     with open(path, "w") as f:
         json.dump({"traceEvents": out, "displayTimeUnit": "ns"}, f)

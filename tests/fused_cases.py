@@ -14,7 +14,7 @@ import cases
 import epmoe
 from cases import Case, generator, indices_of, num_tokens, same_bits
 from epmoe import reference
-from epmoe.fused import _offsets
+from epmoe.fused_ops import expert_offsets
 from epmoe.gemm import FORWARD
 from test_gemm_products import EPS, TINY, check as check_product, forward64
 from test_plan_slots import make_op
@@ -80,7 +80,7 @@ class Played(epmoe.EpAll2AllFusedOp):
         if self.device.type == "cuda":
             return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit, with_grad)
         rows, row_weight, recv = self._dispatch(x.repeat_interleave(self._copies, 0), weight, plan, buffer, num_rows, with_grad)
-        offsets = _offsets(self, plan)
+        offsets = expert_offsets(self, plan)
         out = torch.ops.epmoe.grouped_gemm(rows, gemm_weight, offsets, bias, None, FORWARD, activation, False, alpha, limit)
         for t in (out, rows) if row_weight is None else (out, rows, row_weight):
             t[offsets[-1]:] = torch.nan
@@ -90,7 +90,7 @@ class Played(epmoe.EpAll2AllFusedOp):
         self.num_launches += 1
         if self.device.type == "cuda":
             return super()._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens, with_grad)
-        offsets = _offsets(self, plan)
+        offsets = expert_offsets(self, plan)
         rows = torch.ops.epmoe.grouped_gemm(a, gemm_weight, offsets, bias, None, FORWARD, 0, False)
         rows[offsets[-1]:] = torch.nan
         return self._combine(rows, row_weight, None, plan, recv, buffer, num_tokens, with_grad)[0], rows

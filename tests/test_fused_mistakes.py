@@ -179,8 +179,8 @@ BETWEEN = {
     "second product": (epmoe.fused, "grouped_gemm", 2, {"fused": False}),
     "copies": (torch.Tensor, "repeat_interleave", 1, {"fused": False, "token_saving": False}),
     "activation": (epmoe.fused, "activate", 1, {"fused": True}),
-    "backward of down": (epmoe.fused, "_offsets", 1, {"fused": True}),
-    "backward of gate and up": (epmoe.fused, "_offsets", 2, {"fused": True}),
+    "backward of down": (epmoe.fused_ops, "expert_offsets", 1, {"fused": True}),
+    "backward of gate and up": (epmoe.fused_ops, "expert_offsets", 2, {"fused": True}),
 }
 
 
@@ -239,11 +239,11 @@ def test_fused_without_memory_between_operations(ranks, monkeypatch, where):
 # With every choice a token of its own: what the user gave is what is told.
 WRONG_BY_CHOICE = [
     ("exp_indices", lambda i: i[:, :2].contiguous(), ("exp_indices", "[*, 3]", "[12, 2]")),
-    ("exp_indices", lambda i: i[:5].contiguous(), ("input has 12 tokens, exp_indices 5",)),
+    ("exp_indices", lambda i: i[:5].contiguous(), ("input has 12 tokens, but exp_indices has 5",)),
     ("exp_indices", lambda i: i[0], ("exp_indices", "[3]")),
     ("exp_indices", lambda i: i.repeat(100, 1), ("exp_indices", "1200")),
     ("weight", lambda w: w[:, :2].contiguous(), ("weight", "[12, 3]", "[12, 2]")),
-    ("input", lambda x: torch.cat([x, x]), ("input has 24 tokens, exp_indices 12",)),
+    ("input", lambda x: torch.cat([x, x]), ("input has 24 tokens, but exp_indices has 12",)),
     ("full_scatter_indices", lambda s: torch.zeros(12, 2, dtype=torch.int32), ("full_scatter_indices", "[*, 3]", "[12, 2]")),
 ]
 

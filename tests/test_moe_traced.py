@@ -65,5 +65,5 @@ def transformed(world, device, name):
 def test_moe_of_torch_func(ranks, name):
     """Whose gradients would be zeros."""
     results = ranks.isolated(transformed, name, world_size=2, timeout_s=HANG_S)
-    check_outcomes([got for got, _ in results], "NotImplementedError", "torch.func's transforms do not go through epmoe")
+    check_outcomes([got for got, _ in results], "NotImplementedError", "epmoe does not support torch.func's transforms")
     assert all(same for _, same in results)

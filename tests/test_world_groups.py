@@ -247,7 +247,7 @@ def _misbehave(rank, world_size, how):
     return rank
 
 
-@pytest.mark.parametrize("how, text", [("raise", "KeyError: 'the reason'"), ("exit", "without a word"), ("hang", "not done after")])
+@pytest.mark.parametrize("how, text", [("raise", "KeyError: 'the reason'"), ("exit", "ended without a result"), ("hang", "not done after")])
 def test_world_harness_shows_what_failed(how, text):
     start = time.monotonic()
     with pytest.raises(AssertionError, match="rank 1") as e:
@@ -295,4 +295,4 @@ def test_world_that_cannot_be_made_says_why():
     done = alone("import resource, epmoe\n"
                  "resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))\n"
                  "try:\n    epmoe.thread_worlds(8)\nexcept epmoe.EpError as e:\n    print(e)")
-    assert done.stdout == "socketpair: Too many open files\n", done
+    assert done.stdout == "cannot create a socket pair: Too many open files\n", done

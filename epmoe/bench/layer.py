@@ -1,7 +1,10 @@
-"""A whole layer, forward: EPMoE in its two kernels, the same stages one after the other, the same over the peers with torch's
-products, and torch's two products alone on the same rows; and each of the two kernels beside the product that is in it.
+"""Measures the forward pass of a whole layer.
 
-All are measured by turns, so that they meet the GPU in the same state.
+- EPMoE in its two fused kernels, and unfused: the same stages one after the other.
+- The same layer over each peer's all-to-alls, with torch's GEMMs.
+- torch's two GEMMs alone on the same rows, and each fused kernel compared with the GEMM in it.
+
+All alternate, so that each meets the GPU in the same state.
 """
 
 import functools
@@ -14,11 +17,11 @@ from epmoe.bench.check import poisoned, sums_error
 from epmoe.bench.measure import alternated
 from epmoe.reference import activate
 
-DECODE = {"cuda": (128, 1024), "cpu": (16,)}  # tokens of a rank that decodes
+DECODE = {"cuda": (128, 1024), "cpu": (16,)}  # tokens of a rank in decoding
 
 
 def torch_linear(x, weight, offsets):
-    """What a user has without epmoe: torch's grouped product on a GPU, one product an expert on the CPU."""
+    """Multiply without epmoe's kernels: torch's grouped GEMM on a GPU, one GEMM per expert on the CPU."""
     if x.device.type == "cuda":
         return torch._grouped_mm(x, weight.transpose(-2, -1), offs=offsets[1:])
     return epmoe.grouped_gemm(x, weight, offsets=offsets)
@@ -29,32 +32,39 @@ def jobs(run):
 
 
 def shapes(run):
-    """Those of the run; behind dsv3 also dsv3 with a decoding rank's tokens, where a layer's time is that of reading the weights."""
+    """Yield the shapes of the run, and after dsv3 also dsv3 with the tokens of a decoding rank.
+
+    In decoding, reading the weights takes all the time of a layer.
+    """
     for shape in run.shapes():
         yield shape
         if shape == run.shape("dsv3"):
             yield from (replace(shape, name=f"{shape.name} T={t}", tokens=t) for t in DECODE[run.device.type])
 
 
-def by_turns(run, **fns):
-    """{name: milliseconds} of what all ranks do together."""
+def alternate(run, **fns):
+    """Measure collective functions in alternation; return {name: milliseconds}."""
     rounds, round_ms = (5, 40.0) if run.on_gpu else (2, 1.0)
-    return dict(zip(fns, alternated(list(fns.values()), run.device, run.cpu_group, run.options.iters or rounds, round_ms)))
+    return dict(zip(fns, alternated(list(fns.values()), run.device, run.cpu_group,
+                                    run.options.iters or rounds, round_ms)))
 
 
 def record_layer(run, bench, shape, impl, ms, over=None):
-    tflops = 6.0 * shape.tokens * shape.topk * shape.hidden * shape.inner / ms / 1e9  # of a rank, on average
-    run.record(bench, shape, impl, ms, over=over, rate=f"{tflops:{'.1f' if run.on_gpu else '.1g'}} TFLOP/s", tflops=round(tflops, 4))
+    # of one rank, on average
+    tflops = 6.0 * shape.tokens * shape.topk * shape.hidden * shape.inner / ms / 1e9
+    run.record(bench, shape, impl, ms, over=over, rate=f"{tflops:{'.1f' if run.on_gpu else '.1g'}} TFLOP/s",
+               tflops=round(tflops, 4))
 
 
 class Layer:
-    """An EPMoE on a fused operator, its inputs, and what it is compared with."""
+    """An EPMoE on an EpAll2AllFusedOp, its inputs, and the peer that it is compared with."""
 
     def __init__(self, run, shape, **options):
         self.run, self.inputs = run, run.inputs(shape)
         x, _, _ = self.inputs
         self.op = run.layer(shape, x.dtype, epmoe.EpAll2AllFusedOp, **options)
-        self.moe = epmoe.EPMoE(shape.hidden, shape.inner, shape.experts, shape.topk, dtype=x.dtype, layer=self.op)
+        self.moe = epmoe.EPMoE(shape.hidden, shape.inner, shape.experts, shape.topk, dtype=x.dtype,
+                               layer=self.op)
         self.torch_peer = run.torch_peer(shape, self.inputs)
 
     def __enter__(self):
@@ -68,37 +78,43 @@ class Layer:
     def __call__(self):
         return self.moe(*self.inputs)
 
-    def one_after_the_other(self):
-        return self.moe._one_after_the_other(*self.inputs)
+    def unfused(self):
+        return self.moe._unfused(*self.inputs)
 
     def over(self, peer):
-        """The layer over a peer's all-to-alls, with torch's products."""
-        rows = peer.dispatch()
-        return peer.combine(torch_linear(activate(torch_linear(rows, self.moe.gate_up_proj, peer.expert_offsets)), self.moe.down_proj,
-                                         peer.expert_offsets))
+        """Compute the layer with a peer's all-to-alls and torch's GEMMs."""
+        return peer.combine(self.torch_experts(peer.dispatch(), peer.expert_offsets))
+
+    def torch_experts(self, rows, offsets):
+        """Compute the experts' outputs with torch's GEMMs."""
+        h = activate(torch_linear(rows, self.moe.gate_up_proj, offsets))
+        return torch_linear(h, self.moe.down_proj, offsets)
 
     def check(self):
-        """The sums are those of the same products over torch's collectives; and both of epmoe's ways agree to the bit."""
+        """Check the sums against those over torch's collectives, and fused against unfused bit by bit."""
         with poisoned():
-            y, again = self(), self.one_after_the_other()
+            y, again = self(), self.unfused()
         rows, offsets = self.torch_peer.dispatch(), self.torch_peer.expert_offsets
         h = epmoe.grouped_gemm(rows, self.moe.gate_up_proj, offsets=offsets, activation=self.moe.activation)
         h = epmoe.grouped_gemm(h, self.moe.down_proj, offsets=offsets)
-        self.run.agree(sums_error(y, h, self.torch_peer, slack=2.0))  # a product may round a row otherwise when it runs again
-        self.run.agree("" if torch.equal(y, again) else "fused and one after the other: not the same bits")
+        # a GEMM may round a row differently when it runs again
+        self.run.agree(sums_error(y, h, self.torch_peer, slack=2.0))
+        self.run.agree("" if torch.equal(y, again) else "fused and unfused results differ in their bits")
 
     def parts(self):
-        """{name: what to time} of the two kernels and of the products in them, torch's, on the same rows."""
+        """Return {name: function to time} of the two fused kernels and of torch's GEMMs on the same rows."""
         x, idx, weight = self.inputs
         rows, row_weight, layout = self.op.dispatch(x, idx, weight)
         offsets = layout.expert_offsets
-        inner = epmoe.grouped_gemm(rows, self.moe.gate_up_proj, offsets=offsets, activation=self.moe.activation)
+        inner = epmoe.grouped_gemm(rows, self.moe.gate_up_proj, offsets=offsets,
+                                   activation=self.moe.activation)
+        gate_up, down, activation = self.moe.gate_up_proj, self.moe.down_proj, self.moe.activation
         return {
-            "gate and up": lambda: torch_linear(rows, self.moe.gate_up_proj, offsets),
-            "down": lambda: torch_linear(inner, self.moe.down_proj, offsets),
-            "dispatch + gemm": lambda: self.op.mega_dispatch_group_gemm(x, layout=layout, weight=weight, gemm_weight=self.moe.gate_up_proj,
-                                                                        activation=self.moe.activation),
-            "gemm + combine": lambda: self.op.mega_group_gemm_combine(inner, self.moe.down_proj, layout, row_weight)}
+            "gate and up": lambda: torch_linear(rows, gate_up, offsets),
+            "down": lambda: torch_linear(inner, down, offsets),
+            "dispatch + gemm": lambda: self.op.mega_dispatch_group_gemm(
+                x, layout=layout, weight=weight, gemm_weight=gate_up, activation=activation),
+            "gemm + combine": lambda: self.op.mega_group_gemm_combine(inner, down, layout, row_weight)}
 
 
 @torch.no_grad()
@@ -111,17 +127,18 @@ def measure(run, shape):
             for num_sm in (24, 48):
                 peer = run.deep_ep_peer(shape, layer.inputs, num_sm)
                 peer.tune(lambda fn: run.time(layer.op, fn, iters=5))
-                h = torch_linear(activate(torch_linear(layer.torch_peer.dispatch(), layer.moe.gate_up_proj, layer.torch_peer.expert_offsets)),
-                                 layer.moe.down_proj, layer.torch_peer.expert_offsets)
+                h = layer.torch_experts(layer.torch_peer.dispatch(), layer.torch_peer.expert_offsets)
                 run.agree(sums_error(layer.over(peer), h, layer.torch_peer, slack=2.0))
                 fns[f"DeepEP layer, {num_sm} SMs"] = functools.partial(layer.over, peer)
-        ms = by_turns(run, **fns, **parts, **{"GEMMs alone": lambda: (parts["gate and up"](), parts["down"]()),
-                                              "one after the other": layer.one_after_the_other, "fused": layer})
+        ours = {"GEMMs alone": lambda: (parts["gate and up"](), parts["down"]()),
+                "one after the other": layer.unfused, "fused": layer}
+        ms = alternate(run, **fns, **parts, **ours)
         for name in fns:
             record_layer(run, "layer", shape, name, ms[name])
         record_layer(run, "layer", shape, "GEMMs alone", ms["GEMMs alone"])
         deep_ep = [ms[name] for name in fns if name.startswith("DeepEP")]
-        over = {"GEMMs": ms["GEMMs alone"], "torch": ms["torch layer"], **({"DeepEP": min(deep_ep)} if deep_ep else {})}
+        over = {"GEMMs": ms["GEMMs alone"], "torch": ms["torch layer"],
+                **({"DeepEP": min(deep_ep)} if deep_ep else {})}
         record_layer(run, "layer", shape, "epmoe layer, one after the other", ms["one after the other"], over)
         record_layer(run, "layer", shape, "epmoe layer", ms["fused"], over)
         for kernel, product in (("dispatch + gemm", "gate and up"), ("gemm + combine", "down")):

@@ -1,0 +1,66 @@
+"""The device to work on, its stream, and the folder of the headers for device code."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from . import _C
+
+
+def pick_device(device=None):
+    """Return the torch.device to work on.
+
+    The argument decides; else EPMOE_BACKEND=cpu|cuda; else CUDA where there is a GPU and a CUDA build.
+    """
+    forced = os.environ.get("EPMOE_BACKEND", "")
+    if forced not in ("", "cpu", "cuda"):
+        raise ValueError(f"EPMOE_BACKEND={forced!r}: must be cpu or cuda")
+    if device is None:
+        device = forced or ("cuda" if _C.HAS_CUDA and torch.cuda.is_available() else "cpu")
+    device = torch.device(device)
+    if forced and device.type != forced:
+        raise ValueError(f"device {device}, but EPMOE_BACKEND={forced}: change one of them")
+    if device.type == "cuda" and not (_C.HAS_CUDA and torch.backends.cuda.is_built()):
+        raise ValueError(f"device {device}: {'this torch' if _C.HAS_CUDA else 'this build of epmoe'} has no "
+                         f"CUDA")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device}: epmoe works on cpu and cuda")
+    return device
+
+
+def stream_of(device):
+    """Return the current stream of a CUDA device as an integer, or 0 for the CPU."""
+    try:
+        return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    except RuntimeError:
+        if torch.cuda._is_in_bad_fork():
+            return 0  # a forked child: the operation itself raises EpClosed
+        raise
+
+
+def status_of(error):
+    """Return the code with which this rank reports an exception to the other ranks."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return _C.ENOMEM
+    return _C.ETYPE if isinstance(error, TypeError) else _C.EINVAL
+
+
+def include_dir():
+    """Return the folder of epmoe_device.h, for the compiler's -I option.
+
+    The header lets a kernel of your own use SymmetricHeap.device_handle(); see examples/06_device.py.
+
+    Returns:
+        An absolute path, a str.
+
+    Examples:
+        >>> import epmoe
+        >>> import os
+        >>> os.path.exists(os.path.join(epmoe.include_dir(), "epmoe_device.h"))
+        True
+    """
+    here = Path(__file__).resolve().parent
+    return str(next(d for d in (here / "include", here.parent / "csrc") if (d / "epmoe_device.h").exists()))

@@ -1,0 +1,127 @@
+"""torch.ops.epmoe.dispatch_gemm and gemm_combine: the fused kernels as operators; see ops.py."""
+
+import contextlib
+
+import torch
+
+from . import _C
+from .gemm import DGRAD, GATED, WGRAD, untraced
+from .ops import absent, layer_of, lib, register_fake, reporting, row_dots, rows_to_trace
+
+lib.define("dispatch_gemm(Tensor x, Tensor? weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str "
+           "layer, int buffer, SymInt num_rows, int activation, float alpha=0, float limit=0, bool "
+           "requires_grad=False, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)")
+lib.define("gemm_combine(Tensor a, Tensor gemm_weight, Tensor? bias, Tensor? row_weight, Tensor plan, "
+           "Tensor recv, str layer, int buffer, SymInt num_tokens, bool requires_grad=False, "
+           "Tensor? after=None) -> (Tensor, Tensor)")
+
+
+def expert_offsets(layer, plan):
+    """Return [L + 1] int32: where the rows of each local expert begin."""
+    return plan.narrow(0, layer._plan_front["expert_row"], layer.num_local_experts + 1)
+
+
+def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0,
+                       limit=0.0, *flags):
+    requires_grad = bool(flags) and flags[0]  # flags: requires_grad, after
+    layer = layer_of(layer)
+    if num_rows < 0:
+        num_rows = layer._num_rows(plan, buffer)
+    out, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows,
+                                                       activation, alpha, limit, requires_grad)
+    return out, rows, absent(x) if row_weight is None else row_weight, recv
+
+
+def _run_gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens,
+                      requires_grad=False, after=None):
+    layer = layer_of(layer)
+    return layer._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
+                               requires_grad)
+
+
+lib.impl("dispatch_gemm", untraced(_run_dispatch_gemm), "CompositeExplicitAutograd")
+lib.impl("gemm_combine", untraced(_run_gemm_combine), "CompositeExplicitAutograd")
+
+
+@register_fake("dispatch_gemm")
+def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, *_, **__):
+    layer = layer_of(layer)
+    num_rows = rows_to_trace(num_rows)
+    row_weight = absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
+    columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
+    like = x.new_empty(0, dtype=layer.dtype)
+    out = like.new_empty(num_rows, columns)
+    return out, like.new_empty(num_rows, layer.hidden), row_weight, plan.new_empty(layer._recv_words)
+
+
+@register_fake("gemm_combine")
+def _(a, gemm_weight, bias, row_weight, plan, recv, layer, buffer, num_tokens, requires_grad=False,
+      after=None):
+    like = a.new_empty(0, dtype=layer_of(layer).dtype)
+    return like.new_empty(num_tokens, gemm_weight.shape[1]), like.new_empty(a.shape[0], gemm_weight.shape[1])
+
+
+def _save_dispatch_gemm(ctx, inputs, output):
+    x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation, *_ = inputs
+    ctx.num_tokens = x.shape[0]
+    ctx.has_weight = weight is not None
+    ctx.save_for_backward(plan, gemm_weight, output[1], output[3])
+
+
+def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
+    plan, gemm_weight, rows, recv = ctx.saved_tensors
+    if ctx.activation:
+        raise RuntimeError("dispatch_gemm with an activation has no backward: apply the activation after it")
+    layer = layer_of(ctx.layer)
+    gemm = torch.ops.epmoe.grouped_gemm
+    with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan):
+        offsets = expert_offsets(layer, plan)
+        d_out = d_out.contiguous()
+        d_gemm_weight = None
+        if ctx.needs_input_grad[3]:
+            d_gemm_weight = gemm(d_out, rows, offsets, None, None, WGRAD, 0, False)
+        d_rows = gemm(d_out, gemm_weight, offsets, None, None, DGRAD, 0, False)
+        scalar = d_row_weight.contiguous() if ctx.has_weight else None
+    num_tokens = ctx.num_tokens * layer._copies
+    dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer,
+                                           num_tokens)
+    return layer._by_token(dx), d_weight if ctx.has_weight else None, None, d_gemm_weight, *[None] * 9
+
+
+def _save_gemm_combine(ctx, inputs, output):
+    a, gemm_weight, _, row_weight, plan, _, ctx.layer, ctx.buffer, *_ = inputs
+    ctx.has_weight = row_weight is not None
+    ctx.num_rows = a.shape[0]
+    ctx.save_for_backward(plan, a, gemm_weight, *((output[1], row_weight) if ctx.has_weight else ()))
+
+
+def _gemm_combine_backward(ctx, d_out, _):
+    plan, a, gemm_weight, *weighted = ctx.saved_tensors
+    layer = layer_of(ctx.layer)
+    gemm = torch.ops.epmoe.grouped_gemm
+    d_weight = None
+    with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
+        d_out = d_out.contiguous()
+    g, _, _ = torch.ops.epmoe.dispatch(d_out, None, plan, ctx.layer, ctx.buffer, ctx.num_rows)
+    # The layer's next operation of this backward is a combine; there is none without a gradient of the rows.
+    calls_combine = ctx.needs_input_grad[0]
+    with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan) if calls_combine else contextlib.nullcontext():
+        if ctx.has_weight:
+            rows, row_weight = weighted
+            d_weight = row_dots(g, rows) if ctx.needs_input_grad[3] else None
+            g = (g * row_weight[:, None]).to(g.dtype)
+        offsets = expert_offsets(layer, plan)
+        da = None
+        d_gemm_weight = None
+        if ctx.needs_input_grad[0]:
+            da = gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False)
+        if ctx.needs_input_grad[1]:
+            d_gemm_weight = gemm(g, a, offsets, None, None, WGRAD, 0, False)
+    return da, d_gemm_weight, None, d_weight, *[None] * 7
+
+
+torch.library.register_autograd("epmoe::dispatch_gemm", _dispatch_gemm_backward,
+                                setup_context=_save_dispatch_gemm, lib=lib)
+torch.library.register_autograd("epmoe::gemm_combine", _gemm_combine_backward,
+                                setup_context=_save_gemm_combine,
+                                lib=lib)

@@ -1,0 +1,105 @@
+"""FusedParts: options, checks and calls of the module for EpAll2AllFusedOp."""
+
+import torch
+
+from . import _C
+from .gemm import GATED, aligned, check_activation
+
+
+def fuses(max_tokens, topk, num_experts, world_size):
+    """Whether the fused kernels are the faster way for a layer of this shape.
+
+    They are not where an expert has 24 rows or fewer, as in decoding.  There, reading the weights takes all
+    the time, and only the unfused GEMM has tiles for few rows (measured: benchmarks/NOTES.md).
+    """
+    return world_size * max_tokens * topk > 24 * num_experts
+
+
+class FusedParts:
+    """The private half of EpAll2AllFusedOp."""
+
+    def _check_options(self):
+        if self.combine_order not in ("fuse_scatter", "serial"):
+            raise ValueError(f"combine_order {self.combine_order!r}: must be fuse_scatter or serial")
+        if not self.token_saving:  # every choice becomes a token of its own
+            self._copies = self.topk
+            self.max_tokens *= self.topk
+            self.topk = 1
+        if self.fused is None:
+            self.fused = fuses(self.max_tokens, self.topk, self.num_experts, self.world_size)
+        most = self._num_blocks
+        num_sm, num_tail, num_reduce = self._requested_sms
+        num_sm = most if num_sm is None else min(int(num_sm), most)
+        num_tail = int(num_tail)
+        num_reduce = most if num_reduce is None else int(num_reduce)
+        if num_tail < 0 or num_tail >= max(num_sm, 1):
+            raise ValueError(f"num_tail_sms {num_tail}: must be 0, or fewer than the {num_sm} blocks that "
+                             f"move tokens")
+        if num_reduce < 1:
+            raise ValueError(f"num_reduce_sms {num_reduce}: must be at least 1, because a thread block must "
+                             f"add up the tokens")
+        self._move_sms = num_sm
+        self._tail_sms = num_tail
+        self._reduce_sms = num_reduce
+
+    def _is_fused(self, gemm_weight):
+        """Whether the fused kernels exist for these weights [L, N, K] on this device."""
+        return (self.fused and self.device.type == "cuda" and self.dtype in (torch.bfloat16, torch.float16)
+                and torch.cuda.get_device_capability(self.device)[0] == 9
+                and all(n % 16 == 0 for n in gemm_weight.shape[1:]))
+
+    # The two below allocate outputs and call the module; fused_ops.py makes operators of them.
+
+    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0,
+                       limit=0.0,
+                       with_grad=False):
+        try:
+            rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
+            row_weight = None
+            if weight is not None:
+                row_weight = torch.empty(num_rows, dtype=torch.float32, device=self.device)
+            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
+            columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
+            out = torch.empty((num_rows, columns), dtype=self.dtype, device=self.device)
+            gemm_weight, bias = aligned(gemm_weight), aligned(bias)
+        except Exception as error:
+            self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
+        _C.layer_dispatch_gemm(self._c, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias,
+                               out,
+                               activation, alpha, limit, self._move_sms, self._tail_sms,
+                               not self.block_wise_barrier, self._copies, with_grad)
+        return out, rows, row_weight, recv
+
+    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
+                      with_grad=False):
+        try:
+            rows = torch.empty((a.shape[0], self.hidden), dtype=self.dtype, device=self.device)
+            out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+            gemm_weight, bias = aligned(gemm_weight), aligned(bias)
+        except Exception as error:
+            self._refuse(_C.OP_GEMM_COMBINE, error, buffer)
+        _C.layer_gemm_combine(self._c, buffer, a, gemm_weight, bias, rows, row_weight, plan, recv, out,
+                              self._move_sms, self._reduce_sms, self.combine_order == "serial", with_grad)
+        return out, rows
+
+    def _check_product(self, gemm_weight, rows, columns, bias, activation):
+        """Check gemm_weight [L, rows, columns], where None is any size, the bias and the activation."""
+        self._check_tensor("gemm_weight", gemm_weight, self.dtype, (self.num_local_experts, rows, columns))
+        check_activation(activation, gemm_weight.shape[1])
+        if bias is not None:
+            self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
+
+    # Without token saving, every choice is a token of its own (_copies > 1).
+
+    def _by_token(self, y):
+        return y if self._copies == 1 else y.view(-1, self._copies, self.hidden).float().sum(1).to(self.dtype)
+
+    def _by_choice(self, name, t, most):
+        """Return [T, K] as [T * K, 1].  The layer below checks the rest."""
+        if not isinstance(t, torch.Tensor):
+            return t
+        if t.dim() != 2 or t.shape[1] != self._copies:
+            raise ValueError(f"{name}: wanted shape [*, {self._copies}], got {list(t.shape)}")
+        if t.shape[0] > most:
+            raise ValueError(f"{name} has {t.shape[0]} tokens: must be at most {most}; see max_tokens")
+        return t.reshape(-1, 1)

@@ -1,0 +1,277 @@
+"""LayerParts: what the methods of EPAll2AllLayer are made of: outputs, calls of the module, checks, refusals.
+
+A rank whose arguments are wrong must not leave the others waiting.  So each check that fails reports its
+error to the other ranks, in the operation that they are about to enter (_refuse), before it raises.
+"""
+
+import contextlib
+
+import torch
+from torch.utils.checkpoint import _StopRecomputationError
+
+from . import _C
+from .device import pick_device, status_of, stream_of
+from .heap import SymmetricHeap
+from .layout import EPLayout
+from .world import Shared, World
+
+DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}
+MODES = {"scatter": _C.COMBINE_SCATTER, "gather": _C.COMBINE_GATHER}
+_NO_CONFIG = (0,) * 11  # of a rank that has no valid configuration
+
+
+def default_num_sm(device, row_bytes):
+    """Return the thread blocks that move tokens by default.
+
+    Short rows make a block wait longer than it copies, so they need more blocks (benchmarks/NOTES.md).
+    """
+    if device.type == "cpu":
+        return 1
+    return 64 if row_bytes >= 4096 else 96
+
+
+def max_blocks(device, reserve_sms):
+    """Return the most thread blocks of an operation: on a GPU one for each SM that is not reserved."""
+    num_sm = 1024 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    if not 0 <= reserve_sms <= num_sm - 2:
+        raise ValueError(f"reserve_sms {reserve_sms}: must be 0 to {num_sm - 2}, so that two are left")
+    return num_sm - reserve_sms
+
+
+def cast(t, dtype):
+    """Return t.to(dtype), or None.
+
+    A tensor that is not floating-point is returned as it is, and refused when it is used (see _check_tensor).
+    """
+    # A call of to() that does nothing takes a microsecond.
+    return t if t is None or t.dtype == dtype or not t.dtype.is_floating_point else t.to(dtype)
+
+
+class LayerParts(Shared):
+    """The private half of EPAll2AllLayer."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, value, trace):
+        if kind is None:
+            self.finalize()
+
+    @staticmethod
+    def _world_of(ep_group, heap, timeout_s):
+        """Return the world of a layer with these arguments.
+
+        It comes first, because without a world this rank cannot report what is wrong with its arguments.
+        """
+        if isinstance(heap, SymmetricHeap) and ep_group is None:
+            return heap.world
+        return World.of(ep_group, timeout_s)
+
+    @staticmethod
+    def _refuse_layer(world, heap, error):
+        """Tell the other ranks, which are creating a layer, that this rank cannot.
+
+        They first agree on the configuration, or, with heap=, enter the creation on that heap.  A rank whose
+        heap is of another world, or not a heap, reports through world_refuse.
+        """
+        with contextlib.suppress(Exception):
+            if heap is None:
+                _C.layer_agree(world._c, _NO_CONFIG, status_of(error))
+            elif isinstance(heap, SymmetricHeap) and heap.world is world:
+                _C.layer_create(heap._c, _NO_CONFIG)
+            else:
+                _C.world_refuse(world._c, status_of(error))
+
+    def _check_heap(self, heap, device):
+        if heap is None:
+            return
+        if not isinstance(heap, SymmetricHeap):
+            raise TypeError(f"heap: wanted a SymmetricHeap or None, got {type(heap).__name__}")
+        if heap.world is not self.world:
+            raise ValueError("the heap belongs to another world than ep_group: pass ep_group=None to use "
+                             "the heap's")
+        if device is not None and pick_device(device) != heap.device:
+            raise ValueError(f"device {device}, but the heap is on {heap.device}: leave device out")
+
+    def _check_group(self, rank, world_size, local_world_size):
+        for name, got, want in (("rank", rank, self.rank), ("world_size", world_size, self.world_size),
+                                ("local_world_size", local_world_size, self.world_size)):
+            if got is not None and got != want:
+                raise ValueError(f"{name}={got}, but the group says {want} (all ranks must be on one node): "
+                                 f"leave it out")
+
+    def _make_config(self, mode, reserve_sms):
+        """Return the configuration that the module takes (_C.pyi: _Config)."""
+        most_rows = min(self.world_size * self.max_tokens * self.topk, (1 << 31) - 1)
+        capacity = most_rows if self.capacity is None else self.capacity
+        return (self.world_size, self.num_experts, self.topk, self.max_tokens, self.hidden,
+                DTYPES[self.dtype],
+                mode, capacity, self._num_buffers, self._num_sm, reserve_sms)
+
+    def _check_options(self):
+        """Check the options of a subclass.  May change topk and max_tokens."""
+
+    # ---- calls of the module ----
+    # Each allocates its outputs, reports to the other ranks if it cannot, and calls the module.  ops.py makes
+    # operators of them, for autograd and torch.compile.
+
+    def _plan(self, exp_indices, scatter, buffer):
+        has_tokens = isinstance(exp_indices, torch.Tensor) and exp_indices.dim()
+        num_tokens = min(exp_indices.size(0), self.max_tokens) if has_tokens else 0
+        try:
+            plan = torch.empty(self._plan_words(num_tokens), dtype=torch.int32, device=self.device)
+        except Exception as error:
+            self._refuse(_C.OP_PLAN, error, buffer)
+        _C.layer_plan(self._c, buffer, exp_indices, scatter, plan, self.token_sorting)
+        return plan
+
+    def _plan_words(self, num_tokens):
+        """Return the length of a plan, as ep_plan_layout computes it.
+
+        num_tokens may be a tracer's symbol.
+        """
+        words_of_tokens = (num_tokens + 3) // 4 * 4 * (3 * self.topk + 2 * self.world_size)
+        return self._plan_front["num_words"] + words_of_tokens
+
+    def _num_rows(self, plan, buffer):
+        return _C.layer_num_rows(self._c, buffer, plan)
+
+    def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False):
+        try:
+            rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
+            row_weight = None
+            if weight is not None:
+                row_weight = torch.empty(num_rows, dtype=torch.float32, device=self.device)
+            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
+        except Exception as error:
+            self._refuse(_C.OP_DISPATCH, error, buffer)
+        _C.layer_dispatch(self._c, buffer, x, weight, plan, rows, row_weight, recv, with_grad)
+        return rows, row_weight, recv
+
+    def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False):
+        try:
+            out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+            out_scalar = None
+            if row_scalar is not None:
+                out_scalar = torch.empty((num_tokens, self.topk), dtype=torch.float32, device=self.device)
+        except Exception as error:
+            self._refuse(_C.OP_COMBINE, error, buffer)
+        _C.layer_combine(self._c, buffer, rows, row_weight, row_scalar, plan, recv, out, out_scalar,
+                         with_grad)
+        return out, out_scalar
+
+    # ---- refusals ----
+
+    def _is_buffer(self, buffer):
+        return isinstance(buffer, int) and 0 <= buffer < self._num_buffers
+
+    def _check_buffer(self, op, buffer):
+        if not self._is_buffer(buffer):
+            kind = ValueError if isinstance(buffer, int) else TypeError
+            n = self._num_buffers
+            self._refuse(op, kind(f"buffer {buffer!r}: must be 0 to {n - 1}, the layer has {n}"), buffer)
+
+    def _refuse(self, op, error, buffer):
+        """Report to the other ranks that this one cannot take part in op, then raise the error.
+
+        The report goes through the buffer of the call, or through the first where the call named no valid
+        one.
+        """
+        if torch.compiler.is_compiling():  # a compiler must not trace this, but leave the call to Python
+            self._refuse_untraced(op, error, buffer)
+        self._refuse_now(op, error, buffer)
+
+    # Not for calls outside of a compiler: its first call imports dynamo for seconds, while the peers wait.
+    @torch._disable_dynamo
+    def _refuse_untraced(self, op, error, buffer):
+        self._refuse_now(op, error, buffer)
+
+    def _refuse_now(self, op, error, buffer):
+        if isinstance(error, _StopRecomputationError):  # checkpointing needs no more of this forward
+            raise error
+        valid = buffer if self._is_buffer(buffer) else 0
+        _C.layer_refuse(self._c, valid, op, status_of(error), stream_of(self.device))
+        raise error
+
+    def _buffer_of(self, layout, buffer=0):
+        """Return the buffer of a call, for _refuse.  Another layer's layout says nothing about this layer."""
+        return layout.buffer if getattr(layout, "layer", None) is self else buffer
+
+    # ---- checks ----
+
+    def _prepare(self, op, input, exp_indices, weight, full_scatter_indices, layout, buffer):
+        """Check the arguments of a dispatch, and make its plan if there is none.
+
+        Returns the layout, the weights in float32, and the number of output rows: -1 where only the operation
+        itself learns it.
+        """
+        try:
+            if layout is None:
+                self._check_tensor("input", input, self.dtype, (None, self.hidden))
+                if exp_indices is None:
+                    raise TypeError("exp_indices is None: pass them, or the layout of an earlier preprocess "
+                                    "or dispatch")
+                is_matrix = isinstance(exp_indices, torch.Tensor) and exp_indices.dim() == 2
+                if is_matrix and exp_indices.shape[0] != input.shape[0]:
+                    raise ValueError(f"input has {input.shape[0]} tokens, but exp_indices has "
+                                     f"{exp_indices.shape[0]}: must be the same")
+            else:
+                self._check_layout(layout)
+                if buffer not in (0, layout.buffer):
+                    raise ValueError(f"buffer {buffer!r}, but the layout is of buffer {layout.buffer}: "
+                                     f"leave buffer out")
+                self._check_tensor("input", input, self.dtype,
+                                   (layout.num_tokens // self._copies, self.hidden))
+            if weight is not None:
+                self._check_tensor("weight", weight, None, (input.shape[0], self.topk * self._copies))
+                weight = cast(weight, torch.float32)
+                if self._copies > 1:
+                    weight = self._by_choice("weight", weight, self.max_tokens // self._copies)
+        except Exception as error:
+            self._refuse(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
+        if layout is None:
+            layout = self.preprocess(exp_indices, full_scatter_indices, buffer=buffer)
+        unknown = layout._num_rows is None and self.capacity is None
+        num_rows = -1 if unknown else self.capacity or layout._num_rows
+        return layout, weight, num_rows
+
+    def _check_layout(self, layout):
+        if not isinstance(layout, EPLayout):
+            raise TypeError(f"layout: wanted an EPLayout, got {type(layout).__name__}")
+        if layout.layer is not self:
+            raise ValueError("the layout belongs to another layer: pass one that this layer's preprocess or "
+                             "dispatch returned")
+
+    def _check_dispatched(self, layout):
+        self._check_layout(layout)
+        if layout.recv is None:
+            raise ValueError("combine needs the layout of a dispatch, but this one was only planned: call "
+                             "dispatch(layout=...) first")
+
+    def _check_tensor(self, name, t, dtype, shape):
+        """Check a tensor before the first operation of a call.
+
+        The module would refuse it too, but in a later operation: then this rank would stop between two.
+        """
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
+        if t.is_nested or t.layout is not torch.strided:
+            layout = "nested" if t.is_nested else t.layout
+            raise ValueError(f"{name}: wanted a dense tensor, got one of layout {layout}")
+        if t.device != self.device:
+            raise ValueError(f"{name}: wanted a tensor on {self.device}, where the layer is, got one on "
+                             f"{t.device}")
+        if torch.compiler.is_compiling():
+            return  # the operator checks the rest when it runs and tells the other ranks; a compiler cannot
+        if dtype is not None and t.dtype != dtype or not t.dtype.is_floating_point:
+            raise TypeError(f"{name}: wanted {dtype or 'a floating-point dtype'}, got {t.dtype}")
+        if t.shape != shape and not _fits(t.shape, shape):
+            wanted = ", ".join("*" if d is None else str(d) for d in shape)
+            raise ValueError(f"{name}: wanted shape [{wanted}], got {list(t.shape)}")
+        if not t.is_contiguous():
+            raise ValueError(f"{name} must be contiguous: call contiguous() on it")
+
+
+def _fits(got, wanted):
+    """Whether a shape has the wanted sizes; a wanted size of None is any."""
+    return len(got) == len(wanted) and all(w is None or g == w for g, w in zip(got, wanted))

@@ -1,0 +1,123 @@
+"""How the ranks of a new world find each other: the process group, the timeout, and each rank's address."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from . import _C
+from .errors import EpMismatch, EpTimeout, PeerError
+
+DEFAULT_TIMEOUT_S = 300.0
+_ABI_BYTES = 4
+_CARD_BYTES = _C.NAME_BYTES + _C.NONCE_BYTES + _ABI_BYTES
+
+
+def default_timeout_s():
+    """Return the timeout of a new world in seconds: EPMOE_TIMEOUT_S, or 300."""
+    text = os.environ.get("EPMOE_TIMEOUT_S", "")
+    try:
+        return float(text) if text else DEFAULT_TIMEOUT_S
+    except ValueError:
+        raise ValueError(f"EPMOE_TIMEOUT_S={text!r}: must be a number of seconds, for example 60") from None
+
+
+def checked_timeout_s(timeout_s):
+    """Return timeout_s, or the default, as a number that the module accepts.
+
+    A wrong timeout raises ValueError here, before any rank waits for another.
+    """
+    timeout_s = default_timeout_s() if timeout_s is None else float(timeout_s)
+    if not 0 < timeout_s < 1e6:
+        raise ValueError(f"timeout of {timeout_s:g} s: must be more than 0 and less than 1e6")
+    return timeout_s
+
+
+def process_group(group):
+    """Return the ProcessGroup of a ProcessGroup, a one-dimensional DeviceMesh or None.
+
+    None gives the default group, or None where torch.distributed is not initialized.
+    """
+    if hasattr(group, "get_group") and hasattr(group, "mesh"):  # a DeviceMesh, without importing it
+        if group.ndim != 1:
+            raise ValueError(f"a DeviceMesh of {group.ndim} dimensions: pass one of them, for example "
+                             f"mesh['ep']")
+        return group.get_group()
+    if group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    if group is not None and dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not in the group: new_group returns no ProcessGroup on such a rank")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"wanted a ProcessGroup, a DeviceMesh, an epmoe.World or None, got "
+                        f"{type(group).__name__}")
+    return group
+
+
+def listen():
+    """Open this rank's listening socket.  Return its descriptor and this rank's address card.
+
+    The card is what the other ranks need to connect: the socket's name, a nonce and the protocol version.
+    """
+    fd, name, nonce = _C.world_listen()
+    return fd, name + nonce + _C.ABI_VERSION.to_bytes(_ABI_BYTES, "little")
+
+
+def all_gather_bytes(group, mine, timeout_s):
+    """Return the bytes of every rank.  All ranks give equally many; nothing is pickled.
+
+    The group's own timeout may be far longer than timeout_s, so the wait is a loop with a limit of its own.
+    """
+    on_gpu = "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    t = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    out = [torch.empty_like(t) for _ in range(dist.get_world_size(group))]
+    work = dist.all_gather(out, t, group=group, async_op=True)
+    deadline = time.monotonic() + timeout_s
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise EpTimeout(f"rank {dist.get_rank(group)} timed out after {timeout_s:g} s: not every rank "
+                            f"of the group has created the world. All ranks must make the first layer, heap "
+                            f"or World.")
+        time.sleep(1e-4)
+    work.wait()
+    return [bytes(o.cpu().tolist()) for o in out]
+
+
+def meet(group, rank, size, timeout_s):
+    """Exchange the addresses of all ranks of a group and connect.  Collective.  Return the C world.
+
+    A rank that cannot take part gives an empty card, so that no other rank waits for it.
+    """
+    fd = -1
+    card = bytes(_CARD_BYTES)
+    error = None
+    limit_s = DEFAULT_TIMEOUT_S
+    try:
+        limit_s = timeout_s = checked_timeout_s(timeout_s)
+        fd, card = listen()
+    except Exception as e:
+        error = e
+    try:
+        cards = all_gather_bytes(group, card, limit_s)
+        if error is not None:
+            raise error
+        _check_cards(cards)
+    except BaseException:
+        if fd >= 0:
+            os.close(fd)
+        raise
+    names = b"".join(c[: _C.NAME_BYTES] for c in cards)
+    nonce = cards[0][_C.NAME_BYTES : -_ABI_BYTES]
+    return _C.world_create(rank, size, timeout_s, fd, nonce, names)
+
+
+def _check_cards(cards):
+    for rank, card in enumerate(cards):
+        if not card[0]:  # the length of a name
+            raise PeerError(f"rank {rank} could not make its world. See the error that it raised.")
+    for rank, card in enumerate(cards):
+        abi = int.from_bytes(card[-_ABI_BYTES:], "little")
+        if abi != _C.ABI_VERSION:
+            raise EpMismatch(f"rank {rank} has another epmoe (protocol {abi:x}) than this rank "
+                             f"(protocol {_C.ABI_VERSION:x}): install the same epmoe for all ranks")
