@@ -238,12 +238,12 @@ def test_bench_check_passes_what_is_right_and_nothing_else(dispatched):
     other[5, 3] += 1
     assert "1 of 60 rows" in check.rows_error(other, row_weight, peer)
     assert "weights" in check.rows_error(rows, row_weight.flip(0), peer)
-    assert "instead of" in check.rows_error(rows[:-1], row_weight, peer)
+    assert "wanted rows of shape" in check.rows_error(rows[:-1], row_weight, peer)
     y_rows = check.experts(rows, layout.expert_offsets, 0)
     y = layer.combine(y_rows, layout, row_weight)
     assert check.sums_error(y, y_rows, peer) == ""
     unweighted = layer.combine(y_rows, layout)
-    assert "tokens are not" in check.sums_error(unweighted, y_rows, peer)
+    assert "tokens differ" in check.sums_error(unweighted, y_rows, peer)
     y[7, 2] = float("nan")
     assert "1 of 20 tokens" in check.sums_error(y, y_rows, peer)
 
@@ -298,7 +298,7 @@ def test_bench_num_sm_is_that_of_every_layer(command):
     with unittest.mock.patch.object(epmoe._C, "layer_create", wraps=epmoe._C.layer_create) as create:
         rows, out, _ = told([command, "--shapes", "qwen3-30b", "--num-sm", "2", "--iters", "1"])
     assert rows and {call.args[1][9] for call in create.call_args_list} == {2}  # the last of the config is num_sm
-    assert (command == "ablation") == ("left out: two-stage dispatch, 32 tail SMs" in out)
+    assert (command == "ablation") == ("skipped: two-stage dispatch, 32 tail SMs" in out)
 
 
 def test_bench_num_sm_gives_way_to_what_a_choice_is_about(run_of):
@@ -364,13 +364,13 @@ def test_bench_alone_starts_its_ranks():
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["a2a", "--shapes", "mixtral,none"], "none: must be of seed"),
-    (["a2a", "--num-sm", "8,16"], "only for sm"),
-    (["gemm", "--num-sm", "8"], "of no use to gemm"),
+    (["a2a", "--shapes", "mixtral,none"], "none: must be one of seed"),
+    (["a2a", "--num-sm", "8,16"], "only sm takes several"),
+    (["gemm", "--num-sm", "8"], "leave it out for gemm"),
     (["sm", "--num-sm", "many"], "many: must be a positive number"),
     (["a2a", "--num-sm", "0"], "0: must be a positive number"),
     (["layer", "--iters", "0"], "0: must be a positive number"),
-    (["a2a", "--json", "/no/such/folder/x.json"], "no folder to write to"),
+    (["a2a", "--json", "/no/such/folder/x.json"], "cannot write to its folder"),
 ])
 def test_bench_refuses(argv, says, capsys):
     with pytest.raises(SystemExit):
@@ -382,7 +382,7 @@ def test_bench_progress_is_lines_where_nobody_watches(capsys):
     for on in (True, False):
         with Progress(2, on=on) as progress:
             progress.step("one")
-            progress.note("half of one")
+            progress.show("half of one")
             progress.step("two")
         out, err = capsys.readouterr()
         assert out == "" and re.sub(r"\d+ s", "0 s", err) == ("[1/2, 0 s] one\n[1/2, 0 s] half of one\n[2/2, 0 s] two\n" if on else "")

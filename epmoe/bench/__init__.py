@@ -1,19 +1,19 @@
 """Benchmarks: python -m epmoe.bench --help.
 
-    a2a.py       plan, dispatch and combine of every shape, beside the peers
-    sm.py        the same over thread blocks
-    tokens.py    the same over T
-    layer.py     a whole layer, fused and not, beside the peers and its GEMMs alone
-    growth.py    the same over T
-    ablation.py  what each choice in the megakernels brings
-    gemm.py      the grouped GEMMs alone, beside torch's
-    overlap.py   what the megakernels' warps do, and when
-    features.py  what token saving, sorting and pre-reduction bring
-    host.py      what a call costs its caller
+    a2a.py       plan, dispatch and combine for every shape, compared with the peers
+    sm.py        dispatch and combine by number of thread blocks
+    tokens.py    plan, dispatch and combine by number of tokens, T
+    layer.py     a whole layer, fused and unfused, compared with the peers and with its GEMMs alone
+    growth.py    a whole layer by number of tokens, T
+    ablation.py  the effect of each option of the fused kernels
+    gemm.py      the grouped GEMMs alone, compared with torch's
+    overlap.py   what the warps of the fused kernels do, and when
+    features.py  the effect of token saving, sorting and pre-reduction
+    host.py      host overhead per call
 
     torch_nccl.py  deep_ep.py  unpermute_triton.py   the peers
-    cli.py  progress.py                the command line and the ranks; how far a bench is
-    run.py  shapes.py                  a rank's part; what is measured
-    measure.py  check.py               how a time is taken; what is looked at before it is
-    report.py  plots.py                the README's table and the plots, from a file of figures
+    cli.py  progress.py                the command line and the ranks; the progress bar
+    run.py  shapes.py                  a rank's part; the shapes
+    measure.py  check.py               how times are measured; how results are checked first
+    report.py  plots.py                tables and plots, from a file of figures
 """

@@ -1,4 +1,4 @@
-"""python -m epmoe.bench: see cli.py, where processes that it starts find their function."""
+"""python -m epmoe.bench: see cli.py, from which the processes that it starts import their function."""
 
 import sys
 

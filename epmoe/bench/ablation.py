@@ -1,13 +1,14 @@
-"""What each choice in the megakernels brings: one is made otherwise at a time, the rest stays at its default.
+"""Measures the effect of each option of the fused kernels: one is changed at a time.
 
-The columns: time of the layer, of its first kernel (dispatch + gemm) and of its second, over the time as it is.
+The columns: time of the layer, of its first kernel (dispatch + gemm) and of its second, each divided by the
+time with the default options.
 """
 
 import functools
 
 import torch
 
-from .layer import Layer, by_turns
+from .layer import Layer, alternate
 
 CHOICES = {
     "as it is": {},
@@ -33,14 +34,16 @@ def measure(run, shape):
     names, usual = {"first": "dispatch + gemm", "second": "gemm + combine"}, None
     for choice, options in CHOICES.items():
         if not run.on_gpu and "num_sm" in options:
-            continue  # there it is the number of threads
+            continue  # on the CPU num_sm is the number of threads
         if run.num_sm and options.get("num_tail_sms", 0) >= run.num_sm:
-            run.say(f"left out: {choice}, of the {run.num_sm} of --num-sm none would send")
+            run.say(f"skipped: {choice}, because none of the {run.num_sm} blocks of --num-sm would send")
             continue
         with Layer(run, shape, **options) as layer:
             layer.check()
             parts = layer.parts()
-            ms = by_turns(run, layer=layer, **{n: parts[n] for n in names.values()})
+            ms = alternate(run, layer=layer, **{n: parts[n] for n in names.values()})
             usual = usual or ms
-            run.record("ablation", shape, choice, ms["layer"], over={"layer": usual["layer"]} | {stage: usual[n] * ms["layer"] / ms[n] for stage, n in names.items()},
+            run.record("ablation", shape, choice, ms["layer"],
+                       over={"layer": usual["layer"]}
+                       | {stage: usual[n] * ms["layer"] / ms[n] for stage, n in names.items()},
                        **{f"{stage}_ms": round(ms[n], 5) for stage, n in names.items()})

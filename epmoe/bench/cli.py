@@ -1,9 +1,10 @@
-"""Times of epmoe beside those of its peers.
+"""Measures epmoe and its peers.
 
-Under torchrun, one rank a GPU:   torchrun --nproc-per-node 4 -m epmoe.bench all --json benchmarks/h200x4.json
-By itself it starts its ranks:    python -m epmoe.bench          (as many as there are GPUs, or four on the CPU)
-On a machine without a GPU the shapes are small and the figures say nothing about GPUs.
-The table and the plots:          python -m epmoe.bench report benchmarks/h200x4.json
+Under torchrun, one rank a GPU:    torchrun --nproc-per-node 4 -m epmoe.bench all --json benchmarks/h200x4.json
+Without torchrun it starts ranks:  python -m epmoe.bench     (one for each GPU, at most 8; or four on the CPU)
+The tables and the plots:          python -m epmoe.bench report benchmarks/h200x4.json
+
+On a machine without a GPU the shapes are small, and the figures say nothing about GPUs.
 """
 
 import argparse
@@ -21,17 +22,17 @@ from .run import Run
 from .shapes import SHAPES
 
 BENCHES = {
-    "a2a": (a2a, "plan, dispatch and combine of every shape, beside the peers (default)"),
-    "sm": (sm, "dispatch and combine over the thread blocks that move tokens"),
-    "tokens": (tokens, "plan, dispatch and combine over T, the tokens of a rank"),
-    "layer": (layer, "a whole layer, fused and not, beside the peers and beside its GEMMs alone"),
-    "growth": (growth, "a whole layer over T, the tokens of a rank"),
-    "ablation": (ablation, "what each choice in the megakernels brings"),
-    "gemm": (gemm, "the grouped GEMMs of one rank of four, beside torch's"),
-    "overlap": (overlap, "what the megakernels' warps do, and when; needs a build with the profiler"),
-    "features": (features, "what token saving, sorting and pre-reduction bring"),
-    "host": (host, "what a call costs its caller, in microseconds"),
-    "side": (side, "what the protocol costs, ranks side by side on one GPU, flags through the L2"),
+    "a2a": (a2a, "plan, dispatch and combine for every shape, compared with the peers (default)"),
+    "sm": (sm, "dispatch and combine by number of thread blocks that move tokens"),
+    "tokens": (tokens, "plan, dispatch and combine by T, the tokens of a rank"),
+    "layer": (layer, "a whole layer, fused and unfused, compared with the peers and with its GEMMs alone"),
+    "growth": (growth, "a whole layer by T, the tokens of a rank"),
+    "ablation": (ablation, "the effect of each option of the fused kernels"),
+    "gemm": (gemm, "the grouped GEMMs of one rank of four, compared with torch's"),
+    "overlap": (overlap, "what the warps of the fused kernels do, and when; needs a build with the profiler"),
+    "features": (features, "the effect of token saving, sorting and pre-reduction"),
+    "host": (host, "host overhead per call, in microseconds"),
+    "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),
 }
 
 
@@ -46,43 +47,52 @@ def numbers(text):
 
 
 def new_file(text):
-    """Found out before hours of figures: can it be written?"""
+    """Check before the measurements that the file can be written."""
     if not os.access(Path(text).absolute().parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text}: no folder to write to")
+        raise argparse.ArgumentTypeError(f"{text}: cannot write to its folder")
     return text
 
 
 def names(text):
     unknown = [n for n in text.split(",") if n not in SHAPES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: must be of {', '.join(SHAPES)}")
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: must be one of {', '.join(SHAPES)}")
     return text.split(",")
 
 
 def parse(argv):
-    p = argparse.ArgumentParser(prog="python -m epmoe.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(prog="python -m epmoe.bench", description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     sub = p.add_subparsers(dest="bench", metavar="BENCH")
     for name, text in {**{n: t for n, (_, t) in BENCHES.items()}, "all": "all of these"}.items():
         s = sub.add_parser(name, help=text, description=text)
-        s.add_argument("--shapes", type=names, metavar="A,B,...", help=f"of {', '.join(SHAPES)}; default: what the bench is about")
-        s.add_argument("--num-sm", type=numbers, metavar="N", help="thread blocks that move tokens; for sm: N,N,..., those to go over; not for gemm")
-        s.add_argument("--iters", type=positive, help="runs of which the median is taken (default: 30; on the CPU 10; gemm: rounds of runs, 6 and 3)")
+        s.add_argument("--shapes", type=names, metavar="A,B,...",
+                       help=f"of {', '.join(SHAPES)}; default: those of the bench")
+        s.add_argument("--num-sm", type=numbers, metavar="N",
+                       help="thread blocks that move tokens; sm: N,N,..., those to measure; not for gemm")
+        s.add_argument("--iters", type=positive,
+                       help="runs; the median counts (default: 30, on the CPU 10; gemm: rounds, 6 and 3)")
         s.add_argument("--json", type=new_file, metavar="FILE", help="write all figures to FILE (rank 0)")
-        s.add_argument("--trace", type=new_file, metavar="FILE", help="overlap: write a trace of all ranks for Perfetto, and a picture beside it (rank 0)")
-        s.add_argument("--commit", help="recorded with the figures; default: what git says")
-        s.add_argument("--ranks", type=positive, help="ranks to start, where torchrun has not started them")
-    report.add_arguments(sub.add_parser("report", help="write the plots, and the README's table, from a file of figures"))
+        s.add_argument("--trace", type=new_file, metavar="FILE",
+                       help="overlap: write a trace of all ranks for Perfetto, and a plot (rank 0)")
+        s.add_argument("--commit", help="commit to record with the figures; default: that of the checkout")
+        s.add_argument("--ranks", type=positive, help="number of ranks to start without torchrun")
+    report_help = "write the plots and the tables of the README, from a file of figures"
+    report.add_arguments(sub.add_parser("report", help=report_help))
     known = (*sub.choices, "-h", "--help")
     options = p.parse_args(argv if argv and argv[0] in known else ["a2a", *argv])
     if options.bench not in ("sm", "report") and options.num_sm and len(options.num_sm) > 1:
-        p.error("--num-sm takes several numbers only for sm")
+        p.error("--num-sm: pass one number; only sm takes several")
     if options.bench == "gemm" and options.num_sm:
-        p.error("--num-sm is of no use to gemm: it moves no tokens")
+        p.error("--num-sm: leave it out for gemm, which moves no tokens")
     return options
 
 
 def run(options):
-    """This rank's part; torch.distributed is initialised, or this is the only rank.  Returns the rows of the table."""
+    """Run this rank's part and return the rows of the table.
+
+    torch.distributed is initialized, or this is the only rank.
+    """
     r = Run(options)
     r.introduce()
     benches = list(BENCHES) if options.bench == "all" else [options.bench]
@@ -105,14 +115,14 @@ def use_cuda():
 
 
 def started_rank(rank, world_size, argv):
-    """A rank that this program started itself; run_ranks has given it its GPU."""
+    """Run one of the ranks that this program has started itself; run_ranks has given it its GPU."""
     run(parse(argv))
 
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
-    if options.bench in ("side", "all"):
+    if options.bench == "side":
         os.environ.update(SIDE_BY_SIDE)  # before anything uses CUDA
     backend = "cpu:gloo,cuda:nccl" if use_cuda() else "gloo"
     if options.bench == "report":
@@ -127,7 +137,7 @@ def main(argv=None):
     try:
         num_ranks = options.ranks or (min(torch.cuda.device_count(), 8) if use_cuda() else 4)
         run_ranks(started_rank, num_ranks, argv, backend=backend, timeout_s=3600)
-    except AssertionError as error:  # its text is the tracebacks of the ranks
+    except AssertionError as error:  # its text has the tracebacks of the ranks
         return str(error)
     return 0
 

@@ -1,8 +1,8 @@
-"""Grouped GEMMs alone, beside torch's: what the experts of one rank of four multiply, forward and backward.
+"""Measures the grouped GEMMs alone, compared with torch's: those of one rank of four, forward and backward.
 
-Rows are the choices of T tokens, spread at random over the rank's experts; every product is compared with float64 on
-sampled rows before it is timed, by turns with torch's.  Also a dense product and a decoding batch, whose time is that
-of reading the weights.
+The rows are the choices of T tokens, spread at random over the rank's experts.  Every GEMM is compared with
+float64 on sampled rows before it is timed, alternating with torch's.  Two shapes are added: a dense GEMM, and
+a decoding batch, where reading the weights takes all the time.
 """
 
 import functools
@@ -18,7 +18,7 @@ from epmoe.bench.shapes import SHAPES, Shape
 from epmoe.gemm import DGRAD, FORWARD, WGRAD
 from epmoe.reference import activate
 
-RANKS = 4  # of which one rank's experts are multiplied
+RANKS = 4  # the GEMMs are those of one of them
 DENSE = Shape("dense", 8192, 8192, 4096, 1, 1)  # gate and up: 8192 x 8192 x 8192
 DECODE = replace(SHAPES["dsv3"], name="dsv3-decode", tokens=128)
 
@@ -27,12 +27,13 @@ def jobs(run):
     shapes = run.shapes()
     found = [(shape.name, functools.partial(measure, run, shape)) for shape in shapes]
     if not run.options.shapes:
-        found += [(s.name, functools.partial(measure, run, s)) for s in (DENSE, DECODE) for s in [s if run.on_gpu else s.small()]]
+        found += [(s.name, functools.partial(measure, run, s)) for s in (DENSE, DECODE)
+                  for s in [s if run.on_gpu else s.small()]]
     return found
 
 
 def with_torch(run, kind, a, b, offsets):
-    """The same product as torch has it: one call on a GPU, one an expert on the CPU."""
+    """Compute the same GEMM with torch: one call on a GPU, one per expert on the CPU."""
     if not run.on_gpu:
         return torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, kind, 0, False)
     if len(offsets) == 2 and kind != WGRAD:
@@ -43,7 +44,7 @@ def with_torch(run, kind, a, b, offsets):
 
 
 def product_error(kind, activation, a, b, offsets, got):
-    """What is wrong with sampled rows of a product, or ""."""
+    """Return what is wrong with sampled rows of a GEMM's result, or ""."""
     ends = offsets.tolist()
     for e in sorted({0, len(ends) // 2 - 1, len(ends) - 2}):
         begin, end = max(ends[e], 0), ends[e + 1]
@@ -51,14 +52,15 @@ def product_error(kind, activation, a, b, offsets, got):
             left, right, have = a[begin:end, ::61].t().double(), b[begin:end].double(), got[e, ::61].double()
         else:
             at = torch.arange(begin, end, max(1, (end - begin) // 16), device=a.device)
-            left, right, have = a[at].double(), (b[e].t() if kind == FORWARD else b[e]).double(), got[at].double()
+            left, have = a[at].double(), got[at].double()
+            right = (b[e].t() if kind == FORWARD else b[e]).double()
         want, size = left @ right, left.abs() @ right.abs()
         if activation:
             want, size = activate(want, activation), 2 * (size.chunk(2, 1)[0] + 1) * (size.chunk(2, 1)[1] + 1)
         eps = torch.finfo(got.dtype).eps
         bad = ~((have - want).abs() <= eps * want.abs() + 2.0**-19 * size)
         if bad.any():
-            return f"{int(bad.sum())} of {bad.numel()} sampled numbers of expert {e} are not those of float64"
+            return f"{int(bad.sum())} of {bad.numel()} sampled numbers of expert {e} differ from float64"
     return ""
 
 
@@ -67,16 +69,19 @@ def measure(run, shape):
     g = torch.Generator(run.device).manual_seed(2000 + run.rank)
     dtype = torch.bfloat16 if run.on_gpu else torch.float32
     num_experts, num_rows = max(1, shape.experts // RANKS), shape.tokens * shape.topk
-    counts = torch.bincount(torch.randint(num_experts, (num_rows,), device=run.device, generator=g), minlength=num_experts)
+    counts = torch.bincount(torch.randint(num_experts, (num_rows,), device=run.device, generator=g),
+                            minlength=num_experts)
     offsets = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
     def random(*size):
         return torch.randn(*size, device=run.device, generator=g).to(dtype)
 
     x, h, dy, dgu = (random(num_rows, n) for n in (shape.hidden, shape.inner, shape.hidden, 2 * shape.inner))
-    gate_up, down = random(num_experts, 2 * shape.inner, shape.hidden), random(num_experts, shape.hidden, shape.inner)
+    gate_up = random(num_experts, 2 * shape.inner, shape.hidden)
+    down = random(num_experts, shape.hidden, shape.inner)
     gate_up /= shape.hidden**0.5
-    products = [("gate and up", FORWARD, None, x, gate_up), ("gate and up, SwiGLU", FORWARD, "swiglu", x, gate_up), ("down", FORWARD, None, h, down),
+    products = [("gate and up", FORWARD, None, x, gate_up),
+                ("gate and up, SwiGLU", FORWARD, "swiglu", x, gate_up), ("down", FORWARD, None, h, down),
                 ("dgrad of down", DGRAD, None, dy, down), ("dgrad of gate and up", DGRAD, None, dgu, gate_up),
                 ("wgrad of down", WGRAD, None, dy, h), ("wgrad of gate and up", WGRAD, None, dgu, x)]
 
@@ -98,7 +103,8 @@ def measure(run, shape):
         def record(impl, ms, over=None):
             tflops, gbps = flops / ms / 1e9, weight_bytes / ms / 1e6
             rate = f"{gbps:.0f} GB/s" if shape.tokens <= 128 and gbps else f"{tflops:.3g} TFLOP/s"
-            run.record("gemm", shape, impl, ms, over=over, rate=rate, tflops=round(tflops, 4), weight_gbps=round(gbps, 1))
+            run.record("gemm", shape, impl, ms, over=over, rate=rate, tflops=round(tflops, 4),
+                       weight_gbps=round(gbps, 1))
 
         def product(activation=None):
             return ours(kind, activation, a, b)

@@ -1,7 +1,7 @@
-"""What a call costs its caller, and what it costs beyond its kernel: eager, fixed capacity, few tokens.
+"""Measures the host overhead per call: eager, with a fixed capacity, for few tokens.
 
-host        the caller is kept so long, device work not waited for
-among many  a call in a row of calls, device work included: the kernel's time or the host's, whichever is longer
+host        the time until the call returns, without waiting for the device
+among many  the time per call in a row of calls: the kernel's time or the host's, whichever is longer
 in a graph  the kernel's time alone; the row before says how much longer an eager call takes
 """
 
@@ -21,16 +21,22 @@ def jobs(run):
 def measure(run, shape):
     shape = shape.with_tokens(TOKENS)
     x, idx, weight = run.inputs(shape)
-    sync = torch.cuda.synchronize if run.on_gpu else (lambda: None)  # on the CPU a call returns when it is done
-    with run.layer(shape, x.dtype, capacity=run.size * shape.tokens * shape.topk, num_sm=run.num_sm or (8 if run.on_gpu else 1)) as layer:
+    # on the CPU a call has finished when it returns
+    sync = torch.cuda.synchronize if run.on_gpu else (lambda: None)
+    with run.layer(shape, x.dtype, capacity=run.size * shape.tokens * shape.topk,
+                   num_sm=run.num_sm or (8 if run.on_gpu else 1)) as layer:
         rows, row_weight, layout = layer.dispatch(x, idx, weight)
-        calls = {"preprocess": lambda: layer.preprocess(idx), "cached dispatch": lambda: layer.dispatch(x, weight=weight, layout=layout),
+        calls = {"preprocess": lambda: layer.preprocess(idx),
+                 "cached dispatch": lambda: layer.dispatch(x, weight=weight, layout=layout),
                  "combine": lambda: layer.combine(rows, layout, row_weight)}
         for name, fn in calls.items():
-            us = host_microseconds(fn, sync, run.cpu_group, **({} if run.on_gpu else {"calls": 10, "rounds": 3}))
+            us = host_microseconds(fn, sync, run.cpu_group,
+                                   **({} if run.on_gpu else {"calls": 10, "rounds": 3}))
             run.record("host", shape, f"epmoe {name}, host", us / 1e3, rate=f"{us:.1f} us")
             if run.on_gpu:
-                [many], kernel = alternated([fn], run.device, run.cpu_group, run.iters, 5), graphed(fn, run.cpu_group)
-                run.record("host", shape, f"epmoe {name}, among many", many, rate=f"{(many - kernel) * 1e3:.1f} us beyond")
+                many, = alternated([fn], run.device, run.cpu_group, run.iters, 5)
+                kernel = graphed(fn, run.cpu_group)
+                run.record("host", shape, f"epmoe {name}, among many", many,
+                           rate=f"{(many - kernel) * 1e3:.1f} us beyond")
                 run.record("host", shape, f"epmoe {name}, in a graph", kernel)
         layer.synchronize()

@@ -1,4 +1,4 @@
-"""How a figure is taken: a barrier before each iteration, events on the device, the median of many, the slowest rank."""
+"""How times are measured: a barrier before each run, device events, the median, the slowest rank."""
 
 import functools
 import statistics
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def slowest(cpu_group, value):
-    """The largest of all ranks' values."""
+    """Return the largest of all ranks' values.  Collective."""
     if not dist.is_initialized():
         return value
     t = torch.tensor([value], dtype=torch.float64)
@@ -18,20 +18,23 @@ def slowest(cpu_group, value):
 
 
 @functools.cache
-def _more_than_the_l2(device):
+def _buffer_larger_than_l2(device):
     num_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 1 << 26)
     return torch.empty(2 * num_bytes, dtype=torch.int8, device=device)
 
 
 def timed(fn, barrier, device, cpu_group, iters=30, warmup=5):
-    """Median milliseconds of fn, the slowest rank's.  On the GPU: device time between two events, host time included
-    where the host is the slower one.  The L2 is overwritten before each, in place of rotating through many buffers."""
+    """Return the median milliseconds of fn on the slowest rank.
+
+    On the GPU this is the time between two events, which includes host time where the host is slower.  Before
+    each run the L2 cache is overwritten, instead of rotating through many buffers.
+    """
     for _ in range(warmup):
         fn()
     times = []
     for _ in range(iters):
         if device.type == "cuda":
-            _more_than_the_l2(device).fill_(1)
+            _buffer_larger_than_l2(device).fill_(1)
             barrier()
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
@@ -50,10 +53,11 @@ def timed(fn, barrier, device, cpu_group, iters=30, warmup=5):
 
 
 def alternated(fns, device, cpu_group, rounds, round_ms):
-    """Milliseconds of each fn, called back to back for a round_ms and in turn with the others: median over the rounds, slowest rank's.
+    """Return the milliseconds of each fn: the median over the rounds, on the slowest rank.
 
-    For work that a GPU's power limits: its clock falls within milliseconds, so each must meet it in the same state.  All ranks
-    make as many calls, so an fn may be one that they make together.
+    In a round each fn is called back to back for about round_ms, one fn after the other.  This is for work
+    that the GPU's power limits: the clock falls within milliseconds, so each fn must meet it in the same
+    state.  All ranks make equally many calls, so an fn may be collective.
     """
     def span(fn, calls):
         if device.type != "cuda":
@@ -71,7 +75,7 @@ def alternated(fns, device, cpu_group, rounds, round_ms):
         return begin.elapsed_time(end) / calls
 
     calls, times = [max(1, int(round_ms / slowest(cpu_group, span(fn, 2)))) for fn in fns], [[] for _ in fns]
-    for r in range(rounds + 2):  # two rounds to warm up; every other one backwards
+    for r in range(rounds + 2):  # two rounds to warm up; every other round in reverse order
         for i in (range(len(fns)) if r % 2 else reversed(range(len(fns)))):
             t = span(fns[i], calls[i])
             if r >= 2:
@@ -80,8 +84,10 @@ def alternated(fns, device, cpu_group, rounds, round_ms):
 
 
 def graphed(fn, cpu_group, calls=50, replays=20):
-    """Milliseconds of one fn among `calls` of them in a CUDA graph: device time without the host's, caches warm.  The
-    start of a graph, and what the ranks' hosts start it apart, is of the first call; so there are many."""
+    """Return the milliseconds of fn as one of many calls in a CUDA graph: device time only, with warm caches.
+
+    The launch of the graph, and the skew between the ranks' hosts, delay its first call only; so it has many.
+    """
     fn()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -100,7 +106,7 @@ def graphed(fn, cpu_group, calls=50, replays=20):
 
 
 def host_microseconds(fn, sync, cpu_group, calls=200, rounds=20):
-    """Microseconds that the caller of fn is kept, device work not waited for: median over rounds of so many calls."""
+    """Return the microseconds until fn returns, without a wait for the device: the median over rounds."""
     times = []
     for _ in range(rounds + 1):  # one to warm up
         sync()

@@ -1,14 +1,17 @@
-"""The plots of report.py, as PNG: times for each shape, over thread blocks, over T."""
+"""The plots of report.py, as PNG: times by shape, by thread blocks, and by T."""
 
 import importlib.util
 
 from epmoe.bench.report import STAGES
 
-# Okabe and Ito's colours, which colour-blind readers tell apart; hatches and markers say the same again.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; hatches and markers repeat the
+# information.
 COLORS = {"epmoe": "#0072B2", "DeepEP": "#E69F00", "torch": "#999999"}
 STAGE_STYLE = {"dispatch": ("o", "-"), "combine": ("s", "--")}
-STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#dddddd",
-         "grid.linewidth": 0.6, "axes.axisbelow": True, "figure.facecolor": "white", "savefig.facecolor": "white", "legend.frameon": False,
+STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+         "grid.color": "#dddddd",
+         "grid.linewidth": 0.6, "axes.axisbelow": True, "figure.facecolor": "white",
+         "savefig.facecolor": "white", "legend.frameon": False,
          "hatch.linewidth": 0.7}
 TEXTS = {"layers": "Time of a whole layer for each shape, epmoe beside DeepEP and torch",
          "shapes": "Time of dispatch and of combine for each shape, epmoe beside DeepEP and torch",
@@ -22,7 +25,7 @@ def can_draw():
 
 
 def wanted(figures):
-    """{name: alternative text} of the plots that the figures have rows for.  A line needs two points."""
+    """Return {name: alternative text} of the plots that the figures suffice for.  A line needs two points."""
     there = {"layers": bool(figures.shapes("layer")), "shapes": bool(figures.shapes())}
     for name in ("sm", "tokens"):
         there[name] = bool(sweep_shape(figures, name))
@@ -31,13 +34,13 @@ def wanted(figures):
 
 
 def sweep_shape(figures, bench, impl=STAGES["combine"]):
-    """The first shape with rows at two points or more of a sweep; None without."""
+    """Return the first shape with at least two points of a sweep, or None."""
     shapes = [r["shape"] for r in figures.find(bench, impl)]
     return next((s for s in shapes if shapes.count(s) > 1), None)
 
 
 def draw(figures):
-    """Write the wanted plots; returns wanted(figures)."""
+    """Write the wanted plots and return wanted(figures)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -46,8 +49,9 @@ def draw(figures):
     plots = wanted(figures)
     for name in plots:
         with plt.rc_context(STYLE):
-            figure = {"layers": draw_layers, "shapes": draw_shapes, "sm": draw_sm, "tokens": draw_tokens, "growth": draw_growth}[name](figures, plt)
-            # Software would be the version of matplotlib: the same figures give the same file with any version.
+            figure = {"layers": draw_layers, "shapes": draw_shapes, "sm": draw_sm, "tokens": draw_tokens,
+                      "growth": draw_growth}[name](figures, plt)
+            # Without Software, matplotlib's version: the file depends on the figures only.
             figure.savefig(figures.plot_path(name), dpi=150, metadata={"Software": None, "Figures": figures.digest})
             plt.close(figure)
     return plots
@@ -55,7 +59,8 @@ def draw(figures):
 
 def title(figures, text):
     r = figures.result
-    return f"{text}\n{r['machine']}, {r['date']}" + ("" if figures.is_gpu else ": small shapes on a CPU, nothing about GPUs")
+    note = "" if figures.is_gpu else ": small shapes on a CPU, nothing about GPUs"
+    return f"{text}\n{r['machine']}, {r['date']}{note}"
 
 
 def peer_name(figures):
@@ -63,13 +68,13 @@ def peer_name(figures):
 
 
 def link_ms(figures, row):
-    """Milliseconds that the row's bytes need on the link at the rate that was measured; None where that is unknown."""
+    """Return the ms that the row's bytes need at the link's measured rate, or None where it is unknown."""
     rate = figures.recorded.get("link_gbps")
     return row["wire_gbps"] * row["ms"] / rate if rate and "wire_gbps" in row else None
 
 
 def draw_shapes(figures, plt):
-    """Bars: a panel a stage, a group a shape."""
+    """Draw bars: a panel for each stage, a group for each shape."""
     figure, axes = plt.subplots(2, 1, figsize=(9, 6.4), layout="constrained")
     shapes, another_run = figures.shapes(), False
     for ax, (stage, impl) in zip(axes, STAGES.items()):
@@ -77,17 +82,21 @@ def draw_shapes(figures, plt):
             row = figures.find("a2a", impl, shape=shape)[0]
             deep_ep, same_run = figures.deep_ep("a2a", stage, shape=shape)
             another_run |= deep_ep is not None and not same_run
-            bars = [("epmoe", row["ms"]), ("DeepEP", deep_ep), ("torch", figures.ms("a2a", f"torch {stage}", shape=shape))]
+            bars = [("epmoe", row["ms"]), ("DeepEP", deep_ep),
+                    ("torch", figures.ms("a2a", f"torch {stage}", shape=shape))]
             bars = [(who, ms) for who, ms in bars if ms is not None]
             for j, (who, ms) in enumerate(bars):
                 at = i + (j - (len(bars) - 1) / 2) * 0.27
                 hatched = who == "DeepEP" and not same_run
-                ax.bar(at, ms, 0.25, color=COLORS[who], hatch="///" if hatched else None, edgecolor="white", linewidth=0)
-                ax.annotate(f"{ms:.2f}", (at, ms), (0, 2), textcoords="offset points", ha="center", fontsize=8.5)
+                ax.bar(at, ms, 0.25, color=COLORS[who], hatch="///" if hatched else None, edgecolor="white",
+                       linewidth=0)
+                ax.annotate(f"{ms:.2f}", (at, ms), (0, 2), textcoords="offset points", ha="center",
+                            fontsize=8.5)
                 floor = link_ms(figures, row)
                 if who == "epmoe" and floor:
                     ax.plot([at - 0.125, at + 0.125], [floor, floor], color="black", linewidth=1.6)
-        ax.set_xticks(range(len(shapes)), [f"{s}\nT = {figures.find('a2a', impl, shape=s)[0]['tokens']}" for s in shapes])
+        ax.set_xticks(range(len(shapes)),
+                      [f"{s}\nT = {figures.find('a2a', impl, shape=s)[0]['tokens']}" for s in shapes])
         ax.tick_params(axis="x", length=0)
         ax.margins(y=0.1)
         ax.grid(axis="x", visible=False)
@@ -96,7 +105,8 @@ def draw_shapes(figures, plt):
     labels = ["epmoe"]
     if any(figures.deep_ep("a2a", s, shape=shape)[0] for s in STAGES for shape in shapes):
         hatch = "///" if another_run else None
-        handles.append(plt.Rectangle((0, 0), 1, 1, facecolor=COLORS["DeepEP"], edgecolor="white", linewidth=0, hatch=hatch))
+        handles.append(plt.Rectangle((0, 0), 1, 1, facecolor=COLORS["DeepEP"], edgecolor="white", linewidth=0,
+                                     hatch=hatch))
         labels.append("DeepEP + permute" + (", recorded in another run" if another_run else ""))
     if any(figures.find("a2a", f"torch {s}") for s in STAGES):
         handles.append(plt.Rectangle((0, 0), 1, 1, color=COLORS["torch"]))
@@ -143,31 +153,43 @@ def _line(ax, figures, bench, impl, shape, x, who, stage, label):
     rows = sorted(figures.find(bench, impl, shape=shape), key=lambda r: r[x])
     if rows:
         marker, style = STAGE_STYLE[stage]
-        ax.plot([r[x] for r in rows], [r["ms"] for r in rows], marker=marker, linestyle=style, color=COLORS[who], markersize=5, label=label)
+        ax.plot([r[x] for r in rows], [r["ms"] for r in rows], marker=marker, linestyle=style,
+                color=COLORS[who], markersize=5, label=label)
     return rows
 
 
 def _points(ax, rows, x, stage, label):
-    """Figures of few points, or of another run: hollow, without a line."""
+    """Draw hollow points without a line: figures of few points, or of another run."""
     if rows:
-        ax.plot([r[x] for r in rows], [r["ms"] for r in rows], linestyle="", marker=STAGE_STYLE[stage][0], markersize=7,
+        ax.plot([r[x] for r in rows], [r["ms"] for r in rows], linestyle="", marker=STAGE_STYLE[stage][0],
+                markersize=7,
                 markerfacecolor="none", markeredgewidth=1.6, color=COLORS["DeepEP"], label=label)
 
 
 def draw_sm(figures, plt):
-    """Lines over the thread blocks.  DeepEP's of the same run are whole, so epmoe's dispatch beside them has its plan;
-    recorded ones are of the bare calls, cached."""
+    """Draw lines over the number of thread blocks.
+
+    DeepEP's figures of the same run include its layout, so epmoe's dispatch then includes its plan.  DeepEP's
+    recorded figures are of the bare, cached calls.
+    """
     figure, ax = plt.subplots(figsize=(9, 3.8), layout="constrained")
     shape, counts = sweep_shape(figures, "sm"), set()
-    same_run = [r for r in figures.rows if r["bench"] == "a2a" and r["impl"].startswith("DeepEP") and r["shape"] == shape]
-    dispatch = ("epmoe plan + dispatch",) * 2 if same_run else ("epmoe cached dispatch", "epmoe dispatch of a plan made before")
+    same_run = [r for r in figures.rows if r["bench"] == "a2a" and r["impl"].startswith("DeepEP")
+                and r["shape"] == shape]
+    dispatch = ("epmoe cached dispatch", "epmoe dispatch of a plan made before")
+    if same_run:
+        dispatch = ("epmoe plan + dispatch",) * 2
     for stage, (impl, label) in zip(STAGES, (dispatch, ("epmoe combine",) * 2)):
-        counts |= {r["num_sm"] for r in _line(ax, figures, "sm", impl, shape, "num_sm", "epmoe", stage, label)}
-    for stage, impl in (("dispatch", "cached dispatch without permute"), ("combine", "combine without unpermute")):
+        counts |= {r["num_sm"]
+                   for r in _line(ax, figures, "sm", impl, shape, "num_sm", "epmoe", stage, label)}
+    for stage, impl in (("dispatch", "cached dispatch without permute"),
+                        ("combine", "combine without unpermute")):
         if same_run:
-            _points(ax, [r for r in same_run if f" {stage}," in r["impl"]], "num_sm", stage, f"DeepEP + permute, {stage}")
+            _points(ax, [r for r in same_run if f" {stage}," in r["impl"]], "num_sm", stage,
+                    f"DeepEP + permute, {stage}")
         else:
-            rows = [r for r in figures.recorded_rows if (r["bench"], r["impl"], r["shape"]) == ("sm", f"DeepEP {impl}", shape)]
+            rows = [r for r in figures.recorded_rows
+                    if (r["bench"], r["impl"], r["shape"]) == ("sm", f"DeepEP {impl}", shape)]
             _points(ax, rows, "num_sm", stage, f"DeepEP {impl}, another run")
     workers = "thread blocks" if figures.is_gpu else "threads"
     ax.set(xlabel=f"{workers}, one an SM" if figures.is_gpu else workers, ylabel="time (ms)", ylim=(0, None))
@@ -179,7 +201,7 @@ def draw_sm(figures, plt):
 
 
 def over_tokens(ax, ticks):
-    """Both axes logarithmic, with numbers that one can read."""
+    """Make both axes logarithmic, with readable numbers."""
     ax.set(xscale="log", yscale="log", xlabel="T, tokens of a rank", ylabel="time (ms)")
     ax.set_xticks(sorted(ticks), [str(t) for t in sorted(ticks)])
     ax.minorticks_off()
@@ -189,14 +211,16 @@ def over_tokens(ax, ticks):
 
 
 def draw_growth(figures, plt):
-    """Lines over T of a layer's ways."""
+    """Draw lines over T, one for each way to compute a layer."""
     figure, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
     shape, ticks = sweep_shape(figures, "growth", "epmoe layer"), set()
-    ways = (("epmoe layer", "#0072B2", "o-"), ("epmoe layer, one after the other", "#56B4E9", "s--"), ("GEMMs alone", "black", ":"), ("torch layer", "#999999", "^-"))
+    ways = (("epmoe layer", "#0072B2", "o-"), ("epmoe layer, one after the other", "#56B4E9", "s--"),
+            ("GEMMs alone", "black", ":"), ("torch layer", "#999999", "^-"))
     for impl, color, style in ways:
         rows = sorted(figures.find("growth", impl, shape=shape), key=lambda r: r["tokens"])
         ticks |= {r["tokens"] for r in rows}
-        label = {"epmoe layer, one after the other": "epmoe layer, fused=False", "GEMMs alone": "torch's two GEMMs alone", "torch layer": f"{peer_name(figures)} layer"}.get(impl, impl)
+        label = {"epmoe layer, one after the other": "epmoe layer, fused=False", "GEMMs alone": "torch's two GEMMs alone",
+                 "torch layer": f"{peer_name(figures)} layer"}.get(impl, impl)
         ax.plot([r["tokens"] for r in rows], [r["ms"] for r in rows], style, color=color, markersize=5, label=label)
     over_tokens(ax, ticks)
     ax.set_title(title(figures, f"{shape}: time of a layer over T"), loc="left", fontsize=11)
@@ -205,28 +229,33 @@ def draw_growth(figures, plt):
 
 
 def draw_tokens(figures, plt):
-    """Lines over T, both axes logarithmic."""
+    """Draw lines over T, with both axes logarithmic."""
     figure, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
     shape, ticks = sweep_shape(figures, "tokens"), set()
     for stage, impl in STAGES.items():
         rows = _line(ax, figures, "tokens", impl, shape, "tokens", "epmoe", stage, impl)
         ticks |= {r["tokens"] for r in rows}
-        _line(ax, figures, "tokens", f"torch {stage}", shape, "tokens", "torch", stage, f"{peer_name(figures)} {stage}")
+        _line(ax, figures, "tokens", f"torch {stage}", shape, "tokens", "torch", stage,
+              f"{peer_name(figures)} {stage}")
         theirs = {t: figures.deep_ep("tokens", stage, shape=shape, tokens=t) for t in sorted(ticks)}
         same_run = {t: ms for t, (ms, same) in theirs.items() if same}
-        other_run = [r for r in figures.recorded_rows if r["impl"] == f"DeepEP {stage}" and r["shape"] == shape]
+        other_run = [r for r in figures.recorded_rows if r["impl"] == f"DeepEP {stage}"
+                     and r["shape"] == shape]
         if same_run:
             marker, style = STAGE_STYLE[stage]
-            ax.plot(list(same_run), list(same_run.values()), marker=marker, linestyle=style, color=COLORS["DeepEP"], markersize=5,
+            ax.plot(list(same_run), list(same_run.values()), marker=marker, linestyle=style,
+                    color=COLORS["DeepEP"], markersize=5,
                     label=f"DeepEP + permute {stage}")
         else:
             _points(ax, other_run, "tokens", stage, f"DeepEP + permute, {stage}, another run")
         floors = [(r["tokens"], link_ms(figures, r)) for r in rows if link_ms(figures, r)]
         if floors and stage == "dispatch":
-            ax.plot(*zip(*floors), color="black", linestyle=":", label=f"the same bytes at {figures.recorded['link_gbps']} GB/s")
+            ax.plot(*zip(*floors), color="black", linestyle=":",
+                    label=f"the same bytes at {figures.recorded['link_gbps']} GB/s")
     over_tokens(ax, ticks)
     ax.set_title(title(figures, f"{shape}: time over T"), loc="left", fontsize=11)
     handles, labels = ax.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda i: (not labels[i].startswith("epmoe"), labels[i].startswith("the same")))
+    order = sorted(range(len(labels)),
+                   key=lambda i: (not labels[i].startswith("epmoe"), labels[i].startswith("the same")))
     ax.legend([handles[i] for i in order], [labels[i] for i in order])
     return figure

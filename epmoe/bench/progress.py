@@ -1,11 +1,14 @@
-"""Says on stderr how far a bench is: a bar where rich is installed and somebody watches, else a line a step."""
+"""Shows on stderr how far a bench is: a bar on a terminal where rich is installed, else a line per step."""
 
 import sys
 import time
 
 
 class Progress:
-    """with Progress(num_steps) as p: p.step("what comes now") before each.  Only the rank that speaks makes one that is `on`."""
+    """with Progress(num_steps) as p: p.step("name of the step") before each step.
+
+    Only the rank that prints makes one that is `on`.
+    """
 
     def __init__(self, num_steps, on=True):
         self.num_steps, self.begun, self.on, self.bar = num_steps, 0, on, None
@@ -19,22 +22,24 @@ class Progress:
                 from rich.progress import Progress as Bar
             except ImportError:
                 return self
-            columns = BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-            # stdout is left alone: the figures may go to a file.
-            self.bar = Bar(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty(), redirect_stderr=False)
+            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(),
+                       TextColumn("{task.description}"))
+            # stdout is not used, because the figures may go to a file.
+            self.bar = Bar(*columns, console=Console(stderr=True), redirect_stdout=sys.stdout.isatty(),
+                           redirect_stderr=False)
             self.bar.start()
             self.task = self.bar.add_task("", total=self.num_steps)
         return self
 
     def step(self, what):
-        """The step before is done; this one begins."""
+        """Mark the previous step as done and begin this one."""
         self.begun += 1
         if self.bar:
             self.bar.update(self.task, completed=self.begun - 1)
-        self.note(what)
+        self.show(what)
 
-    def note(self, what):
-        """A part of a step that takes its time."""
+    def show(self, what):
+        """Show the part of the step that runs now."""
         if self.bar:
             self.bar.update(self.task, description=what)
         elif self.on:

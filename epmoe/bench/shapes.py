@@ -1,11 +1,11 @@
-"""The shapes that are measured, and a smaller stand-in for each on the CPU."""
+"""The shapes that are measured, and a smaller one of each for the CPU."""
 
 from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Shape:
-    """T tokens a rank, H hidden, I inner, E experts in all, K choices."""
+    """T tokens per rank, H hidden, I inner, E experts of all ranks, K choices per token."""
 
     name: str
     tokens: int
@@ -15,8 +15,9 @@ class Shape:
     topk: int
 
     def small(self):
-        """For a machine without a GPU: the same proportions, a hundredth of the tokens, a sixteenth of the width."""
-        return replace(self, name=self.name + "-small", tokens=max(16, self.tokens // 128), hidden=max(64, self.hidden // 16),
+        """Return a shape for the CPU: 1/128 of the tokens, 1/16 of the width, at most 32 experts."""
+        return replace(self, name=self.name + "-small", tokens=max(16, self.tokens // 128),
+                       hidden=max(64, self.hidden // 16),
                        inner=max(64, self.inner // 16), experts=min(self.experts, 32))
 
     def with_tokens(self, tokens):

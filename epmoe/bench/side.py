@@ -8,13 +8,14 @@ plan, dispatch, …  one operation among many in a CUDA graph, few tokens; on th
 """
 
 import functools
+import os
 import statistics
 import time
 
 import torch
 
 import epmoe
-from epmoe.testing import run_threads
+from epmoe.testing import SIDE_BY_SIDE, run_threads
 
 RANKS = (1, 2, 4)
 TOKENS = (1, 16, 128)
@@ -22,8 +23,8 @@ CALLS, REPLAYS = 50, 20
 
 
 def jobs(run):
-    if run.size > 1:
-        run.say("left out: side runs its own ranks, as threads; start it as one process")
+    if run.size > 1 or (run.on_gpu and any(name not in os.environ for name in SIDE_BY_SIDE)):
+        run.say("left out: side runs its own ranks, as threads of one process: python -m epmoe.bench side --ranks 1")
         return []
     return [(shape.name, functools.partial(measure, run, shape)) for shape in run.shapes("qwen3-30b")]
 

@@ -1,4 +1,7 @@
-"""dispatch and combine over the thread blocks that move tokens (threads on the CPU): what is left for the GEMMs."""
+"""Measures dispatch and combine by number of thread blocks that move tokens (threads on the CPU).
+
+The remaining SMs are free for GEMMs.
+"""
 
 import functools
 

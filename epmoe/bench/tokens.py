@@ -1,4 +1,4 @@
-"""plan, dispatch and combine over T, the tokens of a rank: from decoding to training."""
+"""Measures plan, dispatch and combine by T, the tokens of a rank: from decoding to training."""
 
 import functools
 
