@@ -1,10 +1,10 @@
-"""The symmetric heap by itself: memory that every rank can reach on every other.
+"""The symmetric heap alone: memory that every rank can access on every other rank.
 
     python examples/01_heap.py
     torchrun --nproc-per-node 4 examples/01_heap.py
 
-A ring: each rank hands what it has to its right neighbour, W times, until everything is home again and
-everyone has seen it.  No rank ever waits for more than its left neighbour.
+A ring: W times, each rank gives the numbers that it holds to its right neighbour.  In the end each rank has
+seen all numbers, and holds its own again.  A rank waits for its left neighbour only.
 """
 
 import torch
@@ -16,7 +16,7 @@ import epmoe
 def main(rank, world_size, device):
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
     with epmoe.SymmetricHeap(num_bytes=1 << 20, device=device) as heap:
-        # The same calls in the same order on every rank: so both tensors stand at the same offsets everywhere.
+        # All ranks make the same calls in the same order.  So each tensor has the same offset on all ranks.
         inbox = heap.malloc_symmetric((world_size, 4), torch.float32)
         arrived = heap.malloc_symmetric(1, torch.int64)
         if rank == 0:
@@ -27,23 +27,23 @@ def main(rank, world_size, device):
         mine = torch.full((4,), float(rank), device=device)
         seen = []
         for step in range(world_size):
-            # Each step has a line of its own in the inbox, so nothing is overwritten before it is read.
+            # Each step writes its own row of the inbox, so nothing is overwritten before it is read.
             heap.put(inbox[step], mine, right)
             heap.signal(arrived, 0, step + 1, right)  # publishes the put
-            heap.wait(arrived, 0, step + 1)  # what the left neighbour put is now readable
+            heap.wait(arrived, 0, step + 1)  # now the left neighbour's put is readable
             mine = inbox[step].clone()
             seen.append(mine)
         heap.synchronize()
         seen = [int(line[0]) for line in seen]
         assert seen == [(rank - 1 - step) % world_size for step in range(world_size)], seen
 
-        # After a barrier all puts of all ranks are visible, and a peer's memory reads like a tensor.
+        # After a barrier all puts of all ranks are visible.  A peer's memory can be read as a tensor.
         heap.barrier()
         neighbour = heap.peer_view(inbox, left)
         order = [(left - 1 - step) % world_size for step in range(world_size)]
         want = torch.tensor(order, dtype=torch.float32, device=device)[:, None].expand(world_size, 4)
         assert torch.equal(neighbour, want), neighbour
-        heap.barrier()  # nobody goes on to free what another still reads
+        heap.barrier()  # no rank frees memory that another still reads
 
         if rank == 0:
             print(f"\nThe ring: rank 0 got the numbers of ranks {seen}")

@@ -3,8 +3,9 @@
     python examples/02_dispatch_combine.py
     torchrun --nproc-per-node 4 examples/02_dispatch_combine.py
 
-Every rank has three tokens, each chooses two of the experts, one choice is dropped.  Each row goes to the rank
-that holds its expert, the expert multiplies it by (1 + its number), and combine adds a token's rows up at home.
+Every rank has three tokens.  Each token chooses two experts; one choice is dropped.  dispatch sends a row for
+each choice to the rank of its expert.  The expert multiplies the row by (1 + its number).  combine adds up
+the rows of each token at the token's rank.
 """
 
 import torch
@@ -18,18 +19,21 @@ T, K, H, LOCAL = 3, 2, 8, 2  # tokens of a rank, choices of a token, hidden, exp
 
 
 def inputs(rank, num_experts):
-    """A rank's tokens, choices and weights: anyone can make anyone's, so every rank can ask the oracle."""
+    """Return a rank's tokens, choices and weights.
+
+    Every rank can compute every rank's, because the oracle needs all.
+    """
     generator = torch.Generator().manual_seed(rank)
     x = torch.arange(T, dtype=torch.float32)[:, None] + 10 * rank + torch.zeros(T, H)
     idx = torch.stack([torch.randperm(num_experts, generator=generator)[:K] for _ in range(T)])
-    idx[1, 0] = -1  # dropped: this choice goes nowhere and adds nothing
-    idx[2] = torch.tensor([0, 1])  # both experts are on rank 0: the token goes there once
+    idx[1, 0] = -1  # dropped: this choice is not sent and adds nothing
+    idx[2] = torch.tensor([0, 1])  # both experts are on rank 0: the token is sent there once
     weight = torch.rand(T, K, generator=generator)
     return x, idx, weight
 
 
 def show(rank, idx, layout, rows):
-    """This rank's part of the two tables."""
+    """Return this rank's lines of the two tables."""
     sent, got = [], []
     for t in range(T):
         where = [f"expert {e} = rank {e // LOCAL} row {r}" if e >= 0 else "dropped" for e, r in
@@ -56,12 +60,13 @@ def main(rank, world_size, device):
         dist.all_gather_object(tables, show(rank, idx, layout, rows))
 
     if rank == 0:
-        print(f"{world_size} ranks on {device.type}, {num_experts} experts\n\nDispatch: where tokens go\n  token   choices")
+        print(f"{world_size} ranks on {device.type}, {num_experts} experts\n\nDispatch: where tokens go\n  "
+              f"token   choices")
         print("\n".join(line for sent, _ in tables for line in sent))
         print("\nWhat arrived\n  rank   expert   tokens")
         print("\n".join(line for _, got in tables for line in got))
 
-    # The oracle has all ranks' inputs in one process, and no line of epmoe's own code.
+    # The oracle has all ranks' inputs in one process, and uses no code of epmoe.
     xs, indices, weights = zip(*(inputs(r, num_experts) for r in range(world_size)))
     plan, chosen = reference.plan(indices, num_experts), torch.stack(indices)
     want_rows = reference.dispatch(xs, plan)
@@ -72,7 +77,7 @@ def main(rank, world_size, device):
     assert torch.equal(sent_tokens, plan["send_tokens"][rank].int()), "tokens sent differ from the oracle"
     dist.barrier()
     if rank == 0:
-        print("\nEvery rank's rows and sums are those of the oracle, bit for bit.\ndispatch and combine: ok")
+        print("\nEvery rank's rows and sums equal the oracle's, bit for bit.\ndispatch and combine: ok")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python examples/03_moe_layer.py
     torchrun --nproc-per-node 4 examples/03_moe_layer.py
 
-epmoe.EPMoE holds E/W of the experts on each rank, under the names and in the shapes of checkpoints.  Nothing
-is averaged or reduced by hand: an expert's gradient has the tokens of all ranks in it already.
+epmoe.EPMoE holds E/W of the experts on each rank, with the names and shapes of checkpoints.  The program
+reduces no gradient: an expert's gradient already includes the tokens of all ranks.
 """
 
 import torch
@@ -15,12 +15,12 @@ import epmoe
 from epmoe import reference
 
 TOKENS, HIDDEN, INNER, EXPERTS_PER_RANK, TOPK = 48, 64, 96, 4, 3
-# max|a - b| / max|b| against float64: some roundings of each dtype.
+# Bounds on max|a - b| / max|b| against float64: a few roundings of each dtype.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
-def everyones(tensor):
-    """All ranks' tensors, one behind the other, in float64 on the CPU."""
+def gather(tensor):
+    """Return all ranks' tensors, concatenated, in float64 on the CPU."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.detach().contiguous())
     return torch.cat(parts).double().cpu()
@@ -32,24 +32,24 @@ def main(rank, world_size, device):
     num_experts = EXPERTS_PER_RANK * world_size
     moe = epmoe.EPMoE(HIDDEN, INNER, num_experts, TOPK, max_tokens=TOKENS, dtype=dtype, device=device)
 
-    # Each rank has its own tokens and its own router's choice of experts.
+    # Each rank has its own tokens, and its router chooses the experts.
     x = torch.randn(TOKENS, HIDDEN, device=device).to(dtype).requires_grad_()
     probs = torch.randn(TOKENS, num_experts, device=device).softmax(-1)
     weights, idx = probs.topk(TOPK)
     weights.requires_grad_()
-    g = torch.randn(TOKENS, HIDDEN, device=device).to(dtype)  # the gradient that comes from above
+    g = torch.randn(TOKENS, HIDDEN, device=device).to(dtype)  # the gradient of the layer's output
 
     y = moe(x, idx, weights)
     y.backward(g)
 
     mine = {"y": y, "dx": x.grad, "d weights": weights.grad,
             "d gate_up_proj": moe.gate_up_proj.grad, "d down_proj": moe.down_proj.grad}
-    mine = {name: everyones(t) for name, t in mine.items()}
+    mine = {name: gather(t) for name, t in mine.items()}
 
     # The same in one process: all tokens, all experts, float64, plain torch.
-    inputs = [everyones(t).requires_grad_() for t in (x, weights, moe.gate_up_proj, moe.down_proj)]
-    want_y = reference.moe(inputs[0], everyones(idx).long(), *inputs[1:])
-    want_y.backward(everyones(g))
+    inputs = [gather(t).requires_grad_() for t in (x, weights, moe.gate_up_proj, moe.down_proj)]
+    want_y = reference.moe(inputs[0], gather(idx).long(), *inputs[1:])
+    want_y.backward(gather(g))
     want = dict(zip(mine, [want_y.detach()] + [t.grad for t in inputs]))
 
     differences = {name: ((mine[name] - w).abs().max() / w.abs().max()).item() for name, w in want.items()}
@@ -57,7 +57,7 @@ def main(rank, world_size, device):
     moe.finalize()
     if rank == 0:
         print(f"{world_size} ranks on {device.type}, {num_experts} experts, top {TOPK}, {dtype}")
-        print(f"{TOKENS} tokens on each rank gave these many rows on each: {rows}\n")
+        print(f"{TOKENS} tokens on each rank gave each rank this many rows: {rows}\n")
         print(f"  {'tensor':16}{'max|reference|':>16}{'relative difference':>22}")
         for name, difference in differences.items():
             print(f"  {name:16}{want[name].abs().max():16.3e}{difference:22.2e}")

@@ -1,11 +1,11 @@
-"""The experts' products by themselves: one call for all experts of a rank, however many rows each of them has.
+"""The experts' GEMMs alone: one call for all experts of a rank, with any number of rows for each.
 
     python examples/04_grouped_gemm.py
     torchrun --nproc-per-node 4 examples/04_grouped_gemm.py
 
-Rows stand expert by expert, as dispatch leaves them, and the sizes stay on the device: no expert is padded, none is
-launched by itself.  Here every rank compares a SwiGLU expert layer, forward and backward, with a loop over the
-experts in float64.
+The rows are grouped by expert, as dispatch returns them, and the sizes stay on the device.  No expert is
+padded or launched separately.  Here every rank compares a SwiGLU expert layer, forward and backward, with a
+loop over the experts in float64.
 """
 
 import torch
@@ -15,25 +15,28 @@ import epmoe
 from epmoe import reference
 
 ROWS, HIDDEN, INNER, EXPERTS = 500, 64, 96, 8
-# max|a - b| / max|b| against float64: some roundings of each dtype.
+# Bounds on max|a - b| / max|b| against float64: a few roundings of each dtype.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
 def by_expert(x, gate_up, down, counts):
-    """The same, one expert after the other."""
+    """Compute the same, one expert after the other."""
     parts = x.split(counts.tolist())
-    return torch.cat([reference.activate(rows @ w.t(), "swiglu") @ v.t() for rows, w, v in zip(parts, gate_up, down)])
+    return torch.cat([reference.activate(rows @ w.t(), "swiglu") @ v.t()
+                      for rows, w, v in zip(parts, gate_up, down)])
 
 
 def main(rank, world_size, device):
     torch.manual_seed(rank)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    expert = torch.randint(EXPERTS - 1, (ROWS,))  # the last one gets nothing
+    expert = torch.randint(EXPERTS - 1, (ROWS,))  # the last expert gets no rows
     counts = torch.bincount(expert, minlength=EXPERTS).to(device)
-    x, gate_up, down, g = (torch.randn(*size, device=device).mul(size[-1] ** -0.5).to(dtype).requires_grad_() for size in (
-        (ROWS, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER), (ROWS, HIDDEN)))
+    sizes = (ROWS, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER), (ROWS, HIDDEN)
+    x, gate_up, down, g = (torch.randn(*size, device=device).mul(size[-1] ** -0.5).to(dtype).requires_grad_()
+                           for size in sizes)
 
-    h = epmoe.grouped_gemm(x, gate_up, counts, activation="swiglu")  # gates, then ups, as checkpoints hold them
+    # gates, then ups, as checkpoints hold them
+    h = epmoe.grouped_gemm(x, gate_up, counts, activation="swiglu")
     y = epmoe.grouped_gemm(h, down, counts)
     y.backward(g.detach())
 
@@ -43,9 +46,11 @@ def main(rank, world_size, device):
 
     want = {"y": want_y, "dx": leaves[0].grad, "d gate_up": leaves[1].grad, "d down": leaves[2].grad}
     got = {"y": y, "dx": x.grad, "d gate_up": gate_up.grad, "d down": down.grad}
-    differences = {name: ((got[name].double() - w).abs().max() / w.abs().max()).item() for name, w in want.items()}
+    differences = {name: ((got[name].double() - w).abs().max() / w.abs().max()).item()
+                   for name, w in want.items()}
     if rank == 0:
-        print(f"{world_size} ranks on {device.type}, {EXPERTS} experts each, {dtype}; rows of each expert of rank 0: {counts.tolist()}\n")
+        print(f"{world_size} ranks on {device.type}, {EXPERTS} experts each, {dtype}; rows of each expert "
+              f"of rank 0: {counts.tolist()}\n")
         for name, difference in differences.items():
             print(f"  {name:12} relative difference to float64 {difference:9.2e}")
     worst = max(differences.values(), key=lambda d: d if d == d else float("inf"))

@@ -1,10 +1,11 @@
-"""Moving and multiplying at once: dispatch with the first product of the experts, and the second one with combine.
+"""Communication during the GEMMs: dispatch with the experts' first GEMM, combine with their second.
 
     python examples/05_fused.py
     torchrun --nproc-per-node 4 examples/05_fused.py
 
-On Hopper GPUs each of the two calls is one kernel, in which tokens move while others are multiplied; elsewhere it is the same
-stages one after the other.  Both ways give the same bits, and every rank compares them.
+On Hopper GPUs each of the two calls is one kernel, which moves some tokens while it multiplies others.
+Elsewhere it is the same stages one after the other.  Both ways give the same bits, and every rank compares
+them.
 """
 
 import torch
@@ -21,14 +22,18 @@ def main(rank, world_size, device):
     dtype, num_experts = torch.bfloat16, 4 * world_size
     x = torch.randn(TOKENS, HIDDEN, generator=g).to(device, dtype)
     weight, expert = torch.softmax(torch.randn(TOKENS, num_experts, generator=g), -1).topk(TOPK)
-    gate_up = (torch.randn(4, 2 * INNER, HIDDEN, generator=g) / HIDDEN**0.5).to(device, dtype)  # of this rank's four experts
+    # this rank's four experts
+    gate_up = (torch.randn(4, 2 * INNER, HIDDEN, generator=g) / HIDDEN**0.5).to(device, dtype)
     down = (torch.randn(4, HIDDEN, INNER, generator=g) / INNER**0.5).to(device, dtype)
 
-    with epmoe.EpAll2AllFusedOp(None, TOKENS, HIDDEN, TOPK, num_tot_experts=num_experts, dtype=dtype, device=device) as op:
-        h, row_weight, layout = op.mega_dispatch_group_gemm(x, expert.to(device), weight=weight.to(device), gemm_weight=gate_up, activation="swiglu")
+    with epmoe.EpAll2AllFusedOp(None, TOKENS, HIDDEN, TOPK, num_tot_experts=num_experts, dtype=dtype,
+                                device=device) as op:
+        h, row_weight, layout = op.mega_dispatch_group_gemm(
+            x, expert.to(device), weight=weight.to(device), gemm_weight=gate_up, activation="swiglu")
         y = op.mega_group_gemm_combine(h, down, layout, row_weight)
 
-        rows, row_weight, layout = op.dispatch(x, weight=weight.to(device), layout=layout)  # the same, a stage at a time
+        # the same, one stage after the other
+        rows, row_weight, layout = op.dispatch(x, weight=weight.to(device), layout=layout)
         h = epmoe.grouped_gemm(rows, gate_up, offsets=layout.expert_offsets, activation="swiglu")
         h = epmoe.grouped_gemm(h, down, offsets=layout.expert_offsets)
         again = op.combine(h, layout, row_weight)
@@ -37,7 +42,7 @@ def main(rank, world_size, device):
     if rank == 0:
         print(f"{world_size} ranks on {device.type}, {num_experts} experts, {dtype}")
         print(f"rank 0 sent {TOKENS} tokens and multiplied {len(rows)} rows")
-        print("in two calls and in four: the same bits")
+        print("two fused calls and four stages: the same bits")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How the examples get their ranks: from torchrun, or as processes that are started here."""
+"""launch: the ranks of the examples, started by torchrun or by this module."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# So that a checkout that was built in place runs without being installed; an installed epmoe goes first.
+# Lets a checkout that was built in place run without installation.  An installed epmoe takes precedence.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from epmoe import _C  # noqa: E402
@@ -17,26 +17,26 @@ from epmoe.testing import run_ranks, set_device, shares_gpu  # noqa: E402
 
 
 def launch(main, default_ranks=4, timeout_s=300.0):
-    """Run main(rank, world_size, device) on every rank and end the program: with status 0, or with 1 when a
-    rank raises or returns something true.
+    """Run main(rank, world_size, device) on every rank, then end the program.
 
-    Under torchrun this process is one of the ranks; otherwise default_ranks processes are started.  Each rank
-    has a GPU of its own where there are enough of them; with EPMOE_SHARE_GPU=1 ranks share the GPUs; otherwise all
-    work on the CPU.
+    The exit status is 0, or 1 when a rank raises or returns a true value.  Under torchrun this process is one
+    of the ranks.  Otherwise default_ranks processes are started.  Each rank has its own GPU where there are
+    enough GPUs; with EPMOE_SHARE_GPU=1 ranks share the GPUs; otherwise all ranks work on the CPU.
     """
-    if isinstance(main, types.FunctionType):  # no arguments were looked at: there are none, but --help
-        argparse.ArgumentParser(description=sys.modules["__main__"].__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    if isinstance(main, types.FunctionType):  # main has parsed no arguments: the only one is --help
+        argparse.ArgumentParser(description=sys.modules["__main__"].__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if "RANK" in os.environ:
         sys.exit(bool(_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), main)))
     try:
         results = run_ranks(_rank, default_ranks, main, backend=_backend(default_ranks), timeout_s=timeout_s)
-    except AssertionError as error:  # its text is the tracebacks of the ranks
+    except AssertionError as error:  # its text has the tracebacks of the ranks
         sys.exit(str(error))
     sys.exit(any(results))
 
 
 def num_gpus():
-    """GPUs that epmoe can work on: none in a build for the CPU, or with EPMOE_BACKEND=cpu."""
+    """Return the number of GPUs that epmoe can use: 0 in a build for the CPU, or with EPMOE_BACKEND=cpu."""
     return torch.cuda.device_count() if _C.HAS_CUDA and os.environ.get("EPMOE_BACKEND") != "cpu" else 0
 
 

@@ -1,10 +1,11 @@
-"""Plan, dispatch and combine at sizes of your choice: times, bytes over the links, and a bit-exact check.
+"""Plan, dispatch and combine for any sizes: times, bytes over the links, and a bit-exact check.
 
     torchrun --nproc-per-node 4 examples/ep_a2a.py -M 32768 -N 1536 --topk 8 -G 384 --drop_ratio 0.3 \\
         --enable-local-combine --check
     python examples/ep_a2a.py --check         # the same on four ranks of this machine, with small sizes
 
-The experts multiply by powers of two, which rounds nothing: so a rank knows its sums without the others' rows.
+Each expert multiplies by a power of two, which is exact.  So a rank can compute its sums without the others'
+rows.
 """
 
 import argparse
@@ -19,19 +20,22 @@ from _launch import launch
 import epmoe
 from epmoe import reference, testing
 
-# Where the command line says nothing.
-SIZES = {"cpu": dict(M=256, N=512, topk=4, G=32, iters=5), "cuda": dict(M=8192, N=7168, topk=8, G=256, iters=20)}
-CHUNK = 8192  # tokens or rows that the check looks at together: bounds its memory
+# Defaults of the command line.
+SIZES = {"cpu": dict(M=256, N=512, topk=4, G=32, iters=5),
+         "cuda": dict(M=8192, N=7168, topk=8, G=256, iters=20)}
+CHUNK = 8192  # tokens or rows that the check compares at once, which bounds its memory
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    for flag, what in {"-M": "tokens per rank", "-N": "hidden", "-G": "experts", "--topk": "choices of a token",
+    for flag, what in {"-M": "tokens per rank", "-N": "hidden", "-G": "experts",
+                       "--topk": "choices of a token",
                        "--iters": "timed runs"}.items():
-        add(flag, type=int, help=f"{what} (CPU: {SIZES['cpu'][flag.strip('-')]}, GPU: {SIZES['cuda'][flag.strip('-')]})")
+        cpu, cuda = (SIZES[kind][flag.strip("-")] for kind in ("cpu", "cuda"))
+        add(flag, type=int, help=f"{what} (CPU: {cpu}, GPU: {cuda})")
     add("--num-sm", type=int, help="thread blocks (CPU: threads) that move tokens")
-    add("--empty-rank", type=int, help="a rank that has no tokens")
+    add("--empty-rank", type=int, help="a rank without tokens")
     add("--seed", type=int, default=0)
     add("--drop_ratio", "--drop-ratio", type=float, default=0.0, help="share of dropped choices")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -41,9 +45,9 @@ def parse_args():
     add("--check", action="store_true", help="compare with epmoe.reference; exit with 1 on a difference")
     args = parser.parse_args()
     if any(n is not None and n < 1 for n in (args.M, args.N, args.G, args.topk, args.iters, args.num_sm)):
-        parser.error("-M, -N, -G, --topk, --iters and --num-sm are positive numbers")
+        parser.error("-M, -N, -G, --topk, --iters and --num-sm must be positive")
     if not 0 <= args.drop_ratio <= 1:
-        parser.error(f"--drop_ratio {args.drop_ratio:g}: a share, from 0 to 1")
+        parser.error(f"--drop_ratio {args.drop_ratio:g}: must be 0 to 1")
     return args
 
 
@@ -60,7 +64,7 @@ def expert_factor(expert, dtype):
 
 
 def difference(what, got, want, first=0):
-    """A list: empty, or with the first place where the bits of two tensors differ."""
+    """Return a list: empty, or with the first row where the bits of two tensors differ."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return [f"{what}: wanted {list(want.shape)} {want.dtype}, got {list(got.shape)} {got.dtype}"]
     bits = getattr(torch, f"int{8 * got.element_size()}")
@@ -69,18 +73,19 @@ def difference(what, got, want, first=0):
 
 
 def check(args, layer, inputs, sizes, layout, rows, row_weight, out):
-    """What differs from the oracle on this rank."""
-    def everyones(t):  # the ranks' numbers of tokens differ, what all_gather takes must not
+    """Return a list of what differs from the oracle on this rank.  Collective."""
+    def gather(t):  # padded, because all_gather needs equal sizes and the ranks' numbers of tokens differ
         full = torch.cat([t, t.new_zeros(args.M - len(t), *t.shape[1:])]).view(torch.uint8)
         parts = [torch.empty_like(full) for _ in sizes]
         dist.all_gather(parts, full)
         return [part.view(t.dtype)[:n] for part, n in zip(parts, sizes)]
 
     (x, idx, weight), rank, world_size = inputs, layer.rank, layer.world_size
-    plan = reference.plan(everyones(idx), args.G)
-    errors = difference("plan: place of token", layout.token_dst_scatter_idx.cpu(), plan["token_row"][rank].int())
-    sources, xs = plan["rows"][rank], everyones(x)
-    weights = None if weight is None else everyones(weight)
+    plan = reference.plan(gather(idx), args.G)
+    errors = difference("plan: place of token", layout.token_dst_scatter_idx.cpu(),
+                        plan["token_row"][rank].int())
+    sources, xs = plan["rows"][rank], gather(x)
+    weights = None if weight is None else gather(weight)
     if len(rows) != len(sources):
         return errors + [f"dispatch: {len(rows)} rows, wanted {len(sources)}"]
     for a in range(0, len(rows), CHUNK):
@@ -89,20 +94,21 @@ def check(args, layer, inputs, sizes, layout, rows, row_weight, out):
         if weight is not None:
             want = reference.dispatch_weights(weights, part)[0]
             errors += difference("dispatch: weight of row", row_weight[a : a + CHUNK], want, a)
-    # As if every choice of this rank's tokens had a row of its own, and the other ranks had no tokens.
+    # Here every choice of this rank's tokens has its own row, and the other ranks have no tokens.
     for a in range(0, len(x), CHUNK):
         chosen = idx[a : a + CHUNK].cpu()
         y = (x[a : a + CHUNK, None] * expert_factor(idx[a : a + CHUNK], x.dtype)).flatten(0, 1)
         at = torch.where(chosen >= 0, torch.arange(chosen.numel()).view(chosen.shape), -1)
         ws = None if weight is None else [weight[a : a + CHUNK].flatten()] * world_size
-        nobody = [chosen[:0]] * (world_size - 1)
-        want = reference.combine([y] * world_size, {"token_row": [at, *nobody]}, [chosen, *nobody], args.G, ws, args.enable_local_combine)
+        no_tokens = [chosen[:0]] * (world_size - 1)
+        want = reference.combine([y] * world_size, {"token_row": [at, *no_tokens]}, [chosen, *no_tokens],
+                                 args.G, ws, args.enable_local_combine)
         errors += difference("combine: token", out[a : a + CHUNK], want[0], a)
     return errors
 
 
 def time_ms(stage, layer, iters):
-    """Median time of a stage, which begins on all ranks together."""
+    """Return the median ms of a stage, which all ranks begin together.  Collective."""
     def now():
         if layer.device.type == "cpu":
             return time.perf_counter()
@@ -121,13 +127,19 @@ def time_ms(stage, layer, iters):
 
 
 def count_traffic(args, layout, rank, row_bytes):
-    """What this rank sends to others: rows of dispatch without and with token saving; bytes of dispatch and combine."""
+    """Return what this rank sends to the other ranks.
+
+    Rows of dispatch without and with token saving, bytes of dispatch, bytes of combine.
+    """
     away = torch.arange(layout.layer.world_size) != rank
     by_rank = layout.counts.cpu().unflatten(1, (len(away), -1)).sum(2)  # choices from rank to rank
     sent, received = layout.send_tokens.cpu()[away].sum(), layout.recv_tokens.cpu()[away].sum()
-    # Beside a row travel: in dispatch its token and its place on the way home, and the row and weight of each choice; in combine (of choices) two numbers.
+    # With each row of dispatch travel its token and its return slot, and each choice's row and weight.  With
+    # each row of a combine without local sums travel two numbers.
     dispatch = sent * (row_bytes + 8 + (4 if args.no_weight else 8) * args.topk)
-    combine = received * row_bytes if args.enable_local_combine else by_rank[away, rank].sum() * (row_bytes + 8)
+    combine = received * row_bytes
+    if not args.enable_local_combine:
+        combine = by_rank[away, rank].sum() * (row_bytes + 8)
     return [by_rank[rank, away].sum(), sent, dispatch, combine]
 
 
@@ -136,39 +148,45 @@ def main(args, rank, world_size, device):
         if getattr(args, name) is None:
             setattr(args, name, value)
     sizes = [0 if r == args.empty_rank else args.M for r in range(world_size)]
-    x, idx, weight = (t if t is None else t.to(device) for t in make_inputs(args, rank, world_size, sizes[rank]))
-    with epmoe.EPAll2AllLayer(None, args.M, args.N, args.topk, num_tot_experts=args.G, dtype=x.dtype, num_sm=args.num_sm, device=device,
-                              enable_local_combine=args.enable_local_combine, combine_mode=args.combine_mode) as layer:
+    x, idx, weight = (t if t is None else t.to(device)
+                      for t in make_inputs(args, rank, world_size, sizes[rank]))
+    with epmoe.EPAll2AllLayer(None, args.M, args.N, args.topk, num_tot_experts=args.G, dtype=x.dtype,
+                              num_sm=args.num_sm, device=device,
+                              enable_local_combine=args.enable_local_combine,
+                              combine_mode=args.combine_mode) as layer:
         rows, row_weight, layout = layer.dispatch(x, idx, weight)
         experts = torch.arange(layer.num_local_experts, device=device) + rank * layer.num_local_experts
         y = rows * expert_factor(torch.repeat_interleave(experts, layout.tokens_per_expert), x.dtype)
         out = layer.combine(y, layout, row_weight)
         layer.synchronize()
-        errors = check(args, layer, (x, idx, weight), sizes, layout, rows, row_weight, out) if args.check else []
+        errors = check(args, layer, (x, idx, weight), sizes, layout, rows, row_weight,
+                       out) if args.check else []
         errors = [f"rank {rank}: {e}" for e in errors]
         times = [time_ms(lambda: layer.preprocess(idx), layer, args.iters),
                  time_ms(lambda: layer.dispatch(x, weight=weight, layout=layout), layer, args.iters),
                  time_ms(lambda: layer.combine(y, layout, row_weight), layer, args.iters)]
         traffic = count_traffic(args, layout, rank, args.N * x.element_size())
-    everyone = [None] * world_size
-    dist.all_gather_object(everyone, (errors, times, [int(n) for n in traffic], len(rows)))
-    errors = [e for one in everyone for e in one[0]]
+    of_all = [None] * world_size
+    dist.all_gather_object(of_all, (errors, times, [int(n) for n in traffic], len(rows)))
+    errors = [e for one in of_all for e in one[0]]
     if rank == 0:
-        show(args, device, everyone)
+        show(args, device, of_all)
         print("\n".join(errors) if errors else "check passed" if args.check else "not checked")
     return bool(errors)
 
 
-def show(args, device, everyone):
-    _, times, traffic, num_rows = zip(*everyone)
+def show(args, device, of_all):
+    _, times, traffic, num_rows = zip(*of_all)
     mode = "local" if args.enable_local_combine else args.combine_mode
-    print(f"{len(everyone)} ranks on {device.type}: {args.M} tokens per rank, hidden {args.N}, top {args.topk} of {args.G} experts, "
-          f"{args.dtype}\ndrop ratio {args.drop_ratio}, {mode} combine, rows received by a rank: {min(num_rows)} to {max(num_rows)}\n")
-    print(f"  {'stage':10}{'ms':>10}{'MB sent':>12}{'GB/s':>9}    (slowest rank's median of {args.iters} runs; a rank's bytes to others)")
+    print(f"{len(of_all)} ranks on {device.type}: {args.M} tokens per rank, hidden {args.N}, top "
+          f"{args.topk} of {args.G} experts, {args.dtype}\ndrop ratio {args.drop_ratio}, {mode} combine, "
+          f"rows received by a rank: {min(num_rows)} to {max(num_rows)}\n")
+    print(f"  {'stage':10}{'ms':>10}{'MB sent':>12}{'GB/s':>9}    "
+          f"(median of {args.iters} runs on the slowest rank; bytes that a rank sends to others)")
     ms, sums = [max(t) for t in zip(*times)], [sum(n) for n in zip(*traffic)]
     print(f"  {'plan':10}{ms[0]:10.3f}")
     for stage, t, num_bytes in zip(("dispatch", "combine"), ms[1:], sums[2:]):
-        each = num_bytes / len(everyone)
+        each = num_bytes / len(of_all)
         print(f"  {stage:10}{t:10.3f}{each / 1e6:12.2f}{each / t / 1e6:9.2f}")
     saved = (sums[0] - sums[1]) / max(sums[0], 1)
     print(f"\ntoken saving: {sums[1]} rows cross a link in dispatch instead of {sums[0]} ({saved:.1%} saved)")

@@ -5,7 +5,7 @@
 
 The text is the source code of the Python standard library, which every machine has.  The experts
 are spread over the ranks; everything else is data-parallel.  After training, one step is repeated
-in a single process without epmoe, and the logits and every gradient are compared.
+in a single process without epmoe, and the logits and all gradients are compared.
 """
 
 import argparse
@@ -38,7 +38,7 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 
 
 class Block(nn.Module):
-    """Causal self-attention, then a MoE layer behind a softmax top-k router."""
+    """Causal self-attention, then a softmax top-k router and a MoE layer."""
 
     def __init__(self, args, moe):
         super().__init__()
@@ -65,7 +65,7 @@ class Block(nn.Module):
         return x + y.to(x.dtype), self.balance_loss(probs, groups)
 
     def balance_loss(self, probs, groups):
-        """Sum over experts of load times mean probability: 1 when all are equally used."""
+        """Return the sum over experts of load times mean probability: 1 when all are used equally."""
         probs, chosen = probs.reshape(groups, -1, probs.shape[-1]), self.chosen.view(groups, -1)
         ones = torch.ones_like(chosen, dtype=probs.dtype)
         load = torch.zeros_like(probs[:, 0]).scatter_add_(1, chosen, ones) / chosen.shape[1]
@@ -86,8 +86,11 @@ class MoELM(nn.Module):
         nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, windows, groups=1, chosen=None):
-        """Cross-entropy of the next byte, the loss to minimise, and the logits.  `groups` is the
-        number of ranks whose windows are concatenated: the balance loss is not linear in them."""
+        """Return the cross-entropy of the next byte, the loss to minimise, and the logits.
+
+        `groups` is the number of ranks whose windows are concatenated.  The balance loss is computed for
+        each of them, because it is not linear.
+        """
         x = self.embed(windows[:, :-1]) + self.position.weight
         balances = []
         for block, indices in zip(self.blocks, chosen or [None] * len(self.blocks), strict=True):
@@ -111,7 +114,7 @@ class ReferenceMoE(nn.Module):
 
 
 class Trainer:
-    """One rank's share of the training: model, data, optimizer and the exchange of gradients."""
+    """One rank's part of the training: model, data, optimizer and the reduction of gradients."""
 
     def __init__(self, args, world, device, dtype):
         self.args, self.world, self.device, self.dtype = args, world, device, dtype
@@ -152,12 +155,12 @@ class Trainer:
         entropy, loss, logits = self.model(windows)
         loss.backward()
         # The loss to minimise is the mean over the ranks.  The gradients of shared parameters are
-        # averaged by one flat all_reduce, in which the reported loss rides along.
+        # averaged by one flat all_reduce, which includes the reported loss.
         grads = [p.grad for p in self.shared.values()]
         flat = parameters_to_vector([*grads, entropy.detach()])
         dist.all_reduce(flat)
         vector_to_parameters(flat / self.world.size, grads)
-        # An expert has seen the tokens of all ranks: its gradient is their sum already.
+        # An expert's gradient is already the sum over the tokens of all ranks.
         for p in self.expert.values():
             p.grad /= self.world.size
         return flat[-1].item() / self.world.size, logits.detach()
@@ -188,8 +191,10 @@ class Trainer:
 
 
 def read_corpus():
-    """Training and validation bytes: the top-level modules in order of name, every tenth held out.
-    Names with an underscore are left out, for some of them are generated for the machine."""
+    """Return training and validation bytes: the top-level modules by name, every tenth for validation.
+
+    Names with an underscore are left out, because some of them are generated for the machine.
+    """
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))
     held_out = files[5::10]
     parts = [f for f in files if f not in held_out], held_out
@@ -198,8 +203,11 @@ def read_corpus():
 
 
 def compare(trainer, windows):
-    """Rank 0: [(name, max|reference|, relative difference)] against the same model in one process,
-    and how many routings the two would have decided differently.  Other ranks: None."""
+    """Compare a step with the same model in one process.  Collective.
+
+    Return on rank 0 [(name, max|reference|, relative difference)] and the number of routings that the
+    reference would have decided differently; None on other ranks.
+    """
 
     def gather(t):
         parts = [torch.empty_like(t) for _ in range(trainer.world.size)]
@@ -215,8 +223,8 @@ def compare(trainer, windows):
     if trainer.world.rank != 0:
         return None
     # The reference computes in float64, so that the differences are the distributed model's own.
-    # It takes over the choices of experts: top-k jumps where two probabilities are nearly equal,
-    # and a choice decided by rounding is not a fault.  How often that happens is printed.
+    # It uses the same choices of experts: where two probabilities are nearly equal, rounding decides
+    # the top-k, and a different choice is no fault.  The number of such choices is printed.
     reference = MoELM(trainer.args, lambda: ReferenceMoE(trainer.args))
     reference.to(trainer.device, torch.float64).load_state_dict(weights)
     _, loss, ref_logits = reference(windows, groups=trainer.world.size, chosen=chosen)
@@ -229,7 +237,7 @@ def compare(trainer, windows):
 
 
 def progress(steps):
-    """The steps; on a terminal, where rich is installed, with a bar below what is printed."""
+    """Return the steps; on a terminal, where rich is installed, with a progress bar."""
     try:
         from rich.progress import track
     except ImportError:
@@ -294,7 +302,7 @@ def write_plot(path, train, val, choices):
 
 
 def run(args, world, device):
-    """One rank's whole run.  Rank 0 prints and returns the reasons for failing, if any."""
+    """Run one rank's part.  Rank 0 prints, and returns the reasons for a failure, if any."""
     began = time.perf_counter()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     trainer = Trainer(args, world, device, dtype)
@@ -323,12 +331,12 @@ def run(args, world, device):
     print_results(train, val, *compared, choices.sum(0), distinct.item(), row_bytes)
     write_plot(args.plot, train, val, choices)
     print(f"{time.perf_counter() - began:.1f} s\n")
-    # Guessing costs ln 256 = 5.5 nats per byte, knowing only how often each byte occurs about 3.1.
+    # Random guesses cost ln 256 = 5.5 nats per byte; the frequency of each byte alone gives about 3.1.
     fall, wanted = val[0] - val[args.steps], min(2.5, 0.0125 * args.steps)
     name, _, worst = max(compared[0], key=lambda row: math.inf if math.isnan(row[2]) else row[2])
     made = args.steps * args.layers * world.size * args.batch * args.seq * args.topk
     checks = {
-        f"validation loss fell by {fall:.3f} nats, at least {wanted} wanted": fall >= wanted,
+        f"validation loss fell by {fall:.3f} nats, wanted at least {wanted}": fall >= wanted,
         f"largest difference {worst:.1e} ({name}), bound {BOUNDS[dtype]}": worst <= BOUNDS[dtype],
         f"{choices.sum()} of {made} choices reached their experts": choices.sum() == made,
     }
@@ -370,10 +378,11 @@ def parse_args():
         args.ranks, args.share_gpu = 2, True
     elif args.ranks is None:
         args.ranks = max(r for r in (1, 2, 3, 4) if r <= (gpus or 4) and args.experts % r == 0)
-    # Ranks of one torchrun may be on several hosts: only those of this host need a GPU each.
+    # Ranks of one torchrun may be on several hosts: each rank of this host needs a GPU of this host.
     args.cuda = gpus >= (1 if args.share_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks)))
     if args.experts % args.ranks or args.hidden % HEAD_DIM or args.topk > args.experts:
-        parser.error(f"needed: ranks divide experts, {HEAD_DIM} divides hidden, topk <= experts")
+        parser.error(f"--experts {args.experts} must be a multiple of --ranks {args.ranks}, --hidden "
+                     f"{args.hidden} a multiple of {HEAD_DIM}, and --topk {args.topk} at most --experts")
     return args
 
 

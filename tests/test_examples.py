@@ -24,7 +24,7 @@ EXAMPLES = [
     ("02_dispatch_combine.py", "", r"dispatch and combine: ok"),
     ("03_moe_layer.py", "", r"largest difference .*: ok"),
     ("04_grouped_gemm.py", "", r"largest difference .*: ok"),
-    ("05_fused.py", "", r"in two calls and in four: the same bits"),
+    ("05_fused.py", "", r"two fused calls and four stages: the same bits"),
     ("06_device.py", "", r"ring by kernels: ok"),
     ("ep_a2a.py", SEEDS, r"check passed"),
     ("ep_a2a.py", "--check --dtype float16 --empty-rank 1 --no-weight --num-sm 2 --iters 1", r"check passed"),
