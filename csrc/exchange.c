@@ -166,6 +166,6 @@ int ep_world_agree(EpWorld *w, int code, const char *what) {
     EP_TRY(ep_world_exchange(w, &mine, sizeof mine, all));
     if (code) return ep_error(code, "%s", why);
     for (uint32_t r = 0; r < w->num_ranks; r++)
-        if (all[r]) return ep_error(all[r], "rank %u could not %s", r, what);
+        if (all[r]) return ep_error(all[r], "rank %u could not %s. See the error that it raised.", r, what);
     return 0;
 }
