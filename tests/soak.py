@@ -114,7 +114,7 @@ def run_batch_on_rank(world, device, b):
     factors = factor(torch.arange(layer.rank * b.num_local, (layer.rank + 1) * b.num_local, device=device)).to(b.dtype)
     pool = [make_routing(b, world.rank, pattern, g, device) for pattern in (*PATTERNS, "uniform", "uniform")]
     for buffer in range(b.num_buffers):
-        _C.layer_set_epoch(layer._c, buffer, b.epoch, epmoe.heap.stream_of(device))
+        _C.layer_set_epoch(layer._c, buffer, b.epoch, epmoe.device.stream_of(device))
     world.exchange(b"x")  # no rank is in an operation before all have set theirs
     layout, again, num_ops = None, random.Random(b.seed), 0
     for step in range(b.num_steps):

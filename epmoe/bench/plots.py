@@ -84,16 +84,16 @@ def draw_shapes(figures, plt):
             another_run |= deep_ep is not None and not same_run
             bars = [("epmoe", row["ms"]), ("DeepEP", deep_ep),
                     ("torch", figures.ms("a2a", f"torch {stage}", shape=shape))]
-            bars = [(who, ms) for who, ms in bars if ms is not None]
-            for j, (who, ms) in enumerate(bars):
+            bars = [(peer, ms) for peer, ms in bars if ms is not None]
+            for j, (peer, ms) in enumerate(bars):
                 at = i + (j - (len(bars) - 1) / 2) * 0.27
-                hatched = who == "DeepEP" and not same_run
-                ax.bar(at, ms, 0.25, color=COLORS[who], hatch="///" if hatched else None, edgecolor="white",
+                hatched = peer == "DeepEP" and not same_run
+                ax.bar(at, ms, 0.25, color=COLORS[peer], hatch="///" if hatched else None, edgecolor="white",
                        linewidth=0)
                 ax.annotate(f"{ms:.2f}", (at, ms), (0, 2), textcoords="offset points", ha="center",
                             fontsize=8.5)
                 floor = link_ms(figures, row)
-                if who == "epmoe" and floor:
+                if peer == "epmoe" and floor:
                     ax.plot([at - 0.125, at + 0.125], [floor, floor], color="black", linewidth=1.6)
         ax.set_xticks(range(len(shapes)),
                       [f"{s}\nT = {figures.find('a2a', impl, shape=s)[0]['tokens']}" for s in shapes])
@@ -149,12 +149,12 @@ def draw_layers(figures, plt):
     return figure
 
 
-def _line(ax, figures, bench, impl, shape, x, who, stage, label):
+def _line(ax, figures, bench, impl, shape, x, peer, stage, label):
     rows = sorted(figures.find(bench, impl, shape=shape), key=lambda r: r[x])
     if rows:
         marker, style = STAGE_STYLE[stage]
         ax.plot([r[x] for r in rows], [r["ms"] for r in rows], marker=marker, linestyle=style,
-                color=COLORS[who], markersize=5, label=label)
+                color=COLORS[peer], markersize=5, label=label)
     return rows
 
 
