@@ -19,9 +19,11 @@ static void insert_block(EpAllocator *a, uint32_t at, EpBlock b) {
 int ep_allocator_take(EpAllocator *a, uint64_t num_bytes, uint64_t alignment, uint64_t *off) {
     EpHeapStats s;
     if (a->num_blocks + 2 > EP_MAX_BLOCKS)
-        return ep_error(EP_ENOMEM, "a heap holds at most %u allocations: free some, or make another heap", EP_MAX_BLOCKS / 2);
+        return ep_error(EP_ENOMEM, "a heap holds at most %u allocations: free some, or make another heap",
+                        EP_MAX_BLOCKS / 2);
     ep_allocator_stats(a, &s);
-    if (num_bytes <= s.free_bytes) num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN); /* more cannot be had, and must not wrap */
+    if (num_bytes <= s.free_bytes)
+        num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN); /* more cannot be had, and must not wrap */
     if (alignment < EP_HEAP_ALIGN) alignment = EP_HEAP_ALIGN;
     for (uint32_t i = 0; i < a->num_blocks; i++) {
         EpBlock b = a->blocks[i];
@@ -29,23 +31,25 @@ int ep_allocator_take(EpAllocator *a, uint64_t num_bytes, uint64_t alignment, ui
         if (b.used || at > end || end - at < num_bytes) continue;
         if (at > b.off) insert_block(a, i++, (EpBlock){b.off, at - b.off, false, false});
         a->blocks[i] = (EpBlock){at, num_bytes, true, false};
-        if (end > at + num_bytes) insert_block(a, i + 1, (EpBlock){at + num_bytes, end - at - num_bytes, false, false});
+        if (end > at + num_bytes)
+            insert_block(a, i + 1, (EpBlock){at + num_bytes, end - at - num_bytes, false, false});
         a->used_bytes += num_bytes;
         a->peak_bytes = ep_max_u64(a->peak_bytes, a->used_bytes);
         *off = at;
         return 0;
     }
     return ep_error(EP_ENOMEM,
-                    "symmetric heap exhausted: needs %llu bytes, %llu free (largest block %llu) of %llu. Create it with more bytes.",
-                    (unsigned long long)num_bytes, (unsigned long long)s.free_bytes, (unsigned long long)s.largest_free_bytes,
-                    (unsigned long long)s.total_bytes);
+                    "symmetric heap exhausted: needs %llu bytes, %llu free (largest block %llu) of %llu. "
+                    "Create it with more bytes.",
+                    (unsigned long long)num_bytes, (unsigned long long)s.free_bytes,
+                    (unsigned long long)s.largest_free_bytes, (unsigned long long)s.total_bytes);
 }
 
 static int find_block(const EpAllocator *a, uint64_t off, uint32_t *at) {
     for (*at = 0; *at < a->num_blocks; (*at)++)
         if (a->blocks[*at].off == off && a->blocks[*at].used && !a->blocks[*at].kept) return 0;
-    return ep_error(EP_EINVAL,
-                    "no allocation begins at this address of the heap: pass a tensor that malloc_symmetric returned, and free it once");
+    return ep_error(EP_EINVAL, "no allocation begins at this address of the heap: pass a tensor that "
+                               "malloc_symmetric returned, and free it once");
 }
 
 int ep_allocator_check(const EpAllocator *a, uint64_t off) {
@@ -57,7 +61,8 @@ int ep_allocator_check(const EpAllocator *a, uint64_t off) {
 static void merge_free(EpAllocator *a) {
     uint32_t n = 0;
     for (uint32_t i = 0; i < a->num_blocks; i++) {
-        if (n && !a->blocks[n - 1].used && !a->blocks[i].used) a->blocks[n - 1].num_bytes += a->blocks[i].num_bytes;
+        if (n && !a->blocks[n - 1].used && !a->blocks[i].used)
+            a->blocks[n - 1].num_bytes += a->blocks[i].num_bytes;
         else a->blocks[n++] = a->blocks[i];
     }
     a->num_blocks = n;

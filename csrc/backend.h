@@ -16,7 +16,8 @@ typedef struct {
 
 /* The memory that a rank's heap would come from.  Ranks with the same device_id share that memory. */
 typedef struct {
-    unsigned char device_id[16]; /* CUDA: the UUID of the GPU.  CPU: zeros, because all ranks are on one machine */
+    unsigned char
+        device_id[16]; /* CUDA: the UUID of the GPU.  CPU: zeros, because all ranks are on one machine */
     uint64_t free_bytes;
     uint32_t num_sms;   /* CUDA: SMs of the GPU.  CPU: 0 */
     uint32_t may_share; /* ranks that are processes may share this device */
@@ -36,15 +37,17 @@ typedef struct {
     void (*host_free)(int device, void *memory, uint64_t num_bytes);
     int (*copy)(int device, void *dst, const void *src, uint64_t num_bytes, void *stream);
     int (*zero)(int device, void *dst, uint64_t num_bytes, void *stream);
-    int (*sync)(int device, void *stream, EpWorld *world); /* leaves a second after the world ends, at the latest */
-    bool (*is_captured)(void *stream);                     /* for a graph; NULL where there are none */
-    int (*sync_all)(int device);                           /* everything that this process has given the device */
+    int (*sync)(int device, void *stream,
+                EpWorld *world);       /* leaves a second after the world ends, at the latest */
+    bool (*is_captured)(void *stream); /* for a graph; NULL where there are none */
+    int (*sync_all)(int device);       /* everything that this process has given the device */
     /* The operations that wait for peers: on whatever streams, those of one lane (EpComm) run in the order of these calls. */
     int (*plan)(int device, const EpPlanParams *p, void *stream);
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
     int (*combine)(int device, const EpCombineParams *p, uint32_t num_sm, void *stream);
     int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
-    int (*clear)(int device, const EpComm *c, void *stream); /* the faulted word, after the operations that it made void */
+    int (*clear)(int device, const EpComm *c,
+                 void *stream); /* the faulted word, after the operations that it made void */
     /* NULL where there are none. */
     int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, void *stream);
     int (*gemm_combine)(int device, const EpGemmCombineParams *p, void *stream);
@@ -52,7 +55,7 @@ typedef struct {
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
     int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL where there is none */
-    int (*preload)(int device);                                   /* load every kernel before the first wait */
+    int (*preload)(int device); /* load every kernel before the first wait */
 } EpBackend;
 
 extern const EpBackend ep_cpu_backend;
@@ -75,7 +78,8 @@ int ep_comm_alloc(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
 int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
 void ep_comm_close(EpHeap *heap, EpCommBuffer *b); /* local */
 /* Note an operation of this buffer; ep_world_noted ends it. */
-uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code, void *stream);
+uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code,
+                      void *stream);
 /* Before an operation: 0, or the error that the world or an earlier operation of this buffer has met. */
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
 /* Nothing can be launched here any more, on a GPU, so that no header says so: the others hear of it by the end of the world.  Keeps the

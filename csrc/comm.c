@@ -31,20 +31,24 @@ int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
     if (code) {
         backend->host_free(ep_heap_device(heap), host, sizeof(EpHostWords));
         b->comm.host = NULL;
-        return ep_error(code, "this world has no room for more communication buffers: finalize layers, close heaps, or lower num_buffers");
+        return ep_error(code, "this world has no room for more communication buffers: finalize layers, close "
+                              "heaps, or lower num_buffers");
     }
     return code;
 }
 
 void ep_comm_close(EpHeap *heap, EpCommBuffer *b) {
     if (!b->comm.host) return;
-    if (b->on_stream) ep_heap_backend(heap)->sync_all(ep_heap_device(heap)); /* while the watchdog can still end its waits */
+    if (b->on_stream)
+        ep_heap_backend(heap)->sync_all(
+            ep_heap_device(heap)); /* while the watchdog can still end its waits */
     ep_world_unwatch(ep_heap_world(heap), b);
     ep_heap_backend(heap)->host_free(ep_heap_device(heap), b->comm.host, sizeof(EpHostWords));
     b->comm.host = NULL;
 }
 
-uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code, void *stream) {
+uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code,
+                      void *stream) {
     EpNote note = {.seq = ++b->num_ops,
                    .size = num_tokens,
                    .what = (uint8_t)(b->is_heaps ? EP_DID_HEAP_BARRIER : op),
@@ -57,7 +61,8 @@ uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_t
 }
 
 static const char *op_name(uint32_t op) {
-    static const char *const names[] = {"wait", "plan", "dispatch", "combine", "barrier", "dispatch + gemm", "gemm + combine"};
+    static const char *const names[] = {
+        "wait", "plan", "dispatch", "combine", "barrier", "dispatch + gemm", "gemm + combine"};
     return names[op <= EP_OP_GEMM_COMBINE ? op : 0];
 }
 static const char *field_name(uint32_t field) {
@@ -76,46 +81,58 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
     case EP_EPEER:
         if (f->peer == my_rank && (int)(int64_t)got == EP_EINVAL) /* see ep_make_header */
             return ep_error(EP_EINVAL,
-                            "rank %u: %s cannot use this layout: its plan or dispatch failed, or its T or its number of rows does not "
+                            "rank %u: %s cannot use this layout: its plan or dispatch failed, or its T or "
+                            "its number of rows does not "
                             "match the tensors. Make a new layout with preprocess or dispatch.",
                             my_rank, op_name(f->op));
-        return ep_error(EP_EPEER, "rank %u failed before its %s: %s. See the error that it raised.", f->peer, op_name(f->op),
+        return ep_error(EP_EPEER, "rank %u failed before its %s: %s. See the error that it raised.", f->peer,
+                        op_name(f->op),
                         (int)(int64_t)got == EP_ENOMEM ? "no memory" : ep_error_name((int)(int64_t)got));
     case EP_EMISMATCH:
         if (f->field == 2) /* the order of calls differs */
-            return ep_error(
-                EP_EMISMATCH,
-                "ranks disagree in op: rank %u called %s, rank 0 called %s. All ranks must make the same calls in the same order.", f->peer,
-                op_name((uint32_t)got), op_name((uint32_t)want));
-        return ep_error(EP_EMISMATCH, "ranks disagree in %s: rank %u has %llu, rank 0 has %llu (in %s). It must be the same on all ranks.",
+            return ep_error(EP_EMISMATCH,
+                            "ranks disagree in op: rank %u called %s, rank 0 called %s. All ranks must make "
+                            "the same calls in the same order.",
+                            f->peer, op_name((uint32_t)got), op_name((uint32_t)want));
+        return ep_error(EP_EMISMATCH,
+                        "ranks disagree in %s: rank %u has %llu, rank 0 has %llu (in %s). It must be the "
+                        "same on all ranks.",
                         field_name(f->field), f->peer, got, want, op_name(f->op));
     case EP_EINDEX:
-        return ep_error(EP_EINDEX, "rank %u: expert index %lld of token %u, choice %u is outside [-1, %llu]. Use -1 to drop a choice.",
-                        f->peer, (long long)got, f->field / (s->num_topk ? s->num_topk : 1), f->field % (s->num_topk ? s->num_topk : 1),
-                        want);
+        return ep_error(EP_EINDEX,
+                        "rank %u: expert index %lld of token %u, choice %u is outside [-1, %llu]. Use -1 to "
+                        "drop a choice.",
+                        f->peer, (long long)got, f->field / (s->num_topk ? s->num_topk : 1),
+                        f->field % (s->num_topk ? s->num_topk : 1), want);
     case EP_EOVERFLOW:
-        return ep_error(EP_EOVERFLOW, "rank %u would receive %llu rows; its capacity is %llu. Increase capacity or balance the routing.",
+        return ep_error(EP_EOVERFLOW,
+                        "rank %u would receive %llu rows; its capacity is %llu. Increase capacity or balance "
+                        "the routing.",
                         f->peer, got, want);
     case EP_EINVAL:
         return ep_error(EP_EINVAL,
-                        "rank %u: full_scatter_indices must have one line for each token of this rank (or of all ranks), and each index "
+                        "rank %u: full_scatter_indices must have one line for each token of this rank (or of "
+                        "all ranks), and each index "
                         "of a choice that is not dropped must be in [0, M) of the expert's rank",
                         f->peer);
     case EP_ETIMEOUT:
         return ep_error(EP_ETIMEOUT,
-                        "rank %u timed out waiting for rank %u in its %s (word %s, epoch %llu: wanted %llu, saw %llu). All "
+                        "rank %u timed out waiting for rank %u in its %s (word %s, epoch %llu: wanted %llu, "
+                        "saw %llu). All "
                         "ranks must make the same calls in the same order. See world.flight_record().",
-                        my_rank, f->peer, op_name(f->op), ep_word_name(f->word), (unsigned long long)f->epoch, want, got);
+                        my_rank, f->peer, op_name(f->op), ep_word_name(f->word), (unsigned long long)f->epoch,
+                        want, got);
     default:
-        return ep_error(f->code, "%s failed (word %s, rank %u). See world.flight_record().", op_name(f->op), ep_word_name(f->word),
-                        f->peer);
+        return ep_error(f->code, "%s failed (word %s, rank %u). See world.flight_record().", op_name(f->op),
+                        ep_word_name(f->word), f->peer);
     }
 }
 
 void ep_comm_give_up(EpHeap *heap, int code, void *stream) {
     char why[512], text[256];
     const uint32_t me = ep_world_rank(ep_heap_world(heap));
-    if (ep_heap_kind(heap) == EP_CPU || ep_heap_backend(heap)->is_captured(stream)) return; /* it has entered; it has no others */
+    if (ep_heap_kind(heap) == EP_CPU || ep_heap_backend(heap)->is_captured(stream))
+        return; /* it has entered; it has no others */
     snprintf(why, sizeof why, "%s", ep_error_text());
     snprintf(text, sizeof text, "rank %u: %.200s", me, why);
     ep_world_abort(ep_heap_world(heap), code, me, text);
@@ -125,7 +142,8 @@ void ep_comm_give_up(EpHeap *heap, int code, void *stream) {
 /* cudaStreamLegacy is 1; NULL means the same. */
 static bool is_default_stream_of_threads(const EpHeap *heap, const void *stream) {
     const EpWorld *world = ep_heap_world(heap);
-    return ep_heap_kind(heap) == EP_CUDA && ep_world_is_threads(world) && ep_world_size(world) > 1 && (uintptr_t)stream <= 1;
+    return ep_heap_kind(heap) == EP_CUDA && ep_world_is_threads(world) && ep_world_size(world) > 1 &&
+           (uintptr_t)stream <= 1;
 }
 
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
@@ -134,7 +152,8 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
     EpHostWords *host = b->comm.host;
     if (ep_world_is_forked(world)) return ep_world_check(world);
     if (is_default_stream_of_threads(heap, stream)) {
-        ep_error(EP_EINVAL, "ranks that are threads share the default stream, so each would wait there for the next: give each rank a "
+        ep_error(EP_EINVAL, "ranks that are threads share the default stream, so each would wait there for "
+                            "the next: give each rank a "
                             "stream of its own (with torch.cuda.stream(torch.cuda.Stream()):)");
         ep_comm_give_up(heap, EP_EINVAL, stream);
         return EP_EINVAL;
@@ -155,7 +174,8 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
         ep_st_relaxed_sys_u64(&host->fault.state, 0);
         ep_world_unnote(world, b->num_ops > f.epoch ? b->num_ops - f.epoch : 0);
         b->num_ops = f.epoch;
-        if (f.word == EP_WORD_SCATTER && f.want == 1) { /* only this rank knows: the others are on their way to dispatch */
+        if (f.word == EP_WORD_SCATTER &&
+            f.want == 1) { /* only this rank knows: the others are on their way to dispatch */
             EpComm comm = b->comm;
             comm.status = code;
             ep_world_noted(world, ep_comm_note(heap, b, EP_OP_DISPATCH, 0, code, stream), code);

@@ -26,7 +26,8 @@ static int map_file(int fd, uint64_t num_bytes, void **memory) {
     unsigned char *from = (unsigned char *)mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     *memory = NULL;
     if (from != MAP_FAILED) {
-        uint64_t before = ep_align_u64((uintptr_t)from, BASE_ALIGN) - (uintptr_t)from, used = ep_align_u64(num_bytes, 4096);
+        uint64_t before = ep_align_u64((uintptr_t)from, BASE_ALIGN) - (uintptr_t)from,
+                 used = ep_align_u64(num_bytes, 4096);
         void *at = mmap(from + before, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
         if (at != MAP_FAILED) {
             if (before) munmap(from, before);
@@ -36,7 +37,8 @@ static int map_file(int fd, uint64_t num_bytes, void **memory) {
         }
         munmap(from, room);
     }
-    return ep_error(EP_ENOMEM, "cannot map %llu bytes of shared memory: %s", (unsigned long long)num_bytes, strerror(errno));
+    return ep_error(EP_ENOMEM, "cannot map %llu bytes of shared memory: %s", (unsigned long long)num_bytes,
+                    strerror(errno));
 }
 
 /* The system does not refuse a memory file that is too large: it kills a process when the memory is used. */
@@ -59,9 +61,11 @@ static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (e) {
         close(fd);
-        return ep_error(EP_ENOMEM, "no room for a heap of %llu bytes: %s", (unsigned long long)num_bytes, strerror(e));
+        return ep_error(EP_ENOMEM, "no room for a heap of %llu bytes: %s", (unsigned long long)num_bytes,
+                        strerror(e));
     }
-    code = fcntl(fd, F_ADD_SEALS, SEALS) ? ep_error(EP_ESYS, "F_ADD_SEALS: %s", strerror(errno)) : map_file(fd, num_bytes, memory);
+    code = fcntl(fd, F_ADD_SEALS, SEALS) ? ep_error(EP_ESYS, "F_ADD_SEALS: %s", strerror(errno))
+                                         : map_file(fd, num_bytes, memory);
     if (code) {
         close(fd);
         return code;
@@ -80,7 +84,9 @@ static int heap_import(int device, const EpHeapCard *mine, const EpHeapCard *car
     struct stat st;
     int code;
     (void)device;
-    if (fd < 0) return ep_error(EP_ESYS, "no file descriptor came with it: raise the limit of open files (ulimit -n)");
+    if (fd < 0)
+        return ep_error(EP_ESYS,
+                        "no file descriptor came with it: raise the limit of open files (ulimit -n)");
     if (fstat(fd, &st) || (uint64_t)st.st_size != card->num_bytes || card->num_bytes != mine->num_bytes ||
         (fcntl(fd, F_GET_SEALS) & SEALS) != SEALS)
         code = ep_error(EP_ECORRUPT, "a peer sent a file that is not a heap of this world");
@@ -92,7 +98,8 @@ static int heap_import(int device, const EpHeapCard *mine, const EpHeapCard *car
 static int host_alloc(int device, uint64_t num_bytes, void **memory) {
     (void)device;
     *memory = mmap(NULL, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    return *memory == MAP_FAILED ? ep_error(EP_ENOMEM, "cannot map a peer's heap (mmap): %s", strerror(errno)) : 0;
+    return *memory == MAP_FAILED ? ep_error(EP_ENOMEM, "cannot map a peer's heap (mmap): %s", strerror(errno))
+                                 : 0;
 }
 static int copy(int device, void *dst, const void *src, uint64_t num_bytes, void *stream) {
     (void)device, (void)stream;
@@ -104,7 +111,9 @@ static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
     memset(dst, 0, num_bytes);
     return 0;
 }
-static int clear(int device, const EpComm *c, void *stream) { return zero(device, &ep_local(c)->faulted, sizeof(uint64_t), stream); }
+static int clear(int device, const EpComm *c, void *stream) {
+    return zero(device, &ep_local(c)->faulted, sizeof(uint64_t), stream);
+}
 static int sync_stream(int device, void *stream, EpWorld *world) {
     (void)device, (void)stream, (void)world;
     return 0;
@@ -141,7 +150,8 @@ static int run(const EpDispatchParams *d, const EpCombineParams *c, uint32_t num
     bool started[MAX_WORKERS] = {false};
     if (num_workers > MAX_WORKERS) num_workers = MAX_WORKERS;
     for (uint32_t i = 0; i < num_workers; i++) works[i] = (Work){d, c, i, num_workers};
-    for (uint32_t i = 1; i < num_workers; i++) started[i] = pthread_create(&threads[i], NULL, work, &works[i]) == 0;
+    for (uint32_t i = 1; i < num_workers; i++)
+        started[i] = pthread_create(&threads[i], NULL, work, &works[i]) == 0;
     work(&works[0]);
     for (uint32_t i = 1; i < num_workers; i++) {
         if (started[i]) pthread_join(threads[i], NULL);
@@ -160,17 +170,24 @@ static bool all_below(const int32_t *x, uint64_t n, int64_t low, int64_t end) {
 static bool is_sound(const EpShape *s, uint32_t me, const EpPlanLayout *l, const int32_t *plan) {
     uint32_t W = s->num_ranks, K = s->num_topk, L = ep_num_local_experts(s);
     uint64_t T = l->num_tokens;
-    if (plan[EP_HEAD_STATUS] || plan[EP_HEAD_NUM_TOKENS] != (int32_t)T) return true; /* refused as the rank enters: nobody reads on */
-    if (!all_below(plan + EP_HEAD_NUM_ROWS, 1, 0, 1ll + s->capacity) || !all_below(plan + EP_HEAD_NUM_SEND, W, 0, (int64_t)T + 1) ||
-        !all_below(plan + EP_HEAD_NUM_RECV, W, 0, 1ll + s->max_tokens) || plan[EP_HEAD_NUM_RECV + me] != plan[EP_HEAD_NUM_SEND + me] ||
-        !all_below(plan + l->token_expert_off, T * K, -1, s->num_experts) || !all_below(plan + l->token_row_off, T * K, -1, s->capacity) ||
+    if (plan[EP_HEAD_STATUS] || plan[EP_HEAD_NUM_TOKENS] != (int32_t)T)
+        return true; /* refused as the rank enters: nobody reads on */
+    if (!all_below(plan + EP_HEAD_NUM_ROWS, 1, 0, 1ll + s->capacity) ||
+        !all_below(plan + EP_HEAD_NUM_SEND, W, 0, (int64_t)T + 1) ||
+        !all_below(plan + EP_HEAD_NUM_RECV, W, 0, 1ll + s->max_tokens) ||
+        plan[EP_HEAD_NUM_RECV + me] != plan[EP_HEAD_NUM_SEND + me] ||
+        !all_below(plan + l->token_expert_off, T * K, -1, s->num_experts) ||
+        !all_below(plan + l->token_row_off, T * K, -1, s->capacity) ||
         !all_below(plan + l->token_slot_off, T * W, -1, s->max_tokens))
         return false;
     for (uint32_t r = 0; r < W; r++)
-        if (!all_below(plan + l->send_token_off + r * T, (uint64_t)plan[EP_HEAD_NUM_SEND + r], 0, (int64_t)T)) return false;
+        if (!all_below(plan + l->send_token_off + r * T, (uint64_t)plan[EP_HEAD_NUM_SEND + r], 0, (int64_t)T))
+            return false;
     for (uint64_t i = 0; i < T * K; i++) {
         int32_t e = plan[l->token_expert_off + i];
-        if (e >= 0 && (plan[l->token_row_off + i] < 0 || plan[l->token_slot_off + i / K * W + (uint32_t)e / L] < 0)) return false;
+        if (e >= 0 &&
+            (plan[l->token_row_off + i] < 0 || plan[l->token_slot_off + i / K * W + (uint32_t)e / L] < 0))
+            return false;
     }
     return true;
 }
@@ -178,7 +195,9 @@ static int refuse_plan(const EpComm *c, uint32_t op) {
     EpComm comm = *c;
     comm.status = EP_EINVAL;
     ep_cpu_enter(&comm, op);
-    return ep_error(EP_EINVAL, "the layout's plan was overwritten after preprocess made it: do not write to it, and make a new one");
+    return ep_error(
+        EP_EINVAL,
+        "the layout's plan was overwritten after preprocess made it: do not write to it, and make a new one");
 }
 
 static int plan(int device, const EpPlanParams *p, void *stream) {
@@ -188,11 +207,15 @@ static int plan(int device, const EpPlanParams *p, void *stream) {
 }
 static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
-    return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan) ? run(p, NULL, num_sm) : refuse_plan(&p->comm, EP_OP_DISPATCH);
+    return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
+               ? run(p, NULL, num_sm)
+               : refuse_plan(&p->comm, EP_OP_DISPATCH);
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
-    return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan) ? run(NULL, p, num_sm) : refuse_plan(&p->comm, EP_OP_COMBINE);
+    return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
+               ? run(NULL, p, num_sm)
+               : refuse_plan(&p->comm, EP_OP_COMBINE);
 }
 static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
     (void)device, (void)stream;
@@ -206,11 +229,13 @@ static int signal_word(int device, uint64_t *word, uint64_t value, bool add, voi
     else ep_st_release_sys_u64(word, value);
     return 0;
 }
-static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream) {
+static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact,
+                     void *stream) {
     EpFaultRecord f = {0, 0, 0, c->my_rank, EP_WORD_SIGNAL, 0, 0, 0, 0, 0};
     (void)device, (void)stream;
     ep_chaos(EP_CHAOS_SIGNAL);
-    ep_wait_u64(c, word, exact ? EP_CMP_EQ : EP_CMP_GE, value, &f); /* what the word publishes is now readable */
+    ep_wait_u64(c, word, exact ? EP_CMP_EQ : EP_CMP_GE, value,
+                &f); /* what the word publishes is now readable */
     return 0;
 }
 

@@ -48,14 +48,16 @@ static void row_store(void *dst, const float *acc, uint32_t dtype, uint32_t n) {
 }
 
 /* dst = the rows, times their weights where there are any, added in their order. */
-static void sum_rows(void *dst, const void *const *rows, const float *weights, uint32_t num, uint32_t dtype, uint32_t hidden) {
+static void sum_rows(void *dst, const void *const *rows, const float *weights, uint32_t num, uint32_t dtype,
+                     uint32_t hidden) {
     float acc[1024];
     const uint32_t most = sizeof acc / sizeof acc[0], size = ep_dtype_bytes(dtype);
     for (uint32_t at = 0; at < hidden; at += most) {
         uint32_t n = hidden - at < most ? hidden - at : most;
         memset(acc, 0, sizeof acc);
         for (uint32_t i = 0; i < num; i++)
-            row_add(acc, (const unsigned char *)rows[i] + (uint64_t)at * size, dtype, n, weights ? &weights[i] : NULL);
+            row_add(acc, (const unsigned char *)rows[i] + (uint64_t)at * size, dtype, n,
+                    weights ? &weights[i] : NULL);
         row_store((unsigned char *)dst + (uint64_t)at * size, acc, dtype, n);
     }
 }
@@ -73,7 +75,8 @@ void ep_cpu_enter(const EpComm *c, uint32_t op) {
 
 /* Where a rank keeps the slots that of_rank sent it. */
 static unsigned char *slot_at(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t slot) {
-    return c->base[at_rank] + c->layout.stage_off + ((uint64_t)of_rank * c->shape.max_tokens + slot) * c->layout.slot_stride;
+    return c->base[at_rank] + c->layout.stage_off +
+           ((uint64_t)of_rank * c->shape.max_tokens + slot) * c->layout.slot_stride;
 }
 
 /* Where on rank r the choices of my token t go: row of each choice, -1 when it goes elsewhere. */
@@ -81,7 +84,8 @@ static void rows_at_rank(const EpDispatchParams *p, uint32_t t, uint32_t r, int3
     uint32_t L = ep_num_local_experts(&p->comm.shape), K = p->comm.shape.num_topk;
     for (uint32_t k = 0; k < K; k++) {
         int32_t e = p->plan[p->layout.token_expert_off + (uint64_t)t * K + k];
-        rows[k] = e >= 0 && (uint32_t)e / L == r ? p->plan[p->layout.token_row_off + (uint64_t)t * K + k] : -1;
+        rows[k] =
+            e >= 0 && (uint32_t)e / L == r ? p->plan[p->layout.token_row_off + (uint64_t)t * K + k] : -1;
     }
 }
 
@@ -92,7 +96,8 @@ static int32_t home_slot(const EpDispatchParams *p, uint32_t t, uint32_t r) {
 
 static void send_slot(const EpDispatchParams *p, uint32_t r, uint32_t slot) {
     const EpComm *c = &p->comm;
-    uint32_t K = c->shape.num_topk, t = (uint32_t)p->plan[p->layout.send_token_off + (uint64_t)r * p->layout.num_tokens + slot];
+    uint32_t K = c->shape.num_topk,
+             t = (uint32_t)p->plan[p->layout.send_token_off + (uint64_t)r * p->layout.num_tokens + slot];
     unsigned char *to = slot_at(c, r, c->my_rank, slot), *trailer = to + c->layout.row_bytes;
     int32_t meta[2 + EP_MAX_TOPK];
     memcpy(to, (const unsigned char *)p->x + t * c->layout.row_bytes, c->layout.row_bytes);
@@ -103,7 +108,8 @@ static void send_slot(const EpDispatchParams *p, uint32_t r, uint32_t slot) {
 }
 
 /* Copy a slot to its rows.  meta and weight are the sender's words: nothing past num_rows is written. */
-static void place_slot(const EpDispatchParams *p, uint32_t s, const void *row, const int32_t *meta, const float *weight) {
+static void place_slot(const EpDispatchParams *p, uint32_t s, const void *row, const int32_t *meta,
+                       const float *weight) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk;
     const uint32_t home = (uint32_t)meta[1] < c->shape.max_tokens ? (uint32_t)meta[1] : 0;
@@ -126,7 +132,8 @@ static bool receive_chunk(const EpDispatchParams *p, EpTask task, uint64_t epoch
     int32_t meta[2 + EP_MAX_TOPK];
     float weight[EP_MAX_TOPK];
     if (n == 0) return true;
-    if (task.rank != c->my_rank && !ep_flag_await(c, EP_OP_DISPATCH, task.rank, task.chunk, epoch)) return false;
+    if (task.rank != c->my_rank && !ep_flag_await(c, EP_OP_DISPATCH, task.rank, task.chunk, epoch))
+        return false;
     for (uint32_t slot = first; slot < first + n; slot++) {
         const unsigned char *row = slot_at(c, c->my_rank, task.rank, slot);
         if (task.rank == c->my_rank) { /* my own tokens: straight from the input */
@@ -171,16 +178,19 @@ void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_wo
         ep_flag_publish(c, task.rank, task.chunk, epoch);
     }
     num_tasks = ok ? ep_num_tasks(p->plan + EP_HEAD_NUM_RECV, W) : 0;
-    while (ok && (n = ep_queue_pop(&l->queue_recv)) < num_tasks) ok = receive_chunk(p, ep_task_at(n, c->my_rank, W), epoch);
+    while (ok && (n = ep_queue_pop(&l->queue_recv)) < num_tasks)
+        ok = receive_chunk(p, ep_task_at(n, c->my_rank, W), epoch);
     if (ok) {
         uint64_t m = (uint64_t)p->plan[EP_HEAD_NUM_ROWS], rest = p->num_rows > m ? p->num_rows - m : 0;
-        if (worker == 0 && rest) memset((unsigned char *)p->rows + m * c->layout.row_bytes, 0, rest * c->layout.row_bytes);
+        if (worker == 0 && rest)
+            memset((unsigned char *)p->rows + m * c->layout.row_bytes, 0, rest * c->layout.row_bytes);
         if (worker == 0 && rest && p->row_weight) memset(p->row_weight + m, 0, rest * 4);
     }
     if (ep_leave(c, num_workers, epoch) == EP_LEFT_LAST_FAILED) {
         fill_nan(p->rows, p->num_rows * c->layout.row_bytes);
         fill_nan(p->row_weight, p->num_rows * 4ull);
-        memset(p->recv, 0xff, 4ull * W * c->shape.max_tokens * (1 + c->shape.num_topk)); /* -1: nothing came from there */
+        memset(p->recv, 0xff,
+               4ull * W * c->shape.max_tokens * (1 + c->shape.num_topk)); /* -1: nothing came from there */
     }
 }
 
@@ -242,15 +252,18 @@ static bool finish_token(const EpCombineParams *p, uint32_t t, uint64_t epoch) {
         uint32_t r = expert[k] < 0 ? 0 : (uint32_t)expert[k] / L;
         float trailer[2] = {1, 0};
         if (expert[k] >= 0 && local) {
-            memcpy(&trailer[1], slot_at(c, c->my_rank, r, (uint32_t)slot[r]) + c->layout.row_bytes + 4ull * k, 4);
+            memcpy(&trailer[1], slot_at(c, c->my_rank, r, (uint32_t)slot[r]) + c->layout.row_bytes + 4ull * k,
+                   4);
         } else if (expert[k] >= 0) {
-            rows[num] = pull ? choice_at(c, r, (uint32_t)row[k]) : choice_at(c, c->my_rank, (uint64_t)t * K + k);
+            rows[num] =
+                pull ? choice_at(c, r, (uint32_t)row[k]) : choice_at(c, c->my_rank, (uint64_t)t * K + k);
             memcpy(trailer, (const unsigned char *)rows[num] + c->layout.row_bytes, sizeof trailer);
             weights[num++] = trailer[0];
         }
         if (scalar) scalar[k] = trailer[1];
     }
-    sum_rows((unsigned char *)p->out + t * c->layout.row_bytes, rows, !local && p->has_weight ? weights : NULL, num, s->dtype, s->hidden);
+    sum_rows((unsigned char *)p->out + t * c->layout.row_bytes, rows,
+             !local && p->has_weight ? weights : NULL, num, s->dtype, s->hidden);
     return true;
 }
 
@@ -297,12 +310,14 @@ void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_work
     ok = ok && ep_enter_await(c, EP_OP_COMBINE, epoch);
     if (ok && c->shape.combine_mode == EP_COMBINE_GATHER) {
         stage_rows(p, epoch);
-        for (uint32_t r = 0; r < c->shape.num_ranks; r++) ok = ok && ep_flag_await(c, EP_OP_COMBINE, r, 0, epoch);
+        for (uint32_t r = 0; r < c->shape.num_ranks; r++)
+            ok = ok && ep_flag_await(c, EP_OP_COMBINE, r, 0, epoch);
     } else if (ok) {
         return_chunks(p, epoch);
     }
     while (ok && (n = ep_queue_pop(&ep_local(c)->queue_recv)) < num_chunks)
-        for (uint32_t i = 0; i < ep_chunk_slots(T, (uint32_t)n) && ok; i++) ok = finish_token(p, (uint32_t)n * EP_CHUNK_SLOTS + i, epoch);
+        for (uint32_t i = 0; i < ep_chunk_slots(T, (uint32_t)n) && ok; i++)
+            ok = finish_token(p, (uint32_t)n * EP_CHUNK_SLOTS + i, epoch);
     if (ep_leave(c, num_workers, epoch) == EP_LEFT_LAST_FAILED) {
         fill_nan(p->out, T * c->layout.row_bytes);
         fill_nan(p->out_scalar, 4ull * T * c->shape.num_topk);

@@ -26,7 +26,8 @@ static void count_choices(const EpPlanParams *p, uint32_t *cells) {
 }
 
 /* The first wrong thing that all ranks told each other, in rank order. */
-static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const EpWrong *wrong, uint64_t epoch) {
+static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const EpWrong *wrong,
+                            uint64_t epoch) {
     const EpShape *s = &p->comm.shape;
     EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_NONE, 0, 0, epoch, 0, 0};
     uint32_t L = ep_num_local_experts(s);
@@ -52,13 +53,15 @@ static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, EpW
     ep_chaos(EP_CHAOS_COUNTS_WRITE);
     for (uint32_t r = 0; r < s->num_ranks; r++)
         for (uint32_t i = 0; i < num_cells; i++)
-            ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i), ep_cell(EP_FAULT(OLD_COUNTS) ? 1 : epoch, my_cells[i]));
+            ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i),
+                                  ep_cell(EP_FAULT(OLD_COUNTS) ? 1 : epoch, my_cells[i]));
     for (uint32_t w = 0; w < s->num_ranks; w++) {
         EpFaultRecord f = {0, 0, EP_OP_PLAN, w, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
         ep_chaos(EP_CHAOS_COUNTS_READ);
         for (uint32_t i = 0; i < num_cells; i++) {
             const uint64_t *cell = ep_count_cell(c, c->my_rank, w, i);
-            if (!ep_wait_u64(c, cell, EP_CMP_EPOCH, ep_cell_tag(EP_FAULT(OLD_COUNTS) ? 1 : epoch), &f)) return false;
+            if (!ep_wait_u64(c, cell, EP_CMP_EPOCH, ep_cell_tag(EP_FAULT(OLD_COUNTS) ? 1 : epoch), &f))
+                return false;
             uint32_t v = ep_clamp_count(s, i, (uint32_t)ep_ld_relaxed_sys_u64(cell));
             if (i < s->num_experts) counts[(uint64_t)w * s->num_experts + i] = (int32_t)v;
             else if (i == s->num_experts + c->my_rank) p->plan[EP_HEAD_NUM_RECV + w] = (int32_t)v;
@@ -69,7 +72,8 @@ static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, EpW
 }
 
 /* Rows, slots and the sorted order of my choices; false when a scatter index points nowhere. */
-static bool place_choices(const EpPlanParams *p, const int32_t *scatter, uint32_t *next_row, uint32_t *next_sorted) {
+static bool place_choices(const EpPlanParams *p, const int32_t *scatter, uint32_t *next_row,
+                          uint32_t *next_sorted) {
     const EpShape *s = &p->comm.shape;
     uint32_t L = ep_num_local_experts(s), K = s->num_topk, T = p->num_tokens, next_slot[EP_MAX_RANKS] = {0};
     const int32_t *expert = p->plan + p->layout.token_expert_off;
@@ -115,13 +119,15 @@ static void sort_slots(const EpPlanParams *p) {
     const EpShape *s = &p->comm.shape;
     const uint32_t L = ep_num_local_experts(s), T = p->num_tokens;
     uint32_t out[EP_MAX_EXPERTS] = {0}, home[EP_MAX_EXPERTS] = {0};
-    int32_t *slot = p->plan + p->layout.token_slot_off, *send_token = p->plan + p->layout.send_token_off, low, high;
+    int32_t *slot = p->plan + p->layout.token_slot_off, *send_token = p->plan + p->layout.send_token_off, low,
+            high;
     for (uint64_t i = 0; i < (uint64_t)T * s->num_ranks; i++) {
         if (slot[i] < 0) continue;
         expert_range(p, (uint32_t)(i / s->num_ranks), (uint32_t)(i % s->num_ranks), &low, &high);
         out[low]++, home[high]++;
     }
-    for (uint32_t e = 0, from_out = 0, from_home = 0; e < s->num_experts; e++) { /* counts become first slots */
+    for (uint32_t e = 0, from_out = 0, from_home = 0; e < s->num_experts;
+         e++) { /* counts become first slots */
         const uint32_t num_out = out[e], num_home = home[e];
         if (e % L == 0) from_out = from_home = 0;
         out[e] = from_out, home[e] = from_home, from_out += num_out, from_home += num_home;
@@ -139,7 +145,8 @@ static void list_tiles(const EpPlanParams *p) {
     uint32_t L = ep_num_local_experts(s), n = 0;
     const int32_t *first = p->plan + p->layout.expert_row_off;
     for (uint32_t l = 0; l < L; l++)
-        for (int32_t row = first[l]; row < first[l + 1] && n < p->layout.max_tiles; row += EP_TILE_ROWS, n++) {
+        for (int32_t row = first[l]; row < first[l + 1] && n < p->layout.max_tiles;
+             row += EP_TILE_ROWS, n++) {
             p->plan[p->layout.tile_expert_off + n] = (int32_t)l;
             p->plan[p->layout.tile_row_off + n] = row;
         }
@@ -162,12 +169,15 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
     }
     if (scatter && p->num_scatter_tokens != p->num_tokens) {
         if (p->num_scatter_tokens != num_tokens) cells[ep_first_wrong(s)] = EP_BAD_SCATTER;
-        scatter = tokens_before + p->num_tokens <= p->num_scatter_tokens ? scatter + tokens_before * s->num_topk : NULL;
+        scatter = tokens_before + p->num_tokens <= p->num_scatter_tokens
+                      ? scatter + tokens_before * s->num_topk
+                      : NULL;
     }
     if (!exchange_counts(p, cells, wrong, epoch)) return EP_EPEER;
     int32_t code = judge_counts(p, counts, wrong, epoch);
     if (code) return code;
-    for (uint32_t r = 0; r < s->num_ranks; r++) p->plan[EP_HEAD_NUM_SEND + r] = (int32_t)cells[s->num_experts + r];
+    for (uint32_t r = 0; r < s->num_ranks; r++)
+        p->plan[EP_HEAD_NUM_SEND + r] = (int32_t)cells[s->num_experts + r];
     p->plan[EP_HEAD_NUM_RECV + c->my_rank] =
         p->plan[EP_HEAD_NUM_SEND + c->my_rank]; /* my own word, not one that a peer may have written over */
     for (uint32_t e = 0; e < s->num_experts; e++) {
@@ -180,7 +190,8 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
     }
     p->plan[EP_HEAD_NUM_ROWS] = p->plan[EP_HEAD_RANK_ROWS + c->my_rank];
     if (!place_choices(p, scatter, cells, sorted_from)) {
-        EpFaultRecord f = {0, EP_EINVAL, EP_OP_PLAN, c->my_rank, EP_WORD_SCATTER, 0, 0, epoch, 1, 0}; /* 1: only here */
+        EpFaultRecord f = {0, EP_EINVAL, EP_OP_PLAN, c->my_rank, EP_WORD_SCATTER,
+                           0, 0,         epoch,      1,          0}; /* 1: only here */
         ep_fault(c, &f);
         return EP_EINVAL;
     }
@@ -191,13 +202,15 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
 
 /* No plan: no rows anywhere, so that whoever goes on before the error is raised computes on nothing. */
 static void forget(const EpPlanParams *p) {
-    memset(p->plan, 0, (p->layout.expert_row_off + ep_num_local_experts(&p->comm.shape) + 1) * sizeof *p->plan);
+    memset(p->plan, 0,
+           (p->layout.expert_row_off + ep_num_local_experts(&p->comm.shape) + 1) * sizeof *p->plan);
 }
 
 /* The head, and the same to the host. */
 static void tell_host(const EpPlanParams *p, int32_t code, uint64_t epoch) {
     EpPlanResult *r = &p->comm.host->plan;
-    p->plan[EP_HEAD_STATUS] = code, p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch, p->plan[EP_HEAD_NUM_TOKENS] = (int32_t)p->num_tokens;
+    p->plan[EP_HEAD_STATUS] = code, p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch,
+    p->plan[EP_HEAD_NUM_TOKENS] = (int32_t)p->num_tokens;
     r->num_rows = (uint32_t)p->plan[EP_HEAD_NUM_ROWS], r->status = code;
     ep_st_relaxed_sys_u64(&r->epoch, epoch);
     ep_st_release_sys_u64(&r->ticket, p->ticket); /* publishes the result to the host */

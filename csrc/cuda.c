@@ -66,15 +66,17 @@ static int open_block(int device, uint64_t num_bytes, void **memory, EpHeapCard 
     uint64_t rounded = ep_align_u64(num_bytes, BLOCK_BYTES);
     EP_CUDA_TRY(cudaGetDeviceProperties(&prop, device));
     if (prop.major < 8)
-        return ep_error(EP_EINVAL, "%s has compute capability %d.%d; epmoe needs 8.0 or newer", prop.name, prop.major, prop.minor);
+        return ep_error(EP_EINVAL, "%s has compute capability %d.%d; epmoe needs 8.0 or newer", prop.name,
+                        prop.major, prop.minor);
     cudaError_t e = cudaMalloc(memory, rounded);
     if (e != cudaSuccess && e != cudaErrorMemoryAllocation) return cuda_error(e, "cudaMalloc");
     if (e != cudaSuccess) {
         size_t num_free = 0, total = 0;
         cudaGetLastError();
         cudaMemGetInfo(&num_free, &total);
-        return ep_error(EP_ENOMEM, "no room for a heap of %llu bytes: %llu of %llu bytes of GPU memory are free",
-                        (unsigned long long)num_bytes, (unsigned long long)num_free, (unsigned long long)total);
+        return ep_error(
+            EP_ENOMEM, "no room for a heap of %llu bytes: %llu of %llu bytes of GPU memory are free",
+            (unsigned long long)num_bytes, (unsigned long long)num_free, (unsigned long long)total);
     }
     e = cudaMemset(*memory, 0, rounded);
     if (e == cudaSuccess) e = cudaDeviceSynchronize();
@@ -124,7 +126,8 @@ static void heap_close(int device, void *memory, uint64_t num_bytes) {
 
 static int import_block(const EpHeapCard *mine, const EpHeapCard *card, void **memory) {
     cudaIpcMemHandle_t handle;
-    if (card->num_bytes != mine->num_bytes) return ep_error(EP_ECORRUPT, "a peer sent memory that is not a heap of this world");
+    if (card->num_bytes != mine->num_bytes)
+        return ep_error(EP_ECORRUPT, "a peer sent memory that is not a heap of this world");
     memcpy(&handle, card->handle, sizeof handle);
     EP_CUDA_TRY(cudaIpcOpenMemHandle(memory, handle, cudaIpcMemLazyEnablePeerAccess));
     return 0;
@@ -145,7 +148,8 @@ static void heap_unimport(int device, void *memory, uint64_t num_bytes) {
 }
 
 static int host_alloc(int device, uint64_t num_bytes, void **memory) {
-    GUARDED(device, check_call(cudaHostAlloc(memory, num_bytes, cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc"));
+    GUARDED(device, check_call(cudaHostAlloc(memory, num_bytes, cudaHostAllocPortable | cudaHostAllocMapped),
+                               "cudaHostAlloc"));
 }
 
 static void host_free(int device, void *memory, uint64_t num_bytes) {
@@ -158,7 +162,8 @@ static void host_free(int device, void *memory, uint64_t num_bytes) {
 }
 
 static int copy(int device, void *dst, const void *src, uint64_t num_bytes, void *stream) {
-    GUARDED(device, check_call(cudaMemcpyAsync(dst, src, num_bytes, cudaMemcpyDefault, (cudaStream_t)stream), "cudaMemcpyAsync"));
+    GUARDED(device, check_call(cudaMemcpyAsync(dst, src, num_bytes, cudaMemcpyDefault, (cudaStream_t)stream),
+                               "cudaMemcpyAsync"));
 }
 
 static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
@@ -182,7 +187,9 @@ static int wait_stream(cudaStream_t stream, EpWorld *world) {
         else if (code && ep_now_ns() > until) return code;
     }
 }
-static int sync_stream(int device, void *stream, EpWorld *world) { GUARDED(device, wait_stream((cudaStream_t)stream, world)); }
+static int sync_stream(int device, void *stream, EpWorld *world) {
+    GUARDED(device, wait_stream((cudaStream_t)stream, world));
+}
 
 static bool is_captured(void *stream) {
     enum cudaStreamCaptureStatus status;
@@ -192,7 +199,9 @@ static bool is_captured(void *stream) {
     return e == cudaErrorStreamCaptureImplicit; /* else the launch will say what is wrong */
 }
 
-static int sync_all(int device) { GUARDED(device, check_call(cudaDeviceSynchronize(), "cudaDeviceSynchronize")); }
+static int sync_all(int device) {
+    GUARDED(device, check_call(cudaDeviceSynchronize(), "cudaDeviceSynchronize"));
+}
 
 /* ---- turns ---- */
 
@@ -206,7 +215,8 @@ static int sync_all(int device) { GUARDED(device, check_call(cudaDeviceSynchroni
  *
  * A captured operation is ordered inside its graph.  The program orders the replays of its graphs. */
 typedef struct {
-    cudaEvent_t behind; /* the last operation: recorded at once, for later its stream may be gone, or captured for a graph */
+    cudaEvent_t
+        behind; /* the last operation: recorded at once, for later its stream may be gone, or captured for a graph */
     cudaStream_t stream;
     unsigned long long graph; /* that it was captured for, or 0 */
     bool was_any;
@@ -235,7 +245,8 @@ static int graph_of(cudaStream_t stream, unsigned long long *graph) {
 }
 static int lock_lane(int device, uint32_t lane, Lane **out) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    if (device < 0 || device >= MAX_DEVICES) return ep_error(EP_EINVAL, "device %d of at most %d", device, MAX_DEVICES);
+    if (device < 0 || device >= MAX_DEVICES)
+        return ep_error(EP_EINVAL, "device %d of at most %d", device, MAX_DEVICES);
     pthread_once(&once, init_lanes);
     *out = &lanes[device][lane];
     pthread_mutex_lock(&(*out)->lock);
@@ -250,7 +261,8 @@ static int take_turn(Lane *lane, cudaStream_t stream, Turn **out) {
     EP_TRY(graph_of(stream, &graph));
     Turn *t = *out = graph ? &lane->captured : &lane->runs;
     if (!t->behind) EP_CUDA_TRY(cudaEventCreateWithFlags(&t->behind, cudaEventDisableTiming));
-    if (t->was_any && t->stream != stream && t->graph == graph) EP_CUDA_TRY(cudaStreamWaitEvent(stream, t->behind, 0));
+    if (t->was_any && t->stream != stream && t->graph == graph)
+        EP_CUDA_TRY(cudaStreamWaitEvent(stream, t->behind, 0));
     t->stream = stream, t->graph = graph;
     return 0;
 }
@@ -289,12 +301,14 @@ static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
     IN_TURN(device, c, stream, ep_launch_enter(c, op, stream), "enter kernel");
 }
 static int clear(int device, const EpComm *c, void *stream) {
-    IN_TURN(device, c, stream, cudaMemsetAsync(&ep_local(c)->faulted, 0, sizeof(uint64_t), (cudaStream_t)stream), "clear");
+    IN_TURN(device, c, stream,
+            cudaMemsetAsync(&ep_local(c)->faulted, 0, sizeof(uint64_t), (cudaStream_t)stream), "clear");
 }
 static int signal_word(int device, uint64_t *word, uint64_t value, bool add, void *stream) {
     GUARDED(device, check_call((cudaError_t)ep_launch_signal(word, value, add, stream), "signal kernel"));
 }
-static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream) {
+static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact,
+                     void *stream) {
     GUARDED(device, check_call((cudaError_t)ep_launch_wait(c, word, value, exact, stream), "wait kernel"));
 }
 

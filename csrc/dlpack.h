@@ -40,7 +40,8 @@ typedef struct {
         uint32_t major, minor;
     } version;
     void *prev_api;
-    void *managed_tensor_allocator, *managed_tensor_from_py_object_no_sync, *managed_tensor_to_py_object_no_sync;
+    void *managed_tensor_allocator, *managed_tensor_from_py_object_no_sync,
+        *managed_tensor_to_py_object_no_sync;
     int (*dltensor_from_py_object_no_sync)(void *py_object, EpDLTensor *out);
     int (*current_work_stream)(int device_type, int32_t device_id, void **out_current_stream);
 } EpDLExchangeAPI;

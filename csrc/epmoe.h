@@ -77,7 +77,8 @@ typedef struct {
 
 /* Collective.  Every rank's block is mapped by every other, and every pair is tried.  status: 0, or the
  * code with which this rank cannot take part, so that all fail. */
-int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status, EpHeap **heap);
+int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status,
+                   EpHeap **heap);
 /* Collective; zeroed.  status: as above.  Nothing is allocated for no bytes. */
 int ep_heap_alloc(EpHeap *heap, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off);
 int ep_heap_free(EpHeap *heap, uint64_t off); /* collective; 0: of nothing */
@@ -85,7 +86,8 @@ int ep_heap_translate(EpHeap *heap, uint64_t off, uint32_t peer, void **address)
 int ep_heap_offset(EpHeap *heap, const void *address, uint64_t num_bytes, uint64_t *off);
 void ep_heap_stats(EpHeap *heap, EpHeapStats *stats);
 /* Copy between any memory of this rank and off of peer, in stream order. */
-int ep_heap_put(EpHeap *heap, uint64_t dst_off, const void *src, uint64_t num_bytes, uint32_t peer, void *stream);
+int ep_heap_put(EpHeap *heap, uint64_t dst_off, const void *src, uint64_t num_bytes, uint32_t peer,
+                void *stream);
 int ep_heap_get(EpHeap *heap, void *dst, uint64_t src_off, uint64_t num_bytes, uint32_t peer, void *stream);
 /* A u64 at off of peer: set or add, after everything this rank has put there (release, system scope). */
 int ep_heap_signal(EpHeap *heap, uint64_t off, uint64_t value, bool add, uint32_t peer, void *stream);
@@ -106,7 +108,15 @@ uint16_t ep_heap_number(const EpHeap *heap);
 /* ---- layer: route -> plan -> dispatch -> (gemm) -> combine ---- */
 
 /* A tensor as its owner describes it.  dtype: EpDtype, or one of those below; strides in elements. */
-enum { EP_I32 = 16, EP_I64, EP_I16, EP_I8, EP_U8, EP_F64, EP_OTHER }; /* what no operation takes has a name, too */
+enum {
+    EP_I32 = 16,
+    EP_I64,
+    EP_I16,
+    EP_I8,
+    EP_U8,
+    EP_F64,
+    EP_OTHER
+}; /* what no operation takes has a name, too */
 typedef struct {
     void *data;
     uint32_t dtype, num_dims, element_bytes;
@@ -133,20 +143,22 @@ void ep_layer_release(EpLayer *layer);
 int ep_layer_plan_words(EpLayer *layer, uint64_t num_tokens, uint64_t *num_words);
 /* Collective, each of the following.  indices [T][K] i32 or i64; scatter NULL or i32 [T][K] or of all
  * ranks; plan i32 [plan_words(T)].  sort_slots: tokens travel by expert, as the megakernels want it. */
-int ep_layer_plan(EpLayer *layer, uint32_t buffer, const EpTensor *indices, const EpTensor *scatter, bool sort_slots, const EpTensor *plan,
-                  void *stream);
+int ep_layer_plan(EpLayer *layer, uint32_t buffer, const EpTensor *indices, const EpTensor *scatter,
+                  bool sort_slots, const EpTensor *plan, void *stream);
 /* Wait, on the host, for the rows of a plan of this buffer; NULL: of the newest. */
-int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows);
+int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream,
+                      uint32_t *num_rows);
 /* x [T][H], weight NULL or f32 [T][K]; rows [>= M][H], row_weight NULL or f32 [>= M]; recv i32
  * [W * max_tokens * (1 + K)]: which row came from which token, for combine.  A plan of another T, or of more rows
  * than the tensors have, is seen when the operation runs: EP_EINVAL on this rank, EP_EPEER on the others.  requires_grad: an
  * operation of the backward will follow on this one; it must on all ranks, or on none. */
-int ep_layer_dispatch(EpLayer *layer, uint32_t buffer, const EpTensor *x, const EpTensor *weight, const EpTensor *plan,
-                      const EpTensor *rows, const EpTensor *row_weight, const EpTensor *recv, bool requires_grad, void *stream);
+int ep_layer_dispatch(EpLayer *layer, uint32_t buffer, const EpTensor *x, const EpTensor *weight,
+                      const EpTensor *plan, const EpTensor *rows, const EpTensor *row_weight,
+                      const EpTensor *recv, bool requires_grad, void *stream);
 /* rows [>= M][H], row_weight and row_scalar NULL or f32 [>= M]; out [T][H], out_scalar NULL or f32 [T][K]. */
-int ep_layer_combine(EpLayer *layer, uint32_t buffer, const EpTensor *rows, const EpTensor *row_weight, const EpTensor *row_scalar,
-                     const EpTensor *plan, const EpTensor *recv, const EpTensor *out, const EpTensor *out_scalar, bool requires_grad,
-                     void *stream);
+int ep_layer_combine(EpLayer *layer, uint32_t buffer, const EpTensor *rows, const EpTensor *row_weight,
+                     const EpTensor *row_scalar, const EpTensor *plan, const EpTensor *recv,
+                     const EpTensor *out, const EpTensor *out_scalar, bool requires_grad, void *stream);
 /* Dispatch, and the grouped product of the rows that it places, in one launch; CUDA only.  gemm_weight [L][N][H], out
  * [>= M][N], or [>= M][N / 2] where the activation is gated; the rest as in ep_layer_dispatch, but that rows behind M are
  * left as they are. */

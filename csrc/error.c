@@ -25,6 +25,7 @@ const char *ep_error_name(int code) {
 }
 
 const char *ep_word_name(uint32_t word) {
-    static const char *const names[] = {"", "enter", "counts", "flag", "signal", "header", "index", "rows", "grid barrier", "scatter", "ready"};
+    static const char *const names[] = {"",      "enter", "counts",       "flag",    "signal", "header",
+                                        "index", "rows",  "grid barrier", "scatter", "ready"};
     return names[word <= EP_WORD_READY ? word : 0];
 }

@@ -22,7 +22,10 @@ bool ep_world_is_forked(const EpWorld *w) { return w->pid != getpid(); }
 
 int ep_world_check(EpWorld *w) {
     if (ep_world_is_forked(w))
-        return ep_error(EP_ECLOSED, "this world belongs to process %d: a forked child cannot use it, and must create its own", (int)w->pid);
+        return ep_error(
+            EP_ECLOSED,
+            "this world belongs to process %d: a forked child cannot use it, and must create its own",
+            (int)w->pid);
     pthread_mutex_lock(&w->lock);
     int code = check_locked(w);
     pthread_mutex_unlock(&w->lock);
@@ -55,13 +58,16 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
         bool is_timeout = pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT;
         now = ep_now_ns();
         if (now > next + INTERRUPT_NS)
-            *limit_ns += now - next, until_ns += now - next, next = 0; /* nobody ran here, nor perhaps anywhere: it does not count */
+            *limit_ns += now - next, until_ns += now - next,
+                next = 0; /* nobody ran here, nor perhaps anywhere: it does not count */
         if (!is_timeout || from->full) continue;
-        if (next == until_ns && !is_late) { /* this process may have been stopped, and the frame be there unread */
+        if (next == until_ns &&
+            !is_late) { /* this process may have been stopped, and the frame be there unread */
             is_late = true, until_ns = ep_now_ns() + INTERRUPT_NS;
         } else if (next == until_ns) {
-            snprintf(text, sizeof text, "rank %u timed out waiting for rank %u in exchange %llu; see flight_record()", w->rank, r,
-                     (unsigned long long)seq);
+            snprintf(text, sizeof text,
+                     "rank %u timed out waiting for rank %u in exchange %llu; see flight_record()", w->rank,
+                     r, (unsigned long long)seq);
             ep_world_end(w, EP_ETIMEOUT, r, text);
         } else if (is_interrupted(w)) { /* the peer's frame may still come, and belong to no exchange */
             snprintf(text, sizeof text, "rank %u was interrupted while waiting for rank %u", w->rank, r);
@@ -76,19 +82,23 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
 static int look_at_frame(uint32_t r, const EpFrame *its, const EpFrame *mine, void *all) {
     char there[64], here[64];
     if (its->code)
-        return ep_error(EP_EPEER, "rank %u could not take part in the exchange: %s. See the error that it raised.", r,
+        return ep_error(EP_EPEER,
+                        "rank %u could not take part in the exchange: %s. See the error that it raised.", r,
                         ep_error_name(its->code));
     if (its->about != mine->about && its->about && mine->about) {
         ep_about_name(its->about, there, sizeof there), ep_about_name(mine->about, here, sizeof here);
         return ep_error(EP_EMISMATCH,
-                        "ranks are in different collective calls: rank %u in %s, rank %u in %s. Use the same order on all ranks.", r, there,
-                        mine->rank, here);
+                        "ranks are in different collective calls: rank %u in %s, rank %u in %s. Use the same "
+                        "order on all ranks.",
+                        r, there, mine->rank, here);
     }
     if (its->num_bytes != mine->num_bytes)
         return ep_error(EP_EMISMATCH,
-                        "ranks disagree in an exchange: rank %u gives %u bytes, rank %u gives %u. Give equally many on all ranks.", r,
-                        its->num_bytes, mine->rank, mine->num_bytes);
-    if (mine->num_bytes) memcpy((unsigned char *)all + (uint64_t)r * mine->num_bytes, its->bytes, mine->num_bytes);
+                        "ranks disagree in an exchange: rank %u gives %u bytes, rank %u gives %u. Give "
+                        "equally many on all ranks.",
+                        r, its->num_bytes, mine->rank, mine->num_bytes);
+    if (mine->num_bytes)
+        memcpy((unsigned char *)all + (uint64_t)r * mine->num_bytes, its->bytes, mine->num_bytes);
     return 0;
 }
 
@@ -102,16 +112,20 @@ static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t
 }
 
 /* status: 0, or why this rank has nothing to give (mine and all may be NULL then). */
-static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out, int *fds_in) {
+static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out,
+                    int *fds_in) {
     uint64_t until = ep_now_ns() + atomic_load(&w->timeout_ns);
     EpFrame f = {.kind = EP_FRAME_EXCHANGE, .rank = w->rank, .num_bytes = num_bytes, .code = status};
     int verdict = 0;
     EP_TRY(ep_world_check(w));
     if (num_bytes > EP_EXCHANGE_BYTES)
-        return ep_error(EP_EINVAL, "an exchange carries at most %u bytes, not %u", EP_EXCHANGE_BYTES, num_bytes);
+        return ep_error(EP_EINVAL, "an exchange carries at most %u bytes, not %u", EP_EXCHANGE_BYTES,
+                        num_bytes);
     EpNote note = {.what = EP_DID_EXCHANGE, .size = num_bytes};
     uint64_t noted = ep_ring_begin(&w->ring, &note);
-    if (num_bytes) memcpy(f.bytes, mine, num_bytes), memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
+    if (num_bytes)
+        memcpy(f.bytes, mine, num_bytes),
+            memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
     pthread_mutex_lock(&w->lock);
     int code = check_locked(w);
     f.seq = ++w->seq;
@@ -128,11 +142,13 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
         else if (from->fd >= 0) close(from->fd);
         if (from->frame.seq != f.seq) { /* out of step for good */
             char text[128];
-            snprintf(text, sizeof text, "ranks are out of step: rank %u is in exchange %llu, rank %u in %llu", r,
-                     (unsigned long long)from->frame.seq, w->rank, (unsigned long long)f.seq);
+            snprintf(text, sizeof text, "ranks are out of step: rank %u is in exchange %llu, rank %u in %llu",
+                     r, (unsigned long long)from->frame.seq, w->rank, (unsigned long long)f.seq);
             ep_world_end(w, EP_ECORRUPT, r, text);
             code = check_locked(w);
-        } else if (!verdict && !status) { /* else the others' frames are taken all the same, so that the next exchange works */
+        } else if (
+            !verdict &&
+            !status) { /* else the others' frames are taken all the same, so that the next exchange works */
             verdict = look_at_frame(r, &from->frame, &f, all);
         }
     }
@@ -146,7 +162,8 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
     return code;
 }
 
-int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void *all, int fd_out, int *fds_in) {
+int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void *all, int fd_out,
+                         int *fds_in) {
     return exchange(w, mine, num_bytes, 0, all, fd_out, fds_in);
 }
 

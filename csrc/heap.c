@@ -27,7 +27,9 @@ int ep_heap_device(const EpHeap *h) { return h->device; }
 uint16_t ep_heap_number(const EpHeap *h) { return h->control.of; }
 uint32_t ep_heap_reserved_sms(const EpHeap *h) { return h->reserved_sms; }
 
-static bool may_free(EpHeap *h) { return h->kind == EP_CPU || h->closed || ep_world_size(h->world) == 1 || ep_world_check(h->world) != 0; }
+static bool may_free(EpHeap *h) {
+    return h->kind == EP_CPU || h->closed || ep_world_size(h->world) == 1 || ep_world_check(h->world) != 0;
+}
 
 EpHeap *ep_heap_retain(EpHeap *h) {
     atomic_fetch_add(&h->num_refs, 1);
@@ -41,8 +43,10 @@ void ep_heap_release(EpHeap *h) {
     if (h->has_control) ep_comm_close(h, &h->control);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) {
         if (h->memory[r] && ep_memory_drop(h->memory[r])) {
-            if (h->memory[r]->address && may_free(h)) h->backend->heap_close(h->device, h->memory[r]->address, h->num_bytes);
-            else if (h->memory[r]->address) ep_memory_keep(h->world, h->backend, h->device, h->memory[r]->address, h->num_bytes);
+            if (h->memory[r]->address && may_free(h))
+                h->backend->heap_close(h->device, h->memory[r]->address, h->num_bytes);
+            else if (h->memory[r]->address)
+                ep_memory_keep(h->world, h->backend, h->device, h->memory[r]->address, h->num_bytes);
             free(h->memory[r]);
         } else if (!h->memory[r] && h->base[r] && r != me) {
             h->backend->heap_unimport(h->device, h->base[r], h->num_bytes);
@@ -61,7 +65,8 @@ int ep_heap_close(EpHeap *h) {
     uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_HEAP_CLOSE, .of = h->control.of});
     int synced = ep_heap_quiesce(h);
     int code = ep_world_exchange(h->world, &mine, 1, all); /* nobody unmaps what another still uses */
-    h->closed = !code || ep_world_check(h->world) != 0;    /* else some rank was elsewhere, and all close again */
+    h->closed =
+        !code || ep_world_check(h->world) != 0; /* else some rank was elsewhere, and all close again */
     ep_world_noted(h->world, note, code);
     return code ? code : synced;
 }
@@ -81,11 +86,13 @@ static int agree(EpHeap *h, const Call *mine) {
     for (uint32_t r = 0; r < ep_world_size(h->world); r++) {
         const unsigned long long its = all[r].num_bytes, first = all[0].num_bytes;
         if (all[r].status)
-            return ep_error(EP_EPEER, "rank %u failed before this %s (%s)", r, mine->alignment ? "allocation" : "free",
-                            ep_error_name((int)all[r].status));
+            return ep_error(EP_EPEER, "rank %u failed before this %s (%s)", r,
+                            mine->alignment ? "allocation" : "free", ep_error_name((int)all[r].status));
         if (memcmp(&all[r], &all[0], sizeof all[r]) == 0) continue;
-        if (mine->alignment == 0) return ep_error(EP_EMISMATCH, "rank %u frees what stands at %llu, rank 0 at %llu", r, its, first);
-        return ep_error(EP_EMISMATCH, "rank %u allocates %llu bytes (alignment %llu), rank 0 %llu (alignment %llu)", r, its,
+        if (mine->alignment == 0)
+            return ep_error(EP_EMISMATCH, "rank %u frees what stands at %llu, rank 0 at %llu", r, its, first);
+        return ep_error(EP_EMISMATCH,
+                        "rank %u allocates %llu bytes (alignment %llu), rank 0 %llu (alignment %llu)", r, its,
                         (unsigned long long)all[r].alignment, first, (unsigned long long)all[0].alignment);
     }
     return 0;
@@ -95,35 +102,42 @@ static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, 
     Call mine = {num_bytes, alignment, status};
     char why[256];
     if (!status && (alignment == 0 || (alignment & (alignment - 1)) || alignment > 2u << 20))
-        status = ep_error(EP_EINVAL, "alignment %llu: a power of two up to 2 MiB", (unsigned long long)alignment);
+        status =
+            ep_error(EP_EINVAL, "alignment %llu: a power of two up to 2 MiB", (unsigned long long)alignment);
     mine.status = status;
     snprintf(why, sizeof why, "%s", ep_error_text());
     int code = agree(h, &mine);
-    if (status && code == EP_EPEER) return ep_error(status, "%s", why); /* this rank knows better what was wrong */
+    if (status && code == EP_EPEER)
+        return ep_error(status, "%s", why); /* this rank knows better what was wrong */
     EP_TRY(code);
     *off = 0;
     if (num_bytes == 0) return 0; /* nothing, but agreed upon */
     EP_TRY(ep_allocator_take(&h->allocator, num_bytes, alignment, off));
-    code = h->backend->zero(h->device, (unsigned char *)h->base[ep_world_rank(h->world)] + *off, num_bytes, NULL);
+    code = h->backend->zero(h->device, (unsigned char *)h->base[ep_world_rank(h->world)] + *off, num_bytes,
+                            NULL);
     if (!code) code = h->backend->sync(h->device, NULL, h->world);
-    code = ep_world_agree(h->world, code, "clear its part of an allocation"); /* no peer writes before all have */
+    code = ep_world_agree(h->world, code,
+                          "clear its part of an allocation"); /* no peer writes before all have */
     if (code) ep_allocator_give_back(&h->allocator, *off);
     return code;
 }
 
 int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {
-    uint64_t note =
-        ep_world_note(h->world, &(EpNote){.what = EP_DID_ALLOC, .of = h->control.of, .size = num_bytes, .code = (int16_t)status});
+    uint64_t note = ep_world_note(
+        h->world,
+        &(EpNote){.what = EP_DID_ALLOC, .of = h->control.of, .size = num_bytes, .code = (int16_t)status});
     int code = alloc(h, num_bytes, alignment, status, off);
     ep_world_noted(h->world, note, code);
     return code;
 }
 
 static int release(EpHeap *h, uint64_t off) {
-    int status = off ? ep_allocator_check(&h->allocator, off) : 0; /* 0: nothing, as an allocation of no bytes has it */
+    int status = off ? ep_allocator_check(&h->allocator, off)
+                     : 0; /* 0: nothing, as an allocation of no bytes has it */
     Call mine = {off, 0, status};
     int code = agree(h, &mine);
-    if (status && code == EP_EPEER) return ep_allocator_check(&h->allocator, off); /* this rank knows better */
+    if (status && code == EP_EPEER)
+        return ep_allocator_check(&h->allocator, off); /* this rank knows better */
     EP_TRY(code);
     return off ? ep_allocator_give_back(&h->allocator, off) : 0;
 }
@@ -149,8 +163,10 @@ int ep_heap_offset(EpHeap *h, const void *address, uint64_t num_bytes, uint64_t 
 
 int ep_heap_translate(EpHeap *h, uint64_t off, uint32_t peer, void **address) {
     if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
-    if (peer >= ep_world_size(h->world)) return ep_error(EP_EINVAL, "rank %u of a world of %u", peer, ep_world_size(h->world));
-    if (off > h->num_bytes) return ep_error(EP_EINVAL, "offset %llu is outside the heap", (unsigned long long)off);
+    if (peer >= ep_world_size(h->world))
+        return ep_error(EP_EINVAL, "rank %u of a world of %u", peer, ep_world_size(h->world));
+    if (off > h->num_bytes)
+        return ep_error(EP_EINVAL, "offset %llu is outside the heap", (unsigned long long)off);
     *address = (unsigned char *)h->base[peer] + off;
     return 0;
 }
@@ -159,7 +175,8 @@ _Static_assert(EP_DEV_MAX_RANKS == EP_MAX_RANKS, "a handle has all ranks");
 int ep_heap_handle(EpHeap *h, EpDeviceHeap *handle) {
     if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
     EP_TRY(ep_world_check(h->world));
-    *handle = (EpDeviceHeap){.world_ended = &h->control.comm.host->abort, .timeout_ns = ep_world_timeout_ns(h->world)};
+    *handle = (EpDeviceHeap){.world_ended = &h->control.comm.host->abort,
+                             .timeout_ns = ep_world_timeout_ns(h->world)};
     handle->my_rank = ep_world_rank(h->world), handle->num_ranks = ep_world_size(h->world);
     for (uint32_t r = 0; r < handle->num_ranks; r++) handle->base[r] = (unsigned char *)h->base[r];
     return 0;
@@ -168,12 +185,13 @@ int ep_heap_handle(EpHeap *h, EpDeviceHeap *handle) {
 static int locate(EpHeap *h, uint64_t off, uint64_t num_bytes, uint32_t peer, void *stream, void **address) {
     EP_TRY(ep_heap_translate(h, off, peer, address));
     if (h->num_bytes - off < num_bytes)
-        return ep_error(EP_EINVAL, "%llu bytes at offset %llu reach past the heap's end", (unsigned long long)num_bytes,
-                        (unsigned long long)off);
+        return ep_error(EP_EINVAL, "%llu bytes at offset %llu reach past the heap's end",
+                        (unsigned long long)num_bytes, (unsigned long long)off);
     return ep_comm_check(h, &h->control, stream);
 }
 
-int ep_heap_put(EpHeap *h, uint64_t dst_off, const void *src, uint64_t num_bytes, uint32_t peer, void *stream) {
+int ep_heap_put(EpHeap *h, uint64_t dst_off, const void *src, uint64_t num_bytes, uint32_t peer,
+                void *stream) {
     void *dst;
     EP_TRY(locate(h, dst_off, num_bytes, peer, stream, &dst));
     return h->backend->copy(h->device, dst, src, num_bytes, stream);
@@ -189,7 +207,8 @@ int ep_heap_signal(EpHeap *h, uint64_t off, uint64_t value, bool add, uint32_t p
     void *word;
     if (off % 8) return ep_error(EP_EINVAL, "a signal word stands on a multiple of 8 bytes");
     EP_TRY(locate(h, off, 8, peer, stream, &word));
-    uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_SIGNAL, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
+    uint64_t note = ep_world_note(
+        h->world, &(EpNote){.what = EP_DID_SIGNAL, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
     int code = h->backend->signal(h->device, (uint64_t *)word, value, add, stream);
     ep_world_noted(h->world, note, code);
     return code;
@@ -200,7 +219,8 @@ int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stre
     if (off % 8) return ep_error(EP_EINVAL, "a signal word stands on a multiple of 8 bytes");
     EP_TRY(locate(h, off, 8, ep_world_rank(h->world), stream, &word));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
-    uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_WAIT, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
+    uint64_t note = ep_world_note(
+        h->world, &(EpNote){.what = EP_DID_WAIT, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
     int code = h->backend->wait(h->device, &h->control.comm, (const uint64_t *)word, value, exact, stream);
     ep_world_noted(h->world, note, code);
     EP_TRY(code);

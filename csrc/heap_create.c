@@ -27,20 +27,22 @@ static int self_test(EpHeap *h) {
     for (uint32_t r = 0; r < W && !mine.code; r++) {
         value = self_test_value(me, r), seen = 0;
         uint64_t *word = (uint64_t *)h->base[r] + me;
-        if (h->backend->copy(h->device, word, &value, 8, NULL) || h->backend->copy(h->device, &seen, word, 8, NULL) ||
+        if (h->backend->copy(h->device, word, &value, 8, NULL) ||
+            h->backend->copy(h->device, &seen, word, 8, NULL) ||
             h->backend->sync(h->device, NULL, h->world) || seen != value)
             mine.code = EP_ESYS, mine.peer = r;
     }
     EP_TRY(ep_world_exchange(h->world, &none, 1, nones));
     for (uint32_t r = 0; r < W && !mine.code; r++) {
         seen = 0;
-        if (h->backend->copy(h->device, &seen, (uint64_t *)h->base[me] + r, 8, NULL) || h->backend->sync(h->device, NULL, h->world) ||
-            seen != self_test_value(r, me))
+        if (h->backend->copy(h->device, &seen, (uint64_t *)h->base[me] + r, 8, NULL) ||
+            h->backend->sync(h->device, NULL, h->world) || seen != self_test_value(r, me))
             mine.code = EP_ESYS, mine.peer = r;
     }
     EP_TRY(ep_world_exchange(h->world, &mine, sizeof mine, all));
     for (uint32_t r = 0; r < W; r++)
-        if (all[r].code) return ep_error(EP_ESYS, "rank %u cannot write and read the heap of rank %u", r, all[r].peer);
+        if (all[r].code)
+            return ep_error(EP_ESYS, "rank %u cannot write and read the heap of rank %u", r, all[r].peer);
     return 0;
 }
 
@@ -66,23 +68,29 @@ static void import_peers(EpHeap *h, const Offer *all, int *fds, Offer *mine) {
             else mine->code = ep_error(EP_EPEERDIED, "rank %u left while its heap was being mapped", r);
         } else {
             mine->code = h->backend->heap_import(h->device, &all[me].card, &all[r].card, fds[r], &h->base[r]);
-            if (mine->code) snprintf(mine->text, sizeof mine->text, "the heap of rank %u: %.90s", r, ep_error_text());
+            if (mine->code)
+                snprintf(mine->text, sizeof mine->text, "the heap of rank %u: %.90s", r, ep_error_text());
         }
     }
 }
 
 /* The first thing wrong with any rank's offer; all ranks fail, or none. */
 static int judge_offers(Offer *all, uint32_t W, uint32_t me) {
-    for (uint32_t r = 0; r < W; r++) all[r].text[sizeof all[r].text - 1] = 0;         /* a peer's words may have no end */
-    if (all[me].code) return ep_error(all[me].code, "rank %u: %s", me, all[me].text); /* this rank knows better */
+    for (uint32_t r = 0; r < W; r++)
+        all[r].text[sizeof all[r].text - 1] = 0; /* a peer's words may have no end */
+    if (all[me].code)
+        return ep_error(all[me].code, "rank %u: %s", me, all[me].text); /* this rank knows better */
     for (uint32_t r = 0; r < W; r++) {
         if (all[r].code == EP_EINVAL || all[r].code == EP_ETYPE)
-            return ep_error(EP_EPEER, "rank %u could not make its heap (%s): %s", r, ep_error_name(all[r].code), all[r].text);
+            return ep_error(EP_EPEER, "rank %u could not make its heap (%s): %s", r,
+                            ep_error_name(all[r].code), all[r].text);
         if (all[r].code) return ep_error(all[r].code, "rank %u: %s", r, all[r].text);
         if (all[r].wanted_bytes != all[0].wanted_bytes)
-            return ep_error(EP_EMISMATCH, "heap of %llu bytes on rank %u, of %llu on rank 0", (unsigned long long)all[r].wanted_bytes, r,
+            return ep_error(EP_EMISMATCH, "heap of %llu bytes on rank %u, of %llu on rank 0",
+                            (unsigned long long)all[r].wanted_bytes, r,
                             (unsigned long long)all[0].wanted_bytes);
-        if (all[r].kind != all[0].kind) return ep_error(EP_EMISMATCH, "rank %u uses another backend than rank 0", r);
+        if (all[r].kind != all[0].kind)
+            return ep_error(EP_EMISMATCH, "rank %u uses another backend than rank 0", r);
     }
     return 0;
 }
@@ -93,7 +101,8 @@ static int open_control(EpHeap *h) {
     EpShape shape = {.num_ranks = W, .num_experts = W, .num_topk = 1};
     ep_allocator_open(&h->allocator, h->num_bytes);
     h->control.is_heaps = true, h->control.of = ep_world_number_heap(h->world);
-    int cleared = h->backend->zero(h->device, h->base[ep_world_rank(h->world)], 8ull * W, NULL); /* what the test has written */
+    int cleared = h->backend->zero(h->device, h->base[ep_world_rank(h->world)], 8ull * W,
+                                   NULL); /* what the test has written */
     EP_TRY(ep_comm_alloc(h, &shape, &h->control));
     int code = cleared ? cleared : ep_comm_open(h, &shape, &h->control);
     h->has_control = !code;
@@ -102,7 +111,8 @@ static int open_control(EpHeap *h) {
     return 0;
 }
 
-static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status, EpHeap **out) {
+static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status,
+                  EpHeap **out) {
     uint32_t me = ep_world_rank(world), W = ep_world_size(world);
     Offer mine, all[EP_MAX_RANKS];
     EpHeapRoom rooms[EP_MAX_RANKS];
@@ -134,11 +144,12 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     mine.code = h->backend->heap_open(device, h->num_bytes, &h->base[me], &mine.card, &fd);
     if (mine.code && ep_memory_kept_bytes()) {
         memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
-        ep_error(mine.code, "heaps that were dropped without close keep %llu bytes; %s", (unsigned long long)ep_memory_kept_bytes(),
-                 mine.text);
+        ep_error(mine.code, "heaps that were dropped without close keep %llu bytes; %s",
+                 (unsigned long long)ep_memory_kept_bytes(), mine.text);
     }
     h->memory[me] = ep_memory_add(h->base[me]);
-    if (!h->memory[me] && h->base[me]) h->backend->heap_close(device, h->base[me], h->num_bytes), h->base[me] = NULL;
+    if (!h->memory[me] && h->base[me])
+        h->backend->heap_close(device, h->base[me], h->num_bytes), h->base[me] = NULL;
     if (!mine.code && !h->memory[me]) mine.code = ep_error(EP_ENOMEM, "no memory for a heap");
     mine.card.address = (uint64_t)(uintptr_t)h->memory[me];
     if (mine.code) memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
@@ -165,9 +176,11 @@ fail:
     return code;
 }
 
-int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status, EpHeap **out) {
+int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status,
+                   EpHeap **out) {
     EP_TRY(ep_world_check(world));
-    uint64_t note = ep_world_note(world, &(EpNote){.what = EP_DID_HEAP_CREATE, .size = num_bytes, .code = (int16_t)status});
+    uint64_t note = ep_world_note(
+        world, &(EpNote){.what = EP_DID_HEAP_CREATE, .size = num_bytes, .code = (int16_t)status});
     int code = create(world, kind, device, num_bytes, status, out);
     ep_world_noted(world, note, code);
     return code;

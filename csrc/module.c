@@ -31,13 +31,16 @@ FAST(set_exceptions) {
     WANT(1);
     PyObject *name, *class, *before = exceptions;
     Py_ssize_t at = 0;
-    if (!PyDict_Check(args[0])) return PyErr_Format(PyExc_TypeError, "wanted a dict of exceptions, got %R", (PyObject *)Py_TYPE(args[0]));
+    if (!PyDict_Check(args[0]))
+        return PyErr_Format(PyExc_TypeError, "wanted a dict of exceptions, got %R",
+                            (PyObject *)Py_TYPE(args[0]));
     PyObject *copy = PyDict_Copy(args[0]);
     if (!copy) return NULL;
     while (PyDict_Next(copy, &at, &name, &class))
         if (!PyUnicode_Check(name) || !PyExceptionClass_Check(class)) {
             Py_DECREF(copy);
-            return PyErr_Format(PyExc_TypeError, "wanted names and classes of exceptions, got %R", (PyObject *)Py_TYPE(class));
+            return PyErr_Format(PyExc_TypeError, "wanted names and classes of exceptions, got %R",
+                                (PyObject *)Py_TYPE(class));
         }
     exceptions = copy;
     Py_XDECREF(before);
@@ -121,8 +124,9 @@ FAST(world_create) {
     EpWorld *w = NULL;
     int code;
     WANT(6);
-    if (!ep_get_u32(args[0], &c.rank) || !ep_get_u32(args[1], &c.num_ranks) || !ep_get_double(args[2], &c.timeout_s) ||
-        !ep_get_int(args[3], &c.listen_fd) || !ep_get_bytes(args[4], c.nonce, sizeof c.nonce))
+    if (!ep_get_u32(args[0], &c.rank) || !ep_get_u32(args[1], &c.num_ranks) ||
+        !ep_get_double(args[2], &c.timeout_s) || !ep_get_int(args[3], &c.listen_fd) ||
+        !ep_get_bytes(args[4], c.nonce, sizeof c.nonce))
         return NULL;
     if (c.num_ranks < 1 || c.num_ranks > EP_MAX_RANKS)
         return PyErr_Format(PyExc_ValueError, "a world has 1 to %u ranks, not %u", EP_MAX_RANKS, c.num_ranks);
@@ -137,7 +141,8 @@ FAST(world_threads) {
     double timeout_s;
     WANT(2);
     if (!ep_get_u32(args[0], &n) || !ep_get_double(args[1], &timeout_s)) return NULL;
-    if (n < 1 || n > EP_MAX_RANKS) return PyErr_Format(PyExc_ValueError, "a world has 1 to %u ranks, not %u", EP_MAX_RANKS, n);
+    if (n < 1 || n > EP_MAX_RANKS)
+        return PyErr_Format(PyExc_ValueError, "a world has 1 to %u ranks, not %u", EP_MAX_RANKS, n);
     int code = ep_world_create_threads(n, timeout_s, worlds);
     if (code) return ep_raise(code);
     PyObject *list = PyList_New(n);
@@ -205,9 +210,12 @@ FAST(world_exchange) {
     WANT(2);
     EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
     if (!w || PyBytes_AsStringAndSize(args[1], &mine, &n)) return NULL;
-    if (n > EP_EXCHANGE_BYTES) return PyErr_Format(PyExc_ValueError, "an exchange carries at most %u bytes, not %zd", EP_EXCHANGE_BYTES, n);
+    if (n > EP_EXCHANGE_BYTES)
+        return PyErr_Format(PyExc_ValueError, "an exchange carries at most %u bytes, not %zd",
+                            EP_EXCHANGE_BYTES, n);
     WITHOUT_LOCK(code = ep_world_exchange(w, mine, (uint32_t)n, all));
-    return code ? ep_raise(code) : PyBytes_FromStringAndSize((const char *)all, n * (Py_ssize_t)ep_world_size(w));
+    return code ? ep_raise(code)
+                : PyBytes_FromStringAndSize((const char *)all, n * (Py_ssize_t)ep_world_size(w));
 }
 
 /* (world, code) */
@@ -222,9 +230,10 @@ FAST(world_refuse) {
 
 /* ---- the module ---- */
 
-static PyMethodDef methods[] = {METHOD(set_exceptions), METHOD(world_listen),        METHOD(world_create),      METHOD(world_threads),
-                                METHOD(world_check),    METHOD(world_lost_ranks),    METHOD(world_set_timeout), METHOD(world_close),
-                                METHOD(worlds_settle),  METHOD(world_flight_record), METHOD(world_exchange),    METHOD(world_refuse),
+static PyMethodDef methods[] = {METHOD(set_exceptions),      METHOD(world_listen),   METHOD(world_create),
+                                METHOD(world_threads),       METHOD(world_check),    METHOD(world_lost_ranks),
+                                METHOD(world_set_timeout),   METHOD(world_close),    METHOD(worlds_settle),
+                                METHOD(world_flight_record), METHOD(world_exchange), METHOD(world_refuse),
                                 {NULL, NULL, 0, NULL}};
 
 /* True when a signal's handler has raised, as Ctrl-C does; only Python's main thread handles signals. */
@@ -293,5 +302,6 @@ static int set_up(PyObject *m) {
                : 0;
 }
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, __extension__(void *) set_up}, {0, NULL}};
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_C", NULL, 0, methods, slots, NULL, NULL, NULL};
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_C", NULL, 0, methods, slots, NULL, NULL, NULL};
 PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }

@@ -16,10 +16,11 @@
 #define LAYER "epmoe.Layer"
 
 #define FAST(name) static PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
-#define WANT(n)                                                                                                   \
-    do {                                                                                                          \
-        (void)self, (void)args;                                                                                   \
-        if (num_args != (n)) return PyErr_Format(PyExc_TypeError, "wanted %d arguments, got %zd", (n), num_args); \
+#define WANT(n)                                                                                  \
+    do {                                                                                         \
+        (void)self, (void)args;                                                                  \
+        if (num_args != (n))                                                                     \
+            return PyErr_Format(PyExc_TypeError, "wanted %d arguments, got %zd", (n), num_args); \
     } while (0)
 
 #define WITHOUT_LOCK(statement) \

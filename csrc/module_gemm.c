@@ -9,8 +9,9 @@ FAST(grouped_gemm) {
     int code;
     WANT(12);
     const EpTensor **const to[] = {&g.a, &g.b, &g.offsets, &g.bias, &g.row_weight, &g.tickets, &g.out};
-    if (!ep_get_u32(args[0], &g.kind) || !ep_get_u32(args[1], &g.activation) || !ep_get_double(args[2], &g.alpha) ||
-        !ep_get_double(args[3], &g.limit) || !ep_get_u32(args[11], &is_portable))
+    if (!ep_get_u32(args[0], &g.kind) || !ep_get_u32(args[1], &g.activation) ||
+        !ep_get_double(args[2], &g.alpha) || !ep_get_double(args[3], &g.limit) ||
+        !ep_get_u32(args[11], &is_portable))
         return NULL;
     for (int i = 0; i < 7; i++)
         if (!ep_get_tensor(args[4 + i], i == 3 || i == 4, &t[i], to[i])) return NULL;

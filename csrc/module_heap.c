@@ -18,8 +18,8 @@ FAST(heap_create) {
     EpHeap *h = NULL;
     WANT(5);
     EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
-    if (!w || !ep_get_u32(args[1], &kind) || !ep_get_int(args[2], &device) || !ep_get_u64(args[3], &num_bytes) ||
-        !ep_get_int(args[4], &status))
+    if (!w || !ep_get_u32(args[1], &kind) || !ep_get_int(args[2], &device) ||
+        !ep_get_u64(args[3], &num_bytes) || !ep_get_int(args[4], &status))
         return NULL;
     if (status) ep_error(status, "this rank failed before the call");
     WITHOUT_LOCK(code = ep_heap_create(w, (EpBackendKind)kind, device, num_bytes, status, &h));
@@ -32,7 +32,9 @@ FAST(heap_alloc) {
     int status, code;
     WANT(4);
     EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
-    if (!h || !ep_get_u64(args[1], &num_bytes) || !ep_get_u64(args[2], &alignment) || !ep_get_int(args[3], &status)) return NULL;
+    if (!h || !ep_get_u64(args[1], &num_bytes) || !ep_get_u64(args[2], &alignment) ||
+        !ep_get_int(args[3], &status))
+        return NULL;
     if (status) ep_error(status, "this rank failed before the call");
     WITHOUT_LOCK(code = ep_heap_alloc(h, num_bytes, alignment, status, &off));
     return code ? ep_raise(code) : PyLong_FromUnsignedLongLong(off);
@@ -74,8 +76,9 @@ FAST(heap_stats) {
     EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
     if (!h) return NULL;
     ep_heap_stats(h, &s);
-    return Py_BuildValue("{sKsKsKsKsKsK}", "total", s.total_bytes, "used", s.used_bytes, "free", s.free_bytes, "largest_free",
-                         s.largest_free_bytes, "peak", s.peak_bytes, "num_allocations", s.num_allocations);
+    return Py_BuildValue("{sKsKsKsKsKsK}", "total", s.total_bytes, "used", s.used_bytes, "free", s.free_bytes,
+                         "largest_free", s.largest_free_bytes, "peak", s.peak_bytes, "num_allocations",
+                         s.num_allocations);
 }
 
 typedef struct {
@@ -102,12 +105,15 @@ FAST(heap_tensor) {
     void *address, *end;
     WANT(6);
     EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
-    if (!h || !ep_get_u64(args[1], &off) || !ep_get_u32(args[2], &peer) || !ep_get_u32(args[4], &dl_code) || !ep_get_u32(args[5], &bits))
+    if (!h || !ep_get_u64(args[1], &off) || !ep_get_u32(args[2], &peer) || !ep_get_u32(args[4], &dl_code) ||
+        !ep_get_u32(args[5], &bits))
         return NULL;
     Py_ssize_t num_dims = PyTuple_Check(args[3]) ? PyTuple_Size(args[3]) : -1;
-    if (num_dims < 0 || num_dims > 8) return PyErr_Format(PyExc_ValueError, "shape %R: must be a tuple of at most 8 sizes", args[3]);
+    if (num_dims < 0 || num_dims > 8)
+        return PyErr_Format(PyExc_ValueError, "shape %R: must be a tuple of at most 8 sizes", args[3]);
     if (dl_code > EP_DL_COMPLEX || bits < 8 || bits > 128 || bits % 8)
-        return PyErr_Format(PyExc_ValueError, "DLPack code %u with %u bits: epmoe has no such dtype", dl_code, bits);
+        return PyErr_Format(PyExc_ValueError, "DLPack code %u with %u bits: epmoe has no such dtype", dl_code,
+                            bits);
     View *v = (View *)calloc(1, sizeof *v);
     if (!v) return PyErr_NoMemory();
     for (Py_ssize_t i = num_dims; i-- > 0;) {
@@ -115,20 +121,21 @@ FAST(heap_tensor) {
         if (!ep_get_u64(PyTuple_GetItem(args[3], i), &d)) return free(v), NULL;
         v->shape[i] = (int64_t)d, v->strides[i] = (int64_t)(n ? n : 1);
         if (d > 1ull << 46 || __builtin_mul_overflow(n, d, &n) || n > 1ull << 46)
-            return free(v), PyErr_Format(PyExc_ValueError, "shape %R: must have at most 2^46 elements", args[3]);
+            return free(v),
+                   PyErr_Format(PyExc_ValueError, "shape %R: must have at most 2^46 elements", args[3]);
     }
     int code = ep_heap_translate(h, off, peer, &address);
     if (!code) code = ep_heap_translate(h, off + n * (bits / 8), peer, &end);
     if (code) return free(v), ep_raise(code);
     v->heap = ep_heap_retain(h);
-    v->managed.dl_tensor =
-        (EpDLTensor){address,
-                     {ep_heap_kind(h) == EP_CUDA ? EP_DL_CUDA : EP_DL_CPU, ep_heap_kind(h) == EP_CUDA ? ep_heap_device(h) : 0},
-                     (int32_t)num_dims,
-                     {(uint8_t)dl_code, (uint8_t)bits, 1},
-                     num_dims ? v->shape : &one,
-                     num_dims ? v->strides : &one,
-                     0};
+    v->managed.dl_tensor = (EpDLTensor){address,
+                                        {ep_heap_kind(h) == EP_CUDA ? EP_DL_CUDA : EP_DL_CPU,
+                                         ep_heap_kind(h) == EP_CUDA ? ep_heap_device(h) : 0},
+                                        (int32_t)num_dims,
+                                        {(uint8_t)dl_code, (uint8_t)bits, 1},
+                                        num_dims ? v->shape : &one,
+                                        num_dims ? v->strides : &one,
+                                        0};
     v->managed.manager_ctx = v, v->managed.deleter = delete_view;
     PyObject *capsule = PyCapsule_New(&v->managed, "dltensor", free_capsule);
     if (!capsule) delete_view(&v->managed);
@@ -144,15 +151,21 @@ static PyObject *move(PyObject *const *args, Py_ssize_t num_args, bool is_put) {
     int code;
     if (num_args != 4) return PyErr_Format(PyExc_TypeError, "wanted 4 arguments, got %zd", num_args);
     EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
-    if (!h || !ep_get_u64(args[1], &off) || !ep_get_tensor(args[2], false, &t, &tensor) || !ep_get_u32(args[3], &peer)) return NULL;
+    if (!h || !ep_get_u64(args[1], &off) || !ep_get_tensor(args[2], false, &t, &tensor) ||
+        !ep_get_u32(args[3], &peer))
+        return NULL;
     uint64_t bytes = t.element_bytes;
     for (uint32_t i = t.num_dims; i-- > 0; bytes *= (uint64_t)t.shape[i])
         if (bytes && t.shape[i] > 1 && (uint64_t)t.stride[i] * t.element_bytes != bytes)
-            return PyErr_Format(PyExc_ValueError, "put and get need a contiguous tensor: call contiguous() on it");
+            return PyErr_Format(PyExc_ValueError,
+                                "put and get need a contiguous tensor: call contiguous() on it");
     if (t.kind == EP_CUDA && ep_heap_kind(h) == EP_CPU)
-        return PyErr_Format(PyExc_ValueError, "the tensor is on a CUDA device, but the heap is on the CPU: call cpu() on the tensor");
+        return PyErr_Format(
+            PyExc_ValueError,
+            "the tensor is on a CUDA device, but the heap is on the CPU: call cpu() on the tensor");
     void *stream = ep_current_stream(h, args[2]);
-    WITHOUT_LOCK(code = is_put ? ep_heap_put(h, off, t.data, bytes, peer, stream) : ep_heap_get(h, t.data, off, bytes, peer, stream));
+    WITHOUT_LOCK(code = is_put ? ep_heap_put(h, off, t.data, bytes, peer, stream)
+                               : ep_heap_get(h, t.data, off, bytes, peer, stream));
     return ep_done(code);
 }
 FAST(heap_put) {
@@ -171,8 +184,8 @@ FAST(heap_signal) {
     void *stream;
     WANT(6);
     EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
-    if (!h || !ep_get_u64(args[1], &off) || !ep_get_u64(args[2], &value) || !ep_get_u32(args[3], &add) || !ep_get_u32(args[4], &peer) ||
-        !ep_get_stream(args[5], &stream))
+    if (!h || !ep_get_u64(args[1], &off) || !ep_get_u64(args[2], &value) || !ep_get_u32(args[3], &add) ||
+        !ep_get_u32(args[4], &peer) || !ep_get_stream(args[5], &stream))
         return NULL;
     return ep_done(ep_heap_signal(h, off, value, add != 0, peer, stream));
 }
@@ -223,7 +236,8 @@ FAST(heap_close) {
     return ep_done(code);
 }
 
-PyMethodDef ep_heap_methods[] = {METHOD(heap_create), METHOD(heap_alloc),  METHOD(heap_free),   METHOD(heap_translate),
-                                 METHOD(heap_offset), METHOD(heap_stats),  METHOD(heap_tensor), METHOD(heap_put),
-                                 METHOD(heap_get),    METHOD(heap_signal), METHOD(heap_wait),   METHOD(heap_barrier),
-                                 METHOD(heap_sync),   METHOD(heap_close),  METHOD(heap_handle), {NULL, NULL, 0, NULL}};
+PyMethodDef ep_heap_methods[] = {
+    METHOD(heap_create), METHOD(heap_alloc),  METHOD(heap_free),   METHOD(heap_translate),
+    METHOD(heap_offset), METHOD(heap_stats),  METHOD(heap_tensor), METHOD(heap_put),
+    METHOD(heap_get),    METHOD(heap_signal), METHOD(heap_wait),   METHOD(heap_barrier),
+    METHOD(heap_sync),   METHOD(heap_close),  METHOD(heap_handle), {NULL, NULL, 0, NULL}};

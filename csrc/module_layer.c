@@ -10,17 +10,23 @@ static void free_layer(PyObject *c) {
 
 /* (W, E, K, max_tokens, hidden, dtype, combine_mode, capacity, num_buffers, num_sm, reserve_sms) */
 static bool get_config(PyObject *o, EpLayerConfig *c) {
-    uint32_t *const fields[] = {&c->shape.num_ranks, &c->shape.num_experts,  &c->shape.num_topk, &c->shape.max_tokens, &c->shape.hidden,
-                                &c->shape.dtype,     &c->shape.combine_mode, &c->shape.capacity, &c->num_buffers,      &c->num_sm,
+    uint32_t *const fields[] = {&c->shape.num_ranks,    &c->shape.num_experts,
+                                &c->shape.num_topk,     &c->shape.max_tokens,
+                                &c->shape.hidden,       &c->shape.dtype,
+                                &c->shape.combine_mode, &c->shape.capacity,
+                                &c->num_buffers,        &c->num_sm,
                                 &c->reserve_sms};
     if (!PyTuple_Check(o) || PyTuple_Size(o) != 11)
-        return PyErr_Format(PyExc_TypeError, "wanted a configuration, a tuple of 11 numbers, got %R", o), false;
-    static const char *const names[] = {"ranks",        "num_experts", "topk",        "max_tokens", "hidden",     "dtype",
-                                        "combine_mode", "capacity",    "num_buffers", "num_sm",     "reserve_sms"};
+        return PyErr_Format(PyExc_TypeError, "wanted a configuration, a tuple of 11 numbers, got %R", o),
+               false;
+    static const char *const names[] = {"ranks",       "num_experts", "topk",         "max_tokens",
+                                        "hidden",      "dtype",       "combine_mode", "capacity",
+                                        "num_buffers", "num_sm",      "reserve_sms"};
     for (Py_ssize_t i = 0; i < 11; i++) {
         PyObject *value = PyTuple_GetItem(o, i);
         if (ep_get_u32(value, fields[i])) continue;
-        if (PyLong_Check(value)) PyErr_Format(PyExc_ValueError, "%s %R: must be 0 to 4294967295", names[i], value);
+        if (PyLong_Check(value))
+            PyErr_Format(PyExc_ValueError, "%s %R: must be 0 to 4294967295", names[i], value);
         return false;
     }
     return true;
@@ -77,10 +83,11 @@ FAST(plan_layout) {
     int code = ep_layer_check_config(&c, &unused);
     if (code) return ep_raise(code);
     EpPlanLayout l = ep_plan_layout(&c.shape, num_tokens);
-    return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsKsI}", "counts", l.counts_off, "expert_row", l.expert_row_off, "token_expert",
-                         l.token_expert_off, "token_row", l.token_row_off, "token_slot", l.token_slot_off, "sort", l.sort_off, "send_token",
-                         l.send_token_off, "tile_expert", l.tile_expert_off, "tile_row", l.tile_row_off, "num_words", l.num_words,
-                         "max_tiles", l.max_tiles);
+    return Py_BuildValue("{sKsKsKsKsKsKsKsKsKsKsI}", "counts", l.counts_off, "expert_row", l.expert_row_off,
+                         "token_expert", l.token_expert_off, "token_row", l.token_row_off, "token_slot",
+                         l.token_slot_off, "sort", l.sort_off, "send_token", l.send_token_off, "tile_expert",
+                         l.tile_expert_off, "tile_row", l.tile_row_off, "num_words", l.num_words, "max_tiles",
+                         l.max_tiles);
 }
 
 /* A tensor argument that cannot be read: the peers must hear of it before Python does. */
@@ -95,7 +102,8 @@ static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObje
 }
 
 /* Read tensors[i] from args[i + 2]; those whose bit is set in may_be_none may be None. */
-static bool get_tensors(PyObject *const *args, int n, uint32_t may_be_none, EpTensor *t, const EpTensor **out) {
+static bool get_tensors(PyObject *const *args, int n, uint32_t may_be_none, EpTensor *t,
+                        const EpTensor **out) {
     for (int i = 0; i < n; i++)
         if (!ep_get_tensor(args[i + 2], may_be_none >> i & 1u, &t[i], &out[i])) return false;
     return true;
@@ -143,7 +151,8 @@ FAST(layer_dispatch) {
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[8], &requires_grad)) return NULL;
     if (!get_tensors(args, 6, 2 | 16, t, a)) return refuse_pending(l, buffer, EP_OP_DISPATCH, args[4]);
     void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
-    WITHOUT_LOCK(code = ep_layer_dispatch(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], requires_grad, stream));
+    WITHOUT_LOCK(code =
+                     ep_layer_dispatch(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], requires_grad, stream));
     return ep_done(code);
 }
 
@@ -158,7 +167,8 @@ FAST(layer_combine) {
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[9], &requires_grad)) return NULL;
     if (!get_tensors(args, 7, 2 | 4 | 64, t, a)) return refuse_pending(l, buffer, EP_OP_COMBINE, args[5]);
     void *stream = ep_current_stream(ep_layer_heap(l), args[5]);
-    WITHOUT_LOCK(code = ep_layer_combine(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], a[6], requires_grad, stream));
+    WITHOUT_LOCK(
+        code = ep_layer_combine(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], a[6], requires_grad, stream));
     return ep_done(code);
 }
 
@@ -172,12 +182,16 @@ FAST(layer_dispatch_gemm) {
     int code;
     WANT(19);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[11], &g.activation) || !ep_get_double(args[12], &g.alpha) ||
-        !ep_get_double(args[13], &g.limit) || !ep_get_u32(args[14], &g.num_move) || !ep_get_u32(args[15], &g.num_tail) ||
-        !ep_get_u32(args[16], &waits) || !ep_get_u32(args[17], &g.num_copies) || !ep_get_u32(args[18], &requires_grad))
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[11], &g.activation) ||
+        !ep_get_double(args[12], &g.alpha) || !ep_get_double(args[13], &g.limit) ||
+        !ep_get_u32(args[14], &g.num_move) || !ep_get_u32(args[15], &g.num_tail) ||
+        !ep_get_u32(args[16], &waits) || !ep_get_u32(args[17], &g.num_copies) ||
+        !ep_get_u32(args[18], &requires_grad))
         return NULL;
-    if (!get_tensors(args, 9, 2 | 16 | 128, t, a)) return refuse_pending(l, buffer, EP_OP_DISPATCH_GEMM, args[4]);
-    g.x = a[0], g.weight = a[1], g.plan = a[2], g.rows = a[3], g.row_weight = a[4], g.recv = a[5], g.gemm_weight = a[6], g.bias = a[7];
+    if (!get_tensors(args, 9, 2 | 16 | 128, t, a))
+        return refuse_pending(l, buffer, EP_OP_DISPATCH_GEMM, args[4]);
+    g.x = a[0], g.weight = a[1], g.plan = a[2], g.rows = a[3], g.row_weight = a[4], g.recv = a[5],
+    g.gemm_weight = a[6], g.bias = a[7];
     g.out = a[8], g.waits_for_expert = waits != 0, g.requires_grad = requires_grad != 0;
     void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
     WITHOUT_LOCK(code = ep_layer_dispatch_gemm(l, buffer, &g, stream));
@@ -193,11 +207,13 @@ FAST(layer_gemm_combine) {
     int code;
     WANT(14);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[10], &g.num_move) || !ep_get_u32(args[11], &g.num_reduce) ||
-        !ep_get_u32(args[12], &serial) || !ep_get_u32(args[13], &requires_grad))
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[10], &g.num_move) ||
+        !ep_get_u32(args[11], &g.num_reduce) || !ep_get_u32(args[12], &serial) ||
+        !ep_get_u32(args[13], &requires_grad))
         return NULL;
     if (!get_tensors(args, 8, 4 | 16, t, a)) return refuse_pending(l, buffer, EP_OP_GEMM_COMBINE, args[7]);
-    g.a = a[0], g.gemm_weight = a[1], g.bias = a[2], g.rows = a[3], g.row_weight = a[4], g.plan = a[5], g.recv = a[6], g.out = a[7];
+    g.a = a[0], g.gemm_weight = a[1], g.bias = a[2], g.rows = a[3], g.row_weight = a[4], g.plan = a[5],
+    g.recv = a[6], g.out = a[7];
     g.is_serial = serial != 0, g.requires_grad = requires_grad != 0;
     void *stream = ep_current_stream(ep_layer_heap(l), args[7]);
     WITHOUT_LOCK(code = ep_layer_gemm_combine(l, buffer, &g, stream));
@@ -211,7 +227,9 @@ FAST(layer_trace) {
     const EpTensor *events;
     WANT(4);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_tensor(args[2], true, &t, &events) || !ep_get_u32(args[3], &room)) return NULL;
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_tensor(args[2], true, &t, &events) ||
+        !ep_get_u32(args[3], &room))
+        return NULL;
     return ep_done(ep_layer_trace(l, buffer, events, room));
 }
 
@@ -222,7 +240,8 @@ FAST(layer_refuse) {
     void *stream;
     WANT(5);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[2], &op) || !ep_get_int(args[3], &why) || !ep_get_stream(args[4], &stream))
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[2], &op) || !ep_get_int(args[3], &why) ||
+        !ep_get_stream(args[4], &stream))
         return NULL;
     WITHOUT_LOCK(code = ep_layer_refuse(l, buffer, op, why, stream));
     return ep_done(code);
@@ -258,12 +277,15 @@ FAST(layer_set_epoch) {
     void *stream;
     WANT(4);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u64(args[2], &epoch) || !ep_get_stream(args[3], &stream)) return NULL;
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u64(args[2], &epoch) ||
+        !ep_get_stream(args[3], &stream))
+        return NULL;
     return ep_done(ep_layer_set_epoch(l, buffer, epoch, stream));
 }
 
-PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),   METHOD(layer_agree),         METHOD(layer_create),       METHOD(layer_close),
-                                  METHOD(plan_layout),   METHOD(layer_plan),          METHOD(layer_num_rows),     METHOD(layer_dispatch),
-                                  METHOD(layer_combine), METHOD(layer_dispatch_gemm), METHOD(layer_gemm_combine), METHOD(layer_trace),
-                                  METHOD(layer_refuse),  METHOD(layer_barrier),       METHOD(layer_sync),         METHOD(layer_set_epoch),
-                                  {NULL, NULL, 0, NULL}};
+PyMethodDef ep_layer_methods[] = {
+    METHOD(layer_bytes),   METHOD(layer_agree),         METHOD(layer_create),       METHOD(layer_close),
+    METHOD(plan_layout),   METHOD(layer_plan),          METHOD(layer_num_rows),     METHOD(layer_dispatch),
+    METHOD(layer_combine), METHOD(layer_dispatch_gemm), METHOD(layer_gemm_combine), METHOD(layer_trace),
+    METHOD(layer_refuse),  METHOD(layer_barrier),       METHOD(layer_sync),         METHOD(layer_set_epoch),
+    {NULL, NULL, 0, NULL}};

@@ -4,17 +4,22 @@
 #include "module.h"
 
 static const EpDLExchangeAPI *exchange_api(PyObject *o) {
-    static PyTypeObject *last_type; /* almost always torch.Tensor; held, so that no other type gets its address */
+    static PyTypeObject
+        *last_type; /* almost always torch.Tensor; held, so that no other type gets its address */
     static const EpDLExchangeAPI *last_api;
     if (Py_TYPE(o) == last_type) return last_api;
     PyObject *capsule = PyObject_GetAttrString((PyObject *)Py_TYPE(o), "__dlpack_c_exchange_api__");
-    if (!capsule) return PyErr_Format(PyExc_TypeError, "wanted a torch.Tensor, got %R", (PyObject *)Py_TYPE(o)), NULL;
-    const EpDLExchangeAPI *api = (const EpDLExchangeAPI *)PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!capsule)
+        return PyErr_Format(PyExc_TypeError, "wanted a torch.Tensor, got %R", (PyObject *)Py_TYPE(o)), NULL;
+    const EpDLExchangeAPI *api =
+        (const EpDLExchangeAPI *)PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     Py_DECREF(capsule);
     if (!api) return NULL;
     if (api->version.major != 1 || !api->dltensor_from_py_object_no_sync)
-        return PyErr_Format(PyExc_TypeError, "this torch has version %u of DLPack, but epmoe needs version 1: install another torch",
-                            api->version.major),
+        return PyErr_Format(
+                   PyExc_TypeError,
+                   "this torch has version %u of DLPack, but epmoe needs version 1: install another torch",
+                   api->version.major),
                NULL;
     PyObject *before = (PyObject *)last_type;
     Py_INCREF((PyObject *)Py_TYPE(o));
@@ -42,11 +47,15 @@ static bool is_lazy(PyObject *o, const EpDLTensor *d) {
     if (!is_conj) is_conj = PyUnicode_InternFromString("is_conj");
     if (!is_neg || !is_conj) return true;
     PyObject *neg = PyObject_CallMethodObjArgs(o, is_neg, NULL);
-    PyObject *conj = neg && d->dtype.code == EP_DL_COMPLEX ? PyObject_CallMethodObjArgs(o, is_conj, NULL) : NULL;
+    PyObject *conj =
+        neg && d->dtype.code == EP_DL_COMPLEX ? PyObject_CallMethodObjArgs(o, is_conj, NULL) : NULL;
     bool lazy = neg == Py_True || conj == Py_True;
     Py_XDECREF(neg);
     Py_XDECREF(conj);
-    if (lazy) PyErr_SetString(PyExc_ValueError, "the tensor is a negated or conjugated view: call resolve_neg() or resolve_conj() on it");
+    if (lazy)
+        PyErr_SetString(
+            PyExc_ValueError,
+            "the tensor is a negated or conjugated view: call resolve_neg() or resolve_conj() on it");
     return lazy || PyErr_Occurred();
 }
 
@@ -56,12 +65,19 @@ bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **
     if (o == Py_None && may_be_none) return true;
     const EpDLExchangeAPI *api = exchange_api(o);
     if (!api || api->dltensor_from_py_object_no_sync(o, &d)) return false;
-    if (d.ndim > 4) return PyErr_Format(PyExc_ValueError, "the tensor has %d dimensions: epmoe takes at most 4", d.ndim), false;
-    if (d.device.device_type != EP_DL_CPU && d.device.device_type != EP_DL_CUDA && d.device.device_type != EP_DL_CUDA_HOST)
-        return PyErr_Format(PyExc_ValueError, "the tensor is on another kind of device: epmoe works on the CPU and on CUDA devices"), false;
+    if (d.ndim > 4)
+        return PyErr_Format(PyExc_ValueError, "the tensor has %d dimensions: epmoe takes at most 4", d.ndim),
+               false;
+    if (d.device.device_type != EP_DL_CPU && d.device.device_type != EP_DL_CUDA &&
+        d.device.device_type != EP_DL_CUDA_HOST)
+        return PyErr_Format(
+                   PyExc_ValueError,
+                   "the tensor is on another kind of device: epmoe works on the CPU and on CUDA devices"),
+               false;
     if (is_lazy(o, &d)) return false;
     t->data = (char *)d.data + (d.data ? d.byte_offset : 0);
-    t->dtype = dtype_of(d.dtype), t->num_dims = (uint32_t)d.ndim, t->element_bytes = (uint32_t)d.dtype.bits * d.dtype.lanes / 8u;
+    t->dtype = dtype_of(d.dtype), t->num_dims = (uint32_t)d.ndim,
+    t->element_bytes = (uint32_t)d.dtype.bits * d.dtype.lanes / 8u;
     t->kind = d.device.device_type == EP_DL_CUDA ? EP_CUDA : EP_CPU, t->device = d.device.device_id;
     bool is_empty = false;
     for (int32_t i = 0, n = d.ndim; i < n; i++) {
@@ -70,7 +86,9 @@ bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **
         if (d.strides) t->stride[i] = d.strides[i];
     }
     if (!d.data && !is_empty)
-        return PyErr_Format(PyExc_ValueError, "the tensor has no memory of its own, as a meta or fake tensor: pass a tensor with data"),
+        return PyErr_Format(
+                   PyExc_ValueError,
+                   "the tensor has no memory of its own, as a meta or fake tensor: pass a tensor with data"),
                false;
     *out = t;
     return true;
@@ -85,4 +103,6 @@ void *ep_stream_of(EpBackendKind kind, int device, PyObject *tensor) {
     return stream;
 }
 
-void *ep_current_stream(EpHeap *heap, PyObject *tensor) { return ep_stream_of(ep_heap_kind(heap), ep_heap_device(heap), tensor); }
+void *ep_current_stream(EpHeap *heap, PyObject *tensor) {
+    return ep_stream_of(ep_heap_kind(heap), ep_heap_device(heap), tensor);
+}

@@ -37,7 +37,8 @@ static const char *did_name(uint32_t what) {
 void ep_about_name(uint32_t about, char *text, size_t num_bytes) {
     uint32_t what = about >> 16, of = about & 0xffff;
     if (what == EP_DID_LAYER_CLOSE) snprintf(text, num_bytes, "%s (layer %u)", did_name(what), of);
-    else if (what >= EP_DID_ALLOC && what <= EP_DID_LAYER_CREATE) snprintf(text, num_bytes, "%s (heap %u)", did_name(what), of);
+    else if (what >= EP_DID_ALLOC && what <= EP_DID_LAYER_CREATE)
+        snprintf(text, num_bytes, "%s (heap %u)", did_name(what), of);
     else snprintf(text, num_bytes, "%s", did_name(what));
 }
 
@@ -51,20 +52,28 @@ static void put_note(Out *o, const EpRecord *r, const EpNote *n) {
     else if (n->what == EP_DID_HEAP_BARRIER) put(o, " #%llu of heap %u", seq, n->of);
     else if (n->what == EP_DID_EXCHANGE) put(o, " #%llu", seq);
     if (ep_note_is_layers(n) && n->what != EP_DID_BARRIER) put(o, ", T %llu", size);
-    if (n->what == EP_DID_EXCHANGE || n->what == EP_DID_ALLOC || n->what == EP_DID_HEAP_CREATE) put(o, " of %llu bytes", size);
+    if (n->what == EP_DID_EXCHANGE || n->what == EP_DID_ALLOC || n->what == EP_DID_HEAP_CREATE)
+        put(o, " of %llu bytes", size);
     if (ep_note_is_counted(n) && n->what > EP_DID_EXCHANGE) put(o, " (exchange #%llu)", seq);
     if (n->code) put(o, ", refused here (%s)", ep_error_name(n->code));
     if (n->end_ns == 0) put(o, ": in flight for %.1f ms", before_end(r, n->begin_ns));
-    else put(o, ": %s %.1f ms before the end", n->on_stream ? "enqueued" : "finished", before_end(r, n->end_ns));
+    else
+        put(o, ": %s %.1f ms before the end", n->on_stream ? "enqueued" : "finished",
+            before_end(r, n->end_ns));
 }
 
-static uint32_t num_notes(const EpRankNotes *k) { return k->has_notes ? k->notes.num < EP_SENT_NOTES ? k->notes.num : EP_SENT_NOTES : 0; }
-static const EpNote *last_note(const EpRankNotes *k) { return num_notes(k) ? &k->notes.notes[num_notes(k) - 1] : NULL; }
+static uint32_t num_notes(const EpRankNotes *k) {
+    return k->has_notes ? k->notes.num < EP_SENT_NOTES ? k->notes.num : EP_SENT_NOTES : 0;
+}
+static const EpNote *last_note(const EpRankNotes *k) {
+    return num_notes(k) ? &k->notes.notes[num_notes(k) - 1] : NULL;
+}
 static uint64_t step_of(const EpRankNotes *k) { return num_notes(k) ? last_note(k)->step : 0; }
 static bool is_sure(const EpRankNotes *k) { return k->has_notes && !k->notes.is_vague; }
 static const EpNote *note_at(const EpRankNotes *k, uint64_t step) {
     for (uint32_t i = num_notes(k); i-- > 0;)
-        if (k->notes.notes[i].step == step && ep_note_is_counted(&k->notes.notes[i])) return &k->notes.notes[i];
+        if (k->notes.notes[i].step == step && ep_note_is_counted(&k->notes.notes[i]))
+            return &k->notes.notes[i];
     return NULL;
 }
 
@@ -77,7 +86,8 @@ static const EpNote *last_known(const EpRecord *r, uint32_t w) {
     for (uint32_t i = 0; i < r->num_buffers; i++) {
         const EpCommBuffer *b = r->buffers[i];
         if (!b) continue;
-        uint64_t epoch = b->on_stream ? ep_ld_relaxed_sys_u64(&b->comm.host->plan.epoch) : ep_entered(&b->comm, w);
+        uint64_t epoch =
+            b->on_stream ? ep_ld_relaxed_sys_u64(&b->comm.host->plan.epoch) : ep_entered(&b->comm, w);
         for (uint32_t k = 0; k < r->num_ranks; k++)
             for (uint32_t j = 0; j < num_notes(&r->ranks[k]); j++) {
                 const EpNote *n = &r->ranks[k].notes.notes[j];
@@ -88,7 +98,8 @@ static const EpNote *last_known(const EpRecord *r, uint32_t w) {
 }
 
 static bool are_alike(const EpNote *a, const EpNote *b) {
-    return a->what == b->what && a->of == b->of && a->buffer == b->buffer && (a->what != EP_DID_EXCHANGE || a->size == b->size);
+    return a->what == b->what && a->of == b->of && a->buffer == b->buffer &&
+           (a->what != EP_DID_EXCHANGE || a->size == b->size);
 }
 
 /* Whether ranks in these see each other: in a buffer, and wherever they exchange something.  What else differs, they say there. */
@@ -99,10 +110,13 @@ static bool can_meet(const EpNote *a, const EpNote *b) {
 }
 
 /* Where a rank's steps are its own, they say nothing of the others. */
-static const EpNote *sure_note_at(const EpRankNotes *k, uint64_t step) { return k->notes.is_vague ? NULL : note_at(k, step); }
+static const EpNote *sure_note_at(const EpRankNotes *k, uint64_t step) {
+    return k->notes.is_vague ? NULL : note_at(k, step);
+}
 
 /* Bits of the ranks that did at a step what fewer ranks did, and of all whose notes have it.  0: all did the same. */
-static uint32_t odd_at(const EpRecord *r, uint64_t step, bool (*is_same)(const EpNote *, const EpNote *), uint32_t *all) {
+static uint32_t odd_at(const EpRecord *r, uint64_t step, bool (*is_same)(const EpNote *, const EpNote *),
+                       uint32_t *all) {
     uint32_t odd = 0;
     *all = 0;
     for (uint32_t a = 0; a < r->num_ranks; a++) {
@@ -133,17 +147,20 @@ static uint32_t out_of_order(const EpRecord *r, uint64_t *step, uint32_t *all) {
 
 static void put_ranks(Out *o, const char *before, uint32_t bits) {
     put(o, "%srank%s", before, bits & (bits - 1) ? "s" : "");
-    for (const char *comma = " "; bits; bits &= bits - 1, comma = ", ") put(o, "%s%d", comma, __builtin_ctz(bits));
+    for (const char *comma = " "; bits; bits &= bits - 1, comma = ", ")
+        put(o, "%s%d", comma, __builtin_ctz(bits));
 }
 
 static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
     const EpNote *n = last_known(r, w);
     put(o, "; last known: ");
-    if (n) put(o, "%s #%llu of %s %u", did_name(n->what), (unsigned long long)n->seq, ep_note_is_layers(n) ? "layer" : "heap", n->of);
+    if (n)
+        put(o, "%s #%llu of %s %u", did_name(n->what), (unsigned long long)n->seq,
+            ep_note_is_layers(n) ? "layer" : "heap", n->of);
     if (n && ep_note_is_layers(n)) put(o, " buffer %u", n->buffer);
     if (r->ranks[w].heard_ns)
-        put(o, "%sexchange #%llu, received %.1f ms before the end", n ? ", " : "", (unsigned long long)r->ranks[w].heard_seq,
-            before_end(r, r->ranks[w].heard_ns));
+        put(o, "%sexchange #%llu, received %.1f ms before the end", n ? ", " : "",
+            (unsigned long long)r->ranks[w].heard_seq, before_end(r, r->ranks[w].heard_ns));
     else if (!n) put(o, "nothing");
 }
 
@@ -165,13 +182,15 @@ static uint32_t alike_at(const EpRecord *r, uint64_t step, uint32_t some, const 
 }
 
 static void put_odd(Out *o, const EpRecord *r, uint32_t odd, uint32_t all, uint64_t step) {
-    const EpNote *one = note_at(&r->ranks[__builtin_ctz(odd)], step), *other = note_at(&r->ranks[__builtin_ctz(all & ~odd)], step);
+    const EpNote *one = note_at(&r->ranks[__builtin_ctz(odd)], step),
+                 *other = note_at(&r->ranks[__builtin_ctz(all & ~odd)], step);
     put_ranks(o, "", alike_at(r, step, odd, one));
     put_call(o, " called ", one, other);
     put(o, " as operation %llu, where ", (unsigned long long)step);
     put_ranks(o, "", alike_at(r, step, all & ~odd, other));
     put_call(o, " called ", other, one);
-    if (2 * __builtin_popcount(odd) == __builtin_popcount(all)) put(o, " (equally many ranks made each call)");
+    if (2 * __builtin_popcount(odd) == __builtin_popcount(all))
+        put(o, " (equally many ranks made each call)");
 }
 
 bool ep_record_disagrees(const EpRecord *r, uint64_t step, uint32_t *rank, char *text, size_t num_bytes) {
@@ -222,11 +241,14 @@ static void put_culprit(Out *o, const EpRecord *r) {
         const char *did = r->end_code == EP_ECORRUPT           ? "sent invalid data"
                           : r->ranks[r->end_rank].said_goodbye ? "left before the others"
                                                                : "is gone";
-        put(o, "rank %u %s, seen %.1f ms before this record", r->end_rank, did, ((double)ep_now_ns() - (double)r->end_ns) / 1e6);
+        put(o, "rank %u %s, seen %.1f ms before this record", r->end_rank, did,
+            ((double)ep_now_ns() - (double)r->end_ns) / 1e6);
         put_last_known(o, r, r->end_rank);
     } else if (silent) {
         put_ranks(o, "", silent);
-        put(o, "%s", r->ranks[__builtin_ctz(silent)].is_gone ? " left before the others" : " did not answer: stopped, or too slow");
+        put(o, "%s",
+            r->ranks[__builtin_ctz(silent)].is_gone ? " left before the others"
+                                                    : " did not answer: stopped, or too slow");
         put_last_known(o, r, (uint32_t)__builtin_ctz(silent));
     } else if (odd) {
         put_odd(o, r, odd, all, step);
@@ -235,7 +257,10 @@ static void put_culprit(Out *o, const EpRecord *r) {
     } else if (behind) {
         put_behind(o, r, behind, most);
     } else if (r->end_code == EP_ETIMEOUT || r->end_code == EP_EMISMATCH) {
-        put(o, "rank %u, for which another rank waited until the timeout; the calls themselves show no difference", r->end_rank);
+        put(o,
+            "rank %u, for which another rank waited until the timeout; the calls themselves show no "
+            "difference",
+            r->end_rank);
     } else {
         put(o, "rank %u, which ended the world", r->end_rank);
     }
@@ -251,7 +276,9 @@ static void put_ranks_table(Out *o, const EpRecord *r) {
     for (uint32_t w = 0; w < r->num_ranks; w++) {
         const EpRankNotes *k = &r->ranks[w];
         const EpNote *n = last_note(k);
-        if (k->has_notes) put(o, "%4u  %10llu  %6llu  ", w, (unsigned long long)step_of(k), (unsigned long long)(most - step_of(k)));
+        if (k->has_notes)
+            put(o, "%4u  %10llu  %6llu  ", w, (unsigned long long)step_of(k),
+                (unsigned long long)(most - step_of(k)));
         else put(o, "%4u  %10s  %6s  %s", w, "?", "?", k->is_gone ? "gone" : "no answer");
         if (n) put_note(o, r, n);
         else if (k->has_notes) put(o, "nothing");
@@ -279,7 +306,8 @@ static void put_steps_table(Out *o, const EpRecord *r) {
             const EpNote *n = note_at(&r->ranks[w], step);
             char cell[32] = "-";
             if (n && ep_note_is_layers(n))
-                snprintf(cell, sizeof cell, "%s %u.%u%s", did_name(n->what), n->of, n->buffer, n->end_ns ? "" : " *");
+                snprintf(cell, sizeof cell, "%s %u.%u%s", did_name(n->what), n->of, n->buffer,
+                         n->end_ns ? "" : " *");
             else if (n) snprintf(cell, sizeof cell, "%s%s", did_name(n->what), n->end_ns ? "" : " *");
             put(o, "  %-*.16s", w + 1 < r->num_ranks ? 16 : 1, cell);
         }
@@ -298,11 +326,13 @@ static void put_buffers(Out *o, const EpRecord *r) {
         snprintf(name, sizeof name, b->is_heaps ? "heap %u" : "layer %u buffer %u", b->of, b->buffer);
         const EpFaultRecord *f = &b->comm.host->fault;
         if (ep_ld_acquire_sys_u64(&f->state) && f->code == EP_ETIMEOUT) /* now stays as it is */
-            put(o, "%s: a wait for rank %u in epoch %llu wanted %llu and saw %llu\n", name, f->peer, (unsigned long long)f->epoch,
-                (unsigned long long)f->want, (unsigned long long)f->got);
+            put(o, "%s: a wait for rank %u in epoch %llu wanted %llu and saw %llu\n", name, f->peer,
+                (unsigned long long)f->epoch, (unsigned long long)f->want, (unsigned long long)f->got);
         if (b->on_stream) {
             uint64_t epoch = ep_ld_relaxed_sys_u64(&b->comm.host->plan.epoch);
-            if (epoch) put(o, "%s: the GPU's newest finished plan is #%llu\n", name, (unsigned long long)epoch), shown++;
+            if (epoch)
+                put(o, "%s: the GPU's newest finished plan is #%llu\n", name, (unsigned long long)epoch),
+                    shown++;
             continue;
         }
         for (uint32_t w = 0; w < r->num_ranks; w++) {
@@ -312,7 +342,8 @@ static void put_buffers(Out *o, const EpRecord *r) {
         }
         if (least == most) continue;
         put(o, "%s: entered by rank", name), shown++;
-        for (uint32_t w = 0; w < r->num_ranks; w++) put(o, "%s %u: #%llu", w ? "," : "", w, (unsigned long long)ep_entered(&b->comm, w));
+        for (uint32_t w = 0; w < r->num_ranks; w++)
+            put(o, "%s %u: #%llu", w ? "," : "", w, (unsigned long long)ep_entered(&b->comm, w));
         put(o, "\n");
     }
 }

@@ -43,8 +43,8 @@ typedef enum {
 } EpDid;
 
 typedef struct {
-    uint64_t step;             /* collective operations that this rank has entered so far, with this one */
-    uint64_t seq;              /* epoch of a layer's operation, as the host counts; else the number of its last exchange */
+    uint64_t step; /* collective operations that this rank has entered so far, with this one */
+    uint64_t seq; /* epoch of a layer's operation, as the host counts; else the number of its last exchange */
     uint64_t size;             /* tokens of a layer's operation; else bytes */
     uint64_t begin_ns, end_ns; /* on the monotonic clock; 0 while it is in flight */
     uint8_t what, on_stream;   /* EpDid; on_stream: its end means that it is enqueued */
@@ -54,10 +54,15 @@ typedef struct {
 _Static_assert(sizeof(EpNote) == 48, "a note has six words");
 
 /* Collective; of a layer; of this buffer. */
-static inline bool ep_note_is_counted(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what < EP_DID_SIGNAL; }
-static inline bool ep_note_is_layers(const EpNote *n) { return n->what >= EP_DID_PLAN && n->what <= EP_DID_GEMM_COMBINE; }
+static inline bool ep_note_is_counted(const EpNote *n) {
+    return n->what >= EP_DID_PLAN && n->what < EP_DID_SIGNAL;
+}
+static inline bool ep_note_is_layers(const EpNote *n) {
+    return n->what >= EP_DID_PLAN && n->what <= EP_DID_GEMM_COMBINE;
+}
 static inline bool ep_note_is_buffers(const EpNote *n, const EpCommBuffer *b) {
-    return n->of == b->of && (b->is_heaps ? n->what == EP_DID_HEAP_BARRIER : ep_note_is_layers(n) && n->buffer == b->buffer);
+    return n->of == b->of &&
+           (b->is_heaps ? n->what == EP_DID_HEAP_BARRIER : ep_note_is_layers(n) && n->buffer == b->buffer);
 }
 
 /* The newest notes of a rank, the oldest first: what goes over the wire. */
@@ -74,9 +79,10 @@ typedef struct {
 } EpRingNote;
 typedef struct {
     EpRingNote notes[EP_RING_NOTES];
-    _Atomic uint64_t num, step, open; /* notes so far; collective operations so far; the one in flight, or 0 */
-    _Atomic uint64_t thread;          /* whose operations that are over when they return are, or 0 */
-    atomic_bool is_vague;             /* for good: these steps need not be the other ranks' */
+    _Atomic uint64_t num, step,
+        open;                /* notes so far; collective operations so far; the one in flight, or 0 */
+    _Atomic uint64_t thread; /* whose operations that are over when they return are, or 0 */
+    atomic_bool is_vague;    /* for good: these steps need not be the other ranks' */
 } EpRing;
 
 /* Begin a note: its number for ep_ring_end, or 0 inside of another one, which it is a part of. */

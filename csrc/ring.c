@@ -12,7 +12,8 @@ typedef union {
     uint64_t word[6];
 } Words;
 enum { WORD_SEQ = 1, WORD_END = 4, WORD_WHAT = 5 };
-_Static_assert(offsetof(EpNote, what) == 8 * WORD_WHAT && offsetof(EpNote, end_ns) == 8 * WORD_END, "words of a note");
+_Static_assert(offsetof(EpNote, what) == 8 * WORD_WHAT && offsetof(EpNote, end_ns) == 8 * WORD_END,
+               "words of a note");
 
 void ep_ring_blur(EpRing *ring) { atomic_store_explicit(&ring->is_vague, true, memory_order_relaxed); }
 
@@ -23,13 +24,15 @@ static _Thread_local const EpRing *my_open;
  * ranks, whatever the thread (autograd has one of its own); but not inside of another thread's exchange. */
 static void look_at_thread(EpRing *ring, const EpNote *note, bool is_others) {
     uint64_t me = (uint64_t)pthread_self(), first = 0;
-    if (!note->on_stream && !atomic_compare_exchange_strong_explicit(&ring->thread, &first, me, memory_order_relaxed, memory_order_relaxed))
+    if (!note->on_stream && !atomic_compare_exchange_strong_explicit(
+                                &ring->thread, &first, me, memory_order_relaxed, memory_order_relaxed))
         is_others |= first != me;
     if (is_others) ep_ring_blur(ring);
 }
 
 uint64_t ep_ring_begin(EpRing *ring, const EpNote *note) {
-    bool is_counted = ep_note_is_counted(note), is_open = is_counted && atomic_load_explicit(&ring->open, memory_order_relaxed);
+    bool is_counted = ep_note_is_counted(note),
+         is_open = is_counted && atomic_load_explicit(&ring->open, memory_order_relaxed);
     if (is_counted) look_at_thread(ring, note, is_open && my_open != ring);
     if (is_open) return 0;
     Words w = {*note};
@@ -42,16 +45,20 @@ uint64_t ep_ring_begin(EpRing *ring, const EpNote *note) {
     for (uint32_t i = 0; i < 6; i++) atomic_store_explicit(&to->word[i], w.word[i], memory_order_release);
     atomic_store_explicit(&to->place, place, memory_order_release);
     if (!is_counted) return place;
-    if (atomic_exchange_explicit(&ring->open, place, memory_order_relaxed)) ep_ring_blur(ring); /* another thread was as fast */
+    if (atomic_exchange_explicit(&ring->open, place, memory_order_relaxed))
+        ep_ring_blur(ring); /* another thread was as fast */
     my_open = ring;
     return place;
 }
 
 void ep_ring_end(EpRing *ring, uint64_t note, int code) {
-    if (code && code != EP_ETIMEOUT && code != EP_EPEERDIED && code != EP_ECORRUPT) ep_ring_blur(ring); /* after these nothing is called */
+    if (code && code != EP_ETIMEOUT && code != EP_EPEERDIED && code != EP_ECORRUPT)
+        ep_ring_blur(ring); /* after these nothing is called */
     if (note == 0) return;
-    atomic_store_explicit(&ring->notes[note % EP_RING_NOTES].word[WORD_END], ep_now_ns(), memory_order_release);
-    if (atomic_load_explicit(&ring->open, memory_order_relaxed) == note) atomic_store_explicit(&ring->open, 0, memory_order_relaxed);
+    atomic_store_explicit(&ring->notes[note % EP_RING_NOTES].word[WORD_END], ep_now_ns(),
+                          memory_order_release);
+    if (atomic_load_explicit(&ring->open, memory_order_relaxed) == note)
+        atomic_store_explicit(&ring->open, 0, memory_order_relaxed);
     my_open = NULL;
 }
 
@@ -82,7 +89,9 @@ static void ring_until(EpRing *ring, uint64_t last, EpNotes *out) {
         if (ring_read(ring, place, &out->notes[out->num])) out->num++;
 }
 
-void ep_ring_newest(EpRing *ring, EpNotes *out) { ring_until(ring, atomic_load_explicit(&ring->num, memory_order_acquire), out); }
+void ep_ring_newest(EpRing *ring, EpNotes *out) {
+    ring_until(ring, atomic_load_explicit(&ring->num, memory_order_acquire), out);
+}
 
 uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *b, uint64_t epoch, EpNotes *out) {
     uint64_t num = atomic_load_explicit(&ring->num, memory_order_acquire);

@@ -44,7 +44,8 @@ static uint64_t group_room(const char *folder, const char *limit, const char *us
 
 /* The least room of a group and of those that it is in.  In a container the path may be one of the host's, of
  * which only the root is to be seen. */
-static uint64_t groups_room(char *folder, size_t root_length, const char *limit, const char *usage, const char *prefix) {
+static uint64_t groups_room(char *folder, size_t root_length, const char *limit, const char *usage,
+                            const char *prefix) {
     uint64_t least = UINT64_MAX;
     for (;;) {
         uint64_t room = group_room(folder, limit, usage, prefix);
@@ -72,7 +73,8 @@ uint64_t ep_room_bytes(const char *root) {
         size_t root_length = (size_t)snprintf(folder, sizeof folder, "%s%s", root, mount);
         snprintf(folder, sizeof folder, "%s%s%s", root, mount, strcmp(at + 1, "/") == 0 ? "" : at + 1);
         uint64_t left = is_v2 ? groups_room(folder, root_length, "memory.max", "memory.current", "")
-                              : groups_room(folder, root_length, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_");
+                              : groups_room(folder, root_length, "memory.limit_in_bytes",
+                                            "memory.usage_in_bytes", "total_");
         if (left < room) room = left;
     }
     if (file) fclose(file);

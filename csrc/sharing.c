@@ -21,12 +21,14 @@ int ep_sharing_check(const EpHeapRoom rooms[], uint32_t num_ranks, uint64_t num_
         if (n > 1 && !room->may_share && !are_threads)
             return ep_error(
                 EP_EINVAL,
-                "rank %u shares its GPU with %u other rank%s. Give each rank its own GPU (torch.cuda.set_device(local_rank)), or "
+                "rank %u shares its GPU with %u other rank%s. Give each rank its own GPU "
+                "(torch.cuda.set_device(local_rank)), or "
                 "set EPMOE_SHARE_GPU=1 on all ranks (for development and tests: correct, but slow)",
                 r, n - 1, n == 2 ? "" : "s");
         if (num_bytes > room->free_bytes / n)
-            return ep_error(EP_ENOMEM, "no room for %u heaps of %llu bytes each: needed %llu, available %llu", n,
-                            (unsigned long long)num_bytes, (unsigned long long)num_bytes * n, (unsigned long long)room->free_bytes);
+            return ep_error(EP_ENOMEM, "no room for %u heaps of %llu bytes each: needed %llu, available %llu",
+                            n, (unsigned long long)num_bytes, (unsigned long long)num_bytes * n,
+                            (unsigned long long)room->free_bytes);
     }
     return 0;
 }

@@ -28,10 +28,12 @@
 void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
     if (w->end_code) return;
     w->end_code = code;
-    if (code == EP_EPEERDIED && rank < w->num_ranks) w->lost_ranks |= 1u << rank; /* another rank may have seen it first */
+    if (code == EP_EPEERDIED && rank < w->num_ranks)
+        w->lost_ranks |= 1u << rank; /* another rank may have seen it first */
     snprintf(w->end_text, sizeof w->end_text, "%s", text);
     EpRankNotes *mine = &w->record.ranks[w->rank];
-    w->record.end_code = code, w->record.end_rank = rank < w->num_ranks ? rank : w->rank, w->record.end_ns = ep_now_ns();
+    w->record.end_code = code, w->record.end_rank = rank < w->num_ranks ? rank : w->rank,
+    w->record.end_ns = ep_now_ns();
     ep_ring_newest(&w->ring, &mine->notes);
     mine->has_notes = true;
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++)
@@ -136,7 +138,8 @@ static void peer_ended(EpWorld *w, uint32_t r) {
 
 static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
     EpInbox *to = &w->inbox[r][f->seq % EP_NUM_INBOX];
-    if (f->kind == EP_FRAME_EXCHANGE) w->record.ranks[r].heard_seq = f->seq, w->record.ranks[r].heard_ns = ep_now_ns();
+    if (f->kind == EP_FRAME_EXCHANGE)
+        w->record.ranks[r].heard_seq = f->seq, w->record.ranks[r].heard_ns = ep_now_ns();
     if (f->kind == EP_FRAME_EXCHANGE && !to->full) {
         to->frame = *f, to->fd = fd, to->full = true;
         pthread_cond_broadcast(&w->changed);
@@ -151,13 +154,15 @@ static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
     }
     if (f->kind == EP_FRAME_NOTES) take_notes(w, r, f);
     if (f->kind == EP_FRAME_STUCK) take_stuck(w, r, f);
-    if (f->kind == EP_FRAME_EXCHANGE) ep_world_end(w, EP_ECORRUPT, r, "a peer is too far ahead in its exchanges");
+    if (f->kind == EP_FRAME_EXCHANGE)
+        ep_world_end(w, EP_ECORRUPT, r, "a peer is too far ahead in its exchanges");
 }
 
 static void read_peer(EpWorld *w, uint32_t r) {
     EpFrame f;
     int fd, got = 0;
-    while (w->sockets[r] >= 0 && (got = ep_wire_receive(w->sockets[r], &f, &fd)) > 0) take_frame(w, r, &f, fd);
+    while (w->sockets[r] >= 0 && (got = ep_wire_receive(w->sockets[r], &f, &fd)) > 0)
+        take_frame(w, r, &f, fd);
     if (got == EP_ECORRUPT) ep_world_end(w, EP_ECORRUPT, r, ep_error_text());
     if (got < 0) peer_ended(w, r);
 }
@@ -170,12 +175,14 @@ static uint64_t stuck_step(EpWorld *w, uint64_t now, EpNotes *notes) {
     if (atomic_load_explicit(&w->ring.is_vague, memory_order_relaxed)) return 0;
     ep_ring_newest(&w->ring, notes);
     const EpNote *last = notes->num ? &notes->notes[notes->num - 1] : NULL;
-    if (last && ep_note_is_counted(last) && !last->end_ns && now > last->begin_ns + EP_STUCK_NS) step = last->step;
+    if (last && ep_note_is_counted(last) && !last->end_ns && now > last->begin_ns + EP_STUCK_NS)
+        step = last->step;
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
         const EpCommBuffer *b = w->watched[i];
         uint64_t epoch = b && b->on_stream ? ep_ld_relaxed_sys_u64(&b->comm.host->stuck) : 0;
         if (!epoch) continue;
-        ep_st_relaxed_sys_u64(&b->comm.host->stuck, 0); /* a wait that goes on says so again in a millisecond */
+        ep_st_relaxed_sys_u64(&b->comm.host->stuck,
+                              0); /* a wait that goes on says so again in a millisecond */
         uint64_t at = ep_ring_about(&w->ring, b, epoch, &about);
         if (at && (!on_gpu || at < on_gpu)) on_gpu = at, w->on_gpu_notes = about;
     }
@@ -204,14 +211,16 @@ static void look_for_disorder(EpWorld *w) {
     uint32_t odd, me = w->rank;
     bool is_disorder = false;
     uint64_t now = ep_now_ns();
-    if (now - w->looked_ns < POLL_MS * 1000000ull) return; /* frames may come faster, and a GPU's word not be there again */
+    if (now - w->looked_ns < POLL_MS * 1000000ull)
+        return; /* frames may come faster, and a GPU's word not be there again */
     w->looked_ns = now;
     uint64_t step = stuck_step(w, now, &w->stuck.ranks[me].notes);
     if (step != w->stuck_step[me]) tell_stuck(w, step);
     for (uint32_t r = 0; r < w->num_ranks; r++) w->stuck.ranks[r].has_notes = w->stuck_step[r] != 0;
     for (uint32_t r = 0; r < w->num_ranks && step && !is_disorder; r++)
-        is_disorder =
-            w->stuck_step[r] && ep_record_disagrees(&w->stuck, w->stuck_step[r] < step ? w->stuck_step[r] : step, &odd, text, sizeof text);
+        is_disorder = w->stuck_step[r] &&
+                      ep_record_disagrees(&w->stuck, w->stuck_step[r] < step ? w->stuck_step[r] : step, &odd,
+                                          text, sizeof text);
     if (!is_disorder) w->disorder_ns = 0;
     else if (!w->disorder_ns) w->disorder_ns = now;
     else if (now - w->disorder_ns > DISORDER_NS) ep_world_end(w, EP_EMISMATCH, odd, text);
@@ -223,14 +232,16 @@ static void look_around(EpWorld *w) {
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
         const EpHostWords *h = w->watched[i] ? w->watched[i]->comm.host : NULL;
         if (!h || !ep_ld_acquire_sys_u64(&h->fault.state) || h->fault.code != EP_ETIMEOUT) continue;
-        snprintf(text, sizeof text, "rank %u timed out waiting for rank %u (word %s, epoch %llu, wanted %llu, saw %llu)", w->rank,
-                 h->fault.peer, ep_word_name(h->fault.word), (unsigned long long)h->fault.epoch, (unsigned long long)h->fault.want,
-                 (unsigned long long)h->fault.got);
+        snprintf(text, sizeof text,
+                 "rank %u timed out waiting for rank %u (word %s, epoch %llu, wanted %llu, saw %llu)",
+                 w->rank, h->fault.peer, ep_word_name(h->fault.word), (unsigned long long)h->fault.epoch,
+                 (unsigned long long)h->fault.want, (unsigned long long)h->fault.got);
         ep_world_end(w, EP_ETIMEOUT, h->fault.peer, text);
     }
     for (uint32_t r = 0; r < w->num_ranks; r++) {
         if (w->closing || !w->left_at_ns[r] || ep_now_ns() - w->left_at_ns[r] < LEAVE_GRACE_NS) continue;
-        snprintf(text, sizeof text, "rank %u left the world alone: close() is collective, and all ranks must call it", r);
+        snprintf(text, sizeof text,
+                 "rank %u left the world alone: close() is collective, and all ranks must call it", r);
         ep_world_end(w, EP_EPEERDIED, r, text);
     }
 }
@@ -250,7 +261,8 @@ static void watch_out(EpWorld *w) {
             num_peers += w->sockets[r] >= 0;
         }
         for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) num_watched += w->watched[i] != NULL;
-        is_over = !num_peers || !num_watched || ep_now_ns() - w->left_ns > (w->in_haste ? HASTE_NS : LEAVE_GRACE_NS);
+        is_over = !num_peers || !num_watched ||
+                  ep_now_ns() - w->left_ns > (w->in_haste ? HASTE_NS : LEAVE_GRACE_NS);
         for (uint32_t i = 0; i < EP_MAX_WATCHED && is_over; i++)
             if (w->watched[i]) ep_st_relaxed_sys_u64(&w->watched[i]->comm.host->abort, 1);
     }

@@ -26,8 +26,9 @@ int ep_world_listen(int *listen_fd, unsigned char name[EP_NAME_BYTES], unsigned 
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
     if (fd < 0) return ep_error(EP_ESYS, "cannot create a socket: %s", strerror(errno));
     /* Binding to the family alone lets the kernel choose a free abstract name. */
-    if (bind(fd, (struct sockaddr *)&address, offsetof(struct sockaddr_un, sun_path)) || listen(fd, EP_MAX_RANKS) ||
-        getsockname(fd, (struct sockaddr *)&address, &length) || getrandom(nonce, EP_NONCE_BYTES, 0) != EP_NONCE_BYTES) {
+    if (bind(fd, (struct sockaddr *)&address, offsetof(struct sockaddr_un, sun_path)) ||
+        listen(fd, EP_MAX_RANKS) || getsockname(fd, (struct sockaddr *)&address, &length) ||
+        getrandom(nonce, EP_NONCE_BYTES, 0) != EP_NONCE_BYTES) {
         int e = errno;
         close(fd);
         return ep_error(EP_ESYS, "cannot listen for the other ranks: %s", strerror(e));
@@ -36,7 +37,8 @@ int ep_world_listen(int *listen_fd, unsigned char name[EP_NAME_BYTES], unsigned 
     memset(name, 0, EP_NAME_BYTES);
     if (n < 2 || n > EP_NAME_BYTES) {
         close(fd);
-        return ep_error(EP_ESYS, "the kernel chose a socket name of %zu bytes: wanted 2 to %d", n, EP_NAME_BYTES);
+        return ep_error(EP_ESYS, "the kernel chose a socket name of %zu bytes: wanted 2 to %d", n,
+                        EP_NAME_BYTES);
     }
     name[0] = (unsigned char)n; /* its length stands where the leading zero of an abstract name would */
     memcpy(name + 1, address.sun_path + 1, n - 1);
@@ -63,11 +65,14 @@ int ep_wire_send(int socket_fd, const EpFrame *frame, int fd, uint64_t deadline_
     for (;;) {
         if (sendmsg(socket_fd, &m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)sizeof f) return 0;
         if (errno == EINTR) continue;
-        if (errno == EPIPE || errno == ECONNRESET) return ep_error(EP_EPEERDIED, "a peer has closed its socket: %s", strerror(errno));
-        if (errno != EAGAIN && errno != EWOULDBLOCK) return ep_error(EP_ESYS, "cannot send to a peer: %s", strerror(errno));
+        if (errno == EPIPE || errno == ECONNRESET)
+            return ep_error(EP_EPEERDIED, "a peer has closed its socket: %s", strerror(errno));
+        if (errno != EAGAIN && errno != EWOULDBLOCK)
+            return ep_error(EP_ESYS, "cannot send to a peer: %s", strerror(errno));
         struct pollfd p = {socket_fd, POLLOUT, 0};
         int left = milliseconds_left(deadline_ns);
-        if (left == 0) return ep_error(EP_ETIMEOUT, "timed out while sending to a peer, which does not receive");
+        if (left == 0)
+            return ep_error(EP_ETIMEOUT, "timed out while sending to a peer, which does not receive");
         poll(&p, 1, left);
     }
 }
@@ -78,7 +83,8 @@ int ep_wire_receive(int socket_fd, EpFrame *frame, int *fd) {
         char bytes[CMSG_SPACE(sizeof(int))];
     } control;
     struct iovec part = {frame, sizeof *frame};
-    struct msghdr m = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
+    struct msghdr m = {
+        .msg_iov = &part, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
     uint32_t num_fds = 0;
     *fd = -1;
     ssize_t n = recvmsg(socket_fd, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
@@ -88,22 +94,26 @@ int ep_wire_receive(int socket_fd, EpFrame *frame, int *fd) {
     if (n <= 0) return ep_error(EP_EPEERDIED, "a peer has closed its socket");
     for (struct cmsghdr *c = CMSG_FIRSTHDR(&m); c; c = CMSG_NXTHDR(&m, c)) {
         if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
-        for (size_t at = CMSG_LEN(0); at + sizeof(int) <= c->cmsg_len; at += sizeof(int)) { /* room for one is room for two */
+        for (size_t at = CMSG_LEN(0); at + sizeof(int) <= c->cmsg_len;
+             at += sizeof(int)) { /* room for one is room for two */
             int got;
             memcpy(&got, (unsigned char *)c + at, sizeof got);
             if (num_fds++ == 0) *fd = got;
             else close(got);
         }
     }
-    if (num_fds > 1) m.msg_flags |= MSG_CTRUNC;                   /* nobody of this world sends two */
-    const bool had_room = num_fds || !(m.msg_flags & MSG_CTRUNC); /* else this process may open no more: whoever wants it says so */
+    if (num_fds > 1) m.msg_flags |= MSG_CTRUNC; /* nobody of this world sends two */
+    const bool had_room =
+        num_fds ||
+        !(m.msg_flags & MSG_CTRUNC); /* else this process may open no more: whoever wants it says so */
     if (n == (ssize_t)sizeof *frame && !(m.msg_flags & MSG_TRUNC) && frame->abi == EP_ABI_VERSION &&
         !(had_room && m.msg_flags & MSG_CTRUNC) && frame->num_bytes <= EP_EXCHANGE_BYTES &&
         (!had_room || (frame->has_fd != 0) == (*fd >= 0)))
         return 1;
     if (*fd >= 0) close(*fd);
     *fd = -1;
-    return ep_error(EP_ECORRUPT, "a peer sent a message of another version of epmoe: install the same one for all ranks");
+    return ep_error(EP_ECORRUPT,
+                    "a peer sent a message of another version of epmoe: install the same one for all ranks");
 }
 
 int ep_wire_await(int socket_fd, EpFrame *frame, int *fd, uint64_t deadline_ns) {
@@ -124,9 +134,11 @@ static bool same_user(int fd) {
 }
 
 /* A rank's door, which is open before its name is known to others: its address, and a socket to go there. */
-static int address_of(const EpWorldConfig *config, uint32_t r, int flags, struct sockaddr_un *address, socklen_t *length, int *fd) {
+static int address_of(const EpWorldConfig *config, uint32_t r, int flags, struct sockaddr_un *address,
+                      socklen_t *length, int *fd) {
     const unsigned char *name = config->names[r];
-    if (name[0] < 2 || name[0] > EP_NAME_BYTES) return ep_error(EP_ECORRUPT, "rank %u gave no valid socket name", r);
+    if (name[0] < 2 || name[0] > EP_NAME_BYTES)
+        return ep_error(EP_ECORRUPT, "rank %u gave no valid socket name", r);
     *address = (struct sockaddr_un){.sun_family = AF_UNIX};
     memcpy(address->sun_path + 1, name + 1, name[0] - 1u);
     *length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0]);
@@ -135,9 +147,13 @@ static int address_of(const EpWorldConfig *config, uint32_t r, int flags, struct
 }
 
 static int unreachable(uint32_t r, int e) {
-    if (e == EAGAIN || e == EINTR) return ep_error(EP_ETIMEOUT, "rank %u is not accepting connections: it may be stopped or overloaded", r);
+    if (e == EAGAIN || e == EINTR)
+        return ep_error(EP_ETIMEOUT, "rank %u is not accepting connections: it may be stopped or overloaded",
+                        r);
     if (e != ECONNREFUSED) return ep_error(EP_ESYS, "cannot connect to rank %u: %s", r, strerror(e));
-    return ep_error(EP_EPEERDIED, "rank %u died while the world was made, or is in another network namespace (another container or host)",
+    return ep_error(EP_EPEERDIED,
+                    "rank %u died while the world was made, or is in another network namespace (another "
+                    "container or host)",
                     r);
 }
 
@@ -169,13 +185,15 @@ static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_
 /* Callers that have not yet said who they are.  A stranger may be silent for as long as it likes: it takes
  * a place here, and the oldest has to leave when places run out, but nobody waits for it. */
 #define MAX_CALLERS 16u
-#define KNOCK_NS 300000000ull   /* how often a rank that has not come is looked for */
+#define KNOCK_NS 300000000ull /* how often a rank that has not come is looked for */
 typedef struct {
     int fds[MAX_CALLERS];
     uint32_t num;
 } Callers;
 
-static void drop_caller(Callers *c, uint32_t i) { memmove(&c->fds[i], &c->fds[i + 1], (--c->num - i) * sizeof c->fds[0]); }
+static void drop_caller(Callers *c, uint32_t i) {
+    memmove(&c->fds[i], &c->fds[i + 1], (--c->num - i) * sizeof c->fds[0]);
+}
 
 static void take_callers(const EpWorldConfig *config, Callers *c) {
     int fd;
@@ -199,8 +217,9 @@ static uint32_t hear_caller(const EpWorldConfig *config, Callers *c, uint32_t i,
     if (fd_in >= 0) close(fd_in);
     if (got == 0) return 0;
     drop_caller(c, i);
-    if (got < 0 || hello.kind != EP_FRAME_HELLO || hello.rank <= config->rank || hello.rank >= config->num_ranks ||
-        sockets[hello.rank] >= 0 || memcmp(hello.bytes, config->nonce, EP_NONCE_BYTES) != 0) {
+    if (got < 0 || hello.kind != EP_FRAME_HELLO || hello.rank <= config->rank ||
+        hello.rank >= config->num_ranks || sockets[hello.rank] >= 0 ||
+        memcmp(hello.bytes, config->nonce, EP_NONCE_BYTES) != 0) {
         close(fd);
         return 0;
     }
@@ -209,7 +228,8 @@ static uint32_t hear_caller(const EpWorldConfig *config, Callers *c, uint32_t i,
 }
 
 /* Take whoever calls or speaks within a while; how many of them are ranks that were waited for. */
-static uint32_t hear_all(const EpWorldConfig *config, Callers *c, int sockets[EP_MAX_RANKS], uint64_t deadline_ns) {
+static uint32_t hear_all(const EpWorldConfig *config, Callers *c, int sockets[EP_MAX_RANKS],
+                         uint64_t deadline_ns) {
     struct pollfd p[1 + MAX_CALLERS] = {{config->listen_fd, POLLIN, 0}};
     uint32_t num = 0;
     for (uint32_t i = 0; i < c->num; i++) p[1 + i] = (struct pollfd){c->fds[i], POLLIN, 0};
@@ -242,23 +262,30 @@ int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint
     Callers callers = {{0}, 0};
     int code = 0;
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) sockets[r] = -1;
-    for (uint32_t r = 0; r < config->rank; r++) EP_TRY_GOTO(code, connect_to(config, r, &sockets[r], deadline_ns), fail);
+    for (uint32_t r = 0; r < config->rank; r++)
+        EP_TRY_GOTO(code, connect_to(config, r, &sockets[r], deadline_ns), fail);
     while (num_waiting) {
         uint64_t now = ep_now_ns();
-        if (now - looked > EP_MAX_COUNTED_GAP_NS) deadline_ns += now - looked - EP_MAX_COUNTED_GAP_NS; /* suspended */
+        if (now - looked > EP_MAX_COUNTED_GAP_NS)
+            deadline_ns += now - looked - EP_MAX_COUNTED_GAP_NS; /* suspended */
         looked = now;
         if (now >= deadline_ns) {
-            code =
-                ep_error(EP_ETIMEOUT, "rank %u did not connect while a world of %u ranks was made: all ranks of the group must create it",
-                         first_absent(config, sockets), config->num_ranks);
+            code = ep_error(EP_ETIMEOUT,
+                            "rank %u did not connect while a world of %u ranks was made: all ranks of the "
+                            "group must create it",
+                            first_absent(config, sockets), config->num_ranks);
             goto fail;
         }
         const uint32_t absent = first_absent(config, sockets);
         code = now < knock_at ? 0 : is_there(config, absent);
         if (now >= knock_at) knock_at = now + KNOCK_NS;
-        num_waiting -= hear_all(config, &callers, sockets, code ? 0 : deadline_ns < knock_at ? deadline_ns : knock_at);
-        if (code && sockets[absent] < 0) {                               /* else it had come, and was done */
-            if (code == EP_EPEERDIED) unreachable(absent, ECONNREFUSED); /* a stranger's words may be the latest */
+        num_waiting -= hear_all(config, &callers, sockets,
+                                code                     ? 0
+                                : deadline_ns < knock_at ? deadline_ns
+                                                         : knock_at);
+        if (code && sockets[absent] < 0) { /* else it had come, and was done */
+            if (code == EP_EPEERDIED)
+                unreachable(absent, ECONNREFUSED); /* a stranger's words may be the latest */
             goto fail;
         }
         code = 0;

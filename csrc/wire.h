@@ -15,7 +15,8 @@ typedef struct {
     uint32_t abi, kind;
     uint64_t seq;
     int32_t code;
-    uint32_t rank, num_bytes, has_fd, about; /* about: of an exchange, the call that it is a part of, or 0: see ep_ring_exchange */
+    uint32_t rank, num_bytes, has_fd,
+        about; /* about: of an exchange, the call that it is a part of, or 0: see ep_ring_exchange */
     _Alignas(8) unsigned char bytes[EP_EXCHANGE_BYTES];
 } EpFrame;
 

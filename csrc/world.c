@@ -68,7 +68,8 @@ static EpWorld *listed(uint32_t i) {
 
 static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWorld **out) {
     if (num_ranks < 1 || num_ranks > EP_MAX_RANKS || rank >= num_ranks)
-        return ep_error(EP_EINVAL, "rank %u of %u: a world has 1 to %u ranks, numbered from 0", rank, num_ranks, EP_MAX_RANKS);
+        return ep_error(EP_EINVAL, "rank %u of %u: a world has 1 to %u ranks, numbered from 0", rank,
+                        num_ranks, EP_MAX_RANKS);
     EpWorld *w = (EpWorld *)calloc(1, sizeof *w);
     if (!w) return ep_error(EP_ENOMEM, "cannot allocate a world: this process is out of memory");
     w->rank = rank, w->num_ranks = num_ranks, w->pid = getpid(), w->wake_fd = -1;
@@ -96,7 +97,7 @@ static int start_watchdog(EpWorld *w) {
     w->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (w->wake_fd < 0) return ep_error(EP_ESYS, "cannot create an event descriptor: %s", strerror(errno));
     static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL}; /* whose they are, who made them hears */
-    sigset_t others, before;                                       /* signals are for the program's own threads */
+    sigset_t others, before; /* signals are for the program's own threads */
     sigfillset(&others);
     for (uint32_t i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&others, faults[i]);
     pthread_sigmask(SIG_SETMASK, &others, &before);
@@ -156,7 +157,8 @@ static void tidy(EpWorld *w) {
         if (w->sockets[r] >= 0) close(w->sockets[r]);
         w->sockets[r] = -1;
         for (uint32_t i = 0; i < EP_NUM_INBOX; i++)
-            if (w->inbox[r][i].full && w->inbox[r][i].fd >= 0) close(w->inbox[r][i].fd), w->inbox[r][i].fd = -1;
+            if (w->inbox[r][i].full && w->inbox[r][i].fd >= 0)
+                close(w->inbox[r][i].fd), w->inbox[r][i].fd = -1;
     }
     if (w->wake_fd >= 0) close(w->wake_fd);
     w->wake_fd = -1;
@@ -175,8 +177,10 @@ int ep_world_close(EpWorld *w, bool collective) {
     uint64_t noted = collective ? ep_ring_begin(&w->ring, &note) : 0;
     if (collective) code = ep_world_exchange(w, &mine, 1, all);
     ep_ring_end(&w->ring, noted, code);
-    snprintf(why, sizeof why, "%s", ep_error_text()); /* a goodbye to a dead peer fails too, and is not the reason */
-    if ((code == EP_EMISMATCH || code == EP_EPEER) && !ep_world_check(w)) return ep_error(code, "%s", why); /* all close again */
+    snprintf(why, sizeof why, "%s",
+             ep_error_text()); /* a goodbye to a dead peer fails too, and is not the reason */
+    if ((code == EP_EMISMATCH || code == EP_EPEER) && !ep_world_check(w))
+        return ep_error(code, "%s", why); /* all close again */
     EpFrame goodbye = {.kind = EP_FRAME_GOODBYE, .rank = w->rank};
     bool is_busy = false, on_gpu = false;
     pthread_mutex_lock(&w->lock);
@@ -184,7 +188,8 @@ int ep_world_close(EpWorld *w, bool collective) {
     w->closing = w->closed = true;
     for (uint32_t r = 0; r < w->num_ranks; r++)
         if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &goodbye, -1, ep_now_ns());
-    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) is_busy |= w->watched[i] != NULL, on_gpu |= w->watched[i] && w->watched[i]->on_stream;
+    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++)
+        is_busy |= w->watched[i] != NULL, on_gpu |= w->watched[i] && w->watched[i]->on_stream;
     if (w->end_code || (collective && !code)) is_busy = on_gpu = false; /* an end has ended all waits */
     if (is_busy || on_gpu) w->left_ns = ep_now_ns();
     if (atomic_load(&are_settled)) is_busy = false; /* tidy waits for what is on a GPU, in haste */
@@ -194,7 +199,9 @@ int ep_world_close(EpWorld *w, bool collective) {
         ssize_t written = write(w->wake_fd, &one, sizeof one);
         (void)written; /* an eventfd of a fresh counter takes one write */
     }
-    if (!is_busy) tidy(w); /* else when the last heap lets go of the world: until then the watchdog looks after what is on its way */
+    if (!is_busy)
+        tidy(
+            w); /* else when the last heap lets go of the world: until then the watchdog looks after what is on its way */
     return code ? ep_error(code, "%s", why) : 0;
 }
 
@@ -221,7 +228,8 @@ EpWorld *ep_world_retain(EpWorld *w) {
 void ep_world_release(EpWorld *w) {
     if (!w || atomic_fetch_sub(&w->num_refs, 1) != 1) return;
     if (ep_world_is_forked(w)) return; /* its memory belongs to the parent's threads; leave it alone */
-    char why[512]; /* who lets go of what could not be made says what that was, not to whom a goodbye could not be said */
+    char why
+        [512]; /* who lets go of what could not be made says what that was, not to whom a goodbye could not be said */
     snprintf(why, sizeof why, "%s", ep_error_text());
     ep_world_close(w, false);
     ep_error(0, "%s", why);
@@ -286,7 +294,10 @@ int ep_world_watch(EpWorld *w, const EpCommBuffer *buffer) {
     for (uint32_t i = 0; i < EP_MAX_WATCHED && code; i++)
         if (!w->watched[i]) w->watched[i] = buffer, code = 0;
     pthread_mutex_unlock(&w->lock);
-    return code ? ep_error(code, "a world holds at most %u communication buffers: finalize layers or close heaps", EP_MAX_WATCHED) : 0;
+    return code ? ep_error(code,
+                           "a world holds at most %u communication buffers: finalize layers or close heaps",
+                           EP_MAX_WATCHED)
+                : 0;
 }
 
 void ep_world_unwatch(EpWorld *w, const EpCommBuffer *buffer) {

@@ -5,7 +5,8 @@
 
 EpWorld *ep_world_retain(EpWorld *world);
 /* As ep_world_exchange, and a descriptor to every peer: fd_out is -1 or mine, fds_in NULL or (from -1 on) theirs. */
-int ep_world_exchange_fd(EpWorld *world, const void *mine, uint32_t num_bytes, void *all, int fd_out, int *fds_in);
+int ep_world_exchange_fd(EpWorld *world, const void *mine, uint32_t num_bytes, void *all, int fd_out,
+                         int *fds_in);
 /* Collective, behind what each rank does alone: 0, or the error of this rank, or of the first that "could not" do it. */
 int ep_world_agree(EpWorld *world, int code, const char *what);
 /* True when peer lives in this process: its heap is reached by its own addresses. */

@@ -54,7 +54,8 @@ struct EpWorld {
     EpRecord record; /* what is known of all ranks; complete at the end */
     EpRecord stuck;  /* notes of the ranks that are stuck, each in which step, or 0; see look_for_disorder */
     uint64_t stuck_step[EP_MAX_RANKS], looked_ns, disorder_ns;
-    uint64_t on_gpu_step, on_gpu_ns; /* what the GPU is stuck in, and when it said so last; with the notes about it */
+    uint64_t on_gpu_step,
+        on_gpu_ns; /* what the GPU is stuck in, and when it said so last; with the notes about it */
     EpNotes on_gpu_notes;
     enum { RECORD_OPEN, RECORD_WRITING, RECORD_DONE } record_state;
 };

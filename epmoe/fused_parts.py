@@ -10,7 +10,7 @@ def fuses(max_tokens, topk, num_experts, world_size):
     """Whether the fused kernels are the faster way for a layer of this shape.
 
     They are not where an expert has 24 rows or fewer, as in decoding.  There, reading the weights takes all
-    the time, and only the unfused GEMM has tiles for few rows (measured: benchmarks/NOTES.md).
+    the time, and only the unfused GEMM has tiles for few rows (measured: docs/experiments, E-033).
     """
     return world_size * max_tokens * topk > 24 * num_experts
 

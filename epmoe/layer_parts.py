@@ -23,7 +23,7 @@ _NO_CONFIG = (0,) * 11  # of a rank that has no valid configuration
 def default_num_sm(device, row_bytes):
     """Return the thread blocks that move tokens by default.
 
-    Short rows make a block wait longer than it copies, so they need more blocks (benchmarks/NOTES.md).
+    Short rows make a block wait longer than it copies, so they need more blocks (docs/experiments, E-005).
     """
     if device.type == "cpu":
         return 1

@@ -212,19 +212,23 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 
 /* ---- launch ---- */
 
-/* Shared memory of a block: the product's, and three movers'.  What is shared by name takes 1024 bytes more. */
+/* Dynamic shared memory of a CTA: the GEMM's part, and a part for each of the three communication warps. Static shared
+ * memory takes at most 1024 bytes more. */
 template <typename C> constexpr uint32_t FUSED_SMEM = C::SMEM_BYTES + 3 * EpFusedFifo::BYTES;
 
-/* All blocks at once, in pairs, one a SM that is not reserved: or an error.  num_tail: of p, or NULL.  A rank that shares its GPU has
- * fewer CTAs than the caller counted on; then half of them only receive, so that the other half sends. */
+/* Launch one CTA on each SM that is not reserved, in clusters of two, with all CTAs resident at once, or return an error.
+ * num_tail: the field of p, or NULL. A rank that shares its GPU has fewer CTAs than the caller may have assumed. If all of
+ * them would only receive, half of them receive and the other half sends. */
 template <typename C, typename P>
-static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensorMap), const P &p, const EpGemmParams *gemm,
-                                         uint32_t reserve_sms, uint32_t *num_tail, cudaStream_t stream) {
-    static_assert(FUSED_SMEM<C> + 1024 <= 232448, "what a block can have");
+static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensorMap), const P &p,
+                                         const EpGemmParams *gemm, uint32_t reserve_sms, uint32_t *num_tail,
+                                         cudaStream_t stream) {
+    static_assert(FUSED_SMEM<C> + 1024 <= EP_CTA_SMEM_BYTES, "a CTA has this much shared memory");
     CUtensorMap a, b;
     EpGemmParams seen = *gemm;
     int device = 0, num_sm = 0, num_pairs = 0;
-    if (seen.num_rows == 0) seen.a = seen.b, seen.num_rows = 1; /* a tensor map has no dimension of 0; nothing is read */
+    if (seen.num_rows == 0)
+        seen.a = seen.b, seen.num_rows = 1; /* a tensor map has no dimension of 0; nothing is read */
     cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FUSED_SMEM<C>);
     if (e == cudaSuccess) e = encode(ep_map_a(&seen, C::BN), &a);
     if (e == cudaSuccess) e = encode(ep_map_b(&seen, C::BN), &b);
@@ -232,7 +236,8 @@ static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensor
     if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
     const uint32_t most = (uint32_t)num_sm > reserve_sms + 1 ? (uint32_t)num_sm - reserve_sms : 2;
     cudaLaunchAttribute attributes[2] = {};
-    cudaLaunchConfig_t config = {dim3(most / 2 * 2), dim3(EP_GEMM_THREADS), FUSED_SMEM<C>, stream, attributes, 1};
+    cudaLaunchConfig_t config = {
+        dim3(most / 2 * 2), dim3(EP_GEMM_THREADS), FUSED_SMEM<C>, stream, attributes, 1};
     attributes[0].id = cudaLaunchAttributeClusterDimension, attributes[0].val.clusterDim = {2, 1, 1};
     attributes[1].id = cudaLaunchAttributeCooperative, attributes[1].val.cooperative = 1;
     if (e == cudaSuccess) e = cudaOccupancyMaxActiveClusters(&num_pairs, kernel, &config);
@@ -244,20 +249,24 @@ static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensor
     return cudaLaunchKernelEx(&config, kernel, p, a, b);
 }
 
-template <int BN, int ACT, bool F16> static cudaError_t launch_dispatch_gemm(const EpDispatchGemmParams *p, cudaStream_t stream) {
+template <int BN, int ACT, bool F16> static cudaError_t launch_dispatch_gemm(const EpDispatchGemmParams *p,
+                                                                             cudaStream_t stream) {
     typedef EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16> C;
     EpDispatchGemmParams q = *p;
-    return launch_resident_pairs<C>(mega_kernel_dispatch_token_moe_grouped_gemm<C>, q, &p->gemm, p->dispatch.comm.reserve_sms,
-                                    &q.num_tail_blocks, stream);
+    return launch_resident_pairs<C>(mega_kernel_dispatch_token_moe_grouped_gemm<C>, q, &p->gemm,
+                                    p->dispatch.comm.reserve_sms, &q.num_tail_blocks, stream);
 }
-template <int BN, bool F16> static cudaError_t launch_gemm_combine(const EpGemmCombineParams *p, cudaStream_t stream) {
+template <int BN, bool F16> static cudaError_t launch_gemm_combine(const EpGemmCombineParams *p,
+                                                                   cudaStream_t stream) {
     typedef EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16> C;
     EpGemmCombineParams q = *p;
     q.combine.row_pieces = (ep_gemm_num_cols(&p->gemm) + BN - 1) / BN;
-    return launch_resident_pairs<C>(mega_kernel_moe_grouped_gemm_combine_token<C>, q, &p->gemm, p->combine.comm.reserve_sms, NULL, stream);
+    return launch_resident_pairs<C>(mega_kernel_moe_grouped_gemm_combine_token<C>, q, &p->gemm,
+                                    p->combine.comm.reserve_sms, NULL, stream);
 }
 
-template <bool F16> static cudaError_t launch_dispatch_gemm_of(const EpDispatchGemmParams *p, cudaStream_t stream) {
+template <bool F16> static cudaError_t launch_dispatch_gemm_of(const EpDispatchGemmParams *p,
+                                                               cudaStream_t stream) {
     const uint32_t tile_cols = ep_gemm_tile_cols(&p->gemm);
 #define EP_CASE(KIND, BN, ACT)                                                   \
     if (KIND == EP_GEMM_FORWARD && p->gemm.activation == ACT && tile_cols == BN) \
@@ -266,7 +275,8 @@ template <bool F16> static cudaError_t launch_dispatch_gemm_of(const EpDispatchG
 #undef EP_CASE
     return cudaErrorInvalidValue;
 }
-template <bool F16> static cudaError_t launch_gemm_combine_of(const EpGemmCombineParams *p, cudaStream_t stream) {
+template <bool F16> static cudaError_t launch_gemm_combine_of(const EpGemmCombineParams *p,
+                                                              cudaStream_t stream) {
     switch (ep_gemm_tile_cols(&p->gemm)) {
     case 256: return launch_gemm_combine<256, F16>(p, stream);
     case 192: return launch_gemm_combine<192, F16>(p, stream);
@@ -278,11 +288,13 @@ template <bool F16> static cudaError_t launch_gemm_combine_of(const EpGemmCombin
 template <bool F16> static cudaError_t preload_fused(void) {
     cudaFuncAttributes a;
     cudaError_t e = cudaSuccess;
-#define EP_CASE(KIND, BN, ACT)                                                                                                   \
-    if (KIND == EP_GEMM_FORWARD && e == cudaSuccess)                                                                             \
-        e = cudaFuncGetAttributes(&a, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>>); \
-    if (KIND == EP_GEMM_FORWARD && ACT == EP_ACT_NONE && e == cudaSuccess)                                                       \
-        e = cudaFuncGetAttributes(&a, mega_kernel_moe_grouped_gemm_combine_token<EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16>>);
+#define EP_CASE(KIND, BN, ACT)                                                                             \
+    if (KIND == EP_GEMM_FORWARD && e == cudaSuccess)                                                       \
+        e = cudaFuncGetAttributes(                                                                         \
+            &a, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>>); \
+    if (KIND == EP_GEMM_FORWARD && ACT == EP_ACT_NONE && e == cudaSuccess)                                 \
+        e = cudaFuncGetAttributes(&a, mega_kernel_moe_grouped_gemm_combine_token<                          \
+                                          EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16>>);
     EP_GEMM_VARIANTS(EP_CASE)
 #undef EP_CASE
     return e;

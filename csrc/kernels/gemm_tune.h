@@ -34,7 +34,7 @@ EP_PURE bool ep_gemm_has_few_rows(const EpGemmParams *p) {
 
 /* The number of columns of a tile. A narrower tile reads more per product, so it pays only if it avoids
  * computing columns that do not exist. On an H200, a column in tiles of 192 takes 0.96 to 1.05 of the time
- * of a column in tiles of 256, and in tiles of 128 it takes 1.2 to 1.3 (benchmarks/NOTES.md). The weights
+ * of a column in tiles of 256, and in tiles of 128 it takes 1.2 to 1.3 (docs/experiments, E-013). The weights
  * here are 1.05 and 1.25. */
 EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
     const uint32_t cols = ep_gemm_num_cols(p), has_192 = p->activation == EP_ACT_NONE;

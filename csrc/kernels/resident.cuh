@@ -12,7 +12,9 @@ static __device__ __forceinline__ uint32_t *ep_dynamic_smem(void) {
 template <typename P> static cudaError_t ep_allow_smem(void (*kernel)(P), uint32_t smem_bytes) {
     cudaFuncAttributes a;
     cudaError_t e = cudaFuncGetAttributes(&a, kernel);
-    return e == cudaSuccess ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem_bytes) : e;
+    return e == cudaSuccess
+               ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)smem_bytes)
+               : e;
 }
 
 /* So many blocks as may run at once, a block filling an SM: of those that are not reserved. */
@@ -28,8 +30,8 @@ static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t reserve_sms, uin
 /* Launch with all blocks resident at once, or not at all.  Block 0 enters for all and blocks wait for one
  * another, so a block that waits for one that cannot start would wait for ever. */
 template <typename P>
-static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps, size_t smem_bytes, void *stream,
-                                      const P &p) {
+static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps,
+                                      size_t smem_bytes, void *stream, const P &p) {
     const cudaError_t e = ep_resident_blocks(num_blocks, p.comm.reserve_sms, &num_blocks);
     if (e != cudaSuccess) return e;
     cudaLaunchConfig_t config = {};

@@ -95,7 +95,8 @@ static void draw_routing(Case *c, Rng *rng, Route route) {
  * order. */
 static void place_rows(Case *c, Rng *rng, uint32_t r) {
     const EpShape *s = &c->shape;
-    uint32_t K = s->num_topk, L = s->num_experts / s->num_ranks, n = 0, most = s->num_ranks * s->max_tokens * K;
+    uint32_t K = s->num_topk, L = s->num_experts / s->num_ranks, n = 0,
+             most = s->num_ranks * s->max_tokens * K;
     c->origin[r] = (Origin *)take(most * sizeof(Origin));
     for (uint32_t e = r * L; e < (r + 1) * L; e++)
         for (uint32_t w = 0; w < s->num_ranks; w++)
@@ -108,7 +109,8 @@ static void place_rows(Case *c, Rng *rng, uint32_t r) {
         Origin o = c->origin[r][i - 1];
         c->origin[r][i - 1] = c->origin[r][j], c->origin[r][j] = o;
     }
-    for (uint32_t i = 0; i < n; i++) c->row[c->origin[r][i].source][c->origin[r][i].token * K + c->origin[r][i].choice] = (int32_t)i;
+    for (uint32_t i = 0; i < n; i++)
+        c->row[c->origin[r][i].source][c->origin[r][i].token * K + c->origin[r][i].choice] = (int32_t)i;
 }
 
 static void add_choice(const Case *c, float *acc, uint32_t r, int32_t row) {
@@ -156,7 +158,8 @@ void case_make(Case *c, const EpShape *shape, Rng *rng, Route route, unsigned op
     uint32_t W = shape->num_ranks, K = shape->num_topk, total = 0, at = 0;
     memset(c, 0, sizeof *c);
     c->shape = *shape;
-    c->has_weight = options & WITH_WEIGHTS || rng_below(rng, 2), c->has_row_weight = options & WITH_WEIGHTS || rng_below(rng, 2);
+    c->has_weight = options & WITH_WEIGHTS || rng_below(rng, 2),
+    c->has_row_weight = options & WITH_WEIGHTS || rng_below(rng, 2);
     c->has_scalar = options & WITH_WEIGHTS || rng_below(rng, 2);
     c->has_wide_index = rng_below(rng, 2), c->has_scatter = options & WITH_SCATTER;
     c->slack = options & WITHOUT_SLACK || rng_below(rng, 2) ? 0 : 1 + rng_below(rng, 5);
@@ -165,13 +168,15 @@ void case_make(Case *c, const EpShape *shape, Rng *rng, Route route, unsigned op
     for (uint32_t w = 0; w < W; w++) {
         uint64_t T = c->num_tokens[w], M = c->num_rows[w] + c->slack;
         c->x[w] = random_rows(rng, shape, T), c->y[w] = random_rows(rng, shape, M);
-        c->weight[w] = random_floats(rng, T * K), c->row_weight[w] = random_floats(rng, M), c->row_scalar[w] = random_floats(rng, M);
+        c->weight[w] = random_floats(rng, T * K), c->row_weight[w] = random_floats(rng, M),
+        c->row_scalar[w] = random_floats(rng, M);
         total += c->num_tokens[w];
     }
     for (uint32_t w = 0; w < W; w++) expect_combine(c, w);
     c->scatter = (int32_t *)take(4ull * total * K);
     for (uint32_t w = 0; w < W; w++)
-        for (uint32_t i = 0; i < c->num_tokens[w] * K; i++, at++) /* the row of a dropped choice has no meaning */
+        for (uint32_t i = 0; i < c->num_tokens[w] * K;
+             i++, at++) /* the row of a dropped choice has no meaning */
             c->scatter[at] = c->row[w][i] >= 0 ? c->row[w][i] : (int32_t)rng_below(rng, 1000) - 500;
 }
 

@@ -6,7 +6,9 @@
 void ep_chaos(uint32_t point) {
     static uint64_t num_threads;
     static _Thread_local uint64_t state;
-    if (state == 0) state = (ep_add_relaxed_gpu_u64(&num_threads, 1) + 1) * 0x9e3779b97f4a7c15u ^ EP_CHAOS * 0xd1342543de82ef95u;
+    if (state == 0)
+        state = (ep_add_relaxed_gpu_u64(&num_threads, 1) + 1) * 0x9e3779b97f4a7c15u ^
+                EP_CHAOS * 0xd1342543de82ef95u;
     state = state * 6364136223846793005u + 1442695040888963407u;
     uint32_t dice = (uint32_t)(state >> 40) % 1024, much = (uint32_t)(state >> 33) % 128;
     if (dice < 128) sched_yield();

@@ -43,7 +43,8 @@ uint64_t rng_next(Rng *rng) {
 uint32_t rng_below(Rng *rng, uint32_t n) { return n ? (uint32_t)(rng_next(rng) >> 33) % n : 0; }
 
 EpLayerConfig small_config(uint32_t num_ranks) {
-    EpLayerConfig config = {{num_ranks, 2 * num_ranks, 3, 16, 16, EP_F32, EP_COMBINE_SCATTER, num_ranks * 16 * 3}, 1, 2, 0};
+    EpLayerConfig config = {
+        {num_ranks, 2 * num_ranks, 3, 16, 16, EP_F32, EP_COMBINE_SCATTER, num_ranks * 16 * 3}, 1, 2, 0};
     return config;
 }
 uint32_t scaled(uint32_t steps) { return steps * test_scale / 100 ? steps * test_scale / 100 : 1; }
@@ -61,7 +62,8 @@ static _Thread_local Rng chaos_rng;
 void ep_chaos(uint32_t point) {
     static _Atomic uint64_t num_threads;
     if (chaos_rng.state == 0)
-        chaos_rng.state = test_seed * 1000003 + atomic_fetch_add_explicit(&num_threads, 1, memory_order_relaxed) * 7919 + 1;
+        chaos_rng.state =
+            test_seed * 1000003 + atomic_fetch_add_explicit(&num_threads, 1, memory_order_relaxed) * 7919 + 1;
     uint64_t x = rng_next(&chaos_rng);
     useconds_t nap = (useconds_t)(x >> 40) % 200;
     uint32_t late = chaos_rank == atomic_load_explicit(&slow_rank, memory_order_relaxed) && point == 1;
@@ -109,7 +111,8 @@ bool complain(Rank *me, const char *file, int line, const char *what, int got, i
     const char *slash = strrchr(file, '/');
     if (atomic_fetch_add(&num_complaints, 1) < 12) {
         fprintf(stderr, "FAILED %s:%d rank %u: %s", slash ? slash + 1 : file, line, me ? me->rank : 0, what);
-        if (got != want) fprintf(stderr, ": got %s, wanted %s (%s)", code_name(got), code_name(want), ep_error_text());
+        if (got != want)
+            fprintf(stderr, ": got %s, wanted %s (%s)", code_name(got), code_name(want), ep_error_text());
         fprintf(stderr, "\n");
     }
     if (me && me->world) ep_world_abort(me->world, EP_ESYS, me->rank, "a check of the test failed");
@@ -120,8 +123,10 @@ bool open_heap_and_layer(Rank *me) {
     uint64_t layer_bytes = 0;
     const EpLayerConfig *config = &me->setup->config;
     if (config->num_buffers) WANT(me, 0, ep_layer_check_config(config, &layer_bytes));
-    WANT(me, 0, ep_heap_create(me->world, EP_CPU, 0, layer_bytes + me->setup->heap_bytes + 4096, 0, &me->heap));
-    if (config->num_buffers && !me->setup->own_layer) WANT(me, 0, ep_layer_create(me->heap, config, &me->layer));
+    WANT(me, 0,
+         ep_heap_create(me->world, EP_CPU, 0, layer_bytes + me->setup->heap_bytes + 4096, 0, &me->heap));
+    if (config->num_buffers && !me->setup->own_layer)
+        WANT(me, 0, ep_layer_create(me->heap, config, &me->layer));
     return true;
 }
 
@@ -132,7 +137,9 @@ bool close_together(Rank *me) {
     return true;
 }
 
-int take_heap(Rank *me, uint64_t num_bytes, uint64_t *off) { return ep_heap_alloc(me->heap, num_bytes, 64, 0, off); }
+int take_heap(Rank *me, uint64_t num_bytes, uint64_t *off) {
+    return ep_heap_alloc(me->heap, num_bytes, 64, 0, off);
+}
 
 static void *rank_main(void *arg) {
     Rank *me = (Rank *)arg;
@@ -148,7 +155,9 @@ bool run_team(const Setup *setup, Body *body, void *arg) {
     bool ok = true;
     memset(ranks, 0, sizeof ranks);
     atomic_store(&slow_rank, num_teams++ % (setup->num_ranks + 1));
-    WANT(NULL, 0, ep_world_create_threads(setup->num_ranks, setup->timeout_s > 0 ? setup->timeout_s : long_timeout_s, worlds));
+    WANT(NULL, 0,
+         ep_world_create_threads(setup->num_ranks, setup->timeout_s > 0 ? setup->timeout_s : long_timeout_s,
+                                 worlds));
     for (uint32_t r = 0; r < setup->num_ranks; r++) {
         Rank *me = &ranks[r];
         me->setup = setup, me->rank = r, me->world = worlds[r], me->body = body, me->arg = arg;

@@ -121,17 +121,17 @@ typedef struct {
     EpShape shape;
     bool has_weight, has_row_weight, has_scalar, has_wide_index, has_scatter;
     uint32_t num_tokens[EP_MAX_RANKS], num_rows[EP_MAX_RANKS], slack;
-    void *index[EP_MAX_RANKS];                                  /* [T][K], i64 with has_wide_index, else i32 */
-    int32_t *scatter;                                           /* [sum of T][K] */
-    void *x[EP_MAX_RANKS];                                      /* [T][H] */
-    float *weight[EP_MAX_RANKS];                                /* [T][K] */
-    void *y[EP_MAX_RANKS];                                      /* [M + slack][H]: output of the experts */
+    void *index[EP_MAX_RANKS];   /* [T][K], i64 with has_wide_index, else i32 */
+    int32_t *scatter;            /* [sum of T][K] */
+    void *x[EP_MAX_RANKS];       /* [T][H] */
+    float *weight[EP_MAX_RANKS]; /* [T][K] */
+    void *y[EP_MAX_RANKS];       /* [M + slack][H]: output of the experts */
     float *row_weight[EP_MAX_RANKS], *row_scalar[EP_MAX_RANKS]; /* [M + slack] */
     int32_t *expert[EP_MAX_RANKS];                              /* [T][K], -1: dropped */
-    int32_t *row[EP_MAX_RANKS];                                 /* [T][K], row at the expert's rank, -1: dropped */
-    Origin *origin[EP_MAX_RANKS];                               /* [M] */
-    void *out[EP_MAX_RANKS];                                    /* [T][H] */
-    float *out_scalar[EP_MAX_RANKS];                            /* [T][K] */
+    int32_t *row[EP_MAX_RANKS];      /* [T][K], row at the expert's rank, -1: dropped */
+    Origin *origin[EP_MAX_RANKS];    /* [M] */
+    void *out[EP_MAX_RANKS];         /* [T][H] */
+    float *out_scalar[EP_MAX_RANKS]; /* [T][K] */
 } Case;
 
 /* options: any of these; all else is random. */

@@ -66,8 +66,8 @@ static const char *running = "";
 static void hang(int signal_number) {
     static const char text[] = "FAILED: hangs in ";
     (void)signal_number;
-    if (write(STDERR_FILENO, text, sizeof text - 1) < 0 || write(STDERR_FILENO, running, strlen(running)) < 0 ||
-        write(STDERR_FILENO, "\n", 1) < 0)
+    if (write(STDERR_FILENO, text, sizeof text - 1) < 0 ||
+        write(STDERR_FILENO, running, strlen(running)) < 0 || write(STDERR_FILENO, "\n", 1) < 0)
         _exit(71);
     _exit(70);
 }

@@ -46,9 +46,11 @@ int call_plan(Step *st) {
         if (w < me) before += c->num_tokens[w];
     EpTensor index = tensor2(c->index[me], c->has_wide_index ? EP_I64 : EP_I32, st->num_tokens, K);
     EpTensor plan = tensor1(st->plan, EP_I32, (int64_t)st->plan_words), scatter;
-    if ((me + total) % 2) scatter = tensor2(c->scatter, EP_I32, total, K); /* scatter indices of all ranks, or of this one */
+    if ((me + total) % 2)
+        scatter = tensor2(c->scatter, EP_I32, total, K); /* scatter indices of all ranks, or of this one */
     else scatter = tensor2(c->scatter + (uint64_t)before * K, EP_I32, st->num_tokens, K);
-    return ep_layer_plan(st->me->layer, st->buffer, &index, c->has_scatter ? &scatter : NULL, false, &plan, NULL);
+    return ep_layer_plan(st->me->layer, st->buffer, &index, c->has_scatter ? &scatter : NULL, false, &plan,
+                         NULL);
 }
 
 int call_dispatch(Step *st) {
@@ -60,8 +62,10 @@ int call_dispatch(Step *st) {
     st->row_weight = (float *)take_poisoned(st->row_weight, 4ull * st->num_rows);
     EpTensor x = tensor2(c->x[me], s->dtype, st->num_tokens, s->hidden),
              weight = tensor2(c->weight[me], EP_F32, st->num_tokens, s->num_topk);
-    EpTensor plan = tensor1(st->plan, EP_I32, (int64_t)st->plan_words), recv = tensor1(st->recv, EP_I32, (int64_t)st->recv_words);
-    EpTensor rows = tensor2(st->rows, s->dtype, st->num_rows, s->hidden), row_weight = tensor1(st->row_weight, EP_F32, st->num_rows);
+    EpTensor plan = tensor1(st->plan, EP_I32, (int64_t)st->plan_words),
+             recv = tensor1(st->recv, EP_I32, (int64_t)st->recv_words);
+    EpTensor rows = tensor2(st->rows, s->dtype, st->num_rows, s->hidden),
+             row_weight = tensor1(st->row_weight, EP_F32, st->num_rows);
     return ep_layer_dispatch(st->me->layer, st->buffer, &x, c->has_weight ? &weight : NULL, &plan, &rows,
                              c->has_weight ? &row_weight : NULL, &recv, st->requires_grad, NULL);
 }
@@ -72,13 +76,16 @@ int call_combine(Step *st) {
     uint32_t me = st->me->rank;
     st->out = take_poisoned(st->out, st->num_tokens * row_bytes(s));
     st->out_scalar = (float *)take_poisoned(st->out_scalar, 4ull * st->num_tokens * s->num_topk);
-    EpTensor y = tensor2(c->y[me], s->dtype, st->num_rows, s->hidden), row_weight = tensor1(c->row_weight[me], EP_F32, st->num_rows);
+    EpTensor y = tensor2(c->y[me], s->dtype, st->num_rows, s->hidden),
+             row_weight = tensor1(c->row_weight[me], EP_F32, st->num_rows);
     EpTensor row_scalar = tensor1(c->row_scalar[me], EP_F32, st->num_rows);
-    EpTensor plan = tensor1(st->plan, EP_I32, (int64_t)st->plan_words), recv = tensor1(st->recv, EP_I32, (int64_t)st->recv_words);
+    EpTensor plan = tensor1(st->plan, EP_I32, (int64_t)st->plan_words),
+             recv = tensor1(st->recv, EP_I32, (int64_t)st->recv_words);
     EpTensor out = tensor2(st->out, s->dtype, st->num_tokens, s->hidden),
              out_scalar = tensor2(st->out_scalar, EP_F32, st->num_tokens, s->num_topk);
-    return ep_layer_combine(st->me->layer, st->buffer, &y, c->has_row_weight ? &row_weight : NULL, c->has_scalar ? &row_scalar : NULL,
-                            &plan, &recv, &out, c->has_scalar ? &out_scalar : NULL, st->requires_grad, NULL);
+    return ep_layer_combine(st->me->layer, st->buffer, &y, c->has_row_weight ? &row_weight : NULL,
+                            c->has_scalar ? &row_scalar : NULL, &plan, &recv, &out,
+                            c->has_scalar ? &out_scalar : NULL, st->requires_grad, NULL);
 }
 
 int call_op(Step *st, uint32_t op) {
@@ -106,10 +113,12 @@ bool check_plan(const Step *st) {
     const EpShape *s = &c->shape;
     const EpPlanLayout at = ep_plan_layout(&me->setup->config.shape, st->num_tokens);
     const int32_t *p = st->plan, *expert = c->expert[me->rank];
-    uint32_t K = s->num_topk, W = s->num_ranks, L = s->num_experts / W, T = st->num_tokens, num_rows, n = 0, tile = 0, row = 0;
+    uint32_t K = s->num_topk, W = s->num_ranks, L = s->num_experts / W, T = st->num_tokens, num_rows, n = 0,
+             tile = 0, row = 0;
     WANT(me, 0, ep_layer_num_rows(me->layer, st->buffer, NULL, NULL, &num_rows));
     CHECK(me, num_rows == c->num_rows[me->rank]);
-    CHECK(me, p[EP_HEAD_STATUS] == 0 && p[EP_HEAD_NUM_TOKENS] == (int32_t)T && p[EP_HEAD_NUM_ROWS] == (int32_t)num_rows);
+    CHECK(me, p[EP_HEAD_STATUS] == 0 && p[EP_HEAD_NUM_TOKENS] == (int32_t)T &&
+                  p[EP_HEAD_NUM_ROWS] == (int32_t)num_rows);
     for (uint32_t i = 0; i < T * K; i++) {
         CHECK(me, p[at.token_expert_off + i] == expert[i]);
         CHECK(me, p[at.token_row_off + i] == c->row[me->rank][i]);
@@ -139,10 +148,12 @@ bool check_plan(const Step *st) {
     while (n < T * K) CHECK(me, p[at.sort_off + n++] == -1);
     for (uint32_t l = 0; l < L; l++) { /* tiles of 128 rows; no tile has rows of two experts */
         uint32_t end = row;
-        for (uint32_t i = 0; i < c->num_rows[me->rank]; i++) end += c->origin[me->rank][i].expert == me->rank * L + l;
+        for (uint32_t i = 0; i < c->num_rows[me->rank]; i++)
+            end += c->origin[me->rank][i].expert == me->rank * L + l;
         CHECK(me, p[at.expert_row_off + l] == (int32_t)row && p[at.expert_row_off + l + 1] == (int32_t)end);
         for (; row < end; row = end - row < 128 ? end : row + 128, tile++)
-            CHECK(me, p[at.tile_expert_off + tile] == (int32_t)l && p[at.tile_row_off + tile] == (int32_t)row);
+            CHECK(me,
+                  p[at.tile_expert_off + tile] == (int32_t)l && p[at.tile_row_off + tile] == (int32_t)row);
     }
     CHECK(me, p[EP_HEAD_NUM_TILES] == (int32_t)tile);
     return true;
@@ -156,8 +167,10 @@ bool check_dispatch(const Step *st) {
     uint32_t num_rows = c->num_rows[me->rank];
     for (uint32_t i = 0; i < num_rows; i++) {
         const Origin *o = &c->origin[me->rank][i];
-        CHECK(me, memcmp((char *)st->rows + i * bytes, (char *)c->x[o->source] + o->token * bytes, bytes) == 0);
-        if (c->has_weight) CHECK(me, memcmp(&st->row_weight[i], &c->weight[o->source][o->token * K + o->choice], 4) == 0);
+        CHECK(me,
+              memcmp((char *)st->rows + i * bytes, (char *)c->x[o->source] + o->token * bytes, bytes) == 0);
+        if (c->has_weight)
+            CHECK(me, memcmp(&st->row_weight[i], &c->weight[o->source][o->token * K + o->choice], 4) == 0);
     }
     CHECK(me, all_bytes_are((char *)st->rows + num_rows * bytes, c->slack * bytes, 0));
     CHECK(me, all_bytes_are(st->row_weight + num_rows, 4ull * c->slack, c->has_weight ? 0 : 0x5a));
@@ -208,7 +221,8 @@ bool with_cases(Body *body, EpLayerConfig config, bool dies, uint32_t num_cases)
     Case *cases = (Case *)calloc(num_cases, sizeof(Case));
     Rng rng = {test_seed * 31};
     for (uint32_t i = 0; i < num_cases; i++)
-        case_make(&cases[i], &config.shape, &rng, i ? ROUTE_RANDOM : ROUTE_FULL, WITH_WEIGHTS | WITHOUT_SLACK);
+        case_make(&cases[i], &config.shape, &rng, i ? ROUTE_RANDOM : ROUTE_FULL,
+                  WITH_WEIGHTS | WITHOUT_SLACK);
     bool ok = run_team(&setup, body, cases);
     for (uint32_t i = 0; i < num_cases; i++) case_free(&cases[i]);
     free(cases);

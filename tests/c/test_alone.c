@@ -18,10 +18,12 @@ static bool no_memory_body(Rank *me, void *arg) {
         ep_heap_stats(me->heap, &after);
         CHECK(me, after.used_bytes == before.used_bytes && after.num_allocations == before.num_allocations);
     }
-    for (uint32_t i = 1; i <= 2; i++) { /* the heap's memory, and the words that its kernels share with the host */
+    for (uint32_t i = 1; i <= 2;
+         i++) { /* the heap's memory, and the words that its kernels share with the host */
         if (me->rank == 1) test_fail_mmap(i);
         WANT(me, EP_ENOMEM, ep_heap_create(me->world, EP_CPU, 0, 6000, 0, &heap));
-        CHECK(me, me->rank == 1 || strstr(ep_error_text(), i == 1 ? "rank 1: cannot map" : "rank 1 could not make its heap"));
+        CHECK(me, me->rank == 1 || strstr(ep_error_text(),
+                                          i == 1 ? "rank 1: cannot map" : "rank 1 could not make its heap"));
     }
     WANT(me, 0, ep_heap_create(me->world, EP_CPU, 0, 6000, 0, &heap));
     WANT(me, 0, ep_heap_barrier(heap, NULL));

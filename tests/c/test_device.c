@@ -18,7 +18,8 @@ static bool is_filled(const unsigned char *at, uint64_t num_bytes, uint64_t seed
 /* In each turn a rank puts its data to its right neighbour, gets that of its left one, and adds to a
  * counter on rank 0. */
 static bool device_body(Rank *me, void *arg) {
-    const uint32_t W = me->setup->num_ranks, right = (me->rank + 1) % W, left = (me->rank + W - 1) % W, turns = scaled(200) + 20;
+    const uint32_t W = me->setup->num_ranks, right = (me->rank + 1) % W, left = (me->rank + W - 1) % W,
+                   turns = scaled(200) + 20;
     EpDeviceHeap h;
     uint64_t off;
     unsigned char got[MOST];
@@ -27,11 +28,13 @@ static bool device_body(Rank *me, void *arg) {
     WANT(me, 0, take_heap(me, 8 * (W + 3) + 4 * MOST, &off));
     WANT(me, 0, ep_heap_handle(me->heap, &h));
     CHECK(me, h.my_rank == me->rank && h.num_ranks == W);
-    uint64_t *words = (uint64_t *)(void *)(h.base[me->rank] + off), *arrived = words + W, *count = arrived + 1, *never = arrived + 2;
+    uint64_t *words = (uint64_t *)(void *)(h.base[me->rank] + off), *arrived = words + W,
+             *count = arrived + 1, *never = arrived + 2;
     unsigned char *outbox = (unsigned char *)(never + 1), *inbox = outbox + MOST;
     for (uint64_t turn = 1; turn <= turns; turn++) {
-        const uint64_t at = rng_below(&rng, 16),
-                       num_bytes = rng_below(&rng, 2) ? rng_below(&rng, MOST - 16) : 8 * rng_below(&rng, MOST / 8 - 2);
+        const uint64_t at = rng_below(&rng, 16), num_bytes = rng_below(&rng, 2)
+                                                                 ? rng_below(&rng, MOST - 16)
+                                                                 : 8 * rng_below(&rng, MOST / 8 - 2);
         fill(outbox + at, num_bytes, turn * W + me->rank);
         ep_dev_put(&h, inbox + at, outbox + at, num_bytes, right);
         ep_dev_signal_set(&h, arrived, turn, right);
@@ -40,8 +43,10 @@ static bool device_body(Rank *me, void *arg) {
         CHECK(me, ep_dev_barrier(&h, words, 2 * turn));
         ep_dev_get(&h, got, outbox + at, num_bytes, left);
         CHECK(me, is_filled(got, num_bytes, turn * W + left));
-        if (me->rank == 0) CHECK(me, ep_dev_wait(&h, count, turn * W * (W + 1) / 2) && *count == turn * W * (W + 1) / 2);
-        CHECK(me, ep_dev_barrier(&h, words, 2 * turn + 1)); /* no rank refills memory that another still reads */
+        if (me->rank == 0)
+            CHECK(me, ep_dev_wait(&h, count, turn * W * (W + 1) / 2) && *count == turn * W * (W + 1) / 2);
+        CHECK(me,
+              ep_dev_barrier(&h, words, 2 * turn + 1)); /* no rank refills memory that another still reads */
     }
     h.timeout_ns = 20000000;
     double begin = seconds_now();

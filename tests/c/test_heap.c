@@ -25,15 +25,16 @@ static bool heap_alloc_body(Rank *me, void *arg) {
             uint64_t bytes = 1 + rng_below(&rng, 5000), alignment = 1ull << rng_below(&rng, 13);
             WANT(me, 0, ep_heap_alloc(me->heap, bytes, alignment, 0, &offs[j]));
             CHECK(me, offs[j] % alignment == 0 && offs[j] % 256 == 0);
-            for (uint32_t k = 0; k < 24; k++) CHECK(me, k == j || !sizes[k] || offs[k] + sizes[k] <= offs[j] || offs[j] + bytes <= offs[k]);
+            for (uint32_t k = 0; k < 24; k++)
+                CHECK(me, k == j || !sizes[k] || offs[k] + sizes[k] <= offs[j] || offs[j] + bytes <= offs[k]);
             WANT(me, 0, ep_heap_translate(me->heap, offs[j], me->rank, &mine));
             CHECK(me, all_bytes_are(mine, bytes, 0));
             memset(mine, 0xee, bytes);
             sizes[j] = bytes, used += (bytes + 255) / 256 * 256, num++;
         }
         ep_heap_stats(me->heap, &s);
-        CHECK(me, s.used_bytes == used && s.num_allocations == num && s.free_bytes == start.free_bytes - used &&
-                      s.largest_free_bytes <= s.free_bytes);
+        CHECK(me, s.used_bytes == used && s.num_allocations == num &&
+                      s.free_bytes == start.free_bytes - used && s.largest_free_bytes <= s.free_bytes);
     }
     for (uint32_t j = 0; j < 24; j++)
         if (sizes[j]) WANT(me, 0, ep_heap_free(me->heap, offs[j]));
@@ -45,8 +46,10 @@ static bool heap_alloc_body(Rank *me, void *arg) {
     WANT(me, EP_ENOMEM, take_heap(me, start.free_bytes + 1, &off));
     CHECK(me, strstr(ep_error_text(), "exhausted"));
     WANT(me, EP_ENOMEM, take_heap(me, 1ull << 62, &off));
-    WANT(me, me->rank == 1 ? EP_ETYPE : EP_EPEER, ep_heap_alloc(me->heap, 100, 64, me->rank == 1 ? EP_ETYPE : 0, &off));
-    WANT(me, me->rank == 1 ? EP_EINVAL : EP_EPEER, ep_heap_alloc(me->heap, 100, me->rank == 1 ? 3 : 64, 0, &off));
+    WANT(me, me->rank == 1 ? EP_ETYPE : EP_EPEER,
+         ep_heap_alloc(me->heap, 100, 64, me->rank == 1 ? EP_ETYPE : 0, &off));
+    WANT(me, me->rank == 1 ? EP_EINVAL : EP_EPEER,
+         ep_heap_alloc(me->heap, 100, me->rank == 1 ? 3 : 64, 0, &off));
     WANT(me, 0, take_heap(me, start.largest_free_bytes, &off));
     WANT(me, EP_ENOMEM, take_heap(me, 1, &offs[0]));
     WANT(me, me->rank == 1 ? EP_EINVAL : EP_EPEER, ep_heap_free(me->heap, me->rank == 1 ? off + 256 : off));
@@ -105,7 +108,8 @@ bool test_allocator(void) {
             memset(owner + offs[j] / 256, 0, units[j]);
             units[j] = 0;
         } else {
-            uint64_t n = 1 + rng_below(&rng, 24), align = 1 + rng_below(&rng, 8), bytes = n * 256 - rng_below(&rng, 256);
+            uint64_t n = 1 + rng_below(&rng, 24), align = 1 + rng_below(&rng, 8),
+                     bytes = n * 256 - rng_below(&rng, 256);
             while (align & (align - 1)) align--;
             int64_t want = -1; /* the first position where it fits */
             for (uint64_t at = 0; at + n <= UNITS && want < 0; at += align)
@@ -155,7 +159,8 @@ bool test_room(void) {
         File files[8];
     } machines[] = {
         {UINT64_MAX, {{0}}},
-        {2000 * 1024, {{"/proc/meminfo", "MemTotal: 9000 kB\nMemAvailableX: 1 kB\nMemAvailable:    2000 kB\nX: 1 kB\n"}}},
+        {2000 * 1024,
+         {{"/proc/meminfo", "MemTotal: 9000 kB\nMemAvailableX: 1 kB\nMemAvailable:    2000 kB\nX: 1 kB\n"}}},
         /* v2: the limit of a parent group also counts; files in its cache do not. */
         {700,
          {{"/proc/meminfo", "MemAvailable: 2000 kB\n"},
@@ -166,13 +171,17 @@ bool test_room(void) {
           {"/sys/fs/cgroup/a/memory.current", "5600\n"},
           {"/sys/fs/cgroup/a/memory.stat", "anon 5000\ninactive_file 200\nactive_file 100\n"}}},
         /* In a container: the group is the root of the mount. */
-        {0, {{"/proc/self/cgroup", "0::/\n"}, {"/sys/fs/cgroup/memory.max", "100"}, {"/sys/fs/cgroup/memory.current", "101"}}},
+        {0,
+         {{"/proc/self/cgroup", "0::/\n"},
+          {"/sys/fs/cgroup/memory.max", "100"},
+          {"/sys/fs/cgroup/memory.current", "101"}}},
         /* v1, with a path of the host. */
         {900,
          {{"/proc/self/cgroup", "3:cpu:/x\n4:memory:/docker/123\n0::/\n"},
           {"/sys/fs/cgroup/memory/memory.limit_in_bytes", "1000"},
           {"/sys/fs/cgroup/memory/memory.usage_in_bytes", "500"},
-          {"/sys/fs/cgroup/memory/memory.stat", "inactive_file 1\ntotal_inactive_file 300\ntotal_active_file 100\n"}}},
+          {"/sys/fs/cgroup/memory/memory.stat",
+           "inactive_file 1\ntotal_inactive_file 300\ntotal_active_file 100\n"}}},
     };
     Rank *me = NULL;
     for (size_t i = 0; i < sizeof machines / sizeof *machines; i++) {
@@ -193,7 +202,8 @@ bool test_room(void) {
 static bool heap_huge_body(Rank *me, void *arg) {
     uint64_t off;
     (void)arg;
-    for (uint64_t less = 0; less < 600; less += 50) WANT(me, EP_ENOMEM, take_heap(me, UINT64_MAX - less, &off));
+    for (uint64_t less = 0; less < 600; less += 50)
+        WANT(me, EP_ENOMEM, take_heap(me, UINT64_MAX - less, &off));
     return true;
 }
 bool test_heap_huge(void) {
@@ -275,7 +285,8 @@ static bool heap_create_body(Rank *me, void *arg) {
         bool odd = me->rank == i;
         WANT(me, EP_EMISMATCH, ep_heap_create(me->world, EP_CPU, 0, odd ? 5000 : 6000, 0, &heap));
         WANT(me, odd ? EP_EINVAL : EP_EPEER, ep_heap_create(me->world, EP_CPU, 0, odd ? 0 : 6000, 0, &heap));
-        WANT(me, odd ? EP_ETYPE : EP_EPEER, ep_heap_create(me->world, EP_CPU, 0, 6000, odd ? EP_ETYPE : 0, &heap));
+        WANT(me, odd ? EP_ETYPE : EP_EPEER,
+             ep_heap_create(me->world, EP_CPU, 0, 6000, odd ? EP_ETYPE : 0, &heap));
         WANT(me, EP_EINVAL, ep_heap_create(me->world, EP_CUDA, 0, 6000, 0, &heap));
     }
     WANT(me, 0, ep_heap_create(me->world, EP_CPU, 0, 1, 0, &heap));
@@ -317,7 +328,8 @@ static bool heap_abort_body(Rank *me, void *arg) {
         ep_heap_release(heap);
     }
     if (me->rank == 1) pthread_join(thread, NULL);
-    CHECK(me, code == EP_ECUDA || code == EP_EPEERDIED); /* a peer may be gone before its reason has arrived */
+    CHECK(me,
+          code == EP_ECUDA || code == EP_EPEERDIED); /* a peer may be gone before its reason has arrived */
     return true;
 }
 bool test_heap_abort(void) {

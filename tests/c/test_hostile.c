@@ -36,7 +36,8 @@ static bool short_rows_body(Rank *me, void *arg) {
     WANT(me, 0, call_dispatch(&st));
     st.num_tokens -= me->rank == 1;
     TRY(refused(&st, 1));
-    CHECK(me, me->rank != 0 || strstr(ep_error_text(), "cannot use this layout: its plan or dispatch failed"));
+    CHECK(me,
+          me->rank != 0 || strstr(ep_error_text(), "cannot use this layout: its plan or dispatch failed"));
     step_close(&st);
     return run_step(me, c, 0);
 }
@@ -78,9 +79,11 @@ static void scribble(const Hostile *h, unsigned char *victim, Attack attack, Rng
     const EpCommLayout *l = &h->layout;
     const uint64_t begin[] = {l->stage_off, l->counts_off, l->flag_off, l->enter_off, l->header_off};
     const uint64_t end[] = {l->num_bytes, l->flag_off, l->local_off, l->header_off, l->counts_off};
-    uint64_t value = rng_next(rng), epoch = ep_ld_relaxed_gpu_u64((const uint64_t *)(victim + l->local_off)) + rng_below(rng, 3);
+    uint64_t value = rng_next(rng),
+             epoch = ep_ld_relaxed_gpu_u64((const uint64_t *)(victim + l->local_off)) + rng_below(rng, 3);
     EpHeader *headers = (EpHeader *)(victim + l->header_off) + rng_below(rng, 2) * h->num_ranks;
-    uint32_t a = rng_below(rng, h->num_ranks), b = rng_below(rng, h->num_ranks), small = rng_below(rng, 64), field = rng_below(rng, 13);
+    uint32_t a = rng_below(rng, h->num_ranks), b = rng_below(rng, h->num_ranks), small = rng_below(rng, 64),
+             field = rng_below(rng, 13);
     if (attack == ATTACK_FLICKER) { /* a word of a header that changes while it is judged */
         uint32_t *word = &headers[a].abi + field, right = __atomic_load_n(word, __ATOMIC_RELAXED);
         for (uint32_t i = 0; i < 64; i++) __atomic_store_n(word, i % 2 ? right : right - 1, __ATOMIC_RELAXED);
@@ -94,7 +97,8 @@ static void scribble(const Hostile *h, unsigned char *victim, Attack attack, Rng
     }
     if (attack == ATTACK_COUNTS && value % 4) value = epoch << 32 | (value % 8 < 4 ? small : (uint32_t)value);
     if ((attack == ATTACK_ENTER || attack == ATTACK_FLAGS) && value % 2) value = epoch;
-    if (attack == ATTACK_STAGE && value % 2) value = (uint64_t)small * 4 << 32 | rng_below(rng, 200); /* tokens and rows in a trailer */
+    if (attack == ATTACK_STAGE && value % 2)
+        value = (uint64_t)small * 4 << 32 | rng_below(rng, 200); /* tokens and rows in a trailer */
     uint64_t at = begin[attack] + rng_next(rng) % (end[attack] - begin[attack]);
     __atomic_store_n((uint64_t *)(victim + at / 8 * 8), value, __ATOMIC_RELAXED);
 }
@@ -105,7 +109,8 @@ static void *hostile_main(void *arg) {
     while (!atomic_load(&h->over)) {
         Attack attack = h->attack == ATTACK_ALL ? (Attack)rng_below(&rng, ATTACK_ALL) : h->attack;
         scribble(h, h->victims[rng_below(&rng, h->num_ranks)], attack, &rng);
-        if (rng_below(&rng, 64) == 0) usleep(rng_below(&rng, 60)); /* let some calls pass, so that all stages are attacked */
+        if (rng_below(&rng, 64) == 0)
+            usleep(rng_below(&rng, 60)); /* let some calls pass, so that all stages are attacked */
     }
     return NULL;
 }
@@ -176,7 +181,11 @@ bool test_hostile(void) {
                       h.attack == ATTACK_TOKENS ? WITH_SCATTER : 0);
         config.shape.capacity = most_rows(cases, NUM_ROUTES) + i % 2;
         h.cases = cases, h.shape = config.shape, h.layout = ep_comm_layout(&config.shape);
-        Setup setup = {.num_ranks = num_ranks, .config = config, .heap_bytes = 64 << 10, .dies = true, .own_layer = true};
+        Setup setup = {.num_ranks = num_ranks,
+                       .config = config,
+                       .heap_bytes = 64 << 10,
+                       .dies = true,
+                       .own_layer = true};
         bool ok = run_team(&setup, hostile_body, &h);
         for (uint32_t j = 0; j < NUM_ROUTES; j++) case_free(&cases[j]);
         TRY(ok);
@@ -193,8 +202,10 @@ bool test_hostile_heap(void) {
         const bool is_sealed = i & 1, is_whole = i & 2;
         void *memory = NULL;
         int fd = memfd_create("epmoe-test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-        CHECK(me, fd >= 0 && ftruncate(fd, is_whole ? 1 << 16 : 1 << 15) == 0 && fcntl(fd, F_ADD_SEALS, seals[is_sealed]) == 0);
-        WANT(me, is_sealed && is_whole ? 0 : EP_ECORRUPT, ep_cpu_backend.heap_import(-1, &card, &card, fd, &memory));
+        CHECK(me, fd >= 0 && ftruncate(fd, is_whole ? 1 << 16 : 1 << 15) == 0 &&
+                      fcntl(fd, F_ADD_SEALS, seals[is_sealed]) == 0);
+        WANT(me, is_sealed && is_whole ? 0 : EP_ECORRUPT,
+             ep_cpu_backend.heap_import(-1, &card, &card, fd, &memory));
         CHECK(me, fcntl(fd, F_GETFD) < 0); /* closed in any case */
         if (memory) ep_cpu_backend.heap_unimport(-1, memory, card.num_bytes);
     }

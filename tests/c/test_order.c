@@ -8,8 +8,9 @@
 typedef struct {
     uint32_t num_ahead; /* operations that the host has enqueued after the one that is stuck */
     bool alike;         /* false: rank 1 is in an operation of another layer */
-    bool failed;        /* an operation of rank 1 has failed before; the others may have seen the failure in another operation */
-    bool waits;         /* the host is in an allocation by then, for longer than the GPU is stuck */
+    bool
+        failed; /* an operation of rank 1 has failed before; the others may have seen the failure in another operation */
+    bool waits; /* the host is in an allocation by then, for longer than the GPU is stuck */
 } Order;
 
 /* The host records more and more operations, while the GPU reports each millisecond that it is stuck in
@@ -25,7 +26,8 @@ static bool stuck_body(Rank *me, void *arg) {
     WANT(me, 0, ep_world_watch(me->world, &b));
     for (note.seq = 1; note.seq <= 3 + o->num_ahead; note.seq++) {
         note.of = note.seq == 3 && other ? 9 : 7;
-        ep_world_noted(me->world, ep_world_note(me->world, &note), o->failed && me->rank == 1 && note.seq == 2 ? EP_EOVERFLOW : 0);
+        ep_world_noted(me->world, ep_world_note(me->world, &note),
+                       o->failed && me->rank == 1 && note.seq == 2 ? EP_EOVERFLOW : 0);
     }
     uint64_t waiting = o->waits ? ep_world_note(me->world, &(EpNote){.what = EP_DID_ALLOC}) : 0;
     if (o->waits) usleep(1200000 + 3000 * me->rank);

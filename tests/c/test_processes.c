@@ -32,14 +32,17 @@ static bool child_steps(Rank *me, Fate fate) {
     if (doomed && me->rank == 1 && pthread_create(&thread, NULL, killer, NULL)) return false;
     for (uint32_t i = 0; doomed || i < 6; i++) {
         Case c;
-        case_make(&c, &me->setup->config.shape, &rng, (Route)(i % NUM_ROUTES), 0); /* equal in every process */
+        case_make(&c, &me->setup->config.shape, &rng, (Route)(i % NUM_ROUTES),
+                  0); /* equal in every process */
         Step st = step_open(me, &c, 0);
         for (uint32_t op = EP_OP_PLAN; op <= EP_OP_COMBINE; op++) {
             double start = seconds_now();
             int code = call_op(&st, op);
             if (!doomed || code == 0) {
                 WANT(me, 0, code);
-                TRY(op == EP_OP_PLAN ? check_plan(&st) : op == EP_OP_DISPATCH ? check_dispatch(&st) : check_combine(&st));
+                TRY(op == EP_OP_PLAN       ? check_plan(&st)
+                    : op == EP_OP_DISPATCH ? check_dispatch(&st)
+                                           : check_combine(&st));
                 continue;
             }
             WANT(me, EP_EPEERDIED, code);
@@ -59,7 +62,8 @@ int child_main(uint32_t rank, Fate fate) {
     Hello hello;
     Meeting meeting;
     WANT(&me, 0, ep_world_listen(&config.listen_fd, hello.name, hello.nonce));
-    if (write(STDOUT_FILENO, &hello, sizeof hello) != sizeof hello || read(STDIN_FILENO, &meeting, sizeof meeting) != sizeof meeting)
+    if (write(STDOUT_FILENO, &hello, sizeof hello) != sizeof hello ||
+        read(STDIN_FILENO, &meeting, sizeof meeting) != sizeof meeting)
         return 1;
     memcpy(config.nonce, meeting.nonce, sizeof config.nonce);
     memcpy(config.names, meeting.names, sizeof config.names);
@@ -86,9 +90,13 @@ static bool run_processes(Fate fate) {
     memset(&meeting, 0, sizeof meeting);
     snprintf(seed, sizeof seed, "%llu", (unsigned long long)test_seed);
     for (uint32_t r = 0; r < NUM_CHILDREN; r++) {
-        char *argv[] = {(char *)"main", (char *)"-s",
-                        seed,           (char *)(fate == FATE_KILLED ? "--killed" : fate == FATE_ABSENT ? "--absent" : "--child"),
-                        rank,           NULL};
+        char *argv[] = {
+            (char *)"main",
+            (char *)"-s",
+            seed,
+            (char *)(fate == FATE_KILLED ? "--killed" : fate == FATE_ABSENT ? "--absent" : "--child"),
+            rank,
+            NULL};
         posix_spawn_file_actions_t files;
         rank[0] = (char)('0' + r);
         if (pipe2(in[r], O_CLOEXEC) || pipe2(out[r], O_CLOEXEC)) abort();

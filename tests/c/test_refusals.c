@@ -20,8 +20,8 @@ static bool bad_index_body(Rank *me, void *arg) {
         WANT(me, EP_EINDEX, call_plan(&st));
         char want[80];
         uint32_t last = c.num_tokens[1] * K - 1, bad = c.num_tokens[1] * K / 2;
-        snprintf(want, sizeof want, "rank 1: expert index %lld of token %u, choice %u ", bad == last ? -9ll : (long long)nonsense[i],
-                 bad / K, bad % K);
+        snprintf(want, sizeof want, "rank 1: expert index %lld of token %u, choice %u ",
+                 bad == last ? -9ll : (long long)nonsense[i], bad / K, bad % K);
         CHECK(me, strstr(ep_error_text(), want));
         uint32_t num_rows;
         WANT(me, EP_EPEER, ep_layer_num_rows(me->layer, 0, NULL, NULL, &num_rows));
@@ -51,7 +51,8 @@ bool test_overflow(void) {
     Setup setup = {.num_ranks = 3, .config = small_config(3)};
     Rng rng = {test_seed};
     setup.config.shape.capacity = 40;
-    case_make(&cases[0], &setup.config.shape, &rng, ROUTE_FULL, 0); /* 144 rows on 3 ranks: one rank has more than 40 */
+    case_make(&cases[0], &setup.config.shape, &rng, ROUTE_FULL,
+              0); /* 144 rows on 3 ranks: one rank has more than 40 */
     setup.config.shape.max_tokens = 4;
     case_make(&cases[1], &setup.config.shape, &rng, ROUTE_FULL, 0);
     setup.config.shape.max_tokens = cases[1].shape.max_tokens = 16;
@@ -69,10 +70,14 @@ static bool bad_scatter_body(Rank *me, void *arg) {
     int32_t *words = (int32_t *)malloc(4 * st.plan_words);
     EpTensor index = tensor2(c.expert[me->rank], EP_I32, T, K), plan = tensor1(words, EP_I32, num_words);
     EpTensor s = tensor2(scatter, EP_I32, T + (me->rank == 1), K);
-    WANT(me, EP_EINVAL, ep_layer_plan(me->layer, 0, &index, &s, false, &plan, NULL)); /* the length fits the number of tokens of no rank */
+    WANT(me, EP_EINVAL,
+         ep_layer_plan(me->layer, 0, &index, &s, false, &plan,
+                       NULL)); /* the length fits the number of tokens of no rank */
     CHECK(me, strstr(ep_error_text(), "rank 1"));
     s = tensor2(scatter, EP_I32, T, K);
-    if (me->rank == 1) scatter[0] = 100000; /* only this rank knows that the row does not exist; the others learn it in dispatch */
+    if (me->rank == 1)
+        scatter[0] =
+            100000; /* only this rank knows that the row does not exist; the others learn it in dispatch */
     st.plan = words;
     WANT(me, me->rank == 1 ? EP_EINVAL : 0, ep_layer_plan(me->layer, 0, &index, &s, false, &plan, NULL));
     if (me->rank != 1) WANT(me, EP_EPEER, call_dispatch(&st));
@@ -89,7 +94,8 @@ static bool refuse_body(Rank *me, void *arg) {
     Step st = step_open(me, &c, 0);
     if (wrong) st.plan_words += 4;
     WANT(me, wrong ? EP_EINVAL : EP_EPEER, call_plan(&st));
-    CHECK(me, strstr(ep_error_text(), wrong ? "plan: wanted size" : "rank 1 failed before its plan: ValueError"));
+    CHECK(me,
+          strstr(ep_error_text(), wrong ? "plan: wanted size" : "rank 1 failed before its plan: ValueError"));
     if (wrong) st.plan_words -= 4;
     WANT(me, 0, call_plan(&st));
     TRY(check_plan(&st));
@@ -99,7 +105,8 @@ static bool refuse_body(Rank *me, void *arg) {
     c.shape.hidden = 16;
     if (wrong) c.shape.dtype = EP_BF16;
     WANT(me, wrong ? EP_ETYPE : EP_EPEER, call_dispatch(&st));
-    CHECK(me, strstr(ep_error_text(), wrong ? "input: wanted float32, got bfloat16" : "rank 1 failed before its dispatch: TypeError"));
+    CHECK(me, strstr(ep_error_text(), wrong ? "input: wanted float32, got bfloat16"
+                                            : "rank 1 failed before its dispatch: TypeError"));
     c.shape.dtype = EP_F32;
     WANT(me, 0, call_dispatch(&st));
     TRY(check_dispatch(&st));
@@ -176,8 +183,13 @@ static bool configs_body(Rank *me, void *arg) {
     return true;
 }
 bool test_configs(void) {
-    static const char *const texts[] = {
-        "hidden: rank 1 has 32, rank 0 has 16", "topk", "dtype", "combine_mode", "capacity", "num_buffers", "max_tokens"};
+    static const char *const texts[] = {"hidden: rank 1 has 32, rank 0 has 16",
+                                        "topk",
+                                        "dtype",
+                                        "combine_mode",
+                                        "capacity",
+                                        "num_buffers",
+                                        "max_tokens"};
     for (uint32_t i = 0; i < sizeof texts / sizeof texts[0]; i++) {
         Differing d = {{small_config(2), small_config(2)}, texts[i]};
         EpShape *s = &d.config[1].shape;
@@ -197,7 +209,15 @@ bool test_configs(void) {
 
 /* ---- ranks that stay away, leave, or give up ---- */
 
-typedef enum { MISS_PLAN, MISS_DISPATCH, MISS_COMBINE, MISS_BARRIER, MISS_ALLOC, MISS_SIGNAL, NUM_MISSES } Miss;
+typedef enum {
+    MISS_PLAN,
+    MISS_DISPATCH,
+    MISS_COMBINE,
+    MISS_BARRIER,
+    MISS_ALLOC,
+    MISS_SIGNAL,
+    NUM_MISSES
+} Miss;
 static Miss missed;
 
 static bool stay_away_body(Rank *me, void *arg) {
@@ -243,7 +263,9 @@ bool test_stay_away(void) {
 
 static bool leave_body(Rank *me, void *arg) {
     Step st = step_open(me, (Case *)arg, 0);
-    WANT(me, 0, ep_world_set_timeout(me->world, long_timeout_s)); /* longer than the grace period of a leaving rank */
+    WANT(
+        me, 0,
+        ep_world_set_timeout(me->world, long_timeout_s)); /* longer than the grace period of a leaving rank */
     WANT(me, 0, call_plan(&st));
     double start = seconds_now();
     if (me->rank == 1) {
@@ -266,8 +288,10 @@ static bool exchange_body(Rank *me, void *arg) {
     (void)arg;
     WANT(me, EP_EINVAL, ep_world_exchange(me->world, mine, EP_EXCHANGE_BYTES + 1, all));
     for (uint32_t i = 0; i < scaled(200); i++) {
-        uint32_t n = 1 + rng_below(&rng, EP_EXCHANGE_BYTES / 4), odd = rng_below(&rng, 4), how = rng_below(&rng, 4);
-        if (how == 0) WANT(me, EP_EMISMATCH, ep_world_exchange(me->world, mine, me->rank == odd ? 8 : 12, all));
+        uint32_t n = 1 + rng_below(&rng, EP_EXCHANGE_BYTES / 4), odd = rng_below(&rng, 4),
+                 how = rng_below(&rng, 4);
+        if (how == 0)
+            WANT(me, EP_EMISMATCH, ep_world_exchange(me->world, mine, me->rank == odd ? 8 : 12, all));
         if (how == 1 && me->rank == odd) WANT(me, 0, ep_world_refuse(me->world, EP_EINVAL));
         if (how == 1 && me->rank != odd) WANT(me, EP_EPEER, ep_world_exchange(me->world, mine, 12, all));
         for (uint32_t j = 0; j < n; j++) mine[j] = i << 16 | me->rank << 8 | j;
@@ -291,10 +315,12 @@ static bool unsent_body(Rank *me, void *arg) {
     int fds[3] = {-1, -1, -1};
     const double start = seconds_now();
     (void)arg;
-    int code = ep_world_exchange(me->world, &mine, 1, all); /* before this a rank may still be creating the team's own heap */
+    int code = ep_world_exchange(me->world, &mine, 1,
+                                 all); /* before this a rank may still be creating the team's own heap */
     if (!code) code = ep_world_exchange_fd(me->world, &mine, 1, all, me->rank == 1 ? NO_FD : -1, fds);
     WANT(me, EP_ESYS, code);
-    CHECK(me, strstr(ep_error_text(), "rank 1, in an exchange with rank 0: cannot send to a peer: Bad file descriptor"));
+    CHECK(me, strstr(ep_error_text(),
+                     "rank 1, in an exchange with rank 0: cannot send to a peer: Bad file descriptor"));
     CHECK(me, seconds_now() - start < 8 && fds[0] + fds[1] + fds[2] == -3);
     return true;
 }

@@ -6,7 +6,8 @@
 #define H200_SMS 132u
 
 /* num_ranks ranks, rank r on GPU r % num_gpus, each GPU with free_bytes. */
-static void place(EpHeapRoom rooms[], uint32_t num_ranks, uint32_t num_gpus, uint64_t free_bytes, bool may_share) {
+static void place(EpHeapRoom rooms[], uint32_t num_ranks, uint32_t num_gpus, uint64_t free_bytes,
+                  bool may_share) {
     memset(rooms, 0, EP_MAX_RANKS * sizeof rooms[0]);
     for (uint32_t r = 0; r < num_ranks; r++) {
         rooms[r].device_id[15] = (unsigned char)(1 + r % num_gpus);
@@ -38,14 +39,16 @@ bool test_sharing_counts_memory(void) {
     place(rooms, 4, 1, 1000, true);
     CHECK(me, ep_sharing_check(rooms, 4, 250, false) == 0);
     CHECK(me, ep_sharing_check(rooms, 4, 251, false) == EP_ENOMEM);
-    CHECK(me, strstr(ep_error_text(), "4 heaps of 251 bytes") && strstr(ep_error_text(), "needed 1004, available 1000"));
+    CHECK(me, strstr(ep_error_text(), "4 heaps of 251 bytes") &&
+                  strstr(ep_error_text(), "needed 1004, available 1000"));
     rooms[2].free_bytes = 900; /* ranks look at different times: the least of what they saw decides */
     CHECK(me, ep_sharing_check(rooms, 4, 250, false) == EP_ENOMEM);
     place(rooms, 4, 4, 100, true); /* a GPU of its own is left to its allocator */
     CHECK(me, ep_sharing_check(rooms, 4, 1ull << 40, false) == 0);
     memset(rooms, 0, sizeof rooms); /* CPU: one machine, also for a world of one rank */
     for (uint32_t r = 0; r < 4; r++) rooms[r].free_bytes = 1000, rooms[r].may_share = 1;
-    CHECK(me, ep_sharing_check(rooms, 1, 1000, false) == 0 && ep_sharing_check(rooms, 1, 1001, false) == EP_ENOMEM);
+    CHECK(me, ep_sharing_check(rooms, 1, 1000, false) == 0 &&
+                  ep_sharing_check(rooms, 1, 1001, false) == EP_ENOMEM);
     CHECK(me, ep_sharing_check(rooms, 4, 251, false) == EP_ENOMEM);
     return true;
 }

@@ -15,11 +15,13 @@ static bool steps_body(Rank *me, void *arg) {
     return true;
 }
 
-static bool run_cases(const EpLayerConfig *config, Body *body, uint32_t num_cases, uint64_t first_epoch, uint64_t seed, unsigned options) {
+static bool run_cases(const EpLayerConfig *config, Body *body, uint32_t num_cases, uint64_t first_epoch,
+                      uint64_t seed, unsigned options) {
     Setup setup = {.num_ranks = config->shape.num_ranks, .config = *config};
     Cases s = {(Case *)calloc(num_cases, sizeof(Case)), num_cases, config->num_buffers, first_epoch};
     Rng rng = {test_seed * 7777 + seed};
-    for (uint32_t i = 0; i < num_cases; i++) case_make(&s.cases[i], &config->shape, &rng, (Route)((i + seed) % NUM_ROUTES), options);
+    for (uint32_t i = 0; i < num_cases; i++)
+        case_make(&s.cases[i], &config->shape, &rng, (Route)((i + seed) % NUM_ROUTES), options);
     setup.config.shape.capacity = most_rows(s.cases, num_cases); /* the smallest capacity that suffices */
     bool ok = run_team(&setup, body, &s);
     for (uint32_t i = 0; i < num_cases; i++) case_free(&s.cases[i]);
@@ -31,7 +33,13 @@ static bool steps_of_mode(EpCombineMode mode) {
     for (uint32_t num_ranks = 1, seed = 0; num_ranks <= 4; num_ranks++)
         for (uint32_t num_sm = 1; num_sm <= 3; num_sm++, seed++) {
             uint32_t dtype = (uint32_t)(seed + mode + test_seed) % 3;
-            EpShape shape = {num_ranks, num_ranks * (1 + seed % 4), 1 + (seed * 3 + 3) % 5, 9 + 5 * (seed % 4), 8u << seed % 3, dtype, mode,
+            EpShape shape = {num_ranks,
+                             num_ranks * (1 + seed % 4),
+                             1 + (seed * 3 + 3) % 5,
+                             9 + 5 * (seed % 4),
+                             8u << seed % 3,
+                             dtype,
+                             mode,
                              0};
             EpLayerConfig config = {shape, 2, num_sm, 0};
             TRY(run_cases(&config, steps_body, scaled(40), 0, seed, 0));
@@ -103,7 +111,8 @@ bool test_reuse(void) {
             Rng rng = {test_seed + mode};
             case_make(&cases[i], &config.shape, &rng, ROUTE_RANDOM, WITH_WEIGHTS | WITHOUT_SLACK);
         }
-        for (uint32_t w = 0; w < 2; w++) { /* the same routing, all numbers doubled, which is exact in float32 */
+        for (uint32_t w = 0; w < 2;
+             w++) { /* the same routing, all numbers doubled, which is exact in float32 */
             float *doubled[] = {(float *)cases[1].x[w], (float *)cases[1].y[w], (float *)cases[1].out[w]};
             uint32_t n[] = {cases[1].num_tokens[w], cases[1].num_rows[w], cases[1].num_tokens[w]};
             for (uint32_t j = 0; j < 3; j++)

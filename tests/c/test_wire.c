@@ -45,7 +45,8 @@ bool test_wire_frames(void) {
         {"a frame", EP_ABI_VERSION, EP_EXCHANGE_BYTES, 0, 0, 0, 1},
         {"a frame with a descriptor", EP_ABI_VERSION, 0, 1, 1, 0, 1},
         {"of another version", EP_ABI_VERSION + 1, 0, 0, 0, 0, EP_ECORRUPT},
-        {"says that it is longer than it can be", EP_ABI_VERSION, EP_EXCHANGE_BYTES + 1, 0, 0, 0, EP_ECORRUPT},
+        {"says that it is longer than it can be", EP_ABI_VERSION, EP_EXCHANGE_BYTES + 1, 0, 0, 0,
+         EP_ECORRUPT},
         {"is shorter", EP_ABI_VERSION, 0, 0, 0, -1, EP_ECORRUPT},
         {"is longer", EP_ABI_VERSION, 0, 0, 0, 1, EP_ECORRUPT},
         {"brings two descriptors", EP_ABI_VERSION, 0, 1, 2, 0, EP_ECORRUPT},
@@ -61,11 +62,17 @@ bool test_wire_frames(void) {
         struct {
             EpFrame frame;
             unsigned char more;
-        } sent = {{.abi = frames[i].abi, .kind = EP_FRAME_EXCHANGE, .num_bytes = frames[i].num_bytes, .has_fd = frames[i].has_fd}, 0};
+        } sent = {{.abi = frames[i].abi,
+                   .kind = EP_FRAME_EXCHANGE,
+                   .num_bytes = frames[i].num_bytes,
+                   .has_fd = frames[i].has_fd},
+                  0};
         EpFrame got;
-        CHECK(me, send_raw(pair[0], &sent, (size_t)((int64_t)sizeof sent.frame + frames[i].longer), stderrs, frames[i].num_fds) == 0);
+        CHECK(me, send_raw(pair[0], &sent, (size_t)((int64_t)sizeof sent.frame + frames[i].longer), stderrs,
+                           frames[i].num_fds) == 0);
         int code = ep_wire_receive(pair[1], &got, &fd);
-        if (code != frames[i].want) return complain(me, __FILE__, __LINE__, frames[i].name, code, frames[i].want);
+        if (code != frames[i].want)
+            return complain(me, __FILE__, __LINE__, frames[i].name, code, frames[i].want);
         CHECK(me, (fd >= 0) == (code == 1 && frames[i].num_fds == 1));
         if (fd >= 0) close(fd);
         CHECK(me, num_open() == before);
@@ -91,7 +98,10 @@ static int knock(const EpWorldConfig *config) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     memcpy(address.sun_path + 1, name + 1, name[0] - 1u);
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    return connect(fd, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0])) ? -1 : fd;
+    return connect(fd, (struct sockaddr *)&address,
+                   (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0]))
+               ? -1
+               : fd;
 }
 
 /* Say hello as a rank; or, with another kind or nonce, as a stranger. */
@@ -121,7 +131,9 @@ bool test_wire_callers(void) {
     int silent[NUM_SILENT], fd;
     WANT(me, 0, ep_world_listen(&zero.listen_fd, host.config.names[0], zero.nonce));
     WANT(me, 0, ep_world_listen(&host.config.listen_fd, host.config.names[1], host.config.nonce));
-    WANT(me, 0, ep_world_listen(&fd, host.config.names[2], zero.nonce)); /* rank 1 checks whether the missing ranks are there */
+    WANT(me, 0,
+         ep_world_listen(&fd, host.config.names[2],
+                         zero.nonce)); /* rank 1 checks whether the missing ranks are there */
     const int two = fd;
     WANT(me, 0, ep_world_listen(&fd, host.config.names[3], zero.nonce));
     const int three = fd;
@@ -129,8 +141,9 @@ bool test_wire_callers(void) {
     const struct {
         uint32_t rank, kind;
         bool knows_nonce;
-    } strangers[] = {{0, EP_FRAME_HELLO, true}, {1, EP_FRAME_HELLO, true},  {4, EP_FRAME_HELLO, true},
-                     {2, EP_FRAME_NOTES, true}, {2, EP_FRAME_HELLO, false}, {UINT32_MAX, EP_FRAME_HELLO, true}};
+    } strangers[] = {{0, EP_FRAME_HELLO, true},  {1, EP_FRAME_HELLO, true},
+                     {4, EP_FRAME_HELLO, true},  {2, EP_FRAME_NOTES, true},
+                     {2, EP_FRAME_HELLO, false}, {UINT32_MAX, EP_FRAME_HELLO, true}};
     for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++) {
         fd = call_as(&host.config, strangers[i].rank, strangers[i].kind, strangers[i].knows_nonce);
         CHECK(me, fd >= 0 && is_shown_out(fd, LONG_MS));
@@ -152,7 +165,8 @@ bool test_wire_callers(void) {
         close(silent[i]);
     }
     CHECK(me, host.sockets[0] >= 0 && host.sockets[1] == -1);
-    WANT(me, 0, ep_wire_send(host.sockets[2], &(EpFrame){.seq = 2}, -1, 0)); /* each rank has its own socket */
+    WANT(me, 0,
+         ep_wire_send(host.sockets[2], &(EpFrame){.seq = 2}, -1, 0)); /* each rank has its own socket */
     WANT(me, 0, ep_wire_send(host.sockets[3], &(EpFrame){.seq = 3}, -1, 0));
     CHECK(me, ep_wire_receive(second, &hello, &fd) == 1 && hello.seq == 2);
     CHECK(me, ep_wire_receive(third, &hello, &fd) == 1 && hello.seq == 3);
@@ -227,35 +241,46 @@ bool test_wire_words(void) {
         int code, want;
         const char *text, *page;
     } words[] = {
-        {EP_FRAME_ABORT, 7, 0, 1, EP_ETIMEOUT, EP_ETIMEOUT, "because", "culprit: rank 1 left before the others"},
-        {EP_FRAME_ABORT, EP_EXCHANGE_BYTES, 1, 1, EP_ECUDA, EP_ECUDA, "becausebecause", "culprit: rank 1 left before the others"},
+        {EP_FRAME_ABORT, 7, 0, 1, EP_ETIMEOUT, EP_ETIMEOUT, "because",
+         "culprit: rank 1 left before the others"},
+        {EP_FRAME_ABORT, EP_EXCHANGE_BYTES, 1, 1, EP_ECUDA, EP_ECUDA, "becausebecause",
+         "culprit: rank 1 left before the others"},
         {EP_FRAME_ABORT, 7, 77, 1, 5, EP_ECORRUPT, "because", "culprit: rank 1 sent invalid data"},
         {EP_FRAME_ABORT, 7, 77, 1, 0, EP_ECORRUPT, "because", "culprit: rank 1 sent invalid data"},
-        {EP_FRAME_EXCHANGE, 1, 1, 2, 0, EP_EPEERDIED, "rank 1 died", "culprit: rank 1 is gone"}, /* a peer may be one ahead */
-        {EP_FRAME_EXCHANGE, 1, 1, 3, 0, EP_ECORRUPT, "a peer is too far ahead", "culprit: rank 1 sent invalid data"},
-        {EP_FRAME_NOTES, sizeof(EpNotes), 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           1       0  plan"},
-        {EP_FRAME_NOTES, sizeof(EpNotes) - 1, 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           ?       ?  gone"},
-        {EP_FRAME_STUCK, sizeof(EpNotes), 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           ?       ?  gone"},
+        {EP_FRAME_EXCHANGE, 1, 1, 2, 0, EP_EPEERDIED, "rank 1 died",
+         "culprit: rank 1 is gone"}, /* a peer may be one ahead */
+        {EP_FRAME_EXCHANGE, 1, 1, 3, 0, EP_ECORRUPT, "a peer is too far ahead",
+         "culprit: rank 1 sent invalid data"},
+        {EP_FRAME_NOTES, sizeof(EpNotes), 1, 1, 0, EP_EPEERDIED, "rank 1 died",
+         "\n   1           1       0  plan"},
+        {EP_FRAME_NOTES, sizeof(EpNotes) - 1, 1, 1, 0, EP_EPEERDIED, "rank 1 died",
+         "\n   1           ?       ?  gone"},
+        {EP_FRAME_STUCK, sizeof(EpNotes), 1, 1, 0, EP_EPEERDIED, "rank 1 died",
+         "\n   1           ?       ?  gone"},
         {EP_FRAME_STUCK, 1, 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           ?       ?  gone"},
         {99, 1, 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           ?       ?  gone"},
     };
-    const EpNotes notes = {.num = 1, .notes = {{.step = 1, .seq = 1, .what = EP_DID_PLAN, .begin_ns = 1, .end_ns = 2}}};
+    const EpNotes notes = {.num = 1,
+                           .notes = {{.step = 1, .seq = 1, .what = EP_DID_PLAN, .begin_ns = 1, .end_ns = 2}}};
     for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
         Rank me = {.setup = NULL, .rank = (uint32_t)i};
         char page[EP_PAGE_BYTES];
         Honest honest;
         int socket;
         TRY(meet(&honest, &socket));
-        EpFrame f = {.kind = words[i].kind, .rank = words[i].rank, .code = words[i].code, .num_bytes = words[i].num_bytes};
-        if (f.kind == EP_FRAME_ABORT)
-            /* a text without a terminator */
+        EpFrame f = {.kind = words[i].kind,
+                     .rank = words[i].rank,
+                     .code = words[i].code,
+                     .num_bytes = words[i].num_bytes};
+        if (f.kind == EP_FRAME_ABORT) /* a text without a terminator */
             for (uint32_t at = 0; at < sizeof f.bytes; at++) f.bytes[at] = (unsigned char)"because"[at % 7];
         else memcpy(f.bytes, &notes, sizeof notes);
         for (f.seq = 1; f.seq <= words[i].times; f.seq++) WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
         close(socket);
         WANT(&me, words[i].want, end_of(honest.world, page));
         CHECK(&me, strncmp(ep_error_text(), words[i].text, strlen(words[i].text)) == 0);
-        CHECK(&me, f.kind != EP_FRAME_ABORT || strlen(ep_error_text()) == (f.num_bytes < 255 ? f.num_bytes : 255));
+        CHECK(&me,
+              f.kind != EP_FRAME_ABORT || strlen(ep_error_text()) == (f.num_bytes < 255 ? f.num_bytes : 255));
         CHECK(&me, memchr(page, 0, sizeof page) && strstr(page, words[i].page));
         ep_world_release(honest.world);
     }
@@ -272,7 +297,8 @@ static bool notes_case(uint64_t seed) {
     TRY(meet(&honest, &socket));
     EpFrame f = {.kind = EP_FRAME_EXCHANGE, .seq = 1, .rank = 1, .num_bytes = 1};
     WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
-    WANT(&me, 0, ep_world_exchange(honest.world, &mine, 1, all)); /* a call record of its own, for the comparison */
+    WANT(&me, 0,
+         ep_world_exchange(honest.world, &mine, 1, all)); /* a call record of its own, for the comparison */
     f.kind = EP_FRAME_NOTES;
     for (uint32_t i = 0; i < 3; i++) {
         garbage_notes((EpNotes *)(void *)f.bytes, &rng);
@@ -281,10 +307,12 @@ static bool notes_case(uint64_t seed) {
         WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
     }
     const int codes[] = {EP_ETIMEOUT, EP_EPEERDIED, EP_ECORRUPT, EP_EMISMATCH};
-    f.kind = EP_FRAME_ABORT, f.code = rng_below(&rng, 4) ? codes[rng_below(&rng, 4)] : (int32_t)rng_next(&rng);
+    f.kind = EP_FRAME_ABORT,
+    f.code = rng_below(&rng, 4) ? codes[rng_below(&rng, 4)] : (int32_t)rng_next(&rng);
     WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
     CHECK(&me, end_of(honest.world, page) != 0);
-    CHECK(&me, memchr(page, 0, sizeof page) && strncmp(page, "culprit: ", 9) == 0 && strstr(page, "exchange"));
+    CHECK(&me,
+          memchr(page, 0, sizeof page) && strncmp(page, "culprit: ", 9) == 0 && strstr(page, "exchange"));
     close(socket);
     ep_world_release(honest.world);
     return true;
