@@ -102,7 +102,7 @@ def test_moe_of_another_dtype_than_it_was_made_for(ranks):
 
     for rank, (got, again) in enumerate(ranks(run)):
         assert again and ("TypeError" if rank == 0 else "PeerError") in got.kinds
-        assert rank or "give dtype= at construction" in got.text
+        assert rank or "pass dtype= when creating the module" in got.text
 
 
 class Block(torch.nn.Module):
