@@ -91,14 +91,14 @@ def soaks(n, is_shared):
 
 
 def sanitizers():
-    """compute-sanitizer.  Two ranks are threads of one process, so that it sees the kernels of both."""
+    """compute-sanitizer over one rank, and over two, which are processes: see sanitized.py."""
     missing = "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not installed"
-    check = ["compute-sanitizer", "--error-exitcode", "9", "--print-limit", "5"]
+    check = ["compute-sanitizer", "--target-processes", "all", "--error-exitcode", "9", "--print-limit", "5"]
     gemm = torchrun(1, "-m", "pytest", "-q", "-x", "tests/test_gemm_products.py", "tests/test_gemm_arguments.py", "-k", "mixed or counts or past or rows")
-    yield Step("memcheck-gemm", [*check, "--target-processes", "all", *gemm], LONGEST_S, "passed", needs=missing)
+    yield Step("memcheck-gemm", [*check, *gemm], LONGEST_S, "passed", needs=missing)
     for tool in ("memcheck", "racecheck"):
         for part in ("move", "fused"):
-            yield Step(f"{tool}-{part}", [*check, "--tool", tool, sys.executable, "tests/sanitized.py", part], LONGEST_S, "on 2 ranks: right",
+            yield Step(f"{tool}-{part}", [*check, "--tool", tool, *torchrun(2, "tests/sanitized.py", part)], LONGEST_S, "on 2 ranks: right",
                        needs=missing)
 
 

@@ -1,56 +1,53 @@
-"""What compute-sanitizer looks at: `compute-sanitizer [--tool racecheck] python tests/sanitized.py`.
+"""What compute-sanitizer looks at: two ranks on one GPU.
 
-Two ranks, as threads side by side on one GPU, so that the sanitizer sees the kernels of both: plan, dispatch, each form of
-combine, and the two megakernels, eagerly and checked against the oracle.  One rank does everything first.  That loads every
-kernel before ranks wait for each other: loading all of torch's kernels in advance takes minutes under the sanitizer.
+    compute-sanitizer [--tool racecheck] --target-processes all torchrun --nproc-per-node 2 tests/sanitized.py move|fused
+
+move: plan, dispatch and each form of combine, checked against the oracle.  fused: the two megakernels, compared with the
+separate stages.  The ranks are processes.  In one process, memcheck did not get past the first operation of two ranks that
+wait for each other (H200, CUDA 13.0).
 """
 
 import argparse
-import os
-
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
 
 import torch
+import torch.distributed as dist
 
-from cases import MODES, Case, check_case, keep, make_layer, poison_memory, run_routing
-from epmoe.testing import run_threads
+from cases import MODES, Case, check_case, make_layer, poison_memory, run_routing
+from soak import RANK, torchrun_world
 from soak_fused import run_batch
 
-LIMIT_S = 500
 PARTS = ("move", "fused")
 
 
-def move(world):
-    """One routing through a layer of each form of combine; results of this rank, for check_case."""
-    device, results = torch.device("cuda", 0), {}
+def move(world, device):
+    """One routing through a layer of each form of combine; rank 0 checks what all ranks got."""
     for mode in MODES:
         case = Case(num_local=3, topk=3, hidden=136, max_tokens=40, tokens="unequal", pattern="sentinels", mode=mode, seed=5)
         layer = make_layer(world, device, case)
-        keep(world, layer)
-        results[case] = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in run_routing(layer, case).items()}
-    return results
+        mine = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in run_routing(layer, case).items()}
+        results = [None] * world.size
+        dist.all_gather_object(results, mine)
+        if world.rank == 0:
+            check_case(results, case)
+        layer.finalize()
 
 
-def fused(world):
-    """Two batches of soak_fused, without graphs; launches whose result was wrong."""
-    return sum(run_batch(world, torch.device("cuda", 0), 0, number, 3, graph=False) for number in (0, 1))
+def fused(world, device):
+    """Two batches of soak_fused, without graphs."""
+    wrong = sum(run_batch(world, device, 0, number, 3, graph=False) for number in (0, 1))
+    assert not wrong, f"{wrong} launches of rank {world.rank} had a wrong result"
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("part", choices=PARTS)
-    p.add_argument("--ranks", type=int, default=2)
-    a = p.parse_args()
-    poison_memory()
-    for num_ranks in (1, a.ranks):
-        results = run_threads(globals()[a.part], num_ranks, timeout_s=LIMIT_S, device="cuda:0")
-        if a.part == "fused":
-            assert not any(results), f"launches with a wrong result, by rank: {results}"
-        else:
-            for case in results[0]:
-                check_case([r[case] for r in results], case)
-        print(f"sanitized: {a.part} on {num_ranks} ranks: right", flush=True)
+    part = p.parse_args().part
+    with torchrun_world() as (world, device):
+        poison_memory()
+        {"move": move, "fused": fused}[part](world, device)
+        world.exchange(b"x")
+        if RANK == 0:
+            print(f"sanitized: {part} on {world.size} ranks: right", flush=True)
 
 
 if __name__ == "__main__":
