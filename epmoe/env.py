@@ -27,7 +27,7 @@ from epmoe.device import pick_device
 VARIABLES = {
     "EPMOE_BACKEND": "run: cpu or cuda; unset: cuda where there is a GPU and a CUDA build",
     "EPMOE_TIMEOUT_S": "run: timeout in seconds of a wait for a living rank; unset: 300",
-    "EPMOE_SHARE_GPU": "run: 1 lets several ranks use one GPU (for tests: correct, but slow); unset or 0: an error",
+    "EPMOE_SHARE_GPU": "run: 1 lets several ranks use one GPU (tests: correct, but slow); unset: an error",
     "EPMOE_FLIGHT_RECORD": "run: folder where each rank writes its flight record when a world ends; unset: "
                            "none",
     "EPMOE_CUDA": "build: the CUDA backend: 0 never, 1 always, auto (unset) if there is nvcc",

@@ -8,8 +8,8 @@ import torch
 
 # For ranks that are threads side by side on one GPU.  Set them before the process uses CUDA.
 SIDE_BY_SIDE = {
-    # By default all streams of a process share 8 hardware queues.  A kernel waits for the kernels before it in its queue, also
-    # for a kernel of another rank, which waits for this rank: a deadlock.
+    # By default all streams of a process share 8 hardware queues.  A kernel waits for the kernels before it
+    # in its queue, also for a kernel of another rank, which waits for this rank: a deadlock.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     # The first use of a kernel that CUDA loads lazily may wait for all running kernels: the same deadlock.
     "CUDA_MODULE_LOADING": "EAGER",
@@ -24,9 +24,10 @@ def shares_gpu():
 def set_device(local_rank, num_local_ranks):
     """Make a GPU of this machine the current device of this rank.
 
-    With more local ranks than GPUs, ranks share GPUs.  epmoe allows that only with EPMOE_SHARE_GPU=1 on all ranks.  NCCL
-    refuses two ranks of one host on one GPU.  Therefore each rank then gets an NCCL_HOSTID of its own, and NCCL uses sockets
-    on the loopback interface.  Call this before the first NCCL communicator is created.
+    With more local ranks than GPUs, ranks share GPUs.  epmoe allows that only with EPMOE_SHARE_GPU=1 on all
+    ranks.  NCCL refuses two ranks of one host on one GPU.  Therefore each rank then gets an NCCL_HOSTID of
+    its own, and NCCL uses sockets on the loopback interface.  Call this before the first NCCL communicator is
+    created.
 
     Args:
         local_rank: The number of this rank on this machine.
@@ -58,20 +59,23 @@ def set_device(local_rank, num_local_ranks):
 
 @contextlib.contextmanager
 def side_by_side():
-    """Check that this process is prepared for ranks as threads on one GPU, and keep the garbage collector away.
+    """Check that this process is prepared for ranks as threads on one GPU, and stop the garbage collector.
 
-    What frees CUDA memory waits for all kernels of the process.  The collector may free memory in any thread at any time,
-    also while kernels of other ranks wait for the rank of this very thread.
+    What frees CUDA memory waits for all kernels of the process.  The collector may free memory in any thread
+    at any time, also while kernels of other ranks wait for the rank of this very thread.
     """
     missing = " ".join(f"{name}={value}" for name, value in SIDE_BY_SIDE.items() if name not in os.environ)
     if missing:
-        raise RuntimeError(f"ranks that are threads on one GPU can deadlock without {missing}: set it before the process uses CUDA")
+        raise RuntimeError(f"ranks that are threads on one GPU can deadlock without {missing}: set it before "
+                           "the process uses CUDA")
+    was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

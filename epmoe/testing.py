@@ -37,7 +37,8 @@ def meeting_place():
 
 
 def _rank_main(fn, rank, world_size, port, backend, args, pipe):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     try:
         if backend and "nccl" in backend:
@@ -140,16 +141,18 @@ def _collect(pipes, timeout_s, may_die):
 def run_threads(fn, num_ranks, *args, timeout_s=60.0, device="cpu"):
     """Run a function in several threads of this process, which are the ranks of one world.
 
-    On a GPU the ranks share it, side by side.  Each rank has a CUDA stream of its own and its own part of the SMs, so
-    the kernels of all ranks really run at the same time.  One process for several ranks has these limits:
+    On a GPU the ranks share it, side by side.  Each rank has a CUDA stream of its own and its own part of the
+    SMs, so the kernels of all ranks really run at the same time.  One process for several ranks has limits:
 
-    - The variables of epmoe.share_gpu.SIDE_BY_SIDE must be set before the process uses CUDA.  CUDA_MODULE_LOADING=LAZY is
-      accepted, too.  Then let one rank do everything first, so that every kernel is loaded before ranks wait for each other.
+    - The variables of epmoe.share_gpu.SIDE_BY_SIDE must be set before the process uses CUDA.
+      CUDA_MODULE_LOADING=LAZY is accepted, too.  Then let one rank do everything first, so that every kernel
+      is loaded before ranks wait for each other.
     - Python's garbage collector is off while the ranks run.
-    - Autograd runs the backward of all ranks in one thread for each GPU.  So no backward may wait on the host.
+    - Autograd has one thread for each GPU, which runs the backward of all ranks.  No backward may wait on the
+      host.
     - What synchronises the GPU (cudaFree, torch.cuda.synchronize) waits for the kernels of all ranks.
-    - Capture a CUDA graph on a stream of its own, with capture_error_mode="thread_local", between two calls of
-      world.exchange(), so that no other rank is in an operation.
+    - Capture a CUDA graph on a stream of its own, with capture_error_mode="thread_local", between two calls
+      of world.exchange(), so that no other rank is in an operation.
 
     Args:
         fn: Called as fn(world, *args) in each thread, with the thread's World.
@@ -171,7 +174,8 @@ def run_threads(fn, num_ranks, *args, timeout_s=60.0, device="cpu"):
         >>> run_threads(lambda world: world.rank, 3)
         [0, 1, 2]
     """
-    with side_by_side() if num_ranks > 1 and torch.device(device).type == "cuda" else contextlib.nullcontext():
+    shares = num_ranks > 1 and torch.device(device).type == "cuda"
+    with side_by_side() if shares else contextlib.nullcontext():
         return _run_threads(fn, num_ranks, args, timeout_s, device)
 
 

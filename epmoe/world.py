@@ -296,8 +296,9 @@ class World(Shared):
 def thread_worlds(num_ranks, timeout_s=None):
     """Create a world whose ranks are threads of this process, for tests and examples.
 
-    On a GPU the ranks share it, side by side.  Each thread must then use a CUDA stream of its own: on the default stream,
-    operations that wait for each other would run one after the other.  epmoe.testing.run_threads does that.
+    On a GPU the ranks share it, side by side.  Each thread must then use a CUDA stream of its own: on the
+    default stream, operations that wait for each other would run one after the other.
+    epmoe.testing.run_threads does that.
 
     Args:
         num_ranks: The number of ranks, 1 to 8.

@@ -349,7 +349,8 @@ def rank_main(rank, args, init_method):
     torch.set_num_threads(1)
     device = torch.device("cpu")
     if args.cuda:
-        device = set_device(int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks)))
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks))
+        device = set_device(int(os.environ.get("LOCAL_RANK", rank)), num_local)
     backend = "nccl" if args.cuda else "gloo"
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=args.ranks)
     with epmoe.World() as world:
@@ -365,7 +366,7 @@ def parse_args():
     sizes = dict(steps=300, hidden=128, layers=2, experts=16, topk=4, batch=8, seq=64, seed=0)
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
-    parser.add_argument("--ranks", type=int, help="default: 4, or one for each GPU up to 4; on one GPU 2, which share it")
+    parser.add_argument("--ranks", type=int, help="default: 4, or as many as GPUs up to 4; 2 on a single GPU")
     parser.add_argument("--plot", default="demo.png", help="where to write the plot")
     parser.add_argument("--quick", action="store_true", help="20 steps, for tests")
     args = parser.parse_args()
@@ -374,7 +375,7 @@ def parse_args():
     gpus = num_gpus()
     if "RANK" in os.environ:
         args.ranks = int(os.environ["WORLD_SIZE"])
-    elif args.ranks is None and gpus == 1:  # tokens must cross from rank to rank, or the demo would show nothing
+    elif args.ranks is None and gpus == 1:  # with one rank, no token would leave it
         args.ranks, args.share_gpu = 2, True
     elif args.ranks is None:
         args.ranks = max(r for r in (1, 2, 3, 4) if r <= (gpus or 4) and args.experts % r == 0)

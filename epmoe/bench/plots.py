@@ -52,7 +52,8 @@ def draw(figures):
             figure = {"layers": draw_layers, "shapes": draw_shapes, "sm": draw_sm, "tokens": draw_tokens,
                       "growth": draw_growth}[name](figures, plt)
             # Without Software, matplotlib's version: the file depends on the figures only.
-            figure.savefig(figures.plot_path(name), dpi=150, metadata={"Software": None, "Figures": figures.digest})
+            figure.savefig(figures.plot_path(name), dpi=150,
+                           metadata={"Software": None, "Figures": figures.digest})
             plt.close(figure)
     return plots
 
@@ -125,12 +126,14 @@ def draw_layers(figures, plt):
     shapes, hatched = [s for s in figures.shapes("layer") if " T=" not in s], False
     for i, shape in enumerate(shapes):
         deep_ep, same_run = figures.deep_ep("layer", "layer", shape=shape)
-        bars = [("epmoe", figures.ms("layer", "epmoe layer", shape=shape)), ("DeepEP", deep_ep), ("torch", figures.ms("layer", "torch layer", shape=shape))]
+        bars = [("epmoe", figures.ms("layer", "epmoe layer", shape=shape)), ("DeepEP", deep_ep),
+                ("torch", figures.ms("layer", "torch layer", shape=shape))]
         bars = [(who, ms) for who, ms in bars if ms is not None]
         for j, (who, ms) in enumerate(bars):
             at, mark = i + (j - (len(bars) - 1) / 2) * 0.27, who == "DeepEP" and not same_run
             hatched |= mark
-            ax.bar(at, ms, 0.25, color=COLORS[who], hatch="///" if mark else None, edgecolor="white", linewidth=0)
+            ax.bar(at, ms, 0.25, color=COLORS[who], hatch="///" if mark else None, edgecolor="white",
+                   linewidth=0)
             ax.annotate(f"{ms:.1f}", (at, ms), (0, 2), textcoords="offset points", ha="center", fontsize=8.5)
         if gemms := figures.ms("layer", "GEMMs alone", shape=shape):
             ax.plot([i - 0.42, i + 0.42], [gemms, gemms], color="black", linewidth=1.4, linestyle=":")
@@ -140,9 +143,13 @@ def draw_layers(figures, plt):
     ax.margins(y=0.1)
     ax.grid(axis="x", visible=False)
     ax.set_ylabel("forward (ms)")
-    names = {"epmoe": "epmoe", "DeepEP": "DeepEP + torch's GEMMs" + (", recorded in another run" if hatched else ""), "torch": peer_name(figures)}
-    has = {"epmoe": True, "DeepEP": any(figures.deep_ep("layer", "layer", shape=s)[0] for s in shapes), "torch": bool(figures.find("layer", "torch layer"))}
-    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=COLORS[w], edgecolor="white", linewidth=0, hatch="///" if w == "DeepEP" and hatched else None) for w in names if has[w]]
+    names = {"epmoe": "epmoe", "torch": peer_name(figures),
+             "DeepEP": "DeepEP + torch's GEMMs" + (", recorded in another run" if hatched else "")}
+    has = {"epmoe": True, "DeepEP": any(figures.deep_ep("layer", "layer", shape=s)[0] for s in shapes),
+           "torch": bool(figures.find("layer", "torch layer"))}
+    names = {name: names[name] for name in ("epmoe", "DeepEP", "torch")}  # the order of the legend
+    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=COLORS[w], edgecolor="white", linewidth=0,
+                             hatch="///" if w == "DeepEP" and hatched else None) for w in names if has[w]]
     handles.append(plt.Line2D([], [], color="black", linewidth=1.4, linestyle=":"))
     ax.legend(handles, [*(names[w] for w in names if has[w]), "torch's two GEMMs alone, no communication"])
     ax.set_title(title(figures, "Time of a whole MoE layer, less is better"), loc="left", fontsize=11)
@@ -219,9 +226,11 @@ def draw_growth(figures, plt):
     for impl, color, style in ways:
         rows = sorted(figures.find("growth", impl, shape=shape), key=lambda r: r["tokens"])
         ticks |= {r["tokens"] for r in rows}
-        label = {"epmoe layer, one after the other": "epmoe layer, fused=False", "GEMMs alone": "torch's two GEMMs alone",
+        label = {"epmoe layer, one after the other": "epmoe layer, fused=False",
+                 "GEMMs alone": "torch's two GEMMs alone",
                  "torch layer": f"{peer_name(figures)} layer"}.get(impl, impl)
-        ax.plot([r["tokens"] for r in rows], [r["ms"] for r in rows], style, color=color, markersize=5, label=label)
+        ax.plot([r["tokens"] for r in rows], [r["ms"] for r in rows], style, color=color, markersize=5,
+                label=label)
     over_tokens(ax, ticks)
     ax.set_title(title(figures, f"{shape}: time of a layer over T"), loc="left", fontsize=11)
     ax.legend()

@@ -140,7 +140,8 @@ class Run:
     def record(self, bench, shape, impl, ms=None, wire_bytes=None, over=None, rate="", **more):
         """Add a row to the table and the file.
 
-        ms is in milliseconds.  wire_bytes: bytes across the links, for GB/s.  over: {peer: its ms}, for ratios.
+        ms is in milliseconds.  wire_bytes: bytes across the links, for GB/s.  over: {peer: its ms}, for the
+        ratios.
             rate:
         shown instead of GB/s.  more: written to the file only.
         """

@@ -1,0 +1,47 @@
+"""python -m epmoe.bench side, on the CPU: the ranks are threads of this process there, too."""
+
+import contextlib
+import io
+
+import pytest
+
+from epmoe.bench import cli, side
+
+pytestmark = pytest.mark.cpu_only
+
+
+def rows_of(*arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        rows = cli.run(cli.parse(["side", "--shapes", "qwen3-30b", *arguments]))
+    return rows, out.getvalue()
+
+
+def test_bench_side_has_a_row_for_each_operation_and_number_of_ranks(monkeypatch):
+    monkeypatch.setenv("EPMOE_BACKEND", "cpu")
+    monkeypatch.setattr(side, "REPLAYS", 2)
+    rows, text = rows_of()
+    wanted = {(f"epmoe {name}, {n} ranks", tokens) for name in ("barrier", "plan", "dispatch", "combine") for n in side.RANKS
+              for tokens in side.TOKENS}
+    assert {(r["impl"], r["tokens"]) for r in rows} == wanted and all(r["ms"] > 0 for r in rows), rows
+    assert "side:" in text
+
+
+def test_bench_side_finds_a_wrong_sum(monkeypatch):
+    """No time is taken of a result that is wrong."""
+    monkeypatch.setenv("EPMOE_BACKEND", "cpu")
+    combine = side.epmoe.EPAll2AllLayer.combine
+    monkeypatch.setattr(side.epmoe.EPAll2AllLayer, "combine", lambda layer, *a: combine(layer, *a) + 1)
+    with pytest.raises(AssertionError, match="combine of dispatch is not K x the input"):
+        rows_of()
+
+
+def test_bench_side_is_left_out_of_a_run_of_several_ranks():
+    class Run:
+        size, on_gpu, said = 2, False, []
+
+        def say(self, text):
+            self.said.append(text)
+
+    run = Run()
+    assert side.jobs(run) == [] and "--ranks 1" in run.said[0]
