@@ -1,4 +1,5 @@
-/* error.c - the text of the thread's last error, and the names of exceptions and words. */
+/* error.c - stores the text of each thread's last error; names exceptions and words. See error.h and
+ * epmoe.h. */
 #include "error.h"
 
 #include <stdarg.h>

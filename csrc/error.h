@@ -1,12 +1,16 @@
-/* error.h - how a function of the library fails: EP_TRY, and the text of the thread's last error. */
+/* error.h - how functions of the library report an error: they return a code and set a text.
+ * Exports: ep_error, ep_word_name, EP_TRY and EP_TRY_GOTO.
+ * Invariant: each thread has its own text, that of its last error; ep_error_text (epmoe.h) returns it. */
 #ifndef EP_ERROR_H
 #define EP_ERROR_H
 #include "epmoe.h"
 
-/* Remember why, return the code. */
+/* Set the error text of this thread, and return the code. No argument may point to the old text: copy it. */
 __attribute__((format(printf, 2, 3))) int ep_error(int code, const char *format, ...);
-/* What a fault record calls the word that was waited for, an EpWord; "" for others. */
+/* The name of an EpWord, for the text of a fault record. "" if the number is no EpWord. */
 const char *ep_word_name(uint32_t word);
+
+/* Return, or go to the label, if the call fails. */
 
 #define EP_TRY(call)                   \
     do {                               \

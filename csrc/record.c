@@ -1,4 +1,8 @@
-/* record.c - what all ranks' notes say together, and the page that is made of them; see record.h. */
+/* record.c - compares the call records of all ranks, and makes the page of the flight record; see record.h.
+ *
+ * Exports: ep_record_page, ep_record_disagrees, ep_record_write and ep_about_name.
+ * Invariant: call records come from peers. So a number of theirs is compared with its limit before it is used
+ * as an index, and the text of a page never exceeds its buffer. */
 #include "record.h"
 
 #include <errno.h>
@@ -11,8 +15,9 @@
 #include "error.h"
 #include "protocol/flags.h"
 
-/* ---- words ---- */
+/* ---- text ---- */
 
+/* A buffer that is being filled: the next character goes to at. Text that does not fit is cut off. */
 typedef struct {
     char *at, *end;
 } Out;
@@ -25,6 +30,7 @@ __attribute__((format(printf, 2, 3))) static void put(Out *o, const char *format
     if (n > 0) o->at = n < o->end - o->at ? o->at + n : o->end - 1;
 }
 
+/* The name of an EpDid. An invalid number is named "nothing". */
 static const char *did_name(uint32_t what) {
     static const char *const names[] = {
 #define X(name, text) text,
@@ -62,14 +68,17 @@ static void put_note(Out *o, const EpRecord *r, const EpNote *n) {
             before_end(r, n->end_ns));
 }
 
+/* The number of call records of a rank. It comes from a peer, so it is clamped. */
 static uint32_t num_notes(const EpRankNotes *k) {
     return k->has_notes ? k->notes.num < EP_SENT_NOTES ? k->notes.num : EP_SENT_NOTES : 0;
 }
+/* Three helpers: a rank's last call record, or NULL; its step, or 0; whether its steps can be compared. */
 static const EpNote *last_note(const EpRankNotes *k) {
     return num_notes(k) ? &k->notes.notes[num_notes(k) - 1] : NULL;
 }
 static uint64_t step_of(const EpRankNotes *k) { return num_notes(k) ? last_note(k)->step : 0; }
 static bool is_sure(const EpRankNotes *k) { return k->has_notes && !k->notes.is_vague; }
+/* The rank's collective call at a step, or NULL. */
 static const EpNote *note_at(const EpRankNotes *k, uint64_t step) {
     for (uint32_t i = num_notes(k); i-- > 0;)
         if (k->notes.notes[i].step == step && ep_note_is_counted(&k->notes.notes[i]))
@@ -77,10 +86,11 @@ static const EpNote *note_at(const EpRankNotes *k, uint64_t step) {
     return NULL;
 }
 
-/* ---- who is it ---- */
+/* ---- the culprit ---- */
 
-/* The newest operation that rank w has entered for certain, from what it wrote into this rank's memory.  A
- * plan that a GPU has finished was entered by all; more than that it does not tell without a CUDA call. */
+/* The newest operation that rank w has certainly entered. CPU: w wrote its epoch into this rank's memory.
+ * GPU: the host sees only the newest plan that the GPU has finished, and all ranks have entered that. To see
+ * more, the host would need a CUDA call, which can block. */
 static const EpNote *last_known(const EpRecord *r, uint32_t w) {
     const EpNote *best = NULL;
     for (uint32_t i = 0; i < r->num_buffers; i++) {
@@ -97,24 +107,27 @@ static const EpNote *last_known(const EpRecord *r, uint32_t w) {
     return best;
 }
 
+/* True if two calls are the same, as far as the flight record can tell. */
 static bool are_alike(const EpNote *a, const EpNote *b) {
     return a->what == b->what && a->of == b->of && a->buffer == b->buffer &&
            (a->what != EP_DID_EXCHANGE || a->size == b->size);
 }
 
-/* Whether ranks in these see each other: in a buffer, and wherever they exchange something.  What else differs, they say there. */
+/* True if ranks in these two operations meet: in the handshake of the same buffer, or in an exchange over the
+ * sockets. Then the handshake or the exchange compares the calls and reports any difference. */
 static bool can_meet(const EpNote *a, const EpNote *b) {
     if (ep_note_is_layers(a)) return ep_note_is_layers(b) && a->of == b->of && a->buffer == b->buffer;
     if (a->what == EP_DID_HEAP_BARRIER) return b->what == a->what && a->of == b->of;
     return b->what >= EP_DID_EXCHANGE;
 }
 
-/* Where a rank's steps are its own, they say nothing of the others. */
+/* As note_at, but NULL if the rank's steps cannot be compared with those of the other ranks. */
 static const EpNote *sure_note_at(const EpRankNotes *k, uint64_t step) {
     return k->notes.is_vague ? NULL : note_at(k, step);
 }
 
-/* Bits of the ranks that did at a step what fewer ranks did, and of all whose notes have it.  0: all did the same. */
+/* The minority at a step: the bits of the smallest group of ranks that made the same call; 0 if all made the
+ * same call. *all: the bits of all ranks with a call record of the step. */
 static uint32_t odd_at(const EpRecord *r, uint64_t step, bool (*is_same)(const EpNote *, const EpNote *),
                        uint32_t *all) {
     uint32_t odd = 0;
@@ -132,7 +145,7 @@ static uint32_t odd_at(const EpRecord *r, uint64_t step, bool (*is_same)(const E
     return odd == *all ? 0 : odd;
 }
 
-/* The same of the first step at which ranks do different things. */
+/* The minority at the first step at which the calls of the ranks differ, or 0. */
 static uint32_t out_of_order(const EpRecord *r, uint64_t *step, uint32_t *all) {
     uint32_t odd = 0;
     *step = UINT64_MAX;
@@ -140,7 +153,11 @@ static uint32_t out_of_order(const EpRecord *r, uint64_t *step, uint32_t *all) {
         for (uint32_t i = 0; i < num_notes(&r->ranks[a]); i++) {
             uint64_t at = r->ranks[a].notes.notes[i].step;
             uint32_t there, some = at < *step ? odd_at(r, at, are_alike, &there) : 0;
-            if (some) odd = some, *all = there, *step = at;
+            if (some) {
+                odd = some;
+                *all = there;
+                *step = at;
+            }
         }
     return odd;
 }
@@ -164,7 +181,7 @@ static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
     else if (!n) put(o, "nothing");
 }
 
-/* What was called, with what tells it from the other call. */
+/* The name of a call, and the detail in which it differs from the other call. */
 static void put_call(Out *o, const char *before, const EpNote *n, const EpNote *other) {
     put(o, "%s%s", before, did_name(n->what));
     if (n->what != other->what) return;
@@ -173,7 +190,7 @@ static void put_call(Out *o, const char *before, const EpNote *n, const EpNote *
     else put(o, " of %llu bytes", (unsigned long long)n->size);
 }
 
-/* The ranks among some that did at a step just what another did. */
+/* The ranks among `some` whose call at this step is the same as n. All of them have a record of the step. */
 static uint32_t alike_at(const EpRecord *r, uint64_t step, uint32_t some, const EpNote *n) {
     uint32_t alike = 0;
     for (uint32_t w = 0; w < r->num_ranks; w++)
@@ -211,15 +228,18 @@ static void put_behind(Out *o, const EpRecord *r, uint32_t behind, uint64_t step
     else put(o, "nothing");
 }
 
-/* True when the first wait to fail was one for a signal, which anybody could have given. */
+/* True if the first wait that timed out was for a signal. No call record shows which rank had to send it. */
 static bool waited_for_signal(const EpRecord *r) {
     const EpNote *n = last_note(&r->ranks[r->end_rank]);
     return n && n->what == EP_DID_WAIT && !n->on_stream && (n->end_ns == 0 || before_end(r, n->end_ns) < 50);
 }
 
-/* One line.  In this order: who is dead or sends nonsense, who does not answer, who does something else than
- * the others, who is behind; and where nobody stands out, whom the first wait to fail waited for.  What a rank
- * has enqueued for its GPU says less: there, who is behind is to blame only if it was waited for as well. */
+/* The first line of the page. The first case that applies names the culprit: (1) a rank that has died or has
+ * sent invalid data; (2) ranks that did not answer; (3) the minority at the first step at which calls differ;
+ * (4) the rank that should have sent a signal, if the first wait that timed out was for a signal; (5) ranks
+ * that are behind; (6) the rank for which that wait had waited, or else the rank that ended the world.
+ * Operations on a stream are recorded when they are enqueued, not when they run. So if there are any, a rank
+ * that is behind is blamed only if the failed wait was for that rank. */
 static void put_culprit(Out *o, const EpRecord *r) {
     uint32_t silent = 0, behind = 0, all = 0, odd, end_bit = 1u << r->end_rank;
     uint64_t most = 0, step;
@@ -287,7 +307,7 @@ static void put_ranks_table(Out *o, const EpRecord *r) {
     }
 }
 
-/* A row for each of the newest operations, a column for each rank: what stands in a row should be alike. */
+/* A row for each of the newest operations, a column for each rank. All cells of a row should be equal. */
 static void put_steps_table(Out *o, const EpRecord *r) {
     uint64_t first = UINT64_MAX, last = 0;
     for (uint32_t w = 0; w < r->num_ranks; w++)
@@ -316,7 +336,7 @@ static void put_steps_table(Out *o, const EpRecord *r) {
     put(o, "(* in flight; layer.buffer)\n");
 }
 
-/* How far the buffers have come: epochs that each rank has entered, where they are not all the same. */
+/* The waits that timed out. For at most 6 buffers: the epochs that the ranks have entered, if they differ. */
 static void put_buffers(Out *o, const EpRecord *r) {
     for (uint32_t i = 0, shown = 0; i < r->num_buffers && shown < 6; i++) {
         const EpCommBuffer *b = r->buffers[i];
@@ -325,14 +345,15 @@ static void put_buffers(Out *o, const EpRecord *r) {
         char name[48];
         snprintf(name, sizeof name, b->is_heaps ? "heap %u" : "layer %u buffer %u", b->of, b->buffer);
         const EpFaultRecord *f = &b->comm.host->fault;
-        if (ep_ld_acquire_sys_u64(&f->state) && f->code == EP_ETIMEOUT) /* now stays as it is */
+        if (ep_ld_acquire_sys_u64(&f->state) && f->code == EP_ETIMEOUT) /* no worker changes it any more */
             put(o, "%s: a wait for rank %u in epoch %llu wanted %llu and saw %llu\n", name, f->peer,
                 (unsigned long long)f->epoch, (unsigned long long)f->want, (unsigned long long)f->got);
         if (b->on_stream) {
             uint64_t epoch = ep_ld_relaxed_sys_u64(&b->comm.host->plan.epoch);
-            if (epoch)
-                put(o, "%s: the GPU's newest finished plan is #%llu\n", name, (unsigned long long)epoch),
-                    shown++;
+            if (epoch) {
+                put(o, "%s: the GPU's newest finished plan is #%llu\n", name, (unsigned long long)epoch);
+                shown++;
+            }
             continue;
         }
         for (uint32_t w = 0; w < r->num_ranks; w++) {
@@ -341,7 +362,8 @@ static void put_buffers(Out *o, const EpRecord *r) {
             most = ep_max_u64(most, epoch);
         }
         if (least == most) continue;
-        put(o, "%s: entered by rank", name), shown++;
+        put(o, "%s: entered by rank", name);
+        shown++;
         for (uint32_t w = 0; w < r->num_ranks; w++)
             put(o, "%s %u: #%llu", w ? "," : "", w, (unsigned long long)ep_entered(&b->comm, w));
         put(o, "\n");
@@ -365,10 +387,13 @@ void ep_record_page(const EpRecord *r, char page[EP_PAGE_BYTES]) {
 void ep_record_write(const char *folder, uint32_t rank, char page[EP_PAGE_BYTES]) {
     char path[4096];
     snprintf(path, sizeof path, "%s/epmoe-rank%u-pid%d.txt", folder, rank, (int)getpid());
-    FILE *file = fopen(path, "ae"); /* a process may see several worlds end */
+    FILE *file = fopen(path, "ae"); /* append: several worlds of a process may end */
     bool ok = file && fputs(page, file) >= 0 && fputs("\n", file) >= 0;
     int e = errno;
-    if (file && fclose(file)) ok = false, e = errno;
+    if (file && fclose(file)) {
+        ok = false;
+        e = errno;
+    }
     if (ok) return;
     size_t n = strlen(page);
     snprintf(page + n, EP_PAGE_BYTES - n, "could not be written to %s: %s\n", path, strerror(e));

@@ -1,20 +1,22 @@
-/* record.h - the flight record: what every rank did last, so that a world's end can be laid at somebody's door.
+/* record.h - the flight record: the last operations of every rank. It shows which rank caused a world's end.
  *
- * Each rank notes its operations in a ring, at the cost of two looks at the clock and some stores.  At the
- * end of the world the ranks send each other their newest notes, and each makes a page of them.
+ * Each rank writes a call record (EpNote) for each operation into a ring buffer (ring.c). This costs two
+ * reads of the clock and some stores. At the end of the world each rank sends its newest call records to all
+ * others, and each rank makes a page of text from them (record.c).
  *
- * Collective operations are counted: "step" is the same number for the same call on every rank, so a rank
- * with a smaller step is behind, and one with another operation at the same step is out of order. */
+ * Invariant: collective operations are counted. "step" is the same number for the same call on every rank. So
+ * a rank with a smaller step is behind, and a rank with another operation at the same step is out of order. A
+ * rank for which this may be wrong has is_vague set, and its steps are not compared. */
 #ifndef EP_RECORD_H
 #define EP_RECORD_H
 #include <stdatomic.h>
 
 #include "backend.h"
 
-#define EP_RING_NOTES 2048u /* a power of two; more than a GPU has launches on their way */
-#define EP_SENT_NOTES 10u   /* as many as fit a frame */
+#define EP_RING_NOTES 2048u /* a power of two, and more than a GPU can have launches in flight */
+#define EP_SENT_NOTES 10u   /* as many as fit into a frame */
 
-/* What an operation is; the first six are EpOpKind. */
+/* The kinds of operations. EP_DID_PLAN to EP_DID_GEMM_COMBINE have the numbers of EpOpKind. */
 #define EP_DIDS(X)                                                             \
     X(EP_DID_NOTHING, "nothing")                                               \
     X(EP_DID_PLAN, "plan")                                                     \
@@ -43,17 +45,20 @@ typedef enum {
 } EpDid;
 
 typedef struct {
-    uint64_t step; /* collective operations that this rank has entered so far, with this one */
-    uint64_t seq; /* epoch of a layer's operation, as the host counts; else the number of its last exchange */
-    uint64_t size;             /* tokens of a layer's operation; else bytes */
-    uint64_t begin_ns, end_ns; /* on the monotonic clock; 0 while it is in flight */
-    uint8_t what, on_stream;   /* EpDid; on_stream: its end means that it is enqueued */
-    uint16_t of, buffer;       /* number of the layer or heap in this world, by creation; buffer of a layer */
-    int16_t code;              /* EpCode with which this rank refused it */
+    uint64_t step;     /* number of collective operations that this rank has entered, including this one */
+    uint64_t seq;      /* layer operation or heap barrier: epoch, as the host counts; else: last exchange */
+    uint64_t size;     /* layer operation: tokens; else: bytes */
+    uint64_t begin_ns; /* time of the monotonic clock */
+    uint64_t end_ns;   /* time of the monotonic clock; 0 while the call is in flight */
+    uint8_t what;      /* EpDid */
+    uint8_t on_stream; /* the end of the call means only that the operation is enqueued */
+    uint16_t of;       /* number of the layer or heap, in the order of their creation in this world */
+    uint16_t buffer;   /* layer operation: number of the communication buffer */
+    int16_t code;      /* 0, or the EpCode with which this rank refused the operation */
 } EpNote;
-_Static_assert(sizeof(EpNote) == 48, "a note has six words");
+_Static_assert(sizeof(EpNote) == 48, "a call record has six words");
 
-/* Collective; of a layer; of this buffer. */
+/* True if the operation is collective (so it is counted); is an operation of a layer; belongs to buffer b. */
 static inline bool ep_note_is_counted(const EpNote *n) {
     return n->what >= EP_DID_PLAN && n->what < EP_DID_SIGNAL;
 }
@@ -65,65 +70,74 @@ static inline bool ep_note_is_buffers(const EpNote *n, const EpCommBuffer *b) {
            (b->is_heaps ? n->what == EP_DID_HEAP_BARRIER : ep_note_is_layers(n) && n->buffer == b->buffer);
 }
 
-/* The newest notes of a rank, the oldest first: what goes over the wire. */
+/* The newest call records of a rank, the oldest first. Ranks send this structure to each other. */
 typedef struct {
-    uint32_t num, is_vague; /* is_vague: their steps need not be the other ranks' */
+    uint32_t num;
+    uint32_t is_vague; /* the steps may differ from those of the other ranks */
     EpNote notes[EP_SENT_NOTES];
 } EpNotes;
-_Static_assert(sizeof(EpNotes) <= EP_EXCHANGE_BYTES, "notes fit a frame");
+_Static_assert(sizeof(EpNotes) <= EP_EXCHANGE_BYTES, "call records fit into a frame");
 
-/* A note is written by the rank's thread while the watchdog may read it.  place: 1 + its place among all
- * notes, 0 while it is written: a reader who sees the same place before and after has read one note. */
+/* An entry of the ring. A host thread writes it while the watchdog thread may read it. place: the number of
+ * the record, counted from 1; 0 while the entry is written. A reader that sees the same place before and
+ * after reading the words has read one record. */
 typedef struct {
     _Atomic uint64_t place, word[6];
 } EpRingNote;
 typedef struct {
     EpRingNote notes[EP_RING_NOTES];
-    _Atomic uint64_t num, step,
-        open;                /* notes so far; collective operations so far; the one in flight, or 0 */
-    _Atomic uint64_t thread; /* whose operations that are over when they return are, or 0 */
-    atomic_bool is_vague;    /* for good: these steps need not be the other ranks' */
+    _Atomic uint64_t num;    /* call records so far */
+    _Atomic uint64_t step;   /* collective operations so far */
+    _Atomic uint64_t open;   /* number of the collective call in flight, or 0 */
+    _Atomic uint64_t thread; /* the first thread that made a synchronous collective call, or 0 */
+    atomic_bool is_vague;    /* the steps may differ from those of the other ranks; never reset */
 } EpRing;
 
-/* Begin a note: its number for ep_ring_end, or 0 inside of another one, which it is a part of. */
+/* Begin a call record. Returns its number, for ep_ring_end. Returns 0 if the call is part of a collective
+ * call that is in flight. */
 uint64_t ep_ring_begin(EpRing *ring, const EpNote *note);
 void ep_ring_end(EpRing *ring, uint64_t note, int code);
-/* What happened makes this rank's steps its own from now on: an operation that failed, which other ranks may have seen before or
- * after more calls; one that is captured, and runs when nobody notes it.  Threads that share the ring are seen by itself. */
+/* From now on, this rank's steps may differ from those of the other ranks. Reasons: an operation failed, and
+ * other ranks may see the failure one or more calls earlier or later; or an operation was captured in a CUDA
+ * graph, and its replays make no call records. The ring itself detects a third reason: several threads. */
 void ep_ring_blur(EpRing *ring);
-/* The operation in flight has come to this exchange.  Which one it is, as a number that is the same on all ranks; 0 where it
- * may be another thread's. */
+/* The call in flight has reached this exchange. Returns a number that identifies the call and is the same on
+ * all ranks. Returns 0 if no call is in flight, or if the call may be another thread's. */
 uint32_t ep_ring_exchange(EpRing *ring, uint64_t seq);
-/* That number in words. */
+/* The name of the call that this number identifies. */
 void ep_about_name(uint32_t about, char *text, size_t num_bytes);
+/* The newest call records of this rank. */
 void ep_ring_newest(EpRing *ring, EpNotes *out);
-/* The notes about the newest one of a layer's operation or a heap's barrier of this epoch, and its step; 0: there is none. */
+/* Find the newest call record of this buffer (a layer's operation or a heap's barrier) with this epoch.
+ * Returns its step, and in out the call records around it. Returns 0 if there is none. */
 uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *buffer, uint64_t epoch, EpNotes *out);
 
-/* What this rank knows of another when the world ends. */
+/* What this rank knows of another rank when the world ends. */
 typedef struct {
     bool has_notes, is_gone, said_goodbye;
-    EpNotes notes;                /* a peer's numbers: nothing is an index before it is compared */
-    uint64_t heard_seq, heard_ns; /* its newest exchange, and when it came */
+    EpNotes notes;      /* sent by a peer: compare a number with its limits before using it as an index */
+    uint64_t heard_seq; /* the number of the newest exchange frame that it sent */
+    uint64_t heard_ns;  /* the time at which that frame arrived, or 0 */
 } EpRankNotes;
 
-/* Everything that a page is made of. */
+/* The data from which a page is made. */
 typedef struct {
     uint32_t rank, num_ranks;
-    int end_code; /* 0: the world lives */
+    int end_code; /* 0: the world has not ended */
     uint32_t end_rank;
     uint64_t end_ns;
     const char *end_text;
     EpRankNotes ranks[EP_MAX_RANKS];
-    const EpCommBuffer *const *buffers; /* num_buffers, some of them NULL */
+    const EpCommBuffer *const *buffers; /* num_buffers entries, some of them NULL */
     uint32_t num_buffers;
 } EpRecord;
-/* The page: the culprit in the first line, then each rank's last operation, then the operations side by side. */
+/* Make the page: the culprit in the first line, then each rank's last operation, then the operations of all
+ * ranks side by side. */
 void ep_record_page(const EpRecord *record, char page[EP_PAGE_BYTES]);
-/* True when ranks whose notes are here were at a step in operations that cannot meet: of two buffers, say.  Then the text says which,
- * and *odd is one of the fewer. */
+/* True if, at this step, ranks made calls that cannot meet, for example calls of two buffers. Then text says
+ * which rank called what, and *odd is a rank of the minority. */
 bool ep_record_disagrees(const EpRecord *record, uint64_t step, uint32_t *odd, char *text, size_t num_bytes);
-/* Add the page to folder/epmoe-rank{r}-pid{pid}.txt; on failure the page says so. */
+/* Append the page to folder/epmoe-rank{rank}-pid{pid}.txt. On failure, append a line about it to the page. */
 void ep_record_write(const char *folder, uint32_t rank, char page[EP_PAGE_BYTES]);
 
 #endif /* EP_RECORD_H */

@@ -1,4 +1,9 @@
-/* ring.c - the ring of notes; see record.h. */
+/* ring.c - the ring buffer of call records of one rank; see record.h.
+ *
+ * Exports: the functions ep_ring_*. Host threads write the ring while the watchdog thread reads it, without a
+ * lock. Each entry is a sequence lock: `place` is 0 while the entry is written, and otherwise its number.
+ * Invariant: a reader that sees the same `place` before and after it has read the words has read one record.
+ * The end time and the exchange number are stored later into a finished entry, each as one word. */
 #include <pthread.h>
 #include <stddef.h>
 #include <string.h>
@@ -7,22 +12,28 @@
 #include "protocol/flags.h"
 #include "record.h"
 
+/* A call record as the six words that the ring stores. */
 typedef union {
     EpNote note;
     uint64_t word[6];
 } Words;
 enum { WORD_SEQ = 1, WORD_END = 4, WORD_WHAT = 5 };
 _Static_assert(offsetof(EpNote, what) == 8 * WORD_WHAT && offsetof(EpNote, end_ns) == 8 * WORD_END,
-               "words of a note");
+               "words of a call record");
 
 void ep_ring_blur(EpRing *ring) { atomic_store_explicit(&ring->is_vague, true, memory_order_relaxed); }
 
-/* Whose note in flight is this thread's: another note in it is a part of it. */
-static _Thread_local const EpRing *my_open;
+/* The ring in which this thread has a record in flight, or NULL. A call that this thread begins meanwhile is
+ * part of that record. */
+static _Thread_local const EpRing *my_open_ring;
 
-/* On the CPU threads may share a world, each with a buffer: their calls come in any order.  On a GPU it must be the same on all
- * ranks, whatever the thread (autograd has one of its own); but not inside of another thread's exchange. */
-static void look_at_thread(EpRing *ring, const EpNote *note, bool is_others) {
+/* Decide whether the calling thread makes the order of steps unknown.
+ * CPU: several threads may use one world, each with its own buffer. Their calls come in any order, so a
+ * second thread makes the order unknown.
+ * GPU: the order must be the same on all ranks, whichever thread calls. (Autograd calls from a thread of its
+ * own.) So a second thread is no problem, unless it calls while another thread's call is in flight
+ * (is_others). */
+static void check_thread(EpRing *ring, const EpNote *note, bool is_others) {
     uint64_t me = (uint64_t)pthread_self(), first = 0;
     if (!note->on_stream && !atomic_compare_exchange_strong_explicit(
                                 &ring->thread, &first, me, memory_order_relaxed, memory_order_relaxed))
@@ -33,33 +44,36 @@ static void look_at_thread(EpRing *ring, const EpNote *note, bool is_others) {
 uint64_t ep_ring_begin(EpRing *ring, const EpNote *note) {
     bool is_counted = ep_note_is_counted(note),
          is_open = is_counted && atomic_load_explicit(&ring->open, memory_order_relaxed);
-    if (is_counted) look_at_thread(ring, note, is_open && my_open != ring);
+    if (is_counted) check_thread(ring, note, is_open && my_open_ring != ring);
     if (is_open) return 0;
     Words w = {*note};
     uint64_t place = atomic_fetch_add_explicit(&ring->num, 1, memory_order_relaxed) + 1;
     uint64_t step = atomic_fetch_add_explicit(&ring->step, is_counted, memory_order_relaxed) + is_counted;
     EpRingNote *to = &ring->notes[place % EP_RING_NOTES];
-    w.note.step = step, w.note.begin_ns = ep_now_ns(), w.note.end_ns = 0;
+    w.note.step = step;
+    w.note.begin_ns = ep_now_ns();
+    w.note.end_ns = 0;
     atomic_store_explicit(&to->place, 0, memory_order_relaxed);
-    /* release: whoever reads one of these words sees that the place is 0 or a later one. */
+    /* release: a reader that reads one of these new words then sees place 0 or a later place. */
     for (uint32_t i = 0; i < 6; i++) atomic_store_explicit(&to->word[i], w.word[i], memory_order_release);
     atomic_store_explicit(&to->place, place, memory_order_release);
     if (!is_counted) return place;
-    if (atomic_exchange_explicit(&ring->open, place, memory_order_relaxed))
-        ep_ring_blur(ring); /* another thread was as fast */
-    my_open = ring;
+    /* A record in flight here means that another thread began a call at the same time. */
+    if (atomic_exchange_explicit(&ring->open, place, memory_order_relaxed)) ep_ring_blur(ring);
+    my_open_ring = ring;
     return place;
 }
 
 void ep_ring_end(EpRing *ring, uint64_t note, int code) {
-    if (code && code != EP_ETIMEOUT && code != EP_EPEERDIED && code != EP_ECORRUPT)
-        ep_ring_blur(ring); /* after these nothing is called */
+    /* After a failure, ranks may continue at different steps. The three codes below end the world, so no rank
+     * continues, and the steps stay comparable for the flight record. */
+    if (code && code != EP_ETIMEOUT && code != EP_EPEERDIED && code != EP_ECORRUPT) ep_ring_blur(ring);
     if (note == 0) return;
     atomic_store_explicit(&ring->notes[note % EP_RING_NOTES].word[WORD_END], ep_now_ns(),
                           memory_order_release);
     if (atomic_load_explicit(&ring->open, memory_order_relaxed) == note)
         atomic_store_explicit(&ring->open, 0, memory_order_relaxed);
-    my_open = NULL;
+    my_open_ring = NULL;
 }
 
 uint32_t ep_ring_exchange(EpRing *ring, uint64_t seq) {
@@ -69,9 +83,10 @@ uint32_t ep_ring_exchange(EpRing *ring, uint64_t seq) {
     if (open == 0) return 0;
     atomic_store_explicit(&to->word[WORD_SEQ], seq, memory_order_release);
     w.word[WORD_WHAT] = atomic_load_explicit(&to->word[WORD_WHAT], memory_order_relaxed);
-    return my_open == ring ? (uint32_t)w.note.what << 16 | w.note.of : 0;
+    return my_open_ring == ring ? (uint32_t)w.note.what << 16 | w.note.of : 0;
 }
 
+/* Read the record at a place. False: it has been overwritten, or is being written. */
 static bool ring_read(EpRing *ring, uint64_t place, EpNote *note) {
     EpRingNote *from = &ring->notes[place % EP_RING_NOTES];
     Words w;
@@ -81,7 +96,7 @@ static bool ring_read(EpRing *ring, uint64_t place, EpNote *note) {
     return same && atomic_load_explicit(&from->place, memory_order_relaxed) == place;
 }
 
-/* The notes at places up to last. */
+/* The newest EP_SENT_NOTES records among the places up to last. */
 static void ring_until(EpRing *ring, uint64_t last, EpNotes *out) {
     memset(out, 0, sizeof *out);
     out->is_vague = atomic_load_explicit(&ring->is_vague, memory_order_relaxed);

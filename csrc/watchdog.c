@@ -1,11 +1,14 @@
-/* watchdog.c - the end of a world, and the thread that sees it coming.
+/* watchdog.c - the watchdog thread of a world, and how the world ends.
  *
- * The watchdog owns the reading end of the sockets and sorts what arrives: exchange frames go to the inbox,
- * an abort frame or a peer's end ends the world.  Ending the world means: the first reason is kept, the abort
- * word of every communication buffer is set (every wait, on any backend, looks at it), every other rank is
- * told, with this rank's notes for the flight record.  While the world lives, a rank that is stuck tells the others
- * in what: ranks that wait for each other in different operations would do so until the limit.  The thread holds no
- * Python lock and makes no CUDA call, so neither can keep a death from being seen. */
+ * The watchdog thread alone reads the sockets. It puts exchange frames into the inbox. It ends the world when
+ * an abort frame arrives, when a peer's socket closes, or when a wait on the device has timed out.
+ * ep_world_end keeps the first reason, sets the abort word of every communication buffer (every wait, on any
+ * backend, polls it), and sends the reason and this rank's call records to every peer.
+ * A rank that is stuck sends its call records to the peers. So ranks that wait for each other in different
+ * operations are detected after seconds, not at the timeout.
+ *
+ * Exports: ep_world_end, ep_world_abort, the functions that make the flight record, ep_world_watch_main.
+ * Invariant: the thread takes no Python lock and makes no CUDA call, so neither can delay it. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -18,21 +21,30 @@
 #include "protocol/flags.h"
 #include "world_state.h"
 
-#define POLL_MS 20                   /* how often the watched words are looked at */
-#define LEAVE_GRACE_NS 2000000000ull /* an orderly leaver's peers may finish what it still took part in */
-#define HASTE_NS 500000000ull        /* the same where this process ends */
-#define NOTES_NS 200000000ull        /* how long the peers' notes are waited for */
-#define STUCK_GRACE_NS 100000000ull  /* a GPU says each millisecond that it is stuck */
-#define DISORDER_NS 300000000ull     /* how long ranks that are stuck as well have the time to say so */
+/* Longest interval at which the thread reads the watched host words. */
+#define POLL_MS 20
+/* After a rank has left in order but alone, its peers have this time to finish operations in which it took
+ * part. Then its absence ends the world for them. */
+#define LEAVE_GRACE_NS 2000000000ull
+/* The same time on the side of the leaving rank, if its process is about to end. */
+#define HASTE_NS 500000000ull
+/* How long a rank waits for its peers' call records after the end of the world. */
+#define NOTES_NS 200000000ull
+/* A GPU that is stuck reports it every millisecond. Without a report for this time, it is no longer stuck. */
+#define STUCK_GRACE_NS 100000000ull
+/* A disagreement must last this long before it ends the world. Meanwhile other stuck ranks report their
+ * calls, so that the error names the right ranks. */
+#define DISORDER_NS 300000000ull
 
 void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
     if (w->end_code) return;
     w->end_code = code;
-    if (code == EP_EPEERDIED && rank < w->num_ranks)
-        w->lost_ranks |= 1u << rank; /* another rank may have seen it first */
+    /* The reason may come from a peer's abort frame, before this rank's own socket shows the death. */
+    if (code == EP_EPEERDIED && rank < w->num_ranks) w->lost_ranks |= 1u << rank;
     snprintf(w->end_text, sizeof w->end_text, "%s", text);
     EpRankNotes *mine = &w->record.ranks[w->rank];
-    w->record.end_code = code, w->record.end_rank = rank < w->num_ranks ? rank : w->rank,
+    w->record.end_code = code;
+    w->record.end_rank = rank < w->num_ranks ? rank : w->rank;
     w->record.end_ns = ep_now_ns();
     ep_ring_newest(&w->ring, &mine->notes);
     mine->has_notes = true;
@@ -56,7 +68,8 @@ void ep_world_abort(EpWorld *w, int code, uint32_t rank, const char *text) {
 
 /* ---- the flight record ---- */
 
-/* Every peer has sent its notes or is gone, or the others had the time to. */
+/* True if the world has ended and the page can be made: every peer has sent its call records or its socket is
+ * closed, or NOTES_NS have passed. */
 static bool record_is_due(const EpWorld *w) {
     if (!w->end_code || w->record_state != RECORD_OPEN) return false;
     if (ep_now_ns() - w->record.end_ns > NOTES_NS) return true;
@@ -74,7 +87,7 @@ void ep_world_finish_record(EpWorld *w) {
     }
     ep_record_page(&w->record, w->page);
     if (w->record_folder) {
-        pthread_mutex_unlock(&w->lock); /* a file system may be slow */
+        pthread_mutex_unlock(&w->lock); /* the file system may be slow */
         ep_record_write(w->record_folder, w->rank, w->page);
         pthread_mutex_lock(&w->lock);
     }
@@ -100,16 +113,18 @@ int ep_world_flight_record(EpWorld *w, char page[EP_PAGE_BYTES]) {
     } else {
         EpRankNotes *mine = &w->record.ranks[w->rank];
         ep_ring_newest(&w->ring, &mine->notes);
-        mine->has_notes = true, w->record.end_ns = ep_now_ns();
+        mine->has_notes = true;
+        w->record.end_ns = ep_now_ns();
         ep_record_page(&w->record, page);
     }
     pthread_mutex_unlock(&w->lock);
     return 0;
 }
 
-/* ---- the thread ---- */
+/* ---- frames from the peers ---- */
 
-/* A peer's notes; what they say is read with care (record.c). */
+/* Store a peer's call records for the page. Their content is not validated here: record.c does not use a
+ * number of a peer as an index before it has compared it. */
 static void take_notes(EpWorld *w, uint32_t r, const EpFrame *f) {
     EpRankNotes *its = &w->record.ranks[r];
     if (f->num_bytes != sizeof its->notes || w->record_state != RECORD_OPEN) return;
@@ -117,6 +132,7 @@ static void take_notes(EpWorld *w, uint32_t r, const EpFrame *f) {
     its->has_notes = true;
 }
 
+/* Store the step in which peer r is stuck (0: no longer), and its call records. */
 static void take_stuck(EpWorld *w, uint32_t r, const EpFrame *f) {
     EpRankNotes *its = &w->stuck.ranks[r];
     if (f->num_bytes != sizeof its->notes) return;
@@ -124,6 +140,7 @@ static void take_stuck(EpWorld *w, uint32_t r, const EpFrame *f) {
     w->stuck_step[r] = f->seq;
 }
 
+/* The socket to peer r is closed. This ends the world, unless the peer has said goodbye before. */
 static void peer_ended(EpWorld *w, uint32_t r) {
     char text[96];
     shutdown(w->sockets[r], SHUT_RDWR);
@@ -136,12 +153,17 @@ static void peer_ended(EpWorld *w, uint32_t r) {
     ep_world_end(w, EP_EPEERDIED, r, text);
 }
 
+/* Process one frame of peer r. fd: the descriptor that came with it, or -1. */
 static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
     EpInbox *to = &w->inbox[r][f->seq % EP_NUM_INBOX];
-    if (f->kind == EP_FRAME_EXCHANGE)
-        w->record.ranks[r].heard_seq = f->seq, w->record.ranks[r].heard_ns = ep_now_ns();
+    if (f->kind == EP_FRAME_EXCHANGE) {
+        w->record.ranks[r].heard_seq = f->seq;
+        w->record.ranks[r].heard_ns = ep_now_ns();
+    }
     if (f->kind == EP_FRAME_EXCHANGE && !to->full) {
-        to->frame = *f, to->fd = fd, to->full = true;
+        to->frame = *f;
+        to->fd = fd;
+        to->full = true;
         pthread_cond_broadcast(&w->changed);
         return;
     }
@@ -167,8 +189,12 @@ static void read_peer(EpWorld *w, uint32_t r) {
     if (got < 0) peer_ended(w, r);
 }
 
-/* The first of this rank's newest operations in which it has been stuck for a while, with the notes about it; 0: in none, or it
- * cannot be told.  What is over when it returns is stuck while it has not returned; of what is on a stream, the GPU tells. */
+/* ---- detection of stuck ranks and of mismatched calls ---- */
+
+/* The step of the oldest operation in which this rank has been stuck for longer than EP_STUCK_NS, and the
+ * call records around it. 0: this rank is not stuck, or its steps may differ from those of the other ranks
+ * (is_vague). A synchronous call is stuck if it has not returned. For an operation on a stream, the GPU
+ * reports in host->stuck that it is stuck. */
 static uint64_t stuck_step(EpWorld *w, uint64_t now, EpNotes *notes) {
     EpNotes about;
     uint64_t step = 0, on_gpu = 0;
@@ -181,18 +207,28 @@ static uint64_t stuck_step(EpWorld *w, uint64_t now, EpNotes *notes) {
         const EpCommBuffer *b = w->watched[i];
         uint64_t epoch = b && b->on_stream ? ep_ld_relaxed_sys_u64(&b->comm.host->stuck) : 0;
         if (!epoch) continue;
-        ep_st_relaxed_sys_u64(&b->comm.host->stuck,
-                              0); /* a wait that goes on says so again in a millisecond */
+        /* Clear the report. A wait that continues writes it again within a millisecond. */
+        ep_st_relaxed_sys_u64(&b->comm.host->stuck, 0);
         uint64_t at = ep_ring_about(&w->ring, b, epoch, &about);
-        if (at && (!on_gpu || at < on_gpu)) on_gpu = at, w->on_gpu_notes = about;
+        if (at && (!on_gpu || at < on_gpu)) {
+            on_gpu = at;
+            w->on_gpu_notes = about;
+        }
     }
-    if (on_gpu) w->on_gpu_step = on_gpu, w->on_gpu_ns = now;
-    else if (now - w->on_gpu_ns > STUCK_GRACE_NS) w->on_gpu_step = 0;
-    if (w->on_gpu_step && (!step || w->on_gpu_step < step)) step = w->on_gpu_step, *notes = w->on_gpu_notes;
+    if (on_gpu) {
+        w->on_gpu_step = on_gpu;
+        w->on_gpu_ns = now;
+    } else if (now - w->on_gpu_ns > STUCK_GRACE_NS) {
+        w->on_gpu_step = 0;
+    }
+    if (w->on_gpu_step && (!step || w->on_gpu_step < step)) {
+        step = w->on_gpu_step;
+        *notes = w->on_gpu_notes;
+    }
     return step;
 }
 
-/* Tell the others in which operation this rank is stuck, with its notes; 0: in none any more. */
+/* Send the peers the step in which this rank is stuck (0: it no longer is), and its call records. */
 static void tell_stuck(EpWorld *w, uint64_t step) {
     const EpNotes *notes = &w->stuck.ranks[w->rank].notes;
     EpFrame f = {.kind = EP_FRAME_STUCK, .rank = w->rank, .seq = step, .num_bytes = sizeof *notes};
@@ -202,17 +238,23 @@ static void tell_stuck(EpWorld *w, uint64_t step) {
     w->stuck_step[w->rank] = step;
 }
 
-/* Ranks that are in different places where all should meet in one would wait for each other for good.  So who is stuck says so;
- * and where two are that did different things at the step where the one behind is, the world ends.  In a correct program none
- * are: steps are the same calls on all ranks but on those that know better, which say nothing (is_vague).  Where an operation fails on
- * all, those that have not seen it yet have all called the same. */
-static void look_for_disorder(EpWorld *w) {
+/* Detect ranks that wait for each other in operations that do not meet: a deadlock, which would last until
+ * the timeout. Each stuck rank sends its step and its call records. Of two stuck ranks, take the smaller
+ * step. If the records of the stuck ranks show calls that cannot meet at that step, the world ends.
+ *
+ * A correct program raises no false alarm:
+ *   (1) The same step is the same call on all ranks. A rank for which this may be wrong does not report
+ *       (is_vague).
+ *   (2) After an operation failed on all ranks, a rank that has seen the failure may count differently, so it
+ *       does not report. The ranks that have not seen the failure yet have made the same calls. */
+static void check_call_order(EpWorld *w) {
     char text[256];
     uint32_t odd, me = w->rank;
     bool is_disorder = false;
     uint64_t now = ep_now_ns();
-    if (now - w->looked_ns < POLL_MS * 1000000ull)
-        return; /* frames may come faster, and a GPU's word not be there again */
+    /* Frames can wake this thread more often than POLL_MS. A GPU may then not have written its cleared word
+     * again. */
+    if (now - w->looked_ns < POLL_MS * 1000000ull) return;
     w->looked_ns = now;
     uint64_t step = stuck_step(w, now, &w->stuck.ranks[me].notes);
     if (step != w->stuck_step[me]) tell_stuck(w, step);
@@ -226,8 +268,11 @@ static void look_for_disorder(EpWorld *w) {
     else if (now - w->disorder_ns > DISORDER_NS) ep_world_end(w, EP_EMISMATCH, odd, text);
 }
 
-/* Things that no socket tells: a wait that timed out on the device, a peer that left and is missed. */
-static void look_around(EpWorld *w) {
+/* ---- the thread ---- */
+
+/* End the world for reasons that arrive on no socket: a wait on the device has timed out, or a peer has left
+ * alone and its grace time has passed. */
+static void check_timeouts(EpWorld *w) {
     char text[128];
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
         const EpHostWords *h = w->watched[i] ? w->watched[i]->comm.host : NULL;
@@ -246,9 +291,11 @@ static void look_around(EpWorld *w) {
     }
 }
 
-/* A rank that has left alone may have operations on their way, which peers may still come to, or have left.  They end when no
- * peer is there any more, or after the time that peers give a leaver. */
-static void watch_out(EpWorld *w) {
+/* After this rank has closed the world alone (left_ns): wait for its operations that are still in flight. A
+ * peer may still enter them, or may have left as well. The wait ends when no peer is connected, when no
+ * buffer is watched, or after LEAVE_GRACE_NS (HASTE_NS if the process is about to end). Then the abort words
+ * end the operations that remain. Finally, close all sockets. */
+static void drain(EpWorld *w) {
     pthread_mutex_lock(&w->lock);
     for (bool is_over = !w->left_ns; !is_over;) {
         uint32_t num_peers = 0, num_watched = 0;
@@ -256,8 +303,11 @@ static void watch_out(EpWorld *w) {
         poll(NULL, 0, POLL_MS / 4);
         pthread_mutex_lock(&w->lock);
         for (uint32_t r = 0; r < w->num_ranks; r++) {
-            struct pollfd p = {w->sockets[r], 0, 0}; /* a hangup is told in any case */
-            if (p.fd >= 0 && poll(&p, 1, 0) > 0) close(w->sockets[r]), w->sockets[r] = -1;
+            struct pollfd p = {w->sockets[r], 0, 0}; /* poll reports POLLHUP even if no event is requested */
+            if (p.fd >= 0 && poll(&p, 1, 0) > 0) {
+                close(w->sockets[r]);
+                w->sockets[r] = -1;
+            }
             num_peers += w->sockets[r] >= 0;
         }
         for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) num_watched += w->watched[i] != NULL;
@@ -281,19 +331,22 @@ void *ep_world_watch_main(void *arg) {
         nfds_t n = 1;
         pthread_mutex_lock(&w->lock);
         for (uint32_t r = 0; r < w->num_ranks; r++)
-            if (w->sockets[r] >= 0) p[n] = (struct pollfd){w->sockets[r], POLLIN, 0}, rank_of[n++] = r;
+            if (w->sockets[r] >= 0) {
+                p[n] = (struct pollfd){w->sockets[r], POLLIN, 0};
+                rank_of[n++] = r;
+            }
         pthread_mutex_unlock(&w->lock);
         p[0] = (struct pollfd){w->wake_fd, POLLIN, 0};
         poll(p, n, POLL_MS);
         if (p[0].revents) {
-            watch_out(w);
+            drain(w);
             return NULL;
         }
         pthread_mutex_lock(&w->lock);
         for (nfds_t i = 1; i < n; i++)
             if (p[i].revents && w->sockets[rank_of[i]] == p[i].fd) read_peer(w, rank_of[i]);
-        look_around(w);
-        if (!w->end_code && !w->closing) look_for_disorder(w);
+        check_timeouts(w);
+        if (!w->end_code && !w->closing) check_call_order(w);
         if (record_is_due(w)) ep_world_finish_record(w);
         pthread_mutex_unlock(&w->lock);
     }
