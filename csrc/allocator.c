@@ -1,4 +1,6 @@
-/* allocator.c - see allocator.h. */
+/* allocator.c - first fit over an array of blocks; see allocator.h.
+ * Invariant: the blocks are in the order of their offsets and cover the heap without a gap. No two free
+ * blocks are neighbours, except between give_back and its call of merge_free. */
 #include "allocator.h"
 
 #include <string.h>
@@ -7,7 +9,8 @@
 
 void ep_allocator_open(EpAllocator *a, uint64_t num_bytes) {
     memset(a, 0, sizeof *a);
-    a->blocks[0] = (EpBlock){0, num_bytes, false, false}, a->num_blocks = 1;
+    a->blocks[0] = (EpBlock){0, num_bytes, false, false};
+    a->num_blocks = 1;
 }
 
 static void insert_block(EpAllocator *a, uint32_t at, EpBlock b) {
@@ -22,8 +25,8 @@ int ep_allocator_take(EpAllocator *a, uint64_t num_bytes, uint64_t alignment, ui
         return ep_error(EP_ENOMEM, "a heap holds at most %u allocations: free some, or make another heap",
                         EP_MAX_BLOCKS / 2);
     ep_allocator_stats(a, &s);
-    if (num_bytes <= s.free_bytes)
-        num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN); /* more cannot be had, and must not wrap */
+    /* Round up only a size that may fit. A larger size fails below, and rounding it up could overflow. */
+    if (num_bytes <= s.free_bytes) num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN);
     if (alignment < EP_HEAP_ALIGN) alignment = EP_HEAP_ALIGN;
     for (uint32_t i = 0; i < a->num_blocks; i++) {
         EpBlock b = a->blocks[i];
@@ -45,6 +48,7 @@ int ep_allocator_take(EpAllocator *a, uint64_t num_bytes, uint64_t alignment, ui
                     (unsigned long long)s.largest_free_bytes, (unsigned long long)s.total_bytes);
 }
 
+/* The index of the allocation that begins at this offset. Allocations of the heap itself are not found. */
 static int find_block(const EpAllocator *a, uint64_t off, uint32_t *at) {
     for (*at = 0; *at < a->num_blocks; (*at)++)
         if (a->blocks[*at].off == off && a->blocks[*at].used && !a->blocks[*at].kept) return 0;
@@ -57,7 +61,7 @@ int ep_allocator_check(const EpAllocator *a, uint64_t off) {
     return find_block(a, off, &at);
 }
 
-/* Free neighbours become one block. */
+/* Merge neighbouring free blocks into one. */
 static void merge_free(EpAllocator *a) {
     uint32_t n = 0;
     for (uint32_t i = 0; i < a->num_blocks; i++) {
@@ -84,7 +88,8 @@ void ep_allocator_keep(EpAllocator *a) {
 
 void ep_allocator_stats(const EpAllocator *a, EpHeapStats *s) {
     memset(s, 0, sizeof *s);
-    s->used_bytes = a->used_bytes, s->peak_bytes = a->peak_bytes;
+    s->used_bytes = a->used_bytes;
+    s->peak_bytes = a->peak_bytes;
     for (uint32_t i = 0; i < a->num_blocks; i++) {
         const EpBlock *b = &a->blocks[i];
         if (b->used) {

@@ -1,17 +1,20 @@
-/* allocator.h - which parts of a heap are taken: first fit over a list of blocks in address order.
+/* allocator.h - the allocator of a symmetric heap: first fit over a list of blocks in the order of their
+ * offsets. A block is a range of the heap that is either free or an allocation.
  *
- * Pure arithmetic on offsets: given the same calls it gives the same offsets on every rank.  It touches no
- * memory but its own, and asks no peer. */
+ * Exports: open, take, check, give_back, keep and stats.
+ * Invariant: it only computes offsets. It reads and writes no memory except EpAllocator, and communicates
+ * with no peer. So the same calls give the same offsets on every rank. */
 #ifndef EP_ALLOCATOR_H
 #define EP_ALLOCATOR_H
 #include "epmoe.h"
 
 #define EP_MAX_BLOCKS 1024u
-#define EP_HEAP_ALIGN 256u /* of every block; larger alignments are cut from within */
+#define EP_HEAP_ALIGN 256u /* of every block; a larger alignment may leave a free block before it */
 
 typedef struct {
     uint64_t off, num_bytes;
-    bool used, kept; /* kept: the heap's own, neither counted nor given back */
+    bool used; /* an allocation */
+    bool kept; /* an allocation of the heap itself: it is in no statistics and cannot be freed */
 } EpBlock;
 typedef struct {
     uint32_t num_blocks;
@@ -20,12 +23,13 @@ typedef struct {
 } EpAllocator;
 
 void ep_allocator_open(EpAllocator *a, uint64_t num_bytes);
-/* At least one byte; alignment: a power of two.  EP_ENOMEM says what was needed and what is free. */
+/* Allocate num_bytes (at least 1) at a multiple of alignment, a power of two. EP_ENOMEM: the text says how
+ * many bytes were needed and how many are free. */
 int ep_allocator_take(EpAllocator *a, uint64_t num_bytes, uint64_t alignment, uint64_t *off);
-/* 0 when an allocation begins here. */
+/* 0 if an allocation begins at this offset that give_back would accept; otherwise EP_EINVAL. */
 int ep_allocator_check(const EpAllocator *a, uint64_t off);
 int ep_allocator_give_back(EpAllocator *a, uint64_t off);
-/* What is allocated so far is the heap's own from now on. */
+/* From now on, the allocations made so far belong to the heap itself (kept). */
 void ep_allocator_keep(EpAllocator *a);
 void ep_allocator_stats(const EpAllocator *a, EpHeapStats *stats);
 

@@ -1,4 +1,6 @@
-/* memory.c - see memory.h. */
+/* memory.c - the list of heap memory in this process, and memory that its world frees later; see memory.h.
+ * Invariant: `lock` guards the list and the reference counts. A pointer from a peer is only compared with the
+ * entries of the list, and never dereferenced. */
 #include "memory.h"
 
 #include <pthread.h>
@@ -8,14 +10,18 @@
 #include "world.h"
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static EpMemory *memories; /* all of this process: a rank may be gone before a peer has found its memory */
+/* All registered memory of this process. A rank may free its memory before a peer looks for it; the peer then
+ * finds no entry, instead of using a pointer to freed memory. */
+static EpMemory *memories;
 
 EpMemory *ep_memory_add(void *address) {
     EpMemory *m = (EpMemory *)calloc(1, sizeof *m);
     if (!m) return NULL;
-    m->num_refs = 1, m->address = address;
+    m->num_refs = 1;
+    m->address = address;
     pthread_mutex_lock(&lock);
-    m->next = memories, memories = m;
+    m->next = memories;
+    memories = m;
     pthread_mutex_unlock(&lock);
     return m;
 }
@@ -41,7 +47,7 @@ bool ep_memory_drop(EpMemory *m) {
     return last;
 }
 
-/* ---- left to a world ---- */
+/* ---- memory that is left to a world ---- */
 
 typedef struct {
     const EpBackend *backend;
@@ -61,7 +67,7 @@ static void free_kept(void *block) {
 void ep_memory_keep(EpWorld *world, const EpBackend *backend, int device, void *address, uint64_t num_bytes) {
     KeptBlock *k = (KeptBlock *)malloc(sizeof *k);
     atomic_fetch_add(&kept_bytes, num_bytes);
-    if (!k) return; /* then it is kept for good */
+    if (!k) return; /* the memory is never freed: without this record, the world does not know of it */
     *k = (KeptBlock){backend, device, address, num_bytes};
     if (!ep_world_at_release(world, free_kept, k)) free(k);
 }

@@ -1,6 +1,8 @@
-/* memory.h - a rank's memory, counted within its process, and what of it is left to worlds.
+/* memory.h - reference counts for the memory of heaps, and memory that is kept until its world ends.
  *
- * Ranks that are threads reach each other's memory by the same addresses: the last heap over it gives it back. */
+ * Ranks that are threads of one process use each other's memory at the same addresses. So each rank's memory
+ * has a count of the heaps that use it, and the heap that drops the last reference frees it.
+ * Exports: add, find and drop for the counts; keep and kept_bytes for memory that is left to a world. */
 #ifndef EP_MEMORY_H
 #define EP_MEMORY_H
 #include "backend.h"
@@ -11,15 +13,17 @@ typedef struct EpMemory {
     void *address;
 } EpMemory;
 
-/* NULL without memory for it. */
+/* Register the memory of a heap, with one reference. NULL: the registration could not be allocated. */
 EpMemory *ep_memory_add(void *address);
-/* The one that another rank of this process has named by its address, with a reference more; or NULL. */
+/* The EpMemory that another rank of this process has registered, with one more reference. card_address: the
+ * address of that EpMemory, from the rank's card. NULL: it has been freed already. */
 EpMemory *ep_memory_find(uint64_t card_address);
-/* True when the caller was the last, and has to give back what it stands for, and itself. */
+/* Release a reference. True: it was the last one. The caller must free the heap memory and the EpMemory. */
 bool ep_memory_drop(EpMemory *memory);
-/* Leave a block to the world, which gives it back when nobody holds it any more (heap.c says when). */
+/* Leave the memory of a heap to the world, which frees it when the last reference to the world is released.
+ * heap.c says why this is needed. */
 void ep_memory_keep(EpWorld *world, const EpBackend *backend, int device, void *address, uint64_t num_bytes);
-/* Of all worlds of this process. */
+/* The number of bytes that all worlds of this process keep. */
 uint64_t ep_memory_kept_bytes(void);
 
 #endif /* EP_MEMORY_H */

@@ -1,4 +1,5 @@
-/* room.c - see room.h. */
+/* room.c - reads the memory limits of the machine and of the process's control groups; see room.h.
+ * Exports: ep_room_bytes. A limit that is missing or cannot be parsed counts as "no limit". */
 #include "room.h"
 
 #include <stdio.h>
@@ -7,8 +8,9 @@
 
 #define MAX_PATH 4096
 
-/* The number behind `key` in a file of lines "key number", or the only number when key is ""; else `otherwise`.
- * "max" is no limit. */
+/* The number after `key` in a file of lines "key number" or "key: number"; with key "", the number at the
+ * start of the file. Returns `otherwise` if there is no number: a control group without a limit says
+ * "max". */
 static uint64_t read_number(const char *path, const char *key, uint64_t otherwise) {
     char line[256];
     uint64_t value = otherwise;
@@ -25,7 +27,8 @@ static uint64_t read_number(const char *path, const char *key, uint64_t otherwis
     return value;
 }
 
-/* What a control group leaves: its limit less what it uses, of which cached files can be taken back. */
+/* What a control group leaves: its limit minus its usage. Cached files do not count as usage, because the
+ * kernel can reclaim them. UINT64_MAX if the group has no limit. */
 static uint64_t group_room(const char *folder, const char *limit, const char *usage, const char *prefix) {
     char path[MAX_PATH + 64], key[64];
     snprintf(path, sizeof path, "%s/%s", folder, limit);
@@ -42,8 +45,9 @@ static uint64_t group_room(const char *folder, const char *limit, const char *us
     return used < most ? most - used : 0;
 }
 
-/* The least room of a group and of those that it is in.  In a container the path may be one of the host's, of
- * which only the root is to be seen. */
+/* The minimum that a control group and its parents leave; the limit of each of them applies. In a container,
+ * /proc/self/cgroup may show a path of the host. Then only the root of the path exists here; the other
+ * folders give no limit. */
 static uint64_t groups_room(char *folder, size_t root_length, const char *limit, const char *usage,
                             const char *prefix) {
     uint64_t least = UINT64_MAX;
@@ -63,7 +67,7 @@ uint64_t ep_room_bytes(const char *root) {
     room = room == UINT64_MAX / 1024 ? UINT64_MAX : room * 1024;
     snprintf(path, sizeof path, "%s/proc/self/cgroup", root);
     FILE *file = fopen(path, "re");
-    while (file && fgets(line, sizeof line, file)) { /* "0::/path" is v2, "7:memory:/path" is v1 */
+    while (file && fgets(line, sizeof line, file)) { /* "0::/path" is version 2, "7:memory:/path" version 1 */
         const char *names = strchr(line, ':'), *at = names ? strchr(names + 1, ':') : NULL;
         if (!at) continue;
         line[strcspn(line, "\n")] = 0;

@@ -1,12 +1,13 @@
-/* room.h - how much memory the machine, or the container, still has. */
+/* room.h - how much memory this process may still allocate on its machine or in its container. */
 #ifndef EP_ROOM_H
 #define EP_ROOM_H
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Bytes that this process may take before somebody is killed for it: what /proc/meminfo and the limits of its
- * control groups (v2 or v1) leave, the least of them; UINT64_MAX where nothing says.  root: "", or a folder
- * that stands for the root of the file system. */
+/* The number of bytes that this process may allocate before the kernel's OOM killer ends a process. It is the
+ * minimum of the available memory in /proc/meminfo and of what the process's control groups (v2 or v1) leave.
+ * UINT64_MAX if neither gives a limit. root: "", or for tests a folder that replaces the root of the file
+ * system. */
 uint64_t ep_room_bytes(const char *root);
 
 #endif /* EP_ROOM_H */

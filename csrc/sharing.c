@@ -1,4 +1,4 @@
-/* sharing.c - see sharing.h. */
+/* sharing.c - checks and computes how ranks share a device; see sharing.h. */
 #include "sharing.h"
 
 #include <string.h>
@@ -33,9 +33,10 @@ int ep_sharing_check(const EpHeapRoom rooms[], uint32_t num_ranks, uint64_t num_
     return 0;
 }
 
-/* Operations of ranks that share a GPU wait for each other, so all their CTAs must be resident at once: together the ranks
- * use no more CTAs than there are SMs.  A sixteenth of the SMs is not given to any rank.  A pair of CTAs needs two SMs of
- * one GPC, and single CTAs of another rank may leave an odd SM in each GPC. */
+/* Operations of ranks that share a GPU wait for each other. To avoid a deadlock, the CTAs of all these ranks
+ * must be resident at once. So together the ranks use no more CTAs than the GPU has SMs.
+ * A sixteenth of the SMs is given to no rank. The reason: a cluster of two CTAs needs two SMs of one GPC, and
+ * single CTAs of another rank may leave one unusable SM in each GPC. */
 uint32_t ep_sharing_reserved_sms(const EpHeapRoom rooms[], uint32_t num_ranks, uint32_t my_rank) {
     const uint32_t n = count_sharing(rooms, num_ranks, my_rank);
     const uint32_t num_sms = rooms[my_rank].num_sms;
