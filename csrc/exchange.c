@@ -1,5 +1,10 @@
-/* exchange.c - what the ranks of a world tell each other: each a few bytes to all, and all wait for all.  An exchange carries the call
- * that it is a part of, so that ranks in different calls hear so; a rank that has nothing to give says why. */
+/* exchange.c - the exchange: each rank sends a few bytes to all others and waits for the bytes of all others.
+ *
+ * Exports: ep_world_exchange, _exchange_fd, _refuse, _agree, _check, _is_forked and _set_interrupt.
+ * A frame names the collective call that the exchange is part of. So ranks that are in different calls get
+ * EP_EMISMATCH. A rank that failed before the exchange sends its error code instead of data.
+ * Invariant: exchange number n of a rank meets exchange number n of every other rank, also if it fails. So
+ * the next exchange works after an error of this one, as long as the world has not ended. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -10,8 +15,9 @@
 #include "error.h"
 #include "world_state.h"
 
-#define INTERRUPT_NS 100000000ull /* how often a wait asks whether it is wanted any more */
+#define INTERRUPT_NS 100000000ull /* interval at which a wait asks whether the user has interrupted it */
 
+/* 0, or the error with which the world has ended, or EP_ECLOSED after close. The caller holds the lock. */
 static int check_locked(EpWorld *w) {
     if (w->end_code) return ep_error(w->end_code, "%s", w->end_text);
     if (w->closed) return ep_error(EP_ECLOSED, "this world is closed: create a new one");
@@ -35,7 +41,9 @@ int ep_world_check(EpWorld *w) {
 static bool (*_Atomic interrupt_wanted)(void);
 void ep_world_set_interrupt(bool (*wanted)(void)) { atomic_store(&interrupt_wanted, wanted); }
 
-/* The lock is held, and let go of meanwhile: who answers may need what the holder of the lock waits for. */
+/* True if the user has interrupted the program. The caller holds the lock. The function releases it during
+ * the callback, to avoid a deadlock: the callback may need a lock (Python's, for example) that another thread
+ * holds while it waits for this world's lock. */
 static bool is_interrupted(EpWorld *w) {
     bool (*wanted)(void) = atomic_load(&interrupt_wanted);
     if (!wanted) return false;
@@ -45,7 +53,8 @@ static bool is_interrupted(EpWorld *w) {
     return yes;
 }
 
-/* Wait for peer r's frame of this exchange; the lock is held. */
+/* Wait for peer r's frame of this exchange. The caller holds the lock. A timeout and an interrupt end the
+ * world. *limit_ns: the deadline of the exchange; it moves by the time that the process was suspended. */
 static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns) {
     EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
     uint64_t until_ns = *limit_ns;
@@ -57,40 +66,48 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
         struct timespec t = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
         bool is_timeout = pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT;
         now = ep_now_ns();
-        if (now > next + INTERRUPT_NS)
-            *limit_ns += now - next, until_ns += now - next,
-                next = 0; /* nobody ran here, nor perhaps anywhere: it does not count */
+        if (now > next + INTERRUPT_NS) {
+            /* This thread woke up much too late: the process, perhaps the whole job, was suspended. That time
+             * does not count toward the timeout. */
+            *limit_ns += now - next;
+            until_ns += now - next;
+            next = 0;
+        }
         if (!is_timeout || from->full) continue;
-        if (next == until_ns &&
-            !is_late) { /* this process may have been stopped, and the frame be there unread */
-            is_late = true, until_ns = ep_now_ns() + INTERRUPT_NS;
+        if (next == until_ns && !is_late) {
+            /* The process may have been suspended just now, and the watchdog thread may not have read a frame
+             * that has arrived. Give it one more interval. */
+            is_late = true;
+            until_ns = ep_now_ns() + INTERRUPT_NS;
         } else if (next == until_ns) {
             snprintf(text, sizeof text,
                      "rank %u timed out waiting for rank %u in exchange %llu; see flight_record()", w->rank,
                      r, (unsigned long long)seq);
             ep_world_end(w, EP_ETIMEOUT, r, text);
-        } else if (is_interrupted(w)) { /* the peer's frame may still come, and belong to no exchange */
+        } else if (is_interrupted(w)) {
+            /* End the world, because the peer's frame may still arrive, and would belong to no exchange. */
             snprintf(text, sizeof text, "rank %u was interrupted while waiting for rank %u", w->rank, r);
             ep_world_end(w, EP_ECLOSED, w->rank, text);
-            return check_locked(w); /* whether the frame has come meanwhile or not: an exception waits */
+            return check_locked(w); /* fail even if the frame has arrived: the user's exception is pending */
         }
     }
     return 0;
 }
 
-/* What rank r's frame brings, into its place of all; or why it does not belong to mine. */
-static int look_at_frame(uint32_t r, const EpFrame *its, const EpFrame *mine, void *all) {
-    char there[64], here[64];
+/* Compare rank r's frame with this rank's. If they belong together, copy its data to block r of all. */
+static int check_frame(uint32_t r, const EpFrame *its, const EpFrame *mine, void *all) {
+    char its_call[64], my_call[64];
     if (its->code)
         return ep_error(EP_EPEER,
                         "rank %u could not take part in the exchange: %s. See the error that it raised.", r,
                         ep_error_name(its->code));
     if (its->about != mine->about && its->about && mine->about) {
-        ep_about_name(its->about, there, sizeof there), ep_about_name(mine->about, here, sizeof here);
+        ep_about_name(its->about, its_call, sizeof its_call);
+        ep_about_name(mine->about, my_call, sizeof my_call);
         return ep_error(EP_EMISMATCH,
                         "ranks are in different collective calls: rank %u in %s, rank %u in %s. Use the same "
                         "order on all ranks.",
-                        r, there, mine->rank, here);
+                        r, its_call, mine->rank, my_call);
     }
     if (its->num_bytes != mine->num_bytes)
         return ep_error(EP_EMISMATCH,
@@ -102,7 +119,10 @@ static int look_at_frame(uint32_t r, const EpFrame *its, const EpFrame *mine, vo
     return 0;
 }
 
-/* Give rank r my frame; the lock is held.  That it is gone the watchdog sees; but who lives would wait for what could not be sent. */
+/* Send this rank's frame to rank r. The caller holds the lock. Two errors are ignored here. If rank r has
+ * died, the watchdog thread ends the world. If rank r does not receive, the wait for its frame times out. But
+ * if rank r is alive and this rank cannot send (EP_ESYS), rank r would wait until its timeout. So end the
+ * world. */
 static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t until_ns) {
     char text[160];
     if (ep_wire_send(w->sockets[r], f, fd, until_ns) != EP_ESYS) return 0;
@@ -111,7 +131,10 @@ static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t
     return check_locked(w);
 }
 
-/* status: 0, or why this rank has nothing to give (mine and all may be NULL then). */
+/* The exchange. status: 0, or the code with which this rank refuses; mine and all may be NULL then. `code` is
+ * an error that ended the world. `verdict` is the first disagreement between the frames. After a
+ * disagreement, and after this rank's own refusal, the frames of the other ranks are still consumed, so that
+ * the next exchange works. */
 static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out,
                     int *fds_in) {
     uint64_t until = ep_now_ns() + atomic_load(&w->timeout_ns);
@@ -123,9 +146,10 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
                         num_bytes);
     EpNote note = {.what = EP_DID_EXCHANGE, .size = num_bytes};
     uint64_t noted = ep_ring_begin(&w->ring, &note);
-    if (num_bytes)
-        memcpy(f.bytes, mine, num_bytes),
-            memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
+    if (num_bytes) {
+        memcpy(f.bytes, mine, num_bytes);
+        memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
+    }
     pthread_mutex_lock(&w->lock);
     int code = check_locked(w);
     f.seq = ++w->seq;
@@ -140,16 +164,14 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
         from->full = false;
         if (fds_in) fds_in[r] = from->fd;
         else if (from->fd >= 0) close(from->fd);
-        if (from->frame.seq != f.seq) { /* out of step for good */
+        if (from->frame.seq != f.seq) { /* the ranks cannot get back into step */
             char text[128];
             snprintf(text, sizeof text, "ranks are out of step: rank %u is in exchange %llu, rank %u in %llu",
                      r, (unsigned long long)from->frame.seq, w->rank, (unsigned long long)f.seq);
             ep_world_end(w, EP_ECORRUPT, r, text);
             code = check_locked(w);
-        } else if (
-            !verdict &&
-            !status) { /* else the others' frames are taken all the same, so that the next exchange works */
-            verdict = look_at_frame(r, &from->frame, &f, all);
+        } else if (!verdict && !status) {
+            verdict = check_frame(r, &from->frame, &f, all);
         }
     }
     pthread_mutex_unlock(&w->lock);
