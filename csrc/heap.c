@@ -1,14 +1,16 @@
-/* heap.c - a symmetric heap: one block per rank, one allocator that runs the same on all of them.
+/* heap.c - a symmetric heap: allocate, translate, put, get, signal, wait, barrier, close and release.
  *
- * An offset means the same thing on every rank, so translating an address to a peer is: minus my base,
- * plus the peer's.  Every allocation is compared across ranks before it is believed.  The heap is
- * counted: tensors over it hold it, and the last one out unmaps it, without asking any peer.
+ * Every rank has memory of the same size, and an allocator that runs identically on all ranks. Invariant: an
+ * offset means the same on every rank. So the address of data on a peer is: address - own base + peer's base.
+ * All ranks compare each allocation and each free before they execute it.
+ * The heap is reference-counted. Tensors hold references. The last release unmaps it, without asking a peer.
  *
- * A peer may still copy from or to memory that this rank drops.  On the CPU that is the peer's own mapping of
- * a file that lives as long as anyone maps it.  Memory of a GPU must not be freed under a peer: a heap that is
- * dropped on one rank while its world lives, without the close that all ranks come to, leaves its block to the
- * world, which frees it at its own end.  Waiting for the peers instead could take for ever, in a destructor.  How
- * many bytes are kept is said when the next heap finds no room. */
+ * A peer may still copy to or from memory that this rank releases. On the CPU this is safe: the peer has its
+ * own mapping of a file, which exists as long as any rank maps it. GPU memory must not be freed while a peer
+ * may use it. A rank may release a GPU heap before the collective close, while the world has not ended. Then
+ * the memory is left to the world (ep_memory_keep), which frees it at its own release. Waiting for the peers
+ * here instead could take forever, in a destructor. If a later heap cannot be allocated, the error says how
+ * many bytes are kept. */
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,6 +29,8 @@ int ep_heap_device(const EpHeap *h) { return h->device; }
 uint16_t ep_heap_number(const EpHeap *h) { return h->control.of; }
 uint32_t ep_heap_reserved_sms(const EpHeap *h) { return h->reserved_sms; }
 
+/* True if no peer can still use this rank's memory: CPU memory (see above), after the collective close, in a
+ * world of one rank, or after the world has ended. */
 static bool may_free(EpHeap *h) {
     return h->kind == EP_CPU || h->closed || ep_world_size(h->world) == 1 || ep_world_check(h->world) != 0;
 }
@@ -38,7 +42,7 @@ EpHeap *ep_heap_retain(EpHeap *h) {
 
 void ep_heap_release(EpHeap *h) {
     if (!h || atomic_fetch_sub(&h->num_refs, 1) != 1) return;
-    if (ep_world_is_forked(h->world)) return; /* the parent's memory and handles */
+    if (ep_world_is_forked(h->world)) return; /* the memory and its handles belong to the parent process */
     uint32_t me = ep_world_rank(h->world);
     if (h->has_control) ep_comm_close(h, &h->control);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) {
@@ -56,7 +60,8 @@ void ep_heap_release(EpHeap *h) {
     free(h);
 }
 
-/* Where the world has ended, others' kernels may never end, and nobody waits for this rank. */
+/* Wait until this rank's device has finished all work. After the end of the world, do not wait: no peer waits
+ * for this rank, and the kernels of other ranks may never finish. */
 int ep_heap_quiesce(EpHeap *h) { return ep_world_check(h->world) ? 0 : h->backend->sync_all(h->device); }
 
 int ep_heap_close(EpHeap *h) {
@@ -64,16 +69,19 @@ int ep_heap_close(EpHeap *h) {
     if (h->closed) return 0;
     uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_HEAP_CLOSE, .of = h->control.of});
     int synced = ep_heap_quiesce(h);
-    int code = ep_world_exchange(h->world, &mine, 1, all); /* nobody unmaps what another still uses */
-    h->closed =
-        !code || ep_world_check(h->world) != 0; /* else some rank was elsewhere, and all close again */
+    int code = ep_world_exchange(h->world, &mine, 1, all); /* no rank unmaps before all have quiesced */
+    /* If the exchange failed and the world has not ended, a rank was in another call. All must close
+     * again. */
+    h->closed = !code || ep_world_check(h->world) != 0;
     ep_world_noted(h->world, note, code);
     return code ? code : synced;
 }
 
-/* ---- allocating, all ranks alike ---- */
+/* ---- allocate and free, identically on all ranks ---- */
 
-/* What a rank says of an allocation, or of a free (alignment 0) of what stands at an offset: all must say the same. */
+/* What a rank sends to all others before an allocation or a free. It must be the same on all ranks.
+ * Allocation: size and alignment. Free: alignment is 0, and num_bytes is the offset of the allocation.
+ * status: 0, or the EpCode with which this rank cannot take part. */
 typedef struct {
     uint64_t num_bytes, alignment;
     int64_t status;
@@ -81,7 +89,7 @@ typedef struct {
 
 static int agree(EpHeap *h, const Call *mine) {
     Call all[EP_MAX_RANKS];
-    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
     EP_TRY(ep_world_exchange(h->world, mine, sizeof *mine, all));
     for (uint32_t r = 0; r < ep_world_size(h->world); r++) {
         const unsigned long long its = all[r].num_bytes, first = all[0].num_bytes;
@@ -90,7 +98,8 @@ static int agree(EpHeap *h, const Call *mine) {
                             mine->alignment ? "allocation" : "free", ep_error_name((int)all[r].status));
         if (memcmp(&all[r], &all[0], sizeof all[r]) == 0) continue;
         if (mine->alignment == 0)
-            return ep_error(EP_EMISMATCH, "rank %u frees what stands at %llu, rank 0 at %llu", r, its, first);
+            return ep_error(EP_EMISMATCH, "rank %u frees the allocation at offset %llu, rank 0 at %llu", r,
+                            its, first);
         return ep_error(EP_EMISMATCH,
                         "rank %u allocates %llu bytes (alignment %llu), rank 0 %llu (alignment %llu)", r, its,
                         (unsigned long long)all[r].alignment, first, (unsigned long long)all[0].alignment);
@@ -107,17 +116,17 @@ static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, 
     mine.status = status;
     snprintf(why, sizeof why, "%s", ep_error_text());
     int code = agree(h, &mine);
-    if (status && code == EP_EPEER)
-        return ep_error(status, "%s", why); /* this rank knows better what was wrong */
+    /* EP_EPEER may mean this rank's own status. Then its own text says more precisely what is wrong. */
+    if (status && code == EP_EPEER) return ep_error(status, "%s", why);
     EP_TRY(code);
     *off = 0;
-    if (num_bytes == 0) return 0; /* nothing, but agreed upon */
+    if (num_bytes == 0) return 0; /* all ranks have agreed to allocate nothing */
     EP_TRY(ep_allocator_take(&h->allocator, num_bytes, alignment, off));
     code = h->backend->zero(h->device, (unsigned char *)h->base[ep_world_rank(h->world)] + *off, num_bytes,
                             NULL);
     if (!code) code = h->backend->sync(h->device, NULL, h->world);
-    code = ep_world_agree(h->world, code,
-                          "clear its part of an allocation"); /* no peer writes before all have */
+    /* After this exchange all ranks have zeroed their part. So no peer writes into it before it is zeroed. */
+    code = ep_world_agree(h->world, code, "clear its part of an allocation");
     if (code) ep_allocator_give_back(&h->allocator, *off);
     return code;
 }
@@ -131,20 +140,20 @@ int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status,
     return code;
 }
 
-static int release(EpHeap *h, uint64_t off) {
-    int status = off ? ep_allocator_check(&h->allocator, off)
-                     : 0; /* 0: nothing, as an allocation of no bytes has it */
+static int free_allocation(EpHeap *h, uint64_t off) {
+    /* Offset 0 stands for an allocation of 0 bytes: there is nothing to check and nothing to free. */
+    int status = off ? ep_allocator_check(&h->allocator, off) : 0;
     Call mine = {off, 0, status};
     int code = agree(h, &mine);
-    if (status && code == EP_EPEER)
-        return ep_allocator_check(&h->allocator, off); /* this rank knows better */
+    /* Report this rank's own error: check again, to set its text. */
+    if (status && code == EP_EPEER) return ep_allocator_check(&h->allocator, off);
     EP_TRY(code);
     return off ? ep_allocator_give_back(&h->allocator, off) : 0;
 }
 
 int ep_heap_free(EpHeap *h, uint64_t off) {
     uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_FREE, .of = h->control.of});
-    int code = release(h, off);
+    int code = free_allocation(h, off);
     ep_world_noted(h->world, note, code);
     return code;
 }
@@ -162,7 +171,7 @@ int ep_heap_offset(EpHeap *h, const void *address, uint64_t num_bytes, uint64_t 
 }
 
 int ep_heap_translate(EpHeap *h, uint64_t off, uint32_t peer, void **address) {
-    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
     if (peer >= ep_world_size(h->world))
         return ep_error(EP_EINVAL, "rank %u of a world of %u", peer, ep_world_size(h->world));
     if (off > h->num_bytes)
@@ -171,17 +180,20 @@ int ep_heap_translate(EpHeap *h, uint64_t off, uint32_t peer, void **address) {
     return 0;
 }
 
-_Static_assert(EP_DEV_MAX_RANKS == EP_MAX_RANKS, "a handle has all ranks");
+_Static_assert(EP_DEV_MAX_RANKS == EP_MAX_RANKS, "a device handle has a base for every rank");
 int ep_heap_handle(EpHeap *h, EpDeviceHeap *handle) {
-    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
     EP_TRY(ep_world_check(h->world));
     *handle = (EpDeviceHeap){.world_ended = &h->control.comm.host->abort,
                              .timeout_ns = ep_world_timeout_ns(h->world)};
-    handle->my_rank = ep_world_rank(h->world), handle->num_ranks = ep_world_size(h->world);
+    handle->my_rank = ep_world_rank(h->world);
+    handle->num_ranks = ep_world_size(h->world);
     for (uint32_t r = 0; r < handle->num_ranks; r++) handle->base[r] = (unsigned char *)h->base[r];
     return 0;
 }
 
+/* Validate an access to num_bytes at an offset of a peer, and compute the address. Also fails if an earlier
+ * operation of this heap has failed (ep_comm_check). */
 static int locate(EpHeap *h, uint64_t off, uint64_t num_bytes, uint32_t peer, void *stream, void **address) {
     EP_TRY(ep_heap_translate(h, off, peer, address));
     if (h->num_bytes - off < num_bytes)
@@ -203,9 +215,15 @@ int ep_heap_get(EpHeap *h, void *dst, uint64_t src_off, uint64_t num_bytes, uint
     return h->backend->copy(h->device, dst, src, num_bytes, stream);
 }
 
+static int check_word(uint64_t off) {
+    if (off % 8 == 0) return 0;
+    return ep_error(EP_EINVAL, "offset %llu: a signal word must be at a multiple of 8 bytes",
+                    (unsigned long long)off);
+}
+
 int ep_heap_signal(EpHeap *h, uint64_t off, uint64_t value, bool add, uint32_t peer, void *stream) {
     void *word;
-    if (off % 8) return ep_error(EP_EINVAL, "a signal word stands on a multiple of 8 bytes");
+    EP_TRY(check_word(off));
     EP_TRY(locate(h, off, 8, peer, stream, &word));
     uint64_t note = ep_world_note(
         h->world, &(EpNote){.what = EP_DID_SIGNAL, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
@@ -216,7 +234,7 @@ int ep_heap_signal(EpHeap *h, uint64_t off, uint64_t value, bool add, uint32_t p
 
 int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stream) {
     void *word;
-    if (off % 8) return ep_error(EP_EINVAL, "a signal word stands on a multiple of 8 bytes");
+    EP_TRY(check_word(off));
     EP_TRY(locate(h, off, 8, ep_world_rank(h->world), stream, &word));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
     uint64_t note = ep_world_note(
@@ -228,7 +246,7 @@ int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stre
 }
 
 int ep_heap_barrier(EpHeap *h, void *stream) {
-    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed");
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
     EP_TRY(ep_comm_check(h, &h->control, stream));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
     uint64_t note = ep_comm_note(h, &h->control, EP_OP_BARRIER, 0, 0, stream);

@@ -1,4 +1,6 @@
-/* heap_state.h - a heap from within: heap_create.c makes it, heap.c allocates in it, reaches peers through it and ends it. */
+/* heap_state.h - the fields of a symmetric heap, for the two files that implement it. heap_create.c creates a
+ * heap; heap.c allocates in it, accesses peers through it, closes and releases it.
+ * Invariant: num_bytes, the allocator's state and the offset of `control` are the same on all ranks. */
 #ifndef EP_HEAP_STATE_H
 #define EP_HEAP_STATE_H
 #include <stdatomic.h>
@@ -15,10 +17,10 @@ struct EpHeap {
     atomic_int num_refs;
     bool closed;
     uint64_t num_bytes;
-    void *base[EP_MAX_RANKS];
-    EpMemory *memory[EP_MAX_RANKS]; /* mine; and, of threads, the peers' */
+    void *base[EP_MAX_RANKS];       /* each rank's memory, as this process has mapped it */
+    EpMemory *memory[EP_MAX_RANKS]; /* this rank's; also the peers' if ranks are threads, otherwise NULL */
     EpAllocator allocator;
-    EpCommBuffer control; /* barrier, and the faults of wait */
+    EpCommBuffer control; /* for ep_heap_barrier, and for the faults of ep_heap_wait */
     bool has_control;
     uint32_t reserved_sms; /* see ep_heap_reserved_sms */
 };
