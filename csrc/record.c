@@ -336,7 +336,7 @@ static void put_steps_table(Out *o, const EpRecord *r) {
     put(o, "(* in flight; layer.buffer)\n");
 }
 
-/* The waits that timed out. For at most 6 buffers: the epochs that the ranks have entered, if they differ. */
+/* Of at most 6 buffers: the wait that timed out, and the epochs that the ranks entered, if these differ. */
 static void put_buffers(Out *o, const EpRecord *r) {
     for (uint32_t i = 0, shown = 0; i < r->num_buffers && shown < 6; i++) {
         const EpCommBuffer *b = r->buffers[i];

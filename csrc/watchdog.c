@@ -2,8 +2,8 @@
  *
  * The watchdog thread alone reads the sockets. It puts exchange frames into the inbox. It ends the world when
  * an abort frame arrives, when a peer's socket closes, or when a wait on the device has timed out.
- * ep_world_end keeps the first reason, sets the abort word of every communication buffer (every wait, on any
- * backend, polls it), and sends the reason and this rank's call records to every peer.
+ * ep_world_end keeps the first reason. It sets the abort word of every communication buffer, which every wait
+ * on any backend polls. It sends the reason and this rank's call records to every peer.
  * A rank that is stuck sends its call records to the peers. So ranks that wait for each other in different
  * operations are detected after seconds, not at the timeout.
  *
@@ -140,7 +140,8 @@ static void take_stuck(EpWorld *w, uint32_t r, const EpFrame *f) {
     w->stuck_step[r] = f->seq;
 }
 
-/* The socket to peer r is closed. This ends the world, unless the peer has said goodbye before. */
+/* Peer r has closed its end of the socket. This ends the world, unless the peer has said goodbye before
+ * or this rank is closing the world. */
 static void peer_ended(EpWorld *w, uint32_t r) {
     char text[96];
     shutdown(w->sockets[r], SHUT_RDWR);
@@ -193,8 +194,8 @@ static void read_peer(EpWorld *w, uint32_t r) {
 
 /* The step of the oldest operation in which this rank has been stuck for longer than EP_STUCK_NS, and the
  * call records around it. 0: this rank is not stuck, or its steps may differ from those of the other ranks
- * (is_vague). A synchronous call is stuck if it has not returned. For an operation on a stream, the GPU
- * reports in host->stuck that it is stuck. */
+ * (is_vague). A synchronous call is stuck if it has not returned. An operation on a stream is stuck if the
+ * GPU reports so in host->stuck. */
 static uint64_t stuck_step(EpWorld *w, uint64_t now, EpNotes *notes) {
     EpNotes about;
     uint64_t step = 0, on_gpu = 0;

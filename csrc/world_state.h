@@ -49,7 +49,7 @@ struct EpWorld {
     pthread_mutex_t lock;   /* guards all fields below */
     pthread_cond_t changed; /* a frame has arrived, the world has ended, or the page is complete */
     bool closing, closed;
-    uint64_t left_ns; /* time at which this rank left alone with operations in flight, or 0; see drain */
+    uint64_t left_ns; /* time at which this rank left alone with operations in flight, or 0; see watchdog.c */
     bool in_haste;    /* the process is about to end, so drain waits at most HASTE_NS */
     int end_code;     /* EpCode with which the world ended; 0 while it has not ended */
     char end_text[256];
@@ -67,7 +67,7 @@ struct EpWorld {
     uint64_t disorder_ns;              /* time since which stuck ranks disagree, or 0 */
     uint64_t on_gpu_step;              /* the step in which this rank's GPU is stuck, or 0 */
     uint64_t on_gpu_ns;                /* time at which the GPU last reported that it is stuck */
-    EpNotes on_gpu_notes;              /* the call records around on_gpu_step */
+    EpNotes on_gpu_notes;              /* the call records of the steps next to on_gpu_step */
     enum { RECORD_OPEN, RECORD_WRITING, RECORD_DONE } record_state;
 };
 
