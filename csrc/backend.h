@@ -1,35 +1,37 @@
-/* backend.h - what a backend promises.  heap.c and layer.c know no more of CPU or CUDA than this table.
+/* backend.h - the interface of the CPU and CUDA backends, and communication buffers (comm.c).
  *
- * Work goes to a stream; on the CPU it has finished when the function returns.  Functions return 0 or
- * a code with its text set. */
+ * heap.c and layer.c reach a backend only through the table EpBackend. Work is enqueued on a stream; on the
+ * CPU it has finished when the function returns. Functions return 0, or a code with its error text set.
+ * Invariant: operations of one launch lane run in the order of their calls, whatever their streams. */
 #ifndef EP_BACKEND_H
 #define EP_BACKEND_H
 #include "epmoe.h"
 #include "kernels/fused.h"
 
-/* What one rank sends another so that it can map its heap; a descriptor may go beside it. */
+/* What a rank sends to a peer so that the peer can map its heap. A file descriptor may be sent with it. */
 typedef struct {
     uint64_t num_bytes, address;
     unsigned char handle[64];
     int32_t runtime_version, driver_version;
 } EpHeapCard;
 
-/* The memory that a rank's heap would come from.  Ranks with the same device_id share that memory. */
+/* The memory from which a rank's heap is allocated. Ranks with the same device_id share this memory. */
 typedef struct {
-    unsigned char
-        device_id[16]; /* CUDA: the UUID of the GPU.  CPU: zeros, because all ranks are on one machine */
+    /* CUDA: the UUID of the GPU. CPU: zeros, because all ranks are on one machine. */
+    unsigned char device_id[16];
     uint64_t free_bytes;
-    uint32_t num_sms;   /* CUDA: SMs of the GPU.  CPU: 0 */
+    uint32_t num_sms;   /* CUDA: SMs of the GPU. CPU: 0. */
     uint32_t may_share; /* ranks that are processes may share this device */
 } EpHeapRoom;
 
 typedef struct {
-    /* What this rank's device has left.  heap.c compares it with what all ranks that share the device need. */
+    /* The free memory of this rank's device. heap.c compares it with the total need of all ranks that
+     * share it. */
     int (*heap_room)(int device, EpHeapRoom *room);
-    /* A block of num_bytes on the device, and the card (and descriptor, or -1) that lets peers map it. */
+    /* Allocate num_bytes on the device. card (and *fd, or -1) lets peers map the memory. */
     int (*heap_open)(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd);
     void (*heap_close)(int device, void *memory, uint64_t num_bytes);
-    /* A peer's block, from its card; fd is closed in any case. */
+    /* Map a peer's memory from its card. fd is closed in any case. */
     int (*heap_import)(int device, const EpHeapCard *mine, const EpHeapCard *card, int fd, void **memory);
     void (*heap_unimport)(int device, void *memory, uint64_t num_bytes);
     /* Host memory that workers read and write. */
@@ -37,59 +39,64 @@ typedef struct {
     void (*host_free)(int device, void *memory, uint64_t num_bytes);
     int (*copy)(int device, void *dst, const void *src, uint64_t num_bytes, void *stream);
     int (*zero)(int device, void *dst, uint64_t num_bytes, void *stream);
-    int (*sync)(int device, void *stream,
-                EpWorld *world);       /* leaves a second after the world ends, at the latest */
-    bool (*is_captured)(void *stream); /* for a graph; NULL where there are none */
-    int (*sync_all)(int device);       /* everything that this process has given the device */
-    /* The operations that wait for peers: on whatever streams, those of one lane (EpComm) run in the order of these calls. */
+    /* Wait for the stream. Returns an error if the stream has not finished a second after the world ends. */
+    int (*sync)(int device, void *stream, EpWorld *world);
+    /* True if the stream is being captured for a CUDA graph. NULL if the backend has no graphs. */
+    bool (*is_captured)(void *stream);
+    /* Wait for all work that this process has enqueued on the device. */
+    int (*sync_all)(int device);
+    /* The operations that wait for peers. Those of one lane (EpComm.launch_lane) run in the order of
+     * these calls, whatever their streams. */
     int (*plan)(int device, const EpPlanParams *p, void *stream);
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
     int (*combine)(int device, const EpCombineParams *p, uint32_t num_sm, void *stream);
     int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
-    int (*clear)(int device, const EpComm *c,
-                 void *stream); /* the faulted word, after the operations that it made void */
-    /* NULL where there are none. */
+    /* Clear the faulted word, after the operations that it made void. */
+    int (*clear)(int device, const EpComm *c, void *stream);
+    /* The fused kernels. NULL if the backend has none. */
     int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, void *stream);
     int (*gemm_combine)(int device, const EpGemmCombineParams *p, void *stream);
-    /* What is ordered by its stream only. */
+    /* The operations that only their stream orders. */
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
-    int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL where there is none */
-    int (*preload)(int device); /* load every kernel before the first wait */
+    int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL if there is none */
+    int (*preload)(int device); /* load all kernels before the first wait; see launch.h */
 } EpBackend;
 
 extern const EpBackend ep_cpu_backend;
-extern const EpBackend ep_cuda_backend; /* only where built with CUDA */
-/* The backend of a kind, or NULL with the text set. */
+extern const EpBackend ep_cuda_backend; /* only if built with CUDA */
+/* The backend of a kind, or NULL after the error text is set. */
 const EpBackend *ep_backend(EpBackendKind kind);
 
-/* A communication buffer: a region of the heap, host words, and a place under the watchdog. */
+/* A communication buffer: an allocation of the heap, host words, and an entry in the watchdog's list. */
 typedef struct {
     EpComm comm;
     uint64_t off;
-    /* For the flight record: whose it is, and operations so far (the epoch, as the host counts). */
+    /* For the flight record: the heap or layer that owns the buffer, and the number of operations so far.
+     * The number is the epoch, as the host counts it. */
     bool is_heaps, on_stream;
     uint16_t of, buffer;
     uint64_t num_ops;
 } EpCommBuffer;
-/* Collective: its region of the heap. */
+/* Collective: allocate its memory in the heap. */
 int ep_comm_alloc(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
-/* Local, behind that.  b says whose it is. */
+/* Local, after ep_comm_alloc: prepare the buffer. The caller has set the owner in b. */
 int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
 void ep_comm_close(EpHeap *heap, EpCommBuffer *b); /* local */
-/* Note an operation of this buffer; ep_world_noted ends it. */
+/* Begin the call record of an operation of this buffer. ep_world_noted ends it. */
 uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code,
                       void *stream);
-/* Before an operation: 0, or the error that the world or an earlier operation of this buffer has met. */
+/* Called before an operation: 0, or the error of the world or of an earlier operation of this buffer. */
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
-/* Nothing can be launched here any more, on a GPU, so that no header says so: the others hear of it by the end of the world.  Keeps the
- * error's text. */
+/* Called when a launch has failed on a GPU, so that this rank can send no header either. End the world,
+ * so that the other ranks do not wait for this rank. The error text is kept. */
 void ep_comm_give_up(EpHeap *heap, int code, void *stream);
 const EpBackend *ep_heap_backend(const EpHeap *heap);
 EpWorld *ep_heap_world(const EpHeap *heap);
-/* SMs that this rank leaves to other ranks on the same GPU; 0 where it has the GPU to itself. */
+/* SMs that this rank leaves to other ranks on the same GPU; 0 if it has the GPU to itself. */
 uint32_t ep_heap_reserved_sms(const EpHeap *heap);
-/* Until this rank's GPU has done all that it was given: before memory goes back, which peers and kernels may still use. */
+/* Wait until this rank's GPU has finished all its work. Called before memory is freed, because peers and
+ * kernels may still use it. */
 int ep_heap_quiesce(EpHeap *heap);
 
 #endif /* EP_BACKEND_H */

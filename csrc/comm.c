@@ -1,4 +1,8 @@
-/* comm.c - communication buffers: opening one in a heap, and turning what it met into an error. */
+/* comm.c - communication buffers: open one in a heap, and convert its fault record into an error.
+ *
+ * Exports ep_comm_alloc, _open, _close, _note, _check and _give_up (backend.h).
+ * Invariant: the watchdog knows an open buffer until its operations have finished, so the end of the world
+ * always reaches their waits. */
 #include <stdio.h>
 #include <string.h>
 
@@ -18,8 +22,11 @@ int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
     EpCommLayout layout = ep_comm_layout(shape);
     EP_TRY(backend->host_alloc(ep_heap_device(heap), sizeof(EpHostWords), &host));
     memset(host, 0, sizeof(EpHostWords));
-    b->comm.shape = *shape, b->comm.layout = layout, b->comm.my_rank = ep_world_rank(world);
-    b->comm.host = (EpHostWords *)host, b->on_stream = ep_heap_kind(heap) == EP_CUDA;
+    b->comm.shape = *shape;
+    b->comm.layout = layout;
+    b->comm.my_rank = ep_world_rank(world);
+    b->comm.host = (EpHostWords *)host;
+    b->on_stream = ep_heap_kind(heap) == EP_CUDA;
     b->comm.timeout_ns = ep_world_timeout_ns(world);
     b->comm.reserve_sms = ep_heap_reserved_sms(heap);
     b->comm.launch_lane = ep_world_is_threads(world) ? b->comm.my_rank : 0;
@@ -39,9 +46,8 @@ int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b) {
 
 void ep_comm_close(EpHeap *heap, EpCommBuffer *b) {
     if (!b->comm.host) return;
-    if (b->on_stream)
-        ep_heap_backend(heap)->sync_all(
-            ep_heap_device(heap)); /* while the watchdog can still end its waits */
+    /* Wait for the kernels while the watchdog can still end their waits. */
+    if (b->on_stream) ep_heap_backend(heap)->sync_all(ep_heap_device(heap));
     ep_world_unwatch(ep_heap_world(heap), b);
     ep_heap_backend(heap)->host_free(ep_heap_device(heap), b->comm.host, sizeof(EpHostWords));
     b->comm.host = NULL;
@@ -74,7 +80,7 @@ static const char *field_name(uint32_t field) {
     return names[field <= EP_NUM_HEADER_FIELDS ? field : 0];
 }
 
-/* A fault record as an error of this thread. */
+/* Convert a fault record into an error of this thread. */
 static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_rank) {
     unsigned long long want = f->want, got = f->got;
     switch (f->code) {
@@ -131,15 +137,15 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
 void ep_comm_give_up(EpHeap *heap, int code, void *stream) {
     char why[512], text[256];
     const uint32_t me = ep_world_rank(ep_heap_world(heap));
-    if (ep_heap_kind(heap) == EP_CPU || ep_heap_backend(heap)->is_captured(stream))
-        return; /* it has entered; it has no others */
+    /* A CPU operation has entered and told its peers. A captured operation does not run, so no peer waits. */
+    if (ep_heap_kind(heap) == EP_CPU || ep_heap_backend(heap)->is_captured(stream)) return;
     snprintf(why, sizeof why, "%s", ep_error_text());
     snprintf(text, sizeof text, "rank %u: %.200s", me, why);
     ep_world_abort(ep_heap_world(heap), code, me, text);
     ep_error(code, "%s", why);
 }
 
-/* cudaStreamLegacy is 1; NULL means the same. */
+/* True for the default stream if the ranks are threads. cudaStreamLegacy is 1; NULL means the same stream. */
 static bool is_default_stream_of_threads(const EpHeap *heap, const void *stream) {
     const EpWorld *world = ep_heap_world(heap);
     return ep_heap_kind(heap) == EP_CUDA && ep_world_is_threads(world) && ep_world_size(world) > 1 &&
@@ -161,21 +167,23 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
     if (ep_ld_acquire_sys_u64(&host->fault.state)) { /* the record is now readable */
         const EpFaultRecord f = host->fault;
         int code = fault_error(&f, &b->comm.shape, b->comm.my_rank);
-        if (code == EP_ETIMEOUT || code == EP_ECORRUPT) { /* who is stuck cannot be brought back into step */
+        if (code == EP_ETIMEOUT || code == EP_ECORRUPT) {
+            /* The ranks are no longer at the same operation and cannot be resynchronised. */
             char text[256];
             snprintf(text, sizeof text, "%s", ep_error_text());
             ep_world_abort(world, code, f.peer, text);
             return ep_error(code, "%s", text);
         }
-        /* What is captured does not run now: the next call that does goes on after this. */
+        /* A captured operation does not run now. The next operation that runs clears the fault. */
         if (b->on_stream && backend->is_captured(stream)) return code;
-        /* The operation was void on all ranks, and those behind it were nothing. */
+        /* The operation was void on all ranks, and later ones in this buffer did nothing. So they do not
+         * count. */
         EP_TRY(backend->clear(ep_heap_device(heap), &b->comm, stream));
         ep_st_relaxed_sys_u64(&host->fault.state, 0);
         ep_world_unnote(world, b->num_ops > f.epoch ? b->num_ops - f.epoch : 0);
         b->num_ops = f.epoch;
-        if (f.word == EP_WORD_SCATTER &&
-            f.want == 1) { /* only this rank knows: the others are on their way to dispatch */
+        if (f.word == EP_WORD_SCATTER && f.want == 1) {
+            /* Only this rank knows of the fault. The others will enter dispatch, so refuse dispatch. */
             EpComm comm = b->comm;
             comm.status = code;
             ep_world_noted(world, ep_comm_note(heap, b, EP_OP_DISPATCH, 0, code, stream), code);

@@ -1,16 +1,20 @@
-/* gemm.c - the grouped GEMM: checks arguments, fills in what the kernels need.  Local to a rank: no peer
- * takes part, so a wrong argument is an error and nothing more. */
+/* gemm.c - the grouped GEMM by itself: check the arguments, fill in the parameters, launch.
+ *
+ * Exports ep_grouped_gemm. The operation is local to a rank, and no peer takes part. So a wrong argument is
+ * an error on this rank only. */
 #include "backend.h"
 #include "error.h"
 #include "tensor.h"
 
-#define MAX_COLS (1u << 24) /* N and K; tiles are then counted in 32 bits */
+#define MAX_COLS (1u << 24) /* limit of N and K, so that a number of tiles fits 32 bits */
 
-/* Which tensor gives which size depends on the kind; see kernels/gemm.h. */
+/* Read the sizes M, N, K and L from the tensors, and check them. Which tensor has which size depends on
+ * the kind; see kernels/gemm.h. */
 static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     const EpTensor *a = g->a, *b = g->b, *offsets = g->offsets;
     const bool is_wgrad = g->kind == EP_GEMM_WGRAD;
-    p->alpha = (float)g->alpha, p->limit = (float)g->limit;
+    p->alpha = (float)g->alpha;
+    p->limit = (float)g->limit;
     if (g->kind > EP_GEMM_WGRAD || !ep_gemm_is_activation(g->activation, p->alpha, p->limit) ||
         (g->activation && g->kind != EP_GEMM_FORWARD))
         return ep_error(EP_EINVAL,
@@ -32,8 +36,13 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     if (N < 16 || K < 16 || N % 16 || K % 16 || N > MAX_COLS || K > MAX_COLS)
         return ep_error(EP_EINVAL, "weights of %lld by %lld: both sizes must be multiples of 16, at most %u",
                         (long long)N, (long long)K, MAX_COLS);
-    p->num_rows = (uint32_t)M, p->num_experts = (uint32_t)L, p->n = (uint32_t)N, p->k = (uint32_t)K;
-    p->kind = g->kind, p->activation = g->activation, p->is_f16 = a->dtype == EP_F16,
+    p->num_rows = (uint32_t)M;
+    p->num_experts = (uint32_t)L;
+    p->n = (uint32_t)N;
+    p->k = (uint32_t)K;
+    p->kind = g->kind;
+    p->activation = g->activation;
+    p->is_f16 = a->dtype == EP_F16;
     p->is_portable = g->is_portable;
     return 0;
 }
@@ -64,9 +73,12 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     if (!is_forward && (g->bias || g->row_weight))
         return ep_error(EP_EINVAL,
                         "bias and row_weight: must be absent, because only the forward GEMM applies them");
-    p.a = g->a->data, p.b = g->b->data, p.out = g->out->data, p.offsets = (const int32_t *)g->offsets->data;
+    p.a = g->a->data;
+    p.b = g->b->data;
+    p.out = g->out->data;
+    p.offsets = (const int32_t *)g->offsets->data;
     p.tile_counter = (uint64_t *)g->tickets->data;
-    p.bias = g->bias ? g->bias->data : NULL,
+    p.bias = g->bias ? g->bias->data : NULL;
     p.row_weight = g->row_weight ? (const float *)g->row_weight->data : NULL;
     return backend->gemm(g->a->device, &p, stream);
 }

@@ -1,5 +1,8 @@
-/* layer.c - a layer's life: its configuration, on which all ranks agree, its communication buffers, and how an operation
- * on one begins, ends, or is refused.  layer_ops.c has the operations. */
+/* layer.c - the life of a layer, and the frame of its operations. layer_ops.c has the operations.
+ *
+ * Exports creation, agreement, close and release; ep_layer_begin, _end, _fail and _refuse for operations.
+ * Invariant: all ranks agree on the configuration, and all ranks create a layer or none does. A rank that
+ * cannot run an operation still enters it (refuse), so that its peers do not wait. */
 #include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -47,14 +50,15 @@ int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
     return 0;
 }
 
-/* What a rank says of the layer it makes: all must say the same, but for num_sm and reserve_sms. */
+/* What a rank sends about the layer that it creates. All ranks must send the same. num_sm and reserve_sms
+ * are not part of it, because they may differ. */
 typedef struct {
     EpShape shape;
     uint32_t num_buffers;
     int32_t status;
 } Offer;
 
-/* What the user calls the value of an offer's field. */
+/* The user's name for the value of a field of an Offer. */
 enum { FIELD_DTYPE = 5, FIELD_COMBINE_MODE = 6 };
 _Static_assert(offsetof(EpShape, dtype) == FIELD_DTYPE * sizeof(uint32_t), "as in agree()");
 _Static_assert(offsetof(EpShape, combine_mode) == FIELD_COMBINE_MODE * sizeof(uint32_t), "as in agree()");
@@ -66,7 +70,7 @@ static const char *value_name(uint32_t field, uint32_t value, char text[16]) {
     return text;
 }
 
-/* 0, or what is wrong with any rank's offer; all ranks fail, or none. */
+/* Compare the offers of all ranks: 0, or an error on all ranks. */
 static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
     static const char *const names[] = {"ranks", "num_experts",  "topk",     "max_tokens", "hidden",
                                         "dtype", "combine_mode", "capacity", "num_buffers"};
@@ -108,9 +112,10 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
         free(l);
         return code;
     }
-    const uint16_t number =
-        ep_world_number_layer(ep_heap_world(heap)); /* now that all make it: who fails before has none */
-    l->heap = ep_heap_retain(heap), l->config = *config;
+    /* Numbered here, because all ranks now create the layer. A layer that failed before takes no number. */
+    const uint16_t number = ep_world_number_layer(ep_heap_world(heap));
+    l->heap = ep_heap_retain(heap);
+    l->config = *config;
     atomic_init(&l->num_refs, 1);
     while (made < config->num_buffers && !code) {
         code = ep_comm_alloc(heap, &config->shape, &l->buffers[made]);
@@ -118,13 +123,15 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     }
     if (!code) {
         for (uint32_t i = 0; i < made && !code; i++) {
-            l->buffers[i].of = number, l->buffers[i].buffer = (uint16_t)i;
+            l->buffers[i].of = number;
+            l->buffers[i].buffer = (uint16_t)i;
             code = ep_comm_open(heap, &config->shape, &l->buffers[i]);
             l->buffers[i].comm.reserve_sms += config->reserve_sms;
         }
         code = ep_world_agree(ep_heap_world(heap), code, "make its layer");
     }
-    if (code) { /* on all ranks: so all give back what there was room for */
+    if (code) {
+        /* All ranks have failed, so all ranks free the buffers that were allocated. */
         char text[512];
         snprintf(text, sizeof text, "%s", ep_error_text());
         for (uint32_t i = 0; i < made; i++) ep_heap_free(heap, l->buffers[i].off);
@@ -154,21 +161,25 @@ int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
 int ep_layer_close(EpLayer *l) {
     int code = 0;
     if (l->closed && l->num_freed == l->config.num_buffers) return 0;
-    if (ep_world_is_forked(ep_heap_world(l->heap)))
-        return ep_world_check(ep_heap_world(l->heap)); /* the lock may be held for good */
+    if (ep_world_is_forked(ep_heap_world(l->heap))) {
+        /* Another thread may have held the lock at the fork; in this process nothing would release it. */
+        return ep_world_check(ep_heap_world(l->heap));
+    }
     uint64_t note =
         ep_world_note(ep_heap_world(l->heap), &(EpNote){.what = EP_DID_LAYER_CLOSE, .of = l->buffers[0].of});
-    /* Peers may have pulled from here, and I from them, when the last kernel has ended: only then is the memory anybody else's. */
+    /* Peers may pull from this rank, and this rank from peers, until the last kernel has ended. Only
+     * after that may the memory be used for something else. */
     int synced = ep_heap_quiesce(l->heap);
     while (l->num_freed < l->config.num_buffers && !code) {
         code = ep_heap_free(l->heap, l->buffers[l->num_freed].off);
         if (!code) l->num_freed++;
     }
     if (code == EP_ECLOSED || ep_world_check(ep_heap_world(l->heap)))
-        l->num_freed = l->config.num_buffers; /* with the heap, the world */
-    for (uint32_t i = 0; i < l->num_freed; i++)
-        ep_world_unwatch(ep_heap_world(l->heap), &l->buffers[i]); /* its words are others' now */
-    l->closed = l->num_freed > 0; /* else some rank was elsewhere, and all finalize again */
+        l->num_freed = l->config.num_buffers; /* they are freed with the heap or the world */
+    /* The freed memory may belong to another allocation now, so the watchdog must not read it. */
+    for (uint32_t i = 0; i < l->num_freed; i++) ep_world_unwatch(ep_heap_world(l->heap), &l->buffers[i]);
+    /* If nothing was freed, a rank was in another call. Then all ranks can close the layer again. */
+    l->closed = l->num_freed > 0;
     ep_world_noted(ep_heap_world(l->heap), note, code);
     return code ? code : synced;
 }
@@ -207,8 +218,10 @@ int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out
 
 int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t note, int code, void *stream) {
     ep_world_noted(ep_heap_world(l->heap), note, code);
-    if (code && ep_heap_kind(l->heap) == EP_CPU) return code; /* it has entered, and told the others */
-    if (code) {                                               /* it was not launched */
+    /* A CPU operation that fails has entered, and has refused to its peers. */
+    if (code && ep_heap_kind(l->heap) == EP_CPU) return code;
+    if (code) {
+        /* A CUDA operation that fails was not launched: it does not count, and this rank refuses now. */
         b->num_ops--;
         ep_world_unnote(ep_heap_world(l->heap), 1);
         return ep_layer_fail(l, b->buffer, op, code, stream);

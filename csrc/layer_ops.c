@@ -1,8 +1,9 @@
-/* layer_ops.c - the operations of a layer: checks arguments, fills in what a stage needs, calls the backend.
+/* layer_ops.c - the operations of a layer: check the arguments, fill in the parameters, call the backend.
  *
- * An argument that this rank cannot accept must not leave the others waiting.  So a failed check still
- * enters the operation, with its code in the header (ep_layer_fail): the operation is void on every
- * rank, every rank raises, and the layer goes on with the next call. */
+ * Exports ep_layer_plan, _num_rows, _dispatch, _combine, _dispatch_gemm, _gemm_combine and _trace.
+ * Invariant: an argument that this rank cannot accept never leaves the other ranks waiting. After a failed
+ * check, this rank still enters the operation with its code in the header (ep_layer_fail). The operation is
+ * then void on every rank, every rank raises an error, and the layer can be used again. */
 #include <stddef.h>
 
 #include "error.h"
@@ -13,14 +14,14 @@
 
 /* ---- arguments ---- */
 
-/* A contiguous tensor on the layer's device; a wanted size of -1 is any. */
+/* Check that t is a contiguous tensor on the layer's device. A size of -1 accepts any size. */
 static int check_tensor(const EpLayer *l, const char *name, const EpTensor *t, uint32_t dtype,
                         uint32_t num_dims, int64_t d0, int64_t d1) {
     const EpWanted wanted = {name, t, dtype, num_dims, {d0, d1, -1}};
     return ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 1);
 }
 
-/* [num_rows][H], each row of which moves 16 bytes at a time. */
+/* Check rows [num_rows][H]. Workers copy a row in units of 16 bytes, so the address is aligned to 16. */
 static int check_rows(const EpLayer *l, const char *name, const EpTensor *t, int64_t num_rows) {
     const EpWanted wanted = {name, t, l->config.shape.dtype, 2, {num_rows, l->config.shape.hidden, -1}};
     return ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 16);
@@ -60,8 +61,10 @@ static int check_plan(const EpLayer *l, const EpTensor *indices, const EpTensor 
     EP_TRY(check_tensor(l, "exp_indices", indices, indices->dtype, 2, -1, s->num_topk));
     if (scatter) EP_TRY(check_tensor(l, "full_scatter_indices", scatter, EP_I32, 2, -1, s->num_topk));
     EP_TRY(check_plan_tensor(l, plan, (uint32_t)indices->shape[0], &p->layout));
-    p->exp_indices = indices->data, p->index_bytes = indices->dtype == EP_I64 ? 8 : 4;
-    p->num_tokens = (uint32_t)indices->shape[0], p->plan = (int32_t *)plan->data;
+    p->exp_indices = indices->data;
+    p->index_bytes = indices->dtype == EP_I64 ? 8 : 4;
+    p->num_tokens = (uint32_t)indices->shape[0];
+    p->plan = (int32_t *)plan->data;
     p->scatter_indices = scatter ? (const int32_t *)scatter->data : NULL;
     p->num_scatter_tokens = scatter ? (uint32_t)scatter->shape[0] : 0;
     return 0;
@@ -74,7 +77,9 @@ int ep_layer_plan(EpLayer *l, uint32_t buffer, const EpTensor *indices, const Ep
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_plan(l, indices, scatter, plan, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_PLAN, code, stream);
-    p.comm = b->comm, p.ticket = ++l->ticket[buffer], p.sort_slots = sort_slots;
+    p.comm = b->comm;
+    p.ticket = ++l->ticket[buffer];
+    p.sort_slots = sort_slots;
     l->newest[buffer] = p.plan;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_PLAN, p.layout.num_tokens, 0, stream);
     int done = ep_heap_backend(l->heap)->plan(ep_heap_device(l->heap), &p, stream);
@@ -89,7 +94,8 @@ static int rows_of_older_plan(EpLayer *l, const EpTensor *plan, void *stream, ui
     if (plan->shape[0] < EP_HEAD_WORDS)
         return ep_error(EP_EINVAL, "a plan of %lld words: wanted at least %d", (long long)plan->shape[0],
                         EP_HEAD_WORDS);
-    /* A copy to the stack waits by itself, and for ever: so first this, which ends with the world. */
+    /* A copy to the stack would wait for the stream without a limit. So wait for the stream first: this
+     * wait ends when the world ends. */
     EP_TRY(backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
     EP_TRY(backend->copy(ep_heap_device(l->heap), head, plan->data, sizeof head, stream));
     EP_TRY(backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
@@ -109,7 +115,8 @@ int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *s
     if (plan && plan->data != l->newest[buffer]) return rows_of_older_plan(l, plan, stream, num_rows);
     EpCommBuffer *b = &l->buffers[buffer];
     const EpPlanResult *result = &b->comm.host->plan;
-    uint64_t until = ep_now_ns() + 20000000u; /* a plan takes microseconds; past this, wait with the stream */
+    /* A plan takes microseconds. After 20 ms, wait for the stream instead. */
+    uint64_t until = ep_now_ns() + 20000000u;
     while (ep_ld_acquire_sys_u64(&result->ticket) != l->ticket[buffer]) { /* the result is now readable */
         if (ep_now_ns() < until) continue;
         EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
@@ -118,9 +125,8 @@ int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *s
         return ep_error(EP_EINVAL, "there is no plan to read the rows of");
     }
     if (result->status) {
-        EP_TRY(ep_heap_backend(l->heap)->sync(
-            ep_heap_device(l->heap), stream,
-            ep_heap_world(l->heap))); /* the record comes with the kernel's end */
+        /* The fault record is complete when the kernel has ended. */
+        EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
         EP_TRY(ep_comm_check(l->heap, b, stream));
         return ep_error(
             EP_EPEER,
@@ -130,7 +136,7 @@ int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *s
     return 0;
 }
 
-/* x has a row for every num_copies tokens. */
+/* Check the arguments of a dispatch, and fill in p. x has one row for every num_copies tokens. */
 static int check_dispatch(const EpLayer *l, const EpTensor *x, uint32_t num_copies, const EpTensor *weight,
                           const EpTensor *plan, const EpTensor *rows, const EpTensor *row_weight,
                           const EpTensor *recv, EpDispatchParams *p) {
@@ -151,11 +157,15 @@ static int check_dispatch(const EpLayer *l, const EpTensor *x, uint32_t num_copi
     EP_TRY(check_recv_tensor(l, recv));
     if (rows->shape[0] > INT32_MAX)
         return ep_error(EP_EINVAL, "output has %lld rows: must be less than 2^31", (long long)rows->shape[0]);
-    p->x = x->data, p->weight = weight ? (const float *)weight->data : NULL,
+    p->x = x->data;
+    p->weight = weight ? (const float *)weight->data : NULL;
     p->plan = (const int32_t *)plan->data;
     p->recv = (int32_t *)recv->data;
-    p->rows = rows->data, p->row_weight = row_weight ? (float *)row_weight->data : NULL;
-    p->num_rows = (uint32_t)rows->shape[0], p->has_weight = weight != NULL, p->num_copies = num_copies;
+    p->rows = rows->data;
+    p->row_weight = row_weight ? (float *)row_weight->data : NULL;
+    p->num_rows = (uint32_t)rows->shape[0];
+    p->has_weight = weight != NULL;
+    p->num_copies = num_copies;
     return 0;
 }
 
@@ -167,7 +177,8 @@ int ep_layer_dispatch(EpLayer *l, uint32_t buffer, const EpTensor *x, const EpTe
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_dispatch(l, x, 1, weight, plan, rows, row_weight, recv, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH, code, stream);
-    p.comm = b->comm, p.comm.requires_grad = requires_grad;
+    p.comm = b->comm;
+    p.comm.requires_grad = requires_grad;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH, p.layout.num_tokens, 0, stream);
     int done = ep_heap_backend(l->heap)->dispatch(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
     return ep_layer_end(l, b, EP_OP_DISPATCH, note, done, stream);
@@ -190,12 +201,15 @@ static int check_combine(const EpLayer *l, const EpTensor *rows, const EpTensor 
     EP_TRY(check_recv_tensor(l, recv));
     if (rows->shape[0] > INT32_MAX)
         return ep_error(EP_EINVAL, "input has %lld rows: must be less than 2^31", (long long)rows->shape[0]);
-    p->rows = rows->data, p->row_weight = row_weight ? (const float *)row_weight->data : NULL;
-    p->row_scalar = row_scalar ? (const float *)row_scalar->data : NULL,
+    p->rows = rows->data;
+    p->row_weight = row_weight ? (const float *)row_weight->data : NULL;
+    p->row_scalar = row_scalar ? (const float *)row_scalar->data : NULL;
     p->plan = (const int32_t *)plan->data;
-    p->recv = (const int32_t *)recv->data, p->out = out->data,
+    p->recv = (const int32_t *)recv->data;
+    p->out = out->data;
     p->out_scalar = out_scalar ? (float *)out_scalar->data : NULL;
-    p->num_rows = (uint32_t)rows->shape[0], p->has_weight = row_weight != NULL,
+    p->num_rows = (uint32_t)rows->shape[0];
+    p->has_weight = row_weight != NULL;
     p->has_scalar = row_scalar != NULL;
     return 0;
 }
@@ -208,15 +222,17 @@ int ep_layer_combine(EpLayer *l, uint32_t buffer, const EpTensor *rows, const Ep
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_combine(l, rows, row_weight, row_scalar, plan, recv, out, out_scalar, &p);
     if (code) return ep_layer_fail(l, buffer, EP_OP_COMBINE, code, stream);
-    p.comm = b->comm, p.comm.requires_grad = requires_grad;
+    p.comm = b->comm;
+    p.comm.requires_grad = requires_grad;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_COMBINE, p.layout.num_tokens, 0, stream);
     int done = ep_heap_backend(l->heap)->combine(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
     return ep_layer_end(l, b, EP_OP_COMBINE, note, done, stream);
 }
 
-/* ---- megakernels ---- */
+/* ---- fused kernels ---- */
 
-/* The grouped product of a megakernel: a [M][K] times w [L][N][K], out [M][N], or half as wide where it is gated. */
+/* Check the grouped GEMM of a fused kernel, and fill in p: a [M][K] times w [L][N][K] gives out [M][N].
+ * out has half as many columns if the activation is gated. */
 static int check_product(const EpLayer *l, const EpTensor *a, const EpTensor *w, const EpTensor *bias,
                          const EpTensor *out, uint32_t activation, const int32_t *offsets, EpGemmParams *p) {
     const EpShape *s = &l->config.shape;
@@ -247,10 +263,18 @@ static int check_product(const EpLayer *l, const EpTensor *a, const EpTensor *w,
     };
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
         EP_TRY(ep_tensor_check(&wanted[i], kind, device, 16));
-    p->a = a->data, p->b = w->data, p->out = out->data, p->offsets = offsets,
+    p->a = a->data;
+    p->b = w->data;
+    p->out = out->data;
+    p->offsets = offsets;
     p->bias = bias ? bias->data : NULL;
-    p->num_rows = (uint32_t)M, p->num_experts = (uint32_t)L, p->n = (uint32_t)N, p->k = (uint32_t)K;
-    p->kind = EP_GEMM_FORWARD, p->activation = activation, p->is_f16 = s->dtype == EP_F16;
+    p->num_rows = (uint32_t)M;
+    p->num_experts = (uint32_t)L;
+    p->n = (uint32_t)N;
+    p->k = (uint32_t)K;
+    p->kind = EP_GEMM_FORWARD;
+    p->activation = activation;
+    p->is_f16 = s->dtype == EP_F16;
     return 0;
 }
 
@@ -259,7 +283,8 @@ int ep_layer_dispatch_gemm(EpLayer *l, uint32_t buffer, const EpDispatchGemm *g,
     EpDispatchGemmParams p = {0};
     EpDispatchParams *d = &p.dispatch;
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
-    p.gemm.alpha = (float)g->alpha, p.gemm.limit = (float)g->limit;
+    p.gemm.alpha = (float)g->alpha;
+    p.gemm.limit = (float)g->limit;
     int code = check_dispatch(l, g->x, g->num_copies, g->weight, g->plan, g->rows, g->row_weight, g->recv, d);
     if (!code)
         code = check_product(l, g->rows, g->gemm_weight, g->bias, g->out, g->activation,
@@ -270,8 +295,10 @@ int ep_layer_dispatch_gemm(EpLayer *l, uint32_t buffer, const EpDispatchGemm *g,
     if (!code && g->num_move < 1)
         code = ep_error(EP_EINVAL, "num_sm 0: must be at least 1, so that a thread block moves tokens");
     if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH_GEMM, code, stream);
-    d->comm = b->comm, d->comm.requires_grad = g->requires_grad;
-    p.num_move_blocks = g->num_move, p.num_tail_blocks = g->num_tail,
+    d->comm = b->comm;
+    d->comm.requires_grad = g->requires_grad;
+    p.num_move_blocks = g->num_move;
+    p.num_tail_blocks = g->num_tail;
     p.waits_for_expert = g->waits_for_expert;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH_GEMM, d->layout.num_tokens, 0, stream);
     code = ep_heap_backend(l->heap)->dispatch_gemm(ep_heap_device(l->heap), &p, stream);
@@ -293,8 +320,11 @@ int ep_layer_gemm_combine(EpLayer *l, uint32_t buffer, const EpGemmCombine *g, v
                         "rows and add them up",
                         g->num_move, g->num_reduce);
     if (code) return ep_layer_fail(l, buffer, EP_OP_GEMM_COMBINE, code, stream);
-    k->comm = b->comm, k->comm.requires_grad = g->requires_grad;
-    p.num_move_blocks = g->num_move, p.num_reduce_blocks = g->num_reduce, p.is_serial = g->is_serial;
+    k->comm = b->comm;
+    k->comm.requires_grad = g->requires_grad;
+    p.num_move_blocks = g->num_move;
+    p.num_reduce_blocks = g->num_reduce;
+    p.is_serial = g->is_serial;
     uint64_t note = ep_comm_note(l->heap, b, EP_OP_GEMM_COMBINE, k->layout.num_tokens, 0, stream);
     code = ep_heap_backend(l->heap)->gemm_combine(ep_heap_device(l->heap), &p, stream);
     return ep_layer_end(l, b, EP_OP_GEMM_COMBINE, note, code, stream);
@@ -311,7 +341,8 @@ int ep_layer_trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t
     EpComm *c = &l->buffers[buffer].comm;
     if (events) EP_TRY(check_tensor(l, "events", events, EP_I64, 1, -1, -1));
     if (events && room < 1) return ep_error(EP_EINVAL, "room 0: must be at least 1 event for each warp");
-    c->trace = events ? (EpTraceEvent *)events->data : NULL, c->trace_room = room;
+    c->trace = events ? (EpTraceEvent *)events->data : NULL;
+    c->trace_room = room;
     c->trace_blocks = events ? (uint32_t)((uint64_t)events->shape[0] / 2 / EP_TRACE_WARPS / room) : 0;
     return 0;
 }

@@ -1,4 +1,8 @@
-/* layer_state.h - a layer from within: layer.c makes it and orders its operations, layer_ops.c checks what they are given. */
+/* layer_state.h - the inside of a layer, for layer.c and layer_ops.c.
+ *
+ * layer.c creates the layer and begins and ends its operations. layer_ops.c checks their arguments.
+ * Invariant: buffers[0 .. config.num_buffers) are the communication buffers; each runs one operation at a
+ * time. */
 #ifndef EP_LAYER_STATE_H
 #define EP_LAYER_STATE_H
 #include <stdatomic.h>
@@ -12,18 +16,19 @@ struct EpLayer {
     EpLayerConfig config;
     atomic_int num_refs;
     bool closed;
-    uint32_t num_freed;                 /* buffers, by close */
-    uint64_t ticket[EP_MAX_BUFFERS];    /* of the newest plan */
-    const void *newest[EP_MAX_BUFFERS]; /* where that is */
+    uint32_t num_freed;                 /* buffers that ep_layer_close has freed */
+    uint64_t ticket[EP_MAX_BUFFERS];    /* number of the newest plan of each buffer */
+    const void *newest[EP_MAX_BUFFERS]; /* address of that plan */
     EpCommBuffer buffers[EP_MAX_BUFFERS];
 };
 
-/* Ready for an operation on a buffer: nothing has gone wrong before. */
+/* Begin an operation on a buffer: 0, or the error of an earlier one. */
 int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out);
-/* The operation's end on the host: on the CPU it is over, and so is its failure known; on CUDA, where it was not launched, the
- * others are told. */
+/* End the host's part of an operation. On the CPU the operation has finished, so its failure is known
+ * here. On CUDA a failure means that it was not launched; then this rank refuses it to the others. */
 int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t note, int code, void *stream);
-/* Tell the others of a failure that is this thread's error, and keep this rank's own reason. */
+/* Refuse the operation to the other ranks, because this thread has an error, and keep the text of that
+ * error. */
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream);
 
 #endif /* EP_LAYER_STATE_H */

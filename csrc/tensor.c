@@ -1,4 +1,4 @@
-/* tensor.c - see tensor.h. */
+/* tensor.c - the check of a tensor argument, and the names of dtypes; see tensor.h. */
 #include "tensor.h"
 
 #include "error.h"
@@ -31,8 +31,8 @@ int ep_tensor_check(const EpWanted *w, EpBackendKind kind, int device, uint32_t 
         if (w->size[i] >= 0 && t->shape[i] != w->size[i])
             return ep_error(EP_EINVAL, "%s: wanted size %lld in dimension %u, got %lld", w->name,
                             (long long)w->size[i], i, (long long)t->shape[i]);
-    for (uint32_t i = t->num_dims; i-- > 0 && num;
-         stride *= t->shape[i]) /* nothing is contiguous, whatever its strides */
+    /* A tensor without elements (num == 0) is contiguous, whatever its strides. */
+    for (uint32_t i = t->num_dims; i-- > 0 && num; stride *= t->shape[i])
         if (t->shape[i] > 1 && t->stride[i] != stride)
             return ep_error(EP_EINVAL, "%s must be contiguous: call contiguous() on it", w->name);
     if (num && (uintptr_t)t->data % alignment)
