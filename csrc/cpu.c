@@ -1,5 +1,9 @@
-/* cpu.c - the CPU backend: a heap is an anonymous memory file that travels by descriptor, so a killed
- * process leaves nothing behind; a worker is a thread. */
+/* cpu.c - the CPU backend: heap memory, worker threads, and the table ep_cpu_backend.
+ *
+ * A heap is an anonymous memory file (memfd). Its descriptor travels over a socket, so a killed process
+ * leaves nothing behind. A worker is a thread; cpu_ops.h has what it runs. Exports ep_cpu_backend, ep_backend.
+ * Invariants: a heap's file is sealed, so no process can cut memory that a peer has mapped. A plan is
+ * validated before its offsets are used. */
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -16,11 +20,13 @@
 #include "room.h"
 
 #define MAX_WORKERS 64u
-#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) /* nobody can cut the memory from under a peer */
+/* no process can shrink the memory that a peer has mapped */
+#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
-#define BASE_ALIGN (2ull << 20) /* as on the GPU, so that an alignment means the same on both */
+/* as on the GPU, so that an alignment means the same on both backends */
+#define BASE_ALIGN (2ull << 20)
 
-/* Reserve enough to choose an aligned place, map the file there, give the rest back. */
+/* Map the file at an aligned address: reserve a larger range, map the file inside it, and unmap the rest. */
 static int map_file(int fd, uint64_t num_bytes, void **memory) {
     uint64_t room = num_bytes + BASE_ALIGN;
     unsigned char *from = (unsigned char *)mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -41,7 +47,8 @@ static int map_file(int fd, uint64_t num_bytes, void **memory) {
                     strerror(errno));
 }
 
-/* The system does not refuse a memory file that is too large: it kills a process when the memory is used. */
+/* The system does not refuse a memory file that is too large. It kills a process when the memory is used.
+ * So the heap's size is compared with the free memory first. */
 static int heap_room(int device, EpHeapRoom *room) {
     (void)device;
     *room = (EpHeapRoom){.free_bytes = ep_room_bytes(""), .may_share = 1};
@@ -52,8 +59,11 @@ static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *
     (void)device;
     int code, fd = memfd_create("epmoe", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return ep_error(EP_ESYS, "memfd_create: %s", strerror(errno));
-    /* Room is taken now: an exhausted machine is an error here, not a SIGBUS at the first write. */
-    sigset_t all, before; /* some kernels undo all of it at any signal */
+    /* Allocate the memory now. So a machine without enough memory causes an error here, not a SIGBUS at
+     * the first write. */
+    /* Block all signals, because on some Linux kernels any signal interrupts the allocation and
+     * discards its progress. */
+    sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int e = ftruncate(fd, (off_t)num_bytes) ? errno : posix_fallocate(fd, 0, (off_t)num_bytes);
@@ -130,7 +140,7 @@ static int preload(int device) {
 /* ---- workers ---- */
 
 typedef struct {
-    const EpDispatchParams *dispatch; /* one of the two */
+    const EpDispatchParams *dispatch; /* either this one or combine */
     const EpCombineParams *combine;
     uint32_t worker, num_workers;
 } Work;
@@ -142,8 +152,9 @@ static void *work(void *arg) {
     return NULL;
 }
 
-/* The caller is worker 0.  A thread that cannot be had is played by the caller afterwards: workers wait
- * for peers only, never for one another. */
+/* Run all workers of an operation. The calling thread is worker 0. If a thread cannot be created, the
+ * caller runs its part after its own. This cannot deadlock, because workers wait only for peers, never
+ * for each other. */
 static int run(const EpDispatchParams *d, const EpCombineParams *c, uint32_t num_workers) {
     pthread_t threads[MAX_WORKERS];
     Work works[MAX_WORKERS];
@@ -160,8 +171,9 @@ static int run(const EpDispatchParams *d, const EpCombineParams *c, uint32_t num
     return 0;
 }
 
-/* A plan lies in a tensor that its owner can write to, and holds offsets.  On this backend they are looked at
- * before they are used: a plan that was written over is an error, not a wild store. */
+/* A plan is located in a tensor that the caller can write to, and it holds offsets. This backend
+ * validates them before it uses them. So a plan that was overwritten causes an error, not a store to a
+ * wrong address. */
 static bool all_below(const int32_t *x, uint64_t n, int64_t low, int64_t end) {
     bool ok = true;
     for (uint64_t i = 0; i < n; i++) ok &= x[i] >= low && x[i] < end;
@@ -171,7 +183,8 @@ static bool is_sound(const EpShape *s, uint32_t me, const EpPlanLayout *l, const
     uint32_t W = s->num_ranks, K = s->num_topk, L = ep_num_local_experts(s);
     uint64_t T = l->num_tokens;
     if (plan[EP_HEAD_STATUS] || plan[EP_HEAD_NUM_TOKENS] != (int32_t)T)
-        return true; /* refused as the rank enters: nobody reads on */
+        /* The rank will refuse the operation when it enters (ep_make_header), so nothing else is read. */
+        return true;
     if (!all_below(plan + EP_HEAD_NUM_ROWS, 1, 0, 1ll + s->capacity) ||
         !all_below(plan + EP_HEAD_NUM_SEND, W, 0, (int64_t)T + 1) ||
         !all_below(plan + EP_HEAD_NUM_RECV, W, 0, 1ll + s->max_tokens) ||

@@ -1,4 +1,8 @@
-/* cpu_ops.c - dispatch and combine in plain C; see cpu_ops.h. */
+/* cpu_ops.c - dispatch and combine in plain C, and the sums of rows; see cpu_ops.h.
+ *
+ * Invariants: sums are in float32 and in a fixed order, so that results are bit-identical to the kernels'.
+ * A number from a peer is clamped or checked before it becomes an offset. A worker waits for a peer's chunk
+ * only after the send queue is empty. */
 #include "cpu_ops.h"
 
 #include <string.h>
@@ -20,7 +24,7 @@ static uint16_t f32_to_bf16(float f) { /* round to nearest even; NaN stays NaN *
     return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
 }
 
-/* acc += w * src, product and sum each rounded to fp32; without a weight acc += src. */
+/* acc += w * src. The product and the sum are each rounded to float32. Without a weight: acc += src. */
 static void row_add(float *acc, const void *src, uint32_t dtype, uint32_t n, const float *weight) {
 #define ADD(load)                                                  \
     do {                                                           \
@@ -47,7 +51,7 @@ static void row_store(void *dst, const float *acc, uint32_t dtype, uint32_t n) {
         for (uint32_t i = 0; i < n; i++) ((EpF16 *)dst)[i] = (EpF16)acc[i];
 }
 
-/* dst = the rows, times their weights where there are any, added in their order. */
+/* dst = sum of the rows, each times its weight if there are weights, in the order of the array. */
 static void sum_rows(void *dst, const void *const *rows, const float *weights, uint32_t num, uint32_t dtype,
                      uint32_t hidden) {
     float acc[1024];
@@ -73,13 +77,13 @@ void ep_cpu_enter(const EpComm *c, uint32_t op) {
 
 /* ---- dispatch ---- */
 
-/* Where a rank keeps the slots that of_rank sent it. */
+/* The address in at_rank's staging buffer of a slot that of_rank sends. */
 static unsigned char *slot_at(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t slot) {
     return c->base[at_rank] + c->layout.stage_off +
            ((uint64_t)of_rank * c->shape.max_tokens + slot) * c->layout.slot_stride;
 }
 
-/* Where on rank r the choices of my token t go: row of each choice, -1 when it goes elsewhere. */
+/* The rows at rank r of the choices of this rank's token t; -1 for a choice at another rank. */
 static void rows_at_rank(const EpDispatchParams *p, uint32_t t, uint32_t r, int32_t *rows) {
     uint32_t L = ep_num_local_experts(&p->comm.shape), K = p->comm.shape.num_topk;
     for (uint32_t k = 0; k < K; k++) {
@@ -89,11 +93,12 @@ static void rows_at_rank(const EpDispatchParams *p, uint32_t t, uint32_t r, int3
     }
 }
 
-/* The slot in which rank r sends token t home. */
+/* The slot in which rank r returns token t. */
 static int32_t home_slot(const EpDispatchParams *p, uint32_t t, uint32_t r) {
     return p->plan[p->layout.token_slot_off + (uint64_t)t * p->comm.shape.num_ranks + r];
 }
 
+/* Write a token and its trailer to its slot in rank r's staging buffer. */
 static void send_slot(const EpDispatchParams *p, uint32_t r, uint32_t slot) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk,
@@ -101,13 +106,15 @@ static void send_slot(const EpDispatchParams *p, uint32_t r, uint32_t slot) {
     unsigned char *to = slot_at(c, r, c->my_rank, slot), *trailer = to + c->layout.row_bytes;
     int32_t meta[2 + EP_MAX_TOPK];
     memcpy(to, (const unsigned char *)p->x + t * c->layout.row_bytes, c->layout.row_bytes);
-    meta[0] = (int32_t)t, meta[1] = home_slot(p, t, r);
+    meta[0] = (int32_t)t;
+    meta[1] = home_slot(p, t, r);
     rows_at_rank(p, t, r, meta + 2);
     memcpy(trailer, meta, 4ull * (2 + K));
     if (p->weight) memcpy(trailer + 4ull * (2 + K), p->weight + (uint64_t)t * K, 4ull * K);
 }
 
-/* Copy a slot to its rows.  meta and weight are the sender's words: nothing past num_rows is written. */
+/* Copy a slot to its rows. meta and weight come from the sender, so they are checked: nothing outside [0,
+ * num_rows) is written. */
 static void place_slot(const EpDispatchParams *p, uint32_t s, const void *row, const int32_t *meta,
                        const float *weight) {
     const EpComm *c = &p->comm;
@@ -125,6 +132,7 @@ static void place_slot(const EpDispatchParams *p, uint32_t s, const void *row, c
     }
 }
 
+/* Wait for a chunk and place its slots. False: the wait has failed. */
 static bool receive_chunk(const EpDispatchParams *p, EpTask task, uint64_t epoch) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk, T = p->layout.num_tokens, first = task.chunk * EP_CHUNK_SLOTS;
@@ -136,13 +144,14 @@ static bool receive_chunk(const EpDispatchParams *p, EpTask task, uint64_t epoch
         return false;
     for (uint32_t slot = first; slot < first + n; slot++) {
         const unsigned char *row = slot_at(c, c->my_rank, task.rank, slot);
-        if (task.rank == c->my_rank) { /* my own tokens: straight from the input */
+        if (task.rank == c->my_rank) { /* tokens of this rank: read them from the input */
             uint32_t t = (uint32_t)p->plan[p->layout.send_token_off + (uint64_t)c->my_rank * T + slot];
             row = (const unsigned char *)p->x + t * c->layout.row_bytes;
-            meta[0] = (int32_t)t, meta[1] = home_slot(p, t, c->my_rank);
+            meta[0] = (int32_t)t;
+            meta[1] = home_slot(p, t, c->my_rank);
             rows_at_rank(p, t, c->my_rank, meta + 2);
             if (p->weight) memcpy(weight, p->weight + (uint64_t)t * K, 4ull * K);
-        } else { /* copy, then check: a peer may write while we read */
+        } else { /* copy first, then check: a faulty peer may write at the same time */
             memcpy(meta, row + c->layout.row_bytes, 4ull * (2 + K));
             memcpy(weight, row + c->layout.row_bytes + 4ull * (2 + K), 4ull * K);
         }
@@ -151,7 +160,7 @@ static bool receive_chunk(const EpDispatchParams *p, EpTask task, uint64_t epoch
     return true;
 }
 
-/* Rows that an operation could not make are NaN, so that nobody mistakes them for a result. */
+/* Poison the output of a failed operation with NaN, so that no caller mistakes it for a result. */
 static void fill_nan(void *at, uint64_t num_bytes) {
     if (at && num_bytes) memset(at, EP_FILL_NAN, num_bytes);
 }
@@ -190,25 +199,28 @@ void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_wo
         fill_nan(p->rows, p->num_rows * c->layout.row_bytes);
         fill_nan(p->row_weight, p->num_rows * 4ull);
         memset(p->recv, 0xff,
-               4ull * W * c->shape.max_tokens * (1 + c->shape.num_topk)); /* -1: nothing came from there */
+               /* -1: no slot came from any rank */
+               4ull * W * c->shape.max_tokens * (1 + c->shape.num_topk));
     }
 }
 
 /* ---- combine ---- */
 
+/* The address in at_rank's staging buffer of a choice (SCATTER) or of a row (GATHER). */
 static unsigned char *choice_at(const EpComm *c, uint32_t at_rank, uint64_t idx) {
     return c->base[at_rank] + c->layout.stage_off + idx * c->layout.choice_stride;
 }
 static const void *row_of(const EpCombineParams *p, int32_t row) {
     return (const unsigned char *)p->rows + (uint64_t)row * p->comm.layout.row_bytes;
 }
+/* Write a row and its trailer (weight and scalar) to the staging buffer. */
 static void put_choice(const EpCombineParams *p, unsigned char *to, int32_t row) {
     float trailer[2] = {p->has_weight ? p->row_weight[row] : 1.0f, p->has_scalar ? p->row_scalar[row] : 0.0f};
     memcpy(to, row_of(p, row), p->comm.layout.row_bytes);
     memcpy(to + p->comm.layout.row_bytes, trailer, sizeof trailer);
 }
 
-/* Send home what this rank made of one slot of rank s. */
+/* Return one slot of rank s: the sum of its rows (LOCAL), or each row by itself (SCATTER). */
 static void return_slot(const EpCombineParams *p, uint32_t s, uint32_t slot) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk, num = 0;
@@ -232,7 +244,8 @@ static void return_slot(const EpCombineParams *p, uint32_t s, uint32_t slot) {
     if (p->has_scalar) memcpy(to + c->layout.row_bytes, scalar, 4ull * K);
 }
 
-/* One token of mine from what the ranks returned.  Sums go by rank (LOCAL) or by choice: a fixed order. */
+/* Add up one token of this rank from what the ranks returned. The order of the sum is fixed: by rank
+ * (LOCAL) or by choice. */
 static bool finish_token(const EpCombineParams *p, uint32_t t, uint64_t epoch) {
     const EpComm *c = &p->comm;
     const EpShape *s = &c->shape;
@@ -267,7 +280,8 @@ static bool finish_token(const EpCombineParams *p, uint32_t t, uint64_t epoch) {
     return true;
 }
 
-/* GATHER: put my rows where peers can pull them, and tell everyone when all of them stand there. */
+/* GATHER: copy this rank's rows to its staging buffer, from which peers read them. After the last row is
+ * staged, one worker publishes this to all ranks. */
 static void stage_rows(const EpCombineParams *p, uint64_t epoch) {
     const EpComm *c = &p->comm;
     EpLocal *l = ep_local(c);
@@ -281,11 +295,12 @@ static void stage_rows(const EpCombineParams *p, uint64_t epoch) {
         done = ep_add_acq_rel_gpu_u64(&l->num_copied, 1) + 1;
         if (done == num_chunks) break;
     }
-    /* acq_rel above: the last copier's flag publishes every worker's rows. */
+    /* The acq_rel addition above orders the rows of all workers before this flag, which publishes them. */
     if (num_chunks == 0 ? n == 0 : done == num_chunks)
         for (uint32_t r = 0; r < c->shape.num_ranks; r++) ep_flag_publish(c, r, 0, epoch);
 }
 
+/* Return the slots of all ranks, chunk by chunk, and publish each chunk. */
 static void return_chunks(const EpCombineParams *p, uint64_t epoch) {
     const EpComm *c = &p->comm;
     uint64_t n, num_tasks = ep_num_tasks(p->plan + EP_HEAD_NUM_RECV, c->shape.num_ranks);
@@ -304,7 +319,8 @@ void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_work
     bool ok = epoch != 0;
     if (epoch && worker == 0) {
         EpHeader h = ep_make_header(c, EP_OP_COMBINE, p->plan, p->recv, T, p->num_rows);
-        h.has_weight = p->has_weight, h.has_scalar = p->has_scalar;
+        h.has_weight = p->has_weight;
+        h.has_scalar = p->has_scalar;
         ep_enter(c, &h, epoch);
     }
     ok = ok && ep_enter_await(c, EP_OP_COMBINE, epoch);

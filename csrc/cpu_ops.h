@@ -1,7 +1,9 @@
-/* cpu_ops.h - the stages in plain loads and stores: what a worker thread of the CPU backend runs.
+/* cpu_ops.h - the stages of the CPU backend: the code that a worker thread runs.
  *
- * Each function is one worker's part of one operation; all num_workers of a rank run it at once.  The
- * plan is small and runs on one worker.  The only cross-rank words are those of protocol/flags.h. */
+ * Exports ep_cpu_plan, ep_cpu_dispatch, ep_cpu_combine and ep_cpu_enter. Dispatch and combine run on all
+ * num_workers of a rank at once, and each call is one worker's part. A plan is small and runs on one worker.
+ * Invariant: ranks synchronise only through the words of protocol/flags.h and the count cells of
+ * protocol/plan.h. */
 #ifndef EP_CPU_OPS_H
 #define EP_CPU_OPS_H
 #include "protocol/plan.h"
@@ -10,8 +12,8 @@
 void ep_cpu_plan(const EpPlanParams *p);
 void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_workers);
 void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_workers);
-/* An operation without data: all ranks have entered it when it returns.  With comm.status set it is
- * the stand-in for an operation (op) whose arguments this rank could not accept. */
+/* Run an operation without data. When it returns, all ranks have entered, or the operation has failed. If
+ * comm.status is set, this rank refuses operation `op`, whose arguments it could not accept. */
 void ep_cpu_enter(const EpComm *c, uint32_t op);
 
 #endif /* EP_CPU_OPS_H */

@@ -1,8 +1,14 @@
-/* cpu_plan.c - the routing plan in plain C; see cpu_ops.h.  It is small, and one worker makes it. */
+/* cpu_plan.c - the plan operation in plain C; see cpu_ops.h. It is small, so one worker runs it.
+ *
+ * Invariants: the plan follows from the counts of all ranks, without atomics, so it is the same in every run
+ * and on both backends. All ranks judge the same counts and reach the same verdict. A failed plan is
+ * invalidated: it has no rows. */
 #include <string.h>
 
 #include "cpu_ops.h"
 
+/* Count this rank's choices of each expert, and its distinct tokens for each rank, in `cells`. Record the
+ * first wrong index. */
 static void count_choices(const EpPlanParams *p, uint32_t *cells) {
     const EpShape *s = &p->comm.shape;
     int32_t *expert = p->plan + p->layout.token_expert_off;
@@ -25,7 +31,8 @@ static void count_choices(const EpPlanParams *p, uint32_t *cells) {
     }
 }
 
-/* The first wrong thing that all ranks told each other, in rank order. */
+/* Judge what all ranks reported: record the first error in rank order, or an overflow, and return its
+ * code. Store the number of rows of every rank. */
 static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const EpWrong *wrong,
                             uint64_t epoch) {
     const EpShape *s = &p->comm.shape;
@@ -36,7 +43,11 @@ static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const 
         uint64_t rows = 0;
         for (uint32_t e = w * L; e < (w + 1) * L; e++) rows += ep_expert_rows(s, counts, e);
         if (rows > s->capacity && !f.code) {
-            f.code = EP_EOVERFLOW, f.word = EP_WORD_ROWS, f.peer = w, f.want = s->capacity, f.got = rows;
+            f.code = EP_EOVERFLOW;
+            f.word = EP_WORD_ROWS;
+            f.peer = w;
+            f.want = s->capacity;
+            f.got = rows;
         }
         p->plan[EP_HEAD_RANK_ROWS + w] = (int32_t)(rows < s->capacity ? rows : s->capacity);
     }
@@ -44,7 +55,7 @@ static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const 
     return f.code;
 }
 
-/* Tell all ranks my cells, wait for theirs.  False: the operation is void. */
+/* Send this rank's cells to all ranks, and wait for theirs. False: the operation is void. */
 static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, EpWrong *wrong, uint64_t epoch) {
     const EpComm *c = &p->comm;
     const EpShape *s = &c->shape;
@@ -71,7 +82,8 @@ static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, EpW
     return true;
 }
 
-/* Rows, slots and the sorted order of my choices; false when a scatter index points nowhere. */
+/* Assign rows, slots and the sorted order to this rank's choices. False if a scatter index is out of
+ * range. */
 static bool place_choices(const EpPlanParams *p, const int32_t *scatter, uint32_t *next_row,
                           uint32_t *next_sorted) {
     const EpShape *s = &p->comm.shape;
@@ -90,7 +102,10 @@ static bool place_choices(const EpPlanParams *p, const int32_t *scatter, uint32_
             if (e < 0) continue;
             uint32_t r = (uint32_t)e / L;
             row[i] = scatter ? scatter[i] : (int32_t)next_row[e];
-            if (row[i] < 0 || row[i] >= p->plan[EP_HEAD_RANK_ROWS + r]) ok = false, row[i] = -1;
+            if (row[i] < 0 || row[i] >= p->plan[EP_HEAD_RANK_ROWS + r]) {
+                ok = false;
+                row[i] = -1;
+            }
             next_row[e]++;
             sorted[next_sorted[e]++] = (int32_t)i;
             if (slot[(uint64_t)t * s->num_ranks + r] >= 0) continue;
@@ -104,7 +119,8 @@ static bool place_choices(const EpPlanParams *p, const int32_t *scatter, uint32_
 /* The lowest and the highest expert of token t at rank r. */
 static void expert_range(const EpPlanParams *p, uint32_t t, uint32_t r, int32_t *low, int32_t *high) {
     const uint32_t L = ep_num_local_experts(&p->comm.shape), K = p->comm.shape.num_topk;
-    *low = INT32_MAX, *high = -1;
+    *low = INT32_MAX;
+    *high = -1;
     for (uint32_t k = 0; k < K; k++) {
         const int32_t e = p->plan[p->layout.token_expert_off + (uint64_t)t * K + k];
         if (e < 0 || (uint32_t)e / L != r) continue;
@@ -113,8 +129,9 @@ static void expert_range(const EpPlanParams *p, uint32_t t, uint32_t r, int32_t 
     }
 }
 
-/* Number the slots anew: tokens go out by their first expert at the rank, so that its rows are there early, and come
- * home by their last, in the order in which their rows are ready. */
+/* Number the slots again. Tokens are sent in the order of their first expert at the rank, so that the
+ * rows of that expert are complete early. They return in the order of their last expert, because their
+ * rows become ready in that order. */
 static void sort_slots(const EpPlanParams *p) {
     const EpShape *s = &p->comm.shape;
     const uint32_t L = ep_num_local_experts(s), T = p->num_tokens;
@@ -124,22 +141,28 @@ static void sort_slots(const EpPlanParams *p) {
     for (uint64_t i = 0; i < (uint64_t)T * s->num_ranks; i++) {
         if (slot[i] < 0) continue;
         expert_range(p, (uint32_t)(i / s->num_ranks), (uint32_t)(i % s->num_ranks), &low, &high);
-        out[low]++, home[high]++;
+        out[low]++;
+        home[high]++;
     }
-    for (uint32_t e = 0, from_out = 0, from_home = 0; e < s->num_experts;
-         e++) { /* counts become first slots */
+    /* Each count becomes the first slot of its expert. */
+    for (uint32_t e = 0, from_out = 0, from_home = 0; e < s->num_experts; e++) {
         const uint32_t num_out = out[e], num_home = home[e];
         if (e % L == 0) from_out = from_home = 0;
-        out[e] = from_out, home[e] = from_home, from_out += num_out, from_home += num_home;
+        out[e] = from_out;
+        home[e] = from_home;
+        from_out += num_out;
+        from_home += num_home;
     }
     for (uint64_t i = 0; i < (uint64_t)T * s->num_ranks; i++) {
         const uint32_t t = (uint32_t)(i / s->num_ranks), r = (uint32_t)(i % s->num_ranks);
         if (slot[i] < 0) continue;
         expert_range(p, t, r, &low, &high);
-        slot[i] = (int32_t)home[high]++, send_token[(uint64_t)r * T + out[low]++] = (int32_t)t;
+        slot[i] = (int32_t)home[high]++;
+        send_token[(uint64_t)r * T + out[low]++] = (int32_t)t;
     }
 }
 
+/* List the tiles of this rank: each has up to EP_TILE_ROWS rows of one expert. */
 static void list_tiles(const EpPlanParams *p) {
     const EpShape *s = &p->comm.shape;
     uint32_t L = ep_num_local_experts(s), n = 0;
@@ -153,7 +176,7 @@ static void list_tiles(const EpPlanParams *p) {
     p->plan[EP_HEAD_NUM_TILES] = (int32_t)n;
 }
 
-/* From everyone's counts to my plan; the code with which it failed, or 0. */
+/* Make this rank's plan from the counts of all ranks: 0, or the code with which it failed. */
 static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorted_from, uint64_t epoch) {
     const EpComm *c = &p->comm;
     const EpShape *s = &c->shape;
@@ -178,20 +201,22 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
     if (code) return code;
     for (uint32_t r = 0; r < s->num_ranks; r++)
         p->plan[EP_HEAD_NUM_SEND + r] = (int32_t)cells[s->num_experts + r];
-    p->plan[EP_HEAD_NUM_RECV + c->my_rank] =
-        p->plan[EP_HEAD_NUM_SEND + c->my_rank]; /* my own word, not one that a peer may have written over */
+    /* Taken from this rank's own memory: a faulty peer may have overwritten the cell in the heap. */
+    p->plan[EP_HEAD_NUM_RECV + c->my_rank] = p->plan[EP_HEAD_NUM_SEND + c->my_rank];
     for (uint32_t e = 0; e < s->num_experts; e++) {
         if (e % L == 0) start = 0;
         if (e / L == c->my_rank) expert_row[e % L] = (int32_t)start;
-        sorted_from[e] = sum, sum += cells[e];
-        cells[e] = start + ep_rows_before_rank(s, counts, e, c->my_rank); /* from here on: the next row */
+        sorted_from[e] = sum;
+        sum += cells[e];
+        /* From here on, cells[e] is the next row of expert e. */
+        cells[e] = start + ep_rows_before_rank(s, counts, e, c->my_rank);
         start += ep_expert_rows(s, counts, e);
         if (e / L == c->my_rank) expert_row[e % L + 1] = (int32_t)start;
     }
     p->plan[EP_HEAD_NUM_ROWS] = p->plan[EP_HEAD_RANK_ROWS + c->my_rank];
     if (!place_choices(p, scatter, cells, sorted_from)) {
         EpFaultRecord f = {0, EP_EINVAL, EP_OP_PLAN, c->my_rank, EP_WORD_SCATTER,
-                           0, 0,         epoch,      1,          0}; /* 1: only here */
+                           0, 0,         epoch,      1,          0}; /* 1: only this rank knows */
         ep_fault(c, &f);
         return EP_EINVAL;
     }
@@ -200,18 +225,21 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
     return 0;
 }
 
-/* No plan: no rows anywhere, so that whoever goes on before the error is raised computes on nothing. */
-static void forget(const EpPlanParams *p) {
+/* Invalidate a failed plan: it has no rows on any rank. So a caller that continues before the error is
+ * raised computes on nothing. */
+static void invalidate_plan(const EpPlanParams *p) {
     memset(p->plan, 0,
            (p->layout.expert_row_off + ep_num_local_experts(&p->comm.shape) + 1) * sizeof *p->plan);
 }
 
-/* The head, and the same to the host. */
-static void tell_host(const EpPlanParams *p, int32_t code, uint64_t epoch) {
+/* Write the head of the plan, and publish the result to the host. */
+static void publish_to_host(const EpPlanParams *p, int32_t code, uint64_t epoch) {
     EpPlanResult *r = &p->comm.host->plan;
-    p->plan[EP_HEAD_STATUS] = code, p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch,
+    p->plan[EP_HEAD_STATUS] = code;
+    p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch;
     p->plan[EP_HEAD_NUM_TOKENS] = (int32_t)p->num_tokens;
-    r->num_rows = (uint32_t)p->plan[EP_HEAD_NUM_ROWS], r->status = code;
+    r->num_rows = (uint32_t)p->plan[EP_HEAD_NUM_ROWS];
+    r->status = code;
     ep_st_relaxed_sys_u64(&r->epoch, epoch);
     ep_st_release_sys_u64(&r->ticket, p->ticket); /* publishes the result to the host */
 }
@@ -228,7 +256,7 @@ void ep_cpu_plan(const EpPlanParams *p) {
         count_choices(p, cells);
         code = make_plan(p, cells, sorted_from, epoch);
     }
-    if (code) forget(p);
+    if (code) invalidate_plan(p);
     if (epoch) ep_leave(c, 1, epoch);
-    tell_host(p, code, epoch);
+    publish_to_host(p, code, epoch);
 }
