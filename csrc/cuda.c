@@ -1,8 +1,10 @@
-/* cuda.c - the CUDA backend: a heap is one cudaMalloc block that travels as a cudaIpcMemHandle; work goes
- * to the caller's stream; kernels come from kernels/.
+/* cuda.c - the CUDA backend: heap memory, streams, launch order, and the table ep_cuda_backend.
  *
- * The block comes straight from cudaMalloc, never from a framework's allocator: IPC shares whole
- * allocations, and memory of a pool or of expandable segments cannot be shared at all. */
+ * A heap is one cudaMalloc block, which travels as a cudaIpcMemHandle. Work runs on the caller's stream; the
+ * kernels are in kernels/. The block comes directly from cudaMalloc, never from a framework's allocator,
+ * because IPC shares whole allocations, and memory of a pool or of expandable segments cannot be shared.
+ * Invariants: every function leaves the calling thread's current device as it was. Operations of one launch
+ * lane run in the order of their calls. */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <sched.h>
@@ -21,8 +23,9 @@
 #include "protocol/flags.h"
 
 #define MAX_DEVICES 64           /* of a process */
-#define BLOCK_BYTES (2ull << 20) /* IPC wants blocks that share no page with others */
-#define ENDED_NS 1000000000ull   /* what is on a stream when the world ends has so long */
+#define BLOCK_BYTES (2ull << 20) /* IPC requires allocations that share no page with others */
+/* After the world has ended, work on a stream has this much time to finish. */
+#define ENDED_NS 1000000000ull
 #define EP_CUDA_TRY(call)                                    \
     do {                                                     \
         cudaError_t e_ = (cudaError_t)(call);                \
@@ -30,12 +33,13 @@
     } while (0)
 
 static int cuda_error(cudaError_t e, const char *call) {
-    cudaGetLastError(); /* an error that is not sticky must not be found by the next caller */
+    /* Clear the error if it is not sticky, so that the next caller does not receive it. */
+    cudaGetLastError();
     if (e == cudaErrorMemoryAllocation) return ep_error(EP_ENOMEM, "%s: %s", call, cudaGetErrorString(e));
     return ep_error(EP_ECUDA, "%s: %s", call, cudaGetErrorString(e));
 }
 
-/* The calling thread works on the heap's device, and gets its own back. */
+/* Set the calling thread's device to the heap's device. unguard restores the previous one. */
 typedef struct {
     int before, device;
 } Guard;
@@ -49,6 +53,7 @@ static int unguard(const Guard *g, int code) {
     if (g->before != g->device) cudaSetDevice(g->before);
     return code;
 }
+/* Evaluate the expression on the device, and return it from the function that uses the macro. */
 #define GUARDED(device, expression)        \
     do {                                   \
         Guard g_;                          \
@@ -111,7 +116,7 @@ static int read_room(int device, EpHeapRoom *room) {
 static int heap_room(int device, EpHeapRoom *room) { GUARDED(device, read_room(device, room)); }
 
 static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd) {
-    *fd = -1; /* the handle is all a peer needs */
+    *fd = -1; /* a peer needs only the handle */
     GUARDED(device, open_block(device, num_bytes, memory, card));
 }
 
@@ -172,8 +177,9 @@ static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
 
 /* ---- streams ---- */
 
-/* epmoe's kernels leave by themselves when the world ends.  What else is on the stream may wait for the dead for ever, a
- * collective of NCCL say: so then this ends too, after a while. */
+/* Wait for a stream. epmoe's kernels end when the world ends. Other work on the stream, an NCCL
+ * collective for example, may wait for a dead rank without a limit. So after the end of the world this
+ * wait ends too, after ENDED_NS. */
 static int wait_stream(cudaStream_t stream, EpWorld *world) {
     uint64_t until = 0;
     for (uint32_t polls = 1;; polls++) {
@@ -196,34 +202,37 @@ static bool is_captured(void *stream) {
     cudaError_t e = cudaStreamIsCapturing((cudaStream_t)stream, &status);
     if (e == cudaSuccess) return status != cudaStreamCaptureStatusNone;
     cudaGetLastError();
-    return e == cudaErrorStreamCaptureImplicit; /* else the launch will say what is wrong */
+    return e == cudaErrorStreamCaptureImplicit; /* on another error, the launch will report it */
 }
 
 static int sync_all(int device) {
     GUARDED(device, check_call(cudaDeviceSynchronize(), "cudaDeviceSynchronize"));
 }
 
-/* ---- turns ---- */
+/* ---- launch order ---- */
 
-/* Launch order.  An operation holds SMs while it waits for its peers, and an operation that finds no free SM cannot start.
- * If two operations started in different orders on two ranks, each could wait for SMs that the other holds: a deadlock.
- * Streams do not order operations among themselves.  Therefore the operations of one lane run in the order of their
- * calls: each waits for the operation before it, if that one is on another stream.
+/* An operation holds SMs while it waits for its peers, and an operation that finds no free SM cannot start.
+ * If two operations started in different orders on two ranks, each could wait for SMs that the other holds: a
+ * deadlock. Streams do not order operations among themselves. Therefore the operations of one lane run in the
+ * order of their calls: each waits for the operation before it, if that one is on another stream.
  *
- * A process is one lane on each GPU.  Ranks that are threads of one process have a lane each: they wait for each other, so
- * they must run at the same time.  Each of them uses its own part of the SMs (ep_heap_reserved_sms), so there is room.
+ * A process is one lane on each GPU. Ranks that are threads of one process have a lane each: they wait for
+ * each other, so they must run at the same time. Each of them uses its own part of the SMs
+ * (ep_heap_reserved_sms), so there are enough SMs for all.
  *
- * A captured operation is ordered inside its graph.  The program orders the replays of its graphs. */
+ * A captured operation is ordered inside its graph. The program orders the replays of its graphs. */
 typedef struct {
-    cudaEvent_t
-        behind; /* the last operation: recorded at once, for later its stream may be gone, or captured for a graph */
-    cudaStream_t stream;
-    unsigned long long graph; /* that it was captured for, or 0 */
-    bool was_any;
-} Turn;
+    /* The end of the newest operation. It is recorded right after the launch, because later the stream may
+     * have been destroyed, or may be captured for a graph. */
+    cudaEvent_t end;
+    cudaStream_t stream;      /* of the newest operation */
+    unsigned long long graph; /* the graph for which it was captured, or 0 */
+    bool has_operation;       /* false before the first operation */
+} LaunchOrder;
 typedef struct {
-    pthread_mutex_t lock; /* one for each lane: a launch may wait for a launch of another lane */
-    Turn runs, captured;
+    /* one for each lane, because a launch may wait for a launch of another lane */
+    pthread_mutex_t lock;
+    LaunchOrder runs, captured;
 } Lane;
 static Lane lanes[MAX_DEVICES][EP_MAX_RANKS];
 static void init_lanes(void) {
@@ -231,7 +240,7 @@ static void init_lanes(void) {
         for (uint32_t j = 0; j < EP_MAX_RANKS; j++) pthread_mutex_init(&lanes[i][j].lock, NULL);
 }
 
-/* The graph that a stream is captured for, or 0. */
+/* The graph for which a stream is being captured, or 0. */
 static int graph_of(cudaStream_t stream, unsigned long long *graph) {
     enum cudaStreamCaptureStatus status;
     unsigned long long id = 0;
@@ -256,53 +265,58 @@ static int unlock_lane(Lane *lane, int code) {
     pthread_mutex_unlock(&lane->lock);
     return code;
 }
-static int take_turn(Lane *lane, cudaStream_t stream, Turn **out) {
+/* Before a launch: make the stream wait for the operation before it, if that one is on another stream. */
+static int begin_launch(Lane *lane, cudaStream_t stream, LaunchOrder **out) {
     unsigned long long graph = 0;
     EP_TRY(graph_of(stream, &graph));
-    Turn *t = *out = graph ? &lane->captured : &lane->runs;
-    if (!t->behind) EP_CUDA_TRY(cudaEventCreateWithFlags(&t->behind, cudaEventDisableTiming));
-    if (t->was_any && t->stream != stream && t->graph == graph)
-        EP_CUDA_TRY(cudaStreamWaitEvent(stream, t->behind, 0));
-    t->stream = stream, t->graph = graph;
+    LaunchOrder *o = *out = graph ? &lane->captured : &lane->runs;
+    if (!o->end) EP_CUDA_TRY(cudaEventCreateWithFlags(&o->end, cudaEventDisableTiming));
+    if (o->has_operation && o->stream != stream && o->graph == graph)
+        EP_CUDA_TRY(cudaStreamWaitEvent(stream, o->end, 0));
+    o->stream = stream;
+    o->graph = graph;
     return 0;
 }
-static int end_turn(Turn *t, cudaError_t launched, const char *what) {
+/* After a launch: record its end for the next operation of the lane. */
+static int end_launch(LaunchOrder *o, cudaError_t launched, const char *what) {
     EP_TRY(check_call(launched, what));
-    t->was_any = true;
-    return check_call(cudaEventRecord(t->behind, t->stream), "cudaEventRecord");
+    o->has_operation = true;
+    return check_call(cudaEventRecord(o->end, o->stream), "cudaEventRecord");
 }
-/* A range of NVTX, so that profilers name the operation beside its kernel. */
-#define IN_TURN(device, comm, stream, call, what)                       \
-    do {                                                                \
-        Guard g_;                                                       \
-        Lane *lane_ = NULL;                                             \
-        Turn *turn_ = NULL;                                             \
-        EP_TRY(lock_lane(device, (comm)->launch_lane, &lane_));         \
-        if (guard(device, &g_)) return unlock_lane(lane_, EP_ECUDA);    \
-        int code_ = take_turn(lane_, (cudaStream_t)(stream), &turn_);   \
-        nvtxRangePushA("epmoe: " what);                                 \
-        if (!code_) code_ = end_turn(turn_, (cudaError_t)(call), what); \
-        nvtxRangePop();                                                 \
-        return unlock_lane(lane_, unguard(&g_, code_));                 \
+/* Launch an operation in the launch order of its lane. The macro returns from the function that uses it.
+ * The NVTX range lets profilers show the operation's name next to its kernel. */
+#define IN_LAUNCH_ORDER(device, comm, stream, call, what)                  \
+    do {                                                                   \
+        Guard g_;                                                          \
+        Lane *lane_ = NULL;                                                \
+        LaunchOrder *order_ = NULL;                                        \
+        EP_TRY(lock_lane(device, (comm)->launch_lane, &lane_));            \
+        if (guard(device, &g_)) return unlock_lane(lane_, EP_ECUDA);       \
+        int code_ = begin_launch(lane_, (cudaStream_t)(stream), &order_);  \
+        nvtxRangePushA("epmoe: " what);                                    \
+        if (!code_) code_ = end_launch(order_, (cudaError_t)(call), what); \
+        nvtxRangePop();                                                    \
+        return unlock_lane(lane_, unguard(&g_, code_));                    \
     } while (0)
 
 /* ---- kernels ---- */
 
 static int plan(int device, const EpPlanParams *p, void *stream) {
-    IN_TURN(device, &p->comm, stream, ep_launch_plan(p, stream), "plan kernel");
+    IN_LAUNCH_ORDER(device, &p->comm, stream, ep_launch_plan(p, stream), "plan kernel");
 }
 static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
-    IN_TURN(device, &p->comm, stream, ep_launch_dispatch(p, num_sm, stream), "dispatch kernel");
+    IN_LAUNCH_ORDER(device, &p->comm, stream, ep_launch_dispatch(p, num_sm, stream), "dispatch kernel");
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
-    IN_TURN(device, &p->comm, stream, ep_launch_combine(p, num_sm, stream), "combine kernel");
+    IN_LAUNCH_ORDER(device, &p->comm, stream, ep_launch_combine(p, num_sm, stream), "combine kernel");
 }
 static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
-    IN_TURN(device, c, stream, ep_launch_enter(c, op, stream), "enter kernel");
+    IN_LAUNCH_ORDER(device, c, stream, ep_launch_enter(c, op, stream), "enter kernel");
 }
 static int clear(int device, const EpComm *c, void *stream) {
-    IN_TURN(device, c, stream,
-            cudaMemsetAsync(&ep_local(c)->faulted, 0, sizeof(uint64_t), (cudaStream_t)stream), "clear");
+    IN_LAUNCH_ORDER(device, c, stream,
+                    cudaMemsetAsync(&ep_local(c)->faulted, 0, sizeof(uint64_t), (cudaStream_t)stream),
+                    "clear");
 }
 static int signal_word(int device, uint64_t *word, uint64_t value, bool add, void *stream) {
     GUARDED(device, check_call((cudaError_t)ep_launch_signal(word, value, add, stream), "signal kernel"));
@@ -317,10 +331,12 @@ static int gemm(int device, const EpGemmParams *p, void *stream) {
 }
 
 static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream) {
-    IN_TURN(device, &p->dispatch.comm, stream, ep_launch_dispatch_gemm(p, stream), "dispatch + GEMM kernel");
+    IN_LAUNCH_ORDER(device, &p->dispatch.comm, stream, ep_launch_dispatch_gemm(p, stream),
+                    "dispatch + GEMM kernel");
 }
 static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) {
-    IN_TURN(device, &p->combine.comm, stream, ep_launch_gemm_combine(p, stream), "GEMM + combine kernel");
+    IN_LAUNCH_ORDER(device, &p->combine.comm, stream, ep_launch_gemm_combine(p, stream),
+                    "GEMM + combine kernel");
 }
 
 static int preload_all(void) {
