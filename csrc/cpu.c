@@ -1,7 +1,8 @@
 /* cpu.c - the CPU backend: heap memory, worker threads, and the table ep_cpu_backend.
  *
  * A heap is an anonymous memory file (memfd). Its descriptor travels over a socket, so a killed process
- * leaves nothing behind. A worker is a thread; cpu_ops.h has what it runs. Exports ep_cpu_backend, ep_backend.
+ * leaves nothing behind. A worker is a thread; cpu_ops.h has what it runs. Exports
+ * ep_cpu_backend and ep_backend.
  * Invariants: a heap's file is sealed, so no process can cut memory that a peer has mapped. A plan is
  * validated before its offsets are used. */
 #include <errno.h>

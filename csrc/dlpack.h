@@ -1,6 +1,8 @@
-/* dlpack.h - the part of DLPack 1.3 that the module uses: reading a framework's tensor without a copy or
- * a reference (the C exchange API, offered by torch >= 2.10), and handing out memory of a heap.
- * Layouts are DLPack's (github.com/dmlc/dlpack); a test compares them with the header that torch ships. */
+/* dlpack.h - the part of DLPack 1.3 that the module uses.
+ *
+ * The C exchange API (torch 2.10 or newer) reads a framework's tensor without a copy and without a reference.
+ * EpDLManagedTensor hands out memory of a heap as a tensor.
+ * Invariant: the layouts are DLPack's (github.com/dmlc/dlpack). A test compares them with torch's header. */
 #ifndef EP_DLPACK_H
 #define EP_DLPACK_H
 #include <stdint.h>

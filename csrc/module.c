@@ -1,6 +1,8 @@
-/* module.c - epmoe._C: parse, let go of the interpreter lock, call, raise.  Nothing else.
+/* module.c - epmoe._C: the functions of the world, errors, numbers, and the module itself.
  *
- * Objects are capsules with a name each.  The module links against no torch, and is built without one. */
+ * A function parses its arguments, releases the interpreter lock, calls the C library, and raises. Objects
+ * are capsules with a name for each type. The module does not link against torch and is built without it.
+ * Process-wide state: the exception classes and the interrupt function. */
 #include "module.h"
 
 #include <string.h>
@@ -9,10 +11,12 @@
 
 /* ---- errors ---- */
 
-static PyObject *exceptions; /* name -> class, given by epmoe.errors */
+/* name -> class; epmoe.errors sets it. One for the process, because ep_raise knows no module object. */
+static PyObject *exceptions;
 
 PyObject *ep_raise(int code) {
-    if (PyErr_Occurred()) return NULL; /* a wait ended because of it: KeyboardInterrupt */
+    /* A signal handler has raised it during a wait, for example KeyboardInterrupt. */
+    if (PyErr_Occurred()) return NULL;
     const char *name = ep_error_name(code);
     PyObject *class = exceptions ? PyDict_GetItemString(exceptions, name) : NULL;
     PyErr_SetString(class ? class : PyExc_RuntimeError, ep_error_text());
@@ -49,7 +53,7 @@ FAST(set_exceptions) {
 
 /* ---- arguments ---- */
 
-/* A number that does not fit is a wrong value, not an arithmetic accident. */
+/* Raise ValueError for a number that does not fit, instead of OverflowError. */
 static bool out_of_range(PyObject *o) {
     if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError)) return false;
     PyErr_Clear();
@@ -236,7 +240,8 @@ static PyMethodDef methods[] = {METHOD(set_exceptions),      METHOD(world_listen
                                 METHOD(world_flight_record), METHOD(world_exchange), METHOD(world_refuse),
                                 {NULL, NULL, 0, NULL}};
 
-/* True when a signal's handler has raised, as Ctrl-C does; only Python's main thread handles signals. */
+/* True if a signal handler has raised an exception, for example after Ctrl-C. Python handles signals only
+ * in its main thread. */
 static bool is_interrupted(void) {
     PyGILState_STATE state = PyGILState_Ensure();
     bool yes = PyErr_CheckSignals() != 0;

@@ -1,8 +1,10 @@
-/* module.h - the parts of epmoe._C: what they share to parse, call and raise.
+/* module.h - what the files of the Python module epmoe._C share: parse arguments, call, raise.
  *
- * module.c       errors, numbers, the world, and the module itself
- * module_tensor.c  tensors and streams, read through the C exchange API that a tensor's type carries
- * module_heap.c, module_layer.c, module_gemm.c  their functions */
+ * module.c         errors, numbers, the world, and the module itself
+ * module_tensor.c  tensors and streams, read through the C exchange API of a tensor's type
+ * module_heap.c, module_layer.c, module_gemm.c  the functions for heaps, layers and the grouped GEMM
+ *
+ * Invariant: a function that can wait for a peer or a stream releases the interpreter lock (WITHOUT_LOCK). */
 #ifndef EP_MODULE_H
 #define EP_MODULE_H
 #define PY_SSIZE_T_CLEAN
@@ -10,11 +12,12 @@
 
 #include "epmoe.h"
 
-/* Names of capsules: a heap cannot be taken for a layer. */
+/* Names of the capsules. They are checked, so that a heap cannot be passed as a layer. */
 #define WORLD "epmoe.World"
 #define HEAP "epmoe.Heap"
 #define LAYER "epmoe.Layer"
 
+/* FAST defines a function of the module; WANT(n) checks its number of arguments and returns on an error. */
 #define FAST(name) static PyObject *name(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
 #define WANT(n)                                                                                  \
     do {                                                                                         \
@@ -33,14 +36,15 @@
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 extern PyMethodDef ep_heap_methods[], ep_layer_methods[], ep_gemm_methods[];
 
-/* Set the exception of a code; NULL. */
+/* Set the exception for a code. Always returns NULL. */
 PyObject *ep_raise(int code);
-/* None, or the exception of a code. */
+/* None for code 0; otherwise NULL, with the exception for the code set. */
 PyObject *ep_done(int code);
-/* A pending Python exception as a code, for the peers. */
+/* The code for the pending Python exception. It is sent to the peers. */
 int ep_pending_code(void);
 
-/* An argument as a C value, or false with an exception set.  A number that does not fit is a ValueError. */
+/* Convert an argument to a C value, or return false with an exception set. A number that does not fit
+ * raises ValueError. */
 bool ep_get_u64(PyObject *o, uint64_t *out);
 bool ep_get_u32(PyObject *o, uint32_t *out);
 bool ep_get_int(PyObject *o, int *out);
@@ -48,9 +52,9 @@ bool ep_get_double(PyObject *o, double *out);
 bool ep_get_bytes(PyObject *o, void *out, Py_ssize_t n);
 bool ep_get_stream(PyObject *o, void **stream);
 void *ep_get_object(PyObject *o, const char *name);
-/* None gives *out = NULL where that is allowed. */
+/* Read a tensor. If may_be_none is true, None is accepted and gives *out = NULL. */
 bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **out);
-/* The stream that is current on a device, by the tensor's framework; on the heap's device. */
+/* The current stream of the tensor's framework, on a device; ep_current_stream: on the heap's device. */
 void *ep_stream_of(EpBackendKind kind, int device, PyObject *tensor);
 void *ep_current_stream(EpHeap *heap, PyObject *tensor);
 

@@ -1,4 +1,4 @@
-/* module_gemm.c - epmoe._C.grouped_gemm. */
+/* module_gemm.c - epmoe._C.grouped_gemm: the grouped GEMM by itself. Exports ep_gemm_methods. */
 #include "module.h"
 
 /* (kind, activation, alpha, limit, a, b, offsets, bias, row_weight, tickets, out, is_portable) */

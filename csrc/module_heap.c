@@ -1,4 +1,7 @@
-/* module_heap.c - epmoe._C.heap_*: symmetric heaps, and tensors over them. */
+/* module_heap.c - epmoe._C.heap_*: symmetric heaps, and tensors in their memory.
+ *
+ * Exports ep_heap_methods.
+ * Invariant: a tensor made by heap_tensor holds a reference to the heap, so its memory stays mapped. */
 #include <stdlib.h>
 
 #include "dlpack.h"
@@ -86,18 +89,20 @@ typedef struct {
     EpHeap *heap;
     int64_t shape[8], strides[8];
 } View;
-static void delete_view(EpDLManagedTensor *m) { /* torch calls it from any thread, with or without the lock */
+/* torch calls this from any thread, with or without the interpreter lock. */
+static void delete_view(EpDLManagedTensor *m) {
     View *v = (View *)m->manager_ctx;
     ep_heap_release(v->heap);
     free(v);
 }
-static void free_capsule(PyObject *c) {            /* nobody took it */
-    if (!PyCapsule_IsValid(c, "dltensor")) return; /* its new owner has renamed it */
+/* Delete the view if no framework has taken the capsule. A framework that takes it renames it. */
+static void free_capsule(PyObject *c) {
+    if (!PyCapsule_IsValid(c, "dltensor")) return;
     EpDLManagedTensor *m = (EpDLManagedTensor *)PyCapsule_GetPointer(c, "dltensor");
     m->deleter(m);
 }
 
-/* (heap, off, peer, shape, dl_code, dl_bits) -> a DLPack capsule that holds the heap */
+/* (heap, off, peer, shape, dl_code, dl_bits) -> a DLPack capsule that holds a reference to the heap */
 FAST(heap_tensor) {
     static int64_t one = 1;
     uint64_t off, n = 1;
@@ -119,7 +124,8 @@ FAST(heap_tensor) {
     for (Py_ssize_t i = num_dims; i-- > 0;) {
         uint64_t d;
         if (!ep_get_u64(PyTuple_GetItem(args[3], i), &d)) return free(v), NULL;
-        v->shape[i] = (int64_t)d, v->strides[i] = (int64_t)(n ? n : 1);
+        v->shape[i] = (int64_t)d;
+        v->strides[i] = (int64_t)(n ? n : 1);
         if (d > 1ull << 46 || __builtin_mul_overflow(n, d, &n) || n > 1ull << 46)
             return free(v),
                    PyErr_Format(PyExc_ValueError, "shape %R: must have at most 2^46 elements", args[3]);
@@ -136,13 +142,15 @@ FAST(heap_tensor) {
                                         num_dims ? v->shape : &one,
                                         num_dims ? v->strides : &one,
                                         0};
-    v->managed.manager_ctx = v, v->managed.deleter = delete_view;
+    v->managed.manager_ctx = v;
+    v->managed.deleter = delete_view;
     PyObject *capsule = PyCapsule_New(&v->managed, "dltensor", free_capsule);
     if (!capsule) delete_view(&v->managed);
     return capsule;
 }
 
-/* (heap, off, tensor, peer): put copies the tensor to off of peer, get the other way */
+/* (heap, off, tensor, peer): put copies the tensor to offset off of peer; get copies in the other
+ * direction */
 static PyObject *move(PyObject *const *args, Py_ssize_t num_args, bool is_put) {
     uint64_t off;
     uint32_t peer;

@@ -1,5 +1,8 @@
-/* module_layer.c - epmoe._C.layer_*: plan, dispatch, combine.  A tensor that cannot be read is refused to the
- * peers before Python hears of it. */
+/* module_layer.c - epmoe._C.layer_*: layers and their operations.
+ *
+ * Exports ep_layer_methods. Tensors are passed by position; the comment above a function lists its arguments.
+ * Invariant: if this rank cannot read a tensor argument of an operation, it first refuses the operation to
+ * its peers, then raises the Python exception. */
 #include "error.h"
 #include "module.h"
 
@@ -73,7 +76,7 @@ FAST(layer_close) {
     return ep_done(code);
 }
 
-/* (config, num_tokens) -> offsets of the plan's parts, in int32 elements, and its length */
+/* (config, num_tokens) -> a dict: offsets of the plan's parts in int32 elements, its length, max_tiles */
 FAST(plan_layout) {
     EpLayerConfig c;
     uint32_t num_tokens;
@@ -90,7 +93,7 @@ FAST(plan_layout) {
                          l.max_tiles);
 }
 
-/* A tensor argument that cannot be read: the peers must hear of it before Python does. */
+/* Refuse an operation because a tensor argument cannot be read. The peers learn it before Python does. */
 static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObject *any_tensor) {
     PyObject *type, *value, *trace;
     int code = ep_pending_code();
@@ -101,7 +104,7 @@ static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObje
     return NULL;
 }
 
-/* Read tensors[i] from args[i + 2]; those whose bit is set in may_be_none may be None. */
+/* Read n tensors from args[2] on. Tensor i may be None if bit i of may_be_none is set. */
 static bool get_tensors(PyObject *const *args, int n, uint32_t may_be_none, EpTensor *t,
                         const EpTensor **out) {
     for (int i = 0; i < n; i++)
@@ -172,8 +175,8 @@ FAST(layer_combine) {
     return ep_done(code);
 }
 
-/* (layer, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, alpha, limit, num_move,
- * num_tail, waits_for_expert, num_copies, requires_grad) */
+/* (layer, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, alpha,
+ * limit, num_move, num_tail, waits_for_expert, num_copies, requires_grad) */
 FAST(layer_dispatch_gemm) {
     uint32_t buffer, waits, requires_grad;
     EpTensor t[9];
@@ -190,15 +193,24 @@ FAST(layer_dispatch_gemm) {
         return NULL;
     if (!get_tensors(args, 9, 2 | 16 | 128, t, a))
         return refuse_pending(l, buffer, EP_OP_DISPATCH_GEMM, args[4]);
-    g.x = a[0], g.weight = a[1], g.plan = a[2], g.rows = a[3], g.row_weight = a[4], g.recv = a[5],
-    g.gemm_weight = a[6], g.bias = a[7];
-    g.out = a[8], g.waits_for_expert = waits != 0, g.requires_grad = requires_grad != 0;
+    g.x = a[0];
+    g.weight = a[1];
+    g.plan = a[2];
+    g.rows = a[3];
+    g.row_weight = a[4];
+    g.recv = a[5];
+    g.gemm_weight = a[6];
+    g.bias = a[7];
+    g.out = a[8];
+    g.waits_for_expert = waits != 0;
+    g.requires_grad = requires_grad != 0;
     void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
     WITHOUT_LOCK(code = ep_layer_dispatch_gemm(l, buffer, &g, stream));
     return ep_done(code);
 }
 
-/* (layer, buffer, a, gemm_weight, bias, rows, row_weight, plan, recv, out, num_move, num_reduce, is_serial, requires_grad) */
+/* (layer, buffer, a, gemm_weight, bias, rows, row_weight, plan, recv, out, num_move, num_reduce,
+ * is_serial, requires_grad) */
 FAST(layer_gemm_combine) {
     uint32_t buffer, serial, requires_grad;
     EpTensor t[8];
@@ -212,9 +224,16 @@ FAST(layer_gemm_combine) {
         !ep_get_u32(args[13], &requires_grad))
         return NULL;
     if (!get_tensors(args, 8, 4 | 16, t, a)) return refuse_pending(l, buffer, EP_OP_GEMM_COMBINE, args[7]);
-    g.a = a[0], g.gemm_weight = a[1], g.bias = a[2], g.rows = a[3], g.row_weight = a[4], g.plan = a[5],
-    g.recv = a[6], g.out = a[7];
-    g.is_serial = serial != 0, g.requires_grad = requires_grad != 0;
+    g.a = a[0];
+    g.gemm_weight = a[1];
+    g.bias = a[2];
+    g.rows = a[3];
+    g.row_weight = a[4];
+    g.plan = a[5];
+    g.recv = a[6];
+    g.out = a[7];
+    g.is_serial = serial != 0;
+    g.requires_grad = requires_grad != 0;
     void *stream = ep_current_stream(ep_layer_heap(l), args[7]);
     WITHOUT_LOCK(code = ep_layer_gemm_combine(l, buffer, &g, stream));
     return ep_done(code);

@@ -1,11 +1,16 @@
-/* module_tensor.c - tensors without linking against torch: through the C exchange API that their type carries,
- * which also names the stream that is current. */
+/* module_tensor.c - read tensors and current streams without linking against torch.
+ *
+ * Exports ep_get_tensor, ep_stream_of and ep_current_stream. They use DLPack's C exchange API, which a
+ * tensor's type offers, and which also returns the current stream.
+ * Invariant: the module takes no reference to a tensor; the caller of a function holds it during the call. */
 #include "dlpack.h"
 #include "module.h"
 
+/* The exchange API of an object's type, or NULL with an exception set. */
 static const EpDLExchangeAPI *exchange_api(PyObject *o) {
-    static PyTypeObject
-        *last_type; /* almost always torch.Tensor; held, so that no other type gets its address */
+    /* A cache of one type, which is almost always torch.Tensor. It holds a reference to the type, so that no
+     * other type can get the same address. */
+    static PyTypeObject *last_type;
     static const EpDLExchangeAPI *last_api;
     if (Py_TYPE(o) == last_type) return last_api;
     PyObject *capsule = PyObject_GetAttrString((PyObject *)Py_TYPE(o), "__dlpack_c_exchange_api__");
@@ -23,7 +28,8 @@ static const EpDLExchangeAPI *exchange_api(PyObject *o) {
                NULL;
     PyObject *before = (PyObject *)last_type;
     Py_INCREF((PyObject *)Py_TYPE(o));
-    last_type = Py_TYPE(o), last_api = api;
+    last_type = Py_TYPE(o);
+    last_api = api;
     Py_XDECREF(before);
     return api;
 }
@@ -40,9 +46,10 @@ static uint32_t dtype_of(EpDLDataType d) {
     return EP_OTHER;
 }
 
-/* A view that stands for the negative or the conjugate of what is in memory: DLPack does not say so. */
+/* True, with an exception set, if the tensor is a view whose values are the negative or the conjugate of
+ * the memory. DLPack does not report this. */
 static bool is_lazy(PyObject *o, const EpDLTensor *d) {
-    static PyObject *is_neg, *is_conj; /* the methods' names, made once */
+    static PyObject *is_neg, *is_conj; /* the names of the methods, created once */
     if (!is_neg) is_neg = PyUnicode_InternFromString("is_neg");
     if (!is_conj) is_conj = PyUnicode_InternFromString("is_conj");
     if (!is_neg || !is_conj) return true;
@@ -76,12 +83,16 @@ bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **
                false;
     if (is_lazy(o, &d)) return false;
     t->data = (char *)d.data + (d.data ? d.byte_offset : 0);
-    t->dtype = dtype_of(d.dtype), t->num_dims = (uint32_t)d.ndim,
+    t->dtype = dtype_of(d.dtype);
+    t->num_dims = (uint32_t)d.ndim;
     t->element_bytes = (uint32_t)d.dtype.bits * d.dtype.lanes / 8u;
-    t->kind = d.device.device_type == EP_DL_CUDA ? EP_CUDA : EP_CPU, t->device = d.device.device_id;
+    t->kind = d.device.device_type == EP_DL_CUDA ? EP_CUDA : EP_CPU;
+    t->device = d.device.device_id;
     bool is_empty = false;
     for (int32_t i = 0, n = d.ndim; i < n; i++) {
-        t->shape[i] = d.shape[i], t->stride[i] = 1, is_empty |= d.shape[i] == 0;
+        t->shape[i] = d.shape[i];
+        t->stride[i] = 1;
+        is_empty |= d.shape[i] == 0;
         for (int32_t j = i + 1; j < n && !d.strides; j++) t->stride[i] *= d.shape[j];
         if (d.strides) t->stride[i] = d.strides[i];
     }
