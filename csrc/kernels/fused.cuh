@@ -212,13 +212,14 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 
 /* ---- launch ---- */
 
-/* Dynamic shared memory of a CTA: the GEMM's part, and a part for each of the three communication warps. Static shared
- * memory takes at most 1024 bytes more. */
+/* Dynamic shared memory of a CTA: the GEMM's part, and a part for each of the three communication warps.
+ * Static shared memory uses at most 1024 bytes more. */
 template <typename C> constexpr uint32_t FUSED_SMEM = C::SMEM_BYTES + 3 * EpFusedFifo::BYTES;
 
-/* Launch one CTA on each SM that is not reserved, in clusters of two, with all CTAs resident at once, or return an error.
- * num_tail: the field of p, or NULL. A rank that shares its GPU has fewer CTAs than the caller may have assumed. If all of
- * them would only receive, half of them receive and the other half sends. */
+/* Launch one CTA on each SM that is not reserved, in clusters of two, with all CTAs resident at once; or
+ * return an error. num_tail is a field of p, or NULL. A rank that shares its GPU has fewer CTAs than the
+ * caller may have assumed. If all of them would only receive, half of them receive and the other half
+ * sends. */
 template <typename C, typename P>
 static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensorMap), const P &p,
                                          const EpGemmParams *gemm, uint32_t reserve_sms, uint32_t *num_tail,
@@ -227,8 +228,8 @@ static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensor
     CUtensorMap a, b;
     EpGemmParams seen = *gemm;
     int device = 0, num_sm = 0, num_pairs = 0;
-    if (seen.num_rows == 0)
-        seen.a = seen.b, seen.num_rows = 1; /* a tensor map has no dimension of 0; nothing is read */
+    /* A tensor map cannot have a dimension of 0. Nothing is read. */
+    if (seen.num_rows == 0) seen.a = seen.b, seen.num_rows = 1;
     cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FUSED_SMEM<C>);
     if (e == cudaSuccess) e = encode(ep_map_a(&seen, C::BN), &a);
     if (e == cudaSuccess) e = encode(ep_map_b(&seen, C::BN), &b);
@@ -284,7 +285,7 @@ template <bool F16> static cudaError_t launch_gemm_combine_of(const EpGemmCombin
     }
 }
 
-/* Load every kernel of a dtype; see launch.h. */
+/* Load every kernel of a dtype now; see launch.h. */
 template <bool F16> static cudaError_t preload_fused(void) {
     cudaFuncAttributes a;
     cudaError_t e = cudaSuccess;

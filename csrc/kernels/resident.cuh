@@ -1,4 +1,7 @@
-/* resident.cuh - launching a kernel all of whose blocks run at once, and its dynamic shared memory. */
+/* resident.cuh - launch a kernel whose CTAs all run at once, and its dynamic shared memory.
+ *
+ * Exports ep_dynamic_smem, ep_allow_smem, ep_resident_blocks and ep_launch_resident.
+ * Invariant: the launch is cooperative, so either all CTAs are resident or the launch fails. */
 #ifndef EP_RESIDENT_CUH
 #define EP_RESIDENT_CUH
 #include <cuda_runtime_api.h>
@@ -8,7 +11,7 @@ static __device__ __forceinline__ uint32_t *ep_dynamic_smem(void) {
     return smem;
 }
 
-/* Load a kernel now (see launch.h), and let it have so much shared memory. */
+/* Load a kernel now (see launch.h), and allow it this much dynamic shared memory. */
 template <typename P> static cudaError_t ep_allow_smem(void (*kernel)(P), uint32_t smem_bytes) {
     cudaFuncAttributes a;
     cudaError_t e = cudaFuncGetAttributes(&a, kernel);
@@ -17,7 +20,8 @@ template <typename P> static cudaError_t ep_allow_smem(void (*kernel)(P), uint32
                : e;
 }
 
-/* So many blocks as may run at once, a block filling an SM: of those that are not reserved. */
+/* The number of CTAs that may run at once, at most `wanted`. A CTA occupies a whole SM, and reserved SMs
+ * are not used. */
 static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t reserve_sms, uint32_t *num_blocks) {
     int device = 0, num_sm = 0;
     cudaError_t e = cudaGetDevice(&device);
@@ -27,8 +31,8 @@ static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t reserve_sms, uin
     return e;
 }
 
-/* Launch with all blocks resident at once, or not at all.  Block 0 enters for all and blocks wait for one
- * another, so a block that waits for one that cannot start would wait for ever. */
+/* Launch with all CTAs resident at once, or fail. CTA 0 enters for all CTAs, and CTAs wait for each
+ * other. If one CTA could not start, the others would wait for it without end: a deadlock. */
 template <typename P>
 static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps,
                                       size_t smem_bytes, void *stream, const P &p) {
