@@ -95,7 +95,7 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
                         op_name(f->op),
                         (int)(int64_t)got == EP_ENOMEM ? "no memory" : ep_error_name((int)(int64_t)got));
     case EP_EMISMATCH:
-        if (f->field == 2) /* the order of calls differs */
+        if (f->field == 1 + EP_FIELD_op) /* the order of calls differs */
             return ep_error(EP_EMISMATCH,
                             "ranks disagree in op: rank %u called %s, rank 0 called %s. All ranks must make "
                             "the same calls in the same order.",
