@@ -245,7 +245,7 @@ static int signal_word(int device, uint64_t *word, uint64_t value, bool add, voi
 }
 static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact,
                      void *stream) {
-    EpFaultRecord f = {0, 0, 0, c->my_rank, EP_WORD_SIGNAL, 0, 0, 0, 0, 0};
+    const EpFaultRecord f = ep_fault_at(0, c->my_rank, EP_WORD_SIGNAL, 0);
     (void)device, (void)stream;
     ep_chaos(EP_CHAOS_SIGNAL);
     ep_wait_u64(c, word, exact ? EP_CMP_EQ : EP_CMP_GE, value,

@@ -36,7 +36,7 @@ static void count_choices(const EpPlanParams *p, uint32_t *cells) {
 static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const EpWrong *wrong,
                             uint64_t epoch) {
     const EpShape *s = &p->comm.shape;
-    EpFaultRecord f = {0, 0, EP_OP_PLAN, 0, EP_WORD_NONE, 0, 0, epoch, 0, 0};
+    EpFaultRecord f = ep_fault_at(EP_OP_PLAN, 0, EP_WORD_NONE, epoch);
     uint32_t L = ep_num_local_experts(s);
     for (uint32_t w = 0; w < s->num_ranks && !f.code; w++) ep_wrong_fault(s, w, &wrong[w], &f);
     for (uint32_t w = 0; w < s->num_ranks; w++) {
@@ -67,7 +67,7 @@ static bool exchange_counts(const EpPlanParams *p, const uint32_t *my_cells, EpW
             ep_st_relaxed_sys_u64(ep_count_cell(c, r, c->my_rank, i),
                                   ep_cell(EP_FAULT(OLD_COUNTS) ? 1 : epoch, my_cells[i]));
     for (uint32_t w = 0; w < s->num_ranks; w++) {
-        EpFaultRecord f = {0, 0, EP_OP_PLAN, w, EP_WORD_COUNTS, 0, 0, epoch, 0, 0};
+        const EpFaultRecord f = ep_fault_at(EP_OP_PLAN, w, EP_WORD_COUNTS, epoch);
         ep_chaos(EP_CHAOS_COUNTS_READ);
         for (uint32_t i = 0; i < num_cells; i++) {
             const uint64_t *cell = ep_count_cell(c, c->my_rank, w, i);
@@ -215,8 +215,9 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
     }
     p->plan[EP_HEAD_NUM_ROWS] = p->plan[EP_HEAD_RANK_ROWS + c->my_rank];
     if (!place_choices(p, scatter, cells, sorted_from)) {
-        EpFaultRecord f = {0, EP_EINVAL, EP_OP_PLAN, c->my_rank, EP_WORD_SCATTER,
-                           0, 0,         epoch,      1,          0}; /* 1: only this rank knows */
+        EpFaultRecord f = ep_fault_at(EP_OP_PLAN, c->my_rank, EP_WORD_SCATTER, epoch);
+        f.code = EP_EINVAL;
+        f.want = 1; /* only this rank knows; see ep_comm_check */
         ep_fault(c, &f);
         return EP_EINVAL;
     }
