@@ -80,6 +80,23 @@ static const char *field_name(uint32_t field) {
     return names[field <= EP_NUM_HEADER_FIELDS ? field : 0];
 }
 
+/* The timeout of a wait. The record of a wait for a signal has neither the signalling rank nor the word's
+ * offset, because any rank may signal any word. */
+static int timeout_error(const EpFaultRecord *f, uint32_t my_rank) {
+    unsigned long long want = f->want, got = f->got;
+    if (f->word == EP_WORD_SIGNAL)
+        return ep_error(
+            EP_ETIMEOUT,
+            "rank %u timed out: no rank signalled the word on which it waits (expected value %llu, "
+            "found %llu). Check that a rank calls signal() for this word. See world.flight_record().",
+            my_rank, want, got);
+    return ep_error(EP_ETIMEOUT,
+                    "rank %u timed out waiting for rank %u in its %s (word %s, epoch %llu: wanted %llu, saw "
+                    "%llu). All ranks must make the same calls in the same order. See world.flight_record().",
+                    my_rank, f->peer, op_name(f->op), ep_word_name(f->word), (unsigned long long)f->epoch,
+                    want, got);
+}
+
 /* Convert a fault record into an error of this thread. */
 static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_rank) {
     unsigned long long want = f->want, got = f->got;
@@ -121,13 +138,7 @@ static int fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_ran
                         "all ranks), and each index "
                         "of a choice that is not dropped must be in [0, M) of the expert's rank",
                         f->peer);
-    case EP_ETIMEOUT:
-        return ep_error(EP_ETIMEOUT,
-                        "rank %u timed out waiting for rank %u in its %s (word %s, epoch %llu: wanted %llu, "
-                        "saw %llu). All "
-                        "ranks must make the same calls in the same order. See world.flight_record().",
-                        my_rank, f->peer, op_name(f->op), ep_word_name(f->word), (unsigned long long)f->epoch,
-                        want, got);
+    case EP_ETIMEOUT: return timeout_error(f, my_rank);
     default:
         return ep_error(f->code, "%s failed (word %s, rank %u). See world.flight_record().", op_name(f->op),
                         ep_word_name(f->word), f->peer);

@@ -167,11 +167,13 @@ def _signal_that_nobody_gives(rank, world_size):
     world = epmoe.World(timeout_s=WAIT_S)
     heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
     words = heap.malloc_symmetric((2,), torch.int64)
-    with pytest.raises(epmoe.EpTimeout):
+    with pytest.raises(epmoe.EpTimeout) as told:
         if rank == 1:
             world.set_timeout(0.5)
             heap.wait(words, 0, 1)
         heap.barrier()
+    if rank == 1:
+        told.match(r"rank 1 timed out: no rank signalled the word on which it waits \(expected value 1, found 0\)")
     return world.flight_record()
 
 
