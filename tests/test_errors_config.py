@@ -178,3 +178,25 @@ def test_errors_are_what_python_expects():
     for name in ("PeerDied", "EpTimeout", "EpMismatch", "EpOverflow", "EpIndexError", "HeapExhausted", "PeerError", "EpClosed"):
         cls = getattr(epmoe, name)
         assert issubclass(cls, epmoe.EpError) and issubclass(cls, RuntimeError) and issubclass(cls, pairs.get(cls, RuntimeError))
+
+
+def _buffers_of_many_layers(world, device):
+    """How many layers of 16 buffers a heap's world holds, the error of the next one, and one after a finalize."""
+    heap = epmoe.SymmetricHeap(world, 1 << 26, device)
+    layers = []
+    try:
+        while len(layers) < 20:
+            layers.append(make_layer(world, device, Case(num_buffers=16), heap=heap))
+    except Exception as error:
+        told = error
+    number = len(layers)
+    layers.pop().finalize()
+    make_layer(world, device, Case(num_buffers=16), heap=heap).finalize()
+    return number, type(told).__name__, str(told)
+
+
+def test_errors_config_too_many_buffers(ranks):
+    """The error has the limit: 256 communication buffers, of which the heap has one."""
+    for number, name, text in ranks(_buffers_of_many_layers, world_size=2, at_least=2):
+        assert (number, name) == (15, "HeapExhausted"), text
+        assert "at most 256 communication buffers: finalize layers or close heaps" in text
