@@ -51,7 +51,7 @@ typedef struct {
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
     int (*combine)(int device, const EpCombineParams *p, uint32_t num_sm, void *stream);
     int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
-    /* Clear the faulted word, after the operations that it made void. */
+    /* Clear the buffer's faulted word in stream order, after the operations that it made do nothing. */
     int (*clear)(int device, const EpComm *c, void *stream);
     /* The fused kernels. NULL if the backend has none. */
     int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, void *stream);

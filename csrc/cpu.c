@@ -184,7 +184,8 @@ static bool is_sound(const EpShape *s, uint32_t me, const EpPlanLayout *l, const
     uint32_t W = s->num_ranks, K = s->num_topk, L = ep_num_local_experts(s);
     uint64_t T = l->num_tokens;
     if (plan[EP_HEAD_STATUS] || plan[EP_HEAD_NUM_TOKENS] != (int32_t)T)
-        /* The rank will refuse the operation when it enters (ep_make_header), so nothing else is read. */
+        /* The rank will refuse the operation when it enters (ep_make_header), so it does not use the
+         * rest of the plan. */
         return true;
     if (!all_below(plan + EP_HEAD_NUM_ROWS, 1, 0, 1ll + s->capacity) ||
         !all_below(plan + EP_HEAD_NUM_SEND, W, 0, (int64_t)T + 1) ||

@@ -144,7 +144,7 @@ static void sort_slots(const EpPlanParams *p) {
         out[low]++;
         home[high]++;
     }
-    /* Each count becomes the first slot of its expert. */
+    /* Replace each count by the first slot of its expert. Slots of lower experts at the rank come first. */
     for (uint32_t e = 0, from_out = 0, from_home = 0; e < s->num_experts; e++) {
         const uint32_t num_out = out[e], num_home = home[e];
         if (e % L == 0) from_out = from_home = 0;

@@ -53,7 +53,8 @@ static int unguard(const Guard *g, int code) {
     if (g->before != g->device) cudaSetDevice(g->before);
     return code;
 }
-/* Evaluate the expression on the device, and return it from the function that uses the macro. */
+/* Evaluate the expression while `device` is the thread's current device. The macro returns the result from
+ * the function that uses it. */
 #define GUARDED(device, expression)        \
     do {                                   \
         Guard g_;                          \

@@ -108,11 +108,11 @@ int ep_heap_barrier(EpHeap *heap, void *stream);
 int ep_heap_handle(EpHeap *heap, EpDeviceHeap *handle);
 int ep_heap_sync(EpHeap *heap, void *stream); /* wait for the stream, then return its error */
 int ep_heap_close(EpHeap *heap);              /* collective */
-void ep_heap_release(EpHeap *heap);           /* local: never waits for a peer */
+void ep_heap_release(EpHeap *heap);           /* local: it never waits for a peer */
 EpHeap *ep_heap_retain(EpHeap *heap);
 EpBackendKind ep_heap_kind(const EpHeap *heap);
 int ep_heap_device(const EpHeap *heap);
-/* The number of the heap in its world: the same on all ranks. */
+/* The number of the heap among the heaps of its world: the same on all ranks. */
 uint16_t ep_heap_number(const EpHeap *heap);
 
 /* ---- layer: route -> plan -> dispatch -> (gemm) -> combine ---- */
@@ -174,7 +174,7 @@ typedef struct {
     const EpTensor *gemm_weight, *bias, *out; /* bias NULL or [L][N] */
     uint32_t activation;                      /* EpActivation */
     double alpha, limit;                      /* parameters of the activation; see EpGemmParams */
-    uint32_t num_move, num_tail;              /* CTAs; see EpDispatchGemmParams */
+    uint32_t num_move, num_tail;              /* numbers of CTAs; see EpDispatchGemmParams */
     uint32_t num_copies; /* consecutive tokens that share a row of x; see EpDispatchParams */
     bool waits_for_expert, requires_grad;
 } EpDispatchGemm;
@@ -183,7 +183,7 @@ int ep_layer_dispatch_gemm(EpLayer *layer, uint32_t buffer, const EpDispatchGemm
  * these rows, in one launch. CUDA only. */
 typedef struct {
     const EpTensor *a, *gemm_weight, *bias, *rows, *row_weight, *plan, *recv, *out;
-    uint32_t num_move, num_reduce; /* CTAs; see EpGemmCombineParams */
+    uint32_t num_move, num_reduce; /* numbers of CTAs; see EpGemmCombineParams */
     bool is_serial, requires_grad;
 } EpGemmCombine;
 int ep_layer_gemm_combine(EpLayer *layer, uint32_t buffer, const EpGemmCombine *g, void *stream);

@@ -4,7 +4,8 @@
  * module_tensor.c  tensors and streams, read through the C exchange API of a tensor's type
  * module_heap.c, module_layer.c, module_gemm.c  the functions for heaps, layers and the grouped GEMM
  *
- * Invariant: a function that can wait for a peer or a stream releases the interpreter lock (WITHOUT_LOCK). */
+ * Invariant: a function that can wait for a peer or a stream releases the interpreter lock (WITHOUT_LOCK),
+ * except layer_set_epoch, which is for tests. */
 #ifndef EP_MODULE_H
 #define EP_MODULE_H
 #define PY_SSIZE_T_CLEAN
