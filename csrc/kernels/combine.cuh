@@ -31,18 +31,18 @@ EP_FN uint64_t row_address(const EpCombineParams &p, int32_t row) {
 template <typename C, typename At>
 EP_FN void put_choices(const EpCombineParams &p, int32_t row, uint32_t mask, uint32_t fifo, At at) {
     const uint32_t row_bytes = (uint32_t)p.comm.layout.row_bytes;
-    ep_stream_copy<typename C::Fifo>(fifo, row_address(p, row), mask, row_bytes / 16,
-                                     [&](uint32_t i, uint64_t *my_dst, uint32_t *to) {
-                                         const int32_t r = __shfl_sync(EP_FULL, row, (int)i);
-                                         unsigned char *choice = at(i);
-                                         float *trailer = (float *)(choice + row_bytes);
-                                         if (ep_lane() == 0) {
-                                             trailer[0] = p.has_weight ? p.row_weight[r] : 1.0f;
-                                             trailer[1] = p.has_scalar ? p.row_scalar[r] : 0.0f;
-                                         }
-                                         *my_dst = (uint64_t)choice;
-                                         *to = 1;
-                                     });
+    ep_stream_copy<typename C::Fifo>(
+        fifo, row_address(p, row), mask, row_bytes / 16, [&](uint32_t i, uint64_t *my_dst, uint32_t *to) {
+            const int32_t r = __shfl_sync(EP_FULL, row, (int)i);
+            unsigned char *choice = at(i);
+            float *trailer = (float *)(choice + row_bytes);
+            if (ep_lane() == 0) {
+                trailer[EP_CHOICE_WEIGHT] = p.has_weight ? p.row_weight[r] : 1.0f;
+                trailer[EP_CHOICE_SCALAR] = p.has_scalar ? p.row_scalar[r] : 0.0f;
+            }
+            *my_dst = (uint64_t)choice;
+            *to = 1;
+        });
 }
 
 /* Whether `row` is a valid row of a slot of token `token`. Both may be numbers from a peer. */
@@ -65,14 +65,14 @@ EP_FN ChunkRows no_rows(void) {
 EP_FN ChunkRows rows_to_return(const EpCombineParams &p, EpTask task) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk;
-    const int32_t *meta =
-        p.recv + ((uint64_t)task.rank * c->shape.max_tokens + task.chunk * EP_CHUNK_SLOTS) * (1 + K);
+    const uint32_t stride = ep_record_words(K);
+    const int32_t *records = p.recv + ep_record_at(&c->shape, task.rank, task.chunk * EP_CHUNK_SLOTS);
     const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
     ChunkRows r;
-    r.token = ep_lane() < num ? meta[ep_lane() * (1 + K)] : 0;
+    r.token = ep_lane() < num ? records[ep_lane() * stride + EP_RECORD_TOKEN] : 0;
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        r.row[i] = i < num && ep_lane() < K ? meta[i * (1 + K) + 1 + ep_lane()] : -1;
+        r.row[i] = i < num && ep_lane() < K ? records[i * stride + EP_RECORD_ROWS + ep_lane()] : -1;
     return r;
 }
 
@@ -197,9 +197,9 @@ EP_FN TokenRows rows_of_token(const EpCombineParams &p, uint32_t t, int32_t slot
     const unsigned char *from =
         local ? ep_slot_at(c, c->my_rank, lane < W ? lane : 0, slot < 0 ? 0 : (uint32_t)slot) : choice;
     const TokenRows r = {local ? slot >= 0 : expert >= 0, (uint64_t)from,
-                         expert >= 0 && !local ? trailer[0] : 1};
+                         expert >= 0 && !local ? trailer[EP_CHOICE_WEIGHT] : 1};
     if (p.has_scalar && lane < K)
-        p.out_scalar[(uint64_t)t * K + lane] = expert >= 0 ? trailer[local ? lane : 1] : 0;
+        p.out_scalar[(uint64_t)t * K + lane] = expert >= 0 ? trailer[local ? lane : EP_CHOICE_SCALAR] : 0;
     return r;
 }
 

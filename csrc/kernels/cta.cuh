@@ -51,12 +51,4 @@ EP_FN void ep_cta_fill(void *at, uint64_t num_bytes, uint32_t pattern) {
 #define EP_NAN_WORD 0xffffffffu
 #define EP_NO_ROW 0xffffffffu /* -1: no row was received */
 
-EP_FN unsigned char *ep_slot_at(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t slot) {
-    return c->base[at_rank] + c->layout.stage_off +
-           ((uint64_t)of_rank * c->shape.max_tokens + slot) * c->layout.slot_stride;
-}
-EP_FN unsigned char *ep_choice_at(const EpComm *c, uint32_t at_rank, uint64_t idx) {
-    return c->base[at_rank] + c->layout.stage_off + idx * c->layout.choice_stride;
-}
-
 #endif /* EP_CTA_CUH */

@@ -39,8 +39,8 @@ EP_FN uint32_t tokens_to_send(const EpDispatchParams &p, uint32_t r, uint32_t fi
                : 0;
 }
 
-/* The trailer of a slot, spread over a warp. head: lane 0 has the token, lane 1 the return slot. row,
- * weight: lane k has those of choice k. */
+/* The trailer of a slot (slot.h), spread over a warp. head: lane i has word i, so lane EP_TRAILER_TOKEN has the token and lane
+ * EP_TRAILER_RETURN_SLOT the return slot. row, weight: lane k has those of choice k. */
 typedef struct {
     int32_t head, row;
     float weight;
@@ -51,8 +51,9 @@ EP_FN SlotWords words_to_send(const EpDispatchParams &p, uint32_t r, uint32_t t)
     const uint32_t K = p.comm.shape.num_topk;
     SlotWords w;
     w.row = row_at_rank(p, t, r);
-    w.head = ep_lane() == 1 ? p.plan[p.layout.token_slot_off + (uint64_t)t * p.comm.shape.num_ranks + r]
-                            : (int32_t)t;
+    w.head = ep_lane() == EP_TRAILER_RETURN_SLOT
+                 ? p.plan[p.layout.token_slot_off + (uint64_t)t * p.comm.shape.num_ranks + r]
+                 : (int32_t)t;
     w.weight = p.weight && ep_lane() < K ? p.weight[(uint64_t)t * K + ep_lane()] : 0;
     return w;
 }
@@ -61,9 +62,9 @@ EP_FN SlotWords words_to_send(const EpDispatchParams &p, uint32_t r, uint32_t t)
 EP_FN SlotWords words_received(const EpDispatchParams &p, const void *trailer) {
     const uint32_t K = p.comm.shape.num_topk;
     SlotWords w = {0, -1, 0};
-    if (ep_lane() < 2) w.head = ((const int32_t *)trailer)[ep_lane()];
-    if (ep_lane() < K) w.row = ((const int32_t *)trailer)[2 + ep_lane()];
-    if (ep_lane() < K && p.has_weight) w.weight = ((const float *)trailer)[2 + K + ep_lane()];
+    if (ep_lane() < EP_TRAILER_ROWS) w.head = ((const int32_t *)trailer)[ep_lane()];
+    if (ep_lane() < K) w.row = ((const int32_t *)trailer)[EP_TRAILER_ROWS + ep_lane()];
+    if (ep_lane() < K && p.has_weight) w.weight = ((const float *)trailer)[ep_trailer_weights(K) + ep_lane()];
     return w;
 }
 
@@ -117,9 +118,9 @@ template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &
     copy_rows<FUSED>(p, fifo, input_row(p, token), num, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
         unsigned char *to = ep_slot_at(c, r, c->my_rank, first + i);
         int32_t *trailer = (int32_t *)(to + c->layout.row_bytes);
-        if (ep_lane() < 2) trailer[ep_lane()] = w.of[0].head;
-        if (ep_lane() < K) trailer[2 + ep_lane()] = w.of[0].row;
-        if (ep_lane() < K && p.weight) ((float *)trailer)[2 + K + ep_lane()] = w.of[0].weight;
+        if (ep_lane() < EP_TRAILER_ROWS) trailer[ep_lane()] = w.of[0].head;
+        if (ep_lane() < K) trailer[EP_TRAILER_ROWS + ep_lane()] = w.of[0].row;
+        if (ep_lane() < K && p.weight) ((float *)trailer)[ep_trailer_weights(K) + ep_lane()] = w.of[0].weight;
         *my_dst = (uint64_t)to;
         *mask = 1;
         next_words(&w);
@@ -133,11 +134,11 @@ template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &
 EP_FN int32_t record_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, most = c->shape.max_tokens;
-    const uint32_t return_slot = (uint32_t)__shfl_sync(EP_FULL, w.head, 1);
-    int32_t *record = p.recv + ((uint64_t)s * most + (return_slot < most ? return_slot : 0)) * (1 + K);
+    const uint32_t return_slot = (uint32_t)__shfl_sync(EP_FULL, w.head, EP_TRAILER_RETURN_SLOT);
+    int32_t *record = p.recv + ep_record_at(&c->shape, s, return_slot < most ? return_slot : 0);
     if ((uint32_t)w.row >= p.num_rows || w.row >= p.plan[EP_HEAD_NUM_ROWS]) w.row = -1;
-    if (ep_lane() == 0) record[0] = (uint32_t)w.head < most ? w.head : 0;
-    if (ep_lane() < K) record[1 + ep_lane()] = w.row;
+    if (ep_lane() == 0) record[EP_RECORD_TOKEN] = (uint32_t)w.head < most ? w.head : 0;
+    if (ep_lane() < K) record[EP_RECORD_ROWS + ep_lane()] = w.row;
     if (ep_lane() < K && w.row >= 0 && p.row_weight) p.row_weight[w.row] = w.weight;
     return w.row;
 }
@@ -227,7 +228,7 @@ EP_FN void poison_dispatch(const EpDispatchParams &p) {
     const EpShape &s = p.comm.shape;
     ep_cta_fill(p.rows, p.num_rows * p.comm.layout.row_bytes, EP_NAN_WORD);
     ep_cta_fill(p.row_weight, p.num_rows * 4ull, EP_NAN_WORD);
-    ep_cta_fill(p.recv, 4ull * s.num_ranks * s.max_tokens * (1 + s.num_topk), EP_NO_ROW);
+    ep_cta_fill(p.recv, 4 * ep_recv_words(&s), EP_NO_ROW);
 }
 
 #endif /* EP_DISPATCH_CUH */

@@ -16,6 +16,7 @@
 #ifndef EP_ABI_H
 #define EP_ABI_H
 #include "port.h"
+#include "slot.h"
 
 #define EP_ABI_VERSION 0x65700008u
 #define EP_MAX_RANKS 8u
@@ -138,11 +139,6 @@ typedef struct {
     uint32_t num_row_blocks;  /* row blocks of EP_TILE_ROWS rows */
 } EpCommLayout;
 
-/* Trailers, which follow a row in the staging buffer:
- *   slot of dispatch         i32 token, i32 return slot, i32 row[K] (-1: not on this rank), f32 weight[K]
- *   slot of LOCAL combine    f32 scalar[K]
- *   choice of the others     f32 weight, f32 scalar */
-
 /* The head of a plan: offsets in int32 elements. */
 enum {
     EP_HEAD_STATUS = 0,     /* 0, or the error code on which all ranks agreed */
@@ -188,8 +184,8 @@ EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
     uint64_t at = 0, w = s->num_ranks, slots = w * s->max_tokens, stage;
     l.row_bytes = (uint64_t)s->hidden * ep_dtype_bytes(s->dtype);
     /* Rows begin on a line, so that a warp's store of 512 bytes covers four lines and not five. */
-    l.slot_stride = ep_align_u64(l.row_bytes + 8 + 8ull * s->num_topk, EP_LINE);
-    l.choice_stride = ep_align_u64(l.row_bytes + 8, EP_LINE);
+    l.slot_stride = ep_align_u64(l.row_bytes + 4ull * ep_trailer_words(s->num_topk), EP_LINE);
+    l.choice_stride = ep_align_u64(l.row_bytes + 4ull * EP_CHOICE_WORDS, EP_LINE);
     l.num_chunks = ep_ceil_div_u32(s->max_tokens, EP_CHUNK_SLOTS);
     l.num_count_cells = s->num_experts + s->num_ranks + EP_WRONG_CELLS;
     l.num_row_blocks = ep_ceil_div_u32(s->capacity, EP_TILE_ROWS);
@@ -328,9 +324,7 @@ typedef struct {
     const void *x;       /* [T / num_copies][H] */
     const float *weight; /* [T][K] or NULL */
     const int32_t *plan;
-    /* [W][max_tokens][1 + K] by source rank and return slot: the token's number at its rank, and this
-     * rank's row of each choice or -1 */
-    int32_t *recv;
+    int32_t *recv;     /* [W][max_tokens] records; see slot.h */
     void *rows;        /* [num_rows][H] */
     float *row_weight; /* [num_rows] or NULL */
     uint32_t num_rows; /* rows of the tensor; dispatch alone sets rows M and after to zero */
@@ -367,5 +361,20 @@ EP_STATIC_ASSERT(sizeof(EpLocal) == 6 * EP_LINE, "groups of local words are on l
 EP_STATIC_ASSERT(EP_HEAD_NUM_RECV - EP_HEAD_NUM_SEND == EP_MAX_RANKS, "room for every rank");
 
 #define EP_AT(type, comm, rank, off) ((type *)((comm)->base[rank] + (off)))
+
+/* Slot `slot` of those that of_rank sends, in at_rank's staging buffer. */
+EP_FN unsigned char *ep_slot_at(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t slot) {
+    return c->base[at_rank] + c->layout.stage_off +
+           ((uint64_t)of_rank * c->shape.max_tokens + slot) * c->layout.slot_stride;
+}
+/* Choice idx in at_rank's staging buffer: idx is token * K + k in SCATTER, the expert's row in GATHER. */
+EP_FN unsigned char *ep_choice_at(const EpComm *c, uint32_t at_rank, uint64_t idx) {
+    return c->base[at_rank] + c->layout.stage_off + idx * c->layout.choice_stride;
+}
+/* The first word of a record in recv, and the number of words of recv. */
+EP_PURE uint64_t ep_record_at(const EpShape *s, uint32_t of_rank, uint32_t return_slot) {
+    return ((uint64_t)of_rank * s->max_tokens + return_slot) * ep_record_words(s->num_topk);
+}
+EP_PURE uint64_t ep_recv_words(const EpShape *s) { return ep_record_at(s, s->num_ranks, 0); }
 
 #endif /* EP_ABI_H */

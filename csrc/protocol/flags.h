@@ -184,7 +184,7 @@ EP_FN bool ep_recv_is_void(const EpShape *s, const int32_t *plan, const int32_t 
     uint32_t is_void = 0;
     EP_FOR_LANES(r, s->num_ranks) {
         const int32_t num = plan[EP_HEAD_NUM_RECV + r];
-        const int32_t token = recv[(uint64_t)r * s->max_tokens * (1 + s->num_topk)];
+        const int32_t token = recv[ep_record_at(s, r, 0) + EP_RECORD_TOKEN];
         is_void |= num > 0 && token < 0;
     }
     return ep_warp_min_u32(is_void ? 0 : 1) == 0;

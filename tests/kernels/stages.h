@@ -99,7 +99,7 @@ struct Problem {
     }
     explicit Problem(const Case *of) : c(of), layout(ep_comm_layout(&of->shape)) {
         const EpShape &s = c->shape;
-        recv_words = (uint64_t)s.num_ranks * s.max_tokens * (1 + s.num_topk);
+        recv_words = ep_recv_words(&s);
         for (uint32_t r = 0; r < s.num_ranks; r++) {
             Rank &k = rank[r];
             const uint64_t T = c->num_tokens[r];

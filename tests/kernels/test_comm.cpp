@@ -89,7 +89,7 @@ static void read_rows(const DispatchRunParams &p) {
 }
 static void check_sent(const EpDispatchParams &d) {
     const EpComm *c = &d.comm;
-    const uint64_t num_bytes = c->layout.row_bytes + 4 * (2 + c->shape.num_topk * (1 + d.has_weight));
+    const uint64_t num_bytes = c->layout.row_bytes + 4 * (d.has_weight ? ep_trailer_words(c->shape.num_topk) : ep_trailer_weights(c->shape.num_topk));
     for (uint32_t r = 0; r < c->shape.num_ranks; r++)
         for (uint32_t i = 0; r != c->my_rank && i < (uint32_t)d.plan[EP_HEAD_NUM_SEND + r]; i++)
             check_published(c, EP_OP_DISPATCH_GEMM, r, i, ep_slot_at(c, r, c->my_rank, i), num_bytes);
@@ -152,7 +152,7 @@ static void check_returned(const EpCombineParams &k) {
     const uint32_t K = c->shape.num_topk, mode = c->shape.combine_mode;
     for (uint32_t r = 0; mode != EP_COMBINE_GATHER && r < c->shape.num_ranks; r++)
         for (uint32_t i = 0; i < (uint32_t)k.plan[EP_HEAD_NUM_RECV + r]; i++) {
-            const int32_t *slot = k.recv + ((uint64_t)r * c->shape.max_tokens + i) * (1 + K);
+            const int32_t *slot = k.recv + ep_record_at(&c->shape, r, i);
             if (mode == EP_COMBINE_LOCAL)
                 check_published(c, EP_OP_GEMM_COMBINE, r, i, ep_slot_at(c, r, c->my_rank, i),
                                 c->layout.row_bytes);
