@@ -77,12 +77,6 @@ void ep_cpu_enter(const EpComm *c, uint32_t op) {
 
 /* ---- dispatch ---- */
 
-/* The address in at_rank's staging buffer of a slot that of_rank sends. */
-static unsigned char *slot_at(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t slot) {
-    return c->base[at_rank] + c->layout.stage_off +
-           ((uint64_t)of_rank * c->shape.max_tokens + slot) * c->layout.slot_stride;
-}
-
 /* The rows at rank r of the choices of this rank's token t; -1 for a choice at another rank. */
 static void rows_at_rank(const EpDispatchParams *p, uint32_t t, uint32_t r, int32_t *rows) {
     uint32_t L = ep_num_local_experts(&p->comm.shape), K = p->comm.shape.num_topk;
@@ -103,14 +97,14 @@ static void send_slot(const EpDispatchParams *p, uint32_t r, uint32_t slot) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk,
              t = (uint32_t)p->plan[p->layout.send_token_off + (uint64_t)r * p->layout.num_tokens + slot];
-    unsigned char *to = slot_at(c, r, c->my_rank, slot), *trailer = to + c->layout.row_bytes;
-    int32_t meta[2 + EP_MAX_TOPK];
+    unsigned char *to = ep_slot_at(c, r, c->my_rank, slot), *trailer = to + c->layout.row_bytes;
+    int32_t meta[EP_TRAILER_ROWS + EP_MAX_TOPK];
     memcpy(to, (const unsigned char *)p->x + t * c->layout.row_bytes, c->layout.row_bytes);
-    meta[0] = (int32_t)t;
-    meta[1] = home_slot(p, t, r);
-    rows_at_rank(p, t, r, meta + 2);
-    memcpy(trailer, meta, 4ull * (2 + K));
-    if (p->weight) memcpy(trailer + 4ull * (2 + K), p->weight + (uint64_t)t * K, 4ull * K);
+    meta[EP_TRAILER_TOKEN] = (int32_t)t;
+    meta[EP_TRAILER_RETURN_SLOT] = home_slot(p, t, r);
+    rows_at_rank(p, t, r, meta + EP_TRAILER_ROWS);
+    memcpy(trailer, meta, 4ull * ep_trailer_weights(K));
+    if (p->weight) memcpy(trailer + 4ull * ep_trailer_weights(K), p->weight + (uint64_t)t * K, 4ull * K);
 }
 
 /* Copy a slot to its rows. meta and weight come from the sender, so they are checked: nothing outside [0,
@@ -119,13 +113,14 @@ static void place_slot(const EpDispatchParams *p, uint32_t s, const void *row, c
                        const float *weight) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk;
-    const uint32_t home = (uint32_t)meta[1] < c->shape.max_tokens ? (uint32_t)meta[1] : 0;
-    int32_t *keep = p->recv + ((uint64_t)s * c->shape.max_tokens + home) * (1 + K);
-    keep[0] = (uint32_t)meta[0] < c->shape.max_tokens ? meta[0] : 0;
+    const int32_t token = meta[EP_TRAILER_TOKEN];
+    const uint32_t home = (uint32_t)meta[EP_TRAILER_RETURN_SLOT];
+    int32_t *record = p->recv + ep_record_at(&c->shape, s, home < c->shape.max_tokens ? home : 0);
+    record[EP_RECORD_TOKEN] = (uint32_t)token < c->shape.max_tokens ? token : 0;
     for (uint32_t k = 0; k < K; k++) {
-        int32_t at = meta[2 + k];
+        int32_t at = meta[EP_TRAILER_ROWS + k];
         if ((uint32_t)at >= p->num_rows && !EP_FAULT(UNCHECKED_ROWS)) at = -1;
-        keep[1 + k] = at;
+        record[EP_RECORD_ROWS + k] = at;
         if (at < 0) continue;
         memcpy((unsigned char *)p->rows + (uint64_t)at * c->layout.row_bytes, row, c->layout.row_bytes);
         if (p->row_weight) p->row_weight[at] = weight[k];
@@ -137,23 +132,24 @@ static bool receive_chunk(const EpDispatchParams *p, EpTask task, uint64_t epoch
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk, T = p->layout.num_tokens, first = task.chunk * EP_CHUNK_SLOTS;
     uint32_t n = ep_chunk_slots((uint32_t)p->plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
-    int32_t meta[2 + EP_MAX_TOPK];
+    int32_t meta[EP_TRAILER_ROWS + EP_MAX_TOPK];
     float weight[EP_MAX_TOPK];
     if (n == 0) return true;
     if (task.rank != c->my_rank && !ep_flag_await(c, EP_OP_DISPATCH, task.rank, task.chunk, epoch))
         return false;
     for (uint32_t slot = first; slot < first + n; slot++) {
-        const unsigned char *row = slot_at(c, c->my_rank, task.rank, slot);
+        const unsigned char *row = ep_slot_at(c, c->my_rank, task.rank, slot);
         if (task.rank == c->my_rank) { /* tokens of this rank: read them from the input */
             uint32_t t = (uint32_t)p->plan[p->layout.send_token_off + (uint64_t)c->my_rank * T + slot];
             row = (const unsigned char *)p->x + t * c->layout.row_bytes;
-            meta[0] = (int32_t)t;
-            meta[1] = home_slot(p, t, c->my_rank);
-            rows_at_rank(p, t, c->my_rank, meta + 2);
+            meta[EP_TRAILER_TOKEN] = (int32_t)t;
+            meta[EP_TRAILER_RETURN_SLOT] = home_slot(p, t, c->my_rank);
+            rows_at_rank(p, t, c->my_rank, meta + EP_TRAILER_ROWS);
             if (p->weight) memcpy(weight, p->weight + (uint64_t)t * K, 4ull * K);
         } else { /* copy first, then check: a faulty peer may write at the same time */
-            memcpy(meta, row + c->layout.row_bytes, 4ull * (2 + K));
-            memcpy(weight, row + c->layout.row_bytes + 4ull * (2 + K), 4ull * K);
+            const unsigned char *trailer = row + c->layout.row_bytes;
+            memcpy(meta, trailer, 4ull * ep_trailer_weights(K));
+            memcpy(weight, trailer + 4ull * ep_trailer_weights(K), 4ull * K);
         }
         place_slot(p, task.rank, row, meta, weight);
     }
@@ -200,22 +196,21 @@ void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_wo
         fill_nan(p->row_weight, p->num_rows * 4ull);
         memset(p->recv, 0xff,
                /* -1: no slot came from any rank */
-               4ull * W * c->shape.max_tokens * (1 + c->shape.num_topk));
+               4 * ep_recv_words(&c->shape));
     }
 }
 
 /* ---- combine ---- */
 
 /* The address in at_rank's staging buffer of a choice (SCATTER) or of a row (GATHER). */
-static unsigned char *choice_at(const EpComm *c, uint32_t at_rank, uint64_t idx) {
-    return c->base[at_rank] + c->layout.stage_off + idx * c->layout.choice_stride;
-}
 static const void *row_of(const EpCombineParams *p, int32_t row) {
     return (const unsigned char *)p->rows + (uint64_t)row * p->comm.layout.row_bytes;
 }
 /* Write a row and its trailer (weight and scalar) to the staging buffer. */
 static void put_choice(const EpCombineParams *p, unsigned char *to, int32_t row) {
-    float trailer[2] = {p->has_weight ? p->row_weight[row] : 1.0f, p->has_scalar ? p->row_scalar[row] : 0.0f};
+    float trailer[EP_CHOICE_WORDS];
+    trailer[EP_CHOICE_WEIGHT] = p->has_weight ? p->row_weight[row] : 1.0f;
+    trailer[EP_CHOICE_SCALAR] = p->has_scalar ? p->row_scalar[row] : 0.0f;
     memcpy(to, row_of(p, row), p->comm.layout.row_bytes);
     memcpy(to + p->comm.layout.row_bytes, trailer, sizeof trailer);
 }
@@ -224,14 +219,15 @@ static void put_choice(const EpCombineParams *p, unsigned char *to, int32_t row)
 static void return_slot(const EpCombineParams *p, uint32_t s, uint32_t slot) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk, num = 0;
-    const int32_t *meta = p->recv + ((uint64_t)s * c->shape.max_tokens + slot) * (1 + K);
+    const int32_t *record = p->recv + ep_record_at(&c->shape, s, slot);
+    const uint32_t token = (uint32_t)record[EP_RECORD_TOKEN];
     const void *rows[EP_MAX_TOPK];
     float weights[EP_MAX_TOPK], scalar[EP_MAX_TOPK] = {0};
     for (uint32_t k = 0; k < K; k++) {
-        int32_t row = meta[1 + k];
-        if (row < 0 || (uint32_t)row >= p->num_rows || (uint32_t)meta[0] >= c->shape.max_tokens) continue;
+        int32_t row = record[EP_RECORD_ROWS + k];
+        if (row < 0 || (uint32_t)row >= p->num_rows || token >= c->shape.max_tokens) continue;
         if (c->shape.combine_mode == EP_COMBINE_SCATTER) {
-            put_choice(p, choice_at(c, s, (uint64_t)(uint32_t)meta[0] * K + k), row);
+            put_choice(p, ep_choice_at(c, s, (uint64_t)token * K + k), row);
             continue;
         }
         if (p->has_weight) weights[num] = p->row_weight[row];
@@ -239,7 +235,7 @@ static void return_slot(const EpCombineParams *p, uint32_t s, uint32_t slot) {
         rows[num++] = row_of(p, row);
     }
     if (c->shape.combine_mode != EP_COMBINE_LOCAL) return;
-    unsigned char *to = slot_at(c, s, c->my_rank, slot);
+    unsigned char *to = ep_slot_at(c, s, c->my_rank, slot);
     sum_rows(to, rows, p->has_weight ? weights : NULL, num, c->shape.dtype, c->shape.hidden);
     if (p->has_scalar) memcpy(to + c->layout.row_bytes, scalar, 4ull * K);
 }
@@ -259,21 +255,21 @@ static bool finish_token(const EpCombineParams *p, uint32_t t, uint64_t epoch) {
     for (uint32_t r = 0; r < s->num_ranks && !pull; r++) {
         if (slot[r] < 0) continue;
         if (!ep_flag_await(c, EP_OP_COMBINE, r, (uint32_t)slot[r] / EP_CHUNK_SLOTS, epoch)) return false;
-        if (local) rows[num++] = slot_at(c, c->my_rank, r, (uint32_t)slot[r]);
+        if (local) rows[num++] = ep_slot_at(c, c->my_rank, r, (uint32_t)slot[r]);
     }
     for (uint32_t k = 0; k < K; k++) {
         uint32_t r = expert[k] < 0 ? 0 : (uint32_t)expert[k] / L;
-        float trailer[2] = {1, 0};
+        float trailer[EP_CHOICE_WORDS] = {1, 0}; /* weight, scalar */
         if (expert[k] >= 0 && local) {
-            memcpy(&trailer[1], slot_at(c, c->my_rank, r, (uint32_t)slot[r]) + c->layout.row_bytes + 4ull * k,
-                   4);
+            memcpy(&trailer[EP_CHOICE_SCALAR],
+                   ep_slot_at(c, c->my_rank, r, (uint32_t)slot[r]) + c->layout.row_bytes + 4ull * k, 4);
         } else if (expert[k] >= 0) {
-            rows[num] =
-                pull ? choice_at(c, r, (uint32_t)row[k]) : choice_at(c, c->my_rank, (uint64_t)t * K + k);
+            rows[num] = pull ? ep_choice_at(c, r, (uint32_t)row[k])
+                             : ep_choice_at(c, c->my_rank, (uint64_t)t * K + k);
             memcpy(trailer, (const unsigned char *)rows[num] + c->layout.row_bytes, sizeof trailer);
-            weights[num++] = trailer[0];
+            weights[num++] = trailer[EP_CHOICE_WEIGHT];
         }
-        if (scalar) scalar[k] = trailer[1];
+        if (scalar) scalar[k] = trailer[EP_CHOICE_SCALAR];
     }
     sum_rows((unsigned char *)p->out + t * c->layout.row_bytes, rows,
              !local && p->has_weight ? weights : NULL, num, s->dtype, s->hidden);
@@ -291,7 +287,8 @@ static void stage_rows(const EpCombineParams *p, uint64_t epoch) {
     uint64_t n, done = 0;
     while ((n = ep_queue_pop(l->queue_send)) < num_chunks) {
         uint32_t first = (uint32_t)n * EP_CHUNK_SLOTS, num = ep_chunk_slots(m, (uint32_t)n);
-        for (uint32_t i = first; i < first + num; i++) put_choice(p, choice_at(c, c->my_rank, i), (int32_t)i);
+        for (uint32_t i = first; i < first + num; i++)
+            put_choice(p, ep_choice_at(c, c->my_rank, i), (int32_t)i);
         done = ep_add_acq_rel_gpu_u64(&l->num_copied, 1) + 1;
         if (done == num_chunks) break;
     }

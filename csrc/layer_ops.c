@@ -37,8 +37,7 @@ static int check_plan_tensor(const EpLayer *l, const EpTensor *plan, uint32_t nu
 
 static int check_recv_tensor(const EpLayer *l, const EpTensor *recv) {
     const EpShape *s = &l->config.shape;
-    return check_tensor(l, "recv", recv, EP_I32, 1, (int64_t)s->num_ranks * s->max_tokens * (1 + s->num_topk),
-                        -1);
+    return check_tensor(l, "recv", recv, EP_I32, 1, (int64_t)ep_recv_words(s), -1);
 }
 
 static int check_num_tokens(const EpLayer *l, const char *name, const EpTensor *t) {

@@ -89,7 +89,9 @@ static void read_rows(const DispatchRunParams &p) {
 }
 static void check_sent(const EpDispatchParams &d) {
     const EpComm *c = &d.comm;
-    const uint64_t num_bytes = c->layout.row_bytes + 4 * (d.has_weight ? ep_trailer_words(c->shape.num_topk) : ep_trailer_weights(c->shape.num_topk));
+    const uint64_t num_bytes =
+        c->layout.row_bytes +
+        4 * (d.has_weight ? ep_trailer_words(c->shape.num_topk) : ep_trailer_weights(c->shape.num_topk));
     for (uint32_t r = 0; r < c->shape.num_ranks; r++)
         for (uint32_t i = 0; r != c->my_rank && i < (uint32_t)d.plan[EP_HEAD_NUM_SEND + r]; i++)
             check_published(c, EP_OP_DISPATCH_GEMM, r, i, ep_slot_at(c, r, c->my_rank, i), num_bytes);
