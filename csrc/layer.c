@@ -175,7 +175,7 @@ int ep_layer_close(EpLayer *l) {
         if (!code) l->num_freed++;
     }
     if (code == EP_ECLOSED || ep_world_check(ep_heap_world(l->heap)))
-        l->num_freed = l->config.num_buffers; /* they are freed with the heap or the world */
+        l->num_freed = l->config.num_buffers; /* the heap or the world has freed all buffers */
     /* The freed memory may belong to another allocation now, so the watchdog must not read it. */
     for (uint32_t i = 0; i < l->num_freed; i++) ep_world_unwatch(ep_heap_world(l->heap), &l->buffers[i]);
     /* If nothing was freed, a rank was in another call. Then all ranks can close the layer again. */
