@@ -79,7 +79,8 @@ static void draw_routing(Case *c, Rng *rng, Route route) {
         if (route == ROUTE_SOME_EMPTY && rng_below(rng, 2)) T = 0;
         c->num_tokens[w] = T;
         c->index[w] = take((uint64_t)T * K * (c->has_wide_index ? 8 : 4));
-        c->expert[w] = (int32_t *)take(4ull * T * K), c->row[w] = (int32_t *)take(4ull * T * K);
+        c->expert[w] = (int32_t *)take(4ull * T * K);
+        c->row[w] = (int32_t *)take(4ull * T * K);
         for (uint32_t i = 0; i < T * K; i++) {
             int32_t e = draw_expert(rng, s, route, hot, i % K ? c->expert[w][i - 1] : -1);
             if (e == -1 && rng_below(rng, 2)) e = (int32_t)s->num_experts;
@@ -107,7 +108,8 @@ static void place_rows(Case *c, Rng *rng, uint32_t r) {
     for (uint32_t i = n; c->has_scatter && i > 1; i--) {
         uint32_t j = rng_below(rng, i);
         Origin o = c->origin[r][i - 1];
-        c->origin[r][i - 1] = c->origin[r][j], c->origin[r][j] = o;
+        c->origin[r][i - 1] = c->origin[r][j];
+        c->origin[r][j] = o;
     }
     for (uint32_t i = 0; i < n; i++)
         c->row[c->origin[r][i].source][c->origin[r][i].token * K + c->origin[r][i].choice] = (int32_t)i;
@@ -129,7 +131,8 @@ static void expect_combine(Case *c, uint32_t w) {
     float *sum = (float *)take(4ull * H), *part = (float *)take(4ull * H);
     uint16_t rounded[2];
     float one;
-    c->out[w] = take(T * row_bytes(s)), c->out_scalar[w] = (float *)take(4ull * T * K);
+    c->out[w] = take(T * row_bytes(s));
+    c->out_scalar[w] = (float *)take(4ull * T * K);
     for (uint32_t t = 0; t < T; t++) {
         for (uint32_t h = 0; h < H; h++) sum[h] = 0;
         for (uint32_t group = 0; group < (local ? s->num_ranks : 1); group++) {
@@ -158,17 +161,20 @@ void case_make(Case *c, const EpShape *shape, Rng *rng, Route route, unsigned op
     uint32_t W = shape->num_ranks, K = shape->num_topk, total = 0, at = 0;
     memset(c, 0, sizeof *c);
     c->shape = *shape;
-    c->has_weight = options & WITH_WEIGHTS || rng_below(rng, 2),
+    c->has_weight = options & WITH_WEIGHTS || rng_below(rng, 2);
     c->has_row_weight = options & WITH_WEIGHTS || rng_below(rng, 2);
     c->has_scalar = options & WITH_WEIGHTS || rng_below(rng, 2);
-    c->has_wide_index = rng_below(rng, 2), c->has_scatter = options & WITH_SCATTER;
+    c->has_wide_index = rng_below(rng, 2);
+    c->has_scatter = options & WITH_SCATTER;
     c->slack = options & WITHOUT_SLACK || rng_below(rng, 2) ? 0 : 1 + rng_below(rng, 5);
     draw_routing(c, rng, route);
     for (uint32_t r = 0; r < W; r++) place_rows(c, rng, r);
     for (uint32_t w = 0; w < W; w++) {
         uint64_t T = c->num_tokens[w], M = c->num_rows[w] + c->slack;
-        c->x[w] = random_rows(rng, shape, T), c->y[w] = random_rows(rng, shape, M);
-        c->weight[w] = random_floats(rng, T * K), c->row_weight[w] = random_floats(rng, M),
+        c->x[w] = random_rows(rng, shape, T);
+        c->y[w] = random_rows(rng, shape, M);
+        c->weight[w] = random_floats(rng, T * K);
+        c->row_weight[w] = random_floats(rng, M);
         c->row_scalar[w] = random_floats(rng, M);
         total += c->num_tokens[w];
     }

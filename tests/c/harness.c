@@ -160,7 +160,11 @@ bool run_team(const Setup *setup, Body *body, void *arg) {
                                  worlds));
     for (uint32_t r = 0; r < setup->num_ranks; r++) {
         Rank *me = &ranks[r];
-        me->setup = setup, me->rank = r, me->world = worlds[r], me->body = body, me->arg = arg;
+        me->setup = setup;
+        me->rank = r;
+        me->world = worlds[r];
+        me->body = body;
+        me->arg = arg;
     }
     for (uint32_t r = 0; r < setup->num_ranks; r++)
         if (pthread_create(&ranks[r].thread, NULL, rank_main, &ranks[r])) abort();

@@ -6,12 +6,19 @@ EpTensor tensor1(const void *data, uint32_t dtype, int64_t d0) {
     EpTensor t;
     memset(&t, 0, sizeof t);
     t.data = d0 ? (void *)(uintptr_t)data : NULL; /* like torch: a tensor without elements has no address */
-    t.dtype = dtype, t.num_dims = 1, t.shape[0] = d0, t.stride[0] = 1, t.kind = EP_CPU;
+    t.dtype = dtype;
+    t.num_dims = 1;
+    t.shape[0] = d0;
+    t.stride[0] = 1;
+    t.kind = EP_CPU;
     return t;
 }
 EpTensor tensor2(const void *data, uint32_t dtype, int64_t d0, int64_t d1) {
     EpTensor t = tensor1(data, dtype, d0);
-    t.num_dims = 2, t.shape[1] = d1, t.stride[0] = d1, t.stride[1] = 1;
+    t.num_dims = 2;
+    t.shape[1] = d1;
+    t.stride[0] = d1;
+    t.stride[1] = 1;
     return t;
 }
 
@@ -25,7 +32,10 @@ static void *take_poisoned(void *old, uint64_t num_bytes) {
 Step step_open(Rank *me, const Case *c, uint32_t buffer) {
     Step st;
     memset(&st, 0, sizeof st);
-    st.me = me, st.c = c, st.buffer = buffer, st.num_tokens = c->num_tokens[me->rank];
+    st.me = me;
+    st.c = c;
+    st.buffer = buffer;
+    st.num_tokens = c->num_tokens[me->rank];
     st.num_rows = c->num_rows[me->rank] + c->slack;
     st.plan_words = ep_plan_layout(&me->setup->config.shape, st.num_tokens).num_words;
     st.recv_words = (uint64_t)c->shape.num_ranks * c->shape.max_tokens * (1 + c->shape.num_topk);

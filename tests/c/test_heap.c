@@ -30,7 +30,9 @@ static bool heap_alloc_body(Rank *me, void *arg) {
             WANT(me, 0, ep_heap_translate(me->heap, offs[j], me->rank, &mine));
             CHECK(me, all_bytes_are(mine, bytes, 0));
             memset(mine, 0xee, bytes);
-            sizes[j] = bytes, used += (bytes + 255) / 256 * 256, num++;
+            sizes[j] = bytes;
+            used += (bytes + 255) / 256 * 256;
+            num++;
         }
         ep_heap_stats(me->heap, &s);
         CHECK(me, s.used_bytes == used && s.num_allocations == num &&
@@ -117,11 +119,13 @@ bool test_allocator(void) {
             WANT(me, want < 0 ? EP_ENOMEM : 0, ep_allocator_take(&a, bytes, align * 256, &off));
             if (want < 0) continue;
             CHECK(me, off == (uint64_t)want);
-            offs[j] = off, units[j] = n;
+            offs[j] = off;
+            units[j] = n;
             memset(owner + off / 256, (int)(1 + j), n);
         }
         for (uint32_t u = 0; u < UNITS; u++) {
-            run = owner[u] ? 0 : run + 1, free_units += !owner[u];
+            run = owner[u] ? 0 : run + 1;
+            free_units += !owner[u];
             if (run > longest) longest = run;
         }
         ep_allocator_stats(&a, &s);

@@ -175,12 +175,15 @@ bool test_hostile(void) {
         Case cases[NUM_ROUTES];
         Rng rng = {test_seed + i};
         EpLayerConfig config = small_config(num_ranks);
-        config.shape.combine_mode = (i + i / 3) % 3, config.shape.max_tokens = 6;
+        config.shape.combine_mode = (i + i / 3) % 3;
+        config.shape.max_tokens = 6;
         for (uint32_t j = 0; j < NUM_ROUTES; j++)
             case_make(&cases[j], &config.shape, &rng, h.attack == ATTACK_TOKENS ? ROUTE_FULL : (Route)j,
                       h.attack == ATTACK_TOKENS ? WITH_SCATTER : 0);
         config.shape.capacity = most_rows(cases, NUM_ROUTES) + i % 2;
-        h.cases = cases, h.shape = config.shape, h.layout = ep_comm_layout(&config.shape);
+        h.cases = cases;
+        h.shape = config.shape;
+        h.layout = ep_comm_layout(&config.shape);
         Setup setup = {.num_ranks = num_ranks,
                        .config = config,
                        .heap_bytes = 64 << 10,

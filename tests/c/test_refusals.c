@@ -15,7 +15,8 @@ static bool bad_index_body(Rank *me, void *arg) {
         for (uint32_t j = 0; j < T * K; j++) wide[j] = c.expert[me->rank][j];
         uint32_t at = T * K / 2;
         if (me->rank == 1) wide[at] = nonsense[i], wide[T * K - 1] = -9;
-        c.index[me->rank] = wide, c.has_wide_index = true;
+        c.index[me->rank] = wide;
+        c.has_wide_index = true;
         Step st = step_open(me, &c, 0);
         WANT(me, EP_EINDEX, call_plan(&st));
         char want[80];

@@ -21,9 +21,12 @@ static int send_raw(int socket, const void *bytes, size_t num_bytes, const int *
     struct msghdr m = {.msg_iov = &part, .msg_iovlen = 1};
     if (num_fds) {
         memset(&control, 0, sizeof control);
-        m.msg_control = &control, m.msg_controllen = CMSG_SPACE(num_fds * sizeof(int));
+        m.msg_control = &control;
+        m.msg_controllen = CMSG_SPACE(num_fds * sizeof(int));
         struct cmsghdr *c = CMSG_FIRSTHDR(&m);
-        c->cmsg_level = SOL_SOCKET, c->cmsg_type = SCM_RIGHTS, c->cmsg_len = CMSG_LEN(num_fds * sizeof(int));
+        c->cmsg_level = SOL_SOCKET;
+        c->cmsg_type = SCM_RIGHTS;
+        c->cmsg_len = CMSG_LEN(num_fds * sizeof(int));
         memcpy(CMSG_DATA(c), fds, num_fds * sizeof(int));
     }
     return sendmsg(socket, &m, MSG_NOSIGNAL) == (ssize_t)num_bytes ? 0 : -1;
@@ -307,7 +310,7 @@ static bool notes_case(uint64_t seed) {
         WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
     }
     const int codes[] = {EP_ETIMEOUT, EP_EPEERDIED, EP_ECORRUPT, EP_EMISMATCH};
-    f.kind = EP_FRAME_ABORT,
+    f.kind = EP_FRAME_ABORT;
     f.code = rng_below(&rng, 4) ? codes[rng_below(&rng, 4)] : (int32_t)rng_next(&rng);
     WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
     CHECK(&me, end_of(honest.world, page) != 0);
