@@ -366,7 +366,8 @@ def parse_args():
     sizes = dict(steps=300, hidden=128, layers=2, experts=16, topk=4, batch=8, seq=64, seed=0)
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
-    parser.add_argument("--ranks", type=int, help="default: 4, or as many as GPUs up to 4; 2 on a single GPU")
+    parser.add_argument("--ranks", type=int,
+                        help="default: 4, or one for each GPU up to 4; on one GPU 2, which share it")
     parser.add_argument("--plot", default="demo.png", help="where to write the plot")
     parser.add_argument("--quick", action="store_true", help="20 steps, for tests")
     args = parser.parse_args()

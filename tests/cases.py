@@ -79,7 +79,8 @@ def num_tokens(case, rank, num_ranks):
 def indices_of(case, rank, num_ranks):
     """[T, K] expert indices of a rank."""
     num_experts = case.num_local * num_ranks
-    idx = routing(case.pattern, num_tokens(case, rank, num_ranks), case.topk, num_experts, num_ranks, rank, generator(case.seed, rank, 2))
+    idx = routing(case.pattern, num_tokens(case, rank, num_ranks), case.topk, num_experts, num_ranks, rank,
+                  generator(case.seed, rank, 2))
     return idx.to(case.index_dtype).contiguous()
 
 
@@ -102,7 +103,8 @@ def inputs_of(case, rank, num_ranks):
     """x [T, H] and weight [T, K] of a rank, any bits at all."""
     t = num_tokens(case, rank, num_ranks)
     x = random_bits((t, case.hidden), case.dtype, generator(case.seed, rank, 3))
-    weight = random_bits((t, case.topk), torch.float32, generator(case.seed, rank, 4)) if case.weights else None
+    weight = random_bits((t, case.topk), torch.float32, generator(case.seed, rank,
+                                                                  4)) if case.weights else None
     return x, weight
 
 
@@ -125,19 +127,23 @@ def capacity_of(case, num_ranks):
     if case.capacity == "roomy":
         return num_ranks * case.max_tokens * case.topk + 5
     if case.capacity == "exact":
-        p = reference.plan([indices_of(case, r, num_ranks) for r in range(num_ranks)], case.num_local * num_ranks)
+        p = reference.plan([indices_of(case, r, num_ranks) for r in range(num_ranks)],
+                           case.num_local * num_ranks)
         return max(1, max(len(rows) for rows in p["rows"]))
     return None
 
 
 def make_layer(world, device, case, **options):
-    """A layer for a case.  It stays alive as long as its world does: ranks that are threads write into each other's
-    memory by its address, so none may drop its own while another still works."""
-    options = {"combine_mode": "scatter" if case.mode == "local" else case.mode, "enable_local_combine": case.mode == "local",
-               "capacity": capacity_of(case, world.size), "num_sm": case.num_sm, "num_buffers": case.num_buffers, "device": device} | options
+    """A layer for a case.  It stays alive as long as its world does: ranks that are threads write into each
+    other's memory by its address, so none may drop its own while another still works."""
+    options = {"combine_mode": "scatter" if case.mode == "local" else case.mode,
+               "enable_local_combine": case.mode == "local",
+               "capacity": capacity_of(case, world.size), "num_sm": case.num_sm,
+               "num_buffers": case.num_buffers, "device": device} | options
     if "heap" in options:
         del options["device"]
-    layer = epmoe.EPAll2AllLayer(world, case.max_tokens, case.hidden, case.topk, num_tot_experts=case.num_local * world.size, dtype=case.dtype,
+    layer = epmoe.EPAll2AllLayer(world, case.max_tokens, case.hidden, case.topk,
+                                 num_tot_experts=case.num_local * world.size, dtype=case.dtype,
                                  **options)
     keep(world, layer)
     return layer
@@ -151,9 +157,11 @@ def keep(world, *things):
 
 def layout_parts(layout):
     """Everything that a layout says, by name."""
-    names = ("counts", "expert_offsets", "tokens_per_expert", "token_dst_scatter_idx", "token_sort_indices", "token_slots", "send_tokens",
+    names = ("counts", "expert_offsets", "tokens_per_expert", "token_dst_scatter_idx", "token_sort_indices",
+             "token_slots", "send_tokens",
              "recv_tokens", "recv_offsets", "rows_per_rank", "tile_expert", "tile_row")
-    return {n: getattr(layout, n).clone() for n in names} | {"num_rows": layout.num_rows, "num_tiles": layout.num_tiles}
+    return {n: getattr(layout, n).clone() for n in names} | {"num_rows": layout.num_rows,
+                                                             "num_tiles": layout.num_tiles}
 
 
 def run_routing(layer, case, *, layout=None, buffer=0):
@@ -169,11 +177,14 @@ def run_routing(layer, case, *, layout=None, buffer=0):
         rows, row_weight, layout = layer.dispatch(args[0], weight=args[1], layout=layout)
     y, w = rows_for_combine(case, rank, len(rows), layout.num_rows)
     out = layer.combine(y.to(**to), layout, None if w is None else w.to(**to))
-    return {"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight, "y": y, "w": w, "out": out, **layout_parts(layout)}
+    return {"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight, "y": y, "w": w,
+            "out": out, **layout_parts(layout)}
 
 
 def run_case(world, device, case, **options):
-    """A case through a layer of its own; twice, so that what the first time left in the heap is there the second."""
+    """A case through a layer of its own; twice, so that what the first time left in the heap is there the
+    second.
+    """
     layer = make_layer(world, device, case, **options)
     soil(layer)
     result = run_routing(layer, case)
@@ -183,11 +194,13 @@ def run_case(world, device, case, **options):
 
 
 def soil(layer):
-    """Fill a layer's staging memory with NaN rows: every token to as many ranks as K allows, and home again."""
+    """Fill a layer's staging memory with NaN rows: every token to as many ranks as K allows, and home again.
+    """
     t, k, size, local = layer.max_tokens, layer.topk, layer.world_size, layer.num_local_experts
     choices = (torch.arange(t)[:, None] + torch.arange(k)[None, :]) % size * local
     capacity = layer.capacity
-    if capacity is not None and capacity < size * t * k:  # no more rows than fit: as many tokens as each rank may send
+    # no more rows than fit: as many tokens as each rank may send
+    if capacity is not None and capacity < size * t * k:
         choices = choices[: max(0, capacity // (size * k))]
     x = torch.full((len(choices), layer.hidden), torch.nan, dtype=layer.dtype, device=layer.device)
     w = torch.full(choices.shape, torch.nan, device=layer.device)
@@ -202,12 +215,16 @@ def soil(layer):
 def same_bits(got, want, what):
     """Equal bit by bit, NaN payloads and signs of zero included."""
     got, want = got.detach().cpu().contiguous(), want.detach().cpu().contiguous()
-    assert got.dtype == want.dtype and got.shape == want.shape, f"{what}: got {got.dtype} {list(got.shape)}, wanted {want.dtype} {list(want.shape)}"
+    assert (
+        got.dtype == want.dtype and got.shape == want.shape
+    ), f"{what}: got {got.dtype} {list(got.shape)}, wanted {want.dtype} {list(want.shape)}"
     bits = BITS[got.element_size()]
     bad = (got.view(bits) != want.view(bits)).nonzero()
     if len(bad):
         at = tuple(bad[0].tolist())
-        raise AssertionError(f"{what}: {len(bad)} of {got.numel()} differ, the first at {at}: got {got[at].item()}, wanted {want[at].item()}")
+        raise AssertionError(
+            f"{what}: {len(bad)} of {got.numel()} differ, the first at {at}: got {got[at].item()}, wanted {want[at].item()}"
+        )
 
 
 def same_numbers(got, want, what):
@@ -269,7 +286,8 @@ def check_plan(results, num_experts, plan=None):
         same_numbers(got["token_slots"], slots_by_hand(got["idx"], num_experts, size), say + "token_slots")
         same_numbers(got["send_tokens"], p["send_tokens"][rank], say + "send_tokens")
         same_numbers(got["recv_tokens"], p["send_tokens"][:, rank], say + "recv_tokens")
-        same_numbers(got["recv_offsets"], recv_offsets_by_hand(p["counts"].tolist(), size, local), say + "recv_offsets")
+        same_numbers(got["recv_offsets"], recv_offsets_by_hand(p["counts"].tolist(), size, local),
+                     say + "recv_offsets")
         tiles = list(zip(got["tile_expert"].tolist(), got["tile_row"].tolist()))[: got["num_tiles"]]
         assert tiles == tiles_by_hand(offsets), f"{say}tiles: got {tiles}, wanted {tiles_by_hand(offsets)}"
     return p
@@ -279,11 +297,13 @@ def check_rows(results, plan, weight_dtype=torch.float32):
     """What dispatch moved."""
     rows = reference.dispatch([r["x"] for r in results], plan)
     with_weights = results[0]["weight"] is not None
-    weights = reference.dispatch_weights([r["weight"] for r in results], plan) if with_weights else [None] * len(results)
+    weights = reference.dispatch_weights([r["weight"] for r in results],
+                                         plan) if with_weights else [None] * len(results)
     for rank, got in enumerate(results):
         m = len(rows[rank])
         same_bits(got["rows"][:m], rows[rank], f"rank {rank}: rows")
-        same_bits(got["rows"][m:], torch.zeros_like(got["rows"][m:], device="cpu"), f"rank {rank}: rows behind M")
+        same_bits(got["rows"][m:], torch.zeros_like(got["rows"][m:], device="cpu"),
+                  f"rank {rank}: rows behind M")
         assert (got["row_weight"] is not None) == with_weights
         if with_weights:
             want = torch.zeros(len(got["row_weight"]))
@@ -295,7 +315,8 @@ def check_sums(results, plan, num_experts, mode):
     """What combine brought home."""
     ms = [len(rows) for rows in plan["rows"]]
     weights = None if results[0]["w"] is None else [r["w"][:m] for r, m in zip(results, ms)]
-    wanted = reference.combine([r["y"][:m] for r, m in zip(results, ms)], plan, [r["idx"] for r in results], num_experts, weights, mode == "local")
+    wanted = reference.combine([r["y"][:m] for r, m in zip(results, ms)], plan, [r["idx"] for r in results],
+                               num_experts, weights, mode == "local")
     for rank, (got, want) in enumerate(zip(results, wanted)):
         same_bits(got["out"], want, f"rank {rank}: combine")
 
@@ -311,7 +332,9 @@ def check_case(results, case):
 # ---- errors ----
 
 def afterwards(world, make, case):
-    """After a mistake: have all ranks come back from it, and does a routing through make() work?  (Outcome, results)."""
+    """After a mistake: have all ranks come back from it, and does a routing through make() work?  (Outcome,
+    results).
+    """
     world.set_timeout(MISTAKE_LIMIT_S)
     alive = outcome(lambda: world.exchange(b"back"))
     return alive, None if alive.kinds else run_routing(make(), dataclasses.replace(case, seed=77))
@@ -320,13 +343,16 @@ def afterwards(world, make, case):
 def check_afterwards(outcomes, states, case):
     """states: afterwards() of each rank."""
     if any(alive.kinds for alive, _ in states):
-        told = "\n".join(f"rank {r}: {got}, and then {alive}" for r, (got, (alive, _)) in enumerate(zip(outcomes, states)))
+        told = "\n".join(f"rank {r}: {got}, and then {alive}" for r,
+                         (got, (alive, _)) in enumerate(zip(outcomes, states)))
         raise AssertionError(f"not every rank came back from the call:\n{told}")
     check_case([result for _, result in states], dataclasses.replace(case, seed=77))
 
 
 def share_gpus(num_local_ranks):
-    """Where a test has more ranks than this machine has GPUs, they share them; processes that it starts find the setting."""
+    """Where a test has more ranks than this machine has GPUs, they share them; processes that it starts find
+    the setting.
+    """
     if 0 < torch.cuda.device_count() < num_local_ranks:
         os.environ.setdefault("EPMOE_SHARE_GPU", "1")
 
@@ -343,8 +369,8 @@ def _forkserver():
 
 
 def process_ranks(fn, world_size, *args, **options):
-    """epmoe.testing.run_ranks, with processes that are forked from one that has imported torch already: a rank then
-    costs a twentieth of a second instead of two."""
+    """epmoe.testing.run_ranks, with processes that are forked from one that has imported torch already: a
+    rank then costs a twentieth of a second instead of two."""
     with _forkserver():
         return run_ranks(fn, world_size, *args, **({"timeout_s": HANG_S} | options))
 

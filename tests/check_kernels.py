@@ -3,9 +3,10 @@
 
     check_kernels.py FOLDER    the build's temporary folder: kernels.log (nvcc's own report) and the objects
 
-Fails when a kernel spills registers or has a stack, and when a kernel of the grouped GEMM for Hopper or a megakernel is
-without HGMMA or touches local memory.  The latter needs cuobjdump (the toolkit's, or the one of requirements-dev.txt);
-without it that part is said to be unseen.
+Fails when a kernel spills registers or has a stack, and when a kernel of the grouped GEMM for Hopper or a
+megakernel is
+without HGMMA or touches local memory.  The latter needs cuobjdump (the toolkit's, or the one of
+requirements-dev.txt); without it that part is said to be unseen.
 """
 import os
 import re
@@ -16,8 +17,10 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-MULTIPLIERS = {"gemm_*.cu.o": "gemm_kernel", "fused_*.cu.o": "mega_kernel"}  # objects, and what their kernels are called
-TOOLS = os.pathsep.join([os.environ.get("PATH", ""), *map(str, Path(sysconfig.get_path("purelib"), "nvidia").glob("*/bin"))])
+MULTIPLIERS = {"gemm_*.cu.o": "gemm_kernel",
+               "fused_*.cu.o": "mega_kernel"}  # objects, and what their kernels are called
+TOOLS = os.pathsep.join([os.environ.get("PATH", ""), *map(str, Path(sysconfig.get_path("purelib"),
+                                                                    "nvidia").glob("*/bin"))])
 
 
 def report(log):
@@ -26,7 +29,8 @@ def report(log):
     for line in log.splitlines():
         if found := re.search(r"Compiling entry function '(\w+)' for 'sm_90a'", line):
             name = found[1]
-        elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line):
+        elif found := re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+                                line):
             stack, stores, loads = map(int, found.groups())
         elif (found := re.search(r"Used (\d+) registers", line)) and name:
             kernels[name], name = (int(found[1]), stack, stores + loads), None
@@ -36,7 +40,8 @@ def report(log):
 def disassembled(path):
     """Lines of cuobjdump, which asks nvdisasm."""
     command = [shutil.which("cuobjdump", path=TOOLS), "-sass", path]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "PATH": TOOLS}).stdout.splitlines()
+    return subprocess.run(command, capture_output=True, text=True, check=True,
+                          env={**os.environ, "PATH": TOOLS}).stdout.splitlines()
 
 
 def instructions(path):
@@ -57,8 +62,10 @@ def faults_of_multipliers(folder):
     faults = []
     for objects, kernel in MULTIPLIERS.items():
         with ThreadPoolExecutor() as pool:
-            seen = [item for of in pool.map(instructions, sorted(folder.glob(objects))) for item in of.items() if kernel in item[0]]
-        faults += [f"{name}: {hgmma} HGMMA, {local} in local memory" for name, (hgmma, local) in seen if not hgmma or local]
+            seen = [item for of in pool.map(instructions, sorted(folder.glob(objects))) for item in of.items()
+                    if kernel in item[0]]
+        faults += [f"{name}: {hgmma} HGMMA, {local} in local memory" for name,
+                   (hgmma, local) in seen if not hgmma or local]
         faults += [] if seen else [f"{objects}: no {kernel} was found"]
     return faults
 
@@ -66,7 +73,8 @@ def faults_of_multipliers(folder):
 def main():
     folder = Path(sys.argv[1])
     kernels = report((folder / "kernels.log").read_text())
-    faults = [f"{name}: {stack} bytes of stack, {spilled} bytes spilled" for name, (_, stack, spilled) in kernels.items() if stack or spilled]
+    faults = [f"{name}: {stack} bytes of stack, {spilled} bytes spilled" for name,
+              (_, stack, spilled) in kernels.items() if stack or spilled]
     most = max((registers for registers, _, _ in kernels.values()), default=0)
     if len(kernels) < 10:
         faults.append(f"the report names {len(kernels)} kernels only")

@@ -1,12 +1,15 @@
 """How a test gets its ranks, on either backend, and what the summary says about what was not run.
 
 pytest                                                     ranks are threads of this process, on the CPU
-torchrun --nproc-per-node N -m pytest tests                every process is a rank on a GPU; more ranks than GPUs share them
-EPMOE_TEST_THREADS=cuda pytest                             ranks are threads of this process, side by side on one GPU
+torchrun --nproc-per-node N -m pytest tests                every process is a rank on a GPU; more ranks than
+GPUs share them
+EPMOE_TEST_THREADS=cuda pytest                             ranks are threads of this process, side by side on
+one GPU
 EPMOE_BACKEND=cpu torchrun --nproc-per-node N -m pytest tests   the same without GPUs
 
 A test calls ranks(fn, ...): fn(world, device, ...) runs once per rank, and the test sees every rank's result
-in every process, so all processes of a torchrun come to the same verdict and nobody waits for a rank that failed.
+in every process, so all processes of a torchrun come to the same verdict and nobody waits for a rank that
+failed.
 """
 
 import collections
@@ -34,7 +37,8 @@ WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 0
 NUM_LOCAL = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
 THREADS_ON_CUDA = not TORCHRUN and os.environ.get("EPMOE_TEST_THREADS") == "cuda"
 ON_CUDA = (TORCHRUN or THREADS_ON_CUDA) and CAN_CUDA and not FORCED_CPU
-DEFAULT_TIMEOUT_S = 60.0 if TORCHRUN or THREADS_ON_CUDA else 300.0  # only a hang reaches it, also on a busy machine
+# only a hang reaches it, also on a busy machine
+DEFAULT_TIMEOUT_S = 60.0 if TORCHRUN or THREADS_ON_CUDA else 300.0
 
 
 def to_cpu(value):
@@ -67,14 +71,15 @@ class Ranks:
         return WORLD_SIZE if TORCHRUN else world_size
 
     def __call__(self, fn, *args, world_size=4, at_least=1, timeout_s=DEFAULT_TIMEOUT_S):
-        """[fn(world, device, *args) of rank 0, 1, ...], each within timeout_s.  Under torchrun the number of ranks is
-        torchrun's; a test that makes no sense below at_least ranks is skipped there."""
+        """[fn(world, device, *args) of rank 0, 1, ...], each within timeout_s.  Under torchrun the number of
+        ranks is torchrun's; a test that makes no sense below at_least ranks is skipped there."""
         __tracebackhide__ = True
         if not TORCHRUN:
             from epmoe.testing import run_threads
 
             def main(world):
-                world.set_timeout(timeout_s * 0.8)  # epmoe's own error comes before the deadline of the threads
+                # epmoe's own error comes before the deadline of the threads
+                world.set_timeout(timeout_s * 0.8)
                 result = fn(world, self.device, *args)
                 return to_cpu(result) if ON_CUDA else result
 
@@ -88,7 +93,10 @@ class Ranks:
             faulthandler.cancel_dump_traceback_later()
 
     def isolated(self, fn, *args, world_size=4, at_least=1, timeout_s=DEFAULT_TIMEOUT_S):
-        """The same, with processes as ranks on the CPU too: for what may end a process.  fn is a function of a module."""
+        """The same, with processes as ranks on the CPU too: for what may end a process.
+
+        fn is a function of a module.
+        """
         __tracebackhide__ = True
         if TORCHRUN:
             return self(fn, *args, at_least=at_least, timeout_s=timeout_s)
@@ -109,7 +117,8 @@ class Ranks:
             error = traceback.format_exc()
             if isinstance(e, (KeyboardInterrupt, SystemExit)):
                 raise
-            with contextlib.suppress(Exception):  # a rank that is still in an operation must not wait for this one
+            # a rank that is still in an operation must not wait for this one
+            with contextlib.suppress(Exception):
                 self.world._leave(False)
         ended = error is not None
         try:
@@ -187,7 +196,9 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     for item in items:
         if (TORCHRUN or THREADS_ON_CUDA) and item.get_closest_marker("cpu_only"):
-            item.add_marker(pytest.mark.skip(reason=f"cpu_only: {MARKERS['cpu_only']}; run plain pytest for it"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"cpu_only: {MARKERS['cpu_only']}; run plain pytest for it")
+            )
         if not ON_CUDA and item.get_closest_marker("cuda_only"):
             item.add_marker(pytest.mark.skip(reason=f"cuda_only: {MARKERS['cuda_only']}"))
 
@@ -200,16 +211,26 @@ def pytest_terminal_summary(terminalreporter):
         reasons[text.removeprefix("Skipped: ")] += 1
     terminalreporter.section("epmoe: what ran where")
     if ON_CUDA:
-        shared = f", {NUM_LOCAL} on {torch.cuda.device_count()} GPU" if NUM_LOCAL > torch.cuda.device_count() else " with a GPU"
-        who = "ranks were threads of this process, side by side" if THREADS_ON_CUDA else f"{WORLD_SIZE} ranks, each a process{shared}"
+        shared = (
+            f", {NUM_LOCAL} on {torch.cuda.device_count()} GPU"
+            if NUM_LOCAL > torch.cuda.device_count()
+            else " with a GPU"
+        )
+        who = (
+            "ranks were threads of this process, side by side"
+            if THREADS_ON_CUDA
+            else f"{WORLD_SIZE} ranks, each a process{shared}"
+        )
         say(f"{who} ({torch.cuda.get_device_name()})")
     elif TORCHRUN:
         say(f"{WORLD_SIZE} ranks, each a process on the CPU")
     else:
         say("ranks were threads and processes on the CPU")
     if not ON_CUDA:
-        why = ("EPMOE_BACKEND=cpu" if FORCED_CPU else "this build of epmoe has no CUDA backend" if not _C.HAS_CUDA else
-               "there is no GPU here" if not torch.cuda.is_available() else "pytest was not started by torchrun")
+        why = ("EPMOE_BACKEND=cpu" if FORCED_CPU else "this build of epmoe has no CUDA backend"
+               if not _C.HAS_CUDA else
+               "there is no GPU here" if not torch.cuda.is_available()
+               else "pytest was not started by torchrun")
         say(f"nothing was run on a GPU on this machine: {why}")
     say(f"{sum(reasons.values())} tests were skipped")
     for text, n in reasons.most_common():

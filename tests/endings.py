@@ -1,4 +1,7 @@
-"""Worlds that end in every way, on the CPU or on GPUs: what each rank is told, and that nothing is left.  soak.py leaks runs all of it."""
+"""Worlds that end in every way, on the CPU or on GPUs: what each rank is told, and that nothing is left.
+
+soak.py leaks runs all of it.
+"""
 
 import gc
 import os
@@ -16,7 +19,9 @@ from cases import Case, check_case, inputs_of, indices_of, make_layer, outcome, 
 from epmoe.testing import meeting_place, run_ranks
 from faults import place
 from pace import HANG_S, WAIT_S, is_soon, slowness
-from traces import abstract_names, files_in_use, gpu_held, held, left_over, remember_names, shared_memory_names
+from traces import (
+    abstract_names, files_in_use, gpu_held, held, left_over, remember_names, shared_memory_names,
+)
 
 ENDINGS = ("close", "kill", "exception", "collected", "left")
 CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
@@ -40,8 +45,8 @@ def use(world, device):
 
 
 def end_one(rank, world_size, how, folder, kind):
-    """A world that ends in one way.  What this process held before and after, the files and GPU bytes that it used, what it was told;
-    None where it was killed."""
+    """A world that ends in one way.  What this process held before and after, the files and GPU bytes that it
+    used, what it was told; None where it was killed."""
     gc.freeze()  # what was there before is not looked through again
     device = place(rank, kind)
     with epmoe.World(timeout_s=WAIT_S) as world:  # what is only made once
@@ -63,7 +68,8 @@ def end_one(rank, world_size, how, folder, kind):
                 for i in range(10**6):
                     run_routing(layer, Case(seed=i))
                     if how == "exception" and bad and i == 20:
-                        layer.preprocess(torch.zeros(9, 2, dtype=torch.int64, device=device))  # the others are in this step too
+                        layer.preprocess(torch.zeros(9, 2, dtype=torch.int64,
+                                                     device=device))  # the others are in this step too
                         raise KeyError("in the middle of a step")
         told = "nothing"
     except (KeyError, epmoe.EpError) as e:
@@ -78,7 +84,8 @@ def end_one(rank, world_size, how, folder, kind):
     del world, heap, layer, t
     gc.collect()
     after, end = held(), time.monotonic() + WAIT_S / 2
-    while (grew := gpu_held(device) - bytes_before) > GPU_BYTES and time.monotonic() < end:  # memory goes when the last peer has let go
+    # memory goes when the last peer has let go
+    while (grew := gpu_held(device) - bytes_before) > GPU_BYTES and time.monotonic() < end:
         time.sleep(0.05)
     return before, after, sorted(f for f in used if kind == "cpu" or "epmoe" in f), grew, told
 
@@ -88,14 +95,16 @@ def end_all(how, ranks, kind):
     bad, files = ranks - 1, shared_memory_names()
     with tempfile.TemporaryDirectory() as folder:
         results = starter(kind)(end_one, ranks, how, folder, kind, may_die=(bad,) if how == "kill" else ())
-        names = {line for rank in range(ranks) for line in open(os.path.join(folder, f"names{rank}")).read().split()}
+        names = {line for rank in range(ranks) for line in open(os.path.join(folder,
+                                                                             f"names{rank}")).read().split()}
     assert len(names) == ranks, f"{how}: {names} are not the meeting places of {ranks} ranks"
     for rank, result in enumerate(results):
         if rank == bad and how == "kill":
             assert result is None
             continue
         then, now, used, grew, told = result
-        wanted = {"kill": "PeerDied", "exception": "KeyError" if rank == bad else "PeerDied"}.get(how, "nothing")
+        wanted = {"kill": "PeerDied", "exception": "KeyError" if rank == bad
+                  else "PeerDied"}.get(how, "nothing")
         assert told == wanted, f"{how}: rank {rank} was told {told}, not {wanted}"
         assert not used, f"{how}: rank {rank} used files that a kill would leave: {used}"
         assert not (left := left_over(then, now, kind)), f"{how}: rank {rank}: {left}"
@@ -142,15 +151,20 @@ def fork_one(rank, world_size, kind):
     t, words = heap.malloc_symmetric((4,)), heap.malloc_symmetric((2,), torch.int64)
     layer = make_layer(world, device, CASE)
     x, weight = inputs_of(CASE, rank, world_size)
-    four, x, weight, idx = torch.ones(4, device=device), x.to(device), weight.to(device), indices_of(CASE, rank, world_size).to(device)
+    four, x, weight, idx = torch.ones(4, device=device), x.to(device), weight.to(device), indices_of(CASE,
+                                                                                                     rank,
+                                                                                                     world_size).to(device)
     rows, _, layout = layer.dispatch(x, idx, weight)
     layer.synchronize()
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        calls = [world.check, lambda: world.exchange(b"x"), lambda: heap.malloc_symmetric((1,)), lambda: heap.free(t), lambda: heap.put(t, four, 0),
-                 lambda: heap.get(four, t, 0), lambda: heap.signal(words, 0, 1, 0), lambda: heap.wait(words, 0, 0), heap.barrier,
-                 lambda: layer.dispatch(x, idx, weight), lambda: layer.preprocess(idx), lambda: layer.combine(rows, layout),
+        calls = [world.check, lambda: world.exchange(b"x"), lambda: heap.malloc_symmetric((1,)),
+                 lambda: heap.free(t), lambda: heap.put(t, four, 0),
+                 lambda: heap.get(four, t, 0), lambda: heap.signal(words, 0, 1, 0),
+                 lambda: heap.wait(words, 0, 0), heap.barrier,
+                 lambda: layer.dispatch(x, idx, weight), lambda: layer.preprocess(idx),
+                 lambda: layer.combine(rows, layout),
                  layer.ep_barrier_all, lambda: epmoe.SymmetricHeap(world, 1 << 16, device)]
         kinds = [outcome(c).kind for c in calls]
         closings = [outcome(c).seconds for c in (layer.finalize, heap.close, world.close)]
@@ -231,7 +245,8 @@ print("end", time.monotonic(), flush=True)
 def leave(script, kind):
     """What both ranks printed, and the seconds that each needed to leave after its last word."""
     store = meeting_place()
-    processes = [subprocess.Popen([sys.executable, "-c", script, str(r), str(store.port), kind], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in (0, 1)]
+    processes = [subprocess.Popen([sys.executable, "-c", script, str(r), str(store.port), kind],
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in (0, 1)]
     ended, deadline = [None, None], time.monotonic() + HANG_S
     while None in ended and time.monotonic() < deadline:
         for i, p in enumerate(processes):
@@ -252,7 +267,8 @@ def leave(script, kind):
 def exit_unclosed(kind):
     """Nobody closes anything: the first to leave does not hang, and the other hears that it has left."""
     limit = {"cpu": 2, "cuda": 6}[kind]  # the end of a CUDA context takes its time
-    for _ in range(3):  # an interpreter's end takes its time on a machine that is busy; once in three it must be quick
+    # an interpreter's end takes its time on a machine that is busy; once in three it must be quick
+    for _ in range(3):
         outs, needed = leave(EXIT, kind)
         if is_soon(max(needed), limit):
             break
@@ -262,7 +278,9 @@ def exit_unclosed(kind):
 
 
 def exit_busy(kind):
-    """Both leave by an exception, each with a thread that waits for the other, which the interpreter waits for: the waits end."""
+    """Both leave by an exception, each with a thread that waits for the other, which the interpreter waits
+    for: the waits end.
+    """
     outs, needed = leave(EXIT_BUSY, kind)
     assert ["EpClosed" in out for out in outs] == [True, True] and is_soon(max(needed), 6), (outs, needed)
 

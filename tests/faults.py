@@ -1,13 +1,18 @@
-"""Ranks that die, stop or come late, on CPU or GPUs: `python tests/faults.py [--kills N] [--ranks N] [--device cpu|cuda]`.
+"""Ranks that die, stop or come late, on CPU or GPUs: `python tests/faults.py [--kills N] [--ranks N]
+[--device cpu|cuda]`.
 
-kill   a random rank is ended by SIGKILL at a random moment of a loop that, by turns, moves tokens, trains a layer, or multiplies
-       tokens on their way (on GPUs: in the megakernels).  Every survivor must raise PeerDied that names it, within 3 s and from
-       20 kills on within 50 ms as a median, find its name in the flight record, go on using its device, and compute right results
-       in a smaller world; nothing may be left behind.  The table says how long after the kill the survivors raised.
+kill   a random rank is ended by SIGKILL at a random moment of a loop that, by turns, moves tokens, trains a
+layer, or multiplies
+       tokens on their way (on GPUs: in the megakernels).  Every survivor must raise PeerDied that names it,
+       within 3 s and from 20 kills on within 50 ms as a median, find its name in the flight record, go on
+       using its device, and compute right results
+       in a smaller world; nothing may be left behind.  The table says how long after the kill the survivors
+       raised.
 stop   a rank stops itself between two operations: the others raise EpTimeout at their limit, which names it.
 late   a rank is stopped there, and continued in time: no error.
 
-Not part of pytest under torchrun, because torchrun ends all ranks when one dies: this starts processes of its own.
+Not part of pytest under torchrun, because torchrun ends all ranks when one dies: this starts processes of its
+own.
 """
 
 import argparse
@@ -29,7 +34,10 @@ from cases import MODES, poison_memory, process_ranks, share_gpus
 from epmoe import _C
 from epmoe.testing import run_ranks, set_device
 from pace import HANG_S, WAIT_S, Events, continue_later, is_soon, slowness
-from traces import abstract_names, held, holdings, kept, left_over, more_of_ours, remember_names, shared_memory_names
+from traces import (
+    abstract_names, held, holdings, kept, left_over, more_of_ours, remember_names,
+    shared_memory_names,
+)
 
 SIZES = {"cpu": (40, 64, 3), "cuda": (256, 512, 4)}  # T, H, K
 STOP_LIMIT_S = 2.0
@@ -45,28 +53,35 @@ def place(rank, device):
 
 def make_layer(world, device, mode, how="move"):
     tokens, hidden, topk = SIZES[device.type]
-    kind, dtype = (epmoe.EpAll2AllFusedOp, torch.bfloat16) if how == "fuse" else (epmoe.EPAll2AllLayer, torch.float32)
-    return kind(world, tokens, hidden, topk, num_tot_experts=4 * world.size, dtype=dtype, device=device, enable_local_combine=mode == "local",
+    kind, dtype = (epmoe.EpAll2AllFusedOp, torch.bfloat16) if how == "fuse" else (epmoe.EPAll2AllLayer,
+                                                                                  torch.float32)
+    return kind(world, tokens, hidden, topk, num_tot_experts=4 * world.size, dtype=dtype, device=device,
+                enable_local_combine=mode == "local",
                 combine_mode="gather" if mode == "gather" else "scatter")
 
 
 def move(layer, g):
-    """One step of experts that multiply by 1, 2 or 3; True when every sum is right: all numbers are small integers."""
+    """One step of experts that multiply by 1, 2 or 3; True when every sum is right: all numbers are small
+    integers.
+    """
     tokens, hidden, topk = SIZES[layer.device.type]
     x = torch.randint(-4, 5, (tokens, hidden), generator=g).float().to(layer.device)
     idx = torch.randint(0, layer.num_experts, (tokens, topk), generator=g).to(layer.device)
     rows, _, layout = layer.dispatch(x, idx)
     first = layer.rank * layer.num_local_experts
     factors = (torch.arange(first, first + layer.num_local_experts, device=layer.device) % 3 + 1).float()
-    y = layer.combine(rows * torch.repeat_interleave(factors, layout.tokens_per_expert, output_size=len(rows))[:, None], layout)
+    y = layer.combine(rows * torch.repeat_interleave(factors, layout.tokens_per_expert,
+                                                     output_size=len(rows))[:, None], layout)
     return bool(torch.equal(y, x * (idx % 3 + 1).sum(1, keepdim=True)))
 
 
 def fuser(layer):
     """The same sums as move's, by products with 1, 2 or 3 times the identity: exact in bfloat16."""
-    eye = torch.eye(layer.hidden, dtype=layer.dtype, device=layer.device).expand(layer.num_local_experts, -1, -1)
+    eye = torch.eye(layer.hidden, dtype=layer.dtype, device=layer.device).expand(layer.num_local_experts, -1,
+                                                                                 -1)
     first = layer.rank * layer.num_local_experts
-    factors = torch.arange(first, first + layer.num_local_experts, device=layer.device).to(layer.dtype) % 3 + 1
+    factors = torch.arange(first, first + layer.num_local_experts,
+                           device=layer.device).to(layer.dtype) % 3 + 1
     up, down = (eye * factors[:, None, None]).contiguous(), eye.contiguous()
 
     def step(_, g):
@@ -86,7 +101,8 @@ def trainer(layer):
     optimizer = torch.optim.SGD(moe.parameters(), lr=1e-3)
 
     def step(_, g):
-        x = torch.randn(SIZES[layer.device.type][0], layer.hidden, generator=g).to(layer.device).requires_grad_()
+        x = torch.randn(SIZES[layer.device.type][0], layer.hidden,
+                        generator=g).to(layer.device).requires_grad_()
         weight, idx = torch.softmax(torch.randn(len(x), layer.num_experts, generator=g), -1).topk(layer.topk)
         moe(x, idx.to(layer.device), weight.to(layer.device)).square().mean().backward()
         optimizer.step()
@@ -122,7 +138,8 @@ def killed(rank, world_size, victim, delay, how, mode, kind, folder):
     """A rank of one kill; the survivors return what they saw."""
     gc.freeze()  # what was there before is not looked through again
     device, g, note = place(rank, kind), torch.Generator().manual_seed(rank), os.path.join(folder, "when")
-    world, layer, step = begin(device, mode, how, g)  # what is only made once: torch's threads for gradients on GPUs
+    world, layer, step = begin(device, mode, how,
+                               g)  # what is only made once: torch's threads for gradients on GPUs
     layer.finalize()
     world.close()
     before, things, names = held(), holdings(), remember_names()
@@ -149,20 +166,31 @@ def killed(rank, world_size, victim, delay, how, mode, kind, folder):
     dist.init_process_group("gloo", store=store, rank=others.index(rank), world_size=len(others))
     world = epmoe.World(None, timeout_s=WAIT_S)
     with make_layer(world, device, mode) as layer:
-        right = all([move(layer, g) for _ in range(10)])  # all of them, also after a wrong one: the others are in step
+        right = all([move(layer, g)
+                     for _ in range(10)])  # all of them, also after a wrong one: the others are in step
         layer.synchronize()
     world.close()
     del layer, world
-    left = kept(ended) or (left_over(before, held(), kind, maps=200) if kind == "cpu" else more_of_ours(things, holdings()))
-    return told, culprit, latency, works and right, left and f"{left}; in all {dict(holdings() - things)}", names
+    left = kept(ended) or (left_over(before, held(), kind, maps=200) if kind == "cpu"
+                           else more_of_ours(things, holdings()))
+    return (
+        told,
+        culprit,
+        latency,
+        works and right,
+        left and f"{left}; in all {dict(holdings() - things)}",
+        names,
+    )
 
 
 def kills(num, ranks, kind, seed=0, say=lambda done: None):
     """({kind of loop: seconds after which each survivor raised, sorted}, texts of what was wrong)."""
-    start, latencies, bad, files = process_ranks if kind == "cpu" else run_ranks, {"move": [], "train": [], "fuse": []}, [], shared_memory_names()
+    start, latencies, bad, files = process_ranks if kind == "cpu" else run_ranks, {"move": [], "train": [],
+                                                                                   "fuse": []}, [], shared_memory_names()
     for i in range(num):
         r = random.Random(f"{seed} {i}")
-        victim, delay, how, mode = r.randrange(ranks), r.random() * (0.1 if kind == "cpu" else 1.0), tuple(latencies)[i % 3], r.choice(MODES)
+        victim, delay, how, mode = r.randrange(ranks), r.random() * (0.1 if kind == "cpu"
+                                                                     else 1.0), tuple(latencies)[i % 3], r.choice(MODES)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 results = start(killed, ranks, victim, delay, how, mode, kind, folder, timeout_s=HANG_S,
@@ -244,7 +272,8 @@ def main():
     on_cuda = bool(_C.HAS_CUDA) and torch.cuda.is_available()
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_cuda else "cpu")
-    p.add_argument("--ranks", type=int, help="default: one for each GPU, but 4 on one GPU, which they share; 4 on the CPU")
+    p.add_argument("--ranks", type=int,
+                   help="default: one for each GPU, but 4 on one GPU, which they share; 4 on the CPU")
     p.add_argument("--kills", type=int, default=20)
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
@@ -263,12 +292,16 @@ def main():
     bad += stops(ranks, a.device)
     table = Table(title=f"faults on {ranks} ranks ({a.device})", show_header=False)
     table.add_row("kills", f"{a.kills}, {sum(map(len, latencies.values()))} survivors raised")
-    for how, seconds in latencies.items():  # who trains is in its own products for most of the time, and hears at the next call
+    # who trains is in its own products for most of the time, and hears at the next call
+    for how, seconds in latencies.items():
         if seconds:
-            table.add_row(f"from kill to exception, {how}", f"median {seconds[len(seconds) // 2] * 1e3:.1f} ms, worst {seconds[-1] * 1e3:.1f} ms")
-    if a.kills >= 20 and (slow := {how: seconds[len(seconds) // 2] for how, seconds in latencies.items() if seconds and seconds[len(seconds) // 2] > MEDIAN_S}):
+            table.add_row(f"from kill to exception, {how}",
+                          f"median {seconds[len(seconds) // 2] * 1e3:.1f} ms, worst {seconds[-1] * 1e3:.1f} ms")
+    if a.kills >= 20 and (slow := {how: seconds[len(seconds) // 2] for how, seconds in latencies.items()
+                                   if seconds and seconds[len(seconds) // 2] > MEDIAN_S}):
         bad.append(f"kills were told too late, medians: {slow}")
-    table.add_row("stopped and late ranks", "as they must" if not any("kill" not in b for b in bad) else "WRONG")
+    table.add_row("stopped and late ranks", "as they must" if not any("kill" not in b for b in bad)
+                  else "WRONG")
     table.add_row("verdict", "no fault" if not bad else f"{len(bad)} FAULTS (seed {a.seed})")
     Console(width=140).print(table)
     print("\n".join(bad), end="")

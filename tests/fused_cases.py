@@ -1,8 +1,11 @@
-"""What the tests of the fused operator begin with: cases, an operator that plays the kernels, and sums in float64.
+"""What the tests of the fused operator begin with: cases, an operator that plays the kernels, and sums in
+float64.
 
-A GPU of compute capability 9.x has each of dispatch + product and product + combine in one launch.  Elsewhere Played does
-the stages where they would be launched, so that what Python has around them is run here as well; what only the kernels can
-do wrong is seen under torchrun.  Memory that nobody wrote is poison (see conftest), and so is staging memory (see soil).
+A GPU of compute capability 9.x has each of dispatch + product and product + combine in one launch.  Elsewhere
+Played does the stages where they would be launched, so that what Python has around them is run here as well;
+what only the kernels can
+do wrong is seen under torchrun.  Memory that nobody wrote is poison (see conftest), and so is staging memory
+(see soil).
 """
 
 import dataclasses
@@ -40,15 +43,18 @@ class Experts(Case):
 
 def grown(ranks, case, times=24):
     """On GPUs so many tokens that experts have several tiles of rows, and a rest."""
-    return dataclasses.replace(case, max_tokens=times * case.max_tokens) if ranks.device.type == "cuda" else case
+    return dataclasses.replace(case,
+                               max_tokens=times * case.max_tokens) if ranks.device.type == "cuda" else case
 
 
 def parameters_of(case, num_experts):
     """w1, b1, w2, b2 of all ranks' experts."""
     g = generator(99, case.hidden, case.inner)
     wide = case.inner if case.activation in (None, "gelu") else 2 * case.inner
-    shapes = {"w1": (num_experts, wide, case.hidden), "b1": (num_experts, wide), "w2": (num_experts, case.hidden, case.inner), "b2": (num_experts, case.hidden)}
-    p = {name: (torch.randn(shape, generator=g) / (shape[2] ** 0.5 if len(shape) == 3 else 1)).to(case.dtype) for name, shape in shapes.items()}
+    shapes = {"w1": (num_experts, wide, case.hidden), "b1": (num_experts, wide),
+              "w2": (num_experts, case.hidden, case.inner), "b2": (num_experts, case.hidden)}
+    p = {name: (torch.randn(shape, generator=g) / (shape[2] ** 0.5 if len(shape) == 3 else 1)).to(case.dtype)
+         for name, shape in shapes.items()}
     return p if case.bias else p | {"b1": None, "b2": None}
 
 
@@ -56,18 +62,24 @@ def inputs_of(case, rank, size):
     """x [T, H], idx and weight [T, K], and the gradient of y [T, H] of a rank."""
     g, t = generator(case.seed, rank, 31), num_tokens(case, rank, size)
     x, dy = (torch.randn(t, case.hidden, generator=g).to(case.dtype) for _ in range(2))
-    return {"x": x, "idx": indices_of(case, rank, size), "weight": torch.rand(t, case.topk, generator=g) - 0.2 if case.weights else None, "dy": dy}
+    return {"x": x, "idx": indices_of(case, rank, size), "weight": torch.rand(t, case.topk, generator=g) - 0.2
+            if case.weights else None, "dy": dy}
 
 
 def tensors(case, rank, size, device):
     """All that a rank's calls take."""
     local = slice(rank * case.num_local, (rank + 1) * case.num_local)
-    p = {name: None if value is None else value[local].clone() for name, value in parameters_of(case, case.num_local * size).items()}
-    return types.SimpleNamespace(**{name: None if v is None else v.to(device) for name, v in (p | inputs_of(case, rank, size)).items()})
+    p = {name: None if value is None else value[local].clone() for name,
+         value in parameters_of(case, case.num_local * size).items()}
+    return types.SimpleNamespace(**{name: None if v is None else v.to(device) for name,
+                                    v in (p | inputs_of(case, rank, size)).items()})
 
 
 class Played(epmoe.EpAll2AllFusedOp):
-    """Where there are no megakernels, the stages in their place; what means nothing is NaN.  Counts the launches."""
+    """Where there are no megakernels, the stages in their place; what means nothing is NaN.
+
+    Counts the launches.
+    """
 
     num_launches = 0
 
@@ -75,21 +87,27 @@ class Played(epmoe.EpAll2AllFusedOp):
         fits = self.fused and self.dtype in LOW and all(n % 16 == 0 for w in products for n in w.shape[1:])
         return super()._is_fused(*products) or (self.device.type == "cpu" and fits)
 
-    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0, limit=0.0, with_grad=False):
+    def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0,
+                       limit=0.0, with_grad=False):
         self.num_launches += 1
         if self.device.type == "cuda":
-            return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit, with_grad)
-        rows, row_weight, recv = self._dispatch(x.repeat_interleave(self._copies, 0), weight, plan, buffer, num_rows, with_grad)
+            return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation,
+                                          alpha, limit, with_grad)
+        rows, row_weight, recv = self._dispatch(x.repeat_interleave(self._copies, 0), weight, plan, buffer,
+                                                num_rows, with_grad)
         offsets = expert_offsets(self, plan)
-        out = torch.ops.epmoe.grouped_gemm(rows, gemm_weight, offsets, bias, None, FORWARD, activation, False, alpha, limit)
+        out = torch.ops.epmoe.grouped_gemm(rows, gemm_weight, offsets, bias, None, FORWARD, activation, False,
+                                           alpha, limit)
         for t in (out, rows) if row_weight is None else (out, rows, row_weight):
             t[offsets[-1]:] = torch.nan
         return out, rows, row_weight, recv
 
-    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens, with_grad=False):
+    def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
+                      with_grad=False):
         self.num_launches += 1
         if self.device.type == "cuda":
-            return super()._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens, with_grad)
+            return super()._gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
+                                         with_grad)
         offsets = expert_offsets(self, plan)
         rows = torch.ops.epmoe.grouped_gemm(a, gemm_weight, offsets, bias, None, FORWARD, 0, False)
         rows[offsets[-1]:] = torch.nan
@@ -116,7 +134,8 @@ def soil(op):
 
 def step(op, case, t, **options):
     """Both operators, one behind the other: what they give, rows cut to those that there are."""
-    h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, None if "layout" in options else t.idx, gemm_weight=t.w1, weight=t.weight, bias=t.b1,
+    h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, None if "layout" in options else t.idx,
+                                                        gemm_weight=t.w1, weight=t.weight, bias=t.b1,
                                                         activation=case.activation, **options)
     y = op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2)
     return cut(h, row_weight, y, layout)
@@ -135,8 +154,12 @@ def same(got, want, what):
 
 
 def both(world, device, some, knobs, shared=None):
-    """Cases of one shape through an op, twice each, and through the stages: the same bits.  Returns what the op gave."""
-    plain, op = (make_op(world, device, some[0], Played, **(options | (shared or {}))) for options in ({"fused": False}, knobs))
+    """Cases of one shape through an op, twice each, and through the stages: the same bits.
+
+    Returns what the op gave.
+    """
+    plain, op = (make_op(world, device, some[0], Played, **(options | (shared or {})))
+                 for options in ({"fused": False}, knobs))
     soil(plain), soil(op)
     results = []
     for case in some:
@@ -155,16 +178,21 @@ def both(world, device, some, knobs, shared=None):
 
 
 def sums64(case, t, p):
-    """y of a rank in float64, and what rounding allows: of h, of the rows, of each rank's sum, of the end; and sums in float32."""
+    """y of a rank in float64, and what rounding allows: of h, of the rows, of each rank's sum, of the end;
+    and sums in float32.
+    """
     y, slack = torch.zeros(t["x"].shape, dtype=torch.float64), torch.zeros(t["x"].shape, dtype=torch.float64)
     eps, tiny = EPS[case.dtype], TINY[case.dtype]
     for e in range(len(p["w1"])):
         at, k = (t["idx"] == e).nonzero(as_tuple=True)
-        h, size = forward64(t["x"][at], p["w1"][e], None if p["b1"] is None else p["b1"][e], case.activation, None)
+        h, size = forward64(t["x"][at], p["w1"][e], None if p["b1"] is None else p["b1"][e], case.activation,
+                            None)
         w2, b2 = p["w2"][e].double(), 0 if p["b2"] is None else p["b2"][e].double()
         row, size_row = h @ w2.t() + b2, h.abs() @ w2.abs().t() + abs(b2)
-        off = (eps * h.abs() + 2.0**-19 * size + tiny) @ w2.abs().t() + 2 * eps * row.abs() + 2.0**-19 * size_row + 2 * tiny
-        weight = torch.ones(len(at), 1, dtype=torch.float64) if t["weight"] is None else t["weight"][at, k, None].double()
+        off = (eps * h.abs() + 2.0**-19 * size +
+               tiny) @ w2.abs().t() + 2 * eps * row.abs() + 2.0**-19 * size_row + 2 * tiny
+        weight = torch.ones(len(at), 1, dtype=torch.float64) if t["weight"] is None else t["weight"][at, k,
+                                                                                                     None].double()
         y.index_add_(0, at, weight * row)
         slack.index_add_(0, at, weight.abs() * off)
     return y, slack + eps * y.abs() + len(p["w1"]) * tiny
@@ -173,7 +201,8 @@ def sums64(case, t, p):
 def check_rows64(results, case):
     """h of every expert's rows, in the plan's order, and their weights."""
     size = len(results)
-    params, inputs = parameters_of(case, case.num_local * size), [inputs_of(case, rank, size) for rank in range(size)]
+    params, inputs = parameters_of(case, case.num_local * size), [inputs_of(case, rank, size)
+                                                                  for rank in range(size)]
     p = reference.plan([t["idx"] for t in inputs], case.num_local * size)
     rows = reference.dispatch([t["x"] for t in inputs], p)
     weights = reference.dispatch_weights([t["weight"] for t in inputs], p) if case.weights else None
@@ -184,7 +213,8 @@ def check_rows64(results, case):
         begin = 0
         for e in range(rank * case.num_local, (rank + 1) * case.num_local):
             end = begin + int(p["counts"][:, e].sum())
-            want, terms = forward64(rows[rank][begin:end], params["w1"][e], None if params["b1"] is None else params["b1"][e], case.activation, None)
+            want, terms = forward64(rows[rank][begin:end], params["w1"][e],
+                                    None if params["b1"] is None else params["b1"][e], case.activation, None)
             check_product(got["h"][begin:end], want, terms, f"rank {rank}: h of expert {e}")
             begin = end
 
@@ -198,12 +228,16 @@ def check_sums64(results, case):
         t = inputs_of(case, rank, size)
         want, slack = sums64(case, t, params)
         if case.activation is not None:
-            weight = torch.ones(t["idx"].shape, dtype=torch.float64) if t["weight"] is None else t["weight"].double()
-            want = reference.moe(t["x"].double(), t["idx"], weight, wide["w1"], wide["w2"], case.activation, wide["b1"], wide["b2"])
+            weight = torch.ones(t["idx"].shape,
+                                dtype=torch.float64) if t["weight"] is None else t["weight"].double()
+            want = reference.moe(t["x"].double(), t["idx"], weight, wide["w1"], wide["w2"], case.activation,
+                                 wide["b1"], wide["b2"])
         y = got["y"].double()
         assert got["y"].dtype == case.dtype and y.shape == want.shape
         worst = ((y - want).abs() / slack).max().item() if want.numel() else 0.0
-        assert worst <= 1 and not y.isnan().any(), f"rank {rank}: y is off by {worst} times what rounding allows"
+        assert (
+            worst <= 1 and not y.isnan().any()
+        ), f"rank {rank}: y is off by {worst} times what rounding allows"
 
 
 def check_numbers(results, case):

@@ -1,10 +1,14 @@
-"""Every function of epmoe._C with arguments of every kind: `python tests/fuzz_module.py [--examples N] [--seed S]`.
+"""Every function of epmoe._C with arguments of every kind: `python tests/fuzz_module.py [--examples N]
+[--seed S]`.
 
-An example is some calls, one after the other, on worlds, heaps and layers that may be closed, with numbers that do
-not fit, tensors of every dtype, shape, stride and device, the same tensor twice, capsules of the wrong kind.  A call
-may return, or raise an exception that a caller can understand; it may not crash, hang, or raise SystemError.
+An example is some calls, one after the other, on worlds, heaps and layers that may be closed, with numbers
+that do
+not fit, tensors of every dtype, shape, stride and device, the same tensor twice, capsules of the wrong kind.
+A call may return, or raise an exception that a caller can understand; it may not crash, hang, or raise
+SystemError.
 
-hypothesis makes the examples, in a child process that notes each call before it makes it: so the one that ended the
+hypothesis makes the examples, in a child process that notes each call before it makes it: so the one that
+ended the
 child is known.  What hypothesis catches itself it makes smaller first.
 """
 
@@ -36,22 +40,30 @@ def settle():
 
 
 def make_setting(torch, _C):
-    """What calls are made on: a world of one that works, a world of two whose other rank never comes, closed ones."""
-    one, (two, silent), gone = _C.world_threads(1, 0.05)[0], _C.world_threads(2, 0.02), _C.world_threads(1, 0.05)[0]
-    heap, config = _C.heap_create(one, _C.CPU, 0, 1 << 20, 0), (1, 4, 2, 6, 8, _C.F32, _C.COMBINE_SCATTER, 12, 2, 1, 0)
+    """What calls are made on: a world of one that works, a world of two whose other rank never comes, closed
+    ones.
+    """
+    one, (two, silent), gone = _C.world_threads(1, 0.05)[0], _C.world_threads(2, 0.02), _C.world_threads(1,
+                                                                                                         0.05)[0]
+    heap, config = _C.heap_create(one, _C.CPU, 0, 1 << 20, 0), (1, 4, 2, 6, 8, _C.F32, _C.COMBINE_SCATTER, 12,
+                                                                2, 1, 0)
     layer, dead_heap = _C.layer_create(heap, config), _C.heap_create(gone, _C.CPU, 0, 1 << 17, 0)
     dead_layer = _C.layer_create(dead_heap, (1, 4, 2, 2, 8, _C.F32, _C.COMBINE_LOCAL, 4, 1, 1, 0))
-    for close in (lambda: _C.layer_close(dead_layer), lambda: _C.heap_close(dead_heap), lambda: _C.world_close(gone, True)):
+    for close in (lambda: _C.layer_close(dead_layer), lambda: _C.heap_close(dead_heap),
+                  lambda: _C.world_close(gone, True)):
         close()
     off, words = _C.heap_alloc(heap, 4096, 128, 0), _C.plan_layout(config, 3)["num_words"]
     good = {"x": torch.ones(3, 8), "idx": torch.tensor([[0, 1], [2, -1], [3, 3]]), "weight": torch.ones(3, 2),
-            "plan": torch.zeros(words, dtype=torch.int32), "rows": torch.zeros(5, 8), "row_weight": torch.ones(5),
-            "recv": torch.zeros(6 * 3, dtype=torch.int32), "out": torch.zeros(3, 8), "out_scalar": torch.zeros(3, 2),
+            "plan": torch.zeros(words, dtype=torch.int32), "rows": torch.zeros(5, 8),
+            "row_weight": torch.ones(5),
+            "recv": torch.zeros(6 * 3, dtype=torch.int32), "out": torch.zeros(3, 8),
+            "out_scalar": torch.zeros(3, 2),
             "scatter": torch.zeros(3, 2, dtype=torch.int32)}
     _C.layer_plan(layer, 0, good["idx"], None, good["plan"], False)
     _C.layer_dispatch(layer, 0, good["x"], None, good["plan"], good["rows"], None, good["recv"], False)
     in_heap = torch.from_dlpack(Capsule(_C.heap_tensor(heap, off, 0, (64,), 2, 32)))
-    return {"world": [one, two, silent, gone], "heap": [heap, dead_heap], "layer": [layer, dead_layer], "config": config, "off": off,
+    return {"world": [one, two, silent, gone], "heap": [heap, dead_heap], "layer": [layer, dead_layer],
+            "config": config, "off": off,
             "good": good, "in_heap": in_heap}
 
 
@@ -82,21 +94,32 @@ def weird_tensors(torch):
 
     with FakeTensorMode():
         fake = torch.ones(3, 8)
-    return {"scalar": torch.ones(()), "none of it": torch.ones(0, 8), "no tokens": torch.zeros(0, 2, dtype=torch.int64), "5 dims": torch.ones(1, 1, 1, 1, 1),
-            "double": torch.ones(3, 8).double(), "bool": torch.ones(3, 8) > 0, "complex": torch.ones(3, 8, dtype=torch.complex64),
-            "conj": torch.ones(3, 8, dtype=torch.complex64).conj(), "neg": torch.ones(3, 8, dtype=torch.complex64).conj().imag,
-            "neg idx": torch._neg_view(torch.ones(3, 2, dtype=torch.int64)), "half": torch.ones(3, 8).half(), "f4": torch.ones(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
-            "meta": torch.ones(3, 8, device="meta"), "fake": fake, "sparse": torch.ones(3, 8).to_sparse(), "nested": torch.nested.nested_tensor([torch.ones(8)]),
-            "expanded": torch.ones(1, 1).expand(3, 8), "vast": torch.ones(1, 1).expand(1 << 40, 8), "vaster": torch.ones(1, 1).expand(1 << 40, 1 << 21),
-            "strided": torch.ones(3, 16)[:, ::2], "transposed": torch.ones(8, 3).t(), "misaligned": torch.ones(25)[1:].view(3, 8),
-            "parameter": torch.nn.Parameter(torch.ones(3, 8)), "too many": torch.ones(99, 8), "huge idx": torch.full((3, 2), 2**62), "wild idx": torch.full((3, 2), -9),
-            "wild recv": torch.full((18,), 1 << 30, dtype=torch.int32), "a type": torch.Tensor, "storage": torch.ones(3).untyped_storage()}
+    return {"scalar": torch.ones(()), "none of it": torch.ones(0, 8),
+            "no tokens": torch.zeros(0, 2, dtype=torch.int64), "5 dims": torch.ones(1, 1, 1, 1, 1),
+            "double": torch.ones(3, 8).double(), "bool": torch.ones(3, 8) > 0,
+            "complex": torch.ones(3, 8, dtype=torch.complex64),
+            "conj": torch.ones(3, 8, dtype=torch.complex64).conj(),
+            "neg": torch.ones(3, 8, dtype=torch.complex64).conj().imag,
+            "neg idx": torch._neg_view(torch.ones(3, 2, dtype=torch.int64)), "half": torch.ones(3, 8).half(),
+            "f4": torch.ones(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
+            "meta": torch.ones(3, 8, device="meta"), "fake": fake, "sparse": torch.ones(3, 8).to_sparse(),
+            "nested": torch.nested.nested_tensor([torch.ones(8)]),
+            "expanded": torch.ones(1, 1).expand(3, 8), "vast": torch.ones(1, 1).expand(1 << 40, 8),
+            "vaster": torch.ones(1, 1).expand(1 << 40, 1 << 21),
+            "strided": torch.ones(3, 16)[:, ::2], "transposed": torch.ones(8, 3).t(),
+            "misaligned": torch.ones(25)[1:].view(3, 8),
+            "parameter": torch.nn.Parameter(torch.ones(3, 8)), "too many": torch.ones(99, 8),
+            "huge idx": torch.full((3, 2), 2**62), "wild idx": torch.full((3, 2), -9),
+            "wild recv": torch.full((18,), 1 << 30, dtype=torch.int32), "a type": torch.Tensor,
+            "storage": torch.ones(3).untyped_storage()}
 
 
 def shared_tensors(torch, plan, in_heap):
     """The same memory in two roles, and plans that nobody made."""
-    return {"in heap": in_heap[:24].view(3, 8), "plan as rows": plan[:24].view(torch.float32).view(3, 8), "plan as idx": plan[:6].view(3, 2),
-            "plan of zeros": torch.zeros_like(plan), "wild plan": torch.full_like(plan, 1 << 30), "negative plan": torch.full_like(plan, -7)}
+    return {"in heap": in_heap[:24].view(3, 8), "plan as rows": plan[:24].view(torch.float32).view(3, 8),
+            "plan as idx": plan[:6].view(3, 2),
+            "plan of zeros": torch.zeros_like(plan), "wild plan": torch.full_like(plan, 1 << 30),
+            "negative plan": torch.full_like(plan, -7)}
 
 
 def scribble(torch, plan, at, value):
@@ -106,56 +129,90 @@ def scribble(torch, plan, at, value):
 
 
 def strategies(st, torch, _C):
-    """By kind of argument: what may be passed, as a name that `resolve` turns into a thing of this example's setting."""
-    edges = [0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 4096, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**46, 2**46 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**300]
-    number = st.one_of(st.integers(0, 4), st.sampled_from(edges), st.sampled_from([-e for e in edges]), st.integers())
+    """By kind of argument: what may be passed, as a name that `resolve` turns into a thing of this example's
+    setting.
+    """
+    edges = [0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 4096, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**46, 2**46 + 1,
+             2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**300]
+    number = st.one_of(st.integers(0, 4), st.sampled_from(edges), st.sampled_from([-e for e in edges]),
+                       st.integers())
     short = st.sampled_from([0.01, 0.02, 0.03])  # seconds that a wait may take
-    odd_times = st.sampled_from([0, -1, 0.0, -0.0, math.nan, math.inf, -math.inf, 1e300, 10**400, 2**64, None, "1", b"", ()])
-    junk = st.one_of(st.none(), st.booleans(), number, st.floats(), st.binary(max_size=40), st.text(max_size=8), st.just(Odd()), st.just([]), st.just({}),
-                     st.tuples(number, number), st.sampled_from([("world", i) for i in range(4)]), st.sampled_from([("heap", 0), ("heap", 1)]),
-                     st.sampled_from([("layer", 0), ("layer", 1)]), st.just(("weird", "conj")), st.just(("weird", "fake")))
-    tensor = st.one_of(st.sampled_from(TENSORS).map(lambda n: ("good", n)), st.sampled_from(WEIRD).map(lambda n: ("weird", n)),
-                       st.tuples(st.just("scribbled"), st.integers(0, 300), st.sampled_from([-(2**31), -2, -1, 0, 1, 2, 3, 5, 100, 2**31 - 1])))
-    config = st.one_of(st.just(("config",)), st.tuples(st.just("config"), st.integers(0, 10), number), st.tuples(st.just("config"), st.integers(0, 10), junk))
+    odd_times = st.sampled_from([0, -1, 0.0, -0.0, math.nan, math.inf, -math.inf, 1e300, 10**400, 2**64, None,
+                                 "1", b"", ()])
+    junk = st.one_of(st.none(), st.booleans(), number, st.floats(), st.binary(max_size=40),
+                     st.text(max_size=8), st.just(Odd()), st.just([]), st.just({}),
+                     st.tuples(number, number), st.sampled_from([("world", i) for i in range(4)]),
+                     st.sampled_from([("heap", 0), ("heap", 1)]),
+                     st.sampled_from([("layer", 0), ("layer", 1)]), st.just(("weird", "conj")),
+                     st.just(("weird", "fake")))
+    tensor = st.one_of(st.sampled_from(TENSORS).map(lambda n: ("good", n)),
+                       st.sampled_from(WEIRD).map(lambda n: ("weird", n)),
+                       st.tuples(st.just("scribbled"), st.integers(0, 300),
+                                 st.sampled_from([-(2**31), -2, -1, 0, 1, 2, 3, 5, 100, 2**31 - 1])))
+    config = st.one_of(st.just(("config",)), st.tuples(st.just("config"), st.integers(0, 10), number),
+                       st.tuples(st.just("config"), st.integers(0, 10), junk))
 
     def mostly(right, *others):
         return st.integers(0, 9).flatmap(lambda n: right if n < 9 else st.one_of(*others) if others else junk)
 
     def of(name):
-        return mostly(st.sampled_from([(name, 0)] * 8 + [(name, i) for i in range(4 if name == "world" else 2)]))
+        return mostly(st.sampled_from([(name, 0)] * 8 + [(name, i)
+                                                         for i in range(4 if name == "world" else 2)]))
 
-    kinds = {"W": of("world"), "H": of("heap"), "L": of("layer"), "n": mostly(number), "small": mostly(st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2])), "zero": mostly(st.just(0)),
-             "off": mostly(st.just(("off", 0)), st.builds(lambda d: ("off", d), st.integers(-64, 4200)), number, junk), "seconds": mostly(short, odd_times),
-             "bytes": mostly(st.one_of(st.binary(max_size=20), st.binary(min_size=500, max_size=530))), "any": junk, "config": mostly(config), "flag": mostly(st.booleans()),
-             "size": mostly(st.sampled_from([0, 1, 256, 4096, 1 << 16, 1 << 47, 1 << 60, 2**64 - 1, -1])), "fd": mostly(st.sampled_from([("listen",), ("pipe",), -1, 1 << 20])),
-             "shape": mostly(st.lists(st.sampled_from([0, 1, 2, 3, 1 << 31, 1 << 46, 1 << 63, -1]), max_size=9).map(tuple)), "dl": mostly(st.sampled_from([0, 1, 2, 4, 5, 6, 17, 255, 256 + 2])),
-             "bits": mostly(st.sampled_from([0, 1, 4, 8, 12, 16, 32, 64, 128, 1 << 27, 2**32 - 1])), "epoch": mostly(st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1])),
-             "code": mostly(st.integers(-15, 2)), "nonce": mostly(st.sampled_from([b"n" * 16, b"", b"n" * 17])), "names": mostly(st.sampled_from([b"\x06abcde\0\0" * i for i in range(9)])),
-             "dict": st.sampled_from([{}, {"ValueError": 3}, {"ValueError": int}, {1: 2}, None, [], {"TypeError": TypeError}])}
+    kinds = {"W": of("world"), "H": of("heap"), "L": of("layer"), "n": mostly(number),
+             "small": mostly(st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2])), "zero": mostly(st.just(0)),
+             "off": mostly(st.just(("off", 0)), st.builds(lambda d: ("off", d), st.integers(-64, 4200)),
+                           number, junk), "seconds": mostly(short, odd_times),
+             "bytes": mostly(st.one_of(st.binary(max_size=20), st.binary(min_size=500, max_size=530))),
+             "any": junk, "config": mostly(config), "flag": mostly(st.booleans()),
+             "size": mostly(st.sampled_from([0, 1, 256, 4096, 1 << 16, 1 << 47, 1 << 60, 2**64 - 1, -1])),
+             "fd": mostly(st.sampled_from([("listen",), ("pipe",), -1, 1 << 20])),
+             "shape": mostly(st.lists(st.sampled_from([0, 1, 2, 3, 1 << 31, 1 << 46, 1 << 63, -1]),
+                                      max_size=9).map(tuple)),
+             "dl": mostly(st.sampled_from([0, 1, 2, 4, 5, 6, 17, 255, 256 + 2])),
+             "bits": mostly(st.sampled_from([0, 1, 4, 8, 12, 16, 32, 64, 128, 1 << 27, 2**32 - 1])),
+             "epoch": mostly(st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1])),
+             "code": mostly(st.integers(-15, 2)),
+             "nonce": mostly(st.sampled_from([b"n" * 16, b"", b"n" * 17])),
+             "names": mostly(st.sampled_from([b"\x06abcde\0\0" * i for i in range(9)])),
+             "dict": st.sampled_from([{}, {"ValueError": 3}, {"ValueError": int}, {1: 2}, None, [],
+                                      {"TypeError": TypeError}])}
     for name in TENSORS:
-        kinds[name] = st.integers(0, 9).flatmap(lambda n, name=name: st.just(("good", name)) if n < 7 else st.one_of(tensor, junk))
-    kinds |= {f"{name}?": st.one_of(kinds[name], st.none()) for name in ("weight", "scatter", "row_weight", "out_scalar")}
+        kinds[name] = st.integers(0, 9).flatmap(lambda n, name=name: st.just(("good", name)) if n < 7
+                                                else st.one_of(tensor, junk))
+    kinds |= {f"{name}?": st.one_of(kinds[name], st.none()) for name in ("weight", "scatter", "row_weight",
+                                                                         "out_scalar")}
     kinds["tensor"] = mostly(tensor)
     return kinds
 
 
 TENSORS = ["x", "idx", "weight", "plan", "rows", "row_weight", "recv", "out", "out_scalar", "scatter"]
-WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "complex", "conj", "neg", "neg idx", "half", "f4", "meta", "fake", "sparse", "nested", "expanded",
-         "vast", "vaster", "strided", "transposed", "misaligned", "parameter", "too many", "huge idx", "wild idx", "in heap", "plan as rows", "plan as idx",
+WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "complex", "conj", "neg", "neg idx",
+         "half", "f4", "meta", "fake", "sparse", "nested", "expanded",
+         "vast", "vaster", "strided", "transposed", "misaligned", "parameter", "too many", "huge idx",
+         "wild idx", "in heap", "plan as rows", "plan as idx",
          "plan of zeros", "wild plan", "negative plan", "wild recv", "a type", "storage"]
 SIGNATURES = {
-    "set_exceptions": "dict", "world_listen": "", "world_create": "small small seconds fd nonce names", "world_threads": "n seconds", "world_check": "W", "world_lost_ranks": "W",
-    "world_set_timeout": "W seconds", "world_close": "W flag", "world_exchange": "W bytes", "world_refuse": "W code", "world_flight_record": "W",
-    "heap_create": "W small n size code", "heap_alloc": "H size n code", "heap_free": "H off", "heap_translate": "H off small", "heap_offset": "H n size", "heap_stats": "H",
-    "heap_tensor": "H off small shape dl bits", "heap_put": "H off tensor small", "heap_get": "H off tensor small", "heap_signal": "H off n small small zero",
+    "set_exceptions": "dict", "world_listen": "", "world_create": "small small seconds fd nonce names",
+    "world_threads": "n seconds", "world_check": "W", "world_lost_ranks": "W",
+    "world_set_timeout": "W seconds", "world_close": "W flag", "world_exchange": "W bytes",
+    "world_refuse": "W code", "world_flight_record": "W",
+    "heap_create": "W small n size code", "heap_alloc": "H size n code", "heap_free": "H off",
+    "heap_translate": "H off small", "heap_offset": "H n size", "heap_stats": "H",
+    "heap_tensor": "H off small shape dl bits", "heap_put": "H off tensor small",
+    "heap_get": "H off tensor small", "heap_signal": "H off n small small zero",
     "heap_wait": "H off n small zero", "heap_barrier": "H zero", "heap_sync": "H zero", "heap_close": "H",
     "heap_handle": "H", "worlds_settle": "",
-    "layer_bytes": "config", "layer_agree": "W config code", "layer_create": "H config", "layer_close": "L", "plan_layout": "config n", "layer_plan": "L small idx scatter? plan small",
+    "layer_bytes": "config", "layer_agree": "W config code", "layer_create": "H config", "layer_close": "L",
+    "plan_layout": "config n", "layer_plan": "L small idx scatter? plan small",
     "layer_num_rows": "L small plan", "layer_dispatch": "L small x weight? plan rows row_weight? recv small",
-    "layer_combine": "L small rows row_weight? row_weight? plan recv out out_scalar? small", "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
+    "layer_combine": "L small rows row_weight? row_weight? plan recv out out_scalar? small",
+    "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
     "layer_dispatch_gemm": "L small x weight? plan rows row_weight? recv tensor weight? out small seconds seconds small small small small small",
-    "layer_gemm_combine": "L small rows tensor weight? out row_weight? plan recv out small small small small", "layer_trace": "L small tensor small",
-    "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small", "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
+    "layer_gemm_combine": "L small rows tensor weight? out row_weight? plan recv out small small small small",
+    "layer_trace": "L small tensor small",
+    "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small",
+    "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
 }
 FAREWELLS = ("world_close", "heap_close", "layer_close", "set_exceptions")  # after them little works: rarely
 
@@ -167,7 +224,8 @@ class Example:
         self.torch, self._C, self.say, self.classes = torch, _C, say, classes
         self.fds = []
         self.setting = make_setting(torch, _C)
-        self.weird = weird_tensors(torch) | shared_tensors(torch, self.setting["good"]["plan"], self.setting["in_heap"])
+        self.weird = weird_tensors(torch) | shared_tensors(torch, self.setting["good"]["plan"],
+                                                           self.setting["in_heap"])
 
     def resolve(self, v):
         if not isinstance(v, tuple) or not v or not isinstance(v[0], str):
@@ -242,15 +300,19 @@ def child(examples, seed, log_path):
     assert not missing, f"SIGNATURES and the module differ: {missing}"
     kinds = strategies(st, torch, _C)
     often = [n for n in names if n not in FAREWELLS] * 3 + list(FAREWELLS)
-    one_call = st.sampled_from(often).flatmap(lambda n: st.tuples(st.just(n), st.tuples(*(kinds[k] for k in SIGNATURES[n].split())), st.integers(0, 29)))
-    classes = {c.__name__: c for c in vars(epmoe.errors).values() if isinstance(c, type) and issubclass(c, Exception)} | {"ValueError": ValueError, "TypeError": TypeError}
+    one_call = st.sampled_from(often).flatmap(lambda n: st.tuples(st.just(n),
+                                                                  st.tuples(*(kinds[k]
+                                                                              for k in SIGNATURES[n].split())), st.integers(0, 29)))
+    classes = {c.__name__: c for c in vars(epmoe.errors).values() if isinstance(c, type)
+               and issubclass(c, Exception)} | {"ValueError": ValueError, "TypeError": TypeError}
     counts = {"calls": 0, "examples": 0}
 
     def say(line):
         os.write(log, (line + "\n").encode(errors="backslashreplace"))
 
     @hypothesis.seed(seed)
-    @hypothesis.settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck), print_blob=False,
+    @hypothesis.settings(max_examples=examples, deadline=None, database=None,
+                         suppress_health_check=list(hypothesis.HealthCheck), print_blob=False,
                          phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink])
     @hypothesis.given(st.lists(one_call, min_size=1, max_size=10))
     def example(calls):
@@ -277,8 +339,10 @@ def fuzz(examples, seed, timeout_s=None, module=__file__):
     """None, or what went wrong, with the calls that led to it; and what the child said."""
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "calls")
-        command = [sys.executable, "-X", "faulthandler", module, "--child", log, "--examples", str(examples), "--seed", str(seed)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), ROOT]))}
+        command = [sys.executable, "-X", "faulthandler", module, "--child", log, "--examples", str(examples),
+                   "--seed", str(seed)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"),
+                                                                                ROOT]))}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
             code, out = done.returncode, done.stdout + done.stderr

@@ -4,9 +4,9 @@
     python tests/fuzz_routing.py --seed 1 --batch 17             one batch again, as a failure prints it
     torchrun --nproc-per-node 4 tests/fuzz_routing.py --cases 20000 --device cuda
 
-A batch is one layer and some dozen routings through it; seed and batch number decide everything in it.  On the
-CPU the ranks of a batch are threads, and several processes work on batches; under torchrun every process is a rank.
-routings.py makes the batches, and knows what must come out.
+A batch is one layer and some dozen routings through it; seed and batch number decide everything in it.  On
+the CPU the ranks of a batch are threads, and several processes work on batches; under torchrun every process
+is a rank. routings.py makes the batches, and knows what must come out.
 """
 
 import argparse
@@ -32,12 +32,14 @@ def run_batch(seed, number, run=None):
     """Run and check one batch; the number of its routings.  run(work) gives every rank's results."""
     b, g = make_batch(seed, number)
     work = Work(b, g)
-    results = run(work) if run else run_threads(lambda world: run_rank(world, torch.device("cpu"), work), b.num_ranks, timeout_s=BATCH_LIMIT_S)
+    results = run(work) if run else run_threads(lambda world: run_rank(world, torch.device("cpu"), work),
+                                                b.num_ranks, timeout_s=BATCH_LIMIT_S)
     for i in range(b.num_routings):
         try:
             check_routing(work, i, [r[i] for r in results])
         except AssertionError as e:
-            small = [idx.tolist() for idx in work.indices[i]] if sum(idx.size for idx in work.indices[i]) < 200 else "(large)"
+            small = [idx.tolist() for idx in work.indices[i]] if sum(idx.size
+                                                                     for idx in work.indices[i]) < 200 else "(large)"
             raise AssertionError(f"{e}\nrouting {i} of {b}\nindices by rank: {small}") from None
     return b.num_routings
 
@@ -65,7 +67,10 @@ def worker(seed, first, step, todo, pipe):
 
 
 def fuzz(cases, seed, processes, say=print):
-    """Run batches 0, 1, ... in several processes until `cases` routings are done.  None, or (batch, text) of a failure."""
+    """Run batches 0, 1, ...
+
+    in several processes until `cases` routings are done.  None, or (batch, text) of a failure.
+    """
     context = multiprocessing.get_context("spawn")
     todo, start, done, pipes, workers = context.Value("q", cases), time.monotonic(), 0, [], []
     for i in range(processes):
@@ -129,7 +134,8 @@ def fuzz_torchrun(cases, seed, device, only=None):
         try:
             if errors:
                 raise AssertionError("\n".join(errors))
-            for i in range(b.num_routings if rank == number % size else 0):  # the ranks take turns in checking
+            for i in range(b.num_routings if rank == number % size
+                           else 0):  # the ranks take turns in checking
                 check_routing(work, i, [r[i] for r, _ in everybody])
             verdict = None
         except AssertionError as e:
@@ -154,7 +160,8 @@ def main():
     p.add_argument("--cases", type=int, default=20000, help="routings, at least")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks under torchrun")
-    p.add_argument("--processes", type=int, default=os.cpu_count(), help="that work on batches side by side (CPU)")
+    p.add_argument("--processes", type=int, default=os.cpu_count(),
+                   help="that work on batches side by side (CPU)")
     p.add_argument("--batch", type=int, help="run this batch only")
     a = p.parse_args()
     prepare()
@@ -174,8 +181,15 @@ def main():
         done, seconds, failure = fuzz(a.cases, a.seed, a.processes)
     if int(os.environ.get("RANK", 0)) == 0:
         if failure:
-            how = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} tests/fuzz_routing.py --device {a.device}" if ranked else "python tests/fuzz_routing.py"
-            print(f"{failure[1]}\nFAILED after {done} routings; again: {how} --seed {a.seed} --batch {failure[0]}", flush=True)
+            how = (
+                f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} tests/fuzz_routing.py --device {a.device}"
+                if ranked
+                else "python tests/fuzz_routing.py"
+            )
+            print(
+                f"{failure[1]}\nFAILED after {done} routings; again: {how} --seed {a.seed} --batch {failure[0]}",
+                flush=True,
+            )
         else:
             print(f"{done} routings, {seconds:.1f} s, {done / seconds:.0f}/s, no difference", flush=True)
     sys.stdout.flush()

@@ -3,12 +3,15 @@
 
     on_gpus.py [--out FOLDER] [--seconds N] [--only NAME,...] [--skip NAME,...] [--list]
 
-One GPU is enough: there the ranks share it (EPMOE_SHARE_GPU=1).  Steps named -threads run their ranks as threads of one
-process, side by side on the GPU; all other ranks are processes, whose kernels alternate.  What only several GPUs can tell,
-the speed of links, is listed as not run.
+One GPU is enough: there the ranks share it (EPMOE_SHARE_GPU=1).  Steps named -threads run their ranks as
+threads of one
+process, side by side on the GPU; all other ranks are processes, whose kernels alternate.  What only several
+GPUs can tell, the speed of links, is listed as not run.
 
-A step has a limit of its own, at most 9 minutes.  A step that the remaining --seconds do not cover is not started, and is
-listed as not run.  Each step's output goes to FOLDER/NAME.log, figures to FOLDER/*.json.  Exits with 1 when a step has
+A step has a limit of its own, at most 9 minutes.  A step that the remaining --seconds do not cover is not
+started, and is
+listed as not run.  Each step's output goes to FOLDER/NAME.log, figures to FOLDER/*.json.  Exits with 1 when a
+step has
 failed.  Needs the package built in place (make build) and a torch with CUDA.
 """
 
@@ -34,7 +37,8 @@ CHAOS = ROOT / "build" / "chaos" / "lib"
 
 # The suite in parts, so that each ends within LONGEST_S also where four ranks take turns on one GPU.
 PARTS = {
-    "move": ("dispatch", "combine", "plan", "heap", "world", "gemm", "build", "env", "bench", "fuzz", "soak", "import", "install"),
+    "move": ("dispatch", "combine", "plan", "heap", "world", "gemm", "build", "env", "bench", "fuzz", "soak",
+             "import", "install"),
     "layer": ("layer", "moe", "examples"),
     "errors": ("errors",),
     "fused": ("fused",),
@@ -52,41 +56,54 @@ class Step:
 
 
 def torchrun(n, *command):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), *command]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n),
+            *command]
 
 
 def files(part):
-    return [f"tests/{p.name}" for p in sorted((ROOT / "tests").glob("test_*.py")) if p.stem.split("_")[1] in PARTS[part]]
+    return [f"tests/{p.name}" for p in sorted((ROOT / "tests").glob("test_*.py"))
+            if p.stem.split("_")[1] in PARTS[part]]
 
 
 def tests(sizes):
     """The whole suite at each number of ranks."""
     for n in sizes:
         for part in PARTS:
-            yield Step(f"tests-{n}-{part}", torchrun(n, "-m", "pytest", "-q", "-rs", *files(part)), LONGEST_S, "passed")
+            yield Step(f"tests-{n}-{part}", torchrun(n, "-m", "pytest", "-q", "-rs", *files(part)), LONGEST_S,
+                       "passed")
 
 
 def layers(n):
     """The command lines of the documents, with a check of every sum."""
     a2a = torchrun(n, "examples/ep_a2a.py", "--topk", "8", "--check")
-    yield Step("a2a-seed", [*a2a, "-M", "32768", "-N", "1536", "-G", "384", "--drop_ratio", "0.3", "--enable-local-combine"], 240, "check passed")
+    yield Step("a2a-seed", [*a2a, "-M", "32768", "-N", "1536", "-G", "384", "--drop_ratio", "0.3",
+                            "--enable-local-combine"], 240, "check passed")
     yield Step("a2a-wide", [*a2a, "-M", "8192", "-N", "7168", "-G", "256"], 240, "check passed")
-    yield Step("a2a-empty", [*a2a, "-M", "8192", "-N", "2048", "-G", "128", "--empty-rank", "1"], 240, "check passed")
+    yield Step("a2a-empty", [*a2a, "-M", "8192", "-N", "2048", "-G", "128", "--empty-rank", "1"], 240,
+               "check passed")
 
 
 def soaks(n, is_shared):
-    """Long runs.  On one GPU the longest of them run their ranks as threads: side by side they are many times faster."""
+    """Long runs.  On one GPU the longest of them run their ranks as threads: side by side they are many times
+    faster.
+    """
     python, chaos = [sys.executable], {"PYTHONPATH": str(CHAOS)} if CHAOS.is_dir() else {}
     if is_shared:
         threads = ["--threads", str(n)]
-        yield Step("fused-threads", [*python, "tests/soak_fused.py", "-n", "10000", *threads], LONGEST_S, "the same to the bit", chaos | SIDE_BY_SIDE)
-        yield Step("ops-threads", [*python, "tests/soak.py", "ops", "-n", "100000", *threads], LONGEST_S, "no fault", chaos | SIDE_BY_SIDE)
+        yield Step("fused-threads", [*python, "tests/soak_fused.py", "-n", "10000", *threads], LONGEST_S,
+                   "the same to the bit", chaos | SIDE_BY_SIDE)
+        yield Step("ops-threads", [*python, "tests/soak.py", "ops", "-n", "100000", *threads], LONGEST_S,
+                   "no fault", chaos | SIDE_BY_SIDE)
     else:
-        yield Step("fused", torchrun(n, "tests/soak_fused.py", "-n", "10000"), LONGEST_S, "the same to the bit", chaos)
+        yield Step("fused", torchrun(n, "tests/soak_fused.py", "-n", "10000"), LONGEST_S,
+                   "the same to the bit", chaos)
         yield Step("ops", torchrun(n, "tests/soak.py", "ops", "-n", "100000"), LONGEST_S, "no fault", chaos)
-    yield Step("kills", [*python, "tests/faults.py", "--device", "cuda", "--ranks", str(n)], LONGEST_S, "no fault")
-    yield Step("endings", [*python, "tests/soak.py", "leaks", "--device", "cuda", "-n", "1"], 300, "nothing left")
-    yield Step("routings", torchrun(n, "tests/fuzz_routing.py", "--device", "cuda", "--cases", "2500", "--seed", "21"), LONGEST_S, "no difference")
+    yield Step("kills", [*python, "tests/faults.py", "--device", "cuda", "--ranks", str(n)], LONGEST_S,
+               "no fault")
+    yield Step("endings", [*python, "tests/soak.py", "leaks", "--device", "cuda", "-n", "1"], 300,
+               "nothing left")
+    yield Step("routings", torchrun(n, "tests/fuzz_routing.py", "--device", "cuda", "--cases", "2500",
+                                    "--seed", "21"), LONGEST_S, "no difference")
     yield Step("cycles", torchrun(n, "tests/soak.py", "cycles", "-n", "200"), LONGEST_S, "no fault")
 
 
@@ -94,11 +111,13 @@ def sanitizers():
     """compute-sanitizer over one rank, and over two, which are processes: see sanitized.py."""
     missing = "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not installed"
     check = ["compute-sanitizer", "--target-processes", "all", "--error-exitcode", "9", "--print-limit", "5"]
-    gemm = torchrun(1, "-m", "pytest", "-q", "-x", "tests/test_gemm_products.py", "tests/test_gemm_arguments.py", "-k", "mixed or counts or past or rows")
+    gemm = torchrun(1, "-m", "pytest", "-q", "-x", "tests/test_gemm_products.py",
+                    "tests/test_gemm_arguments.py", "-k", "mixed or counts or past or rows")
     yield Step("memcheck-gemm", [*check, *gemm], LONGEST_S, "passed", needs=missing)
     for tool in ("memcheck", "racecheck"):
         for part in ("move", "fused"):
-            yield Step(f"{tool}-{part}", [*check, "--tool", tool, *torchrun(2, "tests/sanitized.py", part)], LONGEST_S, "on 2 ranks: right",
+            yield Step(f"{tool}-{part}", [*check, "--tool", tool, *torchrun(2, "tests/sanitized.py", part)],
+                       LONGEST_S, "on 2 ranks: right",
                        needs=missing)
 
 
@@ -107,23 +126,28 @@ def steps(num_gpus, out):
     python, is_shared = [sys.executable], num_gpus == 1
     most = 4 if is_shared else num_gpus
     several = "needs several GPUs: its figures are of links" if is_shared else ""
-    yield Step("gemm-bench", [*python, "-m", "epmoe.bench", "gemm", "--ranks", "1", "--json", str(out / "gemm.json")], 240)
-    yield Step("side-bench", [*python, "-m", "epmoe.bench", "side", "--ranks", "1", "--json", str(out / "side.json")], 240)
+    yield Step("gemm-bench", [*python, "-m", "epmoe.bench", "gemm", "--ranks", "1", "--json",
+                              str(out / "gemm.json")], 240)
+    yield Step("side-bench", [*python, "-m", "epmoe.bench", "side", "--ranks", "1", "--json",
+                              str(out / "side.json")], 240)
     yield from tests(sorted({1, 2, most}))
     yield from layers(most)
     yield from soaks(most, is_shared)
     yield Step("demo", [*python, "examples/train_lm.py"], 240, "demo: ok")
     yield from sanitizers()
-    yield Step("bench", torchrun(num_gpus, "-m", "epmoe.bench", "all", "--json", str(out / "bench.json")), LONGEST_S, needs=several)
+    yield Step("bench", torchrun(num_gpus, "-m", "epmoe.bench", "all", "--json", str(out / "bench.json")),
+               LONGEST_S, needs=several)
     yield Step("overlap", ["make", "trace", f"ARGS=--json {out / 'overlap.json'}"], 300, needs=several)
 
 
 def run(step, log):
     """ok, or what was wrong."""
-    path = os.pathsep.join([*([step.env["PYTHONPATH"]] if "PYTHONPATH" in step.env else []), str(ROOT), str(ROOT / "tests")])
+    path = os.pathsep.join([*([step.env["PYTHONPATH"]] if "PYTHONPATH" in step.env else []), str(ROOT),
+                            str(ROOT / "tests")])
     env = {**os.environ, **step.env, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     with open(log, "w") as f:
-        child = subprocess.Popen(step.command, cwd=ROOT, stdout=f, stderr=subprocess.STDOUT, start_new_session=True, env=env)
+        child = subprocess.Popen(step.command, cwd=ROOT, stdout=f, stderr=subprocess.STDOUT,
+                                 start_new_session=True, env=env)
         try:
             status = child.wait(step.limit_s)
         except subprocess.TimeoutExpired:
@@ -143,7 +167,8 @@ def run(step, log):
 def last_words(log):
     """The line of a log that tells most: pytest's or the command's last."""
     lines = [line.strip("= ") for line in log.read_text(errors="replace").splitlines() if line.strip("= ")]
-    return next((line for line in reversed(lines) if " passed" in line or " failed" in line), lines[-1] if lines else "")[:70]
+    return next((line for line in reversed(lines) if " passed" in line or " failed" in line),
+                lines[-1] if lines else "")[:70]
 
 
 def parse():
@@ -151,7 +176,8 @@ def parse():
     p.add_argument("--out", type=Path, default=ROOT / "build" / "on_gpus")
     p.add_argument("--seconds", type=float, default=3600, help="for all of it (default 3600)")
     p.add_argument("--only", type=lambda text: text.split(","), help="these steps, or those that begin so")
-    p.add_argument("--skip", type=lambda text: text.split(","), default=[], help="not these steps, nor those that begin so")
+    p.add_argument("--skip", type=lambda text: text.split(","), default=[],
+                   help="not these steps, nor those that begin so")
     p.add_argument("--list", action="store_true", help="name the steps and their commands")
     return p.parse_args()
 
@@ -180,7 +206,8 @@ def main():
     def among(step, names):
         return any(step.name.startswith(name) for name in names)
 
-    chosen = [s for s in steps(max(num_gpus, 1), args.out) if (not args.only or among(s, args.only)) and not among(s, args.skip)]
+    chosen = [s for s in steps(max(num_gpus, 1), args.out) if (not args.only or among(s, args.only))
+              and not among(s, args.skip)]
     if args.list:
         for s in chosen:
             print(f"{s.name:15} {s.limit_s:4} s  {' '.join(map(str, s.command))}")
@@ -190,7 +217,9 @@ def main():
     if num_gpus == 1:
         os.environ["EPMOE_SHARE_GPU"] = "1"
     results = run_all(chosen, args.out, args.seconds)
-    print(f"\n{num_gpus} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, torch {torch.__version__}")
+    print(
+        f"\n{num_gpus} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, torch {torch.__version__}"
+    )
     for name, verdict, seconds, words in results:
         print(f"{name:15} {verdict:34} {seconds:5.0f} s  {words}")
     return any(verdict not in ("ok", "not run") for _, verdict, _, _ in results)

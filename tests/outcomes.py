@@ -5,8 +5,9 @@ import time
 
 import pace
 
-# The limit of waits in tests of mistakes.  It is far longer than any of these tests takes: a rank that a busy machine
-# delays must not cause a timeout, and an error that only the timeout brings is of the wrong class, EpTimeout.
+# The limit of waits in tests of mistakes.  It is far longer than any of these tests takes: a rank that a busy
+# machine delays must not cause a timeout, and an error that only the timeout brings is of the wrong class,
+# EpTimeout.
 MISTAKE_LIMIT_S = pace.WAIT_S
 
 
@@ -51,11 +52,14 @@ def _outcome(start, kinds, text, value=None):
 
 
 def check_outcomes(outcomes, wanted, *texts, within_s=2.0, who=None, elsewhere=()):
-    """wanted: the exception of every rank, or of each rank in turn.  texts: what its message holds, on rank `who`
-    (default: on all); elsewhere: what the other ranks' message holds."""
+    """wanted: the exception of every rank, or of each rank in turn.  texts: what its message holds, on rank
+    `who` (default: on all); elsewhere: what the other ranks' message holds."""
     wanted = [wanted] * len(outcomes) if isinstance(wanted, str) else wanted
     for rank, (got, want) in enumerate(zip(outcomes, wanted)):
-        assert want in got.kinds or (want == "nothing" and not got.kinds), f"rank {rank}: wanted {want}, got {got}"
-        assert got.is_within(within_s), f"rank {rank}: later than {within_s} s times {got.slowness:.1f}: {got}"
+        assert want in got.kinds or (want == "nothing"
+                                     and not got.kinds), f"rank {rank}: wanted {want}, got {got}"
+        assert got.is_within(
+            within_s
+        ), f"rank {rank}: later than {within_s} s times {got.slowness:.1f}: {got}"
         for text in texts if who is None or who == rank else elsewhere:
             assert text in got.text, f"rank {rank}: {text!r} is not in {got.text!r}"

@@ -1,8 +1,9 @@
 """Limits of tests on a machine that may be busy.
 
-A test waits for events (Events, when_waiting, await_stopped).  Where only a clock can judge, the test states the
-limit of an idle machine, and that limit is multiplied by slowness(), which is measured now.  A limit that only a
-hang can reach is HANG_S or WAIT_S, and is not measured.
+A test waits for events (Events, when_waiting, await_stopped).  Where only a clock can judge, the test states
+the
+limit of an idle machine, and that limit is multiplied by slowness(), which is measured now.  A limit that
+only a hang can reach is HANG_S or WAIT_S, and is not measured.
 """
 
 import hashlib
@@ -12,7 +13,8 @@ import threading
 import time
 
 TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # there, a hang holds GPUs, and conftest.py ends a test sooner
-HANG_S = 300.0 if TORCHRUN else 900.0  # for a whole test or subprocess: longer than any takes on the busiest machine
+# for a whole test or subprocess: longer than any takes on the busiest machine
+HANG_S = 300.0 if TORCHRUN else 900.0
 WAIT_S = 40.0 if TORCHRUN else 120.0  # for the waits of a world in which no wait is expected to time out
 _measuring = threading.Lock()
 
@@ -20,7 +22,8 @@ _measuring = threading.Lock()
 def slowness():
     """How many times longer work takes now than on an idle machine; 1.0 on an idle machine, never less.
 
-    It is the larger of two ratios.  The first is elapsed time over CPU time of some work of this thread: it shows the
+    It is the larger of two ratios.  The first is elapsed time over CPU time of some work of this thread: it
+    shows the
     present.  The second is the load average of the last minute per core: it shows what has just ended."""
     data = bytes(1 << 20)
     with _measuring:  # threads of this process do not slow each other down; hashlib needs no Python lock
@@ -32,7 +35,9 @@ def slowness():
 
 
 def is_soon(seconds, limit_s):
-    """Did this take less than limit_s, on an idle machine?  The slowness is measured only if the answer needs it."""
+    """Did this take less than limit_s, on an idle machine?  The slowness is measured only if the answer needs
+    it.
+    """
     return seconds < limit_s or seconds < limit_s * slowness()
 
 
@@ -84,7 +89,8 @@ def is_waiting(world, name):
 
 
 def when_waiting(world, name, action, *arguments):
-    """In another thread: call action as soon as this rank is inside the call that its flight record names so."""
+    """In another thread: call action as soon as this rank is inside the call that its flight record names so.
+    """
 
     def main():
         wait_until(lambda: is_waiting(world, name), f"rank {world.rank} is in {name}")
@@ -107,8 +113,8 @@ def await_stopped(pid):
 
 
 def continue_later(pid, seconds=0.0, after=lambda: None):
-    """In another thread: continue a process that stops itself, so many seconds after it has stopped, and after `after`
-    has returned."""
+    """In another thread: continue a process that stops itself, so many seconds after it has stopped, and
+    after `after` has returned."""
 
     def main():
         await_stopped(pid)

@@ -1,7 +1,8 @@
-"""Batches of random routings and the oracle of fuzz_routing.py: a few vectorised lines.  It is not epmoe.reference, which is written to be
-read; test_fuzz_sample.py compares the two.
+"""Batches of random routings and the oracle of fuzz_routing.py: a few vectorised lines.  It is not
+epmoe.reference, which is written to be read; test_fuzz_sample.py compares the two.
 
-Letters: W ranks, E experts, L = E/W, T tokens of a rank, N of all ranks, K choices, H hidden, M rows received.
+Letters: W ranks, E experts, L = E/W, T tokens of a rank, N of all ranks, K choices, H hidden, M rows
+received.
 """
 
 import dataclasses
@@ -12,12 +13,15 @@ import torch
 
 import epmoe
 
-DTYPES = {"float32": (torch.float32, np.int32, 4), "bfloat16": (torch.bfloat16, np.int16, 8), "float16": (torch.float16, np.int16, 8)}
+DTYPES = {"float32": (torch.float32, np.int32, 4), "bfloat16": (torch.bfloat16, np.int16, 8),
+          "float16": (torch.float16, np.int16, 8)}
 MODES = ("scatter", "gather", "local")
-PATTERNS = ("uniform", "distinct", "one_expert", "one_rank", "own_rank", "heavy_drop", "all_dropped", "duplicates", "edges", "sentinels", "mixed")
+PATTERNS = ("uniform", "distinct", "one_expert", "one_rank", "own_rank", "heavy_drop", "all_dropped",
+            "duplicates", "edges", "sentinels", "mixed")
 ROUTINGS = 64  # of a batch, at most
 TILE_ROWS = 128
-PARTS = ("counts", "expert_offsets", "send_tokens", "recv_tokens", "rows_per_rank", "tile_expert", "tile_row", "token_dst_scatter_idx",
+PARTS = ("counts", "expert_offsets", "send_tokens", "recv_tokens", "rows_per_rank", "tile_expert", "tile_row",
+         "token_dst_scatter_idx",
          "token_sort_indices", "token_slots")
 
 
@@ -58,8 +62,10 @@ def make_batch(seed, number, num_ranks=None):
     large = pick.random() < 0.02
     if large:
         tokens, hidden = pick.randint(65, 300), unit * pick.randint(1, 9)
-    b = Batch(w, min(local, 512 // w), topk, hidden, tokens, dtype, pick.choice(MODES), pick.choice((torch.int32, torch.int64)), pick.random() < 0.6,
-              pick.random() < 0.3, pick.choice((1,) * 8 + (2, 3)), pick.choice((1, 1, 2)), 4 if large else ROUTINGS)
+    b = Batch(w, min(local, 512 // w), topk, hidden, tokens, dtype, pick.choice(MODES),
+              pick.choice((torch.int32, torch.int64)), pick.random() < 0.6,
+              pick.random() < 0.3, pick.choice((1,) * 8 + (2, 3)), pick.choice((1, 1, 2)),
+              4 if large else ROUTINGS)
     return b, np.random.default_rng([abs(int(seed)), number])
 
 
@@ -121,9 +127,11 @@ class Work:
             tokens = g.integers(0, b.max_tokens + 1, b.num_ranks)
             tokens[g.random(b.num_ranks) < 0.15] = 0
             tokens[g.random(b.num_ranks) < 0.15] = b.max_tokens
-            self.indices.append([make_indices(b, r, pattern if pattern != "mixed" else PATTERNS[g.integers(len(PATTERNS) - 1)], int(t), g)
+            self.indices.append([make_indices(b, r, pattern if pattern != "mixed"
+                                              else PATTERNS[g.integers(len(PATTERNS) - 1)], int(t), g)
                                  for r, t in enumerate(tokens)])
-        # Rows of a routing begin at its own number, so none are what an earlier routing had at the same place.
+        # Rows of a routing begin at its own number, so none are what an earlier routing had at the same
+        # place.
         self.x = g.integers(info.min, info.max, (b.num_ranks, most, b.hidden), bits, endpoint=True)
         self.weight = g.integers(-(2**31), 2**31 - 1, (b.num_ranks, most, b.topk), np.int32, endpoint=True)
         rows = b.num_ranks * b.max_tokens * b.topk
@@ -144,20 +152,26 @@ def run_rank(world, device, work):
     b, rank = work.batch, world.rank
     dtype, bits, _ = DTYPES[b.dtype]
     rows_at_most = b.num_ranks * b.max_tokens * b.topk
-    layer = epmoe.EPAll2AllLayer(world, b.max_tokens, b.hidden, b.topk, num_tot_experts=b.num_experts, dtype=dtype, num_sm=b.num_sm, device=device,
-                                 combine_mode="gather" if b.mode == "gather" else "scatter", enable_local_combine=b.mode == "local",
+    layer = epmoe.EPAll2AllLayer(world, b.max_tokens, b.hidden, b.topk, num_tot_experts=b.num_experts,
+                                 dtype=dtype, num_sm=b.num_sm, device=device,
+                                 combine_mode="gather" if b.mode == "gather" else "scatter",
+                                 enable_local_combine=b.mode == "local",
                                  capacity=rows_at_most if b.capacity else None, num_buffers=b.num_buffers)
-    world.__dict__.setdefault("_kept", []).append(layer) if world.group is None else None  # threads use each other's addresses
+    world.__dict__.setdefault("_kept",
+                              # threads use each other's addresses
+                              []).append(layer) if world.group is None else None
 
     def tensor(array, as_type):  # a copy: numpy does not care for alignment
         return torch.from_numpy(np.ascontiguousarray(array)).view(as_type).to(device, copy=True)
 
     results = []
-    y_pool, w_pool = tensor(work.y[rank], dtype), tensor(work.y_weight[rank], torch.float32)  # rows are multiples of 16 bytes
+    y_pool, w_pool = tensor(work.y[rank], dtype), tensor(work.y_weight[rank],
+                                                         torch.float32)  # rows are multiples of 16 bytes
     for i in range(b.num_routings):
         idx = torch.from_numpy(work.indices[i][rank]).to(device=device, dtype=b.index_dtype)
         weight = tensor(work.weight_of(i, rank), torch.float32) if b.weights else None
-        rows, row_weight, layout = layer.dispatch(tensor(work.x_of(i, rank), dtype), idx, weight, buffer=i % b.num_buffers)
+        rows, row_weight, layout = layer.dispatch(tensor(work.x_of(i, rank), dtype), idx, weight,
+                                                  buffer=i % b.num_buffers)
         m = len(rows)
         out = layer.combine(y_pool[i : i + m], layout, w_pool[i : i + m] if b.weights else None)
         results.append((rows, row_weight, layout, out))
@@ -167,9 +181,11 @@ def run_rank(world, device, work):
     for rows, w, layout, out in results:
         if layout.num_tokens not in places:
             parts = {name: getattr(layout, name) for name in PARTS}
-            places[layout.num_tokens] = {name: (p.storage_offset(), p.numel(), tuple(p.shape)) for name, p in parts.items()}
+            places[layout.num_tokens] = {name: (p.storage_offset(), p.numel(), tuple(p.shape)) for name,
+                                         p in parts.items()}
     results = [(rows.view(as_bits).cpu().numpy(), None if w is None else w.view(torch.int32).cpu().numpy(),
-                {"plan": layout.plan.cpu().numpy(), "at": places[layout.num_tokens], "num_tiles": layout.num_tiles, "num_rows": layout.num_rows},
+                {"plan": layout.plan.cpu().numpy(), "at": places[layout.num_tokens],
+                 "num_tiles": layout.num_tiles, "num_rows": layout.num_rows},
                 out.view(as_bits).cpu().numpy()) for rows, w, layout, out in results]
     layer.finalize()
     return results
@@ -185,7 +201,9 @@ def parts_of(plan):
 
 
 class Wanted:
-    """What a routing must give, all ranks at once; arrays of tokens are those of all ranks one behind the other."""
+    """What a routing must give, all ranks at once; arrays of tokens are those of all ranks one behind the
+    other.
+    """
 
     def __init__(self, b, indices):
         w, e_all, k, local = b.num_ranks, b.num_experts, b.topk, b.num_local
@@ -233,7 +251,8 @@ class Wanted:
         y = np.concatenate([work.y[r, routing : routing + m] for r, m in enumerate(self.num_rows)])
         y = to_float32(np.ascontiguousarray(y), b.dtype)
         if b.weights:
-            y = np.concatenate([work.y_weight[r, routing : routing + m] for r, m in enumerate(self.num_rows)])[:, None] * y
+            y = np.concatenate([work.y_weight[r, routing : routing + m] for r,
+                                m in enumerate(self.num_rows)])[:, None] * y
         row = (self.row_base[self.choice_rank] + self.choice_row).reshape(n, k)
         rank, kept = self.choice_rank.reshape(n, k), self.choice_rank.reshape(n, k) >= 0
         partial = np.zeros((n, w if b.mode == "local" else 1, b.hidden), np.float32)
@@ -277,14 +296,17 @@ def check_routing(work, routing, got):
         same(plan["tile_row"][: len(expert)], first, f"rank {r}: rows of tiles")
         assert len(rows) == (w * b.max_tokens * k if b.capacity else m), f"rank {r}: {len(rows)} rows"
         if b.capacity:
-            assert not rows[m:].any() and (weight is None or not weight[m:].any()), f"rank {r}: what is behind M is not zero"
+            assert not rows[m:].any() and (weight is None
+                                           or not weight[m:].any()), f"rank {r}: what is behind M is not zero"
         assert (weight is not None) == b.weights
-    same(np.concatenate([plan["token_dst_scatter_idx"] for _, _, plan, _ in got]).reshape(-1), want.choice_row, "rows of choices")
+    same(np.concatenate([plan["token_dst_scatter_idx"] for _, _, plan, _ in got]).reshape(-1),
+         want.choice_row, "rows of choices")
     same(np.concatenate([plan["token_sort_indices"] for _, _, plan, _ in got]), want.sort, "sorted choices")
     same(np.concatenate([plan["token_slots"] for _, _, plan, _ in got]), want.slot, "slots")
     x = np.concatenate([work.x_of(routing, r) for r in range(w)])
     same(np.concatenate([g[0][:m] for g, m in zip(got, want.num_rows)]), x[want.row_choice // k], "rows")
     if b.weights:
         weight = np.concatenate([work.weight_of(routing, r) for r in range(w)]).reshape(-1)
-        same(np.concatenate([g[1][:m] for g, m in zip(got, want.num_rows)]), weight[want.row_choice], "row weights")
+        same(np.concatenate([g[1][:m] for g, m in zip(got, want.num_rows)]), weight[want.row_choice],
+             "row weights")
     same(np.concatenate([g[3] for g in got]), want.sums(b, work, routing), "sums")

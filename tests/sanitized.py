@@ -1,10 +1,12 @@
 """What compute-sanitizer looks at: two ranks on one GPU.
 
-    compute-sanitizer [--tool racecheck] --target-processes all torchrun --nproc-per-node 2 tests/sanitized.py move|fused
+    compute-sanitizer [--tool racecheck] --target-processes all torchrun --nproc-per-node 2 tests/sanitized.py
+    move|fused
 
-move: plan, dispatch and each form of combine, checked against the oracle.  fused: the two megakernels, compared with the
-separate stages.  The ranks are processes.  In one process, memcheck did not get past the first operation of two ranks that
-wait for each other (H200, CUDA 13.0).
+move: plan, dispatch and each form of combine, checked against the oracle.  fused: the two megakernels,
+compared with the
+separate stages.  The ranks are processes.  In one process, memcheck did not get past the first operation of
+two ranks that wait for each other (H200, CUDA 13.0).
 """
 
 import argparse
@@ -22,9 +24,11 @@ PARTS = ("move", "fused")
 def move(world, device):
     """One routing through a layer of each form of combine; rank 0 checks what all ranks got."""
     for mode in MODES:
-        case = Case(num_local=3, topk=3, hidden=136, max_tokens=40, tokens="unequal", pattern="sentinels", mode=mode, seed=5)
+        case = Case(num_local=3, topk=3, hidden=136, max_tokens=40, tokens="unequal", pattern="sentinels",
+                    mode=mode, seed=5)
         layer = make_layer(world, device, case)
-        mine = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in run_routing(layer, case).items()}
+        mine = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name,
+                t in run_routing(layer, case).items()}
         results = [None] * world.size
         dist.all_gather_object(results, mine)
         if world.rank == 0:

@@ -1,12 +1,15 @@
-"""Long runs: `python tests/soak.py cycles|ops|leaks [-n N]`; each ends with a table, and exits with 1 on any fault.
+"""Long runs: `python tests/soak.py cycles|ops|leaks [-n N]`; each ends with a table, and exits with 1 on any
+fault.
 
-ops      plan, dispatch and combine over and over: random routings, sizes, dtypes and forms of combine, late ranks, the
-         epochs of a layer started just below 2^31 or 2^32.  Payloads are small integers, so every sum is known exactly.
+ops      plan, dispatch and combine over and over: random routings, sizes, dtypes and forms of combine, late
+ranks, the
+         epochs of a layer started just below 2^31 or 2^32.  Payloads are small integers, so every sum is
+         known exactly.
 cycles   worlds, heaps and layers made and closed again and again: nothing may grow.
 leaks    worlds that end in every way, from a close to kill -9: nothing may be left.
 
-On the CPU the ranks are threads (ops) or processes (cycles, leaks) that the command starts.  Under torchrun every
-process is a rank, on a GPU where there is one; more ranks than GPUs share them:
+On the CPU the ranks are threads (ops) or processes (cycles, leaks) that the command starts.  Under torchrun
+every process is a rank, on a GPU where there is one; more ranks than GPUs share them:
     torchrun --nproc-per-node 4 tests/soak.py ops -n 100000
     torchrun --nproc-per-node 4 tests/soak.py cycles -n 200
 With --threads N the ranks of ops are N threads side by side on one GPU, which is much faster:
@@ -73,8 +76,10 @@ def make_batch(seed, number, num_ranks=None, num_steps=1000, on_cuda=False):
     r = random.Random(f"{seed} {number}")
     num_ranks = num_ranks or r.choice((1, 2, 2, 3, 3, 4))
     epoch = r.choice((2**31, 2**32)) - r.randrange(1, 2 * num_steps)
-    return Batch(number, num_ranks, num_steps, MODES[number % 3], r.choice(DTYPES), r.choice((torch.int32, torch.int64)), r.randint(1, 4), r.randint(1, 4),
-                 r.choice((8, 16, 24, 40)), r.choice((1, 2, 5, 9, 33)), r.random() < 0.7, r.random() < 0.3, None if on_cuda else r.choice((1, 1, 2, 3)),
+    return Batch(number, num_ranks, num_steps, MODES[number % 3], r.choice(DTYPES),
+                 r.choice((torch.int32, torch.int64)), r.randint(1, 4), r.randint(1, 4),
+                 r.choice((8, 16, 24, 40)), r.choice((1, 2, 5, 9, 33)), r.random() < 0.7, r.random() < 0.3,
+                 None if on_cuda else r.choice((1, 1, 2, 3)),
                  r.randint(1, 2), epoch, r.randrange(2**31))
 
 
@@ -93,7 +98,8 @@ def make_routing(b, rank, pattern, g, device):
     kept = (idx >= 0) & (idx < num_experts)
     want = x * ((weight if b.weights else 1) * factor(idx) * kept).sum(1, keepdim=True)
     return (x.to(device=device, dtype=b.dtype), idx.to(device=device, dtype=b.index_dtype),
-            weight.to(device=device, dtype=torch.float32) if b.weights else None, want.to(device=device, dtype=b.dtype))
+            weight.to(device=device, dtype=torch.float32) if b.weights else None,
+            want.to(device=device, dtype=b.dtype))
 
 
 def late(r):
@@ -106,12 +112,15 @@ def late(r):
 def run_batch_on_rank(world, device, b):
     """All steps of a batch, as one rank; AssertionError names the step and the first wrong number."""
     r, g = random.Random(b.seed + world.rank), torch.Generator().manual_seed(b.seed + 1000 * world.rank)
-    options = {"enable_local_combine": b.mode == "local", "combine_mode": "scatter" if b.mode == "local" else b.mode}
+    options = {"enable_local_combine": b.mode == "local", "combine_mode": "scatter" if b.mode == "local"
+               else b.mode}
     capacity = b.num_ranks * b.max_tokens * b.topk if b.capacity else None
-    layer = epmoe.EPAll2AllLayer(world, b.max_tokens, b.hidden, b.topk, num_tot_experts=b.num_local * b.num_ranks, dtype=b.dtype, num_sm=b.num_sm,
+    layer = epmoe.EPAll2AllLayer(world, b.max_tokens, b.hidden, b.topk,
+                                 num_tot_experts=b.num_local * b.num_ranks, dtype=b.dtype, num_sm=b.num_sm,
                                  capacity=capacity, num_buffers=b.num_buffers, device=device, **options)
     keep(world, layer)
-    factors = factor(torch.arange(layer.rank * b.num_local, (layer.rank + 1) * b.num_local, device=device)).to(b.dtype)
+    factors = factor(torch.arange(layer.rank * b.num_local, (layer.rank + 1) * b.num_local,
+                                  device=device)).to(b.dtype)
     pool = [make_routing(b, world.rank, pattern, g, device) for pattern in (*PATTERNS, "uniform", "uniform")]
     for buffer in range(b.num_buffers):
         _C.layer_set_epoch(layer._c, buffer, b.epoch, epmoe.device.stream_of(device))
@@ -129,12 +138,15 @@ def run_batch_on_rank(world, device, b):
         num_ops += 2 if repeat else 3
         m = layout.num_rows
         y = torch.full_like(rows, torch.nan)
-        torch.mul(rows[:m], torch.repeat_interleave(factors, layout.tokens_per_expert, output_size=m)[:, None], out=y[:m])
+        torch.mul(rows[:m], torch.repeat_interleave(factors, layout.tokens_per_expert,
+                                                    output_size=m)[:, None], out=y[:m])
         late(r)
         got = layer.combine(y, layout, row_weight)
         if not torch.equal(got, want):
             at = tuple((got != want).nonzero()[0].tolist())
-            raise AssertionError(f"step {step}, rank {world.rank}: {at} is {got[at].item()}, wanted {want[at].item()}; {b}")
+            raise AssertionError(
+                f"step {step}, rank {world.rank}: {at} is {got[at].item()}, wanted {want[at].item()}; {b}"
+            )
     layer.synchronize()
     layer.finalize()
     return num_ops
@@ -145,7 +157,8 @@ def run_batch(seed, number, num_steps):
     poison_memory()
     sys.setswitchinterval(0.0005)  # ranks wait for each other all the time
     b = make_batch(seed, number, num_steps=num_steps)
-    return b, run_threads(lambda world: run_batch_on_rank(world, torch.device("cpu"), b), b.num_ranks, timeout_s=BATCH_LIMIT_S)[0]
+    return b, run_threads(lambda world: run_batch_on_rank(world, torch.device("cpu"), b), b.num_ranks,
+                          timeout_s=BATCH_LIMIT_S)[0]
 
 
 def ops(a, say):
@@ -155,7 +168,8 @@ def ops(a, say):
     def count(b, n):
         nonlocal done
         done += n
-        seen.update({b.mode: n, str(b.dtype).removeprefix("torch."): n, f"over 2^{b.epoch.bit_length()}": n, f"{b.num_ranks} ranks": n})
+        seen.update({b.mode: n, str(b.dtype).removeprefix("torch."): n, f"over 2^{b.epoch.bit_length()}": n,
+                     f"{b.num_ranks} ranks": n})
         say(done)
 
     def batches(world, device, count):
@@ -178,13 +192,15 @@ def ops(a, say):
 
         run_threads(side_by_side, a.threads, timeout_s=3600, device="cuda:0")
     else:
-        with concurrent.futures.ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:
+        with concurrent.futures.ProcessPoolExecutor(a.processes,
+                                                    multiprocessing.get_context("spawn")) as pool:
             number, running = 0, set()
             while done < a.num:
                 while len(running) < 2 * a.processes:
                     running.add(pool.submit(run_batch, a.seed, number, a.steps))
                     number += 1
-                ended, running = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+                ended, running = concurrent.futures.wait(running,
+                                                         return_when=concurrent.futures.FIRST_COMPLETED)
                 for future in ended:
                     count(*future.result())
             pool.shutdown(cancel_futures=True)
@@ -202,7 +218,8 @@ def one_life(world, device, number):
     """A heap, a tensor and a layer, used or not, closed or only dropped."""
     heap = epmoe.SymmetricHeap(world, 1 << 18, device)
     t = heap.malloc_symmetric((16,))
-    layer = make_layer(world, device, Case(num_buffers=1 + number % 2), **({} if number % 3 else {"heap": heap}))
+    layer = make_layer(world, device, Case(num_buffers=1 + number % 2),
+                       **({} if number % 3 else {"heap": heap}))
     if number % 10 == 0:
         run_routing(layer, Case())
     layer.ep_barrier_all()
@@ -215,8 +232,8 @@ def one_life(world, device, number):
 
 
 def live(num, device, new_world, say):
-    """num lives behind others, as many (20 at least, 2000 at most), in which malloc makes itself at home.  What was held before, and after
-    the last; the same of GPU bytes."""
+    """num lives behind others, as many (20 at least, 2000 at most), in which malloc makes itself at home.
+    What was held before, and after the last; the same of GPU bytes."""
     warm, marks = min(max(20, num), 2000), []
     for number in range(warm + num):
         world = new_world()
@@ -299,21 +316,27 @@ def progress(what, total, shown=True):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="\n".join(__doc__.splitlines()[2:]), formatter_class=argparse.RawTextHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0],
+                                epilog="\n".join(__doc__.splitlines()[2:]),
+                                formatter_class=argparse.RawTextHelpFormatter)
     sub = p.add_subparsers(dest="what", required=True)
-    for name, num, text in (("ops", 1_000_000, "operations of a rank"), ("cycles", 10_000, "lives"), ("leaks", 10, "times that every ending is tried")):
+    for name, num, text in (("ops", 1_000_000, "operations of a rank"), ("cycles", 10_000, "lives"),
+                            ("leaks", 10, "times that every ending is tried")):
         s = sub.add_parser(name)
         s.add_argument("-n", "--num", type=int, default=num, help=f"{text} (default {num})")
         s.add_argument("--seed", type=int, default=0)
         if name == "ops":
             s.add_argument("--steps", type=int, default=1000, help="steps with one layer")
-            s.add_argument("--processes", type=int, default=os.cpu_count(), help="worlds of threads side by side (CPU)")
+            s.add_argument("--processes", type=int, default=os.cpu_count(),
+                           help="worlds of threads side by side (CPU)")
             s.add_argument("--threads", type=int, help="ranks that are threads side by side on one GPU")
         if name == "leaks":
-            s.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: as many ranks as there are GPUs")
+            s.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                           help="cuda: as many ranks as there are GPUs")
         if name == "cycles":
             s.add_argument("--ranks", type=int, default=2)
-            s.add_argument("--rss-kib", type=int, default=1024, help="by how much a process may grow (default 1024)")
+            s.add_argument("--rss-kib", type=int, default=1024,
+                           help="by how much a process may grow (default 1024)")
     a = p.parse_args()
     if TORCHRUN and a.what == "leaks":
         p.error("leaks kills ranks, and torchrun would end the others: run it without")
@@ -329,7 +352,8 @@ def main():
         code, verdict = 1, f"FAULT (seed {a.seed}):\n{traceback.format_exc()}"
     if RANK == 0 or code:
         table = Table(title=f"soak {a.what}", show_header=False)
-        for row in (*rows, ("seconds", f"{time.monotonic() - start:.1f}"), ("verdict", verdict.splitlines()[0])):
+        for row in (*rows, ("seconds", f"{time.monotonic() - start:.1f}"),
+                    ("verdict", verdict.splitlines()[0])):
             table.add_row(*row)
         Console(width=140).print(table)
         if code:

@@ -1,10 +1,13 @@
-"""The megakernels over and over: `torchrun --nproc-per-node 4 tests/soak_fused.py [-n 10000]`, ranks late, outputs poisoned.
+"""The megakernels over and over: `torchrun --nproc-per-node 4 tests/soak_fused.py [-n 10000]`, ranks late,
+outputs poisoned.
 
 With --threads N the ranks are N threads side by side on one GPU.
 
-Each batch makes an EpAll2AllFusedOp of random shape and choices, and four inputs of random routing; what the same stages give
-one after the other is what every launch must give, to the bit, eagerly and from CUDA graphs.  Without GPUs the ranks are threads
-on the CPU, where the operator does its stages one after the other anyway: then this tries the test, not the kernels.
+Each batch makes an EpAll2AllFusedOp of random shape and choices, and four inputs of random routing; what the
+same stages give
+one after the other is what every launch must give, to the bit, eagerly and from CUDA graphs.  Without GPUs
+the ranks are threads on the CPU, where the operator does its stages one after the other anyway: then this
+tries the test, not the kernels.
 """
 
 import argparse
@@ -23,40 +26,52 @@ ACTIVATIONS = (None, "swiglu", "gelu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=
 
 
 def make_batch(seed, number, size, on_cuda):
-    """The same on every rank: (options of the operator, sizes, patterns of the four inputs, activation, whether from a graph)."""
+    """The same on every rank: (options of the operator, sizes, patterns of the four inputs, activation,
+    whether from a graph).
+    """
     r = random.Random(f"{seed} {number}")
     topk, wide = r.choice((1, 2, 3, 8)), on_cuda
-    options = {"dtype": r.choice((torch.bfloat16, torch.float16)), "num_tot_experts": size * r.choice((1, 2, 5, 16)), "topk": topk,
-               "max_tokens": r.choice((1, 7, 60, 700) if wide else (1, 7, 30)), "hidden": r.choice((64, 512, 1040) if wide else (16, 32)),
+    options = {"dtype": r.choice((torch.bfloat16, torch.float16)),
+               "num_tot_experts": size * r.choice((1, 2, 5, 16)), "topk": topk,
+               "max_tokens": r.choice((1, 7, 60, 700) if wide else (1, 7, 30)),
+               "hidden": r.choice((64, 512, 1040) if wide else (16, 32)),
                "enable_local_combine": r.random() < 0.6, "combine_mode": r.choice(("scatter", "gather"))}
-    options |= r.choice(({}, {}, {"num_sm": 20, "num_tail_sms": 6}, {"block_wise_barrier": False}, {"token_sorting": False}, {"combine_order": "serial"},
+    options |= r.choice(({}, {}, {"num_sm": 20, "num_tail_sms": 6}, {"block_wise_barrier": False},
+                         {"token_sorting": False}, {"combine_order": "serial"},
                          {"num_reduce_sms": 3})) if on_cuda else {}
     graph = r.random() < 0.4
     if graph:
         options["capacity"] = size * options["max_tokens"] * topk
-    return options, r.choice((48, 272, 784) if wide else (16, 48)), r.sample(PATTERNS, 4), r.choice(ACTIVATIONS), graph and on_cuda
+    return options, r.choice((48, 272, 784) if wide else (16, 48)), r.sample(PATTERNS,
+                                                                             4), r.choice(ACTIVATIONS), graph and on_cuda
 
 
 def inputs_of(op, pattern, rank, g):
     """x [T, H], idx [T, K], weight [T, K]; T differs from rank to rank, and may be 0."""
     t = op.max_tokens - (3 * rank) % (op.max_tokens + 1)
     idx = routing(pattern, t, op.topk, op.num_experts, op.world_size, rank, g)
-    return [v.to(op.device) for v in (torch.randn(t, op.hidden, generator=g).to(op.dtype), idx, torch.rand(t, op.topk, generator=g))]
+    return [v.to(op.device) for v in (torch.randn(t, op.hidden, generator=g).to(op.dtype), idx,
+                                      torch.rand(t, op.topk, generator=g))]
 
 
 def run_batch(world, device, seed, number, num_launches, graph=True):
     """Launches whose result was wrong.  graph: some batches may replay a graph."""
-    options, inner, patterns, activation, from_graph = make_batch(seed, number, world.size, device.type == "cuda")
+    options, inner, patterns, activation, from_graph = make_batch(seed, number, world.size,
+                                                                  device.type == "cuda")
     graph = graph and from_graph
-    g, late, gated = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1), random.Random(f"{seed} {number} {world.rank}"), activation not in (None, "gelu")
+    g, late, gated = torch.Generator().manual_seed(hash((seed, number,
+                                                         world.rank)) & 2**62 - 1), random.Random(f"{seed} {number} {world.rank}"), activation not in (None, "gelu")
     with epmoe.EpAll2AllFusedOp(world, device=device, **options) as op, torch.no_grad():
-        up = (torch.randn(op.num_local_experts, inner * (2 if gated else 1), op.hidden, generator=g) / op.hidden**0.5).to(op.dtype).to(device)
-        down = (torch.randn(op.num_local_experts, op.hidden, inner, generator=g) / inner**0.5).to(op.dtype).to(device)
+        up = (torch.randn(op.num_local_experts, inner * (2 if gated else 1), op.hidden,
+                          generator=g) / op.hidden**0.5).to(op.dtype).to(device)
+        down = (torch.randn(op.num_local_experts, op.hidden, inner,
+                            generator=g) / inner**0.5).to(op.dtype).to(device)
         inputs = [inputs_of(op, pattern, world.rank, g) for pattern in patterns]
         held = [v.clone() for v in inputs[0]]  # what a graph reads
 
         def step(x, idx, weight):
-            h, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up, activation=activation)
+            h, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
+                                                                activation=activation)
             return op.mega_group_gemm_combine(h, down, layout, row_weight)
 
         op.fused = False
@@ -67,7 +82,8 @@ def run_batch(world, device, seed, number, num_launches, graph=True):
         if graph:
             replayed = torch.cuda.CUDAGraph()
             op.synchronize()
-            world.exchange(b"x")  # a capture begins with a wait for the device: no rank that is a thread may be in an operation
+            # a capture begins with a wait for the device: no rank that is a thread may be in an operation
+            world.exchange(b"x")
             with torch.cuda.graph(replayed, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
                 y = step(*held)
             world.exchange(b"x")
@@ -118,14 +134,18 @@ def main():
                 results = [all_of(world, device, say)]
         elif a.threads:
             device = torch.device("cuda", 0)
-            results = run_threads(lambda world: all_of(world, device, *([say] if world.rank == 0 else [])), a.threads, timeout_s=3600,
+            results = run_threads(lambda world: all_of(world, device, *([say] if world.rank == 0 else [])),
+                                  a.threads, timeout_s=3600,
                                   device=device)
         else:
             results = run_threads(lambda world: all_of(world, torch.device("cpu")), 3)
     bad = any(results)
     if RANK == 0 or bad:
-        print(f"soak_fused: {batches * a.each} launches of each kernel in {batches} operators, {time.monotonic() - start:.0f} s: "
-              + (f"WRONG, by batch, of seed {a.seed}: {results}" if bad else "every one the same to the bit"), flush=True)
+        print(
+            f"soak_fused: {batches * a.each} launches of each kernel in {batches} operators, {time.monotonic() - start:.0f} s: "
+            + (f"WRONG, by batch, of seed {a.seed}: {results}" if bad else "every one the same to the bit"),
+            flush=True,
+        )
     return bad
 
 

@@ -1,4 +1,6 @@
-"""python -m epmoe.bench on the CPU: each command runs and tells what it should, and what it times has been checked."""
+"""python -m epmoe.bench on the CPU: each command runs and tells what it should, and what it times has been
+checked.
+"""
 
 import contextlib
 import io
@@ -38,16 +40,19 @@ COMMANDS = {
 }
 EPMOE = {"epmoe plan", "epmoe plan + dispatch", "epmoe cached dispatch", "epmoe combine"}
 TORCH = {"torch dispatch", "torch combine"}
-GEMMS = ("gate and up", "down", "dgrad of down", "dgrad of gate and up", "wgrad of down", "wgrad of gate and up")
+GEMMS = ("gate and up", "down", "dgrad of down", "dgrad of gate and up", "wgrad of down",
+         "wgrad of gate and up")
 LAYERS = {"torch layer", "GEMMs alone", "epmoe layer, one after the other", "epmoe layer"}
 EXPECTED = {
     "a2a": EPMOE | TORCH,
     "sm": EPMOE,
     "tokens": EPMOE | TORCH,
-    "layer": LAYERS | {"torch gate and up alone", "torch down alone", "epmoe dispatch + gemm", "epmoe gemm + combine"},
+    "layer": LAYERS | {"torch gate and up alone", "torch down alone", "epmoe dispatch + gemm",
+                       "epmoe gemm + combine"},
     "growth": LAYERS,
     "ablation": {choice for choice, options in ablation.CHOICES.items() if "num_sm" not in options},
-    "features": {"combine, pre-reduced", "combine, a row a choice, pushed", "combine, a row a choice, pulled", "dispatch, token saving",
+    "features": {"combine, pre-reduced", "combine, a row a choice, pushed", "combine, a row a choice, pulled",
+                 "dispatch, token saving",
                  "dispatch, a row a choice: bytes", "torch permute, saved by sorting"},
     "gemm": {f"{who} {what}" for who in ("torch", "epmoe") for what in GEMMS} | {"epmoe gate and up, SwiGLU"},
     "host": {"epmoe preprocess, host", "epmoe cached dispatch, host", "epmoe combine, host"},
@@ -65,7 +70,8 @@ def told(argv):
 def every_command(rank, world_size, folder):
     """All commands one after the other: processes start once.  Then what needs DeepEP, with its stand-in."""
     os.environ["EPMOE_BACKEND"] = "cpu"  # this process may come from one that started before on_the_cpu
-    results = {name: told([name, *more, "--json", f"{folder}/{name}.json"]) for name, more in COMMANDS.items()}
+    results = {name: told([name, *more, "--json", f"{folder}/{name}.json"]) for name,
+               more in COMMANDS.items()}
     sys.path.insert(0, str(FAKES))
     results["with DeepEP"] = told(["a2a", "--shapes", "qwen3-30b", "--iters", "1"])
     results["layer with DeepEP"] = told(["layer", "--shapes", "qwen3-30b", "--iters", "1"])
@@ -89,7 +95,9 @@ def what_a_wrong_sum_says(rank):
 
 
 def deep_ep_beside_oracle(rank, world_size, num_experts=6, topk=3, hidden=24):
-    """(the adapter's rows, the oracle's, the adapter's sums, the oracle's), of ranks with different numbers of tokens."""
+    """(the adapter's rows, the oracle's, the adapter's sums, the oracle's), of ranks with different numbers
+    of tokens.
+    """
     from epmoe.bench import deep_ep
 
     xs, idxs, ws = [], [], []
@@ -109,9 +117,11 @@ def deep_ep_beside_oracle(rank, world_size, num_experts=6, topk=3, hidden=24):
     plan = reference.plan(idxs, num_experts)
     want_rows = reference.dispatch(xs, plan)
     local = num_experts // world_size
-    offsets = torch.cat([torch.zeros(world_size, 1, dtype=torch.int64), plan["counts"].sum(0).view(world_size, local).cumsum(1)], 1)
+    offsets = torch.cat([torch.zeros(world_size, 1, dtype=torch.int64),
+                         plan["counts"].sum(0).view(world_size, local).cumsum(1)], 1)
     outs = [check.experts(r, offsets[w], w * local) for w, r in enumerate(want_rows)]
-    want = reference.combine(outs, plan, idxs, num_experts, reference.dispatch_weights(ws, plan), local_combine=True)
+    want = reference.combine(outs, plan, idxs, num_experts, reference.dispatch_weights(ws, plan),
+                             local_combine=True)
     got = peer.combine(check.experts(rows, peer.expert_offsets, rank * local))
     library.close()
     return rows, want_rows[rank], got, want[rank]
@@ -135,7 +145,8 @@ def results(tmp_path_factory):
 def test_bench_command_tells_and_writes(results, command):
     folder, ranks = results
     rows, out, err = ranks[0][0][command]
-    assert {r["impl"] for r in rows if r["bench"] == command} == EXPECTED[command] and all(r["bench"] == command for r in rows)
+    assert {r["impl"] for r in rows
+            if r["bench"] == command} == EXPECTED[command] and all(r["bench"] == command for r in rows)
     for row in rows:
         assert "-small" in row["shape"] and row["tokens"] > 0
         assert row["ms"] > 0 if "bytes" not in row["impl"] else "ms" not in row
@@ -143,7 +154,12 @@ def test_bench_command_tells_and_writes(results, command):
     assert max(map(len, out.splitlines())) <= 100
     assert re.search(r"^\[1/\d+, \d+ s\] " + command, err, re.MULTILINE)
     written = json.loads((folder / f"{command}.json").read_text())
-    assert written["rows"] == rows and written["gpus"] == 0 and written["machine"] == "CPU" and "nothing about GPUs" in written["note"]
+    assert (
+        written["rows"] == rows
+        and written["gpus"] == 0
+        and written["machine"] == "CPU"
+        and "nothing about GPUs" in written["note"]
+    )
     assert {"cuda", "torch", "date", "commit"} <= set(written)
     assert ranks[1][0][command][1:] == ("", "")  # one rank speaks
 
@@ -151,8 +167,11 @@ def test_bench_command_tells_and_writes(results, command):
 def test_bench_ratio_is_of_the_times(results):
     rows = {r["impl"]: r for r in results[1][0][0]["a2a"][0] if r["shape"] == "mixtral-small"}
     row = rows["epmoe plan + dispatch"]
-    assert row["ratio_to"] == "torch" and row["ratio"] == pytest.approx(row["ms"] / rows["torch dispatch"]["ms"], rel=0.01, abs=1e-3)
-    assert row["num_sm"] == 2 and row["wire_gbps"] == pytest.approx(row["wire_bytes"] / row["ms"] / 1e6, rel=0.1, abs=0.06)
+    assert row["ratio_to"] == "torch" and row["ratio"] == pytest.approx(
+        row["ms"] / rows["torch dispatch"]["ms"], rel=0.01, abs=1e-3
+    )
+    assert row["num_sm"] == 2 and row["wire_gbps"] == pytest.approx(row["wire_bytes"] / row["ms"] / 1e6,
+                                                                    rel=0.1, abs=0.06)
 
 
 def test_bench_goes_over_what_it_should(results):
@@ -184,9 +203,11 @@ def test_bench_features_know_who_sends(ranks):
     idxs = [torch.rand(11 + 4 * r, 6).topk(3).indices for r in range(3)]
 
     def rank_main(world, device):
-        with epmoe.EPAll2AllLayer(world, 20, 16, 3, num_tot_experts=6, dtype=torch.float32, device=device) as layer:
+        with epmoe.EPAll2AllLayer(world, 20, 16, 3, num_tot_experts=6, dtype=torch.float32,
+                                  device=device) as layer:
             layout = layer.preprocess(idxs[world.rank])
-            return [features.rows_sent(layout, stage, once).tolist() for stage in ("dispatch", "combine") for once in (True, False)]
+            return [features.rows_sent(layout, stage, once).tolist() for stage in ("dispatch", "combine")
+                    for once in (True, False)]
 
     to = [[(idx // 2 == r) for r in range(3)] for idx in idxs]
     once = [[int(at.any(1).sum()) for at in row] for row in to]
@@ -225,7 +246,8 @@ def test_bench_ends_on_all_ranks_when_one_is_wrong(results):
 def dispatched():
     """(layer, its inputs, torch's way of the same) of a world of this process alone."""
     x, idx, weight = torch.randn(20, 16), torch.rand(20, 6).topk(3).indices, torch.rand(20, 3)
-    with epmoe.World() as world, epmoe.EPAll2AllLayer(world, 20, 16, 3, num_tot_experts=6, dtype=torch.float32, enable_local_combine=True,
+    with epmoe.World() as world, epmoe.EPAll2AllLayer(world, 20, 16, 3, num_tot_experts=6,
+                                                      dtype=torch.float32, enable_local_combine=True,
                                                       device="cpu") as layer:
         yield layer, (x, idx, weight), TorchAllToAll(x, idx, weight, 6, 1)
 
@@ -285,11 +307,14 @@ def run_of():
 def test_bench_layer_decodes_too(run_of):
     """On a GPU: without --shapes, and where dsv3 is asked for."""
     run, other = run_of("layer"), run_of("layer", "--shapes", "seed")
-    with unittest.mock.patch.object(run, "on_gpu", True), unittest.mock.patch.object(run, "device", torch.device("cuda")):
+    with unittest.mock.patch.object(run, "on_gpu", True), unittest.mock.patch.object(run, "device",
+                                                                                     torch.device("cuda")):
         found = {s.name: s for s in layer.shapes(run)}
     decode = {n: s for n, s in found.items() if n not in shapes.SHAPES}
-    assert list(found)[1:4] == ["dsv3", "dsv3 T=128", "dsv3 T=1024"] and [s.tokens for s in decode.values()] == [128, 1024]
-    assert len(found) == len(shapes.SHAPES) + 2 and {(s.hidden, s.inner, s.experts, s.topk) for s in decode.values()} == {(7168, 2048, 256, 8)}
+    assert list(found)[1:4] == ["dsv3", "dsv3 T=128",
+                                "dsv3 T=1024"] and [s.tokens for s in decode.values()] == [128, 1024]
+    assert len(found) == len(shapes.SHAPES) + 2 and {(s.hidden, s.inner, s.experts, s.topk)
+                                                     for s in decode.values()} == {(7168, 2048, 256, 8)}
     assert [s.name for s in layer.shapes(other)] == ["seed-small"]
 
 
@@ -297,7 +322,8 @@ def test_bench_layer_decodes_too(run_of):
 def test_bench_num_sm_is_that_of_every_layer(command):
     with unittest.mock.patch.object(epmoe._C, "layer_create", wraps=epmoe._C.layer_create) as create:
         rows, out, _ = told([command, "--shapes", "qwen3-30b", "--num-sm", "2", "--iters", "1"])
-    assert rows and {call.args[1][9] for call in create.call_args_list} == {2}  # the last of the config is num_sm
+    assert rows and {call.args[1][9]
+                     for call in create.call_args_list} == {2}  # the last of the config is num_sm
     assert (command == "ablation") == ("skipped: two-stage dispatch, 32 tail SMs" in out)
 
 
@@ -311,7 +337,8 @@ def test_bench_num_sm_gives_way_to_what_a_choice_is_about(run_of):
 # ---- overlap: what it makes of the events, which only GPUs record ----
 
 SEND, GEMM = (next(w for w, n in trace.SPANS.items() if n == name) for name in ("send", "gemm"))
-EVENTS = torch.tensor([[0, 1, 0, 2000, SEND, 1], [0, 1, 3000, 1000, SEND, 0], [1, 2, 0, 3000, SEND, 1], [0, 4, 0, 8000, GEMM, 5]])  # 8 us
+EVENTS = torch.tensor([[0, 1, 0, 2000, SEND, 1], [0, 1, 3000, 1000, SEND, 0], [1, 2, 0, 3000, SEND, 1],
+                       [0, 4, 0, 8000, GEMM, 5]])  # 8 us
 
 
 class Recorded(contextlib.nullcontext):
@@ -330,20 +357,29 @@ class Recorded(contextlib.nullcontext):
 @pytest.mark.parametrize("given", [["trace"], ["json"], ["trace", "json"]])
 def test_bench_overlap_tells_shares_and_draws(tmp_path, given):
     """A picture beside every file that is asked for."""
-    with unittest.mock.patch.object(epmoe._C, "TRACE", 1), unittest.mock.patch.object(trace, "Trace", Recorded):
-        rows, out, _ = told(["overlap", *(a for what in given for a in (f"--{what}", str(tmp_path / f"{what}.json")))])
+    with unittest.mock.patch.object(epmoe._C, "TRACE", 1), unittest.mock.patch.object(trace, "Trace",
+                                                                                      Recorded):
+        rows, out, _ = told(["overlap", *(a for what in given for a in (f"--{what}",
+                                                                        str(tmp_path / f"{what}.json")))])
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 100
     for kernel in overlap.KERNELS:
-        found = {r["impl"]: (r["total_us"], r["share"], r["spans"]) for r in rows if r["impl"].startswith(kernel)}
-        assert found == {f"{kernel}: send": (6.0, 6 / 16, 3), f"{kernel}: gemm": (8.0, 1.0, 1)}  # of two movers, and of one multiplier
-        assert re.search(re.escape(kernel) + r": send +6\.0 us +37\.5% +3 spans of 2\.00 us$", out, re.MULTILINE)
-        assert re.search(re.escape(kernel) + r": gemm +8\.0 us +100\.0% +1 spans of 8\.00 us$", out, re.MULTILINE)
-    pictures, traces = {f"{what}_overlap.png" for what in given}, {f"trace_{k.replace(' + ', '_')}.json" for k in overlap.KERNELS if "trace" in given}
+        found = {r["impl"]: (r["total_us"], r["share"], r["spans"]) for r in rows
+                 if r["impl"].startswith(kernel)}
+        assert found == {f"{kernel}: send": (6.0, 6 / 16, 3),
+                         f"{kernel}: gemm": (8.0, 1.0, 1)}  # of two movers, and of one multiplier
+        assert re.search(re.escape(kernel) + r": send +6\.0 us +37\.5% +3 spans of 2\.00 us$", out,
+                         re.MULTILINE)
+        assert re.search(re.escape(kernel) + r": gemm +8\.0 us +100\.0% +1 spans of 8\.00 us$", out,
+                         re.MULTILINE)
+    pictures, traces = {f"{what}_overlap.png" for what in given}, {f"trace_{k.replace(' + ', '_')}.json"
+                                                                   for k in overlap.KERNELS
+                                                                   if "trace" in given}
     assert {p.name for p in tmp_path.iterdir()} - {"json.json"} == pictures | traces
     for name in pictures:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     for name in traces:
-        assert len([e for e in json.loads((tmp_path / name).read_text())["traceEvents"] if e["ph"] == "X"]) == 2 * len(EVENTS)
+        assert len([e for e in json.loads((tmp_path / name).read_text())["traceEvents"]
+                    if e["ph"] == "X"]) == 2 * len(EVENTS)
 
 
 # ---- the command line ----
@@ -385,4 +421,6 @@ def test_bench_progress_is_lines_where_nobody_watches(capsys):
             progress.show("half of one")
             progress.step("two")
         out, err = capsys.readouterr()
-        assert out == "" and re.sub(r"\d+ s", "0 s", err) == ("[1/2, 0 s] one\n[1/2, 0 s] half of one\n[2/2, 0 s] two\n" if on else "")
+        assert out == "" and re.sub(r"\d+ s", "0 s",
+                                    err) == ("[1/2, 0 s] one\n[1/2, 0 s] half of one\n[2/2, 0 s] two\n" if on
+                                             else "")

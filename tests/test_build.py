@@ -1,4 +1,6 @@
-"""The build: what makes it another one, what must not compile, and what the look at the kernels finds (check_kernels.py)."""
+"""The build: what makes it another one, what must not compile, and what the look at the kernels finds
+(check_kernels.py).
+"""
 
 import os
 import re
@@ -35,25 +37,30 @@ def test_build_settings_are_all_that_setup_reads(tmp_path):
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 @pytest.mark.parametrize("arch, compiles", [("compute_90", False), ("compute_80", True)])
 def test_build_has_no_empty_kernels_for_hopper(arch, compiles):
-    """sm_90 without the a has no wgmma; the kernels for older GPUs are others, and these may be empty there."""
-    command = ["nvcc", "-std=c++17", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", f"-arch={arch}", "-ptx", str(ROOT / "csrc/kernels/gemm_bf16.cu"),
+    """sm_90 without the a has no wgmma; the kernels for older GPUs are others, and these may be empty there.
+    """
+    command = ["nvcc", "-std=c++17", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", f"-arch={arch}",
+               "-ptx", str(ROOT / "csrc/kernels/gemm_bf16.cu"),
                "-o", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode == 0) == compiles and ("code=sm_90a" in done.stderr) != compiles, done.stderr
 
 
 def sass(kernel, *instructions):
-    return "\n".join([f"\t\tFunction : {kernel}", *(f"        /*0000*/                   {i} ;" for i in instructions)]) + "\n"
+    return "\n".join([f"\t\tFunction : {kernel}", *(f"        /*0000*/                   {i} ;"
+                                                    for i in instructions)]) + "\n"
 
 
-GOOD = {"gemm_bf16.cu.o": sass("gemm_kernel", "HGMMA.64x256x16.F32.BF16 R24"), "fused_f16.cu.o": sass("mega_kernel_of", "HGMMA.64x192x16.F32 R24")}
+GOOD = {"gemm_bf16.cu.o": sass("gemm_kernel", "HGMMA.64x256x16.F32.BF16 R24"),
+        "fused_f16.cu.o": sass("mega_kernel_of", "HGMMA.64x192x16.F32 R24")}
 
 
 @pytest.mark.parametrize("change, fault", [
     ({}, ""),
     ({"gemm_bf16.cu.o": sass("gemm_kernel", "HFMA2 R1")}, "gemm_kernel: 0 HGMMA, 0 in local memory"),
     ({"fused_f16.cu.o": sass("mega_kernel_of", "HFMA2 R1")}, "mega_kernel_of: 0 HGMMA, 0 in local memory"),
-    ({"fused_bf16.cu.o": sass("mega_kernel_more", "HGMMA.64x192x16.F32 R24", "STL [R1], R2", "LDL.64 R2, [R1]")}, "mega_kernel_more: 1 HGMMA, 2 in"),
+    ({"fused_bf16.cu.o": sass("mega_kernel_more", "HGMMA.64x192x16.F32 R24", "STL [R1], R2",
+                              "LDL.64 R2, [R1]")}, "mega_kernel_more: 1 HGMMA, 2 in"),
     ({"fused_f16.cu.o": sass("other", "HGMMA.64x192x16.F32 R24")}, "no mega_kernel was found"),
     ({"gemm_bf16.cu.o": sass("other", "HGMMA.64x192x16.F32 R24")}, "no gemm_kernel was found"),
 ], ids=["good", "gemm", "mega", "local", "no_mega", "no_gemm"])

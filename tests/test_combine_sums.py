@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from cases import (DTYPES, MODES, Case, case_id, check_case, check_sums, generator, indices_of, inputs_of, make_layer, random_numbers,
+from cases import (DTYPES, MODES, Case, case_id, check_case, check_sums, generator, indices_of, inputs_of,
+                   make_layer, random_numbers,
                    rows_for_combine, run_case, same_bits, soil)
 from epmoe import reference
 from epmoe.testing import PATTERNS
@@ -16,7 +17,8 @@ from epmoe.testing import PATTERNS
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 @pytest.mark.parametrize("mode", MODES)
 def test_combine_mode_dtype_weights(ranks, mode, dtype, weights, index_dtype):
-    case = Case(num_local=3, topk=5, hidden=40, max_tokens=30, mode=mode, dtype=dtype, weights=weights, index_dtype=index_dtype, tokens="unequal", seed=2)
+    case = Case(num_local=3, topk=5, hidden=40, max_tokens=30, mode=mode, dtype=dtype, weights=weights,
+                index_dtype=index_dtype, tokens="unequal", seed=2)
     check_case(ranks(run_case, case), case)
 
 
@@ -31,7 +33,8 @@ def test_combine_pattern(ranks, mode, pattern):
 @pytest.mark.parametrize("mode", MODES)
 def test_combine_capacity(ranks, mode, capacity):
     """Rows behind M are NaN here, and do not come home."""
-    case = Case(num_local=3, topk=4, hidden=24, max_tokens=19, mode=mode, capacity=capacity, pattern="sentinels")
+    case = Case(num_local=3, topk=4, hidden=24, max_tokens=19, mode=mode, capacity=capacity,
+                pattern="sentinels")
     check_case(ranks(run_case, case), case)
 
 
@@ -66,7 +69,8 @@ def test_combine_workers(ranks, mode, num_sm):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_combine_many_tokens(ranks, mode):
-    case = Case(num_local=8, topk=8, hidden=136, max_tokens=400, mode=mode, pattern="distinct", tokens="unequal")
+    case = Case(num_local=8, topk=8, hidden=136, max_tokens=400, mode=mode, pattern="distinct",
+                tokens="unequal")
     check_case(ranks(run_case, case), case)
 
 
@@ -140,7 +144,8 @@ def test_combine_nan_stays_with_its_token(ranks, mode):
         rows, _, layout = layer.dispatch(x.to(device), idx.to(device))
         out = layer.combine(rows, layout).float().cpu()
         layer.finalize()
-        return torch.equal(out.isnan(), x.isnan()) and torch.equal(out[~x.isnan()], torch.full_like(out, 2)[~x.isnan()])
+        return torch.equal(out.isnan(), x.isnan()) and torch.equal(out[~x.isnan()],
+                                                                   torch.full_like(out, 2)[~x.isnan()])
 
     assert all(ranks(run))
 
@@ -154,7 +159,9 @@ def test_combine_scatter_and_gather_agree(ranks):
         for mode in MODES:
             c = dataclasses.replace(case, mode=mode)
             layer = make_layer(world, device, c)
-            outs.append(combine_once(layer, c, lambda m, h: random_numbers((m, h), c.dtype, generator(1, world.rank)).float())[1].clone())
+            outs.append(combine_once(layer, c, lambda m, h: random_numbers((m, h), c.dtype,
+                                                                           generator(1,
+                                                                                     world.rank)).float())[1].clone())
             layer.finalize()
         return outs
 
@@ -174,7 +181,8 @@ def test_combine_of_an_older_layout(ranks, mode):
         sent = []
         for case in cases:
             x, weight = inputs_of(case, world.rank, world.size)
-            sent.append(layer.dispatch(x.to(device), indices_of(case, world.rank, world.size).to(device), weight.to(device)))
+            sent.append(layer.dispatch(x.to(device), indices_of(case, world.rank, world.size).to(device),
+                                       weight.to(device)))
         results = [None] * 3
         for i in (1, 2, 0, 1):  # one of them twice
             rows, _, layout = sent[i]
@@ -192,7 +200,9 @@ def test_combine_of_an_older_layout(ranks, mode):
 
 
 def test_combine_of_identity_gives_the_weighted_token(ranks):
-    """Experts that do nothing: y[t] = x[t] * sum of its weights, here exact because weights are powers of two."""
+    """Experts that do nothing: y[t] = x[t] * sum of its weights, here exact because weights are powers of
+    two.
+    """
     case = Case(num_local=2, topk=2, hidden=16, max_tokens=20, dtype=torch.float32)
 
     def run(world, device):

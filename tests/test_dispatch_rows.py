@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from cases import (DTYPES, MODES, Case, case_id, check_case, check_plan, check_rows, indices_of, inputs_of, layout_parts, make_layer, run_case, run_routing,
+from cases import (DTYPES, MODES, Case, case_id, check_case, check_plan, check_rows, indices_of, inputs_of,
+                   layout_parts, make_layer, run_case, run_routing,
                    same_bits, soil)
 from epmoe.testing import PATTERNS
 
@@ -15,7 +16,8 @@ from epmoe.testing import PATTERNS
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 def test_dispatch_every_bit_pattern(ranks, dtype, weights, index_dtype):
     """NaN payloads, infinities, denormals and -0.0 arrive as they were sent."""
-    case = Case(num_local=3, topk=4, hidden=40, max_tokens=37, dtype=dtype, weights=weights, index_dtype=index_dtype, tokens="unequal", seed=3)
+    case = Case(num_local=3, topk=4, hidden=40, max_tokens=37, dtype=dtype, weights=weights,
+                index_dtype=index_dtype, tokens="unequal", seed=3)
     check_case(ranks(run_case, case), case)
 
 
@@ -59,7 +61,8 @@ def test_dispatch_world_size(ranks, world_size):
 
 
 def test_dispatch_many_tokens(ranks):
-    case = Case(num_local=8, topk=8, hidden=264, max_tokens=700, pattern="distinct", tokens="unequal", mode="local")
+    case = Case(num_local=8, topk=8, hidden=264, max_tokens=700, pattern="distinct", tokens="unequal",
+                mode="local")
     check_case(ranks(run_case, case), case)
 
 
@@ -97,12 +100,16 @@ def test_dispatch_by_layout_repeats_the_plan(ranks):
         for seed in (0, 11, 12):
             for weights in (True, False):
                 case = dataclasses.replace(base, weights=weights)
-                x, weight = inputs_of(dataclasses.replace(case, seed=seed, tokens="full"), world.rank, world.size)
+                x, weight = inputs_of(dataclasses.replace(case, seed=seed, tokens="full"), world.rank,
+                                      world.size)
                 x = x[: layout.num_tokens].contiguous()
                 weight = None if weight is None else weight[: layout.num_tokens].contiguous()
-                rows, row_weight, same = layer.dispatch(x.to(device), weight=None if weight is None else weight.to(device), layout=layout)
+                rows, row_weight, same = layer.dispatch(x.to(device),
+                                                        weight=None if weight is None else weight.to(device),
+                                                        layout=layout)
                 assert same is layout
-                results.append({"idx": indices_of(base, world.rank, world.size), "x": x, "weight": weight, "rows": rows, "row_weight": row_weight, **planned})
+                results.append({"idx": indices_of(base, world.rank, world.size), "x": x, "weight": weight,
+                                "rows": rows, "row_weight": row_weight, **planned})
         layer.finalize()
         return results
 
@@ -137,7 +144,8 @@ def test_dispatch_weight_dtype(ranks, weight_dtype):
         weight = torch.rand(idx.shape, generator=torch.Generator().manual_seed(world.rank)).to(weight_dtype)
         rows, row_weight, layout = layer.dispatch(x.to(device), idx.to(device), weight.to(device))
         layer.finalize()
-        return {"idx": idx, "x": x, "weight": weight.float(), "rows": rows, "row_weight": row_weight, **layout_parts(layout)}
+        return {"idx": idx, "x": x, "weight": weight.float(), "rows": rows, "row_weight": row_weight,
+                **layout_parts(layout)}
 
     results = ranks(run)
     check_rows(results, check_plan(results, 2 * len(results)), weight_dtype)
@@ -156,7 +164,8 @@ def test_dispatch_leaves_its_arguments_alone(ranks):
         y = torch.ones_like(rows)
         layer.combine(y, layout, torch.ones_like(row_weight))
         layer.synchronize()
-        for now, then in ((x, before[0]), (idx, before[1]), (weight, before[2]), (layout.plan, plan), (y, torch.ones_like(y))):
+        for now, then in ((x, before[0]), (idx, before[1]), (weight, before[2]), (layout.plan, plan),
+                          (y, torch.ones_like(y))):
             same_bits(now, then, "an argument")
         layer.finalize()
         return True
@@ -167,7 +176,9 @@ def test_dispatch_leaves_its_arguments_alone(ranks):
 @pytest.mark.parametrize("topk", [1, 2, 3])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=case_id)
 def test_dispatch_of_slices(ranks, topk, index_dtype):
-    """Microbatches cut from one batch: contiguous, at addresses that are multiples of their elements' size only."""
+    """Microbatches cut from one batch: contiguous, at addresses that are multiples of their elements' size
+    only.
+    """
     whole = Case(topk=topk, max_tokens=20, index_dtype=index_dtype)
 
     def run(world, device):
@@ -177,13 +188,15 @@ def test_dispatch_of_slices(ranks, topk, index_dtype):
         results = []
         for a, b in ((0, 7), (7, 8), (8, 8), (8, 19), (19, 20)):
             rows, row_weight, layout = layer.dispatch(x[a:b], idx[a:b], weight[a:b])
-            results.append({"idx": idx[a:b].cpu(), "x": x[a:b], "weight": weight[a:b], "rows": rows, "row_weight": row_weight, **layout_parts(layout)})
+            results.append({"idx": idx[a:b].cpu(), "x": x[a:b], "weight": weight[a:b], "rows": rows,
+                            "row_weight": row_weight, **layout_parts(layout)})
         layer.finalize()
         return results
 
     results = ranks(run)
     for i in range(5):
-        of_all = [{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in r[i].items()} for r in results]
+        of_all = [{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in r[i].items()}
+                  for r in results]
         check_rows(of_all, check_plan(of_all, 2 * len(results)))
 
 
@@ -196,12 +209,14 @@ def test_dispatch_of_nothing_with_odd_strides(ranks):
         x, weight = (t.to(device) for t in inputs_of(case, world.rank, world.size))
         idx = indices_of(case, world.rank, world.size).to(device)
         if world.rank == 0:
-            x, idx, weight = (torch.empty_strided((0, t.shape[1]), (0, 0), dtype=t.dtype, device=device) for t in (x, idx, weight))
+            x, idx, weight = (torch.empty_strided((0, t.shape[1]), (0, 0), dtype=t.dtype, device=device)
+                              for t in (x, idx, weight))
             assert x.is_contiguous()
         rows, row_weight, layout = layer.dispatch(x, idx, weight)
         out = layer.combine(torch.zeros_like(rows), layout, torch.zeros_like(row_weight))
         layer.finalize()
-        return {"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight, **layout_parts(layout)}, len(out)
+        return {"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight,
+                **layout_parts(layout)}, len(out)
 
     results = ranks(run)
     of_all = [{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in r.items()} for r, _ in results]

@@ -1,6 +1,7 @@
 """The documents: their Python blocks run, their links lead somewhere, and what they name exists.
 
-The Python blocks of a page are one program, which two ranks run; a block with an `if __name__ == "__main__"` is a program of its
+The Python blocks of a page are one program, which two ranks run; a block with an `if __name__ == "__main__"`
+is a program of its
 own.  A block after a comment `<!-- not run: reason -->` is left out; NOT_RUN counts those.
 """
 
@@ -18,11 +19,13 @@ from test_examples import run
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + list((ROOT / "docs").rglob("*.md"))
+PAGES = sorted([ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] +
+               list((ROOT / "docs").rglob("*.md"))
                + list((ROOT / ".github").rglob("*.md")))
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
 NOT_RUN = {"README.md": 1, "docs/guide.md": 4}
-BLOCK = re.compile(r"(?P<why><!-- not run: [^>]+ -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"(?P<why><!-- not run: [^>]+ -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$",
+                   re.MULTILINE | re.DOTALL)
 
 
 def text_of(name):
@@ -32,7 +35,8 @@ def text_of(name):
 def python_blocks(name):
     """(line, code, whether it is left out) of each Python block."""
     text = text_of(name)
-    return [(text.count("\n", 0, m.start("code")) + 1, m["code"], bool(m["why"])) for m in BLOCK.finditer(text) if m["language"] == "python"]
+    return [(text.count("\n", 0, m.start("code")) + 1, m["code"], bool(m["why"]))
+            for m in BLOCK.finditer(text) if m["language"] == "python"]
 
 
 def at_line(line, code):
@@ -58,19 +62,24 @@ def programs():
 PROGRAMS = list(programs())
 
 
-@pytest.mark.parametrize("name, line, code, num_ranks", PROGRAMS, ids=[f"{name}:{line}" for name, line, _, _ in PROGRAMS])
+@pytest.mark.parametrize("name, line, code, num_ranks", PROGRAMS,
+                         ids=[f"{name}:{line}" for name, line, _, _ in PROGRAMS])
 def test_docs_blocks_run(tmp_path, name, line, code, num_ranks):
     program = tmp_path / Path(name).with_suffix(".py").name
     program.write_text(code)
     compile(code, name, "exec")
     if num_ranks:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), program.name]
-        code, output = run(command, tmp_path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                   str(num_ranks), program.name]
+        code, output = run(command, tmp_path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1",
+                           PYTHONPATH=str(ROOT))
     elif name == "README.md":  # to the letter
-        code, output = run([sys.executable, program.name], tmp_path, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
+        code, output = run([sys.executable, program.name], tmp_path, CUDA_VISIBLE_DEVICES="",
+                           PYTHONPATH=str(ROOT))
         assert "rank 0: 10 tokens, received " in output and "rank 3: 13 tokens" in output, output
     else:
-        code, output = run([sys.executable, program.name], tmp_path, CUDA_VISIBLE_DEVICES="", EPMOE_TEST_WARM="1",
+        code, output = run([sys.executable, program.name], tmp_path, CUDA_VISIBLE_DEVICES="",
+                           EPMOE_TEST_WARM="1",
                            PYTHONPATH=f"{ROOT / 'tests/warm'}:{ROOT}")
     assert code == 0, output
 
@@ -135,7 +144,8 @@ def commands(name):
     """What looks like a command: in backquotes, in indented blocks, and in blocks of a shell."""
     text = text_of(name)
     lines = re.findall(r"^    (\S.*)$", text, re.MULTILINE) if name != "docs/design.md" else []
-    lines += [line for m in BLOCK.finditer(text) if m["language"] in ("sh", "bash", "shell") for line in m["code"].splitlines()]
+    lines += [line for m in BLOCK.finditer(text) if m["language"] in ("sh", "bash", "shell")
+              for line in m["code"].splitlines()]
     return [re.sub(r"\s+#.*", "", c) for c in lines + re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))]
 
 
@@ -149,8 +159,10 @@ def test_docs_commands_exist(name):
 
     wrong = []
     for command in commands(name):
-        words = shlex.split(command, posix=True) if command.count("'") % 2 == 0 and command.count('"') % 2 == 0 else command.split()
-        words = words[next((i for i, w in enumerate(words) if "=" not in w), len(words)):]  # without VARIABLE=value
+        words = shlex.split(command,
+                            posix=True) if command.count("'") % 2 == 0 and command.count('"') % 2 == 0 else command.split()
+        words = words[next((i for i, w in enumerate(words) if "=" not in w),
+                           len(words)):]  # without VARIABLE=value
         if words[:1] == ["make"]:
             wrong += [command for w in words[1:] if re.fullmatch(r"[\w-]+", w) and w not in make_targets()]
         for i, word in enumerate(words[:-1]):
@@ -160,24 +172,29 @@ def test_docs_commands_exist(name):
                 wrong.append(command)
             if words[i + 1] == "epmoe.bench" and words[i + 2 : i + 3] and re.fullmatch(r"\w+", words[i + 2]):
                 wrong += [command] if words[i + 2] not in {*BENCHES, "all", "report"} else []
-        if words and (re.match(r"python3?$|torchrun$", words[0]) or words[0].startswith((".ci/", "tests/", "examples/"))):
-            wrong += [command for w in words if re.match(r"(examples|tests|\.ci)/[\w/.-]+$", w) and not (ROOT / w).exists()]
+        if words and (re.match(r"python3?$|torchrun$", words[0])
+                      or words[0].startswith((".ci/", "tests/", "examples/"))):
+            wrong += [command for w in words if re.match(r"(examples|tests|\.ci)/[\w/.-]+$", w)
+                      and not (ROOT / w).exists()]
     assert not wrong, wrong
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "experiments" not in n and n != "CHANGELOG.md"])
 def test_docs_files_and_names_exist(name):
     """A path in backquotes is one of the repository; epmoe.Name is one of the package."""
-    folders = "|".join(sorted(p.name.replace(".", r"\.") for p in ROOT.iterdir() if p.is_dir() and p.name not in ("build", ".git")))
+    folders = "|".join(sorted(p.name.replace(".", r"\.") for p in ROOT.iterdir() if p.is_dir()
+                              and p.name not in ("build", ".git")))
     paths = re.findall(rf"`((?:{folders})/[\w./*-]*)`", text_of(name))
     wrong = [p for p in paths if not list(ROOT.glob(p.rstrip("/")))]
-    wrong += [f"epmoe.{n}" for n in re.findall(r"\bepmoe\.([A-Z]\w*)", text_of(name)) if not hasattr(epmoe, n)]
+    wrong += [f"epmoe.{n}" for n in re.findall(r"\bepmoe\.([A-Z]\w*)", text_of(name))
+              if not hasattr(epmoe, n)]
     assert not wrong, wrong
 
 
 def test_docs_reference_has_every_public_name():
     text = text_of("docs/api.md")
-    errors = {n for n in epmoe.__all__ if isinstance(getattr(epmoe, n), type) and issubclass(getattr(epmoe, n), epmoe.EpError)}
+    errors = {n for n in epmoe.__all__ if isinstance(getattr(epmoe, n), type)
+              and issubclass(getattr(epmoe, n), epmoe.EpError)}
     assert not [n for n in epmoe.__all__ if n not in errors and f"`{n}`" not in text]
     assert not [n for n in errors - {"EpError"} if f"`{n}`" not in text_of("docs/failures.md")]
 
@@ -187,5 +204,6 @@ def test_docs_reference_has_every_public_name():
 
 def test_docs_tables_of_experiments_are_made_from_their_files():
     """If this fails: make report."""
-    done = subprocess.run([sys.executable, str(ROOT / "docs/tables.py"), "--check"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(ROOT / "docs/tables.py"), "--check"], capture_output=True,
+                          text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.cpu_only
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples", "References")
 RAISES_NOTHING = {  # beyond what a wrong call of any Python function raises
     "include_dir", "World.lost_ranks", "World.flight_record", "SymmetricHeap.stats", "EPMoE.reset_parameters",
-    "EPMoE.extra_repr", "reference.plan", "reference.dispatch", "reference.dispatch_weights", "reference.combine",
+    "EPMoE.extra_repr", "reference.plan", "reference.dispatch", "reference.dispatch_weights",
+    "reference.combine",
     "testing.meeting_place", "testing.routing"}
 WITHOUT_EXAMPLE = {"EPMoE.extra_repr"}
 
@@ -36,7 +37,8 @@ def methods(cls):
     for base in cls.__mro__:
         if base.__module__.startswith("epmoe."):
             for name, thing in vars(base).items():
-                if not name.startswith("_") and (callable(thing) or isinstance(thing, (classmethod, property))):
+                if not name.startswith("_") and (callable(thing)
+                                                 or isinstance(thing, (classmethod, property))):
                     yield name, inspect.getattr_static(cls, name)
 
 
@@ -66,7 +68,8 @@ def sections(doc):
         assert not lines[i - 1], f"section {title}: needs an empty line before it"
         body = lines[i + 1 : end]
         assert body and body[0].startswith("    "), f"section {title}: must be indented by 4"
-        assert all(not line or line.startswith("    ") for line in body), f"section {title}: text is not indented"
+        assert all(not line or line.startswith("    ")
+                   for line in body), f"section {title}: text is not indented"
         found[title] = textwrap.dedent("\n".join(body))
         if title in ("Returns", "Yields"):  # griffe takes another line without indent for another value
             assert not re.search(r"\n\S", found[title]), f"section {title}: indent the lines after the first"
@@ -89,7 +92,8 @@ def documented(section):
 
 def has_parameters(name, thing):
     is_error = inspect.isclass(thing) and issubclass(thing, Exception)
-    return not is_error and name not in ("EPLayout", "GptOss", "reference.GptOss") and not isinstance(thing, property)
+    return not is_error and name not in ("EPLayout", "GptOss",
+                                         "reference.GptOss") and not isinstance(thing, property)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -127,7 +131,8 @@ def test_docstrings_name_exceptions_that_exist(name):
             assert kind is not None and issubclass(kind, Exception), f"{name}: {exception} is no exception"
 
 
-MODULES = ("epmoe.errors", "epmoe.world", "epmoe.heap", "epmoe.heap_access", "epmoe.device", "epmoe.layout", "epmoe.layer",
+MODULES = ("epmoe.errors", "epmoe.world", "epmoe.heap", "epmoe.heap_access", "epmoe.device", "epmoe.layout",
+           "epmoe.layer",
            "epmoe.fused", "epmoe.gemm", "epmoe.moe", "epmoe.reference", "epmoe.testing", "epmoe.trace")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -31,13 +31,15 @@ def with_gpus(report, n):
     """A report as from a machine with n GPUs, the first and last of which do not reach each other."""
     gpus = [{"index": i, "name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_bytes": 150754820096,
              "uuid": "7f2c0d5e-0000-1111-2222-0123456789ab"} for i in range(n)]
-    return report | {"devices": gpus, "p2p": [[abs(i - j) < n - 1 or n == 1 for j in range(n)] for i in range(n)]}
+    return report | {"devices": gpus, "p2p": [[abs(i - j) < n - 1 or n == 1 for j in range(n)]
+                                              for i in range(n)]}
 
 
 def test_env_text_fits_a_mail():
     text = run()
     assert max(map(len, text.splitlines())) <= 80
-    for word in (epmoe.__version__, torch.__version__, "memfd", "EPMOE_BACKEND", "EPMOE_CUDA_ARCH", "limit memlock"):
+    for word in (epmoe.__version__, torch.__version__, "memfd", "EPMOE_BACKEND", "EPMOE_CUDA_ARCH",
+                 "limit memlock"):
         assert word in text
 
 
@@ -46,7 +48,10 @@ def test_env_json_tells_the_build():
     assert report["versions"]["torch"] == torch.__version__
     assert report["build"]["cuda"] == bool(_C.HAS_CUDA) and report["build"]["file"] == _C.__file__
     assert report["build"]["bytes"] == os.path.getsize(_C.__file__)
-    assert report["variables"]["EPMOE_TIMEOUT_S"]["value"] == "7" and report["variables"]["NCCL_DEBUG"]["value"] == "WARN"
+    assert (
+        report["variables"]["EPMOE_TIMEOUT_S"]["value"] == "7"
+        and report["variables"]["NCCL_DEBUG"]["value"] == "WARN"
+    )
     assert report["build"]["profiler"] == bool(_C.TRACE) and report["build"]["chaos"] == _C.CHAOS
     assert len(report["devices"]) == torch.cuda.device_count() == len(report["p2p"])
     assert all(len(pair) == 2 for pair in report["limits"].values())
@@ -76,7 +81,8 @@ def test_env_knows_the_variables_of_the_build(monkeypatch):
     monkeypatch.setattr(_C, "CHAOS", 0)
     monkeypatch.setattr(_C, "TRACE", 0)
     text = env.text(env.report())
-    assert "not a variable" not in text and len(re.findall(r"^  (?:profiler|random delays) +not built$", text, re.M)) == 2
+    assert "not a variable" not in text and len(re.findall(r"^  (?:profiler|random delays) +not built$", text,
+                                                           re.M)) == 2
     for name in ("EPMOE_CHAOS", "EPMOE_TRACE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(_C, "CHAOS", 77)
@@ -97,8 +103,10 @@ def test_env_text_shows_gpus(n):
 
 
 @pytest.mark.parametrize("line, version", [
-    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
-    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (builder@host)", "580.65.06"),
+    ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023",
+     "535.104.05"),
+    ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (builder@host)",
+     "580.65.06"),
     ("", None),
 ])
 def test_env_driver_version(tmp_path, line, version):

@@ -1,7 +1,7 @@
 """What an error leaves behind: nothing that a later call would take for good, and nothing that is lost.
 
-On CUDA an operation fails after its call has returned, so its caller may hold what a failed kernel has left, and the next call may
-come from another stream, or while a graph is captured.
+On CUDA an operation fails after its call has returned, so its caller may hold what a failed kernel has left,
+and the next call may come from another stream, or while a graph is captured.
 """
 
 import time
@@ -10,7 +10,10 @@ import pytest
 import torch
 
 import epmoe
-from cases import MISTAKE_LIMIT_S, Case, check_case, check_outcomes, indices_of, inputs_of, keep, make_layer, outcome, run_routing
+from cases import (
+    MISTAKE_LIMIT_S, Case, check_case, check_outcomes, indices_of, inputs_of, keep, make_layer,
+    outcome, run_routing,
+)
 
 BAD = 1  # the rank that makes a mistake
 CASE = Case(num_local=2, topk=2, hidden=16, max_tokens=8, tokens="full", weights=True)
@@ -32,7 +35,8 @@ def test_errors_after_a_plan_with_bad_places(ranks):
 
     def run(world, device):
         layer = make_layer(world, device, case)
-        x, idx = inputs_of(case, world.rank, world.size)[0].to(device), indices_of(case, world.rank, world.size).to(device)
+        x, idx = inputs_of(case, world.rank, world.size)[0].to(device), indices_of(case, world.rank,
+                                                                                   world.size).to(device)
         scatter = layer.preprocess(idx).token_dst_scatter_idx.contiguous()
         world.set_timeout(MISTAKE_LIMIT_S)
         if world.rank == BAD:
@@ -47,7 +51,8 @@ def test_errors_after_a_plan_with_bad_places(ranks):
 
     results = ranks(run, at_least=2)
     for outcomes in zip(*(got for got, _ in results)):
-        check_outcomes(outcomes, ["ValueError" if rank == BAD else "PeerError" for rank in range(len(results))])
+        check_outcomes(outcomes, ["ValueError" if rank == BAD else "PeerError"
+                                  for rank in range(len(results))])
     check_case([after for _, after in results], case)
 
 
@@ -60,10 +65,13 @@ def test_errors_after_a_dispatch_that_failed(ranks, mode):
     def run(world, device):
         layer = make_layer(world, device, case)
         x, weight = inputs_of(case, world.rank, world.size)
-        x, weight, idx = x.to(device), torch.ones(len(x), 2, device=device), indices_of(case, world.rank, world.size).to(device)
+        x, weight, idx = x.to(device), torch.ones(len(x), 2,
+                                                  device=device), indices_of(case, world.rank,
+                                                                             world.size).to(device)
         rows, _, layout = layer.dispatch(x, idx)
         world.set_timeout(MISTAKE_LIMIT_S)
-        got = [outcome(lambda: layer.dispatch(x, layout=layout, weight=weight if world.rank == BAD else None), layer)]
+        got = [outcome(lambda: layer.dispatch(x, layout=layout, weight=weight if world.rank == BAD else None),
+                       layer)]
         got += [outcome(lambda: layer.combine(rows, layout), layer) for _ in range(2)]
         layer.dispatch(x, layout=layout)  # the plan is good
         got.append(outcome(lambda: layer.combine(rows, layout), layer))
@@ -76,7 +84,8 @@ def test_errors_after_a_dispatch_that_failed(ranks, mode):
     first, *void, again = zip(*(got for got, _ in results))
     check_outcomes(first, "EpMismatch", "has_weight")
     for outcomes in void:
-        check_outcomes(outcomes, ["ValueError" if rank == 0 else "PeerError" for rank in range(len(results))], "combine")
+        check_outcomes(outcomes, ["ValueError" if rank == 0 else "PeerError" for rank in range(len(results))],
+                       "combine")
     check_outcomes(again, "nothing")
     check_case([after for _, after in results], case)
 
@@ -90,7 +99,8 @@ def test_errors_after_seen_by_a_capture(ranks):
 
     def run(world, device):
         layer = make_layer(world, device, OVERFULL)
-        x, idx = inputs_of(OVERFULL, world.rank, world.size)[0].to(device), indices_of(OVERFULL, world.rank, world.size).to(device)
+        x, idx = inputs_of(OVERFULL, world.rank, world.size)[0].to(device), indices_of(OVERFULL, world.rank,
+                                                                                       world.size).to(device)
         layer.preprocess(idx)
         layer.synchronize()
         layer.preprocess(too_many(layer, device))
@@ -115,12 +125,13 @@ def test_errors_after_seen_by_a_capture(ranks):
 
 @pytest.mark.cuda_only
 def test_errors_after_seen_on_another_stream(ranks):
-    """Rank 0 goes on from another stream while the first still has operations that the failed one made nothing of; the others
-    see the failure when all of these are over."""
+    """Rank 0 goes on from another stream while the first still has operations that the failed one made
+    nothing of; the others see the failure when all of these are over."""
 
     def run(world, device):
         layer = make_layer(world, device, OVERFULL)
-        x, idx = inputs_of(OVERFULL, world.rank, world.size)[0].to(device), indices_of(OVERFULL, world.rank, world.size).to(device)
+        x, idx = inputs_of(OVERFULL, world.rank, world.size)[0].to(device), indices_of(OVERFULL, world.rank,
+                                                                                       world.size).to(device)
         rows, _, layout = layer.dispatch(x, idx)
         layer.synchronize()
         world.exchange(b"go")
@@ -182,7 +193,8 @@ def test_errors_after_ranks_that_disagree_gives_the_memory_back(ranks):
         world.set_timeout(MISTAKE_LIMIT_S)
 
         def disagree():
-            epmoe.EPAll2AllLayer(world, 4096, 4096, 2, num_tot_experts=2 * world.size, dtype=torch.bfloat16 if world.rank == BAD else torch.float16)
+            epmoe.EPAll2AllLayer(world, 4096, 4096, 2, num_tot_experts=2 * world.size,
+                                 dtype=torch.bfloat16 if world.rank == BAD else torch.float16)
 
         outcome(disagree)
         world.exchange(b"x")

@@ -5,7 +5,9 @@ import torch
 
 import epmoe
 import epmoe.env
-from cases import MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, keep, make_layer, outcome
+from cases import (
+    MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, keep, make_layer, outcome,
+)
 
 GOOD = {"max_tokens": 8, "hidden": 16, "topk": 2, "num_tot_experts": 12, "dtype": torch.bfloat16}
 
@@ -56,10 +58,12 @@ def build(world, device, options, all_ranks, shared):
         keep(world, heap)
     world.set_timeout(MISTAKE_LIMIT_S)
     # 12 experts are a multiple of 1, 2, 3, 4, 6 ranks; elsewhere the number that is good is another
-    good = GOOD | {"num_tot_experts": 12 if 12 % world.size == 0 else 2 * world.size} | ({"heap": heap} if shared else {"device": device})
+    good = GOOD | {"num_tot_experts": 12 if 12 % world.size == 0
+                   else 2 * world.size} | ({"heap": heap} if shared else {"device": device})
     wrong = good | options if all_ranks or world.rank == 1 else good
     got = outcome(lambda: keep(world, epmoe.EPAll2AllLayer(world, **wrong)))
-    return got, afterwards(world, lambda: make_layer(world, device, Case(), **({"heap": heap} if shared else {})), Case())
+    return got, afterwards(world, lambda: make_layer(world, device, Case(),
+                                                     **({"heap": heap} if shared else {})), Case())
 
 
 @pytest.mark.parametrize("options, kind, texts", WRONG, ids=IDS)
@@ -75,16 +79,22 @@ def test_errors_config_on_one_rank(ranks, options, kind, texts, shared):
     """The rank that asks for the impossible says why; the others do not wait for it."""
     results = ranks(build, options, False, shared, world_size=2, at_least=2)
     check_afterwards([r[0] for r in results], [r[1] for r in results], Case())
-    check_outcomes([r[0] for r in results], [kind if rank == 1 else "EpError" for rank in range(len(results))], *texts, who=1, elsewhere=["rank 1"])
+    check_outcomes([r[0] for r in results],
+                   [kind if rank == 1 else "EpError" for rank in range(len(results))], *texts, who=1,
+                   elsewhere=["rank 1"])
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own-heap", "shared-heap"])
-@pytest.mark.parametrize("options", [{"hidden": 32}, {"max_tokens": 9}, {"topk": 7}, {"num_buffers": 2}, {"dtype": torch.float32}], ids=str)
+@pytest.mark.parametrize("options", [{"hidden": 32}, {"max_tokens": 9}, {"topk": 7}, {"num_buffers": 2},
+                                     {"dtype": torch.float32}], ids=str)
 def test_errors_config_that_differs(ranks, options, shared):
-    """What differs is named when the layer is made, be it that the layer's own heap would have another size, too."""
+    """What differs is named when the layer is made, be it that the layer's own heap would have another size,
+    too.
+    """
     (field, value), = options.items()
     results = ranks(build, options, False, shared, world_size=2, at_least=2)
-    check_outcomes([r[0] for r in results], "EpMismatch", f"ranks disagree in {field}: rank 1 has {str(value).removeprefix('torch.')}, rank 0 has")
+    check_outcomes([r[0] for r in results], "EpMismatch",
+                   f"ranks disagree in {field}: rank 1 has {str(value).removeprefix('torch.')}, rank 0 has")
     check_afterwards([r[0] for r in results], [r[1] for r in results], Case())
 
 
@@ -102,7 +112,9 @@ def test_errors_config_that_differs_names_the_field(ranks, field, options, texts
         if field == "capacity":
             base["capacity"] = 21
         world.set_timeout(MISTAKE_LIMIT_S)
-        return outcome(lambda: keep(world, epmoe.EPAll2AllLayer(world, **(base | (options if world.rank == 1 else {})))))
+        return outcome(lambda: keep(world, epmoe.EPAll2AllLayer(world,
+                                                                **(base | (options if world.rank == 1
+                                                                           else {})))))
 
     check_outcomes(ranks(run, world_size=2, at_least=2), "EpMismatch", field, "rank 1", "rank 0", *texts)
 
@@ -125,7 +137,8 @@ def test_errors_group_of_wrong_kind():
 
 def test_errors_timeout_that_cannot_be(ranks):
     def run(world, device):
-        return [outcome(lambda s=s: world.set_timeout(s)) for s in (0, -3, float("nan"))] + [outcome(lambda: world.set_timeout("soon"))]
+        return [outcome(lambda s=s: world.set_timeout(s))
+                for s in (0, -3, float("nan"))] + [outcome(lambda: world.set_timeout("soon"))]
 
     for got in ranks(run, world_size=2):
         check_outcomes(got[:3], "ValueError", "timeout")
@@ -149,7 +162,8 @@ def test_errors_backend_of_the_environment(monkeypatch):
         epmoe.heap.pick_device("cuda:0")
 
 
-@pytest.mark.parametrize("built, has_torch, text", [(0, True, "this build of epmoe has no CUDA"), (1, False, "this torch has no CUDA")])
+@pytest.mark.parametrize("built, has_torch, text", [(0, True, "this build of epmoe has no CUDA"),
+                                                    (1, False, "this torch has no CUDA")])
 def test_errors_device_that_nothing_here_was_built_for(monkeypatch, built, has_torch, text):
     monkeypatch.setattr(epmoe._C, "HAS_CUDA", built)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: has_torch)
@@ -174,10 +188,13 @@ def test_errors_exchange_of_different_sizes(ranks):
 
 def test_errors_are_what_python_expects():
     """Each class is also the built-in that fits, so that code without epmoe's names can catch it."""
-    pairs = {epmoe.EpIndexError: IndexError, epmoe.EpTimeout: TimeoutError, epmoe.EpMismatch: ValueError, epmoe.HeapExhausted: MemoryError}
-    for name in ("PeerDied", "EpTimeout", "EpMismatch", "EpOverflow", "EpIndexError", "HeapExhausted", "PeerError", "EpClosed"):
+    pairs = {epmoe.EpIndexError: IndexError, epmoe.EpTimeout: TimeoutError, epmoe.EpMismatch: ValueError,
+             epmoe.HeapExhausted: MemoryError}
+    for name in ("PeerDied", "EpTimeout", "EpMismatch", "EpOverflow", "EpIndexError", "HeapExhausted",
+                 "PeerError", "EpClosed"):
         cls = getattr(epmoe, name)
-        assert issubclass(cls, epmoe.EpError) and issubclass(cls, RuntimeError) and issubclass(cls, pairs.get(cls, RuntimeError))
+        assert issubclass(cls, epmoe.EpError) and issubclass(cls, RuntimeError)
+        assert issubclass(cls, pairs.get(cls, RuntimeError))
 
 
 def _buffers_of_many_layers(world, device):

@@ -1,4 +1,6 @@
-"""Ranks that want gradients where others want none: backward would be a call that some ranks do not make, so the forward is none."""
+"""Ranks that want gradients where others want none: backward would be a call that some ranks do not make, so
+the forward is none.
+"""
 
 import pytest
 import torch
@@ -34,7 +36,8 @@ def test_errors_gradients_of_a_stage(ranks, op, leaf):
         given["weight" if leaf == "input" and world.rank == BAD else leaf].requires_grad_()
         call().sum().backward()
         layer.synchronize()
-        seen = [t.grad is not None and bool(t.grad.isfinite().all()) for t in given.values() if t.requires_grad]
+        seen = [t.grad is not None and bool(t.grad.isfinite().all()) for t in given.values()
+                if t.requires_grad]
         layer.finalize()
         return got, seen
 
@@ -64,7 +67,8 @@ def test_errors_gradients_of_a_product(ranks, op, saving, fused):
         t.x.requires_grad_(), t.w2.requires_grad_()
         before = second(False, *first(False))
         wants = world.rank != BAD
-        got = outcome(lambda: first(wants) if op == "mega_dispatch_group_gemm" else second(wants, *first(True)), layer)
+        got = outcome(lambda: first(wants) if op == "mega_dispatch_group_gemm"
+                      else second(wants, *first(True)), layer)
         world.exchange(b"back")
         same({"y": second(False, *first(False))}, {"y": before}, f"rank {world.rank}, after {got}")
         second(True, *first(True)).sum().backward()
@@ -79,10 +83,12 @@ def test_errors_gradients_of_a_product(ranks, op, saving, fused):
 
 
 def without_gradients_here(world, device, how):
-    """A module's call on which rank BAD wants no gradients: (what came of it, whether the next step trains)."""
+    """A module's call on which rank BAD wants no gradients: (what came of it, whether the next step trains).
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device, capacity=16 * world.size)
+    moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device,
+                      capacity=16 * world.size)
     keep(world, moe)
     call = moe if how == "eager" else torch.compile(moe, backend="aot_eager", fullgraph=True)
     g = generator(3, world.rank)

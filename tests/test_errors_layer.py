@@ -1,4 +1,5 @@
-"""What bad input gets: a named exception that says what was wanted and what came, on every rank, soon; and the layer goes on.
+"""What bad input gets: a named exception that says what was wanted and what came, on every rank, soon; and
+the layer goes on.
 
 One rank makes the mistake: it raises its own reason, the others PeerError (or, where all can see it, the same
 exception), and nobody waits.  After every mistake a whole routing is compared with the oracle.
@@ -9,7 +10,10 @@ import dataclasses
 import pytest
 import torch
 
-from cases import MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_case, check_outcomes, indices_of, inputs_of, make_layer, misaligned, outcome, run_routing
+from cases import (
+    MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_case, check_outcomes, indices_of,
+    inputs_of, make_layer, misaligned, outcome, run_routing,
+)
 from pace import slowness, until_ended
 
 CASE = Case(num_local=2, topk=3, hidden=16, max_tokens=10, dtype=torch.bfloat16)
@@ -18,7 +22,9 @@ BAD = 1  # the rank that makes the mistake
 
 def good_arguments(layer, case=CASE):
     x, weight = inputs_of(case, layer.rank, layer.world_size)
-    return {"input": x.to(layer.device), "exp_indices": indices_of(case, layer.rank, layer.world_size).to(layer.device), "weight": weight.to(layer.device)}
+    return {"input": x.to(layer.device),
+            "exp_indices": indices_of(case, layer.rank, layer.world_size).to(layer.device),
+            "weight": weight.to(layer.device)}
 
 
 def mistake(world, device, call_of, case=CASE, prepare=None, **options):
@@ -37,7 +43,8 @@ def check(results, own, own_texts, others, other_texts, case=CASE):
     check_afterwards(outcomes, [r[1] for r in results], case)
     if own == "Error" and outcomes[BAD].kind.endswith("Error"):
         own = outcomes[BAD].kind
-    check_outcomes(outcomes, [own if rank == BAD else others for rank in range(len(outcomes))], *own_texts, who=BAD, elsewhere=other_texts)
+    check_outcomes(outcomes, [own if rank == BAD else others for rank in range(len(outcomes))], *own_texts,
+                   who=BAD, elsewhere=other_texts)
 
 
 def check_refused(results, own, own_texts, case=CASE):
@@ -66,7 +73,8 @@ WRONG_DISPATCH = [
     ("input", lambda t: torch.cat([t, t]), "ValueError", ("20", "10")),
     ("exp_indices", lambda t: t.short(), "TypeError", ("exp_indices", "int32", "int64", "got int16")),
     ("exp_indices", lambda t: t.float(), "TypeError", ("exp_indices", "int32", "float32")),
-    ("exp_indices", lambda t: t[:, :2].contiguous(), "ValueError", ("exp_indices", "size 3 in dimension 1, got 2")),
+    ("exp_indices", lambda t: t[:, :2].contiguous(), "ValueError",
+     ("exp_indices", "size 3 in dimension 1, got 2")),
     ("exp_indices", lambda t: t.reshape(-1), "ValueError", ("exp_indices",)),
     ("exp_indices", lambda t: t.tolist(), "TypeError", ("list",)),
     ("exp_indices", lambda t: None, "TypeError", ("None",)),
@@ -83,7 +91,8 @@ WRONG_DISPATCH = [
 ]
 
 
-@pytest.mark.parametrize("name, change, kind, texts", WRONG_DISPATCH, ids=[f"{n}-{i}" for i, (n, *_) in enumerate(WRONG_DISPATCH)])
+@pytest.mark.parametrize("name, change, kind, texts", WRONG_DISPATCH,
+                         ids=[f"{n}-{i}" for i, (n, *_) in enumerate(WRONG_DISPATCH)])
 def test_errors_dispatch_argument(ranks, name, change, kind, texts):
     def call(layer, arguments, is_bad, _):
         if is_bad:
@@ -93,8 +102,10 @@ def test_errors_dispatch_argument(ranks, name, change, kind, texts):
     check_refused(ranks(mistake, call, world_size=3, at_least=2), kind, texts)
 
 
-@pytest.mark.parametrize("name, change, kind, texts", [w for w in WRONG_DISPATCH if w[0] in ("input", "weight")],
-                         ids=[f"{n}-{i}" for i, (n, *_) in enumerate(WRONG_DISPATCH) if n in ("input", "weight")])
+@pytest.mark.parametrize("name, change, kind, texts", [w for w in WRONG_DISPATCH
+                                                       if w[0] in ("input", "weight")],
+                         ids=[f"{n}-{i}" for i, (n, *_) in enumerate(WRONG_DISPATCH)
+                              if n in ("input", "weight")])
 def test_errors_cached_dispatch_argument(ranks, name, change, kind, texts):
     """The same mistakes, over the layout of before."""
 
@@ -104,7 +115,8 @@ def test_errors_cached_dispatch_argument(ranks, name, change, kind, texts):
             arguments |= {name: change(arguments[name])}
         return layer.dispatch(**arguments, layout=layout)
 
-    check_refused(ranks(mistake, call, CASE, lambda layer, a: layer.preprocess(a["exp_indices"]), world_size=3, at_least=2), kind, texts)
+    check_refused(ranks(mistake, call, CASE, lambda layer, a: layer.preprocess(a["exp_indices"]),
+                        world_size=3, at_least=2), kind, texts)
 
 
 def test_errors_too_many_tokens(ranks):
@@ -185,7 +197,9 @@ WRONG_COMBINE = [
 
 
 @pytest.mark.parametrize("mode", ["scatter", "gather", "local"])
-@pytest.mark.parametrize("at, change, kind, texts", WRONG_COMBINE, ids=[f"{('input', 'layout', 'weight')[w[0]]}-{i}" for i, w in enumerate(WRONG_COMBINE)])
+@pytest.mark.parametrize("at, change, kind, texts", WRONG_COMBINE,
+                         ids=[f"{('input', 'layout', 'weight')[w[0]]}-{i}" for i,
+                              w in enumerate(WRONG_COMBINE)])
 def test_errors_combine_argument(ranks, at, change, kind, texts, mode):
     def call(layer, arguments, is_bad, prepared):
         prepared = list(prepared)
@@ -247,7 +261,8 @@ def test_errors_layout_of_another_layer(ranks):
         world.set_timeout(MISTAKE_LIMIT_S)
         is_bad = world.rank == BAD
         got = [outcome(lambda: layer.combine(mine[0], theirs[1] if is_bad else mine[1]), layer),
-               outcome(lambda: layer.dispatch(good_arguments(layer)["input"], layout=theirs[1] if is_bad else mine[1]), layer)]
+               outcome(lambda: layer.dispatch(good_arguments(layer)["input"],
+                                              layout=theirs[1] if is_bad else mine[1]), layer)]
         return got, [afterwards(world, lambda: layer, CASE), afterwards(world, lambda: other, CASE)]
 
     results = ranks(run, world_size=3, at_least=2)
@@ -275,7 +290,8 @@ def test_errors_order_of_calls(ranks, order):
 
     def call(layer, arguments, is_bad, prepared):
         rows, layout, _ = prepared
-        calls = {"combine": lambda: layer.combine(rows, layout), "dispatch": lambda: layer.dispatch(arguments["input"], layout=layout),
+        calls = {"combine": lambda: layer.combine(rows, layout),
+                 "dispatch": lambda: layer.dispatch(arguments["input"], layout=layout),
                  "barrier": layer.ep_barrier_all, "plan": lambda: layer.preprocess(arguments["exp_indices"])}
         return calls[order if is_bad else "barrier" if order == "combine" else "combine"]()
 
@@ -293,9 +309,11 @@ def test_errors_follow_each_other(ranks):
         kinds = []
         for i in range(30):
             bad = i % (world.size + 1) == world.rank
-            changed = [{"input": arguments["input"].float()}, {"exp_indices": arguments["exp_indices"] + 1000}, {"weight": None},
+            changed = [{"input": arguments["input"].float()},
+                       {"exp_indices": arguments["exp_indices"] + 1000}, {"weight": None},
                        {"exp_indices": arguments["exp_indices"][:, :1].contiguous()}][i % 4]
-            kinds.append(outcome(lambda: layer.dispatch(**(arguments | (changed if bad else {}))), layer).kind)
+            kinds.append(outcome(lambda: layer.dispatch(**(arguments | (changed if bad else {}))),
+                                 layer).kind)
         result = run_routing(layer, CASE)
         layer.finalize()
         return kinds, result
@@ -305,8 +323,10 @@ def test_errors_follow_each_other(ranks):
     for i in range(30):
         bad = i % (size + 1)
         kinds = [r[0][i] for r in results]
-        own, others = [("TypeError", "PeerError"), ("EpIndexError", "EpIndexError"), ("EpMismatch", "EpMismatch"), ("ValueError", "PeerError")][i % 4]
-        assert kinds == ["nothing" if bad == size else own if rank == bad else others for rank in range(size)], f"call {i}"
+        own, others = [("TypeError", "PeerError"), ("EpIndexError", "EpIndexError"),
+                       ("EpMismatch", "EpMismatch"), ("ValueError", "PeerError")][i % 4]
+        assert kinds == ["nothing" if bad == size else own if rank == bad else others
+                         for rank in range(size)], f"call {i}"
     check_case([r[1] for r in results], CASE)
 
 
@@ -334,13 +354,15 @@ def test_errors_plan_outlives_a_failed_dispatch(ranks):
         layer = make_layer(world, device, CASE)
         arguments = good_arguments(layer)
         layout = layer.preprocess(arguments["exp_indices"])
-        got = outcome(lambda: layer.dispatch(arguments["input"].float() if world.rank == BAD else arguments["input"], layout=layout), layer)
+        got = outcome(lambda: layer.dispatch(arguments["input"].float() if world.rank == BAD
+                                             else arguments["input"], layout=layout), layer)
         result = run_routing(layer, CASE, layout=layout)
         layer.finalize()
         return got, result
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes([r[0] for r in results], ["TypeError" if rank == BAD else "PeerError" for rank in range(len(results))])
+    check_outcomes([r[0] for r in results], ["TypeError" if rank == BAD else "PeerError"
+                                             for rank in range(len(results))])
     check_case([r[1] for r in results], CASE)
 
 
@@ -356,7 +378,8 @@ def test_errors_one_rank_stays_away(ranks):
             got = outcome(lambda: None)
             until_ended(world)
             return got, outcome(world.check)
-        return outcome(lambda: layer.dispatch(**good_arguments(layer)), layer), outcome(lambda: layer.ep_barrier_all())
+        return outcome(lambda: layer.dispatch(**good_arguments(layer)),
+                       layer), outcome(lambda: layer.ep_barrier_all())
 
     results = ranks(run, world_size=3, at_least=2)
     for rank, (first, second) in enumerate(results):

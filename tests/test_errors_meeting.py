@@ -1,5 +1,7 @@
-"""Calls in which all ranks meet, but not the same one: on another heap, of another layer, of another kind.  All are told, nothing is
-done, and the next call works.  And what else may come between ranks that meet: a signal, a stop of them all, too few descriptors."""
+"""Calls in which all ranks meet, but not the same one: on another heap, of another layer, of another kind.
+All are told, nothing is
+done, and the next call works.  And what else may come between ranks that meet: a signal, a stop of them all,
+too few descriptors."""
 
 import os
 import resource
@@ -45,20 +47,32 @@ class Things:
 
 # what rank BAD does, what all others do; how the error names the two
 MEETINGS = {
-    "malloc": (lambda t: t.heaps[1].malloc_symmetric(64), lambda t: t.heaps[0].malloc_symmetric(64), "allocation (heap 1)", "allocation (heap 0)"),
-    "free": (lambda t: t.heaps[1].free(t.tensors[1]), lambda t: t.heaps[0].free(t.tensors[0]), "free (heap 1)", "free (heap 0)"),
-    "free and malloc": (lambda t: t.heaps[0].free(t.tensors[0]), lambda t: t.heaps[0].malloc_symmetric(64), "free (heap 0)", "allocation (heap 0)"),
-    "close": (lambda t: t.heaps[1].close(), lambda t: t.heaps[0].close(), "heap close (heap 1)", "heap close (heap 0)"),
-    "finalize": (lambda t: t.layers[1].finalize(), lambda t: t.layers[0].finalize(), "layer close (layer 1)", "layer close (layer 0)"),
-    "layer in a heap": (lambda t: make_layer(t.world, t.device, CASE, heap=t.heaps[1]), lambda t: make_layer(t.world, t.device, CASE, heap=t.heaps[0]),
+    "malloc": (lambda t: t.heaps[1].malloc_symmetric(64), lambda t: t.heaps[0].malloc_symmetric(64),
+               "allocation (heap 1)", "allocation (heap 0)"),
+    "free": (lambda t: t.heaps[1].free(t.tensors[1]), lambda t: t.heaps[0].free(t.tensors[0]),
+             "free (heap 1)", "free (heap 0)"),
+    "free and malloc": (lambda t: t.heaps[0].free(t.tensors[0]), lambda t: t.heaps[0].malloc_symmetric(64),
+                        "free (heap 0)", "allocation (heap 0)"),
+    "close": (lambda t: t.heaps[1].close(), lambda t: t.heaps[0].close(), "heap close (heap 1)",
+              "heap close (heap 0)"),
+    "finalize": (lambda t: t.layers[1].finalize(), lambda t: t.layers[0].finalize(), "layer close (layer 1)",
+                 "layer close (layer 0)"),
+    "layer in a heap": (lambda t: make_layer(t.world, t.device, CASE, heap=t.heaps[1]),
+                        lambda t: make_layer(t.world, t.device, CASE, heap=t.heaps[0]),
                         "layer creation (heap 1)", "layer creation (heap 0)"),
-    "layer with a heap": (lambda t: make_layer(t.world, t.device, CASE, heap=t.heaps[1]), lambda t: make_layer(t.world, t.device, CASE),
+    "layer with a heap": (lambda t: make_layer(t.world, t.device, CASE, heap=t.heaps[1]),
+                          lambda t: make_layer(t.world, t.device, CASE),
                           "layer creation (heap 1)", "agreement on a layer"),
-    "exchange and close": (lambda t: t.world.exchange(b"x"), lambda t: t.heaps[0].close(), "exchange", "heap close (heap 0)"),
-    "exchange and malloc": (lambda t: t.world.exchange(bytes(24)), lambda t: t.heaps[0].malloc_symmetric(4), "exchange", "allocation (heap 0)"),
-    "world and heap": (lambda t: t.world.close(), lambda t: t.heaps[0].close(), "world close", "heap close (heap 0)"),
-    "world and exchange": (lambda t: t.world.close(), lambda t: t.world.exchange(b"x"), "world close", "exchange"),
-    "world and malloc": (lambda t: t.world.close(), lambda t: t.heaps[1].malloc_symmetric(4), "world close", "allocation (heap 1)"),
+    "exchange and close": (lambda t: t.world.exchange(b"x"), lambda t: t.heaps[0].close(), "exchange",
+                           "heap close (heap 0)"),
+    "exchange and malloc": (lambda t: t.world.exchange(bytes(24)), lambda t: t.heaps[0].malloc_symmetric(4),
+                            "exchange", "allocation (heap 0)"),
+    "world and heap": (lambda t: t.world.close(), lambda t: t.heaps[0].close(), "world close",
+                       "heap close (heap 0)"),
+    "world and exchange": (lambda t: t.world.close(), lambda t: t.world.exchange(b"x"), "world close",
+                           "exchange"),
+    "world and malloc": (lambda t: t.world.close(), lambda t: t.heaps[1].malloc_symmetric(4), "world close",
+                         "allocation (heap 1)"),
 }
 
 
@@ -82,14 +96,16 @@ def test_errors_of_calls_that_do_not_belong_together(ranks, what, world_of_its_o
         return got
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes(results, "EpMismatch", "ranks are in different collective calls: rank ", f"rank {BAD} in {bad_name}", f" in {good_name}")
+    check_outcomes(results, "EpMismatch", "ranks are in different collective calls: rank ",
+                   f"rank {BAD} in {bad_name}", f" in {good_name}")
 
 
 def test_errors_peer_view_of_what_has_no_view(ranks):
     def run(world, device):
         heap = epmoe.SymmetricHeap(world, 1 << 20, device)
         t, nothing = heap.malloc_symmetric((64,), torch.uint8), heap.malloc_symmetric((0, 4))
-        got = [outcome(lambda: heap.peer_view(t.view(dtype), 0)) for dtype in (torch.bool, torch.float8_e4m3fn)]
+        got = [outcome(lambda: heap.peer_view(t.view(dtype), 0))
+               for dtype in (torch.bool, torch.float8_e4m3fn)]
         view = heap.peer_view(nothing, 0)
         heap.close()
         return got, tuple(view.shape)
@@ -162,7 +178,9 @@ def _suspended(rank, world_size, what, folder, slow):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("what", ["exchange", "barrier"])
 def test_errors_do_not_come_of_a_job_that_was_suspended(tmp_path, what):
-    """All ranks are stopped for longer than the limit: nobody has waited for it, neither for the first to come nor for the last."""
+    """All ranks are stopped for longer than the limit: nobody has waited for it, neither for the first to
+    come nor for the last.
+    """
     slow = slowness()
     check_outcomes(process_ranks(_suspended, 3, what, str(tmp_path), slow), "nothing", within_s=20 * slow)
 
@@ -171,7 +189,8 @@ def _without_descriptors(rank, world_size, num_free):
     world = epmoe.World(timeout_s=WAIT_S)
     if rank == 0:
         held = [os.open("/dev/null", os.O_RDONLY) for _ in range(64)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1,
+                                                    resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
         for fd in held[:num_free]:
             os.close(fd)
     got = outcome(lambda: epmoe.SymmetricHeap(world, 1 << 20, "cpu"))

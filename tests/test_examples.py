@@ -1,6 +1,7 @@
 """Every example, run as a reader would run it.  test_docs.py runs the programs of README.md and docs/.
 
-On the CPU each is a process that starts its own ranks (forked from it, see warm/); under torchrun with GPUs, rank 0 starts each with a torchrun of its own while the other ranks wait.
+On the CPU each is a process that starts its own ranks (forked from it, see warm/); under torchrun with GPUs,
+rank 0 starts each with a torchrun of its own while the other ranks wait.
 """
 
 import os
@@ -17,7 +18,8 @@ from epmoe.testing import meeting_place
 from pace import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
-SEEDS = "-M 48 -N 64 --topk 8 -G 384 --drop_ratio 0.3 --enable-local-combine --check --iters 2"  # their command line, but small
+# their command line, but small
+SEEDS = "-M 48 -N 64 --topk 8 -G 384 --drop_ratio 0.3 --enable-local-combine --check --iters 2"
 # file, arguments, a line of the output
 EXAMPLES = [
     ("01_heap.py", "", r"ring: ok"),
@@ -28,7 +30,8 @@ EXAMPLES = [
     ("06_device.py", "", r"ring by kernels: ok"),
     ("ep_a2a.py", SEEDS, r"check passed"),
     ("ep_a2a.py", "--check --dtype float16 --empty-rank 1 --no-weight --num-sm 2 --iters 1", r"check passed"),
-    ("ep_a2a.py", "-M 33 -N 64 --dtype float32 --combine-mode gather --drop-ratio 1 --seed 7 --iters 1", r"not checked"),
+    ("ep_a2a.py", "-M 33 -N 64 --dtype float32 --combine-mode gather --drop-ratio 1 --seed 7 --iters 1",
+     r"not checked"),
     ("train_lm.py", "--quick", r"demo: ok"),
 ]
 IDS = [f"{name} {arguments}".strip().replace(" ", "_") for name, arguments, _ in EXAMPLES]
@@ -36,15 +39,19 @@ LIMIT_S = HANG_S
 
 
 def environment(**more):
-    """This one, without what torchrun has set for this process, and without a PYTHONPATH: examples run from a clone."""
-    env = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "PYTHONPATH")
+    """This one, without what torchrun has set for this process, and without a PYTHONPATH: examples run from a
+    clone.
+    """
+    env = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "MASTER_ADDR",
+                                                            "MASTER_PORT", "ROLE_RANK", "PYTHONPATH")
            and not n.startswith(("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_"))}
     return env | more
 
 
 def run(command, cwd, **env):
     """(exit code, output) of a command that is ended, with all that it started, when it takes too long."""
-    process = subprocess.Popen(command, cwd=cwd, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    process = subprocess.Popen(command, cwd=cwd, env=environment(**env), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True,
                                start_new_session=True)
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
@@ -70,11 +77,13 @@ def test_examples_are_all_listed():
 @pytest.mark.parametrize("name, arguments, line", EXAMPLES, ids=IDS)
 def test_examples_run_on_the_cpu(tmp_path, name, arguments, line):
     command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
-    check(run(command, tmp_path, CUDA_VISIBLE_DEVICES="", EPMOE_TEST_WARM="1", PYTHONPATH=str(ROOT / "tests/warm")), line)
+    check(run(command, tmp_path, CUDA_VISIBLE_DEVICES="", EPMOE_TEST_WARM="1",
+              PYTHONPATH=str(ROOT / "tests/warm")), line)
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("built, backend, gpus", [(False, "", 0), (True, "cpu", 0), (True, "", 4), (True, "cuda", 4)])
+@pytest.mark.parametrize("built, backend, gpus", [(False, "", 0), (True, "cpu", 0), (True, "", 4),
+                                                  (True, "cuda", 4)])
 def test_examples_take_gpus_only_where_epmoe_does(monkeypatch, built, backend, gpus):
     """On a machine that has four: neither with a build for the CPU nor with EPMOE_BACKEND=cpu."""
     monkeypatch.syspath_prepend(ROOT / "examples")
@@ -92,8 +101,10 @@ def test_examples_take_gpus_only_where_epmoe_does(monkeypatch, built, backend, g
 @pytest.mark.parametrize("name, arguments, line", EXAMPLES, ids=IDS)
 def test_examples_run_under_torchrun(ranks, tmp_path, name, arguments, line):
     def start(world, device):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world.size)]
-        return run([*command, str(ROOT / "examples" / name), *arguments.split()], tmp_path) if world.rank == 0 else None
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                   str(world.size)]
+        return run([*command, str(ROOT / "examples" / name), *arguments.split()],
+                   tmp_path) if world.rank == 0 else None
 
     outcome = ranks(start, timeout_s=LIMIT_S + 30)[0]
     check(outcome, line)
@@ -144,18 +155,26 @@ says(), says(combine=wrong_sum), says(dispatch=wrong_row), says(dispatch=wrong_w
 
 @pytest.mark.cpu_only
 def test_examples_ep_a2a_finds_faults(tmp_path):
-    """What a faulty layer would give, put between the layer and ep_a2a.py: which says what is wrong, where."""
+    """What a faulty layer would give, put between the layer and ep_a2a.py: which says what is wrong, where.
+    """
     store = meeting_place()  # one rank, as torchrun would start it, so that the fault is in its process
     arguments = "-M 16 -N 16 --topk 4 -G 8 --check --iters 1"
     program = f"import sys; sys.argv = [{str(ROOT / 'examples/ep_a2a.py')!r}, *{arguments!r}.split()]\n{FAULTY_LAYERS}"
-    code, output = run([sys.executable, "-c", program], tmp_path, CUDA_VISIBLE_DEVICES="", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0",
-                       LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True",
+    code, output = run([sys.executable, "-c", program], tmp_path, CUDA_VISIBLE_DEVICES="", RANK="0",
+                       WORLD_SIZE="1", LOCAL_RANK="0",
+                       LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
+                       TORCHELASTIC_USE_AGENT_STORE="True",
                        PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}")
     said = [line for line in output.splitlines() if line.startswith("exit status")]
-    wanted = ["check passed", "combine: token 5", "dispatch: row 7", "dispatch: weight of row 9", "dispatch: 63 rows, wanted 64"]
+    wanted = ["check passed", "combine: token 5", "dispatch: row 7", "dispatch: weight of row 9",
+              "dispatch: 63 rows, wanted 64"]
     assert code == 0 and len(said) == len(wanted), output
     for i, (line, want) in enumerate(zip(said, wanted)):
-        assert line.startswith(f"exit status {int(i > 0)}") and want in line and ("check passed" in line) == (i == 0), output
+        assert (
+            line.startswith(f"exit status {int(i > 0)}")
+            and want in line
+            and ("check passed" in line) == (i == 0)
+        ), output
 
 
 @pytest.mark.cpu_only
@@ -172,5 +191,6 @@ def test_examples_failing_rank_fails_the_program(tmp_path):
 @pytest.mark.parametrize("line", ["01_heap.py --nonsense", "ep_a2a.py --drop_ratio 1.5", "ep_a2a.py -M -1"])
 def test_examples_refuse_arguments(tmp_path, line):
     name, *arguments = line.split()
-    code, output = run([sys.executable, str(ROOT / "examples" / name), *arguments], tmp_path, CUDA_VISIBLE_DEVICES="")
+    code, output = run([sys.executable, str(ROOT / "examples" / name), *arguments], tmp_path,
+                       CUDA_VISIBLE_DEVICES="")
     assert code == 2 and f"{name}: error: " in output, output

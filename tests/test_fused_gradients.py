@@ -1,4 +1,6 @@
-"""Gradients of the fused operator, of an MoE layer around it too: within rounding of float64, and those of the stages."""
+"""Gradients of the fused operator, of an MoE layer around it too: within rounding of float64, and those of
+the stages.
+"""
 
 import dataclasses
 import math
@@ -9,12 +11,16 @@ import torch
 from cases import MODES, same_bits
 import epmoe
 from epmoe import reference
-from fused_cases import ACTIVATIONS, Experts, LEAVES, LOW, Played, check_numbers, grown, inputs_of, parameters_of, same, soil, step, tensors
+from fused_cases import (
+    ACTIVATIONS, Experts, LEAVES, LOW, Played, check_numbers, grown, inputs_of, parameters_of, same,
+    soil, step, tensors,
+)
 from test_moe_layer import close
 from test_plan_slots import make_op
 
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}  # of gradients, see test_moe_layer
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3,
+             torch.bfloat16: 4e-2}  # of gradients, see test_moe_layer
 
 
 def gradients(world, device, case, leaves, **options):
@@ -26,7 +32,9 @@ def gradients(world, device, case, leaves, **options):
     for _ in range(2):
         for n in names:
             setattr(t, n, getattr(t, n).detach().clone().requires_grad_())
-        h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx if layout is None else None, layout, t.w1, t.weight, bias=t.b1, activation=case.activation)
+        h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx if layout is None else None, layout,
+                                                            t.w1, t.weight, bias=t.b1,
+                                                            activation=case.activation)
         y = op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2)
         assert y.requires_grad
         y.backward(t.dy)
@@ -41,7 +49,8 @@ def gradients(world, device, case, leaves, **options):
 
 def gradients_of_both(world, device, case, leaves=LEAVES, **options):
     """The same from the op and from the stages: bit by bit, where sums have an order."""
-    want, got = gradients(world, device, case, leaves, fused=False, **options), gradients(world, device, case, leaves, **options)
+    want, got = gradients(world, device, case, leaves, fused=False,
+                          **options), gradients(world, device, case, leaves, **options)
     for name, value in want.items():
         if name not in ("b1", "b2"):
             assert got[name] is not None, name
@@ -58,30 +67,35 @@ def moe64(case, t, p):
     for e in range(len(p["w1"])):
         at, k = (t["idx"] == e).nonzero(as_tuple=True)
         h = t["x"][at] @ p["w1"][e].t() + (0 if p["b1"] is None else p["b1"][e])
-        y = y.index_add(0, at, (h @ p["w2"][e].t() + (0 if p["b2"] is None else p["b2"][e])) * weight[at, k, None])
+        y = y.index_add(0, at, (h @ p["w2"][e].t() + (0 if p["b2"] is None else p["b2"][e])) * weight[at, k,
+                                                                                                      None])
     return y
 
 
 def check_gradients(results, case):
     """Those of the oracle in float64 over the tokens of all ranks."""
     size = len(results)
-    p = {n: None if v is None else v.double().requires_grad_() for n, v in parameters_of(case, case.num_local * size).items()}
+    p = {n: None if v is None else v.double().requires_grad_() for n,
+         v in parameters_of(case, case.num_local * size).items()}
     wanted = []
     for rank in range(size):
-        t = {n: v.double() if v is not None and v.is_floating_point() else v for n, v in inputs_of(case, rank, size).items()}
+        t = {n: v.double() if v is not None and v.is_floating_point() else v for n,
+             v in inputs_of(case, rank, size).items()}
         for n in ("x", "weight"):
             if t[n] is not None:
                 t[n].requires_grad_()
         y = moe64(case, t, p)
         y.backward(t["dy"])
-        wanted.append({"y": y.detach(), "x": t["x"].grad, "weight": None if t["weight"] is None else t["weight"].grad})
+        wanted.append({"y": y.detach(), "x": t["x"].grad, "weight": None if t["weight"] is None
+                       else t["weight"].grad})
     for rank, got in enumerate(results):
         local = slice(rank * case.num_local, (rank + 1) * case.num_local)
         want = wanted[rank] | {n: None if v is None else v.grad[local] for n, v in p.items()}
         for name, value in got.items():
             assert value.isfinite().all(), f"rank {rank}: {name}"
             loose = 4 if name in ("b1", "b2") else 1  # torch adds up the rows of a bias in its own dtype
-            close(value, want[name], f"rank {rank}: {'y' if name == 'y' else 'gradient of ' + name}", loose * TOLERANCE[case.dtype])
+            close(value, want[name], f"rank {rank}: {'y' if name == 'y' else 'gradient of ' + name}",
+                  loose * TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -89,21 +103,24 @@ def check_gradients(results, case):
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_gradients(ranks, mode, activation, bias):
     """No limit where rows are: one that rounding takes past it has another gradient."""
-    case = grown(ranks, Experts(mode=mode, activation=activation, bias=bias, dtype=LOW[bias], max_tokens=20, capacity=None if mode == "gather" else "roomy"), 12)
+    case = grown(ranks, Experts(mode=mode, activation=activation, bias=bias, dtype=LOW[bias], max_tokens=20,
+                                capacity=None if mode == "gather" else "roomy"), 12)
     check_gradients(ranks(gradients_of_both, case), case)
 
 
 @pytest.mark.parametrize("capacity", [None, "exact"])
 @pytest.mark.parametrize("pattern", ["one_expert", "one_rank", "sentinels", "duplicates", "all_dropped"])
 def test_fused_gradients_pattern(ranks, pattern, capacity):
-    case = grown(ranks, Experts(mode="local", pattern=pattern, capacity=capacity, bias=capacity is None, tokens="first_none", weights=pattern != "duplicates"))
+    case = grown(ranks, Experts(mode="local", pattern=pattern, capacity=capacity, bias=capacity is None,
+                                tokens="first_none", weights=pattern != "duplicates"))
     check_gradients(ranks(gradients_of_both, case), case)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_gradients_without_token_saving(ranks, mode, bias):
-    case = grown(ranks, Experts(mode=mode, pattern="sentinels", activation="gelu", bias=bias, tokens="first_none", capacity="roomy" if bias else None))
+    case = grown(ranks, Experts(mode=mode, pattern="sentinels", activation="gelu", bias=bias,
+                                tokens="first_none", capacity="roomy" if bias else None))
 
     def run(world, device):
         return gradients_of_both(world, device, case, token_saving=False)
@@ -111,7 +128,8 @@ def test_fused_gradients_without_token_saving(ranks, mode, bias):
     check_gradients(ranks(run), case)
 
 
-@pytest.mark.parametrize("leaves", [("x",), ("weight",), ("w1",), ("w2",), ("b1",), ("b2",), ("x", "w2"), ("weight", "w1")], ids="-".join)
+@pytest.mark.parametrize("leaves", [("x",), ("weight",), ("w1",), ("w2",), ("b1",), ("b2",), ("x", "w2"),
+                                    ("weight", "w1")], ids="-".join)
 @pytest.mark.parametrize("capacity", [None, "roomy"])
 def test_fused_gradients_of_some(ranks, capacity, leaves):
     """Frozen tokens, routers or experts: the rest is as it was."""
@@ -182,7 +200,8 @@ def test_fused_gradient_of_a_bias_in_float32(ranks, fused):
         t.b1, t.b2 = ((b.float() * 1.0001).requires_grad_() for b in (t.b1, t.b2))
         got = step(op, case, t)["y"]
         got.backward(t.dy)
-        same_bits(got, step(make_op(world, device, case, fused=False), case, t)["y"].detach(), f"rank {world.rank}: y of the stages")
+        same_bits(got, step(make_op(world, device, case, fused=False), case, t)["y"].detach(),
+                  f"rank {world.rank}: y of the stages")
         op.synchronize()
         op.finalize()
         return want, got.detach(), t.b1.grad, t.b2.grad

@@ -1,4 +1,7 @@
-"""What the fused operator's knobs hand to the kernels.  They change no bit of a result, so only here it would be seen that one does nothing."""
+"""What the fused operator's knobs hand to the kernels.
+
+They change no bit of a result, so only here it would be seen that one does nothing.
+"""
 
 import dataclasses
 from unittest import mock
@@ -16,20 +19,25 @@ from test_plan_slots import make_op
 
 CASE = Experts(max_tokens=12)
 # In the order in which the module takes them, behind the tensors.
-DISPATCH = {"activation": 3, "alpha": 1.5, "limit": 2.5, "num_move": 1024, "num_tail": 0, "waits_for_expert": False, "num_copies": 1, "requires_grad": True}
+DISPATCH = {"activation": 3, "alpha": 1.5, "limit": 2.5, "num_move": 1024, "num_tail": 0,
+            "waits_for_expert": False, "num_copies": 1, "requires_grad": True}
 COMBINE = {"num_move": 1024, "num_reduce": 1024, "is_serial": False, "requires_grad": True}
 
 
 def handed(world, options):
-    """({name: value} of dispatch + GEMM, of GEMM + combine), as the module would get them; no GPU is needed for that."""
+    """({name: value} of dispatch + GEMM, of GEMM + combine), as the module would get them; no GPU is needed
+    for that.
+    """
     op = make_op(world, torch.device("cpu"), CASE, **options)
     copies, t = op._copies, torch.zeros(12, 64, dtype=torch.bfloat16)
     weight, plan = torch.zeros(2, 96, 64, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
-    with mock.patch.object(_C, "layer_dispatch_gemm") as dispatch, mock.patch.object(_C, "layer_gemm_combine") as combine:
+    with mock.patch.object(_C, "layer_dispatch_gemm") as dispatch, mock.patch.object(_C,
+                                                                                     "layer_gemm_combine") as combine:
         op._dispatch_gemm(t, None, plan, weight, None, 0, 24, *as_kernel(epmoe.GptOss(1.5, 2.5)), True)
         op._gemm_combine(t, weight, None, None, plan, plan, 0, 12 * copies, True)
     op.finalize()
-    return dict(zip(DISPATCH, dispatch.call_args.args[-len(DISPATCH):])), dict(zip(COMBINE, combine.call_args.args[-len(COMBINE):]))
+    return dict(zip(DISPATCH, dispatch.call_args.args[-len(DISPATCH):])), dict(zip(COMBINE,
+                                                                                   combine.call_args.args[-len(COMBINE):]))
 
 
 @pytest.mark.cpu_only
@@ -52,11 +60,13 @@ def test_fused_by_default_where_it_is_faster(ranks):
     """By the shape alone, so that all ranks come to the same; and what the caller says, holds."""
     assert all(fuses(s.tokens, s.topk, s.experts, 4) for s in SHAPES.values())
     dsv3 = SHAPES["dsv3"]
-    assert [t for t in (64, 128, 192, 193, 1024) if fuses(t, dsv3.topk, dsv3.experts, 4)] == [193, 1024]  # 24 rows an expert: 192 tokens
+    assert [t for t in (64, 128, 192, 193, 1024) if fuses(t, dsv3.topk, dsv3.experts,
+                                                          4)] == [193, 1024]  # 24 rows an expert: 192 tokens
 
     def run(world, device):
         many = dataclasses.replace(CASE, max_tokens=500)
-        ops = [make_op(world, device, case, fused=fused) for case, fused in ((CASE, None), (many, None), (many, False), (CASE, True))]
+        ops = [make_op(world, device, case, fused=fused) for case,
+               fused in ((CASE, None), (many, None), (many, False), (CASE, True))]
         chosen = [op.fused for op in ops]
         for op in ops:
             op.finalize()

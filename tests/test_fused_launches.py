@@ -1,4 +1,6 @@
-"""The fused operator called again and again: layouts used twice, buffers in flight, CUDA graphs, the compiler."""
+"""The fused operator called again and again: layouts used twice, buffers in flight, CUDA graphs, the
+compiler.
+"""
 
 import dataclasses
 import random
@@ -9,7 +11,10 @@ import torch
 
 import epmoe
 from cases import MODES, same_bits
-from fused_cases import Experts, LEAVES, Played, check_numbers, cut, grown, inputs_of, is_played, same, soil, step, tensors
+from fused_cases import (
+    Experts, LEAVES, Played, check_numbers, cut, grown, inputs_of, is_played, same, soil, step,
+    tensors,
+)
 from pace import HANG_S
 from test_plan_slots import make_op
 
@@ -35,10 +40,13 @@ def test_fused_layout_again(ranks, mode, capacity):
         got = [step(op, case, s, layout=layout) for s in t] + [step(op, case, t[0], layout=layout)]
         sent = []
         for s in t:
-            h, row_weight, of = op.mega_dispatch_group_gemm(s.x, layout=layout, gemm_weight=s.w1, weight=s.weight, bias=s.b1, activation=case.activation)
+            h, row_weight, of = op.mega_dispatch_group_gemm(s.x, layout=layout, gemm_weight=s.w1,
+                                                            weight=s.weight, bias=s.b1,
+                                                            activation=case.activation)
             assert of is layout
             sent.append((h, row_weight))
-        late = [cut(h, w, op.mega_group_gemm_combine(h, s.w2, layout, w, bias=s.b2), layout) for s, (h, w) in reversed(list(zip(t, sent)))]
+        late = [cut(h, w, op.mega_group_gemm_combine(h, s.w2, layout, w, bias=s.b2), layout) for s,
+                (h, w) in reversed(list(zip(t, sent)))]
         for o in (plain, op):
             o.synchronize()
             o.finalize()
@@ -51,8 +59,11 @@ def test_fused_layout_again(ranks, mode, capacity):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_buffers_in_flight(ranks, mode):
-    """Two microbatches, each on a buffer of its own: both are dispatched before either comes home, several times."""
-    some = [grown(ranks, Experts(mode=mode, num_buffers=2, seed=s, pattern=p)) for s, p in enumerate(("uniform", "one_rank"))]
+    """Two microbatches, each on a buffer of its own: both are dispatched before either comes home, several
+    times.
+    """
+    some = [grown(ranks, Experts(mode=mode, num_buffers=2, seed=s, pattern=p)) for s,
+            p in enumerate(("uniform", "one_rank"))]
 
     def run(world, device):
         op = make_op(world, device, some[0], Played)
@@ -62,12 +73,15 @@ def test_fused_buffers_in_flight(ranks, mode):
         for turn in range(4):
             sent, seen = {}, {}
             for b in (0, 1) if turn % 2 else (1, 0):
-                sent[b] = op.mega_dispatch_group_gemm(t[b].x, t[b].idx, gemm_weight=t[b].w1, weight=t[b].weight, bias=t[b].b1, activation=some[b].activation,
+                sent[b] = op.mega_dispatch_group_gemm(t[b].x, t[b].idx, gemm_weight=t[b].w1,
+                                                      weight=t[b].weight, bias=t[b].b1,
+                                                      activation=some[b].activation,
                                                       buffer=b)
             for b in (0, 1) if turn < 2 else (1, 0):
                 h, row_weight, layout = sent[b]
                 assert layout.buffer == b
-                seen[b] = cut(h, row_weight, op.mega_group_gemm_combine(h, t[b].w2, layout, row_weight, bias=t[b].b2), layout)
+                seen[b] = cut(h, row_weight, op.mega_group_gemm_combine(h, t[b].w2, layout, row_weight,
+                                                                        bias=t[b].b2), layout)
             results.append(seen)
         op.synchronize()
         op.finalize()
@@ -92,11 +106,16 @@ def test_fused_and_plain_calls_in_turn(ranks):
         want = step(op, case, t)
         for _ in range(3):
             rows, row_weight, layout = op.dispatch(t.x, t.idx, t.weight)
-            h = epmoe.grouped_gemm(rows, t.w1, offsets=layout.expert_offsets, bias=t.b1, activation=case.activation)
-            y = op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2)  # dispatched by the one, combined by the other
+            h = epmoe.grouped_gemm(rows, t.w1, offsets=layout.expert_offsets, bias=t.b1,
+                                   activation=case.activation)
+            y = op.mega_group_gemm_combine(h, t.w2, layout, row_weight,
+                                           bias=t.b2)  # dispatched by the one, combined by the other
             same(cut(h, row_weight, y, layout), want, f"rank {world.rank}, dispatched by itself")
-            h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1, weight=t.weight, bias=t.b1, activation=case.activation)
-            y = op.combine(epmoe.grouped_gemm(h, t.w2, offsets=layout.expert_offsets, bias=t.b2), layout, row_weight)
+            h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1,
+                                                                weight=t.weight, bias=t.b1,
+                                                                activation=case.activation)
+            y = op.combine(epmoe.grouped_gemm(h, t.w2, offsets=layout.expert_offsets, bias=t.b2), layout,
+                           row_weight)
             same(cut(h, row_weight, y, layout), want, f"rank {world.rank}, combined by itself")
             op.ep_barrier_all()
         op.synchronize()
@@ -111,10 +130,13 @@ def test_fused_and_plain_calls_in_turn(ranks):
 @pytest.mark.parametrize("capacity", [None, "roomy"])
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_many_launches(ranks, mode, capacity):
-    """Ranks that come early and late, on the host and on the device, and routings in turn: the same bits each time."""
+    """Ranks that come early and late, on the host and on the device, and routings in turn: the same bits each
+    time.
+    """
     on_gpu = ranks.device.type == "cuda"
     patterns = ("uniform", "one_expert", "sentinels", "own_rank")
-    some = [grown(ranks, Experts(mode=mode, capacity=capacity, num_local=4, topk=4, hidden=128, pattern=p, seed=s)) for s, p in enumerate(patterns)]
+    some = [grown(ranks, Experts(mode=mode, capacity=capacity, num_local=4, topk=4, hidden=128, pattern=p,
+                                 seed=s)) for s, p in enumerate(patterns)]
 
     def run(world, device):
         late = random.Random(world.rank)
@@ -130,7 +152,8 @@ def test_fused_many_launches(ranks, mode, capacity):
             if on_gpu and late.random() < 0.3:
                 torch.cuda._sleep(late.randrange(1, 1_000_000))  # clock cycles
             s, case = t[at], some[at]
-            h, row_weight, layout = op.mega_dispatch_group_gemm(s.x, s.idx, gemm_weight=s.w1, weight=s.weight, bias=s.b1, activation=case.activation)
+            h, row_weight, layout = op.mega_dispatch_group_gemm(s.x, s.idx, gemm_weight=s.w1, weight=s.weight,
+                                                                bias=s.b1, activation=case.activation)
             if on_gpu and late.random() < 0.3:
                 torch.cuda._sleep(late.randrange(1, 300_000))
             y = op.mega_group_gemm_combine(h, s.w2, layout, row_weight, bias=s.b2)
@@ -148,11 +171,14 @@ def test_fused_many_launches(ranks, mode, capacity):
 
 
 @pytest.mark.cuda_only
-@pytest.mark.parametrize("mode, activation, knobs", [("local", "swiglu", {}), ("scatter", None, {"num_sm": 24, "num_tail_sms": 8}),
-                                                    ("gather", "gpt_oss", {"combine_order": "serial", "block_wise_barrier": False})])
+@pytest.mark.parametrize("mode, activation, knobs", [("local", "swiglu", {}),
+                                                     ("scatter", None, {"num_sm": 24, "num_tail_sms": 8}),
+                                                    ("gather", "gpt_oss", {"combine_order": "serial",
+                                                                           "block_wise_barrier": False})])
 def test_fused_in_a_cuda_graph(ranks, mode, activation, knobs):
     """Captured once; replayed with other tokens and routings, also between calls that are not captured."""
-    base = grown(ranks, Experts(mode=mode, activation=activation, num_local=4, topk=4, hidden=192, inner=144, tokens="full", capacity="roomy"))
+    base = grown(ranks, Experts(mode=mode, activation=activation, num_local=4, topk=4, hidden=192, inner=144,
+                                tokens="full", capacity="roomy"))
 
     def run(world, device):
         plain, op = (make_op(world, device, base, Played, **options) for options in ({"fused": False}, knobs))
@@ -160,7 +186,8 @@ def test_fused_in_a_cuda_graph(ranks, mode, activation, knobs):
         t = tensors(base, world.rank, world.size, device)
 
         def both_ways():
-            h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight, bias=t.b1, activation=activation)
+            h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight,
+                                                                bias=t.b1, activation=activation)
             return h, row_weight, op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2), layout
 
         side = torch.cuda.Stream()
@@ -199,8 +226,10 @@ def test_fused_in_a_cuda_graph(ranks, mode, activation, knobs):
 
 @pytest.mark.cuda_only
 def test_fused_on_streams_that_would_cross(ranks):
-    """Each rank's calls are first of one operator, then of the other; what is before them on the streams holds up the first
-    operator's on some ranks, the second's on the others.  Each kernel fills its GPU and waits for its peers'."""
+    """Each rank's calls are first of one operator, then of the other; what is before them on the streams
+    holds up the first
+    operator's on some ranks, the second's on the others.  Each kernel fills its GPU and waits for its
+    peers'."""
     case = grown(ranks, Experts(activation="swiglu"))
 
     def run(world, device):
@@ -208,7 +237,8 @@ def test_fused_on_streams_that_would_cross(ranks):
         t = tensors(case, world.rank, world.size, device)
         first = [step(op, case, t) for op in ops]
         layouts = [op.preprocess(t.idx) for op in ops]
-        far, near = (torch.zeros(2**28, dtype=torch.uint8, pin_memory=pin, device="cpu" if pin else device) for pin in (True, False))
+        far, near = (torch.zeros(2**28, dtype=torch.uint8, pin_memory=pin, device="cpu" if pin else device)
+                     for pin in (True, False))
         streams = [torch.cuda.Stream() for _ in ops]
         for _ in range(3):
             torch.cuda.synchronize()
@@ -218,8 +248,11 @@ def test_fused_on_streams_that_would_cross(ranks):
             seen = []
             for op, layout, stream in zip(ops, layouts, streams):
                 with torch.cuda.stream(stream):
-                    h, row_weight, _ = op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1, weight=t.weight, bias=t.b1, activation=case.activation)
-                    seen.append((h, row_weight, op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2), layout))
+                    h, row_weight, _ = op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1,
+                                                                   weight=t.weight, bias=t.b1,
+                                                                   activation=case.activation)
+                    seen.append((h, row_weight, op.mega_group_gemm_combine(h, t.w2, layout, row_weight,
+                                                                           bias=t.b2), layout))
         torch.cuda.synchronize()
         for one, before in zip(seen, first):
             same(cut(*one), before, f"rank {world.rank}")
@@ -233,7 +266,9 @@ def test_fused_on_streams_that_would_cross(ranks):
 
 @pytest.mark.cuda_only
 def test_fused_leaves_room_for_a_collective(ranks):
-    """An all-reduce of NCCL on another stream, the first here and the second there: with SMs reserved, neither keeps the other out."""
+    """An all-reduce of NCCL on another stream, the first here and the second there: with SMs reserved,
+    neither keeps the other out.
+    """
     case = grown(ranks, Experts(activation="swiglu"))
 
     def run(world, device):
@@ -246,7 +281,8 @@ def test_fused_leaves_room_for_a_collective(ranks):
         number = torch.ones(2**24, device=device)
         group = dist.new_group(backend="nccl")
         dist.all_reduce(number, group=group)
-        far, near = (torch.zeros(2**28, dtype=torch.uint8, pin_memory=pin, device="cpu" if pin else device) for pin in (True, False))
+        far, near = (torch.zeros(2**28, dtype=torch.uint8, pin_memory=pin, device="cpu" if pin else device)
+                     for pin in (True, False))
         streams = [torch.cuda.Stream() for _ in range(2)]
         for _ in range(3):
             torch.cuda.synchronize()
@@ -256,8 +292,11 @@ def test_fused_leaves_room_for_a_collective(ranks):
             with torch.cuda.stream(streams[0]):
                 dist.all_reduce(number, group=group)
             with torch.cuda.stream(streams[1]):
-                h, row_weight, _ = op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1, weight=t.weight, bias=t.b1, activation=case.activation)
-                seen = h, row_weight, op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2), layout
+                h, row_weight, _ = op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1,
+                                                               weight=t.weight, bias=t.b1,
+                                                               activation=case.activation)
+                seen = h, row_weight, op.mega_group_gemm_combine(h, t.w2, layout, row_weight,
+                                                                 bias=t.b2), layout
         torch.cuda.synchronize()
         same(cut(*seen), first, f"rank {world.rank}")
         op.synchronize()
@@ -283,7 +322,9 @@ def test_fused_with_a_capacity_never_waits_on_the_host(ranks):
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(3):
-                h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight, bias=t.b1, activation=case.activation)
+                h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1,
+                                                                    weight=t.weight, bias=t.b1,
+                                                                    activation=case.activation)
                 y = op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2)
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -297,14 +338,17 @@ def test_fused_with_a_capacity_never_waits_on_the_host(ranks):
 # ---- the compiler ----
 
 def compiled(world, device):
-    """Forward and backward in one graph, without and with gradients, as they are outside of it; a second call reuses the graph."""
+    """Forward and backward in one graph, without and with gradients, as they are outside of it; a second call
+    reuses the graph.
+    """
     torch._dynamo.reset()
     case = Experts(tokens="full", capacity="roomy", activation="gelu")
     op = make_op(world, device, case, Played)
     t = tensors(case, world.rank, world.size, device)
 
     def both_ways(x, weight, w1, b1, w2, b2):
-        h, row_weight, layout = op.mega_dispatch_group_gemm(x, t.idx, gemm_weight=w1, weight=weight, bias=b1, activation=case.activation)
+        h, row_weight, layout = op.mega_dispatch_group_gemm(x, t.idx, gemm_weight=w1, weight=weight, bias=b1,
+                                                            activation=case.activation)
         return op.mega_group_gemm_combine(h, w2, layout, row_weight, bias=b2)
 
     fast, equal = torch.compile(both_ways, backend="aot_eager", fullgraph=True), []
@@ -332,7 +376,8 @@ def compiled_for_many(world, device, capacity, saving):
     t = tensors(case, world.rank, world.size, device)
 
     def both_ways(x, idx, weight):
-        h, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, gemm_weight=t.w1, weight=weight, activation=case.activation)
+        h, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, gemm_weight=t.w1, weight=weight,
+                                                            activation=case.activation)
         return op.mega_group_gemm_combine(h, t.w2, layout, row_weight)
 
     fast = torch.compile(both_ways, backend="aot_eager", dynamic=True, fullgraph=True)

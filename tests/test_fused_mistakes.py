@@ -22,9 +22,11 @@ WRONG = {
         ("gemm_weight", lambda w: w.float(), "TypeError", ("gemm_weight", "bfloat16", "float32")),
         ("gemm_weight", lambda w: w.half(), "TypeError", ("gemm_weight", "bfloat16", "float16")),
         ("gemm_weight", lambda w: w[:1], "ValueError", ("gemm_weight", "[2, *, 64]", "[1, 96, 64]")),
-        ("gemm_weight", lambda w: w[:, :, :32].contiguous(), "ValueError", ("gemm_weight", "[2, *, 64]", "[2, 96, 32]")),
+        ("gemm_weight", lambda w: w[:, :, :32].contiguous(), "ValueError",
+         ("gemm_weight", "[2, *, 64]", "[2, 96, 32]")),
         ("gemm_weight", lambda w: w[0], "ValueError", ("gemm_weight", "[96, 64]")),
-        ("gemm_weight", lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), "ValueError", ("gemm_weight", "contiguous")),
+        ("gemm_weight", lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), "ValueError",
+         ("gemm_weight", "contiguous")),
         ("gemm_weight", lambda w: w[:, :95].contiguous(), "ValueError", ("swiglu", "even", "95")),
         ("gemm_weight", lambda w: None, "TypeError", ("gemm_weight", "NoneType")),
         ("gemm_weight", lambda w: w.to("meta"), "ValueError", ("gemm_weight", "meta")),
@@ -54,9 +56,11 @@ WRONG = {
     "combine": [
         ("gemm_weight", lambda w: w.float(), "TypeError", ("gemm_weight", "bfloat16", "float32")),
         ("gemm_weight", lambda w: w[:1], "ValueError", ("gemm_weight", "[2, 64, *]", "[1, 64, 48]")),
-        ("gemm_weight", lambda w: w[:, :48].contiguous(), "ValueError", ("gemm_weight", "[2, 64, *]", "[2, 48, 48]")),
+        ("gemm_weight", lambda w: w[:, :48].contiguous(), "ValueError",
+         ("gemm_weight", "[2, 64, *]", "[2, 48, 48]")),
         ("gemm_weight", lambda w: w[:, :, :32].contiguous(), "ValueError", ("gemm_input", "32", "48")),
-        ("gemm_weight", lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), "ValueError", ("gemm_weight", "contiguous")),
+        ("gemm_weight", lambda w: w.transpose(1, 2).contiguous().transpose(1, 2), "ValueError",
+         ("gemm_weight", "contiguous")),
         ("gemm_weight", lambda w: None, "TypeError", ("gemm_weight", "NoneType")),
         ("gemm_input", lambda h: h.float(), "TypeError", ("gemm_input", "bfloat16", "float32")),
         ("gemm_input", lambda h: h[:-1], "ValueError", ("gemm_input",)),
@@ -73,7 +77,9 @@ WRONG = {
 
 
 def mistake(world, device, where, change, fused, capacity):
-    """A wrong argument on rank BAD; what all get, whether they came back, and what the op does afterwards, for all to compare."""
+    """A wrong argument on rank BAD; what all get, whether they came back, and what the op does afterwards,
+    for all to compare.
+    """
     case = dataclasses.replace(MISTAKEN, capacity=capacity)
     op, other = (make_op(world, device, case, Played, fused=fused) for _ in range(2))
     soil(op)
@@ -81,14 +87,18 @@ def mistake(world, device, where, change, fused, capacity):
     before = step(op, case, t)
     op._planned, op._of_another = op.preprocess(t.idx), other.preprocess(t.idx)
     name, to = change
-    buffer = 0 if name in ("buffer", "layout") else 1  # who means a buffer that is not there, or none, is heard in the first
-    good = {"input": t.x, "exp_indices": t.idx, "gemm_weight": t.w1, "weight": t.weight, "bias": t.b1, "activation": case.activation, "buffer": buffer}
+    buffer = 0 if name in ("buffer",
+                           # who means a buffer that is not there, or none, is heard in the first
+                           "layout") else 1
+    good = {"input": t.x, "exp_indices": t.idx, "gemm_weight": t.w1, "weight": t.weight, "bias": t.b1,
+            "activation": case.activation, "buffer": buffer}
     h, row_weight, layout = op.mega_dispatch_group_gemm(**good)
     call = op.mega_dispatch_group_gemm
     if where == "cached":
         good |= {"layout": layout, "exp_indices": None}
     if where == "combine":
-        call, good = op.mega_group_gemm_combine, {"gemm_input": h, "gemm_weight": t.w2, "layout": layout, "weight": row_weight, "bias": t.b2}
+        call, good = op.mega_group_gemm_combine, {"gemm_input": h, "gemm_weight": t.w2, "layout": layout,
+                                                  "weight": row_weight, "bias": t.b2}
     op.synchronize()
     world.set_timeout(MISTAKE_LIMIT_S)
     world.exchange(b"go")
@@ -104,16 +114,20 @@ def mistake(world, device, where, change, fused, capacity):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
-@pytest.mark.parametrize("where, at", [(where, i) for where, mistakes in WRONG.items() for i in range(len(mistakes))],
-                         ids=[f"{where}-{name}-{i}" for where, mistakes in WRONG.items() for i, (name, *_) in enumerate(mistakes)])
+@pytest.mark.parametrize("where, at", [(where, i) for where,
+                                       mistakes in WRONG.items() for i in range(len(mistakes))],
+                         ids=[f"{where}-{name}-{i}" for where, mistakes in WRONG.items() for i,
+                              (name, *_) in enumerate(mistakes)])
 def test_fused_mistakes(ranks, where, at, fused):
     """On one rank: its own reason there, PeerError on the others, and afterwards all is as it was."""
     name, change, kind, texts = WRONG[where][at]
-    results = ranks(mistake, where, (name, change), fused, "roomy" if at % 2 else None, world_size=3, at_least=2)
+    results = ranks(mistake, where, (name, change), fused, "roomy" if at % 2 else None, world_size=3,
+                    at_least=2)
     outcomes = [got for got, _ in results]
     for rank, (got, alive) in enumerate(results):
         assert not alive.kinds, f"rank {rank}: {got}, and then {alive}"
-    check_outcomes(outcomes, [kind if rank == BAD else "PeerError" for rank in range(len(outcomes))], *texts, who=BAD, elsewhere=(f"rank {BAD}",))
+    check_outcomes(outcomes, [kind if rank == BAD else "PeerError" for rank in range(len(outcomes))], *texts,
+                   who=BAD, elsewhere=(f"rank {BAD}",))
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
@@ -142,7 +156,8 @@ def test_fused_bad_index_and_overflow(ranks, fused):
         return got
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes([r[0] for r in results], "EpIndexError", f"rank {BAD}", "expert index 1000 of token 5, choice 1")
+    check_outcomes([r[0] for r in results], "EpIndexError", f"rank {BAD}",
+                   "expert index 1000 of token 5, choice 1")
     check_outcomes([r[1] for r in results], "EpOverflow", "rank 0", str(36 * len(results)))
 
 
@@ -154,11 +169,15 @@ def test_fused_without_memory(ranks, fused):
         op = make_op(world, device, MISTAKEN, Played, fused=fused)
         t = tensors(MISTAKEN, world.rank, world.size, device)
         before = step(op, MISTAKEN, t)
-        h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight, bias=t.b1, activation="swiglu")
+        h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight,
+                                                            bias=t.b1, activation="swiglu")
         world.set_timeout(MISTAKE_LIMIT_S)
         got = []
-        for of, call in (((layout, "num_tokens"), lambda: op.mega_group_gemm_combine(h, t.w2, layout, row_weight)),
-                         ((op, "_recv_words"), lambda: op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1, weight=t.weight))):
+        for of, call in (((layout, "num_tokens"), lambda: op.mega_group_gemm_combine(h, t.w2, layout,
+                                                                                     row_weight)),
+                         ((op, "_recv_words"), lambda: op.mega_dispatch_group_gemm(t.x, layout=layout,
+                                                                                   gemm_weight=t.w1,
+                                                                                   weight=t.weight))):
             with mock.patch.object(*of, 1 << 55 if world.rank == BAD else getattr(*of)):
                 got.append(outcome(call, op))
             world.exchange(b"back")
@@ -170,10 +189,12 @@ def test_fused_without_memory(ranks, fused):
 
     results = ranks(run, world_size=3, at_least=2)
     for which in zip(*results):
-        check_outcomes(which, ["RuntimeError" if rank == BAD else "PeerError" for rank in range(len(which))], who=BAD, elsewhere=(f"rank {BAD}",))
+        check_outcomes(which, ["RuntimeError" if rank == BAD else "PeerError" for rank in range(len(which))],
+                       who=BAD, elsewhere=(f"rank {BAD}",))
 
 
-# Where between two operations there is no memory: the function that wants it, in which of its calls, and how the op is made.
+# Where between two operations there is no memory: the function that wants it, in which of its calls, and how
+# the op is made.
 BETWEEN = {
     "product": (epmoe.fused, "grouped_gemm", 1, {"fused": False}),
     "second product": (epmoe.fused, "grouped_gemm", 2, {"fused": False}),
@@ -232,7 +253,8 @@ def test_fused_without_memory_between_operations(ranks, monkeypatch, where):
 
     results = ranks(run, world_size=3, at_least=2)
     check_outcomes([alive for _, alive in results], "nothing")
-    check_outcomes([got for got, _ in results], ["OutOfMemoryError" if rank == BAD else "PeerError" for rank in range(len(results))], who=BAD,
+    check_outcomes([got for got, _ in results], ["OutOfMemoryError" if rank == BAD else "PeerError"
+                                                 for rank in range(len(results))], who=BAD,
                    elsewhere=(f"rank {BAD}", "no memory"))
 
 
@@ -244,12 +266,15 @@ WRONG_BY_CHOICE = [
     ("exp_indices", lambda i: i.repeat(100, 1), ("exp_indices", "1200")),
     ("weight", lambda w: w[:, :2].contiguous(), ("weight", "[12, 3]", "[12, 2]")),
     ("input", lambda x: torch.cat([x, x]), ("input has 24 tokens, but exp_indices has 12",)),
-    ("full_scatter_indices", lambda s: torch.zeros(12, 2, dtype=torch.int32), ("full_scatter_indices", "[*, 3]", "[12, 2]")),
+    ("full_scatter_indices", lambda s: torch.zeros(12, 2, dtype=torch.int32),
+     ("full_scatter_indices", "[*, 3]", "[12, 2]")),
 ]
 
 
-@pytest.mark.parametrize("which, at", [(which, i) for which in ("dispatch", "mega_dispatch_group_gemm", "preprocess")
-                                       for i, (name, _, texts) in enumerate(WRONG_BY_CHOICE) if which != "preprocess" or texts[0] == name != "weight"])
+@pytest.mark.parametrize("which, at", [(which, i) for which in ("dispatch", "mega_dispatch_group_gemm",
+                                                                "preprocess")
+                                       for i, (name, _, texts) in enumerate(WRONG_BY_CHOICE)
+                                       if which != "preprocess" or texts[0] == name != "weight"])
 def test_fused_mistakes_without_token_saving(ranks, which, at):
     name, change, texts = WRONG_BY_CHOICE[at]
 
@@ -259,8 +284,10 @@ def test_fused_mistakes_without_token_saving(ranks, which, at):
         before = step(op, MISTAKEN, t)
         op.synchronize()
         world.set_timeout(MISTAKE_LIMIT_S)
-        given = {"input": t.x, "exp_indices": t.idx, "weight": t.weight, "gemm_weight": t.w1, "full_scatter_indices": None}
-        wanted = {"preprocess": ("exp_indices", "full_scatter_indices"), "dispatch": ("input", "exp_indices", "weight", "full_scatter_indices")}
+        given = {"input": t.x, "exp_indices": t.idx, "weight": t.weight, "gemm_weight": t.w1,
+                 "full_scatter_indices": None}
+        wanted = {"preprocess": ("exp_indices", "full_scatter_indices"),
+                  "dispatch": ("input", "exp_indices", "weight", "full_scatter_indices")}
         if world.rank == BAD:
             given[name] = change(given[name]).to(device)
         got = outcome(lambda: getattr(op, which)(**{n: given[n] for n in wanted.get(which, given)}), op)
@@ -271,7 +298,8 @@ def test_fused_mistakes_without_token_saving(ranks, which, at):
         return got
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes(results, ["ValueError" if rank == BAD else "PeerError" for rank in range(len(results))], *texts, who=BAD, elsewhere=(f"rank {BAD}",))
+    check_outcomes(results, ["ValueError" if rank == BAD else "PeerError" for rank in range(len(results))],
+                   *texts, who=BAD, elsewhere=(f"rank {BAD}",))
 
 
 @pytest.mark.parametrize("order", ["fuse", "", None])
@@ -300,7 +328,8 @@ WRONG_OPTIONS = {
 
 @pytest.mark.parametrize("name", WRONG_OPTIONS)
 def test_fused_wrong_option_on_one_rank(ranks, name):
-    """What this rank cannot be made with, the others hear of while they make theirs; so also where no block would be left that
+    """What this rank cannot be made with, the others hear of while they make theirs; so also where no block
+    would be left that
     sends, or that adds up.  Then all make one that works."""
     options, text = WRONG_OPTIONS[name]
 
@@ -317,6 +346,7 @@ def test_fused_wrong_option_on_one_rank(ranks, name):
         return got, alive, seen
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes([got for got, _, _ in results], ["ValueError" if rank == BAD else "PeerError" for rank in range(len(results))], text, who=BAD)
+    check_outcomes([got for got, _, _ in results], ["ValueError" if rank == BAD else "PeerError"
+                                                    for rank in range(len(results))], text, who=BAD)
     check_outcomes([alive for _, alive, _ in results], "nothing")
     check_numbers([seen for _, _, seen in results], MISTAKEN)

@@ -48,8 +48,10 @@ def test_fuzz_oracle_is_the_reference():
             same_numbers(want.num_rows, [len(r) for r in p["rows"]], "rows")
             same_numbers(want.choice_row, torch.cat([r.reshape(-1) for r in p["token_row"]]), "token_row")
             dtype = routings.DTYPES[b.dtype][0]
-            ys = [torch.from_numpy(work.y[r, routing : routing + m].copy()).view(dtype) for r, m in enumerate(want.num_rows)]
-            ws = [torch.from_numpy(work.y_weight[r, routing : routing + m].copy()) for r, m in enumerate(want.num_rows)] if b.weights else None
+            ys = [torch.from_numpy(work.y[r, routing : routing + m].copy()).view(dtype) for r,
+                  m in enumerate(want.num_rows)]
+            ws = [torch.from_numpy(work.y_weight[r, routing : routing + m].copy()) for r,
+                  m in enumerate(want.num_rows)] if b.weights else None
             sums = torch.cat(reference.combine(ys, p, indices, b.num_experts, ws, b.mode == "local"))
             got = torch.from_numpy(want.sums(b, work, routing)).view(dtype)
             assert torch.equal(got, sums), (number, routing)
@@ -59,11 +61,14 @@ def test_fuzz_oracle_is_the_reference():
 @pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["row", "weight", "plan", "sum"])
 def test_fuzz_notices_one_wrong_bit(at):
     """One bit of one result of one rank is turned, and the routing is refused."""
-    number = next(n for n in range(100) if (b := routings.make_batch(23, n)[0]).weights and b.num_ranks > 1 and b.max_tokens > 3 and not b.capacity)
+    number = next(n for n in range(100) if (b := routings.make_batch(23, n)[0]).weights and b.num_ranks > 1
+                  and b.max_tokens > 3 and not b.capacity)
 
     def turned(work):
-        results = run_threads(lambda world: routings.run_rank(world, torch.device("cpu"), work), work.batch.num_ranks)
-        routing = next(i for i in range(work.batch.num_routings) if results[1][i][0].size and results[1][i][3].size)
+        results = run_threads(lambda world: routings.run_rank(world, torch.device("cpu"), work),
+                              work.batch.num_ranks)
+        routing = next(i for i in range(work.batch.num_routings) if results[1][i][0].size
+                       and results[1][i][3].size)
         part = results[1][routing][at]
         (routings.parts_of(part)["recv_tokens"] if at == 2 else part).reshape(-1)[0] ^= 1
         return results

@@ -11,7 +11,8 @@ from test_gemm_products import ACTIVATIONS, check, kernels, problem
 def test_gemm_counts_and_offsets_say_the_same(ranks):
     x, weight, _, _, _ = problem([4, 0, 9], 32, 16, torch.bfloat16, ranks.device, before=0, behind=0)
     by_counts = epmoe.grouped_gemm(x, weight, torch.tensor([4, 0, 9], device=ranks.device))
-    by_offsets = epmoe.grouped_gemm(x, weight, offsets=torch.tensor([0, 4, 4, 13], device=ranks.device, dtype=torch.int32))
+    by_offsets = epmoe.grouped_gemm(x, weight, offsets=torch.tensor([0, 4, 4, 13], device=ranks.device,
+                                                                    dtype=torch.int32))
     assert torch.equal(by_counts, by_offsets)
 
 
@@ -22,15 +23,18 @@ def test_gemm_takes_parts_of_something_larger(ranks):
     begin, end = offsets[0].item(), offsets[-1].item()
     for odd in range(5):
         given = [misaligned(t) if odd in (i, 4) else t for i, t in enumerate((x, weight, bias, row_weight))]
-        y = epmoe.grouped_gemm(given[0], given[1], offsets=misaligned(offsets), bias=given[2], activation="gelu", row_weight=given[3])
+        y = epmoe.grouped_gemm(given[0], given[1], offsets=misaligned(offsets), bias=given[2],
+                               activation="gelu", row_weight=given[3])
         assert torch.equal(y[begin:end], want[begin:end])
 
 
 def test_gemm_of_more_experts_than_a_layer_may_have(ranks):
     counts = torch.arange(1500) % 3
-    x, weight, _, _, offsets = problem(counts.tolist(), 32, 16, torch.bfloat16, ranks.device, before=0, behind=0)
+    x, weight, _, _, offsets = problem(counts.tolist(), 32, 16, torch.bfloat16, ranks.device, before=0,
+                                       behind=0)
     y = epmoe.grouped_gemm(x, weight, counts.to(ranks.device))
-    want = torch.bmm(x.double()[:, None], weight.double()[torch.arange(1500).repeat_interleave(counts).to(ranks.device)].transpose(1, 2))[:, 0]
+    want = torch.bmm(x.double()[:, None],
+                     weight.double()[torch.arange(1500).repeat_interleave(counts).to(ranks.device)].transpose(1, 2))[:, 0]
     check(y, want, torch.tensor(20.0), "1500 experts")
 
 
@@ -42,7 +46,8 @@ def test_gemm_believes_no_offset_beyond_the_rows(ranks):
         y = epmoe.grouped_gemm(x, weight, offsets=offsets)
         begin, end = max(wrong[0], 0), min(wrong[1], 13)
         if begin < end <= 4:
-            check(y[begin:end], x[begin:end].double() @ weight[0].double().t(), torch.tensor(20.0), "expert 0")
+            check(y[begin:end], x[begin:end].double() @ weight[0].double().t(), torch.tensor(20.0),
+                  "expert 0")
 
 
 @pytest.mark.cuda_only
@@ -50,7 +55,8 @@ def test_gemm_rows_past_the_experts_are_left_alone(ranks):
     x, weight, _, _, offsets = problem([130, 7], 64, 32, torch.bfloat16, ranks.device)
     for portable in kernels(ranks):
         out = torch.full((len(x), 64), 7.0, dtype=x.dtype, device=x.device)
-        epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, offsets.new_zeros(1).long(), out, portable)
+        epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, offsets.new_zeros(1).long(),
+                              out, portable)
         assert (out[:3] == 7).all() and (out[140:] == 7).all() and not (out[3:140] == 7).all(1).any()
 
 
@@ -67,15 +73,19 @@ def test_gemm_rows_past_the_experts_are_left_alone(ranks):
     (dict(bias=torch.zeros(2, 3)), ValueError, "bias [2, 10]"),
     (dict(row_weight=torch.zeros(5)), ValueError, "row weights [4]"),
     (dict(weight=torch.zeros(2, 9, 16), activation="swiglu"), ValueError, "even"),
-    (dict(x=torch.zeros(4, 16).long(), weight=torch.zeros(2, 10, 16).long()), TypeError, "rows: wanted a floating-point dtype, got torch.int64"),
+    (dict(x=torch.zeros(4, 16).long(), weight=torch.zeros(2, 10, 16).long()), TypeError,
+     "rows: wanted a floating-point dtype, got torch.int64"),
     (dict(x=[[0.0] * 16]), TypeError, "rows: wanted a tensor, got list"),
     (dict(weight=None), TypeError, "weights: wanted a tensor, got NoneType"),
     (dict(weight=torch.zeros(2, 10, 16, device="meta")), ValueError, "weights: wanted a tensor on cpu"),
     (dict(weight=torch.zeros(2, 10, 16).to_sparse()), ValueError, "weights: wanted a dense tensor"),
     (dict(offsets=None, counts=[2, 2]), TypeError, "counts: wanted a tensor, got list"),
-    (dict(offsets=None, counts=torch.full((2,), 2.0)), TypeError, "counts: wanted integers, got torch.float32"),
-    (dict(offsets=None, counts=torch.ones(2, dtype=torch.bool)), TypeError, "counts: wanted integers, got torch.bool"),
-    (dict(offsets=None, counts=torch.tensor([2, 2], device="meta")), ValueError, "counts: wanted a tensor on cpu"),
+    (dict(offsets=None, counts=torch.full((2,), 2.0)), TypeError,
+     "counts: wanted integers, got torch.float32"),
+    (dict(offsets=None, counts=torch.ones(2, dtype=torch.bool)), TypeError,
+     "counts: wanted integers, got torch.bool"),
+    (dict(offsets=None, counts=torch.tensor([2, 2], device="meta")), ValueError,
+     "counts: wanted a tensor on cpu"),
     (dict(offsets=None, counts=torch.tensor([2, 1, 1])), ValueError, "wanted counts [2], got [3]"),
     (dict(offsets=None, counts=torch.tensor([2**32 + 2, 2])), ValueError, "the number of rows"),
     (dict(offsets=None, counts=torch.tensor([2, -(2**32) + 2])), ValueError, "the number of rows"),
@@ -85,41 +95,50 @@ def test_gemm_rows_past_the_experts_are_left_alone(ranks):
     (dict(bias=[0.0] * 20), TypeError, "bias: wanted a tensor, got list"),
     (dict(bias=torch.zeros(2, 10).int()), TypeError, "bias: wanted a floating-point dtype, got torch.int32"),
     (dict(bias=torch.zeros(2, 10, device="meta")), ValueError, "bias: wanted a tensor on cpu"),
-    (dict(row_weight=torch.ones(4).long()), TypeError, "row weights: wanted a floating-point dtype, got torch.int64"),
+    (dict(row_weight=torch.ones(4).long()), TypeError,
+     "row weights: wanted a floating-point dtype, got torch.int64"),
     (dict(row_weight=torch.ones(4, device="meta")), ValueError, "row weights: wanted a tensor on cpu"),
 ])
 def test_gemm_wrong_arguments_say_what_was_wanted(change, error, text):
-    good = dict(x=torch.zeros(4, 16), weight=torch.zeros(2, 10, 16), offsets=torch.tensor([0, 2, 4], dtype=torch.int32))
+    good = dict(x=torch.zeros(4, 16), weight=torch.zeros(2, 10, 16),
+                offsets=torch.tensor([0, 2, 4], dtype=torch.int32))
     with pytest.raises(error) as caught:
         epmoe.grouped_gemm(**(good | change))
     assert text in str(caught.value)
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("sizes", [{"counts": [4, -2, 8]}, {"counts": [-4, 8, 6]}, {"counts": [4, 4, 6]}, {"offsets": [0, 6, 4, 10]}, {"offsets": [-1, 2, 4, 6]},
+@pytest.mark.parametrize("sizes", [{"counts": [4, -2, 8]}, {"counts": [-4, 8, 6]}, {"counts": [4, 4, 6]},
+                                   {"offsets": [0, 6, 4, 10]}, {"offsets": [-1, 2, 4, 6]},
                                    {"offsets": [0, 2, 4, 11]}], ids=str)
 def test_gemm_of_rows_that_are_not_there(sizes):
     (name, values), = sizes.items()
     with pytest.raises(ValueError, match="0 to 10, the number of rows"):
-        epmoe.grouped_gemm(torch.randn(10, 16), torch.randn(3, 8, 16), **{name: torch.tensor(values, dtype=torch.int32)})
+        epmoe.grouped_gemm(torch.randn(10, 16), torch.randn(3, 8, 16),
+                           **{name: torch.tensor(values, dtype=torch.int32)})
 
 
 @pytest.mark.parametrize("with_grad", [False, True], ids=["plain", "grad"])
 def test_gemm_takes_a_bias_and_row_weights_of_any_floating_dtype(ranks, with_grad):
-    x, weight, bias, row_weight, offsets = problem([4, 9], 32, 16, torch.bfloat16, ranks.device, before=0, behind=0)
+    x, weight, bias, row_weight, offsets = problem([4, 9], 32, 16, torch.bfloat16, ranks.device, before=0,
+                                                   behind=0)
     x.requires_grad_(with_grad)
     row_weight = row_weight.bfloat16()  # so that every dtype here can hold the same numbers
     want = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias, row_weight=row_weight.float())
     for dtype in (torch.float32, torch.float64):
-        y = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias.to(dtype), row_weight=row_weight.to(dtype))
+        y = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias.to(dtype),
+                               row_weight=row_weight.to(dtype))
         assert y.dtype == x.dtype
         torch.testing.assert_close(y, want)
 
 
 @pytest.mark.parametrize("with_grad", [False, True], ids=["plain", "grad"])
 def test_gemm_applies_row_weights_in_float32(ranks, with_grad):
-    x, weight = torch.ones(1, 16, dtype=torch.bfloat16, device=ranks.device), torch.full((1, 16, 16), 24.0, dtype=torch.bfloat16, device=ranks.device)
-    row_weight, offsets = torch.tensor([1.0035], device=ranks.device), torch.tensor([0, 1], dtype=torch.int32, device=ranks.device)
+    x, weight = torch.ones(1, 16, dtype=torch.bfloat16, device=ranks.device), torch.full((1, 16, 16), 24.0,
+                                                                                         dtype=torch.bfloat16,
+                                                                                         device=ranks.device)
+    row_weight, offsets = torch.tensor([1.0035], device=ranks.device), torch.tensor([0, 1], dtype=torch.int32,
+                                                                                    device=ranks.device)
     y = epmoe.grouped_gemm(x.requires_grad_(with_grad), weight, offsets=offsets, row_weight=row_weight)
     assert (y == 386).all()  # 385.344; with a weight rounded to bfloat16, which is 1, it would be 384
 
@@ -134,7 +153,8 @@ def test_gemm_under_autocast_keeps_its_precision():
 
 def test_gemm_refuses_a_second_derivative(ranks):
     x, weight, _, _, offsets = problem([4, 9], 32, 16, torch.bfloat16, ranks.device, before=0, behind=0)
-    g, = torch.autograd.grad(epmoe.grouped_gemm(x.requires_grad_(), weight.requires_grad_(), offsets=offsets).square().sum(), x, create_graph=True)
+    g, = torch.autograd.grad(epmoe.grouped_gemm(x.requires_grad_(), weight.requires_grad_(),
+                                                offsets=offsets).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no backward of its own"):
         g.sum().backward()
 
@@ -147,7 +167,8 @@ def test_gemm_gradients_of_nobodys_rows_reach_nobody(ranks, activation):
     grads = []
     for poison in (0.0, float("nan")):
         leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias, row_weight)]
-        y = epmoe.grouped_gemm(leaves[0], leaves[1], offsets=offsets, bias=leaves[2], activation=activation, row_weight=leaves[3])
+        y = epmoe.grouped_gemm(leaves[0], leaves[1], offsets=offsets, bias=leaves[2], activation=activation,
+                               row_weight=leaves[3])
         g = torch.full_like(y, poison)
         g[begin:end] = torch.randn(end - begin, y.shape[1], generator=generator(5)).to(y)
         y.backward(g)

@@ -16,13 +16,15 @@ def test_heap_translate_keeps_the_offset(ranks):
     def run(world, device):
         heap = make_heap(world, device)
         a, b = heap.malloc_symmetric((10,)), heap.malloc_symmetric((33,), torch.float64)
-        assert heap.translate(b, world.rank) == b.data_ptr() and heap.offset(a) == heap.offset(b) - (b.data_ptr() - a.data_ptr())
+        assert heap.translate(b,
+                              world.rank) == b.data_ptr() and heap.offset(a) == heap.offset(b) - (b.data_ptr() - a.data_ptr())
         assert heap.offset(b[3:]) == heap.offset(b) + 24
         for peer in range(world.size):
             assert heap.translate(b, peer) - heap.translate(a, peer) == b.data_ptr() - a.data_ptr()
             assert heap.peer_view(b, peer).data_ptr() == heap.translate(b, peer)
         own = len({heap.translate(a, p) for p in range(world.size)})
-        out = outcome(lambda: heap.translate(a, world.size)), outcome(lambda: heap.offset(torch.zeros(3, device=device)))
+        out = outcome(lambda: heap.translate(a, world.size)), outcome(lambda: heap.offset(torch.zeros(3,
+                                                                                                      device=device)))
         heap.close()
         return own, out
 
@@ -38,7 +40,8 @@ def test_heap_peer_view_reads_and_writes(ranks, dtype):
         heap = make_heap(world, device)
         box = heap.malloc_symmetric((world.size, 50), dtype)
         for peer in range(world.size):
-            heap.peer_view(box, peer)[world.rank].copy_(random_bits((50,), dtype, generator(world.rank, peer)).to(device))
+            heap.peer_view(box, peer)[world.rank].copy_(random_bits((50,), dtype,
+                                                                    generator(world.rank, peer)).to(device))
         heap.barrier()
         got = box.clone()
         seen = heap.peer_view(box, (world.rank + 1) % world.size).clone()
@@ -49,7 +52,8 @@ def test_heap_peer_view_reads_and_writes(ranks, dtype):
     results = ranks(run)
     for rank, (got, seen) in enumerate(results):
         for writer in range(len(results)):
-            same_bits(got[writer], random_bits((50,), dtype, generator(writer, rank)), f"what rank {writer} wrote at {rank}")
+            same_bits(got[writer], random_bits((50,), dtype, generator(writer, rank)),
+                      f"what rank {writer} wrote at {rank}")
         same_bits(seen, results[(rank + 1) % len(results)][0], "what was read from the next rank")
 
 
@@ -82,17 +86,22 @@ def test_heap_put_refuses_what_it_cannot_copy(ranks):
     def run(world, device):
         heap = make_heap(world, device)
         t = heap.malloc_symmetric((4, 4))
-        calls = [lambda: heap.put(t, torch.zeros(4, 5, device=device), 0), lambda: heap.put(t, torch.zeros(4, 4, dtype=torch.float16, device=device), 0),
-                 lambda: heap.put(t, torch.zeros(4, 8, device=device)[:, ::2], 0), lambda: heap.put(t.t(), torch.zeros(4, 4, device=device), 0),
-                 lambda: heap.put(t, torch.zeros(4, 4, device=device), world.size), lambda: heap.put(torch.zeros(4, 4, device=device), t, 0),
-                 lambda: heap.get(torch.zeros(4, 5, device=device), t, 0), lambda: heap.get(t, torch.zeros(4, 4, device=device), 0),
+        calls = [lambda: heap.put(t, torch.zeros(4, 5, device=device), 0),
+                 lambda: heap.put(t, torch.zeros(4, 4, dtype=torch.float16, device=device), 0),
+                 lambda: heap.put(t, torch.zeros(4, 8, device=device)[:, ::2], 0),
+                 lambda: heap.put(t.t(), torch.zeros(4, 4, device=device), 0),
+                 lambda: heap.put(t, torch.zeros(4, 4, device=device), world.size),
+                 lambda: heap.put(torch.zeros(4, 4, device=device), t, 0),
+                 lambda: heap.get(torch.zeros(4, 5, device=device), t, 0),
+                 lambda: heap.get(t, torch.zeros(4, 4, device=device), 0),
                  lambda: heap.peer_view(t.t(), 0), lambda: heap.peer_view(t, world.size)]
         got = [outcome(c) for c in calls]
         clean = not t.any()
         heap.close()
         return got, bool(clean)
 
-    texts = (("16", "20"), ("float32", "float16"), ("contiguous",), ("contiguous",), (f"rank {ranks.size(2)}",), ("not in this symmetric heap",), ("16", "20"),
+    texts = (("16", "20"), ("float32", "float16"), ("contiguous",), ("contiguous",),
+             (f"rank {ranks.size(2)}",), ("not in this symmetric heap",), ("16", "20"),
              ("not in this symmetric heap",), ("contiguous",), (f"rank {ranks.size(2)}",))
     for got, clean in ranks(run, world_size=2):
         for o, t in zip(got, texts):
@@ -109,7 +118,8 @@ def test_heap_signal_publishes_what_was_put_before(ranks):
         right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
         for i in range(1, 101):
             heap.wait(words, 1, i - 2 if i > 2 else 0)  # the right one has read what stood in this half
-            heap.put(box[i % 2], torch.full((500,), 1000 * world.rank + i, dtype=torch.int32, device=device), right)
+            heap.put(box[i % 2], torch.full((500,), 1000 * world.rank + i, dtype=torch.int32, device=device),
+                     right)
             heap.signal(words, 0, i, right)
             heap.wait(words, 0, i)
             got = box[i % 2].clone()
@@ -150,15 +160,20 @@ def test_heap_wait_compares(ranks):
         heap.signal(words, 0, 2**62, world.rank)
         heap.wait(words, 0, 2**40)
         heap.synchronize()
-        wrong = [outcome(c) for c in (lambda: heap.signal(words, 2, 1, 0), lambda: heap.wait(words, -1, 1), lambda: heap.wait(words, 0, 1, cmp="lt"),
-                                      lambda: heap.signal(words, 0, 1, 0, op="max"), lambda: heap.signal(heap.malloc_symmetric((2,)), 0, 1, 0),
-                                      lambda: heap.signal(words, 0, 1, world.size), lambda: heap.signal(words[::2], 0, 1, 0),
-                                      lambda: heap.wait(heap.malloc_symmetric((2, 2), torch.int64)[:, 1], 1, 0))]
+        wrong = [outcome(c) for c in (lambda: heap.signal(words, 2, 1, 0), lambda: heap.wait(words, -1, 1),
+                                      lambda: heap.wait(words, 0, 1, cmp="lt"),
+                                      lambda: heap.signal(words, 0, 1, 0, op="max"),
+                                      lambda: heap.signal(heap.malloc_symmetric((2,)), 0, 1, 0),
+                                      lambda: heap.signal(words, 0, 1, world.size),
+                                      lambda: heap.signal(words[::2], 0, 1, 0),
+                                      lambda: heap.wait(heap.malloc_symmetric((2, 2), torch.int64)[:, 1], 1,
+                                                        0))]
         heap.close()
         return wrong
 
     for wrong in ranks(run, world_size=2):
-        check_outcomes(wrong, ["IndexError", "IndexError", "ValueError", "ValueError", "TypeError", "ValueError", "nothing", "ValueError"])
+        check_outcomes(wrong, ["IndexError", "IndexError", "ValueError", "ValueError", "TypeError",
+                               "ValueError", "nothing", "ValueError"])
 
 
 def test_heap_wait_for_equal_lets_nothing_greater_pass(ranks):
@@ -182,7 +197,9 @@ def test_heap_wait_for_equal_lets_nothing_greater_pass(ranks):
 
 
 def test_heap_wait_ends_at_its_limit(ranks):
-    """A word that nobody sets: EpTimeout names what was wanted and seen, and the world has ended on every rank."""
+    """A word that nobody sets: EpTimeout names what was wanted and seen, and the world has ended on every
+    rank.
+    """
 
     def run(world, device):
         heap = make_heap(world, device)
@@ -196,7 +213,9 @@ def test_heap_wait_ends_at_its_limit(ranks):
 
     results = ranks(run, world_size=3)
     check_outcomes([r[0] for r in results], "EpTimeout", within_s=3)
-    assert 0.4 < results[0][0].seconds and "wanted 9" in results[0][0].text and "saw 3" in results[0][0].text, results[0][0].text
+    assert (
+        0.4 < results[0][0].seconds and "wanted 9" in results[0][0].text and "saw 3" in results[0][0].text
+    ), results[0][0].text
     check_outcomes([r[1] for r in results], "EpTimeout")
 
 
@@ -206,7 +225,8 @@ def test_heap_barrier_orders_puts(ranks):
         box = heap.malloc_symmetric((world.size,), torch.int32)
         for i in range(1, 61):
             for peer in range(world.size):
-                heap.put(box[world.rank : world.rank + 1], torch.tensor([i], dtype=torch.int32, device=device), peer)
+                heap.put(box[world.rank : world.rank + 1], torch.tensor([i], dtype=torch.int32,
+                                                                        device=device), peer)
             heap.barrier()
             got = box.clone()
             heap.barrier()
@@ -253,7 +273,8 @@ def test_heap_view_of_a_peer_outlives_the_peers_heap(ranks):
 
 def test_heap_device_handle_says_where_peers_are(ranks):
     class Handle(ctypes.Structure):  # EpDeviceHeap
-        _fields_ = [("base", ctypes.c_uint64 * 8), ("world_ended", ctypes.c_uint64), ("timeout_ns", ctypes.c_uint64), ("my_rank", ctypes.c_uint32),
+        _fields_ = [("base", ctypes.c_uint64 * 8), ("world_ended", ctypes.c_uint64),
+                    ("timeout_ns", ctypes.c_uint64), ("my_rank", ctypes.c_uint32),
                     ("num_ranks", ctypes.c_uint32)]
 
     def run(world, device):
@@ -261,7 +282,8 @@ def test_heap_device_handle_says_where_peers_are(ranks):
         t = heap.malloc_symmetric((10,))
         h = Handle.from_buffer_copy(heap.device_handle())
         assert (h.my_rank, h.num_ranks) == (world.rank, world.size) and h.timeout_ns > 0 and h.world_ended
-        assert [h.base[r] + heap.offset(t) for r in range(world.size)] == [heap.translate(t, r) for r in range(world.size)]
+        assert [h.base[r] + heap.offset(t) for r in range(world.size)] == [heap.translate(t, r)
+                                                                           for r in range(world.size)]
         assert not any(h.base[world.size :])
         heap.close()
         return outcome(heap.device_handle)
@@ -273,7 +295,8 @@ def test_heap_refuses_another_device(ranks, monkeypatch):
     monkeypatch.delenv("EPMOE_BACKEND", raising=False)
 
     def run(world, device):
-        return [outcome(lambda: epmoe.SymmetricHeap(world, 1 << 16, "meta")), outcome(lambda: epmoe.heap.pick_device("mps"))]
+        return [outcome(lambda: epmoe.SymmetricHeap(world, 1 << 16, "meta")),
+                outcome(lambda: epmoe.heap.pick_device("mps"))]
 
     for got in ranks(run, world_size=2):
         check_outcomes(got, "ValueError", "epmoe works on cpu and cuda")

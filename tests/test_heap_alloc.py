@@ -12,7 +12,8 @@ import epmoe
 from cases import check_outcomes, keep, outcome, same_bits
 from pace import HANG_S
 
-KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+KINDS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.int16, torch.int32,
+         torch.int64, torch.uint8)
 
 
 def make_heap(world, device, num_bytes=1 << 20):
@@ -24,7 +25,8 @@ def make_heap(world, device, num_bytes=1 << 20):
 def test_heap_same_offset_on_every_rank(ranks):
     def run(world, device):
         heap = make_heap(world, device)
-        tensors = [heap.malloc_symmetric(shape, dtype) for shape in ((3,), (5, 7), 64, (2, 3, 4), ()) for dtype in KINDS]
+        tensors = [heap.malloc_symmetric(shape, dtype) for shape in ((3,), (5, 7), 64, (2, 3, 4), ())
+                   for dtype in KINDS]
         for t in tensors:
             assert t.device.type == torch.device(device).type and t.is_contiguous() and not t.any()
         shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
@@ -75,10 +77,18 @@ def test_heap_statistics_add_up(ranks):
         assert start["total"] == start["free"] == start["largest_free"] >= 1 << 20
         tensors = [heap.malloc_symmetric((n,), torch.uint8) for n in (1, 1000, 100_000)]
         full = heap.stats()
-        assert full["num_allocations"] == 3 and 101_001 <= full["used"] <= 110_000 and full["used"] + full["free"] == full["total"]
+        assert (
+            full["num_allocations"] == 3
+            and 101_001 <= full["used"] <= 110_000
+            and full["used"] + full["free"] == full["total"]
+        )
         heap.free(tensors[1])
         holed = heap.stats()
-        assert holed["num_allocations"] == 2 and holed["largest_free"] < holed["free"] and holed["peak"] == full["used"]
+        assert (
+            holed["num_allocations"] == 2
+            and holed["largest_free"] < holed["free"]
+            and holed["peak"] == full["used"]
+        )
         heap.free(tensors[0])
         heap.free(tensors[2])
         heap.free(heap.malloc_symmetric((1,), torch.uint8))  # less than there was
@@ -105,7 +115,9 @@ def test_heap_largest_free_is_not_the_last(ranks):
 
 
 def test_heap_random_allocations_never_overlap(ranks):
-    """Some hundred allocations and frees in any order: disjoint, equal on all ranks, and all of it comes back."""
+    """Some hundred allocations and frees in any order: disjoint, equal on all ranks, and all of it comes
+    back.
+    """
 
     def run(world, device):
         heap, pick, live, trace = make_heap(world, device, 1 << 15), random.Random(5), [], []
@@ -113,14 +125,16 @@ def test_heap_random_allocations_never_overlap(ranks):
             if live and pick.random() < 0.48:
                 heap.free(live.pop(pick.randrange(len(live)))[2])
                 continue
-            n, alignment = pick.choice([1, 7, 256, 300, 4096, 10_000, 20_000]), pick.choice([1, 128, 1024, 4096])
+            n, alignment = pick.choice([1, 7, 256, 300, 4096, 10_000,
+                                        20_000]), pick.choice([1, 128, 1024, 4096])
             try:
                 t = heap.malloc_symmetric((n,), torch.uint8, alignment)
             except epmoe.HeapExhausted:
                 trace.append(-1)
                 continue
             a = heap.offset(t)
-            assert a % alignment == 0 and all(a + n <= b or b + m <= a for b, m, _ in live), "two tensors share memory"
+            assert a % alignment == 0 and all(a + n <= b or b + m <= a for b, m,
+                                              _ in live), "two tensors share memory"
             live.append((a, n, t))
             trace.append(a)
         for _, _, t in live:
@@ -140,7 +154,8 @@ def test_heap_exhaustion_names_needed_and_free(ranks):
         before = heap.stats()
         got = outcome(lambda: heap.malloc_symmetric((4 << 20,), torch.uint8))
         same = heap.stats() == before
-        whole = heap.malloc_symmetric((before["largest_free"],), torch.uint8)  # what is said to be free can be had
+        whole = heap.malloc_symmetric((before["largest_free"],),
+                                      torch.uint8)  # what is said to be free can be had
         again = outcome(lambda: heap.malloc_symmetric((1,), torch.uint8))
         heap.free(whole)
         heap.close()
@@ -262,8 +277,10 @@ def test_heap_is_closed_after_close(ranks):
         heap = make_heap(world, device)
         t = heap.malloc_symmetric((10,))
         heap.close()
-        return [outcome(call) for call in (lambda: heap.malloc_symmetric((1,)), lambda: heap.free(t), lambda: heap.barrier(),
-                                           lambda: heap.put(t, torch.zeros(10, device=device), 0), lambda: heap.translate(t, 0))]
+        return [outcome(call) for call in (lambda: heap.malloc_symmetric((1,)), lambda: heap.free(t),
+                                           lambda: heap.barrier(),
+                                           lambda: heap.put(t, torch.zeros(10, device=device), 0),
+                                           lambda: heap.translate(t, 0))]
 
     for outcomes in ranks(run):
         check_outcomes(outcomes, "EpClosed", "closed")
@@ -306,7 +323,9 @@ def test_heap_self_made_world_of_one(ranks):
 
 @pytest.mark.cpu_only
 def test_heap_of_a_thread_stays_while_others_write_to_it(tmp_path):
-    """Ranks that are threads reach each other by address: one that drops its heap must not take it from the others."""
+    """Ranks that are threads reach each other by address: one that drops its heap must not take it from the
+    others.
+    """
     script = tmp_path / "drop.py"
     script.write_text(
         "import torch, epmoe, threading\n"
@@ -324,4 +343,6 @@ def test_heap_of_a_thread_stays_while_others_write_to_it(tmp_path):
         "run_threads(fn, 2, timeout_s=600)\n"
         "print('alive')\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S)
-    assert done.returncode == 0 and done.stdout.strip() == "alive", f"exit {done.returncode}\n{done.stderr[-500:]}"
+    assert (
+        done.returncode == 0 and done.stdout.strip() == "alive"
+    ), f"exit {done.returncode}\n{done.stderr[-500:]}"

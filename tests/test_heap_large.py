@@ -13,7 +13,8 @@ MAX_I32 = 2**31
 
 
 def config(**changes):
-    fields = {"num_ranks": 8, "num_experts": 256, "topk": 8, "max_tokens": 32768, "hidden": 7168, "dtype": _C.BF16, "mode": _C.COMBINE_SCATTER,
+    fields = {"num_ranks": 8, "num_experts": 256, "topk": 8, "max_tokens": 32768, "hidden": 7168,
+              "dtype": _C.BF16, "mode": _C.COMBINE_SCATTER,
               "capacity": 8 * 32768 * 8, "num_buffers": 1, "num_sm": 1, "reserve_sms": 0}
     return tuple((fields | changes).values())
 
@@ -23,13 +24,16 @@ def test_heap_layer_bytes_past_4_gib(mode):
     """A communication buffer is at least its staging rows, here some 3.8 GB to 30 GB."""
     got = _C.layer_bytes(config(mode=getattr(_C, mode)))
     row = 2 * 7168
-    staging = {"COMBINE_LOCAL": 8 * 32768, "COMBINE_SCATTER": max(8 * 32768, 32768 * 8), "COMBINE_GATHER": 8 * 32768 * 8}[mode] * row
+    staging = {"COMBINE_LOCAL": 8 * 32768, "COMBINE_SCATTER": max(8 * 32768, 32768 * 8),
+               "COMBINE_GATHER": 8 * 32768 * 8}[mode] * row
     assert staging <= got <= staging * 1.05 + (64 << 20)
 
 
 def test_heap_layer_bytes_grow_by_whole_rows():
-    """One more token is one more staging row for each source rank: exact arithmetic, on both sides of 2^32."""
-    sizes = [_C.layer_bytes(config(max_tokens=t, mode=_C.COMBINE_LOCAL, topk=2, capacity=8 * 40000 * 2)) for t in range(36000, 40000, 400)]
+    """One more token is one more staging row for each source rank: exact arithmetic, on both sides of 2^32.
+    """
+    sizes = [_C.layer_bytes(config(max_tokens=t, mode=_C.COMBINE_LOCAL, topk=2, capacity=8 * 40000 * 2))
+             for t in range(36000, 40000, 400)]
     steps = {b - a for a, b in zip(sizes, sizes[1:])}
     assert sizes[0] < 2**32 < sizes[-1]
     slot = (2 * 7168 + 8 + 16 + 127) // 128 * 128
@@ -44,8 +48,10 @@ def test_heap_layer_bytes_of_buffers_add_up():
 def test_heap_plan_layout_past_2_31_words():
     """T * K just under 2^31 choices of one rank: the parts of a plan neither wrap nor overlap."""
     tokens = MAX_I32 // 32 // 2 - 1
-    at = _C.plan_layout(config(num_ranks=2, num_experts=2, topk=32, max_tokens=tokens, capacity=MAX_I32 - 1), tokens)
-    sizes = {"counts": 4, "expert_row": 2, "token_expert": tokens * 32, "token_row": tokens * 32, "token_slot": tokens * 2, "sort": tokens * 32,
+    at = _C.plan_layout(config(num_ranks=2, num_experts=2, topk=32, max_tokens=tokens, capacity=MAX_I32 - 1),
+                        tokens)
+    sizes = {"counts": 4, "expert_row": 2, "token_expert": tokens * 32, "token_row": tokens * 32,
+             "token_slot": tokens * 2, "sort": tokens * 32,
              "send_token": tokens * 2, "tile_expert": at["max_tiles"], "tile_row": at["max_tiles"]}
     parts = sorted((at[name], name) for name in sizes)
     for (a, name), (b, _) in zip(parts, parts[1:]):
@@ -53,7 +59,8 @@ def test_heap_plan_layout_past_2_31_words():
     assert parts[-1][0] + sizes[parts[-1][1]] <= at["num_words"] and at["num_words"] > MAX_I32
 
 
-@pytest.mark.parametrize("changes", [{"max_tokens": 33_554_432}, {"topk": 32, "max_tokens": 8_388_608}, {"capacity": MAX_I32}, {"max_tokens": 2**32 - 1}])
+@pytest.mark.parametrize("changes", [{"max_tokens": 33_554_432}, {"topk": 32, "max_tokens": 8_388_608},
+                                     {"capacity": MAX_I32}, {"max_tokens": 2**32 - 1}])
 def test_heap_sizes_that_do_not_fit_are_refused(changes):
     with pytest.raises(ValueError, match=r"2\^31"):
         _C.layer_bytes(config(**changes))
@@ -62,7 +69,9 @@ def test_heap_sizes_that_do_not_fit_are_refused(changes):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("how_much", ["all of it", "far more"])
 def test_heap_larger_than_the_machine_is_refused(ranks, how_much):
-    """Each rank's heap would fit, all together do not: nobody takes memory, nobody is killed, the world goes on."""
+    """Each rank's heap would fit, all together do not: nobody takes memory, nobody is killed, the world goes
+    on.
+    """
     with open("/proc/meminfo") as f:
         available = next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
     num_bytes = available * 6 // 10 if how_much == "all of it" else 1 << 45
@@ -100,7 +109,9 @@ def test_heap_tensors_behind_4_gib(ranks):
         big = heap.malloc_symmetric((2**31 + 2**27,), torch.int16)
         after = heap.malloc_symmetric((1000,), torch.int32)
         peer = (world.rank + 1) % world.size
-        assert heap.offset(after) > 2**32 and heap.translate(after, peer) - heap.translate(big, peer) == heap.offset(after) - heap.offset(big)
+        assert heap.offset(after) > 2**32 and heap.translate(after,
+                                                             peer) - heap.translate(big,
+                                                                                    peer) == heap.offset(after) - heap.offset(big)
         heap.put(after, torch.arange(1000, dtype=torch.int32, device=device), peer)
         heap.peer_view(big, peer)[-5:] = 7
         heap.peer_view(big, peer)[2**31 + 3] = 9
@@ -112,4 +123,5 @@ def test_heap_tensors_behind_4_gib(ranks):
 
     for after, end, middle, start in ranks(run, world_size=1):  # under torchrun, all of its
         same_bits(after, torch.arange(1000, dtype=torch.int32), "behind 4 GiB")
-        assert end.tolist() == [0, 7, 7, 7, 7, 7] and middle.tolist() == [0, 9, 0] and start.tolist() == [0, 0, 0]
+        assert end.tolist() == [0, 7, 7, 7, 7, 7] and middle.tolist() == [0, 9,
+                                                                          0] and start.tolist() == [0, 0, 0]

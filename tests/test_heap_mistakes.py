@@ -1,4 +1,6 @@
-"""The heap, where something is wrong on one rank, or different between ranks: everybody hears of it, and the heap goes on."""
+"""The heap, where something is wrong on one rank, or different between ranks: everybody hears of it, and the
+heap goes on.
+"""
 
 import resource
 
@@ -26,9 +28,12 @@ def differing(world, device, call_of):
 
 @pytest.mark.parametrize("call, texts", [
     (lambda h, r: h.malloc_symmetric((100 + (r == 1),), torch.int32), ("rank 1", "404", "400")),
-    (lambda h, r: h.malloc_symmetric((100,), torch.int64 if r == 1 else torch.int32), ("rank 1", "800", "400")),
+    (lambda h, r: h.malloc_symmetric((100,), torch.int64 if r == 1 else torch.int32),
+     ("rank 1", "800", "400")),
     (lambda h, r: h.malloc_symmetric((100,), alignment=512 if r == 1 else 128), ("rank 1", "512", "128")),
-    (lambda h, r: h.free(h.malloc_symmetric((4,))) if r == 1 else (h.malloc_symmetric((4,)), h.malloc_symmetric((4,))), ("rank 1", "in free (heap ", "in allocation (heap ")),
+    (lambda h, r: h.free(h.malloc_symmetric((4,))) if r == 1 else (h.malloc_symmetric((4,)),
+                                                                   h.malloc_symmetric((4,))),
+     ("rank 1", "in free (heap ", "in allocation (heap ")),
     (lambda h, r: h.free([h.malloc_symmetric((4,)), h.malloc_symmetric((0,))][r == 1]), ("rank 1", "frees")),
 ], ids=["size", "dtype", "alignment", "order", "nothing"])
 def test_heap_ranks_that_differ(ranks, call, texts):
@@ -51,7 +56,8 @@ def test_heap_ranks_that_differ(ranks, call, texts):
     (lambda h: h.malloc_symmetric((1,) * 9), "ValueError", "8"),
     (lambda h: h.free(torch.zeros(4)), "ValueError", "not in this symmetric heap"),
     (lambda h: h.free(None), "Error", ""),
-], ids=["alignment-3", "alignment-0", "alignment-negative", "alignment-4M", "alignment-text", "dtype", "negative", "huge", "shape-text", "shape-none",
+], ids=["alignment-3", "alignment-0", "alignment-negative", "alignment-4M", "alignment-text", "dtype",
+        "negative", "huge", "shape-text", "shape-none",
         "dimensions", "free-foreign", "free-none"])
 def test_heap_call_that_one_rank_cannot_make(ranks, call, kind, text):
     """That rank raises its own reason; the others PeerError."""
@@ -89,7 +95,8 @@ def test_heap_that_cannot_be_made(ranks, size_of, kind, texts):
 
     results = ranks(run, world_size=3, at_least=2)
     elsewhere = "PeerError" if kind == "ValueError" else kind  # a wrong argument is wrong where it is
-    check_outcomes([r[0] for r in results], [kind if rank == 1 else elsewhere for rank in range(len(results))], *texts)
+    check_outcomes([r[0] for r in results], [kind if rank == 1 else elsewhere
+                                             for rank in range(len(results))], *texts)
     check_outcomes([r[1] for r in results], "nothing")
 
 
@@ -113,15 +120,20 @@ def test_heap_without_room_on_one_rank():
 
 
 def test_heap_takes_tensors_that_have_memory(ranks):
-    """Local calls: what is no tensor is a TypeError, not Python's AttributeError, and what has no memory says so."""
+    """Local calls: what is no tensor is a TypeError, not Python's AttributeError, and what has no memory says
+    so.
+    """
 
     def run(world, device):
         heap = make_heap(world, device)
         t, words = heap.malloc_symmetric((4,)), heap.malloc_symmetric((1,), torch.int64)
         seen = []
-        for bad in ([1.0] * 4, 3, None, torch.zeros(4, device="meta"), torch.zeros(4, device=device).to_sparse()):
-            for call in (lambda: heap.put(t, bad, 0), lambda: heap.put(bad, t, 0), lambda: heap.get(bad, t, 0), lambda: heap.translate(bad, 0),
-                         lambda: heap.peer_view(bad, 0), lambda: heap.offset(bad), lambda: heap.signal(bad, 0, 1, 0), lambda: heap.wait(bad, 0, 1)):
+        for bad in ([1.0] * 4, 3, None, torch.zeros(4, device="meta"),
+                    torch.zeros(4, device=device).to_sparse()):
+            for call in (lambda: heap.put(t, bad, 0), lambda: heap.put(bad, t, 0),
+                         lambda: heap.get(bad, t, 0), lambda: heap.translate(bad, 0),
+                         lambda: heap.peer_view(bad, 0), lambda: heap.offset(bad),
+                         lambda: heap.signal(bad, 0, 1, 0), lambda: heap.wait(bad, 0, 1)):
                 seen.append(outcome(call).kind)
         heap.signal(words, 0, 1, world.rank)  # the heap goes on
         heap.wait(words, 0, 1)

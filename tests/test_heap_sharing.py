@@ -1,6 +1,8 @@
-"""Several ranks on one GPU: refused unless the program says so, counted in memory, and each with its own part of the SMs.
+"""Several ranks on one GPU: refused unless the program says so, counted in memory, and each with its own part
+of the SMs.
 
-tests/c/test_sharing.c has the rules themselves; every other test runs under them where it has more ranks than GPUs.
+tests/c/test_sharing.c has the rules themselves; every other test runs under them where it has more ranks than
+GPUs.
 """
 
 import os
@@ -28,9 +30,14 @@ def one_gpu(monkeypatch):
 
 @pytest.mark.parametrize("local_rank", [0, 3])
 def test_heap_sharing_puts_ranks_on_the_gpu_that_there_is(one_gpu, monkeypatch, local_rank):
-    monkeypatch.setenv("NCCL_HOSTID", "inherited")  # from a rank that started this one, say: it would be the same on all ranks
-    assert testing.set_device(local_rank, 4) == torch.device("cuda", 0) and one_gpu == [torch.device("cuda", 0)]
-    assert os.environ["NCCL_HOSTID"] == f"epmoe-rank-{local_rank}" and os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setenv("NCCL_HOSTID",
+                       # from a rank that started this one, say: it would be the same on all ranks
+                       "inherited")
+    assert testing.set_device(local_rank, 4) == torch.device("cuda",
+                                                             0) and one_gpu == [torch.device("cuda", 0)]
+    assert (
+        os.environ["NCCL_HOSTID"] == f"epmoe-rank-{local_rank}" and os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+    )
 
 
 def test_heap_sharing_leaves_nccl_alone_where_each_rank_has_a_gpu(one_gpu):
@@ -90,7 +97,8 @@ def test_heap_sharing_is_refused_by_default(ranks, monkeypatch, without):
         return refused
 
     first = 0 if without == "all" else ranks.size() - 1
-    check_outcomes(ranks(run, at_least=2), "ValueError", f"rank {first} shares its GPU", "EPMOE_SHARE_GPU=1", "set_device")
+    check_outcomes(ranks(run, at_least=2), "ValueError", f"rank {first} shares its GPU", "EPMOE_SHARE_GPU=1",
+                   "set_device")
 
 
 @pytest.mark.cuda_only

@@ -51,7 +51,9 @@ def test_import_offers_what_it_names():
 
 
 def test_import_needs_libc_only():
-    """No libtorch, no libstdc++, no libcuda: the module loads where they are not, and beside any version of them."""
+    """No libtorch, no libstdc++, no libcuda: the module loads where they are not, and beside any version of
+    them.
+    """
     if not shutil.which("readelf"):
         pytest.skip("there is no readelf here")
     needed = re.findall(r"NEEDED.*\[(.*?)\]", run("readelf", "-d", _C.__file__).stdout)
@@ -62,17 +64,21 @@ def test_import_needs_libc_only():
 def test_import_exports_one_symbol():
     if not shutil.which("nm"):
         pytest.skip("there is no nm here")
-    symbols = [line.split()[-1] for line in run("nm", "-D", "--defined-only", _C.__file__).stdout.splitlines()]
+    symbols = [line.split()[-1] for line in run("nm", "-D", "--defined-only",
+                                                _C.__file__).stdout.splitlines()]
     assert symbols == ["PyInit__C"], symbols
 
 
 def test_import_module_is_abi3():
-    """One module for every Python: the name says so, and it uses nothing that is not in the stable interface."""
+    """One module for every Python: the name says so, and it uses nothing that is not in the stable interface.
+    """
     assert _C.__file__.endswith(".abi3.so")
     if not shutil.which("nm"):
         pytest.skip("there is no nm here")
-    symbols = [line.split()[-1] for line in run("nm", "-D", "--undefined-only", _C.__file__).stdout.splitlines()]
-    private = [s for s in symbols if s.startswith("_Py") and not re.fullmatch(r"_Py_(\w+Struct|Dealloc|\w+_SizeT)", s)]
+    symbols = [line.split()[-1] for line in run("nm", "-D", "--undefined-only",
+                                                _C.__file__).stdout.splitlines()]
+    private = [s for s in symbols if s.startswith("_Py")
+               and not re.fullmatch(r"_Py_(\w+Struct|Dealloc|\w+_SizeT)", s)]
     assert not private, private
 
 
@@ -130,7 +136,8 @@ def test_import_dlpack_is_that_of_torch(tmp_path, spoil):
     (tmp_path / "dlpack.h").write_text(text.replace("int32_t ndim;", "int64_t ndim;") if spoil else text)
     (tmp_path / "layout.cpp").write_text(LAYOUT)
     include = Path(torch.__file__).parent / "include"
-    done = run("g++", "-std=c++17", "-Wno-invalid-offsetof", f"-I{tmp_path}", f"-I{include}", str(tmp_path / "layout.cpp"), "-o", str(tmp_path / "layout"))
+    done = run("g++", "-std=c++17", "-Wno-invalid-offsetof", f"-I{tmp_path}", f"-I{include}",
+               str(tmp_path / "layout.cpp"), "-o", str(tmp_path / "layout"))
     if spoil:
         assert done.returncode and "static assertion failed" in done.stderr
     else:
@@ -153,9 +160,11 @@ except TypeError:
 
 def test_import_no_pickle_in_the_package():
     """Nothing that comes from a peer is unpickled or evaluated, but by what serves tests and profiling."""
-    forbidden = {"pickle", "eval", "exec", "load", "gather_object", "all_gather_object", "broadcast_object_list", "send_object_list"}
+    forbidden = {"pickle", "eval", "exec", "load", "gather_object", "all_gather_object",
+                 "broadcast_object_list", "send_object_list"}
     for path in Path(epmoe.__file__).parent.glob("*.py"):
-        if path.name in ("testing.py", "trace.py"):  # results go to the process that started the ranks; events to rank 0
+        if path.name in ("testing.py",
+                         "trace.py"):  # results go to the process that started the ranks; events to rank 0
             continue
         with open(path, "rb") as f:
             names = {t.string for t in tokenize.tokenize(f.readline) if t.type == tokenize.NAME}

@@ -1,4 +1,6 @@
-"""`pip install .` from a copy of the tree, without a network: what is installed is complete, and works on its own."""
+"""`pip install .` from a copy of the tree, without a network: what is installed is complete, and works on its
+own.
+"""
 
 import importlib.metadata
 import os
@@ -62,26 +64,32 @@ def test_install_source_archive_holds_what_a_build_reads(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     with tarfile.open(next(tmp_path.glob("epmoe-*.tar.gz"))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    wanted = {str(p.relative_to(tree)) for folder in ("csrc", "epmoe") for p in (tree / folder).rglob("*") if p.is_file()} | set(SOURCES[2:])
+    wanted = {str(p.relative_to(tree)) for folder in ("csrc", "epmoe") for p in (tree / folder).rglob("*")
+              if p.is_file()} | set(SOURCES[2:])
     assert wanted <= names, sorted(wanted - names)
 
 
 def missing():
-    # Not by find_spec: who looks for pip has setuptools leave distutils alone, in all of this process, and torch.compile then finds the wrong one.
+    # Not by find_spec: who looks for pip has setuptools leave distutils alone, in all of this process, and
+    # torch.compile then finds the wrong one.
     installed = {(d.name or "").lower() for d in importlib.metadata.distributions()}
     return [name for name in ("pip", "setuptools") if name not in installed]
 
 
-@pytest.mark.skipif(bool(missing()), reason=f"cannot install: this interpreter has no {' and no '.join(missing())}")
+@pytest.mark.skipif(bool(missing()),
+                    reason=f"cannot install: this interpreter has no {' and no '.join(missing())}")
 def test_install_with_pip_gives_a_package_that_works(tmp_path):
     """Without build isolation, which would ask a package index for setuptools."""
     tree, target = tmp_path / "tree", tmp_path / "target"
     copy_sources(tree)
-    env = {n: v for n, v in os.environ.items() if not n.startswith(("EPMOE_", "PIP_", "PYTHONPATH"))} | {"EPMOE_CUDA": "0"}
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index", "--disable-pip-version-check",
+    env = {n: v for n, v in os.environ.items() if not n.startswith(("EPMOE_", "PIP_",
+                                                                    "PYTHONPATH"))} | {"EPMOE_CUDA": "0"}
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index",
+           "--disable-pip-version-check",
            "--target", str(target), "."]
     done = subprocess.run(pip, cwd=tree, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    done = subprocess.run([sys.executable, "-c", USE, str(target)], cwd=tmp_path, env=env | {"PYTHONPATH": str(target)}, capture_output=True,
+    done = subprocess.run([sys.executable, "-c", USE, str(target)], cwd=tmp_path,
+                          env=env | {"PYTHONPATH": str(target)}, capture_output=True,
                           text=True, timeout=HANG_S)
     assert done.returncode == 0 and done.stdout.strip() == "installed and used", done.stdout + done.stderr

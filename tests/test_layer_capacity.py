@@ -1,23 +1,30 @@
-"""Fixed capacity: outputs of one size, no read by the host, and an error on all ranks when it is not enough."""
+"""Fixed capacity: outputs of one size, no read by the host, and an error on all ranks when it is not enough.
+"""
 
 import pytest
 import torch
 
-from cases import MODES, Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome, run_routing, same_bits, soil
-
+from cases import (
+    MODES, Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome,
+    run_routing, same_bits, soil,
+)
 
 @pytest.mark.parametrize("weights", [True, False], ids=["weights", "bare"])
 @pytest.mark.parametrize("capacity", ["roomy", "exact"])
 def test_layer_capacity_is_the_shape(ranks, capacity, weights):
-    case = Case(topk=3, max_tokens=17, tokens="unequal", capacity=capacity, weights=weights, pattern="sentinels")
+    case = Case(topk=3, max_tokens=17, tokens="unequal", capacity=capacity, weights=weights,
+                pattern="sentinels")
 
     def run(world, device):
         layer = make_layer(world, device, case)
         soil(layer)
         x, weight = inputs_of(case, world.rank, world.size)
-        rows, row_weight, layout = layer.dispatch(x.to(device), indices_of(case, world.rank, world.size).to(device), weight if weight is None else weight.to(device))
+        rows, row_weight, layout = layer.dispatch(x.to(device),
+                                                  indices_of(case, world.rank, world.size).to(device),
+                                                  weight if weight is None else weight.to(device))
         assert rows.shape == (layer.capacity, case.hidden) and "num_rows=None" in repr(layout)
-        assert (row_weight is None) == (not weights) and (row_weight is None or row_weight.shape == (layer.capacity,))
+        assert (row_weight is None) == (not weights) and (row_weight is None
+                                                          or row_weight.shape == (layer.capacity,))
         tail = rows[layout.num_rows :].clone()
         weight_tail = None if row_weight is None else row_weight[layout.num_rows :].clone()
         layer.finalize()
@@ -49,7 +56,8 @@ def test_layer_overflow_is_everybodys_error(ranks, mode, short):
     results = ranks(run, at_least=2)
     size = len(results)
     for i in range(2):
-        check_outcomes([r[0][i] for r in results], "EpOverflow", f"rank {size - 1}", str(size * 24), str(size * 24 - short))
+        check_outcomes([r[0][i] for r in results], "EpOverflow", f"rank {size - 1}", str(size * 24),
+                       str(size * 24 - short))
     check_case([r[1] for r in results], Case(num_local=2, topk=2, max_tokens=11, mode=mode))
 
 

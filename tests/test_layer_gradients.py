@@ -1,5 +1,5 @@
-"""Gradients of a layer as a user's graph may want them: twice, from anywhere in memory, under autocast and checkpointing, and of
-numbers that 16 bits do not hold."""
+"""Gradients of a layer as a user's graph may want them: twice, from anywhere in memory, under autocast and
+checkpointing, and of numbers that 16 bits do not hold."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from epmoe import reference
 def problem(world, device, case):
     """x, weights and a matrix, and where the tokens go, of a rank."""
     g = generator(case.seed, world.rank)
-    x, weight = torch.randn(case.max_tokens, case.hidden, generator=g), torch.rand(case.max_tokens, case.topk, generator=g)
+    x, weight = torch.randn(case.max_tokens, case.hidden, generator=g), torch.rand(case.max_tokens, case.topk,
+                                                                                   generator=g)
     a = torch.randn(case.hidden, case.hidden, generator=generator(7)) / case.hidden**0.5
     idx = indices_of(case, world.rank, world.size)
     return *(t.to(device).requires_grad_() for t in (x, weight, a)), idx.to(device)
@@ -22,7 +23,9 @@ def problem(world, device, case):
 @pytest.mark.parametrize("capacity", [None, "roomy"])
 @pytest.mark.parametrize("mode", MODES)
 def test_layer_second_derivatives(ranks, mode, capacity):
-    """Of a norm of the first ones, with respect to everything; all is linear but for tanh, so a rank's own oracle is enough."""
+    """Of a norm of the first ones, with respect to everything; all is linear but for tanh, so a rank's own
+    oracle is enough.
+    """
     case = Case(dtype=torch.float32, mode=mode, capacity=capacity)
 
     def run(world, device):
@@ -41,14 +44,16 @@ def test_layer_second_derivatives(ranks, mode, capacity):
         for fn in (through, oracle):
             first = torch.autograd.grad(fn(x, weight, a).square().sum(), [x, weight], create_graph=True)
             norm = sum(g.square().sum() for g in first)
-            # a's gradient is a sum over the tokens that this rank computes, which are the others': only their sum is the oracle's.
+            # a's gradient is a sum over the tokens that this rank computes, which are the others': only their
+            # sum is the oracle's.
             seen.append([g.detach() for g in first] + list(torch.autograd.grad(norm, [x, weight])))
         layer.finalize()
         return seen
 
     for rank, (got, want) in enumerate(ranks(run)):
         for i, (g, w) in enumerate(zip(got, want)):
-            off = (g - w).abs().max() / w.abs().max()  # sums of squares: small numbers are differences of large ones
+            # sums of squares: small numbers are differences of large ones
+            off = (g - w).abs().max() / w.abs().max()
             assert off < 1e-4 and w.abs().max() > 0.1, f"rank {rank}, {i}: {off}"
 
 
@@ -106,10 +111,12 @@ def test_layer_checkpointing_tells_nobody_of_its_own_end(ranks, monkeypatch, fus
     monkeypatch.setattr(epmoe._C, "layer_refuse", lambda *args: told.append(args))
 
     def run(world, device):
-        op = epmoe.EpAll2AllFusedOp(world, 16, 32, 2, num_tot_experts=2 * world.size, dtype=torch.bfloat16, device=device, fused=fused)
+        op = epmoe.EpAll2AllFusedOp(world, 16, 32, 2, num_tot_experts=2 * world.size, dtype=torch.bfloat16,
+                                    device=device, fused=fused)
         keep(world, op)
         g = generator(3, world.rank)
-        x, w = (torch.randn(s, generator=g).to(device, torch.bfloat16).requires_grad_() for s in ((16, 32), (2, 64, 32)))
+        x, w = (torch.randn(s, generator=g).to(device, torch.bfloat16).requires_grad_()
+                for s in ((16, 32), (2, 64, 32)))
         idx = indices_of(Case(max_tokens=16), world.rank, world.size).to(device)
 
         def part(x, w):
@@ -126,7 +133,8 @@ def test_layer_checkpointing_tells_nobody_of_its_own_end(ranks, monkeypatch, fus
     assert all(ranks(run)) and not told
 
 
-@pytest.mark.parametrize("activation, gate, up", [("gpt_oss", -9000.0, 7.0), (epmoe.GptOss(limit=float("inf")), -300.0, 300.0),
+@pytest.mark.parametrize("activation, gate, up", [("gpt_oss", -9000.0, 7.0),
+                                                  (epmoe.GptOss(limit=float("inf")), -300.0, 300.0),
                                                  (epmoe.GptOss(limit=float("inf")), -60.0, 1200.0)])
 def test_layer_gpt_oss_of_large_numbers(activation, gate, up):
     """What 16 bits do not hold in between is not in the result, nor in its gradient."""

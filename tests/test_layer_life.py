@@ -9,26 +9,33 @@ import pytest
 import torch
 
 import epmoe
-from cases import MODES, Case, check_case, check_outcomes, check_plan, check_rows, check_sums, indices_of, inputs_of, keep, layout_parts, make_layer, outcome, rows_for_combine, run_routing, soil
+from cases import (
+    MODES, Case, check_case, check_outcomes, check_plan, check_rows, check_sums, indices_of,
+    inputs_of, keep, layout_parts, make_layer, outcome, rows_for_combine, run_routing, soil,
+)
 from epmoe import _C
 from pace import WAIT_S
 
 
 def test_layer_takes_rank_and_sizes_from_its_group(ranks):
     def run(world, device):
-        layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, world.rank, 2 * world.size, world.size, world.size, device=device)
+        layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, world.rank, 2 * world.size, world.size, world.size,
+                                     device=device)
         keep(world, layer)
-        facts = (layer.rank, layer.world_size, layer.num_local_experts, layer.num_experts, layer.dtype, layer.weight_dtype)
+        facts = (layer.rank, layer.world_size, layer.num_local_experts, layer.num_experts, layer.dtype,
+                 layer.weight_dtype)
         layer.finalize()
         return facts == (world.rank, world.size, 2, 2 * world.size, torch.bfloat16, torch.float32)
 
     assert all(ranks(run))
 
 
-@pytest.mark.parametrize("options, text", [({"rank": 7}, "rank=7"), ({"world_size": 9}, "world_size=9"), ({"local_world_size": 1}, "local_world_size=1")])
+@pytest.mark.parametrize("options, text", [({"rank": 7}, "rank=7"), ({"world_size": 9}, "world_size=9"),
+                                           ({"local_world_size": 1}, "local_world_size=1")])
 def test_layer_checks_rank_and_sizes(ranks, options, text):
     def run(world, device):
-        return outcome(lambda: epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, device=device, **options))
+        return outcome(lambda: epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size,
+                                                    device=device, **options))
 
     check_outcomes(ranks(run, at_least=2), "ValueError", text)
 
@@ -36,8 +43,10 @@ def test_layer_checks_rank_and_sizes(ranks, options, text):
 def test_layer_shares_a_heap_with_others(ranks):
     """Layers of different shapes on one heap, used in turn: nobody writes over another's memory."""
     cases = [Case(num_local=2, topk=2, hidden=16, max_tokens=9, mode="scatter", seed=1),
-             Case(num_local=1, topk=5, hidden=40, max_tokens=20, mode="gather", dtype=torch.float32, seed=2, pattern="sentinels"),
-             Case(num_local=4, topk=3, hidden=24, max_tokens=14, mode="local", dtype=torch.float16, seed=3, tokens="unequal")]
+             Case(num_local=1, topk=5, hidden=40, max_tokens=20, mode="gather", dtype=torch.float32, seed=2,
+                  pattern="sentinels"),
+             Case(num_local=4, topk=3, hidden=24, max_tokens=14, mode="local", dtype=torch.float16, seed=3,
+                  tokens="unequal")]
 
     def run(world, device):
         heap = epmoe.SymmetricHeap(world, 4 << 20, device)
@@ -55,7 +64,8 @@ def test_layer_shares_a_heap_with_others(ranks):
         for layer, case, (x, weight, idx, (rows, row_weight, layout)) in zip(layers, cases, sent):
             y, w = rows_for_combine(case, world.rank, len(rows), layout.num_rows)
             out = layer.combine(y.to(device), layout, w.to(device))
-            results.append({"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight, "y": y, "w": w, "out": out, **layout_parts(layout)})
+            results.append({"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight,
+                            "y": y, "w": w, "out": out, **layout_parts(layout)})
         layers[1].finalize()
         again = run_routing(layers[2], cases[2])
         layers[0].finalize()
@@ -86,11 +96,13 @@ def test_layer_buffers_in_flight(ranks, mode):
                 case = dataclasses.replace(base, seed=10 * step + buffer)
                 x, weight = inputs_of(case, world.rank, world.size)
                 idx = indices_of(case, world.rank, world.size)
-                sent.append((case, x, weight, idx, layer.dispatch(x.to(device), idx.to(device), weight.to(device), buffer=buffer)))
+                sent.append((case, x, weight, idx, layer.dispatch(x.to(device), idx.to(device),
+                                                                  weight.to(device), buffer=buffer)))
             for case, x, weight, idx, (rows, row_weight, layout) in reversed(sent):
                 y, w = rows_for_combine(case, world.rank, len(rows), layout.num_rows)
                 out = layer.combine(y.to(device), layout, w.to(device))
-                results.append({"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight, "y": y, "w": w, "out": out, **layout_parts(layout)})
+                results.append({"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight,
+                                "y": y, "w": w, "out": out, **layout_parts(layout)})
         layer.finalize()
         return results
 
@@ -106,7 +118,8 @@ def test_layer_buffer_that_does_not_exist(ranks):
     def run(world, device):
         layer = make_layer(world, device, Case(num_buffers=2))
         x = torch.zeros(4, 16, dtype=torch.bfloat16, device=device)
-        got = [outcome(lambda b=b: layer.dispatch(x, torch.zeros(4, 2, dtype=torch.int32, device=device), buffer=b)) for b in (2, 99)]
+        got = [outcome(lambda b=b: layer.dispatch(x, torch.zeros(4, 2, dtype=torch.int32, device=device),
+                                                  buffer=b)) for b in (2, 99)]
         result = run_routing(layer, Case())
         layer.finalize()
         return got, result
@@ -119,7 +132,10 @@ def test_layer_buffer_that_does_not_exist(ranks):
 
 @pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3, 2**33 + 1, 2**63 - 9])
 def test_layer_epochs_wrap_nowhere(ranks, epoch):
-    """Words hold the number of the operation; some hold its lower half only.  Neither 2^31 nor 2^32 is special."""
+    """Words hold the number of the operation; some hold its lower half only.
+
+    Neither 2^31 nor 2^32 is special.
+    """
 
     def run(world, device):
         layer = make_layer(world, device, Case(topk=3, tokens="unequal"))
@@ -162,7 +178,8 @@ def test_layer_finalize_twice_and_use_after(ranks):
         rows, _, layout = layer.dispatch(x, idx)
         layer.finalize()
         layer.finalize()
-        calls = [lambda: layer.dispatch(x, idx), lambda: layer.preprocess(idx), lambda: layer.dispatch(x, layout=layout), lambda: layer.combine(rows, layout),
+        calls = [lambda: layer.dispatch(x, idx), lambda: layer.preprocess(idx),
+                 lambda: layer.dispatch(x, layout=layout), lambda: layer.combine(rows, layout),
                  lambda: layer.ep_barrier_all(), lambda: layer.synchronize()]
         return [outcome(c) for c in calls]
 
@@ -212,7 +229,8 @@ def test_layer_that_finds_no_room_leaves_the_heap_as_it_was(ranks):
 
     def run(world, device):
         config = make_layer(world, device, dataclasses.replace(case, max_tokens=1, num_buffers=1))
-        size = _C.layer_bytes((world.size, *config._config[1:3], case.max_tokens, *config._config[4:7], world.size * 64 * 2, 1, 1, 0))
+        size = _C.layer_bytes((world.size, *config._config[1:3], case.max_tokens, *config._config[4:7],
+                               world.size * 64 * 2, 1, 1, 0))
         heap = epmoe.SymmetricHeap(world, size + size // 2, device)
         keep(world, heap)
         got = outcome(lambda: make_layer(world, device, case, heap=heap))
@@ -229,14 +247,17 @@ def test_layer_that_finds_no_room_leaves_the_heap_as_it_was(ranks):
 
 @pytest.mark.cuda_only
 def test_layer_gives_memory_back_when_nobody_pulls_from_it_any_more(ranks):
-    """Rank 0 has no tokens and is done at once, while the others still pull their rows from it; what it then writes is not theirs."""
+    """Rank 0 has no tokens and is done at once, while the others still pull their rows from it; what it then
+    writes is not theirs.
+    """
 
     def run(world, device):
         tokens, hidden = 4096, 2048
         heap = epmoe.SymmetricHeap(world, 1 << 28, device)
         seen = []
         for _ in range(5):
-            layer = epmoe.EPAll2AllLayer(None, tokens, hidden, 1, num_tot_experts=world.size, combine_mode="gather", num_sm=2, heap=heap)
+            layer = epmoe.EPAll2AllLayer(None, tokens, hidden, 1, num_tot_experts=world.size,
+                                         combine_mode="gather", num_sm=2, heap=heap)
             x = torch.ones(tokens if world.rank else 0, hidden, dtype=torch.bfloat16, device=device)
             rows, _, layout = layer.dispatch(x, torch.zeros(len(x), 1, dtype=torch.int64, device=device))
             y = layer.combine(rows * 3, layout)
@@ -283,7 +304,8 @@ def _closed_in_every_order(world, device):
     for order in itertools.permutations(("layer", "heap", "world")):
         mine = epmoe.World(world.group, timeout_s=WAIT_S)
         heap = epmoe.SymmetricHeap(mine, 1 << 22, device)
-        layer = epmoe.EPAll2AllLayer(mine, 8, 16, 2, num_tot_experts=2 * mine.size, dtype=torch.float32, heap=heap)
+        layer = epmoe.EPAll2AllLayer(mine, 8, 16, 2, num_tot_experts=2 * mine.size, dtype=torch.float32,
+                                     heap=heap)
         x = torch.ones(8, 16, device=device)
         rows, _, layout = layer.dispatch(x, torch.arange(16, device=device).view(8, 2) % (2 * mine.size))
         y = layer.combine(rows, layout)
@@ -295,11 +317,14 @@ def _closed_in_every_order(world, device):
 
 
 def test_layer_heap_and_world_close_in_any_order(ranks):
-    """Nothing hangs, nothing is lost: what comes behind the end of what it stands on says so, or has nothing to do."""
+    """Nothing hangs, nothing is lost: what comes behind the end of what it stands on says so, or has nothing
+    to do.
+    """
     for of_all in zip(*ranks.isolated(_closed_in_every_order), strict=True):
         for order, outcomes, right in of_all:
             assert right, f"{order}: a wrong sum"
             for name, got in zip(order, outcomes, strict=True):
-                late = any(order.index(name) > order.index(below) for below in {"layer": ("heap", "world"), "heap": ("world",), "world": ()}[name])
+                late = any(order.index(name) > order.index(below)
+                           for below in {"layer": ("heap", "world"), "heap": ("world",), "world": ()}[name])
                 kinds = ("nothing", "EpClosed") if late else ("nothing",)
                 assert got.kind in kinds and got.is_within(2), f"{order}, {name}: {got}"

@@ -5,7 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from cases import MODES, Case, check_case, check_outcomes, check_plan, check_rows, check_sums, indices_of, inputs_of, layout_parts, make_layer, outcome, rows_for_combine, soil
+from cases import (
+    MODES, Case, check_case, check_outcomes, check_plan, check_rows, check_sums, indices_of,
+    inputs_of, layout_parts, make_layer, outcome, rows_for_combine, soil,
+)
 
 pytestmark = pytest.mark.cuda_only
 CASE = Case(num_local=4, topk=4, hidden=256, max_tokens=300, tokens="unequal", capacity="roomy")
@@ -18,7 +21,8 @@ def on_device(case, world, device):
 
 def result_of(case, world, rows, row_weight, layout, y, w, out):
     x, weight = inputs_of(case, world.rank, world.size)
-    return {"idx": indices_of(case, world.rank, world.size), "x": x, "weight": weight, "rows": rows.clone(), "row_weight": row_weight.clone(), "y": y.cpu(),
+    return {"idx": indices_of(case, world.rank, world.size), "x": x, "weight": weight, "rows": rows.clone(),
+            "row_weight": row_weight.clone(), "y": y.cpu(),
             "w": w.cpu(), "out": out.clone(), **layout_parts(layout)}
 
 
@@ -58,7 +62,8 @@ def test_layer_in_a_cuda_graph(ranks, mode):
                 graph.replay()
                 result = rows, row_weight, layout, out
             layer.synchronize()
-            results.append(result_of(dataclasses.replace(base, seed=seed if seed % 3 != 2 else seed - 1), world, *result[:3], y, w, result[3]))
+            results.append(result_of(dataclasses.replace(base, seed=seed if seed % 3 != 2 else seed - 1),
+                                     world, *result[:3], y, w, result[3]))
         layer.finalize()
         return results
 
@@ -92,7 +97,9 @@ def test_layer_on_a_side_stream(ranks):
 
 
 def test_layer_that_changes_streams(ranks):
-    """Calls on one buffer from several streams, without a word of order from the caller: the layer keeps them apart."""
+    """Calls on one buffer from several streams, without a word of order from the caller: the layer keeps them
+    apart.
+    """
 
     def run(world, device):
         layer = make_layer(world, device, CASE)
@@ -124,7 +131,8 @@ def test_layer_buffers_on_streams(ranks):
         streams = [torch.cuda.Stream() for _ in range(2)]
         cases = [dataclasses.replace(base, seed=s) for s in range(2)]
         args = [on_device(c, world, device) for c in cases]
-        ys = [[t.to(device) for t in rows_for_combine(c, world.rank, layer.capacity, layer.capacity)] for c in cases]
+        ys = [[t.to(device) for t in rows_for_combine(c, world.rank, layer.capacity, layer.capacity)]
+              for c in cases]
         torch.cuda.synchronize()
         results = [None] * 2
         for _ in range(10):
@@ -143,15 +151,18 @@ def test_layer_buffers_on_streams(ranks):
 
 
 def test_layer_on_streams_that_would_cross(ranks):
-    """Two layers on two streams, of as many thread blocks as there are SMs, and barriers of their heaps.  What is before them on the
-    streams holds up the first one's on some ranks, the second one's on the others: they keep the order of their calls."""
+    """Two layers on two streams, of as many thread blocks as there are SMs, and barriers of their heaps.
+    What is before them on the streams holds up the first one's on some ranks, the second one's on the others:
+    they keep the order of their calls."""
 
     def run(world, device):
         num_sm = torch.cuda.get_device_properties(device).multi_processor_count
         layers = [make_layer(world, device, CASE, num_sm=num_sm) for _ in range(2)]
         args = on_device(CASE, world, device)
-        y, w = (t.to(device) for t in rows_for_combine(CASE, world.rank, layers[0].capacity, layers[0].capacity))
-        far, near = (torch.zeros(2**28, dtype=torch.uint8, pin_memory=pin, device="cpu" if pin else device) for pin in (True, False))
+        y, w = (t.to(device) for t in rows_for_combine(CASE, world.rank, layers[0].capacity,
+                                                       layers[0].capacity))
+        far, near = (torch.zeros(2**28, dtype=torch.uint8, pin_memory=pin, device="cpu" if pin else device)
+                     for pin in (True, False))
         streams = [torch.cuda.Stream() for _ in layers]
         for layer in layers:
             layer.combine(y, layer.dispatch(*args)[2], w)
@@ -201,7 +212,9 @@ def test_layer_capacity_never_waits_on_the_host(ranks):
 
 
 def test_layer_overflow_in_a_graph_is_reported(ranks):
-    """What goes wrong in a replay is raised by synchronize on every rank, and the graph can be replayed again."""
+    """What goes wrong in a replay is raised by synchronize on every rank, and the graph can be replayed
+    again.
+    """
     case = Case(num_local=1, topk=1, hidden=64, max_tokens=32)
 
     def run(world, device):

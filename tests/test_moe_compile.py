@@ -14,8 +14,10 @@ from test_moe_layer import Model, check_moe, inputs_of, make_moe
 
 
 MODELS = (Model(num_local=1, capacity=True, unequal=False),
-          Model(num_local=1, capacity=True, activation=epmoe.GptOss(alpha=1.3, limit=0.6), bias=True, local=False, unequal=False))
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static", "test_aot_dispatch_dynamic")
+          Model(num_local=1, capacity=True, activation=epmoe.GptOss(alpha=1.3, limit=0.6), bias=True,
+                local=False, unequal=False))
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static",
+          "test_aot_dispatch_dynamic")
 
 
 def compiled(world, device, model, backend):
@@ -50,7 +52,8 @@ def test_moe_compile_without_graph_breaks(ranks, backend):
 def stages(world, device):
     """dispatch and combine of a layer, with and without weights, in one graph."""
     torch._dynamo.reset()
-    layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32, device=device, capacity=world.size * 16)
+    layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32,
+                                 device=device, capacity=world.size * 16)
     keep(world, layer)
 
     def step(x, idx, weight):
@@ -61,7 +64,8 @@ def stages(world, device):
     g = torch.Generator().manual_seed(world.rank)
     x, weight = torch.randn(8, 16, generator=g).to(device), torch.rand(8, 2, generator=g).to(device)
     idx = torch.randint(-1, 2 * world.size + 1, (8, 2), generator=g).to(device)
-    same = torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x, idx, weight), step(x, idx, weight))
+    same = torch.equal(torch.compile(step, backend="aot_eager", fullgraph=True)(x, idx, weight),
+                       step(x, idx, weight))
     layer.finalize()
     return same
 
@@ -71,9 +75,12 @@ def test_moe_compile_stages(ranks):
 
 
 def wrong_ranks(world, device):
-    """Arguments of too few or too many dimensions, outside and inside of what is compiled: the kinds of the errors."""
+    """Arguments of too few or too many dimensions, outside and inside of what is compiled: the kinds of the
+    errors.
+    """
     torch._dynamo.reset()
-    layer = epmoe.EPAll2AllLayer(world, 8, 16, 1, num_tot_experts=2 * world.size, dtype=torch.float32, device=device, capacity=world.size * 8)
+    layer = epmoe.EPAll2AllLayer(world, 8, 16, 1, num_tot_experts=2 * world.size, dtype=torch.float32,
+                                 device=device, capacity=world.size * 8)
     keep(world, layer)
     x, idx = torch.ones(8, 16, device=device), torch.zeros(8, 1, dtype=torch.int64, device=device)
     weight, rows = torch.full((8, 1), 0.5, device=device), layer.capacity
@@ -83,8 +90,10 @@ def wrong_ranks(world, device):
         return layer.combine(out, layout, got if row_weight is None else row_weight)
 
     seen = []
-    for wrong in ((weight[:, 0], None, None), (weight, torch.zeros(8, dtype=torch.int32, device=device), None),
-                  (weight, torch.zeros((), dtype=torch.int32, device=device), None), (weight, None, torch.ones(rows, 1, device=device)),
+    for wrong in ((weight[:, 0], None, None), (weight, torch.zeros(8, dtype=torch.int32, device=device),
+                                               None),
+                  (weight, torch.zeros((), dtype=torch.int32, device=device), None),
+                  (weight, None, torch.ones(rows, 1, device=device)),
                   (weight, None, torch.tensor(2.0, device=device))):
         for fn in (step, torch.compile(step, backend="eager")):
             seen.append(outcome(lambda: fn(*wrong), layer).kind)
@@ -95,11 +104,16 @@ def wrong_ranks(world, device):
 
 
 def wrong_by_choice(world, device):
-    """Weights of as many numbers as there must be, in another shape, where every choice is a token of its own."""
+    """Weights of as many numbers as there must be, in another shape, where every choice is a token of its
+    own.
+    """
     torch._dynamo.reset()
-    op = epmoe.EpAll2AllFusedOp(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32, device=device, token_saving=False)
+    op = epmoe.EpAll2AllFusedOp(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32,
+                                device=device, token_saving=False)
     keep(world, op)
-    x, idx, weight = torch.ones(8, 16, device=device), torch.zeros(8, 2, dtype=torch.int64, device=device), torch.ones(8, 2, device=device)
+    x, idx, weight = torch.ones(8, 16, device=device), torch.zeros(8, 2, dtype=torch.int64,
+                                                                   device=device), torch.ones(8, 2,
+                                                                                              device=device)
     seen = []
     for wrong in (weight.view(2, 8), weight.view(4, 4), weight.view(16), weight.view(8, 2, 1)):
         for fn in (op.dispatch, torch.compile(op.dispatch, backend="eager")):
@@ -117,18 +131,22 @@ def test_moe_compile_refuses_what_is_refused_outside(ranks):
 
 
 def wrong_on_one_rank(world, device):
-    """Through a module without a graph break: what this rank hears, and whether the module works afterwards."""
+    """Through a module without a graph break: what this rank hears, and whether the module works afterwards.
+    """
     torch._dynamo.reset()
     moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, max_tokens=16, dtype=torch.float32, device=device)
     keep(world, moe)
     fast = torch.compile(moe, fullgraph=True, backend="aot_eager", dynamic=True)
     g = torch.Generator().manual_seed(world.rank)
-    x, scores = torch.randn(6, 16, generator=g).to(device), torch.rand(6, 2 * world.size, generator=g).to(device)
+    x, scores = torch.randn(6, 16, generator=g).to(device), torch.rand(6, 2 * world.size,
+                                                                       generator=g).to(device)
     weight, idx = scores.topk(2)
     right, seen = [torch.equal(fast(x, idx, weight), moe(x, idx, weight))], []
-    for wrong in ((x.bfloat16(), idx, weight), (x[:, :8], idx, weight), (x, idx[:, :1], weight), (x, idx.float(), weight), (x, idx, weight.long()),
+    for wrong in ((x.bfloat16(), idx, weight), (x[:, :8], idx, weight), (x, idx[:, :1], weight),
+                  (x, idx.float(), weight), (x, idx, weight.long()),
                   (x, idx, weight[:, :1])):
-        seen.append(outcome(lambda: fast(*(wrong if world.rank == world.size - 1 else (x, idx, weight))), moe.layer).kind)
+        seen.append(outcome(lambda: fast(*(wrong if world.rank == world.size - 1 else (x, idx, weight))),
+                            moe.layer).kind)
         right.append(torch.equal(fast(x, idx, weight), moe(x, idx, weight)))
     moe.finalize()
     return seen, all(right)
@@ -142,7 +160,9 @@ def test_moe_compile_tells_the_others_what_is_wrong(ranks):
 
 
 def with_no_tokens(world, device):
-    """A residual around the experts: whoever has no tokens has a result that nobody needs, and takes part all the same."""
+    """A residual around the experts: whoever has no tokens has a result that nobody needs, and takes part all
+    the same.
+    """
     torch._dynamo.reset()
     moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, max_tokens=16, dtype=torch.float32, device=device)
     keep(world, moe)
@@ -150,11 +170,13 @@ def with_no_tokens(world, device):
     from torch._inductor import config, cpu_vec_isa
 
     tokens, g = 0 if world.rank == world.size - 1 else 9, torch.Generator().manual_seed(world.rank)
-    x, scores = torch.randn(tokens, 16, generator=g).to(device), torch.rand(tokens, 2 * world.size, generator=g).to(device)
+    x, scores = torch.randn(tokens, 16, generator=g).to(device), torch.rand(tokens, 2 * world.size,
+                                                                            generator=g).to(device)
     weight, idx = scores.topk(2)
-    # A graph that an earlier run has kept says nothing of this code; a program for each vector extension, to see which this CPU has,
-    # is half of the time.
-    with config.patch(force_disable_caches=True), unittest.mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list):
+    # A graph that an earlier run has kept says nothing of this code; a program for each vector extension, to
+    # see which this CPU has, is half of the time.
+    with config.patch(force_disable_caches=True), unittest.mock.patch.object(cpu_vec_isa,
+                                                                             "valid_vec_isa_list", list):
         for with_grad in (False, True):
             with torch.set_grad_enabled(with_grad):
                 y, want = step(x, idx, weight), x + moe(x, idx, weight)
@@ -172,13 +194,15 @@ def many_sizes(world, device, capacity, fullgraph, activation="swiglu"):
     """One graph for any number of tokens, where torch is told that they change."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, activation=activation, max_tokens=16, dtype=torch.float32, device=device,
+    moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, activation=activation, max_tokens=16, dtype=torch.float32,
+                      device=device,
                       capacity=32 * world.size if capacity else None)
     keep(world, moe)
     step = torch.compile(moe, backend="aot_eager", dynamic=True, fullgraph=fullgraph)
     for tokens in (5, 9, 7, 6, 8, 10, 11, 12, 13, 14, 15, 16):
         g = torch.Generator().manual_seed(tokens + 100 * world.rank)
-        x, scores = torch.randn(tokens, 16, generator=g).to(device).requires_grad_(), torch.rand(tokens, 2 * world.size, generator=g).to(device)
+        x, scores = torch.randn(tokens, 16, generator=g).to(device).requires_grad_(), torch.rand(tokens,
+                                                                                                 2 * world.size, generator=g).to(device)
         weight, idx = scores.topk(2)
         y = step(x, idx, weight)
         y.sum().backward()
@@ -187,7 +211,8 @@ def many_sizes(world, device, capacity, fullgraph, activation="swiglu"):
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("capacity, activation", [(False, "swiglu"), (True, "swiglu"), (True, "gpt_oss")], ids=["exact", "capacity", "gpt_oss"])
+@pytest.mark.parametrize("capacity, activation", [(False, "swiglu"), (True, "swiglu"), (True, "gpt_oss")],
+                         ids=["exact", "capacity", "gpt_oss"])
 def test_moe_compile_of_many_sizes(ranks, capacity, activation):
     results = ranks.isolated(many_sizes, capacity, True, activation, world_size=2, timeout_s=HANG_S)
     assert all(n == 1 for n in results)
@@ -199,7 +224,8 @@ def test_moe_compile_with_graph_breaks(ranks):
 
 def test_moe_compile_tells_layers_apart():
     """Kept graphs are found by what is written in them: two layers with different sizes are two."""
-    a, b = (epmoe.EPAll2AllLayer(epmoe.thread_worlds(1)[0], n, 16, 2, num_tot_experts=2, device="cpu") for n in (8, 9))
+    a, b = (epmoe.EPAll2AllLayer(epmoe.thread_worlds(1)[0], n, 16, 2, num_tot_experts=2, device="cpu")
+            for n in (8, 9))
     assert a.id.split(" ", 1)[1] != b.id.split(" ", 1)[1]
     for layer in (a, b):
         for tokens in range(9):
@@ -208,27 +234,35 @@ def test_moe_compile_tells_layers_apart():
 
 
 def two_plans(world, device, order):
-    """Two plans of one buffer, of different sizes, then their dispatches, each with as many rows as its own plan has."""
+    """Two plans of one buffer, of different sizes, then their dispatches, each with as many rows as its own
+    plan has.
+    """
     torch._dynamo.reset()
-    layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32, device=device)
+    layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32,
+                                 device=device)
     keep(world, layer)
 
     def step(x, *indices):
         layouts = [layer.preprocess(idx) for idx in indices]
-        return [layer.combine(layer.dispatch(x[: len(idx)], layout=layout)[0] * 2, layout) for idx, layout in zip(indices, layouts)]
+        return [layer.combine(layer.dispatch(x[: len(idx)], layout=layout)[0] * 2, layout) for idx,
+                layout in zip(indices, layouts)]
 
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(world.rank)).to(device)
-    few, many = torch.full((3, 2), 2 * world.size - 1, device=device), torch.zeros(8, 2, dtype=torch.int64, device=device)
+    few, many = torch.full((3, 2), 2 * world.size - 1, device=device), torch.zeros(8, 2, dtype=torch.int64,
+                                                                                   device=device)
     indices = (few, many) if order == "larger" else (many, few)
     want = step(x, *indices)
-    same = all(torch.equal(a, b) for a, b in zip(torch.compile(step, backend="eager", fullgraph=True)(x, *indices), want))
+    same = all(torch.equal(a, b) for a, b in zip(torch.compile(step, backend="eager",
+                                                               fullgraph=True)(x, *indices), want))
     same &= all(torch.allclose(y, 4 * x[: len(y)]) for y in want)
     layer.finalize()
     return same
 
 
 def compiled_as_most(world, device):
-    """A module without a capacity, compiled as most are: (whether it is as without a compiler, what was warned of)."""
+    """A module without a capacity, compiled as most are: (whether it is as without a compiler, what was
+    warned of).
+    """
     torch._dynamo.reset()
     moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, world, max_tokens=16, dtype=torch.float32, device=device)
     keep(world, moe)
@@ -236,7 +270,9 @@ def compiled_as_most(world, device):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for tokens in (8, 12, 0, 8):
-            x, weight = torch.randn(tokens, 16, generator=g).to(device).requires_grad_(), torch.rand(tokens, 2, generator=g).to(device)
+            x, weight = torch.randn(tokens, 16, generator=g).to(device).requires_grad_(), torch.rand(tokens,
+                                                                                                     2,
+                                                                                                     generator=g).to(device)
             idx = torch.randint(0, 2 * world.size, (tokens, 2), generator=g).to(device)
             both = []
             for call in (fast, moe):
@@ -248,7 +284,9 @@ def compiled_as_most(world, device):
 
 
 def test_moe_compile_breaks_graphs_quietly(ranks):
-    """Rows that are only counted when it runs break a graph by default: quietly, and the compiler does not look into the operators."""
+    """Rows that are only counted when it runs break a graph by default: quietly, and the compiler does not
+    look into the operators.
+    """
     for same, warned in ranks.isolated(compiled_as_most, world_size=2, timeout_s=HANG_S):
         assert same and not warned, warned
 
@@ -260,25 +298,33 @@ def test_moe_compile_of_two_plans(ranks, order):
 
 
 def checked(world, device):
-    """opcheck: schema, fake tensors, gradients and tracing of every operator, on the arguments that layer.py passes."""
+    """opcheck: schema, fake tensors, gradients and tracing of every operator, on the arguments that layer.py
+    passes.
+    """
     for mode in ("scatter", "gather", "local"):
-        layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32, device=device, capacity=world.size * 16,
-                                     combine_mode="gather" if mode == "gather" else "scatter", enable_local_combine=mode == "local")
+        layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32,
+                                     device=device, capacity=world.size * 16,
+                                     combine_mode="gather" if mode == "gather" else "scatter",
+                                     enable_local_combine=mode == "local")
         keep(world, layer)
         ops, g = torch.ops.epmoe, torch.Generator().manual_seed(world.rank)
         idx = torch.randint(0, 2 * world.size, (8, 2), generator=g).to(device)
         x = torch.randn(8, 16, generator=g).to(device).requires_grad_()
         weight = torch.rand(8, 2, generator=g).to(device).requires_grad_()
         plan = ops.plan(idx, None, layer.id, 0)
-        rows, row_weight, recv = (t.detach() for t in ops.dispatch(x, weight, plan, layer.id, 0, layer.capacity))
+        rows, row_weight, recv = (t.detach() for t in ops.dispatch(x, weight, plan, layer.id, 0,
+                                                                   layer.capacity))
         rows.requires_grad_(), row_weight.requires_grad_()
         # Not the checks that compare two runs of plan: one word of a plan is the number of the call.
         torch.library.opcheck(ops.plan, (idx, None, layer.id, 0), test_utils=CHECKS[:3])
         # An absent output is one that nobody writes, so two runs of it cannot be compared either.
         for w in (weight, None):
-            torch.library.opcheck(ops.dispatch, (x, w, plan, layer.id, 0, layer.capacity), test_utils=CHECKS[: 5 if w is weight else 3])
-        for w, scalar in ((row_weight, None), (None, None), (None, row_weight.detach()), (row_weight, row_weight.detach())):
-            torch.library.opcheck(ops.combine, (rows, w, scalar, plan, recv, layer.id, 0, 8), test_utils=CHECKS[: 3 if scalar is None else 5])
+            torch.library.opcheck(ops.dispatch, (x, w, plan, layer.id, 0, layer.capacity),
+                                  test_utils=CHECKS[: 5 if w is weight else 3])
+        for w, scalar in ((row_weight, None), (None, None), (None, row_weight.detach()),
+                          (row_weight, row_weight.detach())):
+            torch.library.opcheck(ops.combine, (rows, w, scalar, plan, recv, layer.id, 0, 8),
+                                  test_utils=CHECKS[: 3 if scalar is None else 5])
         layer.finalize()
     return True
 

@@ -1,4 +1,6 @@
-"""Copies of a layer: the parameters are copied, the communication is shared; and nothing of it can be pickled."""
+"""Copies of a layer: the parameters are copied, the communication is shared; and nothing of it can be
+pickled.
+"""
 
 import copy
 import io
@@ -34,7 +36,11 @@ def test_moe_deepcopy_shares_the_communication(ranks):
         first.sum().backward()
         average = copy.deepcopy(moe)
         assert average.layer is moe.layer and average.gate_up_proj is not moe.gate_up_proj
-        assert average.layer.world is world and copy.copy(moe.layer) is moe.layer and copy.deepcopy([moe.layer.heap])[0] is moe.layer.heap
+        assert (
+            average.layer.world is world
+            and copy.copy(moe.layer) is moe.layer
+            and copy.deepcopy([moe.layer.heap])[0] is moe.layer.heap
+        )
         same = average(x, idx, weights)
         with torch.no_grad():
             for p in moe.parameters():
@@ -45,7 +51,8 @@ def test_moe_deepcopy_shares_the_communication(ranks):
         return first, same, again, zero, average.gate_up_proj.grad is not None
 
     for first, same, again, zero, has_grad in ranks(body):
-        assert torch.equal(first, same) and torch.equal(first, again) and not zero.any() and first.any() and has_grad
+        assert torch.equal(first, same) and torch.equal(first,
+                                                        again) and not zero.any() and first.any() and has_grad
 
 
 def test_moe_averaged_model(ranks):
@@ -53,7 +60,8 @@ def test_moe_averaged_model(ranks):
 
     def body(world, device):
         moe = _moe(world, device)
-        average = torch.optim.swa_utils.AveragedModel(moe, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+        average = torch.optim.swa_utils.AveragedModel(moe,
+                                                      multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
         before = moe.down_proj.detach().clone()
         average.update_parameters(moe)
         with torch.no_grad():

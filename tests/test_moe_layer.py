@@ -1,4 +1,5 @@
-"""EPMoE against the oracle: the whole layer and its gradients, with the experts of all ranks in one process."""
+"""EPMoE against the oracle: the whole layer and its gradients, with the experts of all ranks in one process.
+"""
 
 import dataclasses
 import math
@@ -58,9 +59,12 @@ def inputs_of(model, rank, size, step=0):
 
 def make_moe(world, device, model, **options):
     size = world.size
-    moe = epmoe.EPMoE(model.hidden, model.inner, model.num_local * size, model.topk, world, model.activation, max_tokens=model.tokens, dtype=model.dtype,
-                      device=device, bias=model.bias, enable_local_combine=model.local, combine_mode=model.mode,
-                      capacity=size * model.tokens * model.topk if model.capacity else None, **({"fused": True} | options))
+    moe = epmoe.EPMoE(model.hidden, model.inner, model.num_local * size, model.topk, world, model.activation,
+                      max_tokens=model.tokens, dtype=model.dtype,
+                      device=device, bias=model.bias, enable_local_combine=model.local,
+                      combine_mode=model.mode,
+                      capacity=size * model.tokens * model.topk if model.capacity else None,
+                      **({"fused": True} | options))
     keep(world, moe)
     local = slice(world.rank * model.num_local, (world.rank + 1) * model.num_local)
     moe.load_state_dict({k: v[local] for k, v in parameters_of(model, model.num_local * size).items()})
@@ -89,7 +93,8 @@ def wanted_of(model, size):
     for rank in range(size):
         x, idx, weight, dy = inputs_of(model, rank, size)
         x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
-        y = reference.moe(x, idx, weight, p["gate_up_proj"], p["down_proj"], model.activation, p.get("gate_up_proj_bias"), p.get("down_proj_bias"))
+        y = reference.moe(x, idx, weight, p["gate_up_proj"], p["down_proj"], model.activation,
+                          p.get("gate_up_proj_bias"), p.get("down_proj_bias"))
         y.backward(dy.double())
         wanted.append({"y": y.detach(), "x": x.grad, "weight": weight.grad})
     for rank in range(size):
@@ -100,7 +105,9 @@ def wanted_of(model, size):
 
 def close(got, want, what, tolerance):
     """Within tolerance of the largest value of its kind: sums of products have no other natural unit."""
-    assert got is not None and got.shape == want.shape, f"{what}: {None if got is None else list(got.shape)} for {list(want.shape)}"
+    assert (
+        got is not None and got.shape == want.shape
+    ), f"{what}: {None if got is None else list(got.shape)} for {list(want.shape)}"
     got, want = got.double().cpu(), want.double()
     if not want.numel():
         return
@@ -114,7 +121,8 @@ def check_moe(results, model, tolerance=None, without=()):
     for rank, (got, want) in enumerate(zip(results, wanted_of(model, len(results)))):
         for name, value in want.items():
             if name not in without:
-                close(got[name], value, f"rank {rank}: {'y' if name == 'y' else 'gradient of ' + name}", tolerance)
+                close(got[name], value, f"rank {rank}: {'y' if name == 'y' else 'gradient of ' + name}",
+                      tolerance)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -125,7 +133,8 @@ def test_moe_forward_and_gradients(ranks, activation, local, bias):
     check_moe(ranks(run_moe, model), model)
 
 
-@pytest.mark.parametrize("pattern", ["distinct", "one_expert", "one_rank", "own_rank", "sentinels", "duplicates", "edges"])
+@pytest.mark.parametrize("pattern", ["distinct", "one_expert", "one_rank", "own_rank", "sentinels",
+                                     "duplicates", "edges"])
 @pytest.mark.parametrize("capacity", [False, True], ids=["exact", "capacity"])
 def test_moe_pattern(ranks, pattern, capacity):
     model = Model(pattern=pattern, capacity=capacity, bias=True)
@@ -139,9 +148,12 @@ def test_moe_capacity_and_mode(ranks, mode):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=case_id)
-@pytest.mark.parametrize("activation", ACTIVATIONS[:3])  # the fourth's limit is where rows are: rounded past it, they have another gradient
+@pytest.mark.parametrize("activation",
+                         # the fourth's limit is where rows are: rounded past it, they have another gradient
+                         ACTIVATIONS[:3])
 def test_moe_low_precision(ranks, activation, dtype):
-    model = Model(hidden=64, inner=48, num_local=4, tokens=40, dtype=dtype, activation=activation, bias=activation == "gpt_oss")
+    model = Model(hidden=64, inner=48, num_local=4, tokens=40, dtype=dtype, activation=activation,
+                  bias=activation == "gpt_oss")
     check_moe(ranks(run_moe, model), model)
 
 
@@ -182,12 +194,14 @@ def test_moe_under_checkpoint(ranks):
         y = checkpoint(moe, x, idx, weight, use_reentrant=False)
         y.backward(dy)
         moe.finalize()
-        return {"y": y.detach(), "x": x.grad, "weight": weight.grad, **{n: p.grad for n, p in moe.named_parameters()}}
+        return {"y": y.detach(), "x": x.grad, "weight": weight.grad,
+                **{n: p.grad for n, p in moe.named_parameters()}}
 
     check_moe(ranks(run), model)
 
 
-@pytest.mark.parametrize("x_grad, weight_grad", [(True, False), (False, True), (False, False)], ids=["x", "weights", "parameters"])
+@pytest.mark.parametrize("x_grad, weight_grad", [(True, False), (False, True), (False, False)],
+                         ids=["x", "weights", "parameters"])
 def test_moe_gradients_of_some(ranks, x_grad, weight_grad):
     """Frozen tokens or a frozen router: the rest is as it was."""
     model = Model(bias=True)
@@ -248,7 +262,8 @@ def test_moe_leading_dimensions(ranks):
         shaped = moe(x.view(3, 4, -1), idx.view(3, 4, -1).to(torch.int32), weight.view(3, 4, -1).double())
         strided = moe(x.t().contiguous().t(), idx.t().contiguous().t(), weight)
         moe.finalize()
-        return shaped.shape == (3, 4, 16) and torch.equal(shaped.view(12, -1), flat) and torch.equal(strided, flat)
+        return shaped.shape == (3, 4, 16) and torch.equal(shaped.view(12, -1),
+                                                          flat) and torch.equal(strided, flat)
 
     assert all(ranks(run))
 
@@ -257,10 +272,12 @@ def test_moe_leading_dimensions(ranks):
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_moe_parameters_are_those_of_checkpoints(ranks, activation, wide, bias):
     def run(world, device):
-        moe = epmoe.EPMoE(16, 24, 2 * world.size, 3, world, activation, max_tokens=8, dtype=torch.bfloat16, device=device, bias=bias)
+        moe = epmoe.EPMoE(16, 24, 2 * world.size, 3, world, activation, max_tokens=8, dtype=torch.bfloat16,
+                          device=device, bias=bias)
         keep(world, moe)
         shapes = {k: tuple(v.shape) for k, v in moe.state_dict().items()}
-        sane = all(p.dtype == torch.bfloat16 and p.requires_grad and p.isfinite().all() and p.any() and p.abs().max() <= 1 for p in moe.parameters())
+        sane = all(p.dtype == torch.bfloat16 and p.requires_grad and p.isfinite().all() and p.any()
+                   and p.abs().max() <= 1 for p in moe.parameters())
         text = repr(moe)
         moe.finalize()
         return shapes, bool(sane), text
@@ -270,19 +287,25 @@ def test_moe_parameters_are_those_of_checkpoints(ranks, activation, wide, bias):
         want |= {"gate_up_proj_bias": (2, wide), "down_proj_bias": (2, 16)}
     for rank, (shapes, sane, text) in enumerate(ranks(run)):
         assert shapes == want and list(shapes) == list(want) and sane
-        assert f"activation={activation}" in text and f"rank={rank} of {ranks.size()}" in text and "local_experts=2" in text
+        assert (
+            f"activation={activation}" in text
+            and f"rank={rank} of {ranks.size()}" in text
+            and "local_experts=2" in text
+        )
 
 
 def test_moe_starts_within_one_over_the_root_of_fan_in(ranks):
     def run(world, device):
-        moe = epmoe.EPMoE(64, 256, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device, bias=True)
+        moe = epmoe.EPMoE(64, 256, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device,
+                          bias=True)
         keep(world, moe)
         largest = {k: p.abs().max().item() for k, p in moe.named_parameters()}
         moe.finalize()
         return largest
 
     for largest in ranks(run, world_size=2):
-        for name, bound in (("gate_up_proj", 1 / 8), ("gate_up_proj_bias", 1 / 8), ("down_proj", 1 / 16), ("down_proj_bias", 1 / 16)):
+        for name, bound in (("gate_up_proj", 1 / 8), ("gate_up_proj_bias", 1 / 8), ("down_proj", 1 / 16),
+                            ("down_proj_bias", 1 / 16)):
             assert 0.9 * bound < largest[name] <= bound, name
 
 
@@ -300,7 +323,8 @@ def test_moe_starts_within_one_over_the_root_of_fan_in(ranks):
     (lambda a: a | {"weight": a["weight"].long()}, "TypeError"),
     (lambda a: a | {"idx": a["idx"] + 1000}, "EpIndexError"),
     (lambda a: {k: torch.cat([v, v]) for k, v in a.items()}, "ValueError"),
-], ids=["dtype", "hidden", "index-dtype", "index-topk", "weight-topk", "sparse", "none", "scalar", "index-list", "weight-none", "weight-dtype", "index", "tokens"])
+], ids=["dtype", "hidden", "index-dtype", "index-topk", "weight-topk", "sparse", "none", "scalar",
+        "index-list", "weight-none", "weight-dtype", "index", "tokens"])
 def test_moe_mistakes(ranks, change, kind):
     """On one rank; afterwards the module works, and so do its gradients."""
     model = Model(unequal=False)
@@ -315,17 +339,20 @@ def test_moe_mistakes(ranks, change, kind):
         y = moe(x, idx, weight)
         y.backward(dy)
         moe.finalize()
-        return got, {"y": y.detach(), "x": x.grad, "weight": weight.grad, **{n: p.grad for n, p in moe.named_parameters()}}
+        return got, {"y": y.detach(), "x": x.grad, "weight": weight.grad,
+                     **{n: p.grad for n, p in moe.named_parameters()}}
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes([r[0] for r in results], [kind if rank == 1 or kind == "EpIndexError" else "PeerError" for rank in range(len(results))], "rank 1",
+    check_outcomes([r[0] for r in results], [kind if rank == 1 or kind == "EpIndexError" else "PeerError"
+                                             for rank in range(len(results))], "rank 1",
                    who=0)
     check_moe([r[1] for r in results], model)
 
 
 def test_moe_overflow(ranks):
     def run(world, device):
-        moe = epmoe.EPMoE(16, 24, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device, capacity=7)
+        moe = epmoe.EPMoE(16, 24, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device,
+                          capacity=7)
         keep(world, moe)
         x, weight = torch.ones(8, 16, device=device), torch.ones(8, 2, device=device)
         got = outcome(lambda: moe(x, torch.zeros(8, 2, dtype=torch.int64, device=device), weight), moe.layer)
@@ -352,7 +379,8 @@ def test_moe_gpt_oss_with_other_numbers():
     def sigmoid(x):
         return 1 / (1 + math.exp(-x))
 
-    assert gate_up("gpt_oss", 2.0, 0.5) == pytest.approx(1.5 * 2 * sigmoid(1.702 * 2)) == gate_up(epmoe.GptOss(), 2.0, 0.5)
+    assert gate_up("gpt_oss", 2.0,
+                   0.5) == pytest.approx(1.5 * 2 * sigmoid(1.702 * 2)) == gate_up(epmoe.GptOss(), 2.0, 0.5)
     assert gate_up("gpt_oss", 9.0, -9.0) == pytest.approx(-6 * 7 * sigmoid(1.702 * 7))
     assert gate_up(epmoe.GptOss(alpha=0.5, limit=3), 9.0, 9.0) == pytest.approx(4 * 3 * sigmoid(1.5))
     assert gate_up(epmoe.GptOss(alpha=0.5, limit=3), -9.0, -9.0) == pytest.approx(-2 * -9 * sigmoid(-4.5))

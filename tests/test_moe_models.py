@@ -16,7 +16,8 @@ HIDDEN, INNER, TOPK = 16, 24, 2
 
 def make_moe(world, device, seed, **options):
     torch.manual_seed(seed)
-    moe = epmoe.EPMoE(HIDDEN, INNER, 3 * world.size, TOPK, world, max_tokens=8, **({"dtype": torch.float32, "device": device} | options))
+    moe = epmoe.EPMoE(HIDDEN, INNER, 3 * world.size, TOPK, world, max_tokens=8,
+                      **({"dtype": torch.float32, "device": device} | options))
     keep(world, moe)
     return moe
 
@@ -38,7 +39,9 @@ def _start(rank, world_size, bias):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_moe_starts_alike_on_any_number_of_ranks(bias):
-    """With the same seed on all ranks every expert is another, and the same as in one process: a rank has its part of the whole."""
+    """With the same seed on all ranks every expert is another, and the same as in one process: a rank has its
+    part of the whole.
+    """
     results, alone = process_ranks(_start, 2, bias), _start(0, 1, bias)
     for name, p in alone.items():
         fan_in = HIDDEN if name.startswith("gate_up") else INNER
@@ -53,10 +56,12 @@ def test_moe_from_a_whole_checkpoint(ranks):
     def run(world, device):
         g = torch.Generator().manual_seed(3)
         num_experts = 3 * world.size
-        full = {"gate_up_proj": torch.randn(num_experts, 2 * INNER, HIDDEN, generator=g), "down_proj": torch.randn(num_experts, HIDDEN, INNER, generator=g)}
+        full = {"gate_up_proj": torch.randn(num_experts, 2 * INNER, HIDDEN, generator=g),
+                "down_proj": torch.randn(num_experts, HIDDEN, INNER, generator=g)}
         moe = make_moe(world, device, 0)
         local = moe.layer.num_local_experts
-        moe.load_state_dict({name: p[world.rank * local : (world.rank + 1) * local] for name, p in full.items()})
+        moe.load_state_dict({name: p[world.rank * local : (world.rank + 1) * local] for name,
+                             p in full.items()})
         x, idx, weight = routed(world, device)
         y = moe(x, idx, weight).detach()
         moe.finalize()
@@ -95,7 +100,8 @@ def test_moe_of_another_dtype_than_it_was_made_for(ranks):
         moe = make_moe(world, device, 1)
         x, idx, weight = routed(world, device)
         want = moe(x, idx, weight)
-        got = outcome(lambda: moe.bfloat16()(x.bfloat16(), idx, weight) if world.rank == 0 else moe(x, idx, weight))
+        got = outcome(lambda: moe.bfloat16()(x.bfloat16(), idx, weight) if world.rank == 0
+                      else moe(x, idx, weight))
         again = moe.float()(x, idx, weight)
         moe.finalize()
         return got, again.shape == want.shape
@@ -109,7 +115,8 @@ class Block(torch.nn.Module):
     def __init__(self, num_experts):
         super().__init__()
         self.router = torch.nn.Linear(HIDDEN, num_experts)
-        self.moe = epmoe.EPMoE(HIDDEN, INNER, num_experts, TOPK, max_tokens=8, dtype=torch.float32, device="cpu")
+        self.moe = epmoe.EPMoE(HIDDEN, INNER, num_experts, TOPK, max_tokens=8, dtype=torch.float32,
+                               device="cpu")
 
     def forward(self, x):
         weight, idx = self.router(x).softmax(-1).topk(TOPK)
@@ -117,10 +124,14 @@ class Block(torch.nn.Module):
 
 
 def _train(rank, world_size):
-    """As docs/guide.md says, beside DistributedDataParallel.  Returns what it started with and ended with, and its tokens."""
+    """As docs/guide.md says, beside DistributedDataParallel.
+
+    Returns what it started with and ended with, and its tokens.
+    """
     torch.manual_seed(0)
     model = Block(3 * world_size)
-    experts = [f"{path}.{name}" for path, part in model.named_modules() if isinstance(part, epmoe.EPMoE) for name, _ in part.named_parameters()]
+    experts = [f"{path}.{name}" for path, part in model.named_modules() if isinstance(part, epmoe.EPMoE)
+               for name, _ in part.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
     model_of_all = DistributedDataParallel(model)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -139,7 +150,8 @@ def test_moe_beside_distributed_data_parallel():
     results = process_ranks(_train, 2)
     experts = results[0][3]
     assert experts == ["moe.gate_up_proj", "moe.down_proj"]
-    whole = {n: torch.cat([r[0][n] for r in results]) if n in experts else results[0][0][n] for n in results[0][0]}
+    whole = {n: torch.cat([r[0][n] for r in results]) if n in experts else results[0][0][n]
+             for n in results[0][0]}
     assert len({tuple(e.flatten().tolist()) for e in whole["moe.down_proj"]}) == 6
     whole = {n: p.requires_grad_() for n, p in whole.items()}
     loss = 0
@@ -156,9 +168,11 @@ def test_moe_beside_distributed_data_parallel():
 
 @pytest.mark.cpu_only
 def test_moe_without_a_process_group_is_told():
-    """Started by torchrun, but without init_process_group: each rank would be alone with a model of its own."""
+    """Started by torchrun, but without init_process_group: each rank would be alone with a model of its own.
+    """
     with mock.patch.dict(os.environ, {"WORLD_SIZE": "4"}):
-        with pytest.raises(ValueError, match="4 ranks were started .WORLD_SIZE., but torch.distributed is not initialized"):
+        with pytest.raises(ValueError,
+                           match="4 ranks were started .WORLD_SIZE., but torch.distributed is not initialized"):
             epmoe.World()
 
 
@@ -167,7 +181,8 @@ def _checkpointed(rank, world_size):
     torch.manual_seed(0)
     model = Block(2 * world_size)
     x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(rank), requires_grad=True)
-    step = torch.compile(lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False), backend="aot_eager", fullgraph=True)
+    step = torch.compile(lambda x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False),
+                         backend="aot_eager", fullgraph=True)
     y, want = step(x), model(x)
     grad, = torch.autograd.grad(y.sum(), x)
     wanted, = torch.autograd.grad(want.sum(), x)

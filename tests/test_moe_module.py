@@ -11,9 +11,11 @@ from test_moe_layer import ACTIVATIONS, Model, check_moe, close, inputs_of, make
 
 def over_plain_layer(world, device, model):
     """The same over a layer that only moves rows: the products come one after the other."""
-    layer = epmoe.EPAll2AllLayer(world, model.tokens, model.hidden, model.topk, num_tot_experts=model.num_local * world.size, dtype=model.dtype,
+    layer = epmoe.EPAll2AllLayer(world, model.tokens, model.hidden, model.topk,
+                                 num_tot_experts=model.num_local * world.size, dtype=model.dtype,
                                  enable_local_combine=model.local, combine_mode=model.mode, device=device)
-    moe = epmoe.EPMoE(model.hidden, model.inner, layer.num_experts, model.topk, activation=model.activation, dtype=model.dtype, bias=model.bias, layer=layer)
+    moe = epmoe.EPMoE(model.hidden, model.inner, layer.num_experts, model.topk, activation=model.activation,
+                      dtype=model.dtype, bias=model.bias, layer=layer)
     keep(world, moe)
     local = slice(world.rank * model.num_local, (world.rank + 1) * model.num_local)
     moe.load_state_dict({k: v[local] for k, v in parameters_of(model, layer.num_experts).items()})
@@ -51,17 +53,21 @@ def test_moe_finalize_gives_the_memory_back(ranks):
 
 
 def test_moe_without_token_saving_says_its_own_topk(ranks):
-    (text, *_) = ranks(lambda world, device: repr(make_moe(world, device, Model(), token_saving=False)), world_size=2)
+    (text, *_) = ranks(lambda world, device: repr(make_moe(world, device, Model(), token_saving=False)),
+                       world_size=2)
     assert "topk=3," in text
 
 
 def test_moe_modules_share_a_layer(ranks):
-    """Two modules, one after the other, through one EPAll2AllLayer: forward through both, then backward through both."""
+    """Two modules, one after the other, through one EPAll2AllLayer: forward through both, then backward
+    through both.
+    """
     model = Model(bias=True, capacity=False)
 
     def run(world, device):
         first = make_moe(world, device, model)
-        second = epmoe.EPMoE(model.hidden, model.inner, model.num_local * world.size, model.topk, dtype=model.dtype, bias=True, layer=first.layer)
+        second = epmoe.EPMoE(model.hidden, model.inner, model.num_local * world.size, model.topk,
+                             dtype=model.dtype, bias=True, layer=first.layer)
         second.load_state_dict({k: 0.5 * v for k, v in first.state_dict().items()})
         x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
         other = inputs_of(model, world.rank, world.size, step=1)[1].to(device)
@@ -69,7 +75,8 @@ def test_moe_modules_share_a_layer(ranks):
         y = second(first(x, idx, weight), other, weight)
         y.backward(dy)
         first.finalize()
-        return {"y": y.detach(), "x": x.grad, "weight": weight.grad, **{f"1.{n}": p.grad for n, p in first.named_parameters()},
+        return {"y": y.detach(), "x": x.grad, "weight": weight.grad,
+                **{f"1.{n}": p.grad for n, p in first.named_parameters()},
                 **{f"2.{n}": p.grad for n, p in second.named_parameters()}}
 
     results = ranks(run)
@@ -83,7 +90,8 @@ def test_moe_modules_share_a_layer(ranks):
         x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
         y = x
         for p, i in ((p1, idx), (p2, other)):
-            y = reference.moe(y, i, weight, *(p[n] for n in order), "swiglu", p["gate_up_proj_bias"], p["down_proj_bias"])
+            y = reference.moe(y, i, weight, *(p[n] for n in order), "swiglu", p["gate_up_proj_bias"],
+                              p["down_proj_bias"])
         y.backward(dy.double())
         for name, want in (("y", y.detach()), ("x", x.grad), ("weight", weight.grad)):
             close(got[name], want, f"rank {rank}: {name}", 5e-5)
@@ -97,10 +105,13 @@ def test_moe_modules_share_a_layer(ranks):
 def test_moe_shared_layer_must_fit(ranks):
     def run(world, device):
         moe = make_moe(world, device, Model())
-        got = [outcome(lambda o=o: epmoe.EPMoE(**({"hidden": 16, "inner": 24, "num_experts": 2 * world.size, "topk": 3, "dtype": torch.float32,
+        got = [outcome(lambda o=o: epmoe.EPMoE(**({"hidden": 16, "inner": 24, "num_experts": 2 * world.size,
+                                                   "topk": 3, "dtype": torch.float32,
                                                     "layer": moe.layer} | o)))
-               for o in ({"hidden": 32}, {"topk": 2}, {"num_experts": 4 * world.size}, {"dtype": torch.bfloat16})]
-        got += [outcome(lambda: epmoe.EPMoE(16, 24, 2 * world.size, 3, dtype=torch.float32, layer=moe.layer, num_bufers=2))]
+               for o in ({"hidden": 32}, {"topk": 2}, {"num_experts": 4 * world.size},
+                         {"dtype": torch.bfloat16})]
+        got += [outcome(lambda: epmoe.EPMoE(16, 24, 2 * world.size, 3, dtype=torch.float32, layer=moe.layer,
+                                            num_bufers=2))]
         moe.finalize()
         return got
 
@@ -110,7 +121,8 @@ def test_moe_shared_layer_must_fit(ranks):
 
 
 @pytest.mark.parametrize("options, texts", [
-    ({"inner": 32}, ("inner 32", "inner 24")), ({"activation": "gpt_oss"}, ("gpt_oss", "swiglu")), ({"bias": True}, ("bias True", "bias False")),
+    ({"inner": 32}, ("inner 32", "inner 24")), ({"activation": "gpt_oss"}, ("gpt_oss", "swiglu")),
+    ({"bias": True}, ("bias True", "bias False")),
     ({"hidden": 32}, ("hidden",)), ({"num_tail_sms": 1, "num_sm": 4}, ()),
 ], ids=["inner", "activation", "bias", "hidden", "knobs"])
 def test_moe_ranks_that_make_different_ones(ranks, options, texts):
@@ -118,21 +130,27 @@ def test_moe_ranks_that_make_different_ones(ranks, options, texts):
 
     def run(world, device):
         world.set_timeout(MISTAKE_LIMIT_S)
-        base = {"hidden": 16, "inner": 24, "num_experts": 2 * world.size, "topk": 3, "dtype": torch.float32, "device": device}
-        got = outcome(lambda: keep(world, epmoe.EPMoE(**(base | {"ep_group": world} | (options if world.rank == 1 else {})))))
+        base = {"hidden": 16, "inner": 24, "num_experts": 2 * world.size, "topk": 3, "dtype": torch.float32,
+                "device": device}
+        got = outcome(lambda: keep(world, epmoe.EPMoE(**(base | {"ep_group": world} |
+                                                         (options if world.rank == 1 else {})))))
         epmoe.EPMoE(**base, ep_group=world).finalize()  # the world goes on
         return got
 
-    check_outcomes(ranks(run, world_size=2, at_least=2), *(("EpMismatch", "rank 1", "rank 0", *texts) if texts else ("nothing",)))
+    check_outcomes(ranks(run, world_size=2, at_least=2), *(("EpMismatch", "rank 1", "rank 0", *texts) if texts
+                                                           else ("nothing",)))
 
 
 def test_moe_option_that_there_is_not_on_one_rank(ranks):
     def run(world, device):
         world.set_timeout(MISTAKE_LIMIT_S)
-        got = outcome(lambda: keep(world, epmoe.EPMoE(16, 24, 2 * world.size, 3, world, dtype=torch.float32, device=device,
+        got = outcome(lambda: keep(world, epmoe.EPMoE(16, 24, 2 * world.size, 3, world, dtype=torch.float32,
+                                                      device=device,
                                                       **({"num_bufers": 2} if world.rank == 1 else {}))))
-        epmoe.EPMoE(16, 24, 2 * world.size, 3, world, dtype=torch.float32, device=device, num_buffers=2).finalize()
+        epmoe.EPMoE(16, 24, 2 * world.size, 3, world, dtype=torch.float32, device=device,
+                    num_buffers=2).finalize()
         return got
 
     results = ranks(run, world_size=2, at_least=2)
-    check_outcomes(results, ["TypeError" if rank == 1 else "PeerError" for rank in range(len(results))], "num_bufers", who=1, elsewhere=["rank 1"])
+    check_outcomes(results, ["TypeError" if rank == 1 else "PeerError" for rank in range(len(results))],
+                   "num_bufers", who=1, elsewhere=["rank 1"])

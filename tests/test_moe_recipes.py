@@ -1,4 +1,6 @@
-"""EPMoE as docs/guide.md has it: clipped gradients, checkpoints of torch.distributed.checkpoint, FSDP, devices of a context."""
+"""EPMoE as docs/guide.md has it: clipped gradients, checkpoints of torch.distributed.checkpoint, FSDP,
+devices of a context.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,8 @@ class Block(nn.Module):
 
 
 def _experts(model):
-    return [f"{path}.{name}" for path, part in model.named_modules() if isinstance(part, epmoe.EPMoE) for name, _ in part.named_parameters()]
+    return [f"{path}.{name}" for path, part in model.named_modules() if isinstance(part, epmoe.EPMoE)
+            for name, _ in part.named_parameters()]
 
 
 def _x(rank):
@@ -34,7 +37,8 @@ def _x(rank):
 
 
 def _clipped(rank, world_size):
-    """Some steps with the guide's clipping: what is replicated, and the norm of all gradients in one process."""
+    """Some steps with the guide's clipping: what is replicated, and the norm of all gradients in one process.
+    """
     torch.manual_seed(0)
     model = Block()
     experts = _experts(model)
@@ -49,7 +53,8 @@ def _clipped(rank, world_size):
         for n, p in model.named_parameters():
             if n in experts:
                 p.grad /= world_size
-        own, shared = (sum(p.grad.float().square().sum() for n, p in model.named_parameters() if (n in experts) == mine) for mine in (True, False))
+        own, shared = (sum(p.grad.float().square().sum() for n,
+                           p in model.named_parameters() if (n in experts) == mine) for mine in (True, False))
         dist.all_reduce(own)
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, (own + shared).sqrt())
         optimizer.step()
@@ -90,7 +95,8 @@ def _checkpointed(rank, world_size, path, saves):
     want = {n: t.clone() for n, t in model.state_dict().items()}
 
     def whole():
-        return {n: DTensor.from_local(t, mesh, [Shard(0)], run_check=False) if n in experts else t for n, t in model.state_dict().items()}
+        return {n: DTensor.from_local(t, mesh, [Shard(0)], run_check=False) if n in experts else t for n,
+                t in model.state_dict().items()}
 
     if saves:
         dcp.save({"model": whole()}, checkpoint_id=path)

@@ -1,4 +1,6 @@
-"""EPMoE where somebody looks on who is no compiler: tracers record it, modes see it, torch.func is told that it cannot."""
+"""EPMoE where somebody looks on who is no compiler: tracers record it, modes see it, torch.func is told that
+it cannot.
+"""
 
 import pytest
 import torch
@@ -12,14 +14,16 @@ from pace import HANG_S
 
 def make(world, device, capacity):
     torch.manual_seed(0)
-    moe = epmoe.EPMoE(16, 24, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device, capacity=16 * world.size if capacity else None)
+    moe = epmoe.EPMoE(16, 24, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device,
+                      capacity=16 * world.size if capacity else None)
     keep(world, moe)
     return moe
 
 
 def inputs(world, device, seed):
     g = generator(seed, world.rank)
-    return (torch.randn(8, 16, generator=g).to(device), torch.randint(0, 2 * world.size, (8, 2), generator=g).to(device),
+    return (torch.randn(8, 16, generator=g).to(device), torch.randint(0, 2 * world.size, (8, 2),
+                                                                      generator=g).to(device),
             torch.rand(8, 2, generator=g).to(device))
 
 
@@ -65,5 +69,6 @@ def transformed(world, device, name):
 def test_moe_of_torch_func(ranks, name):
     """Whose gradients would be zeros."""
     results = ranks.isolated(transformed, name, world_size=2, timeout_s=HANG_S)
-    check_outcomes([got for got, _ in results], "NotImplementedError", "epmoe does not support torch.func's transforms")
+    check_outcomes([got for got, _ in results], "NotImplementedError",
+                   "epmoe does not support torch.func's transforms")
     assert all(same for _, same in results)

@@ -7,7 +7,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases import Case, case_id, check_case, check_plan, indices_of, layout_parts, make_layer, num_tokens, run_case
+from cases import (
+    Case, case_id, check_case, check_plan, indices_of, layout_parts, make_layer, num_tokens,
+    run_case,
+)
 from epmoe.testing import PATTERNS
 
 
@@ -32,7 +35,8 @@ def check(ranks, cases, **options):
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=case_id)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_plan_pattern(ranks, pattern, index_dtype):
-    check(ranks, [Case(num_local=3, topk=4, max_tokens=33, pattern=pattern, index_dtype=index_dtype, seed=s) for s in range(3)])
+    check(ranks, [Case(num_local=3, topk=4, max_tokens=33, pattern=pattern, index_dtype=index_dtype, seed=s)
+                  for s in range(3)])
 
 
 @pytest.mark.parametrize("tokens", ["full", "none", "first_none", "only_last", "unequal"])
@@ -42,23 +46,27 @@ def test_plan_tokens_of_ranks(ranks, tokens):
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 8, 31, 32])
 def test_plan_topk(ranks, topk):
-    check(ranks, [Case(num_local=4, topk=topk, max_tokens=17, pattern=p, tokens="unequal") for p in ("uniform", "sentinels", "duplicates")])
+    check(ranks, [Case(num_local=4, topk=topk, max_tokens=17, pattern=p, tokens="unequal")
+                  for p in ("uniform", "sentinels", "duplicates")])
 
 
 @pytest.mark.parametrize("num_local", [1, 2, 7, 64, 128])
 def test_plan_experts(ranks, num_local):
     """One expert a rank (E = W) up to E = 512 on four ranks."""
-    check(ranks, [Case(num_local=num_local, topk=4, max_tokens=50, pattern=p) for p in ("uniform", "distinct", "edges", "one_expert")])
+    check(ranks, [Case(num_local=num_local, topk=4, max_tokens=50, pattern=p)
+                  for p in ("uniform", "distinct", "edges", "one_expert")])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
 def test_plan_world_size(ranks, world_size):
-    check(ranks, [Case(num_local=2, topk=4, max_tokens=13, tokens="unequal", pattern=p) for p in PATTERNS], world_size=world_size)
+    check(ranks, [Case(num_local=2, topk=4, max_tokens=13, tokens="unequal", pattern=p) for p in PATTERNS],
+          world_size=world_size)
 
 
 def test_plan_tiles_of_many_rows(ranks):
     """Experts of 0, 1, 127, 128, 129 and many rows: a tile ends with its expert."""
-    check(ranks, [Case(num_local=3, topk=2, max_tokens=m, pattern=p) for m in (400,) for p in ("one_expert", "uniform", "edges")])
+    check(ranks, [Case(num_local=3, topk=2, max_tokens=m, pattern=p) for m in (400,)
+                  for p in ("one_expert", "uniform", "edges")])
 
     def exact(world, device):
         case = Case(num_local=6, topk=1, max_tokens=520)
@@ -72,13 +80,15 @@ def test_plan_tiles_of_many_rows(ranks):
     results = ranks(exact, world_size=2)
     check_plan(results, 6 * len(results))
     if len(results) <= 8:
-        assert list(zip(results[0]["tile_expert"].tolist(), results[0]["tile_row"].tolist()))[: results[0]["num_tiles"]] == [
+        assert list(zip(results[0]["tile_expert"].tolist(),
+                        results[0]["tile_row"].tolist()))[: results[0]["num_tiles"]] == [
             (1, 0), (2, 1), (3, 128), (4, 256), (4, 384), (5, 385), (5, 513)]
 
 
 @pytest.mark.parametrize("max_tokens", [1500, 4100, 9000])  # a kernel of a few blocks, of 64, of 128
 def test_plan_many_tokens(ranks, max_tokens):
-    check(ranks, [Case(num_local=16, topk=8, max_tokens=max_tokens, hidden=8, pattern=p, tokens="unequal") for p in ("distinct", "sentinels")])
+    check(ranks, [Case(num_local=16, topk=8, max_tokens=max_tokens, hidden=8, pattern=p, tokens="unequal")
+                  for p in ("distinct", "sentinels")])
 
 
 def test_plan_capacity_gives_the_same_plan(ranks):
@@ -96,7 +106,8 @@ def test_plan_is_the_same_in_every_run(ranks):
             idx = indices_of(case, world.rank, world.size).to(device)
             for _ in range(8):
                 layout = layer.preprocess(idx)
-                rows = layer.dispatch(torch.zeros(len(idx), case.hidden, dtype=case.dtype, device=device), layout=layout)[0]
+                rows = layer.dispatch(torch.zeros(len(idx), case.hidden, dtype=case.dtype, device=device),
+                                      layout=layout)[0]
                 seen.append((layout_parts(layout), rows.shape))
             layer.finalize()
         first = seen[0][0]
@@ -119,7 +130,8 @@ def test_plan_of_fewer_tokens_than_before(ranks):
         layer = make_layer(world, device, case)
         results = []
         for n in (60, 7, 0, 1, 60, 3):
-            idx = indices_of(dataclasses.replace(case, max_tokens=n, seed=n), world.rank, world.size) if n else torch.zeros(0, 4, dtype=torch.int64)
+            idx = indices_of(dataclasses.replace(case, max_tokens=n, seed=n), world.rank,
+                             world.size) if n else torch.zeros(0, 4, dtype=torch.int64)
             results.append({"idx": idx, **layout_parts(layer.preprocess(idx.to(device)))})
         layer.finalize()
         return results
@@ -133,11 +145,13 @@ def any_indices(data, num_ranks):
     """A small Case, and [T, K] of each rank, T up to 6; hypothesis draws them."""
     topk, num_local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     choices = st.lists(st.integers(-1, num_local * num_ranks), min_size=topk, max_size=topk)
-    indices = [torch.tensor(data.draw(st.lists(choices, max_size=6)), dtype=torch.int64).reshape(-1, topk) for _ in range(num_ranks)]
+    indices = [torch.tensor(data.draw(st.lists(choices, max_size=6)), dtype=torch.int64).reshape(-1, topk)
+               for _ in range(num_ranks)]
     return Case(num_local=num_local, topk=topk, max_tokens=6, hidden=8), indices
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, derandomize=True, database=None,
+          suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_plan_any_indices(ranks, data):
     """Whatever the indices are, down to single tokens; hypothesis shrinks what fails."""
@@ -158,7 +172,8 @@ def test_plan_layout_says_what_it_is(ranks):
         layer = make_layer(world, device, case)
         layout = layer.preprocess(indices_of(case, world.rank, world.size).to(device))
         text = repr(layout)
-        sizes = (layout.num_tokens, layout.plan.dtype, layout.plan.device.type == torch.device(device).type, layout.num_rows)
+        sizes = (layout.num_tokens, layout.plan.dtype, layout.plan.device.type == torch.device(device).type,
+                 layout.num_rows)
         layer.finalize()
         return text, sizes
 
@@ -172,7 +187,8 @@ def test_plan_ranks_need_not_be_alike(ranks):
     case = Case(num_local=3, topk=4, max_tokens=50, tokens="unequal", pattern="sentinels")
 
     def run(world, device):
-        mine = dataclasses.replace(case, index_dtype=torch.int32 if world.rank % 2 else torch.int64, num_sm=1 + world.rank)
+        mine = dataclasses.replace(case, index_dtype=torch.int32 if world.rank % 2 else torch.int64,
+                                   num_sm=1 + world.rank)
         return run_case(world, device, mine)
 
     check_case(ranks(run), case)

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from cases import (MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, check_plan, check_rows, check_sums, indices_of, inputs_of,
+from cases import (MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, check_plan,
+                   check_rows, check_sums, indices_of, inputs_of,
                    layout_parts, make_layer, outcome, rows_for_combine)
 from epmoe import reference
 
@@ -26,7 +27,8 @@ def scattered(size, case=CASE, seed=0):
             of = (at >= 0) & (rank_of == r)
             new[of] = orders[r][at[of]]
         rows.append(new.to(torch.int32))
-    moved = {"rows": [rows_at[torch.argsort(order)] for rows_at, order in zip(p["rows"], orders)], "token_row": [r.long() for r in rows],
+    moved = {"rows": [rows_at[torch.argsort(order)] for rows_at, order in zip(p["rows"], orders)],
+             "token_row": [r.long() for r in rows],
              "counts": p["counts"], "send_tokens": p["send_tokens"]}
     return rows, moved
 
@@ -45,7 +47,8 @@ def test_plan_scatter_indices_move_the_rows(ranks, form, mode):
         y, w = rows_for_combine(case, world.rank, len(got), layout.num_rows)
         out = layer.combine(y.to(device), layout, w.to(device))
         layer.finalize()
-        return {"idx": idx, "x": x, "weight": weight, "rows": got, "row_weight": row_weight, "y": y, "w": w, "out": out, **layout_parts(layout)}
+        return {"idx": idx, "x": x, "weight": weight, "rows": got, "row_weight": row_weight, "y": y, "w": w,
+                "out": out, **layout_parts(layout)}
 
     results = ranks(run)
     _, moved = scattered(len(results))
@@ -60,7 +63,9 @@ def test_plan_scatter_indices_of_the_plan_change_nothing(ranks):
         idx = indices_of(CASE, world.rank, world.size).to(device)
         first = layer.preprocess(idx)
         second = layer.preprocess(idx, first.token_dst_scatter_idx.contiguous())
-        same = torch.equal(first.token_dst_scatter_idx, second.token_dst_scatter_idx) and torch.equal(first.token_sort_indices, second.token_sort_indices)
+        same = torch.equal(first.token_dst_scatter_idx,
+                           second.token_dst_scatter_idx) and torch.equal(first.token_sort_indices,
+                                                                         second.token_sort_indices)
         layer.finalize()
         return same
 
@@ -108,26 +113,33 @@ def change(at, value):
     return spoil
 
 
-@pytest.mark.parametrize("spoil", [lambda r: r[:-1].contiguous(), lambda r: torch.cat([r, r, r[:1]])], ids=["short", "long"])
+@pytest.mark.parametrize("spoil", [lambda r: r[:-1].contiguous(), lambda r: torch.cat([r, r, r[:1]])],
+                         ids=["short", "long"])
 def test_plan_scatter_indices_of_wrong_length(ranks, spoil):
     results = ranks(wrong_scatter, spoil, world_size=3, at_least=2)
     check_outcomes([r[0] for r in results], "ValueError", "rank 1", "full_scatter_indices")
     check_afterwards([r[0] for r in results], [r[1] for r in results], WRONG)
 
 
-@pytest.mark.parametrize("spoil", [change((0, 0), 10**6), change((0, 0), -7), change((-1, -1), 2**31 - 1)], ids=["far", "negative", "largest"])
+@pytest.mark.parametrize("spoil", [change((0, 0), 10**6), change((0, 0), -7), change((-1, -1), 2**31 - 1)],
+                         ids=["far", "negative", "largest"])
 def test_plan_scatter_index_outside_the_rows(ranks, spoil):
     results = ranks(wrong_scatter, spoil, world_size=3, at_least=2)
     outcomes = [r[0] for r in results]
-    check_outcomes(outcomes, [outcomes[rank].kind if outcomes[rank].kind in ("ValueError", "PeerError") else "ValueError" for rank in range(len(outcomes))],
+    check_outcomes(outcomes, [outcomes[rank].kind if outcomes[rank].kind in ("ValueError", "PeerError")
+                              else "ValueError" for rank in range(len(outcomes))],
                    "rank 1")
     assert outcomes[1].kind == "ValueError" and "full_scatter_indices" in outcomes[1].text
     check_afterwards([r[0] for r in results], [r[1] for r in results], WRONG)
 
 
-@pytest.mark.parametrize("spoil, kind", [(lambda r: r.long(), "TypeError"), (lambda r: r[:, :2].contiguous(), "ValueError"), (lambda r: r.reshape(-1), "ValueError"),
-                                         (lambda r: [1, 2], "TypeError")], ids=["int64", "columns", "flat", "list"])
+@pytest.mark.parametrize("spoil, kind",
+                         [(lambda r: r.long(), "TypeError"), (lambda r: r[:, :2].contiguous(), "ValueError"),
+                          (lambda r: r.reshape(-1), "ValueError"),
+                                         (lambda r: [1, 2], "TypeError")],
+                         ids=["int64", "columns", "flat", "list"])
 def test_plan_scatter_indices_of_wrong_kind(ranks, spoil, kind):
     results = ranks(wrong_scatter, spoil, world_size=3, at_least=2)
-    check_outcomes([r[0] for r in results], [kind if rank == 1 else "PeerError" for rank in range(len(results))], elsewhere=["rank 1"], who=1)
+    check_outcomes([r[0] for r in results], [kind if rank == 1 else "PeerError"
+                                             for rank in range(len(results))], elsewhere=["rank 1"], who=1)
     check_afterwards([r[0] for r in results], [r[1] for r in results], WRONG)

@@ -1,7 +1,8 @@
-"""The order in which tokens travel: out by the first expert that they want at a rank, home by the last, or as they stand.
+"""The order in which tokens travel: out by the first expert that they want at a rank, home by the last, or as
+they stand.
 
-A layout's token_slots number the tokens that a rank sends home; send_token lists those that go out, rank by rank.
-Whatever the order, rows and sums are the same, bit by bit.
+A layout's token_slots number the tokens that a rank sends home; send_token lists those that go out, rank by
+rank. Whatever the order, rows and sums are the same, bit by bit.
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import epmoe
-from cases import (MODES, Case, capacity_of, case_id, check_rows, check_sums, generator, indices_of, inputs_of, keep, layout_parts,
+from cases import (MODES, Case, capacity_of, case_id, check_rows, check_sums, generator, indices_of,
+                   inputs_of, keep, layout_parts,
                    run_routing, same_bits, same_numbers, soil)
 from epmoe import reference
 from epmoe.testing import PATTERNS
@@ -22,9 +24,12 @@ from test_plan_routing import any_indices
 def make_op(world, device, case, kind=epmoe.EpAll2AllFusedOp, **options):
     """An EpAll2AllFusedOp for a case; see cases.make_layer."""
     options = ({"fused": True} if issubclass(kind, epmoe.EpAll2AllFusedOp) else {}) | options
-    options = {"combine_mode": "scatter" if case.mode == "local" else case.mode, "enable_local_combine": case.mode == "local",
-               "capacity": capacity_of(case, world.size), "num_sm": case.num_sm, "num_buffers": case.num_buffers} | options
-    op = kind(world, case.max_tokens, case.hidden, case.topk, num_tot_experts=case.num_local * world.size, dtype=case.dtype, device=device, **options)
+    options = {"combine_mode": "scatter" if case.mode == "local" else case.mode,
+               "enable_local_combine": case.mode == "local",
+               "capacity": capacity_of(case, world.size), "num_sm": case.num_sm,
+               "num_buffers": case.num_buffers} | options
+    op = kind(world, case.max_tokens, case.hidden, case.topk, num_tot_experts=case.num_local * world.size,
+              dtype=case.dtype, device=device, **options)
     keep(world, op)
     return op
 
@@ -53,7 +58,8 @@ def travel_of(layout):
     """The two orders, as a layout has them."""
     size, count = layout.layer.world_size, layout.send_tokens.tolist()
     lists = layout._part("send_token", size, layout.num_tokens)
-    return {"token_slots": layout.token_slots.clone(), "sent": [lists[r, :n].clone() for r, n in enumerate(count)]}
+    return {"token_slots": layout.token_slots.clone(), "sent": [lists[r, :n].clone() for r,
+                                                                n in enumerate(count)]}
 
 
 def check_travel(got, idx, num_experts, num_ranks, is_sorted, say=""):
@@ -70,7 +76,8 @@ def plan_case(world, device, cases):
     for case in cases:
         idx = indices_of(case, world.rank, world.size)
         layouts = {s: op.preprocess(idx.to(device)) for s, op in ops.items()}
-        results.append({"idx": idx, **{s: travel_of(layout) | layout_parts(layout) for s, layout in layouts.items()}})
+        results.append({"idx": idx, **{s: travel_of(layout) | layout_parts(layout) for s,
+                                       layout in layouts.items()}})
     for op in ops.values():
         op.finalize()
     return results
@@ -84,11 +91,13 @@ def check(ranks, cases, **options):
     for rank, of_rank in enumerate(results):
         for case, got in zip(cases, of_rank):
             for is_sorted in (True, False):
-                check_travel(got[is_sorted], got["idx"], case.num_local * size, size, is_sorted, f"{case}, rank {rank}, sorted {is_sorted}: ")
+                check_travel(got[is_sorted], got["idx"], case.num_local * size, size, is_sorted,
+                             f"{case}, rank {rank}, sorted {is_sorted}: ")
             tiles = got[True]["num_tiles"]
             for name in set(got[True]) - {"token_slots", "sent"}:
                 a, b = (torch.as_tensor(got[s][name]) for s in (True, False))
-                same_numbers(*((a[:tiles], b[:tiles]) if name.startswith("tile_") else (a, b)), f"{case}, rank {rank}: {name}")
+                same_numbers(*((a[:tiles], b[:tiles]) if name.startswith("tile_") else (a, b)),
+                             f"{case}, rank {rank}: {name}")
 
 
 def test_slots_of_a_routing_by_hand(ranks):
@@ -115,7 +124,8 @@ def test_slots_of_a_routing_by_hand(ranks):
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=case_id)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_slots_pattern(ranks, pattern, index_dtype):
-    check(ranks, [Case(num_local=3, topk=4, max_tokens=33, pattern=pattern, index_dtype=index_dtype, seed=s) for s in range(3)])
+    check(ranks, [Case(num_local=3, topk=4, max_tokens=33, pattern=pattern, index_dtype=index_dtype, seed=s)
+                  for s in range(3)])
 
 
 @pytest.mark.parametrize("tokens", ["full", "none", "first_none", "only_last", "unequal"])
@@ -125,25 +135,30 @@ def test_slots_tokens_of_ranks(ranks, tokens):
 
 @pytest.mark.parametrize("topk", [1, 2, 8, 16, 17, 31, 32])
 def test_slots_topk(ranks, topk):
-    check(ranks, [Case(num_local=5, topk=topk, max_tokens=37, pattern=p, tokens="unequal") for p in ("uniform", "sentinels", "duplicates", "heavy_drop")])
+    check(ranks, [Case(num_local=5, topk=topk, max_tokens=37, pattern=p, tokens="unequal")
+                  for p in ("uniform", "sentinels", "duplicates", "heavy_drop")])
 
 
 @pytest.mark.parametrize("num_local", [1, 2, 33, 64, 128])
 def test_slots_experts(ranks, num_local):
     """From one expert a rank, where nothing is to be sorted, to more than a warp has lanes."""
-    check(ranks, [Case(num_local=num_local, topk=4, max_tokens=60, pattern=p) for p in ("uniform", "distinct", "edges", "one_expert")])
+    check(ranks, [Case(num_local=num_local, topk=4, max_tokens=60, pattern=p)
+                  for p in ("uniform", "distinct", "edges", "one_expert")])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_slots_world_size(ranks, world_size):
-    check(ranks, [Case(num_local=4, topk=4, max_tokens=13, tokens="unequal", pattern=p) for p in PATTERNS], world_size=world_size)
+    check(ranks, [Case(num_local=4, topk=4, max_tokens=13, tokens="unequal", pattern=p) for p in PATTERNS],
+          world_size=world_size)
 
 
 @pytest.mark.parametrize("topk", [8, 17])
 def test_slots_many_tokens(ranks, topk):
-    """So many that a GPU's plan has several blocks: each sorts what is its own, the places are everybody's."""
+    """So many that a GPU's plan has several blocks: each sorts what is its own, the places are everybody's.
+    """
     most = 9000 if ranks.device.type == "cuda" else 1500
-    check(ranks, [Case(num_local=16, topk=topk, max_tokens=most, hidden=8, pattern=p, tokens="unequal") for p in ("distinct", "sentinels", "one_expert")])
+    check(ranks, [Case(num_local=16, topk=topk, max_tokens=most, hidden=8, pattern=p, tokens="unequal")
+                  for p in ("distinct", "sentinels", "one_expert")])
 
 
 def test_slots_of_fewer_tokens_than_before(ranks):
@@ -154,7 +169,8 @@ def test_slots_of_fewer_tokens_than_before(ranks):
         op = make_op(world, device, case)
         results = []
         for n in (60, 7, 0, 1, 60, 3):
-            idx = indices_of(dataclasses.replace(case, max_tokens=n, seed=n), world.rank, world.size) if n else torch.zeros(0, 4, dtype=torch.int64)
+            idx = indices_of(dataclasses.replace(case, max_tokens=n, seed=n), world.rank,
+                             world.size) if n else torch.zeros(0, 4, dtype=torch.int64)
             results.append((idx, travel_of(op.preprocess(idx.to(device)))))
         op.finalize()
         return results
@@ -181,7 +197,8 @@ def test_slots_are_the_same_in_every_run(ranks):
     assert all(ranks(plans))
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, database=None,
+          suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_slots_of_any_indices(ranks, data):
     """Whatever the indices are, down to single tokens; hypothesis shrinks what fails."""
@@ -224,7 +241,9 @@ def test_slots_with_rows_of_the_caller(ranks):
         layout = op.preprocess(idx.to(device), scatter.to(device))
         x, _ = inputs_of(case, world.rank, world.size)
         rows = op.dispatch(x.to(device), layout=layout)[0]
-        got = travel_of(layout) | {"idx": idx, "placed": torch.equal(layout.token_dst_scatter_idx.cpu(), scatter), "x": x, "rows": rows, "scatter": scatter}
+        got = travel_of(layout) | {"idx": idx,
+                                   "placed": torch.equal(layout.token_dst_scatter_idx.cpu(), scatter), "x": x,
+                                   "rows": rows, "scatter": scatter}
         op.finalize()
         return got
 
@@ -239,7 +258,8 @@ def test_slots_with_rows_of_the_caller(ranks):
         t, k = kept.nonzero(as_tuple=True)
         for r in range(size):
             of = source["idx"][t, k] // case.num_local == r
-            same_bits(results[r]["rows"][source["scatter"][t[of], k[of]].long()], source["x"][t[of]], f"rows at rank {r}")
+            same_bits(results[r]["rows"][source["scatter"][t[of], k[of]].long()], source["x"][t[of]],
+                      f"rows at rank {r}")
 
 
 # ---- what the order must not change ----
@@ -267,7 +287,8 @@ def check_moved(ranks, case, **options):
     for i, is_sorted in enumerate((True, False)):
         of_all = [r[i] for r in results]
         for got in of_all:
-            same_numbers(got["token_slots"], slots_of(got["idx"], num_experts, size, is_sorted)[0], f"token_slots, sorted {is_sorted}")
+            same_numbers(got["token_slots"], slots_of(got["idx"], num_experts, size, is_sorted)[0],
+                         f"token_slots, sorted {is_sorted}")
         check_rows(of_all, p)
         check_sums(of_all, p, num_experts, case.mode)
     for rank, (a, b) in enumerate(results):
@@ -277,10 +298,12 @@ def check_moved(ranks, case, **options):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=case_id)
-@pytest.mark.parametrize("pattern", ["uniform", "distinct", "one_expert", "one_rank", "duplicates", "sentinels", "all_dropped"])
+@pytest.mark.parametrize("pattern", ["uniform", "distinct", "one_expert", "one_rank", "duplicates",
+                                     "sentinels", "all_dropped"])
 @pytest.mark.parametrize("mode", MODES)
 def test_slots_change_no_row_and_no_sum(ranks, mode, pattern, dtype):
-    check_moved(ranks, Case(num_local=4, topk=3, hidden=24, max_tokens=21, mode=mode, pattern=pattern, dtype=dtype, tokens="unequal"))
+    check_moved(ranks, Case(num_local=4, topk=3, hidden=24, max_tokens=21, mode=mode, pattern=pattern,
+                            dtype=dtype, tokens="unequal"))
 
 
 @pytest.mark.parametrize("topk", [1, 17, 32])
@@ -293,7 +316,8 @@ def test_slots_change_no_sum_of_many_choices(ranks, mode, topk):
 @pytest.mark.parametrize("tokens", ["none", "first_none", "only_last"])
 @pytest.mark.parametrize("mode", MODES)
 def test_slots_of_ranks_without_tokens_change_nothing(ranks, mode, tokens, weights):
-    check_moved(ranks, Case(num_local=3, topk=3, max_tokens=14, mode=mode, tokens=tokens, weights=weights, capacity="exact" if weights else None))
+    check_moved(ranks, Case(num_local=3, topk=3, max_tokens=14, mode=mode, tokens=tokens, weights=weights,
+                            capacity="exact" if weights else None))
 
 
 @pytest.mark.parametrize("num_sm", [1, 5])
@@ -301,13 +325,15 @@ def test_slots_of_ranks_without_tokens_change_nothing(ranks, mode, tokens, weigh
 def test_slots_and_many_workers_change_nothing(ranks, mode, num_sm):
     """More tokens than a chunk of slots has; several workers take them as they come."""
     most = 900 if ranks.device.type == "cuda" else 90
-    check_moved(ranks, Case(num_local=8, topk=6, hidden=40, max_tokens=most, mode=mode, num_sm=num_sm, pattern="distinct", capacity="roomy"))
+    check_moved(ranks, Case(num_local=8, topk=6, hidden=40, max_tokens=most, mode=mode, num_sm=num_sm,
+                            pattern="distinct", capacity="roomy"))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_slots_change_no_gradient(ranks, mode):
     """The gradients of weights come home beside the rows, in the slots in which those do."""
-    case = Case(num_local=4, topk=3, hidden=24, max_tokens=25, mode=mode, pattern="sentinels", dtype=torch.float32, tokens="unequal")
+    case = Case(num_local=4, topk=3, hidden=24, max_tokens=25, mode=mode, pattern="sentinels",
+                dtype=torch.float32, tokens="unequal")
 
     def run(world, device):
         seen = []
@@ -335,12 +361,15 @@ def test_slots_change_no_gradient(ranks, mode):
         x, weight, dy = x.double(), weight.double(), dy.double()
         wanted = torch.where(kept, ((x * x) * dy).sum(1, keepdim=True), 0)  # y = sum of weight * x^2
         torch.testing.assert_close(a[1].double(), wanted, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(a[0].double(), 2 * x * dy * torch.where(kept, weight, 0).sum(1, keepdim=True), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a[0].double(),
+                                   2 * x * dy * torch.where(kept, weight, 0).sum(1, keepdim=True), rtol=1e-4,
+                                   atol=1e-4)
 
 
 def test_slots_of_an_older_layout(ranks):
     """Rows of one dispatch come home by its own slots, whatever was dispatched since."""
-    cases = [Case(num_local=3, topk=3, max_tokens=20, tokens="unequal", mode="local", pattern="distinct", seed=s) for s in range(3)]
+    cases = [Case(num_local=3, topk=3, max_tokens=20, tokens="unequal", mode="local", pattern="distinct",
+                  seed=s) for s in range(3)]
 
     def run(world, device):
         op = make_op(world, device, cases[0])

@@ -41,13 +41,17 @@ def test_soak_ops_sample(number):
 
 def test_soak_ops_on_these_ranks(ranks):
     """The same over the ranks of torchrun."""
-    batches = [soak.make_batch(8, number, ranks.size(3), 60, ranks.device.type == "cuda") for number in range(3)]
-    results = ranks(lambda world, device: [soak.run_batch_on_rank(world, device, b) for b in batches], world_size=3)
+    batches = [soak.make_batch(8, number, ranks.size(3), 60, ranks.device.type == "cuda")
+               for number in range(3)]
+    results = ranks(lambda world, device: [soak.run_batch_on_rank(world, device, b) for b in batches],
+                    world_size=3)
     assert all(r == results[0] and min(r) > 60 * 2 for r in results)
 
 
 def test_soak_batches_cross_both_borders():
-    """Among few batches every form of combine, dtype and border of the epochs is met, and the border is crossed."""
+    """Among few batches every form of combine, dtype and border of the epochs is met, and the border is
+    crossed.
+    """
     batches = [soak.make_batch(0, number) for number in range(60)]
     assert {b.mode for b in batches} == set(soak.MODES) and {b.dtype for b in batches} == set(soak.DTYPES)
     for border in (2**31, 2**32):
@@ -112,7 +116,11 @@ def test_soak_held_sees_memory_and_files():
     world = epmoe.thread_worlds(1)[0]
     heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
     now = held()
-    assert now["heaps"] == before["heaps"] + 1 and now["threads"] == before["threads"] + 1 and "threads" in grown(before, now)
+    assert (
+        now["heaps"] == before["heaps"] + 1
+        and now["threads"] == before["threads"] + 1
+        and "threads" in grown(before, now)
+    )
     assert more_of_ours(things, holdings()) == "1 thread epmoe watchdog more"
     ended = weakref.ref(world)
     assert kept(ended).startswith("the World is kept by ") and "SymmetricHeap" in kept(ended)
@@ -150,10 +158,16 @@ def test_module_fuzz_shows_the_call_that_ended_it(tmp_path):
     """A crash in the module is a failure that names the calls."""
     spoiled = tmp_path / "spoiled.py"
     text = open(fuzz_module.__file__).read()
-    spoiled.write_text(text.replace("        try:\n            got = getattr", "        if name == 'heap_put':\n            os.abort()\n        try:\n            got = getattr"))
+    spoiled.write_text(text.replace("        try:\n            got = getattr",
+                                    "        if name == 'heap_put':\n            os.abort()\n        try:\n            got = getattr"))
     failure, out = fuzz_module.fuzz(300, 3, timeout_s=HANG_S, module=str(spoiled))
-    assert failure is not None and "the calls of the last example" in out and "heap_put(" in out.split("the calls of the last example")[1]
+    assert (
+        failure is not None
+        and "the calls of the last example" in out
+        and "heap_put(" in out.split("the calls of the last example")[1]
+    )
 
 
 def test_module_fuzz_knows_every_function():
-    assert set(fuzz_module.SIGNATURES) == {n for n in dir(_C) if callable(getattr(_C, n)) and not n.startswith("_")}
+    assert set(fuzz_module.SIGNATURES) == {n for n in dir(_C) if callable(getattr(_C, n))
+                                           and not n.startswith("_")}

@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 import epmoe
-from cases import MODES, Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome, process_ranks, run_routing
+from cases import (
+    MODES, Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome,
+    process_ranks, run_routing,
+)
 from pace import (HANG_S, WAIT_S, Events, continue_later, is_soon, slowness, until_ended,
                   when_waiting)
 from traces import abstract_names, held, remember_names, shared_memory_names
@@ -35,15 +38,24 @@ def arguments_of(layer, case=CASE):
 
 
 def _die_in_turn(rank, world_size, num_deaths, seed, folder):
-    """One rank after the other is killed in the middle of steps; the rest go on as a smaller world, down to one."""
+    """One rank after the other is killed in the middle of steps; the rest go on as a smaller world, down to
+    one.
+    """
     torch.set_num_threads(1)
     pick, alive, told, names = random.Random(seed), list(range(world_size)), [], remember_names()
     held()
     for turn in range(num_deaths):
-        me, victim, delay, mode, num_sm = alive.index(rank), pick.randrange(len(alive)), pick.random() * 0.08, pick.choice(MODES), pick.choice((1, 3))
+        me, victim, delay, mode, num_sm = (
+            alive.index(rank),
+            pick.randrange(len(alive)),
+            pick.random() * 0.08,
+            pick.choice(MODES),
+            pick.choice((1, 3)),
+        )
         before = held()
         world = epmoe.World(timeout_s=WAIT_S)
-        layer = make_layer(world, "cpu", Case(num_local=2, topk=3, hidden=64, max_tokens=40, mode=mode, num_sm=num_sm))
+        layer = make_layer(world, "cpu", Case(num_local=2, topk=3, hidden=64, max_tokens=40, mode=mode,
+                                              num_sm=num_sm))
         arguments = arguments_of(layer)
         note = os.path.join(folder, str(turn))
         world.exchange(b"go")
@@ -86,7 +98,9 @@ def _die_in_turn(rank, world_size, num_deaths, seed, folder):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_world_survives_kill_9(tmp_path, seed):
-    """Twelve deaths at random moments of steps: named within three seconds by every survivor, and a new world works."""
+    """Twelve deaths at random moments of steps: named within three seconds by every survivor, and a new world
+    works.
+    """
     before = shared_memory_names()
     victims, alive = random.Random(seed), [0, 1, 2, 3]
     dead = []
@@ -174,7 +188,9 @@ def _interrupt(rank, world_size):
     if rank == 1:
         until_ended(world)  # the others wait for this rank, which comes only when their waits are over
     if rank == 0:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests in the background may have it ignored
+        signal.signal(signal.SIGINT,
+                      # who starts the tests in the background may have it ignored
+                      signal.default_int_handler)
         when_waiting(world, "exchange", os.kill, os.getpid(), signal.SIGINT)
     told = "nothing"
     try:
@@ -185,7 +201,8 @@ def _interrupt(rank, world_size):
 
 
 def test_world_wait_for_a_peer_is_interrupted():
-    """Ctrl-C ends an exchange's wait, and the world with it: a frame that comes later belongs to no exchange."""
+    """Ctrl-C ends an exchange's wait, and the world with it: a frame that comes later belongs to no exchange.
+    """
     results = process_ranks(_interrupt, 3)
     assert [told for told, _ in results] == ["KeyboardInterrupt", "EpClosed", "EpClosed"], results
     check_outcomes([state for _, state in results], "EpClosed", "rank 0 was interrupted")
@@ -234,7 +251,8 @@ def test_world_stopped_rank_that_continues_in_time():
 
 
 def _stop_a_waiting_rank(rank, world_size, slow):
-    """Rank 0 waits in an exchange; it is stopped when its limit comes, and what it waits for comes meanwhile."""
+    """Rank 0 waits in an exchange; it is stopped when its limit comes, and what it waits for comes meanwhile.
+    """
     world, limit, got = epmoe.World(timeout_s=WAIT_S), 0.6 * slow, []
     pids = [int.from_bytes(b, "little") for b in world.exchange(os.getpid().to_bytes(4, "little"))]
     for _ in range(4):

@@ -12,7 +12,10 @@ import torch
 import torch.distributed as dist
 
 import epmoe
-from cases import Case, check_case, check_outcomes, keep, make_layer, outcome, process_ranks, run_case, run_routing
+from cases import (
+    Case, check_case, check_outcomes, keep, make_layer, outcome, process_ranks, run_case,
+    run_routing,
+)
 from epmoe.testing import run_ranks, run_threads
 from epmoe.world import default_timeout_s
 from pace import HANG_S, WAIT_S, is_soon, slowness, until_ended, wait_until
@@ -78,7 +81,8 @@ def _mesh(rank, world_size):
     facts = []
     results = []
     for mesh in (line, grid["ep"]):
-        layer = epmoe.EPAll2AllLayer(mesh, CASE.max_tokens, CASE.hidden, CASE.topk, num_tot_experts=2 * mesh.size(), dtype=CASE.dtype, device="cpu")
+        layer = epmoe.EPAll2AllLayer(mesh, CASE.max_tokens, CASE.hidden, CASE.topk,
+                                     num_tot_experts=2 * mesh.size(), dtype=CASE.dtype, device="cpu")
         facts.append((layer.rank, layer.world_size, epmoe.World.of(mesh) is layer.world))
         results.append(run_routing(layer, CASE))
         layer.finalize()
@@ -139,7 +143,8 @@ def test_world_timeout_can_be_given_with_the_layer(ranks, by_heap):
 
     def run(world, device):
         world.set_timeout(WAIT_S)
-        named = {"heap": epmoe.SymmetricHeap(world, 1 << 20, device), "ep_group": None} if by_heap else {"device": device, "ep_group": world}
+        named = {"heap": epmoe.SymmetricHeap(world, 1 << 20, device),
+                 "ep_group": None} if by_heap else {"device": device, "ep_group": world}
         layer = epmoe.EPAll2AllLayer(max_tokens=8, hidden=16, topk=2, num_tot_experts=world.size,
                                      timeout_s=limit, **named)
         keep(world, layer)
@@ -154,7 +159,8 @@ def test_world_timeout_can_be_given_with_the_layer(ranks, by_heap):
 
 
 def test_world_left_by_an_exception():
-    """A rank whose with-block raises leaves alone: the others hear of it instead of waiting for their limit."""
+    """A rank whose with-block raises leaves alone: the others hear of it instead of waiting for their limit.
+    """
 
     def run(world):
         if world.rank == 1:
@@ -206,7 +212,8 @@ def test_world_that_was_closed_is_not_found_again():
 
 def _world_after_an_end(rank, world_size, how):
     def make():
-        return epmoe.EPAll2AllLayer(None, CASE.max_tokens, CASE.hidden, CASE.topk, num_tot_experts=2 * world_size, dtype=CASE.dtype,
+        return epmoe.EPAll2AllLayer(None, CASE.max_tokens, CASE.hidden, CASE.topk,
+                                    num_tot_experts=2 * world_size, dtype=CASE.dtype,
                                     device="cpu", timeout_s=WAIT_S)
 
     first = make()
@@ -221,12 +228,22 @@ def _world_after_an_end(rank, world_size, how):
     again = outcome(make)
     before = held()
     world = epmoe.World()
-    left = grown(before, held(), maps=8) if how == "late" else ""  # who left alone looks after what is on its way, for two seconds
+    left = grown(before, held(),
+                 # who left alone looks after what is on its way, for two seconds
+                 maps=8) if how == "late" else ""
     second = make()
-    return ended, again, epmoe.World.of(None) is world is second.world, first.world is not world, run_routing(second, CASE), left
+    return (
+        ended,
+        again,
+        epmoe.World.of(None) is world is second.world,
+        first.world is not world,
+        run_routing(second, CASE),
+        left,
+    )
 
 
-@pytest.mark.parametrize("how, kinds", [("late", ["EpTimeout", "EpTimeout"]), ("left", ["PeerDied", "EpClosed"])])
+@pytest.mark.parametrize("how, kinds", [("late", ["EpTimeout", "EpTimeout"]),
+                                        ("left", ["PeerDied", "EpClosed"])])
 def test_world_takes_the_place_of_one_that_has_ended(how, kinds):
     """Layers by group go on with it; until it is made all of them hear why the old one ended."""
     results = process_ranks(_world_after_an_end, 2, how)
@@ -247,7 +264,8 @@ def _misbehave(rank, world_size, how):
     return rank
 
 
-@pytest.mark.parametrize("how, text", [("raise", "KeyError: 'the reason'"), ("exit", "ended without a result"), ("hang", "not done after")])
+@pytest.mark.parametrize("how, text", [("raise", "KeyError: 'the reason'"),
+                                       ("exit", "ended without a result"), ("hang", "not done after")])
 def test_world_harness_shows_what_failed(how, text):
     start = time.monotonic()
     with pytest.raises(AssertionError, match="rank 1") as e:

@@ -1,4 +1,5 @@
-"""How ranks meet to make a world: one that cannot, does not come, has another build, or is nobody of theirs."""
+"""How ranks meet to make a world: one that cannot, does not come, has another build, or is nobody of theirs.
+"""
 
 import os
 import socket
@@ -19,7 +20,9 @@ NO_TIMES = (-1, 0, 1e7, float("nan"), "soon", [1])
 
 
 def _world_that_one_rank_cannot_make(rank, world_size):
-    """Rank 1's reasons, one after the other: times that cannot be, by argument, layer and environment, and no socket to be had."""
+    """Rank 1's reasons, one after the other: times that cannot be, by argument, layer and environment, and no
+    socket to be had.
+    """
 
     def world(timeout_s=WAIT_S):
         return epmoe.World(timeout_s=timeout_s)
@@ -43,7 +46,9 @@ def _world_that_one_rank_cannot_make(rank, world_size):
 
 
 def test_world_that_one_rank_cannot_make():
-    """Nobody waits for a rank that does not come to the meeting; the next world is made as if nothing had been."""
+    """Nobody waits for a rank that does not come to the meeting; the next world is made as if nothing had
+    been.
+    """
     results = process_ranks(_world_that_one_rank_cannot_make, 3)
     kinds = 2 * (["ValueError"] * (len(NO_TIMES) - 1) + ["TypeError"]) + ["ValueError", "OSError"]
     for of_all, kind in zip(zip(*(got for got, _, _ in results)), kinds, strict=True):
@@ -100,7 +105,9 @@ def test_world_of_a_rank_that_never_comes_has_a_limit(tmp_path):
 
 
 def _meeting_with_strangers(rank, world_size):
-    """Others of the same machine find the door: they know no nonce, send rubbish or nothing, and are not let in."""
+    """Others of the same machine find the door: they know no nonce, send rubbish or nothing, and are not let
+    in.
+    """
     real = _C.world_create
     keep = []
 
@@ -108,7 +115,8 @@ def _meeting_with_strangers(rank, world_size):
         if me != 0:
             name = names[: _C.NAME_BYTES]
             address = b"\0" + name[1 : name[0]]
-            frames = [bytes(_C.EXCHANGE_BYTES + n) for n in range(0, 65, 8)]  # one of them is as long as a frame
+            frames = [bytes(_C.EXCHANGE_BYTES + n) for n in range(0, 65,
+                                                                  8)]  # one of them is as long as a frame
             for junk in (b"", b"x", *frames, bytes(4000)):
                 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 s.connect(address)

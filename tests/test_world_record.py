@@ -1,4 +1,5 @@
-"""The flight record: whoever ends a world, the page of every survivor names the right rank in its first line."""
+"""The flight record: whoever ends a world, the page of every survivor names the right rank in its first line.
+"""
 
 import os
 import re
@@ -99,11 +100,14 @@ def test_world_record_names_the_culprit(tmp_path, way):
         # The one that was stopped finds the others' notes when it comes back: they are ahead of it, unless it
         # has just begun the operation itself, before it heard of the end.
         back = way == "stopped" and rank == CULPRIT
-        names = (SAYS["late"][1], f"rank {CULPRIT}, for which another rank waited until the timeout") if back else (who,)
-        assert error == kind and first.startswith(tuple(f"culprit: {name}" for name in names)), f"rank {rank}: {error}\n{page}"
+        names = (SAYS["late"][1],
+                 f"rank {CULPRIT}, for which another rank waited until the timeout") if back else (who,)
+        assert error == kind and first.startswith(tuple(f"culprit: {name}"
+                                                        for name in names)), f"rank {rank}: {error}\n{page}"
         assert back or more in first, f"rank {rank}: {first}"
         assert ended.startswith(f"ended:   {kind}: ") and f"by rank {rank} of 4, process " in by, page
-        assert len(page.splitlines()) < 50 and max(map(len, page.splitlines())) < 200 and len(page) < 8000, page
+        assert len(page.splitlines()) < 50 and max(map(len,
+                                                       page.splitlines())) < 200 and len(page) < 8000, page
         assert back or "layer 0 buffer 0: entered by rank 0: #16, 1: #16, 2: #15, 3: #16" in page, page
         assert is_soon(seconds, 1) and again == page
         assert written == page + "\n", f"rank {rank}"
@@ -125,7 +129,9 @@ def _folder_that_is_none(rank, world_size, folder):
 
 def test_world_record_says_that_it_could_not_be_written(tmp_path):
     for page in process_ranks(_folder_that_is_none, 2, str(tmp_path)):
-        assert "could not be written to" in page.splitlines()[-1] and "none/epmoe-rank" in page.splitlines()[-1]
+        assert (
+            "could not be written to" in page.splitlines()[-1] and "none/epmoe-rank" in page.splitlines()[-1]
+        )
     assert os.listdir(tmp_path) == []
 
 
@@ -150,7 +156,8 @@ def _two_worlds_end(rank, world_size, folder):
 
 def test_world_record_adds_to_what_is_there(tmp_path):
     pages = process_ranks(_two_worlds_end, 2, str(tmp_path))
-    assert sorted(p.read_text() for p in tmp_path.iterdir()) == sorted("".join(page + "\n" for page in its) for its in pages)
+    assert sorted(p.read_text() for p in tmp_path.iterdir()) == sorted("".join(page + "\n" for page in its)
+                                                                       for its in pages)
 
 
 def _folder_without_a_name(rank, world_size):
@@ -180,7 +187,9 @@ def _signal_that_nobody_gives(rank, world_size):
 def test_world_record_of_a_signal_that_nobody_gives():
     """The one that waits is not to blame, though it is behind."""
     for page in process_ranks(_signal_that_nobody_gives, 3):
-        assert page.splitlines()[0] == "culprit: the rank that had to signal rank 1, whose wait timed out", page
+        assert (
+            page.splitlines()[0] == "culprit: the rank that had to signal rank 1, whose wait timed out"
+        ), page
 
 
 def _layers_in_another_order(rank, world_size, folder):
@@ -193,7 +202,8 @@ def _layers_in_another_order(rank, world_size, folder):
     else:
         Events(folder).wait("waiting")
         world.set_timeout(0.3)
-    with pytest.raises(epmoe.EpTimeout, match=r"rank \d timed out waiting for rank \d in its plan \(word enter.*flight_record") as told:
+    with pytest.raises(epmoe.EpTimeout,
+                       match=r"rank \d timed out waiting for rank \d in its plan \(word enter.*flight_record") as told:
         layers[rank].preprocess(torch.zeros(4, 1, dtype=torch.int64))
     return world.flight_record(), str(told.value)
 
@@ -202,10 +212,15 @@ def test_world_record_of_layers_in_another_order(tmp_path):
     """The calls are alike; of what, tells them apart."""
     pages = [page for page, _ in process_ranks(_layers_in_another_order, 2, str(tmp_path))]
     for page in pages:
-        assert re.match(r"culprit: rank \d called plan of layer (\d+) as operation \d+, where rank \d called plan of layer (?!\1)\d+", page), page
+        assert re.match(
+            r"culprit: rank \d called plan of layer (\d+) as operation \d+, where rank \d called plan of layer (?!\1)\d+",
+            page,
+        ), page
         assert page.splitlines()[0].endswith(" (equally many ranks made each call)"), page
     wait = re.compile(r"^layer \d buffer 0: a wait for rank \d in epoch 1 wanted 1 and saw 0$", re.M)
-    assert any(wait.search(page) for page in pages), pages  # the other may have heard of the end before its own wait had run out
+    assert any(wait.search(page)
+               # the other may have heard of the end before its own wait had run out
+               for page in pages), pages
 
 
 def test_world_record_blames_nobody_by_a_count_of_his_own(ranks):
@@ -253,9 +268,15 @@ def test_world_record_says_what_was_refused(ranks):
         layer = make_layer(world, device, CASE)
         x, weight = inputs_of(CASE, world.rank, world.size)
         with pytest.raises(ValueError if world.rank == 1 else epmoe.PeerError):
-            layer.dispatch(x[:, :8] if world.rank == 1 else x, indices_of(CASE, world.rank, world.size), weight)
+            layer.dispatch(x[:, :8] if world.rank == 1 else x, indices_of(CASE, world.rank, world.size),
+                           weight)
         return world.flight_record()
 
     pages = ranks(body, world_size=2)
-    told = [next(line for line in page.splitlines() if line.split()[:1] == [str(rank)]) for rank, page in enumerate(pages)]
-    assert "plan #1 of layer 0 buffer 0" in told[1] and ", refused here (ValueError): finished " in told[1] and "refused" not in told[0], told
+    told = [next(line for line in page.splitlines() if line.split()[:1] == [str(rank)]) for rank,
+            page in enumerate(pages)]
+    assert (
+        "plan #1 of layer 0 buffer 0" in told[1]
+        and ", refused here (ValueError): finished " in told[1]
+        and "refused" not in told[0]
+    ), told

@@ -4,7 +4,8 @@
     run_c_tests.py [--quick] [--only NAME] [--csrc FOLDER] [--repeat N]
 
 Runs, one line each (name, verdict, seconds):
-    header ...  every header of the host compiles alone as C11, and those that nvcc reads too as C++17, without a warning
+    header ...  every header of the host compiles alone as C11, and those that nvcc reads too as C++17,
+    without a warning
     plain       -O2 with random delays (EP_CHAOS); "swift" is the same without them
     tsan, asan  the thread sanitizer; the address and undefined-behaviour sanitizers; both with delays
     fault N     a build with the seeded fault EP_FAULT(N) must be caught, in the way that FAULTS says
@@ -28,10 +29,14 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 JOBS = 2
 HANG_S = 1800  # for a whole test program: longer than any takes on the busiest machine
-LIBRARY = "error tensor wire ring record watchdog world exchange allocator memory sharing heap heap_create comm layer layer_ops room cpu cpu_ops cpu_plan".split()  # all but the Python module and CUDA
+# all but the Python module and CUDA
+LIBRARY = "error tensor wire ring record watchdog world exchange allocator memory sharing heap heap_create comm layer layer_ops room cpu cpu_ops cpu_plan".split()
 TESTS = "main harness cases steps test_alone test_device test_heap test_hostile test_order test_processes test_refusals test_sharing test_steps test_wire".split()
-FAULTY = "cpu cpu_ops cpu_plan".split()  # a fault is seeded in these only: the protocol, not the sockets of the world
-HEADER_FLAGS = "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Wno-unused-function -D_GNU_SOURCE".split()
+# a fault is seeded in these only: the protocol, not the sockets of the world
+FAULTY = "cpu cpu_ops cpu_plan".split()
+HEADER_FLAGS = (
+    "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Wno-unused-function -D_GNU_SOURCE".split()
+)
 VARIANTS = {
     "swift": "-O2",
     "plain": "-O2 -DEP_CHAOS",
@@ -39,8 +44,16 @@ VARIANTS = {
     "asan": "-O1 -g -DEP_CHAOS -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer",
 }
 # The whole test program, longest first: percentage of steps (quick, full) and number of seeds (quick, full).
-WHOLE = {"asan": (20, 150, 1, 1), "tsan": (20, 120, 1, 2), "plain": (50, 300, 1, 2), "swift": (100, 300, 0, 1)}
-RACE, MEMORY, DATA, TIMEOUT, CODE, HANG = "data race", "out of bounds", "wrong data", "time-out", "wrong error", "hang"
+WHOLE = {"asan": (20, 150, 1, 1), "tsan": (20, 120, 1, 2), "plain": (50, 300, 1, 2),
+         "swift": (100, 300, 0, 1)}
+RACE, MEMORY, DATA, TIMEOUT, CODE, HANG = (
+    "data race",
+    "out of bounds",
+    "wrong data",
+    "time-out",
+    "wrong error",
+    "hang",
+)
 # fault: what is wrong, variant, tests, and the ways in which it may be caught.
 FAULTS = {
     1: ("a load that should acquire is relaxed", "tsan", "steps_local", {RACE}),
@@ -69,13 +82,17 @@ def flags_of_setup():
     """WARN and CFLAGS as setup.py has them, without what is for the Python module."""
     lists = {}
     for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in ("WARN", "CFLAGS"):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0],
+                                                       ast.Name) and node.targets[0].id in ("WARN", "CFLAGS"):
             lists[node.targets[0].id] = ast.literal_eval(node.value.func.value).split()
     return [f for f in lists["CFLAGS"] + lists["WARN"] if "Py_LIMITED_API" not in f]
 
 
 class Builder:
-    """Compiles into a temporary folder.  An object is made once per source and set of flags, a program once."""
+    """Compiles into a temporary folder.
+
+    An object is made once per source and set of flags, a program once.
+    """
 
     def __init__(self, csrc, temp):
         self.csrc, self.temp, self.base = csrc, temp, flags_of_setup()
@@ -92,19 +109,22 @@ class Builder:
 
     def object(self, source, flags):
         out = self.temp / f"{source.stem}-{abs(hash(flags))}.o"
-        return self.make((source, flags), out, [*gcc(), *self.base, *flags.split(), f"-I{self.csrc}", "-c", str(source)])
+        return self.make((source, flags), out, [*gcc(), *self.base, *flags.split(), f"-I{self.csrc}", "-c",
+                                                str(source)])
 
     def objects(self, variant, fault):
         for name in LIBRARY:
             faulty = f" -DEP_FAULT_IDX={fault}" if fault and name in FAULTY else ""
-            scarce = " -Dpthread_create=test_pthread_create -Dmmap=test_mmap" if name == "cpu" else ""  # see harness.c
+            # see harness.c
+            scarce = " -Dpthread_create=test_pthread_create -Dmmap=test_mmap" if name == "cpu" else ""
             yield self.csrc / f"{name}.c", VARIANTS[variant] + faulty + scarce
         for name in TESTS:
             yield HERE / f"{name}.c", VARIANTS[variant]
 
     def program(self, variant, fault=0):
         objects = [str(self.object(*key)) for key in self.objects(variant, fault)]
-        return self.make((variant, fault), self.temp / f"test-{variant}-{fault}", [*gcc(), *VARIANTS[variant].split(), *objects, "-lpthread"])
+        return self.make((variant, fault), self.temp / f"test-{variant}-{fault}",
+                         [*gcc(), *VARIANTS[variant].split(), *objects, "-lpthread"])
 
 
 def gcc():
@@ -118,15 +138,19 @@ def run(command):
 
 
 def without_random_addresses():
-    """A prefix of commands: the older thread sanitizers cannot live with as random addresses as newer kernels give."""
+    """A prefix of commands: the older thread sanitizers cannot live with as random addresses as newer kernels
+    give.
+    """
     prefix = ["setarch", "-R"]
-    usable = shutil.which("setarch") and subprocess.run([*prefix, "true"], capture_output=True).returncode == 0
+    usable = shutil.which("setarch") and subprocess.run([*prefix, "true"],
+                                                        capture_output=True).returncode == 0
     return prefix if usable else []
 
 
 def execute(program, args, limit_s):
     """Output, and exit status (None: ran past the limit)."""
-    child = subprocess.Popen([*PREFIX, str(program), *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+    child = subprocess.Popen([*PREFIX, str(program), *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                             text=True, errors="replace",
                              env={**os.environ, **ENVIRONMENT}, start_new_session=True)
     try:
         return child.communicate(timeout=limit_s)[0], child.returncode
@@ -156,7 +180,8 @@ def how_caught(output, status):
 def header_run(csrc, header, language):
     def go():
         standard = "-std=c11" if language == "c" else "-std=c++17"
-        done = subprocess.run([*gcc(), "-x", language, standard, *HEADER_FLAGS, f"-I{csrc}", "-fsyntax-only", "-"], capture_output=True,
+        done = subprocess.run([*gcc(), "-x", language, standard, *HEADER_FLAGS, f"-I{csrc}", "-fsyntax-only",
+                               "-"], capture_output=True,
                               text=True, input=f'#include "{header}"\n#include "{header}"\n')
         return done.returncode == 0, "compiles" if done.returncode == 0 else "does not compile", done.stderr
     return f"header {header} {'c11' if language == 'c' else 'c++17'}", go
@@ -189,9 +214,11 @@ def fault_run(builder, fault, repeat):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer steps, seeds and faults: under 40 seconds")
+    parser.add_argument("--quick", action="store_true",
+                        help="fewer steps, seeds and faults: under 40 seconds")
     parser.add_argument("--only", metavar="NAME", help="runs whose name begins with this")
-    parser.add_argument("--csrc", type=Path, default=ROOT / "csrc", help="other sources than those of the project")
+    parser.add_argument("--csrc", type=Path, default=ROOT / "csrc",
+                        help="other sources than those of the project")
     parser.add_argument("--repeat", type=int, default=1, help="try every fault with this many seeds")
     args = parser.parse_args()
     csrc, temp = args.csrc.resolve(), Path(tempfile.mkdtemp(prefix="epmoe-c-tests-"))
@@ -201,9 +228,11 @@ def main():
         for seed in range(1, 1 + (max(quick_seeds, bool(args.only)) if args.quick else seeds)):
             runs.append(whole_run(builder, variant, seed, quick_percent if args.quick else percent))
     runs += [fault_run(builder, n, args.repeat) for n in (QUICK_FAULTS if args.quick else FAULTS)]
-    both = ["epmoe.h", "epmoe_device.h", *(f"protocol/{p.name}" for p in sorted((csrc / "protocol").glob("*.h")))]  # nvcc reads these too
+    both = ["epmoe.h", "epmoe_device.h",
+            *(f"protocol/{p.name}" for p in sorted((csrc / "protocol").glob("*.h")))]  # nvcc reads these too
     runs += [header_run(csrc, header, language) for header in both for language in ("c", "c++")]
-    runs += [header_run(csrc, p.name, "c") for p in sorted(csrc.glob("*.h")) if p.name not in (*both, "module.h")]  # which wants Python's
+    runs += [header_run(csrc, p.name, "c") for p in sorted(csrc.glob("*.h"))
+             if p.name not in (*both, "module.h")]  # which wants Python's
     if args.only:
         runs = [r for r in runs if r[0] == args.only or r[0].startswith(args.only)]
 
@@ -221,7 +250,8 @@ def main():
             for future in as_completed(names):
                 passed, verdict, output, seconds = future.result()
                 num_failed += not passed
-                print(f"{names[future]:32} {'ok    ' if passed else 'FAILED'} {seconds:6.1f} s  {verdict}", flush=True)
+                print(f"{names[future]:32} {'ok    ' if passed else 'FAILED'} {seconds:6.1f} s  {verdict}",
+                      flush=True)
                 if not passed:
                     print("\n".join("    | " + line for line in output.splitlines()[:80]), flush=True)
     finally:

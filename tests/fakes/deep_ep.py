@@ -1,5 +1,5 @@
-"""A stand-in for DeepEP V1's module within one node, over torch.distributed: the calls that the benchmark makes, with
-the shapes, dtypes, orders and complaints of the real one, and no speed.
+"""A stand-in for DeepEP V1's module within one node, over torch.distributed: the calls that the benchmark
+makes, with the shapes, dtypes, orders and complaints of the real one, and no speed.
 """
 
 import torch
@@ -23,7 +23,8 @@ def exchange(x, send, recv):
 class Buffer:
     num_sms = 20
 
-    def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24, explicitly_destroy=False):
+    def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24,
+                 explicitly_destroy=False):
         assert num_nvl_bytes > 0 and explicitly_destroy
         self.rank, self.size, self.alive = dist.get_rank(group), dist.get_world_size(group), True
 
@@ -51,18 +52,28 @@ class Buffer:
         per_expert = torch.bincount(topk_idx.flatten(), minlength=num_experts).int()
         return is_in_rank.sum(0, dtype=torch.int32), None, per_expert, is_in_rank, None
 
-    def dispatch(self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, is_token_in_rank=None,
+    def dispatch(self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None,
+                 is_token_in_rank=None,
                  num_tokens_per_expert=None, topk_idx=None, topk_weights=None, config=None):
         assert self.alive and handle is None and x.is_contiguous() and config.num_sms % 2 == 0
-        assert num_tokens_per_rank.dtype == num_tokens_per_expert.dtype == torch.int32 and is_token_in_rank.dtype == torch.bool
-        assert topk_idx.dtype == topk_idx_t and topk_weights.dtype == torch.float32 and topk_idx.shape == topk_weights.shape
+        assert (
+            num_tokens_per_rank.dtype == num_tokens_per_expert.dtype == torch.int32
+            and is_token_in_rank.dtype == torch.bool
+        )
+        assert (
+            topk_idx.dtype == topk_idx_t
+            and topk_weights.dtype == torch.float32
+            and topk_idx.shape == topk_weights.shape
+        )
         local = len(num_tokens_per_expert) // self.size
         counts = [torch.empty_like(num_tokens_per_rank) for _ in range(self.size)]
         dist.all_gather(counts, num_tokens_per_rank)
-        rank_prefix_matrix = torch.stack(counts).cumsum(0, dtype=torch.int32)  # [source, destination], inclusive
+        rank_prefix_matrix = torch.stack(counts).cumsum(0,
+                                                        dtype=torch.int32)  # [source, destination], inclusive
         send, recv = num_tokens_per_rank.tolist(), [int(c[self.rank]) for c in counts]
         tokens = [torch.nonzero(is_token_in_rank[:, r]).flatten() for r in range(self.size)]
-        local_idx = [torch.where(topk_idx[t] // local == r, topk_idx[t] % local, -1) for r, t in enumerate(tokens)]
+        local_idx = [torch.where(topk_idx[t] // local == r, topk_idx[t] % local, -1) for r,
+                     t in enumerate(tokens)]
         weights = [torch.where(i >= 0, topk_weights[t], 0.0) for i, t in zip(local_idx, tokens)]
         send_head = torch.where(is_token_in_rank, is_token_in_rank.cumsum(0) - 1, -1).int()
         channels = torch.zeros(self.size, config.num_sms // 2, dtype=torch.int32)
@@ -70,7 +81,8 @@ class Buffer:
         recv_idx = exchange(torch.cat(local_idx), send, recv)
         per_local_expert = torch.bincount(recv_idx[recv_idx >= 0], minlength=local).tolist()
         handle = (rank_prefix_matrix, channels, channels.clone(), src_idx, is_token_in_rank, send_head)
-        return (exchange(x[torch.cat(tokens)], send, recv), recv_idx, exchange(torch.cat(weights), send, recv), per_local_expert, handle, None)
+        return (exchange(x[torch.cat(tokens)], send, recv), recv_idx,
+                exchange(torch.cat(weights), send, recv), per_local_expert, handle, None)
 
     def combine(self, x, handle, topk_weights=None, bias=None, config=None):
         rank_prefix_matrix, _, channels, src_idx, is_token_in_rank, send_head = handle

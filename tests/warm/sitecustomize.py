@@ -1,15 +1,20 @@
-"""For programs under test that start ranks: EPMOE_TEST_WARM=1, with this folder on the path, has them forked from the program itself,
-which has imported torch, where otherwise each would import it for itself.
+"""For programs under test that start ranks: EPMOE_TEST_WARM=1, with this folder on the path, has them forked
+from the program itself, which has imported torch, where otherwise each would import it for itself.
 
-The first rank that connects has the program's store look up a name, in a thread, and who is forked meanwhile waits for the resolver's
-lock for good: so all wait until the last one is there, which is when the program begins to wait for them."""
+The first rank that connects has the program's store look up a name, in a thread, and who is forked meanwhile
+waits for the resolver's lock for good: so all wait until the last one is there, which is when the program
+begins to wait for them."""
 
 import multiprocessing
 import multiprocessing.connection
 import os
 
 if os.environ.pop("EPMOE_TEST_WARM", None):  # not in what this process starts
-    _context, _wait, _gate = multiprocessing.get_context("fork"), multiprocessing.connection.wait, list(os.pipe())
+    _context, _wait, _gate = (
+        multiprocessing.get_context("fork"),
+        multiprocessing.connection.wait,
+        list(os.pipe()),
+    )
 
     class _Process(_context.Process):
         def run(self):
