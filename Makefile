@@ -21,7 +21,7 @@
 # .venv made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test gpu bench trace report docs check rest soak tsan models cuda emulated with-nvcc format size clean python check-format c-tests FORCE
+.PHONY: build demo test gpu bench trace report docs check rest soak tsan models cuda emulated with-nvcc format size clean python check-format check-style c-tests FORCE
 # Tests have deadlines, and take all cores by themselves.
 .NOTPARALLEL:
 
@@ -99,7 +99,7 @@ check: rest test
 # What test leaves out; one failure hides no other.
 rest: | python
 	@mkdir -p build && rm -f build/not_checked && touch build/not_checked
-	@$(MAKE) -k --no-print-directory check-format build c-tests models docs with-nvcc
+	@$(MAKE) -k --no-print-directory check-format check-style build c-tests models docs with-nvcc
 
 # The one beside the interpreter, else the machine's.  Another version of clang-format has other opinions.
 CLANG_FORMAT = $$(PATH=$(dir $(PYTHON)):$$PATH command -v clang-format)
@@ -110,6 +110,10 @@ check-format: | python
 	    bad=$$(for f in $(STYLED); do $(CLANG_FORMAT) --dry-run -Werror $$f 2>/dev/null || echo $$f; done); \
 	    if [ -n "$$bad" ]; then echo "format: wants \"make format\":" $$bad; exit 1; else echo "format: ok"; fi; \
 	else mkdir -p build && echo "format (no clang-format 19)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
+
+# Sizes, parameter lists, chains of assignments and circles of includes.
+check-style: | python
+	@$(PYTHON) tests/check_style.py
 
 format: | python
 	@$(IS_STYLED_BY) || { echo "needed: clang-format 19"; exit 1; }

@@ -1,0 +1,369 @@
+"""Checks the rules of CONTRIBUTING.md that can be counted.
+
+    python tests/check_style.py [folder of the repository]
+
+Rules: sizes, parameter lists, chains of assignments, circles of includes. The script prints each fault as
+"file:line: what is wrong", then what is excepted. It exits with 1 if there was a fault.
+"""
+
+import ast
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+MAX_COLUMNS = 110
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60  # without the docstring
+MAX_PARAMETERS = 12
+
+FOLDERS = ("csrc", "epmoe", "tests", "examples")
+C_SUFFIXES = {".c", ".h", ".cu", ".cuh", ".cpp"}
+PYTHON_SUFFIXES = {".py", ".pyi"}
+
+# Files that may be long, each with its reason. tests/models/*.pml is not read at all.
+LONG_FILES = {}
+
+# Functions that may have more parameters, as file:name, each with its reason.
+SEED = "a public signature that epmoe keeps compatible"
+BINDING = "one row of the C module: the operation's arguments in order"
+LONG_PARAMETER_LISTS = {
+    "epmoe/fused.py:__init__": SEED,
+    "epmoe/layer.py:__init__": SEED,
+    "epmoe/moe.py:__init__": "the public constructor of EPMoE",
+    "epmoe/_C.pyi:layer_dispatch_gemm": BINDING,
+    "epmoe/_C.pyi:layer_gemm_combine": BINDING,
+}
+
+# Faults of today, as (rule, file): how many. A number may only become smaller.
+BASELINE = {
+    ("chain", "csrc/allocator.c"): 1,
+    ("chain", "csrc/comm.c"): 2,
+    ("chain", "csrc/cpu_ops.c"): 3,
+    ("chain", "csrc/cpu_plan.c"): 8,
+    ("chain", "csrc/cuda.c"): 1,
+    ("chain", "csrc/exchange.c"): 2,
+    ("chain", "csrc/gemm.c"): 5,
+    ("chain", "csrc/heap.c"): 1,
+    ("chain", "csrc/heap_create.c"): 6,
+    ("chain", "csrc/kernels/fused.cuh"): 1,
+    ("chain", "csrc/kernels/resident.cuh"): 4,
+    ("chain", "csrc/layer.c"): 1,
+    ("chain", "csrc/layer_ops.c"): 21,
+    ("chain", "csrc/memory.c"): 2,
+    ("chain", "csrc/module_heap.c"): 2,
+    ("chain", "csrc/module_layer.c"): 4,
+    ("chain", "csrc/module_tensor.c"): 4,
+    ("chain", "csrc/record.c"): 3,
+    ("chain", "csrc/ring.c"): 1,
+    ("chain", "csrc/watchdog.c"): 6,
+    ("chain", "csrc/wire.c"): 3,
+    ("chain", "csrc/world.c"): 6,
+    ("chain", "tests/c/cases.c"): 1,
+    ("chain", "tests/c/test_refusals.c"): 1,
+    ("columns", "csrc/backend.h"): 4,
+    ("columns", "csrc/cpu_plan.c"): 1,
+    ("columns", "csrc/cuda.c"): 7,
+    ("columns", "csrc/epmoe.h"): 12,
+    ("columns", "csrc/exchange.c"): 3,
+    ("columns", "csrc/heap.c"): 4,
+    ("columns", "csrc/heap_create.c"): 2,
+    ("columns", "csrc/heap_state.h"): 1,
+    ("columns", "csrc/kernels/fused.cuh"): 3,
+    ("columns", "csrc/layer.c"): 2,
+    ("columns", "csrc/layer_ops.c"): 1,
+    ("columns", "csrc/layer_state.h"): 2,
+    ("columns", "csrc/memory.h"): 1,
+    ("columns", "csrc/module_layer.c"): 2,
+    ("columns", "csrc/module_tensor.c"): 1,
+    ("columns", "csrc/record.c"): 3,
+    ("columns", "csrc/record.h"): 7,
+    ("columns", "csrc/ring.c"): 1,
+    ("columns", "csrc/room.c"): 1,
+    ("columns", "csrc/sharing.c"): 2,
+    ("columns", "csrc/sharing.h"): 5,
+    ("columns", "csrc/watchdog.c"): 8,
+    ("columns", "csrc/wire.c"): 2,
+    ("columns", "csrc/wire.h"): 1,
+    ("columns", "csrc/world.c"): 3,
+    ("columns", "csrc/world.h"): 4,
+    ("columns", "csrc/world_state.h"): 1,
+    ("columns", "epmoe/bench/cli.py"): 1,
+    ("columns", "epmoe/bench/plots.py"): 8,
+    ("columns", "epmoe/bench/report.py"): 64,
+    ("columns", "epmoe/bench/run.py"): 1,
+    ("columns", "epmoe/bench/side.py"): 9,
+    ("columns", "epmoe/env.py"): 1,
+    ("columns", "epmoe/share_gpu.py"): 6,
+    ("columns", "epmoe/testing.py"): 7,
+    ("columns", "epmoe/world.py"): 1,
+    ("columns", "examples/ring.cu"): 2,
+    ("columns", "tests/c/run_c_tests.py"): 3,
+    ("columns", "tests/c/test_order.c"): 1,
+    ("columns", "tests/c/test_sharing.c"): 1,
+    ("columns", "tests/cases.py"): 1,
+    ("columns", "tests/endings.py"): 2,
+    ("columns", "tests/faults.py"): 3,
+    ("columns", "tests/fused_cases.py"): 1,
+    ("columns", "tests/fuzz_module.py"): 3,
+    ("columns", "tests/fuzz_routing.py"): 3,
+    ("columns", "tests/routings.py"): 1,
+    ("columns", "tests/soak.py"): 1,
+    ("columns", "tests/soak_fused.py"): 3,
+    ("columns", "tests/test_bench_report.py"): 1,
+    ("columns", "tests/test_build.py"): 1,
+    ("columns", "tests/test_combine_sums.py"): 1,
+    ("columns", "tests/test_docs.py"): 1,
+    ("columns", "tests/test_errors_calls.py"): 1,
+    ("columns", "tests/test_errors_config.py"): 1,
+    ("columns", "tests/test_errors_layer.py"): 1,
+    ("columns", "tests/test_examples.py"): 4,
+    ("columns", "tests/test_fused_knobs.py"): 2,
+    ("columns", "tests/test_gemm_arguments.py"): 1,
+    ("columns", "tests/test_gemm_products.py"): 1,
+    ("columns", "tests/test_heap_access.py"): 2,
+    ("columns", "tests/test_heap_large.py"): 1,
+    ("columns", "tests/test_import.py"): 6,
+    ("columns", "tests/test_install.py"): 2,
+    ("columns", "tests/test_moe_compile.py"): 2,
+    ("columns", "tests/test_moe_copies.py"): 1,
+    ("columns", "tests/test_moe_inductor.py"): 1,
+    ("columns", "tests/test_moe_models.py"): 1,
+    ("columns", "tests/test_soak_sample.py"): 1,
+    ("columns", "tests/test_style.py"): 1,
+    ("columns", "tests/test_world_record.py"): 2,
+    ("file", "examples/train_lm.py"): 1,
+    ("file", "tests/c/test_heap.c"): 1,
+    ("file", "tests/test_bench.py"): 1,
+    ("file", "tests/test_errors_calls.py"): 1,
+    ("file", "tests/test_fused_launches.py"): 1,
+    ("function", "csrc/heap_create.c"): 1,
+    ("function", "csrc/kernels/rows.cuh"): 1,
+    ("function", "tests/c/test_heap.c"): 1,
+    ("function", "tests/kernels/test_comm.cpp"): 1,
+    ("function", "tests/kernels/test_gemm.cpp"): 2,
+}
+
+
+class Fault(NamedTuple):
+    rule: str  # columns, file, function, parameters, chain, include, braces
+    path: str
+    line: int
+    text: str
+    name: str = ""
+
+    def __str__(self):
+        return f"{self.path}:{self.line}: {self.text}"
+
+
+def blank(match):
+    """The same number of lines and columns, without the text."""
+    return re.sub(r"[^\n]", " ", match.group())
+
+
+def without_comments(text):
+    """C without comments, literals and preprocessor lines; every line keeps its number."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'", blank, text, flags=re.S)
+    return re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", blank, text, flags=re.M)
+
+
+def parameters_of(head):
+    """The name of the function that a head such as "static int f(int a, int b)" declares, and how many
+    parameters.
+    """
+    found = None
+    depth = 0
+    for i, c in enumerate(head):
+        if c == "(":
+            if depth == 0:
+                start = i
+            depth += 1
+        elif c == ")":
+            depth -= 1
+            name = re.search(r"([\w~]+)\s*$", head[:start])
+            if depth == 0 and name and not re.fullmatch(r"__\w+__|alignas|noexcept", name[1]):
+                found = name[1], head[start + 1:i]
+        elif c == ":" and depth == 0 and found and "::" not in head[i - 1:i + 2]:
+            break  # the list of initialisers of a C++ constructor
+    if found is None:
+        return None
+    name, inside = found
+    while (shorter := re.sub(r"\([^()]*\)|<[^<>()]*>|\{[^{}]*\}|\[[^\[\]]*\]", "", inside)) != inside:
+        inside = shorter
+    return name, 0 if inside.strip() in ("", "void") else inside.count(",") + 1
+
+
+CHAIN = object()
+
+
+def opened(inside, head):
+    """What a brace inside a function opens: a list of values or a block."""
+    return "list" if inside == "list" or re.search(r"(?<![=!<>])=[^=]*$|,\s*$|return[^;]*$|\benum\b|[(]$",
+                                                   head.rstrip()) else "block"
+
+
+def c_functions(text):
+    """(name, first line, number of lines, parameters) of the functions of cleaned C; 0 lines for a prototype.
+
+    A chain of assignments yields CHAIN as the name, braces that do not match yield None.
+
+    A brace after struct, union, class, namespace or extern opens a scope that may hold functions. A brace
+    after "=" opens a list. Any other brace after a pair of parentheses opens the body of a function.
+    """
+    scopes = []  # what each open brace is: "scope", "list" or a function's (name, line, parameters)
+    start = 0
+    line = 1
+    for i, c in enumerate(text):
+        line += c == "\n"
+        if c not in "{};":
+            continue
+        inside = next((s for s in scopes if s != "scope"), None)
+        head = text[start:i]
+        top = re.sub(r"\([^()]*(?:\([^()]*(?:\([^()]*\)[^()]*)*\)[^()]*)*\)", "()", head)
+        declared = None if inside or re.search(r"[^=!<>]=[^=]|\btypedef\b", top) else parameters_of(head)
+        first = line - head.lstrip().count("\n")
+        if c == "{":
+            is_scope = re.search(r"\b(struct|union|class|enum|namespace|extern)\b", top) and "()" not in top
+            scopes.append(opened(inside, head) if inside else "scope" if is_scope or not declared
+                          else (declared[0], first, declared[1]))
+        elif c == "}":
+            if not scopes:
+                yield None, line, 0, 0
+                return
+            closed = scopes.pop()
+            if isinstance(closed, tuple):
+                yield closed[0], closed[1], line - closed[1] + 1, closed[2]
+        elif inside and "list" not in scopes and is_chain(head):
+            yield CHAIN, line - head.lstrip().count("\n"), 0, 0
+        elif declared:
+            yield declared[0], first, 0, declared[1]
+        start = i + 1
+    if scopes:
+        yield None, line, 0, 0
+
+
+# The start of an assignment such as "a = 1", "b->c += 2" or "d[i] = 3"; the type of a declaration may precede
+# it.
+ASSIGNMENT = re.compile(r"\s*[*&]*\w[\w.\->]*(?:\[[^=]*?\])*\s*(?:[-+*/|&^]|<<|>>)?=[^=]")
+
+
+def is_chain(head):
+    """Whether a comma joins two assignments in a statement. A declaration begins with a type and is none."""
+    while (shorter := re.sub(r"\([^()]*\)|\{[^{}]*\}", "_", head)) != head:
+        head = shorter
+    head = re.sub(r"^\s*(?:(?:if|while|for)\s*_|else\b|case\b[^:]*:|default\s*:)\s*", "", head)
+    parts = head.split(",")
+    return "(" not in head and len([p for p in parts
+                                    if ASSIGNMENT.match(p)]) > 1 and bool(ASSIGNMENT.match(parts[0]))
+
+
+def python_faults(path, text):
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        a = node.args
+        count = len(a.posonlyargs + a.args + a.kwonlyargs) + (a.vararg is not None) + (a.kwarg is not None)
+        lines = node.end_lineno - node.lineno + 1
+        if ast.get_docstring(node) is not None:
+            lines -= node.body[0].end_lineno - node.body[0].lineno + 1
+        yield from size_faults(path, node.name, node.lineno, lines, count)
+
+
+def size_faults(path, name, line, lines, parameters):
+    if lines > MAX_FUNCTION_LINES:
+        yield Fault("function", path, line, f"{name} has {lines} lines, at most {MAX_FUNCTION_LINES}", name)
+    if parameters > MAX_PARAMETERS:
+        yield Fault("parameters", path, line, f"{name} has {parameters} parameters, at most {MAX_PARAMETERS}",
+                    name)
+
+
+def c_faults(path, text):
+    clean = without_comments(text)
+    for name, line, lines, parameters in c_functions(clean):
+        if name is None:
+            yield Fault("braces", path, line,
+                        "the braces do not match; this script reads no #if with half a block")
+        elif name is CHAIN:
+            yield Fault("chain", path, line, "a comma joins two assignments; write one assignment a line")
+        else:
+            yield from size_faults(path, name, line, lines, parameters)
+
+
+def include_faults(root, texts):
+    """A circle among the headers of csrc: each is reported once, at its first file in alphabetical order."""
+    edges = {}
+    for path, text in texts.items():
+        if path.startswith("csrc/") and Path(path).suffix in (".h", ".cuh"):
+            names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', text, flags=re.M)
+            near = [(Path(path).parent / n, Path("csrc") / n) for n in names]
+            real = [next((p for p in pair if (root / p).exists()), None) for pair in near]
+            edges[path] = [(root / p).resolve().relative_to(root.resolve()).as_posix() for p in real if p]
+    seen = set()
+
+    def walk(path, way):
+        if path in way:
+            circle = way[way.index(path):]
+            if frozenset(circle) not in seen:
+                seen.add(frozenset(circle))
+                yield Fault("include", path, 1, "circle of includes: " + " -> ".join([*circle, path]))
+        elif path not in done:
+            for other in edges.get(path, []):
+                yield from walk(other, [*way, path])
+            done.add(path)
+
+    done = set()
+    for path in sorted(edges):
+        yield from walk(path, [])
+
+
+def all_faults(root):
+    texts = {}
+    for folder in FOLDERS:
+        for file in sorted((root / folder).rglob("*")):
+            if file.suffix in C_SUFFIXES | PYTHON_SUFFIXES and "__pycache__" not in file.parts:
+                texts[file.relative_to(root).as_posix()] = file.read_text()
+    for path, text in texts.items():
+        lines = text.splitlines()
+        for i, line in enumerate(lines, 1):
+            if len(line) > MAX_COLUMNS:
+                yield Fault("columns", path, i, f"{len(line)} columns, at most {MAX_COLUMNS}")
+        if len(lines) > MAX_FILE_LINES:
+            yield Fault("file", path, 1, f"{len(lines)} lines, at most {MAX_FILE_LINES}")
+        yield from (c_faults if Path(path).suffix in C_SUFFIXES else python_faults)(path, text)
+    yield from include_faults(root, texts)
+
+
+def reason_for(fault):
+    if fault.rule == "file":
+        return LONG_FILES.get(fault.path)
+    if fault.rule == "parameters":
+        return LONG_PARAMETER_LISTS.get(f"{fault.path}:{fault.name}")
+    return None
+
+
+def check(root, baseline=None):
+    """(faults, exceptions): both are texts to print."""
+    baseline = BASELINE if baseline is None else baseline
+    found = list(all_faults(root))
+    excepted = [f"{f} ({reason_for(f)})" for f in found if reason_for(f)]
+    faults = [f for f in found if not reason_for(f)]
+    counts = Counter((f.rule, f.path) for f in faults)
+    known = {key for key in counts if counts[key] <= baseline.get(key, 0)}
+    excepted += [f"{path}: {counts[rule, path]} × {rule} (baseline)" for rule, path in sorted(known)]
+    return [str(f) for f in faults if (f.rule, f.path) not in known], excepted
+
+
+def main():
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent
+    faults, excepted = check(root)
+    for fault in faults:
+        print(fault)
+    for exception in excepted:
+        print("style: excepted:", exception)
+    print(f"style: {len(faults)} faults" if faults else "style: ok")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

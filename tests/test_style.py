@@ -1,0 +1,46 @@
+"""check_style.py finds each kind of fault, and nothing in sources that keep the rules."""
+
+import pytest
+
+import check_style
+
+GOOD = "int f(int a) {\n    int b = 1, c = 2;\n    for (a = 1, b = 2; a < b; a++) c = a;\n    return b + c;\n}\n"
+FAULTS = {
+    "columns": {"epmoe/a.py": "x = 1  # " + "y" * 110},
+    "file": {"tests/a.py": "x = 1\n" * 401},
+    "function-c": {"csrc/a.c": "int f(void) {\n" + "    g();\n" * 60 + "}\n"},
+    "function-python": {"epmoe/a.py": "def f():\n" + "    g()\n" * 60},
+    "parameters-c": {"csrc/a.h": "int f(" + ",\n".join(f"int a{i}" for i in range(13)) + ");\n"},
+    "parameters-cuda": {"csrc/a.cuh": "__global__ void f(" + ", ".join(["int"] * 13) + ") {}\n"},
+    "parameters-python": {"epmoe/a.pyi": "def f(" + ", ".join(f"a{i}" for i in range(13)) + "): ...\n"},
+    "chain": {"csrc/a.c": "int f(int a) {\n    a = 1, b->c[a] = 2;\n}\n"},
+    "include": {"csrc/a.h": '#include "b.h"\n', "csrc/b.h": '#include "a.h"\n'},
+    "braces": {"csrc/a.c": "int f(int a) {\n"},
+}
+
+
+def faults_of(root, files, **options):
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return list(check_style.all_faults(root)), *check_style.check(root, **options)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_style_check_finds(tmp_path, kind):
+    faults, told, _ = faults_of(tmp_path, {"csrc/good.c": GOOD, **FAULTS[kind]}, baseline={})
+    assert [f.rule for f in faults] == [kind.split("-")[0]] and len(told) == 1
+
+
+def test_style_check_accepts_what_keeps_the_rules(tmp_path):
+    docstring = "def f():\n    '''\n" + "    text\n" * 70 + "    '''\n"
+    assert faults_of(tmp_path, {"csrc/a.c": GOOD, "epmoe/a.py": docstring}, baseline={}) == ([], [], [])
+
+
+def test_style_baseline_holds_a_number_of_faults(tmp_path):
+    key = "columns", "epmoe/a.py"
+    _, told, excepted = faults_of(tmp_path, FAULTS["columns"], baseline={key: 1})
+    assert told == [] and "baseline" in excepted[0]
+    (tmp_path / "epmoe/a.py").write_text(FAULTS["columns"]["epmoe/a.py"] + "\n" + "z" * 111)
+    told, excepted = check_style.check(tmp_path, baseline={key: 1})
+    assert len(told) == 2 and excepted == []
