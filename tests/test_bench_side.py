@@ -21,8 +21,8 @@ def test_bench_side_has_a_row_for_each_operation_and_number_of_ranks(monkeypatch
     monkeypatch.setenv("EPMOE_BACKEND", "cpu")
     monkeypatch.setattr(side, "REPLAYS", 2)
     rows, text = rows_of()
-    wanted = {(f"epmoe {name}, {n} ranks", tokens) for name in ("barrier", "plan", "dispatch", "combine") for n in side.RANKS
-              for tokens in side.TOKENS}
+    names = ("barrier", "plan", "dispatch", "combine")
+    wanted = {(f"epmoe {name}, {n} ranks", t) for name in names for n in side.RANKS for t in side.TOKENS}
     assert {(r["impl"], r["tokens"]) for r in rows} == wanted and all(r["ms"] > 0 for r in rows), rows
     assert "side:" in text
 

@@ -180,7 +180,8 @@ def _signal_that_nobody_gives(rank, world_size):
             heap.wait(words, 0, 1)
         heap.barrier()
     if rank == 1:
-        told.match(r"rank 1 timed out: no rank signalled the word on which it waits \(expected value 1, found 0\)")
+        told.match(r"rank 1 timed out: no rank signalled the word on which it waits "
+                   r"\(expected value 1, found 0\)")
     return world.flight_record()
 
 
@@ -203,7 +204,8 @@ def _layers_in_another_order(rank, world_size, folder):
         Events(folder).wait("waiting")
         world.set_timeout(0.3)
     with pytest.raises(epmoe.EpTimeout,
-                       match=r"rank \d timed out waiting for rank \d in its plan \(word enter.*flight_record") as told:
+                       match=r"rank \d timed out waiting for rank \d in its plan "
+                             r"\(word enter.*flight_record") as told:
         layers[rank].preprocess(torch.zeros(4, 1, dtype=torch.int64))
     return world.flight_record(), str(told.value)
 
@@ -213,7 +215,8 @@ def test_world_record_of_layers_in_another_order(tmp_path):
     pages = [page for page, _ in process_ranks(_layers_in_another_order, 2, str(tmp_path))]
     for page in pages:
         assert re.match(
-            r"culprit: rank \d called plan of layer (\d+) as operation \d+, where rank \d called plan of layer (?!\1)\d+",
+            r"culprit: rank \d called plan of layer (\d+) as operation \d+, "
+            r"where rank \d called plan of layer (?!\1)\d+",
             page,
         ), page
         assert page.splitlines()[0].endswith(" (equally many ranks made each call)"), page

@@ -39,8 +39,8 @@ EP_FN uint32_t tokens_to_send(const EpDispatchParams &p, uint32_t r, uint32_t fi
                : 0;
 }
 
-/* The trailer of a slot (slot.h), spread over a warp. head: lane i has word i, so lane EP_TRAILER_TOKEN has the token and lane
- * EP_TRAILER_RETURN_SLOT the return slot. row, weight: lane k has those of choice k. */
+/* The trailer of a slot (slot.h), spread over a warp. head: lane i has word i, so lane EP_TRAILER_TOKEN has
+ * the token and lane EP_TRAILER_RETURN_SLOT the return slot. row, weight: lane k has those of choice k. */
 typedef struct {
     int32_t head, row;
     float weight;

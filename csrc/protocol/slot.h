@@ -1,12 +1,13 @@
-/* slot.h - the formats of what travels between ranks, and of what dispatch keeps for combine. The only place that knows
- * where a number is located in them.
+/* slot.h - the formats of what travels between ranks, and of what dispatch keeps for combine. The only place
+ * that knows where a number is located in them.
  *
  *   slot    what a rank sends to another rank for one token: the row, then a trailer of 32-bit words.
- *           dispatch:       i32 token, i32 return slot, i32 row[K] (-1: not on this rank), f32 weight[K] if weights travel
+ *           dispatch:       i32 token, i32 return slot, i32 row[K] (-1: not on this rank),
+ *                           f32 weight[K] if weights travel
  *           LOCAL combine:  f32 scalar[K]
  *   choice  what SCATTER and GATHER combine move for one choice: the row, then f32 weight, f32 scalar
- *   record  what a rank keeps of a slot that it has received, for combine: i32 token, i32 row[K] (-1: none). The tensor
- *           `recv` has one record for each source rank and return slot: [W][max_tokens] records
+ *   record  what a rank keeps of a slot that it has received, for combine: i32 token, i32 row[K] (-1: none).
+ *           The tensor `recv` has a record for each source rank and return slot: [W][max_tokens] records.
  *
  * The numbers in a slot come from a peer. Its reader clamps them before they become an offset. */
 #ifndef EP_SLOT_H
