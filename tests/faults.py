@@ -1,13 +1,12 @@
 """Ranks that die, stop or come late, on CPU or GPUs: `python tests/faults.py [--kills N] [--ranks N]
 [--device cpu|cuda]`.
 
-kill   a random rank is ended by SIGKILL at a random moment of a loop that, by turns, moves tokens, trains a
-layer, or multiplies
-       tokens on their way (on GPUs: in the megakernels).  Every survivor must raise PeerDied that names it,
-       within 3 s and from 20 kills on within 50 ms as a median, find its name in the flight record, go on
-       using its device, and compute right results
-       in a smaller world; nothing may be left behind.  The table says how long after the kill the survivors
-       raised.
+kill   a random rank is ended by SIGKILL at a random moment of a loop. The loop alternately moves
+       tokens, trains a layer, and multiplies tokens as they arrive (on GPUs: in the megakernels).
+       Every survivor must raise PeerDied that names it, within 3 s and from 20 kills on within 50 ms
+       as a median, find its name in the flight record, go on using its device, and compute right
+       results in a smaller world; nothing may be left behind. The table says how long after the kill
+       the survivors raised.
 stop   a rank stops itself between two operations: the others raise EpTimeout at their limit, which names it.
 late   a rank is stopped there, and continued in time: no error.
 
