@@ -173,7 +173,7 @@ soak: build
 	fi
 
 # The profiler too, as far as PTX: nothing else compiles it here.
-TRACED = nvcc -std=c++17 -Icsrc --expt-relaxed-constexpr -DEP_TRACE -arch=compute_90a -ptx csrc/kernels/fused_bf16.cu -o /dev/null
+TRACED = nvcc -std=c++17 -Icsrc --expt-relaxed-constexpr -DEP_TRACE -arch=compute_90a -ptx csrc/kernels/fused/fused_bf16.cu -o /dev/null
 cuda: | python
 	EPMOE_CUDA=1 EPMOE_CUDA_ARCH="-gencode arch=compute_90a,code=sm_90a" $(PYTHON) setup.py -q build_ext \
 	    --build-lib build/sm_90a --build-temp build/sm_90a/temp
@@ -185,7 +185,7 @@ EMULATED = nvcc -std=c++17 -g -Icsrc -Xcompiler=-Wno-unknown-pragmas,-fno-ipa-ic
 emulated: | python
 	@mkdir -p build
 	@for san in "" -fsanitize=thread; do \
-	    for f in cpu_plan cpu_ops; do gcc -std=c11 -O1 -g $$san -D_GNU_SOURCE -ffp-contract=off -Icsrc -c csrc/$$f.c -o build/$$f.o || exit 1; done; \
+	    for f in plan ops; do gcc -std=c11 -O1 -g $$san -D_GNU_SOURCE -ffp-contract=off -Icsrc -c csrc/cpu/$$f.c -o build/cpu_$$f.o || exit 1; done; \
 	    for t in stages comm; do \
 	        $(EMULATED) -O1 $${san:+-Xcompiler=$$san} tests/kernels/test_$$t.cpp build/cpu_plan.o build/cpu_ops.o -o build/test_$$t -lpthread && \
 	        echo "$$t $$san" && \

@@ -51,6 +51,13 @@ def cuda_home(nvcc):
     return Path(nvcc).resolve().parents[1]
 
 
+def object_of(temp, source):
+    """The path of a source's object file; its folder is created."""
+    path = temp / source.relative_to(ROOT).parent / (source.name + ".o")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return str(path)
+
+
 class Build(build_ext):
     """Compile each source by itself, side by side; link with gcc."""
 
@@ -63,7 +70,7 @@ class Build(build_ext):
         nvcc = find_nvcc()
         flags = CFLAGS + WARN + ["-I" + str(ROOT / "csrc"), "-I" + sysconfig.get_paths()["include"]]
         jobs, libs = [], ["-lpthread", "-ldl", "-lrt"]
-        sources = sorted((ROOT / "csrc").glob("*.c"))
+        sources = sorted((ROOT / "csrc").rglob("*.c"))
         chaos = int(os.environ.get("EPMOE_CHAOS") or 0)
         delays = [f"-DEP_CHAOS={chaos}"] if chaos else []
         delays += ["-DEP_TRACE"] if int(os.environ.get("EPMOE_TRACE") or 0) else []
@@ -76,14 +83,14 @@ class Build(build_ext):
                 raise SystemExit(f"no libcudart_static.a under {home}: CUDA_HOME names the toolkit; EPMOE_CUDA=0 leaves CUDA out")
             libs = [str(runtimes[0])] + libs
             arch = os.environ.get("EPMOE_CUDA_ARCH", ARCH).split()
-            for cu in sorted((ROOT / "csrc/kernels").glob("*.cu")):
-                jobs.append([nvcc, *NVCC, *arch, *delays, "-I" + str(ROOT / "csrc"), "-c", str(cu), "-o", str(temp / (cu.name + ".o"))])
+            for cu in sorted((ROOT / "csrc/kernels").rglob("*.cu")):
+                jobs.append([nvcc, *NVCC, *arch, *delays, "-I" + str(ROOT / "csrc"), "-c", str(cu), "-o", object_of(temp, cu)])
         else:
-            sources = [c for c in sources if c.name != "cuda.c"]
+            sources = [c for c in sources if c.parent.name != "cuda"]
         if chaos:
             sources.append(ROOT / "tests/c/chaos.c")
         for c in sources:
-            jobs.append([*cc, *flags, *os.environ.get("CFLAGS", "").split(), "-c", str(c), "-o", str(temp / (c.name + ".o"))])
+            jobs.append([*cc, *flags, *os.environ.get("CFLAGS", "").split(), "-c", str(c), "-o", object_of(temp, c)])
         workers = int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))
         with ThreadPoolExecutor(workers) as pool:
             logs = list(pool.map(self.compile, jobs))
@@ -102,7 +109,7 @@ class Build(build_ext):
 
 
 setup(
-    ext_modules=[Extension("epmoe._C", ["csrc/module.c"], py_limited_api=True)],
+    ext_modules=[Extension("epmoe._C", ["csrc/python/module.c"], py_limited_api=True)],
     cmdclass={"build_ext": Build},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

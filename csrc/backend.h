@@ -1,4 +1,4 @@
-/* backend.h - the interface of the CPU and CUDA backends, and communication buffers (comm.c).
+/* backend.h - the interface of the CPU and CUDA backends, and communication buffers (comm_buffer.c).
  *
  * heap.c and layer.c reach a backend only through the table EpBackend. Work is enqueued on a stream; on the
  * CPU it has finished when the function returns. Functions return 0, or a code with its error text set.
@@ -6,7 +6,7 @@
 #ifndef EP_BACKEND_H
 #define EP_BACKEND_H
 #include "epmoe.h"
-#include "kernels/fused.h"
+#include "kernels/fused/fused.h"
 
 /* What a rank sends to a peer so that the peer can map its heap. A file descriptor may be sent with it. */
 typedef struct {

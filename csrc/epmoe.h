@@ -203,7 +203,7 @@ int ep_layer_set_epoch(EpLayer *layer, uint32_t buffer, uint64_t epoch, void *st
 
 /* ---- grouped GEMM: local to a rank, CUDA only ---- */
 
-/* The operands. kernels/gemm.h lists the kinds and the activations. */
+/* The operands. kernels/gemm/gemm.h lists the kinds and the activations. */
 typedef struct {
     uint32_t kind, activation;
     double alpha, limit;

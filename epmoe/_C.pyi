@@ -1,4 +1,4 @@
-"""The native module, csrc/module*.c.  All arguments are positional.
+"""The native module, csrc/python/.  All arguments are positional.
 
 Objects are capsules.  A stream is a CUDA stream as an integer, or 0 on the CPU.  Errors are the classes of
 epmoe.errors.  csrc/epmoe.h says what each call does, and which calls are collective.
@@ -180,7 +180,7 @@ def layer_barrier(layer: _Layer, buffer: int, stream: int, /) -> None: ...
 def layer_sync(layer: _Layer, stream: int, /) -> None: ...
 def layer_set_epoch(layer: _Layer, buffer: int, epoch: int, stream: int, /) -> None: ...
 
-# See csrc/kernels/gemm.h.  All tensors are on a CUDA device.
+# See csrc/kernels/gemm/gemm.h.  All tensors are on a CUDA device.
 def grouped_gemm(
     kind: int,
     activation: int,

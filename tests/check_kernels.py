@@ -62,7 +62,7 @@ def faults_of_multipliers(folder):
     faults = []
     for objects, kernel in MULTIPLIERS.items():
         with ThreadPoolExecutor() as pool:
-            seen = [item for of in pool.map(instructions, sorted(folder.glob(objects))) for item in of.items()
+            seen = [item for of in pool.map(instructions, sorted(folder.rglob(objects))) for item in of.items()
                     if kernel in item[0]]
         faults += [f"{name}: {hgmma} HGMMA, {local} in local memory" for name,
                    (hgmma, local) in seen if not hgmma or local]

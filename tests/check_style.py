@@ -38,9 +38,9 @@ LONG_PARAMETER_LISTS = {
 
 # Faults of today, as (rule, file): how many. A number may only become smaller.
 BASELINE = {
-    ("chain", "csrc/kernels/fused.cuh"): 1,
-    ("chain", "csrc/kernels/resident.cuh"): 4,
-    ("chain", "csrc/record.c"): 1,
+    ("chain", "csrc/kernels/fused/fused.cuh"): 1,
+    ("chain", "csrc/kernels/arch/resident.cuh"): 4,
+    ("chain", "csrc/runtime/flight_record.c"): 1,
     ("chain", "tests/c/cases.c"): 1,
     ("chain", "tests/c/test_refusals.c"): 1,
     ("columns", "epmoe/bench/report.py"): 64,
@@ -83,7 +83,7 @@ BASELINE = {
     ("file", "tests/test_bench.py"): 1,
     ("file", "tests/test_errors_calls.py"): 1,
     ("file", "tests/test_fused_launches.py"): 1,
-    ("function", "csrc/kernels/rows.cuh"): 1,
+    ("function", "csrc/kernels/stage/rows.cuh"): 1,
     ("function", "tests/c/test_heap.c"): 1,
     ("function", "tests/kernels/test_comm.cpp"): 1,
     ("function", "tests/kernels/test_gemm.cpp"): 2,

@@ -40,7 +40,7 @@ def test_build_has_no_empty_kernels_for_hopper(arch, compiles):
     """sm_90 without the a has no wgmma; the kernels for older GPUs are others, and these may be empty there.
     """
     command = ["nvcc", "-std=c++17", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", f"-arch={arch}",
-               "-ptx", str(ROOT / "csrc/kernels/gemm_bf16.cu"),
+               "-ptx", str(ROOT / "csrc/kernels/gemm/gemm_bf16.cu"),
                "-o", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode == 0) == compiles and ("code=sm_90a" in done.stderr) != compiles, done.stderr

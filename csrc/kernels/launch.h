@@ -1,5 +1,5 @@
-/* launch.h - the interface of the kernels to cuda.c. Each function launches one kernel and returns its
- * cudaError_t. */
+/* launch.h - the interface of the kernels to cuda/backend.c. Each function launches one kernel and returns
+ * its cudaError_t. */
 #ifndef EP_LAUNCH_H
 #define EP_LAUNCH_H
 #include "protocol/abi.h"

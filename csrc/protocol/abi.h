@@ -15,8 +15,8 @@
  * slot in which a token returns may differ from the slot in which it was sent (EpPlanParams.sort_slots). */
 #ifndef EP_ABI_H
 #define EP_ABI_H
-#include "port.h"
-#include "slot.h"
+#include "protocol/port.h"
+#include "protocol/slot.h"
 
 #define EP_ABI_VERSION 0x65700008u
 #define EP_MAX_RANKS 8u
@@ -268,7 +268,7 @@ typedef struct {
     EpPlanResult plan;
 } EpHostWords;
 
-/* One span of time of one warp, for the profiler; see kernels/trace.cuh. */
+/* One span of time of one warp, for the profiler; see kernels/arch/trace.cuh. */
 #define EP_TRACE_WARPS 12u /* warps of a CTA */
 typedef enum {
     EP_SPAN_ENTER = 1,
@@ -300,7 +300,7 @@ typedef struct {
     uint32_t reserve_sms; /* SMs that the kernel leaves to other kernels */
     /* The operation will have a backward, which is an operation of its own. */
     uint32_t requires_grad;
-    /* Host only: operations of one lane run in the order of their calls (cuda.c, launch order). */
+    /* Host only: operations of one lane run in the order of their calls (cuda/backend.c, launch order). */
     uint32_t launch_lane;
 } EpComm;
 

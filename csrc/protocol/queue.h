@@ -11,7 +11,7 @@
  * The megakernels have more queues and other tasks; fused.cuh proves their freedom from deadlock. */
 #ifndef EP_QUEUE_H
 #define EP_QUEUE_H
-#include "flags.h"
+#include "protocol/flags.h"
 
 /* Draw the next task number; all lanes get it. A number at or past the last task means that the queue is
  * empty. */

@@ -12,7 +12,7 @@
  * The numbers in a slot come from a peer. Its reader clamps them before they become an offset. */
 #ifndef EP_SLOT_H
 #define EP_SLOT_H
-#include "port.h"
+#include "protocol/port.h"
 
 /* Words of the trailer of a slot in dispatch. */
 enum { EP_TRAILER_TOKEN = 0, EP_TRAILER_RETURN_SLOT = 1, EP_TRAILER_ROWS = 2 };

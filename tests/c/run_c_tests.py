@@ -30,10 +30,10 @@ ROOT = HERE.parents[1]
 JOBS = 2
 HANG_S = 1800  # for a whole test program: longer than any takes on the busiest machine
 # all but the Python module and CUDA
-LIBRARY = "error tensor wire ring record watchdog world exchange allocator memory sharing heap heap_create comm layer layer_ops room cpu cpu_ops cpu_plan".split()
+LIBRARY = ("runtime", "layer", "cpu")
 TESTS = "main harness cases steps test_alone test_device test_heap test_hostile test_order test_processes test_refusals test_sharing test_steps test_wire".split()
 # a fault is seeded in these only: the protocol, not the sockets of the world
-FAULTY = "cpu cpu_ops cpu_plan".split()
+FAULTY = "cpu"
 HEADER_FLAGS = (
     "-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Wno-unused-function -D_GNU_SOURCE".split()
 )
@@ -108,16 +108,18 @@ class Builder:
         return out
 
     def object(self, source, flags):
-        out = self.temp / f"{source.stem}-{abs(hash(flags))}.o"
+        out = self.temp / f"{source.parent.name}-{source.stem}-{abs(hash(flags))}.o"
         return self.make((source, flags), out, [*gcc(), *self.base, *flags.split(), f"-I{self.csrc}", "-c",
                                                 str(source)])
 
     def objects(self, variant, fault):
-        for name in LIBRARY:
-            faulty = f" -DEP_FAULT_IDX={fault}" if fault and name in FAULTY else ""
+        sources = [source for folder in LIBRARY for source in sorted((self.csrc / folder).glob("*.c"))]
+        for source in sources:
+            faulty = f" -DEP_FAULT_IDX={fault}" if fault and source.parent.name == FAULTY else ""
             # see harness.c
-            scarce = " -Dpthread_create=test_pthread_create -Dmmap=test_mmap" if name == "cpu" else ""
-            yield self.csrc / f"{name}.c", VARIANTS[variant] + faulty + scarce
+            is_backend = (source.parent.name, source.name) == ("cpu", "backend.c")
+            scarce = " -Dpthread_create=test_pthread_create -Dmmap=test_mmap" if is_backend else ""
+            yield source, VARIANTS[variant] + faulty + scarce
         for name in TESTS:
             yield HERE / f"{name}.c", VARIANTS[variant]
 
@@ -231,8 +233,9 @@ def main():
     both = ["epmoe.h", "epmoe_device.h",
             *(f"protocol/{p.name}" for p in sorted((csrc / "protocol").glob("*.h")))]  # nvcc reads these too
     runs += [header_run(csrc, header, language) for header in both for language in ("c", "c++")]
-    runs += [header_run(csrc, p.name, "c") for p in sorted(csrc.glob("*.h"))
-             if p.name not in (*both, "module.h")]  # which wants Python's
+    inside = [str(path.relative_to(csrc)) for path in sorted(csrc.rglob("*.h"))]
+    runs += [header_run(csrc, name, "c") for name in inside
+             if name not in both and not name.startswith(("kernels/", "python/"))]
     if args.only:
         runs = [r for r in runs if r[0] == args.only or r[0].startswith(args.only)]
 

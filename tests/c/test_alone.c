@@ -2,7 +2,7 @@
  * early, and what a world does after its last reference is gone. */
 #include "backend.h"
 #include "harness.h"
-#include "world.h"
+#include "runtime/world.h"
 
 /* A failure on rank 1 alone fails on all ranks, and the next attempt works. */
 static bool no_memory_body(Rank *me, void *arg) {

@@ -1,10 +1,10 @@
 /* test_heap.c - the symmetric heap: the allocator, data and signals between ranks, and calls after close. */
-#include "allocator.h"
+#include "runtime/allocator.h"
 #include <sys/stat.h>
 
 #include "harness.h"
-#include "room.h"
-#include "world.h"
+#include "runtime/memory_limit.h"
+#include "runtime/world.h"
 
 static bool heap_alloc_body(Rank *me, void *arg) {
     EpHeapStats start, s;

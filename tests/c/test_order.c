@@ -2,8 +2,8 @@
 #include "backend.h"
 #include "harness.h"
 #include "protocol/flags.h"
-#include "record.h"
-#include "world.h"
+#include "runtime/flight_record.h"
+#include "runtime/world.h"
 
 typedef struct {
     uint32_t num_ahead; /* operations that the host has enqueued after the one that is stuck */

@@ -1,7 +1,7 @@
 /* test_refusals.c - all ways in which ranks can fail, disagree, stay away, leave or give up, and the calls
  * after that. */
 #include "harness.h"
-#include "world.h"
+#include "runtime/world.h"
 
 /* ---- calls that fail, and the calls after them ---- */
 

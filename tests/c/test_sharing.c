@@ -1,7 +1,7 @@
 /* test_sharing.c - ranks that share a GPU: who may, whether the memory is enough, and how many SMs each rank keeps. */
-#include "error.h"
 #include "harness.h"
-#include "sharing.h"
+#include "runtime/error.h"
+#include "runtime/sharing.h"
 
 #define H200_SMS 132u
 

@@ -5,10 +5,10 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
-#include "error.h"
 #include "harness.h"
-#include "record.h"
-#include "wire.h"
+#include "runtime/error.h"
+#include "runtime/flight_record.h"
+#include "runtime/socket.h"
 
 /* Messages that no rank of this world has sent; how the receiver must take them, and what happens to their
  * descriptors. */

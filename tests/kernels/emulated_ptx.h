@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "emulated_threads.h"
-#include "kernels/gemm_maps.h"
+#include "kernels/gemm/gemm_maps.h"
 
 #define EP_PTX static inline
 #define CUtensorMap EpTensorMap

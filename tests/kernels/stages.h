@@ -15,7 +15,7 @@
 #include <random>
 
 #include "emulated_port.h"
-#include "kernels/rows.cuh"
+#include "kernels/stage/rows.cuh"
 
 extern "C" { /* the CPU backend, compiled as C */
 void ep_cpu_plan(const EpPlanParams *p);

@@ -6,8 +6,8 @@
  * and count them (combine). */
 #include "stages.h"
 
-#include "kernels/combine.cuh"
-#include "kernels/dispatch.cuh"
+#include "kernels/stage/combine.cuh"
+#include "kernels/stage/dispatch.cuh"
 
 typedef EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo LargeFifo;
 enum {

@@ -4,8 +4,8 @@
  * Inputs are random. Whatever a tile reads in addition to its own rows is NaN. The output is poisoned, and
  * rows that belong to no expert must still be poisoned afterwards. Usage: test_gemm [seed] */
 #include "emulated_ptx.h"
-#include "kernels/gemm.cuh"
-#include "kernels/gemm_tune.h"
+#include "kernels/gemm/gemm.cuh"
+#include "kernels/gemm/gemm_tune.h"
 
 #include <random>
 #include <thread>

@@ -3,9 +3,9 @@
  * [CTAs]] */
 #include "stages.h"
 
-#include "kernels/combine.cu"
-#include "kernels/dispatch.cu"
-#include "kernels/plan.cu"
+#include "kernels/stage/combine.cu"
+#include "kernels/stage/dispatch.cu"
+#include "kernels/stage/plan.cu"
 
 enum { NUM_ROUNDS = 2 };
 

@@ -1,0 +1,286 @@
+/* cpu/backend.c - the CPU backend: heap memory, worker threads, and the table ep_cpu_backend.
+ *
+ * A heap is an anonymous memory file (memfd). Its descriptor travels over a socket, so a killed process
+ * leaves nothing behind. A worker is a thread; cpu/ops.h has what it runs. Exports
+ * ep_cpu_backend and ep_backend.
+ * Invariants: a heap's file is sealed, so no process can cut memory that a peer has mapped. A plan is
+ * validated before its offsets are used. */
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "backend.h"
+#include "cpu/ops.h"
+#include "protocol/flags.h"
+#include "runtime/error.h"
+#include "runtime/memory_limit.h"
+
+#define MAX_WORKERS 64u
+/* no process can shrink the memory that a peer has mapped */
+#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
+
+/* as on the GPU, so that an alignment means the same on both backends */
+#define BASE_ALIGN (2ull << 20)
+
+/* Map the file at an aligned address: reserve a larger range, map the file inside it, and unmap the rest. */
+static int map_file(int fd, uint64_t num_bytes, void **memory) {
+    uint64_t room = num_bytes + BASE_ALIGN;
+    unsigned char *from = (unsigned char *)mmap(NULL, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    *memory = NULL;
+    if (from != MAP_FAILED) {
+        uint64_t before = ep_align_u64((uintptr_t)from, BASE_ALIGN) - (uintptr_t)from,
+                 used = ep_align_u64(num_bytes, 4096);
+        void *at = mmap(from + before, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+        if (at != MAP_FAILED) {
+            if (before) munmap(from, before);
+            if (room > before + used) munmap(from + before + used, room - before - used);
+            *memory = at;
+            return 0;
+        }
+        munmap(from, room);
+    }
+    return ep_error(EP_ENOMEM, "cannot map %llu bytes of shared memory: %s", (unsigned long long)num_bytes,
+                    strerror(errno));
+}
+
+/* The system does not refuse a memory file that is too large. It kills a process when the memory is used.
+ * So the heap's size is compared with the free memory first. */
+static int heap_room(int device, EpHeapRoom *room) {
+    (void)device;
+    *room = (EpHeapRoom){.free_bytes = ep_room_bytes(""), .may_share = 1};
+    return 0;
+}
+
+static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd_out) {
+    (void)device;
+    int code, fd = memfd_create("epmoe", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (fd < 0) return ep_error(EP_ESYS, "memfd_create: %s", strerror(errno));
+    /* Allocate the memory now. So a machine without enough memory causes an error here, not a SIGBUS at
+     * the first write. */
+    /* Block all signals, because on some Linux kernels any signal interrupts the allocation and
+     * discards its progress. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    int e = ftruncate(fd, (off_t)num_bytes) ? errno : posix_fallocate(fd, 0, (off_t)num_bytes);
+    for (int tries = 0; e == EINTR && tries < 100; tries++) e = posix_fallocate(fd, 0, (off_t)num_bytes);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (e) {
+        close(fd);
+        return ep_error(EP_ENOMEM, "no room for a heap of %llu bytes: %s", (unsigned long long)num_bytes,
+                        strerror(e));
+    }
+    code = fcntl(fd, F_ADD_SEALS, SEALS) ? ep_error(EP_ESYS, "F_ADD_SEALS: %s", strerror(errno))
+                                         : map_file(fd, num_bytes, memory);
+    if (code) {
+        close(fd);
+        return code;
+    }
+    card->num_bytes = num_bytes;
+    *fd_out = fd;
+    return 0;
+}
+
+static void heap_close(int device, void *memory, uint64_t num_bytes) {
+    (void)device;
+    munmap(memory, num_bytes);
+}
+
+static int heap_import(int device, const EpHeapCard *mine, const EpHeapCard *card, int fd, void **memory) {
+    struct stat st;
+    int code;
+    (void)device;
+    if (fd < 0)
+        return ep_error(EP_ESYS,
+                        "no file descriptor came with it: raise the limit of open files (ulimit -n)");
+    if (fstat(fd, &st) || (uint64_t)st.st_size != card->num_bytes || card->num_bytes != mine->num_bytes ||
+        (fcntl(fd, F_GET_SEALS) & SEALS) != SEALS)
+        code = ep_error(EP_ECORRUPT, "a peer sent a file that is not a heap of this world");
+    else code = map_file(fd, card->num_bytes, memory);
+    if (fd >= 0) close(fd);
+    return code;
+}
+
+static int host_alloc(int device, uint64_t num_bytes, void **memory) {
+    (void)device;
+    *memory = mmap(NULL, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return *memory == MAP_FAILED ? ep_error(EP_ENOMEM, "cannot map a peer's heap (mmap): %s", strerror(errno))
+                                 : 0;
+}
+static int copy(int device, void *dst, const void *src, uint64_t num_bytes, void *stream) {
+    (void)device, (void)stream;
+    memmove(dst, src, num_bytes);
+    return 0;
+}
+static int zero(int device, void *dst, uint64_t num_bytes, void *stream) {
+    (void)device, (void)stream;
+    memset(dst, 0, num_bytes);
+    return 0;
+}
+static int clear(int device, const EpComm *c, void *stream) {
+    return zero(device, &ep_local(c)->faulted, sizeof(uint64_t), stream);
+}
+static int sync_stream(int device, void *stream, EpWorld *world) {
+    (void)device, (void)stream, (void)world;
+    return 0;
+}
+static int sync_all(int device) {
+    (void)device;
+    return 0;
+}
+static int preload(int device) {
+    (void)device;
+    return 0;
+}
+
+/* ---- workers ---- */
+
+typedef struct {
+    const EpDispatchParams *dispatch; /* either this one or combine */
+    const EpCombineParams *combine;
+    uint32_t worker, num_workers;
+} Work;
+
+static void *work(void *arg) {
+    const Work *w = (const Work *)arg;
+    if (w->dispatch) ep_cpu_dispatch(w->dispatch, w->worker, w->num_workers);
+    else ep_cpu_combine(w->combine, w->worker, w->num_workers);
+    return NULL;
+}
+
+/* Run all workers of an operation. The calling thread is worker 0. If a thread cannot be created, the
+ * caller runs its part after its own. This cannot deadlock, because workers wait only for peers, never
+ * for each other. */
+static int run(const EpDispatchParams *d, const EpCombineParams *c, uint32_t num_workers) {
+    pthread_t threads[MAX_WORKERS];
+    Work works[MAX_WORKERS];
+    bool started[MAX_WORKERS] = {false};
+    if (num_workers > MAX_WORKERS) num_workers = MAX_WORKERS;
+    for (uint32_t i = 0; i < num_workers; i++) works[i] = (Work){d, c, i, num_workers};
+    for (uint32_t i = 1; i < num_workers; i++)
+        started[i] = pthread_create(&threads[i], NULL, work, &works[i]) == 0;
+    work(&works[0]);
+    for (uint32_t i = 1; i < num_workers; i++) {
+        if (started[i]) pthread_join(threads[i], NULL);
+        else work(&works[i]);
+    }
+    return 0;
+}
+
+/* A plan is located in a tensor that the caller can write to, and it holds offsets. This backend
+ * validates them before it uses them. So a plan that was overwritten causes an error, not a store to a
+ * wrong address. */
+static bool all_below(const int32_t *x, uint64_t n, int64_t low, int64_t end) {
+    bool ok = true;
+    for (uint64_t i = 0; i < n; i++) ok &= x[i] >= low && x[i] < end;
+    return ok;
+}
+static bool is_sound(const EpShape *s, uint32_t me, const EpPlanLayout *l, const int32_t *plan) {
+    uint32_t W = s->num_ranks, K = s->num_topk, L = ep_num_local_experts(s);
+    uint64_t T = l->num_tokens;
+    if (plan[EP_HEAD_STATUS] || plan[EP_HEAD_NUM_TOKENS] != (int32_t)T)
+        /* The rank will refuse the operation when it enters (ep_make_header), so it does not use the
+         * rest of the plan. */
+        return true;
+    if (!all_below(plan + EP_HEAD_NUM_ROWS, 1, 0, 1ll + s->capacity) ||
+        !all_below(plan + EP_HEAD_NUM_SEND, W, 0, (int64_t)T + 1) ||
+        !all_below(plan + EP_HEAD_NUM_RECV, W, 0, 1ll + s->max_tokens) ||
+        plan[EP_HEAD_NUM_RECV + me] != plan[EP_HEAD_NUM_SEND + me] ||
+        !all_below(plan + l->token_expert_off, T * K, -1, s->num_experts) ||
+        !all_below(plan + l->token_row_off, T * K, -1, s->capacity) ||
+        !all_below(plan + l->token_slot_off, T * W, -1, s->max_tokens))
+        return false;
+    for (uint32_t r = 0; r < W; r++)
+        if (!all_below(plan + l->send_token_off + r * T, (uint64_t)plan[EP_HEAD_NUM_SEND + r], 0, (int64_t)T))
+            return false;
+    for (uint64_t i = 0; i < T * K; i++) {
+        int32_t e = plan[l->token_expert_off + i];
+        if (e >= 0 &&
+            (plan[l->token_row_off + i] < 0 || plan[l->token_slot_off + i / K * W + (uint32_t)e / L] < 0))
+            return false;
+    }
+    return true;
+}
+static int refuse_plan(const EpComm *c, uint32_t op) {
+    EpComm comm = *c;
+    comm.status = EP_EINVAL;
+    ep_cpu_enter(&comm, op);
+    return ep_error(
+        EP_EINVAL,
+        "the layout's plan was overwritten after preprocess made it: do not write to it, and make a new one");
+}
+
+static int plan(int device, const EpPlanParams *p, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_plan(p);
+    return 0;
+}
+static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
+    (void)device, (void)stream;
+    return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
+               ? run(p, NULL, num_sm)
+               : refuse_plan(&p->comm, EP_OP_DISPATCH);
+}
+static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
+    (void)device, (void)stream;
+    return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
+               ? run(NULL, p, num_sm)
+               : refuse_plan(&p->comm, EP_OP_COMBINE);
+}
+static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_enter(c, op);
+    return 0;
+}
+static int signal_word(int device, uint64_t *word, uint64_t value, bool add, void *stream) {
+    (void)device, (void)stream;
+    ep_chaos(EP_CHAOS_SIGNAL);
+    if (add) ep_add_release_sys_u64(word, value); /* publishes what this rank has put before */
+    else ep_st_release_sys_u64(word, value);
+    return 0;
+}
+static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact,
+                     void *stream) {
+    const EpFaultRecord f = ep_fault_at(0, c->my_rank, EP_WORD_SIGNAL, 0);
+    (void)device, (void)stream;
+    ep_chaos(EP_CHAOS_SIGNAL);
+    ep_wait_u64(c, word, exact ? EP_CMP_EQ : EP_CMP_GE, value,
+                &f); /* what the word publishes is now readable */
+    return 0;
+}
+
+const EpBackend ep_cpu_backend = {
+    .heap_room = heap_room,
+    .heap_open = heap_open,
+    .heap_close = heap_close,
+    .heap_import = heap_import,
+    .heap_unimport = heap_close,
+    .host_alloc = host_alloc,
+    .host_free = heap_close,
+    .copy = copy,
+    .zero = zero,
+    .sync = sync_stream,
+    .sync_all = sync_all,
+    .plan = plan,
+    .dispatch = dispatch,
+    .combine = combine,
+    .enter = enter,
+    .clear = clear,
+    .signal = signal_word,
+    .wait = wait_word,
+    .preload = preload,
+};
+
+const EpBackend *ep_backend(EpBackendKind kind) {
+    if (kind == EP_CPU) return &ep_cpu_backend;
+#ifdef EP_HAVE_CUDA
+    if (kind == EP_CUDA) return &ep_cuda_backend;
+#endif
+    ep_error(EP_EINVAL, "this build of epmoe has no CUDA backend: build it with nvcc and EPMOE_CUDA=1");
+    return NULL;
+}

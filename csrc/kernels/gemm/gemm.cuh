@@ -1,0 +1,370 @@
+/* gemm.cuh - the grouped GEMM for Hopper: persistent CTAs with one producer warp and two MMA warpgroups.
+ *
+ * A CTA processes tiles of 128 x BN of the product. The producer computes which tile is next and fills a ring
+ * of pipeline stages by TMA, each with 64 values of k (the contraction). The first stage of a tile comes with
+ * a description of the tile. A warpgroup multiplies 64 rows by BN columns with wgmma, accumulates in
+ * registers, and writes its part through shared memory, much of it during the next tile (gemm_write.cuh). It
+ * writes with ordinary stores: TMA would queue them after the loads of the next tile. Rows are not padded:
+ * the last tile of an expert also reads rows of the next expert, and does not write them.
+ *
+ * CTAs work in pairs (clusters of two). Of an operand that both need, each loads one half and multicasts it
+ * to both. A pair draws the number of its next tile when it starts a tile (ep_next_tile_*). So CTAs that run
+ * at the same time stay close to each other and find the same rows and weights in L2. That saves power, and
+ * power limits a GPU that computes GEMMs.
+ *
+ * Gated activations: the tensor map of the weights interleaves the gate row and the up row of a column
+ * (its dimensions are k, 8 rows, gate or up, groups of 8, expert). So one thread holds both values. */
+#ifndef EP_GEMM_CUH
+#define EP_GEMM_CUH
+#include "kernels/gemm/gemm_write.cuh"
+
+enum {
+    EP_GEMM_BK = 64, /* values of k in a TMA box; a stage has K_BOXES of them */
+    EP_GEMM_THREADS = 384,
+    EP_GEMM_REGS = 168, /* registers that each thread can have in a CTA of 384 */
+    EP_GEMM_BOX = 64 * 64 * 2,
+    EP_GEMM_INFO_BYTES = 32
+};
+
+template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
+    static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
+    static constexpr bool F16 = F16_, GATED = ACT >= EP_ACT_SWIGLU;
+    static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
+    /* Few rows per expert: tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
+    static constexpr bool FEW_ROWS = BN == 64;
+    /* Release a stage as soon as its own wgmma has finished. Not possible in WGRAD. */
+    static constexpr bool RELEASE_EARLY = FEW_ROWS;
+    static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM;
+    static constexpr int A_ROWS = FEW_ROWS ? 16 : 64; /* rows of a TMA box */
+    static constexpr int K_BOXES = FEW_ROWS ? 4 : 1;
+    static constexpr int BK = K_BOXES * EP_GEMM_BK;
+    static constexpr int A_SLAB = BM * EP_GEMM_BK * 2;
+    static constexpr int B_SLAB = BN * EP_GEMM_BK * 2; /* 64 values of k */
+    static constexpr int A_BYTES = K_BOXES * A_SLAB;
+    static constexpr int STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB;
+    static constexpr int STAGES = BN == 128 ? 6 : 4;
+    static constexpr int OUT_GROUPS = BN / 8 / (GATED ? 2 : 1);
+    /* groups of 8 columns that one staging buffer holds */
+    static constexpr int PASS = OUT_GROUPS % 16 ? OUT_GROUPS % 8 ? 4 : 8 : 16;
+    static constexpr int PARTS = 2 * OUT_GROUPS / PASS;
+    static constexpr int EAGER_PARTS = OUT_GROUPS > 16 ? 2 : 0; /* see ep_gemm_defer */
+
+    static constexpr int NUM_NEXT = 8; /* more than STAGES; see ep_next_tile_send */
+    static constexpr int RING_BYTES =
+        STAGES * (STAGE_BYTES + EP_GEMM_INFO_BYTES + 2 * 8) + NUM_NEXT * (8 + 4);
+    static constexpr int BURST_PITCH = OUT_GROUPS * 16 + 16;
+    static constexpr int BURST_GROUP = 8 * BURST_PITCH;
+    static constexpr int NUM_BURST_GROUPS = (EP_CTA_SMEM_BYTES - RING_BYTES) / (BURST_GROUP + 16);
+    static constexpr int OUT_BYTES =
+        FEW_ROWS ? NUM_BURST_GROUPS * (BURST_GROUP + 16) : 8 * EP_GEMM_OUT_STAGING;
+    static constexpr int SMEM_BYTES = RING_BYTES + OUT_BYTES;
+    static_assert(SMEM_BYTES <= EP_CTA_SMEM_BYTES, "the shared memory of a CTA");
+    static_assert(!FEW_ROWS || NUM_BURST_GROUPS >= BM / 8, "room for the groups of a tile");
+    static_assert(OUT_GROUPS % PASS == 0, "staging buffers of up to 128 columns");
+    static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD,
+                  "the boxes of the other kinds are adjacent with one box of k");
+    static_assert(NUM_NEXT > STAGES && (NUM_NEXT & (NUM_NEXT - 1)) == 0,
+                  "an entry is free when it is written; see ep_next_tile_send");
+};
+
+/* The layout of a CTA's shared memory: addresses. Each stage has an info, which describes the tile that
+ * begins there. */
+typedef struct {
+    uint32_t stages, staging, infos, full, empty, next_tile_bars, next_tiles, end;
+} EpGemmShared;
+template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
+    EpGemmShared s;
+    s.stages = smem;
+    s.staging = smem + C::STAGES * C::STAGE_BYTES;
+    s.infos = s.staging + C::OUT_BYTES;
+    s.full = s.infos + C::STAGES * EP_GEMM_INFO_BYTES;
+    s.empty = s.full + 8 * C::STAGES;
+    s.next_tile_bars = s.empty + 8 * C::STAGES;
+    s.next_tiles = s.next_tile_bars + 8 * C::NUM_NEXT;
+    s.end = smem + C::SMEM_BYTES;
+    return s;
+}
+EP_PTX void ep_gemm_put_tile(uint32_t info, const EpGemmTile *t) {
+    ep_st_shared(info, t->expert, t->row0, t->num_rows, t->col0);
+    ep_st_shared(info + 16, t->k0, t->num_k, t->shares_rows, 0);
+}
+EP_PTX EpGemmTile ep_gemm_get_tile(uint32_t info) {
+    const uint4 u = ep_ld_shared(info), v = ep_ld_shared(info + 16);
+    const EpGemmTile t = {u.x, u.y, u.z, u.w, v.x, v.y, v.z};
+    return t;
+}
+
+/* One side's position in the ring of pipeline stages: the stage, and the parity of its mbarrier's phase. */
+typedef struct {
+    uint32_t stage, parity;
+} EpRing;
+template <int STAGES> EP_PTX void ep_ring_next(EpRing *r) {
+    if (++r->stage == STAGES) {
+        r->stage = 0;
+        r->parity ^= 1;
+    }
+}
+
+/* ---- drawing tiles ---- */
+
+/* CTA 0 of a pair draws the next tile for both, after it has acquired the first stage of its current tile.
+ * The entry that it writes is free: each stage that it acquires has been released by both CTAs, and a tile
+ * uses at least one stage. So the other CTA has read all entries up to STAGES tiles ago, and an entry is
+ * reused only after more tiles. */
+template <typename C> EP_PTX uint32_t ep_next_tile_send(const EpGemmParams *p, const EpGemmShared *s,
+                                                        uint32_t num_done) {
+    const uint32_t drawn = (uint32_t)ep_add_relaxed_gpu_u64(p->tile_counter, 1), i = num_done % C::NUM_NEXT;
+    ep_st_async(s->next_tiles + 4 * i, drawn, s->next_tile_bars + 8 * i, 0);
+    ep_st_async(s->next_tiles + 4 * i, drawn, s->next_tile_bars + 8 * i, 1);
+    return drawn;
+}
+template <typename C> EP_PTX uint32_t ep_next_tile_receive(const EpGemmParams *p, const EpGemmShared *s,
+                                                           uint32_t num_done) {
+    const uint32_t i = num_done % C::NUM_NEXT, bar = s->next_tile_bars + 8 * i;
+    ep_mbar_arrive_expect(bar, 4);
+    ep_mbar_wait(bar, num_done / C::NUM_NEXT & 1, p->limit_ns);
+    return ep_ld_shared_u32(s->next_tiles + 4 * i);
+}
+
+/* ---- the producer ---- */
+
+/* Load part i of a stage's columns. The boxes of one part are adjacent in the weights. */
+template <typename C, bool BOTH>
+EP_PTX void ep_gemm_load_cols(const EpGemmTile *t, int32_t at, int32_t i, uint32_t smem, uint32_t bar,
+                              const CUtensorMap *map_b) {
+    const int32_t e = (int32_t)t->expert, col = (int32_t)t->col0 + i * (C::TRANS_B ? 64 : C::BN / 2);
+    smem += C::A_BYTES + (uint32_t)i * (C::TRANS_B ? EP_GEMM_BOX : C::BN * EP_GEMM_BK);
+#pragma unroll
+    for (int kk = 0; kk < C::K_BOXES; kk++, at += EP_GEMM_BK, smem += C::B_SLAB) {
+        if (C::GATED) ep_tma_load_5d<BOTH>(smem, map_b, bar, at, 0, 0, col / 16, e);
+        else if (C::KIND == EP_GEMM_FORWARD) ep_tma_load_3d<BOTH>(smem, map_b, bar, at, col, e);
+        else if (C::KIND == EP_GEMM_DGRAD) ep_tma_load_3d<BOTH>(smem, map_b, bar, col, at, e);
+        else ep_tma_load_2d<BOTH>(smem, map_b, bar, col, at);
+    }
+}
+/* Load box i of a stage's rows, for the kk-th 64 values of k. */
+template <typename C, bool BOTH>
+EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint32_t kk, uint32_t smem,
+                              uint32_t bar, const CUtensorMap *map_a) {
+    const int32_t row = (int32_t)(t->row0 + C::A_ROWS * i);
+    smem += kk * C::A_SLAB + i * (C::A_ROWS * 128);
+    at += (int32_t)kk * EP_GEMM_BK;
+    ep_tma_load_2d<BOTH>(smem, map_a, bar, C::TRANS_A ? row : at, C::TRANS_A ? at : row);
+}
+
+/* Load a stage. The operand that both CTAs need consists of parts, which the two CTAs load alternately,
+ * for both. */
+template <typename C>
+EP_PTX void ep_gemm_load_stage(const EpGemmTile *t, uint32_t k, uint32_t smem, uint32_t bar, uint32_t rank,
+                               const CUtensorMap *map_a, const CUtensorMap *map_b) {
+    constexpr uint32_t NUM_COL_PARTS = C::TRANS_B ? C::BN / 64 : 2;
+    const int32_t at = (int32_t)(t->k0 + k);
+    const uint32_t num_a = (t->num_rows + C::A_ROWS - 1) / C::A_ROWS;
+    ep_mbar_arrive_expect(bar, (num_a * C::A_ROWS * 128 + C::B_SLAB) * C::K_BOXES);
+    if (t->shares_rows) {
+        /* alternating between the CTAs: box i of the rows, kk-th 64 values of k */
+#pragma unroll
+        for (uint32_t j = 0; j < C::BM / C::A_ROWS * C::K_BOXES; j++)
+            if (j / C::K_BOXES < num_a && (j / C::K_BOXES + j % C::K_BOXES) % 2 == rank)
+                ep_gemm_load_rows<C, true>(t, at, j / C::K_BOXES, j % C::K_BOXES, smem, bar, map_a);
+        for (uint32_t i = 0; i < NUM_COL_PARTS; i++)
+            ep_gemm_load_cols<C, false>(t, at, (int32_t)i, smem, bar, map_b);
+    } else {
+#pragma unroll
+        for (uint32_t j = 0; j < C::BM / C::A_ROWS * C::K_BOXES; j++)
+            if (j / C::K_BOXES < num_a)
+                ep_gemm_load_rows<C, false>(t, at, j / C::K_BOXES, j % C::K_BOXES, smem, bar, map_a);
+        for (uint32_t i = rank; i < NUM_COL_PARTS; i += 2)
+            ep_gemm_load_cols<C, true>(t, at, (int32_t)i, smem, bar, map_b);
+    }
+}
+
+/* The producer's loop. Every tile uses at least one stage, because the info comes with a stage. num_rows
+ * == 0 is the end marker. */
+template <typename C, typename Hooks>
+EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s,
+                                  const CUtensorMap *map_a, const CUtensorMap *map_b) {
+    const uint32_t rank = ep_cluster_rank(), num_pairs = gridDim.x / 2;
+    uint32_t num_done = 0, drawn = 0xffffffffu;
+    EpGemmWalk w = {0};
+    EpRing ring = {0, 1};
+    EpGemmTile t;
+    ep_walk_enter(p, C::BM, 2, &w);
+    for (uint32_t n = blockIdx.x / 2; ep_gemm_tile(p, C::BM, C::BN, 2, rank, &w, n, &t); num_done++) {
+        hooks.await_rows(t);
+        /* only now, because await_rows may need the number of rows of the whole expert */
+        t.num_rows = min(t.num_rows, (uint32_t)C::BM);
+        for (uint32_t k = 0; k == 0 || k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
+            ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
+            if (k == 0) ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
+            if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
+            else
+                ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES,
+                                      s->full + 8 * ring.stage, rank, map_a, map_b);
+            if (k == 0 && rank == 0) drawn = ep_next_tile_send<C>(p, s, num_done);
+        }
+        n = num_pairs + ep_next_tile_receive<C>(p, s, num_done);
+    }
+    /* The last number has been drawn: reset the counter. (A megakernel's last CTA out does that.) */
+    if (!Hooks::FUSED && drawn == w.first_tile - 1) *p->tile_counter = 0;
+    ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
+    t.num_rows = 0;
+    ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
+    ep_mbar_arrive(s->full + 8 * ring.stage);
+}
+
+/* ---- the MMA warps ---- */
+
+/* In WGRAD the contraction runs over rows, and an expert's last rows are followed by rows of the next
+ * expert. Set those to zero in both operands, so that they do not count, whatever they contain. */
+template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num_valid) {
+    const uint32_t num_lines = EP_GEMM_BK - num_valid, thread = threadIdx.x - 128;
+    for (uint32_t i = thread; i < (2 + C::BN / 64) * num_lines * 8; i += 256) {
+        const uint32_t slab = i / (num_lines * 8), line = num_valid + i / 8 % num_lines;
+        ep_st_shared(smem + slab * EP_GEMM_BOX + line * 128 + i % 8 * 16, 0, 0, 0, 0);
+    }
+    ep_fence_proxy_async_shared();
+    ep_bar_sync(1, 256);
+}
+
+/* Release a pipeline stage to both CTAs of the pair, because the other CTA loads a part of it. */
+EP_PTX void ep_gemm_release_stage(uint32_t empty) {
+    ep_mbar_arrive_at(empty, 0);
+    ep_mbar_arrive_at(empty, 1);
+}
+
+/* Whether the last parts of a tile are written during the next tile. Only if no worker waits for them. */
+template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS = !Hooks::FUSED && !C::FEW_ROWS;
+
+/* d = this warpgroup's 64 rows of the tile. A stage is released one stage after its wgmma was issued, when
+ * that has finished (two in flight). If the kernel is limited by memory (RELEASE_EARLY), it is released as
+ * soon as possible: otherwise the last stage of a tile would stay empty until the next one has arrived. */
+template <typename C, typename Hooks>
+EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred, const EpGemmParams *p,
+                             Hooks &hooks, const EpGemmTile *t, uint32_t group, const EpGemmShared *s,
+                             EpRing *ring) {
+    const uint32_t staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
+    constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2;
+    constexpr uint64_t STEP_B = C::TRANS_B ? 128 : 2; /* 16 values of k, in units of 16 bytes */
+    const bool active = 64 * group < t->num_rows, signals = threadIdx.x % 32 == 0;
+    uint32_t before = ring->stage;
+    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0)
+        ep_ring_next<C::STAGES>(ring); /* an expert without rows uses one stage for its info */
+    for (uint32_t k = 0; k < t->num_k; k += C::BK, ep_ring_next<C::STAGES>(ring)) {
+        const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES;
+        ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
+        if (C::KIND == EP_GEMM_WGRAD && t->num_k - k < EP_GEMM_BK) ep_gemm_clear_tail<C>(at, t->num_k - k);
+        if (active) {
+            const uint64_t a = ep_wgmma_desc(at + group * EP_GEMM_BOX, EP_GEMM_BOX);
+            const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
+            ep_wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < C::BK / 16; i++)
+                ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(
+                    d, a + i / 4 * (C::A_SLAB / 16) + i % 4 * STEP_A,
+                    b + i / 4 * (C::B_SLAB / 16) + i % 4 * STEP_B, k || i);
+            ep_wgmma_commit();
+            if (k == 0) hooks.mma_in_flight();
+        }
+        if constexpr (EP_GEMM_DEFERS<C, Hooks>)
+            ep_gemm_write_deferred<C, C::EAGER_PARTS>(deferred, ep_gemm_out_cols(p), staging);
+        if (active) ep_wgmma_wait<C::RELEASE_EARLY ? 0 : 1>();
+        __syncwarp(); /* every lane has finished its wait, before the stage is overwritten */
+        if ((C::RELEASE_EARLY || k) && signals)
+            ep_gemm_release_stage(s->empty + 8 * (C::RELEASE_EARLY ? ring->stage : before));
+        before = ring->stage;
+    }
+    ep_wgmma_wait<0>();
+    ep_wgmma_keep_order(d);
+    __syncwarp(); /* every lane has read the info, before it is overwritten */
+    if (!C::RELEASE_EARLY && signals) ep_gemm_release_stage(s->empty + 8 * before);
+}
+
+/* ---- the kernel ---- */
+
+/* The functions that a megakernel plugs in.
+ *   comm             communication warps: the three other warps of the producer's warpgroup. They may use the
+ *                    shared memory after `end`
+ *   await_rows       producer, before it reads the rows of a tile
+ *   tile_started     MMA warps, after they have read the info of a tile. Returns the time, for the profiler
+ *   tile_written     MMA warps, after all lanes have stored the warp's part of the tile
+ *   mma_in_flight    MMA warps, while the first wgmma of the next tile is in flight, and before they write it
+ *   after_last_tile  MMA warps, after the last tile. They may use the shared memory of the stages */
+struct EpGemmNoHooks {
+    static constexpr bool FUSED = false;
+    static constexpr int PRODUCER_REGS = 56, MMA_REGS = 224;
+    __device__ void comm(uint32_t) {}
+    __device__ void await_rows(const EpGemmTile &) {}
+    __device__ uint64_t tile_started() { return 0; }
+    __device__ void tile_written(const EpGemmTile &, uint32_t, uint64_t) {}
+    __device__ void mma_in_flight() {}
+    __device__ void after_last_tile(uint32_t) {}
+};
+
+template <typename C, typename Hooks>
+EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
+    const uint32_t group = threadIdx.x / 128 - 1;
+    const uint32_t staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
+    EpRing ring = {0, 0};
+    EpGemmBurst burst = {0, 0};
+    EpGemmDeferred<C> deferred;
+    deferred.part = C::PARTS;
+    static_assert(!(C::FEW_ROWS && Hooks::FUSED),
+                  "a tile of a burst is not written when tile_written is called");
+    for (;;) {
+        float d[C::BN / 2];
+        ep_mbar_wait(s->full + 8 * ring.stage, ring.parity, p->limit_ns);
+        const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage);
+        if (t.num_rows == 0) break;
+        const uint64_t begun = hooks.tile_started();
+        ep_gemm_mma_tile<C>(d, &deferred, p, hooks, &t, group, s, &ring);
+        if constexpr (EP_GEMM_DEFERS<C, Hooks>)
+            while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
+        hooks.mma_in_flight();
+        if constexpr (C::FEW_ROWS) ep_gemm_burst_add<C>(d, p, &t, group, s->staging, &burst);
+        else
+            ep_gemm_defer<C, EP_GEMM_DEFERS<C, Hooks> ? C::EAGER_PARTS : C::PARTS>(&deferred, d, p, &t, group,
+                                                                                   staging);
+        hooks.tile_written(t, group, begun);
+    }
+    if constexpr (C::FEW_ROWS) ep_gemm_burst_write<C>(p, s->staging, &burst);
+    if constexpr (EP_GEMM_DEFERS<C, Hooks>)
+        while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
+    if (Hooks::FUSED)
+        ep_bar_sync(1, 256); /* no warp of the CTA reads a stage any more, and no load is in flight */
+    hooks.after_last_tile(s->stages);
+}
+
+template <typename C, typename Hooks>
+EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap *map_a,
+                         const CUtensorMap *map_b) {
+    extern __shared__ __align__(1024) unsigned char smem_bytes[];
+    const EpGemmShared s = ep_gemm_shared<C>(ep_smem(smem_bytes));
+    if (threadIdx.x == 0) {
+        ep_tma_prefetch(map_a);
+        ep_tma_prefetch(map_b);
+        for (uint32_t i = 0; i < C::STAGES; i++) {
+            ep_mbar_init(s.full + 8 * i, 1);
+            ep_mbar_init(s.empty + 8 * i, 2 * 8);
+        }
+        for (uint32_t i = 0; i < C::NUM_NEXT; i++) ep_mbar_init(s.next_tile_bars + 8 * i, 1);
+        ep_fence_mbar_init();
+    }
+    ep_cluster_sync();
+    if (threadIdx.x < 128) { /* the producer is one thread of one warp */
+        ep_setmaxnreg_dec<Hooks::PRODUCER_REGS>();
+        if (threadIdx.x >= 32) hooks.comm(s.end);
+        else if (threadIdx.x == 0) ep_gemm_produce_tiles<C>(p, hooks, &s, map_a, map_b);
+        __syncwarp();
+        if (Hooks::FUSED)
+            ep_setmaxnreg_inc<
+                EP_GEMM_REGS>(); /* as at the start, because code follows that all threads execute */
+    } else {
+        ep_setmaxnreg_inc<Hooks::MMA_REGS>();
+        ep_gemm_mma_tiles<C>(p, hooks, &s);
+        if (Hooks::FUSED) ep_setmaxnreg_dec<EP_GEMM_REGS>();
+    }
+    ep_cluster_sync(); /* the other CTA may still write to this CTA's shared memory */
+}
+
+#endif /* EP_GEMM_CUH */

@@ -1,0 +1,47 @@
+/* gemm_maps.h - the tensor maps of a grouped GEMM's operands, as pure arithmetic: shapes, strides and
+ * boxes. */
+#ifndef EP_GEMM_MAPS_H
+#define EP_GEMM_MAPS_H
+#include "kernels/gemm/gemm.h"
+
+/* A tensor of 16-bit numbers, innermost dimension first. Its innermost stride is 1; strides[i] is that of
+ * dimension i + 1. A box arrives in shared memory as lines of 64 numbers, swizzled within 128 bytes. */
+typedef struct {
+    const void *base;
+    uint32_t num_dims, is_f16;
+    uint64_t dims[5], strides[4]; /* in elements */
+    uint32_t box[5];
+} EpTensorMap;
+
+static inline EpTensorMap ep_map_rows(const EpGemmParams *p, const void *base, uint32_t cols, uint32_t rows) {
+    EpTensorMap m = {base, 2, p->is_f16, {cols, p->num_rows}, {cols}, {64, rows}};
+    return m;
+}
+
+static inline EpTensorMap ep_map_a(const EpGemmParams *p, uint32_t tile_cols) {
+    return ep_map_rows(p, p->a, p->kind == EP_GEMM_FORWARD ? p->k : p->n, tile_cols == 64 ? 16 : 64);
+}
+
+/* The tensor map of the weights [L][N][K]. A box has half of a tile's columns by 64 of K; or 64 by 64, if the
+ * contraction runs over N.
+ * For a gated activation, the rows of a box are 8 gate rows, their 8 up rows, the next 8 gate rows, and so
+ * on, independent of their location in the weights: [K][8][gate, up][N / 16][L]. */
+static inline EpTensorMap ep_map_b(const EpGemmParams *p, uint32_t tile_cols) {
+    const uint64_t n = p->n;
+    const uint64_t k = p->k;
+    const uint64_t of_up = p->activation == EP_ACT_GPT_OSS ? k : n / 2 * k;
+    const uint64_t next = p->activation == EP_ACT_GPT_OSS ? 2 * k : k;
+    EpTensorMap plain = {p->b,       3,
+                         p->is_f16,  {k, n, p->num_experts},
+                         {k, n * k}, {64, p->kind == EP_GEMM_DGRAD ? 64 : tile_cols / 2, 1}};
+    EpTensorMap gated = {p->b,
+                         5,
+                         p->is_f16,
+                         {k, 8, 2, n / 16, p->num_experts},
+                         {next, of_up, 8 * next, n * k},
+                         {64, 8, 2, tile_cols / 32, 1}};
+    if (p->kind == EP_GEMM_WGRAD) return ep_map_rows(p, p->b, p->k, 64);
+    return ep_gemm_is_gated(p->activation) ? gated : plain;
+}
+
+#endif /* EP_GEMM_MAPS_H */

@@ -1,0 +1,47 @@
+/* gemm_tune.h - the instances of the grouped GEMM's kernel, and the choice among them for a shape. */
+#ifndef EP_GEMM_TUNE_H
+#define EP_GEMM_TUNE_H
+#include "kernels/gemm/gemm.h"
+
+/* X(kind, columns of a tile, activation): all instances for sm_90a, each for bf16 and fp16. */
+#define EP_GEMM_VARIANTS(X)                 \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_NONE)    \
+    X(EP_GEMM_FORWARD, 192, EP_ACT_NONE)    \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_NONE)    \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_GELU)    \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_GELU)    \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU)  \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_SWIGLU)  \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_GPT_OSS) \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS) \
+    X(EP_GEMM_DGRAD, 256, EP_ACT_NONE)      \
+    X(EP_GEMM_DGRAD, 192, EP_ACT_NONE)      \
+    X(EP_GEMM_DGRAD, 128, EP_ACT_NONE)      \
+    X(EP_GEMM_WGRAD, 256, EP_ACT_NONE)      \
+    X(EP_GEMM_WGRAD, 192, EP_ACT_NONE)      \
+    X(EP_GEMM_WGRAD, 128, EP_ACT_NONE)
+
+/* If experts have few rows, the kernel waits for weights. Tiles of 64 columns read 512 bytes of each row
+ * of weights at a time. They have 32 rows; more rows per expert are correct but slower. */
+#define EP_GEMM_FEW_VARIANTS(X)           \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_NONE)   \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_GELU)   \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU) \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS)
+EP_PURE bool ep_gemm_has_few_rows(const EpGemmParams *p) {
+    return p->kind == EP_GEMM_FORWARD && p->num_rows <= 24ull * p->num_experts;
+}
+
+/* The number of columns of a tile. A narrower tile reads more per product, so it pays only if it avoids
+ * computing columns that do not exist. On an H200, a column in tiles of 192 takes 0.96 to 1.05 of the time
+ * of a column in tiles of 256, and in tiles of 128 it takes 1.2 to 1.3 (docs/experiments, E-013). The weights
+ * here are 1.05 and 1.25. */
+EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
+    const uint32_t cols = ep_gemm_num_cols(p), has_192 = p->activation == EP_ACT_NONE;
+    const uint64_t at_256 = (uint64_t)(cols + 255) / 256 * 256 * 100;
+    const uint64_t at_192 = (uint64_t)(cols + 191) / 192 * 192 * 105;
+    const uint64_t at_128 = (uint64_t)(cols + 127) / 128 * 128 * 125;
+    return has_192 && at_192 < at_256 && at_192 <= at_128 ? 192 : at_128 < at_256 ? 128 : 256;
+}
+
+#endif /* EP_GEMM_TUNE_H */

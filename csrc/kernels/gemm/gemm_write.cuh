@@ -1,0 +1,200 @@
+/* gemm_write.cuh - the epilogue of the grouped GEMM for Hopper: from accumulators to global memory.
+ *
+ * Exports ep_gemm_defer and ep_gemm_write_deferred (many rows), ep_gemm_burst_add and ep_gemm_burst_write
+ * (few rows).
+ * C is an EpGemmConfig. Invariant: only rows and columns that exist are written. */
+#ifndef EP_GEMM_WRITE_CUH
+#define EP_GEMM_WRITE_CUH
+#include "kernels/gemm/gemm_epilogue.cuh"
+#include "kernels/gemm/gemm_tiles.h"
+
+enum {
+    /* bytes of a row in the staging buffer; consecutive rows start in different banks */
+    EP_GEMM_OUT_PITCH = 256 + 16,
+    EP_GEMM_OUT_STAGING = 8 * EP_GEMM_OUT_PITCH
+};
+
+/* Epilogue: bias, activation, row weight, rounding. v = the results, packed: of each group of eight
+ * columns, a lane has two of row lane / 4 and two of the row 8 below. Whether there is a bias or a row
+ * weight is tested once, not per number. */
+template <typename C>
+EP_PTX void ep_gemm_finish(uint32_t (&v)[2 * C::OUT_GROUPS], float (&d)[C::BN / 2], const EpGemmParams *p,
+                           const EpGemmTile *t, uint32_t row, uint32_t num_rows, uint32_t col0,
+                           uint32_t out_cols) {
+    constexpr int SIZE = C::GATED ? 8 : 4; /* accumulators of a lane per group of eight output columns */
+    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) /* there was no wgmma, so the accumulators are not set */
+#pragma unroll
+        for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
+    if (C::KIND == EP_GEMM_FORWARD && p->bias) {
+        const uint32_t c = col0 + ep_lane_now() % 4 * 2, last = out_cols - 2;
+        /* groups of 4, because there are no registers for more loads */
+#pragma unroll
+        for (int i = 0; i < C::OUT_GROUPS; i += 4)
+            if (col0 + 8 * i < out_cols)
+#pragma unroll
+                for (int j = i; j < i + 4; j++)
+                    ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, min(c + 8 * j, last), d + SIZE * j);
+    }
+    /* groups of 4, so that their latencies overlap */
+#pragma unroll
+    for (int i = 0; i < C::OUT_GROUPS; i += 4)
+        if (col0 + 8 * i < out_cols)
+#pragma unroll
+            for (int j = i; j < i + 4; j++) ep_gemm_activate<C::ACT>(p, d + SIZE * j, d + 4 * j);
+    if (C::KIND == EP_GEMM_FORWARD && p->row_weight) {
+        const uint32_t r = ep_lane_now() / 4;
+        const float top = r < num_rows ? p->row_weight[row + r] : 0;
+        const float bottom = r + 8 < num_rows ? p->row_weight[row + r + 8] : 0;
+#pragma unroll
+        for (int i = 0; i < 4 * C::OUT_GROUPS; i++) d[i] *= i % 4 < 2 ? top : bottom;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * C::OUT_GROUPS; i++) v[i] = ep_pack<C::F16>(d[2 * i], d[2 * i + 1]);
+}
+
+/* Store the upper (or lower) eight rows of NUM_GROUPS * 8 columns to the staging buffer; v begins with
+ * their first value. */
+template <int NUM_GROUPS> EP_PTX void ep_gemm_stage_rows(uint32_t to, const uint32_t *v) {
+#pragma unroll
+    for (int i = 0; i < NUM_GROUPS; i += 4)
+        ep_stmatrix_x4(to + 16 * i, v[2 * i], v[2 * i + 2], v[2 * i + 4], v[2 * i + 6]);
+}
+
+/* ---- many rows: written during the next tile ---- */
+
+/* A warp's finished part of a tile, packed. The registers suffice to keep 128 columns of it together with
+ * the next tile's accumulators. So these are written while the next tile is computed. */
+template <typename C> struct EpGemmDeferred {
+    uint32_t v[2 * C::OUT_GROUPS]; /* see ep_gemm_finish */
+    uint16_t *out;                 /* address of this lane's first piece */
+    uint32_t num_rows, cols_left; /* that exist, counted from the warp's first row and from the first piece */
+    uint32_t part;                /* the part that is written next */
+};
+
+/* Write eight rows of up to 128 columns through the staging buffer, so that whole lines are stored. */
+template <typename C, int PART> EP_PTX void ep_gemm_write_part(const EpGemmDeferred<C> *h, uint32_t out_cols,
+                                                               uint32_t staging) {
+    constexpr int LOADS = C::PASS / 4, ROWS = 32 / C::PASS; /* per staging buffer: loads, and rows per load */
+    constexpr int BOTTOM = PART % 2, COL = PART / 2 * C::PASS * 8;
+    const uint32_t lane = ep_lane_now();
+    const uint32_t row = lane / C::PASS;
+    const uint32_t to = staging + lane % 8 * EP_GEMM_OUT_PITCH + lane / 8 * 16;
+    uint4 piece[LOADS];
+    ep_gemm_stage_rows<C::PASS>(to, h->v + COL / 4 + BOTTOM);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+        piece[i] = ep_ld_shared(staging + (row + i * ROWS) * EP_GEMM_OUT_PITCH + lane % C::PASS * 16);
+#pragma unroll
+    for (int i = 0; i < LOADS; i++)
+        ep_st_global_if(row + i * ROWS + 8 * BOTTOM < h->num_rows && COL < h->cols_left,
+                        h->out + (uint64_t)(i * ROWS + 8 * BOTTOM) * out_cols + COL, piece[i]);
+    __syncwarp();
+}
+
+template <typename C, int PART, int END> EP_PTX void
+ep_gemm_write_parts(const EpGemmDeferred<C> *h, uint32_t out_cols, uint32_t staging) {
+    if constexpr (PART < END) {
+        ep_gemm_write_part<C, PART>(h, out_cols, staging);
+        ep_gemm_write_parts<C, PART + 1, END>(h, out_cols, staging);
+    }
+}
+
+/* Finish a warp's part of a tile and write its first AT_ONCE parts. The others are deferred. */
+template <typename C, int AT_ONCE>
+EP_PTX void ep_gemm_defer(EpGemmDeferred<C> *h, float (&d)[C::BN / 2], const EpGemmParams *p,
+                          const EpGemmTile *t, uint32_t group, uint32_t staging) {
+    const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16;
+    const uint32_t row = t->row0 + first;
+    const uint32_t col0 = C::GATED ? t->col0 / 2 : t->col0;
+    if (first >= t->num_rows) return;
+    const uint32_t num_rows = min(16u, t->num_rows - first);
+    const uint32_t out_cols = ep_gemm_out_cols(p);
+    const uint32_t lane = ep_lane_now();
+    const uint32_t c = col0 + lane % C::PASS * 8;
+    ep_gemm_finish<C>(h->v, d, p, t, row, num_rows, col0, out_cols);
+    h->out = (uint16_t *)p->out +
+             ((C::KIND == EP_GEMM_WGRAD ? (uint64_t)t->expert * p->n : 0) + row + lane / C::PASS) * out_cols +
+             c;
+    h->num_rows = num_rows;
+    h->cols_left = c < out_cols ? out_cols - c : 0;
+    h->part = AT_ONCE;
+    ep_gemm_write_parts<C, 0, AT_ONCE>(h, out_cols, staging);
+}
+
+/* Write one deferred part, if any of those from AT_ONCE on is left. True if it did. */
+template <typename C, int AT_ONCE> EP_PTX bool ep_gemm_write_deferred(EpGemmDeferred<C> *h, uint32_t out_cols,
+                                                                      uint32_t staging) {
+    if constexpr (AT_ONCE < C::PARTS) {
+        if (h->part != AT_ONCE) return ep_gemm_write_deferred<C, AT_ONCE + 1>(h, out_cols, staging);
+        ep_gemm_write_part<C, AT_ONCE>(h, out_cols, staging);
+        h->part++;
+        return true;
+    }
+    return false;
+}
+
+/* ---- few rows: written in bursts ---- */
+
+/* With few rows the kernel reads weights at the full DRAM bandwidth. A write interleaved with such reads
+ * costs seven times its bytes (DRAM read/write turnaround), and less if many are written together. So
+ * groups of eight rows wait in shared memory, each with a note of its destination, until about as many
+ * tiles are there as fill it. All CTAs have about the same number of tiles, so their bursts coincide, and
+ * that is what saves turnarounds. */
+typedef struct {
+    uint32_t num_groups, num_tiles;
+} EpGemmBurst;
+
+/* Write a burst: all groups of rows that wait in shared memory. All MMA warps of the CTA take part; each has
+ * counted the same groups and tiles. */
+template <typename C> EP_PTX void ep_gemm_burst_write(const EpGemmParams *p, uint32_t staging,
+                                                      EpGemmBurst *burst) {
+    const uint32_t lane = ep_lane_now();
+    const uint32_t row = lane / C::OUT_GROUPS;
+    const uint32_t col_group = lane % C::OUT_GROUPS;
+    const uint32_t out_cols = ep_gemm_out_cols(p);
+    ep_bar_sync(1, 256);
+    for (uint32_t i = threadIdx.x / 32 - 4; i < burst->num_groups; i += 8) {
+        const uint32_t from = staging + i * C::BURST_GROUP + row * C::BURST_PITCH + col_group * 16;
+        /* the note: first row, number of rows, first column */
+        const uint4 note = ep_ld_shared(staging + C::NUM_BURST_GROUPS * C::BURST_GROUP + 16 * i);
+        const uint32_t c = note.z + 8 * col_group;
+        uint16_t *out = (uint16_t *)p->out + (uint64_t)(note.x + row) * out_cols + c;
+#pragma unroll
+        for (uint32_t r = 0; r < 8; r += 32 / C::OUT_GROUPS)
+            ep_st_global_if(row + r < note.y && c < out_cols, out + (uint64_t)r * out_cols,
+                            ep_ld_shared(from + r * C::BURST_PITCH));
+    }
+    ep_bar_sync(1, 256);
+    burst->num_groups = burst->num_tiles = 0;
+}
+
+template <typename C>
+EP_PTX void ep_gemm_burst_add(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t,
+                              uint32_t group, uint32_t staging, EpGemmBurst *burst) {
+    const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16;
+    const uint32_t col0 = C::GATED ? t->col0 / 2 : t->col0;
+    const uint32_t lane = ep_lane_now();
+    const uint32_t num_groups = (t->num_rows + 7) / 8;
+    /* for the mean number of groups per tile, with a margin */
+    const uint32_t tiles_per_burst = C::NUM_BURST_GROUPS * 8 / (p->num_rows / p->num_experts + 7);
+    if (burst->num_tiles >= tiles_per_burst || burst->num_groups + num_groups > C::NUM_BURST_GROUPS)
+        ep_gemm_burst_write<C>(p, staging, burst);
+    uint32_t v[2 * C::OUT_GROUPS];
+    if (first < t->num_rows)
+        ep_gemm_finish<C>(v, d, p, t, t->row0 + first, t->num_rows - first, col0, ep_gemm_out_cols(p));
+#pragma unroll
+    for (uint32_t bottom = 0; bottom < 2; bottom++) {
+        const uint32_t from = first + 8 * bottom, i = burst->num_groups + from / 8;
+        const uint32_t to = staging + i * C::BURST_GROUP + lane % 8 * C::BURST_PITCH + lane / 8 * 16;
+        if (from >= t->num_rows) break;
+        ep_gemm_stage_rows<C::OUT_GROUPS>(to, v + bottom);
+        if (lane == 0)
+            ep_st_shared(staging + C::NUM_BURST_GROUPS * C::BURST_GROUP + 16 * i, t->row0 + from,
+                         t->num_rows - from, col0, 0);
+    }
+    burst->num_groups += num_groups;
+    burst->num_tiles++;
+}
+
+#endif /* EP_GEMM_WRITE_CUH */

@@ -1,6 +1,0 @@
-/* gemm_bf16.cu - the sm_90a kernels of the grouped GEMM in bf16; a separate file, to compile in parallel. */
-#include "gemm_hopper.cuh"
-
-int ep_launch_gemm_bf16(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream) {
-    return (int)launch_of<false>(p, tile_cols, num_blocks, stream);
-}

@@ -1,0 +1,234 @@
+/* dispatch.cuh - one warp's part of dispatch: send tokens to the ranks of their experts, receive tokens into
+ * rows.
+ *
+ * Exports move_tokens and poison_dispatch.
+ * Send: each distinct token goes once to each rank, into the slot that the plan assigned. The token's rows
+ * and weights follow it in the trailer. One flag then publishes a chunk of slots.
+ * Receive: when a chunk has arrived, read each of its slots once and copy it to all its rows.
+ * Every warp does both. It receives chunks that have arrived, sends if none has, and waits only when it has
+ * nothing left to send (queue.h).
+ *
+ * FUSED (in a megakernel): a warp alternates between sending and receiving. Rows pass through shared memory,
+ * because the warp has too few registers; fifo is its part. Each placed row increments a ready counter, on
+ * which the GEMM's producer waits.
+ * Invariant: numbers from a peer are clamped before they become an address. */
+#ifndef EP_DISPATCH_CUH
+#define EP_DISPATCH_CUH
+#include "kernels/arch/trace.cuh"
+#include "kernels/stage/rows.cuh"
+
+/* The part of the work that a warp takes. ALL, except in the megakernel's mode of separate sending and
+ * receiving CTAs. */
+typedef enum { EP_MOVE_ALL = 3, EP_MOVE_SENDS = 1, EP_MOVE_RECEIVES = 2 } EpMoveWhat;
+
+/* For lane k: the row of token t's choice k at rank r, or -1. */
+EP_FN int32_t row_at_rank(const EpDispatchParams &p, uint32_t t, uint32_t r) {
+    const uint32_t K = p.comm.shape.num_topk, k = ep_lane();
+    if (k >= K) return -1;
+    const int32_t e = p.plan[p.layout.token_expert_off + (uint64_t)t * K + k];
+    return e >= 0 && (uint32_t)e / ep_num_local_experts(&p.comm.shape) == r
+               ? p.plan[p.layout.token_row_off + (uint64_t)t * K + k]
+               : -1;
+}
+
+/* For lane i: the token in slot first + i of those that this rank sends to rank r. */
+EP_FN uint32_t tokens_to_send(const EpDispatchParams &p, uint32_t r, uint32_t first, uint32_t num) {
+    return ep_lane() < num
+               ? (uint32_t)
+                     p.plan[p.layout.send_token_off + (uint64_t)r * p.layout.num_tokens + first + ep_lane()]
+               : 0;
+}
+
+/* The trailer of a slot (slot.h), spread over a warp. head: lane i has word i, so lane EP_TRAILER_TOKEN has
+ * the token and lane EP_TRAILER_RETURN_SLOT the return slot. row, weight: lane k has those of choice k. */
+typedef struct {
+    int32_t head, row;
+    float weight;
+} SlotWords;
+
+/* The trailer of token t of this rank, to be sent to rank r. */
+EP_FN SlotWords words_to_send(const EpDispatchParams &p, uint32_t r, uint32_t t) {
+    const uint32_t K = p.comm.shape.num_topk;
+    SlotWords w;
+    w.row = row_at_rank(p, t, r);
+    w.head = ep_lane() == EP_TRAILER_RETURN_SLOT
+                 ? p.plan[p.layout.token_slot_off + (uint64_t)t * p.comm.shape.num_ranks + r]
+                 : (int32_t)t;
+    w.weight = p.weight && ep_lane() < K ? p.weight[(uint64_t)t * K + ep_lane()] : 0;
+    return w;
+}
+
+/* The trailer of a slot that has arrived. Its numbers come from a peer. */
+EP_FN SlotWords words_received(const EpDispatchParams &p, const void *trailer) {
+    const uint32_t K = p.comm.shape.num_topk;
+    SlotWords w = {0, -1, 0};
+    if (ep_lane() < EP_TRAILER_ROWS) w.head = ((const int32_t *)trailer)[ep_lane()];
+    if (ep_lane() < K) w.row = ((const int32_t *)trailer)[EP_TRAILER_ROWS + ep_lane()];
+    if (ep_lane() < K && p.has_weight) w.weight = ((const float *)trailer)[ep_trailer_weights(K) + ep_lane()];
+    return w;
+}
+
+/* Address of a token's row in the input. */
+EP_FN uint64_t input_row(const EpDispatchParams &p, uint32_t token) {
+    return (uint64_t)p.x + token / p.num_copies * p.comm.layout.row_bytes;
+}
+
+/* Copy num rows. Row i starts at my_src of lane i. It goes to the addresses that place(i, &my_dst, &mask)
+ * gives: my_dst of each lane in `mask`. */
+template <bool FUSED, typename Place>
+EP_FN void copy_rows(const EpDispatchParams &p, uint32_t fifo, uint64_t my_src, uint32_t num, Place place) {
+    const uint32_t num_vec = (uint32_t)(p.comm.layout.row_bytes / 16);
+    if constexpr (FUSED) {
+        ep_stream_copy<EpFusedFifo>(fifo, my_src, (1u << num) - 1, num_vec, place);
+    } else {
+        for (uint32_t i = 0; i < num; i++) {
+            uint64_t my_dst;
+            uint32_t mask;
+            place(i, &my_dst, &mask);
+            ep_copy_row(my_dst, mask, (const void *)__shfl_sync(EP_FULL, my_src, (int)i), num_vec);
+        }
+    }
+}
+
+/* The trailers of a chunk's slots, all loaded before the first one is used. next_words rotates them, so
+ * that of[0] is the current one. After EP_CHUNK_SLOTS rotations the order is the original one. (An index
+ * would put the array in local memory.) */
+typedef struct {
+    SlotWords of[EP_CHUNK_SLOTS];
+} ChunkWords;
+EP_FN void next_words(ChunkWords *w) {
+    const SlotWords first = w->of[0];
+#pragma unroll
+    for (uint32_t j = 1; j < EP_CHUNK_SLOTS; j++) w->of[j - 1] = w->of[j];
+    w->of[EP_CHUNK_SLOTS - 1] = first;
+}
+
+template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &p, EpTask task, E epoch,
+                                                        uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_SEND + task.rank], task.chunk);
+    const uint32_t first = task.chunk * EP_CHUNK_SLOTS;
+    const uint32_t r = task.rank, K = c->shape.num_topk;
+    if (r == c->my_rank || num == 0) return;
+    const uint32_t token = tokens_to_send(p, r, first, num);
+    ChunkWords w;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
+        if (i < num) w.of[i] = words_to_send(p, r, __shfl_sync(EP_FULL, token, (int)i));
+    copy_rows<FUSED>(p, fifo, input_row(p, token), num, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
+        unsigned char *to = ep_slot_at(c, r, c->my_rank, first + i);
+        int32_t *trailer = (int32_t *)(to + c->layout.row_bytes);
+        if (ep_lane() < EP_TRAILER_ROWS) trailer[ep_lane()] = w.of[0].head;
+        if (ep_lane() < K) trailer[EP_TRAILER_ROWS + ep_lane()] = w.of[0].row;
+        if (ep_lane() < K && p.weight) ((float *)trailer)[ep_trailer_weights(K) + ep_lane()] = w.of[0].weight;
+        *my_dst = (uint64_t)to;
+        *mask = 1;
+        next_words(&w);
+    });
+    ep_warp_sync(); /* all lanes' stores come before lane 0's release */
+    if (ep_lane() == 0) ep_flag_publish(c, r, task.chunk, epoch);
+}
+
+/* Store what combine needs to know of a slot from rank s. Returns for each lane the row of its choice, or
+ * -1. Whatever a peer has sent, nothing beyond the plan's rows is written. */
+EP_FN int32_t record_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
+    const EpComm *c = &p.comm;
+    const uint32_t K = c->shape.num_topk, most = c->shape.max_tokens;
+    const uint32_t return_slot = (uint32_t)__shfl_sync(EP_FULL, w.head, EP_TRAILER_RETURN_SLOT);
+    int32_t *record = p.recv + ep_record_at(&c->shape, s, return_slot < most ? return_slot : 0);
+    if ((uint32_t)w.row >= p.num_rows || w.row >= p.plan[EP_HEAD_NUM_ROWS]) w.row = -1;
+    if (ep_lane() == 0) record[EP_RECORD_TOKEN] = (uint32_t)w.head < most ? w.head : 0;
+    if (ep_lane() < K) record[EP_RECORD_ROWS + ep_lane()] = w.row;
+    if (ep_lane() < K && w.row >= 0 && p.row_weight) p.row_weight[w.row] = w.weight;
+    return w.row;
+}
+
+/* With `wait`: wait until the chunk has arrived; false if the wait failed. Without: poll once. */
+template <typename E> EP_FN bool chunk_is_here(const EpDispatchParams &p, uint32_t op, EpTask task, E epoch,
+                                               bool wait) {
+    const EpComm *c = &p.comm;
+    if (task.rank == c->my_rank ||
+        ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk) == 0)
+        return true;
+    return wait ? ep_flag_await(c, op, task.rank, task.chunk, epoch)
+                : ep_flag_ready(c, task.rank, task.chunk, epoch);
+}
+
+/* Receive a chunk from a peer, or place a chunk of this rank's own tokens, which come directly from the
+ * input. */
+template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask task, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    const uint32_t first = task.chunk * EP_CHUNK_SLOTS, r = task.rank, K = c->shape.num_topk;
+    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + r], task.chunk);
+    const bool own = r == c->my_rank;
+    if (num == 0) return;
+    const uint32_t token = own ? tokens_to_send(p, r, first, num) : 0, lane = ep_lane() < num ? ep_lane() : 0;
+    const uint64_t my_src = own ? input_row(p, token) : (uint64_t)ep_slot_at(c, c->my_rank, r, first + lane);
+    ChunkWords w;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
+        const uint32_t t = __shfl_sync(EP_FULL, token, (int)i);
+        w.of[i].row = -1;
+        if (i < num)
+            w.of[i] = own ? words_to_send(p, r, t)
+                          : words_received(p, ep_slot_at(c, c->my_rank, r, first + i) + c->layout.row_bytes);
+    }
+    copy_rows<FUSED>(p, fifo, my_src, num, [&](uint32_t, uint64_t *my_dst, uint32_t *mask) {
+        const int32_t row = w.of[0].row = record_slot(p, r, w.of[0]);
+        *my_dst = (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * c->layout.row_bytes;
+        *mask = __ballot_sync(EP_FULL, ep_lane() < K && row >= 0);
+        next_words(&w);
+    });
+    if (!FUSED) return;
+    ep_warp_sync();
+    ep_fence_acq_rel_gpu(); /* all lanes' rows come before the counts */
+    ep_chaos(EP_CHAOS_ROWS_COUNT);
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
+        if (w.of[i].row >= 0)
+            ep_red_add_relaxed_gpu(ep_ready_word(c, (uint32_t)w.of[i].row / EP_TILE_ROWS), 1);
+}
+
+/* epoch: a uint64_t, or an object that converts to one and so needs no register. */
+template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams &p, uint32_t op, E epoch,
+                                                         EpMoveWhat what, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    EpLocal *l = ep_local(c);
+    const uint32_t W = c->shape.num_ranks;
+    const uint64_t num_send = ep_num_tasks(p.plan + EP_HEAD_NUM_SEND, W);
+    const uint64_t num_recv = what & EP_MOVE_RECEIVES ? ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W) : 0;
+    /* A megakernel alternates. The MMA warps of a peer wait for the first chunks of all ranks, and a rank
+     * that has much to receive would otherwise send late. */
+    bool may_send = what & EP_MOVE_SENDS, receive_next = !FUSED;
+    uint64_t recv = num_recv ? ep_queue_pop(&l->queue_recv) : 0;
+    while (may_send || recv < num_recv) {
+        if (recv < num_recv && (receive_next || !may_send) &&
+            chunk_is_here(p, op, ep_task_at(recv, c->my_rank, W), epoch, !may_send)) {
+            const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
+            receive_chunk<FUSED>(p, ep_task_at(recv, c->my_rank, W), fifo);
+            if (FUSED) ep_trace_span(c, EP_SPAN_RECEIVE, ep_task_at(recv, c->my_rank, W).rank, begin);
+            recv = ep_queue_pop(&l->queue_recv);
+            receive_next = !FUSED;
+        } else if (may_send) {
+            const uint64_t send = ep_queue_pop(l->queue_send);
+            may_send = send < num_send;
+            receive_next = true;
+            const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
+            if (may_send) send_chunk<FUSED>(p, ep_task_at(send, c->my_rank, W), epoch, fifo);
+            if (FUSED && may_send)
+                ep_trace_span(c, EP_SPAN_SEND, ep_task_at(send, c->my_rank, W).rank, begin);
+        } else {
+            return; /* the wait has failed */
+        }
+    }
+}
+
+/* Poison the outputs after a failed dispatch. The last CTA out calls it. */
+EP_FN void poison_dispatch(const EpDispatchParams &p) {
+    const EpShape &s = p.comm.shape;
+    ep_cta_fill(p.rows, p.num_rows * p.comm.layout.row_bytes, EP_NAN_WORD);
+    ep_cta_fill(p.row_weight, p.num_rows * 4ull, EP_NAN_WORD);
+    ep_cta_fill(p.recv, 4 * ep_recv_words(&s), EP_NO_ROW);
+}
+
+#endif /* EP_DISPATCH_CUH */

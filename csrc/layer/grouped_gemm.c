@@ -1,0 +1,84 @@
+/* grouped_gemm.c - the grouped GEMM by itself: check the arguments, fill in the parameters, launch.
+ *
+ * Exports ep_grouped_gemm. The operation is local to a rank, and no peer takes part. So a wrong argument is
+ * an error on this rank only. */
+#include "backend.h"
+#include "runtime/error.h"
+#include "runtime/tensor.h"
+
+#define MAX_COLS (1u << 24) /* limit of N and K, so that a number of tiles fits 32 bits */
+
+/* Read the sizes M, N, K and L from the tensors, and check them. Which tensor has which size depends on
+ * the kind; see kernels/gemm/gemm.h. */
+static int check_sizes(const EpGemm *g, EpGemmParams *p) {
+    const EpTensor *a = g->a, *b = g->b, *offsets = g->offsets;
+    const bool is_wgrad = g->kind == EP_GEMM_WGRAD;
+    p->alpha = (float)g->alpha;
+    p->limit = (float)g->limit;
+    if (g->kind > EP_GEMM_WGRAD || !ep_gemm_is_activation(g->activation, p->alpha, p->limit) ||
+        (g->activation && g->kind != EP_GEMM_FORWARD))
+        return ep_error(EP_EINVAL,
+                        "kind %u, activation %u (alpha %g, limit %g): must be an EpGemmKind and an "
+                        "EpActivation with valid numbers",
+                        g->kind, g->activation, g->alpha, g->limit);
+    if (a->dtype != EP_BF16 && a->dtype != EP_F16)
+        return ep_error(EP_ETYPE, "rows: wanted bfloat16 or float16, got %s", ep_dtype_name(a->dtype));
+    if (a->num_dims != 2 || b->num_dims != (is_wgrad ? 2 : 3) || offsets->num_dims != 1 ||
+        offsets->shape[0] < 1)
+        return ep_error(EP_EINVAL,
+                        "wanted rows of 2 dimensions, weights of 3 and offsets of 1; got %u, %u and %u",
+                        a->num_dims, b->num_dims, offsets->num_dims);
+    const int64_t L = offsets->shape[0] - 1, M = a->shape[0], N = is_wgrad ? a->shape[1] : b->shape[1],
+                  K = b->shape[is_wgrad ? 1 : 2];
+    if (L >= INT32_MAX || M > INT32_MAX)
+        return ep_error(EP_EINVAL, "%lld experts, %lld rows: both must be less than 2^31", (long long)L,
+                        (long long)M);
+    if (N < 16 || K < 16 || N % 16 || K % 16 || N > MAX_COLS || K > MAX_COLS)
+        return ep_error(EP_EINVAL, "weights of %lld by %lld: both sizes must be multiples of 16, at most %u",
+                        (long long)N, (long long)K, MAX_COLS);
+    p->num_rows = (uint32_t)M;
+    p->num_experts = (uint32_t)L;
+    p->n = (uint32_t)N;
+    p->k = (uint32_t)K;
+    p->kind = g->kind;
+    p->activation = g->activation;
+    p->is_f16 = a->dtype == EP_F16;
+    p->is_portable = g->is_portable;
+    return 0;
+}
+
+int ep_grouped_gemm(const EpGemm *g, void *stream) {
+    const EpBackend *backend = ep_backend(EP_CUDA);
+    EpGemmParams p = {0};
+    if (!backend) return EP_EINVAL;
+    EP_TRY(check_sizes(g, &p));
+    const int64_t L = p.num_experts, M = p.num_rows, N = p.n, K = p.k, out_cols = ep_gemm_out_cols(&p);
+    const bool is_forward = g->kind == EP_GEMM_FORWARD, is_wgrad = g->kind == EP_GEMM_WGRAD;
+    const uint32_t dtype = g->a->dtype;
+    const EpWanted wanted[] = {
+        {"rows", g->a, dtype, 2, {M, is_forward ? K : N, -1}},
+        {is_wgrad ? "input" : "weights",
+         g->b,
+         dtype,
+         is_wgrad ? 2 : 3,
+         {is_wgrad ? M : L, is_wgrad ? K : N, K}},
+        {"offsets", g->offsets, EP_I32, 1, {L + 1, -1, -1}},
+        {"tickets", g->tickets, EP_I64, 1, {1, -1, -1}},
+        {"output", g->out, dtype, is_wgrad ? 3 : 2, {is_wgrad ? L : M, is_wgrad ? N : out_cols, K}},
+        {"bias", g->bias, dtype, 2, {L, N, -1}},
+        {"row weight", g->row_weight, EP_F32, 1, {M, -1, -1}},
+    };
+    for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
+        EP_TRY(ep_tensor_check(&wanted[i], EP_CUDA, g->a->device, 16));
+    if (!is_forward && (g->bias || g->row_weight))
+        return ep_error(EP_EINVAL,
+                        "bias and row_weight: must be absent, because only the forward GEMM applies them");
+    p.a = g->a->data;
+    p.b = g->b->data;
+    p.out = g->out->data;
+    p.offsets = (const int32_t *)g->offsets->data;
+    p.tile_counter = (uint64_t *)g->tickets->data;
+    p.bias = g->bias ? g->bias->data : NULL;
+    p.row_weight = g->row_weight ? (const float *)g->row_weight->data : NULL;
+    return backend->gemm(g->a->device, &p, stream);
+}

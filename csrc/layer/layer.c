@@ -1,0 +1,278 @@
+/* layer.c - the life of a layer, and the frame of its operations. layer_ops.c has the operations.
+ *
+ * Exports creation, agreement, close and release; ep_layer_begin, _end, _fail and _refuse for operations.
+ * Invariant: all ranks agree on the configuration, and all ranks create a layer or none does. A rank that
+ * cannot run an operation still enters it (refuse), so that its peers do not wait. */
+#include <sched.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "backend.h"
+#include "layer/layer_state.h"
+#include "protocol/flags.h"
+#include "runtime/error.h"
+#include "runtime/tensor.h"
+#include "runtime/world.h"
+
+/* ---- configuration ---- */
+
+int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
+    const EpShape *s = &config->shape;
+    if (s->num_ranks < 1 || s->num_ranks > EP_MAX_RANKS)
+        return ep_error(EP_EINVAL, "a world of %u ranks: must have 1 to %u", s->num_ranks, EP_MAX_RANKS);
+    if (s->num_experts < 1 || s->num_experts > EP_MAX_EXPERTS || s->num_experts % s->num_ranks)
+        return ep_error(EP_EINVAL,
+                        "%u experts on %u ranks: must be a multiple of the number of ranks, and at most %u",
+                        s->num_experts, s->num_ranks, EP_MAX_EXPERTS);
+    if (s->num_topk < 1 || s->num_topk > EP_MAX_TOPK)
+        return ep_error(EP_EINVAL, "topk %u: must be 1 to %u", s->num_topk, EP_MAX_TOPK);
+    if (s->dtype > EP_BF16)
+        return ep_error(EP_ETYPE, "dtype %s: must be float32, float16 or bfloat16", ep_dtype_name(s->dtype));
+    if (s->hidden < 1 || s->hidden > 1u << 20)
+        return ep_error(EP_EINVAL, "hidden %u: must be 1 to %u", s->hidden, 1u << 20);
+    if ((uint64_t)s->hidden * ep_dtype_bytes(s->dtype) % 16)
+        return ep_error(EP_EINVAL, "hidden %u: a row must be a multiple of 16 bytes, but has %llu", s->hidden,
+                        (unsigned long long)s->hidden * ep_dtype_bytes(s->dtype));
+    if (s->max_tokens < 1 || (uint64_t)s->max_tokens * s->num_topk * s->num_ranks >= 1ull << 31)
+        return ep_error(EP_EINVAL, "max_tokens %u: ranks * max_tokens * topk must be in [1, 2^31)",
+                        s->max_tokens);
+    if (s->combine_mode > EP_COMBINE_GATHER)
+        return ep_error(EP_EINVAL, "combine mode %u: must be at most %u", s->combine_mode, EP_COMBINE_GATHER);
+    if (s->capacity < 1 || s->capacity >= 1u << 31)
+        return ep_error(EP_EINVAL, "capacity %u: must be 1 to 2^31 - 1 rows", s->capacity);
+    if (config->num_buffers < 1 || config->num_buffers > EP_MAX_BUFFERS)
+        return ep_error(EP_EINVAL, "num_buffers %u: must be 1 to %u", config->num_buffers, EP_MAX_BUFFERS);
+    if (config->num_sm < 1 || config->num_sm > 1024)
+        return ep_error(EP_EINVAL, "num_sm %u: must be 1 to 1024", config->num_sm);
+    *num_bytes = config->num_buffers * ep_align_u64(ep_comm_layout(s).num_bytes, 256);
+    return 0;
+}
+
+/* What a rank sends about the layer that it creates. All ranks must send the same. num_sm and reserve_sms
+ * are not part of it, because they may differ. */
+typedef struct {
+    EpShape shape;
+    uint32_t num_buffers;
+    int32_t status;
+} Offer;
+
+/* The user's name for the value of a field of an Offer. */
+enum { FIELD_DTYPE = 5, FIELD_COMBINE_MODE = 6 };
+_Static_assert(offsetof(EpShape, dtype) == FIELD_DTYPE * sizeof(uint32_t), "as in agree()");
+_Static_assert(offsetof(EpShape, combine_mode) == FIELD_COMBINE_MODE * sizeof(uint32_t), "as in agree()");
+static const char *value_name(uint32_t field, uint32_t value, char text[16]) {
+    static const char *const modes[] = {"local", "scatter", "gather"};
+    if (field == FIELD_DTYPE) return ep_dtype_name(value);
+    if (field == FIELD_COMBINE_MODE && value <= EP_COMBINE_GATHER) return modes[value];
+    snprintf(text, 16, "%u", value);
+    return text;
+}
+
+/* Compare the offers of all ranks: 0, or an error on all ranks. */
+static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
+    static const char *const names[] = {"ranks", "num_experts",  "topk",     "max_tokens", "hidden",
+                                        "dtype", "combine_mode", "capacity", "num_buffers"};
+    Offer mine = {config->shape, config->num_buffers, status}, all[EP_MAX_RANKS];
+    char why[512];
+    snprintf(why, sizeof why, "%s", ep_error_text());
+    EP_TRY(ep_world_exchange(world, &mine, sizeof mine, all));
+    if (status) return ep_error(status, "%s", why);
+    for (uint32_t r = 0; r < ep_world_size(world); r++)
+        if (all[r].status)
+            return ep_error(EP_EPEER, "rank %u could not make its layer (%s). See the error that it raised.",
+                            r, ep_error_name(all[r].status));
+    for (uint32_t r = 1; r < ep_world_size(world); r++) {
+        const uint32_t *first = &all[0].shape.num_ranks, *its = &all[r].shape.num_ranks;
+        for (uint32_t i = 0; i < sizeof names / sizeof names[0]; i++)
+            if (its[i] != first[i]) {
+                char a[16], b[16];
+                return ep_error(EP_EMISMATCH,
+                                "ranks disagree in %s: rank %u has %s, rank 0 has %s. Create the layer with "
+                                "the same arguments on all ranks.",
+                                names[i], r, value_name(i, its[i], a), value_name(i, first[i], b));
+            }
+    }
+    return 0;
+}
+_Static_assert(offsetof(Offer, num_buffers) == 8 * sizeof(uint32_t), "agree() walks the fields as one array");
+
+static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
+    uint64_t num_bytes;
+    uint32_t made = 0;
+    int code = ep_layer_check_config(config, &num_bytes);
+    if (!code && config->shape.num_ranks != ep_world_size(ep_heap_world(heap)))
+        code = ep_error(EP_EINVAL, "a layer for %u ranks in a world of %u ranks: must be the same number",
+                        config->shape.num_ranks, ep_world_size(ep_heap_world(heap)));
+    EpLayer *l = code ? NULL : (EpLayer *)calloc(1, sizeof *l);
+    if (!code && !l) code = ep_error(EP_ENOMEM, "cannot allocate a layer: this process is out of memory");
+    code = agree(ep_heap_world(heap), config, code);
+    if (code) {
+        free(l);
+        return code;
+    }
+    /* Numbered here, because all ranks now create the layer. A layer that failed before takes no number. */
+    const uint16_t number = ep_world_number_layer(ep_heap_world(heap));
+    l->heap = ep_heap_retain(heap);
+    l->config = *config;
+    atomic_init(&l->num_refs, 1);
+    while (made < config->num_buffers && !code) {
+        code = ep_comm_alloc(heap, &config->shape, &l->buffers[made]);
+        if (!code) made++;
+    }
+    if (!code) {
+        for (uint32_t i = 0; i < made && !code; i++) {
+            l->buffers[i].of = number;
+            l->buffers[i].buffer = (uint16_t)i;
+            code = ep_comm_open(heap, &config->shape, &l->buffers[i]);
+            l->buffers[i].comm.reserve_sms += config->reserve_sms;
+        }
+        code = ep_world_agree(ep_heap_world(heap), code, "make its layer");
+    }
+    if (code) {
+        /* All ranks have failed, so all ranks free the buffers that were allocated. */
+        char text[512];
+        snprintf(text, sizeof text, "%s", ep_error_text());
+        for (uint32_t i = 0; i < made; i++) ep_heap_free(heap, l->buffers[i].off);
+        ep_layer_release(l);
+        return ep_error(code, "%s", text);
+    }
+    *out = l;
+    return 0;
+}
+
+int ep_layer_agree(EpWorld *world, const EpLayerConfig *config, int status) {
+    uint64_t num_bytes,
+        note = ep_world_note(world, &(EpNote){.what = EP_DID_LAYER_AGREE, .code = (int16_t)status});
+    int code = agree(world, config, status ? status : ep_layer_check_config(config, &num_bytes));
+    ep_world_noted(world, note, code);
+    return code;
+}
+
+int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
+    uint64_t note = ep_world_note(ep_heap_world(heap),
+                                  &(EpNote){.what = EP_DID_LAYER_CREATE, .of = ep_heap_number(heap)});
+    int code = create(heap, config, out);
+    ep_world_noted(ep_heap_world(heap), note, code);
+    return code;
+}
+
+int ep_layer_close(EpLayer *l) {
+    int code = 0;
+    if (l->closed && l->num_freed == l->config.num_buffers) return 0;
+    if (ep_world_is_forked(ep_heap_world(l->heap))) {
+        /* Another thread may have held the lock at the fork; in this process nothing would release it. */
+        return ep_world_check(ep_heap_world(l->heap));
+    }
+    uint64_t note =
+        ep_world_note(ep_heap_world(l->heap), &(EpNote){.what = EP_DID_LAYER_CLOSE, .of = l->buffers[0].of});
+    /* Peers may pull from this rank, and this rank from peers, until the last kernel has ended. Only
+     * after that may the memory be used for something else. */
+    int synced = ep_heap_quiesce(l->heap);
+    while (l->num_freed < l->config.num_buffers && !code) {
+        code = ep_heap_free(l->heap, l->buffers[l->num_freed].off);
+        if (!code) l->num_freed++;
+    }
+    if (code == EP_ECLOSED || ep_world_check(ep_heap_world(l->heap)))
+        l->num_freed = l->config.num_buffers; /* the heap or the world has freed all buffers */
+    /* The freed memory may belong to another allocation now, so the watchdog must not read it. */
+    for (uint32_t i = 0; i < l->num_freed; i++) ep_world_unwatch(ep_heap_world(l->heap), &l->buffers[i]);
+    /* If nothing was freed, a rank was in another call. Then all ranks can close the layer again. */
+    l->closed = l->num_freed > 0;
+    ep_world_noted(ep_heap_world(l->heap), note, code);
+    return code ? code : synced;
+}
+
+void ep_layer_release(EpLayer *l) {
+    if (!l || atomic_fetch_sub(&l->num_refs, 1) != 1) return;
+    if (ep_world_is_forked(ep_heap_world(l->heap))) return;
+    for (uint32_t i = 0; i < l->config.num_buffers; i++) ep_comm_close(l->heap, &l->buffers[i]);
+    ep_heap_release(l->heap);
+    free(l);
+}
+
+EpHeap *ep_layer_heap(EpLayer *l) { return l->heap; }
+
+int ep_layer_plan_words(EpLayer *l, uint64_t num_tokens, uint64_t *num_words) {
+    if (num_tokens > l->config.shape.max_tokens)
+        return ep_error(EP_EINVAL, "%llu tokens: must be at most max_tokens, %u",
+                        (unsigned long long)num_tokens, l->config.shape.max_tokens);
+    *num_words = ep_plan_layout(&l->config.shape, (uint32_t)num_tokens).num_words;
+    return 0;
+}
+
+/* ---- operations ---- */
+
+int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) {
+    if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
+    if (buffer >= l->config.num_buffers)
+        return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer,
+                        l->config.num_buffers);
+    EpCommBuffer *b = &l->buffers[buffer];
+    EP_TRY(ep_comm_check(l->heap, b, stream));
+    b->comm.timeout_ns = ep_world_timeout_ns(ep_heap_world(l->heap));
+    *out = b;
+    return 0;
+}
+
+int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t note, int code, void *stream) {
+    ep_world_noted(ep_heap_world(l->heap), note, code);
+    /* A CPU operation that fails has entered, and has refused to its peers. */
+    if (code && ep_heap_kind(l->heap) == EP_CPU) return code;
+    if (code) {
+        /* A CUDA operation that fails was not launched: it does not count, and this rank refuses now. */
+        b->num_ops--;
+        ep_world_unnote(ep_heap_world(l->heap), 1);
+        return ep_layer_fail(l, b->buffer, op, code, stream);
+    }
+    return ep_heap_kind(l->heap) == EP_CPU ? ep_comm_check(l->heap, b, stream) : 0;
+}
+
+int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
+    EpCommBuffer *b;
+    if (code >= 0) return ep_error(EP_EINVAL, "code %d: must be negative, an EpCode", code);
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    EpComm comm = b->comm;
+    comm.status = code;
+    uint64_t note = ep_comm_note(l->heap, b, op, 0, code, stream);
+    code = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &comm, op, stream);
+    ep_world_noted(ep_heap_world(l->heap), note, comm.status);
+    if (code) ep_comm_give_up(l->heap, code, stream);
+    return code;
+}
+
+int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
+    char text[512];
+    snprintf(text, sizeof text, "%s", ep_error_text());
+    ep_layer_refuse(l, buffer, op, code, stream);
+    return ep_error(code, "%s", text);
+}
+
+int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
+    EpCommBuffer *b;
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    uint64_t note = ep_comm_note(l->heap, b, EP_OP_BARRIER, 0, 0, stream);
+    int done = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &b->comm, EP_OP_BARRIER, stream);
+    return ep_layer_end(l, b, EP_OP_BARRIER, note, done, stream);
+}
+
+int ep_layer_sync(EpLayer *l, void *stream) {
+    if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
+    EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
+    for (uint32_t i = 0; i < l->config.num_buffers; i++)
+        EP_TRY(ep_comm_check(l->heap, &l->buffers[i], stream));
+    return 0;
+}
+
+int ep_layer_set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
+    EpCommBuffer *b;
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    if (epoch == 0)
+        return ep_error(EP_EINVAL, "epoch 0: must be at least 1, because 0 means that no operation has run");
+    uint64_t before = b->num_ops = epoch - 1;
+    const EpBackend *backend = ep_heap_backend(l->heap);
+    EP_TRY(
+        backend->copy(ep_heap_device(l->heap), &ep_local(&b->comm)->epoch, &before, sizeof before, stream));
+    return backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap));
+}

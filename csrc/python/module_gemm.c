@@ -1,0 +1,24 @@
+/* module_gemm.c - epmoe._C.grouped_gemm: the grouped GEMM by itself. Exports ep_gemm_methods. */
+#include "python/module.h"
+
+/* (kind, activation, alpha, limit, a, b, offsets, bias, row_weight, tickets, out, is_portable) */
+FAST(grouped_gemm) {
+    EpTensor t[7];
+    EpGemm g = {0};
+    uint32_t is_portable;
+    int code;
+    WANT(12);
+    const EpTensor **const to[] = {&g.a, &g.b, &g.offsets, &g.bias, &g.row_weight, &g.tickets, &g.out};
+    if (!ep_get_u32(args[0], &g.kind) || !ep_get_u32(args[1], &g.activation) ||
+        !ep_get_double(args[2], &g.alpha) || !ep_get_double(args[3], &g.limit) ||
+        !ep_get_u32(args[11], &is_portable))
+        return NULL;
+    for (int i = 0; i < 7; i++)
+        if (!ep_get_tensor(args[4 + i], i == 3 || i == 4, &t[i], to[i])) return NULL;
+    g.is_portable = is_portable != 0;
+    void *stream = ep_stream_of(t[0].kind, t[0].device, args[4]);
+    WITHOUT_LOCK(code = ep_grouped_gemm(&g, stream));
+    return ep_done(code);
+}
+
+PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), {NULL, NULL, 0, NULL}};

@@ -1,0 +1,210 @@
+/* exchange.c - the exchange: each rank sends a few bytes to all others and waits for the bytes of all others.
+ *
+ * Exports: ep_world_exchange, _exchange_fd, _refuse, _agree, _check, _is_forked and _set_interrupt.
+ * A frame names the collective call that the exchange is part of. So ranks that are in different calls get
+ * EP_EMISMATCH. A rank that failed before the exchange sends its error code instead of data.
+ * Invariant: exchange number n of a rank meets exchange number n of every other rank, also if it fails. So
+ * the next exchange works after an error of this one, as long as the world has not ended. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "runtime/error.h"
+#include "runtime/world_state.h"
+
+#define INTERRUPT_NS 100000000ull /* interval at which a wait asks whether the user has interrupted it */
+
+/* 0, or the error with which the world has ended, or EP_ECLOSED after close. The caller holds the lock. */
+static int check_locked(EpWorld *w) {
+    if (w->end_code) return ep_error(w->end_code, "%s", w->end_text);
+    if (w->closed) return ep_error(EP_ECLOSED, "this world is closed: create a new one");
+    return 0;
+}
+
+bool ep_world_is_forked(const EpWorld *w) { return w->pid != getpid(); }
+
+int ep_world_check(EpWorld *w) {
+    if (ep_world_is_forked(w))
+        return ep_error(
+            EP_ECLOSED,
+            "this world belongs to process %d: a forked child cannot use it, and must create its own",
+            (int)w->pid);
+    pthread_mutex_lock(&w->lock);
+    int code = check_locked(w);
+    pthread_mutex_unlock(&w->lock);
+    return code;
+}
+
+static bool (*_Atomic interrupt_wanted)(void);
+void ep_world_set_interrupt(bool (*wanted)(void)) { atomic_store(&interrupt_wanted, wanted); }
+
+/* True if the user has interrupted the program. The caller holds the lock. The function releases it during
+ * the callback, to avoid a deadlock: the callback may need a lock (Python's, for example) that another thread
+ * holds while it waits for this world's lock. */
+static bool is_interrupted(EpWorld *w) {
+    bool (*wanted)(void) = atomic_load(&interrupt_wanted);
+    if (!wanted) return false;
+    pthread_mutex_unlock(&w->lock);
+    bool yes = wanted();
+    pthread_mutex_lock(&w->lock);
+    return yes;
+}
+
+/* Wait for peer r's frame of this exchange. The caller holds the lock. A timeout and an interrupt end the
+ * world. *limit_ns: the deadline of the exchange; it moves by the time that the process was suspended. */
+static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns) {
+    EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
+    uint64_t until_ns = *limit_ns;
+    bool is_late = false;
+    while (!from->full) {
+        char text[96];
+        EP_TRY(check_locked(w));
+        uint64_t now = ep_now_ns(), next = until_ns < now + INTERRUPT_NS ? until_ns : now + INTERRUPT_NS;
+        struct timespec t = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
+        bool is_timeout = pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT;
+        now = ep_now_ns();
+        if (now > next + INTERRUPT_NS) {
+            /* This thread woke up much too late: the process, perhaps the whole job, was suspended. That time
+             * does not count toward the timeout. */
+            *limit_ns += now - next;
+            until_ns += now - next;
+            next = 0;
+        }
+        if (!is_timeout || from->full) continue;
+        if (next == until_ns && !is_late) {
+            /* The process may have been suspended just now, and the watchdog thread may not have read a frame
+             * that has arrived. Give it one more interval. */
+            is_late = true;
+            until_ns = ep_now_ns() + INTERRUPT_NS;
+        } else if (next == until_ns) {
+            snprintf(text, sizeof text,
+                     "rank %u timed out waiting for rank %u in exchange %llu; see flight_record()", w->rank,
+                     r, (unsigned long long)seq);
+            ep_world_end(w, EP_ETIMEOUT, r, text);
+        } else if (is_interrupted(w)) {
+            /* End the world, because the peer's frame may still arrive, and would belong to no exchange. */
+            snprintf(text, sizeof text, "rank %u was interrupted while waiting for rank %u", w->rank, r);
+            ep_world_end(w, EP_ECLOSED, w->rank, text);
+            return check_locked(w); /* fail even if the frame has arrived: the user's exception is pending */
+        }
+    }
+    return 0;
+}
+
+/* Compare rank r's frame with this rank's. If they belong together, copy its data to block r of all. */
+static int check_frame(uint32_t r, const EpFrame *its, const EpFrame *mine, void *all) {
+    char its_call[64], my_call[64];
+    if (its->code)
+        return ep_error(EP_EPEER,
+                        "rank %u could not take part in the exchange: %s. See the error that it raised.", r,
+                        ep_error_name(its->code));
+    if (its->about != mine->about && its->about && mine->about) {
+        ep_about_name(its->about, its_call, sizeof its_call);
+        ep_about_name(mine->about, my_call, sizeof my_call);
+        return ep_error(EP_EMISMATCH,
+                        "ranks are in different collective calls: rank %u in %s, rank %u in %s. Use the same "
+                        "order on all ranks.",
+                        r, its_call, mine->rank, my_call);
+    }
+    if (its->num_bytes != mine->num_bytes)
+        return ep_error(EP_EMISMATCH,
+                        "ranks disagree in an exchange: rank %u gives %u bytes, rank %u gives %u. Give "
+                        "equally many on all ranks.",
+                        r, its->num_bytes, mine->rank, mine->num_bytes);
+    if (mine->num_bytes)
+        memcpy((unsigned char *)all + (uint64_t)r * mine->num_bytes, its->bytes, mine->num_bytes);
+    return 0;
+}
+
+/* Send this rank's frame to rank r. The caller holds the lock. Two errors are ignored here. If rank r has
+ * died, the watchdog thread ends the world. If rank r does not receive, the wait for its frame times out. But
+ * if rank r is alive and this rank cannot send (EP_ESYS), rank r would wait until its timeout. So end the
+ * world. */
+static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t until_ns) {
+    char text[160];
+    if (ep_wire_send(w->sockets[r], f, fd, until_ns) != EP_ESYS) return 0;
+    snprintf(text, sizeof text, "rank %u, in an exchange with rank %u: %.100s", w->rank, r, ep_error_text());
+    ep_world_end(w, EP_ESYS, w->rank, text);
+    return check_locked(w);
+}
+
+/* The exchange. status: 0, or the code with which this rank refuses; mine and all may be NULL then. `code` is
+ * an error that ended the world. `verdict` is the first disagreement between the frames. After a
+ * disagreement, and after this rank's own refusal, the frames of the other ranks are still consumed, so that
+ * the next exchange works. */
+static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out,
+                    int *fds_in) {
+    uint64_t until = ep_now_ns() + atomic_load(&w->timeout_ns);
+    EpFrame f = {.kind = EP_FRAME_EXCHANGE, .rank = w->rank, .num_bytes = num_bytes, .code = status};
+    int verdict = 0;
+    EP_TRY(ep_world_check(w));
+    if (num_bytes > EP_EXCHANGE_BYTES)
+        return ep_error(EP_EINVAL, "an exchange carries at most %u bytes, not %u", EP_EXCHANGE_BYTES,
+                        num_bytes);
+    EpNote note = {.what = EP_DID_EXCHANGE, .size = num_bytes};
+    uint64_t noted = ep_ring_begin(&w->ring, &note);
+    if (num_bytes) {
+        memcpy(f.bytes, mine, num_bytes);
+        memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
+    }
+    pthread_mutex_lock(&w->lock);
+    int code = check_locked(w);
+    f.seq = ++w->seq;
+    f.about = ep_ring_exchange(&w->ring, f.seq);
+    for (uint32_t r = 0; r < w->num_ranks && !code; r++)
+        if (r != w->rank && w->sockets[r] >= 0) code = send_frame(w, r, &f, fd_out, until);
+    for (uint32_t r = 0; r < w->num_ranks && !code; r++) {
+        if (r == w->rank) continue;
+        EpInbox *from = &w->inbox[r][f.seq % EP_NUM_INBOX];
+        code = await_frame(w, r, f.seq, &until);
+        if (code) break;
+        from->full = false;
+        if (fds_in) fds_in[r] = from->fd;
+        else if (from->fd >= 0) close(from->fd);
+        if (from->frame.seq != f.seq) { /* the ranks cannot get back into step */
+            char text[128];
+            snprintf(text, sizeof text, "ranks are out of step: rank %u is in exchange %llu, rank %u in %llu",
+                     r, (unsigned long long)from->frame.seq, w->rank, (unsigned long long)f.seq);
+            ep_world_end(w, EP_ECORRUPT, r, text);
+            code = check_locked(w);
+        } else if (!verdict && !status) {
+            verdict = check_frame(r, &from->frame, &f, all);
+        }
+    }
+    pthread_mutex_unlock(&w->lock);
+    code = code ? code : verdict;
+    ep_ring_end(&w->ring, noted, code ? code : status);
+    for (uint32_t r = 0; r < w->num_ranks && code && fds_in; r++) {
+        if (fds_in[r] >= 0) close(fds_in[r]);
+        fds_in[r] = -1;
+    }
+    return code;
+}
+
+int ep_world_exchange_fd(EpWorld *w, const void *mine, uint32_t num_bytes, void *all, int fd_out,
+                         int *fds_in) {
+    return exchange(w, mine, num_bytes, 0, all, fd_out, fds_in);
+}
+
+int ep_world_refuse(EpWorld *w, int code) {
+    if (code >= 0) return ep_error(EP_EINVAL, "code %d: must be negative, an EpCode", code);
+    return exchange(w, NULL, 0, code, NULL, -1, NULL);
+}
+
+int ep_world_exchange(EpWorld *w, const void *mine, uint32_t num_bytes, void *all) {
+    return ep_world_exchange_fd(w, mine, num_bytes, all, -1, NULL);
+}
+
+int ep_world_agree(EpWorld *w, int code, const char *what) {
+    int32_t mine = code, all[EP_MAX_RANKS];
+    char why[256];
+    snprintf(why, sizeof why, "%s", ep_error_text());
+    EP_TRY(ep_world_exchange(w, &mine, sizeof mine, all));
+    if (code) return ep_error(code, "%s", why);
+    for (uint32_t r = 0; r < w->num_ranks; r++)
+        if (all[r]) return ep_error(all[r], "rank %u could not %s. See the error that it raised.", r, what);
+    return 0;
+}

@@ -1,0 +1,400 @@
+/* flight_record.c - compares the call records of all ranks, and makes the page of the flight record.
+ *
+ * Exports: ep_record_page, ep_record_disagrees, ep_record_write and ep_about_name.
+ * Invariant: call records come from peers. So a number of theirs is compared with its limit before it is used
+ * as an index, and the text of a page never exceeds its buffer. */
+#include "runtime/flight_record.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "protocol/flags.h"
+#include "runtime/error.h"
+
+/* ---- text ---- */
+
+/* A buffer that is being filled: the next character goes to at. Text that does not fit is cut off. */
+typedef struct {
+    char *at, *end;
+} Out;
+
+__attribute__((format(printf, 2, 3))) static void put(Out *o, const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    int n = vsnprintf(o->at, (size_t)(o->end - o->at), format, args);
+    va_end(args);
+    if (n > 0) o->at = n < o->end - o->at ? o->at + n : o->end - 1;
+}
+
+/* The name of an EpDid. An invalid number is named "nothing". */
+static const char *did_name(uint32_t what) {
+    static const char *const names[] = {
+#define X(name, text) text,
+        EP_DIDS(X)
+#undef X
+    };
+    return names[what < EP_NUM_DIDS ? what : 0];
+}
+
+void ep_about_name(uint32_t about, char *text, size_t num_bytes) {
+    uint32_t what = about >> 16, of = about & 0xffff;
+    if (what == EP_DID_LAYER_CLOSE) snprintf(text, num_bytes, "%s (layer %u)", did_name(what), of);
+    else if (what >= EP_DID_ALLOC && what <= EP_DID_LAYER_CREATE)
+        snprintf(text, num_bytes, "%s (heap %u)", did_name(what), of);
+    else snprintf(text, num_bytes, "%s", did_name(what));
+}
+
+/* Milliseconds from a time to the end of the world. */
+static double before_end(const EpRecord *r, uint64_t ns) { return ((double)r->end_ns - (double)ns) / 1e6; }
+
+static void put_note(Out *o, const EpRecord *r, const EpNote *n) {
+    unsigned long long seq = n->seq, size = n->size;
+    put(o, "%s", did_name(n->what));
+    if (ep_note_is_layers(n)) put(o, " #%llu of layer %u buffer %u", seq, n->of, n->buffer);
+    else if (n->what == EP_DID_HEAP_BARRIER) put(o, " #%llu of heap %u", seq, n->of);
+    else if (n->what == EP_DID_EXCHANGE) put(o, " #%llu", seq);
+    if (ep_note_is_layers(n) && n->what != EP_DID_BARRIER) put(o, ", T %llu", size);
+    if (n->what == EP_DID_EXCHANGE || n->what == EP_DID_ALLOC || n->what == EP_DID_HEAP_CREATE)
+        put(o, " of %llu bytes", size);
+    if (ep_note_is_counted(n) && n->what > EP_DID_EXCHANGE) put(o, " (exchange #%llu)", seq);
+    if (n->code) put(o, ", refused here (%s)", ep_error_name(n->code));
+    if (n->end_ns == 0) put(o, ": in flight for %.1f ms", before_end(r, n->begin_ns));
+    else
+        put(o, ": %s %.1f ms before the end", n->on_stream ? "enqueued" : "finished",
+            before_end(r, n->end_ns));
+}
+
+/* The number of call records of a rank. It comes from a peer, so it is clamped. */
+static uint32_t num_notes(const EpRankNotes *k) {
+    return k->has_notes ? k->notes.num < EP_SENT_NOTES ? k->notes.num : EP_SENT_NOTES : 0;
+}
+/* Three helpers: a rank's last call record, or NULL; its step, or 0; whether its steps can be compared. */
+static const EpNote *last_note(const EpRankNotes *k) {
+    return num_notes(k) ? &k->notes.notes[num_notes(k) - 1] : NULL;
+}
+static uint64_t step_of(const EpRankNotes *k) { return num_notes(k) ? last_note(k)->step : 0; }
+static bool is_sure(const EpRankNotes *k) { return k->has_notes && !k->notes.is_vague; }
+/* The rank's collective call at a step, or NULL. */
+static const EpNote *note_at(const EpRankNotes *k, uint64_t step) {
+    for (uint32_t i = num_notes(k); i-- > 0;)
+        if (k->notes.notes[i].step == step && ep_note_is_counted(&k->notes.notes[i]))
+            return &k->notes.notes[i];
+    return NULL;
+}
+
+/* ---- the culprit ---- */
+
+/* The newest operation that rank w has certainly entered. CPU: w wrote its epoch into this rank's memory.
+ * GPU: the host sees only the newest plan that the GPU has finished, and all ranks have entered that. To see
+ * more, the host would need a CUDA call, which can block. */
+static const EpNote *last_known(const EpRecord *r, uint32_t w) {
+    const EpNote *best = NULL;
+    for (uint32_t i = 0; i < r->num_buffers; i++) {
+        const EpCommBuffer *b = r->buffers[i];
+        if (!b) continue;
+        uint64_t epoch =
+            b->on_stream ? ep_ld_relaxed_sys_u64(&b->comm.host->plan.epoch) : ep_entered(&b->comm, w);
+        for (uint32_t k = 0; k < r->num_ranks; k++)
+            for (uint32_t j = 0; j < num_notes(&r->ranks[k]); j++) {
+                const EpNote *n = &r->ranks[k].notes.notes[j];
+                if (ep_note_is_buffers(n, b) && n->seq == epoch && (!best || n->step > best->step)) best = n;
+            }
+    }
+    return best;
+}
+
+/* True if two calls are the same, as far as the flight record can tell. */
+static bool are_alike(const EpNote *a, const EpNote *b) {
+    return a->what == b->what && a->of == b->of && a->buffer == b->buffer &&
+           (a->what != EP_DID_EXCHANGE || a->size == b->size);
+}
+
+/* True if ranks in these two operations meet: in the handshake of the same buffer, or in an exchange over the
+ * sockets. Then the handshake or the exchange compares the calls and reports any difference. */
+static bool can_meet(const EpNote *a, const EpNote *b) {
+    if (ep_note_is_layers(a)) return ep_note_is_layers(b) && a->of == b->of && a->buffer == b->buffer;
+    if (a->what == EP_DID_HEAP_BARRIER) return b->what == a->what && a->of == b->of;
+    return b->what >= EP_DID_EXCHANGE;
+}
+
+/* As note_at, but NULL if the rank's steps cannot be compared with those of the other ranks. */
+static const EpNote *sure_note_at(const EpRankNotes *k, uint64_t step) {
+    return k->notes.is_vague ? NULL : note_at(k, step);
+}
+
+/* The minority at a step: the bits of the smallest group of ranks that made the same call; 0 if all made the
+ * same call. *all: the bits of all ranks with a call record of the step. */
+static uint32_t odd_at(const EpRecord *r, uint64_t step, bool (*is_same)(const EpNote *, const EpNote *),
+                       uint32_t *all) {
+    uint32_t odd = 0;
+    *all = 0;
+    for (uint32_t a = 0; a < r->num_ranks; a++) {
+        const EpNote *n = sure_note_at(&r->ranks[a], step);
+        uint32_t same = 0;
+        for (uint32_t b = 0; b < r->num_ranks && n; b++) {
+            const EpNote *m = sure_note_at(&r->ranks[b], step);
+            if (m && is_same(n, m)) same |= 1u << b;
+        }
+        if (n) *all |= 1u << a;
+        if (n && (!odd || __builtin_popcount(same) < __builtin_popcount(odd))) odd = same;
+    }
+    return odd == *all ? 0 : odd;
+}
+
+/* The minority at the first step at which the calls of the ranks differ, or 0. */
+static uint32_t out_of_order(const EpRecord *r, uint64_t *step, uint32_t *all) {
+    uint32_t odd = 0;
+    *step = UINT64_MAX;
+    for (uint32_t a = 0; a < r->num_ranks; a++)
+        for (uint32_t i = 0; i < num_notes(&r->ranks[a]); i++) {
+            uint64_t at = r->ranks[a].notes.notes[i].step;
+            uint32_t there, some = at < *step ? odd_at(r, at, are_alike, &there) : 0;
+            if (some) {
+                odd = some;
+                *all = there;
+                *step = at;
+            }
+        }
+    return odd;
+}
+
+static void put_ranks(Out *o, const char *before, uint32_t bits) {
+    put(o, "%srank%s", before, bits & (bits - 1) ? "s" : "");
+    for (const char *comma = " "; bits; bits &= bits - 1, comma = ", ")
+        put(o, "%s%d", comma, __builtin_ctz(bits));
+}
+
+static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
+    const EpNote *n = last_known(r, w);
+    put(o, "; last known: ");
+    if (n)
+        put(o, "%s #%llu of %s %u", did_name(n->what), (unsigned long long)n->seq,
+            ep_note_is_layers(n) ? "layer" : "heap", n->of);
+    if (n && ep_note_is_layers(n)) put(o, " buffer %u", n->buffer);
+    if (r->ranks[w].heard_ns)
+        put(o, "%sexchange #%llu, received %.1f ms before the end", n ? ", " : "",
+            (unsigned long long)r->ranks[w].heard_seq, before_end(r, r->ranks[w].heard_ns));
+    else if (!n) put(o, "nothing");
+}
+
+/* The name of a call, and the detail in which it differs from the other call. */
+static void put_call(Out *o, const char *before, const EpNote *n, const EpNote *other) {
+    put(o, "%s%s", before, did_name(n->what));
+    if (n->what != other->what) return;
+    if (n->of != other->of) put(o, " of %s %u", ep_note_is_layers(n) ? "layer" : "heap", n->of);
+    else if (n->buffer != other->buffer) put(o, " in buffer %u", n->buffer);
+    else put(o, " of %llu bytes", (unsigned long long)n->size);
+}
+
+/* The ranks among `some` whose call at this step is the same as n. All of them have a record of the step. */
+static uint32_t alike_at(const EpRecord *r, uint64_t step, uint32_t some, const EpNote *n) {
+    uint32_t alike = 0;
+    for (uint32_t w = 0; w < r->num_ranks; w++)
+        if (some >> w & 1 && are_alike(note_at(&r->ranks[w], step), n)) alike |= 1u << w;
+    return alike;
+}
+
+static void put_odd(Out *o, const EpRecord *r, uint32_t odd, uint32_t all, uint64_t step) {
+    const EpNote *one = note_at(&r->ranks[__builtin_ctz(odd)], step),
+                 *other = note_at(&r->ranks[__builtin_ctz(all & ~odd)], step);
+    put_ranks(o, "", alike_at(r, step, odd, one));
+    put_call(o, " called ", one, other);
+    put(o, " as operation %llu, where ", (unsigned long long)step);
+    put_ranks(o, "", alike_at(r, step, all & ~odd, other));
+    put_call(o, " called ", other, one);
+    if (2 * __builtin_popcount(odd) == __builtin_popcount(all))
+        put(o, " (equally many ranks made each call)");
+}
+
+bool ep_record_disagrees(const EpRecord *r, uint64_t step, uint32_t *rank, char *text, size_t num_bytes) {
+    Out o = {text, text + num_bytes};
+    uint32_t all, odd = odd_at(r, step, can_meet, &all);
+    if (!odd) return false;
+    put(&o, "ranks disagree in the order of calls: ");
+    put_odd(&o, r, odd, all, step);
+    *rank = (uint32_t)__builtin_ctz(odd);
+    return true;
+}
+
+static void put_behind(Out *o, const EpRecord *r, uint32_t behind, uint64_t step) {
+    const EpNote *n = last_note(&r->ranks[__builtin_ctz(behind)]);
+    put_ranks(o, "", behind);
+    put(o, " did not reach operation %llu; last: ", (unsigned long long)step);
+    if (n) put_note(o, r, n);
+    else put(o, "nothing");
+}
+
+/* True if the first wait that timed out was for a signal. No call record shows which rank had to send it. */
+static bool waited_for_signal(const EpRecord *r) {
+    const EpNote *n = last_note(&r->ranks[r->end_rank]);
+    return n && n->what == EP_DID_WAIT && !n->on_stream && (n->end_ns == 0 || before_end(r, n->end_ns) < 50);
+}
+
+/* The first line of the page. The first case that applies names the culprit: (1) a rank that has died or has
+ * sent invalid data; (2) ranks that did not answer; (3) the minority at the first step at which calls differ;
+ * (4) the rank that should have sent a signal, if the first wait that timed out was for a signal; (5) ranks
+ * that are behind; (6) the rank for which that wait had waited, or else the rank that ended the world.
+ * Operations on a stream are recorded when they are enqueued, not when they run. So if there are any, a rank
+ * that is behind is blamed only if the failed wait was for that rank. */
+static void put_culprit(Out *o, const EpRecord *r) {
+    uint32_t silent = 0, behind = 0, all = 0, odd, end_bit = 1u << r->end_rank;
+    uint64_t most = 0, step;
+    bool enqueued = false;
+    for (uint32_t w = 0; w < r->num_ranks; w++) {
+        const EpNote *n = last_note(&r->ranks[w]);
+        if (!r->ranks[w].has_notes) silent |= 1u << w;
+        if (n && n->on_stream) enqueued = true;
+        if (is_sure(&r->ranks[w])) most = ep_max_u64(most, step_of(&r->ranks[w]));
+    }
+    for (uint32_t w = 0; w < r->num_ranks; w++)
+        if (is_sure(&r->ranks[w]) && step_of(&r->ranks[w]) < most) behind |= 1u << w;
+    if (enqueued) behind &= end_bit;
+    odd = out_of_order(r, &step, &all);
+    put(o, "culprit: ");
+    if (!r->end_code) {
+        put(o, "none, because no fault has ended the world");
+    } else if (r->end_code == EP_EPEERDIED || r->end_code == EP_ECORRUPT) {
+        const char *did = r->end_code == EP_ECORRUPT           ? "sent invalid data"
+                          : r->ranks[r->end_rank].said_goodbye ? "left before the others"
+                                                               : "is gone";
+        put(o, "rank %u %s, seen %.1f ms before this record", r->end_rank, did,
+            ((double)ep_now_ns() - (double)r->end_ns) / 1e6);
+        put_last_known(o, r, r->end_rank);
+    } else if (silent) {
+        put_ranks(o, "", silent);
+        put(o, "%s",
+            r->ranks[__builtin_ctz(silent)].is_gone ? " left before the others"
+                                                    : " did not answer: stopped, or too slow");
+        put_last_known(o, r, (uint32_t)__builtin_ctz(silent));
+    } else if (odd) {
+        put_odd(o, r, odd, all, step);
+    } else if (r->end_code == EP_ETIMEOUT && waited_for_signal(r)) {
+        put(o, "the rank that had to signal rank %u, whose wait timed out", r->end_rank);
+    } else if (behind) {
+        put_behind(o, r, behind, most);
+    } else if (r->end_code == EP_ETIMEOUT || r->end_code == EP_EMISMATCH) {
+        put(o,
+            "rank %u, for which another rank waited until the timeout; the calls themselves show no "
+            "difference",
+            r->end_rank);
+    } else {
+        put(o, "rank %u, which ended the world", r->end_rank);
+    }
+    put(o, "\n");
+}
+
+/* ---- the page ---- */
+
+static void put_ranks_table(Out *o, const EpRecord *r) {
+    uint64_t most = 0;
+    for (uint32_t w = 0; w < r->num_ranks; w++) most = ep_max_u64(most, step_of(&r->ranks[w]));
+    put(o, "\nrank  operations  behind  last operation\n");
+    for (uint32_t w = 0; w < r->num_ranks; w++) {
+        const EpRankNotes *k = &r->ranks[w];
+        const EpNote *n = last_note(k);
+        if (k->has_notes)
+            put(o, "%4u  %10llu  %6llu  ", w, (unsigned long long)step_of(k),
+                (unsigned long long)(most - step_of(k)));
+        else put(o, "%4u  %10s  %6s  %s", w, "?", "?", k->is_gone ? "gone" : "no answer");
+        if (n) put_note(o, r, n);
+        else if (k->has_notes) put(o, "nothing");
+        else put_last_known(o, r, w);
+        put(o, "\n");
+    }
+}
+
+/* A row for each of the newest operations, a column for each rank. All cells of a row should be equal. */
+static void put_steps_table(Out *o, const EpRecord *r) {
+    uint64_t first = UINT64_MAX, last = 0;
+    for (uint32_t w = 0; w < r->num_ranks; w++)
+        for (uint32_t i = 0; i < num_notes(&r->ranks[w]); i++) {
+            uint64_t step = r->ranks[w].notes.notes[i].step;
+            if (step < first) first = step;
+            last = ep_max_u64(last, step);
+        }
+    if (last - first >= EP_SENT_NOTES && first < last) first = last - EP_SENT_NOTES + 1;
+    put(o, "\noperation");
+    for (uint32_t w = 0; w < r->num_ranks; w++) put(o, "  rank %-*u", w + 1 < r->num_ranks ? 11 : 1, w);
+    put(o, "\n");
+    for (uint64_t step = first; first <= last && step - first < EP_SENT_NOTES && step <= last; step++) {
+        put(o, "%9llu", (unsigned long long)step);
+        for (uint32_t w = 0; w < r->num_ranks; w++) {
+            const EpNote *n = note_at(&r->ranks[w], step);
+            char cell[32] = "-";
+            if (n && ep_note_is_layers(n))
+                snprintf(cell, sizeof cell, "%s %u.%u%s", did_name(n->what), n->of, n->buffer,
+                         n->end_ns ? "" : " *");
+            else if (n) snprintf(cell, sizeof cell, "%s%s", did_name(n->what), n->end_ns ? "" : " *");
+            put(o, "  %-*.16s", w + 1 < r->num_ranks ? 16 : 1, cell);
+        }
+        put(o, "\n");
+    }
+    put(o, "(* in flight; layer.buffer)\n");
+}
+
+/* Of at most 6 buffers: the wait that timed out, and the epochs that the ranks entered, if these differ. */
+static void put_buffers(Out *o, const EpRecord *r) {
+    for (uint32_t i = 0, shown = 0; i < r->num_buffers && shown < 6; i++) {
+        const EpCommBuffer *b = r->buffers[i];
+        if (!b) continue;
+        uint64_t least = UINT64_MAX, most = 0;
+        char name[48];
+        snprintf(name, sizeof name, b->is_heaps ? "heap %u" : "layer %u buffer %u", b->of, b->buffer);
+        const EpFaultRecord *f = &b->comm.host->fault;
+        if (ep_ld_acquire_sys_u64(&f->state) && f->code == EP_ETIMEOUT) /* no worker changes it any more */
+            put(o, "%s: a wait for rank %u in epoch %llu wanted %llu and saw %llu\n", name, f->peer,
+                (unsigned long long)f->epoch, (unsigned long long)f->want, (unsigned long long)f->got);
+        if (b->on_stream) {
+            uint64_t epoch = ep_ld_relaxed_sys_u64(&b->comm.host->plan.epoch);
+            if (epoch) {
+                put(o, "%s: the GPU's newest finished plan is #%llu\n", name, (unsigned long long)epoch);
+                shown++;
+            }
+            continue;
+        }
+        for (uint32_t w = 0; w < r->num_ranks; w++) {
+            uint64_t epoch = ep_entered(&b->comm, w);
+            if (epoch < least) least = epoch;
+            most = ep_max_u64(most, epoch);
+        }
+        if (least == most) continue;
+        put(o, "%s: entered by rank", name);
+        shown++;
+        for (uint32_t w = 0; w < r->num_ranks; w++)
+            put(o, "%s %u: #%llu", w ? "," : "", w, (unsigned long long)ep_entered(&b->comm, w));
+        put(o, "\n");
+    }
+}
+
+void ep_record_page(const EpRecord *r, char page[EP_PAGE_BYTES]) {
+    Out o = {page, page + EP_PAGE_BYTES};
+    time_t now = time(NULL);
+    struct tm t;
+    char when[32] = "";
+    if (gmtime_r(&now, &t)) strftime(when, sizeof when, "%Y-%m-%d %H:%M:%S UTC", &t);
+    put_culprit(&o, r);
+    if (r->end_code) put(&o, "ended:   %s: %s\n", ep_error_name(r->end_code), r->end_text);
+    put(&o, "written: by rank %u of %u, process %d, %s\n", r->rank, r->num_ranks, (int)getpid(), when);
+    put_ranks_table(&o, r);
+    put_buffers(&o, r);
+    put_steps_table(&o, r);
+}
+
+void ep_record_write(const char *folder, uint32_t rank, char page[EP_PAGE_BYTES]) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/epmoe-rank%u-pid%d.txt", folder, rank, (int)getpid());
+    FILE *file = fopen(path, "ae"); /* append: several worlds of a process may end */
+    bool ok = file && fputs(page, file) >= 0 && fputs("\n", file) >= 0;
+    int e = errno;
+    if (file && fclose(file)) {
+        ok = false;
+        e = errno;
+    }
+    if (ok) return;
+    size_t n = strlen(page);
+    snprintf(page + n, EP_PAGE_BYTES - n, "could not be written to %s: %s\n", path, strerror(e));
+}

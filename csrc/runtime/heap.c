@@ -1,0 +1,263 @@
+/* heap.c - a symmetric heap: allocate, translate, put, get, signal, wait, barrier, close and release.
+ *
+ * Every rank has memory of the same size, and an allocator that runs identically on all ranks. Invariant: an
+ * offset means the same on every rank. So the address of data on a peer is: address - own base + peer's base.
+ * All ranks compare each allocation and each free before they execute it.
+ * The heap is reference-counted. Tensors hold references. The last release unmaps it, without asking a peer.
+ *
+ * A peer may still copy to or from memory that this rank releases. On the CPU this is safe: the peer has its
+ * own mapping of a file, which exists as long as any rank maps it. GPU memory must not be freed while a peer
+ * may use it. A rank may release a GPU heap before the collective close, while the world has not ended. Then
+ * the memory is left to the world (ep_memory_keep), which frees it at its own release. Waiting for the peers
+ * here instead could take forever, in a destructor. If a later heap cannot be allocated, the error says how
+ * many bytes are kept. */
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "protocol/flags.h"
+#include "runtime/error.h"
+#include "runtime/heap_state.h"
+#include "runtime/world.h"
+
+const EpBackend *ep_heap_backend(const EpHeap *h) { return h->backend; }
+EpWorld *ep_heap_world(const EpHeap *h) { return h->world; }
+EpBackendKind ep_heap_kind(const EpHeap *h) { return h->kind; }
+int ep_heap_device(const EpHeap *h) { return h->device; }
+uint16_t ep_heap_number(const EpHeap *h) { return h->control.of; }
+uint32_t ep_heap_reserved_sms(const EpHeap *h) { return h->reserved_sms; }
+
+/* True if no peer can still use this rank's memory: CPU memory (see above), after the collective close, in a
+ * world of one rank, or after the world has ended. */
+static bool may_free(EpHeap *h) {
+    return h->kind == EP_CPU || h->closed || ep_world_size(h->world) == 1 || ep_world_check(h->world) != 0;
+}
+
+EpHeap *ep_heap_retain(EpHeap *h) {
+    atomic_fetch_add(&h->num_refs, 1);
+    return h;
+}
+
+void ep_heap_release(EpHeap *h) {
+    if (!h || atomic_fetch_sub(&h->num_refs, 1) != 1) return;
+    if (ep_world_is_forked(h->world)) return; /* the memory and its handles belong to the parent process */
+    uint32_t me = ep_world_rank(h->world);
+    if (h->has_control) ep_comm_close(h, &h->control);
+    for (uint32_t r = 0; r < EP_MAX_RANKS; r++) {
+        if (h->memory[r] && ep_memory_drop(h->memory[r])) {
+            if (h->memory[r]->address && may_free(h))
+                h->backend->heap_close(h->device, h->memory[r]->address, h->num_bytes);
+            else if (h->memory[r]->address)
+                ep_memory_keep(h->world, h->backend, h->device, h->memory[r]->address, h->num_bytes);
+            free(h->memory[r]);
+        } else if (!h->memory[r] && h->base[r] && r != me) {
+            h->backend->heap_unimport(h->device, h->base[r], h->num_bytes);
+        }
+    }
+    ep_world_release(h->world);
+    free(h);
+}
+
+/* Wait until this rank's device has finished all work. After the end of the world, do not wait: no peer waits
+ * for this rank, and the kernels of other ranks may never finish. */
+int ep_heap_quiesce(EpHeap *h) { return ep_world_check(h->world) ? 0 : h->backend->sync_all(h->device); }
+
+int ep_heap_close(EpHeap *h) {
+    unsigned char mine = 0, all[EP_MAX_RANKS];
+    if (h->closed) return 0;
+    uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_HEAP_CLOSE, .of = h->control.of});
+    int synced = ep_heap_quiesce(h);
+    int code = ep_world_exchange(h->world, &mine, 1, all); /* no rank unmaps before all have quiesced */
+    /* If the exchange failed and the world has not ended, a rank was in another call. All must close
+     * again. */
+    h->closed = !code || ep_world_check(h->world) != 0;
+    ep_world_noted(h->world, note, code);
+    return code ? code : synced;
+}
+
+/* ---- allocate and free, identically on all ranks ---- */
+
+/* What a rank sends to all others before an allocation or a free. It must be the same on all ranks.
+ * Allocation: size and alignment. Free: alignment is 0, and num_bytes is the offset of the allocation.
+ * status: 0, or the EpCode with which this rank cannot take part. */
+typedef struct {
+    uint64_t num_bytes, alignment;
+    int64_t status;
+} Call;
+
+static int agree(EpHeap *h, const Call *mine) {
+    Call all[EP_MAX_RANKS];
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
+    EP_TRY(ep_world_exchange(h->world, mine, sizeof *mine, all));
+    for (uint32_t r = 0; r < ep_world_size(h->world); r++) {
+        const unsigned long long its = all[r].num_bytes, first = all[0].num_bytes;
+        if (all[r].status)
+            return ep_error(EP_EPEER, "rank %u failed before this %s (%s)", r,
+                            mine->alignment ? "allocation" : "free", ep_error_name((int)all[r].status));
+        if (memcmp(&all[r], &all[0], sizeof all[r]) == 0) continue;
+        if (mine->alignment == 0)
+            return ep_error(EP_EMISMATCH, "rank %u frees the allocation at offset %llu, rank 0 at %llu", r,
+                            its, first);
+        return ep_error(EP_EMISMATCH,
+                        "rank %u allocates %llu bytes (alignment %llu), rank 0 %llu (alignment %llu)", r, its,
+                        (unsigned long long)all[r].alignment, first, (unsigned long long)all[0].alignment);
+    }
+    return 0;
+}
+
+static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {
+    Call mine = {num_bytes, alignment, status};
+    char why[256];
+    if (!status && (alignment == 0 || (alignment & (alignment - 1)) || alignment > 2u << 20))
+        status =
+            ep_error(EP_EINVAL, "alignment %llu: a power of two up to 2 MiB", (unsigned long long)alignment);
+    mine.status = status;
+    snprintf(why, sizeof why, "%s", ep_error_text());
+    int code = agree(h, &mine);
+    /* EP_EPEER may mean this rank's own status. Then its own text says more precisely what is wrong. */
+    if (status && code == EP_EPEER) return ep_error(status, "%s", why);
+    EP_TRY(code);
+    *off = 0;
+    if (num_bytes == 0) return 0; /* all ranks have agreed to allocate nothing */
+    EP_TRY(ep_allocator_take(&h->allocator, num_bytes, alignment, off));
+    code = h->backend->zero(h->device, (unsigned char *)h->base[ep_world_rank(h->world)] + *off, num_bytes,
+                            NULL);
+    if (!code) code = h->backend->sync(h->device, NULL, h->world);
+    /* After this exchange all ranks have zeroed their part. So no peer writes into it before it is zeroed. */
+    code = ep_world_agree(h->world, code, "clear its part of an allocation");
+    if (code) ep_allocator_give_back(&h->allocator, *off);
+    return code;
+}
+
+int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {
+    uint64_t note = ep_world_note(
+        h->world,
+        &(EpNote){.what = EP_DID_ALLOC, .of = h->control.of, .size = num_bytes, .code = (int16_t)status});
+    int code = alloc(h, num_bytes, alignment, status, off);
+    ep_world_noted(h->world, note, code);
+    return code;
+}
+
+static int free_allocation(EpHeap *h, uint64_t off) {
+    /* Offset 0 stands for an allocation of 0 bytes: there is nothing to check and nothing to free. */
+    int status = off ? ep_allocator_check(&h->allocator, off) : 0;
+    Call mine = {off, 0, status};
+    int code = agree(h, &mine);
+    /* Report this rank's own error: check again, to set its text. */
+    if (status && code == EP_EPEER) return ep_allocator_check(&h->allocator, off);
+    EP_TRY(code);
+    return off ? ep_allocator_give_back(&h->allocator, off) : 0;
+}
+
+int ep_heap_free(EpHeap *h, uint64_t off) {
+    uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_FREE, .of = h->control.of});
+    int code = free_allocation(h, off);
+    ep_world_noted(h->world, note, code);
+    return code;
+}
+
+void ep_heap_stats(EpHeap *h, EpHeapStats *s) { ep_allocator_stats(&h->allocator, s); }
+
+/* ---- translate, put, get, signal, wait ---- */
+
+int ep_heap_offset(EpHeap *h, const void *address, uint64_t num_bytes, uint64_t *off) {
+    uintptr_t base = (uintptr_t)h->base[ep_world_rank(h->world)], a = (uintptr_t)address;
+    if (a < base || a - base > h->num_bytes || h->num_bytes - (a - base) < num_bytes)
+        return ep_error(EP_EINVAL, "the tensor is not in this symmetric heap");
+    *off = a - base;
+    return 0;
+}
+
+int ep_heap_translate(EpHeap *h, uint64_t off, uint32_t peer, void **address) {
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
+    if (peer >= ep_world_size(h->world))
+        return ep_error(EP_EINVAL, "rank %u of a world of %u", peer, ep_world_size(h->world));
+    if (off > h->num_bytes)
+        return ep_error(EP_EINVAL, "offset %llu is outside the heap", (unsigned long long)off);
+    *address = (unsigned char *)h->base[peer] + off;
+    return 0;
+}
+
+_Static_assert(EP_DEV_MAX_RANKS == EP_MAX_RANKS, "a device handle has a base for every rank");
+int ep_heap_handle(EpHeap *h, EpDeviceHeap *handle) {
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
+    EP_TRY(ep_world_check(h->world));
+    *handle = (EpDeviceHeap){.world_ended = &h->control.comm.host->abort,
+                             .timeout_ns = ep_world_timeout_ns(h->world)};
+    handle->my_rank = ep_world_rank(h->world);
+    handle->num_ranks = ep_world_size(h->world);
+    for (uint32_t r = 0; r < handle->num_ranks; r++) handle->base[r] = (unsigned char *)h->base[r];
+    return 0;
+}
+
+/* Validate an access to num_bytes at an offset of a peer, and compute the address. Also fails if an earlier
+ * operation of this heap has failed (ep_comm_check). */
+static int locate(EpHeap *h, uint64_t off, uint64_t num_bytes, uint32_t peer, void *stream, void **address) {
+    EP_TRY(ep_heap_translate(h, off, peer, address));
+    if (h->num_bytes - off < num_bytes)
+        return ep_error(EP_EINVAL, "%llu bytes at offset %llu reach past the heap's end",
+                        (unsigned long long)num_bytes, (unsigned long long)off);
+    return ep_comm_check(h, &h->control, stream);
+}
+
+int ep_heap_put(EpHeap *h, uint64_t dst_off, const void *src, uint64_t num_bytes, uint32_t peer,
+                void *stream) {
+    void *dst;
+    EP_TRY(locate(h, dst_off, num_bytes, peer, stream, &dst));
+    return h->backend->copy(h->device, dst, src, num_bytes, stream);
+}
+
+int ep_heap_get(EpHeap *h, void *dst, uint64_t src_off, uint64_t num_bytes, uint32_t peer, void *stream) {
+    void *src;
+    EP_TRY(locate(h, src_off, num_bytes, peer, stream, &src));
+    return h->backend->copy(h->device, dst, src, num_bytes, stream);
+}
+
+static int check_word(uint64_t off) {
+    if (off % 8 == 0) return 0;
+    return ep_error(EP_EINVAL, "offset %llu: a signal word must be at a multiple of 8 bytes",
+                    (unsigned long long)off);
+}
+
+int ep_heap_signal(EpHeap *h, uint64_t off, uint64_t value, bool add, uint32_t peer, void *stream) {
+    void *word;
+    EP_TRY(check_word(off));
+    EP_TRY(locate(h, off, 8, peer, stream, &word));
+    uint64_t note = ep_world_note(
+        h->world, &(EpNote){.what = EP_DID_SIGNAL, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
+    int code = h->backend->signal(h->device, (uint64_t *)word, value, add, stream);
+    ep_world_noted(h->world, note, code);
+    return code;
+}
+
+int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stream) {
+    void *word;
+    EP_TRY(check_word(off));
+    EP_TRY(locate(h, off, 8, ep_world_rank(h->world), stream, &word));
+    h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
+    uint64_t note = ep_world_note(
+        h->world, &(EpNote){.what = EP_DID_WAIT, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
+    int code = h->backend->wait(h->device, &h->control.comm, (const uint64_t *)word, value, exact, stream);
+    ep_world_noted(h->world, note, code);
+    EP_TRY(code);
+    return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
+}
+
+int ep_heap_barrier(EpHeap *h, void *stream) {
+    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
+    EP_TRY(ep_comm_check(h, &h->control, stream));
+    h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
+    uint64_t note = ep_comm_note(h, &h->control, EP_OP_BARRIER, 0, 0, stream);
+    int code = h->backend->enter(h->device, &h->control.comm, EP_OP_BARRIER, stream);
+    ep_world_noted(h->world, note, code);
+    if (code) ep_comm_give_up(h, code, stream);
+    EP_TRY(code);
+    return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
+}
+
+int ep_heap_sync(EpHeap *h, void *stream) {
+    EP_TRY(h->backend->sync(h->device, stream, h->world));
+    return ep_comm_check(h, &h->control, stream);
+}

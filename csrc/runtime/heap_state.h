@@ -1,0 +1,28 @@
+/* heap_state.h - the fields of a symmetric heap, for the two files that implement it. heap_create.c creates a
+ * heap; heap.c allocates in it, accesses peers through it, closes and releases it.
+ * Invariant: num_bytes, the allocator's state and the offset of `control` are the same on all ranks. */
+#ifndef EP_HEAP_STATE_H
+#define EP_HEAP_STATE_H
+#include <stdatomic.h>
+
+#include "backend.h"
+#include "runtime/allocator.h"
+#include "runtime/memory.h"
+
+struct EpHeap {
+    EpWorld *world;
+    const EpBackend *backend;
+    EpBackendKind kind;
+    int device;
+    atomic_int num_refs;
+    bool closed;
+    uint64_t num_bytes;
+    void *base[EP_MAX_RANKS];       /* each rank's memory, as this process has mapped it */
+    EpMemory *memory[EP_MAX_RANKS]; /* this rank's; also the peers' if ranks are threads, otherwise NULL */
+    EpAllocator allocator;
+    EpCommBuffer control; /* for ep_heap_barrier, and for the faults of ep_heap_wait */
+    bool has_control;
+    uint32_t reserved_sms; /* see ep_heap_reserved_sms */
+};
+
+#endif /* EP_HEAP_STATE_H */

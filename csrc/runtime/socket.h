@@ -1,0 +1,38 @@
+/* socket.h - sockets between the ranks of a world. They carry frames of one fixed size, each with at most one
+ * file descriptor. Exports: send, receive and wait for a frame; connect to all peers.
+ * No function here blocks without a deadline. */
+#ifndef EP_WIRE_H
+#define EP_WIRE_H
+#include "epmoe.h"
+
+typedef enum {
+    EP_FRAME_HELLO = 1,    /* first frame of a connection: rank and nonce */
+    EP_FRAME_EXCHANGE = 2, /* one rank's part of an exchange */
+    EP_FRAME_ABORT = 3,    /* the sender's world has ended: code, rank and text of the reason */
+    EP_FRAME_GOODBYE = 4,  /* the sender closes the world in order */
+    EP_FRAME_NOTES = 5,    /* the sender's newest call records, after the end of its world */
+    EP_FRAME_STUCK = 6     /* the sender is stuck in step seq (0: no longer), with its call records */
+} EpFrameKind;
+typedef struct {
+    uint32_t abi, kind;
+    uint64_t seq;
+    int32_t code;
+    uint32_t rank, num_bytes, has_fd;
+    uint32_t about; /* for an exchange: the collective call that it is part of, or 0; see ep_ring_exchange */
+    _Alignas(8) unsigned char bytes[EP_EXCHANGE_BYTES];
+} EpFrame;
+
+/* Send a whole frame. fd: a descriptor to pass, or -1. deadline_ns: a time of the clock of ep_now_ns.
+ * EP_EPEERDIED: the peer's end is closed. EP_ESYS: it is open, but the frame cannot be sent. EP_ETIMEOUT: the
+ * peer did not receive before the deadline. */
+int ep_wire_send(int socket, const EpFrame *frame, int fd, uint64_t deadline_ns);
+/* Receive a frame without waiting. 1: a frame was received; *fd is its descriptor, or -1. 0: there is none.
+ * EP_EPEERDIED: the peer's end is closed. EP_ECORRUPT: the message is not a valid frame of this version. */
+int ep_wire_receive(int socket, EpFrame *frame, int *fd);
+/* Wait for one frame until the deadline. 0, or the errors of ep_wire_receive, or EP_ETIMEOUT. */
+int ep_wire_await(int socket, EpFrame *frame, int *fd, uint64_t deadline_ns);
+/* Connect this rank to all others. sockets[r] is the socket to rank r; -1 at this rank's own index. After an
+ * error all entries are -1. */
+int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint64_t deadline_ns);
+
+#endif /* EP_WIRE_H */

@@ -1,0 +1,42 @@
+/* tensor.c - the check of a tensor argument, and the names of dtypes; see tensor.h. */
+#include "runtime/tensor.h"
+
+#include "runtime/error.h"
+
+const char *ep_dtype_name(uint32_t dtype) {
+    static const char *const names[] = {"float32", "float16", "bfloat16"};
+    static const char *const more[] = {"int32", "int64", "int16", "int8", "uint8", "float64"};
+    return dtype <= EP_BF16                      ? names[dtype]
+           : dtype >= EP_I32 && dtype < EP_OTHER ? more[dtype - EP_I32]
+                                                 : "another dtype";
+}
+
+int ep_tensor_check(const EpWanted *w, EpBackendKind kind, int device, uint32_t alignment) {
+    const EpTensor *t = w->tensor;
+    int64_t stride = 1, num = 1;
+    if (!t) return 0;
+    if (t->kind != kind || (kind == EP_CUDA && t->device != device)) {
+        if (kind == EP_CPU)
+            return ep_error(EP_EINVAL, "%s: wanted a tensor on the CPU, got one on CUDA device %d", w->name,
+                            t->device);
+        return ep_error(EP_EINVAL, "%s: wanted a tensor on CUDA device %d, got one on another device",
+                        w->name, device);
+    }
+    if (t->dtype != w->dtype)
+        return ep_error(EP_ETYPE, "%s: wanted %s, got %s", w->name, ep_dtype_name(w->dtype),
+                        ep_dtype_name(t->dtype));
+    if (t->num_dims != w->num_dims)
+        return ep_error(EP_EINVAL, "%s: wanted %u dimensions, got %u", w->name, w->num_dims, t->num_dims);
+    for (uint32_t i = 0; i < t->num_dims; num *= t->shape[i++])
+        if (w->size[i] >= 0 && t->shape[i] != w->size[i])
+            return ep_error(EP_EINVAL, "%s: wanted size %lld in dimension %u, got %lld", w->name,
+                            (long long)w->size[i], i, (long long)t->shape[i]);
+    /* A tensor without elements (num == 0) is contiguous, whatever its strides. */
+    for (uint32_t i = t->num_dims; i-- > 0 && num; stride *= t->shape[i])
+        if (t->shape[i] > 1 && t->stride[i] != stride)
+            return ep_error(EP_EINVAL, "%s must be contiguous: call contiguous() on it", w->name);
+    if (num && (uintptr_t)t->data % alignment)
+        return ep_error(EP_EINVAL, "%s: its address must be a multiple of %u bytes: call clone() on it",
+                        w->name, alignment);
+    return 0;
+}

@@ -1,0 +1,354 @@
+/* watchdog.c - the watchdog thread of a world, and how the world ends.
+ *
+ * The watchdog thread alone reads the sockets. It puts exchange frames into the inbox. It ends the world when
+ * an abort frame arrives, when a peer's socket closes, or when a wait on the device has timed out.
+ * ep_world_end keeps the first reason. It sets the abort word of every communication buffer, which every wait
+ * on any backend polls. It sends the reason and this rank's call records to every peer.
+ * A rank that is stuck sends its call records to the peers. So ranks that wait for each other in different
+ * operations are detected after seconds, not at the timeout.
+ *
+ * Exports: ep_world_end, ep_world_abort, the functions that make the flight record, ep_world_watch_main.
+ * Invariant: the thread takes no Python lock and makes no CUDA call, so neither can delay it. */
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "protocol/flags.h"
+#include "runtime/error.h"
+#include "runtime/world_state.h"
+
+/* Longest interval at which the thread reads the watched host words. */
+#define POLL_MS 20
+/* After a rank has left in order but alone, its peers have this time to finish operations in which it took
+ * part. Then its absence ends the world for them. */
+#define LEAVE_GRACE_NS 2000000000ull
+/* The same time on the side of the leaving rank, if its process is about to end. */
+#define HASTE_NS 500000000ull
+/* How long a rank waits for its peers' call records after the end of the world. */
+#define NOTES_NS 200000000ull
+/* A GPU that is stuck reports it every millisecond. Without a report for this time, it is no longer stuck. */
+#define STUCK_GRACE_NS 100000000ull
+/* A disagreement must last this long before it ends the world. Meanwhile other stuck ranks report their
+ * calls, so that the error names the right ranks. */
+#define DISORDER_NS 300000000ull
+
+void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
+    if (w->end_code) return;
+    w->end_code = code;
+    /* The reason may come from a peer's abort frame, before this rank's own socket shows the death. */
+    if (code == EP_EPEERDIED && rank < w->num_ranks) w->lost_ranks |= 1u << rank;
+    snprintf(w->end_text, sizeof w->end_text, "%s", text);
+    EpRankNotes *mine = &w->record.ranks[w->rank];
+    w->record.end_code = code;
+    w->record.end_rank = rank < w->num_ranks ? rank : w->rank;
+    w->record.end_ns = ep_now_ns();
+    ep_ring_newest(&w->ring, &mine->notes);
+    mine->has_notes = true;
+    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++)
+        if (w->watched[i]) ep_st_relaxed_sys_u64(&w->watched[i]->comm.host->abort, 1);
+    EpFrame f = {.kind = EP_FRAME_ABORT, .code = code, .rank = rank};
+    f.num_bytes = (uint32_t)snprintf((char *)f.bytes, sizeof w->end_text, "%s", w->end_text);
+    EpFrame notes = {.kind = EP_FRAME_NOTES, .rank = w->rank, .num_bytes = sizeof mine->notes};
+    memcpy(notes.bytes, &mine->notes, sizeof mine->notes);
+    for (uint32_t r = 0; r < w->num_ranks; r++)
+        if (w->sockets[r] >= 0 && ep_wire_send(w->sockets[r], &f, -1, ep_now_ns()) == 0)
+            ep_wire_send(w->sockets[r], &notes, -1, ep_now_ns());
+    pthread_cond_broadcast(&w->changed);
+}
+
+void ep_world_abort(EpWorld *w, int code, uint32_t rank, const char *text) {
+    pthread_mutex_lock(&w->lock);
+    ep_world_end(w, code, rank, text);
+    pthread_mutex_unlock(&w->lock);
+}
+
+/* ---- the flight record ---- */
+
+/* True if the world has ended and the page can be made: every peer has sent its call records or its socket is
+ * closed, or NOTES_NS have passed. */
+static bool record_is_due(const EpWorld *w) {
+    if (!w->end_code || w->record_state != RECORD_OPEN) return false;
+    if (ep_now_ns() - w->record.end_ns > NOTES_NS) return true;
+    for (uint32_t r = 0; r < w->num_ranks; r++)
+        if (!w->record.ranks[r].has_notes && w->sockets[r] >= 0) return false;
+    return true;
+}
+
+void ep_world_finish_record(EpWorld *w) {
+    if (!w->end_code || w->record_state != RECORD_OPEN) return;
+    w->record_state = RECORD_WRITING;
+    for (uint32_t r = 0; r < w->num_ranks; r++) {
+        w->record.ranks[r].is_gone = r != w->rank && w->sockets[r] < 0;
+        w->record.ranks[r].said_goodbye = w->left_at_ns[r] != 0;
+    }
+    ep_record_page(&w->record, w->page);
+    if (w->record_folder) {
+        pthread_mutex_unlock(&w->lock); /* the file system may be slow */
+        ep_record_write(w->record_folder, w->rank, w->page);
+        pthread_mutex_lock(&w->lock);
+    }
+    w->record_state = RECORD_DONE;
+    pthread_cond_broadcast(&w->changed);
+}
+
+void ep_world_await_record(EpWorld *w) {
+    uint64_t until = w->record.end_ns + 2 * NOTES_NS;
+    struct timespec t = {(time_t)(until / 1000000000u), (long)(until % 1000000000u)};
+    while (w->end_code && w->has_watchdog && w->record_state == RECORD_OPEN)
+        if (pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT) break;
+    ep_world_finish_record(w);
+    while (w->record_state == RECORD_WRITING) pthread_cond_wait(&w->changed, &w->lock);
+}
+
+int ep_world_flight_record(EpWorld *w, char page[EP_PAGE_BYTES]) {
+    if (ep_world_is_forked(w)) return ep_world_check(w);
+    pthread_mutex_lock(&w->lock);
+    ep_world_await_record(w);
+    if (w->end_code) {
+        memcpy(page, w->page, EP_PAGE_BYTES);
+    } else {
+        EpRankNotes *mine = &w->record.ranks[w->rank];
+        ep_ring_newest(&w->ring, &mine->notes);
+        mine->has_notes = true;
+        w->record.end_ns = ep_now_ns();
+        ep_record_page(&w->record, page);
+    }
+    pthread_mutex_unlock(&w->lock);
+    return 0;
+}
+
+/* ---- frames from the peers ---- */
+
+/* Store a peer's call records for the page. Their content is not validated here: flight_record.c does not
+ * use a number of a peer as an index before it has compared it. */
+static void take_notes(EpWorld *w, uint32_t r, const EpFrame *f) {
+    EpRankNotes *its = &w->record.ranks[r];
+    if (f->num_bytes != sizeof its->notes || w->record_state != RECORD_OPEN) return;
+    memcpy(&its->notes, f->bytes, sizeof its->notes);
+    its->has_notes = true;
+}
+
+/* Store the step in which peer r is stuck (0: no longer), and its call records. */
+static void take_stuck(EpWorld *w, uint32_t r, const EpFrame *f) {
+    EpRankNotes *its = &w->stuck.ranks[r];
+    if (f->num_bytes != sizeof its->notes) return;
+    memcpy(&its->notes, f->bytes, sizeof its->notes);
+    w->stuck_step[r] = f->seq;
+}
+
+/* Peer r has closed its end of the socket. This ends the world, unless the peer has said goodbye before
+ * or this rank is closing the world. */
+static void peer_ended(EpWorld *w, uint32_t r) {
+    char text[96];
+    shutdown(w->sockets[r], SHUT_RDWR);
+    close(w->sockets[r]);
+    w->sockets[r] = -1;
+    if (w->left_at_ns[r]) return;
+    w->lost_ranks |= 1u << r;
+    if (w->closing) return;
+    snprintf(text, sizeof text, "rank %u died (seen by rank %u)", r, w->rank);
+    ep_world_end(w, EP_EPEERDIED, r, text);
+}
+
+/* Process one frame of peer r. fd: the descriptor that came with it, or -1. */
+static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
+    EpInbox *to = &w->inbox[r][f->seq % EP_NUM_INBOX];
+    if (f->kind == EP_FRAME_EXCHANGE) {
+        w->record.ranks[r].heard_seq = f->seq;
+        w->record.ranks[r].heard_ns = ep_now_ns();
+    }
+    if (f->kind == EP_FRAME_EXCHANGE && !to->full) {
+        to->frame = *f;
+        to->fd = fd;
+        to->full = true;
+        pthread_cond_broadcast(&w->changed);
+        return;
+    }
+    if (fd >= 0) close(fd);
+    if (f->kind == EP_FRAME_GOODBYE) w->left_at_ns[r] = ep_now_ns();
+    if (f->kind == EP_FRAME_ABORT) {
+        char text[256];
+        snprintf(text, sizeof text, "%.*s", (int)f->num_bytes, (const char *)f->bytes);
+        ep_world_end(w, f->code < 0 ? f->code : EP_ECORRUPT, f->rank < w->num_ranks ? f->rank : r, text);
+    }
+    if (f->kind == EP_FRAME_NOTES) take_notes(w, r, f);
+    if (f->kind == EP_FRAME_STUCK) take_stuck(w, r, f);
+    if (f->kind == EP_FRAME_EXCHANGE)
+        ep_world_end(w, EP_ECORRUPT, r, "a peer is too far ahead in its exchanges");
+}
+
+static void read_peer(EpWorld *w, uint32_t r) {
+    EpFrame f;
+    int fd, got = 0;
+    while (w->sockets[r] >= 0 && (got = ep_wire_receive(w->sockets[r], &f, &fd)) > 0)
+        take_frame(w, r, &f, fd);
+    if (got == EP_ECORRUPT) ep_world_end(w, EP_ECORRUPT, r, ep_error_text());
+    if (got < 0) peer_ended(w, r);
+}
+
+/* ---- detection of stuck ranks and of mismatched calls ---- */
+
+/* The step of the oldest operation in which this rank has been stuck for longer than EP_STUCK_NS, and the
+ * call records around it. 0: this rank is not stuck, or its steps may differ from those of the other ranks
+ * (is_vague). A synchronous call is stuck if it has not returned. An operation on a stream is stuck if the
+ * GPU reports so in host->stuck. */
+static uint64_t stuck_step(EpWorld *w, uint64_t now, EpNotes *notes) {
+    EpNotes about;
+    uint64_t step = 0, on_gpu = 0;
+    if (atomic_load_explicit(&w->ring.is_vague, memory_order_relaxed)) return 0;
+    ep_ring_newest(&w->ring, notes);
+    const EpNote *last = notes->num ? &notes->notes[notes->num - 1] : NULL;
+    if (last && ep_note_is_counted(last) && !last->end_ns && now > last->begin_ns + EP_STUCK_NS)
+        step = last->step;
+    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
+        const EpCommBuffer *b = w->watched[i];
+        uint64_t epoch = b && b->on_stream ? ep_ld_relaxed_sys_u64(&b->comm.host->stuck) : 0;
+        if (!epoch) continue;
+        /* Clear the report. A wait that continues writes it again within a millisecond. */
+        ep_st_relaxed_sys_u64(&b->comm.host->stuck, 0);
+        uint64_t at = ep_ring_about(&w->ring, b, epoch, &about);
+        if (at && (!on_gpu || at < on_gpu)) {
+            on_gpu = at;
+            w->on_gpu_notes = about;
+        }
+    }
+    if (on_gpu) {
+        w->on_gpu_step = on_gpu;
+        w->on_gpu_ns = now;
+    } else if (now - w->on_gpu_ns > STUCK_GRACE_NS) {
+        w->on_gpu_step = 0;
+    }
+    if (w->on_gpu_step && (!step || w->on_gpu_step < step)) {
+        step = w->on_gpu_step;
+        *notes = w->on_gpu_notes;
+    }
+    return step;
+}
+
+/* Send the peers the step in which this rank is stuck (0: it no longer is), and its call records. */
+static void tell_stuck(EpWorld *w, uint64_t step) {
+    const EpNotes *notes = &w->stuck.ranks[w->rank].notes;
+    EpFrame f = {.kind = EP_FRAME_STUCK, .rank = w->rank, .seq = step, .num_bytes = sizeof *notes};
+    memcpy(f.bytes, notes, sizeof *notes);
+    for (uint32_t r = 0; r < w->num_ranks; r++)
+        if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &f, -1, ep_now_ns());
+    w->stuck_step[w->rank] = step;
+}
+
+/* Detect ranks that wait for each other in operations that do not meet: a deadlock, which would last until
+ * the timeout. Each stuck rank sends its step and its call records. Of two stuck ranks, take the smaller
+ * step. If the records of the stuck ranks show calls that cannot meet at that step, the world ends.
+ *
+ * A correct program raises no false alarm:
+ *   (1) The same step is the same call on all ranks. A rank for which this may be wrong does not report
+ *       (is_vague).
+ *   (2) After an operation failed on all ranks, a rank that has seen the failure may count differently, so it
+ *       does not report. The ranks that have not seen the failure yet have made the same calls. */
+static void check_call_order(EpWorld *w) {
+    char text[256];
+    uint32_t odd, me = w->rank;
+    bool is_disorder = false;
+    uint64_t now = ep_now_ns();
+    /* Frames can wake this thread more often than POLL_MS. A GPU may then not have written its cleared word
+     * again. */
+    if (now - w->looked_ns < POLL_MS * 1000000ull) return;
+    w->looked_ns = now;
+    uint64_t step = stuck_step(w, now, &w->stuck.ranks[me].notes);
+    if (step != w->stuck_step[me]) tell_stuck(w, step);
+    for (uint32_t r = 0; r < w->num_ranks; r++) w->stuck.ranks[r].has_notes = w->stuck_step[r] != 0;
+    for (uint32_t r = 0; r < w->num_ranks && step && !is_disorder; r++)
+        is_disorder = w->stuck_step[r] &&
+                      ep_record_disagrees(&w->stuck, w->stuck_step[r] < step ? w->stuck_step[r] : step, &odd,
+                                          text, sizeof text);
+    if (!is_disorder) w->disorder_ns = 0;
+    else if (!w->disorder_ns) w->disorder_ns = now;
+    else if (now - w->disorder_ns > DISORDER_NS) ep_world_end(w, EP_EMISMATCH, odd, text);
+}
+
+/* ---- the thread ---- */
+
+/* End the world for reasons that arrive on no socket: a wait on the device has timed out, or a peer has left
+ * alone and its grace time has passed. */
+static void check_timeouts(EpWorld *w) {
+    char text[128];
+    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
+        const EpHostWords *h = w->watched[i] ? w->watched[i]->comm.host : NULL;
+        if (!h || !ep_ld_acquire_sys_u64(&h->fault.state) || h->fault.code != EP_ETIMEOUT) continue;
+        snprintf(text, sizeof text,
+                 "rank %u timed out waiting for rank %u (word %s, epoch %llu, wanted %llu, saw %llu)",
+                 w->rank, h->fault.peer, ep_word_name(h->fault.word), (unsigned long long)h->fault.epoch,
+                 (unsigned long long)h->fault.want, (unsigned long long)h->fault.got);
+        ep_world_end(w, EP_ETIMEOUT, h->fault.peer, text);
+    }
+    for (uint32_t r = 0; r < w->num_ranks; r++) {
+        if (w->closing || !w->left_at_ns[r] || ep_now_ns() - w->left_at_ns[r] < LEAVE_GRACE_NS) continue;
+        snprintf(text, sizeof text,
+                 "rank %u left the world alone: close() is collective, and all ranks must call it", r);
+        ep_world_end(w, EP_EPEERDIED, r, text);
+    }
+}
+
+/* After this rank has closed the world alone (left_ns): wait for its operations that are still in flight. A
+ * peer may still enter them, or may have left as well. The wait ends when no peer is connected, when no
+ * buffer is watched, or after LEAVE_GRACE_NS (HASTE_NS if the process is about to end). Then the abort words
+ * end the operations that remain. Finally, close all sockets. */
+static void drain(EpWorld *w) {
+    pthread_mutex_lock(&w->lock);
+    for (bool is_over = !w->left_ns; !is_over;) {
+        uint32_t num_peers = 0, num_watched = 0;
+        pthread_mutex_unlock(&w->lock);
+        poll(NULL, 0, POLL_MS / 4);
+        pthread_mutex_lock(&w->lock);
+        for (uint32_t r = 0; r < w->num_ranks; r++) {
+            struct pollfd p = {w->sockets[r], 0, 0}; /* poll reports POLLHUP even if no event is requested */
+            if (p.fd >= 0 && poll(&p, 1, 0) > 0) {
+                close(w->sockets[r]);
+                w->sockets[r] = -1;
+            }
+            num_peers += w->sockets[r] >= 0;
+        }
+        for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) num_watched += w->watched[i] != NULL;
+        is_over = !num_peers || !num_watched ||
+                  ep_now_ns() - w->left_ns > (w->in_haste ? HASTE_NS : LEAVE_GRACE_NS);
+        for (uint32_t i = 0; i < EP_MAX_WATCHED && is_over; i++)
+            if (w->watched[i]) ep_st_relaxed_sys_u64(&w->watched[i]->comm.host->abort, 1);
+    }
+    for (uint32_t r = 0; r < w->num_ranks; r++) {
+        if (w->sockets[r] >= 0) close(w->sockets[r]);
+        w->sockets[r] = -1;
+    }
+    pthread_mutex_unlock(&w->lock);
+}
+
+void *ep_world_watch_main(void *arg) {
+    EpWorld *w = (EpWorld *)arg;
+    struct pollfd p[EP_MAX_RANKS + 1];
+    uint32_t rank_of[EP_MAX_RANKS + 1];
+    for (;;) {
+        nfds_t n = 1;
+        pthread_mutex_lock(&w->lock);
+        for (uint32_t r = 0; r < w->num_ranks; r++)
+            if (w->sockets[r] >= 0) {
+                p[n] = (struct pollfd){w->sockets[r], POLLIN, 0};
+                rank_of[n++] = r;
+            }
+        pthread_mutex_unlock(&w->lock);
+        p[0] = (struct pollfd){w->wake_fd, POLLIN, 0};
+        poll(p, n, POLL_MS);
+        if (p[0].revents) {
+            drain(w);
+            return NULL;
+        }
+        pthread_mutex_lock(&w->lock);
+        for (nfds_t i = 1; i < n; i++)
+            if (p[i].revents && w->sockets[rank_of[i]] == p[i].fd) read_peer(w, rank_of[i]);
+        check_timeouts(w);
+        if (!w->end_code && !w->closing) check_call_order(w);
+        if (record_is_due(w)) ep_world_finish_record(w);
+        pthread_mutex_unlock(&w->lock);
+    }
+}

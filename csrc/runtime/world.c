@@ -1,0 +1,347 @@
+/* world.c - creates, closes and releases a world. exchange.c implements the exchanges between the ranks.
+ * watchdog.c implements the thread that reads the sockets and ends the world.
+ *
+ * Exports: the functions ep_world_* of epmoe.h and world.h, except those of the other two files.
+ * Invariant: one socket connects each pair of ranks, and no other process holds its ends. So a rank learns of
+ * a peer's death at once: the operating system closes the peer's end. */
+#include "runtime/world.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "runtime/error.h"
+#include "runtime/world_state.h"
+
+/* A forked child inherits the parent's sockets and must close them. Otherwise the sockets would stay open
+ * after the parent's death, and the peers would not notice it. So this array lists all worlds of the process,
+ * and close_in_child runs in every forked child. The child has one thread at that time, and the handler does
+ * nothing but close descriptors. */
+#define MAX_WORLDS 256u
+static EpWorld *_Atomic worlds_here[MAX_WORLDS];
+/* A world is removed from the list under this lock before it is freed. So the holder of the lock may read
+ * every world in the list. fork() also takes the lock. */
+static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
+static void lock_list(void) { pthread_mutex_lock(&list_lock); }
+static void unlock_list(void) { pthread_mutex_unlock(&list_lock); }
+
+static void close_in_child(void) {
+    for (uint32_t i = 0; i < MAX_WORLDS; i++) {
+        EpWorld *w = atomic_load(&worlds_here[i]);
+        for (uint32_t r = 0; w && r < EP_MAX_RANKS; r++) {
+            if (w->sockets[r] >= 0) close(w->sockets[r]);
+            w->sockets[r] = -1;
+        }
+        if (w && w->wake_fd >= 0) {
+            close(w->wake_fd);
+            w->wake_fd = -1;
+        }
+    }
+    unlock_list();
+}
+static void register_handler(void) { pthread_atfork(lock_list, unlock_list, close_in_child); }
+
+static int add_to_list(EpWorld *w) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, register_handler);
+    for (uint32_t i = 0; i < MAX_WORLDS; i++) {
+        EpWorld *empty = NULL;
+        if (atomic_compare_exchange_strong(&worlds_here[i], &empty, w)) return 0;
+    }
+    return ep_error(EP_ENOMEM, "a process holds at most %u worlds: close some", MAX_WORLDS);
+}
+static void remove_from_list(EpWorld *w) {
+    lock_list();
+    for (uint32_t i = 0; i < MAX_WORLDS; i++) {
+        EpWorld *it = w;
+        atomic_compare_exchange_strong(&worlds_here[i], &it, (EpWorld *)NULL);
+    }
+    unlock_list();
+}
+/* The world at index i of the list, with one more reference. NULL if the entry is empty, or if the world has
+ * no reference left and is about to be freed. */
+static EpWorld *acquire_listed(uint32_t i) {
+    lock_list();
+    EpWorld *w = atomic_load(&worlds_here[i]);
+    int n = w ? atomic_load(&w->num_refs) : 0;
+    while (n > 0 && !atomic_compare_exchange_weak(&w->num_refs, &n, n + 1)) {
+    }
+    unlock_list();
+    return n > 0 ? w : NULL;
+}
+
+/* ---- creation ---- */
+
+static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWorld **out) {
+    if (num_ranks < 1 || num_ranks > EP_MAX_RANKS || rank >= num_ranks)
+        return ep_error(EP_EINVAL, "rank %u of %u: a world has 1 to %u ranks, numbered from 0", rank,
+                        num_ranks, EP_MAX_RANKS);
+    EpWorld *w = (EpWorld *)calloc(1, sizeof *w);
+    if (!w) return ep_error(EP_ENOMEM, "cannot allocate a world: this process is out of memory");
+    w->rank = rank;
+    w->num_ranks = num_ranks;
+    w->pid = getpid();
+    w->wake_fd = -1;
+    w->record.rank = rank;
+    w->record.num_ranks = num_ranks;
+    w->record.end_text = w->end_text;
+    w->stuck.num_ranks = num_ranks;
+    w->record.buffers = w->watched;
+    w->record.num_buffers = EP_MAX_WATCHED;
+    const char *folder = getenv("EPMOE_FLIGHT_RECORD");
+    if (folder && *folder) w->record_folder = strdup(folder);
+    atomic_init(&w->num_refs, 1);
+    for (uint32_t r = 0; r < EP_MAX_RANKS; r++) w->sockets[r] = -1;
+    pthread_mutex_init(&w->lock, NULL);
+    pthread_condattr_t attributes; /* deadlines are times of the monotonic clock */
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&w->changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+    int code = ep_world_set_timeout(w, timeout_s);
+    if (!code) code = add_to_list(w);
+    if (code) ep_world_release(w);
+    else *out = w;
+    return code;
+}
+
+static int start_watchdog(EpWorld *w) {
+    w->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (w->wake_fd < 0) return ep_error(EP_ESYS, "cannot create an event descriptor: %s", strerror(errno));
+    /* The watchdog thread blocks all signals, so that the program's own threads receive them. Exceptions are
+     * the synchronous signals: the kernel delivers those to the thread that caused the fault. */
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+    sigset_t others, before;
+    sigfillset(&others);
+    for (uint32_t i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&others, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &others, &before);
+    int e = pthread_create(&w->watchdog, NULL, ep_world_watch_main, w);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (e) return ep_error(EP_ESYS, "cannot start the watchdog thread: %s", strerror(e));
+    w->has_watchdog = true;
+    pthread_setname_np(w->watchdog, "epmoe watchdog"); /* shown by debuggers and by top -H */
+    return 0;
+}
+
+int ep_world_create(const EpWorldConfig *config, EpWorld **out) {
+    EpWorld *w = NULL;
+    int code = make_world(config->rank, config->num_ranks, config->timeout_s, &w);
+    uint64_t limit = code ? 0 : atomic_load(&w->timeout_ns);
+    /* At most 30 s: the ranks have exchanged their socket names, so all of them are here. Connecting is
+     * either quick or fails for good. */
+    if (limit > 30000000000ull) limit = 30000000000ull;
+    if (!code) code = ep_wire_connect(config, w->sockets, ep_now_ns() + limit);
+    if (config->listen_fd >= 0) close(config->listen_fd);
+    if (!code) code = start_watchdog(w);
+    if (code && w) ep_world_release(w);
+    else if (!code) *out = w;
+    return code;
+}
+
+int ep_world_create_threads(uint32_t num_ranks, double timeout_s, EpWorld *worlds[]) {
+    int code = 0, pair[2];
+    uint32_t made = 0;
+    if (num_ranks == 0) return ep_error(EP_EINVAL, "a world has 1 to %u ranks, not 0", EP_MAX_RANKS);
+    for (; made < num_ranks; made++) {
+        EP_TRY_GOTO(code, make_world(made, num_ranks, timeout_s, &worlds[made]), fail);
+        worlds[made]->is_threads = true;
+        for (uint32_t r = 0; r < made; r++) {
+            if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair)) {
+                code = ep_error(EP_ESYS, "cannot create a socket pair: %s", strerror(errno));
+                made++;
+                goto fail;
+            }
+            worlds[made]->sockets[r] = pair[0];
+            worlds[r]->sockets[made] = pair[1];
+        }
+    }
+    for (uint32_t r = 0; r < num_ranks; r++) EP_TRY_GOTO(code, start_watchdog(worlds[r]), fail);
+    return 0;
+fail:
+    for (uint32_t r = 0; r < made; r++) ep_world_release(worlds[r]);
+    return code;
+}
+
+/* ---- end ---- */
+
+/* True after ep_world_settle_all: the process is about to end. From then on, ep_world_close joins the
+ * watchdog thread in any case. */
+static atomic_bool is_process_ending;
+
+/* Join the watchdog thread and close all descriptors of the world. */
+static void join_and_close(EpWorld *w) {
+    if (w->has_watchdog) pthread_join(w->watchdog, NULL);
+    w->has_watchdog = false;
+    for (uint32_t r = 0; r < w->num_ranks; r++) {
+        if (w->sockets[r] >= 0) close(w->sockets[r]);
+        w->sockets[r] = -1;
+        for (uint32_t i = 0; i < EP_NUM_INBOX; i++)
+            if (w->inbox[r][i].full && w->inbox[r][i].fd >= 0) {
+                close(w->inbox[r][i].fd);
+                w->inbox[r][i].fd = -1;
+            }
+    }
+    if (w->wake_fd >= 0) close(w->wake_fd);
+    w->wake_fd = -1;
+}
+
+int ep_world_close(EpWorld *w, bool collective) {
+    int code = 0;
+    unsigned char mine = 0, all[EP_MAX_RANKS];
+    char why[256];
+    if (ep_world_is_forked(w)) return 0; /* the sockets and the watchdog thread belong to the parent */
+    pthread_mutex_lock(&w->lock);
+    bool was_closed = w->closed;
+    pthread_mutex_unlock(&w->lock);
+    if (was_closed) return 0;
+    EpNote note = {.what = EP_DID_CLOSE};
+    uint64_t noted = collective ? ep_ring_begin(&w->ring, &note) : 0;
+    if (collective) code = ep_world_exchange(w, &mine, 1, all);
+    ep_ring_end(&w->ring, noted, code);
+    /* Keep the text: sending the goodbye to a dead peer also fails, and would overwrite the reason. */
+    snprintf(why, sizeof why, "%s", ep_error_text());
+    /* A rank was in another collective call. The world is intact, and all ranks must close it again. */
+    if ((code == EP_EMISMATCH || code == EP_EPEER) && !ep_world_check(w)) return ep_error(code, "%s", why);
+    EpFrame goodbye = {.kind = EP_FRAME_GOODBYE, .rank = w->rank};
+    bool is_busy = false, on_gpu = false;
+    pthread_mutex_lock(&w->lock);
+    ep_world_await_record(w);
+    w->closing = true;
+    w->closed = true;
+    for (uint32_t r = 0; r < w->num_ranks; r++)
+        if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &goodbye, -1, ep_now_ns());
+    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
+        is_busy |= w->watched[i] != NULL;
+        on_gpu |= w->watched[i] && w->watched[i]->on_stream;
+    }
+    /* No wait is left if the world has ended, or if all ranks have agreed to close it. */
+    if (w->end_code || (collective && !code)) is_busy = on_gpu = false;
+    if (is_busy || on_gpu) w->left_ns = ep_now_ns();
+    /* In a process that is about to end, join the watchdog thread below. It gives operations that are still
+     * in flight, on a GPU for example, at most HASTE_NS (watchdog.c). */
+    if (atomic_load(&is_process_ending)) is_busy = false;
+    pthread_mutex_unlock(&w->lock);
+    if (w->has_watchdog) {
+        uint64_t one = 1;
+        ssize_t written = write(w->wake_fd, &one, sizeof one);
+        (void)written; /* cannot fail: the counter of the eventfd is 0, so one write fits */
+    }
+    /* If operations are in flight, ep_world_release joins the watchdog thread, after the last heap has
+     * released the world. Until then the thread can still end their waits. */
+    if (!is_busy) join_and_close(w);
+    return code ? ep_error(code, "%s", why) : 0;
+}
+
+void ep_world_settle_all(void) {
+    atomic_store(&is_process_ending, true);
+    for (uint32_t i = 0; i < MAX_WORLDS; i++) {
+        EpWorld *w = acquire_listed(i);
+        if (w && !ep_world_is_forked(w)) {
+            pthread_mutex_lock(&w->lock);
+            bool is_busy = w->left_ns != 0;
+            w->in_haste = true;
+            pthread_mutex_unlock(&w->lock);
+            if (is_busy) join_and_close(w);
+        }
+        ep_world_release(w);
+    }
+}
+
+EpWorld *ep_world_retain(EpWorld *w) {
+    atomic_fetch_add(&w->num_refs, 1);
+    return w;
+}
+
+void ep_world_release(EpWorld *w) {
+    if (!w || atomic_fetch_sub(&w->num_refs, 1) != 1) return;
+    if (ep_world_is_forked(w)) return; /* a forked child leaves the parent's object alone */
+    /* A creation that failed releases what it had made. Keep its error text: closing may fail as well, for
+     * example while sending a goodbye, and would overwrite the text. */
+    char why[512];
+    snprintf(why, sizeof why, "%s", ep_error_text());
+    ep_world_close(w, false);
+    ep_error(0, "%s", why);
+    join_and_close(w);
+    remove_from_list(w);
+    for (EpAction *a = w->at_release, *next; a; a = next) {
+        next = a->next;
+        a->action(a->argument);
+        free(a);
+    }
+    pthread_cond_destroy(&w->changed);
+    pthread_mutex_destroy(&w->lock);
+    free(w->record_folder);
+    free(w);
+}
+
+/* ---- call records, numbers and settings ---- */
+
+uint64_t ep_world_note(EpWorld *w, const EpNote *note) { return ep_ring_begin(&w->ring, note); }
+void ep_world_noted(EpWorld *w, uint64_t note, int code) { ep_ring_end(&w->ring, note, code); }
+void ep_world_blur(EpWorld *w) { ep_ring_blur(&w->ring); }
+void ep_world_unnote(EpWorld *w, uint64_t num) {
+    ep_ring_blur(&w->ring);
+    atomic_fetch_sub_explicit(&w->ring.step, num, memory_order_relaxed);
+}
+uint16_t ep_world_number_heap(EpWorld *w) { return (uint16_t)atomic_fetch_add(&w->num_heaps, 1); }
+uint16_t ep_world_number_layer(EpWorld *w) { return (uint16_t)atomic_fetch_add(&w->num_layers, 1); }
+
+uint32_t ep_world_rank(const EpWorld *w) { return w->rank; }
+uint32_t ep_world_size(const EpWorld *w) { return w->num_ranks; }
+bool ep_world_is_threads(const EpWorld *w) { return w->is_threads; }
+uint32_t ep_world_lost_ranks(EpWorld *w) {
+    if (ep_world_is_forked(w)) return 0; /* the lock may have been held during the fork, and stays locked */
+    pthread_mutex_lock(&w->lock);
+    uint32_t lost = w->lost_ranks;
+    pthread_mutex_unlock(&w->lock);
+    return lost;
+}
+uint64_t ep_world_timeout_ns(const EpWorld *w) { return atomic_load(&w->timeout_ns); }
+
+int ep_world_set_timeout(EpWorld *w, double timeout_s) {
+    if (!(timeout_s > 0 && timeout_s < 1e6))
+        return ep_error(EP_EINVAL, "timeout of %g s: must be more than 0 and less than 1e6", timeout_s);
+    atomic_store(&w->timeout_ns, (uint64_t)(timeout_s * 1e9));
+    return 0;
+}
+
+bool ep_world_at_release(EpWorld *w, void (*action)(void *), void *argument) {
+    EpAction *a = (EpAction *)malloc(sizeof *a);
+    if (!a) return false;
+    a->action = action;
+    a->argument = argument;
+    pthread_mutex_lock(&w->lock);
+    a->next = w->at_release;
+    w->at_release = a;
+    pthread_mutex_unlock(&w->lock);
+    return true;
+}
+
+int ep_world_watch(EpWorld *w, const EpCommBuffer *buffer) {
+    int code = EP_ENOMEM;
+    pthread_mutex_lock(&w->lock);
+    if (w->end_code) ep_st_relaxed_sys_u64(&buffer->comm.host->abort, 1);
+    for (uint32_t i = 0; i < EP_MAX_WATCHED && code; i++)
+        if (!w->watched[i]) {
+            w->watched[i] = buffer;
+            code = 0;
+        }
+    pthread_mutex_unlock(&w->lock);
+    return code ? ep_error(code,
+                           "a world holds at most %u communication buffers: finalize layers or close heaps",
+                           EP_MAX_WATCHED)
+                : 0;
+}
+
+void ep_world_unwatch(EpWorld *w, const EpCommBuffer *buffer) {
+    pthread_mutex_lock(&w->lock);
+    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++)
+        if (w->watched[i] == buffer) w->watched[i] = NULL;
+    pthread_mutex_unlock(&w->lock);
+}

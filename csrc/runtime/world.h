@@ -1,0 +1,44 @@
+/* world.h - what the heap, the layer and the communication buffers need of a world, beyond epmoe.h.
+ * It exports exchanges that pass file descriptors, the list of buffers that the watchdog thread watches, and
+ * the call records of the flight record. */
+#ifndef EP_WORLD_H
+#define EP_WORLD_H
+#include "runtime/flight_record.h"
+
+EpWorld *ep_world_retain(EpWorld *world);
+/* As ep_world_exchange, and each rank may also send a file descriptor to every peer. fd_out: this rank's
+ * descriptor, or -1. fds_in: NULL, or an array of -1 that receives the peers' descriptors. After an error all
+ * entries are closed and -1. */
+int ep_world_exchange_fd(EpWorld *world, const void *mine, uint32_t num_bytes, void *all, int fd_out,
+                         int *fds_in);
+/* Collective. Call it after a step that each rank does alone; code is the result of the step on this rank.
+ * Returns 0 if the step succeeded on all ranks. Otherwise it returns this rank's error, or the error of the
+ * first rank that failed: "rank 1 could not" followed by what. */
+int ep_world_agree(EpWorld *world, int code, const char *what);
+/* True if all ranks of the world are threads of this process (ep_world_create_threads). A rank then reaches a
+ * peer's heap by the addresses that the peer itself uses. */
+bool ep_world_is_threads(const EpWorld *world);
+uint64_t ep_world_timeout_ns(const EpWorld *world);
+/* Let the watchdog thread watch the host words of this buffer, until ep_world_unwatch. It sets their abort
+ * word when the world ends. It ends the world for all ranks when their fault record reports a timeout. */
+int ep_world_watch(EpWorld *world, const EpCommBuffer *buffer);
+void ep_world_unwatch(EpWorld *world, const EpCommBuffer *buffer);
+/* Begin a call record in the flight record (flight_record.h): this rank enters an operation. Returns the
+ * number to pass to ep_world_noted when the call is over. Returns 0 if the operation is part of one that has already
+ * begun. */
+uint64_t ep_world_note(EpWorld *world, const EpNote *note);
+void ep_world_noted(EpWorld *world, uint64_t note, int code);
+/* An operation has failed, and the num operations after it had no effect. Do not count them as steps. */
+void ep_world_unnote(EpWorld *world, uint64_t num);
+/* From now on, this rank's steps may differ from those of the other ranks (ep_ring_blur). */
+void ep_world_blur(EpWorld *world);
+/* The number of a new heap or layer. It is the same on every rank, because creation is collective. */
+uint16_t ep_world_number_heap(EpWorld *world);
+uint16_t ep_world_number_layer(EpWorld *world);
+/* Call action(argument) after the last reference to the world was released. The action registered last runs
+ * first. False: the registration could not be allocated. */
+bool ep_world_at_release(EpWorld *world, void (*action)(void *), void *argument);
+/* True in a process that was forked from the process that created the world. */
+bool ep_world_is_forked(const EpWorld *world);
+
+#endif /* EP_WORLD_H */

@@ -1,0 +1,85 @@
+/* world_state.h - the fields of a world, for the three files that implement it. world.c creates and closes a
+ * world, exchange.c implements the exchanges, and watchdog.c is the thread that reads the sockets.
+ * Invariant: after creation and before release, the fields below `lock` are used only while the lock is held.
+ * The host threads and the watchdog thread share them. */
+#ifndef EP_WORLD_STATE_H
+#define EP_WORLD_STATE_H
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/types.h>
+
+#include "runtime/flight_record.h"
+#include "runtime/socket.h"
+#include "runtime/world.h"
+
+/* A peer is at most one exchange ahead, because an exchange ends only after every rank has sent its frame. So
+ * two places for each peer are enough. */
+#define EP_NUM_INBOX 2u
+#define EP_MAX_WATCHED 256u
+
+/* A place for one exchange frame of a peer. The watchdog thread fills it, the host thread empties it. */
+typedef struct {
+    EpFrame frame;
+    int fd; /* the descriptor that came with the frame, or -1 */
+    bool full;
+} EpInbox;
+
+/* One registration of ep_world_at_release. */
+typedef struct EpAction {
+    void (*action)(void *);
+    void *argument;
+    struct EpAction *next;
+} EpAction;
+
+struct EpWorld {
+    uint32_t rank, num_ranks;
+    pid_t pid;
+    bool is_threads;
+    char *record_folder; /* folder for the flight record, or NULL (EPMOE_FLIGHT_RECORD) */
+    _Atomic uint64_t timeout_ns;
+    atomic_int num_refs;
+    int sockets[EP_MAX_RANKS]; /* to each peer; -1: this rank itself, or the peer's end is closed */
+    int wake_fd;               /* an eventfd; close writes to it to end the watchdog thread */
+    pthread_t watchdog;
+    bool has_watchdog;
+    EpRing ring;                       /* call records of this rank; written by its host threads */
+    atomic_uint num_heaps, num_layers; /* created so far: the next numbers in the flight record */
+    char page[EP_PAGE_BYTES];          /* written once, by the thread that sets RECORD_WRITING */
+
+    pthread_mutex_t lock;   /* guards all fields below */
+    pthread_cond_t changed; /* a frame has arrived, the world has ended, or the page is complete */
+    bool closing, closed;
+    uint64_t left_ns; /* time at which this rank left alone with operations in flight, or 0; see watchdog.c */
+    bool in_haste;    /* the process is about to end, so drain waits at most HASTE_NS */
+    int end_code;     /* EpCode with which the world ended; 0 while it has not ended */
+    char end_text[256];
+    uint64_t seq; /* number of this rank's newest exchange */
+    EpInbox inbox[EP_MAX_RANKS][EP_NUM_INBOX];
+    uint64_t left_at_ns[EP_MAX_RANKS]; /* time at which a peer's goodbye arrived, or 0 */
+    uint32_t lost_ranks;               /* see ep_world_lost_ranks */
+    const EpCommBuffer *watched[EP_MAX_WATCHED];
+    EpAction *at_release;
+    EpRecord record; /* the call records of all ranks; complete after the world has ended */
+    /* Detection of mismatched calls; see check_call_order. */
+    EpRecord stuck;                    /* call records of the ranks that are stuck */
+    uint64_t stuck_step[EP_MAX_RANKS]; /* the step in which each rank is stuck, or 0 */
+    uint64_t looked_ns;                /* time of the last check */
+    uint64_t disorder_ns;              /* time since which stuck ranks disagree, or 0 */
+    uint64_t on_gpu_step;              /* the step in which this rank's GPU is stuck, or 0 */
+    uint64_t on_gpu_ns;                /* time at which the GPU last reported that it is stuck */
+    EpNotes on_gpu_notes;              /* the call records of the steps next to on_gpu_step */
+    enum { RECORD_OPEN, RECORD_WRITING, RECORD_DONE } record_state;
+};
+
+/* The main function of the watchdog thread; its argument is the EpWorld. */
+void *ep_world_watch_main(void *world);
+/* End the world; only the first call has an effect. The caller holds the lock. */
+void ep_world_end(EpWorld *world, int code, uint32_t rank, const char *text);
+/* After the end of the world, once: make the page, and write it to record_folder if that is set. The caller
+ * holds the lock. The function releases it while it writes the file. */
+void ep_world_finish_record(EpWorld *world);
+/* If the world has ended, return after the page is complete. The wait for the peers' call records lasts at
+ * most 400 ms from the end of the world. The caller holds the lock. */
+void ep_world_await_record(EpWorld *world);
+
+#endif /* EP_WORLD_STATE_H */
