@@ -1,5 +1,6 @@
-"""python -m epmoe.bench report: the tables and plots of README.md and docs/performance.md are those of the
-files of figures.
+"""python -m epmoe.bench report: tables and plots match the JSON files from which they are made.
+
+This includes the tables and plots of README.md and docs/performance.md.
 """
 
 import json
@@ -16,14 +17,14 @@ FIGURES, PLOTS = ROOT / "benchmarks" / "h200x4.json", ROOT / "docs" / "img"
 NAMES = ("layers", "shapes", "sm", "tokens")
 
 
-def here():
+def repository_figures():
     if not FIGURES.exists():
-        pytest.skip("there is no benchmarks/h200x4.json")
+        pytest.skip("benchmarks/h200x4.json does not exist")
     return report.Figures(FIGURES, PLOTS)
 
 
 def png_texts(path):
-    """The text chunks of a PNG."""
+    """Return the text chunks of a PNG file, as {key: value}."""
     data, at, texts = path.read_bytes(), 8, {}
     while at < len(data):
         length, kind = struct.unpack(">I4s", data[at : at + 8])
@@ -47,8 +48,8 @@ def write(path, rows, **head):
 MARKERS = "before\n<!-- figures -->\nold\n<!-- /figures -->\nafter\n"
 
 
-def made(folder, rows, document="--page", **head):
-    """(Figures, the document that the command wrote) of rows."""
+def make_report(folder, rows, document="--page", **head):
+    """Write rows to a file and run the command. Return (Figures, the text of the written document)."""
     path, page = write(folder / "some.json", rows, **head), folder / "page.md"
     page.write_text(MARKERS)
     assert cli.main(["report", str(path), document, str(page)]) == 0
@@ -57,43 +58,40 @@ def made(folder, rows, document="--page", **head):
 
 @pytest.mark.parametrize("document, make, folder", [("README.md", report.short_block, "docs/img"),
                                                     ("docs/performance.md", report.block, "img")])
-def test_bench_report_documents_are_made_from_the_file(document, make, folder):
-    """If this fails: make report."""
-    figures = here()
+def test_bench_report_documents_match_the_file(document, make, folder):
+    """If this test fails, run make report."""
+    figures = repository_figures()
     text = make(figures, plots.wanted(figures), folder)
     assert f"<!-- figures -->\n{text}<!-- /figures -->" in (ROOT / document).read_text()
 
 
-def test_bench_report_puts_one_table_and_one_plot_into_a_readme():
-    figures = here()
+def test_bench_report_readme_has_one_table_and_one_plot():
+    figures = repository_figures()
     text = report.short_block(figures, plots.wanted(figures), "docs/img")
-    assert (
-        text.count("|---") == text.split("\n")[2].count("|") - 1
-        and text.count("![") == 1
-        and len(text.split("\n")) < 20
-    )
+    assert text.count("|---") == text.split("\n")[2].count("|") - 1
+    assert text.count("![") == 1 and len(text.split("\n")) < 20
     for shape in ("seed", "dsv3", "qwen3-235b", "mixtral", "gpt-oss-120b", "qwen3-30b"):
         assert f"| {shape} | {report.size(shape)} |" in text
 
 
-def test_bench_report_plots_are_made_from_the_file():
-    """If this fails: make report."""
-    figures = here()
+def test_bench_report_plots_match_the_file():
+    """If this test fails, run make report."""
+    figures = repository_figures()
     for name in plots.wanted(figures):
         assert png_texts(figures.plot_path(name))["Figures"] == figures.digest, name
 
 
-def test_bench_report_recorded_peers_say_what_they_are():
-    recorded = here().recorded
+def test_bench_report_recorded_peers_are_described():
+    recorded = repository_figures().recorded
     assert {"machine", "gpus", "cuda", "torch", "date", "what", "link_gbps"} <= set(recorded)
     for r in recorded["rows"]:
-        assert r["impl"].startswith("DeepEP") and r["ms"] == pytest.approx(sum(r.get("parts_ms",
-                                                                                     {"all": r["ms"]}).values()))
+        parts_ms = r.get("parts_ms", {"all": r["ms"]})
+        assert r["impl"].startswith("DeepEP") and r["ms"] == pytest.approx(sum(parts_ms.values()))
 
 
 def test_bench_report_writes_plots_to_a_folder(tmp_path):
-    rows = [row("layer", "c", impl, ms, tflops=9.0) for impl,
-            ms in (("epmoe layer", 1.5), ("GEMMs alone", 1.0), ("torch layer", 3.0))]
+    rows = [row("layer", "c", impl, ms, tflops=9.0)
+            for impl, ms in (("epmoe layer", 1.5), ("GEMMs alone", 1.0), ("torch layer", 3.0))]
     path, page, folder = write(tmp_path / "some.json", rows), tmp_path / "page.md", tmp_path / "img"
     page.write_text(MARKERS)
     folder.mkdir()
@@ -104,52 +102,48 @@ def test_bench_report_writes_plots_to_a_folder(tmp_path):
 
 
 def test_bench_report_of_one_gpu(tmp_path):
-    """Figures of one rank alone: their ratios are those that were recorded."""
-    rows = [row("layer", "c", impl, ms, tflops=9.0) for impl,
-            ms in (("epmoe layer", 1.5), ("torch layer", 3.0))]
-    alone = [row("step", "c", f"{who} {what}", ms, **more) for who, what, ms, more in (
-        ("epmoe", "forward", 1.0, {"ratios": {"torch": 0.51, "GEMMs": 0.81}}), ("torch", "forward", 2.0, {}),
-        ("GEMMs", "forward", 1.25, {}),
-        ("epmoe", "step", 4.0, {"ratios": {"torch": 0.79}, "tflops": 300}), ("torch", "step", 5.0, {}))]
-    alone += [row("decode", "d", way, ms, t) for t, ms in ((1, 0.04), (16, 0.1)) for way in ("eager",)]
+    """The report takes the ratios of one rank alone from the file; it does not compute them."""
+    rows = [row("layer", "c", impl, ms, tflops=9.0)
+            for impl, ms in (("epmoe layer", 1.5), ("torch layer", 3.0))]
+    alone = [
+        row("step", "c", "epmoe forward", 1.0, ratios={"torch": 0.51, "GEMMs": 0.81}),
+        row("step", "c", "torch forward", 2.0),
+        row("step", "c", "GEMMs forward", 1.25),
+        row("step", "c", "epmoe step", 4.0, ratios={"torch": 0.79}, tflops=300),
+        row("step", "c", "torch step", 5.0),
+        row("decode", "d", "eager", 0.04, 1),
+        row("decode", "d", "eager", 0.1, 16),
+    ]
     write(tmp_path / "one_gpu_some.json", alone, what="alone.")
-    assert "| c | 1.00 | 2.00 | 1.25 | 0.51 | 0.81 | 4.00 | 5.00 | 0.79 | 300 |" in made(tmp_path, rows)[1]
-    assert "| eager | 40 us | 100 us |" in made(tmp_path, rows)[1]
-    assert "| c | 64 | 1.50 ms | 2.00× | 1.25×† |" in made(tmp_path, rows, "--readme")[1]
+    page = make_report(tmp_path, rows)[1]
+    assert "| c | 1.00 | 2.00 | 1.25 | 0.51 | 0.81 | 4.00 | 5.00 | 0.79 | 300 |" in page
+    assert "| eager | 40 us | 100 us |" in page
+    assert "| c | 64 | 1.50 ms | 2.00× | 1.25×† |" in make_report(tmp_path, rows, "--readme")[1]
 
 
 def test_bench_report_of_a_cpu(tmp_path, capsys):
+    runs = (("a2a", 64, 1), ("sm", 64, 1), ("sm", 64, 2), ("tokens", 16, 1), ("tokens", 64, 1))
+    times = (("epmoe plan + dispatch", 0.25), ("epmoe cached dispatch", 0.2), ("epmoe combine", 0.5))
     rows = [row(bench, "a-small", impl, ms, tokens, num_sm=n, wire_gbps=0.5)
-            for bench, tokens, n in (("a2a", 64, 1), ("sm", 64, 1), ("sm", 64, 2), ("tokens", 16, 1),
-                                     ("tokens", 64, 1))
-            for impl, ms in (("epmoe plan + dispatch", 0.25), ("epmoe cached dispatch", 0.2),
-                             ("epmoe combine", 0.5))]
+            for bench, tokens, n in runs for impl, ms in times]
     rows += [row("a2a", "a-small", "torch dispatch", 1.0), row("a2a", "a-small", "torch combine", 4.0)]
-    rows += [row("layer", "a-small", impl, ms, tflops=0.01) for impl,
-             ms in (("epmoe layer", 3.0), ("torch layer", 6.0), ("GEMMs alone", 2.0))]
-    figures, text = made(tmp_path, rows)
-    assert (
-        "nothing about GPUs" in text
-        and text.startswith("before\n")
-        and text.endswith("after\n")
-        and "old" not in text
-    )
-    assert (
-        "| a-small | 64 | 0.250 ms | 0.25 | 0.500 ms | 0.12 |" in text
-        and "GB/s |" not in text
-        and "DeepEP |" not in text
-    )
+    rows += [row("layer", "a-small", impl, ms, tflops=0.01)
+             for impl, ms in (("epmoe layer", 3.0), ("torch layer", 6.0), ("GEMMs alone", 2.0))]
+    figures, text = make_report(tmp_path, rows)
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "nothing about GPUs" in text
+    assert "| a-small | 64 | 0.250 ms | 0.25 | 0.500 ms | 0.12 |" in text
+    assert "GB/s |" not in text and "DeepEP |" not in text
     assert "| a-small | 64 | 3.000 ms | 1.50 | 0.50 |" in text
     for name in NAMES:
-        assert (
-            f"](some_{name}.png)" in text
-            and png_texts(tmp_path / f"some_{name}.png")["Figures"] == figures.digest
-        )
+        assert f"](some_{name}.png)" in text
+        assert png_texts(tmp_path / f"some_{name}.png")["Figures"] == figures.digest
     assert "no figures of DeepEP for a-small" in capsys.readouterr().out
 
 
-def test_bench_report_names_what_is_missing(tmp_path, capsys):
-    _, text = made(tmp_path, [row("tokens", "b", "epmoe combine", 1.0)], machine="4 x GPU", gpus=4, cuda="13")
+def test_bench_report_names_missing_rows_and_plots(tmp_path, capsys):
+    rows = [row("tokens", "b", "epmoe combine", 1.0)]
+    _, text = make_report(tmp_path, rows, machine="4 x GPU", gpus=4, cuda="13")
     out = capsys.readouterr().out
     for bench in ("a2a", "sm", "layer"):
         assert f"no rows of {bench}: python -m epmoe.bench {bench}" in out
@@ -159,40 +153,38 @@ def test_bench_report_names_what_is_missing(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("same_run", [True, False])
-def test_bench_report_tells_two_runs_apart(tmp_path, same_run):
-    """DeepEP's figures of another run are marked, and give way to those of this run."""
+def test_bench_report_marks_figures_of_another_run(tmp_path, same_run):
+    """Figures of DeepEP from the same run replace those of another run, which have a mark."""
     head = {"machine": "4 x GPU", "gpus": 4, "cuda": "13"}
     rows = [row("a2a", "c", "epmoe plan + dispatch", 1.0), row("a2a", "c", "epmoe combine", 1.0)]
-    theirs = [row("a2a", "c", f"DeepEP {stage}, {n} SMs", ms, num_sm=n) for stage in ("dispatch", "combine")
-              for n, ms in ((24, 4.0), (48, 2.0))]
+    theirs = [row("a2a", "c", f"DeepEP {stage}, {n} SMs", ms, num_sm=n)
+              for stage in ("dispatch", "combine") for n, ms in ((24, 4.0), (48, 2.0))]
     recorded = [row("a2a", "c", "DeepEP dispatch", 5.0), row("a2a", "c", "DeepEP combine", 5.0)]
     write(tmp_path / "deep_ep_some.json", recorded, what="measured at another time", **head)
-    _, text = made(tmp_path, rows + theirs if same_run else rows, **head)
+    _, text = make_report(tmp_path, rows + theirs if same_run else rows, **head)
     assert ("| c | 64 | 1.000 ms | 0.50 | 1.000 ms | 0.50 |" if same_run
             else "| c | 64 | 1.000 ms | 0.20* | 1.000 ms | 0.20* |") in text
-    assert ("measured at another time" in text) != same_run and (
-        "the better of 24 and 48 SMs, in the same run" in text
-    ) == same_run
+    assert ("measured at another time" in text) != same_run
+    assert ("the better of 24 and 48 SMs, in the same run" in text) == same_run
 
 
-def test_bench_report_of_a_layer_that_decodes(tmp_path):
-    """A shape with few tokens is a row of its own; figures of DeepEP that were recorded with many are not its
-    peer's.
+def test_bench_report_of_a_decoding_layer(tmp_path):
+    """A shape with few tokens has its own row.
+
+    The report does not compare it with DeepEP's figures, which were recorded with many tokens.
     """
     head = {"machine": "4 x GPU", "gpus": 4, "cuda": "13"}
-    rows = [row("layer", name, impl, ms, tokens, tflops=9.0) for name,
-            tokens in (("c", 8192), ("c T=128", 128))
-            for impl, ms in (("epmoe layer", 1.5), ("GEMMs alone", 1.0), ("torch layer", 3.0))]
-    write(tmp_path / "deep_ep_some.json", [row("layer", "c", "DeepEP layer", 3.0)], what="w", what_layer="l",
-          **head)
-    _, text = made(tmp_path, rows, **head)
-    assert (
-        "| c | 8192 | 1.500 ms | 9 | 1.50 | 0.50 | 0.50* |" in text
-        and "| c T=128 | 128 | 1.500 ms | 9 | 1.50 | 0.50 |  |" in text
-    )
+    times = (("epmoe layer", 1.5), ("GEMMs alone", 1.0), ("torch layer", 3.0))
+    rows = [row("layer", name, impl, ms, tokens, tflops=9.0)
+            for name, tokens in (("c", 8192), ("c T=128", 128)) for impl, ms in times]
+    recorded = [row("layer", "c", "DeepEP layer", 3.0)]
+    write(tmp_path / "deep_ep_some.json", recorded, what="w", what_layer="l", **head)
+    _, text = make_report(tmp_path, rows, **head)
+    assert "| c | 8192 | 1.500 ms | 9 | 1.50 | 0.50 | 0.50* |" in text
+    assert "| c T=128 | 128 | 1.500 ms | 9 | 1.50 | 0.50 |  |" in text
 
 
-def test_bench_report_wants_one_place(tmp_path):
+def test_bench_report_requires_markers(tmp_path):
     readme = tmp_path / "page.md"
     readme.write_text("nothing marked\n")
     with pytest.raises(SystemExit, match="found 0"):
@@ -201,8 +193,8 @@ def test_bench_report_wants_one_place(tmp_path):
 
 
 def test_bench_report_of_grouped_gemms(tmp_path):
-    products = [row("gemm", "c", f"{impl} {what}", ms, tflops=600.0) for impl,
-                ms in (("torch", 4.0), ("epmoe", 3.0)) for what in report.PRODUCTS]
-    products.append(row("gemm", "c", "epmoe gate and up, SwiGLU", 3.06, tflops=588.0, ratio=1.02))
-    _, text = made(tmp_path, products, machine="4 x GPU", gpus=4, cuda="13")
+    gemms = [row("gemm", "c", f"{impl} {gemm}", ms, tflops=600.0)
+             for impl, ms in (("torch", 4.0), ("epmoe", 3.0)) for gemm in report.PRODUCTS]
+    gemms.append(row("gemm", "c", "epmoe gate and up, SwiGLU", 3.06, tflops=588.0, ratio=1.02))
+    _, text = make_report(tmp_path, gemms, machine="4 x GPU", gpus=4, cuda="13")
     assert "| c | 64 | 3.000 ms | 600 | 0.75 | 1.02 | 0.75 | 0.75 | 0.75 | 0.75 | 0.75 |" in text

@@ -1,6 +1,4 @@
-"""The build: what makes it another one, what must not compile, and what the look at the kernels finds
-(check_kernels.py).
-"""
+"""The build: which settings cause a new build, what must not compile, and what check_kernels.py finds."""
 
 import os
 import re
@@ -17,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="no make")
-def test_build_settings_are_all_that_setup_reads(tmp_path):
-    """With another value of any variable that setup.py reads, make builds again."""
+def test_build_settings_have_every_variable_of_setup(tmp_path):
+    """make builds again if any variable that setup.py reads has another value."""
     names = set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', (ROOT / "setup.py").read_text())) - {"MAX_JOBS"}
     bare = {n: v for n, v in os.environ.items() if n not in names and not n.startswith("MAKE")}
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -37,18 +35,21 @@ def test_build_settings_are_all_that_setup_reads(tmp_path):
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")
 @pytest.mark.parametrize("arch, compiles", [("compute_90", False), ("compute_80", True)])
 def test_build_has_no_empty_kernels_for_hopper(arch, compiles):
-    """sm_90 without the a has no wgmma; the kernels for older GPUs are others, and these may be empty there.
+    """compute_90 must not compile, because only compute_90a has wgmma. The error names sm_90a.
+
+    Older GPUs use other kernels, so for them these kernels may be empty.
     """
     command = ["nvcc", "-std=c++17", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", f"-arch={arch}",
-               "-ptx", str(ROOT / "csrc/kernels/gemm/gemm_bf16.cu"),
-               "-o", os.devnull]
+               "-ptx", str(ROOT / "csrc/kernels/gemm/gemm_bf16.cu"), "-o", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
-    assert (done.returncode == 0) == compiles and ("code=sm_90a" in done.stderr) != compiles, done.stderr
+    assert (done.returncode == 0) == compiles, done.stderr
+    assert ("code=sm_90a" in done.stderr) != compiles, done.stderr
 
 
 def sass(kernel, *instructions):
-    return "\n".join([f"\t\tFunction : {kernel}", *(f"        /*0000*/                   {i} ;"
-                                                    for i in instructions)]) + "\n"
+    """Return the text that cuobjdump -sass prints for a kernel."""
+    lines = [f"        /*0000*/                   {i} ;" for i in instructions]
+    return "\n".join([f"\t\tFunction : {kernel}", *lines]) + "\n"
 
 
 GOOD = {"gemm_bf16.cu.o": sass("gemm_kernel", "HGMMA.64x256x16.F32.BF16 R24"),
@@ -64,14 +65,16 @@ GOOD = {"gemm_bf16.cu.o": sass("gemm_kernel", "HGMMA.64x256x16.F32.BF16 R24"),
     ({"fused_f16.cu.o": sass("other", "HGMMA.64x192x16.F32 R24")}, "no mega_kernel was found"),
     ({"gemm_bf16.cu.o": sass("other", "HGMMA.64x192x16.F32 R24")}, "no gemm_kernel was found"),
 ], ids=["good", "gemm", "mega", "local", "no_mega", "no_gemm"])
-def test_build_check_sees_what_the_kernels_that_multiply_lack(tmp_path, change, fault):
+def test_build_check_finds_faults_of_gemm_kernels(tmp_path, change, fault):
+    """check_kernels.py finds missing HGMMA instructions, local memory and missing kernels."""
     for name in ("cuobjdump", "nvdisasm"):
         (tmp_path / name).write_text('#!/bin/sh\ncat "$2"\n')
         (tmp_path / name).chmod(0o755)
     for name, text in (GOOD | change).items():
         (tmp_path / name).write_text(text)
     (tmp_path / "kernels.log").write_text("".join(
-        f"ptxas info    : Compiling entry function 'k{i}' for 'sm_90a'\n    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
+        f"ptxas info    : Compiling entry function 'k{i}' for 'sm_90a'\n"
+        "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n"
         "ptxas info    : Used 90 registers, used 1 barriers\n" for i in range(10)))
     command = [sys.executable, str(ROOT / "tests/check_kernels.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S,

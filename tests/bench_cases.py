@@ -1,0 +1,37 @@
+"""What the tests of python -m epmoe.bench share: the commands, and how a test runs one of them."""
+
+import contextlib
+import io
+
+import pytest
+
+from epmoe.bench import cli
+
+# The arguments of each command: small shapes and few runs.
+COMMANDS = {
+    "a2a": ["--shapes", "mixtral,qwen3-30b", "--num-sm", "2", "--iters", "2"],
+    "sm": ["--shapes", "mixtral", "--num-sm", "1,3", "--iters", "1"],
+    "tokens": ["--shapes", "seed", "--iters", "1"],
+    "layer": ["--shapes", "qwen3-30b,dsv3", "--iters", "1"],
+    "growth": ["--shapes", "qwen3-30b", "--iters", "1"],
+    "ablation": ["--shapes", "qwen3-30b", "--iters", "1"],
+    "features": ["--shapes", "gpt-oss-120b", "--iters", "1"],
+    "gemm": ["--shapes", "qwen3-30b", "--iters", "1"],
+    "host": ["--iters", "1"],
+}
+
+
+def run_command(argv):
+    """Run this rank's part of a command in this process. Return (rows, stdout, stderr)."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        rows = cli.run(cli.parse(argv))
+    return rows, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu():
+    """Use the CPU even if the machine has GPUs. Processes that a test starts inherit the setting."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EPMOE_BACKEND", "cpu")
+        yield

@@ -1,0 +1,59 @@
+"""epmoe.bench.check: the checks that a bench makes before it measures find wrong results."""
+
+import pytest
+import torch
+
+import epmoe
+from bench_cases import on_the_cpu  # noqa: F401
+from epmoe.bench import check
+from epmoe.bench.torch_nccl import TorchAllToAll
+
+pytestmark = pytest.mark.cpu_only
+
+
+@pytest.fixture
+def dispatched():
+    """(layer, its inputs, torch's all-to-all of the same inputs) in a world of one rank."""
+    x, idx, weight = torch.randn(20, 16), torch.rand(20, 6).topk(3).indices, torch.rand(20, 3)
+    with epmoe.World() as world, epmoe.EPAll2AllLayer(world, 20, 16, 3, num_tot_experts=6,
+                                                      dtype=torch.float32, enable_local_combine=True,
+                                                      device="cpu") as layer:
+        yield layer, (x, idx, weight), TorchAllToAll(x, idx, weight, 6, 1)
+
+
+def test_bench_check_accepts_only_right_results(dispatched):
+    layer, inputs, peer = dispatched
+    rows, row_weight, layout = layer.dispatch(*inputs)
+    assert check.rows_error(rows, row_weight, peer) == ""
+    other = rows.clone()
+    other[5, 3] += 1
+    assert "1 of 60 rows" in check.rows_error(other, row_weight, peer)
+    assert "weights" in check.rows_error(rows, row_weight.flip(0), peer)
+    assert "wanted rows of shape" in check.rows_error(rows[:-1], row_weight, peer)
+    y_rows = check.experts(rows, layout.expert_offsets, 0)
+    y = layer.combine(y_rows, layout, row_weight)
+    assert check.sums_error(y, y_rows, peer) == ""
+    unweighted = layer.combine(y_rows, layout)
+    assert "tokens differ" in check.sums_error(unweighted, y_rows, peer)
+    y[7, 2] = float("nan")
+    assert "1 of 20 tokens" in check.sums_error(y, y_rows, peer)
+
+
+def test_bench_stand_in_experts_differ(dispatched):
+    """Neighbouring stand-in experts have different factors.
+
+    With equal factors, a row at a wrong expert would not change the sum.
+    """
+    layer, (x, idx, weight), peer = dispatched
+    rows, _, layout = layer.dispatch(x, idx, weight)
+    y_rows = check.experts(rows, layout.expert_offsets, 0)
+    expert = torch.repeat_interleave(torch.arange(6), layout.tokens_per_expert)
+    assert torch.equal(y_rows, rows * torch.tensor([0.5, 1.0, 2.0, 4.0, 0.5, 1.0])[expert][:, None])
+
+
+def test_bench_poisons_outputs():
+    before = torch.are_deterministic_algorithms_enabled()
+    with check.poisoned():
+        assert torch.empty(1000).isnan().all()
+        assert (torch.empty(9, dtype=torch.int32) == 2**31 - 1).all()
+    assert torch.are_deterministic_algorithms_enabled() == before

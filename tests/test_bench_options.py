@@ -1,0 +1,107 @@
+"""The command line of python -m epmoe.bench: options, refused arguments, ranks that it starts, progress."""
+
+import os
+import re
+import subprocess
+import sys
+import unittest.mock
+from pathlib import Path
+
+import pytest
+import torch
+
+import epmoe
+from bench_cases import COMMANDS, on_the_cpu, run_command  # noqa: F401
+from epmoe.bench import cli, layer, shapes
+from epmoe.bench.progress import Progress
+from epmoe.bench.run import Run
+from pace import HANG_S
+
+pytestmark = pytest.mark.cpu_only
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def run_of():
+    """run_of(argv) returns the Run of a command whose only rank is this process."""
+    runs = []
+
+    def start(*argv):
+        runs.append(Run(cli.parse(list(argv))))
+        runs[-1].introduce()
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
+
+
+def test_bench_layer_measures_decoding_too(run_of):
+    """On a GPU, layer adds two shapes with few tokens, but only if it measures dsv3."""
+    run, other = run_of("layer"), run_of("layer", "--shapes", "seed")
+    with (unittest.mock.patch.object(run, "on_gpu", True),
+          unittest.mock.patch.object(run, "device", torch.device("cuda"))):
+        found = {s.name: s for s in layer.shapes(run)}
+    decode = {n: s for n, s in found.items() if n not in shapes.SHAPES}
+    assert list(found)[1:4] == ["dsv3", "dsv3 T=128", "dsv3 T=1024"]
+    assert [s.tokens for s in decode.values()] == [128, 1024]
+    assert len(found) == len(shapes.SHAPES) + 2
+    assert {(s.hidden, s.inner, s.experts, s.topk) for s in decode.values()} == {(7168, 2048, 256, 8)}
+    assert [s.name for s in layer.shapes(other)] == ["seed-small"]
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("gemm", "sm")])
+def test_bench_num_sm_applies_to_every_layer(command):
+    with unittest.mock.patch.object(epmoe._C, "layer_create", wraps=epmoe._C.layer_create) as create:
+        rows, out, _ = run_command([command, "--shapes", "qwen3-30b", "--num-sm", "2", "--iters", "1"])
+    # The second argument is the configuration, whose field 9 is num_sm.
+    assert rows and {call.args[1][9] for call in create.call_args_list} == {2}
+    assert (command == "ablation") == ("skipped: two-stage dispatch, 32 tail SMs" in out)
+
+
+def test_bench_num_sm_of_a_choice_has_priority(run_of):
+    run = run_of("ablation", "--num-sm", "2")
+    op = run.layer(run.shape("qwen3-30b"), torch.float32, epmoe.EpAll2AllFusedOp, num_sm=3)
+    assert op._config[9] == 3
+    op.finalize()
+
+
+def bench(*arguments, **env):
+    """Run the command in a process. Return (exit code, stdout, stderr)."""
+    variables = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "-m", "epmoe.bench", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S,
+                          env=variables | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | env)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_bench_starts_its_ranks_without_torchrun():
+    code, out, err = bench("--shapes", "mixtral", "--ranks", "2", "--iters", "1")
+    assert code == 0, err
+    assert out.startswith("2 ranks on a CPU") and "epmoe plan + dispatch" in out
+
+
+@pytest.mark.parametrize("argv, text", [
+    (["a2a", "--shapes", "mixtral,none"], "none: must be one of seed"),
+    (["a2a", "--num-sm", "8,16"], "only sm takes several"),
+    (["gemm", "--num-sm", "8"], "leave it out for gemm"),
+    (["sm", "--num-sm", "many"], "many: must be a positive number"),
+    (["a2a", "--num-sm", "0"], "0: must be a positive number"),
+    (["layer", "--iters", "0"], "0: must be a positive number"),
+    (["a2a", "--json", "/no/such/folder/x.json"], "cannot write to its folder"),
+])
+def test_bench_rejects_wrong_arguments(argv, text, capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(argv)
+    assert text in capsys.readouterr().err
+
+
+def test_bench_progress_prints_lines_without_a_terminal(capsys):
+    lines = "[1/2, 0 s] one\n[1/2, 0 s] half of one\n[2/2, 0 s] two\n"
+    for on in (True, False):
+        with Progress(2, on=on) as progress:
+            progress.step("one")
+            progress.show("half of one")
+            progress.step("two")
+        out, err = capsys.readouterr()
+        assert out == "" and re.sub(r"\d+ s", "0 s", err) == (lines if on else "")

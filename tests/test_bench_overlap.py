@@ -1,0 +1,64 @@
+"""python -m epmoe.bench overlap: its table, plots and traces.
+
+Only GPUs record events, so here the events are given.
+"""
+
+import contextlib
+import json
+import re
+import unittest.mock
+
+import pytest
+import torch
+
+import epmoe
+from bench_cases import on_the_cpu, run_command  # noqa: F401
+from epmoe import trace
+from epmoe.bench import overlap
+
+pytestmark = pytest.mark.cpu_only
+SEND, GEMM = (next(w for w, n in trace.SPANS.items() if n == name) for name in ("send", "gemm"))
+# CTA, warp, begin and duration in ns, span, rank or expert. The events cover 8 us.
+EVENTS = torch.tensor([[0, 1, 0, 2000, SEND, 1],
+                       [0, 1, 3000, 1000, SEND, 0],
+                       [1, 2, 0, 3000, SEND, 1],
+                       [0, 4, 0, 8000, GEMM, 5]])
+
+
+class Recorded(contextlib.nullcontext):
+    """Replaces trace.Trace: each of two ranks has recorded EVENTS."""
+
+    def __init__(self, op, room):
+        super().__init__(self)
+
+    def events(self):
+        return EVENTS
+
+    def gather(self):
+        return [EVENTS, EVENTS]
+
+
+@pytest.mark.parametrize("given", [["trace"], ["json"], ["trace", "json"]])
+def test_bench_overlap_prints_shares_and_plots(tmp_path, given):
+    """The command writes a plot next to each file that an option names."""
+    options = [a for option in given for a in (f"--{option}", str(tmp_path / f"{option}.json"))]
+    with (unittest.mock.patch.object(epmoe._C, "TRACE", 1),
+          unittest.mock.patch.object(trace, "Trace", Recorded)):
+        rows, out, _ = run_command(["overlap", *options])
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 100
+    for kernel in overlap.KERNELS:
+        found = {r["impl"]: (r["total_us"], r["share"], r["spans"])
+                 for r in rows if r["impl"].startswith(kernel)}
+        # The events have two communication warps and one MMA warp.
+        assert found == {f"{kernel}: send": (6.0, 6 / 16, 3), f"{kernel}: gemm": (8.0, 1.0, 1)}
+        name = re.escape(kernel)
+        assert re.search(name + r": send +6\.0 us +37\.5% +3 spans of 2\.00 us$", out, re.MULTILINE)
+        assert re.search(name + r": gemm +8\.0 us +100\.0% +1 spans of 8\.00 us$", out, re.MULTILINE)
+    plots = {f"{option}_overlap.png" for option in given}
+    traces = {f"trace_{k.replace(' + ', '_')}.json" for k in overlap.KERNELS if "trace" in given}
+    assert {p.name for p in tmp_path.iterdir()} - {"json.json"} == plots | traces
+    for name in plots:
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    for name in traces:
+        events = json.loads((tmp_path / name).read_text())["traceEvents"]
+        assert len([e for e in events if e["ph"] == "X"]) == 2 * len(EVENTS)
