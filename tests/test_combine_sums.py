@@ -1,4 +1,7 @@
-"""combine against the oracle, bit by bit: the sums have a fixed order, see EPAll2AllLayer.combine."""
+"""combine compared bit by bit with the reference.
+
+This is possible because sums have a fixed order: see EPAll2AllLayer.combine.
+"""
 
 import dataclasses
 
@@ -6,8 +9,7 @@ import pytest
 import torch
 
 from cases import (DTYPES, MODES, Case, case_id, check_case, check_sums, generator, indices_of, inputs_of,
-                   make_layer, random_numbers,
-                   rows_for_combine, run_case, same_bits, soil)
+                   make_layer, random_numbers, rows_for_combine, run_case, same_bits, soil)
 from epmoe import reference
 from epmoe.testing import PATTERNS
 
@@ -16,7 +18,7 @@ from epmoe.testing import PATTERNS
 @pytest.mark.parametrize("weights", [True, False], ids=["weights", "bare"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 @pytest.mark.parametrize("mode", MODES)
-def test_combine_mode_dtype_weights(ranks, mode, dtype, weights, index_dtype):
+def test_combine_dtypes_and_weights(ranks, mode, dtype, weights, index_dtype):
     case = Case(num_local=3, topk=5, hidden=40, max_tokens=30, mode=mode, dtype=dtype, weights=weights,
                 index_dtype=index_dtype, tokens="unequal", seed=2)
     check_case(ranks(run_case, case), case)
@@ -32,7 +34,7 @@ def test_combine_pattern(ranks, mode, pattern):
 @pytest.mark.parametrize("capacity", ["roomy", "exact"])
 @pytest.mark.parametrize("mode", MODES)
 def test_combine_capacity(ranks, mode, capacity):
-    """Rows behind M are NaN here, and do not come home."""
+    """The rows after the first M are NaN. combine must not send them."""
     case = Case(num_local=3, topk=4, hidden=24, max_tokens=19, mode=mode, capacity=capacity,
                 pattern="sentinels")
     check_case(ranks(run_case, case), case)
@@ -61,8 +63,8 @@ def test_combine_hidden(ranks, mode, hidden):
 
 @pytest.mark.parametrize("num_sm", [1, 3, 16])
 @pytest.mark.parametrize("mode", MODES)
-def test_combine_workers(ranks, mode, num_sm):
-    """The order of a sum does not depend on who adds."""
+def test_combine_num_sm(ranks, mode, num_sm):
+    """The order of a sum does not depend on the number of workers."""
     case = Case(num_local=4, topk=6, max_tokens=70, mode=mode, num_sm=num_sm)
     check_case(ranks(run_case, case), case)
 
@@ -75,7 +77,7 @@ def test_combine_many_tokens(ranks, mode):
 
 
 def combine_once(layer, case, y_of, w_of=None):
-    """Combine rows that a function of (M, H) makes."""
+    """Dispatch, then combine the rows y_of(M, H) with the weights w_of(M). Return (indices, sums, layout)."""
     idx = indices_of(case, layer.rank, layer.world_size).to(layer.device)
     x, _ = inputs_of(case, layer.rank, layer.world_size)
     rows, _, layout = layer.dispatch(x.to(layer.device), idx)
@@ -86,7 +88,7 @@ def combine_once(layer, case, y_of, w_of=None):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_combine_dropped_tokens_are_positive_zero(ranks, mode):
-    """A token without a choice gets zeros, not what the buffer held."""
+    """A token without a choice gets zeros, not the old content of the buffer."""
     case = Case(topk=3, max_tokens=16, mode=mode, pattern="all_dropped")
 
     def run(world, device):
@@ -97,13 +99,13 @@ def test_combine_dropped_tokens_are_positive_zero(ranks, mode):
         return out
 
     for out in ranks(run):
-        same_bits(out, torch.zeros(16, case.hidden, dtype=case.dtype), "sums of nothing")
+        same_bits(out, torch.zeros(16, case.hidden, dtype=case.dtype), "sums of dropped tokens")
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 def test_combine_of_ones_counts_the_choices(ranks, mode, dtype):
-    """Small integers are exact in every dtype: y[t] is the number of choices that were not dropped."""
+    """y[t] is the number of choices that were not dropped. Small integers are exact in every dtype."""
     case = Case(num_local=3, topk=7, max_tokens=40, mode=mode, dtype=dtype, pattern="sentinels")
 
     def run(world, device):
@@ -117,8 +119,8 @@ def test_combine_of_ones_counts_the_choices(ranks, mode, dtype):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_combine_overflows_as_the_dtype_does(ranks, mode):
-    """Sums are taken in float32 and rounded at the end: float16 gives infinity where the sum is too large."""
+def test_combine_overflow_gives_infinity(ranks, mode):
+    """combine adds in float32 and rounds at the end. A sum that is too large for float16 becomes infinity."""
     case = Case(topk=4, max_tokens=10, mode=mode, dtype=torch.float16, pattern="own_rank", weights=False)
 
     def run(world, device):
@@ -144,24 +146,26 @@ def test_combine_nan_stays_with_its_token(ranks, mode):
         rows, _, layout = layer.dispatch(x.to(device), idx.to(device))
         out = layer.combine(rows, layout).float().cpu()
         layer.finalize()
-        return torch.equal(out.isnan(), x.isnan()) and torch.equal(out[~x.isnan()],
-                                                                   torch.full_like(out, 2)[~x.isnan()])
+        is_nan = x.isnan()
+        twos = torch.full_like(out, 2)
+        return torch.equal(out.isnan(), is_nan) and torch.equal(out[~is_nan], twos[~is_nan])
 
     assert all(ranks(run))
 
 
 def test_combine_scatter_and_gather_agree(ranks):
-    """Two ways home, one sum; pre-reduction rounds the partial sums and so differs by at most that."""
+    """scatter and gather give the same bits. Pre-reduction rounds its partial sums, so it may differ."""
     case = Case(num_local=3, topk=6, hidden=48, max_tokens=25, dtype=torch.bfloat16)
 
     def run(world, device):
+        def y_of(m, h):
+            return random_numbers((m, h), case.dtype, generator(1, world.rank)).float()
+
         outs = []
         for mode in MODES:
             c = dataclasses.replace(case, mode=mode)
             layer = make_layer(world, device, c)
-            outs.append(combine_once(layer, c, lambda m, h: random_numbers((m, h), c.dtype,
-                                                                           generator(1,
-                                                                                     world.rank)).float())[1].clone())
+            outs.append(combine_once(layer, c, y_of)[1].clone())
             layer.finalize()
         return outs
 
@@ -173,7 +177,7 @@ def test_combine_scatter_and_gather_agree(ranks):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_combine_of_an_older_layout(ranks, mode):
-    """Rows of one dispatch come home by its own layout, whatever was dispatched since."""
+    """combine uses the layout of its dispatch, even if later dispatches made other layouts."""
     cases = [Case(num_local=2, topk=3, max_tokens=20, tokens="unequal", mode=mode, seed=s) for s in range(3)]
 
     def run(world, device):
@@ -184,7 +188,7 @@ def test_combine_of_an_older_layout(ranks, mode):
             sent.append(layer.dispatch(x.to(device), indices_of(case, world.rank, world.size).to(device),
                                        weight.to(device)))
         results = [None] * 3
-        for i in (1, 2, 0, 1):  # one of them twice
+        for i in (1, 2, 0, 1):  # layout 1 twice
             rows, _, layout = sent[i]
             y, w = rows_for_combine(cases[i], world.rank, len(rows), layout.num_rows)
             out = layer.combine(y.to(device), layout, w.to(device))
@@ -199,9 +203,10 @@ def test_combine_of_an_older_layout(ranks, mode):
         check_sums(of_all, plan, 2 * len(results), mode)
 
 
-def test_combine_of_identity_gives_the_weighted_token(ranks):
-    """Experts that do nothing: y[t] = x[t] * sum of its weights, here exact because weights are powers of
-    two.
+def test_combine_of_unchanged_rows_gives_the_weighted_token(ranks):
+    """If the experts return their rows unchanged, y[t] = x[t] * the sum of the weights of t.
+
+    The products are exact because the weights are powers of two.
     """
     case = Case(num_local=2, topk=2, hidden=16, max_tokens=20, dtype=torch.float32)
 

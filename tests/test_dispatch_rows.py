@@ -1,4 +1,4 @@
-"""dispatch against the oracle, bit by bit: what moves is not touched."""
+"""dispatch compared bit by bit with the reference: rows and weights arrive unchanged."""
 
 import dataclasses
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from cases import (DTYPES, MODES, Case, case_id, check_case, check_plan, check_rows, indices_of, inputs_of,
-                   layout_parts, make_layer, run_case, run_routing,
-                   same_bits, soil)
+                   layout_parts, make_layer, run_case, run_routing, same_bits, soil)
 from epmoe.testing import PATTERNS
 
 
@@ -15,7 +14,7 @@ from epmoe.testing import PATTERNS
 @pytest.mark.parametrize("weights", [True, False], ids=["weights", "bare"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=case_id)
 def test_dispatch_every_bit_pattern(ranks, dtype, weights, index_dtype):
-    """NaN payloads, infinities, denormals and -0.0 arrive as they were sent."""
+    """NaN payloads, infinities, denormals and -0.0 arrive unchanged."""
     case = Case(num_local=3, topk=4, hidden=40, max_tokens=37, dtype=dtype, weights=weights,
                 index_dtype=index_dtype, tokens="unequal", seed=3)
     check_case(ranks(run_case, case), case)
@@ -30,14 +29,14 @@ def test_dispatch_pattern(ranks, pattern, capacity):
 
 @pytest.mark.parametrize("tokens", ["none", "first_none", "only_last", "unequal"])
 @pytest.mark.parametrize("mode", MODES)
-def test_dispatch_tokens_of_ranks(ranks, tokens, mode):
+def test_dispatch_different_token_counts(ranks, tokens, mode):
     case = Case(topk=3, max_tokens=18, tokens=tokens, mode=mode)
     check_case(ranks(run_case, case), case)
 
 
 @pytest.mark.parametrize("hidden", [8, 24, 72, 520, 1048])
 def test_dispatch_hidden(ranks, hidden):
-    """Rows that are small, odd multiples of 16 bytes, and longer than one trip of a worker's lanes."""
+    """Sizes of a row: small, odd multiples of 16 bytes, and more than a worker copies in one iteration."""
     case = Case(topk=3, hidden=hidden, max_tokens=13)
     check_case(ranks(run_case, case), case)
 
@@ -67,12 +66,12 @@ def test_dispatch_many_tokens(ranks):
 
 
 @pytest.mark.parametrize("num_sm", [1, 2, 7, 32])
-def test_dispatch_workers(ranks, num_sm):
+def test_dispatch_num_sm(ranks, num_sm):
     case = Case(num_local=4, topk=4, max_tokens=90, num_sm=num_sm)
     check_case(ranks(run_case, case), case)
 
 
-def test_dispatch_is_the_same_in_every_run(ranks):
+def test_dispatch_is_bit_identical_in_every_run(ranks):
     def run(world, device):
         case = Case(num_local=4, topk=6, hidden=32, max_tokens=60, num_sm=8)
         layer = make_layer(world, device, case)
@@ -88,8 +87,8 @@ def test_dispatch_is_the_same_in_every_run(ranks):
     assert all(ranks(run))
 
 
-def test_dispatch_by_layout_repeats_the_plan(ranks):
-    """Cached dispatch: other tokens, and weights or none, over the plan of before."""
+def test_dispatch_with_layout_uses_its_plan(ranks):
+    """Cached dispatch: an existing layout with other tokens, with and without weights."""
     base = Case(num_local=3, topk=3, max_tokens=25, tokens="unequal")
 
     def run(world, device):
@@ -100,13 +99,12 @@ def test_dispatch_by_layout_repeats_the_plan(ranks):
         for seed in (0, 11, 12):
             for weights in (True, False):
                 case = dataclasses.replace(base, weights=weights)
-                x, weight = inputs_of(dataclasses.replace(case, seed=seed, tokens="full"), world.rank,
-                                      world.size)
+                of_seed = dataclasses.replace(case, seed=seed, tokens="full")
+                x, weight = inputs_of(of_seed, world.rank, world.size)
                 x = x[: layout.num_tokens].contiguous()
                 weight = None if weight is None else weight[: layout.num_tokens].contiguous()
-                rows, row_weight, same = layer.dispatch(x.to(device),
-                                                        weight=None if weight is None else weight.to(device),
-                                                        layout=layout)
+                device_weight = None if weight is None else weight.to(device)
+                rows, row_weight, same = layer.dispatch(x.to(device), weight=device_weight, layout=layout)
                 assert same is layout
                 results.append({"idx": indices_of(base, world.rank, world.size), "x": x, "weight": weight,
                                 "rows": rows, "row_weight": row_weight, **planned})
@@ -119,7 +117,7 @@ def test_dispatch_by_layout_repeats_the_plan(ranks):
         check_rows(of_all, check_plan(of_all, 3 * len(results)))
 
 
-def test_dispatch_after_preprocess_is_dispatch(ranks):
+def test_dispatch_after_preprocess(ranks):
     case = Case(topk=3, max_tokens=15, tokens="unequal", mode="gather")
 
     def run(world, device):
@@ -134,7 +132,7 @@ def test_dispatch_after_preprocess_is_dispatch(ranks):
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float64], ids=case_id)
 def test_dispatch_weight_dtype(ranks, weight_dtype):
-    """Weights of any floating dtype travel as float32 and come back in the layer's weight_dtype."""
+    """Weights of any floating dtype are sent as float32 and arrive in the layer's weight_dtype."""
 
     def run(world, device):
         case = Case(topk=3, max_tokens=15)
@@ -151,7 +149,7 @@ def test_dispatch_weight_dtype(ranks, weight_dtype):
     check_rows(results, check_plan(results, 2 * len(results)), weight_dtype)
 
 
-def test_dispatch_leaves_its_arguments_alone(ranks):
+def test_dispatch_does_not_change_its_arguments(ranks):
     def run(world, device):
         case = Case(topk=3, max_tokens=15)
         layer = make_layer(world, device, case)
@@ -164,9 +162,9 @@ def test_dispatch_leaves_its_arguments_alone(ranks):
         y = torch.ones_like(rows)
         layer.combine(y, layout, torch.ones_like(row_weight))
         layer.synchronize()
-        for now, then in ((x, before[0]), (idx, before[1]), (weight, before[2]), (layout.plan, plan),
-                          (y, torch.ones_like(y))):
-            same_bits(now, then, "an argument")
+        for after, wanted in ((x, before[0]), (idx, before[1]), (weight, before[2]), (layout.plan, plan),
+                              (y, torch.ones_like(y))):
+            same_bits(after, wanted, "an argument")
         layer.finalize()
         return True
 
@@ -176,9 +174,7 @@ def test_dispatch_leaves_its_arguments_alone(ranks):
 @pytest.mark.parametrize("topk", [1, 2, 3])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=case_id)
 def test_dispatch_of_slices(ranks, topk, index_dtype):
-    """Microbatches cut from one batch: contiguous, at addresses that are multiples of their elements' size
-    only.
-    """
+    """Microbatches are contiguous slices of one batch, aligned only to the size of an element."""
     whole = Case(topk=topk, max_tokens=20, index_dtype=index_dtype)
 
     def run(world, device):
@@ -200,8 +196,8 @@ def test_dispatch_of_slices(ranks, topk, index_dtype):
         check_rows(of_all, check_plan(of_all, 2 * len(results)))
 
 
-def test_dispatch_of_nothing_with_odd_strides(ranks):
-    """A tensor without elements is contiguous whatever its strides are; some libraries make them zero."""
+def test_dispatch_of_empty_tensors_with_zero_strides(ranks):
+    """A tensor without elements is contiguous with any strides. Some libraries make its strides zero."""
 
     def run(world, device):
         case = Case(topk=3, max_tokens=10)

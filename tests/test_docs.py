@@ -1,11 +1,11 @@
-"""The documents: their Python blocks run, their links lead somewhere, and what they name exists.
+"""The documents: Python blocks run, link targets exist, and commands, files and names exist.
 
-The Python blocks of a page are one program, which two ranks run; a block with an `if __name__ == "__main__"`
-is a program of its
-own.  A block after a comment `<!-- not run: reason -->` is left out; NOT_RUN counts those.
+All Python blocks of a page are one program, which two ranks run. A block with `if __name__ == "__main__"` is
+a separate program. A block after a comment `<!-- not run: reason -->` does not run; NOT_RUN counts these.
 """
 
 import importlib.util
+import itertools
 import re
 import shlex
 import subprocess
@@ -19,9 +19,8 @@ from test_examples import run
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] +
-               list((ROOT / "docs").rglob("*.md"))
-               + list((ROOT / ".github").rglob("*.md")))
+PAGES = sorted([*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+                *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
 NOT_RUN = {"README.md": 1, "docs/guide.md": 4}
 BLOCK = re.compile(r"(?P<why><!-- not run: [^>]+ -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$",
@@ -33,21 +32,21 @@ def text_of(name):
 
 
 def python_blocks(name):
-    """(line, code, whether it is left out) of each Python block."""
+    """Return (line, code, whether it is not run) of each Python block."""
     text = text_of(name)
     return [(text.count("\n", 0, m.start("code")) + 1, m["code"], bool(m["why"]))
             for m in BLOCK.finditer(text) if m["language"] == "python"]
 
 
 def at_line(line, code):
-    """The code where a traceback's line numbers are those of the page."""
+    """Return the code after empty lines, so that a traceback has the line numbers of the page."""
     return "\n" * (line - 1) + code
 
 
 def programs():
-    """(name of the page, line, code, number of ranks for torchrun or None)."""
+    """Yield (name of the page, line, code, number of ranks for torchrun or None) of each program."""
     for name in NAMES:
-        blocks = [(line, code) for line, code, left_out in python_blocks(name) if not left_out]
+        blocks = [(line, code) for line, code, is_not_run in python_blocks(name) if not is_not_run]
         for line, code in blocks:
             if "__main__" in code:
                 yield name, line, at_line(line, code), None
@@ -64,7 +63,7 @@ PROGRAMS = list(programs())
 
 @pytest.mark.parametrize("name, line, code, num_ranks", PROGRAMS,
                          ids=[f"{name}:{line}" for name, line, _, _ in PROGRAMS])
-def test_docs_blocks_run(tmp_path, name, line, code, num_ranks):
+def test_docs_python_blocks_run(tmp_path, name, line, code, num_ranks):
     program = tmp_path / Path(name).with_suffix(".py").name
     program.write_text(code)
     compile(code, name, "exec")
@@ -73,35 +72,37 @@ def test_docs_blocks_run(tmp_path, name, line, code, num_ranks):
                    str(num_ranks), program.name]
         code, output = run(command, tmp_path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1",
                            PYTHONPATH=str(ROOT))
-    elif name == "README.md":  # to the letter
+    elif name == "README.md":  # exactly as a reader runs it, without tests/warm
         code, output = run([sys.executable, program.name], tmp_path, CUDA_VISIBLE_DEVICES="",
                            PYTHONPATH=str(ROOT))
         assert "rank 0: 10 tokens, received " in output and "rank 3: 13 tokens" in output, output
     else:
         code, output = run([sys.executable, program.name], tmp_path, CUDA_VISIBLE_DEVICES="",
-                           EPMOE_TEST_WARM="1",
-                           PYTHONPATH=f"{ROOT / 'tests/warm'}:{ROOT}")
+                           EPMOE_TEST_WARM="1", PYTHONPATH=f"{ROOT / 'tests/warm'}:{ROOT}")
     assert code == 0, output
 
 
-def test_docs_blocks_that_are_not_run_are_counted():
-    left_out = {name: sum(out for _, _, out in python_blocks(name)) for name in NAMES}
-    assert {name: n for name, n in left_out.items() if n} == NOT_RUN
+def test_docs_blocks_not_run_are_counted():
+    num_not_run = {name: sum(is_not_run for _, _, is_not_run in python_blocks(name)) for name in NAMES}
+    assert {name: n for name, n in num_not_run.items() if n} == NOT_RUN
+
+
+def test_docs_all_blocks_compile():
     for name in NAMES:
         for line, code, _ in python_blocks(name):
-            compile(code, f"{name}:{line}", "exec")  # also those that are not run
+            compile(code, f"{name}:{line}", "exec")
 
 
 # ---- links ----
 
 
 def prose(name):
-    """The text without code blocks and comments."""
+    """Return the text of a page without code blocks and comments."""
     return re.sub(r"<!--.*?-->", "", BLOCK.sub("", text_of(name)), flags=re.DOTALL)
 
 
 def anchors(path):
-    """The anchors of a page's headings, as GitHub and the site make them."""
+    """Return the anchors that GitHub and the site make from a page's headings."""
     found = set()
     for heading in re.findall(r"^#+ (.+)$", BLOCK.sub("", path.read_text()), re.MULTILINE):
         plain = re.sub(r"[`*]|\]\([^)]*\)|\[", "", heading).strip().lower()
@@ -110,25 +111,26 @@ def anchors(path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_docs_links_lead_somewhere(name):
-    page, wrong = ROOT / name, []
+def test_docs_links_have_targets(name):
+    page = ROOT / name
+    wrong = []
     links = re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", prose(name))
     for link in links:
         target, _, anchor = link.partition("#")
         if re.match(r"\w+:", target):
-            wrong.append(f"{link}: only links inside the repository")
+            wrong.append(f"{link}: links must stay inside the repository")
             continue
         path = (page.parent / target).resolve() if target else page
         if not path.exists() or not path.is_relative_to(ROOT):
-            wrong.append(f"{link}: no such file")
+            wrong.append(f"{link}: the file does not exist in the repository")
         elif name.startswith("docs/") and not path.is_relative_to(ROOT / "docs"):
-            wrong.append(f"{link}: not on the site; name the file in backquotes")
+            wrong.append(f"{link}: the file is not on the site; name it in backquotes instead")
         elif anchor and anchor not in anchors(path):
-            wrong.append(f"{link}: no such heading in {path.name}")
+            wrong.append(f"{link}: {path.name} has no such heading")
     assert not wrong, "\n".join(wrong)
 
 
-def test_docs_pages_are_all_in_the_navigation():
+def test_docs_navigation_has_all_pages():
     listed = set(re.findall(r"[\w/-]+\.md", text_of("mkdocs.yml")))
     assert listed == {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
 
@@ -137,11 +139,11 @@ def test_docs_readme_is_short():
     assert len(text_of("README.md").splitlines()) <= 150
 
 
-# ---- what they name ----
+# ---- commands, files and names ----
 
 
 def commands(name):
-    """What looks like a command: in backquotes, in indented blocks, and in blocks of a shell."""
+    """Return all text that may be a command: in backquotes, in indented blocks and in shell blocks."""
     text = text_of(name)
     lines = re.findall(r"^    (\S.*)$", text, re.MULTILINE) if name != "docs/design.md" else []
     lines += [line for m in BLOCK.finditer(text) if m["language"] in ("sh", "bash", "shell")
@@ -153,37 +155,59 @@ def make_targets():
     return set(re.findall(r"^([\w-]+):", text_of("Makefile"), re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_docs_commands_exist(name):
+def words_of(command):
+    """Split a command into words, without VARIABLE=value at its begin."""
+    has_pairs_of_quotes = command.count("'") % 2 == 0 and command.count('"') % 2 == 0
+    words = shlex.split(command) if has_pairs_of_quotes else command.split()
+    return list(itertools.dropwhile(lambda word: "=" in word, words))
+
+
+def missing_targets(words):
+    """Return the targets of a make command that the Makefile does not have."""
+    if words[:1] != ["make"]:
+        return []
+    return [w for w in words[1:] if re.fullmatch(r"[\w-]+", w) and w not in make_targets()]
+
+
+def missing_modules(words):
+    """Return the modules after -m, and the benches of epmoe.bench, that epmoe does not have."""
     from epmoe.bench.cli import BENCHES
 
+    missing = []
+    for option, module, *rest in (words[i:] for i in range(len(words) - 1)):
+        if option != "-m" or not module.startswith("epmoe"):
+            continue
+        if not importlib.util.find_spec(module):
+            missing.append(module)
+        if module == "epmoe.bench" and rest and re.fullmatch(r"\w+", rest[0]):
+            missing += [rest[0]] if rest[0] not in {*BENCHES, "all", "report"} else []
+    return missing
+
+
+def missing_files(words):
+    """Return the examples and tests in a command that the repository does not have."""
+    is_program = words and (re.match(r"python3?$|torchrun$", words[0])
+                            or words[0].startswith((".ci/", "tests/", "examples/")))
+    if not is_program:
+        return []
+    return [w for w in words if re.match(r"(examples|tests|\.ci)/[\w/.-]+$", w) and not (ROOT / w).exists()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docs_commands_exist(name):
     wrong = []
     for command in commands(name):
-        words = shlex.split(command,
-                            posix=True) if command.count("'") % 2 == 0 and command.count('"') % 2 == 0 else command.split()
-        words = words[next((i for i, w in enumerate(words) if "=" not in w),
-                           len(words)):]  # without VARIABLE=value
-        if words[:1] == ["make"]:
-            wrong += [command for w in words[1:] if re.fullmatch(r"[\w-]+", w) and w not in make_targets()]
-        for i, word in enumerate(words[:-1]):
-            if word != "-m" or not words[i + 1].startswith("epmoe"):
-                continue
-            if not importlib.util.find_spec(words[i + 1]):
-                wrong.append(command)
-            if words[i + 1] == "epmoe.bench" and words[i + 2 : i + 3] and re.fullmatch(r"\w+", words[i + 2]):
-                wrong += [command] if words[i + 2] not in {*BENCHES, "all", "report"} else []
-        if words and (re.match(r"python3?$|torchrun$", words[0])
-                      or words[0].startswith((".ci/", "tests/", "examples/"))):
-            wrong += [command for w in words if re.match(r"(examples|tests|\.ci)/[\w/.-]+$", w)
-                      and not (ROOT / w).exists()]
-    assert not wrong, wrong
+        words = words_of(command)
+        missing = missing_targets(words) + missing_modules(words) + missing_files(words)
+        wrong += [f"{command}: {what} does not exist" for what in missing]
+    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if "experiments" not in n and n != "CHANGELOG.md"])
 def test_docs_files_and_names_exist(name):
-    """A path in backquotes is one of the repository; epmoe.Name is one of the package."""
-    folders = "|".join(sorted(p.name.replace(".", r"\.") for p in ROOT.iterdir() if p.is_dir()
-                              and p.name not in ("build", ".git")))
+    """The repository has every path in backquotes, and epmoe has every name epmoe.Name."""
+    folders = "|".join(sorted(p.name.replace(".", r"\.") for p in ROOT.iterdir()
+                              if p.is_dir() and p.name not in ("build", ".git")))
     paths = re.findall(rf"`((?:{folders})/[\w./*-]*)`", text_of(name))
     wrong = [p for p in paths if not list(ROOT.glob(p.rstrip("/")))]
     wrong += [f"epmoe.{n}" for n in re.findall(r"\bepmoe\.([A-Z]\w*)", text_of(name))
@@ -193,8 +217,8 @@ def test_docs_files_and_names_exist(name):
 
 def test_docs_reference_has_every_public_name():
     text = text_of("docs/api.md")
-    errors = {n for n in epmoe.__all__ if isinstance(getattr(epmoe, n), type)
-              and issubclass(getattr(epmoe, n), epmoe.EpError)}
+    classes = {n for n in epmoe.__all__ if isinstance(getattr(epmoe, n), type)}
+    errors = {n for n in classes if issubclass(getattr(epmoe, n), epmoe.EpError)}
     assert not [n for n in epmoe.__all__ if n not in errors and f"`{n}`" not in text]
     assert not [n for n in errors - {"EpError"} if f"`{n}`" not in text_of("docs/failures.md")]
 
@@ -202,8 +226,8 @@ def test_docs_reference_has_every_public_name():
 # ---- tables of the experiments ----
 
 
-def test_docs_tables_of_experiments_are_made_from_their_files():
-    """If this fails: make report."""
+def test_docs_tables_of_experiments_match_their_files():
+    """If this test fails, run make report."""
     done = subprocess.run([sys.executable, str(ROOT / "docs/tables.py"), "--check"], capture_output=True,
                           text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

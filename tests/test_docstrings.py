@@ -1,6 +1,6 @@
 """Every public name has a docstring with the sections that a user needs, and all examples run.
 
-The format is Google's, as griffe and mkdocstrings read it.
+The format is Google's. griffe and mkdocstrings read it.
 """
 
 import doctest
@@ -17,36 +17,38 @@ from epmoe import errors, reference, testing, world
 
 pytestmark = pytest.mark.cpu_only
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples", "References")
-RAISES_NOTHING = {  # beyond what a wrong call of any Python function raises
+# These raise only what a wrong call of any Python function raises.
+RAISES_NOTHING = {
     "include_dir", "World.lost_ranks", "World.flight_record", "SymmetricHeap.stats", "EPMoE.reset_parameters",
     "EPMoE.extra_repr", "reference.plan", "reference.dispatch", "reference.dispatch_weights",
-    "reference.combine",
-    "testing.meeting_place", "testing.routing"}
+    "reference.combine", "testing.meeting_place", "testing.routing",
+}
 WITHOUT_EXAMPLE = {"EPMoE.extra_repr"}
 
 
-def own(module):
-    """The public functions and classes that a module defines."""
+def public_of_module(module):
+    """Yield (name, object) of the public functions and classes that a module defines."""
     for name, thing in vars(module).items():
         if not name.startswith("_") and getattr(thing, "__module__", None) == module.__name__:
             yield name, thing
 
 
 def methods(cls):
-    """The public methods that epmoe defines for a class, inherited ones included."""
+    """Yield (name, method) of the public methods that epmoe defines for a class or for its bases."""
     for base in cls.__mro__:
         if base.__module__.startswith("epmoe."):
             for name, thing in vars(base).items():
-                if not name.startswith("_") and (callable(thing)
-                                                 or isinstance(thing, (classmethod, property))):
+                is_method = callable(thing) or isinstance(thing, (classmethod, property))
+                if not name.startswith("_") and is_method:
                     yield name, inspect.getattr_static(cls, name)
 
 
 def public():
-    """{name: object} of everything that a user may call."""
+    """Return {name: object} of everything that a user may call."""
     found = {name: getattr(epmoe, name) for name in epmoe.__all__ if name != "reference"}
     for module in (reference, testing):
-        found |= {f"{module.__name__.removeprefix('epmoe.')}.{name}": thing for name, thing in own(module)}
+        prefix = module.__name__.removeprefix("epmoe.")
+        found |= {f"{prefix}.{name}": thing for name, thing in public_of_module(module)}
     for name, thing in list(found.items()):
         if inspect.isclass(thing):
             found |= {f"{name}.{method}": m for method, m in methods(thing)}
@@ -57,27 +59,27 @@ PUBLIC = public()
 
 
 def sections(doc):
-    """{title: text} of a docstring, after checks of what griffe would misread."""
+    """Return {title: text} of a docstring. Check for mistakes that griffe would misread."""
     lines = inspect.cleandoc(doc).splitlines()
     titles = [i for i, line in enumerate(lines) if re.fullmatch(r"[A-Z][a-z]+:", line)]
     found = {}
     for i, end in zip(titles, [*titles[1:], len(lines)]):
         title = lines[i][:-1]
         assert title in SECTIONS, f"section {title}: must be one of {SECTIONS}"
-        assert title not in found, f"section {title} is there twice"
+        assert title not in found, f"section {title}: must not appear twice"
         assert not lines[i - 1], f"section {title}: needs an empty line before it"
         body = lines[i + 1 : end]
         assert body and body[0].startswith("    "), f"section {title}: must be indented by 4"
-        assert all(not line or line.startswith("    ")
-                   for line in body), f"section {title}: text is not indented"
+        is_indented = all(not line or line.startswith("    ") for line in body)
+        assert is_indented, f"section {title}: text is not indented"
         found[title] = textwrap.dedent("\n".join(body))
-        if title in ("Returns", "Yields"):  # griffe takes another line without indent for another value
+        if title in ("Returns", "Yields"):  # griffe reads an unindented line as another value
             assert not re.search(r"\n\S", found[title]), f"section {title}: indent the lines after the first"
     return found
 
 
 def parameters(thing):
-    """The names of a callable's parameters, as its signature has them."""
+    """Return the names of a callable's parameters, in the order of its signature."""
     names = []
     for p in inspect.signature(thing).parameters.values():
         stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
@@ -86,19 +88,19 @@ def parameters(thing):
 
 
 def documented(section):
-    """The names at the beginning of the entries of a section."""
+    """Return the names at the beginning of a section's entries."""
     return [m[1] for m in re.finditer(r"^(\*{0,2}\w+(?:, \w+)*): ", section, re.MULTILINE)]
 
 
 def has_parameters(name, thing):
-    is_error = inspect.isclass(thing) and issubclass(thing, Exception)
-    return not is_error and name not in ("EPLayout", "GptOss",
-                                         "reference.GptOss") and not isinstance(thing, property)
+    if isinstance(thing, property) or name in ("EPLayout", "GptOss", "reference.GptOss"):
+        return False
+    return not (inspect.isclass(thing) and issubclass(thing, Exception))
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_docstrings_have_their_sections(name):
-    """A summary of one line, all parameters in order, what is returned and raised, and an example."""
+    """The sections: summary of one line, all parameters in order, return value, exceptions, example."""
     thing = PUBLIC[name]
     thing = thing.__func__ if isinstance(thing, classmethod) else thing
     assert thing.__doc__, f"{name} has no docstring"
@@ -122,18 +124,19 @@ def test_docstrings_have_their_sections(name):
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_docstrings_name_exceptions_that_exist(name):
+def test_docstrings_raises_names_exist(name):
     thing = PUBLIC[name]
     thing = thing.__func__ if isinstance(thing, classmethod) else thing
     for entry in documented(sections(thing.__doc__).get("Raises", "")):
         for exception in entry.split(", "):
             kind = getattr(errors, exception, None) or getattr(__import__("builtins"), exception, None)
-            assert kind is not None and issubclass(kind, Exception), f"{name}: {exception} is no exception"
+            is_exception = kind is not None and issubclass(kind, Exception)
+            assert is_exception, f"{name}: {exception} is not an exception"
 
 
 MODULES = ("epmoe.errors", "epmoe.world", "epmoe.heap", "epmoe.heap_access", "epmoe.device", "epmoe.layout",
-           "epmoe.layer",
-           "epmoe.fused", "epmoe.gemm", "epmoe.moe", "epmoe.reference", "epmoe.testing", "epmoe.trace")
+           "epmoe.layer", "epmoe.fused", "epmoe.gemm", "epmoe.moe", "epmoe.reference", "epmoe.testing",
+           "epmoe.trace")
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -148,10 +151,10 @@ EXAMPLES = examples()
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_docstrings_examples_run(monkeypatch, name):
-    """As a user would type them, without a GPU."""
+    """The examples run without a GPU, as a user types them."""
     monkeypatch.setenv("EPMOE_BACKEND", "cpu")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(world, "_of_group", {})  # a world of this process alone, whatever ran before
+    monkeypatch.setattr(world, "_of_group", {})  # a new world of one rank, even if other tests made worlds
     output = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""python -m epmoe.env, and the stubs of the native module."""
+"""python -m epmoe.env, and epmoe/_C.pyi, the stubs of the native module."""
 
 import ast
 import json
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run(*arguments, **more):
+    """Run python -m epmoe.env without other EPMOE_ variables. Return its output."""
     variables = {n: v for n, v in os.environ.items() if not n.startswith("EPMOE_")}
     command = [sys.executable, "-m", "epmoe.env", *arguments]
     env = variables | {"PYTHONPATH": str(ROOT)} | more
@@ -28,14 +29,14 @@ def run(*arguments, **more):
 
 
 def with_gpus(report, n):
-    """A report as from a machine with n GPUs, the first and last of which do not reach each other."""
+    """Return the report of a machine with n GPUs. The first and the last GPU cannot access each other."""
     gpus = [{"index": i, "name": "NVIDIA H200", "capability": "9.0", "sms": 132, "memory_bytes": 150754820096,
              "uuid": "7f2c0d5e-0000-1111-2222-0123456789ab"} for i in range(n)]
-    return report | {"devices": gpus, "p2p": [[abs(i - j) < n - 1 or n == 1 for j in range(n)]
-                                              for i in range(n)]}
+    p2p = [[abs(i - j) < n - 1 or n == 1 for j in range(n)] for i in range(n)]
+    return report | {"devices": gpus, "p2p": p2p}
 
 
-def test_env_text_fits_a_mail():
+def test_env_text_has_80_columns():
     text = run()
     assert max(map(len, text.splitlines())) <= 80
     for word in (epmoe.__version__, torch.__version__, "memfd", "EPMOE_BACKEND", "EPMOE_CUDA_ARCH",
@@ -43,21 +44,19 @@ def test_env_text_fits_a_mail():
         assert word in text
 
 
-def test_env_json_tells_the_build():
+def test_env_json_has_build_and_variables():
     report = json.loads(run("--json", EPMOE_TIMEOUT_S="7", NCCL_DEBUG="WARN"))
     assert report["versions"]["torch"] == torch.__version__
     assert report["build"]["cuda"] == bool(_C.HAS_CUDA) and report["build"]["file"] == _C.__file__
     assert report["build"]["bytes"] == os.path.getsize(_C.__file__)
-    assert (
-        report["variables"]["EPMOE_TIMEOUT_S"]["value"] == "7"
-        and report["variables"]["NCCL_DEBUG"]["value"] == "WARN"
-    )
+    assert report["variables"]["EPMOE_TIMEOUT_S"]["value"] == "7"
+    assert report["variables"]["NCCL_DEBUG"]["value"] == "WARN"
     assert report["build"]["profiler"] == bool(_C.TRACE) and report["build"]["chaos"] == _C.CHAOS
     assert len(report["devices"]) == torch.cuda.device_count() == len(report["p2p"])
     assert all(len(pair) == 2 for pair in report["limits"].values())
 
 
-def test_env_backend_is_the_one_that_would_be_picked(monkeypatch):
+def test_env_backend_is_the_default_device(monkeypatch):
     monkeypatch.setenv("EPMOE_BACKEND", "cpu")
     assert env.backend() == "cpu"
     monkeypatch.setenv("EPMOE_BACKEND", "tpu")
@@ -67,28 +66,29 @@ def test_env_backend_is_the_one_that_would_be_picked(monkeypatch):
     assert env.backend() == "cpu"
 
 
-def test_env_names_a_misspelt_variable(monkeypatch):
+def test_env_reports_misspelt_variable(monkeypatch):
     monkeypatch.setenv("EPMOE_BACKEND", "cpu")
     assert "not a variable of epmoe" not in env.text(env.report())
     monkeypatch.setenv("EPMOE_BACKND", "cpu")
     assert "not a variable of epmoe" in env.text(env.report())
 
 
-def test_env_knows_the_variables_of_the_build(monkeypatch):
-    """All that setup.py reads; and whether the module has what the last two bring."""
+def test_env_knows_build_variables(monkeypatch):
+    """env knows every variable that setup.py reads, and what was built with EPMOE_TRACE and EPMOE_CHAOS."""
     names = set(re.findall(r"EPMOE_[A-Z_]+", (ROOT / "setup.py").read_text()))
     assert {"EPMOE_CHAOS", "EPMOE_TRACE"} <= names <= env.VARIABLES.keys()
     monkeypatch.setattr(_C, "CHAOS", 0)
     monkeypatch.setattr(_C, "TRACE", 0)
     text = env.text(env.report())
-    assert "not a variable" not in text and len(re.findall(r"^  (?:profiler|random delays) +not built$", text,
-                                                           re.M)) == 2
+    assert "not a variable" not in text
+    assert len(re.findall(r"^  (?:profiler|random delays) +not built$", text, re.MULTILINE)) == 2
     for name in ("EPMOE_CHAOS", "EPMOE_TRACE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(_C, "CHAOS", 77)
     monkeypatch.setattr(_C, "TRACE", 1)
     text = env.text(env.report())
-    assert "not a variable" not in text and "built (EPMOE_TRACE)" in text and "EPMOE_CHAOS=77" in text
+    assert "not a variable" not in text
+    assert "built (EPMOE_TRACE)" in text and "EPMOE_CHAOS=77" in text
     assert max(map(len, text.splitlines())) <= 80
 
 
@@ -124,14 +124,14 @@ def test_env_architectures_come_from_cuobjdump(tmp_path, monkeypatch):
     assert env.architectures("anything") == ["sm_80 (PTX)", "sm_90a"]
 
 
-def test_env_stubs_name_all_of_the_module():
+def test_env_stubs_match_the_native_module():
     tree = ast.parse((ROOT / "epmoe/_C.pyi").read_text()).body
     functions = {n.name: n for n in tree if isinstance(n, ast.FunctionDef)}
     constants = {n.target.id for n in tree if isinstance(n, ast.AnnAssign)}
     real = {n: getattr(_C, n) for n in dir(_C) if not n.startswith("__")}
     assert set(functions) == {n for n, v in real.items() if callable(v)}
     assert constants == {n for n, v in real.items() if isinstance(v, int)}
-    # A call with one argument too many says how many are wanted.
+    # The error of a call with one argument too many names the expected number.
     for name, f in functions.items():
         wanted = len(f.args.posonlyargs)
         with pytest.raises(TypeError, match=f"wanted {wanted} argument"):

@@ -1,7 +1,7 @@
-"""Every example, run as a reader would run it.  test_docs.py runs the programs of README.md and docs/.
+"""Every example runs as a reader runs it. test_docs.py runs the programs of README.md and docs/.
 
-On the CPU each is a process that starts its own ranks (forked from it, see warm/); under torchrun with GPUs,
-rank 0 starts each with a torchrun of its own while the other ranks wait.
+On the CPU each example is a process that forks its ranks (see warm/). Under torchrun with GPUs, rank 0 starts
+each example with another torchrun, and the other ranks wait.
 """
 
 import os
@@ -18,9 +18,9 @@ from epmoe.testing import meeting_place
 from pace import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
-# their command line, but small
-SEEDS = "-M 48 -N 64 --topk 8 -G 384 --drop_ratio 0.3 --enable-local-combine --check --iters 2"
-# file, arguments, a line of the output
+# The command line of the seed shape, with fewer tokens and a smaller hidden size.
+SEED_SMALL = "-M 48 -N 64 --topk 8 -G 384 --drop_ratio 0.3 --enable-local-combine --check --iters 2"
+# File, arguments, a line of the output.
 EXAMPLES = [
     ("01_heap.py", "", r"ring: ok"),
     ("02_dispatch_combine.py", "", r"dispatch and combine: ok"),
@@ -28,7 +28,7 @@ EXAMPLES = [
     ("04_grouped_gemm.py", "", r"largest difference .*: ok"),
     ("05_fused.py", "", r"two fused calls and four stages: the same bits"),
     ("06_device.py", "", r"ring by kernels: ok"),
-    ("ep_a2a.py", SEEDS, r"check passed"),
+    ("ep_a2a.py", SEED_SMALL, r"check passed"),
     ("ep_a2a.py", "--check --dtype float16 --empty-rank 1 --no-weight --num-sm 2 --iters 1", r"check passed"),
     ("ep_a2a.py", "-M 33 -N 64 --dtype float32 --combine-mode gather --drop-ratio 1 --seed 7 --iters 1",
      r"not checked"),
@@ -39,30 +39,31 @@ LIMIT_S = HANG_S
 
 
 def environment(**more):
-    """This one, without what torchrun has set for this process, and without a PYTHONPATH: examples run from a
-    clone.
+    """Return the environment of this process without torchrun's variables and without PYTHONPATH.
+
+    Examples must run from a clone, without PYTHONPATH.
     """
-    env = {n: v for n, v in os.environ.items() if n not in ("RANK", "WORLD_SIZE", "MASTER_ADDR",
-                                                            "MASTER_PORT", "ROLE_RANK", "PYTHONPATH")
-           and not n.startswith(("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_"))}
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_RANK", "PYTHONPATH")
+    prefixes = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+    env = {n: v for n, v in os.environ.items() if n not in names and not n.startswith(prefixes)}
     return env | more
 
 
 def run(command, cwd, **env):
-    """(exit code, output) of a command that is ended, with all that it started, when it takes too long."""
+    """Run a command and return (exit code, output). After LIMIT_S, kill it and all its processes."""
     process = subprocess.Popen(command, cwd=cwd, env=environment(**env), stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True,
-                               start_new_session=True)
+                               stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        output += f"\nnot done after {LIMIT_S} s"
+        output += f"\nthe command was killed after {LIMIT_S} s"
     return process.returncode, output
 
 
 def check(outcome, line):
+    """outcome: what run() has returned; line: a pattern that a whole line of the output must match."""
     code, output = outcome
     assert code == 0, output
     assert re.search(f"^{line}$", output, re.MULTILINE), output
@@ -82,10 +83,10 @@ def test_examples_run_on_the_cpu(tmp_path, name, arguments, line):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("built, backend, gpus", [(False, "", 0), (True, "cpu", 0), (True, "", 4),
-                                                  (True, "cuda", 4)])
-def test_examples_take_gpus_only_where_epmoe_does(monkeypatch, built, backend, gpus):
-    """On a machine that has four: neither with a build for the CPU nor with EPMOE_BACKEND=cpu."""
+@pytest.mark.parametrize("built, backend, gpus",
+                         [(False, "", 0), (True, "cpu", 0), (True, "", 4), (True, "cuda", 4)])
+def test_examples_use_gpus_only_if_epmoe_does(monkeypatch, built, backend, gpus):
+    """The machine has four GPUs. A build for the CPU and EPMOE_BACKEND=cpu use none of them."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     import _launch
     import train_lm
@@ -94,17 +95,19 @@ def test_examples_take_gpus_only_where_epmoe_does(monkeypatch, built, backend, g
     monkeypatch.setattr(_launch._C, "HAS_CUDA", built)
     monkeypatch.setenv("EPMOE_BACKEND", backend)
     monkeypatch.setattr(sys, "argv", ["train_lm.py"])
-    assert _launch.num_gpus() == gpus and train_lm.parse_args().cuda == (gpus > 0)
+    assert _launch.num_gpus() == gpus
+    assert train_lm.parse_args().cuda == (gpus > 0)
 
 
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("name, arguments, line", EXAMPLES, ids=IDS)
 def test_examples_run_under_torchrun(ranks, tmp_path, name, arguments, line):
     def start(world, device):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                   str(world.size)]
-        return run([*command, str(ROOT / "examples" / name), *arguments.split()],
-                   tmp_path) if world.rank == 0 else None
+        if world.rank != 0:
+            return None
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                    str(world.size)]
+        return run([*torchrun, str(ROOT / "examples" / name), *arguments.split()], tmp_path)
 
     outcome = ranks(start, timeout_s=LIMIT_S + 30)[0]
     check(outcome, line)
@@ -112,6 +115,7 @@ def test_examples_run_under_torchrun(ranks, tmp_path, name, arguments, line):
         assert "ranks on cuda" in outcome[1], outcome[1]
 
 
+# Runs ep_a2a.py with a right layer and with four faulty ones. Prints its exit status and output in one line.
 FAULTY_LAYERS = r"""
 import contextlib, io, runpy, sys
 import epmoe
@@ -133,13 +137,13 @@ def wrong_weight(self, *a, **k):
     weights[9] *= 2
     return rows, weights, layout
 
-def row_missing(self, x, *a, **k):
+def missing_row(self, x, *a, **k):
     if a:
         a = (a[0].clone(), *a[1:])
         a[0][3, 1] = -1
     return dispatch(self, x, *a, **k)
 
-def says(**faulty):
+def run_example(**faulty):
     L.dispatch, L.combine = faulty.get("dispatch", dispatch), faulty.get("combine", combine)
     out, code = io.StringIO(), None
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -147,41 +151,56 @@ def says(**faulty):
             runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as e:
             code = e.code
-    print(f"exit status {int(bool(code))}: {out.getvalue() if code in (0, 1, True, False) else code}".replace(chr(10), " "))
+    text = out.getvalue() if code in (0, 1, True, False) else code
+    print(f"exit status {int(bool(code))}: {text}".replace(chr(10), " "))
 
-says(), says(combine=wrong_sum), says(dispatch=wrong_row), says(dispatch=wrong_weight), says(dispatch=row_missing)
+run_example()
+run_example(combine=wrong_sum)
+run_example(dispatch=wrong_row)
+run_example(dispatch=wrong_weight)
+run_example(dispatch=missing_row)
 """
 
 
 @pytest.mark.cpu_only
 def test_examples_ep_a2a_finds_faults(tmp_path):
-    """What a faulty layer would give, put between the layer and ep_a2a.py: which says what is wrong, where.
-    """
-    store = meeting_place()  # one rank, as torchrun would start it, so that the fault is in its process
-    arguments = "-M 16 -N 16 --topk 4 -G 8 --check --iters 1"
-    program = f"import sys; sys.argv = [{str(ROOT / 'examples/ep_a2a.py')!r}, *{arguments!r}.split()]\n{FAULTY_LAYERS}"
-    code, output = run([sys.executable, "-c", program], tmp_path, CUDA_VISIBLE_DEVICES="", RANK="0",
-                       WORLD_SIZE="1", LOCAL_RANK="0",
-                       LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
-                       TORCHELASTIC_USE_AGENT_STORE="True",
-                       PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}")
-    said = [line for line in output.splitlines() if line.startswith("exit status")]
+    """If the layer returns a wrong result, ep_a2a.py names the fault and its position, and exits with 1."""
+    store = meeting_place()
+    script, arguments = str(ROOT / "examples/ep_a2a.py"), "-M 16 -N 16 --topk 4 -G 8 --check --iters 1"
+    program = f"import sys; sys.argv = [{script!r}, *{arguments!r}.split()]\n{FAULTY_LAYERS}"
+    # The variables of torchrun for one rank. So the rank runs in the process that has the faulty layer.
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    code, output = run([sys.executable, "-c", program], tmp_path, CUDA_VISIBLE_DEVICES="",
+                       PYTHONPATH=f"{ROOT}:{ROOT / 'examples'}", **torchrun)
+    printed = [line for line in output.splitlines() if line.startswith("exit status")]
     wanted = ["check passed", "combine: token 5", "dispatch: row 7", "dispatch: weight of row 9",
               "dispatch: 63 rows, wanted 64"]
-    assert code == 0 and len(said) == len(wanted), output
-    for i, (line, want) in enumerate(zip(said, wanted)):
-        assert (
-            line.startswith(f"exit status {int(i > 0)}")
-            and want in line
-            and ("check passed" in line) == (i == 0)
-        ), output
+    assert code == 0 and len(printed) == len(wanted), output
+    for i, (line, want) in enumerate(zip(printed, wanted)):
+        assert line.startswith(f"exit status {int(i > 0)}"), output
+        assert want in line, output
+        assert ("check passed" in line) == (i == 0), output
+
+
+FAILING_RANK = """\
+from _launch import launch
+
+
+def main(rank, world_size, device):
+    assert rank != 1, "rank 1 has a reason"
+
+
+if __name__ == "__main__":
+    launch(main, 2)
+"""
 
 
 @pytest.mark.cpu_only
 def test_examples_failing_rank_fails_the_program(tmp_path):
     program = tmp_path / "failing.py"
-    program.write_text("from _launch import launch\n\n\ndef main(rank, world_size, device):\n"
-                       "    assert rank != 1, 'rank 1 has a reason'\n\n\nif __name__ == '__main__':\n    launch(main, 2)\n")
+    program.write_text(FAILING_RANK)
     code, output = run([sys.executable, str(program)], tmp_path, CUDA_VISIBLE_DEVICES="", EPMOE_TEST_WARM="1",
                        PYTHONPATH=f"{ROOT / 'tests/warm'}:{ROOT}:{ROOT / 'examples'}")
     assert code == 1 and "rank 1 has a reason" in output, output
@@ -189,7 +208,7 @@ def test_examples_failing_rank_fails_the_program(tmp_path):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("line", ["01_heap.py --nonsense", "ep_a2a.py --drop_ratio 1.5", "ep_a2a.py -M -1"])
-def test_examples_refuse_arguments(tmp_path, line):
+def test_examples_reject_wrong_arguments(tmp_path, line):
     name, *arguments = line.split()
     code, output = run([sys.executable, str(ROOT / "examples" / name), *arguments], tmp_path,
                        CUDA_VISIBLE_DEVICES="")
