@@ -1,7 +1,7 @@
-"""What an error leaves behind: nothing that a later call would take for good, and nothing that is lost.
+"""After an error: no later call uses the results of a failed operation, and no memory is lost.
 
-On CUDA an operation fails after its call has returned, so its caller may hold what a failed kernel has left,
-and the next call may come from another stream, or while a graph is captured.
+On CUDA an operation fails after its call has returned. So the caller may pass results of a failed kernel to
+the next call. The next call may also use another stream, or run during the capture of a graph.
 """
 
 import time
@@ -21,22 +21,27 @@ OVERFULL = Case(num_local=2, topk=2, hidden=16, max_tokens=8, tokens="full", cap
 
 
 def too_many(layer, device):
-    """Indices of more rows than rank 0 can receive."""
+    """Return indices that send more rows to rank 0 than it can receive."""
     return torch.zeros(layer.max_tokens, layer.topk, dtype=torch.int64, device=device)
 
 
-# ---- what a failed operation has left is not taken for good ----
+def device_inputs(case, world, device):
+    """Return (x, expert indices) of this rank on its device."""
+    x, _ = inputs_of(case, world.rank, world.size)
+    return x.to(device), indices_of(case, world.rank, world.size).to(device)
+
+
+# ---- no later call uses the results of a failed operation ----
 
 
 @pytest.mark.cuda_only
-def test_errors_after_a_plan_with_bad_places(ranks):
-    """The rows that the caller chose are looked at when the layout is there already."""
+def test_errors_after_plan_with_wrong_rows(ranks):
+    """The kernel validates the rows that the caller chose. By then the caller already has the layout."""
     case = Case(num_local=2, topk=2, hidden=16, max_tokens=8, tokens="full", capacity="roomy")
 
     def run(world, device):
         layer = make_layer(world, device, case)
-        x, idx = inputs_of(case, world.rank, world.size)[0].to(device), indices_of(case, world.rank,
-                                                                                   world.size).to(device)
+        x, idx = device_inputs(case, world, device)
         scatter = layer.preprocess(idx).token_dst_scatter_idx.contiguous()
         world.set_timeout(MISTAKE_LIMIT_S)
         if world.rank == BAD:
@@ -50,30 +55,27 @@ def test_errors_after_a_plan_with_bad_places(ranks):
         return got, after
 
     results = ranks(run, at_least=2)
+    wanted = ["ValueError" if rank == BAD else "PeerError" for rank in range(len(results))]
     for outcomes in zip(*(got for got, _ in results)):
-        check_outcomes(outcomes, ["ValueError" if rank == BAD else "PeerError"
-                                  for rank in range(len(results))])
+        check_outcomes(outcomes, wanted)
     check_case([after for _, after in results], case)
 
 
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("mode", ["scatter", "gather", "local"])
-def test_errors_after_a_dispatch_that_failed(ranks, mode):
-    """Its layout brings nothing home, on any rank."""
+def test_errors_after_failed_dispatch(ranks, mode):
+    """combine with the layout of a failed dispatch raises on all ranks, until a dispatch succeeds."""
     case = Case(mode=mode, num_local=2, topk=2, hidden=16, max_tokens=8, tokens="full")
 
     def run(world, device):
         layer = make_layer(world, device, case)
-        x, weight = inputs_of(case, world.rank, world.size)
-        x, weight, idx = x.to(device), torch.ones(len(x), 2,
-                                                  device=device), indices_of(case, world.rank,
-                                                                             world.size).to(device)
+        x, idx = device_inputs(case, world, device)
+        weight = torch.ones(len(x), 2, device=device) if world.rank == BAD else None
         rows, _, layout = layer.dispatch(x, idx)
         world.set_timeout(MISTAKE_LIMIT_S)
-        got = [outcome(lambda: layer.dispatch(x, layout=layout, weight=weight if world.rank == BAD else None),
-                       layer)]
+        got = [outcome(lambda: layer.dispatch(x, layout=layout, weight=weight), layer)]
         got += [outcome(lambda: layer.combine(rows, layout), layer) for _ in range(2)]
-        layer.dispatch(x, layout=layout)  # the plan is good
+        layer.dispatch(x, layout=layout)  # the plan in the layout is still valid
         got.append(outcome(lambda: layer.combine(rows, layout), layer))
         after = run_routing(layer, case)
         layer.synchronize()
@@ -81,26 +83,25 @@ def test_errors_after_a_dispatch_that_failed(ranks, mode):
         return got, after
 
     results = ranks(run, at_least=2)
-    first, *void, again = zip(*(got for got, _ in results))
-    check_outcomes(first, "EpMismatch", "has_weight")
-    for outcomes in void:
-        check_outcomes(outcomes, ["ValueError" if rank == 0 else "PeerError" for rank in range(len(results))],
-                       "combine")
-    check_outcomes(again, "nothing")
+    failed_dispatch, *combines, last_combine = zip(*(got for got, _ in results))
+    check_outcomes(failed_dispatch, "EpMismatch", "has_weight")
+    wanted = ["ValueError" if rank == 0 else "PeerError" for rank in range(len(results))]
+    for outcomes in combines:
+        check_outcomes(outcomes, wanted, "combine")
+    check_outcomes(last_combine, "nothing")
     check_case([after for _, after in results], case)
 
 
-# ---- the next call comes from elsewhere ----
+# ---- the next call is captured, or uses another stream ----
 
 
 @pytest.mark.cuda_only
-def test_errors_after_seen_by_a_capture(ranks):
-    """What is captured clears nothing: the next call that runs does."""
+def test_errors_after_reported_during_capture(ranks):
+    """A captured call raises the error but does not clear it. The next call that runs raises it again."""
 
     def run(world, device):
         layer = make_layer(world, device, OVERFULL)
-        x, idx = inputs_of(OVERFULL, world.rank, world.size)[0].to(device), indices_of(OVERFULL, world.rank,
-                                                                                       world.size).to(device)
+        x, idx = device_inputs(OVERFULL, world, device)
         layer.preprocess(idx)
         layer.synchronize()
         layer.preprocess(too_many(layer, device))
@@ -124,18 +125,19 @@ def test_errors_after_seen_by_a_capture(ranks):
 
 
 @pytest.mark.cuda_only
-def test_errors_after_seen_on_another_stream(ranks):
-    """Rank 0 goes on from another stream while the first still has operations that the failed one made
-    nothing of; the others see the failure when all of these are over."""
+def test_errors_after_reported_on_another_stream(ranks):
+    """Rank 0 uses another stream while operations after the failed one are still queued on the first stream.
+
+    The other ranks read the error after all these operations have ended.
+    """
 
     def run(world, device):
         layer = make_layer(world, device, OVERFULL)
-        x, idx = inputs_of(OVERFULL, world.rank, world.size)[0].to(device), indices_of(OVERFULL, world.rank,
-                                                                                       world.size).to(device)
+        x, idx = device_inputs(OVERFULL, world, device)
         rows, _, layout = layer.dispatch(x, idx)
         layer.synchronize()
         world.exchange(b"go")
-        torch.cuda._sleep(2 * 10**8)  # 100 ms: all is on its way before the first of it fails
+        torch.cuda._sleep(2 * 10**8)  # 100 ms: the host launches all operations before the first one fails
         layer.preprocess(too_many(layer, device))
         torch.cuda._sleep(10**9)
         layer.combine(rows, layout)
@@ -155,12 +157,15 @@ def test_errors_after_seen_on_another_stream(ranks):
     check_case([after for _, after in results], OVERFULL)
 
 
-# ---- what could not be closed, or made ----
+# ---- a close or a constructor that failed ----
 
 
 @pytest.mark.parametrize("which", ["layer", "heap"])
-def test_errors_after_a_close_that_met_something_else(ranks, which):
-    """It did nothing, on any rank: all close again, and all is given back."""
+def test_errors_after_close_with_another_call(ranks, which):
+    """A close on rank BAD and an allocation on the other ranks both fail without effect.
+
+    Then all ranks close again, and the heap gets all its memory back.
+    """
 
     def run(world, device):
         heap = epmoe.SymmetricHeap(world, 1 << 20, device)
@@ -186,15 +191,15 @@ def test_errors_after_a_close_that_met_something_else(ranks, which):
 
 
 @pytest.mark.cuda_only
-def test_errors_after_ranks_that_disagree_gives_the_memory_back(ranks):
-    """A layer that was not made keeps nothing of the GPU."""
+def test_errors_after_failed_constructor_frees_gpu_memory(ranks):
+    """If the ranks disagree in a layer's options, its constructor fails and frees all its GPU memory."""
 
     def run(world, device):
         world.set_timeout(MISTAKE_LIMIT_S)
+        dtype = torch.bfloat16 if world.rank == BAD else torch.float16
 
         def disagree():
-            epmoe.EPAll2AllLayer(world, 4096, 4096, 2, num_tot_experts=2 * world.size,
-                                 dtype=torch.bfloat16 if world.rank == BAD else torch.float16)
+            epmoe.EPAll2AllLayer(world, 4096, 4096, 2, num_tot_experts=2 * world.size, dtype=dtype)
 
         outcome(disagree)
         world.exchange(b"x")
@@ -211,9 +216,9 @@ def test_errors_after_ranks_that_disagree_gives_the_memory_back(ranks):
 
 
 @pytest.mark.cuda_only
-def test_errors_of_a_gpu_without_other_ranks():
-    """A process by itself needs no torch.distributed."""
+def test_errors_one_gpu_without_torch_distributed():
+    """A world of one rank needs no torch.distributed."""
     world = epmoe.thread_worlds(1)[0]
-    results = [run_routing(make_layer(world, torch.device("cuda", torch.cuda.current_device()), CASE), CASE)]
-    check_case(results, CASE)
+    device = torch.device("cuda", torch.cuda.current_device())
+    check_case([run_routing(make_layer(world, device, CASE), CASE)], CASE)
     world.close()

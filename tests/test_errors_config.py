@@ -1,4 +1,4 @@
-"""Layers that cannot be: refused by all ranks where all ask, and heard of by all where one asks."""
+"""Layers with a wrong configuration: all ranks raise an exception, also if only one rank has the mistake."""
 
 import pytest
 import torch
@@ -51,19 +51,19 @@ ONE_RANK = [w for w in WRONG if w[0].keys() & {"hidden", "topk", "dtype", "capac
 
 
 def build(world, device, options, all_ranks, shared):
-    """A wrong layer on all ranks or on rank 1; then a good one."""
+    """Make a layer with wrong options, on all ranks or on rank 1 only. Then make and use a good layer."""
     heap = None
     if shared:
         heap = epmoe.SymmetricHeap(world, 1 << 20, device)
         keep(world, heap)
     world.set_timeout(MISTAKE_LIMIT_S)
-    # 12 experts are a multiple of 1, 2, 3, 4, 6 ranks; elsewhere the number that is good is another
-    good = GOOD | {"num_tot_experts": 12 if 12 % world.size == 0
-                   else 2 * world.size} | ({"heap": heap} if shared else {"device": device})
-    wrong = good | options if all_ranks or world.rank == 1 else good
-    got = outcome(lambda: keep(world, epmoe.EPAll2AllLayer(world, **wrong)))
-    return got, afterwards(world, lambda: make_layer(world, device, Case(),
-                                                     **({"heap": heap} if shared else {})), Case())
+    # The number of experts must be a multiple of the number of ranks.
+    num_experts = 12 if 12 % world.size == 0 else 2 * world.size
+    good = GOOD | {"num_tot_experts": num_experts} | ({"heap": heap} if shared else {"device": device})
+    arguments = good | options if all_ranks or world.rank == 1 else good
+    got = outcome(lambda: keep(world, epmoe.EPAll2AllLayer(world, **arguments)))
+    in_heap = {"heap": heap} if shared else {}
+    return got, afterwards(world, lambda: make_layer(world, device, Case(), **in_heap), Case())
 
 
 @pytest.mark.parametrize("options, kind, texts", WRONG, ids=IDS)
@@ -76,7 +76,7 @@ def test_errors_config_on_all_ranks(ranks, options, kind, texts):
 @pytest.mark.parametrize("shared", [False, True], ids=["own-heap", "shared-heap"])
 @pytest.mark.parametrize("options, kind, texts", ONE_RANK, ids=[IDS[WRONG.index(w)] for w in ONE_RANK])
 def test_errors_config_on_one_rank(ranks, options, kind, texts, shared):
-    """The rank that asks for the impossible says why; the others do not wait for it."""
+    """The rank with the wrong option raises the reason. The other ranks do not wait for it."""
     results = ranks(build, options, False, shared, world_size=2, at_least=2)
     check_afterwards([r[0] for r in results], [r[1] for r in results], Case())
     check_outcomes([r[0] for r in results],
@@ -87,10 +87,8 @@ def test_errors_config_on_one_rank(ranks, options, kind, texts, shared):
 @pytest.mark.parametrize("shared", [False, True], ids=["own-heap", "shared-heap"])
 @pytest.mark.parametrize("options", [{"hidden": 32}, {"max_tokens": 9}, {"topk": 7}, {"num_buffers": 2},
                                      {"dtype": torch.float32}], ids=str)
-def test_errors_config_that_differs(ranks, options, shared):
-    """What differs is named when the layer is made, be it that the layer's own heap would have another size,
-    too.
-    """
+def test_errors_config_differs_in_size(ranks, options, shared):
+    """The constructor names the field that differs, although the size of the layer's heap may differ too."""
     (field, value), = options.items()
     results = ranks(build, options, False, shared, world_size=2, at_least=2)
     check_outcomes([r[0] for r in results], "EpMismatch",
@@ -104,22 +102,23 @@ def test_errors_config_that_differs(ranks, options, shared):
     ("combine_mode", {"enable_local_combine": True}, ("has local", "has scatter")),
     ("capacity", {"capacity": 20}, ("20", "21")),
 ], ids=["dtype", "gather", "local", "capacity"])
-def test_errors_config_that_differs_names_the_field(ranks, field, options, texts):
-    """What changes no size is seen when the layer is made, too; the field and both values are named."""
+def test_errors_config_differs_in_option(ranks, field, options, texts):
+    """The constructor also detects a difference that changes no size. It names the field and both values."""
 
     def run(world, device):
-        base = {"num_tot_experts": 2 * world.size, "topk": 1, "max_tokens": 8, "hidden": 16, "device": device}
+        arguments = {"num_tot_experts": 2 * world.size, "topk": 1, "max_tokens": 8, "hidden": 16,
+                     "device": device}
         if field == "capacity":
-            base["capacity"] = 21
+            arguments["capacity"] = 21
+        if world.rank == 1:
+            arguments |= options
         world.set_timeout(MISTAKE_LIMIT_S)
-        return outcome(lambda: keep(world, epmoe.EPAll2AllLayer(world,
-                                                                **(base | (options if world.rank == 1
-                                                                           else {})))))
+        return outcome(lambda: keep(world, epmoe.EPAll2AllLayer(world, **arguments)))
 
     check_outcomes(ranks(run, world_size=2, at_least=2), "EpMismatch", field, "rank 1", "rank 0", *texts)
 
 
-def test_errors_group_of_wrong_kind():
+def test_errors_config_wrong_group_or_timeout():
     with pytest.raises(TypeError, match="ProcessGroup.*str"):
         epmoe.World("a group")
     with pytest.raises(ValueError, match="this rank is not in the group"):
@@ -135,10 +134,9 @@ def test_errors_group_of_wrong_kind():
             epmoe.thread_worlds(1)[0].set_timeout(bad)
 
 
-def test_errors_timeout_that_cannot_be(ranks):
+def test_errors_set_timeout_rejects_wrong_values(ranks):
     def run(world, device):
-        return [outcome(lambda s=s: world.set_timeout(s))
-                for s in (0, -3, float("nan"))] + [outcome(lambda: world.set_timeout("soon"))]
+        return [outcome(lambda s=s: world.set_timeout(s)) for s in (0, -3, float("nan"), "soon")]
 
     for got in ranks(run, world_size=2):
         check_outcomes(got[:3], "ValueError", "timeout")
@@ -146,13 +144,13 @@ def test_errors_timeout_that_cannot_be(ranks):
 
 
 @pytest.mark.parametrize("text", ["soon", "-1"])
-def test_errors_timeout_of_the_environment(monkeypatch, text):
+def test_errors_wrong_timeout_in_environment(monkeypatch, text):
     monkeypatch.setenv("EPMOE_TIMEOUT_S", text)
     with pytest.raises(ValueError, match="timeout|EPMOE_TIMEOUT_S"):
         epmoe.thread_worlds(1)
 
 
-def test_errors_backend_of_the_environment(monkeypatch):
+def test_errors_wrong_backend_in_environment(monkeypatch):
     monkeypatch.setenv("EPMOE_BACKEND", "tpu")
     with pytest.raises(ValueError, match="tpu"):
         epmoe.heap.pick_device()
@@ -162,11 +160,13 @@ def test_errors_backend_of_the_environment(monkeypatch):
         epmoe.heap.pick_device("cuda:0")
 
 
-@pytest.mark.parametrize("built, has_torch, text", [(0, True, "this build of epmoe has no CUDA"),
-                                                    (1, False, "this torch has no CUDA")])
-def test_errors_device_that_nothing_here_was_built_for(monkeypatch, built, has_torch, text):
-    monkeypatch.setattr(epmoe._C, "HAS_CUDA", built)
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: has_torch)
+@pytest.mark.parametrize("epmoe_has_cuda, torch_has_cuda, text", [
+    (0, True, "this build of epmoe has no CUDA"),
+    (1, False, "this torch has no CUDA"),
+])
+def test_errors_device_cuda_without_cuda_build(monkeypatch, epmoe_has_cuda, torch_has_cuda, text):
+    monkeypatch.setattr(epmoe._C, "HAS_CUDA", epmoe_has_cuda)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: torch_has_cuda)
     with pytest.raises(ValueError, match=f"device cuda: {text}"):
         epmoe.heap.pick_device("cuda")
     monkeypatch.setenv("EPMOE_BACKEND", "cuda")
@@ -174,7 +174,7 @@ def test_errors_device_that_nothing_here_was_built_for(monkeypatch, built, has_t
 
 
 def test_errors_exchange_of_different_sizes(ranks):
-    """Raw exchanges that do not match: both sizes are named, and the next one works."""
+    """If the sizes of an exchange differ, the exception names both. The next exchange works."""
 
     def run(world, device):
         got = [outcome(lambda: world.exchange(b"x" * (3 if world.rank == 1 else 2))) for _ in range(5)]
@@ -186,34 +186,37 @@ def test_errors_exchange_of_different_sizes(ranks):
     assert all(works for _, works in results)
 
 
-def test_errors_are_what_python_expects():
-    """Each class is also the built-in that fits, so that code without epmoe's names can catch it."""
-    pairs = {epmoe.EpIndexError: IndexError, epmoe.EpTimeout: TimeoutError, epmoe.EpMismatch: ValueError,
-             epmoe.HeapExhausted: MemoryError}
+def test_errors_inherit_builtin_exceptions():
+    """Each class inherits the built-in exception that fits, so that general code can catch it."""
+    builtins = {epmoe.EpIndexError: IndexError, epmoe.EpTimeout: TimeoutError, epmoe.EpMismatch: ValueError,
+                epmoe.HeapExhausted: MemoryError}
     for name in ("PeerDied", "EpTimeout", "EpMismatch", "EpOverflow", "EpIndexError", "HeapExhausted",
                  "PeerError", "EpClosed"):
         cls = getattr(epmoe, name)
         assert issubclass(cls, epmoe.EpError) and issubclass(cls, RuntimeError)
-        assert issubclass(cls, pairs.get(cls, RuntimeError))
+        assert issubclass(cls, builtins.get(cls, RuntimeError))
 
 
-def _buffers_of_many_layers(world, device):
-    """How many layers of 16 buffers a heap's world holds, the error of the next one, and one after a finalize."""
+def make_layers_until_error(world, device):
+    """Make layers with 16 buffers each until it fails. Then finalize one layer and make another.
+
+    Return (number of layers, class of the exception, its text).
+    """
     heap = epmoe.SymmetricHeap(world, 1 << 26, device)
     layers = []
     try:
         while len(layers) < 20:
             layers.append(make_layer(world, device, Case(num_buffers=16), heap=heap))
     except Exception as error:
-        told = error
-    number = len(layers)
+        name, text = type(error).__name__, str(error)
+    num_layers = len(layers)
     layers.pop().finalize()
     make_layer(world, device, Case(num_buffers=16), heap=heap).finalize()
-    return number, type(told).__name__, str(told)
+    return num_layers, name, text
 
 
 def test_errors_config_too_many_buffers(ranks):
-    """The error has the limit: 256 communication buffers, of which the heap has one."""
-    for number, name, text in ranks(_buffers_of_many_layers, world_size=2, at_least=2):
-        assert (number, name) == (15, "HeapExhausted"), text
+    """A world has at most 256 communication buffers. The heap uses one of them. The message has the limit."""
+    for num_layers, name, text in ranks(make_layers_until_error, world_size=2, at_least=2):
+        assert (num_layers, name) == (15, "HeapExhausted"), text
         assert "at most 256 communication buffers: finalize layers or close heaps" in text

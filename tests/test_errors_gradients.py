@@ -1,5 +1,6 @@
-"""Ranks that want gradients where others want none: backward would be a call that some ranks do not make, so
-the forward is none.
+"""Some ranks require gradients and others do not: the forward call raises EpMismatch on all ranks.
+
+Otherwise only some ranks would call backward, which is collective, and these would wait until the timeout.
 """
 
 import pytest
@@ -10,81 +11,85 @@ from cases import Case, check_outcomes, generator, indices_of, keep, make_layer,
 from fused_cases import Experts, Played, make_op, same, tensors
 from pace import HANG_S
 
-BAD = 1  # the rank that wants none
+BAD = 1  # the rank that requires no gradients
 CASE = Case(num_local=2, topk=2, hidden=16, max_tokens=8, tokens="full", dtype=torch.float32, weights=True)
-NAMED = (f"rank {BAD} has 0", "rank 0 has 1")
+TEXTS = ("ranks disagree in requires_grad", f"rank {BAD} has 0", "rank 0 has 1")
 
 
 @pytest.mark.parametrize("leaf", ["input", "weight"])
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
 def test_errors_gradients_of_a_stage(ranks, op, leaf):
-    """One leaf is enough, and which one may differ: backward is the same call."""
+    """One leaf that requires gradients is enough on each rank, and the ranks may have different leaves.
+
+    backward is the same collective call in these cases.
+    """
 
     def run(world, device):
         layer = make_layer(world, device, CASE)
-        g, idx = generator(CASE.seed, world.rank), indices_of(CASE, world.rank, world.size).to(device)
+        g = generator(CASE.seed, world.rank)
+        idx = indices_of(CASE, world.rank, world.size).to(device)
         x, weight = torch.randn(8, 16, generator=g).to(device), torch.rand(8, 2, generator=g).to(device)
         rows, row_weight, layout = layer.dispatch(x, idx, weight)
-        given = {"input": x, "weight": weight} if op == "dispatch" else {"input": rows, "weight": row_weight}
+        leaves = {"input": x, "weight": weight} if op == "dispatch" else {"input": rows, "weight": row_weight}
 
         def call():
-            y = getattr(layer, op)(**given, layout=layout)
+            y = getattr(layer, op)(**leaves, layout=layout)
             return y[0] if op == "dispatch" else y
 
-        given[leaf].requires_grad_(world.rank != BAD)
+        leaves[leaf].requires_grad_(world.rank != BAD)
         got = outcome(call, layer)
-        given["weight" if leaf == "input" and world.rank == BAD else leaf].requires_grad_()
+        leaves["weight" if leaf == "input" and world.rank == BAD else leaf].requires_grad_()
         call().sum().backward()
         layer.synchronize()
-        seen = [t.grad is not None and bool(t.grad.isfinite().all()) for t in given.values()
-                if t.requires_grad]
+        has_gradient = [t.grad is not None and bool(t.grad.isfinite().all())
+                        for t in leaves.values() if t.requires_grad]
         layer.finalize()
-        return got, seen
+        return got, has_gradient
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes([got for got, _ in results], "EpMismatch", "ranks disagree in requires_grad", *NAMED)
-    assert [seen for _, seen in results] == [[True]] * len(results)
+    check_outcomes([got for got, _ in results], "EpMismatch", *TEXTS)
+    assert [has_gradient for _, has_gradient in results] == [[True]] * len(results)
 
 
 @pytest.mark.parametrize("op", ["mega_dispatch_group_gemm", "mega_group_gemm_combine"])
 @pytest.mark.parametrize("saving", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-def test_errors_gradients_of_a_product(ranks, op, saving, fused):
+def test_errors_gradients_of_a_fused_operation(ranks, op, saving, fused):
     case = Experts(dtype=torch.bfloat16, bias=False, activation=None)
 
     def run(world, device):
         layer = make_op(world, device, case, Played, token_saving=saving, fused=fused)
         t = tensors(case, world.rank, world.size, device)
 
-        def first(wants):
-            with torch.set_grad_enabled(wants):
+        def first(with_grad):
+            with torch.set_grad_enabled(with_grad):
                 return layer.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight)
 
-        def second(wants, h, row_weight, layout):
-            with torch.set_grad_enabled(wants):
+        def second(with_grad, h, row_weight, layout):
+            with torch.set_grad_enabled(with_grad):
                 return layer.mega_group_gemm_combine(h, t.w2, layout, row_weight)
 
-        t.x.requires_grad_(), t.w2.requires_grad_()
+        t.x.requires_grad_()
+        t.w2.requires_grad_()
         before = second(False, *first(False))
-        wants = world.rank != BAD
-        got = outcome(lambda: first(wants) if op == "mega_dispatch_group_gemm"
-                      else second(wants, *first(True)), layer)
+        with_grad = world.rank != BAD
+        got = outcome(lambda: first(with_grad) if op == "mega_dispatch_group_gemm"
+                      else second(with_grad, *first(True)), layer)
         world.exchange(b"back")
         same({"y": second(False, *first(False))}, {"y": before}, f"rank {world.rank}, after {got}")
         second(True, *first(True)).sum().backward()
         layer.synchronize()
-        seen = bool(t.x.grad.isfinite().all()) and bool(t.w2.grad.isfinite().all())
+        is_finite = bool(t.x.grad.isfinite().all()) and bool(t.w2.grad.isfinite().all())
         layer.finalize()
-        return got, seen
+        return got, is_finite
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes([got for got, _ in results], "EpMismatch", "ranks disagree in requires_grad", *NAMED)
-    assert all(seen for _, seen in results)
+    check_outcomes([got for got, _ in results], "EpMismatch", *TEXTS)
+    assert all(is_finite for _, is_finite in results)
 
 
-def without_gradients_here(world, device, how):
-    """A module's call on which rank BAD wants no gradients: (what came of it, whether the next step trains).
-    """
+def call_module_without_grad_on_one_rank(world, device, how):
+    """Call a module, on rank BAD without gradients. Return (outcome, whether the next step has gradients)."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device,
@@ -95,21 +100,22 @@ def without_gradients_here(world, device, how):
     x, weight = torch.randn(8, 16, generator=g).to(device), torch.rand(8, 2, generator=g).to(device)
     idx = torch.randint(0, 2 * world.size, (8, 2), generator=g).to(device)
     x.requires_grad_()
-    for wants in (False, True):  # what a compiler has to do takes seconds: not while others wait
-        with torch.set_grad_enabled(wants):
+    for with_grad in (False, True):  # compile now: compilation takes seconds, and other ranks would wait
+        with torch.set_grad_enabled(with_grad):
             call(x, idx, weight)
     world.exchange(b"made")
     with torch.set_grad_enabled(world.rank != BAD):
         got = outcome(lambda: call(x, idx, weight), moe.layer)
     call(x, idx, weight).sum().backward()
     moe.layer.synchronize()
-    trained = all(bool(t.grad.isfinite().all()) for t in (x, *moe.parameters()))
+    is_finite = all(bool(t.grad.isfinite().all()) for t in (x, *moe.parameters()))
     moe.finalize()
-    return got, trained
+    return got, is_finite
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_errors_gradients_of_a_module(ranks, how):
-    results = ranks.isolated(without_gradients_here, how, world_size=2, at_least=2, timeout_s=HANG_S)
-    check_outcomes([got for got, _ in results], "EpMismatch", "ranks disagree in requires_grad", *NAMED)
-    assert all(trained for _, trained in results)
+    results = ranks.isolated(call_module_without_grad_on_one_rank, how, world_size=2, at_least=2,
+                             timeout_s=HANG_S)
+    check_outcomes([got for got, _ in results], "EpMismatch", *TEXTS)
+    assert all(is_finite for _, is_finite in results)

@@ -1,7 +1,9 @@
-"""Calls in which all ranks meet, but not the same one: on another heap, of another layer, of another kind.
-All are told, nothing is
-done, and the next call works.  And what else may come between ranks that meet: a signal, a stop of them all,
-too few descriptors."""
+"""Handshakes that fail: the ranks make different collective calls, or something interrupts the handshake.
+
+Different calls are calls on another heap, of another layer or of another kind. All ranks raise EpMismatch,
+the calls have no effect, and the next call works. Interruptions are a signal handler, a suspended job and too
+few file descriptors.
+"""
 
 import os
 import resource
@@ -19,8 +21,8 @@ BAD = 1
 CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
 
 
-class Things:
-    """Two heaps, two layers, each with a heap of its own, and their world."""
+class Objects:
+    """A world, two heaps, and two layers, each of which has its own heap."""
 
     def __init__(self, world, device):
         self.world, self.device = world, device
@@ -29,9 +31,10 @@ class Things:
         self.tensors = [heap.malloc_symmetric((64,)) for heap in self.heaps]
 
     def check(self):
-        """Everything still works, and the heaps are symmetric."""
+        """Use all objects, and check that the heaps are still symmetric."""
         for heap in self.heaps:
-            offsets = self.world.exchange(heap.offset(heap.malloc_symmetric((64,))).to_bytes(8, "little"))
+            offset = heap.offset(heap.malloc_symmetric((64,)))
+            offsets = self.world.exchange(offset.to_bytes(8, "little"))
             assert len(set(offsets)) == 1, offsets
             heap.barrier()
         for layer in self.layers:
@@ -39,14 +42,14 @@ class Things:
         make_layer(self.world, self.device, CASE, heap=self.heaps[0]).finalize()
 
     def close(self):
-        for thing in self.layers:
-            thing.finalize()
-        for thing in self.heaps:
-            thing.close()
+        for layer in self.layers:
+            layer.finalize()
+        for heap in self.heaps:
+            heap.close()
 
 
-# what rank BAD does, what all others do; how the error names the two
-MEETINGS = {
+# The call of rank BAD, the call of all other ranks, and the names of both in the message.
+DIFFERENT_CALLS = {
     "malloc": (lambda t: t.heaps[1].malloc_symmetric(64), lambda t: t.heaps[0].malloc_symmetric(64),
                "allocation (heap 1)", "allocation (heap 0)"),
     "free": (lambda t: t.heaps[1].free(t.tensors[1]), lambda t: t.heaps[0].free(t.tensors[0]),
@@ -61,8 +64,8 @@ MEETINGS = {
                         lambda t: make_layer(t.world, t.device, CASE, heap=t.heaps[0]),
                         "layer creation (heap 1)", "layer creation (heap 0)"),
     "layer with a heap": (lambda t: make_layer(t.world, t.device, CASE, heap=t.heaps[1]),
-                          lambda t: make_layer(t.world, t.device, CASE),
-                          "layer creation (heap 1)", "agreement on a layer"),
+                          lambda t: make_layer(t.world, t.device, CASE), "layer creation (heap 1)",
+                          "agreement on a layer"),
     "exchange and close": (lambda t: t.world.exchange(b"x"), lambda t: t.heaps[0].close(), "exchange",
                            "heap close (heap 0)"),
     "exchange and malloc": (lambda t: t.world.exchange(bytes(24)), lambda t: t.heaps[0].malloc_symmetric(4),
@@ -77,22 +80,23 @@ MEETINGS = {
 
 
 @pytest.fixture
-def world_of_its_own(ranks):
-    """The numbers of heaps and layers are those of a new world."""
+def new_world(ranks):
+    """Start the test in a new world, so that the heaps and layers have known numbers."""
     ranks.close()
     yield
     ranks.close()
 
 
-@pytest.mark.parametrize("what", MEETINGS)
-def test_errors_of_calls_that_do_not_belong_together(ranks, what, world_of_its_own):
-    bad, good, bad_name, good_name = MEETINGS[what]
+@pytest.mark.parametrize("what", DIFFERENT_CALLS)
+def test_errors_different_collective_calls(ranks, what, new_world):
+    bad_call, good_call, bad_name, good_name = DIFFERENT_CALLS[what]
 
     def run(world, device):
-        things = Things(world, device)
-        got = outcome(lambda: (bad if world.rank == BAD else good)(things))
-        things.check()
-        things.close()
+        objects = Objects(world, device)
+        call = bad_call if world.rank == BAD else good_call
+        got = outcome(lambda: call(objects))
+        objects.check()
+        objects.close()
         return got
 
     results = ranks(run, world_size=3, at_least=2)
@@ -100,13 +104,15 @@ def test_errors_of_calls_that_do_not_belong_together(ranks, what, world_of_its_o
                    f"rank {BAD} in {bad_name}", f" in {good_name}")
 
 
-def test_errors_peer_view_of_what_has_no_view(ranks):
+def test_errors_peer_view_of_unsupported_dtype_or_empty_tensor(ranks):
+    """peer_view rejects dtypes that it does not support. The view of an empty tensor is empty."""
+
     def run(world, device):
         heap = epmoe.SymmetricHeap(world, 1 << 20, device)
-        t, nothing = heap.malloc_symmetric((64,), torch.uint8), heap.malloc_symmetric((0, 4))
+        t, empty = heap.malloc_symmetric((64,), torch.uint8), heap.malloc_symmetric((0, 4))
         got = [outcome(lambda: heap.peer_view(t.view(dtype), 0))
                for dtype in (torch.bool, torch.float8_e4m3fn)]
-        view = heap.peer_view(nothing, 0)
+        view = heap.peer_view(empty, 0)
         heap.close()
         return got, tuple(view.shape)
 
@@ -115,20 +121,20 @@ def test_errors_peer_view_of_what_has_no_view(ranks):
         assert shape == (0, 4)
 
 
-# ---- what comes between ---- (processes: signals, limits)
+# ---- interrupted handshakes: the ranks are processes, which have signals and limits of their own ----
 
 
 class Stop(Exception):
     pass
 
 
-def _interrupted(rank, world_size, what, folder):
-    """The frame that rank 0 waits for comes while a signal's handler runs, which raises in the end."""
+def _interrupt(rank, world_size, what, folder):
+    """While rank 0 runs a signal handler, rank 1 sends the frame that rank 0 awaits. The handler raises."""
     world, events = epmoe.World(timeout_s=WAIT_S), Events(folder)
 
     def handler(*_):
         events.set("in the handler")
-        events.wait("the other comes")
+        events.wait("rank 1 calls")
         time.sleep(0.3 * slowness())
         raise Stop
 
@@ -137,19 +143,20 @@ def _interrupted(rank, world_size, what, folder):
         when_waiting(world, "exchange #", os.kill, os.getpid(), signal.SIGALRM)
     else:
         events.wait("in the handler")
-        events.set("the other comes")
+        events.set("rank 1 calls")
     return outcome(lambda: world.exchange(b"x") if what == "exchange" else world.close())
 
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("what", ["exchange", "close"])
-def test_errors_of_a_signal_handler_are_raised_when_the_frame_comes_meanwhile(tmp_path, what):
-    first, _ = process_ranks(_interrupted, 2, what, str(tmp_path))
+def test_errors_of_signal_handler_are_raised(tmp_path, what):
+    """The exception of the handler is raised even if the awaited frame arrives while the handler runs."""
+    first, _ = process_ranks(_interrupt, 2, what, str(tmp_path))
     assert first.kind == "Stop", first
 
 
-def _suspended(rank, world_size, what, folder, slow):
-    """A child of rank 1 stops all ranks while rank 0 waits.  Rank 1 comes soon after that, then rank 2."""
+def _suspend(rank, world_size, what, folder, slow):
+    """A child of rank 1 suspends all ranks while rank 0 waits. After that, rank 1 calls, and then rank 2."""
     events = Events(folder)
     first = epmoe.World(timeout_s=WAIT_S)
     pids = [int.from_bytes(b, "little") for b in first.exchange(os.getpid().to_bytes(4, "little"))]
@@ -159,7 +166,7 @@ def _suspended(rank, world_size, what, folder, slow):
     world.set_timeout(2 * slow)
     if rank == 0:
         when_waiting(world, "barrier" if what == "barrier" else "exchange", events.set, "waiting")
-    if rank == 1 and os.fork() == 0:  # somebody else stops them all
+    if rank == 1 and os.fork() == 0:  # a process outside the world suspends all ranks
         events.wait("waiting")
         time.sleep(0.3)
         for pid in pids:
@@ -177,20 +184,19 @@ def _suspended(rank, world_size, what, folder, slow):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("what", ["exchange", "barrier"])
-def test_errors_do_not_come_of_a_job_that_was_suspended(tmp_path, what):
-    """All ranks are stopped for longer than the limit: nobody has waited for it, neither for the first to
-    come nor for the last.
-    """
+def test_errors_none_after_suspended_job(tmp_path, what):
+    """All ranks are suspended for longer than the timeout. This time does not count, so no wait times out."""
     slow = slowness()
-    check_outcomes(process_ranks(_suspended, 3, what, str(tmp_path), slow), "nothing", within_s=20 * slow)
+    check_outcomes(process_ranks(_suspend, 3, what, str(tmp_path), slow), "nothing", within_s=20 * slow)
 
 
-def _without_descriptors(rank, world_size, num_free):
+def _make_heap_with_few_descriptors(rank, world_size, num_free):
+    """Rank 0 makes a heap with only num_free free descriptors. Then all ranks make another heap."""
     world = epmoe.World(timeout_s=WAIT_S)
     if rank == 0:
         held = [os.open("/dev/null", os.O_RDONLY) for _ in range(64)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1,
-                                                    resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 1, hard_limit))
         for fd in held[:num_free]:
             os.close(fd)
     got = outcome(lambda: epmoe.SymmetricHeap(world, 1 << 20, "cpu"))
@@ -201,23 +207,29 @@ def _without_descriptors(rank, world_size, num_free):
 
 
 @pytest.mark.cpu_only
-def test_errors_of_too_few_descriptors_blame_no_peer():
-    """Rank 0 can open its own heap, and not all of its peers': it is named, and the world goes on."""
+def test_errors_of_too_few_descriptors_name_the_rank():
+    """Rank 0 can open its own heap but not all peers' heaps. The message names rank 0, not a peer.
+
+    The world still works.
+    """
     texts = set()
     for num_free in range(1, 6):
-        for got, again in process_ranks(_without_descriptors, 4, num_free):
+        for got, again in process_ranks(_make_heap_with_few_descriptors, 4, num_free):
             check_outcomes([got], "EpError" if got.kinds else "nothing", within_s=20)
             check_outcomes([again], "nothing", within_s=20)
             texts.add(got.text)
     assert any("rank 0" in text and "no file descriptor came with it" in text for text in texts), texts
 
 
-# ---- a layer that is finalized is looked at by nobody ----
+# ---- the flight record does not read a finalized layer ----
 
 
 @pytest.mark.cpu_only
 def test_errors_record_has_no_finalized_layer():
-    """Its words are somebody else's numbers; and more layers than a world can watch may have been there."""
+    """The flight record must not read the words of a finalized layer: another allocation may use that memory.
+
+    The test makes more layers, one after another, than a world can watch at a time.
+    """
     world = epmoe.World(timeout_s=WAIT_S)
     heap, kept = epmoe.SymmetricHeap(world, 1 << 22, "cpu"), []
     for _ in range(300):

@@ -1,5 +1,7 @@
-"""Ranks that call different things where all should call one: an error that says who called what, long before
-the limit of waits; and none where a rank is only late."""
+"""Ranks that call different operations: EpMismatch names the ranks and their calls, long before the timeout.
+
+A rank that is only late causes no exception.
+"""
 
 import threading
 import time
@@ -16,14 +18,16 @@ CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
 
 
 @pytest.fixture(autouse=True)
-def world_of_its_own(ranks):
-    """No failed operation of an earlier test is in its record: behind one, ranks are not compared any more.
+def new_world(ranks):
+    """Start each test in a new world.
+
+    After a failed operation, epmoe no longer compares the order of calls in that world.
     """
     ranks.close()
 
 
 class Calls:
-    """Two layers with two buffers each, and a heap besides; all of them have been used."""
+    """Two layers with two buffers each, and a heap. All of them have been used."""
 
     def __init__(self, world, device):
         self.world = world
@@ -49,11 +53,11 @@ class Calls:
         self.heap.close()
 
     def dispatch_with(self, layout):
-        """On rank 0, a layout of another layer."""
+        """Dispatch, on rank 0 with this layout, which is of another layer."""
         return self.layers[0].dispatch(self.x, layout=layout if self.world.rank == 0 else self.plans[0])
 
 
-# what rank BAD does, what all others do; how the error names the two
+# The calls of rank BAD, the calls of all other ranks, and the names of both in the message.
 CASES = {
     "layers": (lambda c: c.plan(1), lambda c: c.plan(0), "plan of layer 1", "plan of layer 0"),
     "buffers": (lambda c: c.layers[0].ep_barrier_all(buffer=1), lambda c: c.layers[0].ep_barrier_all(),
@@ -66,34 +70,35 @@ CASES = {
     "exchange": (lambda c: c.world.exchange(b"x"), lambda c: c.layers[0].ep_barrier_all(), "exchange",
                  "barrier"),
     "far ahead": (lambda c: [c.layers[1].ep_barrier_all() for _ in range(40)],
-                  lambda c: [c.layers[0].ep_barrier_all() for _ in range(40)],
-                  "barrier of layer 1", "barrier of layer 0"),
+                  lambda c: [c.layers[0].ep_barrier_all() for _ in range(40)], "barrier of layer 1",
+                  "barrier of layer 0"),
     "one more": (lambda c: (c.dispatch(0), c.heap.barrier()), lambda c: (c.dispatch(0), c.dispatch(1)),
                  "heap barrier", "dispatch"),
 }
 
 
 @pytest.mark.parametrize("what", CASES)
-def test_errors_other_order_on_one_rank(ranks, what):
-    odd, others, odd_name, name = CASES[what]
+def test_errors_order_differs_on_one_rank(ranks, what):
+    bad_call, good_call, bad_name, good_name = CASES[what]
 
     def run(world, device):
         calls = Calls(world, device)
-        got = outcome(lambda: (odd if world.rank == BAD else others)(calls), calls.layers[0])
+        call = bad_call if world.rank == BAD else good_call
+        got = outcome(lambda: call(calls), calls.layers[0])
         return got, outcome(world.check), world.flight_record().splitlines()[0]
 
     results = ranks(run, world_size=3, at_least=2)
-    told = [f"rank {BAD} called {odd_name} as operation ", f"called {name}"]
-    if len(results) == 2:  # nobody stands out: the first rank's is said first
-        told = [f"rank 0 called {name} as operation ", f"where rank 1 called {odd_name}"]
+    texts = [f"rank {BAD} called {bad_name} as operation ", f"called {good_name}"]
+    if len(results) == 2:  # no majority: the message begins with rank 0
+        texts = [f"rank 0 called {good_name} as operation ", f"where rank 1 called {bad_name}"]
     check_outcomes([got for got, _, _ in results], "EpMismatch", "ranks disagree in the order of calls: ",
-                   *told)
-    check_outcomes([after for _, after, _ in results], "EpMismatch", *told, within_s=0.5)
-    assert all(first.startswith(f"culprit: {told[0]}") for _, _, first in results), results
+                   *texts)
+    check_outcomes([after for _, after, _ in results], "EpMismatch", *texts, within_s=0.5)
+    assert all(first.startswith(f"culprit: {texts[0]}") for _, _, first in results), results
 
 
-def test_errors_other_order_on_every_rank(ranks):
-    """A ring of ranks, each in what is not the next one's."""
+def test_errors_order_differs_on_every_rank(ranks):
+    """Each rank calls another operation than the next rank."""
 
     def run(world, device):
         calls = Calls(world, device)
@@ -106,14 +111,15 @@ def test_errors_other_order_on_every_rank(ranks):
 
 
 @pytest.mark.parametrize("what", ["plan", "allocation"])
-def test_errors_late_rank_is_in_order(ranks, what):
-    """Others are stuck until it comes, in the same operation."""
+def test_errors_none_if_a_rank_is_late(ranks, what):
+    """The other ranks wait in the same operation until the late rank calls it."""
 
     def run(world, device):
         calls = Calls(world, device)
         time.sleep(1.4 * world.rank)
-        got = outcome((lambda: calls.plan(0)) if what == "plan"
-                      else lambda: bool(calls.heap.malloc_symmetric((4,)).sum() == 0), calls.layers[0])
+        call = {"plan": lambda: calls.plan(0),
+                "allocation": lambda: bool(calls.heap.malloc_symmetric((4,)).sum() == 0)}[what]
+        got = outcome(call, calls.layers[0])
         result = run_routing(calls.layers[1], CASE)
         calls.close()
         return got, result
@@ -123,7 +129,7 @@ def test_errors_late_rank_is_in_order(ranks, what):
     check_case([result for _, result in results], CASE)
 
 
-# what each rank does first, while the last one comes late; and what ranks 0, 1, 2 are told
+# The first call of each rank, and the exceptions of ranks 0, 1 and 2. The last rank is late.
 FAILURES = {
     "bytes": (lambda c: c.world.exchange(b"x" * (5 if c.rank == 0 else 4)) and None,
               ("EpMismatch", "EpMismatch", "EpMismatch")),
@@ -139,32 +145,36 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("what", FAILURES)
-def test_errors_with_a_late_rank_are_no_disorder(ranks, what):
-    """Who meets and disagrees is told so when the last one has come; and behind an error, which not all have
-    seen, a late rank is late.
+def test_errors_with_a_late_rank_are_not_order_errors(ranks, what):
+    """A late rank must not be reported as a wrong order of calls, before and after another error.
+
+    Before: ranks whose arguments differ get their EpMismatch when the late rank arrives. After: not all ranks
+    have seen the error, and the other ranks wait for the late rank.
     """
     call, wanted = FAILURES[what]
 
     def run(world, device):
         calls = Calls(world, device)
-        calls.device, calls.rank, late = device, world.rank, 1.6 * (world.rank == world.size - 1)
+        calls.device, calls.rank = device, world.rank
         calls.closed = epmoe.SymmetricHeap(world, 1 << 20, device)
         calls.closed.close()
-        time.sleep(late * (what in ("bytes", "kind")))
+        delay_s = 1.6 if world.rank == world.size - 1 else 0.0
+        is_late_before = what in ("bytes", "kind")
+        time.sleep(delay_s if is_late_before else 0.0)
         got = outcome(lambda: call(calls), calls.layers[0])
         another = make_layer(world, device, CASE)
-        time.sleep(late * (what not in ("bytes", "kind")))
+        time.sleep(0.0 if is_late_before else delay_s)
         return got, outcome(another.ep_barrier_all, another), outcome(lambda: world.exchange(b"x") and None)
 
     results = ranks(run, world_size=3, at_least=3)
-    for kind, (got, *behind) in zip((*wanted, wanted[-1]), results, strict=False):
+    for kind, (got, *later) in zip((*wanted, wanted[-1]), results, strict=False):
         check_outcomes([got], kind, within_s=4)
-        check_outcomes(behind, "nothing", within_s=4)
+        check_outcomes(later, "nothing", within_s=4)
 
 
 @pytest.mark.cuda_only
-def test_errors_graph_of_one_rank_is_no_disorder(ranks):
-    """What is captured is noted and does not run: that rank's count is its own from then on."""
+def test_errors_none_for_a_graph_captured_on_one_rank(ranks):
+    """Calls during a capture are counted but do not run. So this rank's counter differs from then on."""
 
     def run(world, device):
         calls = Calls(world, device)
@@ -174,8 +184,8 @@ def test_errors_graph_of_one_rank_is_no_disorder(ranks):
                 calls.layers[0].ep_barrier_all()
                 calls.layers[0].ep_barrier_all(buffer=1)
         time.sleep(1.6 * (world.rank == 0))
-        got = outcome(lambda: world.exchange(b"x") and None), outcome(calls.layers[1].ep_barrier_all,
-                                                                      calls.layers[1])
+        got = [outcome(lambda: world.exchange(b"x") and None)]
+        got.append(outcome(calls.layers[1].ep_barrier_all, calls.layers[1]))
         calls.close()
         return got
 
@@ -184,20 +194,23 @@ def test_errors_graph_of_one_rank_is_no_disorder(ranks):
 
 
 @pytest.mark.cpu_only
-def test_errors_threads_of_a_rank_call_in_any_order(ranks):
-    """On the CPU a thread each may work on a buffer: rank 0's first thread and rank 1's second are stuck in
-    two operations, until the others come."""
+def test_errors_none_if_threads_of_a_rank_call_in_any_order(ranks):
+    """On the CPU, each buffer may have its own thread.
+
+    The first thread of rank 0 and the second thread of rank 1 wait in two operations until the other threads
+    call them.
+    """
 
     def run(world, device):
         layer = make_layer(world, device, CASE, num_buffers=2)
         got = [None, None]
 
-        def one(buffer):
-            for again in range(2):
-                time.sleep(2.0 if again and buffer != world.rank else 0)
+        def run_buffer(buffer):
+            for i in range(2):
+                time.sleep(2.0 if i == 1 and buffer != world.rank else 0)
                 got[buffer] = outcome(lambda: layer.ep_barrier_all(buffer=buffer))
 
-        threads = [threading.Thread(target=one, args=(b,)) for b in range(2)]
+        threads = [threading.Thread(target=run_buffer, args=(b,)) for b in range(2)]
         for t in threads:
             t.start()
         for t in threads:
@@ -210,17 +223,20 @@ def test_errors_threads_of_a_rank_call_in_any_order(ranks):
 
 
 @pytest.mark.cuda_only
-def test_errors_late_gpu_is_in_order(ranks):
-    """A rank whose GPU has something else to do first: its operations stand in the same order, and nobody is
-    to blame.
-    """
+def test_errors_none_if_a_gpu_is_late(ranks):
+    """The GPU of rank BAD runs another kernel first. Its operations still have the same order."""
 
     def run(world, device):
         calls = Calls(world, device)
         if world.rank == BAD:
-            torch.cuda._sleep(int(5e9))  # clocks: some seconds
-        got = outcome(lambda: [call() and None for call in (lambda: calls.dispatch(0), lambda: calls.plan(1),
-                                                            calls.heap.barrier)], calls.layers[0])
+            torch.cuda._sleep(int(5e9))  # clock cycles: some seconds
+
+        def call():
+            calls.dispatch(0)
+            calls.plan(1)
+            calls.heap.barrier()
+
+        got = outcome(call, calls.layers[0])
         result = run_routing(calls.layers[1], CASE)
         calls.close()
         return got, result
