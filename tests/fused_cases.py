@@ -1,11 +1,11 @@
-"""What the tests of the fused operator begin with: cases, an operator that plays the kernels, and sums in
-float64.
+"""Shared parts of the tests of the fused operator: cases, an operator that replaces the kernels on the CPU,
+and sums in float64.
 
-A GPU of compute capability 9.x has each of dispatch + product and product + combine in one launch.  Elsewhere
-Played does the stages where they would be launched, so that what Python has around them is run here as well;
-what only the kernels can
-do wrong is seen under torchrun.  Memory that nobody wrote is poison (see conftest), and so is staging memory
-(see soil).
+On a GPU of compute capability 9.x one launch does dispatch + GEMM, and one launch does GEMM + combine. On the
+CPU StagedOp runs the stages in the place of each launch. So the Python code around the launches is tested on
+the CPU too. Faults of the kernels themselves are found only on GPUs, under torchrun.
+
+Memory that is not written holds NaN (see conftest.py), and so does staging memory (see soil).
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 @dataclasses.dataclass(frozen=True)
 class Experts(Case):
-    """A Case, and the experts behind it: two products each."""
+    """A Case with experts. Each expert has two GEMMs."""
 
     topk: int = 3
     hidden: int = 64
@@ -42,19 +42,26 @@ class Experts(Case):
 
 
 def grown(ranks, case, times=24):
-    """On GPUs so many tokens that experts have several tiles of rows, and a rest."""
-    return dataclasses.replace(case,
-                               max_tokens=times * case.max_tokens) if ranks.device.type == "cuda" else case
+    """The case; on GPUs with more tokens, so that an expert has several row tiles and a partial one."""
+    if ranks.device.type != "cuda":
+        return case
+    return dataclasses.replace(case, max_tokens=times * case.max_tokens)
 
 
 def parameters_of(case, num_experts):
     """w1, b1, w2, b2 of all ranks' experts."""
     g = generator(99, case.hidden, case.inner)
     wide = case.inner if case.activation in (None, "gelu") else 2 * case.inner
-    shapes = {"w1": (num_experts, wide, case.hidden), "b1": (num_experts, wide),
-              "w2": (num_experts, case.hidden, case.inner), "b2": (num_experts, case.hidden)}
-    p = {name: (torch.randn(shape, generator=g) / (shape[2] ** 0.5 if len(shape) == 3 else 1)).to(case.dtype)
-         for name, shape in shapes.items()}
+    shapes = {
+        "w1": (num_experts, wide, case.hidden),
+        "b1": (num_experts, wide),
+        "w2": (num_experts, case.hidden, case.inner),
+        "b2": (num_experts, case.hidden),
+    }
+    p = {}
+    for name, shape in shapes.items():
+        scale = shape[2] ** 0.5 if len(shape) == 3 else 1
+        p[name] = (torch.randn(shape, generator=g) / scale).to(case.dtype)
     return p if case.bias else p | {"b1": None, "b2": None}
 
 
@@ -62,23 +69,23 @@ def inputs_of(case, rank, size):
     """x [T, H], idx and weight [T, K], and the gradient of y [T, H] of a rank."""
     g, t = generator(case.seed, rank, 31), num_tokens(case, rank, size)
     x, dy = (torch.randn(t, case.hidden, generator=g).to(case.dtype) for _ in range(2))
-    return {"x": x, "idx": indices_of(case, rank, size), "weight": torch.rand(t, case.topk, generator=g) - 0.2
-            if case.weights else None, "dy": dy}
+    weight = torch.rand(t, case.topk, generator=g) - 0.2 if case.weights else None
+    return {"x": x, "idx": indices_of(case, rank, size), "weight": weight, "dy": dy}
 
 
 def tensors(case, rank, size, device):
-    """All that a rank's calls take."""
+    """The inputs of a rank and the parameters of its experts, on the device."""
     local = slice(rank * case.num_local, (rank + 1) * case.num_local)
-    p = {name: None if value is None else value[local].clone() for name,
-         value in parameters_of(case, case.num_local * size).items()}
-    return types.SimpleNamespace(**{name: None if v is None else v.to(device) for name,
-                                    v in (p | inputs_of(case, rank, size)).items()})
+    p = parameters_of(case, case.num_local * size)
+    p = {name: None if value is None else value[local].clone() for name, value in p.items()}
+    values = p | inputs_of(case, rank, size)
+    return types.SimpleNamespace(**{name: None if v is None else v.to(device) for name, v in values.items()})
 
 
-class Played(epmoe.EpAll2AllFusedOp):
-    """Where there are no megakernels, the stages in their place; what means nothing is NaN.
+class StagedOp(epmoe.EpAll2AllFusedOp):
+    """An EpAll2AllFusedOp that takes the fused path on the CPU too, and counts its launches.
 
-    Counts the launches.
+    On the CPU it runs the stages in the place of a fused kernel, and fills undefined rows with NaN.
     """
 
     num_launches = 0
@@ -93,8 +100,8 @@ class Played(epmoe.EpAll2AllFusedOp):
         if self.device.type == "cuda":
             return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation,
                                           alpha, limit, with_grad)
-        rows, row_weight, recv = self._dispatch(x.repeat_interleave(self._copies, 0), weight, plan, buffer,
-                                                num_rows, with_grad)
+        copies = x.repeat_interleave(self._copies, 0)
+        rows, row_weight, recv = self._dispatch(copies, weight, plan, buffer, num_rows, with_grad)
         offsets = expert_offsets(self, plan)
         out = torch.ops.epmoe.grouped_gemm(rows, gemm_weight, offsets, bias, None, FORWARD, activation, False,
                                            alpha, limit)
@@ -114,13 +121,13 @@ class Played(epmoe.EpAll2AllFusedOp):
         return self._combine(rows, row_weight, None, plan, recv, buffer, num_tokens, with_grad)[0], rows
 
 
-def is_played(device):
-    """Whether the two operators come to _dispatch_gemm and _gemm_combine here."""
+def has_fused_path(device):
+    """Whether StagedOp calls _dispatch_gemm and _gemm_combine on this device."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
 
 
 def soil(op):
-    """cases.soil, also where every choice is a token of its own: staging memory is full of NaN."""
+    """Fill staging memory with NaN, as cases.soil does, also where each choice is sent as one token."""
     if op.token_saving:
         return cases.soil(op)
     num_tokens, k = op.max_tokens // op._copies, op._copies
@@ -132,77 +139,94 @@ def soil(op):
     op.combine(torch.full_like(rows, torch.nan), layout)
 
 
+def dispatch_gemm(op, case, t, **options):
+    """mega_dispatch_group_gemm of a rank's tensors, by a new plan or by options["layout"]."""
+    idx = None if "layout" in options else t.idx
+    return op.mega_dispatch_group_gemm(t.x, idx, gemm_weight=t.w1, weight=t.weight, bias=t.b1,
+                                       activation=case.activation, **options)
+
+
+def gemm_combine(op, t, h, row_weight, layout):
+    """mega_group_gemm_combine with a rank's tensors."""
+    return op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2)
+
+
 def step(op, case, t, **options):
-    """Both operators, one behind the other: what they give, rows cut to those that there are."""
-    h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, None if "layout" in options else t.idx,
-                                                        gemm_weight=t.w1, weight=t.weight, bias=t.b1,
-                                                        activation=case.activation, **options)
-    y = op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2)
+    """Both operations, one after the other. Returns their results without the undefined rows."""
+    h, row_weight, layout = dispatch_gemm(op, case, t, **options)
+    y = gemm_combine(op, t, h, row_weight, layout)
     return cut(h, row_weight, y, layout)
 
 
 def cut(h, row_weight, y, layout):
+    """The results of a step; only the first num_rows rows of h and row_weight are defined."""
     m = layout.num_rows
     return {"h": h[:m], "row_weight": None if row_weight is None else row_weight[:m], "y": y}
 
 
 def same(got, want, what):
+    """Compare two results of step bit by bit."""
     for name, value in want.items():
         assert (got[name] is None) == (value is None), f"{what}: {name}"
         if value is not None:
             same_bits(got[name], value, f"{what}: {name}")
 
 
-def both(world, device, some, knobs, shared=None):
-    """Cases of one shape through an op, twice each, and through the stages: the same bits.
+def run_stages_and_fused(world, device, case_list, knobs, shared_options=None):
+    """Run cases of one shape through the stages once and through the fused op twice; all bits must agree.
 
-    Returns what the op gave.
+    Returns the first result of the fused op for each case.
     """
-    plain, op = (make_op(world, device, some[0], Played, **(options | (shared or {})))
+    plain, op = (make_op(world, device, case_list[0], StagedOp, **(options | (shared_options or {})))
                  for options in ({"fused": False}, knobs))
     soil(plain), soil(op)
     results = []
-    for case in some:
+    for case in case_list:
         t = tensors(case, world.rank, world.size, device)
         launches = op.num_launches
         want, got, again = step(plain, case, t), step(op, case, t), step(op, case, t)
         results.append((want, got, again))
-        assert op.num_launches - launches == (4 if is_played(device) else 0) and plain.num_launches == 0
+        assert op.num_launches - launches == (4 if has_fused_path(device) else 0)
+        assert plain.num_launches == 0
     for o in (plain, op):
         o.synchronize()
         o.finalize()
-    for case, (want, got, again) in zip(some, results):
+    for case, (want, got, again) in zip(case_list, results):
         same(got, want, f"{case}, rank {world.rank}")
-        same(again, want, f"{case}, rank {world.rank}, the second time")
+        same(again, want, f"{case}, rank {world.rank}, second call")
     return [got for _, got, _ in results]
 
 
 def sums64(case, t, p):
-    """y of a rank in float64, and what rounding allows: of h, of the rows, of each rank's sum, of the end;
-    and sums in float32.
+    """y of a rank in float64, and the error that is allowed.
+
+    Allowed are one rounding each of h, of the rows, of each rank's sum and of the final sum, and the error of
+    sums in float32.
     """
     y, slack = torch.zeros(t["x"].shape, dtype=torch.float64), torch.zeros(t["x"].shape, dtype=torch.float64)
     eps, tiny = EPS[case.dtype], TINY[case.dtype]
     for e in range(len(p["w1"])):
         at, k = (t["idx"] == e).nonzero(as_tuple=True)
-        h, size = forward64(t["x"][at], p["w1"][e], None if p["b1"] is None else p["b1"][e], case.activation,
-                            None)
+        b1 = None if p["b1"] is None else p["b1"][e]
+        h, size = forward64(t["x"][at], p["w1"][e], b1, case.activation, None)
         w2, b2 = p["w2"][e].double(), 0 if p["b2"] is None else p["b2"][e].double()
         row, size_row = h @ w2.t() + b2, h.abs() @ w2.abs().t() + abs(b2)
-        off = (eps * h.abs() + 2.0**-19 * size +
-               tiny) @ w2.abs().t() + 2 * eps * row.abs() + 2.0**-19 * size_row + 2 * tiny
-        weight = torch.ones(len(at), 1, dtype=torch.float64) if t["weight"] is None else t["weight"][at, k,
-                                                                                                     None].double()
+        off = (eps * h.abs() + 2.0**-19 * size + tiny) @ w2.abs().t()
+        off = off + 2 * eps * row.abs() + 2.0**-19 * size_row + 2 * tiny
+        if t["weight"] is None:
+            weight = torch.ones(len(at), 1, dtype=torch.float64)
+        else:
+            weight = t["weight"][at, k, None].double()
         y.index_add_(0, at, weight * row)
         slack.index_add_(0, at, weight.abs() * off)
     return y, slack + eps * y.abs() + len(p["w1"]) * tiny
 
 
 def check_rows64(results, case):
-    """h of every expert's rows, in the plan's order, and their weights."""
+    """h of every expert's rows, in the plan's order, and the row weights."""
     size = len(results)
-    params, inputs = parameters_of(case, case.num_local * size), [inputs_of(case, rank, size)
-                                                                  for rank in range(size)]
+    params = parameters_of(case, case.num_local * size)
+    inputs = [inputs_of(case, rank, size) for rank in range(size)]
     p = reference.plan([t["idx"] for t in inputs], case.num_local * size)
     rows = reference.dispatch([t["x"] for t in inputs], p)
     weights = reference.dispatch_weights([t["weight"] for t in inputs], p) if case.weights else None
@@ -213,8 +237,8 @@ def check_rows64(results, case):
         begin = 0
         for e in range(rank * case.num_local, (rank + 1) * case.num_local):
             end = begin + int(p["counts"][:, e].sum())
-            want, terms = forward64(rows[rank][begin:end], params["w1"][e],
-                                    None if params["b1"] is None else params["b1"][e], case.activation, None)
+            b1 = None if params["b1"] is None else params["b1"][e]
+            want, terms = forward64(rows[rank][begin:end], params["w1"][e], b1, case.activation, None)
             check_product(got["h"][begin:end], want, terms, f"rank {rank}: h of expert {e}")
             begin = end
 
@@ -228,26 +252,35 @@ def check_sums64(results, case):
         t = inputs_of(case, rank, size)
         want, slack = sums64(case, t, params)
         if case.activation is not None:
-            weight = torch.ones(t["idx"].shape,
-                                dtype=torch.float64) if t["weight"] is None else t["weight"].double()
+            if t["weight"] is None:
+                weight = torch.ones(t["idx"].shape, dtype=torch.float64)
+            else:
+                weight = t["weight"].double()
             want = reference.moe(t["x"].double(), t["idx"], weight, wide["w1"], wide["w2"], case.activation,
                                  wide["b1"], wide["b2"])
         y = got["y"].double()
         assert got["y"].dtype == case.dtype and y.shape == want.shape
         worst = ((y - want).abs() / slack).max().item() if want.numel() else 0.0
-        assert (
-            worst <= 1 and not y.isnan().any()
-        ), f"rank {rank}: y is off by {worst} times what rounding allows"
+        is_right = worst <= 1 and not y.isnan().any()
+        assert is_right, f"rank {rank}: the error of y is {worst} times the allowed rounding error"
 
 
 def check_numbers(results, case):
+    """Compare the results of all ranks with float64."""
     check_rows64(results, case)
     check_sums64(results, case)
 
 
-def check(ranks, some, knobs=None, shared=None, **options):
-    """knobs: of the op; shared: what the stages that it is compared with have, too."""
-    some = some if isinstance(some, list) else [some]
-    results = ranks(both, some, knobs or {}, shared, **options)
-    for i, case in enumerate(some):
+def check(ranks, case_list, knobs=None, shared_options=None, **run_options):
+    """Compare the fused op with the stages bit by bit, and with float64 within rounding.
+
+    Args:
+        case_list: A case, or several cases of one shape.
+        knobs: Options of the fused op.
+        shared_options: Options of both the fused op and the stages.
+        run_options: Options of ranks(...).
+    """
+    case_list = case_list if isinstance(case_list, list) else [case_list]
+    results = ranks(run_stages_and_fused, case_list, knobs or {}, shared_options, **run_options)
+    for i, case in enumerate(case_list):
         check_numbers([r[i] for r in results], case)

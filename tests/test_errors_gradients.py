@@ -8,7 +8,7 @@ import torch
 
 import epmoe
 from cases import Case, check_outcomes, generator, indices_of, keep, make_layer, outcome
-from fused_cases import Experts, Played, make_op, same, tensors
+from fused_cases import Experts, StagedOp, make_op, same, tensors
 from pace import HANG_S
 
 BAD = 1  # the rank that requires no gradients
@@ -58,7 +58,7 @@ def test_errors_gradients_of_a_fused_operation(ranks, op, saving, fused):
     case = Experts(dtype=torch.bfloat16, bias=False, activation=None)
 
     def run(world, device):
-        layer = make_op(world, device, case, Played, token_saving=saving, fused=fused)
+        layer = make_op(world, device, case, StagedOp, token_saving=saving, fused=fused)
         t = tensors(case, world.rank, world.size, device)
 
         def first(with_grad):

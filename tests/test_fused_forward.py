@@ -1,5 +1,5 @@
-"""dispatch + product and product + combine: bit by bit what the stages give one after the other, and within
-rounding of sums in float64.
+"""dispatch + GEMM and GEMM + combine give the same bits as the stages, one after the other. They agree with
+sums in float64 within rounding.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import torch
 from cases import MODES, case_id, indices_of, misaligned
 from epmoe import reference
 from fused_cases import (
-    ACTIVATIONS, Experts, LOW, Played, check, check_numbers, check_sums64, grown, is_played, same,
+    ACTIVATIONS, Experts, LOW, StagedOp, check, check_numbers, check_sums64, grown, has_fused_path, same,
     soil, step, tensors,
 )
 from test_plan_slots import make_op, scatter_within
@@ -19,26 +19,26 @@ from test_plan_slots import make_op, scatter_within
 @pytest.mark.parametrize("dtype", LOW, ids=case_id)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("mode", MODES)
-def test_fused_equals_the_stages(ranks, mode, activation, dtype):
+def test_fused_equals_stages(ranks, mode, activation, dtype):
     for capacity in (None, "exact"):
         base = grown(ranks, Experts(mode=mode, activation=activation, dtype=dtype, capacity=capacity,
                                     pattern="sentinels", seed=1))
-        check(ranks, [dataclasses.replace(base, bias=bias, weights=weights) for bias in (False, True)
-                      for weights in (False, True)])
+        check(ranks, [dataclasses.replace(base, bias=bias, weights=weights)
+                      for bias in (False, True) for weights in (False, True)])
 
 
 @pytest.mark.parametrize("pattern", ["uniform", "distinct", "one_expert", "one_rank", "own_rank",
                                      "heavy_drop", "all_dropped", "duplicates", "edges"])
 @pytest.mark.parametrize("mode", MODES)
-def test_fused_pattern(ranks, mode, pattern):
+def test_fused_routing_pattern(ranks, mode, pattern):
     check(ranks, grown(ranks, Experts(mode=mode, pattern=pattern, activation="gpt_oss", num_local=3)))
 
 
 @pytest.mark.parametrize("capacity", [None, "exact", "roomy"])
 @pytest.mark.parametrize("tokens", ["full", "none", "first_none", "only_last"])
 @pytest.mark.parametrize("mode", MODES)
-def test_fused_tokens_of_ranks(ranks, mode, tokens, capacity):
-    """Ranks that send nothing, receive nothing, or both."""
+def test_fused_ranks_without_tokens(ranks, mode, tokens, capacity):
+    """Some ranks send nothing, receive nothing, or both."""
     check(ranks, [grown(ranks, Experts(mode=mode, tokens=tokens, capacity=capacity, bias=bias,
                                        activation="gelu", pattern=pattern))
                   for bias, pattern in ((True, "uniform"), (False, "uniform"))])
@@ -47,8 +47,8 @@ def test_fused_tokens_of_ranks(ranks, mode, tokens, capacity):
 @pytest.mark.parametrize("hidden, inner", [(64, 16), (192, 144), (320, 400), (512, 48), (128, 272)])
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_shape(ranks, mode, hidden, inner):
-    """Widths in one, two and more tiles of each width, with and without a rest; contractions shorter than a
-    stage.
+    """Widths of one, two and more tiles, with and without a partial tile. Some contractions are shorter than
+    a pipeline stage.
     """
     for activation in (None, "swiglu"):
         check(ranks, grown(ranks, Experts(mode=mode, hidden=hidden, inner=inner, activation=activation,
@@ -57,7 +57,7 @@ def test_fused_shape(ranks, mode, hidden, inner):
 
 @pytest.mark.parametrize("num_local", [1, 5, 64])
 @pytest.mark.parametrize("mode", MODES)
-def test_fused_experts(ranks, mode, num_local):
+def test_fused_number_of_experts(ranks, mode, num_local):
     check(ranks, grown(ranks, Experts(mode=mode, num_local=num_local, hidden=32, inner=16)))
 
 
@@ -74,23 +74,33 @@ def test_fused_world_size(ranks, world_size):
           world_size=world_size)
 
 
-def test_fused_sizes_one_after_the_other(ranks):
-    """Many tokens, then few, then none, on one op: nothing of the larger is left in the smaller."""
+def test_fused_sizes_in_sequence(ranks):
+    """One op gets many tokens, then few, then none: no data of the larger call is in the smaller result."""
     base = grown(ranks, Experts(num_local=3, activation="gelu"))
-    check(ranks, [dataclasses.replace(base, seed=s, tokens=tokens, pattern=p) for s, (tokens, p) in enumerate(
-        (("full", "uniform"), ("only_last", "heavy_drop"), ("none", "uniform"), ("full", "one_expert"),
-         ("full", "all_dropped"), ("unequal", "edges")))])
+    sizes = [("full", "uniform"), ("only_last", "heavy_drop"), ("none", "uniform"), ("full", "one_expert"),
+             ("full", "all_dropped"), ("unequal", "edges")]
+    check(ranks, [dataclasses.replace(base, seed=seed, tokens=tokens, pattern=pattern)
+                  for seed, (tokens, pattern) in enumerate(sizes)])
 
 
-KNOBS = [{"num_sm": 1}, {"num_sm": 7}, {"num_sm": 2, "num_tail_sms": 1}, {"num_sm": 24, "num_tail_sms": 8},
-         {"num_sm": 24, "num_tail_sms": 23},
-         {"num_tail_sms": 40}, {"num_reduce_sms": 1}, {"num_sm": 3, "num_reduce_sms": 40},
-         {"num_sm": 40, "num_reduce_sms": 3}, {"token_sorting": False},
-         {"block_wise_barrier": False}, {"combine_order": "serial"},
-         {"num_sm": 1, "num_reduce_sms": 1, "token_sorting": False, "block_wise_barrier": False,
-          "combine_order": "serial"},
-         {"num_sm": 5, "num_tail_sms": 2, "num_reduce_sms": 9, "block_wise_barrier": False},
-         {"num_sm": 16, "num_tail_sms": 15, "token_sorting": False, "combine_order": "serial"}]
+KNOBS = [
+    {"num_sm": 1},
+    {"num_sm": 7},
+    {"num_sm": 2, "num_tail_sms": 1},
+    {"num_sm": 24, "num_tail_sms": 8},
+    {"num_sm": 24, "num_tail_sms": 23},
+    {"num_tail_sms": 40},
+    {"num_reduce_sms": 1},
+    {"num_sm": 3, "num_reduce_sms": 40},
+    {"num_sm": 40, "num_reduce_sms": 3},
+    {"token_sorting": False},
+    {"block_wise_barrier": False},
+    {"combine_order": "serial"},
+    {"num_sm": 1, "num_reduce_sms": 1, "token_sorting": False, "block_wise_barrier": False,
+     "combine_order": "serial"},
+    {"num_sm": 5, "num_tail_sms": 2, "num_reduce_sms": 9, "block_wise_barrier": False},
+    {"num_sm": 16, "num_tail_sms": 15, "token_sorting": False, "combine_order": "serial"},
+]
 
 
 @pytest.mark.parametrize("knobs", KNOBS, ids=lambda k: "-".join(f"{n}={v}" for n, v in k.items()))
@@ -102,19 +112,19 @@ def test_fused_knobs_change_no_bit(ranks, mode, knobs):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_fused_rows_of_the_caller(ranks, mode):
-    """full_scatter_indices: the rows of an expert in another order; its tiles still wait for what they hold.
+def test_fused_scatter_indices_of_caller(ranks, mode):
+    """With full_scatter_indices an expert's rows have another order. Each tile still waits for its own rows.
     """
     case = grown(ranks, Experts(mode=mode, num_local=3, pattern="sentinels"))
 
     def run(world, device):
         num_experts, seen = case.num_local * world.size, []
-        of_all = [indices_of(case, r, world.size) for r in range(world.size)]
-        scatter = scatter_within(reference.plan(of_all, num_experts), of_all[world.rank], num_experts,
-                                 world.rank).to(device)
+        indices = [indices_of(case, r, world.size) for r in range(world.size)]
+        plan = reference.plan(indices, num_experts)
+        scatter = scatter_within(plan, indices[world.rank], num_experts, world.rank).to(device)
         t = tensors(case, world.rank, world.size, device)
         for fused in (False, True):
-            op = make_op(world, device, case, Played, fused=fused)
+            op = make_op(world, device, case, StagedOp, fused=fused)
             soil(op)
             seen.append(step(op, case, t, full_scatter_indices=scatter))
             seen.append(step(op, case, t))
@@ -128,27 +138,27 @@ def test_fused_rows_of_the_caller(ranks, mode):
     results = ranks(run)
     check_numbers([again for _, again in results], case)
     check_sums64([fused for fused, _ in results], case)
-    assert any(not torch.equal(fused["h"], again["h"]) for fused, again in results)  # they were moved
+    assert any(not torch.equal(fused["h"], again["h"]) for fused, again in results), "no row was moved"
 
 
-@pytest.mark.parametrize("knobs",
-                         [{}, {"num_sm": 5, "num_tail_sms": 2},
-                          {"combine_order": "serial", "token_sorting": False}], ids=["all", "tail", "serial"])
+@pytest.mark.parametrize("knobs", [{}, {"num_sm": 5, "num_tail_sms": 2},
+                                   {"combine_order": "serial", "token_sorting": False}],
+                         ids=["all", "tail", "serial"])
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_without_token_saving(ranks, mode, knobs):
-    """A token travels once for each of its choices; the stages do it in the same way."""
+    """A token is sent once for each of its choices, by the kernels and by the stages."""
     base = grown(ranks, Experts(mode=mode, num_local=3, capacity="roomy" if knobs else None, topk=4), 12)
-    check(ranks, [dataclasses.replace(base, pattern=p, weights=w) for p,
-                  w in (("uniform", True), ("duplicates", True), ("sentinels", False))], knobs,
+    variants = [("uniform", True), ("duplicates", True), ("sentinels", False)]
+    check(ranks, [dataclasses.replace(base, pattern=p, weights=w) for p, w in variants], knobs,
           {"token_saving": False})
 
 
-def test_fused_parameters_that_are_parts_of_something_larger(ranks):
-    """Views into a flat buffer of all parameters: one may begin anywhere."""
+def test_fused_parameters_at_any_address(ranks):
+    """The parameters are views into a flat buffer, so a view can begin at any address."""
     case = grown(ranks, Experts())
 
     def run(world, device):
-        op, t = make_op(world, device, case, Played), tensors(case, world.rank, world.size, device)
+        op, t = make_op(world, device, case, StagedOp), tensors(case, world.rank, world.size, device)
         want = step(op, case, t)
         for name in ("w1", "b1", "w2", "b2"):
             setattr(t, name, misaligned(getattr(t, name)))
@@ -162,20 +172,24 @@ def test_fused_indices_of_32_bits(ranks):
     check(ranks, grown(ranks, Experts(index_dtype=torch.int32, pattern="sentinels")))
 
 
-# ---- what falls back ----
+# ---- shapes and dtypes for which there is no fused kernel ----
 
-FALLS_BACK = {"float32": Experts(dtype=torch.float32), "inner": Experts(inner=24),
-              "hidden": Experts(hidden=40), "both": Experts(hidden=24, inner=9, activation=None)}
+UNSUPPORTED = {
+    "float32": Experts(dtype=torch.float32),
+    "inner": Experts(inner=24),
+    "hidden": Experts(hidden=40),
+    "both": Experts(hidden=24, inner=9, activation=None),
+}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", FALLS_BACK)
-def test_fused_falls_back(ranks, name, mode):
-    """What the kernels cannot multiply goes through the stages, and is right."""
-    case = dataclasses.replace(FALLS_BACK[name], mode=mode)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_fused_falls_back_to_stages(ranks, name, mode):
+    """Weights that the fused kernels do not support go through the stages, with correct results."""
+    case = dataclasses.replace(UNSUPPORTED[name], mode=mode)
 
     def run(world, device):
-        op = make_op(world, device, case, Played)
+        op = make_op(world, device, case, StagedOp)
         soil(op)
         t = tensors(case, world.rank, world.size, device)
         seen = step(op, case, t)
@@ -185,13 +199,13 @@ def test_fused_falls_back(ranks, name, mode):
 
     results = ranks(run)
     check_numbers([seen for seen, _ in results], case)
-    if name != "inner":  # 24 gates and 24 ups are 48 rows of weights, which the first product can have
+    if name != "inner":  # 24 gates and 24 ups are 48 rows of weights, which the first fused kernel supports
         assert all(launches == 0 for _, launches in results)
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32], ids=case_id)
-def test_fused_as_it_is_made(ranks, dtype):
-    """Not Played: the kernels where they are, and the stages elsewhere."""
+def test_fused_op_of_the_package(ranks, dtype):
+    """EpAll2AllFusedOp itself: it runs the kernels where they exist, and the stages elsewhere."""
     case = Experts(dtype=dtype)
 
     def run(world, device):
@@ -205,5 +219,5 @@ def test_fused_as_it_is_made(ranks, dtype):
 
     results = ranks(run)
     check_numbers([seen for seen, _ in results], case)
-    there = ranks.device.type == "cuda" and is_played(ranks.device) and dtype in LOW
-    assert all(kernels == [there, there, False, False] for _, kernels in results)
+    has_kernels = ranks.device.type == "cuda" and has_fused_path(ranks.device) and dtype in LOW
+    assert all(kernels == [has_kernels, has_kernels, False, False] for _, kernels in results)

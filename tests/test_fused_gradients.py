@@ -1,5 +1,5 @@
-"""Gradients of the fused operator, of an MoE layer around it too: within rounding of float64, and those of
-the stages.
+"""Gradients of the fused operator in an MoE layer: equal to those of the stages, and to float64 within
+rounding.
 """
 
 import dataclasses
@@ -12,45 +12,47 @@ from cases import MODES, same_bits
 import epmoe
 from epmoe import reference
 from fused_cases import (
-    ACTIVATIONS, Experts, LEAVES, LOW, Played, check_numbers, grown, inputs_of, parameters_of, same,
-    soil, step, tensors,
+    ACTIVATIONS, Experts, LEAVES, LOW, StagedOp, check_numbers, dispatch_gemm, gemm_combine, grown, inputs_of,
+    parameters_of, same, soil, step, tensors,
 )
 from test_moe_layer import close
 from test_plan_slots import make_op
 
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3,
-             torch.bfloat16: 4e-2}  # of gradients, see test_moe_layer
+# of gradients, see test_moe_layer.py
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 
 
 def gradients(world, device, case, leaves, **options):
-    """y, and the gradient of each leaf, through one op; twice, by the same layout the second time."""
-    op = make_op(world, device, case, Played, **options)
+    """y and the gradient of each leaf, through one op.
+
+    The op runs twice: first it makes a layout, then it uses that layout. Both runs must give the same bits.
+    """
+    op = make_op(world, device, case, StagedOp, **options)
     soil(op)
     t = tensors(case, world.rank, world.size, device)
     names, layout, seen = [n for n in LEAVES if n in leaves and getattr(t, n) is not None], None, []
     for _ in range(2):
         for n in names:
             setattr(t, n, getattr(t, n).detach().clone().requires_grad_())
-        h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx if layout is None else None, layout,
-                                                            t.w1, t.weight, bias=t.b1,
-                                                            activation=case.activation)
-        y = op.mega_group_gemm_combine(h, t.w2, layout, row_weight, bias=t.b2)
+        of_layout = {} if layout is None else {"layout": layout}
+        h, row_weight, layout = dispatch_gemm(op, case, t, **of_layout)
+        y = gemm_combine(op, t, h, row_weight, layout)
         assert y.requires_grad
         y.backward(t.dy)
         seen.append({"y": y.detach(), **{n: getattr(t, n).grad for n in names}})
     op.synchronize()
     op.finalize()
     for name, value in seen[0].items():
-        if name not in ("b1", "b2"):  # whose sums have no fixed order on a GPU
+        if name not in ("b1", "b2"):  # on a GPU the sums of these gradients have no fixed order
             same_bits(seen[1][name], value, f"rank {world.rank}: {name} by the same layout")
     return seen[0]
 
 
 def gradients_of_both(world, device, case, leaves=LEAVES, **options):
-    """The same from the op and from the stages: bit by bit, where sums have an order."""
-    want, got = gradients(world, device, case, leaves, fused=False,
-                          **options), gradients(world, device, case, leaves, **options)
+    """gradients() of the fused op; equal to those of the stages bit by bit, where sums have a fixed order."""
+    want = gradients(world, device, case, leaves, fused=False, **options)
+    got = gradients(world, device, case, leaves, **options)
     for name, value in want.items():
         if name not in ("b1", "b2"):
             assert got[name] is not None, name
@@ -59,7 +61,7 @@ def gradients_of_both(world, device, case, leaves=LEAVES, **options):
 
 
 def moe64(case, t, p):
-    """The oracle, also without an activation: two products, one behind the other."""
+    """reference.moe, which requires an activation, and the same without one: two GEMMs."""
     weight = torch.ones(t["idx"].shape, dtype=torch.float64) if t["weight"] is None else t["weight"]
     if case.activation is not None:
         return reference.moe(t["x"], t["idx"], weight, p["w1"], p["w2"], case.activation, p["b1"], p["b2"])
@@ -67,42 +69,44 @@ def moe64(case, t, p):
     for e in range(len(p["w1"])):
         at, k = (t["idx"] == e).nonzero(as_tuple=True)
         h = t["x"][at] @ p["w1"][e].t() + (0 if p["b1"] is None else p["b1"][e])
-        y = y.index_add(0, at, (h @ p["w2"][e].t() + (0 if p["b2"] is None else p["b2"][e])) * weight[at, k,
-                                                                                                      None])
+        rows = h @ p["w2"][e].t() + (0 if p["b2"] is None else p["b2"][e])
+        y = y.index_add(0, at, rows * weight[at, k, None])
     return y
 
 
 def check_gradients(results, case):
-    """Those of the oracle in float64 over the tokens of all ranks."""
+    """Compare with the gradients of moe64 over the tokens of all ranks."""
     size = len(results)
-    p = {n: None if v is None else v.double().requires_grad_() for n,
-         v in parameters_of(case, case.num_local * size).items()}
+    p = {n: None if v is None else v.double().requires_grad_()
+         for n, v in parameters_of(case, case.num_local * size).items()}
     wanted = []
     for rank in range(size):
-        t = {n: v.double() if v is not None and v.is_floating_point() else v for n,
-             v in inputs_of(case, rank, size).items()}
+        t = {n: v.double() if v is not None and v.is_floating_point() else v
+             for n, v in inputs_of(case, rank, size).items()}
         for n in ("x", "weight"):
             if t[n] is not None:
                 t[n].requires_grad_()
         y = moe64(case, t, p)
         y.backward(t["dy"])
-        wanted.append({"y": y.detach(), "x": t["x"].grad, "weight": None if t["weight"] is None
-                       else t["weight"].grad})
+        d_weight = None if t["weight"] is None else t["weight"].grad
+        wanted.append({"y": y.detach(), "x": t["x"].grad, "weight": d_weight})
     for rank, got in enumerate(results):
         local = slice(rank * case.num_local, (rank + 1) * case.num_local)
         want = wanted[rank] | {n: None if v is None else v.grad[local] for n, v in p.items()}
         for name, value in got.items():
             assert value.isfinite().all(), f"rank {rank}: {name}"
-            loose = 4 if name in ("b1", "b2") else 1  # torch adds up the rows of a bias in its own dtype
+            factor = 4 if name in ("b1", "b2") else 1  # torch sums the rows of a bias in the bias's dtype
             close(value, want[name], f"rank {rank}: {'y' if name == 'y' else 'gradient of ' + name}",
-                  loose * TOLERANCE[case.dtype])
+                  factor * TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("activation", [*ACTIVATIONS[:4], epmoe.GptOss(alpha=1.3, limit=math.inf)])
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_gradients(ranks, mode, activation, bias):
-    """No limit where rows are: one that rounding takes past it has another gradient."""
+    """GptOss has no limit here. With a limit, rounding could move a value across it, and the gradient would
+    differ from that in float64.
+    """
     case = grown(ranks, Experts(mode=mode, activation=activation, bias=bias, dtype=LOW[bias], max_tokens=20,
                                 capacity=None if mode == "gather" else "roomy"), 12)
     check_gradients(ranks(gradients_of_both, case), case)
@@ -110,7 +114,7 @@ def test_fused_gradients(ranks, mode, activation, bias):
 
 @pytest.mark.parametrize("capacity", [None, "exact"])
 @pytest.mark.parametrize("pattern", ["one_expert", "one_rank", "sentinels", "duplicates", "all_dropped"])
-def test_fused_gradients_pattern(ranks, pattern, capacity):
+def test_fused_gradients_routing_pattern(ranks, pattern, capacity):
     case = grown(ranks, Experts(mode="local", pattern=pattern, capacity=capacity, bias=capacity is None,
                                 tokens="first_none", weights=pattern != "duplicates"))
     check_gradients(ranks(gradients_of_both, case), case)
@@ -131,8 +135,8 @@ def test_fused_gradients_without_token_saving(ranks, mode, bias):
 @pytest.mark.parametrize("leaves", [("x",), ("weight",), ("w1",), ("w2",), ("b1",), ("b2",), ("x", "w2"),
                                     ("weight", "w1")], ids="-".join)
 @pytest.mark.parametrize("capacity", [None, "roomy"])
-def test_fused_gradients_of_some(ranks, capacity, leaves):
-    """Frozen tokens, routers or experts: the rest is as it was."""
+def test_fused_gradients_of_some_leaves(ranks, capacity, leaves):
+    """Tokens, router or experts are frozen. The other leaves still get the right gradients."""
     for bias in {True, any(n.startswith("b") for n in leaves)}:
         case = Experts(mode="scatter", capacity=capacity, bias=bias, activation="gelu", dtype=torch.float16)
         results = ranks(gradients_of_both, case, leaves)
@@ -140,14 +144,14 @@ def test_fused_gradients_of_some(ranks, capacity, leaves):
         check_gradients(results, case)
 
 
-def test_fused_gradients_of_weights_that_nobody_used(ranks):
-    """Weights that travelled along, and were not combined with: none of theirs is anything but 0."""
+def test_fused_gradients_of_unused_weights(ranks):
+    """Dispatch sends the weights, but combine does not use them: their gradient is None or 0."""
     case = Experts(bias=False, activation=None)
 
     def run(world, device):
         seen = []
         for fused in (False, True):
-            op = make_op(world, device, case, Played, fused=fused)
+            op = make_op(world, device, case, StagedOp, fused=fused)
             soil(op)
             t = tensors(case, world.rank, world.size, device)
             t.x.requires_grad_(), t.weight.requires_grad_()
@@ -165,22 +169,22 @@ def test_fused_gradients_of_weights_that_nobody_used(ranks):
 
 
 def test_fused_without_gradients(ranks):
-    """no_grad, inference_mode and frozen parameters: the same bits, and no graph."""
+    """Under no_grad and inference_mode the results have the same bits and no autograd graph."""
     case = Experts()
 
     def run(world, device):
-        op = make_op(world, device, case, Played)
+        op = make_op(world, device, case, StagedOp)
         t = tensors(case, world.rank, world.size, device)
         want = step(op, case, t)
         for n in ("x", "w1", "w2", "b1", "b2"):
             getattr(t, n).requires_grad_()
         with torch.no_grad():
-            bare = step(op, case, t)
+            without_grad = step(op, case, t)
         with torch.inference_mode():
-            inside = step(op, case, t)
+            in_inference = step(op, case, t)
         op.synchronize()
         op.finalize()
-        for got in (bare, inside):
+        for got in (without_grad, in_inference):
             assert not got["y"].requires_grad and not got["h"].requires_grad
             same(got, want, f"rank {world.rank}")
         return want
@@ -189,19 +193,19 @@ def test_fused_without_gradients(ranks):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
-def test_fused_gradient_of_a_bias_in_float32(ranks, fused):
-    """A bias may have any floating dtype, with gradients as without them."""
+def test_fused_gradient_of_float32_bias(ranks, fused):
+    """A bias can have any floating-point dtype, with and without gradients."""
     case = Experts(dtype=torch.bfloat16, activation="gelu")
 
     def run(world, device):
-        op = make_op(world, device, case, Played, fused=fused)
+        op = make_op(world, device, case, StagedOp, fused=fused)
         t = tensors(case, world.rank, world.size, device)
         want = step(op, case, t)["y"]
         t.b1, t.b2 = ((b.float() * 1.0001).requires_grad_() for b in (t.b1, t.b2))
         got = step(op, case, t)["y"]
         got.backward(t.dy)
-        same_bits(got, step(make_op(world, device, case, fused=False), case, t)["y"].detach(),
-                  f"rank {world.rank}: y of the stages")
+        of_stages = step(make_op(world, device, case, fused=False), case, t)["y"].detach()
+        same_bits(got, of_stages, f"rank {world.rank}: y, compared with the stages")
         op.synchronize()
         op.finalize()
         return want, got.detach(), t.b1.grad, t.b2.grad

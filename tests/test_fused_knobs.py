@@ -1,6 +1,6 @@
-"""What the fused operator's knobs hand to the kernels.
+"""The arguments that the fused operator's options pass to the kernels.
 
-They change no bit of a result, so only here it would be seen that one does nothing.
+The options do not change any bit of a result. So only this file notices an option without effect.
 """
 
 import dataclasses
@@ -18,26 +18,28 @@ from fused_cases import Experts
 from test_plan_slots import make_op
 
 CASE = Experts(max_tokens=12)
-# In the order in which the module takes them, behind the tensors.
+# The last arguments of the module's functions, after the tensors, in order.
 DISPATCH = {"activation": 3, "alpha": 1.5, "limit": 2.5, "num_move": 1024, "num_tail": 0,
             "waits_for_expert": False, "num_copies": 1, "requires_grad": True}
 COMBINE = {"num_move": 1024, "num_reduce": 1024, "is_serial": False, "requires_grad": True}
 
 
-def handed(world, options):
-    """({name: value} of dispatch + GEMM, of GEMM + combine), as the module would get them; no GPU is needed
-    for that.
-    """
+def last_arguments(function, names):
+    """{name: value} of the last arguments of a mocked function's call."""
+    return dict(zip(names, function.call_args.args[-len(names):]))
+
+
+def passed_arguments(world, options):
+    """({name: value} for dispatch + GEMM, for GEMM + combine) that the module receives. It needs no GPU."""
     op = make_op(world, torch.device("cpu"), CASE, **options)
     copies, t = op._copies, torch.zeros(12, 64, dtype=torch.bfloat16)
     weight, plan = torch.zeros(2, 96, 64, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int32)
-    with mock.patch.object(_C, "layer_dispatch_gemm") as dispatch, mock.patch.object(_C,
-                                                                                     "layer_gemm_combine") as combine:
+    with (mock.patch.object(_C, "layer_dispatch_gemm") as dispatch,
+          mock.patch.object(_C, "layer_gemm_combine") as combine):
         op._dispatch_gemm(t, None, plan, weight, None, 0, 24, *as_kernel(epmoe.GptOss(1.5, 2.5)), True)
         op._gemm_combine(t, weight, None, None, plan, plan, 0, 12 * copies, True)
     op.finalize()
-    return dict(zip(DISPATCH, dispatch.call_args.args[-len(DISPATCH):])), dict(zip(COMBINE,
-                                                                                   combine.call_args.args[-len(COMBINE):]))
+    return last_arguments(dispatch, DISPATCH), last_arguments(combine, COMBINE)
 
 
 @pytest.mark.cpu_only
@@ -51,22 +53,24 @@ def handed(world, options):
     ({"combine_order": "serial"}, {}, {"is_serial": True}),
     ({"token_saving": False}, {"num_copies": CASE.topk}, {}),
 ], ids=lambda o: "-".join(o) or "none" if isinstance(o, dict) else None)
-def test_fused_knobs_reach_the_kernels(ranks, options, of_dispatch, of_combine):
-    (dispatch, combine), *_ = ranks(lambda world, device: handed(world, options), world_size=1)
-    assert dispatch == DISPATCH | of_dispatch and combine == COMBINE | of_combine
+def test_fused_knobs_reach_kernels(ranks, options, of_dispatch, of_combine):
+    (dispatch, combine), *_ = ranks(lambda world, device: passed_arguments(world, options), world_size=1)
+    assert dispatch == DISPATCH | of_dispatch
+    assert combine == COMBINE | of_combine
 
 
-def test_fused_by_default_where_it_is_faster(ranks):
-    """By the shape alone, so that all ranks come to the same; and what the caller says, holds."""
+def test_fused_default_depends_on_shape(ranks):
+    """The default depends on the shape alone, so all ranks choose the same. The caller's value has priority.
+    """
     assert all(fuses(s.tokens, s.topk, s.experts, 4) for s in SHAPES.values())
     dsv3 = SHAPES["dsv3"]
-    assert [t for t in (64, 128, 192, 193, 1024) if fuses(t, dsv3.topk, dsv3.experts,
-                                                          4)] == [193, 1024]  # 24 rows an expert: 192 tokens
+    chosen = [t for t in (64, 128, 192, 193, 1024) if fuses(t, dsv3.topk, dsv3.experts, 4)]
+    assert chosen == [193, 1024]  # 192 tokens give an expert 24 rows on average
 
     def run(world, device):
         many = dataclasses.replace(CASE, max_tokens=500)
-        ops = [make_op(world, device, case, fused=fused) for case,
-               fused in ((CASE, None), (many, None), (many, False), (CASE, True))]
+        ops = [make_op(world, device, case, fused=fused)
+               for case, fused in ((CASE, None), (many, None), (many, False), (CASE, True))]
         chosen = [op.fused for op in ops]
         for op in ops:
             op.finalize()

@@ -9,7 +9,7 @@ import torch
 
 import epmoe
 from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
-from fused_cases import Experts, Played, check_numbers, same, soil, step, tensors
+from fused_cases import Experts, StagedOp, check_numbers, same, soil, step, tensors
 from test_plan_slots import make_op
 
 
@@ -81,7 +81,7 @@ def mistake(world, device, where, change, fused, capacity):
     for all to compare.
     """
     case = dataclasses.replace(MISTAKEN, capacity=capacity)
-    op, other = (make_op(world, device, case, Played, fused=fused) for _ in range(2))
+    op, other = (make_op(world, device, case, StagedOp, fused=fused) for _ in range(2))
     soil(op)
     t = tensors(case, world.rank, world.size, device)
     before = step(op, case, t)
@@ -136,7 +136,7 @@ def test_fused_bad_index_and_overflow(ranks, fused):
     case = dataclasses.replace(MISTAKEN, capacity="exact")
 
     def run(world, device):
-        op = make_op(world, device, case, Played, fused=fused)
+        op = make_op(world, device, case, StagedOp, fused=fused)
         soil(op)
         t = tensors(case, world.rank, world.size, device)
         before = step(op, case, t)
@@ -166,7 +166,7 @@ def test_fused_without_memory(ranks, fused):
     """A rank that has no room for what comes out says so, in either kernel; then all is as it was."""
 
     def run(world, device):
-        op = make_op(world, device, MISTAKEN, Played, fused=fused)
+        op = make_op(world, device, MISTAKEN, StagedOp, fused=fused)
         t = tensors(MISTAKEN, world.rank, world.size, device)
         before = step(op, MISTAKEN, t)
         h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight,
@@ -225,7 +225,7 @@ def test_fused_without_memory_between_operations(ranks, monkeypatch, where):
     case = dataclasses.replace(MISTAKEN, bias=False, num_buffers=1)
 
     def run(world, device):
-        op = make_op(world, device, case, Played, **options)
+        op = make_op(world, device, case, StagedOp, **options)
         t = tensors(case, world.rank, world.size, device)
 
         def whole():
@@ -279,7 +279,7 @@ def test_fused_mistakes_without_token_saving(ranks, which, at):
     name, change, texts = WRONG_BY_CHOICE[at]
 
     def run(world, device):
-        op = make_op(world, device, MISTAKEN, Played, token_saving=False)
+        op = make_op(world, device, MISTAKEN, StagedOp, token_saving=False)
         t = tensors(MISTAKEN, world.rank, world.size, device)
         before = step(op, MISTAKEN, t)
         op.synchronize()
