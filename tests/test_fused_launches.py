@@ -1,4 +1,4 @@
-"""Repeated calls of the fused operator: a layout used again, several buffers, and the stages between the calls.
+"""Repeated calls of the fused operator: a reused layout, several buffers, and stages between the calls.
 
 Streams and CUDA graphs are in test_fused_streams.py, torch.compile is in test_fused_compile.py.
 """

@@ -1,4 +1,4 @@
-"""Wrong calls of the fused operator: each its error, on every rank that takes part."""
+"""Wrong calls of the fused operator: every rank raises the right error, and the operator works afterwards."""
 
 import dataclasses
 import threading
@@ -9,14 +9,23 @@ import torch
 
 import epmoe
 from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
-from fused_cases import Experts, StagedOp, check_numbers, same, soil, step, tensors
+from fused_cases import (
+    Experts, StagedOp, check_numbers, dispatch_gemm, same, soil, step, tensors,
+)
 from test_plan_slots import make_op
 
 
-BAD = 1  # the rank that makes a mistake
-MISTAKEN = Experts(tokens="full", max_tokens=12, activation="swiglu", num_buffers=2)
+BAD = 1  # the rank that makes the wrong call
+CASE = Experts(tokens="full", max_tokens=12, activation="swiglu", num_buffers=2)
 
-# What rank BAD passes instead, in which of the two: (argument, change, exception, texts of the message).
+
+def expected(results, kind):
+    """The exception of each rank: `kind` on rank BAD, PeerError on the others."""
+    return [kind if rank == BAD else "PeerError" for rank in range(len(results))]
+
+
+# Wrong arguments of rank BAD, for each call: (argument, change, exception, texts of the message).
+# "cached" is a dispatch with an existing layout.
 WRONG = {
     "dispatch": [
         ("gemm_weight", lambda w: w.float(), "TypeError", ("gemm_weight", "bfloat16", "float32")),
@@ -76,20 +85,20 @@ WRONG = {
 }
 
 
-def mistake(world, device, where, change, fused, capacity):
-    """A wrong argument on rank BAD; what all get, whether they came back, and what the op does afterwards,
-    for all to compare.
+def run_wrong_argument(world, device, where, argument, change, fused, capacity):
+    """Rank BAD makes a call with a wrong argument; the other ranks make the right call.
+
+    Returns the outcome of the call and of the next exchange. If the exchange succeeds, the op must give the
+    same results as before.
     """
-    case = dataclasses.replace(MISTAKEN, capacity=capacity)
+    case = dataclasses.replace(CASE, capacity=capacity)
     op, other = (make_op(world, device, case, StagedOp, fused=fused) for _ in range(2))
     soil(op)
     t = tensors(case, world.rank, world.size, device)
     before = step(op, case, t)
     op._planned, op._of_another = op.preprocess(t.idx), other.preprocess(t.idx)
-    name, to = change
-    buffer = 0 if name in ("buffer",
-                           # who means a buffer that is not there, or none, is heard in the first
-                           "layout") else 1
+    # a rank with a wrong buffer, or without a layout, reports its error through buffer 0
+    buffer = 0 if argument in ("buffer", "layout") else 1
     good = {"input": t.x, "exp_indices": t.idx, "gemm_weight": t.w1, "weight": t.weight, "bias": t.b1,
             "activation": case.activation, "buffer": buffer}
     h, row_weight, layout = op.mega_dispatch_group_gemm(**good)
@@ -97,12 +106,13 @@ def mistake(world, device, where, change, fused, capacity):
     if where == "cached":
         good |= {"layout": layout, "exp_indices": None}
     if where == "combine":
-        call, good = op.mega_group_gemm_combine, {"gemm_input": h, "gemm_weight": t.w2, "layout": layout,
-                                                  "weight": row_weight, "bias": t.b2}
+        call = op.mega_group_gemm_combine
+        good = {"gemm_input": h, "gemm_weight": t.w2, "layout": layout, "weight": row_weight, "bias": t.b2}
     op.synchronize()
     world.set_timeout(MISTAKE_LIMIT_S)
     world.exchange(b"go")
-    got = outcome(lambda: call(**(good | {name: to(good[name])} if world.rank == BAD else good)), op)
+    arguments = good | {argument: change(good[argument])} if world.rank == BAD else good
+    got = outcome(lambda: call(**arguments), op)
     alive = outcome(lambda: world.exchange(b"back"))
     after = None if alive.kinds else step(op, case, t)
     if after is not None:
@@ -114,26 +124,24 @@ def mistake(world, device, where, change, fused, capacity):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
-@pytest.mark.parametrize("where, at", [(where, i) for where,
-                                       mistakes in WRONG.items() for i in range(len(mistakes))],
-                         ids=[f"{where}-{name}-{i}" for where, mistakes in WRONG.items() for i,
-                              (name, *_) in enumerate(mistakes)])
-def test_fused_mistakes(ranks, where, at, fused):
-    """On one rank: its own reason there, PeerError on the others, and afterwards all is as it was."""
-    name, change, kind, texts = WRONG[where][at]
-    results = ranks(mistake, where, (name, change), fused, "roomy" if at % 2 else None, world_size=3,
-                    at_least=2)
-    outcomes = [got for got, _ in results]
+@pytest.mark.parametrize("where, at", [(where, i) for where, rows in WRONG.items() for i in range(len(rows))],
+                         ids=[f"{where}-{argument}-{i}" for where, rows in WRONG.items()
+                              for i, (argument, *_) in enumerate(rows)])
+def test_fused_wrong_argument_on_one_rank(ranks, where, at, fused):
+    """That rank raises its own error, the others raise PeerError, and the op works as before."""
+    argument, change, kind, texts = WRONG[where][at]
+    results = ranks(run_wrong_argument, where, argument, change, fused, "roomy" if at % 2 else None,
+                    world_size=3, at_least=2)
     for rank, (got, alive) in enumerate(results):
-        assert not alive.kinds, f"rank {rank}: {got}, and then {alive}"
-    check_outcomes(outcomes, [kind if rank == BAD else "PeerError" for rank in range(len(outcomes))], *texts,
-                   who=BAD, elsewhere=(f"rank {BAD}",))
+        assert not alive.kinds, f"rank {rank}: {got}, then the exchange failed: {alive}"
+    check_outcomes([got for got, _ in results], expected(results, kind), *texts, who=BAD,
+                   elsewhere=(f"rank {BAD}",))
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
 def test_fused_bad_index_and_overflow(ranks, fused):
-    """What all can see raises the same on all, and the op goes on."""
-    case = dataclasses.replace(MISTAKEN, capacity="exact")
+    """All ranks detect these errors: all raise the same exception, and the op works afterwards."""
+    case = dataclasses.replace(CASE, capacity="exact")
 
     def run(world, device):
         op = make_op(world, device, case, StagedOp, fused=fused)
@@ -163,38 +171,40 @@ def test_fused_bad_index_and_overflow(ranks, fused):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
 def test_fused_without_memory(ranks, fused):
-    """A rank that has no room for what comes out says so, in either kernel; then all is as it was."""
+    """Rank BAD cannot allocate the output, in either kernel. It reports that, and the op works afterwards."""
 
     def run(world, device):
-        op = make_op(world, device, MISTAKEN, StagedOp, fused=fused)
-        t = tensors(MISTAKEN, world.rank, world.size, device)
-        before = step(op, MISTAKEN, t)
-        h, row_weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight,
-                                                            bias=t.b1, activation="swiglu")
+        op = make_op(world, device, CASE, StagedOp, fused=fused)
+        t = tensors(CASE, world.rank, world.size, device)
+        before = step(op, CASE, t)
+        h, row_weight, layout = dispatch_gemm(op, CASE, t)
+
+        def combine():
+            return op.mega_group_gemm_combine(h, t.w2, layout, row_weight)
+
+        def dispatch():
+            return op.mega_dispatch_group_gemm(t.x, layout=layout, gemm_weight=t.w1, weight=t.weight)
+
         world.set_timeout(MISTAKE_LIMIT_S)
         got = []
-        for of, call in (((layout, "num_tokens"), lambda: op.mega_group_gemm_combine(h, t.w2, layout,
-                                                                                     row_weight)),
-                         ((op, "_recv_words"), lambda: op.mega_dispatch_group_gemm(t.x, layout=layout,
-                                                                                   gemm_weight=t.w1,
-                                                                                   weight=t.weight))):
-            with mock.patch.object(*of, 1 << 55 if world.rank == BAD else getattr(*of)):
+        for size_of_output, call in (((layout, "num_tokens"), combine), ((op, "_recv_words"), dispatch)):
+            size = 1 << 55 if world.rank == BAD else getattr(*size_of_output)
+            with mock.patch.object(*size_of_output, size):
                 got.append(outcome(call, op))
             world.exchange(b"back")
-        after = step(op, MISTAKEN, t)
+        after = step(op, CASE, t)
         op.synchronize()
         op.finalize()
         same(after, before, f"rank {world.rank}")
         return got
 
     results = ranks(run, world_size=3, at_least=2)
-    for which in zip(*results):
-        check_outcomes(which, ["RuntimeError" if rank == BAD else "PeerError" for rank in range(len(which))],
-                       who=BAD, elsewhere=(f"rank {BAD}",))
+    for outcomes in zip(*results):
+        check_outcomes(outcomes, expected(outcomes, "RuntimeError"), who=BAD, elsewhere=(f"rank {BAD}",))
 
 
-# Where between two operations there is no memory: the function that wants it, in which of its calls, and how
-# the op is made.
+# Allocations between two operations: (module or class, function that allocates, which of its calls fails,
+# options of the op).
 BETWEEN = {
     "product": (epmoe.fused, "grouped_gemm", 1, {"fused": False}),
     "second product": (epmoe.fused, "grouped_gemm", 2, {"fused": False}),
@@ -207,28 +217,29 @@ BETWEEN = {
 
 @pytest.mark.parametrize("where", BETWEEN)
 def test_fused_without_memory_between_operations(ranks, monkeypatch, where):
-    """What fails there on one rank the others hear of in their next one, and do not wait."""
-    place, name, turn, options = BETWEEN[where]
+    """Rank BAD fails between two operations. The other ranks raise PeerError in their next one, at once."""
+    place, name, failing_call, options = BETWEEN[where]
     with_grad, calls, real = options["fused"], {}, getattr(place, name)
 
-    def me():  # of ranks that are threads; a backward on GPUs has threads of its own
+    def this_rank():
+        # Under torchrun each rank is a process, where backward runs in another thread. Else it is a thread.
         return 0 if ranks.is_torchrun else threading.get_ident()
 
     def counted(*args, **rest):
-        if me() in calls:
-            calls[me()] += 1
-            if calls[me()] == turn:
-                raise torch.OutOfMemoryError("says the test")
+        if this_rank() in calls:
+            calls[this_rank()] += 1
+            if calls[this_rank()] == failing_call:
+                raise torch.OutOfMemoryError("raised by the test")
         return real(*args, **rest)
 
     monkeypatch.setattr(place, name, counted)
-    case = dataclasses.replace(MISTAKEN, bias=False, num_buffers=1)
+    case = dataclasses.replace(CASE, bias=False, num_buffers=1)
 
     def run(world, device):
         op = make_op(world, device, case, StagedOp, **options)
         t = tensors(case, world.rank, world.size, device)
 
-        def whole():
+        def run_step():
             for leaf in (t.x, t.w1, t.w2):
                 leaf.requires_grad_(with_grad).grad = None
             y = step(op, case, t)["y"]
@@ -236,29 +247,29 @@ def test_fused_without_memory_between_operations(ranks, monkeypatch, where):
                 y.backward(t.dy)
             return {"y": y.detach(), "x": t.x.grad, "w1": t.w1.grad, "w2": t.w2.grad}
 
-        before = whole()
+        before = run_step()
         op.synchronize()
         world.set_timeout(MISTAKE_LIMIT_S)
         world.exchange(b"go")
         if world.rank == BAD:
-            calls[me()] = 0
-        got = outcome(whole, op)
-        calls.pop(me(), None)
+            calls[this_rank()] = 0
+        got = outcome(run_step, op)
+        calls.pop(this_rank(), None)
         alive = outcome(lambda: world.exchange(b"back"))
         if not alive.kinds:
-            same(whole(), before, f"rank {world.rank}, after {got}")
+            same(run_step(), before, f"rank {world.rank}, after {got}")
             op.synchronize()
             op.finalize()
         return got, alive
 
     results = ranks(run, world_size=3, at_least=2)
     check_outcomes([alive for _, alive in results], "nothing")
-    check_outcomes([got for got, _ in results], ["OutOfMemoryError" if rank == BAD else "PeerError"
-                                                 for rank in range(len(results))], who=BAD,
+    check_outcomes([got for got, _ in results], expected(results, "OutOfMemoryError"), who=BAD,
                    elsewhere=(f"rank {BAD}", "no memory"))
 
 
-# With every choice a token of its own: what the user gave is what is told.
+# With token_saving=False epmoe makes a token of each choice. The error must name the argument and the sizes
+# that the user passed.
 WRONG_BY_CHOICE = [
     ("exp_indices", lambda i: i[:, :2].contiguous(), ("exp_indices", "[*, 3]", "[12, 2]")),
     ("exp_indices", lambda i: i[:5].contiguous(), ("input has 12 tokens, but exp_indices has 5",)),
@@ -271,43 +282,44 @@ WRONG_BY_CHOICE = [
 ]
 
 
-@pytest.mark.parametrize("which, at", [(which, i) for which in ("dispatch", "mega_dispatch_group_gemm",
-                                                                "preprocess")
-                                       for i, (name, _, texts) in enumerate(WRONG_BY_CHOICE)
-                                       if which != "preprocess" or texts[0] == name != "weight"])
-def test_fused_mistakes_without_token_saving(ranks, which, at):
-    name, change, texts = WRONG_BY_CHOICE[at]
+@pytest.mark.parametrize("method, at", [
+    (method, i) for method in ("dispatch", "mega_dispatch_group_gemm", "preprocess")
+    for i, (argument, _, texts) in enumerate(WRONG_BY_CHOICE)
+    if method != "preprocess" or texts[0] == argument != "weight"
+])
+def test_fused_wrong_argument_without_token_saving(ranks, method, at):
+    argument, change, texts = WRONG_BY_CHOICE[at]
 
     def run(world, device):
-        op = make_op(world, device, MISTAKEN, StagedOp, token_saving=False)
-        t = tensors(MISTAKEN, world.rank, world.size, device)
-        before = step(op, MISTAKEN, t)
+        op = make_op(world, device, CASE, StagedOp, token_saving=False)
+        t = tensors(CASE, world.rank, world.size, device)
+        before = step(op, CASE, t)
         op.synchronize()
         world.set_timeout(MISTAKE_LIMIT_S)
-        given = {"input": t.x, "exp_indices": t.idx, "weight": t.weight, "gemm_weight": t.w1,
-                 "full_scatter_indices": None}
-        wanted = {"preprocess": ("exp_indices", "full_scatter_indices"),
-                  "dispatch": ("input", "exp_indices", "weight", "full_scatter_indices")}
+        values = {"input": t.x, "exp_indices": t.idx, "weight": t.weight, "gemm_weight": t.w1,
+                  "full_scatter_indices": None}
+        parameters = {"preprocess": ("exp_indices", "full_scatter_indices"),
+                      "dispatch": ("input", "exp_indices", "weight", "full_scatter_indices")}
         if world.rank == BAD:
-            given[name] = change(given[name]).to(device)
-        got = outcome(lambda: getattr(op, which)(**{n: given[n] for n in wanted.get(which, given)}), op)
+            values[argument] = change(values[argument]).to(device)
+        arguments = {name: values[name] for name in parameters.get(method, values)}
+        got = outcome(lambda: getattr(op, method)(**arguments), op)
         world.exchange(b"back")
-        same(step(op, MISTAKEN, t), before, f"rank {world.rank}, after {got}")
+        same(step(op, CASE, t), before, f"rank {world.rank}, after {got}")
         op.synchronize()
         op.finalize()
         return got
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes(results, ["ValueError" if rank == BAD else "PeerError" for rank in range(len(results))],
-                   *texts, who=BAD, elsewhere=(f"rank {BAD}",))
+    check_outcomes(results, expected(results, "ValueError"), *texts, who=BAD, elsewhere=(f"rank {BAD}",))
 
 
 @pytest.mark.parametrize("order", ["fuse", "", None])
 def test_fused_unknown_combine_order(ranks, order):
-    """On all ranks alike."""
+    """All ranks pass the same unknown value."""
 
     def run(world, device):
-        return outcome(lambda: make_op(world, device, MISTAKEN, combine_order=order))
+        return outcome(lambda: make_op(world, device, CASE, combine_order=order))
 
     check_outcomes(ranks(run, world_size=2), "ValueError", repr(order), "fuse_scatter or serial")
 
@@ -328,25 +340,26 @@ WRONG_OPTIONS = {
 
 @pytest.mark.parametrize("name", WRONG_OPTIONS)
 def test_fused_wrong_option_on_one_rank(ranks, name):
-    """What this rank cannot be made with, the others hear of while they make theirs; so also where no block
-    would be left that
-    sends, or that adds up.  Then all make one that works."""
+    """Rank BAD raises ValueError when it creates the op, and the other ranks raise PeerError.
+
+    Some of the options would leave no CTA that sends, or no CTA that reduces. Afterwards all ranks create an
+    op that works.
+    """
     options, text = WRONG_OPTIONS[name]
 
     def run(world, device):
         world.set_timeout(MISTAKE_LIMIT_S)
-        got = outcome(lambda: make_op(world, device, MISTAKEN, **(options if world.rank == BAD else {})))
+        got = outcome(lambda: make_op(world, device, CASE, **(options if world.rank == BAD else {})))
         alive = outcome(lambda: world.exchange(b"back"))
         if alive.kinds:
             return got, alive, None
-        op = make_op(world, device, MISTAKEN)
-        seen = step(op, MISTAKEN, tensors(MISTAKEN, world.rank, world.size, device))
+        op = make_op(world, device, CASE)
+        seen = step(op, CASE, tensors(CASE, world.rank, world.size, device))
         op.synchronize()
         op.finalize()
         return got, alive, seen
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes([got for got, _, _ in results], ["ValueError" if rank == BAD else "PeerError"
-                                                    for rank in range(len(results))], text, who=BAD)
+    check_outcomes([got for got, _, _ in results], expected(results, "ValueError"), text, who=BAD)
     check_outcomes([alive for _, alive, _ in results], "nothing")
-    check_numbers([seen for _, _, seen in results], MISTAKEN)
+    check_numbers([seen for _, _, seen in results], CASE)

@@ -85,8 +85,8 @@ def test_fused_in_a_cuda_graph(ranks, mode, activation, knobs):
 def test_fused_on_streams_delayed_differently(ranks):
     """Two operators run on two streams. Every rank calls the first operator first.
 
-    A copy delays the first stream on some ranks and the second stream on the others. Each kernel fills its GPU
-    and waits for the same kernel of its peers. So a launch order that differs between ranks would deadlock.
+    A copy delays the first stream on some ranks and the second stream on the others. Each kernel fills its
+    GPU and waits for the same kernel of its peers. So different launch orders on two ranks would deadlock.
     """
     case = grown(ranks, Experts(activation="swiglu"))
 

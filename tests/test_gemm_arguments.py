@@ -1,4 +1,4 @@
-"""What a grouped GEMM may be called with, what it makes of it, and what it refuses."""
+"""The arguments of a grouped GEMM: which are valid, what they do, and which are refused."""
 
 import pytest
 import torch
@@ -8,39 +8,40 @@ from cases import generator, misaligned
 from test_gemm_products import ACTIVATIONS, check, kernels, problem
 
 
-def test_gemm_counts_and_offsets_say_the_same(ranks):
-    x, weight, _, _, _ = problem([4, 0, 9], 32, 16, torch.bfloat16, ranks.device, before=0, behind=0)
-    by_counts = epmoe.grouped_gemm(x, weight, torch.tensor([4, 0, 9], device=ranks.device))
-    by_offsets = epmoe.grouped_gemm(x, weight, offsets=torch.tensor([0, 4, 4, 13], device=ranks.device,
-                                                                    dtype=torch.int32))
+def test_gemm_counts_equal_offsets(ranks):
+    x, weight, _, _, _ = problem([4, 0, 9], 32, 16, torch.bfloat16, ranks.device, before=0, after=0)
+    counts = torch.tensor([4, 0, 9], device=ranks.device)
+    offsets = torch.tensor([0, 4, 4, 13], device=ranks.device, dtype=torch.int32)
+    by_counts = epmoe.grouped_gemm(x, weight, counts)
+    by_offsets = epmoe.grouped_gemm(x, weight, offsets=offsets)
     assert torch.equal(by_counts, by_offsets)
 
 
-def test_gemm_takes_parts_of_something_larger(ranks):
-    """Neither the CPU nor torch's products care where a tensor begins; Hopper's copy engine does."""
+def test_gemm_tensors_at_any_address(ranks):
+    """The CPU and torch accept any alignment. Hopper's copy engine (TMA) requires aligned addresses."""
     x, weight, bias, row_weight, offsets = problem([4, 0, 19], 32, 16, torch.bfloat16, ranks.device)
     want = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias, activation="gelu", row_weight=row_weight)
     begin, end = offsets[0].item(), offsets[-1].item()
-    for odd in range(5):
-        given = [misaligned(t) if odd in (i, 4) else t for i, t in enumerate((x, weight, bias, row_weight))]
+    for which in range(5):  # 4: all of them
+        given = [misaligned(t) if which in (i, 4) else t for i, t in enumerate((x, weight, bias, row_weight))]
         y = epmoe.grouped_gemm(given[0], given[1], offsets=misaligned(offsets), bias=given[2],
                                activation="gelu", row_weight=given[3])
         assert torch.equal(y[begin:end], want[begin:end])
 
 
-def test_gemm_of_more_experts_than_a_layer_may_have(ranks):
+def test_gemm_of_1500_experts(ranks):
+    """A layer has at most 1024 experts. A grouped GEMM alone has no limit."""
     counts = torch.arange(1500) % 3
-    x, weight, _, _, offsets = problem(counts.tolist(), 32, 16, torch.bfloat16, ranks.device, before=0,
-                                       behind=0)
+    x, weight, _, _, _ = problem(counts.tolist(), 32, 16, torch.bfloat16, ranks.device, before=0, after=0)
     y = epmoe.grouped_gemm(x, weight, counts.to(ranks.device))
-    want = torch.bmm(x.double()[:, None],
-                     weight.double()[torch.arange(1500).repeat_interleave(counts).to(ranks.device)].transpose(1, 2))[:, 0]
+    expert_of_row = torch.arange(1500).repeat_interleave(counts).to(ranks.device)
+    want = torch.bmm(x.double()[:, None], weight.double()[expert_of_row].transpose(1, 2))[:, 0]
     check(y, want, torch.tensor(20.0), "1500 experts")
 
 
 @pytest.mark.cuda_only
-def test_gemm_believes_no_offset_beyond_the_rows(ranks):
-    x, weight, _, _, _ = problem([4, 9], 32, 16, torch.bfloat16, ranks.device, before=0, behind=0)
+def test_gemm_clamps_offsets_to_the_rows(ranks):
+    x, weight, _, _, _ = problem([4, 9], 32, 16, torch.bfloat16, ranks.device, before=0, after=0)
     for wrong in ([-7, 4, 2**31 - 1], [0, 9, 4], [2**30, 2**30, 2**30]):
         offsets = torch.tensor(wrong, device=ranks.device, dtype=torch.int32)
         y = epmoe.grouped_gemm(x, weight, offsets=offsets)
@@ -51,7 +52,7 @@ def test_gemm_believes_no_offset_beyond_the_rows(ranks):
 
 
 @pytest.mark.cuda_only
-def test_gemm_rows_past_the_experts_are_left_alone(ranks):
+def test_gemm_rows_of_no_expert_are_not_written(ranks):
     x, weight, _, _, offsets = problem([130, 7], 64, 32, torch.bfloat16, ranks.device)
     for portable in kernels(ranks):
         out = torch.full((len(x), 64), 7.0, dtype=x.dtype, device=x.device)
@@ -99,7 +100,7 @@ def test_gemm_rows_past_the_experts_are_left_alone(ranks):
      "row weights: wanted a floating-point dtype, got torch.int64"),
     (dict(row_weight=torch.ones(4, device="meta")), ValueError, "row weights: wanted a tensor on cpu"),
 ])
-def test_gemm_wrong_arguments_say_what_was_wanted(change, error, text):
+def test_gemm_error_names_the_wrong_argument(change, error, text):
     good = dict(x=torch.zeros(4, 16), weight=torch.zeros(2, 10, 16),
                 offsets=torch.tensor([0, 2, 4], dtype=torch.int32))
     with pytest.raises(error) as caught:
@@ -111,7 +112,7 @@ def test_gemm_wrong_arguments_say_what_was_wanted(change, error, text):
 @pytest.mark.parametrize("sizes", [{"counts": [4, -2, 8]}, {"counts": [-4, 8, 6]}, {"counts": [4, 4, 6]},
                                    {"offsets": [0, 6, 4, 10]}, {"offsets": [-1, 2, 4, 6]},
                                    {"offsets": [0, 2, 4, 11]}], ids=str)
-def test_gemm_of_rows_that_are_not_there(sizes):
+def test_gemm_refuses_sizes_beyond_the_rows(sizes):
     (name, values), = sizes.items()
     with pytest.raises(ValueError, match="0 to 10, the number of rows"):
         epmoe.grouped_gemm(torch.randn(10, 16), torch.randn(3, 8, 16),
@@ -119,11 +120,11 @@ def test_gemm_of_rows_that_are_not_there(sizes):
 
 
 @pytest.mark.parametrize("with_grad", [False, True], ids=["plain", "grad"])
-def test_gemm_takes_a_bias_and_row_weights_of_any_floating_dtype(ranks, with_grad):
+def test_gemm_bias_and_row_weight_of_any_floating_dtype(ranks, with_grad):
     x, weight, bias, row_weight, offsets = problem([4, 9], 32, 16, torch.bfloat16, ranks.device, before=0,
-                                                   behind=0)
+                                                   after=0)
     x.requires_grad_(with_grad)
-    row_weight = row_weight.bfloat16()  # so that every dtype here can hold the same numbers
+    row_weight = row_weight.bfloat16()  # every dtype of this test can represent these numbers
     want = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias, row_weight=row_weight.float())
     for dtype in (torch.float32, torch.float64):
         y = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias.to(dtype),
@@ -133,18 +134,19 @@ def test_gemm_takes_a_bias_and_row_weights_of_any_floating_dtype(ranks, with_gra
 
 
 @pytest.mark.parametrize("with_grad", [False, True], ids=["plain", "grad"])
-def test_gemm_applies_row_weights_in_float32(ranks, with_grad):
-    x, weight = torch.ones(1, 16, dtype=torch.bfloat16, device=ranks.device), torch.full((1, 16, 16), 24.0,
-                                                                                         dtype=torch.bfloat16,
-                                                                                         device=ranks.device)
-    row_weight, offsets = torch.tensor([1.0035], device=ranks.device), torch.tensor([0, 1], dtype=torch.int32,
-                                                                                    device=ranks.device)
+def test_gemm_applies_row_weight_in_float32(ranks, with_grad):
+    x = torch.ones(1, 16, dtype=torch.bfloat16, device=ranks.device)
+    weight = torch.full((1, 16, 16), 24.0, dtype=torch.bfloat16, device=ranks.device)
+    row_weight = torch.tensor([1.0035], device=ranks.device)
+    offsets = torch.tensor([0, 1], dtype=torch.int32, device=ranks.device)
     y = epmoe.grouped_gemm(x.requires_grad_(with_grad), weight, offsets=offsets, row_weight=row_weight)
-    assert (y == 386).all()  # 385.344; with a weight rounded to bfloat16, which is 1, it would be 384
+    # 384 * 1.0035 is 385.344, which bfloat16 rounds to 386. The row weight itself rounded to bfloat16 is 1,
+    # and would give 384.
+    assert (y == 386).all()
 
 
 @pytest.mark.cpu_only
-def test_gemm_under_autocast_keeps_its_precision():
+def test_gemm_ignores_autocast():
     x, weight, counts = torch.randn(10, 16), torch.randn(2, 8, 16), torch.tensor([4, 6])
     want = epmoe.grouped_gemm(x, weight, counts)
     with torch.autocast("cpu", torch.bfloat16):
@@ -152,16 +154,18 @@ def test_gemm_under_autocast_keeps_its_precision():
 
 
 def test_gemm_refuses_a_second_derivative(ranks):
-    x, weight, _, _, offsets = problem([4, 9], 32, 16, torch.bfloat16, ranks.device, before=0, behind=0)
-    g, = torch.autograd.grad(epmoe.grouped_gemm(x.requires_grad_(), weight.requires_grad_(),
-                                                offsets=offsets).square().sum(), x, create_graph=True)
+    x, weight, _, _, offsets = problem([4, 9], 32, 16, torch.bfloat16, ranks.device, before=0, after=0)
+    y = epmoe.grouped_gemm(x.requires_grad_(), weight.requires_grad_(), offsets=offsets)
+    g, = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="no backward of its own"):
         g.sum().backward()
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gemm_gradients_of_nobodys_rows_reach_nobody(ranks, activation):
-    """Rows of no expert are undefined, and so may be their gradients: of a fixed-capacity layer, say."""
+def test_gemm_gradients_of_rows_of_no_expert_are_ignored(ranks, activation):
+    """Rows of no expert are undefined, and so are their incoming gradients. A layer with a fixed capacity has
+    rows of this kind.
+    """
     x, weight, bias, row_weight, offsets = problem([4, 0, 9, 1], 32, 16, torch.bfloat16, ranks.device)
     begin, end = offsets[0].item(), offsets[-1].item()
     grads = []
@@ -175,4 +179,4 @@ def test_gemm_gradients_of_nobodys_rows_reach_nobody(ranks, activation):
         grads.append([leaves[0].grad[begin:end], leaves[1].grad, leaves[2].grad, leaves[3].grad[begin:end]])
     for clean, poisoned in zip(*grads):
         assert clean.isfinite().all()
-        torch.testing.assert_close(poisoned, clean)  # the bias's sums have no fixed order on a GPU
+        torch.testing.assert_close(poisoned, clean)  # not bit by bit: on a GPU the bias's sums have no order
