@@ -1,4 +1,4 @@
-"""Reaching into each other's memory: translate, views, put and get, signals, barrier."""
+"""Access to a peer's memory: translate, peer_view, put, get, signal, wait and barrier."""
 
 import ctypes
 import time
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import epmoe
-from cases import check_outcomes, outcome, random_bits, generator, same_bits
+from cases import check_outcomes, generator, outcome, random_bits, same_bits
 from pace import WAIT_S
 from test_heap_alloc import KINDS, make_heap
 
@@ -16,22 +16,23 @@ def test_heap_translate_keeps_the_offset(ranks):
     def run(world, device):
         heap = make_heap(world, device)
         a, b = heap.malloc_symmetric((10,)), heap.malloc_symmetric((33,), torch.float64)
-        assert heap.translate(b,
-                              world.rank) == b.data_ptr() and heap.offset(a) == heap.offset(b) - (b.data_ptr() - a.data_ptr())
+        distance = b.data_ptr() - a.data_ptr()
+        assert heap.translate(b, world.rank) == b.data_ptr()
+        assert heap.offset(a) == heap.offset(b) - distance
         assert heap.offset(b[3:]) == heap.offset(b) + 24
         for peer in range(world.size):
-            assert heap.translate(b, peer) - heap.translate(a, peer) == b.data_ptr() - a.data_ptr()
+            assert heap.translate(b, peer) - heap.translate(a, peer) == distance
             assert heap.peer_view(b, peer).data_ptr() == heap.translate(b, peer)
-        own = len({heap.translate(a, p) for p in range(world.size)})
-        out = outcome(lambda: heap.translate(a, world.size)), outcome(lambda: heap.offset(torch.zeros(3,
-                                                                                                      device=device)))
+        num_addresses = len({heap.translate(a, p) for p in range(world.size)})
+        no_such_rank = outcome(lambda: heap.translate(a, world.size))
+        foreign_tensor = outcome(lambda: heap.offset(torch.zeros(3, device=device)))
         heap.close()
-        return own, out
+        return num_addresses, no_such_rank, foreign_tensor
 
-    for own, out in ranks(run):
-        assert own == ranks.size()
-        check_outcomes([out[0]], "ValueError", f"rank {ranks.size()}", f"world of {ranks.size()}")
-        check_outcomes([out[1]], "ValueError", "not in this symmetric heap")
+    for num_addresses, no_such_rank, foreign_tensor in ranks(run):
+        assert num_addresses == ranks.size()
+        check_outcomes([no_such_rank], "ValueError", f"rank {ranks.size()}", f"world of {ranks.size()}")
+        check_outcomes([foreign_tensor], "ValueError", "not in this symmetric heap")
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
@@ -40,8 +41,8 @@ def test_heap_peer_view_reads_and_writes(ranks, dtype):
         heap = make_heap(world, device)
         box = heap.malloc_symmetric((world.size, 50), dtype)
         for peer in range(world.size):
-            heap.peer_view(box, peer)[world.rank].copy_(random_bits((50,), dtype,
-                                                                    generator(world.rank, peer)).to(device))
+            sent = random_bits((50,), dtype, generator(world.rank, peer)).to(device)
+            heap.peer_view(box, peer)[world.rank].copy_(sent)
         heap.barrier()
         got = box.clone()
         seen = heap.peer_view(box, (world.rank + 1) % world.size).clone()
@@ -53,13 +54,13 @@ def test_heap_peer_view_reads_and_writes(ranks, dtype):
     for rank, (got, seen) in enumerate(results):
         for writer in range(len(results)):
             same_bits(got[writer], random_bits((50,), dtype, generator(writer, rank)),
-                      f"what rank {writer} wrote at {rank}")
-        same_bits(seen, results[(rank + 1) % len(results)][0], "what was read from the next rank")
+                      f"written by rank {writer} to rank {rank}")
+        same_bits(seen, results[(rank + 1) % len(results)][0], f"read by rank {rank} from the next rank")
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_heap_put_and_get(ranks, dtype):
-    """put to the right, get from the left, in rows of a larger tensor."""
+    """put to every rank, then get from the next rank, in rows of a larger tensor."""
 
     def run(world, device):
         heap = make_heap(world, device)
@@ -78,46 +79,50 @@ def test_heap_put_and_get(ranks, dtype):
 
     for rank, (rows, got) in enumerate(ranks(run)):
         for writer in range(len(rows)):
-            same_bits(rows[writer], random_bits((7, 9), dtype, generator(writer)), f"put by {writer}")
+            same_bits(rows[writer], random_bits((7, 9), dtype, generator(writer)), f"put by rank {writer}")
         same_bits(got, random_bits((7, 9), dtype, generator(rank)), "get")
 
 
-def test_heap_put_refuses_what_it_cannot_copy(ranks):
+def test_heap_put_and_get_refuse_wrong_tensors(ranks):
     def run(world, device):
         heap = make_heap(world, device)
         t = heap.malloc_symmetric((4, 4))
-        calls = [lambda: heap.put(t, torch.zeros(4, 5, device=device), 0),
-                 lambda: heap.put(t, torch.zeros(4, 4, dtype=torch.float16, device=device), 0),
-                 lambda: heap.put(t, torch.zeros(4, 8, device=device)[:, ::2], 0),
-                 lambda: heap.put(t.t(), torch.zeros(4, 4, device=device), 0),
-                 lambda: heap.put(t, torch.zeros(4, 4, device=device), world.size),
-                 lambda: heap.put(torch.zeros(4, 4, device=device), t, 0),
-                 lambda: heap.get(torch.zeros(4, 5, device=device), t, 0),
-                 lambda: heap.get(t, torch.zeros(4, 4, device=device), 0),
-                 lambda: heap.peer_view(t.t(), 0), lambda: heap.peer_view(t, world.size)]
+        calls = [
+            lambda: heap.put(t, torch.zeros(4, 5, device=device), 0),
+            lambda: heap.put(t, torch.zeros(4, 4, dtype=torch.float16, device=device), 0),
+            lambda: heap.put(t, torch.zeros(4, 8, device=device)[:, ::2], 0),
+            lambda: heap.put(t.t(), torch.zeros(4, 4, device=device), 0),
+            lambda: heap.put(t, torch.zeros(4, 4, device=device), world.size),
+            lambda: heap.put(torch.zeros(4, 4, device=device), t, 0),
+            lambda: heap.get(torch.zeros(4, 5, device=device), t, 0),
+            lambda: heap.get(t, torch.zeros(4, 4, device=device), 0),
+            lambda: heap.peer_view(t.t(), 0),
+            lambda: heap.peer_view(t, world.size),
+        ]
         got = [outcome(c) for c in calls]
-        clean = not t.any()
+        is_unchanged = not t.any()
         heap.close()
-        return got, bool(clean)
+        return got, bool(is_unchanged)
 
     texts = (("16", "20"), ("float32", "float16"), ("contiguous",), ("contiguous",),
              (f"rank {ranks.size(2)}",), ("not in this symmetric heap",), ("16", "20"),
              ("not in this symmetric heap",), ("contiguous",), (f"rank {ranks.size(2)}",))
-    for got, clean in ranks(run, world_size=2):
-        for o, t in zip(got, texts):
+    for got, is_unchanged in ranks(run, world_size=2):
+        for o, t in zip(got, texts, strict=True):
             check_outcomes([o], "ValueError", *t)
-        assert clean
+        assert is_unchanged
 
 
-def test_heap_signal_publishes_what_was_put_before(ranks):
-    """A ring of messages: the word says that the data is there."""
+def test_heap_signal_publishes_earlier_puts(ranks):
+    """Messages in a ring of ranks: after word 0 has the value i, message i is in memory."""
 
     def run(world, device):
         heap = make_heap(world, device)
         words, box = heap.malloc_symmetric((4,), torch.int64), heap.malloc_symmetric((2, 500), torch.int32)
         right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
         for i in range(1, 101):
-            heap.wait(words, 1, i - 2 if i > 2 else 0)  # the right one has read what stood in this half
+            # until the right rank has read message i - 2, which is in this half of box
+            heap.wait(words, 1, i - 2 if i > 2 else 0)
             heap.put(box[i % 2], torch.full((500,), 1000 * world.rank + i, dtype=torch.int32, device=device),
                      right)
             heap.signal(words, 0, i, right)
@@ -160,23 +165,26 @@ def test_heap_wait_compares(ranks):
         heap.signal(words, 0, 2**62, world.rank)
         heap.wait(words, 0, 2**40)
         heap.synchronize()
-        wrong = [outcome(c) for c in (lambda: heap.signal(words, 2, 1, 0), lambda: heap.wait(words, -1, 1),
-                                      lambda: heap.wait(words, 0, 1, cmp="lt"),
-                                      lambda: heap.signal(words, 0, 1, 0, op="max"),
-                                      lambda: heap.signal(heap.malloc_symmetric((2,)), 0, 1, 0),
-                                      lambda: heap.signal(words, 0, 1, world.size),
-                                      lambda: heap.signal(words[::2], 0, 1, 0),
-                                      lambda: heap.wait(heap.malloc_symmetric((2, 2), torch.int64)[:, 1], 1,
-                                                        0))]
+        calls = [
+            lambda: heap.signal(words, 2, 1, 0),
+            lambda: heap.wait(words, -1, 1),
+            lambda: heap.wait(words, 0, 1, cmp="lt"),
+            lambda: heap.signal(words, 0, 1, 0, op="max"),
+            lambda: heap.signal(heap.malloc_symmetric((2,)), 0, 1, 0),
+            lambda: heap.signal(words, 0, 1, world.size),
+            lambda: heap.signal(words[::2], 0, 1, 0),
+            lambda: heap.wait(heap.malloc_symmetric((2, 2), torch.int64)[:, 1], 1, 0),
+        ]
+        outcomes = [outcome(c) for c in calls]
         heap.close()
-        return wrong
+        return outcomes
 
-    for wrong in ranks(run, world_size=2):
-        check_outcomes(wrong, ["IndexError", "IndexError", "ValueError", "ValueError", "TypeError",
-                               "ValueError", "nothing", "ValueError"])
+    for outcomes in ranks(run, world_size=2):
+        check_outcomes(outcomes, ["IndexError", "IndexError", "ValueError", "ValueError", "TypeError",
+                                  "ValueError", "nothing", "ValueError"])
 
 
-def test_heap_wait_for_equal_lets_nothing_greater_pass(ranks):
+def test_heap_wait_for_equal_ignores_greater_values(ranks):
     def run(world, device):
         heap = make_heap(world, device)
         words = heap.malloc_symmetric((1,), torch.int64)
@@ -196,8 +204,8 @@ def test_heap_wait_for_equal_lets_nothing_greater_pass(ranks):
     assert ranks(run, world_size=2) == [7] * ranks.size(2)
 
 
-def test_heap_wait_ends_at_its_limit(ranks):
-    """A word that nobody sets: EpTimeout names what was wanted and seen, and the world has ended on every
+def test_heap_wait_times_out(ranks):
+    """No rank sets the word. EpTimeout names the expected and the found value, and the world ends on every
     rank.
     """
 
@@ -223,9 +231,9 @@ def test_heap_barrier_orders_puts(ranks):
         heap = make_heap(world, device)
         box = heap.malloc_symmetric((world.size,), torch.int32)
         for i in range(1, 61):
+            number = torch.tensor([i], dtype=torch.int32, device=device)
             for peer in range(world.size):
-                heap.put(box[world.rank : world.rank + 1], torch.tensor([i], dtype=torch.int32,
-                                                                        device=device), peer)
+                heap.put(box[world.rank : world.rank + 1], number, peer)
             heap.barrier()
             got = box.clone()
             heap.barrier()
@@ -237,8 +245,8 @@ def test_heap_barrier_orders_puts(ranks):
     assert all(ranks(run))
 
 
-def test_heaps_of_one_world_do_not_meet(ranks):
-    """Two heaps: offsets may be equal, memory is not."""
+def test_heaps_of_one_world_are_separate(ranks):
+    """Tensors of two heaps can have the same offset, but never the same memory."""
 
     def run(world, device):
         a, b = make_heap(world, device), make_heap(world, device, 1 << 18)
@@ -257,7 +265,7 @@ def test_heaps_of_one_world_do_not_meet(ranks):
 
 @pytest.mark.cpu_only
 def test_heap_view_of_a_peer_outlives_the_peers_heap(ranks):
-    """Tensors over a peer's memory keep it, too."""
+    """A view of a peer's memory keeps that memory alive."""
 
     def run(world, device):
         heap = make_heap(world, device)
@@ -270,8 +278,8 @@ def test_heap_view_of_a_peer_outlives_the_peers_heap(ranks):
     assert ranks(run) == [100.0] * ranks.size()
 
 
-def test_heap_device_handle_says_where_peers_are(ranks):
-    class Handle(ctypes.Structure):  # EpDeviceHeap
+def test_heap_device_handle_has_peer_addresses(ranks):
+    class Handle(ctypes.Structure):  # EpDeviceHeap of csrc/epmoe_device.h
         _fields_ = [("base", ctypes.c_uint64 * 8), ("world_ended", ctypes.c_uint64),
                     ("timeout_ns", ctypes.c_uint64), ("my_rank", ctypes.c_uint32),
                     ("num_ranks", ctypes.c_uint32)]
@@ -281,8 +289,8 @@ def test_heap_device_handle_says_where_peers_are(ranks):
         t = heap.malloc_symmetric((10,))
         h = Handle.from_buffer_copy(heap.device_handle())
         assert (h.my_rank, h.num_ranks) == (world.rank, world.size) and h.timeout_ns > 0 and h.world_ended
-        assert [h.base[r] + heap.offset(t) for r in range(world.size)] == [heap.translate(t, r)
-                                                                           for r in range(world.size)]
+        for peer in range(world.size):
+            assert h.base[peer] + heap.offset(t) == heap.translate(t, peer)
         assert not any(h.base[world.size :])
         heap.close()
         return outcome(heap.device_handle)

@@ -1,4 +1,4 @@
-"""The symmetric allocator: the same offsets on every rank, and what it says when it cannot."""
+"""The symmetric allocator: offsets, alignment, statistics, exhaustion, scopes, and the end of a heap."""
 
 import random
 import re
@@ -60,11 +60,11 @@ def test_heap_memory_is_zeroed_every_time(ranks):
 def test_heap_alignment_of_addresses(ranks, alignment):
     def run(world, device):
         heap = make_heap(world, device, 8 << 20)
-        heap.malloc_symmetric((3,))  # so that the next one does not stand at the beginning
+        heap.malloc_symmetric((3,))  # so that the next tensor is not located at the start of the heap
         t = heap.malloc_symmetric((5,), alignment=alignment)
-        here, there = t.data_ptr() % alignment, heap.offset(t) % alignment
+        address_rest, offset_rest = t.data_ptr() % alignment, heap.offset(t) % alignment
         heap.close()
-        return here, there
+        return address_rest, offset_rest
 
     assert ranks(run, world_size=2) == [(0, 0)] * ranks.size(2)
 
@@ -77,21 +77,17 @@ def test_heap_statistics_add_up(ranks):
         assert start["total"] == start["free"] == start["largest_free"] >= 1 << 20
         tensors = [heap.malloc_symmetric((n,), torch.uint8) for n in (1, 1000, 100_000)]
         full = heap.stats()
-        assert (
-            full["num_allocations"] == 3
-            and 101_001 <= full["used"] <= 110_000
-            and full["used"] + full["free"] == full["total"]
-        )
+        assert full["num_allocations"] == 3
+        assert 101_001 <= full["used"] <= 110_000
+        assert full["used"] + full["free"] == full["total"]
         heap.free(tensors[1])
-        holed = heap.stats()
-        assert (
-            holed["num_allocations"] == 2
-            and holed["largest_free"] < holed["free"]
-            and holed["peak"] == full["used"]
-        )
+        fragmented = heap.stats()
+        assert fragmented["num_allocations"] == 2
+        assert fragmented["largest_free"] < fragmented["free"]
+        assert fragmented["peak"] == full["used"]
         heap.free(tensors[0])
         heap.free(tensors[2])
-        heap.free(heap.malloc_symmetric((1,), torch.uint8))  # less than there was
+        heap.free(heap.malloc_symmetric((1,), torch.uint8))  # does not change the peak
         end = heap.stats()
         assert end == start | {"peak": full["used"]}
         assert f"{end['used']} of {end['total']} bytes used" in repr(heap)
@@ -102,7 +98,7 @@ def test_heap_statistics_add_up(ranks):
     assert all(r == results[0] for r in results)
 
 
-def test_heap_largest_free_is_not_the_last(ranks):
+def test_heap_largest_free_is_not_the_last_part(ranks):
     def run(world, device):
         heap = make_heap(world, device)
         large, _ = heap.malloc_symmetric((900_000,), torch.uint8), heap.malloc_symmetric((1,), torch.uint8)
@@ -115,26 +111,26 @@ def test_heap_largest_free_is_not_the_last(ranks):
 
 
 def test_heap_random_allocations_never_overlap(ranks):
-    """Some hundred allocations and frees in any order: disjoint, equal on all ranks, and all of it comes
-    back.
+    """300 random allocations and frees. Allocations are disjoint and equal on all ranks, and at the end all
+    memory is free again.
     """
 
     def run(world, device):
-        heap, pick, live, trace = make_heap(world, device, 1 << 15), random.Random(5), [], []
+        heap, rng, live, trace = make_heap(world, device, 1 << 15), random.Random(5), [], []
         for _ in range(300):
-            if live and pick.random() < 0.48:
-                heap.free(live.pop(pick.randrange(len(live)))[2])
+            if live and rng.random() < 0.48:
+                heap.free(live.pop(rng.randrange(len(live)))[2])
                 continue
-            n, alignment = pick.choice([1, 7, 256, 300, 4096, 10_000,
-                                        20_000]), pick.choice([1, 128, 1024, 4096])
+            n = rng.choice([1, 7, 256, 300, 4096, 10_000, 20_000])
+            alignment = rng.choice([1, 128, 1024, 4096])
             try:
                 t = heap.malloc_symmetric((n,), torch.uint8, alignment)
             except epmoe.HeapExhausted:
                 trace.append(-1)
                 continue
             a = heap.offset(t)
-            assert a % alignment == 0 and all(a + n <= b or b + m <= a for b, m,
-                                              _ in live), "two tensors share memory"
+            assert a % alignment == 0
+            assert all(a + n <= b or b + m <= a for b, m, _ in live), "two tensors share memory"
             live.append((a, n, t))
             trace.append(a)
         for _, _, t in live:
@@ -154,10 +150,9 @@ def test_heap_exhaustion_names_needed_and_free(ranks):
         before = heap.stats()
         got = outcome(lambda: heap.malloc_symmetric((4 << 20,), torch.uint8))
         same = heap.stats() == before
-        whole = heap.malloc_symmetric((before["largest_free"],),
-                                      torch.uint8)  # what is said to be free can be had
+        rest = heap.malloc_symmetric((before["largest_free"],), torch.uint8)  # all bytes reported as free
         again = outcome(lambda: heap.malloc_symmetric((1,), torch.uint8))
-        heap.free(whole)
+        heap.free(rest)
         heap.close()
         return got, same, before["free"], again
 
@@ -189,7 +184,7 @@ def test_heap_holds_many_small_allocations(ranks):
 
 
 def test_heap_empty_tensor(ranks):
-    """A tensor without elements is one like any other: it can be had, asked about and given back."""
+    """A tensor without elements can be allocated, copied and freed like any other."""
 
     def run(world, device):
         heap = make_heap(world, device)
@@ -216,7 +211,7 @@ def test_heap_tensor_of_eight_dimensions(ranks):
     assert ranks(run, world_size=2) == [((2, 1, 2, 1, 2, 1, 2, 3), True, 8)] * ranks.size(2)
 
 
-def test_heap_scope_frees_what_was_allocated_in_it(ranks):
+def test_heap_scope_frees_its_allocations(ranks):
     def run(world, device):
         heap = make_heap(world, device)
         outer = heap.malloc_symmetric((10,))
@@ -231,7 +226,8 @@ def test_heap_scope_frees_what_was_allocated_in_it(ranks):
         with pytest.raises(KeyError), heap.scope():
             left = heap.malloc_symmetric((1000,))
             raise KeyError("every rank")
-        assert heap.stats()["used"] > used  # a rank cannot know that all the others were as unlucky
+        # free is collective, and a rank does not know whether the other ranks raised too
+        assert heap.stats()["used"] > used
         heap.free(left)
         assert heap.stats()["used"] == used
         heap.free(outer)
@@ -242,7 +238,7 @@ def test_heap_scope_frees_what_was_allocated_in_it(ranks):
 
 
 def test_heap_scope_after_a_free_inside(ranks):
-    """What was given back by hand is not given back twice, nor is its successor at the same place."""
+    """The scope does not free a tensor twice, even if a later tensor has the same address."""
 
     def run(world, device):
         heap = make_heap(world, device)
@@ -257,7 +253,7 @@ def test_heap_scope_after_a_free_inside(ranks):
 
 
 def test_heap_tensors_outlive_the_heap(ranks):
-    """A tensor holds the memory: also when heap and world are closed and gone."""
+    """A tensor keeps its memory after the heap is closed and deleted."""
 
     def run(world, device):
         heap = epmoe.SymmetricHeap(world, 1 << 20, device)
@@ -272,21 +268,25 @@ def test_heap_tensors_outlive_the_heap(ranks):
     assert ranks(run) == [4950.0] * ranks.size()
 
 
-def test_heap_is_closed_after_close(ranks):
+def test_heap_calls_after_close_are_refused(ranks):
     def run(world, device):
         heap = make_heap(world, device)
         t = heap.malloc_symmetric((10,))
         heap.close()
-        return [outcome(call) for call in (lambda: heap.malloc_symmetric((1,)), lambda: heap.free(t),
-                                           lambda: heap.barrier(),
-                                           lambda: heap.put(t, torch.zeros(10, device=device), 0),
-                                           lambda: heap.translate(t, 0))]
+        calls = [
+            lambda: heap.malloc_symmetric((1,)),
+            lambda: heap.free(t),
+            lambda: heap.barrier(),
+            lambda: heap.put(t, torch.zeros(10, device=device), 0),
+            lambda: heap.translate(t, 0),
+        ]
+        return [outcome(call) for call in calls]
 
     for outcomes in ranks(run):
         check_outcomes(outcomes, "EpClosed", "closed")
 
 
-def test_heap_with_closes_it(ranks):
+def test_heap_with_statement_closes_the_heap(ranks):
     def run(world, device):
         with epmoe.SymmetricHeap(world, 1 << 16, device) as heap:
             keep(world, heap)
@@ -296,7 +296,7 @@ def test_heap_with_closes_it(ranks):
     assert ranks(run) == ["EpClosed"] * ranks.size()
 
 
-def test_heap_with_left_by_an_error_stays_open(ranks):
+def test_heap_stays_open_if_the_with_statement_raises(ranks):
     def run(world, device):
         with pytest.raises(KeyError), epmoe.SymmetricHeap(world, 1 << 16, device) as heap:
             keep(world, heap)
@@ -308,8 +308,8 @@ def test_heap_with_left_by_an_error_stays_open(ranks):
     assert ranks(run, world_size=2) == ["nothing"] * ranks.size(2)
 
 
-def test_heap_self_made_world_of_one(ranks):
-    """Without torch.distributed a heap is one of this process alone."""
+def test_heap_without_a_world_is_for_one_rank(ranks):
+    """Without a world and torch.distributed, a heap creates a world of this process alone."""
     if ranks.is_torchrun:
         pytest.skip("torch.distributed is initialised here")
     with epmoe.SymmetricHeap(None, 1 << 16, "cpu") as heap:
@@ -322,27 +322,26 @@ def test_heap_self_made_world_of_one(ranks):
 
 
 @pytest.mark.cpu_only
-def test_heap_of_a_thread_stays_while_others_write_to_it(tmp_path):
-    """Ranks that are threads reach each other by address: one that drops its heap must not take it from the
-    others.
+def test_heap_deleted_by_one_thread_stays_mapped(tmp_path):
+    """Ranks that are threads write to each other by address. If one of them deletes its heap object, the
+    memory must stay valid for the others.
     """
-    script = tmp_path / "drop.py"
+    script = tmp_path / "delete.py"
     script.write_text(
         "import torch, epmoe, threading\n"
         "from epmoe.testing import run_threads\n"
-        "gone = threading.Event()\n"
+        "deleted = threading.Event()\n"
         "def fn(world):\n"
         "    heap = epmoe.SymmetricHeap(world, 1 << 20, 'cpu')\n"
         "    t = heap.malloc_symmetric((1000,))\n"
         "    if world.rank == 1:\n"
         "        del heap, t\n"
-        "        gone.set()\n"
+        "        deleted.set()\n"
         "        return\n"
-        "    gone.wait(10)\n"
+        "    deleted.wait(10)\n"
         "    heap.put(t, torch.ones(1000), 1)\n"
         "run_threads(fn, 2, timeout_s=600)\n"
         "print('alive')\n")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=HANG_S)
-    assert (
-        done.returncode == 0 and done.stdout.strip() == "alive"
-    ), f"exit {done.returncode}\n{done.stderr[-500:]}"
+    is_right = done.returncode == 0 and done.stdout.strip() == "alive"
+    assert is_right, f"exit status {done.returncode}\n{done.stderr[-500:]}"

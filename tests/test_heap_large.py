@@ -14,14 +14,20 @@ MAX_I32 = 2**31
 
 def config(**changes):
     fields = {"num_ranks": 8, "num_experts": 256, "topk": 8, "max_tokens": 32768, "hidden": 7168,
-              "dtype": _C.BF16, "mode": _C.COMBINE_SCATTER,
-              "capacity": 8 * 32768 * 8, "num_buffers": 1, "num_sm": 1, "reserve_sms": 0}
+              "dtype": _C.BF16, "mode": _C.COMBINE_SCATTER, "capacity": 8 * 32768 * 8, "num_buffers": 1,
+              "num_sm": 1, "reserve_sms": 0}
     return tuple((fields | changes).values())
+
+
+def available_bytes():
+    """The memory of this machine that processes can still allocate."""
+    with open("/proc/meminfo") as f:
+        return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
 
 
 @pytest.mark.parametrize("mode", ["COMBINE_LOCAL", "COMBINE_SCATTER", "COMBINE_GATHER"])
 def test_heap_layer_bytes_past_4_gib(mode):
-    """A communication buffer is at least its staging rows, here some 3.8 GB to 30 GB."""
+    """A communication buffer is a little larger than its staging rows, here 3.8 GB to 30 GB."""
     got = _C.layer_bytes(config(mode=getattr(_C, mode)))
     row = 2 * 7168
     staging = {"COMBINE_LOCAL": 8 * 32768, "COMBINE_SCATTER": max(8 * 32768, 32768 * 8),
@@ -30,8 +36,7 @@ def test_heap_layer_bytes_past_4_gib(mode):
 
 
 def test_heap_layer_bytes_grow_by_whole_rows():
-    """One more token is one more staging row for each source rank: exact arithmetic, on both sides of 2^32.
-    """
+    """One more token needs one more staging row for each source rank, below and above 2^32 bytes."""
     sizes = [_C.layer_bytes(config(max_tokens=t, mode=_C.COMBINE_LOCAL, topk=2, capacity=8 * 40000 * 2))
              for t in range(36000, 40000, 400)]
     steps = {b - a for a, b in zip(sizes, sizes[1:])}
@@ -46,13 +51,13 @@ def test_heap_layer_bytes_of_buffers_add_up():
 
 
 def test_heap_plan_layout_past_2_31_words():
-    """T * K just under 2^31 choices of one rank: the parts of a plan neither wrap nor overlap."""
+    """One rank has almost 2^31 choices (T * K). Offsets of the plan's parts do not overflow or overlap."""
     tokens = MAX_I32 // 32 // 2 - 1
     at = _C.plan_layout(config(num_ranks=2, num_experts=2, topk=32, max_tokens=tokens, capacity=MAX_I32 - 1),
                         tokens)
     sizes = {"counts": 4, "expert_row": 2, "token_expert": tokens * 32, "token_row": tokens * 32,
-             "token_slot": tokens * 2, "sort": tokens * 32,
-             "send_token": tokens * 2, "tile_expert": at["max_tiles"], "tile_row": at["max_tiles"]}
+             "token_slot": tokens * 2, "sort": tokens * 32, "send_token": tokens * 2,
+             "tile_expert": at["max_tiles"], "tile_row": at["max_tiles"]}
     parts = sorted((at[name], name) for name in sizes)
     for (a, name), (b, _) in zip(parts, parts[1:]):
         assert a + sizes[name] <= b, name
@@ -61,7 +66,7 @@ def test_heap_plan_layout_past_2_31_words():
 
 @pytest.mark.parametrize("changes", [{"max_tokens": 33_554_432}, {"topk": 32, "max_tokens": 8_388_608},
                                      {"capacity": MAX_I32}, {"max_tokens": 2**32 - 1}])
-def test_heap_sizes_that_do_not_fit_are_refused(changes):
+def test_heap_layer_sizes_past_2_31_are_refused(changes):
     with pytest.raises(ValueError, match=r"2\^31"):
         _C.layer_bytes(config(**changes))
 
@@ -69,12 +74,10 @@ def test_heap_sizes_that_do_not_fit_are_refused(changes):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("how_much", ["all of it", "far more"])
 def test_heap_larger_than_the_machine_is_refused(ranks, how_much):
-    """Each rank's heap would fit, all together do not: nobody takes memory, nobody is killed, the world goes
-    on.
+    """With "all of it" each rank's heap alone fits, but not all together. No rank allocates memory, no
+    process is killed, and the world can be used afterwards.
     """
-    with open("/proc/meminfo") as f:
-        available = next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
-    num_bytes = available * 6 // 10 if how_much == "all of it" else 1 << 45
+    num_bytes = available_bytes() * 6 // 10 if how_much == "all of it" else 1 << 45
 
     def body(world, device):
         got = outcome(lambda: epmoe.SymmetricHeap(world, num_bytes, "cpu"))
@@ -83,23 +86,24 @@ def test_heap_larger_than_the_machine_is_refused(ranks, how_much):
         heap.close()
         return got
 
-    taken = num_bytes + (64 << 10)
+    heap_bytes = num_bytes + (64 << 10)
     results = ranks(body, world_size=2)
     check_outcomes(results, "HeapExhausted", "no room for 2 heaps of ", "needed ", "available ", within_s=1)
     for got in results:
         needed, room = (int(n) for n in re.search(r"needed (\d+), available (\d+)", got.text).groups())
-        assert 2 * (taken - 256) <= needed <= 2 * (taken + 256) and room < needed, got.text
+        assert 2 * (heap_bytes - 256) <= needed <= 2 * (heap_bytes + 256) and room < needed, got.text
 
 
 def free_bytes(device):
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo") as f:
-        return next(int(line.split()[1]) << 10 for line in f if line.startswith("MemAvailable"))
+    return available_bytes()
 
 
-def test_heap_tensors_behind_4_gib(ranks):
-    """Offsets past 2^32 really reach what they name, and 2^31 elements are one tensor."""
+def test_heap_tensors_past_4_gib(ranks):
+    """A tensor has more than 2^31 elements, and the next one has an offset past 2^32. put and peer_view reach
+    the right bytes of both.
+    """
     free = min(ranks(lambda world, device: free_bytes(device), world_size=1))
     if free < 12 << 30:
         pytest.skip("needs 12 GiB of free memory for each rank")
@@ -109,9 +113,9 @@ def test_heap_tensors_behind_4_gib(ranks):
         big = heap.malloc_symmetric((2**31 + 2**27,), torch.int16)
         after = heap.malloc_symmetric((1000,), torch.int32)
         peer = (world.rank + 1) % world.size
-        assert heap.offset(after) > 2**32 and heap.translate(after,
-                                                             peer) - heap.translate(big,
-                                                                                    peer) == heap.offset(after) - heap.offset(big)
+        assert heap.offset(after) > 2**32
+        distance = heap.translate(after, peer) - heap.translate(big, peer)
+        assert distance == heap.offset(after) - heap.offset(big)
         heap.put(after, torch.arange(1000, dtype=torch.int32, device=device), peer)
         heap.peer_view(big, peer)[-5:] = 7
         heap.peer_view(big, peer)[2**31 + 3] = 9
@@ -121,7 +125,8 @@ def test_heap_tensors_behind_4_gib(ranks):
         heap.close()
         return got
 
-    for after, end, middle, start in ranks(run, world_size=1):  # under torchrun, all of its
-        same_bits(after, torch.arange(1000, dtype=torch.int32), "behind 4 GiB")
-        assert end.tolist() == [0, 7, 7, 7, 7, 7] and middle.tolist() == [0, 9,
-                                                                          0] and start.tolist() == [0, 0, 0]
+    for after, end, middle, start in ranks(run, world_size=1):  # under torchrun: all of its ranks
+        same_bits(after, torch.arange(1000, dtype=torch.int32), "the tensor past 4 GiB")
+        assert end.tolist() == [0, 7, 7, 7, 7, 7]
+        assert middle.tolist() == [0, 9, 0]
+        assert start.tolist() == [0, 0, 0]

@@ -1,5 +1,5 @@
-"""The heap, where something is wrong on one rank, or different between ranks: everybody hears of it, and the
-heap goes on.
+"""Heap calls that are wrong on one rank or differ between ranks. All ranks raise, and the heap works
+afterwards.
 """
 
 import resource
@@ -13,17 +13,24 @@ from pace import WAIT_S
 from test_heap_alloc import make_heap
 
 
-def differing(world, device, call_of):
+def run_differing_call(world, device, call):
+    """The outcome of a call that differs between ranks, and whether the heap can allocate afterwards."""
     heap = make_heap(world, device)
     world.set_timeout(MISTAKE_LIMIT_S)
-    got = outcome(lambda: call_of(heap, world.rank))
-    before = heap.stats()["used"]
-    t = heap.malloc_symmetric((4,))
-    ok = not t.any() and heap.offset(t) >= 0
-    heap.free(t)
+    got = outcome(lambda: call(heap, world.rank))
     used = heap.stats()["used"]
+    t = heap.malloc_symmetric((4,))
+    is_usable = not t.any() and heap.offset(t) >= 0
+    heap.free(t)
+    is_usable = is_usable and heap.stats()["used"] == used
     heap.close()
-    return got, bool(ok), before, used
+    return got, bool(is_usable)
+
+
+def free_or_allocate(heap, rank):
+    """Rank 1 allocates and frees, the other ranks allocate twice."""
+    t = heap.malloc_symmetric((4,))
+    return heap.free(t) if rank == 1 else heap.malloc_symmetric((4,))
 
 
 @pytest.mark.parametrize("call, texts", [
@@ -31,15 +38,13 @@ def differing(world, device, call_of):
     (lambda h, r: h.malloc_symmetric((100,), torch.int64 if r == 1 else torch.int32),
      ("rank 1", "800", "400")),
     (lambda h, r: h.malloc_symmetric((100,), alignment=512 if r == 1 else 128), ("rank 1", "512", "128")),
-    (lambda h, r: h.free(h.malloc_symmetric((4,))) if r == 1 else (h.malloc_symmetric((4,)),
-                                                                   h.malloc_symmetric((4,))),
-     ("rank 1", "in free (heap ", "in allocation (heap ")),
+    (free_or_allocate, ("rank 1", "in free (heap ", "in allocation (heap ")),
     (lambda h, r: h.free([h.malloc_symmetric((4,)), h.malloc_symmetric((0,))][r == 1]), ("rank 1", "frees")),
 ], ids=["size", "dtype", "alignment", "order", "nothing"])
-def test_heap_ranks_that_differ(ranks, call, texts):
-    results = ranks(differing, call, world_size=3, at_least=2)
-    check_outcomes([r[0] for r in results], "EpMismatch", *texts)
-    assert all(ok for _, ok, _, _ in results)
+def test_heap_calls_that_differ_between_ranks(ranks, call, texts):
+    results = ranks(run_differing_call, call, world_size=3, at_least=2)
+    check_outcomes([got for got, _ in results], "EpMismatch", *texts)
+    assert all(is_usable for _, is_usable in results)
 
 
 @pytest.mark.parametrize("call, kind, text", [
@@ -57,29 +62,28 @@ def test_heap_ranks_that_differ(ranks, call, texts):
     (lambda h: h.free(torch.zeros(4)), "ValueError", "not in this symmetric heap"),
     (lambda h: h.free(None), "Error", ""),
 ], ids=["alignment-3", "alignment-0", "alignment-negative", "alignment-4M", "alignment-text", "dtype",
-        "negative", "huge", "shape-text", "shape-none",
-        "dimensions", "free-foreign", "free-none"])
-def test_heap_call_that_one_rank_cannot_make(ranks, call, kind, text):
-    """That rank raises its own reason; the others PeerError."""
+        "negative", "huge", "shape-text", "shape-none", "dimensions", "free-foreign", "free-none"])
+def test_heap_wrong_argument_on_one_rank(ranks, call, kind, text):
+    """That rank raises its own error; the others raise PeerError."""
 
     def run(world, device):
         heap = make_heap(world, device)
         t = heap.malloc_symmetric((4,))
         world.set_timeout(MISTAKE_LIMIT_S)
-        freeing = "free" in call.__code__.co_names
-        good = (lambda h: h.free(t)) if freeing else (lambda h: h.malloc_symmetric((4,)))
+        frees = "free" in call.__code__.co_names
+        good = (lambda h: h.free(t)) if frees else (lambda h: h.malloc_symmetric((4,)))
         got = outcome(lambda: (call if world.rank == 1 else good)(heap))
-        usable = outcome(lambda: heap.free(heap.malloc_symmetric((4,))))
-        return got, usable, heap.stats()["num_allocations"]
+        next_call = outcome(lambda: heap.free(heap.malloc_symmetric((4,))))
+        return got, next_call, heap.stats()["num_allocations"]
 
     results = ranks(run, world_size=3, at_least=2)
-    for rank, (got, usable, n) in enumerate(results):
+    for rank, (got, next_call, num_allocations) in enumerate(results):
         wanted = kind if rank == 1 else "PeerError"
         is_right = any(k.endswith(wanted) for k in got.kinds) and got.is_within(2)
-        assert is_right, f"rank {rank}: wanted {wanted}, got {got}"
+        assert is_right, f"rank {rank}: expected {wanted} within 2 s, got {got}"
         assert text in got.text if rank == 1 else "rank 1" in got.text, got.text
-        assert not usable.kinds, f"rank {rank} afterwards: {usable}"
-        assert n == 1, "the refused call left something behind"
+        assert not next_call.kinds, f"rank {rank}: the next call failed: {next_call}"
+        assert num_allocations == 1, f"rank {rank}: the refused call changed the number of allocations"
 
 
 @pytest.mark.parametrize("size_of, kind, texts", [
@@ -87,22 +91,25 @@ def test_heap_call_that_one_rank_cannot_make(ranks, call, kind, text):
     (lambda r: 0 if r == 1 else 1 << 20, "ValueError", ("rank 1", "0 bytes")),
     (lambda r: 1 << 50 if r == 1 else 1 << 20, "ValueError", ("rank 1",)),
 ], ids=["differs", "zero", "absurd"])
-def test_heap_that_cannot_be_made(ranks, size_of, kind, texts):
+def test_heap_creation_with_a_wrong_size(ranks, size_of, kind, texts):
     def run(world, device):
         world.set_timeout(MISTAKE_LIMIT_S)
         got = outcome(lambda: epmoe.SymmetricHeap(world, size_of(world.rank), device))
         return got, outcome(lambda: make_heap(world, device).close())
 
     results = ranks(run, world_size=3, at_least=2)
-    elsewhere = "PeerError" if kind == "ValueError" else kind  # a wrong argument is wrong where it is
-    check_outcomes([r[0] for r in results], [kind if rank == 1 else elsewhere
-                                             for rank in range(len(results))], *texts)
+    # for a wrong argument only rank 1 raises ValueError; for different arguments all ranks raise EpMismatch
+    elsewhere = "PeerError" if kind == "ValueError" else kind
+    kinds = [kind if rank == 1 else elsewhere for rank in range(len(results))]
+    check_outcomes([r[0] for r in results], kinds, *texts)
     check_outcomes([r[1] for r in results], "nothing")
 
 
-def _without_room(rank, world_size):
+def _heap_without_memory(rank, world_size):
     world = epmoe.World(timeout_s=WAIT_S)
-    if rank == 1:  # stands for a machine without memory: one that really has none ends other processes
+    # A limit of the file size has the effect of a machine without memory. If the memory were really used up,
+    # the kernel could kill other processes.
+    if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     got = outcome(lambda: epmoe.SymmetricHeap(world, 64 << 20, "cpu"))
     if rank == 1:
@@ -113,29 +120,29 @@ def _without_room(rank, world_size):
 
 
 @pytest.mark.cpu_only
-def test_heap_without_room_on_one_rank():
-    results = process_ranks(_without_room, 3)
+def test_heap_without_memory_on_one_rank():
+    results = process_ranks(_heap_without_memory, 3)
     check_outcomes([r[0] for r in results], "HeapExhausted", "rank 1", str((64 << 20) + (64 << 10)))
     check_outcomes([r[1] for r in results], "nothing")
 
 
-def test_heap_takes_tensors_that_have_memory(ranks):
-    """Local calls: what is no tensor is a TypeError, not Python's AttributeError, and what has no memory says
-    so.
+def test_heap_local_calls_refuse_wrong_tensors(ranks):
+    """An object that is no tensor raises TypeError (not AttributeError). A tensor without dense memory raises
+    ValueError.
     """
 
     def run(world, device):
         heap = make_heap(world, device)
         t, words = heap.malloc_symmetric((4,)), heap.malloc_symmetric((1,), torch.int64)
         seen = []
-        for bad in ([1.0] * 4, 3, None, torch.zeros(4, device="meta"),
-                    torch.zeros(4, device=device).to_sparse()):
+        sparse = torch.zeros(4, device=device).to_sparse()
+        for bad in ([1.0] * 4, 3, None, torch.zeros(4, device="meta"), sparse):
             for call in (lambda: heap.put(t, bad, 0), lambda: heap.put(bad, t, 0),
                          lambda: heap.get(bad, t, 0), lambda: heap.translate(bad, 0),
                          lambda: heap.peer_view(bad, 0), lambda: heap.offset(bad),
                          lambda: heap.signal(bad, 0, 1, 0), lambda: heap.wait(bad, 0, 1)):
                 seen.append(outcome(call).kind)
-        heap.signal(words, 0, 1, world.rank)  # the heap goes on
+        heap.signal(words, 0, 1, world.rank)  # the heap still works
         heap.wait(words, 0, 1)
         heap.close()
         return seen

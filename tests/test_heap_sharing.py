@@ -1,8 +1,6 @@
-"""Several ranks on one GPU: refused unless the program says so, counted in memory, and each with its own part
-of the SMs.
+"""Several ranks on one GPU. The program must allow it, and the memory of all ranks is counted together.
 
-tests/c/test_sharing.c has the rules themselves; every other test runs under them where it has more ranks than
-GPUs.
+tests/c/test_sharing.c tests the rules themselves. All tests with more ranks than GPUs run under these rules.
 """
 
 import os
@@ -19,7 +17,7 @@ NCCL = ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE")
 
 @pytest.fixture
 def one_gpu(monkeypatch):
-    """A machine with one GPU, as far as set_device can see."""
+    """set_device sees one GPU. Returns the list of devices that it selects."""
     for name in (*NCCL, "EPMOE_SHARE_GPU"):
         monkeypatch.delenv(name, raising=False)
     chosen = []
@@ -29,37 +27,37 @@ def one_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("local_rank", [0, 3])
-def test_heap_sharing_puts_ranks_on_the_gpu_that_there_is(one_gpu, monkeypatch, local_rank):
-    monkeypatch.setenv("NCCL_HOSTID",
-                       # from a rank that started this one, say: it would be the same on all ranks
-                       "inherited")
-    assert testing.set_device(local_rank, 4) == torch.device("cuda",
-                                                             0) and one_gpu == [torch.device("cuda", 0)]
-    assert (
-        os.environ["NCCL_HOSTID"] == f"epmoe-rank-{local_rank}" and os.environ["NCCL_SOCKET_IFNAME"] == "lo"
-    )
+def test_heap_sharing_puts_all_ranks_on_one_gpu(one_gpu, monkeypatch, local_rank):
+    # An inherited value would be the same on all ranks. set_device must replace it.
+    monkeypatch.setenv("NCCL_HOSTID", "inherited")
+    device = torch.device("cuda", 0)
+    assert testing.set_device(local_rank, 4) == device
+    assert one_gpu == [device]
+    assert os.environ["NCCL_HOSTID"] == f"epmoe-rank-{local_rank}"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
-def test_heap_sharing_leaves_nccl_alone_where_each_rank_has_a_gpu(one_gpu):
+def test_heap_sharing_sets_no_nccl_variable_if_each_rank_has_a_gpu(one_gpu):
     assert testing.set_device(0, 1) == torch.device("cuda", 0)
     assert not any(name in os.environ for name in NCCL)
 
 
-def test_heap_sharing_is_not_for_machines_without_gpus(monkeypatch):
+def test_heap_sharing_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(RuntimeError, match="no GPU"):
         testing.set_device(0, 1)
 
 
 @pytest.mark.parametrize("value, allowed", [("1", True), ("0", False), (None, False)])
-def test_heap_sharing_is_a_setting(monkeypatch, value, allowed):
+def test_heap_sharing_is_allowed_by_a_variable(monkeypatch, value, allowed):
     monkeypatch.delenv("EPMOE_SHARE_GPU", raising=False)
     if value is not None:
         monkeypatch.setenv("EPMOE_SHARE_GPU", value)
     assert testing.shares_gpu() == allowed
 
 
-def test_heap_sharing_is_said_by_tests_that_need_it(one_gpu):
+def test_heap_sharing_is_allowed_by_share_gpus(one_gpu):
+    """share_gpus, a helper of the tests, sets the variable if there are more ranks than GPUs."""
     share_gpus(1)
     assert "EPMOE_SHARE_GPU" not in os.environ
     share_gpus(2)
@@ -75,15 +73,16 @@ def test_heap_sharing_threads_need_their_settings(monkeypatch, missing):
         testing.run_threads(lambda world: None, 2, device="cuda:0")
 
 
-def shared(ranks):
+def share_a_gpu(ranks):
+    """Whether several processes of a torchrun run on one GPU."""
     return ranks.is_torchrun and ranks.size() > torch.cuda.device_count()
 
 
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("without", ["all", "last"])
 def test_heap_sharing_is_refused_by_default(ranks, monkeypatch, without):
-    """On all ranks, with what to do; and the world goes on."""
-    if not shared(ranks):
+    """All ranks raise an error that says what to do. Afterwards the world can be used."""
+    if not share_a_gpu(ranks):
         pytest.skip("needs more ranks than GPUs")
 
     def run(world, device):
@@ -112,8 +111,8 @@ def test_heap_sharing_setting_must_be_0_or_1(ranks, monkeypatch):
 
 @pytest.mark.cuda_only
 def test_heap_sharing_counts_the_memory_of_all_ranks(ranks):
-    """Each heap alone would fit."""
-    if not shared(ranks):
+    """Each heap alone fits, but not all together."""
+    if not share_a_gpu(ranks):
         pytest.skip("needs more ranks than GPUs")
 
     def run(world, device):
@@ -126,8 +125,10 @@ def test_heap_sharing_counts_the_memory_of_all_ranks(ranks):
 
 
 @pytest.mark.cuda_only
-def test_heap_sharing_threads_need_streams_of_their_own(ranks):
-    """On the default stream each rank would wait for the next: named on all ranks, not a wait."""
+def test_heap_sharing_threads_need_separate_streams(ranks):
+    """On the default stream the kernel of one rank would wait for that of the next rank: a deadlock. All
+    ranks raise an error instead.
+    """
     if ranks.is_torchrun:
         pytest.skip("needs ranks that are threads: EPMOE_TEST_THREADS=cuda pytest")
 
