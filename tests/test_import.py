@@ -1,4 +1,4 @@
-"""What importing costs, what the module needs to load, and that its copy of DLPack's structures is right."""
+"""The cost of an import, the libraries and symbols of the module, and its copy of DLPack's structures."""
 
 import re
 import shutil
@@ -23,7 +23,9 @@ def run(*command):
 
 
 def test_import_is_quick():
-    """Within 0.3 s of CPU time beyond torch itself; one good run of five is enough: machines are shared."""
+    """`import epmoe` takes less than 0.3 s of CPU time after torch. The best of five runs counts, because the
+    machine may be busy.
+    """
     script = "import time, torch; t = time.process_time(); import epmoe; print(time.process_time() - t)"
     seconds = []
     while len(seconds) < 5 and (not seconds or min(seconds) > 0.3):
@@ -31,54 +33,54 @@ def test_import_is_quick():
     assert min(seconds) < 0.3, f"import epmoe took {seconds} s beyond torch"
 
 
-def test_import_brings_no_compiler():
-    """torch's compiler takes seconds to import; only those who compile pay for it."""
-    script = "import sys, torch; before = 'torch._dynamo' in sys.modules; import epmoe; print(before or 'torch._dynamo' not in sys.modules)"
+def test_import_does_not_import_the_compiler():
+    """torch._dynamo takes seconds to import. Only programs that compile need it."""
+    script = ("import sys, torch; before = 'torch._dynamo' in sys.modules; import epmoe; "
+              "print(before or 'torch._dynamo' not in sys.modules)")
     done = run(sys.executable, "-c", script)
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_import_touches_no_process_group_and_no_gpu():
+def test_import_starts_no_process_group_gpu_or_thread():
     script = ("import torch, epmoe, torch.distributed as dist, threading; "
               "print(dist.is_initialized(), torch.cuda.is_initialized(), threading.active_count())")
     assert run(sys.executable, "-c", script).stdout.split() == ["False", "False", "1"]
 
 
-def test_import_offers_what_it_names():
+def test_import_has_all_public_names():
     for name in epmoe.__all__:
         assert hasattr(epmoe, name), name
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", epmoe.__version__)
 
 
 def test_import_needs_libc_only():
-    """No libtorch, no libstdc++, no libcuda: the module loads where they are not, and beside any version of
-    them.
+    """The module does not need libtorch, libstdc++ or libcuda. So it loads without them, and with any version
+    of them.
     """
     if not shutil.which("readelf"):
-        pytest.skip("there is no readelf here")
+        pytest.skip("readelf is not installed")
     needed = re.findall(r"NEEDED.*\[(.*?)\]", run("readelf", "-d", _C.__file__).stdout)
     allowed = r"(libc|libm|libpthread|libdl|librt|ld-linux[-\w]*)\.so(\.\d+)?"
     assert needed and all(re.fullmatch(allowed, n) for n in needed), needed
 
 
-def test_import_exports_one_symbol():
+def dynamic_symbols(option):
+    """The names that `nm -D option` lists for the module."""
     if not shutil.which("nm"):
-        pytest.skip("there is no nm here")
-    symbols = [line.split()[-1] for line in run("nm", "-D", "--defined-only",
-                                                _C.__file__).stdout.splitlines()]
+        pytest.skip("nm is not installed")
+    return [line.split()[-1] for line in run("nm", "-D", option, _C.__file__).stdout.splitlines()]
+
+
+def test_import_exports_one_symbol():
+    symbols = dynamic_symbols("--defined-only")
     assert symbols == ["PyInit__C"], symbols
 
 
 def test_import_module_is_abi3():
-    """One module for every Python: the name says so, and it uses nothing that is not in the stable interface.
-    """
+    """One module serves every Python version, because it uses only the stable ABI."""
     assert _C.__file__.endswith(".abi3.so")
-    if not shutil.which("nm"):
-        pytest.skip("there is no nm here")
-    symbols = [line.split()[-1] for line in run("nm", "-D", "--undefined-only",
-                                                _C.__file__).stdout.splitlines()]
-    private = [s for s in symbols if s.startswith("_Py")
-               and not re.fullmatch(r"_Py_(\w+Struct|Dealloc|\w+_SizeT)", s)]
+    private = [s for s in dynamic_symbols("--undefined-only")
+               if s.startswith("_Py") and not re.fullmatch(r"_Py_(\w+Struct|Dealloc|\w+_SizeT)", s)]
     assert not private, private
 
 
@@ -112,41 +114,44 @@ SAME(EpDLManagedTensor, DLManagedTensor, dl_tensor, dl_tensor);
 SAME(EpDLManagedTensor, DLManagedTensor, manager_ctx, manager_ctx);
 SAME(EpDLManagedTensor, DLManagedTensor, deleter, deleter);
 SIZE(EpDLExchangeAPI, DLPackExchangeAPI);
-static_assert(offsetof(EpDLExchangeAPI, version) == offsetof(DLPackExchangeAPI, header) + offsetof(DLPackExchangeAPIHeader, version), "version");
-static_assert(offsetof(EpDLExchangeAPI, prev_api) == offsetof(DLPackExchangeAPI, header) + offsetof(DLPackExchangeAPIHeader, prev_api), "prev_api");
-SAME(EpDLExchangeAPI, DLPackExchangeAPI, managed_tensor_allocator, managed_tensor_allocator);
-SAME(EpDLExchangeAPI, DLPackExchangeAPI, managed_tensor_from_py_object_no_sync, managed_tensor_from_py_object_no_sync);
-SAME(EpDLExchangeAPI, DLPackExchangeAPI, managed_tensor_to_py_object_no_sync, managed_tensor_to_py_object_no_sync);
-SAME(EpDLExchangeAPI, DLPackExchangeAPI, dltensor_from_py_object_no_sync, dltensor_from_py_object_no_sync);
-SAME(EpDLExchangeAPI, DLPackExchangeAPI, current_work_stream, current_work_stream);
+#define IN_HEADER(a) (offsetof(DLPackExchangeAPI, header) + offsetof(DLPackExchangeAPIHeader, a))
+static_assert(offsetof(EpDLExchangeAPI, version) == IN_HEADER(version), "version");
+static_assert(offsetof(EpDLExchangeAPI, prev_api) == IN_HEADER(prev_api), "prev_api");
+#define SAME_FUNCTION(a) SAME(EpDLExchangeAPI, DLPackExchangeAPI, a, a)
+SAME_FUNCTION(managed_tensor_allocator);
+SAME_FUNCTION(managed_tensor_from_py_object_no_sync);
+SAME_FUNCTION(managed_tensor_to_py_object_no_sync);
+SAME_FUNCTION(dltensor_from_py_object_no_sync);
+SAME_FUNCTION(current_work_stream);
 static_assert(EP_DL_CPU == kDLCPU && EP_DL_CUDA == kDLCUDA && EP_DL_CUDA_HOST == kDLCUDAHost, "devices");
-static_assert(EP_DL_INT == kDLInt && EP_DL_UINT == kDLUInt && EP_DL_FLOAT == kDLFloat && EP_DL_BFLOAT == kDLBfloat, "types");
+static_assert(EP_DL_INT == kDLInt && EP_DL_UINT == kDLUInt, "integer types");
+static_assert(EP_DL_FLOAT == kDLFloat && EP_DL_BFLOAT == kDLBfloat, "floating-point types");
 static_assert(DLPACK_MAJOR_VERSION == 1, "version");
 int main() { std::puts("same"); }
 """
 
 
-@pytest.mark.parametrize("spoil", [False, True], ids=["as-it-is", "spoilt"])
-def test_import_dlpack_is_that_of_torch(tmp_path, spoil):
-    """dlpack.h of csrc beside the header that torch ships; with a field moved, the comparison must fail."""
+@pytest.mark.parametrize("is_wrong", [False, True], ids=["as-it-is", "wrong"])
+def test_import_dlpack_header_equals_that_of_torch(tmp_path, is_wrong):
+    """csrc/python/dlpack.h has the layout of torch's header. If a field is changed, the comparison must fail."""
     ours = ROOT / "csrc/python/dlpack.h"
     if not shutil.which("g++") or not ours.exists():
         pytest.skip("there is no g++ or no source here")
     text = ours.read_text()
-    (tmp_path / "dlpack.h").write_text(text.replace("int32_t ndim;", "int64_t ndim;") if spoil else text)
+    (tmp_path / "dlpack.h").write_text(text.replace("int32_t ndim;", "int64_t ndim;") if is_wrong else text)
     (tmp_path / "layout.cpp").write_text(LAYOUT)
     include = Path(torch.__file__).parent / "include"
     done = run("g++", "-std=c++17", "-Wno-invalid-offsetof", f"-I{tmp_path}", f"-I{include}",
                str(tmp_path / "layout.cpp"), "-o", str(tmp_path / "layout"))
-    if spoil:
+    if is_wrong:
         assert done.returncode and "static assertion failed" in done.stderr
     else:
         assert done.returncode == 0, done.stderr[:3000]
         assert run(str(tmp_path / "layout")).stdout.strip() == "same"
 
 
-def test_import_of_a_compiler_is_not_what_peers_wait_for():
-    """torch._dynamo takes seconds to import: the first refusal of a process must not be what asks for it."""
+def test_import_refused_call_does_not_import_the_compiler():
+    """torch._dynamo takes seconds to import. Peers would wait for that, if a refused call imported it."""
     done = run(sys.executable, "-c", """
 import sys, torch, epmoe
 layer = epmoe.EPAll2AllLayer(epmoe.thread_worlds(1)[0], 4, 16, 1, num_tot_experts=2, device="cpu")
@@ -158,13 +163,14 @@ except TypeError:
     assert done.stdout.split() == ["refused", "False"], done.stdout + done.stderr
 
 
-def test_import_no_pickle_in_the_package():
-    """Nothing that comes from a peer is unpickled or evaluated, but by what serves tests and profiling."""
+def test_import_package_does_not_unpickle():
+    """epmoe does not unpickle or evaluate data from a peer. The modules for tests and profiling are excepted:
+    testing.py sends results to the process that started the ranks, trace.py sends events to rank 0.
+    """
     forbidden = {"pickle", "eval", "exec", "load", "gather_object", "all_gather_object",
                  "broadcast_object_list", "send_object_list"}
     for path in Path(epmoe.__file__).parent.glob("*.py"):
-        if path.name in ("testing.py",
-                         "trace.py"):  # results go to the process that started the ranks; events to rank 0
+        if path.name in ("testing.py", "trace.py"):
             continue
         with open(path, "rb") as f:
             names = {t.string for t in tokenize.tokenize(f.readline) if t.type == tokenize.NAME}
