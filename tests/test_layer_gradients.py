@@ -1,5 +1,6 @@
-"""Gradients of a layer as a user's graph may want them: twice, from anywhere in memory, under autocast and
-checkpointing, and of numbers that 16 bits do not hold."""
+"""Gradients of a layer in unusual graphs: second derivatives, gradients at any address, autocast, activation
+checkpointing, and intermediate values that exceed the range of 16 bits.
+"""
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ from epmoe import reference
 
 
 def problem(world, device, case):
-    """x, weights and a matrix, and where the tokens go, of a rank."""
+    """x [T, H], weight [T, K], a matrix [H, H] and the expert indices [T, K] of a rank."""
     g = generator(case.seed, world.rank)
-    x, weight = torch.randn(case.max_tokens, case.hidden, generator=g), torch.rand(case.max_tokens, case.topk,
-                                                                                   generator=g)
+    x = torch.randn(case.max_tokens, case.hidden, generator=g)
+    weight = torch.rand(case.max_tokens, case.topk, generator=g)
     a = torch.randn(case.hidden, case.hidden, generator=generator(7)) / case.hidden**0.5
     idx = indices_of(case, world.rank, world.size)
     return *(t.to(device).requires_grad_() for t in (x, weight, a)), idx.to(device)
@@ -23,8 +24,10 @@ def problem(world, device, case):
 @pytest.mark.parametrize("capacity", [None, "roomy"])
 @pytest.mark.parametrize("mode", MODES)
 def test_layer_second_derivatives(ranks, mode, capacity):
-    """Of a norm of the first ones, with respect to everything; all is linear but for tanh, so a rank's own
-    oracle is enough.
+    """Second derivatives, compared with an oracle that each rank computes for its own tokens.
+
+    The function is the squared norm of the first derivatives. Each output token depends only on its own input
+    token, so an oracle without communication is enough.
     """
     case = Case(dtype=torch.float32, mode=mode, capacity=capacity)
 
@@ -32,7 +35,7 @@ def test_layer_second_derivatives(ranks, mode, capacity):
         layer = make_layer(world, device, case)
         x, weight, a, idx = problem(world, device, case)
 
-        def through(x, weight, a):
+        def with_layer(x, weight, a):
             rows, row_weight, layout = layer.dispatch(x, idx, weight)
             valid = torch.arange(len(rows), device=device) < layout.num_rows
             return layer.combine(torch.tanh(rows @ a) * valid[:, None], layout, row_weight)
@@ -41,24 +44,25 @@ def test_layer_second_derivatives(ranks, mode, capacity):
             return (torch.tanh(x @ a)[:, None] * weight[..., None]).sum(1)
 
         seen = []
-        for fn in (through, oracle):
+        for fn in (with_layer, oracle):
             first = torch.autograd.grad(fn(x, weight, a).square().sum(), [x, weight], create_graph=True)
             norm = sum(g.square().sum() for g in first)
-            # a's gradient is a sum over the tokens that this rank computes, which are the others': only their
-            # sum is the oracle's.
+            # The gradient of a is not compared. In the layer it is a sum over the tokens that this rank
+            # received, in the oracle a sum over the rank's own tokens.
             seen.append([g.detach() for g in first] + list(torch.autograd.grad(norm, [x, weight])))
         layer.finalize()
         return seen
 
     for rank, (got, want) in enumerate(ranks(run)):
         for i, (g, w) in enumerate(zip(got, want)):
-            # sums of squares: small numbers are differences of large ones
-            off = (g - w).abs().max() / w.abs().max()
-            assert off < 1e-4 and w.abs().max() > 0.1, f"rank {rank}, {i}: {off}"
+            # Small values are differences of large ones, so the error is relative to the largest value.
+            error = (g - w).abs().max() / w.abs().max()
+            assert error < 1e-4, f"rank {rank}, derivative {i}: relative error {error}"
+            assert w.abs().max() > 0.1, f"rank {rank}, derivative {i}: the values are too small to compare"
 
 
-def test_layer_gradients_from_anywhere_in_memory(ranks):
-    """torch.cat's backward gives a part of a tensor, at any address."""
+def test_layer_gradients_at_any_address(ranks):
+    """The backward of torch.cat returns a part of a larger tensor, which can begin at any address."""
 
     def run(world, device):
         moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, max_tokens=9, dtype=torch.float32, device=device)
@@ -80,9 +84,9 @@ def test_layer_gradients_from_anywhere_in_memory(ranks):
             assert a.abs().max() > 1
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["forward", "both"])
-def test_layer_gradients_under_autocast(ranks, inside):
-    """Those of a layer of float32 are of float32, also where backward runs under autocast."""
+@pytest.mark.parametrize("autocast_backward", [False, True], ids=["forward", "both"])
+def test_layer_gradients_under_autocast(ranks, autocast_backward):
+    """A float32 layer computes in float32, even if forward and backward run under autocast."""
 
     def run(world, device):
         moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, max_tokens=9, dtype=torch.float32, device=device)
@@ -95,20 +99,22 @@ def test_layer_gradients_under_autocast(ranks, inside):
             with torch.autocast(device.type, torch.bfloat16, enabled=backward):
                 return torch.autograd.grad(y, [x, weight, *moe.parameters()])
 
-        seen = gradients(True, inside), gradients(False, False)
+        seen = gradients(True, autocast_backward), gradients(False, False)
         moe.finalize()
         return seen
 
     for rank, (got, want) in enumerate(ranks(run)):
         for i, (g, w) in enumerate(zip(got, want)):
-            assert torch.equal(g, w), f"rank {rank}, {i}"
+            assert torch.equal(g, w), f"rank {rank}, gradient {i}"
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
-def test_layer_checkpointing_tells_nobody_of_its_own_end(ranks, monkeypatch, fused):
-    """It ends a forward that it repeats by an exception: no rank has failed."""
-    told = []
-    monkeypatch.setattr(epmoe._C, "layer_refuse", lambda *args: told.append(args))
+def test_layer_checkpointing_is_not_reported_as_an_error(ranks, monkeypatch, fused):
+    """torch's checkpoint raises an internal exception to stop the repeated forward early. epmoe must not
+    report it to the peers, because no rank has failed.
+    """
+    refusals = []
+    monkeypatch.setattr(epmoe._C, "layer_refuse", lambda *args: refusals.append(args))
 
     def run(world, device):
         op = epmoe.EpAll2AllFusedOp(world, 16, 32, 2, num_tot_experts=2 * world.size, dtype=torch.bfloat16,
@@ -119,25 +125,27 @@ def test_layer_checkpointing_tells_nobody_of_its_own_end(ranks, monkeypatch, fus
                 for s in ((16, 32), (2, 64, 32)))
         idx = indices_of(Case(max_tokens=16), world.rank, world.size).to(device)
 
-        def part(x, w):
+        def forward(x, w):
             return op.mega_dispatch_group_gemm(x, idx, gemm_weight=w, activation="swiglu")[0]
 
-        checkpoint(part, x, w, use_reentrant=False).float().sum().backward()
+        checkpoint(forward, x, w, use_reentrant=False).float().sum().backward()
         got = x.grad.clone()
         x.grad = None
-        part(x, w).float().sum().backward()
+        forward(x, w).float().sum().backward()
         op.synchronize()
         op.finalize()
         return torch.equal(x.grad, got)
 
-    assert all(ranks(run)) and not told
+    assert all(ranks(run)) and not refusals
 
 
-@pytest.mark.parametrize("activation, gate, up", [("gpt_oss", -9000.0, 7.0),
-                                                  (epmoe.GptOss(limit=float("inf")), -300.0, 300.0),
-                                                 (epmoe.GptOss(limit=float("inf")), -60.0, 1200.0)])
+@pytest.mark.parametrize("activation, gate, up", [
+    ("gpt_oss", -9000.0, 7.0),
+    (epmoe.GptOss(limit=float("inf")), -300.0, 300.0),
+    (epmoe.GptOss(limit=float("inf")), -60.0, 1200.0),
+])
 def test_layer_gpt_oss_of_large_numbers(activation, gate, up):
-    """What 16 bits do not hold in between is not in the result, nor in its gradient."""
+    """Intermediate values exceed the range of float16. The result and its gradient must not become NaN."""
     h = torch.tensor([[gate, up]], dtype=torch.float16, requires_grad=True)
     y = reference.activate(h, activation)
     y.sum().backward()

@@ -1,4 +1,4 @@
-"""A layer's life: arguments, heaps shared by layers, buffers in flight, epochs, the end."""
+"""Creation, use and end of a layer: arguments, shared heaps, several buffers, epochs and finalize."""
 
 import dataclasses
 import gc
@@ -17,22 +17,38 @@ from epmoe import _C
 from pace import WAIT_S
 
 
-def test_layer_takes_rank_and_sizes_from_its_group(ranks):
+def dispatch_case(layer, world, device, case, **options):
+    """(idx, x, weight, results of dispatch) of a case on this rank."""
+    x, weight = inputs_of(case, world.rank, world.size)
+    idx = indices_of(case, world.rank, world.size)
+    return idx, x, weight, layer.dispatch(x.to(device), idx.to(device), weight.to(device), **options)
+
+
+def combine_case(layer, world, device, case, dispatched):
+    """Combine what dispatch_case returned. Returns the same dict as run_routing."""
+    idx, x, weight, (rows, row_weight, layout) = dispatched
+    y, w = rows_for_combine(case, world.rank, len(rows), layout.num_rows)
+    out = layer.combine(y.to(device), layout, w.to(device))
+    return {"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight, "y": y, "w": w,
+            "out": out, **layout_parts(layout)}
+
+
+def test_layer_has_rank_and_sizes_of_its_group(ranks):
     def run(world, device):
         layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, world.rank, 2 * world.size, world.size, world.size,
                                      device=device)
         keep(world, layer)
-        facts = (layer.rank, layer.world_size, layer.num_local_experts, layer.num_experts, layer.dtype,
-                 layer.weight_dtype)
+        got = (layer.rank, layer.world_size, layer.num_local_experts, layer.num_experts, layer.dtype,
+               layer.weight_dtype)
         layer.finalize()
-        return facts == (world.rank, world.size, 2, 2 * world.size, torch.bfloat16, torch.float32)
+        return got == (world.rank, world.size, 2, 2 * world.size, torch.bfloat16, torch.float32)
 
     assert all(ranks(run))
 
 
 @pytest.mark.parametrize("options, text", [({"rank": 7}, "rank=7"), ({"world_size": 9}, "world_size=9"),
                                            ({"local_world_size": 1}, "local_world_size=1")])
-def test_layer_checks_rank_and_sizes(ranks, options, text):
+def test_layer_refuses_wrong_rank_and_sizes(ranks, options, text):
     def run(world, device):
         return outcome(lambda: epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size,
                                                     device=device, **options))
@@ -40,13 +56,15 @@ def test_layer_checks_rank_and_sizes(ranks, options, text):
     check_outcomes(ranks(run, at_least=2), "ValueError", text)
 
 
-def test_layer_shares_a_heap_with_others(ranks):
-    """Layers of different shapes on one heap, used in turn: nobody writes over another's memory."""
-    cases = [Case(num_local=2, topk=2, hidden=16, max_tokens=9, mode="scatter", seed=1),
-             Case(num_local=1, topk=5, hidden=40, max_tokens=20, mode="gather", dtype=torch.float32, seed=2,
-                  pattern="sentinels"),
-             Case(num_local=4, topk=3, hidden=24, max_tokens=14, mode="local", dtype=torch.float16, seed=3,
-                  tokens="unequal")]
+def test_layer_shares_a_heap_with_other_layers(ranks):
+    """Layers of different shapes use one heap alternately. No layer overwrites another layer's memory."""
+    cases = [
+        Case(num_local=2, topk=2, hidden=16, max_tokens=9, mode="scatter", seed=1),
+        Case(num_local=1, topk=5, hidden=40, max_tokens=20, mode="gather", dtype=torch.float32, seed=2,
+             pattern="sentinels"),
+        Case(num_local=4, topk=3, hidden=24, max_tokens=14, mode="local", dtype=torch.float16, seed=3,
+             tokens="unequal"),
+    ]
 
     def run(world, device):
         heap = epmoe.SymmetricHeap(world, 4 << 20, device)
@@ -55,17 +73,10 @@ def test_layer_shares_a_heap_with_others(ranks):
         used = heap.stats()["used"]
         for layer in layers:
             soil(layer)
-        sent = []
-        for layer, case in zip(layers, cases):  # all are dispatched before any is combined
-            x, weight = inputs_of(case, world.rank, world.size)
-            idx = indices_of(case, world.rank, world.size)
-            sent.append((x, weight, idx, layer.dispatch(x.to(device), idx.to(device), weight.to(device))))
-        results = []
-        for layer, case, (x, weight, idx, (rows, row_weight, layout)) in zip(layers, cases, sent):
-            y, w = rows_for_combine(case, world.rank, len(rows), layout.num_rows)
-            out = layer.combine(y.to(device), layout, w.to(device))
-            results.append({"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight,
-                            "y": y, "w": w, "out": out, **layout_parts(layout)})
+        # all layers dispatch before the first one combines
+        sent = [dispatch_case(layer, world, device, case) for layer, case in zip(layers, cases)]
+        results = [combine_case(layer, world, device, case, dispatched)
+                   for layer, case, dispatched in zip(layers, cases, sent)]
         layers[1].finalize()
         again = run_routing(layers[2], cases[2])
         layers[0].finalize()
@@ -82,8 +93,8 @@ def test_layer_shares_a_heap_with_others(ranks):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_layer_buffers_in_flight(ranks, mode):
-    """Microbatches on two buffers: both dispatched before either comes home, several times."""
+def test_layer_two_buffers_at_once(ranks, mode):
+    """Two microbatches use one buffer each. Both are dispatched before one is combined, several times."""
     base = Case(num_local=2, topk=3, max_tokens=16, tokens="unequal", mode=mode, num_buffers=2)
 
     def run(world, device):
@@ -94,15 +105,9 @@ def test_layer_buffers_in_flight(ranks, mode):
             sent = []
             for buffer in (0, 1):
                 case = dataclasses.replace(base, seed=10 * step + buffer)
-                x, weight = inputs_of(case, world.rank, world.size)
-                idx = indices_of(case, world.rank, world.size)
-                sent.append((case, x, weight, idx, layer.dispatch(x.to(device), idx.to(device),
-                                                                  weight.to(device), buffer=buffer)))
-            for case, x, weight, idx, (rows, row_weight, layout) in reversed(sent):
-                y, w = rows_for_combine(case, world.rank, len(rows), layout.num_rows)
-                out = layer.combine(y.to(device), layout, w.to(device))
-                results.append({"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight,
-                                "y": y, "w": w, "out": out, **layout_parts(layout)})
+                sent.append((case, dispatch_case(layer, world, device, case, buffer=buffer)))
+            for case, dispatched in reversed(sent):
+                results.append(combine_case(layer, world, device, case, dispatched))
         layer.finalize()
         return results
 
@@ -114,12 +119,12 @@ def test_layer_buffers_in_flight(ranks, mode):
         check_sums(of_all, plan, 2 * len(results), mode)
 
 
-def test_layer_buffer_that_does_not_exist(ranks):
+def test_layer_refuses_wrong_buffer(ranks):
     def run(world, device):
         layer = make_layer(world, device, Case(num_buffers=2))
         x = torch.zeros(4, 16, dtype=torch.bfloat16, device=device)
-        got = [outcome(lambda b=b: layer.dispatch(x, torch.zeros(4, 2, dtype=torch.int32, device=device),
-                                                  buffer=b)) for b in (2, 99)]
+        idx = torch.zeros(4, 2, dtype=torch.int32, device=device)
+        got = [outcome(lambda b=b: layer.dispatch(x, idx, buffer=b)) for b in (2, 99)]
         result = run_routing(layer, Case())
         layer.finalize()
         return got, result
@@ -131,10 +136,8 @@ def test_layer_buffer_that_does_not_exist(ranks):
 
 
 @pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3, 2**33 + 1, 2**63 - 9])
-def test_layer_epochs_wrap_nowhere(ranks, epoch):
-    """Words hold the number of the operation; some hold its lower half only.
-
-    Neither 2^31 nor 2^32 is special.
+def test_layer_epochs_past_2_31_and_2_32(ranks, epoch):
+    """Words that cross ranks hold the epoch, some only its lower 32 bits. An overflow of those has no effect.
     """
 
     def run(world, device):
@@ -142,7 +145,7 @@ def test_layer_epochs_wrap_nowhere(ranks, epoch):
         run_routing(layer, Case(topk=3, tokens="unequal"))
         layer.ep_barrier_all()
         layer.synchronize()
-        world.exchange(b"x")  # no rank is in an operation any more
+        world.exchange(b"x")  # after this, no rank is in an operation
         _C.layer_set_epoch(layer._c, 0, epoch, epmoe.device.stream_of(layer.device))
         world.exchange(b"x")
         results = [run_routing(layer, Case(topk=3, tokens="unequal", seed=s)) for s in range(4)]
@@ -167,7 +170,7 @@ def test_layer_barrier_and_synchronize(ranks):
     check_case(ranks(run), Case())
 
 
-def test_layer_finalize_twice_and_use_after(ranks):
+def test_layer_calls_after_finalize_are_refused(ranks):
     case = Case()
 
     def run(world, device):
@@ -177,7 +180,7 @@ def test_layer_finalize_twice_and_use_after(ranks):
         x = x.to(device)
         rows, _, layout = layer.dispatch(x, idx)
         layer.finalize()
-        layer.finalize()
+        layer.finalize()  # has no effect
         calls = [lambda: layer.dispatch(x, idx), lambda: layer.preprocess(idx),
                  lambda: layer.dispatch(x, layout=layout), lambda: layer.combine(rows, layout),
                  lambda: layer.ep_barrier_all(), lambda: layer.synchronize()]
@@ -187,23 +190,23 @@ def test_layer_finalize_twice_and_use_after(ranks):
         check_outcomes(outcomes, "EpClosed", "finalized")
 
 
-def test_layer_with_finalizes(ranks):
+def test_layer_with_statement_finalizes(ranks):
     def run(world, device):
         heap = epmoe.SymmetricHeap(world, 1 << 20, device)
         keep(world, heap)
         with make_layer(world, device, Case(), heap=heap) as layer:
             result = run_routing(layer, Case())
-        free = heap.stats()["used"]
-        closed = outcome(lambda: layer.ep_barrier_all()).kind
+        used = heap.stats()["used"]
+        next_call = outcome(lambda: layer.ep_barrier_all()).kind
         heap.close()
-        return result, free, closed
+        return result, used, next_call
 
     results = ranks(run)
     check_case([r[0] for r in results], Case())
-    assert all(free == 0 and closed == "EpClosed" for _, free, closed in results)
+    assert all(used == 0 and next_call == "EpClosed" for _, used, next_call in results)
 
 
-def test_layer_finalize_closes_the_heap_that_it_made(ranks):
+def test_layer_finalize_closes_its_own_heap(ranks):
     def run(world, device):
         layer = make_layer(world, device, Case())
         layer.finalize()
@@ -212,7 +215,7 @@ def test_layer_finalize_closes_the_heap_that_it_made(ranks):
     assert ranks(run, world_size=2) == ["EpClosed"] * ranks.size(2)
 
 
-def test_layer_with_left_by_an_error_stays_open(ranks):
+def test_layer_stays_open_if_the_with_statement_raises(ranks):
     def run(world, device):
         with pytest.raises(KeyError), make_layer(world, device, Case()) as layer:
             raise KeyError
@@ -223,8 +226,8 @@ def test_layer_with_left_by_an_error_stays_open(ranks):
     check_case(ranks(run, world_size=2), Case())
 
 
-def test_layer_that_finds_no_room_leaves_the_heap_as_it_was(ranks):
-    """Two buffers, room for one: HeapExhausted on all ranks, and the first buffer is given back."""
+def test_layer_without_room_leaves_the_heap_unchanged(ranks):
+    """The heap has room for one of two buffers. All ranks raise HeapExhausted, and the first one is freed."""
     case = Case(hidden=1024, max_tokens=64, num_buffers=2)
 
     def run(world, device):
@@ -246,9 +249,9 @@ def test_layer_that_finds_no_room_leaves_the_heap_as_it_was(ranks):
 
 
 @pytest.mark.cuda_only
-def test_layer_gives_memory_back_when_nobody_pulls_from_it_any_more(ranks):
-    """Rank 0 has no tokens and is done at once, while the others still pull their rows from it; what it then
-    writes is not theirs.
+def test_layer_memory_is_freed_after_peers_have_read(ranks):
+    """Rank 0 has no tokens and is ready for finalize at once, while the other ranks still read rows from its
+    memory. It must not free that memory early: the bytes that it writes afterwards must not appear in y.
     """
 
     def run(world, device):
@@ -272,9 +275,9 @@ def test_layer_gives_memory_back_when_nobody_pulls_from_it_any_more(ranks):
     assert ranks(run, at_least=2) == [[True] * 5] * ranks.size()
 
 
-def test_layer_of_another_worlds_heap(ranks):
+def test_layer_refuses_a_heap_of_another_world(ranks):
     if ranks.is_torchrun:
-        pytest.skip("makes a world of one beside the world of all; that is for the ranks of one process")
+        pytest.skip("creates a world of one rank, which needs ranks that are threads")
 
     def run(world, device):
         other = epmoe.SymmetricHeap(epmoe.thread_worlds(1)[0], 1 << 16, "cpu")
@@ -283,48 +286,50 @@ def test_layer_of_another_worlds_heap(ranks):
     check_outcomes(ranks(run, world_size=2), "ValueError", "another world")
 
 
-def test_layer_is_collected(ranks):
-    """Nothing holds a layer that nobody uses: its memory goes with it."""
+def test_layer_is_garbage_collected(ranks):
+    """epmoe keeps no reference to a layer after finalize."""
 
     def run(world, device):
         layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, device=device)
         run_routing(layer, Case(max_tokens=8))
         layer.finalize()
-        seen = weakref.ref(layer)
+        reference = weakref.ref(layer)
         del layer
         gc.collect()
-        return seen() is None
+        return reference() is None
 
     assert all(ranks(run))
 
 
-def _closed_in_every_order(world, device):
-    """A world, a heap and a layer, closed in each order behind an operation that nobody has waited for."""
-    got = []
+def _close_in_every_order(world, device):
+    """Close a world, a heap and a layer in each order, directly after an operation, without a wait for it."""
+    results = []
     for order in itertools.permutations(("layer", "heap", "world")):
-        mine = epmoe.World(world.group, timeout_s=WAIT_S)
-        heap = epmoe.SymmetricHeap(mine, 1 << 22, device)
-        layer = epmoe.EPAll2AllLayer(mine, 8, 16, 2, num_tot_experts=2 * mine.size, dtype=torch.float32,
-                                     heap=heap)
+        new_world = epmoe.World(world.group, timeout_s=WAIT_S)
+        heap = epmoe.SymmetricHeap(new_world, 1 << 22, device)
+        layer = epmoe.EPAll2AllLayer(new_world, 8, 16, 2, num_tot_experts=2 * new_world.size,
+                                     dtype=torch.float32, heap=heap)
         x = torch.ones(8, 16, device=device)
-        rows, _, layout = layer.dispatch(x, torch.arange(16, device=device).view(8, 2) % (2 * mine.size))
+        idx = torch.arange(16, device=device).view(8, 2) % (2 * new_world.size)
+        rows, _, layout = layer.dispatch(x, idx)
         y = layer.combine(rows, layout)
-        close = {"layer": layer.finalize, "heap": heap.close, "world": mine.close}
-        got.append((order, [outcome(close[name]) for name in order], bool((y == 2).all())))
-        del mine, heap, layer, layout, close
+        close = {"layer": layer.finalize, "heap": heap.close, "world": new_world.close}
+        results.append((order, [outcome(close[name]) for name in order], bool((y == 2).all())))
+        del new_world, heap, layer, layout, close
         gc.collect()
-    return got
+    return results
+
+
+# What must be open for a layer, a heap or a world to be closed without EpClosed.
+NEEDS = {"layer": ("heap", "world"), "heap": ("world",), "world": ()}
 
 
 def test_layer_heap_and_world_close_in_any_order(ranks):
-    """Nothing hangs, nothing is lost: what comes behind the end of what it stands on says so, or has nothing
-    to do.
-    """
-    for of_all in zip(*ranks.isolated(_closed_in_every_order), strict=True):
-        for order, outcomes, right in of_all:
-            assert right, f"{order}: a wrong sum"
+    """No call hangs and the sums are right. A close after that of an object it needs may raise EpClosed."""
+    for of_all_ranks in zip(*ranks.isolated(_close_in_every_order), strict=True):
+        for order, outcomes, sums_are_right in of_all_ranks:
+            assert sums_are_right, f"{order}: a wrong sum"
             for name, got in zip(order, outcomes, strict=True):
-                late = any(order.index(name) > order.index(below)
-                           for below in {"layer": ("heap", "world"), "heap": ("world",), "world": ()}[name])
-                kinds = ("nothing", "EpClosed") if late else ("nothing",)
+                is_late = any(order.index(name) > order.index(needed) for needed in NEEDS[name])
+                kinds = ("nothing", "EpClosed") if is_late else ("nothing",)
                 assert got.kind in kinds and got.is_within(2), f"{order}, {name}: {got}"

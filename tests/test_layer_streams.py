@@ -1,4 +1,4 @@
-"""On GPUs: streams, CUDA graphs, and what may not make the host wait."""
+"""On GPUs: a layer on several streams and in CUDA graphs, and calls that must not make the host wait."""
 
 import dataclasses
 
@@ -20,15 +20,17 @@ def on_device(case, world, device):
 
 
 def result_of(case, world, rows, row_weight, layout, y, w, out):
+    """A copy of the results of a rank, as run_routing returns them."""
     x, weight = inputs_of(case, world.rank, world.size)
     return {"idx": indices_of(case, world.rank, world.size), "x": x, "weight": weight, "rows": rows.clone(),
-            "row_weight": row_weight.clone(), "y": y.cpu(),
-            "w": w.cpu(), "out": out.clone(), **layout_parts(layout)}
+            "row_weight": row_weight.clone(), "y": y.cpu(), "w": w.cpu(), "out": out.clone(),
+            **layout_parts(layout)}
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_layer_in_a_cuda_graph(ranks, mode):
-    """Captured once; replayed with other tokens and routings, between calls that are not captured."""
+    """One captured graph is replayed with new tokens and routings. Calls outside the graph alternate with it.
+    """
     base = dataclasses.replace(CASE, mode=mode, tokens="full")
 
     def run(world, device):
@@ -53,17 +55,16 @@ def test_layer_in_a_cuda_graph(ranks, mode):
             rows, row_weight, layout, out = step()
         results = []
         for seed in range(6):
-            case = dataclasses.replace(base, seed=seed)
-            if seed % 3 == 2:  # not captured, in between
+            if seed % 3 == 2:  # outside the graph, with the inputs of the last replay
                 result = step()
             else:
+                case = dataclasses.replace(base, seed=seed)
                 for t, new in zip((x, idx, weight), on_device(case, world, device)):
                     t.copy_(new)
                 graph.replay()
                 result = rows, row_weight, layout, out
             layer.synchronize()
-            results.append(result_of(dataclasses.replace(base, seed=seed if seed % 3 != 2 else seed - 1),
-                                     world, *result[:3], y, w, result[3]))
+            results.append(result_of(case, world, *result[:3], y, w, result[3]))
         layer.finalize()
         return results
 
@@ -76,7 +77,7 @@ def test_layer_in_a_cuda_graph(ranks, mode):
 
 
 def test_layer_on_a_side_stream(ranks):
-    """Work goes to the stream that is current, and its results are there when that stream says so."""
+    """The layer uses the current stream. The results are complete when this stream is synchronized."""
 
     def run(world, device):
         layer = make_layer(world, device, CASE)
@@ -96,10 +97,8 @@ def test_layer_on_a_side_stream(ranks):
     check_case(ranks(run), CASE)
 
 
-def test_layer_that_changes_streams(ranks):
-    """Calls on one buffer from several streams, without a word of order from the caller: the layer keeps them
-    apart.
-    """
+def test_layer_one_buffer_on_several_streams(ranks):
+    """Several streams use one buffer, and the caller does not order them. The layer orders the calls."""
 
     def run(world, device):
         layer = make_layer(world, device, CASE)
@@ -122,8 +121,8 @@ def test_layer_that_changes_streams(ranks):
         check_case([r[i] for r in results], CASE)
 
 
-def test_layer_buffers_on_streams(ranks):
-    """Two microbatches on two streams, each with a buffer of its own, at once."""
+def test_layer_one_buffer_per_stream(ranks):
+    """Two microbatches run at the same time, each on a stream and a buffer that the other does not use."""
     base = dataclasses.replace(CASE, num_buffers=2)
 
     def run(world, device):
@@ -150,19 +149,21 @@ def test_layer_buffers_on_streams(ranks):
         check_case([r[b] for r in results], dataclasses.replace(base, seed=b))
 
 
-def test_layer_on_streams_that_would_cross(ranks):
-    """Two layers on two streams, of as many thread blocks as there are SMs, and barriers of their heaps.
-    What is before them on the streams holds up the first one's on some ranks, the second one's on the others:
-    they keep the order of their calls."""
+def test_layer_on_streams_delayed_differently(ranks):
+    """Two layers and the barriers of their heaps run on two streams. Each kernel uses all SMs.
+
+    A copy delays the first stream on some ranks and the second stream on the others. So the kernels would
+    deadlock if epmoe did not launch them in the order of the calls.
+    """
 
     def run(world, device):
         num_sm = torch.cuda.get_device_properties(device).multi_processor_count
         layers = [make_layer(world, device, CASE, num_sm=num_sm) for _ in range(2)]
         args = on_device(CASE, world, device)
-        y, w = (t.to(device) for t in rows_for_combine(CASE, world.rank, layers[0].capacity,
-                                                       layers[0].capacity))
-        far, near = (torch.zeros(2**28, dtype=torch.uint8, pin_memory=pin, device="cpu" if pin else device)
-                     for pin in (True, False))
+        capacity = layers[0].capacity
+        y, w = (t.to(device) for t in rows_for_combine(CASE, world.rank, capacity, capacity))
+        host_buffer = torch.zeros(2**28, dtype=torch.uint8, pin_memory=True, device="cpu")
+        device_buffer = torch.zeros(2**28, dtype=torch.uint8, device=device)
         streams = [torch.cuda.Stream() for _ in layers]
         for layer in layers:
             layer.combine(y, layer.dispatch(*args)[2], w)
@@ -170,7 +171,7 @@ def test_layer_on_streams_that_would_cross(ranks):
             torch.cuda.synchronize()
             world.exchange(b"x")
             with torch.cuda.stream(streams[world.rank % 2]):
-                far.copy_(near, non_blocking=True)
+                host_buffer.copy_(device_buffer, non_blocking=True)
             results = []
             for layer, stream in zip(layers, streams):
                 with torch.cuda.stream(stream):
@@ -189,8 +190,8 @@ def test_layer_on_streams_that_would_cross(ranks):
         check_case([r[i] for r in results], CASE)
 
 
-def test_layer_capacity_never_waits_on_the_host(ranks):
-    """torch's own guard raises at every synchronisation."""
+def test_layer_with_capacity_never_waits_on_host(ranks):
+    """In torch's sync debug mode each synchronisation of host and device raises an error."""
 
     def run(world, device):
         layer = make_layer(world, device, CASE)
@@ -212,9 +213,7 @@ def test_layer_capacity_never_waits_on_the_host(ranks):
 
 
 def test_layer_overflow_in_a_graph_is_reported(ranks):
-    """What goes wrong in a replay is raised by synchronize on every rank, and the graph can be replayed
-    again.
-    """
+    """After a failed replay, synchronize raises on every rank. The graph can be replayed again."""
     case = Case(num_local=1, topk=1, hidden=64, max_tokens=32)
 
     def run(world, device):
@@ -231,17 +230,17 @@ def test_layer_overflow_in_a_graph_is_reported(ranks):
         graph.replay()
         good = outcome(layer.synchronize)
         first = out.clone()
-        idx.zero_()
+        idx.zero_()  # all ranks send their rows to rank 0, which has too few
         graph.replay()
-        bad = outcome(layer.synchronize)
+        overflow = outcome(layer.synchronize)
         idx.fill_(world.rank)
         graph.replay()
         again = outcome(layer.synchronize)
-        same = torch.equal(first, x) and torch.equal(out, x)
+        sums_are_right = torch.equal(first, x) and torch.equal(out, x)
         layer.finalize()
-        return [good, bad, again], same
+        return [good, overflow, again], sums_are_right
 
     results = ranks(run, at_least=2)
     for i, kind in enumerate(("nothing", "EpOverflow", "nothing")):
         check_outcomes([r[0][i] for r in results], kind)
-    assert all(same for _, same in results)
+    assert all(sums_are_right for _, sums_are_right in results)
