@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Look at what nvcc made of the kernels: registers, spills, local memory, tensor-core instructions.
+"""Check the machine code of the kernels: registers, spills, local memory, tensor-core instructions.
 
-    check_kernels.py FOLDER    the build's temporary folder: kernels.log (nvcc's own report) and the objects
+    check_kernels.py FOLDER    the temporary folder of the build: kernels.log (from nvcc) and the objects
 
-Fails when a kernel spills registers or has a stack, and when a kernel of the grouped GEMM for Hopper or a
-megakernel is
-without HGMMA or touches local memory.  The latter needs cuobjdump (the toolkit's, or the one of
-requirements-dev.txt); without it that part is said to be unseen.
+The check fails if a kernel spills registers or has a stack. It also fails if a grouped GEMM kernel for
+Hopper or a megakernel contains no HGMMA or accesses local memory. This second part needs cuobjdump, from
+the CUDA toolkit or from requirements-dev.txt. Without cuobjdump, the output says that this part was not
+checked.
 """
 import os
 import re
@@ -17,14 +17,13 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-MULTIPLIERS = {"gemm_*.cu.o": "gemm_kernel",
-               "fused_*.cu.o": "mega_kernel"}  # objects, and what their kernels are called
-TOOLS = os.pathsep.join([os.environ.get("PATH", ""), *map(str, Path(sysconfig.get_path("purelib"),
-                                                                    "nvidia").glob("*/bin"))])
+GEMM_KERNELS = {"gemm_*.cu.o": "gemm_kernel", "fused_*.cu.o": "mega_kernel"}  # objects: name of their kernels
+NVIDIA_PACKAGES = Path(sysconfig.get_path("purelib"), "nvidia")
+TOOLS = os.pathsep.join([os.environ.get("PATH", ""), *map(str, NVIDIA_PACKAGES.glob("*/bin"))])
 
 
 def report(log):
-    """{kernel: (registers, stack bytes, spilled bytes)} of sm_90a, from ptxas -v."""
+    """{kernel: (registers, stack bytes, spilled bytes)} for sm_90a, from the output of ptxas -v."""
     kernels, name = {}, None
     for line in log.splitlines():
         if found := re.search(r"Compiling entry function '(\w+)' for 'sm_90a'", line):
@@ -38,14 +37,14 @@ def report(log):
 
 
 def disassembled(path):
-    """Lines of cuobjdump, which asks nvdisasm."""
+    """The lines that cuobjdump prints. cuobjdump calls nvdisasm."""
     command = [shutil.which("cuobjdump", path=TOOLS), "-sass", path]
     return subprocess.run(command, capture_output=True, text=True, check=True,
                           env={**os.environ, "PATH": TOOLS}).stdout.splitlines()
 
 
 def instructions(path):
-    """{kernel: (HGMMA, local loads and stores)} of an object."""
+    """{kernel: [number of HGMMA, number of local loads and stores]} of an object."""
     seen, name = {}, None
     for line in disassembled(path):
         if found := re.search(r"Function : (\S+)", line):
@@ -57,35 +56,35 @@ def instructions(path):
     return seen
 
 
-def faults_of_multipliers(folder):
-    """What is wrong with the instructions of the kernels that multiply."""
+def instruction_faults(folder):
+    """The faults in the instructions of the kernels that multiply, as texts."""
     faults = []
-    for objects, kernel in MULTIPLIERS.items():
+    for objects, kernel in GEMM_KERNELS.items():
         with ThreadPoolExecutor() as pool:
-            seen = [item for of in pool.map(instructions, sorted(folder.rglob(objects))) for item in of.items()
-                    if kernel in item[0]]
-        faults += [f"{name}: {hgmma} HGMMA, {local} in local memory" for name,
-                   (hgmma, local) in seen if not hgmma or local]
-        faults += [] if seen else [f"{objects}: no {kernel} was found"]
+            by_object = list(pool.map(instructions, sorted(folder.rglob(objects))))
+        seen = [item for by_name in by_object for item in by_name.items() if kernel in item[0]]
+        faults += [f"{name}: {hgmma} HGMMA instructions, {local} accesses of local memory"
+                   for name, (hgmma, local) in seen if not hgmma or local]
+        faults += [] if seen else [f"{objects}: found no kernel named {kernel}"]
     return faults
 
 
 def main():
     folder = Path(sys.argv[1])
     kernels = report((folder / "kernels.log").read_text())
-    faults = [f"{name}: {stack} bytes of stack, {spilled} bytes spilled" for name,
-              (_, stack, spilled) in kernels.items() if stack or spilled]
+    faults = [f"{name}: {stack} bytes of stack, {spilled} bytes spilled"
+              for name, (_, stack, spilled) in kernels.items() if stack or spilled]
     most = max((registers for registers, _, _ in kernels.values()), default=0)
     if len(kernels) < 10:
-        faults.append(f"the report names {len(kernels)} kernels only")
-    unseen = ""
+        faults.append(f"the report names only {len(kernels)} kernels, expected at least 10")
+    not_checked = ""
     if shutil.which("cuobjdump", path=TOOLS) and shutil.which("nvdisasm", path=TOOLS):
-        faults += faults_of_multipliers(folder)
+        faults += instruction_faults(folder)
     else:
-        unseen = "; their SASS was not looked at (no cuobjdump)"
+        not_checked = "; instructions NOT CHECKED (no cuobjdump)"
     for fault in faults:
         print(fault)
-    print(f"kernels: {len(kernels)} for sm_90a, {most} registers at most, {len(faults)} faults{unseen}")
+    print(f"kernels: {len(kernels)} for sm_90a, at most {most} registers, {len(faults)} faults{not_checked}")
     return 1 if faults else 0
 
 

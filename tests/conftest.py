@@ -1,15 +1,17 @@
-"""How a test gets its ranks, on either backend, and what the summary says about what was not run.
+"""The `ranks` fixture, which runs a function on every rank, and a summary of what was not run.
 
-pytest                                                     ranks are threads of this process, on the CPU
-torchrun --nproc-per-node N -m pytest tests                every process is a rank on a GPU; more ranks than
-GPUs share them
-EPMOE_TEST_THREADS=cuda pytest                             ranks are threads of this process, side by side on
-one GPU
-EPMOE_BACKEND=cpu torchrun --nproc-per-node N -m pytest tests   the same without GPUs
+pytest
+    Ranks are threads of this process, on the CPU.
+torchrun --nproc-per-node N -m pytest tests
+    Each process is a rank on a GPU. If there are more ranks than GPUs, ranks share GPUs.
+EPMOE_TEST_THREADS=cuda pytest
+    Ranks are threads of this process and share one GPU.
+EPMOE_BACKEND=cpu torchrun --nproc-per-node N -m pytest tests
+    Each process is a rank on the CPU.
 
-A test calls ranks(fn, ...): fn(world, device, ...) runs once per rank, and the test sees every rank's result
-in every process, so all processes of a torchrun come to the same verdict and nobody waits for a rank that
-failed.
+A test calls ranks(fn, ...), which runs fn(world, device, ...) once on each rank. Every process receives the
+results of all ranks. So under torchrun all processes reach the same verdict, and no process waits for a rank
+that failed.
 """
 
 import collections
@@ -19,7 +21,7 @@ import os
 import sys
 import traceback
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # processes are forked from one that has imported numpy
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # rank processes are forked from one that imported numpy
 
 import pytest
 import torch
@@ -37,12 +39,12 @@ WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 0
 NUM_LOCAL = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
 THREADS_ON_CUDA = not TORCHRUN and os.environ.get("EPMOE_TEST_THREADS") == "cuda"
 ON_CUDA = (TORCHRUN or THREADS_ON_CUDA) and CAN_CUDA and not FORCED_CPU
-# only a hang reaches it, also on a busy machine
+# Only a hang reaches this limit, also on a busy machine.
 DEFAULT_TIMEOUT_S = 60.0 if TORCHRUN or THREADS_ON_CUDA else 300.0
 
 
 def to_cpu(value):
-    """The same value with every tensor on the CPU and nothing that holds on to a device or a heap."""
+    """A copy of value with all tensors on the CPU. It holds no reference to a device or a heap."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
@@ -53,7 +55,7 @@ def to_cpu(value):
 
 
 class Ranks:
-    """Runs a function on every rank; see the module's docstring."""
+    """Runs a function on every rank. See the docstring of the module."""
 
     def __init__(self):
         self.world = None
@@ -67,19 +69,20 @@ class Ranks:
         return TORCHRUN
 
     def size(self, world_size=4):
-        """How many ranks a call with this world_size gets."""
+        """The number of ranks that a call with this world_size uses."""
         return WORLD_SIZE if TORCHRUN else world_size
 
     def __call__(self, fn, *args, world_size=4, at_least=1, timeout_s=DEFAULT_TIMEOUT_S):
-        """[fn(world, device, *args) of rank 0, 1, ...], each within timeout_s.  Under torchrun the number of
-        ranks is torchrun's; a test that makes no sense below at_least ranks is skipped there."""
+        """Run fn(world, device, *args) on every rank within timeout_s. Returns the results in rank order.
+
+        Under torchrun, the number of ranks is torchrun's. If it is less than at_least, the test is skipped.
+        """
         __tracebackhide__ = True
         if not TORCHRUN:
             from epmoe.testing import run_threads
 
             def main(world):
-                # epmoe's own error comes before the deadline of the threads
-                world.set_timeout(timeout_s * 0.8)
+                world.set_timeout(timeout_s * 0.8)  # epmoe's error comes before the deadline of the threads
                 result = fn(world, self.device, *args)
                 return to_cpu(result) if ON_CUDA else result
 
@@ -93,9 +96,9 @@ class Ranks:
             faulthandler.cancel_dump_traceback_later()
 
     def isolated(self, fn, *args, world_size=4, at_least=1, timeout_s=DEFAULT_TIMEOUT_S):
-        """The same, with processes as ranks on the CPU too: for what may end a process.
+        """Like a call, but ranks are processes on the CPU too. Use it where fn may end or change its process.
 
-        fn is a function of a module.
+        fn must be a function of a module, so that it can be pickled.
         """
         __tracebackhide__ = True
         if TORCHRUN:
@@ -113,11 +116,11 @@ class Ranks:
             result = to_cpu(fn(self.world, self.device, *args))
             if ON_CUDA:
                 torch.cuda.synchronize()
-        except BaseException as e:  # every rank's error is everybody's
+        except BaseException as e:  # every process reports the error of any rank
             error = traceback.format_exc()
             if isinstance(e, (KeyboardInterrupt, SystemExit)):
                 raise
-            # a rank that is still in an operation must not wait for this one
+            # Leave the world, so that ranks that are still in an operation do not wait for this rank.
             with contextlib.suppress(Exception):
                 self.world._leave(False)
         ended = error is not None
@@ -128,7 +131,7 @@ class Ranks:
             ended = True
         outcomes = [None] * WORLD_SIZE
         dist.all_gather_object(outcomes, (result, error, ended))
-        if any(e for _, _, e in outcomes):  # one world serves all tests, until a test breaks it
+        if any(e for _, _, e in outcomes):  # all tests use one world, until a test ends it
             if self.world is not None:
                 self.world._leave(False)
             self.world = None
@@ -137,7 +140,7 @@ class Ranks:
         return [r for r, _, _ in outcomes]
 
     def close(self):
-        """The next call has a new world."""
+        """Close the world. The next call creates a new one."""
         if self.world is not None:
             with contextlib.suppress(Exception):
                 self.world.close()
@@ -172,20 +175,20 @@ def poison():
     torch.use_deterministic_algorithms(False)
 
 
-# ---- markers, and an honest summary ----
+# ---- markers and the summary ----
 
 MARKERS = {
-    "cpu_only": "makes ranks of its own (threads or processes on the CPU), and kills, stops or forks them",
+    "cpu_only": "starts its own ranks (threads or processes on the CPU), and kills, stops or forks them",
     "cuda_only": "needs GPUs: torchrun --nproc-per-node N -m pytest tests",
 }
 
 
-@pytest.hookimpl(trylast=True)  # the reporter must be there
+@pytest.hookimpl(trylast=True)  # after the reporter has been registered
 def pytest_configure(config):
     for name, text in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {text}")
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*")
-    if RANK:  # one rank speaks for all: each has everybody's results
+    if RANK:  # only rank 0 prints: every process has the results of all ranks
         from _pytest._io import TerminalWriter
 
         reporter = config.pluginmanager.get_plugin("terminalreporter")
@@ -196,9 +199,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     for item in items:
         if (TORCHRUN or THREADS_ON_CUDA) and item.get_closest_marker("cpu_only"):
-            item.add_marker(
-                pytest.mark.skip(reason=f"cpu_only: {MARKERS['cpu_only']}; run plain pytest for it")
-            )
+            item.add_marker(pytest.mark.skip(reason=f"cpu_only: {MARKERS['cpu_only']}; run plain pytest"))
         if not ON_CUDA and item.get_closest_marker("cuda_only"):
             item.add_marker(pytest.mark.skip(reason=f"cuda_only: {MARKERS['cuda_only']}"))
 
@@ -211,27 +212,26 @@ def pytest_terminal_summary(terminalreporter):
         reasons[text.removeprefix("Skipped: ")] += 1
     terminalreporter.section("epmoe: what ran where")
     if ON_CUDA:
-        shared = (
-            f", {NUM_LOCAL} on {torch.cuda.device_count()} GPU"
-            if NUM_LOCAL > torch.cuda.device_count()
-            else " with a GPU"
-        )
-        who = (
-            "ranks were threads of this process, side by side"
-            if THREADS_ON_CUDA
-            else f"{WORLD_SIZE} ranks, each a process{shared}"
-        )
-        say(f"{who} ({torch.cuda.get_device_name()})")
+        num_gpus = torch.cuda.device_count()
+        gpus = f", {NUM_LOCAL} on {num_gpus} GPU" if NUM_LOCAL > num_gpus else " with a GPU"
+        text = f"{WORLD_SIZE} ranks, each a process{gpus}"
+        if THREADS_ON_CUDA:
+            text = "ranks were threads of this process on one GPU"
+        say(f"{text} ({torch.cuda.get_device_name()})")
     elif TORCHRUN:
         say(f"{WORLD_SIZE} ranks, each a process on the CPU")
     else:
         say("ranks were threads and processes on the CPU")
     if not ON_CUDA:
-        why = ("EPMOE_BACKEND=cpu" if FORCED_CPU else "this build of epmoe has no CUDA backend"
-               if not _C.HAS_CUDA else
-               "there is no GPU here" if not torch.cuda.is_available()
-               else "pytest was not started by torchrun")
-        say(f"nothing was run on a GPU on this machine: {why}")
+        if FORCED_CPU:
+            reason = "EPMOE_BACKEND=cpu"
+        elif not _C.HAS_CUDA:
+            reason = "this build of epmoe has no CUDA backend"
+        elif not torch.cuda.is_available():
+            reason = "this machine has no GPU"
+        else:
+            reason = "pytest was not started by torchrun"
+        say(f"no test ran on a GPU: {reason}")
     say(f"{sum(reasons.values())} tests were skipped")
     for text, n in reasons.most_common():
         say(f"  {n}  {text}")

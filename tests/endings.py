@@ -1,6 +1,7 @@
-"""Worlds that end in every way, on the CPU or on GPUs: what each rank is told, and that nothing is left.
+"""Worlds that end in different ways, on the CPU or on GPUs.
 
-soak.py leaks runs all of it.
+The checks are: each rank sees the right error, and no descriptor, memory, file or thread is left.
+`soak.py leaks` runs all of them.
 """
 
 import gc
@@ -15,25 +16,24 @@ import time
 import torch
 
 import epmoe
-from cases import Case, check_case, inputs_of, indices_of, make_layer, outcome, process_ranks, run_routing
+from cases import Case, check_case, indices_of, inputs_of, make_layer, outcome, process_ranks, run_routing
 from epmoe.testing import meeting_place, run_ranks
 from faults import place
 from pace import HANG_S, WAIT_S, is_soon, slowness
-from traces import (
-    abstract_names, files_in_use, gpu_held, held, left_over, remember_names, shared_memory_names,
-)
+from traces import (abstract_names, files_in_use, gpu_held, held, left_over, remember_names,
+                    shared_memory_names)
 
 ENDINGS = ("close", "kill", "exception", "collected", "left")
 CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
-GPU_BYTES = 1 << 24  # the driver takes and gives by 2 MiB
+GPU_BYTES = 1 << 24  # allowed difference: the driver allocates in units of 2 MiB
 
 
 def starter(kind):
-    """Ranks with a GPU each cannot be forked from a process that has used one."""
+    """The function that starts ranks. On GPUs, ranks cannot be forked from a process that has used CUDA."""
     return process_ranks if kind == "cpu" else run_ranks
 
 
-# ---- closed, killed, an exception, collected, left alone ----
+# ---- close, kill, exception, garbage collection, leave ----
 
 
 def use(world, device):
@@ -45,11 +45,14 @@ def use(world, device):
 
 
 def end_one(rank, world_size, how, folder, kind):
-    """A world that ends in one way.  What this process held before and after, the files and GPU bytes that it
-    used, what it was told; None where it was killed."""
-    gc.freeze()  # what was there before is not looked through again
+    """Rank main: a world that ends in one way. A killed rank returns nothing.
+
+    Returns what this process held before and after, the files that it used, how many more bytes of its GPU
+    are in use, and the name of the error that it saw.
+    """
+    gc.freeze()  # garbage collections skip the objects that exist now
     device = place(rank, kind)
-    with epmoe.World(timeout_s=WAIT_S) as world:  # what is only made once
+    with epmoe.World(timeout_s=WAIT_S) as world:  # creates what a process creates only once
         use(world, device)
     del world
     gc.collect()
@@ -68,12 +71,12 @@ def end_one(rank, world_size, how, folder, kind):
                 for i in range(10**6):
                     run_routing(layer, Case(seed=i))
                     if how == "exception" and bad and i == 20:
-                        layer.preprocess(torch.zeros(9, 2, dtype=torch.int64,
-                                                     device=device))  # the others are in this step too
+                        idx = torch.zeros(9, 2, dtype=torch.int64, device=device)
+                        layer.preprocess(idx)  # the other ranks are in this step too
                         raise KeyError("in the middle of a step")
-        told = "nothing"
+        error = "nothing"
     except (KeyError, epmoe.EpError) as e:
-        told = type(e).__name__
+        error = type(e).__name__
     if how == "close":
         layer.finalize()
         heap.close()
@@ -84,40 +87,45 @@ def end_one(rank, world_size, how, folder, kind):
     del world, heap, layer, t
     gc.collect()
     after, end = held(), time.monotonic() + WAIT_S / 2
-    # memory goes when the last peer has let go
+    # The memory is freed after the last peer has closed its mapping.
     while (grew := gpu_held(device) - bytes_before) > GPU_BYTES and time.monotonic() < end:
         time.sleep(0.05)
-    return before, after, sorted(f for f in used if kind == "cpu" or "epmoe" in f), grew, told
+    return before, after, sorted(f for f in used if kind == "cpu" or "epmoe" in f), grew, error
 
 
 def end_all(how, ranks, kind):
-    """The world of some ranks ends in one of ENDINGS: each is told what it must be, and nothing is left."""
+    """End a world in one way of ENDINGS. Check each rank's error, and that nothing is left."""
     bad, files = ranks - 1, shared_memory_names()
     with tempfile.TemporaryDirectory() as folder:
         results = starter(kind)(end_one, ranks, how, folder, kind, may_die=(bad,) if how == "kill" else ())
-        names = {line for rank in range(ranks) for line in open(os.path.join(folder,
-                                                                             f"names{rank}")).read().split()}
+        names = set()
+        for rank in range(ranks):
+            with open(os.path.join(folder, f"names{rank}")) as f:
+                names |= set(f.read().split())
     assert len(names) == ranks, f"{how}: {names} are not the meeting places of {ranks} ranks"
     for rank, result in enumerate(results):
         if rank == bad and how == "kill":
             assert result is None
             continue
-        then, now, used, grew, told = result
-        wanted = {"kill": "PeerDied", "exception": "KeyError" if rank == bad
-                  else "PeerDied"}.get(how, "nothing")
-        assert told == wanted, f"{how}: rank {rank} was told {told}, not {wanted}"
+        before, after, used, grew, error = result
+        wanted = {"kill": "PeerDied", "exception": "KeyError" if rank == bad else "PeerDied"}
+        wanted = wanted.get(how, "nothing")
+        assert error == wanted, f"{how}: rank {rank} raised {error}, wanted {wanted}"
         assert not used, f"{how}: rank {rank} used files that a kill would leave: {used}"
-        assert not (left := left_over(then, now, kind)), f"{how}: rank {rank}: {left}"
+        assert not (left := left_over(before, after, kind)), f"{how}: rank {rank}: {left}"
         assert grew <= GPU_BYTES, f"{how}: rank {rank}: {grew} bytes of its GPU are left"
     assert not (left := names & abstract_names()), f"{how}: socket names are left: {left}"
     assert shared_memory_names() <= files, f"{how}: left in /dev/shm: {shared_memory_names() - files}"
 
 
-# ---- dropped, while an operation waits for ranks that have left ----
+# ---- a layer and its world are deleted while an operation waits for ranks that have left ----
 
 
 def drop_one(rank, world_size, kind):
-    """Seconds that the first rank needs to let go of what the others have left, and the slowness then."""
+    """Rank main: the seconds that rank 0 needs to delete a layer that the other ranks have left.
+
+    Also returns the slowness of the machine at that time.
+    """
     device = place(rank, kind)
     world = epmoe.World(timeout_s=WAIT_S)
     layer = make_layer(world, device, CASE)
@@ -125,10 +133,10 @@ def drop_one(rank, world_size, kind):
     layer.synchronize()
     world.exchange(b"x")
     if rank:
-        time.sleep(slowness())  # rank 0 is in its barrier by then
+        time.sleep(slowness())  # meanwhile rank 0 enters its barrier
         return 0.0, 1.0
     start = time.monotonic()
-    outcome(layer.ep_barrier_all)  # on a GPU it waits there, and the call returns
+    outcome(layer.ep_barrier_all)  # on a GPU the kernel waits, and the call returns
     world.__dict__.pop("_kept", None)
     del layer, world
     gc.collect()
@@ -138,7 +146,7 @@ def drop_one(rank, world_size, kind):
 
 def drop_busy(ranks, kind):
     seconds, slow = starter(kind)(drop_one, ranks, kind)[0]
-    assert 0.5 < seconds < 10 * slow, f"a rank needed {seconds} s to drop a layer that others had left"
+    assert 0.5 < seconds < 10 * slow, f"rank 0 needed {seconds} s to delete a layer that the others had left"
 
 
 # ---- fork ----
@@ -150,25 +158,24 @@ def fork_one(rank, world_size, kind):
     heap = epmoe.SymmetricHeap(world, 1 << 20, device)
     t, words = heap.malloc_symmetric((4,)), heap.malloc_symmetric((2,), torch.int64)
     layer = make_layer(world, device, CASE)
-    x, weight = inputs_of(CASE, rank, world_size)
-    four, x, weight, idx = torch.ones(4, device=device), x.to(device), weight.to(device), indices_of(CASE,
-                                                                                                     rank,
-                                                                                                     world_size).to(device)
+    x, weight = (t.to(device) for t in inputs_of(CASE, rank, world_size))
+    idx = indices_of(CASE, rank, world_size).to(device)
+    four = torch.ones(4, device=device)
     rows, _, layout = layer.dispatch(x, idx, weight)
     layer.synchronize()
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        calls = [world.check, lambda: world.exchange(b"x"), lambda: heap.malloc_symmetric((1,)),
-                 lambda: heap.free(t), lambda: heap.put(t, four, 0),
-                 lambda: heap.get(four, t, 0), lambda: heap.signal(words, 0, 1, 0),
-                 lambda: heap.wait(words, 0, 0), heap.barrier,
+        calls = [world.check, lambda: world.exchange(b"x"),
+                 lambda: heap.malloc_symmetric((1,)), lambda: heap.free(t),
+                 lambda: heap.put(t, four, 0), lambda: heap.get(four, t, 0),
+                 lambda: heap.signal(words, 0, 1, 0), lambda: heap.wait(words, 0, 0), heap.barrier,
                  lambda: layer.dispatch(x, idx, weight), lambda: layer.preprocess(idx),
-                 lambda: layer.combine(rows, layout),
-                 layer.ep_barrier_all, lambda: epmoe.SymmetricHeap(world, 1 << 16, device)]
+                 lambda: layer.combine(rows, layout), layer.ep_barrier_all,
+                 lambda: epmoe.SymmetricHeap(world, 1 << 16, device)]
         kinds = [outcome(c).kind for c in calls]
         closings = [outcome(c).seconds for c in (layer.finalize, heap.close, world.close)]
-        epmoe.world._leave_all()  # what an interpreter's end would do
+        epmoe.world._leave_all()  # the interpreter calls this at exit
         del calls, layer, heap, t, words, rows, layout, x, weight, idx, four
         gc.collect()
         os.write(write, repr((kinds, max(closings))).encode())
@@ -179,7 +186,7 @@ def fork_one(rank, world_size, kind):
         text += part
     status = os.waitpid(child, 0)[1]
     kinds, slowest = eval(text.decode())
-    result = run_routing(layer, CASE)  # the parent has lost nothing
+    result = run_routing(layer, CASE)  # the parent's layer still works
     heap.barrier()
     layer.synchronize()
     layer.finalize()
@@ -189,14 +196,15 @@ def fork_one(rank, world_size, kind):
 
 
 def fork_all(ranks, kind):
+    """A forked child cannot use its parent's world: every call raises EpClosed. The parent still works."""
     results = starter(kind)(fork_one, ranks, kind)
     for kinds, slowest, status, _ in results:
-        told = f"a forked child: {kinds}, status {status}, {slowest} s"
-        assert kinds == ["EpClosed"] * len(kinds) and status == 0 and is_soon(slowest, 1), told
+        text = f"a forked child: {kinds}, status {status}, {slowest} s"
+        assert kinds == ["EpClosed"] * len(kinds) and status == 0 and is_soon(slowest, 1), text
     check_case([r[3] for r in results], CASE)
 
 
-# ---- an interpreter's end ----
+# ---- the interpreter exits ----
 
 BEGIN = """
 import sys, threading, time
@@ -212,14 +220,15 @@ layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=4, device=device, 
 layer.ep_barrier_all()
 layer.synchronize()
 
-def wait(buffer):  # where the other does not come
+def wait(buffer):  # enter a barrier that the other rank does not enter
     start = time.monotonic()
     try:
         layer.ep_barrier_all(buffer=buffer)
         layer.synchronize()
         print("nothing", end=" ")
     except epmoe.EpError as e:
-        print(type(e).__name__, round(time.monotonic() - start, 2), str(e).replace(" ", "_"), end=" ", flush=True)
+        seconds = round(time.monotonic() - start, 2)
+        print(type(e).__name__, seconds, str(e).replace(" ", "_"), end=" ", flush=True)
 """
 
 EXIT = BEGIN + """
@@ -243,7 +252,7 @@ print("end", time.monotonic(), flush=True)
 
 
 def leave(script, kind):
-    """What both ranks printed, and the seconds that each needed to leave after its last word."""
+    """Run script as two ranks. Returns what they printed, and how long each lived after it printed "end"."""
     store = meeting_place()
     processes = [subprocess.Popen([sys.executable, "-c", script, str(r), str(store.port), kind],
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in (0, 1)]
@@ -265,28 +274,29 @@ def leave(script, kind):
 
 
 def exit_unclosed(kind):
-    """Nobody closes anything: the first to leave does not hang, and the other hears that it has left."""
-    limit = {"cpu": 2, "cuda": 6}[kind]  # the end of a CUDA context takes its time
-    # an interpreter's end takes its time on a machine that is busy; once in three it must be quick
+    """Neither rank closes its world. Rank 0 exits without a hang, and rank 1 raises PeerDied for rank 0."""
+    limit = {"cpu": 2, "cuda": 6}[kind]  # the destruction of a CUDA context needs time
+    # On a busy machine, the exit of an interpreter can be slow. One of three exits must be quick.
     for _ in range(3):
         outs, needed = leave(EXIT, kind)
         if is_soon(max(needed), limit):
             break
-    told, seconds, text = outs[1].split()[:3]
-    assert told == "PeerDied" and "rank_0" in text and is_soon(float(seconds), 4 + limit), outs[1]
+    error, seconds, text = outs[1].split()[:3]
+    assert error == "PeerDied" and "rank_0" in text and is_soon(float(seconds), 4 + limit), outs[1]
     assert is_soon(max(needed), limit), f"the ranks needed {needed} s to leave"
 
 
 def exit_busy(kind):
-    """Both leave by an exception, each with a thread that waits for the other, which the interpreter waits
-    for: the waits end.
+    """Both ranks leave by an exception while a thread of each waits for the other rank.
+
+    The interpreter joins this thread at exit, so it can exit only because the wait ends.
     """
     outs, needed = leave(EXIT_BUSY, kind)
     assert ["EpClosed" in out for out in outs] == [True, True] and is_soon(max(needed), 6), (outs, needed)
 
 
 def every(ranks, kind):
-    """All of this once."""
+    """Run all checks of this file once."""
     for how in ENDINGS:
         end_all(how, ranks, kind)
     drop_busy(ranks, kind)

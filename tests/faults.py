@@ -1,17 +1,19 @@
-"""Ranks that die, stop or come late, on CPU or GPUs: `python tests/faults.py [--kills N] [--ranks N]
-[--device cpu|cuda]`.
+"""Ranks that die, stop or are late, on CPU or GPUs.
 
-kill   a random rank is ended by SIGKILL at a random moment of a loop. The loop alternately moves
-       tokens, trains a layer, and multiplies tokens as they arrive (on GPUs: in the megakernels).
-       Every survivor must raise PeerDied that names it, within 3 s and from 20 kills on within 50 ms
-       as a median, find its name in the flight record, go on using its device, and compute right
-       results in a smaller world; nothing may be left behind. The table says how long after the kill
-       the survivors raised.
-stop   a rank stops itself between two operations: the others raise EpTimeout at their limit, which names it.
-late   a rank is stopped there, and continued in time: no error.
+    python tests/faults.py [--kills N] [--ranks N] [--device cpu|cuda]
 
-Not part of pytest under torchrun, because torchrun ends all ranks when one dies: this starts processes of its
-own.
+kill   A random rank is killed by SIGKILL at a random moment of a loop. The kind of loop alternates: it moves
+       tokens ("move"), trains a layer ("train"), or multiplies tokens as they arrive ("fuse", on GPUs in the
+       megakernels). Every survivor must
+       - raise PeerDied that names the killed rank, within 3 s; from 20 kills on, the median is at most 50 ms,
+       - find that rank in its flight record,
+       - still be able to use its device, and compute right results in a smaller world,
+       - leave no descriptor, memory or file.
+       The table shows how long after the kill the survivors raised.
+stop   A rank stops itself between two operations. The others raise EpTimeout at their limit, which names it.
+late   A rank stops itself, and is continued before the limit. No rank raises an error.
+
+The command starts its own processes. It cannot run under torchrun, which ends all ranks when one dies.
 """
 
 import argparse
@@ -33,17 +35,16 @@ from cases import MODES, poison_memory, process_ranks, share_gpus
 from epmoe import _C
 from epmoe.testing import run_ranks, set_device
 from pace import HANG_S, WAIT_S, Events, continue_later, is_soon, slowness
-from traces import (
-    abstract_names, held, holdings, kept, left_over, more_of_ours, remember_names,
-    shared_memory_names,
-)
+from traces import (abstract_names, held, holdings, kept, left_over, more_of_ours, remember_names,
+                    shared_memory_names)
 
 SIZES = {"cpu": (40, 64, 3), "cuda": (256, 512, 4)}  # T, H, K
 STOP_LIMIT_S = 2.0
-MEDIAN_S, WORST_S = 0.05, 3.0  # from a kill until the survivors raise
+MEDIAN_S, WORST_S = 0.05, 3.0  # limits of the time from a kill until a survivor raises
 
 
 def place(rank, device):
+    """Prepare this process to be a rank. Returns its torch device."""
     if device == "cuda":
         return set_device(rank, int(os.environ["WORLD_SIZE"]))
     poison_memory()
@@ -52,16 +53,18 @@ def place(rank, device):
 
 def make_layer(world, device, mode, how="move"):
     tokens, hidden, topk = SIZES[device.type]
-    kind, dtype = (epmoe.EpAll2AllFusedOp, torch.bfloat16) if how == "fuse" else (epmoe.EPAll2AllLayer,
-                                                                                  torch.float32)
+    kind, dtype = epmoe.EPAll2AllLayer, torch.float32
+    if how == "fuse":
+        kind, dtype = epmoe.EpAll2AllFusedOp, torch.bfloat16
     return kind(world, tokens, hidden, topk, num_tot_experts=4 * world.size, dtype=dtype, device=device,
                 enable_local_combine=mode == "local",
                 combine_mode="gather" if mode == "gather" else "scatter")
 
 
 def move(layer, g):
-    """One step of experts that multiply by 1, 2 or 3; True when every sum is right: all numbers are small
-    integers.
+    """One step with experts that multiply by 1, 2 or 3. True if every sum is right.
+
+    All numbers are small integers, so the sums are exact.
     """
     tokens, hidden, topk = SIZES[layer.device.type]
     x = torch.randint(-4, 5, (tokens, hidden), generator=g).float().to(layer.device)
@@ -69,18 +72,18 @@ def move(layer, g):
     rows, _, layout = layer.dispatch(x, idx)
     first = layer.rank * layer.num_local_experts
     factors = (torch.arange(first, first + layer.num_local_experts, device=layer.device) % 3 + 1).float()
-    y = layer.combine(rows * torch.repeat_interleave(factors, layout.tokens_per_expert,
-                                                     output_size=len(rows))[:, None], layout)
+    row_factors = torch.repeat_interleave(factors, layout.tokens_per_expert, output_size=len(rows))
+    y = layer.combine(rows * row_factors[:, None], layout)
     return bool(torch.equal(y, x * (idx % 3 + 1).sum(1, keepdim=True)))
 
 
 def fuser(layer):
-    """The same sums as move's, by products with 1, 2 or 3 times the identity: exact in bfloat16."""
-    eye = torch.eye(layer.hidden, dtype=layer.dtype, device=layer.device).expand(layer.num_local_experts, -1,
-                                                                                 -1)
+    """A step with the same sums as move(). Weights are 1, 2 or 3 times the identity: exact in bfloat16."""
+    eye = torch.eye(layer.hidden, dtype=layer.dtype, device=layer.device)
+    eye = eye.expand(layer.num_local_experts, -1, -1)
     first = layer.rank * layer.num_local_experts
-    factors = torch.arange(first, first + layer.num_local_experts,
-                           device=layer.device).to(layer.dtype) % 3 + 1
+    factors = torch.arange(first, first + layer.num_local_experts, device=layer.device)
+    factors = factors.to(layer.dtype) % 3 + 1
     up, down = (eye * factors[:, None, None]).contiguous(), eye.contiguous()
 
     def step(_, g):
@@ -95,13 +98,13 @@ def fuser(layer):
 
 
 def trainer(layer):
-    """A step that trains: forward and backward of a Mixture-of-Experts layer over the same buffers."""
+    """A training step: forward and backward of an EPMoE that uses the given layer."""
     moe = epmoe.EPMoE(layer.hidden, 32, layer.num_experts, layer.topk, dtype=layer.dtype, layer=layer)
     optimizer = torch.optim.SGD(moe.parameters(), lr=1e-3)
 
     def step(_, g):
-        x = torch.randn(SIZES[layer.device.type][0], layer.hidden,
-                        generator=g).to(layer.device).requires_grad_()
+        x = torch.randn(SIZES[layer.device.type][0], layer.hidden, generator=g)
+        x = x.to(layer.device).requires_grad_()
         weight, idx = torch.softmax(torch.randn(len(x), layer.num_experts, generator=g), -1).topk(layer.topk)
         moe(x, idx.to(layer.device), weight.to(layer.device)).square().mean().backward()
         optimizer.step()
@@ -112,20 +115,21 @@ def trainer(layer):
 
 
 def until_error(layer, step, g, limit_s=WAIT_S):
-    """Steps until one raises: (error, when it was raised)."""
+    """Repeat the step until it raises. Returns (error, time of the error)."""
     end = time.monotonic() + limit_s
     try:
         while time.monotonic() < end:
-            if not step(layer, g):  # on a GPU it may be that of an operation that failed: then this says so
-                layer.synchronize()
+            if not step(layer, g):
+                layer.synchronize()  # raises if the operation failed on the GPU: then a wrong sum is no fault
                 raise AssertionError("a wrong sum")
         layer.synchronize()
     except epmoe.EpError as e:
         return e, time.monotonic()
-    raise AssertionError("nothing was raised")
+    raise AssertionError(f"no step raised an error within {limit_s} s")
 
 
 def begin(device, mode, how, g):
+    """Create a world and a layer, and run one step. Returns (world, layer, step)."""
     world = epmoe.World(None, timeout_s=WAIT_S)
     layer = make_layer(world, device, mode, how)
     step = trainer(layer) if how == "train" else fuser(layer) if how == "fuse" else move
@@ -133,12 +137,27 @@ def begin(device, mode, how, g):
     return world, layer, step
 
 
+def runs_in_a_smaller_world(rank, world_size, victim, folder, device, mode, g):
+    """After a kill: the survivors form a new process group and world. True if all sums there are right."""
+    others = [r for r in range(world_size) if r != victim]
+    dist.destroy_process_group()
+    store = dist.FileStore(os.path.join(folder, "store"), len(others))
+    dist.init_process_group("gloo", store=store, rank=others.index(rank), world_size=len(others))
+    world = epmoe.World(None, timeout_s=WAIT_S)
+    with make_layer(world, device, mode) as layer:
+        sums = [move(layer, g) for _ in range(10)]  # all 10 steps, also after a wrong sum: ranks stay in step
+        layer.synchronize()
+    world.close()
+    return all(sums)
+
+
 def killed(rank, world_size, victim, delay, how, mode, kind, folder):
-    """A rank of one kill; the survivors return what they saw."""
-    gc.freeze()  # what was there before is not looked through again
-    device, g, note = place(rank, kind), torch.Generator().manual_seed(rank), os.path.join(folder, "when")
-    world, layer, step = begin(device, mode, how,
-                               g)  # what is only made once: torch's threads for gradients on GPUs
+    """Rank main of one kill. The survivors return what they saw."""
+    gc.freeze()  # garbage collections skip the objects that exist now
+    device, g = place(rank, kind), torch.Generator().manual_seed(rank)
+    note = os.path.join(folder, "when")
+    # The first world creates what a process creates only once, such as torch's threads for gradients on GPUs.
+    world, layer, step = begin(device, mode, how, g)
     layer.finalize()
     world.close()
     before, things, names = held(), holdings(), remember_names()
@@ -146,7 +165,7 @@ def killed(rank, world_size, victim, delay, how, mode, kind, folder):
     ended = weakref.ref(world)
     world.exchange(b"go")
 
-    def die():  # while the rank is wherever it is
+    def die():  # runs in a timer thread: the main thread may be anywhere in a step
         with open(note, "w") as f:
             f.write(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -156,40 +175,28 @@ def killed(rank, world_size, victim, delay, how, mode, kind, folder):
     error, when = until_error(layer, step, g)
     with open(note) as f:
         latency = when - float(f.read())
-    told, culprit = f"{type(error).__name__}: {error}", layer.world.flight_record().splitlines()[0]
+    text, culprit = f"{type(error).__name__}: {error}", layer.world.flight_record().splitlines()[0]
     works = float(torch.ones(1000, device=device).sum()) == 1000.0
     del layer, world, step, error
-    others = [r for r in range(world_size) if r != victim]
-    dist.destroy_process_group()
-    store = dist.FileStore(os.path.join(folder, "store"), len(others))
-    dist.init_process_group("gloo", store=store, rank=others.index(rank), world_size=len(others))
-    world = epmoe.World(None, timeout_s=WAIT_S)
-    with make_layer(world, device, mode) as layer:
-        right = all([move(layer, g)
-                     for _ in range(10)])  # all of them, also after a wrong one: the others are in step
-        layer.synchronize()
-    world.close()
-    del layer, world
-    left = kept(ended) or (left_over(before, held(), kind, maps=200) if kind == "cpu"
-                           else more_of_ours(things, holdings()))
-    return (
-        told,
-        culprit,
-        latency,
-        works and right,
-        left and f"{left}; in all {dict(holdings() - things)}",
-        names,
-    )
+    right = runs_in_a_smaller_world(rank, world_size, victim, folder, device, mode, g)
+    if not (left := kept(ended)):
+        left = (left_over(before, held(), kind, maps=200) if kind == "cpu"
+                else more_of_ours(things, holdings()))
+    left = left and f"{left}; in all {dict(holdings() - things)}"
+    return text, culprit, latency, works and right, left, names
 
 
 def kills(num, ranks, kind, seed=0, say=lambda done: None):
-    """({kind of loop: seconds after which each survivor raised, sorted}, texts of what was wrong)."""
-    start, latencies, bad, files = process_ranks if kind == "cpu" else run_ranks, {"move": [], "train": [],
-                                                                                   "fuse": []}, [], shared_memory_names()
+    """Kill a rank num times. say(n) is called after each kill.
+
+    Returns ({kind of loop: seconds after which each survivor raised, sorted}, texts of the faults found).
+    """
+    start = process_ranks if kind == "cpu" else run_ranks
+    latencies, bad, files = {"move": [], "train": [], "fuse": []}, [], shared_memory_names()
     for i in range(num):
         r = random.Random(f"{seed} {i}")
-        victim, delay, how, mode = r.randrange(ranks), r.random() * (0.1 if kind == "cpu"
-                                                                     else 1.0), tuple(latencies)[i % 3], r.choice(MODES)
+        victim, delay = r.randrange(ranks), r.random() * (0.1 if kind == "cpu" else 1.0)
+        how, mode = tuple(latencies)[i % 3], r.choice(MODES)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 results = start(killed, ranks, victim, delay, how, mode, kind, folder, timeout_s=HANG_S,
@@ -201,21 +208,24 @@ def kills(num, ranks, kind, seed=0, say=lambda done: None):
         for rank, result in enumerate(results):
             if rank == victim:
                 continue
-            told, culprit, latency, right, left, mine = result
+            text, culprit, latency, right, left, mine = result
             latencies[how].append(latency)
             names |= set(mine)
-            named = told.startswith("PeerDied") and f"rank {victim} " in told and f"rank {victim} " in culprit
+            named = text.startswith("PeerDied") and f"rank {victim} " in text and f"rank {victim} " in culprit
             if not (named and right and not left and is_soon(latency, WORST_S)):
                 bad.append(f"kill {i} of rank {victim} ({how}, {mode}): rank {rank}: {result}")
         if left := (names & abstract_names()) | (shared_memory_names() - files):
-            bad.append(f"kill {i}: left behind: {left}")
+            bad.append(f"kill {i}: these names still exist: {left}")
         say(i + 1)
     return {how: sorted(seconds) for how, seconds in latencies.items()}, bad
 
 
 def stopped(rank, world_size, limit_s, folder, kind):
-    """The last rank stops itself.  Rank 0 continues it after 1.5 s; or, if there is a folder, when all others
-    have raised.  What each rank saw, and after how long."""
+    """Rank main: the last rank stops itself by SIGSTOP.
+
+    Rank 0 continues it after 1.5 s or, if folder is not empty, after all other ranks have raised.
+    Returns what this rank saw, and after how many seconds.
+    """
     events = Events(folder)
     device, g = place(rank, kind), torch.Generator().manual_seed(rank)
     world = epmoe.World(None, timeout_s=WAIT_S)
@@ -242,26 +252,26 @@ def stopped(rank, world_size, limit_s, folder, kind):
     finally:
         if folder:
             events.set(str(rank))
-            events.wait(str(world_size - 1))  # rank 0 continues it
+            events.wait(str(world_size - 1))  # a thread of rank 0 continues the last rank
 
 
 def stops(ranks, kind):
-    """What was wrong when a rank was stopped past the limit, and when it went on in time."""
+    """Stop a rank beyond the limit, and then for a shorter time. Returns texts of the faults found."""
     start, bad, victim = process_ranks if kind == "cpu" else run_ranks, [], ranks - 1
     limit = STOP_LIMIT_S * slowness()
     with tempfile.TemporaryDirectory() as folder:
         results = start(stopped, ranks, limit, folder, kind, timeout_s=HANG_S)
-    for rank, (told, seconds) in enumerate(results):
-        if not told.startswith("EpTimeout") or f"rank {victim}" not in told:
-            bad.append(f"stopped: rank {rank}: {told}")
+    for rank, (text, seconds) in enumerate(results):
+        if not text.startswith("EpTimeout") or f"rank {victim}" not in text:
+            bad.append(f"stopped: rank {rank}: {text}")
         if rank != victim and not is_soon(seconds, limit + 2):
             bad.append(f"stopped: rank {rank} raised after {seconds:.2f} s, its limit is {limit}")
     if max(seconds for _, seconds in results[:victim]) < 0.9 * limit:
         bad.append(f"stopped: all ranks raised before the limit of {limit} s: {results}")
     results = start(stopped, ranks, WAIT_S, "", kind, timeout_s=HANG_S)
-    for rank, (told, seconds) in enumerate(results):
-        if told != "nothing":
-            bad.append(f"late: rank {rank}: {told} after {seconds:.2f} s")
+    for rank, (text, seconds) in enumerate(results):
+        if text != "nothing":
+            bad.append(f"late: rank {rank}: {text} after {seconds:.2f} s")
     if max(seconds for _, seconds in results[:victim]) < 1:
         bad.append(f"late: no rank waited: {results}")
     return bad
@@ -272,7 +282,7 @@ def main():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_cuda else "cpu")
     p.add_argument("--ranks", type=int,
-                   help="default: one for each GPU, but 4 on one GPU, which they share; 4 on the CPU")
+                   help="default: the number of GPUs; 4 ranks share a single GPU; 4 on the CPU")
     p.add_argument("--kills", type=int, default=20)
     p.add_argument("--seed", type=int, default=0)
     a = p.parse_args()
@@ -291,16 +301,17 @@ def main():
     bad += stops(ranks, a.device)
     table = Table(title=f"faults on {ranks} ranks ({a.device})", show_header=False)
     table.add_row("kills", f"{a.kills}, {sum(map(len, latencies.values()))} survivors raised")
-    # who trains is in its own products for most of the time, and hears at the next call
+    medians = {how: seconds[len(seconds) // 2] for how, seconds in latencies.items() if seconds}
+    # A rank that trains spends most of its time in torch. It sees the death at its next call of epmoe.
     for how, seconds in latencies.items():
         if seconds:
             table.add_row(f"from kill to exception, {how}",
-                          f"median {seconds[len(seconds) // 2] * 1e3:.1f} ms, worst {seconds[-1] * 1e3:.1f} ms")
-    if a.kills >= 20 and (slow := {how: seconds[len(seconds) // 2] for how, seconds in latencies.items()
-                                   if seconds and seconds[len(seconds) // 2] > MEDIAN_S}):
-        bad.append(f"kills were told too late, medians: {slow}")
-    table.add_row("stopped and late ranks", "as they must" if not any("kill" not in b for b in bad)
-                  else "WRONG")
+                          f"median {medians[how] * 1e3:.1f} ms, worst {seconds[-1] * 1e3:.1f} ms")
+    slow = {how: median for how, median in medians.items() if median > MEDIAN_S}
+    if a.kills >= 20 and slow:
+        bad.append(f"survivors of kills raised too late, medians in seconds: {slow}")
+    are_stops_right = not any("kill" not in b for b in bad)
+    table.add_row("stopped and late ranks", "as expected" if are_stops_right else "WRONG")
     table.add_row("verdict", "no fault" if not bad else f"{len(bad)} FAULTS (seed {a.seed})")
     Console(width=140).print(table)
     print("\n".join(bad), end="")

@@ -1,25 +1,25 @@
-"""How a call ended on one rank, and the comparison with how it should have ended."""
+"""The outcome of a call on one rank, and its comparison with the expected outcome."""
 
 import dataclasses
 import time
 
 import pace
 
-# The limit of waits in tests of mistakes.  It is far longer than any of these tests takes: a rank that a busy
-# machine delays must not cause a timeout, and an error that only the timeout brings is of the wrong class,
+# The limit of waits in tests of wrong calls. It is far longer than any of these tests takes, so a rank that
+# is slow on a busy machine causes no timeout. If only the timeout ends a wait, the error has the wrong class,
 # EpTimeout.
 MISTAKE_LIMIT_S = pace.WAIT_S
 
 
 @dataclasses.dataclass
 class Outcome:
-    """How a call ended on one rank."""
+    """The outcome of a call on one rank: what it raised or returned, and its duration."""
 
-    kinds: tuple  # names of the exception's classes, the raised one first; () when nothing was raised
+    kinds: tuple  # names of the exception's classes, the raised class first; () if nothing was raised
     text: str
     seconds: float
     value: object = None
-    slowness: float = 1.0  # of the machine, where the call took long
+    slowness: float = 1.0  # of the machine; measured only if the call took long
 
     def is_within(self, limit_s):
         """Did the call end within limit_s, on an idle machine?"""
@@ -34,7 +34,7 @@ class Outcome:
 
 
 def outcome(call, layer=None):
-    """Run call and, where work is asynchronous, wait for what it started."""
+    """The Outcome of call(). If a layer is given, this includes the asynchronous work of the layer."""
     start = time.monotonic()
     try:
         value = call()
@@ -47,19 +47,23 @@ def outcome(call, layer=None):
 
 def _outcome(start, kinds, text, value=None):
     seconds = time.monotonic() - start
-    # The rank that was late measures at once, so that all ranks of a test compare with the same number.
+    # The slow rank measures the slowness immediately. All processes of a test then use the same number.
     return Outcome(kinds, text, seconds, value, pace.slowness() if seconds > 0.5 else 1.0)
 
 
 def check_outcomes(outcomes, wanted, *texts, within_s=2.0, who=None, elsewhere=()):
-    """wanted: the exception of every rank, or of each rank in turn.  texts: what its message holds, on rank
-    `who` (default: on all); elsewhere: what the other ranks' message holds."""
+    """Assert that every rank's outcome is the expected one, and came within within_s on an idle machine.
+
+    wanted: the name of the exception's class, for all ranks or as a list with one name for each rank.
+    "nothing" means that no exception is expected.
+    texts: each text must be in the message of rank `who`, or of all ranks if `who` is None.
+    elsewhere: each of these texts must be in the messages of the other ranks.
+    """
     wanted = [wanted] * len(outcomes) if isinstance(wanted, str) else wanted
     for rank, (got, want) in enumerate(zip(outcomes, wanted)):
-        assert want in got.kinds or (want == "nothing"
-                                     and not got.kinds), f"rank {rank}: wanted {want}, got {got}"
-        assert got.is_within(
-            within_s
-        ), f"rank {rank}: later than {within_s} s times {got.slowness:.1f}: {got}"
+        is_right = want in got.kinds or (want == "nothing" and not got.kinds)
+        assert is_right, f"rank {rank}: wanted {want}, got {got}"
+        limit = f"{within_s} s (times the machine's slowness, {got.slowness:.1f})"
+        assert got.is_within(within_s), f"rank {rank}: took longer than {limit}: {got}"
         for text in texts if who is None or who == rank else elsewhere:
             assert text in got.text, f"rank {rank}: {text!r} is not in {got.text!r}"

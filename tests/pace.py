@@ -1,9 +1,8 @@
-"""Limits of tests on a machine that may be busy.
+"""Time limits for tests on a machine that may be busy.
 
-A test waits for events (Events, when_waiting, await_stopped).  Where only a clock can judge, the test states
-the
-limit of an idle machine, and that limit is multiplied by slowness(), which is measured now.  A limit that
-only a hang can reach is HANG_S or WAIT_S, and is not measured.
+A test waits for events where it can (Events, when_waiting, await_stopped). Otherwise it compares a time with
+a limit for an idle machine, and multiplies this limit by slowness(), which is measured at that moment. HANG_S
+and WAIT_S are limits that only a hang can reach. They are constants.
 """
 
 import hashlib
@@ -12,21 +11,24 @@ import signal
 import threading
 import time
 
-TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ  # there, a hang holds GPUs, and conftest.py ends a test sooner
-# for a whole test or subprocess: longer than any takes on the busiest machine
+# Under torchrun, a hang occupies GPUs, and conftest.py ends a test sooner.
+TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+# For a whole test or subprocess. No test takes that long, also on a very busy machine.
 HANG_S = 300.0 if TORCHRUN else 900.0
-WAIT_S = 40.0 if TORCHRUN else 120.0  # for the waits of a world in which no wait is expected to time out
+# For the waits of a world in which no wait is expected to time out.
+WAIT_S = 40.0 if TORCHRUN else 120.0
 _measuring = threading.Lock()
 
 
 def slowness():
-    """How many times longer work takes now than on an idle machine; 1.0 on an idle machine, never less.
+    """How many times longer work takes now than on an idle machine. It is at least 1.0.
 
-    It is the larger of two ratios.  The first is elapsed time over CPU time of some work of this thread: it
-    shows the
-    present.  The second is the load average of the last minute per core: it shows what has just ended."""
+    It is the larger of two ratios. The first is elapsed time over CPU time of some work of this thread: it
+    shows the present load. The second is the load average of the last minute per core: it also shows load
+    that has just ended.
+    """
     data = bytes(1 << 20)
-    with _measuring:  # threads of this process do not slow each other down; hashlib needs no Python lock
+    with _measuring:  # one thread measures at a time; hashlib releases the Python lock
         begin, cpu = time.monotonic(), time.thread_time()
         while time.thread_time() - cpu < 0.04:
             hashlib.sha256(data).digest()
@@ -35,23 +37,21 @@ def slowness():
 
 
 def is_soon(seconds, limit_s):
-    """Did this take less than limit_s, on an idle machine?  The slowness is measured only if the answer needs
-    it.
-    """
+    """Whether seconds is less than limit_s times the slowness, which is measured only if it is needed."""
     return seconds < limit_s or seconds < limit_s * slowness()
 
 
 def wait_until(condition, what, limit_s=HANG_S):
-    """Return when condition() is true."""
+    """Return when condition() is true. `what` describes the event in the error message."""
     end = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > end:
-            raise AssertionError(f"waited {limit_s:.0f} s for this event: {what}")
+            raise AssertionError(f"waited {limit_s:.0f} s for this event, which did not happen: {what}")
         time.sleep(0.005)
 
 
 class Events:
-    """Events that processes tell each other: files in a folder that all of them know."""
+    """Events that processes signal to each other, as files in a folder that all of them know."""
 
     def __init__(self, folder):
         self.folder = str(folder)
@@ -68,7 +68,7 @@ class Events:
 
 
 def until_ended(world):
-    """Return when the world has ended: the wait of another rank has timed out, for example."""
+    """Return when the world has ended, for example because a wait of another rank has timed out."""
     from epmoe import EpError
 
     def has_ended():
@@ -82,15 +82,14 @@ def until_ended(world):
 
 
 def is_waiting(world, name):
-    """Is this rank inside the call that its flight record names so?"""
+    """Whether this rank is inside the call that has this name in its flight record."""
     mine = f"{world.rank} "
     lines = [line for line in world.flight_record().splitlines() if line.lstrip().startswith(mine)]
     return any(name in line and "in flight" in line for line in lines)
 
 
 def when_waiting(world, name, action, *arguments):
-    """In another thread: call action as soon as this rank is inside the call that its flight record names so.
-    """
+    """Start a thread that calls action(*arguments) as soon as is_waiting(world, name)."""
 
     def main():
         wait_until(lambda: is_waiting(world, name), f"rank {world.rank} is in {name}")
@@ -99,7 +98,7 @@ def when_waiting(world, name, action, *arguments):
     threading.Thread(target=main, daemon=True).start()
 
 
-# ---- processes that are stopped ----
+# ---- processes that are stopped by a signal ----
 
 
 def await_stopped(pid):
@@ -113,8 +112,10 @@ def await_stopped(pid):
 
 
 def continue_later(pid, seconds=0.0, after=lambda: None):
-    """In another thread: continue a process that stops itself, so many seconds after it has stopped, and
-    after `after` has returned."""
+    """Start a thread that continues a process that stops itself by SIGSTOP.
+
+    The thread waits until the process is stopped, sleeps, calls after(), and then sends SIGCONT.
+    """
 
     def main():
         await_stopped(pid)
@@ -122,4 +123,4 @@ def continue_later(pid, seconds=0.0, after=lambda: None):
         after()
         os.kill(pid, signal.SIGCONT)
 
-    threading.Thread(target=main).start()  # this process does not end before it
+    threading.Thread(target=main).start()  # no daemon: this process lives until the thread has ended

@@ -1,4 +1,4 @@
-"""What a process holds while it lives, and what is left when it is gone."""
+"""What a process holds while it lives, and what is left after it has ended."""
 
 import collections
 import contextlib
@@ -12,6 +12,7 @@ from epmoe import _C
 
 
 def _links():
+    """The targets of this process's file descriptors."""
     links = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -20,7 +21,7 @@ def _links():
 
 
 def held():
-    """What this process holds that a world, heap or layer may have taken; rss is in KiB."""
+    """Counts of what this process holds and a world, heap or layer may have created. rss is in KiB."""
     gc.collect()
     links = [link.split(":")[0] for link in _links()]
     with open("/proc/self/maps") as f:
@@ -33,27 +34,32 @@ def held():
 
 
 def grown(before, after, maps=0, rss_kib=None):
-    """What there is more of, as text; "" when nothing."""
-    room = {"fds": 0, "memfds": 0, "heaps": 0, "threads": 0,
-            "maps": maps} | ({} if rss_kib is None else {"rss": rss_kib})
-    return ", ".join(f"{what}: {before[what]} became {after[what]}" for what,
-                     more in room.items() if after[what] > before[what] + more)
+    """Which numbers of two held() grew by more than is allowed, as text. "" if none grew.
+
+    maps and rss_kib are the allowed growth. Without rss_kib, rss is not compared.
+    """
+    allowed = {"fds": 0, "memfds": 0, "heaps": 0, "threads": 0, "maps": maps}
+    if rss_kib is not None:
+        allowed["rss"] = rss_kib
+    return ", ".join(f"{what}: {before[what]} became {after[what]}" for what, more in allowed.items()
+                     if after[what] > before[what] + more)
 
 
 def left_over(before, after, kind, maps=8):
-    """grown(), where CUDA and NCCL keep what they like."""
-    return grown(before, after, maps) if kind == "cpu" else grown(before,
-                                                                  after | {k: min(before[k], after[k])
-                                                                           for k in ("heaps", "memfds")},
-                                                                  maps=200)
+    """grown(), but on GPUs it ignores what CUDA and NCCL may keep: memfds and up to 200 maps."""
+    if kind == "cpu":
+        return grown(before, after, maps)
+    return grown(before, after | {k: min(before[k], after[k]) for k in ("heaps", "memfds")}, maps=200)
 
 
 def holdings():
-    """The kinds of its open files and the names of its threads, counted: what held() has only the numbers of.
+    """Counts of the kinds of this process's open files and of the names of its threads.
+
+    held() has only their total numbers.
     """
     with open("/proc/net/unix") as f:
-        local = {f"socket:[{line.split()[6]}]" for line in f
-                 if line[0] != "N"}  # behind the heading; a socket's inode
+        inodes = [line.split()[6] for line in f if line[0] != "N"]  # without the heading, "Num ..."
+    local = {f"socket:[{inode}]" for inode in inodes}
     things = collections.Counter("unix socket" if link in local else link.split(":")[0] for link in _links())
     for task in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as f:
@@ -62,15 +68,20 @@ def holdings():
 
 
 def more_of_ours(before, after):
-    """Of two holdings(), what there is more of that can only be epmoe's: as text, "" when nothing.  On GPUs,
-    where torch and CUDA keep more than that as they like: as much as a gloo group has was seen to stay where
-    ranks had trained."""
+    """What things of epmoe grew between two holdings(), as text. "" if none grew.
+
+    This is for GPUs, where torch and CUDA may keep other things. After ranks had trained, for example, as
+    many descriptors and threads were left as a gloo group has.
+    """
     return ", ".join(f"{num} {what} more" for what, num in sorted((after - before).items())
                      if what.startswith(("unix socket", "thread epmoe")))
 
 
 def kept(ref, steps=4):
-    """What keeps an object that should be gone, and what keeps that, as text; "" when it is gone."""
+    """Which objects refer to an object that should have been freed, and which refer to them, as text.
+
+    "" if the object was freed. steps is the length of the chain of references.
+    """
     gc.collect()
     objects, chain, seen = [ref()], [], set()
     if objects[0] is None:
@@ -85,7 +96,7 @@ def kept(ref, steps=4):
 
 
 def gpu_held(device):
-    """Bytes of a GPU that are in use; 0 on the CPU."""
+    """The bytes of a GPU that are in use. 0 on the CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize()
@@ -95,12 +106,10 @@ def gpu_held(device):
 
 
 def files_in_use():
-    """Paths below /dev/shm and /tmp that this process has open or mapped, and that have a name: a kill would
-    leave them.
-    """
+    """Paths below /dev/shm and /tmp that this process has open or mapped. They would remain after a kill."""
     with open("/proc/self/maps") as f:
         parts = [line.split(maxsplit=5) for line in f]
-    names = {p[5].strip() for p in parts if len(p) == 6 and p[1].endswith("s")}  # shared ones: not libraries
+    names = {p[5].strip() for p in parts if len(p) == 6 and p[1].endswith("s")}  # shared maps, no libraries
     return {n for n in names | set(_links()) if n.startswith(("/dev/shm/", "/tmp/"))
             and not n.endswith("(deleted)") and os.path.exists(n)}
 
@@ -115,7 +124,7 @@ def abstract_names():
 
 
 def remember_names():
-    """The abstract socket names that this process will choose from now on."""
+    """A list to which every abstract socket name is added that this process chooses from now on."""
     names, real = [], _C.world_listen
 
     def listen():

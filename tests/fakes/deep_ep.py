@@ -1,5 +1,6 @@
-"""A stand-in for DeepEP V1's module within one node, over torch.distributed: the calls that the benchmark
-makes, with the shapes, dtypes, orders and complaints of the real one, and no speed.
+"""A slow replacement of DeepEP V1's module for one node, over torch.distributed.
+
+It has the calls that the benchmark makes. Shapes, dtypes, orders and assertions are those of the real module.
 """
 
 import torch
@@ -15,6 +16,7 @@ class Config:
 
 
 def exchange(x, send, recv):
+    """all_to_all of the rows of x. send and recv are the numbers of rows for and from each rank."""
     out = x.new_empty(sum(recv), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), recv, send)
     return out
@@ -53,27 +55,22 @@ class Buffer:
         return is_in_rank.sum(0, dtype=torch.int32), None, per_expert, is_in_rank, None
 
     def dispatch(self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None,
-                 is_token_in_rank=None,
-                 num_tokens_per_expert=None, topk_idx=None, topk_weights=None, config=None):
+                 is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, topk_weights=None,
+                 config=None):
         assert self.alive and handle is None and x.is_contiguous() and config.num_sms % 2 == 0
-        assert (
-            num_tokens_per_rank.dtype == num_tokens_per_expert.dtype == torch.int32
-            and is_token_in_rank.dtype == torch.bool
-        )
-        assert (
-            topk_idx.dtype == topk_idx_t
-            and topk_weights.dtype == torch.float32
-            and topk_idx.shape == topk_weights.shape
-        )
+        assert num_tokens_per_rank.dtype == num_tokens_per_expert.dtype == torch.int32
+        assert is_token_in_rank.dtype == torch.bool
+        assert topk_idx.dtype == topk_idx_t and topk_weights.dtype == torch.float32
+        assert topk_idx.shape == topk_weights.shape
         local = len(num_tokens_per_expert) // self.size
         counts = [torch.empty_like(num_tokens_per_rank) for _ in range(self.size)]
         dist.all_gather(counts, num_tokens_per_rank)
-        rank_prefix_matrix = torch.stack(counts).cumsum(0,
-                                                        dtype=torch.int32)  # [source, destination], inclusive
+        # [source, destination], inclusive sums
+        rank_prefix_matrix = torch.stack(counts).cumsum(0, dtype=torch.int32)
         send, recv = num_tokens_per_rank.tolist(), [int(c[self.rank]) for c in counts]
         tokens = [torch.nonzero(is_token_in_rank[:, r]).flatten() for r in range(self.size)]
-        local_idx = [torch.where(topk_idx[t] // local == r, topk_idx[t] % local, -1) for r,
-                     t in enumerate(tokens)]
+        local_idx = [torch.where(topk_idx[t] // local == r, topk_idx[t] % local, -1)
+                     for r, t in enumerate(tokens)]
         weights = [torch.where(i >= 0, topk_weights[t], 0.0) for i, t in zip(local_idx, tokens)]
         send_head = torch.where(is_token_in_rank, is_token_in_rank.cumsum(0) - 1, -1).int()
         channels = torch.zeros(self.size, config.num_sms // 2, dtype=torch.int32)

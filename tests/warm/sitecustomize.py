@@ -1,26 +1,27 @@
-"""For programs under test that start ranks: EPMOE_TEST_WARM=1, with this folder on the path, has them forked
-from the program itself, which has imported torch, where otherwise each would import it for itself.
+"""A faster start of ranks for programs under test.
 
-The first rank that connects has the program's store look up a name, in a thread, and who is forked meanwhile
-waits for the resolver's lock for good: so all wait until the last one is there, which is when the program
-begins to wait for them."""
+With EPMOE_TEST_WARM=1 and this folder on PYTHONPATH, a program forks its ranks. The ranks inherit the
+imported torch, instead of importing it again.
+
+All ranks wait at a gate until the program has forked the last one. When the first rank connects, a thread
+of the program's store resolves a host name and holds the resolver's lock. A rank that is forked meanwhile
+would wait for this lock forever. The gate opens when the program begins to wait for its ranks.
+"""
 
 import multiprocessing
 import multiprocessing.connection
 import os
 
-if os.environ.pop("EPMOE_TEST_WARM", None):  # not in what this process starts
-    _context, _wait, _gate = (
-        multiprocessing.get_context("fork"),
-        multiprocessing.connection.wait,
-        list(os.pipe()),
-    )
+if os.environ.pop("EPMOE_TEST_WARM", None):  # removed, so that child processes do not do this
+    _context = multiprocessing.get_context("fork")
+    _wait = multiprocessing.connection.wait
+    _gate = list(os.pipe())
 
     class _Process(_context.Process):
         def run(self):
             if _gate:
                 os.close(_gate[1])
-                os.read(_gate[0], 1)  # its end: nobody writes
+                os.read(_gate[0], 1)  # returns when the program closes the write end
             super().run()
 
     def _wait_for_ranks(*args, **kwargs):
