@@ -1,15 +1,13 @@
-"""Every function of epmoe._C with arguments of every kind: `python tests/fuzz_module.py [--examples N]
-[--seed S]`.
+"""Calls of every function of epmoe._C with arguments of every kind.
 
-An example is some calls, one after the other, on worlds, heaps and layers that may be closed, with numbers
-that do
-not fit, tensors of every dtype, shape, stride and device, the same tensor twice, capsules of the wrong kind.
-A call may return, or raise an exception that a caller can understand; it may not crash, hang, or raise
-SystemError.
+    python tests/fuzz_module.py [--examples N] [--seed S]
 
-hypothesis makes the examples, in a child process that notes each call before it makes it: so the one that
-ended the
-child is known.  What hypothesis catches itself it makes smaller first.
+An example is a short sequence of calls. Worlds, heaps and layers may be closed. Numbers may be out of range.
+Tensors have any dtype, shape, stride and device, and one tensor may be passed twice. Capsules may be of the
+wrong kind. A call may return or raise an ordinary exception. It must not crash, hang or raise SystemError.
+
+hypothesis generates the examples in a child process. The child logs each call before it starts, so the call
+that ended the child is known. If an example fails without ending the child, hypothesis shrinks it.
 """
 
 import argparse
@@ -25,49 +23,51 @@ import subprocess
 import sys
 import tempfile
 
-CALL_LIMIT_S = 300  # far more than any wait here may take, also on a busy machine
+CALL_LIMIT_S = 300  # only a hang reaches this limit, also on a busy machine
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 # ---- the child ----
 
 
-def settle():
-    """One process that a wrong size cannot take the machine's memory with."""
+def limit_resources():
+    """Limit file sizes, so that a wrong size cannot use up the memory of the machine. Disable core dumps."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 28, 1 << 28))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def make_setting(torch, _C):
-    """What calls are made on: a world of one that works, a world of two whose other rank never comes, closed
-    ones.
+    """The objects on which calls are made.
+
+    They are a working world of one rank with a heap and a layer, both ranks of a world in which neither
+    answers the other, and closed objects.
     """
-    one, (two, silent), gone = _C.world_threads(1, 0.05)[0], _C.world_threads(2, 0.02), _C.world_threads(1,
-                                                                                                         0.05)[0]
-    heap, config = _C.heap_create(one, _C.CPU, 0, 1 << 20, 0), (1, 4, 2, 6, 8, _C.F32, _C.COMBINE_SCATTER, 12,
-                                                                2, 1, 0)
-    layer, dead_heap = _C.layer_create(heap, config), _C.heap_create(gone, _C.CPU, 0, 1 << 17, 0)
-    dead_layer = _C.layer_create(dead_heap, (1, 4, 2, 2, 8, _C.F32, _C.COMBINE_LOCAL, 4, 1, 1, 0))
-    for close in (lambda: _C.layer_close(dead_layer), lambda: _C.heap_close(dead_heap),
-                  lambda: _C.world_close(gone, True)):
-        close()
+    one, (two, silent) = _C.world_threads(1, 0.05)[0], _C.world_threads(2, 0.02)
+    closed = _C.world_threads(1, 0.05)[0]
+    heap = _C.heap_create(one, _C.CPU, 0, 1 << 20, 0)
+    config = (1, 4, 2, 6, 8, _C.F32, _C.COMBINE_SCATTER, 12, 2, 1, 0)
+    layer, closed_heap = _C.layer_create(heap, config), _C.heap_create(closed, _C.CPU, 0, 1 << 17, 0)
+    closed_layer = _C.layer_create(closed_heap, (1, 4, 2, 2, 8, _C.F32, _C.COMBINE_LOCAL, 4, 1, 1, 0))
+    _C.layer_close(closed_layer)
+    _C.heap_close(closed_heap)
+    _C.world_close(closed, True)
     off, words = _C.heap_alloc(heap, 4096, 128, 0), _C.plan_layout(config, 3)["num_words"]
     good = {"x": torch.ones(3, 8), "idx": torch.tensor([[0, 1], [2, -1], [3, 3]]), "weight": torch.ones(3, 2),
             "plan": torch.zeros(words, dtype=torch.int32), "rows": torch.zeros(5, 8),
-            "row_weight": torch.ones(5),
-            "recv": torch.zeros(6 * 3, dtype=torch.int32), "out": torch.zeros(3, 8),
-            "out_scalar": torch.zeros(3, 2),
+            "row_weight": torch.ones(5), "recv": torch.zeros(6 * 3, dtype=torch.int32),
+            "out": torch.zeros(3, 8), "out_scalar": torch.zeros(3, 2),
             "scatter": torch.zeros(3, 2, dtype=torch.int32)}
     _C.layer_plan(layer, 0, good["idx"], None, good["plan"], False)
     _C.layer_dispatch(layer, 0, good["x"], None, good["plan"], good["rows"], None, good["recv"], False)
     in_heap = torch.from_dlpack(Capsule(_C.heap_tensor(heap, off, 0, (64,), 2, 32)))
-    return {"world": [one, two, silent, gone], "heap": [heap, dead_heap], "layer": [layer, dead_layer],
-            "config": config, "off": off,
-            "good": good, "in_heap": in_heap}
+    return {"world": [one, two, silent, closed], "heap": [heap, closed_heap], "layer": [layer, closed_layer],
+            "config": config, "off": off, "good": good, "in_heap": in_heap}
 
 
 class Capsule:
+    """Lets torch.from_dlpack read a DLPack capsule of the module."""
+
     def __init__(self, capsule):
         self.capsule = capsule
 
@@ -79,7 +79,7 @@ class Capsule:
 
 
 class Odd:
-    """An object that says that it is a number, and is in the way."""
+    """An object with the methods of a number, each of which raises KeyError."""
 
     def __index__(self):
         raise KeyError("odd")
@@ -89,7 +89,7 @@ class Odd:
 
 @functools.cache
 def weird_tensors(torch):
-    """By name: what a tensor can be besides what is wanted."""
+    """Tensors, by name, that no function expects: other dtypes, shapes, strides, devices and types."""
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():
@@ -115,28 +115,29 @@ def weird_tensors(torch):
 
 
 def shared_tensors(torch, plan, in_heap):
-    """The same memory in two roles, and plans that nobody made."""
+    """Tensors, by name, that share memory with others, and plans with invalid content."""
     return {"in heap": in_heap[:24].view(3, 8), "plan as rows": plan[:24].view(torch.float32).view(3, 8),
-            "plan as idx": plan[:6].view(3, 2),
-            "plan of zeros": torch.zeros_like(plan), "wild plan": torch.full_like(plan, 1 << 30),
-            "negative plan": torch.full_like(plan, -7)}
+            "plan as idx": plan[:6].view(3, 2), "plan of zeros": torch.zeros_like(plan),
+            "wild plan": torch.full_like(plan, 1 << 30), "negative plan": torch.full_like(plan, -7)}
 
 
 def scribble(torch, plan, at, value):
+    """A copy of plan with one wrong word."""
     plan = plan.clone()
     plan[at % len(plan)] = max(-(2**31), min(2**31 - 1, value))
     return plan
 
 
 def strategies(st, torch, _C):
-    """By kind of argument: what may be passed, as a name that `resolve` turns into a thing of this example's
-    setting.
+    """A hypothesis strategy for each kind of argument in SIGNATURES.
+
+    A strategy yields plain values, and tuples such as ("world", 1), which Example.resolve turns into objects.
     """
     edges = [0, 1, 2, 3, 7, 8, 127, 128, 255, 256, 4096, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**46, 2**46 + 1,
              2**63 - 1, 2**63, 2**64 - 1, 2**64, 10**300]
     number = st.one_of(st.integers(0, 4), st.sampled_from(edges), st.sampled_from([-e for e in edges]),
                        st.integers())
-    short = st.sampled_from([0.01, 0.02, 0.03])  # seconds that a wait may take
+    short = st.sampled_from([0.01, 0.02, 0.03])  # timeouts in seconds
     odd_times = st.sampled_from([0, -1, 0.0, -0.0, math.nan, math.inf, -math.inf, 1e300, 10**400, 2**64, None,
                                  "1", b"", ()])
     junk = st.one_of(st.none(), st.booleans(), number, st.floats(), st.binary(max_size=40),
@@ -156,8 +157,12 @@ def strategies(st, torch, _C):
         return st.integers(0, 9).flatmap(lambda n: right if n < 9 else st.one_of(*others) if others else junk)
 
     def of(name):
-        return mostly(st.sampled_from([(name, 0)] * 8 + [(name, i)
-                                                         for i in range(4 if name == "world" else 2)]))
+        all_of_kind = [(name, i) for i in range(4 if name == "world" else 2)]
+        return mostly(st.sampled_from([(name, 0)] * 8 + all_of_kind))
+
+    def mostly_good(name):
+        others = st.one_of(tensor, junk)
+        return st.integers(0, 9).flatmap(lambda n: st.just(("good", name)) if n < 7 else others)
 
     kinds = {"W": of("world"), "H": of("heap"), "L": of("layer"), "n": mostly(number),
              "small": mostly(st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2])), "zero": mostly(st.just(0)),
@@ -177,21 +182,20 @@ def strategies(st, torch, _C):
              "names": mostly(st.sampled_from([b"\x06abcde\0\0" * i for i in range(9)])),
              "dict": st.sampled_from([{}, {"ValueError": 3}, {"ValueError": int}, {1: 2}, None, [],
                                       {"TypeError": TypeError}])}
-    for name in TENSORS:
-        kinds[name] = st.integers(0, 9).flatmap(lambda n, name=name: st.just(("good", name)) if n < 7
-                                                else st.one_of(tensor, junk))
-    kinds |= {f"{name}?": st.one_of(kinds[name], st.none()) for name in ("weight", "scatter", "row_weight",
-                                                                         "out_scalar")}
+    kinds |= {name: mostly_good(name) for name in TENSORS}
+    optional = ("weight", "scatter", "row_weight", "out_scalar")
+    kinds |= {f"{name}?": st.one_of(kinds[name], st.none()) for name in optional}
     kinds["tensor"] = mostly(tensor)
     return kinds
 
 
 TENSORS = ["x", "idx", "weight", "plan", "rows", "row_weight", "recv", "out", "out_scalar", "scatter"]
 WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "complex", "conj", "neg", "neg idx",
-         "half", "f4", "meta", "fake", "sparse", "nested", "expanded",
-         "vast", "vaster", "strided", "transposed", "misaligned", "parameter", "too many", "huge idx",
-         "wild idx", "in heap", "plan as rows", "plan as idx",
-         "plan of zeros", "wild plan", "negative plan", "wild recv", "a type", "storage"]
+         "half", "f4", "meta", "fake", "sparse", "nested", "expanded", "vast", "vaster", "strided",
+         "transposed", "misaligned", "parameter", "too many", "huge idx", "wild idx", "in heap",
+         "plan as rows", "plan as idx", "plan of zeros", "wild plan", "negative plan", "wild recv", "a type",
+         "storage"]
+# For each function of the module, the kinds of its arguments: keys of strategies().
 SIGNATURES = {
     "set_exceptions": "dict", "world_listen": "", "world_create": "small small seconds fd nonce names",
     "world_threads": "n seconds", "world_check": "W", "world_lost_ranks": "W",
@@ -208,17 +212,19 @@ SIGNATURES = {
     "layer_num_rows": "L small plan", "layer_dispatch": "L small x weight? plan rows row_weight? recv small",
     "layer_combine": "L small rows row_weight? row_weight? plan recv out out_scalar? small",
     "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
-    "layer_dispatch_gemm": "L small x weight? plan rows row_weight? recv tensor weight? out small seconds seconds small small small small small",
+    "layer_dispatch_gemm": "L small x weight? plan rows row_weight? recv tensor weight? out small"
+                           " seconds seconds small small small small small",
     "layer_gemm_combine": "L small rows tensor weight? out row_weight? plan recv out small small small small",
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small",
     "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
 }
-FAREWELLS = ("world_close", "heap_close", "layer_close", "set_exceptions")  # after them little works: rarely
+# After one of these calls, most others fail. So examples contain them rarely.
+CLOSING_CALLS = ("world_close", "heap_close", "layer_close", "set_exceptions")
 
 
 class Example:
-    """The things of one example, and its calls."""
+    """The objects of one example, and its calls."""
 
     def __init__(self, torch, _C, say, classes):
         self.torch, self._C, self.say, self.classes = torch, _C, say, classes
@@ -228,6 +234,7 @@ class Example:
                                                            self.setting["in_heap"])
 
     def resolve(self, v):
+        """The argument for a value of a strategy."""
         if not isinstance(v, tuple) or not v or not isinstance(v[0], str):
             return v
         what, s = v[0], self.setting
@@ -251,6 +258,7 @@ class Example:
         return fd
 
     def call(self, name, values):
+        """Log and make one call. Only SystemError is a failure here."""
         self.say(f"{name}({', '.join(describe(v) for v in values)})")
         arguments = [self.resolve(v) for v in values]
         faulthandler.dump_traceback_later(CALL_LIMIT_S, exit=True)
@@ -270,9 +278,9 @@ class Example:
 
     def end(self):
         self._C.set_exceptions(self.classes)
-        for fd, was in self.fds:  # unless a world has closed it
+        for fd, stat in self.fds:
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(fd), was):
+                if os.path.samestat(os.fstat(fd), stat):  # otherwise a world has already closed it
                     os.close(fd)
         self.setting = self.weird = None
 
@@ -283,6 +291,7 @@ def describe(v):
 
 
 def child(examples, seed, log_path):
+    """Main of the child: run the examples, and log the calls of the current example to a file."""
     import hypothesis
     import torch
     from hypothesis import strategies as st
@@ -290,21 +299,25 @@ def child(examples, seed, log_path):
     import epmoe
     from epmoe import _C
 
-    settle()
+    limit_resources()
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # what torch holds is not looked through after every example
+    gc.freeze()  # garbage collections after the examples skip the objects of torch
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     names = [n for n in dir(_C) if callable(getattr(_C, n)) and not n.startswith("_")]
     missing = set(names) ^ set(SIGNATURES)
     assert not missing, f"SIGNATURES and the module differ: {missing}"
     kinds = strategies(st, torch, _C)
-    often = [n for n in names if n not in FAREWELLS] * 3 + list(FAREWELLS)
-    one_call = st.sampled_from(often).flatmap(lambda n: st.tuples(st.just(n),
-                                                                  st.tuples(*(kinds[k]
-                                                                              for k in SIGNATURES[n].split())), st.integers(0, 29)))
-    classes = {c.__name__: c for c in vars(epmoe.errors).values() if isinstance(c, type)
-               and issubclass(c, Exception)} | {"ValueError": ValueError, "TypeError": TypeError}
+    often = [n for n in names if n not in CLOSING_CALLS] * 3 + list(CLOSING_CALLS)
+
+    def call_of(name):  # (function, arguments, number that decides whether to drop or add an argument)
+        arguments = [kinds[k] for k in SIGNATURES[name].split()]
+        return st.tuples(st.just(name), st.tuples(*arguments), st.integers(0, 29))
+
+    one_call = st.sampled_from(often).flatmap(call_of)
+    classes = {c.__name__: c for c in vars(epmoe.errors).values()
+               if isinstance(c, type) and issubclass(c, Exception)}
+    classes |= {"ValueError": ValueError, "TypeError": TypeError}
     counts = {"calls": 0, "examples": 0}
 
     def say(line):
@@ -329,25 +342,28 @@ def child(examples, seed, log_path):
 
     example()
     print(f"{counts['examples']} examples, {counts['calls']} calls", flush=True)
-    os._exit(0)  # nothing to wait for
+    os._exit(0)  # without cleanup of what the calls have left
 
 
 # ---- the parent ----
 
 
 def fuzz(examples, seed, timeout_s=None, module=__file__):
-    """None, or what went wrong, with the calls that led to it; and what the child said."""
+    """Run the examples in a child process. Returns (None or text of the failure, output of the child).
+
+    After a failure, the output ends with the calls of the last example.
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = os.path.join(folder, "calls")
         command = [sys.executable, "-X", "faulthandler", module, "--child", log, "--examples", str(examples),
                    "--seed", str(seed)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"),
-                                                                                ROOT]))}
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), ROOT]))
+        environment = os.environ | {"PYTHONPATH": path}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
             code, out = done.returncode, done.stdout + done.stderr
         except subprocess.TimeoutExpired as e:
-            code, out = "no end", f"{e.stdout or ''}{e.stderr or ''}"
+            code, out = "a timeout", f"{e.stdout or ''}{e.stderr or ''}"
         if code == 0:
             return None, done.stdout.strip()
         with contextlib.suppress(OSError), open(log) as f:

@@ -1,7 +1,9 @@
-"""Batches of random routings and the oracle of fuzz_routing.py: a few vectorised lines.  It is not
-epmoe.reference, which is written to be read; test_fuzz_sample.py compares the two.
+"""Batches of random routings and the vectorised oracle of fuzz_routing.py.
 
-Letters: W ranks, E experts, L = E/W, T tokens of a rank, N of all ranks, K choices, H hidden, M rows
+This oracle is fast. It is independent of epmoe.reference, which is easy to read. test_fuzz_sample.py compares
+the two.
+
+Letters: W ranks, E experts, L = E/W, T tokens of a rank, N tokens of all ranks, K choices, H hidden, M rows
 received.
 """
 
@@ -13,19 +15,19 @@ import torch
 
 import epmoe
 
+# name: (torch dtype, numpy dtype for the bits, numbers in 16 bytes)
 DTYPES = {"float32": (torch.float32, np.int32, 4), "bfloat16": (torch.bfloat16, np.int16, 8),
           "float16": (torch.float16, np.int16, 8)}
 MODES = ("scatter", "gather", "local")
 PATTERNS = ("uniform", "distinct", "one_expert", "one_rank", "own_rank", "heavy_drop", "all_dropped",
             "duplicates", "edges", "sentinels", "mixed")
-ROUTINGS = 64  # of a batch, at most
+ROUTINGS = 64  # the largest number of routings in a batch
 TILE_ROWS = 128
 PARTS = ("counts", "expert_offsets", "send_tokens", "recv_tokens", "rows_per_rank", "tile_expert", "tile_row",
-         "token_dst_scatter_idx",
-         "token_sort_indices", "token_slots")
+         "token_dst_scatter_idx", "token_sort_indices", "token_slots")
 
 
-# ---- a batch: everything follows from (seed, number) ----
+# ---- a batch: everything in it follows from (seed, number) ----
 
 
 @dataclasses.dataclass
@@ -50,7 +52,7 @@ class Batch:
 
 
 def make_batch(seed, number, num_ranks=None):
-    """(Batch, generator of its numbers).  Most are small, so that there are many; some are not."""
+    """(Batch, generator of its numbers). Most batches are small, so that many can run. A few are large."""
     pick = random.Random(f"{seed}:{number}")
     w = num_ranks or pick.choice((1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 6, 7, 8))
     local = pick.choice((1, 1, 2, 2, 3, 5, 8, pick.randint(1, 512 // w)))
@@ -63,14 +65,13 @@ def make_batch(seed, number, num_ranks=None):
     if large:
         tokens, hidden = pick.randint(65, 300), unit * pick.randint(1, 9)
     b = Batch(w, min(local, 512 // w), topk, hidden, tokens, dtype, pick.choice(MODES),
-              pick.choice((torch.int32, torch.int64)), pick.random() < 0.6,
-              pick.random() < 0.3, pick.choice((1,) * 8 + (2, 3)), pick.choice((1, 1, 2)),
-              4 if large else ROUTINGS)
+              pick.choice((torch.int32, torch.int64)), pick.random() < 0.6, pick.random() < 0.3,
+              pick.choice((1,) * 8 + (2, 3)), pick.choice((1, 1, 2)), 4 if large else ROUTINGS)
     return b, np.random.default_rng([abs(int(seed)), number])
 
 
 def make_indices(b, rank, pattern, tokens, g):
-    """[T, K] int64 of one rank."""
+    """The expert indices of one rank: [T, K] int64."""
     e, local, shape = b.num_experts, b.num_local, (tokens, b.topk)
     idx = g.integers(0, e, shape)
     if pattern == "distinct" and b.topk <= e:
@@ -95,7 +96,7 @@ def make_indices(b, rank, pattern, tokens, g):
 
 
 def from_float32(x, dtype):
-    """Bits of float32 numbers rounded to dtype, to nearest and even."""
+    """The bits of float32 numbers after rounding to dtype (to nearest, ties to even)."""
     if dtype == "float32":
         return x.view(np.int32)
     if dtype == "float16":
@@ -114,7 +115,7 @@ def to_float32(bits, dtype):
 
 
 class Work:
-    """The inputs of a batch: of every routing and rank, and pools that rows are cut from."""
+    """The inputs of a batch: indices of every routing and rank, and pools from which rows are sliced."""
 
     def __init__(self, b, g):
         self.batch = b
@@ -127,11 +128,13 @@ class Work:
             tokens = g.integers(0, b.max_tokens + 1, b.num_ranks)
             tokens[g.random(b.num_ranks) < 0.15] = 0
             tokens[g.random(b.num_ranks) < 0.15] = b.max_tokens
-            self.indices.append([make_indices(b, r, pattern if pattern != "mixed"
-                                              else PATTERNS[g.integers(len(PATTERNS) - 1)], int(t), g)
-                                 for r, t in enumerate(tokens)])
-        # Rows of a routing begin at its own number, so none are what an earlier routing had at the same
-        # place.
+            of_ranks = []
+            for r, t in enumerate(tokens):
+                of_rank = PATTERNS[g.integers(len(PATTERNS) - 1)] if pattern == "mixed" else pattern
+                of_ranks.append(make_indices(b, r, of_rank, int(t), g))
+            self.indices.append(of_ranks)
+        # The slice of routing i begins at row i of a pool. So a row differs from the row that the previous
+        # routing had at the same position, and stale data is noticed.
         self.x = g.integers(info.min, info.max, (b.num_ranks, most, b.hidden), bits, endpoint=True)
         self.weight = g.integers(-(2**31), 2**31 - 1, (b.num_ranks, most, b.topk), np.int32, endpoint=True)
         rows = b.num_ranks * b.max_tokens * b.topk
@@ -148,7 +151,7 @@ class Work:
 
 
 def run_rank(world, device, work):
-    """All routings of a batch on one rank: what came back of each, as numpy arrays."""
+    """Run all routings of a batch on one rank. Returns the results of each, as numpy arrays."""
     b, rank = work.batch, world.rank
     dtype, bits, _ = DTYPES[b.dtype]
     rows_at_most = b.num_ranks * b.max_tokens * b.topk
@@ -157,16 +160,15 @@ def run_rank(world, device, work):
                                  combine_mode="gather" if b.mode == "gather" else "scatter",
                                  enable_local_combine=b.mode == "local",
                                  capacity=rows_at_most if b.capacity else None, num_buffers=b.num_buffers)
-    world.__dict__.setdefault("_kept",
-                              # threads use each other's addresses
-                              []).append(layer) if world.group is None else None
+    if world.group is None:  # threads access each other's memory by address: the layer must live as long
+        world.__dict__.setdefault("_kept", []).append(layer)
 
-    def tensor(array, as_type):  # a copy: numpy does not care for alignment
+    def tensor(array, as_type):  # a copy, because numpy arrays may not be aligned to 16 bytes
         return torch.from_numpy(np.ascontiguousarray(array)).view(as_type).to(device, copy=True)
 
     results = []
-    y_pool, w_pool = tensor(work.y[rank], dtype), tensor(work.y_weight[rank],
-                                                         torch.float32)  # rows are multiples of 16 bytes
+    y_pool = tensor(work.y[rank], dtype)  # a row has a multiple of 16 bytes, so slices are aligned
+    w_pool = tensor(work.y_weight[rank], torch.float32)
     for i in range(b.num_routings):
         idx = torch.from_numpy(work.indices[i][rank]).to(device=device, dtype=b.index_dtype)
         weight = tensor(work.weight_of(i, rank), torch.float32) if b.weights else None
@@ -177,22 +179,25 @@ def run_rank(world, device, work):
         results.append((rows, row_weight, layout, out))
     layer.synchronize()
     as_bits = {4: torch.int32, 2: torch.int16}[bits().itemsize]
-    places = {}  # T -> where the parts of a layout stand in its plan
-    for rows, w, layout, out in results:
+    places = {}  # T -> {part: (offset in the plan, number of elements, shape)}
+    for _, _, layout, _ in results:
         if layout.num_tokens not in places:
             parts = {name: getattr(layout, name) for name in PARTS}
-            places[layout.num_tokens] = {name: (p.storage_offset(), p.numel(), tuple(p.shape)) for name,
-                                         p in parts.items()}
-    results = [(rows.view(as_bits).cpu().numpy(), None if w is None else w.view(torch.int32).cpu().numpy(),
-                {"plan": layout.plan.cpu().numpy(), "at": places[layout.num_tokens],
-                 "num_tiles": layout.num_tiles, "num_rows": layout.num_rows},
-                out.view(as_bits).cpu().numpy()) for rows, w, layout, out in results]
+            places[layout.num_tokens] = {name: (p.storage_offset(), p.numel(), tuple(p.shape))
+                                         for name, p in parts.items()}
+    arrays = []
+    for rows, w, layout, out in results:
+        plan = {"plan": layout.plan.cpu().numpy(), "at": places[layout.num_tokens],
+                "num_tiles": layout.num_tiles, "num_rows": layout.num_rows}
+        arrays.append((rows.view(as_bits).cpu().numpy(),
+                       None if w is None else w.view(torch.int32).cpu().numpy(),
+                       plan, out.view(as_bits).cpu().numpy()))
     layer.finalize()
-    return results
+    return arrays
 
 
 def parts_of(plan):
-    """A layout's parts by name, as views of its plan."""
+    """The parts of a layout by name, as views of its plan."""
     views = {name: plan["plan"][a : a + n].reshape(shape) for name, (a, n, shape) in plan["at"].items()}
     return views | {"num_tiles": plan["num_tiles"], "num_rows": plan["num_rows"]}
 
@@ -201,9 +206,7 @@ def parts_of(plan):
 
 
 class Wanted:
-    """What a routing must give, all ranks at once; arrays of tokens are those of all ranks one behind the
-    other.
-    """
+    """The expected results of a routing for all ranks. Tokens of all ranks are concatenated in each array."""
 
     def __init__(self, b, indices):
         w, e_all, k, local = b.num_ranks, b.num_experts, b.topk, b.num_local
@@ -219,9 +222,9 @@ class Wanted:
         self.num_rows = self.expert_row[:, -1]
         self.row_base = np.concatenate([[0], self.num_rows.cumsum()])
         order = np.argsort(e, kind="stable")
-        self.row_choice = at[order]  # the choice that each row, of all ranks, comes from
+        self.row_choice = at[order]  # the choice from which each row comes, for the rows of all ranks
         rank = e[order] // local
-        self.choice_row = np.full(n * k, -1)  # row at its rank of each choice
+        self.choice_row = np.full(n * k, -1)  # the row of each choice at its rank
         self.choice_row[self.row_choice] = np.arange(len(at)) - self.row_base[rank]
         self.choice_rank = np.where((flat >= 0) & (flat < e_all), flat // local, -1)
         mine = np.argsort(source * e_all + e, kind="stable")  # by source, expert, token, choice
@@ -239,6 +242,7 @@ class Wanted:
         self.tokens = tokens
 
     def tiles(self, rank):
+        """(expert, first row) of all tiles of a rank."""
         start, size = self.expert_row[rank][:-1], np.diff(self.expert_row[rank])
         num = -(-size // TILE_ROWS)
         expert = np.repeat(np.arange(len(size)), num)
@@ -246,13 +250,13 @@ class Wanted:
         return expert, start[expert] + TILE_ROWS * (np.arange(len(expert)) - first)
 
     def sums(self, b, work, routing):
-        """Bits of every token's sum."""
+        """The bits of the sum of every token."""
         n, k, w = len(self.slot), b.topk, b.num_ranks
         y = np.concatenate([work.y[r, routing : routing + m] for r, m in enumerate(self.num_rows)])
         y = to_float32(np.ascontiguousarray(y), b.dtype)
         if b.weights:
-            y = np.concatenate([work.y_weight[r, routing : routing + m] for r,
-                                m in enumerate(self.num_rows)])[:, None] * y
+            weights = [work.y_weight[r, routing : routing + m] for r, m in enumerate(self.num_rows)]
+            y = np.concatenate(weights)[:, None] * y
         row = (self.row_base[self.choice_rank] + self.choice_row).reshape(n, k)
         rank, kept = self.choice_rank.reshape(n, k), self.choice_rank.reshape(n, k) >= 0
         partial = np.zeros((n, w if b.mode == "local" else 1, b.hidden), np.float32)
@@ -272,12 +276,13 @@ def same(got, want, what):
         detail = f"shape {got.shape}, wanted {want.shape}"
         if got.shape == want.shape:
             bad = np.argwhere(got != want)
-            detail = f"{len(bad)} of {got.size} differ, the first at {tuple(bad[0].tolist())}: got {got[tuple(bad[0])]}, wanted {want[tuple(bad[0])]}"
+            at = tuple(bad[0].tolist())
+            detail = f"{len(bad)} of {got.size} differ, the first at {at}: got {got[at]}, wanted {want[at]}"
         raise AssertionError(f"{what}: {detail}")
 
 
 def check_routing(work, routing, got):
-    """got: what run_rank gave for this routing, of every rank."""
+    """Compare the results of a routing with the oracle. got: for each rank, what run_rank returned for it."""
     b = work.batch
     want = Wanted(b, work.indices[routing])
     w, k = b.num_ranks, b.topk
@@ -296,8 +301,8 @@ def check_routing(work, routing, got):
         same(plan["tile_row"][: len(expert)], first, f"rank {r}: rows of tiles")
         assert len(rows) == (w * b.max_tokens * k if b.capacity else m), f"rank {r}: {len(rows)} rows"
         if b.capacity:
-            assert not rows[m:].any() and (weight is None
-                                           or not weight[m:].any()), f"rank {r}: what is behind M is not zero"
+            are_zero = not rows[m:].any() and (weight is None or not weight[m:].any())
+            assert are_zero, f"rank {r}: rows or weights after row M are not zero"
         assert (weight is not None) == b.weights
     same(np.concatenate([plan["token_dst_scatter_idx"] for _, _, plan, _ in got]).reshape(-1),
          want.choice_row, "rows of choices")

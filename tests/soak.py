@@ -1,20 +1,20 @@
-"""Long runs: `python tests/soak.py cycles|ops|leaks [-n N]`; each ends with a table, and exits with 1 on any
-fault.
+"""Long runs: `python tests/soak.py cycles|ops|leaks [-n N]`.
 
-ops      plan, dispatch and combine over and over: random routings, sizes, dtypes and forms of combine, late
-ranks, the
-         epochs of a layer started just below 2^31 or 2^32.  Payloads are small integers, so every sum is
-         known exactly.
-cycles   worlds, heaps and layers made and closed again and again: nothing may grow.
-leaks    worlds that end in every way, from a close to kill -9: nothing may be left.
+ops      runs plan, dispatch and combine many times, with random routings, sizes, dtypes, modes of combine and
+         delays. The epochs of a layer start just below 2^31 or 2^32. Payloads are small integers, so every
+         sum is known exactly.
+cycles   creates and closes worlds, heaps and layers many times. Nothing may grow.
+leaks    ends worlds in every way, from a close to kill -9. Nothing may be left.
 
-On the CPU the ranks are threads (ops) or processes (cycles, leaks) that the command starts.  Under torchrun
-every process is a rank, on a GPU where there is one; more ranks than GPUs share them:
+Each run prints a table. The exit status is 1 after any fault.
+
+On the CPU, the command starts the ranks as threads (ops) or processes (cycles, leaks). Under torchrun, each
+process is a rank and uses a GPU if there is one. If there are more ranks than GPUs, ranks share GPUs:
     torchrun --nproc-per-node 4 tests/soak.py ops -n 100000
     torchrun --nproc-per-node 4 tests/soak.py cycles -n 200
-With --threads N the ranks of ops are N threads side by side on one GPU, which is much faster:
+With --threads N, the ranks of ops are N threads that share one GPU. This is much faster:
     python tests/soak.py ops -n 100000 --threads 4
-With a module that was built with EPMOE_CHAOS=1 (make soak) the ranks are late inside the operations too.
+In a module that was built with EPMOE_CHAOS=1 (make soak), ranks are also delayed inside the operations.
 """
 
 import argparse
@@ -52,7 +52,7 @@ RANK = int(os.environ.get("RANK", 0))
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One layer, and how often it is used."""
+    """The parameters of one layer, and how many steps use it."""
 
     number: int
     num_ranks: int
@@ -68,7 +68,7 @@ class Batch:
     capacity: bool
     num_sm: int | None
     num_buffers: int
-    epoch: int  # of the first operation of each buffer
+    epoch: int  # the epoch of the first operation of each buffer
     seed: int
 
 
@@ -79,17 +79,16 @@ def make_batch(seed, number, num_ranks=None, num_steps=1000, on_cuda=False):
     return Batch(number, num_ranks, num_steps, MODES[number % 3], r.choice(DTYPES),
                  r.choice((torch.int32, torch.int64)), r.randint(1, 4), r.randint(1, 4),
                  r.choice((8, 16, 24, 40)), r.choice((1, 2, 5, 9, 33)), r.random() < 0.7, r.random() < 0.3,
-                 None if on_cuda else r.choice((1, 1, 2, 3)),
-                 r.randint(1, 2), epoch, r.randrange(2**31))
+                 None if on_cuda else r.choice((1, 1, 2, 3)), r.randint(1, 2), epoch, r.randrange(2**31))
 
 
 def factor(expert):
-    """What expert e multiplies its rows with."""
+    """The factor by which an expert multiplies its rows."""
     return expert % 3 + 1
 
 
 def make_routing(b, rank, pattern, g, device):
-    """x, indices, weight, and what must come home: integers of at most 72, which every dtype holds."""
+    """x, indices, weight and the expected result: integers of at most 72, which are exact in every dtype."""
     num_experts = b.num_local * b.num_ranks
     num_tokens = int(torch.randint(0, b.max_tokens + 1, (), generator=g))
     idx = routing(pattern, num_tokens, b.topk, num_experts, b.num_ranks, rank, g)
@@ -102,35 +101,38 @@ def make_routing(b, rank, pattern, g, device):
             want.to(device=device, dtype=b.dtype))
 
 
-def late(r):
-    """Now and then a rank comes later than the others, by microseconds or by milliseconds."""
+def sleep_sometimes(r):
+    """In 5 % of the calls, delay this rank by microseconds, or rarely by up to 3 ms."""
     dice = r.random()
     if dice < 0.05:
         time.sleep(r.random() * (0.003 if dice < 0.001 else 0.0002))
 
 
 def run_batch_on_rank(world, device, b):
-    """All steps of a batch, as one rank; AssertionError names the step and the first wrong number."""
+    """Run all steps of a batch as one rank. Returns the number of operations.
+
+    A wrong sum raises AssertionError, which names the step and the first wrong number.
+    """
     r, g = random.Random(b.seed + world.rank), torch.Generator().manual_seed(b.seed + 1000 * world.rank)
-    options = {"enable_local_combine": b.mode == "local", "combine_mode": "scatter" if b.mode == "local"
-               else b.mode}
+    options = {"enable_local_combine": b.mode == "local",
+               "combine_mode": "scatter" if b.mode == "local" else b.mode}
     capacity = b.num_ranks * b.max_tokens * b.topk if b.capacity else None
     layer = epmoe.EPAll2AllLayer(world, b.max_tokens, b.hidden, b.topk,
                                  num_tot_experts=b.num_local * b.num_ranks, dtype=b.dtype, num_sm=b.num_sm,
                                  capacity=capacity, num_buffers=b.num_buffers, device=device, **options)
     keep(world, layer)
-    factors = factor(torch.arange(layer.rank * b.num_local, (layer.rank + 1) * b.num_local,
-                                  device=device)).to(b.dtype)
+    experts = torch.arange(layer.rank * b.num_local, (layer.rank + 1) * b.num_local, device=device)
+    factors = factor(experts).to(b.dtype)
     pool = [make_routing(b, world.rank, pattern, g, device) for pattern in (*PATTERNS, "uniform", "uniform")]
     for buffer in range(b.num_buffers):
         _C.layer_set_epoch(layer._c, buffer, b.epoch, epmoe.device.stream_of(device))
-    world.exchange(b"x")  # no rank is in an operation before all have set theirs
-    layout, again, num_ops = None, random.Random(b.seed), 0
+    world.exchange(b"x")  # no rank starts an operation before all ranks have set their epochs
+    layout, shared_random, num_ops = None, random.Random(b.seed), 0
     for step in range(b.num_steps):
-        repeat = again.random() < 0.1 and layout is not None  # all ranks alike
+        repeat = shared_random.random() < 0.1 and layout is not None  # all ranks decide alike
         if not repeat:
             x, idx, weight, want = pool[r.randrange(len(pool))]
-        late(r)
+        sleep_sometimes(r)
         if repeat:
             rows, row_weight, layout = layer.dispatch(x, weight=weight, layout=layout)
         else:
@@ -138,31 +140,31 @@ def run_batch_on_rank(world, device, b):
         num_ops += 2 if repeat else 3
         m = layout.num_rows
         y = torch.full_like(rows, torch.nan)
-        torch.mul(rows[:m], torch.repeat_interleave(factors, layout.tokens_per_expert,
-                                                    output_size=m)[:, None], out=y[:m])
-        late(r)
+        row_factors = torch.repeat_interleave(factors, layout.tokens_per_expert, output_size=m)
+        torch.mul(rows[:m], row_factors[:, None], out=y[:m])
+        sleep_sometimes(r)
         got = layer.combine(y, layout, row_weight)
         if not torch.equal(got, want):
             at = tuple((got != want).nonzero()[0].tolist())
-            raise AssertionError(
-                f"step {step}, rank {world.rank}: {at} is {got[at].item()}, wanted {want[at].item()}; {b}"
-            )
+            raise AssertionError(f"step {step}, rank {world.rank}: element {at} is {got[at].item()}, "
+                                 f"wanted {want[at].item()}; {b}")
     layer.synchronize()
     layer.finalize()
     return num_ops
 
 
 def run_batch(seed, number, num_steps):
-    """A batch over threads.  (Batch, operations of one rank)."""
+    """Run a batch with threads as ranks. Returns (Batch, number of operations of one rank)."""
     poison_memory()
-    sys.setswitchinterval(0.0005)  # ranks wait for each other all the time
+    sys.setswitchinterval(0.0005)  # threads wait for each other very often
     b = make_batch(seed, number, num_steps=num_steps)
-    return b, run_threads(lambda world: run_batch_on_rank(world, torch.device("cpu"), b), b.num_ranks,
-                          timeout_s=BATCH_LIMIT_S)[0]
+    results = run_threads(lambda world: run_batch_on_rank(world, torch.device("cpu"), b), b.num_ranks,
+                          timeout_s=BATCH_LIMIT_S)
+    return b, results[0]
 
 
 def ops(a, say):
-    """Batches until there were a.num operations."""
+    """Run batches until a.num operations are done. Yields the rows of the table."""
     done, seen, start = 0, collections.Counter(), time.monotonic()
 
     def count(b, n):
@@ -174,33 +176,33 @@ def ops(a, say):
 
     def batches(world, device, count):
         poison_memory()
-        number, of_this_rank = 0, 0
-        while of_this_rank < a.num:
+        number, num_ops = 0, 0
+        while num_ops < a.num:
             b = make_batch(a.seed, number, world.size, a.steps, device.type == "cuda")
             n = run_batch_on_rank(world, device, b)
             world.__dict__.pop("_kept", None)
             count(b, n)
-            number, of_this_rank = number + 1, of_this_rank + n
+            number, num_ops = number + 1, num_ops + n
 
     if TORCHRUN:
         with torchrun_world() as (world, device):
             batches(world, device, count)
     elif a.threads:
-        def side_by_side(world):
+        def main_of_thread(world):
             world.set_timeout(BATCH_LIMIT_S)
             batches(world, torch.device("cuda", 0), count if world.rank == 0 else lambda b, n: None)
 
-        run_threads(side_by_side, a.threads, timeout_s=3600, device="cuda:0")
+        run_threads(main_of_thread, a.threads, timeout_s=3600, device="cuda:0")
     else:
-        with concurrent.futures.ProcessPoolExecutor(a.processes,
-                                                    multiprocessing.get_context("spawn")) as pool:
+        context = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(a.processes, context) as pool:
             number, running = 0, set()
             while done < a.num:
                 while len(running) < 2 * a.processes:
                     running.add(pool.submit(run_batch, a.seed, number, a.steps))
                     number += 1
-                ended, running = concurrent.futures.wait(running,
-                                                         return_when=concurrent.futures.FIRST_COMPLETED)
+                first = concurrent.futures.FIRST_COMPLETED
+                ended, running = concurrent.futures.wait(running, return_when=first)
                 for future in ended:
                     count(*future.result())
             pool.shutdown(cancel_futures=True)
@@ -215,11 +217,11 @@ def ops(a, say):
 
 
 def one_life(world, device, number):
-    """A heap, a tensor and a layer, used or not, closed or only dropped."""
+    """Create a heap, a tensor and a layer. The number decides whether they are used, and whether closed."""
     heap = epmoe.SymmetricHeap(world, 1 << 18, device)
     t = heap.malloc_symmetric((16,))
-    layer = make_layer(world, device, Case(num_buffers=1 + number % 2),
-                       **({} if number % 3 else {"heap": heap}))
+    options = {} if number % 3 else {"heap": heap}
+    layer = make_layer(world, device, Case(num_buffers=1 + number % 2), **options)
     if number % 10 == 0:
         run_routing(layer, Case())
     layer.ep_barrier_all()
@@ -227,13 +229,16 @@ def one_life(world, device, number):
         layer.finalize()
         heap.free(t)
         heap.close()
-    if world.group is not None:  # who drops memory that a thread beside it still writes to waits for it first
-        heap.barrier() if number % 2 == 0 else None
+    if number % 2 == 0 and world.group is not None:
+        heap.barrier()  # a rank must not delete memory that another rank still writes to
 
 
 def live(num, device, new_world, say):
-    """num lives behind others, as many (20 at least, 2000 at most), in which malloc makes itself at home.
-    What was held before, and after the last; the same of GPU bytes."""
+    """Run cycles in this process. Returns what it held before and after the last num cycles.
+
+    Other cycles run first, until malloc has reached a steady state: as many as num, at least 20, at most
+    2000.
+    """
     warm, marks = min(max(20, num), 2000), []
     for number in range(warm + num):
         world = new_world()
@@ -248,24 +253,25 @@ def live(num, device, new_world, say):
 
 
 def live_as_process(rank, world_size, num):
-    """A rank of the CPU; rank 0 shows how far it is."""
+    """Rank main on the CPU. Rank 0 shows its progress."""
     with progress("cycles", num, rank == 0) as say:
         return live(num, torch.device("cpu"), lambda: epmoe.World(timeout_s=WAIT_S), say)
 
 
 def cycles(a, say):
+    """Run a.num cycles on each rank. Yields the rows of the table."""
     start = time.monotonic()
     if TORCHRUN:
         with torchrun_world() as (world, device):
-            everybody = [live(a.num, device, lambda: epmoe.World(timeout_s=120), say)]
+            marks = [live(a.num, device, lambda: epmoe.World(timeout_s=120), say)]
     else:
-        everybody = process_ranks(live_as_process, a.ranks, a.num, timeout_s=HANG_S + a.num)
+        marks = process_ranks(live_as_process, a.ranks, a.num, timeout_s=HANG_S + a.num)
     yield "cycles", f"{a.num}, {a.num / (time.monotonic() - start):.0f} a second"
-    for rank, (before, after) in enumerate(everybody):
+    for rank, (before, after) in enumerate(marks):
         faults = grown(before, after, maps=8, rss_kib=a.rss_kib)
         if after["gpu"] > before["gpu"] + (1 << 24):
             faults += f", GPU bytes: {before['gpu']} became {after['gpu']}"
-        assert not faults, f"rank {rank if len(everybody) > 1 else RANK}: {faults}"
+        assert not faults, f"rank {rank if len(marks) > 1 else RANK}: {faults}"
     yield "growth", ", ".join(f"{k} {after[k] - before[k]}" for k in after) + " (rss in KiB)"
 
 
@@ -273,13 +279,15 @@ def cycles(a, say):
 
 
 def leaks(a, say):
+    """Try all endings a.num times. Yields the row of the table."""
     ranks = 3 if a.device == "cpu" else max(2, torch.cuda.device_count())
     if a.device == "cuda":
         share_gpus(ranks)
     for number in range(a.num):
         endings.every(ranks, a.device)
         say(number + 1)
-    yield "endings", f"{a.num} each of {', '.join(endings.ENDINGS)}, dropped, forked, with the interpreter: nothing left"
+    ways = ", ".join((*endings.ENDINGS, "deleted while busy", "forked", "interpreter exit"))
+    yield "endings", f"{a.num} of each ({ways}): nothing left"
 
 
 # ---- the command ----
@@ -287,6 +295,7 @@ def leaks(a, say):
 
 @contextlib.contextmanager
 def torchrun_world():
+    """The world and the device of this process under torchrun."""
     import torch.distributed as dist
 
     on_cuda = bool(_C.HAS_CUDA) and torch.cuda.is_available() and os.environ.get("EPMOE_BACKEND") != "cpu"
@@ -305,7 +314,7 @@ def torchrun_world():
 
 @contextlib.contextmanager
 def progress(what, total, shown=True):
-    """say(done): how far it is, on a terminal as a bar, elsewhere not at all."""
+    """Yields say(done), which updates a progress bar. The bar is shown only on a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -320,26 +329,26 @@ def main():
                                 epilog="\n".join(__doc__.splitlines()[2:]),
                                 formatter_class=argparse.RawTextHelpFormatter)
     sub = p.add_subparsers(dest="what", required=True)
-    for name, num, text in (("ops", 1_000_000, "operations of a rank"), ("cycles", 10_000, "lives"),
-                            ("leaks", 10, "times that every ending is tried")):
+    for name, num, text in (("ops", 1_000_000, "operations of each rank"), ("cycles", 10_000, "cycles"),
+                            ("leaks", 10, "how many times each ending is tried")):
         s = sub.add_parser(name)
         s.add_argument("-n", "--num", type=int, default=num, help=f"{text} (default {num})")
         s.add_argument("--seed", type=int, default=0)
         if name == "ops":
             s.add_argument("--steps", type=int, default=1000, help="steps with one layer")
             s.add_argument("--processes", type=int, default=os.cpu_count(),
-                           help="worlds of threads side by side (CPU)")
-            s.add_argument("--threads", type=int, help="ranks that are threads side by side on one GPU")
+                           help="processes that run batches at the same time (CPU)")
+            s.add_argument("--threads", type=int, help="run this number of ranks as threads on one GPU")
         if name == "leaks":
             s.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
                            help="cuda: as many ranks as there are GPUs")
         if name == "cycles":
             s.add_argument("--ranks", type=int, default=2)
             s.add_argument("--rss-kib", type=int, default=1024,
-                           help="by how much a process may grow (default 1024)")
+                           help="allowed growth of a process in KiB (default 1024)")
     a = p.parse_args()
     if TORCHRUN and a.what == "leaks":
-        p.error("leaks kills ranks, and torchrun would end the others: run it without")
+        p.error("leaks kills ranks, and torchrun would end the others: run it without torchrun")
     from rich.console import Console
     from rich.table import Table
 
@@ -360,7 +369,7 @@ def main():
             print(verdict, flush=True)
     sys.stdout.flush()
     if code:
-        os._exit(1)  # ranks may still wait for each other
+        os._exit(1)  # without cleanup, because ranks may still wait for each other
     return 0
 
 

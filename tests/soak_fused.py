@@ -1,13 +1,13 @@
-"""The megakernels over and over: `torchrun --nproc-per-node 4 tests/soak_fused.py [-n 10000]`, ranks late,
-outputs poisoned.
+"""Many launches of the megakernels with delayed ranks and poisoned outputs.
 
-With --threads N the ranks are N threads side by side on one GPU.
+    torchrun --nproc-per-node 4 tests/soak_fused.py [-n 10000]
 
-Each batch makes an EpAll2AllFusedOp of random shape and choices, and four inputs of random routing; what the
-same stages give
-one after the other is what every launch must give, to the bit, eagerly and from CUDA graphs.  Without GPUs
-the ranks are threads on the CPU, where the operator does its stages one after the other anyway: then this
-tries the test, not the kernels.
+With --threads N, the ranks are N threads that share one GPU.
+
+Each batch creates an EpAll2AllFusedOp with random shape and options, and four inputs with random routing.
+Every launch must give the bits that the separate stages give, also if it is replayed from a CUDA graph.
+Without GPUs, the ranks are threads on the CPU, where the operator always runs separate stages. Then this
+tests only the script, not the kernels.
 """
 
 import argparse
@@ -26,15 +26,17 @@ ACTIVATIONS = (None, "swiglu", "gelu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=
 
 
 def make_batch(seed, number, size, on_cuda):
-    """The same on every rank: (options of the operator, sizes, patterns of the four inputs, activation,
-    whether from a graph).
+    """The parameters of a batch, equal on all ranks.
+
+    Returns (options of the operator, inner size, patterns of the four inputs, activation, whether to use a
+    graph).
     """
     r = random.Random(f"{seed} {number}")
-    topk, wide = r.choice((1, 2, 3, 8)), on_cuda
+    topk = r.choice((1, 2, 3, 8))
     options = {"dtype": r.choice((torch.bfloat16, torch.float16)),
                "num_tot_experts": size * r.choice((1, 2, 5, 16)), "topk": topk,
-               "max_tokens": r.choice((1, 7, 60, 700) if wide else (1, 7, 30)),
-               "hidden": r.choice((64, 512, 1040) if wide else (16, 32)),
+               "max_tokens": r.choice((1, 7, 60, 700) if on_cuda else (1, 7, 30)),
+               "hidden": r.choice((64, 512, 1040) if on_cuda else (16, 32)),
                "enable_local_combine": r.random() < 0.6, "combine_mode": r.choice(("scatter", "gather"))}
     options |= r.choice(({}, {}, {"num_sm": 20, "num_tail_sms": 6}, {"block_wise_barrier": False},
                          {"token_sorting": False}, {"combine_order": "serial"},
@@ -42,32 +44,43 @@ def make_batch(seed, number, size, on_cuda):
     graph = r.random() < 0.4
     if graph:
         options["capacity"] = size * options["max_tokens"] * topk
-    return options, r.choice((48, 272, 784) if wide else (16, 48)), r.sample(PATTERNS,
-                                                                             4), r.choice(ACTIVATIONS), graph and on_cuda
+    inner = r.choice((48, 272, 784) if on_cuda else (16, 48))
+    patterns = r.sample(PATTERNS, 4)
+    return options, inner, patterns, r.choice(ACTIVATIONS), graph and on_cuda
 
 
 def inputs_of(op, pattern, rank, g):
-    """x [T, H], idx [T, K], weight [T, K]; T differs from rank to rank, and may be 0."""
+    """x [T, H], idx [T, K], weight [T, K]. T differs between ranks and may be 0."""
     t = op.max_tokens - (3 * rank) % (op.max_tokens + 1)
     idx = routing(pattern, t, op.topk, op.num_experts, op.world_size, rank, g)
-    return [v.to(op.device) for v in (torch.randn(t, op.hidden, generator=g).to(op.dtype), idx,
-                                      torch.rand(t, op.topk, generator=g))]
+    x = torch.randn(t, op.hidden, generator=g).to(op.dtype)
+    weight = torch.rand(t, op.topk, generator=g)
+    return [v.to(op.device) for v in (x, idx, weight)]
+
+
+def delay_sometimes(r, device):
+    """Delay this rank: the host in 30 % of the calls, and the GPU in 30 %."""
+    if r.random() < 0.3:
+        time.sleep(r.random() * 0.002)
+    if device.type == "cuda" and r.random() < 0.3:
+        torch.cuda._sleep(int(r.random() * 400_000))
 
 
 def run_batch(world, device, seed, number, num_launches, graph=True):
-    """Launches whose result was wrong.  graph: some batches may replay a graph."""
+    """The number of launches with a wrong result. If graph is true, some batches replay a CUDA graph."""
     options, inner, patterns, activation, from_graph = make_batch(seed, number, world.size,
                                                                   device.type == "cuda")
     graph = graph and from_graph
-    g, late, gated = torch.Generator().manual_seed(hash((seed, number,
-                                                         world.rank)) & 2**62 - 1), random.Random(f"{seed} {number} {world.rank}"), activation not in (None, "gelu")
+    g = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1)
+    delays = random.Random(f"{seed} {number} {world.rank}")
+    wide = inner if activation in (None, "gelu") else 2 * inner  # a gated activation has two halves
     with epmoe.EpAll2AllFusedOp(world, device=device, **options) as op, torch.no_grad():
-        up = (torch.randn(op.num_local_experts, inner * (2 if gated else 1), op.hidden,
-                          generator=g) / op.hidden**0.5).to(op.dtype).to(device)
-        down = (torch.randn(op.num_local_experts, op.hidden, inner,
-                            generator=g) / inner**0.5).to(op.dtype).to(device)
+        up = torch.randn(op.num_local_experts, wide, op.hidden, generator=g) / op.hidden**0.5
+        up = up.to(op.dtype).to(device)
+        down = torch.randn(op.num_local_experts, op.hidden, inner, generator=g) / inner**0.5
+        down = down.to(op.dtype).to(device)
         inputs = [inputs_of(op, pattern, world.rank, g) for pattern in patterns]
-        held = [v.clone() for v in inputs[0]]  # what a graph reads
+        graph_inputs = [v.clone() for v in inputs[0]]
 
         def step(x, idx, weight):
             h, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
@@ -78,31 +91,29 @@ def run_batch(world, device, seed, number, num_launches, graph=True):
         wanted = [step(*i).view(torch.int16) for i in inputs]
         op.synchronize()
         op.fused = True
-        y = step(*held)
+        y = step(*graph_inputs)
         if graph:
             replayed = torch.cuda.CUDAGraph()
             op.synchronize()
-            # a capture begins with a wait for the device: no rank that is a thread may be in an operation
+            # A capture first synchronizes the device. With threads as ranks, this would deadlock if another
+            # rank were in an operation.
             world.exchange(b"x")
             with torch.cuda.graph(replayed, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
-                y = step(*held)
+                y = step(*graph_inputs)
             world.exchange(b"x")
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         for n in range(num_launches):
-            if late.random() < 0.3:
-                time.sleep(late.random() * 0.002)
-            if device.type == "cuda" and late.random() < 0.3:
-                torch.cuda._sleep(int(late.random() * 400_000))
-            of = n % 4
+            delay_sometimes(delays, device)
+            i = n % 4
             if graph:
-                for to, now in zip(held, inputs[of]):
-                    to.copy_(now)
+                for target, source in zip(graph_inputs, inputs[i]):
+                    target.copy_(source)
                 y.fill_(torch.nan)
                 replayed.replay()
             else:
                 with poisoned():
-                    y = step(*inputs[of])
-            wrong += (y.view(torch.int16) != wanted[of]).any()
+                    y = step(*inputs[i])
+            wrong += (y.view(torch.int16) != wanted[i]).any()
             if n % 50 == 49:
                 op.synchronize()
         op.synchronize()
@@ -114,11 +125,12 @@ def main():
     p.add_argument("-n", "--num", type=int, default=10_000, help="launches of each kernel (default 10000)")
     p.add_argument("--each", type=int, default=250, help="launches with one operator")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--threads", type=int, help="ranks that are threads side by side on one GPU")
+    p.add_argument("--threads", type=int, help="run this number of ranks as threads on one GPU")
     a = p.parse_args()
     batches = -(-a.num // a.each)
 
-    def all_of(world, device, say=lambda done: None):
+    def run_all(world, device, say=lambda done: None):
+        """{batch: number of wrong launches} of the batches with wrong launches."""
         wrong = {}
         world.set_timeout(BATCH_LIMIT_S)
         for number in range(batches):
@@ -131,21 +143,20 @@ def main():
     with progress("soak_fused", a.num, RANK == 0) as say:
         if TORCHRUN:
             with torchrun_world() as (world, device):
-                results = [all_of(world, device, say)]
+                results = [run_all(world, device, say)]
         elif a.threads:
             device = torch.device("cuda", 0)
-            results = run_threads(lambda world: all_of(world, device, *([say] if world.rank == 0 else [])),
-                                  a.threads, timeout_s=3600,
-                                  device=device)
+            results = run_threads(lambda world: run_all(world, device, *([say] if world.rank == 0 else [])),
+                                  a.threads, timeout_s=3600, device=device)
         else:
-            results = run_threads(lambda world: all_of(world, torch.device("cpu")), 3)
+            results = run_threads(lambda world: run_all(world, torch.device("cpu")), 3)
     bad = any(results)
     if RANK == 0 or bad:
-        print(
-            f"soak_fused: {batches * a.each} launches of each kernel in {batches} operators, {time.monotonic() - start:.0f} s: "
-            + (f"WRONG, by batch, of seed {a.seed}: {results}" if bad else "every one the same to the bit"),
-            flush=True,
-        )
+        what = f"{batches * a.each} launches of each kernel in {batches} operators"
+        verdict = "every result is the same to the bit"
+        if bad:
+            verdict = f"WRONG results (seed {a.seed}), {{batch: wrong launches}} of each rank: {results}"
+        print(f"soak_fused: {what}, {time.monotonic() - start:.0f} s: {verdict}", flush=True)
     return bad
 
 

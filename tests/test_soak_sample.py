@@ -1,4 +1,4 @@
-"""A few seconds of each long run, and proof that each would notice: soak.py, faults.py, fuzz_module.py."""
+"""Short samples of soak.py, faults.py and fuzz_module.py, and tests that each of them detects faults."""
 
 import os
 import random
@@ -40,7 +40,7 @@ def test_soak_ops_sample(number):
 
 
 def test_soak_ops_on_these_ranks(ranks):
-    """The same over the ranks of torchrun."""
+    """The same with the ranks of the fixture, which under torchrun are processes."""
     batches = [soak.make_batch(8, number, ranks.size(3), 60, ranks.device.type == "cuda")
                for number in range(3)]
     results = ranks(lambda world, device: [soak.run_batch_on_rank(world, device, b) for b in batches],
@@ -48,18 +48,16 @@ def test_soak_ops_on_these_ranks(ranks):
     assert all(r == results[0] and min(r) > 60 * 2 for r in results)
 
 
-def test_soak_batches_cross_both_borders():
-    """Among few batches every form of combine, dtype and border of the epochs is met, and the border is
-    crossed.
-    """
+def test_soak_batches_cross_both_epoch_limits():
+    """60 batches contain every combine mode and dtype, and epochs that cross 2^31 and 2^32."""
     batches = [soak.make_batch(0, number) for number in range(60)]
     assert {b.mode for b in batches} == set(soak.MODES) and {b.dtype for b in batches} == set(soak.DTYPES)
-    for border in (2**31, 2**32):
-        assert sum(b.epoch < border < b.epoch + 2 * b.num_steps // b.num_buffers for b in batches) > 5
+    for limit in (2**31, 2**32):
+        assert sum(b.epoch < limit < b.epoch + 2 * b.num_steps // b.num_buffers for b in batches) > 5
 
 
 @pytest.mark.cpu_only
-def test_soak_ops_notices_one_wrong_number(monkeypatch):
+def test_soak_ops_detects_one_wrong_number(monkeypatch):
     real, calls = epmoe.EPAll2AllLayer.combine, []
 
     def combine(self, *arguments):
@@ -75,7 +73,7 @@ def test_soak_ops_notices_one_wrong_number(monkeypatch):
 
 
 @pytest.mark.cpu_only
-def test_soak_command_says_what_it_did(capsys, monkeypatch):
+def test_soak_command_prints_table(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["soak.py", "ops", "--num", "400", "--steps", "50", "--processes", "1"])
     assert soak.main() == 0
     out = capsys.readouterr().out
@@ -91,7 +89,7 @@ def test_soak_cycles_sample():
 
 
 def keep_one_descriptor(rank, world_size):
-    """What a cycle that forgets something looks like."""
+    """Rank main: cycles that leave a file descriptor open in every tenth cycle."""
     made = []
 
     def new_world():
@@ -105,22 +103,19 @@ def keep_one_descriptor(rank, world_size):
 
 
 @pytest.mark.cpu_only
-def test_soak_cycles_notice_a_descriptor():
+def test_soak_cycles_detect_open_descriptor():
     assert all("fds" in text for text in process_ranks(keep_one_descriptor, 2))
 
 
 @pytest.mark.cpu_only
-def test_soak_held_sees_memory_and_files():
-    """What the leak check counts is counted."""
+def test_soak_leak_check_counts_heaps_and_threads():
+    """held(), grown(), holdings() and kept() see a heap and a world, and see that both are freed."""
     before, things = held(), holdings()
     world = epmoe.thread_worlds(1)[0]
     heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
     now = held()
-    assert (
-        now["heaps"] == before["heaps"] + 1
-        and now["threads"] == before["threads"] + 1
-        and "threads" in grown(before, now)
-    )
+    assert now["heaps"] == before["heaps"] + 1 and now["threads"] == before["threads"] + 1
+    assert "threads" in grown(before, now)
     assert more_of_ours(things, holdings()) == "1 thread epmoe watchdog more"
     ended = weakref.ref(world)
     assert kept(ended).startswith("the World is kept by ") and "SymmetricHeap" in kept(ended)
@@ -154,20 +149,21 @@ def test_module_fuzz_sample():
     assert "100 examples" in out
 
 
-def test_module_fuzz_shows_the_call_that_ended_it(tmp_path):
-    """A crash in the module is a failure that names the calls."""
-    spoiled = tmp_path / "spoiled.py"
-    text = open(fuzz_module.__file__).read()
-    spoiled.write_text(text.replace("        try:\n            got = getattr",
-                                    "        if name == 'heap_put':\n            os.abort()\n        try:\n            got = getattr"))
-    failure, out = fuzz_module.fuzz(300, 3, timeout_s=HANG_S, module=str(spoiled))
-    assert (
-        failure is not None
-        and "the calls of the last example" in out
-        and "heap_put(" in out.split("the calls of the last example")[1]
-    )
+def test_module_fuzz_shows_last_calls_after_crash(tmp_path):
+    """A crash in the module is reported as a failure, with the calls of the last example."""
+    crashing = tmp_path / "crashing.py"
+    with open(fuzz_module.__file__) as f:
+        text = f.read()
+    before = "        try:\n            got = getattr"
+    assert text.count(before) == 1
+    crash = "        if name == 'heap_put':\n            os.abort()\n"
+    crashing.write_text(text.replace(before, crash + before))
+    failure, out = fuzz_module.fuzz(300, 3, timeout_s=HANG_S, module=str(crashing))
+    assert failure is not None
+    assert "the calls of the last example" in out
+    assert "heap_put(" in out.split("the calls of the last example")[1]
 
 
-def test_module_fuzz_knows_every_function():
-    assert set(fuzz_module.SIGNATURES) == {n for n in dir(_C) if callable(getattr(_C, n))
-                                           and not n.startswith("_")}
+def test_module_fuzz_calls_every_function():
+    functions = {n for n in dir(_C) if callable(getattr(_C, n)) and not n.startswith("_")}
+    assert set(fuzz_module.SIGNATURES) == functions
