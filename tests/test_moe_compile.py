@@ -1,4 +1,4 @@
-"""EPMoE under torch.compile, and the operators by torch's own checker."""
+"""EPMoE under torch.compile, and torch's opcheck of the operators."""
 
 import shutil
 import unittest.mock
@@ -12,7 +12,6 @@ from cases import keep, outcome
 from pace import HANG_S
 from test_moe_layer import Model, check_moe, inputs_of, make_moe
 
-
 MODELS = (Model(num_local=1, capacity=True, unequal=False),
           Model(num_local=1, capacity=True, activation=epmoe.GptOss(alpha=1.3, limit=0.6), bias=True,
                 local=False, unequal=False))
@@ -20,8 +19,17 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
           "test_aot_dispatch_dynamic")
 
 
+def routed(world, device, tokens):
+    """Random x [T, 16], expert indices and weights [T, 2] for 2 experts on each rank."""
+    g = torch.Generator().manual_seed(world.rank + 100 * tokens)
+    x = torch.randn(tokens, 16, generator=g).to(device)
+    scores = torch.rand(tokens, 2 * world.size, generator=g).to(device)
+    weight, idx = scores.topk(2)
+    return x, idx, weight
+
+
 def compiled(world, device, model, backend):
-    """As run_moe, through a module without a single graph break; a second call reuses the graph."""
+    """As run_moe, with a compiled module without graph breaks. The second call reuses the graph."""
     torch._dynamo.reset()
     moe = make_moe(world, device, model)
     x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
@@ -50,7 +58,7 @@ def test_moe_compile_without_graph_breaks(ranks, backend):
 
 
 def stages(world, device):
-    """dispatch and combine of a layer, with and without weights, in one graph."""
+    """True if dispatch and combine, with and without weights, give the same in one compiled graph."""
     torch._dynamo.reset()
     layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32,
                                  device=device, capacity=world.size * 16)
@@ -75,8 +83,9 @@ def test_moe_compile_stages(ranks):
 
 
 def wrong_ranks(world, device):
-    """Arguments of too few or too many dimensions, outside and inside of what is compiled: the kinds of the
-    errors.
+    """Calls with arguments that have a wrong number of dimensions, eager and compiled.
+
+    Returns (the kinds of errors, whether a right call still works).
     """
     torch._dynamo.reset()
     layer = epmoe.EPAll2AllLayer(world, 8, 16, 1, num_tot_experts=2 * world.size, dtype=torch.float32,
@@ -90,8 +99,8 @@ def wrong_ranks(world, device):
         return layer.combine(out, layout, got if row_weight is None else row_weight)
 
     seen = []
-    for wrong in ((weight[:, 0], None, None), (weight, torch.zeros(8, dtype=torch.int32, device=device),
-                                               None),
+    for wrong in ((weight[:, 0], None, None),
+                  (weight, torch.zeros(8, dtype=torch.int32, device=device), None),
                   (weight, torch.zeros((), dtype=torch.int32, device=device), None),
                   (weight, None, torch.ones(rows, 1, device=device)),
                   (weight, None, torch.tensor(2.0, device=device))):
@@ -104,16 +113,13 @@ def wrong_ranks(world, device):
 
 
 def wrong_by_choice(world, device):
-    """Weights of as many numbers as there must be, in another shape, where every choice is a token of its
-    own.
-    """
+    """Calls with weights of the right size and a wrong shape, without token saving: the kinds of errors."""
     torch._dynamo.reset()
     op = epmoe.EpAll2AllFusedOp(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32,
                                 device=device, token_saving=False)
     keep(world, op)
-    x, idx, weight = torch.ones(8, 16, device=device), torch.zeros(8, 2, dtype=torch.int64,
-                                                                   device=device), torch.ones(8, 2,
-                                                                                              device=device)
+    x, weight = torch.ones(8, 16, device=device), torch.ones(8, 2, device=device)
+    idx = torch.zeros(8, 2, dtype=torch.int64, device=device)
     seen = []
     for wrong in (weight.view(2, 8), weight.view(4, 4), weight.view(16), weight.view(8, 2, 1)):
         for fn in (op.dispatch, torch.compile(op.dispatch, backend="eager")):
@@ -123,7 +129,7 @@ def wrong_by_choice(world, device):
     return seen
 
 
-def test_moe_compile_refuses_what_is_refused_outside(ranks):
+def test_moe_compile_rejects_wrong_shapes(ranks):
     for seen, right in ranks.isolated(wrong_ranks, world_size=2, timeout_s=HANG_S):
         assert seen == ["ValueError"] * 10 and right
     for seen in ranks.isolated(wrong_by_choice, world_size=2, timeout_s=HANG_S):
@@ -131,37 +137,36 @@ def test_moe_compile_refuses_what_is_refused_outside(ranks):
 
 
 def wrong_on_one_rank(world, device):
-    """Through a module without a graph break: what this rank hears, and whether the module works afterwards.
+    """Calls of a compiled module with wrong arguments on the last rank.
+
+    Returns (the kinds of errors of this rank, whether right calls give the right result).
     """
     torch._dynamo.reset()
     moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, max_tokens=16, dtype=torch.float32, device=device)
     keep(world, moe)
     fast = torch.compile(moe, fullgraph=True, backend="aot_eager", dynamic=True)
-    g = torch.Generator().manual_seed(world.rank)
-    x, scores = torch.randn(6, 16, generator=g).to(device), torch.rand(6, 2 * world.size,
-                                                                       generator=g).to(device)
-    weight, idx = scores.topk(2)
+    x, idx, weight = routed(world, device, 6)
     right, seen = [torch.equal(fast(x, idx, weight), moe(x, idx, weight))], []
     for wrong in ((x.bfloat16(), idx, weight), (x[:, :8], idx, weight), (x, idx[:, :1], weight),
-                  (x, idx.float(), weight), (x, idx, weight.long()),
-                  (x, idx, weight[:, :1])):
-        seen.append(outcome(lambda: fast(*(wrong if world.rank == world.size - 1 else (x, idx, weight))),
-                            moe.layer).kind)
+                  (x, idx.float(), weight), (x, idx, weight.long()), (x, idx, weight[:, :1])):
+        arguments = wrong if world.rank == world.size - 1 else (x, idx, weight)
+        seen.append(outcome(lambda: fast(*arguments), moe.layer).kind)
         right.append(torch.equal(fast(x, idx, weight), moe(x, idx, weight)))
     moe.finalize()
     return seen, all(right)
 
 
-def test_moe_compile_tells_the_others_what_is_wrong(ranks):
-    """A compiler cannot: so what it could see is looked at when it runs."""
+def test_moe_compile_reports_errors_to_other_ranks(ranks):
+    """Arguments are checked when the graph runs, because the compiler cannot notify the other ranks."""
     *others, (seen, right) = ranks.isolated(wrong_on_one_rank, world_size=2, timeout_s=HANG_S)
     assert right and seen == ["TypeError", "ValueError", "ValueError", "TypeError", "TypeError", "ValueError"]
-    assert all(went_on and heard == ["PeerError"] * 6 for heard, went_on in others)
+    assert all(right and seen == ["PeerError"] * 6 for seen, right in others)
 
 
 def with_no_tokens(world, device):
-    """A residual around the experts: whoever has no tokens has a result that nobody needs, and takes part all
-    the same.
+    """A compiled residual block in which the last rank has no tokens.
+
+    The result of this rank is empty, but its operations must run, because the other rank waits for them.
     """
     torch._dynamo.reset()
     moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, max_tokens=16, dtype=torch.float32, device=device)
@@ -169,14 +174,12 @@ def with_no_tokens(world, device):
     step = torch.compile(lambda x, idx, weight: x + moe(x, idx, weight), fullgraph=True)
     from torch._inductor import config, cpu_vec_isa
 
-    tokens, g = 0 if world.rank == world.size - 1 else 9, torch.Generator().manual_seed(world.rank)
-    x, scores = torch.randn(tokens, 16, generator=g).to(device), torch.rand(tokens, 2 * world.size,
-                                                                            generator=g).to(device)
-    weight, idx = scores.topk(2)
-    # A graph that an earlier run has kept says nothing of this code; a program for each vector extension, to
-    # see which this CPU has, is half of the time.
-    with config.patch(force_disable_caches=True), unittest.mock.patch.object(cpu_vec_isa,
-                                                                             "valid_vec_isa_list", list):
+    x, idx, weight = routed(world, device, 0 if world.rank == world.size - 1 else 9)
+    # A cached graph of an earlier run would not test this code. The detection of vector extensions compiles a
+    # program for each of them, which would take half of the time.
+    no_caches = config.patch(force_disable_caches=True)
+    no_detection = unittest.mock.patch.object(cpu_vec_isa, "valid_vec_isa_list", list)
+    with no_caches, no_detection:
         for with_grad in (False, True):
             with torch.set_grad_enabled(with_grad):
                 y, want = step(x, idx, weight), x + moe(x, idx, weight)
@@ -184,26 +187,23 @@ def with_no_tokens(world, device):
     moe.finalize()
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch's compiler for the CPU wants g++")
-def test_moe_compile_of_a_rank_without_tokens(ranks):
-    """By inductor, which leaves out what it thinks is of no use."""
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch's compiler for the CPU needs g++")
+def test_moe_compile_rank_without_tokens(ranks):
+    """With inductor, which removes operations whose results are not used."""
     ranks.isolated(with_no_tokens, world_size=2, timeout_s=HANG_S)
 
 
 def many_sizes(world, device, capacity, fullgraph, activation="swiglu"):
-    """One graph for any number of tokens, where torch is told that they change."""
+    """Calls with different numbers of tokens, compiled with dynamic=True. Returns the number of graphs."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, activation=activation, max_tokens=16, dtype=torch.float32,
-                      device=device,
-                      capacity=32 * world.size if capacity else None)
+                      device=device, capacity=32 * world.size if capacity else None)
     keep(world, moe)
     step = torch.compile(moe, backend="aot_eager", dynamic=True, fullgraph=fullgraph)
     for tokens in (5, 9, 7, 6, 8, 10, 11, 12, 13, 14, 15, 16):
-        g = torch.Generator().manual_seed(tokens + 100 * world.rank)
-        x, scores = torch.randn(tokens, 16, generator=g).to(device).requires_grad_(), torch.rand(tokens,
-                                                                                                 2 * world.size, generator=g).to(device)
-        weight, idx = scores.topk(2)
+        x, idx, weight = routed(world, device, tokens)
+        x.requires_grad_()
         y = step(x, idx, weight)
         y.sum().backward()
         torch.testing.assert_close(y, moe(x, idx, weight))
@@ -213,7 +213,7 @@ def many_sizes(world, device, capacity, fullgraph, activation="swiglu"):
 
 @pytest.mark.parametrize("capacity, activation", [(False, "swiglu"), (True, "swiglu"), (True, "gpt_oss")],
                          ids=["exact", "capacity", "gpt_oss"])
-def test_moe_compile_of_many_sizes(ranks, capacity, activation):
+def test_moe_compile_many_sizes_in_one_graph(ranks, capacity, activation):
     results = ranks.isolated(many_sizes, capacity, True, activation, world_size=2, timeout_s=HANG_S)
     assert all(n == 1 for n in results)
 
@@ -222,8 +222,8 @@ def test_moe_compile_with_graph_breaks(ranks):
     ranks.isolated(many_sizes, False, False, world_size=2, timeout_s=HANG_S)
 
 
-def test_moe_compile_tells_layers_apart():
-    """Kept graphs are found by what is written in them: two layers with different sizes are two."""
+def test_moe_compile_layer_ids_differ_by_size():
+    """torch finds cached graphs by their constants. So layers of different sizes need different ids."""
     a, b = (epmoe.EPAll2AllLayer(epmoe.thread_worlds(1)[0], n, 16, 2, num_tot_experts=2, device="cpu")
             for n in (8, 9))
     assert a.id.split(" ", 1)[1] != b.id.split(" ", 1)[1]
@@ -234,8 +234,9 @@ def test_moe_compile_tells_layers_apart():
 
 
 def two_plans(world, device, order):
-    """Two plans of one buffer, of different sizes, then their dispatches, each with as many rows as its own
-    plan has.
+    """Two plans of different sizes in one buffer, then their dispatches. True if all results are right.
+
+    Each dispatch must return as many rows as its own plan has.
     """
     torch._dynamo.reset()
     layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32,
@@ -244,24 +245,25 @@ def two_plans(world, device, order):
 
     def step(x, *indices):
         layouts = [layer.preprocess(idx) for idx in indices]
-        return [layer.combine(layer.dispatch(x[: len(idx)], layout=layout)[0] * 2, layout) for idx,
-                layout in zip(indices, layouts)]
+        return [layer.combine(layer.dispatch(x[: len(idx)], layout=layout)[0] * 2, layout)
+                for idx, layout in zip(indices, layouts)]
 
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(world.rank)).to(device)
-    few, many = torch.full((3, 2), 2 * world.size - 1, device=device), torch.zeros(8, 2, dtype=torch.int64,
-                                                                                   device=device)
+    few = torch.full((3, 2), 2 * world.size - 1, device=device)
+    many = torch.zeros(8, 2, dtype=torch.int64, device=device)
     indices = (few, many) if order == "larger" else (many, few)
     want = step(x, *indices)
-    same = all(torch.equal(a, b) for a, b in zip(torch.compile(step, backend="eager",
-                                                               fullgraph=True)(x, *indices), want))
+    got = torch.compile(step, backend="eager", fullgraph=True)(x, *indices)
+    same = all(torch.equal(a, b) for a, b in zip(got, want))
     same &= all(torch.allclose(y, 4 * x[: len(y)]) for y in want)
     layer.finalize()
     return same
 
 
-def compiled_as_most(world, device):
-    """A module without a capacity, compiled as most are: (whether it is as without a compiler, what was
-    warned of).
+def compiled_with_defaults(world, device):
+    """A module without capacity, compiled with default options.
+
+    Returns (whether results and gradients are those of eager mode, epmoe's warnings).
     """
     torch._dynamo.reset()
     moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, world, max_tokens=16, dtype=torch.float32, device=device)
@@ -270,9 +272,8 @@ def compiled_as_most(world, device):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for tokens in (8, 12, 0, 8):
-            x, weight = torch.randn(tokens, 16, generator=g).to(device).requires_grad_(), torch.rand(tokens,
-                                                                                                     2,
-                                                                                                     generator=g).to(device)
+            x = torch.randn(tokens, 16, generator=g).to(device).requires_grad_()
+            weight = torch.rand(tokens, 2, generator=g).to(device)
             idx = torch.randint(0, 2 * world.size, (tokens, 2), generator=g).to(device)
             both = []
             for call in (fast, moe):
@@ -283,23 +284,25 @@ def compiled_as_most(world, device):
     return all(same), [str(w.message) for w in seen if "epmoe" in str(w.message)]
 
 
-def test_moe_compile_breaks_graphs_quietly(ranks):
-    """Rows that are only counted when it runs break a graph by default: quietly, and the compiler does not
-    look into the operators.
+def test_moe_compile_breaks_graphs_without_warning(ranks):
+    """Without capacity, the number of rows is known only at run time, so torch breaks the graph by default.
+
+    This must cause no warning, and torch must not trace into the operators.
     """
-    for same, warned in ranks.isolated(compiled_as_most, world_size=2, timeout_s=HANG_S):
-        assert same and not warned, warned
+    for same, warnings_seen in ranks.isolated(compiled_with_defaults, world_size=2, timeout_s=HANG_S):
+        assert same and not warnings_seen, warnings_seen
 
 
 @pytest.mark.parametrize("order", ["smaller", "larger"])
-def test_moe_compile_of_two_plans(ranks, order):
-    """The second one smaller, or larger."""
+def test_moe_compile_two_plans_in_one_buffer(ranks, order):
+    """The second plan is smaller or larger than the first."""
     assert all(ranks.isolated(two_plans, order, world_size=2, timeout_s=HANG_S))
 
 
 def checked(world, device):
-    """opcheck: schema, fake tensors, gradients and tracing of every operator, on the arguments that layer.py
-    passes.
+    """opcheck of schema, fake tensors, gradients and tracing of every operator.
+
+    The arguments are those that layer.py passes.
     """
     for mode in ("scatter", "gather", "local"):
         layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32,
@@ -312,12 +315,13 @@ def checked(world, device):
         x = torch.randn(8, 16, generator=g).to(device).requires_grad_()
         weight = torch.rand(8, 2, generator=g).to(device).requires_grad_()
         plan = ops.plan(idx, None, layer.id, 0)
-        rows, row_weight, recv = (t.detach() for t in ops.dispatch(x, weight, plan, layer.id, 0,
-                                                                   layer.capacity))
-        rows.requires_grad_(), row_weight.requires_grad_()
-        # Not the checks that compare two runs of plan: one word of a plan is the number of the call.
+        dispatched = ops.dispatch(x, weight, plan, layer.id, 0, layer.capacity)
+        rows, row_weight, recv = (t.detach() for t in dispatched)
+        rows.requires_grad_()
+        row_weight.requires_grad_()
+        # The last two checks compare two runs. Plans of two runs differ in one word, the number of the call.
         torch.library.opcheck(ops.plan, (idx, None, layer.id, 0), test_utils=CHECKS[:3])
-        # An absent output is one that nobody writes, so two runs of it cannot be compared either.
+        # Without weights, one output is never written, so two runs of it cannot be compared either.
         for w in (weight, None):
             torch.library.opcheck(ops.dispatch, (x, w, plan, layer.id, 0, layer.capacity),
                                   test_utils=CHECKS[: 5 if w is weight else 3])
@@ -333,6 +337,6 @@ def test_moe_operators_pass_opcheck(ranks):
     assert all(ranks.isolated(checked, world_size=2, timeout_s=HANG_S))
 
 
-def test_moe_operator_of_a_layer_that_is_gone():
+def test_moe_operator_of_deleted_layer_raises():
     with pytest.raises(RuntimeError, match="does not exist any more"):
         torch.ops.epmoe.plan(torch.zeros(1, 2, dtype=torch.int64), None, "1000000000 ()", 0)

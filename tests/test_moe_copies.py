@@ -1,6 +1,4 @@
-"""Copies of a layer: the parameters are copied, the communication is shared; and nothing of it can be
-pickled.
-"""
+"""Copies of an EPMoE have their own parameters and share the communication. A pickle is refused."""
 
 import copy
 import io
@@ -26,8 +24,8 @@ def _inputs(world, device):
     return x.to(device), idx.to(device), weights.to(device)
 
 
-def test_moe_deepcopy_shares_the_communication(ranks):
-    """As an average of a model's parameters wants it, also of a model that has run forward and backward."""
+def test_moe_deepcopy_shares_communication(ranks):
+    """A deepcopy has its own parameters and the same layer, also after forward and backward."""
 
     def body(world, device):
         moe = _moe(world, device)
@@ -36,11 +34,8 @@ def test_moe_deepcopy_shares_the_communication(ranks):
         first.sum().backward()
         average = copy.deepcopy(moe)
         assert average.layer is moe.layer and average.gate_up_proj is not moe.gate_up_proj
-        assert (
-            average.layer.world is world
-            and copy.copy(moe.layer) is moe.layer
-            and copy.deepcopy([moe.layer.heap])[0] is moe.layer.heap
-        )
+        assert average.layer.world is world and copy.copy(moe.layer) is moe.layer
+        assert copy.deepcopy([moe.layer.heap])[0] is moe.layer.heap
         same = average(x, idx, weights)
         with torch.no_grad():
             for p in moe.parameters():
@@ -51,17 +46,17 @@ def test_moe_deepcopy_shares_the_communication(ranks):
         return first, same, again, zero, average.gate_up_proj.grad is not None
 
     for first, same, again, zero, has_grad in ranks(body):
-        assert torch.equal(first, same) and torch.equal(first,
-                                                        again) and not zero.any() and first.any() and has_grad
+        assert torch.equal(first, same) and torch.equal(first, again)
+        assert not zero.any() and first.any() and has_grad
 
 
 def test_moe_averaged_model(ranks):
-    """torch's own exponential moving average, which copies the module."""
+    """torch's AveragedModel, which copies the module, computes an exponential moving average."""
 
     def body(world, device):
         moe = _moe(world, device)
-        average = torch.optim.swa_utils.AveragedModel(moe,
-                                                      multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+        ema = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        average = torch.optim.swa_utils.AveragedModel(moe, multi_avg_fn=ema)
         before = moe.down_proj.detach().clone()
         average.update_parameters(moe)
         with torch.no_grad():
@@ -76,18 +71,18 @@ def test_moe_averaged_model(ranks):
         assert y.shape == (6, 16) and y.isfinite().all()
 
 
-def test_moe_cannot_be_pickled_and_says_what_can(ranks):
+def test_moe_pickle_error_names_state_dict(ranks):
     def body(world, device):
         moe = _moe(world, device)
-        told = []
+        texts = []
         for thing in (moe, moe.layer, moe.layer.heap, world):
             for save in (pickle.dumps, lambda it: torch.save(it, io.BytesIO())):
                 with pytest.raises(TypeError) as error:
                     save(thing)
-                told.append(str(error.value))
+                texts.append(str(error.value))
         torch.save(moe.state_dict(), io.BytesIO())
         moe.finalize()
-        return told
+        return texts
 
-    for told in ranks(body, world_size=2):
-        assert all("cannot be pickled" in text and "state_dict" in text for text in told), told
+    for texts in ranks(body, world_size=2):
+        assert all("cannot be pickled" in text and "state_dict" in text for text in texts), texts

@@ -1,5 +1,7 @@
-"""EPMoE compiled by inductor, which moves operators as their sizes make it worth: sizes differ from rank to
-rank, the order must not.
+"""EPMoE compiled by inductor.
+
+Inductor reorders operators depending on sizes, which differ between ranks. The order of epmoe's operators
+must be the same on all ranks.
 """
 
 import shutil
@@ -13,7 +15,7 @@ import epmoe
 from cases import generator, keep
 from pace import HANG_S
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="torch's compiler for the CPU wants g++")
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="torch's compiler for the CPU needs g++")
 
 
 class Block(nn.Module):
@@ -28,20 +30,21 @@ class Block(nn.Module):
         return x + self.moe(x, idx, weight)
 
 
-def both(fn, inputs, parameters, **options):
-    """Whether fn compiled gives what it gives otherwise: its result, and all gradients."""
+def check_compiled(fn, inputs, parameters, **options):
+    """Assert that the result and the gradients of the compiled fn are those of eager mode."""
     seen = []
     for f in (fn, torch.compile(fn, fullgraph=True, **options)):
         y = f(*inputs)
-        seen.append([y.detach(), *(torch.autograd.grad(y, (*inputs, *parameters)) if y.requires_grad
-                                   else ())])
+        grads = torch.autograd.grad(y, (*inputs, *parameters)) if y.requires_grad else ()
+        seen.append([y.detach(), *grads])
     for want, got in zip(*seen, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def side_by_side(world, device):
-    """Two modules that share a layer, of inputs that have nothing to do with each other: many tokens here,
-    few there.
+    """Two modules share a layer and have independent inputs. One input has many tokens, the other few.
+
+    On odd ranks it is the other way round.
     """
     a = Block(world, device, max_tokens=512)
     b = Block(world, device, layer=a.moe.layer)
@@ -53,22 +56,22 @@ def side_by_side(world, device):
     sizes, g = (200, 4) if world.rank % 2 == 0 else (4, 200), generator(1, world.rank)
     inputs = [torch.randn(n, 32, generator=g).to(device) for n in sizes]
     with torch.no_grad():
-        both(loss, inputs, ())
-    both(loss, [t.requires_grad_() for t in inputs], [*a.parameters(), *b.parameters()])
+        check_compiled(loss, inputs, ())
+    check_compiled(loss, [t.requires_grad_() for t in inputs], [*a.parameters(), *b.parameters()])
 
 
 def no_tokens_here(world, device):
-    """Nothing ties the backward of two layers together where there is no token."""
+    """On a rank without tokens, no data dependency orders the backward of two layers."""
     blocks = nn.Sequential(*(Block(world, device, max_tokens=64, capacity=128 * world.size)
                              for _ in range(2)))
     keep(world, blocks)
-    x = torch.randn(0 if world.rank == 1 else 50, 32,
-                    generator=generator(2, world.rank)).to(device).requires_grad_()
-    both(lambda x: blocks(x).square().sum(), [x], list(blocks.parameters()), dynamic=True)
+    x = torch.randn(0 if world.rank == 1 else 50, 32, generator=generator(2, world.rank))
+    x = x.to(device).requires_grad_()
+    check_compiled(lambda x: blocks(x).square().sum(), [x], list(blocks.parameters()), dynamic=True)
 
 
 def recomputed(world, device):
-    """Checkpointing computes a block again in its backward, which others might begin with earlier."""
+    """Checkpointing recomputes a block in its backward. All ranks must start this at the same point."""
     blocks = nn.ModuleList(Block(world, device, max_tokens=512) for _ in range(2))
     keep(world, blocks)
 
@@ -77,27 +80,31 @@ def recomputed(world, device):
             x = checkpoint(block, x, use_reentrant=False)
         return x.square().sum()
 
-    x = torch.randn(200 if world.rank % 2 == 0 else 4, 32,
-                    generator=generator(3, world.rank)).to(device).requires_grad_()
-    both(loss, [x], list(blocks.parameters()), dynamic=True)
+    x = torch.randn(200 if world.rank % 2 == 0 else 4, 32, generator=generator(3, world.rank))
+    x = x.to(device).requires_grad_()
+    check_compiled(loss, [x], list(blocks.parameters()), dynamic=True)
 
 
-def in_order(world, device, name):
+PROGRAMS = {"side_by_side": side_by_side, "no_tokens_here": no_tokens_here, "recomputed": recomputed}
+
+
+def run_program(world, device, name):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    {"side_by_side": side_by_side, "no_tokens_here": no_tokens_here,
-     "recomputed": recomputed}[name](world, device)
+    PROGRAMS[name](world, device)
     return True
 
 
-@pytest.mark.parametrize("name", ["side_by_side", "no_tokens_here", "recomputed"])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_moe_inductor_keeps_order(ranks, name):
-    assert all(ranks.isolated(in_order, name, world_size=2, timeout_s=HANG_S))
+    """Ranks that disagree about the order would deadlock or compute wrong results."""
+    assert all(ranks.isolated(run_program, name, world_size=2, timeout_s=HANG_S))
 
 
-def test_moe_inductor_passes_of_others():
-    """A pass that was there before ours goes on being called; and graphs are kept only where both say who
-    they are.
+def test_moe_inductor_keeps_other_passes():
+    """KeepOrder calls the passes that were set before it.
+
+    It has a uuid, with which torch caches graphs, only if all these passes have one.
     """
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -112,13 +119,13 @@ def test_moe_inductor_passes_of_others():
         def uuid(self):
             return "theirs"
 
+    def without_uuid(graph):
+        pass
+
     theirs = Theirs()
     KeepOrder(theirs)(torch.fx.Graph())
-    assert (
-        theirs.seen == 1
-        and "theirs" in KeepOrder(theirs).uuid()
-        and KeepOrder(None).uuid() != KeepOrder(theirs).uuid()
-    )
+    assert theirs.seen == 1 and "theirs" in KeepOrder(theirs).uuid()
+    assert KeepOrder(None).uuid() != KeepOrder(theirs).uuid()
     KeepOrder([theirs, theirs])(torch.fx.Graph())
-    assert theirs.seen == 3 and KeepOrder([theirs,
-                                           lambda graph: None]).uuid() is None and KeepOrder(lambda graph: None).uuid() is None
+    assert theirs.seen == 3
+    assert KeepOrder([theirs, without_uuid]).uuid() is None and KeepOrder(without_uuid).uuid() is None

@@ -1,5 +1,4 @@
-"""EPMoE against the oracle: the whole layer and its gradients, with the experts of all ranks in one process.
-"""
+"""EPMoE and its gradients against an oracle that computes the experts of all ranks in one process."""
 
 import dataclasses
 import math
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import epmoe
-from cases import MISTAKE_LIMIT_S, case_id, generator, keep, outcome, check_outcomes
+from cases import MISTAKE_LIMIT_S, case_id, check_outcomes, generator, keep, outcome
 from epmoe import reference
 from epmoe.testing import routing
 
@@ -36,7 +35,7 @@ class Model:
 
 
 def parameters_of(model, num_experts):
-    """The experts of all ranks, by name, as a checkpoint holds them."""
+    """The parameters of the experts of all ranks, by name, as in a checkpoint."""
     g = generator(99)
     wide = model.inner if model.activation == "gelu" else 2 * model.inner
     p = {"gate_up_proj": torch.randn(num_experts, wide, model.hidden, generator=g) / model.hidden**0.5,
@@ -48,7 +47,7 @@ def parameters_of(model, num_experts):
 
 
 def inputs_of(model, rank, size, step=0):
-    """x [T, H], indices and weights [T, K], and the gradient of y [T, H] of a rank."""
+    """The inputs of a rank: x [T, H], indices and weights [T, K], and the gradient of y [T, H]."""
     g = generator(7, rank, step)
     t = model.tokens - (3 * rank) % (model.tokens + 1) if model.unequal else model.tokens
     idx = routing(model.pattern, t, model.topk, model.num_local * size, size, rank, g)
@@ -60,9 +59,8 @@ def inputs_of(model, rank, size, step=0):
 def make_moe(world, device, model, **options):
     size = world.size
     moe = epmoe.EPMoE(model.hidden, model.inner, model.num_local * size, model.topk, world, model.activation,
-                      max_tokens=model.tokens, dtype=model.dtype,
-                      device=device, bias=model.bias, enable_local_combine=model.local,
-                      combine_mode=model.mode,
+                      max_tokens=model.tokens, dtype=model.dtype, device=device, bias=model.bias,
+                      enable_local_combine=model.local, combine_mode=model.mode,
                       capacity=size * model.tokens * model.topk if model.capacity else None,
                       **({"fused": True} | options))
     keep(world, moe)
@@ -86,7 +84,7 @@ def run_moe(world, device, model, x_grad=True, weight_grad=True, make=make_moe):
 
 
 def wanted_of(model, size):
-    """What every rank should see: the oracle in float64 over the tokens of all ranks."""
+    """The expected results of every rank: from the oracle, in float64, with the tokens of all ranks."""
     num_experts = model.num_local * size
     p = {k: v.double().requires_grad_() for k, v in parameters_of(model, num_experts).items()}
     wanted = []
@@ -104,10 +102,9 @@ def wanted_of(model, size):
 
 
 def close(got, want, what, tolerance):
-    """Within tolerance of the largest value of its kind: sums of products have no other natural unit."""
-    assert (
-        got is not None and got.shape == want.shape
-    ), f"{what}: {None if got is None else list(got.shape)} for {list(want.shape)}"
+    """Assert that errors are at most tolerance times the largest wanted value, a natural unit of sums."""
+    shape = None if got is None else got.shape
+    assert shape == want.shape, f"{what}: got shape {shape}, wanted {want.shape}"
     got, want = got.double().cpu(), want.double()
     if not want.numel():
         return
@@ -148,9 +145,9 @@ def test_moe_capacity_and_mode(ranks, mode):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=case_id)
-@pytest.mark.parametrize("activation",
-                         # the fourth's limit is where rows are: rounded past it, they have another gradient
-                         ACTIVATIONS[:3])
+# Without the fourth activation: many values are near its limit. If rounding moves a value beyond the limit,
+# its gradient changes.
+@pytest.mark.parametrize("activation", ACTIVATIONS[:3])
 def test_moe_low_precision(ranks, activation, dtype):
     model = Model(hidden=64, inner=48, num_local=4, tokens=40, dtype=dtype, activation=activation,
                   bias=activation == "gpt_oss")
@@ -173,7 +170,7 @@ def test_moe_all_choices_dropped(ranks):
 @pytest.mark.parametrize("capacity", [False, True], ids=["exact", "capacity"])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_moe_ranks_without_tokens(ranks, tokens, capacity):
-    """Some ranks have none: they take part all the same, forward and backward."""
+    """Ranks without tokens take part in forward and backward."""
     model = Model(tokens=tokens, capacity=capacity, bias=True)
     results = ranks(run_moe, model)
     check_moe(results, model)
@@ -182,7 +179,7 @@ def test_moe_ranks_without_tokens(ranks, tokens, capacity):
 
 
 def test_moe_under_checkpoint(ranks):
-    """Activations thrown away and computed again in backward: the same numbers."""
+    """Activation checkpointing, which recomputes the forward in the backward, gives the same numbers."""
     from torch.utils.checkpoint import checkpoint
 
     model = Model(bias=True)
@@ -190,7 +187,8 @@ def test_moe_under_checkpoint(ranks):
     def run(world, device):
         moe = make_moe(world, device, model)
         x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
-        x.requires_grad_(), weight.requires_grad_()
+        x.requires_grad_()
+        weight.requires_grad_()
         y = checkpoint(moe, x, idx, weight, use_reentrant=False)
         y.backward(dy)
         moe.finalize()
@@ -202,8 +200,8 @@ def test_moe_under_checkpoint(ranks):
 
 @pytest.mark.parametrize("x_grad, weight_grad", [(True, False), (False, True), (False, False)],
                          ids=["x", "weights", "parameters"])
-def test_moe_gradients_of_some(ranks, x_grad, weight_grad):
-    """Frozen tokens or a frozen router: the rest is as it was."""
+def test_moe_gradients_of_some_inputs(ranks, x_grad, weight_grad):
+    """If tokens or router weights need no gradient, they get none. All other gradients are right."""
     model = Model(bias=True)
     without = () if x_grad else ("x",)
     without += () if weight_grad else ("weight",)
@@ -233,15 +231,16 @@ def test_moe_without_gradients(ranks):
     assert all(r["again"] for r in results)
 
 
-def test_moe_is_the_same_in_every_run(ranks):
-    """Forward and backward, bit by bit."""
+def test_moe_gradients_are_the_same_in_every_run(ranks):
+    """Four runs of forward and backward give the same gradients, bit by bit."""
 
     def run(world, device, model):
         moe = make_moe(world, device, model)
         seen = []
         for _ in range(4):
             x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
-            x.requires_grad_(), weight.requires_grad_()
+            x.requires_grad_()
+            weight.requires_grad_()
             moe.zero_grad()
             moe(x, idx, weight).backward(dy)
             seen.append([x.grad, weight.grad, *(p.grad.clone() for p in moe.parameters())])
@@ -252,7 +251,7 @@ def test_moe_is_the_same_in_every_run(ranks):
 
 
 def test_moe_leading_dimensions(ranks):
-    """[batch, sequence, H] comes back in the same shape; indices may be int32, tokens a strided view."""
+    """The result of [batch, sequence, H] has the same shape. Indices may be int32. Inputs may be strided."""
 
     def run(world, device):
         model = Model(tokens=12, unequal=False)
@@ -262,39 +261,40 @@ def test_moe_leading_dimensions(ranks):
         shaped = moe(x.view(3, 4, -1), idx.view(3, 4, -1).to(torch.int32), weight.view(3, 4, -1).double())
         strided = moe(x.t().contiguous().t(), idx.t().contiguous().t(), weight)
         moe.finalize()
-        return shaped.shape == (3, 4, 16) and torch.equal(shaped.view(12, -1),
-                                                          flat) and torch.equal(strided, flat)
+        is_same = torch.equal(shaped.view(12, -1), flat) and torch.equal(strided, flat)
+        return shaped.shape == (3, 4, 16) and is_same
 
     assert all(ranks(run))
 
 
 @pytest.mark.parametrize("activation, wide", [("swiglu", 48), ("gpt_oss", 48), ("gelu", 24)])
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_moe_parameters_are_those_of_checkpoints(ranks, activation, wide, bias):
+def test_moe_parameter_names_and_shapes(ranks, activation, wide, bias):
+    """Names and shapes are those of common checkpoints. repr() shows the main settings."""
+
     def run(world, device):
         moe = epmoe.EPMoE(16, 24, 2 * world.size, 3, world, activation, max_tokens=8, dtype=torch.bfloat16,
                           device=device, bias=bias)
         keep(world, moe)
         shapes = {k: tuple(v.shape) for k, v in moe.state_dict().items()}
-        sane = all(p.dtype == torch.bfloat16 and p.requires_grad and p.isfinite().all() and p.any()
-                   and p.abs().max() <= 1 for p in moe.parameters())
+        are_valid = all(p.dtype == torch.bfloat16 and p.requires_grad and p.isfinite().all() and p.any()
+                        and p.abs().max() <= 1 for p in moe.parameters())
         text = repr(moe)
         moe.finalize()
-        return shapes, bool(sane), text
+        return shapes, bool(are_valid), text
 
     want = {"gate_up_proj": (2, wide, 16), "down_proj": (2, 16, 24)}
     if bias:
         want |= {"gate_up_proj_bias": (2, wide), "down_proj_bias": (2, 16)}
-    for rank, (shapes, sane, text) in enumerate(ranks(run)):
-        assert shapes == want and list(shapes) == list(want) and sane
-        assert (
-            f"activation={activation}" in text
-            and f"rank={rank} of {ranks.size()}" in text
-            and "local_experts=2" in text
-        )
+    for rank, (shapes, are_valid, text) in enumerate(ranks(run)):
+        assert shapes == want and list(shapes) == list(want) and are_valid
+        assert f"activation={activation}" in text and f"rank={rank} of {ranks.size()}" in text
+        assert "local_experts=2" in text
 
 
-def test_moe_starts_within_one_over_the_root_of_fan_in(ranks):
+def test_moe_initial_values_are_bounded_by_fan_in(ranks):
+    """Initial values are at most 1 / sqrt(fan_in)."""
+
     def run(world, device):
         moe = epmoe.EPMoE(64, 256, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device,
                           bias=True)
@@ -325,8 +325,8 @@ def test_moe_starts_within_one_over_the_root_of_fan_in(ranks):
     (lambda a: {k: torch.cat([v, v]) for k, v in a.items()}, "ValueError"),
 ], ids=["dtype", "hidden", "index-dtype", "index-topk", "weight-topk", "sparse", "none", "scalar",
         "index-list", "weight-none", "weight-dtype", "index", "tokens"])
-def test_moe_mistakes(ranks, change, kind):
-    """On one rank; afterwards the module works, and so do its gradients."""
+def test_moe_wrong_arguments(ranks, change, kind):
+    """Rank 1 passes a wrong argument. Afterwards the module still works, and so do its gradients."""
     model = Model(unequal=False)
 
     def run(world, device):
@@ -334,8 +334,10 @@ def test_moe_mistakes(ranks, change, kind):
         x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
         arguments = {"x": x, "idx": idx, "weight": weight}
         world.set_timeout(MISTAKE_LIMIT_S)
-        got = outcome(lambda: moe(*(change(arguments) if world.rank == 1 else arguments).values()), moe.layer)
-        x.requires_grad_(), weight.requires_grad_()
+        passed = change(arguments) if world.rank == 1 else arguments
+        got = outcome(lambda: moe(*passed.values()), moe.layer)
+        x.requires_grad_()
+        weight.requires_grad_()
         y = moe(x, idx, weight)
         y.backward(dy)
         moe.finalize()
@@ -343,13 +345,14 @@ def test_moe_mistakes(ranks, change, kind):
                      **{n: p.grad for n, p in moe.named_parameters()}}
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes([r[0] for r in results], [kind if rank == 1 or kind == "EpIndexError" else "PeerError"
-                                             for rank in range(len(results))], "rank 1",
-                   who=0)
+    kinds = [kind if rank == 1 or kind == "EpIndexError" else "PeerError" for rank in range(len(results))]
+    check_outcomes([r[0] for r in results], kinds, "rank 1", who=0)
     check_moe([r[1] for r in results], model)
 
 
 def test_moe_overflow(ranks):
+    """More rows than the capacity raise EpOverflow. A smaller call afterwards works."""
+
     def run(world, device):
         moe = epmoe.EPMoE(16, 24, 2 * world.size, 2, world, max_tokens=8, dtype=torch.float32, device=device,
                           capacity=7)
@@ -371,16 +374,17 @@ def test_moe_unknown_activation(activation):
         epmoe.EPMoE(16, 24, 4, 2, None, activation)
 
 
-def test_moe_gpt_oss_with_other_numbers():
-    """By hand: the reference that the other tests go by is the same function that the CPU computes with."""
+def test_moe_gpt_oss_parameters():
+    """Values computed by hand, because the oracle of the other tests is also what the CPU backend uses."""
+
     def gate_up(activation, gate, up):
         return epmoe.reference.activate(torch.tensor([gate, up], dtype=torch.float64), activation).item()
 
     def sigmoid(x):
         return 1 / (1 + math.exp(-x))
 
-    assert gate_up("gpt_oss", 2.0,
-                   0.5) == pytest.approx(1.5 * 2 * sigmoid(1.702 * 2)) == gate_up(epmoe.GptOss(), 2.0, 0.5)
+    assert gate_up("gpt_oss", 2.0, 0.5) == pytest.approx(1.5 * 2 * sigmoid(1.702 * 2))
+    assert gate_up("gpt_oss", 2.0, 0.5) == gate_up(epmoe.GptOss(), 2.0, 0.5)
     assert gate_up("gpt_oss", 9.0, -9.0) == pytest.approx(-6 * 7 * sigmoid(1.702 * 7))
     assert gate_up(epmoe.GptOss(alpha=0.5, limit=3), 9.0, 9.0) == pytest.approx(4 * 3 * sigmoid(1.5))
     assert gate_up(epmoe.GptOss(alpha=0.5, limit=3), -9.0, -9.0) == pytest.approx(-2 * -9 * sigmoid(-4.5))

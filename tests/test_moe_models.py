@@ -1,4 +1,4 @@
-"""EPMoE as a part of models: what their users do around it."""
+"""EPMoE as a part of models: initialization, checkpoints, autocast, dtypes, DistributedDataParallel."""
 
 import os
 from unittest import mock
@@ -23,6 +23,7 @@ def make_moe(world, device, seed, **options):
 
 
 def routed(world, device, tokens=6, dtype=torch.float32):
+    """Random x [T, H], expert indices and weights [T, K]."""
     g = torch.Generator().manual_seed(world.rank)
     weight, idx = torch.rand(tokens, 3 * world.size, generator=g).topk(TOPK)
     return torch.randn(tokens, HIDDEN, generator=g).to(device, dtype), idx.to(device), weight.to(device)
@@ -38,9 +39,10 @@ def _start(rank, world_size, bias):
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-def test_moe_starts_alike_on_any_number_of_ranks(bias):
-    """With the same seed on all ranks every expert is another, and the same as in one process: a rank has its
-    part of the whole.
+def test_moe_initial_values_do_not_depend_on_number_of_ranks(bias):
+    """With the same seed on all ranks, each rank has its part of the parameters that a single process has.
+
+    All experts differ from each other.
     """
     results, alone = process_ranks(_start, 2, bias), _start(0, 1, bias)
     for name, p in alone.items():
@@ -50,8 +52,8 @@ def test_moe_starts_alike_on_any_number_of_ranks(bias):
         assert torch.equal(torch.cat([r[name] for r in results]), p), name
 
 
-def test_moe_from_a_whole_checkpoint(ranks):
-    """A rank takes its experts' part of each parameter."""
+def test_moe_from_full_checkpoint(ranks):
+    """Each rank loads the slice of its experts from each full parameter."""
 
     def run(world, device):
         g = torch.Generator().manual_seed(3)
@@ -60,8 +62,8 @@ def test_moe_from_a_whole_checkpoint(ranks):
                 "down_proj": torch.randn(num_experts, HIDDEN, INNER, generator=g)}
         moe = make_moe(world, device, 0)
         local = moe.layer.num_local_experts
-        moe.load_state_dict({name: p[world.rank * local : (world.rank + 1) * local] for name,
-                             p in full.items()})
+        mine = slice(world.rank * local, (world.rank + 1) * local)
+        moe.load_state_dict({name: p[mine] for name, p in full.items()})
         x, idx, weight = routed(world, device)
         y = moe(x, idx, weight).detach()
         moe.finalize()
@@ -77,7 +79,7 @@ def test_moe_from_a_whole_checkpoint(ranks):
 
 
 def test_moe_under_autocast(ranks):
-    """Layers before it give another dtype then; the experts multiply in theirs."""
+    """Under autocast, EPMoE converts inputs to its own dtype. Without autocast it raises TypeError."""
 
     def run(world, device):
         moe = make_moe(world, device, 1)
@@ -86,22 +88,25 @@ def test_moe_under_autocast(ranks):
         want = moe(half.float(), idx, weight)
         with torch.autocast(device.type, torch.bfloat16):
             y = moe(half, idx, weight)
-        refused = outcome(lambda: moe(half, idx, weight))
+        without = outcome(lambda: moe(half, idx, weight))
         moe.finalize()
-        return torch.equal(y, want) and y.dtype == torch.float32, refused.kinds
+        return torch.equal(y, want) and y.dtype == torch.float32, without.kinds
 
     assert all(same and "TypeError" in kinds for same, kinds in ranks(run))
 
 
-def test_moe_of_another_dtype_than_it_was_made_for(ranks):
-    """Told, with what helps; and it goes on in its own."""
+def test_moe_converted_to_another_dtype_raises(ranks):
+    """After moe.bfloat16(), a call raises an error that says what to do. moe.float() repairs the module."""
 
     def run(world, device):
         moe = make_moe(world, device, 1)
         x, idx, weight = routed(world, device)
         want = moe(x, idx, weight)
-        got = outcome(lambda: moe.bfloat16()(x.bfloat16(), idx, weight) if world.rank == 0
-                      else moe(x, idx, weight))
+
+        def call():
+            return moe.bfloat16()(x.bfloat16(), idx, weight) if world.rank == 0 else moe(x, idx, weight)
+
+        got = outcome(call)
         again = moe.float()(x, idx, weight)
         moe.finalize()
         return got, again.shape == want.shape
@@ -124,19 +129,19 @@ class Block(torch.nn.Module):
 
 
 def _train(rank, world_size):
-    """As docs/guide.md says, beside DistributedDataParallel.
+    """Rank main: one training step with DistributedDataParallel, as docs/guide.md describes it.
 
-    Returns what it started with and ended with, and its tokens.
+    Returns the parameters, their gradients, the tokens, and the names of the expert parameters.
     """
     torch.manual_seed(0)
     model = Block(3 * world_size)
     experts = [f"{path}.{name}" for path, part in model.named_modules() if isinstance(part, epmoe.EPMoE)
                for name, _ in part.named_parameters()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
-    model_of_all = DistributedDataParallel(model)
+    ddp = DistributedDataParallel(model)
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(rank))
-    model_of_all(x).square().mean().backward()
+    ddp(x).square().mean().backward()
     for n, p in model.named_parameters():
         p.grad /= world_size if n in experts else 1
     grads = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -145,8 +150,8 @@ def _train(rank, world_size):
 
 
 @pytest.mark.cpu_only
-def test_moe_beside_distributed_data_parallel():
-    """The gradient of the mean over ranks, of every parameter, as in one process."""
+def test_moe_with_distributed_data_parallel():
+    """Every parameter has the gradient of the mean loss over ranks, as computed in one process."""
     results = process_ranks(_train, 2)
     experts = results[0][3]
     assert experts == ["moe.gate_up_proj", "moe.down_proj"]
@@ -167,16 +172,16 @@ def test_moe_beside_distributed_data_parallel():
 
 
 @pytest.mark.cpu_only
-def test_moe_without_a_process_group_is_told():
-    """Started by torchrun, but without init_process_group: each rank would be alone with a model of its own.
-    """
+def test_moe_without_process_group_raises():
+    """Under torchrun but without init_process_group, each rank would silently train a separate model."""
+    text = "4 ranks were started .WORLD_SIZE., but torch.distributed is not initialized"
     with mock.patch.dict(os.environ, {"WORLD_SIZE": "4"}):
-        with pytest.raises(ValueError,
-                           match="4 ranks were started .WORLD_SIZE., but torch.distributed is not initialized"):
+        with pytest.raises(ValueError, match=text):
             epmoe.World()
 
 
 def _checkpointed(rank, world_size):
+    """Rank main: whether a compiled step with activation checkpointing gives the results of eager mode."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Block(2 * world_size)
@@ -191,5 +196,5 @@ def _checkpointed(rank, world_size):
 
 
 @pytest.mark.cpu_only
-def test_moe_checkpointed_inside_a_compiled_step():
+def test_moe_checkpoint_inside_compiled_step():
     assert all(process_ranks(_checkpointed, 2))

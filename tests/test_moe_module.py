@@ -1,4 +1,4 @@
-"""EPMoE as a module: over layers of either kind, with its defaults, and when it is given up."""
+"""EPMoE as a module: over both kinds of layers, with default options, with shared layers, and finalize()."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from test_moe_layer import ACTIVATIONS, Model, check_moe, close, inputs_of, make
 
 
 def over_plain_layer(world, device, model):
-    """The same over a layer that only moves rows: the products come one after the other."""
+    """As make_moe, but over an EPAll2AllLayer, which only moves rows. The GEMMs are separate operations."""
     layer = epmoe.EPAll2AllLayer(world, model.tokens, model.hidden, model.topk,
                                  num_tot_experts=model.num_local * world.size, dtype=model.dtype,
                                  enable_local_combine=model.local, combine_mode=model.mode, device=device)
@@ -23,12 +23,12 @@ def over_plain_layer(world, device, model):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_moe_over_a_layer_that_only_moves(ranks, activation):
+def test_moe_over_plain_layer(ranks, activation):
     model = Model(activation=activation, bias=True)
     check_moe(ranks(lambda world, device: run_moe(world, device, model, make=over_plain_layer)), model)
 
 
-def test_moe_as_it_is_made(ranks):
+def test_moe_default_options(ranks):
     def run(world, device):
         moe = epmoe.EPMoE(16, 24, 2 * world.size, 3, world, dtype=torch.float32, device=device)
         made = moe.layer.max_tokens, moe.layer._config[6], moe.activation, "topk=3," in repr(moe)
@@ -38,7 +38,7 @@ def test_moe_as_it_is_made(ranks):
     assert ranks(run, world_size=2) == [(4096, epmoe._C.COMBINE_LOCAL, "swiglu", True)] * ranks.size(2)
 
 
-def test_moe_finalize_gives_the_memory_back(ranks):
+def test_moe_finalize_frees_memory(ranks):
     def run(world, device):
         heap = epmoe.SymmetricHeap(world, 1 << 24, device)
         keep(world, heap)
@@ -52,16 +52,16 @@ def test_moe_finalize_gives_the_memory_back(ranks):
     assert ranks(run, world_size=2) == [(True, "EpClosed")] * ranks.size(2)
 
 
-def test_moe_without_token_saving_says_its_own_topk(ranks):
-    (text, *_) = ranks(lambda world, device: repr(make_moe(world, device, Model(), token_saving=False)),
-                       world_size=2)
+def test_moe_repr_shows_topk_without_token_saving(ranks):
+    def run(world, device):
+        return repr(make_moe(world, device, Model(), token_saving=False))
+
+    (text, *_) = ranks(run, world_size=2)
     assert "topk=3," in text
 
 
-def test_moe_modules_share_a_layer(ranks):
-    """Two modules, one after the other, through one EPAll2AllLayer: forward through both, then backward
-    through both.
-    """
+def test_moe_modules_share_layer(ranks):
+    """Two modules in sequence use one layer. Forward and backward run through both."""
     model = Model(bias=True, capacity=False)
 
     def run(world, device):
@@ -71,7 +71,8 @@ def test_moe_modules_share_a_layer(ranks):
         second.load_state_dict({k: 0.5 * v for k, v in first.state_dict().items()})
         x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size))
         other = inputs_of(model, world.rank, world.size, step=1)[1].to(device)
-        x.requires_grad_(), weight.requires_grad_()
+        x.requires_grad_()
+        weight.requires_grad_()
         y = second(first(x, idx, weight), other, weight)
         y.backward(dy)
         first.finalize()
@@ -105,13 +106,11 @@ def test_moe_modules_share_a_layer(ranks):
 def test_moe_shared_layer_must_fit(ranks):
     def run(world, device):
         moe = make_moe(world, device, Model())
-        got = [outcome(lambda o=o: epmoe.EPMoE(**({"hidden": 16, "inner": 24, "num_experts": 2 * world.size,
-                                                   "topk": 3, "dtype": torch.float32,
-                                                    "layer": moe.layer} | o)))
-               for o in ({"hidden": 32}, {"topk": 2}, {"num_experts": 4 * world.size},
-                         {"dtype": torch.bfloat16})]
-        got += [outcome(lambda: epmoe.EPMoE(16, 24, 2 * world.size, 3, dtype=torch.float32, layer=moe.layer,
-                                            num_bufers=2))]
+        right = {"hidden": 16, "inner": 24, "num_experts": 2 * world.size, "topk": 3, "dtype": torch.float32,
+                 "layer": moe.layer}
+        wrong = ({"hidden": 32}, {"topk": 2}, {"num_experts": 4 * world.size}, {"dtype": torch.bfloat16},
+                 {"num_bufers": 2})
+        got = [outcome(lambda o=o: epmoe.EPMoE(**(right | o))) for o in wrong]
         moe.finalize()
         return got
 
@@ -121,36 +120,38 @@ def test_moe_shared_layer_must_fit(ranks):
 
 
 @pytest.mark.parametrize("options, texts", [
-    ({"inner": 32}, ("inner 32", "inner 24")), ({"activation": "gpt_oss"}, ("gpt_oss", "swiglu")),
+    ({"inner": 32}, ("inner 32", "inner 24")),
+    ({"activation": "gpt_oss"}, ("gpt_oss", "swiglu")),
     ({"bias": True}, ("bias True", "bias False")),
-    ({"hidden": 32}, ("hidden",)), ({"num_tail_sms": 1, "num_sm": 4}, ()),
+    ({"hidden": 32}, ("hidden",)),
+    ({"num_tail_sms": 1, "num_sm": 4}, ()),
 ], ids=["inner", "activation", "bias", "hidden", "knobs"])
-def test_moe_ranks_that_make_different_ones(ranks, options, texts):
-    """Of what a call would not notice, too; but how a rank moves its tokens is its own affair."""
+def test_moe_different_options_on_one_rank(ranks, options, texts):
+    """Options that must agree are compared, also those that no call would detect. Tuning options may vary."""
 
     def run(world, device):
         world.set_timeout(MISTAKE_LIMIT_S)
         base = {"hidden": 16, "inner": 24, "num_experts": 2 * world.size, "topk": 3, "dtype": torch.float32,
                 "device": device}
-        got = outcome(lambda: keep(world, epmoe.EPMoE(**(base | {"ep_group": world} |
-                                                         (options if world.rank == 1 else {})))))
-        epmoe.EPMoE(**base, ep_group=world).finalize()  # the world goes on
+        mine = options if world.rank == 1 else {}
+        got = outcome(lambda: keep(world, epmoe.EPMoE(**(base | {"ep_group": world} | mine))))
+        epmoe.EPMoE(**base, ep_group=world).finalize()  # the world still works
         return got
 
-    check_outcomes(ranks(run, world_size=2, at_least=2), *(("EpMismatch", "rank 1", "rank 0", *texts) if texts
-                                                           else ("nothing",)))
+    wanted = ("EpMismatch", "rank 1", "rank 0", *texts) if texts else ("nothing",)
+    check_outcomes(ranks(run, world_size=2, at_least=2), *wanted)
 
 
-def test_moe_option_that_there_is_not_on_one_rank(ranks):
+def test_moe_unknown_option_on_one_rank(ranks):
     def run(world, device):
         world.set_timeout(MISTAKE_LIMIT_S)
+        mine = {"num_bufers": 2} if world.rank == 1 else {}
         got = outcome(lambda: keep(world, epmoe.EPMoE(16, 24, 2 * world.size, 3, world, dtype=torch.float32,
-                                                      device=device,
-                                                      **({"num_bufers": 2} if world.rank == 1 else {}))))
+                                                      device=device, **mine)))
         epmoe.EPMoE(16, 24, 2 * world.size, 3, world, dtype=torch.float32, device=device,
-                    num_buffers=2).finalize()
+                    num_buffers=2).finalize()  # the world still works
         return got
 
     results = ranks(run, world_size=2, at_least=2)
-    check_outcomes(results, ["TypeError" if rank == 1 else "PeerError" for rank in range(len(results))],
-                   "num_bufers", who=1, elsewhere=["rank 1"])
+    kinds = ["TypeError" if rank == 1 else "PeerError" for rank in range(len(results))]
+    check_outcomes(results, kinds, "num_bufers", who=1, elsewhere=["rank 1"])

@@ -1,5 +1,6 @@
-"""EPMoE as docs/guide.md has it: clipped gradients, checkpoints of torch.distributed.checkpoint, FSDP,
-devices of a context.
+"""The recipes of docs/guide.md for EPMoE.
+
+They cover gradient clipping, torch.distributed.checkpoint, FSDP, and torch.device contexts.
 """
 
 import pytest
@@ -28,6 +29,7 @@ class Block(nn.Module):
 
 
 def _experts(model):
+    """The names of the expert parameters."""
     return [f"{path}.{name}" for path, part in model.named_modules() if isinstance(part, epmoe.EPMoE)
             for name, _ in part.named_parameters()]
 
@@ -37,24 +39,24 @@ def _x(rank):
 
 
 def _clipped(rank, world_size):
-    """Some steps with the guide's clipping: what is replicated, and the norm of all gradients in one process.
-    """
+    """Rank main: three steps with the clipping of the guide. Returns the norm and the router's weight."""
     torch.manual_seed(0)
     model = Block()
     experts = _experts(model)
-    ddp_like = [p for n, p in model.named_parameters() if n not in experts]
+    replicated = [p for n, p in model.named_parameters() if n not in experts]
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     for _ in range(3):
         optimizer.zero_grad()
         model(_x(rank)).square().mean().backward()
-        for p in ddp_like:
+        for p in replicated:
             dist.all_reduce(p.grad)
             p.grad /= world_size
         for n, p in model.named_parameters():
             if n in experts:
                 p.grad /= world_size
-        own, shared = (sum(p.grad.float().square().sum() for n,
-                           p in model.named_parameters() if (n in experts) == mine) for mine in (True, False))
+        squares = {n: p.grad.float().square().sum() for n, p in model.named_parameters()}
+        own = sum(s for n, s in squares.items() if n in experts)
+        shared = sum(s for n, s in squares.items() if n not in experts)
         dist.all_reduce(own)
         nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, (own + shared).sqrt())
         optimizer.step()
@@ -62,7 +64,8 @@ def _clipped(rank, world_size):
     return (own + shared).sqrt(), model.router.weight.detach().clone()
 
 
-def test_moe_clipping_keeps_what_is_replicated_alike():
+def test_moe_clipping_keeps_replicated_parameters_equal():
+    """Both ranks compute the same norm and router weights, which are those of a single process."""
     (norm_a, router_a), (norm_b, router_b) = process_ranks(_clipped, 2)
     [(norm, router)] = process_ranks(_clipped_alone, 1)
     assert torch.equal(router_a, router_b) and torch.equal(norm_a, norm_b)
@@ -71,7 +74,7 @@ def test_moe_clipping_keeps_what_is_replicated_alike():
 
 
 def _clipped_alone(rank, world_size):
-    """The same in one process, over both ranks' tokens."""
+    """Rank main: the same in one process with the tokens of both ranks."""
     torch.manual_seed(0)
     model = Block()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -85,6 +88,10 @@ def _clipped_alone(rank, world_size):
 
 
 def _checkpointed(rank, world_size, path, saves):
+    """Rank main: save the model if `saves`, clear the parameters, and load them.
+
+    Returns whether each parameter is right, by name.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -95,8 +102,8 @@ def _checkpointed(rank, world_size, path, saves):
     want = {n: t.clone() for n, t in model.state_dict().items()}
 
     def whole():
-        return {n: DTensor.from_local(t, mesh, [Shard(0)], run_check=False) if n in experts else t for n,
-                t in model.state_dict().items()}
+        return {n: DTensor.from_local(t, mesh, [Shard(0)], run_check=False) if n in experts else t
+                for n, t in model.state_dict().items()}
 
     if saves:
         dcp.save({"model": whole()}, checkpoint_id=path)
@@ -109,14 +116,15 @@ def _checkpointed(rank, world_size, path, saves):
     return got
 
 
-def test_moe_checkpoint_is_loaded_by_another_number_of_ranks(tmp_path):
+def test_moe_checkpoint_loads_on_other_number_of_ranks(tmp_path):
+    """Two ranks save a checkpoint. Two, one and four ranks load it."""
     for num_ranks in (2, 1, 4):
         for got in process_ranks(_checkpointed, num_ranks, str(tmp_path), num_ranks == 2):
             assert got == {n: True for n in ("router.weight", "moe.gate_up_proj", "moe.down_proj")}
 
 
 class Shared(Block):
-    """With an expert that all tokens have, added as models add it."""
+    """A block with a shared expert, whose output is added in place or not."""
 
     in_place = False
 
@@ -129,7 +137,7 @@ class Shared(Block):
 
 
 def _sharded(rank, world_size, in_place):
-    """Gradients of the experts, which FSDP keeps in parts."""
+    """Rank main: the gradients of the experts, which FSDP shards."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -145,13 +153,19 @@ def _sharded(rank, world_size, in_place):
     return grads
 
 
-def test_moe_under_fsdp_takes_an_addition_in_place():
-    results = [process_ranks(_sharded, 2, sharded, timeout_s=HANG_S) for sharded in (True, False)]
-    for here, there in zip(*results):
-        assert all(torch.equal(a, b) and bool(a.any()) for a, b in zip(here, there, strict=True))
+def test_moe_under_fsdp_allows_in_place_addition():
+    """An in-place addition to the result of EPMoE gives the same gradients as a normal addition."""
+    results = [process_ranks(_sharded, 2, in_place, timeout_s=HANG_S) for in_place in (True, False)]
+    for in_place, normal in zip(*results):
+        assert all(torch.equal(a, b) and bool(a.any()) for a, b in zip(in_place, normal, strict=True))
 
 
 def _made_on_meta(rank, world_size):
+    """Rank main: create a block under torch.device("meta"), initialize it, and call it.
+
+    Returns whether the parameters are right, the outcome of a call in which rank 1 passes a tensor on the
+    meta device, and the outcome of a right call.
+    """
     torch.manual_seed(0)
     like = Block()
     torch.manual_seed(0)
@@ -170,7 +184,8 @@ def _made_on_meta(rank, world_size):
     return same, wrong, again
 
 
-def test_moe_is_made_and_called_whatever_device_a_context_has():
+def test_moe_created_under_meta_device_context():
+    """EPMoE ignores the device of the context. A tensor on the meta device raises an error."""
     (same, other, again), (_, wrong, _) = process_ranks(_made_on_meta, 2)
     assert same == [True] * 3 and again.kinds == (), again
     assert wrong.kind in ("ValueError", "TypeError") and "meta" in wrong.text and "cpu" in wrong.text, wrong

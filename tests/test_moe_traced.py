@@ -1,6 +1,4 @@
-"""EPMoE where somebody looks on who is no compiler: tracers record it, modes see it, torch.func is told that
-it cannot.
-"""
+"""EPMoE under torch.jit.trace, make_fx, FlopCounterMode and torch.func, which EPMoE does not support."""
 
 import pytest
 import torch
@@ -22,13 +20,13 @@ def make(world, device, capacity):
 
 def inputs(world, device, seed):
     g = generator(seed, world.rank)
-    return (torch.randn(8, 16, generator=g).to(device), torch.randint(0, 2 * world.size, (8, 2),
-                                                                      generator=g).to(device),
-            torch.rand(8, 2, generator=g).to(device))
+    x = torch.randn(8, 16, generator=g).to(device)
+    idx = torch.randint(0, 2 * world.size, (8, 2), generator=g).to(device)
+    return x, idx, torch.rand(8, 2, generator=g).to(device)
 
 
 def traced(world, device, how, capacity):
-    """What a tracer has made of one call, on other inputs: as the module itself."""
+    """Trace one call, and compare traced and normal calls on other inputs. Returns whether each is equal."""
     moe = make(world, device, capacity)
     with torch.no_grad():
         first, second = inputs(world, device, 1), inputs(world, device, 2)
@@ -42,7 +40,7 @@ def traced(world, device, how, capacity):
 
 @pytest.mark.parametrize("capacity", [False, True], ids=["exact", "capacity"])
 @pytest.mark.parametrize("how", ["jit", "fx"])
-def test_moe_traced(ranks, how, capacity):
+def test_moe_traced_calls_are_right(ranks, how, capacity):
     for same in ranks.isolated(traced, how, capacity, world_size=2, timeout_s=HANG_S):
         assert same == [True, True, True]
 
@@ -55,6 +53,7 @@ TRANSFORMS = {
 
 
 def transformed(world, device, name):
+    """Returns (the outcome of a transform of torch.func, whether a normal call after it is still right)."""
     moe = make(world, device, False)
     x, idx, weight = inputs(world, device, 3)
     before = moe(x, idx, weight)
@@ -66,8 +65,8 @@ def transformed(world, device, name):
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_moe_of_torch_func(ranks, name):
-    """Whose gradients would be zeros."""
+def test_moe_rejects_torch_func(ranks, name):
+    """Without this error, torch.func would silently give zero gradients."""
     results = ranks.isolated(transformed, name, world_size=2, timeout_s=HANG_S)
     check_outcomes([got for got, _ in results], "NotImplementedError",
                    "epmoe does not support torch.func's transforms")

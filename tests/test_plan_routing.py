@@ -1,4 +1,4 @@
-"""The plan against the oracle: every part of the layout, every kind of routing."""
+"""Every part of the plan's layout, compared with the oracle for every kind of routing."""
 
 import dataclasses
 
@@ -7,15 +7,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases import (
-    Case, case_id, check_case, check_plan, indices_of, layout_parts, make_layer, num_tokens,
-    run_case,
-)
+from cases import (Case, case_id, check_case, check_plan, indices_of, layout_parts, make_layer, num_tokens,
+                   run_case)
 from epmoe.testing import PATTERNS
 
 
 def plan_case(world, device, cases):
-    """The plans of some cases of one shape, on one layer."""
+    """The plans of cases of one shape, computed by one layer."""
     layer = make_layer(world, device, cases[0])
     results = []
     for case in cases:
@@ -26,6 +24,7 @@ def plan_case(world, device, cases):
 
 
 def check(ranks, cases, **options):
+    """Compare the plans of one or several cases with the oracle."""
     cases = cases if isinstance(cases, list) else [cases]
     results = ranks(plan_case, cases, **options)
     for i, case in enumerate(cases):
@@ -40,7 +39,7 @@ def test_plan_pattern(ranks, pattern, index_dtype):
 
 
 @pytest.mark.parametrize("tokens", ["full", "none", "first_none", "only_last", "unequal"])
-def test_plan_tokens_of_ranks(ranks, tokens):
+def test_plan_numbers_of_tokens(ranks, tokens):
     check(ranks, [Case(topk=3, max_tokens=20, tokens=tokens, seed=s) for s in range(4)])
 
 
@@ -52,7 +51,7 @@ def test_plan_topk(ranks, topk):
 
 @pytest.mark.parametrize("num_local", [1, 2, 7, 64, 128])
 def test_plan_experts(ranks, num_local):
-    """One expert a rank (E = W) up to E = 512 on four ranks."""
+    """From one expert on each rank (E = W) to E = 512 on four ranks."""
     check(ranks, [Case(num_local=num_local, topk=4, max_tokens=50, pattern=p)
                   for p in ("uniform", "distinct", "edges", "one_expert")])
 
@@ -64,8 +63,8 @@ def test_plan_world_size(ranks, world_size):
 
 
 def test_plan_tiles_of_many_rows(ranks):
-    """Experts of 0, 1, 127, 128, 129 and many rows: a tile ends with its expert."""
-    check(ranks, [Case(num_local=3, topk=2, max_tokens=m, pattern=p) for m in (400,)
+    """Experts with 0, 1, 127, 128, 129 and more rows. A tile ends where its expert ends."""
+    check(ranks, [Case(num_local=3, topk=2, max_tokens=400, pattern=p)
                   for p in ("one_expert", "uniform", "edges")])
 
     def exact(world, device):
@@ -80,12 +79,12 @@ def test_plan_tiles_of_many_rows(ranks):
     results = ranks(exact, world_size=2)
     check_plan(results, 6 * len(results))
     if len(results) <= 8:
-        assert list(zip(results[0]["tile_expert"].tolist(),
-                        results[0]["tile_row"].tolist()))[: results[0]["num_tiles"]] == [
-            (1, 0), (2, 1), (3, 128), (4, 256), (4, 384), (5, 385), (5, 513)]
+        got = results[0]
+        tiles = list(zip(got["tile_expert"].tolist(), got["tile_row"].tolist()))[: got["num_tiles"]]
+        assert tiles == [(1, 0), (2, 1), (3, 128), (4, 256), (4, 384), (5, 385), (5, 513)]
 
 
-@pytest.mark.parametrize("max_tokens", [1500, 4100, 9000])  # a kernel of a few blocks, of 64, of 128
+@pytest.mark.parametrize("max_tokens", [1500, 4100, 9000])  # the kernel has a few, 64 and 128 CTAs
 def test_plan_many_tokens(ranks, max_tokens):
     check(ranks, [Case(num_local=16, topk=8, max_tokens=max_tokens, hidden=8, pattern=p, tokens="unequal")
                   for p in ("distinct", "sentinels")])
@@ -96,7 +95,7 @@ def test_plan_capacity_gives_the_same_plan(ranks):
 
 
 def test_plan_is_the_same_in_every_run(ranks):
-    """Bits do not depend on the number of workers or on which atomic came first."""
+    """The bits do not depend on the number of workers, or on the order of atomic operations."""
 
     def plans(world, device):
         seen = []
@@ -123,15 +122,15 @@ def test_plan_is_the_same_in_every_run(ranks):
 
 
 def test_plan_of_fewer_tokens_than_before(ranks):
-    """Nothing of a larger plan is left in a smaller one."""
+    """A small plan contains nothing of an earlier, larger plan."""
 
     def shrink(world, device):
         case = Case(topk=4, max_tokens=60)
         layer = make_layer(world, device, case)
         results = []
         for n in (60, 7, 0, 1, 60, 3):
-            idx = indices_of(dataclasses.replace(case, max_tokens=n, seed=n), world.rank,
-                             world.size) if n else torch.zeros(0, 4, dtype=torch.int64)
+            smaller = dataclasses.replace(case, max_tokens=n, seed=n)
+            idx = indices_of(smaller, world.rank, world.size) if n else torch.zeros(0, 4, dtype=torch.int64)
             results.append({"idx": idx, **layout_parts(layer.preprocess(idx.to(device)))})
         layer.finalize()
         return results
@@ -142,7 +141,7 @@ def test_plan_of_fewer_tokens_than_before(ranks):
 
 
 def any_indices(data, num_ranks):
-    """A small Case, and [T, K] of each rank, T up to 6; hypothesis draws them."""
+    """A small Case and the indices [T, K] of each rank, with T up to 6. hypothesis draws both."""
     topk, num_local = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))
     choices = st.lists(st.integers(-1, num_local * num_ranks), min_size=topk, max_size=topk)
     indices = [torch.tensor(data.draw(st.lists(choices, max_size=6)), dtype=torch.int64).reshape(-1, topk)
@@ -154,7 +153,7 @@ def any_indices(data, num_ranks):
           suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_plan_any_indices(ranks, data):
-    """Whatever the indices are, down to single tokens; hypothesis shrinks what fails."""
+    """Arbitrary indices of a few tokens. hypothesis shrinks a failing example."""
     case, indices = any_indices(data, ranks.size(3))
 
     def plan(world, device):
@@ -166,8 +165,8 @@ def test_plan_any_indices(ranks, data):
     check_plan(ranks(plan, world_size=3), case.num_local * len(indices))
 
 
-def test_plan_layout_says_what_it_is(ranks):
-    def look(world, device):
+def test_plan_layout_repr_and_sizes(ranks):
+    def body(world, device):
         case = Case(topk=2, max_tokens=5, capacity="roomy")
         layer = make_layer(world, device, case)
         layout = layer.preprocess(indices_of(case, world.rank, world.size).to(device))
@@ -177,13 +176,14 @@ def test_plan_layout_says_what_it_is(ranks):
         layer.finalize()
         return text, sizes
 
-    for text, (n, dtype, here, rows) in ranks(look):
-        assert "num_tokens=5" in text and "num_rows=None" in text  # nothing was read from the device yet
-        assert n == num_tokens(Case(max_tokens=5), 0, 1) and dtype == torch.int32 and here and rows >= 0
+    for text, (n, dtype, is_on_device, rows) in ranks(body):
+        assert "num_tokens=5" in text and "num_rows=None" in text  # repr() does not wait for the device
+        assert n == num_tokens(Case(max_tokens=5), 0, 1) and dtype == torch.int32
+        assert is_on_device and rows >= 0
 
 
-def test_plan_ranks_need_not_be_alike(ranks):
-    """int32 indices here and int64 there, more workers here than there: that is each rank's own business."""
+def test_plan_index_dtype_and_workers_may_differ_between_ranks(ranks):
+    """int32 indices on odd ranks and int64 on even ranks, and another number of workers on each rank."""
     case = Case(num_local=3, topk=4, max_tokens=50, tokens="unequal", pattern="sentinels")
 
     def run(world, device):

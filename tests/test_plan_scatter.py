@@ -1,4 +1,4 @@
-"""full_scatter_indices: rows that the caller chooses instead of the plan."""
+"""full_scatter_indices: the caller chooses the rows instead of the plan."""
 
 import dataclasses
 
@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from cases import (MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, check_plan,
-                   check_rows, check_sums, indices_of, inputs_of,
-                   layout_parts, make_layer, outcome, rows_for_combine)
+                   check_rows, check_sums, indices_of, inputs_of, layout_parts, make_layer, outcome,
+                   rows_for_combine)
 from epmoe import reference
 
 CASE = Case(num_local=2, topk=3, max_tokens=11, tokens="unequal", pattern="sentinels", mode="scatter")
 
 
 def scattered(size, case=CASE, seed=0):
-    """Per rank [T, K] int32: the plan's rows in another order, a permutation at each rank."""
+    """The plan's rows in another order: a permutation at each destination rank.
+
+    Returns (for each rank [T, K] int32, the plan of the oracle with these rows).
+    """
     indices = [indices_of(case, r, size) for r in range(size)]
     p = reference.plan(indices, case.num_local * size)
     g = torch.Generator().manual_seed(seed)
@@ -28,14 +31,15 @@ def scattered(size, case=CASE, seed=0):
             new[of] = orders[r][at[of]]
         rows.append(new.to(torch.int32))
     moved = {"rows": [rows_at[torch.argsort(order)] for rows_at, order in zip(p["rows"], orders)],
-             "token_row": [r.long() for r in rows],
-             "counts": p["counts"], "send_tokens": p["send_tokens"]}
+             "token_row": [r.long() for r in rows], "counts": p["counts"], "send_tokens": p["send_tokens"]}
     return rows, moved
 
 
 @pytest.mark.parametrize("mode", ["scatter", "gather", "local"])
 @pytest.mark.parametrize("form", ["own", "gathered"])
-def test_plan_scatter_indices_move_the_rows(ranks, form, mode):
+def test_plan_scatter_indices_move_rows(ranks, form, mode):
+    """A rank may pass its own indices, or those of all ranks."""
+
     def run(world, device):
         case = dataclasses.replace(CASE, mode=mode)
         layer = make_layer(world, device, case)
@@ -63,11 +67,10 @@ def test_plan_scatter_indices_of_the_plan_change_nothing(ranks):
         idx = indices_of(CASE, world.rank, world.size).to(device)
         first = layer.preprocess(idx)
         second = layer.preprocess(idx, first.token_dst_scatter_idx.contiguous())
-        same = torch.equal(first.token_dst_scatter_idx,
-                           second.token_dst_scatter_idx) and torch.equal(first.token_sort_indices,
-                                                                         second.token_sort_indices)
+        same = [torch.equal(getattr(first, name), getattr(second, name))
+                for name in ("token_dst_scatter_idx", "token_sort_indices")]
         layer.finalize()
-        return same
+        return all(same)
 
     assert all(ranks(run))
 
@@ -86,19 +89,20 @@ def test_plan_scatter_indices_of_dropped_choices_are_ignored(ranks):
     check_plan(results, 2 * len(results), scattered(len(results))[1])
 
 
-# What is wrong on one rank only; the other ranks must not be left in the next operation.
+# ---- wrong indices on one rank: the other ranks must not hang in their next operation ----
 
 
 WRONG = Case(num_local=2, topk=3, max_tokens=8)
 
 
-def wrong_scatter(world, device, spoil):
+def wrong_scatter(world, device, make_wrong):
+    """Rank 1 passes wrong indices to dispatch. Returns (the outcome, what afterwards() returned)."""
     case = WRONG
     layer = make_layer(world, device, case)
     idx = indices_of(case, world.rank, world.size).to(device)
     rows = layer.preprocess(idx).token_dst_scatter_idx.clone()
     if world.rank == 1:
-        rows = spoil(rows)
+        rows = make_wrong(rows)
     world.set_timeout(MISTAKE_LIMIT_S)
     x = torch.ones(len(idx), case.hidden, dtype=case.dtype, device=device)
     got = outcome(lambda: layer.dispatch(x, idx, full_scatter_indices=rows)[0].shape, layer)
@@ -106,40 +110,43 @@ def wrong_scatter(world, device, spoil):
 
 
 def change(at, value):
-    def spoil(rows):
+    """A function that sets one index to a value."""
+    def make_wrong(rows):
         rows[at] = value
         return rows
 
-    return spoil
+    return make_wrong
 
 
-@pytest.mark.parametrize("spoil", [lambda r: r[:-1].contiguous(), lambda r: torch.cat([r, r, r[:1]])],
+@pytest.mark.parametrize("make_wrong", [lambda r: r[:-1].contiguous(), lambda r: torch.cat([r, r, r[:1]])],
                          ids=["short", "long"])
-def test_plan_scatter_indices_of_wrong_length(ranks, spoil):
-    results = ranks(wrong_scatter, spoil, world_size=3, at_least=2)
+def test_plan_scatter_indices_of_wrong_length(ranks, make_wrong):
+    results = ranks(wrong_scatter, make_wrong, world_size=3, at_least=2)
     check_outcomes([r[0] for r in results], "ValueError", "rank 1", "full_scatter_indices")
     check_afterwards([r[0] for r in results], [r[1] for r in results], WRONG)
 
 
-@pytest.mark.parametrize("spoil", [change((0, 0), 10**6), change((0, 0), -7), change((-1, -1), 2**31 - 1)],
+@pytest.mark.parametrize("make_wrong",
+                         [change((0, 0), 10**6), change((0, 0), -7), change((-1, -1), 2**31 - 1)],
                          ids=["far", "negative", "largest"])
-def test_plan_scatter_index_outside_the_rows(ranks, spoil):
-    results = ranks(wrong_scatter, spoil, world_size=3, at_least=2)
+def test_plan_scatter_index_outside_rows(ranks, make_wrong):
+    """Rank 1 raises ValueError. The other ranks raise ValueError or PeerError that names rank 1."""
+    results = ranks(wrong_scatter, make_wrong, world_size=3, at_least=2)
     outcomes = [r[0] for r in results]
-    check_outcomes(outcomes, [outcomes[rank].kind if outcomes[rank].kind in ("ValueError", "PeerError")
-                              else "ValueError" for rank in range(len(outcomes))],
-                   "rank 1")
+    kinds = [o.kind if o.kind in ("ValueError", "PeerError") else "ValueError" for o in outcomes]
+    check_outcomes(outcomes, kinds, "rank 1")
     assert outcomes[1].kind == "ValueError" and "full_scatter_indices" in outcomes[1].text
     check_afterwards([r[0] for r in results], [r[1] for r in results], WRONG)
 
 
-@pytest.mark.parametrize("spoil, kind",
-                         [(lambda r: r.long(), "TypeError"), (lambda r: r[:, :2].contiguous(), "ValueError"),
-                          (lambda r: r.reshape(-1), "ValueError"),
-                                         (lambda r: [1, 2], "TypeError")],
-                         ids=["int64", "columns", "flat", "list"])
-def test_plan_scatter_indices_of_wrong_kind(ranks, spoil, kind):
-    results = ranks(wrong_scatter, spoil, world_size=3, at_least=2)
-    check_outcomes([r[0] for r in results], [kind if rank == 1 else "PeerError"
-                                             for rank in range(len(results))], elsewhere=["rank 1"], who=1)
+@pytest.mark.parametrize("make_wrong, kind", [
+    (lambda r: r.long(), "TypeError"),
+    (lambda r: r[:, :2].contiguous(), "ValueError"),
+    (lambda r: r.reshape(-1), "ValueError"),
+    (lambda r: [1, 2], "TypeError"),
+], ids=["int64", "columns", "flat", "list"])
+def test_plan_scatter_indices_of_wrong_kind(ranks, make_wrong, kind):
+    results = ranks(wrong_scatter, make_wrong, world_size=3, at_least=2)
+    kinds = [kind if rank == 1 else "PeerError" for rank in range(len(results))]
+    check_outcomes([r[0] for r in results], kinds, elsewhere=["rank 1"], who=1)
     check_afterwards([r[0] for r in results], [r[1] for r in results], WRONG)

@@ -1,8 +1,11 @@
-"""The order in which tokens travel: out by the first expert that they want at a rank, home by the last, or as
-they stand.
+"""The order in which a rank sends tokens and receives their sums.
 
-A layout's token_slots number the tokens that a rank sends home; send_token lists those that go out, rank by
-rank. Whatever the order, rows and sums are the same, bit by bit.
+With token_sorting, a rank sends its tokens to a peer in the order of the first expert that they choose
+there. The peer returns the sums in the order of the last expert. Without token_sorting, both use the order
+of the input.
+
+send_token of a layout lists the tokens that go to each rank. token_slots numbers the sums that each rank
+returns. Rows and sums are the same in any order, bit by bit.
 """
 
 import dataclasses
@@ -14,20 +17,18 @@ from hypothesis import strategies as st
 
 import epmoe
 from cases import (MODES, Case, capacity_of, case_id, check_rows, check_sums, generator, indices_of,
-                   inputs_of, keep, layout_parts,
-                   run_routing, same_bits, same_numbers, soil)
+                   inputs_of, keep, layout_parts, run_routing, same_bits, same_numbers, soil)
 from epmoe import reference
 from epmoe.testing import PATTERNS
 from test_plan_routing import any_indices
 
 
 def make_op(world, device, case, kind=epmoe.EpAll2AllFusedOp, **options):
-    """An EpAll2AllFusedOp for a case; see cases.make_layer."""
+    """An EpAll2AllFusedOp for a case. See cases.make_layer."""
     options = ({"fused": True} if issubclass(kind, epmoe.EpAll2AllFusedOp) else {}) | options
     options = {"combine_mode": "scatter" if case.mode == "local" else case.mode,
-               "enable_local_combine": case.mode == "local",
-               "capacity": capacity_of(case, world.size), "num_sm": case.num_sm,
-               "num_buffers": case.num_buffers} | options
+               "enable_local_combine": case.mode == "local", "capacity": capacity_of(case, world.size),
+               "num_sm": case.num_sm, "num_buffers": case.num_buffers} | options
     op = kind(world, case.max_tokens, case.hidden, case.topk, num_tot_experts=case.num_local * world.size,
               dtype=case.dtype, device=device, **options)
     keep(world, op)
@@ -35,12 +36,12 @@ def make_op(world, device, case, kind=epmoe.EpAll2AllFusedOp, **options):
 
 
 def ordered(tokens, key):
-    """tokens by (key, token): both [N]."""
+    """tokens [N] sorted by (key, token). key is [N] too."""
     return tokens[torch.argsort(key * (int(tokens.max()) + 1 if len(tokens) else 1) + tokens)]
 
 
 def slots_of(idx, num_experts, num_ranks, is_sorted):
-    """What should be: token_slots [T, W], and of every rank the list of tokens that go there."""
+    """The expected token_slots [T, W], and for each rank the expected list of tokens that go there."""
     idx, local = idx.long().cpu(), num_experts // num_ranks
     slots, sent = torch.full((len(idx), num_ranks), -1), []
     for r in range(num_ranks):
@@ -54,71 +55,72 @@ def slots_of(idx, num_experts, num_ranks, is_sorted):
     return slots, sent
 
 
-def travel_of(layout):
-    """The two orders, as a layout has them."""
+def orders_of(layout):
+    """token_slots and, as "sent", the lists of sent tokens of a layout."""
     size, count = layout.layer.world_size, layout.send_tokens.tolist()
     lists = layout._part("send_token", size, layout.num_tokens)
-    return {"token_slots": layout.token_slots.clone(), "sent": [lists[r, :n].clone() for r,
-                                                                n in enumerate(count)]}
+    sent = [lists[r, :n].clone() for r, n in enumerate(count)]
+    return {"token_slots": layout.token_slots.clone(), "sent": sent}
 
 
-def check_travel(got, idx, num_experts, num_ranks, is_sorted, say=""):
+def check_orders(got, idx, num_experts, num_ranks, is_sorted, where=""):
+    """Compare orders_of a layout with the expected orders."""
     slots, sent = slots_of(idx, num_experts, num_ranks, is_sorted)
-    same_numbers(got["token_slots"], slots, f"{say}token_slots")
+    same_numbers(got["token_slots"], slots, f"{where}token_slots")
     for r in range(num_ranks):
-        same_numbers(got["sent"][r], sent[r], f"{say}tokens sent to rank {r}")
+        same_numbers(got["sent"][r], sent[r], f"{where}tokens sent to rank {r}")
 
 
 def plan_case(world, device, cases):
-    """Plans of some cases of one shape, sorted and not."""
+    """The plans of cases of one shape: for each case the indices, and the plan with and without sorting."""
     ops = {s: make_op(world, device, cases[0], token_sorting=s) for s in (True, False)}
     results = []
     for case in cases:
         idx = indices_of(case, world.rank, world.size)
         layouts = {s: op.preprocess(idx.to(device)) for s, op in ops.items()}
-        results.append({"idx": idx, **{s: travel_of(layout) | layout_parts(layout) for s,
-                                       layout in layouts.items()}})
+        results.append({"idx": idx, **{s: orders_of(v) | layout_parts(v) for s, v in layouts.items()}})
     for op in ops.values():
         op.finalize()
     return results
 
 
 def check(ranks, cases, **options):
-    """The order of every rank's tokens; all else in a plan is the same in both."""
+    """Check the orders with and without sorting. All other parts of the two plans must be equal."""
     cases = cases if isinstance(cases, list) else [cases]
     results = ranks(plan_case, cases, **options)
     size = len(results)
     for rank, of_rank in enumerate(results):
         for case, got in zip(cases, of_rank):
             for is_sorted in (True, False):
-                check_travel(got[is_sorted], got["idx"], case.num_local * size, size, is_sorted,
+                check_orders(got[is_sorted], got["idx"], case.num_local * size, size, is_sorted,
                              f"{case}, rank {rank}, sorted {is_sorted}: ")
             tiles = got[True]["num_tiles"]
             for name in set(got[True]) - {"token_slots", "sent"}:
                 a, b = (torch.as_tensor(got[s][name]) for s in (True, False))
-                same_numbers(*((a[:tiles], b[:tiles]) if name.startswith("tile_") else (a, b)),
-                             f"{case}, rank {rank}: {name}")
+                if name.startswith("tile_"):
+                    a, b = a[:tiles], b[:tiles]
+                same_numbers(a, b, f"{case}, rank {rank}: {name}")
 
 
 def test_slots_of_a_routing_by_hand(ranks):
-    """Two ranks, three experts each: written out, so that the oracle is not believed either."""
+    """Two ranks with three experts each. The expected orders are written by hand, to check the oracle too."""
     idx = torch.tensor([[2, 0], [1, 1], [0, 5], [4, 2], [-1, 3], [2, 2], [6, -1], [0, 0]])
 
     def run(world, device):
         op = make_op(world, device, Case(num_local=3, topk=2, max_tokens=8))
-        got = travel_of(op.preprocess(idx.to(device)))
+        got = orders_of(op.preprocess(idx.to(device)))
         op.finalize()
         return got
 
-    out = {0: [0, 2, 7, 1, 3, 5], 1: [4, 3, 2]}  # by first expert at the rank: 0 0 0 1 2 2, and 3 4 5
-    home = {0: [2, 7, 1, 0, 3, 5], 1: [4, 3, 2]}  # by last: 0 0 1 2 2 2
+    out = {0: [0, 2, 7, 1, 3, 5], 1: [4, 3, 2]}  # first experts: 0 0 0 1 2 2 at rank 0, and 3 4 5 at rank 1
+    home = {0: [2, 7, 1, 0, 3, 5], 1: [4, 3, 2]}  # last experts at rank 0: 0 0 1 2 2 2
     slots, sent = slots_of(idx, 6, 2, True)
     for r in (0, 1):
         assert sent[r].tolist() == out[r] and slots[home[r], r].tolist() == list(range(len(home[r])))
         assert (slots[:, r] >= 0).sum() == len(home[r])
     results = ranks(run, world_size=2, at_least=2)
     for got in results:
-        check_travel(got, idx, 3 * len(results), len(results), True)
+        check_orders(got, idx, 3 * len(results), len(results), True)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=case_id)
@@ -129,7 +131,7 @@ def test_slots_pattern(ranks, pattern, index_dtype):
 
 
 @pytest.mark.parametrize("tokens", ["full", "none", "first_none", "only_last", "unequal"])
-def test_slots_tokens_of_ranks(ranks, tokens):
+def test_slots_numbers_of_tokens(ranks, tokens):
     check(ranks, [Case(num_local=3, topk=3, max_tokens=20, tokens=tokens, seed=s) for s in range(3)])
 
 
@@ -141,7 +143,7 @@ def test_slots_topk(ranks, topk):
 
 @pytest.mark.parametrize("num_local", [1, 2, 33, 64, 128])
 def test_slots_experts(ranks, num_local):
-    """From one expert a rank, where nothing is to be sorted, to more than a warp has lanes."""
+    """From one expert on each rank, where sorting changes nothing, to more experts than a warp has lanes."""
     check(ranks, [Case(num_local=num_local, topk=4, max_tokens=60, pattern=p)
                   for p in ("uniform", "distinct", "edges", "one_expert")])
 
@@ -154,42 +156,41 @@ def test_slots_world_size(ranks, world_size):
 
 @pytest.mark.parametrize("topk", [8, 17])
 def test_slots_many_tokens(ranks, topk):
-    """So many that a GPU's plan has several blocks: each sorts what is its own, the places are everybody's.
-    """
+    """So many tokens that the plan kernel has several CTAs. Each sorts its tokens into common positions."""
     most = 9000 if ranks.device.type == "cuda" else 1500
     check(ranks, [Case(num_local=16, topk=topk, max_tokens=most, hidden=8, pattern=p, tokens="unequal")
                   for p in ("distinct", "sentinels", "one_expert")])
 
 
 def test_slots_of_fewer_tokens_than_before(ranks):
-    """Nothing of a larger plan is left in a smaller one."""
+    """A small plan contains nothing of an earlier, larger plan."""
 
     def shrink(world, device):
         case = Case(num_local=3, topk=4, max_tokens=60)
         op = make_op(world, device, case)
         results = []
         for n in (60, 7, 0, 1, 60, 3):
-            idx = indices_of(dataclasses.replace(case, max_tokens=n, seed=n), world.rank,
-                             world.size) if n else torch.zeros(0, 4, dtype=torch.int64)
-            results.append((idx, travel_of(op.preprocess(idx.to(device)))))
+            smaller = dataclasses.replace(case, max_tokens=n, seed=n)
+            idx = indices_of(smaller, world.rank, world.size) if n else torch.zeros(0, 4, dtype=torch.int64)
+            results.append((idx, orders_of(op.preprocess(idx.to(device)))))
         op.finalize()
         return results
 
     results = ranks(shrink)
     for of_rank in results:
         for idx, got in of_rank:
-            check_travel(got, idx, 3 * len(results), len(results), True)
+            check_orders(got, idx, 3 * len(results), len(results), True)
 
 
 def test_slots_are_the_same_in_every_run(ranks):
-    """Bits do not depend on the number of workers, or on which of them came first."""
+    """The bits do not depend on the number of workers, or on the order in which they run."""
 
     def plans(world, device):
         case, seen = Case(num_local=4, topk=6, max_tokens=300, pattern="sentinels"), []
         idx = indices_of(case, world.rank, world.size).to(device)
         for num_sm in (1, 5):
             op = make_op(world, device, case, num_sm=num_sm)
-            seen += [travel_of(op.preprocess(idx)) for _ in range(6)]
+            seen += [orders_of(op.preprocess(idx)) for _ in range(6)]
             op.finalize()
         same = all(torch.equal(s["token_slots"], seen[0]["token_slots"]) for s in seen)
         return same and all(torch.equal(a, b) for s in seen for a, b in zip(s["sent"], seen[0]["sent"]))
@@ -201,21 +202,21 @@ def test_slots_are_the_same_in_every_run(ranks):
           suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_slots_of_any_indices(ranks, data):
-    """Whatever the indices are, down to single tokens; hypothesis shrinks what fails."""
+    """Arbitrary indices of a few tokens. hypothesis shrinks a failing example."""
     case, indices = any_indices(data, ranks.size(3))
 
     def plan(world, device):
         op = make_op(world, device, case)
-        got = travel_of(op.preprocess(indices[world.rank].to(device)))
+        got = orders_of(op.preprocess(indices[world.rank].to(device)))
         op.finalize()
         return got
 
     for idx, got in zip(indices, ranks(plan, world_size=3)):
-        check_travel(got, idx, case.num_local * len(indices), len(indices), True)
+        check_orders(got, idx, case.num_local * len(indices), len(indices), True)
 
 
 def scatter_within(p, idx, num_experts, rank):
-    """Rows of another order than the plan's: those of each expert the other way round."""
+    """full_scatter_indices of a rank that reverse the order of the rows of each expert."""
     size, local = len(p["rows"]), num_experts // len(p["rows"])
     rows = p["token_row"][rank].clone()
     per_expert = p["counts"].sum(0)
@@ -228,22 +229,21 @@ def scatter_within(p, idx, num_experts, rank):
     return rows.to(torch.int32)
 
 
-def test_slots_with_rows_of_the_caller(ranks):
-    """full_scatter_indices say where rows stand, not when their tokens travel."""
+def test_slots_do_not_depend_on_scatter_indices(ranks):
+    """full_scatter_indices choose the rows, not the order in which tokens are sent."""
     case = Case(num_local=3, topk=4, max_tokens=21, pattern="sentinels", tokens="unequal")
 
     def run(world, device):
         op = make_op(world, device, case)
         num_experts = case.num_local * world.size
-        of_all = [indices_of(case, r, world.size) for r in range(world.size)]
-        idx = of_all[world.rank]
-        scatter = scatter_within(reference.plan(of_all, num_experts), idx, num_experts, world.rank)
+        indices = [indices_of(case, r, world.size) for r in range(world.size)]
+        idx = indices[world.rank]
+        scatter = scatter_within(reference.plan(indices, num_experts), idx, num_experts, world.rank)
         layout = op.preprocess(idx.to(device), scatter.to(device))
         x, _ = inputs_of(case, world.rank, world.size)
         rows = op.dispatch(x.to(device), layout=layout)[0]
-        got = travel_of(layout) | {"idx": idx,
-                                   "placed": torch.equal(layout.token_dst_scatter_idx.cpu(), scatter), "x": x,
-                                   "rows": rows, "scatter": scatter}
+        are_used = torch.equal(layout.token_dst_scatter_idx.cpu(), scatter)
+        got = orders_of(layout) | {"idx": idx, "are_used": are_used, "x": x, "rows": rows, "scatter": scatter}
         op.finalize()
         return got
 
@@ -251,8 +251,8 @@ def test_slots_with_rows_of_the_caller(ranks):
     size = len(results)
     num_experts = case.num_local * size
     for rank, got in enumerate(results):
-        check_travel(got, got["idx"], num_experts, size, True)
-        assert got["placed"]
+        check_orders(got, got["idx"], num_experts, size, True)
+        assert got["are_used"]
     for source in results:
         kept = (source["idx"] >= 0) & (source["idx"] < num_experts)
         t, k = kept.nonzero(as_tuple=True)
@@ -262,12 +262,12 @@ def test_slots_with_rows_of_the_caller(ranks):
                       f"rows at rank {r}")
 
 
-# ---- what the order must not change ----
+# ---- the order must not change rows, sums and gradients ----
 
 
-def moved(world, device, case, is_sorted, **options):
-    """A case through dispatch and combine, and the layout's order."""
-    op = make_op(world, device, case, token_sorting=is_sorted, **options)
+def moved(world, device, case, is_sorted):
+    """The results of a case with or without sorting, on one rank."""
+    op = make_op(world, device, case, token_sorting=is_sorted)
     soil(op)
     result = run_routing(op, case)
     op.synchronize()
@@ -276,7 +276,7 @@ def moved(world, device, case, is_sorted, **options):
 
 
 def check_moved(ranks, case, **options):
-    """Rows and sums are those of the oracle, sorted and not; so also each other's."""
+    """With and without sorting, rows and sums are those of the oracle. The two results are also equal."""
 
     def run(world, device):
         return [moved(world, device, case, is_sorted) for is_sorted in (True, False)]
@@ -323,7 +323,7 @@ def test_slots_of_ranks_without_tokens_change_nothing(ranks, mode, tokens, weigh
 @pytest.mark.parametrize("num_sm", [1, 5])
 @pytest.mark.parametrize("mode", MODES)
 def test_slots_and_many_workers_change_nothing(ranks, mode, num_sm):
-    """More tokens than a chunk of slots has; several workers take them as they come."""
+    """More tokens than one chunk of slots has. Several workers take chunks in any order."""
     most = 900 if ranks.device.type == "cuda" else 90
     check_moved(ranks, Case(num_local=8, topk=6, hidden=40, max_tokens=most, mode=mode, num_sm=num_sm,
                             pattern="distinct", capacity="roomy"))
@@ -331,7 +331,7 @@ def test_slots_and_many_workers_change_nothing(ranks, mode, num_sm):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_slots_change_no_gradient(ranks, mode):
-    """The gradients of weights come home beside the rows, in the slots in which those do."""
+    """The gradients of the weights return in the same slots as the rows."""
     case = Case(num_local=4, topk=3, hidden=24, max_tokens=25, mode=mode, pattern="sentinels",
                 dtype=torch.float32, tokens="unequal")
 
@@ -361,13 +361,12 @@ def test_slots_change_no_gradient(ranks, mode):
         x, weight, dy = x.double(), weight.double(), dy.double()
         wanted = torch.where(kept, ((x * x) * dy).sum(1, keepdim=True), 0)  # y = sum of weight * x^2
         torch.testing.assert_close(a[1].double(), wanted, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(a[0].double(),
-                                   2 * x * dy * torch.where(kept, weight, 0).sum(1, keepdim=True), rtol=1e-4,
-                                   atol=1e-4)
+        wanted = 2 * x * dy * torch.where(kept, weight, 0).sum(1, keepdim=True)
+        torch.testing.assert_close(a[0].double(), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_slots_of_an_older_layout(ranks):
-    """Rows of one dispatch come home by its own slots, whatever was dispatched since."""
+    """combine uses the slots of its own layout, also if other layouts were created after it."""
     cases = [Case(num_local=3, topk=3, max_tokens=20, tokens="unequal", mode="local", pattern="distinct",
                   seed=s) for s in range(3)]
 

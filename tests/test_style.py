@@ -1,10 +1,15 @@
-"""check_style.py finds each kind of fault, and nothing in sources that keep the rules."""
+"""check_style.py finds each kind of fault, and no fault in files that follow the rules."""
 
 import pytest
 
 import check_style
 
-GOOD = "int f(int a) {\n    int b = 1, c = 2;\n    for (a = 1, b = 2; a < b; a++) c = a;\n    return b + c;\n}\n"
+GOOD = """int f(int a) {
+    int b = 1, c = 2;
+    for (a = 1, b = 2; a < b; a++) c = a;
+    return b + c;
+}
+"""
 FAULTS = {
     "columns": {"epmoe/a.py": "x = 1  # " + "y" * 110},
     "file": {"tests/a.py": "x = 1\n" * 401},
@@ -20,6 +25,7 @@ FAULTS = {
 
 
 def faults_of(root, files, **options):
+    """Write files, {path: text}. Returns (all faults, texts of reported faults, texts of exceptions)."""
     for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
@@ -28,19 +34,19 @@ def faults_of(root, files, **options):
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_style_check_finds(tmp_path, kind):
-    faults, told, _ = faults_of(tmp_path, {"csrc/good.c": GOOD, **FAULTS[kind]}, baseline={})
-    assert [f.rule for f in faults] == [kind.split("-")[0]] and len(told) == 1
+    faults, reported, _ = faults_of(tmp_path, {"csrc/good.c": GOOD, **FAULTS[kind]}, baseline={})
+    assert [f.rule for f in faults] == [kind.split("-")[0]] and len(reported) == 1
 
 
-def test_style_check_accepts_what_keeps_the_rules(tmp_path):
+def test_style_check_accepts_good_files(tmp_path):
     docstring = "def f():\n    '''\n" + "    text\n" * 70 + "    '''\n"
     assert faults_of(tmp_path, {"csrc/a.c": GOOD, "epmoe/a.py": docstring}, baseline={}) == ([], [], [])
 
 
-def test_style_baseline_holds_a_number_of_faults(tmp_path):
+def test_style_baseline_allows_a_number_of_faults(tmp_path):
     key = "columns", "epmoe/a.py"
-    _, told, excepted = faults_of(tmp_path, FAULTS["columns"], baseline={key: 1})
-    assert told == [] and "baseline" in excepted[0]
+    _, reported, excepted = faults_of(tmp_path, FAULTS["columns"], baseline={key: 1})
+    assert reported == [] and "baseline" in excepted[0]
     (tmp_path / "epmoe/a.py").write_text(FAULTS["columns"]["epmoe/a.py"] + "\n" + "z" * 111)
-    told, excepted = check_style.check(tmp_path, baseline={key: 1})
-    assert len(told) == 2 and excepted == []
+    reported, excepted = check_style.check(tmp_path, baseline={key: 1})
+    assert len(reported) == 2 and excepted == []
