@@ -1,5 +1,6 @@
-"""Ranks that die or stop: what the others see, how soon, and that nothing is left behind."""
+"""Ranks that die or stop: which error the other ranks raise, how soon, and that nothing is left."""
 
+import dataclasses
 import os
 import random
 import re
@@ -12,12 +13,9 @@ import torch
 import torch.distributed as dist
 
 import epmoe
-from cases import (
-    MODES, Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome,
-    process_ranks, run_routing,
-)
-from pace import (HANG_S, WAIT_S, Events, continue_later, is_soon, slowness, until_ended,
-                  when_waiting)
+from cases import (MODES, Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome,
+                   process_ranks, run_routing)
+from pace import HANG_S, WAIT_S, Events, continue_later, is_soon, slowness, until_ended, when_waiting
 from traces import abstract_names, held, remember_names, shared_memory_names
 
 pytestmark = pytest.mark.cpu_only
@@ -37,89 +35,94 @@ def arguments_of(layer, case=CASE):
 # ---- kill -9 ----
 
 
+def pick_death(pick, num_alive):
+    """(victim, delay in seconds, combine mode, num_sm). Every process draws the same values."""
+    return pick.randrange(num_alive), pick.random() * 0.08, pick.choice(MODES), pick.choice((1, 3))
+
+
+def _until_a_death(me, victim, delay, case, note):
+    """Run steps until the victim is killed after a delay. Returns what this survivor saw, as a dict."""
+    before = held()
+    world = epmoe.World(timeout_s=WAIT_S)
+    layer = make_layer(world, "cpu", case)
+    arguments = arguments_of(layer)
+    world.exchange(b"go")
+    assert world.lost_ranks() == []
+
+    def die():
+        with open(note, "w") as f:
+            f.write(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if me == victim:
+        threading.Timer(delay, die).start()
+    error, limit = None, time.monotonic() + WAIT_S
+    while error is None and time.monotonic() < limit:
+        try:
+            step(layer, arguments)
+        except epmoe.EpError as e:
+            error, seen_at, lost = e, time.monotonic(), world.lost_ranks()
+    seen = {"kind": type(error).__name__, "text": str(error), "victim": victim, "lost": lost}
+    seen["next call"] = outcome(layer.ep_barrier_all).kind
+    with open(note) as f:
+        seen["latency"] = seen_at - float(f.read())
+    outcome(layer.finalize)
+    seen["close"] = outcome(world.close).kind
+    seen["lost later"] = world.lost_ranks()
+    del layer, world, error, arguments
+    return seen | {"held before": before, "held after": held()}
+
+
 def _die_in_turn(rank, world_size, num_deaths, seed, folder):
-    """One rank after the other is killed in the middle of steps; the rest go on as a smaller world, down to
-    one.
+    """Rank main: one rank after the other is killed during steps. The others continue as a smaller world.
+
+    Returns (what this survivor saw of each death, the socket names of this process).
     """
     torch.set_num_threads(1)
-    pick, alive, told, names = random.Random(seed), list(range(world_size)), [], remember_names()
+    pick, alive, deaths, names = random.Random(seed), list(range(world_size)), [], remember_names()
     held()
     for turn in range(num_deaths):
-        me, victim, delay, mode, num_sm = (
-            alive.index(rank),
-            pick.randrange(len(alive)),
-            pick.random() * 0.08,
-            pick.choice(MODES),
-            pick.choice((1, 3)),
-        )
-        before = held()
-        world = epmoe.World(timeout_s=WAIT_S)
-        layer = make_layer(world, "cpu", Case(num_local=2, topk=3, hidden=64, max_tokens=40, mode=mode,
-                                              num_sm=num_sm))
-        arguments = arguments_of(layer)
-        note = os.path.join(folder, str(turn))
-        world.exchange(b"go")
-        assert world.lost_ranks() == []
-
-        def die():
-            with open(note, "w") as f:
-                f.write(str(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if me == victim:
-            threading.Timer(delay, die).start()
-        error, limit = None, time.monotonic() + WAIT_S
-        while error is None and time.monotonic() < limit:
-            try:
-                step(layer, arguments)
-            except epmoe.EpError as e:
-                error, seen_at, lost = e, time.monotonic(), world.lost_ranks()
-        again = outcome(layer.ep_barrier_all)
-        late = seen_at - float(open(note).read())
-        told.append((type(error).__name__, str(error), victim, late, again.kind, lost))
-        endings = [outcome(layer.finalize).kind, outcome(world.close).kind]
-        told[-1] += (world.lost_ranks(),)
-        del layer, world, error, again, arguments
-        told[-1] += (endings, before, held())
+        victim, delay, mode, num_sm = pick_death(pick, len(alive))
+        case = dataclasses.replace(CASE, mode=mode, num_sm=num_sm)
+        deaths.append(_until_a_death(alive.index(rank), victim, delay, case, os.path.join(folder, str(turn))))
         dist.destroy_process_group()
-        alive = [r for i, r in enumerate(alive) if i not in lost]  # as docs/guide.md has it
+        alive = [r for i, r in enumerate(alive) if i not in deaths[-1]["lost"]]  # as docs/guide.md recommends
         store = dist.FileStore(os.path.join(folder, f"store{turn}"), len(alive))
         dist.init_process_group("gloo", store=store, rank=alive.index(rank), world_size=len(alive))
         world = epmoe.World(timeout_s=WAIT_S)
         layer = make_layer(world, "cpu", CASE)
-        mine, everybody = run_routing(layer, CASE), [None] * len(alive)
-        dist.all_gather_object(everybody, mine)
-        check_case(everybody, CASE)
+        mine, results = run_routing(layer, CASE), [None] * len(alive)
+        dist.all_gather_object(results, mine)
+        check_case(results, CASE)
         layer.finalize()
         world.close()
         del layer, world
-    return told, names
+    return deaths, names
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_world_survives_kill_9(tmp_path, seed):
-    """Twelve deaths at random moments of steps: named within three seconds by every survivor, and a new world
-    works.
+    """Three deaths at random moments of steps. Every survivor names the dead rank within 3 s.
+
+    After each death, a new world of the survivors gives right results.
     """
     before = shared_memory_names()
-    victims, alive = random.Random(seed), [0, 1, 2, 3]
-    dead = []
-    for _ in range(3):  # the same picks as the ranks make
-        dead.append(alive.pop(victims.randrange(len(alive))))
-        victims.random(), victims.choice(MODES), victims.choice((1, 3))
+    pick, alive = random.Random(seed), [0, 1, 2, 3]
+    dead = [alive.pop(pick_death(pick, len(alive))[0]) for _ in range(3)]  # as the ranks pick
     results = process_ranks(_die_in_turn, 4, 3, seed, str(tmp_path), timeout_s=HANG_S, may_die=tuple(dead))
     assert [r is None for r in results] == [rank in dead for rank in range(4)]
-    told, names = results[alive[0]]
-    assert len(told) == 3
-    for kind, text, victim, late, again, lost, lost_later, endings, held_before, held_after in told:
-        assert kind == "PeerDied" and f"rank {victim} died" in text, (kind, text)
-        assert lost == lost_later == [victim]
-        assert is_soon(late, 3), f"seen {late:.2f} s after the death"
-        assert again == "PeerDied" and endings[1] in ("nothing", "PeerDied")
+    deaths, names = results[alive[0]]
+    assert len(deaths) == 3
+    for seen in deaths:
+        assert seen["kind"] == "PeerDied" and f"rank {seen['victim']} died" in seen["text"], seen
+        assert seen["lost"] == seen["lost later"] == [seen["victim"]]
+        assert is_soon(seen["latency"], 3), f"seen {seen['latency']:.2f} s after the death"
+        assert seen["next call"] == "PeerDied" and seen["close"] in ("nothing", "PeerDied")
+        held_before, held_after = seen["held before"], seen["held after"]
         for what in ("fds", "memfds", "heaps", "threads"):
             assert held_after[what] <= held_before[what], f"{what}: {held_before} became {held_after}"
     assert shared_memory_names() == before
-    assert not abstract_names() & set(names), "a socket name is left"
+    assert not abstract_names() & set(names), "a socket name still exists"
 
 
 WAITING = {
@@ -136,6 +139,7 @@ WAITING = {
 
 
 def _die_before(rank, world_size, what):
+    """Rank main: rank 1 is killed while the other ranks wait for it in a call of WAITING."""
     world = epmoe.World(timeout_s=WAIT_S)
     if what != "heap":
         world.heap = epmoe.SymmetricHeap(world, 1 << 20, "cpu")
@@ -144,37 +148,37 @@ def _die_before(rank, world_size, what):
         world.layer = make_layer(world, "cpu", CASE)
     world.exchange(b"go")
     if rank == 1:
-        time.sleep(0.1)  # the others are waiting by now
+        time.sleep(0.1)  # meanwhile the other ranks begin to wait
         os.kill(os.getpid(), signal.SIGKILL)
     return outcome(lambda: WAITING[what](world))
 
 
 @pytest.mark.parametrize("what", WAITING)
-def test_world_death_ends_every_wait(what):
+def test_world_death_ends_every_kind_of_wait(what):
     results = process_ranks(_die_before, 3, what, may_die=(1,))
     check_outcomes([results[0], results[2]], "PeerDied", "rank 1 died", within_s=3)
 
 
 def _fork_then_die(rank, world_size, folder):
+    """Rank main: rank 1 forks a child and is killed. The child lives until rank 0 has raised."""
     world, events = epmoe.World(timeout_s=12 * slowness()), Events(folder)
     layer = make_layer(world, "cpu", CASE)
     if rank == 1:
-        child = os.fork()  # a data loader's worker, say: it inherits every socket, and outlives its parent
+        child = os.fork()  # for example a worker of a data loader: it inherits all sockets
         if child == 0:
-            events.wait("heard")
+            events.wait("raised")
             os._exit(0)
     world.exchange(b"go")
     if rank == 1:
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
     got = outcome(layer.ep_barrier_all)
-    events.set("heard")
+    events.set("raised")
     return got
 
 
-def test_world_death_of_a_rank_whose_child_lives(tmp_path):
-    """A rank is dead when it is dead, not when the last process that it forked is: the child lives until
-    rank 0 has raised."""
+def test_world_death_is_seen_while_a_forked_child_lives(tmp_path):
+    """The death of a rank is reported although its child still holds copies of all its sockets."""
     results = process_ranks(_fork_then_die, 2, str(tmp_path), may_die=(1,))
     check_outcomes(results[:1], "PeerDied", "rank 1", within_s=3)
 
@@ -183,28 +187,30 @@ def test_world_death_of_a_rank_whose_child_lives(tmp_path):
 
 
 def _interrupt(rank, world_size):
+    """Rank main: rank 0 is interrupted by SIGINT while it waits in an exchange."""
     world = epmoe.World(timeout_s=WAIT_S)
     world.exchange(b"go")
     if rank == 1:
-        until_ended(world)  # the others wait for this rank, which comes only when their waits are over
+        until_ended(world)  # the other ranks wait for this rank until the world has ended
     if rank == 0:
-        signal.signal(signal.SIGINT,
-                      # who starts the tests in the background may have it ignored
-                      signal.default_int_handler)
+        # SIGINT may be ignored, if the tests were started in the background.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         when_waiting(world, "exchange", os.kill, os.getpid(), signal.SIGINT)
-    told = "nothing"
+    raised = "nothing"
     try:
         world.exchange(b"x")
     except (KeyboardInterrupt, epmoe.EpError) as e:
-        told = type(e).__name__
-    return told, outcome(world.check)
+        raised = type(e).__name__
+    return raised, outcome(world.check)
 
 
-def test_world_wait_for_a_peer_is_interrupted():
-    """Ctrl-C ends an exchange's wait, and the world with it: a frame that comes later belongs to no exchange.
+def test_world_wait_for_peer_is_interruptible():
+    """Ctrl-C ends the wait of an exchange and also the world.
+
+    The world cannot continue, because a message that arrives later would belong to no exchange.
     """
     results = process_ranks(_interrupt, 3)
-    assert [told for told, _ in results] == ["KeyboardInterrupt", "EpClosed", "EpClosed"], results
+    assert [raised for raised, _ in results] == ["KeyboardInterrupt", "EpClosed", "EpClosed"], results
     check_outcomes([state for _, state in results], "EpClosed", "rank 0 was interrupted")
 
 
@@ -212,8 +218,10 @@ def test_world_wait_for_a_peer_is_interrupted():
 
 
 def _stop(rank, world_size, limit, folder):
-    """Rank 1 stops itself.  Rank 0 continues it after half a second; or, if there is a folder, when the
-    others have raised."""
+    """Rank main: rank 1 stops itself by SIGSTOP.
+
+    Rank 0 continues it after 0.5 s or, if folder is not empty, after all other ranks have raised.
+    """
     events = Events(folder)
     world = epmoe.World(timeout_s=WAIT_S)
     layer = make_layer(world, "cpu", CASE)
@@ -237,8 +245,10 @@ def _stop(rank, world_size, limit, folder):
 
 
 def test_world_stopped_rank_is_named_at_the_limit(tmp_path):
-    """Alive but stuck: EpTimeout after the limit, on all ranks.  The stuck one hears of it when it comes
-    back, after the others have raised."""
+    """All ranks raise EpTimeout that names the stopped rank, after the limit.
+
+    The stopped rank raises too, when it is continued after the other ranks have raised.
+    """
     limit = 0.8 * slowness()
     results = process_ranks(_stop, 3, limit, str(tmp_path))
     check_outcomes(results, "EpTimeout", "rank 1", within_s=limit + 3)
@@ -246,12 +256,14 @@ def test_world_stopped_rank_is_named_at_the_limit(tmp_path):
     assert all(re.search(r"\(word enter, epoch \d+.* wanted \d+, saw \d+", r.text) for r in results), results
 
 
-def test_world_stopped_rank_that_continues_in_time():
+def test_world_stopped_rank_that_continues_in_time_causes_no_error():
     check_outcomes(process_ranks(_stop, 3, WAIT_S, ""), "nothing", within_s=10)
 
 
 def _stop_a_waiting_rank(rank, world_size, slow):
-    """Rank 0 waits in an exchange; it is stopped when its limit comes, and what it waits for comes meanwhile.
+    """Rank main: rank 0 waits in an exchange and is stopped when its limit expires.
+
+    While it is stopped, the message for which it waits arrives.
     """
     world, limit, got = epmoe.World(timeout_s=WAIT_S), 0.6 * slow, []
     pids = [int.from_bytes(b, "little") for b in world.exchange(os.getpid().to_bytes(4, "little"))]
@@ -267,6 +279,6 @@ def _stop_a_waiting_rank(rank, world_size, slow):
     return got
 
 
-def test_world_rank_stopped_while_it_waits_is_no_false_alarm():
+def test_world_rank_stopped_while_waiting_does_not_time_out():
     for outcomes in zip(*process_ranks(_stop_a_waiting_rank, 2, slowness()), strict=True):
         check_outcomes(outcomes, "nothing", within_s=10)

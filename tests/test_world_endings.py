@@ -1,4 +1,4 @@
-"""Worlds that end in every way, on the CPU; soak.py leaks --device cuda is the same on GPUs."""
+"""Worlds that end in every way, on the CPU. `soak.py leaks --device cuda` does the same on GPUs."""
 
 import pytest
 
@@ -15,8 +15,8 @@ def test_endings_leave_nothing(how):
     endings.end_all(how, 3, "cpu")
 
 
-def test_endings_in_a_forked_child():
-    """A child cannot use what its parent made, says so, and harms nobody."""
+def test_endings_forked_child_raises():
+    """A child cannot use the objects of its parent. Its calls raise EpClosed, and the parent still works."""
     endings.fork_all(2, "cpu")
 
 
@@ -24,19 +24,19 @@ def test_endings_interpreter_exits_without_close():
     endings.exit_unclosed("cpu")
 
 
-def test_endings_interpreter_exits_with_an_operation_on_its_way():
+def test_endings_interpreter_exits_during_operation():
     endings.exit_busy("cpu")
 
 
-def test_endings_dropped_leaves_nothing():
-    """No close at all: garbage collection is enough."""
+def test_endings_garbage_collection_leaves_nothing():
+    """Objects that are never closed are freed by the garbage collection."""
 
     def life():
         world = epmoe.thread_worlds(1)[0]
         heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
         heap.malloc_symmetric((4,)).fill_(1)
         layer = epmoe.EPAll2AllLayer(world, 8, 16, 2, num_tot_experts=4, device="cpu")
-        keep(world, layer)  # a cycle, too
+        keep(world, layer)  # creates a cycle of references
 
     for _ in range(5):
         life()
@@ -48,5 +48,5 @@ def test_endings_dropped_leaves_nothing():
         assert after[what] <= before[what], f"{what}: {before} became {after}"
 
 
-def test_world_dropped_while_it_waits():
+def test_world_deleted_while_it_waits():
     endings.drop_busy(3, "cpu")
