@@ -1,4 +1,4 @@
-"""Worlds made from process groups, subgroups and meshes; exchange; how they are named and closed."""
+"""Worlds of process groups, subgroups and meshes; exchange(), timeouts, leaving and closing."""
 
 import contextlib
 import os
@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 
 import epmoe
-from cases import (
-    Case, check_case, check_outcomes, keep, make_layer, outcome, process_ranks, run_case,
-    run_routing,
-)
+from cases import (Case, check_case, check_outcomes, keep, make_layer, outcome, process_ranks, run_case,
+                   run_routing)
 from epmoe.testing import run_ranks, run_threads
 from epmoe.world import default_timeout_s
 from pace import HANG_S, WAIT_S, is_soon, slowness, until_ended, wait_until
@@ -38,8 +36,8 @@ def _default_group(rank, world_size):
     return same, text, got, len(empty), [f[-1] for f in full], result, outcome(world.check).kind
 
 
-def test_world_of_the_default_group():
-    """Over fresh interpreters, as a launcher starts them."""
+def test_world_of_default_group():
+    """The ranks are new interpreters, as a launcher starts them."""
     results = run_ranks(_default_group, 3, timeout_s=HANG_S)
     for rank, (same, text, got, n, full, _, after) in enumerate(results):
         assert same and text == f"epmoe.World(rank={rank}, size=3)" and after == "EpClosed"
@@ -48,18 +46,18 @@ def test_world_of_the_default_group():
 
 
 def _subgroups(rank, world_size):
-    """Two worlds of two ranks at work at once, and one of all four beside them."""
+    """Rank main: two worlds of two ranks and one world of all four ranks are used at the same time."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    mine = epmoe.World(pairs[rank // 2])
-    everybody = epmoe.World.of(None)
-    layer, wide = make_layer(mine, "cpu", CASE), make_layer(everybody, "cpu", CASE)
+    pair = epmoe.World(pairs[rank // 2])
+    everyone = epmoe.World.of(None)
+    layer, wide = make_layer(pair, "cpu", CASE), make_layer(everyone, "cpu", CASE)
     results = [(run_routing(layer, CASE), run_routing(wide, CASE)) for _ in range(3)][-1]
-    facts = (mine.rank, mine.size, everybody.rank, everybody.size)
+    facts = (pair.rank, pair.size, everyone.rank, everyone.size)
     layer.finalize()
-    mine.close()
-    again = run_routing(wide, CASE)  # the end of one world is not that of another
+    pair.close()
+    again = run_routing(wide, CASE)  # the close of one world does not affect the other
     wide.finalize()
-    everybody.close()
+    everyone.close()
     return results, again, facts
 
 
@@ -73,13 +71,13 @@ def test_world_of_subgroups():
 
 
 def _mesh(rank, world_size):
+    """Rank main: layers over a mesh of one dimension and over one dimension of a mesh of two."""
     from torch.distributed.device_mesh import init_device_mesh
 
     line = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     wrong = outcome(lambda: epmoe.World(grid))
-    facts = []
-    results = []
+    facts, results = [], []
     for mesh in (line, grid["ep"]):
         layer = epmoe.EPAll2AllLayer(mesh, CASE.max_tokens, CASE.hidden, CASE.topk,
                                      num_tot_experts=2 * mesh.size(), dtype=CASE.dtype, device="cpu")
@@ -110,12 +108,12 @@ def _heaps_by_group(rank, world_size):
     return got
 
 
-def test_world_heap_of_the_default_group():
+def test_world_heap_of_default_group():
     assert process_ranks(_heaps_by_group, 3) == [3.0, 1.0, 2.0]
 
 
 def test_world_of_one():
-    """Without torch.distributed: a world of this process alone, with everything that a world has."""
+    """Without torch.distributed, a world consists of this process alone. All operations work."""
     world = epmoe.World(timeout_s=WAIT_S)
     assert (world.rank, world.size, world.exchange(b"ab")) == (0, 1, [b"ab"])
     world.close()
@@ -137,16 +135,17 @@ def test_world_timeout_comes_from_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("by_heap", [False, True], ids=["world", "heap"])
-def test_world_timeout_can_be_given_with_the_layer(ranks, by_heap):
-    """timeout_s of a layer is that of its world, however the world is named."""
+def test_world_timeout_can_be_set_by_layer(ranks, by_heap):
+    """timeout_s of a layer sets the timeout of its world, which is given as a group or by a heap."""
     limit = 0.5 * slowness()
 
     def run(world, device):
         world.set_timeout(WAIT_S)
-        named = {"heap": epmoe.SymmetricHeap(world, 1 << 20, device),
-                 "ep_group": None} if by_heap else {"device": device, "ep_group": world}
+        options = {"device": device, "ep_group": world}
+        if by_heap:
+            options = {"heap": epmoe.SymmetricHeap(world, 1 << 20, device), "ep_group": None}
         layer = epmoe.EPAll2AllLayer(max_tokens=8, hidden=16, topk=2, num_tot_experts=world.size,
-                                     timeout_s=limit, **named)
+                                     timeout_s=limit, **options)
         keep(world, layer)
         world.exchange(b"x")
         if world.rank == 0:
@@ -158,9 +157,8 @@ def test_world_timeout_can_be_given_with_the_layer(ranks, by_heap):
     check_outcomes([got], "EpTimeout", "rank 1", within_s=limit + 1.5)
 
 
-def test_world_left_by_an_exception():
-    """A rank whose with-block raises leaves alone: the others hear of it instead of waiting for their limit.
-    """
+def test_world_left_by_exception():
+    """A rank whose with-block raises leaves the world. The other rank raises PeerDied before its limit."""
 
     def run(world):
         if world.rank == 1:
@@ -173,8 +171,8 @@ def test_world_left_by_an_exception():
     check_outcomes([got], "PeerDied", "rank 1", "left the world", within_s=4)
 
 
-def test_world_leaving_is_not_dying():
-    """A rank that leaves while others speak to it: what it said last is heard, and is why the world ends."""
+def test_world_leaving_is_reported_as_leaving():
+    """A rank leaves while another sends to it. The error says that it left, and not that it died."""
     texts, lock = [], threading.Lock()
 
     def pair():
@@ -202,7 +200,7 @@ def test_world_leaving_is_not_dying():
     assert len(texts) == 60 and all("rank 1 left the world" in t for t in texts), set(texts)
 
 
-def test_world_that_was_closed_is_not_found_again():
+def test_world_closed_is_not_returned_again():
     first = epmoe.World.of(None)
     first.close()
     second = epmoe.World.of(None)
@@ -211,6 +209,7 @@ def test_world_that_was_closed_is_not_found_again():
 
 
 def _world_after_an_end(rank, world_size, how):
+    """Rank main: after the default world has ended, create a layer without and with a new world."""
     def make():
         return epmoe.EPAll2AllLayer(None, CASE.max_tokens, CASE.hidden, CASE.topk,
                                     num_tot_experts=2 * world_size, dtype=CASE.dtype,
@@ -228,28 +227,24 @@ def _world_after_an_end(rank, world_size, how):
     again = outcome(make)
     before = held()
     world = epmoe.World()
-    left = grown(before, held(),
-                 # who left alone looks after what is on its way, for two seconds
-                 maps=8) if how == "late" else ""
+    # After "left", the rank that left keeps its sockets for two seconds, for messages on their way.
+    left = grown(before, held(), maps=8) if how == "late" else ""
     second = make()
-    return (
-        ended,
-        again,
-        epmoe.World.of(None) is world is second.world,
-        first.world is not world,
-        run_routing(second, CASE),
-        left,
-    )
+    is_default, is_new = epmoe.World.of(None) is world is second.world, first.world is not world
+    return ended, again, is_default, is_new, run_routing(second, CASE), left
 
 
 @pytest.mark.parametrize("how, kinds", [("late", ["EpTimeout", "EpTimeout"]),
                                         ("left", ["PeerDied", "EpClosed"])])
-def test_world_takes_the_place_of_one_that_has_ended(how, kinds):
-    """Layers by group go on with it; until it is made all of them hear why the old one ended."""
+def test_world_replaces_ended_default_world(how, kinds):
+    """A new World becomes the default world of its group, which new layers use.
+
+    Until then, every new layer raises the error that ended the old world.
+    """
     results = process_ranks(_world_after_an_end, 2, how)
     for i in (0, 1):
         check_outcomes([r[i] for r in results], kinds, within_s=4)
-    assert all(same and new for _, _, same, new, *_ in results)
+    assert all(is_default and is_new for _, _, is_default, is_new, *_ in results)
     assert [r[5] for r in results] == ["", ""], "the ended world still has its thread and its sockets"
     check_case([r[4] for r in results], CASE)
 
@@ -266,7 +261,8 @@ def _misbehave(rank, world_size, how):
 
 @pytest.mark.parametrize("how, text", [("raise", "KeyError: 'the reason'"),
                                        ("exit", "ended without a result"), ("hang", "not done after")])
-def test_world_harness_shows_what_failed(how, text):
+def test_world_run_ranks_reports_failure(how, text):
+    """run_ranks reports which rank failed, and why."""
     start = time.monotonic()
     with pytest.raises(AssertionError, match="rank 1") as e:
         process_ranks(_misbehave, 2, how, backend=None, timeout_s=3 if how == "hang" else HANG_S)
@@ -274,7 +270,9 @@ def test_world_harness_shows_what_failed(how, text):
     assert process_ranks(_misbehave, 2, "exit", backend=None, may_die=(1,)) == [0, None] or how != "exit"
 
 
-def test_world_harness_of_threads_shows_what_failed():
+def test_world_run_threads_reports_failure():
+    """run_threads reports which rank failed and why, and does not wait forever for a thread."""
+
     def run(world):
         if world.rank == 1:
             raise KeyError("the reason")
@@ -290,27 +288,40 @@ def test_world_harness_of_threads_shows_what_failed():
     wait_until(lambda: threading.active_count() <= before, "the rank's thread has ended")
 
 
-# ---- a world beside a program of its own ----
+# ---- a world in a separate program ----
 
 
-def alone(program):
-    """What a program prints that has no other threads than the world's."""
+def run_program(program):
+    """Run a Python program, which has no other threads than those of its worlds."""
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S)
 
 
-def test_world_takes_no_signal():
-    """Who waits for signals in order has them blocked in all its threads; the watchdog is none of its."""
-    done = alone("import os, signal, epmoe\n"
-                 "world = epmoe.thread_worlds(1)[0]\n"
-                 "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})\n"
-                 "os.kill(os.getpid(), signal.SIGUSR1)\n"
-                 "print(signal.sigtimedwait({signal.SIGUSR1}, 120).si_signo == signal.SIGUSR1)")
+SIGNAL_PROGRAM = """
+import os, signal, epmoe
+world = epmoe.thread_worlds(1)[0]
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+os.kill(os.getpid(), signal.SIGUSR1)
+print(signal.sigtimedwait({signal.SIGUSR1}, 120).si_signo == signal.SIGUSR1)
+"""
+
+
+def test_world_watchdog_blocks_signals():
+    """A program that uses sigtimedwait blocks the signal in its threads. The watchdog must not receive it."""
+    done = run_program(SIGNAL_PROGRAM)
     assert (done.returncode, done.stdout) == (0, "True\n"), done
 
 
-def test_world_that_cannot_be_made_says_why():
-    """And not what came of it while it was taken apart."""
-    done = alone("import resource, epmoe\n"
-                 "resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))\n"
-                 "try:\n    epmoe.thread_worlds(8)\nexcept epmoe.EpError as e:\n    print(e)")
+TOO_FEW_FILES_PROGRAM = """
+import resource, epmoe
+resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+try:
+    epmoe.thread_worlds(8)
+except epmoe.EpError as e:
+    print(e)
+"""
+
+
+def test_world_creation_error_is_kept():
+    """The error says why the world cannot be created. Errors of the teardown do not replace it."""
+    done = run_program(TOO_FEW_FILES_PROGRAM)
     assert done.stdout == "cannot create a socket pair: Too many open files\n", done

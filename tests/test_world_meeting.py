@@ -1,4 +1,6 @@
-"""How ranks meet to make a world: one that cannot, does not come, has another build, or is nobody of theirs.
+"""The rendezvous of ranks that create a world.
+
+A rank may fail, be absent or have another build. A process that is no rank may connect.
 """
 
 import os
@@ -14,14 +16,14 @@ from pace import WAIT_S, Events, slowness
 from traces import grown, held
 
 CASE = Case(topk=3, tokens="unequal")
+WRONG_TIMES = (-1, 0, 1e7, float("nan"), "soon", [1])
 
 
-NO_TIMES = (-1, 0, 1e7, float("nan"), "soon", [1])
+def _one_rank_cannot_create(rank, world_size):
+    """Rank main: rank 1 fails to create a world, for several reasons.
 
-
-def _world_that_one_rank_cannot_make(rank, world_size):
-    """Rank 1's reasons, one after the other: times that cannot be, by argument, layer and environment, and no
-    socket to be had.
+    The reasons are wrong timeouts (as argument of the world, of a layer, and in the environment), and a
+    socket that cannot be created.
     """
 
     def world(timeout_s=WAIT_S):
@@ -35,7 +37,7 @@ def _world_that_one_rank_cannot_make(rank, world_size):
 
     before, got = held(), []
     for make in (world, layer):
-        got += [outcome(lambda t=t: make(t) if rank == 1 else make()) for t in NO_TIMES]
+        got += [outcome(lambda t=t: make(t) if rank == 1 else make()) for t in WRONG_TIMES]
     with unittest.mock.patch.dict(os.environ, {"EPMOE_TIMEOUT_S": "never"} if rank == 1 else {}):
         got.append(outcome(epmoe.World))
     with unittest.mock.patch.object(_C, "world_listen", no_socket if rank == 1 else _C.world_listen):
@@ -45,12 +47,10 @@ def _world_that_one_rank_cannot_make(rank, world_size):
         return got, left, run_case(w, "cpu", CASE)
 
 
-def test_world_that_one_rank_cannot_make():
-    """Nobody waits for a rank that does not come to the meeting; the next world is made as if nothing had
-    been.
-    """
-    results = process_ranks(_world_that_one_rank_cannot_make, 3)
-    kinds = 2 * (["ValueError"] * (len(NO_TIMES) - 1) + ["TypeError"]) + ["ValueError", "OSError"]
+def test_world_creation_fails_on_one_rank():
+    """The other ranks raise PeerError at once. The next world works, and no descriptor is left open."""
+    results = process_ranks(_one_rank_cannot_create, 3)
+    kinds = 2 * (["ValueError"] * (len(WRONG_TIMES) - 1) + ["TypeError"]) + ["ValueError", "OSError"]
     for of_all, kind in zip(zip(*(got for got, _, _ in results)), kinds, strict=True):
         check_outcomes(of_all, ["PeerError", kind, "PeerError"])
         check_outcomes([of_all[0], of_all[2]], "PeerError", "rank 1 could not make its world")
@@ -59,13 +59,14 @@ def test_world_that_one_rank_cannot_make():
 
 
 def _world_of_two_builds(rank, world_size):
+    """Rank main: rank 1 has another ABI version. Then all ranks create a world with the same version."""
     with unittest.mock.patch.object(_C, "ABI_VERSION", _C.ABI_VERSION + (rank == 1)):
         got = outcome(lambda: epmoe.World(timeout_s=WAIT_S))
     with epmoe.World(timeout_s=WAIT_S) as w:
         return got, run_case(w, "cpu", CASE)
 
 
-def test_world_of_two_builds_says_so():
+def test_world_of_two_builds_raises_mismatch():
     results = process_ranks(_world_of_two_builds, 3)
     for rank, (got, _) in enumerate(results):
         check_outcomes([got], "EpMismatch", f"rank {0 if rank == 1 else 1} has another epmoe")
@@ -73,10 +74,11 @@ def test_world_of_two_builds_says_so():
 
 
 def _absent_from_the_meeting(rank, world_size, folder, limit):
+    """Rank main: rank 1 exchanges names through the process group, but does not connect to rank 0."""
     events = Events(folder)
     events.set(str(rank))
     events.wait(str(1 - rank))
-    if rank == 1:  # takes part in the group's exchange of names, and in nothing else
+    if rank == 1:
         rendezvous.all_gather_bytes(dist.group.WORLD, rendezvous.listen()[1], WAIT_S)
         events.wait("over")
         return None
@@ -85,12 +87,13 @@ def _absent_from_the_meeting(rank, world_size, folder, limit):
     return got
 
 
-def test_world_meeting_has_a_limit(tmp_path):
+def test_world_creation_times_out_without_connection(tmp_path):
     results = process_ranks(_absent_from_the_meeting, 2, str(tmp_path), slowness())
     check_outcomes(results[:1], "EpTimeout", "rank 1 did not connect")
 
 
 def _absent_altogether(rank, world_size, folder):
+    """Rank main: rank 1 does nothing until rank 0 has raised."""
     if rank == 1:
         return Events(folder).wait("over")
     got = outcome(lambda: epmoe.World(timeout_s=1.0))
@@ -98,15 +101,16 @@ def _absent_altogether(rank, world_size, folder):
     return got
 
 
-def test_world_of_a_rank_that_never_comes_has_a_limit(tmp_path):
-    """Its own, not that of the process group."""
+def test_world_creation_times_out_without_a_rank(tmp_path):
+    """The limit is timeout_s of the world, not the timeout of the process group."""
     results = process_ranks(_absent_altogether, 2, str(tmp_path))
     check_outcomes(results[:1], "EpTimeout", "rank 0 timed out after 1 s: not every rank")
 
 
-def _meeting_with_strangers(rank, world_size):
-    """Others of the same machine find the door: they know no nonce, send rubbish or nothing, and are not let
-    in.
+def _unknown_clients_connect(rank, world_size):
+    """Rank main: other clients connect to the socket of rank 0 before the ranks do.
+
+    They do not know the nonce. They send nothing, or random messages with descriptors.
     """
     real = _C.world_create
     keep = []
@@ -115,13 +119,13 @@ def _meeting_with_strangers(rank, world_size):
         if me != 0:
             name = names[: _C.NAME_BYTES]
             address = b"\0" + name[1 : name[0]]
-            frames = [bytes(_C.EXCHANGE_BYTES + n) for n in range(0, 65,
-                                                                  8)]  # one of them is as long as a frame
-            for junk in (b"", b"x", *frames, bytes(4000)):
+            # One of these has the length of a valid message.
+            messages = [bytes(_C.EXCHANGE_BYTES + n) for n in range(0, 65, 8)]
+            for junk in (b"", b"x", *messages, bytes(4000)):
                 s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 s.connect(address)
                 if junk:
-                    socket.send_fds(s, [junk], [0, 1])  # descriptors, too, which must be closed again
+                    socket.send_fds(s, [junk], [0, 1])  # the receiver must close these descriptors
                     keep.append(s)
                 else:
                     s.close()
@@ -140,14 +144,14 @@ def _meeting_with_strangers(rank, world_size):
     return result, grown(before, held(), maps=8)
 
 
-def test_world_turns_strangers_away():
-    results = process_ranks(_meeting_with_strangers, 2)
+def test_world_rejects_unknown_clients():
+    results = process_ranks(_unknown_clients_connect, 2)
     check_case([r for r, _ in results], CASE)
-    assert [more for _, more in results] == ["", ""], "descriptors of strangers are left open"
+    assert [more for _, more in results] == ["", ""], "descriptors of unknown clients are left open"
 
 
-def _stranger_who_says_nothing(rank, world_size):
-    """A stranger that connects and then stays silent must not use up the time of those who are awaited."""
+def _silent_client(rank, world_size):
+    """Rank main: a client connects to a rank's socket and sends nothing."""
     real = _C.world_create
     keep = []
 
@@ -165,8 +169,6 @@ def _stranger_who_says_nothing(rank, world_size):
     return got
 
 
-def test_world_does_not_wait_for_a_silent_stranger():
-    check_outcomes(process_ranks(_stranger_who_says_nothing, 2), "nothing", within_s=3.5)
-
-
-# ---- the harness itself: a test that cannot fail shows nothing ----
+def test_world_does_not_wait_for_silent_client():
+    """A silent client must not use up the time in which the ranks connect."""
+    check_outcomes(process_ranks(_silent_client, 2), "nothing", within_s=3.5)

@@ -1,5 +1,4 @@
-"""The flight record: whoever ends a world, the page of every survivor names the right rank in its first line.
-"""
+"""The flight record. Its first line must name the rank that caused the end of the world, on every rank."""
 
 import os
 import re
@@ -38,7 +37,10 @@ WAYS = {
 
 
 def _end(rank, world_size, way, folder, limit):
-    """The page and the error of each rank of a world that CULPRIT ends."""
+    """Rank main: CULPRIT ends the world in one of WAYS.
+
+    Returns (kind of error, flight record, seconds to get it, text of the written file, record after leaving).
+    """
     events = Events(os.getcwd() if folder is None else os.path.dirname(folder))
     if folder:
         os.environ["EPMOE_FLIGHT_RECORD"] = folder
@@ -69,12 +71,13 @@ def _end(rank, world_size, way, folder, limit):
     path = folder and os.path.join(folder, f"epmoe-rank{rank}-pid{os.getpid()}.txt")
     written = path and os.path.exists(path) and open(path).read()
     if way == "stopped":
-        events.wait(f"wrote{CULPRIT}")  # rank 0 continues it
+        events.wait(f"wrote{CULPRIT}")  # a thread of rank 0 continues CULPRIT
     world._leave(False)
     return error, page, seconds, written, world.flight_record()
 
 
-SAYS = {
+# For each way: the kind of error, the culprit in the record, and more of its first line.
+EXPECTED = {
     "killed": ("PeerDied", "rank 2 is gone", "last known: combine #15 of layer 0 buffer 0"),
     "stopped": ("EpTimeout", "rank 2 did not answer", "last known: combine #15 of layer 0 buffer 0"),
     "late": ("EpTimeout", "rank 2 did not reach operation", "last: exchange #15 of 2 bytes: finished"),
@@ -84,59 +87,60 @@ SAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_world_record_names_the_culprit(tmp_path, way):
-    """On every rank that lives to tell it, the culprit included; and the file says the same."""
+def test_world_record_names_culprit(tmp_path, way):
+    """Every living rank names the culprit, also the culprit itself. The written file has the same text."""
     folder = tmp_path / "pages"
     folder.mkdir()
     may_die = (CULPRIT,) if way == "killed" else ()
     results = process_ranks(_end, 4, way, str(folder), 2 * slowness(), may_die=may_die)
-    kind, who, more = SAYS[way]
+    kind, culprit, more = EXPECTED[way]
     for rank, result in enumerate(results):
         if result is None or (way == "left" and rank == CULPRIT):
             assert rank == CULPRIT
             continue
         error, page, seconds, written, again = result
         first, ended, by = page.splitlines()[:3]
-        # The one that was stopped finds the others' notes when it comes back: they are ahead of it, unless it
-        # has just begun the operation itself, before it heard of the end.
-        back = way == "stopped" and rank == CULPRIT
-        names = (SAYS["late"][1],
-                 f"rank {CULPRIT}, for which another rank waited until the timeout") if back else (who,)
-        assert error == kind and first.startswith(tuple(f"culprit: {name}"
-                                                        for name in names)), f"rank {rank}: {error}\n{page}"
-        assert back or more in first, f"rank {rank}: {first}"
+        # The stopped rank reads the call records of the others when it continues. They are ahead of it,
+        # unless it started the same operation before it saw the end of the world.
+        is_back = way == "stopped" and rank == CULPRIT
+        names = (culprit,)
+        if is_back:
+            names = (EXPECTED["late"][1],
+                     f"rank {CULPRIT}, for which another rank waited until the timeout")
+        starts = tuple(f"culprit: {name}" for name in names)
+        assert error == kind and first.startswith(starts), f"rank {rank}: {error}\n{page}"
+        assert is_back or more in first, f"rank {rank}: {first}"
         assert ended.startswith(f"ended:   {kind}: ") and f"by rank {rank} of 4, process " in by, page
-        assert len(page.splitlines()) < 50 and max(map(len,
-                                                       page.splitlines())) < 200 and len(page) < 8000, page
-        assert back or "layer 0 buffer 0: entered by rank 0: #16, 1: #16, 2: #15, 3: #16" in page, page
+        assert len(page.splitlines()) < 50 and len(page) < 8000, page
+        assert max(map(len, page.splitlines())) < 200, page
+        assert is_back or "layer 0 buffer 0: entered by rank 0: #16, 1: #16, 2: #15, 3: #16" in page, page
         assert is_soon(seconds, 1) and again == page
         assert written == page + "\n", f"rank {rank}"
     files = [n.split("-pid")[0] for n in sorted(os.listdir(folder))]
     assert files == [f"epmoe-rank{r}" for r in range(4) if way not in ("killed", "left") or r != CULPRIT]
 
 
-def test_world_record_writes_nothing_unasked(tmp_path, monkeypatch):
+def test_world_record_is_not_written_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("EPMOE_FLIGHT_RECORD", raising=False)
     results = process_ranks(_end, 4, "killed", None, WAIT_S, may_die=(CULPRIT,))
     assert all("culprit: rank 2" in r[1] for r in results if r) and os.listdir(tmp_path) == []
 
 
-def _folder_that_is_none(rank, world_size, folder):
+def _missing_folder(rank, world_size, folder):
     os.environ["EPMOE_FLIGHT_RECORD"] = os.path.join(folder, "none")
     return _page_of_a_late_rank(rank)
 
 
-def test_world_record_says_that_it_could_not_be_written(tmp_path):
-    for page in process_ranks(_folder_that_is_none, 2, str(tmp_path)):
-        assert (
-            "could not be written to" in page.splitlines()[-1] and "none/epmoe-rank" in page.splitlines()[-1]
-        )
+def test_world_record_says_that_writing_failed(tmp_path):
+    for page in process_ranks(_missing_folder, 2, str(tmp_path)):
+        last = page.splitlines()[-1]
+        assert "could not be written to" in last and "none/epmoe-rank" in last
     assert os.listdir(tmp_path) == []
 
 
 def _page_of_a_late_rank(rank):
-    """The page of a world that ends because rank 1 comes too late to an exchange."""
+    """The flight record of a world that ends because rank 1 is too late for an exchange."""
     world = epmoe.World(timeout_s=WAIT_S)
     if rank == 0:
         world.set_timeout(0.3)
@@ -154,48 +158,51 @@ def _two_worlds_end(rank, world_size, folder):
     return [_page_of_a_late_rank(rank) for _ in range(2)]
 
 
-def test_world_record_adds_to_what_is_there(tmp_path):
+def test_world_record_appends_to_existing_file(tmp_path):
     pages = process_ranks(_two_worlds_end, 2, str(tmp_path))
-    assert sorted(p.read_text() for p in tmp_path.iterdir()) == sorted("".join(page + "\n" for page in its)
-                                                                       for its in pages)
+    wanted = sorted("".join(page + "\n" for page in of_rank) for of_rank in pages)
+    assert sorted(p.read_text() for p in tmp_path.iterdir()) == wanted
 
 
-def _folder_without_a_name(rank, world_size):
+def _empty_variable(rank, world_size):
     os.environ["EPMOE_FLIGHT_RECORD"] = ""
     return _page_of_a_late_rank(rank), os.path.exists(f"/epmoe-rank{rank}-pid{os.getpid()}.txt")
 
 
-def test_world_record_of_an_empty_variable_is_not_written():
-    for page, written in process_ranks(_folder_without_a_name, 2):
+def test_world_record_is_not_written_for_empty_variable():
+    for page, written in process_ranks(_empty_variable, 2):
         assert not written and "could not be written" not in page
 
 
-def _signal_that_nobody_gives(rank, world_size):
+def _missing_signal(rank, world_size):
+    """Rank main: rank 1 waits for a signal that no rank sends."""
     world = epmoe.World(timeout_s=WAIT_S)
     heap = epmoe.SymmetricHeap(world, 1 << 16, "cpu")
     words = heap.malloc_symmetric((2,), torch.int64)
-    with pytest.raises(epmoe.EpTimeout) as told:
+    with pytest.raises(epmoe.EpTimeout) as error:
         if rank == 1:
             world.set_timeout(0.5)
             heap.wait(words, 0, 1)
         heap.barrier()
     if rank == 1:
-        told.match(r"rank 1 timed out: no rank signalled the word on which it waits "
-                   r"\(expected value 1, found 0\)")
+        error.match(r"rank 1 timed out: no rank signalled the word on which it waits "
+                    r"\(expected value 1, found 0\)")
     return world.flight_record()
 
 
-def test_world_record_of_a_signal_that_nobody_gives():
-    """The one that waits is not to blame, though it is behind."""
-    for page in process_ranks(_signal_that_nobody_gives, 3):
-        assert (
-            page.splitlines()[0] == "culprit: the rank that had to signal rank 1, whose wait timed out"
-        ), page
+def test_world_record_of_missing_signal():
+    """The waiting rank is not the culprit, although it has finished fewer operations."""
+    for page in process_ranks(_missing_signal, 3):
+        first = page.splitlines()[0]
+        assert first == "culprit: the rank that had to signal rank 1, whose wait timed out", page
 
 
 def _layers_in_another_order(rank, world_size, folder):
-    """Rank 1 comes when rank 0 is in its plan.  Its limit is the only one that can expire, and is less than
-    the time after which ranks that wait in different operations are told so."""
+    """Rank main: the two ranks call plan of different layers.
+
+    Rank 1 starts when rank 0 is in its plan. Only the limit of rank 1 can expire. It is shorter than the time
+    after which ranks that wait in different operations raise EpMismatch.
+    """
     world = epmoe.World(timeout_s=WAIT_S)
     layers = [epmoe.EPAll2AllLayer(world, 4, 16, 1, num_tot_experts=2, device="cpu") for _ in range(2)]
     if rank == 0:
@@ -203,31 +210,27 @@ def _layers_in_another_order(rank, world_size, folder):
     else:
         Events(folder).wait("waiting")
         world.set_timeout(0.3)
-    with pytest.raises(epmoe.EpTimeout,
-                       match=r"rank \d timed out waiting for rank \d in its plan "
-                             r"\(word enter.*flight_record") as told:
+    text = r"rank \d timed out waiting for rank \d in its plan \(word enter.*flight_record"
+    with pytest.raises(epmoe.EpTimeout, match=text):
         layers[rank].preprocess(torch.zeros(4, 1, dtype=torch.int64))
-    return world.flight_record(), str(told.value)
+    return world.flight_record()
 
 
 def test_world_record_of_layers_in_another_order(tmp_path):
-    """The calls are alike; of what, tells them apart."""
-    pages = [page for page, _ in process_ranks(_layers_in_another_order, 2, str(tmp_path))]
+    """Both ranks call plan. The record shows that they call it on different layers."""
+    pages = process_ranks(_layers_in_another_order, 2, str(tmp_path))
+    first = re.compile(r"culprit: rank \d called plan of layer (\d+) as operation \d+, "
+                       r"where rank \d called plan of layer (?!\1)\d+")
     for page in pages:
-        assert re.match(
-            r"culprit: rank \d called plan of layer (\d+) as operation \d+, "
-            r"where rank \d called plan of layer (?!\1)\d+",
-            page,
-        ), page
+        assert first.match(page), page
         assert page.splitlines()[0].endswith(" (equally many ranks made each call)"), page
+    # On the other rank, the world may have ended before its own wait reached the limit.
     wait = re.compile(r"^layer \d buffer 0: a wait for rank \d in epoch 1 wanted 1 and saw 0$", re.M)
-    assert any(wait.search(page)
-               # the other may have heard of the end before its own wait had run out
-               for page in pages), pages
+    assert any(wait.search(page) for page in pages), pages
 
 
-def test_world_record_blames_nobody_by_a_count_of_his_own(ranks):
-    """An error that only one rank has seen makes it count otherwise; who is late is to blame all the same."""
+def test_world_record_names_late_rank_despite_different_counts(ranks):
+    """A local error changes the operation count of rank 0. The record must still name the late rank 2."""
     slow = slowness()
 
     def body(world, device):
@@ -248,7 +251,7 @@ def test_world_record_blames_nobody_by_a_count_of_his_own(ranks):
         assert page.startswith("culprit: rank 2 did not reach operation "), page
 
 
-def test_world_record_of_a_world_that_lives(ranks):
+def test_world_record_of_working_world(ranks):
     def body(world, device):
         heap = epmoe.SymmetricHeap(world, 1 << 16, device)
         words = heap.malloc_symmetric((2,), torch.int64)
@@ -266,7 +269,7 @@ def test_world_record_of_a_world_that_lives(ranks):
         assert last.split()[1:3] == ["3", "0"] and "heap barrier #1 of heap 0: finished" in last, page
 
 
-def test_world_record_says_what_was_refused(ranks):
+def test_world_record_marks_rejected_call(ranks):
     def body(world, device):
         layer = make_layer(world, device, CASE)
         x, weight = inputs_of(CASE, world.rank, world.size)
@@ -276,10 +279,8 @@ def test_world_record_says_what_was_refused(ranks):
         return world.flight_record()
 
     pages = ranks(body, world_size=2)
-    told = [next(line for line in page.splitlines() if line.split()[:1] == [str(rank)]) for rank,
-            page in enumerate(pages)]
-    assert (
-        "plan #1 of layer 0 buffer 0" in told[1]
-        and ", refused here (ValueError): finished " in told[1]
-        and "refused" not in told[0]
-    ), told
+    lines = [next(line for line in page.splitlines() if line.split()[:1] == [str(rank)])
+             for rank, page in enumerate(pages)]
+    assert "plan #1 of layer 0 buffer 0" in lines[1], lines
+    assert ", refused here (ValueError): finished " in lines[1], lines
+    assert "refused" not in lines[0], lines
