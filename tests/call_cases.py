@@ -131,5 +131,5 @@ def check_mistake(ranks, mistake):
                          "NotImplementedError"), outcomes[BAD]
     names_bad = (f"rank {BAD}",) if mistake.others == "PeerError" else ()
     check_outcomes(outcomes, [error if rank == BAD else mistake.others for rank in range(len(results))],
-                   *mistake.texts, who=BAD, elsewhere=names_bad)
+                   *mistake.texts, on_rank=BAD, elsewhere=names_bad)
     check_afterwards(outcomes, [r[1] for r in results], CASE)

@@ -185,14 +185,14 @@ def run_routing(layer, case, *, layout=None, buffer=0):
 def run_case(world, device, case, **options):
     """Run a case through a new layer on one rank. The staging memory holds old data before the run."""
     layer = make_layer(world, device, case, **options)
-    soil(layer)
+    poison_staging(layer)
     result = run_routing(layer, case)
     layer.synchronize()
     layer.finalize()
     return result
 
 
-def soil(layer):
+def poison_staging(layer):
     """Fill a layer's staging memory with NaN rows. Each token goes to as many ranks as K allows, and back."""
     t, k, size, local = layer.max_tokens, layer.topk, layer.world_size, layer.num_local_experts
     choices = (torch.arange(t)[:, None] + torch.arange(k)[None, :]) % size * local

@@ -5,7 +5,7 @@ On a GPU of compute capability 9.x one launch does dispatch + GEMM, and one laun
 CPU StagedOp runs the stages in the place of each launch. So the Python code around the launches is tested on
 the CPU too. Faults of the kernels themselves are found only on GPUs, under torchrun.
 
-Memory that is not written holds NaN (see conftest.py), and so does staging memory (see soil).
+Memory that is not written holds NaN (see conftest.py), and so does staging memory (see poison_staging).
 """
 
 import dataclasses
@@ -126,10 +126,10 @@ def has_fused_path(device):
     return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
 
 
-def soil(op):
-    """Fill staging memory with NaN, as cases.soil does, also where each choice is sent as one token."""
+def poison_staging(op):
+    """Fill staging memory with NaN, as cases.poison_staging does, also where each choice is sent as one token."""
     if op.token_saving:
-        return cases.soil(op)
+        return cases.poison_staging(op)
     num_tokens, k = op.max_tokens // op._copies, op._copies
     if op.capacity is not None:
         num_tokens = min(num_tokens, op.capacity // (op.world_size * k))
@@ -179,7 +179,7 @@ def run_stages_and_fused(world, device, case_list, knobs, shared_options=None):
     """
     plain, op = (make_op(world, device, case_list[0], StagedOp, **(options | (shared_options or {})))
                  for options in ({"fused": False}, knobs))
-    soil(plain), soil(op)
+    poison_staging(plain), poison_staging(op)
     results = []
     for case in case_list:
         t = tensors(case, world.rank, world.size, device)

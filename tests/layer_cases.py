@@ -41,7 +41,7 @@ def check(results, own, own_texts, others, other_texts, case=CASE):
     if own == "Error" and outcomes[BAD].kind.endswith("Error"):
         own = outcomes[BAD].kind
     wanted = [own if rank == BAD else others for rank in range(len(outcomes))]
-    check_outcomes(outcomes, wanted, *own_texts, who=BAD, elsewhere=other_texts)
+    check_outcomes(outcomes, wanted, *own_texts, on_rank=BAD, elsewhere=other_texts)
 
 
 def check_refused(results, own, own_texts, case=CASE):

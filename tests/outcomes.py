@@ -51,12 +51,12 @@ def _outcome(start, kinds, text, value=None):
     return Outcome(kinds, text, seconds, value, pace.slowness() if seconds > 0.5 else 1.0)
 
 
-def check_outcomes(outcomes, wanted, *texts, within_s=2.0, who=None, elsewhere=()):
+def check_outcomes(outcomes, wanted, *texts, within_s=2.0, on_rank=None, elsewhere=()):
     """Assert that every rank's outcome is the expected one, and came within within_s on an idle machine.
 
     wanted: the name of the exception's class, for all ranks or as a list with one name for each rank.
     "nothing" means that no exception is expected.
-    texts: each text must be in the message of rank `who`, or of all ranks if `who` is None.
+    texts: each text must be in the message of rank `on_rank`, or of all ranks if `on_rank` is None.
     elsewhere: each of these texts must be in the messages of the other ranks.
     """
     wanted = [wanted] * len(outcomes) if isinstance(wanted, str) else wanted
@@ -65,5 +65,5 @@ def check_outcomes(outcomes, wanted, *texts, within_s=2.0, who=None, elsewhere=(
         assert is_right, f"rank {rank}: wanted {want}, got {got}"
         limit = f"{within_s} s (times the machine's slowness, {got.slowness:.1f})"
         assert got.is_within(within_s), f"rank {rank}: took longer than {limit}: {got}"
-        for text in texts if who is None or who == rank else elsewhere:
+        for text in texts if on_rank is None or on_rank == rank else elsewhere:
             assert text in got.text, f"rank {rank}: {text!r} is not in {got.text!r}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cases import (DTYPES, MODES, Case, case_id, check_case, check_sums, generator, indices_of, inputs_of,
-                   make_layer, random_numbers, rows_for_combine, run_case, same_bits, soil)
+                   make_layer, random_numbers, rows_for_combine, run_case, same_bits, poison_staging)
 from epmoe import reference
 from epmoe.testing import PATTERNS
 
@@ -93,7 +93,7 @@ def test_combine_dropped_tokens_are_positive_zero(ranks, mode):
 
     def run(world, device):
         layer = make_layer(world, device, case)
-        soil(layer)
+        poison_staging(layer)
         _, out, _ = combine_once(layer, case, torch.ones)
         layer.finalize()
         return out

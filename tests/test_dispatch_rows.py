@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cases import (DTYPES, MODES, Case, case_id, check_case, check_plan, check_rows, indices_of, inputs_of,
-                   layout_parts, make_layer, run_case, run_routing, same_bits, soil)
+                   layout_parts, make_layer, run_case, run_routing, same_bits, poison_staging)
 from epmoe.testing import PATTERNS
 
 
@@ -153,7 +153,7 @@ def test_dispatch_does_not_change_its_arguments(ranks):
     def run(world, device):
         case = Case(topk=3, max_tokens=15)
         layer = make_layer(world, device, case)
-        soil(layer)
+        poison_staging(layer)
         x, weight = (t.to(device) for t in inputs_of(case, world.rank, world.size))
         idx = indices_of(case, world.rank, world.size).to(device)
         before = x.clone(), idx.clone(), weight.clone()

@@ -198,5 +198,5 @@ def test_errors_overwritten_layout(ranks, part, value, mode):
     for i in (0, 1):
         check_outcomes([r[0][i] for r in results],
                        [("ValueError" if rank == BAD else "PeerError") for rank in range(3)], "overwritten",
-                       who=BAD, elsewhere=[f"rank {BAD}"])
+                       on_rank=BAD, elsewhere=[f"rank {BAD}"])
     check_case([r[1] for r in results], case)

@@ -80,7 +80,7 @@ def test_errors_config_on_one_rank(ranks, options, kind, texts, shared):
     results = ranks(build, options, False, shared, world_size=2, at_least=2)
     check_afterwards([r[0] for r in results], [r[1] for r in results], Case())
     check_outcomes([r[0] for r in results],
-                   [kind if rank == 1 else "EpError" for rank in range(len(results))], *texts, who=1,
+                   [kind if rank == 1 else "EpError" for rank in range(len(results))], *texts, on_rank=1,
                    elsewhere=["rank 1"])
 
 

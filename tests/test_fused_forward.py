@@ -11,7 +11,7 @@ from cases import MODES, case_id, indices_of, misaligned
 from epmoe import reference
 from fused_cases import (
     ACTIVATIONS, Experts, LOW, StagedOp, check, check_numbers, check_sums64, grown, has_fused_path, same,
-    soil, step, tensors,
+    poison_staging, step, tensors,
 )
 from test_plan_slots import make_op, scatter_within
 
@@ -125,7 +125,7 @@ def test_fused_scatter_indices_of_caller(ranks, mode):
         t = tensors(case, world.rank, world.size, device)
         for fused in (False, True):
             op = make_op(world, device, case, StagedOp, fused=fused)
-            soil(op)
+            poison_staging(op)
             seen.append(step(op, case, t, full_scatter_indices=scatter))
             seen.append(step(op, case, t))
             op.synchronize()
@@ -190,7 +190,7 @@ def test_fused_falls_back_to_stages(ranks, name, mode):
 
     def run(world, device):
         op = make_op(world, device, case, StagedOp)
-        soil(op)
+        poison_staging(op)
         t = tensors(case, world.rank, world.size, device)
         seen = step(op, case, t)
         op.synchronize()

@@ -13,7 +13,7 @@ import epmoe
 from epmoe import reference
 from fused_cases import (
     ACTIVATIONS, Experts, LEAVES, LOW, StagedOp, check_numbers, dispatch_gemm, gemm_combine, grown, inputs_of,
-    parameters_of, same, soil, step, tensors,
+    parameters_of, same, poison_staging, step, tensors,
 )
 from test_moe_layer import close
 from test_plan_slots import make_op
@@ -29,7 +29,7 @@ def gradients(world, device, case, leaves, **options):
     The op runs twice: first it makes a layout, then it uses that layout. Both runs must give the same bits.
     """
     op = make_op(world, device, case, StagedOp, **options)
-    soil(op)
+    poison_staging(op)
     t = tensors(case, world.rank, world.size, device)
     names, layout, seen = [n for n in LEAVES if n in leaves and getattr(t, n) is not None], None, []
     for _ in range(2):
@@ -152,7 +152,7 @@ def test_fused_gradients_of_unused_weights(ranks):
         seen = []
         for fused in (False, True):
             op = make_op(world, device, case, StagedOp, fused=fused)
-            soil(op)
+            poison_staging(op)
             t = tensors(case, world.rank, world.size, device)
             t.x.requires_grad_(), t.weight.requires_grad_()
             h, _, layout = op.mega_dispatch_group_gemm(t.x, t.idx, gemm_weight=t.w1, weight=t.weight)

@@ -13,7 +13,7 @@ import torch
 import epmoe
 from cases import MODES
 from fused_cases import (
-    Experts, StagedOp, check_numbers, cut, dispatch_gemm, gemm_combine, grown, inputs_of, same, soil, step,
+    Experts, StagedOp, check_numbers, cut, dispatch_gemm, gemm_combine, grown, inputs_of, same, poison_staging, step,
     tensors,
 )
 from test_plan_slots import make_op
@@ -40,7 +40,7 @@ def test_fused_reuses_a_layout(ranks, mode, capacity):
 
     def run(world, device):
         plain, op = (make_op(world, device, case, StagedOp, fused=fused) for fused in (False, True))
-        soil(plain), soil(op)
+        poison_staging(plain), poison_staging(op)
         t = tensors_of_one_routing(case, world, device, 3)
         want = [step(plain, case, s) for s in t]
         layout = op.preprocess(t[0].idx)
@@ -71,7 +71,7 @@ def test_fused_two_buffers_at_once(ranks, mode):
 
     def run(world, device):
         op = make_op(world, device, case_list[0], StagedOp)
-        soil(op)
+        poison_staging(op)
         t = [tensors(case, world.rank, world.size, device) for case in case_list]
         results = []
         for turn in range(4):
@@ -101,7 +101,7 @@ def test_fused_alternates_with_stages(ranks):
 
     def run(world, device):
         op = make_op(world, device, case, StagedOp)
-        soil(op)
+        poison_staging(op)
         t = tensors(case, world.rank, world.size, device)
         want = step(op, case, t)
         for _ in range(3):
@@ -137,7 +137,7 @@ def test_fused_many_launches(ranks, mode, capacity):
     def run(world, device):
         delays = random.Random(world.rank)
         plain, op = (make_op(world, device, case_list[0], StagedOp, fused=fused) for fused in (False, True))
-        soil(plain), soil(op)
+        poison_staging(plain), poison_staging(op)
         t = [tensors(case, world.rank, world.size, device) for case in case_list]
         want = [step(plain, case, s) for case, s in zip(case_list, t)]
         num_wrong = torch.zeros((), dtype=torch.int64, device=device)

@@ -10,7 +10,7 @@ import torch
 import epmoe
 from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
 from fused_cases import (
-    Experts, StagedOp, check_numbers, dispatch_gemm, same, soil, step, tensors,
+    Experts, StagedOp, check_numbers, dispatch_gemm, same, poison_staging, step, tensors,
 )
 from test_plan_slots import make_op
 
@@ -93,7 +93,7 @@ def run_wrong_argument(world, device, where, argument, change, fused, capacity):
     """
     case = dataclasses.replace(CASE, capacity=capacity)
     op, other = (make_op(world, device, case, StagedOp, fused=fused) for _ in range(2))
-    soil(op)
+    poison_staging(op)
     t = tensors(case, world.rank, world.size, device)
     before = step(op, case, t)
     op._planned, op._of_another = op.preprocess(t.idx), other.preprocess(t.idx)
@@ -134,7 +134,7 @@ def test_fused_wrong_argument_on_one_rank(ranks, where, at, fused):
                     world_size=3, at_least=2)
     for rank, (got, alive) in enumerate(results):
         assert not alive.kinds, f"rank {rank}: {got}, then the exchange failed: {alive}"
-    check_outcomes([got for got, _ in results], expected(results, kind), *texts, who=BAD,
+    check_outcomes([got for got, _ in results], expected(results, kind), *texts, on_rank=BAD,
                    elsewhere=(f"rank {BAD}",))
 
 
@@ -145,7 +145,7 @@ def test_fused_bad_index_and_overflow(ranks, fused):
 
     def run(world, device):
         op = make_op(world, device, case, StagedOp, fused=fused)
-        soil(op)
+        poison_staging(op)
         t = tensors(case, world.rank, world.size, device)
         before = step(op, case, t)
         world.set_timeout(MISTAKE_LIMIT_S)
@@ -200,7 +200,7 @@ def test_fused_without_memory(ranks, fused):
 
     results = ranks(run, world_size=3, at_least=2)
     for outcomes in zip(*results):
-        check_outcomes(outcomes, expected(outcomes, "RuntimeError"), who=BAD, elsewhere=(f"rank {BAD}",))
+        check_outcomes(outcomes, expected(outcomes, "RuntimeError"), on_rank=BAD, elsewhere=(f"rank {BAD}",))
 
 
 # Allocations between two operations: (module or class, function that allocates, which of its calls fails,
@@ -264,7 +264,7 @@ def test_fused_without_memory_between_operations(ranks, monkeypatch, where):
 
     results = ranks(run, world_size=3, at_least=2)
     check_outcomes([alive for _, alive in results], "nothing")
-    check_outcomes([got for got, _ in results], expected(results, "OutOfMemoryError"), who=BAD,
+    check_outcomes([got for got, _ in results], expected(results, "OutOfMemoryError"), on_rank=BAD,
                    elsewhere=(f"rank {BAD}", "no memory"))
 
 
@@ -311,7 +311,7 @@ def test_fused_wrong_argument_without_token_saving(ranks, method, at):
         return got
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes(results, expected(results, "ValueError"), *texts, who=BAD, elsewhere=(f"rank {BAD}",))
+    check_outcomes(results, expected(results, "ValueError"), *texts, on_rank=BAD, elsewhere=(f"rank {BAD}",))
 
 
 @pytest.mark.parametrize("order", ["fuse", "", None])
@@ -360,6 +360,6 @@ def test_fused_wrong_option_on_one_rank(ranks, name):
         return got, alive, seen
 
     results = ranks(run, world_size=3, at_least=2)
-    check_outcomes([got for got, _, _ in results], expected(results, "ValueError"), text, who=BAD)
+    check_outcomes([got for got, _, _ in results], expected(results, "ValueError"), text, on_rank=BAD)
     check_outcomes([alive for _, alive, _ in results], "nothing")
     check_numbers([seen for _, _, seen in results], CASE)

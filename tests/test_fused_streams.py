@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fused_cases import (
-    Experts, StagedOp, check_numbers, cut, dispatch_gemm, gemm_combine, grown, inputs_of, same, soil, step,
+    Experts, StagedOp, check_numbers, cut, dispatch_gemm, gemm_combine, grown, inputs_of, same, poison_staging, step,
     tensors,
 )
 from test_plan_slots import make_op
@@ -55,7 +55,7 @@ def test_fused_in_a_cuda_graph(ranks, mode, activation, knobs):
     def run(world, device):
         plain, op = (make_op(world, device, base, StagedOp, **options)
                      for options in ({"fused": False}, knobs))
-        soil(plain), soil(op)
+        poison_staging(plain), poison_staging(op)
         t = tensors(base, world.rank, world.size, device)
         graph, captured = capture(world, op, lambda: launch(op, base, t))
         errors = []

@@ -5,7 +5,7 @@ import torch
 
 from cases import (
     MODES, Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome,
-    run_routing, same_bits, soil,
+    run_routing, same_bits, poison_staging,
 )
 
 
@@ -17,7 +17,7 @@ def test_layer_capacity_sets_the_output_shape(ranks, capacity, weights):
 
     def run(world, device):
         layer = make_layer(world, device, case)
-        soil(layer)
+        poison_staging(layer)
         x, weight = inputs_of(case, world.rank, world.size)
         idx = indices_of(case, world.rank, world.size)
         weight = weight if weight is None else weight.to(device)
@@ -44,7 +44,7 @@ def test_layer_overflow_is_an_error_on_all_ranks(ranks, mode, missing_rows):
 
     def run(world, device):
         layer = make_layer(world, device, case, capacity=world.size * 24 - missing_rows)
-        soil(layer)
+        poison_staging(layer)
         x, weight = (t.to(device) for t in inputs_of(case, world.rank, world.size))
         idx = indices_of(case, world.rank, world.size).to(device)
         got = [outcome(lambda: layer.dispatch(x, idx, weight), layer) for _ in range(2)]

@@ -11,7 +11,7 @@ import torch
 import epmoe
 from cases import (
     MODES, Case, check_case, check_outcomes, check_plan, check_rows, check_sums, indices_of,
-    inputs_of, keep, layout_parts, make_layer, outcome, rows_for_combine, run_routing, soil,
+    inputs_of, keep, layout_parts, make_layer, outcome, rows_for_combine, run_routing, poison_staging,
 )
 from epmoe import _C
 from pace import WAIT_S
@@ -72,7 +72,7 @@ def test_layer_shares_a_heap_with_other_layers(ranks):
         layers = [make_layer(world, device, case, heap=heap) for case in cases]
         used = heap.stats()["used"]
         for layer in layers:
-            soil(layer)
+            poison_staging(layer)
         # all layers dispatch before the first one combines
         sent = [dispatch_case(layer, world, device, case) for layer, case in zip(layers, cases)]
         results = [combine_case(layer, world, device, case, dispatched)
@@ -99,7 +99,7 @@ def test_layer_two_buffers_at_once(ranks, mode):
 
     def run(world, device):
         layer = make_layer(world, device, base)
-        soil(layer)
+        poison_staging(layer)
         results = []
         for step in range(4):
             sent = []

@@ -7,7 +7,7 @@ import torch
 
 from cases import (
     MODES, Case, check_case, check_outcomes, check_plan, check_rows, check_sums, indices_of,
-    inputs_of, layout_parts, make_layer, outcome, rows_for_combine, soil,
+    inputs_of, layout_parts, make_layer, outcome, rows_for_combine, poison_staging,
 )
 
 pytestmark = pytest.mark.cuda_only
@@ -35,7 +35,7 @@ def test_layer_in_a_cuda_graph(ranks, mode):
 
     def run(world, device):
         layer = make_layer(world, device, base)
-        soil(layer)
+        poison_staging(layer)
         x, idx, weight = on_device(base, world, device)
         y, w = (t.to(device) for t in rows_for_combine(base, world.rank, layer.capacity, layer.capacity))
 

@@ -346,7 +346,7 @@ def test_moe_wrong_arguments(ranks, change, kind):
 
     results = ranks(run, world_size=3, at_least=2)
     kinds = [kind if rank == 1 or kind == "EpIndexError" else "PeerError" for rank in range(len(results))]
-    check_outcomes([r[0] for r in results], kinds, "rank 1", who=0)
+    check_outcomes([r[0] for r in results], kinds, "rank 1", on_rank=0)
     check_moe([r[1] for r in results], model)
 
 

@@ -154,4 +154,4 @@ def test_moe_unknown_option_on_one_rank(ranks):
 
     results = ranks(run, world_size=2, at_least=2)
     kinds = ["TypeError" if rank == 1 else "PeerError" for rank in range(len(results))]
-    check_outcomes(results, kinds, "num_bufers", who=1, elsewhere=["rank 1"])
+    check_outcomes(results, kinds, "num_bufers", on_rank=1, elsewhere=["rank 1"])

@@ -148,5 +148,5 @@ def test_plan_scatter_index_outside_rows(ranks, make_wrong):
 def test_plan_scatter_indices_of_wrong_kind(ranks, make_wrong, kind):
     results = ranks(wrong_scatter, make_wrong, world_size=3, at_least=2)
     kinds = [kind if rank == 1 else "PeerError" for rank in range(len(results))]
-    check_outcomes([r[0] for r in results], kinds, elsewhere=["rank 1"], who=1)
+    check_outcomes([r[0] for r in results], kinds, elsewhere=["rank 1"], on_rank=1)
     check_afterwards([r[0] for r in results], [r[1] for r in results], WRONG)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import epmoe
 from cases import (MODES, Case, capacity_of, case_id, check_rows, check_sums, generator, indices_of,
-                   inputs_of, keep, layout_parts, run_routing, same_bits, same_numbers, soil)
+                   inputs_of, keep, layout_parts, run_routing, same_bits, same_numbers, poison_staging)
 from epmoe import reference
 from epmoe.testing import PATTERNS
 from test_plan_routing import any_indices
@@ -268,7 +268,7 @@ def test_slots_do_not_depend_on_scatter_indices(ranks):
 def moved(world, device, case, is_sorted):
     """The results of a case with or without sorting, on one rank."""
     op = make_op(world, device, case, token_sorting=is_sorted)
-    soil(op)
+    poison_staging(op)
     result = run_routing(op, case)
     op.synchronize()
     op.finalize()
@@ -343,7 +343,7 @@ def test_slots_change_no_gradient(ranks, mode):
         weight = torch.rand(len(idx), case.topk, generator=g).to(device)
         for is_sorted in (True, False):
             op = make_op(world, device, case, token_sorting=is_sorted)
-            soil(op)
+            poison_staging(op)
             leaves = [t.clone().requires_grad_() for t in (x, weight)]
             rows, row_weight, layout = op.dispatch(leaves[0], idx, leaves[1])
             op.combine(rows * rows, layout, row_weight).backward(dy)
