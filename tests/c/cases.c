@@ -1,6 +1,8 @@
-/* cases.c - random cases. The expected results are computed by brute force from the documentation of the
- * layer (row order: local expert, source rank, token, choice; sums in float32 in a fixed order). They
- * share no code with the library. */
+/* cases.c - random cases with their expected results.
+ *
+ * The expected results are computed by brute force from the documentation of the layer. Rows are ordered
+ * by local expert, source rank, token and choice. Sums are computed in float32 in a fixed order. This file
+ * shares no code with the library. */
 #include "harness.h"
 
 /* ---- numbers of three dtypes ---- */
@@ -12,13 +14,16 @@ static float bits_as_float(uint32_t u) {
     memcpy(&f, &u, sizeof f);
     return f;
 }
-/* Round f to bfloat16: to the nearer neighbour; if both are equally near, to the even one. */
+/* Round f to the nearest bfloat16. If two are equally near, choose the even one. */
 static uint16_t nearest_bf16(float f) {
     uint32_t u;
     memcpy(&u, &f, sizeof u);
     uint32_t low = u & 0xffff0000u, high = low + 0x10000u;
     double to_low = (double)f - (double)bits_as_float(low), to_high = (double)bits_as_float(high) - (double)f;
-    if (f < 0) to_low = -to_low, to_high = -to_high;
+    if (f < 0) {
+        to_low = -to_low;
+        to_high = -to_high;
+    }
     bool up = to_high < to_low || (to_high == to_low && (low >> 16 & 1u));
     return (uint16_t)((up ? high : low) >> 16);
 }
@@ -32,7 +37,7 @@ static void store_number(void *at, uint32_t dtype, uint64_t i, float f) {
     else if (dtype == EP_BF16) ((uint16_t *)at)[i] = nearest_bf16(f);
     else ((Half *)at)[i] = (Half)f;
 }
-/* Random numbers with full mantissas of different sizes, so that another order of summation gives another
+/* A random number with a full mantissa and a random magnitude. So another order of summation gives another
  * sum. */
 static float random_number(Rng *rng) {
     float f = (float)(rng_next(rng) >> 40) / 8388608.0f - 1.0f;
@@ -43,18 +48,19 @@ static float random_number(Rng *rng) {
 
 uint64_t row_bytes(const EpShape *s) { return (uint64_t)s->hidden * (s->dtype == EP_F32 ? 4 : 2); }
 
-void *take(uint64_t num_bytes) {
-    void *at = malloc(num_bytes); /* the exact size, so that the address sanitizer detects one byte too far */
+void *alloc_exact(uint64_t num_bytes) {
+    /* The exact size, so that AddressSanitizer detects an access one byte after the end. */
+    void *at = malloc(num_bytes);
     if (!at && num_bytes) abort();
     return at;
 }
 static void *random_rows(Rng *rng, const EpShape *s, uint64_t num_rows) {
-    void *at = take(num_rows * row_bytes(s));
+    void *at = alloc_exact(num_rows * row_bytes(s));
     for (uint64_t i = 0; i < num_rows * s->hidden; i++) store_number(at, s->dtype, i, random_number(rng));
     return at;
 }
 static float *random_floats(Rng *rng, uint64_t n) {
-    float *at = (float *)take(4 * n);
+    float *at = (float *)alloc_exact(4 * n);
     for (uint64_t i = 0; i < n; i++) at[i] = random_number(rng);
     return at;
 }
@@ -78,9 +84,9 @@ static void draw_routing(Case *c, Rng *rng, Route route) {
         uint32_t T = route == ROUTE_FULL ? s->max_tokens : rng_below(rng, s->max_tokens + 1);
         if (route == ROUTE_SOME_EMPTY && rng_below(rng, 2)) T = 0;
         c->num_tokens[w] = T;
-        c->index[w] = take((uint64_t)T * K * (c->has_wide_index ? 8 : 4));
-        c->expert[w] = (int32_t *)take(4ull * T * K);
-        c->row[w] = (int32_t *)take(4ull * T * K);
+        c->index[w] = alloc_exact((uint64_t)T * K * (c->has_wide_index ? 8 : 4));
+        c->expert[w] = (int32_t *)alloc_exact(4ull * T * K);
+        c->row[w] = (int32_t *)alloc_exact(4ull * T * K);
         for (uint32_t i = 0; i < T * K; i++) {
             int32_t e = draw_expert(rng, s, route, hot, i % K ? c->expert[w][i - 1] : -1);
             if (e == -1 && rng_below(rng, 2)) e = (int32_t)s->num_experts;
@@ -92,13 +98,13 @@ static void draw_routing(Case *c, Rng *rng, Route route) {
     }
 }
 
-/* Assign the rows of rank r: all choices sent to it, in the layer's order; or, with scatter, in a random
- * order. */
+/* Assign a row of rank r to every choice that is sent to rank r. The rows are in the order of the layer, or
+ * with has_scatter in a random order. */
 static void place_rows(Case *c, Rng *rng, uint32_t r) {
     const EpShape *s = &c->shape;
     uint32_t K = s->num_topk, L = s->num_experts / s->num_ranks, n = 0,
              most = s->num_ranks * s->max_tokens * K;
-    c->origin[r] = (Origin *)take(most * sizeof(Origin));
+    c->origin[r] = (Origin *)alloc_exact(most * sizeof(Origin));
     for (uint32_t e = r * L; e < (r + 1) * L; e++)
         for (uint32_t w = 0; w < s->num_ranks; w++)
             for (uint32_t t = 0; t < c->num_tokens[w]; t++)
@@ -128,11 +134,11 @@ static void expect_combine(Case *c, uint32_t w) {
     const EpShape *s = &c->shape;
     uint32_t K = s->num_topk, L = s->num_experts / s->num_ranks, T = c->num_tokens[w], H = s->hidden;
     bool local = s->combine_mode == EP_COMBINE_LOCAL;
-    float *sum = (float *)take(4ull * H), *part = (float *)take(4ull * H);
+    float *sum = (float *)alloc_exact(4ull * H), *part = (float *)alloc_exact(4ull * H);
     uint16_t rounded[2];
     float one;
-    c->out[w] = take(T * row_bytes(s));
-    c->out_scalar[w] = (float *)take(4ull * T * K);
+    c->out[w] = alloc_exact(T * row_bytes(s));
+    c->out_scalar[w] = (float *)alloc_exact(4ull * T * K);
     for (uint32_t t = 0; t < T; t++) {
         for (uint32_t h = 0; h < H; h++) sum[h] = 0;
         for (uint32_t group = 0; group < (local ? s->num_ranks : 1); group++) {
@@ -142,7 +148,7 @@ static void expect_combine(Case *c, uint32_t w) {
                 if (e < 0 || (local && (uint32_t)e / L != group)) continue;
                 add_choice(c, part, (uint32_t)e / L, c->row[w][t * K + k]);
             }
-            for (uint32_t h = 0; h < H; h++) { /* a partial sum is sent in the dtype of the rows */
+            for (uint32_t h = 0; h < H; h++) { /* A rank sends its partial sum in the dtype of the rows. */
                 void *cell = s->dtype == EP_F32 ? (void *)&one : (void *)rounded;
                 store_number(cell, s->dtype, 0, part[h]);
                 sum[h] = local ? sum[h] + load_number(cell, s->dtype, 0) : part[h];
@@ -154,7 +160,8 @@ static void expect_combine(Case *c, uint32_t w) {
             c->out_scalar[w][t * K + k] = e < 0 ? 0 : c->row_scalar[(uint32_t)e / L][c->row[w][t * K + k]];
         }
     }
-    free(sum), free(part);
+    free(sum);
+    free(part);
 }
 
 void case_make(Case *c, const EpShape *shape, Rng *rng, Route route, unsigned options) {
@@ -179,11 +186,12 @@ void case_make(Case *c, const EpShape *shape, Rng *rng, Route route, unsigned op
         total += c->num_tokens[w];
     }
     for (uint32_t w = 0; w < W; w++) expect_combine(c, w);
-    c->scatter = (int32_t *)take(4ull * total * K);
+    c->scatter = (int32_t *)alloc_exact(4ull * total * K);
     for (uint32_t w = 0; w < W; w++)
-        for (uint32_t i = 0; i < c->num_tokens[w] * K;
-             i++, at++) /* the row of a dropped choice has no meaning */
-            c->scatter[at] = c->row[w][i] >= 0 ? c->row[w][i] : (int32_t)rng_below(rng, 1000) - 500;
+        for (uint32_t i = 0; i < c->num_tokens[w] * K; i++) {
+            /* The scatter index of a dropped choice has no meaning, so it is random. */
+            c->scatter[at++] = c->row[w][i] >= 0 ? c->row[w][i] : (int32_t)rng_below(rng, 1000) - 500;
+        }
 }
 
 void case_free(Case *c) {

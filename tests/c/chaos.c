@@ -1,6 +1,7 @@
-/* chaos.c - the random delays of a module built with EPMOE_CHAOS=N (see setup.py). At points of the
- * protocol a thread may continue at once, yield its core, spin for some microseconds, or sleep. The C
- * tests have their own delays (harness.c). */
+/* chaos.c - the random delays of a module that is built with EPMOE_CHAOS=N (see setup.py).
+ *
+ * At each marked point of the protocol a thread continues at once, yields its core, spins for some
+ * microseconds, or sleeps. The C tests have their own delays (harness.c). */
 #include "protocol/port.h"
 
 void ep_chaos(uint32_t point) {

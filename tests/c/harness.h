@@ -1,8 +1,9 @@
 /* harness.h - ranks as threads, random cases with their expected results, and checks.
  *
- * A Case has the inputs of all ranks for one plan + dispatch + combine, and the expected results, computed
- * by brute force before the ranks start. So the ranks share nothing but the library while they run, and
- * synchronisation in the tests cannot hide a missing synchronisation in the library. */
+ * A Case has the inputs of all ranks for one plan + dispatch + combine, and the expected results. The
+ * harness computes these results by brute force before the ranks start. So the ranks share only the
+ * library while they run, and synchronisation in the tests cannot hide a missing synchronisation in the
+ * library. */
 #ifndef HARNESS_H
 #define HARNESS_H
 #include <pthread.h>
@@ -42,11 +43,11 @@ uint32_t rng_below(Rng *rng, uint32_t n);
 
 typedef struct {
     uint32_t num_ranks;
-    double timeout_s;     /* 0: long enough for any machine */
-    EpLayerConfig config; /* num_buffers 0: the body creates its own layer, or none */
-    uint64_t heap_bytes;  /* for the body, in addition to the layer */
-    bool dies;            /* the world is expected to end: do not close it together */
-    bool own_layer;       /* there is memory for the layer, but the body creates it */
+    double timeout_s;     /* 0: a limit that is long enough for any machine */
+    EpLayerConfig config; /* num_buffers 0: run_team creates no layer */
+    uint64_t heap_bytes;  /* heap memory for the body, in addition to the layer */
+    bool world_ends;      /* the test ends the world, so run_team does not close it */
+    bool own_layer;       /* the heap has memory for the layer, but the body creates the layer */
 } Setup;
 
 typedef struct Rank Rank;
@@ -63,37 +64,39 @@ struct Rank {
     bool ok;
 };
 
-/* Run body on every rank, each in a thread. The memory of all ranks exists until all have returned. */
+/* Run body on every rank, one thread for each rank. The memory of all ranks exists until all threads have
+ * returned. Returns true if the body returned true on every rank. */
 bool run_team(const Setup *setup, Body *body, void *arg);
 bool open_heap_and_layer(Rank *me);
 bool close_together(Rank *me);
-int take_heap(Rank *me, uint64_t num_bytes, uint64_t *off);
-/* Let the n-th anonymous mapping of this thread from now on fail, counted from 1. */
+int alloc_heap(Rank *me, uint64_t num_bytes, uint64_t *off);
+/* Make the n-th next anonymous mapping of this thread fail. The count begins with 1. */
 void test_fail_mmap(uint32_t n);
 
 extern uint64_t test_seed;
-extern double long_timeout_s;  /* of worlds in which no wait is expected to time out */
-extern double short_timeout_s; /* of worlds in which a wait must time out; times slowness() */
-extern uint32_t test_scale;    /* per cent of the usual number of steps */
+extern double long_timeout_s;  /* for worlds in which no wait is expected to time out */
+extern double short_timeout_s; /* for worlds in which a wait must time out; multiply it by slowness() */
+extern uint32_t test_scale;    /* percentage of the usual number of steps */
 double seconds_now(void);
-/* How many times longer work takes now than on an idle machine; 1 on an idle machine, never less. */
+/* How many times longer work takes now than on an idle machine; at least 1. */
 double slowness(void);
-/* Did less than limit_s pass since `begin`, on an idle machine?  Measures the slowness if it needs to. */
-bool is_soon(double begin, double limit_s);
+/* Whether less than limit_s has passed since `begin`. On a busy machine the limit is multiplied by
+ * slowness(). */
+bool is_within(double begin, double limit_s);
 uint32_t scaled(uint32_t num_steps);
-/* A layer with one buffer and two workers, for tests in which the shape does not matter. */
+/* The configuration of a layer with one buffer and two workers, for tests that need no particular shape. */
 EpLayerConfig small_config(uint32_t num_ranks);
 
-/* Report a failure, end the world so that the other ranks leave their waits, return false. */
-bool complain(Rank *me, const char *file, int line, const char *what, int got, int want);
-#define CHECK(me, cond)                                                    \
-    do {                                                                   \
-        if (!(cond)) return complain(me, __FILE__, __LINE__, #cond, 0, 0); \
+/* Print the failure, end the world so that the waits of the other ranks end, and return false. */
+bool report_failure(Rank *me, const char *file, int line, const char *what, int got, int want);
+#define CHECK(me, cond)                                                          \
+    do {                                                                         \
+        if (!(cond)) return report_failure(me, __FILE__, __LINE__, #cond, 0, 0); \
     } while (0)
-#define WANT(me, code, call)                                                            \
-    do {                                                                                \
-        int got_ = (call), want_ = (code);                                              \
-        if (got_ != want_) return complain(me, __FILE__, __LINE__, #call, got_, want_); \
+#define CHECK_CODE(me, code, call)                                                            \
+    do {                                                                                      \
+        int got_ = (call), want_ = (code);                                                    \
+        if (got_ != want_) return report_failure(me, __FILE__, __LINE__, #call, got_, want_); \
     } while (0)
 #define TRY(call)                  \
     do {                           \
@@ -103,13 +106,13 @@ bool complain(Rank *me, const char *file, int line, const char *what, int got, i
 /* ---- cases ---- */
 
 typedef enum {
-    ROUTE_RANDOM,     /* drops and repetitions at random */
-    ROUTE_REPEAT,     /* all choices of a token are often equal */
-    ROUTE_SOME_EMPTY, /* no tokens on some ranks */
+    ROUTE_RANDOM,     /* random experts, some choices dropped, some repeated */
+    ROUTE_REPEAT,     /* the choices of a token are often equal */
+    ROUTE_SOME_EMPTY, /* some ranks have no tokens */
     ROUTE_HOT,        /* nearly all choices go to one expert */
     ROUTE_ONE_RANK,   /* all choices go to the experts of one rank */
     ROUTE_DROPPED,    /* all choices are dropped */
-    ROUTE_FULL,       /* the largest number of tokens, none dropped */
+    ROUTE_FULL,       /* every rank has the largest number of tokens, and no choice is dropped */
     NUM_ROUTES
 } Route;
 
@@ -134,15 +137,16 @@ typedef struct {
     float *out_scalar[EP_MAX_RANKS]; /* [T][K] */
 } Case;
 
-/* options: any of these; all else is random. */
+/* options: a sum of these values. Every property that is not selected is random. */
 enum { WITH_SCATTER = 1, WITH_WEIGHTS = 2, WITHOUT_SLACK = 4 };
 void case_make(Case *c, const EpShape *shape, Rng *rng, Route route, unsigned options);
 void case_free(Case *c);
-void *take(uint64_t num_bytes); /* exactly this many bytes, or the program ends */
-/* Rows of the fullest rank, at least 1: the smallest capacity that suffices. */
+/* Allocate exactly num_bytes bytes. Ends the program if there is no memory. */
+void *alloc_exact(uint64_t num_bytes);
+/* The smallest sufficient capacity: the largest number of rows of any rank, at least 1. */
 uint32_t most_rows(const Case *cases, uint32_t num_cases);
 
-/* What one rank has of a case while it runs. */
+/* The state of one rank while it runs a case. */
 typedef struct {
     Rank *me;
     const Case *c;
@@ -163,16 +167,17 @@ void step_close(Step *st);
 int call_plan(Step *st);
 int call_dispatch(Step *st);
 int call_combine(Step *st);
-int call_op(Step *st, uint32_t op); /* one of these, or the barrier, by its EpOpKind */
-/* Compare with the expected results. */
+int call_op(Step *st, uint32_t op); /* calls one of these, or the barrier; op is an EpOpKind */
+/* Compare the outputs with the expected results. */
 bool check_plan(const Step *st);
 bool check_dispatch(const Step *st);
 bool check_combine(const Step *st);
-/* Dispatch and combine with the step's plan; or plan, dispatch and combine. Each result is checked. */
+/* Run dispatch and combine with the plan of the step, and check each result. */
 bool run_moves(Step *st);
+/* Run plan, dispatch and combine of a case, and check each result. */
 bool run_step(Rank *me, const Case *c, uint32_t buffer);
-/* Run body with num_cases cases as its argument. The first one has the largest number of tokens. */
-bool with_cases(Body *body, EpLayerConfig config, bool dies, uint32_t num_cases);
+/* Run body with num_cases cases as its argument. Case 0 has the largest number of tokens. */
+bool with_cases(Body *body, EpLayerConfig config, bool world_ends, uint32_t num_cases);
 bool all_bytes_are(const void *at, uint64_t num_bytes, unsigned char value);
 
 /* ---- tests ---- */
@@ -182,51 +187,52 @@ bool test_steps_scatter(void);
 bool test_steps_gather(void);
 bool test_steps_large(void);
 bool test_buffers(void);
-bool test_reuse(void);
-bool test_scatter(void);
+bool test_plan_reuse(void);
+bool test_scatter_indices(void);
 bool test_epochs(void);
-bool test_bad_index(void);
-bool test_overflow(void);
-bool test_bad_scatter(void);
-bool test_refuse(void);
-bool test_disagree(void);
-bool test_configs(void);
-bool test_stay_away(void);
-bool test_leave(void);
-bool test_abort(void);
+bool test_plan_rejects_bad_index(void);
+bool test_plan_rejects_overflow(void);
+bool test_plan_rejects_bad_scatter(void);
+bool test_wrong_argument_on_one_rank(void);
+bool test_different_calls_fail(void);
+bool test_different_configs_fail(void);
+bool test_missing_rank_times_out(void);
+bool test_rank_leaves(void);
+bool test_rank_aborts(void);
 bool test_exchange(void);
-bool test_unsent(void);
+bool test_unsent_message(void);
 bool test_heap_alloc(void);
 bool test_allocator(void);
-bool test_room(void);
-bool test_sharing_is_refused(void);
+bool test_available_memory(void);
+bool test_sharing_needs_permission(void);
 bool test_sharing_counts_memory(void);
 bool test_sharing_divides_sms(void);
 bool test_heap_huge(void);
-bool test_heap_layer(void);
-bool test_heap_words(void);
-bool test_closed(void);
-bool test_world_release(void);
-bool test_short_rows(void);
-bool test_no_memory(void);
+bool test_layer_exceeds_heap(void);
+bool test_heap_put_get_signal(void);
+bool test_calls_after_close(void);
+bool test_world_release_callbacks(void);
+bool test_too_few_rows(void);
+bool test_alloc_fails_on_one_rank(void);
 bool test_device(void);
-bool test_leave_busy(void);
-bool test_stuck_in_order(void);
-bool test_stuck_out_of_order(void);
-bool test_hostile(void);
-bool test_wire_words(void);
-bool test_wire_notes(void);
+bool test_close_during_barrier(void);
+bool test_stuck_with_equal_calls(void);
+bool test_stuck_with_different_calls(void);
+bool test_hostile_peer(void);
+bool test_wire_last_messages(void);
+bool test_wire_call_records(void);
 bool test_wire_frames(void);
-bool test_wire_callers(void);
-bool test_hostile_heap(void);
+bool test_wire_connections(void);
+bool test_import_rejects_unsafe_memory(void);
 bool test_processes(void);
 bool test_killed_process(void);
 bool test_heap_create(void);
 bool test_heap_full(void);
-bool test_heap_abort(void);
+bool test_abort_during_heap_create(void);
 bool test_absent_process(void);
-/* The body of a process that is a rank: all ranks survive, or one is killed, or one never joins. */
-typedef enum { FATE_LIVES, FATE_KILLED, FATE_ABSENT } Fate;
-int child_main(uint32_t rank, Fate fate);
+/* The main function of a process that is a rank. NORMAL: all ranks survive. KILLED: rank 1 is killed.
+ * ABSENT: rank 2 never joins the world. */
+typedef enum { SCENARIO_NORMAL, SCENARIO_KILLED, SCENARIO_ABSENT } Scenario;
+int child_main(uint32_t rank, Scenario scenario);
 
 #endif /* HARNESS_H */

@@ -1,6 +1,6 @@
-/* main.c - the CPU side of epmoe under test.
+/* main.c - runs the C tests of the CPU side of epmoe, and prints one line for each test.
  *
- *  [-s seed] [-n per cent of the usual steps] [-t timeout in seconds] [part of a test's name ...]
+ * Usage: [-s seed] [-n percentage of the usual steps] [-t timeout in seconds] [part of a test's name ...]
  */
 #include <signal.h>
 
@@ -9,60 +9,61 @@
 static const struct {
     const char *name;
     bool (*run)(void);
-    bool not_tsan; /* it races on purpose, or runs in processes that the thread sanitizer cannot join */
+    /* The test races on purpose, or it starts processes that ThreadSanitizer cannot join. */
+    bool not_tsan;
 } tests[] = {
     {"steps_local", test_steps_local, false},
     {"steps_scatter", test_steps_scatter, false},
     {"steps_gather", test_steps_gather, false},
     {"steps_large", test_steps_large, false},
     {"buffers", test_buffers, false},
-    {"reuse", test_reuse, false},
-    {"full_scatter", test_scatter, false},
+    {"plan_reuse", test_plan_reuse, false},
+    {"scatter_indices", test_scatter_indices, false},
     {"epochs", test_epochs, false},
     {"heap_alloc", test_heap_alloc, false},
     {"allocator", test_allocator, false},
-    {"room", test_room, false},
-    {"sharing_is_refused", test_sharing_is_refused, false},
+    {"available_memory", test_available_memory, false},
+    {"sharing_needs_permission", test_sharing_needs_permission, false},
     {"sharing_counts_memory", test_sharing_counts_memory, false},
     {"sharing_divides_sms", test_sharing_divides_sms, false},
     {"heap_huge", test_heap_huge, false},
-    {"heap_layer", test_heap_layer, false},
-    {"heap_words", test_heap_words, false},
+    {"layer_exceeds_heap", test_layer_exceeds_heap, false},
+    {"heap_put_get_signal", test_heap_put_get_signal, false},
     {"heap_create", test_heap_create, false},
     {"heap_full", test_heap_full, false},
-    {"no_memory", test_no_memory, false},
+    {"alloc_fails_on_one_rank", test_alloc_fails_on_one_rank, false},
     {"device", test_device, false},
-    {"leave_busy", test_leave_busy, false},
-    {"stuck_in_order", test_stuck_in_order, false},
-    {"stuck_out_of_order", test_stuck_out_of_order, false},
-    {"heap_abort", test_heap_abort, false},
-    {"closed", test_closed, false},
-    {"world_release", test_world_release, false},
-    {"bad_index", test_bad_index, false},
-    {"overflow", test_overflow, false},
-    {"bad_scatter", test_bad_scatter, false},
-    {"refuse", test_refuse, false},
-    {"disagree", test_disagree, false},
-    {"configs", test_configs, false},
-    {"stay_away", test_stay_away, false},
-    {"leave", test_leave, false},
-    {"abort", test_abort, false},
+    {"close_during_barrier", test_close_during_barrier, false},
+    {"stuck_with_equal_calls", test_stuck_with_equal_calls, false},
+    {"stuck_with_different_calls", test_stuck_with_different_calls, false},
+    {"abort_during_heap_create", test_abort_during_heap_create, false},
+    {"calls_after_close", test_calls_after_close, false},
+    {"world_release_callbacks", test_world_release_callbacks, false},
+    {"plan_rejects_bad_index", test_plan_rejects_bad_index, false},
+    {"plan_rejects_overflow", test_plan_rejects_overflow, false},
+    {"plan_rejects_bad_scatter", test_plan_rejects_bad_scatter, false},
+    {"wrong_argument_on_one_rank", test_wrong_argument_on_one_rank, false},
+    {"different_calls_fail", test_different_calls_fail, false},
+    {"different_configs_fail", test_different_configs_fail, false},
+    {"missing_rank_times_out", test_missing_rank_times_out, false},
+    {"rank_leaves", test_rank_leaves, false},
+    {"rank_aborts", test_rank_aborts, false},
     {"exchange", test_exchange, false},
-    {"unsent", test_unsent, false},
-    {"short_rows", test_short_rows, false},
-    {"hostile", test_hostile, true},
-    {"wire_words", test_wire_words, false},
-    {"wire_notes", test_wire_notes, false},
+    {"unsent_message", test_unsent_message, false},
+    {"too_few_rows", test_too_few_rows, false},
+    {"hostile_peer", test_hostile_peer, true},
+    {"wire_last_messages", test_wire_last_messages, false},
+    {"wire_call_records", test_wire_call_records, false},
     {"wire_frames", test_wire_frames, false},
-    {"wire_callers", test_wire_callers, false},
-    {"strange_heap", test_hostile_heap, false},
+    {"wire_connections", test_wire_connections, false},
+    {"import_rejects_unsafe_memory", test_import_rejects_unsafe_memory, false},
     {"processes", test_processes, true},
     {"killed_process", test_killed_process, true},
     {"absent_process", test_absent_process, true},
 };
 static const char *running = "";
 
-/* No check detects a hang, so a timer does. */
+/* The checks of a test cannot detect a hang. So a timer calls this function. */
 static void hang(int signal_number) {
     static const char text[] = "FAILED: hangs in ";
     (void)signal_number;
@@ -80,9 +81,9 @@ int main(int argc, char **argv) {
         if (!strcmp(argv[option], "-s")) test_seed = strtoull(value, NULL, 10);
         if (!strcmp(argv[option], "-n")) test_scale = (uint32_t)strtoul(value, NULL, 10);
         if (!strcmp(argv[option], "-t")) long_timeout_s = strtod(value, NULL);
-        if (!strcmp(argv[option], "--child")) return child_main((uint32_t)atoi(value), FATE_LIVES);
-        if (!strcmp(argv[option], "--killed")) return child_main((uint32_t)atoi(value), FATE_KILLED);
-        if (!strcmp(argv[option], "--absent")) return child_main((uint32_t)atoi(value), FATE_ABSENT);
+        if (!strcmp(argv[option], "--child")) return child_main((uint32_t)atoi(value), SCENARIO_NORMAL);
+        if (!strcmp(argv[option], "--killed")) return child_main((uint32_t)atoi(value), SCENARIO_KILLED);
+        if (!strcmp(argv[option], "--absent")) return child_main((uint32_t)atoi(value), SCENARIO_ABSENT);
     }
     signal(SIGALRM, hang);
     for (size_t i = 0; i < sizeof tests / sizeof *tests; i++) {
@@ -91,10 +92,10 @@ int main(int argc, char **argv) {
         if (!wanted || (HAVE_TSAN && tests[i].not_tsan)) continue;
         running = tests[i].name;
         double start = seconds_now();
-        alarm(900); /* longer than any test takes on the busiest machine */
+        alarm(900); /* longer than any test takes on a busy machine */
         bool ok = tests[i].run();
         alarm(0);
-        printf("%-16s %s %.2f s\n", running, ok ? "ok" : "FAILED", seconds_now() - start);
+        printf("%-30s %s %.2f s\n", running, ok ? "ok" : "FAILED", seconds_now() - start);
         fflush(stdout);
         if (ok) num_passed++;
         else num_failed++;

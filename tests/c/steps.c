@@ -1,11 +1,12 @@
-/* steps.c - one rank's part of a case: the calls, and the comparison of their results with the expected
- * ones. */
+/* steps.c - the calls of one rank for a case, and the comparison of their results with the expected
+ * results. */
 #include "harness.h"
 
 EpTensor tensor1(const void *data, uint32_t dtype, int64_t d0) {
     EpTensor t;
     memset(&t, 0, sizeof t);
-    t.data = d0 ? (void *)(uintptr_t)data : NULL; /* like torch: a tensor without elements has no address */
+    /* A tensor without elements has no address, as in torch. */
+    t.data = d0 ? (void *)(uintptr_t)data : NULL;
     t.dtype = dtype;
     t.num_dims = 1;
     t.shape[0] = d0;
@@ -22,9 +23,9 @@ EpTensor tensor2(const void *data, uint32_t dtype, int64_t d0, int64_t d1) {
     return t;
 }
 
-static void *take_poisoned(void *old, uint64_t num_bytes) {
+static void *alloc_poisoned(void *old, uint64_t num_bytes) {
     free(old);
-    void *at = take(num_bytes);
+    void *at = alloc_exact(num_bytes);
     if (num_bytes) memset(at, 0x5a, num_bytes);
     return at;
 }
@@ -51,13 +52,13 @@ void step_close(Step *st) {
 int call_plan(Step *st) {
     const Case *c = st->c;
     uint32_t me = st->me->rank, before = 0, total = 0, K = c->shape.num_topk;
-    st->plan = (int32_t *)take_poisoned(st->plan, 4 * st->plan_words);
+    st->plan = (int32_t *)alloc_poisoned(st->plan, 4 * st->plan_words);
     for (uint32_t w = 0; w < c->shape.num_ranks; total += c->num_tokens[w++])
         if (w < me) before += c->num_tokens[w];
     EpTensor index = tensor2(c->index[me], c->has_wide_index ? EP_I64 : EP_I32, st->num_tokens, K);
     EpTensor plan = tensor1(st->plan, EP_I32, (int64_t)st->plan_words), scatter;
-    if ((me + total) % 2)
-        scatter = tensor2(c->scatter, EP_I32, total, K); /* scatter indices of all ranks, or of this one */
+    /* The scatter indices of all ranks, or only those of this rank. */
+    if ((me + total) % 2) scatter = tensor2(c->scatter, EP_I32, total, K);
     else scatter = tensor2(c->scatter + (uint64_t)before * K, EP_I32, st->num_tokens, K);
     return ep_layer_plan(st->me->layer, st->buffer, &index, c->has_scatter ? &scatter : NULL, false, &plan,
                          NULL);
@@ -67,9 +68,9 @@ int call_dispatch(Step *st) {
     const Case *c = st->c;
     const EpShape *s = &c->shape;
     uint32_t me = st->me->rank;
-    st->recv = (int32_t *)take_poisoned(st->recv, 4 * st->recv_words);
-    st->rows = take_poisoned(st->rows, st->num_rows * row_bytes(s));
-    st->row_weight = (float *)take_poisoned(st->row_weight, 4ull * st->num_rows);
+    st->recv = (int32_t *)alloc_poisoned(st->recv, 4 * st->recv_words);
+    st->rows = alloc_poisoned(st->rows, st->num_rows * row_bytes(s));
+    st->row_weight = (float *)alloc_poisoned(st->row_weight, 4ull * st->num_rows);
     EpTensor x = tensor2(c->x[me], s->dtype, st->num_tokens, s->hidden),
              weight = tensor2(c->weight[me], EP_F32, st->num_tokens, s->num_topk);
     EpTensor plan = tensor1(st->plan, EP_I32, (int64_t)st->plan_words),
@@ -84,8 +85,8 @@ int call_combine(Step *st) {
     const Case *c = st->c;
     const EpShape *s = &c->shape;
     uint32_t me = st->me->rank;
-    st->out = take_poisoned(st->out, st->num_tokens * row_bytes(s));
-    st->out_scalar = (float *)take_poisoned(st->out_scalar, 4ull * st->num_tokens * s->num_topk);
+    st->out = alloc_poisoned(st->out, st->num_tokens * row_bytes(s));
+    st->out_scalar = (float *)alloc_poisoned(st->out_scalar, 4ull * st->num_tokens * s->num_topk);
     EpTensor y = tensor2(c->y[me], s->dtype, st->num_rows, s->hidden),
              row_weight = tensor1(c->row_weight[me], EP_F32, st->num_rows);
     EpTensor row_scalar = tensor1(c->row_scalar[me], EP_F32, st->num_rows);
@@ -125,7 +126,7 @@ bool check_plan(const Step *st) {
     const int32_t *p = st->plan, *expert = c->expert[me->rank];
     uint32_t K = s->num_topk, W = s->num_ranks, L = s->num_experts / W, T = st->num_tokens, num_rows, n = 0,
              tile = 0, row = 0;
-    WANT(me, 0, ep_layer_num_rows(me->layer, st->buffer, NULL, NULL, &num_rows));
+    CHECK_CODE(me, 0, ep_layer_num_rows(me->layer, st->buffer, NULL, NULL, &num_rows));
     CHECK(me, num_rows == c->num_rows[me->rank]);
     CHECK(me, p[EP_HEAD_STATUS] == 0 && p[EP_HEAD_NUM_TOKENS] == (int32_t)T &&
                   p[EP_HEAD_NUM_ROWS] == (int32_t)num_rows);
@@ -156,7 +157,7 @@ bool check_plan(const Step *st) {
         for (uint32_t i = 0; i < T * K; i++)
             if (expert[i] == (int32_t)e) CHECK(me, p[at.sort_off + n++] == (int32_t)i);
     while (n < T * K) CHECK(me, p[at.sort_off + n++] == -1);
-    for (uint32_t l = 0; l < L; l++) { /* tiles of 128 rows; no tile has rows of two experts */
+    for (uint32_t l = 0; l < L; l++) { /* A tile has at most 128 rows, all of one expert. */
         uint32_t end = row;
         for (uint32_t i = 0; i < c->num_rows[me->rank]; i++)
             end += c->origin[me->rank][i].expert == me->rank * L + l;
@@ -211,23 +212,23 @@ bool check_combine(const Step *st) {
 }
 
 bool run_moves(Step *st) {
-    WANT(st->me, 0, call_dispatch(st));
+    CHECK_CODE(st->me, 0, call_dispatch(st));
     TRY(check_dispatch(st));
-    WANT(st->me, 0, call_combine(st));
+    CHECK_CODE(st->me, 0, call_combine(st));
     return check_combine(st);
 }
 
 bool run_step(Rank *me, const Case *c, uint32_t buffer) {
     Step st = step_open(me, c, buffer);
-    WANT(me, 0, call_plan(&st));
+    CHECK_CODE(me, 0, call_plan(&st));
     TRY(check_plan(&st));
     TRY(run_moves(&st));
     step_close(&st);
     return true;
 }
 
-bool with_cases(Body *body, EpLayerConfig config, bool dies, uint32_t num_cases) {
-    Setup setup = {.num_ranks = config.shape.num_ranks, .config = config, .dies = dies};
+bool with_cases(Body *body, EpLayerConfig config, bool world_ends, uint32_t num_cases) {
+    Setup setup = {.num_ranks = config.shape.num_ranks, .config = config, .world_ends = world_ends};
     Case *cases = (Case *)calloc(num_cases, sizeof(Case));
     Rng rng = {test_seed * 31};
     for (uint32_t i = 0; i < num_cases; i++)

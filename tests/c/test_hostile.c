@@ -1,58 +1,57 @@
-/* test_hostile.c - memory safety: tensors that are too small, and peers that write random data into a heap
- * or offer an invalid one. */
+/* test_hostile.c - memory safety: tensors that are too small, peers that write random data into a heap,
+ * and peers whose heap memory must not be mapped. */
 #include <fcntl.h>
-
 #include <sys/mman.h>
 
 #include "backend.h"
 #include "harness.h"
 
-/* Fewer rows than the plan has, or a plan for another number of tokens that happens to have the same
- * length: the rank refuses, all ranks raise an error, nothing outside the tensors is written, and the next
- * step works. The output of a failed dispatch cannot be combined by any rank. */
-static bool refused(Step *st, uint32_t bad) {
-    const int want = st->me->rank == bad ? EP_EINVAL : EP_EPEER;
-    WANT(st->me, want, call_combine(st));
-    WANT(st->me, want, call_dispatch(st));
-    WANT(st->me, st->me->rank == 0 ? EP_EINVAL : EP_EPEER, call_combine(st));
+/* On one rank, the tensor of rows has fewer rows than the plan, or the plan belongs to another number of
+ * tokens (and has the same length). Then the calls fail on all ranks, the library writes nothing outside
+ * of the tensors, and the next step works. After a failed dispatch, combine fails on all ranks too. */
+static bool calls_fail(Step *st, uint32_t bad_rank) {
+    const int code = st->me->rank == bad_rank ? EP_EINVAL : EP_EPEER;
+    CHECK_CODE(st->me, code, call_combine(st));
+    CHECK_CODE(st->me, code, call_dispatch(st));
+    CHECK_CODE(st->me, st->me->rank == 0 ? EP_EINVAL : EP_EPEER, call_combine(st));
     return true;
 }
-static bool short_rows_body(Rank *me, void *arg) {
+static bool too_few_rows_body(Rank *me, void *arg) {
     const Case *c = (const Case *)arg;
     Step st = step_open(me, c, 0);
     uint64_t words, fewer_words;
-    WANT(me, 0, call_plan(&st));
+    CHECK_CODE(me, 0, call_plan(&st));
     for (uint32_t i = 0; i < 4; i++) {
-        const uint32_t bad = i < 2 ? 1 : 0; /* the rank with the wrong argument */
-        WANT(me, 0, call_dispatch(&st));
-        if (me->rank == bad) st.num_rows = i % 2 ? 0 : c->num_rows[bad] - 1;
-        TRY(refused(&st, bad));
+        const uint32_t bad_rank = i < 2 ? 1 : 0; /* the rank with the wrong argument */
+        CHECK_CODE(me, 0, call_dispatch(&st));
+        if (me->rank == bad_rank) st.num_rows = i % 2 ? 0 : c->num_rows[bad_rank] - 1;
+        TRY(calls_fail(&st, bad_rank));
         st.num_rows = c->num_rows[me->rank] + c->slack;
-        WANT(me, me->rank == 0 ? EP_EINVAL : EP_EPEER, call_combine(&st));
+        CHECK_CODE(me, me->rank == 0 ? EP_EINVAL : EP_EPEER, call_combine(&st));
     }
-    WANT(me, 0, ep_layer_plan_words(me->layer, st.num_tokens, &words));
-    WANT(me, 0, ep_layer_plan_words(me->layer, st.num_tokens - 1, &fewer_words));
+    CHECK_CODE(me, 0, ep_layer_plan_words(me->layer, st.num_tokens, &words));
+    CHECK_CODE(me, 0, ep_layer_plan_words(me->layer, st.num_tokens - 1, &fewer_words));
     CHECK(me, words == fewer_words);
-    WANT(me, 0, call_dispatch(&st));
+    CHECK_CODE(me, 0, call_dispatch(&st));
     st.num_tokens -= me->rank == 1;
-    TRY(refused(&st, 1));
+    TRY(calls_fail(&st, 1));
     CHECK(me,
           me->rank != 0 || strstr(ep_error_text(), "cannot use this layout: its plan or dispatch failed"));
     step_close(&st);
     return run_step(me, c, 0);
 }
-bool test_short_rows(void) {
+bool test_too_few_rows(void) {
     for (uint32_t mode = 0; mode < 3; mode++) {
         EpLayerConfig config = small_config(2);
         config.shape.combine_mode = mode;
-        TRY(with_cases(short_rows_body, config, false, 1));
+        TRY(with_cases(too_few_rows_body, config, false, 1));
     }
     return true;
 }
 
-/* A hostile peer: a thread that overwrites the words that peers write, with random numbers and with
- * plausible ones. Results are then wrong or calls fail. But no byte outside the tensors and the
- * communication buffer is touched, and no call takes much longer than its timeout. */
+/* A hostile peer is a thread that overwrites the words that peers write, with random and with plausible
+ * numbers. Results may be wrong, and calls may fail. But the library writes no byte outside of the tensors
+ * and the communication buffers, and no call takes much longer than its timeout. */
 typedef enum {
     ATTACK_STAGE,
     ATTACK_COUNTS,
@@ -75,7 +74,7 @@ typedef struct {
     EpShape shape;
 } Hostile;
 
-static void scribble(const Hostile *h, unsigned char *victim, Attack attack, Rng *rng) {
+static void overwrite_word(const Hostile *h, unsigned char *victim, Attack attack, Rng *rng) {
     const EpCommLayout *l = &h->layout;
     const uint64_t begin[] = {l->stage_off, l->counts_off, l->flag_off, l->enter_off, l->header_off};
     const uint64_t end[] = {l->num_bytes, l->flag_off, l->local_off, l->header_off, l->counts_off};
@@ -84,12 +83,13 @@ static void scribble(const Hostile *h, unsigned char *victim, Attack attack, Rng
     EpHeader *headers = (EpHeader *)(victim + l->header_off) + rng_below(rng, 2) * h->num_ranks;
     uint32_t a = rng_below(rng, h->num_ranks), b = rng_below(rng, h->num_ranks), small = rng_below(rng, 64),
              field = rng_below(rng, 13);
-    if (attack == ATTACK_FLICKER) { /* a word of a header that changes while it is judged */
+    if (attack == ATTACK_FLICKER) { /* A word of a header changes while the rank compares the header. */
         uint32_t *word = &headers[a].abi + field, right = __atomic_load_n(word, __ATOMIC_RELAXED);
         for (uint32_t i = 0; i < 64; i++) __atomic_store_n(word, i % 2 ? right : right - 1, __ATOMIC_RELAXED);
         return;
     }
-    if (attack == ATTACK_TOKENS) { /* wrong token counts of each peer, with the right sum */
+    /* The token counts of two peers are wrong, but their sum is often right. */
+    if (attack == ATTACK_TOKENS) {
         if (rng_below(rng, 2)) small = (uint32_t)value;
         __atomic_store_n(&headers[a].num_tokens, h->shape.max_tokens + small, __ATOMIC_RELAXED);
         __atomic_store_n(&headers[b].num_tokens, h->shape.max_tokens - small, __ATOMIC_RELAXED);
@@ -97,8 +97,8 @@ static void scribble(const Hostile *h, unsigned char *victim, Attack attack, Rng
     }
     if (attack == ATTACK_COUNTS && value % 4) value = epoch << 32 | (value % 8 < 4 ? small : (uint32_t)value);
     if ((attack == ATTACK_ENTER || attack == ATTACK_FLAGS) && value % 2) value = epoch;
-    if (attack == ATTACK_STAGE && value % 2)
-        value = (uint64_t)small * 4 << 32 | rng_below(rng, 200); /* tokens and rows in a trailer */
+    /* Plausible numbers of tokens and rows, as in a trailer. */
+    if (attack == ATTACK_STAGE && value % 2) value = (uint64_t)small * 4 << 32 | rng_below(rng, 200);
     uint64_t at = begin[attack] + rng_next(rng) % (end[attack] - begin[attack]);
     __atomic_store_n((uint64_t *)(victim + at / 8 * 8), value, __ATOMIC_RELAXED);
 }
@@ -108,25 +108,25 @@ static void *hostile_main(void *arg) {
     Rng rng = {h->seed};
     while (!atomic_load(&h->over)) {
         Attack attack = h->attack == ATTACK_ALL ? (Attack)rng_below(&rng, ATTACK_ALL) : h->attack;
-        scribble(h, h->victims[rng_below(&rng, h->num_ranks)], attack, &rng);
-        if (rng_below(&rng, 64) == 0)
-            usleep(rng_below(&rng, 60)); /* let some calls pass, so that all stages are attacked */
+        overwrite_word(h, h->victims[rng_below(&rng, h->num_ranks)], attack, &rng);
+        /* With pauses, some calls succeed. So the attack also reaches the stages after them. */
+        if (rng_below(&rng, 64) == 0) usleep(rng_below(&rng, 60));
     }
     return NULL;
 }
 
 static bool hostile_steps(Rank *me, const Hostile *h) {
-    /* Enough where one step after another just works. */
-    const double enough = 0.1 + 0.005 * (test_scale < 100 ? test_scale : 100);
-    const double until = seconds_now() + enough * slowness();
-    WANT(me, 0, ep_world_set_timeout(me->world, 0.15));
+    /* The number of steps or this time ends the loop. */
+    const double limit_s = 0.1 + 0.005 * (test_scale < 100 ? test_scale : 100);
+    const double until = seconds_now() + limit_s * slowness();
+    CHECK_CODE(me, 0, ep_world_set_timeout(me->world, 0.15));
     for (uint32_t i = 0; i < scaled(400) && seconds_now() < until && ep_world_check(me->world) == 0; i++) {
         Step st = step_open(me, &h->cases[i % NUM_ROUTES], 0);
         for (uint32_t op = EP_OP_PLAN; op <= EP_OP_COMBINE; op++) {
             double start = seconds_now();
             int code = call_op(&st, op);
             CHECK(me, code <= 0 && code >= EP_ECORRUPT);
-            CHECK(me, is_soon(start, 6));
+            CHECK(me, is_within(start, 6));
             if (code) break;
         }
         step_close(&st);
@@ -138,22 +138,23 @@ static bool hostile_body(Rank *me, void *arg) {
     Hostile *h = (Hostile *)arg;
     const EpLayerConfig *config = &me->setup->config;
     uint64_t probe, rest;
-    void *at, *wall;
+    void *at, *guard;
     pthread_t thread;
     EpHeapStats s;
-    /* The position of the layer in the heap is not public. An allocation of the same size gets the same
-     * one. */
-    WANT(me, 0, take_heap(me, h->layout.num_bytes, &probe));
-    WANT(me, 0, ep_heap_free(me->heap, probe));
-    WANT(me, 0, ep_layer_create(me->heap, config, &me->layer));
+    /* The offset of the layer in the heap is not public. An allocation of the same size has the same
+     * offset. */
+    CHECK_CODE(me, 0, alloc_heap(me, h->layout.num_bytes, &probe));
+    CHECK_CODE(me, 0, ep_heap_free(me->heap, probe));
+    CHECK_CODE(me, 0, ep_layer_create(me->heap, config, &me->layer));
     ep_heap_stats(me->heap, &s);
-    WANT(me, 0, take_heap(me, s.largest_free_bytes, &rest)); /* a guard after it */
-    WANT(me, 0, ep_heap_translate(me->heap, rest, me->rank, &wall));
-    memset(wall, 0xee, s.largest_free_bytes);
-    ASAN_POISON_MEMORY_REGION(wall, s.largest_free_bytes);
+    /* The rest of the heap is a guard after the layer. Its bytes must not change. */
+    CHECK_CODE(me, 0, alloc_heap(me, s.largest_free_bytes, &rest));
+    CHECK_CODE(me, 0, ep_heap_translate(me->heap, rest, me->rank, &guard));
+    memset(guard, 0xee, s.largest_free_bytes);
+    ASAN_POISON_MEMORY_REGION(guard, s.largest_free_bytes);
     if (me->rank == 0) {
         for (uint32_t r = 0; r < h->num_ranks; r++) {
-            WANT(me, 0, ep_heap_translate(me->heap, probe, r, &at));
+            CHECK_CODE(me, 0, ep_heap_translate(me->heap, probe, r, &at));
             h->victims[r] = (unsigned char *)at;
         }
         if (pthread_create(&thread, NULL, hostile_main, h)) abort();
@@ -163,12 +164,12 @@ static bool hostile_body(Rank *me, void *arg) {
         atomic_store(&h->over, true);
         pthread_join(thread, NULL);
     }
-    ASAN_UNPOISON_MEMORY_REGION(wall, s.largest_free_bytes);
-    CHECK(me, all_bytes_are(wall, s.largest_free_bytes, 0xee));
+    ASAN_UNPOISON_MEMORY_REGION(guard, s.largest_free_bytes);
+    CHECK(me, all_bytes_are(guard, s.largest_free_bytes, 0xee));
     return ok;
 }
 
-bool test_hostile(void) {
+bool test_hostile_peer(void) {
     for (uint32_t i = 0; i < 3 * NUM_ATTACKS; i++) {
         uint32_t num_ranks = 1 + i % 3;
         Hostile h = {.attack = (Attack)(i / 3), .seed = test_seed + i, .num_ranks = num_ranks};
@@ -187,7 +188,7 @@ bool test_hostile(void) {
         Setup setup = {.num_ranks = num_ranks,
                        .config = config,
                        .heap_bytes = 64 << 10,
-                       .dies = true,
+                       .world_ends = true,
                        .own_layer = true};
         bool ok = run_team(&setup, hostile_body, &h);
         for (uint32_t j = 0; j < NUM_ROUTES; j++) case_free(&cases[j]);
@@ -196,8 +197,9 @@ bool test_hostile(void) {
     return true;
 }
 
-/* Memory that a peer could truncate, or that is shorter than the peer says, is not mapped. */
-bool test_hostile_heap(void) {
+/* The CPU backend does not map memory that a peer could truncate, or that is shorter than the peer's card
+ * says. */
+bool test_import_rejects_unsafe_memory(void) {
     Rank *me = NULL;
     const EpHeapCard card = {.num_bytes = 1 << 16};
     const int seals[] = {0, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL};
@@ -207,9 +209,9 @@ bool test_hostile_heap(void) {
         int fd = memfd_create("epmoe-test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
         CHECK(me, fd >= 0 && ftruncate(fd, is_whole ? 1 << 16 : 1 << 15) == 0 &&
                       fcntl(fd, F_ADD_SEALS, seals[is_sealed]) == 0);
-        WANT(me, is_sealed && is_whole ? 0 : EP_ECORRUPT,
-             ep_cpu_backend.heap_import(-1, &card, &card, fd, &memory));
-        CHECK(me, fcntl(fd, F_GETFD) < 0); /* closed in any case */
+        CHECK_CODE(me, is_sealed && is_whole ? 0 : EP_ECORRUPT,
+                   ep_cpu_backend.heap_import(-1, &card, &card, fd, &memory));
+        CHECK(me, fcntl(fd, F_GETFD) < 0); /* heap_import closes fd in every case */
         if (memory) ep_cpu_backend.heap_unimport(-1, memory, card.num_bytes);
     }
     return true;

@@ -1,11 +1,11 @@
-/* test_sharing.c - ranks that share a GPU: who may, whether the memory is enough, and how many SMs each rank keeps. */
+/* test_sharing.c - ranks that share a GPU: permission, the sum of the heaps, and the SMs of each rank. */
 #include "harness.h"
 #include "runtime/error.h"
 #include "runtime/sharing.h"
 
 #define H200_SMS 132u
 
-/* num_ranks ranks, rank r on GPU r % num_gpus, each GPU with free_bytes. */
+/* Place rank r on GPU r % num_gpus. Each GPU has free_bytes. */
 static void place(EpHeapRoom rooms[], uint32_t num_ranks, uint32_t num_gpus, uint64_t free_bytes,
                   bool may_share) {
     memset(rooms, 0, EP_MAX_RANKS * sizeof rooms[0]);
@@ -17,7 +17,7 @@ static void place(EpHeapRoom rooms[], uint32_t num_ranks, uint32_t num_gpus, uin
     }
 }
 
-bool test_sharing_is_refused(void) {
+bool test_sharing_needs_permission(void) {
     EpHeapRoom rooms[EP_MAX_RANKS];
     Rank *me = NULL;
     place(rooms, 4, 4, 1000, false);
@@ -25,10 +25,10 @@ bool test_sharing_is_refused(void) {
     place(rooms, 4, 2, 1000, false);
     CHECK(me, ep_sharing_check(rooms, 4, 500, false) == EP_EINVAL);
     CHECK(me, strstr(ep_error_text(), "rank 0") && strstr(ep_error_text(), "EPMOE_SHARE_GPU=1"));
-    CHECK(me, ep_sharing_check(rooms, 4, 500, true) == 0); /* threads say so by being threads */
+    CHECK(me, ep_sharing_check(rooms, 4, 500, true) == 0); /* threads of one process need no setting */
     place(rooms, 4, 2, 1000, true);
     CHECK(me, ep_sharing_check(rooms, 4, 500, false) == 0);
-    rooms[3].may_share = 0; /* one rank without the setting refuses for all, and is named */
+    rooms[3].may_share = 0; /* One rank without the setting is enough for an error, which names this rank. */
     CHECK(me, ep_sharing_check(rooms, 4, 500, false) == EP_EINVAL && strstr(ep_error_text(), "rank 3"));
     return true;
 }
@@ -41,12 +41,16 @@ bool test_sharing_counts_memory(void) {
     CHECK(me, ep_sharing_check(rooms, 4, 251, false) == EP_ENOMEM);
     CHECK(me, strstr(ep_error_text(), "4 heaps of 251 bytes") &&
                   strstr(ep_error_text(), "needed 1004, available 1000"));
-    rooms[2].free_bytes = 900; /* ranks look at different times: the least of what they saw decides */
+    rooms[2].free_bytes = 900; /* Ranks read the free memory at different times. The smallest value counts. */
     CHECK(me, ep_sharing_check(rooms, 4, 250, false) == EP_ENOMEM);
-    place(rooms, 4, 4, 100, true); /* a GPU of its own is left to its allocator */
+    place(rooms, 4, 4, 100, true); /* There is no limit for a rank that shares its GPU with no other rank. */
     CHECK(me, ep_sharing_check(rooms, 4, 1ull << 40, false) == 0);
-    memset(rooms, 0, sizeof rooms); /* CPU: one machine, also for a world of one rank */
-    for (uint32_t r = 0; r < 4; r++) rooms[r].free_bytes = 1000, rooms[r].may_share = 1;
+    /* CPU ranks share the memory of the machine. The limit holds for one rank too. */
+    memset(rooms, 0, sizeof rooms);
+    for (uint32_t r = 0; r < 4; r++) {
+        rooms[r].free_bytes = 1000;
+        rooms[r].may_share = 1;
+    }
     CHECK(me, ep_sharing_check(rooms, 1, 1000, false) == 0 &&
                   ep_sharing_check(rooms, 1, 1001, false) == EP_ENOMEM);
     CHECK(me, ep_sharing_check(rooms, 4, 251, false) == EP_ENOMEM);
@@ -65,12 +69,13 @@ bool test_sharing_divides_sms(void) {
             used += mine;
         }
         CHECK(me, num_ranks == 1 || used <= H200_SMS - H200_SMS / 16);
-        CHECK(me, used > H200_SMS * 3 / 4); /* and little is left idle */
+        CHECK(me, used > H200_SMS * 3 / 4); /* few SMs are idle */
     }
-    place(rooms, 4, 2, 1000, true); /* two on each of two GPUs */
+    place(rooms, 4, 2, 1000, true); /* two ranks on each of two GPUs */
     CHECK(me, ep_sharing_reserved_sms(rooms, 4, 3) == H200_SMS - 62);
     place(rooms, 2, 1, 1000, true);
-    rooms[0].num_sms = rooms[1].num_sms = 2; /* at least a pair, however small the GPU */
+    rooms[0].num_sms = 2; /* Each rank has at least two SMs, also on a small GPU. */
+    rooms[1].num_sms = 2;
     CHECK(me, ep_sharing_reserved_sms(rooms, 2, 0) == 0);
     memset(rooms, 0, sizeof rooms);
     CHECK(me, ep_sharing_reserved_sms(rooms, 4, 0) == 0);

@@ -1,5 +1,5 @@
-/* test_steps.c - steps compared with a brute-force oracle: combine modes, shapes, buffers, plans used
- * again, epochs. */
+/* test_steps.c - results of plan, dispatch and combine, compared with a brute-force computation: combine
+ * modes, shapes, buffers, reuse of plans, epochs. */
 #include "harness.h"
 
 typedef struct {
@@ -10,7 +10,7 @@ typedef struct {
 
 static bool steps_body(Rank *me, void *arg) {
     const Cases *s = (const Cases *)arg;
-    if (s->first_epoch) WANT(me, 0, ep_layer_set_epoch(me->layer, 0, s->first_epoch, NULL));
+    if (s->first_epoch) CHECK_CODE(me, 0, ep_layer_set_epoch(me->layer, 0, s->first_epoch, NULL));
     for (uint32_t i = 0; i < s->num_cases; i++) TRY(run_step(me, &s->cases[i], i % s->num_buffers));
     return true;
 }
@@ -22,7 +22,7 @@ static bool run_cases(const EpLayerConfig *config, Body *body, uint32_t num_case
     Rng rng = {test_seed * 7777 + seed};
     for (uint32_t i = 0; i < num_cases; i++)
         case_make(&s.cases[i], &config->shape, &rng, (Route)((i + seed) % NUM_ROUTES), options);
-    setup.config.shape.capacity = most_rows(s.cases, num_cases); /* the smallest capacity that suffices */
+    setup.config.shape.capacity = most_rows(s.cases, num_cases); /* the smallest sufficient capacity */
     bool ok = run_team(&setup, body, &s);
     for (uint32_t i = 0; i < num_cases; i++) case_free(&s.cases[i]);
     free(s.cases);
@@ -50,7 +50,7 @@ bool test_steps_local(void) { return steps_of_mode(EP_COMBINE_LOCAL); }
 bool test_steps_scatter(void) { return steps_of_mode(EP_COMBINE_SCATTER); }
 bool test_steps_gather(void) { return steps_of_mode(EP_COMBINE_GATHER); }
 
-/* Many rows, slots and tiles: the hot expert has more rows than a tile. */
+/* Many rows, slots and tiles. The hot expert has more rows than a tile. */
 bool test_steps_large(void) {
     EpLayerConfig config = {{3, 12, 6, 96, 64, EP_BF16, EP_COMBINE_LOCAL, 0}, 1, 3, 0};
     for (uint32_t mode = 0; mode < 3; mode++) {
@@ -60,23 +60,24 @@ bool test_steps_large(void) {
     return true;
 }
 
-/* Two calls in flight, one per buffer, with interleaved stages. */
+/* Two steps at the same time, each in its own buffer, with interleaved stages. */
 static bool buffers_body(Rank *me, void *arg) {
     const Cases *s = (const Cases *)arg;
     for (uint32_t i = 0; i + 1 < s->num_cases; i += 2) {
         Step a = step_open(me, &s->cases[i], 0), b = step_open(me, &s->cases[i + 1], 1);
-        WANT(me, 0, call_plan(&a));
-        WANT(me, 0, call_plan(&b));
-        WANT(me, 0, call_dispatch(&b));
-        WANT(me, 0, call_dispatch(&a));
-        WANT(me, 0, call_combine(&a));
-        WANT(me, 0, ep_layer_barrier(me->layer, 1, NULL));
-        WANT(me, 0, call_combine(&b));
+        CHECK_CODE(me, 0, call_plan(&a));
+        CHECK_CODE(me, 0, call_plan(&b));
+        CHECK_CODE(me, 0, call_dispatch(&b));
+        CHECK_CODE(me, 0, call_dispatch(&a));
+        CHECK_CODE(me, 0, call_combine(&a));
+        CHECK_CODE(me, 0, ep_layer_barrier(me->layer, 1, NULL));
+        CHECK_CODE(me, 0, call_combine(&b));
         TRY(check_plan(&a) && check_dispatch(&a) && check_combine(&a));
         TRY(check_plan(&b) && check_dispatch(&b) && check_combine(&b));
-        step_close(&a), step_close(&b);
+        step_close(&a);
+        step_close(&b);
     }
-    WANT(me, 0, ep_layer_sync(me->layer, NULL));
+    CHECK_CODE(me, 0, ep_layer_sync(me->layer, NULL));
     return true;
 }
 bool test_buffers(void) {
@@ -87,47 +88,47 @@ bool test_buffers(void) {
     return true;
 }
 
-/* One plan for many dispatches and combines, each with new tokens. */
-static bool reuse_body(Rank *me, void *arg) {
+/* One plan for many dispatches and combines, which alternate between two sets of tokens. */
+static bool plan_reuse_body(Rank *me, void *arg) {
     const Cases *s = (const Cases *)arg;
     Case c = s->cases[0];
     Step st = step_open(me, &c, 0);
-    WANT(me, 0, call_plan(&st));
+    CHECK_CODE(me, 0, call_plan(&st));
     for (uint32_t i = 0; i < 2 * scaled(30); i++) {
-        Case *now = &s->cases[i % 2]; /* the second case has the same routing */
-        st.c = now;
+        st.c = &s->cases[i % 2]; /* Both cases have the same routing. */
         TRY(run_moves(&st));
     }
     step_close(&st);
     return true;
 }
-bool test_reuse(void) {
+bool test_plan_reuse(void) {
     for (uint32_t mode = 0; mode < 3; mode++) {
         EpLayerConfig config = {{2, 6, 3, 12, 8, EP_F32, mode, 0}, 1, 2, 0};
         Setup setup = {.num_ranks = 2, .config = config};
         Case cases[2];
         Cases s = {cases, 2, 1, 0};
-        for (uint32_t i = 0; i < 2; i++) { /* from the same seed */
+        for (uint32_t i = 0; i < 2; i++) { /* Both cases have the same seed. */
             Rng rng = {test_seed + mode};
             case_make(&cases[i], &config.shape, &rng, ROUTE_RANDOM, WITH_WEIGHTS | WITHOUT_SLACK);
         }
-        for (uint32_t w = 0; w < 2;
-             w++) { /* the same routing, all numbers doubled, which is exact in float32 */
+        /* All numbers of the second case are doubled, which is exact in float32. */
+        for (uint32_t w = 0; w < 2; w++) {
             float *doubled[] = {(float *)cases[1].x[w], (float *)cases[1].y[w], (float *)cases[1].out[w]};
             uint32_t n[] = {cases[1].num_tokens[w], cases[1].num_rows[w], cases[1].num_tokens[w]};
             for (uint32_t j = 0; j < 3; j++)
                 for (uint32_t i = 0; i < n[j] * config.shape.hidden; i++) doubled[j][i] *= 2;
         }
         setup.config.shape.capacity = most_rows(cases, 2);
-        bool ok = run_team(&setup, reuse_body, &s);
-        case_free(&cases[0]), case_free(&cases[1]);
+        bool ok = run_team(&setup, plan_reuse_body, &s);
+        case_free(&cases[0]);
+        case_free(&cases[1]);
         TRY(ok);
     }
     return true;
 }
 
-/* The caller chooses the rows. */
-bool test_scatter(void) {
+/* The caller chooses the row of each choice. */
+bool test_scatter_indices(void) {
     for (uint32_t num_ranks = 1; num_ranks <= 4; num_ranks++)
         for (uint32_t mode = 0; mode < 3; mode++) {
             EpLayerConfig config = {{num_ranks, 4 * num_ranks, 3, 10, 8, EP_F32, mode, 0}, 1, 2, 0};
@@ -136,13 +137,13 @@ bool test_scatter(void) {
     return true;
 }
 
-/* Epochs at which the lower half or a sign bit overflows. */
+/* Epochs around values at which the lower half or a sign bit overflows. */
 bool test_epochs(void) {
-    static const uint64_t turns[] = {1ull << 31, 1ull << 32, 1ull << 63};
+    static const uint64_t overflows[] = {1ull << 31, 1ull << 32, 1ull << 63};
     for (uint32_t i = 0; i < 3; i++)
         for (uint64_t before = 1; before <= 5; before++) {
             EpLayerConfig config = {{3, 6, 2, 8, 8, EP_F32, (uint32_t)(before % 3), 0}, 1, 2, 0};
-            TRY(run_cases(&config, steps_body, 4, turns[i] - before, before, 0));
+            TRY(run_cases(&config, steps_body, 4, overflows[i] - before, before, 0));
         }
     return true;
 }

@@ -1,4 +1,4 @@
-/* test_wire.c - messages on a socket from processes that are no rank, or from a hostile rank. */
+/* test_wire.c - messages on a socket from processes that are no rank of the world, or from a hostile rank. */
 #include <fcntl.h>
 #include <poll.h>
 #include <stddef.h>
@@ -10,8 +10,9 @@
 #include "runtime/flight_record.h"
 #include "runtime/socket.h"
 
-/* Messages that no rank of this world has sent; how the receiver must take them, and what happens to their
- * descriptors. */
+/* ---- frames ---- */
+
+/* Send bytes with num_fds file descriptors. */
 static int send_raw(int socket, const void *bytes, size_t num_bytes, const int *fds, uint32_t num_fds) {
     union {
         struct cmsghdr header;
@@ -32,35 +33,37 @@ static int send_raw(int socket, const void *bytes, size_t num_bytes, const int *
     return sendmsg(socket, &m, MSG_NOSIGNAL) == (ssize_t)num_bytes ? 0 : -1;
 }
 
-static uint32_t num_open(void) {
+/* The number of open file descriptors of this process. */
+static uint32_t num_open_fds(void) {
     uint32_t num = 0;
     for (int fd = 0; fd < 1024; fd++) num += fcntl(fd, F_GETFD) >= 0;
     return num;
 }
 
+/* The receiver accepts valid frames and rejects all others. It closes the descriptors of frames that it
+ * rejects. */
 bool test_wire_frames(void) {
     static const struct {
         const char *name;
         uint32_t abi, num_bytes, has_fd, num_fds;
-        int32_t longer;
-        int want;
+        int32_t num_extra_bytes;
+        int code;
     } frames[] = {
-        {"a frame", EP_ABI_VERSION, EP_EXCHANGE_BYTES, 0, 0, 0, 1},
-        {"a frame with a descriptor", EP_ABI_VERSION, 0, 1, 1, 0, 1},
-        {"of another version", EP_ABI_VERSION + 1, 0, 0, 0, 0, EP_ECORRUPT},
-        {"says that it is longer than it can be", EP_ABI_VERSION, EP_EXCHANGE_BYTES + 1, 0, 0, 0,
-         EP_ECORRUPT},
-        {"is shorter", EP_ABI_VERSION, 0, 0, 0, -1, EP_ECORRUPT},
-        {"is longer", EP_ABI_VERSION, 0, 0, 0, 1, EP_ECORRUPT},
-        {"brings two descriptors", EP_ABI_VERSION, 0, 1, 2, 0, EP_ECORRUPT},
-        {"brings one that it does not speak of", EP_ABI_VERSION, 0, 0, 1, 0, EP_ECORRUPT},
-        {"speaks of one that it does not bring", EP_ABI_VERSION, 0, 1, 0, 0, EP_ECORRUPT},
+        {"a valid frame", EP_ABI_VERSION, EP_EXCHANGE_BYTES, 0, 0, 0, 1},
+        {"a valid frame with a descriptor", EP_ABI_VERSION, 0, 1, 1, 0, 1},
+        {"another version", EP_ABI_VERSION + 1, 0, 0, 0, 0, EP_ECORRUPT},
+        {"num_bytes is larger than a frame", EP_ABI_VERSION, EP_EXCHANGE_BYTES + 1, 0, 0, 0, EP_ECORRUPT},
+        {"one byte too few", EP_ABI_VERSION, 0, 0, 0, -1, EP_ECORRUPT},
+        {"one byte too many", EP_ABI_VERSION, 0, 0, 0, 1, EP_ECORRUPT},
+        {"two descriptors", EP_ABI_VERSION, 0, 1, 2, 0, EP_ECORRUPT},
+        {"a descriptor, but has_fd is 0", EP_ABI_VERSION, 0, 0, 1, 0, EP_ECORRUPT},
+        {"no descriptor, but has_fd is 1", EP_ABI_VERSION, 0, 1, 0, 0, EP_ECORRUPT},
     };
     Rank *me = NULL;
     const int stderrs[] = {STDERR_FILENO, STDERR_FILENO};
     int pair[2], fd;
     CHECK(me, socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair) == 0);
-    const uint32_t before = num_open();
+    const uint32_t before = num_open_fds();
     for (size_t i = 0; i < sizeof frames / sizeof *frames; i++) {
         struct {
             EpFrame frame;
@@ -71,16 +74,17 @@ bool test_wire_frames(void) {
                    .has_fd = frames[i].has_fd},
                   0};
         EpFrame got;
-        CHECK(me, send_raw(pair[0], &sent, (size_t)((int64_t)sizeof sent.frame + frames[i].longer), stderrs,
-                           frames[i].num_fds) == 0);
+        CHECK(me, send_raw(pair[0], &sent, (size_t)((int64_t)sizeof sent.frame + frames[i].num_extra_bytes),
+                           stderrs, frames[i].num_fds) == 0);
         int code = ep_wire_receive(pair[1], &got, &fd);
-        if (code != frames[i].want)
-            return complain(me, __FILE__, __LINE__, frames[i].name, code, frames[i].want);
+        if (code != frames[i].code)
+            return report_failure(me, __FILE__, __LINE__, frames[i].name, code, frames[i].code);
         CHECK(me, (fd >= 0) == (code == 1 && frames[i].num_fds == 1));
         if (fd >= 0) close(fd);
-        CHECK(me, num_open() == before);
+        CHECK(me, num_open_fds() == before);
     }
-    close(pair[0]), close(pair[1]);
+    close(pair[0]);
+    close(pair[1]);
     return true;
 }
 
@@ -89,14 +93,16 @@ bool test_wire_frames(void) {
 typedef struct {
     EpWorldConfig config;
     int sockets[EP_MAX_RANKS], code;
-} Host;
-static void *host_main(void *arg) {
-    Host *h = (Host *)arg;
-    h->code = ep_wire_connect(&h->config, h->sockets, ep_now_ns() + (uint64_t)(long_timeout_s * 1e9));
+} ConnectCall;
+static void *connect_main(void *arg) {
+    ConnectCall *call = (ConnectCall *)arg;
+    call->code =
+        ep_wire_connect(&call->config, call->sockets, ep_now_ns() + (uint64_t)(long_timeout_s * 1e9));
     return NULL;
 }
 
-static int knock(const EpWorldConfig *config) {
+/* Connect to the socket of a rank, and send nothing. Returns the file descriptor, or -1. */
+static int open_connection(const EpWorldConfig *config) {
     const unsigned char *name = config->names[config->rank];
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     memcpy(address.sun_path + 1, name + 1, name[0] - 1u);
@@ -107,126 +113,125 @@ static int knock(const EpWorldConfig *config) {
                : fd;
 }
 
-/* Say hello as a rank; or, with another kind or nonce, as a stranger. */
-static int call_as(const EpWorldConfig *config, uint32_t rank, uint32_t kind, bool knows_nonce) {
+/* Connect, and send a hello frame as a rank. With another kind or nonce, the frame is not valid. */
+static int connect_as(const EpWorldConfig *config, uint32_t rank, uint32_t kind, bool knows_nonce) {
     EpFrame hello = {.kind = kind, .rank = rank, .num_bytes = EP_NONCE_BYTES};
     memcpy(hello.bytes, config->nonce, EP_NONCE_BYTES);
     hello.bytes[EP_NONCE_BYTES - 1] ^= !knows_nonce;
-    int fd = knock(config);
+    int fd = open_connection(config);
     return fd >= 0 && ep_wire_send(fd, &hello, -1, 0) == 0 ? fd : -1;
 }
 
 enum { LONG_MS = 120000 };
-static bool is_shown_out(int fd, int within_ms) {
+/* Whether the other end closes the connection within the time. */
+static bool is_closed_by_peer(int fd, int within_ms) {
     struct pollfd p = {fd, POLLIN, 0};
     return poll(&p, 1, within_ms) == 1 && p.revents & POLLHUP;
 }
 
-/* Rank 1 of 4 waits for ranks 2 and 3. No stranger is admitted, nor a rank twice. A silent connection is
- * closed when others need its place. */
-bool test_wire_callers(void) {
-    enum { NUM_SILENT = 17 }; /* one more than there are places */
-    Host host = {.config = {.rank = 1, .num_ranks = 4}};
+/* Rank 1 of 4 waits for ranks 2 and 3. It closes the connections of other processes, and a second
+ * connection of the same rank. It closes a silent connection when another connection needs the place. */
+bool test_wire_connections(void) {
+    enum { NUM_SILENT = 17 }; /* one more than the number of places */
+    ConnectCall host = {.config = {.rank = 1, .num_ranks = 4}};
     EpWorldConfig zero = {.rank = 0, .num_ranks = 4};
     Rank *me = NULL;
     EpFrame hello;
     pthread_t thread;
     int silent[NUM_SILENT], fd;
-    WANT(me, 0, ep_world_listen(&zero.listen_fd, host.config.names[0], zero.nonce));
-    WANT(me, 0, ep_world_listen(&host.config.listen_fd, host.config.names[1], host.config.nonce));
-    WANT(me, 0,
-         ep_world_listen(&fd, host.config.names[2],
-                         zero.nonce)); /* rank 1 checks whether the missing ranks are there */
+    CHECK_CODE(me, 0, ep_world_listen(&zero.listen_fd, host.config.names[0], zero.nonce));
+    CHECK_CODE(me, 0, ep_world_listen(&host.config.listen_fd, host.config.names[1], host.config.nonce));
+    /* Ranks 2 and 3 must listen, because rank 1 checks whether the missing ranks are alive. */
+    CHECK_CODE(me, 0, ep_world_listen(&fd, host.config.names[2], zero.nonce));
     const int two = fd;
-    WANT(me, 0, ep_world_listen(&fd, host.config.names[3], zero.nonce));
+    CHECK_CODE(me, 0, ep_world_listen(&fd, host.config.names[3], zero.nonce));
     const int three = fd;
-    if (pthread_create(&thread, NULL, host_main, &host)) abort();
+    if (pthread_create(&thread, NULL, connect_main, &host)) abort();
     const struct {
         uint32_t rank, kind;
         bool knows_nonce;
-    } strangers[] = {{0, EP_FRAME_HELLO, true},  {1, EP_FRAME_HELLO, true},
-                     {4, EP_FRAME_HELLO, true},  {2, EP_FRAME_NOTES, true},
-                     {2, EP_FRAME_HELLO, false}, {UINT32_MAX, EP_FRAME_HELLO, true}};
-    for (size_t i = 0; i < sizeof strangers / sizeof *strangers; i++) {
-        fd = call_as(&host.config, strangers[i].rank, strangers[i].kind, strangers[i].knows_nonce);
-        CHECK(me, fd >= 0 && is_shown_out(fd, LONG_MS));
+    } invalid[] = {{0, EP_FRAME_HELLO, true}, {1, EP_FRAME_HELLO, true},  {4, EP_FRAME_HELLO, true},
+                   {2, EP_FRAME_NOTES, true}, {2, EP_FRAME_HELLO, false}, {UINT32_MAX, EP_FRAME_HELLO, true}};
+    for (size_t i = 0; i < sizeof invalid / sizeof *invalid; i++) {
+        fd = connect_as(&host.config, invalid[i].rank, invalid[i].kind, invalid[i].knows_nonce);
+        CHECK(me, fd >= 0 && is_closed_by_peer(fd, LONG_MS));
         close(fd);
     }
-    int second = call_as(&host.config, 2, EP_FRAME_HELLO, true);
-    CHECK(me, second >= 0 && !is_shown_out(second, 300));
-    fd = call_as(&host.config, 2, EP_FRAME_HELLO, true);
-    CHECK(me, fd >= 0 && is_shown_out(fd, LONG_MS));
+    int second = connect_as(&host.config, 2, EP_FRAME_HELLO, true);
+    CHECK(me, second >= 0 && !is_closed_by_peer(second, 300));
+    fd = connect_as(&host.config, 2, EP_FRAME_HELLO, true);
+    CHECK(me, fd >= 0 && is_closed_by_peer(fd, LONG_MS));
     close(fd);
-    for (uint32_t i = 0; i < NUM_SILENT; i++) CHECK(me, (silent[i] = knock(&host.config)) >= 0);
-    CHECK(me, is_shown_out(silent[0], LONG_MS));
-    CHECK(me, !is_shown_out(silent[1], 0) && !is_shown_out(silent[NUM_SILENT - 1], 0));
-    int third = call_as(&host.config, 3, EP_FRAME_HELLO, true);
+    for (uint32_t i = 0; i < NUM_SILENT; i++) CHECK(me, (silent[i] = open_connection(&host.config)) >= 0);
+    CHECK(me, is_closed_by_peer(silent[0], LONG_MS));
+    CHECK(me, !is_closed_by_peer(silent[1], 0) && !is_closed_by_peer(silent[NUM_SILENT - 1], 0));
+    int third = connect_as(&host.config, 3, EP_FRAME_HELLO, true);
     pthread_join(thread, NULL);
-    WANT(me, 0, host.code);
+    CHECK_CODE(me, 0, host.code);
     for (uint32_t i = 0; i < NUM_SILENT; i++) {
-        CHECK(me, is_shown_out(silent[i], 0));
+        CHECK(me, is_closed_by_peer(silent[i], 0));
         close(silent[i]);
     }
     CHECK(me, host.sockets[0] >= 0 && host.sockets[1] == -1);
-    WANT(me, 0,
-         ep_wire_send(host.sockets[2], &(EpFrame){.seq = 2}, -1, 0)); /* each rank has its own socket */
-    WANT(me, 0, ep_wire_send(host.sockets[3], &(EpFrame){.seq = 3}, -1, 0));
+    /* Each rank has its own socket. */
+    CHECK_CODE(me, 0, ep_wire_send(host.sockets[2], &(EpFrame){.seq = 2}, -1, 0));
+    CHECK_CODE(me, 0, ep_wire_send(host.sockets[3], &(EpFrame){.seq = 3}, -1, 0));
     CHECK(me, ep_wire_receive(second, &hello, &fd) == 1 && hello.seq == 2);
     CHECK(me, ep_wire_receive(third, &hello, &fd) == 1 && hello.seq == 3);
-    const int mine[] = {host.sockets[0], host.sockets[2], host.sockets[3],      second, third, two,
-                        three,           zero.listen_fd,  host.config.listen_fd};
-    for (size_t i = 0; i < sizeof mine / sizeof *mine; i++) close(mine[i]);
+    const int open_fds[] = {host.sockets[0], host.sockets[2], host.sockets[3],      second, third, two,
+                            three,           zero.listen_fd,  host.config.listen_fd};
+    for (size_t i = 0; i < sizeof open_fds / sizeof *open_fds; i++) close(open_fds[i]);
     return true;
 }
 
 /* ---- a hostile rank ---- */
 
-/* A peer that speaks the protocol itself, and whose call records are garbage: the flight record is still a
- * page. */
+/* The test plays rank 1 of a world of two, and sends invalid frames. Rank 0 is a normal rank. */
 typedef struct {
     EpWorldConfig config;
     EpWorld *world;
     int code;
-} Honest;
+} HonestRank;
 static void *honest_main(void *arg) {
-    Honest *h = (Honest *)arg;
+    HonestRank *h = (HonestRank *)arg;
     h->code = ep_world_create(&h->config, &h->world);
     return NULL;
 }
 
-static void garbage_notes(EpNotes *notes, Rng *rng) {
-    const uint64_t odd[] = {0, 1, 2, UINT64_MAX, UINT64_MAX - 1, 1ull << 63};
+static void fill_random_notes(EpNotes *notes, Rng *rng) {
+    const uint64_t edges[] = {0, 1, 2, UINT64_MAX, UINT64_MAX - 1, 1ull << 63};
     for (uint32_t i = 0; i < sizeof *notes / 4; i++) ((uint32_t *)notes)[i] = (uint32_t)rng_next(rng);
     if (rng_below(rng, 2)) notes->num = rng_below(rng, EP_SENT_NOTES + 3);
-    for (uint32_t i = 0; i < EP_SENT_NOTES; i++) { /* some of it plausible */
+    for (uint32_t i = 0; i < EP_SENT_NOTES; i++) { /* Some values are plausible. */
         EpNote *n = &notes->notes[i];
         if (rng_below(rng, 2)) n->what = (uint8_t)rng_below(rng, EP_NUM_DIDS);
-        if (rng_below(rng, 2)) n->step = odd[rng_below(rng, 6)] - rng_below(rng, 12);
+        if (rng_below(rng, 2)) n->step = edges[rng_below(rng, 6)] - rng_below(rng, 12);
         if (rng_below(rng, 4) == 0) n->end_ns = 0;
     }
 }
 
-/* An honest rank 0 in a world of two, and the socket on which the test plays rank 1. */
-static bool meet(Honest *honest, int *to_honest) {
+/* Create the world of rank 0. to_honest is the socket on which the test plays rank 1. */
+static bool create_honest_rank(HonestRank *honest, int *to_honest) {
     EpWorldConfig hostile = {.rank = 1, .num_ranks = 2, .timeout_s = long_timeout_s, .listen_fd = -1};
     Rank *me = NULL;
     int sockets[EP_MAX_RANKS];
     pthread_t thread;
-    *honest = (Honest){.config = {.rank = 0, .num_ranks = 2, .timeout_s = long_timeout_s}};
-    WANT(me, 0, ep_world_listen(&honest->config.listen_fd, honest->config.names[0], honest->config.nonce));
+    *honest = (HonestRank){.config = {.rank = 0, .num_ranks = 2, .timeout_s = long_timeout_s}};
+    CHECK_CODE(me, 0,
+               ep_world_listen(&honest->config.listen_fd, honest->config.names[0], honest->config.nonce));
     memcpy(hostile.names, honest->config.names, sizeof hostile.names);
     memcpy(hostile.nonce, honest->config.nonce, sizeof hostile.nonce);
     if (pthread_create(&thread, NULL, honest_main, honest)) abort();
     int code = ep_wire_connect(&hostile, sockets, ep_now_ns() + (uint64_t)(long_timeout_s * 1e9));
     pthread_join(thread, NULL);
-    WANT(me, 0, code);
-    WANT(me, 0, honest->code);
+    CHECK_CODE(me, 0, code);
+    CHECK_CODE(me, 0, honest->code);
     *to_honest = sockets[0];
     return true;
 }
 
-/* Wait for the end of the world. Returns its code, and the flight record. */
-static int end_of(EpWorld *world, char page[EP_PAGE_BYTES]) {
+/* Wait for the end of the world. Returns its code, and stores the flight record in page. */
+static int wait_for_end(EpWorld *world, char page[EP_PAGE_BYTES]) {
     double until = seconds_now() + long_timeout_s;
     while (ep_world_check(world) == 0 && seconds_now() < until) usleep(100);
     memset(page, 'x', EP_PAGE_BYTES);
@@ -237,21 +242,22 @@ static int end_of(EpWorld *world, char page[EP_PAGE_BYTES]) {
     return code ? ep_error(code, "%s", text) : 0;
 }
 
-/* What a peer says before it leaves, and the conclusion from it. */
-bool test_wire_words(void) {
+/* Rank 1 sends a frame and leaves. Rank 0 must get the right error, and name the right cause in its flight
+ * record. */
+bool test_wire_last_messages(void) {
     static const struct {
         uint32_t kind, num_bytes, rank, times;
-        int code, want;
+        int code, expected_code;
         const char *text, *page;
-    } words[] = {
+    } messages[] = {
         {EP_FRAME_ABORT, 7, 0, 1, EP_ETIMEOUT, EP_ETIMEOUT, "because",
          "culprit: rank 1 left before the others"},
         {EP_FRAME_ABORT, EP_EXCHANGE_BYTES, 1, 1, EP_ECUDA, EP_ECUDA, "becausebecause",
          "culprit: rank 1 left before the others"},
         {EP_FRAME_ABORT, 7, 77, 1, 5, EP_ECORRUPT, "because", "culprit: rank 1 sent invalid data"},
         {EP_FRAME_ABORT, 7, 77, 1, 0, EP_ECORRUPT, "because", "culprit: rank 1 sent invalid data"},
-        {EP_FRAME_EXCHANGE, 1, 1, 2, 0, EP_EPEERDIED, "rank 1 died",
-         "culprit: rank 1 is gone"}, /* a peer may be one ahead */
+        /* A peer may be one exchange ahead, but not two. */
+        {EP_FRAME_EXCHANGE, 1, 1, 2, 0, EP_EPEERDIED, "rank 1 died", "culprit: rank 1 is gone"},
         {EP_FRAME_EXCHANGE, 1, 1, 3, 0, EP_ECORRUPT, "a peer is too far ahead",
          "culprit: rank 1 sent invalid data"},
         {EP_FRAME_NOTES, sizeof(EpNotes), 1, 1, 0, EP_EPEERDIED, "rank 1 died",
@@ -265,62 +271,64 @@ bool test_wire_words(void) {
     };
     const EpNotes notes = {.num = 1,
                            .notes = {{.step = 1, .seq = 1, .what = EP_DID_PLAN, .begin_ns = 1, .end_ns = 2}}};
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+    for (size_t i = 0; i < sizeof messages / sizeof *messages; i++) {
         Rank me = {.setup = NULL, .rank = (uint32_t)i};
         char page[EP_PAGE_BYTES];
-        Honest honest;
+        HonestRank honest;
         int socket;
-        TRY(meet(&honest, &socket));
-        EpFrame f = {.kind = words[i].kind,
-                     .rank = words[i].rank,
-                     .code = words[i].code,
-                     .num_bytes = words[i].num_bytes};
-        if (f.kind == EP_FRAME_ABORT) /* a text without a terminator */
+        TRY(create_honest_rank(&honest, &socket));
+        EpFrame f = {.kind = messages[i].kind,
+                     .rank = messages[i].rank,
+                     .code = messages[i].code,
+                     .num_bytes = messages[i].num_bytes};
+        if (f.kind == EP_FRAME_ABORT) /* The text has no terminator. */
             for (uint32_t at = 0; at < sizeof f.bytes; at++) f.bytes[at] = (unsigned char)"because"[at % 7];
         else memcpy(f.bytes, &notes, sizeof notes);
-        for (f.seq = 1; f.seq <= words[i].times; f.seq++) WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
+        for (f.seq = 1; f.seq <= messages[i].times; f.seq++)
+            CHECK_CODE(&me, 0, ep_wire_send(socket, &f, -1, 0));
         close(socket);
-        WANT(&me, words[i].want, end_of(honest.world, page));
-        CHECK(&me, strncmp(ep_error_text(), words[i].text, strlen(words[i].text)) == 0);
+        CHECK_CODE(&me, messages[i].expected_code, wait_for_end(honest.world, page));
+        CHECK(&me, strncmp(ep_error_text(), messages[i].text, strlen(messages[i].text)) == 0);
         CHECK(&me,
               f.kind != EP_FRAME_ABORT || strlen(ep_error_text()) == (f.num_bytes < 255 ? f.num_bytes : 255));
-        CHECK(&me, memchr(page, 0, sizeof page) && strstr(page, words[i].page));
+        CHECK(&me, memchr(page, 0, sizeof page) && strstr(page, messages[i].page));
         ep_world_release(honest.world);
     }
     return true;
 }
 
-static bool notes_case(uint64_t seed) {
-    Honest honest;
+/* Rank 1 sends random call records. The flight record of rank 0 must still be a valid text. */
+static bool random_records_case(uint64_t seed) {
+    HonestRank honest;
     Rank me = {.setup = NULL, .rank = 0};
     Rng rng = {seed};
     char page[EP_PAGE_BYTES];
     unsigned char mine = 1, all[2];
     int socket;
-    TRY(meet(&honest, &socket));
+    TRY(create_honest_rank(&honest, &socket));
     EpFrame f = {.kind = EP_FRAME_EXCHANGE, .seq = 1, .rank = 1, .num_bytes = 1};
-    WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
-    WANT(&me, 0,
-         ep_world_exchange(honest.world, &mine, 1, all)); /* a call record of its own, for the comparison */
+    CHECK_CODE(&me, 0, ep_wire_send(socket, &f, -1, 0));
+    /* After this exchange, rank 0 has a call record that it compares with the records of rank 1. */
+    CHECK_CODE(&me, 0, ep_world_exchange(honest.world, &mine, 1, all));
     f.kind = EP_FRAME_NOTES;
     for (uint32_t i = 0; i < 3; i++) {
-        garbage_notes((EpNotes *)(void *)f.bytes, &rng);
+        fill_random_notes((EpNotes *)(void *)f.bytes, &rng);
         f.num_bytes = i == 1 ? rng_below(&rng, EP_EXCHANGE_BYTES) : sizeof(EpNotes);
         f.rank = (uint32_t)rng_next(&rng);
-        WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
+        CHECK_CODE(&me, 0, ep_wire_send(socket, &f, -1, 0));
     }
     const int codes[] = {EP_ETIMEOUT, EP_EPEERDIED, EP_ECORRUPT, EP_EMISMATCH};
     f.kind = EP_FRAME_ABORT;
     f.code = rng_below(&rng, 4) ? codes[rng_below(&rng, 4)] : (int32_t)rng_next(&rng);
-    WANT(&me, 0, ep_wire_send(socket, &f, -1, 0));
-    CHECK(&me, end_of(honest.world, page) != 0);
+    CHECK_CODE(&me, 0, ep_wire_send(socket, &f, -1, 0));
+    CHECK(&me, wait_for_end(honest.world, page) != 0);
     CHECK(&me,
           memchr(page, 0, sizeof page) && strncmp(page, "culprit: ", 9) == 0 && strstr(page, "exchange"));
     close(socket);
     ep_world_release(honest.world);
     return true;
 }
-bool test_wire_notes(void) {
-    for (uint32_t i = 0; i < scaled(200); i++) TRY(notes_case(test_seed * 1000 + i));
+bool test_wire_call_records(void) {
+    for (uint32_t i = 0; i < scaled(200); i++) TRY(random_records_case(test_seed * 1000 + i));
     return true;
 }
