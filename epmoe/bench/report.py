@@ -1,11 +1,13 @@
 """python -m epmoe.bench report FILE: tables and plots from the figures that --json wrote.
 
---readme puts a short table and one plot into a README; --page puts all tables and plots into a page; --plots names the folder
-of the plots (default: the folder of FILE).
+--readme puts a short table and one plot into a README. --page puts all tables and plots into a page.
+--plots names the folder of the plots (default: the folder of FILE).
 
-Where FILE is NAME.json, two more files beside it are read if they exist.  deep_ep_NAME.json holds figures of DeepEP from another
-run; DeepEP's rows in FILE take precedence.  one_gpu_NAME.json holds figures of one rank alone on one GPU, with the training step.
-Rows that FILE does not have are left out of the tables, and the command names them.
+Where FILE is NAME.json, the command also reads two more files of the same folder, if they exist:
+deep_ep_NAME.json  figures of DeepEP from another run; DeepEP's rows in FILE take precedence
+one_gpu_NAME.json  figures of one rank alone on one GPU, with the training step
+
+If FILE has no rows for a table or a plot, the command leaves it out and says so.
 """
 
 import hashlib
@@ -19,11 +21,17 @@ from epmoe.bench.shapes import SHAPES
 
 MARKED = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 STAGES = {"dispatch": "epmoe plan + dispatch", "combine": "epmoe combine"}
-PRODUCTS = ("gate and up", "down", "dgrad of gate and up", "dgrad of down", "wgrad of gate and up", "wgrad of down")
+PRODUCTS = ("gate and up", "down", "dgrad of gate and up", "dgrad of down", "wgrad of gate and up",
+            "wgrad of down")
+BENCHES = ("a2a", "sm", "tokens", "layer", "growth", "ablation", "gemm")
+
+
+def _matches(row, more):
+    return all(row.get(key) == value for key, value in more.items())
 
 
 class Figures:
-    """The rows of a file; of the file with DeepEP's recorded figures; and of the file with one rank alone on a GPU."""
+    """The rows of FILE, of the file with DeepEP's recorded figures, and of the file with one rank alone."""
 
     def __init__(self, path, plots=None):
         path = Path(path)
@@ -33,47 +41,53 @@ class Figures:
             texts.append(beside.read_text() if beside.exists() else "{}")
         self.path, self.plots = path, Path(plots) if plots else path.parent
         self.result, self.recorded, self.one_gpu = map(json.loads, texts)
-        self.digest = hashlib.sha256("".join(texts[:2]).encode()).hexdigest()[:16]  # a plot carries the digest of its figures
+        # Each plot carries this digest of its figures.
+        self.digest = hashlib.sha256("".join(texts[:2]).encode()).hexdigest()[:16]
         self.rows, self.recorded_rows = self.result["rows"], self.recorded.get("rows", [])
 
     def plot_path(self, plot):
         return self.plots / plot_name(self, plot)
 
     def step(self, shape):
-        """Rows of one rank alone, {"epmoe forward": .., "torch step": .., ..}; empty without figures of this shape."""
-        return {r["impl"]: r for r in self.one_gpu.get("rows", []) if r["bench"] == "step" and r["shape"] == shape}
+        """Return {"epmoe forward": row, "torch step": row, ...} of one rank alone; {} without this shape."""
+        rows = self.one_gpu.get("rows", [])
+        return {r["impl"]: r for r in rows if r["bench"] == "step" and r["shape"] == shape}
 
     @property
     def is_gpu(self):
         return bool(self.result["gpus"])
 
     def find(self, bench, impl, **more):
-        """Rows of a bench whose impl is this, in the file's order; more: further fields to match."""
-        return [r for r in self.rows if r["bench"] == bench and r["impl"] == impl and all(r.get(k) == v for k, v in more.items())]
+        """Return the rows of a bench and an implementation, in the file's order; `more`: fields to match."""
+        return [r for r in self.rows if r["bench"] == bench and r["impl"] == impl and _matches(r, more)]
 
     def ms(self, bench, impl, **more):
-        """Milliseconds of the row, or None."""
+        """Return the milliseconds of the row, or None."""
         return next((r["ms"] for r in self.find(bench, impl, **more)), None)
 
     def deep_ep(self, bench, stage, **more):
-        """(milliseconds, whether they are of this run) of DeepEP at its best count of SMs; (None, False) without any."""
+        """Return DeepEP's milliseconds with its best number of SMs, and whether they are of this run.
+
+        Without figures of DeepEP, return (None, False).
+        """
         for rows, same_run in ((self.rows, True), (self.recorded_rows, False)):
-            times = [r["ms"] for r in rows if r["bench"] == bench and r["impl"].split(",")[0] == f"DeepEP {stage}"
-                     and all(r.get(k) == v for k, v in more.items())]
+            times = [r["ms"] for r in rows if r["bench"] == bench
+                     and r["impl"].split(",")[0] == f"DeepEP {stage}" and _matches(r, more)]
             if times:
                 return min(times), same_run
         return None, False
 
     def shapes(self, bench="a2a"):
-        """Names of the shapes that have a dispatch and a combine, or a layer, in order."""
-        wanted = ("epmoe layer",) if bench == "layer" else STAGES.values()
-        found = [[r["shape"] for r in self.find(bench, impl)] for impl in wanted]
+        """Return the names of the shapes that have a dispatch and a combine, or a layer, in order."""
+        impls = ("epmoe layer",) if bench == "layer" else STAGES.values()
+        found = [[r["shape"] for r in self.find(bench, impl)] for impl in impls]
         return [s for s in dict.fromkeys(found[0]) if all(s in names for names in found)]
 
     def missing(self):
-        """What FILE has no rows of, a line each."""
-        lines = [f"no rows of {bench}: python -m epmoe.bench {bench}" for bench in ("a2a", "sm", "tokens", "layer", "growth", "ablation", "gemm")
-                 if not any(r["bench"] == bench and (bench == "ablation" or r["impl"].startswith("epmoe")) for r in self.rows)]
+        """Return a line for each kind of rows that FILE does not have."""
+        lines = [f"no rows of {bench}: python -m epmoe.bench {bench}" for bench in BENCHES
+                 if not any(r["bench"] == bench and (bench == "ablation" or r["impl"].startswith("epmoe"))
+                            for r in self.rows)]
         without = [s for s in self.shapes() if self.deep_ep("a2a", "dispatch", shape=s)[0] is None]
         if without:
             lines.append(f"no figures of DeepEP for {', '.join(without)}")
@@ -86,34 +100,46 @@ def plot_name(figures, plot):
     return f"{figures.path.stem}_{plot}.png"
 
 
+# ---- tables ----
+
+
 def _over(ms, theirs, mark=""):
     return "" if theirs is None else f"{ms / theirs:.2f}{mark}"
 
 
+def _times(theirs, ms, mark=""):
+    return "" if theirs is None or ms is None else f"{theirs / ms:.2f}×{mark}"
+
+
 def markdown(head, rows):
-    """A table without the columns that are empty in every row."""
+    """Return the lines of a table, without the columns that are empty in every row."""
     keep = [i for i in range(len(head)) if any(row[i] for row in rows)]
     lines = ["| " + " | ".join(row[i] for i in keep) + " |" for row in (head, *rows)]
     return [lines[0], "|---" * len(keep) + "|", *lines[1:]]
 
 
 def size(shape):
-    """H, I, E, K of a shape of that name, for a reader who knows the model and not the name."""
+    """Return "H, I, E, K" of the shape with this name, or "" if the name is not known."""
     known = SHAPES.get(shape.removesuffix("-small").split(" ")[0])
-    return f"{known.hidden}, {known.inner}, {known.experts}, {known.topk}" if known and not shape.endswith("-small") else ""
+    if not known or shape.endswith("-small"):
+        return ""
+    return f"{known.hidden}, {known.inner}, {known.experts}, {known.topk}"
 
 
 def table(figures):
-    """Plan, dispatch and combine, one row for each shape: milliseconds, GB/s across links, epmoe's time over the peers'."""
+    """Plan, dispatch and combine, one row for each shape: milliseconds, GB/s, ratios to the others' times."""
     rows = []
     for shape in figures.shapes():
         plan = figures.ms("a2a", "epmoe plan, in a graph", shape=shape)
-        cells = [shape, size(shape), str(figures.find("a2a", STAGES["dispatch"], shape=shape)[0]["tokens"]), f"{plan * 1e3:.1f} us" if plan else ""]
+        tokens = figures.find("a2a", STAGES["dispatch"], shape=shape)[0]["tokens"]
+        cells = [shape, size(shape), str(tokens), f"{plan * 1e3:.1f} us" if plan else ""]
         for stage, impl in STAGES.items():
             row = figures.find("a2a", impl, shape=shape)[0]
             theirs, same_run = figures.deep_ep("a2a", stage, shape=shape)
-            cells += [f"{row['ms']:.3f} ms", f"{row['wire_gbps']:.0f}" if figures.is_gpu and "wire_gbps" in row else "",
-                      _over(row["ms"], figures.ms("a2a", f"torch {stage}", shape=shape)), _over(row["ms"], theirs, "" if same_run else "*")]
+            has_links = figures.is_gpu and "wire_gbps" in row
+            cells += [f"{row['ms']:.3f} ms", f"{row['wire_gbps']:.0f}" if has_links else "",
+                      _over(row["ms"], figures.ms("a2a", f"torch {stage}", shape=shape)),
+                      _over(row["ms"], theirs, "" if same_run else "*")]
         rows.append(cells)
     over = ["GB/s", "over torch", "over DeepEP"]
     return markdown(["shape", "H, I, E, K", "T", "plan", "plan + dispatch", *over, "combine", *over], rows)
@@ -124,20 +150,21 @@ def layer_table(figures):
     rows = []
     for shape in figures.shapes("layer"):
         row = figures.find("layer", "epmoe layer", shape=shape)[0]
-        gemms, stages = (figures.ms("layer", impl, shape=shape) for impl in ("GEMMs alone", "epmoe layer, one after the other"))
+        gemms = figures.ms("layer", "GEMMs alone", shape=shape)
+        stages = figures.ms("layer", "epmoe layer, one after the other", shape=shape)
         theirs, same_run = figures.deep_ep("layer", "layer", shape=shape)
-        over = [_over(row["ms"], gemms), _over(stages, gemms) if stages else "", _over(row["ms"], figures.ms("layer", "torch layer", shape=shape)),
+        over = [_over(row["ms"], gemms), _over(stages, gemms) if stages else "",
+                _over(row["ms"], figures.ms("layer", "torch layer", shape=shape)),
                 _over(row["ms"], theirs, "" if same_run else "*")]
         for kernel, product in (("dispatch + gemm", "gate and up"), ("gemm + combine", "down")):
-            ms = [figures.ms("layer", impl, shape=shape) for impl in (f"epmoe {kernel}", f"torch {product} alone")]
+            ms = [figures.ms("layer", impl, shape=shape)
+                  for impl in (f"epmoe {kernel}", f"torch {product} alone")]
             over.append(_over(*ms) if None not in ms else "")
-        rows.append([shape, str(row["tokens"]), f"{row['ms']:.3f} ms", f"{row['tflops']:.0f}" if figures.is_gpu else "", *over])
-    return markdown(["shape", "T", "whole layer", "TFLOP/s per GPU", "over GEMMs alone", "unfused: over GEMMs alone", "over torch",
-                     "over DeepEP", "dispatch + gemm over gate and up", "gemm + combine over down"], rows)
-
-
-def _times(theirs, ms, mark=""):
-    return "" if theirs is None or ms is None else f"{theirs / ms:.2f}×{mark}"
+        rows.append([shape, str(row["tokens"]), f"{row['ms']:.3f} ms",
+                     f"{row['tflops']:.0f}" if figures.is_gpu else "", *over])
+    head = ["shape", "T", "whole layer", "TFLOP/s per GPU", "over GEMMs alone", "unfused: over GEMMs alone",
+            "over torch", "over DeepEP", "dispatch + gemm over gate and up", "gemm + combine over down"]
+    return markdown(head, rows)
 
 
 def short_table(figures):
@@ -148,141 +175,179 @@ def short_table(figures):
             continue
         row, step = figures.find("layer", "epmoe layer", shape=shape)[0], figures.step(shape)
         theirs, same_run = figures.deep_ep("layer", "layer", shape=shape)
-        rows.append([shape, size(shape), str(row["tokens"]), f"{row['ms']:.2f} ms", f"{row['tflops']:.0f}" if figures.is_gpu else "",
-                     _times(figures.ms("layer", "torch layer", shape=shape), row["ms"]), _times(theirs, row["ms"], "" if same_run else "\\*"),
-                     _times(step["torch step"]["ms"], step["epmoe step"]["ms"], "†") if "torch step" in step else ""])
-    return markdown(["model shape", "H, I, E, K", "T", "forward", "TFLOP/s per GPU", "vs torch + NCCL", "vs DeepEP", "forward + backward vs torch"], rows)
+        training = ""
+        if "torch step" in step:
+            training = _times(step["torch step"]["ms"], step["epmoe step"]["ms"], "†")
+        rows.append([shape, size(shape), str(row["tokens"]), f"{row['ms']:.2f} ms",
+                     f"{row['tflops']:.0f}" if figures.is_gpu else "",
+                     _times(figures.ms("layer", "torch layer", shape=shape), row["ms"]),
+                     _times(theirs, row["ms"], "" if same_run else "\\*"), training])
+    head = ["model shape", "H, I, E, K", "T", "forward", "TFLOP/s per GPU", "vs torch + NCCL", "vs DeepEP",
+            "forward + backward vs torch"]
+    return markdown(head, rows)
 
 
 def step_table(figures):
-    """One rank alone on one GPU: forward, and forward with backward.  Ratios are those that were recorded with the times."""
+    """One rank alone on one GPU: forward, and forward with backward.  The file has the ratios."""
+    impls = ("epmoe forward", "torch forward", "GEMMs forward", "epmoe step", "torch step")
     rows = []
     for shape in dict.fromkeys(r["shape"] for r in figures.one_gpu["rows"] if r["bench"] == "step"):
         of = figures.step(shape)
-        forward, step = of["epmoe forward"], of.get("epmoe step", {})
-        times = [f"{of[impl]['ms']:.2f}" if impl in of else "" for impl in ("epmoe forward", "torch forward", "GEMMs forward", "epmoe step", "torch step")]
-        rows.append([shape, *times[:3], f"{forward['ratios']['torch']:.2f}", f"{forward['ratios']['GEMMs']:.2f}", *times[3:],
-                     f"{step['ratios']['torch']:.2f}" if step else "", f"{step['tflops']:.0f}" if step else ""])
-    return markdown(["shape", "forward: epmoe", "torch", "torch's two GEMMs alone", "over torch", "over GEMMs alone", "forward + backward: epmoe", "torch",
-                     "over torch", "backward TFLOP/s"], rows)
+        ratios, step = of["epmoe forward"]["ratios"], of.get("epmoe step", {})
+        times = [f"{of[impl]['ms']:.2f}" if impl in of else "" for impl in impls]
+        rows.append([shape, *times[:3], f"{ratios['torch']:.2f}", f"{ratios['GEMMs']:.2f}", *times[3:],
+                     f"{step['ratios']['torch']:.2f}" if step else "",
+                     f"{step['tflops']:.0f}" if step else ""])
+    head = ["shape", "forward: epmoe", "torch", "torch's two GEMMs alone", "over torch", "over GEMMs alone",
+            "forward + backward: epmoe", "torch", "over torch", "backward TFLOP/s"]
+    return markdown(head, rows)
 
 
 def decode_table(figures):
     """One rank alone with few tokens: plan + dispatch + combine in microseconds."""
     of = [r for r in figures.one_gpu["rows"] if r["bench"] == "decode"]
     tokens, ways = (list(dict.fromkeys(r[key] for r in of)) for key in ("tokens", "impl"))
-    return markdown(["", *(f"T = {t}" for t in tokens)],
-                    [[way, *(f"{r['ms'] * 1e3:.0f} us" for r in of if r["impl"] == way)] for way in ways])
+    rows = [[way, *(f"{r['ms'] * 1e3:.0f} us" for r in of if r["impl"] == way)] for way in ways]
+    return markdown(["", *(f"T = {t}" for t in tokens)], rows)
 
 
 def ablation_table(figures):
-    """One row for each choice that was changed: time of the layer and of its two kernels over the time with the defaults."""
+    """One row for each changed option: times of the layer and its two kernels over those of the defaults."""
     of = [r for r in figures.rows if r["bench"] == "ablation"]
     shapes, choices = (list(dict.fromkeys(r[key] for r in of)) for key in ("shape", "impl"))
-    cells = {(r["impl"], r["shape"]): [f"{r['ratios'][k]:.2f}" for k in ("layer", "first", "second")] for r in of}
+    cells = {(r["impl"], r["shape"]): [f"{r['ratios'][k]:.2f}" for k in ("layer", "first", "second")]
+             for r in of}
     head = [f"{shape}: {what}" for shape in shapes for what in ("layer", "dispatch + gemm", "gemm + combine")]
-    return markdown(["", *head], [[choice, *(c for s in shapes for c in cells.get((choice, s), [""] * 3))] for choice in choices])
+    rows = [[choice, *(c for s in shapes for c in cells.get((choice, s), [""] * 3))] for choice in choices]
+    return markdown(["", *head], rows)
 
 
 def gemm_table(figures):
-    """One row for each shape: milliseconds and TFLOP/s of gate and up; of the other GEMMs the time over torch's."""
+    """One row for each shape: ms and TFLOP/s of gate and up; of the other GEMMs the time over torch's."""
     rows = []
     for row in figures.find("gemm", "epmoe gate and up"):
-        ms = {p: [figures.ms("gemm", f"{impl} {p}", shape=row["shape"]) for impl in ("epmoe", "torch")] for p in PRODUCTS}
+        ms = {p: [figures.ms("gemm", f"{impl} {p}", shape=row["shape"]) for impl in ("epmoe", "torch")]
+              for p in PRODUCTS}
         fused = figures.find("gemm", "epmoe gate and up, SwiGLU", shape=row["shape"])
         over = [_over(*ms[p]) if None not in ms[p] else "" for p in PRODUCTS]
-        rows.append([row["shape"], str(row["tokens"]), f"{row['ms']:.3f} ms", f"{row['tflops']:.0f}", over[0],
-                     f"{fused[0]['ratio']:.2f}" if fused else "", *over[1:]])
-    return markdown(["shape", "T", "gate and up", "TFLOP/s", "over torch", "with SwiGLU over without", "down", "dgrad of gate and up",
-                     "dgrad of down", "wgrad of gate and up", "wgrad of down"], rows)
+        rows.append([row["shape"], str(row["tokens"]), f"{row['ms']:.3f} ms", f"{row['tflops']:.0f}",
+                     over[0], f"{fused[0]['ratio']:.2f}" if fused else "", *over[1:]])
+    head = ["shape", "T", "gate and up", "TFLOP/s", "over torch", "with SwiGLU over without", *PRODUCTS[1:]]
+    return markdown(head, rows)
+
+
+# ---- the texts between the markers ----
 
 
 def of_run(result):
-    """One line about a run."""
+    """Return one line about a run: machine, versions, date and commit."""
     cuda = f"CUDA {result['cuda']}, " if result["cuda"] else ""
-    return f"{result['machine']}, {cuda}torch {result['torch']}, {result['date']}, commit {result['commit'] or 'unknown'}"
+    commit = result["commit"] or "unknown"
+    return f"{result['machine']}, {cuda}torch {result['torch']}, {result['date']}, commit {commit}"
 
 
 def _wrapped(lines):
-    return "\n\n".join(textwrap.fill(line, 130, break_long_words=False, break_on_hyphens=False) for line in lines).split("\n")
+    wrapped = (textwrap.fill(line, 130, break_long_words=False, break_on_hyphens=False) for line in lines)
+    return "\n\n".join(wrapped).split("\n")
 
 
 def has_recorded(figures):
-    """(Whether DeepEP's figures of the same run are used, whether those of another run are.)"""
-    wanted = [("a2a", stage, s) for stage in STAGES for s in figures.shapes()] + [("layer", "layer", s) for s in figures.shapes("layer")]
-    found = {same_run for ms, same_run in (figures.deep_ep(b, what, shape=s) for b, what, s in wanted) if ms is not None}
-    return True in found, False in found
+    """Return whether DeepEP's figures of the same run are used, and whether those of another run are."""
+    cells = [("a2a", stage, s) for stage in STAGES for s in figures.shapes()]
+    cells += [("layer", "layer", s) for s in figures.shapes("layer")]
+    found = [figures.deep_ep(bench, what, shape=s) for bench, what, s in cells]
+    same_run = {same for ms, same in found if ms is not None}
+    return True in same_run, False in same_run
 
 
 def sources(figures):
-    """What the other columns of the tables mean, and of which run they are."""
-    lines = ["\"Over\" is the time of epmoe divided by the time of the other: less is better. T is the number of tokens of each rank; H, I, E, K are "
-             "hidden size, inner size, experts and choices per token."]
+    """Return the paragraphs that explain the columns of the tables and name the run of each figure."""
+    lines = ["\"Over\" is the time of epmoe divided by the time of the other: less is better. T is the "
+             "number of tokens of each rank; H, I, E, K are hidden size, inner size, experts and choices per "
+             "token."]
     if any(figures.ms("a2a", "torch dispatch", shape=s) for s in figures.shapes()):
         lines[0] += " torch is sort + `all_to_all_single` + sort, in the same run."
     same_run, recorded = has_recorded(figures)
     if same_run:
-        lines.append("DeepEP is layout + dispatch + permute and unpermute + combine, the better of 24 and 48 SMs, in the same run.")
+        lines.append("DeepEP is layout + dispatch + permute and unpermute + combine, the better of 24 and 48 "
+                     "SMs, in the same run.")
     if recorded:
         o = figures.recorded
-        lines.append(f"\\* DeepEP was measured in another run, on {o['machine']} (CUDA {o['cuda']}, torch {o['torch']}, {o['date']}). A ratio between "
-                     f"two runs is less certain than one within a run. Its set-up: {o['what']}"
-                     + (f"; layer: {o['what_layer']}." if figures.shapes("layer") else "."))
+        layer = f"; layer: {o['what_layer']}." if figures.shapes("layer") else "."
+        lines.append(f"\\* DeepEP was measured in another run, on {o['machine']} (CUDA {o['cuda']}, torch "
+                     f"{o['torch']}, {o['date']}). A ratio between two runs is less certain than one within "
+                     f"a run. Its set-up: {o['what']}{layer}")
     return _wrapped(lines)
 
 
 def cpu_note(figures):
-    r = figures.result
-    return [] if figures.is_gpu else [f"**{r.get('note', 'CPU figures: they say nothing about GPUs')}.**", ""]
+    note = figures.result.get("note", "CPU figures: they say nothing about GPUs")
+    return [] if figures.is_gpu else [f"**{note}.**", ""]
 
 
-def images(figures, plots, folder):
-    """Lines of Markdown.  folder: where the plots lie, as the document has to name it."""
-    return [line for name, text in plots.items() for line in ("", f"![{text}]({Path(folder, plot_name(figures, name)).as_posix()})")]
+def images(figures, plots, folder, *names):
+    """Return the lines that show the plots with these names.  `folder`: as the document names it."""
+    return [line for name, text in plots.items() if name in names
+            for line in ("", f"![{text}]({Path(folder, plot_name(figures, name)).as_posix()})")]
 
 
 def short_block(figures, plots, folder):
-    """What stands between the markers of the README: one table, one plot."""
+    """Return the text between the markers of the README: one table and one plot."""
+    lines = cpu_note(figures)
     if not figures.shapes("layer"):
-        return "\n".join([*cpu_note(figures), f"{of_run(figures.result)}: no figures of whole layers."]) + "\n"
-    lines = [*cpu_note(figures), f"One MoE layer, {of_run(figures.result)}:", "", *short_table(figures), ""]
-    notes = ["H, I, E, K are hidden size, inner size, experts and choices per token; T is the number of tokens of each rank; 2× is twice as fast.",
-             "torch + NCCL is sort, `all_to_all_single`, `torch._grouped_mm` and weighted sum, in the same run."]
+        return "\n".join([*lines, f"{of_run(figures.result)}: no figures of whole layers."]) + "\n"
+    lines += [f"One MoE layer, {of_run(figures.result)}:", "", *short_table(figures), ""]
+    notes = ["H, I, E, K are hidden size, inner size, experts and choices per token; T is the number of "
+             "tokens of each rank; 2× is twice as fast.",
+             "torch + NCCL is sort, `all_to_all_single`, `torch._grouped_mm` and weighted sum, in the same "
+             "run."]
     if has_recorded(figures)[1]:
-        notes.append(f"\\* DeepEP with torch's grouped GEMMs, recorded in another run ({figures.recorded['machine']}, {figures.recorded['date']}).")
+        o = figures.recorded
+        notes.append(f"\\* DeepEP with torch's grouped GEMMs, recorded in another run ({o['machine']}, "
+                     f"{o['date']}).")
     if figures.one_gpu:
         o = figures.one_gpu
-        notes.append(f"† Forward and backward of one rank of four, alone on one GPU, so nothing crosses a link ({o['machine']}, {o['date']}).")
-    return "\n".join([*lines, *_wrapped([" ".join(notes)]), *images(figures, {n: t for n, t in plots.items() if n == "layers"}, folder)]) + "\n"
+        notes.append("† Forward and backward of one rank of four, alone on one GPU, so nothing crosses a "
+                     f"link ({o['machine']}, {o['date']}).")
+    return "\n".join([*lines, *_wrapped([" ".join(notes)]), *images(figures, plots, folder, "layers")]) + "\n"
 
 
 def block(figures, plots, folder):
-    """What stands between the markers of the performance page.  plots: {name: alternative text} of those that exist."""
-    r = figures.result
-    lines = [*cpu_note(figures), f"{of_run(r)}.", ""]
-    lines += sources(figures)
+    """Return the text between the markers of the page.  `plots`: {name: alternative text}."""
+    lines = [*cpu_note(figures), f"{of_run(figures.result)}.", "", *sources(figures)]
     if figures.shapes("layer"):
-        lines += ["", "### Whole layers", "", "Forward. \"GEMMs alone\" are torch's two grouped GEMMs on the same rows, measured alternately with the "
-                  "layer. \"Unfused\" is epmoe", "with `fused=False`: dispatch, GEMM, GEMM and combine as separate kernels.", "", *layer_table(figures)]
-    lines += images(figures, {n: t for n, t in plots.items() if n in ("layers", "growth")}, folder)
+        lines += ["", "### Whole layers", "",
+                  "Forward. \"GEMMs alone\" are torch's two grouped GEMMs on the same rows, measured "
+                  "alternately with the layer. \"Unfused\" is epmoe",
+                  "with `fused=False`: dispatch, GEMM, GEMM and combine as separate kernels.", "",
+                  *layer_table(figures)]
+    lines += images(figures, plots, folder, "layers", "growth")
     if figures.one_gpu.get("rows"):
         o = figures.one_gpu
-        lines += ["", "### Training step", "", *_wrapped([f"{of_run(o)}. {o['what']} Times in ms."]), "", *step_table(figures), "",
-                  "### Few tokens", "", "`EPAll2AllLayer` of one rank, as above, with H 7168, K 8, 72 experts and a capacity:", "", *decode_table(figures)]
+        lines += ["", "### Training step", "", *_wrapped([f"{of_run(o)}. {o['what']} Times in ms."]), "",
+                  *step_table(figures), "", "### Few tokens", "",
+                  "`EPAll2AllLayer` of one rank, as above, with H 7168, K 8, 72 experts and a capacity:", "",
+                  *decode_table(figures)]
     if figures.shapes():
         lines += ["", "### Plan, dispatch and combine", "", *table(figures)]
-    lines += images(figures, {n: t for n, t in plots.items() if n in ("shapes", "sm", "tokens")}, folder)
+    lines += images(figures, plots, folder, "shapes", "sm", "tokens")
     if any(r["bench"] == "ablation" for r in figures.rows):
-        lines += ["", "### What each choice brings", "", "One option is changed at a time. The number is the time with the change over the time with "
-                  "the defaults.", "", *ablation_table(figures)]
+        lines += ["", "### What each choice brings", "",
+                  "One option is changed at a time. The number is the time with the change over the time "
+                  "with the defaults.", "", *ablation_table(figures)]
     if figures.is_gpu and figures.find("gemm", "epmoe gate and up"):
-        lines += ["", "### Grouped GEMM", "", "The rows and experts of one rank of four. epmoe and torch are measured alternately, on all GPUs at the same "
-                  "time; the figures", "are those of the slowest GPU.", "", *gemm_table(figures)]
+        lines += ["", "### Grouped GEMM", "",
+                  "The rows and experts of one rank of four. epmoe and torch are measured alternately, on "
+                  "all GPUs at the same time; the figures",
+                  "are those of the slowest GPU.", "", *gemm_table(figures)]
     return "\n".join(lines) + "\n"
 
 
+# ---- the command ----
+
+
 def write_between_markers(document, text):
-    """Put text between the markers of the file."""
+    """Replace the text between the markers of the file."""
     before = document.read_text()
     after, count = MARKED.subn(lambda m: m[1] + text + m[2], before)
     if count != 1:
@@ -292,14 +357,18 @@ def write_between_markers(document, text):
 
 
 def add_arguments(parser):
-    parser.add_argument("file", metavar="FILE", help="written by --json")
-    parser.add_argument("--readme", metavar="FILE", help="put the short table and one plot between the figures markers of this file")
-    parser.add_argument("--page", metavar="FILE", help="put all tables and plots between the figures markers of this file")
-    parser.add_argument("--plots", metavar="FOLDER", help="write the plots to this folder (default: beside the file of figures)")
+    add = parser.add_argument
+    add("file", metavar="FILE", help="written by --json")
+    add("--readme", metavar="FILE",
+        help="put the short table and one plot between the figures markers of this file")
+    add("--page", metavar="FILE",
+        help="put all tables and plots between the figures markers of this file")
+    add("--plots", metavar="FOLDER",
+        help="write the plots to this folder (default: beside the file of figures)")
 
 
 def _relative(folder, document):
-    """The folder as a link in the document names it."""
+    """Return the folder as a link in the document names it."""
     folder, home = folder.resolve(), document.resolve().parent
     return folder.relative_to(home) if folder.is_relative_to(home) else folder
 
@@ -313,7 +382,8 @@ def main(options):
         for name in made:
             print(f"wrote {figures.plot_path(name)}")
     else:
-        made = {name: text for name, text in plots.wanted(figures).items() if figures.plot_path(name).exists()}
+        wanted = plots.wanted(figures)
+        made = {name: text for name, text in wanted.items() if figures.plot_path(name).exists()}
         print("no plots: matplotlib cannot be imported", file=sys.stderr)
     for name in plots.TEXTS:
         if importable and name not in made:
@@ -322,7 +392,8 @@ def main(options):
         print(f"missing in {figures.path}: {line}")
     for document, make in ((options.readme, short_block), (options.page, block)):
         if document:
-            write_between_markers(Path(document), make(figures, made, _relative(figures.plots, Path(document))))
+            folder = _relative(figures.plots, Path(document))
+            write_between_markers(Path(document), make(figures, made, folder))
             print(f"wrote the figures in {document}")
     if not options.readme and not options.page:
         print("\n" + block(figures, made, figures.plots), end="")

@@ -191,7 +191,8 @@ def symptom_of(output, status):
 def header_run(csrc, header, language):
     def go():
         twice = f'#include "{header}"\n#include "{header}"\n'
-        command = [*gcc(), "-x", language, f"-std={standard}", *HEADER_FLAGS, f"-I{csrc}", "-fsyntax-only", "-"]
+        command = [*gcc(), "-x", language, f"-std={standard}", *HEADER_FLAGS, f"-I{csrc}"]
+        command += ["-fsyntax-only", "-"]
         done = subprocess.run(command, capture_output=True, text=True, input=twice)
         return done.returncode == 0, "compiles" if done.returncode == 0 else "does not compile", done.stderr
 
