@@ -3,8 +3,9 @@
  * nvcc compiles it to a kernel for heaps on GPUs; a C compiler (-x c) to a function for heaps on the CPU. */
 #include "epmoe_device.h"
 
-/* num_ranks times, each rank puts the numbers that it holds to its right neighbour.  inbox [num_ranks][n] keeps
- * all that arrive.  The caller is one worker: a warp, or a CPU thread.  Returns 1, or 0 if a wait has failed. */
+/* num_ranks times, each rank puts the numbers that it holds to its right neighbour.  inbox [num_ranks][n]
+ * keeps all numbers that arrive.  The caller is one worker: a warp, or a CPU thread.
+ * Returns 1, or 0 if a wait has failed. */
 EP_FN uint64_t ring(const EpDeviceHeap *h, float *inbox, uint64_t *arrived, uint64_t *barrier_words,
                     const float *mine, uint64_t n) {
     const uint32_t right = (h->my_rank + 1) % h->num_ranks;

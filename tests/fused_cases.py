@@ -127,7 +127,7 @@ def has_fused_path(device):
 
 
 def poison_staging(op):
-    """Fill staging memory with NaN, as cases.poison_staging does, also where each choice is sent as one token."""
+    """Fill staging memory with NaN, as cases.poison_staging does; with or without token_saving."""
     if op.token_saving:
         return cases.poison_staging(op)
     num_tokens, k = op.max_tokens // op._copies, op._copies

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fused_cases import (
-    Experts, StagedOp, check_numbers, cut, dispatch_gemm, gemm_combine, grown, inputs_of, same, poison_staging, step,
-    tensors,
+    Experts, StagedOp, check_numbers, cut, dispatch_gemm, gemm_combine, grown, inputs_of, poison_staging,
+    same, step, tensors,
 )
 from test_plan_slots import make_op
 

@@ -133,7 +133,7 @@ int main() { std::puts("same"); }
 
 @pytest.mark.parametrize("is_wrong", [False, True], ids=["as-it-is", "wrong"])
 def test_import_dlpack_header_equals_that_of_torch(tmp_path, is_wrong):
-    """csrc/python/dlpack.h has the layout of torch's header. If a field is changed, the comparison must fail."""
+    """csrc/python/dlpack.h has the layout of torch's header. With a changed field the comparison fails."""
     ours = ROOT / "csrc/python/dlpack.h"
     if not shutil.which("g++") or not ours.exists():
         pytest.skip("there is no g++ or no source here")

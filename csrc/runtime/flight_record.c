@@ -15,8 +15,6 @@
 #include "protocol/flags.h"
 #include "runtime/error.h"
 
-/* ---- text ---- */
-
 /* A buffer that is being filled: the next character goes to at. Text that does not fit is cut off. */
 typedef struct {
     char *at, *end;
@@ -164,8 +162,10 @@ static uint32_t out_of_order(const EpRecord *r, uint64_t *step, uint32_t *all) {
 
 static void put_ranks(Out *o, const char *before, uint32_t bits) {
     put(o, "%srank%s", before, bits & (bits - 1) ? "s" : "");
-    for (const char *comma = " "; bits; bits &= bits - 1, comma = ", ")
-        put(o, "%s%d", comma, __builtin_ctz(bits));
+    for (const char *separator = " "; bits; separator = ", ") {
+        put(o, "%s%d", separator, __builtin_ctz(bits));
+        bits &= bits - 1; /* clear the lowest bit */
+    }
 }
 
 static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {

@@ -1,8 +1,8 @@
 /* flight_record.h - the last operations of every rank. They show which rank caused a world's end.
  *
  * Each rank writes a call record (EpNote) for each operation into a ring buffer (flight_ring.c). This costs
- * two reads of the clock and some stores. At the end of the world each rank sends its newest call records to all
- * others, and each rank makes a page of text from them (flight_record.c).
+ * two reads of the clock and some stores. At the end of the world each rank sends its newest call records to
+ * all others, and each rank makes a page of text from them (flight_record.c).
  *
  * Invariant: collective operations are counted. "step" is the same number for the same call on every rank. So
  * a rank with a smaller step is behind, and a rank with another operation at the same step is out of order. A

@@ -24,8 +24,8 @@ uint64_t ep_world_timeout_ns(const EpWorld *world);
 int ep_world_watch(EpWorld *world, const EpCommBuffer *buffer);
 void ep_world_unwatch(EpWorld *world, const EpCommBuffer *buffer);
 /* Begin a call record in the flight record (flight_record.h): this rank enters an operation. Returns the
- * number to pass to ep_world_noted when the call is over. Returns 0 if the operation is part of one that has already
- * begun. */
+ * number to pass to ep_world_noted when the call is over. Returns 0 if the operation is part of one that has
+ * already begun. */
 uint64_t ep_world_note(EpWorld *world, const EpNote *note);
 void ep_world_noted(EpWorld *world, uint64_t note, int code);
 /* An operation has failed, and the num operations after it had no effect. Do not count them as steps. */

@@ -40,10 +40,14 @@ static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, ui
     if (e != cudaSuccess) return e;
     cudaLaunchConfig_t config = {};
     cudaLaunchAttribute cooperative;
-    config.gridDim = dim3(num_blocks), config.blockDim = dim3(32 * num_warps);
-    config.dynamicSmemBytes = smem_bytes, config.stream = (cudaStream_t)stream;
-    cooperative.id = cudaLaunchAttributeCooperative, cooperative.val.cooperative = 1;
-    config.attrs = &cooperative, config.numAttrs = 1;
+    cooperative.id = cudaLaunchAttributeCooperative;
+    cooperative.val.cooperative = 1;
+    config.gridDim = dim3(num_blocks);
+    config.blockDim = dim3(32 * num_warps);
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = (cudaStream_t)stream;
+    config.attrs = &cooperative;
+    config.numAttrs = 1;
     return cudaLaunchKernelEx(&config, kernel, p);
 }
 

@@ -229,7 +229,10 @@ static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensor
     EpGemmParams seen = *gemm;
     int device = 0, num_sm = 0, num_pairs = 0;
     /* A tensor map cannot have a dimension of 0. Nothing is read. */
-    if (seen.num_rows == 0) seen.a = seen.b, seen.num_rows = 1;
+    if (seen.num_rows == 0) {
+        seen.a = seen.b;
+        seen.num_rows = 1;
+    }
     cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FUSED_SMEM<C>);
     if (e == cudaSuccess) e = encode(ep_map_a(&seen, C::BN), &a);
     if (e == cudaSuccess) e = encode(ep_map_b(&seen, C::BN), &b);
