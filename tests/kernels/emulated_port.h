@@ -1,10 +1,11 @@
-/* emulated_port.h - the emulation of protocol/port.h and of the CUDA in plan, dispatch and combine: threads
- * and plain C++.
+/* emulated_port.h - the emulation of protocol/port.h, and of the CUDA functions that plan, dispatch and
+ * combine use, with CPU threads and plain C++.
  *
- * A process is a CTA, so that static variables are its shared memory. CTAs and ranks reach each other through
- * memory that their processes share.
- * Kept of the machine: memory order (ThreadSanitizer reports what is not ordered); and a cp.async copy is
- * in flight until its wait. Not kept: time. */
+ * A process is a CTA, so static variables are its shared memory. CTAs and ranks communicate through memory
+ * that their processes share.
+ *
+ * The emulation includes memory order: ThreadSanitizer reports accesses that are not ordered. A cp.async
+ * copy is in flight until the wait for it. The emulation does not include time. */
 #ifndef EMULATED_PORT_H
 #define EMULATED_PORT_H
 #define EP_EMULATED
@@ -36,8 +37,8 @@
 
 static EpBarrier ep_cta_barrier, ep_warp_barriers[EP_MAX_WARPS];
 static uint64_t ep_lane_words[EP_MAX_WARPS][32];
-/* Whether this thread has executed a fence since its warp last synchronised. Only then does it publish for
- * the other lanes. */
+/* Whether this thread has executed a fence since the last synchronisation of its warp. Only then it
+ * publishes the stores of the other lanes. */
 static thread_local bool ep_has_fenced;
 static void __syncwarp() {
     ep_has_fenced = false;
@@ -45,21 +46,21 @@ static void __syncwarp() {
 }
 static void __syncthreads() { ep_cta_barrier.arrive(blockDim.x); }
 
-/* Every lane provides a value, and f sees the values of all lanes. Orders no memory, as a shuffle does
- * not. */
+/* Every lane provides a value. f gets a function that returns the value of a lane. Like a shuffle, this
+ * function does not order memory. */
 template <typename T, typename F> static auto ep_exchange_lanes(T mine, F f) {
-    EpBarrier &meeting = ep_warp_barriers[threadIdx.x / 32];
+    EpBarrier &barrier = ep_warp_barriers[threadIdx.x / 32];
     uint64_t bits = 0;
     memcpy(&bits, &mine, sizeof mine);
     __atomic_store_n(&ep_lane_words[threadIdx.x / 32][threadIdx.x % 32], bits, __ATOMIC_RELAXED);
-    meeting.arrive<EP_RELAXED>(32);
+    barrier.arrive<EP_RELAXED>(32);
     const auto result = f([&](uint32_t lane) {
         T theirs;
-        const uint64_t said = __atomic_load_n(&ep_lane_words[threadIdx.x / 32][lane], __ATOMIC_RELAXED);
-        memcpy(&theirs, &said, sizeof theirs);
+        const uint64_t word = __atomic_load_n(&ep_lane_words[threadIdx.x / 32][lane], __ATOMIC_RELAXED);
+        memcpy(&theirs, &word, sizeof theirs);
         return theirs;
     });
-    meeting.arrive<EP_RELAXED>(32);
+    barrier.arrive<EP_RELAXED>(32);
     return result;
 }
 template <typename F> static uint32_t ep_lanes_where(F f) {
@@ -68,30 +69,30 @@ template <typename F> static uint32_t ep_lanes_where(F f) {
     return mask;
 }
 template <typename T> static T __shfl_sync(uint32_t, T v, int lane) {
-    return ep_exchange_lanes(v, [&](auto said) { return said((uint32_t)lane % 32); });
+    return ep_exchange_lanes(v, [&](auto value_of) { return value_of((uint32_t)lane % 32); });
 }
 template <typename T> static T __shfl_up_sync(uint32_t, T v, uint32_t d) {
     const uint32_t lane = threadIdx.x % 32;
-    return ep_exchange_lanes(v, [&](auto said) { return said(lane < d ? lane : lane - d); });
+    return ep_exchange_lanes(v, [&](auto value_of) { return value_of(lane < d ? lane : lane - d); });
 }
 static uint32_t __ballot_sync(uint32_t, int v) {
     return ep_exchange_lanes(
-        v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) != 0; }); });
+        v, [&](auto value_of) { return ep_lanes_where([&](uint32_t i) { return value_of(i) != 0; }); });
 }
 template <typename T> static uint32_t __match_any_sync(uint32_t, T v) {
     return ep_exchange_lanes(
-        v, [&](auto said) { return ep_lanes_where([&](uint32_t i) { return said(i) == v; }); });
+        v, [&](auto value_of) { return ep_lanes_where([&](uint32_t i) { return value_of(i) == v; }); });
 }
 static int __syncthreads_and(int v) {
-    static uint32_t num_false[2], turn;
-    const uint32_t mine = __atomic_load_n(&turn, __ATOMIC_ACQUIRE) % 2;
+    static uint32_t num_false[2], round;
+    const uint32_t mine = __atomic_load_n(&round, __ATOMIC_ACQUIRE) % 2;
     if (!v) __atomic_fetch_add(&num_false[mine], 1, __ATOMIC_ACQ_REL);
     __syncthreads();
     const bool all = __atomic_load_n(&num_false[mine], __ATOMIC_ACQUIRE) == 0;
     __syncthreads();
     if (threadIdx.x == 0) {
         num_false[mine] = 0;
-        __atomic_store_n(&turn, mine + 1, __ATOMIC_RELEASE);
+        __atomic_store_n(&round, mine + 1, __ATOMIC_RELEASE);
     }
     __syncthreads();
     return all;
@@ -126,14 +127,14 @@ static float __fadd_rn(float a, float b) { return a + b; }
 EP_FN uint32_t ep_lane(void) { return threadIdx.x % 32; }
 EP_FN void ep_warp_sync(void) { __syncwarp(); }
 EP_FN uint32_t ep_warp_min_u32(uint32_t x) {
-    return ep_exchange_lanes(x, [](auto said) {
-        uint32_t least = said(0);
-        for (uint32_t i = 1; i < 32; i++) least = said(i) < least ? said(i) : least;
+    return ep_exchange_lanes(x, [](auto value_of) {
+        uint32_t least = value_of(0);
+        for (uint32_t i = 1; i < 32; i++) least = value_of(i) < least ? value_of(i) : least;
         return least;
     });
 }
 EP_FN uint64_t ep_warp_bcast_u64(uint64_t x) {
-    x = ep_exchange_lanes(x, [](auto said) { return said(0); });
+    x = ep_exchange_lanes(x, [](auto value_of) { return value_of(0); });
     __syncwarp();
     return x;
 }
@@ -165,8 +166,8 @@ EP_FN uint64_t ep_now_ns(void) {
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 EP_FN void ep_pause(uint32_t polls) {
-    struct timespec nap = {0, 50000};
-    if (polls > 20) nanosleep(&nap, NULL);
+    struct timespec pause = {0, 50000};
+    if (polls > 20) nanosleep(&pause, NULL);
     else sched_yield();
 }
 EP_FN bool ep_time_to_check(uint32_t polls) { return polls % 64 == 63; }
@@ -179,7 +180,8 @@ EP_FN void ep_chaos(uint32_t) {}
 EP_FN void ep_sleep_2us(void) { sched_yield(); }
 EP_FN void ep_fence_acq_rel_gpu(void) { ep_has_fenced = true; }
 EP_FN void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
-    if (ep_has_fenced) __atomic_fetch_add(p, v, __ATOMIC_RELEASE); /* ThreadSanitizer does not know fences */
+    /* ThreadSanitizer does not support fences, so the add itself releases. */
+    if (ep_has_fenced) __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
     else __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
 }
 
@@ -189,7 +191,7 @@ static uint32_t *ep_dynamic_smem(void) { return (uint32_t *)ep_shared; }
 EP_FN uint4 ep_ld_row(const uint4 *p) { return *p; }
 EP_FN uint32_t ep_smem(const void *p) { return (uint32_t)((const unsigned char *)p - ep_shared); }
 static unsigned char *ep_at(uint32_t at, uint32_t n) {
-    if (at % n || at + n > sizeof ep_shared) ep_die("an address outside of shared memory, or not aligned");
+    if (at % n || at + n > sizeof ep_shared) ep_die("a shared memory address is out of range or not aligned");
     return ep_shared + at;
 }
 template <typename T> static T ep_ld_shared_as(uint32_t src) {
@@ -203,18 +205,18 @@ EP_FN uint32_t ep_ld_shared_u32(uint32_t src) { return ep_ld_shared_as<uint32_t>
 EP_FN void ep_st_shared_u32(uint32_t dst, uint32_t v) { memcpy(ep_at(dst, 4), &v, 4); }
 EP_FN void ep_st_shared_u64(uint32_t dst, uint64_t v) { memcpy(ep_at(dst, 8), &v, 8); }
 
-/* A copy may take place at any time between its start and the wait for it. So the emulation overwrites the
- * destination at the start, writes the data at the wait, and checks that the source has not changed in
- * between. */
+/* The GPU may execute an asynchronous copy at any time between its start and the wait for it. So the
+ * emulation overwrites the destination at the start and writes the data at the wait. It checks that the
+ * source has not changed in between. */
 struct EpCopy {
     uint32_t dst;
     const void *src;
-    uint4 seen;
+    uint4 data; /* the source at the start of the copy */
 };
-static thread_local std::deque<std::vector<EpCopy>>
-    ep_copies(1); /* groups of copies; the last one is still open */
+/* Groups of copies. The last group is still open. */
+static thread_local std::deque<std::vector<EpCopy>> ep_copies(1);
 EP_FN void ep_cp_async_16(uint32_t dst, const void *src) {
-    if ((uintptr_t)src % 16) ep_die("a copy from an address that is not a multiple of 16");
+    if ((uintptr_t)src % 16) ep_die("the source address of a copy is not a multiple of 16");
     ep_copies.back().push_back({dst, src, *(const uint4 *)src});
     memset(ep_at(dst, 16), 0xff, 16);
 }
@@ -222,8 +224,9 @@ EP_FN void ep_cp_async_commit(void) { ep_copies.push_back({}); }
 template <int N> EP_FN void ep_cp_async_wait(void) {
     for (; ep_copies.size() > N + 1; ep_copies.pop_front())
         for (const EpCopy &c : ep_copies.front()) {
-            if (memcmp(c.src, &c.seen, 16)) ep_die("the source of a copy has changed before the wait for it");
-            memcpy(ep_at(c.dst, 16), &c.seen, 16);
+            if (memcmp(c.src, &c.data, 16))
+                ep_die("the source of a copy changed before the wait for the copy");
+            memcpy(ep_at(c.dst, 16), &c.data, 16);
         }
 }
 
@@ -232,7 +235,7 @@ static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t, uint32_t *num_b
     return cudaSuccess;
 }
 
-/* Run the CTA of this process, if the grid has it. */
+/* Run the CTA of this process, if the grid has a CTA with this index. */
 template <typename P>
 static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps,
                                       size_t smem_bytes, void *, const P &p) {
@@ -248,11 +251,11 @@ static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, ui
             blockIdx.x = my_block;
             kernel(p);
             for (const std::vector<EpCopy> &group : ep_copies)
-                if (!group.empty()) ep_die("a thread has ended without a wait for its copy");
+                if (!group.empty()) ep_die("a thread ended without a wait for its copy");
         });
     for (std::thread &t : threads) t.join();
     for (size_t i = smem_bytes; i < sizeof ep_shared; i++)
-        if (ep_shared[i] != 0xff) ep_die("a store after the end of the dynamic shared memory");
+        if (ep_shared[i] != 0xff) ep_die("a kernel wrote after the end of its dynamic shared memory");
     return cudaSuccess;
 }
 #define cudaGetDevice(d) (*(d) = 0, cudaSuccess)

@@ -1,10 +1,13 @@
-/* emulated_ptx.h - the emulation of kernels/ptx.cuh in threads and plain C++: every GPU thread of a pair of
- * CTAs is a thread.
+/* emulated_ptx.h - the emulation of kernels/ptx.cuh with CPU threads and plain C++. Every GPU thread of a
+ * pair of CTAs is a CPU thread.
  *
- * Kept of the machine: the location of numbers (128-byte swizzle, wgmma's descriptors and accumulators,
- * stmatrix, boxes of tensor maps and their edges); phases and byte counts of mbarriers; and a wgmma reads its
- * operands until the wait for it, because it is executed as late as allowed.
- * Not kept: memory order between proxies, and time. */
+ * The emulation includes:
+ *   - the positions of numbers: 128-byte swizzle, descriptors and accumulators of wgmma, stmatrix, and boxes
+ *     of tensor maps with their edges;
+ *   - phases and byte counts of mbarriers;
+ *   - the latest time at which a wgmma may read its operands: the emulation executes a wgmma at the wait for
+ *     it.
+ * The emulation does not include memory order between proxies, nor time. */
 #ifndef EP_PTX_CUH
 #define EP_PTX_CUH
 #include <cuda_bf16.h>
@@ -26,16 +29,16 @@
 using std::max;
 using std::min;
 
-static unsigned char smem_bytes[1]; /* only a name: shared memory begins at address 0 */
-alignas(1024) static unsigned char ep_shared[2][EP_CTA_SMEM_BYTES]; /* of each CTA of the pair */
-static thread_local uint32_t ep_rank;                               /* this thread's CTA in the pair */
+static unsigned char smem_bytes[1]; /* represents address 0 of shared memory */
+alignas(1024) static unsigned char ep_shared[2][EP_CTA_SMEM_BYTES]; /* for each CTA of the pair */
+static thread_local uint32_t ep_rank;                               /* the CTA of this thread in the pair */
 
 static uint32_t ep_smem(const void *p) { return (uint32_t)((const unsigned char *)p - smem_bytes); }
 static unsigned char *ep_at(uint32_t at, uint32_t n, uint32_t rank = ep_rank) {
-    if (at + n > EP_CTA_SMEM_BYTES) ep_die("an address outside of shared memory");
+    if (at + n > EP_CTA_SMEM_BYTES) ep_die("a shared memory address is out of range");
     return ep_shared[rank] + at;
 }
-/* The location of a 16-byte piece within its 128-byte line depends on the number of the line. */
+/* The position of a 16-byte piece in its 128-byte line depends on the index of the line. */
 static uint32_t ep_swizzle(uint32_t at) { return at ^ (at >> 7 & 7) << 4; }
 
 /* ---- barriers ---- */
@@ -54,15 +57,15 @@ struct EpMbarrier {
 };
 static EpBarrier ep_warps[2][12], ep_named[2][2], ep_cluster;
 static EpMbarrier ep_mbarriers[2][EP_CTA_SMEM_BYTES / 8];
-#define EP_CTA_THREADS \
-    257u /* the producer's thread and two warpgroups; communication warps are not emulated */
+/* One thread of the producer warp, and two warpgroups. The communication warps are not emulated. */
+#define EP_CTA_THREADS 257u
 
 static void __syncthreads() { ep_named[ep_rank][0].arrive(EP_CTA_THREADS); }
 static void __syncwarp() {
-    if (threadIdx.x / 32)
-        ep_warps[ep_rank][threadIdx.x / 32].arrive(32); /* the producer is a single thread here */
+    /* The producer has only one thread here. */
+    if (threadIdx.x / 32) ep_warps[ep_rank][threadIdx.x / 32].arrive(32);
 }
-/* .sync.aligned requires that the lanes of the warp execute together. It orders no memory. */
+/* An instruction with .sync.aligned needs all lanes of the warp. It does not order memory. */
 static void ep_aligned() { ep_warps[ep_rank][threadIdx.x / 32].arrive<EP_RELAXED>(32); }
 EP_PTX void ep_bar_sync(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num); }
 EP_PTX uint32_t ep_cluster_rank(void) { return ep_rank; }
@@ -76,7 +79,7 @@ EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) {
 static void ep_mbar_change(uint32_t bar, uint32_t arrivals, int64_t bytes, uint32_t rank = ep_rank) {
     EpMbarrier &b = ep_mbarriers[rank][bar / 8];
     std::lock_guard<std::mutex> hold(b.lock);
-    if (b.pending < arrivals) ep_die("more arrivals than an mbarrier counts");
+    if (b.pending < arrivals) ep_die("an mbarrier has more arrivals than its count");
     b.pending -= arrivals;
     b.bytes += bytes;
     b.settle();
@@ -99,7 +102,7 @@ EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
     std::unique_lock<std::mutex> hold(b.lock);
     const std::chrono::nanoseconds limit(limit_ns);
     if (!b.changed.wait_for(hold, limit, [&] { return (b.phase & 1) != parity; }))
-        ep_die("a timeout of an mbarrier wait");
+        ep_die("the wait for an mbarrier timed out");
 }
 EP_PTX void ep_fence_mbar_init(void) {}
 EP_PTX void ep_fence_proxy_async_shared(void) {}
@@ -108,16 +111,18 @@ template <int N> EP_PTX void ep_setmaxnreg_dec(void) {}
 
 /* ---- bulk tensor copies ---- */
 
-/* Call f for each element of a box: f(element, or NULL if it is outside of the tensor; address in shared
- * memory). */
+/* For each element of a box call f(element, address in shared memory). The element is NULL if it is
+ * outside of the tensor. */
 template <typename F> static void ep_box(const EpTensorMap *m, uint32_t smem, const int64_t (&at)[5],
                                          uint32_t num_dims, F f) {
     uint32_t i[5] = {0}, n = 0, total = 1;
-    if (m->num_dims != num_dims) ep_die("a tensor map with another number of dimensions");
-    if (m->box[0] != 64 || smem % 1024) ep_die("a box that is not swizzled or not aligned");
+    if (m->num_dims != num_dims)
+        ep_die("the tensor map has another number of dimensions than the instruction");
+    if (m->box[0] != 64 || smem % 1024)
+        ep_die("a box is not 64 elements wide, or its address is not aligned");
     for (uint32_t d = 0; d < num_dims; d++) total *= m->box[d];
     for (uint32_t d = 0; d + 1 < num_dims; d++)
-        if (m->strides[d] * 2 % 16) ep_die("a stride that is not a multiple of 16 bytes");
+        if (m->strides[d] * 2 % 16) ep_die("a stride is not a multiple of 16 bytes");
     for (; n < total; n++) {
         uint64_t off = 0;
         bool inside = true;
@@ -224,7 +229,7 @@ EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
     return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            1ull << 62;
 }
-/* Element k (of 16) of the contraction in row `mn` of the tile with this descriptor. */
+/* Return element k (of 16) of the contraction dimension in row mn of the tile with this descriptor. */
 static float ep_operand(uint64_t desc, uint32_t mn, uint32_t k, bool trans, bool f16) {
     const uint32_t start = (uint32_t)(desc & 0x3fff) << 4;
     const uint32_t lead = (uint32_t)(desc >> 16 & 0x3fff) << 4;
@@ -242,7 +247,7 @@ struct EpProduct {
     bool add, f16, trans_a, trans_b;
 };
 static thread_local std::deque<std::vector<EpProduct>> ep_groups(1);
-static void ep_carry_out(const EpProduct &p) {
+static void ep_execute(const EpProduct &p) {
     const uint32_t lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
     float a[2][16];
     for (uint32_t i = 0; i < 32; i++)
@@ -265,7 +270,7 @@ EP_PTX void ep_wgmma_fence(void) {}
 EP_PTX void ep_wgmma_commit(void) { ep_groups.push_back({}); }
 template <int N> EP_PTX void ep_wgmma_wait(void) {
     for (; ep_groups.size() > N + 1; ep_groups.pop_front())
-        for (const EpProduct &p : ep_groups.front()) ep_carry_out(p);
+        for (const EpProduct &p : ep_groups.front()) ep_execute(p);
     ep_aligned();
 }
 template <int N> EP_PTX void ep_wgmma_keep_order(float (&)[N]) {}

@@ -1,5 +1,7 @@
-/* emulated_threads.h - one CTA in one process: every GPU thread is a thread. Warp collectives go through a
- * barrier of the warp's 32 threads, so a lane that diverges shows up as a hang. */
+/* emulated_threads.h - a CTA as one process, in which every GPU thread is a CPU thread.
+ *
+ * A warp collective waits at a barrier for all 32 threads of its warp. So if a lane does not take part,
+ * the emulation reports a timeout. */
 #ifndef EMULATED_THREADS_H
 #define EMULATED_THREADS_H
 #include <errno.h>
@@ -17,33 +19,33 @@ static thread_local uint3 threadIdx, blockIdx;
 static dim3 gridDim, blockDim;
 
 [[noreturn]] static void ep_die(const char *why) {
-    fprintf(stderr, "emulation: %s (thread %u of block %u)\n", why, threadIdx.x, blockIdx.x);
+    fprintf(stderr, "emulation: %s (thread %u of CTA %u)\n", why, threadIdx.x, blockIdx.x);
     abort();
 }
 
-/* A barrier. It orders memory; or, with EP_RELAXED, it only synchronises its threads. A shuffle is the
- * latter, and ThreadSanitizer is to report code that takes it for the former. Without ThreadSanitizer
- * there is no difference. */
+/* A barrier of threads. By default it also orders memory. With EP_RELAXED it does not, as a warp shuffle
+ * does not. So ThreadSanitizer reports code that relies on a shuffle to order memory. Without
+ * ThreadSanitizer, both kinds of barrier order memory. */
 #ifdef __SANITIZE_THREAD__
 #define EP_RELAXED __ATOMIC_RELAXED
 #else
 #define EP_RELAXED __ATOMIC_ACQ_REL
 #endif
 struct EpBarrier {
-    uint64_t word = 0; /* lower half: threads that have arrived; upper half: completed phases */
+    uint64_t word = 0; /* lower half: number of threads that have arrived; upper half: completed phases */
     template <int ORDER = __ATOMIC_ACQ_REL> void arrive(uint32_t num) {
         const uint64_t old = __atomic_fetch_add(&word, 1, ORDER);
-        uint32_t *turn = (uint32_t *)&word + 1; /* the upper half, on a little-endian machine */
+        uint32_t *phase = (uint32_t *)&word + 1; /* the upper half, on a little-endian machine */
         if ((uint32_t)old + 1 == num) {
             __atomic_fetch_add(&word, (1ull << 32) - num, ORDER);
-            syscall(SYS_futex, turn, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+            syscall(SYS_futex, phase, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
             return;
         }
         const struct timespec minute = {60, 0};
         while (__atomic_load_n(&word, ORDER == __ATOMIC_ACQ_REL ? __ATOMIC_ACQUIRE : __ATOMIC_RELAXED) >>
                    32 ==
                old >> 32)
-            if (syscall(SYS_futex, turn, FUTEX_WAIT_PRIVATE, (uint32_t)(old >> 32), &minute, NULL, 0) &&
+            if (syscall(SYS_futex, phase, FUTEX_WAIT_PRIVATE, (uint32_t)(old >> 32), &minute, NULL, 0) &&
                 errno == ETIMEDOUT)
                 ep_die("a barrier is not complete after 60 s");
     }

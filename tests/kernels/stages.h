@@ -1,8 +1,10 @@
-/* stages.h - common parts of the emulated tests of plan, dispatch and combine: ranks with their tensors, once
- * for the CPU backend and once for the kernels, in memory that processes share. A process is a CTA of a rank.
+/* stages.h - common parts of the emulated tests of plan, dispatch and combine.
  *
- * ThreadSanitizer sees one process, so it needs one CTA per rank: it would report races between CTAs that
- * are ordered. */
+ * Each rank has its tensors twice, for the CPU backend and for the kernels. They are in memory that processes
+ * share. A process is a CTA of a rank.
+ *
+ * A test with ThreadSanitizer has one CTA per rank. ThreadSanitizer sees one process only. With several CTAs
+ * per rank, it would report races although another CTA orders the accesses. */
 #ifndef STAGES_H
 #define STAGES_H
 #include <pthread.h>
@@ -48,7 +50,8 @@ struct Out {
     unsigned char *rows, *sums;
     float *row_weight, *scalars;
 };
-struct Buffers { /* of the CPU backend, and of the kernels */
+/* The memory of one backend: the CPU backend, or the kernels. */
+struct Buffers {
     unsigned char *heap[MAX_RANKS];
     EpHostWords *host[MAX_RANKS];
     Out out[MAX_RANKS][ROUNDS];
@@ -59,14 +62,41 @@ struct Case {
     uint32_t num_tokens[MAX_RANKS];
     uint32_t sorts;
     int bad_index = -1, short_rows = -1; /* the rank with the wrong argument, or -1 */
-    uint32_t drops = 1;                  /* of 8 choices */
-    uint32_t weighted = 1, num_copies = 1;
+    uint32_t drops = 1;                  /* how many of 8 choices are dropped, on average */
+    uint32_t weighted = 1;
+    uint32_t num_copies = 1; /* how many tokens use the same row of x */
+
+    Case with_bad_index(int rank) const {
+        Case c = *this;
+        c.bad_index = rank;
+        return c;
+    }
+    Case with_short_rows(int rank) const {
+        Case c = *this;
+        c.short_rows = rank;
+        return c;
+    }
+    Case with_drops(uint32_t of_8) const {
+        Case c = *this;
+        c.drops = of_8;
+        return c;
+    }
+    Case unweighted() const {
+        Case c = *this;
+        c.weighted = 0;
+        return c;
+    }
+    Case with_copies(uint32_t n) const {
+        Case c = *this;
+        c.num_copies = n;
+        return c;
+    }
 };
 
 static void fill(void *to, size_t num_bytes) {
     for (size_t i = 0; i < num_bytes; i++) ((unsigned char *)to)[i] = (unsigned char)below(256);
 }
-/* Random numbers of a dtype, none of them NaN or infinite. */
+/* Random finite numbers of a dtype. */
 static void fill_numbers(unsigned char *to, size_t num, uint32_t dtype) {
     for (size_t i = 0; i < num; i++) {
         const float f = std::uniform_real_distribution<float>(-2, 2)(ep_random);
@@ -97,7 +127,7 @@ struct Problem {
                 (float *)poisoned(4ull * k.num_rows),
                 (float *)poisoned(4 * pairs)};
     }
-    explicit Problem(const Case *of) : c(of), layout(ep_comm_layout(&of->shape)) {
+    explicit Problem(const Case *the_case) : c(the_case), layout(ep_comm_layout(&the_case->shape)) {
         const EpShape &s = c->shape;
         recv_words = ep_recv_words(&s);
         for (uint32_t r = 0; r < s.num_ranks; r++) {
@@ -214,26 +244,25 @@ static void run_cpu(const Problem &q, uint32_t num_rounds) {
     for (std::thread &t : ranks) t.join();
 }
 
-/* Run a process for each CTA of each rank. kernels[k] launches one of its kernels. A rank's CTAs start a
- * kernel after all have finished the previous one. False: a process has failed. */
+/* Run a process for each CTA of each rank. kernels[k] launches kernel k. The CTAs of a rank start a kernel
+ * after all of them have finished the previous kernel. Returns false if a process has failed. */
 typedef std::function<int(uint32_t rank, uint32_t round)> Kernel;
-template <size_t N> static bool run_blocks(const Problem &q, uint32_t num_rounds,
-                                           const Kernel (&kernels)[N]) {
+template <size_t N> static bool run_ctas(const Problem &q, uint32_t num_rounds, const Kernel (&kernels)[N]) {
     const uint32_t W = q.c->shape.num_ranks;
     pthread_barrier_t *stream = (pthread_barrier_t *)shared(W * sizeof *stream);
     pthread_barrierattr_t across;
     pthread_barrierattr_init(&across);
     pthread_barrierattr_setpshared(&across, PTHREAD_PROCESS_SHARED);
     for (uint32_t r = 0; r < W; r++) pthread_barrier_init(&stream[r], &across, num_sm);
-    std::vector<pid_t> blocks;
+    std::vector<pid_t> ctas;
     for (uint32_t n = 0; n < W * num_sm; n++) {
-        const pid_t block = fork();
-        if (block < 0) ep_die("fork");
-        blocks.push_back(block);
-        if (block) continue;
+        const pid_t cta = fork();
+        if (cta < 0) ep_die("fork");
+        ctas.push_back(cta);
+        if (cta) continue;
         const uint32_t r = n / num_sm;
         my_block = n % num_sm;
-        alarm(900); /* longer than any case takes on the busiest machine */
+        alarm(900); /* longer than any case takes on a busy machine */
         for (uint32_t i = 0; i < num_rounds; i++)
             for (const Kernel &launch : kernels) {
                 if (launch(r, i)) _exit(2);
@@ -245,9 +274,9 @@ template <size_t N> static bool run_blocks(const Problem &q, uint32_t num_rounds
     for (uint32_t n = 0; n < W * num_sm; n++) {
         int status = 1;
         const pid_t ended = wait(&status);
-        std::replace(blocks.begin(), blocks.end(), ended, 0);
-        for (pid_t block : blocks)
-            if (status && block) kill(block, SIGKILL); /* it may wait for the one that has failed */
+        std::replace(ctas.begin(), ctas.end(), ended, 0);
+        for (pid_t cta : ctas)
+            if (status && cta) kill(cta, SIGKILL); /* This CTA may wait for the CTA that has failed. */
         ok = ok && status == 0;
     }
     if (!ok) puts("  a process failed");
@@ -258,25 +287,26 @@ static bool same(const char *what, uint32_t r, uint32_t round, const void *a, co
                  uint64_t num_bytes) {
     for (uint64_t i = 0; i < num_bytes; i++)
         if (((const unsigned char *)a)[i] != ((const unsigned char *)b)[i]) {
-            printf("  rank %u round %u: %s differs from byte %llu of %llu on\n", r, round, what,
+            printf("  rank %u round %u: %s differs at byte %llu of %llu\n", r, round, what,
                    (unsigned long long)i, (unsigned long long)num_bytes);
             return false;
         }
     return true;
 }
 
-/* Compare the plans of rank r in both buffers, as far as they are defined. *made: whether there is a plan. */
-static bool same_plan(const Problem &q, uint32_t r, uint32_t round, bool *made) {
+/* Compare the defined words of the plans of rank r in both buffers. Stores in *has_plan whether both
+ * backends have made a plan. */
+static bool same_plan(const Problem &q, uint32_t r, uint32_t round, bool *has_plan) {
     const Case *c = q.c;
     const Out &a = q.cpu.out[r][round], &b = q.gpu.out[r][round];
     const EpPlanLayout l = ep_plan_layout(&c->shape, c->num_tokens[r]);
     const uint64_t tiles = 4ull * (uint32_t)a.plan[EP_HEAD_NUM_TILES];
-    *made = !a.plan[EP_HEAD_STATUS] && !b.plan[EP_HEAD_STATUS];
-    if (!*made)
-        return same("the plan's head", r, round, a.plan, b.plan,
-                    4 * EP_HEAD_WORDS); /* the rest is undefined */
+    *has_plan = !a.plan[EP_HEAD_STATUS] && !b.plan[EP_HEAD_STATUS];
+    /* Without a plan, only the head is defined. */
+    if (!*has_plan) return same("the plan's head", r, round, a.plan, b.plan, 4 * EP_HEAD_WORDS);
     bool ok = same("the plan", r, round, a.plan, b.plan, 4 * l.send_token_off);
-    for (uint32_t w = 0; w < c->shape.num_ranks; w++) { /* nothing is written after the slots in use */
+    /* The words after the slots in use are not defined. */
+    for (uint32_t w = 0; w < c->shape.num_ranks; w++) {
         const uint64_t from = l.send_token_off + (uint64_t)w * c->num_tokens[r];
         ok = same("send tokens", r, round, a.plan + from, b.plan + from,
                   4ull * (uint32_t)a.plan[EP_HEAD_NUM_SEND + w]) &&

@@ -1,9 +1,9 @@
-/* test_comm.cpp - the communication warps of the megakernels, emulated thread by thread on the CPU, against
- * the CPU backend: bit by bit, on several ranks with several CTAs. Usage: test_comm [seed [CTAs]]
+/* test_comm.cpp - compares the communication warps of the megakernels with the CPU backend, bit by bit.
  *
- * These kernels are those of fused.cuh without the GEMM. Instead, a warp reads the rows of a row block
- * when its ready counter is complete (dispatch); or warps produce rows, piece by piece in random order,
- * and count them (combine). */
+ * CPU threads emulate the kernels, on several ranks with several CTAs. The kernels are those of fused.cuh
+ * without the GEMM. In dispatch, a warp reads the rows of a row block when the ready counter of the block
+ * is complete. In combine, warps produce the rows, piece by piece in random order, and count them.
+ * Usage: test_comm [seed [CTAs per rank]] */
 #include "stages.h"
 
 #include "kernels/stage/combine.cuh"
@@ -16,29 +16,29 @@ enum {
     PIECES = 3,
     FIFO_BYTES = COMM_WARPS * EpFusedFifo::BYTES + ROW_WARPS * LargeFifo::BYTES
 };
-static_assert(COMM_WARPS + ROW_WARPS < EP_MAX_WARPS, "warps that the emulation has");
+static_assert(COMM_WARPS + ROW_WARPS < EP_MAX_WARPS, "the emulation has too few warps");
 
-/* How the work of a round is divided. */
-struct Way {
-    uint32_t num_move, num_tail, num_reduce; /* CTAs, as in fused.h */
-    /* combine: whether communication warps take part; whether the warps that produce rows do afterwards */
-    bool moves, rests;
-    bool is_serial; /* see fused.h */
+/* How the work of a round is divided between CTAs and warps. */
+struct Division {
+    uint32_t num_move, num_tail, num_reduce; /* numbers of CTAs, as in fused.h */
+    bool comm_warps_combine;                 /* the communication warps combine tokens */
+    bool row_warps_combine;                  /* the warps that produce rows combine tokens afterwards */
+    bool is_serial;                          /* see fused.h */
 };
-static const Way ways[ROUNDS] = {{2, 0, 2, true, false, false},
-                                 {1, 0, 1, false, true, false},
-                                 {2, 1, 1, true, true, false},
-                                 {1, 0, 2, true, true, true}};
+static const Division divisions[ROUNDS] = {{2, 0, 2, true, false, false},
+                                           {1, 0, 1, false, true, false},
+                                           {2, 1, 1, true, true, false},
+                                           {1, 0, 2, true, true, true}};
 
 struct DispatchRunParams {
     EpDispatchParams d;
-    Way way;
-    unsigned char *read; /* copy of the rows, read when the ready counter is complete */
+    Division division;
+    unsigned char *read; /* a copy of the rows of each block, made when its ready counter was complete */
     uint64_t *ready;     /* the ready counters at the end */
 };
 struct CombineRunParams {
     EpCombineParams k;
-    Way way;
+    Division division;
     const unsigned char *product;
     const uint32_t *order; /* the order in which pieces of rows are produced */
     uint64_t *ready;
@@ -65,8 +65,8 @@ static void leave(const EpComm *c, uint64_t *ready) {
     }
 }
 
-/* Read what this rank has published to a peer, as the peer would. So ThreadSanitizer reports stores that
- * were not published. */
+/* Read the data that this rank has published to a peer, after the same wait as the peer. So
+ * ThreadSanitizer reports stores that were not published. */
 static void check_published(const EpComm *c, uint32_t op, uint32_t r, uint32_t slot, const unsigned char *at,
                             uint64_t num_bytes) {
     const EpFaultRecord f = ep_fault_at(op, r, EP_WORD_FLAG, SharedEpoch());
@@ -75,7 +75,7 @@ static void check_published(const EpComm *c, uint32_t op, uint32_t r, uint32_t s
     for (uint64_t i = 0; i < num_bytes; i++) (void)((const volatile unsigned char *)at)[i];
 }
 
-/* ---- dispatch, and a reader of the rows that it has placed ---- */
+/* ---- dispatch, and a warp that reads the rows that dispatch has placed ---- */
 
 static void read_rows(const DispatchRunParams &p) {
     const EpComm *c = &p.d.comm;
@@ -101,10 +101,10 @@ static void dispatch_run(DispatchRunParams p) {
     const uint32_t warp = threadIdx.x / 32;
     const bool ok =
         enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows, d.has_weight);
-    if (ok && warp < COMM_WARPS && blockIdx.x < p.way.num_move) {
-        const EpMoveWhat what = p.way.num_tail == 0           ? EP_MOVE_ALL
-                                : blockIdx.x < p.way.num_tail ? EP_MOVE_RECEIVES
-                                                              : EP_MOVE_SENDS;
+    if (ok && warp < COMM_WARPS && blockIdx.x < p.division.num_move) {
+        const EpMoveWhat what = p.division.num_tail == 0           ? EP_MOVE_ALL
+                                : blockIdx.x < p.division.num_tail ? EP_MOVE_RECEIVES
+                                                                   : EP_MOVE_SENDS;
         move_tokens<true>(d, EP_OP_DISPATCH_GEMM, SharedEpoch(), what, warp * EpFusedFifo::BYTES);
     }
     if (ok && threadIdx.x == 32 * COMM_WARPS) read_rows(p);
@@ -112,10 +112,9 @@ static void dispatch_run(DispatchRunParams p) {
     leave(&d.comm, p.ready);
 }
 
-/* ---- combine, of rows that are being produced ---- */
+/* ---- combine, while warps produce the rows ---- */
 
-/* Rows are produced in groups of 16, as by a warp whose tile begins at any row: the first group has 11
- * rows. */
+/* A warp produces rows in groups of 16. A tile may begin at any row, so the first group has only 11 rows. */
 static uint32_t num_groups(uint32_t num_rows) { return ep_ceil_div_u32(num_rows + 5, 16); }
 
 static void make_rows(const CombineRunParams &p) {
@@ -127,13 +126,13 @@ static void make_rows(const CombineRunParams &p) {
         const uint32_t end = 16 * group + 11 < m ? 16 * group + 11 : m;
         const uint32_t num_rows = end - row;
         const uint32_t first = num_vec * piece / PIECES, last = num_vec * (piece + 1) / PIECES;
-        const struct timespec nap = {0, (long)(p.order[n] * 2654435761u % 400000)};
-        nanosleep(&nap, NULL);
+        const struct timespec delay = {0, (long)(p.order[n] * 2654435761u % 400000)};
+        nanosleep(&delay, NULL);
         for (uint32_t r = row; r < end; r++)
             for (uint32_t v = first + lane; v < last; v += 32)
                 ((uint4 *)p.k.rows)[(uint64_t)r * num_vec + v] =
                     ((const uint4 *)p.product)[(uint64_t)r * num_vec + v];
-        /* From here on like EpCombineHooks::count. */
+        /* The rest is the same as EpCombineHooks::count. */
         const uint32_t block = row / EP_TILE_ROWS;
         const uint32_t left = (block + 1) * EP_TILE_ROWS - row;
         const uint32_t in_first = num_rows < left ? num_rows : left;
@@ -145,8 +144,8 @@ static void make_rows(const CombineRunParams &p) {
     }
 }
 template <int DTYPE, bool HAS_SMEM> static void combine(const CombineRunParams &p, uint32_t fifo) {
-    const EpCombineParts parts = {blockIdx.x < p.way.num_move, blockIdx.x < p.way.num_reduce};
-    if (p.way.is_serial && !await_all_rows(p.k, EP_OP_GEMM_COMBINE, SharedEpoch())) return;
+    const EpCombineParts parts = {blockIdx.x < p.division.num_move, blockIdx.x < p.division.num_reduce};
+    if (p.division.is_serial && !await_all_rows(p.k, EP_OP_GEMM_COMBINE, SharedEpoch())) return;
     combine_tokens<EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, HAS_SMEM>>(p.k, SharedEpoch(), parts, fifo);
 }
 static void check_returned(const EpCombineParams &k) {
@@ -168,10 +167,11 @@ template <int DTYPE> static void combine_run(CombineRunParams p) {
     const EpCombineParams &k = p.k;
     const uint32_t warp = threadIdx.x / 32;
     if (enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows, k.has_weight)) {
-        if (warp < COMM_WARPS && p.way.moves) combine<DTYPE, false>(p, warp * EpFusedFifo::BYTES);
+        if (warp < COMM_WARPS && p.division.comm_warps_combine)
+            combine<DTYPE, false>(p, warp * EpFusedFifo::BYTES);
         if (warp >= COMM_WARPS && warp < COMM_WARPS + ROW_WARPS) {
             make_rows(p);
-            if (p.way.rests)
+            if (p.division.row_warps_combine)
                 combine<DTYPE, true>(p, COMM_WARPS * EpFusedFifo::BYTES +
                                             (warp - COMM_WARPS) * LargeFifo::BYTES);
         }
@@ -182,9 +182,9 @@ template <int DTYPE> static void combine_run(CombineRunParams p) {
 
 /* ---- the test ---- */
 
-/* What a rank has in one round, in addition to Problem. */
-struct Fused {
-    unsigned char *read, *made;
+/* The memory of a rank for one round, in addition to Problem. */
+struct FusedRound {
+    unsigned char *read, *produced;
     uint32_t *order;
     uint64_t *ready[2];
 };
@@ -213,29 +213,30 @@ static bool untouched(const char *what, uint32_t r, uint32_t round, const void *
     return true;
 }
 
-static bool check_round(const Problem &q, const Fused &f, uint32_t r, uint32_t i) {
+static bool check_round(const Problem &q, const FusedRound &f, uint32_t r, uint32_t i) {
     const Case *c = q.c;
     const Out &a = q.cpu.out[r][i], &b = q.gpu.out[r][i];
     const uint64_t row_bytes = q.layout.row_bytes;
     const uint64_t m = (uint32_t)a.plan[EP_HEAD_NUM_ROWS];
     const uint64_t room = q.rank[r].num_rows;
-    bool made, ok = same_plan(q, r, i, &made);
-    if (!made) puts("  a case without a plan");
-    ok = same("recv", r, i, a.recv, b.recv, 4 * q.recv_words) && ok && made;
+    bool has_plan, ok = same_plan(q, r, i, &has_plan);
+    if (!has_plan) puts("  a plan failed, but every case must have a plan");
+    ok = same("recv", r, i, a.recv, b.recv, 4 * q.recv_words) && ok && has_plan;
     ok = same("the rows", r, i, a.rows, b.rows, m * row_bytes) && ok;
     ok = untouched("the memory after the rows", r, i, b.rows, m * row_bytes, room * row_bytes) && ok;
-    ok = same("what was read of the rows", r, i, a.rows, f.read, m * row_bytes) && ok;
+    ok = same("the copy of the rows", r, i, a.rows, f.read, m * row_bytes) && ok;
     if (c->weighted) ok = same("the row weights", r, i, a.row_weight, b.row_weight, 4 * m) && ok;
     ok = untouched("the memory after the row weights", r, i, b.row_weight, c->weighted ? 4 * m : 0,
                    4 * room) &&
          ok;
     ok = is_ready("rows placed", q, r, i, f.ready[0], 1) && ok;
     ok = same("the sums", r, i, a.sums, b.sums, c->num_tokens[r] * row_bytes) && ok;
-    ok = is_ready("rows made", q, r, i, f.ready[1], PIECES) && ok;
+    ok = is_ready("rows produced", q, r, i, f.ready[1], PIECES) && ok;
     return untouched("the scalars", r, i, b.scalars, 0, 4ull * c->num_tokens[r] * c->shape.num_topk) && ok;
 }
 
-/* A random order; or one row block after another, so that row blocks become complete at different times. */
+/* Fill `order` with a random order. With by_block, the order is random only within a row block, so that
+ * row blocks become complete at different times. */
 static void fill_order(uint32_t *order, uint32_t num, bool by_block) {
     const uint32_t size = by_block ? EP_TILE_ROWS / 16 * PIECES : 1;
     std::vector<uint32_t> blocks(ep_ceil_div_u32(num, size));
@@ -249,27 +250,30 @@ static void fill_order(uint32_t *order, uint32_t num, bool by_block) {
     }
 }
 
+static Division division_of(uint32_t round) {
+    Division d = divisions[round];
+    d.num_move = d.num_move < num_sm ? d.num_move : num_sm;
+    d.num_tail = d.num_tail < d.num_move ? d.num_tail : 0;
+    return d;
+}
+
+static void alloc_round(const Problem &q, uint32_t r, uint32_t round, FusedRound *f) {
+    const uint32_t m = (uint32_t)q.cpu.out[r][round].plan[EP_HEAD_NUM_ROWS];
+    const uint32_t num = num_groups(m) * PIECES;
+    const uint64_t num_bytes = q.rank[r].num_rows * q.layout.row_bytes;
+    f->read = (unsigned char *)poisoned(num_bytes);
+    f->order = (uint32_t *)shared(4 * num);
+    f->produced = (unsigned char *)memset(shared(num_bytes), EP_FILL_NAN, num_bytes);
+    for (uint64_t *&ready : f->ready) ready = (uint64_t *)poisoned(8 * q.layout.num_row_blocks);
+    fill_order(f->order, num, round % 2 == 0);
+}
+
 static bool check(const Case *c) {
     const Problem q(c);
-    Fused fused[MAX_RANKS][ROUNDS];
+    FusedRound rounds[MAX_RANKS][ROUNDS];
     run_cpu(q, ROUNDS);
     for (uint32_t r = 0; r < c->shape.num_ranks; r++)
-        for (Fused &f : fused[r]) {
-            const uint32_t m = (uint32_t)q.cpu.out[r][&f - fused[r]].plan[EP_HEAD_NUM_ROWS];
-            const uint32_t num = num_groups(m) * PIECES;
-            const uint64_t num_bytes = q.rank[r].num_rows * q.layout.row_bytes;
-            f.read = (unsigned char *)poisoned(num_bytes);
-            f.order = (uint32_t *)shared(4 * num);
-            f.made = (unsigned char *)memset(shared(num_bytes), EP_FILL_NAN, num_bytes);
-            for (uint64_t *&ready : f.ready) ready = (uint64_t *)poisoned(8 * q.layout.num_row_blocks);
-            fill_order(f.order, num, (&f - fused[r]) % 2 == 0);
-        }
-    const auto way_of = [](uint32_t round) {
-        Way w = ways[round];
-        w.num_move = w.num_move < num_sm ? w.num_move : num_sm;
-        w.num_tail = w.num_tail < w.num_move ? w.num_tail : 0;
-        return w;
-    };
+        for (uint32_t i = 0; i < ROUNDS; i++) alloc_round(q, r, i, &rounds[r][i]);
     const Kernel kernels[] = {
         [&](uint32_t r, uint32_t i) {
             const EpPlanParams plan = q.plan(q.gpu, r, i);
@@ -277,16 +281,16 @@ static bool check(const Case *c) {
             return 0;
         },
         [&](uint32_t r, uint32_t i) {
-            DispatchRunParams p = {q.dispatch(q.gpu, r, i), way_of(i), fused[r][i].read,
-                                   fused[r][i].ready[0]};
+            const FusedRound &f = rounds[r][i];
+            DispatchRunParams p = {q.dispatch(q.gpu, r, i), division_of(i), f.read, f.ready[0]};
             p.d.x = q.rank[r].x;
             p.d.num_copies = c->num_copies;
             return (int)ep_launch_resident(dispatch_run, num_sm, COMM_WARPS + 1, FIFO_BYTES, NULL, p);
         },
         [&](uint32_t r, uint32_t i) {
-            const Fused &f = fused[r][i];
-            CombineRunParams p = {q.combine(q.gpu, r, i), way_of(i), q.rank[r].y, f.order, f.ready[1]};
-            p.k.rows = f.made;
+            const FusedRound &f = rounds[r][i];
+            CombineRunParams p = {q.combine(q.gpu, r, i), division_of(i), q.rank[r].y, f.order, f.ready[1]};
+            p.k.rows = f.produced;
             p.k.row_pieces = PIECES;
             p.k.has_scalar = 0;
             p.k.row_scalar = NULL;
@@ -295,92 +299,62 @@ static bool check(const Case *c) {
             return (int)ep_launch_resident(kernel, num_sm, COMM_WARPS + ROW_WARPS + 1, FIFO_BYTES, NULL, p);
         },
     };
-    bool ok = run_blocks(q, ROUNDS, kernels);
+    bool ok = run_ctas(q, ROUNDS, kernels);
     for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
-        ok = same("the fault record", r, 0, &q.cpu.host[r]->fault, &q.gpu.host[r]->fault,
-                  sizeof(EpFaultRecord)) &&
-             ok;
-        for (uint32_t i = 0; i < ROUNDS; i++) ok = check_round(q, fused[r][i], r, i) && ok;
+        const EpFaultRecord &a = q.cpu.host[r]->fault, &b = q.gpu.host[r]->fault;
+        ok = same("the fault record", r, 0, &a, &b, sizeof a) && ok;
+        for (uint32_t i = 0; i < ROUNDS; i++) ok = check_round(q, rounds[r][i], r, i) && ok;
     }
     printf("%-48s %s\n", c->name, ok ? "ok" : "WRONG");
     fflush(stdout);
     return ok;
 }
 
+/* The shape: ranks, experts, topk, max tokens, hidden, dtype, combine mode, capacity. Then the numbers of
+ * tokens, and whether the plan sorts the slots. */
+static const Case cases[] = {
+    {"local, bfloat16, several row blocks", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 1},
+    {"local, float16, a rank without tokens",
+     {3, 6, 3, 20, 136, EP_F16, EP_COMBINE_LOCAL, 200},
+     {13, 0, 20},
+     1},
+    {"local, float16, rows of more than 1024 bytes",
+     {2, 8, 4, 30, 520, EP_F16, EP_COMBINE_LOCAL, 240},
+     {30, 23},
+     0},
+    Case{"local, unweighted", {2, 6, 5, 22, 264, EP_BF16, EP_COMBINE_LOCAL, 240}, {22, 19}, 1}
+        .with_drops(2)
+        .unweighted(),
+    Case{"local, one rank, 32 choices, none dropped",
+         {1, 64, 32, 11, 264, EP_BF16, EP_COMBINE_LOCAL, 352},
+         {11},
+         1}
+        .with_drops(0),
+    Case{"local, most choices dropped", {3, 6, 2, 37, 40, EP_BF16, EP_COMBINE_LOCAL, 222}, {37, 30, 9}, 1}
+        .with_drops(6),
+    {"scatter, bfloat16", {2, 4, 4, 25, 200, EP_BF16, EP_COMBINE_SCATTER, 200}, {25, 18}, 1},
+    Case{"scatter, float16, most choices dropped",
+         {3, 6, 3, 21, 264, EP_F16, EP_COMBINE_SCATTER, 180},
+         {21, 0, 17},
+         0}
+        .with_drops(6),
+    Case{"scatter, three tokens for each row of x",
+         {2, 8, 1, 252, 48, EP_BF16, EP_COMBINE_SCATTER, 453},
+         {252, 201},
+         0}
+        .with_copies(3),
+    {"gather, bfloat16", {2, 4, 2, 33, 200, EP_BF16, EP_COMBINE_GATHER, 140}, {33, 5}, 1},
+    Case{"gather, float16, unweighted", {3, 6, 6, 15, 520, EP_F16, EP_COMBINE_GATHER, 270}, {15, 11, 14}, 1}
+        .with_drops(2)
+        .unweighted(),
+    {"gather, one rank, 32 choices", {1, 40, 32, 6, 264, EP_F16, EP_COMBINE_GATHER, 192}, {6}, 0},
+    Case{"gather, all choices dropped", {2, 4, 2, 9, 24, EP_BF16, EP_COMBINE_GATHER, 36}, {9, 5}, 1}
+        .with_drops(8),
+};
+
 int main(int argc, char **argv) {
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
     if (argc > 2) num_sm = (uint32_t)atoi(argv[2]);
-    const Case cases[] = {
-        /* shape: ranks, experts, topk, max tokens, hidden, dtype, combine mode, capacity */
-        {"pre-reduced, bfloat16, blocks of rows",
-         {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700},
-         {40, 37},
-         1},
-        {"pre-reduced, float16, a rank without tokens",
-         {3, 6, 3, 20, 136, EP_F16, EP_COMBINE_LOCAL, 200},
-         {13, 0, 20},
-         1},
-        {"pre-reduced, float16, rows of 512 bytes and a bit",
-         {2, 8, 4, 30, 520, EP_F16, EP_COMBINE_LOCAL, 240},
-         {30, 23},
-         0},
-        {"pre-reduced, unweighted",
-         {2, 6, 5, 22, 264, EP_BF16, EP_COMBINE_LOCAL, 240},
-         {22, 19},
-         1,
-         -1,
-         -1,
-         2,
-         0},
-        {"pre-reduced, a rank of 32 choices, none dropped",
-         {1, 64, 32, 11, 264, EP_BF16, EP_COMBINE_LOCAL, 352},
-         {11},
-         1,
-         -1,
-         -1,
-         0},
-        {"pre-reduced, most choices dropped",
-         {3, 6, 2, 37, 40, EP_BF16, EP_COMBINE_LOCAL, 222},
-         {37, 30, 9},
-         1,
-         -1,
-         -1,
-         6},
-        {"pushed, bfloat16", {2, 4, 4, 25, 200, EP_BF16, EP_COMBINE_SCATTER, 200}, {25, 18}, 1},
-        {"pushed, float16, most choices dropped",
-         {3, 6, 3, 21, 264, EP_F16, EP_COMBINE_SCATTER, 180},
-         {21, 0, 17},
-         0,
-         -1,
-         -1,
-         6},
-        {"pushed, a row for three tokens of one choice",
-         {2, 8, 1, 252, 48, EP_BF16, EP_COMBINE_SCATTER, 453},
-         {252, 201},
-         0,
-         -1,
-         -1,
-         1,
-         1,
-         3},
-        {"pulled, bfloat16", {2, 4, 2, 33, 200, EP_BF16, EP_COMBINE_GATHER, 140}, {33, 5}, 1},
-        {"pulled, float16, unweighted",
-         {3, 6, 6, 15, 520, EP_F16, EP_COMBINE_GATHER, 270},
-         {15, 11, 14},
-         1,
-         -1,
-         -1,
-         2,
-         0},
-        {"pulled, a rank of 32 choices", {1, 40, 32, 6, 264, EP_F16, EP_COMBINE_GATHER, 192}, {6}, 0},
-        {"pulled, all choices dropped",
-         {2, 4, 2, 9, 24, EP_BF16, EP_COMBINE_GATHER, 36},
-         {9, 5},
-         1,
-         -1,
-         -1,
-         8},
-    };
     bool ok = true;
     for (const Case &c : cases) ok = check(&c) && ok;
     puts(ok ? "ok" : "FAILED");

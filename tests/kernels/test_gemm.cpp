@@ -1,8 +1,9 @@
-/* test_gemm.cpp - the grouped GEMM's kernel for Hopper, emulated thread by thread on the CPU, against sums in
- * double; alone, and with the hooks of a megakernel.
+/* test_gemm.cpp - compares the grouped GEMM kernel for Hopper with sums in double.
  *
- * Inputs are random. Whatever a tile reads in addition to its own rows is NaN. The output is poisoned, and
- * rows that belong to no expert must still be poisoned afterwards. Usage: test_gemm [seed] */
+ * CPU threads emulate the kernel, without hooks and with the hooks of a megakernel. Inputs are random. The
+ * rows around the rows of the experts are NaN, because a tile may read them but must not use them. The
+ * output is poisoned. Rows that belong to no expert must still be poisoned afterwards.
+ * Usage: test_gemm [seed] */
 #include "emulated_ptx.h"
 #include "kernels/gemm/gemm.cuh"
 #include "kernels/gemm/gemm_tune.h"
@@ -21,18 +22,15 @@ struct Case {
 
 #define EP_POISON 0x7ffe
 
-/* The hooks of one thread, as in a megakernel: rows arrive when the producer awaits them, and are counted
- * when they are written. */
+/* The hooks of one thread, as in a megakernel. Rows arrive when the producer waits for them. The hooks
+ * count the rows that the kernel writes, and check the order of the calls. */
 template <typename C> struct CountingHooks : EpGemmNoHooks {
     static constexpr bool FUSED = true;
     const EpGemmParams *p;
     const uint16_t *rows_to_come;
-    uint32_t *counts;
-    uint32_t *num_wrong;
-    uint32_t
-        /* counts: pieces written of each row. num_wrong: calls in a wrong state, and rows counted too
-         * early. */
-        *num_finished;
+    uint32_t *counts;       /* for each row, the number of pieces written */
+    uint32_t *num_wrong;    /* hook calls in a wrong state, and rows counted before they were written */
+    uint32_t *num_finished; /* threads that have called after_last_tile */
     enum { IDLE, STARTED, IN_FLIGHT, WRITES, FINISHED } state;
 
     void expect(bool right) {
@@ -69,7 +67,8 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
             expect(((const uint16_t *)p->out)[(uint64_t)row * out_cols + c] != EP_POISON);
         __atomic_fetch_add(&counts[row], 1, __ATOMIC_RELAXED);
     }
-    void after_last_tile(uint32_t stages) { /* overwrite the stages: no one may still need them */
+    void after_last_tile(uint32_t stages) {
+        /* Overwrite the pipeline stages, because no thread may need them now. */
         expect(state == IDLE);
         state = FINISHED;
         for (uint32_t i = threadIdx.x - 128; i < C::STAGES * C::STAGE_BYTES / 16; i += 256)
@@ -78,8 +77,8 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
     }
 };
 
-/* Run the pair of CTAs whose first one has index `block`. */
-template <typename C, typename Hooks> static void run_pair(const EpGemmParams *p, uint32_t block,
+/* Run CTAs `first` and `first` + 1, which are a cluster. */
+template <typename C, typename Hooks> static void run_pair(const EpGemmParams *p, uint32_t first,
                                                            const Hooks &hooks) {
     const EpTensorMap a = ep_map_a(p, C::BN), b = ep_map_b(p, C::BN);
     std::vector<std::thread> threads;
@@ -88,7 +87,7 @@ template <typename C, typename Hooks> static void run_pair(const EpGemmParams *p
         for (uint32_t rank = 0; rank < 2; rank++)
             threads.emplace_back([&, i, rank] {
                 threadIdx.x = i == 127 ? 0 : i;
-                blockIdx.x = block + rank;
+                blockIdx.x = first + rank;
                 ep_rank = rank;
                 Hooks mine = hooks;
                 ep_gemm_body<C>(p, mine, &a, &b);
@@ -111,11 +110,13 @@ struct Problem {
     std::vector<uint16_t> a, b, bias, out;
     std::vector<float> row_weight;
     std::vector<int32_t> offsets;
+    uint64_t out_rows, out_cols;
+
     double a_at(uint64_t i) const { return ep_widen(a[i], p.is_f16); }
     double b_at(uint64_t i) const { return ep_widen(b[i], p.is_f16); }
 
-    /* The product of output row r (of expert e) and column c. *size: the sum of the absolute values of its
-     * terms. */
+    /* Return the dot product of output row r (of expert e) and column c. Stores the sum of the absolute
+     * values of its terms in *size. */
     double product(uint32_t e, uint64_t r, uint64_t c, double *size) const {
         double sum = 0;
         *size = 0;
@@ -132,8 +133,8 @@ struct Problem {
             for (int32_t i = offsets[e]; i < offsets[e + 1]; i++) add(a_at(i * n + r) * b_at(i * k + c));
         return sum;
     }
-    /* The expected value of row r and column c of expert e, and a bound of the error. */
-    double wanted(uint32_t e, uint64_t r, uint64_t c, double *bound) const {
+    /* Return the expected value of row r and column c of expert e. Stores a bound of the error in *bound. */
+    double expected(uint32_t e, uint64_t r, uint64_t c, double *bound) const {
         const bool gated = ep_gemm_is_gated(p.activation), mixed = p.activation == EP_ACT_GPT_OSS;
         const uint64_t of_v = gated && mixed ? 2 * c : c, of_u = mixed ? of_v + 1 : of_v + p.n / 2;
         double size_v;
@@ -149,131 +150,165 @@ struct Problem {
     }
 };
 
-/* Random numbers in [from, until), NaN around them. */
+/* Fill elements [from, until) with random numbers, and all others with NaN. */
 static void fill(std::vector<uint16_t> &to, uint64_t num, uint64_t from, uint64_t until, bool f16) {
     to.assign(num, 0x7fff);
     for (uint64_t i = from; i < until; i++) to[i] = ep_round((float)uniform(-1, 1), f16);
 }
 
-template <typename C, bool HOOKED> static bool check(const char *name, const Case &c) {
-    Problem q;
-    const uint32_t L = (uint32_t)c.sizes.size();
-    uint32_t before = 3, after = 5; /* rows that belong to no expert */
-    q.offsets.push_back((int32_t)before);
-    for (int32_t s : c.sizes) q.offsets.push_back(q.offsets.back() + s);
-    const uint64_t last = (uint64_t)q.offsets.back(), rows = last + after;
-    const uint64_t a_cols = C::KIND == EP_GEMM_FORWARD ? c.k : c.n;
-    fill(q.a, rows * a_cols, before * a_cols, last * a_cols, C::F16);
-    if (C::KIND == EP_GEMM_WGRAD) fill(q.b, rows * c.k, before * c.k, last * c.k, C::F16);
-    else fill(q.b, (uint64_t)L * c.n * c.k, 0, (uint64_t)L * c.n * c.k, C::F16);
-    fill(q.bias, (uint64_t)L * c.n, 0, (uint64_t)L * c.n, C::F16);
-    for (uint64_t i = 0; i < rows; i++) q.row_weight.push_back((float)uniform(0, 2));
-    const bool forward = C::KIND == EP_GEMM_FORWARD;
-    q.p = {q.a.data(),
-           q.b.data(),
-           NULL,
-           q.offsets.data(),
-           forward && c.bias ? q.bias.data() : NULL,
-           forward && c.row_weight ? q.row_weight.data() : NULL,
-           NULL,
-           60000000000ull,
-           (uint32_t)rows,
-           L,
-           c.n,
-           c.k,
-           C::KIND,
-           C::ACT,
-           1.3f,
-           0.6f,
-           C::F16,
-           0};
-    uint64_t drawn_tiles = 0;
-    const uint64_t out_cols = ep_gemm_out_cols(&q.p);
-    const uint64_t out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
-    q.out.assign(out_rows * out_cols, EP_POISON);
-    q.p.out = q.out.data();
-    q.p.tile_counter = &drawn_tiles;
-    gridDim = dim3(2 * c.pairs);
-    std::vector<uint16_t> here(q.a.size(), 0x7fff);
-    std::vector<uint32_t> counts(rows, 0);
-    uint32_t num_odd = 0, num_finished = 0;
-    EpGemmParams hooked = q.p;
-    hooked.a = here.data();
-    const CountingHooks<C> hooks = {
-        {}, &hooked, q.a.data(), counts.data(), &num_odd, &num_finished, CountingHooks<C>::IDLE};
-    for (uint32_t b = 0; b < gridDim.x; b += 2)
-        if constexpr (HOOKED) run_pair<C>(&hooked, b, hooks);
-        else run_pair<C>(&q.p, b, EpGemmNoHooks());
+enum { ROWS_BEFORE = 3, ROWS_AFTER = 5 }; /* rows that belong to no expert */
 
-    if (HOOKED) num_odd += num_finished != 256 * gridDim.x;
-    /* A megakernel leaves the counter at its last value and resets it later. */
-    uint64_t num_wrong = (drawn_tiles != 0) != HOOKED || num_odd;
-    uint64_t num = 0;
-    if (num_odd) printf("  %s: %u hook calls or counts are wrong\n", name, num_odd);
-    for (uint32_t r = 0; HOOKED && r < rows; r++) {
-        const uint32_t pieces = r < before || r >= last ? 0 : (c.n + C::BN - 1) / C::BN;
+/* Fill the inputs, poison the output, and set the parameters of a case. */
+template <typename C> static void make_problem(const Case &c, Problem *q) {
+    const uint32_t L = (uint32_t)c.sizes.size();
+    const bool forward = C::KIND == EP_GEMM_FORWARD;
+    q->offsets.push_back(ROWS_BEFORE);
+    for (int32_t s : c.sizes) q->offsets.push_back(q->offsets.back() + s);
+    const uint64_t last = (uint64_t)q->offsets.back(), rows = last + ROWS_AFTER;
+    const uint64_t a_cols = forward ? c.k : c.n, weights = (uint64_t)L * c.n * c.k;
+    fill(q->a, rows * a_cols, ROWS_BEFORE * a_cols, last * a_cols, C::F16);
+    if (C::KIND == EP_GEMM_WGRAD) fill(q->b, rows * c.k, ROWS_BEFORE * c.k, last * c.k, C::F16);
+    else fill(q->b, weights, 0, weights, C::F16);
+    fill(q->bias, (uint64_t)L * c.n, 0, (uint64_t)L * c.n, C::F16);
+    for (uint64_t i = 0; i < rows; i++) q->row_weight.push_back((float)uniform(0, 2));
+    q->p = {q->a.data(),
+            q->b.data(),
+            NULL,
+            q->offsets.data(),
+            forward && c.bias ? q->bias.data() : NULL,
+            forward && c.row_weight ? q->row_weight.data() : NULL,
+            NULL,
+            60000000000ull,
+            (uint32_t)rows,
+            L,
+            c.n,
+            c.k,
+            C::KIND,
+            C::ACT,
+            1.3f,
+            0.6f,
+            C::F16,
+            0};
+    q->out_cols = ep_gemm_out_cols(&q->p);
+    q->out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
+    q->out.assign(q->out_rows * q->out_cols, EP_POISON);
+    q->p.out = q->out.data();
+}
+
+/* Run all pairs of CTAs with hooks. The input rows are NaN until the producer waits for them. Returns the
+ * number of errors that the hooks have found. */
+template <typename C> static uint64_t run_with_hooks(const char *name, const Case &c, const Problem &q) {
+    std::vector<uint16_t> arrived(q.a.size(), 0x7fff);
+    std::vector<uint32_t> counts(q.p.num_rows, 0);
+    uint32_t num_bad_calls = 0, num_finished = 0;
+    EpGemmParams p = q.p;
+    p.a = arrived.data();
+    const CountingHooks<C> hooks = {
+        {}, &p, q.a.data(), counts.data(), &num_bad_calls, &num_finished, CountingHooks<C>::IDLE};
+    for (uint32_t b = 0; b < gridDim.x; b += 2) run_pair<C>(&p, b, hooks);
+    num_bad_calls += num_finished != 256 * gridDim.x;
+    if (num_bad_calls) printf("  %s: %u hook calls or counts are wrong\n", name, num_bad_calls);
+
+    uint64_t num_wrong = num_bad_calls;
+    for (uint32_t r = 0; r < q.p.num_rows; r++) {
+        const bool is_owned = r >= ROWS_BEFORE && r < (uint32_t)q.offsets.back();
+        const uint32_t pieces = is_owned ? (c.n + C::BN - 1) / C::BN : 0;
         if (counts[r] != pieces && num_wrong++ == 0)
-            printf("  %s: row %u: %u of %u pieces were counted\n", name, r, counts[r], pieces);
+            printf("  %s: row %u: %u pieces were counted, expected %u\n", name, r, counts[r], pieces);
     }
-    if (drawn_tiles && !HOOKED)
-        printf("  %s: the tile counter is %llu, not 0\n", name, (unsigned long long)drawn_tiles);
-    std::vector<bool> owned(out_rows, false);
-    for (uint32_t e = 0; e < L; e++) {
-        const uint64_t first = C::KIND == EP_GEMM_WGRAD ? (uint64_t)e * c.n : (uint64_t)q.offsets[e];
-        const uint64_t count = C::KIND == EP_GEMM_WGRAD ? c.n : (uint64_t)c.sizes[e];
-        for (uint64_t i = 0; i < count; i++, num++) {
+    return num_wrong;
+}
+
+/* Compare the output with the expected values. *num is the number of rows that belong to an expert. */
+template <typename C> static uint64_t check_output(const char *name, const Case &c, const Problem &q,
+                                                   uint64_t *num) {
+    const bool wgrad = C::KIND == EP_GEMM_WGRAD;
+    uint64_t num_wrong = 0;
+    std::vector<bool> owned(q.out_rows, false);
+    for (uint32_t e = 0; e < c.sizes.size(); e++) {
+        const uint64_t first = wgrad ? (uint64_t)e * c.n : (uint64_t)q.offsets[e];
+        const uint64_t count = wgrad ? c.n : (uint64_t)c.sizes[e];
+        for (uint64_t i = 0; i < count; i++, ++*num) {
             owned[first + i] = true;
-            for (uint64_t j = 0; j < out_cols; j++) {
+            for (uint64_t j = 0; j < q.out_cols; j++) {
                 double bound;
-                const double want = q.wanted(e, C::KIND == EP_GEMM_WGRAD ? i : first + i, j, &bound);
-                const double got = ep_widen(q.out[(first + i) * out_cols + j], C::F16);
+                const double want = q.expected(e, wgrad ? i : first + i, j, &bound);
+                const double got = ep_widen(q.out[(first + i) * q.out_cols + j], C::F16);
                 if (fabs(got - want) <= bound) continue;
                 if (num_wrong++ == 0)
-                    printf("  %s n %u k %u: expert %u row %llu column %llu: wanted %g, got %g\n", name, c.n,
-                           c.k, e, (unsigned long long)i, (unsigned long long)j, want, got);
+                    printf("  %s n %u k %u: expert %u row %llu column %llu: got %g, expected %g\n", name, c.n,
+                           c.k, e, (unsigned long long)i, (unsigned long long)j, got, want);
             }
         }
     }
-    for (uint64_t r = 0; r < out_rows; r++)
-        for (uint64_t j = 0; j < out_cols && !owned[r]; j++)
-            if (q.out[r * out_cols + j] != EP_POISON && num_wrong++ == 0)
+    for (uint64_t r = 0; r < q.out_rows; r++)
+        for (uint64_t j = 0; j < q.out_cols && !owned[r]; j++)
+            if (q.out[r * q.out_cols + j] != EP_POISON && num_wrong++ == 0)
                 printf("  %s: row %llu belongs to no expert, but was written\n", name, (unsigned long long)r);
-    printf("%-44s %6llu rows of %4llu: %s\n", name, (unsigned long long)num, (unsigned long long)out_cols,
+    return num_wrong;
+}
+
+template <typename C, bool HOOKED> static bool check(const char *name, const Case &c) {
+    Problem q;
+    uint64_t drawn_tiles = 0, num = 0, num_wrong = 0;
+    make_problem<C>(c, &q);
+    q.p.tile_counter = &drawn_tiles;
+    gridDim = dim3(2 * c.pairs);
+    if constexpr (HOOKED) num_wrong = run_with_hooks<C>(name, c, q);
+    else
+        for (uint32_t b = 0; b < gridDim.x; b += 2) run_pair<C>(&q.p, b, EpGemmNoHooks());
+
+    /* The GEMM alone resets the tile counter. A megakernel resets it later, so here it has its last value. */
+    if ((drawn_tiles != 0) != HOOKED) {
+        printf("  %s: the tile counter is %llu, expected %s\n", name, (unsigned long long)drawn_tiles,
+               HOOKED ? "another value than 0" : "0");
+        num_wrong++;
+    }
+    num_wrong += check_output<C>(name, c, q, &num);
+    printf("%-44s %6llu rows of %4llu: %s\n", name, (unsigned long long)num, (unsigned long long)q.out_cols,
            num_wrong ? "WRONG" : "ok");
     fflush(stdout);
     return num_wrong == 0;
 }
 
-int main(int argc, char **argv) {
-    bool ok = true;
-    ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
-    /* Experts with no row, one row, half a tile, and a tile and a bit. Columns and contraction are no
-     * multiples of a tile. */
-    const Case odd = {272, 208, 3, {1, 0, 64, 130, 17}, false, false};
-    const Case full = {256, 448, 1, {128, 0, 70}, true, true};
-    const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false};
-    const Case tall = {272, 32, 4, {1100, 5, 700}, false, true};
-    /* Two row blocks (of rows, or of N), the last one half empty. */
-    const Case even = {160, 272, 2, {5, 0, 192}, false, false};
-    const Case few = {272, 1040, 3, {1, 16, 17, 0, 31, 33, 5, 70, 100, 15}, true, true};
-    /* More groups per tile than the mean: the shared memory is full before a burst is due. */
-    const Case crowded = {272, 80, 1, {32, 0, 32, 0, 32, 0}, false, true};
+/* ---- cases: n, k, pairs of CTAs, rows of the experts, bias, row weights ---- */
+
+/* Experts have no row, one row, half a tile, or slightly more than a tile. n and k are no multiples of a
+ * tile. */
+static const Case odd = {272, 208, 3, {1, 0, 64, 130, 17}, false, false};
+static const Case full = {256, 448, 1, {128, 0, 70}, true, true};
+static const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false};
+static const Case tall = {272, 32, 4, {1100, 5, 700}, false, true};
+/* Two row blocks (of rows, or of n). The second one is half empty. */
+static const Case even = {160, 272, 2, {5, 0, 192}, false, false};
+static const Case few = {272, 1040, 3, {1, 16, 17, 0, 31, 33, 5, 70, 100, 15}, true, true};
+/* More groups per tile than the mean. So the shared memory is full before a burst of writes is due. */
+static const Case crowded = {272, 80, 1, {32, 0, 32, 0, 32, 0}, false, true};
+/* For ThreadSanitizer, which is slow. */
+static const Case small = {144, 48, 2, {1, 0, 33, 70, 17}, true, true};
+static const Case held = {400, 80, 1, {130, 0, 70, 260}, true, true};
+static const Case bursts = {272, 48, 1, {32, 0, 32, 0, 32, 0, 9, 24, 8, 1, 16, 17}, false, true};
+
 #define RUN(KIND, BN, ACT, F16, CASE) \
     ok = check<EpGemmConfig<KIND, BN, ACT, F16>, false>(#KIND " " #BN " " #ACT, CASE) && ok;
 #define RUN_HOOKED(BN, ACT, F16, CASE) \
     ok = check<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>, true>("hooks " #BN " " #ACT, CASE) && ok;
-/* ThreadSanitizer is slow: one case for each way of writing a tile. It reports a missing barrier. */
+
 #ifdef __SANITIZE_THREAD__
-    const Case small = {144, 48, 2, {1, 0, 33, 70, 17}, true, true};
-    const Case held = {400, 80, 1, {130, 0, 70, 260}, true, true};
-    const Case bursts = {272, 48, 1, {32, 0, 32, 0, 32, 0, 9, 24, 8, 1, 16, 17}, false, true};
+/* One case for each way of writing a tile. ThreadSanitizer reports a missing barrier. */
+static bool run_all(void) {
+    bool ok = true;
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, bursts)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, true, small)
     RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, false, held)
     RUN(EP_GEMM_FORWARD, 192, EP_ACT_NONE, false, small)
     RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, false, small)
     RUN(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, small)
+    return ok;
+}
 #else
+static bool run_forward(void) {
+    bool ok = true;
     RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, false, odd)
     RUN(EP_GEMM_FORWARD, 256, EP_ACT_NONE, true, full)
     RUN(EP_GEMM_FORWARD, 192, EP_ACT_NONE, false, odd)
@@ -285,17 +320,7 @@ int main(int argc, char **argv) {
     RUN(EP_GEMM_FORWARD, 256, EP_ACT_GPT_OSS, false, full)
     RUN(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS, true, odd)
     RUN(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, tall)
-    RUN(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, odd)
-    RUN(EP_GEMM_DGRAD, 192, EP_ACT_NONE, true, odd)
-    RUN(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, narrow)
-    RUN(EP_GEMM_WGRAD, 256, EP_ACT_NONE, false, odd)
-    RUN(EP_GEMM_WGRAD, 192, EP_ACT_NONE, true, odd)
-    RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, false, narrow)
     RUN(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS, false, narrow)
-    RUN(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, odd)
-    RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, true, odd)
-    RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, false, even)
-    RUN(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, even)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, few)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, false, odd)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_NONE, true, tall)
@@ -305,6 +330,24 @@ int main(int argc, char **argv) {
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, false, few)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU, true, narrow)
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS, true, few)
+    return ok;
+}
+static bool run_backward(void) {
+    bool ok = true;
+    RUN(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, odd)
+    RUN(EP_GEMM_DGRAD, 192, EP_ACT_NONE, true, odd)
+    RUN(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, narrow)
+    RUN(EP_GEMM_WGRAD, 256, EP_ACT_NONE, false, odd)
+    RUN(EP_GEMM_WGRAD, 192, EP_ACT_NONE, true, odd)
+    RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, false, narrow)
+    RUN(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, odd)
+    RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, true, odd)
+    RUN(EP_GEMM_WGRAD, 128, EP_ACT_NONE, false, even)
+    RUN(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, even)
+    return ok;
+}
+static bool run_hooked(void) {
+    bool ok = true;
     RUN_HOOKED(256, EP_ACT_NONE, false, odd)
     RUN_HOOKED(192, EP_ACT_NONE, true, full)
     RUN_HOOKED(128, EP_ACT_NONE, false, tall)
@@ -313,7 +356,17 @@ int main(int argc, char **argv) {
     RUN_HOOKED(128, EP_ACT_SWIGLU, true, narrow)
     RUN_HOOKED(192, EP_ACT_NONE, false, odd)
     RUN_HOOKED(128, EP_ACT_GPT_OSS, true, odd)
+    return ok;
+}
+static bool run_all(void) {
+    const bool forward = run_forward(), backward = run_backward(), hooked = run_hooked();
+    return forward && backward && hooked;
+}
 #endif
+
+int main(int argc, char **argv) {
+    ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
+    const bool ok = run_all();
     puts(ok ? "ok" : "FAILED");
     return !ok;
 }

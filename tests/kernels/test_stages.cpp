@@ -1,6 +1,7 @@
-/* test_stages.cpp - the CUDA kernels of plan, dispatch and combine, emulated thread by thread on the CPU,
- * against the CPU backend: bit by bit, on several ranks with several CTAs. Usage: test_stages [seed
- * [CTAs]] */
+/* test_stages.cpp - compares the CUDA kernels of plan, dispatch and combine with the CPU backend, bit by bit.
+ *
+ * CPU threads emulate the kernels, on several ranks with several CTAs.
+ * Usage: test_stages [seed [CTAs per rank]] */
 #include "stages.h"
 
 #include "kernels/stage/combine.cu"
@@ -26,15 +27,15 @@ static bool check(const Case *c) {
             return ep_launch_combine(&k, num_sm, NULL);
         },
     };
-    bool ok = run_blocks(q, NUM_ROUNDS, kernels);
+    bool ok = run_ctas(q, NUM_ROUNDS, kernels);
     for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
         const EpFaultRecord &f = q.cpu.host[r]->fault, &g = q.gpu.host[r]->fault;
         ok = same("the fault record", r, 0, &f, &g, sizeof f) && ok;
         for (uint32_t i = 0; i < NUM_ROUNDS; i++) {
             const Out &a = q.cpu.out[r][i], &b = q.gpu.out[r][i];
-            bool made;
-            ok = same_plan(q, r, i, &made) && ok;
-            if (!made) continue;
+            bool has_plan;
+            ok = same_plan(q, r, i, &has_plan) && ok;
+            if (!has_plan) continue;
             ok = same("recv", r, i, a.recv, b.recv, 4 * q.recv_words) && ok;
             ok = same("the rows", r, i, a.rows, b.rows, q.rank[r].num_rows * q.layout.row_bytes) && ok;
             ok = same("the row weights", r, i, a.row_weight, b.row_weight, 4ull * q.rank[r].num_rows) && ok;
@@ -49,50 +50,42 @@ static bool check(const Case *c) {
     return ok;
 }
 
+/* The shape: ranks, experts, topk, max tokens, hidden, dtype, combine mode, capacity. Then the numbers of
+ * tokens, and whether the plan sorts the slots. */
+static const Case cases[] = {
+    {"local, bfloat16, two CTAs of plan", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 0},
+    {"scatter, float32, a rank without tokens",
+     {3, 6, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 200},
+     {13, 0, 20},
+     0},
+    {"gather, float16", {2, 4, 2, 33, 136, EP_F16, EP_COMBINE_GATHER, 140}, {33, 5}, 0},
+    {"17 choices, one token per round of plan",
+     {2, 34, 17, 24, 8, EP_BF16, EP_COMBINE_LOCAL, 800},
+     {24, 21},
+     0},
+    {"32 choices", {2, 64, 32, 9, 4, EP_F32, EP_COMBINE_SCATTER, 600}, {9, 7}, 0},
+    {"200 experts, two counts per thread", {2, 200, 3, 40, 8, EP_BF16, EP_COMBINE_LOCAL, 240}, {40, 33}, 0},
+    {"one rank", {1, 3, 4, 12, 8, EP_BF16, EP_COMBINE_LOCAL, 48}, {12}, 0},
+    {"sorted, local, two CTAs of plan", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 1},
+    {"sorted, scatter, a rank without tokens",
+     {3, 6, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 200},
+     {13, 0, 20},
+     1},
+    {"sorted, gather, many rounds of plan", {2, 4, 2, 211, 8, EP_F16, EP_COMBINE_GATHER, 850}, {211, 150}, 1},
+    {"sorted, 17 choices", {2, 34, 17, 24, 8, EP_BF16, EP_COMBINE_LOCAL, 800}, {24, 21}, 1},
+    {"sorted, 32 choices", {2, 64, 32, 9, 4, EP_F32, EP_COMBINE_LOCAL, 600}, {9, 7}, 1},
+    {"sorted, one expert per rank", {3, 3, 3, 30, 8, EP_BF16, EP_COMBINE_LOCAL, 270}, {30, 17, 29}, 1},
+    {"sorted, one rank", {1, 3, 4, 12, 8, EP_BF16, EP_COMBINE_LOCAL, 48}, {12}, 1},
+    Case{"an index out of range", {2, 4, 2, 16, 16, EP_BF16, EP_COMBINE_LOCAL, 64}, {16, 9}, 1}
+        .with_bad_index(1),
+    {"more rows than the capacity", {2, 4, 4, 16, 16, EP_BF16, EP_COMBINE_LOCAL, 20}, {16, 16}, 1},
+    Case{"fewer rows than the plan has", {2, 4, 2, 16, 16, EP_BF16, EP_COMBINE_LOCAL, 64}, {16, 9}, 0}
+        .with_short_rows(1),
+};
+
 int main(int argc, char **argv) {
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
     if (argc > 2) num_sm = (uint32_t)atoi(argv[2]);
-    const Case cases[] = {
-        /* shape: ranks, experts, topk, max tokens, hidden, dtype, combine mode, capacity */
-        {"pre-reduced, bfloat16, two blocks of plan",
-         {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700},
-         {40, 37},
-         0},
-        {"pushed, float32, a rank without tokens",
-         {3, 6, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 200},
-         {13, 0, 20},
-         0},
-        {"pulled, float16", {2, 4, 2, 33, 136, EP_F16, EP_COMBINE_GATHER, 140}, {33, 5}, 0},
-        {"17 choices, a token a round of plan",
-         {2, 34, 17, 24, 8, EP_BF16, EP_COMBINE_LOCAL, 800},
-         {24, 21},
-         0},
-        {"32 choices", {2, 64, 32, 9, 4, EP_F32, EP_COMBINE_SCATTER, 600}, {9, 7}, 0},
-        {"200 experts, counts that come by two a thread",
-         {2, 200, 3, 40, 8, EP_BF16, EP_COMBINE_LOCAL, 240},
-         {40, 33},
-         0},
-        {"one rank", {1, 3, 4, 12, 8, EP_BF16, EP_COMBINE_LOCAL, 48}, {12}, 0},
-        {"sorted, pre-reduced, two blocks of plan",
-         {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700},
-         {40, 37},
-         1},
-        {"sorted, pushed, a rank without tokens",
-         {3, 6, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 200},
-         {13, 0, 20},
-         1},
-        {"sorted, pulled, many rounds of plan",
-         {2, 4, 2, 211, 8, EP_F16, EP_COMBINE_GATHER, 850},
-         {211, 150},
-         1},
-        {"sorted, 17 choices", {2, 34, 17, 24, 8, EP_BF16, EP_COMBINE_LOCAL, 800}, {24, 21}, 1},
-        {"sorted, 32 choices", {2, 64, 32, 9, 4, EP_F32, EP_COMBINE_LOCAL, 600}, {9, 7}, 1},
-        {"sorted, an expert a rank", {3, 3, 3, 30, 8, EP_BF16, EP_COMBINE_LOCAL, 270}, {30, 17, 29}, 1},
-        {"sorted, one rank", {1, 3, 4, 12, 8, EP_BF16, EP_COMBINE_LOCAL, 48}, {12}, 1},
-        {"an index out of range", {2, 4, 2, 16, 16, EP_BF16, EP_COMBINE_LOCAL, 64}, {16, 9}, 1, 1, -1},
-        {"more rows than the capacity", {2, 4, 4, 16, 16, EP_BF16, EP_COMBINE_LOCAL, 20}, {16, 16}, 1},
-        {"fewer rows than the plan has", {2, 4, 2, 16, 16, EP_BF16, EP_COMBINE_LOCAL, 64}, {16, 9}, 0, -1, 1},
-    };
     bool ok = true;
     for (const Case &c : cases) ok = check(&c) && ok;
     puts(ok ? "ok" : "FAILED");
