@@ -3,8 +3,9 @@
     python examples/01_heap.py
     torchrun --nproc-per-node 4 examples/01_heap.py
 
-A ring: W times, each rank gives the numbers that it holds to its right neighbour.  In the end each rank has
-seen all numbers, and holds its own again.  A rank waits for its left neighbour only.
+The ranks form a ring of W ranks.  In each of W steps, a rank puts the numbers that it has to its right
+neighbour.  After W steps, each rank has received the numbers of all ranks, and has its own numbers again.
+A rank waits only for its left neighbour.
 """
 
 import torch
@@ -20,7 +21,7 @@ def main(rank, world_size, device):
         inbox = heap.malloc_symmetric((world_size, 4), torch.float32)
         arrived = heap.malloc_symmetric(1, torch.int64)
         if rank == 0:
-            print(f"{world_size} ranks on {device.type}\n\nWhere rank 0 sees the inbox of each rank")
+            print(f"{world_size} ranks on {device.type}\n\nThe address of the inbox of each rank on rank 0")
             for peer in range(world_size):
                 print(f"  rank {peer}  offset {heap.offset(inbox)}  address {heap.translate(inbox, peer):#x}")
 
@@ -30,7 +31,7 @@ def main(rank, world_size, device):
             # Each step writes its own row of the inbox, so nothing is overwritten before it is read.
             heap.put(inbox[step], mine, right)
             heap.signal(arrived, 0, step + 1, right)  # publishes the put
-            heap.wait(arrived, 0, step + 1)  # now the left neighbour's put is readable
+            heap.wait(arrived, 0, step + 1)  # after this, the put of the left neighbour is readable
             mine = inbox[step].clone()
             seen.append(mine)
         heap.synchronize()
@@ -46,8 +47,8 @@ def main(rank, world_size, device):
         heap.barrier()  # no rank frees memory that another still reads
 
         if rank == 0:
-            print(f"\nThe ring: rank 0 got the numbers of ranks {seen}")
-            print(f"Read through a peer view: rank {left} got {neighbour[:, 0].int().tolist()}")
+            print(f"\nThe ring: rank 0 received the numbers of ranks {seen}")
+            print(f"Read through a peer view: rank {left} received {neighbour[:, 0].int().tolist()}")
             print("\nThe heap, in bytes")
             for name, value in heap.stats().items():
                 print(f"  {name:16}{value:>9}")

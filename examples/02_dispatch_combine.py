@@ -1,4 +1,4 @@
-"""Dispatch and combine with a routing that is small enough to read.
+"""Dispatch and combine with a routing that is small enough to print.
 
     python examples/02_dispatch_combine.py
     torchrun --nproc-per-node 4 examples/02_dispatch_combine.py
@@ -19,21 +19,21 @@ T, K, H, LOCAL = 3, 2, 8, 2  # tokens of a rank, choices of a token, hidden, exp
 
 
 def inputs(rank, num_experts):
-    """Return a rank's tokens, choices and weights.
+    """Return the tokens, choices and weights of a rank.
 
-    Every rank can compute every rank's, because the oracle needs all.
+    Each rank can compute the inputs of all ranks.  The reference needs them.
     """
     generator = torch.Generator().manual_seed(rank)
     x = torch.arange(T, dtype=torch.float32)[:, None] + 10 * rank + torch.zeros(T, H)
     idx = torch.stack([torch.randperm(num_experts, generator=generator)[:K] for _ in range(T)])
     idx[1, 0] = -1  # dropped: this choice is not sent and adds nothing
-    idx[2] = torch.tensor([0, 1])  # both experts are on rank 0: the token is sent there once
+    idx[2] = torch.tensor([0, 1])  # both experts are on rank 0, so the token is sent to rank 0 only once
     weight = torch.rand(T, K, generator=generator)
     return x, idx, weight
 
 
 def show(rank, idx, layout, rows):
-    """Return this rank's lines of the two tables."""
+    """Return the lines of this rank for the two tables."""
     sent, got = [], []
     for t in range(T):
         where = [f"expert {e} = rank {e // LOCAL} row {r}" if e >= 0 else "dropped" for e, r in
@@ -60,24 +60,25 @@ def main(rank, world_size, device):
         dist.all_gather_object(tables, show(rank, idx, layout, rows))
 
     if rank == 0:
-        print(f"{world_size} ranks on {device.type}, {num_experts} experts\n\nDispatch: where tokens go\n  "
-              f"token   choices")
+        print(f"{world_size} ranks on {device.type}, {num_experts} experts\n")
+        print("Dispatch: the rank and row of each choice\n  token   choices")
         print("\n".join(line for sent, _ in tables for line in sent))
-        print("\nWhat arrived\n  rank   expert   tokens")
+        print("\nThe rows of each expert\n  rank   expert   tokens")
         print("\n".join(line for _, got in tables for line in got))
 
-    # The oracle has all ranks' inputs in one process, and uses no code of epmoe.
+    # The reference is plain PyTorch in one process, with the inputs of all ranks.
     xs, indices, weights = zip(*(inputs(r, num_experts) for r in range(world_size)))
     plan, chosen = reference.plan(indices, num_experts), torch.stack(indices)
     want_rows = reference.dispatch(xs, plan)
     ys = [y * (1 + chosen[tuple(source.T)])[:, None] for y, source in zip(want_rows, plan["rows"])]
     want = reference.combine(ys, plan, indices, num_experts, reference.dispatch_weights(weights, plan))
-    assert torch.equal(rows.cpu(), want_rows[rank]), "dispatch differs from the oracle"
-    assert torch.equal(out.cpu(), want[rank]), "combine differs from the oracle"
-    assert torch.equal(sent_tokens, plan["send_tokens"][rank].int()), "tokens sent differ from the oracle"
+    assert torch.equal(rows.cpu(), want_rows[rank]), "dispatch differs from the reference"
+    assert torch.equal(out.cpu(), want[rank]), "combine differs from the reference"
+    assert torch.equal(sent_tokens, plan["send_tokens"][rank].int()), "numbers of sent tokens differ"
     dist.barrier()
     if rank == 0:
-        print("\nEvery rank's rows and sums equal the oracle's, bit for bit.\ndispatch and combine: ok")
+        print("\nThe rows and sums of every rank are equal to the reference, bit by bit.")
+        print("dispatch and combine: ok")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""A Mixture-of-Experts layer over several ranks: the same numbers as in one process, forward and backward.
+"""A Mixture-of-Experts layer on several ranks, compared with the same layer in one process.
 
     python examples/03_moe_layer.py
     torchrun --nproc-per-node 4 examples/03_moe_layer.py
 
-epmoe.EPMoE holds E/W of the experts on each rank, with the names and shapes of checkpoints.  The program
-reduces no gradient: an expert's gradient already includes the tokens of all ranks.
+epmoe.EPMoE has E/W of the E experts on each of W ranks.  Its parameters have the names and shapes of
+checkpoints.  The program does not reduce gradients over the ranks: the gradient of an expert already includes
+the tokens of all ranks.
 """
 
 import torch
@@ -15,12 +16,12 @@ import epmoe
 from epmoe import reference
 
 TOKENS, HIDDEN, INNER, EXPERTS_PER_RANK, TOPK = 48, 64, 96, 4, 3
-# Bounds on max|a - b| / max|b| against float64: a few roundings of each dtype.
+# Bounds on max|a - b| / max|b|, where b is in float64: a few rounding errors of each dtype.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
 def gather(tensor):
-    """Return all ranks' tensors, concatenated, in float64 on the CPU."""
+    """Return the concatenated tensors of all ranks, in float64 on the CPU."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.detach().contiguous())
     return torch.cat(parts).double().cpu()
@@ -46,7 +47,7 @@ def main(rank, world_size, device):
             "d gate_up_proj": moe.gate_up_proj.grad, "d down_proj": moe.down_proj.grad}
     mine = {name: gather(t) for name, t in mine.items()}
 
-    # The same in one process: all tokens, all experts, float64, plain torch.
+    # The reference: all tokens and all experts in one process, in float64, with plain PyTorch.
     inputs = [gather(t).requires_grad_() for t in (x, weights, moe.gate_up_proj, moe.down_proj)]
     want_y = reference.moe(inputs[0], gather(idx).long(), *inputs[1:])
     want_y.backward(gather(g))
@@ -57,7 +58,7 @@ def main(rank, world_size, device):
     moe.finalize()
     if rank == 0:
         print(f"{world_size} ranks on {device.type}, {num_experts} experts, top {TOPK}, {dtype}")
-        print(f"{TOKENS} tokens on each rank gave each rank this many rows: {rows}\n")
+        print(f"each rank has {TOKENS} tokens; the ranks receive these numbers of rows: {rows}\n")
         print(f"  {'tensor':16}{'max|reference|':>16}{'relative difference':>22}")
         for name, difference in differences.items():
             print(f"  {name:16}{want[name].abs().max():16.3e}{difference:22.2e}")

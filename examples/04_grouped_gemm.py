@@ -1,11 +1,11 @@
-"""The experts' GEMMs alone: one call for all experts of a rank, with any number of rows for each.
+"""The GEMMs of the experts: one call for all experts of a rank, each with any number of rows.
 
     python examples/04_grouped_gemm.py
     torchrun --nproc-per-node 4 examples/04_grouped_gemm.py
 
-The rows are grouped by expert, as dispatch returns them, and the sizes stay on the device.  No expert is
-padded or launched separately.  Here every rank compares a SwiGLU expert layer, forward and backward, with a
-loop over the experts in float64.
+The rows are grouped by expert, as dispatch returns them.  The numbers of rows stay on the device.  No expert
+is padded, and there is no separate launch for each expert.  Every rank compares a SwiGLU expert layer,
+forward and backward, with a loop over the experts in float64.
 """
 
 import torch
@@ -15,12 +15,12 @@ import epmoe
 from epmoe import reference
 
 ROWS, HIDDEN, INNER, EXPERTS = 500, 64, 96, 8
-# Bounds on max|a - b| / max|b| against float64: a few roundings of each dtype.
+# Bounds on max|a - b| / max|b|, where b is in float64: a few rounding errors of each dtype.
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
 
 
 def by_expert(x, gate_up, down, counts):
-    """Compute the same, one expert after the other."""
+    """Compute the same layer, one expert after the other."""
     parts = x.split(counts.tolist())
     return torch.cat([reference.activate(rows @ w.t(), "swiglu") @ v.t()
                       for rows, w, v in zip(parts, gate_up, down)])
@@ -35,7 +35,7 @@ def main(rank, world_size, device):
     x, gate_up, down, g = (torch.randn(*size, device=device).mul(size[-1] ** -0.5).to(dtype).requires_grad_()
                            for size in sizes)
 
-    # gates, then ups, as checkpoints hold them
+    # gate_up has the rows of gate first, then those of up, as in checkpoints.
     h = epmoe.grouped_gemm(x, gate_up, counts, activation="swiglu")
     y = epmoe.grouped_gemm(h, down, counts)
     y.backward(g.detach())
@@ -52,7 +52,7 @@ def main(rank, world_size, device):
         print(f"{world_size} ranks on {device.type}, {EXPERTS} experts each, {dtype}; rows of each expert "
               f"of rank 0: {counts.tolist()}\n")
         for name, difference in differences.items():
-            print(f"  {name:12} relative difference to float64 {difference:9.2e}")
+            print(f"  {name:12} relative difference from float64 {difference:9.2e}")
     worst = max(differences.values(), key=lambda d: d if d == d else float("inf"))
     assert worst <= BOUNDS[dtype], f"differences up to {worst}, bound {BOUNDS[dtype]}"
     if rank == 0:

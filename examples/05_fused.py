@@ -1,11 +1,11 @@
-"""Communication during the GEMMs: dispatch with the experts' first GEMM, combine with their second.
+"""Communication during the GEMMs: dispatch + first GEMM of the experts, and second GEMM + combine.
 
     python examples/05_fused.py
     torchrun --nproc-per-node 4 examples/05_fused.py
 
-On Hopper GPUs each of the two calls is one kernel, which moves some tokens while it multiplies others.
-Elsewhere it is the same stages one after the other.  Both ways give the same bits, and every rank compares
-them.
+On Hopper GPUs each of the two calls is one kernel, which sends and receives tokens while it multiplies
+others.  On other devices, each call runs the same stages one after the other.  Both ways give the same bits,
+and every rank compares them.
 """
 
 import torch
@@ -22,7 +22,7 @@ def main(rank, world_size, device):
     dtype, num_experts = torch.bfloat16, 4 * world_size
     x = torch.randn(TOKENS, HIDDEN, generator=g).to(device, dtype)
     weight, expert = torch.softmax(torch.randn(TOKENS, num_experts, generator=g), -1).topk(TOPK)
-    # this rank's four experts
+    # The four experts of this rank.
     gate_up = (torch.randn(4, 2 * INNER, HIDDEN, generator=g) / HIDDEN**0.5).to(device, dtype)
     down = (torch.randn(4, HIDDEN, INNER, generator=g) / INNER**0.5).to(device, dtype)
 
@@ -32,7 +32,7 @@ def main(rank, world_size, device):
             x, expert.to(device), weight=weight.to(device), gemm_weight=gate_up, activation="swiglu")
         y = op.mega_group_gemm_combine(h, down, layout, row_weight)
 
-        # the same, one stage after the other
+        # The same computation, one stage after the other.
         rows, row_weight, layout = op.dispatch(x, weight=weight.to(device), layout=layout)
         h = epmoe.grouped_gemm(rows, gate_up, offsets=layout.expert_offsets, activation="swiglu")
         h = epmoe.grouped_gemm(h, down, offsets=layout.expert_offsets)

@@ -1,9 +1,10 @@
-"""A kernel of your own that uses the symmetric heap: it puts, signals and waits; the host only launches it.
+"""Your own kernel on the symmetric heap: it puts data, sends signals and waits.  The host only launches it.
 
     python examples/06_device.py
     torchrun --nproc-per-node 4 examples/06_device.py
 
-The ring of 01_heap.py in one kernel (ring.cu).  nvcc compiles it for heaps on GPUs, gcc for heaps on the CPU.
+ring.cu has the ring of 01_heap.py in one kernel.  nvcc compiles it for heaps on GPUs, gcc for heaps on the
+CPU.
 """
 
 import ctypes
@@ -45,10 +46,9 @@ def main(rank, world_size, device):
         mine = torch.full((n,), float(rank), device=device)
         ok = torch.zeros(1, dtype=torch.int64, device=device)
         stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
-        code = library.start_ring(heap.device_handle(),
-                                  *(ctypes.c_void_p(t.data_ptr())
-                                    for t in (inbox, arrived, barrier_words, mine)),
-                                  ctypes.c_uint64(n), ctypes.c_void_p(ok.data_ptr()), ctypes.c_void_p(stream))
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (inbox, arrived, barrier_words, mine, ok)]
+        code = library.start_ring(heap.device_handle(), *pointers[:4], ctypes.c_uint64(n), pointers[4],
+                                  ctypes.c_void_p(stream))
         heap.synchronize()
         assert code == 0, f"rank {rank}: the launch failed with CUDA error {code}"
         assert int(ok) == 1, f"rank {rank}: a wait in the kernel timed out, or a peer died"
@@ -57,7 +57,7 @@ def main(rank, world_size, device):
         assert torch.equal(inbox, want[:, None].expand(world_size, n)), inbox
         if rank == 0:
             order = want.int().tolist()
-            print(f"{world_size} ranks on {device.type}: rank 0 got the numbers of ranks {order}")
+            print(f"{world_size} ranks on {device.type}: rank 0 received the numbers of ranks {order}")
             print("ring by kernels: ok")
         heap.barrier()  # no rank frees memory that another still writes
 

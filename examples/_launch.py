@@ -1,4 +1,4 @@
-"""launch: the ranks of the examples, started by torchrun or by this module."""
+"""Start the ranks of the examples, with torchrun or without."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-# Lets a checkout that was built in place run without installation.  An installed epmoe takes precedence.
+# So the examples also run in a checkout that was built in place.  An installed epmoe takes precedence.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from epmoe import _C  # noqa: E402
@@ -19,18 +19,19 @@ from epmoe.testing import run_ranks, set_device, shares_gpu  # noqa: E402
 def launch(main, default_ranks=4, timeout_s=300.0):
     """Run main(rank, world_size, device) on every rank, then end the program.
 
-    The exit status is 0, or 1 when a rank raises or returns a true value.  Under torchrun this process is one
-    of the ranks.  Otherwise default_ranks processes are started.  Each rank has its own GPU where there are
-    enough GPUs; with EPMOE_SHARE_GPU=1 ranks share the GPUs; otherwise all ranks work on the CPU.
+    The exit status is 1 if a rank raises an error or returns a true value, else 0.  Under torchrun this
+    process is one of the ranks.  Otherwise this function starts default_ranks processes.  Each rank has its
+    own GPU if there are enough GPUs.  With EPMOE_SHARE_GPU=1 ranks share the GPUs.  Otherwise all ranks run
+    on the CPU.
     """
-    if isinstance(main, types.FunctionType):  # main has parsed no arguments: the only one is --help
+    if isinstance(main, types.FunctionType):  # main parses no arguments, so --help is the only one
         argparse.ArgumentParser(description=sys.modules["__main__"].__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     if "RANK" in os.environ:
         sys.exit(bool(_rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), main)))
     try:
         results = run_ranks(_rank, default_ranks, main, backend=_backend(default_ranks), timeout_s=timeout_s)
-    except AssertionError as error:  # its text has the tracebacks of the ranks
+    except AssertionError as error:  # The text has the tracebacks of the ranks.
         sys.exit(str(error))
     sys.exit(any(results))
 

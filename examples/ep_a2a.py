@@ -4,8 +4,8 @@
         --enable-local-combine --check
     python examples/ep_a2a.py --check         # the same on four ranks of this machine, with small sizes
 
-Each expert multiplies by a power of two, which is exact.  So a rank can compute its sums without the others'
-rows.
+Each expert multiplies by a power of two, which is exact.  So a rank can compute its expected sums without the
+rows of other ranks.
 """
 
 import argparse
@@ -20,18 +20,18 @@ from _launch import launch
 import epmoe
 from epmoe import reference, testing
 
-# Defaults of the command line.
+# Default sizes.
 SIZES = {"cpu": dict(M=256, N=512, topk=4, G=32, iters=5),
          "cuda": dict(M=8192, N=7168, topk=8, G=256, iters=20)}
-CHUNK = 8192  # tokens or rows that the check compares at once, which bounds its memory
+CHUNK = 8192  # The check compares this many tokens or rows at once, to limit its memory.
 
 
 def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    for flag, what in {"-M": "tokens per rank", "-N": "hidden", "-G": "experts",
-                       "--topk": "choices of a token",
-                       "--iters": "timed runs"}.items():
+    texts = {"-M": "tokens per rank", "-N": "hidden size", "-G": "experts", "--topk": "choices of a token",
+             "--iters": "timed runs"}
+    for flag, what in texts.items():
         cpu, cuda = (SIZES[kind][flag.strip("-")] for kind in ("cpu", "cuda"))
         add(flag, type=int, help=f"{what} (CPU: {cpu}, GPU: {cuda})")
     add("--num-sm", type=int, help="thread blocks (CPU: threads) that move tokens")
@@ -40,9 +40,9 @@ def parse_args():
     add("--drop_ratio", "--drop-ratio", type=float, default=0.0, help="share of dropped choices")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     add("--combine-mode", default="scatter", choices=["scatter", "gather"])
-    add("--enable-local-combine", action="store_true", help="sum at the expert's rank first")
-    add("--no-weight", action="store_true", help="dispatch without weights, plain sums")
-    add("--check", action="store_true", help="compare with epmoe.reference; exit with 1 on a difference")
+    add("--enable-local-combine", action="store_true", help="add up at the rank of the experts first")
+    add("--no-weight", action="store_true", help="dispatch and sum without weights")
+    add("--check", action="store_true", help="compare with epmoe.reference; a difference gives exit status 1")
     args = parser.parse_args()
     if any(n is not None and n < 1 for n in (args.M, args.N, args.G, args.topk, args.iters, args.num_sm)):
         parser.error("-M, -N, -G, --topk, --iters and --num-sm must be positive")
@@ -64,7 +64,7 @@ def expert_factor(expert, dtype):
 
 
 def difference(what, got, want, first=0):
-    """Return a list: empty, or with the first row where the bits of two tensors differ."""
+    """Return [] if the tensors are equal, else [text], which names the first row in which bits differ."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return [f"{what}: wanted {list(want.shape)} {want.dtype}, got {list(got.shape)} {got.dtype}"]
     bits = getattr(torch, f"int{8 * got.element_size()}")
@@ -73,8 +73,8 @@ def difference(what, got, want, first=0):
 
 
 def check(args, layer, inputs, sizes, layout, rows, row_weight, out):
-    """Return a list of what differs from the oracle on this rank.  Collective."""
-    def gather(t):  # padded, because all_gather needs equal sizes and the ranks' numbers of tokens differ
+    """Return a list of the differences from the reference on this rank.  All ranks must call it."""
+    def gather(t):  # with padding, because all_gather needs equal sizes
         full = torch.cat([t, t.new_zeros(args.M - len(t), *t.shape[1:])]).view(torch.uint8)
         parts = [torch.empty_like(full) for _ in sizes]
         dist.all_gather(parts, full)
@@ -94,7 +94,8 @@ def check(args, layer, inputs, sizes, layout, rows, row_weight, out):
         if weight is not None:
             want = reference.dispatch_weights(weights, part)[0]
             errors += difference("dispatch: weight of row", row_weight[a : a + CHUNK], want, a)
-    # Here every choice of this rank's tokens has its own row, and the other ranks have no tokens.
+    # A plan for this check only: each choice of this rank's tokens has its own row, and the other ranks have
+    # no tokens.
     for a in range(0, len(x), CHUNK):
         chosen = idx[a : a + CHUNK].cpu()
         y = (x[a : a + CHUNK, None] * expert_factor(idx[a : a + CHUNK], x.dtype)).flatten(0, 1)
@@ -108,7 +109,7 @@ def check(args, layer, inputs, sizes, layout, rows, row_weight, out):
 
 
 def time_ms(stage, layer, iters):
-    """Return the median ms of a stage, which all ranks begin together.  Collective."""
+    """Return the median time of a stage in ms.  All ranks start the stage together."""
     def now():
         if layer.device.type == "cpu":
             return time.perf_counter()
@@ -127,15 +128,15 @@ def time_ms(stage, layer, iters):
 
 
 def count_traffic(args, layout, rank, row_bytes):
-    """Return what this rank sends to the other ranks.
+    """Return four numbers about the data that this rank sends to other ranks.
 
-    Rows of dispatch without and with token saving, bytes of dispatch, bytes of combine.
+    These are the rows of dispatch without and with token saving, and the bytes of dispatch and of combine.
     """
     away = torch.arange(layout.layer.world_size) != rank
     by_rank = layout.counts.cpu().unflatten(1, (len(away), -1)).sum(2)  # choices from rank to rank
     sent, received = layout.send_tokens.cpu()[away].sum(), layout.recv_tokens.cpu()[away].sum()
-    # With each row of dispatch travel its token and its return slot, and each choice's row and weight.  With
-    # each row of a combine without local sums travel two numbers.
+    # dispatch sends with each row its token and its return slot, and the row and weight of each choice.
+    # combine without local sums sends two numbers with each row.
     dispatch = sent * (row_bytes + 8 + (4 if args.no_weight else 8) * args.topk)
     combine = received * row_bytes
     if not args.enable_local_combine:
@@ -159,8 +160,9 @@ def main(args, rank, world_size, device):
         y = rows * expert_factor(torch.repeat_interleave(experts, layout.tokens_per_expert), x.dtype)
         out = layer.combine(y, layout, row_weight)
         layer.synchronize()
-        errors = check(args, layer, (x, idx, weight), sizes, layout, rows, row_weight,
-                       out) if args.check else []
+        errors = []
+        if args.check:
+            errors = check(args, layer, (x, idx, weight), sizes, layout, rows, row_weight, out)
         errors = [f"rank {rank}: {e}" for e in errors]
         times = [time_ms(lambda: layer.preprocess(idx), layer, args.iters),
                  time_ms(lambda: layer.dispatch(x, weight=weight, layout=layout), layer, args.iters),

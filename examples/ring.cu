@@ -1,10 +1,11 @@
-/* ring.cu - a kernel that accesses other ranks' memory without the host; 06_device.py builds and launches it.
+/* ring.cu - a kernel that accesses other ranks' memory without the host. 06_device.py builds and launches it.
  *
- * nvcc compiles it to a kernel for heaps on GPUs; a C compiler (-x c) to a function for heaps on the CPU. */
+ * With nvcc it is a kernel for heaps on GPUs. With a C compiler (-x c) it is a function for heaps on the
+ * CPU. */
 #include "epmoe_device.h"
 
-/* num_ranks times, each rank puts the numbers that it holds to its right neighbour.  inbox [num_ranks][n]
- * keeps all numbers that arrive.  The caller is one worker: a warp, or a CPU thread.
+/* In each of num_ranks steps, a rank puts the numbers that it has to its right neighbour. Row `step` of
+ * inbox [num_ranks][n] has the numbers of this step. The caller is a warp or a CPU thread.
  * Returns 1, or 0 if a wait has failed. */
 EP_FN uint64_t ring(const EpDeviceHeap *h, float *inbox, uint64_t *arrived, uint64_t *barrier_words,
                     const float *mine, uint64_t n) {

@@ -3,9 +3,10 @@
     python examples/train_lm.py                           # 4 ranks on the CPU, or one for each GPU, at most 4
     torchrun --nproc-per-node 4 examples/train_lm.py      # the same, started by torchrun
 
-The text is the source code of the Python standard library, which every machine has.  The experts
-are spread over the ranks; everything else is data-parallel.  After training, one step is repeated
-in a single process without epmoe, and the logits and all gradients are compared.
+The text is the source code of the Python standard library, which every machine has.  The experts are
+distributed over the ranks, and all other parameters are replicated (data-parallel).  After training, rank 0
+repeats one step without epmoe, in a single process, and compares the logits and all gradients.
+_train_results.py prints the tables and writes the plot.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from _launch import num_gpus, set_device, shares_gpu
+from _train_results import print_results, write_plot
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -31,9 +33,9 @@ import epmoe.reference
 HEAD_DIM = 32
 AUX_WEIGHT = 0.01  # Weight of the load-balancing loss, as in the Switch Transformer.
 VAL_BATCHES = 4  # Batches of each rank in one validation pass.
-# Bounds on max|a - b| / max|b| of a whole tensor.  float32 rounds at 6e-8 and a gradient sums a few
-# thousand terms, so rounding alone stays near 1e-6, whereas a lost row or a wrong scale shows at
-# 1e-3 and above.  bfloat16 rounds at 4e-3, several times in each MoE layer and its gradients.
+# Bounds on max|a - b| / max|b| of a whole tensor.  float32 rounds at 6e-8, and a gradient sums a few thousand
+# terms.  So rounding alone gives about 1e-6, and a lost row or a wrong scale gives 1e-3 or more.  bfloat16
+# rounds at 4e-3, several times in each MoE layer and its gradients.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 
 
@@ -59,13 +61,13 @@ class Block(nn.Module):
         self.preferred = probs.topk(self.topk, dim=-1).indices
         self.chosen = self.preferred if chosen is None else chosen
         weights = probs.gather(-1, self.chosen)
-        if self.topk > 1:  # A single weight would become 1 and leave the router no gradient.
+        if self.topk > 1:  # With topk 1 the weight would become 1, without a gradient for the router.
             weights = weights / weights.sum(-1, keepdim=True)
         y = self.moe(h.to(self.moe.gate_up_proj.dtype), self.chosen, weights)
         return x + y.to(x.dtype), self.balance_loss(probs, groups)
 
     def balance_loss(self, probs, groups):
-        """Return the sum over experts of load times mean probability: 1 when all are used equally."""
+        """Return the scaled sum of load times mean probability of each expert: 1 if all loads are equal."""
         probs, chosen = probs.reshape(groups, -1, probs.shape[-1]), self.chosen.view(groups, -1)
         ones = torch.ones_like(chosen, dtype=probs.dtype)
         load = torch.zeros_like(probs[:, 0]).scatter_add_(1, chosen, ones) / chosen.shape[1]
@@ -73,8 +75,11 @@ class Block(nn.Module):
 
 
 class MoELM(nn.Module):
-    """The language model.  `make_moe()` builds the MoE of each block, so that the same class
-    runs with its experts spread over the ranks and with all of them in one process."""
+    """The language model.
+
+    `make_moe()` builds the MoE layer of each block.  So the same class runs with its experts distributed over
+    the ranks, and with all experts in one process.
+    """
 
     def __init__(self, args, make_moe):
         super().__init__()
@@ -88,8 +93,8 @@ class MoELM(nn.Module):
     def forward(self, windows, groups=1, chosen=None):
         """Return the cross-entropy of the next byte, the loss to minimise, and the logits.
 
-        `groups` is the number of ranks whose windows are concatenated.  The balance loss is computed for
-        each of them, because it is not linear.
+        `groups` is the number of ranks whose windows are concatenated.  The balance loss is not linear.  So
+        it is computed for each rank separately.
         """
         x = self.embed(windows[:, :-1]) + self.position.weight
         balances = []
@@ -114,14 +119,14 @@ class ReferenceMoE(nn.Module):
 
 
 class Trainer:
-    """One rank's part of the training: model, data, optimizer and the reduction of gradients."""
+    """The training of one rank: model, data, optimizer and the reduction of gradients."""
 
     def __init__(self, args, world, device, dtype):
         self.args, self.world, self.device, self.dtype = args, world, device, dtype
-        # All windows of seq + 1 bytes: the inputs, and one byte more for the last target.
+        # All windows of seq + 1 bytes: the inputs, and one more byte for the last target.
         self.train, self.val = (t.to(device).unfold(0, args.seq + 1, 1) for t in read_corpus())
         self.generator = torch.Generator().manual_seed(args.seed * 1000 + world.rank)
-        # Each rank starts its experts differently; the other parameters are rank 0's everywhere.
+        # The experts of each rank have their own random values.  All other parameters are those of rank 0.
         torch.manual_seed(args.seed * 1000 + world.rank)
         self.model = MoELM(args, self.make_moe).to(device)
         named = list(self.model.named_parameters())
@@ -129,11 +134,11 @@ class Trainer:
         self.shared = {n: p for n, p in named if ".moe." not in n}
         for p in self.shared.values():
             dist.broadcast(p.data, 0)
-        # A bfloat16 weight is too coarse to add a small update to: the optimizer keeps a float32
-        # copy of such weights.  For float32 weights the copy is the weight itself.
+        # A small update of a bfloat16 weight would be lost in rounding.  So the optimizer has a float32
+        # copy of each weight.  For a float32 weight, the copy is the weight itself.
         self.masters = [(p.detach().float(), p) for _, p in named]
         self.optimizer = torch.optim.AdamW([m for m, _ in self.masters], fused=True)
-        # Over the run: choices by layer, source rank and expert, and distinct tokens to each rank.
+        # Sums over all steps: choices by layer, source rank and expert, and tokens sent to each rank.
         self.choices = torch.zeros(args.layers, world.size, args.experts, dtype=torch.int64)
         self.distinct = torch.zeros(world.size, dtype=torch.int64)
 
@@ -150,17 +155,17 @@ class Trainer:
         return self.train[starts].long()
 
     def gradients(self, windows):
-        """Backward pass.  Returns the cross-entropy averaged over the ranks, and the logits."""
+        """Run forward and backward.  Return the cross-entropy averaged over the ranks, and the logits."""
         self.model.zero_grad()
         entropy, loss, logits = self.model(windows)
         loss.backward()
-        # The loss to minimise is the mean over the ranks.  The gradients of shared parameters are
-        # averaged by one flat all_reduce, which includes the reported loss.
+        # The loss to minimise is the mean over the ranks.  One flat all_reduce averages the gradients of the
+        # shared parameters, and the loss that is reported.
         grads = [p.grad for p in self.shared.values()]
         flat = parameters_to_vector([*grads, entropy.detach()])
         dist.all_reduce(flat)
         vector_to_parameters(flat / self.world.size, grads)
-        # An expert's gradient is already the sum over the tokens of all ranks.
+        # The gradient of an expert already is the sum over the tokens of all ranks.
         for p in self.expert.values():
             p.grad /= self.world.size
         return flat[-1].item() / self.world.size, logits.detach()
@@ -181,7 +186,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self):
-        """Mean loss over evenly spaced windows of the validation text, shared among the ranks."""
+        """Return the mean loss over evenly spaced validation windows.  Each rank computes a part."""
         count = VAL_BATCHES * self.args.batch * self.world.size
         starts = torch.linspace(0, len(self.val) - 1, count).long()
         parts = starts[self.world.rank :: self.world.size].view(VAL_BATCHES, -1)
@@ -191,9 +196,9 @@ class Trainer:
 
 
 def read_corpus():
-    """Return training and validation bytes: the top-level modules by name, every tenth for validation.
+    """Return training and validation bytes.  Every tenth top-level module, by name, is for validation.
 
-    Names with an underscore are left out, because some of them are generated for the machine.
+    Modules whose name begins with an underscore are not used, because some are generated for the machine.
     """
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-z]*.py"))
     held_out = files[5::10]
@@ -203,10 +208,10 @@ def read_corpus():
 
 
 def compare(trainer, windows):
-    """Compare a step with the same model in one process.  Collective.
+    """Compare a step with the same model in one process.  All ranks must call this function.
 
-    Return on rank 0 [(name, max|reference|, relative difference)] and the number of routings that the
-    reference would have decided differently; None on other ranks.
+    Rank 0 returns [(name, max|reference|, relative difference)] and the number of routings that the reference
+    would have chosen differently.  The other ranks return None.
     """
 
     def gather(t):
@@ -222,9 +227,9 @@ def compare(trainer, windows):
     grads |= {n: gather(p.grad) for n, p in trainer.expert.items()}
     if trainer.world.rank != 0:
         return None
-    # The reference computes in float64, so that the differences are the distributed model's own.
-    # It uses the same choices of experts: where two probabilities are nearly equal, rounding decides
-    # the top-k, and a different choice is no fault.  The number of such choices is printed.
+    # The reference computes in float64, so the differences are rounding errors of the distributed model.
+    # It uses the same choices of experts.  If two probabilities are nearly equal, rounding decides the top-k,
+    # and a different choice is no error.  The number of different choices is printed.
     reference = MoELM(trainer.args, lambda: ReferenceMoE(trainer.args))
     reference.to(trainer.device, torch.float64).load_state_dict(weights)
     _, loss, ref_logits = reference(windows, groups=trainer.world.size, chosen=chosen)
@@ -237,68 +242,12 @@ def compare(trainer, windows):
 
 
 def progress(steps):
-    """Return the steps; on a terminal, where rich is installed, with a progress bar."""
+    """Return the steps, with a progress bar if the output is a terminal and rich is installed."""
     try:
         from rich.progress import track
     except ImportError:
         return steps
     return track(steps, "training") if sys.stdout.isatty() else steps
-
-
-def print_results(train, val, table, moved, choices, distinct, row_bytes):
-    print("\nLoss (nats per byte)\n  step     train  validation  bits/byte")
-    for step, value in val.items():
-        before = train[max(step - 1, 0)]
-        print(f"  {step:4d}  {before:8.3f}  {value:10.3f}  {value / math.log(2):9.3f}")
-
-    print("\nDifference to the same model in one process without epmoe (float64)")
-    print(f"  {'tensor':28}  {'max|reference|':>14}  {'relative difference':>19}")
-    for name, largest, difference in table:
-        print(f"  {name:28}  {largest:14.3e}  {difference:19.2e}")
-    print(f"  routings that the reference would have decided differently: {moved}")
-
-    size, experts = choices.shape
-    load = choices.sum(0) / choices.sum()
-    by_rank = load.view(size, -1).sum(1).tolist()
-    print("\nTokens per expert and rank, all layers and steps")
-    print("  rank   share  expert     tokens   share")
-    for expert, share in enumerate(load.tolist()):
-        rank, i = divmod(expert, experts // size)
-        head = f"{'':12}" if i else f"{rank:4d}  {by_rank[rank]:6.2%}"
-        bar = "#" * min(38, round(16 * experts * share))  # 16 marks are an equal share.
-        print(f"  {head}  {expert:6d}  {choices[:, expert].sum():9d}  {share:6.2%}  {bar}")
-
-    away = choices.view(size, size, -1).sum(2).fill_diagonal_(0).sum().item()
-    print("\nToken saving in dispatch (forward passes, rows to other ranks)")
-    sent = ("a row for each choice", away), ("a row for each token and rank", distinct)
-    for text, rows in (*sent, ("saved", away - distinct)):
-        megabytes, share = rows * row_bytes / 1e6, rows / max(away, 1)
-        print(f"  {text:30}  {rows:10d} rows  {megabytes:9.1f} MB  {share:6.1%}")
-
-
-def write_plot(path, train, val, choices):
-    try:
-        import matplotlib
-    except ImportError:
-        print("\nno plot: matplotlib is not installed")
-        return
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
-    left.plot(range(1, len(train) + 1), train, lw=1, label="train, mean of all ranks")
-    left.plot(list(val), list(val.values()), "o-", ms=4, label="validation")
-    left.set(xlabel="step", ylabel="nats per byte", title="Loss")
-    left.legend()
-    load = choices.sum(1) / choices.sum((1, 2)).unsqueeze(1) * choices.shape[2]
-    image = right.imshow(load, aspect="auto", vmin=0, vmax=max(2.0, load.max().item()))
-    for rank in range(1, choices.shape[1]):
-        right.axvline(rank * choices.shape[2] / choices.shape[1] - 0.5, color="white", lw=2)
-    right.set(xlabel="expert (white lines part the ranks)", ylabel="layer", title="Expert load")
-    right.set_yticks(range(len(load)))
-    figure.colorbar(image, label="tokens, relative to an equal share")
-    figure.savefig(path, dpi=120)
-    print(f"\nplot written to {path}")
 
 
 def run(args, world, device):
@@ -331,12 +280,12 @@ def run(args, world, device):
     print_results(train, val, *compared, choices.sum(0), distinct.item(), row_bytes)
     write_plot(args.plot, train, val, choices)
     print(f"{time.perf_counter() - began:.1f} s\n")
-    # Random guesses cost ln 256 = 5.5 nats per byte; the frequency of each byte alone gives about 3.1.
+    # Random guesses have a loss of ln 256 = 5.5 nats per byte.  The frequency of each byte gives about 3.1.
     fall, wanted = val[0] - val[args.steps], min(2.5, 0.0125 * args.steps)
     name, _, worst = max(compared[0], key=lambda row: math.inf if math.isnan(row[2]) else row[2])
     made = args.steps * args.layers * world.size * args.batch * args.seq * args.topk
     checks = {
-        f"validation loss fell by {fall:.3f} nats, wanted at least {wanted}": fall >= wanted,
+        f"validation loss fell by {fall:.3f} nats, expected at least {wanted}": fall >= wanted,
         f"largest difference {worst:.1e} ({name}), bound {BOUNDS[dtype]}": worst <= BOUNDS[dtype],
         f"{choices.sum()} of {made} choices reached their experts": choices.sum() == made,
     }
@@ -367,20 +316,20 @@ def parse_args():
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--ranks", type=int,
-                        help="default: 4, or one for each GPU up to 4; on one GPU 2, which share it")
+                        help="default: 4 on the CPU, one for each GPU up to 4, 2 on a single GPU")
     parser.add_argument("--plot", default="demo.png", help="where to write the plot")
     parser.add_argument("--quick", action="store_true", help="20 steps, for tests")
     args = parser.parse_args()
     args.steps = 20 if args.quick else args.steps
     args.share_gpu = shares_gpu()
     gpus = num_gpus()
-    if "RANK" in os.environ:
+    if "RANK" in os.environ:  # started by torchrun
         args.ranks = int(os.environ["WORLD_SIZE"])
-    elif args.ranks is None and gpus == 1:  # with one rank, no token would leave it
+    elif args.ranks is None and gpus == 1:  # Two ranks share the GPU.  One rank would send no token.
         args.ranks, args.share_gpu = 2, True
     elif args.ranks is None:
         args.ranks = max(r for r in (1, 2, 3, 4) if r <= (gpus or 4) and args.experts % r == 0)
-    # Ranks of one torchrun may be on several hosts: each rank of this host needs a GPU of this host.
+    # torchrun may start ranks on several hosts.  Each rank of this host needs a GPU of this host.
     args.cuda = gpus >= (1 if args.share_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks)))
     if args.experts % args.ranks or args.hidden % HEAD_DIM or args.topk > args.experts:
         parser.error(f"--experts {args.experts} must be a multiple of --ranks {args.ranks}, --hidden "
@@ -398,7 +347,7 @@ def main():
         try:
             mp.spawn(rank_main, (args, f"file://{folder}/rendezvous"), nprocs=args.ranks)
         except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
-            if getattr(error, "exit_code", None) != 1:  # With 1, rank 0 has given the reason.
+            if getattr(error, "exit_code", None) != 1:  # With 1, rank 0 has printed the reason.
                 print(f"{error}\ndemo: FAILED: a rank did not finish")
             sys.exit(1)
 

@@ -1,0 +1,66 @@
+"""The tables and the plot that train_lm.py prints and writes at the end."""
+
+import math
+
+
+def print_results(train, val, table, moved, choices, distinct, row_bytes):
+    """Print the tables.
+
+    train: loss of each step.  val: {step: validation loss}.  table: [(name of the tensor, max|reference|,
+    relative difference)].  moved: the number of routings that differ.  choices: [source rank, expert].
+    distinct: rows to other ranks.  row_bytes: size of a row.
+    """
+    print("\nLoss (nats per byte)\n  step     train  validation  bits/byte")
+    for step, value in val.items():
+        before = train[max(step - 1, 0)]
+        print(f"  {step:4d}  {before:8.3f}  {value:10.3f}  {value / math.log(2):9.3f}")
+
+    print("\nDifference from the same model in one process without epmoe (float64)")
+    print(f"  {'tensor':28}  {'max|reference|':>14}  {'relative difference':>19}")
+    for name, largest, difference in table:
+        print(f"  {name:28}  {largest:14.3e}  {difference:19.2e}")
+    print(f"  routings that the reference would have chosen differently: {moved}")
+
+    size, experts = choices.shape
+    load = choices.sum(0) / choices.sum()
+    by_rank = load.view(size, -1).sum(1).tolist()
+    print("\nTokens per expert and rank, all layers and steps")
+    print("  rank   share  expert     tokens   share")
+    for expert, share in enumerate(load.tolist()):
+        rank, i = divmod(expert, experts // size)
+        head = f"{'':12}" if i else f"{rank:4d}  {by_rank[rank]:6.2%}"
+        bar = "#" * min(38, round(16 * experts * share))  # An equal share has 16 marks.
+        print(f"  {head}  {expert:6d}  {choices[:, expert].sum():9d}  {share:6.2%}  {bar}")
+
+    away = choices.view(size, size, -1).sum(2).fill_diagonal_(0).sum().item()
+    print("\nToken saving in dispatch (forward passes, rows to other ranks)")
+    sent = ("one row for each choice", away), ("one row for each token and rank", distinct)
+    for text, rows in (*sent, ("saved", away - distinct)):
+        megabytes, share = rows * row_bytes / 1e6, rows / max(away, 1)
+        print(f"  {text:32}  {rows:10d} rows  {megabytes:9.1f} MB  {share:6.1%}")
+
+
+def write_plot(path, train, val, choices):
+    """Plot the losses, and the load of each expert in each layer.  choices: [layer, source rank, expert]."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("\nno plot: matplotlib is not installed")
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    left.plot(range(1, len(train) + 1), train, lw=1, label="train, mean of all ranks")
+    left.plot(list(val), list(val.values()), "o-", ms=4, label="validation")
+    left.set(xlabel="step", ylabel="nats per byte", title="Loss")
+    left.legend()
+    load = choices.sum(1) / choices.sum((1, 2)).unsqueeze(1) * choices.shape[2]
+    image = right.imshow(load, aspect="auto", vmin=0, vmax=max(2.0, load.max().item()))
+    for rank in range(1, choices.shape[1]):
+        right.axvline(rank * choices.shape[2] / choices.shape[1] - 0.5, color="white", lw=2)
+    right.set(xlabel="expert (white lines separate the ranks)", ylabel="layer", title="Expert load")
+    right.set_yticks(range(len(load)))
+    figure.colorbar(image, label="tokens, relative to an equal share")
+    figure.savefig(path, dpi=120)
+    print(f"\nplot written to {path}")
