@@ -1,32 +1,38 @@
-# make            build epmoe/_C in place; with CUDA where there is nvcc (EPMOE_CUDA=0: without)
-# make demo       train a small Mixture-of-Experts language model over four ranks
-# make test       build, the C tests (quick), pytest; with GPUs also pytest on them; ARGS=... goes to pytest
-# make bench      times beside the peers', a rank a GPU (small shapes on a CPU); ARGS=... goes to epmoe.bench
-# make trace      what the megakernels' warps do, and when: a table, and build/trace_*: a picture, and files for Perfetto; ARGS=... goes to epmoe.bench
-# make report     the figures of README.md and docs/performance.md, the plots, and the tables of docs/experiments, from JSON files
-# make docs       the documents as a site in build/docs, with docs/requirements.txt in a venv of its own; a warning is an error
-# make check      all that a commit must pass: test, formatting, the C tests in full, the models of the protocol, the documents; with nvcc the kernels
-# make tsan       the C tests under ThreadSanitizer
-# make models     the models of the protocol, with spin
-# make soak       the long runs, some tens of minutes: a million operations with delays, 200,000 routings, lives, endings, kills, wrong calls
-# make gpu        everything that only GPUs can tell, with a table at the end; ARGS=... goes to tests/on_gpus.py
-# make cuda       compile everything for sm_90a aside, with nvcc, and look at the result; changes nothing in place
-# make emulated   the kernels, played by threads of the CPU
-# make format     lay out the C and CUDA sources
-# make size       lines of every file
-# make clean      remove what was built
+# make            build epmoe/_C in place, with CUDA if there is an nvcc (EPMOE_CUDA=0: without CUDA)
+# make demo       train a small Mixture-of-Experts language model on four ranks
+# make test       build, and run the C tests (quick) and pytest, also on GPUs; ARGS=... goes to pytest
+# make bench      measure epmoe and other libraries, one rank per GPU (without GPUs small shapes on the CPU);
+#                 ARGS=... goes to epmoe.bench
+# make trace      record what the warps of the megakernels do: a table, and in build/trace_* a plot and files
+#                 for Perfetto; ARGS=... goes to epmoe.bench
+# make report     write the tables and plots of README.md, docs/performance.md and docs/experiments
+# make docs       build the site in build/docs, with docs/requirements.txt in a venv; a warning is an error
+# make check      everything that a commit must pass: test, format, style, the C tests in full, the models of
+#                 the protocol, the documents, and with nvcc the kernels
+# make tsan       the C tests with ThreadSanitizer
+# make models     check the models of the protocol with spin
+# make soak       long runs, tens of minutes: a million operations with random delays, 200,000 routings,
+#                 repeated creation and closing, leaks, killed ranks, and wrong calls
+# make gpu        all tests that need GPUs, with a table at the end; ARGS=... goes to tests/on_gpus.py
+# make cuda       compile everything for sm_90a with nvcc into build/sm_90a, and check the machine code
+# make emulated   execute the kernels with CPU threads
+# make format     format the C and CUDA sources
+# make size       print the number of lines of every file
+# make clean      remove all files that were built
 #
-# PYTHON=... chooses the interpreter.  Otherwise it is .venv if that has what is needed; else a python3 that has torch
-# 2.11 or newer and setuptools, for tests pytest and hypothesis, too, as it is (a GPU machine without a network); else a
-# .venv made from requirements-dev.txt.
+# PYTHON=... selects the interpreter. Without it, make uses the first of these that exists:
+#   1. .venv, if it has all packages;
+#   2. python3, if it has torch 2.11 or newer and setuptools, and for tests also pytest, hypothesis and numpy
+#      (for example on a GPU machine without a network);
+#   3. a new .venv, made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
 .PHONY: build demo test gpu bench trace report docs check rest soak tsan models cuda emulated with-nvcc format size clean python check-format check-style c-tests FORCE
-# Tests have deadlines, and take all cores by themselves.
+# Each test has a deadline and uses all cores. So the targets do not run in parallel.
 .NOTPARALLEL:
 
 NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
-# What a python3 that is there already must have; a test wants more than the rest.
+# The packages that an existing python3 must have. Targets that run tests need more packages.
 AS_IT_IS := torch setuptools $(if $(filter-out build demo bench trace report docs cuda,$(or $(MAKECMDGOALS),build)),pytest hypothesis numpy)
 HAS := import importlib.util as u, importlib.metadata as m, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(n) is None for n in sys.argv[1:]) \
     or tuple(map(int, m.version("torch").split(".")[:2])) < (2, 11))
@@ -39,7 +45,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 LIB := epmoe/_C.abi3.so
 SOURCES := $(shell find csrc -type f) setup.py
 STYLED := $(filter %.h %.c %.cuh %.cu,$(SOURCES)) $(wildcard tests/c/*.[ch] tests/kernels/*.h tests/kernels/*.cpp)
-# A build with other settings than the last is another build.
+# If one of these settings changes, make builds the module again.
 SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH EPMOE_CHAOS EPMOE_TRACE CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(shell command -v nvcc)
 
 build: $(LIB)
@@ -67,8 +73,10 @@ python:
 demo: build
 	$(PYTHON) examples/train_lm.py
 
-# GPUs: the suite at 1, 2 and all ranks, in steps with a table at the end; on one GPU at 1, 2 and 4 ranks, which share it.  With ARGS
-# at 1 and all ranks, each in one step.  Where there are cores enough, the CPU's part runs beside it, and is shown after it.
+# With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in steps with a table at the end.
+# On one GPU it runs with 1, 2 and 4 ranks, which share the GPU. With ARGS it runs with 1 rank and with all
+# ranks, each in one step. With 16 or more cores, the CPU part runs at the same time, and its output is
+# printed at the end.
 test: build
 	@code=0; cpu=; $(PYTHON) tests/c/run_c_tests.py --quick || code=1; \
 	gpus=$$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n if n > 1 else 4} if n else ()))'); \
@@ -91,27 +99,28 @@ report: build
 	$(PYTHON) -m epmoe.bench report benchmarks/h200x4.json --readme README.md --page docs/performance.md --plots docs/img
 	$(PYTHON) docs/tables.py
 
-# What could not be looked at must not pass for looked at: it is collected, and said at the end.
+# A check that could not run is not a success. All checks that did not run are printed at the end.
 check: rest test
 	@if [ -s build/not_checked ]; then echo "check: passed, but NOT CHECKED:"; sed 's/^/  /' build/not_checked; \
 	    else echo "check: passed"; fi
 
-# What test leaves out; one failure hides no other.
+# The part of check that test does not include. After a failure, make continues with the other targets.
 rest: | python
 	@mkdir -p build && rm -f build/not_checked && touch build/not_checked
 	@$(MAKE) -k --no-print-directory check-format check-style build c-tests models docs with-nvcc
 
-# The one beside the interpreter, else the machine's.  Another version of clang-format has other opinions.
+# The clang-format in the folder of the interpreter, else the one on PATH. It must be version 19, because
+# other versions format differently.
 CLANG_FORMAT = $$(PATH=$(dir $(PYTHON)):$$PATH command -v clang-format)
 IS_STYLED_BY = [ -n "$(CLANG_FORMAT)" ] && $(CLANG_FORMAT) --version | grep -q 'version 19\.'
 
 check-format: | python
 	@if $(IS_STYLED_BY); then \
 	    bad=$$(for f in $(STYLED); do $(CLANG_FORMAT) --dry-run -Werror $$f 2>/dev/null || echo $$f; done); \
-	    if [ -n "$$bad" ]; then echo "format: wants \"make format\":" $$bad; exit 1; else echo "format: ok"; fi; \
+	    if [ -n "$$bad" ]; then echo "format: run \"make format\" for:" $$bad; exit 1; else echo "format: ok"; fi; \
 	else mkdir -p build && echo "format (no clang-format 19)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
 
-# Sizes, parameter lists, chains of assignments and circles of includes.
+# Check sizes, parameter lists, chains of assignments and circles of includes.
 check-style: | python
 	@$(PYTHON) tests/check_style.py
 
@@ -133,7 +142,7 @@ models: | python
 	    mkdir -p build && echo "models of the protocol (no spin)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; \
 	else exit $$code; fi
 
-# The site reads the sources of epmoe and does not import them, so its venv has no torch.
+# mkdocs reads the sources of epmoe and does not import them. So this venv needs no torch.
 DOCS_VENV := build/docs-venv
 docs: | python
 	@mkdir -p build; if ! cmp -s docs/requirements.txt $(DOCS_VENV)/installed; then \
@@ -145,17 +154,17 @@ docs: | python
 	    NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q --clean && echo "docs: ok, in build/docs/index.html"; \
 	else echo "documents (docs/requirements.txt could not be installed)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
 
-# Built aside: the module in place has no profiler.
+# The module with the profiler is built in another folder. The module in place has no profiler.
 trace: python
 	EPMOE_TRACE=1 $(PYTHON) setup.py -q build --build-base build/trace --build-lib build/trace/lib
 	cd build/trace/lib && PYTHONPATH=. $(abspath $(PYTHON)) -m epmoe.bench overlap --trace $(CURDIR)/build/trace.json $(ARGS)
 
-# With random delays inside the operations where that says something: a module of its own.
+# Some tests run on a module with random delays in the operations. It is built in another folder.
 gpu: build
 	EPMOE_CHAOS=1 $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
 	$(PYTHON) tests/on_gpus.py $(ARGS)
 
-# The operations run on a module with random delays at points of the protocol, built aside.
+# The operations run on a module with random delays at points of the protocol. It is built in another folder.
 CHAOS = build/chaos/lib
 TORCHRUN = $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n
 soak: build
@@ -172,15 +181,16 @@ soak: build
 	    $(PYTHON) tests/faults.py --device cuda; $(PYTHON) tests/soak.py leaks --device cuda -n 3; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
 	fi
 
-# The profiler too, as far as PTX: nothing else compiles it here.
+# Also compile the profiler, but only to PTX. No other target here compiles it.
 TRACED = nvcc -std=c++17 -Icsrc --expt-relaxed-constexpr -DEP_TRACE -arch=compute_90a -ptx csrc/kernels/fused/fused_bf16.cu -o /dev/null
 cuda: | python
 	EPMOE_CUDA=1 EPMOE_CUDA_ARCH="-gencode arch=compute_90a,code=sm_90a" $(PYTHON) setup.py -q build_ext \
 	    --build-lib build/sm_90a --build-temp build/sm_90a/temp
 	@$(TRACED) & $(PYTHON) tests/check_kernels.py build/sm_90a/temp; code=$$?; wait $$! && exit $$code
 
-# Threads of the CPU play the GPU's: the grouped GEMM for Hopper against sums in double; plan, dispatch and combine, and what
-# moves tokens in the megakernels, against the CPU backend, under ThreadSanitizer too, which sees a missing barrier.  nvcc is here for its headers.
+# CPU threads emulate GPU threads. The grouped GEMM for Hopper is compared with sums in double. Plan,
+# dispatch, combine and the communication warps of the megakernels are compared with the CPU backend.
+# ThreadSanitizer also runs, because it detects a missing barrier. nvcc is used for its headers only.
 EMULATED = nvcc -std=c++17 -g -Icsrc -Xcompiler=-Wno-unknown-pragmas,-fno-ipa-icf,-ffp-contract=off
 emulated: | python
 	@mkdir -p build
