@@ -38,10 +38,7 @@ LONG_PARAMETER_LISTS = {
 
 # Faults of today, as (rule, file): how many. A number may only become smaller.
 BASELINE = {
-    ("file", "examples/train_lm.py"): 1,
     ("function", "csrc/kernels/stage/rows.cuh"): 1,
-    ("function", "tests/kernels/test_comm.cpp"): 1,
-    ("function", "tests/kernels/test_gemm.cpp"): 2,
 }
 
 
