@@ -1,23 +1,21 @@
 #!/usr/bin/env python3
-"""Everything that only GPUs can tell, one step after the other, with a table at the end.
+"""Run everything that needs a GPU, one step after the other, and print a table of the results.
 
     on_gpus.py [--out FOLDER] [--seconds N] [--only NAME,...] [--skip NAME,...] [--list]
 
-One GPU is enough: there the ranks share it (EPMOE_SHARE_GPU=1).  Steps named -threads run their ranks as
-threads of one
-process, side by side on the GPU; all other ranks are processes, whose kernels alternate.  What only several
-GPUs can tell, the speed of links, is listed as not run.
+One GPU is enough: there the ranks share it (EPMOE_SHARE_GPU=1).  Steps whose names end with -threads run
+their ranks as threads of one process, side by side on the GPU.  In all other steps the ranks are processes,
+whose kernels alternate.  Steps that need several GPUs, because they measure links, are listed as not run.
 
-A step has a limit of its own, at most 9 minutes.  A step that the remaining --seconds do not cover is not
-started, and is
-listed as not run.  Each step's output goes to FOLDER/NAME.log, figures to FOLDER/*.json.  Exits with 1 when a
-step has
-failed.  Needs the package built in place (make build) and a torch with CUDA.
+Each step has its own time limit of at most 9 minutes.  A step for which too little of --seconds is left is
+not started and is listed as not run.  The output of a step goes to FOLDER/NAME.log, figures to FOLDER/*.json.
+The exit status is 1 if a step failed.  Needs the package built in place (make build) and a torch with CUDA.
 """
 
 import argparse
 import dataclasses
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -33,6 +31,12 @@ sys.path.insert(0, str(ROOT))
 from epmoe.testing import SIDE_BY_SIDE  # noqa: E402
 
 LONGEST_S = 540
+
+# racecheck knows no order from a lane to the mbarrier arrival of another lane after a __syncwarp: a kernel of
+# 30 lines that only does that gets the same report (docs/experiments, E-062). In the grouped GEMM, all lanes
+# of an MMA warp read the info of a tile, and lane 0 releases the pipeline stage.
+STAGE_INFO = (r"Race reported between Read access at ep_ld_shared\(.*\n"
+              r"=+ +and Write access at ep_st_shared\(.*\n")
 CHAOS = ROOT / "build" / "chaos" / "lib"
 
 # The suite in parts, so that each ends within LONGEST_S also where four ranks take turns on one GPU.
@@ -50,9 +54,10 @@ class Step:
     name: str
     command: list
     limit_s: int
-    wants: str = ""  # what its output must hold, besides an exit status of 0
+    wants: str = ""  # what its output must contain, besides an exit status of 0
     env: dict = dataclasses.field(default_factory=dict)
     needs: str = ""  # why it cannot run here
+    explained: str = ""  # a pattern of reports that are not faults
 
 
 def torchrun(n, *command):
@@ -84,9 +89,7 @@ def layers(n):
 
 
 def soaks(n, is_shared):
-    """Long runs.  On one GPU the longest of them run their ranks as threads: side by side they are many times
-    faster.
-    """
+    """Long runs.  On one GPU the longest run their ranks as threads: side by side they are much faster."""
     python, chaos = [sys.executable], {"PYTHONPATH": str(CHAOS)} if CHAOS.is_dir() else {}
     if is_shared:
         threads = ["--threads", str(n)]
@@ -110,15 +113,16 @@ def soaks(n, is_shared):
 def sanitizers():
     """compute-sanitizer over one rank, and over two, which are processes: see sanitized.py."""
     missing = "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not installed"
-    check = ["compute-sanitizer", "--target-processes", "all", "--error-exitcode", "9", "--print-limit", "5"]
+    check = ["compute-sanitizer", "--target-processes", "all", "--print-limit", "1000"]
+    memcheck = [*check, "--error-exitcode", "9"]
     gemm = torchrun(1, "-m", "pytest", "-q", "-x", "tests/test_gemm_products.py",
                     "tests/test_gemm_arguments.py", "-k", "mixed or counts or past or rows")
-    yield Step("memcheck-gemm", [*check, *gemm], LONGEST_S, "passed", needs=missing)
-    for tool in ("memcheck", "racecheck"):
-        for part in ("move", "fused"):
-            yield Step(f"{tool}-{part}", [*check, "--tool", tool, *torchrun(2, "tests/sanitized.py", part)],
-                       LONGEST_S, "on 2 ranks: right",
-                       needs=missing)
+    yield Step("memcheck-gemm", [*memcheck, *gemm], LONGEST_S, "passed", needs=missing)
+    for part in ("move", "fused"):
+        ranks, right = torchrun(2, "tests/sanitized.py", part), "on 2 ranks: right"
+        yield Step(f"memcheck-{part}", [*memcheck, *ranks], LONGEST_S, right, needs=missing)
+        yield Step(f"racecheck-{part}", [*check, "--tool", "racecheck", *ranks], LONGEST_S, right,
+                   needs=missing, explained=STAGE_INFO)
 
 
 def steps(num_gpus, out):
@@ -161,6 +165,10 @@ def run(step, log):
     text = log.read_text(errors="replace")
     if status:
         return f"FAILED: exit status {status}"
+    if step.explained:
+        reports = len(re.findall("Race reported", text)) - len(re.findall(step.explained, text))
+        if reports or "RACECHECK SUMMARY" not in text:
+            return f"FAILED: {reports} reports of races"
     return "ok" if step.wants in text else f"FAILED: {step.wants!r} is not in its output"
 
 

@@ -72,9 +72,9 @@ EP_PTX void ep_cluster_sync(void) {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                      : "memory");
 }
-/* Arrive at an mbarrier of any CTA of the cluster. Relaxed: the arrival orders no stores of this thread,
- * because a release at cluster scope costs a fence of the whole GPU. None is needed to release a pipeline
- * stage: wgmma has only read it, and those reads have completed. */
+/* Arrive at an mbarrier of any CTA of the cluster. Relaxed: the arrival orders no memory operations of this
+ * thread, because a release at cluster scope costs a fence of the whole GPU. None is needed to release a
+ * pipeline stage to the other CTA: only wgmma has read it, and those reads have completed. */
 EP_PTX void ep_mbar_arrive_at(uint32_t bar, uint32_t rank) {
     asm volatile("{\n.reg .b32 remote;\n"
                  "mapa.shared::cluster.u32 remote, %0, %1;\n"

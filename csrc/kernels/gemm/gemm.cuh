@@ -227,10 +227,11 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
     ep_bar_sync(1, 256);
 }
 
-/* Release a pipeline stage to both CTAs of the pair, because the other CTA loads a part of it. */
+/* Release a pipeline stage to both CTAs of the pair, because the other CTA loads a part of it. The arrival
+ * at this CTA orders the warp's reads of the stage's info before the producer overwrites it. */
 EP_PTX void ep_gemm_release_stage(uint32_t empty) {
-    ep_mbar_arrive_at(empty, 0);
-    ep_mbar_arrive_at(empty, 1);
+    ep_mbar_arrive(empty);
+    ep_mbar_arrive_at(empty, ep_cluster_rank() ^ 1);
 }
 
 /* Whether the last parts of a tile are written during the next tile. Only if no worker waits for them. */

@@ -224,8 +224,8 @@ template <typename C> EP_FN void finish_tokens(const EpCombineParams &p, uint32_
     });
 }
 
-/* Whether each lane's own row is ready. In a megakernel a row consists of `pieces`, which different tiles
- * store. -1: no row, which counts as ready. */
+/* Whether the lane's row is ready: whether its row block is complete. In a megakernel different tiles store
+ * the row_pieces pieces of a row. A row of -1, or not below M, does not exist and counts as ready. */
 EP_FN bool row_is_made(const EpCombineParams &p, int32_t row) {
     const uint32_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS], block = (uint32_t)row / EP_TILE_ROWS;
     return row < 0 || (uint32_t)row >= m ||
@@ -280,10 +280,11 @@ typedef struct {
     bool sends, adds;
 } EpCombineParts;
 
-/* Draw the next chunk to return, as a task number (queue.h). A megakernel has one queue per peer, and a
- * warp goes to the next queue when one is empty. Reason: the rows of an expert become ready peer after
- * peer. With a single queue, a warp that waits for one of the last rows would delay the others. `turn` is
- * the warp's current queue, `left` the number of queues that it has not seen empty. */
+/* Draw the next chunk to return, as a task number (queue.h). A megakernel has one queue per peer. A warp
+ * draws from its queue `turn` until that queue is empty, then from the next; `left` queues are not yet known
+ * to be empty. Reason: the rows of an expert are grouped by source rank, so they become ready for one peer
+ * after the other. With a single queue, a warp that waits for rows of the last peer could not return ready
+ * rows of the other peers. */
 typedef struct {
     uint32_t turn, left;
 } SendTurn;

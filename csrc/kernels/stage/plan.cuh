@@ -339,7 +339,8 @@ EP_FN void invalidate_plan(const Params &p) {
     __syncthreads();
 }
 
-/* Publish M, or the reason for a failure, to the host as early as possible. One thread calls it. */
+/* Publish the number of rows that this rank receives, or the code of a failure, to the host as early as
+ * possible. One thread calls it. */
 EP_FN void publish_to_host(const Params &p, int32_t code, uint32_t num_rows, uint64_t epoch) {
     EpPlanResult *r = &p.comm.host->plan;
     p.plan[EP_HEAD_STATUS] = code;
