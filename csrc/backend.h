@@ -17,7 +17,7 @@ typedef struct {
 
 /* The memory from which a rank's heap is allocated. Ranks with the same device_id share this memory. */
 typedef struct {
-    /* CUDA: the UUID of the GPU. CPU: zeros, because all ranks are on one machine. */
+    /* CUDA: the UUID of the GPU. CPU: zeros on every rank, because all ranks share the host memory. */
     unsigned char device_id[16];
     uint64_t free_bytes;
     uint32_t num_sms;   /* CUDA: SMs of the GPU. CPU: 0. */

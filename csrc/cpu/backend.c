@@ -154,8 +154,8 @@ static void *work(void *arg) {
 }
 
 /* Run all workers of an operation. The calling thread is worker 0. If a thread cannot be created, the
- * caller runs its part after its own. This cannot deadlock, because workers wait only for peers, never
- * for each other. */
+ * calling thread runs that worker after worker 0. This cannot deadlock, because workers wait only for peers,
+ * never for each other. */
 static int run(const EpDispatchParams *d, const EpCombineParams *c, uint32_t num_workers) {
     pthread_t threads[MAX_WORKERS];
     Work works[MAX_WORKERS];

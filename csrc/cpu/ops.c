@@ -297,7 +297,8 @@ static void stage_rows(const EpCombineParams *p, uint64_t epoch) {
         for (uint32_t r = 0; r < c->shape.num_ranks; r++) ep_flag_publish(c, r, 0, epoch);
 }
 
-/* Return the slots of all ranks, chunk by chunk, and publish each chunk. */
+/* Send back the results of all slots that this rank has received from any rank. Set the flag of each chunk
+ * after its last slot. */
 static void return_chunks(const EpCombineParams *p, uint64_t epoch) {
     const EpComm *c = &p->comm;
     uint64_t n, num_tasks = ep_num_tasks(p->plan + EP_HEAD_NUM_RECV, c->shape.num_ranks);

@@ -226,8 +226,8 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
     return 0;
 }
 
-/* Invalidate a failed plan: it has no rows on any rank. So a caller that continues before the error is
- * raised computes on nothing. */
+/* Clear a failed plan: this rank sends no token and receives no row. An operation that uses the plan before
+ * the error is raised then moves nothing. */
 static void invalidate_plan(const EpPlanParams *p) {
     memset(p->plan, 0,
            (p->layout.expert_row_off + ep_num_local_experts(&p->comm.shape) + 1) * sizeof *p->plan);

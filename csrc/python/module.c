@@ -1,7 +1,9 @@
-/* module.c - epmoe._C: the functions of the world, errors, numbers, and the module itself.
+/* module.c - epmoe._C: the functions of worlds, the conversion of errors and arguments, the constants, and
+ * the module itself.
  *
- * A function parses its arguments, releases the interpreter lock, calls the C library, and raises. Objects
- * are capsules with a name for each type. The module does not link against torch and is built without it.
+ * A function parses its arguments, releases the interpreter lock and calls the C library. If the library
+ * fails, the function raises an exception. Python holds a C object (for example a world) in a capsule, which
+ * has the name of its type. The module does not link against torch and is built without it.
  * Process-wide state: the exception classes and the interrupt function. */
 #include "python/module.h"
 

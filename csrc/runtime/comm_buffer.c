@@ -154,7 +154,8 @@ void ep_comm_give_up(EpHeap *heap, int code, void *stream) {
     ep_error(code, "%s", why);
 }
 
-/* True for the default stream if the ranks are threads. cudaStreamLegacy is 1; NULL means the same stream. */
+/* True if the stream is the default stream and the ranks are threads of one process. The default stream is
+ * NULL or cudaStreamLegacy, which is 1. */
 static bool is_default_stream_of_threads(const EpHeap *heap, const void *stream) {
     const EpWorld *world = ep_heap_world(heap);
     return ep_heap_kind(heap) == EP_CUDA && ep_world_is_threads(world) && ep_world_size(world) > 1 &&

@@ -29,8 +29,9 @@ int ep_heap_device(const EpHeap *h) { return h->device; }
 uint16_t ep_heap_number(const EpHeap *h) { return h->control.of; }
 uint32_t ep_heap_reserved_sms(const EpHeap *h) { return h->reserved_sms; }
 
-/* True if no peer can still use this rank's memory: CPU memory (see above), after the collective close, in a
- * world of one rank, or after the world has ended. */
+/* True if this rank may free its memory now. CPU memory: always, because each peer has its own mapping. GPU
+ * memory: when no peer can use it, that is after the collective close, in a world of one rank, or after the
+ * world has ended. */
 static bool may_free(EpHeap *h) {
     return h->kind == EP_CPU || h->closed || ep_world_size(h->world) == 1 || ep_world_check(h->world) != 0;
 }

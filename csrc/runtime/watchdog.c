@@ -132,7 +132,8 @@ static void take_notes(EpWorld *w, uint32_t r, const EpFrame *f) {
     its->has_notes = true;
 }
 
-/* Store the step in which peer r is stuck (0: no longer), and its call records. */
+/* Peer r reports the step in which it is stuck (0: it is no longer stuck), and its own call records. Store
+ * both. */
 static void take_stuck(EpWorld *w, uint32_t r, const EpFrame *f) {
     EpRankNotes *its = &w->stuck.ranks[r];
     if (f->num_bytes != sizeof its->notes) return;
