@@ -151,6 +151,9 @@ def run_threads(fn, num_ranks, *args, timeout_s=60.0, device="cpu"):
     - Autograd has one thread for each GPU, which runs the backward of all ranks.  No backward may wait on the
       host.
     - What synchronises the GPU (cudaFree, torch.cuda.synchronize) waits for the kernels of all ranks.
+    - Do not replay CUDA graphs while other ranks are in an operation: a graph may then not start before the
+      kernels of another rank end, which wait for this rank.  The operation ends with EpTimeout.  Ranks that
+      replay graphs should be processes under NVIDIA MPS.
     - Capture a CUDA graph on a stream of its own, with capture_error_mode="thread_local", between two calls
       of world.exchange(), so that no other rank is in an operation.
 

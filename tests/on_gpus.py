@@ -4,8 +4,9 @@
     on_gpus.py [--out FOLDER] [--seconds N] [--only NAME,...] [--skip NAME,...] [--list]
 
 One GPU is enough: there the ranks share it (EPMOE_SHARE_GPU=1).  Steps whose names end with -threads run
-their ranks as threads of one process, side by side on the GPU.  In all other steps the ranks are processes,
-whose kernels alternate.  Steps that need several GPUs, because they measure links, are listed as not run.
+their ranks as threads of one process, side by side on the GPU.  In all other steps the ranks are processes.
+Under NVIDIA MPS (names that end with -mps) their kernels also run side by side, else the kernels alternate.
+Steps that need several GPUs, because they measure links, are listed as not run.
 
 Each step has its own time limit of at most 9 minutes.  A step for which too little of --seconds is left is
 not started and is listed as not run.  The output of a step goes to FOLDER/NAME.log, figures to FOLDER/*.json.
@@ -13,6 +14,7 @@ The exit status is 1 if a step failed.  Needs the package built in place (make b
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
@@ -20,6 +22,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -38,6 +41,7 @@ LONGEST_S = 540
 STAGE_INFO = (r"Race reported between Read access at ep_ld_shared\(.*\n"
               r"=+ +and Write access at ep_st_shared\(.*\n")
 CHAOS = ROOT / "build" / "chaos" / "lib"
+MPS = "nvidia-cuda-mps-control"
 
 # The suite in parts, so that each ends within LONGEST_S also where four ranks take turns on one GPU.
 PARTS = {
@@ -58,6 +62,7 @@ class Step:
     env: dict = dataclasses.field(default_factory=dict)
     needs: str = ""  # why it cannot run here
     explained: str = ""  # a pattern of reports that are not faults
+    mps: bool = False  # under NVIDIA MPS
 
 
 def torchrun(n, *command):
@@ -89,11 +94,14 @@ def layers(n):
 
 
 def soaks(n, is_shared):
-    """Long runs.  On one GPU the longest run their ranks as threads: side by side they are much faster."""
+    """Long runs.  On one GPU the longest run their ranks side by side, which is many times faster."""
     python, chaos = [sys.executable], {"PYTHONPATH": str(CHAOS)} if CHAOS.is_dir() else {}
     if is_shared:
         threads = ["--threads", str(n)]
-        yield Step("fused-threads", [*python, "tests/soak_fused.py", "-n", "10000", *threads], LONGEST_S,
+        missing = "" if shutil.which(MPS) else f"{MPS} is not installed"
+        yield Step("fused-mps", torchrun(n, "tests/soak_fused.py", "-n", "10000"), LONGEST_S,
+                   "the same to the bit", chaos, missing, mps=True)
+        yield Step("fused-threads", [*python, "tests/soak_fused.py", "-n", "2000", *threads], LONGEST_S,
                    "the same to the bit", chaos | SIDE_BY_SIDE)
         yield Step("ops-threads", [*python, "tests/soak.py", "ops", "-n", "100000", *threads], LONGEST_S,
                    "no fault", chaos | SIDE_BY_SIDE)
@@ -144,11 +152,28 @@ def steps(num_gpus, out):
     yield Step("overlap", ["make", "trace", f"ARGS=--json {out / 'overlap.json'}"], 300, needs=several)
 
 
+@contextlib.contextmanager
+def mps_server():
+    """Start an MPS server. Yields the environment of processes that use it."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        subprocess.run([MPS, "-d"], env=os.environ | env, check=True)
+        try:
+            yield env
+        finally:
+            subprocess.run([MPS], input="quit\n", text=True, env=os.environ | env, check=False)
+
+
 def run(step, log):
     """ok, or what was wrong."""
+    with mps_server() if step.mps else contextlib.nullcontext({}) as env:
+        return run_in(step, log, env)
+
+
+def run_in(step, log, more_env):
     path = os.pathsep.join([*([step.env["PYTHONPATH"]] if "PYTHONPATH" in step.env else []), str(ROOT),
                             str(ROOT / "tests")])
-    env = {**os.environ, **step.env, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+    env = {**os.environ, **step.env, **more_env, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
     with open(log, "w") as f:
         child = subprocess.Popen(step.command, cwd=ROOT, stdout=f, stderr=subprocess.STDOUT,
                                  start_new_session=True, env=env)
