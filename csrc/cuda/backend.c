@@ -18,11 +18,11 @@
 #endif
 
 #include "backend.h"
+#include "cuda/capabilities.h"
 #include "kernels/launch.h"
 #include "protocol/flags.h"
 #include "runtime/error.h"
 
-#define MAX_DEVICES 64           /* of a process */
 #define BLOCK_BYTES (2ull << 20) /* IPC requires allocations that share no page with others */
 /* After the world has ended, work on a stream has this much time to finish. */
 #define ENDED_NS 1000000000ull
@@ -235,9 +235,9 @@ typedef struct {
     pthread_mutex_t lock;
     LaunchOrder runs, captured;
 } Lane;
-static Lane lanes[MAX_DEVICES][EP_MAX_RANKS];
+static Lane lanes[EP_MAX_DEVICES][EP_MAX_RANKS];
 static void init_lanes(void) {
-    for (uint32_t i = 0; i < MAX_DEVICES; i++)
+    for (uint32_t i = 0; i < EP_MAX_DEVICES; i++)
         for (uint32_t j = 0; j < EP_MAX_RANKS; j++) pthread_mutex_init(&lanes[i][j].lock, NULL);
 }
 
@@ -255,8 +255,8 @@ static int graph_of(cudaStream_t stream, unsigned long long *graph) {
 }
 static int lock_lane(int device, uint32_t lane, Lane **out) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
-    if (device < 0 || device >= MAX_DEVICES)
-        return ep_error(EP_EINVAL, "device %d of at most %d", device, MAX_DEVICES);
+    if (device < 0 || device >= EP_MAX_DEVICES)
+        return ep_error(EP_EINVAL, "device %d of at most %d", device, EP_MAX_DEVICES);
     pthread_once(&once, init_lanes);
     *out = &lanes[device][lane];
     pthread_mutex_lock(&(*out)->lock);

@@ -6,6 +6,8 @@
 #define EP_RESIDENT_CUH
 #include <cuda_runtime_api.h>
 
+#include "cuda/capabilities.h"
+
 static __device__ __forceinline__ uint32_t *ep_dynamic_smem(void) {
     extern __shared__ uint32_t smem[];
     return smem;
@@ -23,10 +25,9 @@ template <typename P> static cudaError_t ep_allow_smem(void (*kernel)(P), uint32
 /* The number of CTAs that may run at once, at most `wanted`. A CTA occupies a whole SM, and reserved SMs
  * are not used. */
 static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t reserve_sms, uint32_t *num_blocks) {
-    int device = 0, num_sm = 0;
-    cudaError_t e = cudaGetDevice(&device);
-    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
-    const uint32_t most = (uint32_t)num_sm > reserve_sms ? (uint32_t)num_sm - reserve_sms : 1;
+    EpCapabilities c;
+    const cudaError_t e = (cudaError_t)ep_capabilities(&c);
+    const uint32_t most = e == cudaSuccess && c.num_sms > reserve_sms ? c.num_sms - reserve_sms : 1;
     *num_blocks = wanted < most ? wanted : most;
     return e;
 }

@@ -1,14 +1,11 @@
-/* fused.cu - the launchers of the megakernels: choice of the dtype, and the timeout within a CTA. */
+/* fused.cu - the launcher of the megakernels: which kernel, how many CTAs, and the timeout within a CTA. */
 #include <cuda_runtime_api.h>
 
+#include "cuda/cluster_launch.h"
 #include "kernels/fused/fused.h"
+#include "kernels/gemm/gemm_tune.h"
 
-int ep_launch_dispatch_gemm_bf16(const EpDispatchGemmParams *p, cudaStream_t stream);
-int ep_launch_dispatch_gemm_f16(const EpDispatchGemmParams *p, cudaStream_t stream);
-int ep_launch_gemm_combine_bf16(const EpGemmCombineParams *p, cudaStream_t stream);
-int ep_launch_gemm_combine_f16(const EpGemmCombineParams *p, cudaStream_t stream);
-int ep_preload_fused_bf16(void);
-int ep_preload_fused_f16(void);
+extern EpClusterKernel ep_mega_kernels_bf16[], ep_mega_kernels_f16[];
 
 /* The limit of a wait within a CTA. It is longer than the waits that it depends on: those for a peer
  * (timeout_ns), then those for this rank's ready counters (twice that). */
@@ -17,40 +14,70 @@ static uint64_t block_limit_ns(const EpComm *c) {
     return ns < EP_GEMM_MIN_LIMIT_NS ? EP_GEMM_MIN_LIMIT_NS : ns;
 }
 
-static int check_device(void) {
-    uint32_t has;
-    const int e = ep_has_hopper(&has);
-    return e ? e : has ? 0 : (int)cudaErrorNoKernelImageForDevice;
+/* A launch in preparation: one CTA on each SM that is not reserved, all of them resident. */
+typedef struct {
+    EpClusterKernel *kernel;
+    uint32_t tile_cols, num_ctas;
+} MegaLaunch;
+
+/* Choose the kernel and the number of CTAs, and complete the parameters of the GEMM. */
+static int prepare(uint32_t op, const EpComm *comm, EpGemmParams *gemm, MegaLaunch *m) {
+    EpCapabilities c;
+    uint32_t max_ctas;
+    int e = ep_capabilities(&c);
+    if (e) return e;
+    if (!c.has_hopper) return (int)cudaErrorNoKernelImageForDevice;
+    m->tile_cols = ep_gemm_tile_cols(gemm);
+    m->kernel =
+        ep_find_kernel(gemm->is_f16 ? ep_mega_kernels_f16 : ep_mega_kernels_bf16, op, gemm, m->tile_cols);
+    if (!m->kernel) return (int)cudaErrorInvalidValue;
+    e = ep_load_kernel(m->kernel, &max_ctas);
+    if (e) return e;
+    const uint32_t most = c.num_sms > comm->reserve_sms + 1 ? (c.num_sms - comm->reserve_sms) / 2 * 2 : 2;
+    m->num_ctas = most < max_ctas ? most : max_ctas;
+    gemm->limit_ns = block_limit_ns(comm);
+    gemm->tile_counter = &EP_AT(EpLocal, comm, comm->my_rank, comm->layout.local_off)->queue_tiles;
+    return 0;
+}
+
+static int launch(const MegaLaunch *m, const void *params, const EpGemmParams *gemm, void *stream) {
+    EpGemmParams seen = *gemm;
+    /* A tensor map cannot have a dimension of 0. Nothing is read. */
+    if (seen.num_rows == 0) {
+        seen.a = seen.b;
+        seen.num_rows = 1;
+    }
+    const EpClusterLaunch l = {m->num_ctas, true, params, ep_map_a(&seen, m->tile_cols),
+                               ep_map_b(&seen, m->tile_cols)};
+    return ep_launch_clusters(m->kernel, &l, stream);
 }
 
 extern "C" int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream) {
-    const int e = check_device();
-    if (e) return e;
     EpDispatchGemmParams q = *p;
-    q.gemm.limit_ns = block_limit_ns(&p->dispatch.comm);
-    q.gemm.tile_counter =
-        &EP_AT(EpLocal, &p->dispatch.comm, p->dispatch.comm.my_rank, p->dispatch.comm.layout.local_off)
-             ->queue_tiles;
-    return q.gemm.is_f16 ? ep_launch_dispatch_gemm_f16(&q, (cudaStream_t)stream)
-                         : ep_launch_dispatch_gemm_bf16(&q, (cudaStream_t)stream);
+    MegaLaunch m;
+    const int e = prepare(EP_OP_DISPATCH_GEMM, &p->dispatch.comm, &q.gemm, &m);
+    if (e) return e;
+    /* A rank that shares its GPU has fewer CTAs than the caller may have assumed. If all of them would only
+     * receive, half of them receive and the other half sends. */
+    if (q.num_tail_blocks >= m.num_ctas) q.num_tail_blocks = m.num_ctas / 2;
+    return launch(&m, &q, &q.gemm, stream);
 }
 extern "C" int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream) {
-    const int e = check_device();
-    if (e) return e;
     EpGemmCombineParams q = *p;
-    q.gemm.limit_ns = block_limit_ns(&p->combine.comm);
-    q.gemm.tile_counter =
-        &EP_AT(EpLocal, &p->combine.comm, p->combine.comm.my_rank, p->combine.comm.layout.local_off)
-             ->queue_tiles;
-    return q.gemm.is_f16 ? ep_launch_gemm_combine_f16(&q, (cudaStream_t)stream)
-                         : ep_launch_gemm_combine_bf16(&q, (cudaStream_t)stream);
+    MegaLaunch m;
+    const int e = prepare(EP_OP_GEMM_COMBINE, &p->combine.comm, &q.gemm, &m);
+    if (e) return e;
+    q.combine.row_pieces = (ep_gemm_num_cols(&p->gemm) + m.tile_cols - 1) / m.tile_cols;
+    return launch(&m, &q, &q.gemm, stream);
 }
 
 /* Load the megakernels, if this device has them. */
 extern "C" int ep_preload_fused(void) {
-    uint32_t has;
-    const int e = ep_has_hopper(&has);
-    if (e || !has) return e;
-    const int first = ep_preload_fused_bf16();
-    return first ? first : ep_preload_fused_f16();
+    EpCapabilities c;
+    uint32_t max_ctas;
+    int e = ep_capabilities(&c);
+    if (e || !c.has_hopper) return e;
+    for (EpClusterKernel *table : {ep_mega_kernels_bf16, ep_mega_kernels_f16})
+        for (EpClusterKernel *k = table; k->function && !e; k++) e = ep_load_kernel(k, &max_ctas);
+    return e;
 }

@@ -61,10 +61,25 @@ template <typename F> EP_FN uint32_t fifo_at(uint32_t smem, uint32_t first) {
 struct EpDispatchHooks {
     static constexpr bool FUSED = true;
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
-    const EpDispatchGemmParams &p;
+    typedef EpDispatchGemmParams Params;
+    const Params &p;
     /* The operation is valid, as far as this thread knows. */
     bool ok;
     uint32_t awaited;
+
+    __device__ EpDispatchHooks(const Params &params, bool is_valid)
+        : p(params), ok(is_valid), awaited(UINT32_MAX) {}
+    static __device__ void keep(bool) {}
+    static __device__ const EpDispatchParams &stage(const Params &p) { return p.dispatch; }
+    static __device__ bool enter(const Params &p, uint64_t epoch) {
+        const EpDispatchParams &d = p.dispatch;
+        return ep_cta_enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows,
+                            d.has_weight, 0, epoch);
+    }
+    static __device__ void poison(const Params &p) {
+        poison_dispatch(p.dispatch);
+        ep_cta_fill(p.gemm.out, 2ull * p.gemm.num_rows * ep_gemm_out_cols(&p.gemm), EP_NAN_WORD);
+    }
 
     __device__ void comm(uint32_t smem) {
         if (!ok || blockIdx.x >= p.num_move_blocks) return;
@@ -103,9 +118,21 @@ struct EpDispatchHooks {
 template <int DTYPE> struct EpCombineHooks {
     static constexpr bool FUSED = true;
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
-    const EpGemmCombineParams &p;
+    typedef EpGemmCombineParams Params;
+    const Params &p;
     /* Rows of the last tile that this warp has stored but not yet counted. */
     uint32_t row, num_rows;
+
+    __device__ EpCombineHooks(const Params &params, bool) : p(params), row(0), num_rows(0) {}
+    /* One thread stores the verdict for all threads, to save a register of each. */
+    static __device__ void keep(bool is_valid) { ep_shared_ok = is_valid; }
+    static __device__ const EpCombineParams &stage(const Params &p) { return p.combine; }
+    static __device__ bool enter(const Params &p, uint64_t epoch) {
+        const EpCombineParams &k = p.combine;
+        return ep_cta_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows,
+                            k.has_weight, 0, epoch);
+    }
+    static __device__ void poison(const Params &p) { poison_combine(p.combine); }
 
     /* Count this warp's part of a tile. The warp does so while its next wgmma is in flight, so that no one
      * waits for the fence. */
@@ -157,27 +184,34 @@ EP_FN void reset_ready(const EpComm *c, const int32_t *plan, EpLeft left) {
     for (uint32_t b = threadIdx.x; b < num; b += blockDim.x) *ep_ready_word(c, b) = 0;
 }
 
+/* The body of every megakernel: the ranks agree on the operation, the CTA multiplies and communicates, and
+ * the last CTA out cleans up. H has what differs between operations. */
+template <typename C, typename H>
+EP_FN void mega_body(const typename H::Params &p, const CUtensorMap *map_a, const CUtensorMap *map_b) {
+    const auto &stage = H::stage(p);
+    ep_trace_start(&stage.comm);
+    const uint64_t epoch = ep_begin(&stage.comm), begin = ep_trace_now(&stage.comm);
+    const bool ok = epoch && H::enter(p, epoch);
+    ep_trace_span(&stage.comm, EP_SPAN_ENTER, 0, begin);
+    H hooks(p, ok);
+    if (threadIdx.x == 0) {
+        ep_shared_epoch = epoch;
+        H::keep(ok);
+    }
+    __syncthreads();
+    if (epoch) ep_gemm_body<C>(&p.gemm, hooks, map_a, map_b);
+    const EpLeft left = ep_cta_leave(&stage.comm, EpSharedEpoch());
+    reset_ready(&stage.comm, stage.plan, left);
+    if (left == EP_LEFT_LAST_FAILED) H::poison(p);
+}
+
 template <typename C>
 __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     mega_kernel_dispatch_token_moe_grouped_gemm(const __grid_constant__ EpDispatchGemmParams p,
                                                 const __grid_constant__ CUtensorMap map_a,
                                                 const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    const EpDispatchParams &d = p.dispatch;
-    ep_trace_start(&d.comm);
-    const uint64_t epoch = ep_begin(&d.comm), begin = ep_trace_now(&d.comm);
-    const bool ok = epoch && ep_cta_enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens,
-                                          d.num_rows, d.has_weight, 0, epoch);
-    ep_trace_span(&d.comm, EP_SPAN_ENTER, 0, begin);
-    EpDispatchHooks hooks = {p, ok, UINT32_MAX};
-    if (threadIdx.x == 0) ep_shared_epoch = epoch;
-    __syncthreads();
-    if (epoch) ep_gemm_body<C>(&p.gemm, hooks, &map_a, &map_b);
-    const EpLeft left = ep_cta_leave(&d.comm, EpSharedEpoch());
-    reset_ready(&d.comm, d.plan, left);
-    if (left != EP_LEFT_LAST_FAILED) return;
-    poison_dispatch(d);
-    ep_cta_fill(p.gemm.out, 2ull * p.gemm.num_rows * ep_gemm_out_cols(&p.gemm), EP_NAN_WORD);
+    mega_body<C, EpDispatchHooks>(p, &map_a, &map_b);
 #endif
 }
 
@@ -187,121 +221,43 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
                                                const __grid_constant__ CUtensorMap map_a,
                                                const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    const EpCombineParams &k = p.combine;
     static_assert(EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE, false>::Fifo::BYTES == EpFusedFifo::BYTES,
                   "communication warps have room");
     static_assert(C::STAGES * C::STAGE_BYTES >= 8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo::BYTES,
                   "after_last_tile has room");
-    ep_trace_start(&k.comm);
-    const uint64_t epoch = ep_begin(&k.comm), begin = ep_trace_now(&k.comm);
-    const bool ok = epoch && ep_cta_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens,
-                                          k.num_rows, k.has_weight, 0, epoch);
-    ep_trace_span(&k.comm, EP_SPAN_ENTER, 0, begin);
-    EpCombineHooks<C::F16 ? EP_F16 : EP_BF16> hooks = {p, 0, 0};
-    if (threadIdx.x == 0) {
-        ep_shared_epoch = epoch;
-        ep_shared_ok = ok;
-    }
-    __syncthreads();
-    if (epoch) ep_gemm_body<C>(&p.gemm, hooks, &map_a, &map_b);
-    const EpLeft left = ep_cta_leave(&k.comm, EpSharedEpoch());
-    reset_ready(&k.comm, k.plan, left);
-    if (left == EP_LEFT_LAST_FAILED) poison_combine(k);
+    mega_body<C, EpCombineHooks<C::F16 ? EP_F16 : EP_BF16>>(p, &map_a, &map_b);
 #endif
 }
 
-/* ---- launch ---- */
+/* ---- the table of megakernels ---- */
 
-/* Dynamic shared memory of a CTA: the GEMM's part, and a part for each of the three communication warps.
- * Static shared memory uses at most 1024 bytes more. */
-template <typename C> constexpr uint32_t FUSED_SMEM = C::SMEM_BYTES + 3 * EpFusedFifo::BYTES;
+/* X(operation, kernel, columns of a tile, activation): all instances, each for bf16 and fp16. */
+#define EP_MEGA_VARIANTS(X)                                                                  \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_NONE)    \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 192, EP_ACT_NONE)    \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_NONE)    \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_GELU)    \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_GELU)    \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_SWIGLU)  \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_SWIGLU)  \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_GPT_OSS) \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_GPT_OSS) \
+    X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 256, EP_ACT_NONE)      \
+    X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 192, EP_ACT_NONE)      \
+    X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 128, EP_ACT_NONE)
 
-/* Launch one CTA on each SM that is not reserved, in clusters of two, with all CTAs resident at once; or
- * return an error. num_tail is a field of p, or NULL. A rank that shares its GPU has fewer CTAs than the
- * caller may have assumed. If all of them would only receive, half of them receive and the other half
- * sends. */
+/* One row of the table (cluster_launch.h). Dynamic shared memory of a CTA: the GEMM's part, and a part for
+ * each of the three communication warps. Static shared memory uses at most 1024 bytes more. */
 template <typename C, typename P>
-static cudaError_t launch_resident_pairs(void (*kernel)(P, CUtensorMap, CUtensorMap), const P &p,
-                                         const EpGemmParams *gemm, uint32_t reserve_sms, uint32_t *num_tail,
-                                         cudaStream_t stream) {
-    static_assert(FUSED_SMEM<C> + 1024 <= EP_CTA_SMEM_BYTES, "a CTA has this much shared memory");
-    CUtensorMap a, b;
-    EpGemmParams seen = *gemm;
-    int device = 0, num_sm = 0, num_pairs = 0;
-    /* A tensor map cannot have a dimension of 0. Nothing is read. */
-    if (seen.num_rows == 0) {
-        seen.a = seen.b;
-        seen.num_rows = 1;
-    }
-    cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, FUSED_SMEM<C>);
-    if (e == cudaSuccess) e = encode(ep_map_a(&seen, C::BN), &a);
-    if (e == cudaSuccess) e = encode(ep_map_b(&seen, C::BN), &b);
-    if (e == cudaSuccess) e = cudaGetDevice(&device);
-    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&num_sm, cudaDevAttrMultiProcessorCount, device);
-    const uint32_t most = (uint32_t)num_sm > reserve_sms + 1 ? (uint32_t)num_sm - reserve_sms : 2;
-    cudaLaunchAttribute attributes[2] = {};
-    cudaLaunchConfig_t config = {
-        dim3(most / 2 * 2), dim3(EP_GEMM_THREADS), FUSED_SMEM<C>, stream, attributes, 1};
-    attributes[0].id = cudaLaunchAttributeClusterDimension, attributes[0].val.clusterDim = {2, 1, 1};
-    attributes[1].id = cudaLaunchAttributeCooperative, attributes[1].val.cooperative = 1;
-    if (e == cudaSuccess) e = cudaOccupancyMaxActiveClusters(&num_pairs, kernel, &config);
-    if (e == cudaSuccess && num_pairs == 0) e = cudaErrorCooperativeLaunchTooLarge;
-    if (e != cudaSuccess) return e;
-    if (config.gridDim.x > 2 * (uint32_t)num_pairs) config.gridDim.x = 2 * (uint32_t)num_pairs;
-    if (num_tail && *num_tail >= config.gridDim.x) *num_tail = config.gridDim.x / 2;
-    config.numAttrs = 2;
-    return cudaLaunchKernelEx(&config, kernel, p, a, b);
+static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUtensorMap), uint32_t tile_cols,
+                                uint32_t activation) {
+    constexpr uint32_t SMEM_BYTES = C::SMEM_BYTES + 3 * EpFusedFifo::BYTES;
+    static_assert(SMEM_BYTES + 1024 <= EP_CTA_SMEM_BYTES, "a CTA has this much shared memory");
+    return {(const void *)kernel, op, EP_GEMM_FORWARD, tile_cols, activation, EP_GEMM_THREADS,
+            SMEM_BYTES,           {}};
 }
-
-template <int BN, int ACT, bool F16> static cudaError_t launch_dispatch_gemm(const EpDispatchGemmParams *p,
-                                                                             cudaStream_t stream) {
-    typedef EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16> C;
-    EpDispatchGemmParams q = *p;
-    return launch_resident_pairs<C>(mega_kernel_dispatch_token_moe_grouped_gemm<C>, q, &p->gemm,
-                                    p->dispatch.comm.reserve_sms, &q.num_tail_blocks, stream);
-}
-template <int BN, bool F16> static cudaError_t launch_gemm_combine(const EpGemmCombineParams *p,
-                                                                   cudaStream_t stream) {
-    typedef EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16> C;
-    EpGemmCombineParams q = *p;
-    q.combine.row_pieces = (ep_gemm_num_cols(&p->gemm) + BN - 1) / BN;
-    return launch_resident_pairs<C>(mega_kernel_moe_grouped_gemm_combine_token<C>, q, &p->gemm,
-                                    p->combine.comm.reserve_sms, NULL, stream);
-}
-
-template <bool F16> static cudaError_t launch_dispatch_gemm_of(const EpDispatchGemmParams *p,
-                                                               cudaStream_t stream) {
-    const uint32_t tile_cols = ep_gemm_tile_cols(&p->gemm);
-#define EP_CASE(KIND, BN, ACT)                                                   \
-    if (KIND == EP_GEMM_FORWARD && p->gemm.activation == ACT && tile_cols == BN) \
-        return launch_dispatch_gemm < BN, KIND == EP_GEMM_FORWARD ? ACT : 0, F16 > (p, stream);
-    EP_GEMM_VARIANTS(EP_CASE)
-#undef EP_CASE
-    return cudaErrorInvalidValue;
-}
-template <bool F16> static cudaError_t launch_gemm_combine_of(const EpGemmCombineParams *p,
-                                                              cudaStream_t stream) {
-    switch (ep_gemm_tile_cols(&p->gemm)) {
-    case 256: return launch_gemm_combine<256, F16>(p, stream);
-    case 192: return launch_gemm_combine<192, F16>(p, stream);
-    default: return launch_gemm_combine<128, F16>(p, stream);
-    }
-}
-
-/* Load every kernel of a dtype now; see launch.h. */
-template <bool F16> static cudaError_t preload_fused(void) {
-    cudaFuncAttributes a;
-    cudaError_t e = cudaSuccess;
-#define EP_CASE(KIND, BN, ACT)                                                                             \
-    if (KIND == EP_GEMM_FORWARD && e == cudaSuccess)                                                       \
-        e = cudaFuncGetAttributes(                                                                         \
-            &a, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>>); \
-    if (KIND == EP_GEMM_FORWARD && ACT == EP_ACT_NONE && e == cudaSuccess)                                 \
-        e = cudaFuncGetAttributes(&a, mega_kernel_moe_grouped_gemm_combine_token<                          \
-                                          EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_NONE, F16>>);
-    EP_GEMM_VARIANTS(EP_CASE)
-#undef EP_CASE
-    return e;
-}
+#define EP_MEGA_ROW(OP, KERNEL, BN, ACT, F16)              \
+    mega_row<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>>( \
+        OP, KERNEL<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>>, BN, ACT),
 
 #endif /* EP_FUSED_CUH */

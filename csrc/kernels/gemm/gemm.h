@@ -42,8 +42,6 @@ extern "C" {
 #endif
 /* Launch on the current device. Returns a cudaError_t. */
 int ep_launch_gemm(const EpGemmParams *p, void *stream);
-/* Whether the current device has the Hopper kernels, which include the megakernels. Returns a cudaError_t. */
-int ep_has_hopper(uint32_t *has);
 #ifdef __cplusplus
 }
 #endif

@@ -1,6 +1,5 @@
 /* gemm_bf16.cu - the sm_90a kernels of the grouped GEMM in bf16; a separate file, to compile in parallel. */
 #include "kernels/gemm/gemm_hopper.cuh"
 
-int ep_launch_gemm_bf16(const EpGemmParams *p, uint32_t tile_cols, uint32_t num_blocks, cudaStream_t stream) {
-    return (int)launch_of<false>(p, tile_cols, num_blocks, stream);
-}
+#define EP_ROW(KIND, BN, ACT) gemm_row<KIND, BN, ACT, false>(),
+EpClusterKernel ep_gemm_kernels_bf16[] = {EP_GEMM_VARIANTS(EP_ROW) EP_GEMM_FEW_VARIANTS(EP_ROW){}};

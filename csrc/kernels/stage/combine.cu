@@ -22,13 +22,13 @@ static CombineKernel kernel_of(uint32_t dtype) {
 enum { WARP_BYTES = EpCombineConfig<EP_BF16, EP_OP_COMBINE>::Fifo::BYTES }; /* the same for all dtypes */
 /* The number of warps: EP_WARPS, or as many as the device has shared memory for. */
 static cudaError_t num_warps_here(uint32_t *num_warps) {
-    int device = 0, most = 0;
-    cudaError_t e = cudaGetDevice(&device);
-    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    const uint32_t fit =
-        (uint32_t)(most - 1024) / WARP_BYTES; /* the kernel also has some static shared memory */
+    EpCapabilities c;
+    const cudaError_t e = (cudaError_t)ep_capabilities(&c);
+    if (e != cudaSuccess) return e;
+    /* the kernel also has some static shared memory */
+    const uint32_t fit = (c.smem_bytes - 1024) / WARP_BYTES;
     *num_warps = fit < EP_WARPS ? fit : EP_WARPS;
-    return e;
+    return cudaSuccess;
 }
 
 extern "C" int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *stream) {

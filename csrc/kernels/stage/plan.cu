@@ -47,10 +47,9 @@ static size_t smem_of(const EpPlanParams *p) {
 }
 enum { STATIC_BYTES = 1024 }; /* upper limit of the kernel's static shared memory */
 static cudaError_t room_for_smem(uint32_t *num_bytes) {
-    int device = 0, most = 0;
-    cudaError_t e = cudaGetDevice(&device);
-    if (e == cudaSuccess) e = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    *num_bytes = (uint32_t)most - STATIC_BYTES;
+    EpCapabilities c;
+    const cudaError_t e = (cudaError_t)ep_capabilities(&c);
+    if (e == cudaSuccess) *num_bytes = c.smem_bytes - STATIC_BYTES;
     return e;
 }
 

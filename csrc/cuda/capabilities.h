@@ -1,0 +1,29 @@
+/* capabilities.h - what a GPU can do. Each GPU is asked once. */
+#ifndef EP_CAPABILITIES_H
+#define EP_CAPABILITIES_H
+#include <stdbool.h>
+#include <stdint.h>
+
+#define EP_MAX_DEVICES 64 /* GPUs that a process can use */
+
+typedef struct {
+    uint32_t num_sms;
+    uint32_t smem_bytes; /* shared memory that a CTA can have */
+    bool has_hopper;     /* the kernels for sm_90a, which include the megakernels, run here */
+} EpCapabilities;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+/* The number of the current device. Returns a cudaError_t. */
+int ep_current_device(uint32_t *device);
+/* What the current device can do. Returns a cudaError_t. */
+int ep_capabilities(EpCapabilities *c);
+/* The PTX version of the code of a kernel that runs on the current device, for example 90. All files are
+ * compiled for the same architectures, so any kernel can tell. gemm.cu has it. Returns a cudaError_t. */
+int ep_ptx_version(int *version);
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* EP_CAPABILITIES_H */
