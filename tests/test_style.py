@@ -24,29 +24,20 @@ FAULTS = {
 }
 
 
-def faults_of(root, files, **options):
+def faults_of(root, files):
     """Write files, {path: text}. Returns (all faults, texts of reported faults, texts of exceptions)."""
     for path, text in files.items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
-    return list(check_style.all_faults(root)), *check_style.check(root, **options)
+    return list(check_style.all_faults(root)), *check_style.check(root)
 
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_style_check_finds(tmp_path, kind):
-    faults, reported, _ = faults_of(tmp_path, {"csrc/good.c": GOOD, **FAULTS[kind]}, baseline={})
+    faults, reported, _ = faults_of(tmp_path, {"csrc/good.c": GOOD, **FAULTS[kind]})
     assert [f.rule for f in faults] == [kind.split("-")[0]] and len(reported) == 1
 
 
 def test_style_check_accepts_good_files(tmp_path):
     docstring = "def f():\n    '''\n" + "    text\n" * 70 + "    '''\n"
-    assert faults_of(tmp_path, {"csrc/a.c": GOOD, "epmoe/a.py": docstring}, baseline={}) == ([], [], [])
-
-
-def test_style_baseline_allows_a_number_of_faults(tmp_path):
-    key = "columns", "epmoe/a.py"
-    _, reported, excepted = faults_of(tmp_path, FAULTS["columns"], baseline={key: 1})
-    assert reported == [] and "baseline" in excepted[0]
-    (tmp_path / "epmoe/a.py").write_text(FAULTS["columns"]["epmoe/a.py"] + "\n" + "z" * 111)
-    reported, excepted = check_style.check(tmp_path, baseline={key: 1})
-    assert len(reported) == 2 and excepted == []
+    assert faults_of(tmp_path, {"csrc/a.c": GOOD, "epmoe/a.py": docstring}) == ([], [], [])

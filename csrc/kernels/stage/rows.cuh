@@ -170,6 +170,21 @@ template <typename F> EP_FN uint32_t ep_stream_list(uint32_t fifo, uint32_t num,
     return num + __popc(mask);
 }
 
+/* Add this lane's part of a row to its sums. If weighted, the row is first multiplied by w. The product and
+ * the sum are each rounded to fp32, as on the CPU. */
+template <int DTYPE, int PARTS> EP_FN void ep_stream_add(float (&acc)[PARTS][EpVec<DTYPE>::N],
+                                                         const uint4 (&v)[PARTS], bool weighted, float w) {
+    enum { N = EpVec<DTYPE>::N };
+#pragma unroll
+    for (uint32_t u = 0; u < PARTS; u++) {
+        float f[N];
+        EpVec<DTYPE>::unpack(v[u], f);
+#pragma unroll
+        for (uint32_t j = 0; j < N; j++)
+            acc[u][j] = __fadd_rn(acc[u][j], weighted ? __fmul_rn(w, f[j]) : f[j]);
+    }
+}
+
 /* Add up the rows of the list. Sum i consists of the rows between end i - 1 and end i (one byte each in
  * `ends`) and goes to dst(i). If weighted, each row is multiplied by its weight. The order is that of the
  * list, and each product and each sum is rounded to fp32 separately, as on the CPU, so that both backends
@@ -219,14 +234,7 @@ EP_FN void ep_stream_sums(uint32_t fifo, uint32_t ends, uint32_t num, uint32_t n
                 look_ahead();
                 ep_cp_async_wait<F::DEPTH - 1>();
                 ep_stream_out(v, fifo + cell);
-#pragma unroll
-                for (uint32_t u = 0; u < F::PARTS; u++) {
-                    float f[N];
-                    EpVec<DTYPE>::unpack(v[u], f);
-#pragma unroll
-                    for (uint32_t j = 0; j < N; j++)
-                        acc[u][j] = __fadd_rn(acc[u][j], weighted ? __fmul_rn(w, f[j]) : f[j]);
-                }
+                ep_stream_add<DTYPE>(acc, v, weighted, w);
                 load(cell);
             }
 #pragma unroll
