@@ -300,7 +300,7 @@ typedef struct {
     uint32_t reserve_sms; /* SMs that the kernel leaves to other kernels */
     /* The operation will have a backward, which is an operation of its own. */
     uint32_t requires_grad;
-    /* Host only: operations of one lane run in the order of their calls (cuda/backend.c, launch order). */
+    /* Host only: operations of one lane run in the order of their calls (cuda/launch_order.h). */
     uint32_t launch_lane;
 } EpComm;
 

@@ -1,0 +1,86 @@
+/* launch_order.c - the launch lanes of this process. launch_order.h says why operations need an order.
+ *
+ * Process-wide state: the lanes, because all worlds of a process share its GPUs. */
+#include "cuda/launch_order.h"
+
+#include <pthread.h>
+
+#include "cuda/capabilities.h"
+#if __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#else
+#define nvtxRangePushA(text) ((void)(text))
+#define nvtxRangePop() ((void)0)
+#endif
+
+struct EpLane {
+    /* one for each lane, because a launch may wait for a launch of another lane */
+    pthread_mutex_t lock;
+    EpLaunchOrder runs, captured;
+};
+static EpLane lanes[EP_MAX_DEVICES][EP_MAX_RANKS];
+static void init_lanes(void) {
+    for (uint32_t i = 0; i < EP_MAX_DEVICES; i++)
+        for (uint32_t j = 0; j < EP_MAX_RANKS; j++) pthread_mutex_init(&lanes[i][j].lock, NULL);
+}
+static int lane_of(int device, uint32_t lane, EpLane **out) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    if (device < 0 || device >= EP_MAX_DEVICES)
+        return ep_error(EP_EINVAL, "device %d of at most %d", device, EP_MAX_DEVICES);
+    pthread_once(&once, init_lanes);
+    *out = &lanes[device][lane];
+    return 0;
+}
+
+/* The graph for which a stream is being captured, or 0. */
+static int graph_of(cudaStream_t stream, unsigned long long *graph) {
+    enum cudaStreamCaptureStatus status;
+    unsigned long long id = 0;
+#if CUDART_VERSION >= 13000
+    EP_CUDA_TRY(cudaStreamGetCaptureInfo(stream, &status, &id, NULL, NULL, NULL, NULL));
+#else
+    EP_CUDA_TRY(cudaStreamGetCaptureInfo(stream, &status, &id, NULL, NULL, NULL));
+#endif
+    *graph = status == cudaStreamCaptureStatusActive ? id : 0;
+    return 0;
+}
+
+/* Make the stream wait for the operation before this one, if that one is on another stream. */
+static int wait_for_previous(EpLane *lane, cudaStream_t stream, EpLaunchOrder **out) {
+    unsigned long long graph = 0;
+    EP_TRY(graph_of(stream, &graph));
+    EpLaunchOrder *o = graph ? &lane->captured : &lane->runs;
+    if (!o->end) EP_CUDA_TRY(cudaEventCreateWithFlags(&o->end, cudaEventDisableTiming));
+    if (o->has_operation && o->stream != stream && o->graph == graph)
+        EP_CUDA_TRY(cudaStreamWaitEvent(stream, o->end, 0));
+    o->stream = stream;
+    o->graph = graph;
+    *out = o;
+    return 0;
+}
+
+int ep_begin_launch(int device, const EpComm *c, void *stream, const char *range, EpLaunch *l) {
+    EP_TRY(lane_of(device, c->launch_lane, &l->lane));
+    pthread_mutex_lock(&l->lane->lock);
+    int code = ep_guard(device, &l->guard);
+    if (!code) {
+        code = wait_for_previous(l->lane, (cudaStream_t)stream, &l->order);
+        if (code) ep_unguard(&l->guard, code);
+    }
+    if (code) pthread_mutex_unlock(&l->lane->lock);
+    else nvtxRangePushA(range);
+    return code;
+}
+
+int ep_end_launch(EpLaunch *l, int launched, const char *what) {
+    EpLaunchOrder *o = l->order;
+    int code = ep_cuda_check((cudaError_t)launched, what);
+    if (!code) {
+        o->has_operation = true;
+        code = ep_cuda_check(cudaEventRecord(o->end, o->stream), "cudaEventRecord");
+    }
+    nvtxRangePop();
+    ep_unguard(&l->guard, code);
+    pthread_mutex_unlock(&l->lane->lock);
+    return code;
+}
