@@ -40,6 +40,12 @@ static void make_config(const EpClusterKernel *k, uint32_t num_ctas, void *strea
     config->numAttrs = 1;
 }
 
+/* Allow the kernel its dynamic shared memory. This call also loads the kernel, and gives the calling thread a
+ * current context. */
+static cudaError_t allow_smem(const EpClusterKernel *k) {
+    return cudaFuncSetAttribute(k->function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)k->smem_bytes);
+}
+
 static cudaError_t ask(const EpClusterKernel *k, uint32_t *max_ctas) {
     EpCapabilities c;
     cudaLaunchAttribute attributes[2];
@@ -48,7 +54,7 @@ static cudaError_t ask(const EpClusterKernel *k, uint32_t *max_ctas) {
     cudaError_t e = (cudaError_t)ep_capabilities(&c);
     if (e != cudaSuccess) return e;
     make_config(k, c.num_sms / 2 * 2, NULL, attributes, &config);
-    e = cudaFuncSetAttribute(k->function, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)k->smem_bytes);
+    e = allow_smem(k);
     if (e == cudaSuccess) e = cudaOccupancyMaxActiveClusters(&num_clusters, k->function, &config);
     if (e == cudaSuccess && num_clusters <= 0) e = cudaErrorCooperativeLaunchTooLarge;
     if (e == cudaSuccess) *max_ctas = 2 * (uint32_t)num_clusters;
@@ -88,7 +94,7 @@ static uint32_t place_of(const EpTensorMap *key) {
 }
 
 /* The driver's function is looked up by name, because the library must also load without a driver. The driver
- * needs a current context in this thread: ep_load_kernel has created one. */
+ * needs a current context in this thread. */
 static cudaError_t encode(const EpTensorMap *s, CUtensorMap *map) {
     static PFN_cuTensorMapEncodeTiled_v12000 encode_tiled;
     enum cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
@@ -109,13 +115,16 @@ static cudaError_t encode(const EpTensorMap *s, CUtensorMap *map) {
     return (cudaError_t)r; /* both enumerations have the same numbers */
 }
 
-static cudaError_t map_of(const EpTensorMap *key, CUtensorMap *map) {
+/* The tensor map of an operand of the kernel. Another thread may have loaded the kernel, so this thread may
+ * still need a context for the driver. */
+static cudaError_t map_of(const EpClusterKernel *k, const EpTensorMap *key, CUtensorMap *map) {
     cudaError_t e = cudaSuccess;
     const uint32_t i = place_of(key);
     pthread_mutex_lock(&lock);
     if (!maps[i].is_valid || memcmp(&maps[i].key, key, KEY_BYTES)) {
         maps[i].is_valid = false;
-        e = encode(key, &maps[i].map);
+        e = allow_smem(k);
+        if (e == cudaSuccess) e = encode(key, &maps[i].map);
         if (e == cudaSuccess) {
             maps[i].key = *key;
             maps[i].is_valid = true;
@@ -131,8 +140,8 @@ int ep_launch_clusters(const EpClusterKernel *k, const EpClusterLaunch *l, void 
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config;
     void *arguments[] = {(void *)(uintptr_t)l->params, &a, &b};
-    cudaError_t e = map_of(&l->a, &a);
-    if (e == cudaSuccess) e = map_of(&l->b, &b);
+    cudaError_t e = map_of(k, &l->a, &a);
+    if (e == cudaSuccess) e = map_of(k, &l->b, &b);
     if (e != cudaSuccess) return (int)e;
     make_config(k, l->num_ctas, stream, attributes, &config);
     config.numAttrs = l->is_resident ? 2 : 1;

@@ -9,6 +9,7 @@
 #ifndef EMULATED_PORT_H
 #define EMULATED_PORT_H
 #define EP_EMULATED
+#include "cuda/capabilities.h"
 #include "emulated_threads.h"
 #include "protocol/port.h"
 
@@ -230,6 +231,12 @@ template <int N> EP_FN void ep_cp_async_wait(void) {
         }
 }
 
+extern "C" int ep_capabilities(EpCapabilities *c) {
+    *c = {};
+    c->num_sms = num_sm;
+    c->smem_bytes = sizeof ep_shared;
+    return 0;
+}
 static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t, uint32_t *num_blocks) {
     *num_blocks = wanted < num_sm ? wanted : num_sm;
     return cudaSuccess;
@@ -258,10 +265,7 @@ static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, ui
         if (ep_shared[i] != 0xff) ep_die("a kernel wrote after the end of its dynamic shared memory");
     return cudaSuccess;
 }
-#define cudaGetDevice(d) (*(d) = 0, cudaSuccess)
-#define cudaDeviceGetAttribute(v, what, d) ((void)(d), *(v) = (int)sizeof ep_shared, cudaSuccess)
 #define cudaFuncGetAttributes(a, f) ((void)(a), cudaSuccess)
-#define cudaFuncSetAttribute(f, what, n) ((void)(n), cudaSuccess)
 #define ep_allow_smem(f, n) ((void)(f), (void)(n), cudaSuccess)
 
 #endif /* EMULATED_PORT_H */
