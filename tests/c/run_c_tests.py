@@ -242,9 +242,9 @@ def all_runs(builder, args):
     both = ["epmoe.h", "epmoe_device.h"]
     both += [f"protocol/{p.name}" for p in sorted((csrc / "protocol").glob("*.h"))]
     runs += [header_run(csrc, header, language) for header in both for language in ("c", "c++")]
-    # The headers of python/ need those of Python, and the headers of kernels/ those of CUDA.
+    # The headers of python/ need those of Python, and the headers of kernels/ and cuda/ those of CUDA.
     names = [str(path.relative_to(csrc)) for path in sorted(csrc.rglob("*.h"))]
-    c_only = [n for n in names if n not in both and not n.startswith(("kernels/", "python/"))]
+    c_only = [n for n in names if n not in both and not n.startswith(("cuda/", "kernels/", "python/"))]
     runs += [header_run(csrc, header, "c") for header in c_only]
     return [r for r in runs if r[0].startswith(args.only)]
 
