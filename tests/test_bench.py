@@ -42,7 +42,8 @@ EXPECTED = {
                  "torch permute, saved by sorting"},
     "gemm": {f"{library} {gemm}" for library in ("torch", "epmoe") for gemm in GEMMS}
             | {"epmoe gate and up, SwiGLU"},
-    "host": {"epmoe preprocess, host", "epmoe cached dispatch, host", "epmoe combine, host"},
+    "host": {"epmoe preprocess, host", "epmoe cached dispatch, host", "epmoe combine, host",
+             "epmoe dispatch + gemm, host", "epmoe gemm + combine, host"},
 }
 
 

@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+from epmoe.bench.layer import Layer
 from epmoe.bench.measure import alternated, graphed, host_microseconds
 
 TOKENS = 64
@@ -20,23 +21,32 @@ def jobs(run):
 
 def measure(run, shape):
     shape = shape.with_tokens(TOKENS)
+    options = {"capacity": run.size * shape.tokens * shape.topk,
+               "num_sm": run.num_sm or (8 if run.on_gpu else 1)}
     x, idx, weight = run.inputs(shape)
+    with run.layer(shape, x.dtype, **options) as layer:
+        rows, row_weight, layout = layer.dispatch(x, idx, weight)
+        record(run, shape, {"preprocess": lambda: layer.preprocess(idx),
+                            "cached dispatch": lambda: layer.dispatch(x, weight=weight, layout=layout),
+                            "combine": lambda: layer.combine(rows, layout, row_weight)})
+        layer.synchronize()
+    del options["num_sm"]  # of the fused kernels it is another option
+    with torch.no_grad(), Layer(run, shape, **options) as fused:
+        fused.check()
+        parts = fused.parts()
+        record(run, shape, {name: parts[name] for name in ("dispatch + gemm", "gemm + combine")})
+
+
+def record(run, shape, calls):
+    """Measure and record each of {name: function}."""
     # on the CPU a call has finished when it returns
     sync = torch.cuda.synchronize if run.on_gpu else (lambda: None)
-    with run.layer(shape, x.dtype, capacity=run.size * shape.tokens * shape.topk,
-                   num_sm=run.num_sm or (8 if run.on_gpu else 1)) as layer:
-        rows, row_weight, layout = layer.dispatch(x, idx, weight)
-        calls = {"preprocess": lambda: layer.preprocess(idx),
-                 "cached dispatch": lambda: layer.dispatch(x, weight=weight, layout=layout),
-                 "combine": lambda: layer.combine(rows, layout, row_weight)}
-        for name, fn in calls.items():
-            us = host_microseconds(fn, sync, run.cpu_group,
-                                   **({} if run.on_gpu else {"calls": 10, "rounds": 3}))
-            run.record("host", shape, f"epmoe {name}, host", us / 1e3, rate=f"{us:.1f} us")
-            if run.on_gpu:
-                many, = alternated([fn], run.device, run.cpu_group, run.iters, 5)
-                kernel = graphed(fn, run.cpu_group)
-                run.record("host", shape, f"epmoe {name}, among many", many,
-                           rate=f"{(many - kernel) * 1e3:.1f} us beyond")
-                run.record("host", shape, f"epmoe {name}, in a graph", kernel)
-        layer.synchronize()
+    for name, fn in calls.items():
+        us = host_microseconds(fn, sync, run.cpu_group, **({} if run.on_gpu else {"calls": 10, "rounds": 3}))
+        run.record("host", shape, f"epmoe {name}, host", us / 1e3, rate=f"{us:.1f} us")
+        if run.on_gpu:
+            many, = alternated([fn], run.device, run.cpu_group, run.iters, 5)
+            kernel = graphed(fn, run.cpu_group)
+            run.record("host", shape, f"epmoe {name}, among many", many,
+                       rate=f"{(many - kernel) * 1e3:.1f} us beyond")
+            run.record("host", shape, f"epmoe {name}, in a graph", kernel)
