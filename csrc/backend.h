@@ -13,7 +13,7 @@ typedef struct {
     uint64_t num_bytes, address;
     unsigned char handle[64];
     int32_t runtime_version, driver_version;
-} EpHeapCard;
+} EpHeapHandle;
 
 /* The memory from which a rank's heap is allocated. Ranks with the same device_id share this memory. */
 typedef struct {
@@ -28,11 +28,12 @@ typedef struct {
     /* The free memory of this rank's device. heap.c compares it with the total need of all ranks that
      * share it. */
     int (*heap_room)(int device, EpHeapRoom *room);
-    /* Allocate num_bytes on the device. card (and *fd, or -1) lets peers map the memory. */
-    int (*heap_open)(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd);
+    /* Allocate num_bytes on the device. heap_handle (and *fd, or -1) lets peers map the memory. */
+    int (*heap_open)(int device, uint64_t num_bytes, void **memory, EpHeapHandle *heap_handle, int *fd);
     void (*heap_close)(int device, void *memory, uint64_t num_bytes);
-    /* Map a peer's memory from its card. fd is closed in any case. */
-    int (*heap_import)(int device, const EpHeapCard *mine, const EpHeapCard *card, int fd, void **memory);
+    /* Map a peer's memory from its heap handle. fd is closed in any case. */
+    int (*heap_import)(int device, const EpHeapHandle *mine, const EpHeapHandle *heap_handle, int fd,
+                       void **memory);
     void (*heap_unimport)(int device, void *memory, uint64_t num_bytes);
     /* Host memory that workers read and write. */
     int (*host_alloc)(int device, uint64_t num_bytes, void **memory);
@@ -83,9 +84,9 @@ int ep_comm_alloc(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
 /* Local, after ep_comm_alloc: prepare the buffer. The caller has set the owner in b. */
 int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
 void ep_comm_close(EpHeap *heap, EpCommBuffer *b); /* local */
-/* Begin the call record of an operation of this buffer. ep_world_noted ends it. */
-uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code,
-                      void *stream);
+/* Begin the call record of an operation of this buffer. ep_world_end_call ends it. */
+uint64_t ep_comm_begin_call(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code,
+                            void *stream);
 /* Called before an operation: 0, or the error of the world or of an earlier operation of this buffer. */
 int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
 /* Called when a launch has failed on a GPU, so that this rank can send no header either. End the world,

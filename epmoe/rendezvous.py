@@ -11,7 +11,7 @@ from .errors import EpMismatch, EpTimeout, PeerError
 
 DEFAULT_TIMEOUT_S = 300.0
 _ABI_BYTES = 4
-_CARD_BYTES = _C.NAME_BYTES + _C.NONCE_BYTES + _ABI_BYTES
+_ADDRESS_BYTES = _C.NAME_BYTES + _C.NONCE_BYTES + _ABI_BYTES
 
 
 def default_timeout_s():
@@ -55,9 +55,9 @@ def process_group(group):
 
 
 def listen():
-    """Open this rank's listening socket.  Return its descriptor and this rank's address card.
+    """Open this rank's listening socket.  Return its descriptor and this rank's address.
 
-    The card is what the other ranks need to connect: the socket's name, a nonce and the protocol version.
+    The address is what the other ranks need to connect: the socket's name, a nonce and the protocol version.
     """
     fd, name, nonce = _C.world_listen()
     return fd, name + nonce + _C.ABI_VERSION.to_bytes(_ABI_BYTES, "little")
@@ -87,37 +87,37 @@ def all_gather_bytes(group, mine, timeout_s):
 def meet(group, rank, size, timeout_s):
     """Exchange the addresses of all ranks of a group and connect.  Collective.  Return the C world.
 
-    A rank that cannot take part gives an empty card, so that no other rank waits for it.
+    A rank that cannot take part gives an empty address, so that no other rank waits for it.
     """
     fd = -1
-    card = bytes(_CARD_BYTES)
+    address = bytes(_ADDRESS_BYTES)
     error = None
     limit_s = DEFAULT_TIMEOUT_S
     try:
         limit_s = timeout_s = checked_timeout_s(timeout_s)
-        fd, card = listen()
+        fd, address = listen()
     except Exception as e:
         error = e
     try:
-        cards = all_gather_bytes(group, card, limit_s)
+        addresses = all_gather_bytes(group, address, limit_s)
         if error is not None:
             raise error
-        _check_cards(cards)
+        _check_addresses(addresses)
     except BaseException:
         if fd >= 0:
             os.close(fd)
         raise
-    names = b"".join(c[: _C.NAME_BYTES] for c in cards)
-    nonce = cards[0][_C.NAME_BYTES : -_ABI_BYTES]
+    names = b"".join(c[: _C.NAME_BYTES] for c in addresses)
+    nonce = addresses[0][_C.NAME_BYTES : -_ABI_BYTES]
     return _C.world_create(rank, size, timeout_s, fd, nonce, names)
 
 
-def _check_cards(cards):
-    for rank, card in enumerate(cards):
-        if not card[0]:  # the length of a name
+def _check_addresses(addresses):
+    for rank, address in enumerate(addresses):
+        if not address[0]:  # the length of a name
             raise PeerError(f"rank {rank} could not make its world. See the error that it raised.")
-    for rank, card in enumerate(cards):
-        abi = int.from_bytes(card[-_ABI_BYTES:], "little")
+    for rank, address in enumerate(addresses):
+        abi = int.from_bytes(address[-_ABI_BYTES:], "little")
         if abi != _C.ABI_VERSION:
             raise EpMismatch(f"rank {rank} has another epmoe (protocol {abi:x}) than this rank "
                              f"(protocol {_C.ABI_VERSION:x}): install the same epmoe for all ranks")

@@ -56,7 +56,7 @@ static int heap_room(int device, EpHeapRoom *room) {
     return 0;
 }
 
-static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd_out) {
+static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapHandle *heap_handle, int *fd_out) {
     (void)device;
     int code, fd = memfd_create("epmoe", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) return ep_error(EP_ESYS, "memfd_create: %s", strerror(errno));
@@ -81,7 +81,7 @@ static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *
         close(fd);
         return code;
     }
-    card->num_bytes = num_bytes;
+    heap_handle->num_bytes = num_bytes;
     *fd_out = fd;
     return 0;
 }
@@ -91,17 +91,18 @@ static void heap_close(int device, void *memory, uint64_t num_bytes) {
     munmap(memory, num_bytes);
 }
 
-static int heap_import(int device, const EpHeapCard *mine, const EpHeapCard *card, int fd, void **memory) {
+static int heap_import(int device, const EpHeapHandle *mine, const EpHeapHandle *heap_handle, int fd,
+                       void **memory) {
     struct stat st;
     int code;
     (void)device;
     if (fd < 0)
         return ep_error(EP_ESYS,
                         "no file descriptor came with it: raise the limit of open files (ulimit -n)");
-    if (fstat(fd, &st) || (uint64_t)st.st_size != card->num_bytes || card->num_bytes != mine->num_bytes ||
-        (fcntl(fd, F_GET_SEALS) & SEALS) != SEALS)
+    if (fstat(fd, &st) || (uint64_t)st.st_size != heap_handle->num_bytes ||
+        heap_handle->num_bytes != mine->num_bytes || (fcntl(fd, F_GET_SEALS) & SEALS) != SEALS)
         code = ep_error(EP_ECORRUPT, "a peer sent a file that is not a heap of this world");
-    else code = map_file(fd, card->num_bytes, memory);
+    else code = map_file(fd, heap_handle->num_bytes, memory);
     if (fd >= 0) close(fd);
     return code;
 }

@@ -23,7 +23,7 @@
 
 /* ---- memory ---- */
 
-static int open_block(int device, uint64_t num_bytes, void **memory, EpHeapCard *card) {
+static int open_block(int device, uint64_t num_bytes, void **memory, EpHeapHandle *heap_handle) {
     struct cudaDeviceProp prop;
     cudaIpcMemHandle_t handle;
     uint64_t rounded = ep_align_u64(num_bytes, BLOCK_BYTES);
@@ -44,16 +44,16 @@ static int open_block(int device, uint64_t num_bytes, void **memory, EpHeapCard 
     e = cudaMemset(*memory, 0, rounded);
     if (e == cudaSuccess) e = cudaDeviceSynchronize();
     if (e == cudaSuccess) e = cudaIpcGetMemHandle(&handle, *memory);
-    if (e == cudaSuccess) e = cudaRuntimeGetVersion(&card->runtime_version);
-    if (e == cudaSuccess) e = cudaDriverGetVersion(&card->driver_version);
+    if (e == cudaSuccess) e = cudaRuntimeGetVersion(&heap_handle->runtime_version);
+    if (e == cudaSuccess) e = cudaDriverGetVersion(&heap_handle->driver_version);
     if (e != cudaSuccess) {
         cudaFree(*memory);
         *memory = NULL;
         return ep_cuda_error(e, "cudaIpcGetMemHandle");
     }
-    card->num_bytes = num_bytes;
-    _Static_assert(sizeof card->handle == sizeof handle, "an IPC handle has 64 bytes");
-    memcpy(card->handle, &handle, sizeof handle);
+    heap_handle->num_bytes = num_bytes;
+    _Static_assert(sizeof heap_handle->handle == sizeof handle, "an IPC handle has 64 bytes");
+    memcpy(heap_handle->handle, &handle, sizeof handle);
     return 0;
 }
 
@@ -77,11 +77,11 @@ static int heap_room(int device, EpHeapRoom *room) {
     return ep_unguard(&g, read_room(device, room));
 }
 
-static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapCard *card, int *fd) {
+static int heap_open(int device, uint64_t num_bytes, void **memory, EpHeapHandle *heap_handle, int *fd) {
     *fd = -1; /* a peer needs only the handle */
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
-    return ep_unguard(&g, open_block(device, num_bytes, memory, card));
+    return ep_unguard(&g, open_block(device, num_bytes, memory, heap_handle));
 }
 
 static void heap_close(int device, void *memory, uint64_t num_bytes) {
@@ -93,20 +93,21 @@ static void heap_close(int device, void *memory, uint64_t num_bytes) {
     ep_unguard(&g, 0);
 }
 
-static int import_block(const EpHeapCard *mine, const EpHeapCard *card, void **memory) {
+static int import_block(const EpHeapHandle *mine, const EpHeapHandle *heap_handle, void **memory) {
     cudaIpcMemHandle_t handle;
-    if (card->num_bytes != mine->num_bytes)
+    if (heap_handle->num_bytes != mine->num_bytes)
         return ep_error(EP_ECORRUPT, "a peer sent memory that is not a heap of this world");
-    memcpy(&handle, card->handle, sizeof handle);
+    memcpy(&handle, heap_handle->handle, sizeof handle);
     EP_CUDA_TRY(cudaIpcOpenMemHandle(memory, handle, cudaIpcMemLazyEnablePeerAccess));
     return 0;
 }
 
-static int heap_import(int device, const EpHeapCard *mine, const EpHeapCard *card, int fd, void **memory) {
+static int heap_import(int device, const EpHeapHandle *mine, const EpHeapHandle *heap_handle, int fd,
+                       void **memory) {
     (void)fd;
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
-    return ep_unguard(&g, import_block(mine, card, memory));
+    return ep_unguard(&g, import_block(mine, heap_handle, memory));
 }
 
 static void heap_unimport(int device, void *memory, uint64_t num_bytes) {

@@ -144,17 +144,18 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
 
 int ep_layer_agree(EpWorld *world, const EpLayerConfig *config, int status) {
     uint64_t num_bytes,
-        note = ep_world_note(world, &(EpNote){.what = EP_DID_LAYER_AGREE, .code = (int16_t)status});
+        record =
+            ep_world_begin_call(world, &(EpCallRecord){.what = EP_CALL_LAYER_AGREE, .code = (int16_t)status});
     int code = agree(world, config, status ? status : ep_layer_check_config(config, &num_bytes));
-    ep_world_noted(world, note, code);
+    ep_world_end_call(world, record, code);
     return code;
 }
 
 int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
-    uint64_t note = ep_world_note(ep_heap_world(heap),
-                                  &(EpNote){.what = EP_DID_LAYER_CREATE, .of = ep_heap_number(heap)});
+    uint64_t record = ep_world_begin_call(
+        ep_heap_world(heap), &(EpCallRecord){.what = EP_CALL_LAYER_CREATE, .of = ep_heap_number(heap)});
     int code = create(heap, config, out);
-    ep_world_noted(ep_heap_world(heap), note, code);
+    ep_world_end_call(ep_heap_world(heap), record, code);
     return code;
 }
 
@@ -165,8 +166,8 @@ int ep_layer_close(EpLayer *l) {
         /* Another thread may have held the lock at the fork; in this process nothing would release it. */
         return ep_world_check(ep_heap_world(l->heap));
     }
-    uint64_t note =
-        ep_world_note(ep_heap_world(l->heap), &(EpNote){.what = EP_DID_LAYER_CLOSE, .of = l->buffers[0].of});
+    uint64_t record = ep_world_begin_call(
+        ep_heap_world(l->heap), &(EpCallRecord){.what = EP_CALL_LAYER_CLOSE, .of = l->buffers[0].of});
     /* Peers may pull from this rank, and this rank from peers, until the last kernel has ended. Only
      * after that may the memory be used for something else. */
     int synced = ep_heap_quiesce(l->heap);
@@ -180,7 +181,7 @@ int ep_layer_close(EpLayer *l) {
     for (uint32_t i = 0; i < l->num_freed; i++) ep_world_unwatch(ep_heap_world(l->heap), &l->buffers[i]);
     /* If nothing was freed, a rank was in another call. Then all ranks can close the layer again. */
     l->closed = l->num_freed > 0;
-    ep_world_noted(ep_heap_world(l->heap), note, code);
+    ep_world_end_call(ep_heap_world(l->heap), record, code);
     return code ? code : synced;
 }
 
@@ -216,14 +217,14 @@ int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out
     return 0;
 }
 
-int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t note, int code, void *stream) {
-    ep_world_noted(ep_heap_world(l->heap), note, code);
+int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t record, int code, void *stream) {
+    ep_world_end_call(ep_heap_world(l->heap), record, code);
     /* A CPU operation that fails has entered, and has refused to its peers. */
     if (code && ep_heap_kind(l->heap) == EP_CPU) return code;
     if (code) {
         /* A CUDA operation that fails was not launched: it does not count, and this rank refuses now. */
         b->num_ops--;
-        ep_world_unnote(ep_heap_world(l->heap), 1);
+        ep_world_uncount_calls(ep_heap_world(l->heap), 1);
         return ep_layer_fail(l, b->buffer, op, code, stream);
     }
     return ep_heap_kind(l->heap) == EP_CPU ? ep_comm_check(l->heap, b, stream) : 0;
@@ -235,9 +236,9 @@ int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *st
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     EpComm comm = b->comm;
     comm.status = code;
-    uint64_t note = ep_comm_note(l->heap, b, op, 0, code, stream);
+    uint64_t record = ep_comm_begin_call(l->heap, b, op, 0, code, stream);
     code = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &comm, op, stream);
-    ep_world_noted(ep_heap_world(l->heap), note, comm.status);
+    ep_world_end_call(ep_heap_world(l->heap), record, comm.status);
     if (code) ep_comm_give_up(l->heap, code, stream);
     return code;
 }
@@ -252,9 +253,9 @@ int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stre
 int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
     EpCommBuffer *b;
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_BARRIER, 0, 0, stream);
+    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_BARRIER, 0, 0, stream);
     int done = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &b->comm, EP_OP_BARRIER, stream);
-    return ep_layer_end(l, b, EP_OP_BARRIER, note, done, stream);
+    return ep_layer_end(l, b, EP_OP_BARRIER, record, done, stream);
 }
 
 int ep_layer_sync(EpLayer *l, void *stream) {

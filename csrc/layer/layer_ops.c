@@ -80,9 +80,9 @@ int ep_layer_plan(EpLayer *l, uint32_t buffer, const EpTensor *indices, const Ep
     p.ticket = ++l->ticket[buffer];
     p.sort_slots = sort_slots;
     l->newest[buffer] = p.plan;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_PLAN, p.layout.num_tokens, 0, stream);
+    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_PLAN, p.layout.num_tokens, 0, stream);
     int done = ep_heap_backend(l->heap)->plan(ep_heap_device(l->heap), &p, stream);
-    return ep_layer_end(l, b, EP_OP_PLAN, note, done, stream);
+    return ep_layer_end(l, b, EP_OP_PLAN, record, done, stream);
 }
 
 /* A plan that others have followed: it knows, the host does not. */
@@ -178,9 +178,9 @@ int ep_layer_dispatch(EpLayer *l, uint32_t buffer, const EpTensor *x, const EpTe
     if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH, code, stream);
     p.comm = b->comm;
     p.comm.requires_grad = requires_grad;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH, p.layout.num_tokens, 0, stream);
+    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_DISPATCH, p.layout.num_tokens, 0, stream);
     int done = ep_heap_backend(l->heap)->dispatch(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
-    return ep_layer_end(l, b, EP_OP_DISPATCH, note, done, stream);
+    return ep_layer_end(l, b, EP_OP_DISPATCH, record, done, stream);
 }
 
 static int check_combine(const EpLayer *l, const EpTensor *rows, const EpTensor *row_weight,
@@ -223,9 +223,9 @@ int ep_layer_combine(EpLayer *l, uint32_t buffer, const EpTensor *rows, const Ep
     if (code) return ep_layer_fail(l, buffer, EP_OP_COMBINE, code, stream);
     p.comm = b->comm;
     p.comm.requires_grad = requires_grad;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_COMBINE, p.layout.num_tokens, 0, stream);
+    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_COMBINE, p.layout.num_tokens, 0, stream);
     int done = ep_heap_backend(l->heap)->combine(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
-    return ep_layer_end(l, b, EP_OP_COMBINE, note, done, stream);
+    return ep_layer_end(l, b, EP_OP_COMBINE, record, done, stream);
 }
 
 /* ---- fused kernels ---- */
@@ -299,9 +299,9 @@ int ep_layer_dispatch_gemm(EpLayer *l, uint32_t buffer, const EpDispatchGemm *g,
     p.num_move_blocks = g->num_move;
     p.num_tail_blocks = g->num_tail;
     p.waits_for_expert = g->waits_for_expert;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_DISPATCH_GEMM, d->layout.num_tokens, 0, stream);
+    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_DISPATCH_GEMM, d->layout.num_tokens, 0, stream);
     code = ep_heap_backend(l->heap)->dispatch_gemm(ep_heap_device(l->heap), &p, stream);
-    return ep_layer_end(l, b, EP_OP_DISPATCH_GEMM, note, code, stream);
+    return ep_layer_end(l, b, EP_OP_DISPATCH_GEMM, record, code, stream);
 }
 
 int ep_layer_gemm_combine(EpLayer *l, uint32_t buffer, const EpGemmCombine *g, void *stream) {
@@ -324,9 +324,9 @@ int ep_layer_gemm_combine(EpLayer *l, uint32_t buffer, const EpGemmCombine *g, v
     p.num_move_blocks = g->num_move;
     p.num_reduce_blocks = g->num_reduce;
     p.is_serial = g->is_serial;
-    uint64_t note = ep_comm_note(l->heap, b, EP_OP_GEMM_COMBINE, k->layout.num_tokens, 0, stream);
+    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_GEMM_COMBINE, k->layout.num_tokens, 0, stream);
     code = ep_heap_backend(l->heap)->gemm_combine(ep_heap_device(l->heap), &p, stream);
-    return ep_layer_end(l, b, EP_OP_GEMM_COMBINE, note, code, stream);
+    return ep_layer_end(l, b, EP_OP_GEMM_COMBINE, record, code, stream);
 }
 
 int ep_layer_trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t room) {

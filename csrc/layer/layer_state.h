@@ -26,7 +26,7 @@ struct EpLayer {
 int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out);
 /* End the host's part of an operation. On the CPU the operation has finished, so its failure is known
  * here. On CUDA a failure means that it was not launched; then this rank refuses it to the others. */
-int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t note, int code, void *stream);
+int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t record, int code, void *stream);
 /* Refuse the operation to the other ranks, because this thread has an error, and keep the text of that
  * error. */
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream);

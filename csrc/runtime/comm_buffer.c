@@ -1,6 +1,6 @@
 /* comm_buffer.c - communication buffers: open one in a heap, and convert its fault record into an error.
  *
- * Exports ep_comm_alloc, _open, _close, _note, _check and _give_up (backend.h).
+ * Exports ep_comm_alloc, _open, _close, _begin_call, _check and _give_up (backend.h).
  * Invariant: the watchdog knows an open buffer until its operations have finished, so the end of the world
  * always reaches their waits. */
 #include <stdio.h>
@@ -51,17 +51,18 @@ void ep_comm_close(EpHeap *heap, EpCommBuffer *b) {
     b->comm.host = NULL;
 }
 
-uint64_t ep_comm_note(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code,
-                      void *stream) {
-    EpNote note = {.seq = ++b->num_ops,
-                   .size = num_tokens,
-                   .what = (uint8_t)(b->is_heaps ? EP_DID_HEAP_BARRIER : op),
-                   .on_stream = b->on_stream,
-                   .of = b->of,
-                   .buffer = b->buffer,
-                   .code = (int16_t)code};
-    if (b->on_stream && ep_heap_backend(heap)->is_captured(stream)) ep_world_blur(ep_heap_world(heap));
-    return ep_world_note(ep_heap_world(heap), &note);
+uint64_t ep_comm_begin_call(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code,
+                            void *stream) {
+    EpCallRecord record = {.seq = ++b->num_ops,
+                           .size = num_tokens,
+                           .what = (uint8_t)(b->is_heaps ? EP_CALL_HEAP_BARRIER : op),
+                           .on_stream = b->on_stream,
+                           .of = b->of,
+                           .buffer = b->buffer,
+                           .code = (int16_t)code};
+    if (b->on_stream && ep_heap_backend(heap)->is_captured(stream))
+        ep_world_order_unknown(ep_heap_world(heap));
+    return ep_world_begin_call(ep_heap_world(heap), &record);
 }
 
 static const char *op_name(uint32_t op) {
@@ -190,13 +191,13 @@ int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream) {
          * count. */
         EP_TRY(backend->clear(ep_heap_device(heap), &b->comm, stream));
         ep_st_relaxed_sys_u64(&host->fault.state, 0);
-        ep_world_unnote(world, b->num_ops > f.epoch ? b->num_ops - f.epoch : 0);
+        ep_world_uncount_calls(world, b->num_ops > f.epoch ? b->num_ops - f.epoch : 0);
         b->num_ops = f.epoch;
         if (f.word == EP_WORD_SCATTER && f.want == 1) {
             /* Only this rank knows of the fault. The others will enter dispatch, so refuse dispatch. */
             EpComm comm = b->comm;
             comm.status = code;
-            ep_world_noted(world, ep_comm_note(heap, b, EP_OP_DISPATCH, 0, code, stream), code);
+            ep_world_end_call(world, ep_comm_begin_call(heap, b, EP_OP_DISPATCH, 0, code, stream), code);
             int entered = backend->enter(ep_heap_device(heap), &comm, EP_OP_DISPATCH, stream);
             if (entered) ep_comm_give_up(heap, entered, stream);
         }

@@ -144,8 +144,8 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
     if (num_bytes > EP_EXCHANGE_BYTES)
         return ep_error(EP_EINVAL, "an exchange carries at most %u bytes, not %u", EP_EXCHANGE_BYTES,
                         num_bytes);
-    EpNote note = {.what = EP_DID_EXCHANGE, .size = num_bytes};
-    uint64_t noted = ep_ring_begin(&w->ring, &note);
+    EpCallRecord record = {.what = EP_CALL_EXCHANGE, .size = num_bytes};
+    uint64_t number = ep_ring_begin(&w->ring, &record);
     if (num_bytes) {
         memcpy(f.bytes, mine, num_bytes);
         memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
@@ -176,7 +176,7 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
     }
     pthread_mutex_unlock(&w->lock);
     code = code ? code : verdict;
-    ep_ring_end(&w->ring, noted, code ? code : status);
+    ep_ring_end(&w->ring, number, code ? code : status);
     for (uint32_t r = 0; r < w->num_ranks && code && fds_in; r++) {
         if (fds_in[r] >= 0) close(fds_in[r]);
         fds_in[r] = -1;

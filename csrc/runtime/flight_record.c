@@ -28,37 +28,37 @@ __attribute__((format(printf, 2, 3))) static void put(Out *o, const char *format
     if (n > 0) o->at = n < o->end - o->at ? o->at + n : o->end - 1;
 }
 
-/* The name of an EpDid. An invalid number is named "nothing". */
-static const char *did_name(uint32_t what) {
+/* The name of an EpCallKind. An invalid number is named "nothing". */
+static const char *call_name(uint32_t what) {
     static const char *const names[] = {
 #define X(name, text) text,
-        EP_DIDS(X)
+        EP_CALLS(X)
 #undef X
     };
-    return names[what < EP_NUM_DIDS ? what : 0];
+    return names[what < EP_NUM_CALLS ? what : 0];
 }
 
 void ep_about_name(uint32_t about, char *text, size_t num_bytes) {
     uint32_t what = about >> 16, of = about & 0xffff;
-    if (what == EP_DID_LAYER_CLOSE) snprintf(text, num_bytes, "%s (layer %u)", did_name(what), of);
-    else if (what >= EP_DID_ALLOC && what <= EP_DID_LAYER_CREATE)
-        snprintf(text, num_bytes, "%s (heap %u)", did_name(what), of);
-    else snprintf(text, num_bytes, "%s", did_name(what));
+    if (what == EP_CALL_LAYER_CLOSE) snprintf(text, num_bytes, "%s (layer %u)", call_name(what), of);
+    else if (what >= EP_CALL_ALLOC && what <= EP_CALL_LAYER_CREATE)
+        snprintf(text, num_bytes, "%s (heap %u)", call_name(what), of);
+    else snprintf(text, num_bytes, "%s", call_name(what));
 }
 
 /* Milliseconds from a time to the end of the world. */
 static double before_end(const EpRecord *r, uint64_t ns) { return ((double)r->end_ns - (double)ns) / 1e6; }
 
-static void put_note(Out *o, const EpRecord *r, const EpNote *n) {
+static void put_record(Out *o, const EpRecord *r, const EpCallRecord *n) {
     unsigned long long seq = n->seq, size = n->size;
-    put(o, "%s", did_name(n->what));
-    if (ep_note_is_layers(n)) put(o, " #%llu of layer %u buffer %u", seq, n->of, n->buffer);
-    else if (n->what == EP_DID_HEAP_BARRIER) put(o, " #%llu of heap %u", seq, n->of);
-    else if (n->what == EP_DID_EXCHANGE) put(o, " #%llu", seq);
-    if (ep_note_is_layers(n) && n->what != EP_DID_BARRIER) put(o, ", T %llu", size);
-    if (n->what == EP_DID_EXCHANGE || n->what == EP_DID_ALLOC || n->what == EP_DID_HEAP_CREATE)
+    put(o, "%s", call_name(n->what));
+    if (ep_call_is_layers(n)) put(o, " #%llu of layer %u buffer %u", seq, n->of, n->buffer);
+    else if (n->what == EP_CALL_HEAP_BARRIER) put(o, " #%llu of heap %u", seq, n->of);
+    else if (n->what == EP_CALL_EXCHANGE) put(o, " #%llu", seq);
+    if (ep_call_is_layers(n) && n->what != EP_CALL_BARRIER) put(o, ", T %llu", size);
+    if (n->what == EP_CALL_EXCHANGE || n->what == EP_CALL_ALLOC || n->what == EP_CALL_HEAP_CREATE)
         put(o, " of %llu bytes", size);
-    if (ep_note_is_counted(n) && n->what > EP_DID_EXCHANGE) put(o, " (exchange #%llu)", seq);
+    if (ep_call_is_counted(n) && n->what > EP_CALL_EXCHANGE) put(o, " (exchange #%llu)", seq);
     if (n->code) put(o, ", refused here (%s)", ep_error_name(n->code));
     if (n->end_ns == 0) put(o, ": in flight for %.1f ms", before_end(r, n->begin_ns));
     else
@@ -67,20 +67,19 @@ static void put_note(Out *o, const EpRecord *r, const EpNote *n) {
 }
 
 /* The number of call records of a rank. It comes from a peer, so it is clamped. */
-static uint32_t num_notes(const EpRankNotes *k) {
-    return k->has_notes ? k->notes.num < EP_SENT_NOTES ? k->notes.num : EP_SENT_NOTES : 0;
+static uint32_t num_records(const EpRankCalls *k) {
+    return k->has_records ? k->records.num < EP_SENT_RECORDS ? k->records.num : EP_SENT_RECORDS : 0;
 }
 /* Three helpers: a rank's last call record, or NULL; its step, or 0; whether its steps can be compared. */
-static const EpNote *last_note(const EpRankNotes *k) {
-    return num_notes(k) ? &k->notes.notes[num_notes(k) - 1] : NULL;
+static const EpCallRecord *last_record(const EpRankCalls *k) {
+    return num_records(k) ? &k->records.at[num_records(k) - 1] : NULL;
 }
-static uint64_t step_of(const EpRankNotes *k) { return num_notes(k) ? last_note(k)->step : 0; }
-static bool is_sure(const EpRankNotes *k) { return k->has_notes && !k->notes.is_vague; }
+static uint64_t step_of(const EpRankCalls *k) { return num_records(k) ? last_record(k)->step : 0; }
+static bool is_sure(const EpRankCalls *k) { return k->has_records && !k->records.is_order_unknown; }
 /* The rank's collective call at a step, or NULL. */
-static const EpNote *note_at(const EpRankNotes *k, uint64_t step) {
-    for (uint32_t i = num_notes(k); i-- > 0;)
-        if (k->notes.notes[i].step == step && ep_note_is_counted(&k->notes.notes[i]))
-            return &k->notes.notes[i];
+static const EpCallRecord *record_at(const EpRankCalls *k, uint64_t step) {
+    for (uint32_t i = num_records(k); i-- > 0;)
+        if (k->records.at[i].step == step && ep_call_is_counted(&k->records.at[i])) return &k->records.at[i];
     return NULL;
 }
 
@@ -89,52 +88,52 @@ static const EpNote *note_at(const EpRankNotes *k, uint64_t step) {
 /* The newest operation that rank w has certainly entered. CPU: w wrote its epoch into this rank's memory.
  * GPU: the host sees only the newest plan that the GPU has finished, and all ranks have entered that. To see
  * more, the host would need a CUDA call, which can block. */
-static const EpNote *last_known(const EpRecord *r, uint32_t w) {
-    const EpNote *best = NULL;
+static const EpCallRecord *last_known(const EpRecord *r, uint32_t w) {
+    const EpCallRecord *best = NULL;
     for (uint32_t i = 0; i < r->num_buffers; i++) {
         const EpCommBuffer *b = r->buffers[i];
         if (!b) continue;
         uint64_t epoch =
             b->on_stream ? ep_ld_relaxed_sys_u64(&b->comm.host->plan.epoch) : ep_entered(&b->comm, w);
         for (uint32_t k = 0; k < r->num_ranks; k++)
-            for (uint32_t j = 0; j < num_notes(&r->ranks[k]); j++) {
-                const EpNote *n = &r->ranks[k].notes.notes[j];
-                if (ep_note_is_buffers(n, b) && n->seq == epoch && (!best || n->step > best->step)) best = n;
+            for (uint32_t j = 0; j < num_records(&r->ranks[k]); j++) {
+                const EpCallRecord *n = &r->ranks[k].records.at[j];
+                if (ep_call_is_buffers(n, b) && n->seq == epoch && (!best || n->step > best->step)) best = n;
             }
     }
     return best;
 }
 
 /* True if two calls are the same, as far as the flight record can tell. */
-static bool are_alike(const EpNote *a, const EpNote *b) {
+static bool are_alike(const EpCallRecord *a, const EpCallRecord *b) {
     return a->what == b->what && a->of == b->of && a->buffer == b->buffer &&
-           (a->what != EP_DID_EXCHANGE || a->size == b->size);
+           (a->what != EP_CALL_EXCHANGE || a->size == b->size);
 }
 
 /* True if ranks in these two operations meet: in the handshake of the same buffer, or in an exchange over the
  * sockets. Then the handshake or the exchange compares the calls and reports any difference. */
-static bool can_meet(const EpNote *a, const EpNote *b) {
-    if (ep_note_is_layers(a)) return ep_note_is_layers(b) && a->of == b->of && a->buffer == b->buffer;
-    if (a->what == EP_DID_HEAP_BARRIER) return b->what == a->what && a->of == b->of;
-    return b->what >= EP_DID_EXCHANGE;
+static bool can_meet(const EpCallRecord *a, const EpCallRecord *b) {
+    if (ep_call_is_layers(a)) return ep_call_is_layers(b) && a->of == b->of && a->buffer == b->buffer;
+    if (a->what == EP_CALL_HEAP_BARRIER) return b->what == a->what && a->of == b->of;
+    return b->what >= EP_CALL_EXCHANGE;
 }
 
-/* As note_at, but NULL if the rank's steps cannot be compared with those of the other ranks. */
-static const EpNote *sure_note_at(const EpRankNotes *k, uint64_t step) {
-    return k->notes.is_vague ? NULL : note_at(k, step);
+/* As record_at, but NULL if the rank's steps cannot be compared with those of the other ranks. */
+static const EpCallRecord *sure_record_at(const EpRankCalls *k, uint64_t step) {
+    return k->records.is_order_unknown ? NULL : record_at(k, step);
 }
 
 /* The minority at a step: the bits of the smallest group of ranks that made the same call; 0 if all made the
  * same call. *all: the bits of all ranks with a call record of the step. */
-static uint32_t odd_at(const EpRecord *r, uint64_t step, bool (*is_same)(const EpNote *, const EpNote *),
-                       uint32_t *all) {
+static uint32_t odd_at(const EpRecord *r, uint64_t step,
+                       bool (*is_same)(const EpCallRecord *, const EpCallRecord *), uint32_t *all) {
     uint32_t odd = 0;
     *all = 0;
     for (uint32_t a = 0; a < r->num_ranks; a++) {
-        const EpNote *n = sure_note_at(&r->ranks[a], step);
+        const EpCallRecord *n = sure_record_at(&r->ranks[a], step);
         uint32_t same = 0;
         for (uint32_t b = 0; b < r->num_ranks && n; b++) {
-            const EpNote *m = sure_note_at(&r->ranks[b], step);
+            const EpCallRecord *m = sure_record_at(&r->ranks[b], step);
             if (m && is_same(n, m)) same |= 1u << b;
         }
         if (n) *all |= 1u << a;
@@ -148,8 +147,8 @@ static uint32_t out_of_order(const EpRecord *r, uint64_t *step, uint32_t *all) {
     uint32_t odd = 0;
     *step = UINT64_MAX;
     for (uint32_t a = 0; a < r->num_ranks; a++)
-        for (uint32_t i = 0; i < num_notes(&r->ranks[a]); i++) {
-            uint64_t at = r->ranks[a].notes.notes[i].step;
+        for (uint32_t i = 0; i < num_records(&r->ranks[a]); i++) {
+            uint64_t at = r->ranks[a].records.at[i].step;
             uint32_t there, some = at < *step ? odd_at(r, at, are_alike, &there) : 0;
             if (some) {
                 odd = some;
@@ -169,12 +168,12 @@ static void put_ranks(Out *o, const char *before, uint32_t bits) {
 }
 
 static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
-    const EpNote *n = last_known(r, w);
+    const EpCallRecord *n = last_known(r, w);
     put(o, "; last known: ");
     if (n)
-        put(o, "%s #%llu of %s %u", did_name(n->what), (unsigned long long)n->seq,
-            ep_note_is_layers(n) ? "layer" : "heap", n->of);
-    if (n && ep_note_is_layers(n)) put(o, " buffer %u", n->buffer);
+        put(o, "%s #%llu of %s %u", call_name(n->what), (unsigned long long)n->seq,
+            ep_call_is_layers(n) ? "layer" : "heap", n->of);
+    if (n && ep_call_is_layers(n)) put(o, " buffer %u", n->buffer);
     if (r->ranks[w].heard_ns)
         put(o, "%sexchange #%llu, received %.1f ms before the end", n ? ", " : "",
             (unsigned long long)r->ranks[w].heard_seq, before_end(r, r->ranks[w].heard_ns));
@@ -182,25 +181,25 @@ static void put_last_known(Out *o, const EpRecord *r, uint32_t w) {
 }
 
 /* The name of a call, and the detail in which it differs from the other call. */
-static void put_call(Out *o, const char *before, const EpNote *n, const EpNote *other) {
-    put(o, "%s%s", before, did_name(n->what));
+static void put_call(Out *o, const char *before, const EpCallRecord *n, const EpCallRecord *other) {
+    put(o, "%s%s", before, call_name(n->what));
     if (n->what != other->what) return;
-    if (n->of != other->of) put(o, " of %s %u", ep_note_is_layers(n) ? "layer" : "heap", n->of);
+    if (n->of != other->of) put(o, " of %s %u", ep_call_is_layers(n) ? "layer" : "heap", n->of);
     else if (n->buffer != other->buffer) put(o, " in buffer %u", n->buffer);
     else put(o, " of %llu bytes", (unsigned long long)n->size);
 }
 
 /* The ranks among `some` whose call at this step is the same as n. All of them have a record of the step. */
-static uint32_t alike_at(const EpRecord *r, uint64_t step, uint32_t some, const EpNote *n) {
+static uint32_t alike_at(const EpRecord *r, uint64_t step, uint32_t some, const EpCallRecord *n) {
     uint32_t alike = 0;
     for (uint32_t w = 0; w < r->num_ranks; w++)
-        if (some >> w & 1 && are_alike(note_at(&r->ranks[w], step), n)) alike |= 1u << w;
+        if (some >> w & 1 && are_alike(record_at(&r->ranks[w], step), n)) alike |= 1u << w;
     return alike;
 }
 
 static void put_odd(Out *o, const EpRecord *r, uint32_t odd, uint32_t all, uint64_t step) {
-    const EpNote *one = note_at(&r->ranks[__builtin_ctz(odd)], step),
-                 *other = note_at(&r->ranks[__builtin_ctz(all & ~odd)], step);
+    const EpCallRecord *one = record_at(&r->ranks[__builtin_ctz(odd)], step),
+                       *other = record_at(&r->ranks[__builtin_ctz(all & ~odd)], step);
     put_ranks(o, "", alike_at(r, step, odd, one));
     put_call(o, " called ", one, other);
     put(o, " as operation %llu, where ", (unsigned long long)step);
@@ -221,17 +220,17 @@ bool ep_record_disagrees(const EpRecord *r, uint64_t step, uint32_t *rank, char 
 }
 
 static void put_behind(Out *o, const EpRecord *r, uint32_t behind, uint64_t step) {
-    const EpNote *n = last_note(&r->ranks[__builtin_ctz(behind)]);
+    const EpCallRecord *n = last_record(&r->ranks[__builtin_ctz(behind)]);
     put_ranks(o, "", behind);
     put(o, " did not reach operation %llu; last: ", (unsigned long long)step);
-    if (n) put_note(o, r, n);
+    if (n) put_record(o, r, n);
     else put(o, "nothing");
 }
 
 /* True if the first wait that timed out was for a signal. No call record shows which rank had to send it. */
 static bool waited_for_signal(const EpRecord *r) {
-    const EpNote *n = last_note(&r->ranks[r->end_rank]);
-    return n && n->what == EP_DID_WAIT && !n->on_stream && (n->end_ns == 0 || before_end(r, n->end_ns) < 50);
+    const EpCallRecord *n = last_record(&r->ranks[r->end_rank]);
+    return n && n->what == EP_CALL_WAIT && !n->on_stream && (n->end_ns == 0 || before_end(r, n->end_ns) < 50);
 }
 
 /* The first line of the page. The first case that applies names the culprit: (1) a rank that has died or has
@@ -245,8 +244,8 @@ static void put_culprit(Out *o, const EpRecord *r) {
     uint64_t most = 0, step;
     bool enqueued = false;
     for (uint32_t w = 0; w < r->num_ranks; w++) {
-        const EpNote *n = last_note(&r->ranks[w]);
-        if (!r->ranks[w].has_notes) silent |= 1u << w;
+        const EpCallRecord *n = last_record(&r->ranks[w]);
+        if (!r->ranks[w].has_records) silent |= 1u << w;
         if (n && n->on_stream) enqueued = true;
         if (is_sure(&r->ranks[w])) most = ep_max_u64(most, step_of(&r->ranks[w]));
     }
@@ -294,14 +293,14 @@ static void put_ranks_table(Out *o, const EpRecord *r) {
     for (uint32_t w = 0; w < r->num_ranks; w++) most = ep_max_u64(most, step_of(&r->ranks[w]));
     put(o, "\nrank  operations  behind  last operation\n");
     for (uint32_t w = 0; w < r->num_ranks; w++) {
-        const EpRankNotes *k = &r->ranks[w];
-        const EpNote *n = last_note(k);
-        if (k->has_notes)
+        const EpRankCalls *k = &r->ranks[w];
+        const EpCallRecord *n = last_record(k);
+        if (k->has_records)
             put(o, "%4u  %10llu  %6llu  ", w, (unsigned long long)step_of(k),
                 (unsigned long long)(most - step_of(k)));
         else put(o, "%4u  %10s  %6s  %s", w, "?", "?", k->is_gone ? "gone" : "no answer");
-        if (n) put_note(o, r, n);
-        else if (k->has_notes) put(o, "nothing");
+        if (n) put_record(o, r, n);
+        else if (k->has_records) put(o, "nothing");
         else put_last_known(o, r, w);
         put(o, "\n");
     }
@@ -311,24 +310,24 @@ static void put_ranks_table(Out *o, const EpRecord *r) {
 static void put_steps_table(Out *o, const EpRecord *r) {
     uint64_t first = UINT64_MAX, last = 0;
     for (uint32_t w = 0; w < r->num_ranks; w++)
-        for (uint32_t i = 0; i < num_notes(&r->ranks[w]); i++) {
-            uint64_t step = r->ranks[w].notes.notes[i].step;
+        for (uint32_t i = 0; i < num_records(&r->ranks[w]); i++) {
+            uint64_t step = r->ranks[w].records.at[i].step;
             if (step < first) first = step;
             last = ep_max_u64(last, step);
         }
-    if (last - first >= EP_SENT_NOTES && first < last) first = last - EP_SENT_NOTES + 1;
+    if (last - first >= EP_SENT_RECORDS && first < last) first = last - EP_SENT_RECORDS + 1;
     put(o, "\noperation");
     for (uint32_t w = 0; w < r->num_ranks; w++) put(o, "  rank %-*u", w + 1 < r->num_ranks ? 11 : 1, w);
     put(o, "\n");
-    for (uint64_t step = first; first <= last && step - first < EP_SENT_NOTES && step <= last; step++) {
+    for (uint64_t step = first; first <= last && step - first < EP_SENT_RECORDS && step <= last; step++) {
         put(o, "%9llu", (unsigned long long)step);
         for (uint32_t w = 0; w < r->num_ranks; w++) {
-            const EpNote *n = note_at(&r->ranks[w], step);
+            const EpCallRecord *n = record_at(&r->ranks[w], step);
             char cell[32] = "-";
-            if (n && ep_note_is_layers(n))
-                snprintf(cell, sizeof cell, "%s %u.%u%s", did_name(n->what), n->of, n->buffer,
+            if (n && ep_call_is_layers(n))
+                snprintf(cell, sizeof cell, "%s %u.%u%s", call_name(n->what), n->of, n->buffer,
                          n->end_ns ? "" : " *");
-            else if (n) snprintf(cell, sizeof cell, "%s%s", did_name(n->what), n->end_ns ? "" : " *");
+            else if (n) snprintf(cell, sizeof cell, "%s%s", call_name(n->what), n->end_ns ? "" : " *");
             put(o, "  %-*.16s", w + 1 < r->num_ranks ? 16 : 1, cell);
         }
         put(o, "\n");

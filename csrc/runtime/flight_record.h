@@ -1,48 +1,48 @@
 /* flight_record.h - the last operations of every rank. They show which rank caused a world's end.
  *
- * Each rank writes a call record (EpNote) for each operation into a ring buffer (flight_ring.c). This costs
- * two reads of the clock and some stores. At the end of the world each rank sends its newest call records to
- * all others, and each rank makes a page of text from them (flight_record.c).
+ * Each rank writes a call record (EpCallRecord) for each operation into a ring buffer (flight_ring.c). This
+ * costs two reads of the clock and some stores. At the end of the world each rank sends its newest call
+ * records to all others, and each rank makes a page of text from them (flight_record.c).
  *
  * Invariant: collective operations are counted. "step" is the same number for the same call on every rank. So
  * a rank with a smaller step is behind, and a rank with another operation at the same step is out of order. A
- * rank for which this may be wrong has is_vague set, and its steps are not compared. */
+ * rank for which this may be wrong has is_order_unknown set, and its steps are not compared. */
 #ifndef EP_RECORD_H
 #define EP_RECORD_H
 #include <stdatomic.h>
 
 #include "backend.h"
 
-#define EP_RING_NOTES 2048u /* a power of two, and more than a GPU can have launches in flight */
-#define EP_SENT_NOTES 10u   /* as many as fit into a frame */
+#define EP_RING_ENTRIES 2048u /* a power of two, and more than a GPU can have launches in flight */
+#define EP_SENT_RECORDS 10u   /* as many as fit into a frame */
 
-/* The kinds of operations. EP_DID_PLAN to EP_DID_GEMM_COMBINE have the numbers of EpOpKind. */
-#define EP_DIDS(X)                                                             \
-    X(EP_DID_NOTHING, "nothing")                                               \
-    X(EP_DID_PLAN, "plan")                                                     \
-    X(EP_DID_DISPATCH, "dispatch")                                             \
-    X(EP_DID_COMBINE, "combine")                                               \
-    X(EP_DID_BARRIER, "barrier")                                               \
-    X(EP_DID_DISPATCH_GEMM, "dispatch + gemm")                                 \
-    X(EP_DID_GEMM_COMBINE, "gemm + combine")                                   \
-    X(EP_DID_HEAP_BARRIER, "heap barrier")                                     \
-    X(EP_DID_EXCHANGE, "exchange")                                             \
-    X(EP_DID_HEAP_CREATE, "heap creation")                                     \
-    X(EP_DID_LAYER_AGREE, "agreement on a layer")                              \
-    X(EP_DID_ALLOC, "allocation")                                              \
-    X(EP_DID_FREE, "free")                                                     \
-    X(EP_DID_HEAP_CLOSE, "heap close")                                         \
-    X(EP_DID_LAYER_CREATE, "layer creation")                                   \
-    X(EP_DID_LAYER_CLOSE, "layer close")                                       \
-    X(EP_DID_CLOSE, "world close")                                             \
-    X(EP_DID_SIGNAL, "signal") /* from here on: not collective, not counted */ \
-    X(EP_DID_WAIT, "wait for a signal")
+/* The kinds of operations. EP_CALL_PLAN to EP_CALL_GEMM_COMBINE have the numbers of EpOpKind. */
+#define EP_CALLS(X)                                                             \
+    X(EP_CALL_NOTHING, "nothing")                                               \
+    X(EP_CALL_PLAN, "plan")                                                     \
+    X(EP_CALL_DISPATCH, "dispatch")                                             \
+    X(EP_CALL_COMBINE, "combine")                                               \
+    X(EP_CALL_BARRIER, "barrier")                                               \
+    X(EP_CALL_DISPATCH_GEMM, "dispatch + gemm")                                 \
+    X(EP_CALL_GEMM_COMBINE, "gemm + combine")                                   \
+    X(EP_CALL_HEAP_BARRIER, "heap barrier")                                     \
+    X(EP_CALL_EXCHANGE, "exchange")                                             \
+    X(EP_CALL_HEAP_CREATE, "heap creation")                                     \
+    X(EP_CALL_LAYER_AGREE, "agreement on a layer")                              \
+    X(EP_CALL_ALLOC, "allocation")                                              \
+    X(EP_CALL_FREE, "free")                                                     \
+    X(EP_CALL_HEAP_CLOSE, "heap close")                                         \
+    X(EP_CALL_LAYER_CREATE, "layer creation")                                   \
+    X(EP_CALL_LAYER_CLOSE, "layer close")                                       \
+    X(EP_CALL_CLOSE, "world close")                                             \
+    X(EP_CALL_SIGNAL, "signal") /* from here on: not collective, not counted */ \
+    X(EP_CALL_WAIT, "wait for a signal")
 typedef enum {
 #define X(name, text) name,
-    EP_DIDS(X)
+    EP_CALLS(X)
 #undef X
-        EP_NUM_DIDS
-} EpDid;
+        EP_NUM_CALLS
+} EpCallKind;
 
 typedef struct {
     uint64_t step;     /* number of collective operations that this rank has entered, including this one */
@@ -50,75 +50,75 @@ typedef struct {
     uint64_t size;     /* layer operation: tokens; else: bytes */
     uint64_t begin_ns; /* time of the monotonic clock */
     uint64_t end_ns;   /* time of the monotonic clock; 0 while the call is in flight */
-    uint8_t what;      /* EpDid */
+    uint8_t what;      /* EpCallKind */
     uint8_t on_stream; /* the end of the call means only that the operation is enqueued */
     uint16_t of;       /* number of the layer or heap, in the order of their creation in this world */
     uint16_t buffer;   /* layer operation: number of the communication buffer */
     int16_t code;      /* 0, or the EpCode with which this rank refused the operation */
-} EpNote;
-_Static_assert(sizeof(EpNote) == 48, "a call record has six words");
+} EpCallRecord;
+_Static_assert(sizeof(EpCallRecord) == 48, "a call record has six words");
 
 /* True if the operation is collective (so it is counted); is an operation of a layer; belongs to buffer b. */
-static inline bool ep_note_is_counted(const EpNote *n) {
-    return n->what >= EP_DID_PLAN && n->what < EP_DID_SIGNAL;
+static inline bool ep_call_is_counted(const EpCallRecord *n) {
+    return n->what >= EP_CALL_PLAN && n->what < EP_CALL_SIGNAL;
 }
-static inline bool ep_note_is_layers(const EpNote *n) {
-    return n->what >= EP_DID_PLAN && n->what <= EP_DID_GEMM_COMBINE;
+static inline bool ep_call_is_layers(const EpCallRecord *n) {
+    return n->what >= EP_CALL_PLAN && n->what <= EP_CALL_GEMM_COMBINE;
 }
-static inline bool ep_note_is_buffers(const EpNote *n, const EpCommBuffer *b) {
+static inline bool ep_call_is_buffers(const EpCallRecord *n, const EpCommBuffer *b) {
     return n->of == b->of &&
-           (b->is_heaps ? n->what == EP_DID_HEAP_BARRIER : ep_note_is_layers(n) && n->buffer == b->buffer);
+           (b->is_heaps ? n->what == EP_CALL_HEAP_BARRIER : ep_call_is_layers(n) && n->buffer == b->buffer);
 }
 
 /* The newest call records of a rank, the oldest first. Ranks send this structure to each other. */
 typedef struct {
     uint32_t num;
-    uint32_t is_vague; /* the steps may differ from those of the other ranks */
-    EpNote notes[EP_SENT_NOTES];
-} EpNotes;
-_Static_assert(sizeof(EpNotes) <= EP_EXCHANGE_BYTES, "call records fit into a frame");
+    uint32_t is_order_unknown; /* the steps may differ from those of the other ranks */
+    EpCallRecord at[EP_SENT_RECORDS];
+} EpCallRecords;
+_Static_assert(sizeof(EpCallRecords) <= EP_EXCHANGE_BYTES, "call records fit into a frame");
 
 /* An entry of the ring. A host thread writes it while the watchdog thread may read it. place: the number of
  * the record, counted from 1; 0 while the entry is written. A reader that sees the same place before and
  * after reading the words has read one record. */
 typedef struct {
     _Atomic uint64_t place, word[6];
-} EpRingNote;
+} EpRingEntry;
 typedef struct {
-    EpRingNote notes[EP_RING_NOTES];
-    _Atomic uint64_t num;    /* call records so far */
-    _Atomic uint64_t step;   /* collective operations so far */
-    _Atomic uint64_t open;   /* number of the collective call in flight, or 0 */
-    _Atomic uint64_t thread; /* the first thread that made a synchronous collective call, or 0 */
-    atomic_bool is_vague;    /* the steps may differ from those of the other ranks; never reset */
+    EpRingEntry entries[EP_RING_ENTRIES];
+    _Atomic uint64_t num;         /* call records so far */
+    _Atomic uint64_t step;        /* collective operations so far */
+    _Atomic uint64_t open;        /* number of the collective call in flight, or 0 */
+    _Atomic uint64_t thread;      /* the first thread that made a synchronous collective call, or 0 */
+    atomic_bool is_order_unknown; /* the steps may differ from those of the other ranks; never reset */
 } EpRing;
 
 /* Begin a call record. Returns its number, for ep_ring_end. Returns 0 if the call is part of a collective
  * call that is in flight. */
-uint64_t ep_ring_begin(EpRing *ring, const EpNote *note);
-void ep_ring_end(EpRing *ring, uint64_t note, int code);
+uint64_t ep_ring_begin(EpRing *ring, const EpCallRecord *record);
+void ep_ring_end(EpRing *ring, uint64_t record, int code);
 /* From now on, this rank's steps may differ from those of the other ranks. Reasons: an operation failed, and
  * other ranks may see the failure one or more calls earlier or later; or an operation was captured in a CUDA
  * graph, and its replays make no call records. The ring itself detects a third reason: several threads. */
-void ep_ring_blur(EpRing *ring);
+void ep_ring_order_unknown(EpRing *ring);
 /* The call in flight has reached this exchange. Returns a number that identifies the call and is the same on
  * all ranks. Returns 0 if no call is in flight, or if the call may be another thread's. */
 uint32_t ep_ring_exchange(EpRing *ring, uint64_t seq);
 /* The name of the call that this number identifies. */
 void ep_about_name(uint32_t about, char *text, size_t num_bytes);
 /* The newest call records of this rank. */
-void ep_ring_newest(EpRing *ring, EpNotes *out);
+void ep_ring_newest(EpRing *ring, EpCallRecords *out);
 /* Find the newest call record of this buffer (a layer's operation or a heap's barrier) with this epoch.
  * Returns its step, and in out the call records around it. Returns 0 if there is none. */
-uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *buffer, uint64_t epoch, EpNotes *out);
+uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *buffer, uint64_t epoch, EpCallRecords *out);
 
 /* What this rank knows of another rank when the world ends. */
 typedef struct {
-    bool has_notes, is_gone, said_goodbye;
-    EpNotes notes;      /* sent by a peer: compare a number with its limits before using it as an index */
-    uint64_t heard_seq; /* the number of the newest exchange frame that it sent */
-    uint64_t heard_ns;  /* the time at which that frame arrived, or 0 */
-} EpRankNotes;
+    bool has_records, is_gone, said_goodbye;
+    EpCallRecords records; /* sent by a peer: compare a number with its limits before using it as an index */
+    uint64_t heard_seq;    /* the number of the newest exchange frame that it sent */
+    uint64_t heard_ns;     /* the time at which that frame arrived, or 0 */
+} EpRankCalls;
 
 /* The data from which a page is made. */
 typedef struct {
@@ -127,7 +127,7 @@ typedef struct {
     uint32_t end_rank;
     uint64_t end_ns;
     const char *end_text;
-    EpRankNotes ranks[EP_MAX_RANKS];
+    EpRankCalls ranks[EP_MAX_RANKS];
     const EpCommBuffer *const *buffers; /* num_buffers entries, some of them NULL */
     uint32_t num_buffers;
 } EpRecord;

@@ -14,14 +14,17 @@
 
 /* A call record as the six words that the ring stores. */
 typedef union {
-    EpNote note;
+    EpCallRecord record;
     uint64_t word[6];
 } Words;
 enum { WORD_SEQ = 1, WORD_END = 4, WORD_WHAT = 5 };
-_Static_assert(offsetof(EpNote, what) == 8 * WORD_WHAT && offsetof(EpNote, end_ns) == 8 * WORD_END,
+_Static_assert(offsetof(EpCallRecord, what) == 8 * WORD_WHAT &&
+                   offsetof(EpCallRecord, end_ns) == 8 * WORD_END,
                "words of a call record");
 
-void ep_ring_blur(EpRing *ring) { atomic_store_explicit(&ring->is_vague, true, memory_order_relaxed); }
+void ep_ring_order_unknown(EpRing *ring) {
+    atomic_store_explicit(&ring->is_order_unknown, true, memory_order_relaxed);
+}
 
 /* The ring in which this thread has a record in flight, or NULL. A call that this thread begins meanwhile is
  * part of that record. */
@@ -33,87 +36,88 @@ static _Thread_local const EpRing *my_open_ring;
  * GPU: the order must be the same on all ranks, whichever thread calls. (Autograd calls from a thread of its
  * own.) So a second thread is no problem, unless it calls while another thread's call is in flight
  * (is_others). */
-static void check_thread(EpRing *ring, const EpNote *note, bool is_others) {
+static void check_thread(EpRing *ring, const EpCallRecord *record, bool is_others) {
     uint64_t me = (uint64_t)pthread_self(), first = 0;
-    if (!note->on_stream && !atomic_compare_exchange_strong_explicit(
-                                &ring->thread, &first, me, memory_order_relaxed, memory_order_relaxed))
+    if (!record->on_stream && !atomic_compare_exchange_strong_explicit(
+                                  &ring->thread, &first, me, memory_order_relaxed, memory_order_relaxed))
         is_others |= first != me;
-    if (is_others) ep_ring_blur(ring);
+    if (is_others) ep_ring_order_unknown(ring);
 }
 
-uint64_t ep_ring_begin(EpRing *ring, const EpNote *note) {
-    bool is_counted = ep_note_is_counted(note),
+uint64_t ep_ring_begin(EpRing *ring, const EpCallRecord *record) {
+    bool is_counted = ep_call_is_counted(record),
          is_open = is_counted && atomic_load_explicit(&ring->open, memory_order_relaxed);
-    if (is_counted) check_thread(ring, note, is_open && my_open_ring != ring);
+    if (is_counted) check_thread(ring, record, is_open && my_open_ring != ring);
     if (is_open) return 0;
-    Words w = {*note};
+    Words w = {*record};
     uint64_t place = atomic_fetch_add_explicit(&ring->num, 1, memory_order_relaxed) + 1;
     uint64_t step = atomic_fetch_add_explicit(&ring->step, is_counted, memory_order_relaxed) + is_counted;
-    EpRingNote *to = &ring->notes[place % EP_RING_NOTES];
-    w.note.step = step;
-    w.note.begin_ns = ep_now_ns();
-    w.note.end_ns = 0;
+    EpRingEntry *to = &ring->entries[place % EP_RING_ENTRIES];
+    w.record.step = step;
+    w.record.begin_ns = ep_now_ns();
+    w.record.end_ns = 0;
     atomic_store_explicit(&to->place, 0, memory_order_relaxed);
     /* release: a reader that reads one of these new words then sees place 0 or a later place. */
     for (uint32_t i = 0; i < 6; i++) atomic_store_explicit(&to->word[i], w.word[i], memory_order_release);
     atomic_store_explicit(&to->place, place, memory_order_release);
     if (!is_counted) return place;
     /* A record in flight here means that another thread began a call at the same time. */
-    if (atomic_exchange_explicit(&ring->open, place, memory_order_relaxed)) ep_ring_blur(ring);
+    if (atomic_exchange_explicit(&ring->open, place, memory_order_relaxed)) ep_ring_order_unknown(ring);
     my_open_ring = ring;
     return place;
 }
 
-void ep_ring_end(EpRing *ring, uint64_t note, int code) {
+void ep_ring_end(EpRing *ring, uint64_t record, int code) {
     /* After a failure, ranks may continue at different steps. The three codes below end the world, so no rank
      * continues, and the steps stay comparable for the flight record. */
-    if (code && code != EP_ETIMEOUT && code != EP_EPEERDIED && code != EP_ECORRUPT) ep_ring_blur(ring);
-    if (note == 0) return;
-    atomic_store_explicit(&ring->notes[note % EP_RING_NOTES].word[WORD_END], ep_now_ns(),
+    if (code && code != EP_ETIMEOUT && code != EP_EPEERDIED && code != EP_ECORRUPT)
+        ep_ring_order_unknown(ring);
+    if (record == 0) return;
+    atomic_store_explicit(&ring->entries[record % EP_RING_ENTRIES].word[WORD_END], ep_now_ns(),
                           memory_order_release);
-    if (atomic_load_explicit(&ring->open, memory_order_relaxed) == note)
+    if (atomic_load_explicit(&ring->open, memory_order_relaxed) == record)
         atomic_store_explicit(&ring->open, 0, memory_order_relaxed);
     my_open_ring = NULL;
 }
 
 uint32_t ep_ring_exchange(EpRing *ring, uint64_t seq) {
     uint64_t open = atomic_load_explicit(&ring->open, memory_order_relaxed);
-    EpRingNote *to = &ring->notes[open % EP_RING_NOTES];
+    EpRingEntry *to = &ring->entries[open % EP_RING_ENTRIES];
     Words w;
     if (open == 0) return 0;
     atomic_store_explicit(&to->word[WORD_SEQ], seq, memory_order_release);
     w.word[WORD_WHAT] = atomic_load_explicit(&to->word[WORD_WHAT], memory_order_relaxed);
-    return my_open_ring == ring ? (uint32_t)w.note.what << 16 | w.note.of : 0;
+    return my_open_ring == ring ? (uint32_t)w.record.what << 16 | w.record.of : 0;
 }
 
 /* Read the record at a place. False: it has been overwritten, or is being written. */
-static bool ring_read(EpRing *ring, uint64_t place, EpNote *note) {
-    EpRingNote *from = &ring->notes[place % EP_RING_NOTES];
+static bool ring_read(EpRing *ring, uint64_t place, EpCallRecord *record) {
+    EpRingEntry *from = &ring->entries[place % EP_RING_ENTRIES];
     Words w;
     bool same = atomic_load_explicit(&from->place, memory_order_acquire) == place;
     for (uint32_t i = 0; i < 6; i++) w.word[i] = atomic_load_explicit(&from->word[i], memory_order_acquire);
-    *note = w.note;
+    *record = w.record;
     return same && atomic_load_explicit(&from->place, memory_order_relaxed) == place;
 }
 
-/* The newest EP_SENT_NOTES records among the places up to last. */
-static void ring_until(EpRing *ring, uint64_t last, EpNotes *out) {
+/* The newest EP_SENT_RECORDS records among the places up to last. */
+static void ring_until(EpRing *ring, uint64_t last, EpCallRecords *out) {
     memset(out, 0, sizeof *out);
-    out->is_vague = atomic_load_explicit(&ring->is_vague, memory_order_relaxed);
-    for (uint64_t place = last > EP_SENT_NOTES ? last - EP_SENT_NOTES + 1 : 1; place <= last; place++)
-        if (ring_read(ring, place, &out->notes[out->num])) out->num++;
+    out->is_order_unknown = atomic_load_explicit(&ring->is_order_unknown, memory_order_relaxed);
+    for (uint64_t place = last > EP_SENT_RECORDS ? last - EP_SENT_RECORDS + 1 : 1; place <= last; place++)
+        if (ring_read(ring, place, &out->at[out->num])) out->num++;
 }
 
-void ep_ring_newest(EpRing *ring, EpNotes *out) {
+void ep_ring_newest(EpRing *ring, EpCallRecords *out) {
     ring_until(ring, atomic_load_explicit(&ring->num, memory_order_acquire), out);
 }
 
-uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *b, uint64_t epoch, EpNotes *out) {
+uint64_t ep_ring_about(EpRing *ring, const EpCommBuffer *b, uint64_t epoch, EpCallRecords *out) {
     uint64_t num = atomic_load_explicit(&ring->num, memory_order_acquire);
-    EpNote n;
-    for (uint64_t place = num; place > 0 && num - place < EP_RING_NOTES; place--) {
-        if (!ring_read(ring, place, &n) || n.seq != epoch || !ep_note_is_buffers(&n, b)) continue;
-        ring_until(ring, num - place > EP_SENT_NOTES / 2 ? place + EP_SENT_NOTES / 2 : num, out);
+    EpCallRecord n;
+    for (uint64_t place = num; place > 0 && num - place < EP_RING_ENTRIES; place--) {
+        if (!ring_read(ring, place, &n) || n.seq != epoch || !ep_call_is_buffers(&n, b)) continue;
+        ring_until(ring, num - place > EP_SENT_RECORDS / 2 ? place + EP_SENT_RECORDS / 2 : num, out);
         return n.step;
     }
     return 0;

@@ -68,13 +68,14 @@ int ep_heap_quiesce(EpHeap *h) { return ep_world_check(h->world) ? 0 : h->backen
 int ep_heap_close(EpHeap *h) {
     unsigned char mine = 0, all[EP_MAX_RANKS];
     if (h->closed) return 0;
-    uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_HEAP_CLOSE, .of = h->control.of});
+    uint64_t record =
+        ep_world_begin_call(h->world, &(EpCallRecord){.what = EP_CALL_HEAP_CLOSE, .of = h->control.of});
     int synced = ep_heap_quiesce(h);
     int code = ep_world_exchange(h->world, &mine, 1, all); /* no rank unmaps before all have quiesced */
     /* If the exchange failed and the world has not ended, a rank was in another call. All must close
      * again. */
     h->closed = !code || ep_world_check(h->world) != 0;
-    ep_world_noted(h->world, note, code);
+    ep_world_end_call(h->world, record, code);
     return code ? code : synced;
 }
 
@@ -133,11 +134,12 @@ static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, 
 }
 
 int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {
-    uint64_t note = ep_world_note(
-        h->world,
-        &(EpNote){.what = EP_DID_ALLOC, .of = h->control.of, .size = num_bytes, .code = (int16_t)status});
+    uint64_t record = ep_world_begin_call(h->world, &(EpCallRecord){.what = EP_CALL_ALLOC,
+                                                                    .of = h->control.of,
+                                                                    .size = num_bytes,
+                                                                    .code = (int16_t)status});
     int code = alloc(h, num_bytes, alignment, status, off);
-    ep_world_noted(h->world, note, code);
+    ep_world_end_call(h->world, record, code);
     return code;
 }
 
@@ -153,9 +155,10 @@ static int free_allocation(EpHeap *h, uint64_t off) {
 }
 
 int ep_heap_free(EpHeap *h, uint64_t off) {
-    uint64_t note = ep_world_note(h->world, &(EpNote){.what = EP_DID_FREE, .of = h->control.of});
+    uint64_t record =
+        ep_world_begin_call(h->world, &(EpCallRecord){.what = EP_CALL_FREE, .of = h->control.of});
     int code = free_allocation(h, off);
-    ep_world_noted(h->world, note, code);
+    ep_world_end_call(h->world, record, code);
     return code;
 }
 
@@ -226,10 +229,11 @@ int ep_heap_signal(EpHeap *h, uint64_t off, uint64_t value, bool add, uint32_t p
     void *word;
     EP_TRY(check_word(off));
     EP_TRY(locate(h, off, 8, peer, stream, &word));
-    uint64_t note = ep_world_note(
-        h->world, &(EpNote){.what = EP_DID_SIGNAL, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
+    uint64_t record = ep_world_begin_call(
+        h->world,
+        &(EpCallRecord){.what = EP_CALL_SIGNAL, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
     int code = h->backend->signal(h->device, (uint64_t *)word, value, add, stream);
-    ep_world_noted(h->world, note, code);
+    ep_world_end_call(h->world, record, code);
     return code;
 }
 
@@ -238,10 +242,11 @@ int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stre
     EP_TRY(check_word(off));
     EP_TRY(locate(h, off, 8, ep_world_rank(h->world), stream, &word));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
-    uint64_t note = ep_world_note(
-        h->world, &(EpNote){.what = EP_DID_WAIT, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
+    uint64_t record = ep_world_begin_call(
+        h->world,
+        &(EpCallRecord){.what = EP_CALL_WAIT, .on_stream = h->kind == EP_CUDA, .of = h->control.of});
     int code = h->backend->wait(h->device, &h->control.comm, (const uint64_t *)word, value, exact, stream);
-    ep_world_noted(h->world, note, code);
+    ep_world_end_call(h->world, record, code);
     EP_TRY(code);
     return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
 }
@@ -250,9 +255,9 @@ int ep_heap_barrier(EpHeap *h, void *stream) {
     if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
     EP_TRY(ep_comm_check(h, &h->control, stream));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
-    uint64_t note = ep_comm_note(h, &h->control, EP_OP_BARRIER, 0, 0, stream);
+    uint64_t record = ep_comm_begin_call(h, &h->control, EP_OP_BARRIER, 0, 0, stream);
     int code = h->backend->enter(h->device, &h->control.comm, EP_OP_BARRIER, stream);
-    ep_world_noted(h->world, note, code);
+    ep_world_end_call(h->world, record, code);
     if (code) ep_comm_give_up(h, code, stream);
     EP_TRY(code);
     return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;

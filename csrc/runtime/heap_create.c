@@ -62,7 +62,7 @@ static int self_test(EpHeap *h) {
 /* What a rank sends to all others after a step: its memory handle, the free memory of its device, the
  * requested size and backend, and the result of the step. */
 typedef struct {
-    EpHeapCard card;
+    EpHeapHandle heap_handle;
     EpHeapRoom room;
     uint64_t wanted_bytes; /* the size that the caller has requested */
     int32_t code, kind;    /* 0 or an EpCode; EpBackendKind */
@@ -79,11 +79,12 @@ static void import_peers(EpHeap *h, const Offer *all, int *fds, Offer *mine) {
             if (fds[r] >= 0) close(fds[r]);
         } else if (ep_world_is_threads(h->world)) {
             if (fds[r] >= 0) close(fds[r]);
-            h->memory[r] = ep_memory_find(all[r].card.address);
+            h->memory[r] = ep_memory_find(all[r].heap_handle.address);
             if (h->memory[r]) h->base[r] = h->memory[r]->address;
             else mine->code = ep_error(EP_EPEERDIED, "rank %u left while its heap was being mapped", r);
         } else {
-            mine->code = h->backend->heap_import(h->device, &all[me].card, &all[r].card, fds[r], &h->base[r]);
+            mine->code = h->backend->heap_import(h->device, &all[me].heap_handle, &all[r].heap_handle, fds[r],
+                                                 &h->base[r]);
             if (mine->code)
                 snprintf(mine->text, sizeof mine->text, "the heap of rank %u: %.90s", r, ep_error_text());
         }
@@ -139,7 +140,7 @@ static int open_control(EpHeap *h) {
  * *fd: the descriptor for the peers, or -1. */
 static void open_memory(EpHeap *h, Offer *mine, int *fd) {
     const uint32_t me = ep_world_rank(h->world);
-    mine->code = h->backend->heap_open(h->device, h->num_bytes, &h->base[me], &mine->card, fd);
+    mine->code = h->backend->heap_open(h->device, h->num_bytes, &h->base[me], &mine->heap_handle, fd);
     if (mine->code && ep_memory_kept_bytes()) {
         memcpy(mine->text, ep_error_text(), sizeof mine->text - 1);
         ep_error(mine->code, "heaps that were dropped without close keep %llu bytes; %s",
@@ -152,7 +153,7 @@ static void open_memory(EpHeap *h, Offer *mine, int *fd) {
     }
     if (!mine->code && !h->memory[me])
         mine->code = ep_error(EP_ENOMEM, "cannot allocate a heap: this process is out of memory");
-    mine->card.address = (uint64_t)(uintptr_t)h->memory[me];
+    mine->heap_handle.address = (uint64_t)(uintptr_t)h->memory[me];
     if (mine->code) memcpy(mine->text, ep_error_text(), sizeof mine->text - 1);
 }
 
@@ -219,9 +220,9 @@ fail:
 int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status,
                    EpHeap **out) {
     EP_TRY(ep_world_check(world));
-    uint64_t note = ep_world_note(
-        world, &(EpNote){.what = EP_DID_HEAP_CREATE, .size = num_bytes, .code = (int16_t)status});
+    uint64_t record = ep_world_begin_call(
+        world, &(EpCallRecord){.what = EP_CALL_HEAP_CREATE, .size = num_bytes, .code = (int16_t)status});
     int code = create(world, kind, device, num_bytes, status, out);
-    ep_world_noted(world, note, code);
+    ep_world_end_call(world, record, code);
     return code;
 }

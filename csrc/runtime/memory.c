@@ -26,10 +26,10 @@ EpMemory *ep_memory_add(void *address) {
     return m;
 }
 
-EpMemory *ep_memory_find(uint64_t card_address) {
+EpMemory *ep_memory_find(uint64_t handle_address) {
     pthread_mutex_lock(&lock);
     EpMemory *m = memories;
-    while (m && (uint64_t)(uintptr_t)m != card_address) m = m->next;
+    while (m && (uint64_t)(uintptr_t)m != handle_address) m = m->next;
     if (m) m->num_refs++;
     pthread_mutex_unlock(&lock);
     return m;

@@ -15,9 +15,9 @@ typedef struct EpMemory {
 
 /* Register the memory of a heap, with one reference. NULL: the registration could not be allocated. */
 EpMemory *ep_memory_add(void *address);
-/* The EpMemory that another rank of this process has registered, with one more reference. card_address: the
- * address of that EpMemory, from the rank's card. NULL: it has been freed already. */
-EpMemory *ep_memory_find(uint64_t card_address);
+/* The EpMemory that another rank of this process has registered, with one more reference. handle_address: the
+ * address of that EpMemory, from the rank's heap_handle. NULL: it has been freed already. */
+EpMemory *ep_memory_find(uint64_t handle_address);
 /* Release a reference. True: it was the last one. The caller must free the heap memory and the EpMemory. */
 bool ep_memory_drop(EpMemory *memory);
 /* Leave the memory of a heap to the world, which frees it when the last reference to the world is released.

@@ -10,7 +10,7 @@ typedef enum {
     EP_FRAME_EXCHANGE = 2, /* one rank's part of an exchange */
     EP_FRAME_ABORT = 3,    /* the sender's world has ended: code, rank and text of the reason */
     EP_FRAME_GOODBYE = 4,  /* the sender closes the world in order */
-    EP_FRAME_NOTES = 5,    /* the sender's newest call records, after the end of its world */
+    EP_FRAME_RECORDS = 5,  /* the sender's newest call records, after the end of its world */
     EP_FRAME_STUCK = 6     /* the sender is stuck in step seq (0: no longer), with its call records */
 } EpFrameKind;
 typedef struct {

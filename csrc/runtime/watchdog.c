@@ -29,7 +29,7 @@
 /* The same time on the side of the leaving rank, if its process is about to end. */
 #define HASTE_NS 500000000ull
 /* How long a rank waits for its peers' call records after the end of the world. */
-#define NOTES_NS 200000000ull
+#define RECORDS_NS 200000000ull
 /* A GPU that is stuck reports it every millisecond. Without a report for this time, it is no longer stuck. */
 #define STUCK_GRACE_NS 100000000ull
 /* A disagreement must last this long before it ends the world. Meanwhile other stuck ranks report their
@@ -42,21 +42,21 @@ void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
     /* The reason may come from a peer's abort frame, before this rank's own socket shows the death. */
     if (code == EP_EPEERDIED && rank < w->num_ranks) w->lost_ranks |= 1u << rank;
     snprintf(w->end_text, sizeof w->end_text, "%s", text);
-    EpRankNotes *mine = &w->record.ranks[w->rank];
+    EpRankCalls *mine = &w->record.ranks[w->rank];
     w->record.end_code = code;
     w->record.end_rank = rank < w->num_ranks ? rank : w->rank;
     w->record.end_ns = ep_now_ns();
-    ep_ring_newest(&w->ring, &mine->notes);
-    mine->has_notes = true;
+    ep_ring_newest(&w->ring, &mine->records);
+    mine->has_records = true;
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++)
         if (w->watched[i]) ep_st_relaxed_sys_u64(&w->watched[i]->comm.host->abort, 1);
     EpFrame f = {.kind = EP_FRAME_ABORT, .code = code, .rank = rank};
     f.num_bytes = (uint32_t)snprintf((char *)f.bytes, sizeof w->end_text, "%s", w->end_text);
-    EpFrame notes = {.kind = EP_FRAME_NOTES, .rank = w->rank, .num_bytes = sizeof mine->notes};
-    memcpy(notes.bytes, &mine->notes, sizeof mine->notes);
+    EpFrame records = {.kind = EP_FRAME_RECORDS, .rank = w->rank, .num_bytes = sizeof mine->records};
+    memcpy(records.bytes, &mine->records, sizeof mine->records);
     for (uint32_t r = 0; r < w->num_ranks; r++)
         if (w->sockets[r] >= 0 && ep_wire_send(w->sockets[r], &f, -1, ep_now_ns()) == 0)
-            ep_wire_send(w->sockets[r], &notes, -1, ep_now_ns());
+            ep_wire_send(w->sockets[r], &records, -1, ep_now_ns());
     pthread_cond_broadcast(&w->changed);
 }
 
@@ -69,12 +69,12 @@ void ep_world_abort(EpWorld *w, int code, uint32_t rank, const char *text) {
 /* ---- the flight record ---- */
 
 /* True if the world has ended and the page can be made: every peer has sent its call records or its socket is
- * closed, or NOTES_NS have passed. */
+ * closed, or RECORDS_NS have passed. */
 static bool record_is_due(const EpWorld *w) {
     if (!w->end_code || w->record_state != RECORD_OPEN) return false;
-    if (ep_now_ns() - w->record.end_ns > NOTES_NS) return true;
+    if (ep_now_ns() - w->record.end_ns > RECORDS_NS) return true;
     for (uint32_t r = 0; r < w->num_ranks; r++)
-        if (!w->record.ranks[r].has_notes && w->sockets[r] >= 0) return false;
+        if (!w->record.ranks[r].has_records && w->sockets[r] >= 0) return false;
     return true;
 }
 
@@ -96,7 +96,7 @@ void ep_world_finish_record(EpWorld *w) {
 }
 
 void ep_world_await_record(EpWorld *w) {
-    uint64_t until = w->record.end_ns + 2 * NOTES_NS;
+    uint64_t until = w->record.end_ns + 2 * RECORDS_NS;
     struct timespec t = {(time_t)(until / 1000000000u), (long)(until % 1000000000u)};
     while (w->end_code && w->has_watchdog && w->record_state == RECORD_OPEN)
         if (pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT) break;
@@ -111,9 +111,9 @@ int ep_world_flight_record(EpWorld *w, char page[EP_PAGE_BYTES]) {
     if (w->end_code) {
         memcpy(page, w->page, EP_PAGE_BYTES);
     } else {
-        EpRankNotes *mine = &w->record.ranks[w->rank];
-        ep_ring_newest(&w->ring, &mine->notes);
-        mine->has_notes = true;
+        EpRankCalls *mine = &w->record.ranks[w->rank];
+        ep_ring_newest(&w->ring, &mine->records);
+        mine->has_records = true;
         w->record.end_ns = ep_now_ns();
         ep_record_page(&w->record, page);
     }
@@ -125,19 +125,19 @@ int ep_world_flight_record(EpWorld *w, char page[EP_PAGE_BYTES]) {
 
 /* Store a peer's call records for the page. Their content is not validated here: flight_record.c does not
  * use a number of a peer as an index before it has compared it. */
-static void take_notes(EpWorld *w, uint32_t r, const EpFrame *f) {
-    EpRankNotes *its = &w->record.ranks[r];
-    if (f->num_bytes != sizeof its->notes || w->record_state != RECORD_OPEN) return;
-    memcpy(&its->notes, f->bytes, sizeof its->notes);
-    its->has_notes = true;
+static void take_records(EpWorld *w, uint32_t r, const EpFrame *f) {
+    EpRankCalls *its = &w->record.ranks[r];
+    if (f->num_bytes != sizeof its->records || w->record_state != RECORD_OPEN) return;
+    memcpy(&its->records, f->bytes, sizeof its->records);
+    its->has_records = true;
 }
 
 /* Peer r reports the step in which it is stuck (0: it is no longer stuck), and its own call records. Store
  * both. */
 static void take_stuck(EpWorld *w, uint32_t r, const EpFrame *f) {
-    EpRankNotes *its = &w->stuck.ranks[r];
-    if (f->num_bytes != sizeof its->notes) return;
-    memcpy(&its->notes, f->bytes, sizeof its->notes);
+    EpRankCalls *its = &w->stuck.ranks[r];
+    if (f->num_bytes != sizeof its->records) return;
+    memcpy(&its->records, f->bytes, sizeof its->records);
     w->stuck_step[r] = f->seq;
 }
 
@@ -176,7 +176,7 @@ static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
         snprintf(text, sizeof text, "%.*s", (int)f->num_bytes, (const char *)f->bytes);
         ep_world_end(w, f->code < 0 ? f->code : EP_ECORRUPT, f->rank < w->num_ranks ? f->rank : r, text);
     }
-    if (f->kind == EP_FRAME_NOTES) take_notes(w, r, f);
+    if (f->kind == EP_FRAME_RECORDS) take_records(w, r, f);
     if (f->kind == EP_FRAME_STUCK) take_stuck(w, r, f);
     if (f->kind == EP_FRAME_EXCHANGE)
         ep_world_end(w, EP_ECORRUPT, r, "a peer is too far ahead in its exchanges");
@@ -195,15 +195,15 @@ static void read_peer(EpWorld *w, uint32_t r) {
 
 /* The step of the oldest operation in which this rank has been stuck for longer than EP_STUCK_NS, and the
  * call records around it. 0: this rank is not stuck, or its steps may differ from those of the other ranks
- * (is_vague). A synchronous call is stuck if it has not returned. An operation on a stream is stuck if the
- * GPU reports so in host->stuck. */
-static uint64_t stuck_step(EpWorld *w, uint64_t now, EpNotes *notes) {
-    EpNotes about;
+ * (is_order_unknown). A synchronous call is stuck if it has not returned. An operation on a stream is stuck
+ * if the GPU reports so in host->stuck. */
+static uint64_t stuck_step(EpWorld *w, uint64_t now, EpCallRecords *records) {
+    EpCallRecords about;
     uint64_t step = 0, on_gpu = 0;
-    if (atomic_load_explicit(&w->ring.is_vague, memory_order_relaxed)) return 0;
-    ep_ring_newest(&w->ring, notes);
-    const EpNote *last = notes->num ? &notes->notes[notes->num - 1] : NULL;
-    if (last && ep_note_is_counted(last) && !last->end_ns && now > last->begin_ns + EP_STUCK_NS)
+    if (atomic_load_explicit(&w->ring.is_order_unknown, memory_order_relaxed)) return 0;
+    ep_ring_newest(&w->ring, records);
+    const EpCallRecord *last = records->num ? &records->at[records->num - 1] : NULL;
+    if (last && ep_call_is_counted(last) && !last->end_ns && now > last->begin_ns + EP_STUCK_NS)
         step = last->step;
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
         const EpCommBuffer *b = w->watched[i];
@@ -214,7 +214,7 @@ static uint64_t stuck_step(EpWorld *w, uint64_t now, EpNotes *notes) {
         uint64_t at = ep_ring_about(&w->ring, b, epoch, &about);
         if (at && (!on_gpu || at < on_gpu)) {
             on_gpu = at;
-            w->on_gpu_notes = about;
+            w->on_gpu_records = about;
         }
     }
     if (on_gpu) {
@@ -225,16 +225,16 @@ static uint64_t stuck_step(EpWorld *w, uint64_t now, EpNotes *notes) {
     }
     if (w->on_gpu_step && (!step || w->on_gpu_step < step)) {
         step = w->on_gpu_step;
-        *notes = w->on_gpu_notes;
+        *records = w->on_gpu_records;
     }
     return step;
 }
 
 /* Send the peers the step in which this rank is stuck (0: it no longer is), and its call records. */
 static void tell_stuck(EpWorld *w, uint64_t step) {
-    const EpNotes *notes = &w->stuck.ranks[w->rank].notes;
-    EpFrame f = {.kind = EP_FRAME_STUCK, .rank = w->rank, .seq = step, .num_bytes = sizeof *notes};
-    memcpy(f.bytes, notes, sizeof *notes);
+    const EpCallRecords *records = &w->stuck.ranks[w->rank].records;
+    EpFrame f = {.kind = EP_FRAME_STUCK, .rank = w->rank, .seq = step, .num_bytes = sizeof *records};
+    memcpy(f.bytes, records, sizeof *records);
     for (uint32_t r = 0; r < w->num_ranks; r++)
         if (w->sockets[r] >= 0) ep_wire_send(w->sockets[r], &f, -1, ep_now_ns());
     w->stuck_step[w->rank] = step;
@@ -246,7 +246,7 @@ static void tell_stuck(EpWorld *w, uint64_t step) {
  *
  * A correct program raises no false alarm:
  *   (1) The same step is the same call on all ranks. A rank for which this may be wrong does not report
- *       (is_vague).
+ *       (is_order_unknown).
  *   (2) After an operation failed on all ranks, a rank that has seen the failure may count differently, so it
  *       does not report. The ranks that have not seen the failure yet have made the same calls. */
 static void check_call_order(EpWorld *w) {
@@ -258,9 +258,9 @@ static void check_call_order(EpWorld *w) {
      * again. */
     if (now - w->looked_ns < POLL_MS * 1000000ull) return;
     w->looked_ns = now;
-    uint64_t step = stuck_step(w, now, &w->stuck.ranks[me].notes);
+    uint64_t step = stuck_step(w, now, &w->stuck.ranks[me].records);
     if (step != w->stuck_step[me]) tell_stuck(w, step);
-    for (uint32_t r = 0; r < w->num_ranks; r++) w->stuck.ranks[r].has_notes = w->stuck_step[r] != 0;
+    for (uint32_t r = 0; r < w->num_ranks; r++) w->stuck.ranks[r].has_records = w->stuck_step[r] != 0;
     for (uint32_t r = 0; r < w->num_ranks && step && !is_disorder; r++)
         is_disorder = w->stuck_step[r] &&
                       ep_record_disagrees(&w->stuck, w->stuck_step[r] < step ? w->stuck_step[r] : step, &odd,

@@ -200,10 +200,10 @@ int ep_world_close(EpWorld *w, bool collective) {
     bool was_closed = w->closed;
     pthread_mutex_unlock(&w->lock);
     if (was_closed) return 0;
-    EpNote note = {.what = EP_DID_CLOSE};
-    uint64_t noted = collective ? ep_ring_begin(&w->ring, &note) : 0;
+    EpCallRecord record = {.what = EP_CALL_CLOSE};
+    uint64_t number = collective ? ep_ring_begin(&w->ring, &record) : 0;
     if (collective) code = ep_world_exchange(w, &mine, 1, all);
-    ep_ring_end(&w->ring, noted, code);
+    ep_ring_end(&w->ring, number, code);
     /* Keep the text: sending the goodbye to a dead peer also fails, and would overwrite the reason. */
     snprintf(why, sizeof why, "%s", ep_error_text());
     /* A rank was in another collective call. The world is intact, and all ranks must close it again. */
@@ -282,11 +282,13 @@ void ep_world_release(EpWorld *w) {
 
 /* ---- call records, numbers and settings ---- */
 
-uint64_t ep_world_note(EpWorld *w, const EpNote *note) { return ep_ring_begin(&w->ring, note); }
-void ep_world_noted(EpWorld *w, uint64_t note, int code) { ep_ring_end(&w->ring, note, code); }
-void ep_world_blur(EpWorld *w) { ep_ring_blur(&w->ring); }
-void ep_world_unnote(EpWorld *w, uint64_t num) {
-    ep_ring_blur(&w->ring);
+uint64_t ep_world_begin_call(EpWorld *w, const EpCallRecord *record) {
+    return ep_ring_begin(&w->ring, record);
+}
+void ep_world_end_call(EpWorld *w, uint64_t record, int code) { ep_ring_end(&w->ring, record, code); }
+void ep_world_order_unknown(EpWorld *w) { ep_ring_order_unknown(&w->ring); }
+void ep_world_uncount_calls(EpWorld *w, uint64_t num) {
+    ep_ring_order_unknown(&w->ring);
     atomic_fetch_sub_explicit(&w->ring.step, num, memory_order_relaxed);
 }
 uint16_t ep_world_number_heap(EpWorld *w) { return (uint16_t)atomic_fetch_add(&w->num_heaps, 1); }

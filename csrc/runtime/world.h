@@ -24,14 +24,14 @@ uint64_t ep_world_timeout_ns(const EpWorld *world);
 int ep_world_watch(EpWorld *world, const EpCommBuffer *buffer);
 void ep_world_unwatch(EpWorld *world, const EpCommBuffer *buffer);
 /* Begin a call record in the flight record (flight_record.h): this rank enters an operation. Returns the
- * number to pass to ep_world_noted when the call is over. Returns 0 if the operation is part of one that has
- * already begun. */
-uint64_t ep_world_note(EpWorld *world, const EpNote *note);
-void ep_world_noted(EpWorld *world, uint64_t note, int code);
+ * number to pass to ep_world_end_call when the call is over. Returns 0 if the operation is part of one that
+ * has already begun. */
+uint64_t ep_world_begin_call(EpWorld *world, const EpCallRecord *record);
+void ep_world_end_call(EpWorld *world, uint64_t record, int code);
 /* An operation has failed, and the num operations after it had no effect. Do not count them as steps. */
-void ep_world_unnote(EpWorld *world, uint64_t num);
-/* From now on, this rank's steps may differ from those of the other ranks (ep_ring_blur). */
-void ep_world_blur(EpWorld *world);
+void ep_world_uncount_calls(EpWorld *world, uint64_t num);
+/* From now on, this rank's steps may differ from those of the other ranks (ep_ring_order_unknown). */
+void ep_world_order_unknown(EpWorld *world);
 /* The number of a new heap or layer. It is the same on every rank, because creation is collective. */
 uint16_t ep_world_number_heap(EpWorld *world);
 uint16_t ep_world_number_layer(EpWorld *world);

@@ -67,7 +67,7 @@ struct EpWorld {
     uint64_t disorder_ns;              /* time since which stuck ranks disagree, or 0 */
     uint64_t on_gpu_step;              /* the step in which this rank's GPU is stuck, or 0 */
     uint64_t on_gpu_ns;                /* time at which the GPU last reported that it is stuck */
-    EpNotes on_gpu_notes;              /* the call records of the steps next to on_gpu_step */
+    EpCallRecords on_gpu_records;      /* the call records of the steps next to on_gpu_step */
     enum { RECORD_OPEN, RECORD_WRITING, RECORD_DONE } record_state;
 };
 

@@ -197,11 +197,11 @@ bool test_hostile_peer(void) {
     return true;
 }
 
-/* The CPU backend does not map memory that a peer could truncate, or that is shorter than the peer's card
- * says. */
+/* The CPU backend does not map memory that a peer could truncate, or that is shorter than the peer's heap
+ * handle says. */
 bool test_import_rejects_unsafe_memory(void) {
     Rank *me = NULL;
-    const EpHeapCard card = {.num_bytes = 1 << 16};
+    const EpHeapHandle heap_handle = {.num_bytes = 1 << 16};
     const int seals[] = {0, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL};
     for (uint32_t i = 0; i < 4; i++) {
         const bool is_sealed = i & 1, is_whole = i & 2;
@@ -210,9 +210,9 @@ bool test_import_rejects_unsafe_memory(void) {
         CHECK(me, fd >= 0 && ftruncate(fd, is_whole ? 1 << 16 : 1 << 15) == 0 &&
                       fcntl(fd, F_ADD_SEALS, seals[is_sealed]) == 0);
         CHECK_CODE(me, is_sealed && is_whole ? 0 : EP_ECORRUPT,
-                   ep_cpu_backend.heap_import(-1, &card, &card, fd, &memory));
+                   ep_cpu_backend.heap_import(-1, &heap_handle, &heap_handle, fd, &memory));
         CHECK(me, fcntl(fd, F_GETFD) < 0); /* heap_import closes fd in every case */
-        if (memory) ep_cpu_backend.heap_unimport(-1, memory, card.num_bytes);
+        if (memory) ep_cpu_backend.heap_unimport(-1, memory, heap_handle.num_bytes);
     }
     return true;
 }

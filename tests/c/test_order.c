@@ -21,16 +21,17 @@ static bool stuck_body(Rank *me, void *arg) {
     bool other = me->rank == 1 && !o->calls_are_equal, ends = !o->calls_are_equal && !o->has_failed;
     EpHostWords words = {0};
     EpCommBuffer b = {.of = other ? 9 : 7, .on_stream = true};
-    EpNote note = {.what = EP_DID_PLAN, .on_stream = 1};
+    EpCallRecord record = {.what = EP_CALL_PLAN, .on_stream = 1};
     int code = 0;
     b.comm.host = &words;
     CHECK_CODE(me, 0, ep_world_watch(me->world, &b));
-    for (note.seq = 1; note.seq <= 3 + o->num_ahead; note.seq++) {
-        note.of = note.seq == 3 && other ? 9 : 7;
-        ep_world_noted(me->world, ep_world_note(me->world, &note),
-                       o->has_failed && me->rank == 1 && note.seq == 2 ? EP_EOVERFLOW : 0);
+    for (record.seq = 1; record.seq <= 3 + o->num_ahead; record.seq++) {
+        record.of = record.seq == 3 && other ? 9 : 7;
+        ep_world_end_call(me->world, ep_world_begin_call(me->world, &record),
+                          o->has_failed && me->rank == 1 && record.seq == 2 ? EP_EOVERFLOW : 0);
     }
-    uint64_t allocation = o->in_allocation ? ep_world_note(me->world, &(EpNote){.what = EP_DID_ALLOC}) : 0;
+    uint64_t allocation =
+        o->in_allocation ? ep_world_begin_call(me->world, &(EpCallRecord){.what = EP_CALL_ALLOC}) : 0;
     if (o->in_allocation) usleep(1200000 + 3000 * me->rank);
     double begin = seconds_now();
     while (!code && seconds_now() - begin < (ends ? long_timeout_s : 1)) {
@@ -42,7 +43,7 @@ static bool stuck_body(Rank *me, void *arg) {
     if (code) CHECK(me, strstr(ep_error_text(), "rank 1 called plan of layer 9 as operation "));
     if (code) CHECK(me, strstr(ep_error_text(), ", where ranks 0, 2 called plan of layer 7"));
     if (code) CHECK(me, ep_ld_relaxed_sys_u64(&words.abort) == 1);
-    if (allocation) ep_world_noted(me->world, allocation, 0);
+    if (allocation) ep_world_end_call(me->world, allocation, 0);
     ep_world_unwatch(me->world, &b);
     return true;
 }

@@ -150,8 +150,9 @@ bool test_wire_connections(void) {
     const struct {
         uint32_t rank, kind;
         bool knows_nonce;
-    } invalid[] = {{0, EP_FRAME_HELLO, true}, {1, EP_FRAME_HELLO, true},  {4, EP_FRAME_HELLO, true},
-                   {2, EP_FRAME_NOTES, true}, {2, EP_FRAME_HELLO, false}, {UINT32_MAX, EP_FRAME_HELLO, true}};
+    } invalid[] = {{0, EP_FRAME_HELLO, true},  {1, EP_FRAME_HELLO, true},
+                   {4, EP_FRAME_HELLO, true},  {2, EP_FRAME_RECORDS, true},
+                   {2, EP_FRAME_HELLO, false}, {UINT32_MAX, EP_FRAME_HELLO, true}};
     for (size_t i = 0; i < sizeof invalid / sizeof *invalid; i++) {
         fd = connect_as(&host.config, invalid[i].rank, invalid[i].kind, invalid[i].knows_nonce);
         CHECK(me, fd >= 0 && is_closed_by_peer(fd, LONG_MS));
@@ -198,13 +199,13 @@ static void *honest_main(void *arg) {
     return NULL;
 }
 
-static void fill_random_notes(EpNotes *notes, Rng *rng) {
+static void fill_random_records(EpCallRecords *records, Rng *rng) {
     const uint64_t edges[] = {0, 1, 2, UINT64_MAX, UINT64_MAX - 1, 1ull << 63};
-    for (uint32_t i = 0; i < sizeof *notes / 4; i++) ((uint32_t *)notes)[i] = (uint32_t)rng_next(rng);
-    if (rng_below(rng, 2)) notes->num = rng_below(rng, EP_SENT_NOTES + 3);
-    for (uint32_t i = 0; i < EP_SENT_NOTES; i++) { /* Some values are plausible. */
-        EpNote *n = &notes->notes[i];
-        if (rng_below(rng, 2)) n->what = (uint8_t)rng_below(rng, EP_NUM_DIDS);
+    for (uint32_t i = 0; i < sizeof *records / 4; i++) ((uint32_t *)records)[i] = (uint32_t)rng_next(rng);
+    if (rng_below(rng, 2)) records->num = rng_below(rng, EP_SENT_RECORDS + 3);
+    for (uint32_t i = 0; i < EP_SENT_RECORDS; i++) { /* Some values are plausible. */
+        EpCallRecord *n = &records->at[i];
+        if (rng_below(rng, 2)) n->what = (uint8_t)rng_below(rng, EP_NUM_CALLS);
         if (rng_below(rng, 2)) n->step = edges[rng_below(rng, 6)] - rng_below(rng, 12);
         if (rng_below(rng, 4) == 0) n->end_ns = 0;
     }
@@ -260,17 +261,17 @@ bool test_wire_last_messages(void) {
         {EP_FRAME_EXCHANGE, 1, 1, 2, 0, EP_EPEERDIED, "rank 1 died", "culprit: rank 1 is gone"},
         {EP_FRAME_EXCHANGE, 1, 1, 3, 0, EP_ECORRUPT, "a peer is too far ahead",
          "culprit: rank 1 sent invalid data"},
-        {EP_FRAME_NOTES, sizeof(EpNotes), 1, 1, 0, EP_EPEERDIED, "rank 1 died",
+        {EP_FRAME_RECORDS, sizeof(EpCallRecords), 1, 1, 0, EP_EPEERDIED, "rank 1 died",
          "\n   1           1       0  plan"},
-        {EP_FRAME_NOTES, sizeof(EpNotes) - 1, 1, 1, 0, EP_EPEERDIED, "rank 1 died",
+        {EP_FRAME_RECORDS, sizeof(EpCallRecords) - 1, 1, 1, 0, EP_EPEERDIED, "rank 1 died",
          "\n   1           ?       ?  gone"},
-        {EP_FRAME_STUCK, sizeof(EpNotes), 1, 1, 0, EP_EPEERDIED, "rank 1 died",
+        {EP_FRAME_STUCK, sizeof(EpCallRecords), 1, 1, 0, EP_EPEERDIED, "rank 1 died",
          "\n   1           ?       ?  gone"},
         {EP_FRAME_STUCK, 1, 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           ?       ?  gone"},
         {99, 1, 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           ?       ?  gone"},
     };
-    const EpNotes notes = {.num = 1,
-                           .notes = {{.step = 1, .seq = 1, .what = EP_DID_PLAN, .begin_ns = 1, .end_ns = 2}}};
+    const EpCallRecords records = {
+        .num = 1, .at = {{.step = 1, .seq = 1, .what = EP_CALL_PLAN, .begin_ns = 1, .end_ns = 2}}};
     for (size_t i = 0; i < sizeof messages / sizeof *messages; i++) {
         Rank me = {.setup = NULL, .rank = (uint32_t)i};
         char page[EP_PAGE_BYTES];
@@ -283,7 +284,7 @@ bool test_wire_last_messages(void) {
                      .num_bytes = messages[i].num_bytes};
         if (f.kind == EP_FRAME_ABORT) /* The text has no terminator. */
             for (uint32_t at = 0; at < sizeof f.bytes; at++) f.bytes[at] = (unsigned char)"because"[at % 7];
-        else memcpy(f.bytes, &notes, sizeof notes);
+        else memcpy(f.bytes, &records, sizeof records);
         for (f.seq = 1; f.seq <= messages[i].times; f.seq++)
             CHECK_CODE(&me, 0, ep_wire_send(socket, &f, -1, 0));
         close(socket);
@@ -310,10 +311,10 @@ static bool random_records_case(uint64_t seed) {
     CHECK_CODE(&me, 0, ep_wire_send(socket, &f, -1, 0));
     /* After this exchange, rank 0 has a call record that it compares with the records of rank 1. */
     CHECK_CODE(&me, 0, ep_world_exchange(honest.world, &mine, 1, all));
-    f.kind = EP_FRAME_NOTES;
+    f.kind = EP_FRAME_RECORDS;
     for (uint32_t i = 0; i < 3; i++) {
-        fill_random_notes((EpNotes *)(void *)f.bytes, &rng);
-        f.num_bytes = i == 1 ? rng_below(&rng, EP_EXCHANGE_BYTES) : sizeof(EpNotes);
+        fill_random_records((EpCallRecords *)(void *)f.bytes, &rng);
+        f.num_bytes = i == 1 ? rng_below(&rng, EP_EXCHANGE_BYTES) : sizeof(EpCallRecords);
         f.rank = (uint32_t)rng_next(&rng);
         CHECK_CODE(&me, 0, ep_wire_send(socket, &f, -1, 0));
     }
