@@ -44,7 +44,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 LIB := epmoe/_C.abi3.so
 SOURCES := $(shell find csrc -type f) setup.py
-STYLED := $(filter %.h %.c %.cuh %.cu,$(SOURCES)) $(wildcard tests/c/*.[ch] tests/kernels/*.h tests/kernels/*.cpp)
+STYLED := $(filter %.h %.c %.cuh %.cu,$(SOURCES)) $(wildcard tests/c/*.[ch] tests/fakes/cuda/*.h tests/kernels/*.h tests/kernels/*.cpp)
 # If one of these settings changes, make builds the module again.
 SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH EPMOE_CHAOS EPMOE_TRACE CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(shell command -v nvcc)
 

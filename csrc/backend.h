@@ -61,7 +61,8 @@ typedef struct {
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
     int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL if there is none */
-    int (*preload)(int device); /* load all kernels before the first wait; see launch.h */
+    int (*query)(int device, EpDevice *out); /* what the device can do; NULL for the CPU */
+    int (*preload)(int device);              /* load all kernels before the first wait; see launch.h */
 } EpBackend;
 
 extern const EpBackend ep_cpu_backend;

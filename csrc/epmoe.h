@@ -201,6 +201,17 @@ EpHeap *ep_layer_heap(EpLayer *layer);
 /* For tests: set the epoch of the next operation of a buffer. */
 int ep_layer_set_epoch(EpLayer *layer, uint32_t buffer, uint64_t epoch, void *stream);
 
+/* ---- devices: local to a rank, CUDA only ---- */
+
+typedef struct {
+    uint32_t major, minor; /* the compute capability */
+    uint32_t num_sms;
+    uint32_t
+        has_hopper; /* there are kernels for sm_90a, which include the fused kernels, and the GPU runs them */
+} EpDevice;
+/* What a device can do. The runtime is asked once in a process for each device. */
+int ep_device_query(int device, EpDevice *out);
+
 /* ---- grouped GEMM: local to a rank, CUDA only ---- */
 
 /* The operands. kernels/gemm/gemm.h lists the kinds and the activations. */

@@ -1,7 +1,9 @@
 """The device to work on, its stream, and the folder of the headers for device code."""
 
+import functools
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +31,21 @@ def pick_device(device=None):
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device}: epmoe works on cpu and cuda")
     return device
+
+
+class Capabilities(NamedTuple):
+    """What a CUDA device can do."""
+
+    major: int  # of the compute capability
+    minor: int
+    num_sms: int
+    has_hopper: bool  # there are kernels for sm_90a, which include the fused kernels, and the GPU runs them
+
+
+@functools.cache
+def capabilities(device):
+    """Return the Capabilities of a torch.device of type cuda.  The module has asked the runtime once."""
+    return Capabilities(*_C.device_query(device.index))
 
 
 def stream_of(device):

@@ -3,6 +3,7 @@
 import torch
 
 from . import _C
+from .device import capabilities
 from .gemm import GATED, aligned, check_activation
 
 
@@ -27,6 +28,8 @@ class FusedParts:
             self.topk = 1
         if self.fused is None:
             self.fused = fuses(self.max_tokens, self.topk, self.num_experts, self.world_size)
+        # Asked here, because a compiler cannot trace the call of the module.
+        self._has_kernels = self.device.type == "cuda" and capabilities(self.device).has_hopper
         most = self._num_blocks
         num_sm, num_tail, num_reduce = self._requested_sms
         num_sm = most if num_sm is None else min(int(num_sm), most)
@@ -44,8 +47,7 @@ class FusedParts:
 
     def _is_fused(self, gemm_weight):
         """Whether the fused kernels exist for these weights [L, N, K] on this device."""
-        return (self.fused and self.device.type == "cuda" and self.dtype in (torch.bfloat16, torch.float16)
-                and torch.cuda.get_device_capability(self.device)[0] == 9
+        return (self.fused and self._has_kernels and self.dtype in (torch.bfloat16, torch.float16)
                 and all(n % 16 == 0 for n in gemm_weight.shape[1:]))
 
     # The two below allocate outputs and call the module; fused_ops.py makes operators of them.

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from . import _C
+from .device import capabilities
 from .reference import GptOss, activate, gpt_oss_numbers
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
@@ -82,7 +83,7 @@ def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
 def _has_kernel(a, b):
     fits = all(0 < n <= 1 << 24 and n % 16 == 0 for n in (a.shape[1], *b.shape[1:]))
     return (_C.HAS_CUDA and a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16) and fits
-            and torch.cuda.get_device_capability(a.device)[0] >= 8)
+            and capabilities(a.device).major >= 8)
 
 
 _tile_counters = {}  # device index -> the counter of that device's default stream

@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from . import _C
-from .device import pick_device, status_of, stream_of
+from .device import capabilities, pick_device, status_of, stream_of
 from .heap import SymmetricHeap
 from .layout import EPLayout
 from .world import Shared, World
@@ -32,7 +32,7 @@ def default_num_sm(device, row_bytes):
 
 def max_blocks(device, reserve_sms):
     """Return the most thread blocks of an operation: on a GPU one for each SM that is not reserved."""
-    num_sm = 1024 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+    num_sm = 1024 if device.type == "cpu" else capabilities(device).num_sms
     if not 0 <= reserve_sms <= num_sm - 2:
         raise ValueError(f"reserve_sms {reserve_sms}: must be 0 to {num_sm - 2}, so that two are left")
     return num_sm - reserve_sms

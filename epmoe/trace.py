@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from . import _C
+from .device import capabilities
 
 SPANS = {1: "enter", 2: "send", 3: "receive", 4: "wait for rows", 5: "gemm", 6: "return", 7: "add up"}
 _ENTER = 1
@@ -44,7 +45,7 @@ class Trace:
         if op.device.type != "cuda":
             raise ValueError(f"the profiler is in the CUDA kernels, but the operator is on {op.device}: use "
                              f"a GPU")
-        blocks = torch.cuda.get_device_properties(op.device).multi_processor_count
+        blocks = capabilities(op.device).num_sms
         self.op = op
         self.buffer = buffer
         self.room = room

@@ -18,6 +18,7 @@ import torch
 import epmoe
 from cases import generator
 from epmoe import reference
+from epmoe.device import Capabilities
 from epmoe.gemm import DGRAD, WGRAD, _has_kernel
 from pace import HANG_S
 
@@ -241,7 +242,7 @@ def test_gemm_streams_and_graphs_share_nothing(ranks):
 def test_gemm_has_kernels_from_capability_8_on(monkeypatch, capability, has_kernel):
     """For older GPUs torch multiplies. The choice depends on the capability, so the test needs no GPU."""
     monkeypatch.setattr(epmoe._C, "HAS_CUDA", 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("epmoe.gemm.capabilities", lambda device: Capabilities(*capability, 132, False))
     a, b = (types.SimpleNamespace(shape=shape, dtype=torch.bfloat16, device=torch.device("cuda", 0))
             for shape in ((4, 16), (2, 32, 16)))
     assert _has_kernel(a, b) == has_kernel

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "backend.h"
+#include "cuda/capabilities.h"
 #include "cuda/guard.h"
 #include "cuda/launch_order.h"
 #include "kernels/launch.h"
@@ -248,6 +249,22 @@ static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) 
     return ep_end_launch(&l, ep_launch_gemm_combine(p, stream), "GEMM + combine kernel");
 }
 
+static int query_current(EpDevice *out) {
+    EpCapabilities c;
+    const int e = ep_capabilities(&c);
+    if (e) return ep_cuda_error((cudaError_t)e, "asking what the device can do");
+    out->major = c.major;
+    out->minor = c.minor;
+    out->num_sms = c.num_sms;
+    out->has_hopper = c.has_hopper;
+    return 0;
+}
+static int query(int device, EpDevice *out) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, query_current(out));
+}
+
 static int preload_all(void) {
     EP_CUDA_TRY(ep_preload_plan());
     EP_CUDA_TRY(ep_preload_dispatch());
@@ -285,5 +302,6 @@ const EpBackend ep_cuda_backend = {
     .gemm = gemm,
     .dispatch_gemm = dispatch_gemm,
     .gemm_combine = gemm_combine,
+    .query = query,
     .preload = preload,
 };

@@ -7,6 +7,7 @@
 #define EP_MAX_DEVICES 64 /* GPUs that a process can use */
 
 typedef struct {
+    uint32_t major, minor; /* the compute capability */
     uint32_t num_sms;
     uint32_t smem_bytes; /* shared memory that a CTA can have */
     bool has_hopper;     /* the kernels for sm_90a, which include the megakernels, run here */

@@ -2,7 +2,7 @@
  *
  * module.c         errors, numbers, the world, and the module itself
  * module_tensor.c  tensors and streams, read through the C exchange API of a tensor's type
- * module_heap.c, module_layer.c, module_gemm.c  the functions for heaps, layers and the grouped GEMM
+ * module_heap.c, module_layer.c, module_gemm.c  the functions for heaps, layers, the grouped GEMM and devices
  *
  * Invariant: a function that can wait for a peer or a stream releases the interpreter lock (WITHOUT_LOCK),
  * except layer_set_epoch, which is for tests. */

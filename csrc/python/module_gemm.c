@@ -1,4 +1,5 @@
-/* module_gemm.c - epmoe._C.grouped_gemm: the grouped GEMM by itself. Exports ep_gemm_methods. */
+/* module_gemm.c - the functions of epmoe._C that need no world: the grouped GEMM by itself, and what a device
+ * can do. Exports ep_gemm_methods. */
 #include "python/module.h"
 
 /* (kind, activation, alpha, limit, a, b, offsets, bias, row_weight, tickets, out, is_portable) */
@@ -21,4 +22,15 @@ FAST(grouped_gemm) {
     return ep_done(code);
 }
 
-PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), {NULL, NULL, 0, NULL}};
+/* (device) */
+FAST(device_query) {
+    EpDevice d;
+    int device, code;
+    WANT(1);
+    if (!ep_get_int(args[0], &device)) return NULL;
+    WITHOUT_LOCK(code = ep_device_query(device, &d));
+    return code ? ep_raise(code)
+                : Py_BuildValue("IIIO", d.major, d.minor, d.num_sms, d.has_hopper ? Py_True : Py_False);
+}
+
+PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), METHOD(device_query), {NULL, NULL, 0, NULL}};

@@ -230,6 +230,11 @@ bool test_heap_create(void);
 bool test_heap_full(void);
 bool test_abort_during_heap_create(void);
 bool test_absent_process(void);
+bool test_launch_again(void);
+bool test_launch_errors_are_not_kept(void);
+bool test_launch_replaces_old_shapes(void);
+bool test_launch_capabilities(void);
+bool test_launch_threads(void);
 /* The main function of a process that is a rank. NORMAL: all ranks survive. KILLED: rank 1 is killed.
  * ABSENT: rank 2 never joins the world. */
 typedef enum { SCENARIO_NORMAL, SCENARIO_KILLED, SCENARIO_ABSENT } Scenario;

@@ -34,8 +34,11 @@ JOBS = 2
 HANG_S = 1800  # the limit for a whole test program; longer than any program takes on a busy machine
 # The folders of all C sources except those of the Python module and of CUDA.
 LIBRARY = ("runtime", "layer", "cpu")
-TESTS = ("main harness cases steps test_alone test_device test_heap test_hostile test_memory test_order "
-         "test_processes test_refusals test_sharing test_steps test_wire").split()
+# The sources of csrc/cuda that need only the fake runtime of test_launch.c and its headers.
+LAUNCH = "capabilities cluster_launch tensor_maps".split()
+FAKE_CUDA = f"-I{ROOT / 'tests/fakes/cuda'}"
+TESTS = ("main harness cases steps test_alone test_device test_heap test_hostile test_launch test_memory "
+         "test_order test_processes test_refusals test_sharing test_steps test_wire").split()
 # The folder whose sources include the protocol. Only these are compiled with a seeded fault.
 FAULTY = "cpu"
 HEADER_FLAGS = ("-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Wno-unused-function "
@@ -126,8 +129,10 @@ class Builder:
             is_backend = source == self.csrc / "cpu" / "backend.c"
             scarce = " -Dpthread_create=test_pthread_create -Dmmap=test_mmap" if is_backend else ""
             yield source, VARIANTS[variant] + faulty + scarce
+        for name in LAUNCH:
+            yield self.csrc / "cuda" / f"{name}.c", f"{VARIANTS[variant]} {FAKE_CUDA}"
         for name in TESTS:
-            yield HERE / f"{name}.c", VARIANTS[variant]
+            yield HERE / f"{name}.c", f"{VARIANTS[variant]} {FAKE_CUDA}"
 
     def program(self, variant, fault=0):
         objects = [str(self.object(*key)) for key in self.objects(variant, fault)]
@@ -191,7 +196,7 @@ def symptom_of(output, status):
 def header_run(csrc, header, language):
     def go():
         twice = f'#include "{header}"\n#include "{header}"\n'
-        command = [*gcc(), "-x", language, f"-std={standard}", *HEADER_FLAGS, f"-I{csrc}"]
+        command = [*gcc(), "-x", language, f"-std={standard}", *HEADER_FLAGS, f"-I{csrc}", FAKE_CUDA]
         command += ["-fsyntax-only", "-"]
         done = subprocess.run(command, capture_output=True, text=True, input=twice)
         return done.returncode == 0, "compiles" if done.returncode == 0 else "does not compile", done.stderr

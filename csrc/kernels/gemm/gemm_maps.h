@@ -10,7 +10,7 @@ typedef struct {
     const void *base;
     uint32_t num_dims, is_f16;
     uint64_t dims[5], strides[4]; /* in elements */
-    uint32_t box[5];
+    uint32_t box[6]; /* the sixth is 0: the struct then has no padding, and tensor_maps.c can compare bytes */
 } EpTensorMap;
 
 static inline EpTensorMap ep_map_rows(const EpGemmParams *p, const void *base, uint32_t cols, uint32_t rows) {

@@ -1,0 +1,57 @@
+/* cuda_runtime_api.h - a fake: the part of the runtime's header that cluster_launch.c and what it calls use.
+ * tests/c/test_launch.c has the functions. */
+#ifndef FAKE_CUDA_RUNTIME_API_H
+#define FAKE_CUDA_RUNTIME_API_H
+#include <stddef.h>
+
+typedef enum {
+    cudaSuccess = 0,
+    cudaErrorInvalidValue = 1,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorCooperativeLaunchTooLarge = 720,
+    cudaErrorNotSupported = 801
+} cudaError_t;
+typedef struct FakeStream *cudaStream_t;
+typedef struct FakeEvent *cudaEvent_t;
+typedef struct {
+    unsigned x, y, z;
+} dim3;
+enum cudaDeviceAttr {
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin = 97
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
+typedef enum {
+    cudaLaunchAttributeCooperative = 2,
+    cudaLaunchAttributeClusterDimension = 4
+} cudaLaunchAttributeID;
+typedef struct {
+    cudaLaunchAttributeID id;
+    union {
+        dim3 clusterDim;
+        int cooperative;
+    } val;
+} cudaLaunchAttribute;
+typedef struct {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute *attrs;
+    unsigned numAttrs;
+} cudaLaunchConfig_t;
+enum { cudaEnableDefault = 0 };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
+
+cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr what, int device);
+cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute what, int value);
+cudaError_t cudaOccupancyMaxActiveClusters(int *num_clusters, const void *function,
+                                           const cudaLaunchConfig_t *config);
+cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments);
+cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+                                             unsigned long long flags,
+                                             enum cudaDriverEntryPointQueryResult *result);
+
+#endif /* FAKE_CUDA_RUNTIME_API_H */
