@@ -146,47 +146,37 @@ int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **layer);
 int ep_layer_close(EpLayer *layer);                                              /* collective */
 void ep_layer_release(EpLayer *layer);
 int ep_layer_plan_words(EpLayer *layer, uint64_t num_tokens, uint64_t *num_words);
-/* Collective, like each of the following. indices [T][K] i32 or i64. scatter: NULL, or i32 [T][K] of this
- * rank or of all ranks. plan i32 [plan_words(T)]. sort_slots: order the slots by expert, which the fused
- * kernels need for their speed. */
-int ep_layer_plan(EpLayer *layer, uint32_t buffer, const EpTensor *indices, const EpTensor *scatter,
-                  bool sort_slots, const EpTensor *plan, void *stream);
+/* The arguments of each operation: EpPlanArgs, EpDispatchArgs, EpCombineArgs, EpDispatchGemmArgs and
+ * EpGemmCombineArgs. protocol/ops.h has their fields and says what they are. */
+#define EP_FIELD_OF_TENSOR const EpTensor *
+#define EP_FIELD_OF_OPTIONAL const EpTensor *
+#define EP_FIELD_OF_PLAN const EpTensor *
+#define EP_FIELD_OF_U32 uint32_t
+#define EP_FIELD_OF_F64 double
+#define EP_ARGUMENT(S, kind, name) EP_FIELD_OF_##kind name;
+#define X(NAME, name, Type, text)           \
+    typedef struct {                        \
+        EP_ARGS_##name(EP_ARGUMENT, unused) \
+    } Ep##Type##Args;
+#define B(NAME, name, Type, text)
+EP_OPERATIONS(X, B)
+#undef X
+#undef B
+/* Collective: run operation op, an EpOpKind with arguments. args: the struct of its arguments. */
+int ep_layer_run(EpLayer *layer, uint32_t buffer, uint32_t op, const void *args, void *stream);
+/* ep_layer_plan(layer, buffer, const EpPlanArgs *, stream), and so on: ep_layer_run for each operation. */
+#define X(NAME, name, Type, text)                                                                  \
+    static inline int ep_layer_##name(EpLayer *layer, uint32_t buffer, const Ep##Type##Args *args, \
+                                      void *stream) {                                              \
+        return ep_layer_run(layer, buffer, EP_OP_##NAME, args, stream);                            \
+    }
+#define B(NAME, name, Type, text)
+EP_OPERATIONS(X, B)
+#undef X
+#undef B
 /* Wait on the host for the number of rows of a plan of this buffer. plan NULL means the newest plan. */
 int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream,
                       uint32_t *num_rows);
-/* x [T][H], weight NULL or f32 [T][K]; rows [>= M][H], row_weight NULL or f32 [>= M]; recv i32 [W *
- * max_tokens * (1 + K)]: the token of each row, for combine. A plan with another T, or with more rows
- * than the tensors have, is detected when the operation runs: this rank gets EP_EINVAL, the others
- * EP_EPEER. requires_grad: an operation of the backward pass will follow. It must be the same on all
- * ranks. */
-int ep_layer_dispatch(EpLayer *layer, uint32_t buffer, const EpTensor *x, const EpTensor *weight,
-                      const EpTensor *plan, const EpTensor *rows, const EpTensor *row_weight,
-                      const EpTensor *recv, bool requires_grad, void *stream);
-/* rows [>= M][H], row_weight and row_scalar NULL or f32 [>= M]; out [T][H], out_scalar NULL or f32 [T][K]. */
-int ep_layer_combine(EpLayer *layer, uint32_t buffer, const EpTensor *rows, const EpTensor *row_weight,
-                     const EpTensor *row_scalar, const EpTensor *plan, const EpTensor *recv,
-                     const EpTensor *out, const EpTensor *out_scalar, bool requires_grad, void *stream);
-/* Dispatch, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight
- * [L][N][H]; out [>= M][N], or [>= M][N / 2] if the activation is gated. The rest is as in
- * ep_layer_dispatch, except that rows from M on are left unchanged. */
-typedef struct {
-    const EpTensor *x, *weight, *plan, *rows, *row_weight, *recv;
-    const EpTensor *gemm_weight, *bias, *out; /* bias NULL or [L][N] */
-    uint32_t activation;                      /* EpActivation */
-    double alpha, limit;                      /* parameters of the activation; see EpGemmParams */
-    uint32_t num_move, num_tail;              /* numbers of CTAs; see EpDispatchGemmParams */
-    uint32_t num_copies; /* consecutive tokens that share a row of x; see EpDispatchParams */
-    bool waits_for_expert, requires_grad;
-} EpDispatchGemm;
-int ep_layer_dispatch_gemm(EpLayer *layer, uint32_t buffer, const EpDispatchGemm *g, void *stream);
-/* The grouped GEMM of a [>= M][K] with gemm_weight [L][H][K] into rows [>= M][H], and the combine of
- * these rows, in one launch. CUDA only. */
-typedef struct {
-    const EpTensor *a, *gemm_weight, *bias, *rows, *row_weight, *plan, *recv, *out;
-    uint32_t num_move, num_reduce; /* numbers of CTAs; see EpGemmCombineParams */
-    bool is_serial, requires_grad;
-} EpGemmCombine;
-int ep_layer_gemm_combine(EpLayer *layer, uint32_t buffer, const EpGemmCombine *g, void *stream);
 /* Enter operation `op` only to report that this rank failed with `code`. The other ranks raise an error
  * instead of waiting. */
 int ep_layer_refuse(EpLayer *layer, uint32_t buffer, uint32_t op, int code, void *stream);

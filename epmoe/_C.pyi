@@ -4,7 +4,7 @@ Objects are capsules.  A stream is a CUDA stream as an integer, or 0 on the CPU.
 epmoe.errors.  csrc/epmoe.h says what each call does, and which calls are collective.
 """
 
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 from torch import Tensor
 
@@ -100,80 +100,71 @@ def layer_agree(world: _World, config: _Config, status: int, /) -> None: ...
 def layer_create(heap: _Heap, config: _Config, /) -> _Layer: ...
 def layer_close(layer: _Layer, /) -> None: ...
 def plan_layout(config: _Config, num_tokens: int, /) -> dict[str, int]: ...
-def layer_plan(
-    layer: _Layer,
-    buffer: int,
-    indices: Tensor,
-    scatter: Tensor | None,
-    plan: Tensor,
-    sort_slots: bool,
-    /,
-) -> None: ...
+# The arguments of an operation are one tuple, in the order of csrc/protocol/ops.h, which also gives shapes.
+class _Plan(NamedTuple):
+    indices: Tensor
+    scatter: Tensor | None
+    plan: Tensor
+    sort_slots: int
+
+class _Dispatch(NamedTuple):
+    x: Tensor
+    weight: Tensor | None
+    plan: Tensor
+    rows: Tensor
+    row_weight: Tensor | None
+    recv: Tensor
+    requires_grad: int
+
+class _Combine(NamedTuple):
+    rows: Tensor
+    row_weight: Tensor | None
+    row_scalar: Tensor | None
+    plan: Tensor
+    recv: Tensor
+    out: Tensor
+    out_scalar: Tensor | None
+    requires_grad: int
+
+class _DispatchGemm(NamedTuple):
+    x: Tensor
+    weight: Tensor | None
+    plan: Tensor
+    rows: Tensor
+    row_weight: Tensor | None
+    recv: Tensor
+    gemm_weight: Tensor
+    bias: Tensor | None
+    out: Tensor
+    activation: int
+    alpha: float
+    limit: float
+    num_move: int
+    num_tail: int
+    waits_for_expert: int
+    num_copies: int
+    requires_grad: int
+
+class _GemmCombine(NamedTuple):
+    a: Tensor
+    gemm_weight: Tensor
+    bias: Tensor | None
+    rows: Tensor
+    row_weight: Tensor | None
+    plan: Tensor
+    recv: Tensor
+    out: Tensor
+    num_move: int
+    num_reduce: int
+    is_serial: int
+    requires_grad: int
+
+def layer_plan(layer: _Layer, buffer: int, arguments: _Plan, /) -> None: ...
+def layer_dispatch(layer: _Layer, buffer: int, arguments: _Dispatch, /) -> None: ...
+def layer_combine(layer: _Layer, buffer: int, arguments: _Combine, /) -> None: ...
+def layer_dispatch_gemm(layer: _Layer, buffer: int, arguments: _DispatchGemm, /) -> None: ...
+def layer_gemm_combine(layer: _Layer, buffer: int, arguments: _GemmCombine, /) -> None: ...
 def layer_num_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> int: ...
-def layer_dispatch(
-    layer: _Layer,
-    buffer: int,
-    x: Tensor,
-    weight: Tensor | None,
-    plan: Tensor,
-    rows: Tensor,
-    row_weight: Tensor | None,
-    recv: Tensor,
-    requires_grad: bool,
-    /,
-) -> None: ...
-def layer_combine(
-    layer: _Layer,
-    buffer: int,
-    rows: Tensor,
-    row_weight: Tensor | None,
-    row_scalar: Tensor | None,
-    plan: Tensor,
-    recv: Tensor,
-    out: Tensor,
-    out_scalar: Tensor | None,
-    requires_grad: bool,
-    /,
-) -> None: ...
-def layer_dispatch_gemm(
-    layer: _Layer,
-    buffer: int,
-    x: Tensor,
-    weight: Tensor | None,
-    plan: Tensor,
-    rows: Tensor,
-    row_weight: Tensor | None,
-    recv: Tensor,
-    gemm_weight: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    activation: int,
-    alpha: float,
-    limit: float,
-    num_move: int,
-    num_tail: int,
-    waits_for_expert: bool,
-    num_copies: int,
-    requires_grad: bool,
-    /,
-) -> None: ...
-def layer_gemm_combine(
-    layer: _Layer,
-    buffer: int,
-    a: Tensor,
-    gemm_weight: Tensor,
-    bias: Tensor | None,
-    rows: Tensor,
-    row_weight: Tensor | None,
-    plan: Tensor,
-    recv: Tensor,
-    out: Tensor,
-    num_move: int,
-    num_reduce: int,
-    is_serial: bool,
-    requires_grad: bool,
-    /,
-) -> None: ...
 def layer_trace(layer: _Layer, buffer: int, events: Tensor | None, room: int, /) -> None: ...
 def layer_refuse(layer: _Layer, buffer: int, op: int, code: int, stream: int, /) -> None: ...
 def layer_barrier(layer: _Layer, buffer: int, stream: int, /) -> None: ...

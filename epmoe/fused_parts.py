@@ -53,8 +53,7 @@ class FusedParts:
     # The two below allocate outputs and call the module; fused_ops.py makes operators of them.
 
     def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0,
-                       limit=0.0,
-                       with_grad=False):
+                       limit=0.0, with_grad=False):
         try:
             rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
             row_weight = None
@@ -66,10 +65,10 @@ class FusedParts:
             gemm_weight, bias = aligned(gemm_weight), aligned(bias)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
-        _C.layer_dispatch_gemm(self._c, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias,
-                               out,
-                               activation, alpha, limit, self._move_sms, self._tail_sms,
-                               not self.block_wise_barrier, self._copies, with_grad)
+        tensors = x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out
+        _C.layer_dispatch_gemm(self._c, buffer, (
+            *tensors, activation, alpha, limit, self._move_sms, self._tail_sms, not self.block_wise_barrier,
+            self._copies, with_grad))
         return out, rows, row_weight, recv
 
     def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
@@ -80,8 +79,9 @@ class FusedParts:
             gemm_weight, bias = aligned(gemm_weight), aligned(bias)
         except Exception as error:
             self._refuse(_C.OP_GEMM_COMBINE, error, buffer)
-        _C.layer_gemm_combine(self._c, buffer, a, gemm_weight, bias, rows, row_weight, plan, recv, out,
-                              self._move_sms, self._reduce_sms, self.combine_order == "serial", with_grad)
+        tensors = a, gemm_weight, bias, rows, row_weight, plan, recv, out
+        _C.layer_gemm_combine(self._c, buffer, (
+            *tensors, self._move_sms, self._reduce_sms, self.combine_order == "serial", with_grad))
         return out, rows
 
     def _check_product(self, gemm_weight, rows, columns, bias, activation):

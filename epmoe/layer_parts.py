@@ -122,7 +122,7 @@ class LayerParts(Shared):
             plan = torch.empty(self._plan_words(num_tokens), dtype=torch.int32, device=self.device)
         except Exception as error:
             self._refuse(_C.OP_PLAN, error, buffer)
-        _C.layer_plan(self._c, buffer, exp_indices, scatter, plan, self.token_sorting)
+        _C.layer_plan(self._c, buffer, (exp_indices, scatter, plan, self.token_sorting))
         return plan
 
     def _plan_words(self, num_tokens):
@@ -145,7 +145,7 @@ class LayerParts(Shared):
             recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH, error, buffer)
-        _C.layer_dispatch(self._c, buffer, x, weight, plan, rows, row_weight, recv, with_grad)
+        _C.layer_dispatch(self._c, buffer, (x, weight, plan, rows, row_weight, recv, with_grad))
         return rows, row_weight, recv
 
     def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False):
@@ -156,8 +156,8 @@ class LayerParts(Shared):
                 out_scalar = torch.empty((num_tokens, self.topk), dtype=torch.float32, device=self.device)
         except Exception as error:
             self._refuse(_C.OP_COMBINE, error, buffer)
-        _C.layer_combine(self._c, buffer, rows, row_weight, row_scalar, plan, recv, out, out_scalar,
-                         with_grad)
+        _C.layer_combine(self._c, buffer, (rows, row_weight, row_scalar, plan, recv, out, out_scalar,
+                                           with_grad))
         return out, out_scalar
 
     # ---- refusals ----

@@ -16,8 +16,8 @@ from .reference import activate
 # Options that EPMoE passes on: those of the two layers except its own arguments.
 _LAYER_OPTIONS = {name for kind in (EpAll2AllFusedOp, EPAll2AllLayer)
                   for name in inspect.signature(kind).parameters}
-_LAYER_OPTIONS -= {"ep_group", "max_tokens", "hidden", "topk", "num_tot_experts", "dtype", "capacity",
-                   "enable_local_combine", "device", "options"}
+_LAYER_OPTIONS -= {"ep_group", "max_tokens", "hidden", "topk", "num_tot_experts", "dtype", "device",
+                   "options"}
 _DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
 
 
@@ -81,14 +81,11 @@ class EPMoE(nn.Module):
         max_tokens: The most tokens of a rank in one call.
         dtype: Of parameters and tokens: float32, float16 or bfloat16.
         device: Of parameters and tokens, as for SymmetricHeap.
-        capacity: None, or the most rows that a rank can receive, as for EPAll2AllLayer.  With a number the
-            host reads nothing.
         bias: Whether to have gate_up_proj_bias [L, 2I] and down_proj_bias [L, H].
-        enable_local_combine: Sum at the expert's rank first, so that one row per (token, rank) crosses the
-            link.
         layer: None, or an EpAll2AllFusedOp or EPAll2AllLayer to share with other EPMoE modules of the same
             shapes.  The module then has its ranks, device, max_tokens, capacity and enable_local_combine.
-        **layer_options: Other options of EpAll2AllFusedOp.  None with `layer`.
+        **layer_options: Other options of EpAll2AllFusedOp, for example capacity, the most rows that a rank
+            can receive; with it the host reads nothing.  None with `layer`, which has options of its own.
 
     Attributes:
         gate_up_proj: A parameter.
@@ -120,9 +117,8 @@ class EPMoE(nn.Module):
     """
 
     def __init__(self, hidden, inner, num_experts, topk, ep_group=None, activation="swiglu", *,
-                 max_tokens=4096,
-                 dtype=torch.bfloat16, device=None, capacity=None, bias=False, enable_local_combine=True,
-                 layer=None, **layer_options):
+                 max_tokens=4096, dtype=torch.bfloat16, device=None, bias=False, layer=None,
+                 **layer_options):
         super().__init__()
         if layer is not None and layer_options:
             raise TypeError(f"{', '.join(layer_options)}: options of a new layer, but layer= passes one: "
@@ -144,10 +140,7 @@ class EPMoE(nn.Module):
             raise
         if layer is None:
             layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts,
-                                     dtype=dtype,
-                                     device=device, capacity=capacity,
-                                     enable_local_combine=enable_local_combine,
-                                     **layer_options)
+                                     dtype=dtype, device=device, **layer_options)
             self._agree(layer, f"inner {inner}, activation {activation!r}, bias {bool(bias)}")
         else:
             for name, got, want in (("hidden", hidden, layer.hidden),

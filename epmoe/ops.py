@@ -15,7 +15,7 @@ from .gemm import aligned, untraced
 
 layers = weakref.WeakValueDictionary()  # id -> layer
 lib = torch.library.Library("epmoe", "DEF")
-lib.define("plan(Tensor exp_indices, Tensor? scatter, str layer, int buffer, Tensor? after=None) -> Tensor")
+lib.define("plan(Tensor indices, Tensor? scatter, str layer, int buffer, Tensor? after=None) -> Tensor")
 lib.define("dispatch(Tensor x, Tensor? weight, Tensor plan, str layer, int buffer, SymInt num_rows, "
            "bool requires_grad=False, Tensor? after=None) -> (Tensor, Tensor, Tensor)")
 lib.define("combine(Tensor rows, Tensor? row_weight, Tensor? row_scalar, Tensor plan, Tensor recv, str "
@@ -39,8 +39,8 @@ def absent(like):
 # ---- implementations ----
 
 
-def _plan(exp_indices, scatter, layer, buffer, after=None):
-    return layer_of(layer)._plan(exp_indices, scatter, buffer)
+def _plan(indices, scatter, layer, buffer, after=None):
+    return layer_of(layer)._plan(indices, scatter, buffer)
 
 
 def _dispatch(x, weight, plan, layer, buffer, num_rows, requires_grad=False, after=None):
@@ -93,8 +93,8 @@ def rows_to_trace(num_rows):
 
 
 @register_fake("plan")
-def _(exp_indices, scatter, layer, buffer, after=None):
-    return exp_indices.new_empty(layer_of(layer)._plan_words(exp_indices.shape[0]), dtype=torch.int32)
+def _(indices, scatter, layer, buffer, after=None):
+    return indices.new_empty(layer_of(layer)._plan_words(indices.shape[0]), dtype=torch.int32)
 
 
 @register_fake("dispatch")
@@ -211,8 +211,8 @@ def requires_grad(*tensors):
     return False
 
 
-def plan(layer, exp_indices, scatter, buffer):
-    return torch.ops.epmoe.plan(exp_indices, scatter, layer.id, buffer)
+def plan(layer, indices, scatter, buffer):
+    return torch.ops.epmoe.plan(indices, scatter, layer.id, buffer)
 
 
 def dispatch(layer, x, weight, plan, buffer, num_rows, with_grad):

@@ -58,8 +58,8 @@ def make_setting(torch, _C):
             "row_weight": torch.ones(5), "recv": torch.zeros(6 * 3, dtype=torch.int32),
             "out": torch.zeros(3, 8), "out_scalar": torch.zeros(3, 2),
             "scatter": torch.zeros(3, 2, dtype=torch.int32)}
-    _C.layer_plan(layer, 0, good["idx"], None, good["plan"], False)
-    _C.layer_dispatch(layer, 0, good["x"], None, good["plan"], good["rows"], None, good["recv"], False)
+    _C.layer_plan(layer, 0, (good["idx"], None, good["plan"], False))
+    _C.layer_dispatch(layer, 0, (good["x"], None, good["plan"], good["rows"], None, good["recv"], False))
     in_heap = torch.from_dlpack(Capsule(_C.heap_tensor(heap, off, 0, (64,), 2, 32)))
     return {"world": [one, two, silent, closed], "heap": [heap, closed_heap], "layer": [layer, closed_layer],
             "config": config, "off": off, "good": good, "in_heap": in_heap}
@@ -195,7 +195,7 @@ WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "compl
          "transposed", "misaligned", "parameter", "too many", "huge idx", "wild idx", "in heap",
          "plan as rows", "plan as idx", "plan of zeros", "wild plan", "negative plan", "wild recv", "a type",
          "storage"]
-# For each function of the module, the kinds of its arguments: keys of strategies().
+# The kinds of each function's arguments: keys of strategies().  Those after a | are elements of a tuple.
 SIGNATURES = {
     "set_exceptions": "dict", "world_listen": "", "world_create": "small small seconds fd nonce names",
     "world_threads": "n seconds", "world_check": "W", "world_lost_ranks": "W",
@@ -208,13 +208,15 @@ SIGNATURES = {
     "heap_wait": "H off n small zero", "heap_barrier": "H zero", "heap_sync": "H zero", "heap_close": "H",
     "heap_handle": "H", "worlds_settle": "",
     "layer_bytes": "config", "layer_agree": "W config code", "layer_create": "H config", "layer_close": "L",
-    "plan_layout": "config n", "layer_plan": "L small idx scatter? plan small",
-    "layer_num_rows": "L small plan", "layer_dispatch": "L small x weight? plan rows row_weight? recv small",
-    "layer_combine": "L small rows row_weight? row_weight? plan recv out out_scalar? small",
+    "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan small",
+    "layer_num_rows": "L small plan",
+    "layer_dispatch": "L small | x weight? plan rows row_weight? recv small",
+    "layer_combine": "L small | rows row_weight? row_weight? plan recv out out_scalar? small",
     "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
-    "layer_dispatch_gemm": "L small x weight? plan rows row_weight? recv tensor weight? out small"
+    "layer_dispatch_gemm": "L small | x weight? plan rows row_weight? recv tensor weight? out small"
                            " seconds seconds small small small small small",
-    "layer_gemm_combine": "L small rows tensor weight? out row_weight? plan recv out small small small small",
+    "layer_gemm_combine": "L small | rows tensor weight? out row_weight? plan recv out"
+                          " small small small small",
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small",
     "device_query": "n",
@@ -241,6 +243,8 @@ class Example:
         what, s = v[0], self.setting
         if what in ("world", "heap", "layer"):
             return s[what][v[1]]
+        if what == "tuple":
+            return tuple(self.resolve(element) for element in changed_length(v[1], v[2]))
         if what == "good":
             return s["good"][v[1]]
         if what == "weird":
@@ -286,6 +290,10 @@ class Example:
         self.setting = self.weird = None
 
 
+def changed_length(values, number):  # the values, sometimes one fewer or one more
+    return values[:-1] if number == 29 else values + (None,) if number == 28 else values
+
+
 def describe(v):
     text = repr(v) if not isinstance(v, int) or abs(v) < 2**70 else f"an integer of {v.bit_length()} bits"
     return text if len(text) < 60 else text[:57] + "..."
@@ -312,7 +320,9 @@ def child(examples, seed, log_path):
     often = [n for n in names if n not in CLOSING_CALLS] * 3 + list(CLOSING_CALLS)
 
     def call_of(name):  # (function, arguments, number that decides whether to drop or add an argument)
-        arguments = [kinds[k] for k in SIGNATURES[name].split()]
+        alone, *together = ([kinds[k] for k in part.split()] for part in SIGNATURES[name].split("|"))
+        arguments = alone + [st.tuples(st.just("tuple"), st.tuples(*part), st.integers(0, 29))
+                             for part in together]
         return st.tuples(st.just(name), st.tuples(*arguments), st.integers(0, 29))
 
     one_call = st.sampled_from(often).flatmap(call_of)
@@ -336,7 +346,7 @@ def child(examples, seed, log_path):
         try:
             for name, values, more in calls:
                 counts["calls"] += 1
-                e.call(name, values[:-1] if more == 29 else values + (None,) if more == 28 else values)
+                e.call(name, changed_length(values, more))
         finally:
             e.end()
         counts["examples"] += 1

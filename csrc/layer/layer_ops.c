@@ -1,10 +1,11 @@
 /* layer_ops.c - the operations of a layer: check the arguments, fill in the parameters, call the backend.
  *
- * Exports ep_layer_plan, _num_rows, _dispatch, _combine, _dispatch_gemm, _gemm_combine and _trace.
+ * Exports ep_layer_run, ep_layer_num_rows and ep_layer_trace. Each operation has a function prepare_NAME.
  * Invariant: an argument that this rank cannot accept never leaves the other ranks waiting. After a failed
  * check, this rank still enters the operation with its code in the header (ep_layer_fail). The operation is
  * then void on every rank, every rank raises an error, and the layer can be used again. */
 #include <stddef.h>
+#include <string.h>
 
 #include "layer/layer_state.h"
 #include "protocol/flags.h"
@@ -47,9 +48,9 @@ static int check_num_tokens(const EpLayer *l, const char *name, const EpTensor *
     return 0;
 }
 
-static int check_plan(const EpLayer *l, const EpTensor *indices, const EpTensor *scatter,
-                      const EpTensor *plan, EpPlanParams *p) {
+static int prepare_plan(EpLayer *l, const EpCommBuffer *b, const EpPlanArgs *a, EpPlanParams *p) {
     const EpShape *s = &l->config.shape;
+    const EpTensor *indices = a->indices, *scatter = a->scatter;
     if (indices->num_dims != 2)
         return ep_error(EP_EINVAL, "exp_indices: wanted 2 dimensions [T, %u], got %u", s->num_topk,
                         indices->num_dims);
@@ -59,30 +60,19 @@ static int check_plan(const EpLayer *l, const EpTensor *indices, const EpTensor 
                         ep_dtype_name(indices->dtype));
     EP_TRY(check_tensor(l, "exp_indices", indices, indices->dtype, 2, -1, s->num_topk));
     if (scatter) EP_TRY(check_tensor(l, "full_scatter_indices", scatter, EP_I32, 2, -1, s->num_topk));
-    EP_TRY(check_plan_tensor(l, plan, (uint32_t)indices->shape[0], &p->layout));
+    EP_TRY(check_plan_tensor(l, a->plan, (uint32_t)indices->shape[0], &p->layout));
+    p->comm = b->comm;
     p->exp_indices = indices->data;
     p->index_bytes = indices->dtype == EP_I64 ? 8 : 4;
     p->num_tokens = (uint32_t)indices->shape[0];
-    p->plan = (int32_t *)plan->data;
+    p->plan = (int32_t *)a->plan->data;
     p->scatter_indices = scatter ? (const int32_t *)scatter->data : NULL;
     p->num_scatter_tokens = scatter ? (uint32_t)scatter->shape[0] : 0;
+    p->sort_slots = a->sort_slots != 0;
+    /* The host asks for the rows of the newest plan by its ticket. */
+    p->ticket = ++l->ticket[b->buffer];
+    l->newest[b->buffer] = p->plan;
     return 0;
-}
-
-int ep_layer_plan(EpLayer *l, uint32_t buffer, const EpTensor *indices, const EpTensor *scatter,
-                  bool sort_slots, const EpTensor *plan, void *stream) {
-    EpCommBuffer *b;
-    EpPlanParams p = {0};
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
-    int code = check_plan(l, indices, scatter, plan, &p);
-    if (code) return ep_layer_fail(l, buffer, EP_OP_PLAN, code, stream);
-    p.comm = b->comm;
-    p.ticket = ++l->ticket[buffer];
-    p.sort_slots = sort_slots;
-    l->newest[buffer] = p.plan;
-    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_PLAN, p.layout.num_tokens, 0, stream);
-    int done = ep_heap_backend(l->heap)->plan(ep_heap_device(l->heap), &p, stream);
-    return ep_layer_end(l, b, EP_OP_PLAN, record, done, stream);
 }
 
 /* A plan that others have followed: it knows, the host does not. */
@@ -136,10 +126,10 @@ int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *s
 }
 
 /* Check the arguments of a dispatch, and fill in p. x has one row for every num_copies tokens. */
-static int check_dispatch(const EpLayer *l, const EpTensor *x, uint32_t num_copies, const EpTensor *weight,
-                          const EpTensor *plan, const EpTensor *rows, const EpTensor *row_weight,
-                          const EpTensor *recv, EpDispatchParams *p) {
+static int check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t num_copies,
+                          EpDispatchParams *p) {
     const EpShape *s = &l->config.shape;
+    const EpTensor *x = a->x, *rows = a->rows;
     if (num_copies < 1)
         return ep_error(EP_EINVAL, "num_copies 0: must be at least 1 token for each row of the input");
     if (x->num_dims < 1 || x->shape[0] > (int64_t)(s->max_tokens / num_copies))
@@ -147,93 +137,83 @@ static int check_dispatch(const EpLayer *l, const EpTensor *x, uint32_t num_copi
                         x->num_dims ? (long long)x->shape[0] : -1ll, s->max_tokens / num_copies);
     EP_TRY(check_rows(l, "input", x, -1));
     const int64_t T = x->shape[0] * num_copies;
-    if (weight) EP_TRY(check_tensor(l, "weight", weight, EP_F32, 2, T, s->num_topk));
-    EP_TRY(check_plan_tensor(l, plan, (uint32_t)T, &p->layout));
+    if (a->weight) EP_TRY(check_tensor(l, "weight", a->weight, EP_F32, 2, T, s->num_topk));
+    EP_TRY(check_plan_tensor(l, a->plan, (uint32_t)T, &p->layout));
     EP_TRY(check_rows(l, "output", rows, -1));
-    if ((weight != NULL) != (row_weight != NULL))
+    if ((a->weight != NULL) != (a->row_weight != NULL))
         return ep_error(EP_EINVAL, "weight and output weight: give both or neither");
-    if (row_weight) EP_TRY(check_tensor(l, "output weight", row_weight, EP_F32, 1, rows->shape[0], -1));
-    EP_TRY(check_recv_tensor(l, recv));
+    if (a->row_weight) EP_TRY(check_tensor(l, "output weight", a->row_weight, EP_F32, 1, rows->shape[0], -1));
+    EP_TRY(check_recv_tensor(l, a->recv));
     if (rows->shape[0] > INT32_MAX)
         return ep_error(EP_EINVAL, "output has %lld rows: must be less than 2^31", (long long)rows->shape[0]);
     p->x = x->data;
-    p->weight = weight ? (const float *)weight->data : NULL;
-    p->plan = (const int32_t *)plan->data;
-    p->recv = (int32_t *)recv->data;
+    p->weight = a->weight ? (const float *)a->weight->data : NULL;
+    p->plan = (const int32_t *)a->plan->data;
+    p->recv = (int32_t *)a->recv->data;
     p->rows = rows->data;
-    p->row_weight = row_weight ? (float *)row_weight->data : NULL;
+    p->row_weight = a->row_weight ? (float *)a->row_weight->data : NULL;
     p->num_rows = (uint32_t)rows->shape[0];
-    p->has_weight = weight != NULL;
+    p->has_weight = a->weight != NULL;
     p->num_copies = num_copies;
     return 0;
 }
 
-int ep_layer_dispatch(EpLayer *l, uint32_t buffer, const EpTensor *x, const EpTensor *weight,
-                      const EpTensor *plan, const EpTensor *rows, const EpTensor *row_weight,
-                      const EpTensor *recv, bool requires_grad, void *stream) {
-    EpCommBuffer *b;
-    EpDispatchParams p = {0};
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
-    int code = check_dispatch(l, x, 1, weight, plan, rows, row_weight, recv, &p);
-    if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH, code, stream);
-    p.comm = b->comm;
-    p.comm.requires_grad = requires_grad;
-    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_DISPATCH, p.layout.num_tokens, 0, stream);
-    int done = ep_heap_backend(l->heap)->dispatch(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
-    return ep_layer_end(l, b, EP_OP_DISPATCH, record, done, stream);
+static int prepare_dispatch(EpLayer *l, const EpCommBuffer *b, const EpDispatchArgs *a, EpDispatchParams *p) {
+    p->comm = b->comm;
+    p->comm.requires_grad = a->requires_grad != 0;
+    return check_dispatch(l, a, 1, p);
 }
 
-static int check_combine(const EpLayer *l, const EpTensor *rows, const EpTensor *row_weight,
-                         const EpTensor *row_scalar, const EpTensor *plan, const EpTensor *recv,
-                         const EpTensor *out, const EpTensor *out_scalar, EpCombineParams *p) {
+static int check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombineParams *p) {
     const EpShape *s = &l->config.shape;
+    const EpTensor *rows = a->rows, *out = a->out;
     EP_TRY(check_num_tokens(l, "output", out));
     EP_TRY(check_rows(l, "output", out, -1));
     EP_TRY(check_rows(l, "input", rows, -1));
-    if (row_weight) EP_TRY(check_tensor(l, "weight", row_weight, EP_F32, 1, rows->shape[0], -1));
-    if (row_scalar) EP_TRY(check_tensor(l, "scalar", row_scalar, EP_F32, 1, rows->shape[0], -1));
-    if ((row_scalar != NULL) != (out_scalar != NULL))
+    if (a->row_weight) EP_TRY(check_tensor(l, "weight", a->row_weight, EP_F32, 1, rows->shape[0], -1));
+    if (a->row_scalar) EP_TRY(check_tensor(l, "scalar", a->row_scalar, EP_F32, 1, rows->shape[0], -1));
+    if ((a->row_scalar != NULL) != (a->out_scalar != NULL))
         return ep_error(EP_EINVAL, "scalar and output scalar: give both or neither");
-    if (out_scalar)
-        EP_TRY(check_tensor(l, "output scalar", out_scalar, EP_F32, 2, out->shape[0], s->num_topk));
-    EP_TRY(check_plan_tensor(l, plan, (uint32_t)out->shape[0], &p->layout));
-    EP_TRY(check_recv_tensor(l, recv));
+    if (a->out_scalar)
+        EP_TRY(check_tensor(l, "output scalar", a->out_scalar, EP_F32, 2, out->shape[0], s->num_topk));
+    EP_TRY(check_plan_tensor(l, a->plan, (uint32_t)out->shape[0], &p->layout));
+    EP_TRY(check_recv_tensor(l, a->recv));
     if (rows->shape[0] > INT32_MAX)
         return ep_error(EP_EINVAL, "input has %lld rows: must be less than 2^31", (long long)rows->shape[0]);
     p->rows = rows->data;
-    p->row_weight = row_weight ? (const float *)row_weight->data : NULL;
-    p->row_scalar = row_scalar ? (const float *)row_scalar->data : NULL;
-    p->plan = (const int32_t *)plan->data;
-    p->recv = (const int32_t *)recv->data;
+    p->row_weight = a->row_weight ? (const float *)a->row_weight->data : NULL;
+    p->row_scalar = a->row_scalar ? (const float *)a->row_scalar->data : NULL;
+    p->plan = (const int32_t *)a->plan->data;
+    p->recv = (const int32_t *)a->recv->data;
     p->out = out->data;
-    p->out_scalar = out_scalar ? (float *)out_scalar->data : NULL;
+    p->out_scalar = a->out_scalar ? (float *)a->out_scalar->data : NULL;
     p->num_rows = (uint32_t)rows->shape[0];
-    p->has_weight = row_weight != NULL;
-    p->has_scalar = row_scalar != NULL;
+    p->has_weight = a->row_weight != NULL;
+    p->has_scalar = a->row_scalar != NULL;
     return 0;
 }
 
-int ep_layer_combine(EpLayer *l, uint32_t buffer, const EpTensor *rows, const EpTensor *row_weight,
-                     const EpTensor *row_scalar, const EpTensor *plan, const EpTensor *recv,
-                     const EpTensor *out, const EpTensor *out_scalar, bool requires_grad, void *stream) {
-    EpCommBuffer *b;
-    EpCombineParams p = {0};
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
-    int code = check_combine(l, rows, row_weight, row_scalar, plan, recv, out, out_scalar, &p);
-    if (code) return ep_layer_fail(l, buffer, EP_OP_COMBINE, code, stream);
-    p.comm = b->comm;
-    p.comm.requires_grad = requires_grad;
-    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_COMBINE, p.layout.num_tokens, 0, stream);
-    int done = ep_heap_backend(l->heap)->combine(ep_heap_device(l->heap), &p, l->config.num_sm, stream);
-    return ep_layer_end(l, b, EP_OP_COMBINE, record, done, stream);
+static int prepare_combine(EpLayer *l, const EpCommBuffer *b, const EpCombineArgs *a, EpCombineParams *p) {
+    p->comm = b->comm;
+    p->comm.requires_grad = a->requires_grad != 0;
+    return check_combine(l, a, p);
 }
 
 /* ---- fused kernels ---- */
 
-/* Check the grouped GEMM of a fused kernel, and fill in p: a [M][K] times w [L][N][K] gives out [M][N].
- * out has half as many columns if the activation is gated. */
-static int check_product(const EpLayer *l, const EpTensor *a, const EpTensor *w, const EpTensor *bias,
-                         const EpTensor *out, uint32_t activation, const int32_t *offsets, EpGemmParams *p) {
+/* The grouped GEMM of a fused kernel: a [M][K] times w [L][N][K] gives out [M][N]. out has half as many
+ * columns if the activation is gated. */
+typedef struct {
+    const EpTensor *a, *w, *bias, *out;
+    uint32_t activation;
+    double alpha, limit;
+} Product;
+
+/* Check a product, and fill in p except its offsets. */
+static int check_product(const EpLayer *l, const Product *product, EpGemmParams *p) {
+    const EpTensor *a = product->a, *w = product->w;
+    const uint32_t activation = product->activation;
+    const float alpha = (float)product->alpha, limit = (float)product->limit;
     const EpShape *s = &l->config.shape;
     const EpBackendKind kind = ep_heap_kind(l->heap);
     const int device = ep_heap_device(l->heap);
@@ -242,10 +222,10 @@ static int check_product(const EpLayer *l, const EpTensor *a, const EpTensor *w,
     if (s->dtype == EP_F32)
         return ep_error(EP_ETYPE,
                         "the fused kernels multiply bfloat16 and float16, but this layer has float32");
-    if (!ep_gemm_is_activation(activation, p->alpha, p->limit))
+    if (!ep_gemm_is_activation(activation, alpha, limit))
         return ep_error(EP_EINVAL,
                         "activation %u (alpha %g, limit %g): must be an EpActivation with valid numbers",
-                        activation, (double)p->alpha, (double)p->limit);
+                        activation, (double)alpha, (double)limit);
     if (w->num_dims != 3 || a->num_dims != 2)
         return ep_error(EP_EINVAL, "wanted gemm_weight of 3 dimensions and rows of 2, got %u and %u",
                         w->num_dims, a->num_dims);
@@ -257,16 +237,17 @@ static int check_product(const EpLayer *l, const EpTensor *a, const EpTensor *w,
     const EpWanted wanted[] = {
         {"rows", a, s->dtype, 2, {M, K, -1}},
         {"gemm_weight", w, s->dtype, 3, {L, N, K}},
-        {"bias", bias, s->dtype, 2, {L, N, -1}},
-        {"output", out, s->dtype, 2, {M, ep_gemm_is_gated(activation) ? N / 2 : N, -1}},
+        {"bias", product->bias, s->dtype, 2, {L, N, -1}},
+        {"output", product->out, s->dtype, 2, {M, ep_gemm_is_gated(activation) ? N / 2 : N, -1}},
     };
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
         EP_TRY(ep_tensor_check(&wanted[i], kind, device, 16));
     p->a = a->data;
     p->b = w->data;
-    p->out = out->data;
-    p->offsets = offsets;
-    p->bias = bias ? bias->data : NULL;
+    p->out = product->out->data;
+    p->bias = product->bias ? product->bias->data : NULL;
+    p->alpha = alpha;
+    p->limit = limit;
     p->num_rows = (uint32_t)M;
     p->num_experts = (uint32_t)L;
     p->n = (uint32_t)N;
@@ -277,56 +258,103 @@ static int check_product(const EpLayer *l, const EpTensor *a, const EpTensor *w,
     return 0;
 }
 
-int ep_layer_dispatch_gemm(EpLayer *l, uint32_t buffer, const EpDispatchGemm *g, void *stream) {
-    EpCommBuffer *b;
-    EpDispatchGemmParams p = {0};
-    EpDispatchParams *d = &p.dispatch;
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
-    p.gemm.alpha = (float)g->alpha;
-    p.gemm.limit = (float)g->limit;
-    int code = check_dispatch(l, g->x, g->num_copies, g->weight, g->plan, g->rows, g->row_weight, g->recv, d);
-    if (!code)
-        code = check_product(l, g->rows, g->gemm_weight, g->bias, g->out, g->activation,
-                             d->plan + d->layout.expert_row_off, &p.gemm);
-    if (!code && g->num_tail && g->num_tail >= g->num_move)
-        code =
-            ep_error(EP_EINVAL, "num_tail_sms %u: must be fewer than num_sm, %u", g->num_tail, g->num_move);
-    if (!code && g->num_move < 1)
-        code = ep_error(EP_EINVAL, "num_sm 0: must be at least 1, so that a thread block moves tokens");
-    if (code) return ep_layer_fail(l, buffer, EP_OP_DISPATCH_GEMM, code, stream);
-    d->comm = b->comm;
-    d->comm.requires_grad = g->requires_grad;
-    p.num_move_blocks = g->num_move;
-    p.num_tail_blocks = g->num_tail;
-    p.waits_for_expert = g->waits_for_expert;
-    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_DISPATCH_GEMM, d->layout.num_tokens, 0, stream);
-    code = ep_heap_backend(l->heap)->dispatch_gemm(ep_heap_device(l->heap), &p, stream);
-    return ep_layer_end(l, b, EP_OP_DISPATCH_GEMM, record, code, stream);
+static int prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatchGemmArgs *a,
+                                 EpDispatchGemmParams *p) {
+    const EpDispatchArgs first = {a->x,          a->weight, a->plan,         a->rows,
+                                  a->row_weight, a->recv,   a->requires_grad};
+    const Product product = {a->rows, a->gemm_weight, a->bias, a->out, a->activation, a->alpha, a->limit};
+    p->dispatch.comm = b->comm;
+    p->dispatch.comm.requires_grad = a->requires_grad != 0;
+    EP_TRY(check_dispatch(l, &first, a->num_copies, &p->dispatch));
+    EP_TRY(check_product(l, &product, &p->gemm));
+    if (a->num_tail && a->num_tail >= a->num_move)
+        return ep_error(EP_EINVAL, "num_tail_sms %u: must be fewer than num_sm, %u", a->num_tail,
+                        a->num_move);
+    if (a->num_move < 1)
+        return ep_error(EP_EINVAL, "num_sm 0: must be at least 1, so that a thread block moves tokens");
+    p->gemm.offsets = p->dispatch.plan + p->dispatch.layout.expert_row_off;
+    p->num_move_blocks = a->num_move;
+    p->num_tail_blocks = a->num_tail;
+    p->waits_for_expert = a->waits_for_expert != 0;
+    return 0;
 }
 
-int ep_layer_gemm_combine(EpLayer *l, uint32_t buffer, const EpGemmCombine *g, void *stream) {
-    EpCommBuffer *b;
-    EpGemmCombineParams p = {0};
-    EpCombineParams *k = &p.combine;
-    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
-    int code = check_combine(l, g->rows, g->row_weight, NULL, g->plan, g->recv, g->out, NULL, k);
-    if (!code)
-        code = check_product(l, g->a, g->gemm_weight, g->bias, g->rows, EP_ACT_NONE,
-                             k->plan + k->layout.expert_row_off, &p.gemm);
-    if (!code && (g->num_move < 1 || g->num_reduce < 1))
-        code = ep_error(EP_EINVAL,
+static int prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineArgs *a,
+                                EpGemmCombineParams *p) {
+    const EpCombineArgs last = {a->rows, a->row_weight, NULL, a->plan,
+                                a->recv, a->out,        NULL, a->requires_grad};
+    const Product product = {a->a, a->gemm_weight, a->bias, a->rows, EP_ACT_NONE, 0, 0};
+    p->combine.comm = b->comm;
+    p->combine.comm.requires_grad = a->requires_grad != 0;
+    EP_TRY(check_combine(l, &last, &p->combine));
+    EP_TRY(check_product(l, &product, &p->gemm));
+    if (a->num_move < 1 || a->num_reduce < 1)
+        return ep_error(EP_EINVAL,
                         "num_sm %u, num_reduce_sms %u: both must be at least 1, so that thread blocks send "
                         "rows and add them up",
-                        g->num_move, g->num_reduce);
-    if (code) return ep_layer_fail(l, buffer, EP_OP_GEMM_COMBINE, code, stream);
-    k->comm = b->comm;
-    k->comm.requires_grad = g->requires_grad;
-    p.num_move_blocks = g->num_move;
-    p.num_reduce_blocks = g->num_reduce;
-    p.is_serial = g->is_serial;
-    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_GEMM_COMBINE, k->layout.num_tokens, 0, stream);
-    code = ep_heap_backend(l->heap)->gemm_combine(ep_heap_device(l->heap), &p, stream);
-    return ep_layer_end(l, b, EP_OP_GEMM_COMBINE, record, code, stream);
+                        a->num_move, a->num_reduce);
+    p->gemm.offsets = p->combine.plan + p->combine.layout.expert_row_off;
+    p->num_move_blocks = a->num_move;
+    p->num_reduce_blocks = a->num_reduce;
+    p->is_serial = a->is_serial != 0;
+    return 0;
+}
+
+/* ---- run ---- */
+
+/* The parameters of any operation. */
+typedef union {
+    EpPlanParams plan;
+    EpDispatchParams dispatch;
+    EpCombineParams combine;
+    EpDispatchGemmParams dispatch_gemm;
+    EpGemmCombineParams gemm_combine;
+} Params;
+
+/* Check the arguments of an operation and fill in its parameters, which are zeroed. */
+static int prepare(EpLayer *l, const EpCommBuffer *b, uint32_t op, const void *args, Params *p) {
+    switch (op) {
+#define X(NAME, name, Type, text) \
+    case EP_OP_##NAME: return prepare_##name(l, b, (const Ep##Type##Args *)args, &p->name);
+#define B(NAME, name, Type, text)
+        EP_OPERATIONS(X, B)
+#undef X
+#undef B
+    default: return ep_error(EP_EINVAL, "operation %u: must be an EpOpKind with arguments", op);
+    }
+}
+
+static uint32_t num_tokens_of(uint32_t op, const Params *p) {
+    switch (op) {
+    case EP_OP_PLAN: return p->plan.num_tokens;
+    case EP_OP_COMBINE: return p->combine.layout.num_tokens;
+    case EP_OP_GEMM_COMBINE: return p->gemm_combine.combine.layout.num_tokens;
+    default: return p->dispatch.layout.num_tokens; /* dispatch is the first member of dispatch_gemm */
+    }
+}
+
+static int launch(const EpLayer *l, uint32_t op, const Params *p, void *stream) {
+    const EpBackend *backend = ep_heap_backend(l->heap);
+    const int device = ep_heap_device(l->heap);
+    switch (op) {
+    case EP_OP_PLAN: return backend->plan(device, &p->plan, stream);
+    case EP_OP_DISPATCH: return backend->dispatch(device, &p->dispatch, l->config.num_sm, stream);
+    case EP_OP_COMBINE: return backend->combine(device, &p->combine, l->config.num_sm, stream);
+    case EP_OP_DISPATCH_GEMM: return backend->dispatch_gemm(device, &p->dispatch_gemm, stream);
+    default: return backend->gemm_combine(device, &p->gemm_combine, stream);
+    }
+}
+
+int ep_layer_run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream) {
+    EpCommBuffer *b;
+    Params p;
+    memset(&p, 0, sizeof p);
+    EP_TRY(ep_layer_begin(l, buffer, stream, &b));
+    int code = prepare(l, b, op, args, &p);
+    if (code) return ep_layer_fail(l, buffer, op, code, stream);
+    const uint64_t record = ep_comm_begin_call(l->heap, b, op, num_tokens_of(op, &p), 0, stream);
+    code = launch(l, op, &p, stream);
+    return ep_layer_end(l, b, op, record, code, stream);
 }
 
 int ep_layer_trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t room) {

@@ -15,6 +15,7 @@
  * slot in which a token returns may differ from the slot in which it was sent (EpPlanParams.sort_slots). */
 #ifndef EP_ABI_H
 #define EP_ABI_H
+#include "protocol/ops.h"
 #include "protocol/port.h"
 #include "protocol/slot.h"
 
@@ -52,14 +53,6 @@ typedef enum {
 } EpCode;
 
 typedef enum { EP_F32 = 0, EP_F16 = 1, EP_BF16 = 2 } EpDtype;
-typedef enum {
-    EP_OP_PLAN = 1,
-    EP_OP_DISPATCH = 2,
-    EP_OP_COMBINE = 3,
-    EP_OP_BARRIER = 4,
-    EP_OP_DISPATCH_GEMM = 5,
-    EP_OP_GEMM_COMBINE = 6
-} EpOpKind;
 /* LOCAL: the expert's rank adds up its rows of a token and pushes one row per (token, rank).
  * SCATTER: the expert's rank pushes one row per choice. GATHER: the token's rank pulls one row per choice. */
 typedef enum { EP_COMBINE_LOCAL = 0, EP_COMBINE_SCATTER = 1, EP_COMBINE_GATHER = 2 } EpCombineMode;

@@ -1,9 +1,12 @@
 /* module_layer.c - epmoe._C.layer_*: layers and their operations.
  *
- * Exports ep_layer_methods. Tensors are passed by position; the comment above a function lists its arguments.
+ * Exports ep_layer_methods. The comment above a function lists its arguments, which are passed by position.
  * Invariant: if this rank cannot read a tensor argument of an operation, it first refuses the operation to
  * its peers, then raises the Python exception. */
 #include "python/module.h"
+
+#include <stddef.h>
+
 #include "runtime/error.h"
 
 static void free_layer(PyObject *c) {
@@ -104,30 +107,71 @@ static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObje
     return NULL;
 }
 
-/* Read n tensors from args[2] on. Tensor i may be None if bit i of may_be_none is set. */
-static bool get_tensors(PyObject *const *args, int n, uint32_t may_be_none, EpTensor *t,
-                        const EpTensor **out) {
-    for (int i = 0; i < n; i++)
-        if (!ep_get_tensor(args[i + 2], may_be_none >> i & 1u, &t[i], &out[i])) return false;
+/* ---- operations: layer_NAME(layer, buffer, arguments), a tuple as protocol/ops.h lists it ---- */
+
+enum { TENSOR, OPTIONAL, PLAN, U32, F64 };
+enum { MAX_ARGS = 17 };
+typedef struct {
+    uint8_t kind;
+    uint16_t off; /* of its field in the struct of the arguments */
+} Argument;
+typedef struct {
+    uint32_t op, num_args;
+    const Argument *args;
+} Operation;
+
+/* Read the numbers, and find the plan. */
+static bool get_numbers(const Operation *op, PyObject *tuple, char *fields, PyObject **plan) {
+    for (uint32_t i = 0; i < op->num_args; i++) {
+        const Argument *a = &op->args[i];
+        PyObject *value = PyTuple_GetItem(tuple, i);
+        if (a->kind == PLAN) *plan = value;
+        if (a->kind == U32 && !ep_get_u32(value, (uint32_t *)(void *)(fields + a->off))) return false;
+        if (a->kind == F64 && !ep_get_double(value, (double *)(void *)(fields + a->off))) return false;
+    }
+    return true;
+}
+/* Read the tensors, which come first. */
+static bool get_tensors(const Operation *op, PyObject *tuple, EpTensor *tensors, char *fields) {
+    for (uint32_t i = 0; i < op->num_args && op->args[i].kind < U32; i++) {
+        const EpTensor **field = (const EpTensor **)(void *)(fields + op->args[i].off);
+        if (!ep_get_tensor(PyTuple_GetItem(tuple, i), op->args[i].kind == OPTIONAL, &tensors[i], field))
+            return false;
+    }
     return true;
 }
 
-/* (layer, buffer, indices, scatter, plan, sort_slots) */
-FAST(layer_plan) {
+static PyObject *run(const Operation *op, void *fields, PyObject *const *args, Py_ssize_t num_args) {
     uint32_t buffer;
-    EpTensor t[3];
-    const EpTensor *a[3];
+    EpTensor tensors[MAX_ARGS];
+    PyObject *plan = NULL;
     int code;
-    WANT(6);
+    if (num_args != 3) return PyErr_Format(PyExc_TypeError, "wanted 3 arguments, got %zd", num_args);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
     if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
-    const int sort_slots = PyObject_IsTrue(args[5]);
-    if (sort_slots < 0) return NULL;
-    if (!get_tensors(args, 3, 2, t, a)) return refuse_pending(l, buffer, EP_OP_PLAN, args[4]);
-    void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
-    WITHOUT_LOCK(code = ep_layer_plan(l, buffer, a[0], a[1], sort_slots == 1, a[2], stream));
+    if (!PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != (Py_ssize_t)op->num_args)
+        return PyErr_Format(PyExc_TypeError, "wanted a tuple of %u arguments, got %R", op->num_args, args[2]);
+    if (!get_numbers(op, args[2], (char *)fields, &plan)) return NULL;
+    if (!get_tensors(op, args[2], tensors, (char *)fields)) return refuse_pending(l, buffer, op->op, plan);
+    void *stream = ep_current_stream(ep_layer_heap(l), plan);
+    WITHOUT_LOCK(code = ep_layer_run(l, buffer, op->op, fields, stream));
     return ep_done(code);
 }
+
+#define ROW(S, kind, name) {kind, offsetof(S, name)},
+#define X(NAME, name, Type, text)                                                                    \
+    FAST(layer_##name) {                                                                             \
+        static const Argument list[] = {EP_ARGS_##name(ROW, Ep##Type##Args)};                        \
+        static const Operation op = {EP_OP_##NAME, sizeof list / sizeof list[0], list};              \
+        _Static_assert(sizeof list / sizeof list[0] <= MAX_ARGS, "run() has room for every tensor"); \
+        Ep##Type##Args fields;                                                                       \
+        (void)self;                                                                                  \
+        return run(&op, &fields, args, num_args);                                                    \
+    }
+#define B(NAME, name, Type, text)
+EP_OPERATIONS(X, B)
+#undef X
+#undef B
 
 /* (layer, buffer, plan) */
 FAST(layer_num_rows) {
@@ -141,102 +185,6 @@ FAST(layer_num_rows) {
     void *stream = ep_current_stream(ep_layer_heap(l), args[2]);
     WITHOUT_LOCK(code = ep_layer_num_rows(l, buffer, plan, stream, &num_rows));
     return code ? ep_raise(code) : PyLong_FromUnsignedLong(num_rows);
-}
-
-/* (layer, buffer, x, weight, plan, rows, row_weight, recv, requires_grad) */
-FAST(layer_dispatch) {
-    uint32_t buffer, requires_grad;
-    EpTensor t[6];
-    const EpTensor *a[6];
-    int code;
-    WANT(9);
-    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[8], &requires_grad)) return NULL;
-    if (!get_tensors(args, 6, 2 | 16, t, a)) return refuse_pending(l, buffer, EP_OP_DISPATCH, args[4]);
-    void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
-    WITHOUT_LOCK(code =
-                     ep_layer_dispatch(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], requires_grad, stream));
-    return ep_done(code);
-}
-
-/* (layer, buffer, rows, row_weight, row_scalar, plan, recv, out, out_scalar, requires_grad) */
-FAST(layer_combine) {
-    uint32_t buffer, requires_grad;
-    EpTensor t[7];
-    const EpTensor *a[7];
-    int code;
-    WANT(10);
-    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[9], &requires_grad)) return NULL;
-    if (!get_tensors(args, 7, 2 | 4 | 64, t, a)) return refuse_pending(l, buffer, EP_OP_COMBINE, args[5]);
-    void *stream = ep_current_stream(ep_layer_heap(l), args[5]);
-    WITHOUT_LOCK(
-        code = ep_layer_combine(l, buffer, a[0], a[1], a[2], a[3], a[4], a[5], a[6], requires_grad, stream));
-    return ep_done(code);
-}
-
-/* (layer, buffer, x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, activation, alpha,
- * limit, num_move, num_tail, waits_for_expert, num_copies, requires_grad) */
-FAST(layer_dispatch_gemm) {
-    uint32_t buffer, waits, requires_grad;
-    EpTensor t[9];
-    const EpTensor *a[9];
-    EpDispatchGemm g;
-    int code;
-    WANT(19);
-    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[11], &g.activation) ||
-        !ep_get_double(args[12], &g.alpha) || !ep_get_double(args[13], &g.limit) ||
-        !ep_get_u32(args[14], &g.num_move) || !ep_get_u32(args[15], &g.num_tail) ||
-        !ep_get_u32(args[16], &waits) || !ep_get_u32(args[17], &g.num_copies) ||
-        !ep_get_u32(args[18], &requires_grad))
-        return NULL;
-    if (!get_tensors(args, 9, 2 | 16 | 128, t, a))
-        return refuse_pending(l, buffer, EP_OP_DISPATCH_GEMM, args[4]);
-    g.x = a[0];
-    g.weight = a[1];
-    g.plan = a[2];
-    g.rows = a[3];
-    g.row_weight = a[4];
-    g.recv = a[5];
-    g.gemm_weight = a[6];
-    g.bias = a[7];
-    g.out = a[8];
-    g.waits_for_expert = waits != 0;
-    g.requires_grad = requires_grad != 0;
-    void *stream = ep_current_stream(ep_layer_heap(l), args[4]);
-    WITHOUT_LOCK(code = ep_layer_dispatch_gemm(l, buffer, &g, stream));
-    return ep_done(code);
-}
-
-/* (layer, buffer, a, gemm_weight, bias, rows, row_weight, plan, recv, out, num_move, num_reduce,
- * is_serial, requires_grad) */
-FAST(layer_gemm_combine) {
-    uint32_t buffer, serial, requires_grad;
-    EpTensor t[8];
-    const EpTensor *a[8];
-    EpGemmCombine g;
-    int code;
-    WANT(14);
-    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
-    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u32(args[10], &g.num_move) ||
-        !ep_get_u32(args[11], &g.num_reduce) || !ep_get_u32(args[12], &serial) ||
-        !ep_get_u32(args[13], &requires_grad))
-        return NULL;
-    if (!get_tensors(args, 8, 4 | 16, t, a)) return refuse_pending(l, buffer, EP_OP_GEMM_COMBINE, args[7]);
-    g.a = a[0];
-    g.gemm_weight = a[1];
-    g.bias = a[2];
-    g.rows = a[3];
-    g.row_weight = a[4];
-    g.plan = a[5];
-    g.recv = a[6];
-    g.out = a[7];
-    g.is_serial = serial != 0;
-    g.requires_grad = requires_grad != 0;
-    void *stream = ep_current_stream(ep_layer_heap(l), args[7]);
-    WITHOUT_LOCK(code = ep_layer_gemm_combine(l, buffer, &g, stream));
-    return ep_done(code);
 }
 
 /* (layer, buffer, events or None, room) */
@@ -302,9 +250,17 @@ FAST(layer_set_epoch) {
     return ep_done(ep_layer_set_epoch(l, buffer, epoch, stream));
 }
 
-PyMethodDef ep_layer_methods[] = {
-    METHOD(layer_bytes),   METHOD(layer_agree),         METHOD(layer_create),       METHOD(layer_close),
-    METHOD(plan_layout),   METHOD(layer_plan),          METHOD(layer_num_rows),     METHOD(layer_dispatch),
-    METHOD(layer_combine), METHOD(layer_dispatch_gemm), METHOD(layer_gemm_combine), METHOD(layer_trace),
-    METHOD(layer_refuse),  METHOD(layer_barrier),       METHOD(layer_sync),         METHOD(layer_set_epoch),
-    {NULL, NULL, 0, NULL}};
+PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
+                                  METHOD(layer_agree),
+                                  METHOD(layer_create),
+                                  METHOD(layer_close),
+                                  METHOD(plan_layout),
+                                  METHOD(layer_num_rows),
+                                  METHOD(layer_trace),
+                                  METHOD(layer_refuse),
+                                  METHOD(layer_sync),
+                                  METHOD(layer_set_epoch),
+#define X(NAME, name, Type, text) METHOD(layer_##name),
+                                  EP_OPERATIONS(X, X)
+#undef X
+                                      {NULL, NULL, 0, NULL}};

@@ -66,9 +66,12 @@ uint64_t ep_comm_begin_call(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t
 }
 
 static const char *op_name(uint32_t op) {
-    static const char *const names[] = {
-        "wait", "plan", "dispatch", "combine", "barrier", "dispatch + gemm", "gemm + combine"};
-    return names[op <= EP_OP_GEMM_COMBINE ? op : 0];
+    static const char *const names[EP_NUM_OPS] = {[EP_OP_NONE] = "wait",
+#define X(NAME, name, Type, text) [EP_OP_##NAME] = text,
+                                                  EP_OPERATIONS(X, X)
+#undef X
+    };
+    return names[op < EP_NUM_OPS ? op : EP_OP_NONE];
 }
 static const char *field_name(uint32_t field) {
     static const char *const names[] = {"",

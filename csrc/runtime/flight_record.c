@@ -30,11 +30,11 @@ __attribute__((format(printf, 2, 3))) static void put(Out *o, const char *format
 
 /* The name of an EpCallKind. An invalid number is named "nothing". */
 static const char *call_name(uint32_t what) {
-    static const char *const names[] = {
-#define X(name, text) text,
-        EP_CALLS(X)
-#undef X
-    };
+    static const char *const names[EP_NUM_CALLS] = {"nothing",
+#define OPERATION(NAME, name, Type, text) text,
+#define OTHER(NAME, text) text,
+                                                    EP_OPERATIONS(OPERATION, OPERATION)
+                                                        EP_OTHER_CALLS(OTHER)};
     return names[what < EP_NUM_CALLS ? what : 0];
 }
 
@@ -55,7 +55,7 @@ static void put_record(Out *o, const EpRecord *r, const EpCallRecord *n) {
     if (ep_call_is_layers(n)) put(o, " #%llu of layer %u buffer %u", seq, n->of, n->buffer);
     else if (n->what == EP_CALL_HEAP_BARRIER) put(o, " #%llu of heap %u", seq, n->of);
     else if (n->what == EP_CALL_EXCHANGE) put(o, " #%llu", seq);
-    if (ep_call_is_layers(n) && n->what != EP_CALL_BARRIER) put(o, ", T %llu", size);
+    if (ep_call_is_layers(n) && n->what != EP_OP_BARRIER) put(o, ", T %llu", size);
     if (n->what == EP_CALL_EXCHANGE || n->what == EP_CALL_ALLOC || n->what == EP_CALL_HEAP_CREATE)
         put(o, " of %llu bytes", size);
     if (ep_call_is_counted(n) && n->what > EP_CALL_EXCHANGE) put(o, " (exchange #%llu)", seq);

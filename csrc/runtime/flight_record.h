@@ -16,30 +16,25 @@
 #define EP_RING_ENTRIES 2048u /* a power of two, and more than a GPU can have launches in flight */
 #define EP_SENT_RECORDS 10u   /* as many as fit into a frame */
 
-/* The kinds of operations. EP_CALL_PLAN to EP_CALL_GEMM_COMBINE have the numbers of EpOpKind. */
-#define EP_CALLS(X)                                                             \
-    X(EP_CALL_NOTHING, "nothing")                                               \
-    X(EP_CALL_PLAN, "plan")                                                     \
-    X(EP_CALL_DISPATCH, "dispatch")                                             \
-    X(EP_CALL_COMBINE, "combine")                                               \
-    X(EP_CALL_BARRIER, "barrier")                                               \
-    X(EP_CALL_DISPATCH_GEMM, "dispatch + gemm")                                 \
-    X(EP_CALL_GEMM_COMBINE, "gemm + combine")                                   \
-    X(EP_CALL_HEAP_BARRIER, "heap barrier")                                     \
-    X(EP_CALL_EXCHANGE, "exchange")                                             \
-    X(EP_CALL_HEAP_CREATE, "heap creation")                                     \
-    X(EP_CALL_LAYER_AGREE, "agreement on a layer")                              \
-    X(EP_CALL_ALLOC, "allocation")                                              \
-    X(EP_CALL_FREE, "free")                                                     \
-    X(EP_CALL_HEAP_CLOSE, "heap close")                                         \
-    X(EP_CALL_LAYER_CREATE, "layer creation")                                   \
-    X(EP_CALL_LAYER_CLOSE, "layer close")                                       \
-    X(EP_CALL_CLOSE, "world close")                                             \
-    X(EP_CALL_SIGNAL, "signal") /* from here on: not collective, not counted */ \
-    X(EP_CALL_WAIT, "wait for a signal")
+/* The kinds of calls. The operations of layers have the numbers of EpOpKind; these follow: X(NAME, text). */
+#define EP_OTHER_CALLS(X)                                               \
+    X(HEAP_BARRIER, "heap barrier")                                     \
+    X(EXCHANGE, "exchange")                                             \
+    X(HEAP_CREATE, "heap creation")                                     \
+    X(LAYER_AGREE, "agreement on a layer")                              \
+    X(ALLOC, "allocation")                                              \
+    X(FREE, "free")                                                     \
+    X(HEAP_CLOSE, "heap close")                                         \
+    X(LAYER_CREATE, "layer creation")                                   \
+    X(LAYER_CLOSE, "layer close")                                       \
+    X(CLOSE, "world close")                                             \
+    X(SIGNAL, "signal") /* from here on: not collective, not counted */ \
+    X(WAIT, "wait for a signal")
 typedef enum {
-#define X(name, text) name,
-    EP_CALLS(X)
+    EP_CALL_NOTHING = EP_OP_NONE,
+    EP_CALL_LAST_OP = EP_NUM_OPS - 1,
+#define X(NAME, text) EP_CALL_##NAME,
+    EP_OTHER_CALLS(X)
 #undef X
         EP_NUM_CALLS
 } EpCallKind;
@@ -60,10 +55,10 @@ _Static_assert(sizeof(EpCallRecord) == 48, "a call record has six words");
 
 /* True if the operation is collective (so it is counted); is an operation of a layer; belongs to buffer b. */
 static inline bool ep_call_is_counted(const EpCallRecord *n) {
-    return n->what >= EP_CALL_PLAN && n->what < EP_CALL_SIGNAL;
+    return n->what > EP_CALL_NOTHING && n->what < EP_CALL_SIGNAL;
 }
 static inline bool ep_call_is_layers(const EpCallRecord *n) {
-    return n->what >= EP_CALL_PLAN && n->what <= EP_CALL_GEMM_COMBINE;
+    return n->what > EP_CALL_NOTHING && n->what <= EP_CALL_LAST_OP;
 }
 static inline bool ep_call_is_buffers(const EpCallRecord *n, const EpCommBuffer *b) {
     return n->of == b->of &&

@@ -60,8 +60,8 @@ int call_plan(Step *st) {
     /* The scatter indices of all ranks, or only those of this rank. */
     if ((me + total) % 2) scatter = tensor2(c->scatter, EP_I32, total, K);
     else scatter = tensor2(c->scatter + (uint64_t)before * K, EP_I32, st->num_tokens, K);
-    return ep_layer_plan(st->me->layer, st->buffer, &index, c->has_scatter ? &scatter : NULL, false, &plan,
-                         NULL);
+    const EpPlanArgs args = {&index, c->has_scatter ? &scatter : NULL, &plan, false};
+    return ep_layer_plan(st->me->layer, st->buffer, &args, NULL);
 }
 
 int call_dispatch(Step *st) {
@@ -77,8 +77,14 @@ int call_dispatch(Step *st) {
              recv = tensor1(st->recv, EP_I32, (int64_t)st->recv_words);
     EpTensor rows = tensor2(st->rows, s->dtype, st->num_rows, s->hidden),
              row_weight = tensor1(st->row_weight, EP_F32, st->num_rows);
-    return ep_layer_dispatch(st->me->layer, st->buffer, &x, c->has_weight ? &weight : NULL, &plan, &rows,
-                             c->has_weight ? &row_weight : NULL, &recv, st->requires_grad, NULL);
+    const EpDispatchArgs args = {.x = &x,
+                                 .weight = c->has_weight ? &weight : NULL,
+                                 .plan = &plan,
+                                 .rows = &rows,
+                                 .row_weight = c->has_weight ? &row_weight : NULL,
+                                 .recv = &recv,
+                                 .requires_grad = st->requires_grad};
+    return ep_layer_dispatch(st->me->layer, st->buffer, &args, NULL);
 }
 
 int call_combine(Step *st) {
@@ -94,9 +100,15 @@ int call_combine(Step *st) {
              recv = tensor1(st->recv, EP_I32, (int64_t)st->recv_words);
     EpTensor out = tensor2(st->out, s->dtype, st->num_tokens, s->hidden),
              out_scalar = tensor2(st->out_scalar, EP_F32, st->num_tokens, s->num_topk);
-    return ep_layer_combine(st->me->layer, st->buffer, &y, c->has_row_weight ? &row_weight : NULL,
-                            c->has_scalar ? &row_scalar : NULL, &plan, &recv, &out,
-                            c->has_scalar ? &out_scalar : NULL, st->requires_grad, NULL);
+    const EpCombineArgs args = {.rows = &y,
+                                .row_weight = c->has_row_weight ? &row_weight : NULL,
+                                .row_scalar = c->has_scalar ? &row_scalar : NULL,
+                                .plan = &plan,
+                                .recv = &recv,
+                                .out = &out,
+                                .out_scalar = c->has_scalar ? &out_scalar : NULL,
+                                .requires_grad = st->requires_grad};
+    return ep_layer_combine(st->me->layer, st->buffer, &args, NULL);
 }
 
 int call_op(Step *st, uint32_t op) {

@@ -21,7 +21,7 @@ static bool stuck_body(Rank *me, void *arg) {
     bool other = me->rank == 1 && !o->calls_are_equal, ends = !o->calls_are_equal && !o->has_failed;
     EpHostWords words = {0};
     EpCommBuffer b = {.of = other ? 9 : 7, .on_stream = true};
-    EpCallRecord record = {.what = EP_CALL_PLAN, .on_stream = 1};
+    EpCallRecord record = {.what = EP_OP_PLAN, .on_stream = 1};
     int code = 0;
     b.comm.host = &words;
     CHECK_CODE(me, 0, ep_world_watch(me->world, &b));

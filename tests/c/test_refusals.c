@@ -77,14 +77,14 @@ static bool bad_scatter_body(Rank *me, void *arg) {
     EpTensor s = tensor2(scatter, EP_I32, T + (me->rank == 1), K);
     /* The length of the scatter tensor of rank 1 matches neither its own number of tokens nor that of all
      * ranks. */
-    CHECK_CODE(me, EP_EINVAL, ep_layer_plan(me->layer, 0, &index, &s, false, &plan, NULL));
+    const EpPlanArgs args = {&index, &s, &plan, false};
+    CHECK_CODE(me, EP_EINVAL, ep_layer_plan(me->layer, 0, &args, NULL));
     CHECK(me, strstr(ep_error_text(), "rank 1"));
     s = tensor2(scatter, EP_I32, T, K);
     /* Only rank 1 detects that this row does not exist. The other ranks get the error in dispatch. */
     if (me->rank == 1) scatter[0] = 100000;
     st.plan = words;
-    CHECK_CODE(me, me->rank == 1 ? EP_EINVAL : 0,
-               ep_layer_plan(me->layer, 0, &index, &s, false, &plan, NULL));
+    CHECK_CODE(me, me->rank == 1 ? EP_EINVAL : 0, ep_layer_plan(me->layer, 0, &args, NULL));
     if (me->rank != 1) CHECK_CODE(me, EP_EPEER, call_dispatch(&st));
     free(scatter);
     step_close(&st);

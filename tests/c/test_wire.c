@@ -271,7 +271,7 @@ bool test_wire_last_messages(void) {
         {99, 1, 1, 1, 0, EP_EPEERDIED, "rank 1 died", "\n   1           ?       ?  gone"},
     };
     const EpCallRecords records = {
-        .num = 1, .at = {{.step = 1, .seq = 1, .what = EP_CALL_PLAN, .begin_ns = 1, .end_ns = 2}}};
+        .num = 1, .at = {{.step = 1, .seq = 1, .what = EP_OP_PLAN, .begin_ns = 1, .end_ns = 2}}};
     for (size_t i = 0; i < sizeof messages / sizeof *messages; i++) {
         Rank me = {.setup = NULL, .rank = (uint32_t)i};
         char page[EP_PAGE_BYTES];

@@ -1,0 +1,107 @@
+/* ops.h - the operations of a layer, a row each. Their numbers, their names in errors and call records, the
+ * structs of their arguments (epmoe.h) and the parsing of these in the Python module follow from the rows.
+ *
+ * A new operation is a row here, a prepare function and a launch in layer_ops.c, its line in _C.pyi, and its
+ * stage in the backends. */
+#ifndef EP_OPS_H
+#define EP_OPS_H
+
+/* X(NAME, name, Type, text): an operation with arguments. B(NAME, name, Type, text): the barrier, which has
+ * none. */
+#define EP_OPERATIONS(X, B)                                          \
+    X(PLAN, plan, Plan, "plan")                                      \
+    X(DISPATCH, dispatch, Dispatch, "dispatch")                      \
+    X(COMBINE, combine, Combine, "combine")                          \
+    B(BARRIER, barrier, Barrier, "barrier")                          \
+    X(DISPATCH_GEMM, dispatch_gemm, DispatchGemm, "dispatch + gemm") \
+    X(GEMM_COMBINE, gemm_combine, GemmCombine, "gemm + combine")
+
+/* EP_OP_PLAN = 1, EP_OP_DISPATCH = 2, ... */
+typedef enum {
+    EP_OP_NONE = 0,
+#define X(NAME, name, Type, text) EP_OP_##NAME,
+    EP_OPERATIONS(X, X)
+#undef X
+        EP_NUM_OPS /* one more than the largest number */
+} EpOpKind;
+
+/* clang-format off */
+/* The arguments of an operation: X(S, kind, name), where S is handed through. The kinds are
+ *   TENSOR    a tensor
+ *   OPTIONAL  a tensor or NULL
+ *   PLAN      the tensor of the plan; the operation runs on the current stream of its framework
+ *   U32, F64  numbers; they come after the tensors */
+
+/* indices [T][K] i32 or i64. scatter: i32 [T][K] of this rank, or those of all ranks in rank order. plan: i32
+ * [ep_layer_plan_words(T)]. sort_slots: order the slots by expert, which makes the fused kernels fast. */
+#define EP_ARGS_plan(X, S)  \
+    X(S, TENSOR, indices)   \
+    X(S, OPTIONAL, scatter) \
+    X(S, PLAN, plan)        \
+    X(S, U32, sort_slots)
+
+/* x [T][H], weight f32 [T][K]; rows [>= M][H], row_weight f32 [>= M]; recv i32 [W * max_tokens * (1 + K)]:
+ * the token of each row, for combine. A plan with another T, or with more rows than the tensors have, is
+ * detected when the operation runs: this rank gets EP_EINVAL, the others EP_EPEER. requires_grad: an
+ * operation of the backward pass will follow. It must be the same on all ranks. */
+#define EP_ARGS_dispatch(X, S) \
+    X(S, TENSOR, x)            \
+    X(S, OPTIONAL, weight)     \
+    X(S, PLAN, plan)           \
+    X(S, TENSOR, rows)         \
+    X(S, OPTIONAL, row_weight) \
+    X(S, TENSOR, recv)         \
+    X(S, U32, requires_grad)
+
+/* rows [>= M][H], row_weight and row_scalar f32 [>= M]; out [T][H], out_scalar f32 [T][K]. */
+#define EP_ARGS_combine(X, S)  \
+    X(S, TENSOR, rows)         \
+    X(S, OPTIONAL, row_weight) \
+    X(S, OPTIONAL, row_scalar) \
+    X(S, PLAN, plan)           \
+    X(S, TENSOR, recv)         \
+    X(S, TENSOR, out)          \
+    X(S, OPTIONAL, out_scalar) \
+    X(S, U32, requires_grad)
+
+/* Dispatch, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight [L][N][H],
+ * bias [L][N]; out [>= M][N], or [>= M][N / 2] if the activation is gated. The rest is as in dispatch, except
+ * that rows from M on are left unchanged. activation, alpha, limit: see EpGemmParams; num_move, num_tail: see
+ * EpDispatchGemmParams; num_copies: see EpDispatchParams. */
+#define EP_ARGS_dispatch_gemm(X, S) \
+    X(S, TENSOR, x)                 \
+    X(S, OPTIONAL, weight)          \
+    X(S, PLAN, plan)                \
+    X(S, TENSOR, rows)              \
+    X(S, OPTIONAL, row_weight)      \
+    X(S, TENSOR, recv)              \
+    X(S, TENSOR, gemm_weight)       \
+    X(S, OPTIONAL, bias)            \
+    X(S, TENSOR, out)               \
+    X(S, U32, activation)           \
+    X(S, F64, alpha)                \
+    X(S, F64, limit)                \
+    X(S, U32, num_move)             \
+    X(S, U32, num_tail)             \
+    X(S, U32, waits_for_expert)     \
+    X(S, U32, num_copies)           \
+    X(S, U32, requires_grad)
+
+/* The grouped GEMM of a [>= M][K] with gemm_weight [L][H][K] into rows [>= M][H], and the combine of these
+ * rows, in one launch. CUDA only. num_move, num_reduce, is_serial: see EpGemmCombineParams. */
+#define EP_ARGS_gemm_combine(X, S) \
+    X(S, TENSOR, a)                \
+    X(S, TENSOR, gemm_weight)      \
+    X(S, OPTIONAL, bias)           \
+    X(S, TENSOR, rows)             \
+    X(S, OPTIONAL, row_weight)     \
+    X(S, PLAN, plan)               \
+    X(S, TENSOR, recv)             \
+    X(S, TENSOR, out)              \
+    X(S, U32, num_move)            \
+    X(S, U32, num_reduce)          \
+    X(S, U32, is_serial)           \
+    X(S, U32, requires_grad)
+/* clang-format on */
+
+#endif /* EP_OPS_H */

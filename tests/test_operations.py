@@ -1,0 +1,60 @@
+"""csrc/protocol/ops.h is the one table of operations: _C.pyi and the operators of torch agree with it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import epmoe
+from epmoe import _C, fused_ops, ops  # they define the operators
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = (ROOT / "csrc/protocol/ops.h").read_text()
+NAMES = dict(re.findall(r"^    [XB]\(([A-Z_]{2,}), (\w+),", TEXT, flags=re.M))
+ARGUMENTS = {
+    name: re.findall(r"X\(S, (\w+), (\w+)\)", body)
+    for name, body in re.findall(r"#define EP_ARGS_(\w+)\(X, S\)((?:.*\\\n)+.*)", TEXT)
+}
+TYPES = {"TENSOR": "Tensor", "OPTIONAL": "Tensor | None", "PLAN": "Tensor", "U32": "int", "F64": "float"}
+
+
+def test_operations_table_was_read():
+    assert set(ARGUMENTS) == set(NAMES.values()) - {"barrier"}
+    assert len(ARGUMENTS["dispatch_gemm"]) == 17
+
+
+def test_operations_have_numbers_in_the_module():
+    assert [getattr(_C, f"OP_{name}") for name in NAMES] == list(range(1, len(NAMES) + 1))
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_operations_have_their_signature_in_the_stub(name):
+    stub = {n.name: n for n in ast.parse((ROOT / "epmoe/_C.pyi").read_text()).body if hasattr(n, "name")}
+    arguments = stub[stub[f"layer_{name}"].args.posonlyargs[2].annotation.id].body
+    assert [a.target.id for a in arguments] == [a for _, a in ARGUMENTS[name]]
+    assert [ast.unparse(a.annotation) for a in arguments] == [TYPES[kind] for kind, _ in ARGUMENTS[name]]
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_operations_have_their_tensors_in_the_operators_of_torch(name):
+    """An operator has the input tensors of the operation under the same names.  It returns the outputs."""
+    assert ops and fused_ops
+    schema = getattr(torch.ops.epmoe, name).default._schema
+    kinds = {a: kind for kind, a in ARGUMENTS[name]}
+    for a in schema.arguments:
+        if a.name != "after" and isinstance(a.type, (torch.TensorType, torch.OptionalType)):
+            is_optional = isinstance(a.type, torch.OptionalType)
+            assert kinds[a.name] in (("OPTIONAL",) if is_optional else ("TENSOR", "PLAN"))
+
+
+@pytest.mark.parametrize("name", sorted(ARGUMENTS))
+def test_operations_count_their_arguments(name):
+    run, num = getattr(_C, f"layer_{name}"), len(ARGUMENTS[name])
+    with epmoe.EPAll2AllLayer(epmoe.World(), 4, 16, 1, num_tot_experts=2, device="cpu") as layer:
+        with pytest.raises(TypeError, match="wanted 3 arguments, got 1"):
+            run(None)
+        for arguments in ((None,) * (num + 1), (None,) * (num - 1), [None] * num, None):
+            with pytest.raises(TypeError, match=f"wanted a tuple of {num} arguments, got"):
+                run(layer._c, 0, arguments)
