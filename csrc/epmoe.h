@@ -1,6 +1,6 @@
 /* epmoe.h - the public C interface: worlds, symmetric heaps, expert-parallel layers, grouped GEMM.
  *
- * A function returns 0 or a negative EpCode (protocol/abi.h). After an error, ep_error_text() gives the
+ * A function returns 0 or a negative EpCode (protocol/errors.h). After an error, ep_error_text() gives the
  * calling thread the reason. Objects are reference-counted: _create returns the first reference, _release
  * drops one. "Collective" means that every rank of the world must call the function, in the same order. A
  * stream is a CUDA stream as void *. On the CPU it is ignored, and every call has finished when it returns.
@@ -11,7 +11,9 @@
 #include <stdint.h>
 
 #include "epmoe_device.h"
-#include "protocol/abi.h"
+#include "protocol/errors.h"
+#include "protocol/ops.h"
+#include "protocol/shape.h"
 
 typedef struct EpWorld EpWorld;
 typedef struct EpHeap EpHeap;

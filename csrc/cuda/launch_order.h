@@ -16,7 +16,7 @@
 #ifndef EP_LAUNCH_ORDER_H
 #define EP_LAUNCH_ORDER_H
 #include "cuda/guard.h"
-#include "protocol/abi.h"
+#include "protocol/comm.h"
 
 typedef struct {
     /* The end of the newest operation. It is recorded right after the launch, because later the stream may

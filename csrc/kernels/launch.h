@@ -2,7 +2,7 @@
  * its cudaError_t. */
 #ifndef EP_LAUNCH_H
 #define EP_LAUNCH_H
-#include "protocol/abi.h"
+#include "protocol/params.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -41,7 +41,7 @@
  * Every wait ends: by its word, by the abort word, or by its timeout. */
 #ifndef EP_FLAGS_H
 #define EP_FLAGS_H
-#include "protocol/abi.h"
+#include "protocol/comm.h"
 
 typedef enum { EP_CMP_GE, EP_CMP_EQ, EP_CMP_EPOCH } EpCmp; /* EPOCH: compare the upper half of the word */
 

@@ -12,7 +12,7 @@
  * Invariant: a cell is a number from a peer, so it is clamped before it becomes an offset. */
 #ifndef EP_PLAN_H
 #define EP_PLAN_H
-#include "protocol/abi.h"
+#include "protocol/params.h"
 
 #define EP_BAD_SCATTER 0xffffffffu /* full_scatter_indices has a wrong length */
 

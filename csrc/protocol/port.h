@@ -9,6 +9,7 @@
  *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol; it uses no others
  *   ep_now_ns, ep_pause, ep_time_to_check, EP_MAX_COUNTED_GAP_NS   the clock and backoff of waits
  *   EP_FAULT(name), ep_chaos(point)   seeded faults and random delays; outside of tests 0 and empty
+ *   EP_STATIC_ASSERT           a condition that the compiler checks
  *
  * Invariant: an operation of `gpu` scope never touches a peer's heap; `sys` may. On the CPU the scopes are
  * equal. */
@@ -17,6 +18,12 @@
 
 #include <stddef.h>
 #include <stdint.h>
+
+#ifdef __cplusplus
+#define EP_STATIC_ASSERT static_assert
+#else
+#define EP_STATIC_ASSERT _Static_assert
+#endif
 
 #ifndef EP_FAULT_IDX
 #define EP_FAULT_IDX 0

@@ -9,6 +9,11 @@
  *   record  what a rank keeps of a slot that it has received, for combine: i32 token, i32 row[K] (-1: none).
  *           The tensor `recv` has a record for each source rank and return slot: [W][max_tokens] records.
  *
+ * The number of a slot is the position of its token among the distinct tokens that one rank sends to another.
+ * It numbers a row of the staging buffer. A token is sent once per rank, also if several of its experts are
+ * there. The slot in which a token returns may differ from the slot in which it was sent
+ * (EpPlanParams.sort_slots).
+ *
  * The numbers in a slot come from a peer. Its reader clamps them before they become an offset. */
 #ifndef EP_SLOT_H
 #define EP_SLOT_H

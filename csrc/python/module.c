@@ -9,6 +9,7 @@
 
 #include <string.h>
 
+#include "protocol/layout.h"
 #include "runtime/error.h"
 
 /* ---- errors ---- */

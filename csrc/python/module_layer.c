@@ -7,6 +7,7 @@
 
 #include <stddef.h>
 
+#include "protocol/layout.h"
 #include "runtime/error.h"
 
 static void free_layer(PyObject *c) {

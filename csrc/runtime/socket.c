@@ -17,6 +17,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "protocol/words.h"
 #include "runtime/error.h"
 
 /* The time until the deadline for poll(): 0 if it has passed, otherwise 1 to 100 ms. The limit of 100 ms

@@ -1,6 +1,7 @@
 /* steps.c - the calls of one rank for a case, and the comparison of their results with the expected
  * results. */
 #include "harness.h"
+#include "protocol/layout.h"
 
 EpTensor tensor1(const void *data, uint32_t dtype, int64_t d0) {
     EpTensor t;

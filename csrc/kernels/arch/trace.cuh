@@ -6,7 +6,7 @@
  * Events that do not fit are dropped. In other builds these functions are empty. */
 #ifndef EP_TRACE_CUH
 #define EP_TRACE_CUH
-#include "protocol/abi.h"
+#include "protocol/comm.h"
 
 #ifdef EP_TRACE
 static __shared__ uint32_t ep_trace_num[EP_TRACE_WARPS];

@@ -2,7 +2,7 @@
 #ifndef EP_FUSED_H
 #define EP_FUSED_H
 #include "kernels/gemm/gemm.h"
-#include "protocol/abi.h"
+#include "protocol/params.h"
 
 typedef struct {
     EpDispatchParams dispatch;

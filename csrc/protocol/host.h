@@ -1,0 +1,55 @@
+/* host.h - the words of one communication buffer in host memory: how a rank's host and its workers talk.
+ *
+ * The host sets the abort word. The workers report a fault, the result of a plan, and a wait that lasts long.
+ * The host polls these words without a stream synchronisation.
+ *
+ * Exports EpHostWords, EpFaultRecord, EpWord, EpPlanResult.
+ * Invariant: no peer reads or writes them. A worker writes a record first, and then the word that publishes
+ * it (EpFaultRecord.state, EpPlanResult.ticket); see flags.h. */
+#ifndef EP_HOST_H
+#define EP_HOST_H
+#include "protocol/port.h"
+
+/* The first fault of a communication buffer, in memory that the host reads. */
+typedef struct {
+    uint64_t state; /* 0: none, 1: written */
+    int32_t code;   /* EpCode */
+    uint32_t op;
+    uint32_t peer, word; /* EpWord */
+    uint32_t field, pad; /* 1 + index of a header field, or position of a wrong index, or 0 */
+    uint64_t epoch, want, got;
+} EpFaultRecord;
+typedef enum {
+    EP_WORD_NONE = 0,
+    EP_WORD_ENTER = 1,
+    EP_WORD_COUNTS = 2,
+    EP_WORD_FLAG = 3,
+    EP_WORD_SIGNAL = 4,
+    EP_WORD_HEADER = 5,
+    EP_WORD_INDEX = 6,
+    EP_WORD_ROWS = 7,
+    EP_WORD_GRID = 8,
+    EP_WORD_SCATTER = 9,
+    EP_WORD_READY = 10
+} EpWord;
+
+/* The result of a plan, which the host reads without a stream synchronisation. */
+typedef struct {
+    uint64_t ticket; /* number that the host gave the call; written last */
+    uint32_t num_rows;
+    int32_t status; /* EpCode */
+    uint64_t epoch; /* epoch of the plan; the flight record uses it */
+} EpPlanResult;
+
+/* Host memory of one communication buffer. Workers write it and the host polls it. */
+typedef struct {
+    /* nonzero: every wait must end. The host sets it, workers read it. */
+    uint64_t abort;
+    /* Epoch of an operation in which a wait has lasted longer than EP_STUCK_NS. The waiting worker
+     * writes it at each check until the wait ends. */
+    uint64_t stuck;
+    EpFaultRecord fault;
+    EpPlanResult plan;
+} EpHostWords;
+
+#endif /* EP_HOST_H */

@@ -1,0 +1,55 @@
+/* params.h - the parameters of each operation: what layer_ops.c fills in and a backend executes.
+ *
+ * Exports EpPlanParams, EpDispatchParams, EpCombineParams.
+ * Invariant: a captured CUDA graph keeps a copy of these structs. So they contain neither an epoch nor the
+ * number of received rows: a worker reads the epoch from its local words, and the number from the plan. */
+#ifndef EP_PARAMS_H
+#define EP_PARAMS_H
+#include "protocol/comm.h"
+
+typedef struct {
+    EpComm comm;
+    EpPlanLayout layout;
+    const void *exp_indices;        /* [T][K] i32 or i64 */
+    const int32_t *scatter_indices; /* [T][K] of this rank, or those of all ranks in rank order; or NULL */
+    int32_t *plan;
+    uint32_t num_tokens, index_bytes;
+    uint32_t num_scatter_tokens;
+    /* nonzero: at each rank, send slots are sorted by a token's first expert there, return slots by its
+     * last */
+    uint32_t sort_slots;
+    uint64_t ticket; /* see EpPlanResult */
+} EpPlanParams;
+
+typedef struct {
+    EpComm comm;
+    EpPlanLayout layout;
+    const void *x;       /* [T / num_copies][H] */
+    const float *weight; /* [T][K] or NULL */
+    const int32_t *plan;
+    int32_t *recv;     /* [W][max_tokens] records; see slot.h */
+    void *rows;        /* [num_rows][H] */
+    float *row_weight; /* [num_rows] or NULL */
+    uint32_t num_rows; /* rows of the tensor; dispatch alone sets rows M and after to zero */
+    uint32_t has_weight;
+    /* Consecutive tokens that share one row of x. 1; but K in a fused operation without token saving,
+     * where each token stands for one choice. */
+    uint32_t num_copies;
+} EpDispatchParams;
+
+typedef struct {
+    EpComm comm;
+    EpPlanLayout layout;
+    const void *rows;        /* [num_rows][H] */
+    const float *row_weight; /* [num_rows] or NULL */
+    const float *row_scalar; /* [num_rows] or NULL: returned together with the rows */
+    const int32_t *plan, *recv;
+    void *out;         /* [T][H] */
+    float *out_scalar; /* [T][K] or NULL */
+    /* has_*: whether the tensor was given. The address cannot tell: a tensor without rows may have a null
+     * address. */
+    uint32_t num_rows, has_weight, has_scalar;
+    uint32_t row_pieces; /* fused: into how many pieces the GEMM's column tiles divide a row */
+} EpCombineParams;
+
+#endif /* EP_PARAMS_H */

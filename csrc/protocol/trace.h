@@ -1,0 +1,27 @@
+/* trace.h - the events of the profiler: one span of time of one warp of a megakernel.
+ *
+ * kernels/arch/trace.cuh records them in device memory, and epmoe/trace.py reads them from there.
+ * Exports EpTraceEvent, EpSpan, EP_TRACE_WARPS.
+ * Invariant: an event has 16 bytes. epmoe/trace.py reads it as two numbers of 64 bits, and repeats the
+ * numbers of EpSpan and EP_TRACE_WARPS. */
+#ifndef EP_TRACE_H
+#define EP_TRACE_H
+#include "protocol/port.h"
+
+#define EP_TRACE_WARPS 12u /* warps of a CTA */
+typedef enum {
+    EP_SPAN_ENTER = 1,
+    EP_SPAN_SEND = 2,
+    EP_SPAN_RECEIVE = 3,
+    EP_SPAN_WAIT_ROWS = 4,
+    EP_SPAN_GEMM = 5,
+    EP_SPAN_RETURN = 6,
+    EP_SPAN_ADD = 7
+} EpSpan;
+typedef struct {
+    uint64_t begin_ns;
+    uint32_t num_ns;
+    uint16_t what, of; /* EpSpan; the rank or the expert that the work was for */
+} EpTraceEvent;
+
+#endif /* EP_TRACE_H */
