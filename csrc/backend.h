@@ -6,7 +6,7 @@
 #ifndef EP_BACKEND_H
 #define EP_BACKEND_H
 #include "epmoe.h"
-#include "kernels/fused/fused.h"
+#include "protocol/params.h"
 
 /* What a rank sends to a peer so that the peer can map its heap. A file descriptor may be sent with it. */
 typedef struct {

@@ -206,7 +206,7 @@ int ep_device_query(int device, EpDevice *out);
 
 /* ---- grouped GEMM: local to a rank, CUDA only ---- */
 
-/* The operands. kernels/gemm/gemm.h lists the kinds and the activations. */
+/* The operands. protocol/gemm_params.h lists the kinds and the activations. */
 typedef struct {
     uint32_t kind, activation;
     double alpha, limit;

@@ -173,7 +173,7 @@ def layer_set_epoch(layer: _Layer, buffer: int, epoch: int, stream: int, /) -> N
 
 def device_query(device: int, /) -> tuple[int, int, int, bool]: ...  # epmoe.device.Capabilities
 
-# See csrc/kernels/gemm/gemm.h.  All tensors are on a CUDA device.
+# See csrc/protocol/gemm_params.h.  All tensors are on a CUDA device.
 def grouped_gemm(
     kind: int,
     activation: int,

@@ -13,7 +13,7 @@ _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, "
             "int activation, bool portable, float alpha=0, float limit=0) -> Tensor")
 
-FORWARD, DGRAD, WGRAD = range(3)  # csrc/kernels/gemm/gemm.h says what each multiplies
+FORWARD, DGRAD, WGRAD = range(3)  # csrc/protocol/gemm_params.h says what each multiplies
 _ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3}
 _NAMES = {number: name for name, number in _ACTIVATIONS.items()}
 GATED = (2, 3)  # activations that halve the columns
@@ -21,7 +21,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def as_kernel(activation):
-    """Return (number, alpha, limit) of an activation, as csrc/kernels/gemm/gemm.h defines them.
+    """Return (number, alpha, limit) of an activation, as csrc/protocol/gemm_params.h defines them.
 
     Raises ValueError for an unknown activation.
     """

@@ -4,7 +4,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define EP_MAX_DEVICES 64 /* GPUs that a process can use */
+#define EP_MAX_DEVICES 64        /* GPUs that a process can use */
+#define EP_CTA_SMEM_BYTES 232448 /* shared memory that a CTA can have on Hopper */
 
 typedef struct {
     uint32_t major, minor; /* the compute capability */

@@ -7,6 +7,9 @@
 #include "cuda/capabilities.h"
 #include "kernels/gemm/gemm_maps.h"
 
+/* The smallest limit of waits within a CTA; see ep_mbar_wait. */
+#define EP_GEMM_MIN_LIMIT_NS 10000000000ull
+
 /* An instance of a kernel. A table of instances ends with one whose function is NULL. */
 typedef struct {
     const void *function;

@@ -1,5 +1,5 @@
-/* launch.h - the interface of the kernels to cuda/backend.c. Each function launches one kernel and returns
- * its cudaError_t. */
+/* launch.h - the interface of the kernels to cuda/backend.c. Each function launches one kernel on the
+ * current device and returns its cudaError_t. */
 #ifndef EP_LAUNCH_H
 #define EP_LAUNCH_H
 #include "protocol/params.h"
@@ -10,6 +10,10 @@ extern "C" {
 int ep_launch_plan(const EpPlanParams *p, void *stream);
 int ep_launch_dispatch(const EpDispatchParams *p, uint32_t num_blocks, void *stream);
 int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *stream);
+/* The megakernels: dispatch + GEMM, and GEMM + combine. They launch all their CTAs at once, or fail. */
+int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream);
+int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream);
+int ep_launch_gemm(const EpGemmParams *p, void *stream);
 int ep_launch_enter(const EpComm *c, uint32_t op, void *stream);
 int ep_launch_signal(uint64_t *word, uint64_t value, uint32_t add, void *stream);
 int ep_launch_wait(const EpComm *c, const uint64_t *word, uint64_t value, uint32_t exact, void *stream);
@@ -18,6 +22,7 @@ int ep_launch_wait(const EpComm *c, const uint64_t *word, uint64_t value, uint32
 int ep_preload_plan(void);
 int ep_preload_dispatch(void);
 int ep_preload_combine(void);
+int ep_preload_fused(void);
 int ep_preload_words(void);
 #ifdef __cplusplus
 }

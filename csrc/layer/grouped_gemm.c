@@ -9,7 +9,7 @@
 #define MAX_COLS (1u << 24) /* limit of N and K, so that a number of tiles fits 32 bits */
 
 /* Read the sizes M, N, K and L from the tensors, and check them. Which tensor has which size depends on
- * the kind; see kernels/gemm/gemm.h. */
+ * the kind; see protocol/gemm_params.h. */
 static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     const EpTensor *a = g->a, *b = g->b, *offsets = g->offsets;
     const bool is_wgrad = g->kind == EP_GEMM_WGRAD;

@@ -1,11 +1,13 @@
 /* params.h - the parameters of each operation: what layer_ops.c fills in and a backend executes.
  *
- * Exports EpPlanParams, EpDispatchParams, EpCombineParams.
+ * Exports EpPlanParams, EpDispatchParams, EpCombineParams; and for the fused kernels EpDispatchGemmParams and
+ * EpGemmCombineParams.
  * Invariant: a captured CUDA graph keeps a copy of these structs. So they contain neither an epoch nor the
  * number of received rows: a worker reads the epoch from its local words, and the number from the plan. */
 #ifndef EP_PARAMS_H
 #define EP_PARAMS_H
 #include "protocol/comm.h"
+#include "protocol/gemm_params.h"
 
 typedef struct {
     EpComm comm;
@@ -51,5 +53,27 @@ typedef struct {
     uint32_t num_rows, has_weight, has_scalar;
     uint32_t row_pieces; /* fused: into how many pieces the GEMM's column tiles divide a row */
 } EpCombineParams;
+
+typedef struct {
+    EpDispatchParams dispatch;
+    EpGemmParams gemm; /* FORWARD, on the rows that dispatch places */
+    /* CTAs whose communication warps work; at least 1 */
+    uint32_t num_move_blocks;
+    /* The first num_tail_blocks of these only receive, and the others only send. 0: all do both. */
+    uint32_t num_tail_blocks;
+    /* A tile waits for all rows of its expert, not only for the row blocks in which it has rows. */
+    uint32_t waits_for_expert;
+} EpDispatchGemmParams;
+
+typedef struct {
+    EpGemmParams gemm; /* FORWARD; its output is the rows of combine */
+    EpCombineParams combine;
+    /* CTAs whose warps return rows; at least 1 */
+    uint32_t num_move_blocks;
+    /* CTAs whose warps add up tokens; at least 1 */
+    uint32_t num_reduce_blocks;
+    /* No row is returned before all rows are ready. */
+    uint32_t is_serial;
+} EpGemmCombineParams;
 
 #endif /* EP_PARAMS_H */

@@ -21,6 +21,7 @@
 #include <mutex>
 #include <vector>
 
+#include "cuda/capabilities.h"
 #include "emulated_threads.h"
 #include "kernels/gemm/gemm_maps.h"
 

@@ -20,10 +20,10 @@ static_assert(COMM_WARPS + ROW_WARPS < EP_MAX_WARPS, "the emulation has too few 
 
 /* How the work of a round is divided between CTAs and warps. */
 struct Division {
-    uint32_t num_move, num_tail, num_reduce; /* numbers of CTAs, as in fused.h */
+    uint32_t num_move, num_tail, num_reduce; /* numbers of CTAs, as in params.h */
     bool comm_warps_combine;                 /* the communication warps combine tokens */
     bool row_warps_combine;                  /* the warps that produce rows combine tokens afterwards */
-    bool is_serial;                          /* see fused.h */
+    bool is_serial;                          /* see params.h */
 };
 static const Division divisions[ROUNDS] = {{2, 0, 2, true, false, false},
                                            {1, 0, 1, false, true, false},

@@ -2,8 +2,8 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/cluster_launch.h"
-#include "kernels/fused/fused.h"
 #include "kernels/gemm/gemm_tune.h"
+#include "kernels/launch.h"
 
 extern EpClusterKernel ep_mega_kernels_bf16[], ep_mega_kernels_f16[];
 

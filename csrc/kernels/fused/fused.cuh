@@ -34,10 +34,10 @@
  * output with NaN. */
 #ifndef EP_FUSED_CUH
 #define EP_FUSED_CUH
-#include "kernels/fused/fused.h"
 #include "kernels/gemm/gemm_hopper.cuh"
 #include "kernels/stage/combine.cuh"
 #include "kernels/stage/dispatch.cuh"
+#include "protocol/params.h"
 
 /* Registers of a thread of the producer's warpgroup, and of an MMA thread. Together they use all registers
  * of a CTA. */

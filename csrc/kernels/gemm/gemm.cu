@@ -4,6 +4,7 @@
 #include "cuda/cluster_launch.h"
 #include "kernels/gemm/gemm_portable.cuh"
 #include "kernels/gemm/gemm_tune.h"
+#include "kernels/launch.h"
 
 extern EpClusterKernel ep_gemm_kernels_bf16[], ep_gemm_kernels_f16[];
 

@@ -16,6 +16,7 @@
  * (its dimensions are k, 8 rows, gate or up, groups of 8, expert). So one thread holds both values. */
 #ifndef EP_GEMM_CUH
 #define EP_GEMM_CUH
+#include "cuda/capabilities.h"
 #include "kernels/gemm/gemm_write.cuh"
 
 enum {

@@ -5,7 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "kernels/arch/ptx.cuh"
-#include "kernels/gemm/gemm.h"
+#include "protocol/gemm_params.h"
 
 /* 1 / (1 + exp(-s * x)) for two numbers, with one reciprocal. s * x is clamped at -40, where the result is
  * 4e-18: negligible in any 16-bit number that it multiplies. The clamp keeps the product a * b finite. */

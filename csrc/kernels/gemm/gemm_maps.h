@@ -2,7 +2,7 @@
  * boxes. */
 #ifndef EP_GEMM_MAPS_H
 #define EP_GEMM_MAPS_H
-#include "kernels/gemm/gemm.h"
+#include "protocol/gemm_params.h"
 
 /* A tensor of 16-bit numbers, innermost dimension first. Its innermost stride is 1; strides[i] is that of
  * dimension i + 1. A box arrives in shared memory as lines of 64 numbers, swizzled within 128 bytes. */

@@ -9,7 +9,7 @@
  * take half the time, and its CTA would wait for the other one. */
 #ifndef EP_GEMM_TILES_H
 #define EP_GEMM_TILES_H
-#include "kernels/gemm/gemm.h"
+#include "protocol/gemm_params.h"
 
 /* rows of a tile; fewer in the kernels for few rows and in the portable kernel */
 #define EP_GEMM_BM 128u

@@ -1,7 +1,7 @@
 /* gemm_tune.h - the instances of the grouped GEMM's kernel, and the choice among them for a shape. */
 #ifndef EP_GEMM_TUNE_H
 #define EP_GEMM_TUNE_H
-#include "kernels/gemm/gemm.h"
+#include "protocol/gemm_params.h"
 
 /* X(kind, columns of a tile, activation): all instances for sm_90a, each for bf16 and fp16. */
 #define EP_GEMM_VARIANTS(X)                 \

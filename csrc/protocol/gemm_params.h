@@ -1,4 +1,5 @@
-/* gemm.h - the interface of the grouped GEMM: parameters and launcher.
+/* gemm_params.h - the parameters of the grouped GEMM. Exports EpGemmParams, EpGemmKind, EpActivation and
+ * ep_gemm_*: what follows from the parameters, the same for every kernel.
  *
  * The rows are grouped by expert, the weights are [L][N][K], and the groups' sizes are on the device:
  *   FORWARD  out[r] = act(a[r] * w[e(r)]^T)       a [M][K], b = w, out [M][N] (gated: [M][N / 2])
@@ -6,13 +7,9 @@
  *   WGRAD    out[e] = sum of a[r]^T b[r] over e's rows   a [M][N], b [M][K], out [L][N][K]
  *
  * Inputs are bf16 or fp16, sums are fp32. Invariant: rows from offsets[L] on are neither used nor written. */
-#ifndef EP_GEMM_H
-#define EP_GEMM_H
+#ifndef EP_GEMM_PARAMS_H
+#define EP_GEMM_PARAMS_H
 #include "protocol/port.h"
-
-#define EP_CTA_SMEM_BYTES 232448 /* shared memory that a CTA can have on Hopper */
-/* The smallest limit of waits within a CTA; see ep_mbar_wait. */
-#define EP_GEMM_MIN_LIMIT_NS 10000000000ull
 
 typedef enum { EP_GEMM_FORWARD = 0, EP_GEMM_DGRAD = 1, EP_GEMM_WGRAD = 2 } EpGemmKind;
 /* SWIGLU: all gate rows of w, then all up rows. GPT_OSS: interleaved and clamped, with two parameters. See
@@ -37,15 +34,6 @@ typedef struct {
     uint32_t is_portable;    /* use the portable kernel even if there is a faster one */
 } EpGemmParams;
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-/* Launch on the current device. Returns a cudaError_t. */
-int ep_launch_gemm(const EpGemmParams *p, void *stream);
-#ifdef __cplusplus
-}
-#endif
-
 /* Whether the activation exists and its parameters are valid. */
 EP_PURE bool ep_gemm_is_activation(uint32_t activation, float alpha, float limit) {
     return activation < EP_ACT_GPT_OSS || (activation == EP_ACT_GPT_OSS && alpha - alpha == 0 && limit > 0);
@@ -58,4 +46,4 @@ EP_PURE uint32_t ep_gemm_out_cols(const EpGemmParams *p) {
     return ep_gemm_num_cols(p) >> ep_gemm_is_gated(p->activation);
 }
 
-#endif /* EP_GEMM_H */
+#endif /* EP_GEMM_PARAMS_H */
