@@ -119,9 +119,24 @@ uint16_t ep_heap_number(const EpHeap *heap);
 
 /* ---- layer: route -> plan -> dispatch -> (gemm) -> combine ---- */
 
-/* A tensor as its owner describes it. dtype is an EpDtype or one of the values below, which also name the
- * dtypes that no operation accepts, for error messages. Strides are in elements. */
-enum { EP_I32 = 16, EP_I64, EP_I16, EP_I8, EP_U8, EP_F64, EP_OTHER };
+/* The dtypes that a row cannot have: X(NAME, text). No operation accepts some of them; they are here so that
+ * an error can name them. */
+#define EP_OTHER_DTYPES(X) \
+    X(I32, "int32")        \
+    X(I64, "int64")        \
+    X(I16, "int16")        \
+    X(I8, "int8")          \
+    X(U8, "uint8")         \
+    X(F64, "float64")
+enum {
+    EP_BEFORE_OTHER_DTYPES = 15,
+#define X(NAME, text) EP_##NAME,
+    EP_OTHER_DTYPES(X)
+#undef X
+        EP_OTHER /* any other dtype */
+};
+/* A tensor as its owner describes it. dtype is an EpDtype or one of the values above. Strides are in
+ * elements. */
 typedef struct {
     void *data;
     uint32_t dtype, num_dims, element_bytes;

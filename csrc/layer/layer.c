@@ -28,7 +28,7 @@ int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
                         s->num_experts, s->num_ranks, EP_MAX_EXPERTS);
     if (s->num_topk < 1 || s->num_topk > EP_MAX_TOPK)
         return ep_error(EP_EINVAL, "topk %u: must be 1 to %u", s->num_topk, EP_MAX_TOPK);
-    if (s->dtype > EP_BF16)
+    if (ep_dtype_bytes(s->dtype) == 0)
         return ep_error(EP_ETYPE, "dtype %s: must be float32, float16 or bfloat16", ep_dtype_name(s->dtype));
     if (s->hidden < 1 || s->hidden > 1u << 20)
         return ep_error(EP_EINVAL, "hidden %u: must be 1 to %u", s->hidden, 1u << 20);

@@ -14,7 +14,16 @@
 #define EP_MAX_EXPERTS 1024u
 #define EP_FILL_NAN 0xffu /* every dtype reads this byte pattern as NaN */
 
-typedef enum { EP_F32 = 0, EP_F16 = 1, EP_BF16 = 2 } EpDtype;
+/* The dtypes of rows: X(NAME, value, bytes of an element, text). epmoe.h has those that no row may have. */
+#define EP_DTYPES(X)        \
+    X(F32, 0, 4, "float32") \
+    X(F16, 1, 2, "float16") \
+    X(BF16, 2, 2, "bfloat16")
+typedef enum {
+#define X(NAME, value, num_bytes, text) EP_##NAME = value,
+    EP_DTYPES(X)
+#undef X
+} EpDtype;
 /* LOCAL: the expert's rank adds up its rows of a token and pushes one row per (token, rank).
  * SCATTER: the expert's rank pushes one row per choice. GATHER: the token's rank pulls one row per choice. */
 typedef enum { EP_COMBINE_LOCAL = 0, EP_COMBINE_SCATTER = 1, EP_COMBINE_GATHER = 2 } EpCombineMode;
@@ -31,7 +40,16 @@ typedef struct {
 } EpShape;
 
 EP_PURE uint32_t ep_num_local_experts(const EpShape *s) { return s->num_experts / s->num_ranks; }
-EP_PURE uint32_t ep_dtype_bytes(uint32_t dtype) { return dtype == EP_F32 ? 4u : 2u; }
+/* Bytes of an element; 0 if the number is no EpDtype. */
+EP_PURE uint32_t ep_dtype_bytes(uint32_t dtype) {
+    switch (dtype) {
+#define X(NAME, value, num_bytes, text) \
+    case EP_##NAME: return num_bytes;
+        EP_DTYPES(X)
+#undef X
+    default: return 0;
+    }
+}
 
 EP_PURE uint32_t ep_ceil_div_u32(uint32_t a, uint32_t b) { return a / b + (a % b != 0); }
 EP_PURE uint64_t ep_align_u64(uint64_t a, uint64_t to) { return (a + to - 1) / to * to; }

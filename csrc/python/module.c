@@ -263,10 +263,10 @@ static const struct {
     {"EXCHANGE_BYTES", EP_EXCHANGE_BYTES},
     {"CPU", EP_CPU},
     {"CUDA", EP_CUDA},
-    {"F32", EP_F32},
-    {"F16", EP_F16},
-    {"BF16", EP_BF16},
-    {"COMBINE_LOCAL", EP_COMBINE_LOCAL},
+#define X(NAME, value, num_bytes, text) {#NAME, EP_##NAME},
+    EP_DTYPES(X)
+#undef X
+        {"COMBINE_LOCAL", EP_COMBINE_LOCAL},
     {"COMBINE_SCATTER", EP_COMBINE_SCATTER},
     {"COMBINE_GATHER", EP_COMBINE_GATHER},
 #define X(NAME, name, Type, text) {"OP_" #NAME, EP_OP_##NAME},

@@ -4,11 +4,17 @@
 #include "runtime/error.h"
 
 const char *ep_dtype_name(uint32_t dtype) {
-    static const char *const names[] = {"float32", "float16", "bfloat16"};
-    static const char *const more[] = {"int32", "int64", "int16", "int8", "uint8", "float64"};
-    return dtype <= EP_BF16                      ? names[dtype]
-           : dtype >= EP_I32 && dtype < EP_OTHER ? more[dtype - EP_I32]
-                                                 : "another dtype";
+    switch (dtype) {
+#define ROW(NAME, value, num_bytes, text) \
+    case EP_##NAME: return text;
+#define OTHER(NAME, text) \
+    case EP_##NAME: return text;
+        EP_DTYPES(ROW)
+        EP_OTHER_DTYPES(OTHER)
+#undef ROW
+#undef OTHER
+    default: return "another dtype";
+    }
 }
 
 int ep_tensor_check(const EpWanted *w, EpBackendKind kind, int device, uint32_t alignment) {

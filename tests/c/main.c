@@ -22,6 +22,7 @@ static const struct {
     {"epochs", test_epochs, false},
     {"heap_alloc", test_heap_alloc, false},
     {"allocator", test_allocator, false},
+    {"dtypes", test_dtypes, false},
     {"available_memory", test_available_memory, false},
     {"sharing_needs_permission", test_sharing_needs_permission, false},
     {"sharing_counts_memory", test_sharing_counts_memory, false},

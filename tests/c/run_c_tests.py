@@ -38,7 +38,7 @@ LIBRARY = ("runtime", "layer", "cpu")
 LAUNCH = "capabilities cluster_launch tensor_maps".split()
 FAKE_CUDA = f"-I{ROOT / 'tests/fakes/cuda'}"
 TESTS = ("main harness cases steps test_alone test_device test_heap test_hostile test_launch test_memory "
-         "test_order test_processes test_refusals test_sharing test_steps test_wire").split()
+         "test_order test_processes test_refusals test_sharing test_steps test_tables test_wire").split()
 # The folder whose sources include the protocol. Only these are compiled with a seeded fault.
 FAULTY = "cpu"
 HEADER_FLAGS = ("-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Wno-unused-function "

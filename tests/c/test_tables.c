@@ -1,0 +1,16 @@
+/* test_tables.c - the lists from which numbers, names and sizes follow. */
+#include "harness.h"
+#include "runtime/tensor.h"
+
+/* A dtype of rows has a size. A dtype that no row can have, or a number that is no dtype, has none: a layout
+ * must not be computed from a guess. */
+bool test_dtypes(void) {
+    CHECK(NULL, ep_dtype_bytes(EP_F32) == 4 && ep_dtype_bytes(EP_F16) == 2 && ep_dtype_bytes(EP_BF16) == 2);
+    for (uint32_t dtype = EP_BF16 + 1; dtype < 64; dtype++) CHECK(NULL, ep_dtype_bytes(dtype) == 0);
+    CHECK(NULL, ep_dtype_bytes(UINT32_MAX) == 0);
+    CHECK(NULL, !strcmp(ep_dtype_name(EP_BF16), "bfloat16") && !strcmp(ep_dtype_name(EP_I32), "int32"));
+    CHECK(NULL,
+          !strcmp(ep_dtype_name(EP_F64), "float64") && !strcmp(ep_dtype_name(EP_OTHER), "another dtype"));
+    CHECK(NULL, !strcmp(ep_dtype_name(EP_BEFORE_OTHER_DTYPES), "another dtype") && EP_I32 == 16);
+    return true;
+}
