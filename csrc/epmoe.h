@@ -153,6 +153,22 @@ typedef struct {
     uint32_t reserve_sms;
 } EpLayerConfig;
 
+/* The fields of a configuration, in the order in which the Python module takes them.
+ * AGREED(field, name, kind): all ranks must have the same value. LOCAL(field, name): they may differ.
+ * name is what a user calls the field. kind is what an error shows: a NUMBER, or the name of a DTYPE or of a
+ * MODE. */
+#define EP_CONFIG_FIELDS(AGREED, LOCAL)              \
+    AGREED(shape.num_ranks, "ranks", NUMBER)         \
+    AGREED(shape.num_experts, "num_experts", NUMBER) \
+    AGREED(shape.num_topk, "topk", NUMBER)           \
+    AGREED(shape.max_tokens, "max_tokens", NUMBER)   \
+    AGREED(shape.hidden, "hidden", NUMBER)           \
+    AGREED(shape.dtype, "dtype", DTYPE)              \
+    AGREED(shape.combine_mode, "combine_mode", MODE) \
+    AGREED(shape.capacity, "capacity", NUMBER)       \
+    AGREED(num_buffers, "num_buffers", NUMBER)       \
+    LOCAL(num_sm, "num_sm")                          \
+    LOCAL(reserve_sms, "reserve_sms")
 /* Check a configuration: 0, or an error. num_bytes: heap bytes that ep_layer_create will allocate. */
 int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes);
 /* Collective: check that all ranks have the same configuration; if not, the error names the field.

@@ -12,8 +12,24 @@ _World = NewType("_World", object)
 _Heap = NewType("_Heap", object)
 _Layer = NewType("_Layer", object)
 _DLPackCapsule = NewType("_DLPackCapsule", object)
-# W, E, K, max_tokens, hidden, dtype, combine mode, capacity, num_buffers, num_sm, reserve_sms
-_Config = tuple[int, int, int, int, int, int, int, int, int, int, int]
+
+# The configuration of a layer: EP_CONFIG_FIELDS of csrc/epmoe.h.
+class _Config(NamedTuple):
+    ranks: int
+    num_experts: int
+    topk: int
+    max_tokens: int
+    hidden: int
+    dtype: int
+    combine_mode: int
+    capacity: int
+    num_buffers: int
+    num_sm: int
+    reserve_sms: int
+
+CONFIG_FIELDS: Final[tuple[str, ...]]
+SPANS: Final[tuple[str, ...]]  # the names of EpSpan from number 1 on
+TRACE_WARPS: Final[int]  # warps of a CTA that the profiler records
 
 HAS_CUDA: Final[int]
 CHAOS: Final[int]  # the seed of the random delays in a build for tests; 0 without delays

@@ -162,7 +162,7 @@ class EPAll2AllLayer(LayerParts):
         self._plan_front = _C.plan_layout(self._config, 0)
         # The name of a layer in torch.ops.epmoe.*.  It has all that sizes depend on: a compiler that caches
         # graphs must not take another layer's.
-        self.id = f"{next(_ids)} {self._config}"
+        self.id = f"{next(_ids)} {tuple(self._config)}"
         ops.layers[self.id] = self
 
     def preprocess(self, exp_indices, full_scatter_indices=None, *, buffer=0):

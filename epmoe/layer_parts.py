@@ -4,6 +4,7 @@ A rank whose arguments are wrong must not leave the others waiting.  So each che
 error to the other ranks, in the operation that they are about to enter (_refuse), before it raises.
 """
 
+import collections
 import contextlib
 
 import torch
@@ -17,7 +18,9 @@ from .world import Shared, World
 
 DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}
 MODES = {"scatter": _C.COMBINE_SCATTER, "gather": _C.COMBINE_GATHER}
-_NO_CONFIG = (0,) * 11  # of a rank that has no valid configuration
+# The configuration of a layer, as the module takes it.
+Config = collections.namedtuple("Config", _C.CONFIG_FIELDS)
+_NO_CONFIG = Config._make([0] * len(Config._fields))  # of a rank that has no valid configuration
 
 
 def default_num_sm(device, row_bytes):
@@ -101,12 +104,13 @@ class LayerParts(Shared):
                                  f"leave it out")
 
     def _make_config(self, mode, reserve_sms):
-        """Return the configuration that the module takes (_C.pyi: _Config)."""
+        """Return the Config."""
         most_rows = min(self.world_size * self.max_tokens * self.topk, (1 << 31) - 1)
         capacity = most_rows if self.capacity is None else self.capacity
-        return (self.world_size, self.num_experts, self.topk, self.max_tokens, self.hidden,
-                DTYPES[self.dtype],
-                mode, capacity, self._num_buffers, self._num_sm, reserve_sms)
+        return Config(ranks=self.world_size, num_experts=self.num_experts, topk=self.topk,
+                      max_tokens=self.max_tokens, hidden=self.hidden, dtype=DTYPES[self.dtype],
+                      combine_mode=mode, capacity=capacity, num_buffers=self._num_buffers,
+                      num_sm=self._num_sm, reserve_sms=reserve_sms)
 
     def _check_options(self):
         """Check the options of a subclass.  May change topk and max_tokens."""

@@ -201,7 +201,7 @@ def poison_staging(layer):
         choices = choices[: max(0, capacity // (size * k))]  # send only as many tokens as fit at every rank
     x = torch.full((len(choices), layer.hidden), torch.nan, dtype=layer.dtype, device=layer.device)
     w = torch.full(choices.shape, torch.nan, device=layer.device)
-    for buffer in range(layer._config[8]):
+    for buffer in range(layer._config.num_buffers):
         rows, row_weight, layout = layer.dispatch(x, choices.contiguous().to(layer.device), w, buffer=buffer)
         layer.combine(torch.full_like(rows, torch.nan), layout, row_weight)
 

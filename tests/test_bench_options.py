@@ -54,15 +54,15 @@ def test_bench_layer_measures_decoding_too(run_of):
 def test_bench_num_sm_applies_to_every_layer(command):
     with unittest.mock.patch.object(epmoe._C, "layer_create", wraps=epmoe._C.layer_create) as create:
         rows, out, _ = run_command([command, "--shapes", "qwen3-30b", "--num-sm", "2", "--iters", "1"])
-    # The second argument is the configuration, whose field 9 is num_sm.
-    assert rows and {call.args[1][9] for call in create.call_args_list} == {2}
+    # The second argument is the configuration.
+    assert rows and {call.args[1].num_sm for call in create.call_args_list} == {2}
     assert (command == "ablation") == ("skipped: two-stage dispatch, 32 tail SMs" in out)
 
 
 def test_bench_num_sm_of_a_choice_has_priority(run_of):
     run = run_of("ablation", "--num-sm", "2")
     op = run.layer(run.shape("qwen3-30b"), torch.float32, epmoe.EpAll2AllFusedOp, num_sm=3)
-    assert op._config[9] == 3
+    assert op._config.num_sm == 3
     op.finalize()
 
 

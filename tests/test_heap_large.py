@@ -8,15 +8,16 @@ import torch
 import epmoe
 from cases import check_outcomes, outcome, same_bits
 from epmoe import _C
+from epmoe.layer_parts import Config
 
 MAX_I32 = 2**31
 
 
 def config(**changes):
-    fields = {"num_ranks": 8, "num_experts": 256, "topk": 8, "max_tokens": 32768, "hidden": 7168,
-              "dtype": _C.BF16, "mode": _C.COMBINE_SCATTER, "capacity": 8 * 32768 * 8, "num_buffers": 1,
-              "num_sm": 1, "reserve_sms": 0}
-    return tuple((fields | changes).values())
+    fields = Config(ranks=8, num_experts=256, topk=8, max_tokens=32768, hidden=7168, dtype=_C.BF16,
+                    combine_mode=_C.COMBINE_SCATTER, capacity=8 * 32768 * 8, num_buffers=1, num_sm=1,
+                    reserve_sms=0)
+    return fields._replace(**changes)
 
 
 def available_bytes():
@@ -28,7 +29,7 @@ def available_bytes():
 @pytest.mark.parametrize("mode", ["COMBINE_LOCAL", "COMBINE_SCATTER", "COMBINE_GATHER"])
 def test_heap_layer_bytes_past_4_gib(mode):
     """A communication buffer is a little larger than its staging rows, here 3.8 GB to 30 GB."""
-    got = _C.layer_bytes(config(mode=getattr(_C, mode)))
+    got = _C.layer_bytes(config(combine_mode=getattr(_C, mode)))
     row = 2 * 7168
     staging = {"COMBINE_LOCAL": 8 * 32768, "COMBINE_SCATTER": max(8 * 32768, 32768 * 8),
                "COMBINE_GATHER": 8 * 32768 * 8}[mode] * row
@@ -37,7 +38,8 @@ def test_heap_layer_bytes_past_4_gib(mode):
 
 def test_heap_layer_bytes_grow_by_whole_rows():
     """One more token needs one more staging row for each source rank, below and above 2^32 bytes."""
-    sizes = [_C.layer_bytes(config(max_tokens=t, mode=_C.COMBINE_LOCAL, topk=2, capacity=8 * 40000 * 2))
+    sizes = [_C.layer_bytes(config(max_tokens=t, combine_mode=_C.COMBINE_LOCAL, topk=2,
+                                   capacity=8 * 40000 * 2))
              for t in range(36000, 40000, 400)]
     steps = {b - a for a, b in zip(sizes, sizes[1:])}
     assert sizes[0] < 2**32 < sizes[-1]
@@ -53,7 +55,7 @@ def test_heap_layer_bytes_of_buffers_add_up():
 def test_heap_plan_layout_past_2_31_words():
     """One rank has almost 2^31 choices (T * K). Offsets of the plan's parts do not overflow or overlap."""
     tokens = MAX_I32 // 32 // 2 - 1
-    at = _C.plan_layout(config(num_ranks=2, num_experts=2, topk=32, max_tokens=tokens, capacity=MAX_I32 - 1),
+    at = _C.plan_layout(config(ranks=2, num_experts=2, topk=32, max_tokens=tokens, capacity=MAX_I32 - 1),
                         tokens)
     sizes = {"counts": 4, "expert_row": 2, "token_expert": tokens * 32, "token_row": tokens * 32,
              "token_slot": tokens * 2, "sort": tokens * 32, "send_token": tokens * 2,

@@ -231,9 +231,9 @@ def test_layer_without_room_leaves_the_heap_unchanged(ranks):
     case = Case(hidden=1024, max_tokens=64, num_buffers=2)
 
     def run(world, device):
-        config = make_layer(world, device, dataclasses.replace(case, max_tokens=1, num_buffers=1))
-        size = _C.layer_bytes((world.size, *config._config[1:3], case.max_tokens, *config._config[4:7],
-                               world.size * 64 * 2, 1, 1, 0))
+        small = make_layer(world, device, dataclasses.replace(case, max_tokens=1, num_buffers=1))
+        config = small._config._replace(max_tokens=case.max_tokens, capacity=world.size * 64 * 2)
+        size = _C.layer_bytes(config)
         heap = epmoe.SymmetricHeap(world, size + size // 2, device)
         keep(world, heap)
         got = outcome(lambda: make_layer(world, device, case, heap=heap))

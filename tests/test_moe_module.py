@@ -31,7 +31,7 @@ def test_moe_over_plain_layer(ranks, activation):
 def test_moe_default_options(ranks):
     def run(world, device):
         moe = epmoe.EPMoE(16, 24, 2 * world.size, 3, world, dtype=torch.float32, device=device)
-        made = moe.layer.max_tokens, moe.layer._config[6], moe.activation, "topk=3," in repr(moe)
+        made = moe.layer.max_tokens, moe.layer._config.combine_mode, moe.activation, "topk=3," in repr(moe)
         moe.finalize()
         return made
 

@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "backend.h"
 #include "layer/layer_state.h"
@@ -50,32 +51,40 @@ int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
     return 0;
 }
 
-/* What a rank sends about the layer that it creates. All ranks must send the same. num_sm and reserve_sms
- * are not part of it, because they may differ. */
+/* What a rank sends about the layer that it creates. */
 typedef struct {
-    EpShape shape;
-    uint32_t num_buffers;
+    EpLayerConfig config;
     int32_t status;
 } Offer;
 
-/* The user's name for the value of a field of an Offer. */
-enum { FIELD_DTYPE = 5, FIELD_COMBINE_MODE = 6 };
-_Static_assert(offsetof(EpShape, dtype) == FIELD_DTYPE * sizeof(uint32_t), "as in agree()");
-_Static_assert(offsetof(EpShape, combine_mode) == FIELD_COMBINE_MODE * sizeof(uint32_t), "as in agree()");
-static const char *value_name(uint32_t field, uint32_t value, char text[16]) {
-    static const char *const modes[] = {"local", "scatter", "gather"};
-    if (field == FIELD_DTYPE) return ep_dtype_name(value);
-    if (field == FIELD_COMBINE_MODE && value <= EP_COMBINE_GATHER) return modes[value];
+/* The fields that must be equal on all ranks. */
+typedef enum { NUMBER, DTYPE, MODE } Kind;
+static const struct {
+    const char *name;
+    size_t off;
+    Kind kind;
+} agreed[] = {
+#define AGREED(field, name, kind) {name, offsetof(EpLayerConfig, field), kind},
+#define LOCAL(field, name)
+    EP_CONFIG_FIELDS(AGREED, LOCAL)
+#undef AGREED
+#undef LOCAL
+};
+
+/* The user's name for a value. */
+static const char *value_name(Kind kind, uint32_t value, char text[16]) {
+    static const char *const modes[] = {
+        [EP_COMBINE_LOCAL] = "local", [EP_COMBINE_SCATTER] = "scatter", [EP_COMBINE_GATHER] = "gather"};
+    if (kind == DTYPE) return ep_dtype_name(value);
+    if (kind == MODE && value <= EP_COMBINE_GATHER) return modes[value];
     snprintf(text, 16, "%u", value);
     return text;
 }
 
 /* Compare the offers of all ranks: 0, or an error on all ranks. */
 static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
-    static const char *const names[] = {"ranks", "num_experts",  "topk",     "max_tokens", "hidden",
-                                        "dtype", "combine_mode", "capacity", "num_buffers"};
-    Offer mine = {config->shape, config->num_buffers, status}, all[EP_MAX_RANKS];
-    char why[512];
+    Offer mine = {*config, status}, all[EP_MAX_RANKS];
+    char why[512], a[16], b[16];
     snprintf(why, sizeof why, "%s", ep_error_text());
     EP_TRY(ep_world_exchange(world, &mine, sizeof mine, all));
     if (status) return ep_error(status, "%s", why);
@@ -83,20 +92,20 @@ static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
         if (all[r].status)
             return ep_error(EP_EPEER, "rank %u could not make its layer (%s). See the error that it raised.",
                             r, ep_error_name(all[r].status));
-    for (uint32_t r = 1; r < ep_world_size(world); r++) {
-        const uint32_t *first = &all[0].shape.num_ranks, *its = &all[r].shape.num_ranks;
-        for (uint32_t i = 0; i < sizeof names / sizeof names[0]; i++)
-            if (its[i] != first[i]) {
-                char a[16], b[16];
+    for (uint32_t r = 1; r < ep_world_size(world); r++)
+        for (uint32_t i = 0; i < sizeof agreed / sizeof agreed[0]; i++) {
+            uint32_t its, first;
+            memcpy(&its, (const char *)&all[r].config + agreed[i].off, sizeof its);
+            memcpy(&first, (const char *)&all[0].config + agreed[i].off, sizeof first);
+            if (its != first)
                 return ep_error(EP_EMISMATCH,
                                 "ranks disagree in %s: rank %u has %s, rank 0 has %s. Create the layer with "
                                 "the same arguments on all ranks.",
-                                names[i], r, value_name(i, its[i], a), value_name(i, first[i], b));
-            }
-    }
+                                agreed[i].name, r, value_name(agreed[i].kind, its, a),
+                                value_name(agreed[i].kind, first, b));
+        }
     return 0;
 }
-_Static_assert(offsetof(Offer, num_buffers) == 8 * sizeof(uint32_t), "agree() walks the fields as one array");
 
 static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     uint64_t num_bytes;

@@ -19,18 +19,23 @@ typedef struct {
     uint32_t field, pad; /* 1 + index of a header field, or position of a wrong index, or 0 */
     uint64_t epoch, want, got;
 } EpFaultRecord;
+/* The words for which a fault record can stand: X(NAME, text). */
+#define EP_WORDS(X)         \
+    X(ENTER, "enter")       \
+    X(COUNTS, "counts")     \
+    X(FLAG, "flag")         \
+    X(SIGNAL, "signal")     \
+    X(HEADER, "header")     \
+    X(INDEX, "index")       \
+    X(ROWS, "rows")         \
+    X(GRID, "grid barrier") \
+    X(SCATTER, "scatter")   \
+    X(READY, "ready")
 typedef enum {
     EP_WORD_NONE = 0,
-    EP_WORD_ENTER = 1,
-    EP_WORD_COUNTS = 2,
-    EP_WORD_FLAG = 3,
-    EP_WORD_SIGNAL = 4,
-    EP_WORD_HEADER = 5,
-    EP_WORD_INDEX = 6,
-    EP_WORD_ROWS = 7,
-    EP_WORD_GRID = 8,
-    EP_WORD_SCATTER = 9,
-    EP_WORD_READY = 10
+#define X(NAME, text) EP_WORD_##NAME,
+    EP_WORDS(X)
+#undef X
 } EpWord;
 
 /* The result of a plan, which the host reads without a stream synchronisation. */

@@ -9,14 +9,20 @@
 #include "protocol/port.h"
 
 #define EP_TRACE_WARPS 12u /* warps of a CTA */
+/* The spans: X(NAME, text). */
+#define EP_SPANS(X)               \
+    X(ENTER, "enter")             \
+    X(SEND, "send")               \
+    X(RECEIVE, "receive")         \
+    X(WAIT_ROWS, "wait for rows") \
+    X(GEMM, "gemm")               \
+    X(RETURN, "return")           \
+    X(ADD, "add up")
 typedef enum {
-    EP_SPAN_ENTER = 1,
-    EP_SPAN_SEND = 2,
-    EP_SPAN_RECEIVE = 3,
-    EP_SPAN_WAIT_ROWS = 4,
-    EP_SPAN_GEMM = 5,
-    EP_SPAN_RETURN = 6,
-    EP_SPAN_ADD = 7
+    EP_SPAN_NONE = 0,
+#define X(NAME, text) EP_SPAN_##NAME,
+    EP_SPANS(X)
+#undef X
 } EpSpan;
 typedef struct {
     uint64_t begin_ns;

@@ -261,6 +261,7 @@ static const struct {
     {"NAME_BYTES", EP_NAME_BYTES},
     {"NONCE_BYTES", EP_NONCE_BYTES},
     {"EXCHANGE_BYTES", EP_EXCHANGE_BYTES},
+    {"TRACE_WARPS", EP_TRACE_WARPS},
     {"CPU", EP_CPU},
     {"CUDA", EP_CUDA},
 #define X(NAME, value, num_bytes, text) {#NAME, EP_##NAME},
@@ -297,8 +298,34 @@ static const struct {
 #endif
 };
 
+/* The names of a list, for Python: the fields of a configuration, and the spans from number 1 on. */
+#define AGREED(field, name, kind) name,
+#define LOCAL(field, name) name,
+#define SPAN(NAME, text) text,
+static const char *const config_fields[] = {EP_CONFIG_FIELDS(AGREED, LOCAL) NULL};
+static const char *const spans[] = {EP_SPANS(SPAN) NULL};
+#undef AGREED
+#undef LOCAL
+#undef SPAN
+
+/* Add a tuple of names, which NULL ends. */
+static int add_names(PyObject *m, const char *attribute, const char *const *names) {
+    PyObject *list = PyList_New(0);
+    for (; list && *names; names++) {
+        PyObject *name = PyUnicode_FromString(*names);
+        if (!name || PyList_Append(list, name)) Py_CLEAR(list);
+        Py_XDECREF(name);
+    }
+    PyObject *tuple = list ? PyList_AsTuple(list) : NULL;
+    const int code = tuple ? PyModule_AddObjectRef(m, attribute, tuple) : -1;
+    Py_XDECREF(list);
+    Py_XDECREF(tuple);
+    return code;
+}
+
 static int set_up(PyObject *m) {
     ep_world_set_interrupt(is_interrupted);
+    if (add_names(m, "CONFIG_FIELDS", config_fields) || add_names(m, "SPANS", spans)) return -1;
     for (size_t i = 0; i < sizeof constants / sizeof constants[0]; i++)
         if (PyModule_AddIntConstant(m, constants[i].name, constants[i].value)) return -1;
     return PyModule_AddFunctions(m, ep_heap_methods) || PyModule_AddFunctions(m, ep_layer_methods) ||

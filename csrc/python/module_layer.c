@@ -6,6 +6,7 @@
 #include "python/module.h"
 
 #include <stddef.h>
+#include <string.h>
 
 #include "protocol/layout.h"
 #include "runtime/error.h"
@@ -15,25 +16,34 @@ static void free_layer(PyObject *c) {
     WITHOUT_LOCK(ep_layer_release(l));
 }
 
-/* (W, E, K, max_tokens, hidden, dtype, combine_mode, capacity, num_buffers, num_sm, reserve_sms) */
+/* A configuration is a tuple of numbers, in the order of EP_CONFIG_FIELDS. */
+static const struct {
+    const char *name;
+    size_t off;
+} config_fields[] = {
+#define AGREED(field, name, kind) {name, offsetof(EpLayerConfig, field)},
+#define LOCAL(field, name) {name, offsetof(EpLayerConfig, field)},
+    EP_CONFIG_FIELDS(AGREED, LOCAL)
+#undef AGREED
+#undef LOCAL
+};
+enum { NUM_CONFIG_FIELDS = sizeof config_fields / sizeof config_fields[0] };
+_Static_assert(sizeof(EpLayerConfig) == NUM_CONFIG_FIELDS * sizeof(uint32_t), "the list has every field");
+
 static bool get_config(PyObject *o, EpLayerConfig *c) {
-    uint32_t *const fields[] = {&c->shape.num_ranks,    &c->shape.num_experts,
-                                &c->shape.num_topk,     &c->shape.max_tokens,
-                                &c->shape.hidden,       &c->shape.dtype,
-                                &c->shape.combine_mode, &c->shape.capacity,
-                                &c->num_buffers,        &c->num_sm,
-                                &c->reserve_sms};
-    if (!PyTuple_Check(o) || PyTuple_Size(o) != 11)
-        return PyErr_Format(PyExc_TypeError, "wanted a configuration, a tuple of 11 numbers, got %R", o),
+    if (!PyTuple_Check(o) || PyTuple_Size(o) != NUM_CONFIG_FIELDS)
+        return PyErr_Format(PyExc_TypeError, "wanted a configuration, a tuple of %d numbers, got %R",
+                            NUM_CONFIG_FIELDS, o),
                false;
-    static const char *const names[] = {"ranks",       "num_experts", "topk",         "max_tokens",
-                                        "hidden",      "dtype",       "combine_mode", "capacity",
-                                        "num_buffers", "num_sm",      "reserve_sms"};
-    for (Py_ssize_t i = 0; i < 11; i++) {
+    for (Py_ssize_t i = 0; i < NUM_CONFIG_FIELDS; i++) {
         PyObject *value = PyTuple_GetItem(o, i);
-        if (ep_get_u32(value, fields[i])) continue;
+        uint32_t number;
+        if (ep_get_u32(value, &number)) {
+            memcpy((char *)c + config_fields[i].off, &number, sizeof number);
+            continue;
+        }
         if (PyLong_Check(value))
-            PyErr_Format(PyExc_ValueError, "%s %R: must be 0 to 4294967295", names[i], value);
+            PyErr_Format(PyExc_ValueError, "%s %R: must be 0 to 4294967295", config_fields[i].name, value);
         return false;
     }
     return true;

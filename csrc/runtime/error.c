@@ -28,7 +28,11 @@ const char *ep_error_name(int code) {
 }
 
 const char *ep_word_name(uint32_t word) {
-    static const char *const names[] = {"",      "enter", "counts",       "flag",    "signal", "header",
-                                        "index", "rows",  "grid barrier", "scatter", "ready"};
-    return names[word <= EP_WORD_READY ? word : 0];
+    switch (word) {
+#define X(NAME, what) \
+    case EP_WORD_##NAME: return what;
+        EP_WORDS(X)
+#undef X
+    default: return "";
+    }
 }

@@ -23,6 +23,7 @@ static const struct {
     {"heap_alloc", test_heap_alloc, false},
     {"allocator", test_allocator, false},
     {"dtypes", test_dtypes, false},
+    {"word_names", test_word_names, false},
     {"available_memory", test_available_memory, false},
     {"sharing_needs_permission", test_sharing_needs_permission, false},
     {"sharing_counts_memory", test_sharing_counts_memory, false},

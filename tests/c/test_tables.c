@@ -1,5 +1,6 @@
 /* test_tables.c - the lists from which numbers, names and sizes follow. */
 #include "harness.h"
+#include "runtime/error.h"
 #include "runtime/tensor.h"
 
 /* A dtype of rows has a size. A dtype that no row can have, or a number that is no dtype, has none: a layout
@@ -12,5 +13,14 @@ bool test_dtypes(void) {
     CHECK(NULL,
           !strcmp(ep_dtype_name(EP_F64), "float64") && !strcmp(ep_dtype_name(EP_OTHER), "another dtype"));
     CHECK(NULL, !strcmp(ep_dtype_name(EP_BEFORE_OTHER_DTYPES), "another dtype") && EP_I32 == 16);
+    return true;
+}
+
+/* The words of fault records have the names that users read, and an unknown number has none. */
+bool test_word_names(void) {
+    CHECK(NULL, !strcmp(ep_word_name(EP_WORD_ENTER), "enter") && EP_WORD_ENTER == 1);
+    CHECK(NULL, !strcmp(ep_word_name(EP_WORD_GRID), "grid barrier") && EP_WORD_GRID == 8);
+    CHECK(NULL, !strcmp(ep_word_name(EP_WORD_READY), "ready") && EP_WORD_READY == 10);
+    CHECK(NULL, !*ep_word_name(EP_WORD_NONE) && !*ep_word_name(EP_WORD_READY + 1));
     return true;
 }
