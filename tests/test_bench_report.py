@@ -92,13 +92,20 @@ def test_bench_report_recorded_peers_are_described():
 def test_bench_report_writes_plots_to_a_folder(tmp_path):
     rows = [row("layer", "c", impl, ms, tflops=9.0)
             for impl, ms in (("epmoe layer", 1.5), ("GEMMs alone", 1.0), ("torch layer", 3.0))]
-    path, page, folder = write(tmp_path / "some.json", rows), tmp_path / "page.md", tmp_path / "img"
+    path, page, folder = write(tmp_path / "some.json", rows), tmp_path / "page.md", tmp_path / "docs" / "img"
     page.write_text(MARKERS)
-    folder.mkdir()
-    assert cli.main(["report", str(path), "--readme", str(page), "--plots", str(folder)]) == 0
-    text = page.read_text()
-    assert "| c | 64 | 1.50 ms | 2.00× |" in text and "](img/some_layers.png)" in text
-    assert (folder / "some_layers.png").exists() and not list(tmp_path.glob("*.png"))
+    for _ in range(2):  # the first run makes the folder, the second finds it
+        assert cli.main(["report", str(path), "--readme", str(page), "--plots", str(folder)]) == 0
+        text = page.read_text()
+        assert "| c | 64 | 1.50 ms | 2.00× |" in text and "](docs/img/some_layers.png)" in text
+        assert (folder / "some_layers.png").exists() and not list(tmp_path.glob("*.png"))
+
+
+def test_bench_report_refuses_a_file_in_place_of_the_folder(tmp_path, capsys):
+    path = write(tmp_path / "some.json", [])
+    with pytest.raises(SystemExit):
+        cli.main(["report", str(path), "--plots", str(path)])
+    assert "some.json: must be a folder" in capsys.readouterr().err
 
 
 def test_bench_report_of_one_gpu(tmp_path):

@@ -15,5 +15,5 @@
     cli.py  progress.py                the command line and the ranks; the progress bar
     run.py  shapes.py                  a rank's part; the shapes
     measure.py  check.py               how times are measured; how results are checked first
-    report.py  plots.py                tables and plots, from a file of figures
+    report.py  plots.py  figures.py    tables and plots, from a file of figures
 """

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from epmoe.bench.report import STAGES
+from epmoe.bench.figures import STAGES
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; hatches and markers repeat the
 # information.

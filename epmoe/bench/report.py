@@ -1,7 +1,7 @@
 """python -m epmoe.bench report FILE: tables and plots from the figures that --json wrote.
 
 --readme puts a short table and one plot into a README. --page puts all tables and plots into a page.
---plots names the folder of the plots (default: the folder of FILE).
+--plots names the folder of the plots (default: the folder of FILE), which is made if it does not exist.
 
 Where FILE is NAME.json, the command also reads two more files of the same folder, if they exist:
 deep_ep_NAME.json  figures of DeepEP from another run; DeepEP's rows in FILE take precedence
@@ -10,94 +10,19 @@ one_gpu_NAME.json  figures of one rank alone on one GPU, with the training step
 If FILE has no rows for a table or a plot, the command leaves it out and says so.
 """
 
-import hashlib
-import json
+import argparse
 import re
 import sys
 import textwrap
 from pathlib import Path
 
+from epmoe.bench import plots
+from epmoe.bench.figures import STAGES, Figures, plot_name
 from epmoe.bench.shapes import SHAPES
 
 MARKED = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
-STAGES = {"dispatch": "epmoe plan + dispatch", "combine": "epmoe combine"}
 PRODUCTS = ("gate and up", "down", "dgrad of gate and up", "dgrad of down", "wgrad of gate and up",
             "wgrad of down")
-BENCHES = ("a2a", "sm", "tokens", "layer", "growth", "ablation", "gemm")
-
-
-def _matches(row, more):
-    return all(row.get(key) == value for key, value in more.items())
-
-
-class Figures:
-    """The rows of FILE, of the file with DeepEP's recorded figures, and of the file with one rank alone."""
-
-    def __init__(self, path, plots=None):
-        path = Path(path)
-        texts = [path.read_text()]
-        for other in ("deep_ep", "one_gpu"):
-            beside = path.with_name(f"{other}_{path.name}")
-            texts.append(beside.read_text() if beside.exists() else "{}")
-        self.path, self.plots = path, Path(plots) if plots else path.parent
-        self.result, self.recorded, self.one_gpu = map(json.loads, texts)
-        # Each plot carries this digest of its figures.
-        self.digest = hashlib.sha256("".join(texts[:2]).encode()).hexdigest()[:16]
-        self.rows, self.recorded_rows = self.result["rows"], self.recorded.get("rows", [])
-
-    def plot_path(self, plot):
-        return self.plots / plot_name(self, plot)
-
-    def step(self, shape):
-        """Return {"epmoe forward": row, "torch step": row, ...} of one rank alone; {} without this shape."""
-        rows = self.one_gpu.get("rows", [])
-        return {r["impl"]: r for r in rows if r["bench"] == "step" and r["shape"] == shape}
-
-    @property
-    def is_gpu(self):
-        return bool(self.result["gpus"])
-
-    def find(self, bench, impl, **more):
-        """Return the rows of a bench and an implementation, in the file's order; `more`: fields to match."""
-        return [r for r in self.rows if r["bench"] == bench and r["impl"] == impl and _matches(r, more)]
-
-    def ms(self, bench, impl, **more):
-        """Return the milliseconds of the row, or None."""
-        return next((r["ms"] for r in self.find(bench, impl, **more)), None)
-
-    def deep_ep(self, bench, stage, **more):
-        """Return DeepEP's milliseconds with its best number of SMs, and whether they are of this run.
-
-        Without figures of DeepEP, return (None, False).
-        """
-        for rows, same_run in ((self.rows, True), (self.recorded_rows, False)):
-            times = [r["ms"] for r in rows if r["bench"] == bench
-                     and r["impl"].split(",")[0] == f"DeepEP {stage}" and _matches(r, more)]
-            if times:
-                return min(times), same_run
-        return None, False
-
-    def shapes(self, bench="a2a"):
-        """Return the names of the shapes that have a dispatch and a combine, or a layer, in order."""
-        impls = ("epmoe layer",) if bench == "layer" else STAGES.values()
-        found = [[r["shape"] for r in self.find(bench, impl)] for impl in impls]
-        return [s for s in dict.fromkeys(found[0]) if all(s in names for names in found)]
-
-    def missing(self):
-        """Return a line for each kind of rows that FILE does not have."""
-        lines = [f"no rows of {bench}: python -m epmoe.bench {bench}" for bench in BENCHES
-                 if not any(r["bench"] == bench and (bench == "ablation" or r["impl"].startswith("epmoe"))
-                            for r in self.rows)]
-        without = [s for s in self.shapes() if self.deep_ep("a2a", "dispatch", shape=s)[0] is None]
-        if without:
-            lines.append(f"no figures of DeepEP for {', '.join(without)}")
-        if not any(r["impl"].startswith("DeepEP") for r in self.rows):
-            lines.append("no figures of DeepEP in the same run")
-        return lines
-
-
-def plot_name(figures, plot):
-    return f"{figures.path.stem}_{plot}.png"
 
 
 # ---- tables ----
@@ -356,6 +281,12 @@ def write_between_markers(document, text):
         document.write_text(after)
 
 
+def folder(text):
+    if Path(text).exists() and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: must be a folder")
+    return text
+
+
 def add_arguments(parser):
     add = parser.add_argument
     add("file", metavar="FILE", help="written by --json")
@@ -363,8 +294,8 @@ def add_arguments(parser):
         help="put the short table and one plot between the figures markers of this file")
     add("--page", metavar="FILE",
         help="put all tables and plots between the figures markers of this file")
-    add("--plots", metavar="FOLDER",
-        help="write the plots to this folder (default: beside the file of figures)")
+    add("--plots", metavar="FOLDER", type=folder,
+        help="write the plots to this folder, and make it if needed (default: beside the file of figures)")
 
 
 def _relative(folder, document):
@@ -374,10 +305,9 @@ def _relative(folder, document):
 
 
 def main(options):
-    from epmoe.bench import plots
-
     figures = Figures(options.file, options.plots)
     if importable := plots.can_draw():
+        figures.plots.mkdir(parents=True, exist_ok=True)
         made = plots.draw(figures)
         for name in made:
             print(f"wrote {figures.plot_path(name)}")
