@@ -70,33 +70,37 @@ extern const EpBackend ep_cuda_backend; /* only if built with CUDA */
 /* The backend of a kind, or NULL after the error text is set. */
 const EpBackend *ep_backend(EpBackendKind kind);
 
-/* A communication buffer: an allocation of the heap, host words, and an entry in the watchdog's list. */
+/* A communication buffer: an allocation of the heap, host words, and an entry in the watchdog's list. The
+ * heap, which fills in the first five fields, outlives the buffer. */
 typedef struct {
-    EpComm comm;
+    EpWorld *world;
+    const EpBackend *backend;
+    int device;
+    bool on_stream; /* the backend is CUDA */
     uint64_t off;
+    EpComm comm;
     /* For the flight record: the heap or layer that owns the buffer, and the number of operations so far.
      * The number is the epoch, as the host counts it. */
-    bool is_heaps, on_stream;
+    bool is_heaps;
     uint16_t of, buffer;
     uint64_t num_ops;
 } EpCommBuffer;
-/* Collective: allocate its memory in the heap. */
-int ep_comm_alloc(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
-/* Local, after ep_comm_alloc: prepare the buffer. The caller has set the owner in b. */
-int ep_comm_open(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
-void ep_comm_close(EpHeap *heap, EpCommBuffer *b); /* local */
+/* Collective: allocate the memory of a buffer in the heap. */
+int ep_heap_alloc_buffer(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
+/* Local, after ep_heap_alloc_buffer: fill in the buffer, and open it. The caller has set the owner in b. */
+int ep_heap_open_buffer(EpHeap *heap, const EpShape *shape, EpCommBuffer *b);
+/* Local: prepare a buffer that its heap has filled in. */
+int ep_comm_open(EpCommBuffer *b, const EpShape *shape);
+void ep_comm_close(EpCommBuffer *b); /* local */
 /* Begin the call record of an operation of this buffer. ep_world_end_call ends it. */
-uint64_t ep_comm_begin_call(EpHeap *heap, EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code,
-                            void *stream);
+uint64_t ep_comm_begin_call(EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code, void *stream);
 /* Called before an operation: 0, or the error of the world or of an earlier operation of this buffer. */
-int ep_comm_check(EpHeap *heap, EpCommBuffer *b, void *stream);
+int ep_comm_check(EpCommBuffer *b, void *stream);
 /* Called when a launch has failed on a GPU, so that this rank can send no header either. End the world,
  * so that the other ranks do not wait for this rank. The error text is kept. */
-void ep_comm_give_up(EpHeap *heap, int code, void *stream);
+void ep_comm_give_up(EpCommBuffer *b, int code, void *stream);
 const EpBackend *ep_heap_backend(const EpHeap *heap);
 EpWorld *ep_heap_world(const EpHeap *heap);
-/* SMs that this rank leaves to other ranks on the same GPU; 0 if it has the GPU to itself. */
-uint32_t ep_heap_reserved_sms(const EpHeap *heap);
 /* Wait until this rank's GPU has finished all its work. Called before memory is freed, because peers and
  * kernels may still use it. */
 int ep_heap_quiesce(EpHeap *heap);

@@ -7,7 +7,7 @@
  *
  * A process is one lane on each GPU. Ranks that are threads of one process have a lane each: they wait for
  * each other, so they must run at the same time. Each of them uses its own part of the SMs
- * (ep_heap_reserved_sms), so there are enough SMs for all.
+ * (ep_sharing_reserved_sms), so there are enough SMs for all.
  *
  * A captured operation is ordered inside its graph. The program orders the replays of its graphs.
  *

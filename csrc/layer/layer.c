@@ -127,14 +127,14 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     l->config = *config;
     atomic_init(&l->num_refs, 1);
     while (made < config->num_buffers && !code) {
-        code = ep_comm_alloc(heap, &config->shape, &l->buffers[made]);
+        code = ep_heap_alloc_buffer(heap, &config->shape, &l->buffers[made]);
         if (!code) made++;
     }
     if (!code) {
         for (uint32_t i = 0; i < made && !code; i++) {
             l->buffers[i].of = number;
             l->buffers[i].buffer = (uint16_t)i;
-            code = ep_comm_open(heap, &config->shape, &l->buffers[i]);
+            code = ep_heap_open_buffer(heap, &config->shape, &l->buffers[i]);
             l->buffers[i].comm.reserve_sms += config->reserve_sms;
         }
         code = ep_world_agree(ep_heap_world(heap), code, "make its layer");
@@ -197,7 +197,7 @@ int ep_layer_close(EpLayer *l) {
 void ep_layer_release(EpLayer *l) {
     if (!l || atomic_fetch_sub(&l->num_refs, 1) != 1) return;
     if (ep_world_is_forked(ep_heap_world(l->heap))) return;
-    for (uint32_t i = 0; i < l->config.num_buffers; i++) ep_comm_close(l->heap, &l->buffers[i]);
+    for (uint32_t i = 0; i < l->config.num_buffers; i++) ep_comm_close(&l->buffers[i]);
     ep_heap_release(l->heap);
     free(l);
 }
@@ -220,7 +220,7 @@ int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out
         return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer,
                         l->config.num_buffers);
     EpCommBuffer *b = &l->buffers[buffer];
-    EP_TRY(ep_comm_check(l->heap, b, stream));
+    EP_TRY(ep_comm_check(b, stream));
     b->comm.timeout_ns = ep_world_timeout_ns(ep_heap_world(l->heap));
     *out = b;
     return 0;
@@ -236,7 +236,7 @@ int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t record, int 
         ep_world_uncount_calls(ep_heap_world(l->heap), 1);
         return ep_layer_fail(l, b->buffer, op, code, stream);
     }
-    return ep_heap_kind(l->heap) == EP_CPU ? ep_comm_check(l->heap, b, stream) : 0;
+    return ep_heap_kind(l->heap) == EP_CPU ? ep_comm_check(b, stream) : 0;
 }
 
 int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
@@ -245,10 +245,10 @@ int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *st
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     EpComm comm = b->comm;
     comm.status = code;
-    uint64_t record = ep_comm_begin_call(l->heap, b, op, 0, code, stream);
+    uint64_t record = ep_comm_begin_call(b, op, 0, code, stream);
     code = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &comm, op, stream);
     ep_world_end_call(ep_heap_world(l->heap), record, comm.status);
-    if (code) ep_comm_give_up(l->heap, code, stream);
+    if (code) ep_comm_give_up(b, code, stream);
     return code;
 }
 
@@ -262,7 +262,7 @@ int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stre
 int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
     EpCommBuffer *b;
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
-    uint64_t record = ep_comm_begin_call(l->heap, b, EP_OP_BARRIER, 0, 0, stream);
+    uint64_t record = ep_comm_begin_call(b, EP_OP_BARRIER, 0, 0, stream);
     int done = ep_heap_backend(l->heap)->enter(ep_heap_device(l->heap), &b->comm, EP_OP_BARRIER, stream);
     return ep_layer_end(l, b, EP_OP_BARRIER, record, done, stream);
 }
@@ -270,8 +270,7 @@ int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
 int ep_layer_sync(EpLayer *l, void *stream) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
     EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
-    for (uint32_t i = 0; i < l->config.num_buffers; i++)
-        EP_TRY(ep_comm_check(l->heap, &l->buffers[i], stream));
+    for (uint32_t i = 0; i < l->config.num_buffers; i++) EP_TRY(ep_comm_check(&l->buffers[i], stream));
     return 0;
 }
 

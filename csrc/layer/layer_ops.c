@@ -110,13 +110,13 @@ int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *s
         if (ep_now_ns() < until) continue;
         EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
         if (ep_ld_acquire_sys_u64(&result->ticket) == l->ticket[buffer]) break;
-        EP_TRY(ep_comm_check(l->heap, b, stream));
+        EP_TRY(ep_comm_check(b, stream));
         return ep_error(EP_EINVAL, "there is no plan to read the rows of");
     }
     if (result->status) {
         /* The fault record is complete when the kernel has ended. */
         EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
-        EP_TRY(ep_comm_check(l->heap, b, stream));
+        EP_TRY(ep_comm_check(b, stream));
         return ep_error(
             EP_EPEER,
             "the plan of this layout failed. See the error that preprocess raised, and make a new layout.");
@@ -352,7 +352,7 @@ int ep_layer_run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, voi
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = prepare(l, b, op, args, &p);
     if (code) return ep_layer_fail(l, buffer, op, code, stream);
-    const uint64_t record = ep_comm_begin_call(l->heap, b, op, num_tokens_of(op, &p), 0, stream);
+    const uint64_t record = ep_comm_begin_call(b, op, num_tokens_of(op, &p), 0, stream);
     code = launch(l, op, &p, stream);
     return ep_layer_end(l, b, op, record, code, stream);
 }

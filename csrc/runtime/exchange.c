@@ -1,6 +1,6 @@
 /* exchange.c - the exchange: each rank sends a few bytes to all others and waits for the bytes of all others.
  *
- * Exports: ep_world_exchange, _exchange_fd, _refuse, _agree, _check, _is_forked and _set_interrupt.
+ * Exports: ep_world_exchange, _exchange_fd, _refuse, _agree and _set_interrupt.
  * A frame names the collective call that the exchange is part of. So ranks that are in different calls get
  * EP_EMISMATCH. A rank that failed before the exchange sends its error code instead of data.
  * Invariant: exchange number n of a rank meets exchange number n of every other rank, also if it fails. So
@@ -16,27 +16,6 @@
 #include "runtime/world_state.h"
 
 #define INTERRUPT_NS 100000000ull /* interval at which a wait asks whether the user has interrupted it */
-
-/* 0, or the error with which the world has ended, or EP_ECLOSED after close. The caller holds the lock. */
-static int check_locked(EpWorld *w) {
-    if (w->end_code) return ep_error(w->end_code, "%s", w->end_text);
-    if (w->closed) return ep_error(EP_ECLOSED, "this world is closed: create a new one");
-    return 0;
-}
-
-bool ep_world_is_forked(const EpWorld *w) { return w->pid != getpid(); }
-
-int ep_world_check(EpWorld *w) {
-    if (ep_world_is_forked(w))
-        return ep_error(
-            EP_ECLOSED,
-            "this world belongs to process %d: a forked child cannot use it, and must create its own",
-            (int)w->pid);
-    pthread_mutex_lock(&w->lock);
-    int code = check_locked(w);
-    pthread_mutex_unlock(&w->lock);
-    return code;
-}
 
 static bool (*_Atomic interrupt_wanted)(void);
 void ep_world_set_interrupt(bool (*wanted)(void)) { atomic_store(&interrupt_wanted, wanted); }
@@ -61,7 +40,7 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
     bool is_late = false;
     while (!from->full) {
         char text[96];
-        EP_TRY(check_locked(w));
+        EP_TRY(ep_world_check_locked(w));
         uint64_t now = ep_now_ns(), next = until_ns < now + INTERRUPT_NS ? until_ns : now + INTERRUPT_NS;
         struct timespec t = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
         bool is_timeout = pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT;
@@ -88,7 +67,8 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
             /* End the world, because the peer's frame may still arrive, and would belong to no exchange. */
             snprintf(text, sizeof text, "rank %u was interrupted while waiting for rank %u", w->rank, r);
             ep_world_end(w, EP_ECLOSED, w->rank, text);
-            return check_locked(w); /* fail even if the frame has arrived: the user's exception is pending */
+            return ep_world_check_locked(
+                w); /* fail even if the frame has arrived: the user's exception is pending */
         }
     }
     return 0;
@@ -128,7 +108,7 @@ static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t
     if (ep_wire_send(w->sockets[r], f, fd, until_ns) != EP_ESYS) return 0;
     snprintf(text, sizeof text, "rank %u, in an exchange with rank %u: %.100s", w->rank, r, ep_error_text());
     ep_world_end(w, EP_ESYS, w->rank, text);
-    return check_locked(w);
+    return ep_world_check_locked(w);
 }
 
 /* The exchange. status: 0, or the code with which this rank refuses; mine and all may be NULL then. `code` is
@@ -151,7 +131,7 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
         memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
     }
     pthread_mutex_lock(&w->lock);
-    int code = check_locked(w);
+    int code = ep_world_check_locked(w);
     f.seq = ++w->seq;
     f.about = ep_ring_exchange(&w->ring, f.seq);
     for (uint32_t r = 0; r < w->num_ranks && !code; r++)
@@ -169,7 +149,7 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
             snprintf(text, sizeof text, "ranks are out of step: rank %u is in exchange %llu, rank %u in %llu",
                      r, (unsigned long long)from->frame.seq, w->rank, (unsigned long long)f.seq);
             ep_world_end(w, EP_ECORRUPT, r, text);
-            code = check_locked(w);
+            code = ep_world_check_locked(w);
         } else if (!verdict && !status) {
             verdict = check_frame(r, &from->frame, &f, all);
         }

@@ -27,7 +27,6 @@ EpWorld *ep_heap_world(const EpHeap *h) { return h->world; }
 EpBackendKind ep_heap_kind(const EpHeap *h) { return h->kind; }
 int ep_heap_device(const EpHeap *h) { return h->device; }
 uint16_t ep_heap_number(const EpHeap *h) { return h->control.of; }
-uint32_t ep_heap_reserved_sms(const EpHeap *h) { return h->reserved_sms; }
 
 /* True if this rank may free its memory now. CPU memory: always, because each peer has its own mapping. GPU
  * memory: when no peer can use it, that is after the collective close, in a world of one rank, or after the
@@ -45,7 +44,7 @@ void ep_heap_release(EpHeap *h) {
     if (!h || atomic_fetch_sub(&h->num_refs, 1) != 1) return;
     if (ep_world_is_forked(h->world)) return; /* the memory and its handles belong to the parent process */
     uint32_t me = ep_world_rank(h->world);
-    if (h->has_control) ep_comm_close(h, &h->control);
+    if (h->has_control) ep_comm_close(&h->control);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) {
         if (h->memory[r] && ep_memory_drop(h->memory[r])) {
             if (h->memory[r]->address && may_free(h))
@@ -162,6 +161,20 @@ int ep_heap_free(EpHeap *h, uint64_t off) {
     return code;
 }
 
+int ep_heap_alloc_buffer(EpHeap *h, const EpShape *shape, EpCommBuffer *b) {
+    return ep_heap_alloc(h, ep_comm_layout(shape).num_bytes, EP_LINE, 0, &b->off);
+}
+
+int ep_heap_open_buffer(EpHeap *h, const EpShape *shape, EpCommBuffer *b) {
+    b->world = h->world;
+    b->backend = h->backend;
+    b->device = h->device;
+    b->on_stream = h->kind == EP_CUDA;
+    b->comm.reserve_sms = h->reserved_sms;
+    for (uint32_t r = 0; r < shape->num_ranks; r++) b->comm.base[r] = (unsigned char *)h->base[r] + b->off;
+    return ep_comm_open(b, shape);
+}
+
 void ep_heap_stats(EpHeap *h, EpHeapStats *s) { ep_allocator_stats(&h->allocator, s); }
 
 /* ---- translate, put, get, signal, wait ---- */
@@ -203,7 +216,7 @@ static int locate(EpHeap *h, uint64_t off, uint64_t num_bytes, uint32_t peer, vo
     if (h->num_bytes - off < num_bytes)
         return ep_error(EP_EINVAL, "%llu bytes at offset %llu reach past the heap's end",
                         (unsigned long long)num_bytes, (unsigned long long)off);
-    return ep_comm_check(h, &h->control, stream);
+    return ep_comm_check(&h->control, stream);
 }
 
 int ep_heap_put(EpHeap *h, uint64_t dst_off, const void *src, uint64_t num_bytes, uint32_t peer,
@@ -248,22 +261,22 @@ int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stre
     int code = h->backend->wait(h->device, &h->control.comm, (const uint64_t *)word, value, exact, stream);
     ep_world_end_call(h->world, record, code);
     EP_TRY(code);
-    return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
+    return h->kind == EP_CPU ? ep_comm_check(&h->control, stream) : 0;
 }
 
 int ep_heap_barrier(EpHeap *h, void *stream) {
     if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
-    EP_TRY(ep_comm_check(h, &h->control, stream));
+    EP_TRY(ep_comm_check(&h->control, stream));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
-    uint64_t record = ep_comm_begin_call(h, &h->control, EP_OP_BARRIER, 0, 0, stream);
+    uint64_t record = ep_comm_begin_call(&h->control, EP_OP_BARRIER, 0, 0, stream);
     int code = h->backend->enter(h->device, &h->control.comm, EP_OP_BARRIER, stream);
     ep_world_end_call(h->world, record, code);
-    if (code) ep_comm_give_up(h, code, stream);
+    if (code) ep_comm_give_up(&h->control, code, stream);
     EP_TRY(code);
-    return h->kind == EP_CPU ? ep_comm_check(h, &h->control, stream) : 0;
+    return h->kind == EP_CPU ? ep_comm_check(&h->control, stream) : 0;
 }
 
 int ep_heap_sync(EpHeap *h, void *stream) {
     EP_TRY(h->backend->sync(h->device, stream, h->world));
-    return ep_comm_check(h, &h->control, stream);
+    return ep_comm_check(&h->control, stream);
 }

@@ -128,8 +128,8 @@ static int open_control(EpHeap *h) {
     h->control.of = ep_world_number_heap(h->world);
     /* Clear the words that the self test has written. */
     int cleared = h->backend->zero(h->device, h->base[ep_world_rank(h->world)], 8ull * W, NULL);
-    EP_TRY(ep_comm_alloc(h, &shape, &h->control));
-    int code = cleared ? cleared : ep_comm_open(h, &shape, &h->control);
+    EP_TRY(ep_heap_alloc_buffer(h, &shape, &h->control));
+    int code = cleared ? cleared : ep_heap_open_buffer(h, &shape, &h->control);
     h->has_control = !code;
     EP_TRY(ep_world_agree(h->world, code, "make its heap"));
     ep_allocator_keep(&h->allocator); /* statistics count only what the caller allocates */

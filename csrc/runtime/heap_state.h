@@ -22,7 +22,8 @@ struct EpHeap {
     EpAllocator allocator;
     EpCommBuffer control; /* for ep_heap_barrier, and for the faults of ep_heap_wait */
     bool has_control;
-    uint32_t reserved_sms; /* see ep_heap_reserved_sms */
+    /* SMs that this rank leaves to other ranks on the same GPU; 0 if it has the GPU to itself. */
+    uint32_t reserved_sms;
 };
 
 #endif /* EP_HEAP_STATE_H */

@@ -1,13 +1,11 @@
-/* watchdog.c - the watchdog thread of a world, and how the world ends.
+/* watchdog.c - the watchdog thread of a world.
  *
  * The watchdog thread alone reads the sockets. It puts exchange frames into the inbox. It ends the world when
  * an abort frame arrives, when a peer's socket closes, or when a wait on the device has timed out.
- * ep_world_end keeps the first reason. It sets the abort word of every communication buffer, which every wait
- * on any backend polls. It sends the reason and this rank's call records to every peer.
  * A rank that is stuck sends its call records to the peers. So ranks that wait for each other in different
  * operations are detected after seconds, not at the timeout.
  *
- * Exports: ep_world_end, ep_world_abort, the functions that make the flight record, ep_world_watch_main.
+ * Exports: ep_world_watch_main.
  * Invariant: the thread takes no Python lock and makes no CUDA call, so neither can delay it. */
 #include <errno.h>
 #include <poll.h>
@@ -28,98 +26,11 @@
 #define LEAVE_GRACE_NS 2000000000ull
 /* The same time on the side of the leaving rank, if its process is about to end. */
 #define HASTE_NS 500000000ull
-/* How long a rank waits for its peers' call records after the end of the world. */
-#define RECORDS_NS 200000000ull
 /* A GPU that is stuck reports it every millisecond. Without a report for this time, it is no longer stuck. */
 #define STUCK_GRACE_NS 100000000ull
 /* A disagreement must last this long before it ends the world. Meanwhile other stuck ranks report their
  * calls, so that the error names the right ranks. */
 #define DISORDER_NS 300000000ull
-
-void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
-    if (w->end_code) return;
-    w->end_code = code;
-    /* The reason may come from a peer's abort frame, before this rank's own socket shows the death. */
-    if (code == EP_EPEERDIED && rank < w->num_ranks) w->lost_ranks |= 1u << rank;
-    snprintf(w->end_text, sizeof w->end_text, "%s", text);
-    EpRankCalls *mine = &w->record.ranks[w->rank];
-    w->record.end_code = code;
-    w->record.end_rank = rank < w->num_ranks ? rank : w->rank;
-    w->record.end_ns = ep_now_ns();
-    ep_ring_newest(&w->ring, &mine->records);
-    mine->has_records = true;
-    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++)
-        if (w->watched[i]) ep_st_relaxed_sys_u64(&w->watched[i]->comm.host->abort, 1);
-    EpFrame f = {.kind = EP_FRAME_ABORT, .code = code, .rank = rank};
-    f.num_bytes = (uint32_t)snprintf((char *)f.bytes, sizeof w->end_text, "%s", w->end_text);
-    EpFrame records = {.kind = EP_FRAME_RECORDS, .rank = w->rank, .num_bytes = sizeof mine->records};
-    memcpy(records.bytes, &mine->records, sizeof mine->records);
-    for (uint32_t r = 0; r < w->num_ranks; r++)
-        if (w->sockets[r] >= 0 && ep_wire_send(w->sockets[r], &f, -1, ep_now_ns()) == 0)
-            ep_wire_send(w->sockets[r], &records, -1, ep_now_ns());
-    pthread_cond_broadcast(&w->changed);
-}
-
-void ep_world_abort(EpWorld *w, int code, uint32_t rank, const char *text) {
-    pthread_mutex_lock(&w->lock);
-    ep_world_end(w, code, rank, text);
-    pthread_mutex_unlock(&w->lock);
-}
-
-/* ---- the flight record ---- */
-
-/* True if the world has ended and the page can be made: every peer has sent its call records or its socket is
- * closed, or RECORDS_NS have passed. */
-static bool record_is_due(const EpWorld *w) {
-    if (!w->end_code || w->record_state != RECORD_OPEN) return false;
-    if (ep_now_ns() - w->record.end_ns > RECORDS_NS) return true;
-    for (uint32_t r = 0; r < w->num_ranks; r++)
-        if (!w->record.ranks[r].has_records && w->sockets[r] >= 0) return false;
-    return true;
-}
-
-void ep_world_finish_record(EpWorld *w) {
-    if (!w->end_code || w->record_state != RECORD_OPEN) return;
-    w->record_state = RECORD_WRITING;
-    for (uint32_t r = 0; r < w->num_ranks; r++) {
-        w->record.ranks[r].is_gone = r != w->rank && w->sockets[r] < 0;
-        w->record.ranks[r].said_goodbye = w->left_at_ns[r] != 0;
-    }
-    ep_record_page(&w->record, w->page);
-    if (w->record_folder) {
-        pthread_mutex_unlock(&w->lock); /* the file system may be slow */
-        ep_record_write(w->record_folder, w->rank, w->page);
-        pthread_mutex_lock(&w->lock);
-    }
-    w->record_state = RECORD_DONE;
-    pthread_cond_broadcast(&w->changed);
-}
-
-void ep_world_await_record(EpWorld *w) {
-    uint64_t until = w->record.end_ns + 2 * RECORDS_NS;
-    struct timespec t = {(time_t)(until / 1000000000u), (long)(until % 1000000000u)};
-    while (w->end_code && w->has_watchdog && w->record_state == RECORD_OPEN)
-        if (pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT) break;
-    ep_world_finish_record(w);
-    while (w->record_state == RECORD_WRITING) pthread_cond_wait(&w->changed, &w->lock);
-}
-
-int ep_world_flight_record(EpWorld *w, char page[EP_PAGE_BYTES]) {
-    if (ep_world_is_forked(w)) return ep_world_check(w);
-    pthread_mutex_lock(&w->lock);
-    ep_world_await_record(w);
-    if (w->end_code) {
-        memcpy(page, w->page, EP_PAGE_BYTES);
-    } else {
-        EpRankCalls *mine = &w->record.ranks[w->rank];
-        ep_ring_newest(&w->ring, &mine->records);
-        mine->has_records = true;
-        w->record.end_ns = ep_now_ns();
-        ep_record_page(&w->record, page);
-    }
-    pthread_mutex_unlock(&w->lock);
-    return 0;
-}
 
 /* ---- frames from the peers ---- */
 
@@ -277,13 +188,12 @@ static void check_call_order(EpWorld *w) {
 static void check_timeouts(EpWorld *w) {
     char text[128];
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) {
-        const EpHostWords *h = w->watched[i] ? w->watched[i]->comm.host : NULL;
-        if (!h || !ep_ld_acquire_sys_u64(&h->fault.state) || h->fault.code != EP_ETIMEOUT) continue;
-        snprintf(text, sizeof text,
-                 "rank %u timed out waiting for rank %u (word %s, epoch %llu, wanted %llu, saw %llu)",
-                 w->rank, h->fault.peer, ep_word_name(h->fault.word), (unsigned long long)h->fault.epoch,
-                 (unsigned long long)h->fault.want, (unsigned long long)h->fault.got);
-        ep_world_end(w, EP_ETIMEOUT, h->fault.peer, text);
+        const EpComm *c = w->watched[i] ? &w->watched[i]->comm : NULL;
+        if (!c || !ep_ld_acquire_sys_u64(&c->host->fault.state) || c->host->fault.code != EP_ETIMEOUT)
+            continue;
+        const EpFaultRecord f = c->host->fault;
+        ep_fault_error(&f, &c->shape, w->rank);
+        ep_world_end(w, EP_ETIMEOUT, f.peer, ep_error_text());
     }
     for (uint32_t r = 0; r < w->num_ranks; r++) {
         if (w->closing || !w->left_at_ns[r] || ep_now_ns() - w->left_at_ns[r] < LEAVE_GRACE_NS) continue;
@@ -349,7 +259,7 @@ void *ep_world_watch_main(void *arg) {
             if (p[i].revents && w->sockets[rank_of[i]] == p[i].fd) read_peer(w, rank_of[i]);
         check_timeouts(w);
         if (!w->end_code && !w->closing) check_call_order(w);
-        if (record_is_due(w)) ep_world_finish_record(w);
+        if (ep_world_record_is_due(w)) ep_world_finish_record(w);
         pthread_mutex_unlock(&w->lock);
     }
 }

@@ -1,7 +1,7 @@
-/* world.c - creates, closes and releases a world. exchange.c implements the exchanges between the ranks.
- * watchdog.c implements the thread that reads the sockets and ends the world.
+/* world.c - creates, closes and releases a world. exchange.c implements the exchanges between the ranks,
+ * watchdog.c the thread that reads the sockets, and world_end.c the end of a world.
  *
- * Exports: the functions ep_world_* of epmoe.h and world.h, except those of the other two files.
+ * Exports: the functions ep_world_* of epmoe.h and world.h, except those of the other three files.
  * Invariant: one socket connects each pair of ranks, and no other process holds its ends. So a rank learns of
  * a peer's death at once: the operating system closes the peer's end. */
 #include "runtime/world.h"

@@ -1,5 +1,6 @@
-/* world_state.h - the fields of a world, for the three files that implement it. world.c creates and closes a
- * world, exchange.c implements the exchanges, and watchdog.c is the thread that reads the sockets.
+/* world_state.h - the fields of a world, for the four files that implement it. world.c creates and closes a
+ * world, exchange.c implements the exchanges, watchdog.c is the thread that reads the sockets, and
+ * world_end.c ends the world. The other three call world_end.c, which calls none of them.
  * Invariant: after creation and before release, the fields below `lock` are used only while the lock is held.
  * The host threads and the watchdog thread share them. */
 #ifndef EP_WORLD_STATE_H
@@ -75,6 +76,11 @@ struct EpWorld {
 void *ep_world_watch_main(void *world);
 /* End the world; only the first call has an effect. The caller holds the lock. */
 void ep_world_end(EpWorld *world, int code, uint32_t rank, const char *text);
+/* 0, or the error with which the world has ended, or EP_ECLOSED after close. The caller holds the lock. */
+int ep_world_check_locked(EpWorld *world);
+/* True if the world has ended and the page can be made: every peer has sent its call records or its socket is
+ * closed, or 200 ms have passed. */
+bool ep_world_record_is_due(const EpWorld *world);
 /* After the end of the world, once: make the page, and write it to record_folder if that is set. The caller
  * holds the lock. The function releases it while it writes the file. */
 void ep_world_finish_record(EpWorld *world);

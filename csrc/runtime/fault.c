@@ -1,0 +1,86 @@
+/* fault.c - the error of a fault record: which rank, which wait, what was expected and what was found.
+ *
+ * Exports ep_fault_error (error.h). */
+#include "protocol/flags.h"
+#include "runtime/error.h"
+
+static const char *op_name(uint32_t op) {
+    static const char *const names[EP_NUM_OPS] = {[EP_OP_NONE] = "wait",
+#define X(NAME, name, Type, text) [EP_OP_##NAME] = text,
+                                                  EP_OPERATIONS(X, X)
+#undef X
+    };
+    return names[op < EP_NUM_OPS ? op : EP_OP_NONE];
+}
+static const char *field_name(uint32_t field) {
+    static const char *const names[] = {"",
+#define X(name) #name,
+                                        EP_HEADER_FIELDS(X)
+#undef X
+    };
+    return names[field <= EP_NUM_HEADER_FIELDS ? field : 0];
+}
+
+/* The timeout of a wait. The record of a wait for a signal has neither the signalling rank nor the word's
+ * offset, because any rank may signal any word. */
+static int timeout_error(const EpFaultRecord *f, uint32_t my_rank) {
+    unsigned long long want = f->want, got = f->got;
+    if (f->word == EP_WORD_SIGNAL)
+        return ep_error(
+            EP_ETIMEOUT,
+            "rank %u timed out: no rank signalled the word on which it waits (expected value %llu, "
+            "found %llu). Check that a rank calls signal() for this word. See world.flight_record().",
+            my_rank, want, got);
+    return ep_error(EP_ETIMEOUT,
+                    "rank %u timed out waiting for rank %u in its %s (word %s, epoch %llu: wanted %llu, saw "
+                    "%llu). All ranks must make the same calls in the same order. See world.flight_record().",
+                    my_rank, f->peer, op_name(f->op), ep_word_name(f->word), (unsigned long long)f->epoch,
+                    want, got);
+}
+
+int ep_fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_rank) {
+    unsigned long long want = f->want, got = f->got;
+    switch (f->code) {
+    case EP_EPEER:
+        if (f->peer == my_rank && (int)(int64_t)got == EP_EINVAL) /* see ep_make_header */
+            return ep_error(EP_EINVAL,
+                            "rank %u: %s cannot use this layout: its plan or dispatch failed, or its T or "
+                            "its number of rows does not "
+                            "match the tensors. Make a new layout with preprocess or dispatch.",
+                            my_rank, op_name(f->op));
+        return ep_error(EP_EPEER, "rank %u failed before its %s: %s. See the error that it raised.", f->peer,
+                        op_name(f->op),
+                        (int)(int64_t)got == EP_ENOMEM ? "no memory" : ep_error_name((int)(int64_t)got));
+    case EP_EMISMATCH:
+        if (f->field == 1 + EP_FIELD_op) /* the order of calls differs */
+            return ep_error(EP_EMISMATCH,
+                            "ranks disagree in op: rank %u called %s, rank 0 called %s. All ranks must make "
+                            "the same calls in the same order.",
+                            f->peer, op_name((uint32_t)got), op_name((uint32_t)want));
+        return ep_error(EP_EMISMATCH,
+                        "ranks disagree in %s: rank %u has %llu, rank 0 has %llu (in %s). It must be the "
+                        "same on all ranks.",
+                        field_name(f->field), f->peer, got, want, op_name(f->op));
+    case EP_EINDEX:
+        return ep_error(EP_EINDEX,
+                        "rank %u: expert index %lld of token %u, choice %u is outside [-1, %llu]. Use -1 to "
+                        "drop a choice.",
+                        f->peer, (long long)got, f->field / (s->num_topk ? s->num_topk : 1),
+                        f->field % (s->num_topk ? s->num_topk : 1), want);
+    case EP_EOVERFLOW:
+        return ep_error(EP_EOVERFLOW,
+                        "rank %u would receive %llu rows; its capacity is %llu. Increase capacity or balance "
+                        "the routing.",
+                        f->peer, got, want);
+    case EP_EINVAL:
+        return ep_error(EP_EINVAL,
+                        "rank %u: full_scatter_indices must have one line for each token of this rank (or of "
+                        "all ranks), and each index "
+                        "of a choice that is not dropped must be in [0, M) of the expert's rank",
+                        f->peer);
+    case EP_ETIMEOUT: return timeout_error(f, my_rank);
+    default:
+        return ep_error(f->code, "%s failed (word %s, rank %u). See world.flight_record().", op_name(f->op),
+                        ep_word_name(f->word), f->peer);
+    }
+}
