@@ -192,9 +192,12 @@ def _missing_signal(rank, world_size):
 
 def test_world_record_of_missing_signal():
     """The waiting rank is not the culprit, although it has finished fewer operations."""
-    for page in process_ranks(_missing_signal, 3):
+    pages = process_ranks(_missing_signal, 3)
+    for page in pages:
         first = page.splitlines()[0]
         assert first == "culprit: the rank that had to signal rank 1, whose wait timed out", page
+        assert "a wait for rank" not in page, page
+    assert "heap 0: a wait for a signal wanted 1 and saw 0\n" in pages[1], pages[1]
 
 
 def _layers_in_another_order(rank, world_size, folder):

@@ -88,7 +88,7 @@ int ep_comm_check(EpCommBuffer *b, void *stream) {
             /* The ranks are no longer at the same operation and cannot be resynchronised. */
             char text[256];
             snprintf(text, sizeof text, "%s", ep_error_text());
-            ep_world_abort(world, code, f.peer, text);
+            ep_world_abort_wait(world, code, f.peer, f.word, text);
             return ep_error(code, "%s", text);
         }
         /* A captured operation does not run now. The next operation that runs clears the fault. */

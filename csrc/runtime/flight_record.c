@@ -227,12 +227,6 @@ static void put_behind(Out *o, const EpRecord *r, uint32_t behind, uint64_t step
     else put(o, "nothing");
 }
 
-/* True if the first wait that timed out was for a signal. No call record shows which rank had to send it. */
-static bool waited_for_signal(const EpRecord *r) {
-    const EpCallRecord *n = last_record(&r->ranks[r->end_rank]);
-    return n && n->what == EP_CALL_WAIT && !n->on_stream && (n->end_ns == 0 || before_end(r, n->end_ns) < 50);
-}
-
 /* The first line of the page. The first case that applies names the culprit: (1) a rank that has died or has
  * sent invalid data; (2) ranks that did not answer; (3) the minority at the first step at which calls differ;
  * (4) the rank that should have sent a signal, if the first wait that timed out was for a signal; (5) ranks
@@ -271,7 +265,7 @@ static void put_culprit(Out *o, const EpRecord *r) {
         put_last_known(o, r, (uint32_t)__builtin_ctz(silent));
     } else if (odd) {
         put_odd(o, r, odd, all, step);
-    } else if (r->end_code == EP_ETIMEOUT && waited_for_signal(r)) {
+    } else if (r->end_word == EP_WORD_SIGNAL) {
         put(o, "the rank that had to signal rank %u, whose wait timed out", r->end_rank);
     } else if (behind) {
         put_behind(o, r, behind, most);
@@ -344,9 +338,14 @@ static void put_buffers(Out *o, const EpRecord *r) {
         char name[48];
         snprintf(name, sizeof name, b->is_heaps ? "heap %u" : "layer %u buffer %u", b->of, b->buffer);
         const EpFaultRecord *f = &b->comm.host->fault;
-        if (ep_ld_acquire_sys_u64(&f->state) && f->code == EP_ETIMEOUT) /* no worker changes it any more */
-            put(o, "%s: a wait for rank %u in epoch %llu wanted %llu and saw %llu\n", name, f->peer,
-                (unsigned long long)f->epoch, (unsigned long long)f->want, (unsigned long long)f->got);
+        if (ep_ld_acquire_sys_u64(&f->state) && f->code == EP_ETIMEOUT) { /* no worker changes it any more */
+            const unsigned long long epoch = f->epoch, want = f->want, got = f->got;
+            if (f->word == EP_WORD_SIGNAL)
+                put(o, "%s: a wait for a signal wanted %llu and saw %llu\n", name, want, got);
+            else
+                put(o, "%s: a wait for rank %u in epoch %llu wanted %llu and saw %llu\n", name, f->peer,
+                    epoch, want, got);
+        }
         if (b->on_stream) {
             uint64_t epoch = ep_ld_relaxed_sys_u64(&b->comm.host->plan.epoch);
             if (epoch) {

@@ -118,8 +118,9 @@ typedef struct {
 /* The data from which a page is made. */
 typedef struct {
     uint32_t rank, num_ranks;
-    int end_code; /* 0: the world has not ended */
-    uint32_t end_rank;
+    int end_code;      /* 0: the world has not ended */
+    uint32_t end_rank; /* the culprit; but if end_word is a signal, the rank that waited for it */
+    uint32_t end_word; /* the EpWord of the wait that failed, or 0 */
     uint64_t end_ns;
     const char *end_text;
     EpRankCalls ranks[EP_MAX_RANKS];

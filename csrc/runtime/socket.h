@@ -18,7 +18,9 @@ typedef struct {
     uint64_t seq;
     int32_t code;
     uint32_t rank, num_bytes, has_fd;
-    uint32_t about; /* for an exchange: the collective call that it is part of, or 0; see ep_ring_exchange */
+    /* For an exchange: the collective call that it is part of, or 0; see ep_ring_exchange. For an abort: the
+     * EpWord of the wait that failed, or 0. */
+    uint32_t about;
     _Alignas(8) unsigned char bytes[EP_EXCHANGE_BYTES];
 } EpFrame;
 

@@ -85,7 +85,8 @@ static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
     if (f->kind == EP_FRAME_ABORT) {
         char text[256];
         snprintf(text, sizeof text, "%.*s", (int)f->num_bytes, (const char *)f->bytes);
-        ep_world_end(w, f->code < 0 ? f->code : EP_ECORRUPT, f->rank < w->num_ranks ? f->rank : r, text);
+        ep_world_end_wait(w, f->code < 0 ? f->code : EP_ECORRUPT, f->rank < w->num_ranks ? f->rank : r,
+                          f->about, text);
     }
     if (f->kind == EP_FRAME_RECORDS) take_records(w, r, f);
     if (f->kind == EP_FRAME_STUCK) take_stuck(w, r, f);
@@ -193,7 +194,7 @@ static void check_timeouts(EpWorld *w) {
             continue;
         const EpFaultRecord f = c->host->fault;
         ep_fault_error(&f, &c->shape, w->rank);
-        ep_world_end(w, EP_ETIMEOUT, f.peer, ep_error_text());
+        ep_world_end_wait(w, EP_ETIMEOUT, f.peer, f.word, ep_error_text());
     }
     for (uint32_t r = 0; r < w->num_ranks; r++) {
         if (w->closing || !w->left_at_ns[r] || ep_now_ns() - w->left_at_ns[r] < LEAVE_GRACE_NS) continue;

@@ -19,6 +19,8 @@ int ep_world_agree(EpWorld *world, int code, const char *what);
  * peer's heap by the addresses that the peer itself uses. */
 bool ep_world_is_threads(const EpWorld *world);
 uint64_t ep_world_timeout_ns(const EpWorld *world);
+/* As ep_world_abort, because a wait has failed; see ep_world_end_wait (world_state.h). */
+void ep_world_abort_wait(EpWorld *world, int code, uint32_t rank, uint32_t word, const char *text);
 /* Let the watchdog thread watch the host words of this buffer, until ep_world_unwatch. It sets their abort
  * word when the world ends. It ends the world for all ranks when their fault record reports a timeout. */
 int ep_world_watch(EpWorld *world, const EpCommBuffer *buffer);

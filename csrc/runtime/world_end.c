@@ -18,7 +18,7 @@
 /* How long a rank waits for its peers' call records after the end of the world. */
 #define RECORDS_NS 200000000ull
 
-void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
+void ep_world_end_wait(EpWorld *w, int code, uint32_t rank, uint32_t word, const char *text) {
     if (w->end_code) return;
     w->end_code = code;
     /* The reason may come from a peer's abort frame, before this rank's own socket shows the death. */
@@ -27,12 +27,13 @@ void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
     EpRankCalls *mine = &w->record.ranks[w->rank];
     w->record.end_code = code;
     w->record.end_rank = rank < w->num_ranks ? rank : w->rank;
+    w->record.end_word = word;
     w->record.end_ns = ep_now_ns();
     ep_ring_newest(&w->ring, &mine->records);
     mine->has_records = true;
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++)
         if (w->watched[i]) ep_st_relaxed_sys_u64(&w->watched[i]->comm.host->abort, 1);
-    EpFrame f = {.kind = EP_FRAME_ABORT, .code = code, .rank = rank};
+    EpFrame f = {.kind = EP_FRAME_ABORT, .code = code, .rank = rank, .about = word};
     f.num_bytes = (uint32_t)snprintf((char *)f.bytes, sizeof w->end_text, "%s", w->end_text);
     EpFrame records = {.kind = EP_FRAME_RECORDS, .rank = w->rank, .num_bytes = sizeof mine->records};
     memcpy(records.bytes, &mine->records, sizeof mine->records);
@@ -42,10 +43,17 @@ void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
     pthread_cond_broadcast(&w->changed);
 }
 
-void ep_world_abort(EpWorld *w, int code, uint32_t rank, const char *text) {
+void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
+    ep_world_end_wait(w, code, rank, EP_WORD_NONE, text);
+}
+
+void ep_world_abort_wait(EpWorld *w, int code, uint32_t rank, uint32_t word, const char *text) {
     pthread_mutex_lock(&w->lock);
-    ep_world_end(w, code, rank, text);
+    ep_world_end_wait(w, code, rank, word, text);
     pthread_mutex_unlock(&w->lock);
+}
+void ep_world_abort(EpWorld *w, int code, uint32_t rank, const char *text) {
+    ep_world_abort_wait(w, code, rank, EP_WORD_NONE, text);
 }
 
 bool ep_world_is_forked(const EpWorld *w) { return w->pid != getpid(); }

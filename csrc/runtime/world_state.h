@@ -74,8 +74,11 @@ struct EpWorld {
 
 /* The main function of the watchdog thread; its argument is the EpWorld. */
 void *ep_world_watch_main(void *world);
-/* End the world; only the first call has an effect. The caller holds the lock. */
+/* End the world; only the first call has an effect. The caller holds the lock. rank: the culprit. */
 void ep_world_end(EpWorld *world, int code, uint32_t rank, const char *text);
+/* As ep_world_end, because a wait has failed. word: the EpWord for which it waited. If that is a signal,
+ * there is no culprit, because any rank may signal any word: rank is then the rank that has waited. */
+void ep_world_end_wait(EpWorld *world, int code, uint32_t rank, uint32_t word, const char *text);
 /* 0, or the error with which the world has ended, or EP_ECLOSED after close. The caller holds the lock. */
 int ep_world_check_locked(EpWorld *world);
 /* True if the world has ended and the page can be made: every peer has sent its call records or its socket is

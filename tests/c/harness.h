@@ -218,6 +218,7 @@ bool test_too_few_rows(void);
 bool test_alloc_fails_on_one_rank(void);
 bool test_device(void);
 bool test_close_during_barrier(void);
+bool test_unsent_signal_on_gpu(void);
 bool test_stuck_with_equal_calls(void);
 bool test_stuck_with_different_calls(void);
 bool test_hostile_peer(void);

@@ -36,6 +36,7 @@ static const struct {
     {"alloc_fails_on_one_rank", test_alloc_fails_on_one_rank, false},
     {"device", test_device, false},
     {"close_during_barrier", test_close_during_barrier, false},
+    {"unsent_signal_on_gpu", test_unsent_signal_on_gpu, false},
     {"stuck_with_equal_calls", test_stuck_with_equal_calls, false},
     {"stuck_with_different_calls", test_stuck_with_different_calls, false},
     {"abort_during_heap_create", test_abort_during_heap_create, false},

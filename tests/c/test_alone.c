@@ -1,7 +1,8 @@
-/* test_alone.c - events on one rank: an allocation fails, or a rank leaves during a barrier. Also the
- * callbacks that a world runs when its last reference is released. */
+/* test_alone.c - events on one rank: an allocation fails, a rank leaves during a barrier, or a wait for a
+ * signal times out. Also the callbacks that a world runs when its last reference is released. */
 #include "backend.h"
 #include "harness.h"
+#include "protocol/port.h"
 #include "runtime/world.h"
 
 /* If a memory mapping fails on rank 1, the call fails on all ranks, and the next call works. */
@@ -71,6 +72,45 @@ bool test_close_during_barrier(void) {
     Setup setup = {.num_ranks = 2, .config = small_config(2), .world_ends = true};
     setup.config.num_buffers = 2;
     return run_team(&setup, close_during_barrier_body, NULL);
+}
+
+/* The error of a world that ends soon, or 0 if it does not end. */
+static int end_of(EpWorld *world) {
+    int code = 0;
+    for (double begin = seconds_now(); !code && is_within(begin, 5); usleep(5000))
+        code = ep_world_check(world);
+    return code;
+}
+/* A GPU waits for a signal until the timeout. Only the watchdog thread sees the fault record. Any rank may
+ * signal any word, so neither the error nor the flight record blames a rank. */
+bool test_unsent_signal_on_gpu(void) {
+    EpWorld *w[2];
+    EpHostWords words;
+    EpCommBuffer b = {.on_stream = true, .is_heaps = true};
+    char page[EP_PAGE_BYTES];
+    memset(&words, 0, sizeof words);
+    b.comm.host = &words;
+    b.comm.shape.num_ranks = 2;
+    CHECK_CODE(NULL, 0, ep_world_create_threads(2, long_timeout_s, w));
+    CHECK_CODE(NULL, 0, ep_world_watch(w[1], &b));
+    const EpCallRecord wait = {.what = EP_CALL_WAIT, .on_stream = true};
+    ep_world_end_call(w[1], ep_world_begin_call(w[1], &wait), 0);
+    words.fault =
+        (EpFaultRecord){.code = EP_ETIMEOUT, .peer = 1, .word = EP_WORD_SIGNAL, .want = 7, .got = 3};
+    ep_st_release_sys_u64(&words.fault.state, 1);
+    for (uint32_t r = 0; r < 2; r++) {
+        CHECK_CODE(NULL, EP_ETIMEOUT, end_of(w[r]));
+        CHECK(NULL, strstr(ep_error_text(), "rank 1 timed out: no rank signalled the word on which it waits "
+                                            "(expected value 7, found 3)"));
+        CHECK_CODE(NULL, 0, ep_world_flight_record(w[r], page));
+        CHECK(NULL,
+              strstr(page, "culprit: the rank that had to signal rank 1, whose wait timed out\n") == page);
+        CHECK(NULL, !strstr(page, "a wait for rank"));
+        CHECK(NULL, r == 0 || strstr(page, "heap 0: a wait for a signal wanted 7 and saw 3\n"));
+    }
+    ep_world_unwatch(w[1], &b);
+    for (uint32_t r = 0; r < 2; r++) ep_world_release(w[r]);
+    return true;
 }
 
 static char letters[8];
