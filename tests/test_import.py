@@ -163,6 +163,39 @@ except TypeError:
     assert done.stdout.split() == ["refused", "False"], done.stdout + done.stderr
 
 
+IN_ANOTHER_INTERPRETER = """
+import sys
+try:
+    import _interpreters
+    number, run = _interpreters.create("legacy"), _interpreters.exec
+except ImportError:
+    import _xxsubinterpreters
+    number, run = _xxsubinterpreters.create(isolated=False), _xxsubinterpreters.run_string
+code = '''
+from importlib import machinery, util
+loader = machinery.ExtensionFileLoader("epmoe._C", PATH)
+try:
+    module = util.module_from_spec(util.spec_from_loader("epmoe._C", loader))
+    loader.exec_module(module)
+    print("imported", flush=True)
+except ImportError as error:
+    print("ImportError:", error, flush=True)
+'''.replace("PATH", repr(sys.argv[1]))
+exec(code)
+run(number, code)
+"""
+
+
+def test_import_needs_the_main_interpreter():
+    """State of the module belongs to the whole process, so a second interpreter gets an error."""
+    done = run(sys.executable, "-c", IN_ANOTHER_INTERPRETER, _C.__file__)
+    assert len(done.stdout.splitlines()) == 2, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "imported"
+    assert second.startswith("ImportError: epmoe works only in the main interpreter of a process, but this "
+                             "is interpreter 1")
+
+
 def test_import_package_does_not_unpickle():
     """epmoe does not unpickle or evaluate data from a peer. The modules for tests and profiling are excepted:
     testing.py sends results to the process that started the ranks, trace.py sends events to rank 0.

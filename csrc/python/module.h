@@ -1,8 +1,10 @@
 /* module.h - what the files of the Python module epmoe._C share: parse arguments, call, raise.
  *
- * module.c         errors, numbers, the world, and the module itself
+ * module.c         the module itself: constants, and the functions of the other files
+ * module_args.c    errors, numbers and other arguments
  * module_tensor.c  tensors and streams, read through the C exchange API of a tensor's type
- * module_heap.c, module_layer.c, module_gemm.c  the functions for heaps, layers, the grouped GEMM and devices
+ * module_world.c, module_heap.c, module_layer.c, module_gemm.c  the functions for worlds, heaps, layers, the
+ *                  grouped GEMM and devices
  *
  * Invariant: a function that can wait for a peer or a stream releases the interpreter lock (WITHOUT_LOCK),
  * except layer_set_epoch, which is for tests. */
@@ -35,7 +37,8 @@
     } while (0)
 
 #define METHOD(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
-extern PyMethodDef ep_heap_methods[], ep_layer_methods[], ep_gemm_methods[];
+extern PyMethodDef ep_args_methods[], ep_world_methods[], ep_heap_methods[], ep_layer_methods[],
+    ep_gemm_methods[];
 
 /* Set the exception for a code. Always returns NULL. */
 PyObject *ep_raise(int code);

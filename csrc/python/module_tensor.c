@@ -2,6 +2,7 @@
  *
  * Exports ep_get_tensor, ep_stream_of and ep_current_stream. They use DLPack's C exchange API, which a
  * tensor's type offers, and which also returns the current stream.
+ * Process-wide state: the exchange API of one type, and two names.
  * Invariant: the module takes no reference to a tensor; the caller of a function holds it during the call. */
 #include "python/dlpack.h"
 #include "python/module.h"
