@@ -2,8 +2,9 @@
 
     python tests/check_style.py [folder of the repository]
 
-Rules: sizes, parameter lists, chains of assignments, circles of includes. The script prints each fault as
-"file:line: what is wrong", then what is excepted. It exits with 1 if there was a fault.
+Rules: sizes, parameter lists, chains of assignments; circles of includes, of calls between C sources, and of
+imports. The script prints each fault as "file:line: what is wrong", then what is excepted. It exits with 1 if
+there was a fault.
 """
 
 import ast
@@ -33,7 +34,7 @@ LONG_PARAMETER_LISTS = {
 
 
 class Fault(NamedTuple):
-    rule: str  # columns, file, function, parameters, chain, include, braces
+    rule: str  # columns, file, function, parameters, chain, include, call, import, braces
     path: str
     line: int
     text: str
@@ -177,8 +178,30 @@ def c_faults(path, text):
             yield from size_faults(path, name, line, lines, parameters)
 
 
-def include_faults(root, texts):
-    """A circle among the headers of csrc: each is reported once, at its first file in alphabetical order."""
+def circle_faults(rule, what, edges):
+    """The circles among files, from {file: the files that it needs}. Each is reported once, at its first file
+    in alphabetical order.
+    """
+    seen = set()
+    done = set()
+
+    def walk(path, way):
+        if path in way:
+            circle = way[way.index(path):]
+            if frozenset(circle) not in seen:
+                seen.add(frozenset(circle))
+                yield Fault(rule, path, 1, f"circle of {what}: " + " -> ".join([*circle, path]))
+        elif path not in done:
+            for other in edges.get(path, []):
+                yield from walk(other, [*way, path])
+            done.add(path)
+
+    for path in sorted(edges):
+        yield from walk(path, [])
+
+
+def includes(root, texts):
+    """{header of csrc: the headers that it includes}."""
     edges = {}
     for path, text in texts.items():
         if path.startswith("csrc/") and Path(path).suffix in (".h", ".cuh"):
@@ -186,22 +209,38 @@ def include_faults(root, texts):
             near = [(Path(path).parent / n, Path("csrc") / n) for n in names]
             real = [next((p for p in pair if (root / p).exists()), None) for pair in near]
             edges[path] = [(root / p).resolve().relative_to(root.resolve()).as_posix() for p in real if p]
-    seen = set()
+    return edges
 
-    def walk(path, way):
-        if path in way:
-            circle = way[way.index(path):]
-            if frozenset(circle) not in seen:
-                seen.add(frozenset(circle))
-                yield Fault("include", path, 1, "circle of includes: " + " -> ".join([*circle, path]))
-        elif path not in done:
-            for other in edges.get(path, []):
-                yield from walk(other, [*way, path])
-            done.add(path)
 
-    done = set()
-    for path in sorted(edges):
-        yield from walk(path, [])
+def calls(texts):
+    """{source of csrc: the sources whose functions and tables it uses}. Their names begin with ep_."""
+    clean = {path: without_comments(text) for path, text in texts.items()
+             if path.startswith("csrc/") and Path(path).suffix in (".c", ".cu")}
+    home = {}
+    for path, text in clean.items():
+        functions = [name for name, _, lines, _ in c_functions(text) if lines and isinstance(name, str)]
+        tables = re.findall(r"^(?!static\b)[\w ]+\b(ep_\w+)(?:\[\])? = \{", text, flags=re.M)
+        home |= {name: path for name in (*functions, *tables) if name.startswith("ep_")}
+    return {path: sorted({home[n] for n in re.findall(r"\bep_\w+", text) if n in home} - {path})
+            for path, text in clean.items()}
+
+
+def imports(texts):
+    """{module of epmoe: the modules that it imports, also those inside functions}."""
+    files = {".".join(Path(path).with_suffix("").parts): path for path in texts
+             if path.startswith("epmoe/") and path.endswith(".py")}
+    edges = {}
+    for module, path in files.items():
+        names = set()
+        for node in ast.walk(ast.parse(texts[path])):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                package = module.split(".")[:-node.level] if node.level else []
+                base = ".".join([*package, *filter(None, [node.module])])
+                names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+        edges[path] = sorted({files[n] for n in names if n in files} - {path})
+    return edges
 
 
 def all_faults(root):
@@ -218,7 +257,9 @@ def all_faults(root):
         if len(lines) > MAX_FILE_LINES:
             yield Fault("file", path, 1, f"{len(lines)} lines, at most {MAX_FILE_LINES}")
         yield from (c_faults if Path(path).suffix in C_SUFFIXES else python_faults)(path, text)
-    yield from include_faults(root, texts)
+    yield from circle_faults("include", "includes", includes(root, texts))
+    yield from circle_faults("call", "calls", calls(texts))
+    yield from circle_faults("import", "imports", imports(texts))
 
 
 def reason_for(fault):

@@ -20,6 +20,11 @@ FAULTS = {
     "parameters-python": {"epmoe/a.pyi": "def f(" + ", ".join(f"a{i}" for i in range(13)) + "): ...\n"},
     "chain": {"csrc/a.c": "int f(int a) {\n    a = 1, b->c[a] = 2;\n}\n"},
     "include": {"csrc/a.h": '#include "b.h"\n', "csrc/b.h": '#include "a.h"\n'},
+    "call": {"csrc/a.c": "int ep_a(void) {\n    return ep_b();\n}\n",
+             "csrc/b.cu": "int ep_b(void) {\n    return 0;\n}\nint ep_c(void) { return ep_a(); }\n"},
+    "call-table": {"csrc/a.c": "void f(void) {\n    g(ep_list);\n}\nint ep_a(void) {\n    return 0;\n}\n",
+                   "csrc/b.c": "Method ep_list[] = {ep_a};\n"},
+    "import": {"epmoe/a.py": "def f():\n    from . import b\n", "epmoe/b.py": "from epmoe.a import f\n"},
     "braces": {"csrc/a.c": "int f(int a) {\n"},
 }
 

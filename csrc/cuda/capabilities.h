@@ -22,7 +22,7 @@ int ep_current_device(uint32_t *device);
 /* What the current device can do. Returns a cudaError_t. */
 int ep_capabilities(EpCapabilities *c);
 /* The PTX version of the code of a kernel that runs on the current device, for example 90. All files are
- * compiled for the same architectures, so any kernel can tell. gemm.cu has it. Returns a cudaError_t. */
+ * compiled for the same architectures, so any kernel can tell. words.cu has it. Returns a cudaError_t. */
 int ep_ptx_version(int *version);
 #ifdef __cplusplus
 }

@@ -19,13 +19,6 @@ template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t 
 #undef EP_CASE
 }
 
-extern "C" int ep_ptx_version(int *version) {
-    cudaFuncAttributes a;
-    const cudaError_t e = cudaFuncGetAttributes(&a, simple_gemm_kernel<EP_ACT_NONE, false>);
-    *version = e == cudaSuccess ? a.ptxVersion : 0;
-    return (int)e;
-}
-
 static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) {
     const uint32_t tile_cols = ep_gemm_has_few_rows(p) ? 64 : ep_gemm_tile_cols(p);
     EpClusterKernel *k =

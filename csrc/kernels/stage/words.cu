@@ -1,4 +1,5 @@
 /* words.cu - the operations without rows: enter (a barrier, or the refusal of an operation), signal, wait. */
+#include "cuda/capabilities.h"
 #include "kernels/launch.h"
 #include "kernels/stage/rows.cuh"
 
@@ -42,5 +43,12 @@ extern "C" int ep_preload_words(void) {
     cudaError_t e = cudaFuncGetAttributes(&a, enter_kernel);
     if (e == cudaSuccess) e = cudaFuncGetAttributes(&a, signal_kernel);
     if (e == cudaSuccess) e = cudaFuncGetAttributes(&a, wait_kernel);
+    return (int)e;
+}
+
+extern "C" int ep_ptx_version(int *version) {
+    cudaFuncAttributes a;
+    const cudaError_t e = cudaFuncGetAttributes(&a, signal_kernel);
+    *version = e == cudaSuccess ? a.ptxVersion : 0;
     return (int)e;
 }
