@@ -221,8 +221,6 @@ int ep_layer_sync(EpLayer *layer, void *stream);
  * profiler. */
 int ep_layer_trace(EpLayer *layer, uint32_t buffer, const EpTensor *events, uint32_t room);
 EpHeap *ep_layer_heap(EpLayer *layer);
-/* For tests: set the epoch of the next operation of a buffer. */
-int ep_layer_set_epoch(EpLayer *layer, uint32_t buffer, uint64_t epoch, void *stream);
 
 /* ---- devices: local to a rank, CUDA only ---- */
 

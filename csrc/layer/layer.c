@@ -1,6 +1,7 @@
 /* layer.c - the life of a layer, and the frame of its operations. layer_ops.c has the operations.
  *
- * Exports creation, agreement, close and release; ep_layer_begin, _end, _fail and _refuse for operations.
+ * Exports creation, agreement, close and release; ep_layer_begin, _end, _fail and _refuse for operations;
+ * ep_layer_set_epoch for tests.
  * Invariant: all ranks agree on the configuration, and all ranks create a layer or none does. A rank that
  * cannot run an operation still enters it (refuse), so that its peers do not wait. */
 #include <sched.h>
@@ -12,6 +13,7 @@
 
 #include "backend.h"
 #include "layer/layer_state.h"
+#include "layer/test_hooks.h"
 #include "protocol/flags.h"
 #include "runtime/error.h"
 #include "runtime/tensor.h"

@@ -8,6 +8,7 @@
 #include <stddef.h>
 #include <string.h>
 
+#include "layer/test_hooks.h"
 #include "protocol/layout.h"
 #include "runtime/error.h"
 

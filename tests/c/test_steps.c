@@ -1,6 +1,7 @@
 /* test_steps.c - results of plan, dispatch and combine, compared with a brute-force computation: combine
  * modes, shapes, buffers, reuse of plans, epochs. */
 #include "harness.h"
+#include "layer/test_hooks.h"
 
 typedef struct {
     Case *cases;
