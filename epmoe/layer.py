@@ -8,7 +8,8 @@ import torch
 from . import _C, ops
 from .device import pick_device, stream_of
 from .heap import SymmetricHeap
-from .layer_parts import DTYPES, MODES, LayerParts, cast, default_num_sm, max_blocks
+from .layer_parts import (DTYPES, MODES, LayerParts, cast, default_num_sm, max_blocks, refuse_layer,
+                          world_of)
 from .layout import EPLayout
 
 _ids = itertools.count()
@@ -109,7 +110,7 @@ class EPAll2AllLayer(LayerParts):
                  world_size=None, dtype=torch.bfloat16, weight_dtype=torch.float32, num_sm=None,
                  enable_local_combine=False, *, combine_mode="scatter", capacity=None, num_buffers=1,
                  reserve_sms=0, heap=None, device=None, timeout_s=None):
-        self.world = self._world_of(ep_group, heap, timeout_s)
+        self.world = world_of(ep_group, heap, timeout_s)
         self.rank = self.world.rank
         self.world_size = self.world.size
         try:
@@ -145,7 +146,7 @@ class EPAll2AllLayer(LayerParts):
             if timeout_s is not None:
                 self.world.set_timeout(timeout_s)
         except Exception as error:
-            self._refuse_layer(self.world, heap, error)
+            refuse_layer(self.world, heap, error)
             raise
         self._owns_heap = heap is None
         if self._owns_heap:  # else ranks with different layers would only hear of different heap sizes

@@ -50,6 +50,31 @@ def cast(t, dtype):
     return t if t is None or t.dtype == dtype or not t.dtype.is_floating_point else t.to(dtype)
 
 
+def world_of(ep_group, heap, timeout_s):
+    """Return the world of a layer with these arguments.
+
+    It comes first, because without a world this rank cannot report what is wrong with its arguments.
+    """
+    if isinstance(heap, SymmetricHeap) and ep_group is None:
+        return heap.world
+    return World.of(ep_group, timeout_s)
+
+
+def refuse_layer(world, heap, error):
+    """Tell the other ranks, which are creating a layer, that this rank cannot.
+
+    They first agree on the configuration, or, with heap=, enter the creation on that heap.  A rank whose heap
+    is of another world, or not a heap, reports through world_refuse.
+    """
+    with contextlib.suppress(Exception):
+        if heap is None:
+            _C.layer_agree(world._c, _NO_CONFIG, status_of(error))
+        elif isinstance(heap, SymmetricHeap) and heap.world is world:
+            _C.layer_create(heap._c, _NO_CONFIG)
+        else:
+            _C.world_refuse(world._c, status_of(error))
+
+
 class LayerParts(Shared):
     """The private half of EPAll2AllLayer."""
 
@@ -59,31 +84,6 @@ class LayerParts(Shared):
     def __exit__(self, kind, value, trace):
         if kind is None:
             self.finalize()
-
-    @staticmethod
-    def _world_of(ep_group, heap, timeout_s):
-        """Return the world of a layer with these arguments.
-
-        It comes first, because without a world this rank cannot report what is wrong with its arguments.
-        """
-        if isinstance(heap, SymmetricHeap) and ep_group is None:
-            return heap.world
-        return World.of(ep_group, timeout_s)
-
-    @staticmethod
-    def _refuse_layer(world, heap, error):
-        """Tell the other ranks, which are creating a layer, that this rank cannot.
-
-        They first agree on the configuration, or, with heap=, enter the creation on that heap.  A rank whose
-        heap is of another world, or not a heap, reports through world_refuse.
-        """
-        with contextlib.suppress(Exception):
-            if heap is None:
-                _C.layer_agree(world._c, _NO_CONFIG, status_of(error))
-            elif isinstance(heap, SymmetricHeap) and heap.world is world:
-                _C.layer_create(heap._c, _NO_CONFIG)
-            else:
-                _C.world_refuse(world._c, status_of(error))
 
     def _check_heap(self, heap, device):
         if heap is None:

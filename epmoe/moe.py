@@ -11,6 +11,7 @@ from .errors import EpMismatch
 from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
 from .layer import EPAll2AllLayer
+from .layer_parts import refuse_layer, world_of
 from .reference import activate
 
 # Options that EPMoE passes on: those of the two layers except its own arguments.
@@ -126,7 +127,7 @@ class EPMoE(nn.Module):
         heap = layer_options.get("heap")
         world = None
         if layer is None:
-            world = EpAll2AllFusedOp._world_of(ep_group, heap, layer_options.get("timeout_s"))
+            world = world_of(ep_group, heap, layer_options.get("timeout_s"))
         try:
             if unknown := sorted(layer_options.keys() - _LAYER_OPTIONS):
                 raise TypeError(f"{', '.join(unknown)}: not an option of EPMoE or EpAll2AllFusedOp")
@@ -136,7 +137,7 @@ class EPMoE(nn.Module):
                 raise ValueError(f"inner {inner}: must be positive")
         except Exception as error:
             if world is not None:
-                EpAll2AllFusedOp._refuse_layer(world, heap, error)
+                refuse_layer(world, heap, error)
             raise
         if layer is None:
             layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts,
