@@ -93,7 +93,7 @@ int ep_heap_alloc(EpHeap *heap, uint64_t num_bytes, uint64_t alignment, int stat
 int ep_heap_free(EpHeap *heap, uint64_t off); /* collective; off 0: nothing was allocated */
 int ep_heap_translate(EpHeap *heap, uint64_t off, uint32_t peer, void **address);
 int ep_heap_offset(EpHeap *heap, const void *address, uint64_t num_bytes, uint64_t *off);
-void ep_heap_stats(EpHeap *heap, EpHeapStats *stats);
+int ep_heap_stats(EpHeap *heap, EpHeapStats *stats);
 /* Copy between any memory of this rank and offset off of peer, in stream order. */
 int ep_heap_put(EpHeap *heap, uint64_t dst_off, const void *src, uint64_t num_bytes, uint32_t peer,
                 void *stream);

@@ -7,6 +7,7 @@ import torch
 
 from . import _C
 from .device import pick_device, status_of
+from .errors import EpClosed
 from .heap_access import DL_TYPES, HeapAccess, check_dtype
 from .world import World
 
@@ -219,6 +220,9 @@ class SymmetricHeap(HeapAccess):
             A dict of int: total, used, free, largest_free and peak in bytes, and num_allocations.  total is
                 slightly more than num_bytes.
 
+        Raises:
+            EpClosed: After close.
+
         Examples:
             >>> import epmoe
             >>> epmoe.SymmetricHeap(epmoe.World(), 1 << 20, device="cpu").stats()["used"]
@@ -251,5 +255,9 @@ class SymmetricHeap(HeapAccess):
             self.close()
 
     def __repr__(self):
-        s = self.stats()
-        return f"epmoe.SymmetricHeap({self.device}, {s['used']} of {s['total']} bytes used, {self.world!r})"
+        try:
+            s = self.stats()
+            state = f"{s['used']} of {s['total']} bytes used"
+        except EpClosed:
+            state = "closed"
+        return f"epmoe.SymmetricHeap({self.device}, {state}, {self.world!r})"

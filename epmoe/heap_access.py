@@ -44,6 +44,7 @@ class HeapAccess(Shared):
         Raises:
             ValueError: For a tensor that is not in this heap.
             TypeError: For what is not a tensor.
+            EpClosed: After close.
 
         Examples:
             >>> import epmoe
@@ -305,6 +306,7 @@ class HeapAccess(Shared):
         Raises:
             EpTimeout: When a wait or barrier reached the world's timeout.
             PeerDied: When a rank has died.
+            EpClosed: After close.
 
         Examples:
             >>> import epmoe

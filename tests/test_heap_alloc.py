@@ -279,11 +279,16 @@ def test_heap_calls_after_close_are_refused(ranks):
             lambda: heap.barrier(),
             lambda: heap.put(t, torch.zeros(10, device=device), 0),
             lambda: heap.translate(t, 0),
+            lambda: heap.offset(t),
+            lambda: heap.synchronize(),
+            lambda: heap.stats(),
+            lambda: heap.device_handle(),
         ]
-        return [outcome(call) for call in calls]
+        return [outcome(call) for call in calls], repr(heap)
 
-    for outcomes in ranks(run):
+    for outcomes, text in ranks(run):
         check_outcomes(outcomes, "EpClosed", "closed")
+        assert ", closed, " in text
 
 
 def test_heap_with_statement_closes_the_heap(ranks):

@@ -78,7 +78,8 @@ FAST(heap_stats) {
     WANT(1);
     EpHeap *h = (EpHeap *)ep_get_object(args[0], HEAP);
     if (!h) return NULL;
-    ep_heap_stats(h, &s);
+    int code = ep_heap_stats(h, &s);
+    if (code) return ep_raise(code);
     return Py_BuildValue("{sKsKsKsKsKsK}", "total", s.total_bytes, "used", s.used_bytes, "free", s.free_bytes,
                          "largest_free", s.largest_free_bytes, "peak", s.peak_bytes, "num_allocations",
                          s.num_allocations);

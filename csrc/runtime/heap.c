@@ -60,6 +60,11 @@ void ep_heap_release(EpHeap *h) {
     free(h);
 }
 
+/* 0, or the error of a call on a heap that is closed. */
+static int check_open(const EpHeap *h) {
+    return h->closed ? ep_error(EP_ECLOSED, "this heap is closed: create a new heap") : 0;
+}
+
 /* Wait until this rank's device has finished all work. After the end of the world, do not wait: no peer waits
  * for this rank, and the kernels of other ranks may never finish. */
 int ep_heap_quiesce(EpHeap *h) { return ep_world_check(h->world) ? 0 : h->backend->sync_all(h->device); }
@@ -90,7 +95,7 @@ typedef struct {
 
 static int agree(EpHeap *h, const Call *mine) {
     Call all[EP_MAX_RANKS];
-    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
+    EP_TRY(check_open(h));
     EP_TRY(ep_world_exchange(h->world, mine, sizeof *mine, all));
     for (uint32_t r = 0; r < ep_world_size(h->world); r++) {
         const unsigned long long its = all[r].num_bytes, first = all[0].num_bytes;
@@ -175,12 +180,17 @@ int ep_heap_open_buffer(EpHeap *h, const EpShape *shape, EpCommBuffer *b) {
     return ep_comm_open(b, shape);
 }
 
-void ep_heap_stats(EpHeap *h, EpHeapStats *s) { ep_allocator_stats(&h->allocator, s); }
+int ep_heap_stats(EpHeap *h, EpHeapStats *s) {
+    EP_TRY(check_open(h));
+    ep_allocator_stats(&h->allocator, s);
+    return 0;
+}
 
 /* ---- translate, put, get, signal, wait ---- */
 
 int ep_heap_offset(EpHeap *h, const void *address, uint64_t num_bytes, uint64_t *off) {
     uintptr_t base = (uintptr_t)h->base[ep_world_rank(h->world)], a = (uintptr_t)address;
+    EP_TRY(check_open(h));
     if (a < base || a - base > h->num_bytes || h->num_bytes - (a - base) < num_bytes)
         return ep_error(EP_EINVAL, "the tensor is not in this symmetric heap");
     *off = a - base;
@@ -188,7 +198,7 @@ int ep_heap_offset(EpHeap *h, const void *address, uint64_t num_bytes, uint64_t 
 }
 
 int ep_heap_translate(EpHeap *h, uint64_t off, uint32_t peer, void **address) {
-    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
+    EP_TRY(check_open(h));
     if (peer >= ep_world_size(h->world))
         return ep_error(EP_EINVAL, "rank %u of a world of %u", peer, ep_world_size(h->world));
     if (off > h->num_bytes)
@@ -199,7 +209,7 @@ int ep_heap_translate(EpHeap *h, uint64_t off, uint32_t peer, void **address) {
 
 _Static_assert(EP_DEV_MAX_RANKS == EP_MAX_RANKS, "a device handle has a base for every rank");
 int ep_heap_handle(EpHeap *h, EpDeviceHeap *handle) {
-    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
+    EP_TRY(check_open(h));
     EP_TRY(ep_world_check(h->world));
     *handle = (EpDeviceHeap){.world_ended = &h->control.comm.host->abort,
                              .timeout_ns = ep_world_timeout_ns(h->world)};
@@ -265,7 +275,7 @@ int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stre
 }
 
 int ep_heap_barrier(EpHeap *h, void *stream) {
-    if (h->closed) return ep_error(EP_ECLOSED, "this heap is closed: create a new heap");
+    EP_TRY(check_open(h));
     EP_TRY(ep_comm_check(&h->control, stream));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
     uint64_t record = ep_comm_begin_call(&h->control, EP_OP_BARRIER, 0, 0, stream);
@@ -277,6 +287,7 @@ int ep_heap_barrier(EpHeap *h, void *stream) {
 }
 
 int ep_heap_sync(EpHeap *h, void *stream) {
+    EP_TRY(check_open(h));
     EP_TRY(h->backend->sync(h->device, stream, h->world));
     return ep_comm_check(&h->control, stream);
 }

@@ -298,6 +298,7 @@ bool test_heap_full(void) {
 }
 
 static bool calls_after_close_body(Rank *me, void *arg) {
+    EpHeapStats s;
     uint64_t off;
     void *at;
     (void)arg;
@@ -308,6 +309,9 @@ static bool calls_after_close_body(Rank *me, void *arg) {
     CHECK_CODE(me, 0, ep_heap_close(me->heap));
     CHECK_CODE(me, EP_ECLOSED, alloc_heap(me, 8, &off));
     CHECK_CODE(me, EP_ECLOSED, ep_heap_translate(me->heap, 0, 0, &at));
+    CHECK_CODE(me, EP_ECLOSED, ep_heap_offset(me->heap, &off, 8, &off));
+    CHECK_CODE(me, EP_ECLOSED, ep_heap_stats(me->heap, &s));
+    CHECK_CODE(me, EP_ECLOSED, ep_heap_sync(me->heap, NULL));
     CHECK_CODE(me, EP_ECLOSED, ep_heap_barrier(me->heap, NULL));
     CHECK_CODE(me, 0, ep_world_close(me->world, true));
     CHECK_CODE(me, EP_ECLOSED, ep_world_check(me->world));
