@@ -34,7 +34,7 @@ class SymmetricHeap(HeapAccess):
     Args:
         world: A World, a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.  The
             layers and heaps of a group share its world.
-        num_bytes: Size of the block on each rank in bytes, equal on all ranks.  Default: 64 MiB.
+        num_bytes: Bytes on each rank that can be allocated, equal on all ranks.  Default: 64 MiB.
         device: "cpu", "cuda", "cuda:1", a torch.device, or None.  None: the device type of EPMOE_BACKEND,
             else the current GPU where there is a GPU and a CUDA build, else the CPU.
 
@@ -218,7 +218,7 @@ class SymmetricHeap(HeapAccess):
 
         Returns:
             A dict of int: total, used, free, largest_free and peak in bytes, and num_allocations.  total is
-                slightly more than num_bytes.
+                num_bytes, rounded up to a multiple of 256, to which each allocation is rounded up too.
 
         Raises:
             EpClosed: After close.

@@ -119,10 +119,20 @@ static int judge_offers(Offer *all, uint32_t W, uint32_t me) {
     return 0;
 }
 
+/* The control buffer has no rows. Its memory is added to the size that the caller has requested, so that the
+ * caller can allocate all of that. */
+static EpShape control_shape(uint32_t W) {
+    return (EpShape){.num_ranks = W, .num_experts = W, .num_topk = 1};
+}
+static uint64_t control_bytes(uint32_t W) {
+    const EpShape shape = control_shape(W);
+    return ep_align_u64(ep_comm_layout(&shape).num_bytes, EP_HEAP_ALIGN);
+}
+
 /* Collective: open the allocator, and the control buffer that the heap itself needs. */
 static int open_control(EpHeap *h) {
     uint32_t W = ep_world_size(h->world);
-    EpShape shape = {.num_ranks = W, .num_experts = W, .num_topk = 1};
+    const EpShape shape = control_shape(W);
     ep_allocator_open(&h->allocator, h->num_bytes);
     h->control.is_heaps = true;
     h->control.of = ep_world_number_heap(h->world);
@@ -182,8 +192,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     else if (num_bytes == 0 || num_bytes > MAX_HEAP_BYTES)
         mine.code = ep_error(EP_EINVAL, "a heap of %llu bytes: must be 1 to %llu bytes",
                              (unsigned long long)num_bytes, MAX_HEAP_BYTES);
-    /* The control buffer is added to the size that the caller has requested. */
-    h->num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN) + (64u << 10);
+    h->num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN) + control_bytes(W);
     if (!mine.code) mine.code = h->backend->heap_room(device, &mine.room);
     if (mine.code) memcpy(mine.text, ep_error_text(), sizeof mine.text - 1);
     /* No rank allocates before all ranks know that they agree and that there is memory for all heaps. */
