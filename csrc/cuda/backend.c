@@ -25,13 +25,13 @@
 /* ---- memory ---- */
 
 static int open_block(int device, uint64_t num_bytes, void **memory, EpHeapHandle *heap_handle) {
-    struct cudaDeviceProp prop;
+    EpCapabilities c;
     cudaIpcMemHandle_t handle;
     uint64_t rounded = ep_align_u64(num_bytes, BLOCK_BYTES);
-    EP_CUDA_TRY(cudaGetDeviceProperties(&prop, device));
-    if (prop.major < 8)
-        return ep_error(EP_EINVAL, "%s has compute capability %d.%d; epmoe needs 8.0 or newer", prop.name,
-                        prop.major, prop.minor);
+    EP_CUDA_TRY(ep_capabilities(&c));
+    if (c.major < 8)
+        return ep_error(EP_EINVAL, "CUDA device %d has compute capability %u.%u: epmoe needs 8.0 or newer",
+                        device, c.major, c.minor);
     cudaError_t e = cudaMalloc(memory, rounded);
     if (e != cudaSuccess && e != cudaErrorMemoryAllocation) return ep_cuda_error(e, "cudaMalloc");
     if (e != cudaSuccess) {
@@ -59,16 +59,19 @@ static int open_block(int device, uint64_t num_bytes, void **memory, EpHeapHandl
 }
 
 static int read_room(int device, EpHeapRoom *room) {
-    struct cudaDeviceProp prop;
+    EpCapabilities c;
+    struct cudaDeviceProp
+        prop; /* for the UUID, which is no attribute that the runtime can be asked for alone */
     size_t num_free = 0, total = 0;
     const char *share = getenv("EPMOE_SHARE_GPU");
     if (share && strcmp(share, "0") != 0 && strcmp(share, "1") != 0)
         return ep_error(EP_EINVAL, "EPMOE_SHARE_GPU=%.40s: must be 0 or 1", share);
+    EP_CUDA_TRY(ep_capabilities(&c));
     EP_CUDA_TRY(cudaGetDeviceProperties(&prop, device));
     EP_CUDA_TRY(cudaMemGetInfo(&num_free, &total));
     memcpy(room->device_id, &prop.uuid, sizeof room->device_id);
     room->free_bytes = num_free;
-    room->num_sms = (uint32_t)prop.multiProcessorCount;
+    room->num_sms = c.num_sms;
     room->may_share = share && strcmp(share, "1") == 0;
     return 0;
 }
