@@ -81,14 +81,14 @@ def draw(path, shape, events, run):
                                     constrained_layout=True)
         for (kernel, of), (top, bottom) in zip(events.items(), axes.T):
             times, busy = trace.busy(of, ("gemm", *KERNELS[kernel]))
-            # two warps of a block record their tiles
+            # two warps of a CTA record their tiles
             top.fill_between(times, busy["gemm"] / 2, color="#0072B2", linewidth=0)
             top.set_title(kernel)
             bottom.stackplot(times, *(busy[n] for n in KERNELS[kernel]), labels=KERNELS[kernel],
                              colors=("#E69F00", "#009E73"), linewidth=0)
             bottom.set_xlabel("microseconds")
             bottom.legend(loc="upper left")
-        axes[0, 0].set_ylabel("blocks that\nmultiply")
+        axes[0, 0].set_ylabel("CTAs that\nmultiply")
         axes[1, 0].set_ylabel("warps that\nmove tokens")
         figure.suptitle(f"{shape.name} on one of {run.size} x "
                         f"{torch.cuda.get_device_name() if run.on_gpu else 'CPU'}, {run.head['date']}")
