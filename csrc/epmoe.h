@@ -241,9 +241,14 @@ typedef struct {
     double alpha, limit;
     const EpTensor *a, *b, *offsets, *out; /* offsets: i32 [L + 1], on the device */
     const EpTensor *bias, *row_weight;     /* NULL, or [L][N] of a's dtype and f32 [M] */
-    const EpTensor *tickets;               /* i64 [1]: 0 before and after a launch; one for each stream */
-    bool is_portable;                      /* use the kernel for any GPU even if there is a faster one */
+    /* i64 [1], 0 before and after the launch, and of no launch that overlaps with this one. NULL: the counter
+     * that the library has for the stream. */
+    const EpTensor *tile_counter;
+    bool is_portable; /* use the kernel for any GPU even if there is a faster one */
 } EpGemm;
 int ep_grouped_gemm(const EpGemm *gemm, void *stream);
+/* Whether the library has a tile counter for launches on this stream. It has none while the stream is
+ * captured, and for a stream that came after 256 others of its device. */
+int ep_gemm_has_counter(int device, void *stream, bool *has);
 
 #endif /* EPMOE_H */

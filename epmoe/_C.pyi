@@ -189,6 +189,8 @@ def layer_set_epoch(layer: _Layer, buffer: int, epoch: int, stream: int, /) -> N
 
 def device_query(device: int, /) -> tuple[int, int, int, bool]: ...  # epmoe.device.Capabilities
 
+def gemm_has_counter(tensor: Tensor, /) -> bool: ...  # for the current stream of the tensor's device
+
 # See csrc/protocol/gemm_params.h.  All tensors are on a CUDA device.
 def grouped_gemm(
     kind: int,
@@ -200,7 +202,7 @@ def grouped_gemm(
     offsets: Tensor,
     bias: Tensor | None,
     row_weight: Tensor | None,
-    tickets: Tensor,
+    tile_counter: Tensor | None,
     out: Tensor,
     portable: bool,
     /,

@@ -86,20 +86,15 @@ def _has_kernel(a, b):
             and capabilities(a.device).major >= 8)
 
 
-_tile_counters = {}  # device index -> the counter of that device's default stream
+def _tile_counter(a):
+    """Return a number in which one launch counts its tiles, or None where the module has one for the stream.
 
-
-def _tile_counter(device):
-    """Return a number, 0 before and after a launch, in which the launch counts the tiles that it has started.
-
-    Only the default stream's is kept.  A CUDA graph may run beside other work of the stream that captured it,
-    and memory of another stream may belong to a graph's pool, which takes it back.
+    The number must be 0 before the launch, which also leaves it at 0, and no launch that overlaps may use it.
+    The module has one for each stream, but not for a launch that is captured for a CUDA graph: a replay may
+    run beside other work of the stream.  A captured launch gets its own, from the memory of the graph.  Other
+    tensors of the graph may use that memory before it, so each replay clears it.
     """
-    if torch.cuda.current_stream(device) != torch.cuda.default_stream(device):
-        return torch.zeros(1, dtype=torch.int64, device=device)
-    if device.index not in _tile_counters:
-        _tile_counters[device.index] = torch.zeros(1, dtype=torch.int64, device=device)
-    return _tile_counters[device.index]
+    return None if _C.gemm_has_counter(a) else torch.zeros(1, dtype=torch.int64, device=a.device)
 
 
 def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
@@ -107,7 +102,7 @@ def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, a
         return _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit)
     a, b, offsets, bias, row_weight = map(aligned, (a, b, offsets, bias, row_weight))
     out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
-    counter = _tile_counter(a.device)
+    counter = _tile_counter(a)
     _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable)
     return out
 

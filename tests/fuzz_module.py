@@ -219,7 +219,7 @@ SIGNATURES = {
                           " small small small small",
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small",
-    "device_query": "n",
+    "gemm_has_counter": "x", "device_query": "n",
     "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
 }
 # After one of these calls, most others fail. So examples contain them rarely.

@@ -1,5 +1,5 @@
-"""The grouped GEMM compared with sums in float64: products, epilogues and gradients. It also runs in graphs,
-on several streams and on GPUs without Hopper's kernels. Its arguments are in test_gemm_arguments.py.
+"""The grouped GEMM compared with sums in float64: products, epilogues and gradients. It also runs on
+GPUs without Hopper's kernels. test_gemm_arguments.py has its arguments, test_gemm_streams.py its launches.
 
 The rows before the first expert and after the last one are NaN. Memory that is not written holds NaN too (see
 conftest.py).
@@ -9,7 +9,6 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
 import types
 
 import pytest
@@ -193,48 +192,6 @@ def test_gemm_of_models_equals_sums_in_float64(ranks, model):
         check(dw[e, ::61], d.t() @ r, d.abs().t() @ r.abs(), f"dw of expert {e}")
 
 
-@pytest.mark.cuda_only
-def test_gemm_in_a_graph_reads_offsets_at_replay(ranks):
-    x, weight, _, _, offsets = problem([40, 90], 64, 32, torch.bfloat16, ranks.device, before=0, after=0)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    epmoe.grouped_gemm(x, weight, offsets=offsets)
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        y = epmoe.grouped_gemm(x, weight, offsets=offsets)
-    for first in (40, 0, 130, 77):
-        offsets.copy_(torch.tensor([0, first, 130], dtype=torch.int32))
-        y.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(y, epmoe.grouped_gemm(x, weight, offsets=offsets)) and not y.isnan().any()
-
-
-@pytest.mark.cuda_only
-def test_gemm_streams_and_graphs_share_nothing(ranks):
-    """Concurrent launches have separate counters for their tiles."""
-    problems = [problem(sizes, 1024, 512, torch.bfloat16, ranks.device, seed=i, before=0, after=0)
-                for i, sizes in enumerate(([300, 0, 5000], [64] * 50, [4096, 1, 777]))]
-    want = [epmoe.grouped_gemm(x, weight, offsets=offsets) for x, weight, _, _, offsets in problems]
-    streams = [torch.cuda.Stream() for _ in problems]
-    graphs = [torch.cuda.CUDAGraph() for _ in problems]
-    replayed = []
-    torch.cuda.synchronize()
-    for graph, (x, weight, _, _, offsets) in zip(graphs, problems):
-        with torch.cuda.graph(graph, stream=streams[0]):
-            replayed.append(epmoe.grouped_gemm(x, weight, offsets=offsets))
-    for _ in range(20):
-        got = []
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                x, weight, _, _, offsets = problems[i]
-                got.append(epmoe.grouped_gemm(x, weight, offsets=offsets))
-                graphs[(i + 1) % len(graphs)].replay()
-        torch.cuda.synchronize()
-        for result in (got, replayed):
-            assert all(torch.equal(a, b) for a, b in zip(result, want))
-            for y in result:
-                y.fill_(float("nan"))
-
-
 # ---- other GPUs ----
 
 @pytest.mark.parametrize("capability, has_kernel", [((7, 5), False), ((8, 0), True), ((9, 0), True),
@@ -254,11 +211,11 @@ from epmoe import _C
 torch.cuda.set_device(int(sys.argv[1]))
 g = torch.Generator().manual_seed(1)
 x, weight = torch.randn(200, 64, generator=g).bfloat16(), torch.randn(2, 48, 64, generator=g).bfloat16()
-offsets, tickets = torch.tensor([0, 130, 200], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+offsets, counter = torch.tensor([0, 130, 200], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
 out = torch.full((200, 48), torch.nan).bfloat16()
 # torch itself may launch no kernel here, because it has no PTX that the driver could compile
-x_, weight_, offsets_, tickets_, out_ = (t.cuda() for t in (x, weight, offsets, tickets, out))
-_C.grouped_gemm(0, 0, 0.0, 0.0, x_, weight_, offsets_, None, None, tickets_, out_, False)
+x_, weight_, offsets_, counter_, out_ = (t.cuda() for t in (x, weight, offsets, counter, out))
+_C.grouped_gemm(0, 0, 0.0, 0.0, x_, weight_, offsets_, None, None, counter_, out_, False)
 want = torch.cat([x[:130].double() @ weight[0].double().t(), x[130:].double() @ weight[1].double().t()])
 torch.testing.assert_close(out_.cpu().double(), want, rtol=2**-8, atol=1e-4)
 """
@@ -273,42 +230,3 @@ def test_gemm_from_ptx(ranks):
                           env=os.environ | {"CUDA_FORCE_PTX_JIT": "1"},
                           capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.cuda_only
-def test_gemm_in_graphs_of_reduce_overhead(ranks):
-    """With mode="reduce-overhead" torch.compile first runs the function on a separate stream, with a separate
-    memory pool. That pool must be empty afterwards.
-    """
-    x, weight, _, _, offsets = problem([40, 0, 9], 64, 32, torch.bfloat16, ranks.device)
-    fast = torch.compile(lambda x: epmoe.grouped_gemm(x, weight, offsets=offsets, activation="gelu") * 2,
-                         mode="reduce-overhead")
-    for _ in range(4):
-        x = torch.randn_like(x)
-        got, want = fast(x).clone(), epmoe.grouped_gemm(x, weight, offsets=offsets, activation="gelu") * 2
-        begin, end = offsets[0].item(), offsets[-1].item()
-        assert torch.equal(got[begin:end], want[begin:end])
-
-
-@pytest.mark.cuda_only
-def test_gemm_as_first_gpu_call_of_a_thread(ranks):
-    """A new thread, for example one of autograd, has no current CUDA context."""
-    x, weight, _, _, offsets = problem([40, 0, 9], 64, 32, torch.bfloat16, ranks.device)
-    want = epmoe.grouped_gemm(x, weight, offsets=offsets)
-    got = torch.zeros(len(x), 64, dtype=x.dtype, device=x.device)
-    torch.cuda.synchronize()
-    errors = []
-    tickets = torch.zeros(1, dtype=torch.int64, device=x.device)
-
-    def call_gemm():
-        try:
-            epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, None, None, tickets, got, False)
-        except epmoe.EpError as e:
-            errors.append(e)
-
-    thread = threading.Thread(target=call_gemm)
-    thread.start()
-    thread.join()
-    torch.cuda.synchronize()
-    begin, end = offsets[0].item(), offsets[-1].item()
-    assert not errors and torch.equal(got[begin:end], want[begin:end])

@@ -14,6 +14,7 @@
 #include "cuda/capabilities.h"
 #include "cuda/guard.h"
 #include "cuda/launch_order.h"
+#include "cuda/tile_counters.h"
 #include "kernels/launch.h"
 #include "protocol/flags.h"
 #include "runtime/error.h"
@@ -241,6 +242,13 @@ static int gemm(int device, const EpGemmParams *p, void *stream) {
     return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_gemm(p, stream), "grouped GEMM kernel"));
 }
 
+static int tile_counter(int device, void *stream, uint64_t **counter) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g,
+                      ep_cuda_check((cudaError_t)ep_tile_counter(stream, counter), "finding a tile counter"));
+}
+
 static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream) {
     EpLaunch l;
     EP_TRY(ep_begin_launch(device, &p->dispatch.comm, stream, "epmoe: dispatch + GEMM kernel", &l));
@@ -303,6 +311,7 @@ const EpBackend ep_cuda_backend = {
     .signal = signal_word,
     .wait = wait_word,
     .gemm = gemm,
+    .tile_counter = tile_counter,
     .dispatch_gemm = dispatch_gemm,
     .gemm_combine = gemm_combine,
     .query = query,

@@ -1,7 +1,7 @@
 /* grouped_gemm.c - the grouped GEMM by itself: check the arguments, fill in the parameters, launch.
  *
- * Exports ep_grouped_gemm. The operation is local to a rank, and no peer takes part. So a wrong argument is
- * an error on this rank only. */
+ * Exports ep_grouped_gemm and ep_gemm_has_counter. The operation is local to a rank, and no peer takes part.
+ * So a wrong argument is an error on this rank only. */
 #include "backend.h"
 #include "runtime/error.h"
 #include "runtime/tensor.h"
@@ -63,7 +63,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
          is_wgrad ? 2 : 3,
          {is_wgrad ? M : L, is_wgrad ? K : N, K}},
         {"offsets", g->offsets, EP_I32, 1, {L + 1, -1, -1}},
-        {"tickets", g->tickets, EP_I64, 1, {1, -1, -1}},
+        {"tile counter", g->tile_counter, EP_I64, 1, {1, -1, -1}},
         {"output", g->out, dtype, is_wgrad ? 3 : 2, {is_wgrad ? L : M, is_wgrad ? N : out_cols, K}},
         {"bias", g->bias, dtype, 2, {L, N, -1}},
         {"row weight", g->row_weight, EP_F32, 1, {M, -1, -1}},
@@ -77,8 +77,21 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     p.b = g->b->data;
     p.out = g->out->data;
     p.offsets = (const int32_t *)g->offsets->data;
-    p.tile_counter = (uint64_t *)g->tickets->data;
+    if (g->tile_counter) p.tile_counter = (uint64_t *)g->tile_counter->data;
+    else EP_TRY(backend->tile_counter(g->a->device, stream, &p.tile_counter));
+    if (!p.tile_counter)
+        return ep_error(EP_EINVAL, "tile counter: the library has none for this stream, which is captured or "
+                                   "came after many others: pass one");
     p.bias = g->bias ? g->bias->data : NULL;
     p.row_weight = g->row_weight ? (const float *)g->row_weight->data : NULL;
     return backend->gemm(g->a->device, &p, stream);
+}
+
+int ep_gemm_has_counter(int device, void *stream, bool *has) {
+    const EpBackend *backend = ep_backend(EP_CUDA);
+    uint64_t *counter = NULL;
+    if (!backend) return EP_EINVAL;
+    EP_TRY(backend->tile_counter(device, stream, &counter));
+    *has = counter != NULL;
+    return 0;
 }

@@ -2,24 +2,39 @@
  * can do. Exports ep_gemm_methods. */
 #include "python/module.h"
 
-/* (kind, activation, alpha, limit, a, b, offsets, bias, row_weight, tickets, out, is_portable) */
+/* (kind, activation, alpha, limit, a, b, offsets, bias, row_weight, tile_counter, out, is_portable) */
 FAST(grouped_gemm) {
     EpTensor t[7];
     EpGemm g = {0};
     uint32_t is_portable;
     int code;
     WANT(12);
-    const EpTensor **const to[] = {&g.a, &g.b, &g.offsets, &g.bias, &g.row_weight, &g.tickets, &g.out};
+    const EpTensor **const to[] = {&g.a, &g.b, &g.offsets, &g.bias, &g.row_weight, &g.tile_counter, &g.out};
     if (!ep_get_u32(args[0], &g.kind) || !ep_get_u32(args[1], &g.activation) ||
         !ep_get_double(args[2], &g.alpha) || !ep_get_double(args[3], &g.limit) ||
         !ep_get_u32(args[11], &is_portable))
         return NULL;
     for (int i = 0; i < 7; i++)
-        if (!ep_get_tensor(args[4 + i], i == 3 || i == 4, &t[i], to[i])) return NULL;
+        if (!ep_get_tensor(args[4 + i], i >= 3 && i <= 5, &t[i], to[i])) return NULL;
     g.is_portable = is_portable != 0;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[4]);
     WITHOUT_LOCK(code = ep_grouped_gemm(&g, stream));
     return ep_done(code);
+}
+
+/* (tensor): for launches on the current stream of the tensor's device */
+FAST(gemm_has_counter) {
+    EpTensor t;
+    const EpTensor *tensor;
+    bool has;
+    int code;
+    WANT(1);
+    if (!ep_get_tensor(args[0], false, &t, &tensor)) return NULL;
+    if (t.kind != EP_CUDA)
+        return PyErr_Format(PyExc_ValueError, "the tensor is on the CPU: wanted one on a CUDA device");
+    void *stream = ep_stream_of(t.kind, t.device, args[0]);
+    WITHOUT_LOCK(code = ep_gemm_has_counter(t.device, stream, &has));
+    return code ? ep_raise(code) : PyBool_FromLong(has);
 }
 
 /* (device) */
@@ -33,4 +48,5 @@ FAST(device_query) {
                 : Py_BuildValue("IIIO", d.major, d.minor, d.num_sms, d.has_hopper ? Py_True : Py_False);
 }
 
-PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), METHOD(device_query), {NULL, NULL, 0, NULL}};
+PyMethodDef ep_gemm_methods[] = {
+    METHOD(grouped_gemm), METHOD(gemm_has_counter), METHOD(device_query), {NULL, NULL, 0, NULL}};

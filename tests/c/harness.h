@@ -180,6 +180,9 @@ bool run_step(Rank *me, const Case *c, uint32_t buffer);
 bool with_cases(Body *body, EpLayerConfig config, bool world_ends, uint32_t num_cases);
 bool all_bytes_are(const void *at, uint64_t num_bytes, unsigned char value);
 
+/* Set the current device of this thread in the fake runtime of CUDA. */
+void test_set_device(int device);
+
 /* ---- tests ---- */
 
 bool test_steps_local(void);
@@ -233,6 +236,11 @@ bool test_heap_create(void);
 bool test_heap_full(void);
 bool test_abort_during_heap_create(void);
 bool test_absent_process(void);
+bool test_counters_of_streams(void);
+bool test_counters_of_captured_launches(void);
+bool test_counters_of_many_streams(void);
+bool test_counters_of_threads(void);
+bool test_counter_errors_are_not_kept(void);
 bool test_launch_again(void);
 bool test_launch_errors_are_not_kept(void);
 bool test_launch_replaces_old_shapes(void);

@@ -29,6 +29,7 @@ static cudaError_t called(int call) {
     return failing == call ? cudaErrorInvalidValue : cudaSuccess;
 }
 
+void test_set_device(int device) { current_device = device; }
 cudaError_t cudaGetDevice(int *device) {
     *device = current_device;
     return cudaSuccess;

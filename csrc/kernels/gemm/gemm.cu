@@ -2,11 +2,19 @@
 #include <cuda_runtime_api.h>
 
 #include "cuda/cluster_launch.h"
+#include "cuda/tile_counters.h"
 #include "kernels/gemm/gemm_portable.cuh"
 #include "kernels/gemm/gemm_tune.h"
 #include "kernels/launch.h"
 
 extern EpClusterKernel ep_gemm_kernels_bf16[], ep_gemm_kernels_f16[];
+
+/* They are 0 when the module is loaded, and after each launch. */
+static __device__ uint64_t tile_counters[EP_NUM_COUNTERS * EP_COUNTER_STRIDE];
+
+extern "C" int ep_counter_memory(uint64_t **memory) {
+    return (int)cudaGetSymbolAddress((void **)memory, tile_counters);
+}
 
 template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t num_blocks,
                                                 cudaStream_t stream) {

@@ -1,5 +1,5 @@
-/* cuda_runtime_api.h - a fake: the part of the runtime's header that cluster_launch.c and what it calls use.
- * tests/c/test_launch.c has the functions. */
+/* cuda_runtime_api.h - a fake: the part of the runtime's header that cluster_launch.c, tile_counters.c and
+ * what they call use. tests/c/test_launch.c and test_counters.c have the functions. */
 #ifndef FAKE_CUDA_RUNTIME_API_H
 #define FAKE_CUDA_RUNTIME_API_H
 #include <stddef.h>
@@ -9,7 +9,8 @@ typedef enum {
     cudaErrorInvalidValue = 1,
     cudaErrorInvalidDevice = 101,
     cudaErrorCooperativeLaunchTooLarge = 720,
-    cudaErrorNotSupported = 801
+    cudaErrorNotSupported = 801,
+    cudaErrorStreamCaptureImplicit = 906
 } cudaError_t;
 typedef struct FakeStream *cudaStream_t;
 typedef struct FakeEvent *cudaEvent_t;
@@ -43,8 +44,16 @@ typedef struct {
 } cudaLaunchConfig_t;
 enum { cudaEnableDefault = 0 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
+enum cudaStreamCaptureStatus {
+    cudaStreamCaptureStatusNone,
+    cudaStreamCaptureStatusActive,
+    cudaStreamCaptureStatusInvalidated
+};
 
 cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaGetLastError(void);
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status);
+cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *number);
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr what, int device);
 cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute what, int value);
 cudaError_t cudaOccupancyMaxActiveClusters(int *num_clusters, const void *function,
