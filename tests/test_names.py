@@ -49,7 +49,7 @@ def test_names_of_a_layers_configuration():
 
 
 def test_names_of_spans_are_those_of_the_header():
-    assert tuple(trace.SPANS.values()) == names_of("protocol/abi.h", "EP_SPANS")
+    assert tuple(trace.SPANS.values()) == names_of("protocol/trace.h", "EP_SPANS")
     assert list(trace.SPANS) == list(range(1, 8)) and trace.SPANS[4] == "wait for rows"
 
 

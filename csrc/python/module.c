@@ -6,6 +6,8 @@
  * Invariant: only the main interpreter of a process has the module, because some of its state is of the whole
  * process: the exception classes, the interrupt function, and the exchange API of one tensor type. */
 #include "python/module.h"
+#include "protocol/layout.h"
+#include "protocol/trace.h"
 
 /* True if a signal handler has raised an exception, for example after Ctrl-C. Python handles signals only
  * in its main thread. */

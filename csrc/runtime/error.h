@@ -4,6 +4,7 @@
 #ifndef EP_ERROR_H
 #define EP_ERROR_H
 #include "epmoe.h"
+#include "protocol/host.h"
 
 /* Set the error text of this thread, and return the code. No argument may point to the old text: copy it. */
 __attribute__((format(printf, 2, 3))) int ep_error(int code, const char *format, ...);
