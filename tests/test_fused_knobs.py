@@ -18,15 +18,16 @@ from fused_cases import Experts
 from test_plan_slots import make_op
 
 CASE = Experts(max_tokens=12)
-# The last arguments of the module's functions, after the tensors, in order.
+# The last arguments of the operations, after the tensors, in order.
 DISPATCH = {"activation": 3, "alpha": 1.5, "limit": 2.5, "num_move": 1024, "num_tail": 0,
             "waits_for_expert": False, "num_copies": 1, "requires_grad": True}
 COMBINE = {"num_move": 1024, "num_reduce": 1024, "is_serial": False, "requires_grad": True}
 
 
 def last_arguments(function, names):
-    """{name: value} of the last arguments of a mocked function's call."""
-    return dict(zip(names, function.call_args.args[-len(names):]))
+    """{name: value} of the last arguments of an operation, whose function is mocked."""
+    _, _, arguments = function.call_args.args
+    return dict(zip(names, arguments[-len(names):]))
 
 
 def passed_arguments(world, options):

@@ -40,7 +40,8 @@ typedef struct {
 } EpShape;
 
 EP_PURE uint32_t ep_num_local_experts(const EpShape *s) { return s->num_experts / s->num_ranks; }
-EP_PURE uint32_t ep_dtype_bytes(uint32_t dtype) { /* 0: the number is no EpDtype */
+/* Bytes of an element; 0 if the number is no EpDtype. */
+EP_PURE uint32_t ep_dtype_bytes(uint32_t dtype) {
     switch (dtype) {
 #define X(NAME, value, num_bytes, text) \
     case EP_##NAME: return num_bytes;

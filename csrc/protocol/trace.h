@@ -2,8 +2,7 @@
  *
  * kernels/arch/trace.cuh records them in device memory, and epmoe/trace.py reads them from there.
  * Exports EpTraceEvent, EpSpan, EP_TRACE_WARPS.
- * Invariant: an event has 16 bytes. epmoe/trace.py reads it as two numbers of 64 bits, and repeats the
- * numbers of EpSpan and EP_TRACE_WARPS. */
+ * Invariant: an event has 16 bytes. epmoe/trace.py reads it as two numbers of 64 bits. */
 #ifndef EP_TRACE_H
 #define EP_TRACE_H
 #include "protocol/port.h"

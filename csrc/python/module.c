@@ -6,6 +6,7 @@
  * Invariant: only the main interpreter of a process has the module, because some of its state is of the whole
  * process: the exception classes, the interrupt function, and the exchange API of one tensor type. */
 #include "python/module.h"
+
 #include "protocol/layout.h"
 #include "protocol/trace.h"
 

@@ -5,8 +5,6 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-#include "protocol/host.h"
-
 static _Thread_local char text[512];
 
 int ep_error(int code, const char *format, ...) {

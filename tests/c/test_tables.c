@@ -1,5 +1,6 @@
 /* test_tables.c - the lists from which numbers, names and sizes follow. */
 #include "harness.h"
+#include "protocol/host.h"
 #include "runtime/error.h"
 #include "runtime/tensor.h"
 
