@@ -6,6 +6,7 @@
 #ifndef EP_BACKEND_H
 #define EP_BACKEND_H
 #include "epmoe.h"
+#include "protocol/low_latency.h"
 #include "protocol/params.h"
 
 /* What a rank sends to a peer so that the peer can map its heap. A file descriptor may be sent with it. */
@@ -51,6 +52,8 @@ typedef struct {
     int (*plan)(int device, const EpPlanParams *p, void *stream);
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
     int (*combine)(int device, const EpCombineParams *p, uint32_t num_sm, void *stream);
+    int (*ll_dispatch)(int device, const EpLlDispatchParams *p, uint32_t num_sm, void *stream);
+    int (*ll_combine)(int device, const EpLlCombineParams *p, uint32_t num_sm, void *stream);
     int (*enter)(int device, const EpComm *c, uint32_t op, void *stream);
     /* Clear the buffer's faulted word in stream order, after the operations that it made do nothing. */
     int (*clear)(int device, const EpComm *c, void *stream);

@@ -50,6 +50,7 @@ BF16: Final[int]
 COMBINE_LOCAL: Final[int]
 COMBINE_SCATTER: Final[int]
 COMBINE_GATHER: Final[int]
+LOW_LATENCY: Final[int]
 # EpOpKind
 OP_PLAN: Final[int]
 OP_DISPATCH: Final[int]
@@ -57,6 +58,8 @@ OP_COMBINE: Final[int]
 OP_BARRIER: Final[int]
 OP_DISPATCH_GEMM: Final[int]
 OP_GEMM_COMBINE: Final[int]
+OP_LL_DISPATCH: Final[int]
+OP_LL_COMBINE: Final[int]
 # EpCode
 EINVAL: Final[int]
 ENOMEM: Final[int]
@@ -115,6 +118,7 @@ def layer_bytes(config: _Config, /) -> int: ...
 def layer_agree(world: _World, config: _Config, status: int, /) -> None: ...
 def layer_create(heap: _Heap, config: _Config, /) -> _Layer: ...
 def layer_close(layer: _Layer, /) -> None: ...
+def ll_handle_words(config: _Config, /) -> int: ...
 def plan_layout(config: _Config, num_tokens: int, /) -> dict[str, int]: ...
 # The arguments of an operation are one tuple, in the order of csrc/protocol/ops.h, which also gives shapes.
 class _Plan(NamedTuple):
@@ -175,11 +179,32 @@ class _GemmCombine(NamedTuple):
     is_serial: int
     requires_grad: int
 
+class _LlDispatch(NamedTuple):
+    x: Tensor
+    indices: Tensor
+    weight: Tensor | None
+    handle: Tensor
+    rows: Tensor
+    scales: Tensor | None
+    counts: Tensor
+    is_masked: int
+    fp8: int
+    parts: int
+
+class _LlCombine(NamedTuple):
+    rows: Tensor
+    handle: Tensor
+    out: Tensor
+    is_masked: int
+    parts: int
+
 def layer_plan(layer: _Layer, buffer: int, arguments: _Plan, /) -> None: ...
 def layer_dispatch(layer: _Layer, buffer: int, arguments: _Dispatch, /) -> None: ...
 def layer_combine(layer: _Layer, buffer: int, arguments: _Combine, /) -> None: ...
 def layer_dispatch_gemm(layer: _Layer, buffer: int, arguments: _DispatchGemm, /) -> None: ...
 def layer_gemm_combine(layer: _Layer, buffer: int, arguments: _GemmCombine, /) -> None: ...
+def layer_ll_dispatch(layer: _Layer, buffer: int, arguments: _LlDispatch, /) -> None: ...
+def layer_ll_combine(layer: _Layer, buffer: int, arguments: _LlCombine, /) -> None: ...
 def layer_num_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> int: ...
 def layer_trace(layer: _Layer, buffer: int, events: Tensor | None, room: int, /) -> None: ...
 def layer_refuse(layer: _Layer, buffer: int, op: int, code: int, stream: int, /) -> None: ...

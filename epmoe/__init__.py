@@ -3,6 +3,7 @@
     EPMoE              the experts of a Mixture-of-Experts layer, spread over the ranks
     EPAll2AllLayer     plan, dispatch and combine
     EpAll2AllFusedOp   the same, with the experts' GEMMs in the same kernels
+    LowLatencyAll2All  dispatch and combine of few tokens, for decoding
     EPLayout           the plan of a dispatch: where its rows are
     SymmetricHeap      memory that every rank can access on every other rank
     World              the ranks that take part
@@ -25,11 +26,13 @@ from .gemm import grouped_gemm
 from .heap import SymmetricHeap
 from .layer import EPAll2AllLayer
 from .layout import EPLayout
+from .low_latency import LowLatencyAll2All, LowLatencyHandle, PendingCall
 from .moe import EPMoE
 from .reference import GptOss
 from .world import World, thread_worlds
 
 __version__ = "0.1.0"
 __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError", "EpIndexError",
-           "EpMismatch", "EpOverflow", "EpTimeout", "GptOss", "HeapExhausted", "PeerDied", "PeerError",
+           "EpMismatch", "EpOverflow", "EpTimeout", "GptOss", "HeapExhausted",
+           "LowLatencyAll2All", "LowLatencyHandle", "PeerDied", "PeerError", "PendingCall",
            "SymmetricHeap", "World", "grouped_gemm", "include_dir", "reference", "thread_worlds"]

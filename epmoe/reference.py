@@ -187,6 +187,40 @@ class GptOss(NamedTuple):
     limit: float = 7.0
 
 
+def quantize_fp8(x, pow2=False):
+    """Quantise rows to float8_e4m3fn, with a scale for each 128 numbers.
+
+    The scale is the largest magnitude / 448, computed in float32.  A group of zeros has a tiny scale.
+
+    Args:
+        x: [.., H] bfloat16 or float16; H is a multiple of 128.
+        pow2: Round each scale up to a power of two.
+
+    Returns:
+        A tuple (q, scales): [.., H] float8_e4m3fn and [.., H / 128] float32.  x is about q * scale.
+
+    Raises:
+        RuntimeError: Where H is not a multiple of 128.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe import reference
+        >>> q, scales = reference.quantize_fp8(torch.full((1, 128), 7.0, dtype=torch.bfloat16))
+        >>> q[0, 0].item(), scales.tolist()
+        (448.0, [[0.015625]])
+
+    References:
+        DeepSeek-V3 Technical Report, section 3.3.2: 1x128 groups of activations.
+    """
+    groups = x.float().unflatten(-1, (-1, 128))
+    scales = groups.abs().amax(-1).clamp(min=2.0**-100) / 448
+    if pow2:
+        mantissa, exponent = torch.frexp(scales)
+        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    q = (groups * (1 / scales)[..., None]).to(torch.float8_e4m3fn)
+    return q.flatten(-2), scales
+
+
 def gpt_oss_numbers(activation):
     """Return the numbers of a GPT-OSS activation.
 

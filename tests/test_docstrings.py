@@ -93,7 +93,8 @@ def documented(section):
 
 
 def has_parameters(name, thing):
-    if isinstance(thing, property) or name in ("EPLayout", "GptOss", "reference.GptOss"):
+    if isinstance(thing, property) or name in ("EPLayout", "GptOss", "LowLatencyHandle", "PendingCall",
+                                              "reference.GptOss"):
         return False
     return not (inspect.isclass(thing) and issubclass(thing, Exception))
 

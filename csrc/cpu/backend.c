@@ -141,28 +141,29 @@ static int preload(int device) {
 
 /* ---- workers ---- */
 
+/* A worker's part of an operation, with its parameters. */
+typedef void Part(const void *params, uint32_t worker, uint32_t num_workers);
 typedef struct {
-    const EpDispatchParams *dispatch; /* either this one or combine */
-    const EpCombineParams *combine;
+    Part *part;
+    const void *params;
     uint32_t worker, num_workers;
 } Work;
 
 static void *work(void *arg) {
     const Work *w = (const Work *)arg;
-    if (w->dispatch) ep_cpu_dispatch(w->dispatch, w->worker, w->num_workers);
-    else ep_cpu_combine(w->combine, w->worker, w->num_workers);
+    w->part(w->params, w->worker, w->num_workers);
     return NULL;
 }
 
 /* Run all workers of an operation. The calling thread is worker 0. If a thread cannot be created, the
  * calling thread runs that worker after worker 0. This cannot deadlock, because workers wait only for peers,
  * never for each other. */
-static int run(const EpDispatchParams *d, const EpCombineParams *c, uint32_t num_workers) {
+static int run(Part *part, const void *params, uint32_t num_workers) {
     pthread_t threads[MAX_WORKERS];
     Work works[MAX_WORKERS];
     bool started[MAX_WORKERS] = {false};
     if (num_workers > MAX_WORKERS) num_workers = MAX_WORKERS;
-    for (uint32_t i = 0; i < num_workers; i++) works[i] = (Work){d, c, i, num_workers};
+    for (uint32_t i = 0; i < num_workers; i++) works[i] = (Work){part, params, i, num_workers};
     for (uint32_t i = 1; i < num_workers; i++)
         started[i] = pthread_create(&threads[i], NULL, work, &works[i]) == 0;
     work(&works[0]);
@@ -171,6 +172,19 @@ static int run(const EpDispatchParams *d, const EpCombineParams *c, uint32_t num
         else work(&works[i]);
     }
     return 0;
+}
+
+static void dispatch_part(const void *p, uint32_t worker, uint32_t num_workers) {
+    ep_cpu_dispatch((const EpDispatchParams *)p, worker, num_workers);
+}
+static void combine_part(const void *p, uint32_t worker, uint32_t num_workers) {
+    ep_cpu_combine((const EpCombineParams *)p, worker, num_workers);
+}
+static void ll_dispatch_part(const void *p, uint32_t worker, uint32_t num_workers) {
+    ep_cpu_ll_dispatch((const EpLlDispatchParams *)p, worker, num_workers);
+}
+static void ll_combine_part(const void *p, uint32_t worker, uint32_t num_workers) {
+    ep_cpu_ll_combine((const EpLlCombineParams *)p, worker, num_workers);
 }
 
 /* A plan is located in a tensor that the caller can write to, and it holds offsets. This backend
@@ -224,14 +238,22 @@ static int plan(int device, const EpPlanParams *p, void *stream) {
 static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
     return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
-               ? run(p, NULL, num_sm)
+               ? run(dispatch_part, p, num_sm)
                : refuse_plan(&p->comm, EP_OP_DISPATCH);
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
     return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
-               ? run(NULL, p, num_sm)
+               ? run(combine_part, p, num_sm)
                : refuse_plan(&p->comm, EP_OP_COMBINE);
+}
+static int ll_dispatch(int device, const EpLlDispatchParams *p, uint32_t num_sm, void *stream) {
+    (void)device, (void)stream;
+    return run(ll_dispatch_part, p, num_sm);
+}
+static int ll_combine(int device, const EpLlCombineParams *p, uint32_t num_sm, void *stream) {
+    (void)device, (void)stream;
+    return run(ll_combine_part, p, num_sm);
 }
 static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
     (void)device, (void)stream;
@@ -270,6 +292,8 @@ const EpBackend ep_cpu_backend = {
     .plan = plan,
     .dispatch = dispatch,
     .combine = combine,
+    .ll_dispatch = ll_dispatch,
+    .ll_combine = ll_combine,
     .enter = enter,
     .clear = clear,
     .signal = signal_word,

@@ -1,4 +1,4 @@
-/* cpu/ops.c - dispatch and combine in plain C, and the sums of rows; see cpu/ops.h.
+/* cpu/ops.c - dispatch and combine in plain C; see cpu/ops.h.
  *
  * Invariants: sums are in float32 and in a fixed order, so that results are bit-identical to the kernels'.
  * A number from a peer is clamped or checked before it becomes an offset. A worker waits for a peer's chunk
@@ -7,71 +7,19 @@
 
 #include <string.h>
 
-/* ---- rows of numbers ---- */
-
-__extension__ typedef _Float16 EpF16;
-
-static float bf16_to_f32(uint16_t v) {
-    uint32_t u = (uint32_t)v << 16;
-    float f;
-    memcpy(&f, &u, 4);
-    return f;
-}
-static uint16_t f32_to_bf16(float f) { /* round to nearest even; NaN stays NaN */
-    uint32_t u;
-    memcpy(&u, &f, 4);
-    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40u);
-    return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
-}
-
-/* acc += w * src. The product and the sum are each rounded to float32. Without a weight: acc += src. */
-static void row_add(float *acc, const void *src, uint32_t dtype, uint32_t n, const float *weight) {
-#define ADD(load)                                                  \
-    do {                                                           \
-        if (weight) {                                              \
-            float w = *weight;                                     \
-            for (uint32_t i = 0; i < n; i++) acc[i] += w * (load); \
-        } else {                                                   \
-            for (uint32_t i = 0; i < n; i++) acc[i] += (load);     \
-        }                                                          \
-    } while (0)
-    const float *f = (const float *)src;
-    const uint16_t *b = (const uint16_t *)src;
-    const EpF16 *h = (const EpF16 *)src;
-    if (dtype == EP_F32) ADD(f[i]);
-    if (dtype == EP_BF16) ADD(bf16_to_f32(b[i]));
-    if (dtype == EP_F16) ADD((float)h[i]);
-#undef ADD
-}
-static void row_store(void *dst, const float *acc, uint32_t dtype, uint32_t n) {
-    if (dtype == EP_F32) memcpy(dst, acc, 4ull * n);
-    if (dtype == EP_BF16)
-        for (uint32_t i = 0; i < n; i++) ((uint16_t *)dst)[i] = f32_to_bf16(acc[i]);
-    if (dtype == EP_F16)
-        for (uint32_t i = 0; i < n; i++) ((EpF16 *)dst)[i] = (EpF16)acc[i];
-}
-
-/* dst = sum of the rows, each times its weight if there are weights, in the order of the array. */
-static void sum_rows(void *dst, const void *const *rows, const float *weights, uint32_t num, uint32_t dtype,
-                     uint32_t hidden) {
-    float acc[1024];
-    const uint32_t most = sizeof acc / sizeof acc[0], size = ep_dtype_bytes(dtype);
-    for (uint32_t at = 0; at < hidden; at += most) {
-        uint32_t n = hidden - at < most ? hidden - at : most;
-        memset(acc, 0, sizeof acc);
-        for (uint32_t i = 0; i < num; i++)
-            row_add(acc, (const unsigned char *)rows[i] + (uint64_t)at * size, dtype, n,
-                    weights ? &weights[i] : NULL);
-        row_store((unsigned char *)dst + (uint64_t)at * size, acc, dtype, n);
-    }
-}
+#include "cpu/rows.h"
 
 void ep_cpu_enter(const EpComm *c, uint32_t op) {
     uint64_t epoch = ep_begin(c);
     if (epoch == 0) return;
-    EpHeader h = ep_make_header(c, op, NULL, NULL, 0, 0);
-    ep_enter(c, &h, epoch);
-    ep_enter_await(c, op, epoch);
+    if (c->shape.combine_mode == EP_LOW_LATENCY) {
+        EpLlHead heads[EP_MAX_RANKS];
+        ep_ll_refuse(c, op, epoch, heads);
+    } else {
+        EpHeader h = ep_make_header(c, op, NULL, NULL, 0, 0);
+        ep_enter(c, &h, epoch);
+        ep_enter_await(c, op, epoch);
+    }
     ep_leave(c, 1, epoch);
 }
 
@@ -156,11 +104,6 @@ static bool receive_chunk(const EpDispatchParams *p, EpTask task, uint64_t epoch
     return true;
 }
 
-/* Poison the output of a failed operation with NaN, so that no caller mistakes it for a result. */
-static void fill_nan(void *at, uint64_t num_bytes) {
-    if (at && num_bytes) memset(at, EP_FILL_NAN, num_bytes);
-}
-
 void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_workers) {
     const EpComm *c = &p->comm;
     uint32_t W = c->shape.num_ranks;
@@ -192,8 +135,8 @@ void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_wo
         if (worker == 0 && rest && p->row_weight) memset(p->row_weight + m, 0, rest * 4);
     }
     if (ep_leave(c, num_workers, epoch) == EP_LEFT_LAST_FAILED) {
-        fill_nan(p->rows, p->num_rows * c->layout.row_bytes);
-        fill_nan(p->row_weight, p->num_rows * 4ull);
+        ep_cpu_fill_nan(p->rows, p->num_rows * c->layout.row_bytes);
+        ep_cpu_fill_nan(p->row_weight, p->num_rows * 4ull);
         memset(p->recv, 0xff,
                /* -1: no slot came from any rank */
                4 * ep_recv_words(&c->shape));
@@ -236,7 +179,7 @@ static void return_slot(const EpCombineParams *p, uint32_t s, uint32_t slot) {
     }
     if (c->shape.combine_mode != EP_COMBINE_LOCAL) return;
     unsigned char *to = ep_slot_at(c, s, c->my_rank, slot);
-    sum_rows(to, rows, p->has_weight ? weights : NULL, num, c->shape.dtype, c->shape.hidden);
+    ep_cpu_sum_rows(to, rows, p->has_weight ? weights : NULL, num, c->shape.dtype, c->shape.hidden);
     if (p->has_scalar) memcpy(to + c->layout.row_bytes, scalar, 4ull * K);
 }
 
@@ -271,8 +214,8 @@ static bool finish_token(const EpCombineParams *p, uint32_t t, uint64_t epoch) {
         }
         if (scalar) scalar[k] = trailer[EP_CHOICE_SCALAR];
     }
-    sum_rows((unsigned char *)p->out + t * c->layout.row_bytes, rows,
-             !local && p->has_weight ? weights : NULL, num, s->dtype, s->hidden);
+    ep_cpu_sum_rows((unsigned char *)p->out + t * c->layout.row_bytes, rows,
+                    !local && p->has_weight ? weights : NULL, num, s->dtype, s->hidden);
     return true;
 }
 
@@ -333,7 +276,7 @@ void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_work
         for (uint32_t i = 0; i < ep_chunk_slots(T, (uint32_t)n) && ok; i++)
             ok = finish_token(p, (uint32_t)n * EP_CHUNK_SLOTS + i, epoch);
     if (ep_leave(c, num_workers, epoch) == EP_LEFT_LAST_FAILED) {
-        fill_nan(p->out, T * c->layout.row_bytes);
-        fill_nan(p->out_scalar, 4ull * T * c->shape.num_topk);
+        ep_cpu_fill_nan(p->out, T * c->layout.row_bytes);
+        ep_cpu_fill_nan(p->out_scalar, 4ull * T * c->shape.num_topk);
     }
 }

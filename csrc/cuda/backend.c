@@ -211,6 +211,16 @@ static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *
     EP_TRY(ep_begin_launch(device, &p->comm, stream, "epmoe: combine kernel", &l));
     return ep_end_launch(&l, ep_launch_combine(p, num_sm, stream), "combine kernel");
 }
+static int ll_dispatch(int device, const EpLlDispatchParams *p, uint32_t num_sm, void *stream) {
+    EpLaunch l;
+    EP_TRY(ep_begin_launch(device, &p->comm, stream, "epmoe: low-latency dispatch kernel", &l));
+    return ep_end_launch(&l, ep_launch_ll_dispatch(p, num_sm, stream), "low-latency dispatch kernel");
+}
+static int ll_combine(int device, const EpLlCombineParams *p, uint32_t num_sm, void *stream) {
+    EpLaunch l;
+    EP_TRY(ep_begin_launch(device, &p->comm, stream, "epmoe: low-latency combine kernel", &l));
+    return ep_end_launch(&l, ep_launch_ll_combine(p, num_sm, stream), "low-latency combine kernel");
+}
 static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
     EpLaunch l;
     EP_TRY(ep_begin_launch(device, c, stream, "epmoe: enter kernel", &l));
@@ -280,6 +290,7 @@ static int preload_all(void) {
     EP_CUDA_TRY(ep_preload_plan());
     EP_CUDA_TRY(ep_preload_dispatch());
     EP_CUDA_TRY(ep_preload_combine());
+    EP_CUDA_TRY(ep_preload_low_latency());
     EP_CUDA_TRY(ep_preload_words());
     EP_CUDA_TRY(ep_preload_fused());
     return 0;
@@ -306,6 +317,8 @@ const EpBackend ep_cuda_backend = {
     .plan = plan,
     .dispatch = dispatch,
     .combine = combine,
+    .ll_dispatch = ll_dispatch,
+    .ll_combine = ll_combine,
     .enter = enter,
     .clear = clear,
     .signal = signal_word,

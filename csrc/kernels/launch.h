@@ -14,6 +14,8 @@ int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *strea
 int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream);
 int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream);
 int ep_launch_gemm(const EpGemmParams *p, void *stream);
+int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_sm, void *stream);
+int ep_launch_ll_combine(const EpLlCombineParams *p, uint32_t num_sm, void *stream);
 int ep_launch_enter(const EpComm *c, uint32_t op, void *stream);
 int ep_launch_signal(uint64_t *word, uint64_t value, uint32_t add, void *stream);
 int ep_launch_wait(const EpComm *c, const uint64_t *word, uint64_t value, uint32_t exact, void *stream);
@@ -23,6 +25,7 @@ int ep_preload_plan(void);
 int ep_preload_dispatch(void);
 int ep_preload_combine(void);
 int ep_preload_fused(void);
+int ep_preload_low_latency(void);
 int ep_preload_words(void);
 #ifdef __cplusplus
 }

@@ -14,12 +14,25 @@
 #include "backend.h"
 #include "layer/layer_state.h"
 #include "layer/test_hooks.h"
-#include "protocol/flags.h"
+#include "protocol/low_latency.h"
 #include "runtime/error.h"
 #include "runtime/tensor.h"
 #include "runtime/world.h"
 
 /* ---- configuration ---- */
+
+/* The numbers of tokens travel in 16 bits. Every CTA has the routes of all tokens in shared memory. */
+static int check_low_latency(const EpShape *s) {
+    const uint64_t num_bytes = ep_ll_smem_bytes(s);
+    if (s->max_tokens > EP_LL_MAX_TOKENS || num_bytes > EP_LL_MAX_SMEM)
+        return ep_error(EP_EINVAL,
+                        "max_tokens %u: with %u ranks, %u experts and topk %u the routes need %llu bytes of "
+                        "shared memory, at most %u are there, and max_tokens is at most %u: use a smaller "
+                        "max_tokens",
+                        s->max_tokens, s->num_ranks, s->num_experts, s->num_topk,
+                        (unsigned long long)num_bytes, EP_LL_MAX_SMEM, EP_LL_MAX_TOKENS);
+    return 0;
+}
 
 int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
     const EpShape *s = &config->shape;
@@ -41,8 +54,9 @@ int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
     if (s->max_tokens < 1 || (uint64_t)s->max_tokens * s->num_topk * s->num_ranks >= 1ull << 31)
         return ep_error(EP_EINVAL, "max_tokens %u: ranks * max_tokens * topk must be in [1, 2^31)",
                         s->max_tokens);
-    if (s->combine_mode > EP_COMBINE_GATHER)
-        return ep_error(EP_EINVAL, "combine mode %u: must be at most %u", s->combine_mode, EP_COMBINE_GATHER);
+    if (s->combine_mode > EP_LOW_LATENCY)
+        return ep_error(EP_EINVAL, "combine mode %u: must be at most %u", s->combine_mode, EP_LOW_LATENCY);
+    if (s->combine_mode == EP_LOW_LATENCY) EP_TRY(check_low_latency(s));
     if (s->capacity < 1 || s->capacity >= 1u << 31)
         return ep_error(EP_EINVAL, "capacity %u: must be 1 to 2^31 - 1 rows", s->capacity);
     if (config->num_buffers < 1 || config->num_buffers > EP_MAX_BUFFERS)
@@ -75,10 +89,12 @@ static const struct {
 
 /* The user's name for a value. */
 static const char *value_name(Kind kind, uint32_t value, char text[16]) {
-    static const char *const modes[] = {
-        [EP_COMBINE_LOCAL] = "local", [EP_COMBINE_SCATTER] = "scatter", [EP_COMBINE_GATHER] = "gather"};
+    static const char *const modes[] = {[EP_COMBINE_LOCAL] = "local",
+                                        [EP_COMBINE_SCATTER] = "scatter",
+                                        [EP_COMBINE_GATHER] = "gather",
+                                        [EP_LOW_LATENCY] = "low latency"};
     if (kind == DTYPE) return ep_dtype_name(value);
-    if (kind == MODE && value <= EP_COMBINE_GATHER) return modes[value];
+    if (kind == MODE && value <= EP_LOW_LATENCY) return modes[value];
     snprintf(text, 16, "%u", value);
     return text;
 }
@@ -212,6 +228,10 @@ int ep_layer_plan_words(EpLayer *l, uint64_t num_tokens, uint64_t *num_words) {
                         (unsigned long long)num_tokens, l->config.shape.max_tokens);
     *num_words = ep_plan_layout(&l->config.shape, (uint32_t)num_tokens).num_words;
     return 0;
+}
+
+uint64_t ep_layer_ll_handle_words(const EpLayerConfig *config) {
+    return ep_ll_handle(&config->shape).num_words;
 }
 
 /* ---- operations ---- */

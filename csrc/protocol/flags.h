@@ -73,8 +73,9 @@ EP_FN uint64_t *ep_count_cell(const EpComm *c, uint32_t at_rank, uint32_t of_ran
  * until the host has raised the fault as an error and cleared it. */
 EP_FN uint64_t ep_begin(const EpComm *c) {
     const EpLocal *l = ep_local(c);
-    if (ep_ld_relaxed_gpu_u64(&l->faulted)) return 0;
-    return ep_ld_relaxed_gpu_u64(&l->epoch) + 1;
+    /* Both loads are issued before either is used. */
+    const uint64_t faulted = ep_ld_relaxed_gpu_u64(&l->faulted), epoch = ep_ld_relaxed_gpu_u64(&l->epoch);
+    return faulted ? 0 : epoch + 1;
 }
 
 /* A fault record without a code: what a wait needs to know, to record its timeout. */
@@ -363,9 +364,9 @@ EP_FN uint64_t ep_count_seen(const EpComm *c, uint32_t of_rank, uint32_t cell) {
 
 /* Leave the operation. The last of num_workers resets the local words for the next operation. Its result
  * also tells whether the operation failed, because only the last worker may then write where the others
- * wrote. */
+ * wrote. ep_leave_unqueued: the same for an operation that has no queues. */
 typedef enum { EP_LEFT, EP_LEFT_LAST, EP_LEFT_LAST_FAILED } EpLeft;
-EP_FN EpLeft ep_leave(const EpComm *c, uint32_t num_workers, uint64_t epoch) {
+EP_FN EpLeft ep_leave_unqueued(const EpComm *c, uint32_t num_workers, uint64_t epoch) {
     EpLocal *l = ep_local(c);
     ep_chaos(EP_CHAOS_LEAVE);
     /* acq_rel: publishes all that this worker did, and makes readable to the last worker what all others
@@ -377,13 +378,19 @@ EP_FN EpLeft ep_leave(const EpComm *c, uint32_t num_workers, uint64_t epoch) {
     if (epoch == 0) return EP_LEFT_LAST_FAILED;
     if (failed && !c->status) ep_st_relaxed_gpu_u64(&l->faulted, 1);
     ep_st_relaxed_gpu_u64(&l->claim, 0);
+    ep_st_relaxed_gpu_u64(&l->epoch, epoch);
+    return failed ? EP_LEFT_LAST_FAILED : EP_LEFT_LAST;
+}
+EP_FN EpLeft ep_leave(const EpComm *c, uint32_t num_workers, uint64_t epoch) {
+    EpLocal *l = ep_local(c);
+    const EpLeft left = ep_leave_unqueued(c, num_workers, epoch);
+    if (left == EP_LEFT || epoch == 0) return left;
     for (uint32_t i = 0; i < EP_MAX_RANKS; i++) ep_st_relaxed_gpu_u64(&l->queue_send[i], 0);
     ep_st_relaxed_gpu_u64(&l->queue_recv, 0);
     ep_st_relaxed_gpu_u64(&l->num_copied, 0);
     ep_st_relaxed_gpu_u64(&l->grid_arrived, 0);
     ep_st_relaxed_gpu_u64(&l->queue_tiles, 0);
-    ep_st_relaxed_gpu_u64(&l->epoch, epoch);
-    return failed ? EP_LEFT_LAST_FAILED : EP_LEFT_LAST;
+    return left;
 }
 
 #endif /* EP_FLAGS_H */

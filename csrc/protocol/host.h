@@ -30,7 +30,8 @@ typedef struct {
     X(ROWS, "rows")         \
     X(GRID, "grid barrier") \
     X(SCATTER, "scatter")   \
-    X(READY, "ready")
+    X(READY, "ready")       \
+    X(ROUTE, "route")
 typedef enum {
     EP_WORD_NONE = 0,
 #define X(NAME, text) EP_WORD_##NAME,

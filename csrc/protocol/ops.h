@@ -14,7 +14,9 @@
     X(COMBINE, combine, Combine, "combine")                          \
     B(BARRIER, barrier, Barrier, "barrier")                          \
     X(DISPATCH_GEMM, dispatch_gemm, DispatchGemm, "dispatch + gemm") \
-    X(GEMM_COMBINE, gemm_combine, GemmCombine, "gemm + combine")
+    X(GEMM_COMBINE, gemm_combine, GemmCombine, "gemm + combine")     \
+    X(LL_DISPATCH, ll_dispatch, LlDispatch, "low-latency dispatch")  \
+    X(LL_COMBINE, ll_combine, LlCombine, "low-latency combine")
 
 /* EP_OP_PLAN = 1, EP_OP_DISPATCH = 2, ... */
 typedef enum {
@@ -102,6 +104,31 @@ typedef enum {
     X(S, U32, num_reduce)          \
     X(S, U32, is_serial)           \
     X(S, U32, requires_grad)
+
+/* For a layer of mode EP_LOW_LATENCY. x [T][H], indices [T][K] i32 or i64, weight f32 [T][K]; handle i32
+ * [ep_ll_handle_words], for combine. Masked: rows [L][W * max_tokens][H] and scales [L][H / 128][..]; else
+ * rows [capacity][H] and scales [H / 128][..], where a line of scales has a multiple of 4 numbers, at least
+ * as many as there are rows. counts i32 [L]: the rows of each expert. fp8: EpLlFp8; without it rows have the
+ * layer's dtype and scales are NULL. parts: EpLlParts. */
+#define EP_ARGS_ll_dispatch(X, S) \
+    X(S, TENSOR, x)               \
+    X(S, TENSOR, indices)         \
+    X(S, OPTIONAL, weight)        \
+    X(S, PLAN, handle)            \
+    X(S, TENSOR, rows)            \
+    X(S, OPTIONAL, scales)        \
+    X(S, TENSOR, counts)          \
+    X(S, U32, is_masked)          \
+    X(S, U32, fp8)                \
+    X(S, U32, parts)
+
+/* rows: as dispatch has them, in the layer's dtype; out [T][H]. */
+#define EP_ARGS_ll_combine(X, S) \
+    X(S, TENSOR, rows)           \
+    X(S, PLAN, handle)           \
+    X(S, TENSOR, out)            \
+    X(S, U32, is_masked)         \
+    X(S, U32, parts)
 /* clang-format on */
 
 #endif /* EP_OPS_H */

@@ -1,7 +1,7 @@
 /* params.h - the parameters of each operation: what layer_ops.c fills in and a backend executes.
  *
- * Exports EpPlanParams, EpDispatchParams, EpCombineParams; and for the fused kernels EpDispatchGemmParams and
- * EpGemmCombineParams.
+ * Exports EpPlanParams, EpDispatchParams, EpCombineParams; for the fused kernels EpDispatchGemmParams and
+ * EpGemmCombineParams; and for the low-latency operations EpLlDispatchParams and EpLlCombineParams.
  * Invariant: a captured CUDA graph keeps a copy of these structs. So they contain neither an epoch nor the
  * number of received rows: a worker reads the epoch from its local words, and the number from the plan. */
 #ifndef EP_PARAMS_H
@@ -75,5 +75,33 @@ typedef struct {
     /* No row is returned before all rows are ready. */
     uint32_t is_serial;
 } EpGemmCombineParams;
+
+/* e4m3 rows, with a scale for each 128 numbers: the largest magnitude / 448, or the next power of two. */
+typedef enum { EP_FP8_NONE = 0, EP_FP8_SCALED = 1, EP_FP8_POW2 = 2 } EpLlFp8;
+#define EP_FP8_GROUP 128u
+/* The halves of an operation that a launch executes. */
+typedef enum { EP_LL_SEND = 1, EP_LL_RECEIVE = 2, EP_LL_BOTH = 3 } EpLlParts;
+
+typedef struct {
+    EpComm comm;
+    const void *x;       /* [T][H] */
+    const void *indices; /* [T][K] i32 or i64 */
+    const float *weight; /* [T][K] or NULL: all weights are 1 */
+    int32_t *handle;     /* see EpLlHandle */
+    void *rows;          /* masked: [L][W * max_tokens][H]; else [capacity][H] */
+    float *scales;       /* masked: [L][H / 128][scale_line]; else [H / 128][scale_line]; or NULL */
+    int32_t *counts;     /* [L] */
+    uint32_t num_tokens, index_bytes;
+    uint32_t scale_line; /* numbers from a group's scales to those of the next group */
+    uint32_t is_masked, fp8, parts;
+} EpLlDispatchParams;
+
+typedef struct {
+    EpComm comm;
+    const void *rows; /* as in dispatch, in the layer's dtype */
+    const int32_t *handle;
+    void *out; /* [T][H] */
+    uint32_t num_tokens, is_masked, parts;
+} EpLlCombineParams;
 
 #endif /* EP_PARAMS_H */

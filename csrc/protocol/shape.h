@@ -26,7 +26,12 @@ typedef enum {
 } EpDtype;
 /* LOCAL: the expert's rank adds up its rows of a token and pushes one row per (token, rank).
  * SCATTER: the expert's rank pushes one row per choice. GATHER: the token's rank pulls one row per choice. */
-typedef enum { EP_COMBINE_LOCAL = 0, EP_COMBINE_SCATTER = 1, EP_COMBINE_GATHER = 2 } EpCombineMode;
+typedef enum {
+    EP_COMBINE_LOCAL = 0,
+    EP_COMBINE_SCATTER = 1,
+    EP_COMBINE_GATHER = 2,
+    EP_LOW_LATENCY = 3 /* not a form of combine, but a layer with other operations (low_latency.h) */
+} EpCombineMode;
 
 typedef struct {
     uint32_t num_ranks;    /* W */

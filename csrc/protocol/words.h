@@ -46,7 +46,9 @@ enum {
 #define X(name) EP_FIELD_##name,
     EP_HEADER_FIELDS(X)
 #undef X
-        EP_FIELD_COUNT
+        EP_FIELD_COUNT,
+    EP_FIELD_fp8 = EP_FIELD_COUNT, /* of a low-latency head */
+    EP_FIELD_handle
 };
 #define EP_NUM_HEADER_FIELDS ((uint32_t)EP_FIELD_COUNT)
 

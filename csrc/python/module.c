@@ -37,6 +37,7 @@ static const struct {
         {"COMBINE_LOCAL", EP_COMBINE_LOCAL},
     {"COMBINE_SCATTER", EP_COMBINE_SCATTER},
     {"COMBINE_GATHER", EP_COMBINE_GATHER},
+    {"LOW_LATENCY", EP_LOW_LATENCY},
 #define X(NAME, name, Type, text) {"OP_" #NAME, EP_OP_##NAME},
     EP_OPERATIONS(X, X)
 #undef X

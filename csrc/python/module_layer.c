@@ -108,6 +108,16 @@ FAST(plan_layout) {
                          l.max_tiles);
 }
 
+/* (config) -> the length of the handle of a low-latency layer, in int32 elements */
+FAST(ll_handle_words) {
+    EpLayerConfig c;
+    uint64_t unused;
+    WANT(1);
+    if (!get_config(args[0], &c)) return NULL;
+    int code = ep_layer_check_config(&c, &unused);
+    return code ? ep_raise(code) : PyLong_FromUnsignedLongLong(ep_layer_ll_handle_words(&c));
+}
+
 /* Refuse an operation because a tensor argument cannot be read. The peers learn it before Python does. */
 static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObject *any_tensor) {
     PyObject *type, *value, *trace;
@@ -267,6 +277,7 @@ PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
                                   METHOD(layer_create),
                                   METHOD(layer_close),
                                   METHOD(plan_layout),
+                                  METHOD(ll_handle_words),
                                   METHOD(layer_num_rows),
                                   METHOD(layer_trace),
                                   METHOD(layer_refuse),

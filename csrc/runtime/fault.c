@@ -1,7 +1,7 @@
 /* fault.c - the error of a fault record: which rank, which wait, what was expected and what was found.
  *
  * Exports ep_fault_error (error.h). */
-#include "protocol/flags.h"
+#include "protocol/low_latency.h"
 #include "runtime/error.h"
 
 static const char *op_name(uint32_t op) {
@@ -17,8 +17,9 @@ static const char *field_name(uint32_t field) {
 #define X(name) #name,
                                         EP_HEADER_FIELDS(X)
 #undef X
-    };
-    return names[field <= EP_NUM_HEADER_FIELDS ? field : 0];
+                                            "fp8",
+                                        "handle"};
+    return names[field <= 1 + EP_FIELD_handle ? field : 0];
 }
 
 /* The timeout of a wait. The record of a wait for a signal has neither the signalling rank nor the word's
@@ -62,6 +63,11 @@ int ep_fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_rank) {
                         "same on all ranks.",
                         field_name(f->field), f->peer, got, want, op_name(f->op));
     case EP_EINDEX:
+        if ((int64_t)got == EP_INDEX_UNKNOWN)
+            return ep_error(EP_EINDEX,
+                            "rank %u: the expert index of token %u, choice %u is outside [-1, %llu]. The "
+                            "error of that rank has the index.",
+                            f->peer, f->field / s->num_topk, f->field % s->num_topk, want);
         return ep_error(EP_EINDEX,
                         "rank %u: expert index %lld of token %u, choice %u is outside [-1, %llu]. Use -1 to "
                         "drop a choice.",

@@ -2,13 +2,19 @@
 #include "cuda/capabilities.h"
 #include "kernels/launch.h"
 #include "kernels/stage/rows.cuh"
+#include "protocol/low_latency.h"
 
 __global__ void enter_kernel(const __grid_constant__ EpComm c, uint32_t op) {
     const uint64_t epoch = ep_begin(&c);
     if (epoch == 0) return;
-    EpHeader h = ep_make_header(&c, op, NULL, NULL, 0, 0);
-    ep_enter(&c, &h, epoch);
-    ep_enter_await(&c, op, epoch);
+    if (c.shape.combine_mode == EP_LOW_LATENCY) {
+        __shared__ EpLlHead heads[EP_MAX_RANKS];
+        ep_ll_refuse(&c, op, epoch, heads);
+    } else {
+        EpHeader h = ep_make_header(&c, op, NULL, NULL, 0, 0);
+        ep_enter(&c, &h, epoch);
+        ep_enter_await(&c, op, epoch);
+    }
     if (ep_lane() == 0) ep_leave(&c, 1, epoch);
 }
 

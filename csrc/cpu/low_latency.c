@@ -1,0 +1,266 @@
+/* cpu/low_latency.c - the low-latency dispatch and combine in plain C; protocol/low_latency.h has the
+ * protocol.
+ *
+ * Worker i takes the tokens i, i + num_workers, ... of every rank. Each worker reads all routes by itself, so
+ * workers need not wait for each other.
+ * Invariant: a worker waits for a peer only after it has sent all its pieces. A number from a peer is clamped
+ * before it becomes an offset. */
+#include <string.h>
+
+#include "cpu/ops.h"
+#include "cpu/rows.h"
+
+/* ---- dispatch ---- */
+
+/* The ranks that hold an expert of token t of this rank, a bit for each. */
+static uint32_t targets_of(const EpLlDispatchParams *p, uint32_t t) {
+    const EpShape *s = &p->comm.shape;
+    uint32_t mask = 0;
+    for (uint32_t k = 0; k < s->num_topk; k++) {
+        const uint32_t e = ep_ll_route_of(p, (uint64_t)t * s->num_topk + k);
+        if (e < s->num_experts) mask |= 1u << e / ep_num_local_experts(s);
+    }
+    return mask;
+}
+
+/* Write token t in the form in which it travels: its row, or e4m3 numbers and their scales; then its
+ * weights. */
+static void write_slot(const EpLlDispatchParams *p, uint32_t t, unsigned char *to) {
+    const EpComm *c = &p->comm;
+    const uint32_t K = c->shape.num_topk;
+    const unsigned char *from = (const unsigned char *)p->x + t * c->layout.row_bytes;
+    if (p->fp8) {
+        for (uint32_t g = 0; g < c->shape.hidden / EP_FP8_GROUP; g++) {
+            const float scale = ep_cpu_quantize(to + g * EP_FP8_GROUP, from + 2ull * g * EP_FP8_GROUP,
+                                                c->shape.dtype, p->fp8);
+            memcpy(to + ep_ll_scales_at(c) + 4ull * g, &scale, 4);
+        }
+    } else {
+        memcpy(to, from, c->layout.row_bytes);
+    }
+    float weights[EP_MAX_TOPK];
+    for (uint32_t k = 0; k < K; k++) weights[k] = p->weight ? p->weight[(uint64_t)t * K + k] : 1.0f;
+    memcpy(to + ep_ll_weights_at(c), weights, 4ull * K);
+}
+
+static void send_token(const EpLlDispatchParams *p, uint32_t t, uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    const uint32_t K = c->shape.num_topk, targets = targets_of(p, t);
+    for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
+        for (uint32_t k = 0; k < K; k++)
+            ep_st_relaxed_sys_u64(ep_ll_route(c, r, c->my_rank, t, epoch) + k,
+                                  ep_ll_cell(epoch, ep_ll_route_of(p, (uint64_t)t * K + k)));
+        if (r == c->my_rank || !(targets >> r & 1u)) continue;
+        if (EP_FAULT(FLAG_FIRST)) ep_ll_publish(c, r, t, 0, epoch);
+        write_slot(p, t, ep_ll_slot(c, r, c->my_rank, t, epoch));
+        for (uint32_t i = 0; i < c->layout.num_pieces; i++) ep_ll_publish(c, r, t, i, epoch);
+    }
+}
+
+/* Read the routes of all tokens of all ranks. next[e] becomes the number of rows of local expert e. False: a
+ * wait has failed, or an index is wrong, which this function records. */
+static bool read_routes(const EpLlDispatchParams *p, const EpLlHead *heads, uint32_t *next, uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    const uint32_t K = c->shape.num_topk, L = ep_num_local_experts(&c->shape), first = c->my_rank * L;
+    memset(next, 0, L * sizeof *next);
+    for (uint32_t w = 0; w < c->shape.num_ranks; w++) {
+        const EpFaultRecord f = ep_fault_at(EP_OP_LL_DISPATCH, w, EP_WORD_ROUTE, epoch);
+        for (uint32_t i = 0; i < heads[w].number * K; i++) {
+            const uint64_t *cell = ep_ll_route(c, c->my_rank, w, i / K, epoch);
+            uint32_t e, is_new = 1;
+            if (!ep_ll_cell_await(c, cell + i % K, epoch, &f, &e)) return false;
+            if (e == EP_ROUTE_WRONG) {
+                ep_ll_wrong_index(
+                    c, w, i,
+                    w == c->my_rank ? ep_read_index(p->indices, p->index_bytes, i) : EP_INDEX_UNKNOWN, epoch);
+                return false;
+            }
+            if (e < first || e >= first + L) continue;
+            for (uint32_t k = 0; k < i % K; k++)
+                is_new &= ((uint32_t)ep_ld_relaxed_sys_u64(cell + k) & 0xffffu) != e;
+            next[e - first] += is_new;
+        }
+    }
+    return true;
+}
+
+/* Copy a token that is in `from`, in the form in which it travels, to its row. */
+static void place_row(const EpLlDispatchParams *p, const unsigned char *from, uint32_t expert, uint32_t first,
+                      uint32_t i) {
+    const EpComm *c = &p->comm;
+    const uint64_t row = ep_ll_row(&c->shape, p->is_masked, expert, first, i);
+    const uint64_t num_bytes = p->fp8 ? c->shape.hidden : c->layout.row_bytes;
+    const uint64_t num_groups = c->shape.hidden / EP_FP8_GROUP;
+    if (row >= ep_ll_num_rows(&c->shape, p->is_masked)) return;
+    memcpy((unsigned char *)p->rows + row * num_bytes, from, num_bytes);
+    float *scales = p->scales;
+    if (p->fp8 && p->is_masked) scales += expert * num_groups * p->scale_line;
+    for (uint64_t g = 0; p->fp8 && g < num_groups; g++)
+        memcpy(&scales[g * p->scale_line + (p->is_masked ? i : row)], from + ep_ll_scales_at(c) + 4 * g, 4);
+}
+
+/* Place token t of source w, and note it for combine. mine: this worker does so; otherwise it only counts
+ * the rows. */
+static bool place_token(const EpLlDispatchParams *p, uint32_t w, uint32_t t, const uint32_t *first,
+                        uint32_t *next, bool mine, uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    const EpLlHandle h = ep_ll_handle(&c->shape);
+    const uint32_t K = c->shape.num_topk, L = ep_num_local_experts(&c->shape);
+    const uint64_t *route = ep_ll_route(c, c->my_rank, w, t, epoch);
+    int32_t *rows = p->handle + h.rows_off + ep_ll_choices_at(&c->shape, w, t);
+    const unsigned char *from = NULL;
+    for (uint32_t k = 0; k < K; k++) {
+        const uint32_t e = ((uint32_t)ep_ld_relaxed_sys_u64(route + k) & 0xffffu) - c->my_rank * L;
+        uint32_t before = k;
+        if (mine) rows[k] = -1;
+        if (e >= L) continue;
+        for (uint32_t j = 0; j < k; j++)
+            if (((uint32_t)ep_ld_relaxed_sys_u64(route + j) & 0xffffu) == e + c->my_rank * L && before == k)
+                before = j;
+        if (before < k) { /* a duplicate: the token has one row at this expert */
+            if (mine) rows[k] = rows[before];
+            continue;
+        }
+        const uint32_t i = next[e]++;
+        if (!mine) continue;
+        if (!from && w == c->my_rank) {
+            unsigned char *own = ep_ll_slot(c, w, w, t, epoch); /* no other rank uses it */
+            write_slot(p, t, own);
+            from = own;
+        } else if (!from) {
+            for (uint32_t piece = 0; piece < c->layout.num_pieces; piece++)
+                if (!ep_ll_await(c, EP_OP_LL_DISPATCH, w, t, piece, epoch)) return false;
+            from = ep_ll_slot(c, c->my_rank, w, t, epoch);
+        }
+        place_row(p, from, e, first[e], i);
+        rows[k] = (int32_t)ep_ll_row(&c->shape, p->is_masked, e, first[e], i);
+    }
+    if (from)
+        memcpy(p->handle + h.weights_off + ep_ll_choices_at(&c->shape, w, t), from + ep_ll_weights_at(c),
+               4ull * K);
+    return true;
+}
+
+static bool receive_tokens(const EpLlDispatchParams *p, uint32_t worker, uint32_t num_workers,
+                           uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    const uint32_t L = ep_num_local_experts(&c->shape);
+    const EpLlHandle h = ep_ll_handle(&c->shape);
+    EpLlHead heads[EP_MAX_RANKS];
+    uint32_t first[EP_MAX_EXPERTS], next[EP_MAX_EXPERTS], sum = 0;
+    if (!ep_ll_enter_await(c, EP_OP_LL_DISPATCH, ep_ll_dispatch_head(p), epoch, heads)) return false;
+    if (!read_routes(p, heads, next, epoch)) return false;
+    for (uint32_t e = 0; e < L; e++) {
+        if (worker == 0) p->counts[e] = (int32_t)next[e];
+        first[e] = sum;
+        sum += next[e];
+        next[e] = 0;
+    }
+    for (uint32_t w = 0; w < c->shape.num_ranks; w++)
+        for (uint32_t t = 0; t < heads[w].number; t++)
+            if (!place_token(p, w, t, first, next, t % num_workers == worker, epoch)) return false;
+    for (uint32_t t = worker; t < p->num_tokens; t += num_workers)
+        p->handle[h.targets_off + t] = (int32_t)targets_of(p, t);
+    if (worker) return true;
+    p->handle[EP_LL_STATUS] = 0;
+    p->handle[EP_LL_NUM_TOKENS] = (int32_t)p->num_tokens;
+    p->handle[EP_LL_ID] = (int32_t)(epoch & 0xffffu);
+    for (uint32_t w = 0; w < c->shape.num_ranks; w++) p->handle[EP_LL_SOURCES + w] = (int32_t)heads[w].number;
+    return true;
+}
+
+/* Poison the outputs of a failed dispatch. */
+static void poison_dispatch(const EpLlDispatchParams *p) {
+    const EpShape *s = &p->comm.shape;
+    const uint64_t num_rows = ep_ll_num_rows(s, p->is_masked);
+    ep_cpu_fill_nan(p->rows, num_rows * (p->fp8 ? s->hidden : p->comm.layout.row_bytes));
+    memset(p->counts, 0, 4ull * ep_num_local_experts(s));
+    p->handle[EP_LL_STATUS] = EP_EPEER;
+}
+
+void ep_cpu_ll_dispatch(const EpLlDispatchParams *p, uint32_t worker, uint32_t num_workers) {
+    const EpComm *c = &p->comm;
+    const uint64_t epoch = ep_begin(c);
+    if (epoch && p->parts & EP_LL_SEND) {
+        if (worker == 0) ep_ll_enter(c, ep_ll_dispatch_head(p), epoch);
+        for (uint32_t t = worker; t < p->num_tokens; t += num_workers) send_token(p, t, epoch);
+    }
+    if (!(p->parts & EP_LL_RECEIVE)) return;
+    if (epoch) (void)receive_tokens(p, worker, num_workers, epoch);
+    if (ep_leave_unqueued(c, num_workers, epoch) == EP_LEFT_LAST_FAILED) poison_dispatch(p);
+}
+
+/* ---- combine ---- */
+
+/* dst = the sum of the rows that this rank has for a source's token, in the order of its choices. */
+static void sum_choices(const EpLlCombineParams *p, uint32_t source, uint32_t token, void *dst) {
+    const EpComm *c = &p->comm;
+    const EpLlHandle h = ep_ll_handle(&c->shape);
+    const uint64_t at = ep_ll_choices_at(&c->shape, source, token);
+    const uint64_t num_rows = ep_ll_num_rows(&c->shape, p->is_masked);
+    const void *rows[EP_MAX_TOPK];
+    float weights[EP_MAX_TOPK];
+    uint32_t num = 0;
+    for (uint32_t k = 0; k < c->shape.num_topk; k++) {
+        const int32_t row = p->handle[h.rows_off + at + k];
+        if (row < 0 || (uint64_t)row >= num_rows) continue;
+        memcpy(&weights[num], &p->handle[h.weights_off + at + k], 4);
+        rows[num++] = (const unsigned char *)p->rows + (uint64_t)row * c->layout.row_bytes;
+    }
+    ep_cpu_sum_rows(dst, rows, weights, num, c->shape.dtype, c->shape.hidden);
+}
+
+/* Whether this rank has a row for a source's token. */
+static bool has_row(const EpLlCombineParams *p, uint32_t source, uint32_t token) {
+    const EpShape *s = &p->comm.shape;
+    const int32_t *rows = p->handle + ep_ll_handle(s).rows_off + ep_ll_choices_at(s, source, token);
+    for (uint32_t k = 0; k < s->num_topk; k++)
+        if (rows[k] >= 0) return true;
+    return false;
+}
+
+static void return_token(const EpLlCombineParams *p, uint32_t source, uint32_t token, uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    if (!has_row(p, source, token)) return;
+    if (EP_FAULT(FLAG_FIRST)) ep_ll_publish(c, source, token, 0, epoch);
+    sum_choices(p, source, token, ep_ll_slot(c, source, c->my_rank, token, epoch));
+    for (uint32_t i = 0; i < c->layout.num_pieces; i++) ep_ll_publish(c, source, token, i, epoch);
+}
+
+/* Add up token t of this rank, in the order of the ranks. */
+static bool finish_token(const EpLlCombineParams *p, uint32_t t, uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    const uint32_t targets = (uint32_t)p->handle[ep_ll_handle(&c->shape).targets_off + t];
+    const void *sums[EP_MAX_RANKS];
+    uint32_t num = 0;
+    for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
+        if (!(targets >> r & 1u)) continue;
+        unsigned char *slot = ep_ll_slot(c, c->my_rank, r, t, epoch);
+        if (r == c->my_rank) sum_choices(p, r, t, slot);
+        for (uint32_t i = 0; i < c->layout.num_pieces && r != c->my_rank; i++)
+            if (!ep_ll_await(c, EP_OP_LL_COMBINE, r, t, i, epoch)) return false;
+        sums[num++] = slot;
+    }
+    ep_cpu_sum_rows((unsigned char *)p->out + t * c->layout.row_bytes, sums, NULL, num, c->shape.dtype,
+                    c->shape.hidden);
+    return true;
+}
+
+void ep_cpu_ll_combine(const EpLlCombineParams *p, uint32_t worker, uint32_t num_workers) {
+    const EpComm *c = &p->comm;
+    const uint64_t epoch = ep_begin(c);
+    const EpLlHead mine = ep_ll_combine_head(p);
+    const bool is_good = (mine.call & 0xffu) == 0;
+    if (epoch && p->parts & EP_LL_SEND) {
+        if (worker == 0) ep_ll_enter(c, mine, epoch);
+        for (uint32_t w = 0; w < c->shape.num_ranks && is_good; w++)
+            for (uint32_t t = worker; t < ep_ll_tokens_of(p, w) && w != c->my_rank; t += num_workers)
+                return_token(p, w, t, epoch);
+    }
+    if (!(p->parts & EP_LL_RECEIVE)) return;
+    EpLlHead heads[EP_MAX_RANKS];
+    bool ok = epoch && ep_ll_enter_await(c, EP_OP_LL_COMBINE, mine, epoch, heads);
+    for (uint32_t t = worker; t < p->num_tokens && ok; t += num_workers) ok = finish_token(p, t, epoch);
+    if (ep_leave_unqueued(c, num_workers, epoch) == EP_LEFT_LAST_FAILED)
+        ep_cpu_fill_nan(p->out, p->num_tokens * c->layout.row_bytes);
+}

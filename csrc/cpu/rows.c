@@ -1,0 +1,105 @@
+/* cpu/rows.c - rows of numbers in plain C: sums, and e4m3; see cpu/rows.h.
+ *
+ * Invariant: every product and every sum is rounded to float32 by itself, in the order of the arguments, so
+ * that results are bit-identical to the kernels'. */
+#include "cpu/rows.h"
+
+#include <math.h>
+#include <string.h>
+
+__extension__ typedef _Float16 EpF16;
+
+static float bf16_to_f32(uint16_t v) {
+    uint32_t u = (uint32_t)v << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+static uint16_t f32_to_bf16(float f) { /* round to nearest even; NaN stays NaN */
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(u >> 16 | 0x40u);
+    return (uint16_t)((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+}
+
+/* acc += w * src. The product and the sum are each rounded to float32. Without a weight: acc += src. */
+static void row_add(float *acc, const void *src, uint32_t dtype, uint32_t n, const float *weight) {
+#define ADD(load)                                                  \
+    do {                                                           \
+        if (weight) {                                              \
+            float w = *weight;                                     \
+            for (uint32_t i = 0; i < n; i++) acc[i] += w * (load); \
+        } else {                                                   \
+            for (uint32_t i = 0; i < n; i++) acc[i] += (load);     \
+        }                                                          \
+    } while (0)
+    const float *f = (const float *)src;
+    const uint16_t *b = (const uint16_t *)src;
+    const EpF16 *h = (const EpF16 *)src;
+    if (dtype == EP_F32) ADD(f[i]);
+    if (dtype == EP_BF16) ADD(bf16_to_f32(b[i]));
+    if (dtype == EP_F16) ADD((float)h[i]);
+#undef ADD
+}
+static void row_store(void *dst, const float *acc, uint32_t dtype, uint32_t n) {
+    if (dtype == EP_F32) memcpy(dst, acc, 4ull * n);
+    if (dtype == EP_BF16)
+        for (uint32_t i = 0; i < n; i++) ((uint16_t *)dst)[i] = f32_to_bf16(acc[i]);
+    if (dtype == EP_F16)
+        for (uint32_t i = 0; i < n; i++) ((EpF16 *)dst)[i] = (EpF16)acc[i];
+}
+
+void ep_cpu_sum_rows(void *dst, const void *const *rows, const float *weights, uint32_t num, uint32_t dtype,
+                     uint32_t hidden) {
+    float acc[1024];
+    const uint32_t most = sizeof acc / sizeof acc[0], size = ep_dtype_bytes(dtype);
+    for (uint32_t at = 0; at < hidden; at += most) {
+        uint32_t n = hidden - at < most ? hidden - at : most;
+        memset(acc, 0, sizeof acc);
+        for (uint32_t i = 0; i < num; i++)
+            row_add(acc, (const unsigned char *)rows[i] + (uint64_t)at * size, dtype, n,
+                    weights ? &weights[i] : NULL);
+        row_store((unsigned char *)dst + (uint64_t)at * size, acc, dtype, n);
+    }
+}
+
+void ep_cpu_fill_nan(void *at, uint64_t num_bytes) {
+    if (at && num_bytes) memset(at, EP_FILL_NAN, num_bytes);
+}
+
+/* ---- e4m3: 1 sign, 4 exponent (bias 7), 3 mantissa bits; the largest number is 448 ---- */
+
+/* Round to nearest even. A magnitude above 448 becomes 448; NaN becomes 0x7f. */
+static uint8_t f32_to_e4m3(float f) {
+    const uint8_t sign = signbit(f) ? 0x80 : 0;
+    const float a = fabsf(f);
+    if (f != f) return 0x7f;
+    if (a >= 464.0f) return sign | 0x7e;
+    int exponent;
+    frexpf(a, &exponent);             /* a = m * 2^exponent, m in [0.5, 1) */
+    if (exponent < -5) exponent = -5; /* below 2^-6 numbers are multiples of 2^-9 */
+    const float unit = ldexpf(1.0f, exponent - 4);
+    const float rounded = nearbyintf(a / unit) * unit; /* exact except for the rounding */
+    if (rounded == 0) return sign;
+    frexpf(rounded, &exponent);
+    if (exponent < -5) return sign | (uint8_t)(rounded * 512.0f);
+    return sign | (uint8_t)((uint32_t)(exponent + 6) << 3 | ((uint32_t)ldexpf(rounded, 4 - exponent) & 7u));
+}
+
+static float load(const void *src, uint32_t dtype, uint32_t i) {
+    return dtype == EP_BF16 ? bf16_to_f32(((const uint16_t *)src)[i]) : (float)((const EpF16 *)src)[i];
+}
+
+float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp8) {
+    float most = 0x1p-100f;
+    for (uint32_t i = 0; i < EP_FP8_GROUP; i++) most = fmaxf(most, fabsf(load(src, dtype, i)));
+    float scale = most / 448.0f;
+    if (fp8 == EP_FP8_POW2) {
+        int exponent;
+        const float m = frexpf(scale, &exponent);
+        scale = ldexpf(1.0f, m == 0.5f ? exponent - 1 : exponent);
+    }
+    const float inverse = 1.0f / scale;
+    for (uint32_t i = 0; i < EP_FP8_GROUP; i++) dst[i] = f32_to_e4m3(load(src, dtype, i) * inverse);
+    return scale;
+}

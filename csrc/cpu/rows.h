@@ -1,0 +1,14 @@
+/* cpu/rows.h - rows of numbers: sums in float32, NaN, and e4m3. Used by the stages of the CPU backend. */
+#ifndef EP_CPU_ROWS_H
+#define EP_CPU_ROWS_H
+#include "protocol/low_latency.h"
+
+/* dst = sum of the rows, each times its weight if there are weights, in the order of the array. */
+void ep_cpu_sum_rows(void *dst, const void *const *rows, const float *weights, uint32_t num, uint32_t dtype,
+                     uint32_t hidden);
+/* Poison the output of a failed operation with NaN, so that no caller mistakes it for a result. */
+void ep_cpu_fill_nan(void *at, uint64_t num_bytes);
+/* Quantise a group of EP_FP8_GROUP numbers of bf16 or fp16 to e4m3. Returns the scale. */
+float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp8);
+
+#endif /* EP_CPU_ROWS_H */

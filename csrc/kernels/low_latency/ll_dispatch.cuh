@@ -1,0 +1,116 @@
+/* ll_dispatch.cuh - a warp's part of the low-latency dispatch: send pieces, receive pieces.
+ *
+ * Invariant: no row is placed before the heads and the routes of all ranks are judged. */
+#ifndef EP_LL_DISPATCH_CUH
+#define EP_LL_DISPATCH_CUH
+#include "kernels/low_latency/routes.cuh"
+
+/* ---- send ---- */
+
+/* For lane k: the route of choice k of this rank's token; EP_ROUTE_NONE for the other lanes. */
+EP_FN uint32_t my_route(const EpLlDispatchParams &p, uint32_t token) {
+    const uint32_t K = p.comm.shape.num_topk;
+    return ep_lane() < K ? ep_ll_route_of(&p, (uint64_t)token * K + ep_lane()) : EP_ROUTE_NONE;
+}
+/* The ranks that hold an expert of the lanes' routes, a bit for each. */
+EP_FN uint32_t ranks_of(const EpShape &s, uint32_t route) {
+    return __reduce_or_sync(EP_FULL, route < s.num_experts ? 1u << route / ep_num_local_experts(&s) : 0);
+}
+
+EP_FN void send_routes(const EpLlDispatchParams &p, uint64_t epoch) {
+    const EpComm *c = &p.comm;
+    for (uint32_t t = first_item(); t < p.num_tokens; t += item_step()) {
+        const uint32_t route = my_route(p, t);
+        for (uint32_t r = 0; r < c->shape.num_ranks; r++)
+            if (r != c->my_rank && ep_lane() < c->shape.num_topk)
+                ep_st_relaxed_sys_u64(ep_ll_route(c, r, c->my_rank, t, epoch) + ep_lane(),
+                                      ep_ll_cell(epoch, route));
+    }
+}
+
+template <int DTYPE, bool FP8> EP_FN void send_pieces(const EpLlDispatchParams &p, uint64_t epoch) {
+    const EpComm *c = &p.comm;
+    const uint32_t num_pieces = c->layout.num_pieces, K = c->shape.num_topk;
+    if (c->shape.num_ranks == 1) return;
+    for (uint32_t i = first_item(); i < p.num_tokens * num_pieces; i += item_step()) {
+        const uint32_t t = i / num_pieces, piece = i % num_pieces;
+        const uint32_t targets = ranks_of(c->shape, my_route(p, t)) & ~(1u << c->my_rank);
+        if (targets == 0) continue;
+        const Piece<FP8> got = pack_input<DTYPE, FP8>(p, read_input(p, t, piece));
+        float weight = 1.0f;
+        if (piece == 0 && ep_lane() < K && p.weight) weight = p.weight[(uint64_t)t * K + ep_lane()];
+        for (uint32_t left = targets; left; left &= left - 1) {
+            unsigned char *to = ep_ll_slot(c, (uint32_t)__ffs((int)left) - 1, c->my_rank, t, epoch);
+            write_slot<FP8>(c, to, piece, got);
+            if (piece == 0 && ep_lane() < K) ((float *)(to + ep_ll_weights_at(c)))[ep_lane()] = weight;
+        }
+        ep_warp_sync(); /* all lanes' stores come before the releases */
+        if (ep_lane() < EP_MAX_RANKS && targets >> ep_lane() & 1u)
+            ep_ll_publish(c, ep_lane(), t, piece, epoch);
+    }
+}
+
+/* ---- receive ---- */
+
+/* Copy a piece to the rows of the lanes in `mask`. */
+template <bool FP8> EP_FN void place_piece(const EpLlDispatchParams &p, uint32_t piece, const Piece<FP8> &got,
+                                           uint32_t mask, uint64_t my_row, uint64_t my_scales) {
+    const EpComm *c = &p.comm;
+    const uint64_t num_bytes = FP8 ? c->shape.hidden : c->layout.row_bytes;
+    for (uint32_t left = mask; left; left &= left - 1) {
+        const int lane = __ffs((int)left) - 1;
+        unsigned char *to = (unsigned char *)p.rows + __shfl_sync(EP_FULL, my_row, lane) * num_bytes;
+        float *scales = FP8 ? p.scales + __shfl_sync(EP_FULL, my_scales, lane) : NULL;
+#pragma unroll
+        for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
+            const uint32_t unit = unit_of(piece, u);
+            if (unit >= num_units(c)) continue;
+            if constexpr (FP8) {
+                ((uint2 *)to)[unit] = got.v[u];
+                if (unit % 16 == 0) scales[(uint64_t)(unit / 16) * p.scale_line] = got.scale[u];
+            } else {
+                ((uint4 *)to)[unit] = got.v[u];
+            }
+        }
+    }
+}
+
+/* Place one piece of a token, and note with its first piece what combine needs. input: the piece, if the
+ * token is this rank's. A piece that does not arrive before a wait ends is NaN. */
+template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, const Routes &m, Token at,
+                                                uint32_t piece, const Input &input, uint64_t epoch) {
+    const EpComm *c = &p.comm;
+    const EpShape &s = c->shape;
+    const EpLlHandle h = ep_ll_handle(&s);
+    const uint32_t K = s.num_topk, L = ep_num_local_experts(&s), number = at.source * s.max_tokens + at.token;
+    const bool own = at.source == c->my_rank;
+    const uint32_t route = ep_lane() < K ? m.routes[(uint64_t)number * K + ep_lane()] : EP_ROUTE_NONE;
+    const uint32_t e = route - c->my_rank * L;
+    const bool is_mine = route < s.num_experts && e < L;
+    const uint32_t i = is_mine ? m.row_in_expert(e, number) : 0;
+    const uint64_t row = is_mine ? ep_ll_row(&s, p.is_masked, e, m.first[e], i) : 0;
+    const uint64_t scales = p.is_masked ? (uint64_t)e * (s.hidden / EP_FP8_GROUP) * p.scale_line + i : row;
+    /* A token has one row at an expert, also if it has chosen it twice. */
+    const uint32_t same = __match_any_sync(EP_FULL, is_mine ? e : 0x10000u + ep_lane());
+    const uint32_t mask = __ballot_sync(EP_FULL, is_mine && __ffs((int)same) - 1 == (int)ep_lane());
+    const uint32_t targets = own && piece == 0 ? ranks_of(s, route) : 0;
+    const unsigned char *slot = ep_ll_slot(c, c->my_rank, at.source, at.token, epoch);
+    Piece<FP8> got = {};
+    if (mask && own) got = pack_input<DTYPE, FP8>(p, input);
+    if (mask && !own)
+        got = ep_ll_await(c, EP_OP_LL_DISPATCH, at.source, at.token, piece, epoch)
+                  ? read_slot<FP8>(c, slot, piece)
+                  : nan_piece<FP8>();
+    if (piece == 0 && ep_lane() < K) {
+        const uint64_t choice = ep_ll_choices_at(&s, at.source, at.token) + ep_lane();
+        float weight = 1.0f;
+        if (own && p.weight) weight = p.weight[(uint64_t)at.token * K + ep_lane()];
+        if (mask && !own) weight = ((const float *)(slot + ep_ll_weights_at(c)))[ep_lane()];
+        p.handle[h.rows_off + choice] = is_mine ? (int32_t)row : -1;
+        ((float *)p.handle)[h.weights_off + choice] = weight;
+    }
+    if (own && piece == 0 && ep_lane() == 0) p.handle[h.targets_off + at.token] = (int32_t)targets;
+    if (mask) place_piece<FP8>(p, piece, got, mask, row, scales);
+}
+
+#endif /* EP_LL_DISPATCH_CUH */

@@ -1,0 +1,182 @@
+/* low_latency.cu - the kernels of the low-latency dispatch and combine, and their launchers. */
+#include "kernels/launch.h"
+#include "kernels/low_latency/ll_combine.cuh"
+#include "kernels/low_latency/ll_dispatch.cuh"
+
+/* Enter for the rank, in one warp of CTA 0. */
+EP_FN void enter(const EpComm *c, EpLlHead mine, uint64_t epoch) {
+    if (blockIdx.x == 0 && threadIdx.x < 32) ep_ll_enter(c, mine, epoch);
+}
+
+/* Wait for the heads of all ranks, in one warp of each CTA. All threads get the verdict. heads is in shared
+ * memory. */
+EP_FN bool judge(const EpComm *c, uint32_t op, EpLlHead mine, EpLlHead *heads, uint64_t epoch) {
+    __shared__ int ok;
+    if (threadIdx.x < 32) {
+        const bool verdict = ep_ll_enter_await(c, op, mine, epoch, heads);
+        if (threadIdx.x == 0) ok = verdict;
+    }
+    __syncthreads();
+    return ok;
+}
+
+/* What a thread reads before it knows the epoch: the route of its first choice, and its warp's first
+ * piece. */
+typedef struct {
+    uint32_t route;
+    Input piece;
+} Early;
+EP_FN Early read_early(const EpLlDispatchParams &p) {
+    const uint32_t num_pieces = p.comm.layout.num_pieces, i = first_item();
+    Early early = {first_route(p), {}};
+    if (i < p.num_tokens * num_pieces) early.piece = read_input(p, i / num_pieces, i % num_pieces);
+    return early;
+}
+
+/* Read all routes and find all rows. All threads get the verdict. Every CTA reads all routes, so none places
+ * a row if one of them is wrong. */
+EP_FN bool make_routes(const EpLlDispatchParams &p, const Routes &m, uint32_t first, EpLlHead *heads,
+                       uint64_t epoch) {
+    const EpComm *c = &p.comm;
+    for (uint32_t i = threadIdx.x; i < m.L * m.words; i += blockDim.x) m.bits[i] = 0;
+    if (!judge(c, EP_OP_LL_DISPATCH, ep_ll_dispatch_head(&p), heads, epoch)) return false;
+    /* That was a barrier, too: all bits are 0. */
+    bool ok = note_own(p, m, first, epoch);
+    for (uint32_t w = 0; w < c->shape.num_ranks && ok; w++)
+        if (w != c->my_rank) ok = read_peer(p, m, w, heads[w].number, epoch);
+    if (!__syncthreads_and(ok)) return false;
+    count_rows(p, m, heads);
+    __syncthreads();
+    if (!p.is_masked) {
+        if (threadIdx.x < 32) sum_rows(m);
+        __syncthreads();
+    }
+    return true;
+}
+
+EP_FN void write_head_of_handle(const EpLlDispatchParams &p, const EpLlHead *heads, uint64_t epoch) {
+    const uint32_t i = threadIdx.x;
+    if (blockIdx.x) return;
+    if (i == EP_LL_STATUS) p.handle[i] = 0;
+    if (i == EP_LL_NUM_TOKENS) p.handle[i] = (int32_t)p.num_tokens;
+    if (i == EP_LL_ID) p.handle[i] = (int32_t)(epoch & 0xffffu);
+    if (i < p.comm.shape.num_ranks) p.handle[EP_LL_SOURCES + i] = (int32_t)heads[i].number;
+}
+
+/* All CTAs fill num_bytes with a 32-bit pattern. Address and size are multiples of 4. */
+EP_FN void fill(void *at, uint64_t num_bytes, uint32_t pattern) {
+    for (uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; i < num_bytes / 4;
+         i += (uint64_t)gridDim.x * blockDim.x)
+        ((uint32_t *)at)[i] = pattern;
+}
+/* The outputs of a void dispatch. */
+EP_FN void poison(const EpLlDispatchParams &p) {
+    const EpShape &s = p.comm.shape;
+    fill(p.rows, ep_ll_num_rows(&s, p.is_masked) * (p.fp8 ? s.hidden : p.comm.layout.row_bytes), EP_NAN_WORD);
+    fill(p.counts, 4ull * ep_num_local_experts(&s), 0);
+    fill(p.handle + EP_LL_STATUS, 4, (uint32_t)EP_EPEER);
+}
+
+/* Place all tokens: this rank's own first. */
+template <int DTYPE, bool FP8> EP_FN void place_all(const EpLlDispatchParams &p, const Routes &m,
+                                                    const EpLlHead *heads, Input input, uint64_t epoch) {
+    const EpComm *c = &p.comm;
+    const uint32_t num_pieces = c->layout.num_pieces, own = p.num_tokens;
+    uint32_t num = 0;
+    for (uint32_t w = 0; w < c->shape.num_ranks; w++) num += heads[w].number;
+    for (uint32_t i = first_item(); i < num * num_pieces; i += item_step()) {
+        const uint32_t n = i / num_pieces, piece = i % num_pieces;
+        Token at = {c->my_rank, n};
+        if (n >= own) at = peers_token(c, n - own, [&](uint32_t w) { return heads[w].number; });
+        else if (i != first_item()) input = read_input(p, n, piece);
+        place<DTYPE, FP8>(p, m, at, piece, input, epoch);
+    }
+}
+
+template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
+    ll_dispatch_kernel(const __grid_constant__ EpLlDispatchParams p) {
+    __shared__ EpLlHead heads[EP_MAX_RANKS];
+    const EpComm *c = &p.comm;
+    const Routes m(ep_dynamic_smem(), c->shape);
+    const uint64_t epoch = ep_begin(c);
+    Early early = {};
+    if (p.parts & EP_LL_RECEIVE) early = read_early(p);
+    if (epoch && p.parts & EP_LL_SEND) {
+        enter(c, ep_ll_dispatch_head(&p), epoch);
+        send_routes(p, epoch);
+        send_pieces<DTYPE, FP8>(p, epoch);
+    }
+    if (!(p.parts & EP_LL_RECEIVE)) return;
+    const bool ok = epoch && make_routes(p, m, early.route, heads, epoch);
+    if (epoch && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, !ok, epoch);
+    if (ok) {
+        write_head_of_handle(p, heads, epoch);
+        place_all<DTYPE, FP8>(p, m, heads, early.piece, epoch);
+    } else {
+        poison(p);
+    }
+}
+
+template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
+    ll_combine_kernel(const __grid_constant__ EpLlCombineParams p) {
+    __shared__ EpLlHead heads[EP_MAX_RANKS];
+    const EpComm *c = &p.comm;
+    const uint64_t epoch = ep_begin(c);
+    const EpLlHead mine = ep_ll_combine_head(&p);
+    if (epoch && p.parts & EP_LL_SEND) {
+        enter(c, mine, epoch);
+        if ((mine.call & 0xffu) == 0) return_pieces<DTYPE>(p, epoch);
+    }
+    if (!(p.parts & EP_LL_RECEIVE)) return;
+    const bool ok = epoch && judge(c, EP_OP_LL_COMBINE, mine, heads, epoch);
+    if (epoch && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, !ok, epoch);
+    const uint32_t num_pieces = c->layout.num_pieces;
+    for (uint32_t i = first_item(); ok && i < p.num_tokens * num_pieces; i += item_step())
+        finish_piece<DTYPE>(p, i / num_pieces, i % num_pieces, epoch);
+    if (!ok) fill(p.out, p.num_tokens * c->layout.row_bytes, EP_NAN_WORD);
+}
+
+/* ---- launch ---- */
+
+/* CTAs for this many tokens of a rank: a piece for every second warp, at most num_sm. */
+static uint32_t num_ctas(const EpComm &c, uint32_t num_tokens, uint32_t num_sm) {
+    const uint64_t items = (uint64_t)num_tokens * c.layout.num_pieces * c.shape.num_ranks;
+    const uint64_t wanted = (items + EP_WARPS / 2 - 1) / (EP_WARPS / 2);
+    const uint64_t most = wanted < 16 ? 16 : wanted;
+    return most < num_sm ? (uint32_t)most : num_sm;
+}
+
+typedef void DispatchKernel(EpLlDispatchParams);
+static DispatchKernel *dispatch_kernel_of(const EpLlDispatchParams *p) {
+    if (!p->fp8) return ll_dispatch_kernel<EP_BF16, false>; /* copies bytes of any dtype */
+    return p->comm.shape.dtype == EP_F16 ? ll_dispatch_kernel<EP_F16, true>
+                                         : ll_dispatch_kernel<EP_BF16, true>;
+}
+typedef void CombineKernel(EpLlCombineParams);
+static CombineKernel *combine_kernel_of(uint32_t dtype) {
+    return dtype == EP_F32   ? ll_combine_kernel<EP_F32>
+           : dtype == EP_F16 ? ll_combine_kernel<EP_F16>
+                             : ll_combine_kernel<EP_BF16>;
+}
+
+extern "C" int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_sm, void *stream) {
+    return (int)ep_launch_resident(dispatch_kernel_of(p), num_ctas(p->comm, p->num_tokens, num_sm), EP_WARPS,
+                                   ep_ll_smem_bytes(&p->comm.shape), stream, *p);
+}
+extern "C" int ep_launch_ll_combine(const EpLlCombineParams *p, uint32_t num_sm, void *stream) {
+    return (int)ep_launch_resident(combine_kernel_of(p->comm.shape.dtype),
+                                   num_ctas(p->comm, p->num_tokens, num_sm), EP_WARPS, 0, stream, *p);
+}
+extern "C" int ep_preload_low_latency(void) {
+    EpCapabilities c;
+    cudaFuncAttributes a;
+    cudaError_t e = (cudaError_t)ep_capabilities(&c);
+    /* A GPU with less shared memory accepts only layers that need less: the launch tells. */
+    const uint32_t smem = c.smem_bytes - 1024 < EP_LL_MAX_SMEM ? c.smem_bytes - 1024 : EP_LL_MAX_SMEM;
+    if (e == cudaSuccess) e = ep_allow_smem(ll_dispatch_kernel<EP_BF16, false>, smem);
+    if (e == cudaSuccess) e = ep_allow_smem(ll_dispatch_kernel<EP_BF16, true>, smem);
+    if (e == cudaSuccess) e = ep_allow_smem(ll_dispatch_kernel<EP_F16, true>, smem);
+    for (uint32_t dtype = EP_F32; e == cudaSuccess && dtype <= EP_BF16; dtype++)
+        e = cudaFuncGetAttributes(&a, combine_kernel_of(dtype));
+    return (int)e;
+}

@@ -1,0 +1,137 @@
+/* pieces.cuh - what the low-latency dispatch and combine share: work items, pieces of rows, e4m3.
+ *
+ * Work is divided into pieces of rows, one warp a piece. Consecutive pieces go to different CTAs, so that few
+ * tokens also use many SMs. protocol/low_latency.h has the protocol.
+ * Invariant: a warp waits for a peer only after the warps of its CTA have sent all their pieces. */
+#ifndef EP_PIECES_CUH
+#define EP_PIECES_CUH
+#include <cuda_fp8.h>
+
+#include "kernels/stage/rows.cuh"
+#include "protocol/low_latency.h"
+
+enum { EP_PIECE_PARTS = EP_PIECE_VECS / 32 }; /* 16-byte units of a piece that a lane moves */
+
+/* ---- work items ---- */
+
+/* This warp's first item, and the distance to its next one. */
+EP_FN uint32_t first_item(void) { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
+EP_FN uint32_t item_step(void) { return gridDim.x * EP_WARPS; }
+
+/* A token of a source rank. */
+typedef struct {
+    uint32_t source, token;
+} Token;
+/* Token n of the peers' tokens, of which rank w has num(w). */
+template <typename Num> EP_FN Token peers_token(const EpComm *c, uint32_t n, Num num) {
+    Token t = {0, n};
+    while (t.source + 1 < c->shape.num_ranks && (t.source == c->my_rank || t.token >= num(t.source))) {
+        if (t.source != c->my_rank) t.token -= num(t.source);
+        t.source++;
+    }
+    return t;
+}
+
+/* ---- e4m3 ---- */
+
+/* 8 numbers as they are in 16 bytes of a row, quantised; 16 lanes share a scale, and all of them get it. */
+template <int DTYPE> EP_FN uint2 quantize(uint4 v, uint32_t fp8, float *scale) {
+    float f[8], most = 0x1p-100f;
+    EpVec<DTYPE>::unpack(v, f);
+#pragma unroll
+    for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i]));
+#pragma unroll
+    for (int i = 8; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(EP_FULL, most, i));
+    *scale = __fdiv_rn(most, 448.0f);
+    if (fp8 == EP_FP8_POW2) {
+        const uint32_t bits = __float_as_uint(*scale);
+        *scale = __uint_as_float(bits & 0x7fffffu ? (bits | 0x7fffffu) + 1 : bits);
+    }
+    const float inverse = __frcp_rn(*scale);
+    uint32_t q[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        q[i] = __nv_cvt_float2_to_fp8x2(
+            make_float2(__fmul_rn(f[2 * i], inverse), __fmul_rn(f[2 * i + 1], inverse)), __NV_SATFINITE,
+            __NV_E4M3);
+    return make_uint2(q[0] | q[1] << 16, q[2] | q[3] << 16);
+}
+
+/* ---- a piece of a row on its way ---- */
+
+/* What a lane holds of a piece. FP8: 8 e4m3 numbers and their scale for each unit; else 16 bytes. */
+template <bool FP8> struct Piece;
+template <> struct Piece<false> {
+    uint4 v[EP_PIECE_PARTS];
+};
+template <> struct Piece<true> {
+    uint2 v[EP_PIECE_PARTS];
+    float scale[EP_PIECE_PARTS];
+};
+
+/* The unit of the row that this lane has in part u of a piece. */
+EP_FN uint32_t unit_of(uint32_t piece, uint32_t u) { return piece * EP_PIECE_VECS + 32 * u + ep_lane(); }
+EP_FN uint32_t num_units(const EpComm *c) { return (uint32_t)(c->layout.row_bytes / 16); }
+
+/* A piece as it is in this rank's input. */
+typedef struct {
+    uint4 v[EP_PIECE_PARTS];
+} Input;
+EP_FN Input read_input(const EpLlDispatchParams &p, uint32_t token, uint32_t piece) {
+    const uint4 *from = (const uint4 *)((const unsigned char *)p.x + token * p.comm.layout.row_bytes);
+    Input got = {};
+#pragma unroll
+    for (uint32_t u = 0; u < EP_PIECE_PARTS; u++)
+        if (unit_of(piece, u) < num_units(&p.comm)) got.v[u] = from[unit_of(piece, u)];
+    return got;
+}
+/* The piece in the form in which it travels. */
+template <int DTYPE, bool FP8> EP_FN Piece<FP8> pack_input(const EpLlDispatchParams &p, const Input &input) {
+    Piece<FP8> got = {};
+#pragma unroll
+    for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
+        if constexpr (FP8) got.v[u] = quantize<DTYPE>(input.v[u], p.fp8, &got.scale[u]);
+        else got.v[u] = input.v[u];
+    }
+    return got;
+}
+
+/* What is placed for a piece that did not arrive: every dtype reads these bytes as NaN. */
+template <bool FP8> EP_FN Piece<FP8> nan_piece(void) {
+    Piece<FP8> nan;
+    memset(&nan, EP_FILL_NAN, sizeof nan);
+    return nan;
+}
+
+/* Write a piece to a slot, and read it from one. */
+template <bool FP8> EP_FN void write_slot(const EpComm *c, unsigned char *to, uint32_t piece,
+                                          const Piece<FP8> &got) {
+#pragma unroll
+    for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
+        const uint32_t unit = unit_of(piece, u);
+        if (unit >= num_units(c)) continue;
+        if constexpr (FP8) {
+            ((uint2 *)to)[unit] = got.v[u];
+            if (unit % 16 == 0) ((float *)(to + ep_ll_scales_at(c)))[unit / 16] = got.scale[u];
+        } else {
+            ((uint4 *)to)[unit] = got.v[u];
+        }
+    }
+}
+template <bool FP8> EP_FN Piece<FP8> read_slot(const EpComm *c, const unsigned char *from, uint32_t piece) {
+    Piece<FP8> got = {};
+#pragma unroll
+    for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
+        const uint32_t unit = unit_of(piece, u);
+        if (unit >= num_units(c)) continue;
+        if constexpr (FP8) {
+            got.v[u] = ((const uint2 *)from)[unit];
+            if (unit % 16 == 0) got.scale[u] = ((const float *)(from + ep_ll_scales_at(c)))[unit / 16];
+        } else {
+            got.v[u] = ep_ld_row((const uint4 *)from + unit);
+        }
+    }
+    return got;
+}
+
+#endif /* EP_PIECES_CUH */

@@ -1,0 +1,124 @@
+/* routes.cuh - the routes of all tokens in a CTA's shared memory, and the row of each token at an expert.
+ *
+ * Every CTA reads all routes and finds all rows by itself, so no CTA waits for another one. Rows of an expert
+ * are in the order of source rank and token, so a row is the number of the expert's bits before the token's.
+ * Invariant: every CTA of every rank reads the same routes, so all find a wrong index, or none does. */
+#ifndef EP_ROUTES_CUH
+#define EP_ROUTES_CUH
+#include "kernels/low_latency/pieces.cuh"
+
+/* The shared memory of a CTA. bits: bit at % 32 of word at / 32 for a token of a local expert, where at is w
+ * * max_tokens + t. before: the number of an expert's bits in the words before. first: the first row of each
+ * expert without gaps. */
+struct Routes {
+    uint16_t *routes;                /* [W * max_tokens][K] */
+    uint32_t *bits, *before, *first; /* [words][L], [words][L], [L + 1] */
+    uint32_t words, L;
+    __device__ __forceinline__ Routes(uint32_t *smem, const EpShape &s) {
+        L = ep_num_local_experts(&s);
+        words = ep_ll_mask_words(&s);
+        bits = smem;
+        before = bits + L * words;
+        first = before + L * words;
+        routes = (uint16_t *)(first + L + 1);
+    }
+    /* Row i of local expert e is this token's. */
+    __device__ __forceinline__ uint32_t row_in_expert(uint32_t e, uint32_t at) const {
+        const uint32_t word = at / 32 * L + e;
+        return before[word] + __popc(bits[word] & ((1u << at % 32) - 1));
+    }
+};
+
+/* Note a route. False: it is wrong, which this function records. */
+EP_FN bool note_route(const EpLlDispatchParams &p, const Routes &m, uint32_t source, uint32_t i,
+                      uint32_t route, uint64_t epoch) {
+    const EpShape &s = p.comm.shape;
+    const uint32_t K = s.num_topk, at = source * s.max_tokens + i / K, e = route - p.comm.my_rank * m.L;
+    m.routes[(uint64_t)source * s.max_tokens * K + i] = (uint16_t)route;
+    if (route < s.num_experts && e < m.L) atomicOr(&m.bits[at / 32 * m.L + e], 1u << at % 32);
+    if (route != EP_ROUTE_WRONG) return true;
+    const bool own = source == p.comm.my_rank;
+    ep_ll_wrong_index(&p.comm, source, i, own ? ep_read_index(p.indices, p.index_bytes, i) : EP_INDEX_UNKNOWN,
+                      epoch);
+    return false;
+}
+
+/* The route of this thread's first choice among those of this rank's tokens. */
+EP_FN uint32_t first_route(const EpLlDispatchParams &p) {
+    return threadIdx.x < p.num_tokens * p.comm.shape.num_topk ? ep_ll_route_of(&p, threadIdx.x)
+                                                              : EP_ROUTE_NONE;
+}
+/* Note the routes of this rank's tokens. first: first_route(), read earlier. */
+EP_FN bool note_own(const EpLlDispatchParams &p, const Routes &m, uint32_t first, uint64_t epoch) {
+    const uint32_t num = p.num_tokens * p.comm.shape.num_topk;
+    bool ok = true;
+    for (uint32_t i = threadIdx.x; i < num; i += blockDim.x)
+        ok &= note_route(p, m, p.comm.my_rank, i, i == threadIdx.x ? first : ep_ll_route_of(&p, i), epoch);
+    return ok;
+}
+
+/* Read the routes of a peer's tokens. False: a wait has failed, or a route is wrong. */
+EP_FN bool read_peer(const EpLlDispatchParams &p, const Routes &m, uint32_t peer, uint32_t num_tokens,
+                     uint64_t epoch) {
+    enum { UNROLL = 4 }; /* loads in flight */
+    const EpComm *c = &p.comm;
+    const uint32_t num = num_tokens * c->shape.num_topk;
+    const uint64_t *cells = ep_ll_route(c, c->my_rank, peer, 0, epoch);
+    const EpFaultRecord f = ep_fault_at(EP_OP_LL_DISPATCH, peer, EP_WORD_ROUTE, epoch);
+    bool ok = true;
+    for (uint32_t base = threadIdx.x; base < num; base += UNROLL * blockDim.x) {
+        uint64_t got[UNROLL];
+#pragma unroll
+        for (uint32_t u = 0; u < UNROLL; u++)
+            if (base + u * blockDim.x < num) got[u] = ep_ld_relaxed_sys_u64(cells + base + u * blockDim.x);
+#pragma unroll
+        for (uint32_t u = 0; u < UNROLL; u++) {
+            const uint32_t i = base + u * blockDim.x;
+            if (i >= num) continue;
+            uint32_t route = (uint32_t)got[u] & 0xffffu;
+            if (!ep_ll_cell_is(got[u], epoch) && !ep_ll_cell_await(c, cells + i, epoch, &f, &route))
+                return false;
+            ok &= note_route(p, m, peer, i, route, epoch);
+        }
+    }
+    return ok;
+}
+
+/* Count the bits before each word that has a token. Each thread takes some experts. CTA 0 also writes the
+ * counts for the caller. */
+EP_FN void count_rows(const EpLlDispatchParams &p, const Routes &m, const EpLlHead *heads) {
+    const EpShape &s = p.comm.shape;
+    for (uint32_t e = threadIdx.x; e < m.L; e += blockDim.x) {
+        uint32_t sum = 0, next = 0; /* next: the first word that was not counted */
+        for (uint32_t w = 0; w < s.num_ranks; w++) {
+            const uint32_t begin = w * s.max_tokens, end = ep_ceil_div_u32(begin + heads[w].number, 32);
+            if (heads[w].number == 0) continue;
+            for (uint32_t word = begin / 32 < next ? next : begin / 32; word < end; word++) {
+                m.before[word * m.L + e] = sum;
+                sum += (uint32_t)__popc(m.bits[word * m.L + e]);
+            }
+            next = end > next ? end : next;
+        }
+        m.first[e + 1] = sum;
+        if (blockIdx.x == 0) p.counts[e] = (int32_t)sum;
+    }
+}
+
+/* One warp turns the counts in first[1 ..] into sums. */
+EP_FN void sum_rows(const Routes &m) {
+    uint32_t sum = 0;
+    for (uint32_t base = 0; base < m.L; base += 32) {
+        const uint32_t e = base + ep_lane();
+        uint32_t to_here = e < m.L ? m.first[e + 1] : 0;
+#pragma unroll
+        for (uint32_t d = 1; d < 32; d *= 2) {
+            const uint32_t other = __shfl_up_sync(EP_FULL, to_here, d);
+            if (ep_lane() >= d) to_here += other;
+        }
+        if (e < m.L) m.first[e + 1] = sum + to_here;
+        sum += __shfl_sync(EP_FULL, to_here, 31);
+    }
+    if (ep_lane() == 0) m.first[0] = 0;
+}
+
+#endif /* EP_ROUTES_CUH */

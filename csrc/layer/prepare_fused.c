@@ -1,0 +1,109 @@
+/* prepare_fused.c - check the arguments of the fused kernels; see prepare.h. */
+#include "layer/prepare.h"
+
+#include <stddef.h>
+
+#include "layer/layer_state.h"
+#include "protocol/flags.h"
+#include "runtime/error.h"
+#include "runtime/tensor.h"
+#include "runtime/world.h"
+
+/* The grouped GEMM of a fused kernel: a [M][K] times w [L][N][K] gives out [M][N]. out has half as many
+ * columns if the activation is gated. */
+typedef struct {
+    const EpTensor *a, *w, *bias, *out;
+    uint32_t activation;
+    double alpha, limit;
+} Product;
+
+/* Check a product, and fill in p except its offsets. */
+static int check_product(const EpLayer *l, const Product *product, EpGemmParams *p) {
+    const EpTensor *a = product->a, *w = product->w;
+    const uint32_t activation = product->activation;
+    const float alpha = (float)product->alpha, limit = (float)product->limit;
+    const EpShape *s = &l->config.shape;
+    const EpBackendKind kind = ep_heap_kind(l->heap);
+    const int device = ep_heap_device(l->heap);
+    if (!ep_heap_backend(l->heap)->dispatch_gemm)
+        return ep_error(EP_EINVAL, "the fused kernels run on CUDA only, but this layer is on the CPU");
+    if (s->dtype == EP_F32)
+        return ep_error(EP_ETYPE,
+                        "the fused kernels multiply bfloat16 and float16, but this layer has float32");
+    if (!ep_gemm_is_activation(activation, alpha, limit))
+        return ep_error(EP_EINVAL,
+                        "activation %u (alpha %g, limit %g): must be an EpActivation with valid numbers",
+                        activation, (double)alpha, (double)limit);
+    if (w->num_dims != 3 || a->num_dims != 2)
+        return ep_error(EP_EINVAL, "wanted gemm_weight of 3 dimensions and rows of 2, got %u and %u",
+                        w->num_dims, a->num_dims);
+    const int64_t L = ep_num_local_experts(s), N = w->shape[1], K = w->shape[2], M = a->shape[0];
+    if (N < 16 || K < 16 || N % 16 || K % 16 || N > 1 << 24 || K > 1 << 24)
+        return ep_error(EP_EINVAL,
+                        "gemm_weight of %lld by %lld: both sizes must be multiples of 16, at most 2^24",
+                        (long long)N, (long long)K);
+    const EpWanted wanted[] = {
+        {"rows", a, s->dtype, 2, {M, K, -1}},
+        {"gemm_weight", w, s->dtype, 3, {L, N, K}},
+        {"bias", product->bias, s->dtype, 2, {L, N, -1}},
+        {"output", product->out, s->dtype, 2, {M, ep_gemm_is_gated(activation) ? N / 2 : N, -1}},
+    };
+    for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
+        EP_TRY(ep_tensor_check(&wanted[i], kind, device, 16));
+    p->a = a->data;
+    p->b = w->data;
+    p->out = product->out->data;
+    p->bias = product->bias ? product->bias->data : NULL;
+    p->alpha = alpha;
+    p->limit = limit;
+    p->num_rows = (uint32_t)M;
+    p->num_experts = (uint32_t)L;
+    p->n = (uint32_t)N;
+    p->k = (uint32_t)K;
+    p->kind = EP_GEMM_FORWARD;
+    p->activation = activation;
+    p->is_f16 = s->dtype == EP_F16;
+    return 0;
+}
+
+int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatchGemmArgs *a,
+                             EpDispatchGemmParams *p) {
+    const EpDispatchArgs first = {a->x,          a->weight, a->plan,         a->rows,
+                                  a->row_weight, a->recv,   a->requires_grad};
+    const Product product = {a->rows, a->gemm_weight, a->bias, a->out, a->activation, a->alpha, a->limit};
+    p->dispatch.comm = b->comm;
+    p->dispatch.comm.requires_grad = a->requires_grad != 0;
+    EP_TRY(ep_layer_check_dispatch(l, &first, a->num_copies, &p->dispatch));
+    EP_TRY(check_product(l, &product, &p->gemm));
+    if (a->num_tail && a->num_tail >= a->num_move)
+        return ep_error(EP_EINVAL, "num_tail_sms %u: must be fewer than num_sm, %u", a->num_tail,
+                        a->num_move);
+    if (a->num_move < 1)
+        return ep_error(EP_EINVAL, "num_sm 0: must be at least 1, so that a thread block moves tokens");
+    p->gemm.offsets = p->dispatch.plan + p->dispatch.layout.expert_row_off;
+    p->num_move_blocks = a->num_move;
+    p->num_tail_blocks = a->num_tail;
+    p->waits_for_expert = a->waits_for_expert != 0;
+    return 0;
+}
+
+int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineArgs *a,
+                            EpGemmCombineParams *p) {
+    const EpCombineArgs last = {a->rows, a->row_weight, NULL, a->plan,
+                                a->recv, a->out,        NULL, a->requires_grad};
+    const Product product = {a->a, a->gemm_weight, a->bias, a->rows, EP_ACT_NONE, 0, 0};
+    p->combine.comm = b->comm;
+    p->combine.comm.requires_grad = a->requires_grad != 0;
+    EP_TRY(ep_layer_check_combine(l, &last, &p->combine));
+    EP_TRY(check_product(l, &product, &p->gemm));
+    if (a->num_move < 1 || a->num_reduce < 1)
+        return ep_error(EP_EINVAL,
+                        "num_sm %u, num_reduce_sms %u: both must be at least 1, so that thread blocks send "
+                        "rows and add them up",
+                        a->num_move, a->num_reduce);
+    p->gemm.offsets = p->combine.plan + p->combine.layout.expert_row_off;
+    p->num_move_blocks = a->num_move;
+    p->num_reduce_blocks = a->num_reduce;
+    p->is_serial = a->is_serial != 0;
+    return 0;
+}

@@ -1,0 +1,103 @@
+/* prepare_low_latency.c - check the arguments of the low-latency operations; see prepare.h. */
+#include "layer/layer_state.h"
+#include "layer/prepare.h"
+#include "runtime/error.h"
+#include "runtime/tensor.h"
+
+static int check_parts(uint32_t parts) {
+    if (parts < EP_LL_SEND || parts > EP_LL_BOTH)
+        return ep_error(EP_EINVAL, "parts %u: must be 1 (send), 2 (receive) or 3 (both)", parts);
+    return 0;
+}
+
+static int check_indices(const EpLayer *l, const EpTensor *indices, int64_t num_tokens) {
+    if (indices->dtype != EP_I64 && indices->dtype != EP_I32)
+        return ep_error(EP_ETYPE, "topk_idx: wanted int32 or int64, got %s", ep_dtype_name(indices->dtype));
+    return ep_layer_check_tensor(l, "topk_idx", indices, indices->dtype, 2, num_tokens,
+                                 l->config.shape.num_topk);
+}
+
+/* Rows of this dtype: masked [L][W * max_tokens][H], else [capacity][H]. */
+static int check_rows(const EpLayer *l, const EpTensor *t, uint32_t dtype, bool is_masked) {
+    const EpShape *s = &l->config.shape;
+    const int64_t L = ep_num_local_experts(s), H = s->hidden, most = (int64_t)s->num_ranks * s->max_tokens;
+    const EpWanted masked = {"rows", t, dtype, 3, {L, most, H}};
+    const EpWanted compact = {"rows", t, dtype, 2, {s->capacity, H, -1}};
+    return ep_tensor_check(is_masked ? &masked : &compact, ep_heap_kind(l->heap), ep_heap_device(l->heap),
+                           16);
+}
+
+/* Scales: masked [L][H / 128][line], else [H / 128][line]. */
+static int check_scales(const EpLayer *l, const EpTensor *t, bool is_masked, uint32_t *line) {
+    const EpShape *s = &l->config.shape;
+    const int64_t groups = s->hidden / EP_FP8_GROUP;
+    const int64_t num = is_masked ? (int64_t)s->num_ranks * s->max_tokens : s->capacity;
+    const int64_t wanted = (num + 3) / 4 * 4;
+    const EpWanted masked = {"scales", t, EP_F32, 3, {ep_num_local_experts(s), groups, wanted}};
+    const EpWanted compact = {"scales", t, EP_F32, 2, {groups, wanted, -1}};
+    *line = (uint32_t)wanted;
+    return ep_tensor_check(is_masked ? &masked : &compact, ep_heap_kind(l->heap), ep_heap_device(l->heap),
+                           16);
+}
+
+static int check_fp8(const EpLayer *l, const EpLlDispatchArgs *a) {
+    const EpShape *s = &l->config.shape;
+    if (a->fp8 > EP_FP8_POW2) return ep_error(EP_EINVAL, "fp8 %u: must be 0 to %u", a->fp8, EP_FP8_POW2);
+    if ((a->fp8 != 0) != (a->scales != NULL))
+        return ep_error(EP_EINVAL, "scales: give them with fp8, and not without it");
+    if (!a->fp8) return 0;
+    if (s->dtype == EP_F32)
+        return ep_error(EP_ETYPE, "fp8 needs a layer of bfloat16 or float16, not float32");
+    if (s->hidden % EP_FP8_GROUP)
+        return ep_error(EP_EINVAL, "fp8 needs a hidden size that is a multiple of %u, not %u", EP_FP8_GROUP,
+                        s->hidden);
+    return 0;
+}
+
+int ep_prepare_ll_dispatch(EpLayer *l, const EpCommBuffer *b, const EpLlDispatchArgs *a,
+                           EpLlDispatchParams *p) {
+    const EpShape *s = &l->config.shape;
+    const bool is_masked = a->is_masked != 0;
+    EP_TRY(check_parts(a->parts));
+    EP_TRY(check_fp8(l, a));
+    EP_TRY(ep_layer_check_num_tokens(l, "x", a->x));
+    EP_TRY(ep_layer_check_rows(l, "x", a->x, -1));
+    EP_TRY(check_indices(l, a->indices, a->x->shape[0]));
+    if (a->weight)
+        EP_TRY(ep_layer_check_tensor(l, "topk_weights", a->weight, EP_F32, 2, a->x->shape[0], s->num_topk));
+    EP_TRY(ep_layer_check_tensor(l, "handle", a->handle, EP_I32, 1, (int64_t)ep_ll_handle(s).num_words, -1));
+    EP_TRY(check_rows(l, a->rows, a->fp8 ? EP_U8 : s->dtype, is_masked));
+    if (a->scales) EP_TRY(check_scales(l, a->scales, is_masked, &p->scale_line));
+    EP_TRY(ep_layer_check_tensor(l, "counts", a->counts, EP_I32, 1, ep_num_local_experts(s), -1));
+    p->comm = b->comm;
+    p->x = a->x->data;
+    p->indices = a->indices->data;
+    p->index_bytes = a->indices->dtype == EP_I64 ? 8 : 4;
+    p->weight = a->weight ? (const float *)a->weight->data : NULL;
+    p->handle = (int32_t *)a->handle->data;
+    p->rows = a->rows->data;
+    p->scales = a->scales ? (float *)a->scales->data : NULL;
+    p->counts = (int32_t *)a->counts->data;
+    p->num_tokens = (uint32_t)a->x->shape[0];
+    p->is_masked = is_masked;
+    p->fp8 = a->fp8;
+    p->parts = a->parts;
+    return 0;
+}
+
+int ep_prepare_ll_combine(EpLayer *l, const EpCommBuffer *b, const EpLlCombineArgs *a, EpLlCombineParams *p) {
+    const EpShape *s = &l->config.shape;
+    EP_TRY(check_parts(a->parts));
+    EP_TRY(ep_layer_check_num_tokens(l, "output", a->out));
+    EP_TRY(ep_layer_check_rows(l, "output", a->out, -1));
+    EP_TRY(check_rows(l, a->rows, s->dtype, a->is_masked != 0));
+    EP_TRY(ep_layer_check_tensor(l, "handle", a->handle, EP_I32, 1, (int64_t)ep_ll_handle(s).num_words, -1));
+    p->comm = b->comm;
+    p->rows = a->rows->data;
+    p->handle = (const int32_t *)a->handle->data;
+    p->out = a->out->data;
+    p->num_tokens = (uint32_t)a->out->shape[0];
+    p->is_masked = a->is_masked != 0;
+    p->parts = a->parts;
+    return 0;
+}

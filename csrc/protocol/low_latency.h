@@ -1,0 +1,299 @@
+/* low_latency.h - the protocol of the low-latency all-to-all, for decoding: few tokens, as few hops as
+ * possible.
+ *
+ * Nothing must be known before data leaves. The slot of a token is its number at its source, so a sender
+ * knows every address at once. The header, the routes and the rows of an operation leave together. Every rank
+ * then judges the same W headers and the same routes before it gives a row to the caller. So ranks agree
+ * without a handshake of their own.
+ *
+ *   head    what a rank tells every peer about its operation: two cells
+ *   route   one cell for each choice of each token, to every peer: the expert
+ *   slot    a token's row on its way: the row (or e4m3 numbers, then f32 scales), then f32 weight[K].
+ *           On the way back: the sum of its rows at an expert's rank
+ *   piece   EP_PIECE_VECS units of 16 bytes of a row of the layer's dtype. One flag publishes a piece of a
+ *           slot.
+ *
+ * A cell is {epoch:48 | value:16} in one word: it needs no other word to be valid. The words exist in two
+ * banks, chosen by the epoch. flags.h has their lines in its table.
+ * Invariant: numbers from a peer are clamped before they become an offset. */
+#ifndef EP_LOW_LATENCY_H
+#define EP_LOW_LATENCY_H
+#include "protocol/flags.h"
+#include "protocol/plan.h"
+
+/* ---- the handle ---- */
+
+/* What dispatch keeps for combine, in a tensor of the caller: offsets in int32 elements. */
+enum {
+    EP_LL_STATUS = 0,     /* 0, or the error code with which dispatch failed */
+    EP_LL_NUM_TOKENS = 1, /* T of this rank */
+    EP_LL_ID = 2,         /* lowest 16 bits of dispatch's epoch */
+    EP_LL_SOURCES = 8,    /* [W] T of each rank */
+    EP_LL_HEAD_WORDS = 16
+};
+typedef struct {
+    uint64_t targets_off; /* [max_tokens] bit r: rank r returns a sum for this rank's token */
+    uint64_t rows_off;    /* [W][max_tokens][K] row of a source's choice at this rank; -1: none */
+    uint64_t weights_off; /* [W][max_tokens][K] its weight, f32 */
+    uint64_t num_words;
+} EpLlHandle;
+EP_PURE EpLlHandle ep_ll_handle(const EpShape *s) {
+    EpLlHandle h;
+    const uint64_t num = (uint64_t)s->num_ranks * s->max_tokens * s->num_topk;
+    uint64_t at = EP_LL_HEAD_WORDS;
+    h.targets_off = ep_take(&at, s->max_tokens, 4);
+    h.rows_off = ep_take(&at, num, 4);
+    h.weights_off = ep_take(&at, num, 4);
+    h.num_words = ep_align_u64(at, 4);
+    return h;
+}
+/* The place of a source's token in rows_off and weights_off, relative to it. */
+EP_PURE uint64_t ep_ll_choices_at(const EpShape *s, uint32_t source, uint32_t token) {
+    return ((uint64_t)source * s->max_tokens + token) * s->num_topk;
+}
+/* The row of the i-th token of local expert e, whose first row is first[e] without gaps. */
+EP_PURE uint64_t ep_ll_row(const EpShape *s, bool is_masked, uint32_t expert, uint32_t first, uint32_t i) {
+    return is_masked ? (uint64_t)expert * s->num_ranks * s->max_tokens + i : (uint64_t)first + i;
+}
+/* Rows of the tensors of rows. */
+EP_PURE uint64_t ep_ll_num_rows(const EpShape *s, bool is_masked) {
+    return is_masked ? (uint64_t)ep_num_local_experts(s) * s->num_ranks * s->max_tokens : s->capacity;
+}
+
+/* Limits. The kernel of dispatch holds in shared memory: the routes of all tokens (16 bits), and for each
+ * local expert a bit for each token and the number of bits before each word (32 bits). */
+#define EP_LL_MAX_TOKENS 4096u
+#define EP_LL_MAX_SMEM (200u << 10)
+EP_PURE uint32_t ep_ll_mask_words(const EpShape *s) {
+    return ep_ceil_div_u32(s->num_ranks * s->max_tokens, 32);
+}
+EP_PURE uint64_t ep_ll_smem_bytes(const EpShape *s) {
+    const uint64_t tokens = (uint64_t)s->num_ranks * s->max_tokens, L = ep_num_local_experts(s);
+    return ep_align_u64(2 * tokens * s->num_topk, 4) + 8 * L * ep_ll_mask_words(s) + 4 * (L + 1);
+}
+
+/* ---- slots ---- */
+
+EP_FN unsigned char *ep_ll_slot(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t token,
+                                uint64_t epoch) {
+    const uint64_t line = (epoch % 2 * c->shape.num_ranks + of_rank) * c->shape.max_tokens + token;
+    return c->base[at_rank] + c->layout.stage_off + line * c->layout.slot_stride;
+}
+/* Bytes of a row on its way, without weights; and where its scales begin. */
+EP_PURE uint64_t ep_ll_scales_at(const EpComm *c) { return c->shape.hidden; }
+EP_PURE uint64_t ep_ll_weights_at(const EpComm *c) { return c->layout.row_bytes; }
+EP_FN uint64_t *ep_ll_flag(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t token,
+                           uint32_t piece, uint64_t epoch) {
+    const uint64_t line = (epoch % 2 * c->shape.num_ranks + of_rank) * c->shape.max_tokens + token;
+    return EP_AT(uint64_t, c, at_rank, c->layout.ll_flag_off) + line * c->layout.num_pieces + piece;
+}
+
+/* ---- cells ---- */
+
+/* The epoch in a cell. It is never 0, the content of a fresh heap: 2^48 has the tag of 2^48 - 1, which is in
+ * the other bank. */
+EP_PURE uint64_t ep_ll_tag(uint64_t epoch) {
+    const uint64_t most = 0xffffffffffffu, tag = epoch & most;
+    return tag ? tag : most;
+}
+EP_PURE uint64_t ep_ll_cell(uint64_t epoch, uint32_t value) {
+    return ep_ll_tag(epoch) << 16 | (value & 0xffffu);
+}
+EP_PURE bool ep_ll_cell_is(uint64_t cell, uint64_t epoch) { return cell >> 16 == ep_ll_tag(epoch); }
+
+enum { EP_LL_HEAD_CALL = 0, EP_LL_HEAD_NUMBER = 1, EP_LL_HEAD_CELLS = 2 };
+/* The call: {fp8:4 | op:4 | -status:8}. The number: T in dispatch; EP_LL_ID in combine. */
+EP_PURE uint32_t ep_ll_call(uint32_t op, uint32_t fp8, int32_t status) {
+    return fp8 << 12 | op << 8 | ((uint32_t)-status & 0xffu);
+}
+EP_FN uint64_t *ep_ll_head(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint64_t epoch) {
+    return EP_AT(uint64_t, c, at_rank, c->layout.ll_head_off) +
+           (epoch % 2 * c->shape.num_ranks + of_rank) * (EP_LINE / 8);
+}
+/* The value of a route: an expert, or one of these. */
+#define EP_ROUTE_NONE 0xffffu  /* the choice is dropped */
+#define EP_ROUTE_WRONG 0xfffeu /* the index is not in [-1, E] */
+EP_FN uint64_t *ep_ll_route(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t token,
+                            uint64_t epoch) {
+    const uint64_t line = (epoch % 2 * c->shape.num_ranks + of_rank) * c->shape.max_tokens + token;
+    return EP_AT(uint64_t, c, at_rank, c->layout.ll_route_off) + line * c->shape.num_topk;
+}
+EP_PURE uint32_t ep_ll_route_of(const EpLlDispatchParams *p, uint64_t choice) {
+    const int32_t e = ep_read_expert(p->indices, p->index_bytes, choice, p->comm.shape.num_experts);
+    return e >= 0 ? (uint32_t)e : e == -1 ? EP_ROUTE_NONE : EP_ROUTE_WRONG;
+}
+
+/* Wait until a cell belongs to this operation. One lane calls it. False: the operation must end. */
+EP_FN bool ep_ll_cell_await(const EpComm *c, const uint64_t *cell, uint64_t epoch, const EpFaultRecord *what,
+                            uint32_t *value) {
+    EpBackoff w = {0, 0, 0};
+    for (;;) {
+        const uint64_t got = ep_ld_relaxed_sys_u64(cell);
+        if (ep_ll_cell_is(got, epoch)) {
+            *value = (uint32_t)got & 0xffffu;
+            return true;
+        }
+        if (!ep_wait_on(c, &w, c->timeout_ns, what, epoch, got >> 16)) return false;
+    }
+}
+
+/* ---- enter ---- */
+
+/* What a rank's head says. */
+typedef struct {
+    uint32_t call, number;
+} EpLlHead;
+
+/* Tell all peers that this rank has entered. One worker of the rank calls it. The release orders everything
+ * that this rank has read in earlier operations before the head: a peer that has seen the head of operation e
+ * may overwrite what this rank read in operation e - 1. */
+EP_FN void ep_ll_enter(const EpComm *c, EpLlHead mine, uint64_t epoch) {
+    ep_chaos(EP_CHAOS_ENTER);
+    EP_FOR_LANES(r, c->shape.num_ranks) {
+        uint64_t *head = ep_ll_head(c, r, c->my_rank, epoch);
+        /* Only the flight record reads this word of a low-latency layer. */
+        ep_st_relaxed_sys_u64(ep_enter_word(c, r, c->my_rank, epoch), epoch);
+        if (r == c->my_rank) continue;
+        ep_st_release_sys_u64(head + EP_LL_HEAD_CALL, ep_ll_cell(epoch, mine.call));
+        ep_st_relaxed_sys_u64(head + EP_LL_HEAD_NUMBER, ep_ll_cell(epoch, mine.number));
+    }
+}
+
+/* The fault of a call that is not `call`, or of a number that is wrong; code 0: none. first: the head of rank
+ * 0. All ranks judge the same heads, so all get the same fault. */
+EP_FN EpFaultRecord ep_ll_judge(const EpComm *c, uint32_t op, EpLlHead first, EpLlHead head, uint32_t rank,
+                                uint64_t epoch) {
+    EpFaultRecord f = ep_fault_at(op, rank, EP_WORD_HEADER, epoch);
+    const uint32_t status = head.call & 0xffu, its_op = head.call >> 8 & 15u,
+                   first_op = first.call >> 8 & 15u;
+    if (status) {
+        f.code = EP_EPEER;
+        f.got = (uint64_t)-(int64_t)status;
+    } else if (its_op != first_op && !(first.call & 0xffu)) {
+        f.code = EP_EMISMATCH;
+        f.field = 1 + EP_FIELD_op;
+        f.want = first_op;
+        f.got = its_op;
+    } else if (head.call >> 12 != first.call >> 12 && !(first.call & 0xffu)) {
+        f.code = EP_EMISMATCH;
+        f.field = 1 + EP_FIELD_fp8;
+        f.want = first.call >> 12;
+        f.got = head.call >> 12;
+    } else if (its_op == EP_OP_LL_COMBINE && head.number != first.number && !(first.call & 0xffu)) {
+        f.code = EP_EMISMATCH;
+        f.field = 1 + EP_FIELD_handle;
+        f.want = first.number;
+        f.got = head.number;
+    } else if (its_op == EP_OP_LL_DISPATCH && head.number > c->shape.max_tokens) {
+        f.code = EP_ECORRUPT;
+    }
+    return f;
+}
+
+/* Wait for the heads of all peers and judge them and `mine`. All lanes call it and get the verdict. heads:
+ * [W], in memory that all lanes can read. False: the operation is void, and the fault is recorded. */
+EP_FN bool ep_ll_enter_await(const EpComm *c, uint32_t op, EpLlHead mine, uint64_t epoch, EpLlHead *heads) {
+    EpFaultRecord f = ep_fault_at(op, 0, EP_WORD_ENTER, epoch);
+    uint32_t ok = 1, bad = c->shape.num_ranks;
+    ep_chaos(EP_CHAOS_ENTER_AWAIT);
+    EP_FOR_LANES(r, c->shape.num_ranks) {
+        const uint64_t *head = ep_ll_head(c, c->my_rank, r, epoch);
+        f.peer = r;
+        if (r == c->my_rank) {
+            heads[r] = mine;
+            continue;
+        }
+        if (!ep_ll_cell_await(c, head + EP_LL_HEAD_CALL, epoch, &f, &heads[r].call) ||
+            !ep_ll_cell_await(c, head + EP_LL_HEAD_NUMBER, epoch, &f, &heads[r].number))
+            ok = 0;
+        /* Pairs with the release in ep_ll_enter: what r read in its operation e - 1 may be overwritten by
+         * this rank's next operation. */
+        (void)ep_ld_acquire_sys_u64(head + EP_LL_HEAD_CALL);
+    }
+    ep_warp_sync();
+    if (ep_warp_min_u32(ok) == 0) return false;
+    EP_FOR_LANES(r, c->shape.num_ranks)
+    if (ep_ll_judge(c, op, heads[0], heads[r], r, epoch).code && r < bad) bad = r;
+    bad = ep_warp_min_u32(bad);
+    if (bad == c->shape.num_ranks) return true;
+    if (ep_lane() == 0) {
+        f = ep_ll_judge(c, op, heads[0], heads[bad], bad, epoch);
+        ep_fault(c, &f);
+    }
+    return false;
+}
+
+/* Run an operation without data, with the code in c->status. One worker calls it. */
+EP_FN void ep_ll_refuse(const EpComm *c, uint32_t op, uint64_t epoch, EpLlHead *heads) {
+    const EpLlHead mine = {ep_ll_call(op, 0, c->status), 0};
+    ep_ll_enter(c, mine, epoch);
+    (void)ep_ll_enter_await(c, op, mine, epoch, heads);
+}
+
+/* Leave the operation before its rows are moved: from here on, this worker uses no local word. One worker in
+ * num_workers is the last, and prepares the words for the next operation, which begins after this launch.
+ * is_void: the operation is void on every rank, so every worker passes true. A relaxed addition is enough
+ * otherwise: it orders nothing but the last worker's stores, which depend on it, after the loads of the
+ * epoch, on which every worker's addition depends. If it is void, the additions also order the claims of
+ * faults. A wait for a piece may still fail. Then the world has ended, and this buffer is not used again. */
+EP_FN void ep_ll_leave(const EpComm *c, uint32_t num_workers, bool is_void, uint64_t epoch) {
+    EpLocal *l = ep_local(c);
+    ep_chaos(EP_CHAOS_LEAVE);
+    const uint64_t before =
+        is_void ? ep_add_acq_rel_gpu_u64(&l->num_left, 1) : ep_add_relaxed_gpu_u64(&l->num_left, 1);
+    if (before + 1 != num_workers) return;
+    ep_st_relaxed_gpu_u64(&l->num_left, 0);
+    if (is_void && !c->status) ep_st_relaxed_gpu_u64(&l->faulted, 1);
+    if (is_void) ep_st_relaxed_gpu_u64(&l->claim, 0);
+    ep_st_relaxed_gpu_u64(&l->epoch, epoch);
+}
+
+/* The fault of a wrong index at choice `position` of a source. The source knows the index; the others know
+ * only that it is wrong. */
+EP_FN void ep_ll_wrong_index(const EpComm *c, uint32_t source, uint32_t position, int64_t index,
+                             uint64_t epoch) {
+    EpFaultRecord f = ep_fault_at(EP_OP_LL_DISPATCH, source, EP_WORD_INDEX, epoch);
+    f.code = EP_EINDEX;
+    f.field = position;
+    f.want = c->shape.num_experts;
+    f.got = (uint64_t)index;
+    ep_fault(c, &f);
+}
+#define EP_INDEX_UNKNOWN INT64_MIN
+
+/* Publish a piece of a slot, or wait for one, as ep_flag_publish and ep_flag_await do for chunks. */
+EP_FN void ep_ll_publish(const EpComm *c, uint32_t at_rank, uint32_t token, uint32_t piece, uint64_t epoch) {
+    ep_chaos(EP_CHAOS_FLAG_PUBLISH);
+    ep_st_release_sys_u64(ep_ll_flag(c, at_rank, c->my_rank, token, piece, epoch),
+                          epoch); /* publishes the piece */
+}
+EP_FN bool ep_ll_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t token, uint32_t piece,
+                       uint64_t epoch) {
+    EpFaultRecord f = ep_fault_at(op, of_rank, EP_WORD_FLAG, epoch);
+    uint64_t ok = 1;
+    ep_chaos(EP_CHAOS_FLAG_READ);
+    if (ep_lane() == 0)
+        ok = ep_wait_u64(c, ep_ll_flag(c, c->my_rank, of_rank, token, piece, epoch), EP_CMP_EQ, epoch,
+                         &f); /* the piece is now readable */
+    return ep_warp_bcast_u64(ok) != 0;
+}
+
+/* The head with which this rank enters. A handle that dispatch did not complete, or that is for another
+ * number of tokens, is refused. */
+EP_FN EpLlHead ep_ll_dispatch_head(const EpLlDispatchParams *p) {
+    const EpLlHead h = {ep_ll_call(EP_OP_LL_DISPATCH, p->fp8, p->comm.status), p->num_tokens};
+    return h;
+}
+EP_FN EpLlHead ep_ll_combine_head(const EpLlCombineParams *p) {
+    const bool is_bad = p->handle[EP_LL_STATUS] || p->handle[EP_LL_NUM_TOKENS] != (int32_t)p->num_tokens;
+    const EpLlHead h = {ep_ll_call(EP_OP_LL_COMBINE, 0, is_bad ? EP_EINVAL : p->comm.status),
+                        (uint32_t)p->handle[EP_LL_ID] & 0xffffu};
+    return h;
+}
+/* T of a source, as the handle says; a handle that was overwritten cannot lead out of the buffer. */
+EP_FN uint32_t ep_ll_tokens_of(const EpLlCombineParams *p, uint32_t source) {
+    const uint32_t T = (uint32_t)p->handle[EP_LL_SOURCES + source], most = p->comm.shape.max_tokens;
+    return T < most ? T : most;
+}
+
+#endif /* EP_LOW_LATENCY_H */

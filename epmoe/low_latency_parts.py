@@ -1,0 +1,170 @@
+"""What LowLatencyAll2All is made of: its handles, and how the arguments of the module are prepared."""
+
+import torch
+
+from . import _C
+from .layer_parts import LayerParts, cast
+
+FP8 = {False: 0, True: 1, "pow2": 2}  # EpLlFp8
+LAYOUTS = {"masked": True, "compact": False}
+GROUP = 128  # numbers that share a scale
+SEND, RECEIVE, BOTH = 1, 2, 3  # EpLlParts
+
+
+class LowLatencyHandle:
+    """What a dispatch keeps for its combine.  LowLatencyAll2All.dispatch returns it.
+
+    Attributes:
+        num_tokens: T of this rank.
+        layout: "masked" or "compact".
+        buffer: The communication buffer.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> with epmoe.LowLatencyAll2All(epmoe.World(), 4, 16, 1, 2, device="cpu") as a2a, torch.no_grad():
+        ...     x = torch.ones(3, 16, dtype=torch.bfloat16)
+        ...     *_, handle = a2a.dispatch(x, torch.tensor([[1], [0], [1]]), torch.ones(3, 1))
+        >>> handle.num_tokens, handle.layout
+        (3, 'masked')
+    """
+
+    def __init__(self, owner, words, num_tokens, layout, buffer):
+        self._owner = owner
+        self._words = words
+        self.num_tokens = num_tokens
+        self.layout = layout
+        self.buffer = buffer
+
+
+class PendingCall:
+    """A dispatch or combine whose rows have been sent.  dispatch_send and combine_send return it.
+
+    Until recv, do not change the tensors that were passed: this rank's own rows are read from them by recv.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> with epmoe.LowLatencyAll2All(epmoe.World(), 4, 16, 1, 2, device="cpu") as a2a, torch.no_grad():
+        ...     x = torch.ones(3, 16, dtype=torch.bfloat16)
+        ...     pending = a2a.dispatch_send(x, torch.tensor([[1], [0], [1]]), torch.ones(3, 1))
+        ...     # other work of this rank goes here
+        ...     rows, scales, counts, handle = pending.recv()
+        >>> counts.tolist()
+        [1, 2]
+    """
+
+    def __init__(self, owner, buffer, call, arguments, result):
+        self._owner, self._buffer = owner, buffer
+        self._call, self._arguments, self._result = call, arguments, result
+
+    def recv(self):
+        """Receive, in stream order.  Collective.
+
+        Returns:
+            What the call without halves returns.
+
+        Raises:
+            RuntimeError: On this rank, for a second recv.
+            EpError: As the call without halves.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> with epmoe.LowLatencyAll2All(epmoe.World(), 4, 16, 1, 2, device="cpu") as a2a:
+            ...     x = torch.ones(1, 16, dtype=torch.bfloat16)
+            ...     rows, _, _, handle = a2a.dispatch(x, torch.tensor([[1]]), torch.full((1, 1), 0.5))
+            ...     y = a2a.combine_send(rows, handle).recv()
+            >>> y[0, 0].item()
+            0.5
+        """
+        if self._owner._pending[self._buffer] is not self:
+            raise RuntimeError("this call has been received already: keep what the first recv returned")
+        self._owner._pending[self._buffer] = None
+        self._call(self._owner._c, self._buffer, (*self._arguments, RECEIVE))
+        return self._result
+
+
+class LowLatencyParts(LayerParts):
+    """The private half of LowLatencyAll2All."""
+
+    # A call must cost its host few microseconds.  So only what the module cannot check is checked here.  The
+    # module checks the tensors, and tells the other ranks what is wrong.
+
+    def _check_idle(self, op, buffer):
+        self._check_buffer(op, buffer)
+        if self._pending[buffer] is not None:
+            raise RuntimeError(f"a call is under way on buffer {buffer}: call recv() on what its send "
+                               f"returned, or use another buffer")
+
+    @staticmethod
+    def _check_gradients(*tensors):
+        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+            raise RuntimeError("LowLatencyAll2All has no gradients: call it under torch.no_grad(), or use "
+                               "EPAll2AllLayer")
+
+    def _prepare_dispatch(self, x, topk_idx, topk_weights, fp8, layout, buffer):
+        """Return the arguments of the module without the last, and the result."""
+        self._check_idle(_C.OP_LL_DISPATCH, buffer)
+        try:
+            if torch.is_grad_enabled():
+                self._check_gradients(x, topk_weights)
+            make = self._outputs.get((fp8, layout)) or self._add_outputs(fp8, layout)
+            num_tokens = len(x)
+            rows, raw, lines, scales = make()
+            words = self._int32.new_empty(self._handle_words)
+            counts = self._int32.new_empty(self.num_local_experts)
+            topk_weights = cast(topk_weights, torch.float32)
+        except Exception as error:
+            self._refuse(_C.OP_LL_DISPATCH, error, buffer)
+        handle = LowLatencyHandle(self, words, num_tokens, layout, buffer)
+        arguments = x, topk_idx, topk_weights, words, raw, lines, counts, LAYOUTS[layout], FP8[fp8]
+        return arguments, (rows, scales, counts, handle)
+
+    def _add_outputs(self, fp8, layout):
+        """Return a function that allocates the outputs.
+
+        It returns the rows, the memory of the rows, the memory of the scales, and the scales as rows are
+        indexed.
+        """
+        if not isinstance(fp8, (bool, str)) or fp8 not in FP8:
+            raise ValueError(f"fp8 {fp8!r}: must be False, True or 'pow2'")
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout {layout!r}: must be masked or compact")
+        if fp8 and self.hidden % GROUP:
+            raise ValueError(f"hidden {self.hidden}: fp8 needs a multiple of {GROUP}")
+        shape = self._shapes[layout]
+        numbers = torch.empty(0, dtype=torch.float8_e4m3fn if fp8 else self.dtype, device=self.device)
+        floats = torch.empty(0, dtype=torch.float32, device=self.device)
+        lines_shape = (*shape[:-2], self.hidden // GROUP, (shape[-2] + 3) // 4 * 4)
+
+        def make_plain():
+            rows = numbers.new_empty(shape)
+            return rows, rows, None, None
+
+        def make_fp8():
+            rows, lines = numbers.new_empty(shape), floats.new_empty(lines_shape)
+            return rows, rows.view(torch.uint8), lines, lines[..., :shape[-2]].transpose(-1, -2)
+
+        self._outputs[fp8, layout] = make_fp8 if fp8 else make_plain
+        return self._outputs[fp8, layout]
+
+    def _prepare_combine(self, y, handle):
+        buffer = getattr(handle, "buffer", 0)
+        self._check_idle(_C.OP_LL_COMBINE, buffer)
+        try:
+            if torch.is_grad_enabled():
+                self._check_gradients(y)
+            if not isinstance(handle, LowLatencyHandle):
+                raise TypeError(f"handle: wanted a LowLatencyHandle, got {type(handle).__name__}")
+            if handle._owner is not self:
+                raise ValueError("the handle belongs to another LowLatencyAll2All: pass one that this one's "
+                                 "dispatch returned")
+            out = self._numbers.new_empty((handle.num_tokens, self.hidden))
+        except Exception as error:
+            self._refuse(_C.OP_LL_COMBINE, error, buffer)
+        return (y, handle._words, out, LAYOUTS[handle.layout]), out
+
+    def _set_pending(self, buffer, call, arguments, result):
+        self._pending[buffer] = PendingCall(self, buffer, call, arguments, result)
+        return self._pending[buffer]

@@ -1,0 +1,224 @@
+"""Wrong calls of LowLatencyAll2All: an error on every rank that takes part, and the next call works."""
+
+import pytest
+import torch
+
+import epmoe
+from outcomes import check_outcomes, outcome
+from test_low_latency import Call, Shape, check_call, make, run_call
+
+SHAPE = Shape()
+GOOD = Call(seed=7, tokens="full")
+
+
+def wrong(change):
+    """A function that makes the wrong call."""
+
+    def call(a2a):
+        x, idx, weights = (t.to(a2a.device) for t in GOOD.inputs(SHAPE, a2a.rank, a2a.world_size))
+        arguments = {"x": x, "topk_idx": idx, "topk_weights": weights}
+        return a2a.dispatch(**arguments | change(arguments))
+
+    return call
+
+
+CASES = {
+    "dtype": (lambda a: {"x": a["x"].float()}, "TypeError", "bfloat16"),
+    "hidden": (lambda a: {"x": a["x"][:, :64].contiguous()}, "ValueError", "128"),
+    "strides": (lambda a: {"x": a["x"].repeat(1, 2)[:, ::2]}, "ValueError", "contiguous"),
+    "dimensions": (lambda a: {"x": a["x"][None]}, "ValueError", "dimensions"),
+    "no tensor": (lambda a: {"x": "x"}, "TypeError", "str"),
+    "tokens": (lambda a: {"x": a["x"].new_zeros(10, 128)}, "ValueError", "max_tokens"),
+    "topk": (lambda a: {"topk_idx": a["topk_idx"][:, :2].contiguous()}, "ValueError", "topk_idx"),
+    "index dtype": (lambda a: {"topk_idx": a["topk_idx"].to(torch.int16)}, "TypeError", "int16"),
+    "index tokens": (lambda a: {"topk_idx": torch.cat([a["topk_idx"], a["topk_idx"]])[:10]}, "ValueError",
+                     "topk_idx"),
+    "weights": (lambda a: {"topk_weights": a["topk_weights"][:, :1].contiguous()}, "ValueError",
+                "topk_weights"),
+    "weight dtype": (lambda a: {"topk_weights": a["topk_idx"]}, "TypeError", "topk_weights"),
+    "fp8": (lambda a: {"fp8": "e5m2"}, "ValueError", "pow2"),
+    "layout": (lambda a: {"layout": "dense"}, "ValueError", "masked or compact"),
+    "gradient": (lambda a: {"x": a["x"].clone().requires_grad_()}, "RuntimeError", "no_grad"),
+}
+
+
+def on_last(world):
+    return world.rank == world.size - 1
+
+
+def run_wrong(ranks, call, is_on_all=False):
+    """The outcomes of call(a2a) on the last rank, or on all, and a good call after it."""
+
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        bad = is_on_all or on_last(world)
+        got = outcome(lambda: (call if bad else wrong(lambda a: {}))(a2a), a2a)
+        result = run_call(a2a, SHAPE, GOOD)
+        a2a.synchronize()
+        a2a.finalize()
+        return got, result
+
+    results = ranks(run, at_least=2)
+    check_call(SHAPE, GOOD, [r[1] for r in results])
+    return [r[0] for r in results]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("is_on_all", [False, True])
+def test_errors_low_latency_dispatch(ranks, name, is_on_all):
+    change, error, text = CASES[name]
+    got = run_wrong(ranks, wrong(change), is_on_all)
+    last = len(got) - 1
+    if is_on_all:
+        check_outcomes(got, error, text)
+    else:
+        check_outcomes(got, ["PeerError"] * last + [error], text, on_rank=last, elsewhere=(f"rank {last}",))
+
+
+@pytest.mark.parametrize("index", [-2, 16, 2**31 + 1])
+def test_errors_low_latency_index(ranks, index):
+    """The rank that has the wrong index says which; the others say where."""
+
+    def change(arguments):
+        idx = arguments["topk_idx"].clone()
+        idx[1, 2] = index if index != 16 else idx.max() * 0 + 10000
+        return {"topk_idx": idx}
+
+    got = run_wrong(ranks, wrong(change))
+    last = len(got) - 1
+    text = str(index if index != 16 else 10000)
+    check_outcomes(got, "EpIndexError", text, f"rank {last}", on_rank=last,
+                   elsewhere=(f"rank {last}", "token 1, choice 2"))
+
+
+@pytest.mark.parametrize("options", [{"fp8": True}, {"fp8": "pow2"}])
+def test_errors_low_latency_fp8_differs(ranks, options):
+    got = run_wrong(ranks, wrong(lambda a: options))
+    check_outcomes(got, "EpMismatch", "fp8")
+
+
+def test_errors_low_latency_order_of_calls(ranks):
+    """One rank combines while the others dispatch."""
+
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        with torch.no_grad():
+            again = wrong(lambda a: {})
+            rows, _, _, handle = again(a2a)
+            got = outcome(lambda: a2a.combine(rows, handle) if on_last(world) else again(a2a), a2a)
+        result = run_call(a2a, SHAPE, GOOD)
+        a2a.synchronize()
+        a2a.finalize()
+        return got, result
+
+    results = ranks(run, at_least=2)
+    check_outcomes([r[0] for r in results], "EpMismatch", "low-latency combine", "low-latency dispatch")
+    check_call(SHAPE, GOOD, [r[1] for r in results])
+
+
+def test_errors_low_latency_handles_differ(ranks):
+    """Ranks combine with the handles of different dispatches."""
+
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        with torch.no_grad():
+            calls = [wrong(lambda a: {})(a2a) for _ in range(2)]
+            rows, _, _, handle = calls[on_last(world)]
+            got = outcome(lambda: a2a.combine(rows, handle), a2a)
+        result = run_call(a2a, SHAPE, GOOD)
+        a2a.finalize()
+        return got, result
+
+    results = ranks(run, at_least=2)
+    check_outcomes([r[0] for r in results], "EpMismatch", "handle")
+    check_call(SHAPE, GOOD, [r[1] for r in results])
+
+
+def test_errors_low_latency_combine(ranks):
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        other = make(world, device, SHAPE)
+        got = []
+        with torch.no_grad():
+            for change in (lambda y, h: (y.float(), h), lambda y, h: (y[:1], h), lambda y, h: (y, "h"),
+                           lambda y, h: (y, foreign), lambda y, h: ("y", h)):
+                foreign = wrong(lambda a: {})(other)[3]
+                rows, _, _, handle = wrong(lambda a: {})(a2a)
+                y, h = change(rows, handle) if on_last(world) else (rows, handle)
+                got.append(outcome(lambda: a2a.combine(y, h), a2a))
+        result = run_call(a2a, SHAPE, GOOD)
+        a2a.finalize()
+        other.finalize()
+        return got, result
+
+    results = ranks(run, at_least=2)
+    last = len(results) - 1
+    for i, (error, text) in enumerate([("TypeError", "rows"), ("ValueError", "rows"), ("TypeError", "handle"),
+                                       ("ValueError", "another"), ("TypeError", "str")]):
+        check_outcomes([r[0][i] for r in results], ["PeerError"] * last + [error], text, on_rank=last,
+                       elsewhere=(f"rank {last}",))
+    check_call(SHAPE, GOOD, [r[1] for r in results])
+
+
+def test_errors_low_latency_halves(ranks):
+    """A second call on a buffer before recv, and a second recv, are errors of this rank alone."""
+
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        x, idx, weights = (t.to(device) for t in GOOD.inputs(SHAPE, world.rank, world.size))
+        with torch.no_grad():
+            pending = a2a.dispatch_send(x, idx, weights)
+            twice = outcome(lambda: a2a.dispatch(x, idx, weights))
+            pending.recv()
+            again = outcome(pending.recv)
+        result = run_call(a2a, SHAPE, GOOD)
+        a2a.finalize()
+        return twice, again, result
+
+    results = ranks(run)
+    check_outcomes([r[0] for r in results], "RuntimeError", "under way")
+    check_outcomes([r[1] for r in results], "RuntimeError", "already")
+    check_call(SHAPE, GOOD, [r[2] for r in results])
+
+
+@pytest.mark.parametrize("change, error, text", [
+    ({"max_tokens": 0}, "ValueError", "max_tokens"), ({"max_tokens": 5000}, "ValueError", "max_tokens"),
+    ({"topk": 33}, "ValueError", "topk"), ({"hidden": 7}, "ValueError", "16 bytes"),
+    ({"num_experts": 3}, "ValueError", "experts"), ({"dtype": torch.int32}, "TypeError", "dtype"),
+    ({"num_buffers": 17}, "ValueError", "num_buffers"),
+    ({"max_tokens": 4096, "topk": 32, "num_experts": 1024}, "ValueError", "shared memory")], ids=str)
+def test_errors_low_latency_creation(ranks, change, error, text):
+    def run(world, device):
+        sizes = {"max_tokens": 4, "hidden": 16, "topk": 2, "num_experts": 2 * world.size}
+        sizes |= change if on_last(world) else {}
+        return outcome(lambda: epmoe.LowLatencyAll2All(world, device=device, **sizes))
+
+    got = ranks(run, at_least=2)
+    last = len(got) - 1
+    check_outcomes(got, ["PeerError"] * last + [error], text, on_rank=last, elsewhere=(f"rank {last}",))
+
+
+def test_errors_low_latency_operations_are_its_own(ranks):
+    """A layer has the operations of its kind only."""
+
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        plan = torch.zeros(1000, dtype=torch.int32, device=device)
+        got = outcome(lambda: epmoe._C.layer_plan(a2a._c, 0, (plan, None, plan, 0)))
+        result = run_call(a2a, SHAPE, GOOD)
+        a2a.finalize()
+        return got, result
+
+    results = ranks(run)
+    check_outcomes([r[0] for r in results], "ValueError", "low-latency operations only")
+    check_call(SHAPE, GOOD, [r[1] for r in results])
+
+
+def test_errors_low_latency_after_finalize(ranks):
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        a2a.finalize()
+        a2a.finalize()
+        return outcome(lambda: wrong(lambda a: {})(a2a))
+
+    check_outcomes(ranks(run), "EpClosed", "finalized")

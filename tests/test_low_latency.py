@@ -1,0 +1,298 @@
+"""LowLatencyAll2All against plain PyTorch, and its sums against EPAll2AllLayer's, bit by bit."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+import epmoe
+from cases import generator
+from epmoe import _C, reference
+from epmoe.testing import PATTERNS, routing
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    max_tokens: int = 9
+    hidden: int = 128
+    topk: int = 4
+    num_local: int = 4
+    dtype: torch.dtype = torch.bfloat16
+    num_buffers: int = 1
+    num_sm: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One dispatch and combine.  Every rank can make the inputs of every rank."""
+
+    seed: int = 0
+    pattern: str = "uniform"
+    layout: str = "masked"
+    fp8: bool | str = False
+    weights: bool = True
+    index_dtype: torch.dtype = torch.int64
+    tokens: str = "random"  # "full", "none", "only_last"
+    halves: bool = False
+    buffer: int = 0
+
+    def num_tokens(self, shape, rank, size):
+        if self.tokens == "random":
+            return int(torch.randint(0, shape.max_tokens + 1, (), generator=generator(self.seed, rank, 3)))
+        has_tokens = self.tokens == "full" or self.tokens == "only_last" and rank == size - 1
+        return shape.max_tokens if has_tokens else 0
+
+    def inputs(self, shape, rank, size):
+        g = generator(self.seed, rank, 4)
+        t = self.num_tokens(shape, rank, size)
+        idx = routing(self.pattern, t, shape.topk, shape.num_local * size, size, rank, g).to(self.index_dtype)
+        x = torch.randn(t, shape.hidden, generator=g).to(shape.dtype)
+        return x, idx, torch.rand(t, shape.topk, generator=g) if self.weights else None
+
+
+def make(world, device, shape):
+    sizes = shape.max_tokens, shape.hidden, shape.topk, shape.num_local * world.size
+    return epmoe.LowLatencyAll2All(world, *sizes, dtype=shape.dtype, device=device,
+                                   num_buffers=shape.num_buffers, num_sm=shape.num_sm)
+
+
+def expert(rows, number):
+    """What expert `number` makes of its rows [.., H]: different for each, and exact enough to compare."""
+    return (rows.float() * (0.5 + number % 7)).to(rows.dtype)
+
+
+def origins(shape, call, size):
+    """For each expert the list of (source rank, token), in the order of its rows."""
+    all_idx = [call.inputs(shape, r, size)[1] for r in range(size)]
+    return [[(w, t) for w, idx in enumerate(all_idx) for t in range(len(idx)) if (idx[t] == e).any()]
+            for e in range(shape.num_local * size)]
+
+
+def run_call(a2a, shape, call):
+    """Dispatch, the experts, combine.  Returns what check_call compares, on the device."""
+    x, idx, weights = (None if t is None else t.to(a2a.device)
+                       for t in call.inputs(shape, a2a.rank, a2a.world_size))
+    options = dict(fp8=call.fp8, layout=call.layout, buffer=call.buffer)
+    with torch.no_grad():
+        if call.halves:
+            rows, scales, counts, handle = a2a.dispatch_send(x, idx, weights, **options).recv()
+        else:
+            rows, scales, counts, handle = a2a.dispatch(x, idx, weights, **options)
+        y = experts_of(a2a, shape, call, rows, x)
+        out = a2a.combine_send(y, handle).recv() if call.halves else a2a.combine(y, handle)
+    return rows.view(torch.uint8) if call.fp8 else rows, scales, counts, out  # float8 cannot be pickled
+
+
+def experts_of(a2a, shape, call, rows, x):
+    """The outputs of this rank's experts, made from the true tokens: the bits do not depend on fp8."""
+    y = torch.full(rows.shape, float("nan"), dtype=shape.dtype)
+    base, first = 0, a2a.rank * shape.num_local
+    sources = [call.inputs(shape, r, a2a.world_size)[0] for r in range(a2a.world_size)]
+    for l, where in enumerate(origins(shape, call, a2a.world_size)[first:first + shape.num_local]):
+        for i, (w, t) in enumerate(where):
+            y[(l, i) if call.layout == "masked" else base + i] = expert(sources[w][t], first + l)
+        base += len(where)
+    return y.to(rows.device)
+
+
+def check_rows(shape, call, size, rank, rows, scales, counts):
+    sources = [call.inputs(shape, r, size)[0] for r in range(size)]
+    first, base = rank * shape.num_local, 0
+    for l, where in enumerate(origins(shape, call, size)[first:first + shape.num_local]):
+        assert counts[l] == len(where)
+        for i, (w, t) in enumerate(where):
+            at = (l, i) if call.layout == "masked" else base + i
+            if call.fp8:
+                q, s = reference.quantize_fp8(sources[w][t][None], pow2=call.fp8 == "pow2")
+                assert torch.equal(scales[at], s[0])
+                assert torch.equal(rows[at], q[0].view(torch.uint8))
+            else:
+                assert torch.equal(rows[at], sources[w][t])
+        base += len(where)
+
+
+def check_call(shape, call, results):
+    """results: of each rank."""
+    size = len(results)
+    inputs = [call.inputs(shape, r, size) for r in range(size)]
+    for r, (rows, scales, counts, _) in enumerate(results):
+        check_rows(shape, call, size, r, rows, scales, counts)
+    # The sums of the normal combine: each choice has a row of its own there.
+    plan = reference.plan([idx for _, idx, _ in inputs], shape.num_local * size)
+    ys = []
+    for r in range(size):
+        y = torch.empty(len(plan["rows"][r]), shape.hidden, dtype=shape.dtype)
+        for i, (w, t, k) in enumerate(plan["rows"][r].tolist()):
+            y[i] = expert(inputs[w][0][t], int(inputs[w][1][t, k]))
+        ys.append(y)
+    weights = None
+    if call.weights:
+        weights = reference.dispatch_weights([w for _, _, w in inputs], plan)
+    want = reference.combine(ys, plan, [idx for _, idx, _ in inputs], shape.num_local * size, weights,
+                             local_combine=True)
+    for (_, _, _, out), expected in zip(results, want):
+        assert torch.equal(out, expected.to(out.dtype))
+
+
+def run_calls(ranks, shape, calls, **options):
+    def run(world, device):
+        a2a = make(world, device, shape)
+        results = [run_call(a2a, shape, call) for call in calls]
+        a2a.synchronize()
+        a2a.finalize()
+        return results
+
+    results = ranks(run, **options)
+    for i, call in enumerate(calls):
+        check_call(shape, call, [r[i] for r in results])
+
+
+@pytest.mark.parametrize("layout", ["masked", "compact"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_low_latency_dtypes_and_layouts(ranks, layout, dtype, world_size):
+    calls = [Call(seed=s, layout=layout, pattern=p, index_dtype=i, weights=s % 3 > 0)
+             for s, (p, i) in enumerate(itertools.product(PATTERNS, (torch.int64, torch.int32)))]
+    run_calls(ranks, Shape(dtype=dtype, hidden=72), calls, world_size=world_size)
+
+
+@pytest.mark.parametrize("fp8", [True, "pow2"])
+@pytest.mark.parametrize("layout", ["masked", "compact"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_latency_fp8(ranks, fp8, layout, dtype):
+    calls = [Call(seed=s, layout=layout, fp8=fp8) for s in range(6)]
+    run_calls(ranks, Shape(dtype=dtype, hidden=640, max_tokens=17), calls)
+
+
+@pytest.mark.parametrize("shape", [
+    Shape(max_tokens=1, topk=1, num_local=1, hidden=8), Shape(topk=32, num_local=40, max_tokens=3),
+    Shape(max_tokens=130, topk=8, num_local=16, hidden=1096), Shape(max_tokens=600, topk=2, hidden=16),
+    Shape(num_sm=3), Shape(max_tokens=40, num_local=3, topk=3, hidden=7168)], ids=str)
+def test_low_latency_shapes(ranks, shape):
+    run_calls(ranks, shape, [Call(seed=1), Call(seed=2, layout="compact", tokens="full")])
+
+
+@pytest.mark.parametrize("tokens", ["none", "only_last", "full"])
+def test_low_latency_numbers_of_tokens(ranks, tokens):
+    run_calls(ranks, Shape(), [Call(seed=s, tokens=tokens) for s in range(4)])
+
+
+def test_low_latency_halves(ranks):
+    calls = [Call(seed=s, halves=s % 2 == 0, layout=("masked", "compact")[s % 3 == 0]) for s in range(8)]
+    run_calls(ranks, Shape(), calls)
+
+
+def test_low_latency_buffers_are_interleaved(ranks):
+    """Two micro-batches: the rows of one are on their way while the other is computed."""
+    shape = Shape(num_buffers=2)
+    calls = [Call(seed=s, buffer=s % 2) for s in range(6)]
+
+    def run(world, device):
+        a2a, results = make(world, device, shape), []
+        for pair in zip(calls[::2], calls[1::2]):
+            inputs = [[t.to(device) for t in c.inputs(shape, a2a.rank, a2a.world_size)] for c in pair]
+            pending = [a2a.dispatch_send(*i, buffer=c.buffer) for c, i in zip(pair, inputs)]
+            received = [p.recv() for p in pending]
+            ys = [experts_of(a2a, shape, c, r[0], i[0]) for c, r, i in zip(pair, received, inputs)]
+            pending = [a2a.combine_send(y, r[3]) for y, r in zip(ys, received)]
+            results += [(*r[:3], p.recv()) for r, p in zip(received, pending)]
+        a2a.synchronize()
+        a2a.finalize()
+        return results
+
+    results = ranks(run)
+    for i, call in enumerate(calls):
+        check_call(shape, call, [r[i] for r in results])
+
+
+@pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3, 2**47 - 3, 2**48 - 3, 2**63 - 9])
+def test_low_latency_epochs(ranks, epoch):
+    """A cell has 48 bits of the epoch.  An overflow of those has no effect."""
+    shape, calls = Shape(), [Call(seed=s) for s in range(4)]
+
+    def run(world, device):
+        a2a = make(world, device, shape)
+        run_call(a2a, shape, Call(seed=99, tokens="full"))
+        a2a.synchronize()
+        world.exchange(b"x")  # after this, no rank is in an operation
+        _C.layer_set_epoch(a2a._c, 0, epoch, epmoe.device.stream_of(a2a.device))
+        world.exchange(b"x")
+        results = [run_call(a2a, shape, call) for call in calls]
+        a2a.synchronize()
+        a2a.finalize()
+        return results
+
+    results = ranks(run)
+    for i, call in enumerate(calls):
+        check_call(shape, call, [r[i] for r in results])
+
+
+def test_low_latency_shares_a_heap(ranks):
+    """Two of them, and a layer that prefills, in one heap.  Their sums are the same bits."""
+    shape = Shape(max_tokens=8)
+
+    def run(world, device):
+        heap = epmoe.SymmetricHeap(world, 1 << 22, device)
+        options = dict(dtype=shape.dtype, heap=heap)
+        sizes = shape.max_tokens, shape.hidden, shape.topk
+        a, b = (epmoe.LowLatencyAll2All(None, *sizes, shape.num_local * world.size, **options) for _ in "ab")
+        layer = epmoe.EPAll2AllLayer(None, *sizes, num_tot_experts=shape.num_local * world.size,
+                                     enable_local_combine=True, **options)
+        results = [run_call(a, shape, Call(seed=5)), run_call(b, shape, Call(seed=5))]
+        x, idx, weights = (t.to(device) for t in Call(seed=5).inputs(shape, a.rank, a.world_size))
+        rows, row_weights, layout = layer.dispatch(x, idx, weights)
+        e = torch.repeat_interleave(torch.arange(shape.num_local, device=device), layout.tokens_per_expert)
+        y = (rows.float() * (0.5 + (e + a.rank * shape.num_local) % 7)[:, None]).to(shape.dtype)
+        same = layer.combine(y, layout, row_weights)
+        for each in (a, b, layer, heap):
+            (each.finalize if hasattr(each, "finalize") else each.close)()
+        return *results, same
+
+    results = ranks(run)
+    for i in range(2):
+        check_call(shape, Call(seed=5), [r[i] for r in results])
+    for r in results:
+        assert torch.equal(r[0][3], r[2])
+
+
+@pytest.mark.cuda_only
+def test_low_latency_graphs(ranks):
+    """Replays, mixed with calls outside of graphs, and with other inputs in the same memory."""
+    if not ranks.is_torchrun:
+        pytest.skip("ranks that are threads do not replay graphs")
+    shape, calls = Shape(max_tokens=16, hidden=1024), [Call(seed=s, tokens="full") for s in range(6)]
+
+    def run(world, device):
+        a2a, results = make(world, device, shape), []
+        fixed = [t.to(device) for t in calls[0].inputs(shape, a2a.rank, a2a.world_size)]
+        number = torch.zeros(1, dtype=torch.bfloat16, device=device)
+
+        def layer():
+            rows, scales, counts, handle = a2a.dispatch(*fixed)
+            e = torch.arange(shape.num_local, device=device) + a2a.rank * shape.num_local
+            y = (rows.float() * (0.5 + e % 7)[:, None, None]).to(shape.dtype)
+            return rows, scales, counts, a2a.combine(y, handle)
+
+        with torch.no_grad():
+            layer()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                got = layer()
+            for i, call in enumerate(calls):
+                if i % 3 == 2:
+                    results.append(run_call(a2a, shape, call))
+                    continue
+                for to, new in zip(fixed, call.inputs(shape, a2a.rank, a2a.world_size)):
+                    to.copy_(new)
+                graph.replay()
+                results.append([None if t is None else t.clone() for t in got])
+        del number
+        a2a.synchronize()
+        a2a.finalize()
+        return results
+
+    results = ranks(run)
+    for i, call in enumerate(calls):
+        check_call(shape, call, [r[i] for r in results])
