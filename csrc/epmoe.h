@@ -178,8 +178,9 @@ int ep_layer_agree(EpWorld *world, const EpLayerConfig *config, int status);
 int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **layer); /* collective */
 int ep_layer_close(EpLayer *layer);                                              /* collective */
 void ep_layer_release(EpLayer *layer);
-/* Elements of the handle of a low-latency layer, whose configuration is valid. */
-uint64_t ep_layer_ll_handle_words(const EpLayerConfig *config);
+/* Elements of the handle of a low-latency layer, whose configuration is valid. offsets: where the first row
+ * of each local expert is located in it. */
+uint64_t ep_layer_ll_handle_words(const EpLayerConfig *config, uint64_t *offsets);
 int ep_layer_plan_words(EpLayer *layer, uint64_t num_tokens, uint64_t *num_words);
 /* The arguments of each operation: EpPlanArgs, EpDispatchArgs, EpCombineArgs, EpDispatchGemmArgs and
  * EpGemmCombineArgs. protocol/ops.h has their fields and says what they are. */

@@ -104,6 +104,9 @@ class EPAll2AllLayer(LayerParts):
     # EpAll2AllFusedOp changes both: tokens travel in input order; each row of the input is one token.
     token_sorting = False
     _copies = 1
+    # EPMoE: the LowLatencyAll2All of the modules that share this layer, and whether they may create one.
+    low_latency = None
+    may_decode = True
 
     def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None,
                  local_world_size=None,

@@ -116,7 +116,7 @@ class LowLatencyAll2All(LowLatencyParts):
             _C.layer_agree(self.world._c, self._config, 0)
         self.heap = SymmetricHeap(self.world, num_bytes, self.device) if heap is None else heap
         self._c = _C.layer_create(self.heap._c, self._config)
-        self._handle_words = _C.ll_handle_words(self._config)
+        self._handle_words, self._offsets_at = _C.ll_handle_words(self._config)
         self._pending = [None] * self._num_buffers
         self._int32 = torch.empty(0, dtype=torch.int32, device=self.device)
         self._numbers = torch.empty(0, dtype=self.dtype, device=self.device)

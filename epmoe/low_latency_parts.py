@@ -36,6 +36,29 @@ class LowLatencyHandle:
         self.layout = layout
         self.buffer = buffer
 
+    @property
+    def expert_offsets(self):
+        """[L + 1] int32 on the device: the first row of each local expert, for epmoe.grouped_gemm.
+
+        Only of the layout "compact".
+
+        Raises:
+            ValueError: For the layout "masked".
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> with epmoe.LowLatencyAll2All(epmoe.World(), 4, 16, 1, 2, device="cpu") as a2a:
+            ...     x = torch.ones(3, 16, dtype=torch.bfloat16)
+            ...     *_, handle = a2a.dispatch(x, torch.tensor([[1], [0], [1]]), layout="compact")
+            >>> handle.expert_offsets.tolist()
+            [0, 1, 3]
+        """
+        if self.layout != "compact":
+            raise ValueError("expert_offsets are of the layout compact, but this handle is masked: use "
+                             "recv_counts")
+        return self._words.narrow(0, self._owner._offsets_at, self._owner.num_local_experts + 1)
+
 
 class PendingCall:
     """A dispatch or combine whose rows have been sent.  dispatch_send and combine_send return it.

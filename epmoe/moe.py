@@ -6,7 +6,7 @@ import math
 import torch
 from torch import nn
 
-from . import _C
+from . import _C, decode as decoding
 from .errors import EpMismatch
 from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
@@ -206,7 +206,36 @@ class EPMoE(nn.Module):
                     if p is not None:
                         p[e].uniform_(-bound, bound, generator=generator)
 
-    def forward(self, x, topk_idx, topk_weights):
+    def enable_decode(self, max_tokens):
+        """Create a low-latency path for calls with decode=True.  Collective.
+
+        With it, one module prefills and decodes.  Modules that share a layer share the path.  A module of at
+        most 512 max_tokens, whose experts get few rows, needs no such call: its calls without gradients take
+        the path by themselves.
+
+        Args:
+            max_tokens: The most tokens of a rank in a call with decode=True; see LowLatencyAll2All.
+
+        Raises:
+            ValueError: On this rank, for max_tokens out of range, or where there is such a path already.
+            EpError: As the creation of a LowLatencyAll2All.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> moe = epmoe.EPMoE(16, 32, num_experts=2, topk=1, dtype=torch.float32, device="cpu")
+            >>> moe.enable_decode(max_tokens=4)
+            >>> with torch.no_grad():
+            ...     y = moe(torch.randn(2, 16), torch.tensor([[0], [1]]), torch.ones(2, 1), decode=True)
+            >>> y.shape
+            torch.Size([2, 16])
+            >>> moe.finalize()
+        """
+        if self.layer.low_latency is not None:
+            raise ValueError("this module, or one that shares its layer, has a decode path already")
+        self.layer.low_latency = decoding.create(self.layer, max_tokens)
+
+    def forward(self, x, topk_idx, topk_weights, *, decode=None):
         """Apply the experts to tokens.  Collective, also for a rank without tokens.
 
         Differentiable in x, topk_weights and the parameters.  Each of them must require a gradient on all
@@ -218,6 +247,9 @@ class EPMoE(nn.Module):
             topk_idx: [.., K] int32 or int64: the experts of each token.  -1 and E mean dropped.
             topk_weights: [.., K] of a floating-point dtype: the weight of each choice, applied as float32.
                 The three have equally many tokens, at most max_tokens.  They need not be contiguous.
+            decode: True: take the low-latency path (enable_decode).  False: do not.  None: take it where the
+                shape of the module decides so, and no gradient is wanted.  The same on all ranks.  The
+                results have the same bits, with or without it, except where the fused kernels are used.
 
         Returns:
             [.., H] of the layer's dtype: the weighted sum of the experts' outputs of each token.
@@ -225,7 +257,8 @@ class EPMoE(nn.Module):
         Raises:
             ValueError: On this rank, for a wrong shape or device.
             TypeError: On this rank, for a wrong type or dtype.
-            PeerError: On the other ranks, when one rank raises ValueError or TypeError.
+            RuntimeError: On this rank, for decode=True where a gradient is wanted or a compiler traces.
+            PeerError: On the other ranks, when one rank raises one of these.
             EpIndexError: As EPAll2AllLayer.preprocess.
             EpOverflow: As EPAll2AllLayer.preprocess.
             EpMismatch: On all ranks, when they are not in the same call.
@@ -241,6 +274,7 @@ class EPMoE(nn.Module):
             >>> moe.finalize()
         """
         topk = self.layer.topk * self.layer._copies
+        path = None
         try:
             tokens = _flatten("x", x, self.layer.hidden)
             topk_idx = _flatten("topk_idx", topk_idx, topk)
@@ -251,8 +285,13 @@ class EPMoE(nn.Module):
                 raise TypeError(f"the parameters are {self.gate_up_proj.dtype} now, but the layer was made "
                                 f"for {self.layer.dtype}: pass dtype= when creating the module, instead of "
                                 f"casting it")
+            path = decoding.path_of(self.layer, decode, tokens, topk_weights, self.gate_up_proj,
+                                    self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
         except Exception as error:
-            self.layer._refuse(_C.OP_PLAN, error, 0)
+            self._refuse(error, decode)
+        if path is not None:
+            self.last_layout = None
+            return _unflatten(decoding.run(self, path, tokens, topk_idx, topk_weights), x.shape)
         if not isinstance(self.layer, EpAll2AllFusedOp):
             return _unflatten(self._unfused(tokens, topk_idx, topk_weights), x.shape)
         h, row_weight, layout = self.layer.mega_dispatch_group_gemm(
@@ -262,6 +301,13 @@ class EPMoE(nn.Module):
         y = self.layer.mega_group_gemm_combine(h, self.down_proj, layout, row_weight,
                                                bias=self.down_proj_bias)
         return _unflatten(y, x.shape)
+
+    def _refuse(self, error, decode):
+        """Report an error to the other ranks in the operation that they enter, and raise it."""
+        path = decoding.peers_path(self.layer, decode, *self.parameters())
+        if path is not None:
+            path._refuse(_C.OP_LL_DISPATCH, error, 0)
+        self.layer._refuse(_C.OP_PLAN, error, 0)
 
     def _set_last_layout(self, layout):
         # recomputed compiled code, as in checkpointing, must not do this
@@ -297,4 +343,6 @@ class EPMoE(nn.Module):
             >>> import epmoe
             >>> epmoe.EPMoE(16, 32, num_experts=2, topk=1, device="cpu").finalize()
         """
+        if self.layer.low_latency is not None:
+            self.layer.low_latency.finalize()
         self.layer.finalize()

@@ -153,9 +153,11 @@ static bool receive_tokens(const EpLlDispatchParams *p, uint32_t worker, uint32_
     for (uint32_t e = 0; e < L; e++) {
         if (worker == 0) p->counts[e] = (int32_t)next[e];
         first[e] = sum;
+        if (worker == 0) p->handle[h.offsets_off + e] = (int32_t)sum;
         sum += next[e];
         next[e] = 0;
     }
+    if (worker == 0) p->handle[h.offsets_off + L] = (int32_t)sum;
     for (uint32_t w = 0; w < c->shape.num_ranks; w++)
         for (uint32_t t = 0; t < heads[w].number; t++)
             if (!place_token(p, w, t, first, next, t % num_workers == worker, epoch)) return false;

@@ -230,8 +230,10 @@ int ep_layer_plan_words(EpLayer *l, uint64_t num_tokens, uint64_t *num_words) {
     return 0;
 }
 
-uint64_t ep_layer_ll_handle_words(const EpLayerConfig *config) {
-    return ep_ll_handle(&config->shape).num_words;
+uint64_t ep_layer_ll_handle_words(const EpLayerConfig *config, uint64_t *offsets) {
+    const EpLlHandle h = ep_ll_handle(&config->shape);
+    *offsets = h.offsets_off;
+    return h.num_words;
 }
 
 /* ---- operations ---- */

@@ -32,6 +32,7 @@ enum {
     EP_LL_HEAD_WORDS = 16
 };
 typedef struct {
+    uint64_t offsets_off; /* [L + 1] compact: the first row of each local expert; the last entry is M */
     uint64_t targets_off; /* [max_tokens] bit r: rank r returns a sum for this rank's token */
     uint64_t rows_off;    /* [W][max_tokens][K] row of a source's choice at this rank; -1: none */
     uint64_t weights_off; /* [W][max_tokens][K] its weight, f32 */
@@ -41,6 +42,7 @@ EP_PURE EpLlHandle ep_ll_handle(const EpShape *s) {
     EpLlHandle h;
     const uint64_t num = (uint64_t)s->num_ranks * s->max_tokens * s->num_topk;
     uint64_t at = EP_LL_HEAD_WORDS;
+    h.offsets_off = ep_take(&at, ep_num_local_experts(s) + 1, 4);
     h.targets_off = ep_take(&at, s->max_tokens, 4);
     h.rows_off = ep_take(&at, num, 4);
     h.weights_off = ep_take(&at, num, 4);

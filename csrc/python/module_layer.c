@@ -108,14 +108,17 @@ FAST(plan_layout) {
                          l.max_tiles);
 }
 
-/* (config) -> the length of the handle of a low-latency layer, in int32 elements */
+/* (config) -> the length of the handle of a low-latency layer, and the offset of the expert offsets in it, in
+ * int32 elements */
 FAST(ll_handle_words) {
     EpLayerConfig c;
-    uint64_t unused;
+    uint64_t unused, num_words, offsets;
     WANT(1);
     if (!get_config(args[0], &c)) return NULL;
     int code = ep_layer_check_config(&c, &unused);
-    return code ? ep_raise(code) : PyLong_FromUnsignedLongLong(ep_layer_ll_handle_words(&c));
+    if (code) return ep_raise(code);
+    num_words = ep_layer_ll_handle_words(&c, &offsets);
+    return Py_BuildValue("KK", num_words, offsets);
 }
 
 /* Refuse an operation because a tensor argument cannot be read. The peers learn it before Python does. */

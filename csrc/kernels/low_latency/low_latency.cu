@@ -48,7 +48,7 @@ EP_FN bool make_routes(const EpLlDispatchParams &p, const Routes &m, uint32_t fi
     count_rows(p, m, heads);
     __syncthreads();
     if (!p.is_masked) {
-        if (threadIdx.x < 32) sum_rows(m);
+        if (threadIdx.x < 32) sum_rows(m, p.handle + ep_ll_handle(&c->shape).offsets_off);
         __syncthreads();
     }
     return true;

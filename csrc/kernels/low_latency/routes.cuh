@@ -104,8 +104,8 @@ EP_FN void count_rows(const EpLlDispatchParams &p, const Routes &m, const EpLlHe
     }
 }
 
-/* One warp turns the counts in first[1 ..] into sums. */
-EP_FN void sum_rows(const Routes &m) {
+/* One warp turns the counts in first[1 ..] into sums. CTA 0 also writes them to the handle. */
+EP_FN void sum_rows(const Routes &m, int32_t *offsets) {
     uint32_t sum = 0;
     for (uint32_t base = 0; base < m.L; base += 32) {
         const uint32_t e = base + ep_lane();
@@ -116,9 +116,11 @@ EP_FN void sum_rows(const Routes &m) {
             if (ep_lane() >= d) to_here += other;
         }
         if (e < m.L) m.first[e + 1] = sum + to_here;
+        if (e < m.L && blockIdx.x == 0) offsets[e + 1] = (int32_t)(sum + to_here);
         sum += __shfl_sync(EP_FULL, to_here, 31);
     }
     if (ep_lane() == 0) m.first[0] = 0;
+    if (ep_lane() == 0 && blockIdx.x == 0) offsets[0] = 0;
 }
 
 #endif /* EP_ROUTES_CUH */

@@ -1,0 +1,84 @@
+"""When and how EPMoE uses LowLatencyAll2All: for layers of few tokens, where no gradient is wanted."""
+
+import torch
+
+from . import _C
+from .errors import HeapExhausted
+from .fused import EpAll2AllFusedOp, fuses
+from .gemm import grouped_gemm
+from .low_latency import LowLatencyAll2All
+from .ops import is_watched, requires_grad
+
+MOST_TOKENS = 512  # of a rank in a layer that decodes by itself
+
+
+def decodes(max_tokens, topk, num_experts, world_size):
+    """Whether calls of a layer of this shape, without gradients, take the low-latency path by themselves.
+
+    It depends on the shape alone, because all ranks must decide alike, whatever their numbers of tokens.
+    """
+    return max_tokens <= MOST_TOKENS and not fuses(max_tokens, topk, num_experts, world_size)
+
+
+def create(layer, max_tokens):
+    """Return a LowLatencyAll2All of a layer's shape.  Collective."""
+    return LowLatencyAll2All(layer.world, max_tokens, layer.hidden, layer.topk * layer._copies,
+                             layer.num_experts, dtype=layer.dtype, device=layer.device)
+
+
+def decodes_alone(layer):
+    """Whether calls without gradients take the low-latency path by themselves."""
+    return (isinstance(layer, EpAll2AllFusedOp) and not layer.fused and layer.capacity is None
+            and layer.may_decode and layer._config.combine_mode == _C.COMBINE_LOCAL
+            and decodes(layer.max_tokens // layer._copies, layer.topk * layer._copies, layer.num_experts,
+                        layer.world_size))
+
+
+def path_of(layer, decode, *tensors):
+    """Return the LowLatencyAll2All that a call uses, or None: the layer's stages.
+
+    decode: as for EPMoE.forward.  The first call of a layer that decodes by itself creates it, on all ranks.
+    """
+    has_gradient = requires_grad(*tensors) or is_watched()
+    if decode:
+        if layer.low_latency is None:
+            raise ValueError("decode=True, but this module has no decode path: call enable_decode() first")
+        if has_gradient:
+            raise RuntimeError("decode=True has no gradients and cannot be compiled: call it under "
+                               "torch.no_grad(), outside of torch.compile")
+        return layer.low_latency
+    if decode is not None or has_gradient or not decodes_alone(layer):
+        return None
+    if layer.low_latency is None:
+        if layer.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None  # nothing can be created now
+        try:
+            layer.low_latency = create(layer, layer.max_tokens // layer._copies)
+        except HeapExhausted:  # on all ranks
+            layer.may_decode = False
+    return layer.low_latency
+
+
+def peers_path(layer, decode, *parameters):
+    """Return what the peers use in a call that this rank cannot make, as path_of does for a right call.
+
+    It takes the parameters for all tensors, because those of the call may be no tensors at all.
+    """
+    if decode or decode is None and decodes_alone(layer) and not (requires_grad(*parameters) or is_watched()):
+        if layer.low_latency is None and not decode:
+            return path_of(layer, None)
+        return layer.low_latency
+    return None
+
+
+def run(moe, a2a, x, topk_idx, topk_weights):
+    """Dispatch, the experts of moe, and combine through a2a."""
+    rows, _, _, handle = a2a.dispatch(x, topk_idx, topk_weights, layout="compact")
+    offsets = handle.expert_offsets
+    try:
+        h = grouped_gemm(rows, moe.gate_up_proj, offsets=offsets, bias=moe.gate_up_proj_bias,
+                         activation=moe.activation)
+        y = grouped_gemm(h, moe.down_proj, offsets=offsets, bias=moe.down_proj_bias)
+    except Exception as error:
+        a2a._refuse(_C.OP_LL_COMBINE, error, handle.buffer)
+    return a2a.combine(y, handle)

@@ -1,0 +1,185 @@
+"""EPMoE takes the low-latency path where its shape decides so, and only where no gradient is wanted."""
+
+import copy
+
+import pytest
+import torch
+
+import epmoe
+from cases import generator
+from epmoe.decode import decodes
+from outcomes import check_outcomes, outcome
+
+SIZES = dict(hidden=64, inner=32, num_experts=8, topk=2)
+
+
+def make(world, device, max_tokens=8, **options):
+    torch.manual_seed(3)
+    return epmoe.EPMoE(**SIZES, ep_group=world, max_tokens=max_tokens, device=device, **options)
+
+
+def inputs(moe, seed, num_tokens=None):
+    g = generator(seed, moe.layer.rank)
+    t = (moe.layer.rank * 3 + seed) % 9 if num_tokens is None else num_tokens
+    weights, idx = torch.randn(t, 8, generator=g).softmax(-1).topk(2)
+    x = torch.randn(t, 64, generator=g).to(moe.layer.dtype)
+    return [v.to(moe.layer.device) for v in (x, idx, weights)]
+
+
+@pytest.mark.parametrize("shape, wanted", [
+    ((1, 8, 288, 4), True), ((128, 8, 288, 4), True), ((512, 8, 288, 4), False), ((8192, 8, 256, 8), False),
+    ((512, 1, 1024, 8), True), ((513, 1, 1024, 8), False)])
+def test_moe_decode_depends_on_the_shape(shape, wanted):
+    assert decodes(*shape) == wanted
+
+
+@pytest.mark.parametrize("options", [{}, {"activation": "gpt_oss"}, {"bias": True}, {"dtype": torch.float32}],
+                         ids=str)
+def test_moe_decode_has_the_bits_of_the_stages(ranks, options):
+    def run(world, device):
+        moe, results = make(world, device, **options), []
+        for seed in range(6):
+            with torch.no_grad():
+                args = inputs(moe, seed)
+                results.append((moe(*args), moe(*args, decode=False)))
+        took_path = moe.layer.low_latency is not None and moe.last_layout is not None
+        moe.finalize()
+        return results, took_path
+
+    for results, took_path in ranks(run):
+        assert took_path
+        for fast, slow in results:
+            assert torch.equal(fast, slow)
+
+
+def test_moe_decode_beside_prefill(ranks):
+    """One module prefills, and decodes where it is told to."""
+
+    def run(world, device):
+        moe = make(world, device, max_tokens=2048)
+        moe.enable_decode(8)
+        results = []
+        for seed in range(4):
+            with torch.no_grad():
+                prompt = moe(*inputs(moe, seed, num_tokens=300 + seed))
+                args = inputs(moe, seed)
+                results.append((moe(*args, decode=True), moe(*args), prompt.isfinite().all()))
+        moe.finalize()
+        return results
+
+    for results in ranks(run):
+        for fast, slow, is_finite in results:
+            assert is_finite
+            torch.testing.assert_close(fast, slow, rtol=1e-2, atol=1e-2)
+
+
+def test_moe_decode_leaves_gradients_alone(ranks):
+    def run(world, device):
+        moe = make(world, device, dtype=torch.float32)
+        with torch.no_grad():
+            moe(*inputs(moe, 1))
+        x, idx, weights = inputs(moe, 2)
+        moe(x, idx, weights).square().sum().backward()
+        with torch.no_grad():
+            y = moe(x, idx, weights)
+        grads = [p.grad.abs().sum().item() for p in moe.parameters()]
+        same = torch.equal(y, moe(x, idx, weights).detach())
+        moe.finalize()
+        return grads, same
+
+    results = ranks(run)
+    assert all(same for _, same in results)
+    assert all(any(g[i] > 0 for g, _ in results) for i in range(2))
+
+
+def test_moe_decode_is_shared(ranks):
+    """Modules that share a layer, and copies, share the path."""
+
+    def run(world, device):
+        first = make(world, device)
+        second = epmoe.EPMoE(**SIZES, layer=first.layer)
+        with torch.no_grad():
+            args = inputs(first, 5)
+            a, b = first(*args), second(*args)
+            third = copy.deepcopy(first)
+            c = third(*args)
+        same = first.layer.low_latency is second.layer.low_latency is third.layer.low_latency
+        first.finalize()
+        return same, torch.equal(a, c), a.shape == b.shape
+
+    assert all(all(r) for r in ranks(run))
+
+
+@pytest.mark.parametrize("change, error, text", [
+    (lambda m, a: m(a[0].double(), *a[1:]), "TypeError", "bfloat16"),
+    (lambda m, a: m(a[0][:, :8], *a[1:]), "ValueError", "64"),
+    (lambda m, a: m("x", *a[1:]), "TypeError", "str"),
+    (lambda m, a: m(a[0], a[1].half(), a[2]), "TypeError", "topk_idx"),
+    (lambda m, a: m(*(torch.cat([t, t, t]) for t in a)), "ValueError", "max_tokens")])
+def test_moe_decode_errors(ranks, change, error, text):
+    """A wrong call on one rank is an error on all, and the next call works."""
+
+    def run(world, device):
+        moe, last = make(world, device), world.rank == world.size - 1
+        with torch.no_grad():
+            args = inputs(moe, 3, num_tokens=4)
+            got = outcome(lambda: change(moe, args) if last else moe(*args), moe.layer.low_latency)
+            if moe.layer.low_latency is not None:
+                outcome(moe.layer.low_latency.synchronize)
+            same = torch.equal(moe(*args), moe(*args, decode=False))
+        moe.finalize()
+        return got, same
+
+    results = ranks(run, at_least=2)
+    last = len(results) - 1
+    check_outcomes([r[0] for r in results], ["PeerError"] * last + [error], text, on_rank=last,
+                   elsewhere=(f"rank {last}",))
+    assert all(same for _, same in results)
+
+
+def test_moe_decode_wants_a_path_and_no_gradient(ranks):
+    def run(world, device):
+        moe = make(world, device, max_tokens=2048)
+        args = inputs(moe, 3)
+        with torch.no_grad():
+            no_path = outcome(lambda: moe(*args, decode=True))
+        moe.enable_decode(8)
+        twice = outcome(lambda: moe.enable_decode(8))
+        gradient = outcome(lambda: moe(*args, decode=True))
+        with torch.no_grad():
+            moe(*args, decode=True)
+        moe.finalize()
+        return no_path, twice, gradient
+
+    results = ranks(run)
+    for i, (error, text) in enumerate([("ValueError", "enable_decode"), ("ValueError", "already"),
+                                       ("RuntimeError", "no_grad")]):
+        check_outcomes([r[i] for r in results], error, text)
+
+
+@pytest.mark.cuda_only
+def test_moe_decode_graphs(ranks):
+    """A captured layer, replayed between calls outside of the graph."""
+    if not ranks.is_torchrun:
+        pytest.skip("ranks that are threads do not replay graphs")
+
+    def run(world, device):
+        moe, same = make(world, device), []
+        with torch.no_grad():
+            fixed = inputs(moe, 0, num_tokens=5)
+            moe(*fixed)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = moe(*fixed)
+            for seed in range(6):
+                for to, new in zip(fixed, inputs(moe, seed, num_tokens=5)):
+                    to.copy_(new)
+                graph.replay()
+                got = y.clone()
+                same.append(torch.equal(got, moe(*fixed)) and torch.equal(got, moe(*fixed, decode=False)))
+        moe.layer.low_latency.synchronize()
+        moe.finalize()
+        return same
+
+    assert all(all(r) for r in ranks(run))
