@@ -57,8 +57,9 @@ EP_FN void ep_dev_get(const EpDeviceHeap *h, void *to, const void *from, uint64_
     ep_dev_copy(to, ep_dev_translate(h, from, peer), num_bytes);
 }
 
-/* Set the peer's word or add to it, after all that this worker has put. `word` is an address in this
- * rank's heap. Publishes everything that the worker has put. */
+/* Set a word in the peer's heap, or add to it. `word` is the address of the same word in this rank's heap.
+ * This is a release: a worker of the peer that has waited for the word can read all that this worker has put
+ * there before. */
 EP_FN void ep_dev_signal_set(const EpDeviceHeap *h, uint64_t *word, uint64_t value, uint32_t peer) {
     ep_warp_sync();
     if (ep_lane() == 0) ep_st_release_sys_u64((uint64_t *)ep_dev_translate(h, word, peer), value);

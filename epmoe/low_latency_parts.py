@@ -150,7 +150,7 @@ class LowLatencyParts(LayerParts):
         It returns the rows, the memory of the rows, the memory of the scales, and the scales as rows are
         indexed.
         """
-        if not isinstance(fp8, (bool, str)) or fp8 not in FP8:
+        if fp8 not in FP8:
             raise ValueError(f"fp8 {fp8!r}: must be False, True or 'pow2'")
         if layout not in LAYOUTS:
             raise ValueError(f"layout {layout!r}: must be masked or compact")

@@ -123,9 +123,8 @@ def test_moe_decode_errors(ranks, change, error, text):
         moe, last = make(world, device), world.rank == world.size - 1
         with torch.no_grad():
             args = inputs(moe, 3, num_tokens=4)
+            moe(*args)  # creates the path
             got = outcome(lambda: change(moe, args) if last else moe(*args), moe.layer.low_latency)
-            if moe.layer.low_latency is not None:
-                outcome(moe.layer.low_latency.synchronize)
             same = torch.equal(moe(*args), moe(*args, decode=False))
         moe.finalize()
         return got, same

@@ -13,8 +13,9 @@
 
 /* Copy the tensor map that an earlier ep_encode_tensor_map has made for an equal shape, or return false. */
 bool ep_find_tensor_map(const EpTensorMap *shape, CUtensorMap *map);
-/* Encode a tensor map and keep it. Returns a cudaError_t; after an error nothing is kept. The driver requires
- * a current context in this thread: the caller has just made a call of the runtime that needs one. */
+/* Encode a tensor map, and keep it for ep_find_tensor_map. Returns a cudaError_t; after an error nothing is
+ * kept. Before the call, this thread must have made a call of the runtime that creates a context, because the
+ * driver encodes only in a thread with a current context. */
 int ep_encode_tensor_map(const EpTensorMap *shape, CUtensorMap *map);
 
 #endif /* EP_TENSOR_MAPS_H */

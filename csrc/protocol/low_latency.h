@@ -62,8 +62,9 @@ EP_PURE uint64_t ep_ll_num_rows(const EpShape *s, bool is_masked) {
     return is_masked ? (uint64_t)ep_num_local_experts(s) * s->num_ranks * s->max_tokens : s->capacity;
 }
 
-/* Limits. The kernel of dispatch holds in shared memory: the routes of all tokens (16 bits), and for each
- * local expert a bit for each token and the number of bits before each word (32 bits). */
+/* EP_LL_MAX_TOKENS limits max_tokens. EP_LL_MAX_SMEM limits what a CTA of dispatch holds in shared memory: 2
+ * bytes for each choice of every rank's tokens, and for each local expert a bit for each token and a count of
+ * 4 bytes for each 32 tokens. */
 #define EP_LL_MAX_TOKENS 4096u
 #define EP_LL_MAX_SMEM (200u << 10)
 EP_PURE uint32_t ep_ll_mask_words(const EpShape *s) {
@@ -161,8 +162,10 @@ EP_FN void ep_ll_enter(const EpComm *c, EpLlHead mine, uint64_t epoch) {
     }
 }
 
-/* The fault of a call that is not `call`, or of a number that is wrong; code 0: none. first: the head of rank
- * 0. All ranks judge the same heads, so all get the same fault. */
+/* Judge the head of a rank: the fault that it causes, with code 0 if it causes none. A head causes a fault if
+ * its rank has failed (status); if its operation, fp8 or dispatch differs from that in `first`, the head of
+ * rank 0; or if its number of tokens is too large. All ranks judge the same heads, so all get the same
+ * fault. */
 EP_FN EpFaultRecord ep_ll_judge(const EpComm *c, uint32_t op, EpLlHead first, EpLlHead head, uint32_t rank,
                                 uint64_t epoch) {
     EpFaultRecord f = ep_fault_at(op, rank, EP_WORD_HEADER, epoch);

@@ -1,8 +1,8 @@
 /* words.h - the structs in a communication buffer: the header of an operation, and the local words.
  *
  * When a rank enters an operation, it writes its header into the buffer of every rank. Only the workers of
- * the rank that owns a buffer use its local words. layout.h says where both are located. flags.h says who
- * writes and reads each word, and in which memory order.
+ * the rank that owns a buffer use its local words. layout.h says where both are located. flags.h says which
+ * rank writes and reads each word, and in which memory order.
  *
  * Exports EpHeader with EP_HEADER_FIELDS and EP_FIELD_*, EpLocal, EP_LINE, EP_ABI_VERSION.
  * Invariant: ranks compare every field of EP_HEADER_FIELDS, and these fields come first in a header. */

@@ -1,6 +1,9 @@
-/* ll_combine.cuh - a warp's part of the low-latency combine: return sums to the ranks of their tokens.
+/* ll_combine.cuh - a warp's part of the low-latency combine.
  *
- * Invariant: sums are in fp32 and in a fixed order, independent of the order of arrival. */
+ * Two steps of sums: the expert's rank adds up its rows of a token, each times its weight, and sends the sum
+ * to the token's rank. The token's rank adds up the sums of all ranks.
+ *
+ * Invariant: both sums are in fp32 and in a fixed order (choices, ranks), whichever sum arrives first. */
 #ifndef EP_LL_COMBINE_CUH
 #define EP_LL_COMBINE_CUH
 #include "kernels/low_latency/pieces.cuh"

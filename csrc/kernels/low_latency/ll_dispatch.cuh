@@ -75,8 +75,10 @@ template <bool FP8> EP_FN void place_piece(const EpLlDispatchParams &p, uint32_t
     }
 }
 
-/* Place one piece of a token, and note with its first piece what combine needs. input: the piece, if the
- * token is this rank's. A piece that does not arrive before a wait ends is NaN. */
+/* Receive one piece of a token: copy it to the token's rows at this rank's experts. The warp of the first
+ * piece also writes to the handle the rows and weights of the token's choices, for combine. If the token is
+ * from this rank, `input` is the piece; otherwise the piece is read from the slot, after its flag. If the
+ * wait for the flag fails (the world has ended, or a timeout), this warp writes NaN to the rows. */
 template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, const Routes &m, Token at,
                                                 uint32_t piece, const Input &input, uint64_t epoch) {
     const EpComm *c = &p.comm;

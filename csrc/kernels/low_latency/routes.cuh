@@ -1,15 +1,18 @@
 /* routes.cuh - the routes of all tokens in a CTA's shared memory, and the row of each token at an expert.
  *
  * Every CTA reads all routes and finds all rows by itself, so no CTA waits for another one. Rows of an expert
- * are in the order of source rank and token, so a row is the number of the expert's bits before the token's.
+ * are in the order of source rank and token. An expert has a bit for each token, set if the token comes to
+ * it. So the row of a token is the number of set bits before the token's bit.
  * Invariant: every CTA of every rank reads the same routes, so all find a wrong index, or none does. */
 #ifndef EP_ROUTES_CUH
 #define EP_ROUTES_CUH
 #include "kernels/low_latency/pieces.cuh"
 
-/* The shared memory of a CTA. bits: bit at % 32 of word at / 32 for a token of a local expert, where at is w
- * * max_tokens + t. before: the number of an expert's bits in the words before. first: the first row of each
- * expert without gaps. */
+/* The shared memory of a CTA. A token of source rank w has the number n = w * max_tokens + token.
+ *   routes   the expert of each choice of each token, as the source sent it
+ *   bits     for each local expert, bit n % 32 of word n / 32 is set if token n comes to it
+ *   before   for each of these words, the number of the expert's set bits in the words before it
+ *   first    the first row of each expert if the experts' rows are next to each other (compact layout) */
 struct Routes {
     uint16_t *routes;                /* [W * max_tokens][K] */
     uint32_t *bits, *before, *first; /* [words][L], [words][L], [L + 1] */
