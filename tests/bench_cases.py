@@ -18,6 +18,8 @@ COMMANDS = {
     "features": ["--shapes", "gpt-oss-120b", "--iters", "1"],
     "gemm": ["--shapes", "qwen3-30b", "--iters", "1"],
     "host": ["--iters", "1"],
+    "decode": ["--tokens", "3", "--iters", "1"],
+    "worklog": ["--iters", "1"],
 }
 
 

@@ -28,6 +28,7 @@ EPMOE = {"epmoe plan", "epmoe plan + dispatch", "epmoe cached dispatch", "epmoe 
 TORCH = {"torch dispatch", "torch combine"}
 GEMMS = ("gate and up", "down", "dgrad of down", "dgrad of gate and up", "wgrad of down",
          "wgrad of gate and up")
+CALLS = ("dispatch", "dispatch fp8", "combine", "pair", "pair fp8")
 LAYERS = {"torch layer", "GEMMs alone", "epmoe layer, one after the other", "epmoe layer"}
 EXPECTED = {
     "a2a": EPMOE | TORCH,
@@ -44,6 +45,11 @@ EXPECTED = {
             | {"epmoe gate and up, SwiGLU"},
     "host": {"epmoe preprocess, host", "epmoe cached dispatch, host", "epmoe combine, host",
              "epmoe dispatch + gemm, host", "epmoe gemm + combine, host"},
+    "decode": {f"epmoe {call}" for call in CALLS}
+              | {f"epmoe {call} {half}" for call in CALLS[:3] for half in ("send", "recv")}
+              | {f"torch {call}" for call in ("dispatch", "combine", "pair", "all_to_all_single alone")}
+              | {"GEMMs alone", "torch GEMMs alone", "epmoe layer"},
+    "worklog": {"torch", "epmoe", "epmoe, factor in weights"},
 }
 
 
@@ -58,6 +64,7 @@ def run_every_command(rank, world_size, folder):
                for name, arguments in COMMANDS.items()}
     sys.path.insert(0, str(FAKES))
     results["with DeepEP"] = run_command(["a2a", "--shapes", "qwen3-30b", "--iters", "1"])
+    results["decode with DeepEP"] = run_command(["decode", "--tokens", "3", "--iters", "1"])
     results["layer with DeepEP"] = run_command(["layer", "--shapes", "qwen3-30b", "--iters", "1"])
     return results, deep_ep_and_reference(rank, world_size), error_of_wrong_sum(rank)
 
@@ -203,6 +210,18 @@ def test_bench_compares_with_deep_ep_if_importable(results):
     layers, more, _ = results[1][0][0]["layer with DeepEP"]
     assert "gloo, DeepEP" in out and max(map(len, (out + more).splitlines())) <= 100
     assert {"DeepEP layer, 24 SMs", "DeepEP layer, 48 SMs"} < {r["impl"] for r in layers}
+
+
+def test_bench_decode_compares_times_of_one_kind(results):
+    rows, out, _ = results[1][0][0]["decode with DeepEP"]
+    of = {r["impl"]: r for r in rows}
+    assert {f"DeepEP {call}" for call in CALLS} < set(of) and max(map(len, out.splitlines())) <= 100
+    for call in CALLS:
+        peers = {p: of[f"{p} {call}"]["eager_ms"] for p in ("torch", "DeepEP") if f"{p} {call}" in of}
+        ratios = of[f"epmoe {call}"]["ratios"]
+        assert set(ratios) == set(peers)
+        for peer, ms in peers.items():
+            assert ratios[peer] == pytest.approx(of[f"epmoe {call}"]["eager_ms"] / ms, rel=0.05, abs=1e-3)
 
 
 def test_bench_deep_ep_adapter_matches_reference(results):

@@ -85,6 +85,8 @@ def test_bench_starts_its_ranks_without_torchrun():
     (["a2a", "--shapes", "mixtral,none"], "none: must be one of seed"),
     (["a2a", "--num-sm", "8,16"], "only sm takes several"),
     (["gemm", "--num-sm", "8"], "leave it out for gemm"),
+    (["a2a", "--tokens", "8"], "only decode takes it"),
+    (["decode", "--tokens", "8,0"], "0: must be a positive number"),
     (["sm", "--num-sm", "many"], "many: must be a positive number"),
     (["a2a", "--num-sm", "0"], "0: must be a positive number"),
     (["layer", "--iters", "0"], "0: must be a positive number"),

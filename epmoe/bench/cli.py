@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
-from . import a2a, ablation, features, gemm, growth, host, layer, overlap, report, side, sm, tokens
+from . import (a2a, ablation, decode, features, gemm, growth, host, layer, overlap, report, side, sm, tokens,
+               worklog)
 from .run import Run
 from .shapes import SHAPES
 
@@ -32,6 +33,8 @@ BENCHES = {
     "overlap": (overlap, "what the warps of the fused kernels do, and when; needs a build with the profiler"),
     "features": (features, "the effect of token saving, sorting and pre-reduction"),
     "host": (host, "host overhead per call, in microseconds"),
+    "decode": (decode, "low-latency dispatch and combine by T, their halves, and a decode layer"),
+    "worklog": (worklog, "dispatch, y = x * (1 + rank), combine: a known problem, beside plain PyTorch"),
     "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),
 }
 
@@ -70,6 +73,8 @@ def parse(argv):
                        help=f"of {', '.join(SHAPES)}; default: those of the bench")
         s.add_argument("--num-sm", type=numbers, metavar="N",
                        help="thread blocks that move tokens; sm: N,N,..., those to measure; not for gemm")
+        s.add_argument("--tokens", type=numbers, metavar="T,T,...",
+                       help="decode: the numbers of tokens of a rank to measure")
         s.add_argument("--iters", type=positive,
                        help="runs; the median counts (default: 30, on the CPU 10; gemm: rounds, 6 and 3)")
         s.add_argument("--json", type=new_file, metavar="FILE", help="write all figures to FILE (rank 0)")
@@ -85,6 +90,8 @@ def parse(argv):
         p.error("--num-sm: pass one number; only sm takes several")
     if options.bench == "gemm" and options.num_sm:
         p.error("--num-sm: leave it out for gemm, which moves no tokens")
+    if options.bench not in ("decode", "report", "all") and options.tokens:
+        p.error("--tokens: only decode takes it")
     return options
 
 

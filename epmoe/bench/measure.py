@@ -105,6 +105,46 @@ def graphed(fn, cpu_group, calls=50, replays=20):
     return slowest(cpu_group, statistics.median(a.elapsed_time(b) for a, b in times) / calls)
 
 
+def captured(fns):
+    """Capture each function in a CUDA graph of its own, after all were called once; return the graphs.
+
+    A function may use what one before it has left, for example a call that it has sent.
+    """
+    for fn in fns:
+        fn()
+    graphs, stream = [], torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for fn in fns:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            fn()
+    return graphs
+
+
+def in_turn(fns, device, rounds):
+    """Return a list of milliseconds for each fn.  In each round all are called, one after the other.
+
+    For device "cpu" this is the time until fn returns, also where it starts work on a GPU.
+    """
+    def mark():
+        if device.type != "cuda":
+            return time.perf_counter() * 1e3
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    marks = []
+    for _ in range(rounds + 2):  # two to warm up
+        marks.append([mark()])
+        for fn in fns:
+            fn()
+            marks[-1].append(mark())
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    between = (lambda a, b: a.elapsed_time(b)) if device.type == "cuda" else (lambda a, b: b - a)
+    return [[between(m[i], m[i + 1]) for m in marks[2:]] for i in range(len(fns))]
+
+
 def host_microseconds(fn, sync, cpu_group, calls=200, rounds=20):
     """Return the microseconds until fn returns, without a wait for the device: the median over rounds."""
     times = []

@@ -27,7 +27,7 @@ class Buffer:
 
     def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24,
                  explicitly_destroy=False):
-        assert num_nvl_bytes > 0 and explicitly_destroy
+        assert explicitly_destroy and (num_rdma_bytes > 0 if low_latency_mode else num_nvl_bytes > 0)
         self.rank, self.size, self.alive = dist.get_rank(group), dist.get_world_size(group), True
 
     def destroy(self):
@@ -93,3 +93,43 @@ class Buffer:
             here = is_token_in_rank[:, r]
             total[here] += rows[send_head[here, r].long()].float()
         return total.to(x.dtype), None, None
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts):
+        return num_max_dispatch_tokens_per_rank * hidden * num_ranks * num_experts
+
+    def low_latency_dispatch(self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts, use_fp8=True,
+                             async_finish=False, return_recv_hook=False):
+        assert self.alive and x.dtype == torch.bfloat16 and x.is_contiguous() and topk_idx.dtype == topk_idx_t
+        assert len(x) <= num_max_dispatch_tokens_per_rank
+        local, choice = num_experts // self.size, topk_idx.flatten().argsort(stable=True)
+        expert = topk_idx.flatten()[choice]
+        send = torch.bincount(expert // local, minlength=self.size)
+        recv = torch.empty_like(send)
+        dist.all_to_all_single(recv, send)
+        send, recv = send.tolist(), recv.tolist()
+        rows, experts = (exchange(t, send, recv) for t in (x[choice // topk_idx.shape[1]], expert % local))
+        # The rows of an expert have no fixed order; here it is from the last to the first.
+        packed = x.new_empty(local, self.size * num_max_dispatch_tokens_per_rank, x.shape[1])
+        place = torch.empty(len(rows), 2, dtype=torch.int64)
+        counts = torch.zeros(local, dtype=torch.int32)
+        for i in reversed(range(len(rows))):
+            place[i] = torch.stack([experts[i], counts[experts[i]]])
+            packed[tuple(place[i])] = rows[i]
+            counts[experts[i]] += 1
+        handle = place, choice, send, recv
+        if not use_fp8:
+            return packed, counts, handle, None, None
+        groups = packed.float().unflatten(-1, (-1, 128))
+        scales = groups.abs().amax(-1).clamp(min=1e-4) / 448
+        numbers = (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(-2)
+        return (numbers, scales), counts, handle, None, None
+
+    def low_latency_combine(self, x, topk_idx, topk_weights, handle, zero_copy=False, async_finish=False,
+                            return_recv_hook=False, out=None):
+        place, choice, send, recv = handle
+        assert self.alive and x.dtype == torch.bfloat16 and topk_weights.dtype == torch.float32
+        home = x.new_empty(len(choice), x.shape[-1])
+        home[choice] = exchange(x[place[:, 0], place[:, 1]], recv, send)
+        sums = (home.view(*topk_idx.shape, -1).float() * topk_weights[..., None]).sum(1)
+        return sums.to(x.dtype), None, None
