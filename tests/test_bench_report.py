@@ -14,7 +14,7 @@ from epmoe.bench import cli, plots, report
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES, PLOTS = ROOT / "benchmarks" / "h200x4.json", ROOT / "docs" / "img"
-NAMES = ("layers", "shapes", "sm", "tokens")
+NAMES = ("layers", "shapes", "sm", "tokens", "decode")
 
 
 def repository_figures():
@@ -136,6 +136,8 @@ def test_bench_report_of_a_cpu(tmp_path, capsys):
     rows += [row("a2a", "a-small", "torch dispatch", 1.0), row("a2a", "a-small", "torch combine", 4.0)]
     rows += [row("layer", "a-small", impl, ms, tflops=0.01)
              for impl, ms in (("epmoe layer", 3.0), ("torch layer", 6.0), ("GEMMs alone", 2.0))]
+    rows += [row("decode", "decode-small", f"{peer} {call}", 0.01 * t, t) for peer in ("epmoe", "torch")
+             for call in ("dispatch", "combine", "pair") for t in (1, 16)]
     figures, text = make_report(tmp_path, rows)
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "nothing about GPUs" in text

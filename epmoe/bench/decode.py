@@ -28,7 +28,7 @@ SHAPES = {"cuda": Shape("decode", 1, 7168, 2048, 288, 8), "cpu": Shape("decode-s
 def jobs(run):
     tokens = TOKENS[run.device.type]
     if run.on_gpu and torch.cuda.device_count() < run.size:
-        run.say("several ranks share a GPU: flags and rows go through its L2, not over links; T is at most 128")
+        run.say("several ranks share a GPU: flags and rows go through its L2, not over links; T <= 128")
         tokens = [t for t in tokens if t <= 128]  # the memory of one GPU
     tokens = run.options.tokens or tokens
     return [(f"{shape.name}, T {t}", functools.partial(measure, run, shape.with_tokens(t)))

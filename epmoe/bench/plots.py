@@ -17,7 +17,8 @@ TEXTS = {"layers": "Time of a whole layer for each shape, epmoe beside DeepEP an
          "shapes": "Time of dispatch and of combine for each shape, epmoe beside DeepEP and torch",
          "sm": "Time of dispatch and of combine over the thread blocks that move tokens",
          "tokens": "Time of dispatch and of combine over the tokens of a rank",
-         "growth": "Time of a whole layer over the tokens of a rank"}
+         "growth": "Time of a whole layer over the tokens of a rank",
+         "decode": "Time of low-latency dispatch and combine over the tokens of a rank"}
 
 
 def can_draw():
@@ -30,6 +31,7 @@ def wanted(figures):
     for name in ("sm", "tokens"):
         there[name] = bool(sweep_shape(figures, name))
     there["growth"] = bool(sweep_shape(figures, "growth", "epmoe layer"))
+    there["decode"] = bool(sweep_shape(figures, "decode", "epmoe pair"))
     return {name: text for name, text in TEXTS.items() if there[name]}
 
 
@@ -50,7 +52,7 @@ def draw(figures):
     for name in plots:
         with plt.rc_context(STYLE):
             figure = {"layers": draw_layers, "shapes": draw_shapes, "sm": draw_sm, "tokens": draw_tokens,
-                      "growth": draw_growth}[name](figures, plt)
+                      "growth": draw_growth, "decode": draw_decode}[name](figures, plt)
             # Without Software, matplotlib's version: the file depends on the figures only.
             figure.savefig(figures.plot_path(name), dpi=150,
                            metadata={"Software": None, "Figures": figures.digest})
@@ -207,13 +209,13 @@ def draw_sm(figures, plt):
     return figure
 
 
-def over_tokens(ax, ticks):
+def over_tokens(ax, ticks, unit="ms"):
     """Make both axes logarithmic, with readable numbers."""
-    ax.set(xscale="log", yscale="log", xlabel="T, tokens of a rank", ylabel="time (ms)")
+    ax.set(xscale="log", yscale="log", xlabel="T, tokens of a rank", ylabel=f"time ({unit})")
     ax.set_xticks(sorted(ticks), [str(t) for t in sorted(ticks)])
     ax.minorticks_off()
     low, high = ax.get_ylim()
-    steps = [a * 10**e for e in range(-4, 4) for a in (1, 2, 5) if low <= a * 10**e <= high]
+    steps = [a * 10**e for e in range(-4, 6) for a in (1, 2, 5) if low <= a * 10**e <= high]
     ax.set_yticks(steps, [f"{s:g}" for s in steps])
 
 
@@ -234,6 +236,27 @@ def draw_growth(figures, plt):
     over_tokens(ax, ticks)
     ax.set_title(title(figures, f"{shape}: time of a layer over T"), loc="left", fontsize=11)
     ax.legend()
+    return figure
+
+
+def draw_decode(figures, plt):
+    """Draw lines over T: dispatch in bfloat16 and FP8, combine, and both, in a graph where there is a GPU."""
+    figure, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
+    shape, ticks = sweep_shape(figures, "decode", "epmoe pair"), set()
+    ways = {"dispatch": "o-", "dispatch fp8": "v-.", "combine": "s--", "pair": "D:"}
+    for peer in COLORS:
+        for call, style in ways.items():
+            rows = sorted(figures.find("decode", f"{peer} {call}", shape=shape), key=lambda r: r["tokens"])
+            if rows:
+                ticks |= {r["tokens"] for r in rows}
+                name = peer_name(figures) if peer == "torch" else peer
+                label = f"{name} {'dispatch + combine' if call == 'pair' else call}"
+                ax.plot([r["tokens"] for r in rows], [r["ms"] * 1e3 for r in rows], style, color=COLORS[peer],
+                        markersize=5, label=label)
+    over_tokens(ax, ticks, "us")
+    how = "low latency, in a CUDA graph; torch eager" if figures.is_gpu else "low latency"
+    ax.set_title(title(figures, f"{shape}: time over T, {how}"), loc="left", fontsize=11)
+    ax.legend(ncols=2, fontsize=8.5)
     return figure
 
 

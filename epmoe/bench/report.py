@@ -255,7 +255,7 @@ def block(figures, plots, folder):
                   *decode_table(figures)]
     if figures.shapes():
         lines += ["", "### Plan, dispatch and combine", "", *table(figures)]
-    lines += images(figures, plots, folder, "shapes", "sm", "tokens")
+    lines += images(figures, plots, folder, "shapes", "sm", "tokens", "decode")
     if any(r["bench"] == "ablation" for r in figures.rows):
         lines += ["", "### What each choice brings", "",
                   "One option is changed at a time. The number is the time with the change over the time "
