@@ -64,15 +64,16 @@ def measure(run, shape):
         measure_layer(run, shape, of)
 
 
-def times(run, fn, can_be_captured=True):
-    """Return {"graph", "eager", "host": milliseconds} of a collective function; on the CPU only eager."""
-    few = {} if run.on_gpu else {"calls": 10, "rounds": 3}
+def times(run, fn, waits=False):
+    """Return {"graph", "eager", "host": milliseconds} of a collective function.
+
+    On the CPU, and of a function that waits for the device, only eager.
+    """
     eager, = alternated([fn], run.device, run.cpu_group, run.iters, 5 if run.on_gpu else 1)
-    if not run.on_gpu:
+    if not run.on_gpu or waits:
         return {"eager": eager}
-    host = host_microseconds(fn, torch.cuda.synchronize, run.cpu_group, **few) / 1e3
-    graph = {"graph": graphed(fn, run.cpu_group)} if can_be_captured else {}
-    return {**graph, "eager": eager, "host": host}
+    host = host_microseconds(fn, torch.cuda.synchronize, run.cpu_group) / 1e3
+    return {"graph": graphed(fn, run.cpu_group), "eager": eager, "host": host}
 
 
 def halves(run, send):
@@ -131,7 +132,7 @@ def measure_torch(run, shape, of):
     exchange = functools.partial(dist.all_to_all_single, torch.empty_like(rows), sent, peer.recv, peer.send)
     calls = {"dispatch": peer.dispatch, "combine": lambda: peer.combine(rows),
              "pair": lambda: peer.combine(peer.dispatch()), "all_to_all_single alone": exchange}
-    found = {name: times(run, fn, can_be_captured=False) for name, fn in calls.items()}
+    found = {name: times(run, fn, waits=True) for name, fn in calls.items()}
     for name, t in found.items():
         record(run, shape, f"torch {name}", t)
     return found

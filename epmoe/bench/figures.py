@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 STAGES = {"dispatch": "epmoe plan + dispatch", "combine": "epmoe combine"}
-BENCHES = ("a2a", "sm", "tokens", "layer", "growth", "ablation", "gemm")
+BENCHES = ("a2a", "sm", "tokens", "layer", "growth", "ablation", "gemm", "decode")
 
 
 def _matches(row, more):
