@@ -6,6 +6,7 @@
 #include "cuda/capabilities.h"
 #include "cuda/tile_counters.h"
 #include "harness.h"
+#include "protocol/words.h"
 
 /* ---- the fake runtime; test_launch.c has cudaGetDevice ---- */
 
