@@ -12,6 +12,13 @@
  *              |         |         |                 |                | and nothing else    | after enter
  * flag[w][c]   | rank w  | owner   | st.release.sys  | acquire.sys == | slots of chunk c in | in op e + 1,
  *              |         |         |                 |                | the owner's staging | after enter
+ * head[b][w]   | rank w  | owner   | call: st        | relaxed.sys;   | {epoch tag, value}; | in op e + 2,
+ *  (ll: low    |         |         | .release.sys    | after the poll | w has left op e - 1,| after w saw the
+ *  latency)    |         |         | number: relaxed | call: acquire  | so may get op e + 1 | head of e + 1
+ * route[b][w]  | rank w  | owner   | st.relaxed.sys  | relaxed.sys    | {epoch tag, expert} | as head
+ *  [t][k]      |         |         |                 |                | and nothing else    |
+ * ll flag[b][w]| rank w  | owner   | st.release.sys  | acquire.sys == | this piece of slot  | as head
+ *  [t][piece]  |         |         |                 |                | [b][w][t]           |
  * signal       | any     | owner   | st or add       | acquire.sys    | what the writer has | by the caller
  *              | rank    |         | .release.sys    | >= or ==       | put before          |
  * barrier      is an operation without data: it uses enter and nothing else
@@ -20,6 +27,8 @@
  *              |         |         | red.relaxed.gpu | stream order)  | GEMM: stored)       |
  * num_left     | owner's | the     | add.acq_rel.gpu | the same add   | all that workers of | zeroed by the
  *              | workers | last    |                 |                | the operation did   | last worker out
+ *  ep_ll_leave | owner's | the     | add.relaxed.gpu | the same add   | nothing; if void:   | zeroed by the
+ *              | workers | last    | void: acq_rel   |                | the claims (faults) | last worker out
  * num_copied   | owner's | the     | add.acq_rel.gpu | the same add   | GATHER: staged rows | zeroed by the
  *              | workers | last    |                 |                | (flag[w][0] is next)| last worker out
  * grid_arrived | owner's | owner's | add.acq_rel.gpu | acquire.sys >= | plan: scratch, the  | zeroed by the
@@ -36,9 +45,10 @@
  * Epochs number the operations of a buffer. They are 64-bit, live in device memory (EpLocal), grow by one
  * with each operation and are never reset. A rank is at most one operation ahead of a peer, because each
  * operation begins with a handshake: it waits until enter has reached its epoch from all ranks. Therefore
- * two banks of enter and header are enough, and one of everything else. A flag can be compared for
- * equality, because it cannot be overtaken. Every rank enters every operation, also with zero tokens.
- * Every wait ends: by its word, by the abort word, or by its timeout. */
+ * two banks of enter and header are enough, and one of everything else. A low-latency operation sends before
+ * it waits, so all its words and slots have two banks (low_latency.h). A flag can be compared for equality,
+ * because it cannot be overtaken. Every rank enters every operation, also with zero tokens. Every wait ends:
+ * by its word, by the abort word, or by its timeout. */
 #ifndef EP_FLAGS_H
 #define EP_FLAGS_H
 #include "protocol/comm.h"
@@ -98,10 +108,8 @@ EP_FN EpFaultRecord ep_fault_at(uint32_t op, uint32_t peer, uint32_t word, uint6
 EP_FN void ep_fault(const EpComm *c, const EpFaultRecord *f) {
     EpFaultRecord *to = &c->host->fault;
     if (ep_swap_relaxed_gpu_u64(&ep_local(c)->claim, 1)) return;
-    if (c->status && f->code != EP_ETIMEOUT)
-        /* This rank's host has already raised an error. It does not know of a timeout, though: record
-         * that. */
-        return;
+    /* If c->status is set, this rank's host has already raised an error. It does not know of a timeout. */
+    if (c->status && f->code != EP_ETIMEOUT) return;
     to->code = f->code;
     to->op = f->op;
     to->peer = f->peer;
@@ -248,8 +256,8 @@ EP_PURE uint32_t ep_header_diff(const EpHeader *a, const EpHeader *b) {
 }
 
 /* Wait for the headers of all ranks and compare them. Every worker calls it before it touches a peer's
- * memory. All lanes get the verdict. All workers of all ranks get the same verdict, because they judge the
- * same W headers. False: the operation is void. */
+ * memory. All lanes of all workers of all ranks get the same verdict, because they judge the same W headers.
+ * False: the operation is void. */
 EP_FN bool ep_enter_await(const EpComm *c, uint32_t op, uint64_t epoch) {
     const EpHeader *first = ep_header(c, c->my_rank, 0, epoch);
     uint32_t stuck = 0, bad = c->shape.num_ranks;
@@ -313,8 +321,7 @@ EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t
                           EpBackoff *w) {
     const EpFaultRecord f = ep_fault_at(op, c->my_rank, EP_WORD_READY, epoch);
     for (;;) {
-        const uint64_t got =
-            ep_ld_acquire_gpu_u64(ep_ready_word(c, block)); /* the rows of the row block are now readable */
+        const uint64_t got = ep_ld_acquire_gpu_u64(ep_ready_word(c, block)); /* its rows are readable */
         if (got >= count) return true;
         if (!ep_wait_on(c, w, ep_local_limit_ns(c), &f, count, got)) return false;
     }
@@ -324,8 +331,7 @@ EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t
  * after ep_warp_sync(), so that the release covers the stores of all lanes. */
 EP_FN void ep_flag_publish(const EpComm *c, uint32_t at_rank, uint32_t chunk, uint64_t epoch) {
     ep_chaos(EP_CHAOS_FLAG_PUBLISH);
-    ep_st_release_sys_u64(ep_flag(c, at_rank, c->my_rank, chunk),
-                          epoch); /* publishes the slots of the chunk */
+    ep_st_release_sys_u64(ep_flag(c, at_rank, c->my_rank, chunk), epoch); /* publishes the chunk */
 }
 /* Wait for a chunk of of_rank. All lanes call it. If true, all lanes may then read the chunk. */
 EP_FN bool ep_flag_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
@@ -333,15 +339,13 @@ EP_FN bool ep_flag_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_
     uint64_t ok = 1;
     ep_chaos(EP_CHAOS_FLAG_READ);
     if (ep_lane() == 0 && !EP_FAULT(NO_FLAG_WAIT))
-        ok = ep_wait_u64(c, ep_flag(c, c->my_rank, of_rank, chunk), EP_CMP_EQ, epoch,
-                         &f); /* the chunk is now readable */
+        ok = ep_wait_u64(c, ep_flag(c, c->my_rank, of_rank, chunk), EP_CMP_EQ, epoch, &f); /* readable */
     return ep_warp_bcast_u64(ok) != 0;
 }
 
 /* Poll a chunk once, by one lane. If true, all lanes may read it after the next ep_warp_sync(). */
 EP_FN bool ep_flag_seen(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
-    return ep_ld_acquire_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)) ==
-           epoch; /* the chunk is now readable */
+    return ep_ld_acquire_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)) == epoch; /* readable */
 }
 /* Poll a chunk once, by all lanes. If true, all lanes may read it. */
 EP_FN bool ep_flag_ready(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {

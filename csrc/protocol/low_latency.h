@@ -13,8 +13,17 @@
  *   piece   EP_PIECE_VECS units of 16 bytes of a row of the layer's dtype. One flag publishes a piece of a
  *           slot.
  *
- * A cell is {epoch:48 | value:16} in one word: it needs no other word to be valid. The words exist in two
- * banks, chosen by the epoch. flags.h has their lines in its table.
+ * A cell is {epoch:48 | value:16} in one word: it needs no other word to be valid. flags.h has the lines of
+ * these words in its table.
+ *
+ * Banks. The words and the slots exist twice. Operation e uses bank e % 2. Rank r writes to bank e % 2 of its
+ * peer p without a handshake in e. This overwrites nothing that p still reads, in the order of time:
+ *   (1) p has finished its operation e - 2, the last one that reads this bank.
+ *   (2) p releases its head of e - 1, after (1) in the order of its stream.
+ *   (3) r acquires p's head of e - 1. It does so in every operation, also in one that becomes void.
+ *   (4) r finishes e - 1, begins e and writes, after (3) in the order of its stream.
+ * One bank would not do: nothing orders p's reads in e - 1 before r's stores in e.
+ * tests/models/low_latency.pml checks the argument, and fails with one bank.
  * Invariant: numbers from a peer are clamped before they become an offset. */
 #ifndef EP_LOW_LATENCY_H
 #define EP_LOW_LATENCY_H
