@@ -77,6 +77,16 @@ RUNS = [
     ("queue.pml", "FIRSTRESET", ASSERT, "got|sent"),
     ("queue.pml", "NORESET", ASSERT, "got|sent"),
 
+    ("low_latency.pml", "N=2 E=4", PASS, ""),
+    ("low_latency.pml", "N=2 E=5 HALVES", PASS, ""),
+    ("low_latency.pml", "N=3 E=3 FEW HALVES INORDER", PASS, ""),
+    ("low_latency.pml", "BANKS=1", ASSERT, "call|number|route|flag|slot"),
+    ("low_latency.pml", "TAGBITS=1", ASSERT, "call|number|route"),
+    ("low_latency.pml", "TORN", ASSERT, "number"),
+    ("low_latency.pml", "FLAGFIRST", ASSERT, "slot"),
+    ("low_latency.pml", "EARLYADV", ASSERT, "call|number|route|flag|slot|verdict"),
+    ("low_latency.pml", "HASTE", ASSERT, "call|number|route|flag|slot"),
+
     ("fused.pml", "OP=1 S=2", PASS, ""),
     ("fused.pml", "OP=1 V=2", PASS, ""),
     ("fused.pml", "OP=1 V=2 TAIL", PASS, ""),

@@ -1,0 +1,287 @@
+/* The low-latency dispatch and combine: no handshake, two banks of every word and slot.
+ *
+ * Each of N ranks executes E operations: dispatch, combine, dispatch, ... A rank has two workers, a
+ * sender and a receiver. They synchronise only at the end of an operation. A rank has no token, or one
+ * token that it sends to every peer, or a token with a wrong index, or it refuses. A combine returns
+ * what the dispatch before it has brought. It is refused if that dispatch was void.
+ *
+ * A rank tells each peer: the call and the number (the two cells of its head), the route of its token,
+ * the slot, and the slot's flag. A cell has its epoch in it, so the stores may become visible in any
+ * order, except that the flag comes after the slot.
+ *
+ * What must hold:
+ * - A receiver of operation e uses only cells, flags and slots of epoch e. None of them is overwritten
+ *   before the receiver has used it.
+ * - All ranks reach one verdict: normal, refused, or wrong index.
+ * - Every rank ends every operation.
+ *
+ * Mutants:
+ *   BANKS=1    one bank of everything.
+ *   TAGBITS=1  a cell has only the lowest bit of its epoch.
+ *   TORN       a receiver reads the number when it has seen the call, without looking at the number's tag.
+ *   FLAGFIRST  the flag is written before the slot.
+ *   EARLYADV   the first worker out advances the epoch.
+ *   HASTE      a rank that refuses does not wait for the heads of its peers.
+ *
+ * Correct variants:
+ *   HALVES     the receiver begins after the sender has ended, as with two launches.
+ *   INORDER    the stores to a peer become visible in the order of the program.
+ *   FEW        only in operation 3 may a rank refuse, have a wrong index, or have no token. Both make three
+ *              ranks cheap. */
+#ifndef N
+#define N 2
+#endif
+#ifndef E
+#define E 4
+#endif
+#ifndef BANKS
+#define BANKS 2
+#endif
+
+#define AT(dst,e,src)  (((dst) * BANKS + (e) % BANKS) * N + (src))
+#define CELL(e,value)  ((e) * 4 + (value))
+#define EPOCH(cell)    ((cell) / 4)
+#define VALUE(cell)    ((cell) % 4)
+/* A cell of a later epoch ends the wait, too, and then an assertion fails: a cell cannot be overtaken. */
+#ifdef TAGBITS
+#define SEEN(cell,e)   ((cell) != 0 && EPOCH(cell) % 2 == (e) % 2)
+#else
+#define SEEN(cell,e)   (EPOCH(cell) >= (e))
+#endif
+#define IS_DISPATCH(e) ((e) % 2 == 1)
+
+/* What a rank does in an operation. */
+#define NOTHING 0
+#define TOKEN   1
+#define WRONG   2
+#define REFUSE  3
+
+/* The stores to a peer. */
+#define CALL   1
+#define NUMBER 2
+#define ROUTE  4
+#define SLOT   8
+#define FLAG   16
+
+#ifdef INORDER
+#define MAY(store) (left & (store) && !(left & ((store) - 1)))
+#else
+#define MAY(store) (left & (store))
+#endif
+
+byte call[N * BANKS * N];     /* [dst][bank][src]: cell, value 1 if refused */
+byte number[N * BANKS * N];   /* cell, value: tokens of a dispatch */
+byte route[N * BANKS * N];    /* cell, value: TOKEN or WRONG */
+byte slot[N * BANKS * N];     /* epoch of the row located there */
+byte flag[N * BANKS * N];
+byte epoch[N] = 1;            /* local operation counter */
+byte out[N];                  /* workers that have left the current operation */
+byte choice[N * 2];           /* [rank][e % 2]: what it does in an operation */
+byte sent[N];                 /* 1: the last dispatch has sent this rank's token */
+byte got[N];                  /* bit w: the last dispatch has brought a token of w */
+
+/* What the checker knows. It is not a part of the protocol. */
+byte verdict[E + 2];          /* 0: not reached yet, else 1 + NOTHING, WRONG or REFUSE */
+byte ended[E + 2];            /* ranks that have ended this operation */
+
+#define NORMAL NOTHING
+#define DOES(r,e)      choice[(r) * 2 + (e) % 2]
+#ifdef FEW
+#define VARIES(e) ((e) == 3)
+#else
+#define VARIES(e) (true)
+#endif
+
+inline choose() {
+    if
+    :: IS_DISPATCH(e) && VARIES(e) -> DOES(r,e) = NOTHING
+    :: IS_DISPATCH(e) -> DOES(r,e) = TOKEN
+    :: IS_DISPATCH(e) && VARIES(e) -> DOES(r,e) = WRONG
+    :: !IS_DISPATCH(e) && sent[r] != 2 -> DOES(r,e) = NOTHING
+    :: VARIES(e) || (!IS_DISPATCH(e) && sent[r] == 2) -> DOES(r,e) = REFUSE
+    fi
+}
+
+/* Each loop runs over the peers only. N: done. */
+inline first_peer(p) { p = (r == 0 -> 1 : 0) }
+
+inline next_peer(p) {
+    p++;
+    if
+    :: p == r -> p++
+    :: else -> skip
+    fi
+}
+
+/* All ranks have ended operation e, so no correct rank uses a value of it any more: one value of each cell
+ * stands for all. This makes the search shorter, and keeps the epochs, which the assertions look at. */
+inline forget() {
+    do
+    :: i < N * N ->
+        if
+        :: EPOCH(call[AT(i / N,e,i % N)]) <= e -> call[AT(i / N,e,i % N)] = CELL(e,0)
+        :: else -> skip
+        fi;
+        if
+        :: EPOCH(number[AT(i / N,e,i % N)]) <= e -> number[AT(i / N,e,i % N)] = CELL(e,0)
+        :: else -> skip
+        fi;
+        if
+        :: EPOCH(route[AT(i / N,e,i % N)]) <= e -> route[AT(i / N,e,i % N)] = CELL(e,0)
+        :: else -> skip
+        fi;
+        if
+        :: flag[AT(i / N,e,i % N)] <= e && slot[AT(i / N,e,i % N)] <= e ->
+            flag[AT(i / N,e,i % N)] = e; slot[AT(i / N,e,i % N)] = e
+        :: else -> skip
+        fi;
+        i++
+    :: else -> i = 0; break
+    od;
+    verdict[e] = 0; ended[e] = 0
+}
+
+inline leave() {
+    out[r]++;
+#ifdef EARLYADV
+    if
+    :: out[r] == 1 -> epoch[r]++; e++; choose(); e--
+    :: else -> out[r] = 0
+    fi;
+#else
+    if
+    :: out[r] == 2 ->
+        out[r] = 0; epoch[r]++; ended[e]++;
+        DOES(r,e) = NOTHING;
+        if
+        :: IS_DISPATCH(e) -> skip
+        :: else -> sent[r] = 0; got[r] = 0
+        fi;
+        e++; choose(); e--;
+        if
+        :: ended[e] == N -> forget()
+        :: else -> skip
+        fi
+    :: else -> skip
+    fi;
+#endif
+    e++
+}
+
+#define STORES(d) (CALL + NUMBER + (DOES(r,e) == TOKEN || DOES(r,e) == WRONG -> ROUTE + SLOT + FLAG : \
+                   (!IS_DISPATCH(e) && DOES(r,e) != REFUSE && (got[r] >> (d)) & 1 -> SLOT + FLAG : 0)))
+
+proctype sender(byte r) {
+    byte e = 1, d, left, i;
+    do
+    :: atomic { e > E -> break }
+    :: atomic { e <= E && epoch[r] >= e -> first_peer(d); left = STORES(d) }
+        do
+        :: atomic { d < N && MAY(CALL) ->
+                call[AT(d,e,r)] = CELL(e, DOES(r,e) == REFUSE); left = left - CALL }
+        :: atomic { d < N && MAY(NUMBER) ->
+                number[AT(d,e,r)] = CELL(e, DOES(r,e) == TOKEN || DOES(r,e) == WRONG);
+                left = left - NUMBER }
+        :: atomic { d < N && MAY(ROUTE) ->
+                route[AT(d,e,r)] = CELL(e, DOES(r,e)); left = left - ROUTE }
+#ifdef FLAGFIRST
+        :: atomic { d < N && left & SLOT && !(left & FLAG) ->
+#else
+        :: atomic { d < N && MAY(SLOT) ->
+#endif
+                slot[AT(d,e,r)] = e; left = left - SLOT }
+#ifdef FLAGFIRST
+        :: atomic { d < N && left & FLAG ->
+#else
+        :: atomic { d < N && left & FLAG && !(left & SLOT) ->
+#endif
+                flag[AT(d,e,r)] = e; left = left - FLAG }
+        :: atomic { d < N && left == 0 ->
+                next_peer(d);
+                left = (d < N -> STORES(d) : 0) }
+        :: atomic { d >= N -> d = 0; leave(); break }
+        od
+    od
+}
+
+/* Give the verdict. A refusal comes before a wrong index. In a normal operation, note what combine needs. */
+inline judge() {
+    assert(verdict[e] == 0 || verdict[e] == 1 + bad);
+    verdict[e] = 1 + bad;
+    if
+    :: IS_DISPATCH(e) ->
+        sent[r] = (bad != NORMAL -> 2 : DOES(r,e) == TOKEN);
+        got[r] = (bad != NORMAL -> 0 : tokens)
+    :: else -> skip
+    fi
+}
+
+proctype receiver(byte r) {
+    byte e = 1, w, bad, tokens, i;   /* tokens: bit w: w has a token, or a sum for this rank */
+    do
+    :: atomic { e > E -> break }
+#ifdef HALVES
+    :: atomic { e <= E && epoch[r] >= e && out[r] == 1 ->
+#else
+    :: atomic { e <= E && epoch[r] >= e ->
+#endif
+            first_peer(w); tokens = 0;
+            bad = (DOES(r,e) == REFUSE -> REFUSE : NORMAL)
+#ifdef HASTE
+            ;
+            if
+            :: bad -> w = N
+            :: else -> skip
+            fi
+#endif
+        }
+        do      /* the heads */
+        :: atomic { w < N && SEEN(call[AT(r,e,w)], e) ->
+                assert(EPOCH(call[AT(r,e,w)]) == e);
+                bad = (VALUE(call[AT(r,e,w)]) -> REFUSE : bad) }
+#ifdef TORN
+            atomic {
+#else
+            atomic { SEEN(number[AT(r,e,w)], e) ->
+#endif
+                assert(EPOCH(number[AT(r,e,w)]) == e);
+                tokens = tokens | (VALUE(number[AT(r,e,w)]) << w);
+                next_peer(w) }
+        :: atomic { w >= N && (bad || !IS_DISPATCH(e)) -> judge(); first_peer(w); break }
+        :: atomic { w >= N && !bad && IS_DISPATCH(e) ->
+                bad = (DOES(r,e) == WRONG -> WRONG : NORMAL);
+                first_peer(w); break }
+        od;
+        do      /* the routes; the first wrong one ends the loop */
+        :: atomic { !IS_DISPATCH(e) || bad == REFUSE -> break }
+        :: atomic { IS_DISPATCH(e) && bad != REFUSE && w < N && !bad && !((tokens >> w) & 1) ->
+                next_peer(w) }
+        :: atomic { IS_DISPATCH(e) && bad != REFUSE && w < N && !bad && (tokens >> w) & 1 &&
+                    SEEN(route[AT(r,e,w)], e) ->
+                assert(EPOCH(route[AT(r,e,w)]) == e);
+                bad = (VALUE(route[AT(r,e,w)]) == WRONG -> WRONG : NORMAL);
+                next_peer(w) }
+        :: atomic { IS_DISPATCH(e) && bad != REFUSE && (w >= N || bad) -> judge(); first_peer(w); break }
+        od;
+        do      /* the slots: of tokens, or of the sums of this rank's token */
+        :: atomic { w < N && !bad && !(IS_DISPATCH(e) -> (tokens >> w) & 1 : sent[r]) -> next_peer(w) }
+        :: atomic { w < N && !bad && (IS_DISPATCH(e) -> (tokens >> w) & 1 : sent[r]) &&
+                    flag[AT(r,e,w)] >= e ->
+                assert(flag[AT(r,e,w)] == e) }
+            atomic {
+                assert(slot[AT(r,e,w)] == e);
+                next_peer(w) }
+        :: atomic { w >= N || bad -> bad = 0; w = 0; tokens = 0; leave(); break }
+        od
+    od
+}
+
+init {
+    byte r, e = 1;
+    atomic {
+        do
+        :: r < N -> choose(); run sender(r); run receiver(r); r++
+        :: else -> break
+        od
+    }
+}
