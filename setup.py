@@ -79,7 +79,7 @@ class Build(build_ext):
         cc = os.environ.get("CC", "gcc").split()
         nvcc = find_nvcc()
         flags = CFLAGS + WARN + ["-I" + str(ROOT / "csrc"), "-I" + sysconfig.get_paths()["include"]]
-        jobs, libs = [], ["-lpthread", "-ldl", "-lrt"]
+        jobs, libs = [], ["-lpthread", "-ldl", "-lrt", "-lm"]
         sources = sorted((ROOT / "csrc").rglob("*.c"))
         chaos = int(os.environ.get("EPMOE_CHAOS") or 0)
         options = [f"-DEP_CHAOS={chaos}"] if chaos else []

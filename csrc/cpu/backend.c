@@ -156,9 +156,11 @@ static void *work(void *arg) {
 }
 
 /* Run all workers of an operation. The calling thread is worker 0. If a thread cannot be created, the
- * calling thread runs that worker after worker 0. This cannot deadlock, because workers wait only for peers,
- * never for each other. */
-static int run(Part *part, const void *params, uint32_t num_workers) {
+ * calling thread runs that worker, too: first the first half of all its workers, then the second. This cannot
+ * deadlock: a first half waits for nothing, or for peers only; a second half waits for first halves, also
+ * for those of other workers of this rank. */
+static int run_halves(Part *part, const void *params, const void *const *halves, uint32_t num_halves,
+                      uint32_t num_workers) {
     pthread_t threads[MAX_WORKERS];
     Work works[MAX_WORKERS];
     bool started[MAX_WORKERS] = {false};
@@ -166,12 +168,16 @@ static int run(Part *part, const void *params, uint32_t num_workers) {
     for (uint32_t i = 0; i < num_workers; i++) works[i] = (Work){part, params, i, num_workers};
     for (uint32_t i = 1; i < num_workers; i++)
         started[i] = pthread_create(&threads[i], NULL, work, &works[i]) == 0;
-    work(&works[0]);
-    for (uint32_t i = 1; i < num_workers; i++) {
+    for (uint32_t half = 0; half < num_halves; half++)
+        for (uint32_t i = 0; i < num_workers; i++)
+            if (!started[i]) part(halves[half], i, num_workers);
+    for (uint32_t i = 1; i < num_workers; i++)
         if (started[i]) pthread_join(threads[i], NULL);
-        else work(&works[i]);
-    }
     return 0;
+}
+/* Run all workers of an operation whose workers wait only for peers, never for each other. */
+static int run(Part *part, const void *params, uint32_t num_workers) {
+    return run_halves(part, params, &params, 1, num_workers);
 }
 
 static void dispatch_part(const void *p, uint32_t worker, uint32_t num_workers) {
@@ -249,11 +255,19 @@ static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *
 }
 static int ll_dispatch(int device, const EpLlDispatchParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
-    return run(ll_dispatch_part, p, num_sm);
+    EpLlDispatchParams send = *p, receive = *p;
+    const void *const halves[] = {&send, &receive};
+    send.parts &= EP_LL_SEND;
+    receive.parts &= EP_LL_RECEIVE;
+    return run_halves(ll_dispatch_part, p, halves, 2, num_sm);
 }
 static int ll_combine(int device, const EpLlCombineParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
-    return run(ll_combine_part, p, num_sm);
+    EpLlCombineParams send = *p, receive = *p;
+    const void *const halves[] = {&send, &receive};
+    send.parts &= EP_LL_SEND;
+    receive.parts &= EP_LL_RECEIVE;
+    return run_halves(ll_combine_part, p, halves, 2, num_sm);
 }
 static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
     (void)device, (void)stream;
