@@ -86,9 +86,13 @@ EP_PURE uint64_t ep_ll_smem_bytes(const EpShape *s) {
 
 /* ---- slots ---- */
 
+/* The bank of an operation, as the number of rank 0's line in it. */
+EP_FN uint64_t ep_ll_bank(const EpComm *c, uint64_t epoch) {
+    return (epoch % (EP_FAULT(ONE_BANK) ? 1 : 2)) * c->shape.num_ranks;
+}
 EP_FN unsigned char *ep_ll_slot(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t token,
                                 uint64_t epoch) {
-    const uint64_t line = (epoch % 2 * c->shape.num_ranks + of_rank) * c->shape.max_tokens + token;
+    const uint64_t line = (ep_ll_bank(c, epoch) + of_rank) * c->shape.max_tokens + token;
     return c->base[at_rank] + c->layout.stage_off + line * c->layout.slot_stride;
 }
 /* Bytes of a row on its way, without weights; and where its scales begin. */
@@ -96,7 +100,7 @@ EP_PURE uint64_t ep_ll_scales_at(const EpComm *c) { return c->shape.hidden; }
 EP_PURE uint64_t ep_ll_weights_at(const EpComm *c) { return c->layout.row_bytes; }
 EP_FN uint64_t *ep_ll_flag(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t token,
                            uint32_t piece, uint64_t epoch) {
-    const uint64_t line = (epoch % 2 * c->shape.num_ranks + of_rank) * c->shape.max_tokens + token;
+    const uint64_t line = (ep_ll_bank(c, epoch) + of_rank) * c->shape.max_tokens + token;
     return EP_AT(uint64_t, c, at_rank, c->layout.ll_flag_off) + line * c->layout.num_pieces + piece;
 }
 
@@ -111,7 +115,9 @@ EP_PURE uint64_t ep_ll_tag(uint64_t epoch) {
 EP_PURE uint64_t ep_ll_cell(uint64_t epoch, uint32_t value) {
     return ep_ll_tag(epoch) << 16 | (value & 0xffffu);
 }
-EP_PURE bool ep_ll_cell_is(uint64_t cell, uint64_t epoch) { return cell >> 16 == ep_ll_tag(epoch); }
+EP_PURE bool ep_ll_cell_is(uint64_t cell, uint64_t epoch) {
+    return EP_FAULT(OLD_COUNTS) ? cell != 0 : cell >> 16 == ep_ll_tag(epoch);
+}
 
 enum { EP_LL_HEAD_CALL = 0, EP_LL_HEAD_NUMBER = 1, EP_LL_HEAD_CELLS = 2 };
 /* The call: {fp8:4 | op:4 | -status:8}. The number: T in dispatch; EP_LL_ID in combine. */
@@ -120,14 +126,14 @@ EP_PURE uint32_t ep_ll_call(uint32_t op, uint32_t fp8, int32_t status) {
 }
 EP_FN uint64_t *ep_ll_head(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint64_t epoch) {
     return EP_AT(uint64_t, c, at_rank, c->layout.ll_head_off) +
-           (epoch % 2 * c->shape.num_ranks + of_rank) * (EP_LINE / 8);
+           (ep_ll_bank(c, epoch) + of_rank) * (EP_LINE / 8);
 }
 /* The value of a route: an expert, or one of these. */
 #define EP_ROUTE_NONE 0xffffu  /* the choice is dropped */
 #define EP_ROUTE_WRONG 0xfffeu /* the index is not in [-1, E] */
 EP_FN uint64_t *ep_ll_route(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t token,
                             uint64_t epoch) {
-    const uint64_t line = (epoch % 2 * c->shape.num_ranks + of_rank) * c->shape.max_tokens + token;
+    const uint64_t line = (ep_ll_bank(c, epoch) + of_rank) * c->shape.max_tokens + token;
     return EP_AT(uint64_t, c, at_rank, c->layout.ll_route_off) + line * c->shape.num_topk;
 }
 EP_PURE uint32_t ep_ll_route_of(const EpLlDispatchParams *p, uint64_t choice) {
@@ -167,6 +173,8 @@ EP_FN void ep_ll_enter(const EpComm *c, EpLlHead mine, uint64_t epoch) {
         ep_st_relaxed_sys_u64(ep_enter_word(c, r, c->my_rank, epoch), epoch);
         if (r == c->my_rank) continue;
         ep_st_release_sys_u64(head + EP_LL_HEAD_CALL, ep_ll_cell(epoch, mine.call));
+        if (EP_FAULT(ENTER_FIRST)) ep_st_relaxed_sys_u64(head + EP_LL_HEAD_NUMBER, ep_ll_cell(epoch, 0));
+        ep_chaos(EP_CHAOS_ENTER);
         ep_st_relaxed_sys_u64(head + EP_LL_HEAD_NUMBER, ep_ll_cell(epoch, mine.number));
     }
 }
@@ -215,6 +223,11 @@ EP_FN bool ep_ll_enter_await(const EpComm *c, uint32_t op, EpLlHead mine, uint64
         f.peer = r;
         if (r == c->my_rank) {
             heads[r] = mine;
+            continue;
+        }
+        if (EP_FAULT(NO_ENTER_WAIT)) {
+            heads[r].call = (uint32_t)ep_ld_relaxed_sys_u64(head + EP_LL_HEAD_CALL) & 0xffffu;
+            heads[r].number = (uint32_t)ep_ld_relaxed_sys_u64(head + EP_LL_HEAD_NUMBER) & 0xffffu;
             continue;
         }
         if (!ep_ll_cell_await(c, head + EP_LL_HEAD_CALL, epoch, &f, &heads[r].call) ||
@@ -286,7 +299,7 @@ EP_FN bool ep_ll_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t 
     EpFaultRecord f = ep_fault_at(op, of_rank, EP_WORD_FLAG, epoch);
     uint64_t ok = 1;
     ep_chaos(EP_CHAOS_FLAG_READ);
-    if (ep_lane() == 0)
+    if (ep_lane() == 0 && !EP_FAULT(NO_FLAG_WAIT))
         ok = ep_wait_u64(c, ep_ll_flag(c, c->my_rank, of_rank, token, piece, epoch), EP_CMP_EQ, epoch,
                          &f); /* the piece is now readable */
     return ep_warp_bcast_u64(ok) != 0;

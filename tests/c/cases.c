@@ -27,12 +27,12 @@ static uint16_t nearest_bf16(float f) {
     bool up = to_high < to_low || (to_high == to_low && (low >> 16 & 1u));
     return (uint16_t)((up ? high : low) >> 16);
 }
-static float load_number(const void *at, uint32_t dtype, uint64_t i) {
+float load_number(const void *at, uint32_t dtype, uint64_t i) {
     if (dtype == EP_F32) return ((const float *)at)[i];
     if (dtype == EP_BF16) return bits_as_float((uint32_t)((const uint16_t *)at)[i] << 16);
     return (float)((const Half *)at)[i];
 }
-static void store_number(void *at, uint32_t dtype, uint64_t i, float f) {
+void store_number(void *at, uint32_t dtype, uint64_t i, float f) {
     if (dtype == EP_F32) ((float *)at)[i] = f;
     else if (dtype == EP_BF16) ((uint16_t *)at)[i] = nearest_bf16(f);
     else ((Half *)at)[i] = (Half)f;
@@ -54,7 +54,7 @@ void *alloc_exact(uint64_t num_bytes) {
     if (!at && num_bytes) abort();
     return at;
 }
-static void *random_rows(Rng *rng, const EpShape *s, uint64_t num_rows) {
+void *random_rows(Rng *rng, const EpShape *s, uint64_t num_rows) {
     void *at = alloc_exact(num_rows * row_bytes(s));
     for (uint64_t i = 0; i < num_rows * s->hidden; i++) store_number(at, s->dtype, i, random_number(rng));
     return at;

@@ -143,6 +143,10 @@ void case_make(Case *c, const EpShape *shape, Rng *rng, Route route, unsigned op
 void case_free(Case *c);
 /* Allocate exactly num_bytes bytes. Ends the program if there is no memory. */
 void *alloc_exact(uint64_t num_bytes);
+/* A number of a row, in one of three dtypes, and f rounded to the nearest. */
+float load_number(const void *at, uint32_t dtype, uint64_t i);
+void store_number(void *at, uint32_t dtype, uint64_t i, float f);
+void *random_rows(Rng *rng, const EpShape *s, uint64_t num_rows);
 /* The smallest sufficient capacity: the largest number of rows of any rank, at least 1. */
 uint32_t most_rows(const Case *cases, uint32_t num_cases);
 
@@ -193,6 +197,10 @@ bool test_buffers(void);
 bool test_plan_reuse(void);
 bool test_scatter_indices(void);
 bool test_epochs(void);
+bool test_ll_steps(void);
+bool test_ll_buffers(void);
+bool test_ll_epochs(void);
+bool test_ll_refusals(void);
 bool test_plan_rejects_bad_index(void);
 bool test_plan_rejects_overflow(void);
 bool test_plan_rejects_bad_scatter(void);

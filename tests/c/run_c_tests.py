@@ -12,6 +12,7 @@ The script prints one line for each run: name, verdict, seconds.
     tsan        ThreadSanitizer, with delays
     asan        AddressSanitizer and UndefinedBehaviorSanitizer, with delays
     fault N     The tests must detect the seeded fault with this index (see FAULTS).
+    ll-fault N  The same with the tests of the low-latency operations (see LL_FAULTS).
 
 The script uses only the standard library. It needs gcc with libtsan, libasan and libubsan.
 """
@@ -38,8 +39,8 @@ LIBRARY = ("runtime", "layer", "cpu")
 LAUNCH = "capabilities cluster_launch tensor_maps tile_counters".split()
 FAKE_CUDA = f"-I{ROOT / 'tests/fakes/cuda'}"
 TESTS = ("main harness cases steps test_alone test_counters test_device test_heap test_hostile test_launch "
-         "test_memory test_order test_processes test_refusals test_sharing test_steps test_tables "
-         "test_wire").split()
+         "test_low_latency test_memory test_order test_processes test_refusals test_sharing test_steps "
+         "test_tables test_wire").split()
 # The folder whose sources include the protocol. Only these are compiled with a seeded fault.
 FAULTY = "cpu"
 HEADER_FLAGS = ("-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Wno-unused-function "
@@ -81,6 +82,19 @@ FAULTS = {
     13: ("a rank sets a flag before it writes the slots", "tsan", "steps_local", {RACE, DATA}),
 }
 QUICK_FAULTS = (1, 4, 10, 12, 13)
+# The same for the low-latency operations, whose words are others.
+LL_FAULTS = {
+    1: ("an acquire load is relaxed", "tsan", "ll_steps", {RACE}),
+    2: ("a release store is relaxed", "tsan", "ll_steps", {RACE}),
+    4: ("words and slots have one bank instead of two", "tsan", "ll_steps", {RACE, DATA, CODE, TIMEOUT}),
+    5: ("a cell has its epoch before it has its value", "plain", "ll_steps ll_buffers", {DATA, CODE}),
+    6: ("no rank waits for heads", "plain", "ll_steps", {DATA, CODE, TIMEOUT}),
+    7: ("no rank waits for flags", "tsan", "ll_steps", {RACE, DATA}),
+    8: ("the first worker that leaves acts as the last", "tsan", "ll_steps", {RACE, DATA, CODE, TIMEOUT}),
+    10: ("a rank accepts a cell of an earlier operation", "plain", "ll_steps", {DATA, CODE, TIMEOUT}),
+    13: ("a rank sets a flag before it writes the slot", "tsan", "ll_steps", {RACE, DATA}),
+}
+QUICK_LL_FAULTS = (2, 10)
 ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1 exitcode=66 second_deadlock_stack=1",
     "ASAN_OPTIONS": "exitcode=67 detect_stack_use_after_return=1 strict_string_checks=1",
@@ -138,7 +152,8 @@ class Builder:
     def program(self, variant, fault=0):
         objects = [str(self.object(*key)) for key in self.objects(variant, fault)]
         out = self.temp / f"test-{variant}-{fault}"
-        return self.make((variant, fault), out, [*gcc(), *VARIANTS[variant].split(), *objects, "-lpthread"])
+        command = [*gcc(), *VARIANTS[variant].split(), *objects, "-lpthread", "-lm"]
+        return self.make((variant, fault), out, command)
 
 
 def gcc():
@@ -216,8 +231,8 @@ def whole_run(builder, variant, seed, percent):
     return f"{variant} seed {seed}", go
 
 
-def fault_run(builder, fault, repeat):
-    description, variant, tests, accepted = FAULTS[fault]
+def fault_run(builder, name, fault, table, repeat):
+    description, variant, tests, accepted = table[fault]
     where = f"{variant} {tests}: {description}"
 
     def go():
@@ -232,7 +247,7 @@ def fault_run(builder, fault, repeat):
                 return False, f"NOT DETECTED: {symptom or 'no failure'} ({where})", output
         return True, f"detected: {', '.join(sorted(set(seen)))} ({where})", ""
 
-    return f"fault {fault}", go
+    return f"{name} {fault}", go
 
 
 def all_runs(builder, args):
@@ -242,7 +257,8 @@ def all_runs(builder, args):
         num_seeds = max(quick_seeds, bool(args.only)) if args.quick else seeds
         for seed in range(1, 1 + num_seeds):
             runs.append(whole_run(builder, variant, seed, quick_percent if args.quick else percent))
-    runs += [fault_run(builder, n, args.repeat) for n in (QUICK_FAULTS if args.quick else FAULTS)]
+    for name, table, quick in (("fault", FAULTS, QUICK_FAULTS), ("ll-fault", LL_FAULTS, QUICK_LL_FAULTS)):
+        runs += [fault_run(builder, name, n, table, args.repeat) for n in (quick if args.quick else table)]
 
     # nvcc reads these headers too, so they must also compile as C++.
     both = ["epmoe.h", "epmoe_device.h"]

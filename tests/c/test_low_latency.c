@@ -1,0 +1,400 @@
+/* test_low_latency.c - results of the low-latency dispatch and combine, compared with a brute-force
+ * computation: shapes, halves, buffers, epochs, e4m3, and operations that one rank refuses. */
+#include <math.h>
+
+#include "harness.h"
+#include "layer/test_hooks.h"
+#include "protocol/low_latency.h"
+
+/* ---- cases ---- */
+
+/* A dispatch and a combine: the inputs of all ranks, and the expected results. */
+typedef struct {
+    Case base; /* only its tokens, indices and weights are used */
+    bool is_masked;
+    uint32_t fp8;
+    uint64_t num_rows;                /* of the tensors */
+    int32_t *row[EP_MAX_RANKS];       /* [T][K] of the source: row at the expert's rank, -1: dropped */
+    int32_t *origin[EP_MAX_RANKS];    /* [num_rows] source * max_tokens + token, -1: none */
+    int32_t *counts[EP_MAX_RANKS];    /* [L] */
+    void *y[EP_MAX_RANKS];            /* [num_rows][H] outputs of the experts */
+    unsigned char *out[EP_MAX_RANKS]; /* [T][H] */
+} LlCase;
+
+/* Rows of an expert are in the order of source and token. A token has one row at an expert. */
+static void place(LlCase *c, uint32_t r) {
+    const EpShape *s = &c->base.shape;
+    const uint32_t K = s->num_topk, L = s->num_experts / s->num_ranks;
+    uint32_t row = 0;
+    c->origin[r] = (int32_t *)alloc_exact(4 * c->num_rows);
+    c->counts[r] = (int32_t *)calloc(L, 4);
+    memset(c->origin[r], 0xff, 4 * c->num_rows);
+    for (uint32_t l = 0; l < L; l++) {
+        if (c->is_masked) row = l * s->num_ranks * s->max_tokens;
+        for (uint32_t w = 0; w < s->num_ranks; w++)
+            for (uint32_t t = 0; t < c->base.num_tokens[w]; t++) {
+                int32_t has_row = 0;
+                for (uint32_t k = 0; k < K; k++) {
+                    if (c->base.expert[w][t * K + k] != (int32_t)(r * L + l)) continue;
+                    c->row[w][t * K + k] = (int32_t)row;
+                    has_row = 1;
+                }
+                if (has_row) c->origin[r][row++] = (int32_t)(w * s->max_tokens + t);
+                c->counts[r][l] += has_row;
+            }
+    }
+}
+
+/* Each rank adds up its rows in the order of choices, and rounds. The source adds up these in the order of
+ * ranks, and rounds. */
+static void expect_out(LlCase *c, uint32_t w, uint32_t t) {
+    const EpShape *s = &c->base.shape;
+    const uint32_t K = s->num_topk, L = s->num_experts / s->num_ranks, H = s->hidden;
+    float cell;
+    for (uint32_t h = 0; h < H; h++) {
+        float sum = 0;
+        for (uint32_t r = 0; r < s->num_ranks; r++) {
+            float part = 0;
+            for (uint32_t k = 0; k < K; k++) {
+                const int32_t e = c->base.expert[w][t * K + k];
+                if (e < 0 || (uint32_t)e / L != r) continue;
+                const float weight = c->base.has_weight ? c->base.weight[w][t * K + k] : 1.0f;
+                const float term =
+                    weight * load_number(c->y[r], s->dtype, (uint64_t)c->row[w][t * K + k] * H + h);
+                part += term;
+            }
+            store_number(&cell, s->dtype, 0, part);
+            sum += load_number(&cell, s->dtype, 0);
+        }
+        store_number(c->out[w], s->dtype, (uint64_t)t * H + h, sum);
+    }
+}
+
+static void ll_make(LlCase *c, const EpShape *s, Rng *rng, Route route, uint32_t fp8) {
+    case_make(&c->base, s, rng, route, 0);
+    c->is_masked = rng_below(rng, 2);
+    c->fp8 = fp8;
+    c->num_rows = c->is_masked ? (uint64_t)s->num_experts * s->max_tokens : s->capacity;
+    for (uint32_t w = 0; w < s->num_ranks; w++) {
+        const uint64_t T = c->base.num_tokens[w];
+        c->row[w] = (int32_t *)alloc_exact(4 * T * s->num_topk);
+        memset(c->row[w], 0xff, 4 * T * s->num_topk);
+        c->out[w] = (unsigned char *)alloc_exact(T * row_bytes(s));
+        c->y[w] = random_rows(rng, s, c->num_rows);
+    }
+    for (uint32_t r = 0; r < s->num_ranks; r++) place(c, r);
+    for (uint32_t w = 0; w < s->num_ranks; w++)
+        for (uint32_t t = 0; t < c->base.num_tokens[w]; t++) expect_out(c, w, t);
+}
+static void ll_free(LlCase *c) {
+    for (uint32_t w = 0; w < EP_MAX_RANKS; w++) {
+        void *all[] = {c->row[w], c->origin[w], c->counts[w], c->y[w], c->out[w]};
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
+    }
+    case_free(&c->base);
+}
+
+/* ---- e4m3 by search ---- */
+
+static float e4m3_value(uint32_t code) { /* code < 127 */
+    const float mantissa = (float)(code % 8) / 8;
+    return code < 8 ? ldexpf(mantissa, -6) : ldexpf(1 + mantissa, (int)(code / 8) - 7);
+}
+/* The nearest number. If two are equally near, the one with an even code. */
+static uint8_t nearest_e4m3(float f) {
+    uint32_t best = 0;
+    for (uint32_t code = 1; code < 127; code++) {
+        const float before = fabsf(fabsf(f) - e4m3_value(best)), now = fabsf(fabsf(f) - e4m3_value(code));
+        if (now < before || (now == before && code % 2 == 0)) best = code;
+    }
+    return (uint8_t)(best | (signbit(f) ? 0x80 : 0));
+}
+
+/* Compare a group of 128 numbers of a row with what dispatch has made of it. */
+static bool check_group(Rank *me, const LlCase *c, const uint8_t *got, float scale, const void *x,
+                        uint64_t at) {
+    const uint32_t dtype = c->base.shape.dtype;
+    float most = 0, power = 1;
+    for (uint32_t i = 0; i < 128; i++) most = fmaxf(most, fabsf(load_number(x, dtype, at + i)));
+    while (power < most / 448.0f) power *= 2;
+    while (power / 2 >= most / 448.0f) power /= 2;
+    const float want = c->fp8 == EP_FP8_SCALED ? most / 448.0f : power;
+    CHECK(me, scale == want);
+    const float inverse = 1.0f / scale;
+    for (uint32_t i = 0; i < 128; i++)
+        CHECK(me, got[i] == nearest_e4m3(load_number(x, dtype, at + i) * inverse));
+    return true;
+}
+
+/* ---- the calls of one rank ---- */
+
+typedef struct {
+    Rank *me;
+    const LlCase *c;
+    uint32_t buffer, num_tokens, num_groups, scale_line;
+    uint64_t handle_words, rows_bytes;
+    int32_t *handle, *counts;
+    unsigned char *rows, *out;
+    float *scales;
+} LlStep;
+
+static void *poisoned(uint64_t num_bytes) {
+    void *at = alloc_exact(num_bytes);
+    return num_bytes ? memset(at, 0x5a, num_bytes) : at;
+}
+static LlStep ll_open(Rank *me, const LlCase *c, uint32_t buffer) {
+    const EpShape *s = &c->base.shape;
+    const uint32_t L = s->num_experts / s->num_ranks;
+    LlStep st = {.me = me, .c = c, .buffer = buffer, .num_tokens = c->base.num_tokens[me->rank]};
+    st.handle_words = ep_layer_ll_handle_words(&me->setup->config);
+    st.handle = (int32_t *)poisoned(4 * st.handle_words);
+    st.counts = (int32_t *)poisoned(4ull * L);
+    st.rows_bytes = c->num_rows * (c->fp8 ? s->hidden : row_bytes(s));
+    st.rows = (unsigned char *)poisoned(st.rows_bytes);
+    st.out = (unsigned char *)poisoned(st.num_tokens * row_bytes(s));
+    st.num_groups = s->hidden / 128;
+    st.scale_line = (uint32_t)((c->is_masked ? s->num_ranks * s->max_tokens : s->capacity) + 3) / 4 * 4;
+    st.scales = (float *)poisoned(4ull * (c->is_masked ? L : 1) * st.num_groups * st.scale_line);
+    return st;
+}
+static void ll_close(LlStep *st) {
+    void *all[] = {st->handle, st->counts, st->rows, st->out, st->scales};
+    for (size_t i = 0; i < 5; i++) free(all[i]);
+}
+
+/* A tensor of `num` lines; masked: of L matrices with num / L lines each. */
+static EpTensor rows_tensor(const LlCase *c, const void *data, uint32_t dtype, uint64_t num, uint32_t line) {
+    const uint32_t L = c->base.shape.num_experts / c->base.shape.num_ranks;
+    EpTensor t = tensor2(data, dtype, (int64_t)num, line);
+    if (!c->is_masked) return t;
+    t.num_dims = 3;
+    t.shape[0] = L;
+    t.shape[1] = (int64_t)num / L;
+    t.shape[2] = line;
+    t.stride[0] = t.shape[1] * line;
+    t.stride[1] = line;
+    t.stride[2] = 1;
+    return t;
+}
+
+static int ll_dispatch(LlStep *st, uint32_t parts) {
+    const LlCase *c = st->c;
+    const EpShape *s = &c->base.shape;
+    const uint32_t me = st->me->rank, L = s->num_experts / s->num_ranks, T = st->num_tokens;
+    EpTensor x = tensor2(c->base.x[me], s->dtype, T, s->hidden),
+             indices = tensor2(c->base.index[me], c->base.has_wide_index ? EP_I64 : EP_I32, T, s->num_topk),
+             weight = tensor2(c->base.weight[me], EP_F32, T, s->num_topk),
+             handle = tensor1(st->handle, EP_I32, (int64_t)st->handle_words),
+             rows = rows_tensor(c, st->rows, c->fp8 ? EP_U8 : s->dtype, c->num_rows, s->hidden),
+             scales = rows_tensor(c, st->scales, EP_F32, (uint64_t)(c->is_masked ? L : 1) * st->num_groups,
+                                  st->scale_line),
+             counts = tensor1(st->counts, EP_I32, L);
+    const EpLlDispatchArgs args = {.x = &x,
+                                   .indices = &indices,
+                                   .weight = c->base.has_weight ? &weight : NULL,
+                                   .handle = &handle,
+                                   .rows = &rows,
+                                   .scales = c->fp8 ? &scales : NULL,
+                                   .counts = &counts,
+                                   .is_masked = c->is_masked,
+                                   .fp8 = c->fp8,
+                                   .parts = parts};
+    return ep_layer_ll_dispatch(st->me->layer, st->buffer, &args, NULL);
+}
+static int ll_combine(LlStep *st, uint32_t parts) {
+    const LlCase *c = st->c;
+    const EpShape *s = &c->base.shape;
+    EpTensor rows = rows_tensor(c, c->y[st->me->rank], s->dtype, c->num_rows, s->hidden),
+             handle = tensor1(st->handle, EP_I32, (int64_t)st->handle_words),
+             out = tensor2(st->out, s->dtype, st->num_tokens, s->hidden);
+    const EpLlCombineArgs args = {&rows, &handle, &out, c->is_masked, parts};
+    return ep_layer_ll_combine(st->me->layer, st->buffer, &args, NULL);
+}
+
+static bool check_ll_dispatch(const LlStep *st) {
+    const LlCase *c = st->c;
+    const EpShape *s = &c->base.shape;
+    Rank *me = st->me;
+    const uint64_t bytes = row_bytes(s), H = s->hidden, each = (uint64_t)s->num_ranks * s->max_tokens;
+    CHECK(me, memcmp(st->counts, c->counts[me->rank], 4ull * (s->num_experts / s->num_ranks)) == 0);
+    for (uint64_t row = 0; row < c->num_rows; row++) {
+        const int32_t origin = c->origin[me->rank][row];
+        if (origin < 0) continue;
+        const uint32_t t = (uint32_t)origin % s->max_tokens;
+        const void *x = c->base.x[(uint32_t)origin / s->max_tokens];
+        if (!c->fp8) CHECK(me, memcmp(st->rows + row * bytes, (const char *)x + t * bytes, bytes) == 0);
+        for (uint32_t g = 0; c->fp8 && g < st->num_groups; g++) {
+            const uint64_t line = c->is_masked ? row / each * st->num_groups + g : g;
+            const uint64_t i = c->is_masked ? row % each : row;
+            TRY(check_group(me, c, st->rows + row * H + 128ull * g, st->scales[line * st->scale_line + i], x,
+                            t * H + 128ull * g));
+        }
+    }
+    return true;
+}
+static bool check_ll_combine(const LlStep *st) {
+    const uint64_t num_bytes = st->num_tokens * row_bytes(&st->c->base.shape);
+    CHECK(st->me, memcmp(st->out, st->c->out[st->me->rank], num_bytes) == 0);
+    return true;
+}
+
+/* A dispatch and a combine, each in one launch or in two. */
+static bool run_ll_step(Rank *me, const LlCase *c, uint32_t buffer, bool halves) {
+    const uint32_t parts = halves ? EP_LL_RECEIVE : EP_LL_BOTH;
+    LlStep st = ll_open(me, c, buffer);
+    if (halves) CHECK_CODE(me, 0, ll_dispatch(&st, EP_LL_SEND));
+    CHECK_CODE(me, 0, ll_dispatch(&st, parts));
+    TRY(check_ll_dispatch(&st));
+    if (halves) CHECK_CODE(me, 0, ll_combine(&st, EP_LL_SEND));
+    CHECK_CODE(me, 0, ll_combine(&st, parts));
+    TRY(check_ll_combine(&st));
+    ll_close(&st);
+    return true;
+}
+
+/* ---- tests ---- */
+
+typedef struct {
+    LlCase *cases;
+    uint32_t num_cases;
+    uint64_t first_epoch;
+} LlCases;
+
+static EpLayerConfig ll_config(uint32_t num_ranks, uint32_t num_local, uint32_t num_topk, uint32_t max_tokens,
+                               uint32_t hidden, uint32_t dtype) {
+    const uint32_t per_token = num_topk < num_local ? num_topk : num_local;
+    EpShape s = {num_ranks,      num_ranks * num_local,
+                 num_topk,       max_tokens,
+                 hidden,         dtype,
+                 EP_LOW_LATENCY, num_ranks * max_tokens * per_token};
+    return (EpLayerConfig){s, 2, 2, 0};
+}
+
+static bool run_ll(const EpLayerConfig *config, Body *body, uint32_t num_cases, uint64_t first_epoch,
+                   uint64_t seed) {
+    Setup setup = {.num_ranks = config->shape.num_ranks, .config = *config};
+    LlCases s = {(LlCase *)calloc(num_cases, sizeof(LlCase)), num_cases, first_epoch};
+    Rng rng = {test_seed * 4441 + seed};
+    const bool may_fp8 = config->shape.dtype != EP_F32 && config->shape.hidden % 128 == 0;
+    for (uint32_t i = 0; i < num_cases; i++)
+        ll_make(&s.cases[i], &config->shape, &rng, (Route)((i + seed) % NUM_ROUTES), may_fp8 ? i % 3 : 0);
+    bool ok = run_team(&setup, body, &s);
+    for (uint32_t i = 0; i < num_cases; i++) ll_free(&s.cases[i]);
+    free(s.cases);
+    return ok;
+}
+
+/* Ranks choose halves independently of each other. */
+static bool ll_steps_body(Rank *me, void *arg) {
+    const LlCases *s = (const LlCases *)arg;
+    if (s->first_epoch) CHECK_CODE(me, 0, ep_layer_set_epoch(me->layer, 0, s->first_epoch, NULL));
+    for (uint32_t i = 0; i < s->num_cases; i++)
+        TRY(run_ll_step(me, &s->cases[i], s->first_epoch ? 0 : i / 4 % 2, (i + me->rank) % 3 == 0));
+    return true;
+}
+bool test_ll_steps(void) {
+    static const uint32_t hiddens[] = {8, 128, 16, 1056}; /* the last one has two pieces or more */
+    for (uint32_t num_ranks = 1, seed = 0; num_ranks <= 4; num_ranks++)
+        for (uint32_t num_sm = 1; num_sm <= 3; num_sm++, seed++) {
+            EpLayerConfig config = ll_config(num_ranks, 1 + seed % 4, 1 + (seed * 3 + 3) % 5, 5 + seed % 6,
+                                             hiddens[seed % 4], (uint32_t)(seed / 2 + test_seed) % 3);
+            config.num_sm = num_sm;
+            TRY(run_ll(&config, ll_steps_body, scaled(seed % 4 == 3 ? 10 : 40), 0, seed));
+        }
+    return true;
+}
+
+/* Two steps at the same time, each in its own buffer. */
+static bool ll_buffers_body(Rank *me, void *arg) {
+    const LlCases *s = (const LlCases *)arg;
+    for (uint32_t i = 0; i + 1 < s->num_cases; i += 2) {
+        LlStep a = ll_open(me, &s->cases[i], 0), b = ll_open(me, &s->cases[i + 1], 1);
+        CHECK_CODE(me, 0, ll_dispatch(&a, EP_LL_SEND));
+        CHECK_CODE(me, 0, ll_dispatch(&b, EP_LL_SEND));
+        CHECK_CODE(me, 0, ll_dispatch(&b, EP_LL_RECEIVE));
+        CHECK_CODE(me, 0, ll_combine(&b, EP_LL_SEND));
+        CHECK_CODE(me, 0, ll_dispatch(&a, EP_LL_RECEIVE));
+        CHECK_CODE(me, 0, ll_combine(&a, EP_LL_BOTH));
+        CHECK_CODE(me, 0, ep_layer_barrier(me->layer, 0, NULL));
+        CHECK_CODE(me, 0, ll_combine(&b, EP_LL_RECEIVE));
+        TRY(check_ll_dispatch(&a) && check_ll_combine(&a));
+        TRY(check_ll_dispatch(&b) && check_ll_combine(&b));
+        ll_close(&a);
+        ll_close(&b);
+    }
+    return true;
+}
+bool test_ll_buffers(void) {
+    const EpLayerConfig config = ll_config(3, 2, 4, 9, 128, EP_BF16);
+    return run_ll(&config, ll_buffers_body, scaled(60) + 2, 0, 1);
+}
+
+/* Epochs around values at which the lower half, the tag of a cell or a sign bit overflows. */
+bool test_ll_epochs(void) {
+    static const uint64_t overflows[] = {1ull << 16, 1ull << 31, 1ull << 32, 1ull << 48, 1ull << 63};
+    const EpLayerConfig config = ll_config(3, 2, 2, 6, 8, EP_F32);
+    for (uint32_t i = 0; i < 5; i++)
+        for (uint64_t before = 1; before <= 4; before++)
+            TRY(run_ll(&config, ll_steps_body, 4, overflows[i] - before, before));
+    return true;
+}
+
+/* ---- refusals ---- */
+
+static bool is_void(const LlStep *st) {
+    const EpShape *s = &st->c->base.shape;
+    CHECK(st->me, all_bytes_are(st->rows, st->rows_bytes, EP_FILL_NAN));
+    CHECK(st->me, all_bytes_are(st->counts, 4ull * (s->num_experts / s->num_ranks), 0));
+    return true;
+}
+
+/* Rank 1 has a wrong index. All ranks get the same error. Combine then refuses the handle. */
+static bool wrong_index(Rank *me, const LlCase *of, int32_t value) {
+    LlCase c = *of;
+    const uint32_t K = c.base.shape.num_topk, T = c.base.num_tokens[me->rank];
+    int32_t *index = (int32_t *)alloc_exact(4ull * T * K);
+    memcpy(index, c.base.expert[me->rank], 4ull * T * K);
+    if (me->rank == 1) index[T * K / 2] = value;
+    c.base.index[me->rank] = index;
+    c.base.has_wide_index = false;
+    LlStep st = ll_open(me, &c, 0);
+    CHECK_CODE(me, EP_EINDEX, ll_dispatch(&st, EP_LL_BOTH));
+    TRY(is_void(&st));
+    CHECK_CODE(me, me->rank ? EP_EPEER : EP_EINVAL, ll_combine(&st, EP_LL_BOTH));
+    CHECK(me, all_bytes_are(st.out, T * row_bytes(&c.base.shape), EP_FILL_NAN));
+    ll_close(&st);
+    free(index);
+    return true;
+}
+
+static bool ll_refusals_body(Rank *me, void *arg) {
+    const LlCases *s = (const LlCases *)arg;
+    const bool wrong = me->rank == 1;
+    for (uint32_t i = 0; i + 1 < s->num_cases; i += 2) {
+        LlStep st = ll_open(me, &s->cases[i], 0), other = ll_open(me, &s->cases[i + 1], 0);
+        st.handle_words -= wrong; /* rank 1 has a wrong argument */
+        CHECK_CODE(me, wrong ? EP_EINVAL : EP_EPEER, ll_dispatch(&st, EP_LL_BOTH));
+        st.handle_words += wrong;
+        TRY(wrong || is_void(&st));
+        /* No rank has a handle. The error is that of the first one. */
+        CHECK_CODE(me, me->rank ? EP_EPEER : EP_EINVAL, ll_combine(&st, EP_LL_BOTH));
+        CHECK_CODE(me, 0, ll_dispatch(&st, EP_LL_BOTH));
+        TRY(check_ll_dispatch(&st));
+        CHECK_CODE(me, 0, ll_dispatch(&other, EP_LL_BOTH));
+        /* Rank 1 has the handle of the other dispatch. */
+        CHECK_CODE(me, EP_EMISMATCH, ll_combine(wrong ? &other : &st, EP_LL_BOTH));
+        /* Rank 1 calls another operation. */
+        CHECK_CODE(me, EP_EMISMATCH, wrong ? ll_dispatch(&other, EP_LL_BOTH) : ll_combine(&st, EP_LL_BOTH));
+        CHECK_CODE(me, 0, ll_combine(&st, EP_LL_BOTH)); /* the handle can still be used */
+        TRY(check_ll_combine(&st));
+        ll_close(&st);
+        ll_close(&other);
+        TRY(wrong_index(me, &s->cases[0], i % 4 ? -2 : (int32_t)me->setup->config.shape.num_experts + 1));
+        TRY(run_ll_step(me, &s->cases[i + 1], 0, i % 4 == 0));
+    }
+    return true;
+}
+bool test_ll_refusals(void) {
+    const EpLayerConfig config = ll_config(3, 2, 3, 8, 16, EP_F32);
+    return run_ll(&config, ll_refusals_body, scaled(20) + 2, 0, ROUTE_FULL);
+}
