@@ -195,9 +195,9 @@ EMULATED = nvcc -std=c++17 -g -Icsrc -Xcompiler=-Wno-unknown-pragmas,-fno-ipa-ic
 emulated: | python
 	@mkdir -p build
 	@for san in "" -fsanitize=thread; do \
-	    for f in plan ops; do gcc -std=c11 -O1 -g $$san -D_GNU_SOURCE -ffp-contract=off -Icsrc -c csrc/cpu/$$f.c -o build/cpu_$$f.o || exit 1; done; \
+	    for f in plan ops rows; do gcc -std=c11 -O1 -g $$san -D_GNU_SOURCE -ffp-contract=off -Icsrc -c csrc/cpu/$$f.c -o build/cpu_$$f.o || exit 1; done; \
 	    for t in stages comm; do \
-	        $(EMULATED) -O1 $${san:+-Xcompiler=$$san} tests/kernels/test_$$t.cpp build/cpu_plan.o build/cpu_ops.o -o build/test_$$t -lpthread && \
+	        $(EMULATED) -O1 $${san:+-Xcompiler=$$san} tests/kernels/test_$$t.cpp build/cpu_plan.o build/cpu_ops.o build/cpu_rows.o -o build/test_$$t -lpthread -lm && \
 	        echo "$$t $$san" && \
 	        TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) \
 	            build/test_$$t 1 $$([ -z "$$san" ] && echo 2 || echo 1) || exit 1; done; done
