@@ -181,6 +181,29 @@ def test_errors_low_latency_halves(ranks):
     check_call(SHAPE, GOOD, [r[2] for r in results])
 
 
+def test_errors_low_latency_receive_alone(ranks):
+    """A rank that has sent cannot receive.  Its peers receive, and the next call works on all ranks."""
+
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        x, idx, weights = (t.to(device) for t in GOOD.inputs(SHAPE, world.rank, world.size))
+        with torch.no_grad():
+            pending = a2a.dispatch_send(x, idx, weights)
+            if on_last(world):
+                pending._arguments = (x.float(), *pending._arguments[1:])
+            got = outcome(pending.recv, a2a)
+        results = [run_call(a2a, SHAPE, GOOD) for _ in range(3)]
+        a2a.synchronize()
+        a2a.finalize()
+        return got, results
+
+    results = ranks(run, at_least=2)
+    last = len(results) - 1
+    check_outcomes([r[0] for r in results], ["nothing"] * last + ["TypeError"], "bfloat16", on_rank=last)
+    for i in range(3):
+        check_call(SHAPE, GOOD, [r[1][i] for r in results])
+
+
 @pytest.mark.parametrize("change, error, text", [
     ({"max_tokens": 0}, "ValueError", "max_tokens"), ({"max_tokens": 5000}, "ValueError", "max_tokens"),
     ({"topk": 33}, "ValueError", "topk"), ({"hidden": 7}, "ValueError", "16 bytes"),

@@ -145,9 +145,8 @@ typedef struct {
     uint32_t start, checked, polls;
 } EpBackoff;
 
-/* Back off after an unsuccessful poll. False: the wait must end, because another worker of this rank has
- * recorded a fault, the world has ended, or the wait has timed out. This function records a timeout as a
- * fault. One lane of a worker calls it. */
+/* Back off after an unsuccessful poll. One lane of a worker calls it. False: the wait must end, because of a
+ * fault of another worker, the end of the world, or its own timeout, which this function records. */
 EP_FN bool ep_wait_on(const EpComm *c, EpBackoff *w, uint64_t limit_ns, const EpFaultRecord *what,
                       uint64_t want, uint64_t got) {
     if (ep_time_to_check(w->polls)) {

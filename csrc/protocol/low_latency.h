@@ -250,10 +250,13 @@ EP_FN bool ep_ll_enter_await(const EpComm *c, uint32_t op, EpLlHead mine, uint64
     return false;
 }
 
-/* Run an operation without data, with the code in c->status. One worker calls it. */
+/* Run an operation without data, with the code in c->status. One worker calls it. If this rank has already
+ * sent its half, its head stays as it is, because peers may have judged it. Then the operation is void here
+ * alone. */
 EP_FN void ep_ll_refuse(const EpComm *c, uint32_t op, uint64_t epoch, EpLlHead *heads) {
     const EpLlHead mine = {ep_ll_call(op, 0, c->status), 0};
-    ep_ll_enter(c, mine, epoch);
+    const uint64_t entered = ep_ld_relaxed_sys_u64(ep_enter_word(c, c->my_rank, c->my_rank, epoch));
+    if (entered != epoch) ep_ll_enter(c, mine, epoch);
     (void)ep_ll_enter_await(c, op, mine, epoch, heads);
 }
 

@@ -146,7 +146,7 @@ static LlStep ll_open(Rank *me, const LlCase *c, uint32_t buffer) {
     const EpShape *s = &c->base.shape;
     const uint32_t L = s->num_experts / s->num_ranks;
     LlStep st = {.me = me, .c = c, .buffer = buffer, .num_tokens = c->base.num_tokens[me->rank]};
-    st.handle_words = ep_layer_ll_handle_words(&me->setup->config);
+    st.handle_words = ep_ll_handle(s).num_words;
     st.handle = (int32_t *)poisoned(4 * st.handle_words);
     st.counts = (int32_t *)poisoned(4ull * L);
     st.rows_bytes = c->num_rows * (c->fp8 ? s->hidden : row_bytes(s));
