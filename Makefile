@@ -170,6 +170,7 @@ TORCHRUN = $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n
 soak: build
 	EPMOE_CHAOS=1 $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
 	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak.py ops
+	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak_decode.py
 	$(PYTHON) tests/fuzz_routing.py --cases 200000
 	$(PYTHON) tests/soak.py cycles
 	$(PYTHON) tests/soak.py leaks
@@ -179,6 +180,7 @@ soak: build
 	    set -ex; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak.py ops -n 100000; $(TORCHRUN) tests/fuzz_routing.py --device cuda --cases 2000; \
 	    $(TORCHRUN) tests/soak.py cycles -n 200; \
 	    $(PYTHON) tests/faults.py --device cuda; $(PYTHON) tests/soak.py leaks --device cuda -n 3; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
+	    PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_decode.py; \
 	fi
 
 # Also compile the profiler, but only to PTX. No other target here compiles it.

@@ -49,7 +49,7 @@ PARTS = {
              "import", "install"),
     "layer": ("layer", "moe", "examples"),
     "errors": ("errors",),
-    "fused": ("fused",),
+    "fused": ("fused", "low"),
 }
 
 
@@ -101,12 +101,16 @@ def soaks(n, is_shared):
         missing = "" if shutil.which(MPS) else f"{MPS} is not installed"
         yield Step("fused-mps", torchrun(n, "tests/soak_fused.py", "-n", "10000"), LONGEST_S,
                    "the same to the bit", chaos, missing, mps=True)
+        yield Step("decode-mps", torchrun(n, "tests/soak_decode.py", "-n", "100000"), LONGEST_S,
+                   "the same to the bit", chaos, missing, mps=True)
         yield Step("fused-threads", [*python, "tests/soak_fused.py", "-n", "2000", *threads], LONGEST_S,
                    "the same to the bit", chaos | SIDE_BY_SIDE)
         yield Step("ops-threads", [*python, "tests/soak.py", "ops", "-n", "100000", *threads], LONGEST_S,
                    "no fault", chaos | SIDE_BY_SIDE)
     else:
         yield Step("fused", torchrun(n, "tests/soak_fused.py", "-n", "10000"), LONGEST_S,
+                   "the same to the bit", chaos)
+        yield Step("decode", torchrun(n, "tests/soak_decode.py", "-n", "100000"), LONGEST_S,
                    "the same to the bit", chaos)
         yield Step("ops", torchrun(n, "tests/soak.py", "ops", "-n", "100000"), LONGEST_S, "no fault", chaos)
     yield Step("kills", [*python, "tests/faults.py", "--device", "cuda", "--ranks", str(n)], LONGEST_S,
@@ -140,6 +144,8 @@ def steps(num_gpus, out):
     several = "needs several GPUs: its figures are of links" if is_shared else ""
     yield Step("gemm-bench", [*python, "-m", "epmoe.bench", "gemm", "--ranks", "1", "--json",
                               str(out / "gemm.json")], 240)
+    yield Step("decode-bench", [*python, "-m", "epmoe.bench", "decode", "--ranks", "1", "--json",
+                                str(out / "decode.json")], 240)
     yield Step("side-bench", [*python, "-m", "epmoe.bench", "side", "--ranks", "1", "--json",
                               str(out / "side.json")], 240)
     yield from tests(sorted({1, 2, most}))
