@@ -191,7 +191,7 @@ def test_errors_low_latency_receive_alone(ranks):
             pending = a2a.dispatch_send(x, idx, weights)
             if on_last(world):
                 pending._arguments = (x.float(), *pending._arguments[1:])
-            got = outcome(pending.recv, a2a)
+            got = outcome(lambda: pending.recv() and None, a2a)  # a result cannot be pickled
         results = [run_call(a2a, SHAPE, GOOD) for _ in range(3)]
         a2a.synchronize()
         a2a.finalize()
@@ -207,9 +207,9 @@ def test_errors_low_latency_receive_alone(ranks):
 @pytest.mark.parametrize("change, error, text", [
     ({"max_tokens": 0}, "ValueError", "max_tokens"), ({"max_tokens": 5000}, "ValueError", "max_tokens"),
     ({"topk": 33}, "ValueError", "topk"), ({"hidden": 7}, "ValueError", "16 bytes"),
-    ({"num_experts": 3}, "ValueError", "experts"), ({"dtype": torch.int32}, "TypeError", "dtype"),
+    ({"num_experts": 0}, "ValueError", "experts"), ({"dtype": torch.int32}, "TypeError", "dtype"),
     ({"num_buffers": 17}, "ValueError", "num_buffers"),
-    ({"max_tokens": 4096, "topk": 32, "num_experts": 1024}, "ValueError", "shared memory")], ids=str)
+    ({"max_tokens": 4096, "topk": 32, "num_experts": 960}, "ValueError", "shared memory")], ids=str)
 def test_errors_low_latency_creation(ranks, change, error, text):
     def run(world, device):
         sizes = {"max_tokens": 4, "hidden": 16, "topk": 2, "num_experts": 2 * world.size}

@@ -10,7 +10,7 @@ from cases import generator
 from epmoe.decode import decodes
 from outcomes import check_outcomes, outcome
 
-SIZES = dict(hidden=64, inner=32, num_experts=8, topk=2)
+SIZES = dict(hidden=64, inner=32, num_experts=24, topk=2)
 
 
 def make(world, device, max_tokens=8, **options):
@@ -21,7 +21,7 @@ def make(world, device, max_tokens=8, **options):
 def inputs(moe, seed, num_tokens=None):
     g = generator(seed, moe.layer.rank)
     t = (moe.layer.rank * 3 + seed) % 9 if num_tokens is None else num_tokens
-    weights, idx = torch.randn(t, 8, generator=g).softmax(-1).topk(2)
+    weights, idx = torch.randn(t, 24, generator=g).softmax(-1).topk(2)
     x = torch.randn(t, 64, generator=g).to(moe.layer.dtype)
     return [v.to(moe.layer.device) for v in (x, idx, weights)]
 
