@@ -21,9 +21,10 @@ def decodes(max_tokens, topk, num_experts, world_size):
 
 
 def create(layer, max_tokens):
-    """Return a LowLatencyAll2All of a layer's shape.  Collective."""
+    """Return a LowLatencyAll2All of a layer's shape, which uses no more SMs than the layer.  Collective."""
     return LowLatencyAll2All(layer.world, max_tokens, layer.hidden, layer.topk * layer._copies,
-                             layer.num_experts, dtype=layer.dtype, device=layer.device)
+                             layer.num_experts, dtype=layer.dtype, device=layer.device,
+                             num_sm=layer._requested_num_sm, reserve_sms=layer._config.reserve_sms)
 
 
 def decodes_alone(layer):

@@ -140,9 +140,9 @@ class EPAll2AllLayer(LayerParts):
             self._num_blocks = max_blocks(self.device, int(reserve_sms))
             self._check_options()
             self._num_buffers = int(num_buffers)
-            if num_sm is None:
-                num_sm = default_num_sm(self.device, self.hidden * dtype.itemsize)
-            self._num_sm = int(num_sm)
+            self._requested_num_sm = num_sm
+            most_sms = default_num_sm(self.device, self.hidden * dtype.itemsize)
+            self._num_sm = most_sms if num_sm is None else int(num_sm)
             mode = _C.COMBINE_LOCAL if enable_local_combine else MODES[combine_mode]
             self._config = self._make_config(mode, int(reserve_sms))
             num_bytes = _C.layer_bytes(self._config)

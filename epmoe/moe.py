@@ -249,7 +249,9 @@ class EPMoE(nn.Module):
                 The three have equally many tokens, at most max_tokens.  They need not be contiguous.
             decode: True: take the low-latency path (enable_decode).  False: do not.  None: take it where the
                 shape of the module decides so, and no gradient is wanted.  The same on all ranks.  The
-                results have the same bits, with or without it, except where the fused kernels are used.
+                results have the same bits, with or without it, except where the fused kernels are used, and
+                on the CPU also where a token chooses an expert twice: it then has one row there, not two,
+                and torch.mm does not give the same bits for every number of rows.
 
         Returns:
             [.., H] of the layer's dtype: the weighted sum of the experts' outputs of each token.

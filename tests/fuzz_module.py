@@ -13,7 +13,6 @@ that ended the child is known. If an example fails without ending the child, hyp
 import argparse
 import contextlib
 import faulthandler
-import functools
 import gc
 import math
 import os
@@ -22,6 +21,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+
+from fuzz_tensors import scribble, shared_tensors, weird_tensors
 
 CALL_LIMIT_S = 300  # only a hang reaches this limit, also on a busy machine
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -53,16 +54,23 @@ def make_setting(torch, _C):
     _C.heap_close(closed_heap)
     _C.world_close(closed, True)
     off, words = _C.heap_alloc(heap, 4096, 128, 0), _C.plan_layout(config, 3)["num_words"]
+    fast_config = (1, 4, 2, 6, 128, _C.F16, _C.LOW_LATENCY, 12, 2, 1, 0)
+    fast = _C.layer_create(heap, fast_config)
     good = {"x": torch.ones(3, 8), "idx": torch.tensor([[0, 1], [2, -1], [3, 3]]), "weight": torch.ones(3, 2),
             "plan": torch.zeros(words, dtype=torch.int32), "rows": torch.zeros(5, 8),
             "row_weight": torch.ones(5), "recv": torch.zeros(6 * 3, dtype=torch.int32),
             "out": torch.zeros(3, 8), "out_scalar": torch.zeros(3, 2),
-            "scatter": torch.zeros(3, 2, dtype=torch.int32)}
+            "scatter": torch.zeros(3, 2, dtype=torch.int32),
+            "fast_x": torch.ones(3, 128).half(), "masked": torch.zeros(4, 6, 128).half(),
+            "compact": torch.zeros(12, 128).half(), "counts": torch.zeros(4, dtype=torch.int32),
+            "handle": torch.zeros(_C.ll_handle_words(fast_config)[0], dtype=torch.int32)}
+    _C.layer_ll_dispatch(fast, 0, (good["fast_x"], good["idx"], good["weight"], good["handle"],
+                                   good["compact"], None, good["counts"], 0, 0, 3))
     _C.layer_plan(layer, 0, (good["idx"], None, good["plan"], False))
     _C.layer_dispatch(layer, 0, (good["x"], None, good["plan"], good["rows"], None, good["recv"], False))
     in_heap = torch.from_dlpack(Capsule(_C.heap_tensor(heap, off, 0, (64,), 2, 32)))
-    return {"world": [one, two, silent, closed], "heap": [heap, closed_heap], "layer": [layer, closed_layer],
-            "config": config, "off": off, "good": good, "in_heap": in_heap}
+    return {"world": [one, two, silent, closed], "heap": [heap, closed_heap], "config": config,
+            "layer": [layer, closed_layer, fast], "off": off, "good": good, "in_heap": in_heap}
 
 
 class Capsule:
@@ -87,47 +95,6 @@ class Odd:
     __float__ = __bool__ = __len__ = __index__
 
 
-@functools.cache
-def weird_tensors(torch):
-    """Tensors, by name, that no function expects: other dtypes, shapes, strides, devices and types."""
-    from torch._subclasses import FakeTensorMode
-
-    with FakeTensorMode():
-        fake = torch.ones(3, 8)
-    return {"scalar": torch.ones(()), "none of it": torch.ones(0, 8),
-            "no tokens": torch.zeros(0, 2, dtype=torch.int64), "5 dims": torch.ones(1, 1, 1, 1, 1),
-            "double": torch.ones(3, 8).double(), "bool": torch.ones(3, 8) > 0,
-            "complex": torch.ones(3, 8, dtype=torch.complex64),
-            "conj": torch.ones(3, 8, dtype=torch.complex64).conj(),
-            "neg": torch.ones(3, 8, dtype=torch.complex64).conj().imag,
-            "neg idx": torch._neg_view(torch.ones(3, 2, dtype=torch.int64)), "half": torch.ones(3, 8).half(),
-            "f4": torch.ones(16, dtype=torch.uint8).view(torch.float4_e2m1fn_x2),
-            "meta": torch.ones(3, 8, device="meta"), "fake": fake, "sparse": torch.ones(3, 8).to_sparse(),
-            "nested": torch.nested.nested_tensor([torch.ones(8)]),
-            "expanded": torch.ones(1, 1).expand(3, 8), "vast": torch.ones(1, 1).expand(1 << 40, 8),
-            "vaster": torch.ones(1, 1).expand(1 << 40, 1 << 21),
-            "strided": torch.ones(3, 16)[:, ::2], "transposed": torch.ones(8, 3).t(),
-            "misaligned": torch.ones(25)[1:].view(3, 8),
-            "parameter": torch.nn.Parameter(torch.ones(3, 8)), "too many": torch.ones(99, 8),
-            "huge idx": torch.full((3, 2), 2**62), "wild idx": torch.full((3, 2), -9),
-            "wild recv": torch.full((18,), 1 << 30, dtype=torch.int32), "a type": torch.Tensor,
-            "storage": torch.ones(3).untyped_storage()}
-
-
-def shared_tensors(torch, plan, in_heap):
-    """Tensors, by name, that share memory with others, and plans with invalid content."""
-    return {"in heap": in_heap[:24].view(3, 8), "plan as rows": plan[:24].view(torch.float32).view(3, 8),
-            "plan as idx": plan[:6].view(3, 2), "plan of zeros": torch.zeros_like(plan),
-            "wild plan": torch.full_like(plan, 1 << 30), "negative plan": torch.full_like(plan, -7)}
-
-
-def scribble(torch, plan, at, value):
-    """A copy of plan with one wrong word."""
-    plan = plan.clone()
-    plan[at % len(plan)] = max(-(2**31), min(2**31 - 1, value))
-    return plan
-
-
 def strategies(st, torch, _C):
     """A hypothesis strategy for each kind of argument in SIGNATURES.
 
@@ -144,11 +111,12 @@ def strategies(st, torch, _C):
                      st.text(max_size=8), st.just(Odd()), st.just([]), st.just({}),
                      st.tuples(number, number), st.sampled_from([("world", i) for i in range(4)]),
                      st.sampled_from([("heap", 0), ("heap", 1)]),
-                     st.sampled_from([("layer", 0), ("layer", 1)]), st.just(("weird", "conj")),
+                     st.sampled_from([("layer", i) for i in range(3)]), st.just(("weird", "conj")),
                      st.just(("weird", "fake")))
     tensor = st.one_of(st.sampled_from(TENSORS).map(lambda n: ("good", n)),
                        st.sampled_from(WEIRD).map(lambda n: ("weird", n)),
-                       st.tuples(st.just("scribbled"), st.integers(0, 300),
+                       st.tuples(st.just("scribbled"), st.sampled_from(["plan", "handle"]),
+                                 st.integers(0, 300),
                                  st.sampled_from([-(2**31), -2, -1, 0, 1, 2, 3, 5, 100, 2**31 - 1])))
     config = st.one_of(st.just(("config",)), st.tuples(st.just("config"), st.integers(0, 10), number),
                        st.tuples(st.just("config"), st.integers(0, 10), junk))
@@ -156,15 +124,15 @@ def strategies(st, torch, _C):
     def mostly(right, *others):
         return st.integers(0, 9).flatmap(lambda n: right if n < 9 else st.one_of(*others) if others else junk)
 
-    def of(name):
-        all_of_kind = [(name, i) for i in range(4 if name == "world" else 2)]
-        return mostly(st.sampled_from([(name, 0)] * 8 + all_of_kind))
+    def of(name, first=0):
+        all_of_kind = [(name, i) for i in range({"world": 4, "heap": 2, "layer": 3}[name])]
+        return mostly(st.sampled_from([(name, first)] * 8 + all_of_kind))
 
     def mostly_good(name):
         others = st.one_of(tensor, junk)
         return st.integers(0, 9).flatmap(lambda n: st.just(("good", name)) if n < 7 else others)
 
-    kinds = {"W": of("world"), "H": of("heap"), "L": of("layer"), "n": mostly(number),
+    kinds = {"W": of("world"), "H": of("heap"), "L": of("layer"), "LL": of("layer", 2), "n": mostly(number),
              "small": mostly(st.sampled_from([0, 0, 0, 0, 0, 0, 1, 2])), "zero": mostly(st.just(0)),
              "off": mostly(st.just(("off", 0)), st.builds(lambda d: ("off", d), st.integers(-64, 4200)),
                            number, junk), "seconds": mostly(short, odd_times),
@@ -177,7 +145,7 @@ def strategies(st, torch, _C):
              "dl": mostly(st.sampled_from([0, 1, 2, 4, 5, 6, 17, 255, 256 + 2])),
              "bits": mostly(st.sampled_from([0, 1, 4, 8, 12, 16, 32, 64, 128, 1 << 27, 2**32 - 1])),
              "epoch": mostly(st.sampled_from([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1])),
-             "code": mostly(st.integers(-15, 2)),
+             "code": mostly(st.integers(-15, 2)), "part": mostly(st.sampled_from([1, 2, 3, 3, 3])),
              "nonce": mostly(st.sampled_from([b"n" * 16, b"", b"n" * 17])),
              "names": mostly(st.sampled_from([b"\x06abcde\0\0" * i for i in range(9)])),
              "dict": st.sampled_from([{}, {"ValueError": 3}, {"ValueError": int}, {1: 2}, None, [],
@@ -189,7 +157,8 @@ def strategies(st, torch, _C):
     return kinds
 
 
-TENSORS = ["x", "idx", "weight", "plan", "rows", "row_weight", "recv", "out", "out_scalar", "scatter"]
+TENSORS = ["x", "idx", "weight", "plan", "rows", "row_weight", "recv", "out", "out_scalar", "scatter",
+           "fast_x", "masked", "compact", "counts", "handle"]
 WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "complex", "conj", "neg", "neg idx",
          "half", "f4", "meta", "fake", "sparse", "nested", "expanded", "vast", "vaster", "strided",
          "transposed", "misaligned", "parameter", "too many", "huge idx", "wild idx", "in heap",
@@ -220,6 +189,9 @@ SIGNATURES = {
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small",
     "gemm_has_counter": "x", "device_query": "n",
+    "ll_handle_words": "config",
+    "layer_ll_dispatch": "LL small | fast_x idx weight? handle compact weight? counts small small part",
+    "layer_ll_combine": "LL small | compact handle fast_x small part",
     "layer_sync": "L zero", "layer_set_epoch": "L small epoch zero",
 }
 # After one of these calls, most others fail. So examples contain them rarely.
@@ -250,7 +222,7 @@ class Example:
         if what == "weird":
             return self.weird[v[1]]
         if what == "scribbled":
-            return scribble(self.torch, s["good"]["plan"], v[1], v[2])
+            return scribble(self.torch, s["good"][v[1]], v[2], v[3])
         if what == "off":
             return s["off"] + v[1]
         if what == "config":
@@ -368,7 +340,7 @@ def fuzz(examples, seed, timeout_s=None, module=__file__):
         log = os.path.join(folder, "calls")
         command = [sys.executable, "-X", "faulthandler", module, "--child", log, "--examples", str(examples),
                    "--seed", str(seed)]
-        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), ROOT]))
+        path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), ROOT, f"{ROOT}/tests"]))
         environment = os.environ | {"PYTHONPATH": path}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)

@@ -92,7 +92,11 @@ static float load(const void *src, uint32_t dtype, uint32_t i) {
 
 float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp8) {
     float most = 0x1p-100f;
-    for (uint32_t i = 0; i < EP_FP8_GROUP; i++) most = fmaxf(most, fabsf(load(src, dtype, i)));
+    /* A comparison, because fmaxf returns NaN for a signaling NaN and so forgets the numbers before it. */
+    for (uint32_t i = 0; i < EP_FP8_GROUP; i++) {
+        const float magnitude = fabsf(load(src, dtype, i));
+        most = magnitude > most ? magnitude : most;
+    }
     float scale = most / 448.0f;
     if (fp8 == EP_FP8_POW2) {
         int exponent;

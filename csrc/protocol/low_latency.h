@@ -289,7 +289,7 @@ EP_FN void ep_ll_wrong_index(const EpComm *c, uint32_t source, uint32_t position
     f.got = (uint64_t)index;
     ep_fault(c, &f);
 }
-#define EP_INDEX_UNKNOWN INT64_MIN
+#define EP_INDEX_UNKNOWN (-1) /* drops a choice, so it is never a wrong index */
 
 /* Publish a piece of a slot, or wait for one, as ep_flag_publish and ep_flag_await do for chunks. */
 EP_FN void ep_ll_publish(const EpComm *c, uint32_t at_rank, uint32_t token, uint32_t piece, uint64_t epoch) {
