@@ -33,6 +33,8 @@
 #define __grid_constant__
 #define EP_WARPS 4u
 #define EP_MAX_WARPS 6u
+static uint32_t ep_few_chunks = 8; /* few_tokens.cuh */
+#define EP_FEW_CHUNKS ep_few_chunks
 
 /* ---- warp and CTA collectives ---- */
 

@@ -10,6 +10,9 @@
 
 enum { NUM_ROUNDS = 2 };
 
+/* Each rank moves chunks in both ways (few_tokens.cuh), one in each round. Its peer does the other. */
+static void choose_few(uint32_t r, uint32_t round) { ep_few_chunks = (r + round) % 2 ? 1000 : 0; }
+
 static bool check(const Case *c) {
     const Problem q(c);
     run_cpu(q, NUM_ROUNDS);
@@ -20,10 +23,12 @@ static bool check(const Case *c) {
         },
         [&](uint32_t r, uint32_t i) {
             const EpDispatchParams d = q.dispatch(q.gpu, r, i);
+            choose_few(r, i);
             return ep_launch_dispatch(&d, num_sm, NULL);
         },
         [&](uint32_t r, uint32_t i) {
             const EpCombineParams k = q.combine(q.gpu, r, i);
+            choose_few(r, i);
             return ep_launch_combine(&k, num_sm, NULL);
         },
     };
@@ -65,6 +70,9 @@ static const Case cases[] = {
      0},
     {"32 choices", {2, 64, 32, 9, 4, EP_F32, EP_COMBINE_SCATTER, 600}, {9, 7}, 0},
     {"200 experts, two counts per thread", {2, 200, 3, 40, 8, EP_BF16, EP_COMBINE_LOCAL, 240}, {40, 33}, 0},
+    {"warps share long rows, local", {2, 8, 5, 13, 1000, EP_BF16, EP_COMBINE_LOCAL, 130}, {13, 10}, 0},
+    {"warps share long rows, scatter", {3, 6, 3, 9, 300, EP_F32, EP_COMBINE_SCATTER, 90}, {9, 0, 7}, 1},
+    {"warps share long rows, gather", {2, 4, 2, 9, 520, EP_F16, EP_COMBINE_GATHER, 40}, {9, 6}, 0},
     {"one rank", {1, 3, 4, 12, 8, EP_BF16, EP_COMBINE_LOCAL, 48}, {12}, 0},
     {"sorted, local, two CTAs of plan", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 1},
     {"sorted, scatter, a rank without tokens",

@@ -1,14 +1,17 @@
 /* combine.cu - the combine kernel and its launcher; combine.cuh has a warp's part. */
 #include "kernels/launch.h"
-#include "kernels/stage/combine.cuh"
+#include "kernels/stage/few_tokens.cuh"
 
 template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     combine_kernel(const __grid_constant__ EpCombineParams p) {
     typedef EpCombineConfig<DTYPE, EP_OP_COMBINE> C;
     const uint64_t epoch = ep_begin(&p.comm);
     if (epoch && ep_cta_enter(&p.comm, EP_OP_COMBINE, p.plan, p.recv, p.layout.num_tokens, p.num_rows,
-                              p.has_weight, p.has_scalar, epoch))
-        combine_tokens<C>(p, epoch, {true, true}, ep_warp_fifo<typename C::Fifo>());
+                              p.has_weight, p.has_scalar, epoch)) {
+        const uint32_t fifo = ep_warp_fifo<typename C::Fifo>();
+        if (has_few_tokens(p)) combine_few_tokens<C>(p, epoch, fifo);
+        else combine_tokens<C>(p, epoch, {true, true}, fifo);
+    }
     if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) poison_combine(p);
 }
 

@@ -27,28 +27,38 @@ EP_FN uint64_t row_address(const EpCombineParams &p, int32_t row) {
     return (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * p.comm.layout.row_bytes;
 }
 
-/* Copy the rows of the lanes in `mask`, each with its weight and scalar. The row of lane i goes to at(i),
- * a choice of a staging buffer. */
+/* Copy this part of the rows of the lanes in `mask`, each with its weight and scalar. The row of lane i goes
+ * to at(i), a choice of a staging buffer. */
 template <typename C, typename At>
-EP_FN void put_choices(const EpCombineParams &p, int32_t row, uint32_t mask, uint32_t fifo, At at) {
+EP_FN void put_choices(const EpCombineParams &p, int32_t row, uint32_t mask, const EpPart &part,
+                       uint32_t fifo, At at) {
     const uint32_t row_bytes = (uint32_t)p.comm.layout.row_bytes;
-    ep_stream_copy<typename C::Fifo>(
-        fifo, row_address(p, row), mask, row_bytes / 16, [&](uint32_t i, uint64_t *my_dst, uint32_t *to) {
-            const int32_t r = __shfl_sync(EP_FULL, row, (int)i);
-            unsigned char *choice = at(i);
-            float *trailer = (float *)(choice + row_bytes);
-            if (ep_lane() == 0) {
-                trailer[EP_CHOICE_WEIGHT] = p.has_weight ? p.row_weight[r] : 1.0f;
-                trailer[EP_CHOICE_SCALAR] = p.has_scalar ? p.row_scalar[r] : 0.0f;
-            }
-            *my_dst = (uint64_t)choice;
-            *to = 1;
-        });
+    const uint64_t skipped = 16ull * part.vec;
+    ep_stream_copy<typename C::Fifo>(fifo, row_address(p, row) + skipped, mask, part.num_vec,
+                                     [&](uint32_t i, uint64_t *my_dst, uint32_t *to) {
+                                         const int32_t r = __shfl_sync(EP_FULL, row, (int)i);
+                                         unsigned char *choice = at(i);
+                                         float *trailer = (float *)(choice + row_bytes);
+                                         if (part.vec == 0 && ep_lane() == 0) {
+                                             trailer[EP_CHOICE_WEIGHT] =
+                                                 p.has_weight ? p.row_weight[r] : 1.0f;
+                                             trailer[EP_CHOICE_SCALAR] =
+                                                 p.has_scalar ? p.row_scalar[r] : 0.0f;
+                                         }
+                                         *my_dst = (uint64_t)choice + skipped;
+                                         *to = 1;
+                                     });
 }
 
 /* Whether `row` is a valid row of a slot of token `token`. Both may be numbers from a peer. */
 EP_FN bool is_row(const EpCombineParams &p, int32_t token, int32_t row) {
     return row >= 0 && (uint32_t)row < p.num_rows && (uint32_t)token < p.comm.shape.max_tokens;
+}
+
+/* SCATTER: this rank adds up its own rows where they are, so it returns none of them to itself. In a
+ * megakernel it still publishes their chunks: that tells that the rows are ready. */
+EP_FN bool returns_nothing(const EpCombineParams &p, uint32_t to_rank) {
+    return to_rank == p.comm.my_rank && p.comm.shape.combine_mode == EP_COMBINE_SCATTER;
 }
 
 /* A chunk of slots to return. Lane i has the token of slot i. In row[i], lane k has the row of the slot's
@@ -63,12 +73,12 @@ EP_FN ChunkRows no_rows(void) {
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) r.row[i] = -1;
     return r;
 }
-EP_FN ChunkRows rows_to_return(const EpCombineParams &p, EpTask task) {
+/* Of the slots first to first + num - 1 that rank s has sent. */
+EP_FN ChunkRows rows_to_return(const EpCombineParams &p, uint32_t s, uint32_t first, uint32_t num) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk;
     const uint32_t stride = ep_record_words(K);
-    const int32_t *records = p.recv + ep_record_at(&c->shape, task.rank, task.chunk * EP_CHUNK_SLOTS);
-    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
+    const int32_t *records = p.recv + ep_record_at(&c->shape, s, first);
     ChunkRows r;
     r.token = ep_lane() < num ? records[ep_lane() * stride + EP_RECORD_TOKEN] : 0;
 #pragma unroll
@@ -76,12 +86,15 @@ EP_FN ChunkRows rows_to_return(const EpCombineParams &p, EpTask task) {
         r.row[i] = i < num && ep_lane() < K ? records[i * stride + EP_RECORD_ROWS + ep_lane()] : -1;
     return r;
 }
+EP_FN uint32_t num_to_return(const EpCombineParams &p, EpTask task) {
+    return ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
+}
 
-/* LOCAL: return the sum of the rows of each slot of a chunk, added up through shared memory. */
-template <typename C> EP_FN void return_sums(const EpCombineParams &p, EpTask task, const ChunkRows &r,
-                                             uint32_t num, uint32_t fifo) {
+/* LOCAL: return the sum of the rows of each slot to rank s, added up through shared memory. */
+template <typename C> EP_FN void return_sums(const EpCombineParams &p, uint32_t s, const ChunkRows &r,
+                                             const EpPart &part, uint32_t fifo) {
     const EpComm *c = &p.comm;
-    const uint32_t first = task.chunk * EP_CHUNK_SLOTS;
+    const uint64_t skipped = 16ull * part.vec;
     uint32_t ends = 0, listed = 0;
     float weight[EP_CHUNK_SLOTS];
     bool here[EP_CHUNK_SLOTS];
@@ -93,28 +106,29 @@ template <typename C> EP_FN void return_sums(const EpCombineParams &p, EpTask ta
     ep_warp_sync(); /* no lane still reads the list */
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
-        listed = ep_stream_list<typename C::Fifo>(fifo, listed, here[i], row_address(p, r.row[i]), weight[i]);
+        listed = ep_stream_list<typename C::Fifo>(fifo, listed, here[i], row_address(p, r.row[i]) + skipped,
+                                                  weight[i]);
         ends |= listed << 8 * i;
     }
     ep_warp_sync();
     ep_stream_sums<typename C::Fifo, C::DTYPE>(
-        fifo, ends, num, (uint32_t)(c->layout.row_bytes / 16), p.has_weight,
-        [&](uint32_t i) { return ep_slot_at(c, task.rank, c->my_rank, first + i); });
+        fifo, ends, part.num, part.num_vec, p.has_weight,
+        [&](uint32_t i) { return ep_slot_at(c, s, c->my_rank, part.first + i) + skipped; });
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        if (p.has_scalar && i < num && ep_lane() < c->shape.num_topk)
-            ((float *)(ep_slot_at(c, task.rank, c->my_rank, first + i) + c->layout.row_bytes))[ep_lane()] =
+        if (p.has_scalar && part.vec == 0 && i < part.num && ep_lane() < c->shape.num_topk)
+            ((float *)(ep_slot_at(c, s, c->my_rank, part.first + i) + c->layout.row_bytes))[ep_lane()] =
                 here[i] ? p.row_scalar[r.row[i]] : 0.0f;
 }
 
-/* SCATTER: return the rows of a chunk's slots one by one. */
+/* SCATTER: return the rows of the slots one by one to rank s. */
 template <typename C> EP_FN void return_choices(const EpCombineParams &p, uint32_t s, ChunkRows r,
-                                                uint32_t num, uint32_t fifo) {
+                                                const EpPart &part, uint32_t fifo) {
     const EpComm *c = &p.comm;
-    for (uint32_t i = 0; i < num; i++) {
+    for (uint32_t i = 0; i < part.num; i++) {
         const int32_t token = __shfl_sync(EP_FULL, r.token, (int)i);
         const uint32_t mask = __ballot_sync(EP_FULL, is_row(p, token, r.row[0]));
-        put_choices<C>(p, r.row[0], mask, fifo, [&](uint32_t k) {
+        put_choices<C>(p, r.row[0], mask, part, fifo, [&](uint32_t k) {
             return ep_choice_at(c, s, (uint64_t)(uint32_t)token * c->shape.num_topk + k);
         });
 #pragma unroll
@@ -122,12 +136,18 @@ template <typename C> EP_FN void return_choices(const EpCombineParams &p, uint32
     }
 }
 
-template <typename C, typename E> EP_FN void return_chunk(const EpCombineParams &p, EpTask task, ChunkRows r,
-                                                          E epoch, uint32_t fifo) {
-    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
+template <typename C> EP_FN void return_part(const EpCombineParams &p, uint32_t s, const ChunkRows &r,
+                                             const EpPart &part, uint32_t fifo) {
+    if (returns_nothing(p, s)) return;
+    if (p.comm.shape.combine_mode == EP_COMBINE_LOCAL) return_sums<C>(p, s, r, part, fifo);
+    else return_choices<C>(p, s, r, part, fifo);
+}
+
+template <typename C, typename E> EP_FN void return_chunk(const EpCombineParams &p, EpTask task,
+                                                          const ChunkRows &r, E epoch, uint32_t fifo) {
+    const uint32_t num = num_to_return(p, task);
     if (num == 0) return;
-    if (p.comm.shape.combine_mode == EP_COMBINE_LOCAL) return_sums<C>(p, task, r, num, fifo);
-    else return_choices<C>(p, task.rank, r, num, fifo);
+    return_part<C>(p, task.rank, r, ep_whole_chunk(task.chunk, num, ep_row_vecs(&p.comm)), fifo);
     ep_warp_sync(); /* all lanes' stores come before lane 0's release */
     if (ep_lane() == 0) ep_flag_publish(&p.comm, task.rank, task.chunk, epoch);
 }
@@ -136,29 +156,35 @@ EP_FN uint32_t num_staged_rows(const EpCombineParams &p) {
     const uint32_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS];
     return m < p.num_rows ? m : p.num_rows;
 }
-/* GATHER: copy a chunk of this rank's rows to its staging buffer. The warp that finishes the last chunk
- * publishes all. */
+/* GATHER: copy this rank's rows to its staging buffer. */
+template <typename C> EP_FN void stage_part(const EpCombineParams &p, const EpPart &part, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    put_choices<C>(p, (int32_t)(part.first + ep_lane()), (1u << part.num) - 1, part, fifo,
+                   [&](uint32_t i) { return ep_choice_at(c, c->my_rank, part.first + i); });
+}
+/* A chunk has been staged. The warp that has finished the last chunk publishes all. One lane calls it. */
+template <typename E> EP_FN void count_staged(const EpComm *c, uint32_t num_chunks, E epoch) {
+    /* acq_rel: the flags of the last warp publish the rows of all warps. */
+    if (ep_add_acq_rel_gpu_u64(&ep_local(c)->num_copied, 1) + 1 == num_chunks)
+        for (uint32_t r = 0; r < c->shape.num_ranks; r++) ep_flag_publish(c, r, 0, epoch);
+}
 template <typename C, typename E>
 EP_FN void stage_chunk(const EpCombineParams &p, uint32_t chunk, uint32_t num_chunks, E epoch,
                        uint32_t fifo) {
-    const EpComm *c = &p.comm;
-    const uint32_t first = chunk * EP_CHUNK_SLOTS, num = ep_chunk_slots(num_staged_rows(p), chunk);
-    put_choices<C>(p, (int32_t)(first + ep_lane()), (1u << num) - 1, fifo,
-                   [&](uint32_t i) { return ep_choice_at(c, c->my_rank, first + i); });
+    const uint32_t num = ep_chunk_slots(num_staged_rows(p), chunk);
+    stage_part<C>(p, ep_whole_chunk(chunk, num, ep_row_vecs(&p.comm)), fifo);
     ep_warp_sync();
-    /* acq_rel: the flags of the last warp publish the rows of all warps. */
-    if (ep_lane() == 0 && ep_add_acq_rel_gpu_u64(&ep_local(c)->num_copied, 1) + 1 == num_chunks)
-        for (uint32_t r = 0; r < c->shape.num_ranks; r++) ep_flag_publish(c, r, 0, epoch);
+    if (ep_lane() == 0) count_staged(&p.comm, num_chunks, epoch);
 }
 
 /* The slots that a chunk of this rank's tokens needs. A lane has one (token, rank): its slot, or -1 for
  * none. */
-EP_FN int32_t slot_to_await(const EpCombineParams &p, uint32_t chunk) {
+template <typename C> EP_FN int32_t slot_to_await(const EpCombineParams &p, uint32_t chunk) {
     static_assert(EP_CHUNK_SLOTS * EP_MAX_RANKS == 32, "a lane for each token and rank of a chunk");
     const uint32_t t = chunk * EP_CHUNK_SLOTS + ep_lane() / EP_MAX_RANKS;
     const uint32_t r = ep_lane() % EP_MAX_RANKS;
     const uint32_t W = p.comm.shape.num_ranks;
-    if (r >= W || t >= p.layout.num_tokens) return -1;
+    if (r >= W || t >= p.layout.num_tokens || (!C::FUSED && returns_nothing(p, r))) return -1;
     return p.comm.shape.combine_mode == EP_COMBINE_GATHER
                ? 0
                : p.plan[p.layout.token_slot_off + (uint64_t)t * W + r];
@@ -174,13 +200,13 @@ template <typename E> EP_FN uint32_t missing_slots(const EpCombineParams &p, int
 
 /* The rows whose sum is a token of this rank, one per lane. LOCAL: lane r has what rank r returned, in the
  * given slot. Other modes: lane k has choice k, in this rank's staging buffer (SCATTER) or in that of the
- * expert's rank (GATHER). */
+ * expert's rank (GATHER); for an expert of this rank, SCATTER takes the row itself. */
 typedef struct {
     bool mine;
     uint64_t from;
     float weight;
 } TokenRows;
-EP_FN TokenRows rows_of_token(const EpCombineParams &p, uint32_t t, int32_t slot) {
+EP_FN TokenRows rows_of_token(const EpCombineParams &p, uint32_t t, int32_t slot, const EpPart &part) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, W = c->shape.num_ranks, lane = ep_lane();
     const bool gather = c->shape.combine_mode == EP_COMBINE_GATHER;
@@ -189,39 +215,45 @@ EP_FN TokenRows rows_of_token(const EpCombineParams &p, uint32_t t, int32_t slot
     const int32_t expert = by_choice ? p.plan[p.layout.token_expert_off + (uint64_t)t * K + lane] : -1;
     const uint32_t owner = expert < 0 ? 0 : (uint32_t)expert / ep_num_local_experts(&c->shape);
     const int32_t slot_there = __shfl_sync(EP_FULL, slot, (int)owner);
-    const int32_t row = gather && lane < K ? p.plan[p.layout.token_row_off + (uint64_t)t * K + lane] : 0;
+    const int32_t row = !local && lane < K ? p.plan[p.layout.token_row_off + (uint64_t)t * K + lane] : 0;
+    const bool own = returns_nothing(p, owner) && is_row(p, 0, row);
     const unsigned char *choice =
         local    ? ep_slot_at(c, c->my_rank, owner, slot_there < 0 ? 0 : (uint32_t)slot_there)
         : gather ? ep_choice_at(c, owner, (uint32_t)(row < 0 ? 0 : row))
                  : ep_choice_at(c, c->my_rank, (uint64_t)t * K + lane);
     const float *trailer = (const float *)(choice + c->layout.row_bytes);
-    const unsigned char *from =
-        local ? ep_slot_at(c, c->my_rank, lane < W ? lane : 0, slot < 0 ? 0 : (uint32_t)slot) : choice;
-    const TokenRows r = {local ? slot >= 0 : expert >= 0, (uint64_t)from,
-                         expert >= 0 && !local ? trailer[EP_CHOICE_WEIGHT] : 1};
-    if (p.has_scalar && lane < K)
-        p.out_scalar[(uint64_t)t * K + lane] = expert >= 0 ? trailer[local ? lane : EP_CHOICE_SCALAR] : 0;
+    const uint64_t from =
+        local ? (uint64_t)ep_slot_at(c, c->my_rank, lane < W ? lane : 0, slot < 0 ? 0 : (uint32_t)slot)
+        : own ? row_address(p, row)
+              : (uint64_t)choice;
+    TokenRows r = {local ? slot >= 0 : expert >= 0, from + 16ull * part.vec, 1};
+    if (own && p.has_weight) r.weight = p.row_weight[row];
+    else if (r.mine && !own && !local) r.weight = trailer[EP_CHOICE_WEIGHT];
+    if (p.has_scalar && part.vec == 0 && lane < K)
+        p.out_scalar[(uint64_t)t * K + lane] = expert < 0 ? 0
+                                               : own      ? p.row_scalar[row]
+                                                          : trailer[local ? lane : EP_CHOICE_SCALAR];
     return r;
 }
 
-/* Add up a chunk of this rank's tokens; slot: see slot_to_await. */
-template <typename C> EP_FN void finish_tokens(const EpCombineParams &p, uint32_t chunk, int32_t slot,
-                                               uint32_t fifo) {
+/* Add up a part of a chunk of this rank's tokens; slot: see slot_to_await. */
+template <typename C> EP_FN void finish_part(const EpCombineParams &p, const EpPart &part, int32_t slot,
+                                             uint32_t fifo) {
     const EpComm *c = &p.comm;
-    const uint32_t first = chunk * EP_CHUNK_SLOTS, num = ep_chunk_slots(p.layout.num_tokens, chunk);
-    const uint32_t num_vec = (uint32_t)(c->layout.row_bytes / 16);
     const bool weighted = c->shape.combine_mode != EP_COMBINE_LOCAL && p.has_weight;
     uint32_t ends = 0, listed = 0;
     ep_warp_sync(); /* no lane still reads the list */
-    for (uint32_t i = 0; i < num; i++) {
-        const int32_t there = __shfl_sync(EP_FULL, slot, (int)(i * EP_MAX_RANKS + ep_lane() % EP_MAX_RANKS));
-        const TokenRows r = rows_of_token(p, first + i, ep_lane() < c->shape.num_ranks ? there : -1);
+    for (uint32_t i = 0; i < part.num; i++) {
+        const uint32_t lane = (part.first + i) % EP_CHUNK_SLOTS * EP_MAX_RANKS + ep_lane() % EP_MAX_RANKS;
+        const int32_t there = __shfl_sync(EP_FULL, slot, (int)lane);
+        const TokenRows r =
+            rows_of_token(p, part.first + i, ep_lane() < c->shape.num_ranks ? there : -1, part);
         listed = ep_stream_list<typename C::Fifo>(fifo, listed, r.mine, r.from, r.weight);
         ends |= listed << 8 * i;
     }
     ep_warp_sync();
-    ep_stream_sums<typename C::Fifo, C::DTYPE>(fifo, ends, num, num_vec, weighted, [&](uint32_t i) {
-        return (unsigned char *)p.out + (first + i) * c->layout.row_bytes;
+    ep_stream_sums<typename C::Fifo, C::DTYPE>(fifo, ends, part.num, part.num_vec, weighted, [&](uint32_t i) {
+        return (unsigned char *)p.out + (part.first + i) * c->layout.row_bytes + 16ull * part.vec;
     });
 }
 
@@ -276,6 +308,14 @@ template <typename E> EP_FN bool await_all_rows(const EpCombineParams &p, uint32
     return true;
 }
 
+/* The number of tasks to return chunks, or for GATHER of chunks to stage. GATHER stages at least one chunk,
+ * possibly empty: a warp must publish to the peers. */
+EP_FN uint32_t num_chunks_to_return(const EpCombineParams &p) {
+    const uint32_t num_staged = ep_ceil_div_u32(num_staged_rows(p), EP_CHUNK_SLOTS);
+    if (p.comm.shape.combine_mode == EP_COMBINE_GATHER) return num_staged ? num_staged : 1;
+    return (uint32_t)ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, p.comm.shape.num_ranks);
+}
+
 /* The parts that a warp takes: returning rows, and adding up this rank's tokens. */
 typedef struct {
     bool sends, adds;
@@ -310,10 +350,7 @@ template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParam
     const uint32_t W = c->shape.num_ranks;
     const uint32_t T = p.layout.num_tokens;
     const uint32_t num_recv = parts.adds ? ep_ceil_div_u32(T, EP_CHUNK_SLOTS) : 0;
-    /* GATHER stages at least one chunk, possibly empty: a warp must publish to the peers. */
-    const uint32_t num_staged = ep_ceil_div_u32(num_staged_rows(p), EP_CHUNK_SLOTS);
-    const uint32_t num_stage = num_staged ? num_staged : 1;
-    const uint32_t num_send = gather ? num_stage : (uint32_t)ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W);
+    const uint32_t num_send = num_chunks_to_return(p);
     bool may_send = parts.sends;
     uint32_t send = num_send; /* the chunk that this warp has drawn and not yet returned */
     ChunkRows rows = no_rows();
@@ -321,24 +358,27 @@ template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParam
     uint32_t to_come;
     SendTurn turn = {(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) % W, W};
     uint32_t recv = num_recv ? (uint32_t)ep_queue_pop(&l->queue_recv) : 0;
-    int32_t slot = slot_to_await(p, recv);
+    int32_t slot = slot_to_await<C>(p, recv);
     while (may_send || recv < num_recv) {
         if (recv < num_recv && (to_come = missing_slots(p, slot, epoch)) == 0) {
             const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
-            finish_tokens<C>(p, recv, slot, fifo);
+            finish_part<C>(p, ep_whole_chunk(recv, ep_chunk_slots(T, recv), ep_row_vecs(c)), slot, fifo);
             if (C::FUSED) ep_trace_span(c, EP_SPAN_ADD, c->my_rank, begin);
-            recv = (uint32_t)ep_queue_pop(&l->queue_recv), slot = slot_to_await(p, recv), backoff = {0, 0, 0};
+            recv = (uint32_t)ep_queue_pop(&l->queue_recv), slot = slot_to_await<C>(p, recv),
+            backoff = {0, 0, 0};
         } else if (may_send) {
             const EpTask task = ep_task_at(send, c->my_rank, W);
             if (send == num_send) {
                 send = next_to_send<C>(p, &turn, num_send);
                 may_send = send < num_send, backoff = {0, 0, 0};
-                if (may_send && !gather) rows = rows_to_return(p, ep_task_at(send, c->my_rank, W));
+                const EpTask next = ep_task_at(send, c->my_rank, W);
+                if (may_send && !gather)
+                    rows = rows_to_return(p, next.rank, next.chunk * EP_CHUNK_SLOTS, num_to_return(p, next));
             } else if (C::FUSED && !(gather ? staged_rows_are_made(p, send) : rows_are_made(p, rows))) {
                 if (!wait_for_rows(p, C::OP, &backoff, epoch)) return;
             } else {
                 const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
-                if (gather) stage_chunk<C>(p, send, num_stage, epoch, fifo);
+                if (gather) stage_chunk<C>(p, send, num_send, epoch, fifo);
                 else return_chunk<C>(p, task, rows, epoch, fifo);
                 if (C::FUSED) ep_trace_span(c, EP_SPAN_RETURN, task.rank, begin);
                 send = num_send;

@@ -1,6 +1,6 @@
 /* dispatch.cu - the dispatch kernel and its launcher; dispatch.cuh has a warp's part. */
 #include "kernels/launch.h"
-#include "kernels/stage/dispatch.cuh"
+#include "kernels/stage/few_tokens.cuh"
 
 /* With a fixed capacity the tensor has more rows than the plan: set rows M and after to zero. */
 EP_FN void clear_rest(const EpDispatchParams &p) {
@@ -17,7 +17,8 @@ __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     const uint64_t epoch = ep_begin(&p.comm);
     if (epoch && ep_cta_enter(&p.comm, EP_OP_DISPATCH, p.plan, NULL, p.layout.num_tokens, p.num_rows,
                               p.has_weight, 0, epoch)) {
-        move_tokens<false>(p, EP_OP_DISPATCH, epoch, EP_MOVE_ALL, 0);
+        if (has_few_tokens(p)) move_few_tokens(p, EP_OP_DISPATCH, epoch);
+        else move_tokens<false>(p, EP_OP_DISPATCH, epoch, EP_MOVE_ALL, 0);
         clear_rest(p);
     }
     if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) poison_dispatch(p);

@@ -73,19 +73,20 @@ EP_FN uint64_t input_row(const EpDispatchParams &p, uint32_t token) {
     return (uint64_t)p.x + token / p.num_copies * p.comm.layout.row_bytes;
 }
 
-/* Copy num rows. Row i starts at my_src of lane i. It goes to the addresses that place(i, &my_dst, &mask)
- * gives: my_dst of each lane in `mask`. */
+/* Copy the part's rows. Row i starts at my_src of lane i. It goes to the addresses that place(i, &my_dst,
+ * &mask) gives: my_dst of each lane in `mask`. */
 template <bool FUSED, typename Place>
-EP_FN void copy_rows(const EpDispatchParams &p, uint32_t fifo, uint64_t my_src, uint32_t num, Place place) {
-    const uint32_t num_vec = (uint32_t)(p.comm.layout.row_bytes / 16);
+EP_FN void copy_rows(uint32_t fifo, uint64_t my_src, const EpPart &part, Place place) {
+    const uint64_t skipped = 16ull * part.vec;
     if constexpr (FUSED) {
-        ep_stream_copy<EpFusedFifo>(fifo, my_src, (1u << num) - 1, num_vec, place);
+        ep_stream_copy<EpFusedFifo>(fifo, my_src, (1u << part.num) - 1, part.num_vec, place);
     } else {
-        for (uint32_t i = 0; i < num; i++) {
+        for (uint32_t i = 0; i < part.num; i++) {
             uint64_t my_dst;
             uint32_t mask;
             place(i, &my_dst, &mask);
-            ep_copy_row(my_dst, mask, (const void *)__shfl_sync(EP_FULL, my_src, (int)i), num_vec);
+            ep_copy_row(my_dst + skipped, mask,
+                        (const void *)(__shfl_sync(EP_FULL, my_src, (int)i) + skipped), part.num_vec);
         }
     }
 }
@@ -103,82 +104,111 @@ EP_FN void next_words(ChunkWords *w) {
     w->of[EP_CHUNK_SLOTS - 1] = first;
 }
 
-template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &p, EpTask task, E epoch,
-                                                        uint32_t fifo) {
+/* Send a part of a chunk to rank r. */
+template <bool FUSED> EP_FN void send_part(const EpDispatchParams &p, uint32_t r, EpPart part,
+                                           uint32_t fifo) {
     const EpComm *c = &p.comm;
-    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_SEND + task.rank], task.chunk);
-    const uint32_t first = task.chunk * EP_CHUNK_SLOTS;
-    const uint32_t r = task.rank, K = c->shape.num_topk;
-    if (r == c->my_rank || num == 0) return;
-    const uint32_t token = tokens_to_send(p, r, first, num);
+    const uint32_t K = c->shape.num_topk;
+    const uint32_t token = tokens_to_send(p, r, part.first, part.num);
     ChunkWords w;
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        if (i < num) w.of[i] = words_to_send(p, r, __shfl_sync(EP_FULL, token, (int)i));
-    copy_rows<FUSED>(p, fifo, input_row(p, token), num, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
-        unsigned char *to = ep_slot_at(c, r, c->my_rank, first + i);
+        if (i < part.num) w.of[i] = words_to_send(p, r, __shfl_sync(EP_FULL, token, (int)i));
+    copy_rows<FUSED>(fifo, input_row(p, token), part, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
+        unsigned char *to = ep_slot_at(c, r, c->my_rank, part.first + i);
         int32_t *trailer = (int32_t *)(to + c->layout.row_bytes);
-        if (ep_lane() < EP_TRAILER_ROWS) trailer[ep_lane()] = w.of[0].head;
-        if (ep_lane() < K) trailer[EP_TRAILER_ROWS + ep_lane()] = w.of[0].row;
-        if (ep_lane() < K && p.weight) ((float *)trailer)[ep_trailer_weights(K) + ep_lane()] = w.of[0].weight;
+        const bool first = part.vec == 0;
+        if (first && ep_lane() < EP_TRAILER_ROWS) trailer[ep_lane()] = w.of[0].head;
+        if (first && ep_lane() < K) trailer[EP_TRAILER_ROWS + ep_lane()] = w.of[0].row;
+        if (first && ep_lane() < K && p.weight)
+            ((float *)trailer)[ep_trailer_weights(K) + ep_lane()] = w.of[0].weight;
         *my_dst = (uint64_t)to;
         *mask = 1;
         next_words(&w);
     });
-    ep_warp_sync(); /* all lanes' stores come before lane 0's release */
-    if (ep_lane() == 0) ep_flag_publish(c, r, task.chunk, epoch);
 }
 
-/* Store what combine needs to know of a slot from rank s. Returns for each lane the row of its choice, or
- * -1. Whatever a peer has sent, nothing beyond the plan's rows is written. */
-EP_FN int32_t record_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
+/* The number of slots of a chunk that this rank sends: 0 for its own, which it does not send to itself. */
+EP_FN uint32_t num_to_send(const EpDispatchParams &p, EpTask task) {
+    return task.rank == p.comm.my_rank
+               ? 0
+               : ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_SEND + task.rank], task.chunk);
+}
+EP_FN uint32_t num_to_receive(const EpDispatchParams &p, EpTask task) {
+    return ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
+}
+
+template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &p, EpTask task, E epoch,
+                                                        uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    const uint32_t num = num_to_send(p, task);
+    if (num == 0) return;
+    send_part<FUSED>(p, task.rank, ep_whole_chunk(task.chunk, num, ep_row_vecs(c)), fifo);
+    ep_warp_sync(); /* all lanes' stores come before lane 0's release */
+    if (ep_lane() == 0) ep_flag_publish(c, task.rank, task.chunk, epoch);
+}
+
+/* The rows of a slot that has arrived, or -1: whatever a peer has sent, nothing beyond the plan's rows is
+ * written. */
+EP_FN int32_t checked_row(const EpDispatchParams &p, int32_t row) {
+    return (uint32_t)row >= p.num_rows || row >= p.plan[EP_HEAD_NUM_ROWS] ? -1 : row;
+}
+/* Store what combine needs to know of a slot from rank s. w.row is checked. */
+EP_FN void record_slot(const EpDispatchParams &p, uint32_t s, SlotWords w) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, most = c->shape.max_tokens;
     const uint32_t return_slot = (uint32_t)__shfl_sync(EP_FULL, w.head, EP_TRAILER_RETURN_SLOT);
     int32_t *record = p.recv + ep_record_at(&c->shape, s, return_slot < most ? return_slot : 0);
-    if ((uint32_t)w.row >= p.num_rows || w.row >= p.plan[EP_HEAD_NUM_ROWS]) w.row = -1;
     if (ep_lane() == 0) record[EP_RECORD_TOKEN] = (uint32_t)w.head < most ? w.head : 0;
     if (ep_lane() < K) record[EP_RECORD_ROWS + ep_lane()] = w.row;
     if (ep_lane() < K && w.row >= 0 && p.row_weight) p.row_weight[w.row] = w.weight;
-    return w.row;
 }
 
 /* With `wait`: wait until the chunk has arrived; false if the wait failed. Without: poll once. */
 template <typename E> EP_FN bool chunk_is_here(const EpDispatchParams &p, uint32_t op, EpTask task, E epoch,
                                                bool wait) {
     const EpComm *c = &p.comm;
-    if (task.rank == c->my_rank ||
-        ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk) == 0)
-        return true;
+    if (task.rank == c->my_rank || num_to_receive(p, task) == 0) return true;
     return wait ? ep_flag_await(c, op, task.rank, task.chunk, epoch)
                 : ep_flag_ready(c, task.rank, task.chunk, epoch);
 }
 
-/* Receive a chunk from a peer, or place a chunk of this rank's own tokens, which come directly from the
- * input. */
-template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask task, uint32_t fifo) {
+/* Receive a part of a chunk of rank r, or place a part of this rank's own tokens, which come directly from
+ * the input. */
+template <bool FUSED> EP_FN ChunkWords receive_part(const EpDispatchParams &p, uint32_t r, EpPart part,
+                                                    uint32_t fifo) {
     const EpComm *c = &p.comm;
-    const uint32_t first = task.chunk * EP_CHUNK_SLOTS, r = task.rank, K = c->shape.num_topk;
-    const uint32_t num = ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + r], task.chunk);
+    const uint32_t K = c->shape.num_topk, lane = ep_lane() < part.num ? ep_lane() : 0;
     const bool own = r == c->my_rank;
-    if (num == 0) return;
-    const uint32_t token = own ? tokens_to_send(p, r, first, num) : 0, lane = ep_lane() < num ? ep_lane() : 0;
-    const uint64_t my_src = own ? input_row(p, token) : (uint64_t)ep_slot_at(c, c->my_rank, r, first + lane);
+    const uint32_t token = own ? tokens_to_send(p, r, part.first, part.num) : 0;
+    const uint64_t my_src =
+        own ? input_row(p, token) : (uint64_t)ep_slot_at(c, c->my_rank, r, part.first + lane);
     ChunkWords w;
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
         const uint32_t t = __shfl_sync(EP_FULL, token, (int)i);
         w.of[i].row = -1;
-        if (i < num)
-            w.of[i] = own ? words_to_send(p, r, t)
-                          : words_received(p, ep_slot_at(c, c->my_rank, r, first + i) + c->layout.row_bytes);
+        if (i < part.num)
+            w.of[i] =
+                own ? words_to_send(p, r, t)
+                    : words_received(p, ep_slot_at(c, c->my_rank, r, part.first + i) + c->layout.row_bytes);
     }
-    copy_rows<FUSED>(p, fifo, my_src, num, [&](uint32_t, uint64_t *my_dst, uint32_t *mask) {
-        const int32_t row = w.of[0].row = record_slot(p, r, w.of[0]);
+    copy_rows<FUSED>(fifo, my_src, part, [&](uint32_t, uint64_t *my_dst, uint32_t *mask) {
+        const int32_t row = w.of[0].row = checked_row(p, w.of[0].row);
+        if (part.vec == 0) record_slot(p, r, w.of[0]);
         *my_dst = (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * c->layout.row_bytes;
         *mask = __ballot_sync(EP_FULL, ep_lane() < K && row >= 0);
         next_words(&w);
     });
+    return w;
+}
+
+template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask task, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    const uint32_t num = num_to_receive(p, task);
+    if (num == 0) return;
+    const ChunkWords w =
+        receive_part<FUSED>(p, task.rank, ep_whole_chunk(task.chunk, num, ep_row_vecs(c)), fifo);
     if (!FUSED) return;
     ep_warp_sync();
     ep_fence_acq_rel_gpu(); /* all lanes' rows come before the counts */

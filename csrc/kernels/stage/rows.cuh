@@ -13,6 +13,26 @@
 
 #include "kernels/arch/cta.cuh"
 
+EP_FN uint32_t ep_row_vecs(const EpComm *c) { return (uint32_t)(c->layout.row_bytes / 16); }
+
+/* What a warp moves of a chunk: the slots first, first + 1, ... (num of them), and of each row num_vec units
+ * of 16 bytes, the first of which is unit vec. The warp that has unit 0 of a row also moves what else is in
+ * the slot, and records what has arrived. */
+typedef struct {
+    uint32_t first, num, vec, num_vec;
+} EpPart;
+EP_FN EpPart ep_whole_chunk(uint32_t chunk, uint32_t num_slots, uint32_t num_vec) {
+    return {chunk * EP_CHUNK_SLOTS, num_slots, 0, num_vec};
+}
+/* Part i of a chunk that the warps of a CTA share: a quarter of the row of one slot, or nothing (num 0). */
+enum { EP_ROW_PARTS = 4, EP_CHUNK_PARTS = EP_CHUNK_SLOTS * EP_ROW_PARTS };
+EP_FN EpPart ep_part_of_chunk(uint32_t i, uint32_t chunk, uint32_t num_slots, uint32_t num_vec) {
+    const uint32_t per = ep_ceil_div_u32(num_vec, 32 * EP_ROW_PARTS) * 32;
+    const uint32_t slot = i / EP_ROW_PARTS, vec = i % EP_ROW_PARTS * per;
+    const uint32_t left = slot < num_slots && vec < num_vec ? num_vec - vec : 0;
+    return {chunk * EP_CHUNK_SLOTS + slot, left ? 1u : 0u, vec, left < per ? left : per};
+}
+
 /* Copy row src to several destinations: for each lane in `mask`, to the address that this lane holds. Each
  * byte passes the load/store unit twice. Through shared memory it would be four times, which costs
  * bandwidth when few SMs must saturate a link. */
