@@ -124,7 +124,7 @@ class LowLatencyAll2All(LowLatencyParts):
                         "compact": (self.capacity, self.hidden)}
         self._outputs = {}  # (fp8, layout) -> a function that allocates the outputs
 
-    def dispatch(self, x, topk_idx, topk_weights=None, *, fp8=False, layout="masked", buffer=0):
+    def dispatch(self, x, topk_idx, topk_weights=None, *, fp8=False, layout="masked", buffer=0, out=None):
         """Send tokens to the ranks of their experts.  Collective.
 
         A token crosses the link once for each rank, and has one row at each expert.
@@ -139,6 +139,9 @@ class LowLatencyAll2All(LowLatencyParts):
             layout: "masked": a slab of W * max_tokens rows for each expert, its rows first.  "compact": the
                 rows of an expert next to each other, experts in order.
             buffer: The communication buffer to use.
+            out: None, or what an earlier dispatch with the same fp8 and layout returned: its tensors are
+                written again, and its handle becomes that of this dispatch.  This saves the host the time to
+                allocate tensors, half of the call.
 
         Returns:
             A tuple (recv_x, scales, recv_counts, handle).  recv_x is [L, W * max_tokens, H], or for "compact"
@@ -148,7 +151,7 @@ class LowLatencyAll2All(LowLatencyParts):
                 recv_counts is [L] int32.
 
         Raises:
-            ValueError: On this rank, for a wrong shape, device, fp8, layout or buffer.
+            ValueError: On this rank, for a wrong shape, device, fp8, layout, buffer or out.
             TypeError: On this rank, for a wrong type or dtype.
             RuntimeError: On this rank, when a gradient is wanted.
             PeerError: On the other ranks, when one rank raises one of these.
@@ -168,11 +171,12 @@ class LowLatencyAll2All(LowLatencyParts):
             ([1, 2], [8.0, 7.0, 9.0])
             >>> a2a.finalize()
         """
-        arguments, result = self._prepare_dispatch(x, topk_idx, topk_weights, fp8, layout, buffer)
+        arguments, result = self._prepare_dispatch(x, topk_idx, topk_weights, fp8, layout, buffer, out)
         _C.layer_ll_dispatch(self._c, buffer, (*arguments, BOTH))
         return result
 
-    def dispatch_send(self, x, topk_idx, topk_weights=None, *, fp8=False, layout="masked", buffer=0):
+    def dispatch_send(self, x, topk_idx, topk_weights=None, *, fp8=False, layout="masked", buffer=0,
+                      out=None):
         """Send as dispatch does, and return before anything is received.  Collective.
 
         Work between this call and recv runs while the rows are on their way.  A buffer has one call under
@@ -185,6 +189,7 @@ class LowLatencyAll2All(LowLatencyParts):
             fp8: As there.
             layout: As there.
             buffer: As there.
+            out: As there.
 
         Returns:
             A PendingCall, whose recv() returns what dispatch returns.
@@ -201,11 +206,11 @@ class LowLatencyAll2All(LowLatencyParts):
             [1, 1]
             >>> a2a.finalize()
         """
-        arguments, result = self._prepare_dispatch(x, topk_idx, topk_weights, fp8, layout, buffer)
+        arguments, result = self._prepare_dispatch(x, topk_idx, topk_weights, fp8, layout, buffer, out)
         _C.layer_ll_dispatch(self._c, buffer, (*arguments, SEND))
         return self._set_pending(buffer, _C.layer_ll_dispatch, arguments, result)
 
-    def combine(self, y, handle):
+    def combine(self, y, handle, *, out=None):
         """Return the experts' rows to the ranks of their tokens, and add them up there.  Collective.
 
         The sums are those of EPAll2AllLayer with enable_local_combine, bit for bit:
@@ -215,6 +220,8 @@ class LowLatencyAll2All(LowLatencyParts):
         Args:
             y: The experts' outputs, of the layer's dtype, in the layout of dispatch's rows, contiguous.
             handle: What dispatch returned.
+            out: None, or a contiguous [T, H] tensor of the layer's dtype to write and return, which shares no
+                memory with y.
 
         Returns:
             [T, H] of the layer's dtype.
@@ -239,16 +246,17 @@ class LowLatencyAll2All(LowLatencyParts):
             tensor([[0.7500, 0.7500, 0.7500, 0.7500]])
             >>> a2a.finalize()
         """
-        arguments, out = self._prepare_combine(y, handle)
+        arguments, out = self._prepare_combine(y, handle, out)
         _C.layer_ll_combine(self._c, handle.buffer, (*arguments, BOTH))
         return out
 
-    def combine_send(self, y, handle):
+    def combine_send(self, y, handle, *, out=None):
         """Send as combine does, and return before anything is received.  Collective.
 
         Args:
             y: As for combine.
             handle: As for combine.
+            out: As for combine.
 
         Returns:
             A PendingCall, whose recv() returns what combine returns.
@@ -265,7 +273,7 @@ class LowLatencyAll2All(LowLatencyParts):
             tensor([[2., 2., 2., 2.]])
             >>> a2a.finalize()
         """
-        arguments, out = self._prepare_combine(y, handle)
+        arguments, out = self._prepare_combine(y, handle, out)
         _C.layer_ll_combine(self._c, handle.buffer, (*arguments, SEND))
         return self._set_pending(handle.buffer, _C.layer_ll_combine, arguments, out)
 

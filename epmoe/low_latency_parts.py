@@ -1,6 +1,7 @@
 """What LowLatencyAll2All is made of: its handles, and how the arguments of the module are prepared."""
 
 import torch
+from torch import Tensor
 
 from . import _C
 from .layer_parts import LayerParts, cast
@@ -29,12 +30,13 @@ class LowLatencyHandle:
         (3, 'masked')
     """
 
-    def __init__(self, owner, words, num_tokens, layout, buffer):
+    __slots__ = ("_owner", "_key", "_outputs", "num_tokens", "layout", "buffer")
+
+    def __init__(self, owner, key, outputs):
         self._owner = owner
-        self._words = words
-        self.num_tokens = num_tokens
-        self.layout = layout
-        self.buffer = buffer
+        self._key = key  # (fp8, layout)
+        self._outputs = outputs  # the module's arguments from the handle's words on
+        self.layout = key[1]
 
     @property
     def expert_offsets(self):
@@ -57,7 +59,7 @@ class LowLatencyHandle:
         if self.layout != "compact":
             raise ValueError("expert_offsets are of the layout compact, but this handle is masked: use "
                              "recv_counts")
-        return self._words.narrow(0, self._owner._offsets_at, self._owner.num_local_experts + 1)
+        return self._outputs[0].narrow(0, self._owner._offsets_at, self._owner.num_local_experts + 1)
 
 
 class PendingCall:
@@ -115,34 +117,56 @@ class LowLatencyParts(LayerParts):
     # module checks the tensors, and tells the other ranks what is wrong.
 
     def _check_idle(self, op, buffer):
-        self._check_buffer(op, buffer)
+        if not self._is_buffer(buffer):
+            self._check_buffer(op, buffer)
         if self._pending[buffer] is not None:
             raise RuntimeError(f"a call is under way on buffer {buffer}: call recv() on what its send "
                                f"returned, or use another buffer")
 
     @staticmethod
     def _check_gradients(*tensors):
-        if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        if any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
             raise RuntimeError("LowLatencyAll2All has no gradients: call it under torch.no_grad(), or use "
                                "EPAll2AllLayer")
 
-    def _prepare_dispatch(self, x, topk_idx, topk_weights, fp8, layout, buffer):
+    def _prepare_dispatch(self, x, topk_idx, topk_weights, fp8, layout, buffer, out):
         """Return the arguments of the module without the last, and the result."""
         self._check_idle(_C.OP_LL_DISPATCH, buffer)
         try:
             if torch.is_grad_enabled():
                 self._check_gradients(x, topk_weights)
-            make = self._outputs.get((fp8, layout)) or self._add_outputs(fp8, layout)
-            num_tokens = len(x)
-            rows, raw, lines, scales = make()
-            words = self._int32.new_empty(self._handle_words)
-            counts = self._int32.new_empty(self.num_local_experts)
+            if out is None:
+                out = self._make_result(fp8, layout)
+            else:
+                self._check_result(out, fp8, layout)
+            handle = out[3]
+            handle.num_tokens = x.size(0) if isinstance(x, Tensor) and x.dim() else 0
+            handle.buffer = buffer
             topk_weights = cast(topk_weights, torch.float32)
         except Exception as error:
             self._refuse(_C.OP_LL_DISPATCH, error, buffer)
-        handle = LowLatencyHandle(self, words, num_tokens, layout, buffer)
-        arguments = x, topk_idx, topk_weights, words, raw, lines, counts, LAYOUTS[layout], FP8[fp8]
-        return arguments, (rows, scales, counts, handle)
+        return (x, topk_idx, topk_weights, *handle._outputs), out
+
+    def _make_result(self, fp8, layout):
+        """Return the result of a dispatch that is to be run."""
+        make = self._outputs.get((fp8, layout)) or self._add_outputs(fp8, layout)
+        rows, raw, lines, scales = make()
+        words = self._int32.new_empty(self._handle_words)
+        counts = self._int32.new_empty(self.num_local_experts)
+        handle = LowLatencyHandle(self, (fp8, layout), (words, raw, lines, counts, LAYOUTS[layout], FP8[fp8]))
+        return rows, scales, counts, handle
+
+    def _check_result(self, out, fp8, layout):
+        if type(out) is not tuple or len(out) != 4:
+            raise TypeError(f"out: wanted the tuple that a dispatch returned, got {type(out).__name__}")
+        self._check_handle(out[3])
+        if any(self._pending):
+            words = out[3]._outputs[0]
+            if any(a is words for pending in self._pending if pending for a in pending._arguments):
+                raise RuntimeError("out: a call that uses its handle is under way: call recv() first")
+        if out[3]._key != (fp8, layout):
+            raise ValueError(f"out is of a dispatch with fp8={out[3]._key[0]!r} and layout="
+                             f"{out[3].layout!r}, but this one has fp8={fp8!r} and layout={layout!r}")
 
     def _add_outputs(self, fp8, layout):
         """Return a function that allocates the outputs.
@@ -172,21 +196,28 @@ class LowLatencyParts(LayerParts):
         self._outputs[fp8, layout] = make_fp8 if fp8 else make_plain
         return self._outputs[fp8, layout]
 
-    def _prepare_combine(self, y, handle):
+    def _check_handle(self, handle):
+        if not isinstance(handle, LowLatencyHandle):
+            raise TypeError(f"handle: wanted a LowLatencyHandle, got {type(handle).__name__}")
+        if handle._owner is not self:
+            raise ValueError("the handle belongs to another LowLatencyAll2All: pass one that this one's "
+                             "dispatch returned")
+
+    def _prepare_combine(self, y, handle, out):
         buffer = getattr(handle, "buffer", 0)
         self._check_idle(_C.OP_LL_COMBINE, buffer)
         try:
             if torch.is_grad_enabled():
-                self._check_gradients(y)
-            if not isinstance(handle, LowLatencyHandle):
-                raise TypeError(f"handle: wanted a LowLatencyHandle, got {type(handle).__name__}")
-            if handle._owner is not self:
-                raise ValueError("the handle belongs to another LowLatencyAll2All: pass one that this one's "
-                                 "dispatch returned")
-            out = self._numbers.new_empty((handle.num_tokens, self.hidden))
+                self._check_gradients(y, out)
+            self._check_handle(handle)
+            if out is None:
+                out = self._numbers.new_empty((handle.num_tokens, self.hidden))
+            elif out.size(0) != handle.num_tokens:
+                raise ValueError(f"out: wanted {handle.num_tokens} rows, the tokens of the dispatch, got "
+                                 f"{out.size(0)}")
         except Exception as error:
             self._refuse(_C.OP_LL_COMBINE, error, buffer)
-        return (y, handle._words, out, LAYOUTS[handle.layout]), out
+        return (y, handle._outputs[0], out, LAYOUTS[handle.layout]), out
 
     def _set_pending(self, buffer, call, arguments, result):
         self._pending[buffer] = PendingCall(self, buffer, call, arguments, result)

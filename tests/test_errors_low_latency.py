@@ -38,6 +38,8 @@ CASES = {
     "weight dtype": (lambda a: {"topk_weights": a["topk_idx"]}, "TypeError", "topk_weights"),
     "fp8": (lambda a: {"fp8": "e5m2"}, "ValueError", "pow2"),
     "layout": (lambda a: {"layout": "dense"}, "ValueError", "masked or compact"),
+    "out": (lambda a: {"out": [1, 2, 3, 4]}, "TypeError", "the tuple that a dispatch returned, got list"),
+    "out's handle": (lambda a: {"out": (1, 2, 3, 4)}, "TypeError", "LowLatencyHandle"),
     "gradient": (lambda a: {"x": a["x"].clone().requires_grad_()}, "RuntimeError", "no_grad"),
 }
 
@@ -155,6 +157,44 @@ def test_errors_low_latency_combine(ranks):
     last = len(results) - 1
     for i, (error, text) in enumerate([("TypeError", "rows"), ("ValueError", "rows"), ("TypeError", "handle"),
                                        ("ValueError", "another"), ("TypeError", "str")]):
+        check_outcomes([r[0][i] for r in results], ["PeerError"] * last + [error], text, on_rank=last,
+                       elsewhere=(f"rank {last}",))
+    check_call(SHAPE, GOOD, [r[1] for r in results])
+
+
+def test_errors_low_latency_out(ranks):
+    """An out of another layout or layer, one that is in use, and sums of another size."""
+
+    def run(world, device):
+        a2a, other = (make(world, device, Shape(num_buffers=2)) for _ in "ab")
+        x, idx, weights = (t.to(device) for t in GOOD.inputs(SHAPE, world.rank, world.size))
+        got = []
+
+        def attempt(call, **options):
+            got.append(outcome(lambda: call(**options if on_last(world) else {}), a2a))
+
+        def dispatch(**options):
+            return a2a.dispatch(x, idx, weights, **options)
+
+        with torch.no_grad():
+            compact, foreign = dispatch(layout="compact"), other.dispatch(x, idx, weights)
+            attempt(dispatch, out=compact)
+            attempt(dispatch, out=foreign)
+            pending = a2a.dispatch_send(x, idx, weights, buffer=1)
+            attempt(dispatch, out=pending._result)
+            rows, _, _, handle = pending.recv()
+            attempt(lambda **o: a2a.combine(rows, handle, **o), out=x[1:])
+            attempt(lambda **o: a2a.combine(rows, handle, **o), out=x.float())
+        result = run_call(a2a, SHAPE, GOOD)
+        a2a.finalize()
+        other.finalize()
+        return got, result
+
+    results = ranks(run, at_least=2)
+    last = len(results) - 1
+    for i, (error, text) in enumerate([("ValueError", "layout='masked'"), ("ValueError", "another"),
+                                       ("RuntimeError", "under way"), ("ValueError", "9 rows"),
+                                       ("TypeError", "output")]):
         check_outcomes([r[0][i] for r in results], ["PeerError"] * last + [error], text, on_rank=last,
                        elsewhere=(f"rank {last}",))
     check_call(SHAPE, GOOD, [r[1] for r in results])

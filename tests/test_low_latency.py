@@ -69,18 +69,26 @@ def origins(shape, call, size):
             for e in range(shape.num_local * size)]
 
 
-def run_call(a2a, shape, call):
-    """Dispatch, the experts, combine.  Returns what check_call compares, on the device."""
+def run_call(a2a, shape, call, out=None, sums=None):
+    """Dispatch, the experts, combine.  Returns what check_call compares, on the device.
+
+    out, sums: The results of earlier calls, to be written again.
+    """
     x, idx, weights = (None if t is None else t.to(a2a.device)
                        for t in call.inputs(shape, a2a.rank, a2a.world_size))
-    options = dict(fp8=call.fp8, layout=call.layout, buffer=call.buffer)
+    options = dict(fp8=call.fp8, layout=call.layout, buffer=call.buffer, out=out)
+    if sums is not None:
+        sums = sums[:len(x)]
     with torch.no_grad():
         if call.halves:
             rows, scales, counts, handle = a2a.dispatch_send(x, idx, weights, **options).recv()
         else:
             rows, scales, counts, handle = a2a.dispatch(x, idx, weights, **options)
         y = experts_of(a2a, shape, call, rows, x)
-        out = a2a.combine_send(y, handle).recv() if call.halves else a2a.combine(y, handle)
+        combine = a2a.combine_send if call.halves else a2a.combine
+        out = combine(y, handle, out=sums)
+        if call.halves:
+            out = out.recv()
     return rows.view(torch.uint8) if call.fp8 else rows, scales, counts, out  # float8 cannot be pickled
 
 
@@ -201,6 +209,31 @@ def test_low_latency_numbers_of_tokens(ranks, tokens):
 def test_low_latency_halves(ranks):
     calls = [Call(seed=s, halves=s % 2 == 0, layout=("masked", "compact")[s % 3 == 0]) for s in range(8)]
     run_calls(ranks, Shape(), calls)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("layout", ["masked", "compact"])
+def test_low_latency_out(ranks, layout, fp8):
+    """The same tensors are written by calls on several buffers, with other numbers of tokens."""
+    shape = Shape(num_buffers=2)
+    calls = [Call(seed=s, halves=s % 3 == 0, buffer=s % 2, layout=layout, fp8=fp8) for s in range(9)]
+
+    def run(world, device):
+        a2a = make(world, device, shape)
+        with torch.no_grad():
+            x, idx, weights = (t.to(device) for t in calls[0].inputs(shape, a2a.rank, a2a.world_size))
+            kept = a2a.dispatch(x, idx, weights, fp8=fp8, layout=layout)
+            sums = torch.empty(shape.max_tokens, shape.hidden, dtype=shape.dtype, device=device)
+            assert a2a.dispatch(x, idx, weights, fp8=fp8, layout=layout, out=kept) is kept
+        results = [[None if t is None else t.clone() for t in run_call(a2a, shape, call, kept, sums)]
+                   for call in calls]
+        a2a.synchronize()
+        a2a.finalize()
+        return results
+
+    results = ranks(run)
+    for i, call in enumerate(calls):
+        check_call(shape, call, [r[i] for r in results])
 
 
 def test_low_latency_buffers_are_interleaved(ranks):

@@ -31,7 +31,9 @@ typedef enum {
 /* The arguments of an operation: X(S, kind, name), where S is handed through. The kinds are
  *   TENSOR    a tensor
  *   OPTIONAL  a tensor or NULL
- *   PLAN      the tensor of the plan; the operation runs on the current stream of its framework
+ *   OWN, OWN_OPTIONAL  the same, allocated by epmoe itself
+ *   PLAN      the tensor of the plan, allocated by epmoe; the operation runs on the current stream of its
+ *             framework
  *   U32, F64  numbers; they come after the tensors */
 
 /* indices [T][K] i32 or i64. scatter: i32 [T][K] of this rank, or those of all ranks in rank order. plan: i32
@@ -46,24 +48,24 @@ typedef enum {
  * the token of each row, for combine. A plan with another T, or with more rows than the tensors have, is
  * detected when the operation runs: this rank gets EP_EINVAL, the others EP_EPEER. requires_grad: an
  * operation of the backward pass will follow. It must be the same on all ranks. */
-#define EP_ARGS_dispatch(X, S) \
-    X(S, TENSOR, x)            \
-    X(S, OPTIONAL, weight)     \
-    X(S, PLAN, plan)           \
-    X(S, TENSOR, rows)         \
-    X(S, OPTIONAL, row_weight) \
-    X(S, TENSOR, recv)         \
+#define EP_ARGS_dispatch(X, S)     \
+    X(S, TENSOR, x)                \
+    X(S, OPTIONAL, weight)         \
+    X(S, PLAN, plan)               \
+    X(S, OWN, rows)                \
+    X(S, OWN_OPTIONAL, row_weight) \
+    X(S, OWN, recv)                \
     X(S, U32, requires_grad)
 
 /* rows [>= M][H], row_weight and row_scalar f32 [>= M]; out [T][H], out_scalar f32 [T][K]. */
-#define EP_ARGS_combine(X, S)  \
-    X(S, TENSOR, rows)         \
-    X(S, OPTIONAL, row_weight) \
-    X(S, OPTIONAL, row_scalar) \
-    X(S, PLAN, plan)           \
-    X(S, TENSOR, recv)         \
-    X(S, TENSOR, out)          \
-    X(S, OPTIONAL, out_scalar) \
+#define EP_ARGS_combine(X, S)      \
+    X(S, TENSOR, rows)             \
+    X(S, OPTIONAL, row_weight)     \
+    X(S, OPTIONAL, row_scalar)     \
+    X(S, PLAN, plan)               \
+    X(S, OWN, recv)                \
+    X(S, OWN, out)                 \
+    X(S, OWN_OPTIONAL, out_scalar) \
     X(S, U32, requires_grad)
 
 /* Dispatch, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight [L][N][H],
@@ -74,12 +76,12 @@ typedef enum {
     X(S, TENSOR, x)                 \
     X(S, OPTIONAL, weight)          \
     X(S, PLAN, plan)                \
-    X(S, TENSOR, rows)              \
-    X(S, OPTIONAL, row_weight)      \
-    X(S, TENSOR, recv)              \
+    X(S, OWN, rows)                 \
+    X(S, OWN_OPTIONAL, row_weight)  \
+    X(S, OWN, recv)                 \
     X(S, TENSOR, gemm_weight)       \
     X(S, OPTIONAL, bias)            \
-    X(S, TENSOR, out)               \
+    X(S, OWN, out)                  \
     X(S, U32, activation)           \
     X(S, F64, alpha)                \
     X(S, F64, limit)                \
@@ -95,11 +97,11 @@ typedef enum {
     X(S, TENSOR, a)                \
     X(S, TENSOR, gemm_weight)      \
     X(S, OPTIONAL, bias)           \
-    X(S, TENSOR, rows)             \
+    X(S, OWN, rows)                \
     X(S, OPTIONAL, row_weight)     \
     X(S, PLAN, plan)               \
-    X(S, TENSOR, recv)             \
-    X(S, TENSOR, out)              \
+    X(S, OWN, recv)                \
+    X(S, OWN, out)                 \
     X(S, U32, num_move)            \
     X(S, U32, num_reduce)          \
     X(S, U32, is_serial)           \
@@ -115,9 +117,9 @@ typedef enum {
     X(S, TENSOR, indices)         \
     X(S, OPTIONAL, weight)        \
     X(S, PLAN, handle)            \
-    X(S, TENSOR, rows)            \
-    X(S, OPTIONAL, scales)        \
-    X(S, TENSOR, counts)          \
+    X(S, OWN, rows)               \
+    X(S, OWN_OPTIONAL, scales)    \
+    X(S, OWN, counts)             \
     X(S, U32, is_masked)          \
     X(S, U32, fp8)                \
     X(S, U32, parts)

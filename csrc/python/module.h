@@ -56,8 +56,11 @@ bool ep_get_double(PyObject *o, double *out);
 bool ep_get_bytes(PyObject *o, void *out, Py_ssize_t n);
 bool ep_get_stream(PyObject *o, void **stream);
 void *ep_get_object(PyObject *o, const char *name);
-/* Read a tensor. If may_be_none is true, None is accepted and gives *out = NULL. */
+/* Read a tensor. If may_be_none is true, None is accepted and gives *out = NULL. ep_get_own_tensor is for
+ * tensors that epmoe has allocated: it does not ask whether the tensor is a lazily negated view, which takes
+ * a call into Python. */
 bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **out);
+bool ep_get_own_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **out);
 /* The current stream of the tensor's framework, on a device; ep_current_stream: on the heap's device. */
 void *ep_stream_of(EpBackendKind kind, int device, PyObject *tensor);
 void *ep_current_stream(EpHeap *heap, PyObject *tensor);

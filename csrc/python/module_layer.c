@@ -134,7 +134,7 @@ static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObje
 
 /* ---- operations: layer_NAME(layer, buffer, arguments), a tuple as protocol/ops.h lists it ---- */
 
-enum { TENSOR, OPTIONAL, PLAN, U32, F64 };
+enum { TENSOR, OPTIONAL, OWN, OWN_OPTIONAL, PLAN, U32, F64 };
 enum { MAX_ARGS = 17 };
 typedef struct {
     uint8_t kind;
@@ -159,8 +159,11 @@ static bool get_numbers(const Operation *op, PyObject *tuple, char *fields, PyOb
 /* Read the tensors, which come first. */
 static bool get_tensors(const Operation *op, PyObject *tuple, EpTensor *tensors, char *fields) {
     for (uint32_t i = 0; i < op->num_args && op->args[i].kind < U32; i++) {
+        const uint32_t kind = op->args[i].kind;
         const EpTensor **field = (const EpTensor **)(void *)(fields + op->args[i].off);
-        if (!ep_get_tensor(PyTuple_GetItem(tuple, i), op->args[i].kind == OPTIONAL, &tensors[i], field))
+        PyObject *tensor = PyTuple_GetItem(tuple, i);
+        if (kind <= OPTIONAL ? !ep_get_tensor(tensor, kind == OPTIONAL, &tensors[i], field)
+                             : !ep_get_own_tensor(tensor, kind == OWN_OPTIONAL, &tensors[i], field))
             return false;
     }
     return true;

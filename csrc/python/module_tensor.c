@@ -1,7 +1,7 @@
 /* module_tensor.c - read tensors and current streams without linking against torch.
  *
- * Exports ep_get_tensor, ep_stream_of and ep_current_stream. They use DLPack's C exchange API, which a
- * tensor's type offers, and which also returns the current stream.
+ * Exports ep_get_tensor, ep_get_own_tensor, ep_stream_of and ep_current_stream. They use DLPack's C exchange
+ * API, which a tensor's type offers, and which also returns the current stream.
  * Process-wide state: the exchange API of one type, and two names.
  * Invariant: the module takes no reference to a tensor; the caller of a function holds it during the call. */
 #include "python/dlpack.h"
@@ -49,14 +49,14 @@ static uint32_t dtype_of(EpDLDataType d) {
 
 /* True, with an exception set, if the tensor is a view whose values are the negative or the conjugate of
  * the memory. DLPack does not report this. */
-static bool is_lazy(PyObject *o, const EpDLTensor *d) {
+static bool is_lazy(PyObject *o, const EpTensor *t) {
     static PyObject *is_neg, *is_conj; /* the names of the methods, created once */
     if (!is_neg) is_neg = PyUnicode_InternFromString("is_neg");
     if (!is_conj) is_conj = PyUnicode_InternFromString("is_conj");
     if (!is_neg || !is_conj) return true;
     PyObject *neg = PyObject_CallMethodObjArgs(o, is_neg, NULL);
-    PyObject *conj =
-        neg && d->dtype.code == EP_DL_COMPLEX ? PyObject_CallMethodObjArgs(o, is_conj, NULL) : NULL;
+    /* EP_OTHER: it may be complex. */
+    PyObject *conj = neg && t->dtype == EP_OTHER ? PyObject_CallMethodObjArgs(o, is_conj, NULL) : NULL;
     bool lazy = neg == Py_True || conj == Py_True;
     Py_XDECREF(neg);
     Py_XDECREF(conj);
@@ -67,7 +67,7 @@ static bool is_lazy(PyObject *o, const EpDLTensor *d) {
     return lazy || PyErr_Occurred();
 }
 
-bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **out) {
+bool ep_get_own_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **out) {
     EpDLTensor d;
     *out = NULL;
     if (o == Py_None && may_be_none) return true;
@@ -82,7 +82,6 @@ bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **
                    PyExc_ValueError,
                    "the tensor is on another kind of device: epmoe works on the CPU and on CUDA devices"),
                false;
-    if (is_lazy(o, &d)) return false;
     t->data = (char *)d.data + (d.data ? d.byte_offset : 0);
     t->dtype = dtype_of(d.dtype);
     t->num_dims = (uint32_t)d.ndim;
@@ -104,6 +103,9 @@ bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **
                false;
     *out = t;
     return true;
+}
+bool ep_get_tensor(PyObject *o, bool may_be_none, EpTensor *t, const EpTensor **out) {
+    return ep_get_own_tensor(o, may_be_none, t, out) && (!*out || !is_lazy(o, *out));
 }
 
 void *ep_stream_of(EpBackendKind kind, int device, PyObject *tensor) {
