@@ -3,8 +3,8 @@
     python tests/faults.py [--kills N] [--ranks N] [--device cpu|cuda]
 
 kill   A random rank is killed by SIGKILL at a random moment of a loop. The kind of loop alternates: it moves
-       tokens ("move"), trains a layer ("train"), or multiplies tokens as they arrive ("fuse", on GPUs in the
-       megakernels). Every survivor must
+       tokens ("move"), trains a layer ("train"), multiplies tokens as they arrive ("fuse", on GPUs in the
+       megakernels), or makes low-latency calls ("decode"). Every survivor must
        - raise PeerDied that names the killed rank, within 3 s; from 20 kills on, the median is at most 50 ms,
        - find that rank in its flight record,
        - still be able to use its device, and compute right results in a smaller world,
@@ -12,6 +12,7 @@ kill   A random rank is killed by SIGKILL at a random moment of a loop. The kind
        The table shows how long after the kill the survivors raised.
 stop   A rank stops itself between two operations. The others raise EpTimeout at their limit, which names it.
 late   A rank stops itself, and is continued before the limit. No rank raises an error.
+Ranks stop in loops of both kinds of calls, "move" and "decode".
 
 The command starts its own processes. It cannot run under torchrun, which ends all ranks when one dies.
 """
@@ -53,6 +54,9 @@ def place(rank, device):
 
 def make_layer(world, device, mode, how="move"):
     tokens, hidden, topk = SIZES[device.type]
+    if how == "decode":
+        return epmoe.LowLatencyAll2All(world, tokens, hidden, topk, 4 * world.size, dtype=torch.float32,
+                                       device=device)
     kind, dtype = epmoe.EPAll2AllLayer, torch.float32
     if how == "fuse":
         kind, dtype = epmoe.EpAll2AllFusedOp, torch.bfloat16
@@ -74,6 +78,18 @@ def move(layer, g):
     factors = (torch.arange(first, first + layer.num_local_experts, device=layer.device) % 3 + 1).float()
     row_factors = torch.repeat_interleave(factors, layout.tokens_per_expert, output_size=len(rows))
     y = layer.combine(rows * row_factors[:, None], layout)
+    return bool(torch.equal(y, x * (idx % 3 + 1).sum(1, keepdim=True)))
+
+
+def decode(a2a, g):
+    """A step of low-latency calls with the same sums as move()."""
+    tokens, hidden, topk = SIZES[a2a.device.type]
+    x = torch.randint(-4, 5, (tokens, hidden), generator=g).float().to(a2a.device)
+    idx = torch.randint(0, a2a.num_experts, (tokens, topk), generator=g).to(a2a.device)
+    rows, _, _, handle = a2a.dispatch(x, idx)
+    first = a2a.rank * a2a.num_local_experts
+    factors = torch.arange(first, first + a2a.num_local_experts, device=a2a.device) % 3 + 1
+    y = a2a.combine(rows * factors[:, None, None], handle)
     return bool(torch.equal(y, x * (idx % 3 + 1).sum(1, keepdim=True)))
 
 
@@ -114,6 +130,13 @@ def trainer(layer):
     return step
 
 
+def step_of(layer, how):
+    """Return the function of (layer, generator) that runs a step of a loop."""
+    if how == "train":
+        return trainer(layer)
+    return fuser(layer) if how == "fuse" else decode if how == "decode" else move
+
+
 def until_error(layer, step, g, limit_s=WAIT_S):
     """Repeat the step until it raises. Returns (error, time of the error)."""
     end = time.monotonic() + limit_s
@@ -132,7 +155,7 @@ def begin(device, mode, how, g):
     """Create a world and a layer, and run one step. Returns (world, layer, step)."""
     world = epmoe.World(None, timeout_s=WAIT_S)
     layer = make_layer(world, device, mode, how)
-    step = trainer(layer) if how == "train" else fuser(layer) if how == "fuse" else move
+    step = step_of(layer, how)
     step(layer, g)
     return world, layer, step
 
@@ -192,11 +215,11 @@ def kills(num, ranks, kind, seed=0, say=lambda done: None):
     Returns ({kind of loop: seconds after which each survivor raised, sorted}, texts of the faults found).
     """
     start = process_ranks if kind == "cpu" else run_ranks
-    latencies, bad, files = {"move": [], "train": [], "fuse": []}, [], shared_memory_names()
+    latencies, bad, files = {"move": [], "train": [], "fuse": [], "decode": []}, [], shared_memory_names()
     for i in range(num):
         r = random.Random(f"{seed} {i}")
         victim, delay = r.randrange(ranks), r.random() * (0.1 if kind == "cpu" else 1.0)
-        how, mode = tuple(latencies)[i % 3], r.choice(MODES)
+        how, mode = tuple(latencies)[i % len(latencies)], r.choice(MODES)
         with tempfile.TemporaryDirectory() as folder:
             try:
                 results = start(killed, ranks, victim, delay, how, mode, kind, folder, timeout_s=HANG_S,
@@ -220,7 +243,7 @@ def kills(num, ranks, kind, seed=0, say=lambda done: None):
     return {how: sorted(seconds) for how, seconds in latencies.items()}, bad
 
 
-def stopped(rank, world_size, limit_s, folder, kind):
+def stopped(rank, world_size, limit_s, folder, kind, how):
     """Rank main: the last rank stops itself by SIGSTOP.
 
     Rank 0 continues it after 1.5 s or, if folder is not empty, after all other ranks have raised.
@@ -229,10 +252,11 @@ def stopped(rank, world_size, limit_s, folder, kind):
     events = Events(folder)
     device, g = place(rank, kind), torch.Generator().manual_seed(rank)
     world = epmoe.World(None, timeout_s=WAIT_S)
-    layer = make_layer(world, device, "local")
+    layer = make_layer(world, device, "local", how)
+    step = step_of(layer, how)
     pids = [int.from_bytes(b, "little") for b in world.exchange(os.getpid().to_bytes(4, "little"))]
     for _ in range(5):
-        move(layer, g)
+        step(layer, g)
     world.exchange(b"go")
     world.set_timeout(limit_s)
     if rank == 0:
@@ -242,7 +266,7 @@ def stopped(rank, world_size, limit_s, folder, kind):
         os.kill(os.getpid(), signal.SIGSTOP)
     start = time.monotonic()
     try:
-        right = all([move(layer, g) for _ in range(50)])
+        right = all([step(layer, g) for _ in range(50)])
         layer.synchronize()
         return "nothing" if right else "a wrong sum", time.monotonic() - start
     except epmoe.EpError as e:
@@ -255,25 +279,25 @@ def stopped(rank, world_size, limit_s, folder, kind):
             events.wait(str(world_size - 1))  # a thread of rank 0 continues the last rank
 
 
-def stops(ranks, kind):
+def stops(ranks, kind, how):
     """Stop a rank beyond the limit, and then for a shorter time. Returns texts of the faults found."""
     start, bad, victim = process_ranks if kind == "cpu" else run_ranks, [], ranks - 1
     limit = STOP_LIMIT_S * slowness()
     with tempfile.TemporaryDirectory() as folder:
-        results = start(stopped, ranks, limit, folder, kind, timeout_s=HANG_S)
+        results = start(stopped, ranks, limit, folder, kind, how, timeout_s=HANG_S)
     for rank, (text, seconds) in enumerate(results):
         if not text.startswith("EpTimeout") or f"rank {victim}" not in text:
-            bad.append(f"stopped: rank {rank}: {text}")
+            bad.append(f"stopped, {how}: rank {rank}: {text}")
         if rank != victim and not is_soon(seconds, limit + 2):
-            bad.append(f"stopped: rank {rank} raised after {seconds:.2f} s, its limit is {limit}")
+            bad.append(f"stopped, {how}: rank {rank} raised after {seconds:.2f} s, its limit is {limit}")
     if max(seconds for _, seconds in results[:victim]) < 0.9 * limit:
-        bad.append(f"stopped: all ranks raised before the limit of {limit} s: {results}")
-    results = start(stopped, ranks, WAIT_S, "", kind, timeout_s=HANG_S)
+        bad.append(f"stopped, {how}: all ranks raised before the limit of {limit} s: {results}")
+    results = start(stopped, ranks, WAIT_S, "", kind, how, timeout_s=HANG_S)
     for rank, (text, seconds) in enumerate(results):
         if text != "nothing":
-            bad.append(f"late: rank {rank}: {text} after {seconds:.2f} s")
+            bad.append(f"late, {how}: rank {rank}: {text} after {seconds:.2f} s")
     if max(seconds for _, seconds in results[:victim]) < 1:
-        bad.append(f"late: no rank waited: {results}")
+        bad.append(f"late, {how}: no rank waited: {results}")
     return bad
 
 
@@ -298,7 +322,8 @@ def main():
 
     with progress("kills", a.kills) as say:
         latencies, bad = kills(a.kills, ranks, a.device, a.seed, say)
-    bad += stops(ranks, a.device)
+    for how in ("move", "decode"):
+        bad += stops(ranks, a.device, how)
     table = Table(title=f"faults on {ranks} ranks ({a.device})", show_header=False)
     table.add_row("kills", f"{a.kills}, {sum(map(len, latencies.values()))} survivors raised")
     medians = {how: seconds[len(seconds) // 2] for how, seconds in latencies.items() if seconds}

@@ -130,14 +130,15 @@ def test_soak_leak_check_counts_heaps_and_threads():
 
 @pytest.mark.cpu_only
 def test_faults_sample():
-    latencies, bad = faults.kills(3, 3, "cpu", seed=random.Random(5).randrange(100))
+    latencies, bad = faults.kills(4, 3, "cpu", seed=random.Random(5).randrange(100))
     assert not bad and all(len(seconds) == 2 for seconds in latencies.values()), bad
 
 
 @pytest.mark.cpu_only
-def test_faults_stopped_and_late_sample(monkeypatch):
+@pytest.mark.parametrize("how", ["move", "decode"])
+def test_faults_stopped_and_late_sample(monkeypatch, how):
     monkeypatch.setattr(faults, "STOP_LIMIT_S", 1.0)
-    assert faults.stops(3, "cpu") == []
+    assert faults.stops(3, "cpu", how) == []
 
 
 # ---- the module's functions ----
