@@ -44,7 +44,9 @@ EXPECTED = {
     "gemm": {f"{library} {gemm}" for library in ("torch", "epmoe") for gemm in GEMMS}
             | {"epmoe gate and up, SwiGLU"},
     "host": {"epmoe preprocess, host", "epmoe cached dispatch, host", "epmoe combine, host",
-             "epmoe dispatch + gemm, host", "epmoe gemm + combine, host"},
+             "epmoe dispatch + gemm, host", "epmoe gemm + combine, host"}
+            | {f"epmoe low-latency {call}{out}, host" for call in ("dispatch", "combine")
+               for out in ("", ", out=")},
     "decode": {f"epmoe {call}" for call in CALLS}
               | {f"epmoe {call} {half}" for call in CALLS[:3] for half in ("send", "recv")}
               | {f"torch {call}" for call in ("dispatch", "combine", "pair", "all_to_all_single alone")}

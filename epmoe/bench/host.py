@@ -9,6 +9,7 @@ import functools
 
 import torch
 
+import epmoe
 from epmoe.bench.layer import Layer
 from epmoe.bench.measure import alternated, graphed, host_microseconds
 
@@ -35,6 +36,15 @@ def measure(run, shape):
         fused.check()
         parts = fused.parts()
         record(run, shape, {name: parts[name] for name in ("dispatch + gemm", "gemm + combine")})
+    with torch.no_grad(), epmoe.LowLatencyAll2All(run.world, shape.tokens, shape.hidden, shape.topk,
+                                                  shape.experts, dtype=x.dtype, device=run.device) as decode:
+        out = decode.dispatch(x, idx, weight)
+        y, handle, sums = torch.randn_like(out[0]), out[3], torch.empty_like(x)
+        record(run, shape, {"low-latency dispatch": lambda: decode.dispatch(x, idx, weight),
+                            "low-latency dispatch, out=": lambda: decode.dispatch(x, idx, weight, out=out),
+                            "low-latency combine": lambda: decode.combine(y, handle),
+                            "low-latency combine, out=": lambda: decode.combine(y, handle, out=sums)})
+        decode.synchronize()
 
 
 def record(run, shape, calls):

@@ -136,6 +136,25 @@ def decode_table(figures):
     return markdown(["", *(f"T = {t}" for t in tokens)], rows)
 
 
+def low_latency_table(figures):
+    """LowLatencyAll2All, one row for each T: microseconds of its calls, and of a decode layer."""
+    calls = ("dispatch", "dispatch fp8", "combine", "pair")
+    rows = []
+    for row in sorted(figures.find("decode", "epmoe pair"), key=lambda r: r["tokens"]):
+        of = {impl: found[0] for impl in (*(f"epmoe {c}" for c in calls), "epmoe layer", "GEMMs alone")
+              if (found := figures.find("decode", impl, shape=row["shape"], tokens=row["tokens"]))}
+        us = [f"{of[impl]['ms'] * 1e3:.1f}" if impl in of else "" for impl in
+              (*(f"epmoe {c}" for c in calls), "epmoe layer", "GEMMs alone")]
+        ratios = of.get("epmoe layer", {}).get("ratios", {})
+        rows.append([str(row["tokens"]), *us, f"{ratios['GEMMs']:.2f}" if "GEMMs" in ratios else "",
+                     f"{row['ratios']['torch']:.2f}" if "torch" in row.get("ratios", {}) else "",
+                     f"{row['ratios']['DeepEP']:.2f}" if "DeepEP" in row.get("ratios", {}) else ""])
+    head = ["T", "dispatch, us", "dispatch FP8", "combine", "dispatch + combine", "decode layer",
+            "its two GEMMs alone", "layer over GEMMs", "dispatch + combine over torch",
+            "dispatch + combine over DeepEP"]
+    return markdown(head, rows)
+
+
 def ablation_table(figures):
     """One row for each changed option: times of the layer and its two kernels over those of the defaults."""
     of = [r for r in figures.rows if r["bench"] == "ablation"]
@@ -255,7 +274,12 @@ def block(figures, plots, folder):
                   *decode_table(figures)]
     if figures.shapes():
         lines += ["", "### Plan, dispatch and combine", "", *table(figures)]
-    lines += images(figures, plots, folder, "shapes", "sm", "tokens", "decode")
+    lines += images(figures, plots, folder, "shapes", "sm", "tokens")
+    if figures.find("decode", "epmoe pair"):
+        lines += ["", "### Low latency", "",
+                  "`LowLatencyAll2All`, calls among many in a CUDA graph, and a layer of dispatch, two",
+                  "grouped GEMMs and combine.", "", *low_latency_table(figures),
+                  *images(figures, plots, folder, "decode")]
     if any(r["bench"] == "ablation" for r in figures.rows):
         lines += ["", "### What each choice brings", "",
                   "One option is changed at a time. The number is the time with the change over the time "
