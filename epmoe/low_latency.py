@@ -28,7 +28,8 @@ class LowLatencyAll2All(LowLatencyParts):
     Args:
         ep_group: A ProcessGroup, a one-dimensional DeviceMesh, an epmoe.World, or None for the default group.
         max_tokens: The most tokens of a rank in one call.  At most 4096, or less with many ranks and experts.
-        hidden: H.  A row must be a multiple of 16 bytes; for fp8 a multiple of 128 numbers.
+        hidden: H.  A row must be a multiple of 16 bytes; for fp8 a multiple of 128 numbers, for "ue8m0"
+            of 512.
         topk: K, 1 to 32.
         num_experts: E, a multiple of W, at most 1024.  Expert e is on rank e // (E / W).
         dtype: Of the tokens: bfloat16, float16 or float32.
@@ -135,7 +136,8 @@ class LowLatencyAll2All(LowLatencyParts):
             topk_weights: [T, K] of a floating-point dtype, with which combine multiplies, or None: 1.
             fp8: False: rows of the layer's dtype.  True: rows of float8_e4m3fn, quantised once at the source,
                 with a scale for each 128 numbers: the largest magnitude / 448.  "pow2": the next power of
-                two. The same on all ranks.
+                two.  "ue8m0": that power as its exponent + 127 in a byte (reference.pack_ue8m0).  The same on
+                all ranks.
             layout: "masked": a slab of W * max_tokens rows for each expert, its rows first.  "compact": the
                 rows of an expert next to each other, experts in order.
             buffer: The communication buffer to use.
@@ -146,8 +148,9 @@ class LowLatencyAll2All(LowLatencyParts):
         Returns:
             A tuple (recv_x, scales, recv_counts, handle).  recv_x is [L, W * max_tokens, H], or for "compact"
                 [W * max_tokens * min(K, L), H]; an expert's rows are in the order (source rank, token), and
-                rows after the last one are undefined.  scales is None, or float32 [.., H / 128], indexed as
-                recv_x; in memory the scales of a group are next to each other, as grouped GEMMs want them.
+                rows after the last one are undefined.  scales is None, or float32 [.., H / 128], or for
+                "ue8m0" int32 [.., H / 512], indexed as recv_x; in memory the scales of a group are next to
+                each other, as grouped GEMMs want them.
                 recv_counts is [L] int32.
 
         Raises:

@@ -6,7 +6,7 @@ from torch import Tensor
 from . import _C
 from .layer_parts import LayerParts, cast
 
-FP8 = {False: 0, True: 1, "pow2": 2}  # EpLlFp8
+FP8 = {False: 0, True: 1, "pow2": 2, "ue8m0": 3}  # EpLlFp8
 LAYOUTS = {"masked": True, "compact": False}
 GROUP = 128  # numbers that share a scale
 SEND, RECEIVE, BOTH = 1, 2, 3  # EpLlParts
@@ -175,22 +175,23 @@ class LowLatencyParts(LayerParts):
         indexed.
         """
         if fp8 not in FP8:
-            raise ValueError(f"fp8 {fp8!r}: must be False, True or 'pow2'")
+            raise ValueError(f"fp8 {fp8!r}: must be False, True, 'pow2' or 'ue8m0'")
         if layout not in LAYOUTS:
             raise ValueError(f"layout {layout!r}: must be masked or compact")
-        if fp8 and self.hidden % GROUP:
-            raise ValueError(f"hidden {self.hidden}: fp8 needs a multiple of {GROUP}")
+        group = 4 * GROUP if fp8 == "ue8m0" else GROUP  # numbers whose scales share a word
+        if fp8 and self.hidden % group:
+            raise ValueError(f"hidden {self.hidden}: fp8={fp8!r} needs a multiple of {group}")
         shape = self._shapes[layout]
         numbers = torch.empty(0, dtype=torch.float8_e4m3fn if fp8 else self.dtype, device=self.device)
-        floats = torch.empty(0, dtype=torch.float32, device=self.device)
-        lines_shape = (*shape[:-2], self.hidden // GROUP, (shape[-2] + 3) // 4 * 4)
+        words = self._int32 if fp8 == "ue8m0" else torch.empty(0, dtype=torch.float32, device=self.device)
+        lines_shape = (*shape[:-2], self.hidden // group, (shape[-2] + 3) // 4 * 4)
 
         def make_plain():
             rows = numbers.new_empty(shape)
             return rows, rows, None, None
 
         def make_fp8():
-            rows, lines = numbers.new_empty(shape), floats.new_empty(lines_shape)
+            rows, lines = numbers.new_empty(shape), words.new_empty(lines_shape)
             return rows, rows.view(torch.uint8), lines, lines[..., :shape[-2]].transpose(-1, -2)
 
         self._outputs[fp8, layout] = make_fp8 if fp8 else make_plain

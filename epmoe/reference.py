@@ -221,6 +221,31 @@ def quantize_fp8(x, pow2=False):
     return q.flatten(-2), scales
 
 
+def pack_ue8m0(scales):
+    """Pack scales that are powers of two: the exponent + 127 of each in a byte, four bytes in a word.
+
+    Args:
+        scales: [.., G] float32 powers of two; G is a multiple of 4.
+
+    Returns:
+        [.., G / 4] int32.  The lowest byte of a word is of the first of its four scales.
+
+    Raises:
+        RuntimeError: Where G is not a multiple of 4.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe import reference
+        >>> [hex(word) for word in reference.pack_ue8m0(torch.tensor([1.0, 2.0, 4.0, 0.5]))]
+        ['0x7e81807f']
+
+    References:
+        OCP Microscaling Formats (MX) Specification 1.0, section 5.4.1: E8M0.
+    """
+    exponents = (scales.view(torch.int32) >> 23 & 0xff).to(torch.uint8)
+    return exponents.unflatten(-1, (-1, 4)).contiguous().view(torch.int32).squeeze(-1)
+
+
 def gpt_oss_numbers(activation):
     """Return the numbers of a GPT-OSS activation.
 

@@ -37,6 +37,7 @@ CASES = {
                 "topk_weights"),
     "weight dtype": (lambda a: {"topk_weights": a["topk_idx"]}, "TypeError", "topk_weights"),
     "fp8": (lambda a: {"fp8": "e5m2"}, "ValueError", "pow2"),
+    "fp8 of a small hidden": (lambda a: {"fp8": "ue8m0"}, "ValueError", "512"),
     "layout": (lambda a: {"layout": "dense"}, "ValueError", "masked or compact"),
     "out": (lambda a: {"out": [1, 2, 3, 4]}, "TypeError", "the tuple that a dispatch returned, got list"),
     "out's handle": (lambda a: {"out": (1, 2, 3, 4)}, "TypeError", "LowLatencyHandle"),

@@ -90,13 +90,14 @@ static void place_row(const EpLlDispatchParams *p, const unsigned char *from, ui
     const EpComm *c = &p->comm;
     const uint64_t row = ep_ll_row(&c->shape, p->is_masked, expert, first, i);
     const uint64_t num_bytes = p->fp8 ? c->shape.hidden : c->layout.row_bytes;
-    const uint64_t num_groups = c->shape.hidden / EP_FP8_GROUP;
+    const uint64_t lines = ep_ll_scale_lines(&c->shape, p->fp8);
     if (row >= ep_ll_num_rows(&c->shape, p->is_masked)) return;
     memcpy((unsigned char *)p->rows + row * num_bytes, from, num_bytes);
-    float *scales = p->scales;
-    if (p->fp8 && p->is_masked) scales += expert * num_groups * p->scale_line;
-    for (uint64_t g = 0; p->fp8 && g < num_groups; g++)
-        memcpy(&scales[g * p->scale_line + (p->is_masked ? i : row)], from + ep_ll_scales_at(c) + 4 * g, 4);
+    for (uint32_t g = 0; p->fp8 && g < c->shape.hidden / EP_FP8_GROUP; g++) {
+        uint32_t bits;
+        memcpy(&bits, from + ep_ll_scales_at(c) + 4ull * g, 4);
+        ep_ll_put_scale(p, p->is_masked ? expert * lines * p->scale_line + i : row, g, bits);
+    }
 }
 
 /* Place token t of source w, and note it for combine. mine: this worker does so; otherwise it only counts

@@ -98,7 +98,7 @@ float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp
         most = magnitude > most ? magnitude : most;
     }
     float scale = most / 448.0f;
-    if (fp8 == EP_FP8_POW2) {
+    if (fp8 >= EP_FP8_POW2) {
         int exponent;
         const float m = frexpf(scale, &exponent);
         scale = ldexpf(1.0f, m == 0.5f ? exponent - 1 : exponent);

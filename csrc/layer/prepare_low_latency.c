@@ -27,14 +27,16 @@ static int check_rows(const EpLayer *l, const EpTensor *t, uint32_t dtype, bool 
                            16);
 }
 
-/* Scales: masked [L][H / 128][line], else [H / 128][line]. */
-static int check_scales(const EpLayer *l, const EpTensor *t, bool is_masked, uint32_t *line) {
+/* Scales: masked [L][lines][line], else [lines][line]; f32, or for UE8M0 i32. */
+static int check_scales(const EpLayer *l, const EpTensor *t, const EpLlDispatchArgs *a, uint32_t *line) {
     const EpShape *s = &l->config.shape;
-    const int64_t groups = s->hidden / EP_FP8_GROUP;
+    const bool is_masked = a->is_masked != 0;
+    const int64_t lines = ep_ll_scale_lines(s, a->fp8);
+    const uint32_t dtype = a->fp8 == EP_FP8_UE8M0 ? EP_I32 : EP_F32;
     const int64_t num = is_masked ? (int64_t)s->num_ranks * s->max_tokens : s->capacity;
     const int64_t wanted = (num + 3) / 4 * 4;
-    const EpWanted masked = {"scales", t, EP_F32, 3, {ep_num_local_experts(s), groups, wanted}};
-    const EpWanted compact = {"scales", t, EP_F32, 2, {groups, wanted, -1}};
+    const EpWanted masked = {"scales", t, dtype, 3, {ep_num_local_experts(s), lines, wanted}};
+    const EpWanted compact = {"scales", t, dtype, 2, {lines, wanted, -1}};
     *line = (uint32_t)wanted;
     return ep_tensor_check(is_masked ? &masked : &compact, ep_heap_kind(l->heap), ep_heap_device(l->heap),
                            16);
@@ -42,14 +44,15 @@ static int check_scales(const EpLayer *l, const EpTensor *t, bool is_masked, uin
 
 static int check_fp8(const EpLayer *l, const EpLlDispatchArgs *a) {
     const EpShape *s = &l->config.shape;
-    if (a->fp8 > EP_FP8_POW2) return ep_error(EP_EINVAL, "fp8 %u: must be 0 to %u", a->fp8, EP_FP8_POW2);
+    if (a->fp8 > EP_FP8_UE8M0) return ep_error(EP_EINVAL, "fp8 %u: must be 0 to %u", a->fp8, EP_FP8_UE8M0);
     if ((a->fp8 != 0) != (a->scales != NULL))
         return ep_error(EP_EINVAL, "scales: give them with fp8, and not without it");
     if (!a->fp8) return 0;
     if (s->dtype == EP_F32)
         return ep_error(EP_ETYPE, "fp8 needs a layer of bfloat16 or float16, not float32");
-    if (s->hidden % EP_FP8_GROUP)
-        return ep_error(EP_EINVAL, "fp8 needs a hidden size that is a multiple of %u, not %u", EP_FP8_GROUP,
+    const uint32_t unit = EP_FP8_GROUP * (a->fp8 == EP_FP8_UE8M0 ? 4 : 1);
+    if (s->hidden % unit)
+        return ep_error(EP_EINVAL, "fp8 needs a hidden size that is a multiple of %u, not %u", unit,
                         s->hidden);
     return 0;
 }
@@ -67,7 +70,7 @@ int ep_prepare_ll_dispatch(EpLayer *l, const EpCommBuffer *b, const EpLlDispatch
         EP_TRY(ep_layer_check_tensor(l, "topk_weights", a->weight, EP_F32, 2, a->x->shape[0], s->num_topk));
     EP_TRY(ep_layer_check_tensor(l, "handle", a->handle, EP_I32, 1, (int64_t)ep_ll_handle(s).num_words, -1));
     EP_TRY(check_rows(l, a->rows, a->fp8 ? EP_U8 : s->dtype, is_masked));
-    if (a->scales) EP_TRY(check_scales(l, a->scales, is_masked, &p->scale_line));
+    if (a->scales) EP_TRY(check_scales(l, a->scales, a, &p->scale_line));
     EP_TRY(ep_layer_check_tensor(l, "counts", a->counts, EP_I32, 1, ep_num_local_experts(s), -1));
     p->comm = b->comm;
     p->x = a->x->data;
@@ -76,7 +79,7 @@ int ep_prepare_ll_dispatch(EpLayer *l, const EpCommBuffer *b, const EpLlDispatch
     p->weight = a->weight ? (const float *)a->weight->data : NULL;
     p->handle = (int32_t *)a->handle->data;
     p->rows = a->rows->data;
-    p->scales = a->scales ? (float *)a->scales->data : NULL;
+    p->scales = a->scales ? a->scales->data : NULL;
     p->counts = (int32_t *)a->counts->data;
     p->num_tokens = (uint32_t)a->x->shape[0];
     p->is_masked = is_masked;

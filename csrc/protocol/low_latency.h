@@ -97,6 +97,17 @@ EP_FN unsigned char *ep_ll_slot(const EpComm *c, uint32_t at_rank, uint32_t of_r
 }
 /* Bytes of a row on its way, without weights; and where its scales begin. */
 EP_PURE uint64_t ep_ll_scales_at(const EpComm *c) { return c->shape.hidden; }
+/* The lines of scales in the output: a float32 for each group, or UE8M0, which packs four groups. */
+EP_PURE uint32_t ep_ll_scale_lines(const EpShape *s, uint32_t fp8) {
+    return s->hidden / EP_FP8_GROUP / (fp8 == EP_FP8_UE8M0 ? 4 : 1);
+}
+/* Store the scale of a group of a row: the bits of a float32. row: word of the row in its first line. */
+EP_FN void ep_ll_put_scale(const EpLlDispatchParams *p, uint64_t row, uint32_t group, uint32_t bits) {
+    if (p->fp8 == EP_FP8_UE8M0)
+        ((uint8_t *)p->scales)[4 * (row + (uint64_t)(group / 4) * p->scale_line) + group % 4] =
+            (uint8_t)(bits >> 23);
+    else ((uint32_t *)p->scales)[row + (uint64_t)group * p->scale_line] = bits;
+}
 EP_PURE uint64_t ep_ll_weights_at(const EpComm *c) { return c->layout.row_bytes; }
 EP_FN uint64_t *ep_ll_flag(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t token,
                            uint32_t piece, uint64_t epoch) {

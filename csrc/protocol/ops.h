@@ -108,10 +108,11 @@ typedef enum {
     X(S, U32, requires_grad)
 
 /* For a layer of mode EP_LOW_LATENCY. x [T][H], indices [T][K] i32 or i64, weight f32 [T][K]; handle i32
- * [ep_ll_handle_words], for combine. Masked: rows [L][W * max_tokens][H] and scales [L][H / 128][..]; else
- * rows [capacity][H] and scales [H / 128][..], where a line of scales has a multiple of 4 numbers, at least
- * as many as there are rows. counts i32 [L]: the rows of each expert. fp8: EpLlFp8; without it rows have the
- * layer's dtype and scales are NULL. parts: EpLlParts. */
+ * [ep_ll_handle_words], for combine. Masked: rows [L][W * max_tokens][H] and scales [L][lines][..]; else rows
+ * [capacity][H] and scales [lines][..], where a line has a multiple of 4 scales, at least as many as there
+ * are rows. Scales are f32 with H / 128 lines, or for UE8M0 i32 with H / 512 lines. counts i32 [L]: the rows
+ * of each expert. fp8: EpLlFp8; without it rows have the layer's dtype and scales are NULL. parts:
+ * EpLlParts. */
 #define EP_ARGS_ll_dispatch(X, S) \
     X(S, TENSOR, x)               \
     X(S, TENSOR, indices)         \

@@ -76,8 +76,9 @@ typedef struct {
     uint32_t is_serial;
 } EpGemmCombineParams;
 
-/* e4m3 rows, with a scale for each 128 numbers: the largest magnitude / 448, or the next power of two. */
-typedef enum { EP_FP8_NONE = 0, EP_FP8_SCALED = 1, EP_FP8_POW2 = 2 } EpLlFp8;
+/* e4m3 rows, with a scale for each 128 numbers: the largest magnitude / 448, or the next power of two. UE8M0:
+ * that power's exponent + 127 in one byte, four bytes of consecutive groups in a word. */
+typedef enum { EP_FP8_NONE = 0, EP_FP8_SCALED = 1, EP_FP8_POW2 = 2, EP_FP8_UE8M0 = 3 } EpLlFp8;
 #define EP_FP8_GROUP 128u
 /* The halves of an operation that a launch executes. */
 typedef enum { EP_LL_SEND = 1, EP_LL_RECEIVE = 2, EP_LL_BOTH = 3 } EpLlParts;
@@ -89,10 +90,10 @@ typedef struct {
     const float *weight; /* [T][K] or NULL: all weights are 1 */
     int32_t *handle;     /* see EpLlHandle */
     void *rows;          /* masked: [L][W * max_tokens][H]; else [capacity][H] */
-    float *scales;       /* masked: [L][H / 128][scale_line]; else [H / 128][scale_line]; or NULL */
+    void *scales;        /* masked: [L][lines][scale_line] of 4 bytes, else [lines][scale_line]; or NULL */
     int32_t *counts;     /* [L] */
     uint32_t num_tokens, index_bytes;
-    uint32_t scale_line; /* numbers from a group's scales to those of the next group */
+    uint32_t scale_line; /* words of a line of scales; ep_ll_scale_lines has the number of lines */
     uint32_t is_masked, fp8, parts;
 } EpLlDispatchParams;
 

@@ -2,6 +2,7 @@
  * computation: shapes, halves, buffers, epochs, e4m3, and operations that one rank refuses. */
 #include <math.h>
 
+#include "e4m3.h"
 #include "harness.h"
 #include "layer/test_hooks.h"
 #include "protocol/low_latency.h"
@@ -94,21 +95,7 @@ static void ll_free(LlCase *c) {
     case_free(&c->base);
 }
 
-/* ---- e4m3 by search ---- */
-
-static float e4m3_value(uint32_t code) { /* code < 127 */
-    const float mantissa = (float)(code % 8) / 8;
-    return code < 8 ? ldexpf(mantissa, -6) : ldexpf(1 + mantissa, (int)(code / 8) - 7);
-}
-/* The nearest number. If two are equally near, the one with an even code. */
-static uint8_t nearest_e4m3(float f) {
-    uint32_t best = 0;
-    for (uint32_t code = 1; code < 127; code++) {
-        const float before = fabsf(fabsf(f) - e4m3_value(best)), now = fabsf(fabsf(f) - e4m3_value(code));
-        if (now < before || (now == before && code % 2 == 0)) best = code;
-    }
-    return (uint8_t)(best | (signbit(f) ? 0x80 : 0));
-}
+/* ---- groups of e4m3 ---- */
 
 /* Compare a group of 128 numbers of a row with what dispatch has made of it. */
 static bool check_group(Rank *me, const LlCase *c, const uint8_t *got, float scale, const void *x,
@@ -186,8 +173,9 @@ static int ll_dispatch(LlStep *st, uint32_t parts) {
              weight = tensor2(c->base.weight[me], EP_F32, T, s->num_topk),
              handle = tensor1(st->handle, EP_I32, (int64_t)st->handle_words),
              rows = rows_tensor(c, st->rows, c->fp8 ? EP_U8 : s->dtype, c->num_rows, s->hidden),
-             scales = rows_tensor(c, st->scales, EP_F32, (uint64_t)(c->is_masked ? L : 1) * st->num_groups,
-                                  st->scale_line),
+             scales =
+                 rows_tensor(c, st->scales, c->fp8 == EP_FP8_UE8M0 ? EP_I32 : EP_F32,
+                             (uint64_t)(c->is_masked ? L : 1) * ep_ll_scale_lines(s, c->fp8), st->scale_line),
              counts = tensor1(st->counts, EP_I32, L);
     const EpLlDispatchArgs args = {.x = &x,
                                    .indices = &indices,
@@ -211,11 +199,20 @@ static int ll_combine(LlStep *st, uint32_t parts) {
     return ep_layer_ll_combine(st->me->layer, st->buffer, &args, NULL);
 }
 
+/* The scale of group g of a row. */
+static float scale_of(const LlStep *st, uint64_t row, uint32_t g) {
+    const LlCase *c = st->c;
+    const uint64_t each = (uint64_t)c->base.shape.num_ranks * c->base.shape.max_tokens;
+    const uint32_t packed = c->fp8 == EP_FP8_UE8M0 ? 4 : 1; /* groups in a word */
+    const uint64_t line = (c->is_masked ? row / each * st->num_groups : 0) / packed + g / packed;
+    const float *word = &st->scales[line * st->scale_line + (c->is_masked ? row % each : row)];
+    return packed == 1 ? *word : ldexpf(1, ((const uint8_t *)word)[g % 4] - 127);
+}
 static bool check_ll_dispatch(const LlStep *st) {
     const LlCase *c = st->c;
     const EpShape *s = &c->base.shape;
     Rank *me = st->me;
-    const uint64_t bytes = row_bytes(s), H = s->hidden, each = (uint64_t)s->num_ranks * s->max_tokens;
+    const uint64_t bytes = row_bytes(s), H = s->hidden;
     CHECK(me, memcmp(st->counts, c->counts[me->rank], 4ull * (s->num_experts / s->num_ranks)) == 0);
     for (uint64_t row = 0; row < c->num_rows; row++) {
         const int32_t origin = c->origin[me->rank][row];
@@ -224,9 +221,7 @@ static bool check_ll_dispatch(const LlStep *st) {
         const void *x = c->base.x[(uint32_t)origin / s->max_tokens];
         if (!c->fp8) CHECK(me, memcmp(st->rows + row * bytes, (const char *)x + t * bytes, bytes) == 0);
         for (uint32_t g = 0; c->fp8 && g < st->num_groups; g++) {
-            const uint64_t line = c->is_masked ? row / each * st->num_groups + g : g;
-            const uint64_t i = c->is_masked ? row % each : row;
-            TRY(check_group(me, c, st->rows + row * H + 128ull * g, st->scales[line * st->scale_line + i], x,
+            TRY(check_group(me, c, st->rows + row * H + 128ull * g, scale_of(st, row, g), x,
                             t * H + 128ull * g));
         }
     }
@@ -275,9 +270,10 @@ static bool run_ll(const EpLayerConfig *config, Body *body, uint32_t num_cases, 
     Setup setup = {.num_ranks = config->shape.num_ranks, .config = *config};
     LlCases s = {(LlCase *)calloc(num_cases, sizeof(LlCase)), num_cases, first_epoch};
     Rng rng = {test_seed * 4441 + seed};
-    const bool may_fp8 = config->shape.dtype != EP_F32 && config->shape.hidden % 128 == 0;
+    const uint32_t H = config->shape.hidden;
+    const uint32_t kinds = config->shape.dtype == EP_F32 || H % 128 ? 1 : H % 512 ? 3 : 4; /* EpLlFp8 */
     for (uint32_t i = 0; i < num_cases; i++)
-        ll_make(&s.cases[i], &config->shape, &rng, (Route)((i + seed) % NUM_ROUTES), may_fp8 ? i % 3 : 0);
+        ll_make(&s.cases[i], &config->shape, &rng, (Route)((i + seed) % NUM_ROUTES), i % kinds);
     bool ok = run_team(&setup, body, &s);
     for (uint32_t i = 0; i < num_cases; i++) ll_free(&s.cases[i]);
     free(s.cases);
@@ -293,11 +289,11 @@ static bool ll_steps_body(Rank *me, void *arg) {
     return true;
 }
 bool test_ll_steps(void) {
-    static const uint32_t hiddens[] = {8, 128, 16, 1056}; /* the last one has two pieces or more */
+    static const uint32_t hiddens[] = {8, 640, 16, 512, 1056}; /* the last one has two pieces or more */
     for (uint32_t num_ranks = 1, seed = 0; num_ranks <= 4; num_ranks++)
         for (uint32_t num_sm = 1; num_sm <= 3; num_sm++, seed++) {
             EpLayerConfig config = ll_config(num_ranks, 1 + seed % 4, 1 + (seed * 3 + 3) % 5, 5 + seed % 6,
-                                             hiddens[seed % 4], (uint32_t)(seed / 2 + test_seed) % 3);
+                                             hiddens[seed % 5], (uint32_t)(seed / 2 + test_seed) % 3);
             config.num_sm = num_sm;
             TRY(run_ll(&config, ll_steps_body, scaled(seed % 4 == 3 ? 10 : 40), 0, seed));
         }

@@ -54,7 +54,7 @@ struct Test {
         p.weight = q.c->weighted ? k.weight : NULL;
         p.handle = to.handle;
         p.rows = to.rows;
-        p.scales = calls.fp8 ? to.scales : NULL;
+        p.scales = calls.fp8 ? (void *)to.scales : NULL;
         p.counts = to.counts;
         p.num_tokens = k.num_tokens;
         p.index_bytes = 8;
@@ -109,15 +109,15 @@ static bool same_rows(const Test &t, uint32_t r, uint32_t round) {
     const EpShape &s = t.q.c->shape;
     const Results &a = t.results[0][r][round], &b = t.results[1][r][round];
     const uint64_t num_bytes = t.calls.fp8 ? s.hidden : t.q.layout.row_bytes;
-    const uint64_t groups = t.calls.fp8 ? s.hidden / EP_FP8_GROUP : 0;
+    const uint64_t lines = t.calls.fp8 ? ep_ll_scale_lines(&s, t.calls.fp8) : 0;
     uint32_t first = 0;
     bool ok = true;
     for (uint32_t e = 0; e < ep_num_local_experts(&s); first += (uint32_t)a.counts[e++])
         for (uint32_t i = 0; i < (uint32_t)a.counts[e]; i++) {
             const uint64_t row = ep_ll_row(&s, t.calls.is_masked, e, first, i);
             ok = same("a row", r, round, a.rows + row * num_bytes, b.rows + row * num_bytes, num_bytes) && ok;
-            for (uint64_t g = 0; g < groups; g++) {
-                const uint64_t line = t.calls.is_masked ? e * groups + g : g;
+            for (uint64_t g = 0; g < lines; g++) {
+                const uint64_t line = t.calls.is_masked ? e * lines + g : g;
                 const uint64_t at = line * t.scale_line + (t.calls.is_masked ? i : row);
                 ok = same("a scale", r, round, a.scales + at, b.scales + at, 4) && ok;
             }
@@ -181,6 +181,8 @@ static const struct {
      {0, EP_FP8_SCALED, 0}},
     {{"FP8, powers of two, halves", {2, 4, 2, 7, 256, EP_F16, EP_LOW_LATENCY, 28}, {5, 7}, 0},
      {0, EP_FP8_POW2, 1}},
+    {{"FP8, scales in bytes, masked", {2, 4, 2, 7, 1024, EP_BF16, EP_LOW_LATENCY, 28}, {6, 7}, 0},
+     {1, EP_FP8_UE8M0, 0}},
     {{"one rank", {1, 3, 4, 12, 8, EP_BF16, EP_LOW_LATENCY, 36}, {12}, 0}, {0, 0, 0}},
     {{"32 choices, more experts than threads", {1, 200, 32, 3, 8, EP_BF16, EP_LOW_LATENCY, 96}, {3}, 0},
      {0, 0, 0}},

@@ -60,14 +60,14 @@ template <bool FP8> EP_FN void place_piece(const EpLlDispatchParams &p, uint32_t
     for (uint32_t left = mask; left; left &= left - 1) {
         const int lane = __ffs((int)left) - 1;
         unsigned char *to = (unsigned char *)p.rows + __shfl_sync(EP_FULL, my_row, lane) * num_bytes;
-        float *scales = FP8 ? p.scales + __shfl_sync(EP_FULL, my_scales, lane) : NULL;
+        const uint64_t scales = FP8 ? __shfl_sync(EP_FULL, my_scales, lane) : 0;
 #pragma unroll
         for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
             const uint32_t unit = unit_of(piece, u);
             if (unit >= num_units(c)) continue;
             if constexpr (FP8) {
                 ((uint2 *)to)[unit] = got.v[u];
-                if (unit % 16 == 0) scales[(uint64_t)(unit / 16) * p.scale_line] = got.scale[u];
+                if (unit % 16 == 0) ep_ll_put_scale(&p, scales, unit / 16, __float_as_uint(got.scale[u]));
             } else {
                 ((uint4 *)to)[unit] = got.v[u];
             }
@@ -91,7 +91,8 @@ template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, con
     const bool is_mine = route < s.num_experts && e < L;
     const uint32_t i = is_mine ? m.row_in_expert(e, number) : 0;
     const uint64_t row = is_mine ? ep_ll_row(&s, p.is_masked, e, m.first[e], i) : 0;
-    const uint64_t scales = p.is_masked ? (uint64_t)e * (s.hidden / EP_FP8_GROUP) * p.scale_line + i : row;
+    const uint64_t lines = ep_ll_scale_lines(&s, p.fp8);
+    const uint64_t scales = p.is_masked ? e * lines * p.scale_line + i : row;
     /* A token has one row at an expert, also if it has chosen it twice. */
     const uint32_t same = __match_any_sync(EP_FULL, is_mine ? e : 0x10000u + ep_lane());
     const uint32_t mask = __ballot_sync(EP_FULL, is_mine && __ffs((int)same) - 1 == (int)ep_lane());

@@ -43,7 +43,7 @@ template <int DTYPE> EP_FN uint2 quantize(uint4 v, uint32_t fp8, float *scale) {
 #pragma unroll
     for (int i = 8; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(EP_FULL, most, i));
     *scale = __fdiv_rn(most, 448.0f);
-    if (fp8 == EP_FP8_POW2) {
+    if (fp8 >= EP_FP8_POW2) {
         const uint32_t bits = __float_as_uint(*scale);
         *scale = __uint_as_float(bits & 0x7fffffu ? (bits | 0x7fffffu) + 1 : bits);
     }
