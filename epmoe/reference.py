@@ -213,10 +213,10 @@ def quantize_fp8(x, pow2=False):
         DeepSeek-V3 Technical Report, section 3.3.2: 1x128 groups of activations.
     """
     groups = x.float().unflatten(-1, (-1, 128))
-    scales = groups.abs().amax(-1).clamp(min=2.0**-100) / 448
-    if pow2:
-        mantissa, exponent = torch.frexp(scales)
-        scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+    most = groups.abs().amax(-1).clamp(min=2.0**-100)
+    scales = most / torch.full_like(most, 448)  # to divide by a number, torch multiplies by 1 / 448 on a GPU
+    if pow2:  # add 1 to the exponent if the mantissa is not 0, then clear the mantissa
+        scales = (scales.view(torch.int32) + 0x7fffff & 0x7f800000).view(torch.float32)
     q = (groups * (1 / scales)[..., None]).to(torch.float8_e4m3fn)
     return q.flatten(-2), scales
 
