@@ -97,6 +97,7 @@ bench: build
 
 report: build
 	$(PYTHON) -m epmoe.bench report benchmarks/h200x4.json --readme README.md --page docs/performance.md --plots docs/img
+	$(PYTHON) -m epmoe.bench report benchmarks/decode_h200.json --page docs/experiments/decode.md --plots docs/img
 	$(PYTHON) docs/tables.py
 
 # A check that could not run is not a success. All checks that did not run are printed at the end.

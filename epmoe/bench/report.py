@@ -11,6 +11,7 @@ If FILE has no rows for a table or a plot, the command leaves it out and says so
 """
 
 import argparse
+import os
 import re
 import sys
 import textwrap
@@ -155,6 +156,19 @@ def low_latency_table(figures):
     return markdown(head, rows)
 
 
+def worklog_table(figures):
+    """The problem of the worklog, one row for each of its shapes: microseconds."""
+    rows = []
+    for row in figures.find("worklog", "epmoe"):
+        ms = [figures.ms("worklog", impl, shape=row["shape"]) for impl in
+              ("torch", "epmoe, factor in weights", "epmoe, in a graph", "epmoe, factor in weights, in a graph")]
+        us = [f"{t * 1e3:.1f}" if t else "" for t in (row["ms"], *ms)]
+        rows.append([row["shape"], str(row["tokens"]), *us, f"{row['ms'] / ms[0]:.2f}"])
+    head = ["shape", "most tokens", "epmoe, us", "torch", "factor in weights", "in a graph",
+            "factor in weights, in a graph", "over torch"]
+    return markdown(head, rows)
+
+
 def ablation_table(figures):
     """One row for each changed option: times of the layer and its two kernels over those of the defaults."""
     of = [r for r in figures.rows if r["bench"] == "ablation"]
@@ -280,6 +294,9 @@ def block(figures, plots, folder):
                   "`LowLatencyAll2All`, calls among many in a CUDA graph, and a layer of dispatch, two",
                   "grouped GEMMs and combine.", "", *low_latency_table(figures),
                   *images(figures, plots, folder, "decode")]
+    if figures.find("worklog", "epmoe"):
+        lines += ["", "### Dispatch, x * (1 + rank), combine", "",
+                  "The problem of `python -m epmoe.bench worklog`, in float16.", "", *worklog_table(figures)]
     if any(r["bench"] == "ablation" for r in figures.rows):
         lines += ["", "### What each choice brings", "",
                   "One option is changed at a time. The number is the time with the change over the time "
@@ -324,8 +341,7 @@ def add_arguments(parser):
 
 def _relative(folder, document):
     """Return the folder as a link in the document names it."""
-    folder, home = folder.resolve(), document.resolve().parent
-    return folder.relative_to(home) if folder.is_relative_to(home) else folder
+    return Path(os.path.relpath(folder.resolve(), document.resolve().parent))
 
 
 def main(options):
