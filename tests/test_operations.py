@@ -17,7 +17,8 @@ ARGUMENTS = {
     name: re.findall(r"X\(S, (\w+), (\w+)\)", body)
     for name, body in re.findall(r"#define EP_ARGS_(\w+)\(X, S\)((?:.*\\\n)+.*)", TEXT)
 }
-TYPES = {"TENSOR": "Tensor", "OPTIONAL": "Tensor | None", "PLAN": "Tensor", "U32": "int", "F64": "float"}
+TYPES = {"TENSOR": "Tensor", "OPTIONAL": "Tensor | None", "OWN": "Tensor", "OWN_OPTIONAL": "Tensor | None",
+         "PLAN": "Tensor", "U32": "int", "F64": "float"}
 
 
 def test_operations_table_was_read():
@@ -46,7 +47,8 @@ def test_operations_have_their_tensors_in_the_operators_of_torch(name):
     for a in schema.arguments:
         if a.name != "after" and isinstance(a.type, (torch.TensorType, torch.OptionalType)):
             is_optional = isinstance(a.type, torch.OptionalType)
-            assert kinds[a.name] in (("OPTIONAL",) if is_optional else ("TENSOR", "PLAN"))
+            assert kinds[a.name] in (("OPTIONAL", "OWN_OPTIONAL") if is_optional
+                                       else ("TENSOR", "OWN", "PLAN"))
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))

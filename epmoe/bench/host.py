@@ -37,7 +37,8 @@ def measure(run, shape):
         parts = fused.parts()
         record(run, shape, {name: parts[name] for name in ("dispatch + gemm", "gemm + combine")})
     with torch.no_grad(), epmoe.LowLatencyAll2All(run.world, shape.tokens, shape.hidden, shape.topk,
-                                                  shape.experts, dtype=x.dtype, device=run.device) as decode:
+                                                  shape.experts, dtype=x.dtype, device=run.device,
+                                                  num_sm=run.num_sm) as decode:
         out = decode.dispatch(x, idx, weight)
         y, handle, sums = torch.randn_like(out[0]), out[3], torch.empty_like(x)
         record(run, shape, {"low-latency dispatch": lambda: decode.dispatch(x, idx, weight),

@@ -161,7 +161,8 @@ def worklog_table(figures):
     rows = []
     for row in figures.find("worklog", "epmoe"):
         ms = [figures.ms("worklog", impl, shape=row["shape"]) for impl in
-              ("torch", "epmoe, factor in weights", "epmoe, in a graph", "epmoe, factor in weights, in a graph")]
+              ("torch", "epmoe, factor in weights", "epmoe, in a graph",
+               "epmoe, factor in weights, in a graph")]
         us = [f"{t * 1e3:.1f}" if t else "" for t in (row["ms"], *ms)]
         rows.append([row["shape"], str(row["tokens"]), *us, f"{row['ms'] / ms[0]:.2f}"])
     head = ["shape", "most tokens", "epmoe, us", "torch", "factor in weights", "in a graph",
