@@ -8,6 +8,8 @@
     SymmetricHeap      memory that every rank can access on every other rank
     World              the ranks that take part
     thread_worlds      ranks that are threads of one process, for tests
+    prepare_ddp        DistributedDataParallel, with experts; also expert_parameters, clip_grad_norm_ and
+                       whole_state_dict
     grouped_gemm       rows grouped by expert times each expert's own weights
     GptOss             the activation of GPT-OSS with other numbers
     reference          the oracle, in plain PyTorch
@@ -28,6 +30,7 @@ from .layer import EPAll2AllLayer
 from .layout import EPLayout
 from .low_latency import LowLatencyAll2All, LowLatencyHandle, PendingCall
 from .moe import EPMoE
+from .parallel import clip_grad_norm_, expert_parameters, prepare_ddp, whole_state_dict
 from .reference import GptOss
 from .world import World, thread_worlds
 
@@ -35,4 +38,5 @@ __version__ = "0.1.0"
 __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError", "EpIndexError",
            "EpMismatch", "EpOverflow", "EpTimeout", "GptOss", "HeapExhausted",
            "LowLatencyAll2All", "LowLatencyHandle", "PeerDied", "PeerError", "PendingCall",
-           "SymmetricHeap", "World", "grouped_gemm", "include_dir", "reference", "thread_worlds"]
+           "SymmetricHeap", "World", "clip_grad_norm_", "expert_parameters", "grouped_gemm", "include_dir",
+           "prepare_ddp", "reference", "thread_worlds", "whole_state_dict"]

@@ -5,6 +5,7 @@ import math
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from . import _C, decode as decoding
 from .errors import EpMismatch
@@ -12,6 +13,7 @@ from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
 from .layer import EPAll2AllLayer
 from .layer_parts import refuse_layer, world_of
+from .parallel_parts import ScaledGradient, check_ddp, check_sharded, own_rows, which_experts
 from .reference import activate
 
 # Options that EPMoE passes on: those of the two layers except its own arguments.
@@ -58,17 +60,17 @@ class EPMoE(nn.Module):
     checkpoint holds in by out, as transformers' GptOssExperts does ([E, H, 2I] and [E, I, H]), load it with
     .transpose(1, 2).  With H = I a wrong order raises no error.
 
-    Of [E, ...] in a checkpoint, a rank takes rows rank * L to (rank + 1) * L.  Its state_dict() has only
-    these: save it on every rank, to a file of its own.  torch.distributed.checkpoint treats plain tensors as
-    replicated and keeps one rank's, so wrap the parameters in DTensor (docs/guide.md).
+    Of [E, ...] in a checkpoint, a rank takes rows rank * L to (rank + 1) * L; load_state_dict() does so.  Its
+    state_dict() has only these: whole_state_dict has those of all ranks.  torch.distributed.checkpoint treats
+    plain tensors as replicated and keeps one rank's, so wrap the parameters in DTensor (docs/guide.md).
 
     Parameters start uniform in +-1/sqrt(fan-in), as nn.Linear's, each expert with other numbers.  With the
     same seed on all ranks they are those of one process.  They are on the layer's device from the start, also
     inside of torch.device("meta").  copy.deepcopy copies them and shares the communication layer.
 
-    Ranks have different experts, so nothing may make them equal or average their gradients: exclude them from
-    DistributedDataParallel (docs/guide.md).  Their gradients are sums over the tokens of all ranks: for a
-    loss that is the mean over ranks, divide them by W.
+    Ranks have different experts, so nothing may make them equal or average their gradients: wrap a model as
+    DistributedDataParallel(prepare_ddp(model)).  Their gradients are sums over the tokens of all ranks: for a
+    loss that is the mean over ranks, gradient_scale is 1 / W.
 
     Under autocast, x is cast to the layer's dtype, which is always that of the parameters.
 
@@ -94,6 +96,8 @@ class EPMoE(nn.Module):
         gate_up_proj_bias: A parameter, or None without bias.
         down_proj_bias: A parameter, or None without bias.
         layer: The communication layer.
+        gradient_scale: A number by which the gradients of the parameters are multiplied: 1 by default, 1 / W
+            after prepare_ddp.
         last_layout: The EPLayout of the latest call that was not compiled, or None.
 
     Raises:
@@ -152,7 +156,9 @@ class EPMoE(nn.Module):
                     raise ValueError(f"{name} {got}, but the shared layer has {want}: must be the same")
         self.layer = layer
         self.activation = activation
+        self.gradient_scale = 1.0
         self.last_layout = None
+        self._checked_ddp = 0  # id of the DistributedDataParallel that was checked
         local = layer.num_local_experts
         wide = inner if activation == "gelu" else 2 * inner
         shapes = {"gate_up_proj": (local, wide, hidden), "down_proj": (local, hidden, inner)}
@@ -278,6 +284,9 @@ class EPMoE(nn.Module):
         topk = self.layer.topk * self.layer._copies
         path = None
         try:
+            ddp = DistributedDataParallel._active_ddp_module
+            if ddp is not None and id(ddp) != self._checked_ddp:
+                self._check_ddp(ddp)
             tokens = _flatten("x", x, self.layer.hidden)
             topk_idx = _flatten("topk_idx", topk_idx, topk)
             topk_weights = _flatten("topk_weights", topk_weights, topk)
@@ -297,12 +306,29 @@ class EPMoE(nn.Module):
         if not isinstance(self.layer, EpAll2AllFusedOp):
             return _unflatten(self._unfused(tokens, topk_idx, topk_weights), x.shape)
         h, row_weight, layout = self.layer.mega_dispatch_group_gemm(
-            tokens, topk_idx, weight=topk_weights, gemm_weight=self.gate_up_proj, bias=self.gate_up_proj_bias,
-            activation=self.activation)
+            tokens, topk_idx, weight=topk_weights, gemm_weight=self._scaled("gate_up_proj"),
+            bias=self._scaled("gate_up_proj_bias"), activation=self.activation)
         self._set_last_layout(layout)
-        y = self.layer.mega_group_gemm_combine(h, self.down_proj, layout, row_weight,
-                                               bias=self.down_proj_bias)
+        y = self.layer.mega_group_gemm_combine(h, self._scaled("down_proj"), layout, row_weight,
+                                               bias=self._scaled("down_proj_bias"))
         return _unflatten(y, x.shape)
+
+    @torch._disable_dynamo
+    def _check_ddp(self, ddp):
+        check_ddp(self, ddp)
+        self._checked_ddp = id(ddp)
+
+    def __setattr__(self, name, value):
+        if name in self.__dict__.get("_parameters", ()) and value is not None:
+            check_sharded(self, name, value)
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        before, own = len(errors), own_rows(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict | own if own else state_dict, prefix, metadata, strict,
+                                      missing, unexpected, errors)
+        if len(errors) > before:
+            errors.append(which_experts(self, prefix))
 
     def _refuse(self, error, decode):
         """Report an error to the other ranks in the operation that they enter, and raise it."""
@@ -310,6 +336,13 @@ class EPMoE(nn.Module):
         if path is not None:
             path._refuse(_C.OP_LL_DISPATCH, error, 0)
         self.layer._refuse(_C.OP_PLAN, error, 0)
+
+    def _scaled(self, name):
+        """Return a parameter, whose gradient will be multiplied by gradient_scale."""
+        p = getattr(self, name)
+        if p is None or self.gradient_scale == 1 or not (p.requires_grad and torch.is_grad_enabled()):
+            return p
+        return ScaledGradient.apply(p, self.gradient_scale)
 
     def _set_last_layout(self, layout):
         # recomputed compiled code, as in checkpointing, must not do this
@@ -320,9 +353,10 @@ class EPMoE(nn.Module):
         rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)
         offsets = layout.expert_offsets
         try:
-            h = grouped_gemm(rows, self.gate_up_proj, offsets=offsets, bias=self.gate_up_proj_bias,
-                             activation=self.activation)
-            h = grouped_gemm(h, self.down_proj, offsets=offsets, bias=self.down_proj_bias)
+            h = grouped_gemm(rows, self._scaled("gate_up_proj"), offsets=offsets,
+                             bias=self._scaled("gate_up_proj_bias"), activation=self.activation)
+            h = grouped_gemm(h, self._scaled("down_proj"), offsets=offsets,
+                             bias=self._scaled("down_proj_bias"))
         except Exception as error:
             self.layer._refuse(_C.OP_COMBINE, error, layout.buffer)
         self._set_last_layout(layout)

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.cpu_only
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples", "References")
 # These raise only what a wrong call of any Python function raises.
 RAISES_NOTHING = {
-    "include_dir", "World.lost_ranks", "World.flight_record", "SymmetricHeap.stats", "EPMoE.reset_parameters",
-    "EPMoE.extra_repr", "reference.plan", "reference.dispatch", "reference.dispatch_weights",
-    "reference.combine", "testing.meeting_place", "testing.routing",
+    "expert_parameters", "include_dir", "World.lost_ranks", "World.flight_record", "SymmetricHeap.stats",
+    "EPMoE.reset_parameters", "EPMoE.extra_repr", "reference.plan", "reference.dispatch",
+    "reference.dispatch_weights", "reference.combine", "testing.meeting_place", "testing.routing",
 }
 WITHOUT_EXAMPLE = {"EPMoE.extra_repr"}
 

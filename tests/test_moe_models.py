@@ -135,15 +135,12 @@ def _train(rank, world_size):
     """
     torch.manual_seed(0)
     model = Block(3 * world_size)
-    experts = [f"{path}.{name}" for path, part in model.named_modules() if isinstance(part, epmoe.EPMoE)
-               for name, _ in part.named_parameters()]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
-    ddp = DistributedDataParallel(model)
+    own = [id(p) for p in epmoe.expert_parameters(model)]
+    experts = [n for n, p in model.named_parameters() if id(p) in own]
+    ddp = DistributedDataParallel(epmoe.prepare_ddp(model))
     start = {n: p.detach().clone() for n, p in model.named_parameters()}
     x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(rank))
     ddp(x).square().mean().backward()
-    for n, p in model.named_parameters():
-        p.grad /= world_size if n in experts else 1
     grads = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.moe.finalize()
     return start, grads, x, experts

@@ -1,0 +1,287 @@
+"""EPMoE beside data parallelism: what would make its experts equal is an error, and the helpers are right."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import epmoe
+from cases import outcome, process_ranks
+from epmoe.testing import run_threads
+from pace import WAIT_S
+
+pytestmark = pytest.mark.cpu_only
+HIDDEN, INNER, EXPERTS, TOPK = 16, 24, 4, 2
+
+
+class Block(nn.Module):
+    def __init__(self, group=None, bias=True):
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.moe = epmoe.EPMoE(HIDDEN, INNER, EXPERTS, TOPK, group, max_tokens=32, dtype=torch.float32,
+                               device="cpu", bias=bias, timeout_s=WAIT_S)
+
+    def forward(self, x):
+        weight, idx = self.router(x).softmax(-1).topk(TOPK)
+        return x + self.moe(x, idx, weight)
+
+
+def make(group=None, bias=True):
+    torch.manual_seed(0)
+    return Block(group, bias)
+
+
+def tokens(rank):
+    return torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(rank))
+
+
+def close(model):
+    model.moe.layer.world.close()
+
+
+def whole_model(state, xs):
+    """The mean loss over ranks in one process, as a function of a whole state dict of plain tensors."""
+    loss = 0
+    for x in xs:
+        weight, idx = F.linear(x, state["router.weight"]).softmax(-1).topk(TOPK)
+        h = torch.einsum("tkch,th->tkc", state["moe.gate_up_proj"][idx], x)
+        gate, up = (h + state["moe.gate_up_proj_bias"][idx]).chunk(2, -1)
+        y = torch.einsum("tkhc,tkc->tkh", state["moe.down_proj"][idx], F.silu(gate) * up)
+        y = ((y + state["moe.down_proj_bias"][idx]) * weight[..., None]).sum(1)
+        loss = loss + (x + y).square().mean() / len(xs)
+    return loss
+
+
+def gradients_of_one_process(state, num_ranks):
+    state = {n: t.clone().requires_grad_() for n, t in state.items()}
+    whole_model(state, [tokens(r) for r in range(num_ranks)]).backward()
+    return {n: t.grad for n, t in state.items()}
+
+
+# ---- DistributedDataParallel ----
+
+
+def _unprepared(rank, world_size, compiled):
+    model = make()
+    if compiled:
+        model.forward = torch.compile(model.forward, backend="eager")
+    got = outcome(lambda: DistributedDataParallel(model)(tokens(rank)))
+    model.moe.layer.synchronize()
+    close(model)
+    return got
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_moe_ddp_of_an_unprepared_model_raises(compiled):
+    for got in process_ranks(_unprepared, 2, compiled):
+        assert "RuntimeError" in str(got) and "prepare_ddp" in str(got), got
+
+
+def _prepared(rank, world_size, how):
+    model = make()
+    state = epmoe.whole_state_dict(model)
+    if how == "copied":
+        model = copy.deepcopy(epmoe.prepare_ddp(model))
+    if how == "compiled":
+        model.forward = torch.compile(model.forward, backend="eager")
+    ddp = DistributedDataParallel(epmoe.prepare_ddp(epmoe.prepare_ddp(model)))
+    num = 2 if how == "accumulated" else 1
+    for _ in range(num):
+        (ddp(tokens(rank)).square().mean() / num).backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters()}
+    close(model)
+    return state, grads
+
+
+@pytest.mark.parametrize("how", ["once", "accumulated", "copied", "compiled"])
+def test_moe_ddp_of_a_prepared_model_has_the_gradients_of_one_process(how):
+    results = process_ranks(_prepared, 2, how)
+    for name, want in gradients_of_one_process(results[0][0], 2).items():
+        got = [grads[name] for _, grads in results]
+        if name.startswith("moe."):
+            torch.testing.assert_close(torch.cat(got), want, rtol=1e-4, atol=1e-6)
+        else:
+            assert torch.equal(*got)
+            torch.testing.assert_close(got[0], want, rtol=1e-4, atol=1e-6)
+
+
+def _two_groups(rank, world_size):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = make(groups[rank // 2])
+    got = outcome(lambda: epmoe.prepare_ddp(model))
+    within = epmoe.prepare_ddp(model, groups[rank // 2]) is model
+    close(model)
+    return got, within
+
+
+def test_moe_ddp_over_several_groups_of_experts_raises():
+    for got, within in process_ranks(_two_groups, 4):
+        assert "ValueError" in str(got) and "FSDP2" in str(got) and within, got
+
+
+def _over_copies(rank, world_size):
+    """Each EP group has one rank: the experts are copies, and averaging them is right."""
+    groups = [dist.new_group([r]) for r in range(world_size)]
+    model = make(groups[rank])
+    ddp = DistributedDataParallel(model)
+    ddp(tokens(rank)).square().mean().backward()
+    grad = model.moe.down_proj.grad.clone()
+    close(model)
+    return grad
+
+
+def test_moe_ddp_averages_experts_that_are_copies():
+    assert torch.equal(*process_ranks(_over_copies, 2))
+
+
+# ---- FSDP ----
+
+
+def _sharded_wrongly(rank, world_size):
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    got = outcome(lambda: fully_shard(model))
+    close(model)
+    return got
+
+
+def test_moe_fsdp_over_ranks_of_different_experts_raises():
+    for got in process_ranks(_sharded_wrongly, 2):
+        assert "ValueError" in str(got) and "fully_shard(moe" in str(got), got
+
+
+# ---- clipping ----
+
+
+def _clipped(rank, world_size, norm_type, how):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = make()
+    state = epmoe.whole_state_dict(model)
+    if how == "fsdp":
+        mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("dp", "ep"))
+        fully_shard(model.moe, mesh=mesh["dp"])
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+        model.moe.gradient_scale = 1 / world_size
+        trained = model
+    else:
+        trained = DistributedDataParallel(epmoe.prepare_ddp(model))
+    trained(tokens(rank)).square().mean().backward()
+    norm = epmoe.clip_grad_norm_(trained if how == "ddp" else model, 0.01, norm_type)
+    grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+    names = [n for n, _ in model.named_parameters()]
+    close(model)
+    return state, norm, dict(zip(names, grads))
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+@pytest.mark.parametrize("norm_type", [2, 1, math.inf])
+def test_moe_clip_grad_norm_is_that_of_one_process(norm_type, how):
+    results = process_ranks(_clipped, 2, norm_type, how)
+    want = {n: nn.Parameter(t) for n, t in results[0][0].items()}
+    for n, g in gradients_of_one_process(results[0][0], 2).items():
+        want[n].grad = g
+    norm = nn.utils.clip_grad_norm_(want.values(), 0.01, norm_type)
+    assert torch.equal(results[0][1], results[1][1])
+    torch.testing.assert_close(results[0][1], norm, rtol=1e-5, atol=0)
+    for n, p in want.items():
+        got = [grads[n] for _, _, grads in results]
+        got = torch.cat(got) if n.startswith("moe.") else got[1]
+        torch.testing.assert_close(got, p.grad, rtol=1e-4, atol=1e-8)
+
+
+def test_moe_clip_grad_norm_of_nothing_and_of_nan():
+    def main(world):
+        model = make(world)
+        empty = epmoe.clip_grad_norm_(model, 1.0)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        if world.rank == 1:
+            model.moe.down_proj.grad[0, 0, 0] = math.nan
+        norm = epmoe.clip_grad_norm_(model, 1.0)
+        wrong = outcome(lambda: epmoe.clip_grad_norm_(model, 1.0, 0))
+        model.moe.finalize()
+        return empty.item(), norm.item(), wrong
+
+    for empty, norm, wrong in run_threads(main, 2):
+        assert empty == 0 and math.isnan(norm) and "ValueError" in str(wrong)
+
+
+# ---- whole checkpoints ----
+
+
+def _saved(rank, world_size, as_threads=None):
+    model = make(as_threads)
+    whole, y = epmoe.whole_state_dict(model), model(tokens(0)).detach()
+    own = {n: t.clone() for n, t in model.state_dict().items()}
+    model.moe.finalize()
+    return whole, own, y
+
+
+def _loaded(rank, world_size, state, assign):
+    model = make()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    matched = model.load_state_dict(state, assign=assign)
+    y = model(tokens(0)).detach()
+    own = {n: t.clone() for n, t in model.state_dict().items()}
+    close(model)
+    return matched.missing_keys + matched.unexpected_keys, y, own
+
+
+def test_moe_whole_state_dict_loads_on_any_number_of_ranks():
+    saved = process_ranks(_saved, 2)
+    whole, y = saved[0][0], saved[0][2]
+    assert saved[1][0] == {} and whole["moe.gate_up_proj"].shape == (EXPERTS, 2 * INNER, HIDDEN)
+    for n, t in whole.items():
+        own = [o[n] for _, o, _ in saved]
+        assert torch.equal(t, torch.cat(own) if n.startswith("moe.") else own[0])
+    for num_ranks in (1, 2, 4):
+        for rank, (wrong, got, own) in enumerate(process_ranks(_loaded, num_ranks, whole, num_ranks == 4)):
+            assert wrong == []
+            torch.testing.assert_close(got, y, rtol=1e-5, atol=1e-6)
+            rows = own["moe.down_proj"]
+            assert torch.equal(rows, whole["moe.down_proj"].chunk(num_ranks)[rank])
+            assert rows.untyped_storage().nbytes() == rows.nbytes
+
+
+def test_moe_whole_state_dict_of_threads():
+    results = run_threads(lambda world: _saved(world.rank, world.size, world), 2)
+    own = [own["moe.down_proj"] for _, own, _ in results]
+    assert torch.equal(results[0][0]["moe.down_proj"], torch.cat(own))
+
+
+def _wrong_shape(rank, world_size):
+    model = make()
+    state = model.state_dict() | {"moe.down_proj": torch.zeros(3, HIDDEN, INNER)}
+    got = outcome(lambda: model.load_state_dict(state))
+    close(model)
+    return got
+
+
+def test_moe_load_state_dict_says_which_experts_it_wants():
+    for rank, got in enumerate(process_ranks(_wrong_shape, 2)):
+        assert f"moe of rank {rank} has the experts {2 * rank} to {2 * rank + 1} of 4" in str(got), got
+
+
+# ---- the experts' parameters ----
+
+
+def test_moe_expert_parameters_names_each_once():
+    def main(world):
+        model = make(world)
+        model.again = model.moe
+        got = [id(p) for p in epmoe.expert_parameters(model)]
+        want = [id(p) for p in model.moe.parameters()]
+        model.moe.finalize()
+        return sorted(got) == sorted(want)
+
+    assert all(run_threads(main, 2))
