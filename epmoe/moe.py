@@ -13,6 +13,7 @@ from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
 from .layer import EPAll2AllLayer
 from .layer_parts import refuse_layer, world_of
+from .moe_arguments import check, flatten, unflatten
 from .parallel_parts import ScaledGradient, check_ddp, check_sharded, own_rows, which_experts
 from .reference import activate
 
@@ -22,29 +23,6 @@ _LAYER_OPTIONS = {name for kind in (EpAll2AllFusedOp, EPAll2AllLayer)
 _LAYER_OPTIONS -= {"ep_group", "max_tokens", "hidden", "topk", "num_tot_experts", "dtype", "device",
                    "options"}
 _DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
-
-
-def _flatten(name, t, size):
-    """Return [.., size] as [T, size], contiguous."""
-    if not isinstance(t, torch.Tensor):
-        raise TypeError(f"{name}: wanted a tensor, got {type(t).__name__}")
-    if t.is_nested or t.layout is not torch.strided:
-        raise ValueError(f"{name}: wanted a dense tensor, got one of layout "
-                         f"{'nested' if t.is_nested else t.layout}")
-    # a compiler cannot tell the other ranks: the layer checks it
-    if t.dim() and torch.compiler.is_compiling():
-        size = t.shape[-1]
-    if t.dim() == 0 or t.shape[-1] != size:
-        raise ValueError(f"{name}: wanted shape [.., {size}], got {list(t.shape)}")
-    return t.reshape(-1, size).contiguous()
-
-
-def _unflatten(t, shape):
-    """Return t [T, H], which nothing else refers to, as [.., H].
-
-    Not as a view for autograd, because FSDP's hooks fail on `y += ...` of a view.
-    """
-    return torch.ops.aten._unsafe_view(t, (*shape[:-1], t.shape[-1]))
 
 
 class EPMoE(nn.Module):
@@ -287,9 +265,9 @@ class EPMoE(nn.Module):
             ddp = DistributedDataParallel._active_ddp_module
             if ddp is not None and id(ddp) != self._checked_ddp:
                 self._check_ddp(ddp)
-            tokens = _flatten("x", x, self.layer.hidden)
-            topk_idx = _flatten("topk_idx", topk_idx, topk)
-            topk_weights = _flatten("topk_weights", topk_weights, topk)
+            tokens = flatten("x", x, self.layer.hidden)
+            topk_idx = flatten("topk_idx", topk_idx, topk)
+            topk_weights = flatten("topk_weights", topk_weights, topk)
             if torch.is_autocast_enabled(self.layer.device.type):
                 tokens = tokens.to(self.layer.dtype)
             if self.gate_up_proj.dtype != self.layer.dtype:
@@ -298,20 +276,22 @@ class EPMoE(nn.Module):
                                 f"casting it")
             path = decoding.path_of(self.layer, decode, tokens, topk_weights, self.gate_up_proj,
                                     self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
+            most = self.layer.max_tokens // self.layer._copies if path is None else path.max_tokens
+            check(self.layer, most, tokens, topk_idx, topk_weights)
         except Exception as error:
             self._refuse(error, decode)
         if path is not None:
             self.last_layout = None
-            return _unflatten(decoding.run(self, path, tokens, topk_idx, topk_weights), x.shape)
+            return unflatten(decoding.run(self, path, tokens, topk_idx, topk_weights), x.shape)
         if not isinstance(self.layer, EpAll2AllFusedOp):
-            return _unflatten(self._unfused(tokens, topk_idx, topk_weights), x.shape)
+            return unflatten(self._unfused(tokens, topk_idx, topk_weights), x.shape)
         h, row_weight, layout = self.layer.mega_dispatch_group_gemm(
             tokens, topk_idx, weight=topk_weights, gemm_weight=self._scaled("gate_up_proj"),
             bias=self._scaled("gate_up_proj_bias"), activation=self.activation)
         self._set_last_layout(layout)
         y = self.layer.mega_group_gemm_combine(h, self._scaled("down_proj"), layout, row_weight,
                                                bias=self._scaled("down_proj_bias"))
-        return _unflatten(y, x.shape)
+        return unflatten(y, x.shape)
 
     @torch._disable_dynamo
     def _check_ddp(self, ddp):

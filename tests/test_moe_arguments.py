@@ -1,0 +1,43 @@
+"""Errors of EPMoE.forward name the argument as the caller does."""
+
+import pytest
+import torch
+
+import epmoe
+from epmoe.testing import run_threads
+from outcomes import outcome
+
+pytestmark = pytest.mark.cpu_only
+
+CASES = {
+    "x dtype": (lambda x, i, w: (x.double(), i, w), "TypeError", "x: wanted torch.float32"),
+    "index dtype": (lambda x, i, w: (x, i.float(), w), "TypeError", "topk_idx: wanted int32 or int64"),
+    "weight dtype": (lambda x, i, w: (x, i, w.long()), "TypeError", "topk_weights: wanted a floating-point"),
+    "index tokens": (lambda x, i, w: (x, i[:3], w), "ValueError", "x has 4 tokens, but topk_idx has 3"),
+    "weight tokens": (lambda x, i, w: (x, i, w[:3]), "ValueError", "x has 4 tokens, but topk_weights has 3"),
+    "too many": (lambda *a: [torch.cat([t] * 3) for t in a], "ValueError", "x has 12 tokens: must be"),
+    "index device": (lambda x, i, w: (x, i.to("meta"), w), "ValueError", "topk_idx: wanted a tensor on cpu"),
+    "weight device": (lambda x, i, w: (x, i, w.to("meta")), "ValueError", "topk_weights: wanted a tensor on"),
+}
+
+
+@pytest.mark.parametrize("decode", [False, None, True])
+@pytest.mark.parametrize("name", CASES)
+def test_moe_arguments_are_named_as_in_the_call(name, decode):
+    change, kind, text = CASES[name]
+
+    def main(world):
+        moe = epmoe.EPMoE(16, 32, 4, 2, world, max_tokens=8, dtype=torch.float32, device="cpu")
+        if decode:
+            moe.enable_decode(8)
+        good = torch.randn(4, 16), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
+        with torch.no_grad():
+            got = outcome(lambda: moe(*(change(*good) if world.rank else good), decode=decode))
+            again = outcome(lambda: moe(*good, decode=decode))
+        moe.finalize()
+        return got, again
+
+    (peer, first), (wrong, second) = run_threads(main, 2)
+    assert peer.kind == "PeerError" and "rank 1" in peer.text, peer
+    assert wrong.kind == kind and text in wrong.text, wrong
+    assert first.kinds == second.kinds == (), (first, second)
