@@ -22,8 +22,8 @@
 #
 # PYTHON=... selects the interpreter. Without it, make uses the first of these that exists:
 #   1. .venv, if it has all packages;
-#   2. python3, if it has torch 2.11 or newer and setuptools, and for tests also pytest, hypothesis and numpy
-#      (for example on a GPU machine without a network);
+#   2. python3, if it has torch 2.11 or newer and setuptools, and for tests also pytest, hypothesis, numpy and
+#      transformers (for example on a GPU machine without a network);
 #   3. a new .venv, made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
@@ -31,9 +31,9 @@
 # Each test has a deadline and uses all cores. So the targets do not run in parallel.
 .NOTPARALLEL:
 
-NEEDED := torch numpy pytest hypothesis matplotlib rich setuptools wheel clang_format
+NEEDED := torch numpy pytest hypothesis transformers matplotlib rich setuptools wheel clang_format
 # The packages that an existing python3 must have. Targets that run tests need more packages.
-AS_IT_IS := torch setuptools $(if $(filter-out build demo bench trace report docs cuda,$(or $(MAKECMDGOALS),build)),pytest hypothesis numpy)
+AS_IT_IS := torch setuptools $(if $(filter-out build demo bench trace report docs cuda,$(or $(MAKECMDGOALS),build)),pytest hypothesis numpy transformers)
 HAS := import importlib.util as u, importlib.metadata as m, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(n) is None for n in sys.argv[1:]) \
     or tuple(map(int, m.version("torch").split(".")[:2])) < (2, 11))
 ifndef PYTHON

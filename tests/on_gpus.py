@@ -47,7 +47,7 @@ MPS = "nvidia-cuda-mps-control"
 PARTS = {
     "move": ("dispatch", "combine", "plan", "heap", "world", "gemm", "build", "env", "bench", "fuzz", "soak",
              "import", "install"),
-    "layer": ("layer", "moe", "examples"),
+    "layer": ("layer", "moe", "examples", "integrations"),
     "errors": ("errors",),
     "fused": ("fused", "low"),
 }
