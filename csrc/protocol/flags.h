@@ -326,8 +326,8 @@ EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t
     }
 }
 
-/* Publish a chunk of slots that this rank has written to at_rank's staging buffer. One lane calls it,
- * after ep_warp_sync(), so that the release covers the stores of all lanes. */
+/* Publish a chunk of slots that this rank has written to at_rank's staging buffer. One thread calls it, after
+ * ep_warp_sync() or a barrier of the CTA, so that the release covers the stores of all. */
 EP_FN void ep_flag_publish(const EpComm *c, uint32_t at_rank, uint32_t chunk, uint64_t epoch) {
     ep_chaos(EP_CHAOS_FLAG_PUBLISH);
     ep_st_release_sys_u64(ep_flag(c, at_rank, c->my_rank, chunk), epoch); /* publishes the chunk */

@@ -8,6 +8,7 @@
  * for a chunk only when the send queue is empty. So a waiting worker holds no send task, on any rank. The
  * wait-for graph is receive -> a peer's send -> nothing. It has no cycle, for any number of resident workers
  * (one is enough).
+ * few_tokens.cuh has no queue: there all workers must be resident.
  * The megakernels have more queues and other tasks; fused.cuh proves their freedom from deadlock. */
 #ifndef EP_QUEUE_H
 #define EP_QUEUE_H

@@ -158,7 +158,11 @@ static void check_returned(const EpCombineParams &k) {
                 check_published(c, EP_OP_GEMM_COMBINE, r, i, ep_slot_at(c, r, c->my_rank, i),
                                 c->layout.row_bytes);
             for (uint32_t j = 0; mode == EP_COMBINE_SCATTER && j < K; j++)
-                if (slot[1 + j] >= 0)
+                if (slot[1 + j] >= 0 && r == c->my_rank) /* the flag tells that the row is ready */
+                    check_published(c, EP_OP_GEMM_COMBINE, r, i,
+                                    (const unsigned char *)k.rows + slot[1 + j] * c->layout.row_bytes,
+                                    c->layout.row_bytes);
+                else if (slot[1 + j] >= 0)
                     check_published(c, EP_OP_GEMM_COMBINE, r, i,
                                     ep_choice_at(c, r, (uint32_t)slot[0] * K + j), c->layout.row_bytes + 8);
         }

@@ -216,7 +216,7 @@ EP_FN TokenRows rows_of_token(const EpCombineParams &p, uint32_t t, int32_t slot
     const uint32_t owner = expert < 0 ? 0 : (uint32_t)expert / ep_num_local_experts(&c->shape);
     const int32_t slot_there = __shfl_sync(EP_FULL, slot, (int)owner);
     const int32_t row = !local && lane < K ? p.plan[p.layout.token_row_off + (uint64_t)t * K + lane] : 0;
-    const bool own = returns_nothing(p, owner) && is_row(p, 0, row);
+    const bool own = expert >= 0 && returns_nothing(p, owner) && is_row(p, 0, row);
     const unsigned char *choice =
         local    ? ep_slot_at(c, c->my_rank, owner, slot_there < 0 ? 0 : (uint32_t)slot_there)
         : gather ? ep_choice_at(c, owner, (uint32_t)(row < 0 ? 0 : row))
