@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import epmoe
 import epmoe.integrations.transformers as integration
 from cases import process_ranks
 
@@ -192,6 +193,48 @@ def test_integrations_transformers_under_ddp():
     for eager, own in process_ranks(_data_parallel, 2):
         for name, grad in eager.items():
             torch.testing.assert_close(own[name], grad, rtol=2e-4, atol=2e-6)
+
+
+# ---- spread over ranks ----
+
+
+def _spread(rank, world_size, family):
+    """Rank main: a step with spread experts under DistributedDataParallel, and its right results."""
+    model = make(family)
+    all_tokens = [tokens(2, 5 + r, seed=r) for r in range(world_size)]
+    eager = [run(model, "eager", ids) for ids in all_tokens]
+    want = {n: sum(grads[n] for _, grads in eager) / world_size for n in eager[0][1]}
+    num_bytes = sum(p.nbytes for p in model.parameters())
+    model = integration.spread_experts(make(family), max_tokens=16, device="cpu")
+    spared = num_bytes - sum(p.nbytes for p in model.parameters())
+    ddp = DistributedDataParallel(epmoe.prepare_ddp(model))
+    logits = ddp(input_ids=all_tokens[rank], use_cache=False).logits
+    logits.square().mean().backward()
+    own = {id(p) for p in epmoe.expert_parameters(model)}
+    grads = {n: (p.grad.clone(), id(p) in own) for n, p in model.named_parameters()}
+    next(m for m in model.modules() if isinstance(m, epmoe.EPMoE)).layer.world.close()
+    return logits.detach(), eager[rank][0], grads, want, spared
+
+
+@pytest.mark.parametrize("family, num_ranks", [("qwen3_moe", 4), ("mixtral", 2), ("deepseek_v3", 2),
+                                               ("gpt_oss", 2), ("gpt_oss", 4), ("olmoe", 2)])
+def test_integrations_transformers_spread_experts(family, num_ranks):
+    for rank, (got, logits, grads, want, spared) in enumerate(process_ranks(_spread, num_ranks, family)):
+        torch.testing.assert_close(got, logits, rtol=2e-5, atol=2e-6)
+        assert spared > 0 and grads.keys() == want.keys()
+        for name, (grad, is_expert) in grads.items():
+            part = want[name]
+            if is_expert:
+                part = part.chunk(num_ranks)[rank]
+                part = part.transpose(1, 2) if family == "gpt_oss" and "bias" not in name else part
+            torch.testing.assert_close(grad, part, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("family, text", [("nemotron_h", "a gate of its own"), ("llama", "no experts")])
+def test_integrations_transformers_spread_experts_refuses(family, text):
+    FAMILIES.setdefault("llama", (dict(intermediate_size=48), None))
+    with pytest.raises(ValueError, match=text):
+        integration.spread_experts(make(family), device="cpu")
 
 
 def test_integrations_import_their_project_only_when_used():

@@ -5,7 +5,7 @@
 
 The import registers "epmoe" beside transformers' own "eager", "grouped_mm" and others.  A process computes
 all experts of its model by itself, with or without torch.distributed, so that DistributedDataParallel needs
-nothing else.  EPMoE spreads experts over ranks.
+nothing else.  spread_experts puts E/W of them on each rank instead.
 
 It needs transformers 5.  Experts with a norm after each expert are not supported.
 """
@@ -16,10 +16,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from ..fused import EpAll2AllFusedOp
 from ..gemm import grouped_gemm
 from ..layer import EPAll2AllLayer
+from ..moe import EPMoE
 from ..reference import GptOss, activate
 from ..world import thread_worlds
 
-__all__ = ["experts_forward"]
+__all__ = ["experts_forward", "spread_experts"]
+
+# The names of K in configurations.
+_TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 
 _FEWEST_TOKENS = 1024  # of a layer; a longer call makes a larger one
 _worlds = []  # the world of this process alone, once there is one
@@ -120,6 +124,82 @@ def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
                                                            bias=up_bias, activation=activation)
     y = layer.mega_group_gemm_combine(h, down, layout, row_weight, bias=down_bias)
     return y.to(hidden_states.dtype)
+
+
+# ---- one part of the experts on each rank ----
+
+
+def _topk_of(config):
+    found = next((k for name in _TOPK if isinstance(k := getattr(config, name, None), int)), None)
+    if found is None:
+        raise ValueError(f"{type(config).__name__} does not say how many experts a token has: wanted one of "
+                         f"{', '.join(_TOPK)}")
+    return found
+
+
+def _spread(experts, layers, ep_group, options):
+    """Return the EPMoE of transformers' experts.  layers: those made so far, which modules share."""
+    _set_activation(experts)
+    activation = experts._epmoe_activation
+    if activation is None:
+        raise ValueError(f"{type(experts).__name__} has a gate of its own, or none, and EPMoE has SwiGLU and "
+                         f"that of GPT-OSS")
+    (up, up_bias), (down, down_bias) = _linear(experts, "gate_up_proj"), _linear(experts, "down_proj")
+    if up.is_meta:
+        raise ValueError("the parameters are on the meta device: load them first")
+    num_experts, hidden, inner = down.shape
+    topk = _topk_of(experts.config)
+    kind = hidden, num_experts, topk, up.dtype
+    shared = {"layer": layers[kind]} if kind in layers else {"device": up.device} | options
+    moe = EPMoE(hidden, inner, num_experts, topk, ep_group, activation, dtype=up.dtype,
+                bias=up_bias is not None, **shared)
+    layers[kind] = moe.layer
+    whole = {"gate_up_proj": up, "down_proj": down, "gate_up_proj_bias": up_bias,
+             "down_proj_bias": down_bias}
+    moe.load_state_dict({name: t for name, t in whole.items() if t is not None})
+    for p in moe.parameters():
+        p.requires_grad_(up.requires_grad)
+    return moe.train(experts.training)
+
+
+def spread_experts(model, ep_group=None, **options):
+    """Replace the experts of a model by EPMoE modules, which spread them over the ranks.  Collective.
+
+    Every rank passes the same model, with all experts, and keeps E/W of them.  The tokens of the ranks differ
+    as before.  Then wrap it as DistributedDataParallel(epmoe.prepare_ddp(model)) to train it.  Modules of one
+    shape share a communication layer.  epmoe.whole_state_dict(model) is the model of one process; GPT-OSS has
+    its weights transposed there, and EPMoE has not.
+
+    Args:
+        model: A model of transformers, or any module with experts that use_experts_implementation has
+            decorated.
+        ep_group: As for EPMoE.
+        **options: Options of EPMoE: max_tokens, device, capacity and others.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: On this rank, where there are no experts, for a gate that EPMoE does not have, and as
+            EPMoE.
+        EpError: As the creation of an EPMoE.
+
+    Examples:
+        See docs/guide.md, Models of transformers.
+
+        >>> callable(spread_experts)
+        True
+    """
+    found = [(path, m) for path, m in model.named_modules()
+             if hasattr(m, "is_transposed") and isinstance(getattr(m, "down_proj", None), torch.nn.Parameter)]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no experts that transformers lets another "
+                         f"implementation compute")
+    layers = {}
+    for path, experts in found:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, _spread(experts, layers, ep_group, options))
+    return model
 
 
 ALL_EXPERTS_FUNCTIONS.register("epmoe", experts_forward)
