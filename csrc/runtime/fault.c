@@ -32,10 +32,8 @@ static int timeout_error(const EpFaultRecord *f, uint32_t my_rank) {
             "rank %u timed out: no rank signalled the word on which it waits (expected value %llu, "
             "found %llu). Check that a rank calls signal() for this word. See world.flight_record().",
             my_rank, want, got);
-    const char *advice = f->word == EP_WORD_ENTER
-                             ? "Every rank must call every layer, also without tokens, and "
-                               "all ranks in the same order."
-                             : "All ranks must make the same calls in the same order.";
+    const char *advice = f->word == EP_WORD_ENTER ? "Every rank must call every layer, also without tokens."
+                                                  : "All ranks must make the same calls in the same order.";
     return ep_error(EP_ETIMEOUT,
                     "rank %u timed out waiting for rank %u in its %s (word %s, epoch %llu: wanted %llu, saw "
                     "%llu). %s See world.flight_record().",
