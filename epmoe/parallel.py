@@ -208,8 +208,8 @@ def whole_state_dict(model):
             are [E, ..].
 
     Raises:
-        PeerDied: On all surviving ranks, when a rank dies.
-        EpTimeout: On all ranks, when one does not make the call before the timeout.
+        RuntimeError: The error of the process group, which moves the experts, when a rank dies or does not
+            make the call before the group's timeout.
 
     Examples:
         >>> import epmoe
