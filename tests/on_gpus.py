@@ -123,8 +123,9 @@ def soaks(n, is_shared):
 
 
 def sanitizers():
-    """compute-sanitizer over one rank, and over two, which are processes: see sanitized.py."""
+    """compute-sanitizer over one rank, and over two side by side: see sanitized.py."""
     missing = "" if shutil.which("compute-sanitizer") else "compute-sanitizer is not installed"
+    no_mps = missing or ("" if shutil.which(MPS) else f"{MPS} is not installed")
     check = ["compute-sanitizer", "--target-processes", "all", "--print-limit", "1000"]
     memcheck = [*check, "--error-exitcode", "9"]
     gemm = torchrun(1, "-m", "pytest", "-q", "-x", "tests/test_gemm_products.py",
@@ -132,9 +133,9 @@ def sanitizers():
     yield Step("memcheck-gemm", [*memcheck, *gemm], LONGEST_S, "passed", needs=missing)
     for part in ("move", "fused"):
         ranks, right = torchrun(2, "tests/sanitized.py", part), "on 2 ranks: right"
-        yield Step(f"memcheck-{part}", [*memcheck, *ranks], LONGEST_S, right, needs=missing)
+        yield Step(f"memcheck-{part}", [*memcheck, *ranks], LONGEST_S, right, needs=no_mps, mps=True)
         yield Step(f"racecheck-{part}", [*check, "--tool", "racecheck", *ranks], LONGEST_S, right,
-                   needs=missing, explained=STAGE_INFO)
+                   needs=no_mps, explained=STAGE_INFO, mps=True)
 
 
 def steps(num_gpus, out):

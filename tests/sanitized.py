@@ -1,4 +1,4 @@
-"""The programs that compute-sanitizer checks: two ranks, which are processes on one GPU.
+"""The programs that compute-sanitizer checks: two ranks, which are processes on one GPU under NVIDIA MPS.
 
     compute-sanitizer [--tool racecheck] --target-processes all torchrun --nproc-per-node 2 \
         tests/sanitized.py move|fused
@@ -6,8 +6,8 @@
 move: plan, dispatch and each form of combine, checked against the oracle.
 fused: the two megakernels with each of their options, compared with the separate stages.
 
-The ranks are processes.  As threads of one process they did not pass their first wait for each other under
-memcheck (H200, CUDA 13.0).
+Under MPS the kernels of both ranks run at the same time; without MPS they alternate.  As threads of one
+process the ranks did not pass their first wait for each other under memcheck (H200, CUDA 13.0).
 """
 
 import argparse
@@ -20,8 +20,8 @@ from cases import MODES, Case, check_case, make_layer, poison_memory, run_routin
 from soak import RANK, torchrun_world
 from soak_fused import inputs_of
 
-# racecheck makes a kernel some hundred times slower, and the kernels of the two ranks alternate.  So each
-# kernel uses few CTAs, and a wait may take minutes.
+# racecheck makes a kernel some hundred times slower.  So each kernel uses few CTAs, and a wait may take
+# minutes.
 NUM_CTAS = 8
 TIMEOUT_S = 400
 
