@@ -1,0 +1,89 @@
+"""The frameworks of requirements-integrations.txt, installed into a folder in build/ when a test needs them.
+
+They are not in the environment of the project: the tests that need them add the folder to sys.path in
+processes of their own. Without a package index these tests are skipped, which the summary of pytest counts
+and `make check` prints as NOT CHECKED.
+"""
+
+import fcntl
+import importlib.util
+import shutil
+import subprocess
+import sys
+import unittest.mock
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements-integrations.txt"
+FOLDER = ROOT / "build" / f"integrations-{sys.version_info.major}.{sys.version_info.minor}"
+LIMIT_S = 300
+
+
+def _pip(target):
+    """Install into a folder. Return pip's last words if it fails."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "--retries", "1",
+               "--timeout", "20", "--disable-pip-version-check", "--target", str(target), "-r",
+               str(REQUIREMENTS)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return f"pip did not end after {LIMIT_S} s"
+    return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no message"])[-1]
+
+
+def install():
+    """Install what is missing. Return None, or why it could not be installed."""
+    FOLDER.parent.mkdir(exist_ok=True)
+    with open(f"{FOLDER}.lock", "w") as lock:  # processes of torchrun come here at the same time
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        stamp = FOLDER / REQUIREMENTS.name
+        if stamp.exists() and stamp.read_text() == REQUIREMENTS.read_text():
+            return None
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        error = _pip(FOLDER)
+        if error is None:
+            shutil.copy(REQUIREMENTS, stamp)
+        return error
+
+
+def need(name):
+    """Install, or skip the test: `name` is the framework, for the message."""
+    error = install()
+    if error is not None:
+        reason = f"{name} could not be installed ({REQUIREMENTS.name})"
+        not_checked = ROOT / "build" / "not_checked"
+        if not_checked.exists() and reason not in not_checked.read_text().splitlines():
+            with open(not_checked, "a") as f:
+                f.write(reason + "\n")
+        pytest.skip(f"{reason}: {error}")
+
+
+def add_to_path():
+    """Make the frameworks importable in this process, also without triton.
+
+    torchtitan imports kernels in Triton for a backend that no test uses. They get a stand-in.
+    """
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    if importlib.util.find_spec("triton") is None:
+        sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", unittest.mock.MagicMock())
+
+
+def run_page(name, tmp_path, run, num_ranks=2):
+    """Run the Python blocks of docs/{name} as one program on several ranks. Return its output.
+
+    run: that of test_examples.
+    """
+    from test_docs import python_blocks
+
+    code = "\n".join(code for _, code, _ in python_blocks(f"docs/{name}"))
+    program = tmp_path / f"page_{Path(name).stem}.py"  # not the name of the framework
+    program.write_text("import frameworks\nframeworks.add_to_path()\n" + code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+               str(num_ranks), program.name]
+    status, output = run(command, tmp_path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1",
+                         PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    assert status == 0, output
+    return output
