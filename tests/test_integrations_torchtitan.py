@@ -345,7 +345,7 @@ def test_integrations_torchtitan_refuses_what_it_does_not_have():
 
 
 def test_integrations_say_which_version_they_need():
-    for name in ("torchtitan 0.3",):
+    for name in ("torchtitan 0.3", "megatron-core 0.16"):
         module = name.split()[0].removesuffix("-core")
         code = f"import sys; sys.modules[{module!r}] = None; import epmoe.integrations.{module}"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S)
