@@ -1,0 +1,397 @@
+"""Buffer, the interface of DeepEP V1."""
+
+import torch
+
+from ... import _C
+from ...device import pick_device
+from ...world import World
+from .config import Config
+from .low_latency import LowLatency
+from .notices import MAX_LOCAL_EXPERTS, Notices
+from .routes import Routes
+from .rows import (biases_of, check_device, check_rows, check_scales, check_tensor, check_topk_idx,
+                   combine_tokens, dispatch_tokens, meta_key, rows_key, to_ranks)
+from .utils import EventHandle, EventOverlap, Streams
+
+
+class Handle(tuple):
+    """What Buffer.dispatch keeps for combine: a tuple as in DeepEP, and epmoe's plan.
+
+    Its elements are rank_prefix_matrix [W, W] (tokens of ranks 0 to i for rank j), None, None, recv_src_idx
+    [M], is_token_in_rank [T, W] and send_head [T, W] (the number of the token among those for a rank).
+    """
+
+    def __new__(cls, plan, numbers, is_token_in_rank):
+        prefix = plan.layout.counts.cumsum(0, dtype=torch.int32)
+        self = super().__new__(cls, (prefix, None, None, numbers, is_token_in_rank, plan.layout.token_slots))
+        self.plan = plan
+        return self
+
+
+class Buffer(LowLatency):
+    """DeepEP's Buffer (V1) within one node, on the layers of epmoe.
+
+    The methods are DeepEP's; docs/deep_ep.md has a table of what differs.  They are collective, except
+    get_dispatch_layout and capture, and all ranks make the same calls.  If one rank passes topk_weights and
+    others do not, all ranks raise EpMismatch; with num_worst_tokens, where the host reads nothing, the
+    world's rule applies: the world ends with an error after a second.  Nothing is differentiable, as in
+    DeepEP: call it in a torch.autograd.Function.
+
+    Letters: W ranks, E experts, L = E/W experts of a rank, T tokens of this rank, K choices, M rows received.
+
+    Args:
+        group: A ProcessGroup, or an epmoe.World.
+        num_nvl_bytes: Kept as an attribute.  epmoe's buffers grow with the tokens.
+        num_rdma_bytes: Likewise.
+        low_latency_mode: Whether the low_latency methods may be called.
+        num_qps_per_rank: Without effect.
+        allow_nvlink_for_low_latency_mode: Without effect: NVLink is used.
+        allow_mnnvl: Without effect.
+        explicitly_destroy: Whether destroy() may be called.
+        enable_shrink: Must be False: see World.lost_ranks for what epmoe does when a rank dies.
+        comm: Must be None.
+        device: As for SymmetricHeap.  DeepEP does not have it.
+
+    Raises:
+        ValueError: Without a group.
+        NotImplementedError: For enable_shrink and comm.
+        EpError: As the creation of an EPAll2AllLayer.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> from epmoe.integrations import deep_ep
+        >>> buffer = deep_ep.Buffer(epmoe.World(), device="cpu")
+        >>> x, idx = torch.ones(3, 8, dtype=torch.bfloat16), torch.tensor([[0], [1], [-1]])
+        >>> per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(idx, num_experts=2)
+        >>> recv_x, recv_idx, _, counts, handle, _ = buffer.dispatch(
+        ...     x, num_tokens_per_rank=per_rank, is_token_in_rank=is_in_rank,
+        ...     num_tokens_per_expert=per_expert, topk_idx=idx, topk_weights=torch.ones(3, 1))
+        >>> recv_idx.tolist(), counts
+        ([[0], [1]], [1, 1])
+        >>> buffer.combine(recv_x, handle)[0][:, 0].tolist()
+        [1.0, 1.0, 0.0]
+
+    References:
+        DeepSeek's DeepEP, deep_ep/buffers/legacy.py.
+    """
+
+    num_sms = 20
+    _chosen_sms = None
+
+    def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24,
+                 allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False,
+                 enable_shrink=False, comm=None, *, device=None):
+        if comm is not None:
+            raise NotImplementedError("comm: epmoe has no ranks of mpi4py; pass a torch.distributed group")
+        if group is None:
+            raise ValueError("group is None: pass a torch.distributed ProcessGroup")
+        if enable_shrink:
+            raise NotImplementedError("enable_shrink: epmoe has no masked ranks; when a rank dies, all raise "
+                                      "PeerDied and make a new Buffer with a new group")
+        self.group = group
+        self.world = World.of(group)
+        self.rank, self.group_size = self.world.rank, self.world.size
+        self.device = pick_device(device)
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode = low_latency_mode
+        self.explicitly_destroy = explicitly_destroy
+        self.enable_shrink = False
+        self._streams = Streams(self.device)
+        self._notices = Notices(self.world, self.device)
+        self._routes = []  # for more tokens each; handles of earlier dispatches still use the smaller ones
+        self._worst = {}  # num_worst_tokens -> Routes
+        self._low_latency = {}  # (max_tokens, H, K, E) -> LowLatencyAll2All
+        self._last_key, self._turns = None, {}  # of its latest dispatch: key -> communication buffer
+        self._zero_copies = {}
+
+    def destroy(self):
+        """Give the memory back.  Collective."""
+        if not self.explicitly_destroy:
+            raise RuntimeError("destroy: make the Buffer with explicitly_destroy=True")
+        for part in (*self._low_latency.values(), *self._worst.values(), *self._routes, self._notices.layer):
+            part.finalize()
+
+    @staticmethod
+    def is_sm90_compiled():
+        """Return True: rows of FP8 travel on every backend."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms):
+        """Set the SMs that move tokens on a GPU, for layers that are created later.
+
+        Call it before the first dispatch.  Without it, epmoe's own number holds.
+        """
+        if new_num_sms % 2:
+            raise ValueError(f"num_sms {new_num_sms}: must be even")
+        Buffer.num_sms = Buffer._chosen_sms = new_num_sms
+
+    @staticmethod
+    def capture():
+        """Return an EventOverlap of the current stream."""
+        return EventOverlap(EventHandle())
+
+    def get_comm_stream(self):
+        """Return the stream on which asynchronous calls run."""
+        return self._streams.comm
+
+    @staticmethod
+    def get_dispatch_config(num_ranks):
+        """Return a Config, which has no effect."""
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks):
+        """Return a Config, which has no effect."""
+        return Config(Buffer.num_sms)
+
+    def get_dispatch_layout(self, topk_idx, num_experts, previous_event=None, async_finish=False,
+                            allocate_on_comm_stream=False):
+        """Count the tokens for each rank and expert.  Not collective.
+
+        Args:
+            topk_idx: [T, K] int64 or int32; -1: no choice.
+            num_experts: E, a multiple of W.
+            previous_event: Wait for it before.
+            async_finish: Return before it is done, with an event.
+            allocate_on_comm_stream: Requires previous_event and async_finish.
+
+        Returns:
+            A tuple (num_tokens_per_rank [W] int32, None, num_tokens_per_expert [E] int32, is_token_in_rank
+                [T, W] bool, event).
+        """
+        self._check_streams(previous_event, async_finish, allocate_on_comm_stream)
+        check_topk_idx(topk_idx, self.device)
+        if num_experts <= 0 or num_experts % self.group_size:
+            raise ValueError(f"num_experts {num_experts}: must be a multiple of {self.group_size} ranks")
+
+        def count():
+            idx = torch.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, num_experts).long()
+            per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=self.device)
+            per_expert.scatter_add_(0, idx.flatten(), torch.ones_like(idx, dtype=torch.int32).flatten())
+            is_in = torch.zeros(len(idx), self.group_size + 1, dtype=torch.bool, device=self.device)
+            is_in.scatter_(1, idx // (num_experts // self.group_size), True)
+            is_in = is_in[:, :-1].contiguous()
+            return is_in.sum(0, dtype=torch.int32), None, per_expert[:-1].clone(), is_in
+
+        result, event = self._streams.run(count, (topk_idx,), previous_event, async_finish)
+        return *result, EventOverlap(event)
+
+    def dispatch(self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None,
+                 is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, topk_weights=None,
+                 expert_alignment=1, num_worst_tokens=0, config=None, previous_event=None, async_finish=False,
+                 allocate_on_comm_stream=False):
+        """Send tokens to the ranks of their experts, one row for each (token, rank).  Collective.
+
+        Args:
+            x: [T, H] bfloat16, float16 or float32; or a pair of [T, H] float8_e4m3fn and scales [T, S]
+                float32 or int32.
+            handle: That of an earlier dispatch, whose layout is used again, or None.
+            num_tokens_per_rank: [W] int32, of get_dispatch_layout.
+            num_tokens_per_rdma_rank: Not read.
+            is_token_in_rank: [T, W] bool, of get_dispatch_layout.
+            num_tokens_per_expert: [E] int32, of get_dispatch_layout.
+            topk_idx: [T, K] int64 or int32, or None.
+            topk_weights: [T, K] float32, with topk_idx.
+            expert_alignment: The counts of the list are rounded up to it.
+            num_worst_tokens: Rows of the results, for CUDA graphs: the host reads nothing, and the list is
+                empty.  At least W times the most tokens of a rank, and the same on all ranks.  0: exact.
+            config: Without effect.
+            previous_event: Wait for it before.
+            async_finish: Return before it is done, with an event.
+            allocate_on_comm_stream: Requires previous_event and async_finish.
+
+        Returns:
+            A tuple (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle,
+                event).  Rows are ordered by source rank, then token.  With num_worst_tokens, rows after the
+                last have the index -1.  With handle=, what is between recv_x and event is None.
+        """
+        self._check_streams(previous_event, async_finish, allocate_on_comm_stream)
+        x, scales = x if isinstance(x, tuple) else (x, None)
+        if handle is not None:
+            return self._dispatch_again(x, scales, handle, (topk_idx, topk_weights), previous_event,
+                                        async_finish)
+        routes = self._routes_for_worst(num_worst_tokens) if num_worst_tokens else None
+        try:
+            self._check_dispatch(x, scales, num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert)
+            self._check_topk(x, topk_idx, topk_weights)
+            if expert_alignment < 1:
+                raise ValueError(f"expert_alignment {expert_alignment}: must be at least 1")
+            if routes is not None and len(x) > routes.max_tokens:
+                raise ValueError(f"num_worst_tokens {num_worst_tokens}: must be at least {self.group_size} "
+                                 f"times the tokens of a rank, and x has {len(x)}")
+        except Exception as error:
+            if routes is None:
+                self._notices.refuse(error)
+            routes.refuse(error, (_C.OP_PLAN, None), *self._dispatch_steps(x, scales, topk_idx))
+        num_local = len(num_tokens_per_expert) // self.group_size
+
+        def send():
+            counts, plan = [], None
+            if routes is None:
+                tokens, num_rows, counts = self._notices.announce(x, scales, topk_idx, num_tokens_per_rank,
+                                                                  num_tokens_per_expert)
+                plan = self._routes_for(max(tokens)).plan(to_ranks(is_token_in_rank))
+                if num_rows != plan.num_rows:
+                    error = ValueError(f"num_tokens_per_rank of the ranks says {num_rows} tokens for this "
+                                       f"rank, is_token_in_rank {plan.num_rows}: use those of "
+                                       f"get_dispatch_layout")
+                    plan.routes.refuse(error, *self._dispatch_steps(x, scales, topk_idx))
+            else:
+                plan = routes.plan(to_ranks(is_token_in_rank))
+            result = dispatch_tokens(plan, x, scales, topk_idx, topk_weights, num_local)
+            counts = [-(-n // expert_alignment) * expert_alignment for n in counts]
+            return *result, counts, Handle(plan, result[4], is_token_in_rank)
+
+        inputs = (x, scales, topk_idx, topk_weights, num_tokens_per_rank, is_token_in_rank,
+                  num_tokens_per_expert)
+        (recv_x, recv_scales, idx, weights, _, counts, handle), event = self._streams.run(
+            send, inputs, previous_event, async_finish)
+        recv_x = recv_x if scales is None else (recv_x, recv_scales)
+        return recv_x, idx, weights, counts, handle, EventOverlap(event)
+
+    def combine(self, x, handle, topk_weights=None, bias=None, config=None, previous_event=None,
+                async_finish=False, allocate_on_comm_stream=False):
+        """Add up one row from each rank, without weights.  Collective.
+
+        Sums are in float32 and in the order of the ranks.
+
+        Args:
+            x: [M, H] of the dtype bfloat16, float16 or float32.
+            handle: That of the dispatch.
+            topk_weights: [M, K] float32, which are added up likewise, or None.
+            bias: None, or one or two tensors [T, H] of x's dtype.  The sum is rounded before they are added.
+            config: Without effect.
+            previous_event: Wait for it before.
+            async_finish: Return before it is done, with an event.
+            allocate_on_comm_stream: Requires previous_event and async_finish.
+
+        Returns:
+            A tuple (combined_x [T, H], combined_topk_weights [T, K] float32 or None, event).
+        """
+        self._check_streams(previous_event, async_finish, allocate_on_comm_stream)
+        steps = [(_C.OP_COMBINE, rows_key(x) if getattr(x, "ndim", 0) == 2 else None)]
+        if isinstance(topk_weights, torch.Tensor) and topk_weights.dim() == 2:
+            steps.append((_C.OP_COMBINE, meta_key(topk_weights)))
+        try:
+            self._check_handle(handle)
+            plan = handle.plan
+            check_rows("x", x, self.device)
+            check_tensor("x", x, self.device, x.dtype, plan.num_rows, None)
+            if x.element_size() == 1:
+                raise TypeError(f"x: cannot add up numbers of {x.dtype}: pass bfloat16")
+            if topk_weights is not None:
+                check_tensor("topk_weights", topk_weights, self.device, torch.float32, len(x), None)
+            biases = biases_of(bias)
+            for b in biases:
+                check_tensor("bias", b, self.device, x.dtype, plan.num_tokens, x.shape[1])
+        except Exception as error:
+            routes = handle.plan.routes if isinstance(handle, Handle) else next(reversed(self._routes), None)
+            if routes is None:
+                self._notices.refuse(error)
+            routes.refuse(error, *steps)
+        (out, weights), event = self._streams.run(lambda: combine_tokens(plan, x, topk_weights, biases),
+                                                  (x, topk_weights, *biases, *plan.tensors()), previous_event,
+                                                  async_finish)
+        return out, weights, EventOverlap(event)
+
+    def internode_dispatch(self, *args, **kwargs):
+        """Not available: the ranks of epmoe are on one node.  Call dispatch."""
+        raise NotImplementedError("internode_dispatch: the ranks of epmoe are on one node; call dispatch")
+
+    def internode_combine(self, *args, **kwargs):
+        """Not available: the ranks of epmoe are on one node.  Call combine."""
+        raise NotImplementedError("internode_combine: the ranks of epmoe are on one node; call combine")
+
+    def get_local_buffer_tensor(self, *args, **kwargs):
+        """Not available: epmoe's buffers have a format of their own."""
+        raise NotImplementedError("get_local_buffer_tensor: the memory of epmoe's layers is not for "
+                                  "programs; use an epmoe.SymmetricHeap")
+
+    # ---- parts ----
+
+    def _options(self):
+        if self.device.type == "cpu" or Buffer._chosen_sms is None:
+            return {}
+        return {"num_sm": Buffer._chosen_sms}
+
+    def _routes_for(self, num_tokens):
+        """Return the Routes for the most tokens of a rank; all ranks know the same number."""
+        if not self._routes or self._routes[-1].max_tokens < num_tokens:
+            step = max(64, 1 << max(0, num_tokens.bit_length() - 3))
+            most = max(step, -(-num_tokens // step) * step)
+            self._routes.append(Routes(self.world, self.device, most, self.group_size, self.group_size,
+                                       **self._options()))
+        return self._routes[-1]
+
+    def _routes_for_worst(self, num_worst_tokens):
+        if num_worst_tokens not in self._worst:
+            most = -(-num_worst_tokens // self.group_size)
+            self._worst[num_worst_tokens] = Routes(self.world, self.device, most, self.group_size,
+                                                   self.group_size, capacity=num_worst_tokens,
+                                                   **self._options())
+        return self._worst[num_worst_tokens]
+
+    def _dispatch_again(self, x, scales, handle, topk, previous_event, async_finish):
+        steps = self._dispatch_steps(x, scales, None)
+        try:
+            self._check_handle(handle)
+            plan = handle.plan
+            if topk != (None, None):
+                raise ValueError("topk_idx and topk_weights: must be None with a handle")
+            check_rows("x", x, self.device)
+            check_tensor("x", x, self.device, x.dtype, plan.num_tokens, None)
+            if scales is not None:
+                check_scales(scales, x, self.device)
+        except Exception as error:
+            routes = handle.plan.routes if isinstance(handle, Handle) else next(reversed(self._routes), None)
+            if routes is None:
+                self._notices.refuse(error)
+            routes.refuse(error, *steps)
+        (recv_x, recv_scales, *_), event = self._streams.run(
+            lambda: dispatch_tokens(plan, x, scales, None, None, 0), (x, scales, *plan.tensors()),
+            previous_event, async_finish)
+        recv_x = recv_x if scales is None else (recv_x, recv_scales)
+        return recv_x, None, None, None, None, EventOverlap(event)
+
+    @staticmethod
+    def _dispatch_steps(x, scales, topk_idx):
+        """Return the operations of a dispatch after its plan, as far as wrong arguments say."""
+        is_matrix = isinstance(x, torch.Tensor) and x.dim() == 2
+        steps = [(_C.OP_DISPATCH, rows_key(x) if is_matrix else None)]
+        columns = [c for c in (topk_idx, topk_idx, scales) if isinstance(c, torch.Tensor) and c.dim() == 2]
+        if columns:
+            steps.append((_C.OP_DISPATCH, meta_key(*columns)))
+        return steps
+
+    @staticmethod
+    def _check_streams(previous_event, async_finish, allocate_on_comm_stream):
+        if allocate_on_comm_stream and not (previous_event is not None and async_finish):
+            raise ValueError("allocate_on_comm_stream: needs previous_event and async_finish=True")
+
+    def _check_handle(self, handle):
+        if not isinstance(handle, Handle):
+            raise TypeError(f"handle: wanted what dispatch of this Buffer returned, got "
+                            f"{type(handle).__name__}")
+        if handle.plan.routes.world is not self.world:
+            raise ValueError("handle: it belongs to a Buffer of another group")
+
+    def _check_dispatch(self, x, scales, per_rank, is_in_rank, per_expert):
+        check_rows("x", x, self.device)
+        if scales is not None:
+            check_scales(scales, x, self.device)
+        check_tensor("is_token_in_rank", is_in_rank, self.device, torch.bool, len(x), self.group_size)
+        check_tensor("num_tokens_per_rank", per_rank, self.device, torch.int32, self.group_size)
+        check_tensor("num_tokens_per_expert", per_expert, self.device, torch.int32, None)
+        if len(per_expert) % self.group_size or len(per_expert) > self.group_size * MAX_LOCAL_EXPERTS:
+            raise ValueError(f"num_tokens_per_expert has {len(per_expert)} experts: wanted a multiple of "
+                             f"{self.group_size} ranks, at most {MAX_LOCAL_EXPERTS} for each")
+
+    def _check_topk(self, x, topk_idx, topk_weights):
+        if (topk_idx is None) != (topk_weights is None):
+            raise ValueError("topk_idx and topk_weights: pass both or neither")
+        if topk_idx is not None:
+            check_topk_idx(topk_idx, self.device, len(x))
+            check_tensor("topk_weights", topk_weights, self.device, torch.float32, *topk_idx.shape)
+            check_device("topk_weights", topk_weights, self.device)

@@ -1,0 +1,284 @@
+"""The low-latency half of Buffer, on LowLatencyAll2All."""
+
+import collections.abc
+import contextlib
+
+import torch
+
+from ... import _C
+from ...device import status_of, stream_of
+from ...layer_parts import refuse_layer
+from ...low_latency import LowLatencyAll2All
+from ...low_latency_parts import LowLatencyHandle
+from .config import ALIGNMENT
+from .utils import EventOverlap
+
+_WEIGHTS_HIDDEN = 8  # numbers of a row that travels only for its weights
+
+
+class DecodeHandle(collections.abc.Sequence):
+    """What low_latency_dispatch keeps for low_latency_combine, a sequence as DeepEP's tuple.
+
+    Its elements are src_info [L, W * max] int32 (the token of each row at its source), layout_range [L, W]
+    int64 (first row << 32 | rows, of each source), max, H and E.  The first two are computed when they are
+    read.
+    """
+
+    def __init__(self, key, a2a, handle, topk_idx):
+        self.key, self.a2a, self.handle, self.topk_idx = key, a2a, handle, topk_idx
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, i):
+        if isinstance(i, slice):
+            return tuple(self)[i]
+        if i in (0, 1, -5, -4):
+            return self._tables()[i % 5]
+        return (None, None, self.a2a.max_tokens, self.a2a.hidden, self.a2a.num_experts)[i]
+
+    def _tables(self):
+        """Return src_info and layout_range, from the rows of all choices in epmoe's handle."""
+        a2a, words = self.a2a, self.handle._outputs[0]
+        size, most, topk, num_local = a2a.world_size, a2a.max_tokens, a2a.topk, a2a.num_local_experts
+        first = _rows_at(num_local, most)
+        rows = words[first : first + size * most * topk].view(size, most, topk)
+        token = torch.arange(most, device=words.device, dtype=torch.int32)[None, :, None]
+        is_there = (token < words[8 : 8 + size, None, None]) & (rows >= 0)
+        num_rows = num_local * size * most
+        place = torch.where(is_there, rows, num_rows).long().flatten()
+        source = torch.arange(size, device=words.device, dtype=torch.int32)[:, None, None]
+        src_info = words.new_zeros(num_rows + 1)
+        src_info.scatter_(0, place, token.expand(rows.shape).flatten())
+        owner = words.new_full((num_rows + 1,), -1)
+        owner.scatter_(0, place, source.expand(rows.shape).flatten())
+        owner = owner[:-1].view(num_local, -1, 1)
+        counts = (owner == source.view(1, 1, -1)).sum(1)
+        begins = counts.cumsum(1) - counts
+        return src_info[:-1].view(num_local, -1), begins << 32 | counts
+
+
+def _rows_at(num_local_experts, max_tokens):
+    """Return where the rows begin in a handle: ep_ll_handle of csrc/protocol/low_latency.h."""
+    targets = (16 + num_local_experts + 1 + 3) // 4 * 4
+    return (targets + max_tokens + 3) // 4 * 4
+
+
+class LowLatency:
+    """The low_latency methods of Buffer."""
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts):
+        """Return about the bytes of the buffers, as a number to pass to Buffer, which ignores it."""
+        num_bytes = 4 * num_ranks * num_max_dispatch_tokens_per_rank * (2 * hidden + 128)
+        return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank, hidden, num_experts):
+        """Do nothing: epmoe's buffers are never dirty."""
+        self._check_mode()
+
+    def low_latency_dispatch(self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
+                             cumulative_local_expert_recv_stats=None, dispatch_wait_recv_cost_stats=None,
+                             use_fp8=True, round_scale=False, use_ue8m0=False, async_finish=False,
+                             return_recv_hook=False):
+        """Send few tokens to their experts.  Collective.
+
+        Args:
+            x: [T, H] bfloat16; T is at most num_max_dispatch_tokens_per_rank.
+            topk_idx: [T, K] int64 or int32; -1: no choice.
+            num_max_dispatch_tokens_per_rank: The most tokens of a rank, the same on all ranks.
+            num_experts: E.
+            cumulative_local_expert_recv_stats: [L] int32, to which the counts are added, or None.
+            dispatch_wait_recv_cost_stats: Must be None.
+            use_fp8: Whether rows become float8_e4m3fn with a scale for each 128 numbers.
+            round_scale: Whether scales are powers of two.
+            use_ue8m0: Whether four scales are packed in an int32.  Needs round_scale.
+            async_finish: Return before it is done, with an event.
+            return_recv_hook: Send only; the hook receives.
+
+        Returns:
+            A tuple (recv_x, recv_count [L] int32, handle, event, hook).  recv_x is [L, W * max, H], or a pair
+                of it and the scales [L, W * max, H / 128].
+        """
+        self._check_mode()
+        if dispatch_wait_recv_cost_stats is not None:
+            raise NotImplementedError("dispatch_wait_recv_cost_stats: epmoe does not measure it; see "
+                                      "World.flight_record for what a rank waits for")
+        fp8 = ("ue8m0" if use_ue8m0 else "pow2" if round_scale else True) if use_fp8 else False
+        key = None
+        try:
+            _check_hook(async_finish, return_recv_hook)
+            if use_ue8m0 and not (round_scale and use_fp8):
+                raise ValueError("use_ue8m0: needs use_fp8=True and round_scale=True")
+            if x.dim() != 2 or topk_idx.dim() != 2:
+                raise ValueError(f"x and topk_idx: wanted two dimensions, got {list(x.shape)} and "
+                                 f"{list(topk_idx.shape)}")
+            if x.dtype != torch.bfloat16:
+                raise TypeError(f"x: wanted bfloat16, got {x.dtype}")
+            key = num_max_dispatch_tokens_per_rank, x.shape[1], topk_idx.shape[1], num_experts
+            stats = cumulative_local_expert_recv_stats
+            if stats is not None and (stats.dtype != torch.int32
+                                      or stats.shape != (num_experts // self.group_size,)):
+                raise ValueError(f"cumulative_local_expert_recv_stats: wanted int32 [num_local_experts], got "
+                                 f"{stats.dtype} {list(stats.shape)}")
+        except Exception as error:
+            key = key or self._last_key
+            self._refuse_decode(error, (_C.OP_LL_DISPATCH, key, self._take_turn(key)))
+        a2a = self._decoder(*key)
+        buffer = self._take_turn(key)
+
+        def send():
+            idx = topk_idx.clone()  # combine needs it as it was
+            # Until the hook, the program may overwrite x.
+            tokens = x.clone() if return_recv_hook else x
+            send = a2a.dispatch_send if return_recv_hook else a2a.dispatch
+            sent = send(tokens, idx, fp8=fp8, buffer=buffer)
+            rows, scales, counts, inner = sent._result if return_recv_hook else sent
+            if stats is not None and not return_recv_hook:
+                stats.add_(counts)
+            return rows, scales, counts, idx, DecodeHandle(key, a2a, inner, idx), sent
+
+        (rows, scales, counts, _, handle, sent), event = self._streams.run(
+            send, (x, topk_idx, stats), None, async_finish)
+
+        def hook():
+            sent.recv()
+            if stats is not None:
+                stats.add_(counts)
+
+        return ((rows, scales) if use_fp8 else rows, counts, handle, EventOverlap(event),
+                hook if return_recv_hook else None)
+
+    def low_latency_combine(self, x, topk_idx, topk_weights, handle, use_logfmt=False, zero_copy=False,
+                            async_finish=False, return_recv_hook=False, out=None,
+                            combine_wait_recv_cost_stats=None):
+        """Return the experts' rows, and add them up with weights.  Collective.
+
+        The weights first go to the ranks of the experts, in a small dispatch.  There, a rank's rows are added
+        up in float32 and rounded to bfloat16, then the sums of the ranks likewise.
+
+        Args:
+            x: [L, W * max, H] bfloat16.  Do not overwrite it before the hook.
+            topk_idx: [T, K] as for the dispatch; a choice that is -1 here has the weight 0.
+            topk_weights: [T, K] float32.
+            handle: That of low_latency_dispatch.
+            use_logfmt: Without effect: rows travel as bfloat16, which is more precise.
+            zero_copy: Take the rows from get_next_low_latency_combine_buffer(handle) instead of x.
+            async_finish: Return before it is done, with an event.
+            return_recv_hook: Send only; the hook receives.
+            out: [T, H] bfloat16 to write, or None.
+            combine_wait_recv_cost_stats: Must be None.
+
+        Returns:
+            A tuple (combined_x [T, H] bfloat16, event, hook).
+        """
+        self._check_mode()
+        if combine_wait_recv_cost_stats is not None:
+            raise NotImplementedError("combine_wait_recv_cost_stats: epmoe does not measure it")
+        try:
+            _check_hook(async_finish, return_recv_hook)
+            if not isinstance(handle, DecodeHandle):
+                raise TypeError(f"handle: wanted what low_latency_dispatch returned, got "
+                                f"{type(handle).__name__}")
+            a2a, inner = handle.a2a, handle.handle
+            if topk_idx.shape != handle.topk_idx.shape or topk_weights.shape != topk_idx.shape:
+                raise ValueError(f"topk_idx {list(topk_idx.shape)} and topk_weights "
+                                 f"{list(topk_weights.shape)}: wanted {list(handle.topk_idx.shape)}, "
+                                 f"as in the dispatch")
+            if topk_weights.dtype != torch.float32:
+                raise TypeError(f"topk_weights: wanted float32, got {topk_weights.dtype}")
+            if zero_copy:
+                x = self.get_next_low_latency_combine_buffer(handle)
+            wanted = a2a._shapes["masked"]
+            if x.shape != wanted or x.dtype != torch.bfloat16:
+                raise ValueError(f"x: wanted bfloat16 {list(wanted)}, got {x.dtype} {list(x.shape)}")
+            if out is not None and (out.shape != (inner.num_tokens, a2a.hidden) or out.dtype != x.dtype):
+                raise ValueError(f"out: wanted bfloat16 {[inner.num_tokens, a2a.hidden]}, got {out.dtype} "
+                                 f"{list(out.shape)}")
+        except Exception as error:
+            key = handle.key if isinstance(handle, DecodeHandle) else self._last_key
+            buffer = handle.handle.buffer if isinstance(handle, DecodeHandle) else self._turns.get(key, 0)
+            self._refuse_decode(error, (_C.OP_LL_DISPATCH, _weigher_key(key), buffer),
+                                (_C.OP_LL_COMBINE, key, buffer))
+        weigher = self._decoder(*_weigher_key(handle.key))
+
+        def send():
+            weights = topk_weights.masked_fill(topk_idx < 0, 0)
+            rows = x.new_zeros(inner.num_tokens, _WEIGHTS_HIDDEN)
+            weighed = weigher.dispatch(rows, handle.topk_idx, weights, buffer=inner.buffer)[3]
+            # The words of a handle do not depend on H: those with the weights serve for the rows of x, too.
+            both = LowLatencyHandle(a2a, inner._key, (weighed._outputs[0], *inner._outputs[1:]))
+            both.num_tokens, both.buffer = inner.num_tokens, inner.buffer
+            if return_recv_hook:
+                sent = a2a.combine_send(x, both, out=out)
+                return sent._result, sent
+            return a2a.combine(x, both, out=out), None
+
+        inputs = (x, topk_idx, topk_weights, out, handle.topk_idx, inner._outputs[0])
+        (result, sent), event = self._streams.run(send, inputs, None, async_finish)
+        return result, EventOverlap(event), (lambda: _receive(sent)) if return_recv_hook else None
+
+    def get_next_low_latency_combine_buffer(self, handle):
+        """Return a tensor [L, W * max, H] bfloat16 to fill for low_latency_combine(zero_copy=True)."""
+        if not isinstance(handle, DecodeHandle):
+            raise TypeError(f"handle: wanted what low_latency_dispatch returned, got {type(handle).__name__}")
+        key = handle.key, handle.handle.buffer
+        if key not in self._zero_copies:
+            self._zero_copies[key] = torch.zeros(handle.a2a._shapes["masked"], dtype=torch.bfloat16,
+                                                 device=self.device)
+        return self._zero_copies[key]
+
+    def low_latency_update_mask_buffer(self, rank_to_mask, mask=False):
+        """Not available: shrink mode is not."""
+        raise NotImplementedError("low_latency_update_mask_buffer: epmoe has no masked ranks")
+
+    def low_latency_query_mask_buffer(self, mask_status):
+        """Not available: shrink mode is not."""
+        raise NotImplementedError("low_latency_query_mask_buffer: epmoe has no masked ranks")
+
+    def low_latency_clean_mask_buffer(self):
+        """Not available: shrink mode is not."""
+        raise NotImplementedError("low_latency_clean_mask_buffer: epmoe has no masked ranks")
+
+    # ---- parts ----
+
+    def _check_mode(self):
+        if not self.low_latency_mode:
+            raise ValueError("the low_latency methods need Buffer(low_latency_mode=True)")
+
+    def _decoder(self, *key):
+        """Return the LowLatencyAll2All for (max_tokens, H, K, E).  The first call is collective."""
+        if key not in self._low_latency:
+            self._low_latency[key] = LowLatencyAll2All(self.world, *key, device=self.device, num_buffers=2)
+        return self._low_latency[key]
+
+    def _take_turn(self, key):
+        """Return the communication buffer of the next dispatch: the two of a layer alternate."""
+        self._last_key = key
+        self._turns[key] = 1 - self._turns.get(key, 1)
+        return self._turns[key]
+
+    def _refuse_decode(self, error, *steps):
+        """Tell the other ranks that this one cannot take part in these operations, then raise the error."""
+        for op, key, buffer in steps[:1] if self.device.type == "cpu" else steps:  # as Routes.refuse
+            a2a = self._low_latency.get(key)
+            with contextlib.suppress(Exception):
+                if a2a is None:  # the others create it
+                    refuse_layer(self.world, None, error)
+                    break
+                _C.layer_refuse(a2a._c, buffer, op, status_of(error), stream_of(self.device))
+        raise error
+
+
+def _weigher_key(key):
+    """Return the key of the layer that moves the weights for the layer of this key, which may be None."""
+    return key and (key[0], _WEIGHTS_HIDDEN, *key[2:])
+
+
+def _check_hook(async_finish, return_recv_hook):
+    if async_finish and return_recv_hook:
+        raise ValueError("async_finish and return_recv_hook: set at most one")
+
+
+def _receive(sent):
+    sent.recv()

@@ -1,0 +1,100 @@
+"""One row for each (token, rank): what DeepEP sends, from layers of epmoe.
+
+EPAll2AllLayer has one row for each choice of an expert.  Here the "experts" of a layer are the ranks, and the
+K = W choices of a token are the ranks to which it goes.  So a rank receives one row of each token that goes
+to it, ordered by source rank, then token; and combine adds up one row from each rank, without weights.
+"""
+
+import contextlib
+import functools
+
+import torch
+
+from ... import _C
+from ...device import status_of, stream_of
+from ...gemm import aligned
+from ...layer import EPAll2AllLayer
+from ...layer_parts import refuse_layer
+from ...layout import EPLayout
+
+
+class Routes:
+    """Layers that differ only in what a row is, so that a plan of one of them serves all.
+
+    A program dispatches rows of one size and combines rows of another, and indices, weights and scales travel
+    beside them.  All layers of a Routes have the same ranks, experts, choices, tokens and capacity.  A layer
+    is created in the first call that uses rows of its size, which is collective.
+    """
+
+    def __init__(self, world, device, max_tokens, num_experts, topk, **options):
+        self.world = world
+        self.device = device
+        self.max_tokens = max_tokens
+        self._make = functools.partial(EPAll2AllLayer, world, max_tokens, topk=topk, device=device,
+                                       num_tot_experts=num_experts, **options)
+        self._layers = {}
+        self.planner = self._make(4, dtype=torch.float32)  # makes all plans, so that their numbers are unique
+
+    def layer(self, dtype, hidden):
+        key = dtype, hidden
+        if key not in self._layers:
+            self._layers[key] = self._make(hidden, dtype=dtype)
+        return self._layers[key]
+
+    def plan(self, idx):
+        """Plan a dispatch to the experts idx [T, K].  Collective."""
+        return Plan(self, self.planner.preprocess(idx))
+
+    def refuse(self, error, *steps):
+        """Tell the other ranks that this one cannot take part in a call, then raise the error.
+
+        steps: The operations of the call: (operation, None for the planner, or (dtype, hidden) of its rows).
+        """
+        # On a CPU the others raise in the first operation.  On a GPU they have launched the next ones, too.
+        for op, key in steps[:1] if self.device.type == "cpu" else steps:
+            layer = self.planner if key is None else self._layers.get(key)
+            with contextlib.suppress(Exception):
+                if layer is None:  # the others create it
+                    refuse_layer(self.world, None, error)
+                    break
+                _C.layer_refuse(layer._c, 0, op, status_of(error), stream_of(self.device))
+        raise error
+
+    def finalize(self):
+        for layer in (self.planner, *self._layers.values()):
+            layer.finalize()
+
+
+class Plan:
+    """A plan, for all layers of its Routes."""
+
+    def __init__(self, routes, layout):
+        self.routes = routes
+        self.layout = layout  # the planner's
+        self.num_tokens = layout.num_tokens
+        self.num_rows = layout._num_rows if routes.planner.capacity is None else routes.planner.capacity
+
+    def on(self, layer):
+        """Return the EPLayout of a layer."""
+        layout = EPLayout(layer, self.layout.plan, self.num_tokens, 0, self.layout._num_rows)
+        layout.recv = self.layout.recv
+        return layout
+
+    def dispatch(self, rows, weight=None):
+        """Return the rows [M, H] that this rank receives of rows [T, H], and the weights [M] or None."""
+        layer = self.routes.layer(rows.dtype, rows.shape[1])
+        rows, row_weight, layout = layer.dispatch(aligned(rows), weight=weight, layout=self.on(layer))
+        if self.layout.recv is None:
+            self.layout.recv = layout.recv
+        return rows, row_weight
+
+    def combine(self, rows, scalar=None):
+        """Return the sums [T, H] of rows [M, H], and the scalars [T, K] of scalar [M], or None."""
+        layer = self.routes.layer(rows.dtype, rows.shape[1])
+        if scalar is None:
+            return layer.combine(aligned(rows), self.on(layer)), None
+        return layer._combine(aligned(rows), None, scalar, self.layout.plan, self.layout.recv, 0,
+                              self.num_tokens)
+
+    def tensors(self):
+        return self.layout.plan, self.layout.recv

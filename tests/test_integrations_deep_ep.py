@@ -1,0 +1,351 @@
+"""epmoe.integrations.deep_ep against plain PyTorch: what each rank must receive follows from all inputs."""
+
+import doctest
+import importlib
+
+import pytest
+import torch
+
+import epmoe
+from cases import generator
+from epmoe import reference
+from epmoe.integrations import deep_ep
+
+L, K, H, S = 3, 4, 256, 2  # experts of a rank, choices, hidden, scales of a token
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+def inputs(rank, size, tokens="unequal", seed=0):
+    """Return x [T, H] bfloat16, idx [T, K] with dropped choices, weights [T, K]."""
+    g = generator(seed, rank, 7)
+    t = {"full": 8, "unequal": (5, 0, 8, 3)[rank % 4], "many": 300 - 7 * rank}[tokens]
+    num_experts = L * size
+    idx = torch.rand(t, max(num_experts, K), generator=g).topk(K).indices
+    idx[(torch.rand(t, K, generator=g) < 0.2) | (idx >= num_experts)] = -1
+    return torch.randn(t, H, generator=g).to(BF16), idx, torch.rand(t, K, generator=g)
+
+
+def scales_of(x):
+    """Return x as a pair for FP8, whose scales are column-major as in DeepEP's tests."""
+    q, scales = reference.quantize_fp8(x)
+    return q, scales.T.contiguous().T
+
+
+def received(rank, size, **options):
+    """Return (x, local idx, weights, token at its source, source) of the rows that a rank must receive."""
+    parts = []
+    for source in range(size):
+        x, idx, weights = inputs(source, size, **options)
+        here = (idx >= 0) & (idx // L == rank)
+        for t in range(len(x)):
+            if here[t].any():
+                local = torch.where(here[t], idx[t] - rank * L, -1)
+                parts.append((x[t], local, weights[t] * here[t], torch.tensor(t), torch.tensor(source)))
+    if not parts:
+        empty = torch.zeros(0, dtype=torch.int64)
+        return torch.zeros(0, H, dtype=BF16), empty.view(0, K), torch.zeros(0, K), empty, empty
+    return tuple(torch.stack(p) for p in zip(*parts))
+
+
+def make(world, device, **options):
+    return deep_ep.Buffer(world, explicitly_destroy=True, device=device, **options)
+
+
+def on(device, *tensors):
+    return [t.to(device) for t in tensors]
+
+
+def layout_of(buffer, idx):
+    per_rank, _, per_expert, is_in, _ = buffer.get_dispatch_layout(idx, L * buffer.group_size)
+    return dict(num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in)
+
+
+def same(a, b):
+    return torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)) and a.dtype == b.dtype
+
+
+def run_v1(world, device):
+    """Every option of dispatch and combine once.  The asserts run on the rank."""
+    buffer, rank, size = make(world, device), world.rank, world.size
+    for tokens in ("unequal", "many", "full"):  # the layers grow, and then serve fewer tokens, too
+        x, idx, weights = on(device, *inputs(rank, size, tokens))
+        want_x, want_idx, want_weights, want_token, _ = received(rank, size, tokens=tokens)
+        layout = layout_of(buffer, idx)
+        is_in = torch.stack([((idx >= 0) & (idx // L == r)).any(1) for r in range(size)], 1)
+        assert torch.equal(layout["is_token_in_rank"], is_in)
+        assert torch.equal(layout["num_tokens_per_rank"].long(), is_in.sum(0))
+        counts = [int((want_idx == e).sum()) for e in range(L)]
+        for with_fp8 in (False, True):
+            sent = scales_of(x) if with_fp8 else x
+            for with_topk in (False, True):
+                topk = dict(topk_idx=idx, topk_weights=weights) if with_topk else {}
+                got, got_idx, got_weights, got_counts, handle, event = buffer.dispatch(
+                    sent, **layout, **topk, expert_alignment=4)
+                assert event.event is None and len(handle) == 6
+                assert got_counts == [-(-c // 4) * 4 for c in counts]
+                want = scales_of(want_x) if with_fp8 else want_x
+                for g, w in zip(got, want) if with_fp8 else [(got, want)]:
+                    assert same(g, w.contiguous())
+                assert torch.equal(handle[3].cpu().long(), want_token)
+                if with_topk:
+                    assert same(got_idx, want_idx) and same(got_weights, want_weights)
+                else:
+                    assert got_idx is None and got_weights is None
+                again = buffer.dispatch(sent, handle=handle)
+                for g, w in zip(again[0], got) if with_fp8 else [(again[0], got)]:
+                    assert same(g, w.cpu())
+                assert again[1:5] == (None,) * 4
+                worst = buffer.dispatch(sent, **layout, **topk, num_worst_tokens=300 * size)
+                first = worst[0][0] if with_fp8 else worst[0]
+                assert worst[3] == [] and len(first) == 300 * size
+                assert same(first[: len(want_x)], (got[0] if with_fp8 else got).cpu())
+                if with_topk:
+                    assert same(worst[1][: len(want_x)], want_idx) and (worst[1][len(want_x) :] == -1).all()
+                y = torch.zeros(300 * size, H, dtype=BF16, device=device)
+                y[: len(want_x)] = want_x.to(device)
+                for y, handle in ((want_x.to(device), handle), (y, worst[4])):
+                    check_combine(buffer, y, handle, x, is_in, with_topk)
+    buffer.destroy()
+
+
+def check_combine(buffer, y, handle, x, is_in, with_topk):
+    """The rows of a token are all x[t], so their sum is x[t] * num ranks, exactly as floats add."""
+    total = x.float() * is_in.sum(1, keepdim=True)
+    bias = tuple(torch.full_like(x, b) for b in (0.5, -1.0))
+    weights = torch.full((len(y), K), 0.25, device=y.device) if with_topk else None
+    for b, plus in ((None, 0), (bias[0], 0.5), (bias, -0.5)):
+        out, out_weights, _ = buffer.combine(y, handle, topk_weights=weights, bias=b)
+        want = total.to(BF16) if b is None else (total.to(BF16).float() + plus).to(BF16)
+        assert out.dtype == BF16 and torch.equal(out, want)
+        if with_topk:
+            assert torch.equal(out_weights, is_in.sum(1, keepdim=True).expand(-1, K) * 0.25)
+        else:
+            assert out_weights is None
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_integrations_deep_ep_v1(ranks, size):
+    ranks(run_v1, world_size=size, timeout_s=60)
+
+
+def run_events(world, device):
+    buffer = make(world, device)
+    x, idx, weights = on(device, *inputs(world.rank, world.size, "full"))
+    want = received(world.rank, world.size, tokens="full")[0]
+    for allocate in (False, True):
+        streams = dict(previous_event=buffer.capture(), async_finish=True, allocate_on_comm_stream=allocate)
+        per_rank, _, per_expert, is_in, event = buffer.get_dispatch_layout(idx, L * world.size, **streams)
+        got, _, _, _, handle, event = buffer.dispatch(
+            x, num_tokens_per_rank=per_rank, num_tokens_per_expert=per_expert, is_token_in_rank=is_in,
+            previous_event=event, async_finish=True, allocate_on_comm_stream=allocate)
+        with event:
+            pass
+        assert same(got, want)
+        out, _, event = buffer.combine(got, handle, async_finish=True)
+        told = []
+        event.register_hook_after_wait(lambda told=told: told.append(1))
+        with pytest.raises(RuntimeError, match="a hook already"):
+            event.register_hook_after_wait(print)
+        event.current_stream_wait(release_handle=True)
+        assert told == [1] and event.event is None
+        assert torch.equal(out, (x.float() * is_in.sum(1, keepdim=True)).to(BF16))
+    assert buffer.get_comm_stream() is not None
+    buffer.destroy()
+
+
+def test_integrations_deep_ep_events_and_streams(ranks):
+    ranks(run_events, world_size=2, timeout_s=60)
+    with pytest.raises(RuntimeError, match="no event to wait for"):
+        deep_ep.EventOverlap(None).current_stream_wait()
+
+
+def expect(kind, text, fn, *args, **kwargs):
+    with pytest.raises(kind, match=text):
+        fn(*args, **kwargs)
+
+
+def run_mistakes(world, device):
+    """What one rank does wrong, all ranks hear; the next call works."""
+    buffer, is_first = make(world, device), world.rank == 0
+    x, idx, weights = on(device, *inputs(world.rank, world.size, "full"))
+    layout = layout_of(buffer, idx)
+
+    def all_raise(kind, text, fn, wrong, right, others=epmoe.PeerError, other_text="rank 0"):
+        if is_first:
+            expect(kind, text, fn, **wrong)
+        else:
+            expect(others, other_text, fn, **right)
+
+    right = dict(x=x, **layout, topk_idx=idx, topk_weights=weights)
+    for change, kind, text in (
+            (dict(x=x.double()), TypeError, "x: wanted bfloat16"),
+            (dict(x=x.T), ValueError, "contiguous"),
+            (dict(x=(x, x.float())), TypeError, "wanted float8_e4m3fn"),
+            (dict(num_tokens_per_rank=None), TypeError, "num_tokens_per_rank: wanted a tensor"),
+            (dict(is_token_in_rank=layout["is_token_in_rank"][:-1]), ValueError, "is_token_in_rank"),
+            (dict(num_tokens_per_expert=layout["num_tokens_per_expert"][:-1]), ValueError, "5 experts"),
+            (dict(topk_weights=None), ValueError, "pass both or neither"),
+            (dict(topk_weights=weights.double()), TypeError, "topk_weights: wanted torch.float32"),
+            (dict(expert_alignment=0), ValueError, "expert_alignment 0")):
+        all_raise(kind, text, buffer.dispatch, right | change, right)
+    handle = buffer.dispatch(**right)[4]
+    wrong = dict(topk_idx=None, topk_weights=None)
+    all_raise(epmoe.EpMismatch, "num_topk .* is 0 on rank 0 and 4 on rank 1", buffer.dispatch, right | wrong,
+              right, epmoe.EpMismatch, "num_topk")
+    all_raise(epmoe.EpIndexError, "rank 0: an index", buffer.dispatch,
+              right | dict(topk_idx=idx.clone().fill_(99)), right, epmoe.EpIndexError)
+    all_raise(ValueError, "must be None with a handle", buffer.dispatch,
+              dict(x=x, handle=handle, topk_idx=idx), dict(x=x, handle=handle))
+    all_raise(ValueError, "num_worst_tokens 2: must be at least", buffer.dispatch,
+              right | dict(x=x.repeat(3, 1), num_worst_tokens=2,
+                           is_token_in_rank=layout["is_token_in_rank"].repeat(3, 1),
+                           topk_idx=idx.repeat(3, 1), topk_weights=weights.repeat(3, 1)),
+              right | dict(num_worst_tokens=2), (epmoe.PeerError, ValueError), ".")
+    rows = buffer.dispatch(**right)[0]
+    for change, kind, text in ((dict(x=rows[:-1]), ValueError, "x: wanted shape"),
+                               (dict(handle=tuple(handle)), TypeError, "handle: wanted what dispatch"),
+                               (dict(bias=rows[:1]), ValueError, "bias: wanted shape"),
+                               (dict(bias=(rows,) * 3), ValueError, "tuple of two")):
+        good = dict(x=rows, handle=handle)
+        all_raise(kind, text, buffer.combine, good | change, good)
+    expect(ValueError, "needs previous_event", buffer.combine, rows, handle, allocate_on_comm_stream=True)
+    expect(ValueError, "low_latency_mode=True", buffer.low_latency_dispatch, x, idx, 8, L * world.size)
+    out = buffer.combine(rows, handle)[0]
+    assert torch.equal(out, (x.float() * layout["is_token_in_rank"].sum(1, keepdim=True)).to(BF16))
+    buffer.destroy()
+
+
+def test_integrations_deep_ep_v1_mistakes(ranks):
+    if ranks.size(2) == 2:
+        ranks(run_mistakes, world_size=2, timeout_s=60)
+
+
+def test_integrations_deep_ep_what_is_not_available():
+    world = epmoe.thread_worlds(1)[0]
+    expect(ValueError, "group is None", deep_ep.Buffer, None)
+    expect(NotImplementedError, "mpi4py", deep_ep.Buffer, None, comm=object())
+    expect(NotImplementedError, "masked ranks", deep_ep.Buffer, world, enable_shrink=True)
+    expect(ValueError, "must be even", deep_ep.Buffer.set_num_sms, 3)
+    buffer = deep_ep.Buffer(world, 17, 18, device="cpu")
+    assert (buffer.num_nvl_bytes, buffer.num_rdma_bytes, buffer.is_sm90_compiled()) == (17, 18, True)
+    expect(RuntimeError, "explicitly_destroy=True", buffer.destroy)
+    for name in ("internode_dispatch", "internode_combine", "get_local_buffer_tensor",
+                 "low_latency_clean_mask_buffer"):
+        expect(NotImplementedError, name, getattr(buffer, name))
+    for config in (buffer.get_dispatch_config(2), buffer.get_combine_config(2), deep_ep.Config(20, 6, 256)):
+        assert config.num_sms == 20 and config.get_nvl_buffer_size_hint(512, 2) > 0
+        assert config.get_rdma_buffer_size_hint(512, 2) == 0
+    assert buffer.get_low_latency_rdma_size_hint(8, 512, 2, 8) > 0
+
+
+# ---- low latency ----
+
+
+def run_low_latency(world, device):
+    buffer, rank, size = make(world, device, low_latency_mode=True), world.rank, world.size
+    hidden = 512
+    for seed, hooks in enumerate((False, True, False)):
+        per_rank = [inputs(r, size, seed=seed) for r in range(size)]
+        x, idx, weights = on(device, *per_rank[rank])
+        x = x.repeat(1, 2)
+        for fp8 in (False, True, "pow2", "ue8m0"):
+            stats = torch.ones(L, dtype=torch.int32, device=device)
+            kept = idx.clone()
+            got, counts, handle, event, hook = buffer.low_latency_dispatch(
+                x, idx, 8, L * size, cumulative_local_expert_recv_stats=stats, use_fp8=bool(fp8),
+                round_scale=fp8 in ("pow2", "ue8m0"), use_ue8m0=fp8 == "ue8m0", async_finish=not hooks,
+                return_recv_hook=hooks)
+            idx.fill_(-1)  # the dispatch knows what it needs
+            hook() if hooks else event.current_stream_wait()
+            idx.copy_(kept)
+            assert torch.equal(stats, counts + 1) and handle[2:] == (8, hidden, L * size)
+            check_decode(got, counts, handle, fp8, per_rank, rank)
+            y = got if not fp8 else torch.zeros(L, 8 * size, hidden, dtype=BF16, device=device)
+            if fp8:
+                for e in range(L):
+                    n = int(counts[e])
+                    y[e, :n] = x_of_rows(handle, per_rank, e, n).to(device)
+            for zero_copy in (False, True):
+                out = torch.empty(len(x), hidden, dtype=BF16, device=device)
+                if zero_copy:
+                    buffer.get_next_low_latency_combine_buffer(handle).copy_(y)
+                result, event, hook = buffer.low_latency_combine(
+                    y, idx, weights, handle, zero_copy=zero_copy, async_finish=not hooks,
+                    return_recv_hook=hooks, out=out)
+                hook() if hooks else event.current_stream_wait()
+                assert result is out
+                want = x.float() * weights.masked_fill(idx < 0, 0).sum(1, keepdim=True)
+                torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=1e-2)
+    buffer.clean_low_latency_buffer(8, hidden, L * size)
+    masked = idx.clone()
+    masked[:, 0] = -1
+    out = buffer.low_latency_combine(y, masked, weights, handle)[0]
+    want = x.float() * weights.masked_fill(masked < 0, 0).sum(1, keepdim=True)
+    torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=1e-2)
+    decode_mistakes(buffer, x, idx, weights, handle, y)
+    buffer.destroy()
+
+
+def x_of_rows(handle, per_rank, expert, n):
+    """Return the tokens of an expert's rows, as the handle says."""
+    rows = []
+    for source, (x, _, _) in enumerate(per_rank):
+        begin, count = int(handle[1][expert, source]) >> 32, int(handle[1][expert, source]) & (1 << 32) - 1
+        rows += [x[int(t)] for t in handle[0][expert, begin : begin + count]]
+    return torch.stack(rows).repeat(1, 2) if rows else torch.zeros(0, 512, dtype=BF16)
+
+
+def check_decode(got, counts, handle, fp8, per_rank, rank):
+    for e in range(L):
+        want = [(s, t) for s, (_, idx, _) in enumerate(per_rank)
+                for t in range(len(idx)) if (idx[t] == rank * L + e).any()]
+        n = int(counts[e])
+        assert n == len(want) and handle[0][e, :n].tolist() == [t for _, t in want]
+        x = x_of_rows(handle, per_rank, e, n)
+        if want:
+            assert torch.equal(x, torch.stack([per_rank[s][0][t] for s, t in want]).repeat(1, 2))
+        if not fp8:
+            assert same(got[e, :n], x)
+            continue
+        q, scales = reference.quantize_fp8(x, pow2=fp8 != True)  # noqa: E712
+        assert same(got[0][e, :n], q)
+        scales = reference.pack_ue8m0(scales) if fp8 == "ue8m0" else scales
+        assert torch.equal(got[1][e, :n].cpu(), scales)
+
+
+def decode_mistakes(buffer, x, idx, weights, handle, y):
+    dispatch, combine = buffer.low_latency_dispatch, buffer.low_latency_combine
+    sizes = 8, L * buffer.group_size
+    expect(NotImplementedError, "does not measure", dispatch, x, idx, *sizes, dispatch_wait_recv_cost_stats=1)
+    expect(NotImplementedError, "does not measure", combine, y, idx, weights, handle,
+           combine_wait_recv_cost_stats=1)
+    expect((ValueError, epmoe.PeerError), ".", dispatch, x, idx, *sizes, use_ue8m0=True)
+    expect((ValueError, epmoe.PeerError), ".", dispatch, x, idx, *sizes, async_finish=True,
+           return_recv_hook=True)
+    expect((TypeError, epmoe.PeerError), ".", dispatch, x.float(), idx, *sizes)
+    expect((TypeError, epmoe.PeerError), ".", combine, y, idx, weights, tuple(handle))
+    expect((ValueError, epmoe.PeerError), ".", combine, y[:, :-1], idx, weights, handle)
+    if buffer.rank == 0:
+        expect(ValueError, "needs use_fp8=True", dispatch, x, idx, *sizes, use_ue8m0=True)
+        expect(TypeError, "topk_weights: wanted", combine, y, idx, weights.double(), handle)
+    elif buffer.group_size > 1:
+        expect(epmoe.PeerError, "rank 0", dispatch, x, idx, *sizes)
+        expect(epmoe.PeerError, "rank 0", combine, y, idx, weights, handle)
+    got, counts, handle, _, _ = dispatch(x, idx, *sizes, use_fp8=False)
+    out = combine(got, idx, weights, handle)[0]
+    want = x.float() * weights.masked_fill(idx < 0, 0).sum(1, keepdim=True)
+    torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_integrations_deep_ep_low_latency(ranks, size):
+    ranks(run_low_latency, world_size=size, timeout_s=60)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("name", ["utils", "config", "buffer"])
+def test_integrations_deep_ep_examples_run(monkeypatch, name):
+    monkeypatch.setenv("EPMOE_BACKEND", "cpu")
+    module = importlib.import_module(f"epmoe.integrations.deep_ep.{name}")
+    result = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
+    assert result.attempted and not result.failed
