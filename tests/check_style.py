@@ -30,6 +30,8 @@ SEED = "a public signature that epmoe keeps compatible"
 LONG_PARAMETER_LISTS = {
     "epmoe/fused.py:__init__": SEED,
     "epmoe/integrations/deep_ep/buffer.py:dispatch": SEED,
+    "epmoe/integrations/deep_ep/elastic.py:__init__": SEED,
+    "epmoe/integrations/deep_ep/elastic.py:dispatch": SEED,
     "epmoe/layer.py:__init__": SEED,
 }
 

@@ -61,7 +61,10 @@ def layout_of(buffer, idx):
 
 
 def same(a, b):
-    return torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)) and a.dtype == b.dtype
+    """Whether two tensors have the same bits."""
+    a, b = a.cpu(), b.cpu()
+    bits = [t.reshape(-1).clone().view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*bits)
 
 
 def run_v1(world, device):
@@ -343,7 +346,7 @@ def test_integrations_deep_ep_low_latency(ranks, size):
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("name", ["utils", "config", "buffer"])
+@pytest.mark.parametrize("name", ["utils", "config", "buffer", "elastic"])
 def test_integrations_deep_ep_examples_run(monkeypatch, name):
     monkeypatch.setenv("EPMOE_BACKEND", "cpu")
     module = importlib.import_module(f"epmoe.integrations.deep_ep.{name}")

@@ -10,8 +10,10 @@ import torch
 
 from .buffer import Buffer
 from .config import Config
+from .elastic import ElasticBuffer
+from .elastic_parts import EPHandle
 from .utils import EventHandle, EventOverlap
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t"]
+__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t"]
 
 topk_idx_t = torch.int64

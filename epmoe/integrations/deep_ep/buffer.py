@@ -10,7 +10,7 @@ from .low_latency import LowLatency
 from .notices import MAX_LOCAL_EXPERTS, Notices
 from .routes import Routes
 from .rows import (biases_of, check_device, check_rows, check_scales, check_tensor, check_topk_idx,
-                   combine_tokens, dispatch_tokens, meta_key, rows_key, to_ranks)
+                   combine_tokens, count_choices, dispatch_tokens, meta_key, rows_key, to_ranks)
 from .utils import EventHandle, EventOverlap, Streams
 
 
@@ -167,13 +167,8 @@ class Buffer(LowLatency):
             raise ValueError(f"num_experts {num_experts}: must be a multiple of {self.group_size} ranks")
 
         def count():
-            idx = torch.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, num_experts).long()
-            per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=self.device)
-            per_expert.scatter_add_(0, idx.flatten(), torch.ones_like(idx, dtype=torch.int32).flatten())
-            is_in = torch.zeros(len(idx), self.group_size + 1, dtype=torch.bool, device=self.device)
-            is_in.scatter_(1, idx // (num_experts // self.group_size), True)
-            is_in = is_in[:, :-1].contiguous()
-            return is_in.sum(0, dtype=torch.int32), None, per_expert[:-1].clone(), is_in
+            per_rank, per_expert, is_in = count_choices(topk_idx, num_experts, self.group_size)
+            return per_rank, None, per_expert, is_in
 
         result, event = self._streams.run(count, (topk_idx,), previous_event, async_finish)
         return *result, EventOverlap(event)

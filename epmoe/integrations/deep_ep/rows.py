@@ -110,15 +110,31 @@ def dispatch_tokens(plan, x, scales, topk_idx, topk_weights, num_local_experts):
 
 def combine_tokens(plan, x, topk_weights, biases):
     """Return the sums over the ranks of x [M, H], plus the biases, and of topk_weights [M, K] or None."""
-    out = plan.combine(x)[0]
-    if biases:
-        total = out.float()
-        for bias in biases:
-            total = total + bias.float()
-        out = total.to(x.dtype)
+    out = add_biases(plan.combine(x)[0], biases)
     if topk_weights is None:
         return out, None
     return out, plan.combine(pack(topk_weights))[0][:, : topk_weights.shape[1]].contiguous()
+
+
+def add_biases(x, biases):
+    if not biases:
+        return x
+    total = x.float()
+    for bias in biases:
+        total = total + bias.float()
+    return total.to(x.dtype)
+
+
+def count_choices(topk_idx, num_experts, num_ranks):
+    """Return the tokens for each rank [W] int32 and each expert [E] int32, and which go where [T, W] bool."""
+    device = topk_idx.device
+    idx = torch.where((topk_idx >= 0) & (topk_idx < num_experts), topk_idx, num_experts).long()
+    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    per_expert.scatter_add_(0, idx.flatten(), torch.ones_like(idx, dtype=torch.int32).flatten())
+    is_in = torch.zeros(len(idx), num_ranks + 1, dtype=torch.bool, device=device)
+    is_in.scatter_(1, idx // (num_experts // num_ranks), True)
+    is_in = is_in[:, :-1].contiguous()
+    return is_in.sum(0, dtype=torch.int32), per_expert[:-1].clone(), is_in
 
 
 def biases_of(bias):

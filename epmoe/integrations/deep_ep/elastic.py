@@ -1,0 +1,303 @@
+"""ElasticBuffer, the interface of DeepEP V2."""
+
+import torch
+
+from ... import _C
+from ...device import pick_device
+from ...layer_parts import default_num_sm
+from ...world import World
+from .config import layer_bytes, rows_bytes
+from .elastic_parts import EPHandle, Unavailable, row_scales
+from .notices import Notices
+from .rows import (biases_of, check_rows, check_scales, check_tensor, check_topk_idx, rows_key)
+from .utils import EventHandle, EventOverlap, Streams
+
+
+class ElasticBuffer(Unavailable):
+    """DeepEP's ElasticBuffer (V2) within one node, on the layers of epmoe.
+
+    dispatch, combine and barrier are DeepEP's, and collective; docs/deep_ep.md has a table of what differs.
+    Whether topk_weights are passed must be the same on all ranks; otherwise the world's rule applies: it ends
+    with an error after a second.  Nothing is differentiable, as in DeepEP.
+
+    Args:
+        group: A ProcessGroup, or an epmoe.World.
+        num_bytes: Kept as an attribute.  The buffers are as large as the calls need.
+        num_cpu_bytes: Must be 0.
+        num_max_tokens_per_rank: The most tokens of a rank, where dispatch does not say it.
+        hidden: Without effect.
+        num_topk: Without effect.
+        use_fp8_dispatch: Without effect: dispatch takes pairs at any time.
+        deterministic: Without effect: results always are.
+        allow_hybrid_mode: Without effect.
+        allow_multiple_reduction: With do_expand, whether a rank's rows of a token are added up and rounded
+            before they are sent.
+        prefer_overlap_with_compute: Without effect.
+        sl_idx: Without effect.
+        num_allocated_qps: Kept as an attribute.
+        num_cpu_timeout_secs: None, or the world's timeout in seconds.
+        num_gpu_timeout_secs: Likewise; the longer of the two holds.
+        explicitly_destroy: Whether destroy() may be called.
+        device: As for SymmetricHeap.  DeepEP does not have it.
+
+    Raises:
+        ValueError: Without a group.
+        NotImplementedError: For num_cpu_bytes.
+        EpError: As the creation of an EPAll2AllLayer.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> from epmoe.integrations import deep_ep
+        >>> buffer = deep_ep.ElasticBuffer(epmoe.World(), num_max_tokens_per_rank=4, device="cpu")
+        >>> x, idx = torch.ones(3, 8, dtype=torch.bfloat16), torch.tensor([[0, 1], [1, -1], [-1, -1]])
+        >>> rows, _, _, handle, _ = buffer.dispatch(x, idx, num_experts=2, do_expand=True)
+        >>> len(rows), handle.psum_num_recv_tokens_per_expert.tolist()
+        (3, [1, 3])
+        >>> buffer.combine(rows, handle)[0][:, 0].tolist()
+        [2.0, 1.0, 0.0]
+
+    References:
+        DeepSeek's DeepEP, deep_ep/buffers/elastic.py.
+    """
+
+    def __init__(self, group, num_bytes=None, num_cpu_bytes=0, num_max_tokens_per_rank=0, hidden=0,
+                 num_topk=0, use_fp8_dispatch=False, deterministic=False, allow_hybrid_mode=True,
+                 allow_multiple_reduction=True, prefer_overlap_with_compute=True, sl_idx=3,
+                 num_allocated_qps=0, num_cpu_timeout_secs=None, num_gpu_timeout_secs=None,
+                 explicitly_destroy=False, *, device=None):
+        if num_cpu_bytes:
+            raise NotImplementedError("num_cpu_bytes: epmoe has no Engram storage")
+        if group is None:
+            raise ValueError("group is None: pass a torch.distributed ProcessGroup")
+        self.group = group
+        self.world = World.of(group)
+        timeouts = [t for t in (num_cpu_timeout_secs, num_gpu_timeout_secs) if t is not None]
+        if timeouts:
+            self.world.set_timeout(max(timeouts))
+        self.rank_idx, self.num_ranks = self.world.rank, self.world.size
+        self.num_scaleout_ranks, self.num_scaleup_ranks = self.num_rdma_ranks, self.num_nvlink_ranks = (
+            1, self.num_ranks)
+        self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
+        self.device = pick_device(device)
+        self.num_bytes = num_bytes
+        self.num_max_tokens_per_rank = num_max_tokens_per_rank
+        self.allow_hybrid_mode, self.deterministic = allow_hybrid_mode, deterministic
+        self.allow_multiple_reduction = allow_multiple_reduction
+        self.prefer_overlap_with_compute = prefer_overlap_with_compute
+        self.num_allocated_qps = num_allocated_qps or 65
+        self.explicitly_destroy = explicitly_destroy
+        self._streams = Streams(self.device)
+        self._notices = Notices(self.world, self.device)
+        self._routes = {}  # what their layers have in common -> Routes
+
+    def destroy(self):
+        """Give the memory back.  Collective."""
+        if not self.explicitly_destroy:
+            raise RuntimeError("destroy: make the ElasticBuffer with explicitly_destroy=True")
+        for part in (*self._routes.values(), self._notices.layer):
+            part.finalize()
+
+    @staticmethod
+    def capture():
+        """Return an EventHandle of the current stream."""
+        return EventHandle()
+
+    def get_comm_stream(self):
+        """Return the stream on which asynchronous calls run."""
+        return self._streams.comm
+
+    def get_physical_domain_size(self):
+        """Return (1, W): all ranks are on one node."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self):
+        """Return (1, W): all ranks are on one node."""
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    def get_theoretical_num_sms(self, num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0,
+                                sm_read_gbs=200, sm_write_gbs=50):
+        """Return the SMs that epmoe uses by default; on the CPU, where nothing uses it, 4."""
+        return max(4, default_num_sm(self.device, 4096))
+
+    def get_theoretical_num_qps(self, num_sms):
+        """Return a number to pass as num_qps, which has no effect."""
+        return min(num_sms * 16 + 1, self.num_allocated_qps)
+
+    @staticmethod
+    def get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False,
+                             allow_hybrid_mode=True, allow_multiple_reduction=True):
+        """Return the bytes of the buffers of bfloat16 rows, without those of indices, weights and scales."""
+        size = World.of(group).size
+        expanded = layer_bytes(size, size, max(1, num_topk), num_max_tokens_per_rank, hidden, torch.bfloat16,
+                               _C.COMBINE_LOCAL if allow_multiple_reduction else _C.COMBINE_SCATTER)
+        return max(expanded, rows_bytes(size, num_max_tokens_per_rank, hidden, torch.bfloat16))
+
+    def barrier(self, use_comm_stream=True, with_cpu_sync=False, sequential=True):
+        """Wait until all ranks have reached this call, in stream order.  Collective.
+
+        Args:
+            use_comm_stream: Whether the communication stream waits, or the current one.
+            with_cpu_sync: Whether the host waits, too, before and after.
+            sequential: Without effect.
+        """
+        is_cuda = self.device.type == "cuda"
+        if with_cpu_sync and is_cuda:
+            torch.cuda.synchronize(self.device)
+        self._streams.run(lambda: (self._notices.layer.ep_barrier_all(),), (), None, use_comm_stream)
+        if with_cpu_sync and is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def dispatch(self, x, topk_idx=None, topk_weights=None, cumulative_local_expert_recv_stats=None,
+                 num_experts=None, num_max_tokens_per_rank=None, expert_alignment=None, num_sms=0, num_qps=0,
+                 previous_event=None, previous_event_before_epilogue=None, async_with_compute_stream=False,
+                 allocate_on_comm_stream=False, handle=None, do_handle_copy=True, do_cpu_sync=None,
+                 do_expand=False, do_zero_padding=False, use_tma_aligned_col_major_sf=False):
+        """Send tokens to the ranks of their experts.  Collective.
+
+        Args:
+            x: [T, H] bfloat16, float16 or float32; or a pair of [T, H] float8_e4m3fn and scales [T, S].
+            topk_idx: [T, K] int64 or int32; None with a handle.
+            topk_weights: [T, K] float32, or None.
+            cumulative_local_expert_recv_stats: [L] int32, to which the counts are added, or None.
+            num_experts: E.
+            num_max_tokens_per_rank: The most tokens of a rank, the same on all ranks.
+            expert_alignment: The rows of an expert are padded to a multiple of it.  None: 1.
+            num_sms: SMs that move tokens, of the layers that this call creates.  0: epmoe's own number.
+            num_qps: Without effect.
+            previous_event: Wait for it before.  Requires allocate_on_comm_stream.
+            previous_event_before_epilogue: Wait for it before, too.
+            async_with_compute_stream: Return before it is done, with an event.
+            allocate_on_comm_stream: Without effect by itself.
+            handle: That of an earlier dispatch, whose layout is used again, or None.
+            do_handle_copy: Whether the handle has a copy of topk_idx.
+            do_cpu_sync: Whether results have exactly the rows that arrive.  None: True, without a handle.
+            do_expand: Whether there is a row for each choice, ordered by expert, not for each (token, rank).
+            do_zero_padding: Whether padding rows are zero.  Requires do_expand.
+            use_tma_aligned_col_major_sf: Whether received scales are column-major.
+
+        Returns:
+            A tuple (recv_x, recv_topk_idx, recv_topk_weights, handle, event).
+        """
+        self._check_streams(previous_event, allocate_on_comm_stream)
+        x, scales = x if isinstance(x, tuple) else (x, None)
+        try:
+            if handle is not None:
+                self._check_again(handle, topk_idx, do_cpu_sync, do_expand,
+                                  (num_experts, num_max_tokens_per_rank, expert_alignment))
+                topk_idx, num_experts = handle.topk_idx, handle.num_experts
+                most = handle.num_max_tokens_per_rank
+            else:
+                most = num_max_tokens_per_rank or self.num_max_tokens_per_rank
+            self._check_dispatch(x, scales, topk_idx, topk_weights, num_experts, most)
+            if do_zero_padding and not do_expand:
+                raise ValueError("do_zero_padding: needs do_expand=True")
+        except Exception as error:
+            self._refuse_call(error, handle, (_C.OP_DISPATCH, x))
+        sizes = num_experts, most, expert_alignment or 1, num_sms
+        flags = do_expand, do_cpu_sync is None or bool(do_cpu_sync), do_handle_copy
+
+        def send():
+            if previous_event_before_epilogue is not None:
+                previous_event_before_epilogue.current_stream_wait()
+            used = EPHandle(self, x, scales, topk_idx, sizes, flags) if handle is None else handle
+            rows, sf, idx, weights = used.send(x, scales, topk_weights, do_zero_padding)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(used.num_unaligned_recv_tokens_per_expert)
+            return rows, row_scales(sf, use_tma_aligned_col_major_sf), idx, weights, used
+
+        inputs = (x, scales, topk_idx, topk_weights, cumulative_local_expert_recv_stats,
+                  *(handle.tensors() if handle is not None else ()))
+        (rows, sf, idx, weights, used), event = self._streams.run(send, inputs, previous_event,
+                                                                  async_with_compute_stream)
+        return rows if sf is None else (rows, sf), idx, weights, used, EventOverlap(event)
+
+    def combine(self, x, handle, topk_weights=None, bias=None, num_sms=0, num_qps=0, previous_event=None,
+                previous_event_before_epilogue=None, async_with_compute_stream=False,
+                allocate_on_comm_stream=False):
+        """Add up the rows of each token, without weights.  Collective.
+
+        Args:
+            x: The rows, as dispatch returned them, of the dtype bfloat16, float16 or float32.
+            handle: That of the dispatch.
+            topk_weights: [M, K] float32, or with do_expand [M], to return to their tokens; or None.
+            bias: None, or one or two tensors [T, H] of x's dtype.  The sum is rounded before they are added.
+            num_sms: Without effect.
+            num_qps: Without effect.
+            previous_event: Wait for it before.  Requires allocate_on_comm_stream.
+            previous_event_before_epilogue: Wait for it before, too.
+            async_with_compute_stream: Return before it is done, with an event.
+            allocate_on_comm_stream: Without effect by itself.
+
+        Returns:
+            A tuple (combined_x [T, H], combined_topk_weights [T, K] float32 or None, event).
+        """
+        self._check_streams(previous_event, allocate_on_comm_stream)
+        try:
+            if not isinstance(handle, EPHandle) or handle.plan.routes.world is not self.world:
+                raise TypeError(f"handle: wanted what dispatch of this buffer returned, got "
+                                f"{type(handle).__name__}")
+            check_rows("x", x, self.device)
+            if x.element_size() == 1:
+                raise TypeError(f"x: cannot add up numbers of {x.dtype}: pass bfloat16")
+            check_tensor("x", x, self.device, x.dtype, handle.num_out_rows, None)
+            shape = (len(x),) if handle.do_expand else (len(x), handle.topk_idx.shape[1])
+            if topk_weights is not None:
+                check_tensor("topk_weights", topk_weights, self.device, torch.float32, *shape)
+            biases = biases_of(bias)
+            for b in biases:
+                check_tensor("bias", b, self.device, x.dtype, len(handle.topk_idx), x.shape[1])
+        except Exception as error:
+            self._refuse_call(error, handle, (_C.OP_COMBINE, x))
+
+        def send():
+            if previous_event_before_epilogue is not None:
+                previous_event_before_epilogue.current_stream_wait()
+            return handle.combine(x, topk_weights, biases)
+
+        (out, weights), event = self._streams.run(send, (x, topk_weights, *biases, *handle.tensors()),
+                                                  previous_event, async_with_compute_stream)
+        return out, weights, EventOverlap(event)
+
+    # ---- parts ----
+
+    def _refuse_call(self, error, handle, step):
+        """Tell the other ranks that this one cannot take part in a call, then raise the error."""
+        op, x = step
+        if isinstance(handle, EPHandle):
+            is_matrix = isinstance(x, torch.Tensor) and x.dim() == 2
+            handle.plan.routes.refuse(error, (op, rows_key(x) if is_matrix else None))
+        self._notices.refuse(error)
+
+    @staticmethod
+    def _check_streams(previous_event, allocate_on_comm_stream):
+        if previous_event is not None and not allocate_on_comm_stream:
+            raise ValueError("previous_event: needs allocate_on_comm_stream=True")
+
+    def _check_again(self, handle, topk_idx, do_cpu_sync, do_expand, sizes):
+        if not isinstance(handle, EPHandle) or handle.plan.routes.world is not self.world:
+            raise TypeError(f"handle: wanted what dispatch of this buffer returned, got "
+                            f"{type(handle).__name__}")
+        if topk_idx is not None:
+            raise ValueError("topk_idx: must be None with a handle")
+        if do_cpu_sync:
+            raise ValueError("do_cpu_sync: must not be set with a handle")
+        if bool(do_expand) != bool(handle.do_expand):
+            raise ValueError(f"do_expand={do_expand}, but the handle has {handle.do_expand}")
+        kept = handle.num_experts, handle.num_max_tokens_per_rank, handle.expert_alignment
+        names = "num_experts", "num_max_tokens_per_rank", "expert_alignment"
+        for name, got, want in zip(names, sizes, kept):
+            if got is not None and got != want:
+                raise ValueError(f"{name}={got}, but the handle has {want}: leave it out")
+
+    def _check_dispatch(self, x, scales, topk_idx, topk_weights, num_experts, most):
+        check_rows("x", x, self.device)
+        if scales is not None:
+            check_scales(scales, x, self.device)
+        check_topk_idx(topk_idx, self.device, len(x))
+        if topk_weights is not None:
+            check_tensor("topk_weights", topk_weights, self.device, torch.float32, *topk_idx.shape)
+        if not num_experts or num_experts % self.num_ranks:
+            raise ValueError(f"num_experts {num_experts}: must be a multiple of {self.num_ranks} ranks")
+        if len(x) > most:
+            raise ValueError(f"x has {len(x)} tokens: must be at most num_max_tokens_per_rank, {most}")

@@ -1,0 +1,197 @@
+"""What ElasticBuffer is made of: its handles, and what is not available."""
+
+import torch
+
+from .notices import NUM_WORDS
+from .routes import Routes
+from .rows import (add_biases, as_rows, combine_tokens, count_choices, dispatch_tokens, pack, to_ranks,
+                   unpack)
+
+
+class EPHandle:
+    """What ElasticBuffer.dispatch keeps for combine.
+
+    Attributes:
+        do_expand: Whether there is a row for each choice.
+        num_experts: E.
+        expert_alignment: The rows of an expert are a multiple of it.
+        num_max_tokens_per_rank: The most tokens of a rank.
+        topk_idx: [T, K].
+        num_recv_tokens: The tokens that this rank receives; the most that can arrive without do_cpu_sync.
+        num_expanded_tokens: The rows for each choice with padding, likewise.
+        num_recv_tokens_per_expert_list: [L] counts with padding; empty without do_cpu_sync.
+        psum_num_recv_tokens_per_scaleup_rank: [W] int32: tokens of ranks 0 to i.
+        psum_num_recv_tokens_per_expert: [L] int32: with do_expand, the end of an expert's rows before its
+            padding; else the padded counts of experts 0 to i.
+        num_unaligned_recv_tokens_per_expert: [L] int32: the counts.
+        recv_src_metadata: [num_recv_tokens, K + 2] int32: source rank * most tokens + token; source rank *
+            K + first choice here; with do_expand the row of each choice, else -1.  -1 after the last token.
+        dst_buffer_slot_idx: [T, K] int32: the number of the token among those for the rank of a choice.
+    """
+
+    token_metadata_at_forward = None
+    channel_linked_list = None
+
+    def __init__(self, buffer, x, scales, topk_idx, sizes, flags):
+        """sizes: (E, most tokens of a rank, alignment, SMs or 0).  flags: (expand, host reads, copy idx)."""
+        self.num_experts, self.num_max_tokens_per_rank, self.expert_alignment, self.num_sms = sizes
+        self.do_expand, is_exact, do_copy = flags
+        self.topk_idx = topk_idx.clone() if do_copy else topk_idx
+        size, most, topk = buffer.num_ranks, self.num_max_tokens_per_rank, topk_idx.shape[1]
+        self.num_local = self.num_experts // size
+        per_rank, per_expert, is_in = count_choices(topk_idx, self.num_experts, size)
+        self.num_recv_tokens_per_expert_list = []
+        align = self.expert_alignment
+        if is_exact:
+            _, self.num_recv_tokens, counts = buffer._notices.announce(x, scales, topk_idx, per_rank,
+                                                                       per_expert)
+            self.num_recv_tokens_per_expert_list = [-(-n // align) * align for n in counts]
+            self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list)
+            counts = torch.tensor(counts, dtype=torch.int32, device=buffer.device)
+        else:
+            notes = torch.nn.functional.pad(per_expert.view(size, -1), (NUM_WORDS, 0))
+            received = buffer._notices.exchange(notes)
+            counts = received[:, NUM_WORDS : NUM_WORDS + self.num_local].sum(0, dtype=torch.int32)
+            self.num_recv_tokens = size * most
+            worst = size * most * min(topk, self.num_local) + (align - 1) * self.num_local
+            self.num_expanded_tokens = -(-worst // align) * align
+        self.num_unaligned_recv_tokens_per_expert = counts
+        padded = (counts + (align - 1)) // align * align
+        self._ends = padded.cumsum(0, dtype=torch.int32)
+        self._starts = self._ends - padded
+        self.psum_num_recv_tokens_per_expert = self._starts + counts if self.do_expand else self._ends
+        self.plan = self._routes(buffer, topk, is_exact).plan(
+            self.topk_idx.contiguous() if self.do_expand else to_ranks(is_in))
+        self.psum_num_recv_tokens_per_scaleup_rank = self.plan.layout.recv_tokens.cumsum(
+            0, dtype=torch.int32)
+        rank_of = torch.where(topk_idx >= 0, topk_idx // self.num_local, 0).long()
+        slots = self.plan.layout.token_slots.gather(1, rank_of)
+        self.dst_buffer_slot_idx = torch.where(topk_idx >= 0, slots, -1)
+        self.recv_src_metadata = None  # of the first send
+        self._place = self._is_here = None
+        self.num_out_rows = self.num_expanded_tokens if self.do_expand else self.num_recv_tokens
+
+    def _routes(self, buffer, topk, is_exact):
+        size, most = buffer.num_ranks, self.num_max_tokens_per_rank
+        key = (self.num_experts, topk) if self.do_expand else (size, size)
+        capacity = None
+        if not is_exact:
+            capacity = size * most * (min(topk, self.num_local) if self.do_expand else 1)
+        kind = *key, most, capacity
+        if kind not in buffer._routes:
+            options = {"num_sm": self.num_sms} if self.num_sms and buffer.device.type == "cuda" else {}
+            if self.do_expand and buffer.allow_multiple_reduction:
+                options["enable_local_combine"] = True
+            buffer._routes[kind] = Routes(buffer.world, buffer.device, most, *key, capacity=capacity,
+                                          **options)
+        return buffer._routes[kind]
+
+    def tensors(self):
+        return (*self.plan.tensors(), self.topk_idx, self.recv_src_metadata, self._place, self._is_here,
+                self._starts, self._ends, self.num_unaligned_recv_tokens_per_expert)
+
+    def send(self, x, scales, topk_weights, do_zero_padding):
+        """Return (rows, scales, local indices, weights) that this rank receives."""
+        if not self.do_expand:
+            rows, scales, idx, topk_weights, numbers = dispatch_tokens(self.plan, x, scales, self.topk_idx,
+                                                                       topk_weights, self.num_local)
+            if self.recv_src_metadata is None:
+                self._is_here = idx >= 0
+                self._set_metadata(numbers, self._is_here, torch.full_like(idx, -1, dtype=torch.int32))
+            return rows, scales, idx, topk_weights
+        rows, topk_weights = self.plan.dispatch(as_rows(x), topk_weights)
+        rows = rows.view(x.dtype)
+        if scales is not None:
+            (scales,) = unpack(self.plan.dispatch(pack(scales))[0], scales)
+        if self.recv_src_metadata is None:
+            self._read_records()
+        if self._place is not None:
+            rows, scales, topk_weights = self._pad((rows, scales, topk_weights), do_zero_padding)
+        return rows, scales, None, topk_weights
+
+    def combine(self, x, topk_weights, biases):
+        """Return the sums [T, H] and the weights [T, K] or None."""
+        if not self.do_expand:
+            if topk_weights is not None:
+                topk_weights = topk_weights.masked_fill(~self._is_here, 0)
+            return combine_tokens(self.plan, x, topk_weights, biases)
+        if self._place is not None:
+            x = x[self._place]
+            topk_weights = None if topk_weights is None else topk_weights[self._place]
+        out, weights = self.plan.combine(x, topk_weights)
+        return add_biases(out, biases), weights
+
+    # ---- parts ----
+
+    def _set_metadata(self, tokens, is_here, places):
+        """Set recv_src_metadata from the number at its source and the choices here of each token."""
+        n, topk = is_here.shape
+        i = torch.arange(n, dtype=torch.int32, device=tokens.device)
+        ends = self.psum_num_recv_tokens_per_scaleup_rank
+        source = torch.searchsorted(ends, i, right=True, out_int32=True).clamp(max=len(ends) - 1)
+        first = torch.zeros_like(i) if n == 0 else is_here.to(torch.int32).argmax(1).to(torch.int32)
+        table = torch.cat([(source * self.num_max_tokens_per_rank + tokens)[:, None],
+                           (source * topk + first)[:, None], places], 1)
+        self.recv_src_metadata = torch.where((i < ends[-1])[:, None], table, -1)
+
+    def _read_records(self):
+        """Set where padding moves the rows, and recv_src_metadata from what dispatch keeps for combine."""
+        topk, device = self.topk_idx.shape[1], self.topk_idx.device
+        offsets = self.plan.layout.expert_offsets
+        if self.expert_alignment > 1:
+            row = torch.arange(self.plan.num_rows, dtype=torch.int32, device=device)
+            expert = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
+            expert = expert.clamp(max=self.num_local - 1)
+            self._place = row + (self._starts - offsets[:-1])[expert]
+        ends = self.psum_num_recv_tokens_per_scaleup_rank
+        i = torch.arange(self.num_recv_tokens, dtype=torch.int32, device=device)
+        source = torch.searchsorted(ends, i, right=True).clamp(max=len(ends) - 1)
+        slot = i - (ends - self.plan.layout.recv_tokens)[source]
+        records = self.plan.layout.recv.view(len(ends), -1, 1 + topk)
+        records = records[source, slot.clamp(max=records.shape[1] - 1).long()]
+        places = torch.where((i < ends[-1])[:, None], records[:, 1:], -1)
+        is_here = places >= 0
+        if self._place is not None and len(self._place):
+            places = torch.where(is_here, self._place[places.clamp(min=0).long()], -1)
+        self._set_metadata(records[:, 0], is_here, places)
+
+    def _pad(self, tensors, do_zero_padding):
+        """Return tensors of rows as tensors of padded rows."""
+        p = torch.arange(self.num_expanded_tokens, dtype=torch.int32, device=self._ends.device)
+        expert = torch.searchsorted(self._ends, p, right=True).clamp(max=self.num_local - 1)
+        local = p - self._starts[expert]
+        is_row = local < self.num_unaligned_recv_tokens_per_expert[expert]
+        row = torch.where(is_row, self.plan.layout.expert_offsets[expert] + local, 0)
+        padded = []
+        for t in tensors:
+            if t is not None:
+                t = t.view(torch.uint8)[row].view(t.dtype) if t.element_size() == 1 else t[row]
+                if do_zero_padding:
+                    bits = t.view(torch.uint8) if t.element_size() == 1 else t
+                    bits[~is_row] = 0
+            padded.append(t)
+        return padded
+
+
+def row_scales(scales, column_major):
+    """Return received scales [M, S], or as columns that begin at multiples of 16 bytes."""
+    if scales is None or not column_major:
+        return scales
+    n, width = scales.shape
+    out = torch.empty_strided((n, width), (1, -(-n // 4) * 4), dtype=scales.dtype, device=scales.device)
+    return out.copy_(scales)
+
+
+class Unavailable:
+    """The methods of ElasticBuffer that have nothing to do with experts."""
+
+    @staticmethod
+    def _refuse(*args, **kwargs):
+        """Not available."""
+        raise NotImplementedError("epmoe has no Engram storage, no pipeline send and receive, and no "
+                                  "all-gather sessions: use DeepEP or torch.distributed for them")
+
+    engram_write = engram_fetch = pp_set_config = pp_send = pp_recv = all_gather = _refuse
+    create_agrs_session = destroy_agrs_session = agrs_new_session = agrs_set_config = _refuse
+    agrs_get_inplace_tensor = get_engram_storage_size_hint = get_pp_buffer_size_hint = _refuse
+    get_agrs_num_max_session_bytes = get_agrs_buffer_size_hint = _refuse
