@@ -31,7 +31,7 @@
 # Each test has a deadline and uses all cores. So the targets do not run in parallel.
 .NOTPARALLEL:
 
-NEEDED := torch numpy pytest hypothesis transformers matplotlib rich setuptools wheel clang_format
+NEEDED := torch numpy pytest hypothesis transformers accelerate matplotlib rich setuptools wheel clang_format
 # The packages that an existing python3 must have. Targets that run tests need more packages.
 AS_IT_IS := torch setuptools $(if $(filter-out build demo bench trace report docs cuda,$(or $(MAKECMDGOALS),build)),pytest hypothesis numpy transformers)
 HAS := import importlib.util as u, importlib.metadata as m, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(n) is None for n in sys.argv[1:]) \

@@ -190,6 +190,37 @@ class EPMoE(nn.Module):
                     if p is not None:
                         p[e].uniform_(-bound, bound, generator=generator)
 
+    @classmethod
+    def from_experts(cls, experts, ep_group=None, *, topk=None, **options):
+        """Make an EPMoE of the experts of a transformers model, which hold all E experts.  Collective.
+
+        Args:
+            experts: A module that use_experts_implementation of transformers has decorated, the same on all
+                ranks.  Its parameters are copied.
+            ep_group: As for EPMoE.
+            topk: K; None: as the experts' configuration says.
+            **options: Of EPMoE, for example max_tokens.
+
+        Returns:
+            An EPMoE with the experts of this rank.
+
+        Raises:
+            ValueError: On this rank, for experts that EPMoE cannot compute, and as EPMoE.
+            EpError: As the creation of an EPMoE.
+
+        Examples:
+            With a model: epmoe.EPMoE.from_experts(model.model.layers[0].mlp.experts, max_tokens=4096).
+
+            >>> import epmoe
+            >>> import torch
+            >>> epmoe.EPMoE.from_experts(torch.nn.Linear(2, 2))  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            ValueError: Linear: wanted the experts of a transformers model, ...
+        """
+        from .integrations.transformers_experts import from_experts
+
+        return from_experts(cls, experts, ep_group, topk, options)
+
     def enable_decode(self, max_tokens):
         """Create a low-latency path for calls with decode=True.  Collective.
 

@@ -1,78 +1,20 @@
 """experts_implementation="epmoe" of transformers gives the results of transformers' own, in many families."""
 
-import copy
 import subprocess
 import sys
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import epmoe
 import epmoe.integrations.transformers as integration
 from cases import process_ranks
+from epmoe.integrations import transformers_experts as parts
+from transformers_cases import FAMILIES, check_equal, experts_of, make, run, tokens
 
 pytestmark = pytest.mark.cpu_only
-SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             head_dim=8, max_position_embeddings=64, eos_token_id=None, pad_token_id=0, bos_token_id=1)
-INNER = dict(moe_intermediate_size=24, intermediate_size=48)
-# The sizes of each family's experts, and how epmoe computes their activation.
-FAMILIES = {
-    "qwen3_moe": (INNER | dict(num_experts=8, num_experts_per_tok=2), "swiglu"),
-    "mixtral": (dict(intermediate_size=24, num_local_experts=8, num_experts_per_tok=2), "swiglu"),
-    "deepseek_v3": (INNER | dict(n_routed_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1,
-                                 first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
-                                 qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4), "swiglu"),
-    "gpt_oss": (dict(intermediate_size=24, num_local_experts=8, num_experts_per_tok=2), "gpt_oss"),
-    "olmoe": (dict(intermediate_size=24, num_experts=8, num_experts_per_tok=2), "swiglu"),
-    "qwen2_moe": (INNER | dict(shared_expert_intermediate_size=24, num_experts=8, num_experts_per_tok=2),
-                  "swiglu"),
-    "qwen3_next": (INNER | dict(shared_expert_intermediate_size=24, num_experts=8, num_experts_per_tok=2,
-                                linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
-                                linear_value_head_dim=8,
-                                layer_types=["linear_attention", "full_attention"]), "swiglu"),
-    "glm4_moe": (INNER | dict(n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1, n_group=1,
-                              topk_group=1), "swiglu"),
-    "minimax": (dict(intermediate_size=24, num_local_experts=8, num_experts_per_tok=2), "swiglu"),
-    "ernie4_5_moe": (INNER | dict(moe_num_experts=8, moe_k=2), "swiglu"),
-    "deepseek_v4": ({}, None),  # a gate of its own: clamped
-    "nemotron_h": ({}, None),  # no gate
-}
-
-
-def make(family):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family][0]))
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    for p in model.parameters():  # of the size at which a wrong gate or bias is seen
-        p.data.normal_(0, 0.2)
-    return model
-
-
-def experts_of(model):
-    return [m for m in model.modules() if hasattr(m, "has_post_expert_norm")]
-
-
-def tokens(*shape, seed=1):
-    return torch.randint(2, 64, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def run(model, implementation, ids, forward=None):
-    """Return the logits, and {name: gradient}."""
-    model.set_experts_implementation(implementation)
-    model.zero_grad()
-    logits = (forward or model)(input_ids=ids, use_cache=False).logits
-    logits.square().mean().backward()
-    return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def check_equal(got, want):
-    torch.testing.assert_close(got[0], want[0], rtol=2e-5, atol=2e-6)
-    assert got[1].keys() == want[1].keys()
-    for name, grad in want[1].items():
-        torch.testing.assert_close(got[1][name], grad, rtol=2e-4, atol=2e-6,
-                                   msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,8 +32,8 @@ def test_integrations_transformers_family(family):
 
 def test_integrations_transformers_longer_calls(monkeypatch):
     """A call with more tokens makes a larger layer.  The backward of an earlier call still works."""
-    monkeypatch.setattr(integration, "_FEWEST_TOKENS", 4)
-    monkeypatch.setattr(integration, "_layers", {})
+    monkeypatch.setattr(parts, "FEWEST_TOKENS", 4)
+    monkeypatch.setattr(integration._alone, "of_shape", {})
     model = make("qwen3_moe")
     model.set_experts_implementation("epmoe")
 
@@ -107,7 +49,8 @@ def test_integrations_transformers_longer_calls(monkeypatch):
     backward()
     for n, p in model.named_parameters():
         torch.testing.assert_close(got[n], p.grad, rtol=2e-4, atol=2e-6)
-    assert [layer.max_tokens for layers in integration._layers.values() for layer in layers] == [4, 32, 64]
+    (layers,) = integration._alone.of_shape.values()
+    assert [layer.max_tokens for layer in layers] == [4, 32, 64]
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -159,12 +102,40 @@ def test_integrations_transformers_loads_and_saves(tmp_path):
     torch.testing.assert_close(again.eval()(input_ids=tokens(1, 6)).logits, want)
 
 
-def test_integrations_transformers_refuses_a_norm_after_experts():
-    experts = copy.deepcopy(experts_of(make("qwen3_moe"))[0])
-    experts.has_post_expert_norm = True
-    with pytest.raises(ValueError, match="norm after each expert"):
+def test_integrations_transformers_refuses_quantized_weights():
+    experts = experts_of(make("qwen3_moe"))[0]
+    experts.down_proj.data = experts.down_proj.data.to(torch.float8_e4m3fn)
+    with pytest.raises(TypeError, match="Qwen3MoeExperts has quantized weights, torch.float8_e4m3fn"):
         integration.experts_forward(experts, torch.zeros(2, 32), torch.zeros(2, 2, dtype=torch.int64),
                                     torch.ones(2, 2))
+
+
+def test_integrations_transformers_transposed_weights_without_copies(tmp_path):
+    """store_as_epmoe_reads changes strides alone: forward copies nothing, training and saving work."""
+    model, ids = make("gpt_oss"), tokens(2, 9)
+    want = run(model, "eager", ids)
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    assert integration.store_as_epmoe_reads(model) is model
+    for n, p in model.named_parameters():
+        assert torch.equal(p, before[n]) and p.shape == before[n].shape
+    for experts in experts_of(model):
+        for (weight, _), p in zip(parts.up_and_down(experts), (experts.gate_up_proj, experts.down_proj)):
+            assert weight.data_ptr() == p.data_ptr() and not p.is_contiguous()
+    check_equal(run(model, "epmoe", ids), want)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer.step()
+    trained = run(model, "epmoe", ids)
+    check_equal(trained, run(model, "eager", ids))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    torch.testing.assert_close(again(input_ids=ids).logits, trained[0])
+
+
+def test_integrations_transformers_stores_no_parameters_on_meta():
+    with torch.device("meta"):
+        experts = experts_of(AutoModelForCausalLM.from_config(make("gpt_oss").config))[0]
+    with pytest.raises(ValueError, match="gate_up_proj is on the meta device"):
+        integration.store_as_epmoe_reads(experts)
 
 
 def test_integrations_transformers_drops_the_index_of_no_expert():
@@ -230,14 +201,46 @@ def test_integrations_transformers_spread_experts(family, num_ranks):
             torch.testing.assert_close(grad, part, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("family, text", [("nemotron_h", "a gate of its own"), ("llama", "no experts")])
-def test_integrations_transformers_spread_experts_refuses(family, text):
-    FAMILIES.setdefault("llama", (dict(intermediate_size=48), None))
+@pytest.mark.parametrize("family, text", [("nemotron_h", "a gate of its own"), ("llama", "no experts"),
+                                          ("muse_spark_text", "a norm after each expert")])
+def test_integrations_transformers_spread_experts_refuses(monkeypatch, family, text):
+    monkeypatch.setitem(FAMILIES, "llama", (dict(intermediate_size=48), None))
     with pytest.raises(ValueError, match=text):
         integration.spread_experts(make(family), device="cpu")
 
 
+def _from_experts(rank, world_size):
+    """Rank main: (output of a part of the experts, output of all in one process), and the error of a rank."""
+    experts = experts_of(make("gpt_oss"))[0]
+    g = torch.Generator().manual_seed(rank)
+    x, idx, weight = torch.randn(5, 32, generator=g), torch.randint(8, (5, 2), generator=g), torch.ones(5, 2)
+    moe = epmoe.EPMoE.from_experts(experts, max_tokens=8)
+    outs = moe(x, idx, weight), integration.experts_forward(experts, x, idx, weight)
+    if rank == 1:
+        experts.to("meta")
+    try:
+        epmoe.EPMoE.from_experts(experts, max_tokens=8)
+    except (ValueError, epmoe.PeerError) as error:
+        text = f"{type(error).__name__}: {error}"
+    again = epmoe.EPMoE.from_experts(experts_of(make("olmoe"))[1], topk=1, max_tokens=8)  # the world works
+    again(x, idx[:, :1].contiguous(), weight[:, :1])
+    return *outs, text, str(moe)
+
+
+def test_integrations_transformers_from_experts():
+    for rank, (got, want, text, moe) in enumerate(process_ranks(_from_experts, 2)):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+        assert f"local_experts=4, topk=2, activation=GptOss(alpha=1.702, limit=7.0), rank={rank} of 2" in moe
+        assert ("PeerError: " if rank == 0 else "ValueError: GptOssExperts: the parameters are on the meta "
+                "device: load them first") in text
+
+
+def test_integrations_transformers_from_experts_refuses_other_modules():
+    with pytest.raises(ValueError, match="Linear: wanted the experts of a transformers model"):
+        epmoe.EPMoE.from_experts(torch.nn.Linear(2, 2))
+
+
 def test_integrations_import_their_project_only_when_used():
-    code = "import sys, epmoe, epmoe.integrations; print('transformers' in sys.modules)"
+    code = "import sys, epmoe, epmoe.integrations.transformers_experts; print('transformers' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "False"

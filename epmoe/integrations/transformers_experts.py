@@ -1,0 +1,244 @@
+"""What the integrations with transformers share: its experts modules, and epmoe's layers for them.
+
+An experts module is one that transformers' use_experts_implementation has decorated.  It says of itself
+whether it has a gate, biases, transposed weights and a norm after each expert.  Nothing here imports
+transformers.
+"""
+
+import torch
+
+from .. import _C
+from ..fused import EpAll2AllFusedOp
+from ..gemm import grouped_gemm
+from ..layer_parts import refuse_layer, world_of
+from ..reference import GptOss, activate
+from ..world import thread_worlds
+
+# The names of K in configurations.
+_TOPK = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+FEWEST_TOKENS = 1024  # max_tokens of the smallest layer that Layers makes
+
+
+# ---- an experts module ----
+
+
+def is_decorated(module):
+    """Whether transformers lets another implementation compute this module."""
+    return hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+
+
+def is_plain(experts):
+    """Whether the experts are two linear maps of ordinary weights, which epmoe's GEMM can multiply with."""
+    return (is_decorated(experts) and not hasattr(experts, "down_proj_scale_inv")
+            and experts.down_proj.dtype in (torch.float32, torch.float16, torch.bfloat16))
+
+
+def _same_gate(experts, activation):
+    """Whether the gate of transformers' experts computes an activation of epmoe: compared on numbers."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.linspace(-9, 9, 64, dtype=torch.float64, device="cpu")  # not meta, while a model is made
+    x = torch.cat([x, x.sign() * x.abs()**4])  # some are larger than any limit of a clamped gate
+    x = x[torch.randperm(len(x), generator=generator, device="cpu")].reshape(2, -1)
+    return torch.allclose(experts._apply_gate(x), activate(x, activation), rtol=1e-9, atol=1e-9)
+
+
+@torch._disable_dynamo
+def _find_activation(experts):
+    """Set _epmoe_activation: the activation for epmoe's GEMM, or None where the experts apply their own."""
+    known = ["swiglu"] if experts.has_gate else []
+    if hasattr(experts, "alpha") and hasattr(experts, "limit"):
+        known.append(GptOss(experts.alpha, experts.limit))
+    with torch.no_grad():
+        experts._epmoe_activation = next((a for a in known if _same_gate(experts, a)), None)
+
+
+def activation_of(experts):
+    """Return the activation for epmoe's GEMM, or None: the experts apply their own."""
+    if not hasattr(experts, "_epmoe_activation"):
+        _find_activation(experts)
+    return experts._epmoe_activation
+
+
+def linear(experts, name):
+    """Return the weights [E, out, in] of a linear map, and its biases or None."""
+    weight = getattr(experts, name)
+    if experts.is_transposed:
+        weight = weight.transpose(1, 2).contiguous()  # no copy after store_as_epmoe_reads
+    return weight, getattr(experts, f"{name}_bias") if experts.has_bias else None
+
+
+def up_and_down(experts):
+    """Return (weights, biases) of the first and of the second linear map of the experts."""
+    return linear(experts, "gate_up_proj" if experts.has_gate else "up_proj"), linear(experts, "down_proj")
+
+
+def store_as_epmoe_reads(model):
+    """Store the transposed expert weights of a model in the order in which epmoe's GEMM reads them.
+
+    The experts of GPT-OSS, Aria and Privacy Filter have weights [E, in, out].  epmoe reads [E, out, in], and
+    without this call it copies all experts of a layer in each forward.  Names, shapes and values stay.  Only
+    the strides change, so that training, state_dict and save_pretrained work as before.  A model without
+    transposed weights is left as it is.
+
+    Call it after loading and before the model is wrapped, compiled or captured in a CUDA graph.  It needs
+    memory for a second copy of one parameter.
+
+    Args:
+        model: A model of transformers.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: For parameters on the meta device, and for DTensors, as fully_shard makes them.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe.integrations.transformers_experts import store_as_epmoe_reads
+        >>> store_as_epmoe_reads(torch.nn.Linear(2, 2))  # without experts: left as it is
+        Linear(in_features=2, out_features=2, bias=True)
+    """
+    for path, experts in model.named_modules():
+        if not is_decorated(experts) or not experts.is_transposed:
+            continue
+        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+            p = getattr(experts, name)
+            if p.is_meta or hasattr(p, "device_mesh"):
+                kind = "on the meta device" if p.is_meta else "a DTensor"
+                raise ValueError(f"{path}.{name} is {kind}: call store_as_epmoe_reads after the model is "
+                                 f"loaded and before it is sharded")
+            p.data = p.data.transpose(1, 2).contiguous().transpose(1, 2)
+    return model
+
+
+# ---- layers, and what runs in them ----
+
+
+class Layers:
+    """The communication layers of one world, by shape.
+
+    transformers does not say how many tokens a call can have.  So a call with more tokens than the layer's
+    max_tokens makes a larger layer.  The smaller ones stay, because a backward may still use them.
+    """
+
+    def __init__(self, world=None, max_tokens=None, **options):
+        self.world = world  # None: that of this process alone, created with the first layer
+        self.max_tokens = max_tokens  # None: as large as the calls need
+        self.options = options
+        self.of_shape = {}  # -> a list, the largest layer last
+
+    @torch._disable_dynamo
+    def _make(self, layers, num_tokens, hidden, topk, num_experts, dtype, device):
+        if self.world is None:
+            self.world = thread_worlds(1)[0]
+        max_tokens = self.max_tokens or max(FEWEST_TOKENS, 1 << (num_tokens - 1).bit_length())
+        layers.append(EpAll2AllFusedOp(self.world, max_tokens, hidden, topk, num_tot_experts=num_experts,
+                                       dtype=dtype, device=device, **self.options))
+
+    def get(self, num_tokens, *shape):
+        """Return a layer for num_tokens, of a shape (hidden, topk, num_experts, dtype, device).
+
+        Collective where it makes a layer: num_tokens is then the same on all ranks.  With max_tokens set,
+        there is one layer of a shape, which refuses more tokens.
+        """
+        layers = self.of_shape.setdefault(shape, [])
+        if not layers or (self.max_tokens is None and layers[-1].max_tokens < num_tokens):
+            self._make(layers, num_tokens, *shape)
+        return layers[-1]
+
+
+def compute(experts, layer, x, idx, weight):
+    """Compute plain experts for tokens x [T, H], with indices and weights [T, K], and return [T, H].
+
+    Collective over the ranks of the layer.  The activations that epmoe has run inside of its kernels.  Gates
+    of their own, and norms after each expert, are transformers' own code on the rows of this rank.
+    """
+    (up, up_bias), (down, down_bias) = up_and_down(experts)
+    activation = activation_of(experts)
+    h, row_weight, layout = layer.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
+                                                           bias=up_bias, activation=activation)
+    has_norm = experts.has_post_expert_norm
+    try:
+        if activation is None:
+            h = (experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)).contiguous()
+        if has_norm:
+            y = grouped_gemm(h, down, offsets=layout.expert_offsets, bias=down_bias)
+            y = experts.post_expert_norm(y).contiguous()
+    except Exception as error:  # the other ranks are in their next operation, and learn of it there
+        layer._refuse(_C.OP_GEMM_COMBINE if layer.fused and not has_norm else _C.OP_COMBINE, error,
+                      layout.buffer)
+    if has_norm:
+        return layer.combine(y, layout, row_weight)
+    return layer.mega_group_gemm_combine(h, down, layout, row_weight, bias=down_bias)
+
+
+def compute_rows(forward, layer, x, idx, weight):
+    """As compute, with a forward(rows, expert indices, weights) of transformers for any experts.
+
+    It gets the rows of this rank, with one choice each: the local index of the expert, and the weight 1.
+    """
+    rows, row_weight, layout = layer.dispatch(x, idx, weight)
+    row = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
+    expert = torch.searchsorted(layout.expert_offsets[1:], row, right=True)
+    try:
+        if len(rows):
+            y = forward(rows, expert[:, None], rows.new_ones(len(rows), 1))
+        else:  # transformers' experts need a row; it also connects the parameters to the backward
+            y = forward(rows.sum(0, keepdim=True), expert.new_zeros(1, 1), rows.new_ones(1, 1))[:0]
+        y = y.to(layer.dtype).contiguous()
+    except Exception as error:
+        layer._refuse(_C.OP_COMBINE, error, layout.buffer)
+    return layer.combine(y, layout, row_weight)
+
+
+# ---- an EPMoE of an experts module ----
+
+
+def _topk_of(config):
+    found = next((k for name in _TOPK if isinstance(k := getattr(config, name, None), int)), None)
+    if found is None:
+        raise ValueError(f"{type(config).__name__} does not say how many experts a token has: pass topk=, "
+                         f"or name it {', '.join(_TOPK)}")
+    return found
+
+
+def _sizes_of(experts, topk):
+    """Return ({name: parameter of all experts}, K), or raise ValueError for what EPMoE cannot compute."""
+    name = type(experts).__name__
+    if not is_plain(experts):
+        raise ValueError(f"{name}: wanted the experts of a transformers model, which "
+                         f"use_experts_implementation has decorated, with weights that are not quantized")
+    if experts.has_post_expert_norm:
+        raise ValueError(f"{name} has a norm after each expert, and EPMoE has none")
+    if activation_of(experts) is None:
+        raise ValueError(f"{name} has a gate of its own, or none, and EPMoE has SwiGLU and that of GPT-OSS: "
+                         f"use ep_implementation=\"epmoe\"")
+    if experts.down_proj.is_meta:
+        raise ValueError(f"{name}: the parameters are on the meta device: load them first")
+    (up, up_bias), (down, down_bias) = up_and_down(experts)
+    whole = {"gate_up_proj": up, "down_proj": down, "gate_up_proj_bias": up_bias,
+             "down_proj_bias": down_bias}
+    topk = _topk_of(experts.config) if topk is None else topk
+    return {n: t for n, t in whole.items() if t is not None}, topk
+
+
+def from_experts(cls, experts, ep_group, topk, options):
+    """EPMoE.from_experts, for a class of its own."""
+    try:
+        whole, topk = _sizes_of(experts, topk)
+    except Exception as error:
+        if "layer" not in options:
+            heap = options.get("heap")
+            refuse_layer(world_of(ep_group, heap, options.get("timeout_s")), heap, error)
+        raise
+    up = whole["gate_up_proj"]
+    num_experts, hidden, inner = whole["down_proj"].shape
+    if "layer" not in options:
+        options = {"device": up.device} | options
+    moe = cls(hidden, inner, num_experts, topk, ep_group, activation_of(experts), dtype=up.dtype,
+              bias="down_proj_bias" in whole, **options)
+    moe.load_state_dict(whole)
+    for p in moe.parameters():
+        p.requires_grad_(up.requires_grad)
+    return moe.train(experts.training)
