@@ -59,7 +59,7 @@ def tokens(*shape, seed=1):
 def step(model, ids, forward=None):
     """Run forward and backward. Return the logits, or hidden states without a head, and {name: gradient}."""
     model.zero_grad()
-    logits = (forward or model)(input_ids=ids, use_cache=False)[0]
+    logits = (model if forward is None else forward)(input_ids=ids, use_cache=False)[0]
     logits.square().mean().backward()
     return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 

@@ -1,5 +1,6 @@
 """ep_implementation="epmoe" of transformers: expert parallelism whose tokens are moved by epmoe."""
 
+import inspect
 import os
 import struct
 
@@ -7,10 +8,19 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
+from .. import _C
+from ..fused import EpAll2AllFusedOp
+from ..layer import EPAll2AllLayer
 from ..world import World
 from . import transformers_experts as parts
 
 __all__ = ["EpmoeEP", "set_ep_options"]
+
+# What set_ep_options takes: the options of the layer except the sizes, which the model decides.
+_LAYER_OPTIONS = {name for kind in (EpAll2AllFusedOp, EPAll2AllLayer)
+                  for name in inspect.signature(kind).parameters}
+_LAYER_OPTIONS -= {"ep_group", "max_tokens", "hidden", "topk", "rank", "num_tot_experts", "local_world_size",
+                   "world_size", "dtype", "device", "heap", "options"}
 
 _options = {}  # of set_ep_options
 _shared = {}  # (World, its options) -> Layers, which all modules and models of the world share
@@ -29,11 +39,16 @@ def set_ep_options(max_tokens=None, **options):
             reserve_sms, the fused kernels run only where NCCL_MAX_CTAS is set, and leave NCCL as many SMs
             and 8 more: FSDP's collectives run at the same time, and both would wait for SMs.
 
+    Raises:
+        TypeError: For an unknown option.
+
     Examples:
         >>> from epmoe.integrations.transformers import set_ep_options
         >>> set_ep_options(max_tokens=8192)
         >>> set_ep_options()  # as at the start
     """
+    if unknown := sorted(options.keys() - _LAYER_OPTIONS):
+        raise TypeError(f"{', '.join(unknown)}: not an option of EpAll2AllFusedOp")
     _options.clear()
     _options.update(options, max_tokens=max_tokens)
 
@@ -107,6 +122,10 @@ class EpmoeEP(EPImplementation):
         layers = self.layers
         most = x.shape[0] if layers.max_tokens else _most_tokens(layers.world, x.shape[0])
         layer = layers.get(most, x.shape[1], idx.shape[1], num_experts, x.dtype, x.device)
+        if not torch.compiler.is_compiling() and x.shape[0] > layer.max_tokens // layer._copies:
+            error = ValueError(f"{x.shape[0]} tokens, but max_tokens is {layers.max_tokens}: pass more to "
+                               f"set_ep_options before the model is made")
+            layer._refuse(_C.OP_PLAN, error, 0)
         if is_plain:
             return parts.compute(self.experts, layer, x, idx, weight)
         return parts.compute_rows(self.experts_forward, layer, x, idx, weight)
