@@ -51,6 +51,8 @@ EXPECTED = {
               | {f"epmoe {call} {half}" for call in CALLS[:3] for half in ("send", "recv")}
               | {f"torch {call}" for call in ("dispatch", "combine", "pair", "all_to_all_single alone")}
               | {"GEMMs alone", "torch GEMMs alone", "epmoe layer"},
+    "transformers": {"eager", "grouped_mm", "batched_mm", "epmoe", "eager, training step",
+                     "grouped_mm, training step", "epmoe, training step"},
     "worklog": {"torch", "epmoe", "epmoe, factor in weights"},
 }
 

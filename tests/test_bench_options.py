@@ -50,7 +50,7 @@ def test_bench_layer_measures_decoding_too(run_of):
     assert [s.name for s in layer.shapes(other)] == ["seed-small"]
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("gemm", "sm")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("gemm", "sm", "transformers")])
 def test_bench_num_sm_applies_to_every_layer(command):
     with unittest.mock.patch.object(epmoe._C, "layer_create", wraps=epmoe._C.layer_create) as create:
         rows, out, _ = run_command([command, "--shapes", "qwen3-30b", "--num-sm", "2", "--iters", "1"])
@@ -85,6 +85,7 @@ def test_bench_starts_its_ranks_without_torchrun():
     (["a2a", "--shapes", "mixtral,none"], "none: must be one of seed"),
     (["a2a", "--num-sm", "8,16"], "only sm takes several"),
     (["gemm", "--num-sm", "8"], "leave it out for gemm"),
+    (["transformers", "--num-sm", "8"], "leave it out for transformers"),
     (["a2a", "--tokens", "8"], "only decode takes it"),
     (["decode", "--tokens", "8,0"], "0: must be a positive number"),
     (["sm", "--num-sm", "many"], "many: must be a positive number"),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
 from . import (a2a, ablation, decode, features, gemm, growth, host, layer, overlap, report, side, sm, tokens,
-               worklog)
+               transformers, worklog)
 from .run import Run
 from .shapes import SHAPES
 
@@ -34,6 +34,7 @@ BENCHES = {
     "features": (features, "the effect of token saving, sorting and pre-reduction"),
     "host": (host, "host overhead per call, in microseconds"),
     "decode": (decode, "low-latency dispatch and combine by T, their halves, and a decode layer"),
+    "transformers": (transformers, "experts of transformers in one process, by each experts_implementation"),
     "worklog": (worklog, "dispatch, y = x * (1 + rank), combine: a known problem, beside plain PyTorch"),
     "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),
 }
@@ -72,7 +73,8 @@ def parse(argv):
         s.add_argument("--shapes", type=names, metavar="A,B,...",
                        help=f"of {', '.join(SHAPES)}; default: those of the bench")
         s.add_argument("--num-sm", type=numbers, metavar="N",
-                       help="thread blocks that move tokens; sm: N,N,..., those to measure; not for gemm")
+                       help="thread blocks that move tokens; sm: N,N,..., those to measure; not for gemm, "
+                            "transformers")
         s.add_argument("--tokens", type=numbers, metavar="T,T,...",
                        help="decode: the numbers of tokens of a rank to measure")
         s.add_argument("--iters", type=positive,
@@ -88,8 +90,8 @@ def parse(argv):
     options = p.parse_args(argv if argv and argv[0] in known else ["a2a", *argv])
     if options.bench not in ("sm", "report") and options.num_sm and len(options.num_sm) > 1:
         p.error("--num-sm: pass one number; only sm takes several")
-    if options.bench == "gemm" and options.num_sm:
-        p.error("--num-sm: leave it out for gemm, which moves no tokens")
+    if options.bench in ("gemm", "transformers") and options.num_sm:
+        p.error(f"--num-sm: leave it out for {options.bench}, which moves no tokens between ranks")
     if options.bench not in ("decode", "report", "all") and options.tokens:
         p.error("--tokens: only decode takes it")
     return options

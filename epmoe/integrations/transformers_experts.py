@@ -8,7 +8,7 @@ transformers.
 import torch
 
 from .. import _C
-from ..fused import EpAll2AllFusedOp
+from ..fused import EpAll2AllFusedOp, fuses
 from ..gemm import grouped_gemm
 from ..layer_parts import refuse_layer, world_of
 from ..reference import GptOss, activate
@@ -129,22 +129,26 @@ class Layers:
         self.of_shape = {}  # -> a list, the largest layer last
 
     @torch._disable_dynamo
-    def _make(self, layers, num_tokens, hidden, topk, num_experts, dtype, device):
+    def _make(self, layers, fused, num_tokens, hidden, topk, num_experts, dtype, device):
         if self.world is None:
             self.world = thread_worlds(1)[0]
         max_tokens = self.max_tokens or max(FEWEST_TOKENS, 1 << (num_tokens - 1).bit_length())
+        options = self.options if "fused" in self.options else self.options | {"fused": fused}
         layers.append(EpAll2AllFusedOp(self.world, max_tokens, hidden, topk, num_tot_experts=num_experts,
-                                       dtype=dtype, device=device, **self.options))
+                                       dtype=dtype, device=device, **options))
 
     def get(self, num_tokens, *shape):
         """Return a layer for num_tokens, of a shape (hidden, topk, num_experts, dtype, device).
 
-        Collective where it makes a layer: num_tokens is then the same on all ranks.  With max_tokens set,
-        there is one layer of a shape, which refuses more tokens.
+        Collective where it makes a layer: num_tokens is then the same on all ranks.  Calls of few tokens, as
+        in decoding, have a layer of their own, without fused kernels.  With max_tokens set, there is one
+        layer of a shape, which refuses more tokens.
         """
-        layers = self.of_shape.setdefault(shape, [])
+        _, topk, num_experts, _, _ = shape
+        fused = fuses(self.max_tokens or num_tokens, topk, num_experts, self.world.size if self.world else 1)
+        layers = self.of_shape.setdefault((fused, *shape), [])
         if not layers or (self.max_tokens is None and layers[-1].max_tokens < num_tokens):
-            self._make(layers, num_tokens, *shape)
+            self._make(layers, fused, num_tokens, *shape)
         return layers[-1]
 
 
