@@ -23,7 +23,8 @@ PAGES = sorted([*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHAN
                 *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
 NAMES = [str(p.relative_to(ROOT)) for p in PAGES]
 NOT_RUN = {"README.md": 1, "docs/guide.md": 4, "docs/torchtitan.md": 1, "docs/megatron.md": 1}
-NEEDS = {"docs/transformers.md": "accelerate"}  # packages that a page needs beside epmoe's
+# What a page needs beside epmoe.
+NEEDS = {"docs/transformers.md": ("accelerate", "transformers.distributed.expert_parallel")}
 BLOCK = re.compile(r"(?P<why><!-- not run: [^>]+ -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$",
                    re.MULTILINE | re.DOTALL)
 
@@ -65,8 +66,8 @@ PROGRAMS = list(programs())
 @pytest.mark.parametrize("name, line, code, num_ranks", PROGRAMS,
                          ids=[f"{name}:{line}" for name, line, _, _ in PROGRAMS])
 def test_docs_python_blocks_run(tmp_path, name, line, code, num_ranks):
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+    for package in NEEDS.get(name, ()):
+        pytest.importorskip(package)
     program = tmp_path / f"page_{Path(name).stem}.py"  # transformers.py would hide the package
     program.write_text(code)
     compile(code, name, "exec")

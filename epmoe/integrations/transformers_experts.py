@@ -28,6 +28,14 @@ def is_decorated(module):
     return hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
+def has_gate(experts):
+    return getattr(experts, "has_gate", True)  # older versions of transformers lack some of the marks
+
+
+def has_post_norm(experts):
+    return getattr(experts, "has_post_expert_norm", False)
+
+
 def is_plain(experts):
     """Whether the experts are two linear maps of ordinary weights, which epmoe's GEMM can multiply with."""
     return (is_decorated(experts) and not hasattr(experts, "down_proj_scale_inv")
@@ -40,13 +48,17 @@ def _same_gate(experts, activation):
     x = torch.linspace(-9, 9, 64, dtype=torch.float64, device="cpu")  # not meta, while a model is made
     x = torch.cat([x, x.sign() * x.abs()**4])  # some are larger than any limit of a clamped gate
     x = x[torch.randperm(len(x), generator=generator, device="cpu")].reshape(2, -1)
-    return torch.allclose(experts._apply_gate(x), activate(x, activation), rtol=1e-9, atol=1e-9)
+    try:
+        got = experts._apply_gate(x)
+    except RuntimeError:  # it wants another dtype or device, because it has parameters: none of epmoe's
+        return False
+    return torch.allclose(got, activate(x, activation), rtol=1e-9, atol=1e-9)
 
 
 @torch._disable_dynamo
 def _find_activation(experts):
     """Set _epmoe_activation: the activation for epmoe's GEMM, or None where the experts apply their own."""
-    known = ["swiglu"] if experts.has_gate else []
+    known = ["swiglu"] if has_gate(experts) else []
     if hasattr(experts, "alpha") and hasattr(experts, "limit"):
         known.append(GptOss(experts.alpha, experts.limit))
     with torch.no_grad():
@@ -65,12 +77,12 @@ def linear(experts, name):
     weight = getattr(experts, name)
     if experts.is_transposed:
         weight = weight.transpose(1, 2).contiguous()  # no copy after store_as_epmoe_reads
-    return weight, getattr(experts, f"{name}_bias") if experts.has_bias else None
+    return weight, getattr(experts, f"{name}_bias") if getattr(experts, "has_bias", False) else None
 
 
 def up_and_down(experts):
     """Return (weights, biases) of the first and of the second linear map of the experts."""
-    return linear(experts, "gate_up_proj" if experts.has_gate else "up_proj"), linear(experts, "down_proj")
+    return linear(experts, "gate_up_proj" if has_gate(experts) else "up_proj"), linear(experts, "down_proj")
 
 
 def store_as_epmoe_reads(model):
@@ -102,7 +114,7 @@ def store_as_epmoe_reads(model):
     for path, experts in model.named_modules():
         if not is_decorated(experts) or not experts.is_transposed:
             continue
-        for name in ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj"):
+        for name in ("gate_up_proj" if has_gate(experts) else "up_proj", "down_proj"):
             p = getattr(experts, name)
             if p.is_meta or hasattr(p, "device_mesh"):
                 kind = "on the meta device" if p.is_meta else "a DTensor"
@@ -133,7 +145,7 @@ class Layers:
         if self.world is None:
             self.world = thread_worlds(1)[0]
         max_tokens = self.max_tokens or max(FEWEST_TOKENS, 1 << (num_tokens - 1).bit_length())
-        options = self.options if "fused" in self.options else self.options | {"fused": fused}
+        options = self.options | {"fused": fused}
         layers.append(EpAll2AllFusedOp(self.world, max_tokens, hidden, topk, num_tot_experts=num_experts,
                                        dtype=dtype, device=device, **options))
 
@@ -145,7 +157,10 @@ class Layers:
         layer of a shape, which refuses more tokens.
         """
         _, topk, num_experts, _, _ = shape
-        fused = fuses(self.max_tokens or num_tokens, topk, num_experts, self.world.size if self.world else 1)
+        fused = self.options.get("fused")
+        if fused is None:
+            size = self.world.size if self.world else 1
+            fused = fuses(self.max_tokens or num_tokens, topk, num_experts, size)
         layers = self.of_shape.setdefault((fused, *shape), [])
         if not layers or (self.max_tokens is None and layers[-1].max_tokens < num_tokens):
             self._make(layers, fused, num_tokens, *shape)
@@ -162,10 +177,10 @@ def compute(experts, layer, x, idx, weight):
     activation = activation_of(experts)
     h, row_weight, layout = layer.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
                                                            bias=up_bias, activation=activation)
-    has_norm = experts.has_post_expert_norm
+    has_norm = has_post_norm(experts)
     try:
         if activation is None:
-            h = (experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)).contiguous()
+            h = (experts._apply_gate(h) if has_gate(experts) else experts.act_fn(h)).contiguous()
         if has_norm:
             y = grouped_gemm(h, down, offsets=layout.expert_offsets, bias=down_bias)
             y = experts.post_expert_norm(y).contiguous()
@@ -213,7 +228,7 @@ def _sizes_of(experts, topk):
     if not is_plain(experts):
         raise ValueError(f"{name}: wanted the experts of a transformers model, which "
                          f"use_experts_implementation has decorated, with weights that are not quantized")
-    if experts.has_post_expert_norm:
+    if has_post_norm(experts):
         raise ValueError(f"{name} has a norm after each expert, and EPMoE has none")
     if activation_of(experts) is None:
         raise ValueError(f"{name} has a gate of its own, or none, and EPMoE has SwiGLU and that of GPT-OSS: "
