@@ -8,8 +8,8 @@
     SymmetricHeap      memory that every rank can access on every other rank
     World              the ranks that take part
     thread_worlds      ranks that are threads of one process, for tests
-    prepare_ddp        DistributedDataParallel, with experts; also expert_parameters, clip_grad_norm_ and
-                       whole_state_dict
+    prepare_ddp        DistributedDataParallel, with experts; also prepare_fsdp for FSDP2, expert_parameters,
+                       clip_grad_norm_ and whole_state_dict
     grouped_gemm       rows grouped by expert times each expert's own weights
     GptOss             the activation of GPT-OSS with other numbers
     reference          the oracle, in plain PyTorch
@@ -30,7 +30,7 @@ from .layer import EPAll2AllLayer
 from .layout import EPLayout
 from .low_latency import LowLatencyAll2All, LowLatencyHandle, PendingCall
 from .moe import EPMoE
-from .parallel import clip_grad_norm_, expert_parameters, prepare_ddp, whole_state_dict
+from .parallel import clip_grad_norm_, expert_parameters, prepare_ddp, prepare_fsdp, whole_state_dict
 from .reference import GptOss
 from .world import World, thread_worlds
 
@@ -39,4 +39,4 @@ __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed"
            "EpMismatch", "EpOverflow", "EpTimeout", "GptOss", "HeapExhausted",
            "LowLatencyAll2All", "LowLatencyHandle", "PeerDied", "PeerError", "PendingCall",
            "SymmetricHeap", "World", "clip_grad_norm_", "expert_parameters", "grouped_gemm", "include_dir",
-           "prepare_ddp", "reference", "thread_worlds", "whole_state_dict"]
+           "prepare_ddp", "prepare_fsdp", "reference", "thread_worlds", "whole_state_dict"]

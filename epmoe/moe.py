@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _C, decode as decoding
+from . import _C, decode as decoding, shards, torch_hooks
 from .errors import EpMismatch
 from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
 from .layer import EPAll2AllLayer
 from .layer_parts import refuse_layer, world_of
 from .moe_arguments import check, flatten, unflatten
-from .parallel_parts import ScaledGradient, check_ddp, check_sharded, own_rows, which_experts
+from .parallel_parts import ScaledGradient, check_ddp, check_sharded
 from .reference import activate
 
 # Options that EPMoE passes on: those of the two layers except its own arguments.
@@ -38,9 +38,9 @@ class EPMoE(nn.Module):
     checkpoint holds in by out, as transformers' GptOssExperts does ([E, H, 2I] and [E, I, H]), load it with
     .transpose(1, 2).  With H = I a wrong order raises no error.
 
-    Of [E, ...] in a checkpoint, a rank takes rows rank * L to (rank + 1) * L; load_state_dict() does so.  Its
-    state_dict() has only these: whole_state_dict has those of all ranks.  torch.distributed.checkpoint treats
-    plain tensors as replicated and keeps one rank's, so wrap the parameters in DTensor (docs/guide.md).
+    Of [E, ...] in a checkpoint, a rank takes rows rank * L to (rank + 1) * L; load_state_dict() does so.  In
+    state_dict(), where the experts are on several ranks of a process group, they are DTensors [E, ...], of
+    which each rank has its rows (docs/checkpoints.md).  whole_state_dict puts them together.
 
     Parameters start uniform in +-1/sqrt(fan-in), as nn.Linear's, each expert with other numbers.  With the
     same seed on all ranks they are those of one process.  They are on the layer's device from the start, also
@@ -146,6 +146,7 @@ class EPMoE(nn.Module):
             empty = nn.Parameter(torch.empty(shape, dtype=dtype, device=layer.device)) if needed else None
             setattr(self, name, empty)
         self.reset_parameters()
+        self._register()
 
     @staticmethod
     def _agree(layer, mine):
@@ -334,12 +335,26 @@ class EPMoE(nn.Module):
             check_sharded(self, name, value)
         super().__setattr__(name, value)
 
+    def __setstate__(self, state):  # of a deep copy
+        super().__setstate__(state)
+        self._register()
+
+    def _register(self):
+        if self.layer.world_size > 1:
+            shards.register(self)
+            torch_hooks.install()
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            shards.save(self, destination, prefix)
+
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        before, own = len(errors), own_rows(self, state_dict, prefix)
+        before, own = len(errors), shards.own_entries(self, state_dict, prefix, metadata, errors)
         super()._load_from_state_dict(state_dict | own if own else state_dict, prefix, metadata, strict,
                                       missing, unexpected, errors)
         if len(errors) > before:
-            errors.append(which_experts(self, prefix))
+            errors.append(shards.which_experts(self, prefix))
 
     def _refuse(self, error, decode):
         """Report an error to the other ranks in the operation that they enter, and raise it."""

@@ -1,17 +1,13 @@
 """Experts beside data parallelism: DistributedDataParallel, clipping of gradients, whole checkpoints."""
 
-import math
-import struct
-
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from . import _C
 from .moe import EPMoE
-from .parallel_parts import is_spread
+from .shards import exchanged, is_dtensor, is_spread
 
-__all__ = ["clip_grad_norm_", "expert_parameters", "prepare_ddp", "whole_state_dict"]
+__all__ = ["clip_grad_norm_", "expert_parameters", "prepare_ddp", "prepare_fsdp", "whole_state_dict"]
 
 
 def _experts(model):
@@ -62,7 +58,7 @@ def prepare_ddp(model, process_group=None):
 
     Raises:
         ValueError: If the group has other ranks than the experts are on.  Then some ranks hold the same
-            experts, which nothing would average: use FSDP2 (docs/guide.md).
+            experts, which nothing would average: use prepare_fsdp and FSDP2.
 
     Examples:
         >>> import epmoe
@@ -79,7 +75,8 @@ def prepare_ddp(model, process_group=None):
                       for g in (moe.layer.world.group, process_group))
         if own != ranks:
             raise ValueError(f"the experts are on ranks {own}, but the group of DistributedDataParallel has "
-                             f"ranks {ranks}: with several groups of experts use FSDP2 (docs/guide.md)")
+                             f"ranks {ranks}: with several groups of experts use FSDP2: "
+                             f"fully_shard(epmoe.prepare_fsdp(model))")
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     names = list(dict.fromkeys([*before, *spread]))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
@@ -88,39 +85,64 @@ def prepare_ddp(model, process_group=None):
     return model
 
 
+def prepare_fsdp(model, mesh=None, **options):
+    """Prepare a model for fully_shard (FSDP2): shard each EPMoE over the ranks with the same experts.
+
+    Collective over the default process group, unless `mesh` is given.  Then call fully_shard(model) as usual;
+    it leaves the experts alone.  FSDP averages their gradients over the ranks with the same experts, and
+    EPMoE.gradient_scale becomes 1 / W, so that they are those of the mean over all ranks.
+
+    Args:
+        model: A module.
+        mesh: None, or a DeviceMesh of the ranks that have the same experts as this one.
+        **options: Of fully_shard, for example reshard_after_forward, mp_policy or offload_policy.  A policy
+            of mixed precision must leave the parameters in the layer's dtype.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the groups of experts do not divide all ranks into groups of equal size, or `mesh` has
+            ranks with different experts.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> moe = epmoe.EPMoE(16, 32, num_experts=2, topk=1, dtype=torch.float32, device="cpu")
+        >>> epmoe.prepare_fsdp(moe) is moe  # in one process nothing is to do; then: fully_shard(model)
+        True
+        >>> moe.finalize()
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    meshes = {}
+    for moe in {id(moe): moe for moe, _ in _experts(model).values()}.values():
+        world = moe.layer.world
+        if not is_spread(world):
+            continue
+        if mesh is None and id(world) not in meshes:
+            groups = [None] * dist.get_world_size()
+            dist.all_gather_object(groups, dist.get_process_group_ranks(world.group))
+            rows = sorted({tuple(g) for g in groups})
+            members = sorted(r for row in rows for r in row)
+            if members != list(range(len(groups))) or len({len(row) for row in rows}) > 1:
+                raise ValueError(f"the groups of experts, ranks {rows}, do not divide all {len(groups)} "
+                                 f"ranks into groups of equal size: pass mesh=")
+            both = DeviceMesh(moe.layer.device.type, rows, mesh_dim_names=("replicas", "experts"))
+            meshes[id(world)] = both["replicas"]
+        fully_shard(moe, mesh=meshes[id(world)] if mesh is None else mesh, **options)
+        moe.gradient_scale = 1 / world.size
+    return model
+
+
 # ---- clipping ----
-
-
-def _alike(params):
-    """Return lists of parameters whose gradients torch can take together: plain ones, and of each mesh."""
-    lists = {}
-    for p in params:
-        lists.setdefault(getattr(p.grad, "device_mesh", None), []).append(p)
-    return list(lists.values())
-
-
-def _norm(params, norm_type):
-    """Return the norm of the gradients as a number; of sharded ones over all shards."""
-    norms = []
-    for alike in _alike(params):
-        norm = torch.nn.utils.get_total_norm([p.grad for p in alike], norm_type)
-        norms.append((norm.full_tensor() if hasattr(norm, "full_tensor") else norm).double().item())
-    return _norm_of(norms, norm_type)
-
-
-def _norm_of(norms, norm_type):
-    if any(math.isnan(n) for n in norms):
-        return math.nan
-    if norm_type == math.inf:
-        return max(norms, default=0.0)
-    return sum(n**norm_type for n in norms)**(1 / norm_type)
 
 
 def clip_grad_norm_(model, max_norm, norm_type=2.0):
     """Clip gradients as torch.nn.utils.clip_grad_norm_ does, with the norm over the experts of all ranks.
 
-    Collective.  torch's function computes the norm of one rank's experts.  Ranks would then scale the
-    parameters that they share differently, and those would drift apart.
+    Collective.  It calls torch's function, which does the same where an EPMoE has some of the experts.
 
     Args:
         model: The module whose gradients are clipped, not its parameters.  They may be sharded by FSDP2.
@@ -132,9 +154,8 @@ def clip_grad_norm_(model, max_norm, norm_type=2.0):
 
     Raises:
         ValueError: On this rank, for a norm_type that is not positive.
-        PeerDied: On all surviving ranks, when a rank dies.
-        EpTimeout: On all ranks, when one does not make the call before the timeout.
-        EpMismatch: On all ranks, when they are not in the same call.
+        RuntimeError: The error of the process group, when a rank dies or does not make the call before the
+            group's timeout.
 
     Examples:
         >>> import epmoe
@@ -146,35 +167,13 @@ def clip_grad_norm_(model, max_norm, norm_type=2.0):
         (True, 1.0)
         >>> moe.finalize()
     """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
+    if not float(norm_type) > 0:
         raise ValueError(f"norm_type {norm_type}: must be positive")
-    experts, of_world = _experts(model), {}
-    for moe, p in experts.values():
-        of_world.setdefault(id(moe.layer.world), (moe.layer.world, []))[1].append(p)
-    own = {id(p) for _, p in experts.values()}
-    params = [p for p in model.parameters() if p.grad is not None]
-    norms = [_norm([p for p in params if id(p) not in own], norm_type)]
-    for world, of in of_world.values():
-        mine = struct.pack("d", _norm([p for p in of if p.grad is not None], norm_type))
-        norms += [struct.unpack("d", theirs)[0] for theirs in world.exchange(mine)]
-    total = torch.tensor(_norm_of(norms, norm_type), dtype=torch.float32)
-    for alike in _alike(params):
-        torch.nn.utils.clip_grads_with_norm_(alike, max_norm, total.to(alike[0].grad.device))
-    return total
+    norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), max_norm, norm_type)
+    return (norm.full_tensor() if is_dtensor(norm) else norm).to("cpu", torch.float32)
 
 
 # ---- whole checkpoints ----
-
-
-def _exchanged(world, raw):
-    """Return the bytes of all ranks, which have no process group."""
-    parts = [torch.empty_like(raw) for _ in range(world.size)]
-    for first in range(0, len(raw), _C.EXCHANGE_BYTES):
-        piece = raw[first:first + _C.EXCHANGE_BYTES].clone()
-        for part, theirs in zip(parts, world.exchange(bytes(piece.untyped_storage()))):
-            part[first:first + len(piece)] = torch.frombuffer(bytearray(theirs), dtype=torch.uint8)
-    return parts
 
 
 def _to_first(world, t):
@@ -182,7 +181,7 @@ def _to_first(world, t):
     t = t.detach().contiguous()
     raw = t.reshape(-1).view(torch.uint8)
     if world.group is None:
-        parts = _exchanged(world, raw.cpu())
+        parts = exchanged(world, raw.cpu())
     elif world.rank:
         dist.send(raw, dist.get_global_rank(world.group, 0), world.group)
         return []

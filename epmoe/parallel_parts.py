@@ -1,4 +1,4 @@
-"""What EPMoE does beside data parallelism: checks, gradients of means, rows of whole checkpoints.
+"""What EPMoE does beside data parallelism: checks, and gradients of means.
 
 DistributedDataParallel and FSDP take parameters for copies of the same numbers, unless they are told
 otherwise.  Without the checks the results would be wrong, and no error would tell.
@@ -7,13 +7,11 @@ otherwise.  Without the checks the results would be wrong, and no error would te
 import torch
 import torch.distributed as dist
 
+from .shards import is_dtensor, is_spread, learn_mesh
+
+
 def _ranks(group):
     return set(dist.get_process_group_ranks(group))
-
-
-def is_spread(world):
-    """Return whether experts are on several ranks of a process group."""
-    return world.size > 1 and world.group is not None
 
 
 def check_ddp(moe, ddp):
@@ -34,13 +32,14 @@ def check_sharded(moe, name, value):
     value: What FSDP sets in the place of the parameter.
     """
     world = moe.layer.world
-    if type(value) is torch.nn.Parameter or not hasattr(value, "device_mesh") or not is_spread(world):
+    if type(value) is torch.nn.Parameter or not is_dtensor(value) or not is_spread(world):
         return
     mesh = value.device_mesh
     if len(_ranks(world.group) & set(mesh.mesh.flatten().tolist())) > 1:
         raise ValueError(f"{name} would be sharded over ranks that hold different experts: first call "
-                         f"fully_shard(moe, mesh=...) for each EPMoE, with a mesh of the ranks that hold the "
-                         f"same experts, then fully_shard(model) (docs/guide.md, Training with FSDP2)")
+                         f"epmoe.prepare_fsdp(model), then fully_shard(model); or fully_shard(moe, mesh=...) "
+                         f"for each EPMoE, with a mesh of the ranks that hold the same experts")
+    learn_mesh(moe, mesh)
 
 
 class ScaledGradient(torch.autograd.Function):
@@ -54,21 +53,3 @@ class ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * ctx.scale, None
-
-
-def own_rows(moe, state_dict, prefix):
-    """Return {key: rows of this rank} of the entries of an EPMoE that have the experts of all ranks."""
-    num, num_all = moe.layer.num_local_experts, moe.layer.num_experts
-    first, own = moe.layer.rank * num, {}
-    for name, p in moe.named_parameters(recurse=False):
-        t = state_dict.get(prefix + name)
-        if isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == num_all != num:
-            own[prefix + name] = t[first:first + num].clone()
-    return own
-
-
-def which_experts(moe, prefix):
-    """Return a line for an error: which experts a rank has."""
-    first, num = moe.layer.rank * moe.layer.num_local_experts, moe.layer.num_local_experts
-    return (f"{prefix.rstrip('.') or 'EPMoE'} of rank {moe.layer.rank} has the experts {first} to "
-            f"{first + num - 1} of {moe.layer.num_experts}: pass these, or all {moe.layer.num_experts}.")

@@ -220,7 +220,7 @@ def test_moe_clip_grad_norm_of_nothing_and_of_nan():
 def _saved(rank, world_size, as_threads=None):
     model = make(as_threads)
     whole, y = epmoe.whole_state_dict(model), model(tokens(0)).detach()
-    own = {n: t.clone() for n, t in model.state_dict().items()}
+    own = {n: t.detach().clone() for n, t in model.named_parameters()}
     model.moe.finalize()
     return whole, own, y
 
@@ -232,7 +232,7 @@ def _loaded(rank, world_size, state, assign):
             p.zero_()
     matched = model.load_state_dict(state, assign=assign)
     y = model(tokens(0)).detach()
-    own = {n: t.clone() for n, t in model.state_dict().items()}
+    own = {n: t.detach().clone() for n, t in model.named_parameters()}
     close(model)
     return matched.missing_keys + matched.unexpected_keys, y, own
 

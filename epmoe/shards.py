@@ -1,0 +1,245 @@
+"""A rank's experts as a part of all experts, in the state dicts of modules and optimizers.
+
+torch takes plain tensors for replicas: of a tensor that all ranks have under one name, it saves one rank's.
+So a state dict holds the experts as DTensors of shape [E, ..], of which each rank has its rows.  Then
+torch.distributed.checkpoint saves all of them, and another number of ranks can load them.  Parameters, and
+the states that optimizers keep for them, stay plain tensors: docs/internals.md says why.
+"""
+
+import itertools
+import struct
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from . import _C
+
+_modules = weakref.WeakSet()  # each EPMoE whose experts are on several ranks
+_meshes = weakref.WeakKeyDictionary()  # World -> {(device type, mesh of FSDP): DeviceMesh}
+_lock = threading.Lock()  # ranks may be threads
+
+
+def is_spread(world):
+    """Return whether experts are on several ranks of a process group."""
+    return world.size > 1 and world.group is not None
+
+
+def register(moe):
+    """Let this file know a module, if it has only some of the experts."""
+    if moe.layer.world_size > 1:
+        with _lock:
+            _modules.add(moe)
+
+
+def owners(of=lambda p: p):
+    """Return {id(of(p)): its EPMoE} of the parameters of all modules with some of the experts."""
+    with _lock:
+        modules = list(_modules)
+    return {id(of(p)): moe for moe in modules for p in moe.parameters(recurse=False)}
+
+
+def is_dtensor(t):
+    """Return whether t is a DTensor.  Does not import torch.distributed.tensor, which takes a second."""
+    return hasattr(t, "device_mesh")
+
+
+# ---- meshes ----
+
+
+def exchanged(world, raw):
+    """Return the bytes of all ranks, which may be more than one exchange carries.  Collective.
+
+    raw: A one-dimensional uint8 tensor on the CPU, of the same size on all ranks.
+    """
+    parts = [torch.empty_like(raw) for _ in range(world.size)]
+    for first in range(0, len(raw), _C.EXCHANGE_BYTES):
+        piece = raw[first:first + _C.EXCHANGE_BYTES].clone()
+        for part, theirs in zip(parts, world.exchange(bytes(piece.untyped_storage()))):
+            part[first:first + len(piece)] = torch.frombuffer(bytearray(theirs), dtype=torch.uint8)
+    return parts
+
+
+def learn_mesh(moe, mesh):
+    """Make the mesh of all ranks that have shards of a parameter, which FSDP shards over `mesh`.
+
+    Collective among the ranks of the experts, once for each mesh.  Its first dimension has these ranks; the
+    others are those of `mesh`, which has different ranks for each of them.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    world = moe.layer.world
+    known, key = _meshes.setdefault(world, {}), (mesh.device_type, mesh)
+    if not is_spread(world) or key in known:
+        return
+    mine = mesh.mesh.to(torch.int32).contiguous()
+    rows = [raw.view(torch.int32).view(mine.shape) for raw in
+            exchanged(world, mine.view(-1).view(torch.uint8))]
+    groups = [world.group, *(mesh.get_group(i) for i in range(mesh.ndim))]
+    names = ("experts", *(f"replicas{i}" for i in range(mesh.ndim)))
+    known[key] = DeviceMesh.from_group(groups, mesh.device_type, torch.stack(rows), mesh_dim_names=names)
+
+
+def _mesh_of(world, t):
+    """Return the mesh of all ranks that have shards of what t is a part of."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    known = _meshes.setdefault(world, {})
+    if is_dtensor(t):
+        return known[t.device_mesh.device_type, t.device_mesh]
+    if (t.device.type, None) not in known:
+        known[t.device.type, None] = DeviceMesh.from_group(world.group, t.device.type)
+    return known[t.device.type, None]
+
+
+# ---- parts and wholes ----
+
+
+def as_shard(moe, t):
+    """Return t [L, ..] of this rank, without a copy, as a DTensor [E, ..], of which it has these rows."""
+    if t.dim() == 0 or not is_spread(moe.layer.world):
+        return t
+    from torch.distributed.tensor import DTensor, Shard
+
+    local, placements = (t.to_local(), t.placements) if is_dtensor(t) else (t, ())
+    shape = torch.Size((t.shape[0] * moe.layer.world_size, *t.shape[1:]))
+    return DTensor.from_local(local, _mesh_of(moe.layer.world, t), [Shard(0), *placements], run_check=False,
+                              shape=shape, stride=t.stride())
+
+
+def own_part(moe, t, p):
+    """Return what this rank keeps of t, which belongs to its parameter p: the inverse of as_shard.
+
+    t: What as_shard returns, or [L, ..], or [E, ..] of all experts; also a number.
+    """
+    num, num_all = moe.layer.num_local_experts, moe.layer.num_experts
+    if t.dim() == 0:
+        return t
+    if is_dtensor(t) and is_dtensor(p) and t.device_mesh == p.device_mesh:
+        if t.shape[0] != num_all or num == num_all:
+            return t
+        t = t.full_tensor()  # set_model_state_dict has sharded all experts over the mesh of FSDP
+    if is_dtensor(t):
+        shape, t = (t.shape[0] // moe.layer.world_size, *t.shape[1:]), t.to_local()
+    else:
+        if t.shape[0] == num_all != num:
+            t = t[moe.layer.rank * num:(moe.layer.rank + 1) * num].clone()
+        shape = None
+    if not is_dtensor(p):
+        return t
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if shape is None:
+        return distribute_tensor(t.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
+    return DTensor.from_local(t, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape),
+                              stride=torch.empty(shape, device="meta").stride())
+
+
+def save(moe, state_dict, prefix):
+    """Put the parameters of an EPMoE into its state dict as DTensors, and note which experts they are."""
+    if not is_spread(moe.layer.world):
+        return
+    for name, _ in moe.named_parameters(recurse=False):
+        state_dict[prefix + name] = as_shard(moe, state_dict[prefix + name])
+    if hasattr(state_dict, "_metadata"):
+        state_dict._metadata[prefix[:-1]]["experts"] = experts_of_rank(moe)
+
+
+def own_entries(moe, state_dict, prefix, metadata, errors):
+    """Return {key: what this rank keeps} of the entries of an EPMoE in a state dict.
+
+    Appends to `errors` if they are the experts of another rank, whose file this rank has read.
+    """
+    saved, own = metadata.get("experts"), {}
+    for name, p in moe.named_parameters(recurse=False):
+        t = state_dict.get(prefix + name)
+        if isinstance(t, torch.Tensor):
+            own[prefix + name] = own_part(moe, t, p)
+            is_whole = not is_dtensor(t) and own[prefix + name] is not t
+            if saved not in (None, experts_of_rank(moe)) and not is_whole:
+                errors.append(f"{prefix}{name}: has the experts {saved[0]} to {saved[1] - 1}, because "
+                              f"another rank saved its state_dict() alone.  Save with "
+                              f"torch.distributed.checkpoint, or "
+                              f"epmoe.whole_state_dict(model), or a file for each rank.")
+    return own
+
+
+def experts_of_rank(moe):
+    """Return the first expert that a rank has, and the one after its last."""
+    num = moe.layer.num_local_experts
+    return moe.layer.rank * num, (moe.layer.rank + 1) * num
+
+
+def which_experts(moe, prefix):
+    """Return a line for an error: which experts a rank has."""
+    first, end = experts_of_rank(moe)
+    return (f"{prefix.rstrip('.') or 'EPMoE'} of rank {moe.layer.rank} has the experts {first} to {end - 1} "
+            f"of {moe.layer.num_experts}: pass these, or all {moe.layer.num_experts}.")
+
+
+# ---- optimizers ----
+
+
+def _params(optimizer):
+    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _map_states(optimizer, state_dict, function):
+    """Return a state dict with function(moe, t, p) of each tensor in the state of an expert parameter p."""
+    known, states = owners(), dict(state_dict["state"])
+    keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    for key, p in zip(keys, _params(optimizer)):
+        if (moe := known.get(id(p))) is not None and key in states:
+            states[key] = tree_map_only(torch.Tensor, lambda t: function(moe, t, p), states[key])
+    return {**state_dict, "state": states}
+
+
+def _after_state_dict(optimizer, state_dict):
+    return _map_states(optimizer, state_dict, lambda moe, t, p: as_shard(moe, t))
+
+
+def _before_load_state_dict(optimizer, state_dict):
+    return _map_states(optimizer, state_dict, own_part)
+
+
+def before_step(optimizer, args, kwargs):
+    """Let the state dict of an optimizer hold the states of experts as DTensors, from its first step on.
+
+    torch calls it before each step of each optimizer.
+    """
+    if "_knows_experts" not in optimizer.__dict__:
+        _teach(optimizer)
+
+
+@torch._disable_dynamo
+def _teach(optimizer):
+    optimizer._knows_experts = True
+    known = owners()
+    mine = [(known[id(p)], p) for p in _params(optimizer) if id(p) in known]
+    if mine and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        raise RuntimeError("ZeroRedundancyOptimizer would overwrite the experts of all ranks with one rank's:"
+                           " give it the other parameters, and another optimizer "
+                           "epmoe.expert_parameters(model)")
+    optimizer.register_state_dict_post_hook(_after_state_dict)
+    optimizer.register_load_state_dict_pre_hook(_before_load_state_dict)
+    for moe, p in mine:  # a state that was loaded before the first step
+        if p in optimizer.state:
+            own = tree_map_only(torch.Tensor, lambda t: own_part(moe, t, p), optimizer.state[p])
+            optimizer.state[p] = own
+
+
+# ---- numbers of all ranks ----
+
+
+def of_ranks(moe, number):
+    """Return the numbers of all ranks, a tensor [W], from a tensor with one number.  Collective."""
+    world = moe.layer.world
+    if world.group is None:
+        raw = world.exchange(struct.pack("d", number.item()))
+        return torch.tensor([struct.unpack("d", r)[0] for r in raw], dtype=number.dtype, device=number.device)
+    mine = number.detach().reshape(1).to(moe.layer.device)
+    parts = [torch.empty_like(mine) for _ in range(world.size)]
+    dist.all_gather(parts, mine, world.group)
+    return torch.cat(parts).to(number.device)

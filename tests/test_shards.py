@@ -1,0 +1,212 @@
+"""State dicts, DCP, gradient clipping, GradScaler and FSDP2 of a model with experts on several ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
+                                                     get_optimizer_state_dict, set_model_state_dict,
+                                                     set_optimizer_state_dict)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import epmoe
+from cases import outcome, process_ranks
+from test_moe_parallel import Block, close, gradients_of_one_process, tokens
+
+pytestmark = pytest.mark.cpu_only
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def make(how, seed=0):
+    """A model, and what is called to train it: "ddp", "fsdp", "hsdp" or "replicas" (groups of 2 ranks)."""
+    torch.manual_seed(seed)
+    size, group = dist.get_world_size(), None
+    if how in ("replicas", "hsdp") and size > 2:
+        group = [dist.new_group([r, r + 1]) for r in range(0, size, 2)][dist.get_rank() // 2]
+    model = Block(group)
+    if how == "ddp":
+        return model, DistributedDataParallel(epmoe.prepare_ddp(model))
+    from torch.distributed.fsdp import fully_shard
+
+    shape, names = ((size // 2, 2), ("r", "s")) if how == "hsdp" else ((size,), None)
+    fully_shard(epmoe.prepare_fsdp(model), mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    return model, model
+
+
+def state_of(model, optimizer):
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def whole_of(model, optimizer):
+    """The whole state of model and AdamW on rank 0, flat and of plain tensors."""
+    model_state = get_model_state_dict(model, options=FULL)
+    states = get_optimizer_state_dict(model, optimizer, options=FULL).get("state", {})
+    return ({n: t.clone() for n, t in model_state.items()},
+            {f"{n}.{k}": t.clone() for n, s in states.items() for k, t in s.items()})
+
+
+def _save(rank, world_size, how, path):
+    model, trained = make(how)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        trained(tokens(rank)).square().mean().backward()
+        optimizer.step()
+    dcp.save(state_of(model, optimizer), checkpoint_id=path)
+    whole, ours = whole_of(model, optimizer), epmoe.whole_state_dict(model)
+    if rank == 0:
+        assert all(torch.equal(ours[n], t) for n, t in whole[0].items())
+    close(model)
+    return whole
+
+
+def _load(rank, world_size, how, path):
+    model, _ = make(how, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    whole = whole_of(model, optimizer)
+    model(tokens(rank)).square().mean().backward()
+    optimizer.step()
+    close(model)
+    return whole
+
+
+@pytest.mark.parametrize("how, others", [("ddp", (4, 2, 1)), ("fsdp", (2, 1)), ("hsdp", (4, 2)),
+                                         ("replicas", (4, 1))])
+def test_shards_dcp_of_model_and_optimizer_loads_on_other_numbers_of_ranks(tmp_path, how, others):
+    want = process_ranks(_save, 4, how, str(tmp_path))[0]
+    assert any(t.any() for n, t in want[1].items() if n == "moe.down_proj.exp_avg")
+    for num_ranks in others:
+        for wanted, got in zip(want, process_ranks(_load, num_ranks, how, str(tmp_path))[0], strict=True):
+            assert wanted.keys() == got.keys()
+            for name, t in wanted.items():
+                assert torch.equal(t, got[name]), (num_ranks, name)
+
+
+def _whole(rank, world_size, how, whole):
+    """Load a whole model and its optimizer, as one process has them."""
+    model, _ = make(how, seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    states = {}
+    for key, t in whole[1].items():
+        name, _, field = key.rpartition(".")
+        states.setdefault(name, {})[field] = t
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, dict(whole[0]), options=options)
+    group = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    set_optimizer_state_dict(model, optimizer, {"state": states, "param_groups": group}, options=options)
+    got = whole_of(model, optimizer)
+    close(model)
+    return got
+
+
+@pytest.mark.parametrize("how", ["ddp", "replicas"])
+def test_shards_whole_model_and_optimizer_in_and_out(tmp_path, how):
+    whole = process_ranks(_save, 2, "ddp", str(tmp_path))[0]
+    for wanted, got in zip(whole, process_ranks(_whole, 4, how, whole)[0], strict=True):
+        assert all(torch.equal(t, got[n]) for n, t in wanted.items())
+
+
+def _own_files(rank, world_size, path):
+    """Each rank saves its own file and loads it; then all ranks load the file of rank 0."""
+    model, trained = make("ddp")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    trained(tokens(rank)).square().mean().backward()
+    optimizer.step()
+    torch.save([model.state_dict(), optimizer.state_dict()], f"{path}/{rank}")
+    before = [p.clone() for p in model.parameters()]
+    states = torch.load(f"{path}/{rank}", weights_only=True)
+    again = torch.optim.AdamW(model.parameters(), 0.01)
+    model.load_state_dict(states[0])
+    again.load_state_dict(states[1])
+    again.step()
+    optimizer.load_state_dict(states[1])
+    optimizer.step()
+    same = all(torch.equal(t, optimizer.state[model.moe.down_proj][n])
+               for n, t in again.state[model.moe.down_proj].items())
+    model.load_state_dict(states[0])
+    same = same and all(map(torch.equal, before, model.parameters()))
+    plain = all(type(t) is torch.Tensor for s in again.state.values() for t in s.values())
+    dist.barrier()
+    wrong = outcome(lambda: model.load_state_dict(torch.load(f"{path}/0", weights_only=True)[0]))
+    close(model)
+    return same, plain, wrong
+
+
+def test_shards_file_of_another_rank_raises(tmp_path):
+    (same, plain, first), (same_1, plain_1, second) = process_ranks(_own_files, 2, str(tmp_path))
+    assert same and plain and same_1 and plain_1 and first.kinds == (), (first, second)
+    assert "has the experts 0 to 1, because another rank" in str(second), second
+
+
+def _clipped(rank, world_size, how):
+    model, trained = make(how)
+    state = epmoe.whole_state_dict(model)
+    trained(tokens(rank)).square().mean().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    router = model.router.weight.grad
+    router = router.full_tensor() if hasattr(router, "full_tensor") else router
+    close(model)
+    return state, norm, router
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "replicas", "hsdp"])
+def test_shards_plain_clip_grad_norm_is_that_of_one_process(how):
+    results = process_ranks(_clipped, 4, how)
+    want = {n: torch.nn.Parameter(t) for n, t in results[0][0].items()}
+    for n, g in gradients_of_one_process(results[0][0], 4).items():
+        want[n].grad = g
+    norm = torch.nn.utils.clip_grad_norm_(want.values(), 0.01)
+    for _, got, router in results:
+        torch.testing.assert_close(got, norm, rtol=1e-5, atol=0)
+        torch.testing.assert_close(router, want["router.weight"].grad, rtol=1e-4, atol=1e-8)
+
+
+def _scaled(rank, world_size, fused, sharded):
+    """Only the experts of rank 1 get an infinity."""
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    model, trained = make("ddp")
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01, fused=fused)
+    scaler = (ShardedGradScaler if sharded else torch.amp.GradScaler)("cpu", init_scale=4.0)
+    before = [p.clone() for p in model.parameters()]
+    scaler.scale(trained(tokens(rank)).square().mean()).backward()
+    if rank == 1:
+        model.moe.down_proj.grad[0, 0, 0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    same = all(map(torch.equal, before, model.parameters()))
+    optimizer.zero_grad()
+    scaler.scale(trained(tokens(rank)).square().mean()).backward()
+    scaler.step(optimizer)
+    moved = not all(map(torch.equal, before, model.parameters()))
+    close(model)
+    return same, scaler.get_scale(), moved
+
+
+@pytest.mark.parametrize("fused, sharded", [(False, False), (True, False), (True, True)])
+def test_shards_grad_scaler_skips_the_step_on_all_ranks(fused, sharded):
+    assert process_ranks(_scaled, 2, fused, sharded) == [(True, 2.0, True)] * 2
+
+
+def _mistakes(rank, world_size):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model, trained = make("ddp")
+    zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    trained(tokens(rank)).square().mean().backward()
+    got = [outcome(zero.step)]
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("r", "s"))
+    got.append(outcome(lambda: fully_shard(model, mesh=mesh)))
+    close(model)
+    return got
+
+
+def test_shards_zero_optimizer_and_hsdp_of_an_unprepared_model_raise():
+    for zero, hsdp in process_ranks(_mistakes, 2):
+        assert "expert_parameters" in str(zero) and "prepare_fsdp" in str(hsdp), (zero, hsdp)
