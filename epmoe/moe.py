@@ -8,12 +8,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import _C, decode as decoding, shards, torch_hooks
-from .errors import EpMismatch
 from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
 from .layer import EPAll2AllLayer
 from .layer_parts import refuse_layer, world_of
-from .moe_arguments import check, flatten, unflatten
+from .moe_arguments import agree, check, flatten, unflatten
 from .parallel_parts import ScaledGradient, check_ddp, check_sharded
 from .reference import activate
 
@@ -22,7 +21,6 @@ _LAYER_OPTIONS = {name for kind in (EpAll2AllFusedOp, EPAll2AllLayer)
                   for name in inspect.signature(kind).parameters}
 _LAYER_OPTIONS -= {"ep_group", "max_tokens", "hidden", "topk", "num_tot_experts", "dtype", "device",
                    "options"}
-_DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
 
 
 class EPMoE(nn.Module):
@@ -124,7 +122,7 @@ class EPMoE(nn.Module):
         if layer is None:
             layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts,
                                      dtype=dtype, device=device, **layer_options)
-            self._agree(layer, f"inner {inner}, activation {activation!r}, bias {bool(bias)}")
+            agree(layer, f"inner {inner}, activation {activation!r}, bias {bool(bias)}")
         else:
             for name, got, want in (("hidden", hidden, layer.hidden),
                                     ("topk", topk, layer.topk * layer._copies),
@@ -147,21 +145,6 @@ class EPMoE(nn.Module):
             setattr(self, name, empty)
         self.reset_parameters()
         self._register()
-
-    @staticmethod
-    def _agree(layer, mine):
-        """Raise EpMismatch on all ranks if they have different experts.
-
-        The layer does not know these arguments.  Without this check different experts would give wrong sums.
-        """
-        descriptions = layer.world.exchange(mine.encode().ljust(_DESCRIPTION_BYTES))
-        descriptions = [text.decode().rstrip() for text in descriptions]
-        for rank, its in enumerate(descriptions):
-            if its != descriptions[0]:
-                layer.finalize()
-                raise EpMismatch(f"ranks disagree: rank {rank} has experts of {its}, rank 0 of "
-                                 f"{descriptions[0]}. Create the module with the same arguments on all "
-                                 f"ranks.")
 
     def reset_parameters(self):
         """Fill each parameter with uniform numbers in +-1/sqrt(fan-in).  Not collective.

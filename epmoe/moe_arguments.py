@@ -1,6 +1,27 @@
-"""The arguments of EPMoE.forward: as rows of tokens, checked under the names that the caller knows."""
+"""The arguments of EPMoE, compared between the ranks, and of EPMoE.forward, as rows of tokens.
+
+Errors have the names that the caller knows.
+"""
 
 import torch
+
+from .errors import EpMismatch
+
+_DESCRIPTION_BYTES = 256  # of the experts, padded, in an exchange
+
+
+def agree(layer, mine):
+    """Raise EpMismatch on all ranks if they have different experts.  Collective.
+
+    The layer does not know these arguments.  Without this check different experts would give wrong sums.
+    """
+    descriptions = layer.world.exchange(mine.encode().ljust(_DESCRIPTION_BYTES))
+    descriptions = [text.decode().rstrip() for text in descriptions]
+    for rank, its in enumerate(descriptions):
+        if its != descriptions[0]:
+            layer.finalize()
+            raise EpMismatch(f"ranks disagree: rank {rank} has experts of {its}, rank 0 of "
+                             f"{descriptions[0]}. Create the module with the same arguments on all ranks.")
 
 
 def flatten(name, t, size):

@@ -25,8 +25,9 @@ H, E = 32, 8
 F32, BF16 = torch.float32, torch.bfloat16
 # Megatron's router needs a token on each rank; padded() has none on one rank.
 CASES = [((9, 9, 9, 9), 2, F32, False, None), ((9, 9, 9, 9), 2, BF16, False, None),
-         ((3, 11, 1, 7), 2, F32, False, None), ((20, 2, 40, 1), 2, F32, False, None), ((9, 9, 9, 9), 4, F32, False, None),
-         ((3, 11, 1, 7), 2, F32, True, None), ((9, 9, 9, 9), 2, F32, False, 0.5)]
+         ((3, 11, 1, 7), 2, F32, False, None), ((20, 2, 40, 1), 2, F32, False, None),
+         ((9, 9, 9, 9), 4, F32, False, None), ((3, 11, 1, 7), 2, F32, True, None),
+         ((9, 9, 9, 9), 2, F32, False, 0.5)]
 
 
 class Stream:
