@@ -46,7 +46,7 @@ lib.impl("gemm_combine", untraced(_run_gemm_combine), "CompositeExplicitAutograd
 @register_fake("dispatch_gemm")
 def _(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, *_, **__):
     layer = layer_of(layer)
-    num_rows = rows_to_trace(num_rows)
+    num_rows = rows_to_trace(layer, num_rows)
     row_weight = absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
     like = x.new_empty(0, dtype=layer.dtype)

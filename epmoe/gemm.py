@@ -1,7 +1,5 @@
 """grouped_gemm: rows grouped by expert times each expert's own weights."""
 
-import sys
-
 import torch
 import torch.nn.functional as F
 
@@ -108,13 +106,15 @@ def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, a
 
 
 def untraced(fn):
-    """Return fn as an operator's implementation, which a compiler does not trace.
+    """Return fn, an operator's implementation, marked for dynamo: it traces neither fn nor what fn calls.
 
-    Where a graph breaks and the operator runs, dynamo would trace this code too, and warn.  Telling it
-    imports it, which takes seconds; so that is done only where it is imported already.
+    After a graph break dynamo would trace it, because the operator runs between two graphs.  The marks of
+    torch.compiler.disable would do the same, but import dynamo, which takes seconds.
     """
-    hidden = torch._disable_dynamo(fn)
-    return lambda *args: (hidden if "torch._dynamo" in sys.modules else fn)(*args)
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameAction.SKIP
+    dynamo.set_code_exec_strategy(fn.__code__, dynamo._FrameExecStrategy(skip, skip))
+    return fn
 
 
 _lib.impl("grouped_gemm", untraced(_grouped_gemm), "CompositeExplicitAutograd")

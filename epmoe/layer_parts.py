@@ -78,6 +78,8 @@ def refuse_layer(world, heap, error):
 class LayerParts(Shared):
     """The private half of EPAll2AllLayer."""
 
+    is_of_module = False  # whether an EPMoE uses the layer: see ops.rows_to_trace
+
     def __enter__(self):
         return self
 

@@ -131,6 +131,7 @@ class EPMoE(nn.Module):
                 if got != want:
                     raise ValueError(f"{name} {got}, but the shared layer has {want}: must be the same")
         self.layer = layer
+        layer.is_of_module = True
         self.activation = activation
         self.gradient_scale = 1.0
         self.last_layout = None

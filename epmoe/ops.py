@@ -9,6 +9,7 @@ import contextlib
 import weakref
 
 import torch
+from torch._library.fake_impl import allocate_size
 
 from . import _C
 from .gemm import aligned, untraced
@@ -85,11 +86,20 @@ def register_fake(name):
     return register
 
 
-def rows_to_trace(num_rows):
-    """Return num_rows, or a new dynamic size for -1: the number is known only when the operator runs."""
+def rows_to_trace(layer, num_rows):
+    """Return num_rows, or a new dynamic size for -1: the number is known only when the operator runs.
+
+    By default torch.compile breaks the graph at an operator of dynamic size, because code that uses the size
+    may be untraceable.  That of EPMoE is traceable, and its layers ask for no break.
+    """
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # slow to import
 
-    return torch.library.get_ctx().new_dynamic_size() if guard_or_false(num_rows < 0) else num_rows
+    if not guard_or_false(num_rows < 0):
+        return num_rows
+    tracer = torch.library.get_ctx()
+    if layer.is_of_module and tracer._shape_env is not None:
+        return allocate_size(tracer._shape_env)
+    return tracer.new_dynamic_size()
 
 
 @register_fake("plan")
@@ -100,7 +110,7 @@ def _(indices, scatter, layer, buffer, after=None):
 @register_fake("dispatch")
 def _(x, weight, plan, layer, buffer, num_rows, requires_grad=False, after=None):
     layer = layer_of(layer)
-    num_rows = rows_to_trace(num_rows)
+    num_rows = rows_to_trace(layer, num_rows)
     row_weight = absent(x) if weight is None else x.new_empty(num_rows, dtype=torch.float32)
     return x.new_empty(num_rows, layer.hidden,
                        dtype=layer.dtype), row_weight, plan.new_empty(layer._recv_words)

@@ -260,12 +260,18 @@ def two_plans(world, device, order):
     return same
 
 
+def breaks():
+    """The first line of each graph break since the reset of the counters."""
+    return [text.splitlines()[0] for text in torch._dynamo.utils.counters["graph_break"].elements()]
+
+
 def compiled_with_defaults(world, device):
     """A module without capacity, compiled with default options.
 
-    Returns (whether results and gradients are those of eager mode, epmoe's warnings).
+    Returns (whether results and gradients are those of eager mode, epmoe's warnings, the graph breaks).
     """
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, world, max_tokens=16, dtype=torch.float32, device=device)
     keep(world, moe)
     fast, g, same = torch.compile(moe, backend="aot_eager"), torch.Generator().manual_seed(world.rank), []
@@ -281,16 +287,46 @@ def compiled_with_defaults(world, device):
                 both.append((y.detach(), *torch.autograd.grad(y.square().sum(), [x, *moe.parameters()])))
             same.append(all(torch.equal(a, b) for a, b in zip(*both)))
     moe.finalize()
-    return all(same), [str(w.message) for w in seen if "epmoe" in str(w.message)]
+    return all(same), [str(w.message) for w in seen if "epmoe" in str(w.message)], breaks()
 
 
-def test_moe_compile_breaks_graphs_without_warning(ranks):
-    """Without capacity, the number of rows is known only at run time, so torch breaks the graph by default.
+def test_moe_compile_with_defaults_is_one_graph(ranks):
+    """Without capacity, the number of rows is known only at run time. EPMoE needs no option for that."""
+    for same, warnings_seen, found in ranks.isolated(compiled_with_defaults, world_size=2, timeout_s=HANG_S):
+        assert same and not warnings_seen and not found, (warnings_seen, found)
 
-    This must cause no warning, and torch must not trace into the operators.
+
+def stages_with_defaults(world, device):
+    """Stages of a layer without capacity, between them code that depends on the number of rows.
+
+    Returns (whether the result is that of eager mode, the graph breaks).
     """
-    for same, warnings_seen in ranks.isolated(compiled_with_defaults, world_size=2, timeout_s=HANG_S):
-        assert same and not warnings_seen, warnings_seen
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layer = epmoe.EPAll2AllLayer(world, 16, 16, 2, num_tot_experts=2 * world.size, dtype=torch.float32,
+                                 device=device)
+    keep(world, layer)
+
+    def step(x, idx, weight):
+        rows, row_weight, layout = layer.dispatch(x, idx, weight)
+        if rows.shape[0] > 16:
+            rows = rows * 2
+        return layer.combine(rows, layout, row_weight)
+
+    fast = torch.compile(step, backend="eager")
+    inputs = [routed(world, device, tokens) for tokens in (9, 3, 0)]
+    same = [torch.equal(fast(*given), step(*given)) for given in inputs]
+    layer.finalize()
+    return all(same), breaks()
+
+
+def test_moe_compile_breaks_only_at_sizes_of_the_run(ranks):
+    """The caller's code may depend on the size. So by default torch breaks the graph at a dispatch.
+
+    It does not trace into operators, which then run between two graphs.
+    """
+    for same, found in ranks.isolated(stages_with_defaults, world_size=2, timeout_s=HANG_S):
+        assert same and found and set(found) == {"Dynamic shape operator"}, found
 
 
 @pytest.mark.parametrize("order", ["smaller", "larger"])
