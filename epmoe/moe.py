@@ -288,8 +288,8 @@ class EPMoE(nn.Module):
                 tokens = tokens.to(self.layer.dtype)
             if self.gate_up_proj.dtype != self.layer.dtype:
                 raise TypeError(f"the parameters are {self.gate_up_proj.dtype} now, but the layer was made "
-                                f"for {self.layer.dtype}: pass dtype= when creating the module, instead of "
-                                f"casting it")
+                                f"for {self.layer.dtype}: pass dtype={self.gate_up_proj.dtype} when creating "
+                                f"the module, instead of casting it")
             path = decoding.path_of(self.layer, decode, tokens, topk_weights, self.gate_up_proj,
                                     self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
             most = self.layer.max_tokens // self.layer._copies if path is None else path.max_tokens

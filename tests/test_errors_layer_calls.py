@@ -4,7 +4,9 @@ test_errors_layer.py tests the arguments of each call.
 """
 
 import pytest
+import torch
 
+import epmoe
 from cases import (
     MISTAKE_LIMIT_S, afterwards, check_afterwards, check_case, check_outcomes, make_layer, outcome,
     run_routing,
@@ -153,3 +155,28 @@ def test_errors_one_rank_makes_no_call(ranks):
             check_outcomes([first], "EpTimeout", f"rank {BAD}", within_s=limit + 2)
     assert any("wanted" in first.text and "saw" in first.text for first, _ in results)
     assert all("TimeoutError" in second.kinds for _, second in results)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("skipped, text", [
+    ("layer", "Every rank must call every layer, also without tokens."),
+    ("backward", "Every rank must call every layer, also without tokens."),
+    ("creation", "All ranks must make the same calls in the same order."),
+])
+def test_errors_of_a_skipped_call_say_the_rule(ranks, skipped, text):
+    """The last rank does not make a call. The error of the others says what the program must do."""
+
+    def run(world, device):
+        moe = epmoe.EPMoE(16, 32, 2 * world.size, 1, world, max_tokens=4, dtype=torch.float32, device=device)
+        x, idx, weight = torch.ones(4, 16), torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1)
+        y = moe(x, idx, weight)
+        world.exchange(b"x")
+        world.set_timeout(0.3 * slowness())
+        calls = {"layer": lambda: moe(x, idx, weight), "backward": lambda: y.sum().backward(),
+                 "creation": lambda: epmoe.EPAll2AllLayer(world, 4, 16, 1, num_tot_experts=world.size)}
+        if world.rank < world.size - 1:
+            return outcome(calls[skipped])
+        until_ended(world)
+        return outcome(world.check)
+
+    check_outcomes(ranks(run, world_size=2), "EpTimeout", text)

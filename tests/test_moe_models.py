@@ -113,7 +113,7 @@ def test_moe_converted_to_another_dtype_raises(ranks):
 
     for rank, (got, again) in enumerate(ranks(run)):
         assert again and ("TypeError" if rank == 0 else "PeerError") in got.kinds
-        assert rank or "pass dtype= when creating the module" in got.text
+        assert rank or "pass dtype=torch.bfloat16 when creating the module" in got.text
 
 
 class Block(torch.nn.Module):

@@ -40,7 +40,7 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
     uint64_t until_ns = *limit_ns;
     bool is_late = false;
     while (!from->full) {
-        char text[96];
+        char text[160];
         EP_TRY(ep_world_check_locked(w));
         uint64_t now = ep_now_ns(), next = until_ns < now + INTERRUPT_NS ? until_ns : now + INTERRUPT_NS;
         struct timespec t = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
@@ -61,8 +61,9 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
             until_ns = ep_now_ns() + INTERRUPT_NS;
         } else if (next == until_ns) {
             snprintf(text, sizeof text,
-                     "rank %u timed out waiting for rank %u in exchange %llu; see flight_record()", w->rank,
-                     r, (unsigned long long)seq);
+                     "rank %u timed out waiting for rank %u in exchange %llu. All ranks must make the same "
+                     "calls in the same order. See world.flight_record().",
+                     w->rank, r, (unsigned long long)seq);
             ep_world_end(w, EP_ETIMEOUT, r, text);
         } else if (is_interrupted(w)) {
             /* End the world, because the peer's frame may still arrive, and would belong to no exchange. */
