@@ -6,6 +6,7 @@
 # make trace      record what the warps of the megakernels do: a table, and in build/trace_* a plot and files
 #                 for Perfetto; ARGS=... goes to epmoe.bench
 # make report     write the tables and plots of README.md, docs/performance.md and docs/experiments
+# make wheels     build wheels in dist, for the CPU and with nvcc for CUDA, and use each in an empty environment
 # make docs       build the site in build/docs, with docs/requirements.txt in a venv; a warning is an error
 # make check      everything that a commit must pass: test, format, style, the C tests in full, the models of
 #                 the protocol, the documents, and with nvcc the kernels
@@ -27,13 +28,14 @@
 #   3. a new .venv, made from requirements-dev.txt.
 
 .DEFAULT_GOAL := build
-.PHONY: build demo test gpu bench trace report docs check rest soak tsan models cuda emulated with-nvcc format size clean python check-format check-style c-tests FORCE
+.PHONY: build demo test gpu bench trace report wheels docs check rest soak tsan models cuda emulated with-nvcc format size clean python check-format check-style c-tests FORCE
 # Each test has a deadline and uses all cores. So the targets do not run in parallel.
 .NOTPARALLEL:
 
-NEEDED := torch numpy pytest hypothesis transformers accelerate matplotlib rich setuptools wheel clang_format
+NEEDED := torch numpy pytest hypothesis transformers accelerate matplotlib rich setuptools wheel auditwheel clang_format
 # The packages that an existing python3 must have. Targets that run tests need more packages.
-AS_IT_IS := torch setuptools $(if $(filter-out build demo bench trace report docs cuda,$(or $(MAKECMDGOALS),build)),pytest hypothesis numpy transformers)
+AS_IT_IS := torch setuptools $(if $(filter-out build demo bench trace report wheels docs cuda,$(or $(MAKECMDGOALS),build)),pytest hypothesis numpy transformers) \
+    $(if $(filter wheels,$(MAKECMDGOALS)),auditwheel)
 HAS := import importlib.util as u, importlib.metadata as m, sys; sys.exit(sys.version_info < (3, 11) or any(u.find_spec(n) is None for n in sys.argv[1:]) \
     or tuple(map(int, m.version("torch").split(".")[:2])) < (2, 11))
 ifndef PYTHON
@@ -46,7 +48,7 @@ LIB := epmoe/_C.abi3.so
 SOURCES := $(shell find csrc -type f) setup.py
 STYLED := $(filter %.h %.c %.cuh %.cu,$(SOURCES)) $(wildcard tests/c/*.[ch] tests/fakes/cuda/*.h tests/kernels/*.h tests/kernels/*.cpp)
 # If one of these settings changes, make builds the module again.
-SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH EPMOE_CHAOS EPMOE_TRACE CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(shell command -v nvcc)
+SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH EPMOE_CHAOS EPMOE_TRACE EPMOE_WHEEL CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(shell command -v nvcc)
 
 build: $(LIB)
 	@$(PYTHON) -c 'import importlib.util as u, os; s = u.spec_from_file_location("_C", "$(LIB)"); \
@@ -154,6 +156,10 @@ docs: | python
 	if cmp -s docs/requirements.txt $(DOCS_VENV)/installed; then \
 	    NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build -q --clean && echo "docs: ok, in build/docs/index.html"; \
 	else echo "documents (docs/requirements.txt could not be installed)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
+
+# EPMOE_CUDA=0 makes the wheel for the CPU only.
+wheels: | python
+	@$(PYTHON) tests/wheels.py dist
 
 # The module with the profiler is built in another folder. The module in place has no profiler.
 trace: python

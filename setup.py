@@ -9,6 +9,7 @@ EPMOE_CUDA_ARCH  -gencode arguments of nvcc. The default is code for sm_90a, and
                  driver compiles for other GPUs. sm_90 without the a is an error.
 EPMOE_CHAOS=N    for tests: add random delays at points of the protocol, on both backends; N is the seed
 EPMOE_TRACE=1    compile the profiler into the megakernels
+EPMOE_WHEEL=1    end the version with what was built, for wheels: +cpu, or +cu130 with the toolkit CUDA 13.0
 CUDA_HOME, CC, CFLAGS, LDFLAGS  as usual
 MAX_JOBS         the number of compilers that run at the same time
 
@@ -16,6 +17,7 @@ The build does not import torch. The module reads tensors through the C exchange
 symbol of torch. So one abi3 module works with torch 2.11 and all newer versions, with and without CUDA.
 """
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -59,6 +61,20 @@ def cuda_home(nvcc):
         if "TOP=" in line:
             return Path(line.split("TOP=")[1].strip()).resolve()
     return Path(nvcc).resolve().parents[1]
+
+
+def version_label():
+    """Return what EPMOE_WHEEL adds to the version of epmoe/__init__.py: "", "+cpu" or "+cu130"."""
+    if not int(os.environ.get("EPMOE_WHEEL") or 0):
+        return ""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return "+cpu"
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release (\d+)\.(\d+)", text)
+    if found is None:
+        raise SystemExit(f"EPMOE_WHEEL=1: {nvcc} --version prints no release, so the wheel has no name:\n{text}")
+    return f"+cu{found[1]}{found[2]}"
 
 
 def object_of(temp, source):
@@ -126,5 +142,5 @@ class Build(build_ext):
 setup(
     ext_modules=[Extension("epmoe._C", ["csrc/python/module.c"], py_limited_api=True)],
     cmdclass={"build_ext": Build},
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}, "egg_info": {"tag_build": version_label()}},
 )

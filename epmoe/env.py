@@ -34,6 +34,7 @@ VARIABLES = {
     "EPMOE_CUDA_ARCH": "build: nvcc's -gencode arguments; unset: sm_90a code, compute_80 PTX",
     "EPMOE_CHAOS": "build: seed of random delays in the protocol, for tests; unset or 0: no delays",
     "EPMOE_TRACE": "build: 1: with the profiler in the fused kernels; unset or 0: without",
+    "EPMOE_WHEEL": "build: 1: the version ends with what was built, as +cpu; unset or 0: without",
     "CUDA_VISIBLE_DEVICES": "the GPUs that this process may use; it numbers them in this order",
     "RANK": "torchrun: number of this process",
     "WORLD_SIZE": "torchrun: number of processes",
