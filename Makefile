@@ -45,10 +45,13 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 LIB := epmoe/_C.abi3.so
+# pip builds the CUDA backend only where there is a GPU. make builds it wherever there is an nvcc, for developers.
+NVCC := $(or $(if $(CUDA_HOME),$(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc)),$(wildcard /usr/local/cuda/bin/nvcc))
+WITH_CUDA := $(if $(EPMOE_CUDA),,$(if $(NVCC),EPMOE_CUDA=1))
 SOURCES := $(shell find csrc -type f) setup.py
 STYLED := $(filter %.h %.c %.cuh %.cu,$(SOURCES)) $(wildcard tests/c/*.[ch] tests/fakes/cuda/*.h tests/kernels/*.h tests/kernels/*.cpp)
 # If one of these settings changes, make builds the module again.
-SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH EPMOE_CHAOS EPMOE_TRACE EPMOE_WHEEL CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(shell command -v nvcc)
+SETTINGS := $(foreach v,EPMOE_CUDA EPMOE_CUDA_ARCH EPMOE_CHAOS EPMOE_TRACE EPMOE_WHEEL CUDA_HOME CC CFLAGS LDFLAGS,$(v)=$($(v))) $(NVCC)
 
 build: $(LIB)
 	@$(PYTHON) -c 'import importlib.util as u, os; s = u.spec_from_file_location("_C", "$(LIB)"); \
@@ -58,7 +61,7 @@ build: $(LIB)
 
 $(LIB): $(SOURCES) build/settings | python
 	@echo "building $(LIB)"
-	@$(PYTHON) setup.py -q build_ext --inplace
+	@$(WITH_CUDA) $(PYTHON) setup.py -q build_ext --inplace
 	@touch $(LIB)
 
 build/settings: FORCE
@@ -159,23 +162,23 @@ docs: | python
 
 # EPMOE_CUDA=0 makes the wheel for the CPU only.
 wheels: | python
-	@$(PYTHON) tests/wheels.py dist
+	@$(WITH_CUDA) $(PYTHON) tests/wheels.py dist
 
 # The module with the profiler is built in another folder. The module in place has no profiler.
 trace: python
-	EPMOE_TRACE=1 $(PYTHON) setup.py -q build --build-base build/trace --build-lib build/trace/lib
+	EPMOE_TRACE=1 $(WITH_CUDA) $(PYTHON) setup.py -q build --build-base build/trace --build-lib build/trace/lib
 	cd build/trace/lib && PYTHONPATH=. $(abspath $(PYTHON)) -m epmoe.bench overlap --trace $(CURDIR)/build/trace.json $(ARGS)
 
 # Some tests run on a module with random delays in the operations. It is built in another folder.
 gpu: build
-	EPMOE_CHAOS=1 $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
+	EPMOE_CHAOS=1 $(WITH_CUDA) $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
 	$(PYTHON) tests/on_gpus.py $(ARGS)
 
 # The operations run on a module with random delays at points of the protocol. It is built in another folder.
 CHAOS = build/chaos/lib
 TORCHRUN = $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n
 soak: build
-	EPMOE_CHAOS=1 $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
+	EPMOE_CHAOS=1 $(WITH_CUDA) $(PYTHON) setup.py -q build --build-base build/chaos --build-lib $(CHAOS)
 	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak.py ops
 	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak_decode.py
 	$(PYTHON) tests/fuzz_routing.py --cases 200000

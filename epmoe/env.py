@@ -30,7 +30,7 @@ VARIABLES = {
     "EPMOE_SHARE_GPU": "run: 1 lets several ranks use one GPU (tests: correct, but slow); unset: an error",
     "EPMOE_FLIGHT_RECORD": "run: folder where each rank writes its flight record when a world ends; unset: "
                            "none",
-    "EPMOE_CUDA": "build: the CUDA backend: 0 never, 1 always, auto (unset) if there is nvcc",
+    "EPMOE_CUDA": "build: the CUDA backend: 0 never, 1 always, auto (unset) if nvcc and a GPU",
     "EPMOE_CUDA_ARCH": "build: nvcc's -gencode arguments; unset: sm_90a code, compute_80 PTX",
     "EPMOE_CHAOS": "build: seed of random delays in the protocol, for tests; unset or 0: no delays",
     "EPMOE_TRACE": "build: 1: with the profiler in the fused kernels; unset or 0: without",
@@ -69,12 +69,29 @@ def architectures(path):
     return sorted(names)
 
 
+def nvcc():
+    """Return the nvcc that a build would use, or None."""
+    home = os.environ.get("CUDA_HOME")
+    own = shutil.which(os.path.join(home, "bin", "nvcc")) if home else shutil.which("nvcc")
+    return own or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def cuda_backend(b):
+    """Return whether the module has the CUDA backend, and how to get it."""
+    if b["cuda"]:
+        return "built"
+    if b["nvcc"]:
+        return (f"not built. To build it with {b['nvcc']}: EPMOE_CUDA=1 pip install . (in a clone of the "
+                "repository; there, make builds it in place)")
+    return "not built: the build needs nvcc, of the CUDA toolkit; or install a wheel for CUDA"
+
+
 def build():
     """Return the facts about the native module."""
     path = Path(_C.__file__)
     return {"file": str(path), "bytes": path.stat().st_size, "cuda": bool(_C.HAS_CUDA),
-            "architectures": architectures(path) if _C.HAS_CUDA else [], "profiler": bool(_C.TRACE),
-            "chaos": _C.CHAOS}
+            "architectures": architectures(path) if _C.HAS_CUDA else [], "nvcc": nvcc(),
+            "profiler": bool(_C.TRACE), "chaos": _C.CHAOS}
 
 
 def devices():
@@ -168,7 +185,7 @@ def text(r):
     lines.append("\nBuild")
     put("module", b["file"])
     put("size", f"{b['bytes'] / 2**10:.0f} KiB")
-    put("CUDA backend", "built" if b["cuda"] else "not built (EPMOE_CUDA=0, or no nvcc at the build)")
+    put("CUDA backend", cuda_backend(b))
     if b["cuda"]:
         names = b["architectures"]
         put("kernels for", "unknown (cuobjdump is not installed)" if names is None else ", ".join(names))

@@ -1,5 +1,6 @@
 """The build: which settings cause a new build, what must not compile, and what check_kernels.py finds."""
 
+import json
 import os
 import re
 import shutil
@@ -30,6 +31,62 @@ def test_build_settings_have_every_variable_of_setup(tmp_path):
     plain = settings()
     assert "EPMOE_TRACE" in names and settings() == plain
     assert [n for n in sorted(names) if settings(**{n: "1"}) == plain] == []
+
+
+def fake_nvcc(folder):
+    """Make a folder with an nvcc that compiles nothing. Return the folder of the toolkit."""
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\nexit 1\n")
+    nvcc.chmod(0o755)
+    return folder
+
+
+CHOOSE = """
+import json, os, sys, importlib.util, pathlib, setuptools
+setuptools.setup = lambda **_: None
+spec = importlib.util.spec_from_file_location("build", "setup.py")
+build = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(build)
+for home, cuda, gpu in json.loads(sys.argv[1]):
+    os.environ.update(CUDA_HOME=home, EPMOE_CUDA=cuda)
+    build.DRIVER = [pathlib.Path("/no/driver"), pathlib.Path(os.devnull if gpu else "/no/device")]
+    try:
+        print(*build.choose_backends())
+    except SystemExit as error:
+        print("error", error)
+"""
+
+
+def test_build_compiles_cuda_only_for_a_gpu_unless_asked(tmp_path):
+    # setup.py also looks into /usr/local/cuda. No setting hides an nvcc there.
+    absent = None if Path("/usr/local/cuda/bin/nvcc").exists() else str(tmp_path)
+    home = str(fake_nvcc(tmp_path / "cuda"))
+    only, both = "None the CPU backend only, in about 10 s: ", f"{home}/bin/nvcc the CPU and CUDA backends"
+    cases = [(home, "auto", False, f"{only}there is {home}/bin/nvcc, but no GPU. EPMOE_CUDA=1 builds"),
+             (home, "", False, f"{only}there is"), (home, "auto", True, both), (home, "1", False, both),
+             (home, "0", True, f"{only}EPMOE_CUDA=0"), (home, "2", True, "error EPMOE_CUDA=2 is not valid"),
+             (absent, "auto", True, f"{only}there is no nvcc in CUDA_HOME"),
+             (absent, "1", True, "error EPMOE_CUDA=1, but nvcc was not found")]
+    cases = [case for case in cases if case[0]]
+    done = subprocess.run([sys.executable, "-c", CHOOSE, json.dumps([case[:3] for case in cases])], cwd=ROOT,
+                          capture_output=True, text=True, timeout=HANG_S)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(cases), done.stdout + done.stderr
+    assert [line for line, case in zip(lines, cases) if not line.startswith(case[3])] == []
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="no make")
+@pytest.mark.parametrize("wanted, asks", [(None, True), ("0", False), ("auto", False), ("1", False)])
+def test_build_with_make_compiles_cuda_without_a_gpu(tmp_path, wanted, asks):
+    """Where EPMOE_CUDA is not set and there is an nvcc, make asks setup.py for the CUDA backend."""
+    bare = {n: v for n, v in os.environ.items() if n != "EPMOE_CUDA" and not n.startswith("MAKE")}
+    setting = {} if wanted is None else {"EPMOE_CUDA": wanted}
+    done = subprocess.run(["make", "-n", "-W", "setup.py", "PYTHON=python3", "build", "wheels"], cwd=ROOT,
+                          env=bare | setting | {"CUDA_HOME": str(fake_nvcc(tmp_path))}, capture_output=True,
+                          text=True, timeout=HANG_S)
+    for command in ("python3 setup.py -q build_ext --inplace", "python3 tests/wheels.py dist"):
+        assert (f"EPMOE_CUDA=1 {command}" in done.stdout) == asks and command in done.stdout, done.stdout
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc")

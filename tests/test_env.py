@@ -124,6 +124,24 @@ def test_env_architectures_come_from_cuobjdump(tmp_path, monkeypatch):
     assert env.architectures("anything") == ["sm_80 (PTX)", "sm_90a"]
 
 
+def test_env_says_how_to_get_cuda(tmp_path, monkeypatch):
+    tool = tmp_path / "bin" / "nvcc"
+    tool.parent.mkdir()
+    tool.write_text("")
+    tool.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    report = env.report()
+    assert report["build"]["nvcc"] == str(tool)
+    report["build"].update(cuda=False, nvcc="/n/nvcc")
+    text = env.text(report)
+    assert "not built. To build it with /n/nvcc: EPMOE_CUDA=1 pip install ." in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 80
+    report["build"].update(nvcc=None)
+    assert "not built: the build needs nvcc" in env.text(report)
+    report["build"].update(cuda=True)
+    assert re.search("^  CUDA backend +built$", env.text(report), re.MULTILINE)
+
+
 def test_env_stubs_match_the_native_module():
     tree = ast.parse((ROOT / "epmoe/_C.pyi").read_text()).body
     functions = {n.name: n for n in tree if isinstance(n, ast.FunctionDef)}

@@ -80,15 +80,16 @@ def missing_tools():
 @pytest.mark.skipif(bool(missing_tools()),
                     reason=f"cannot install: this interpreter has no {' and no '.join(missing_tools())}")
 def test_install_with_pip(tmp_path):
-    """Build isolation is off, because it would download setuptools from a package index."""
+    """pip -v says what is built. Build isolation is off, because it would download setuptools."""
     tree, target = tmp_path / "tree", tmp_path / "target"
     copy_sources(tree)
     env = {n: v for n, v in os.environ.items() if not n.startswith(("EPMOE_", "PIP_", "PYTHONPATH"))}
     env["EPMOE_CUDA"] = "0"
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--no-index",
+    pip = [sys.executable, "-m", "pip", "install", "-v", "--no-build-isolation", "--no-deps", "--no-index",
            "--disable-pip-version-check", "--target", str(target), "."]
     done = subprocess.run(pip, cwd=tree, env=env, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "epmoe: building the CPU backend only, in about 10 s: EPMOE_CUDA=0" in done.stdout + done.stderr
     done = subprocess.run([sys.executable, "-c", USE, str(target)], cwd=tmp_path,
                           env=env | {"PYTHONPATH": str(target)}, capture_output=True, text=True,
                           timeout=HANG_S)

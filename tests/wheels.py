@@ -1,10 +1,10 @@
 """make wheels: build the wheels, give them the tag of the systems on which they run, and use each of them.
 
-    wheels.py FOLDER       build: for the CPU, and for CUDA if there is an nvcc (EPMOE_CUDA=0: not for CUDA)
+    wheels.py FOLDER       build: for the CPU, and with EPMOE_CUDA=1 also for CUDA
     wheels.py --use WHEEL  only use a wheel that exists, for example with another version of torch
 
-A wheel is used in an environment that has the wheel and, for torch, the packages of this interpreter. It finds
-no compiler and no file of this folder.
+A wheel is used in an environment that has the wheel and, for torch, the packages of this interpreter. It
+finds no compiler and no file of this folder.
 """
 
 import argparse
@@ -156,17 +156,16 @@ def main():
     if args.use:
         print(f"{args.use.name}: {use(args.use, work)}")
         return
-    has_nvcc = bool(shutil.which("nvcc") or os.environ.get("CUDA_HOME"))
-    kinds = [False] + [True] * (os.environ.get("EPMOE_CUDA") != "0" and has_nvcc)
-    for cuda in kinds:
+    with_cuda = os.environ.get("EPMOE_CUDA") == "1"
+    for cuda in (False, True)[:1 + with_cuda]:
         begin = time.monotonic()
         wheel = repair(build(work, cuda), args.folder)
         check_contents(wheel, work)
         took = time.monotonic() - begin
         size = wheel.stat().st_size / 2**20
         print(f"{wheel}: {size:.2f} MiB, built in {took:.0f} s, {use(wheel, work)}", flush=True)
-    if True not in kinds:
-        print("no wheel for CUDA: there is no nvcc, or EPMOE_CUDA=0")
+    if not with_cuda:
+        print("no wheel for CUDA: there is no nvcc, or EPMOE_CUDA is not 1")
 
 
 if __name__ == "__main__":
