@@ -85,6 +85,22 @@ def prepare_ddp(model, process_group=None):
     return model
 
 
+def _groups_of_experts(moe):
+    """Return the ranks of each group that has all experts, as rows of equal length.  Collective."""
+    ranks = dist.get_process_group_ranks(moe.layer.world.group)
+    mine = torch.tensor([min(ranks), moe.layer.rank], device=moe.layer.device)
+    theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(theirs, mine)
+    rows = {}
+    for rank, (group, place) in enumerate(t.tolist() for t in theirs):
+        rows.setdefault(group, []).append((place, rank))
+    rows = [[rank for _, rank in sorted(row)] for row in rows.values()]
+    if len({len(row) for row in rows}) > 1:
+        raise ValueError(f"the groups of experts, ranks {rows}, do not divide all {len(theirs)} ranks into "
+                         f"groups of equal size: pass mesh=")
+    return rows
+
+
 def prepare_fsdp(model, mesh=None, **options):
     """Prepare a model for fully_shard (FSDP2): shard each EPMoE over the ranks with the same experts.
 
@@ -122,14 +138,8 @@ def prepare_fsdp(model, mesh=None, **options):
         if not is_spread(world):
             continue
         if mesh is None and id(world) not in meshes:
-            groups = [None] * dist.get_world_size()
-            dist.all_gather_object(groups, dist.get_process_group_ranks(world.group))
-            rows = sorted({tuple(g) for g in groups})
-            members = sorted(r for row in rows for r in row)
-            if members != list(range(len(groups))) or len({len(row) for row in rows}) > 1:
-                raise ValueError(f"the groups of experts, ranks {rows}, do not divide all {len(groups)} "
-                                 f"ranks into groups of equal size: pass mesh=")
-            both = DeviceMesh(moe.layer.device.type, rows, mesh_dim_names=("replicas", "experts"))
+            both = DeviceMesh(moe.layer.device.type, _groups_of_experts(moe),
+                              mesh_dim_names=("replicas", "experts"))
             meshes[id(world)] = both["replicas"]
         fully_shard(moe, mesh=meshes[id(world)] if mesh is None else mesh, **options)
         moe.gradient_scale = 1 / world.size
