@@ -13,7 +13,7 @@ from .gemm import grouped_gemm
 from .layer import EPAll2AllLayer
 from .layer_parts import refuse_layer, world_of
 from .moe_arguments import agree, check, flatten, unflatten
-from .parallel_parts import ScaledGradient, check_ddp, check_sharded
+from .parallel_parts import ScaledGradient, check_ddp, check_flat, check_sharded
 from .reference import activate
 
 # Options that EPMoE passes on: those of the two layers except its own arguments.
@@ -259,7 +259,8 @@ class EPMoE(nn.Module):
         Raises:
             ValueError: On this rank, for a wrong shape or device.
             TypeError: On this rank, for a wrong type or dtype.
-            RuntimeError: On this rank, for decode=True where a gradient is wanted or a compiler traces.
+            RuntimeError: On this rank, for decode=True where a gradient is wanted or a compiler traces, and
+                where DistributedDataParallel or FSDP1 has taken the experts for copies.
             PeerError: On the other ranks, when one rank raises one of these.
             EpIndexError: As EPAll2AllLayer.preprocess.
             EpOverflow: As EPAll2AllLayer.preprocess.
@@ -286,6 +287,8 @@ class EPMoE(nn.Module):
             topk_weights = flatten("topk_weights", topk_weights, topk)
             if torch.is_autocast_enabled(self.layer.device.type):
                 tokens = tokens.to(self.layer.dtype)
+            if type(self.gate_up_proj) is torch.Tensor and not torch.compiler.is_compiling():
+                check_flat(self, self.gate_up_proj)
             if self.gate_up_proj.dtype != self.layer.dtype:
                 raise TypeError(f"the parameters are {self.gate_up_proj.dtype} now, but the layer was made "
                                 f"for {self.layer.dtype}: pass dtype={self.gate_up_proj.dtype} when creating "

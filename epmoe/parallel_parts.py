@@ -42,6 +42,14 @@ def check_sharded(moe, name, value):
     learn_mesh(moe, mesh)
 
 
+def check_flat(moe, t):
+    """Raise RuntimeError if t, a parameter of `moe`, is a part of the flat parameter of FSDP1."""
+    if is_spread(moe.layer.world) and getattr(t._base, "_is_flat_param", False):
+        raise RuntimeError("FullyShardedDataParallel (FSDP1) takes the experts of this EPMoE for copies, and "
+                           "has mixed those of different ranks: make the model again, and use FSDP2: "
+                           "fully_shard(epmoe.prepare_fsdp(model))")
+
+
 class ScaledGradient(torch.autograd.Function):
     """The identity, whose gradient is multiplied by a number."""
 

@@ -143,10 +143,11 @@ def test_moe_ddp_averages_experts_that_are_copies():
 
 
 def _sharded_wrongly(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model = make()
-    got = outcome(lambda: fully_shard(model))
+    got = outcome(lambda: fully_shard(model, mesh=init_device_mesh("cpu", (world_size,))))
     close(model)
     return got
 
@@ -154,6 +155,23 @@ def _sharded_wrongly(rank, world_size):
 def test_moe_fsdp_over_ranks_of_different_experts_raises():
     for got in process_ranks(_sharded_wrongly, 2):
         assert "ValueError" in str(got) and "fully_shard(moe" in str(got), got
+
+
+def _flattened(rank, world_size, use_orig_params):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = make()
+    on_cpu = torch.device("cpu")
+    sharded = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=on_cpu)
+    got = outcome(lambda: sharded(tokens(rank)))
+    close(model)
+    return got
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_moe_fsdp1_around_experts_raises(use_orig_params):
+    for got in process_ranks(_flattened, 2, use_orig_params):
+        assert "RuntimeError" in str(got) and "prepare_fsdp" in str(got), got
 
 
 # ---- clipping ----
