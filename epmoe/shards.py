@@ -74,7 +74,7 @@ def learn_mesh(moe, mesh):
     known, key = _meshes.setdefault(world, {}), (mesh.device_type, mesh)
     if not is_spread(world) or key in known:
         return
-    mine = mesh.mesh.to(torch.int32).contiguous()
+    mine = torch.tensor(mesh.mesh.tolist(), dtype=torch.int32)  # contiguous, also where a part has size 1
     rows = [raw.view(torch.int32).view(mine.shape) for raw in
             exchanged(world, mine.view(-1).view(torch.uint8))]
     groups = [world.group, *(mesh.get_group(i) for i in range(mesh.ndim))]
