@@ -5,6 +5,7 @@ processes of their own. Without a package index these tests are skipped, which t
 and `make check` prints as NOT CHECKED.
 """
 
+import contextlib
 import fcntl
 import importlib.util
 import shutil
@@ -71,16 +72,56 @@ def add_to_path():
         sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", unittest.mock.MagicMock())
 
 
-def run_page(name, tmp_path, run, num_ranks=2):
+class _Stream:
+    """A stand-in for a CUDA stream, which Megatron's all-to-all dispatcher uses without a GPU too."""
+
+    def wait_stream(self, other):
+        pass
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        pass
+
+
+def prepare_megatron():
+    """Make Megatron-core importable, and let its MoELayer run in this process without a GPU."""
+    import torch
+    import torch.distributed as dist
+
+    add_to_path()
+    torch.cuda.Stream = _Stream
+    torch.cuda.current_stream = lambda *args: None
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    exchange = dist.all_to_all_single
+
+    def with_lists(out, x, output_split_sizes=None, input_split_sizes=None, **options):
+        """Megatron makes arrays of the sizes only where they come from a GPU."""
+        sizes = (None if s is None else [int(n) for n in s] for s in (output_split_sizes, input_split_sizes))
+        return exchange(out, x, *sizes, **options)
+
+    dist.all_to_all_single = with_lists
+    from megatron.core import jit
+
+    jit.disable_jit_fuser()  # it would compile for a minute
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # undefined there without Transformer Engine
+        moe_utils.te_general_gemm = None
+
+
+def run_page(name, tmp_path, run, num_ranks=2, prepare="add_to_path"):
     """Run the Python blocks of docs/{name} as one program on several ranks. Return its output.
 
-    run: that of test_examples.
+    run: that of test_examples. prepare: the function of this module that the program calls first.
     """
     from test_docs import python_blocks
 
     code = "\n".join(code for _, code, _ in python_blocks(f"docs/{name}"))
     program = tmp_path / f"page_{Path(name).stem}.py"  # not the name of the framework
-    program.write_text("import frameworks\nframeworks.add_to_path()\n" + code)
+    program.write_text(f"import frameworks\nframeworks.{prepare}()\n" + code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                str(num_ranks), program.name]
     status, output = run(command, tmp_path, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1",

@@ -4,19 +4,18 @@ Four processes start once for groups of 2 and once for groups of 4, and run all 
 MoELayers with the same parameters and compares outputs and gradients.
 """
 
-import contextlib
 import dataclasses
 import doctest
 import types
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
 
 import epmoe
 import frameworks
 from cases import process_ranks
+from test_examples import run
 
 pytestmark = pytest.mark.cpu_only
 NUM_RANKS = 4
@@ -28,44 +27,16 @@ CASES = [((9, 9, 9, 9), 2, F32, False, None), ((9, 9, 9, 9), 2, BF16, False, Non
          ((3, 11, 1, 7), 2, F32, False, None), ((20, 2, 40, 1), 2, F32, False, None),
          ((9, 9, 9, 9), 4, F32, False, None), ((3, 11, 1, 7), 2, F32, True, None),
          ((9, 9, 9, 9), 2, F32, False, 0.5)]
-
-
-class Stream:
-    """A stand-in for a CUDA stream, which Megatron's all-to-all dispatcher uses without a GPU too."""
-
-    def wait_stream(self, other):
-        pass
-
-    def record_event(self):
-        return self
-
-    def synchronize(self):
-        pass
+# T of each rank in consecutive calls, and max_tokens of the layer in each group of 4 or of 2 ranks.
+LENGTHS = [(4, 9, 2, 0), (4, 4, 9, 9), (0, 10, 0, 0), (3, 3, 3, 18), (1, 37, 100, 2)]
+SIZES = {4: [[9, 9, 18, 18, 100]], 2: [[9, 9, 18, 18, 37], [2, 9, 9, 18, 100]]}
 
 
 def prepare(ep):
     """Import Megatron-core on a machine without a GPU, and make its groups."""
-    frameworks.add_to_path()
-    torch.cuda.Stream = Stream
-    torch.cuda.current_stream = lambda *args: None
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    exchange = dist.all_to_all_single
-
-    def with_lists(out, x, output_split_sizes=None, input_split_sizes=None, **options):
-        """Megatron makes arrays of the sizes only where they come from a GPU."""
-        sizes = (None if s is None else [int(n) for n in s] for s in (output_split_sizes, input_split_sizes))
-        return exchange(out, x, *sizes, **options)
-
-    dist.all_to_all_single = with_lists
-    from megatron.core import jit
-
-    jit.disable_jit_fuser()  # it would compile for a minute
+    frameworks.prepare_megatron()
     from megatron.core import parallel_state
-    from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm"):  # undefined there without Transformer Engine
-        moe_utils.te_general_gemm = None
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
 
 
@@ -120,21 +91,44 @@ def too_many_choices(manager, rank, ep):
     return found
 
 
-def padded(manager, rank):
-    """Rows and probabilities with padding for FP8, and what combine makes of them."""
+def padded(manager, rank, ep):
+    """Rows and probabilities with padding for FP8, through experts of which expert e multiplies by 1 + e."""
     manager.config = types.SimpleNamespace(**(vars(manager.config) | {
-        "moe_router_padding_for_quantization": True, "fp8": None, "fp4": None}))
+        "moe_router_padding_for_quantization": True, "fp8": None, "fp4": None, "moe_router_dtype": "fp64"}))
     num_tokens = 0 if rank == 3 else 7
-    idx = torch.rand(num_tokens, E, generator=torch.Generator().manual_seed(rank)).topk(2).indices
+    torch.manual_seed(rank)
+    idx = torch.rand(num_tokens, E).topk(2).indices
     routing_map = torch.zeros(num_tokens, E, dtype=torch.bool).scatter_(1, idx, True)
     routing_map[:, 0] = False  # an expert without rows
-    x = torch.randn(num_tokens, H)
-    manager.setup_metadata(routing_map, routing_map.float())
+    x, scale = torch.randn(num_tokens, H, requires_grad=True), 1 + torch.arange(E)
+    given = torch.rand(num_tokens, E, dtype=torch.float64).requires_grad_()
+    manager.setup_metadata(routing_map, given * routing_map)
     rows, probs = manager.get_permuted_hidden_states_by_experts(manager.dispatch(x))
     counts = manager.get_number_of_tokens_per_expert()
-    y = manager.combine(manager.get_restored_hidden_states_by_experts(rows))
-    torch.testing.assert_close(y, x * routing_map.sum(1, keepdim=True))
-    return rows, probs, counts
+    mine = scale.view(ep, -1)[rank % ep].repeat_interleave(counts)
+    y = manager.combine(manager.get_restored_hidden_states_by_experts(
+        (rows * (probs * mine)[:, None]).float()))
+    grad = torch.randn(num_tokens, H)
+    got = y, *torch.autograd.grad(y, (x, given), grad)
+    factors = given * routing_map * scale
+    wanted = x * factors.sum(1, keepdim=True)
+    for t, want in zip(got, (wanted, *torch.autograd.grad(wanted, (x, given), grad.double()))):
+        torch.testing.assert_close(t, want.to(t.dtype), rtol=1e-5, atol=1e-5)
+    return rows.detach(), probs.detach(), counts
+
+
+def growth(manager, rank, ep):
+    """Calls of different lengths: the sizes of the layers that they use, and what they should be."""
+    manager.router_topk = 1  # no other case has layers of this kind
+    sizes = []
+    for tokens in LENGTHS:
+        x, routing_map = torch.randn(tokens[rank], H), torch.zeros(tokens[rank], E, dtype=torch.bool)
+        routing_map[:, rank] = True
+        manager.setup_metadata(routing_map, routing_map.float())
+        rows = manager.dispatch(x)
+        sizes.append(manager.handle.layer.max_tokens)
+        assert torch.equal(manager.combine(rows), x)
+    return sizes, SIZES[ep][rank // ep]
 
 
 def main(rank, world_size, ep):
@@ -154,7 +148,8 @@ def main(rank, world_size, ep):
     with pytest.raises(ValueError, match="does not pad the rows of an expert to a capacity"):
         integration.EpmoeManager(None, 1, 1, 1, refused)
     manager.router_topk = 2
-    return results, too_many_choices(manager, rank, ep), padded(manager, rank)
+    return (results, too_many_choices(manager, rank, ep), padded(manager, rank, ep),
+            growth(manager, rank, ep))
 
 
 @pytest.fixture(scope="module", params=(2, 4))
@@ -166,7 +161,7 @@ def results(request):
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[str(c).replace("torch.", "") for c in CASES])
 def test_integrations_megatron_equals_all_to_all(results, number):
     _, topk, dtype, _, _ = CASES[number]
-    for rank, (cases, _, _) in enumerate(results):
+    for rank, (cases, *_) in enumerate(results):
         got, wanted = cases[number]
         assert got.keys() == wanted.keys()
         for name in wanted:
@@ -181,16 +176,32 @@ def test_integrations_megatron_equals_all_to_all(results, number):
 
 
 def test_integrations_megatron_too_many_choices(results):
-    for _, message, _ in results:
+    for _, message, *_ in results:
         assert message.startswith("a token has more than 2 experts in the routing map")
         assert "increase moe_router_topk" in message
 
 
 def test_integrations_megatron_pads_rows(results):
-    for _, _, (rows, probs, counts) in results:
+    for _, _, (rows, probs, counts), _ in results:
         assert all(n % 16 == 0 for n in counts.tolist()) and len(rows) == len(probs) == counts.sum()
-        assert torch.equal(rows.eq(0).all(1), probs == 0) and (probs == 0).any()
-    assert min(counts[0] for _, _, (_, _, counts) in results) == 0  # an expert without rows gets no padding
+        assert probs.dtype == torch.float64  # moe_router_dtype
+        is_padding = probs == 0
+        assert torch.equal(rows.eq(0).all(1), is_padding) and is_padding.any()
+        for group in is_padding.split(counts.tolist()):
+            assert torch.equal(group, group.sort(stable=True).values)  # padding comes last
+    # An expert without rows gets no padding.
+    assert min(counts[0] for _, _, (_, _, counts), _ in results) == 0
+
+
+def test_integrations_megatron_layer_grows(results):
+    for *_, (sizes, wanted) in results:
+        assert sizes == wanted
+
+
+def test_integrations_megatron_page_runs(tmp_path):
+    frameworks.need("megatron-core")
+    output = frameworks.run_page("megatron.md", tmp_path, run, prepare="prepare_megatron")
+    assert output.count("equal") == 2 and "different" not in output
 
 
 def _examples(rank, world_size):
