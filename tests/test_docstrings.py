@@ -14,6 +14,7 @@ import pytest
 
 import epmoe
 from epmoe import errors, reference, testing, world
+from epmoe.integrations import deep_ep, layers
 
 pytestmark = pytest.mark.cpu_only
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples", "References")
@@ -22,6 +23,14 @@ RAISES_NOTHING = {
     "expert_parameters", "include_dir", "World.lost_ranks", "World.flight_record", "SymmetricHeap.stats",
     "EPMoE.reset_parameters", "EPMoE.extra_repr", "reference.plan", "reference.dispatch",
     "reference.dispatch_weights", "reference.combine", "testing.meeting_place", "testing.routing",
+    "integrations.layers.padded_counts", "integrations.layers.padded_places", "integrations.layers.pad_rows",
+    *(f"integrations.deep_ep.{name}" for name in (
+        "Buffer.is_sm90_compiled", "Buffer.capture", "Buffer.get_comm_stream", "Buffer.get_dispatch_config",
+        "Buffer.get_combine_config", "Buffer.get_low_latency_rdma_size_hint", "Config",
+        "Config.get_rdma_buffer_size_hint", "ElasticBuffer.capture", "ElasticBuffer.get_comm_stream",
+        "ElasticBuffer.get_physical_domain_size", "ElasticBuffer.get_logical_domain_size",
+        "ElasticBuffer.get_theoretical_num_sms", "ElasticBuffer.get_theoretical_num_qps", "EventHandle",
+        "EventHandle.current_stream_wait", "EventOverlap")),
 }
 WITHOUT_EXAMPLE = {"EPMoE.extra_repr"}
 
@@ -46,9 +55,11 @@ def methods(cls):
 def public():
     """Return {name: object} of everything that a user may call."""
     found = {name: getattr(epmoe, name) for name in epmoe.__all__ if name != "reference"}
-    for module in (reference, testing):
+    for module in (reference, testing, layers):
         prefix = module.__name__.removeprefix("epmoe.")
         found |= {f"{prefix}.{name}": thing for name, thing in public_of_module(module)}
+    found |= {f"integrations.deep_ep.{name}": getattr(deep_ep, name) for name in deep_ep.__all__
+              if name != "topk_idx_t"}
     for name, thing in list(found.items()):
         if inspect.isclass(thing):
             found |= {f"{name}.{method}": m for method, m in methods(thing)}
@@ -84,7 +95,7 @@ def parameters(thing):
     for p in inspect.signature(thing).parameters.values():
         stars = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
         names.append(stars + p.name)
-    return [n for n in names if n not in ("self", "cls")]
+    return names[1:] if names[:1] in (["self"], ["cls"]) else names
 
 
 def documented(section):
@@ -94,7 +105,7 @@ def documented(section):
 
 def has_parameters(name, thing):
     if isinstance(thing, property) or name in ("EPLayout", "GptOss", "LowLatencyHandle", "PendingCall",
-                                              "reference.GptOss"):
+                                              "reference.GptOss", "integrations.deep_ep.EPHandle"):
         return False
     return not (inspect.isclass(thing) and issubclass(thing, Exception))
 
@@ -103,7 +114,7 @@ def has_parameters(name, thing):
 def test_docstrings_have_their_sections(name):
     """The sections: summary of one line, all parameters in order, return value, exceptions, example."""
     thing = PUBLIC[name]
-    thing = thing.__func__ if isinstance(thing, classmethod) else thing
+    thing = thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing
     assert thing.__doc__, f"{name} has no docstring"
     summary, *rest = inspect.cleandoc(thing.__doc__).splitlines()
     assert summary[0].isupper() or summary[0] == "[", f"{name}: the summary begins with {summary[:20]!r}"
@@ -127,7 +138,7 @@ def test_docstrings_have_their_sections(name):
 @pytest.mark.parametrize("name", PUBLIC)
 def test_docstrings_raises_names_exist(name):
     thing = PUBLIC[name]
-    thing = thing.__func__ if isinstance(thing, classmethod) else thing
+    thing = thing.__func__ if isinstance(thing, (classmethod, staticmethod)) else thing
     for entry in documented(sections(thing.__doc__).get("Raises", "")):
         for exception in entry.split(", "):
             kind = getattr(errors, exception, None) or getattr(__import__("builtins"), exception, None)
@@ -137,7 +148,9 @@ def test_docstrings_raises_names_exist(name):
 
 MODULES = ("epmoe.errors", "epmoe.world", "epmoe.heap", "epmoe.heap_access", "epmoe.device", "epmoe.layout",
            "epmoe.layer", "epmoe.fused", "epmoe.gemm", "epmoe.moe", "epmoe.reference", "epmoe.testing",
-           "epmoe.trace")
+           "epmoe.trace", "epmoe.integrations.layers",
+           *(f"epmoe.integrations.deep_ep.{name}" for name in ("buffer", "config", "elastic", "low_latency",
+                                                               "settings", "utils")))
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 

@@ -19,7 +19,22 @@ _layers = {}
 
 
 def world_of(group):
-    """Return the World of a group; None means this process alone, also under torch.distributed."""
+    """Return the World of a group.  The first call for a group is collective.
+
+    Args:
+        group: As for make_layer.
+
+    Returns:
+        A World; for None that of this process alone, also under torch.distributed.
+
+    Raises:
+        ValueError, TypeError, EpError: As World.of.
+
+    Examples:
+        >>> from epmoe.integrations.layers import world_of
+        >>> world_of(None).size
+        1
+    """
     if group is not None:
         return World.of(group)
     if not _alone:

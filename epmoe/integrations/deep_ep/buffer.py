@@ -5,13 +5,13 @@ import torch
 from ... import _C
 from ...device import pick_device
 from ...world import World
-from .config import Config
 from .low_latency import LowLatency
 from .notices import MAX_LOCAL_EXPERTS, Notices
 from .routes import Routes
 from .rows import (biases_of, check_device, check_rows, check_scales, check_tensor, check_topk_idx,
                    combine_tokens, count_choices, dispatch_tokens, meta_key, rows_key, to_ranks)
-from .utils import EventHandle, EventOverlap, Streams
+from .settings import Settings
+from .utils import EventOverlap, Streams
 
 
 class Handle(tuple):
@@ -28,7 +28,7 @@ class Handle(tuple):
         return self
 
 
-class Buffer(LowLatency):
+class Buffer(LowLatency, Settings):
     """DeepEP's Buffer (V1) within one node, on the layers of epmoe.
 
     The methods are DeepEP's; docs/deep_ep.md has a table of what differs.  They are collective, except
@@ -76,9 +76,6 @@ class Buffer(LowLatency):
         DeepSeek's DeepEP, deep_ep/buffers/legacy.py.
     """
 
-    num_sms = 20
-    _chosen_sms = None
-
     def __init__(self, group, num_nvl_bytes=0, num_rdma_bytes=0, low_latency_mode=False, num_qps_per_rank=24,
                  allow_nvlink_for_low_latency_mode=True, allow_mnnvl=False, explicitly_destroy=False,
                  enable_shrink=False, comm=None, *, device=None):
@@ -106,45 +103,21 @@ class Buffer(LowLatency):
         self._zero_copies = {}
 
     def destroy(self):
-        """Give the memory back.  Collective."""
+        """Give the memory back.  Collective.
+
+        Raises:
+            RuntimeError: Without explicitly_destroy=True.
+            EpError: As EPAll2AllLayer.finalize.
+
+        Examples:
+            >>> import epmoe
+            >>> from epmoe.integrations import deep_ep
+            >>> deep_ep.Buffer(epmoe.World(), explicitly_destroy=True, device="cpu").destroy()
+        """
         if not self.explicitly_destroy:
             raise RuntimeError("destroy: make the Buffer with explicitly_destroy=True")
         for part in (*self._low_latency.values(), *self._worst.values(), *self._routes, self._notices.layer):
             part.finalize()
-
-    @staticmethod
-    def is_sm90_compiled():
-        """Return True: rows of FP8 travel on every backend."""
-        return True
-
-    @staticmethod
-    def set_num_sms(new_num_sms):
-        """Set the SMs that move tokens on a GPU, for layers that are created later.
-
-        Call it before the first dispatch.  Without it, epmoe's own number holds.
-        """
-        if new_num_sms % 2:
-            raise ValueError(f"num_sms {new_num_sms}: must be even")
-        Buffer.num_sms = Buffer._chosen_sms = new_num_sms
-
-    @staticmethod
-    def capture():
-        """Return an EventOverlap of the current stream."""
-        return EventOverlap(EventHandle())
-
-    def get_comm_stream(self):
-        """Return the stream on which asynchronous calls run."""
-        return self._streams.comm
-
-    @staticmethod
-    def get_dispatch_config(num_ranks):
-        """Return a Config, which has no effect."""
-        return Config(Buffer.num_sms)
-
-    @staticmethod
-    def get_combine_config(num_ranks):
-        """Return a Config, which has no effect."""
-        return Config(Buffer.num_sms)
 
     def get_dispatch_layout(self, topk_idx, num_experts, previous_event=None, async_finish=False,
                             allocate_on_comm_stream=False):
@@ -160,6 +133,17 @@ class Buffer(LowLatency):
         Returns:
             A tuple (num_tokens_per_rank [W] int32, None, num_tokens_per_expert [E] int32, is_token_in_rank
                 [T, W] bool, event).
+
+        Raises:
+            ValueError: For sizes, devices or options that do not fit together.
+            TypeError: When topk_idx is not a tensor of int64 or int32.
+
+        Examples:
+            >>> import epmoe
+            >>> from epmoe.integrations import deep_ep
+            >>> buffer = deep_ep.Buffer(epmoe.World(), device="cpu")
+            >>> buffer.get_dispatch_layout(torch.tensor([[0, 1], [1, -1]]), num_experts=2)[:3]
+            (tensor([2], dtype=torch.int32), None, tensor([1, 2], dtype=torch.int32))
         """
         self._check_streams(previous_event, async_finish, allocate_on_comm_stream)
         check_topk_idx(topk_idx, self.device)
@@ -201,6 +185,15 @@ class Buffer(LowLatency):
             A tuple (recv_x, recv_topk_idx, recv_topk_weights, num_recv_tokens_per_expert_list, handle,
                 event).  Rows are ordered by source rank, then token.  With num_worst_tokens, rows after the
                 last have the index -1.  With handle=, what is between recv_x and event is None.
+
+        Raises:
+            ValueError, TypeError: On the rank that passes a wrong argument; PeerError on the others.
+            EpIndexError: On all ranks, for an index outside of [-1, E); not with num_worst_tokens.
+            EpMismatch: On all ranks, when their sizes differ, or only some pass topk_idx.
+            EpError: As EPAll2AllLayer.dispatch.
+
+        Examples:
+            See Buffer.
         """
         self._check_streams(previous_event, async_finish, allocate_on_comm_stream)
         x, scales = x if isinstance(x, tuple) else (x, None)
@@ -264,6 +257,13 @@ class Buffer(LowLatency):
 
         Returns:
             A tuple (combined_x [T, H], combined_topk_weights [T, K] float32 or None, event).
+
+        Raises:
+            ValueError, TypeError: On the rank that passes a wrong argument; PeerError on the others.
+            EpError: As EPAll2AllLayer.combine.
+
+        Examples:
+            See Buffer.
         """
         self._check_streams(previous_event, async_finish, allocate_on_comm_stream)
         steps = [(_C.OP_COMBINE, rows_key(x) if getattr(x, "ndim", 0) == 2 else None)]
@@ -291,25 +291,12 @@ class Buffer(LowLatency):
                                                   async_finish)
         return out, weights, EventOverlap(event)
 
-    def internode_dispatch(self, *args, **kwargs):
-        """Not available: the ranks of epmoe are on one node.  Call dispatch."""
-        raise NotImplementedError("internode_dispatch: the ranks of epmoe are on one node; call dispatch")
-
-    def internode_combine(self, *args, **kwargs):
-        """Not available: the ranks of epmoe are on one node.  Call combine."""
-        raise NotImplementedError("internode_combine: the ranks of epmoe are on one node; call combine")
-
-    def get_local_buffer_tensor(self, *args, **kwargs):
-        """Not available: epmoe's buffers have a format of their own."""
-        raise NotImplementedError("get_local_buffer_tensor: the memory of epmoe's layers is not for "
-                                  "programs; use an epmoe.SymmetricHeap")
-
     # ---- parts ----
 
     def _options(self):
-        if self.device.type == "cpu" or Buffer._chosen_sms is None:
+        if self.device.type == "cpu" or Settings._chosen_sms is None:
             return {}
-        return {"num_sm": Buffer._chosen_sms}
+        return {"num_sm": Settings._chosen_sms}
 
     def _routes_for(self, num_tokens):
         """Return the Routes for the most tokens of a rank; all ranks know the same number."""

@@ -4,16 +4,15 @@ import torch
 
 from ... import _C
 from ...device import pick_device
-from ...layer_parts import default_num_sm
 from ...world import World
-from .config import layer_bytes, rows_bytes
 from .elastic_parts import EPHandle, Unavailable, row_scales
 from .notices import Notices
 from .rows import (biases_of, check_rows, check_scales, check_tensor, check_topk_idx, rows_key)
-from .utils import EventHandle, EventOverlap, Streams
+from .settings import ElasticSettings
+from .utils import EventOverlap, Streams
 
 
-class ElasticBuffer(Unavailable):
+class ElasticBuffer(ElasticSettings, Unavailable):
     """DeepEP's ElasticBuffer (V2) within one node, on the layers of epmoe.
 
     dispatch, combine and barrier are DeepEP's, and collective; docs/deep_ep.md has a table of what differs.
@@ -92,46 +91,21 @@ class ElasticBuffer(Unavailable):
         self._routes = {}  # what their layers have in common -> Routes
 
     def destroy(self):
-        """Give the memory back.  Collective."""
+        """Give the memory back.  Collective.
+
+        Raises:
+            RuntimeError: Without explicitly_destroy=True.
+            EpError: As EPAll2AllLayer.finalize.
+
+        Examples:
+            >>> import epmoe
+            >>> from epmoe.integrations import deep_ep
+            >>> deep_ep.ElasticBuffer(epmoe.World(), explicitly_destroy=True, device="cpu").destroy()
+        """
         if not self.explicitly_destroy:
             raise RuntimeError("destroy: make the ElasticBuffer with explicitly_destroy=True")
         for part in (*self._routes.values(), self._notices.layer):
             part.finalize()
-
-    @staticmethod
-    def capture():
-        """Return an EventHandle of the current stream."""
-        return EventHandle()
-
-    def get_comm_stream(self):
-        """Return the stream on which asynchronous calls run."""
-        return self._streams.comm
-
-    def get_physical_domain_size(self):
-        """Return (1, W): all ranks are on one node."""
-        return self.num_rdma_ranks, self.num_nvlink_ranks
-
-    def get_logical_domain_size(self):
-        """Return (1, W): all ranks are on one node."""
-        return self.num_scaleout_ranks, self.num_scaleup_ranks
-
-    def get_theoretical_num_sms(self, num_experts, num_topk, num_scaleout_topk=0, rdma_gbs=0, nvlink_gbs=0,
-                                sm_read_gbs=200, sm_write_gbs=50):
-        """Return the SMs that epmoe uses by default; on the CPU, where nothing uses it, 4."""
-        return max(4, default_num_sm(self.device, 4096))
-
-    def get_theoretical_num_qps(self, num_sms):
-        """Return a number to pass as num_qps, which has no effect."""
-        return min(num_sms * 16 + 1, self.num_allocated_qps)
-
-    @staticmethod
-    def get_buffer_size_hint(group, num_max_tokens_per_rank, hidden, num_topk=0, use_fp8_dispatch=False,
-                             allow_hybrid_mode=True, allow_multiple_reduction=True):
-        """Return the bytes of the buffers of bfloat16 rows, without those of indices, weights and scales."""
-        size = World.of(group).size
-        expanded = layer_bytes(size, size, max(1, num_topk), num_max_tokens_per_rank, hidden, torch.bfloat16,
-                               _C.COMBINE_LOCAL if allow_multiple_reduction else _C.COMBINE_SCATTER)
-        return max(expanded, rows_bytes(size, num_max_tokens_per_rank, hidden, torch.bfloat16))
 
     def barrier(self, use_comm_stream=True, with_cpu_sync=False, sequential=True):
         """Wait until all ranks have reached this call, in stream order.  Collective.
@@ -140,6 +114,15 @@ class ElasticBuffer(Unavailable):
             use_comm_stream: Whether the communication stream waits, or the current one.
             with_cpu_sync: Whether the host waits, too, before and after.
             sequential: Without effect.
+
+        Raises:
+            EpError: As EPAll2AllLayer.ep_barrier_all.
+
+        Examples:
+            >>> import epmoe
+            >>> from epmoe.integrations import deep_ep
+            >>> buffer = deep_ep.ElasticBuffer(epmoe.World(), device="cpu")
+            >>> buffer.barrier(with_cpu_sync=True)
         """
         is_cuda = self.device.type == "cuda"
         if with_cpu_sync and is_cuda:
@@ -178,6 +161,16 @@ class ElasticBuffer(Unavailable):
 
         Returns:
             A tuple (recv_x, recv_topk_idx, recv_topk_weights, handle, event).
+
+        Raises:
+            ValueError, TypeError: On the rank that passes a wrong argument; PeerError on the others.
+            EpIndexError: On all ranks, for an index outside of [-1, E), unless do_cpu_sync=False without
+                do_expand.
+            EpMismatch: On all ranks, when their sizes differ.
+            EpError: As EPAll2AllLayer.dispatch.
+
+        Examples:
+            See ElasticBuffer.
         """
         self._check_streams(previous_event, allocate_on_comm_stream)
         x, scales = x if isinstance(x, tuple) else (x, None)
@@ -201,13 +194,13 @@ class ElasticBuffer(Unavailable):
             if previous_event_before_epilogue is not None:
                 previous_event_before_epilogue.current_stream_wait()
             used = EPHandle(self, x, scales, topk_idx, sizes, flags) if handle is None else handle
-            rows, sf, idx, weights = used.send(x, scales, topk_weights, do_zero_padding)
+            rows, sf, idx, weights = used._send(x, scales, topk_weights, do_zero_padding)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(used.num_unaligned_recv_tokens_per_expert)
             return rows, row_scales(sf, use_tma_aligned_col_major_sf), idx, weights, used
 
         inputs = (x, scales, topk_idx, topk_weights, cumulative_local_expert_recv_stats,
-                  *(handle.tensors() if handle is not None else ()))
+                  *(handle._tensors() if handle is not None else ()))
         (rows, sf, idx, weights, used), event = self._streams.run(send, inputs, previous_event,
                                                                   async_with_compute_stream)
         return rows if sf is None else (rows, sf), idx, weights, used, EventOverlap(event)
@@ -231,6 +224,13 @@ class ElasticBuffer(Unavailable):
 
         Returns:
             A tuple (combined_x [T, H], combined_topk_weights [T, K] float32 or None, event).
+
+        Raises:
+            ValueError, TypeError: On the rank that passes a wrong argument; PeerError on the others.
+            EpError: As EPAll2AllLayer.combine.
+
+        Examples:
+            See ElasticBuffer.
         """
         self._check_streams(previous_event, allocate_on_comm_stream)
         try:
@@ -253,9 +253,9 @@ class ElasticBuffer(Unavailable):
         def send():
             if previous_event_before_epilogue is not None:
                 previous_event_before_epilogue.current_stream_wait()
-            return handle.combine(x, topk_weights, biases)
+            return handle._combine(x, topk_weights, biases)
 
-        (out, weights), event = self._streams.run(send, (x, topk_weights, *biases, *handle.tensors()),
+        (out, weights), event = self._streams.run(send, (x, topk_weights, *biases, *handle._tensors()),
                                                   previous_event, async_with_compute_stream)
         return out, weights, EventOverlap(event)
 

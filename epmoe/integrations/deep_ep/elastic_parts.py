@@ -27,6 +27,9 @@ class EPHandle:
         recv_src_metadata: [num_recv_tokens, K + 2] int32: source rank * most tokens + token; source rank *
             K + first choice here; with do_expand the row of each choice, else -1.  -1 after the last token.
         dst_buffer_slot_idx: [T, K] int32: the number of the token among those for the rank of a choice.
+
+    Examples:
+        See ElasticBuffer.
     """
 
     token_metadata_at_forward = None
@@ -86,11 +89,11 @@ class EPHandle:
                                           **options)
         return buffer._routes[kind]
 
-    def tensors(self):
+    def _tensors(self):
         return (*self.plan.tensors(), self.topk_idx, self.recv_src_metadata, self._place, self._is_here,
                 self._starts, self._ends, self.num_unaligned_recv_tokens_per_expert)
 
-    def send(self, x, scales, topk_weights, do_zero_padding):
+    def _send(self, x, scales, topk_weights, do_zero_padding):
         """Return (rows, scales, local indices, weights) that this rank receives."""
         if not self.do_expand:
             rows, scales, idx, topk_weights, numbers = dispatch_tokens(self.plan, x, scales, self.topk_idx,
@@ -109,7 +112,7 @@ class EPHandle:
             rows, scales, topk_weights = self._pad((rows, scales, topk_weights), do_zero_padding)
         return rows, scales, None, topk_weights
 
-    def combine(self, x, topk_weights, biases):
+    def _combine(self, x, topk_weights, biases):
         """Return the sums [T, H] and the weights [T, K] or None."""
         if not self.do_expand:
             if topk_weights is not None:
@@ -187,7 +190,18 @@ class Unavailable:
 
     @staticmethod
     def _refuse(*args, **kwargs):
-        """Not available."""
+        """Not available.
+
+        Args:
+            *args: Not read.
+            **kwargs: Not read.
+
+        Raises:
+            NotImplementedError: Always.
+
+        Examples:
+            See docs/deep_ep.md.
+        """
         raise NotImplementedError("epmoe has no Engram storage, no pipeline send and receive, and no "
                                   "all-gather sessions: use DeepEP or torch.distributed for them")
 

@@ -69,12 +69,42 @@ class LowLatency:
 
     @staticmethod
     def get_low_latency_rdma_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts):
-        """Return about the bytes of the buffers, as a number to pass to Buffer, which ignores it."""
+        """Return about the bytes of the buffers, as a number to pass to Buffer, which ignores it.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: The most tokens of a rank.
+            hidden: H.
+            num_ranks: W.
+            num_experts: Not read.
+
+        Returns:
+            An int, in bytes.
+
+        Examples:
+            >>> from epmoe.integrations import deep_ep
+            >>> deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) // 2**20
+            58
+        """
         num_bytes = 4 * num_ranks * num_max_dispatch_tokens_per_rank * (2 * hidden + 128)
         return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank, hidden, num_experts):
-        """Do nothing: epmoe's buffers are never dirty."""
+        """Do nothing: epmoe's buffers are never dirty.
+
+        Args:
+            num_max_dispatch_tokens_per_rank: Not read.
+            hidden: Not read.
+            num_experts: Not read.
+
+        Raises:
+            ValueError: For a Buffer without low_latency_mode=True.
+
+        Examples:
+            >>> import epmoe
+            >>> from epmoe.integrations import deep_ep
+            >>> buffer = deep_ep.Buffer(epmoe.World(), low_latency_mode=True, device="cpu")
+            >>> buffer.clean_low_latency_buffer(128, 7168, 256)
+        """
         self._check_mode()
 
     def low_latency_dispatch(self, x, topk_idx, num_max_dispatch_tokens_per_rank, num_experts,
@@ -99,6 +129,24 @@ class LowLatency:
         Returns:
             A tuple (recv_x, recv_count [L] int32, handle, event, hook).  recv_x is [L, W * max, H], or a pair
                 of it and the scales [L, W * max, H / 128].
+
+        Raises:
+            ValueError, TypeError: On the rank that passes a wrong argument; PeerError on the others.  For a
+                Buffer without low_latency_mode=True.
+            NotImplementedError: For dispatch_wait_recv_cost_stats.
+            EpError: As LowLatencyAll2All.dispatch.
+
+        Examples:
+            >>> import epmoe
+            >>> from epmoe.integrations import deep_ep
+            >>> buffer = deep_ep.Buffer(epmoe.World(), low_latency_mode=True, device="cpu")
+            >>> x, idx = torch.ones(3, 128, dtype=torch.bfloat16), torch.tensor([[0], [1], [1]])
+            >>> rows, counts, handle, _, _ = buffer.low_latency_dispatch(x, idx, 4, 2, use_fp8=False)
+            >>> rows.shape, counts.tolist()
+            (torch.Size([2, 4, 128]), [1, 2])
+            >>> y, _, _ = buffer.low_latency_combine(rows, idx, torch.full((3, 1), 0.5), handle)
+            >>> y[:, 0].tolist()
+            [0.5, 0.5, 0.5]
         """
         self._check_mode()
         if dispatch_wait_recv_cost_stats is not None:
@@ -171,6 +219,15 @@ class LowLatency:
 
         Returns:
             A tuple (combined_x [T, H] bfloat16, event, hook).
+
+        Raises:
+            ValueError, TypeError: On the rank that passes a wrong argument; PeerError on the others.  For a
+                Buffer without low_latency_mode=True.
+            NotImplementedError: For combine_wait_recv_cost_stats.
+            EpError: As LowLatencyAll2All.combine.
+
+        Examples:
+            See low_latency_dispatch.
         """
         self._check_mode()
         if combine_wait_recv_cost_stats is not None:
@@ -219,7 +276,28 @@ class LowLatency:
         return result, EventOverlap(event), (lambda: _receive(sent)) if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle):
-        """Return a tensor [L, W * max, H] bfloat16 to fill for low_latency_combine(zero_copy=True)."""
+        """Return a tensor to fill with the experts' rows for low_latency_combine(zero_copy=True).
+
+        Args:
+            handle: That of low_latency_dispatch.
+
+        Returns:
+            [L, W * max, H] bfloat16, the same tensor for each handle of these sizes and this turn.
+
+        Raises:
+            TypeError: For another handle.
+
+        Examples:
+            >>> import epmoe
+            >>> from epmoe.integrations import deep_ep
+            >>> buffer = deep_ep.Buffer(epmoe.World(), low_latency_mode=True, device="cpu")
+            >>> x, idx = torch.ones(3, 128, dtype=torch.bfloat16), torch.tensor([[0], [1], [1]])
+            >>> rows, _, handle, _, _ = buffer.low_latency_dispatch(x, idx, 4, 2, use_fp8=False)
+            >>> _ = buffer.get_next_low_latency_combine_buffer(handle).copy_(rows)
+            >>> y, _, _ = buffer.low_latency_combine(rows, idx, torch.ones(3, 1), handle, zero_copy=True)
+            >>> y[:, 0].tolist()
+            [1.0, 1.0, 1.0]
+        """
         if not isinstance(handle, DecodeHandle):
             raise TypeError(f"handle: wanted what low_latency_dispatch returned, got {type(handle).__name__}")
         key = handle.key, handle.handle.buffer
@@ -229,15 +307,43 @@ class LowLatency:
         return self._zero_copies[key]
 
     def low_latency_update_mask_buffer(self, rank_to_mask, mask=False):
-        """Not available: shrink mode is not."""
+        """Not available: shrink mode is not.
+
+        Args:
+            rank_to_mask: Not read.
+            mask: Not read.
+
+        Raises:
+            NotImplementedError: Always.
+
+        Examples:
+            See docs/deep_ep.md.
+        """
         raise NotImplementedError("low_latency_update_mask_buffer: epmoe has no masked ranks")
 
     def low_latency_query_mask_buffer(self, mask_status):
-        """Not available: shrink mode is not."""
+        """Not available: shrink mode is not.
+
+        Args:
+            mask_status: Not read.
+
+        Raises:
+            NotImplementedError: Always.
+
+        Examples:
+            See docs/deep_ep.md.
+        """
         raise NotImplementedError("low_latency_query_mask_buffer: epmoe has no masked ranks")
 
     def low_latency_clean_mask_buffer(self):
-        """Not available: shrink mode is not."""
+        """Not available: shrink mode is not.
+
+        Raises:
+            NotImplementedError: Always.
+
+        Examples:
+            See docs/deep_ep.md.
+        """
         raise NotImplementedError("low_latency_clean_mask_buffer: epmoe has no masked ranks")
 
     # ---- parts ----
