@@ -1,0 +1,274 @@
+"""vLLM: its expert-parallel MoE layers move the tokens with epmoe.
+
+    EPMOE_VLLM=1 vllm serve MODEL --data-parallel-size 8 --enable-expert-parallel --enforce-eager
+
+vLLM finds epmoe through the entry point "vllm.general_plugins" of the installed package.  vLLM has no
+registry for what moves the tokens, so use() replaces the function that chooses it, and takes the place of
+--all2all-backend allgather_reducescatter, the default.  Routers, experts and weights stay vLLM's.
+
+It needs vLLM 0.33.
+"""
+
+import sys
+
+import torch
+
+try:
+    from vllm.config import get_current_vllm_config
+    from vllm.distributed import get_ep_group
+    from vllm.logger import init_logger
+    from vllm.model_executor.layers.fused_moe import all2all_utils as _all2all
+    from vllm.model_executor.layers.fused_moe import modular_kernel as _kernel
+    from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce as _reduce
+
+    _Base = _kernel.FusedMoEPrepareAndFinalizeModular
+    _chosen_by_vllm = _all2all.maybe_make_prepare_finalize
+except (ImportError, AttributeError) as error:
+    raise ImportError(f"epmoe.integrations.vllm needs vLLM 0.33: {error}") from error
+
+from . import layers
+from .layers import check_methods
+
+__all__ = ["EpmoePrepareAndFinalize", "use"]
+
+# What vLLM calls, and with what.
+_CALLED = {
+    "prepare": "self a1 topk_weights topk_ids num_experts expert_map apply_router_weight_on_input "
+               "quant_config defer_input_quant",
+    "finalize": "self output fused_expert_output topk_weights topk_ids apply_router_weight_on_input "
+                "weight_and_reduce_impl",
+}
+_CHOICE = "moe quant_config routing_tables allow_new_interface use_monolithic all2all_manager input_dtype"
+_BACKEND = "allgather_reducescatter"
+
+logger = init_logger("vllm.epmoe")  # vLLM shows what loggers below "vllm" say
+
+
+class EpmoePrepareAndFinalize(_Base):
+    """What moves the tokens of one MoE layer.  After use(), vLLM makes it.
+
+    Layers of one shape share a communication layer.  The number of tokens may differ between ranks and be 0.
+    Each row has one expert: the experts get [M, 1] ids and weights.
+
+    Args:
+        group: The ProcessGroup of the expert-parallel ranks, at most 8, or None for this process alone.
+        max_tokens: The most tokens of a rank in one call.
+        hidden: H.
+        topk: K.
+        num_experts: E, with redundant experts; rank r has the experts r * L to (r + 1) * L.
+        dtype: Of the tokens: bfloat16, float16 or float32.
+        device: Of the tokens.
+
+    Raises:
+        ValueError, TypeError, EpError: As EPAll2AllLayer.
+
+    Examples:
+        See docs/vllm.md.
+
+        >>> mover = EpmoePrepareAndFinalize(None, 8, 16, 2, 4, torch.float32, "cpu")
+        >>> mover.num_dispatchers(), mover.output_is_reduced()
+        (1, True)
+    """
+
+    def __init__(self, group, max_tokens, hidden, topk, num_experts, dtype, device):
+        super().__init__()
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._group = group
+        self._layout = None  # from prepare to finalize
+        layers.make_layer(group, max_tokens, hidden, topk, num_experts, dtype, device)
+        world = layers.world_of(group)
+        self._num_ranks = world.size
+        self._first_expert = world.rank * (num_experts // world.size)
+
+    @property
+    def activation_format(self):
+        """The rows of all experts in one tensor.
+
+        Examples:
+            See docs/vllm.md.
+        """
+        return _kernel.FusedMoEActivationFormat.Standard
+
+    def topk_indices_dtype(self):
+        """Return the dtype of the ids that vLLM's router must make.
+
+        Examples:
+            See docs/vllm.md.
+        """
+        return torch.int32
+
+    def max_num_tokens_per_rank(self):
+        """Return None: vLLM need not split its batches.
+
+        Examples:
+            See docs/vllm.md.
+        """
+        return None
+
+    def num_dispatchers(self):
+        """Return W.
+
+        Examples:
+            See docs/vllm.md.
+        """
+        return self._num_ranks
+
+    def output_is_reduced(self):
+        """Return True: after finalize each rank has the whole sums of its tokens.
+
+        Examples:
+            See docs/vllm.md.
+        """
+        return True
+
+    def prepare(self, a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input,
+                quant_config, defer_input_quant=False):
+        """Send tokens to their experts' ranks.  Collective.
+
+        Args:
+            a1: [T, H], not quantized.
+            topk_weights: [T, K] of a floating-point dtype.
+            topk_ids: [T, K] int32 or int64; -1 means none.
+            num_experts: E.
+            expert_map: Not read: the experts of a rank are consecutive.
+            apply_router_weight_on_input: True multiplies the tokens by their weights first; K must be 1 then.
+            quant_config: The experts' FusedMoEQuantConfig.
+            defer_input_quant: True if the experts quantize their input themselves.
+
+        Returns:
+            A tuple (rows [M, H], None, the ExpertTokensMetadata with the rows of each local expert,
+                ids [M, 1], weights [M, 1]).  rows are ordered by expert, source rank, token; ids count all E
+                experts.
+
+        Raises:
+            NotImplementedError: When the experts want quantized input.
+            ValueError, TypeError, EpError: As EPAll2AllLayer.dispatch.
+
+        Examples:
+            See docs/vllm.md.
+        """
+        if quant_config.quant_dtype is not None and not defer_input_quant:
+            raise NotImplementedError(f"the experts want rows of {quant_config.quant_dtype}, and epmoe moves "
+                                      f"rows that are not quantized: use a model without quantized "
+                                      f"activations, or unset EPMOE_VLLM")
+        if apply_router_weight_on_input:
+            if topk_ids.shape[1] != 1:
+                raise ValueError(f"apply_router_weight_on_input with {topk_ids.shape[1]} experts for each "
+                                 f"token: it needs one")
+            a1 = a1 * topk_weights.to(a1.dtype)
+        rows, weights, self._layout = layers.dispatch(self._group, a1.contiguous(), topk_ids.contiguous(),
+                                                      topk_weights.contiguous(), num_experts)
+        counts = self._layout.tokens_per_expert
+        expert = torch.arange(self._first_expert, self._first_expert + len(counts), dtype=topk_ids.dtype,
+                              device=rows.device)
+        ids = expert.repeat_interleave(counts, output_size=len(rows))
+        counts = _kernel.ExpertTokensMetadata(expert_num_tokens=counts.int(), expert_num_tokens_cpu=None)
+        return rows, None, counts, ids[:, None], weights[:, None]
+
+    def finalize(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input,
+                 weight_and_reduce_impl):
+        """Return the experts' rows to their tokens' ranks, and write the sums to output.  Collective.
+
+        Args:
+            output: [T, H].
+            fused_expert_output: [M, H] or [M, 1, H], in the order of prepare's rows.
+            topk_weights: [M, 1], as prepare returned them.
+            topk_ids: Not read.
+            apply_router_weight_on_input: True if prepare has applied the weights.
+            weight_and_reduce_impl: What the experts have left to do: TopKWeightAndReduceNoOP if they have
+                applied the weights.
+
+        Raises:
+            NotImplementedError: For another weight_and_reduce_impl than NoOP, Contiguous and Delegate.
+            RuntimeError: Without a prepare before.
+            ValueError, TypeError, EpError: As EPAll2AllLayer.combine.
+
+        Examples:
+            See docs/vllm.md.
+        """
+        layout, self._layout = self._layout, None
+        if layout is None:
+            raise RuntimeError("finalize without a prepare before")
+        if isinstance(weight_and_reduce_impl, _reduce.TopKWeightAndReduceNoOP):
+            weights = None
+        elif isinstance(weight_and_reduce_impl, (_reduce.TopKWeightAndReduceContiguous,
+                                                 _reduce.TopKWeightAndReduceDelegate)):
+            weights = None if apply_router_weight_on_input else topk_weights.reshape(-1)
+        else:
+            raise NotImplementedError(f"experts that leave {type(weight_and_reduce_impl).__name__} to do: "
+                                      f"choose others with --moe-backend, for example triton")
+        y = fused_expert_output.reshape(-1, fused_expert_output.shape[-1]).contiguous()
+        output.copy_(layout.layer.combine(y, layout, weights), non_blocking=True)
+
+
+# ---- vLLM's choice of what moves the tokens ----
+
+
+def _check(moe, use_monolithic):
+    """Raise for what epmoe does not have, with what to write."""
+    parallel, config = moe.moe_parallel_config, get_current_vllm_config()
+    if parallel.all2all_backend != _BACKEND:
+        raise ValueError(f"EPMOE_VLLM=1 takes the place of --all2all-backend {_BACKEND}: leave "
+                         f"--all2all-backend {parallel.all2all_backend} out, or unset EPMOE_VLLM")
+    graphs = config.compilation_config.cudagraph_mode
+    if torch.device(moe.device).type == "cuda" and getattr(graphs, "name", "NONE") != "NONE":
+        raise ValueError("epmoe's host reads the number of rows, which a CUDA graph cannot hold: add "
+                         "--enforce-eager, or --compilation-config '{\"cudagraph_mode\": \"NONE\"}'")
+    if moe.num_experts % parallel.ep_size:
+        raise ValueError(f"{moe.num_experts} experts on {parallel.ep_size} ranks: epmoe wants as many on "
+                         f"each rank; with --enable-eplb add redundant experts, or unset EPMOE_VLLM")
+    if use_monolithic:
+        raise NotImplementedError("the chosen experts also route, and epmoe moves routed tokens: choose "
+                                  "others with --moe-backend, for example triton")
+    if moe.is_lora_enabled:
+        raise NotImplementedError("epmoe does not move the LoRA ids of tokens: serve without --enable-lora, "
+                                  "or unset EPMOE_VLLM")
+    if config.parallel_config.enable_elastic_ep:  # moe.elastic_ep_max_dp_size is set without it, too
+        raise NotImplementedError("epmoe's ranks are fixed: serve without --enable-elastic-ep, or unset "
+                                  "EPMOE_VLLM")
+
+
+def _choose(moe, quant_config, routing_tables=None, allow_new_interface=False, use_monolithic=False,
+            all2all_manager=None, input_dtype=None):
+    """vLLM's maybe_make_prepare_finalize, with epmoe wherever tokens move between ranks."""
+    if not (moe.moe_parallel_config.use_all2all_kernels and allow_new_interface):
+        logger.warning_once("EPMOE_VLLM=1 has no effect on MoE layers where no tokens move between ranks: "
+                            "epmoe needs --enable-expert-parallel and --data-parallel-size of at least 2")
+        return _chosen_by_vllm(moe, quant_config, routing_tables, allow_new_interface, use_monolithic,
+                               all2all_manager, input_dtype)
+    _check(moe, use_monolithic)
+    mover = EpmoePrepareAndFinalize(get_ep_group().cpu_group, moe.max_num_tokens, moe.hidden_dim,
+                                    moe.experts_per_token, moe.num_experts, moe.in_dtype, moe.device)
+    logger.info_once("epmoe moves the tokens of the MoE layers between %d ranks", mover.num_dispatchers())
+    return mover
+
+
+def use():
+    """Let vLLM make an EpmoePrepareAndFinalize for each expert-parallel MoE layer from now on.
+
+    The plugin calls it where EPMOE_VLLM is 1.  A second call does nothing.
+
+    Raises:
+        ImportError: When vLLM's classes and functions are not those for which this adapter was written.
+
+    Examples:
+        >>> use()
+        >>> from vllm.model_executor.layers.fused_moe import all2all_utils
+        >>> all2all_utils.maybe_make_prepare_finalize.__module__
+        'epmoe.integrations.vllm'
+    """
+    if _all2all.maybe_make_prepare_finalize is _choose:
+        return
+    check_methods("vllm", _all2all, maybe_make_prepare_finalize=_CHOICE)
+    check_methods("vllm", _Base, **_CALLED)
+    if EpmoePrepareAndFinalize.__abstractmethods__:
+        missing = ", ".join(sorted(EpmoePrepareAndFinalize.__abstractmethods__))
+        raise ImportError(f"vLLM's {_Base.__name__} has new methods, which epmoe's adapter lacks: {missing}; "
+                          f"install vLLM 0.33")
+    # Modules that have imported the function have a name of their own for it.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("vllm.") and vars(module).get("maybe_make_prepare_finalize") is _chosen_by_vllm:
+            module.maybe_make_prepare_finalize = _choose
+    logger.info("EPMOE_VLLM=1: epmoe moves the tokens of expert-parallel MoE layers")

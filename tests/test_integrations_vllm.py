@@ -1,0 +1,305 @@
+"""epmoe in vLLM's MoE layers: prepare, experts in plain torch, finalize, against epmoe.reference.moe.
+
+Four processes start once for stand-ins of vLLM's classes, and once for vLLM's own files if EPMOE_VLLM_SOURCE
+names their folder (vllm_modules.py). They run all cases in groups of 1, 2 and 4 ranks.
+"""
+
+import doctest
+import math
+import subprocess
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epmoe
+import vllm_modules
+from cases import generator, process_ranks
+from epmoe import reference
+from pace import HANG_S
+
+pytestmark = pytest.mark.cpu_only
+NUM_RANKS = 4
+SIZES = 1, 2, 4
+H, F, E = 32, 24, 8
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+# (T of each rank, K, dtype, what the experts leave to do, weights on the input)
+CASES = [((9, 9, 9, 9), 2, F32, "NoOP", False), ((9, 9, 9, 9), 2, F32, "Contiguous", False),
+         ((5, 0, 12, 1), 3, F32, "Delegate", False), ((0, 0, 0, 0), 2, F32, "NoOP", False),
+         ((0, 7, 0, 3), 2, BF16, "Contiguous", False), ((4, 6, 2, 8), 2, F16, "NoOP", False),
+         ((3, 11, 0, 7), 1, F32, "NoOP", True), ((3, 11, 0, 7), 1, F32, "Contiguous", True),
+         ((40, 2, 0, 9), 2, F32, "NoOP", False)]  # more than max_tokens: a larger layer
+MAX_TOKENS = 16
+
+
+# ---- in the ranks ----
+
+
+def inputs(rank, case):
+    tokens, topk, dtype, _, _ = case
+    g = generator(rank, topk, 3)
+    idx = torch.rand(tokens[rank], E, generator=g).topk(topk).indices.int()
+    idx[torch.rand(idx.shape, generator=g) < 0.2] = -1
+    return torch.randn(tokens[rank], H, generator=g).to(dtype), idx, torch.rand(idx.shape, generator=g)
+
+
+def parameters(dtype):
+    g = generator(5)
+    return [torch.randn(E, 2 * F, H, generator=g).div(6).to(dtype),
+            torch.randn(E, H, F, generator=g).div(5).to(dtype)]
+
+
+def experts(rows, ids, weights, gate_up, down):
+    """What vLLM's experts do with rows of one expert each. weights: None if they are applied later."""
+    y = torch.empty_like(rows)
+    for e in range(E):
+        of = (ids[:, 0] == e).nonzero()[:, 0]
+        y[of] = reference.activate(rows[of] @ gate_up[e].T) @ down[e].T
+    return y if weights is None else y * weights.to(y.dtype)
+
+
+def config_of(size, backend="allgather_reducescatter", ep=True, **changes):
+    """What the adapter reads of vLLM's FusedMoEConfig."""
+    # dp_size 1 would not be expert-parallel there; a group of one rank runs the same code.
+    parallel = dict(tp_size=1, pcp_size=1, dp_size=max(2, size), ep_size=size, tp_rank=0, pcp_rank=0,
+                    dp_rank=0, ep_rank=0, sp_size=1, use_ep=ep, all2all_backend=backend, enable_eplb=False)
+    if vllm_modules.is_loaded("source"):
+        from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
+
+        parallel = FusedMoEParallelConfig(**parallel)
+    else:
+        parallel = types.SimpleNamespace(**parallel, use_all2all_kernels=ep)
+    return types.SimpleNamespace(**dict(
+        moe_parallel_config=parallel, num_experts=E, experts_per_token=2, hidden_dim=H, in_dtype=F32,
+        device="cpu", max_num_tokens=MAX_TOKENS, is_lora_enabled=False,
+        elastic_ep_max_dp_size=size) | changes)
+
+
+def settings(graphs="NONE", elastic=False):
+    """A stand-in for get_current_vllm_config."""
+    mode = types.SimpleNamespace(name=graphs)
+    return lambda: types.SimpleNamespace(
+        compilation_config=types.SimpleNamespace(cudagraph_mode=mode),
+        parallel_config=types.SimpleNamespace(enable_elastic_ep=elastic))
+
+
+def run_kernel(mover, case, first, size, rank):
+    """The same through vLLM's own FusedMoEKernelModularImpl, in the place of its MoE layer."""
+    kernel = sys.modules[vllm_modules.OWN[0]]
+    _, topk, dtype, left, on_input = case
+    x, idx, weights = inputs(rank, case)
+    gate_up, down = parameters(dtype)
+
+    class Experts(kernel.FusedMoEExpertsModular):
+        expects_unquantized_inputs = False
+        quant_config = types.SimpleNamespace(quant_dtype=None)
+        moe_config = config_of(size)
+        a2_scale = None
+
+        def __init__(self):
+            pass
+
+        def workspace_shapes(self, rows, *args):
+            return (0,), (0,), (rows, H)
+
+        def workspace_dtype(self, dtype):
+            return dtype
+
+        def finalize_weight_and_reduce_impl(self):
+            return getattr(sys.modules[vllm_modules.OWN[2]], f"TopKWeightAndReduce{left}")()
+
+        def apply(self, output, hidden_states, topk_weights, topk_ids, **_):
+            apply_now = left == "NoOP" and not on_input
+            output.copy_(experts(hidden_states, topk_ids, topk_weights if apply_now else None, gate_up, down))
+
+    Experts.__abstractmethods__ = frozenset()  # what chooses among vLLM's experts
+    whole = kernel.FusedMoEKernelModularImpl(mover, Experts())
+    ours = slice(E // size * (rank - first), E // size * (rank - first + 1))
+    return whole.apply(x, gate_up[ours], down[ours], idx, weights, global_num_experts=E,
+                       apply_router_weight_on_input=on_input)
+
+
+def prepare_kernel():
+    """Give vLLM's kernel the parts of other modules that it runs on a CPU."""
+    kernel = sys.modules[vllm_modules.OWN[0]]
+    kernel.current_platform.is_cuda.return_value = kernel.current_platform.is_rocm.return_value = False
+    kernel.dbo_enabled = lambda: False
+    kernel.UnfinalizedMoEOutput = type("UnfinalizedMoEOutput", (), {})
+    kernel._resize_cache = lambda t, shape: t[: math.prod(shape)].view(shape)
+
+
+def run_case(mover, case, first, size, rank):
+    """Check what prepare returns. Return the output and what it must be."""
+    _, topk, dtype, left, on_input = case
+    x, idx, weights = inputs(rank, case)
+    gate_up, down = parameters(dtype)
+    quant = types.SimpleNamespace(quant_dtype=None)
+    rows, scales, meta, ids, row_weights = mover.prepare(x, weights, idx, E, None, on_input, quant, False)
+    plan = reference.plan([inputs(r, case)[1] for r in range(first, first + size)], E)
+    counts = plan["counts"].sum(0).view(size, -1)[rank - first]
+    assert scales is None and torch.equal(meta.expert_num_tokens.long(), counts)
+    assert meta.expert_num_tokens.dtype == torch.int32 and ids.dtype == torch.int32
+    assert rows.shape == (counts.sum(), H) and ids.shape == row_weights.shape == (len(rows), 1)
+    ours = torch.arange(E).view(size, -1)[rank - first]
+    assert torch.equal(ids[:, 0].long(), ours.repeat_interleave(counts))
+    y = experts(rows, ids, row_weights if left == "NoOP" and not on_input else None, gate_up, down)
+    output = torch.full((len(x), H), torch.nan, dtype=dtype)
+    impl = getattr(sys.modules[vllm_modules.OWN[2]], f"TopKWeightAndReduce{left}")()
+    shape = (len(rows), 1, H) if left == "Contiguous" else (len(rows), H)  # vLLM's experts return either
+    mover.finalize(output, y.view(shape), row_weights, ids, on_input, impl)
+    if on_input:
+        x, weights = x * weights, torch.ones_like(weights)
+    return output, reference.moe(x.float(), idx, weights, gate_up.float(), down.float())
+
+
+def errors_of(integration, size):
+    """What each wrong configuration and call raises: the messages."""
+    found = []
+
+    def say(fn, *args, **options):
+        try:
+            fn(*args, **options)
+            found.append("nothing")
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    make = sys.modules[vllm_modules.OWN[1]].maybe_make_prepare_finalize
+    say(make, config_of(size, backend="deepep_low_latency"), None, None, True)
+    say(make, config_of(size, num_experts=size * 4 + 1), None, None, True)
+    say(make, config_of(size), None, None, True, use_monolithic=True)
+    say(make, config_of(size, is_lora_enabled=True), None, None, True)
+    integration.get_current_vllm_config = settings(elastic=True)
+    say(make, config_of(size), None, None, True)
+    integration.get_current_vllm_config = settings("PIECEWISE")
+    say(make, config_of(size, device="cuda"), None, None, True)
+    mover = make(config_of(size), None, None, True)  # without CUDA there are no graphs
+    x, idx = torch.ones(1, H), torch.zeros(1, 2, dtype=torch.int32)
+    call = x, torch.ones(1, 2), idx, E, None
+    say(mover.prepare, *call, False, types.SimpleNamespace(quant_dtype=torch.float8_e4m3fn), False)
+    say(mover.prepare, *call, True, types.SimpleNamespace(quant_dtype=None), False)
+    say(mover.finalize, x, x, x, idx, False, None)
+    # The experts quantize themselves: the rows are moved as they are.
+    quant = types.SimpleNamespace(quant_dtype=torch.float8_e4m3fn)
+    rows, scales, _, ids, weights = mover.prepare(*call, False, quant, defer_input_quant=True)
+    assert rows.dtype == F32 and scales is None
+    say(mover.finalize, x, rows, weights, ids, False, object())
+    return found
+
+
+def main(rank, world_size, which):
+    vllm_modules.load(which)
+    from epmoe.integrations import vllm as integration
+
+    other = sys.modules["vllm.other"] = types.ModuleType("vllm.other")
+    other.maybe_make_prepare_finalize = integration._chosen_by_vllm
+    integration.use()
+    integration.use()
+    make = sys.modules[vllm_modules.OWN[1]].maybe_make_prepare_finalize
+    assert other.maybe_make_prepare_finalize is make is integration._choose
+    integration.get_current_vllm_config = settings()
+    if which == "source":
+        prepare_kernel()
+    results = {}
+    for size in SIZES:
+        groups = [dist.new_group(list(range(r, r + size))) for r in range(0, NUM_RANKS, size)]
+        group = types.SimpleNamespace(cpu_group=groups[rank // size])
+        integration.get_ep_group = lambda group=group: group
+        for case in CASES:
+            mover = make(config_of(size, experts_per_token=case[1], in_dtype=case[2]), None, None, True)
+            assert type(mover) is integration.EpmoePrepareAndFinalize
+            assert isinstance(mover, sys.modules[vllm_modules.OWN[0]].FusedMoEPrepareAndFinalizeModular)
+            assert mover.num_dispatchers() == size and mover.output_is_reduced() is True
+            assert mover.max_num_tokens_per_rank() is None and not mover.supports_async()
+            assert mover.activation_format.name == "Standard" and mover.topk_indices_dtype() == torch.int32
+            with torch.inference_mode():
+                for _ in range(2):
+                    results[size, case] = run_case(mover, case, rank // size * size, size, rank)
+                if which == "source":
+                    y = run_kernel(mover, case, rank // size * size, size, rank)
+                    assert torch.equal(y, results[size, case][0])
+    return results, errors_of(integration, size)
+
+
+# ---- the tests ----
+
+
+@pytest.fixture(scope="module", params=("stand-in", "source"))
+def results(request):
+    if request.param == "source":
+        vllm_modules.need()
+    return process_ranks(main, NUM_RANKS, request.param)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", CASES, ids=[str(c).replace("torch.", "") for c in CASES])
+def test_integrations_vllm_equals_reference(results, size, case):
+    atol = {F32: 2e-6, BF16: 2e-2, F16: 3e-3}[case[2]]
+    for cases, _ in results:
+        got, want = cases[size, case]
+        torch.testing.assert_close(got.float(), want, rtol=atol, atol=atol)
+    assert sum(len(cases[size, case][0]) for cases, _ in results) == sum(case[0])
+
+
+def test_integrations_vllm_refuses_what_it_does_not_have(results):
+    texts = ("ValueError: EPMOE_VLLM=1 takes the place of --all2all-backend allgather_reducescatter",
+             "ValueError: 17 experts on 4 ranks", "NotImplementedError: the chosen experts also route",
+             "NotImplementedError: epmoe does not move the LoRA ids",
+             "NotImplementedError: epmoe's ranks are fixed",
+             "ValueError: epmoe's host reads the number of rows",
+             "NotImplementedError: the experts want rows of torch.float8_e4m3fn",
+             "ValueError: apply_router_weight_on_input with 2 experts",
+             "RuntimeError: finalize without a prepare",
+             "NotImplementedError: experts that leave object to do")
+    for _, messages in results:
+        assert all(m.startswith(t) for m, t in zip(messages, texts, strict=True)), messages
+
+
+def _alone(rank, world_size, which):
+    """Where no tokens move, vLLM's own choice is made. Changed classes are errors. The examples run."""
+    vllm_modules.load(which)
+    from epmoe.integrations import vllm as integration
+
+    tried = doctest.testmod(integration, extraglobs={"torch": torch})
+    own = []
+    integration._chosen_by_vllm = lambda *args: own.append(args) or "vLLM's own"
+    make = sys.modules[vllm_modules.OWN[1]].maybe_make_prepare_finalize
+    moe = config_of(1, ep=False)
+    assert make(moe, "quant", allow_new_interface=True) == "vLLM's own"
+    assert make(config_of(2), "quant") == "vLLM's own"  # without the interface of prepare and finalize
+    assert own[0] == (moe, "quant", None, True, False, None, None)
+    sys.modules[vllm_modules.OWN[1]].maybe_make_prepare_finalize = lambda moe, new: None
+    try:
+        integration.use()
+    except ImportError as error:
+        return tried, str(error)
+
+
+@pytest.mark.parametrize("which", ("stand-in", "source"))
+def test_integrations_vllm_choice(which):
+    if which == "source":
+        vllm_modules.need()
+    (failed, attempted), message = process_ranks(_alone, 1, which, backend=None)[0]
+    assert attempted > 4 and not failed
+    assert "maybe_make_prepare_finalize has changed: its parameters are (moe new)" in message
+
+
+def _entry_point(module, name, **variables):
+    code = (f"import sys\nimport {module} as m\nassert 'vllm' not in sys.modules\n"
+            f"sys.modules['vllm'] = None\nm.{name}()\nprint('nothing done')")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S,
+                          env={"PATH": "", "PYTHONPATH": str(Path(epmoe.__file__).parents[1])} | variables)
+    return done.stdout + done.stderr
+
+
+def test_integrations_vllm_entry_point():
+    """vLLM loads it in every process where epmoe is installed."""
+    project = tomllib.loads((Path(epmoe.__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    module, name = project["entry-points"]["vllm.general_plugins"]["epmoe"].split(":")
+    for value in ({}, {"EPMOE_VLLM": ""}, {"EPMOE_VLLM": "0"}):
+        assert _entry_point(module, name, **value).strip() == "nothing done"
+    assert "epmoe.integrations.vllm needs vLLM 0.33" in _entry_point(module, name, EPMOE_VLLM="1")
+    assert "EPMOE_VLLM=yes: wanted 1" in _entry_point(module, name, EPMOE_VLLM="yes")
