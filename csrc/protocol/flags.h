@@ -33,8 +33,8 @@
  *              | workers | last    |                 |                | (flag[w][0] is next)| last worker out
  * grid_arrived | owner's | owner's | add.acq_rel.gpu | acquire.sys >= | plan: scratch, the  | zeroed by the
  *              | CTAs    | CTAs    |                 |                | counts of a CTA     | last worker out
- * rest of      | owner's | owner's | relaxed.gpu     | relaxed.gpu    | nothing else; next  | by the last
- *  EpLocal     | workers | workers |                 |                | op: stream order    | worker out
+ * rest of      | owner's | owner's | relaxed.gpu     | relaxed.gpu    | nothing else; next  | by the last out,
+ *  EpLocal     | workers | workers |                 |                | op: stream order    | checked: any time
  * host->abort  | host    | owner   | relaxed         | relaxed        | nothing else        | never
  * host->fault  | owner's | host    | st.release.sys  | acquire.sys    | the fault record    | after the host
  *  .state      | workers |         |                 |                |                     | has cleared it
@@ -60,8 +60,7 @@ EP_FN uint64_t *ep_enter_word(const EpComm *c, uint32_t at_rank, uint32_t of_ran
     return EP_AT(uint64_t, c, at_rank, c->layout.enter_off) +
            ((epoch % (EP_FAULT(ONE_BANK) ? 1 : 2)) * c->shape.num_ranks + of_rank) * (EP_LINE / 8);
 }
-/* The newest operation that of_rank has entered, as far as this rank has been told. The flight record uses
- * it. */
+/* The newest operation that of_rank has told this rank that it entered. For the flight record. */
 EP_FN uint64_t ep_entered(const EpComm *c, uint32_t of_rank) {
     uint64_t even = ep_ld_relaxed_sys_u64(ep_enter_word(c, c->my_rank, of_rank, 0));
     uint64_t odd = ep_ld_relaxed_sys_u64(ep_enter_word(c, c->my_rank, of_rank, 1));
@@ -124,13 +123,17 @@ EP_FN void ep_fault(const EpComm *c, const EpFaultRecord *f) {
 /* True if another worker of this rank has recorded a fault, so that waiting is useless. */
 EP_FN bool ep_must_leave(const EpComm *c) { return ep_ld_relaxed_gpu_u64(&ep_local(c)->claim) != 0; }
 
-/* True if the world has ended, so that the worker must leave. On a GPU this reads host memory across PCIe.
- * If hundreds of warps do so in every poll, they slow down everything else: combine of 8192 x 7168, K 8,
- * took 7.8 ms (two H200, 2026-11-21). Therefore a wait checks once a millisecond. */
+/* True if the world has ended, so that the worker must leave. On a GPU this reads host memory across PCIe, and
+ * hundreds of warps wait. If all of them read it, they slow down the GEMM: GEMM + combine of dsv3 took 3 %
+ * longer with a read per warp and millisecond (H100, 2026-11-25), 3 times as long with a read in every poll.
+ * So in each tick of EP_CHECK_NS one worker of the rank reads it for all. The others see its claim. */
 #define EP_CHECK_NS (1u << 20)
-EP_FN bool ep_world_ended(const EpComm *c) {
+EP_FN bool ep_world_ended(const EpComm *c, uint32_t tick) {
+    EpLocal *l = ep_local(c);
+    if (ep_ld_relaxed_gpu_u64(&l->checked) == tick) return false;
+    ep_st_relaxed_gpu_u64(&l->checked, tick); /* two workers may come at once: then both read */
     if (!ep_ld_relaxed_sys_u64(&c->host->abort)) return false;
-    ep_st_relaxed_gpu_u64(&ep_local(c)->claim, 1); /* no fault record: the world knows the cause */
+    ep_st_relaxed_gpu_u64(&l->claim, 1); /* no fault record: the world knows the cause */
     return true;
 }
 
@@ -158,7 +161,7 @@ EP_FN bool ep_wait_on(const EpComm *c, EpBackoff *w, uint64_t limit_ns, const Ep
             if (now - w->checked > EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS)
                 w->start += now - w->checked - EP_MAX_COUNTED_GAP_NS / EP_CHECK_NS;
             w->checked = now;
-            if (ep_world_ended(c)) return false;
+            if (ep_world_ended(c, now)) return false;
             if (now - w->start > EP_STUCK_NS / EP_CHECK_NS)
                 ep_st_relaxed_sys_u64(&c->host->stuck, what->epoch);
         }
@@ -175,8 +178,7 @@ EP_FN bool ep_wait_on(const EpComm *c, EpBackoff *w, uint64_t limit_ns, const Ep
     return true;
 }
 
-/* Wait until *word compares with want. One lane calls it. False: the caller must leave the operation in
- * order. */
+/* Wait until *word compares with want. One lane calls it. False: the caller must leave the operation. */
 EP_FN bool ep_wait_u64(const EpComm *c, const uint64_t *word, EpCmp cmp, uint64_t want,
                        const EpFaultRecord *what) {
     EpBackoff w = {0, 0, 0};
@@ -244,8 +246,7 @@ EP_FN void ep_enter(const EpComm *c, const EpHeader *header, uint64_t epoch) {
     }
 }
 
-/* 1 + index of the first field in which two headers differ, or 0. No early exit: the loads are issued
- * together. */
+/* 1 + index of the first field in which two headers differ, or 0. No early exit, so the loads overlap. */
 EP_PURE uint32_t ep_header_diff(const EpHeader *a, const EpHeader *b) {
     const uint32_t *x = &a->abi, *y = &b->abi;
     uint32_t field = 0;
@@ -303,8 +304,7 @@ EP_FN uint64_t *ep_ready_word(const EpComm *c, uint32_t block) {
     const uint32_t last = c->layout.num_row_blocks - 1;
     return EP_AT(uint64_t, c, c->my_rank, c->layout.ready_off) + (block < last ? block : last);
 }
-/* The count at which a row block is complete, if the plan has num_rows rows and each row consists of
- * `pieces`. */
+/* The count at which a row block is complete, if the plan has num_rows rows of `pieces` pieces each. */
 EP_PURE uint64_t ep_ready_count(uint32_t block, uint32_t num_rows, uint32_t pieces) {
     const uint32_t left = num_rows - block * EP_TILE_ROWS;
     return (uint64_t)(left < EP_TILE_ROWS ? left : EP_TILE_ROWS) * pieces;
