@@ -193,11 +193,13 @@ def add_bias(y, bias, offsets):
     Rows that belong to no expert are returned unchanged, and have no gradient.
     """
     row = torch.arange(len(y), device=y.device, dtype=torch.int32)
-    expert = torch.searchsorted(offsets[1:], row, right=True)
-    owned = (row >= offsets[0]) & (row < offsets[-1])
+    # Rows of no expert are before the first expert's (here -1) or after the last one's (here L): both get
+    # row L of `wide`, which is zero.
+    expert = (torch.searchsorted(offsets, row, right=True) - 1) % (len(bias) + 1)
     # In float32 and rounded once.  So is the gradient of the bias, a sum over all rows of its expert.
-    wide = bias.to(torch.promote_types(y.dtype, torch.float32))
-    return (y + torch.where(owned[:, None], wide[expert.clamp(max=len(bias) - 1)], 0)).to(y.dtype)
+    wide = F.pad(bias.to(torch.promote_types(y.dtype, torch.float32)), (0, 0, 0, 1))
+    # The backward of wide[expert] gives the same sums, but adds the rows of an expert one after the other.
+    return (y + F.embedding(expert, wide)).to(y.dtype)
 
 
 def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=None, row_weight=None,
