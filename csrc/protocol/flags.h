@@ -33,8 +33,8 @@
  *              | workers | last    |                 |                | (flag[w][0] is next)| last worker out
  * grid_arrived | owner's | owner's | add.acq_rel.gpu | acquire.sys >= | plan: scratch, the  | zeroed by the
  *              | CTAs    | CTAs    |                 |                | counts of a CTA     | last worker out
- * rest of      | owner's | owner's | relaxed.gpu     | relaxed.gpu    | nothing else; next  | by the last out,
- *  EpLocal     | workers | workers |                 |                | op: stream order    | checked: any time
+ * rest of      | owner's | owner's | relaxed.gpu     | relaxed.gpu    | nothing else; next  | by the last;
+ *  EpLocal     | workers | workers |                 |                | op: stream order    | checked: always
  * host->abort  | host    | owner   | relaxed         | relaxed        | nothing else        | never
  * host->fault  | owner's | host    | st.release.sys  | acquire.sys    | the fault record    | after the host
  *  .state      | workers |         |                 |                |                     | has cleared it
@@ -123,10 +123,10 @@ EP_FN void ep_fault(const EpComm *c, const EpFaultRecord *f) {
 /* True if another worker of this rank has recorded a fault, so that waiting is useless. */
 EP_FN bool ep_must_leave(const EpComm *c) { return ep_ld_relaxed_gpu_u64(&ep_local(c)->claim) != 0; }
 
-/* True if the world has ended, so that the worker must leave. On a GPU this reads host memory across PCIe, and
- * hundreds of warps wait. If all of them read it, they slow down the GEMM: GEMM + combine of dsv3 took 3 %
- * longer with a read per warp and millisecond (H100, 2026-11-25), 3 times as long with a read in every poll.
- * So in each tick of EP_CHECK_NS one worker of the rank reads it for all. The others see its claim. */
+/* True if the world has ended, so that the worker must leave. On a GPU this reads host memory across PCIe,
+ * and hundreds of warps wait. If all of them read it, they slow down the GEMM: GEMM + combine of dsv3 took
+ * 3 % longer with a read per warp and millisecond (H100, 2026-11-25), and combine 3 times as long with one in
+ * every poll. So in each tick of EP_CHECK_NS one worker reads it for all. The others see its claim. */
 #define EP_CHECK_NS (1u << 20)
 EP_FN bool ep_world_ended(const EpComm *c, uint32_t tick) {
     EpLocal *l = ep_local(c);
@@ -309,10 +309,9 @@ EP_PURE uint64_t ep_ready_count(uint32_t block, uint32_t num_rows, uint32_t piec
     const uint32_t left = num_rows - block * EP_TILE_ROWS;
     return (uint64_t)(left < EP_TILE_ROWS ? left : EP_TILE_ROWS) * pieces;
 }
-/* A wait for workers of this rank. Those workers end in any case, by their own timeout for a peer at the
- * latest. The timeout of this wait is twice as long, so that theirs, which knows the culprit, is recorded
- * first. The caller passes one backoff for all row blocks that it waits for together, so that one timeout
- * covers them all. */
+/* The limit of a wait for other workers of this rank: twice timeout_ns. Those workers wait for a peer at most
+ * timeout_ns, so their timeout, which names the peer, is recorded first. A caller of ep_ready_await passes
+ * one backoff for all row blocks that it waits for together, so that one limit covers them all. */
 EP_FN uint64_t ep_local_limit_ns(const EpComm *c) {
     return c->timeout_ns < UINT64_MAX / 2 ? 2 * c->timeout_ns : UINT64_MAX;
 }

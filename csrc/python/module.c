@@ -91,8 +91,8 @@ static int add_names(PyObject *m, const char *attribute, const char *const *name
     return code;
 }
 
-/* The exception classes and the interrupt function are those of the whole process. is_interrupted calls
- * PyGILState_Ensure, which finds only the main interpreter. So no other interpreter can import the module. */
+/* The exception classes and the interrupt function exist once per process, and PyGILState_Ensure, which
+ * is_interrupted calls, finds only the main interpreter. So any other interpreter gets an ImportError. */
 static int check_interpreter(void) {
     const int64_t id = PyInterpreterState_GetID(PyInterpreterState_Get());
     if (id > 0)

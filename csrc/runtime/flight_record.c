@@ -123,8 +123,8 @@ static const EpCallRecord *sure_record_at(const EpRankCalls *k, uint64_t step) {
     return k->records.is_order_unknown ? NULL : record_at(k, step);
 }
 
-/* The minority at a step: the bits of the smallest group of ranks that made the same call; 0 if all made the
- * same call. *all: the bits of all ranks with a call record of the step. */
+/* The minority at a step: the bits of the smallest group of ranks that made the same call (the first such
+ * group on a tie); 0 if all made the same. *all: the ranks that have a record of the step in known order. */
 static uint32_t odd_at(const EpRecord *r, uint64_t step,
                        bool (*is_same)(const EpCallRecord *, const EpCallRecord *), uint32_t *all) {
     uint32_t odd = 0;

@@ -1,7 +1,7 @@
 /* socket.c - listening, connecting, and sending frames over AF_UNIX SOCK_SEQPACKET sockets.
  *
- * The listening sockets have abstract names, which the kernel chooses. Therefore a killed process leaves no
- * file behind, and the kernel closes its sockets at once. Abstract names have no file permissions. So a peer
+ * The listening sockets have abstract names, which Linux chooses. Therefore a killed process leaves no
+ * file behind, and Linux closes its sockets at once. Abstract names have no file permissions. So a peer
  * is accepted only if it belongs to the same user (SO_PEERCRED) and knows the nonce of the world.
  *
  * Exports: ep_world_listen (epmoe.h) and the functions of socket.h.

@@ -84,8 +84,8 @@ int ep_world_check_locked(EpWorld *world);
 /* True if the world has ended and the page can be made: every peer has sent its call records or its socket is
  * closed, or 200 ms have passed. */
 bool ep_world_record_is_due(const EpWorld *world);
-/* After the end of the world, once: make the page, and write it to record_folder if that is set. The caller
- * holds the lock. The function releases it while it writes the file. */
+/* If the world has ended and its flight record is not made yet: make the page, and write it to record_folder
+ * if that is set. Other calls do nothing. The caller holds the lock, which is released during the write. */
 void ep_world_finish_record(EpWorld *world);
 /* If the world has ended, return after the page is complete. The wait for the peers' call records lasts at
  * most 400 ms from the end of the world. The caller holds the lock. */

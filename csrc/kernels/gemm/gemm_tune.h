@@ -21,8 +21,8 @@
     X(EP_GEMM_WGRAD, 192, EP_ACT_NONE)      \
     X(EP_GEMM_WGRAD, 128, EP_ACT_NONE)
 
-/* If experts have few rows, the kernel waits for weights. Tiles of 64 columns read 512 bytes of each row
- * of weights at a time. They have 32 rows; more rows per expert are correct but slower. */
+/* With few tokens per expert, loading the weights takes most of the time. So a pipeline stage has 512 bytes
+ * of each of 64 weight rows, and tiles have 32 rows of tokens. More tokens per expert: correct but slower. */
 #define EP_GEMM_FEW_VARIANTS(X)           \
     X(EP_GEMM_FORWARD, 64, EP_ACT_NONE)   \
     X(EP_GEMM_FORWARD, 64, EP_ACT_GELU)   \

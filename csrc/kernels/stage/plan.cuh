@@ -206,9 +206,9 @@ EP_FN void report_wrong(const Params &p, Verdict *v, uint64_t epoch) {
     v->code = f.code;
 }
 
-/* If slots are sorted by expert: the lane with a token's first (last) choice at a rank assigns its send
- * (return) slot. send_slot and return_slot: how many such choices of the same expert precede it in this
- * CTA. */
+/* If slots are sorted by expert: of a token's choices at a rank, that with the lowest (highest) expert sets
+ * the token's send (return) slot there. send_slot (return_slot): how many lowest (highest) choices of the
+ * same expert precede it in this CTA. */
 EP_FN void place_sorted_slots(const Params &p, const Smem &m, const Choice &c, uint32_t token,
                               uint32_t send_slot, uint32_t return_slot) {
     const uint32_t E = p.comm.shape.num_experts, e = (uint32_t)c.expert;
