@@ -1,0 +1,74 @@
+"""MoeParts: the private half of EPMoE: state dicts, refusals, and the experts one stage after the other."""
+
+import torch
+
+from . import _C, decode as decoding, shards, torch_hooks
+from .gemm import grouped_gemm
+from .parallel_parts import ScaledGradient, check_ddp, check_sharded
+
+
+class MoeParts:
+    """The private half of EPMoE."""
+
+    @torch._disable_dynamo
+    def _check_ddp(self, ddp):
+        check_ddp(self, ddp)
+        self._checked_ddp = id(ddp)
+
+    def __setattr__(self, name, value):
+        if name in self.__dict__.get("_parameters", ()) and value is not None:
+            check_sharded(self, name, value)
+        super().__setattr__(name, value)
+
+    def __setstate__(self, state):  # of a deep copy
+        super().__setstate__(state)
+        self._register()
+
+    def _register(self):
+        if self.layer.world_size > 1:
+            shards.register(self)
+            torch_hooks.install()
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            shards.save(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+        before, own = len(errors), shards.own_entries(self, state_dict, prefix, metadata, errors)
+        super()._load_from_state_dict(state_dict | own if own else state_dict, prefix, metadata, strict,
+                                      missing, unexpected, errors)
+        if len(errors) > before:
+            errors.append(shards.which_experts(self, prefix))
+
+    def _refuse(self, error, decode):
+        """Report an error to the other ranks in the operation that they enter, and raise it."""
+        path = decoding.peers_path(self.layer, decode, *self.parameters())
+        if path is not None:
+            path._refuse(_C.OP_LL_DISPATCH, error, 0)
+        self.layer._refuse(_C.OP_PLAN, error, 0)
+
+    def _scaled(self, name):
+        """Return a parameter, whose gradient will be multiplied by gradient_scale."""
+        p = getattr(self, name)
+        if p is None or self.gradient_scale == 1 or not (p.requires_grad and torch.is_grad_enabled()):
+            return p
+        return ScaledGradient.apply(p, self.gradient_scale)
+
+    def _set_last_layout(self, layout):
+        # recomputed compiled code, as in checkpointing, must not do this
+        if not torch.compiler.is_compiling():
+            self.last_layout = layout
+
+    def _unfused(self, x, topk_idx, topk_weights):
+        rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)
+        offsets = layout.expert_offsets
+        try:
+            h = grouped_gemm(rows, self._scaled("gate_up_proj"), offsets=offsets,
+                             bias=self._scaled("gate_up_proj_bias"), activation=self.activation)
+            h = grouped_gemm(h, self._scaled("down_proj"), offsets=offsets,
+                             bias=self._scaled("down_proj_bias"))
+        except Exception as error:
+            self.layer._refuse(_C.OP_COMBINE, error, layout.buffer)
+        self._set_last_layout(layout)
+        return self.layer.combine(h, layout, row_weight)
