@@ -6,6 +6,7 @@
     LowLatencyAll2All  dispatch and combine of few tokens, for decoding
     EPLayout           the plan of a dispatch: where its rows are
     SymmetricHeap      memory that every rank can access on every other rank
+    ExpertMap          which physical experts hold each expert; balance_experts makes one
     World              the ranks that take part
     thread_worlds      ranks that are threads of one process, for tests
     prepare_ddp        DistributedDataParallel, with experts; also prepare_fsdp for FSDP2, expert_parameters,
@@ -23,6 +24,7 @@ from .device import include_dir
 from .errors import (EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, EpTimeout, HeapExhausted,
                      PeerDied,
                      PeerError)
+from .expert_map import ExpertMap, balance_experts
 from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
 from .heap import SymmetricHeap
@@ -36,7 +38,8 @@ from .world import World, thread_worlds
 
 __version__ = "0.1.0"
 __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError", "EpIndexError",
-           "EpMismatch", "EpOverflow", "EpTimeout", "GptOss", "HeapExhausted",
+           "EpMismatch", "EpOverflow", "EpTimeout", "ExpertMap", "GptOss", "HeapExhausted",
            "LowLatencyAll2All", "LowLatencyHandle", "PeerDied", "PeerError", "PendingCall",
-           "SymmetricHeap", "World", "clip_grad_norm_", "expert_parameters", "grouped_gemm", "include_dir",
-           "prepare_ddp", "prepare_fsdp", "reference", "thread_worlds", "whole_state_dict"]
+           "SymmetricHeap", "World", "balance_experts", "clip_grad_norm_", "expert_parameters",
+           "grouped_gemm", "include_dir", "prepare_ddp", "prepare_fsdp", "reference", "thread_worlds",
+           "whole_state_dict"]

@@ -37,7 +37,7 @@ class EPAll2AllLayer(LayerParts):
         hidden: H, at most 2^20.  A row must be a multiple of 16 bytes.
         topk: K, 1 to 32.
         rank: Taken from the group; checked when given.
-        num_tot_experts: E, a multiple of W, at most 1024.  Expert e is on rank e // (E / W).
+        num_tot_experts: E, a multiple of W, at most 1024; see ExpertMap.  Expert e is on rank e // (E / W).
         local_world_size: Taken from the group; checked when given.
         world_size: Taken from the group; checked when given.
         dtype: Of the tokens and rows: float32, float16 or bfloat16.

@@ -31,7 +31,8 @@ class LowLatencyAll2All(LowLatencyParts):
         hidden: H.  A row must be a multiple of 16 bytes; for fp8 a multiple of 128 numbers, for "ue8m0"
             of 512.
         topk: K, 1 to 32.
-        num_experts: E, a multiple of W, at most 1024.  Expert e is on rank e // (E / W).
+        num_experts: E, a multiple of W, at most 1024.  Expert e is on rank e // (E / W).  For other numbers,
+            and for replicas of busy experts, see ExpertMap.
         dtype: Of the tokens: bfloat16, float16 or float32.
         device: As for SymmetricHeap.  With a heap: None, or the heap's device.
         num_buffers: Communication buffers, 1 to 16: operations that may be under way at once, for example one

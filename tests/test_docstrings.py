@@ -21,7 +21,7 @@ SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples", "Re
 # These raise only what a wrong call of any Python function raises.
 RAISES_NOTHING = {
     "expert_parameters", "include_dir", "World.lost_ranks", "World.flight_record", "SymmetricHeap.stats",
-    "EPMoE.reset_parameters", "EPMoE.extra_repr", "reference.plan", "reference.dispatch",
+    "EPMoE.reset_parameters", "EPMoE.extra_repr", "ExpertMap.to", "reference.plan", "reference.dispatch",
     "reference.dispatch_weights", "reference.combine", "testing.meeting_place", "testing.routing",
     "integrations.layers.padded_counts", "integrations.layers.padded_places", "integrations.layers.pad_rows",
     *(f"integrations.deep_ep.{name}" for name in (

@@ -40,7 +40,8 @@ int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
         return ep_error(EP_EINVAL, "a world of %u ranks: must have 1 to %u", s->num_ranks, EP_MAX_RANKS);
     if (s->num_experts < 1 || s->num_experts > EP_MAX_EXPERTS || s->num_experts % s->num_ranks)
         return ep_error(EP_EINVAL,
-                        "%u experts on %u ranks: must be a multiple of the number of ranks, and at most %u",
+                        "%u experts on %u ranks: must be a multiple of the number of ranks, and at most %u; "
+                        "epmoe.ExpertMap is for other numbers",
                         s->num_experts, s->num_ranks, EP_MAX_EXPERTS);
     if (s->num_topk < 1 || s->num_topk > EP_MAX_TOPK)
         return ep_error(EP_EINVAL, "topk %u: must be 1 to %u", s->num_topk, EP_MAX_TOPK);

@@ -1,0 +1,239 @@
+"""ExpertMap and balance_experts: the maps alone, and layers whose experts are a map's physical experts."""
+
+import itertools
+
+import pytest
+import torch
+
+import epmoe
+from cases import generator, same_bits
+from epmoe import reference
+from epmoe.testing import routing
+
+E, K, HIDDEN, TOKENS = 8, 3, 16, 9
+
+
+def maps_of(size):
+    """Maps with many replicas, with replicas in any order, without a multiple of the ranks, with room."""
+    load = torch.tensor([90.0, 5, 5, 30, 1, 0, 2, 60])
+    twice = torch.cat([torch.arange(E), torch.arange(E), torch.full((E,), -1)])
+    home = epmoe.ExpertMap.home
+    return {"balanced": epmoe.balance_experts(load, size, (-(-E // size) + 4) * size), "home": home(E, size),
+            "any": epmoe.ExpertMap(twice[torch.randperm(3 * E, generator=generator(size))]),
+            "seven": home(7, size), "five": home(5, size, 8 * size)}
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 4, 8))
+def test_expert_map_tensors_agree(size):
+    for m in maps_of(size).values():
+        assert len(m.physical_to_logical_map) == m.num_physical and m.num_physical % size == 0
+        assert m.logical_to_physical_map.shape == (m.num_experts, m.num_physical - m.num_experts + 1)
+        for e, (row, count) in enumerate(zip(m.logical_to_physical_map.tolist(), m.logical_count.tolist())):
+            holders = (m.physical_to_logical_map == e).nonzero()[:, 0].tolist()
+            assert row == holders + [-1] * (len(row) - count) and count == len(holders) > 0
+
+
+@pytest.mark.parametrize("dtype", (torch.int32, torch.int64))
+@pytest.mark.parametrize("rank", (0, 3))
+def test_expert_map_spreads_the_tokens_over_the_replicas(dtype, rank):
+    for m in maps_of(4).values():
+        n = m.num_experts
+        idx = torch.arange(n, dtype=dtype).repeat(7, 1)
+        physical = m.physical(idx, rank)
+        assert physical.dtype == torch.int32
+        assert torch.equal(m.physical_to_logical_map[physical.long()], idx.long())
+        for t, e in itertools.product(range(7), range(n)):
+            replica = (t + rank) % int(m.logical_count[e])
+            assert physical[t, e] == m.logical_to_physical_map[e, replica]
+        dropped = torch.tensor([[-1, n, -2, n + 1, -(1 << 31), (1 << 31) - 1]], dtype=dtype)
+        got = m.physical(dropped, rank)[0].tolist()
+        assert got == [-1, -1, -2, m.num_physical + 1, -2, m.num_physical + 1]
+        assert m.physical(idx[:0], rank).shape == (0, n)
+
+
+def test_expert_map_compiles():
+    m = maps_of(2)["balanced"]
+    compiled = torch.compile(m.physical, fullgraph=True, backend="aot_eager", dynamic=True)
+    for num_tokens in (5, 0, 9):
+        idx = torch.randint(-1, E + 1, (num_tokens, K), generator=generator(num_tokens))
+        assert torch.equal(compiled(idx), m.physical(idx))
+
+
+@pytest.mark.parametrize("wrong, kind, text", [
+    (lambda: epmoe.ExpertMap([0, 1]), TypeError, "wanted a tensor of integers, got list"),
+    (lambda: epmoe.ExpertMap(torch.ones(2)), TypeError, "got torch.float32"),
+    (lambda: epmoe.ExpertMap(torch.zeros(2, 2).long()), ValueError, r"\[2, 2\]: make a map for each"),
+    (lambda: epmoe.ExpertMap(torch.tensor([0, 2])), ValueError, "no physical expert holds expert 1"),
+    (lambda: epmoe.ExpertMap(torch.tensor([0, 2]), 2), ValueError, "physical expert 1 holds expert 2"),
+    (lambda: epmoe.ExpertMap(torch.tensor([0, -2])), ValueError, "physical expert 1 holds expert -2"),
+    (lambda: epmoe.ExpertMap(torch.tensor([-1, -1])), ValueError, "no physical expert holds any expert"),
+    (lambda: epmoe.ExpertMap.home(5, 2, 7), ValueError, "num_physical 7: must be a multiple of the 2 ranks"),
+    (lambda: epmoe.ExpertMap.home(5, 2, 4), ValueError, "at least 6 for 5 experts"),
+    (lambda: epmoe.balance_experts(torch.ones(2, 4), 2), ValueError, "call it for each layer"),
+    (lambda: epmoe.balance_experts([1, -1], 2), ValueError, "finite and not negative"),
+    (lambda: epmoe.balance_experts([1, torch.nan], 2), ValueError, "finite and not negative"),
+    (lambda: epmoe.balance_experts([1, 1], 2, 3), ValueError, "num_physical 3"),
+    (lambda: epmoe.ExpertMap.home(2, 1).physical(torch.ones(2, 2)), TypeError, "int32 or int64"),
+    (lambda: epmoe.ExpertMap.home(2, 1).physical(torch.tensor([1])), ValueError, r"shape \[T, K\]"),
+    (lambda: epmoe.ExpertMap.home(2, 1).to("meta").physical(torch.tensor([[1]])), ValueError, "'cpu'"),
+])
+def test_expert_map_mistakes(wrong, kind, text):
+    with pytest.raises(kind, match=text):
+        wrong()
+
+
+# ---- balance ----
+
+
+def load_of_ranks(m, load, size):
+    share = load.double() / m.logical_count
+    return share[m.physical_to_logical_map].view(size, -1).sum(1)
+
+
+@pytest.mark.parametrize("size", (1, 2, 4, 8))
+@pytest.mark.parametrize("skew", (0.0, 1.0, 2.0))
+def test_expert_map_balance(size, skew):
+    for seed, spare in itertools.product(range(5), (0, 1, 4)):
+        load = torch.randint(1, 1000, (16,), generator=generator(seed)).double() ** skew
+        m = epmoe.balance_experts(load, size, 16 + spare * size)
+        of_ranks, share = load_of_ranks(m, load, size), load / m.logical_count
+        # Greedy packing: the fullest rank has at most one replica more than the others.
+        assert of_ranks.max() - of_ranks.min() <= share.max() * (1 + 1e-9)
+        again = epmoe.balance_experts(load.clone(), size, 16 + spare * size)
+        assert torch.equal(again.physical_to_logical_map, m.physical_to_logical_map)
+
+
+def test_expert_map_balance_replicates_the_busiest():
+    """The largest share of a replica is the least that any numbers of replicas allow."""
+    for seed in range(20):
+        load = torch.randint(0, 100, (4,), generator=generator(seed, 2)).double()
+        m = epmoe.balance_experts(load, 1, 9)
+        best = min(max(n / c for n, c in zip(load.tolist(), counts))
+                   for counts in itertools.product(range(1, 7), repeat=4) if sum(counts) == 9)
+        assert (load / m.logical_count).max().item() == best
+
+
+def test_expert_map_balance_without_a_load():
+    assert epmoe.balance_experts(torch.zeros(4), 2, 8).logical_count.tolist() == [2, 2, 2, 2]
+    m = epmoe.balance_experts([1, 1, 1, 1, 1], 4)
+    assert m.num_physical == 8 and m.logical_count.sum() == 8 and m.num_experts == 5
+
+
+# ---- layers ----
+
+
+def inputs(rank, size, num_experts):
+    g = generator(rank, size, num_experts)
+    num_tokens = (rank * 5 + 4) % (TOKENS + 1)
+    idx = routing("sentinels", num_tokens, K, num_experts, 1, 0, g)
+    return torch.randn(num_tokens, HIDDEN, generator=g), idx, torch.rand(num_tokens, K, generator=g)
+
+
+def scales(logical):
+    """What each expert multiplies its rows with."""
+    return 1.5 + 0.37 * logical.float()
+
+
+def through_layer(world, device, m, mode):
+    """The sums of a layer with the physical experts of a map."""
+    local = mode == "local"
+    layer = epmoe.EPAll2AllLayer(world, TOKENS, HIDDEN, K, num_tot_experts=m.num_physical,
+                                 dtype=torch.float32, device=device, enable_local_combine=local,
+                                 combine_mode="scatter" if local else mode)
+    x, idx, weight = (t.to(device) for t in inputs(world.rank, world.size, m.num_experts))
+    idx = m.to(device).physical(idx, world.rank)
+    rows, row_weight, layout = layer.dispatch(x, idx, weight)
+    holds = m.physical_to_logical_map.view(world.size, -1)[world.rank].to(device)
+    rows = rows * scales(holds.repeat_interleave(layout.tokens_per_expert))[:, None]
+    y = layer.combine(rows, layout, row_weight)
+    layer.finalize()
+    return y, idx
+
+
+def through_low_latency(world, device, m):
+    a2a = epmoe.LowLatencyAll2All(world, TOKENS, HIDDEN, K, m.num_physical, dtype=torch.float32,
+                                  device=device)
+    x, idx, weight = (t.to(device) for t in inputs(world.rank, world.size, m.num_experts))
+    idx = m.to(device).physical(idx, world.rank)
+    rows, _, _, handle = a2a.dispatch(x, idx, weight)
+    holds = m.physical_to_logical_map.view(world.size, -1)[world.rank].to(device)
+    y = a2a.combine(rows * scales(holds)[:, None, None], handle)
+    a2a.finalize()
+    return y, idx
+
+
+def by_hand(rank, size, m, physical=None):
+    """The weighted sums of a rank's tokens, in the order of choices; with physical, by rank first."""
+    x, idx, weight = inputs(rank, size, m.num_experts)
+    kept = (idx >= 0) & (idx < m.num_experts)
+    total = torch.zeros(len(x), HIDDEN)
+    of_rank = torch.zeros_like(idx) if physical is None else physical.long() // (m.num_physical // size)
+    for r in range(size):
+        part = torch.zeros_like(total)
+        for k in range(K):
+            row = x * scales(idx[:, k])[:, None]
+            term = torch.addcmul(part, weight[:, k, None], row)
+            part = torch.where((kept[:, k] & (of_rank[:, k] == r))[:, None], term, part)
+        total = total + part
+    return total
+
+
+@pytest.mark.parametrize("size", (1, 2, 4))
+def test_expert_map_layers_equal_the_unmapped_layer(ranks, size):
+    """With a map, each choice is computed once, by an equal expert: the same bits where the order of sums is
+    the same.  Sums by rank differ by float32's rounding: at most one for each of the K terms."""
+
+    def run(world, device):
+        plain = epmoe.ExpertMap.home(E, world.size)
+        found = {}
+        for name, m in maps_of(world.size).items():
+            if m.num_physical % world.size == 0:
+                for mode in ("scatter", "gather", "local"):
+                    found[name, mode] = through_layer(world, device, m, mode)
+                found[name, "low latency"] = through_low_latency(world, device, m)
+        if E % world.size == 0:
+            found["plain"] = [through_layer(world, device, plain, mode)[0] for mode in ("scatter", "local")]
+        return found
+
+    results = ranks(run, world_size=size)
+    size = len(results)
+    maps = maps_of(size)
+    for rank, found in enumerate(results):
+        if "plain" in found:
+            exact, by_rank = found.pop("plain")
+            for name in ("balanced", "any", "home"):
+                if (name, "scatter") in found:
+                    same_bits(found[name, "scatter"][0], exact, f"rank {rank}: {name}")
+                    same_bits(found[name, "gather"][0], exact, f"rank {rank}: {name}")
+            same_bits(found["home", "local"][0], by_rank, f"rank {rank}: local")
+            same_bits(found["home", "low latency"][0], by_rank, f"rank {rank}: low latency")
+        for (name, mode), (y, idx) in found.items():
+            want = by_hand(rank, size, maps[name], None if mode in ("scatter", "gather") else idx.cpu())
+            torch.testing.assert_close(y.cpu(), want, rtol=0, atol=K * 2**-23 * 16 * 6, msg=f"{name} {mode}")
+        for name in maps:
+            if (name, "local") in found:
+                same_bits(found[name, "local"][0], found[name, "low latency"][0], f"rank {rank}: {name}")
+
+
+def test_expert_map_layers_refuse_a_number_that_is_no_multiple(ranks):
+    def run(world, device):
+        if world.size == 1:
+            return "epmoe.ExpertMap"
+        with pytest.raises(ValueError) as caught:
+            epmoe.EPAll2AllLayer(world, 4, 16, 1, num_tot_experts=world.size + 1, device=device)
+        return str(caught.value)
+
+    assert all("epmoe.ExpertMap" in text for text in ranks(run, world_size=2))
+
+
+def test_expert_map_wrong_index_stays_wrong(ranks):
+    def run(world, device):
+        m = epmoe.ExpertMap.home(2 * world.size - 1 or 1, world.size).to(device)
+        layer = epmoe.EPAll2AllLayer(world, 4, 16, 1, num_tot_experts=m.num_physical, device=device)
+        wrong = m.num_experts + 1 if world.rank == 0 else 0  # a physical expert, but not a logical one
+        with pytest.raises(epmoe.EpIndexError):
+            layer.preprocess(m.physical(torch.tensor([[wrong]], device=device), world.rank))
+            layer.synchronize()
+        layer.finalize()
+
+    ranks(run, world_size=2)
