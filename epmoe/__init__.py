@@ -20,6 +20,7 @@ Everything runs on the GPUs of one node, or on the CPU.  See the README.
 """
 
 from . import reference
+from .activations import GptOss
 from .device import include_dir
 from .errors import (EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, EpTimeout, HeapExhausted,
                      PeerDied,
@@ -33,7 +34,6 @@ from .layout import EPLayout
 from .low_latency import LowLatencyAll2All, LowLatencyHandle, PendingCall
 from .moe import EPMoE
 from .parallel import clip_grad_norm_, expert_parameters, prepare_ddp, prepare_fsdp, whole_state_dict
-from .reference import GptOss
 from .world import World, thread_worlds
 
 __version__ = "0.1.0"

@@ -3,12 +3,12 @@
 import torch
 
 from . import _C, fused_ops  # fused_ops defines the operators
+from .activations import activate
 from .fused_parts import FusedParts, fuses
 from .gemm import add_bias, as_kernel, grouped_gemm
 from .layer import EPAll2AllLayer
 from .layer_parts import cast
 from .ops import dispatch, is_watched, requires_grad
-from .reference import activate
 
 __all__ = ["EpAll2AllFusedOp", "fused_ops", "fuses"]
 

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from . import _C
+from .activations import GptOss, activate, gpt_oss_numbers
 from .device import capabilities
-from .reference import GptOss, activate, gpt_oss_numbers
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, "

@@ -8,13 +8,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import decode as decoding
+from .activations import activate
 from .fused import EpAll2AllFusedOp
 from .layer import EPAll2AllLayer
 from .layer_parts import refuse_layer, world_of
 from .moe_arguments import agree, check, flatten, unflatten
 from .moe_parts import MoeParts
 from .parallel_parts import check_flat
-from .reference import activate
 
 # Options that EPMoE passes on: those of the two layers except its own arguments.
 _LAYER_OPTIONS = {name for kind in (EpAll2AllFusedOp, EPAll2AllLayer)

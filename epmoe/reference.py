@@ -1,17 +1,15 @@
 """The oracle: what epmoe computes, in plain PyTorch, in one process.
 
-It uses no code of epmoe.  The other way round, epmoe uses `activate` where no kernel of its own applies an
-activation (gemm.py, fused.py).
+It uses no code of epmoe, except the activations (activations.py), which are plain PyTorch too.
 
 Letters: W ranks, E experts, L = E/W experts of a rank, T tokens, K choices, H hidden, I inner, M rows of a
 rank. "Per rank" means a list with one entry for each rank.
 """
 
-import math
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
+
+from .activations import activate
 
 
 def plan(indices, num_experts):
@@ -164,29 +162,6 @@ def combine(ys, p, indices, num_experts, weights=None, local_combine=False):
     return out
 
 
-class GptOss(NamedTuple):
-    """The activation of GPT-OSS with other numbers than that model's.
-
-    (up + 1) * gate * sigmoid(alpha * gate), where gate <= limit and |up| <= limit.  Creating one checks
-    nothing; the functions that use it raise ValueError for numbers out of range.
-
-    Attributes:
-        alpha: The factor in the sigmoid; finite.  Default: 1.702.
-        limit: The bound on gate and |up|; positive.  Infinity means no bound.  Default: 7.0.
-
-    Examples:
-        >>> import epmoe
-        >>> epmoe.GptOss(limit=float("inf"))
-        GptOss(alpha=1.702, limit=inf)
-
-    References:
-        The model code of OpenAI's gpt-oss-20b and gpt-oss-120b.
-    """
-
-    alpha: float = 1.702
-    limit: float = 7.0
-
-
 def quantize_fp8(x, pow2=False):
     """Quantise rows to float8_e4m3fn, with a scale for each 128 numbers.
 
@@ -244,78 +219,6 @@ def pack_ue8m0(scales):
     """
     exponents = (scales.view(torch.int32) >> 23 & 0xff).to(torch.uint8)
     return exponents.unflatten(-1, (-1, 4)).contiguous().view(torch.int32).squeeze(-1)
-
-
-def gpt_oss_numbers(activation):
-    """Return the numbers of a GPT-OSS activation.
-
-    Args:
-        activation: "gpt_oss", a GptOss, or any other activation.
-
-    Returns:
-        A tuple (alpha, limit) of floats, or None for any other activation.
-
-    Raises:
-        ValueError: For an alpha that is not finite, or a limit that is not positive.
-
-    Examples:
-        >>> from epmoe import reference
-        >>> reference.gpt_oss_numbers("gpt_oss")
-        (1.702, 7.0)
-    """
-    if activation == "gpt_oss":
-        activation = GptOss()
-    if not isinstance(activation, GptOss):
-        return None
-    alpha, limit = map(float, activation)
-    if not (abs(alpha) < math.inf and limit > 0):
-        raise ValueError(f"activation {activation}: must have a finite alpha and a positive limit")
-    return alpha, limit
-
-
-def activate(h, activation="swiglu"):
-    """Apply an activation.
-
-    Args:
-        h: [.., 2I] for the gated activations, [.., I] for "gelu"; any floating-point dtype.
-        activation: One of
-
-            - "swiglu": silu(gate) * up.  The first I columns are gates, the others ups, as in the checkpoints
-              of DeepSeek, Qwen and Mixtral.
-            - "gpt_oss" or GptOss(alpha, limit): (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit
-              and |up| <= limit; 1.702 and 7 for "gpt_oss".  Gates and ups are interleaved.
-            - "gelu": the exact GELU, by the error function.
-
-    Returns:
-        [.., I], of h's dtype.
-
-    Raises:
-        ValueError: For any other activation, or for numbers of a GptOss out of range.
-
-    Examples:
-        >>> import torch
-        >>> from epmoe import reference
-        >>> reference.activate(torch.tensor([[0.0, 2.0, 3.0, 4.0]]))
-        tensor([[0.0000, 7.0464]])
-
-    References:
-        "swiglu": Shazeer, "GLU Variants Improve Transformer", 2020.  "gelu": Hendrycks and Gimpel, "Gaussian
-        Error Linear Units", 2016.  "gpt_oss": the model code of OpenAI's gpt-oss.
-    """
-    if activation == "gelu":
-        return F.gelu(h)
-    if activation == "swiglu":
-        gate, up = h.chunk(2, -1)
-        return F.silu(gate) * up
-    if numbers := gpt_oss_numbers(activation):
-        # 16-bit dtypes are too coarse for the values in between
-        if h.dtype in (torch.float16, torch.bfloat16):
-            return activate(h.float(), activation).to(h.dtype)
-        alpha, limit = numbers
-        gate = h[..., 0::2].clamp(max=limit)
-        up = h[..., 1::2].clamp(-limit, limit)
-        return (up + 1) * gate * torch.sigmoid(alpha * gate)
-    raise ValueError(f"activation {activation!r}: must be swiglu, gpt_oss or gelu, or GptOss(alpha, limit)")
 
 
 def moe(x, idx, weight, gate_up_proj, down_proj, activation="swiglu", gate_up_bias=None, down_bias=None):

@@ -13,7 +13,7 @@ import warnings
 import pytest
 
 import epmoe
-from epmoe import errors, reference, testing, world
+from epmoe import activations, errors, reference, testing, world
 from epmoe.integrations import deep_ep, layers
 
 pytestmark = pytest.mark.cpu_only
@@ -55,7 +55,7 @@ def methods(cls):
 def public():
     """Return {name: object} of everything that a user may call."""
     found = {name: getattr(epmoe, name) for name in epmoe.__all__ if name != "reference"}
-    for module in (reference, testing, layers):
+    for module in (activations, reference, testing, layers):
         prefix = module.__name__.removeprefix("epmoe.")
         found |= {f"{prefix}.{name}": thing for name, thing in public_of_module(module)}
     found |= {f"integrations.deep_ep.{name}": getattr(deep_ep, name) for name in deep_ep.__all__
@@ -105,7 +105,7 @@ def documented(section):
 
 def has_parameters(name, thing):
     if isinstance(thing, property) or name in ("EPLayout", "GptOss", "LowLatencyHandle", "PendingCall",
-                                              "reference.GptOss", "integrations.deep_ep.EPHandle"):
+                                              "activations.GptOss", "integrations.deep_ep.EPHandle"):
         return False
     return not (inspect.isclass(thing) and issubclass(thing, Exception))
 
@@ -146,9 +146,9 @@ def test_docstrings_raises_names_exist(name):
             assert is_exception, f"{name}: {exception} is not an exception"
 
 
-MODULES = ("epmoe.errors", "epmoe.world", "epmoe.heap", "epmoe.heap_access", "epmoe.device", "epmoe.layout",
-           "epmoe.layer", "epmoe.fused", "epmoe.gemm", "epmoe.moe", "epmoe.reference", "epmoe.testing",
-           "epmoe.trace", "epmoe.integrations.layers",
+MODULES = ("epmoe.activations", "epmoe.errors", "epmoe.world", "epmoe.heap", "epmoe.heap_access",
+           "epmoe.device", "epmoe.layout", "epmoe.layer", "epmoe.fused", "epmoe.gemm", "epmoe.moe",
+           "epmoe.reference", "epmoe.testing", "epmoe.trace", "epmoe.integrations.layers",
            *(f"epmoe.integrations.deep_ep.{name}" for name in ("buffer", "config", "elastic", "low_latency",
                                                                "settings", "utils")))
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

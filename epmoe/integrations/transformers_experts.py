@@ -8,10 +8,10 @@ transformers.
 import torch
 
 from .. import _C
+from ..activations import GptOss, activate
 from ..fused import EpAll2AllFusedOp, fuses
 from ..gemm import grouped_gemm
 from ..layer_parts import refuse_layer, world_of
-from ..reference import GptOss, activate
 from ..world import thread_worlds
 
 # The names of K in configurations.
