@@ -64,8 +64,8 @@ uint32_t ep_world_lost_ranks(EpWorld *world);
 /* End the world for all ranks, with this reason. */
 void ep_world_abort(EpWorld *world, int code, uint32_t rank, const char *text);
 /* A page of text: which rank ended the world, and the last operations of every rank. If
- * EPMOE_FLIGHT_RECORD=DIR is set, the page is appended to DIR/epmoe-rank{r}-pid{pid}.txt when the world
- * ends. */
+ * EPMOE_FLIGHT_RECORD=DIR is set, the page is written to DIR/epmoe-rank{r}-pid{pid}.txt, a new file, when the
+ * world ends. */
 int ep_world_flight_record(EpWorld *world, char page[EP_PAGE_BYTES]);
 /* Collective: wait for all ranks, then leave. A rank that leaves alone (collective = false) tells its
  * peers. */

@@ -237,8 +237,10 @@ class World(Shared):
         operations of all ranks.  On CUDA an operation that is "enqueued" may not have run.
 
         It can be called as soon as PeerDied or EpTimeout is raised, and also after close.  It waits at most
-        half a second for the records of the other ranks.  With EPMOE_FLIGHT_RECORD=DIR, every rank appends
-        its page to DIR/epmoe-rank{rank}-pid{pid}.txt when the world ends.
+        half a second for the records of the other ranks.  With EPMOE_FLIGHT_RECORD=DIR, every rank writes
+        its page to a new file DIR/epmoe-rank{rank}-pid{pid}.txt when the world ends (with -2, -3, ... before
+        .txt if that name exists).  It waits at most 2 s for the file; if the file cannot be written, the page
+        says so.
 
         Returns:
             The page, a str.

@@ -15,6 +15,7 @@ from pace import WAIT_S, Events, continue_later, is_soon, slowness, until_ended,
 pytestmark = pytest.mark.cpu_only
 CASE = Case(num_local=2, topk=3, hidden=64, max_tokens=40)
 CULPRIT = 2
+RECORD_S = WAIT_S / 2  # for a test in which a write that blocks would never return
 
 
 def _step(layer):
@@ -155,13 +156,43 @@ def _page_of_a_late_rank(rank):
 
 def _two_worlds_end(rank, world_size, folder):
     os.environ["EPMOE_FLIGHT_RECORD"] = folder
-    return [_page_of_a_late_rank(rank) for _ in range(2)]
+    return os.getpid(), [_page_of_a_late_rank(rank) for _ in range(2)]
 
 
-def test_world_record_appends_to_existing_file(tmp_path):
-    pages = process_ranks(_two_worlds_end, 2, str(tmp_path))
-    wanted = sorted("".join(page + "\n" for page in of_rank) for of_rank in pages)
-    assert sorted(p.read_text() for p in tmp_path.iterdir()) == wanted
+def test_world_record_of_each_world_has_its_own_file(tmp_path):
+    results = process_ranks(_two_worlds_end, 2, str(tmp_path))
+    wanted = {f"epmoe-rank{rank}-pid{pid}{number}.txt": page + "\n"
+              for rank, (pid, pages) in enumerate(results)
+              for number, page in zip(("", "-2"), pages, strict=True)}
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == wanted
+
+
+def _planted(rank, world_size, folder, kind):
+    """Rank main: something else has the name of the file that this rank is about to write."""
+    os.environ["EPMOE_FLIGHT_RECORD"] = folder
+    path = os.path.join(folder, f"epmoe-rank{rank}-pid{os.getpid()}")
+    target = os.path.join(os.path.dirname(folder), f"target{rank}")
+    PLANTS[kind](path + ".txt", target)
+    page = _page_of_a_late_rank(rank)
+    return page, open(path + "-2.txt").read(), os.path.exists(target) and os.path.getsize(target)
+
+
+PLANTS = {
+    "pipe": lambda path, target: os.mkfifo(path),
+    "folder": lambda path, target: os.mkdir(path),
+    "link to a file": lambda path, target: (open(target, "w").close(), os.symlink(target, path)),
+    "link to no file": lambda path, target: os.symlink(target, path),
+    "second name of a file": lambda path, target: (open(target, "w").close(), os.link(target, path)),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_world_record_ignores_what_has_its_name(tmp_path, kind):
+    """The record is written to a new file. No link is followed, and no rank waits for a reader of a pipe."""
+    folder = tmp_path / "pages"
+    folder.mkdir()
+    for page, written, bytes_in_target in process_ranks(_planted, 2, str(folder), kind, timeout_s=RECORD_S):
+        assert written == page + "\n" and not bytes_in_target
 
 
 def _empty_variable(rank, world_size):

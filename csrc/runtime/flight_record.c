@@ -1,6 +1,6 @@
 /* flight_record.c - compares the call records of all ranks, and makes the page of the flight record.
  *
- * Exports: ep_record_page, ep_record_disagrees, ep_record_write and ep_about_name.
+ * Exports: ep_record_page, ep_record_disagrees and ep_about_name.
  * Invariant: call records come from peers. So a number of theirs is compared with its limit before it is used
  * as an index, and the text of a page never exceeds its buffer. */
 #include "runtime/flight_record.h"
@@ -380,19 +380,4 @@ void ep_record_page(const EpRecord *r, char page[EP_PAGE_BYTES]) {
     put_ranks_table(&o, r);
     put_buffers(&o, r);
     put_steps_table(&o, r);
-}
-
-void ep_record_write(const char *folder, uint32_t rank, char page[EP_PAGE_BYTES]) {
-    char path[4096];
-    snprintf(path, sizeof path, "%s/epmoe-rank%u-pid%d.txt", folder, rank, (int)getpid());
-    FILE *file = fopen(path, "ae"); /* append: several worlds of a process may end */
-    bool ok = file && fputs(page, file) >= 0 && fputs("\n", file) >= 0;
-    int e = errno;
-    if (file && fclose(file)) {
-        ok = false;
-        e = errno;
-    }
-    if (ok) return;
-    size_t n = strlen(page);
-    snprintf(page + n, EP_PAGE_BYTES - n, "could not be written to %s: %s\n", path, strerror(e));
 }

@@ -2,7 +2,8 @@
  *
  * Each rank writes a call record (EpCallRecord) for each operation into a ring buffer (flight_ring.c). This
  * costs two reads of the clock and some stores. At the end of the world each rank sends its newest call
- * records to all others, and each rank makes a page of text from them (flight_record.c).
+ * records to all others. Each rank makes a page of text from them (flight_record.c), and writes it to a file
+ * if the user wants that (record_file.c).
  *
  * Invariant: collective operations are counted. "step" is the same number for the same call on every rank. So
  * a rank with a smaller step is behind, and a rank with another operation at the same step is out of order. A
@@ -133,7 +134,9 @@ void ep_record_page(const EpRecord *record, char page[EP_PAGE_BYTES]);
 /* True if, at this step, ranks made calls that cannot meet, for example calls of two buffers. Then text says
  * which rank called what, and *odd is a rank of the minority. */
 bool ep_record_disagrees(const EpRecord *record, uint64_t step, uint32_t *odd, char *text, size_t num_bytes);
-/* Append the page to folder/epmoe-rank{rank}-pid{pid}.txt. On failure, append a line about it to the page. */
+/* Write the page to the new file folder/epmoe-rank{rank}-pid{pid}.txt (with -2, -3, ... before .txt if the
+ * name exists). On failure, append a line about it to the page. The call takes at most about 2 s, also if the
+ * file system does not answer (record_file.c). */
 void ep_record_write(const char *folder, uint32_t rank, char page[EP_PAGE_BYTES]);
 
 #endif /* EP_RECORD_H */

@@ -8,7 +8,6 @@
 
 #include <errno.h>
 #include <pthread.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +16,7 @@
 #include <unistd.h>
 
 #include "runtime/error.h"
+#include "runtime/thread.h"
 #include "runtime/world_state.h"
 
 /* A forked child inherits the parent's sockets and must close them. Otherwise the sockets would stay open
@@ -114,18 +114,9 @@ static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWor
 static int start_watchdog(EpWorld *w) {
     w->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (w->wake_fd < 0) return ep_error(EP_ESYS, "cannot create an event descriptor: %s", strerror(errno));
-    /* The watchdog thread blocks all signals, so that the program's own threads receive them. Exceptions are
-     * the synchronous signals: the kernel delivers those to the thread that caused the fault. */
-    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-    sigset_t others, before;
-    sigfillset(&others);
-    for (uint32_t i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&others, faults[i]);
-    pthread_sigmask(SIG_SETMASK, &others, &before);
-    int e = pthread_create(&w->watchdog, NULL, ep_world_watch_main, w);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int e = ep_thread_start(&w->watchdog, ep_world_watch_main, w, "epmoe watchdog");
     if (e) return ep_error(EP_ESYS, "cannot start the watchdog thread: %s", strerror(e));
     w->has_watchdog = true;
-    pthread_setname_np(w->watchdog, "epmoe watchdog"); /* shown by debuggers and by top -H */
     return 0;
 }
 

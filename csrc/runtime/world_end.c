@@ -95,7 +95,7 @@ void ep_world_finish_record(EpWorld *w) {
     }
     ep_record_page(&w->record, w->page);
     if (w->record_folder) {
-        pthread_mutex_unlock(&w->lock); /* the file system may be slow */
+        pthread_mutex_unlock(&w->lock); /* the file system may be slow; the write takes at most 2 s */
         ep_record_write(w->record_folder, w->rank, w->page);
         pthread_mutex_lock(&w->lock);
     }
@@ -109,6 +109,8 @@ void ep_world_await_record(EpWorld *w) {
     while (w->end_code && w->has_watchdog && w->record_state == RECORD_OPEN)
         if (pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT) break;
     ep_world_finish_record(w);
+    /* This wait needs no deadline. The thread that has set RECORD_WRITING makes the page and waits at most
+     * 2 s for the file (ep_record_write). It holds no lock during that time, and waits for nothing else. */
     while (w->record_state == RECORD_WRITING) pthread_cond_wait(&w->changed, &w->lock);
 }
 

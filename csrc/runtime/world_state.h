@@ -88,7 +88,7 @@ bool ep_world_record_is_due(const EpWorld *world);
  * if that is set. Other calls do nothing. The caller holds the lock, which is released during the write. */
 void ep_world_finish_record(EpWorld *world);
 /* If the world has ended, return after the page is complete. The wait for the peers' call records lasts at
- * most 400 ms from the end of the world. The caller holds the lock. */
+ * most 400 ms from the end of the world, and the wait for the file at most 2 s. The caller holds the lock. */
 void ep_world_await_record(EpWorld *world);
 
 #endif /* EP_WORLD_STATE_H */
