@@ -16,12 +16,12 @@ def agree(layer, mine):
     The layer does not know these arguments.  Without this check different experts would give wrong sums.
     """
     descriptions = layer.world.exchange(mine.encode().ljust(_DESCRIPTION_BYTES))
-    descriptions = [text.decode().rstrip() for text in descriptions]
     for rank, its in enumerate(descriptions):
         if its != descriptions[0]:
             layer.finalize()
+            its, first = (d.decode(errors="replace").rstrip() for d in (its, descriptions[0]))
             raise EpMismatch(f"ranks disagree: rank {rank} has experts of {its}, rank 0 of "
-                             f"{descriptions[0]}. Create the module with the same arguments on all ranks.")
+                             f"{first}. Create the module with the same arguments on all ranks.")
 
 
 def flatten(name, t, size):

@@ -3,6 +3,8 @@
 import os
 import re
 import signal
+import socket
+import struct
 import time
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 import epmoe
 from cases import Case, indices_of, inputs_of, make_layer, process_ranks
+from epmoe import _C
 from pace import WAIT_S, Events, continue_later, is_soon, slowness, until_ended, when_waiting
 
 pytestmark = pytest.mark.cpu_only
@@ -203,6 +206,43 @@ def _empty_variable(rank, world_size):
 def test_world_record_is_not_written_for_empty_variable():
     for page, written in process_ranks(_empty_variable, 2):
         assert not written and "could not be written" not in page
+
+
+def _socket_to_peer():
+    """A copy of the socket that this rank has to its only peer."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            copy = socket.socket(fileno=os.dup(fd))
+        except OSError:
+            continue
+        if copy.type == socket.SOCK_SEQPACKET:
+            return copy
+        copy.close()
+    raise AssertionError("this rank has no socket to a peer")
+
+
+def _reason_in_other_bytes(rank, world_size):
+    """Rank main: rank 1 sends a frame of csrc/runtime/socket.h, with a reason that is no UTF-8."""
+    world = epmoe.World(timeout_s=WAIT_S)
+    world.exchange(b"go")
+    if rank == 0:
+        with pytest.raises(epmoe.EpError) as error:
+            world.exchange(b"x")
+        return type(error.value).__name__, str(error.value), world.flight_record()
+    text = b"caf\xe9 \xff\xfe\xc3"
+    abort, timeout = 3, -5  # EP_FRAME_ABORT and EP_ETIMEOUT
+    frame = struct.pack("=IIQiIIII4x", _C.ABI_VERSION, abort, 0, timeout, 1, len(text), 0, 0)
+    with _socket_to_peer() as peer:
+        peer.send(frame + text.ljust(_C.EXCHANGE_BYTES, b"\0"))
+    until_ended(world)
+    return None
+
+
+def test_world_record_of_reason_that_is_no_text():
+    """Bytes of a peer that are no UTF-8 are replaced. The error keeps its class."""
+    kind, text, page = process_ranks(_reason_in_other_bytes, 2)[0]
+    assert kind == "EpTimeout" and text == "caf\ufffd \ufffd\ufffd\ufffd", (kind, text)
+    assert f"ended:   EpTimeout: {text}\n" in page, page
 
 
 def _missing_signal(rank, world_size):

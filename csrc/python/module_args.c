@@ -15,9 +15,12 @@ static PyObject *exceptions;
 PyObject *ep_raise(int code) {
     /* A signal handler has raised it during a wait, for example KeyboardInterrupt. */
     if (PyErr_Occurred()) return NULL;
-    const char *name = ep_error_name(code);
+    const char *name = ep_error_name(code), *text = ep_error_text();
     PyObject *class = exceptions ? PyDict_GetItemString(exceptions, name) : NULL;
-    PyErr_SetString(class ? class : PyExc_RuntimeError, ep_error_text());
+    /* The text may come from a peer, or may have been cut off inside a character, so it may be no UTF-8. */
+    PyObject *message = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    if (message) PyErr_SetObject(class ? class : PyExc_RuntimeError, message);
+    Py_XDECREF(message);
     return NULL;
 }
 PyObject *ep_done(int code) {
