@@ -3,6 +3,7 @@
 import torch
 
 from . import _C
+from .autograd import check_writable, mark_written
 from .device import stream_of
 from .world import Shared
 
@@ -126,6 +127,8 @@ class HeapAccess(Shared):
     def put(self, dst, src, peer):
         """Copy a tensor to a peer, in stream order.  Not collective.
 
+        The copy has no gradient.  Autograd at the peer does not see that a tensor there has changed.
+
         Args:
             dst: A contiguous tensor in this heap; the copy goes to the same place at the peer.
             src: Any contiguous tensor with as many elements of the same dtype.
@@ -135,6 +138,7 @@ class HeapAccess(Shared):
             ValueError: For different numbers of elements or dtypes, a tensor that is not contiguous, a dst
                 that is not in this heap, or a peer that is not a rank.  Nothing is copied.
             TypeError: For what is not a tensor.
+            RuntimeError: For a dst that requires grad, where peer is this rank and gradients are enabled.
             EpClosed: After close.
 
         Examples:
@@ -147,10 +151,15 @@ class HeapAccess(Shared):
             tensor([0., 1., 2.])
         """
         if self._check_pair(dst, src):
+            if peer == self.world.rank:
+                check_writable("dst", dst)
+                mark_written(dst)
             _C.heap_put(self._c, self.offset(dst), src, peer)
 
     def get(self, dst, src, peer):
         """Copy a tensor from a peer, in stream order.  Not collective.
+
+        The copy has no gradient.  To autograd it is an in-place operation on dst.
 
         Args:
             dst: Any contiguous tensor with as many elements of the same dtype.
@@ -160,6 +169,7 @@ class HeapAccess(Shared):
         Raises:
             ValueError: As put, with src in the heap.
             TypeError: For what is not a tensor.
+            RuntimeError: For a dst that requires grad, where gradients are enabled.
             EpClosed: After close.
 
         Examples:
@@ -172,6 +182,8 @@ class HeapAccess(Shared):
             tensor([0., 0., 0.])
         """
         if self._check_pair(src, dst):
+            check_writable("dst", dst)
+            mark_written(dst)
             _C.heap_get(self._c, self.offset(src), dst, peer)
 
     def _check_pair(self, symmetric, other):
@@ -227,6 +239,8 @@ class HeapAccess(Shared):
         if op not in ("set", "add"):
             raise ValueError(f"op {op!r}: must be set or add")
         word = self._word(tensor, index)
+        if peer == self.world.rank:
+            mark_written(tensor)
         _C.heap_signal(self._c, word, value, int(op == "add"), peer, stream_of(self.device))
 
     def wait(self, tensor, index, value, cmp="ge"):

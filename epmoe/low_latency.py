@@ -157,7 +157,7 @@ class LowLatencyAll2All(LowLatencyParts):
         Raises:
             ValueError: On this rank, for a wrong shape, device, fp8, layout, buffer or out.
             TypeError: On this rank, for a wrong type or dtype.
-            RuntimeError: On this rank, when a gradient is wanted.
+            RuntimeError: On this rank, when a gradient is wanted, also one of out.
             PeerError: On the other ranks, when one rank raises one of these.
             EpIndexError: On all ranks, for an index outside [-1, E] on any of them.
             EpMismatch: On all ranks, when they are not in the same call, or with different fp8.
@@ -212,7 +212,8 @@ class LowLatencyAll2All(LowLatencyParts):
         """
         arguments, result = self._prepare_dispatch(x, topk_idx, topk_weights, fp8, layout, buffer, out)
         _C.layer_ll_dispatch(self._c, buffer, (*arguments, SEND))
-        return self._set_pending(buffer, _C.layer_ll_dispatch, arguments, result)
+        written = () if out is None else result[3]._written
+        return self._set_pending(buffer, _C.layer_ll_dispatch, arguments, result, written)
 
     def combine(self, y, handle, *, out=None):
         """Return the experts' rows to the ranks of their tokens, and add them up there.  Collective.
@@ -233,7 +234,7 @@ class LowLatencyAll2All(LowLatencyParts):
         Raises:
             ValueError: On this rank, for a wrong shape or device, or another layer's handle.
             TypeError: On this rank, for a wrong type or dtype.
-            RuntimeError: On this rank, when a gradient is wanted.
+            RuntimeError: On this rank, when a gradient is wanted, also one of out.
             PeerError: On the other ranks, when one rank raises one of these.
             EpMismatch: On all ranks, when they are not in the same call, or use different dispatches.
             PeerDied: On all surviving ranks, when a rank dies.
@@ -277,9 +278,10 @@ class LowLatencyAll2All(LowLatencyParts):
             tensor([[2., 2., 2., 2.]])
             >>> a2a.finalize()
         """
-        arguments, out = self._prepare_combine(y, handle, out)
+        arguments, result = self._prepare_combine(y, handle, out)
         _C.layer_ll_combine(self._c, handle.buffer, (*arguments, SEND))
-        return self._set_pending(handle.buffer, _C.layer_ll_combine, arguments, out)
+        written = () if out is None else (out,)
+        return self._set_pending(handle.buffer, _C.layer_ll_combine, arguments, result, written)
 
     def synchronize(self):
         """Wait on the host for the current stream, and raise what went wrong in it.  Not collective.

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _C
+from .autograd import mark_written
 from .layer_parts import LayerParts, cast
 
 FP8 = {False: 0, True: 1, "pow2": 2, "ue8m0": 3}  # EpLlFp8
@@ -30,12 +31,14 @@ class LowLatencyHandle:
         (3, 'masked')
     """
 
-    __slots__ = ("_owner", "_key", "_outputs", "num_tokens", "layout", "buffer")
+    __slots__ = ("_owner", "_key", "_outputs", "_written", "num_tokens", "layout", "buffer")
 
     def __init__(self, owner, key, outputs):
         self._owner = owner
         self._key = key  # (fp8, layout)
         self._outputs = outputs  # the module's arguments from the handle's words on
+        # The tensors among them, which a dispatch writes.  The user has these, or views of them.
+        self._written = outputs[:4] if outputs[2] is not None else (outputs[0], outputs[1], outputs[3])
         self.layout = key[1]
 
     @property
@@ -79,9 +82,10 @@ class PendingCall:
         [1, 2]
     """
 
-    def __init__(self, owner, buffer, call, arguments, result):
+    def __init__(self, owner, buffer, call, arguments, result, written):
         self._owner, self._buffer = owner, buffer
         self._call, self._arguments, self._result = call, arguments, result
+        self._written = written  # tensors that the user had before the call
 
     def recv(self):
         """Receive, in stream order.  Collective.
@@ -106,6 +110,7 @@ class PendingCall:
         if self._owner._pending[self._buffer] is not self:
             raise RuntimeError("this call has been received already: keep what the first recv returned")
         self._owner._pending[self._buffer] = None
+        mark_written(self._written)
         self._call(self._owner._c, self._buffer, (*self._arguments, RECEIVE))
         return self._result
 
@@ -134,11 +139,12 @@ class LowLatencyParts(LayerParts):
         self._check_idle(_C.OP_LL_DISPATCH, buffer)
         try:
             if torch.is_grad_enabled():
-                self._check_gradients(x, topk_weights)
+                self._check_gradients(x, topk_weights, *(out[:3] if type(out) is tuple else ()))
             if out is None:
                 out = self._make_result(fp8, layout)
             else:
                 self._check_result(out, fp8, layout)
+                mark_written(out[3]._written)
             handle = out[3]
             handle.num_tokens = x.size(0) if isinstance(x, Tensor) and x.dim() else 0
             handle.buffer = buffer
@@ -216,10 +222,12 @@ class LowLatencyParts(LayerParts):
             elif out.size(0) != handle.num_tokens:
                 raise ValueError(f"out: wanted {handle.num_tokens} rows, the tokens of the dispatch, got "
                                  f"{out.size(0)}")
+            else:
+                mark_written(out)
         except Exception as error:
             self._refuse(_C.OP_LL_COMBINE, error, buffer)
         return (y, handle._outputs[0], out, LAYOUTS[handle.layout]), out
 
-    def _set_pending(self, buffer, call, arguments, result):
-        self._pending[buffer] = PendingCall(self, buffer, call, arguments, result)
+    def _set_pending(self, buffer, call, arguments, result, written):
+        self._pending[buffer] = PendingCall(self, buffer, call, arguments, result, written)
         return self._pending[buffer]
