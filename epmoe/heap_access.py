@@ -26,6 +26,11 @@ def check_tensor(t):
                          f"{'a meta tensor' if t.is_meta else t.layout}")
 
 
+def _flat(t):
+    """Return a contiguous tensor as the module takes it: with at most 4 dimensions."""
+    return t if t.dim() <= 4 else t.view(-1)
+
+
 class HeapAccess(Shared):
     """The part of SymmetricHeap that addresses, copies, signals and waits."""
 
@@ -154,7 +159,7 @@ class HeapAccess(Shared):
             if peer == self.world.rank:
                 check_writable("dst", dst)
                 mark_written(dst)
-            _C.heap_put(self._c, self.offset(dst), src, peer)
+            _C.heap_put(self._c, self.offset(dst), _flat(src), peer)
 
     def get(self, dst, src, peer):
         """Copy a tensor from a peer, in stream order.  Not collective.
@@ -184,7 +189,7 @@ class HeapAccess(Shared):
         if self._check_pair(src, dst):
             check_writable("dst", dst)
             mark_written(dst)
-            _C.heap_get(self._c, self.offset(src), dst, peer)
+            _C.heap_get(self._c, self.offset(src), _flat(dst), peer)
 
     def _check_pair(self, symmetric, other):
         for t in (symmetric, other):

@@ -307,3 +307,26 @@ def test_heap_refuses_another_device(ranks, monkeypatch):
 
     for got in ranks(run, world_size=2):
         check_outcomes(got, "ValueError", "epmoe works on cpu and cuda")
+
+
+@pytest.mark.parametrize("num_dims", [0, 5, 8])
+def test_heap_put_and_get_of_many_dimensions(ranks, num_dims):
+    """malloc_symmetric makes tensors of at most 8 dimensions.  The tensor outside the heap may have more."""
+
+    def run(world, device):
+        heap = make_heap(world, device)
+        box = heap.malloc_symmetric((2,) * num_dims, torch.float64)
+        mine = torch.full((1, 1, *box.shape), world.rank + 0.5, dtype=box.dtype, device=device)
+        heap.put(box, mine, (world.rank + 1) % world.size)
+        heap.barrier()
+        got = torch.zeros_like(mine)
+        heap.get(got, box, world.rank)
+        heap.synchronize()
+        heap.barrier()
+        heap.close()
+        return got.unique().tolist(), got.shape
+
+    results = ranks(run, world_size=2)
+    for rank, (got, shape) in enumerate(results):
+        assert got == [(rank - 1) % len(results) + 0.5]
+        assert shape == (1, 1, *(2,) * num_dims)
