@@ -12,6 +12,7 @@
     prepare_ddp        DistributedDataParallel, with experts; also prepare_fsdp for FSDP2, expert_parameters,
                        clip_grad_norm_ and whole_state_dict
     grouped_gemm       rows grouped by expert times each expert's own weights
+    quantize_fp8       rows in FP8 with a scale for each 128 numbers; quantize_fp8_weight for weights
     GptOss             the activation of GPT-OSS with other numbers
     reference          the oracle, in plain PyTorch
     include_dir        the folder of the header for device code
@@ -26,6 +27,7 @@ from .errors import (EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, Ep
                      PeerDied,
                      PeerError)
 from .expert_map import ExpertMap, balance_experts
+from .fp8 import quantize_fp8, quantize_fp8_weight
 from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
 from .heap import SymmetricHeap
@@ -41,5 +43,6 @@ __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed"
            "EpMismatch", "EpOverflow", "EpTimeout", "ExpertMap", "GptOss", "HeapExhausted",
            "LowLatencyAll2All", "LowLatencyHandle", "PeerDied", "PeerError", "PendingCall",
            "SymmetricHeap", "World", "balance_experts", "clip_grad_norm_", "expert_parameters",
-           "grouped_gemm", "include_dir", "prepare_ddp", "prepare_fsdp", "reference", "thread_worlds",
+           "grouped_gemm", "include_dir", "prepare_ddp", "prepare_fsdp", "quantize_fp8",
+           "quantize_fp8_weight", "reference", "thread_worlds",
            "whole_state_dict"]

@@ -15,6 +15,7 @@ FORWARD, DGRAD, WGRAD = range(3)  # csrc/protocol/gemm_params.h says what each m
 _ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3}
 _NAMES = {number: name for name, number in _ACTIVATIONS.items()}
 GATED = (2, 3)  # activations that halve the columns
+FP8_BLOCK = 128  # numbers of k, and of n, that share a scale
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -29,6 +30,11 @@ def as_kernel(activation):
         raise ValueError(f"activation {activation!r}: must be None, 'gelu', 'swiglu', 'gpt_oss' or "
                          f"GptOss(alpha, limit)")
     return _ACTIVATIONS[activation], 0.0, 0.0
+
+
+def activation_of(number, alpha, limit):
+    """Return the activation that as_kernel has given as these numbers."""
+    return GptOss(alpha, limit) if number == _ACTIVATIONS["gpt_oss"] else _NAMES[number]
 
 
 def aligned(t):
@@ -47,6 +53,18 @@ def _out_shape(a, b, offsets, kind, activation):
     return a.shape[0], b.shape[1] // (2 if activation in GATED else 1)
 
 
+def rows_of_experts(offsets, num_rows):
+    """Return (expert, first row, end) of each expert, read by the host.
+
+    Raises ValueError for offsets that decrease, or that name rows that do not exist.
+    """
+    ends = offsets.tolist()
+    if ends[0] < 0 or ends[-1] > num_rows or any(begin > end for begin, end in zip(ends, ends[1:])):
+        raise ValueError(f"offsets {ends}: must not decrease, and must be 0 to {num_rows}, the number of "
+                         f"rows")
+    return [(e, begin, end) for e, (begin, end) in enumerate(zip(ends, ends[1:]))]
+
+
 def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
     """Compute a grouped GEMM by torch, one product per expert, for any device and dtype.
 
@@ -55,17 +73,10 @@ def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
     def wide(t):
         return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
-    if activation == _ACTIVATIONS["gpt_oss"]:
-        named = GptOss(alpha, limit)
-    else:
-        named = _NAMES[activation]
+    named = activation_of(activation, alpha, limit)
     out = a.new_zeros(_out_shape(a, b, offsets, kind, activation))
-    ends = offsets.tolist()
-    if ends[0] < 0 or ends[-1] > a.shape[0] or any(begin > end for begin, end in zip(ends, ends[1:])):
-        raise ValueError(f"offsets {ends}: must not decrease, and must be 0 to {a.shape[0]}, the number of "
-                         f"rows")
     with torch.autocast(a.device.type, enabled=False):  # the caller has chosen the precision already
-        for e, (begin, end) in enumerate(zip(ends, ends[1:])):
+        for e, begin, end in rows_of_experts(offsets, a.shape[0]):
             rows = wide(a[begin:end])
             if kind == WGRAD:
                 out[e] = rows.t() @ wide(b[begin:end])
@@ -187,6 +198,33 @@ def _check(x, weight, counts, offsets, bias, activation, row_weight):
         raise ValueError(f"wanted row weights [{x.shape[0]}], got {list(row_weight.shape)}")
 
 
+def _check_scales(x, weight, a_scale, b_scale, out_dtype, leaves):
+    """Check what only FP8 has.  True for a GEMM of FP8."""
+    is_fp8 = x.dtype == torch.float8_e4m3fn
+    if not is_fp8 and x.dtype.itemsize == 1:
+        raise TypeError(f"rows: of the FP8 dtypes only float8_e4m3fn is supported, got {x.dtype}")
+    if not is_fp8:
+        given = [n for n, v in (("a_scale", a_scale), ("b_scale", b_scale), ("out_dtype", out_dtype))
+                 if v is not None]
+        if given:
+            raise ValueError(f"{given[0]}: give it only for rows and weights of float8_e4m3fn, got {x.dtype}")
+        return False
+    blocks = [-(-size // FP8_BLOCK) for size in weight.shape[1:]]
+    for name, t, shape in (("a_scale", a_scale, [x.shape[0], blocks[1]]),
+                           ("b_scale", b_scale, [weight.shape[0], *blocks])):
+        if not isinstance(t, torch.Tensor) or t.dtype != torch.float32 or t.layout is not torch.strided:
+            got = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
+            raise TypeError(f"{name}: rows and weights of float8_e4m3fn need scales of float32, got {got}")
+        if t.device != x.device or list(t.shape) != shape:
+            raise ValueError(f"{name}: wanted {shape} on {x.device}, got {list(t.shape)} on {t.device}")
+    if out_dtype not in (None, torch.bfloat16, torch.float16):
+        raise TypeError(f"out_dtype {out_dtype}: must be torch.bfloat16 or torch.float16")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
+        raise RuntimeError("a grouped GEMM of FP8 has no gradient: call it under torch.no_grad(), or use "
+                           "bfloat16 for training")
+    return True
+
+
 def add_bias(y, bias, offsets):
     """Return y [M, N] plus the bias [L, N] of each row's expert.
 
@@ -203,7 +241,7 @@ def add_bias(y, bias, offsets):
 
 
 def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=None, row_weight=None,
-                 portable=False):
+                 a_scale=None, b_scale=None, out_dtype=None, portable=False):
     """Multiply rows, grouped by expert, with the weights of their experts.  Local to a rank.
 
     Row r of expert e gives activation(x[r] @ weight[e].T + bias[e]) * row_weight[r].  Differentiable in x,
@@ -212,6 +250,12 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
     bfloat16 and float16 on CUDA (compute capability 8.0 or newer), with N and K multiples of 16: a kernel of
     epmoe, which sums in float32 and needs no host read of the sizes.  Otherwise: torch, one product per
     expert.
+
+    FP8: x and weight of float8_e4m3fn, as quantize_fp8 and quantize_fp8_weight give them.  Each 128 products
+    along K are added up first; their sum is multiplied by a_scale * b_scale, rounded to float32, and added to
+    the result in float32.  In 128 products, float32 sums have an error of at most 2^-17 of the sum of
+    the magnitudes.  A product of two scales below 2^-126 is subnormal and has fewer bits.  NaN in a number
+    or a scale gives NaN in the row or the columns that use it.  No gradients.
 
     Args:
         x: [M, K]: first all rows of expert 0, then of expert 1, and so on.
@@ -222,17 +266,21 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         activation: None, "gelu", "swiglu" (weight rows: gates, then ups), "gpt_oss" or GptOss(alpha, limit)
             (gates and ups interleaved); see reference.activate.
         row_weight: None, or [M] of any floating-point dtype; applied as float32.
+        a_scale: For FP8: [M, ceil(K / 128)] float32, a scale for each 128 numbers of a row.
+        b_scale: For FP8: [L, ceil(N / 128), ceil(K / 128)] float32, a scale for each block of 128 by 128.
+        out_dtype: For FP8: torch.bfloat16 (the default) or torch.float16.
         portable: Use the kernel for any GPU also on a Hopper GPU.
 
     Returns:
-        [M, N], or [M, N / 2] for the gated activations ("swiglu", "gpt_oss", GptOss), of x's dtype.  Rows
-            that belong to no expert are undefined.
+        [M, N], or [M, N / 2] for the gated activations ("swiglu", "gpt_oss", GptOss), of x's dtype, for FP8
+            of out_dtype.  Rows that belong to no expert are undefined.
 
     Raises:
         ValueError: For wrong shapes or devices, and for counts or offsets that name rows that do not exist.
             The kernels raise nothing for the latter, because the host does not read them: they skip such
             rows.
         TypeError: For what is not a tensor, and for wrong dtypes.
+        RuntimeError: For FP8, when a gradient is wanted.
 
     Examples:
         >>> import epmoe
@@ -243,6 +291,15 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         tensor([[ 2.],
                 [20.],
                 [20.]])
+        >>> rows, a_scale = epmoe.quantize_fp8(x)
+        >>> fp8, b_scale = epmoe.quantize_fp8_weight(weight)
+        >>> epmoe.grouped_gemm(rows, fp8, torch.tensor([1, 2]), a_scale=a_scale, b_scale=b_scale)
+        tensor([[ 2.],
+                [20.],
+                [20.]], dtype=torch.bfloat16)
+
+    References:
+        FP8: DeepSeek-V3 Technical Report, section 3.3.2.
     """
     if (counts is None) == (offsets is None):
         given = "neither" if counts is None else "both"
@@ -253,10 +310,16 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
     op = torch.ops.epmoe.grouped_gemm
     x, weight, offsets = x.contiguous(), weight.contiguous(), offsets.contiguous()
     leaves = (x, weight, bias, row_weight)
+    number, alpha, limit = as_kernel(activation)
+    if _check_scales(x, weight, a_scale, b_scale, out_dtype, (*leaves, a_scale, b_scale)):
+        dtype = out_dtype or torch.bfloat16
+        bias = None if bias is None else bias.to(dtype).contiguous()
+        row_weight = None if row_weight is None else row_weight.float().contiguous()
+        return torch.ops.epmoe.grouped_gemm_fp8(x, weight, a_scale, b_scale.contiguous(), offsets, bias,
+                                                row_weight, number, portable, alpha, limit, dtype)
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)):
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         row_weight = None if row_weight is None else row_weight.float().contiguous()
-        number, alpha, limit = as_kernel(activation)
         return op(x, weight, offsets, bias, row_weight, FORWARD, number, portable, alpha, limit)
     # With gradients torch's own operators follow the product, because they have a backward.
     y = op(x, weight, offsets, None, None, FORWARD, 0, portable)

@@ -6,6 +6,8 @@ Letters: W ranks, E experts, L = E/W experts of a rank, T tokens, K choices, H h
 rank. "Per rank" means a list with one entry for each rank.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -165,10 +167,11 @@ def combine(ys, p, indices, num_experts, weights=None, local_combine=False):
 def quantize_fp8(x, pow2=False):
     """Quantise rows to float8_e4m3fn, with a scale for each 128 numbers.
 
-    The scale is the largest magnitude / 448, computed in float32.  A group of zeros has a tiny scale.
+    The scale is the largest magnitude / 448, computed in float32.  A group of zeros has a tiny scale.  A NaN
+    does not change the scale.
 
     Args:
-        x: [.., H] bfloat16 or float16; H is a multiple of 128.
+        x: [.., H] floating point; H is a multiple of 128.
         pow2: Round each scale up to a power of two.
 
     Returns:
@@ -188,12 +191,42 @@ def quantize_fp8(x, pow2=False):
         DeepSeek-V3 Technical Report, section 3.3.2: 1x128 groups of activations.
     """
     groups = x.float().unflatten(-1, (-1, 128))
-    most = groups.abs().amax(-1).clamp(min=2.0**-100)
+    most = groups.abs().nan_to_num(0.0, math.inf).amax(-1).clamp(min=2.0**-100)
     scales = most / torch.full_like(most, 448)  # to divide by a number, torch multiplies by 1 / 448 on a GPU
     if pow2:  # add 1 to the exponent if the mantissa is not 0, then clear the mantissa
         scales = (scales.view(torch.int32) + 0x7fffff & 0x7f800000).view(torch.float32)
     q = (groups * (1 / scales)[..., None]).to(torch.float8_e4m3fn)
     return q.flatten(-2), scales
+
+
+def quantize_fp8_weight(weight):
+    """Quantise weights to float8_e4m3fn, with a scale for each block of 128 by 128 numbers.
+
+    Args:
+        weight: [L, N, K] floating point.  The last blocks are smaller where N or K is no multiple of 128.
+
+    Returns:
+        A tuple (q, scales): [L, N, K] float8_e4m3fn and [L, ceil(N / 128), ceil(K / 128)] float32.
+
+    Raises:
+        RuntimeError: For another number of dimensions.
+
+    Examples:
+        >>> import torch
+        >>> from epmoe import reference
+        >>> q, scales = reference.quantize_fp8_weight(torch.full((1, 130, 128), 7.0))
+        >>> q[0, 129, 0].item(), scales.tolist()
+        (448.0, [[[0.015625], [0.015625]]])
+
+    References:
+        DeepSeek-V3 Technical Report, section 3.3.2: 128x128 blocks of weights.
+    """
+    magnitudes = weight.float().abs().nan_to_num(0.0, math.inf)
+    most = F.max_pool2d(magnitudes, 128, ceil_mode=True).clamp(min=2.0**-100)
+    scales = most / torch.full_like(most, 448)
+    inverse = (1 / scales).repeat_interleave(128, 1).repeat_interleave(128, 2)
+    q = weight.float() * inverse[:, :weight.shape[1], :weight.shape[2]]
+    return q.to(torch.float8_e4m3fn), scales
 
 
 def pack_ue8m0(scales):

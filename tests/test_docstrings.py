@@ -147,8 +147,8 @@ def test_docstrings_raises_names_exist(name):
 
 
 MODULES = ("epmoe.activations", "epmoe.errors", "epmoe.world", "epmoe.heap", "epmoe.heap_access",
-           "epmoe.device", "epmoe.layout", "epmoe.layer", "epmoe.fused", "epmoe.gemm", "epmoe.moe",
-           "epmoe.reference", "epmoe.testing", "epmoe.trace", "epmoe.integrations.layers",
+           "epmoe.device", "epmoe.layout", "epmoe.layer", "epmoe.fused", "epmoe.gemm", "epmoe.fp8",
+           "epmoe.moe", "epmoe.reference", "epmoe.testing", "epmoe.trace", "epmoe.integrations.layers",
            *(f"epmoe.integrations.deep_ep.{name}" for name in ("buffer", "config", "elastic", "low_latency",
                                                                "settings", "utils")))
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

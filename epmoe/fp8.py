@@ -1,0 +1,158 @@
+"""FP8: rows and weights of float8_e4m3fn with a scale for each block, and their grouped GEMM.
+
+The operator is used by grouped_gemm of gemm.py, which checks the arguments.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .gemm import FP8_BLOCK as BLOCK
+from .gemm import GATED, activation_of, rows_of_experts, untraced
+from .reference import activate
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_lib = torch.library.Library("epmoe", "FRAGMENT")
+_lib.define("grouped_gemm_fp8(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor offsets, "
+            "Tensor? bias, Tensor? row_weight, int activation, bool portable, float alpha, float limit, "
+            "ScalarType dtype) -> Tensor")
+
+
+def _check_input(x, num_dims, shape):
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"wanted a tensor, got {type(x).__name__}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"wanted float32, bfloat16 or float16, got {x.dtype}")
+    if x.dim() != num_dims:
+        raise ValueError(f"wanted {shape}, got {list(x.shape)}")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise RuntimeError("the quantisation has no gradient: call it under torch.no_grad(), or detach() the "
+                           "tensor")
+
+
+def _scale_of(blocks, dims):
+    """Return the scale of each block, and 1 / scale.  dims: the dimensions of a block; they become 1."""
+    most = blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(dims, keepdim=True).clamp(min=2.0**-100)
+    scales = most / torch.full_like(most, 448)  # to divide by a number, torch multiplies by 1 / 448 on a GPU
+    return scales, 1 / scales
+
+
+def quantize_fp8(x):
+    """Quantise rows to float8_e4m3fn, with a scale for each 128 numbers of a row.
+
+    The numbers are those of LowLatencyAll2All.dispatch with fp8=True: scale = the largest magnitude / 448,
+    q = x * (1 / scale), rounded to nearest even.  A group of zeros has the scale 2^-100 / 448.  A NaN stays
+    NaN and does not change the scale.  A group with an infinity has the scale infinity, and all products
+    with it are NaN.  So no scale is 0 or subnormal.
+
+    Args:
+        x: [M, K] float32, bfloat16 or float16.  Where K is not a multiple of 128, the last group is shorter.
+
+    Returns:
+        A tuple (q, scales): [M, K] float8_e4m3fn and [M, ceil(K / 128)] float32.  x is about q * scale, with
+            an error of at most 2^-4 of its magnitude, or 2^-10 * scale if that is larger.
+
+    Raises:
+        ValueError: For another number of dimensions.
+        TypeError: For what is not a tensor, and for another dtype.
+        RuntimeError: When a gradient of x is wanted.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> q, scales = epmoe.quantize_fp8(torch.full((1, 200), 7.0))
+        >>> q[0, 199].item(), scales.tolist()
+        (448.0, [[0.015625, 0.015625]])
+
+    References:
+        DeepSeek-V3 Technical Report, section 3.3.2: 1x128 groups of activations.
+    """
+    _check_input(x, 2, "rows [M, K]")
+    groups = F.pad(x.detach().float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    scales, inverse = _scale_of(groups, (2,))
+    q = (groups * inverse).to(torch.float8_e4m3fn).flatten(1)
+    return q[:, :x.shape[1]].contiguous(), scales[:, :, 0]
+
+
+def quantize_fp8_weight(weight):
+    """Quantise weights to float8_e4m3fn, with a scale for each block of 128 by 128 numbers.
+
+    Scales are computed as by quantize_fp8: the largest magnitude / 448.  Checkpoints of DeepSeek-V3 hold
+    such scales under the name weight_scale_inv.
+
+    Args:
+        weight: [L, N, K] float32, bfloat16 or float16: the weights of L experts.  Where N or K is not a
+            multiple of 128, the last blocks are smaller.
+
+    Returns:
+        A tuple (q, scales): [L, N, K] float8_e4m3fn and [L, ceil(N / 128), ceil(K / 128)] float32.
+
+    Raises:
+        ValueError: For another number of dimensions.
+        TypeError: For what is not a tensor, and for another dtype.
+        RuntimeError: When a gradient of weight is wanted.
+
+    Examples:
+        >>> import epmoe
+        >>> import torch
+        >>> q, scales = epmoe.quantize_fp8_weight(torch.full((1, 16, 200), 7.0))
+        >>> q.shape, scales.tolist()
+        (torch.Size([1, 16, 200]), [[[0.015625, 0.015625]]])
+
+    References:
+        DeepSeek-V3 Technical Report, section 3.3.2: 128x128 blocks of weights.
+    """
+    _check_input(weight, 3, "weights [L, N, K]")
+    num, n, k = weight.shape
+    q = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = weight.new_empty((num, -(-n // BLOCK), -(-k // BLOCK)), dtype=torch.float32)
+    for e in range(num):  # one by one, because the computation needs several copies in float32
+        blocks = F.pad(weight[e].detach().float(), (0, -k % BLOCK, 0, -n % BLOCK))
+        blocks = blocks.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+        scale, inverse = _scale_of(blocks, (1, 3))
+        q[e] = (blocks * inverse).to(q.dtype).flatten(2, 3).flatten(0, 1)[:n, :k]
+        scales[e] = scale[:, 0, :, 0]
+    return q, scales
+
+
+def _by_expert(a, b, scales, offsets, bias, row_weight, named, out):
+    """Compute the grouped GEMM by torch, for any device.  The host reads the offsets.
+
+    As in the kernels, each 128 products are added up first, in float32; their sum is multiplied by the
+    product of the two scales and added to the result; and the result is rounded once, at the end.
+    """
+    a_scale, b_scale = scales
+    n, k = b.shape[1:]
+    with torch.autocast(a.device.type, enabled=False):
+        for e, begin, end in rows_of_experts(offsets, len(a)):
+            rows, weight = a[begin:end].float(), b[e].float()
+            columns = b_scale[e].repeat_interleave(BLOCK, 0)[:n]  # [N, K / 128]
+            y = rows.new_zeros((end - begin, n))
+            for g in range(-(-k // BLOCK)):
+                part = slice(g * BLOCK, (g + 1) * BLOCK)
+                y += rows[:, part] @ weight[:, part].t() * (a_scale[begin:end, g, None] * columns[:, g])
+            y = y if bias is None else y + bias[e].float()
+            y = y if named is None else activate(y, named)
+            out[begin:end] = y if row_weight is None else y * row_weight[begin:end, None]
+    return out
+
+
+def _out_shape(a, b, activation):
+    return a.shape[0], b.shape[1] // (2 if activation in GATED else 1)
+
+
+def _grouped_gemm_fp8(a, b, a_scale, b_scale, offsets, bias, row_weight, activation, portable, alpha, limit,
+                      dtype):
+    out = torch.zeros(_out_shape(a, b, activation), dtype=dtype, device=a.device)
+    named = activation_of(activation, alpha, limit)
+    return _by_expert(a, b, (a_scale, b_scale), offsets, bias, row_weight, named, out)
+
+
+_lib.impl("grouped_gemm_fp8", untraced(_grouped_gemm_fp8), "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("epmoe::grouped_gemm_fp8", lib=_lib)
+def _(a, b, a_scale, b_scale, offsets, bias, row_weight, activation, portable, alpha, limit, dtype):
+    return torch.empty(_out_shape(a, b, activation), dtype=dtype, device=a.device)
