@@ -230,7 +230,7 @@ def main(rank, world_size, which):
 @pytest.fixture(scope="module", params=("stand-in", "source"))
 def results(request):
     if request.param == "source":
-        vllm_modules.need()
+        vllm_modules.SOURCE.need()
     return process_ranks(main, NUM_RANKS, request.param)
 
 
@@ -281,7 +281,7 @@ def _alone(rank, world_size, which):
 @pytest.mark.parametrize("which", ("stand-in", "source"))
 def test_integrations_vllm_choice(which):
     if which == "source":
-        vllm_modules.need()
+        vllm_modules.SOURCE.need()
     (failed, attempted), message = process_ranks(_alone, 1, which, backend=None)[0]
     assert attempted > 4 and not failed
     assert "maybe_make_prepare_finalize has changed: its parameters are (moe new)" in message
