@@ -31,6 +31,7 @@ VARIABLES = {
     "EPMOE_FLIGHT_RECORD": "run: folder where each rank writes its flight record when a world ends; unset: "
                            "none",
     "EPMOE_VLLM": "run: 1: vLLM's expert-parallel MoE layers use epmoe; unset or 0: they do not",
+    "EPMOE_SGLANG": "run: 1: SGLang's MoE layers use epmoe instead of DeepEP; unset or 0: they do not",
     "EPMOE_CUDA": "build: the CUDA backend: 0 never, 1 always, auto (unset) if nvcc and a GPU",
     "EPMOE_CUDA_ARCH": "build: nvcc's -gencode arguments; unset: sm_90a code, compute_80 PTX",
     "EPMOE_CHAOS": "build: seed of random delays in the protocol, for tests; unset or 0: no delays",

@@ -112,6 +112,13 @@ def prepare_megatron():
         moe_utils.te_general_gemm = None
 
 
+def prepare_sglang():
+    """Make stand-ins of SGLang's modules importable, in a state in which SGLang has read its options."""
+    import sglang_modules
+
+    sglang_modules.load("stand-in")
+
+
 def run_page(name, tmp_path, run, num_ranks=2, prepare="add_to_path"):
     """Run the Python blocks of docs/{name} as one program on several ranks. Return its output.
 
