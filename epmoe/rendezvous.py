@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 
 from . import _C
-from .errors import EpMismatch, EpTimeout, PeerError
+from .errors import EpError, EpMismatch, EpTimeout, PeerDied, PeerError
 
 DEFAULT_TIMEOUT_S = 300.0
 _ABI_BYTES = 4
 _ADDRESS_BYTES = _C.NAME_BYTES + _C.NONCE_BYTES + _ABI_BYTES
+# What gloo says, in small letters, when the process at the other end of a connection is gone.
+_SIGNS_OF_DEATH = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
 
 
 def default_timeout_s():
@@ -67,12 +69,34 @@ def all_gather_bytes(group, mine, timeout_s):
     """Return the bytes of every rank.  All ranks give equally many; nothing is pickled.
 
     The group's own timeout may be far longer than timeout_s, so the wait is a loop with a limit of its own.
+    Errors of the group become errors of epmoe.
     """
+    try:
+        work, out = _start_gather(group, mine)
+        _await(work, group, timeout_s)
+    except EpError:
+        raise
+    except RuntimeError as error:
+        raise _error_of_group(error, dist.get_rank(group)) from error
+    return [bytes(o.cpu().tolist()) for o in out]
+
+
+def _start_gather(group, mine):
+    size = dist.get_world_size(group)
     on_gpu = "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    t = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    out = [torch.empty_like(t) for _ in range(dist.get_world_size(group))]
-    work = dist.all_gather(out, t, group=group, async_op=True)
+    t = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    if on_gpu:
+        t = t.to(torch.device("cuda", torch.cuda.current_device()))
+        out = [torch.empty_like(t) for _ in range(size)]
+        return dist.all_gather(out, t, group=group, async_op=True), out
+    # gloo gathers around a ring.  After a death, ranks that are not next to the dead rank would wait until
+    # the limit.  In an all-to-all every rank waits for every other one, so all survivors see the death at
+    # once.
+    out = t.new_empty(size * t.numel())
+    return dist.all_to_all_single(out, t.repeat(size), group=group, async_op=True), out.chunk(size)
+
+
+def _await(work, group, timeout_s):
     deadline = time.monotonic() + timeout_s
     while not work.is_completed():
         if time.monotonic() > deadline:
@@ -81,7 +105,18 @@ def all_gather_bytes(group, mine, timeout_s):
                             f"or World.")
         time.sleep(1e-4)
     work.wait()
-    return [bytes(o.cpu().tolist()) for o in out]
+
+
+def _error_of_group(error, rank):
+    """Return the error of epmoe for an error of the process group, by its text: its class is RuntimeError."""
+    text = str(error)
+    if any(sign in text.lower() for sign in _SIGNS_OF_DEATH):
+        return PeerDied(f"rank {rank}: a rank of the group died, or left the group, while the ranks created "
+                        f"a world: {text}")
+    if any(sign in text.lower() for sign in ("timed out", "timeout")):
+        return EpTimeout(f"rank {rank}: the process group timed out, because not every rank of the group has "
+                         f"created the world: {text}")
+    return EpError(f"rank {rank}: the process group failed while the ranks created a world: {text}")
 
 
 def meet(group, rank, size, timeout_s):

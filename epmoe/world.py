@@ -59,11 +59,13 @@ class World(Shared):
         size: The number of ranks, W.
 
     Raises:
-        EpTimeout: On the ranks that came, when another does not come: after timeout_s.  Once all ranks have
-            exchanged addresses, the limit for connecting is 30 s at most.
+        EpTimeout: On the ranks that came, when another does not come: after timeout_s, or after the timeout
+            of the group if that is shorter.  Once all ranks have exchanged addresses, the limit for
+            connecting is 30 s at most.
         EpMismatch: On all ranks, when they have builds of epmoe with different protocols.
         PeerError: On the other ranks, when one rank cannot take part, for example with a wrong timeout_s.
         PeerDied: On all surviving ranks, when a rank dies meanwhile.
+        EpError: When the process group fails for another reason.  Its exception is the __cause__.
         ValueError: For a group of more than 8 ranks, a DeviceMesh of several dimensions, a wrong timeout_s,
             on a rank that is not in the group, and when a launcher has started several ranks (WORLD_SIZE)
             but torch.distributed is not initialized, so that each rank would be alone.

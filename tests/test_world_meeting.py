@@ -3,8 +3,11 @@
 A rank may fail, be absent or have another build. A process that is no rank may connect.
 """
 
+import datetime
 import os
+import signal
 import socket
+import time
 import unittest.mock
 
 import torch.distributed as dist
@@ -172,3 +175,60 @@ def _silent_client(rank, world_size):
 def test_world_does_not_wait_for_silent_client():
     """A silent client must not use up the time in which the ranks connect."""
     check_outcomes(process_ranks(_silent_client, 2), "nothing", within_s=3.5)
+
+
+def _raised_by(call):
+    """(the outcome of call(), the class of the exception from which its exception was raised)"""
+    causes = []
+
+    def noted():
+        try:
+            return call()
+        except Exception as error:
+            causes.append(type(error.__cause__).__name__)
+            raise
+
+    return outcome(noted), causes[0] if causes else None
+
+
+def _dies_before_its_world(rank, world_size):
+    """Rank main: rank 1 is killed while the other ranks wait for it in World()."""
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _raised_by(lambda: epmoe.World(timeout_s=WAIT_S))
+
+
+def test_world_creation_reports_death_in_the_process_group():
+    """All survivors raise PeerDied, also those not next to the dead rank. The cause is gloo's error."""
+    results = process_ranks(_dies_before_its_world, 4, may_die=(1,))
+    survivors = [r for r in results if r is not None]
+    assert len(survivors) == 3
+    check_outcomes([got for got, _ in survivors], "PeerDied", "a rank of the group died", "onnection",
+                   within_s=3)
+    assert [cause for _, cause in survivors] == 3 * ["RuntimeError"]
+
+
+def _group_fails(rank, world_size, folder):
+    """Rank main: errors of the process group. Rank 0 alone calls World, on a group with a limit of 1 s."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
+    dist.barrier()
+    if rank == 1:
+        return Events(folder).wait("over")
+    got = []
+    for text in ("broken pipe", "no such algorithm"):
+        error = RuntimeError(text)
+        with unittest.mock.patch.object(dist, "all_to_all_single", side_effect=error):
+            got.append(_raised_by(lambda: epmoe.World(timeout_s=WAIT_S)))
+    got.append(_raised_by(lambda: epmoe.World(group, timeout_s=WAIT_S)))
+    Events(folder).set("over")
+    return got
+
+
+def test_world_creation_turns_errors_of_the_process_group_into_its_own(tmp_path):
+    got = process_ranks(_group_fails, 2, str(tmp_path))[0]
+    check_outcomes([o for o, _ in got], ["PeerDied", "EpError", "EpTimeout"], within_s=5)
+    assert [cause for _, cause in got] == 3 * ["RuntimeError"]
+    assert [o.kind for o, _ in got] == ["PeerDied", "EpError", "EpTimeout"]
+    assert "no such algorithm" in got[1][0].text and "process group" in got[2][0].text
