@@ -1,19 +1,53 @@
-"""What epmoe owes torch's autograd: C writes tensors, and autograd does not see it."""
+"""What epmoe owes torch's autograd, which sees neither what C writes nor tangents that C does not carry."""
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version as mark_written
 
-__all__ = ["check_writable", "mark_written"]
+__all__ = ["check_mode", "check_writable", "mark_written"]
+
+
+def _has_tangent(tensors):
+    return any(isinstance(t, torch.Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _check_tangents(tensors):
+    if _has_tangent(tensors):
+        raise NotImplementedError("epmoe does not support forward-mode differentiation, but a tensor has a "
+                                  "tangent (torch.autograd.forward_ad): use backward() or "
+                                  "torch.autograd.grad()")
+
+
+# A compiler sees no tangents.  So inside of dual_level() it breaks the graph here, and Python runs this.
+_check_untraced = torch._disable_dynamo(_check_tangents)
+
+
+def check_mode(*tensors):
+    """Raise NotImplementedError inside a transform of torch.func, and for a tensor that has a tangent.
+
+    The transforms would take the gradients of the operators for zeros, and forward-mode differentiation the
+    tangents of their results.
+    """
+    is_dual = forward_ad._current_level >= 0  # inside of a dual_level(), at the cost of a look
+    if torch.compiler.is_compiling():
+        if is_dual:
+            _check_untraced(tensors)
+        return
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError("epmoe does not support torch.func's transforms: use torch.autograd")
+    if is_dual:
+        _check_tangents(tensors)
 
 
 def check_writable(name, *tensors):
-    """Raise RuntimeError for a tensor that requires grad, as torch's operations with out= do.
+    """Raise RuntimeError for a tensor that requires grad or has a tangent, as torch does for out=.
 
     Where this passes, the caller calls mark_written(tensors) before C writes them: a backward that has saved
     one of them, or a view of it, then raises an error instead of using the new numbers.
     """
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if isinstance(t, torch.Tensor) and t.requires_grad:
-                raise RuntimeError(f"{name} requires grad, but writing it has no gradient: call this under "
-                                   f"torch.no_grad(), or pass detach() of it")
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+        raise RuntimeError(f"{name} requires grad, but writing it has no gradient: call this under "
+                           f"torch.no_grad(), or pass detach() of it")
+    if forward_ad._current_level >= 0 and _has_tangent(tensors):
+        raise RuntimeError(f"{name} has a tangent (torch.autograd.forward_ad), which would not fit what is "
+                           f"written: pass detach() of it")

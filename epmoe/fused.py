@@ -4,6 +4,7 @@ import torch
 
 from . import _C, fused_ops  # fused_ops defines the operators
 from .activations import activate
+from .autograd import check_mode
 from .fused_parts import FusedParts, fuses
 from .gemm import add_bias, as_kernel, grouped_gemm
 from .layer import EPAll2AllLayer
@@ -128,6 +129,7 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
         Raises:
             ValueError: As preprocess and dispatch, and for weights or a bias of a wrong shape or device.
             TypeError: As preprocess and dispatch, and for weights or a bias of a wrong dtype.
+            NotImplementedError: As dispatch.
             PeerError: On the other ranks, when one rank raises ValueError or TypeError.
             EpIndexError: As preprocess.
             EpOverflow: As preprocess.
@@ -152,6 +154,7 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
             `mega_kernel_dispatch_token_moe_grouped_gemm` of Triton-distributed.
         """
         try:
+            check_mode(input, weight, gemm_weight, bias)
             self._check_product(gemm_weight, None, self.hidden, bias, activation)
             fused = self._is_fused(gemm_weight)
             if layout is None or not fused:
@@ -216,6 +219,7 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
         Raises:
             ValueError: As combine, and for weights or a bias of a wrong shape or device.
             TypeError: As combine, and for weights or a bias of a wrong dtype.
+            NotImplementedError: As dispatch.
             PeerError: On the other ranks, when one rank raises ValueError or TypeError.
             EpMismatch: As combine.
             PeerDied: On all surviving ranks, when a rank dies.
@@ -236,6 +240,7 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
         """
         fused = False
         try:
+            check_mode(gemm_input, weight, gemm_weight, bias)
             self._check_dispatched(layout)
             self._check_product(gemm_weight, self.hidden, None, bias, None)
             fused = self._is_fused(gemm_weight)

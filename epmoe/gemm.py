@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from . import _C
 from .activations import GptOss, activate, gpt_oss_numbers
+from .autograd import check_mode
 from .device import capabilities
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
@@ -146,6 +147,7 @@ def _backward(ctx, g):
     if ctx.kind != FORWARD:
         raise RuntimeError("the backward of a grouped GEMM has no backward of its own: use first "
                            "derivatives only")
+    check_mode(g, a, b)
     g = g.contiguous()
     op = torch.ops.epmoe.grouped_gemm
     da = op(g, b, offsets, None, None, DGRAD, 0, ctx.portable) if ctx.needs_input_grad[0] else None
@@ -281,6 +283,8 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
             rows.
         TypeError: For what is not a tensor, and for wrong dtypes.
         RuntimeError: For FP8, when a gradient is wanted.
+        NotImplementedError: For a tensor with a tangent of torch.autograd.forward_ad, and inside a transform
+            of torch.func.
 
     Examples:
         >>> import epmoe
@@ -305,6 +309,7 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         given = "neither" if counts is None else "both"
         raise ValueError(f"give either counts or offsets, got {given}")
     _check(x, weight, counts, offsets, bias, activation, row_weight)
+    check_mode(x, weight, bias, row_weight)
     if offsets is None:
         offsets = F.pad(counts.cumsum(0), (1, 0)).clamp(-1, 2**31 - 1).to(torch.int32)
     op = torch.ops.epmoe.grouped_gemm

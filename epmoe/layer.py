@@ -6,6 +6,7 @@ import itertools
 import torch
 
 from . import _C, ops
+from .autograd import check_mode
 from .device import pick_device, stream_of
 from .heap import SymmetricHeap
 from .layer_parts import (DTYPES, MODES, LayerParts, cast, default_num_sm, max_blocks, refuse_layer,
@@ -109,10 +110,9 @@ class EPAll2AllLayer(LayerParts):
     may_decode = True
 
     def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None,
-                 local_world_size=None,
-                 world_size=None, dtype=torch.bfloat16, weight_dtype=torch.float32, num_sm=None,
-                 enable_local_combine=False, *, combine_mode="scatter", capacity=None, num_buffers=1,
-                 reserve_sms=0, heap=None, device=None, timeout_s=None):
+                 local_world_size=None, world_size=None, dtype=torch.bfloat16, weight_dtype=torch.float32,
+                 num_sm=None, enable_local_combine=False, *, combine_mode="scatter", capacity=None,
+                 num_buffers=1, reserve_sms=0, heap=None, device=None, timeout_s=None):
         self.world = world_of(ep_group, heap, timeout_s)
         self.rank = self.world.rank
         self.world_size = self.world.size
@@ -196,7 +196,7 @@ class EPAll2AllLayer(LayerParts):
             PeerDied: On all surviving ranks, when a rank dies.
             EpTimeout: On all ranks, when one does not make the call before the timeout.
             EpClosed: After finalize.
-            NotImplementedError: On this rank, inside a transform of torch.func.
+            NotImplementedError: On this rank, inside a transform of torch.func.  PeerError on the others.
 
         Examples:
             >>> import epmoe
@@ -208,9 +208,7 @@ class EPAll2AllLayer(LayerParts):
         """
         self._check_buffer(_C.OP_PLAN, buffer)
         is_watched = ops.is_watched()
-        if ops.is_transformed():
-            error = NotImplementedError("epmoe does not support torch.func's transforms: use torch.autograd")
-            self._refuse(_C.OP_PLAN, error, buffer)
+        self._check_mode(buffer)
         if is_watched:
             plan = ops.plan(self, exp_indices, full_scatter_indices, buffer)
         else:
@@ -249,6 +247,7 @@ class EPAll2AllLayer(LayerParts):
             PeerDied: On all surviving ranks, when a rank dies.
             EpTimeout: On all ranks, when one does not make the call before the timeout.
             EpClosed: After finalize.
+            NotImplementedError: As preprocess, and for a tensor with a tangent (torch.autograd.forward_ad).
             EpIndexError: Without a layout, as preprocess.
             EpOverflow: Without a layout, as preprocess.
 
@@ -304,6 +303,7 @@ class EPAll2AllLayer(LayerParts):
             ValueError: On this rank, for a wrong shape or device, or a layout that has not been dispatched.
             TypeError: On this rank, for a wrong type or dtype.
             PeerError: On the other ranks, when one rank raises ValueError or TypeError.
+            NotImplementedError: As dispatch.
             EpMismatch: On all ranks, when they are not in the same call, or use different dispatches.
             PeerDied: On all surviving ranks, when a rank dies.
             EpTimeout: On all ranks, when one does not make the call before the timeout.
@@ -321,6 +321,7 @@ class EPAll2AllLayer(LayerParts):
             >>> layer.finalize()
         """
         try:
+            check_mode(input, weight)
             self._check_dispatched(layout)
             num_rows = layout._num_rows if self.capacity is None else self.capacity
             self._check_tensor("input rows", input, self.dtype, (num_rows, self.hidden))
@@ -332,8 +333,7 @@ class EPAll2AllLayer(LayerParts):
         with_grad = ops.requires_grad(input, weight)
         if with_grad or ops.is_watched():
             return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer,
-                               layout.num_tokens,
-                               with_grad)
+                               layout.num_tokens, with_grad)
         return self._combine(input, weight, None, layout.plan, layout.recv, layout.buffer,
                              layout.num_tokens)[0]
 

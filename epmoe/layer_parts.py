@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 from . import _C
+from .autograd import check_mode
 from .device import capabilities, pick_device, status_of, stream_of
 from .heap import SymmetricHeap
 from .layout import EPLayout
@@ -177,6 +178,12 @@ class LayerParts(Shared):
             n = self._num_buffers
             self._refuse(op, kind(f"buffer {buffer!r}: must be 0 to {n - 1}, the layer has {n}"), buffer)
 
+    def _check_mode(self, buffer):
+        try:
+            check_mode()
+        except NotImplementedError as error:
+            self._refuse(_C.OP_PLAN, error, buffer)
+
     def _refuse(self, op, error, buffer):
         """Report to the other ranks that this one cannot take part in op, then raise the error.
 
@@ -212,6 +219,7 @@ class LayerParts(Shared):
         itself learns it.
         """
         try:
+            check_mode(input, weight)
             if layout is None:
                 self._check_tensor("input", input, self.dtype, (None, self.hidden))
                 if exp_indices is None:

@@ -158,6 +158,7 @@ class LowLatencyAll2All(LowLatencyParts):
             ValueError: On this rank, for a wrong shape, device, fp8, layout, buffer or out.
             TypeError: On this rank, for a wrong type or dtype.
             RuntimeError: On this rank, when a gradient is wanted, also one of out.
+            NotImplementedError: On this rank, for a tensor with a tangent, and inside of torch.func.
             PeerError: On the other ranks, when one rank raises one of these.
             EpIndexError: On all ranks, for an index outside [-1, E] on any of them.
             EpMismatch: On all ranks, when they are not in the same call, or with different fp8.
@@ -235,6 +236,7 @@ class LowLatencyAll2All(LowLatencyParts):
             ValueError: On this rank, for a wrong shape or device, or another layer's handle.
             TypeError: On this rank, for a wrong type or dtype.
             RuntimeError: On this rank, when a gradient is wanted, also one of out.
+            NotImplementedError: On this rank, for a tensor with a tangent, and inside of torch.func.
             PeerError: On the other ranks, when one rank raises one of these.
             EpMismatch: On all ranks, when they are not in the same call, or use different dispatches.
             PeerDied: On all surviving ranks, when a rank dies.

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .autograd import mark_written
+from .autograd import check_mode, mark_written
 from .layer_parts import LayerParts, cast
 
 FP8 = {False: 0, True: 1, "pow2": 2, "ue8m0": 3}  # EpLlFp8
@@ -138,8 +138,10 @@ class LowLatencyParts(LayerParts):
         """Return the arguments of the module without the last, and the result."""
         self._check_idle(_C.OP_LL_DISPATCH, buffer)
         try:
+            written = out[:3] if type(out) is tuple else ()
             if torch.is_grad_enabled():
-                self._check_gradients(x, topk_weights, *(out[:3] if type(out) is tuple else ()))
+                self._check_gradients(x, topk_weights, *written)
+            check_mode(x, topk_weights, *written)
             if out is None:
                 out = self._make_result(fp8, layout)
             else:
@@ -216,6 +218,7 @@ class LowLatencyParts(LayerParts):
         try:
             if torch.is_grad_enabled():
                 self._check_gradients(y, out)
+            check_mode(y, out)
             self._check_handle(handle)
             if out is None:
                 out = self._numbers.new_empty((handle.num_tokens, self.hidden))

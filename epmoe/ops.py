@@ -12,6 +12,7 @@ import torch
 from torch._library.fake_impl import allocate_size
 
 from . import _C
+from .autograd import check_mode
 from .gemm import aligned, untraced
 
 layers = weakref.WeakValueDictionary()  # id -> layer
@@ -153,6 +154,7 @@ def _save_dispatch(ctx, inputs, output):
 def _dispatch_backward(ctx, d_rows, d_row_weight, _):
     plan, recv = ctx.saved_tensors
     with reporting(layer_of(ctx.layer), _C.OP_COMBINE, ctx.buffer, plan):
+        check_mode(d_rows, d_row_weight)
         d_rows = d_rows.contiguous()
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
     dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer,
@@ -178,6 +180,7 @@ def _combine_backward(ctx, d_out, d_scalar):
     plan, *weighted = ctx.saved_tensors  # read once: under checkpointing a second read is an error
     d_weight = None
     with reporting(layer_of(ctx.layer), _C.OP_DISPATCH, ctx.buffer, plan):
+        check_mode(d_out, d_scalar, *weighted)
         d_out = d_out.contiguous()
         d_scalar = d_scalar.contiguous() if ctx.has_scalar else None
     g, d_row_scalar, _ = torch.ops.epmoe.dispatch(d_out, d_scalar, plan, ctx.layer, ctx.buffer, ctx.num_rows)
@@ -202,14 +205,6 @@ def is_watched():
     """
     return (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
             or torch._C._len_torch_dispatch_stack() > 0)
-
-
-def is_transformed():
-    """Whether this runs inside a transform of torch.func.
-
-    It would take the gradients of the operators for zeros.
-    """
-    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def requires_grad(*tensors):
