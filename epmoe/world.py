@@ -41,8 +41,8 @@ class World(Shared):
 
     Layers and heaps of one group share a world, which the first of them creates (see World.of).  After that
     world has ended, new layers and heaps raise the reason of its end, until World(group) on all ranks
-    replaces it.  A world outlives its group: a program that continues after destroy_process_group must call
-    World.of(group).close() before it.
+    replaces it.  A process has at most 256 open worlds.  A world outlives its group: a program that continues
+    after destroy_process_group must call World.of(group).close() before it.
 
     A world is also a context manager.  Leaving the block closes the world; leaving it by an exception leaves
     the world at once, without waiting, and the other ranks raise PeerDied.

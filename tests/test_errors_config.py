@@ -219,4 +219,4 @@ def test_errors_config_too_many_buffers(ranks):
     """A world has at most 256 communication buffers. The heap uses one of them. The message has the limit."""
     for num_layers, name, text in ranks(make_layers_until_error, world_size=2, at_least=2):
         assert (num_layers, name) == (15, "HeapExhausted"), text
-        assert "at most 256 communication buffers: finalize layers or close heaps" in text
+        assert "at most 256 communication buffers, one for each heap and num_buffers for each layer" in text

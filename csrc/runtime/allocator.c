@@ -21,10 +21,12 @@ static void insert_block(EpAllocator *a, uint32_t at, EpBlock b) {
 
 int ep_allocator_take(EpAllocator *a, uint64_t num_bytes, uint64_t alignment, uint64_t *off) {
     EpHeapStats s;
-    if (a->num_blocks + 2 > EP_MAX_BLOCKS)
-        return ep_error(EP_ENOMEM, "a heap holds at most %u allocations: free some, or make another heap",
-                        EP_MAX_BLOCKS / 2);
     ep_allocator_stats(a, &s);
+    if (s.num_allocations >= EP_MAX_ALLOCATIONS || a->num_blocks + 2 > EP_MAX_BLOCKS)
+        return ep_error(EP_ENOMEM,
+                        "a heap holds at most %u allocations, and this one has %llu: free some, make one "
+                        "larger allocation instead of several, or make another heap",
+                        EP_MAX_ALLOCATIONS, (unsigned long long)s.num_allocations);
     /* Round up only a size that may fit. A larger size fails below, and rounding it up could overflow. */
     if (num_bytes <= s.free_bytes) num_bytes = ep_align_u64(num_bytes, EP_HEAP_ALIGN);
     if (alignment < EP_HEAP_ALIGN) alignment = EP_HEAP_ALIGN;

@@ -8,7 +8,10 @@
 #define EP_ALLOCATOR_H
 #include "epmoe.h"
 
-#define EP_MAX_BLOCKS 1024u
+#define EP_MAX_ALLOCATIONS 1024u /* besides those of the heap itself, which are at most EP_MAX_KEPT */
+#define EP_MAX_KEPT 8u
+/* Between n allocations are at most n + 1 free blocks. */
+#define EP_MAX_BLOCKS (2u * (EP_MAX_ALLOCATIONS + EP_MAX_KEPT) + 1u)
 #define EP_HEAP_ALIGN 256u /* of every block; a larger alignment may leave a free block before it */
 
 typedef struct {
@@ -23,8 +26,8 @@ typedef struct {
 } EpAllocator;
 
 void ep_allocator_open(EpAllocator *a, uint64_t num_bytes);
-/* Allocate num_bytes (at least 1) at a multiple of alignment, a power of two. EP_ENOMEM: the text says how
- * many bytes were needed and how many are free. */
+/* Allocate num_bytes (at least 1) at a multiple of alignment, a power of two. EP_ENOMEM: there are
+ * EP_MAX_ALLOCATIONS, or the text says how many bytes were needed and how many are free. */
 int ep_allocator_take(EpAllocator *a, uint64_t num_bytes, uint64_t alignment, uint64_t *off);
 /* 0 if an allocation begins at this offset that give_back would accept; otherwise EP_EINVAL. */
 int ep_allocator_check(const EpAllocator *a, uint64_t off);

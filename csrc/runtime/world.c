@@ -54,7 +54,10 @@ static int add_to_list(EpWorld *w) {
         EpWorld *empty = NULL;
         if (atomic_compare_exchange_strong(&worlds_here[i], &empty, w)) return 0;
     }
-    return ep_error(EP_ENOMEM, "a process holds at most %u worlds: close some", MAX_WORLDS);
+    return ep_error(EP_ENOMEM,
+                    "a process holds at most %u open worlds: close some, or let layers and heaps share one "
+                    "(World.of)",
+                    MAX_WORLDS);
 }
 static void remove_from_list(EpWorld *w) {
     lock_list();
@@ -225,7 +228,10 @@ int ep_world_close(EpWorld *w, bool collective) {
     }
     /* If operations are in flight, ep_world_release joins the watchdog thread, after the last heap has
      * released the world. Until then the thread can still end their waits. */
-    if (!is_busy) join_and_close(w);
+    if (!is_busy) {
+        join_and_close(w);
+        remove_from_list(w); /* it has no descriptors left, so it does not count */
+    }
     return code ? ep_error(code, "%s", why) : 0;
 }
 
@@ -326,10 +332,13 @@ int ep_world_watch(EpWorld *w, const EpCommBuffer *buffer) {
             code = 0;
         }
     pthread_mutex_unlock(&w->lock);
-    return code ? ep_error(code,
-                           "a world holds at most %u communication buffers: finalize layers or close heaps",
-                           EP_MAX_WATCHED)
-                : 0;
+    return code
+               ? ep_error(code,
+                          "a world holds at most %u communication buffers, one for each heap and num_buffers "
+                          "for each layer: let modules share a layer (layer=) or layers share a heap "
+                          "(heap=), finalize layers or close heaps",
+                          EP_MAX_WATCHED)
+               : 0;
 }
 
 void ep_world_unwatch(EpWorld *w, const EpCommBuffer *buffer) {

@@ -1,6 +1,7 @@
 /* test_heap.c - the symmetric heap: allocations, data and signals between ranks, creation, and calls after
  * close. */
 #include "harness.h"
+#include "runtime/allocator.h"
 #include "runtime/world.h"
 
 enum { NUM_OFFS = 24 };
@@ -268,7 +269,7 @@ static bool heap_full_body(Rank *me, void *arg) {
     EpLayerConfig config = {{2, 2, 1, 1, 4, EP_F32, EP_COMBINE_LOCAL, 2}, 16, 1, 0};
     EpLayer *layers[20];
     uint32_t num_layers = 0, num_allocations = 0;
-    uint64_t offs[1100], used;
+    uint64_t offs[EP_MAX_ALLOCATIONS + 1], used;
     EpHeapStats s;
     int code = 0;
     (void)arg;
@@ -278,9 +279,11 @@ static bool heap_full_body(Rank *me, void *arg) {
     ep_heap_stats(me->heap, &s);
     CHECK(me, s.num_allocations == 16ull * num_layers);
     used = s.used_bytes;
-    while (num_allocations < 1100 && !(code = alloc_heap(me, 1, &offs[num_allocations]))) num_allocations++;
+    while (num_allocations <= EP_MAX_ALLOCATIONS && !(code = alloc_heap(me, 1, &offs[num_allocations])))
+        num_allocations++;
     CHECK_CODE(me, EP_ENOMEM, code);
-    CHECK(me, strstr(ep_error_text(), "allocations") && num_allocations > 500);
+    CHECK(me, strstr(ep_error_text(), "allocations"));
+    CHECK(me, num_allocations + 16 * num_layers == EP_MAX_ALLOCATIONS);
     while (num_allocations) CHECK_CODE(me, 0, ep_heap_free(me->heap, offs[--num_allocations]));
     ep_heap_stats(me->heap, &s);
     CHECK(me, s.used_bytes == used);
