@@ -39,6 +39,9 @@ WORLD_SIZE = int(os.environ["WORLD_SIZE"]) if TORCHRUN else 0
 NUM_LOCAL = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD_SIZE))
 THREADS_ON_CUDA = not TORCHRUN and os.environ.get("EPMOE_TEST_THREADS") == "cuda"
 ON_CUDA = (TORCHRUN or THREADS_ON_CUDA) and CAN_CUDA and not FORCED_CPU
+# Processes that a test starts find the epmoe that is tested, also where pytest was not started by make.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(os.path.dirname(epmoe.__file__)),
+                                                         os.environ.get("PYTHONPATH")]))
 # Only a hang reaches this limit, also on a busy machine.
 DEFAULT_TIMEOUT_S = 60.0 if TORCHRUN or THREADS_ON_CUDA else 300.0
 

@@ -1,5 +1,6 @@
 """The cost of an import, the libraries and symbols of the module, and its copy of DLPack's structures."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -39,6 +40,15 @@ def test_import_does_not_import_the_compiler():
               "print(before or 'torch._dynamo' not in sys.modules)")
     done = run(sys.executable, "-c", script)
     assert done.stdout.strip() == "True", done.stderr
+
+
+def test_import_needs_no_path_in_the_environment():
+    """A test that runs a script passes without the PYTHONPATH that the Makefile sets."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    test = "tests/test_heap_alloc.py::test_heap_deleted_by_one_thread_stays_mapped"
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", test], cwd=ROOT, env=environment,
+                          capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout
 
 
 def test_import_starts_no_process_group_gpu_or_thread():
