@@ -151,24 +151,31 @@ typedef struct {
     uint32_t num_sm;      /* CUDA: CTAs that move tokens; CPU: worker threads */
     /* CUDA: SMs that no operation uses; like num_sm, it may differ between ranks */
     uint32_t reserve_sms;
+    uint32_t expert_alignment; /* the rows of an expert are padded to a multiple of it; 0 and 1: no padding */
+    uint32_t
+        expert_capacity;  /* every expert has exactly so many rows, with padding; 0: as many as it needs */
+    uint32_t host_counts; /* nonzero: the rows of each expert go to the host together with M */
 } EpLayerConfig;
 
 /* The fields of a configuration, in the order in which the Python module takes them.
  * AGREED(field, name, kind): all ranks must have the same value. LOCAL(field, name): they may differ.
  * name is what a user calls the field. kind is what an error shows: a NUMBER, or the name of a DTYPE or of a
  * MODE. */
-#define EP_CONFIG_FIELDS(AGREED, LOCAL)              \
-    AGREED(shape.num_ranks, "ranks", NUMBER)         \
-    AGREED(shape.num_experts, "num_experts", NUMBER) \
-    AGREED(shape.num_topk, "topk", NUMBER)           \
-    AGREED(shape.max_tokens, "max_tokens", NUMBER)   \
-    AGREED(shape.hidden, "hidden", NUMBER)           \
-    AGREED(shape.dtype, "dtype", DTYPE)              \
-    AGREED(shape.combine_mode, "combine_mode", MODE) \
-    AGREED(shape.capacity, "capacity", NUMBER)       \
-    AGREED(num_buffers, "num_buffers", NUMBER)       \
-    LOCAL(num_sm, "num_sm")                          \
-    LOCAL(reserve_sms, "reserve_sms")
+#define EP_CONFIG_FIELDS(AGREED, LOCAL)                  \
+    AGREED(shape.num_ranks, "ranks", NUMBER)             \
+    AGREED(shape.num_experts, "num_experts", NUMBER)     \
+    AGREED(shape.num_topk, "topk", NUMBER)               \
+    AGREED(shape.max_tokens, "max_tokens", NUMBER)       \
+    AGREED(shape.hidden, "hidden", NUMBER)               \
+    AGREED(shape.dtype, "dtype", DTYPE)                  \
+    AGREED(shape.combine_mode, "combine_mode", MODE)     \
+    AGREED(expert_alignment, "expert_alignment", NUMBER) \
+    AGREED(expert_capacity, "expert_capacity", NUMBER)   \
+    AGREED(shape.capacity, "capacity", NUMBER)           \
+    AGREED(num_buffers, "num_buffers", NUMBER)           \
+    LOCAL(num_sm, "num_sm")                              \
+    LOCAL(reserve_sms, "reserve_sms")                    \
+    LOCAL(host_counts, "host_counts")
 /* Check a configuration: 0, or an error. num_bytes: heap bytes that ep_layer_create will allocate. */
 int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes);
 /* Collective: check that all ranks have the same configuration; if not, the error names the field.
@@ -215,6 +222,10 @@ EP_OPERATIONS(X, B)
 /* Wait on the host for the number of rows of a plan of this buffer. plan NULL means the newest plan. */
 int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream,
                       uint32_t *num_rows);
+/* The same for the newest plan of a layer with host_counts. expert_rows: the rows of each local expert, with
+ * padding; valid until the next plan of this buffer. */
+int ep_layer_expert_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream,
+                         const int32_t **expert_rows, uint32_t *num_experts);
 /* Enter operation `op` only to report that this rank failed with `code`. The other ranks raise an error
  * instead of waiting. */
 int ep_layer_refuse(EpLayer *layer, uint32_t buffer, uint32_t op, int code, void *stream);

@@ -22,6 +22,9 @@ class FusedParts:
     def _check_options(self):
         if self.combine_order not in ("fuse_scatter", "serial"):
             raise ValueError(f"combine_order {self.combine_order!r}: must be fuse_scatter or serial")
+        if self.expert_alignment > 1 or self.expert_capacity is not None:
+            raise ValueError("expert_alignment and expert_capacity are options of EPAll2AllLayer: the fused "
+                             "kernels have no padding rows")
         if not self.token_saving:  # every choice becomes a token of its own
             self._copies = self.topk
             self.max_tokens *= self.topk

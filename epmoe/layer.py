@@ -9,9 +9,8 @@ from . import _C, ops
 from .autograd import check_mode
 from .device import pick_device, stream_of
 from .heap import SymmetricHeap
-from .layer_parts import (DTYPES, MODES, LayerParts, cast, default_num_sm, max_blocks, refuse_layer,
+from .layer_parts import (MODES, LayerParts, cast, check_kinds, default_num_sm, max_blocks, refuse_layer,
                           world_of)
-from .layout import EPLayout
 
 _ids = itertools.count()
 
@@ -52,6 +51,13 @@ class EPAll2AllLayer(LayerParts):
         capacity: The most rows that a rank can receive.  None: outputs have exactly M rows, which costs one
             host read of M per call.  A number: outputs have `capacity` rows, the host reads nothing, and the
             layer can be captured in a CUDA graph; a call with more rows raises EpOverflow.
+        expert_alignment: The rows of each expert begin at a multiple of it.  Padding rows are zero, combine
+            ignores them, and M and `capacity` count them: up to expert_alignment - 1 for each expert.
+        expert_capacity: None, or the rows of each expert, a constant: outputs have L * expert_capacity rows
+            and are [L, expert_capacity, H] as a view.  As with capacity, the host reads nothing.  A call with
+            more rows for an expert raises EpOverflow.
+        host_counts: Read the rows of each expert together with M: layout.tokens_per_expert_list then waits
+            for nothing.  Not with a capacity.  May differ between ranks.
         num_buffers: Communication buffers, 1 to 16.  On the CPU, calls on different buffers may come from
             several threads at once.
         reserve_sms: CUDA: SMs that no operation of this layer takes; may differ between ranks.  They are room
@@ -112,22 +118,15 @@ class EPAll2AllLayer(LayerParts):
     def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None,
                  local_world_size=None, world_size=None, dtype=torch.bfloat16, weight_dtype=torch.float32,
                  num_sm=None, enable_local_combine=False, *, combine_mode="scatter", capacity=None,
-                 num_buffers=1, reserve_sms=0, heap=None, device=None, timeout_s=None):
+                 expert_alignment=1, expert_capacity=None, host_counts=False, num_buffers=1, reserve_sms=0,
+                 heap=None, device=None, timeout_s=None):
         self.world = world_of(ep_group, heap, timeout_s)
         self.rank = self.world.rank
         self.world_size = self.world.size
         try:
             self._check_heap(heap, device)
             self._check_group(rank, world_size, local_world_size)
-            if num_tot_experts is None:
-                raise TypeError("num_tot_experts is missing: pass the number of experts of all ranks")
-            if dtype not in DTYPES:
-                raise TypeError(f"dtype {dtype}: must be float32, float16 or bfloat16")
-            if not isinstance(weight_dtype, torch.dtype) or not weight_dtype.is_floating_point:
-                raise TypeError(f"weight_dtype {weight_dtype}: must be a floating-point dtype")
-            if combine_mode not in MODES:
-                raise ValueError(f"combine_mode {combine_mode!r}: must be scatter or gather (serial and "
-                                 f"fuse_scatter are values of combine_order)")
+            check_kinds(num_tot_experts, dtype, weight_dtype, combine_mode)
             self.max_tokens = int(max_tokens)
             self.hidden = int(hidden)
             self.topk = int(topk)
@@ -136,6 +135,7 @@ class EPAll2AllLayer(LayerParts):
             self.dtype = dtype
             self.weight_dtype = weight_dtype
             self.capacity = None if capacity is None else int(capacity)
+            self._set_padding(expert_alignment, expert_capacity, host_counts)
             self.device = heap.device if heap is not None else pick_device(device)
             self._num_blocks = max_blocks(self.device, int(reserve_sms))
             self._check_options()
@@ -179,7 +179,8 @@ class EPAll2AllLayer(LayerParts):
                 rank, chosen by the caller: int32 [T, K] of this rank's tokens, or [sum of all ranks' T, K] in
                 rank order.  The rows of a rank must be a permutation of 0 .. M-1.  Only their range is
                 checked, because no rank sees all of them.  If a row is given twice, another is missing and is
-                undefined; a fused dispatch + GEMM waits for it up to twice the timeout (EpTimeout).
+                undefined; a fused dispatch + GEMM waits for it up to twice the timeout (EpTimeout).  None in
+                a layer with expert_alignment or expert_capacity.
             buffer: The communication buffer to use, 0 to num_buffers - 1.
 
         Returns:
@@ -207,16 +208,7 @@ class EPAll2AllLayer(LayerParts):
             >>> layer.finalize()
         """
         self._check_buffer(_C.OP_PLAN, buffer)
-        is_watched = ops.is_watched()
-        self._check_mode(buffer)
-        if is_watched:
-            plan = ops.plan(self, exp_indices, full_scatter_indices, buffer)
-        else:
-            plan = self._plan(exp_indices, full_scatter_indices, buffer)
-        num_rows = None
-        if self.capacity is None and not is_watched:
-            num_rows = self._num_rows(plan, buffer)
-        return EPLayout(self, plan, exp_indices.shape[0], buffer, num_rows)
+        return self._make_layout(exp_indices, full_scatter_indices, buffer)
 
     def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
                  buffer=0):
@@ -238,6 +230,7 @@ class EPAll2AllLayer(LayerParts):
             A tuple (rows, row_weights, layout).  rows is [M, H] of the layer's dtype, ordered by local
                 expert, then source rank, token, choice.  row_weights is [M] of weight_dtype, or None without
                 weight. With a capacity they are [capacity, H] and [capacity], zero after the first M.
+                Padding rows (expert_alignment, expert_capacity) and their weights are zero.
 
         Raises:
             ValueError: On this rank, for a wrong shape, device or layout.

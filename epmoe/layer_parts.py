@@ -10,7 +10,7 @@ import contextlib
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
-from . import _C
+from . import _C, ops
 from .autograd import check_mode
 from .device import capabilities, pick_device, status_of, stream_of
 from .heap import SymmetricHeap
@@ -32,6 +32,19 @@ def default_num_sm(device, row_bytes):
     if device.type == "cpu":
         return 1
     return 64 if row_bytes >= 4096 else 96
+
+
+def check_kinds(num_tot_experts, dtype, weight_dtype, combine_mode):
+    """Check the arguments of a layer that are not numbers, and that there is a number of experts."""
+    if num_tot_experts is None:
+        raise TypeError("num_tot_experts is missing: pass the number of experts of all ranks")
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype {dtype}: must be float32, float16 or bfloat16")
+    if not isinstance(weight_dtype, torch.dtype) or not weight_dtype.is_floating_point:
+        raise TypeError(f"weight_dtype {weight_dtype}: must be a floating-point dtype")
+    if combine_mode not in MODES:
+        raise ValueError(f"combine_mode {combine_mode!r}: must be scatter or gather (serial and fuse_scatter "
+                         f"are values of combine_order)")
 
 
 def max_blocks(device, reserve_sms):
@@ -80,6 +93,9 @@ class LayerParts(Shared):
     """The private half of EPAll2AllLayer."""
 
     is_of_module = False  # whether an EPMoE uses the layer: see ops.rows_to_trace
+    expert_alignment = 1
+    expert_capacity = None
+    host_counts = False
 
     def __enter__(self):
         return self
@@ -106,14 +122,35 @@ class LayerParts(Shared):
                 raise ValueError(f"{name}={got}, but the group says {want} (all ranks must be on one node): "
                                  f"leave it out")
 
+    def _set_padding(self, expert_alignment, expert_capacity, host_counts):
+        """Set how many rows an expert has beside those that arrive, and whether the host is told."""
+        self.expert_alignment = int(expert_alignment)
+        if self.expert_alignment < 1:
+            raise ValueError(f"expert_alignment {expert_alignment}: must be at least 1")
+        if expert_capacity is not None:
+            self.expert_capacity = int(expert_capacity)
+            if self.expert_capacity < 1:
+                raise ValueError(f"expert_capacity {expert_capacity}: must be at least 1 row")
+            if self.capacity is not None:
+                raise ValueError(f"capacity {self.capacity} with expert_capacity {expert_capacity}: leave "
+                                 f"capacity out, it is the expert_capacity times the experts of a rank")
+            self.capacity = self.num_local_experts * self.expert_capacity
+        self.host_counts = bool(host_counts)
+        if self.host_counts and self.capacity is not None:
+            raise ValueError("host_counts with a capacity or an expert_capacity, with which the host reads "
+                             "nothing: leave one of them out")
+
     def _make_config(self, mode, reserve_sms):
         """Return the Config."""
-        most_rows = min(self.world_size * self.max_tokens * self.topk, (1 << 31) - 1)
+        padding = self.num_local_experts * (self.expert_alignment - 1)
+        most_rows = min(self.world_size * self.max_tokens * self.topk + padding, (1 << 31) - 1)
         capacity = most_rows if self.capacity is None else self.capacity
         return Config(ranks=self.world_size, num_experts=self.num_experts, topk=self.topk,
                       max_tokens=self.max_tokens, hidden=self.hidden, dtype=DTYPES[self.dtype],
-                      combine_mode=mode, capacity=capacity, num_buffers=self._num_buffers,
-                      num_sm=self._num_sm, reserve_sms=reserve_sms)
+                      combine_mode=mode, expert_alignment=self.expert_alignment,
+                      expert_capacity=self.expert_capacity or 0, capacity=capacity,
+                      num_buffers=self._num_buffers, num_sm=self._num_sm, reserve_sms=reserve_sms,
+                      host_counts=self.host_counts)
 
     def _check_options(self):
         """Check the options of a subclass.  May change topk and max_tokens."""
@@ -142,6 +179,21 @@ class LayerParts(Shared):
 
     def _num_rows(self, plan, buffer):
         return _C.layer_num_rows(self._c, buffer, plan)
+
+    def _make_layout(self, exp_indices, scatter, buffer):
+        is_watched = ops.is_watched()
+        self._check_mode(buffer)
+        if is_watched:
+            plan = ops.plan(self, exp_indices, scatter, buffer)
+        else:
+            plan = self._plan(exp_indices, scatter, buffer)
+        num_rows = expert_rows = None
+        if self.host_counts and not is_watched:
+            expert_rows = _C.layer_expert_rows(self._c, buffer, plan)
+            num_rows = sum(expert_rows)
+        elif self.capacity is None and not is_watched:
+            num_rows = self._num_rows(plan, buffer)
+        return EPLayout(self, plan, exp_indices.shape[0], buffer, num_rows, expert_rows)
 
     def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False):
         try:

@@ -13,7 +13,7 @@ class EPLayout:
     tensor on the layer's device; do not write to them.
 
     Letters: W ranks, E experts, L = E/W experts of this rank, T tokens, K choices per token, M rows that this
-    rank receives.
+    rank receives, with the padding rows of a layer with expert_alignment or expert_capacity.
 
     Attributes:
         layer: The layer that made the plan, and the only one that can use it.
@@ -36,15 +36,16 @@ class EPLayout:
         >>> layer.finalize()
     """
 
-    __slots__ = ("layer", "plan", "recv", "num_tokens", "buffer", "_num_rows", "_at")
+    __slots__ = ("layer", "plan", "recv", "num_tokens", "buffer", "_num_rows", "_expert_rows", "_at")
 
-    def __init__(self, layer, plan, num_tokens, buffer, num_rows):
+    def __init__(self, layer, plan, num_tokens, buffer, num_rows, expert_rows=None):
         self.layer = layer
         self.plan = plan
         self.recv = None
         self.num_tokens = num_tokens
         self.buffer = buffer
         self._num_rows = num_rows  # None with a capacity: only the device knows
+        self._expert_rows = expert_rows  # of each local expert, with host_counts
         self._at = None  # name of a part -> offset, once it is needed
 
     def _offset(self, name):
@@ -86,8 +87,27 @@ class EPLayout:
 
     @property
     def tokens_per_expert(self):
-        """[L] int32: the number of rows of each local expert."""
+        """[L] int32: the number of rows of each local expert, with padding rows."""
         return self.expert_offsets.diff()
+
+    @property
+    def tokens_per_expert_list(self):
+        """[L] ints on the host: the number of rows of each local expert, with padding rows.
+
+        A layer with host_counts has read it together with num_rows.  Otherwise this reads the device on each
+        access.
+        """
+        return self.tokens_per_expert.tolist() if self._expert_rows is None else list(self._expert_rows)
+
+    @property
+    def unpadded_tokens_per_expert(self):
+        """[L] int32: the number of rows of each local expert, without padding rows.
+
+        They are the first ones of the expert.
+        """
+        first = self.layer.rank * self.layer.num_local_experts
+        of_local = self.counts.narrow(1, first, self.layer.num_local_experts)
+        return of_local.sum(0, dtype=torch.int32)
 
     @property
     def token_dst_scatter_idx(self):
@@ -128,10 +148,13 @@ class EPLayout:
 
         Computed from counts on each access.
         """
-        world_size = self.layer.world_size
+        world_size, align = self.layer.world_size, self.layer.expert_alignment
         per_source = self.counts.view(world_size, world_size, -1).permute(1, 2, 0)  # [r, l, w]
-        rows = per_source.reshape(world_size, -1)
-        return (rows.cumsum(1, dtype=torch.int32) - rows).view(per_source.shape)
+        ends = per_source.cumsum(2, dtype=torch.int32)
+        rows = (ends[:, :, -1] + (align - 1)) // align * align
+        if self.layer.expert_capacity is not None:
+            rows = torch.full_like(rows, self.layer.expert_capacity)
+        return (rows.cumsum(1, dtype=torch.int32) - rows)[:, :, None] + ends - per_source
 
     @property
     def num_tiles(self):

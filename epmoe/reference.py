@@ -14,17 +14,20 @@ import torch.nn.functional as F
 from .activations import activate
 
 
-def plan(indices, num_experts):
+def plan(indices, num_experts, expert_alignment=1, expert_capacity=None):
     """Compute where every choice goes.
 
     Args:
         indices: Per rank [T, K] integers, the experts of each token; -1 and E mean dropped.  T may differ.
         num_experts: E, a multiple of the number of ranks.
+        expert_alignment: The rows of an expert are padded to a multiple of it.
+        expert_capacity: None, or the rows of each expert, with padding; it has no more choices.
 
     Returns:
         A dict: counts [W, E], the choices of rank w for expert e; rows, per rank [M, 3] of (source rank,
-            token, choice) in row order; token_row, per rank [T, K], the row at the expert's rank, or -1;
-            send_tokens [W, W], the distinct tokens from rank to rank.  All are int64 on the CPU.
+            token, choice) in row order, and -1 for a padding row; expert_rows [E], the rows of each expert,
+            with padding; token_row, per rank [T, K], the row at the expert's rank, or -1; send_tokens [W, W],
+            the distinct tokens from rank to rank.  All are int64 on the CPU.
 
     Examples:
         >>> import torch
@@ -53,14 +56,21 @@ def plan(indices, num_experts):
     entries = entries[order]
     token_row = [torch.full(tuple(i.shape), -1, dtype=torch.int64) for i in indices]
     rows = []
+    num = counts.sum(0)
+    expert_rows = -(-num // expert_alignment) * expert_alignment
+    if expert_capacity is not None:
+        expert_rows = torch.full_like(num, expert_capacity)
     for r in range(num_ranks):
         mine = entries[entries[:, 0] // local == r]
-        rows.append(mine[:, 1:])
-        at = torch.arange(len(mine))
+        here = slice(r * local, (r + 1) * local)
+        padding = (expert_rows - num)[here]
+        at = torch.arange(len(mine)) + (padding.cumsum(0) - padding)[mine[:, 0] - r * local]
+        rows.append(mine.new_full((int(expert_rows[here].sum()), 3), -1).index_copy(0, at, mine[:, 1:]))
         for w in range(num_ranks):
             of = mine[:, 1] == w
             token_row[w][mine[of, 2], mine[of, 3]] = at[of]
-    return {"counts": counts, "rows": rows, "token_row": token_row, "send_tokens": send_tokens}
+    return {"counts": counts, "rows": rows, "expert_rows": expert_rows, "token_row": token_row,
+            "send_tokens": send_tokens}
 
 
 def dispatch(xs, p):
@@ -83,7 +93,7 @@ def dispatch(xs, p):
     """
     out = []
     for rows in p["rows"]:
-        got = xs[0].new_empty(len(rows), *xs[0].shape[1:])
+        got = xs[0].new_zeros(len(rows), *xs[0].shape[1:])
         for w, x in enumerate(xs):
             of = rows[:, 0] == w
             got[of.to(got.device)] = x[rows[of, 1].to(x.device)]
@@ -110,7 +120,7 @@ def dispatch_weights(ws, p):
     """
     out = []
     for rows in p["rows"]:
-        got = ws[0].new_empty(len(rows))
+        got = ws[0].new_zeros(len(rows))
         for w, weight in enumerate(ws):
             of = rows[:, 0] == w
             got[of.to(got.device)] = weight[rows[of, 1].to(weight.device), rows[of, 2].to(weight.device)]

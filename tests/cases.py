@@ -44,6 +44,12 @@ class Case:
     num_sm: int | None = None
     num_buffers: int = 1
     seed: int = 0
+    expert_alignment: int = 1
+    expert_capacity: int | None = None
+
+    def plan(self, indices):
+        return reference.plan(indices, self.num_local * len(indices), self.expert_alignment,
+                              self.expert_capacity)
 
     def __str__(self):
         return "-".join(str(v).removeprefix("torch.") for v in dataclasses.astuple(self))
@@ -125,11 +131,10 @@ def rows_for_combine(case, rank, num_rows, num_valid):
 
 def capacity_of(case, num_ranks):
     if case.capacity == "roomy":
-        return num_ranks * case.max_tokens * case.topk + 5
+        return num_ranks * case.max_tokens * case.topk + 5 + case.num_local * (case.expert_alignment - 1)
     if case.capacity == "exact":
         indices = [indices_of(case, r, num_ranks) for r in range(num_ranks)]
-        plan = reference.plan(indices, case.num_local * num_ranks)
-        return max(1, max(len(rows) for rows in plan["rows"]))
+        return max(1, max(len(rows) for rows in case.plan(indices)["rows"]))
     return None
 
 
@@ -141,7 +146,8 @@ def make_layer(world, device, case, **options):
     """
     options = {"combine_mode": "scatter" if case.mode == "local" else case.mode,
                "enable_local_combine": case.mode == "local", "capacity": capacity_of(case, world.size),
-               "num_sm": case.num_sm, "num_buffers": case.num_buffers, "device": device} | options
+               "num_sm": case.num_sm, "num_buffers": case.num_buffers, "device": device,
+               "expert_alignment": case.expert_alignment, "expert_capacity": case.expert_capacity} | options
     if "heap" in options:
         del options["device"]
     layer = epmoe.EPAll2AllLayer(world, case.max_tokens, case.hidden, case.topk,
@@ -160,7 +166,7 @@ def layout_parts(layout):
     """All parts of a layout, by name."""
     names = ("counts", "expert_offsets", "tokens_per_expert", "token_dst_scatter_idx", "token_sort_indices",
              "token_slots", "send_tokens", "recv_tokens", "recv_offsets", "rows_per_rank", "tile_expert",
-             "tile_row")
+             "tile_row", "unpadded_tokens_per_expert")
     tensors = {n: getattr(layout, n).clone() for n in names}
     return tensors | {"num_rows": layout.num_rows, "num_tiles": layout.num_tiles}
 
@@ -177,6 +183,10 @@ def run_routing(layer, case, *, layout=None, buffer=0):
     else:
         rows, row_weight, layout = layer.dispatch(args[0], weight=args[1], layout=layout)
     y, w = rows_for_combine(case, rank, len(rows), layout.num_rows)
+    ends, num = layout.expert_offsets.tolist(), layout.unpadded_tokens_per_expert.tolist()
+    for first, n, end in zip(ends, num, ends[1:]):  # padding rows
+        for t in (y,) if w is None else (y, w):
+            t[first + n : end] = torch.nan
     out = layer.combine(y.to(**to), layout, None if w is None else w.to(**to))
     return {"idx": idx, "x": x, "weight": weight, "rows": rows, "row_weight": row_weight, "y": y, "w": w,
             "out": out, **layout_parts(layout)}
@@ -239,16 +249,14 @@ def slots_by_hand(idx, num_experts, num_ranks):
     return slots
 
 
-def recv_offsets_by_hand(counts, size, local):
+def recv_offsets_by_hand(counts, size, local, expert_rows):
     """[W, L, W]: the first row of each (rank, local expert, source). Rows are sorted in this order."""
     offsets = []
     for rank in range(size):
         at, of_rank = 0, []
         for e in range(rank * local, (rank + 1) * local):
-            of_rank.append([])
-            for source in range(size):
-                of_rank[-1].append(at)
-                at += counts[source][e]
+            of_rank.append([at + sum(counts[v][e] for v in range(source)) for source in range(size)])
+            at += expert_rows[e]
         offsets.append(of_rank)
     return offsets
 
@@ -268,10 +276,12 @@ def check_plan(results, num_experts, plan=None):
         flat = got["idx"].long().reshape(-1)
         kept = (flat >= 0) & (flat < num_experts)
         order = torch.argsort(torch.where(kept, flat, num_experts), stable=True)[: int(kept.sum())]
-        rows_of_expert = p["counts"].sum(0)[rank * local : (rank + 1) * local]
+        here = slice(rank * local, (rank + 1) * local)
+        rows_of_expert = p["expert_rows"][here]
         offsets = [0] + rows_of_expert.cumsum(0).tolist()
         same_numbers(got["counts"], p["counts"], where + "counts")
         same_numbers(got["tokens_per_expert"], rows_of_expert, where + "tokens_per_expert")
+        same_numbers(got["unpadded_tokens_per_expert"], p["counts"].sum(0)[here], where + "unpadded tokens")
         same_numbers(got["expert_offsets"], offsets, where + "expert_offsets")
         same_numbers(got["num_rows"], len(p["rows"][rank]), where + "num_rows")
         same_numbers(got["rows_per_rank"], [len(rows) for rows in p["rows"]], where + "rows_per_rank")
@@ -282,11 +292,10 @@ def check_plan(results, num_experts, plan=None):
         same_numbers(got["token_slots"], slots_by_hand(got["idx"], num_experts, size), where + "token_slots")
         same_numbers(got["send_tokens"], p["send_tokens"][rank], where + "send_tokens")
         same_numbers(got["recv_tokens"], p["send_tokens"][:, rank], where + "recv_tokens")
-        recv_offsets = recv_offsets_by_hand(p["counts"].tolist(), size, local)
+        recv_offsets = recv_offsets_by_hand(p["counts"].tolist(), size, local, p["expert_rows"].tolist())
         same_numbers(got["recv_offsets"], recv_offsets, where + "recv_offsets")
         tiles = list(zip(got["tile_expert"].tolist(), got["tile_row"].tolist()))[: got["num_tiles"]]
-        wanted = tiles_by_hand(offsets)
-        assert tiles == wanted, f"{where}tiles: got {tiles}, wanted {wanted}"
+        assert tiles == tiles_by_hand(offsets), f"{where}tiles: got {tiles}, wanted {tiles_by_hand(offsets)}"
     return p
 
 
@@ -322,7 +331,7 @@ def check_sums(results, plan, num_experts, mode):
 def check_case(results, case):
     """Check plan, rows and sums of the results of run_case or run_routing."""
     num_experts = case.num_local * len(results)
-    p = check_plan(results, num_experts)
+    p = check_plan(results, num_experts, case.plan([r["idx"] for r in results]))
     check_rows(results, p)
     check_sums(results, p, num_experts, case.mode)
 

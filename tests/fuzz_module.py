@@ -178,7 +178,7 @@ SIGNATURES = {
     "heap_handle": "H", "worlds_settle": "",
     "layer_bytes": "config", "layer_agree": "W config code", "layer_create": "H config", "layer_close": "L",
     "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan small",
-    "layer_num_rows": "L small plan",
+    "layer_num_rows": "L small plan", "layer_expert_rows": "L small plan",
     "layer_dispatch": "L small | x weight? plan rows row_weight? recv small",
     "layer_combine": "L small | rows row_weight? row_weight? plan recv out out_scalar? small",
     "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",

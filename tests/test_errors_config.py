@@ -36,6 +36,14 @@ WRONG = [
     ({"capacity": 0}, "ValueError", ("capacity 0",)),
     ({"capacity": 1 << 31}, "ValueError", (f"capacity {1 << 31}",)),
     ({"capacity": -1}, "ValueError", ("capacity -1", "0 to 4294967295")),
+    ({"expert_alignment": 0}, "ValueError", ("expert_alignment 0", "at least 1")),
+    ({"expert_alignment": "many"}, "ValueError", ("many",)),
+    ({"expert_alignment": 1 << 29}, "ValueError", (f"expert_alignment {1 << 29}", "6 experts", "2^31")),
+    ({"expert_capacity": 0}, "ValueError", ("expert_capacity 0", "at least 1")),
+    ({"expert_capacity": 1 << 29}, "ValueError", (f"capacity {6 << 29}",)),
+    ({"expert_capacity": 4, "capacity": 24}, "ValueError", ("capacity 24 with expert_capacity 4", "leave")),
+    ({"expert_capacity": 4, "expert_alignment": 2}, "ValueError", ("expert_alignment 2", "must be 1")),
+    ({"host_counts": True, "capacity": 24}, "ValueError", ("host_counts with a capacity",)),
     ({"num_buffers": 0}, "ValueError", ("num_buffers 0",)),
     ({"num_buffers": 17}, "ValueError", ("num_buffers 17", "16")),
     ({"num_sm": 0}, "ValueError", ("num_sm 0",)),
@@ -101,7 +109,9 @@ def test_errors_config_differs_in_size(ranks, options, shared):
     ("combine_mode", {"combine_mode": "gather"}, ("has gather", "has scatter")),
     ("combine_mode", {"enable_local_combine": True}, ("has local", "has scatter")),
     ("capacity", {"capacity": 20}, ("20", "21")),
-], ids=["dtype", "gather", "local", "capacity"])
+    ("expert_alignment", {"expert_alignment": 8}, ("has 8", "has 1")),
+    ("expert_capacity", {"expert_capacity": 8}, ("has 8", "has 0")),
+], ids=["dtype", "gather", "local", "capacity", "expert_alignment", "expert_capacity"])
 def test_errors_config_differs_in_option(ranks, field, options, texts):
     """The constructor also detects a difference that changes no size. It names the field and both values."""
 

@@ -30,8 +30,8 @@ def scattered(size, case=CASE, seed=0):
             of = (at >= 0) & (rank_of == r)
             new[of] = orders[r][at[of]]
         rows.append(new.to(torch.int32))
-    moved = {"rows": [rows_at[torch.argsort(order)] for rows_at, order in zip(p["rows"], orders)],
-             "token_row": [r.long() for r in rows], "counts": p["counts"], "send_tokens": p["send_tokens"]}
+    moved = p | {"rows": [rows_at[torch.argsort(order)] for rows_at, order in zip(p["rows"], orders)],
+                 "token_row": [r.long() for r in rows]}
     return rows, moved
 
 

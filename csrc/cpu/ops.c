@@ -104,6 +104,21 @@ static bool receive_chunk(const EpDispatchParams *p, EpTask task, uint64_t epoch
     return true;
 }
 
+/* Set the padding rows of each expert to zero. */
+static void clear_padding(const EpDispatchParams *p) {
+    const EpShape *s = &p->comm.shape;
+    const uint32_t L = ep_num_local_experts(s);
+    const uint64_t row_bytes = p->comm.layout.row_bytes;
+    const int32_t *first = p->plan + p->layout.expert_row_off, *counts = p->plan + p->layout.counts_off;
+    for (uint32_t l = 0; l < L; l++) {
+        const uint32_t from = (uint32_t)first[l] + ep_expert_rows(s, counts, p->comm.my_rank * L + l);
+        const uint32_t end = (uint32_t)first[l + 1];
+        if (from >= end || end > p->num_rows) continue;
+        memset((unsigned char *)p->rows + from * row_bytes, 0, (end - from) * row_bytes);
+        if (p->row_weight) memset(p->row_weight + from, 0, (end - from) * sizeof *p->row_weight);
+    }
+}
+
 void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_workers) {
     const EpComm *c = &p->comm;
     uint32_t W = c->shape.num_ranks;
@@ -133,6 +148,7 @@ void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_wo
         if (worker == 0 && rest)
             memset((unsigned char *)p->rows + m * c->layout.row_bytes, 0, rest * c->layout.row_bytes);
         if (worker == 0 && rest && p->row_weight) memset(p->row_weight + m, 0, rest * 4);
+        if (worker == 0 && p->has_padding) clear_padding(p);
     }
     if (ep_leave(c, num_workers, epoch) == EP_LEFT_LAST_FAILED) {
         ep_cpu_fill_nan(p->rows, p->num_rows * c->layout.row_bytes);

@@ -41,14 +41,9 @@ static int32_t judge_counts(const EpPlanParams *p, const int32_t *counts, const 
     for (uint32_t w = 0; w < s->num_ranks && !f.code; w++) ep_wrong_fault(s, w, &wrong[w], &f);
     for (uint32_t w = 0; w < s->num_ranks; w++) {
         uint64_t rows = 0;
-        for (uint32_t e = w * L; e < (w + 1) * L; e++) rows += ep_expert_rows(s, counts, e);
-        if (rows > s->capacity && !f.code) {
-            f.code = EP_EOVERFLOW;
-            f.word = EP_WORD_ROWS;
-            f.peer = w;
-            f.want = s->capacity;
-            f.got = rows;
-        }
+        for (uint32_t e = w * L; e < (w + 1) * L; e++)
+            rows += ep_padded_rows(&p->padding, ep_expert_rows(s, counts, e));
+        if (rows > s->capacity && !f.code) ep_overflow_fault(s, &p->padding, counts, w, rows, &f);
         p->plan[EP_HEAD_RANK_ROWS + w] = (int32_t)(rows < s->capacity ? rows : s->capacity);
     }
     if (f.code) ep_fault(&p->comm, &f);
@@ -210,7 +205,7 @@ static int32_t make_plan(const EpPlanParams *p, uint32_t *cells, uint32_t *sorte
         sum += cells[e];
         /* From here on, cells[e] is the next row of expert e. */
         cells[e] = start + ep_rows_before_rank(s, counts, e, c->my_rank);
-        start += ep_expert_rows(s, counts, e);
+        start += ep_padded_rows(&p->padding, ep_expert_rows(s, counts, e));
         if (e / L == c->my_rank) expert_row[e % L + 1] = (int32_t)start;
     }
     p->plan[EP_HEAD_NUM_ROWS] = p->plan[EP_HEAD_RANK_ROWS + c->my_rank];
@@ -240,6 +235,9 @@ static void publish_to_host(const EpPlanParams *p, int32_t code, uint64_t epoch)
     p->plan[EP_HEAD_PLAN_IDX] = (int32_t)epoch;
     p->plan[EP_HEAD_NUM_TOKENS] = (int32_t)p->num_tokens;
     r->num_rows = (uint32_t)p->plan[EP_HEAD_NUM_ROWS];
+    const int32_t *first = p->plan + p->layout.expert_row_off;
+    for (uint32_t l = 0; p->host_counts && l < ep_num_local_experts(&p->comm.shape); l++)
+        p->comm.host->expert_rows[l] = first[l + 1] - first[l];
     r->status = code;
     ep_st_relaxed_sys_u64(&r->epoch, epoch);
     ep_st_release_sys_u64(&r->ticket, p->ticket); /* publishes the result to the host */

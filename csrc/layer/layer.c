@@ -60,6 +60,21 @@ int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes) {
     if (s->combine_mode == EP_LOW_LATENCY) EP_TRY(check_low_latency(s));
     if (s->capacity < 1 || s->capacity >= 1u << 31)
         return ep_error(EP_EINVAL, "capacity %u: must be 1 to 2^31 - 1 rows", s->capacity);
+    const uint64_t L = s->num_experts / s->num_ranks;
+    if (L * config->expert_alignment >= 1ull << 31)
+        return ep_error(EP_EINVAL,
+                        "expert_alignment %u: times the %llu experts of a rank it must be less than 2^31",
+                        config->expert_alignment, (unsigned long long)L);
+    if (config->expert_capacity && s->capacity != L * config->expert_capacity)
+        return ep_error(EP_EINVAL,
+                        "expert_capacity %u: the capacity must be that of the %llu experts of a rank, %llu "
+                        "rows, not %u",
+                        config->expert_capacity, (unsigned long long)L,
+                        (unsigned long long)L * config->expert_capacity, s->capacity);
+    if (config->expert_capacity && config->expert_alignment > 1)
+        return ep_error(EP_EINVAL,
+                        "expert_alignment %u: must be 1 with an expert_capacity, which pads all experts",
+                        config->expert_alignment);
     if (config->num_buffers < 1 || config->num_buffers > EP_MAX_BUFFERS)
         return ep_error(EP_EINVAL, "num_buffers %u: must be 1 to %u", config->num_buffers, EP_MAX_BUFFERS);
     if (config->num_sm < 1 || config->num_sm > 1024)

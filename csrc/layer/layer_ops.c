@@ -64,6 +64,19 @@ int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *s
     return 0;
 }
 
+int ep_layer_expert_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream,
+                         const int32_t **expert_rows, uint32_t *num_experts) {
+    uint32_t num_rows;
+    EP_TRY(ep_layer_num_rows(l, buffer, plan, stream, &num_rows));
+    if (!l->config.host_counts || (plan && plan->data != l->newest[buffer]))
+        return ep_error(EP_EINVAL,
+                        "the host has the rows of experts only for the newest plan of a buffer, in a "
+                        "layer with host_counts: read them on the device");
+    *expert_rows = l->buffers[buffer].comm.host->expert_rows;
+    *num_experts = ep_num_local_experts(&l->config.shape);
+    return 0;
+}
+
 /* ---- run ---- */
 
 /* Check the arguments of an operation and fill in its parameters, which are zeroed. */

@@ -33,6 +33,8 @@ int ep_layer_check_tensor(const EpLayer *l, const char *name, const EpTensor *t,
 /* Check rows [num_rows][H]. Workers copy a row in units of 16 bytes, so the address is aligned to 16. */
 int ep_layer_check_rows(const EpLayer *l, const char *name, const EpTensor *t, int64_t num_rows);
 int ep_layer_check_num_tokens(const EpLayer *l, const char *name, const EpTensor *t);
+/* The padding rows of a layer's plans. */
+EpPadding ep_layer_padding(const EpLayer *l);
 /* Check the arguments of a dispatch, and fill in p. x has one row for every num_copies tokens. */
 int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t num_copies,
                             EpDispatchParams *p);

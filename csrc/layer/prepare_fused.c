@@ -66,6 +66,13 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
     return 0;
 }
 
+/* The fused kernels count the rows of a row block that have arrived. Padding rows never arrive. */
+static int check_no_padding(const EpLayer *l) {
+    if (ep_layer_padding(l).alignment == 0) return 0;
+    return ep_error(EP_EINVAL,
+                    "a layer with an expert_alignment or an expert_capacity has no fused operations");
+}
+
 int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatchGemmArgs *a,
                              EpDispatchGemmParams *p) {
     const EpDispatchArgs first = {a->x,          a->weight, a->plan,         a->rows,
@@ -73,6 +80,7 @@ int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatch
     const Product product = {a->rows, a->gemm_weight, a->bias, a->out, a->activation, a->alpha, a->limit};
     p->dispatch.comm = b->comm;
     p->dispatch.comm.requires_grad = a->requires_grad != 0;
+    EP_TRY(check_no_padding(l));
     EP_TRY(ep_layer_check_dispatch(l, &first, a->num_copies, &p->dispatch));
     EP_TRY(check_product(l, &product, &p->gemm));
     if (a->num_tail && a->num_tail >= a->num_move)
@@ -94,6 +102,7 @@ int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombi
     const Product product = {a->a, a->gemm_weight, a->bias, a->rows, EP_ACT_NONE, 0, 0};
     p->combine.comm = b->comm;
     p->combine.comm.requires_grad = a->requires_grad != 0;
+    EP_TRY(check_no_padding(l));
     EP_TRY(ep_layer_check_combine(l, &last, &p->combine));
     EP_TRY(check_product(l, &product, &p->gemm));
     if (a->num_move < 1 || a->num_reduce < 1)

@@ -40,6 +40,12 @@ int ep_layer_check_num_tokens(const EpLayer *l, const char *name, const EpTensor
     return 0;
 }
 
+EpPadding ep_layer_padding(const EpLayer *l) {
+    const EpLayerConfig *c = &l->config;
+    if (c->expert_capacity) return (EpPadding){c->expert_capacity, 1};
+    return (EpPadding){c->expert_alignment > 1 ? c->expert_alignment : 0, 0};
+}
+
 int ep_prepare_plan(EpLayer *l, const EpCommBuffer *b, const EpPlanArgs *a, EpPlanParams *p) {
     const EpShape *s = &l->config.shape;
     const EpTensor *indices = a->indices, *scatter = a->scatter;
@@ -51,6 +57,10 @@ int ep_prepare_plan(EpLayer *l, const EpCommBuffer *b, const EpPlanArgs *a, EpPl
         return ep_error(EP_ETYPE, "exp_indices: wanted int32 or int64, got %s",
                         ep_dtype_name(indices->dtype));
     EP_TRY(ep_layer_check_tensor(l, "exp_indices", indices, indices->dtype, 2, -1, s->num_topk));
+    if (scatter && ep_layer_padding(l).alignment)
+        return ep_error(EP_EINVAL,
+                        "full_scatter_indices: must be None in a layer with an expert_alignment or an "
+                        "expert_capacity, because the plan chooses the rows");
     if (scatter)
         EP_TRY(ep_layer_check_tensor(l, "full_scatter_indices", scatter, EP_I32, 2, -1, s->num_topk));
     EP_TRY(check_plan_tensor(l, a->plan, (uint32_t)indices->shape[0], &p->layout));
@@ -62,6 +72,8 @@ int ep_prepare_plan(EpLayer *l, const EpCommBuffer *b, const EpPlanArgs *a, EpPl
     p->scatter_indices = scatter ? (const int32_t *)scatter->data : NULL;
     p->num_scatter_tokens = scatter ? (uint32_t)scatter->shape[0] : 0;
     p->sort_slots = a->sort_slots != 0;
+    p->padding = ep_layer_padding(l);
+    p->host_counts = l->config.host_counts != 0;
     /* The host asks for the rows of the newest plan by its ticket. */
     p->ticket = ++l->ticket[b->buffer];
     l->newest[b->buffer] = p->plan;
@@ -98,6 +110,7 @@ int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t 
     p->num_rows = (uint32_t)rows->shape[0];
     p->has_weight = a->weight != NULL;
     p->num_copies = num_copies;
+    p->has_padding = ep_layer_padding(l).alignment != 0;
     return 0;
 }
 

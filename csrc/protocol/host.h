@@ -8,7 +8,7 @@
  * it (EpFaultRecord.state, EpPlanResult.ticket); see flags.h. */
 #ifndef EP_HOST_H
 #define EP_HOST_H
-#include "protocol/port.h"
+#include "protocol/shape.h"
 
 /* The first fault of a communication buffer, in memory that the host reads. */
 typedef struct {
@@ -56,6 +56,8 @@ typedef struct {
     uint64_t stuck;
     EpFaultRecord fault;
     EpPlanResult plan;
+    /* The rows of each local expert, with padding: a part of the result of a plan with host_counts. */
+    int32_t expert_rows[EP_MAX_EXPERTS];
 } EpHostWords;
 
 #endif /* EP_HOST_H */

@@ -9,6 +9,12 @@
 #include "protocol/comm.h"
 #include "protocol/gemm_params.h"
 
+/* Padding rows: the rows of each expert are padded to a multiple of `alignment`; 0: there are none. With
+ * has_capacity every expert has exactly `alignment` rows. */
+typedef struct {
+    uint32_t alignment, has_capacity;
+} EpPadding;
+
 typedef struct {
     EpComm comm;
     EpPlanLayout layout;
@@ -21,6 +27,8 @@ typedef struct {
      * last */
     uint32_t sort_slots;
     uint64_t ticket; /* see EpPlanResult */
+    EpPadding padding;
+    uint32_t host_counts; /* nonzero: EpHostWords.expert_rows is part of the result */
 } EpPlanParams;
 
 typedef struct {
@@ -37,6 +45,8 @@ typedef struct {
     /* Consecutive tokens that share one row of x. 1; but K in a fused operation without token saving,
      * where each token stands for one choice. */
     uint32_t num_copies;
+    /* The plan pads the rows of experts: dispatch alone sets padding rows to zero. */
+    uint32_t has_padding;
 } EpDispatchParams;
 
 typedef struct {

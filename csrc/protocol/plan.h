@@ -7,6 +7,7 @@
  *   the next two     that index, lower half first
  *
  * The rows of a rank are grouped by local expert; within an expert by source rank, then token, then choice.
+ * After the rows of an expert there may be padding rows (ep_padded_rows).
  * So the first row of source w for expert e follows from the counts alone, and ranks need not ask each other
  * for space.
  * Invariant: a cell is a number from a peer, so it is clamped before it becomes an offset. */
@@ -60,6 +61,31 @@ EP_PURE uint32_t ep_expert_rows(const EpShape *s, const int32_t *counts, uint32_
     uint32_t n = 0;
     for (uint32_t w = 0; w < s->num_ranks; w++) n += (uint32_t)counts[(uint64_t)w * s->num_experts + e];
     return n;
+}
+
+/* The rows that an expert with n choices has in the plan, with padding. An expert with more choices than its
+ * capacity has more rows than that, so the rank has more than L times as many: an overflow. */
+EP_PURE uint32_t ep_padded_rows(const EpPadding *padding, uint32_t n) {
+    if (padding->alignment == 0) return n;
+    const uint32_t blocks = ep_ceil_div_u32(n, padding->alignment);
+    return (blocks == 0 && padding->has_capacity ? 1 : blocks) * padding->alignment;
+}
+/* Complete the fault record *f, which all ranks record when rank `peer` would receive too many rows. counts:
+ * [W][E]. */
+EP_PURE void ep_overflow_fault(const EpShape *s, const EpPadding *padding, const int32_t *counts,
+                               uint32_t peer, uint64_t rows, EpFaultRecord *f) {
+    const uint32_t L = ep_num_local_experts(s);
+    f->code = EP_EOVERFLOW;
+    f->word = EP_WORD_ROWS;
+    f->peer = peer;
+    f->want = s->capacity;
+    f->got = rows;
+    for (uint32_t e = peer * L; padding->has_capacity && e < (peer + 1) * L && f->field == 0; e++)
+        if (ep_expert_rows(s, counts, e) > padding->alignment) {
+            f->field = 1 + e; /* the first expert with more choices than its capacity */
+            f->want = padding->alignment;
+            f->got = ep_expert_rows(s, counts, e);
+        }
 }
 
 /* The number of expert e's rows that belong to source ranks before w. */

@@ -215,6 +215,27 @@ FAST(layer_num_rows) {
     return code ? ep_raise(code) : PyLong_FromUnsignedLong(num_rows);
 }
 
+/* (layer, buffer, plan): the rows of each local expert in the newest plan */
+FAST(layer_expert_rows) {
+    uint32_t buffer, num;
+    const int32_t *rows;
+    EpTensor t;
+    const EpTensor *plan;
+    int code;
+    WANT(3);
+    EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
+    if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_tensor(args[2], false, &t, &plan)) return NULL;
+    void *stream = ep_current_stream(ep_layer_heap(l), args[2]);
+    WITHOUT_LOCK(code = ep_layer_expert_rows(l, buffer, plan, stream, &rows, &num));
+    if (code) return ep_raise(code);
+    PyObject *list = PyList_New(num);
+    for (uint32_t i = 0; list && i < num; i++) {
+        PyObject *n = PyLong_FromLong(rows[i]);
+        if (!n || PyList_SetItem(list, i, n)) Py_CLEAR(list);
+    }
+    return list;
+}
+
 /* (layer, buffer, events or None, room) */
 FAST(layer_trace) {
     uint32_t buffer, room;
@@ -285,6 +306,7 @@ PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),
                                   METHOD(plan_layout),
                                   METHOD(ll_handle_words),
                                   METHOD(layer_num_rows),
+                                  METHOD(layer_expert_rows),
                                   METHOD(layer_trace),
                                   METHOD(layer_refuse),
                                   METHOD(layer_sync),

@@ -76,6 +76,11 @@ int ep_fault_error(const EpFaultRecord *f, const EpShape *s, uint32_t my_rank) {
                         f->peer, (long long)got, f->field / (s->num_topk ? s->num_topk : 1),
                         f->field % (s->num_topk ? s->num_topk : 1), want);
     case EP_EOVERFLOW:
+        if (f->field)
+            return ep_error(EP_EOVERFLOW,
+                            "expert %u, on rank %u, would receive %llu rows; its expert_capacity is %llu. "
+                            "Increase expert_capacity or balance the routing.",
+                            f->field - 1, f->peer, got, want);
         return ep_error(EP_EOVERFLOW,
                         "rank %u would receive %llu rows; its capacity is %llu. Increase capacity or balance "
                         "the routing.",

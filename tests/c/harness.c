@@ -48,7 +48,10 @@ uint32_t rng_below(Rng *rng, uint32_t n) { return n ? (uint32_t)(rng_next(rng) >
 
 EpLayerConfig small_config(uint32_t num_ranks) {
     EpLayerConfig config = {
-        {num_ranks, 2 * num_ranks, 3, 16, 16, EP_F32, EP_COMBINE_SCATTER, num_ranks * 16 * 3}, 1, 2, 0};
+        .shape = {num_ranks, 2 * num_ranks, 3, 16, 16, EP_F32, EP_COMBINE_SCATTER, num_ranks * 16 * 3},
+        .num_buffers = 1,
+        .num_sm = 2,
+    };
     return config;
 }
 uint32_t scaled(uint32_t steps) { return steps * test_scale / 100 ? steps * test_scale / 100 : 1; }

@@ -65,6 +65,8 @@ struct Case {
     uint32_t drops = 1;                  /* how many of 8 choices are dropped, on average */
     uint32_t weighted = 1;
     uint32_t num_copies = 1; /* how many tokens use the same row of x */
+    EpPadding padding = {0, 0};
+    uint32_t host_counts = 0;
 
     Case with_bad_index(int rank) const {
         Case c = *this;
@@ -84,6 +86,16 @@ struct Case {
     Case unweighted() const {
         Case c = *this;
         c.weighted = 0;
+        return c;
+    }
+    Case with_padding(uint32_t alignment, uint32_t has_capacity) const {
+        Case c = *this;
+        c.padding = {alignment, has_capacity};
+        return c;
+    }
+    Case with_host_counts() const {
+        Case c = *this;
+        c.host_counts = 1;
         return c;
     }
     Case with_copies(uint32_t n) const {
@@ -183,6 +195,8 @@ struct Problem {
         p.index_bytes = 8;
         p.num_tokens = k.num_tokens;
         p.sort_slots = c->sorts;
+        p.padding = c->padding;
+        p.host_counts = c->host_counts;
         p.ticket = round + 1;
         return p;
     }
@@ -198,6 +212,7 @@ struct Problem {
         p.x = k.every_x;
         p.rows = o.rows;
         p.num_copies = 1;
+        p.has_padding = c->padding.alignment != 0;
         p.num_rows = fewer ? (uint32_t)o.plan[EP_HEAD_NUM_ROWS] - 1 : k.num_rows;
         if (c->weighted) {
             p.weight = k.weight;

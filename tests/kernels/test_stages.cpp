@@ -36,6 +36,9 @@ static bool check(const Case *c) {
     for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
         const EpFaultRecord &f = q.cpu.host[r]->fault, &g = q.gpu.host[r]->fault;
         ok = same("the fault record", r, 0, &f, &g, sizeof f) && ok;
+        ok = same("the host's counts", r, 0, q.cpu.host[r]->expert_rows, q.gpu.host[r]->expert_rows,
+                  sizeof q.cpu.host[r]->expert_rows) &&
+             ok;
         for (uint32_t i = 0; i < NUM_ROUNDS; i++) {
             const Out &a = q.cpu.out[r][i], &b = q.gpu.out[r][i];
             bool has_plan;
@@ -84,6 +87,25 @@ static const Case cases[] = {
     {"sorted, 32 choices", {2, 64, 32, 9, 4, EP_F32, EP_COMBINE_LOCAL, 600}, {9, 7}, 1},
     {"sorted, one expert per rank", {3, 3, 3, 30, 8, EP_BF16, EP_COMBINE_LOCAL, 270}, {30, 17, 29}, 1},
     {"sorted, one rank", {1, 3, 4, 12, 8, EP_BF16, EP_COMBINE_LOCAL, 48}, {12}, 1},
+    Case{"padded, scatter", {3, 12, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 400}, {13, 0, 20}, 0}.with_padding(
+        16, 0),
+    Case{"padded, 70 experts per rank, counts for the host",
+         {2, 140, 3, 20, 136, EP_BF16, EP_COMBINE_LOCAL, 900},
+         {20, 17},
+         1}
+        .with_padding(6, 0)
+        .with_host_counts(),
+    Case{"a capacity for each expert, gather", {2, 6, 2, 9, 520, EP_F16, EP_COMBINE_GATHER, 108}, {9, 6}, 0}
+        .with_padding(36, 1)
+        .with_host_counts(),
+    Case{"one row for each expert", {1, 8, 1, 1, 8, EP_BF16, EP_COMBINE_LOCAL, 8}, {1}, 1}.with_padding(1, 1),
+    Case{"counts for the host", {2, 8, 8, 40, 24, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 0}
+        .with_host_counts(),
+    Case{"more rows than the capacity of an expert",
+         {2, 4, 4, 16, 16, EP_BF16, EP_COMBINE_LOCAL, 40},
+         {16, 16},
+         1}
+        .with_padding(20, 1),
     Case{"an index out of range", {2, 4, 2, 16, 16, EP_BF16, EP_COMBINE_LOCAL, 64}, {16, 9}, 1}
         .with_bad_index(1),
     {"more rows than the capacity", {2, 4, 4, 16, 16, EP_BF16, EP_COMBINE_LOCAL, 20}, {16, 16}, 1},

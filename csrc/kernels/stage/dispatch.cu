@@ -12,7 +12,38 @@ EP_FN void clear_rest(const EpDispatchParams &p) {
     for (uint64_t i = m + at; p.row_weight && i < p.num_rows; i += step) p.row_weight[i] = 0;
 }
 
-__global__ void __launch_bounds__(32 * EP_WARPS, 1)
+/* Set the padding rows of each expert to zero. The warps of all CTAs take them in turn. */
+EP_FN void clear_padding(const EpDispatchParams &p) {
+    const EpShape &s = p.comm.shape;
+    const uint32_t L = ep_num_local_experts(&s), num_vec = ep_row_vecs(&p.comm);
+    const uint32_t num_warps = gridDim.x * EP_WARPS;
+    const int32_t *first = p.plan + p.layout.expert_row_off, *counts = p.plan + p.layout.counts_off;
+    /* This warp's next padding row, counted from the first one of the expert. */
+    uint32_t at = blockIdx.x * EP_WARPS + threadIdx.x / 32;
+    for (uint32_t from = 0; from < L; from += 32) {
+        /* Lane i has the padding rows of expert from + i. */
+        const uint32_t mine = from + ep_lane();
+        uint32_t begin = 0, end = 0;
+        if (mine < L) {
+            begin = (uint32_t)first[mine] + ep_expert_rows(&s, counts, p.comm.my_rank * L + mine);
+            end = (uint32_t)first[mine + 1];
+        }
+        for (uint32_t i = 0; i < 32 && from + i < L; i++) {
+            const uint32_t low = __shfl_sync(EP_FULL, begin, (int)i);
+            const uint32_t high = __shfl_sync(EP_FULL, end, (int)i);
+            const uint32_t num = low < high && high <= p.num_rows ? high - low : 0;
+            for (; at < num; at += num_warps) {
+                uint4 *row = (uint4 *)p.rows + (uint64_t)(low + at) * num_vec;
+                for (uint32_t vec = ep_lane(); vec < num_vec; vec += 32) row[vec] = make_uint4(0, 0, 0, 0);
+                if (p.row_weight && ep_lane() == 0) p.row_weight[low + at] = 0;
+            }
+            at -= num;
+        }
+    }
+}
+
+/* PADDED: the plan has padding rows. A kernel of its own, so that dispatch without them has no part of it. */
+template <bool PADDED> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     dispatch_kernel(const __grid_constant__ EpDispatchParams p) {
     const uint64_t epoch = ep_begin(&p.comm);
     if (epoch && ep_cta_enter(&p.comm, EP_OP_DISPATCH, p.plan, NULL, p.layout.num_tokens, p.num_rows,
@@ -20,14 +51,17 @@ __global__ void __launch_bounds__(32 * EP_WARPS, 1)
         if (has_few_tokens(p)) move_few_tokens(p, EP_OP_DISPATCH, epoch);
         else move_tokens<false>(p, EP_OP_DISPATCH, epoch, EP_MOVE_ALL, 0);
         clear_rest(p);
+        if (PADDED) clear_padding(p);
     }
     if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) poison_dispatch(p);
 }
 
 extern "C" int ep_launch_dispatch(const EpDispatchParams *p, uint32_t num_blocks, void *stream) {
-    return (int)ep_launch_resident(dispatch_kernel, num_blocks, EP_WARPS, 0, stream, *p);
+    return (int)ep_launch_resident(p->has_padding ? dispatch_kernel<true> : dispatch_kernel<false>,
+                                   num_blocks, EP_WARPS, 0, stream, *p);
 }
 extern "C" int ep_preload_dispatch(void) {
     cudaFuncAttributes a;
-    return (int)cudaFuncGetAttributes(&a, dispatch_kernel);
+    const cudaError_t e = cudaFuncGetAttributes(&a, dispatch_kernel<false>);
+    return (int)(e == cudaSuccess ? cudaFuncGetAttributes(&a, dispatch_kernel<true>) : e);
 }

@@ -3,11 +3,15 @@
 #include "kernels/launch.h"
 #include "kernels/stage/plan.cuh"
 
-__global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __grid_constant__ Params p) {
+/* OPTIONS: padding rows and counts for the host. A kernel of its own, so that a plan without them has no part
+ * of it. */
+template <bool OPTIONS> __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1)
+    plan_kernel(const __grid_constant__ Params p) {
     __shared__ Verdict v;
     __shared__ uint32_t bad;
     const bool sorts = ep_plan_sorts(&p);
-    const Smem m(ep_dynamic_smem(), p.comm.shape, sorts);
+    Smem m(ep_dynamic_smem(), p.comm.shape, sorts);
+    if (OPTIONS) m.padding = p.padding;
     const Range range(p.num_tokens);
     const uint64_t epoch = ep_begin(&p.comm);
     if (threadIdx.x == 0) bad = UINT32_MAX, v.code = EP_EPEER, v.mine = {{0, 0, 0}};
@@ -23,6 +27,7 @@ __global__ void __launch_bounds__(32 * (EP_WARPS + 1), 1) plan_kernel(const __gr
     if (epoch) scan_warps(p, m, bad);
     const bool ok = epoch && agree(p, m, &v, epoch);
     if (!ok && blockIdx.x == 0) invalidate_plan(p);
+    if (OPTIONS && ok && p.host_counts && blockIdx.x == 0 && is_control_warp()) write_host_counts(p, m, v);
     if (blockIdx.x == 0 && is_control_warp() && ep_lane() == 0)
         publish_to_host(p, ok ? 0 : v.code, ok ? (uint32_t)v.rank_rows[p.comm.my_rank] : 0, epoch);
     if (ok && is_control_warp()) write_tables(p, m, v);
@@ -68,10 +73,13 @@ extern "C" int ep_launch_plan(const EpPlanParams *p, void *stream) {
         /* With many experts, a smaller GPU may not have enough shared memory for sorting. */
         q.sort_slots = 0;
     if (smem_of(&q) > room) return (int)cudaErrorLaunchOutOfResources;
-    return (int)ep_launch_resident(plan_kernel, num_blocks, EP_WARPS + 1, smem_of(&q), stream, q);
+    const bool options = q.padding.alignment || q.host_counts;
+    return (int)ep_launch_resident(options ? plan_kernel<true> : plan_kernel<false>, num_blocks, EP_WARPS + 1,
+                                   smem_of(&q), stream, q);
 }
 extern "C" int ep_preload_plan(void) {
     uint32_t room;
-    const cudaError_t e = room_for_smem(&room);
-    return (int)(e == cudaSuccess ? ep_allow_smem(plan_kernel, room) : e);
+    cudaError_t e = room_for_smem(&room);
+    if (e == cudaSuccess) e = ep_allow_smem(plan_kernel<false>, room);
+    return (int)(e == cudaSuccess ? ep_allow_smem(plan_kernel<true>, room) : e);
 }

@@ -188,19 +188,13 @@ EP_FN bool exchange(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) 
 }
 
 /* Record the first error in rank order; all ranks see the same ones. One thread calls it. */
-EP_FN void report_wrong(const Params &p, Verdict *v, uint64_t epoch) {
+EP_FN void report_wrong(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     const EpShape &s = p.comm.shape;
     EpFaultRecord f = ep_fault_at(EP_OP_PLAN, 0, EP_WORD_NONE, epoch);
     for (uint32_t w = 0; w < s.num_ranks && !f.code; w++) ep_wrong_fault(&s, w, &v->wrong[w], &f);
     for (uint32_t w = 0; w < s.num_ranks; w++) {
         const uint32_t rows = (uint32_t)v->rank_rows[w];
-        if (rows > s.capacity && !f.code) {
-            f.code = EP_EOVERFLOW;
-            f.word = EP_WORD_ROWS;
-            f.peer = w;
-            f.want = s.capacity;
-            f.got = rows;
-        }
+        if (rows > s.capacity && !f.code) ep_overflow_fault(&s, &m.padding, m.counts, w, rows, &f);
     }
     if (blockIdx.x == 0) ep_fault(&p.comm, &f);
     v->code = f.code;
@@ -353,6 +347,16 @@ EP_FN void publish_to_host(const Params &p, int32_t code, uint32_t num_rows, uin
     ep_st_release_sys_u64(&r->ticket, p.ticket); /* publishes the result to the host */
 }
 
+/* Write the rows of each local expert for the host. One warp calls it, before publish_to_host. */
+EP_FN void write_host_counts(const Params &p, const Smem &m, const Verdict &v) {
+    const uint32_t L = ep_num_local_experts(&p.comm.shape);
+    const uint32_t *first = m.row_from + p.comm.my_rank * L;
+    for (uint32_t l = ep_lane(); l < L; l += 32)
+        p.comm.host->expert_rows[l] =
+            (int32_t)((l + 1 < L ? first[l + 1] : v.rank_rows[p.comm.my_rank]) - first[l]);
+    ep_warp_sync(); /* all lanes' stores come before the release of the lane that publishes */
+}
+
 /* All steps between count and place. False: there is no plan. */
 EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     const EpComm *c = &p.comm;
@@ -373,7 +377,7 @@ EP_FN bool agree(const Params &p, const Smem &m, Verdict *v, uint64_t epoch) {
     if (__syncthreads_and(r >= c->shape.num_ranks ||
                           (v->wrong[r].cell[0] == 0 && (uint32_t)v->rank_rows[r] <= c->shape.capacity)))
         return true;
-    if (threadIdx.x == 0) report_wrong(p, v, epoch);
+    if (threadIdx.x == 0) report_wrong(p, m, v, epoch);
     __syncthreads();
     return false;
 }

@@ -15,6 +15,7 @@ struct Smem {
     uint32_t *warp_count, *before, *total, *row_from, *sorted_from, *tile_from, *send_from, *return_from;
     int32_t *counts;
     uint32_t cells, warp_cells, sums;
+    EpPadding padding = {0, 0};
     __host__ __device__ Smem(uint32_t *base, const EpShape &s, bool sorts) {
         cells = ep_first_wrong(&s) + EP_WRONG_CELLS;
         warp_cells = cells + (sorts ? s.num_experts : 0);
@@ -156,7 +157,7 @@ EP_FN void scan_experts(const Params &p, const Smem &m, Verdict *v) {
             warp_scan((half ? m.return_from : m.send_from) + from, L, [&](uint32_t l) { return ends[l]; });
         } else if (scan < W) {
             const uint32_t rows = warp_scan(m.row_from + scan * L, L, [&](uint32_t l) {
-                return ep_expert_rows(&s, m.counts, scan * L + l);
+                return ep_padded_rows(&m.padding, ep_expert_rows(&s, m.counts, scan * L + l));
             });
             if (ep_lane() == 0) v->rank_rows[scan] = (int32_t)rows;
         } else if (scan == W) {
@@ -165,7 +166,8 @@ EP_FN void scan_experts(const Params &p, const Smem &m, Verdict *v) {
             if (ep_lane() == 0) v->num_sorted = n;
         } else {
             const uint32_t n = warp_scan(m.tile_from, L, [&](uint32_t l) {
-                return ep_ceil_div_u32(ep_expert_rows(&s, m.counts, first + l), EP_TILE_ROWS);
+                return ep_ceil_div_u32(ep_padded_rows(&m.padding, ep_expert_rows(&s, m.counts, first + l)),
+                                       EP_TILE_ROWS);
             });
             if (ep_lane() == 0) m.tile_from[L] = n;
         }

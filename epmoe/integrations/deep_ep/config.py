@@ -80,5 +80,6 @@ def layer_bytes(num_ranks, num_experts, topk, max_tokens, hidden, dtype, mode, c
     capacity = num_ranks * max_tokens * topk if capacity is None else capacity
     num_bytes = _C.layer_bytes(LayerConfig(
         ranks=num_ranks, num_experts=num_experts, topk=topk, max_tokens=max_tokens, hidden=hidden,
-        dtype=DTYPES[dtype], combine_mode=mode, capacity=capacity, num_buffers=1, num_sm=1, reserve_sms=0))
+        dtype=DTYPES[dtype], combine_mode=mode, expert_alignment=1, expert_capacity=0, capacity=capacity,
+        num_buffers=1, num_sm=1, reserve_sms=0, host_counts=0))
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
