@@ -156,7 +156,7 @@ class ElasticBuffer(ElasticSettings, Unavailable):
             do_handle_copy: Whether the handle has a copy of topk_idx.
             do_cpu_sync: Whether results have exactly the rows that arrive.  None: True, without a handle.
             do_expand: Whether there is a row for each choice, ordered by expert, not for each (token, rank).
-            do_zero_padding: Whether padding rows are zero.  Requires do_expand.
+            do_zero_padding: Without effect: padding rows are always zero.  Requires do_expand.
             use_tma_aligned_col_major_sf: Whether received scales are column-major.
 
         Returns:
@@ -194,7 +194,7 @@ class ElasticBuffer(ElasticSettings, Unavailable):
             if previous_event_before_epilogue is not None:
                 previous_event_before_epilogue.current_stream_wait()
             used = EPHandle(self, x, scales, topk_idx, sizes, flags) if handle is None else handle
-            rows, sf, idx, weights = used._send(x, scales, topk_weights, do_zero_padding)
+            rows, sf, idx, weights = used._send(x, scales, topk_weights)
             if cumulative_local_expert_recv_stats is not None:
                 cumulative_local_expert_recv_stats.add_(used.num_unaligned_recv_tokens_per_expert)
             return rows, row_scales(sf, use_tma_aligned_col_major_sf), idx, weights, used

@@ -60,9 +60,8 @@ class EPHandle:
             self.num_expanded_tokens = -(-worst // align) * align
         self.num_unaligned_recv_tokens_per_expert = counts
         padded = (counts + (align - 1)) // align * align
-        self._ends = padded.cumsum(0, dtype=torch.int32)
-        self._starts = self._ends - padded
-        self.psum_num_recv_tokens_per_expert = self._starts + counts if self.do_expand else self._ends
+        ends = padded.cumsum(0, dtype=torch.int32)
+        self.psum_num_recv_tokens_per_expert = ends - padded + counts if self.do_expand else ends
         self.plan = self._routes(buffer, topk, is_exact).plan(
             self.topk_idx.contiguous() if self.do_expand else to_ranks(is_in))
         self.psum_num_recv_tokens_per_scaleup_rank = self.plan.layout.recv_tokens.cumsum(
@@ -71,29 +70,30 @@ class EPHandle:
         slots = self.plan.layout.token_slots.gather(1, rank_of)
         self.dst_buffer_slot_idx = torch.where(topk_idx >= 0, slots, -1)
         self.recv_src_metadata = None  # of the first send
-        self._place = self._is_here = None
+        self._is_here = None
         self.num_out_rows = self.num_expanded_tokens if self.do_expand else self.num_recv_tokens
 
     def _routes(self, buffer, topk, is_exact):
         size, most = buffer.num_ranks, self.num_max_tokens_per_rank
-        key = (self.num_experts, topk) if self.do_expand else (size, size)
-        capacity = None
-        if not is_exact:
-            capacity = size * most * (min(topk, self.num_local) if self.do_expand else 1)
-        kind = *key, most, capacity
+        if self.do_expand:
+            num_experts, align, num_rows = self.num_experts, self.expert_alignment, self.num_expanded_tokens
+        else:
+            num_experts, topk, align, num_rows = size, size, 1, size * most
+        capacity = None if is_exact else num_rows
+        kind = num_experts, topk, most, align, capacity
         if kind not in buffer._routes:
             options = {"num_sm": self.num_sms} if self.num_sms and buffer.device.type == "cuda" else {}
             if self.do_expand and buffer.allow_multiple_reduction:
                 options["enable_local_combine"] = True
-            buffer._routes[kind] = Routes(buffer.world, buffer.device, most, *key, capacity=capacity,
-                                          **options)
+            buffer._routes[kind] = Routes(buffer.world, buffer.device, most, num_experts, topk,
+                                          expert_alignment=align, capacity=capacity, **options)
         return buffer._routes[kind]
 
     def _tensors(self):
-        return (*self.plan.tensors(), self.topk_idx, self.recv_src_metadata, self._place, self._is_here,
-                self._starts, self._ends, self.num_unaligned_recv_tokens_per_expert)
+        return (*self.plan.tensors(), self.topk_idx, self.recv_src_metadata, self._is_here,
+                self.num_unaligned_recv_tokens_per_expert)
 
-    def _send(self, x, scales, topk_weights, do_zero_padding):
+    def _send(self, x, scales, topk_weights):
         """Return (rows, scales, local indices, weights) that this rank receives."""
         if not self.do_expand:
             rows, scales, idx, topk_weights, numbers = dispatch_tokens(self.plan, x, scales, self.topk_idx,
@@ -108,8 +108,6 @@ class EPHandle:
             (scales,) = unpack(self.plan.dispatch(pack(scales))[0], scales)
         if self.recv_src_metadata is None:
             self._read_records()
-        if self._place is not None:
-            rows, scales, topk_weights = self._pad((rows, scales, topk_weights), do_zero_padding)
         return rows, scales, None, topk_weights
 
     def _combine(self, x, topk_weights, biases):
@@ -118,9 +116,6 @@ class EPHandle:
             if topk_weights is not None:
                 topk_weights = topk_weights.masked_fill(~self._is_here, 0)
             return combine_tokens(self.plan, x, topk_weights, biases)
-        if self._place is not None:
-            x = x[self._place]
-            topk_weights = None if topk_weights is None else topk_weights[self._place]
         out, weights = self.plan.combine(x, topk_weights)
         return add_biases(out, biases), weights
 
@@ -138,14 +133,8 @@ class EPHandle:
         self.recv_src_metadata = torch.where((i < ends[-1])[:, None], table, -1)
 
     def _read_records(self):
-        """Set where padding moves the rows, and recv_src_metadata from what dispatch keeps for combine."""
+        """Set recv_src_metadata from what dispatch keeps for combine."""
         topk, device = self.topk_idx.shape[1], self.topk_idx.device
-        offsets = self.plan.layout.expert_offsets
-        if self.expert_alignment > 1:
-            row = torch.arange(self.plan.num_rows, dtype=torch.int32, device=device)
-            expert = torch.searchsorted(offsets[1:].contiguous(), row, right=True)
-            expert = expert.clamp(max=self.num_local - 1)
-            self._place = row + (self._starts - offsets[:-1])[expert]
         ends = self.psum_num_recv_tokens_per_scaleup_rank
         i = torch.arange(self.num_recv_tokens, dtype=torch.int32, device=device)
         source = torch.searchsorted(ends, i, right=True).clamp(max=len(ends) - 1)
@@ -153,27 +142,7 @@ class EPHandle:
         records = self.plan.layout.recv.view(len(ends), -1, 1 + topk)
         records = records[source, slot.clamp(max=records.shape[1] - 1).long()]
         places = torch.where((i < ends[-1])[:, None], records[:, 1:], -1)
-        is_here = places >= 0
-        if self._place is not None and len(self._place):
-            places = torch.where(is_here, self._place[places.clamp(min=0).long()], -1)
-        self._set_metadata(records[:, 0], is_here, places)
-
-    def _pad(self, tensors, do_zero_padding):
-        """Return tensors of rows as tensors of padded rows."""
-        p = torch.arange(self.num_expanded_tokens, dtype=torch.int32, device=self._ends.device)
-        expert = torch.searchsorted(self._ends, p, right=True).clamp(max=self.num_local - 1)
-        local = p - self._starts[expert]
-        is_row = local < self.num_unaligned_recv_tokens_per_expert[expert]
-        row = torch.where(is_row, self.plan.layout.expert_offsets[expert] + local, 0)
-        padded = []
-        for t in tensors:
-            if t is not None:
-                t = t.view(torch.uint8)[row].view(t.dtype) if t.element_size() == 1 else t[row]
-                if do_zero_padding:
-                    bits = t.view(torch.uint8) if t.element_size() == 1 else t
-                    bits[~is_row] = 0
-            padded.append(t)
-        return padded
+        self._set_metadata(records[:, 0], places >= 0, places)
 
 
 def row_scales(scales, column_major):
