@@ -13,7 +13,7 @@
                        clip_grad_norm_ and whole_state_dict
     grouped_gemm       rows grouped by expert times each expert's own weights
     quantize_fp8       rows in FP8 with a scale for each 128 numbers; quantize_fp8_weight for weights
-    GptOss             the activation of GPT-OSS with other numbers
+    SwiGLU, GptOss     gates with other numbers
     reference          the oracle, in plain PyTorch
     include_dir        the folder of the header for device code
 
@@ -21,7 +21,7 @@ Everything runs on the GPUs of one node, or on the CPU.  See the README.
 """
 
 from . import reference
-from .activations import GptOss
+from .activations import GptOss, SwiGLU
 from .device import include_dir
 from .errors import (EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, EpTimeout, HeapExhausted,
                      PeerDied,
@@ -42,7 +42,6 @@ __version__ = "0.1.0"
 __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError", "EpIndexError",
            "EpMismatch", "EpOverflow", "EpTimeout", "ExpertMap", "GptOss", "HeapExhausted",
            "LowLatencyAll2All", "LowLatencyHandle", "PeerDied", "PeerError", "PendingCall",
-           "SymmetricHeap", "World", "balance_experts", "clip_grad_norm_", "expert_parameters",
+           "SwiGLU", "SymmetricHeap", "World", "balance_experts", "clip_grad_norm_", "expert_parameters",
            "grouped_gemm", "include_dir", "prepare_ddp", "prepare_fsdp", "quantize_fp8",
-           "quantize_fp8_weight", "reference", "thread_worlds",
-           "whole_state_dict"]
+           "quantize_fp8_weight", "reference", "thread_worlds", "whole_state_dict"]

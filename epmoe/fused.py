@@ -116,8 +116,7 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
             weight: [T, K], as for dispatch.  The GEMM does not apply it.
             bias: None, or [L, N] of any floating-point dtype; rounded to the layer's where no gradient is
                 needed.
-            activation: None, "gelu", "swiglu" (rows of gemm_weight: gates, then ups), "gpt_oss" or
-                GptOss(alpha, limit); see reference.activate.
+            activation: None, or any of reference.activate, for example "swiglu".
             full_scatter_indices: As for preprocess.
             buffer: As for dispatch.
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from . import _C
-from .activations import GptOss, activate, gpt_oss_numbers
+from .activations import GptOss, SwiGLU, activate, gpt_oss_numbers, is_gated
 from .autograd import check_mode
 from .device import capabilities
 
@@ -13,9 +13,12 @@ _lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tens
             "int activation, bool portable, float alpha=0, float limit=0) -> Tensor")
 
 FORWARD, DGRAD, WGRAD = range(3)  # csrc/protocol/gemm_params.h says what each multiplies
-_ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3}
+# The numbers of EpActivation in csrc/protocol/gemm_params.h.
+_ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3, "geglu_tanh": 6, "relu2": 7, "gelu_tanh": 8,
+                "silu": 9}
+_SWIGLU_NUMBERS = (4, 5)  # by the offset of SwiGLU
 _NAMES = {number: name for name, number in _ACTIVATIONS.items()}
-GATED = (2, 3)  # activations that halve the columns
+GATED = (2, 3, 4, 5, 6)  # activations that halve the columns
 FP8_BLOCK = 128  # numbers of k, and of n, that share a scale
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -25,16 +28,19 @@ def as_kernel(activation):
 
     Raises ValueError for an unknown activation.
     """
+    if activation is not None:
+        is_gated(activation)  # raises
     if numbers := gpt_oss_numbers(activation):
         return _ACTIVATIONS["gpt_oss"], *numbers
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"activation {activation!r}: must be None, 'gelu', 'swiglu', 'gpt_oss' or "
-                         f"GptOss(alpha, limit)")
-    return _ACTIVATIONS[activation], 0.0, 0.0
+    if isinstance(activation, SwiGLU) and activation != SwiGLU():
+        return _SWIGLU_NUMBERS[int(activation.offset)], float(activation.alpha), float(activation.limit)
+    return _ACTIVATIONS["swiglu" if isinstance(activation, SwiGLU) else activation], 0.0, 0.0
 
 
 def activation_of(number, alpha, limit):
-    """Return the activation that as_kernel has given as these numbers."""
+    """Return the activation of which as_kernel has returned these."""
+    if number in _SWIGLU_NUMBERS:
+        return SwiGLU(alpha, limit, _SWIGLU_NUMBERS.index(number))
     return GptOss(alpha, limit) if number == _ACTIVATIONS["gpt_oss"] else _NAMES[number]
 
 
@@ -265,8 +271,9 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         counts: [L] integers on x's device: the number of rows of each expert.  Give either counts or offsets.
         offsets: [L + 1] int32 on x's device: where each expert's rows begin, as EPLayout.expert_offsets.
         bias: None, or [L, N] of any floating-point dtype; rounded to x's dtype where no gradient is needed.
-        activation: None, "gelu", "swiglu" (weight rows: gates, then ups), "gpt_oss" or GptOss(alpha, limit)
-            (gates and ups interleaved); see reference.activate.
+        activation: None, or one of reference.activate: "swiglu", SwiGLU(alpha, limit, offset), "geglu_tanh"
+            (weight rows: gates, then ups), "gpt_oss", GptOss(alpha, limit) (gates and ups interleaved),
+            "relu2", "gelu", "gelu_tanh", "silu" (no gates).
         row_weight: None, or [M] of any floating-point dtype; applied as float32.
         a_scale: For FP8: [M, ceil(K / 128)] float32, a scale for each 128 numbers of a row.
         b_scale: For FP8: [L, ceil(N / 128), ceil(K / 128)] float32, a scale for each block of 128 by 128.
@@ -274,8 +281,8 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         portable: Use the kernel for any GPU also on a Hopper GPU.
 
     Returns:
-        [M, N], or [M, N / 2] for the gated activations ("swiglu", "gpt_oss", GptOss), of x's dtype, for FP8
-            of out_dtype.  Rows that belong to no expert are undefined.
+        [M, N], or [M, N / 2] for the gated activations, of x's dtype, for FP8 of out_dtype.  Rows that
+            belong to no expert are undefined.
 
     Raises:
         ValueError: For wrong shapes or devices, and for counts or offsets that name rows that do not exist.

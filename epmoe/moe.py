@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from . import decode as decoding
-from .activations import activate
+from .activations import is_gated
 from .fused import EpAll2AllFusedOp
 from .layer import EPAll2AllLayer
 from .layer_parts import refuse_layer, world_of
@@ -31,8 +31,8 @@ class EPMoE(MoeParts, nn.Module):
     On CUDA it runs the fused kernels of EpAll2AllFusedOp where they exist, elsewhere the same stages one
     after the other.  Creation is collective, except with `layer`; so are forward, backward and finalize.
 
-    Parameters are as checkpoints hold them, out by in: gate_up_proj [L, 2I, H] ("gelu": [L, I, H]) and
-    down_proj [L, H, I].  Gate rows come first, then up rows; for GPT-OSS they are interleaved.  Where a
+    Parameters are as checkpoints hold them, out by in: gate_up_proj [L, 2I, H], or [L, I, H] without a gate,
+    and down_proj [L, H, I].  Gate rows come first, then up rows; for GPT-OSS they are interleaved.  Where a
     checkpoint holds in by out, as transformers' GptOssExperts does ([E, H, 2I] and [E, I, H]), load it with
     .transpose(1, 2).  With H = I a wrong order raises no error.
 
@@ -56,7 +56,7 @@ class EPMoE(MoeParts, nn.Module):
         num_experts: E, a multiple of W.
         topk: K.
         ep_group: A ProcessGroup, a one-dimensional DeviceMesh, a World or None, as for EPAll2AllLayer.
-        activation: "swiglu", "gpt_oss", GptOss(alpha, limit) or "gelu"; see reference.activate.
+        activation: One of reference.activate: "swiglu", SwiGLU(alpha, limit), "relu2" and others.
         max_tokens: The most tokens of a rank in one call.
         dtype: Of parameters and tokens: float32, float16 or bfloat16.
         device: Of parameters and tokens, as for SymmetricHeap.
@@ -111,7 +111,7 @@ class EPMoE(MoeParts, nn.Module):
         try:
             if unknown := sorted(layer_options.keys() - _LAYER_OPTIONS):
                 raise TypeError(f"{', '.join(unknown)}: not an option of EPMoE or EpAll2AllFusedOp")
-            activate(torch.zeros(1, 2), activation)  # raises for an unknown activation
+            halves = 1 + is_gated(activation)  # raises for an unknown activation
             inner = int(inner)
             if inner < 1:
                 raise ValueError(f"inner {inner}: must be positive")
@@ -137,7 +137,7 @@ class EPMoE(MoeParts, nn.Module):
         self.last_layout = None
         self._checked_ddp = 0  # id of the DistributedDataParallel that was checked
         local = layer.num_local_experts
-        wide = inner if activation == "gelu" else 2 * inner
+        wide = halves * inner
         shapes = {"gate_up_proj": (local, wide, hidden), "down_proj": (local, hidden, inner)}
         bias_shapes = {"gate_up_proj_bias": (local, wide), "down_proj_bias": (local, hidden)}
         for name, shape in (shapes | bias_shapes).items():

@@ -271,10 +271,10 @@ def moe(x, idx, weight, gate_up_proj, down_proj, activation="swiglu", gate_up_bi
         x: [.., H], the tokens.
         idx: [.., K] integers, the experts of each token; -1 and E mean dropped.
         weight: [.., K], the weight of each choice.
-        gate_up_proj: [E, 2I, H], or [E, I, H] for "gelu".
+        gate_up_proj: [E, 2I, H], or [E, I, H] for an activation without a gate.
         down_proj: [E, H, I].
         activation: As for activate.
-        gate_up_bias: None, or [E, 2I] ([E, I] for "gelu").
+        gate_up_bias: None, or [E, 2I] ([E, I] without a gate).
         down_bias: None, or [E, H].
 
     Returns:

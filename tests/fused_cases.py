@@ -17,13 +17,15 @@ import cases
 import epmoe
 from cases import Case, generator, indices_of, num_tokens, same_bits
 from epmoe import reference
+from epmoe.activations import is_gated
 from epmoe.fused_ops import expert_offsets
 from epmoe.gemm import FORWARD
 from test_gemm_products import EPS, TINY, check as check_product, forward64
 from test_plan_slots import make_op
 
 
-ACTIVATIONS = (None, "gelu", "swiglu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=3.0))
+ACTIVATIONS = (None, "gelu", "swiglu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=3.0),
+               epmoe.SwiGLU(limit=3.0), epmoe.SwiGLU(1.3, 3.0, 1), "geglu_tanh", "relu2")
 LEAVES = ("x", "weight", "w1", "b1", "w2", "b2")
 LOW = (torch.bfloat16, torch.float16)
 
@@ -37,7 +39,7 @@ class Experts(Case):
     max_tokens: int = 13
     tokens: str = "unequal"
     inner: int = 48
-    activation: str | epmoe.GptOss | None = "swiglu"
+    activation: str | epmoe.GptOss | epmoe.SwiGLU | None = "swiglu"
     bias: bool = True
 
 
@@ -51,7 +53,7 @@ def grown(ranks, case, times=24):
 def parameters_of(case, num_experts):
     """w1, b1, w2, b2 of all ranks' experts."""
     g = generator(99, case.hidden, case.inner)
-    wide = case.inner if case.activation in (None, "gelu") else 2 * case.inner
+    wide = case.inner * (1 + (case.activation is not None and is_gated(case.activation)))
     shapes = {
         "w1": (num_experts, wide, case.hidden),
         "b1": (num_experts, wide),

@@ -19,11 +19,13 @@ import time
 import torch
 
 import epmoe
+from epmoe.activations import is_gated
 from epmoe.bench.check import poisoned
 from epmoe.testing import PATTERNS, routing, run_threads
 from soak import BATCH_LIMIT_S, RANK, TORCHRUN, progress, torchrun_world
 
-ACTIVATIONS = (None, "swiglu", "gelu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=0.6))
+ACTIVATIONS = (None, "swiglu", "gelu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=0.6),
+               epmoe.SwiGLU(1.3, 0.6, 1), "geglu_tanh", "relu2")
 
 
 def make_batch(seed, number, size, on_cuda):
@@ -74,7 +76,7 @@ def run_batch(world, device, seed, number, num_launches, graph):
     graph = graph and from_graph
     g = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1)
     delays = random.Random(f"{seed} {number} {world.rank}")
-    wide = inner if activation in (None, "gelu") else 2 * inner  # a gated activation has two halves
+    wide = inner * (1 + (activation is not None and is_gated(activation)))
     with epmoe.EpAll2AllFusedOp(world, device=device, **options) as op, torch.no_grad():
         up = torch.randn(op.num_local_experts, wide, op.hidden, generator=g) / op.hidden**0.5
         up = up.to(op.dtype).to(device)

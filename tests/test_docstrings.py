@@ -105,7 +105,8 @@ def documented(section):
 
 def has_parameters(name, thing):
     if isinstance(thing, property) or name in ("EPLayout", "GptOss", "LowLatencyHandle", "PendingCall",
-                                              "activations.GptOss", "integrations.deep_ep.EPHandle"):
+                                              "SwiGLU", "activations.GptOss",
+                                              "activations.SwiGLU", "integrations.deep_ep.EPHandle"):
         return False
     return not (inspect.isclass(thing) and issubclass(thing, Exception))
 

@@ -101,11 +101,13 @@ def check_gradients(results, case):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
-@pytest.mark.parametrize("activation", [*ACTIVATIONS[:4], epmoe.GptOss(alpha=1.3, limit=math.inf)])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS[:4], "geglu_tanh", "relu2",
+                                        epmoe.GptOss(alpha=1.3, limit=math.inf),
+                                        epmoe.SwiGLU(1.3, math.inf, 1)])
 @pytest.mark.parametrize("mode", MODES)
 def test_fused_gradients(ranks, mode, activation, bias):
-    """GptOss has no limit here. With a limit, rounding could move a value across it, and the gradient would
-    differ from that in float64.
+    """GptOss and SwiGLU have no limit here. With a limit, rounding could move a value across it, and the
+    gradient would differ from that in float64.
     """
     case = grown(ranks, Experts(mode=mode, activation=activation, bias=bias, dtype=LOW[bias], max_tokens=20,
                                 capacity=None if mode == "gather" else "roomy"), 12)

@@ -17,6 +17,7 @@ import torch
 import epmoe
 from cases import generator
 from epmoe import reference
+from epmoe.activations import is_gated
 from epmoe.device import Capabilities
 from epmoe.gemm import DGRAD, WGRAD, _has_kernel
 from pace import HANG_S
@@ -25,7 +26,9 @@ from pace import HANG_S
 SIZES = {"mixed": [1, 0, 64, 130, 17, 200], "hot": [0, 0, 700, 1], "single": [300], "empty": [0, 0, 0],
          "many": [3] * 128}
 SHAPES = [(32, 16), (272, 208), (96, 1040)]  # N, K: multiples of 16, but not of a tile's size
-ACTIVATIONS = [None, "gelu", "swiglu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=0.6)]
+ACTIVATIONS = [None, "gelu", "swiglu", "gpt_oss", epmoe.GptOss(alpha=1.3, limit=0.6),
+               epmoe.SwiGLU(limit=0.6), epmoe.SwiGLU(1.3, 0.6, 1), "geglu_tanh",
+               "relu2", "gelu_tanh", "silu"]
 EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 TINY = {torch.float32: 1e-30, torch.bfloat16: 1e-30, torch.float16: 2.0**-24}  # float16's smallest number
 # N of gate and up, K, L, rows of the first GEMM in models, for the experts of one of four ranks.
@@ -66,8 +69,11 @@ def forward64(x, weight, bias, activation, row_weight):
     """(y, size) in float64: an expert's output, and the sum of the absolute terms for check()."""
     y = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     size = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
-    if activation not in (None, "gelu"):  # gated: an error of one factor is multiplied by the other factor
-        gate, up = (size.chunk(2, -1)) if activation == "swiglu" else (size[:, 0::2], size[:, 1::2])
+    if activation == "relu2":  # an error of one factor is multiplied by the other factor
+        size = 2 * (size + 1)**2
+    elif activation is not None and is_gated(activation):
+        is_mixed = activation == "gpt_oss" or isinstance(activation, epmoe.GptOss)
+        gate, up = (size[:, 0::2], size[:, 1::2]) if is_mixed else size.chunk(2, -1)
         size = 2 * (gate + 1) * (up + 1)
     y = y if activation is None else reference.activate(y, activation)
     if row_weight is None:

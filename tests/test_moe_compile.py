@@ -14,7 +14,9 @@ from test_moe_layer import Model, check_moe, inputs_of, make_moe
 
 MODELS = (Model(num_local=1, capacity=True, unequal=False),
           Model(num_local=1, capacity=True, activation=epmoe.GptOss(alpha=1.3, limit=0.6), bias=True,
-                local=False, unequal=False))
+                local=False, unequal=False),
+          Model(num_local=1, capacity=True, activation=epmoe.SwiGLU(limit=0.6), unequal=False),
+          Model(num_local=1, capacity=True, activation="relu2", bias=True, unequal=False))
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static",
           "test_aot_dispatch_dynamic")
 

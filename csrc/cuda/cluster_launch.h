@@ -13,10 +13,10 @@
 /* An instance of a kernel. A table of instances ends with one whose function is NULL. */
 typedef struct {
     const void *function;
-    uint32_t op;        /* of a megakernel; 0 for a GEMM alone */
-    uint32_t kind;      /* EpGemmKind */
-    uint32_t tile_cols; /* columns of a tile */
-    uint32_t activation;
+    uint32_t op;                       /* of a megakernel; 0 for a GEMM alone */
+    uint32_t kind;                     /* EpGemmKind */
+    uint32_t tile_cols;                /* columns of a tile */
+    uint32_t activation;               /* EP_ACT_KERNEL of what it computes */
     uint32_t num_threads;              /* of a CTA */
     uint32_t smem_bytes;               /* dynamic shared memory of a CTA */
     uint32_t max_ctas[EP_MAX_DEVICES]; /* CTAs that can be resident at once; 0 before the first question */

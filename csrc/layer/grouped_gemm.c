@@ -13,9 +13,8 @@
 static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     const EpTensor *a = g->a, *b = g->b, *offsets = g->offsets;
     const bool is_wgrad = g->kind == EP_GEMM_WGRAD;
-    p->alpha = (float)g->alpha;
-    p->limit = (float)g->limit;
-    if (g->kind > EP_GEMM_WGRAD || !ep_gemm_is_activation(g->activation, p->alpha, p->limit) ||
+    const float alpha = (float)g->alpha, limit = (float)g->limit;
+    if (g->kind > EP_GEMM_WGRAD || !ep_gemm_is_activation(g->activation, alpha, limit) ||
         (g->activation && g->kind != EP_GEMM_FORWARD))
         return ep_error(EP_EINVAL,
                         "kind %u, activation %u (alpha %g, limit %g): must be an EpGemmKind and an "
@@ -41,7 +40,7 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     p->n = (uint32_t)N;
     p->k = (uint32_t)K;
     p->kind = g->kind;
-    p->activation = g->activation;
+    ep_gemm_set_activation(p, g->activation, alpha, limit);
     p->is_f16 = a->dtype == EP_F16;
     p->is_portable = g->is_portable;
     return 0;

@@ -54,14 +54,12 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
     p->b = w->data;
     p->out = product->out->data;
     p->bias = product->bias ? product->bias->data : NULL;
-    p->alpha = alpha;
-    p->limit = limit;
     p->num_rows = (uint32_t)M;
     p->num_experts = (uint32_t)L;
     p->n = (uint32_t)N;
     p->k = (uint32_t)K;
     p->kind = EP_GEMM_FORWARD;
-    p->activation = activation;
+    ep_gemm_set_activation(p, activation, alpha, limit);
     p->is_f16 = s->dtype == EP_F16;
     return 0;
 }

@@ -9,12 +9,35 @@
  * Inputs are bf16 or fp16, sums are fp32. Invariant: rows from offsets[L] on are neither used nor written. */
 #ifndef EP_GEMM_PARAMS_H
 #define EP_GEMM_PARAMS_H
+#include <math.h>
+
 #include "protocol/port.h"
 
 typedef enum { EP_GEMM_FORWARD = 0, EP_GEMM_DGRAD = 1, EP_GEMM_WGRAD = 2 } EpGemmKind;
-/* SWIGLU: all gate rows of w, then all up rows. GPT_OSS: interleaved and clamped, with two parameters. See
- * reference.py's activate. */
-typedef enum { EP_ACT_NONE = 0, EP_ACT_GELU = 1, EP_ACT_SWIGLU = 2, EP_ACT_GPT_OSS = 3 } EpActivation;
+
+/* The activations; see activations.py. The gated ones read a gate and an up value for each column of out.
+ * GPT_OSS has the rows of w interleaved: gate, up, gate, up. The other gated ones have all gate rows first.
+ *
+ * Each of the first four has kernels of its own. The next three share kernels (EP_ACT_ANY_GATE), and so do
+ * the last three (EP_ACT_ANY_UNGATED). Those kernels read the activation from the parameters. */
+typedef enum {
+    EP_ACT_NONE = 0,
+    EP_ACT_GELU = 1,
+    EP_ACT_SWIGLU = 2,
+    EP_ACT_GPT_OSS = 3,
+    EP_ACT_SWIGLU_NUMBERS = 4,  /* SWIGLU with alpha and limit */
+    EP_ACT_SWIGLU_PLUS_ONE = 5, /* the same, with up + 1: the function of GPT_OSS */
+    EP_ACT_GEGLU_TANH = 6,
+    EP_ACT_RELU2 = 7,
+    EP_ACT_GELU_TANH = 8,
+    EP_ACT_SILU = 9,
+    EP_ACT_ANY_GATE = EP_ACT_SWIGLU_NUMBERS,
+    EP_ACT_ANY_UNGATED = EP_ACT_RELU2
+} EpActivation;
+#define EP_ACT_IS_GATED(act) ((act) >= EP_ACT_SWIGLU && (act) <= EP_ACT_GEGLU_TANH)
+/* The activation for which the kernels were compiled. */
+#define EP_ACT_KERNEL(act) \
+    ((act) <= EP_ACT_GPT_OSS ? (act) : (act) <= EP_ACT_GEGLU_TANH ? EP_ACT_ANY_GATE : EP_ACT_ANY_UNGATED)
 
 typedef struct {
     const void *a, *b;
@@ -28,22 +51,34 @@ typedef struct {
     uint32_t num_experts;    /* L */
     uint32_t n, k;           /* N, K of the weights: multiples of 16 */
     uint32_t kind;           /* EpGemmKind */
-    uint32_t activation;     /* EpActivation */
-    float alpha, limit;      /* of GPT_OSS; alpha is finite, limit is positive */
-    uint32_t is_f16;         /* fp16, otherwise bf16 */
-    uint32_t is_portable;    /* use the portable kernel even if there is a faster one */
+    uint32_t cols_per_out;   /* columns of the product for a column of out: 2 if gated, otherwise 1 */
+    float alpha, limit;      /* of the activation, see ep_gemm_set_activation */
+    uint8_t activation;      /* EpActivation */
+    uint8_t is_f16;          /* fp16, otherwise bf16 */
+    uint8_t is_portable;     /* use the portable kernel even if there is a faster one */
 } EpGemmParams;
 
-/* Whether the activation exists and its parameters are valid. */
+EP_PURE uint32_t ep_gemm_is_gated(uint32_t activation) { return EP_ACT_IS_GATED(activation); }
+/* Whether the activation exists and its numbers are valid: GPT_OSS, SWIGLU_NUMBERS and SWIGLU_PLUS_ONE have a
+ * finite alpha and a positive limit. The others have none, and ignore them. */
 EP_PURE bool ep_gemm_is_activation(uint32_t activation, float alpha, float limit) {
-    return activation < EP_ACT_GPT_OSS || (activation == EP_ACT_GPT_OSS && alpha - alpha == 0 && limit > 0);
+    const bool has_numbers = activation >= EP_ACT_GPT_OSS && activation <= EP_ACT_SWIGLU_PLUS_ONE;
+    return activation <= EP_ACT_SILU && (!has_numbers || (alpha - alpha == 0 && limit > 0));
 }
-EP_PURE uint32_t ep_gemm_is_gated(uint32_t activation) { return activation >= EP_ACT_SWIGLU; }
+/* Set an activation that exists. A GELU with tanh is x * sigmoid(alpha * (x + 0.044715 * x^3)), so kernels
+ * compute it as they compute SiLU. */
+EP_PURE void ep_gemm_set_activation(EpGemmParams *p, uint32_t activation, float alpha, float limit) {
+    const bool is_tanh = activation == EP_ACT_GEGLU_TANH || activation == EP_ACT_GELU_TANH;
+    p->activation = (uint8_t)activation;
+    p->cols_per_out = 1 + ep_gemm_is_gated(activation);
+    p->alpha = is_tanh ? 1.59576912f : activation == EP_ACT_SILU ? 1.0f : alpha; /* 2 * sqrt(2 / pi) */
+    p->limit = is_tanh ? INFINITY : limit;
+}
 /* num_cols: columns of the product, which is divided into tiles. out_cols: columns that are written; half as
  * many if the activation is gated. */
 EP_PURE uint32_t ep_gemm_num_cols(const EpGemmParams *p) { return p->kind == EP_GEMM_FORWARD ? p->n : p->k; }
 EP_PURE uint32_t ep_gemm_out_cols(const EpGemmParams *p) {
-    return ep_gemm_num_cols(p) >> ep_gemm_is_gated(p->activation);
+    return ep_gemm_num_cols(p) >> (p->cols_per_out >= 2);
 }
 
 #endif /* EP_GEMM_PARAMS_H */

@@ -96,13 +96,21 @@ template <typename C, typename Hooks> static void run_pair(const EpGemmParams *p
 }
 
 static double activated(const EpGemmParams &p, double v, double u) {
-    const int act = (int)p.activation;
-    if (act == EP_ACT_GELU) return v * 0.5 * (1 + erf(v / sqrt(2.0)));
-    if (act == EP_ACT_SWIGLU) return v / (1 + exp(-v)) * u;
-    if (act != EP_ACT_GPT_OSS) return v;
-    v = std::min(v, (double)p.limit);
-    u = std::max(-(double)p.limit, std::min(u, (double)p.limit));
-    return (u + 1) * v / (1 + exp(-p.alpha * v));
+    const double gelu_tanh = 0.5 * v * (1 + tanh(sqrt(2 / M_PI) * (v + 0.044715 * v * v * v)));
+    const double max_v = std::min(v, (double)p.limit);
+    const double max_u = std::max(-(double)p.limit, std::min(u, (double)p.limit));
+    switch (p.activation) {
+    case EP_ACT_GELU: return v * 0.5 * (1 + erf(v / sqrt(2.0)));
+    case EP_ACT_SWIGLU: return v / (1 + exp(-v)) * u;
+    case EP_ACT_SWIGLU_NUMBERS: return max_u * max_v / (1 + exp(-p.alpha * max_v));
+    case EP_ACT_GPT_OSS:
+    case EP_ACT_SWIGLU_PLUS_ONE: return (max_u + 1) * max_v / (1 + exp(-p.alpha * max_v));
+    case EP_ACT_GEGLU_TANH: return gelu_tanh * u;
+    case EP_ACT_RELU2: return v > 0 ? v * v : 0;
+    case EP_ACT_GELU_TANH: return gelu_tanh;
+    case EP_ACT_SILU: return v / (1 + exp(-v));
+    default: return v;
+    }
 }
 
 struct Problem {
@@ -159,7 +167,7 @@ static void fill(std::vector<uint16_t> &to, uint64_t num, uint64_t from, uint64_
 enum { ROWS_BEFORE = 3, ROWS_AFTER = 5 }; /* rows that belong to no expert */
 
 /* Fill the inputs, poison the output, and set the parameters of a case. */
-template <typename C> static void make_problem(const Case &c, Problem *q) {
+template <typename C> static void make_problem(const Case &c, uint32_t activation, Problem *q) {
     const uint32_t L = (uint32_t)c.sizes.size();
     const bool forward = C::KIND == EP_GEMM_FORWARD;
     q->offsets.push_back(ROWS_BEFORE);
@@ -183,12 +191,9 @@ template <typename C> static void make_problem(const Case &c, Problem *q) {
             L,
             c.n,
             c.k,
-            C::KIND,
-            C::ACT,
-            1.3f,
-            0.6f,
-            C::F16,
-            0};
+            C::KIND};
+    q->p.is_f16 = C::F16;
+    ep_gemm_set_activation(&q->p, activation, 1.3f, 0.6f);
     q->out_cols = ep_gemm_out_cols(&q->p);
     q->out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
     q->out.assign(q->out_rows * q->out_cols, EP_POISON);
@@ -248,10 +253,11 @@ template <typename C> static uint64_t check_output(const char *name, const Case 
     return num_wrong;
 }
 
-template <typename C, bool HOOKED> static bool check(const char *name, const Case &c) {
+template <typename C, bool HOOKED>
+static bool check(const char *name, uint32_t activation, const Case &c) {
     Problem q;
     uint64_t drawn_tiles = 0, num = 0, num_wrong = 0;
-    make_problem<C>(c, &q);
+    make_problem<C>(c, activation, &q);
     q.p.tile_counter = &drawn_tiles;
     gridDim = dim3(2 * c.pairs);
     if constexpr (HOOKED) num_wrong = run_with_hooks<C>(name, c, q);
@@ -289,10 +295,13 @@ static const Case small = {144, 48, 2, {1, 0, 33, 70, 17}, true, true};
 static const Case held = {400, 80, 1, {130, 0, 70, 260}, true, true};
 static const Case bursts = {272, 48, 1, {32, 0, 32, 0, 32, 0, 9, 24, 8, 1, 16, 17}, false, true};
 
-#define RUN(KIND, BN, ACT, F16, CASE) \
-    ok = check<EpGemmConfig<KIND, BN, ACT, F16>, false>(#KIND " " #BN " " #ACT, CASE) && ok;
-#define RUN_HOOKED(BN, ACT, F16, CASE) \
-    ok = check<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>, true>("hooks " #BN " " #ACT, CASE) && ok;
+#define RUN(KIND, BN, ACT, F16, CASE)                                                                        \
+    ok = check<EpGemmConfig<KIND, BN, EP_ACT_KERNEL(ACT), F16>, false>(#KIND " " #BN " " #ACT, ACT, CASE) && \
+         ok;
+#define RUN_HOOKED(BN, ACT, F16, CASE)                                                                       \
+    ok = check<EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_KERNEL(ACT), F16>, true>("hooks " #BN " " #ACT, ACT, \
+                                                                                 CASE) &&                    \
+         ok;
 
 #ifdef __SANITIZE_THREAD__
 /* One case for each way of writing a tile. ThreadSanitizer reports a missing barrier. */
@@ -332,6 +341,20 @@ static bool run_forward(void) {
     RUN(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS, true, few)
     return ok;
 }
+static bool run_shared_activations(void) {
+    bool ok = true;
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU_NUMBERS, false, full)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_GEGLU_TANH, true, odd)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_SWIGLU_PLUS_ONE, false, narrow)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU_PLUS_ONE, true, few)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_GEGLU_TANH, false, narrow)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_RELU2, false, full)
+    RUN(EP_GEMM_FORWARD, 256, EP_ACT_SILU, true, odd)
+    RUN(EP_GEMM_FORWARD, 128, EP_ACT_GELU_TANH, false, narrow)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_RELU2, true, few)
+    RUN(EP_GEMM_FORWARD, 64, EP_ACT_GELU_TANH, false, odd)
+    return ok;
+}
 static bool run_backward(void) {
     bool ok = true;
     RUN(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, odd)
@@ -356,11 +379,14 @@ static bool run_hooked(void) {
     RUN_HOOKED(128, EP_ACT_SWIGLU, true, narrow)
     RUN_HOOKED(192, EP_ACT_NONE, false, odd)
     RUN_HOOKED(128, EP_ACT_GPT_OSS, true, odd)
+    RUN_HOOKED(256, EP_ACT_SWIGLU_PLUS_ONE, false, odd)
+    RUN_HOOKED(128, EP_ACT_RELU2, true, odd)
     return ok;
 }
 static bool run_all(void) {
-    const bool forward = run_forward(), backward = run_backward(), hooked = run_hooked();
-    return forward && backward && hooked;
+    const bool forward = run_forward(), shared = run_shared_activations(), backward = run_backward(),
+               hooked = run_hooked();
+    return forward && shared && backward && hooked;
 }
 #endif
 

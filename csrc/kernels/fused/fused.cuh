@@ -232,18 +232,22 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 /* ---- the table of megakernels ---- */
 
 /* X(operation, kernel, columns of a tile, activation): all instances, each for bf16 and fp16. */
-#define EP_MEGA_VARIANTS(X)                                                                  \
-    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_NONE)    \
-    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 192, EP_ACT_NONE)    \
-    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_NONE)    \
-    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_GELU)    \
-    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_GELU)    \
-    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_SWIGLU)  \
-    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_SWIGLU)  \
-    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_GPT_OSS) \
-    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_GPT_OSS) \
-    X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 256, EP_ACT_NONE)      \
-    X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 192, EP_ACT_NONE)      \
+#define EP_MEGA_VARIANTS(X)                                                                      \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_NONE)        \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 192, EP_ACT_NONE)        \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_NONE)        \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_GELU)        \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_GELU)        \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_SWIGLU)      \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_SWIGLU)      \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_GPT_OSS)     \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_GPT_OSS)     \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_ANY_GATE)    \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_ANY_GATE)    \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256, EP_ACT_ANY_UNGATED) \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128, EP_ACT_ANY_UNGATED) \
+    X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 256, EP_ACT_NONE)          \
+    X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 192, EP_ACT_NONE)          \
     X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 128, EP_ACT_NONE)
 
 /* One row of the table (cluster_launch.h). Dynamic shared memory of a CTA: the GEMM's part, and a part for

@@ -18,12 +18,15 @@ extern "C" int ep_counter_memory(uint64_t **memory) {
 
 template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t num_blocks,
                                                 cudaStream_t stream) {
-#define EP_CASE(ACT) \
-    if (p->activation == ACT) simple_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p)
+#define EP_CASE(ACT)                         \
+    if (EP_ACT_KERNEL(p->activation) == ACT) \
+    simple_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p)
     EP_CASE(EP_ACT_NONE);
     EP_CASE(EP_ACT_GELU);
     EP_CASE(EP_ACT_SWIGLU);
     EP_CASE(EP_ACT_GPT_OSS);
+    EP_CASE(EP_ACT_ANY_GATE);
+    EP_CASE(EP_ACT_ANY_UNGATED);
 #undef EP_CASE
 }
 

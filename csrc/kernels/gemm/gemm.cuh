@@ -29,7 +29,7 @@ enum {
 
 template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
-    static constexpr bool F16 = F16_, GATED = ACT >= EP_ACT_SWIGLU;
+    static constexpr bool F16 = F16_, GATED = EP_ACT_IS_GATED(ACT);
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
     /* Few rows per expert: tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
     static constexpr bool FEW_ROWS = BN == 64;

@@ -18,6 +18,16 @@ EP_PTX void ep_sigmoid_pair(float x0, float x1, float s, float *y0, float *y1) {
     *y1 = a * r;
 }
 
+/* The limits of a gate and of its up value. These comparisons let NaN through. */
+EP_PTX void ep_clamp_gate(float most, float *v, float *u) {
+    const float least = -most;
+    *v = *v > most ? most : *v;
+    *u = *u > most ? most : *u < least ? least : *u;
+}
+
+/* What alpha times the sigmoid is applied to: x, or for a GELU with tanh x + 0.044715 x^3. */
+EP_PTX float ep_sigmoid_argument(bool is_tanh, float x) { return is_tanh ? x + 0.044715f * x * x * x : x; }
+
 /* Apply the activation to two neighbouring columns of two rows. d: four products; or four
  * gate values and then the four up values. out may be d, or precede it in memory. */
 template <int ACT> EP_PTX void ep_gemm_activate(const EpGemmParams *p, const float *d, float *out) {
@@ -41,6 +51,27 @@ template <int ACT> EP_PTX void ep_gemm_activate(const EpGemmParams *p, const flo
             ep_sigmoid_pair(v0, v1, p->alpha, &s0, &s1);
             v0 *= s0 * (u0 + 1.0f);
             v1 *= s1 * (u1 + 1.0f);
+        } else if (ACT == EP_ACT_ANY_GATE) {
+            const bool is_tanh = p->activation == EP_ACT_GEGLU_TANH;
+            const float one = p->activation == EP_ACT_SWIGLU_PLUS_ONE ? 1.0f : 0.0f;
+            float u0 = d[4 + i], u1 = d[5 + i];
+            ep_clamp_gate(p->limit, &v0, &u0);
+            ep_clamp_gate(p->limit, &v1, &u1);
+            ep_sigmoid_pair(ep_sigmoid_argument(is_tanh, v0), ep_sigmoid_argument(is_tanh, v1), p->alpha, &s0,
+                            &s1);
+            v0 *= s0 * (u0 + one);
+            v1 *= s1 * (u1 + one);
+        } else if (ACT == EP_ACT_ANY_UNGATED) {
+            if (p->activation == EP_ACT_RELU2) { /* NaN stays */
+                s0 = v0 < 0 ? 0 : v0;
+                s1 = v1 < 0 ? 0 : v1;
+            } else {
+                const bool is_tanh = p->activation == EP_ACT_GELU_TANH;
+                ep_sigmoid_pair(ep_sigmoid_argument(is_tanh, v0), ep_sigmoid_argument(is_tanh, v1), p->alpha,
+                                &s0, &s1);
+            }
+            v0 *= s0;
+            v1 *= s1;
         }
         out[i] = v0;
         out[i + 1] = v1;
@@ -66,12 +97,12 @@ template <int ACT, bool F16> EP_PTX void ep_gemm_add_bias(const EpGemmParams *p,
         v.y = b.x;
         u.y = b.y;
     } else v = ep_load_pair<F16>(p->bias, base + c);
-    if (ACT == EP_ACT_SWIGLU) u = ep_load_pair<F16>(p->bias, base + c + p->n / 2);
+    if (EP_ACT_IS_GATED(ACT) && ACT != EP_ACT_GPT_OSS) u = ep_load_pair<F16>(p->bias, base + c + p->n / 2);
     d[0] += v.x;
     d[1] += v.y;
     d[2] += v.x;
     d[3] += v.y;
-    if (ACT >= EP_ACT_SWIGLU) {
+    if (EP_ACT_IS_GATED(ACT)) {
         d[4] += u.x;
         d[5] += u.y;
         d[6] += u.x;

@@ -19,13 +19,13 @@ enum {
 };
 
 template <int ACT, bool F16> struct EpSimpleGemm {
-    static constexpr bool GATED = ACT >= EP_ACT_SWIGLU;
+    static constexpr bool GATED = EP_ACT_IS_GATED(ACT);
     using T = std::conditional_t<F16, __half, __nv_bfloat16>;
 
-    /* The row of the weights for column c of the product. Columns alternate between gate and up; for SWIGLU
-     * the gate rows are the first half of the weights. */
+    /* The row of the weights for column c of the product. Columns alternate between gate and up; except for
+     * GPT_OSS, the gate rows are the first half of the weights. */
     static __device__ uint32_t weight_row(const EpGemmParams *p, uint32_t c) {
-        return ACT == EP_ACT_SWIGLU ? c / 2 + c % 2 * (p->n / 2) : c;
+        return GATED && ACT != EP_ACT_GPT_OSS ? c / 2 + c % 2 * (p->n / 2) : c;
     }
     /* Element c of the contraction, for row m of the tile (A) or column n of the tile (B). Zero outside of
      * the operands. */

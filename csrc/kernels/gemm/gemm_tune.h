@@ -4,30 +4,36 @@
 #include "protocol/gemm_params.h"
 
 /* X(kind, columns of a tile, activation): all instances for sm_90a, each for bf16 and fp16. */
-#define EP_GEMM_VARIANTS(X)                 \
-    X(EP_GEMM_FORWARD, 256, EP_ACT_NONE)    \
-    X(EP_GEMM_FORWARD, 192, EP_ACT_NONE)    \
-    X(EP_GEMM_FORWARD, 128, EP_ACT_NONE)    \
-    X(EP_GEMM_FORWARD, 256, EP_ACT_GELU)    \
-    X(EP_GEMM_FORWARD, 128, EP_ACT_GELU)    \
-    X(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU)  \
-    X(EP_GEMM_FORWARD, 128, EP_ACT_SWIGLU)  \
-    X(EP_GEMM_FORWARD, 256, EP_ACT_GPT_OSS) \
-    X(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS) \
-    X(EP_GEMM_DGRAD, 256, EP_ACT_NONE)      \
-    X(EP_GEMM_DGRAD, 192, EP_ACT_NONE)      \
-    X(EP_GEMM_DGRAD, 128, EP_ACT_NONE)      \
-    X(EP_GEMM_WGRAD, 256, EP_ACT_NONE)      \
-    X(EP_GEMM_WGRAD, 192, EP_ACT_NONE)      \
+#define EP_GEMM_VARIANTS(X)                     \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_NONE)        \
+    X(EP_GEMM_FORWARD, 192, EP_ACT_NONE)        \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_NONE)        \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_GELU)        \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_GELU)        \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU)      \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_SWIGLU)      \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_GPT_OSS)     \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS)     \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_ANY_GATE)    \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_ANY_GATE)    \
+    X(EP_GEMM_FORWARD, 256, EP_ACT_ANY_UNGATED) \
+    X(EP_GEMM_FORWARD, 128, EP_ACT_ANY_UNGATED) \
+    X(EP_GEMM_DGRAD, 256, EP_ACT_NONE)          \
+    X(EP_GEMM_DGRAD, 192, EP_ACT_NONE)          \
+    X(EP_GEMM_DGRAD, 128, EP_ACT_NONE)          \
+    X(EP_GEMM_WGRAD, 256, EP_ACT_NONE)          \
+    X(EP_GEMM_WGRAD, 192, EP_ACT_NONE)          \
     X(EP_GEMM_WGRAD, 128, EP_ACT_NONE)
 
 /* With few tokens per expert, loading the weights takes most of the time. So a pipeline stage has 512 bytes
  * of each of 64 weight rows, and tiles have 32 rows of tokens. More tokens per expert: correct but slower. */
-#define EP_GEMM_FEW_VARIANTS(X)           \
-    X(EP_GEMM_FORWARD, 64, EP_ACT_NONE)   \
-    X(EP_GEMM_FORWARD, 64, EP_ACT_GELU)   \
-    X(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU) \
-    X(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS)
+#define EP_GEMM_FEW_VARIANTS(X)             \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_NONE)     \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_GELU)     \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_SWIGLU)   \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_GPT_OSS)  \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_GATE) \
+    X(EP_GEMM_FORWARD, 64, EP_ACT_ANY_UNGATED)
 EP_PURE bool ep_gemm_has_few_rows(const EpGemmParams *p) {
     return p->kind == EP_GEMM_FORWARD && p->num_rows <= 24ull * p->num_experts;
 }
