@@ -112,7 +112,9 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
             input: [T, H], as for dispatch.
             exp_indices: [T, K], as for preprocess.  Not needed, and not read, with a layout.
             layout: As for dispatch.
-            gemm_weight: [L, N, H] of the layer's dtype, contiguous, as checkpoints hold it.
+            gemm_weight: [L, N, H] of the layer's dtype, contiguous, as checkpoints hold it.  Or, on all
+                ranks, the view transpose(1, 2) of contiguous [L, H, N]: then the stages run one after the
+                other, because the fused kernels would need a copy.
             weight: [T, K], as for dispatch.  The GEMM does not apply it.
             bias: None, or [L, N] of any floating-point dtype; rounded to the layer's where no gradient is
                 needed.
@@ -207,7 +209,7 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
         Args:
             gemm_input: [M, K], or [capacity, K], of the layer's dtype, in the order of
                 mega_dispatch_group_gemm's rows.
-            gemm_weight: [L, H, K] of the layer's dtype, contiguous.
+            gemm_weight: [L, H, K] of the layer's dtype, contiguous; or a view, as there.
             layout: The EPLayout that dispatch or mega_dispatch_group_gemm returned.
             weight: [M], or [capacity], or None, as for combine.
             bias: None, or [L, H], as for mega_dispatch_group_gemm.

@@ -4,7 +4,7 @@ import torch
 
 from . import _C
 from .device import capabilities
-from .gemm import GATED, aligned, check_activation
+from .gemm import GATED, aligned, check_activation, is_transposed
 
 
 def fuses(max_tokens, topk, num_experts, world_size):
@@ -51,7 +51,7 @@ class FusedParts:
     def _is_fused(self, gemm_weight):
         """Whether the fused kernels exist for these weights [L, N, K] on this device."""
         return (self.fused and self._has_kernels and self.dtype in (torch.bfloat16, torch.float16)
-                and all(n % 16 == 0 for n in gemm_weight.shape[1:]))
+                and all(n % 16 == 0 for n in gemm_weight.shape[1:]) and not is_transposed(gemm_weight))
 
     # The two below allocate outputs and call the module; fused_ops.py makes operators of them.
 

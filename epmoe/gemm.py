@@ -149,16 +149,17 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, g):
+    """Each of the three products has the other two as its gradients; see csrc/protocol/gemm_params.h."""
     a, b, offsets = ctx.saved_tensors
-    if ctx.kind != FORWARD:
-        raise RuntimeError("the backward of a grouped GEMM has no backward of its own: use first "
-                           "derivatives only")
     check_mode(g, a, b)
     g = g.contiguous()
+    of_inputs = {FORWARD: ((DGRAD, g, b), (WGRAD, g, a)),
+                 DGRAD: ((FORWARD, g, b), (WGRAD, a, g)),
+                 WGRAD: ((FORWARD, b, g), (DGRAD, a, g))}[ctx.kind]
     op = torch.ops.epmoe.grouped_gemm
-    da = op(g, b, offsets, None, None, DGRAD, 0, ctx.portable) if ctx.needs_input_grad[0] else None
-    db = op(g, a, offsets, None, None, WGRAD, 0, ctx.portable) if ctx.needs_input_grad[1] else None
-    return da, db, *[None] * 8
+    grads = [op(left, right, offsets, None, None, kind, 0, ctx.portable) if needed else None
+             for (kind, left, right), needed in zip(of_inputs, ctx.needs_input_grad)]
+    return *grads, *[None] * 8
 
 
 torch.library.register_autograd("epmoe::grouped_gemm", _backward, setup_context=_save, lib=_lib)
@@ -233,6 +234,11 @@ def _check_scales(x, weight, a_scale, b_scale, out_dtype, leaves):
     return True
 
 
+def is_transposed(weight):
+    """Whether weights [L, N, K] are a view of contiguous ones [L, K, N].  They are then read as they are."""
+    return weight.dim() == 3 and not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
+
+
 def add_bias(y, bias, offsets):
     """Return y [M, N] plus the bias [L, N] of each row's expert.
 
@@ -253,7 +259,7 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
     """Multiply rows, grouped by expert, with the weights of their experts.  Local to a rank.
 
     Row r of expert e gives activation(x[r] @ weight[e].T + bias[e]) * row_weight[r].  Differentiable in x,
-    weight, bias and row_weight; the backward is not differentiable again.
+    weight, bias and row_weight, any number of times.
 
     bfloat16 and float16 on CUDA (compute capability 8.0 or newer), with N and K multiples of 16: a kernel of
     epmoe, which sums in float32 and needs no host read of the sizes.  Otherwise: torch, one product per
@@ -267,7 +273,9 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
 
     Args:
         x: [M, K]: first all rows of expert 0, then of expert 1, and so on.
-        weight: [L, N, K], of x's dtype, as checkpoints hold it.
+        weight: [L, N, K], of x's dtype, as checkpoints hold it.  Or the view transpose(1, 2) of contiguous
+            weights [L, K, N], which is read without a copy: bias, activation and row weights are then torch's
+            operators after the kernel, as where a gradient is needed.  Other strides are copied.
         counts: [L] integers on x's device: the number of rows of each expert.  Give either counts or offsets.
         offsets: [L + 1] int32 on x's device: where each expert's rows begin, as EPLayout.expert_offsets.
         bias: None, or [L, N] of any floating-point dtype; rounded to x's dtype where no gradient is needed.
@@ -320,21 +328,25 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
     if offsets is None:
         offsets = F.pad(counts.cumsum(0), (1, 0)).clamp(-1, 2**31 - 1).to(torch.int32)
     op = torch.ops.epmoe.grouped_gemm
-    x, weight, offsets = x.contiguous(), weight.contiguous(), offsets.contiguous()
+    x, offsets = x.contiguous(), offsets.contiguous()
     leaves = (x, weight, bias, row_weight)
     number, alpha, limit = as_kernel(activation)
     if _check_scales(x, weight, a_scale, b_scale, out_dtype, (*leaves, a_scale, b_scale)):
         dtype = out_dtype or torch.bfloat16
         bias = None if bias is None else bias.to(dtype).contiguous()
         row_weight = None if row_weight is None else row_weight.float().contiguous()
-        return torch.ops.epmoe.grouped_gemm_fp8(x, weight, a_scale, b_scale.contiguous(), offsets, bias,
-                                                row_weight, number, portable, alpha, limit, dtype)
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)):
+        weight, b_scale = weight.contiguous(), b_scale.contiguous()
+        return torch.ops.epmoe.grouped_gemm_fp8(x, weight, a_scale, b_scale, offsets, bias, row_weight, number,
+                                                portable, alpha, limit, dtype)
+    kind = DGRAD if is_transposed(weight) else FORWARD  # DGRAD multiplies rows with [L, K, N]
+    weight = weight.transpose(1, 2) if kind == DGRAD else weight.contiguous()
+    with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
+    if kind == FORWARD and not with_grad:
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         row_weight = None if row_weight is None else row_weight.float().contiguous()
         return op(x, weight, offsets, bias, row_weight, FORWARD, number, portable, alpha, limit)
-    # With gradients torch's own operators follow the product, because they have a backward.
-    y = op(x, weight, offsets, None, None, FORWARD, 0, portable)
+    # Torch's own operators follow the product: they have a backward, and only FORWARD has an epilogue.
+    y = op(x, weight, offsets, None, None, kind, 0, portable)
     if bias is not None:
         y = add_bias(y, bias, offsets)
     y = y if activation is None else activate(y, activation)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from . import _C, ops
 from .autograd import check_mode
 from .device import capabilities, pick_device, status_of, stream_of
+from .gemm import is_transposed
 from .heap import SymmetricHeap
 from .layout import EPLayout
 from .world import Shared, World
@@ -334,7 +335,7 @@ class LayerParts(Shared):
         if t.shape != shape and not _fits(t.shape, shape):
             wanted = ", ".join("*" if d is None else str(d) for d in shape)
             raise ValueError(f"{name}: wanted shape [{wanted}], got {list(t.shape)}")
-        if not t.is_contiguous():
+        if not (t.is_contiguous() or is_transposed(t)):
             raise ValueError(f"{name} must be contiguous: call contiguous() on it")
 
 

@@ -19,7 +19,7 @@ from cases import Case, generator, indices_of, num_tokens, same_bits
 from epmoe import reference
 from epmoe.activations import is_gated
 from epmoe.fused_ops import expert_offsets
-from epmoe.gemm import FORWARD
+from epmoe.gemm import FORWARD, is_transposed
 from test_gemm_products import EPS, TINY, check as check_product, forward64
 from test_plan_slots import make_op
 
@@ -94,6 +94,7 @@ class StagedOp(epmoe.EpAll2AllFusedOp):
 
     def _is_fused(self, *products):
         fits = self.fused and self.dtype in LOW and all(n % 16 == 0 for w in products for n in w.shape[1:])
+        fits = fits and not any(map(is_transposed, products))
         return super()._is_fused(*products) or (self.device.type == "cpu" and fits)
 
     def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0,

@@ -76,7 +76,7 @@ def linear(experts, name):
     """Return the weights [E, out, in] of a linear map, and its biases or None."""
     weight = getattr(experts, name)
     if experts.is_transposed:
-        weight = weight.transpose(1, 2).contiguous()  # no copy after store_as_epmoe_reads
+        weight = weight.transpose(1, 2)
     return weight, getattr(experts, f"{name}_bias") if getattr(experts, "has_bias", False) else None
 
 
@@ -88,10 +88,11 @@ def up_and_down(experts):
 def store_as_epmoe_reads(model):
     """Store the transposed expert weights of a model in the order in which epmoe's GEMM reads them.
 
-    The experts of GPT-OSS, Aria and Privacy Filter have weights [E, in, out].  epmoe reads [E, out, in], and
-    without this call it copies all experts of a layer in each forward.  Names, shapes and values stay.  Only
-    the strides change, so that training, state_dict and save_pretrained work as before.  A model without
-    transposed weights is left as it is.
+    The experts of GPT-OSS, Aria and Privacy Filter have weights [E, in, out].  epmoe's kernels read them as
+    they are.  But only for [E, out, in] do they also apply biases and the gate, communicate in the same
+    launch, and have tiles for few rows, as in decoding.  Names, shapes and values stay.  Only the strides
+    change, so that training, state_dict and save_pretrained work as before.  A model without transposed
+    weights is left as it is.
 
     Call it after loading and before the model is wrapped, compiled or captured in a CUDA graph.  It needs
     memory for a second copy of one parameter.
