@@ -67,9 +67,10 @@ class ExpertMap:
             raise ValueError(f"physical_to_logical_map: no physical expert holds "
                              f"{f'expert {missing[0]}' if missing else 'any expert'}")
         most = len(logical) - num_experts + 1
-        rows = torch.tensor([of + [-1] * (most - len(of)) for of in replicas])
-        counts = torch.tensor([len(of) for of in replicas])
-        self._set(p2l.to(torch.int64, copy=True), rows.to(p2l.device), counts.to(p2l.device))
+        rows = [of + [-1] * (most - len(of)) for of in replicas]
+        counts = [len(of) for of in replicas]
+        rows, counts = (torch.tensor(t, device=p2l.device) for t in (rows, counts))
+        self._set(p2l.to(torch.int64, copy=True), rows, counts)
 
     def _set(self, physical_to_logical, logical_to_physical, counts):
         self.num_experts, self.num_physical = len(counts), len(physical_to_logical)
@@ -112,11 +113,11 @@ class ExpertMap:
         """
         num_physical = check_num_physical(num_experts, num_ranks, num_physical)
         of_rank = -(-num_experts // num_ranks)
-        places = torch.full((num_ranks, num_physical // num_ranks), -1)
-        experts = torch.full((num_ranks * of_rank,), -1)
-        experts[:num_experts] = torch.arange(num_experts)
-        places[:, :of_rank] = experts.view(num_ranks, of_rank)
-        return cls(places.view(-1), num_experts)
+        held = []
+        for first in range(0, num_ranks * of_rank, of_rank):
+            experts = list(range(min(first, num_experts), min(first + of_rank, num_experts)))
+            held += experts + [-1] * (num_physical // num_ranks - len(experts))
+        return cls(torch.tensor(held, device="cpu"), num_experts)
 
     def to(self, device):
         """Return a copy of the map on a device.
@@ -187,6 +188,8 @@ class ExpertMap:
 
 def check_num_physical(num_experts, num_ranks, num_physical):
     """Return P, which is that of ExpertMap.home for None, or raise ValueError."""
+    if num_experts < 1:
+        raise ValueError(f"{num_experts} experts: must be at least 1")
     least = -(-num_experts // num_ranks) * num_ranks
     if num_physical is None:
         return least
@@ -229,7 +232,7 @@ def balance_experts(tokens_per_expert, num_ranks, num_physical=None):
         The global balancing of DeepSeek's EPLB (Expert Parallelism Load Balancer): replicate_experts and
         balanced_packing.
     """
-    counted = torch.as_tensor(tokens_per_expert)
+    counted = torch.as_tensor(tokens_per_expert).cpu()
     if counted.dim() != 1 or not len(counted):
         raise ValueError(f"tokens_per_expert: wanted shape [E], got {list(counted.shape)}: call it for each "
                          f"layer")
@@ -252,4 +255,4 @@ def balance_experts(tokens_per_expert, num_ranks, num_physical=None):
                 key=lambda r: (totals[r], e in experts_of[r]))
         experts_of[r].append(e)
         totals[r] -= minus_tokens
-    return ExpertMap(torch.tensor([e for of in experts_of for e in sorted(of)]), len(tokens))
+    return ExpertMap(torch.tensor([e for of in experts_of for e in sorted(of)], device="cpu"), len(tokens))

@@ -336,8 +336,8 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         bias = None if bias is None else bias.to(dtype).contiguous()
         row_weight = None if row_weight is None else row_weight.float().contiguous()
         weight, b_scale = weight.contiguous(), b_scale.contiguous()
-        return torch.ops.epmoe.grouped_gemm_fp8(x, weight, a_scale, b_scale, offsets, bias, row_weight, number,
-                                                portable, alpha, limit, dtype)
+        return torch.ops.epmoe.grouped_gemm_fp8(x, weight, a_scale, b_scale, offsets, bias, row_weight,
+                                                number, portable, alpha, limit, dtype)
     kind = DGRAD if is_transposed(weight) else FORWARD  # DGRAD multiplies rows with [L, K, N]
     weight = weight.transpose(1, 2) if kind == DGRAD else weight.contiguous()
     with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import decode as decoding
 from .activations import is_gated
+from .expert_map import ExpertMap, check_num_physical
 from .fused import EpAll2AllFusedOp
 from .layer import EPAll2AllLayer
 from .layer_parts import refuse_layer, world_of
@@ -24,9 +25,10 @@ _LAYER_OPTIONS -= {"ep_group", "max_tokens", "hidden", "topk", "num_tot_experts"
 
 
 class EPMoE(MoeParts, nn.Module):
-    """The experts of a Mixture-of-Experts layer, E/W of them on each rank.
+    """The experts of a Mixture-of-Experts layer, spread over the ranks.
 
-    Letters: W ranks, E experts, L = E/W experts of a rank, K choices per token, H hidden, I inner.
+    Letters: W ranks, E experts, P physical experts (E, rounded up to a multiple of W), L = P/W of a rank, K
+    choices per token, H hidden, I inner.
 
     On CUDA it runs the fused kernels of EpAll2AllFusedOp where they exist, elsewhere the same stages one
     after the other.  Creation is collective, except with `layer`; so are forward, backward and finalize.
@@ -36,9 +38,10 @@ class EPMoE(MoeParts, nn.Module):
     checkpoint holds in by out, as transformers' GptOssExperts does ([E, H, 2I] and [E, I, H]), load it with
     .transpose(1, 2).  With H = I a wrong order raises no error.
 
-    Of [E, ...] in a checkpoint, a rank takes rows rank * L to (rank + 1) * L; load_state_dict() does so.  In
-    state_dict(), where the experts are on several ranks of a process group, they are DTensors [E, ...], of
-    which each rank has its rows (docs/checkpoints.md).  whole_state_dict puts them together.
+    Of [E, ...] in a checkpoint, a rank takes the rows of its experts, with n = E/W rounded up rank * n to
+    (rank + 1) * n; load_state_dict() does so.  In state_dict(), where the experts are on several ranks of a
+    process group, they are DTensors [E, ...], of which each rank has its rows (docs/checkpoints.md).
+    whole_state_dict puts them together.  Physical experts that hold nothing are zero, and in no state dict.
 
     Parameters start uniform in +-1/sqrt(fan-in), as nn.Linear's, each expert with other numbers.  With the
     same seed on all ranks they are those of one process.  They are on the layer's device from the start, also
@@ -53,7 +56,7 @@ class EPMoE(MoeParts, nn.Module):
     Args:
         hidden: H.
         inner: I, at least 1.
-        num_experts: E, a multiple of W.
+        num_experts: E.  P is at most 1024.
         topk: K.
         ep_group: A ProcessGroup, a one-dimensional DeviceMesh, a World or None, as for EPAll2AllLayer.
         activation: One of reference.activate: "swiglu", SwiGLU(alpha, limit), "relu2" and others.
@@ -63,8 +66,9 @@ class EPMoE(MoeParts, nn.Module):
         bias: Whether to have gate_up_proj_bias [L, 2I] and down_proj_bias [L, H].
         layer: None, or an EpAll2AllFusedOp or EPAll2AllLayer to share with other EPMoE modules of the same
             shapes.  The module then has its ranks, device, max_tokens, capacity and enable_local_combine.
-        **layer_options: Other options of EpAll2AllFusedOp, for example capacity, the most rows that a rank
-            can receive; with it the host reads nothing.  None with `layer`, which has options of its own.
+        **options: num_physical: P, a multiple of W, at least E; None: E rounded up.  A larger P is room for
+            replicas.  And options of EpAll2AllFusedOp, for example capacity, the most rows that a rank can
+            receive; with it the host reads nothing.  None of these with `layer`, which has its own.
 
     Attributes:
         gate_up_proj: A parameter.
@@ -72,6 +76,8 @@ class EPMoE(MoeParts, nn.Module):
         gate_up_proj_bias: A parameter, or None without bias.
         down_proj_bias: A parameter, or None without bias.
         layer: The communication layer.
+        num_experts: E.
+        expert_map: The ExpertMap of topk_idx, or None where each expert is its own physical one.
         gradient_scale: A number by which the gradients of the parameters are multiplied: 1 by default, 1 / W
             after prepare_ddp.
         last_layout: The EPLayout of the latest call that was not compiled, or None.
@@ -99,40 +105,48 @@ class EPMoE(MoeParts, nn.Module):
 
     def __init__(self, hidden, inner, num_experts, topk, ep_group=None, activation="swiglu", *,
                  max_tokens=4096, dtype=torch.bfloat16, device=None, bias=False, layer=None,
-                 **layer_options):
+                 **options):
         super().__init__()
-        if layer is not None and layer_options:
-            raise TypeError(f"{', '.join(layer_options)}: options of a new layer, but layer= passes one: "
+        num_physical = options.pop("num_physical", None)
+        if layer is not None and options:
+            raise TypeError(f"{', '.join(options)}: options of a new layer, but layer= passes one: "
                             f"leave either out")
-        heap = layer_options.get("heap")
+        heap = options.get("heap")
         world = None
         if layer is None:
-            world = world_of(ep_group, heap, layer_options.get("timeout_s"))
+            world = world_of(ep_group, heap, options.get("timeout_s"))
         try:
-            if unknown := sorted(layer_options.keys() - _LAYER_OPTIONS):
+            if unknown := sorted(options.keys() - _LAYER_OPTIONS):
                 raise TypeError(f"{', '.join(unknown)}: not an option of EPMoE or EpAll2AllFusedOp")
             halves = 1 + is_gated(activation)  # raises for an unknown activation
             inner = int(inner)
             if inner < 1:
                 raise ValueError(f"inner {inner}: must be positive")
+            num_experts = int(num_experts)
+            num_physical = check_num_physical(num_experts, (world or layer.world).size, num_physical)
         except Exception as error:
             if world is not None:
                 refuse_layer(world, heap, error)
             raise
         if layer is None:
-            layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_experts,
-                                     dtype=dtype, device=device, **layer_options)
-            agree(layer, f"inner {inner}, activation {activation!r}, bias {bool(bias)}")
+            layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_physical,
+                                     dtype=dtype, device=device, **options)
+            agree(layer, f"inner {inner}, activation {activation!r}, bias {bool(bias)}, num_experts "
+                         f"{num_experts}")
         else:
             for name, got, want in (("hidden", hidden, layer.hidden),
                                     ("topk", topk, layer.topk * layer._copies),
-                                    ("num_experts", num_experts, layer.num_experts),
+                                    ("physical experts", num_physical, layer.num_experts),
                                     ("dtype", dtype, layer.dtype)):
                 if got != want:
                     raise ValueError(f"{name} {got}, but the shared layer has {want}: must be the same")
         self.layer = layer
         layer.is_of_module = True
         self.activation = activation
+        self.num_experts = num_experts
+        home = ExpertMap.home(num_experts, layer.world_size, num_physical)
+        self.expert_map = None if num_physical == num_experts else home.to(layer.device)
+        self._set_held(home)
         self.gradient_scale = 1.0
         self.last_layout = None
         self._checked_ddp = 0  # id of the DistributedDataParallel that was checked
@@ -151,7 +165,7 @@ class EPMoE(MoeParts, nn.Module):
         """Fill each parameter with uniform numbers in +-1/sqrt(fan-in).  Not collective.
 
         An expert's numbers follow from one random number of torch's generator and from the expert's number e
-        among all E.  So with the same seed on all ranks, they do not depend on W.
+        among all E.  So with the same seed on all ranks, they do not depend on W.  Empty experts are zero.
 
         Examples:
             >>> import epmoe
@@ -163,17 +177,17 @@ class EPMoE(MoeParts, nn.Module):
             >>> moe.finalize()
         """
         seed = int(torch.randint(1 << 40, (), device="cpu"))
-        first = self.layer.rank * self.layer.num_local_experts
         generator = torch.Generator(self.layer.device)
         up_bound = 1 / math.sqrt(self.gate_up_proj.shape[2])
         down_bound = 1 / math.sqrt(self.down_proj.shape[2])
         with torch.no_grad():
-            for e in range(self.layer.num_local_experts):
-                generator.manual_seed(seed + first + e)
+            for i, e in enumerate(self._held):
+                generator.manual_seed(seed + max(e, 0))
                 for p, bound in ((self.gate_up_proj, up_bound), (self.down_proj, down_bound),
                                  (self.gate_up_proj_bias, up_bound), (self.down_proj_bias, down_bound)):
                     if p is not None:
-                        p[e].uniform_(-bound, bound, generator=generator)
+                        bound = bound if e >= 0 else 0.0
+                        p[i].uniform_(-bound, bound, generator=generator)
 
     @classmethod
     def from_experts(cls, experts, ep_group=None, *, topk=None, **options):
@@ -297,6 +311,8 @@ class EPMoE(MoeParts, nn.Module):
                                     self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
             most = self.layer.max_tokens // self.layer._copies if path is None else path.max_tokens
             check(self.layer, most, tokens, topk_idx, topk_weights)
+            if self.expert_map is not None:
+                topk_idx = self.expert_map.physical(topk_idx, self.layer.rank)
         except Exception as error:
             self._refuse(error, decode)
         if path is not None:
@@ -315,7 +331,7 @@ class EPMoE(MoeParts, nn.Module):
     def extra_repr(self):
         """Return the sizes for the module's repr."""
         layer = self.layer
-        return (f"hidden={layer.hidden}, num_experts={layer.num_experts}, "
+        return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "
                 f"local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
                 f"activation={self.activation}, rank={layer.rank} of {layer.world_size}")
 

@@ -24,8 +24,13 @@ class MoeParts:
         super().__setstate__(state)
         self._register()
 
+    def _set_held(self, expert_map):
+        """Note the logical experts that this rank's physical ones hold, -1: none.  The host needs them."""
+        of_ranks = expert_map.physical_to_logical_map.view(self.layer.world_size, -1)
+        self._held = of_ranks[self.layer.rank].tolist()
+
     def _register(self):
-        if self.layer.world_size > 1:
+        if self.layer.world_size > 1 or self.expert_map is not None:
             shards.register(self)
             torch_hooks.install()
 

@@ -232,15 +232,17 @@ def whole_state_dict(model):
         >>> moe.finalize()
     """
     experts, whole = _experts(model), {}
-    by_id = {id(p): moe.layer.world for moe, p in experts.values()}
-    is_first = all(world.rank == 0 for world in by_id.values())
+    by_id = {id(p): moe for moe, p in experts.values()}
+    is_first = all(moe.layer.rank == 0 for moe in by_id.values())
     for name, t in model.state_dict(keep_vars=True).items():
-        world = by_id.get(id(t))
+        moe = by_id.get(id(t))
         t = t.full_tensor() if hasattr(t, "full_tensor") else t
-        if world is not None:
-            parts = _to_first(world, t)
+        if moe is not None:
+            parts = _to_first(moe.layer.world, t)
             if is_first:
                 whole[name] = torch.cat(parts)
+                if moe.expert_map is not None:
+                    whole[name] = whole[name][moe.expert_map.logical_to_physical_map[:, 0].cpu()]
         elif is_first:
             whole[name] = t.detach().to("cpu", copy=True) if isinstance(t, torch.Tensor) else t
     return whole

@@ -32,9 +32,15 @@ def check_sharded(moe, name, value):
     value: What FSDP sets in the place of the parameter.
     """
     world = moe.layer.world
-    if type(value) is torch.nn.Parameter or not is_dtensor(value) or not is_spread(world):
+    if type(value) is torch.nn.Parameter or not is_dtensor(value):
         return
     mesh = value.device_mesh
+    if moe.expert_map is not None and mesh.size() > 1:
+        raise ValueError(f"{name} would be sharded over {mesh.size()} ranks, which needs as many experts on "
+                         f"each rank: {moe.num_experts} experts on {world.size} ranks, with "
+                         f"{moe.layer.num_experts} physical ones, are not.  Use ep_group with all ranks")
+    if not is_spread(world):
+        return
     if len(_ranks(world.group) & set(mesh.mesh.flatten().tolist())) > 1:
         raise ValueError(f"{name} would be sharded over ranks that hold different experts: first call "
                          f"epmoe.prepare_fsdp(model), then fully_shard(model); or fully_shard(moe, mesh=...) "

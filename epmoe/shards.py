@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from . import _C
 
-_modules = weakref.WeakSet()  # each EPMoE whose experts are on several ranks
+_modules = weakref.WeakSet()  # each EPMoE whose experts are on several ranks, or whose P is not E
 _meshes = weakref.WeakKeyDictionary()  # World -> {(device type, mesh of FSDP): DeviceMesh}
 _lock = threading.Lock()  # ranks may be threads
 
@@ -28,14 +28,13 @@ def is_spread(world):
 
 
 def register(moe):
-    """Let this file know a module, if it has only some of the experts."""
-    if moe.layer.world_size > 1:
-        with _lock:
-            _modules.add(moe)
+    """Let this file know a module whose parameters are not simply all experts."""
+    with _lock:
+        _modules.add(moe)
 
 
 def owners(of=lambda p: p):
-    """Return {id(of(p)): its EPMoE} of the parameters of all modules with some of the experts."""
+    """Return {id(of(p)): its EPMoE} of the parameters of all modules that are registered."""
     with _lock:
         modules = list(_modules)
     return {id(of(p)): moe for moe in modules for p in moe.parameters(recurse=False)}
@@ -98,34 +97,54 @@ def _mesh_of(world, t):
 
 
 def as_shard(moe, t):
-    """Return t [L, ..] of this rank, without a copy, as a DTensor [E, ..], of which it has these rows."""
-    if t.dim() == 0 or not is_spread(moe.layer.world):
+    """Return t [L, ..] of this rank, without a copy, as a DTensor [E, ..], of which it has its experts.
+
+    Without a process group, return the rows of its experts.  As in torch's chunks, the last ranks have fewer.
+    """
+    if t.dim() == 0:
         return t
+    local, placements = (t.to_local(), t.placements) if is_dtensor(t) else (t, ())
+    num_all = t.shape[0] * moe.layer.world_size
+    if t.shape[0] == len(moe._held):
+        first, end = experts_of_rank(moe)
+        num_all = moe.num_experts
+        if end - first < len(moe._held):  # FSDP has not split it: see check_sharded
+            local = local[:end - first]
+    if not (is_spread(moe.layer.world) or is_dtensor(t)):
+        return local
     from torch.distributed.tensor import DTensor, Shard
 
-    local, placements = (t.to_local(), t.placements) if is_dtensor(t) else (t, ())
-    shape = torch.Size((t.shape[0] * moe.layer.world_size, *t.shape[1:]))
-    return DTensor.from_local(local, _mesh_of(moe.layer.world, t), [Shard(0), *placements], run_check=False,
-                              shape=shape, stride=t.stride())
+    if is_spread(moe.layer.world):
+        mesh, placements = _mesh_of(moe.layer.world, t), [Shard(0), *placements]
+    else:
+        mesh = t.device_mesh
+    return DTensor.from_local(local, mesh, placements, run_check=False, stride=t.stride(),
+                              shape=torch.Size((num_all, *t.shape[1:])))
 
 
 def own_part(moe, t, p):
     """Return what this rank keeps of t, which belongs to its parameter p: the inverse of as_shard.
 
-    t: What as_shard returns, or [L, ..], or [E, ..] of all experts; also a number.
+    t: What as_shard returns, or [E, ..] of all experts; also a number.
     """
-    num, num_all = moe.layer.num_local_experts, moe.layer.num_experts
+    first, end = experts_of_rank(moe)
+    num_all = moe.num_experts
     if t.dim() == 0:
         return t
     if is_dtensor(t) and is_dtensor(p) and t.device_mesh == p.device_mesh:
-        if t.shape[0] != num_all or num == num_all:
+        if t.shape[0] != num_all or len(moe._held) == end - first == num_all:
             return t
         t = t.full_tensor()  # set_model_state_dict has sharded all experts over the mesh of FSDP
     if is_dtensor(t):
-        shape, t = (t.shape[0] // moe.layer.world_size, *t.shape[1:]), t.to_local()
+        is_ours = t.shape[0] == num_all
+        num = len(moe._held) if is_ours else t.shape[0] // moe.layer.world_size
+        shape, t = (num, *t.shape[1:]), t.to_local()
+        if is_ours and num > end - first:
+            t = _placed(moe, t, first)
     else:
-        if t.shape[0] == num_all != num:
-            t = t[moe.layer.rank * num:(moe.layer.rank + 1) * num].clone()
+        is_whole = t.shape[0] == num_all
+        if is_whole or t.shape[0] == end - first:
+            t = _placed(moe, t, 0 if is_whole else first)
         shape = None
     if not is_dtensor(p):
         return t
@@ -137,13 +156,22 @@ def own_part(moe, t, p):
                               stride=torch.empty(shape, device="meta").stride())
 
 
+def _placed(moe, t, first):
+    """Return [L, ..] of this rank's physical experts.  t: the experts from `first` on."""
+    if moe._held == list(range(first, first + t.shape[0])):
+        return t
+    rows = torch.tensor(moe._held, device=t.device) - first
+    held = torch.tensor([e >= 0 for e in moe._held], device=t.device)
+    out = t.new_zeros(len(rows), *t.shape[1:])
+    out[held] = t[rows[held]]
+    return out
+
+
 def save(moe, state_dict, prefix):
     """Put the parameters of an EPMoE into its state dict as DTensors, and note which experts they are."""
-    if not is_spread(moe.layer.world):
-        return
     for name, _ in moe.named_parameters(recurse=False):
         state_dict[prefix + name] = as_shard(moe, state_dict[prefix + name])
-    if hasattr(state_dict, "_metadata"):
+    if is_spread(moe.layer.world) and hasattr(state_dict, "_metadata"):
         state_dict._metadata[prefix[:-1]]["experts"] = experts_of_rank(moe)
 
 
@@ -157,7 +185,7 @@ def own_entries(moe, state_dict, prefix, metadata, errors):
         t = state_dict.get(prefix + name)
         if isinstance(t, torch.Tensor):
             own[prefix + name] = own_part(moe, t, p)
-            is_whole = not is_dtensor(t) and own[prefix + name] is not t
+            is_whole = not is_dtensor(t) and own[prefix + name] is not t and t.shape[0] == moe.num_experts
             if saved not in (None, experts_of_rank(moe)) and not is_whole:
                 errors.append(f"{prefix}{name}: has the experts {saved[0]} to {saved[1] - 1}, because "
                               f"another rank saved its state_dict() alone.  Save with "
@@ -167,16 +195,18 @@ def own_entries(moe, state_dict, prefix, metadata, errors):
 
 
 def experts_of_rank(moe):
-    """Return the first expert that a rank has, and the one after its last."""
-    num = moe.layer.num_local_experts
-    return moe.layer.rank * num, (moe.layer.rank + 1) * num
+    """Return the first expert that a rank has, and the one after its last, in the home of the experts."""
+    num = -(-moe.num_experts // moe.layer.world_size)
+    first = min(moe.layer.rank * num, moe.num_experts)
+    return first, min(first + num, moe.num_experts)
 
 
 def which_experts(moe, prefix):
     """Return a line for an error: which experts a rank has."""
     first, end = experts_of_rank(moe)
-    return (f"{prefix.rstrip('.') or 'EPMoE'} of rank {moe.layer.rank} has the experts {first} to {end - 1} "
-            f"of {moe.layer.num_experts}: pass these, or all {moe.layer.num_experts}.")
+    has = f"the experts {first} to {end - 1}" if end > first else "none"
+    return (f"{prefix.rstrip('.') or 'EPMoE'} of rank {moe.layer.rank} has {has} "
+            f"of {moe.num_experts}: pass these, or all {moe.num_experts}.")
 
 
 # ---- optimizers ----

@@ -65,10 +65,10 @@ def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
 def spread_experts(model, ep_group=None, **options):
     """Replace the experts of a model by EPMoE modules, which spread them over the ranks.  Collective.
 
-    Every rank passes the same model, with all experts, and keeps E/W of them.  The tokens of the ranks differ
-    as before.  Then wrap it as DistributedDataParallel(epmoe.prepare_ddp(model)) to train it.  Modules of one
-    shape share a communication layer.  epmoe.whole_state_dict(model) is the model of one process; GPT-OSS has
-    its weights transposed there, and EPMoE has not.
+    Every rank passes the same model, with all experts, and keeps E/W of them, rounded up.  The tokens of the
+    ranks differ as before.  Then wrap it as DistributedDataParallel(epmoe.prepare_ddp(model)) to train it.
+    Modules of one shape share a communication layer.  epmoe.whole_state_dict(model) is the model of one
+    process; GPT-OSS has its weights transposed there, and EPMoE has not.
 
     Args:
         model: A model of transformers, or any module with experts that use_experts_implementation has
@@ -97,7 +97,9 @@ def spread_experts(model, ep_group=None, **options):
     layers = {}
     for path, experts in found:
         shape = tuple(experts.down_proj.shape), experts.down_proj.dtype, experts.is_transposed
-        shared = {"layer": layers[shape]} if shape in layers else options
+        shared = options
+        if shape in layers:
+            shared = {"layer": layers[shape]} | {n: options[n] for n in ("num_physical",) if n in options}
         moe = EPMoE.from_experts(experts, ep_group, **shared)
         layers[shape] = moe.layer
         parent, _, name = path.rpartition(".")
