@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import decode as decoding
+from . import decode as decoding, moe_map
 from .activations import is_gated
 from .expert_map import ExpertMap, check_num_physical
 from .fused import EpAll2AllFusedOp
@@ -144,9 +144,8 @@ class EPMoE(MoeParts, nn.Module):
         layer.is_of_module = True
         self.activation = activation
         self.num_experts = num_experts
-        home = ExpertMap.home(num_experts, layer.world_size, num_physical)
-        self.expert_map = None if num_physical == num_experts else home.to(layer.device)
-        self._set_held(home)
+        self.expert_map = None
+        self._use_map(ExpertMap.home(num_experts, layer.world_size, num_physical))
         self.gradient_scale = 1.0
         self.last_layout = None
         self._checked_ddp = 0  # id of the DistributedDataParallel that was checked
@@ -249,6 +248,46 @@ class EPMoE(MoeParts, nn.Module):
             raise ValueError("this module, or one that shares its layer, has a decode path already")
         self.layer.low_latency = decoding.create(self.layer, max_tokens)
 
+    def set_expert_map(self, expert_map):
+        """Move the experts, so that each physical expert holds what a map says.  Collective.
+
+        For inference: with a map, the experts have no gradients, and only whole_state_dict and a
+        load_state_dict of all E experts know where they are.  Train and save before, or after
+        set_expert_map(None).
+
+        The weights go through symmetric memory, which takes as much memory as the largest parameter during
+        the call.  The host waits until they have arrived.  Parameters and the map that forward uses are
+        written in place: CUDA graphs that were captured with a map, or where P is not E, use the new one.
+
+        Args:
+            expert_map: An ExpertMap of E logical and P physical experts, for example of balance_experts, the
+                same on all ranks.  None: back to the experts of state dicts, without replicas.
+
+        Raises:
+            ValueError: On this rank, for a map of other sizes.
+            TypeError: On this rank, for what is not an ExpertMap.
+            RuntimeError: On this rank, for parameters that FSDP has sharded or that were moved or transposed.
+            PeerError: On the other ranks, when one rank raises one of these.
+            EpMismatch: On all ranks, when they pass different maps.  Nothing was moved.
+            HeapExhausted: On all ranks, when one of them has no room.  Nothing was moved.
+            PeerDied: On all surviving ranks, when a rank dies.
+            EpTimeout: On all ranks, when one does not make the call before the timeout.
+
+        Examples:
+            The second of two experts gets most tokens, and so the third physical expert.
+
+            >>> import epmoe
+            >>> import torch
+            >>> moe = epmoe.EPMoE(16, 32, 2, 1, num_physical=3, dtype=torch.float32, device="cpu")
+            >>> moe.set_expert_map(epmoe.balance_experts([1, 5], num_ranks=1, num_physical=3))
+            >>> with torch.no_grad():
+            ...     y = moe(torch.ones(2, 16), torch.tensor([[1], [1]]), torch.ones(2, 1))
+            >>> moe.last_layout.tokens_per_expert.tolist()
+            [0, 1, 1]
+            >>> moe.finalize()
+        """
+        moe_map.set_expert_map(self, expert_map)
+
     def forward(self, x, topk_idx, topk_weights, *, decode=None):
         """Apply the experts to tokens.  Collective, also for a rank without tokens.
 
@@ -273,8 +312,9 @@ class EPMoE(MoeParts, nn.Module):
         Raises:
             ValueError: On this rank, for a wrong shape or device.
             TypeError: On this rank, for a wrong type or dtype.
-            RuntimeError: On this rank, for decode=True where a gradient is wanted or a compiler traces, and
-                where DistributedDataParallel or FSDP1 has taken the experts for copies.
+            RuntimeError: On this rank, for decode=True where a gradient is wanted or a compiler traces, for
+                gradients of experts after set_expert_map, and where DistributedDataParallel or FSDP1 has
+                taken the experts for copies.
             PeerError: On the other ranks, when one rank raises one of these.
             EpIndexError: As EPAll2AllLayer.preprocess.
             EpOverflow: As EPAll2AllLayer.preprocess.
@@ -312,6 +352,7 @@ class EPMoE(MoeParts, nn.Module):
             most = self.layer.max_tokens // self.layer._copies if path is None else path.max_tokens
             check(self.layer, most, tokens, topk_idx, topk_weights)
             if self.expert_map is not None:
+                self._check_gradients()
                 topk_idx = self.expert_map.physical(topk_idx, self.layer.rank)
         except Exception as error:
             self._refuse(error, decode)

@@ -3,6 +3,7 @@
 import torch
 
 from . import _C, decode as decoding, shards, torch_hooks
+from .expert_map import ExpertMap
 from .gemm import grouped_gemm
 from .parallel_parts import ScaledGradient, check_ddp, check_sharded
 
@@ -24,10 +25,29 @@ class MoeParts:
         super().__setstate__(state)
         self._register()
 
-    def _set_held(self, expert_map):
-        """Note the logical experts that this rank's physical ones hold, -1: none.  The host needs them."""
-        of_ranks = expert_map.physical_to_logical_map.view(self.layer.world_size, -1)
-        self._held = of_ranks[self.layer.rank].tolist()
+    def _use_map(self, expert_map):
+        """Route by a map, whose experts the parameters hold now."""
+        layer = self.layer
+        home = ExpertMap.home(self.num_experts, layer.world_size, layer.num_experts)
+        # what the host needs of the map: the logical experts of all physical ones, and of those of this rank
+        self._holds = expert_map.physical_to_logical_map.tolist()
+        first = layer.rank * layer.num_local_experts
+        self._held = self._holds[first:first + layer.num_local_experts]
+        self._is_home = self._holds == home.physical_to_logical_map.tolist()
+        if self._is_home and self.num_experts == layer.num_experts:
+            self.expert_map = None
+        elif self.expert_map is None:
+            self.expert_map = expert_map.to(layer.device)
+        else:
+            self.expert_map._copy_(expert_map)
+
+    def _check_gradients(self):
+        if self._is_home or not torch.is_grad_enabled():
+            return
+        if any(p.requires_grad for p in self.parameters(recurse=False)):
+            raise RuntimeError("with an expert map the experts have no gradients, because replicas would "
+                               "differ after a step: call it under torch.no_grad() or after "
+                               "requires_grad_(False), or call set_expert_map(None) first")
 
     def _register(self):
         if self.layer.world_size > 1 or self.expert_map is not None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from . import _C
 
+_HOME = "first call set_expert_map(None) on it, on all ranks"
 _modules = weakref.WeakSet()  # each EPMoE whose experts are on several ranks, or whose P is not E
 _meshes = weakref.WeakKeyDictionary()  # World -> {(device type, mesh of FSDP): DeviceMesh}
 _lock = threading.Lock()  # ranks may be threads
@@ -103,6 +104,9 @@ def as_shard(moe, t):
     """
     if t.dim() == 0:
         return t
+    if not moe._is_home:
+        raise RuntimeError(f"state_dict() of an EPMoE whose experts were moved: {_HOME}, or take "
+                           f"epmoe.whole_state_dict(model)")
     local, placements = (t.to_local(), t.placements) if is_dtensor(t) else (t, ())
     num_all = t.shape[0] * moe.layer.world_size
     if t.shape[0] == len(moe._held):
@@ -131,6 +135,9 @@ def own_part(moe, t, p):
     num_all = moe.num_experts
     if t.dim() == 0:
         return t
+    if not moe._is_home and (is_dtensor(t) or t.shape[0] != num_all):
+        raise RuntimeError(f"an EPMoE whose experts were moved cannot load the part of a rank: {_HOME}, or "
+                           f"load all {num_all} experts")
     if is_dtensor(t) and is_dtensor(p) and t.device_mesh == p.device_mesh:
         if t.shape[0] != num_all or len(moe._held) == end - first == num_all:
             return t
@@ -184,7 +191,11 @@ def own_entries(moe, state_dict, prefix, metadata, errors):
     for name, p in moe.named_parameters(recurse=False):
         t = state_dict.get(prefix + name)
         if isinstance(t, torch.Tensor):
-            own[prefix + name] = own_part(moe, t, p)
+            try:
+                own[prefix + name] = own_part(moe, t, p)
+            except RuntimeError as error:
+                errors.append(f"{prefix}{name}: {error}.")
+                own[prefix + name] = p
             is_whole = not is_dtensor(t) and own[prefix + name] is not t and t.shape[0] == moe.num_experts
             if saved not in (None, experts_of_rank(moe)) and not is_whole:
                 errors.append(f"{prefix}{name}: has the experts {saved[0]} to {saved[1] - 1}, because "

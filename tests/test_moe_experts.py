@@ -131,7 +131,8 @@ def _load(rank, size, how, spare, path, whole):
                 states.setdefault(name, {})[field] = t.clone()
             set_model_state_dict(model, dict(whole[0]), options=WHOLE)
             group = state_of(model, optimizer)["optimizer"]["param_groups"]
-            set_optimizer_state_dict(model, optimizer, {"state": states, "param_groups": group}, options=WHOLE)
+            state = {"state": states, "param_groups": group}
+            set_optimizer_state_dict(model, optimizer, state, options=WHOLE)
         results.append(whole_of(model, optimizer))
         trained(tokens(rank)).square().mean().backward()
         optimizer.step()
@@ -169,6 +170,13 @@ def _mistakes(rank, size):
     got.append(outcome(lambda: epmoe.EPMoE(16, 16, 5, 2, layer=model.moe.layer, num_physical=8)))
     got.append(outcome(lambda: epmoe.EPMoE(16, 16, 5, 1, device="cpu", num_physical=5)))
     got.append(outcome(lambda: epmoe.EPMoE(16, 16, 5 + rank, 1, device="cpu")))
+    model.moe.set_expert_map(epmoe.balance_experts([9, 1, 1, 1, 1], size))
+    got.append(outcome(model.state_dict))
+    got.append(outcome(lambda: model.moe.load_state_dict(own)))
+    model.moe.set_expert_map(None)
+    model.moe.load_state_dict(own)
+    fully_shard(epmoe.prepare_fsdp(model))
+    got.append(outcome(lambda: model.moe.set_expert_map(None)))
     close(model)
     alone = Block(3, 4, epmoe.thread_worlds(1)[0])
     got.append(outcome(lambda: fully_shard(alone)))
@@ -179,6 +187,7 @@ def test_moe_experts_mistakes():
     for got in process_ranks(_mistakes, 2):
         texts = ("has the experts", "has the experts", "physical experts 8, but the shared layer has 6",
                  "num_physical 5: must be a multiple of the 2 ranks, and at least 6", "num_experts 6",
+                 "set_expert_map(None)", "set_expert_map(None)", "FSDP has sharded",
                  "would be sharded over 2 ranks")
         for text, o in zip(texts, got, strict=True):
             assert text in str(o)

@@ -1,0 +1,87 @@
+"""EPMoE.set_expert_map: the weights of a map's physical experts, from the ranks that have them."""
+
+import hashlib
+
+import torch
+
+from . import _C
+from .device import status_of
+from .errors import EpMismatch
+from .expert_map import ExpertMap
+from .heap import SymmetricHeap
+from .shards import is_dtensor
+
+
+def _check(moe, expert_map):
+    """Return the map, that of the home for None, or raise for what this rank cannot do."""
+    layer = moe.layer
+    if expert_map is None:
+        expert_map = ExpertMap.home(moe.num_experts, layer.world_size, layer.num_experts)
+    if not isinstance(expert_map, ExpertMap):
+        raise TypeError(f"expert_map: wanted an ExpertMap or None, got {type(expert_map).__name__}")
+    sizes = expert_map.num_experts, expert_map.num_physical
+    if sizes != (moe.num_experts, layer.num_experts):
+        raise ValueError(f"expert_map has {sizes[0]} experts and {sizes[1]} physical ones, but this EPMoE "
+                         f"has {moe.num_experts} and {layer.num_experts}: both must be the same "
+                         f"(num_physical= of EPMoE)")
+    if hasattr(moe, "unshard") or any(is_dtensor(p) for p in moe.parameters()):
+        raise RuntimeError("set_expert_map cannot move experts that FSDP has sharded: call it without "
+                           "fully_shard, for inference")
+    for name, p in moe.named_parameters(recurse=False):
+        if p.device != layer.device or not p.is_contiguous():
+            raise RuntimeError(f"set_expert_map: {name} must be contiguous and on {layer.device}, as it was "
+                               f"created")
+    return expert_map
+
+
+def _sources(moe, holds):
+    """Return, for each physical expert of this rank, a physical expert that has what it shall hold, or -1.
+
+    holds: [P]: the logical experts of the new map, as moe._holds of the present one.
+    """
+    num, rank = moe.layer.num_local_experts, moe.layer.rank
+    own, sources = range(rank * num, (rank + 1) * num), []
+    for p in own:
+        replicas = [q for q, e in enumerate(moe._holds) if e == holds[p] >= 0]
+        near = [q for q in replicas if q == p] or [q for q in replicas if q in own] or replicas
+        sources.append(near[rank % len(near)] if near else -1)  # ranks take it from different ranks
+    return sources
+
+
+def _move(moe, sources):
+    """Copy the weights of each physical expert of this rank from where they are.  Collective."""
+    layer, params = moe.layer, [p.detach() for p in moe.parameters(recurse=False)]
+    num = layer.num_local_experts
+    with SymmetricHeap(layer.world, max(p.numel() * p.element_size() for p in params), layer.device) as heap:
+        for p in params:
+            before = heap.malloc_symmetric(p.shape, p.dtype)
+            before.copy_(p)
+            heap.barrier()
+            for i, q in enumerate(sources):
+                if q < 0:
+                    p[i].zero_()
+                elif q != layer.rank * num + i:
+                    heap.get(p[i], before[q % num], q // num)
+            heap.barrier()
+            heap.synchronize()
+            heap.free(before)
+
+
+def set_expert_map(moe, expert_map):
+    """Make a map that of a module, and move its weights.  Collective."""
+    world = moe.layer.world
+    try:
+        expert_map = _check(moe, expert_map)
+        holds = expert_map.physical_to_logical_map.tolist()
+    except Exception as error:
+        _C.world_refuse(world._c, status_of(error))
+        raise
+    digests = world.exchange(hashlib.sha256(repr((moe._holds, holds)).encode()).digest())
+    for rank, its in enumerate(digests):
+        if its != digests[0]:
+            raise EpMismatch(f"ranks disagree: rank {rank} passes another expert map than rank 0, or passes "
+                             f"it to another module.  Add up the numbers of tokens of all ranks, and pass "
+                             f"the same map on all")
+    if holds != moe._holds:
+        _move(moe, _sources(moe, holds))
+    moe._use_map(expert_map)

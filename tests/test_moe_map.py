@@ -1,0 +1,211 @@
+"""EPMoE.set_expert_map: the weights arrive, the results stay, and wrong use is an error on all ranks."""
+
+import copy
+
+import pytest
+import torch
+
+import epmoe
+from cases import generator, keep
+from outcomes import MISTAKE_LIMIT_S, check_outcomes, outcome
+
+E, K, HIDDEN, INNER, TOKENS = 6, 2, 16, 24, 9
+LOADS = ([50, 1, 1, 1, 1, 20], [0, 9, 0, 9, 0, 9], [1, 1, 1, 1, 1, 1])
+
+
+def checkpoint(seed, num_experts, dtype):
+    """The parameters of all experts. Ranks that are threads have one random generator in common."""
+    shapes = {"gate_up_proj": (2 * INNER, HIDDEN), "down_proj": (HIDDEN, INNER),
+              "gate_up_proj_bias": (2 * INNER,), "down_proj_bias": (HIDDEN,)}
+    return {n: torch.randn(num_experts, *s, generator=generator(seed, i)).div(4).to(dtype)
+            for i, (n, s) in enumerate(shapes.items())}
+
+
+def make(world, device, seed=3, num_experts=E, spare=2, **options):
+    num_physical = (-(-num_experts // world.size) + spare) * world.size
+    options = {"max_tokens": TOKENS, "dtype": torch.float32} | options
+    moe = epmoe.EPMoE(HIDDEN, INNER, num_experts, K, world, num_physical=num_physical, bias=True,
+                      device=device, **options)
+    keep(world, moe)
+    moe.load_state_dict(checkpoint(seed, num_experts, moe.layer.dtype))
+    return moe
+
+
+def maps_of(moe):
+    """Balanced maps, and one with experts in any order, an empty physical expert, and replicas."""
+    size, num = moe.layer.world_size, moe.layer.num_experts
+    made = [epmoe.balance_experts(tokens[:moe.num_experts], size, num) for tokens in LOADS]
+    held = torch.cat([torch.arange(moe.num_experts), torch.full((1,), -1), torch.arange(num)])[:num]
+    held = torch.where(held < moe.num_experts, held, -1)
+    return [*made, epmoe.ExpertMap(held[torch.randperm(num, generator=generator(size))], moe.num_experts)]
+
+
+def inputs(moe, seed):
+    g = generator(seed, moe.layer.rank)
+    t = (moe.layer.rank * 3 + seed) % (TOKENS + 1)
+    idx = torch.rand(t, moe.num_experts, generator=g).topk(K).indices
+    idx[torch.rand(t, K, generator=g) < 0.1] = (-1, moe.num_experts)[seed % 2]
+    tensors = torch.randn(t, HIDDEN, generator=g).to(moe.layer.dtype), idx, torch.rand(t, K, generator=g)
+    return [v.to(moe.layer.device) for v in tensors]
+
+
+def check_weights(moe, seed=3):
+    """Each physical expert has the bits of its logical one, and whole_state_dict those of all."""
+    want, whole = checkpoint(seed, moe.num_experts, moe.layer.dtype), epmoe.whole_state_dict(moe)
+    for name, p in moe.named_parameters():
+        if moe.layer.rank == 0:
+            assert torch.equal(whole[name], want[name]), name
+        for i, e in enumerate(moe._held):
+            held = torch.zeros_like(want[name][0]) if e < 0 else want[name][e]
+            assert torch.equal(p[i].detach().cpu(), held), (name, i, e)
+
+
+def move(world, device, options):
+    """The outputs of a module before any map, and with each map, in both paths."""
+    moe, results = make(world, device, **options), []
+    table = moe.expert_map._replicas.data_ptr()
+    moe.requires_grad_(False)
+    for step, expert_map in enumerate([None, *maps_of(moe), None]):
+        moe.set_expert_map(expert_map)
+        check_weights(moe)
+        assert moe.expert_map._replicas.data_ptr() == table  # captured graphs use the new map
+        x, idx, weight = inputs(moe, 5)
+        y = moe(x, idx, weight, decode=False)
+        with torch.no_grad():
+            results.append((y, moe(x, idx, weight), moe.layer.low_latency is not None))
+        rows = moe.layer.preprocess(moe.expert_map.physical(idx, world.rank)).tokens_per_expert
+        assert not rows.cpu()[torch.tensor(moe._held) < 0].any()
+    assert moe._is_home and (world.group is None or moe.state_dict()["down_proj"].shape[0] == E)
+    moe.finalize()
+    return results
+
+
+@pytest.mark.parametrize("size", (1, 2, 4))
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"combine_mode": "gather",
+                                     "enable_local_combine": False}, {"token_saving": False}], ids=str)
+def test_moe_map_moves_weights_and_keeps_results(ranks, size, options):
+    """A replica computes a row with the same weights. Sums over ranks, and GEMMs with other numbers of rows,
+    round differently: a few units in the last place of the dtype."""
+    for results in ranks(move, options, world_size=size):
+        want = results[0][0]
+        tol = {"rtol": 2e-2, "atol": 2e-2} if "dtype" in options else {"rtol": 1e-5, "atol": 1e-6}
+        for stages, decoded, has_path in results:
+            torch.testing.assert_close(stages, want, **tol)
+            torch.testing.assert_close(decoded, want, **tol)
+        assert torch.equal(results[-1][0], want)  # home again
+
+
+def test_moe_map_without_room_permutes(ranks):
+    """P = E: nothing is spare, and the experts change places."""
+
+    def run(world, device):
+        moe = make(world, device, num_experts=2 * world.size, spare=0).requires_grad_(False)
+        before = [p.clone() for p in moe.parameters()]
+        x, idx, weight = inputs(moe, 7)
+        want = moe(x, idx, weight)
+        moe.set_expert_map(epmoe.ExpertMap(torch.arange(2 * world.size).flip(0)))
+        got, whole = moe(x, idx, weight), epmoe.whole_state_dict(moe)
+        last = before[0][-1].cpu() if world.size == 1 else None
+        assert last is None or torch.equal(moe.gate_up_proj[0].cpu(), last)
+        moe.set_expert_map(None)
+        same = all(map(torch.equal, before, moe.parameters())) and moe.expert_map is None
+        assert all(torch.equal(whole[n], t) for n, t in epmoe.whole_state_dict(moe).items())
+        moe.finalize()
+        return got, want, same
+
+    for got, want, same in ranks(run):
+        assert same
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_moe_map_and_state_dicts(ranks):
+    """With a map, a whole checkpoint goes in and out; what needs the experts' home is an error."""
+
+    def run(world, device):
+        moe, other = make(world, device), make(world, device, seed=9)
+        part = other.state_dict()
+        moe.set_expert_map(maps_of(moe)[0])
+        moe.load_state_dict(checkpoint(9, E, torch.float32))
+        check_weights(moe, 9)
+        copied = copy.deepcopy(moe)
+        got = [outcome(moe.state_dict), outcome(lambda: moe.load_state_dict(part))]
+        moe.set_expert_map(None)
+        assert copied.expert_map.logical_count.max() > 1 and moe.expert_map.logical_count.max() == 1
+        assert all(torch.equal(p, q) for p, q in zip(moe.parameters(), other.parameters()))
+        check_weights(copied, 9)
+        return got
+
+    results = ranks(run, world_size=2, at_least=2)
+    check_outcomes([r[0] for r in results], "RuntimeError", "set_expert_map(None)", "whole_state_dict")
+    check_outcomes([r[1] for r in results], "RuntimeError", "set_expert_map(None)", "all 6 experts")
+
+
+def test_moe_map_reset_parameters():
+    """A replica starts as its expert does elsewhere."""
+    moe, whole = make(epmoe.thread_worlds(1)[0], "cpu"), []
+    for expert_map in (None, maps_of(moe)[0]):
+        moe.set_expert_map(expert_map)
+        torch.manual_seed(1)
+        moe.reset_parameters()
+        whole.append(epmoe.whole_state_dict(moe))
+        for i, e in enumerate(moe._held):
+            want = 0 * moe.down_proj[i] if e < 0 else whole[-1]["down_proj"][e]
+            assert torch.equal(moe.down_proj[i], want)
+    assert all(torch.equal(t, whole[1][n]) for n, t in whole[0].items())
+    moe.finalize()
+
+
+def test_moe_map_mistakes(ranks):
+    def run(world, device):
+        world.set_timeout(MISTAKE_LIMIT_S)
+        moe = make(world, device)
+        x, idx, weight = inputs(moe, 4)
+        maps, got = maps_of(moe), []
+        is_first = world.rank == 0
+        small = epmoe.ExpertMap.home(E, world.size)
+        for wrong in (small, maps[0].physical_to_logical_map):
+            got.append(outcome(lambda wrong=wrong: moe.set_expert_map(wrong if is_first else maps[0])))
+        got.append(outcome(lambda: moe.set_expert_map(maps[is_first])))
+        assert moe._is_home and moe.expert_map.logical_count.max() == 1
+        moe.set_expert_map(maps[0])
+        got.append(outcome(lambda: moe(x, idx, weight)))
+        with torch.no_grad():
+            wrong = torch.full_like(idx, E + 1) if is_first else idx
+            got.append(outcome(lambda: moe(x, wrong, weight, decode=False), moe.layer))
+            y = moe(x, idx, weight, decode=False)
+        x.requires_grad_()
+        moe.requires_grad_(False)
+        moe(x, idx, weight).sum().backward()  # frozen experts: the gradient of x goes through replicas
+        grad = x.grad.clone()
+        moe.set_expert_map(None)
+        x.grad = None
+        moe(x, idx, weight).sum().backward()
+        torch.testing.assert_close(grad, x.grad, rtol=1e-5, atol=1e-6)
+        return got, y.isfinite().all()
+
+    results = ranks(run, world_size=2, at_least=2)
+    others = ["PeerError"] * (len(results) - 1)
+    check_outcomes([r[0][0] for r in results], ["ValueError", *others], "num_physical=", on_rank=0)
+    check_outcomes([r[0][1] for r in results], ["TypeError", *others], "wanted an ExpertMap", on_rank=0)
+    check_outcomes([r[0][2] for r in results], "EpMismatch", "another expert map")
+    check_outcomes([r[0][3] for r in results], "RuntimeError", "no_grad()")
+    check_outcomes([r[0][4] for r in results], "EpIndexError")
+    assert all(finite for _, finite in results)
+
+
+def compiled(world, device):
+    torch._dynamo.reset()
+    moe = make(world, device).requires_grad_(False)
+    fast, results = torch.compile(moe, backend="aot_eager", fullgraph=True), []
+    for expert_map in (None, *maps_of(moe)[:2]):
+        moe.set_expert_map(expert_map)
+        x, idx, weight = inputs(moe, 8)
+        results.append((fast(x, idx, weight), moe(x, idx, weight, decode=False)))
+    moe.finalize()
+    return results
+
+
+def test_moe_map_compiles(ranks):
+    for results in ranks.isolated(compiled, world_size=2):
+        for fast, eager in results:
+            assert torch.equal(fast, eager)
