@@ -256,7 +256,10 @@ typedef struct {
     uint32_t kind, activation;
     double alpha, limit;
     const EpTensor *a, *b, *offsets, *out; /* offsets: i32 [L + 1], on the device */
-    const EpTensor *bias, *row_weight;     /* NULL, or [L][N] of a's dtype and f32 [M] */
+    const EpTensor *bias, *row_weight;     /* NULL, or [L][N] of out's dtype and f32 [M] */
+    /* NULL; or the GEMM is of FP8: a and b are u8, the bytes of e4m3 numbers, and these are their scales: f32
+     * [M][K / 128] of any strides and [L][N / 128][K / 128], rounded up. */
+    const EpTensor *a_scale, *b_scale;
     /* i64 [1], 0 before and after the launch, and of no launch that overlaps with this one. NULL: the counter
      * that the library has for the stream. */
     const EpTensor *tile_counter;

@@ -236,3 +236,20 @@ def grouped_gemm(
     portable: bool,
     /,
 ) -> None: ...
+
+# The same with numbers of FP8, which are uint8 here, and their scales (of a, of b).
+def grouped_gemm_fp8(
+    activation: int,
+    alpha: float,
+    limit: float,
+    a: Tensor,
+    b: Tensor,
+    scales: tuple[Tensor, Tensor],
+    offsets: Tensor,
+    bias: Tensor | None,
+    row_weight: Tensor | None,
+    tile_counter: Tensor | None,
+    out: Tensor,
+    portable: bool,
+    /,
+) -> None: ...

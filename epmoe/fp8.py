@@ -8,8 +8,9 @@ import math
 import torch
 import torch.nn.functional as F
 
+from . import _C
 from .gemm import FP8_BLOCK as BLOCK
-from .gemm import GATED, activation_of, rows_of_experts, untraced
+from .gemm import GATED, activation_of, aligned, has_kernel, rows_of_experts, tile_counter, untraced
 from .reference import activate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -145,9 +146,15 @@ def _out_shape(a, b, activation):
 
 def _grouped_gemm_fp8(a, b, a_scale, b_scale, offsets, bias, row_weight, activation, portable, alpha, limit,
                       dtype):
-    out = torch.zeros(_out_shape(a, b, activation), dtype=dtype, device=a.device)
-    named = activation_of(activation, alpha, limit)
-    return _by_expert(a, b, (a_scale, b_scale), offsets, bias, row_weight, named, out)
+    out = torch.empty(_out_shape(a, b, activation), dtype=dtype, device=a.device)
+    if not has_kernel(a, b, (torch.float8_e4m3fn,)):
+        named = activation_of(activation, alpha, limit)
+        return _by_expert(a, b, (a_scale, b_scale), offsets, bias, row_weight, named, out.zero_())
+    a, b, offsets, bias, row_weight = map(aligned, (a, b, offsets, bias, row_weight))
+    # DLPack of some versions of torch has no FP8, so the kernel gets bytes
+    _C.grouped_gemm_fp8(activation, alpha, limit, a.view(torch.uint8), b.view(torch.uint8),
+                        (a_scale, b_scale), offsets, bias, row_weight, tile_counter(a), out, portable)
+    return out
 
 
 _lib.impl("grouped_gemm_fp8", untraced(_grouped_gemm_fp8), "CompositeExplicitAutograd")

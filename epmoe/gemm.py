@@ -96,13 +96,14 @@ def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
     return out
 
 
-def _has_kernel(a, b):
+def has_kernel(a, b, dtypes=(torch.bfloat16, torch.float16)):
+    """Return whether epmoe has a kernel for rows a and weights b, which have one of these dtypes."""
     fits = all(0 < n <= 1 << 24 and n % 16 == 0 for n in (a.shape[1], *b.shape[1:]))
-    return (_C.HAS_CUDA and a.device.type == "cuda" and a.dtype in (torch.bfloat16, torch.float16) and fits
+    return (_C.HAS_CUDA and a.device.type == "cuda" and a.dtype in dtypes and fits
             and capabilities(a.device).major >= 8)
 
 
-def _tile_counter(a):
+def tile_counter(a):
     """Return a number in which one launch counts its tiles, or None where the module has one for the stream.
 
     The number must be 0 before the launch, which also leaves it at 0, and no launch that overlaps may use it.
@@ -114,11 +115,11 @@ def _tile_counter(a):
 
 
 def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, limit=0.0):
-    if not _has_kernel(a, b):
+    if not has_kernel(a, b):
         return _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit)
     a, b, offsets, bias, row_weight = map(aligned, (a, b, offsets, bias, row_weight))
     out = a.new_empty(_out_shape(a, b, offsets, kind, activation))
-    counter = _tile_counter(a)
+    counter = tile_counter(a)
     _C.grouped_gemm(kind, activation, alpha, limit, a, b, offsets, bias, row_weight, counter, out, portable)
     return out
 
@@ -267,9 +268,11 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
 
     FP8: x and weight of float8_e4m3fn, as quantize_fp8 and quantize_fp8_weight give them.  Each 128 products
     along K are added up first; their sum is multiplied by a_scale * b_scale, rounded to float32, and added to
-    the result in float32.  In 128 products, float32 sums have an error of at most 2^-17 of the sum of
-    the magnitudes.  A product of two scales below 2^-126 is subnormal and has fewer bits.  NaN in a number
-    or a scale gives NaN in the row or the columns that use it.  No gradients.
+    the result in float32.  The error of a sum of 128 products is at most 2^-17 of the sum of their magnitudes
+    where it is in float32.  The tensor cores of Hopper keep fewer bits when they add numbers of FP8: the
+    error is below 2^-9 for random numbers.  A product of two scales below 2^-126 is subnormal and has fewer
+    bits.  NaN in a number or a scale gives NaN in the row or the columns that use it.  The kernels are the
+    same as for 16 bits; for "swiglu" the fast one needs N to be a multiple of 128.  No gradients.
 
     Args:
         x: [M, K]: first all rows of expert 0, then of expert 1, and so on.

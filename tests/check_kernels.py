@@ -4,9 +4,9 @@
     check_kernels.py FOLDER    the temporary folder of the build: kernels.log (from nvcc) and the objects
 
 The check fails if a kernel spills registers or has a stack. It also fails if a grouped GEMM kernel for
-Hopper or a megakernel contains no HGMMA or accesses local memory. This second part needs cuobjdump, from
-the CUDA toolkit or from requirements-dev.txt. Without cuobjdump, the output says that this part was not
-checked.
+Hopper or a megakernel contains no tensor-core instruction of its kind or accesses local memory. The
+instruction is HGMMA, for FP8 QGMMA with E4M3 operands. This second part needs cuobjdump, from the CUDA
+toolkit or from requirements-dev.txt. Without cuobjdump, the output says that this part was not checked.
 """
 import os
 import re
@@ -43,15 +43,20 @@ def disassembled(path):
                           env={**os.environ, "PATH": TOOLS}).stdout.splitlines()
 
 
+def tensor_core(kernel):
+    """A pattern of the tensor-core instruction that a kernel must have."""
+    return r"\bQGMMA\S*\.E4M3\.E4M3\b" if "fp8" in kernel else r"\bHGMMA\b"
+
+
 def instructions(path):
-    """{kernel: [number of HGMMA, number of local loads and stores]} of an object."""
+    """{kernel: [number of tensor-core instructions, number of local loads and stores]} of an object."""
     seen, name = {}, None
     for line in disassembled(path):
         if found := re.search(r"Function : (\S+)", line):
             name = found[1]
             seen[name] = [0, 0]
         elif name:
-            seen[name][0] += "HGMMA" in line
+            seen[name][0] += bool(re.search(tensor_core(name), line))
             seen[name][1] += bool(re.search(r"\b(LDL|STL)\b", line))
     return seen
 
@@ -63,8 +68,8 @@ def instruction_faults(folder):
         with ThreadPoolExecutor() as pool:
             by_object = list(pool.map(instructions, sorted(folder.rglob(objects))))
         seen = [item for by_name in by_object for item in by_name.items() if kernel in item[0]]
-        faults += [f"{name}: {hgmma} HGMMA instructions, {local} accesses of local memory"
-                   for name, (hgmma, local) in seen if not hgmma or local]
+        faults += [f"{name}: {num} tensor-core instructions {tensor_core(name)}, {local} accesses of local "
+                   f"memory" for name, (num, local) in seen if not num or local]
         faults += [] if seen else [f"{objects}: found no kernel named {kernel}"]
     return faults
 

@@ -19,7 +19,7 @@ from cases import generator
 from epmoe import reference
 from epmoe.activations import is_gated
 from epmoe.device import Capabilities
-from epmoe.gemm import DGRAD, WGRAD, _has_kernel
+from epmoe.gemm import DGRAD, WGRAD, has_kernel
 from pace import HANG_S
 
 # Rows of each expert: none, one, a part of a tile, several tiles; "hot": one expert has most of the rows.
@@ -200,15 +200,15 @@ def test_gemm_of_models_equals_sums_in_float64(ranks, model):
 
 # ---- other GPUs ----
 
-@pytest.mark.parametrize("capability, has_kernel", [((7, 5), False), ((8, 0), True), ((9, 0), True),
-                                                    ((10, 0), True)])
-def test_gemm_has_kernels_from_capability_8_on(monkeypatch, capability, has_kernel):
+@pytest.mark.parametrize("capability, expected", [((7, 5), False), ((8, 0), True), ((9, 0), True),
+                                                  ((10, 0), True)])
+def test_gemm_has_kernels_from_capability_8_on(monkeypatch, capability, expected):
     """For older GPUs torch multiplies. The choice depends on the capability, so the test needs no GPU."""
     monkeypatch.setattr(epmoe._C, "HAS_CUDA", 1)
     monkeypatch.setattr("epmoe.gemm.capabilities", lambda device: Capabilities(*capability, 132, False))
     a, b = (types.SimpleNamespace(shape=shape, dtype=torch.bfloat16, device=torch.device("cuda", 0))
             for shape in ((4, 16), (2, 32, 16)))
-    assert _has_kernel(a, b) == has_kernel
+    assert has_kernel(a, b) == expected
 
 
 GEMM_FROM_PTX = """

@@ -251,6 +251,12 @@ static int gemm(int device, const EpGemmParams *p, void *stream) {
     EP_TRY(ep_guard(device, &g));
     return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_gemm(p, stream), "grouped GEMM kernel"));
 }
+static int gemm_fp8(int device, const EpGemmFp8Params *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(
+        &g, ep_cuda_check((cudaError_t)ep_launch_gemm_fp8(p, stream), "grouped GEMM kernel of FP8"));
+}
 
 static int tile_counter(int device, void *stream, uint64_t **counter) {
     EpGuard g;
@@ -324,6 +330,7 @@ const EpBackend ep_cuda_backend = {
     .signal = signal_word,
     .wait = wait_word,
     .gemm = gemm,
+    .gemm_fp8 = gemm_fp8,
     .tile_counter = tile_counter,
     .dispatch_gemm = dispatch_gemm,
     .gemm_combine = gemm_combine,

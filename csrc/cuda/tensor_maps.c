@@ -83,11 +83,13 @@ int ep_encode_tensor_map(const EpTensorMap *s, CUtensorMap *map) {
     cuuint64_t strides[4];
     const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
     if (!encode_tiled) return (int)cudaErrorNotSupported;
-    for (uint32_t i = 0; i + 1 < s->num_dims; i++) strides[i] = 2 * s->strides[i];
-    const CUresult r = encode_tiled(
-        map, s->is_f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, s->num_dims,
-        (void *)(uintptr_t)s->base, s->dims, strides, s->box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    for (uint32_t i = 0; i + 1 < s->num_dims; i++) strides[i] = ep_map_number_bytes(s->type) * s->strides[i];
+    const CUtensorMapDataType type = s->type == EP_MAP_E4M3  ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                     : s->type == EP_MAP_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                             : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    const CUresult r = encode_tiled(map, type, s->num_dims, (void *)(uintptr_t)s->base, s->dims, strides,
+                                    s->box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (r == CUDA_SUCCESS) keep(s, map);
     return (int)r; /* cudaError_t has the same numbers */
 }

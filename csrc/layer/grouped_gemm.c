@@ -20,7 +20,15 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
                         "kind %u, activation %u (alpha %g, limit %g): must be an EpGemmKind and an "
                         "EpActivation with valid numbers",
                         g->kind, g->activation, g->alpha, g->limit);
-    if (a->dtype != EP_BF16 && a->dtype != EP_F16)
+    if (!g->a_scale != !g->b_scale || (g->a_scale && g->kind != EP_GEMM_FORWARD))
+        return ep_error(EP_EINVAL,
+                        "a_scale and b_scale: pass both or none, and none for kind %u, because only the "
+                        "forward GEMM takes FP8",
+                        g->kind);
+    const uint32_t type = g->a_scale ? g->out->dtype : a->dtype;
+    if (g->a_scale && type != EP_BF16 && type != EP_F16)
+        return ep_error(EP_ETYPE, "output: wanted bfloat16 or float16, got %s", ep_dtype_name(type));
+    if (type != EP_BF16 && type != EP_F16)
         return ep_error(EP_ETYPE, "rows: wanted bfloat16 or float16, got %s", ep_dtype_name(a->dtype));
     if (a->num_dims != 2 || b->num_dims != (is_wgrad ? 2 : 3) || offsets->num_dims != 1 ||
         offsets->shape[0] < 1)
@@ -41,19 +49,43 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     p->k = (uint32_t)K;
     p->kind = g->kind;
     ep_gemm_set_activation(p, g->activation, alpha, limit);
-    p->is_f16 = a->dtype == EP_F16;
+    p->is_f16 = type == EP_F16;
     p->is_portable = g->is_portable;
+    return 0;
+}
+
+/* Check the scales of FP8, and read them. Those of the rows may have any strides, because low-latency
+ * dispatch gives those of a block next to each other. */
+static int read_scales(const EpGemm *g, const EpGemmParams *p, EpGemmScales *scales) {
+    const int64_t num_n = ep_gemm_num_blocks(p->n), num_k = ep_gemm_num_blocks(p->k);
+    EpTensor rows = *g->a_scale;
+    if (rows.num_dims == 2) {
+        rows.stride[0] = num_k;
+        rows.stride[1] = 1;
+    }
+    const EpWanted wanted[] = {
+        {"scales of the rows", &rows, EP_F32, 2, {p->num_rows, num_k, -1}},
+        {"scales of the weights", g->b_scale, EP_F32, 3, {p->num_experts, num_n, num_k}},
+    };
+    for (uint32_t i = 0; i < 2; i++) EP_TRY(ep_tensor_check(&wanted[i], EP_CUDA, g->a->device, 4));
+    scales->a = (const float *)rows.data;
+    scales->b = (const float *)g->b_scale->data;
+    scales->a_row = (uint64_t)g->a_scale->stride[0];
+    scales->a_block = (uint64_t)g->a_scale->stride[1];
     return 0;
 }
 
 int ep_grouped_gemm(const EpGemm *g, void *stream) {
     const EpBackend *backend = ep_backend(EP_CUDA);
     EpGemmParams p = {0};
+    EpGemmScales scales;
     if (!backend) return EP_EINVAL;
     EP_TRY(check_sizes(g, &p));
+    if (g->a_scale) EP_TRY(read_scales(g, &p, &scales));
     const int64_t L = p.num_experts, M = p.num_rows, N = p.n, K = p.k, out_cols = ep_gemm_out_cols(&p);
     const bool is_forward = g->kind == EP_GEMM_FORWARD, is_wgrad = g->kind == EP_GEMM_WGRAD;
-    const uint32_t dtype = g->a->dtype;
+    const uint32_t dtype = g->a_scale ? EP_U8 : g->a->dtype;
+    const uint32_t out_dtype = p.is_f16 ? EP_F16 : EP_BF16;
     const EpWanted wanted[] = {
         {"rows", g->a, dtype, 2, {M, is_forward ? K : N, -1}},
         {is_wgrad ? "input" : "weights",
@@ -63,8 +95,8 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
          {is_wgrad ? M : L, is_wgrad ? K : N, K}},
         {"offsets", g->offsets, EP_I32, 1, {L + 1, -1, -1}},
         {"tile counter", g->tile_counter, EP_I64, 1, {1, -1, -1}},
-        {"output", g->out, dtype, is_wgrad ? 3 : 2, {is_wgrad ? L : M, is_wgrad ? N : out_cols, K}},
-        {"bias", g->bias, dtype, 2, {L, N, -1}},
+        {"output", g->out, out_dtype, is_wgrad ? 3 : 2, {is_wgrad ? L : M, is_wgrad ? N : out_cols, K}},
+        {"bias", g->bias, out_dtype, 2, {L, N, -1}},
         {"row weight", g->row_weight, EP_F32, 1, {M, -1, -1}},
     };
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
@@ -83,7 +115,9 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
                                    "came after many others: pass one");
     p.bias = g->bias ? g->bias->data : NULL;
     p.row_weight = g->row_weight ? (const float *)g->row_weight->data : NULL;
-    return backend->gemm(g->a->device, &p, stream);
+    if (!g->a_scale) return backend->gemm(g->a->device, &p, stream);
+    const EpGemmFp8Params q = {p, scales};
+    return backend->gemm_fp8(g->a->device, &q, stream);
 }
 
 int ep_gemm_has_counter(int device, void *stream, bool *has) {

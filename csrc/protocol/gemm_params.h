@@ -6,7 +6,10 @@
  *   DGRAD    out[r] = a[r] * w[e(r)]              a [M][N], b = w, out [M][K]
  *   WGRAD    out[e] = sum of a[r]^T b[r] over e's rows   a [M][N], b [M][K], out [L][N][K]
  *
- * Inputs are bf16 or fp16, sums are fp32. Invariant: rows from offsets[L] on are neither used nor written. */
+ * Inputs are bf16 or fp16, sums are fp32. FORWARD also takes e4m3 with scales: the products of each 128
+ * values of k are added up, and their sum is multiplied by a scale of the row and a scale of the block of
+ * weights.
+ * Invariant: rows from offsets[L] on are neither used nor written. */
 #ifndef EP_GEMM_PARAMS_H
 #define EP_GEMM_PARAMS_H
 #include <math.h>
@@ -57,6 +60,22 @@ typedef struct {
     uint8_t is_f16;          /* fp16, otherwise bf16 */
     uint8_t is_portable;     /* use the portable kernel even if there is a faster one */
 } EpGemmParams;
+
+/* The scales of e4m3 numbers. a: [M][K / 128], with strides of a row and of a block of k, in numbers. b:
+ * [L][N / 128][K / 128]. Both sizes are rounded up. */
+#define EP_GEMM_SCALE_BLOCK 128u
+typedef struct {
+    const float *a, *b;
+    uint64_t a_row, a_block;
+} EpGemmScales;
+/* A GEMM of e4m3. gemm.is_f16 is the dtype of out and bias; gemm.kind is FORWARD. */
+typedef struct {
+    EpGemmParams gemm;
+    EpGemmScales scales;
+} EpGemmFp8Params;
+EP_PURE uint32_t ep_gemm_num_blocks(uint32_t size) {
+    return size / EP_GEMM_SCALE_BLOCK + (size % EP_GEMM_SCALE_BLOCK != 0);
+}
 
 EP_PURE uint32_t ep_gemm_is_gated(uint32_t activation) { return EP_ACT_IS_GATED(activation); }
 /* Whether the activation exists and its numbers are valid: GPT_OSS, SWIGLU_NUMBERS and SWIGLU_PLUS_ONE have a

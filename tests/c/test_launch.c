@@ -148,7 +148,8 @@ static bool is_map_of(const CUtensorMap *map, const EpTensorMap *shape) {
     cuuint64_t strides[4];
     /* A number has two bytes. */
     for (uint32_t i = 0; i < 4; i++) strides[i] = 2 * shape->strides[i];
-    fill_map(&want, shape->is_f16, shape->num_dims, shape->base, shape->dims, strides, shape->box);
+    const bool is_f16 = shape->type == EP_MAP_F16;
+    fill_map(&want, is_f16, shape->num_dims, shape->base, shape->dims, strides, shape->box);
     return memcmp(map, &want, sizeof want) == 0;
 }
 

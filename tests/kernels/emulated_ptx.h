@@ -12,6 +12,7 @@
 #define EP_PTX_CUH
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <math.h>
 
 #include <algorithm>
@@ -119,11 +120,12 @@ template <typename F> static void ep_box(const EpTensorMap *m, uint32_t smem, co
     uint32_t i[5] = {0}, n = 0, total = 1;
     if (m->num_dims != num_dims)
         ep_die("the tensor map has another number of dimensions than the instruction");
-    if (m->box[0] != 64 || smem % 1024)
-        ep_die("a box is not 64 elements wide, or its address is not aligned");
+    const uint32_t size = ep_map_number_bytes(m->type);
+    if (m->box[0] * size != 128 || smem % 1024)
+        ep_die("a box is not 128 bytes wide, or its address is not aligned");
     for (uint32_t d = 0; d < num_dims; d++) total *= m->box[d];
     for (uint32_t d = 0; d + 1 < num_dims; d++)
-        if (m->strides[d] * 2 % 16) ep_die("a stride is not a multiple of 16 bytes");
+        if (m->strides[d] * size % 16) ep_die("a stride is not a multiple of 16 bytes");
     for (; n < total; n++) {
         uint64_t off = 0;
         bool inside = true;
@@ -132,17 +134,17 @@ template <typename F> static void ep_box(const EpTensorMap *m, uint32_t smem, co
             inside = inside && x >= 0 && (uint64_t)x < m->dims[d];
             off += (uint64_t)x * (d ? m->strides[d - 1] : 1);
         }
-        f(inside ? (uint16_t *)m->base + off : NULL, ep_swizzle(smem + 2 * n));
+        f(inside ? (const unsigned char *)m->base + off * size : NULL, ep_swizzle(smem + size * n), size);
         for (uint32_t d = 0; d < num_dims && ++i[d] == m->box[d]; d++) i[d] = 0;
     }
 }
 static void ep_load_box(uint32_t dst, const EpTensorMap *map, uint32_t bar, const int64_t (&at)[5],
                         uint32_t num_dims, uint32_t rank = ep_rank) {
     int64_t num_bytes = 0;
-    ep_box(map, dst, at, num_dims, [&](const uint16_t *p, uint32_t to) {
-        const uint16_t v = p ? *p : 0;
-        memcpy(ep_at(to, 2, rank), &v, 2);
-        num_bytes += 2;
+    ep_box(map, dst, at, num_dims, [&](const unsigned char *p, uint32_t to, uint32_t size) {
+        if (p) memcpy(ep_at(to, size, rank), p, size);
+        else memset(ep_at(to, size, rank), 0, size);
+        num_bytes += size;
     });
     ep_mbar_change(bar, 0, -num_bytes, rank);
 }
@@ -230,6 +232,13 @@ EP_PTX uint64_t ep_wgmma_desc(uint32_t smem, uint32_t slab) {
     return (uint64_t)((smem & 0x3ffff) >> 4) | (uint64_t)(slab >> 4) << 16 | (uint64_t)(1024 >> 4) << 32 |
            1ull << 62;
 }
+/* Return element k (of 32) of the contraction dimension in row mn of a K-major tile of e4m3. */
+static float ep_operand_e4m3(uint64_t desc, uint32_t mn, uint32_t k) {
+    const uint32_t start = (uint32_t)(desc & 0x3fff) << 4;
+    const uint32_t stride = (uint32_t)(desc >> 32 & 0x3fff) << 4;
+    const uint8_t byte = *ep_at(ep_swizzle(start + mn / 8 * stride + mn % 8 * 128 + k), 1);
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3)));
+}
 /* Return element k (of 16) of the contraction dimension in row mn of the tile with this descriptor. */
 static float ep_operand(uint64_t desc, uint32_t mn, uint32_t k, bool trans, bool f16) {
     const uint32_t start = (uint32_t)(desc & 0x3fff) << 4;
@@ -245,19 +254,22 @@ struct EpProduct {
     float *d;
     uint32_t n;
     uint64_t a, b;
-    bool add, f16, trans_a, trans_b;
+    bool add, f16, trans_a, trans_b, fp8;
 };
 static thread_local std::deque<std::vector<EpProduct>> ep_groups(1);
 static void ep_execute(const EpProduct &p) {
     const uint32_t lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    float a[2][16];
-    for (uint32_t i = 0; i < 32; i++)
-        a[i / 16][i % 16] = ep_operand(p.a, row + 8 * (i / 16), i % 16, p.trans_a, p.f16);
+    const uint32_t num_k = p.fp8 ? 32 : 16;
+    float a[2][32];
+    for (uint32_t i = 0; i < 2; i++)
+        for (uint32_t k = 0; k < num_k; k++)
+            a[i][k] = p.fp8 ? ep_operand_e4m3(p.a, row + 8 * i, k)
+                            : ep_operand(p.a, row + 8 * i, k, p.trans_a, p.f16);
     for (uint32_t i = 0; i < p.n / 4; i++) {
         const uint32_t col = i / 2 * 8 + lane % 4 * 2 + i % 2;
         float sum[2] = {0, 0};
-        for (uint32_t k = 0; k < 16; k++) {
-            const float b = ep_operand(p.b, col, k, p.trans_b, p.f16);
+        for (uint32_t k = 0; k < num_k; k++) {
+            const float b = p.fp8 ? ep_operand_e4m3(p.b, col, k) : ep_operand(p.b, col, k, p.trans_b, p.f16);
             sum[0] += a[0][k] * b;
             sum[1] += a[1][k] * b;
         }
@@ -277,7 +289,11 @@ template <int N> EP_PTX void ep_wgmma_wait(void) {
 template <int N> EP_PTX void ep_wgmma_keep_order(float (&)[N]) {}
 template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a,
                                                                           uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0});
+    ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0, false});
 }
+template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
+    ep_groups.back().push_back({d, N, a, b, add != 0, false, false, false, true});
+}
+#define __ldg(p) (*(p))
 
 #endif /* EP_PTX_CUH */

@@ -324,5 +324,13 @@ template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float 
     }
 #undef EP_WGMMA_N
 }
+/* The same with e4m3 numbers: 32 values of k, both operands K-major. A line is 128 values of k. */
+template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
+    static_assert(N == 128, "tiles of 128 columns");
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" EP_R64 "}, %64, %65, p, 1, 1;\n}"
+                 : EP_D32(0), EP_D32(32)
+                 : "l"(a), "l"(b), "r"(add));
+}
 
 #endif /* EP_PTX_CUH */

@@ -3,11 +3,12 @@
 
 #include "cuda/cluster_launch.h"
 #include "cuda/tile_counters.h"
-#include "kernels/gemm/gemm_portable.cuh"
+#include "kernels/gemm/gemm_portable_fp8.cuh"
 #include "kernels/gemm/gemm_tune.h"
 #include "kernels/launch.h"
 
 extern EpClusterKernel ep_gemm_kernels_bf16[], ep_gemm_kernels_f16[];
+extern EpClusterKernel ep_gemm_kernels_fp8_bf16[], ep_gemm_kernels_fp8_f16[];
 
 /* They are 0 when the module is loaded, and after each launch. */
 static __device__ uint64_t tile_counters[EP_NUM_COUNTERS * EP_COUNTER_STRIDE];
@@ -30,6 +31,20 @@ template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t 
 #undef EP_CASE
 }
 
+template <bool F16> static void launch_portable_fp8(const EpGemmFp8Params *p, uint32_t num_blocks,
+                                                    cudaStream_t stream) {
+#define EP_CASE(ACT)                              \
+    if (EP_ACT_KERNEL(p->gemm.activation) == ACT) \
+    simple_fp8_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p)
+    EP_CASE(EP_ACT_NONE);
+    EP_CASE(EP_ACT_GELU);
+    EP_CASE(EP_ACT_SWIGLU);
+    EP_CASE(EP_ACT_GPT_OSS);
+    EP_CASE(EP_ACT_ANY_GATE);
+    EP_CASE(EP_ACT_ANY_UNGATED);
+#undef EP_CASE
+}
+
 static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) {
     const uint32_t tile_cols = ep_gemm_has_few_rows(p) ? 64 : ep_gemm_tile_cols(p);
     EpClusterKernel *k =
@@ -42,6 +57,41 @@ static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) 
     q.limit_ns = EP_GEMM_MIN_LIMIT_NS;
     const EpClusterLaunch l = {num_sms / 2 * 2, false, &q, ep_map_a(p, tile_cols), ep_map_b(p, tile_cols)};
     return ep_launch_clusters(k, &l, stream);
+}
+
+static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *stream) {
+    const uint32_t tile_cols = 128;
+    EpClusterKernel *k = ep_find_kernel(p->gemm.is_f16 ? ep_gemm_kernels_fp8_f16 : ep_gemm_kernels_fp8_bf16,
+                                        0, &p->gemm, tile_cols);
+    uint32_t max_ctas;
+    if (!k) return (int)cudaErrorInvalidValue;
+    const int e = ep_load_kernel(k, &max_ctas);
+    if (e) return e;
+    EpGemmFp8Params q = *p;
+    q.gemm.limit_ns = EP_GEMM_MIN_LIMIT_NS;
+    const EpClusterLaunch l = {num_sms / 2 * 2, false, &q, ep_map_fp8(ep_map_a(&p->gemm, tile_cols)),
+                               ep_map_fp8(ep_map_b(&p->gemm, tile_cols))};
+    return ep_launch_clusters(k, &l, stream);
+}
+
+/* A tile of a gate with all gate rows first has 64 gate columns and 64 up columns. Each of them must have
+ * one scale, so they must not cross a block of 128. */
+static bool has_whole_blocks(const EpGemmParams *p) {
+    return !ep_gemm_is_gated(p->activation) || p->activation == EP_ACT_GPT_OSS ||
+           p->n / 2 % (EP_GEMM_SCALE_BLOCK / 2) == 0;
+}
+
+extern "C" int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream) {
+    const EpGemmParams *g = &p->gemm;
+    EpCapabilities c;
+    const int e = ep_capabilities(&c);
+    if (e) return e;
+    if (g->num_rows == 0 || g->num_experts == 0) return 0;
+    if (c.has_hopper && !g->is_portable && has_whole_blocks(g))
+        return launch_hopper_fp8(p, c.num_sms, stream);
+    if (g->is_f16) launch_portable_fp8<true>(p, 4 * c.num_sms, (cudaStream_t)stream);
+    else launch_portable_fp8<false>(p, 4 * c.num_sms, (cudaStream_t)stream);
+    return (int)cudaGetLastError();
 }
 
 extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {

@@ -16,95 +16,7 @@
  * (its dimensions are k, 8 rows, gate or up, groups of 8, expert). So one thread holds both values. */
 #ifndef EP_GEMM_CUH
 #define EP_GEMM_CUH
-#include "cuda/capabilities.h"
-#include "kernels/gemm/gemm_write.cuh"
-
-enum {
-    EP_GEMM_BK = 64, /* values of k in a TMA box; a stage has K_BOXES of them */
-    EP_GEMM_THREADS = 384,
-    EP_GEMM_REGS = 168, /* registers that each thread can have in a CTA of 384 */
-    EP_GEMM_BOX = 64 * 64 * 2,
-    EP_GEMM_INFO_BYTES = 32
-};
-
-template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
-    static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
-    static constexpr bool F16 = F16_, GATED = EP_ACT_IS_GATED(ACT);
-    static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
-    /* Few rows per expert: tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
-    static constexpr bool FEW_ROWS = BN == 64;
-    /* Release a stage as soon as its own wgmma has finished. Not possible in WGRAD. */
-    static constexpr bool RELEASE_EARLY = FEW_ROWS;
-    static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM;
-    static constexpr int A_ROWS = FEW_ROWS ? 16 : 64; /* rows of a TMA box */
-    static constexpr int K_BOXES = FEW_ROWS ? 4 : 1;
-    static constexpr int BK = K_BOXES * EP_GEMM_BK;
-    static constexpr int A_SLAB = BM * EP_GEMM_BK * 2;
-    static constexpr int B_SLAB = BN * EP_GEMM_BK * 2; /* 64 values of k */
-    static constexpr int A_BYTES = K_BOXES * A_SLAB;
-    static constexpr int STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB;
-    static constexpr int STAGES = BN == 128 ? 6 : 4;
-    static constexpr int OUT_GROUPS = BN / 8 / (GATED ? 2 : 1);
-    /* groups of 8 columns that one staging buffer holds */
-    static constexpr int PASS = OUT_GROUPS % 16 ? OUT_GROUPS % 8 ? 4 : 8 : 16;
-    static constexpr int PARTS = 2 * OUT_GROUPS / PASS;
-    static constexpr int EAGER_PARTS = OUT_GROUPS > 16 ? 2 : 0; /* see ep_gemm_defer */
-
-    static constexpr int NUM_NEXT = 8; /* more than STAGES; see ep_next_tile_send */
-    static constexpr int RING_BYTES =
-        STAGES * (STAGE_BYTES + EP_GEMM_INFO_BYTES + 2 * 8) + NUM_NEXT * (8 + 4);
-    static constexpr int BURST_PITCH = OUT_GROUPS * 16 + 16;
-    static constexpr int BURST_GROUP = 8 * BURST_PITCH;
-    static constexpr int NUM_BURST_GROUPS = (EP_CTA_SMEM_BYTES - RING_BYTES) / (BURST_GROUP + 16);
-    static constexpr int OUT_BYTES =
-        FEW_ROWS ? NUM_BURST_GROUPS * (BURST_GROUP + 16) : 8 * EP_GEMM_OUT_STAGING;
-    static constexpr int SMEM_BYTES = RING_BYTES + OUT_BYTES;
-    static_assert(SMEM_BYTES <= EP_CTA_SMEM_BYTES, "the shared memory of a CTA");
-    static_assert(!FEW_ROWS || NUM_BURST_GROUPS >= BM / 8, "room for the groups of a tile");
-    static_assert(OUT_GROUPS % PASS == 0, "staging buffers of up to 128 columns");
-    static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD,
-                  "the boxes of the other kinds are adjacent with one box of k");
-    static_assert(NUM_NEXT > STAGES && (NUM_NEXT & (NUM_NEXT - 1)) == 0,
-                  "an entry is free when it is written; see ep_next_tile_send");
-};
-
-/* The layout of a CTA's shared memory: addresses. Each stage has an info, which describes the tile that
- * begins there. */
-typedef struct {
-    uint32_t stages, staging, infos, full, empty, next_tile_bars, next_tiles, end;
-} EpGemmShared;
-template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
-    EpGemmShared s;
-    s.stages = smem;
-    s.staging = smem + C::STAGES * C::STAGE_BYTES;
-    s.infos = s.staging + C::OUT_BYTES;
-    s.full = s.infos + C::STAGES * EP_GEMM_INFO_BYTES;
-    s.empty = s.full + 8 * C::STAGES;
-    s.next_tile_bars = s.empty + 8 * C::STAGES;
-    s.next_tiles = s.next_tile_bars + 8 * C::NUM_NEXT;
-    s.end = smem + C::SMEM_BYTES;
-    return s;
-}
-EP_PTX void ep_gemm_put_tile(uint32_t info, const EpGemmTile *t) {
-    ep_st_shared(info, t->expert, t->row0, t->num_rows, t->col0);
-    ep_st_shared(info + 16, t->k0, t->num_k, t->shares_rows, 0);
-}
-EP_PTX EpGemmTile ep_gemm_get_tile(uint32_t info) {
-    const uint4 u = ep_ld_shared(info), v = ep_ld_shared(info + 16);
-    const EpGemmTile t = {u.x, u.y, u.z, u.w, v.x, v.y, v.z};
-    return t;
-}
-
-/* One side's position in the ring of pipeline stages: the stage, and the parity of its mbarrier's phase. */
-typedef struct {
-    uint32_t stage, parity;
-} EpRing;
-template <int STAGES> EP_PTX void ep_ring_next(EpRing *r) {
-    if (++r->stage == STAGES) {
-        r->stage = 0;
-        r->parity ^= 1;
-    }
-}
+#include "kernels/gemm/gemm_fp8.cuh"
 
 /* ---- drawing tiles ---- */
 
@@ -228,16 +140,6 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
     ep_bar_sync(1, 256);
 }
 
-/* Release a pipeline stage to both CTAs of the pair, because the other CTA loads a part of it. The arrival
- * at this CTA orders the warp's reads of the stage's info before the producer overwrites it. */
-EP_PTX void ep_gemm_release_stage(uint32_t empty) {
-    ep_mbar_arrive(empty);
-    ep_mbar_arrive_at(empty, ep_cluster_rank() ^ 1);
-}
-
-/* Whether the last parts of a tile are written during the next tile. Only if no worker waits for them. */
-template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS = !Hooks::FUSED && !C::FEW_ROWS;
-
 /* d = this warpgroup's 64 rows of the tile. A stage is released one stage after its wgmma was issued, when
  * that has finished (two in flight). If the kernel is limited by memory (RELEASE_EARLY), it is released as
  * soon as possible: otherwise the last stage of a tile would stay empty until the next one has arrived. */
@@ -319,7 +221,8 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
         const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage);
         if (t.num_rows == 0) break;
         const uint64_t begun = hooks.tile_started();
-        ep_gemm_mma_tile<C>(d, &deferred, p, hooks, &t, group, s, &ring);
+        if constexpr (C::FP8) ep_gemm_mma_tile_fp8<C>(d, &deferred, p, hooks, &t, group, s, &ring);
+        else ep_gemm_mma_tile<C>(d, &deferred, p, hooks, &t, group, s, &ring);
         if constexpr (EP_GEMM_DEFERS<C, Hooks>)
             while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
         hooks.mma_in_flight();

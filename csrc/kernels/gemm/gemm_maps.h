@@ -4,11 +4,15 @@
 #define EP_GEMM_MAPS_H
 #include "protocol/gemm_params.h"
 
-/* A tensor of 16-bit numbers, innermost dimension first. Its innermost stride is 1; strides[i] is that of
- * dimension i + 1. A box arrives in shared memory as lines of 64 numbers, swizzled within 128 bytes. */
+/* The numbers of a tensor. The first two are as EpGemmParams.is_f16. */
+typedef enum { EP_MAP_BF16 = 0, EP_MAP_F16 = 1, EP_MAP_E4M3 = 2 } EpMapType;
+EP_PURE uint32_t ep_map_number_bytes(uint32_t type) { return type == EP_MAP_E4M3 ? 1 : 2; }
+
+/* A tensor, innermost dimension first. Its innermost stride is 1; strides[i] is that of dimension i + 1. A
+ * box arrives in shared memory as lines of 128 bytes, swizzled within a line. */
 typedef struct {
     const void *base;
-    uint32_t num_dims, is_f16;
+    uint32_t num_dims, type;      /* EpMapType */
     uint64_t dims[5], strides[4]; /* in elements */
     uint32_t box[6]; /* the sixth is 0: the struct then has no padding, and tensor_maps.c can compare bytes */
 } EpTensorMap;
@@ -42,6 +46,13 @@ static inline EpTensorMap ep_map_b(const EpGemmParams *p, uint32_t tile_cols) {
                          {64, 8, 2, tile_cols / 32, 1}};
     if (p->kind == EP_GEMM_WGRAD) return ep_map_rows(p, p->b, p->k, 64);
     return ep_gemm_is_gated(p->activation) ? gated : plain;
+}
+
+/* The map of an operand of e4m3, from its map as a tensor of 16-bit numbers. */
+static inline EpTensorMap ep_map_fp8(EpTensorMap m) {
+    m.type = EP_MAP_E4M3;
+    m.box[0] = 128;
+    return m;
 }
 
 #endif /* EP_GEMM_MAPS_H */

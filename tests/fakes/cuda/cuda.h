@@ -12,6 +12,7 @@ typedef struct {
     cuuint64_t opaque[16];
 } CUtensorMap;
 typedef enum {
+    CU_TENSOR_MAP_DATA_TYPE_UINT8 = 0,
     CU_TENSOR_MAP_DATA_TYPE_FLOAT16 = 6,
     CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 9
 } CUtensorMapDataType;

@@ -1,0 +1,117 @@
+/* gemm_stages.cuh - what the roles of the grouped GEMM for Hopper share: the configuration of an instance,
+ * the layout of a CTA's shared memory, and the ring of pipeline stages.
+ *
+ * Exports EpGemmConfig, EpGemmFp8Config, EpGemmShared, EpRing, ep_gemm_put_tile, ep_gemm_get_tile and
+ * ep_gemm_release_stage. */
+#ifndef EP_GEMM_STAGES_CUH
+#define EP_GEMM_STAGES_CUH
+#include "cuda/capabilities.h"
+#include "kernels/gemm/gemm_write.cuh"
+
+enum {
+    EP_GEMM_BK = 64, /* values of k in a TMA box; a stage has K_BOXES of them */
+    EP_GEMM_THREADS = 384,
+    EP_GEMM_REGS = 168, /* registers that each thread can have in a CTA of 384 */
+    EP_GEMM_BOX = 64 * 64 * 2,
+    EP_GEMM_INFO_BYTES = 32
+};
+
+template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
+    static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
+    static constexpr bool F16 = F16_, GATED = EP_ACT_IS_GATED(ACT), FP8 = false;
+    static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
+    /* Few rows per expert: tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
+    static constexpr bool FEW_ROWS = BN == 64;
+    /* Release a stage as soon as its own wgmma has finished. Not possible in WGRAD. */
+    static constexpr bool RELEASE_EARLY = FEW_ROWS;
+    static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM;
+    static constexpr int A_ROWS = FEW_ROWS ? 16 : 64; /* rows of a TMA box */
+    static constexpr int K_BOXES = FEW_ROWS ? 4 : 1;
+    static constexpr int BK = K_BOXES * EP_GEMM_BK;
+    static constexpr int A_SLAB = BM * EP_GEMM_BK * 2;
+    static constexpr int B_SLAB = BN * EP_GEMM_BK * 2; /* 64 values of k */
+    static constexpr int A_BYTES = K_BOXES * A_SLAB;
+    static constexpr int STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB;
+    static constexpr int STAGES = BN == 128 ? 6 : 4;
+    static constexpr int OUT_GROUPS = BN / 8 / (GATED ? 2 : 1);
+    /* groups of 8 columns that one staging buffer holds */
+    static constexpr int PASS = OUT_GROUPS % 16 ? OUT_GROUPS % 8 ? 4 : 8 : 16;
+    static constexpr int PARTS = 2 * OUT_GROUPS / PASS;
+    static constexpr int EAGER_PARTS = OUT_GROUPS > 16 ? 2 : 0; /* see ep_gemm_defer */
+
+    static constexpr int NUM_NEXT = 8; /* more than STAGES; see ep_next_tile_send */
+    static constexpr int RING_BYTES =
+        STAGES * (STAGE_BYTES + EP_GEMM_INFO_BYTES + 2 * 8) + NUM_NEXT * (8 + 4);
+    static constexpr int BURST_PITCH = OUT_GROUPS * 16 + 16;
+    static constexpr int BURST_GROUP = 8 * BURST_PITCH;
+    static constexpr int NUM_BURST_GROUPS = (EP_CTA_SMEM_BYTES - RING_BYTES) / (BURST_GROUP + 16);
+    static constexpr int OUT_BYTES =
+        FEW_ROWS ? NUM_BURST_GROUPS * (BURST_GROUP + 16) : 8 * EP_GEMM_OUT_STAGING;
+    static constexpr int SMEM_BYTES = RING_BYTES + OUT_BYTES;
+    static_assert(SMEM_BYTES <= EP_CTA_SMEM_BYTES, "the shared memory of a CTA");
+    static_assert(!FEW_ROWS || NUM_BURST_GROUPS >= BM / 8, "room for the groups of a tile");
+    static_assert(OUT_GROUPS % PASS == 0, "staging buffers of up to 128 columns");
+    static_assert(K_BOXES == 1 || KIND == EP_GEMM_FORWARD,
+                  "the boxes of the other kinds are adjacent with one box of k");
+    static_assert(NUM_NEXT > STAGES && (NUM_NEXT & (NUM_NEXT - 1)) == 0,
+                  "an entry is free when it is written; see ep_next_tile_send");
+};
+
+/* FP8: a line of 128 bytes has 128 values of k, so boxes and stages have the bytes of an instance with 128
+ * columns and 64 values of k. */
+template <int ACT, bool F16> struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, 128, ACT, F16> {
+    static constexpr bool FP8 = true;
+    /* A tile has gate columns and up columns, which have different scales. */
+    static constexpr bool TWO_SCALES = EP_ACT_IS_GATED(ACT) && ACT != EP_ACT_GPT_OSS;
+    static constexpr int BK = EP_GEMM_SCALE_BLOCK;
+};
+
+/* The layout of a CTA's shared memory: addresses. Each stage has an info, which describes the tile that
+ * begins there. */
+typedef struct {
+    uint32_t stages, staging, infos, full, empty, next_tile_bars, next_tiles, end;
+} EpGemmShared;
+template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
+    EpGemmShared s;
+    s.stages = smem;
+    s.staging = smem + C::STAGES * C::STAGE_BYTES;
+    s.infos = s.staging + C::OUT_BYTES;
+    s.full = s.infos + C::STAGES * EP_GEMM_INFO_BYTES;
+    s.empty = s.full + 8 * C::STAGES;
+    s.next_tile_bars = s.empty + 8 * C::STAGES;
+    s.next_tiles = s.next_tile_bars + 8 * C::NUM_NEXT;
+    s.end = smem + C::SMEM_BYTES;
+    return s;
+}
+EP_PTX void ep_gemm_put_tile(uint32_t info, const EpGemmTile *t) {
+    ep_st_shared(info, t->expert, t->row0, t->num_rows, t->col0);
+    ep_st_shared(info + 16, t->k0, t->num_k, t->shares_rows, 0);
+}
+EP_PTX EpGemmTile ep_gemm_get_tile(uint32_t info) {
+    const uint4 u = ep_ld_shared(info), v = ep_ld_shared(info + 16);
+    const EpGemmTile t = {u.x, u.y, u.z, u.w, v.x, v.y, v.z};
+    return t;
+}
+
+/* One side's position in the ring of pipeline stages: the stage, and the parity of its mbarrier's phase. */
+typedef struct {
+    uint32_t stage, parity;
+} EpRing;
+template <int STAGES> EP_PTX void ep_ring_next(EpRing *r) {
+    if (++r->stage == STAGES) {
+        r->stage = 0;
+        r->parity ^= 1;
+    }
+}
+
+/* Release a pipeline stage to both CTAs of the pair, because the other CTA loads a part of it. The arrival
+ * at this CTA orders the warp's reads of the stage's info before the producer overwrites it. */
+EP_PTX void ep_gemm_release_stage(uint32_t empty) {
+    ep_mbar_arrive(empty);
+    ep_mbar_arrive_at(empty, ep_cluster_rank() ^ 1);
+}
+
+/* Whether the last parts of a tile are written during the next tile. Only if no worker waits for them. */
+template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS = !Hooks::FUSED && !C::FEW_ROWS;
+
+#endif /* EP_GEMM_STAGES_CUH */

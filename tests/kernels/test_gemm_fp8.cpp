@@ -1,0 +1,184 @@
+/* test_gemm_fp8.cpp - compares the grouped GEMM kernel of FP8 for Hopper with sums in double.
+ *
+ * CPU threads emulate the kernel. Numbers are small integers, and scales are powers of two, different in each
+ * block. So all sums are exact, and a wrong number or scale changes the result. The rows around the rows of
+ * the experts are NaN, because a tile may read them but must not use them. The output is poisoned.
+ * Usage: test_gemm_fp8 [seed] */
+#include "emulated_ptx.h"
+#include "kernels/gemm/gemm.cuh"
+
+#include <random>
+#include <thread>
+
+static std::mt19937 ep_random;
+static int between(int least, int most) { return std::uniform_int_distribution<int>(least, most)(ep_random); }
+
+enum { ROWS_BEFORE = 3, ROWS_AFTER = 5, EP_POISON = 0x7ffe }; /* rows that belong to no expert */
+
+struct Case {
+    uint32_t n, k, pairs;
+    std::vector<int32_t> sizes;
+    bool bias, row_weight, by_block; /* by_block: the scales of a block of k are next to each other */
+};
+
+struct Hooks : EpGemmNoHooks {
+    const EpGemmScales *scales;
+};
+
+static float widen(uint8_t e4m3) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(e4m3, __NV_E4M3))); }
+
+struct Problem {
+    EpGemmFp8Params q;
+    std::vector<uint8_t> a, b;
+    std::vector<uint16_t> bias, out;
+    std::vector<float> row_weight, a_scale, b_scale;
+    std::vector<int32_t> offsets;
+
+    /* The sum of row r and weight row c of expert e. */
+    double product(uint32_t e, uint64_t r, uint64_t c) const {
+        const EpGemmParams &p = q.gemm;
+        const uint64_t num_n = ep_gemm_num_blocks(p.n), num_k = ep_gemm_num_blocks(p.k);
+        double sum = p.bias ? ep_widen(bias[e * p.n + c], p.is_f16) : 0;
+        for (uint64_t i = 0; i < p.k; i++)
+            sum += (double)widen(a[r * p.k + i]) * widen(b[(e * p.n + c) * p.k + i]) *
+                   q.scales.a[r * q.scales.a_row + i / 128 * q.scales.a_block] *
+                   b_scale[(e * num_n + c / 128) * num_k + i / 128];
+        return sum;
+    }
+    double expected(uint32_t e, uint64_t r, uint64_t c) const {
+        const EpGemmParams &p = q.gemm;
+        const bool mixed = p.activation == EP_ACT_GPT_OSS, gated = ep_gemm_is_gated(p.activation);
+        double v = product(e, r, mixed ? 2 * c : c);
+        double u = gated ? product(e, r, mixed ? 2 * c + 1 : c + p.n / 2) : 0;
+        if (p.activation == EP_ACT_GELU) v *= 0.5 * (1 + erf(v / sqrt(2.0)));
+        if (p.activation == EP_ACT_SWIGLU) v = v / (1 + exp(-v)) * u;
+        if (mixed) {
+            v = std::min(v, (double)p.limit);
+            u = std::max(-(double)p.limit, std::min(u, (double)p.limit));
+            v = (u + 1) * v / (1 + exp(-p.alpha * v));
+        }
+        return p.row_weight ? v * row_weight[r] : v;
+    }
+};
+
+static float power(void) { return ldexpf(1, between(-5, 0)); }
+
+template <typename C> static void make_problem(const Case &c, Problem *x, uint64_t *counter) {
+    const uint32_t L = (uint32_t)c.sizes.size(), num_n = ep_gemm_num_blocks(c.n),
+                   num_k = ep_gemm_num_blocks(c.k);
+    x->offsets.push_back(ROWS_BEFORE);
+    for (int32_t s : c.sizes) x->offsets.push_back(x->offsets.back() + s);
+    const uint32_t last = (uint32_t)x->offsets.back(), rows = last + ROWS_AFTER;
+    auto small = [] {
+        return (uint8_t)__nv_cvt_float_to_fp8((float)between(-2, 2), __NV_SATFINITE, __NV_E4M3);
+    };
+    x->a.assign((uint64_t)rows * c.k, 0x7f);
+    for (uint64_t i = ROWS_BEFORE * c.k; i < (uint64_t)last * c.k; i++) x->a[i] = small();
+    for (uint64_t i = 0; i < (uint64_t)L * c.n * c.k; i++) x->b.push_back(small());
+    for (uint64_t i = 0; i < (uint64_t)L * c.n; i++)
+        x->bias.push_back(ep_round((float)between(-3, 3), C::F16));
+    x->a_scale.assign((uint64_t)rows * num_k, NAN);
+    for (uint32_t i = 0; i < rows; i++) {
+        x->row_weight.push_back(power());
+        for (uint32_t j = 0; i >= ROWS_BEFORE && i < last && j < num_k; j++)
+            x->a_scale[c.by_block ? j * rows + i : i * num_k + j] = power();
+    }
+    for (uint64_t i = 0; i < (uint64_t)L * num_n * num_k; i++) x->b_scale.push_back(power());
+    EpGemmParams p = {};
+    p.a = x->a.data();
+    p.b = x->b.data();
+    p.offsets = x->offsets.data();
+    p.bias = c.bias ? x->bias.data() : NULL;
+    p.row_weight = c.row_weight ? x->row_weight.data() : NULL;
+    p.tile_counter = counter;
+    p.limit_ns = 60000000000ull;
+    p.num_rows = rows;
+    p.num_experts = L;
+    p.n = c.n;
+    p.k = c.k;
+    p.kind = EP_GEMM_FORWARD;
+    p.activation = C::ACT;
+    p.alpha = 1.3f;
+    p.limit = 0.6f;
+    p.is_f16 = C::F16;
+    x->out.assign((uint64_t)rows * ep_gemm_out_cols(&p), EP_POISON);
+    p.out = x->out.data();
+    x->q = {p, {x->a_scale.data(), x->b_scale.data(), c.by_block ? 1 : num_k, c.by_block ? rows : 1}};
+}
+
+/* Run CTAs `first` and `first` + 1, which are a cluster. */
+template <typename C> static void run_pair(const EpGemmFp8Params *q, uint32_t first) {
+    const EpTensorMap a = ep_map_fp8(ep_map_a(&q->gemm, C::BN)), b = ep_map_fp8(ep_map_b(&q->gemm, C::BN));
+    std::vector<std::thread> threads;
+    memset(ep_shared, 0xff, sizeof ep_shared);
+    for (uint32_t i = 127; i < EP_GEMM_THREADS; i++)
+        for (uint32_t rank = 0; rank < 2; rank++)
+            threads.emplace_back([&, i, rank] {
+                threadIdx.x = i == 127 ? 0 : i;
+                blockIdx.x = first + rank;
+                ep_rank = rank;
+                Hooks hooks;
+                hooks.scales = &q->scales;
+                ep_gemm_body<C>(&q->gemm, hooks, &a, &b);
+            });
+    for (std::thread &t : threads) t.join();
+}
+
+template <int ACT, bool F16> static bool check(const char *name, const Case &c) {
+    using C = EpGemmFp8Config<ACT, F16>;
+    Problem x;
+    uint64_t drawn_tiles = 0, num_wrong = 0;
+    make_problem<C>(c, &x, &drawn_tiles);
+    gridDim = dim3(2 * c.pairs);
+    for (uint32_t i = 0; i < gridDim.x; i += 2) run_pair<C>(&x.q, i);
+    const uint32_t out_cols = ep_gemm_out_cols(&x.q.gemm);
+    const double share = ACT == EP_ACT_NONE ? 0 : F16 ? 1e-3 : 8e-3;
+    for (uint32_t r = 0, e = 0; r < x.q.gemm.num_rows; r++) {
+        while (e < c.sizes.size() && r >= (uint32_t)x.offsets[e + 1]) e++;
+        const bool owned = r >= ROWS_BEFORE && e < c.sizes.size();
+        for (uint32_t j = 0; j < out_cols; j++) {
+            const uint16_t bits = x.out[(uint64_t)r * out_cols + j];
+            const double want = owned ? x.expected(e, r, j) : 0, got = ep_widen(bits, F16);
+            const double exact = ep_widen(ep_round((float)want, F16), F16);
+            const bool right = !owned       ? bits == EP_POISON
+                               : share == 0 ? got == exact
+                                            : fabs(got - want) <= share * fabs(want) + 1e-4;
+            if (!right && num_wrong++ == 0)
+                printf("  %s: row %u of expert %u, column %u: got %g, expected %g\n", name, r, e, j, got,
+                       want);
+        }
+    }
+    if (drawn_tiles) num_wrong++;
+    printf("fp8 %-40s %6u rows of %4u: %s\n", name, x.q.gemm.num_rows, out_cols, num_wrong ? "WRONG" : "ok");
+    fflush(stdout);
+    return num_wrong == 0;
+}
+
+/* ---- cases: n, k, pairs of CTAs, rows of the experts, bias, row weights, scales by block ---- */
+
+static const Case odd = {272, 400, 3, {1, 0, 64, 130, 17}, false, false, false};
+static const Case full = {256, 512, 1, {128, 0, 70}, true, true, true};
+static const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false, false};
+static const Case gated = {384, 272, 2, {150, 0, 9}, true, true, false};
+/* For ThreadSanitizer, which is slow: more than one tile, more stages than the ring has. */
+static const Case small = {144, 912, 1, {130, 0, 70}, false, true, true};
+
+#define RUN(ACT, F16, CASE) ok = check<ACT, F16>(#ACT " " #F16 " " #CASE, CASE) && ok;
+
+int main(int argc, char **argv) {
+    ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
+    bool ok = true;
+#ifndef __SANITIZE_THREAD__
+    RUN(EP_ACT_NONE, false, odd)
+    RUN(EP_ACT_NONE, true, full)
+    RUN(EP_ACT_NONE, false, narrow)
+    RUN(EP_ACT_GELU, true, narrow)
+    RUN(EP_ACT_SWIGLU, false, full)
+    RUN(EP_ACT_SWIGLU, true, gated)
+    RUN(EP_ACT_GPT_OSS, false, odd)
+    RUN(EP_ACT_GPT_OSS, true, full)
+#endif
+    RUN(EP_ACT_NONE, false, small)
+    puts(ok ? "ok" : "FAILED");
+    return !ok;
+}
