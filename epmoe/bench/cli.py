@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
-from . import (a2a, ablation, decode, features, gemm, growth, host, layer, overlap, report, side, sm, tokens,
-               transformers, worklog)
+from . import (a2a, ablation, decode, features, gemm, gemm_fp8, growth, host, layer, overlap, report, side,
+               sm, tokens, transformers, worklog)
 from .run import Run
 from .shapes import SHAPES
 
@@ -77,6 +77,8 @@ def parse(argv):
                             "transformers")
         s.add_argument("--tokens", type=numbers, metavar="T,T,...",
                        help="decode: the numbers of tokens of a rank to measure")
+        s.add_argument("--fp8", action="store_true",
+                       help="gemm: the grouped GEMMs of FP8, beside 16 bits, with their errors")
         s.add_argument("--iters", type=positive,
                        help="runs; the median counts (default: 30, on the CPU 10; gemm: rounds, 6 and 3)")
         s.add_argument("--json", type=new_file, metavar="FILE", help="write all figures to FILE (rank 0)")
@@ -94,7 +96,14 @@ def parse(argv):
         p.error(f"--num-sm: leave it out for {options.bench}, which moves no tokens between ranks")
     if options.bench not in ("decode", "report", "all") and options.tokens:
         p.error("--tokens: only decode takes it")
+    if options.bench not in ("gemm", "report") and options.fp8:
+        p.error("--fp8: only gemm takes it")
     return options
+
+
+def jobs_of(name, r):
+    """Return the jobs of a bench, as (label, function)."""
+    return (gemm_fp8 if name == "gemm" and r.options.fp8 else BENCHES[name][0]).jobs(r)
 
 
 def run(options):
@@ -105,7 +114,7 @@ def run(options):
     r = Run(options)
     r.introduce()
     benches = list(BENCHES) if options.bench == "all" else [options.bench]
-    jobs = [(name, label, job) for name in benches for label, job in BENCHES[name][0].jobs(r)]
+    jobs = [(name, label, job) for name in benches for label, job in jobs_of(name, r)]
     with r.progress(len(jobs)) as progress:
         for name, label, job in jobs:
             progress.step(f"{name} {label}")

@@ -1,0 +1,165 @@
+"""Measures the grouped GEMMs of FP8: their time beside torch's and bfloat16, and their error.
+
+Those of one rank of four, forward.  epmoe has a scale for each 128 numbers of a row and each block of 128 by
+128 of the weights.  torch._scaled_grouped_mm has a scale for each row and each column, and adds up in the
+tensor cores alone (fast accumulation).  Each result is compared with float64 before it is timed.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+import epmoe
+from epmoe.bench.check import poisoned
+from epmoe.bench.gemm import RANKS, with_torch
+from epmoe.bench.measure import alternated
+from epmoe.gemm import FORWARD
+from epmoe.reference import activate
+
+E4M3 = torch.float8_e4m3fn
+# The error of a sum of products, divided by the sum of their magnitudes: in float32, and in tensor cores.
+ERROR_FLOAT32, ERROR_TENSOR_CORES = 2.0**-17, 2.0**-9
+
+
+def jobs(run):
+    shapes = run.shapes("dsv3", "qwen3-235b", "seed")
+    return [(s.name, functools.partial(measure, run, s)) for s in shapes]
+
+
+def by_row(t):
+    """Quantise with a scale for each row: (q, scales)."""
+    scales = t.float().abs().amax(-1) / 448
+    return (t / scales[..., None]).to(E4M3), scales
+
+
+def dequantized(q, scales, blocks):
+    """Return a matrix in float64; blocks: how many numbers share a scale, along each dimension."""
+    for dim, size in enumerate(blocks):
+        scales = scales.repeat_interleave(size, dim).narrow(dim, 0, q.shape[dim])
+    return q.double() * scales.double()
+
+
+def heavy_tailed(normal, *size):
+    """Return random numbers of Student's t distribution with 3 degrees of freedom."""
+    return normal(*size) / (sum(normal(*size).square() for _ in range(3)) / 3).sqrt()
+
+
+class Product:
+    """One product: its operands in bfloat16, with scales by block, and with scales by row."""
+
+    def __init__(self, run, x, weight, offsets):
+        self.on_gpu, self.offsets = run.on_gpu, offsets
+        self.x, self.weight = x, weight
+        self.rows, self.a_scale = epmoe.quantize_fp8(x)
+        self.columns, self.b_scale = epmoe.quantize_fp8_weight(weight)
+        if run.on_gpu:
+            self.by_row = by_row(x)
+            each = [by_row(w) for w in weight]
+            self.weight_by_row = tuple(torch.stack(parts) for parts in zip(*each))
+
+    def epmoe_fp8(self, activation=None):
+        return epmoe.grouped_gemm(self.rows, self.columns, offsets=self.offsets, activation=activation,
+                                  a_scale=self.a_scale, b_scale=self.b_scale)
+
+    def epmoe_plain(self):
+        return epmoe.grouped_gemm(self.x, self.weight, offsets=self.offsets)
+
+    def torch_plain(self):
+        return with_torch(self, FORWARD, self.x, self.weight, self.offsets)
+
+    def torch_by_row(self):
+        (q, scale), (w, w_scale) = self.by_row, self.weight_by_row
+        return torch._scaled_grouped_mm(q, w.transpose(-2, -1), scale, w_scale, offs=self.offsets[1:],
+                                        out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    def peers(self):
+        """Return {name: function} of everything that is timed."""
+        found = {"epmoe FP8": self.epmoe_fp8, "epmoe 16 bits": self.epmoe_plain}
+        if self.on_gpu:
+            found["torch FP8 by row"] = self.torch_by_row
+            found["torch 16 bits"] = self.torch_plain
+        return found
+
+    def error(self, activation, got):
+        """Return what is wrong with sampled rows of a result of epmoe, or ""."""
+        ends = self.offsets.tolist()
+        for e in sorted({0, len(ends) - 2}):
+            at = torch.arange(ends[e], ends[e + 1], max(1, (ends[e + 1] - ends[e]) // 16),
+                              device=got.device)
+            left = dequantized(self.rows[at], self.a_scale[at], (1, 128))
+            right = dequantized(self.columns[e], self.b_scale[e], (128, 128)).t()
+            want, size = left @ right, left.abs() @ right.abs()
+            if activation:
+                size = 2 * (size.chunk(2, 1)[0] + 1) * (size.chunk(2, 1)[1] + 1)
+                want = activate(want, activation)
+            share = ERROR_TENSOR_CORES if self.on_gpu else ERROR_FLOAT32
+            bad = ~((got[at].double() - want).abs() <= 2.0**-8 * want.abs() + share * size)
+            if bad.any():
+                return f"{int(bad.sum())} of {bad.numel()} sampled numbers of expert {e} differ from float64"
+        return ""
+
+
+def relative_errors(product):
+    """Return {name: error}: the norm of the error of expert 0's first rows, over the norm of the result.
+
+    "of sums" is the error without that of the quantisation, and without rounding of the result to 16 bits.
+    """
+    end = min(64, int(product.offsets[1]))
+    exact = product.x[:end].double() @ product.weight[0].double().t()
+    quantized = (dequantized(product.rows[:end], product.a_scale[:end], (1, 128))
+                 @ dequantized(product.columns[0], product.b_scale[0], (128, 128)).t())
+
+    def relative(got, want):
+        return ((got[:end].double() - want).norm() / want.norm()).item()
+
+    found = {name: relative(fn(), exact) for name, fn in product.peers().items()}
+    rounded = relative(quantized.to(torch.bfloat16), quantized)
+    found["of sums"] = max(0.0, relative(product.epmoe_fp8(), quantized)**2 - rounded**2)**0.5
+    return found
+
+
+@torch.no_grad()
+def measure(run, shape):
+    g = torch.Generator(run.device).manual_seed(2000 + run.rank)
+    dtype = torch.bfloat16 if run.on_gpu else torch.float32
+    num_experts, num_rows = max(1, shape.experts // RANKS), shape.tokens * shape.topk
+    counts = torch.bincount(torch.randint(num_experts, (num_rows,), device=run.device, generator=g),
+                            minlength=num_experts)
+    offsets = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+    def normal(*size):
+        return torch.randn(*size, device=run.device, generator=g)
+
+    for name, n, k in (("gate and up", 2 * shape.inner, shape.hidden), ("down", shape.hidden, shape.inner)):
+        weight = normal(num_experts, n, k).mul_(k**-0.5).to(dtype)
+        product = Product(run, normal(num_rows, k).to(dtype), weight, offsets)
+        for activation in (None, "swiglu") if name == "gate and up" else (None,):
+            with poisoned():
+                run.agree(product.error(activation, product.epmoe_fp8(activation)))
+        time_product(run, shape, name, product)
+        record_errors(run, shape, name, product)
+        heavy = Product(run, heavy_tailed(normal, 64, k).to(dtype),
+                        heavy_tailed(normal, 1, n, k).mul_(k**-0.5).to(dtype), offsets.new_tensor([0, 64]))
+        record_errors(run, shape, name + ", heavy tails", heavy)
+
+
+def time_product(run, shape, name, product):
+    fns = product.peers()
+    if name == "gate and up":
+        fns["epmoe FP8 SwiGLU"] = functools.partial(product.epmoe_fp8, "swiglu")
+    rounds, round_ms = (6, 20.0) if run.on_gpu else (3, 1.0)
+    times = alternated(list(fns.values()), run.device, run.cpu_group, run.options.iters or rounds, round_ms)
+    ms = dict(zip(fns, times))
+    flops = 2.0 * len(product.x) * product.weight[0].numel()
+    for impl in reversed(ms):
+        over = {peer: ms[peer] for peer in ms if impl == "epmoe FP8" and peer != impl}
+        tflops = flops / ms[impl] / 1e9
+        run.record("gemm", shape, f"{impl} {name}", ms[impl], over=over, rate=f"{tflops:.4g} TFLOP/s",
+                   tflops=round(tflops, 4))
+
+
+def record_errors(run, shape, name, product):
+    for impl, error in relative_errors(product).items():
+        run.record("gemm", shape, f"error: {impl} {name}", rate=f"{100 * error:.3f} %",
+                   error=round(error, 7))

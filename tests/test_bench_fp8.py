@@ -1,0 +1,36 @@
+"""python -m epmoe.bench gemm --fp8 on the CPU: what it measures, and that it looks at the results."""
+
+import pytest
+import torch
+
+import epmoe
+from bench_cases import on_the_cpu, run_command  # noqa: F401
+
+pytestmark = pytest.mark.cpu_only
+ARGUMENTS = ["gemm", "--fp8", "--shapes", "qwen3-30b", "--iters", "1"]
+
+
+def test_bench_fp8_measures_times_and_errors():
+    rows, out, _ = run_command(ARGUMENTS)
+    found = {row["impl"]: row for row in rows}
+    products, peers = ("gate and up", "down"), ("epmoe FP8", "epmoe 16 bits")
+    assert {f"{peer} {product}" for product in products for peer in peers} < set(found)
+    assert found["epmoe FP8 gate and up"]["ratios"].keys() == {"epmoe 16 bits", "epmoe FP8 SwiGLU"}
+    for data in ("gate and up", "gate and up, heavy tails", "down", "down, heavy tails"):
+        # e4m3 has 3 bits after the first one: in the mean a number is wrong by some per cent
+        assert 0.01 < found[f"error: epmoe FP8 {data}"]["error"] < 0.1
+        assert found[f"error: of sums {data}"]["error"] < 1e-3
+        assert found[f"error: epmoe 16 bits {data}"]["error"] < 0.01
+    assert "TFLOP/s" in out
+
+
+def test_bench_fp8_finds_a_wrong_result(monkeypatch):
+    right = epmoe.grouped_gemm
+
+    def wrong(*arguments, **options):
+        y = right(*arguments, **options)
+        return y + torch.full_like(y, 0.5) if "a_scale" in options else y
+
+    monkeypatch.setattr(epmoe, "grouped_gemm", wrong)
+    with pytest.raises(AssertionError, match="differ from float64"):
+        run_command(ARGUMENTS)
