@@ -68,7 +68,9 @@ template <typename C> EP_PTX void ep_gemm_skip_tile(const EpGemmParams *p, const
     }
 }
 
-/* d = this warpgroup's 64 rows of the tile. A stage is released when its wgmmas have finished. */
+/* d = this warpgroup's 64 rows of the tile. The caller has waited for its first stage. A stage is released
+ * when its wgmmas have finished. From then until it issues the next ones, the warpgroup leaves the tensor
+ * cores to the other one. So it only promotes then: it reads scales and waits for the next stage before. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_mma_tile_fp8(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred, const EpGemmParams *p,
                                  Hooks &hooks, const EpGemmTile *t, uint32_t group, const EpGemmShared *s,
@@ -79,14 +81,11 @@ EP_PTX void ep_gemm_mma_tile_fp8(float (&d)[C::BN / 2], EpGemmDeferred<C> *defer
     EpGemmStageScales next = ep_gemm_scales_next<C>(hooks.scales, &walk);
 #pragma unroll
     for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
-    for (uint32_t k = 0; k < t->num_k; k += C::BK, ep_ring_next<C::STAGES>(ring)) {
+    for (uint32_t k = 0; k < t->num_k;) {
         float part[C::BN / 2];
-        const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES;
+        const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES, empty = s->empty + 8 * ring->stage;
         const uint64_t a = ep_wgmma_desc(at + group * EP_GEMM_BOX, EP_GEMM_BOX);
         const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
-        const EpGemmStageScales now = next;
-        if (k + C::BK < t->num_k) next = ep_gemm_scales_next<C>(hooks.scales, &walk);
-        ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
         ep_wgmma_fence();
 #pragma unroll
         for (int i = 0; i < C::BK / 32; i++) /* 32 values of k are 2 units of 16 bytes */
@@ -95,10 +94,17 @@ EP_PTX void ep_gemm_mma_tile_fp8(float (&d)[C::BN / 2], EpGemmDeferred<C> *defer
         if (k == 0) hooks.mma_in_flight();
         if constexpr (EP_GEMM_DEFERS<C, Hooks>)
             ep_gemm_write_deferred<C, C::EAGER_PARTS>(deferred, ep_gemm_out_cols(p), staging);
+        const EpGemmStageScales now = next;
+        k += C::BK;
+        ep_ring_next<C::STAGES>(ring);
+        if (k < t->num_k) {
+            next = ep_gemm_scales_next<C>(hooks.scales, &walk);
+            ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
+        }
         ep_wgmma_wait<0>();
         ep_wgmma_keep_order(part);
         __syncwarp(); /* every lane has finished its wait and read the info, before they are overwritten */
-        if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * ring->stage);
+        if (threadIdx.x % 32 == 0) ep_gemm_release_stage(empty);
         ep_gemm_promote<C>(d, part, &now);
     }
 }
