@@ -97,9 +97,7 @@ template <typename C> static void make_problem(const Case &c, Problem *x, uint64
     p.n = c.n;
     p.k = c.k;
     p.kind = EP_GEMM_FORWARD;
-    p.activation = C::ACT;
-    p.alpha = 1.3f;
-    p.limit = 0.6f;
+    ep_gemm_set_activation(&p, C::ACT, 1.3f, 0.6f);
     p.is_f16 = C::F16;
     x->out.assign((uint64_t)rows * ep_gemm_out_cols(&p), EP_POISON);
     p.out = x->out.data();
