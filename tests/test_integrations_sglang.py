@@ -13,6 +13,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import sglang_modules
 from cases import generator, process_ranks
@@ -146,6 +147,9 @@ def run_case(dispatcher, case, first, size, rank):
         sent = dispatcher.dispatch(hidden_states=given, topk_output=topk)
     check_sent(sent, case, first, size, rank)
     results = experts(sent, E // size * (rank - first), dtype)
+    memory = StorageWeakRef(sent.hidden_states.untyped_storage())
+    sent.hidden_states.set_(sent.hidden_states.new_empty(0))  # SGLang's dispose_tensor
+    assert memory.expired()
     if is_split:
         dispatcher.combine_a(combine_input=results)
         y = dispatcher.combine_b()
@@ -165,7 +169,7 @@ def run_two_batches(group, mode, first, size, rank):
         assert len(both._inners) == 2 and both._inners[0] is not both._inners[1]
     else:
         dispatchers = [make(group), make(group)]
-    found, sent = [], [None, None]
+    sent = [None, None]
     cases = [(mode, tokens, 2, F32, False, True) for tokens in ((4, 0, 9, 2), (7, 3, 0, 1))]
     data = [inputs(rank, case) for case in cases]
     for d in dispatchers:
@@ -211,6 +215,11 @@ def errors_of(group, rank):
     sent = d.dispatch(hidden_states=torch.ones(1, H), topk_output=topk)
     results = deepep.DeepEPLLCombineInput(sent.hidden_states, sent.topk_ids, sent.topk_weights)
     found.append(message(d.combine_b))
+    d.combine_a(combine_input=results)
+    found.append(message(d.dispatch_a, hidden_states=torch.ones(1, H), topk_output=topk))
+    d.combine_b()
+    sent = d.dispatch(hidden_states=torch.ones(1, H), topk_output=topk)
+    results = deepep.DeepEPLLCombineInput(sent.hidden_states, sent.topk_ids, sent.topk_weights)
     found.append(message(d.combine, combine_input=deepep.DeepEPNormalCombineInput(*results)))
     found.append(message(d.combine, combine_input=results._replace(topk_weights=torch.ones(1, 2))))
     d.dispatch(hidden_states=torch.ones(1, H), topk_output=topk)
@@ -244,8 +253,19 @@ def main(rank, world_size, which):
             for mode in ("normal", "low_latency"):
                 results[size, mode] = run_two_batches(group, mode, first, size, rank)
             hooked = run_hooks(group, first, size, rank)
+            check_barriers(dispatcher, first, size, rank)
     with torch.inference_mode():
         return results, hooked, errors_of(group, rank)
+
+
+def check_barriers(dispatcher, first, size, rank):
+    """While DeepGEMM compiles, each operation has a barrier of SGLang before it."""
+    os.environ["SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE"] = "1"
+    parallel.tp_group.barrier.reset_mock()
+    for mode in ("normal", "low_latency"):
+        run_case(dispatcher, (mode, (2, 0, 3, 1), 2, F32, False, False), first, size, rank)
+    assert parallel.tp_group.barrier.call_count == 4
+    del os.environ["SGLANG_IN_DEEPGEMM_PRECOMPILE_STAGE"]
 
 
 def run_hooks(group, first, size, rank):
@@ -309,7 +329,7 @@ def test_integrations_sglang_refuses_what_it_does_not_have(results):
              "NotImplementedError: the experts want rows of nvfp4",
              "NotImplementedError: epmoe's combine does not overlap",
              "RuntimeError: combine without a dispatch", "RuntimeError: dispatch_b without a dispatch_a",
-             "RuntimeError: combine_b without a combine_a",
+             "RuntimeError: combine_b without a combine_a", "RuntimeError: dispatch before the combine_b",
              "TypeError: combine after a dispatch in the mode low_latency: wanted a DeepEPLLCombineInput",
              "RuntimeError: combine has other topk_weights")
     for rank, (_, _, messages) in enumerate(results):

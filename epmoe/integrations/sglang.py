@@ -242,6 +242,8 @@ class EpmoeDispatcher(BaseDispatcher):
         return self._hooks.register_hook(hook)
 
     def _begin_dispatch(self, x, topk, is_split):
+        if self._pending is not None:
+            raise RuntimeError(f"dispatch before the {self._pending[0]}_b of the last call")
         mode = self.deepep_mode.resolve(get_is_extend_in_batch())
         self._transport = self._transports[mode]
         self._pending = "dispatch", self._transport.send(x, topk, is_split)
@@ -298,11 +300,11 @@ def _clean_buffer(cls):
 def _check_backend(result, *args, **kwargs):
     """After SGLang has read its options for MoE layers: say so if epmoe is not used."""
     if not moe.get_moe_a2a_backend().is_deepep():
-        logger.warning("EPMOE_SGLANG=1 has no effect with --moe-a2a-backend %s: epmoe takes the place of "
-                       "deepep", moe.get_moe_a2a_backend().value)
+        logger.warning("epmoe is not used with --moe-a2a-backend %s: it takes the place of deepep",
+                       moe.get_moe_a2a_backend().value)
     elif deepep.DeepEPDispatcher is not EpmoeDispatcher:
-        raise RuntimeError("EPMOE_SGLANG=1, but SGLang's DeepEPDispatcher is another class: see the log for "
-                           "another plugin that replaces it, or unset EPMOE_SGLANG")
+        raise RuntimeError("SGLang's DeepEPDispatcher is not epmoe's: the log says which other plugin "
+                           "replaces it, or why the hook failed; unload that plugin, or unset EPMOE_SGLANG")
 
 
 def register_hooks():

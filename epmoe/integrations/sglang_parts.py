@@ -2,6 +2,8 @@
 
 import itertools
 
+import torch
+
 try:
     from sglang.kernels.ops.quantization.fp8_kernel import sglang_per_token_group_quant_fp8
     from sglang.srt.environ import envs
@@ -62,7 +64,8 @@ class Normal(Transport):
 
     def send(self, x, topk, is_split):
         buffer = self._buffer(x.device)
-        x, idx, weights = x.contiguous(), topk.topk_ids.long().contiguous(), topk.topk_weights.float()
+        x, idx = x.contiguous(), topk.topk_ids.long().contiguous()
+        weights = topk.topk_weights.float().contiguous()
         if self.is_fp8 and deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM:
             is_packed = deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0
             x = sglang_per_token_group_quant_fp8(x, 128, column_major_scales=is_packed,
@@ -75,8 +78,7 @@ class Normal(Transport):
             _wait_for_compilation()
             rows, ids, row_weights, counts, self.handle, event = buffer.dispatch(
                 x, num_tokens_per_rank=per_rank, is_token_in_rank=is_in_rank, topk_idx=idx,
-                num_tokens_per_expert=per_expert, topk_weights=weights.contiguous(),
-                expert_alignment=alignment, **overlap)
+                num_tokens_per_expert=per_expert, topk_weights=weights, expert_alignment=alignment, **overlap)
             if is_split:
                 event.current_stream_wait()
             get_global_expert_distribution_recorder().on_deepep_dispatch_normal(
@@ -126,8 +128,10 @@ class LowLatency(Transport):
         fp8 = self.is_fp8
         if fp8 and deep_gemm_wrapper.DEEPGEMM_BLACKWELL:
             fp8 = "ue8m0"
-        # Rows for this rank are read by the second half: the program may change x before.
-        x, dispatch = (x.clone(), layer.dispatch_send) if is_split else (x.contiguous(), layer.dispatch)
+        if is_split:  # the second half reads the tokens of this rank's experts, and x may change before
+            x, dispatch = x.clone(memory_format=torch.contiguous_format), layer.dispatch_send
+        else:
+            x, dispatch = x.contiguous(), layer.dispatch
         try:
             sent = dispatch(x, topk.topk_ids.contiguous(), topk.topk_weights.contiguous(), fp8=fp8,
                             buffer=next(buffers))
@@ -140,11 +144,12 @@ class LowLatency(Transport):
 
         def receive():
             rows, scales, counts, handle = sent.recv() if is_split else sent
+            handle._outputs = handle._outputs[:1]  # not the rows: SGLang frees them after the first GEMM
             self.handle = layer, handle, topk.topk_weights
             get_global_expert_distribution_recorder().on_deepep_dispatch_low_latency(counts)
-            expected = (len(x) * self.world.size * topk.topk_ids.shape[1] + self.num_experts)
-            return MaskedRows(rows, scales, topk.topk_ids, topk.topk_weights, counts,
-                               expected // self.num_experts)
+            num_choices = topk.topk_ids.numel() * self.world.size  # as SGLang estimates it
+            expected = (num_choices + self.num_experts) // self.num_experts
+            return MaskedRows(rows, scales, topk.topk_ids, topk.topk_weights, counts, expected)
 
         return receive
 
