@@ -202,6 +202,7 @@ def errors_of(group, rank):
     deepep = sys.modules[sglang_modules.DEEPEP]
     found = [with_setting(parallel, "nnodes", 2, make, group),
              message(make, types.SimpleNamespace(size=lambda: 16)), message(make, group, 17, 4),
+             message(deepep.DeepEPDispatcher, group, 2, num_experts=E),
              with_setting(server, "deepep_config", "{}", make, group),
              with_setting(server, "output_dtype", "nvfp4", make, group)]
     vars(server).update(is_extend=False, has_deep_gemm=False)
@@ -324,7 +325,8 @@ def test_integrations_sglang_hooks(results):
 def test_integrations_sglang_refuses_what_it_does_not_have(results):
     texts = ("ValueError: 4 expert-parallel ranks on 2 nodes",
              "ValueError: 16 expert-parallel ranks on 1 nodes",
-             "ValueError: 17 experts, of which a rank has 4", "ValueError: --deepep-config",
+             "ValueError: 17 experts, of which a rank has 4", "TypeError: num_experts and num_local_experts",
+             "ValueError: --deepep-config",
              "NotImplementedError: the experts want rows of nvfp4",
              "NotImplementedError: the experts want rows of nvfp4",
              "NotImplementedError: epmoe's combine does not overlap",

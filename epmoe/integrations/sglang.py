@@ -60,6 +60,7 @@ class EpmoeDispatcher(BaseDispatcher):
 
     Raises:
         ValueError: For more than 8 ranks, several nodes, an E that is not L * W, or --deepep-config.
+        TypeError: Without num_experts and num_local_experts.
         NotImplementedError: When the experts want rows of another dtype than bf16 or fp8.
         EpError: As World.of.
 
@@ -272,6 +273,9 @@ def _check(num_ranks, num_experts, num_local_experts):
         raise ValueError(f"{num_ranks} expert-parallel ranks on {num_nodes} nodes: epmoe serves at most "
                          f"{_MAX_RANKS} ranks of one node; use a --tp of at most {_MAX_RANKS} on one node, "
                          f"or unset EPMOE_SGLANG")
+    if num_experts is None or num_local_experts is None:
+        raise TypeError("num_experts and num_local_experts are missing: pass the experts of all ranks and of "
+                        "one rank")
     if num_experts != num_local_experts * num_ranks:
         raise ValueError(f"{num_experts} experts, of which a rank has {num_local_experts}, on {num_ranks} "
                          f"ranks: epmoe wants as many on each rank; add --ep-num-redundant-experts, or unset "
