@@ -26,6 +26,7 @@ try:
 except (ImportError, AttributeError) as error:
     raise ImportError(f"epmoe.integrations.vllm needs vLLM 0.33: {error}") from error
 
+from ..expert_map import ExpertMap
 from . import layers
 from .layers import check_methods
 
@@ -55,7 +56,8 @@ class EpmoePrepareAndFinalize(_Base):
         max_tokens: The most tokens of a rank in one call.
         hidden: H.
         topk: K.
-        num_experts: E, with redundant experts; rank r has the experts r * L to (r + 1) * L.
+        num_experts: E, with redundant experts.  As vLLM spreads them, each rank has E / W in order, and each
+            of the first E mod W ranks one more.
         dtype: Of the tokens: bfloat16, float16 or float32.
         device: Of the tokens.
 
@@ -77,10 +79,19 @@ class EpmoePrepareAndFinalize(_Base):
             device = torch.device("cuda", torch.cuda.current_device())
         self._group = group
         self._layout = None  # from prepare to finalize
-        layers.make_layer(group, max_tokens, hidden, topk, num_experts, dtype, device)
         world = layers.world_of(group)
         self._num_ranks = world.size
-        self._first_expert = world.rank * (num_experts // world.size)
+        num, more = divmod(num_experts, world.size)
+        ends = [(r + 1) * num + min(r + 1, more) for r in range(world.size)]
+        self._own = range(([0] + ends)[world.rank], ends[world.rank])
+        self._num_physical = num_experts
+        self._map = None  # from vLLM's ids to the layer's experts, where they differ
+        if more:
+            held = [e if e < end else -1 for first, end in zip([0] + ends, ends)
+                    for e in range(first, first + num + 1)]
+            self._map = ExpertMap(torch.tensor(held, device=device), num_experts)
+            self._num_physical = len(held)
+        layers.make_layer(group, max_tokens, hidden, topk, self._num_physical, dtype, device)
 
     @property
     def activation_format(self):
@@ -158,11 +169,11 @@ class EpmoePrepareAndFinalize(_Base):
                 raise ValueError(f"apply_router_weight_on_input with {topk_ids.shape[1]} experts for each "
                                  f"token: it needs one")
             a1 = a1 * topk_weights.to(a1.dtype)
-        rows, weights, self._layout = layers.dispatch(self._group, a1.contiguous(), topk_ids.contiguous(),
-                                                      topk_weights.contiguous(), num_experts)
-        counts = self._layout.tokens_per_expert
-        expert = torch.arange(self._first_expert, self._first_expert + len(counts), dtype=topk_ids.dtype,
-                              device=rows.device)
+        idx = topk_ids if self._map is None else self._map.physical(topk_ids)
+        rows, weights, self._layout = layers.dispatch(self._group, a1.contiguous(), idx.contiguous(),
+                                                      topk_weights.contiguous(), self._num_physical)
+        counts = self._layout.tokens_per_expert[:len(self._own)]
+        expert = torch.arange(self._own.start, self._own.stop, dtype=topk_ids.dtype, device=rows.device)
         ids = expert.repeat_interleave(counts, output_size=len(rows))
         counts = _kernel.ExpertTokensMetadata(expert_num_tokens=counts.int(), expert_num_tokens_cpu=None)
         return rows, None, counts, ids[:, None], weights[:, None]
@@ -216,9 +227,6 @@ def _check(moe, use_monolithic):
     if torch.device(moe.device).type == "cuda" and getattr(graphs, "name", "NONE") != "NONE":
         raise ValueError("epmoe's host reads the number of rows, which a CUDA graph cannot hold: add "
                          "--enforce-eager, or --compilation-config '{\"cudagraph_mode\": \"NONE\"}'")
-    if moe.num_experts % parallel.ep_size:
-        raise ValueError(f"{moe.num_experts} experts on {parallel.ep_size} ranks: epmoe wants as many on "
-                         f"each rank; with --enable-eplb add redundant experts, or unset EPMOE_VLLM")
     if use_monolithic:
         raise NotImplementedError("the chosen experts also route, and epmoe moves routed tokens: choose "
                                   "others with --moe-backend, for example triton")
