@@ -42,6 +42,8 @@ typedef struct {
 /* Open this rank's listening socket. The caller sends its name and the random nonce to the other ranks by
  * any means. */
 int ep_world_listen(int *listen_fd, unsigned char name[EP_NAME_BYTES], unsigned char nonce[EP_NONCE_BYTES]);
+/* Close a listening socket that is not passed to ep_world_create. */
+void ep_world_unlisten(int listen_fd);
 /* Collective: connect to every other rank. A peer must belong to the same user and know the nonce. */
 int ep_world_create(const EpWorldConfig *config, EpWorld **world);
 /* Create num_ranks worlds in this process. Each is for a thread of its own. CPU heaps only. */

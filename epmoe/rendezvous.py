@@ -140,7 +140,7 @@ def meet(group, rank, size, timeout_s):
         _check_addresses(addresses)
     except BaseException:
         if fd >= 0:
-            os.close(fd)
+            _C.world_unlisten(fd)
         raise
     names = b"".join(c[: _C.NAME_BYTES] for c in addresses)
     nonce = addresses[0][_C.NAME_BYTES : -_ABI_BYTES]

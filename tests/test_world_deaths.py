@@ -15,6 +15,7 @@ import torch.distributed as dist
 import epmoe
 from cases import (MODES, Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome,
                    process_ranks, run_routing)
+from epmoe import _C
 from pace import HANG_S, WAIT_S, Events, continue_later, is_soon, slowness, until_ended, when_waiting
 from traces import abstract_names, held, remember_names, shared_memory_names
 
@@ -181,6 +182,32 @@ def test_world_death_is_seen_while_a_forked_child_lives(tmp_path):
     """The death of a rank is reported although its child still holds copies of all its sockets."""
     results = process_ranks(_fork_then_die, 2, str(tmp_path), may_die=(1,))
     check_outcomes(results[:1], "PeerDied", "rank 1", within_s=3)
+
+
+def _fork_then_die_while_connecting(rank, world_size, folder):
+    """Rank main: rank 1 forks a child and is killed when the ranks know each other's addresses.
+
+    The child lives until rank 0 has raised.
+    """
+    events = Events(folder)
+
+    def fork_and_die(*_):
+        if os.fork() == 0:
+            events.wait("raised")
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        _C.world_create = fork_and_die
+    got = outcome(lambda: epmoe.World(timeout_s=12 * slowness()))
+    events.set("raised")
+    return got
+
+
+def test_world_death_while_connecting_is_seen_while_a_forked_child_lives(tmp_path):
+    """The child does not keep the socket on which rank 1 listened: rank 1 would appear to be alive."""
+    results = process_ranks(_fork_then_die_while_connecting, 2, str(tmp_path), may_die=(1,))
+    check_outcomes(results[:1], "PeerDied", "rank 1 died", within_s=3)
 
 
 # ---- Ctrl-C ----

@@ -22,6 +22,14 @@ FAST(world_listen) {
     return Py_BuildValue("iy#y#", fd, name, (Py_ssize_t)sizeof name, nonce, (Py_ssize_t)sizeof nonce);
 }
 
+FAST(world_unlisten) {
+    int fd;
+    WANT(1);
+    if (!ep_get_int(args[0], &fd)) return NULL;
+    ep_world_unlisten(fd);
+    return ep_done(0);
+}
+
 /* (rank, num_ranks, timeout_s, listen_fd, nonce, names) */
 FAST(world_create) {
     EpWorldConfig c = {0};
@@ -133,6 +141,7 @@ FAST(world_refuse) {
 }
 
 PyMethodDef ep_world_methods[] = {
-    METHOD(world_listen),        METHOD(world_create),      METHOD(world_threads), METHOD(world_check),
-    METHOD(world_lost_ranks),    METHOD(world_set_timeout), METHOD(world_close),   METHOD(worlds_settle),
-    METHOD(world_flight_record), METHOD(world_exchange),    METHOD(world_refuse),  {NULL, NULL, 0, NULL}};
+    METHOD(world_listen),  METHOD(world_unlisten),      METHOD(world_create),      METHOD(world_threads),
+    METHOD(world_check),   METHOD(world_lost_ranks),    METHOD(world_set_timeout), METHOD(world_close),
+    METHOD(worlds_settle), METHOD(world_flight_record), METHOD(world_exchange),    METHOD(world_refuse),
+    {NULL, NULL, 0, NULL}};

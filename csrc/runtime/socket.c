@@ -19,6 +19,7 @@
 
 #include "protocol/words.h"
 #include "runtime/error.h"
+#include "runtime/fork.h"
 
 /* The time until the deadline for poll(): 0 if it has passed, otherwise 1 to 100 ms. The limit of 100 ms
  * makes every wait check its deadline again, also if the process was suspended. */
@@ -28,23 +29,31 @@ static int milliseconds_left(uint64_t deadline_ns) {
     return (int)((deadline_ns - now) / 1000000u > 100u ? 100u : (deadline_ns - now) / 1000000u + 1u);
 }
 
+/* A new socket, which forked children close. Returns its descriptor, or -1 and errno. */
+static int open_socket(int flags) {
+    ep_fork_lock();
+    int fd = ep_fork_guard(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | flags, 0));
+    ep_fork_unlock();
+    return fd;
+}
+
 int ep_world_listen(int *listen_fd, unsigned char name[EP_NAME_BYTES], unsigned char nonce[EP_NONCE_BYTES]) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     socklen_t length = sizeof address;
-    int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    int fd = open_socket(SOCK_NONBLOCK);
     if (fd < 0) return ep_error(EP_ESYS, "cannot create a socket: %s", strerror(errno));
     /* An address of only the family makes the kernel choose a free abstract name ("autobind"). */
     if (bind(fd, (struct sockaddr *)&address, offsetof(struct sockaddr_un, sun_path)) ||
         listen(fd, EP_MAX_RANKS) || getsockname(fd, (struct sockaddr *)&address, &length) ||
         getrandom(nonce, EP_NONCE_BYTES, 0) != EP_NONCE_BYTES) {
         int e = errno;
-        close(fd);
+        ep_fork_close(fd);
         return ep_error(EP_ESYS, "cannot listen for the other ranks: %s", strerror(e));
     }
     size_t n = length - offsetof(struct sockaddr_un, sun_path);
     memset(name, 0, EP_NAME_BYTES);
     if (n < 2 || n > EP_NAME_BYTES) {
-        close(fd);
+        ep_fork_close(fd);
         return ep_error(EP_ESYS, "the kernel chose a socket name of %zu bytes: wanted 2 to %d", n,
                         EP_NAME_BYTES);
     }
@@ -53,6 +62,8 @@ int ep_world_listen(int *listen_fd, unsigned char name[EP_NAME_BYTES], unsigned 
     *listen_fd = fd;
     return 0;
 }
+
+void ep_world_unlisten(int listen_fd) { ep_fork_close(listen_fd); }
 
 int ep_wire_send(int socket_fd, const EpFrame *frame, int fd, uint64_t deadline_ns) {
     union {
@@ -156,7 +167,7 @@ static int open_socket_to(const EpWorldConfig *config, uint32_t r, int flags, st
     *address = (struct sockaddr_un){.sun_family = AF_UNIX};
     memcpy(address->sun_path + 1, name + 1, name[0] - 1u);
     *length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0]);
-    *fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | flags, 0);
+    *fd = open_socket(flags);
     return *fd < 0 ? ep_error(EP_ESYS, "cannot create a socket: %s", strerror(errno)) : 0;
 }
 
@@ -183,17 +194,17 @@ static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_
     while (connect(fd, (struct sockaddr *)&address, length)) {
         int e = errno;
         if ((e == EINTR || e == EAGAIN) && ep_now_ns() < deadline_ns) continue;
-        close(fd);
+        ep_fork_close(fd);
         return unreachable(r, e);
     }
     if (!is_same_user(fd)) {
-        close(fd);
+        ep_fork_close(fd);
         return ep_error(EP_ESYS, "rank %u belongs to another user: run all ranks as the same user", r);
     }
     EpFrame hello = {.kind = EP_FRAME_HELLO, .rank = config->rank, .num_bytes = EP_NONCE_BYTES};
     memcpy(hello.bytes, config->nonce, EP_NONCE_BYTES);
     int code = ep_wire_send(fd, &hello, -1, deadline_ns);
-    if (code) close(fd);
+    if (code) ep_fork_close(fd);
     else *out = fd;
     return code;
 }
@@ -213,15 +224,23 @@ static void remove_pending(Pending *c, uint32_t i) {
     memmove(&c->fds[i], &c->fds[i + 1], (--c->num - i) * sizeof c->fds[0]);
 }
 
+/* The next connection of the queue, or -1. The listening socket does not block. */
+static int accept_one(const EpWorldConfig *config) {
+    ep_fork_lock();
+    int fd = ep_fork_guard(accept4(config->listen_fd, NULL, NULL, SOCK_CLOEXEC));
+    ep_fork_unlock();
+    return fd;
+}
+
 static void accept_pending(const EpWorldConfig *config, Pending *c) {
     int fd;
-    while ((fd = accept4(config->listen_fd, NULL, NULL, SOCK_CLOEXEC)) >= 0) {
+    while ((fd = accept_one(config)) >= 0) {
         if (!is_same_user(fd)) {
-            close(fd);
+            ep_fork_close(fd);
             continue;
         }
         if (c->num == MAX_PENDING) {
-            close(c->fds[0]);
+            ep_fork_close(c->fds[0]);
             remove_pending(c, 0);
         }
         c->fds[c->num++] = fd;
@@ -239,7 +258,7 @@ static uint32_t read_hello(const EpWorldConfig *config, Pending *c, uint32_t i, 
     if (got < 0 || hello.kind != EP_FRAME_HELLO || hello.rank <= config->rank ||
         hello.rank >= config->num_ranks || sockets[hello.rank] >= 0 ||
         memcmp(hello.bytes, config->nonce, EP_NONCE_BYTES) != 0) {
-        close(fd);
+        ep_fork_close(fd);
         return 0;
     }
     sockets[hello.rank] = fd;
@@ -275,7 +294,7 @@ static int probe(const EpWorldConfig *config, uint32_t r) {
     int fd;
     EP_TRY(open_socket_to(config, r, SOCK_NONBLOCK, &address, &length, &fd));
     int e = connect(fd, (struct sockaddr *)&address, length) ? errno : 0;
-    close(fd);
+    ep_fork_close(fd);
     return e == ECONNREFUSED ? unreachable(r, e) : 0;
 }
 
@@ -313,12 +332,12 @@ int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint
         }
         code = 0;
     }
-    while (pending.num) close(pending.fds[--pending.num]);
+    while (pending.num) ep_fork_close(pending.fds[--pending.num]);
     return 0;
 fail:
-    while (pending.num) close(pending.fds[--pending.num]);
+    while (pending.num) ep_fork_close(pending.fds[--pending.num]);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) {
-        if (sockets[r] >= 0) close(sockets[r]);
+        ep_fork_close(sockets[r]);
         sockets[r] = -1;
     }
     return code;

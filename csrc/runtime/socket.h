@@ -34,7 +34,7 @@ int ep_wire_receive(int socket, EpFrame *frame, int *fd);
 /* Wait for one frame until the deadline. 0, or the errors of ep_wire_receive, or EP_ETIMEOUT. */
 int ep_wire_await(int socket, EpFrame *frame, int *fd, uint64_t deadline_ns);
 /* Connect this rank to all others. sockets[r] is the socket to rank r; -1 at this rank's own index. After an
- * error all entries are -1. */
+ * error all entries are -1. Forked children close these sockets; close them with ep_fork_close. */
 int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint64_t deadline_ns);
 
 #endif /* EP_WIRE_H */

@@ -17,6 +17,7 @@
 
 #include "protocol/flags.h"
 #include "runtime/error.h"
+#include "runtime/fork.h"
 #include "runtime/world_state.h"
 
 /* Longest interval at which the thread reads the watched host words. */
@@ -57,7 +58,7 @@ static void take_stuck(EpWorld *w, uint32_t r, const EpFrame *f) {
 static void peer_ended(EpWorld *w, uint32_t r) {
     char text[96];
     shutdown(w->sockets[r], SHUT_RDWR);
-    close(w->sockets[r]);
+    ep_fork_close(w->sockets[r]);
     w->sockets[r] = -1;
     if (w->left_at_ns[r]) return;
     w->lost_ranks |= 1u << r;
@@ -218,7 +219,7 @@ static void drain(EpWorld *w) {
         for (uint32_t r = 0; r < w->num_ranks; r++) {
             struct pollfd p = {w->sockets[r], 0, 0}; /* poll reports POLLHUP even if no event is requested */
             if (p.fd >= 0 && poll(&p, 1, 0) > 0) {
-                close(w->sockets[r]);
+                ep_fork_close(w->sockets[r]);
                 w->sockets[r] = -1;
             }
             num_peers += w->sockets[r] >= 0;
@@ -230,7 +231,7 @@ static void drain(EpWorld *w) {
             if (w->watched[i]) ep_st_relaxed_sys_u64(&w->watched[i]->comm.host->abort, 1);
     }
     for (uint32_t r = 0; r < w->num_ranks; r++) {
-        if (w->sockets[r] >= 0) close(w->sockets[r]);
+        ep_fork_close(w->sockets[r]);
         w->sockets[r] = -1;
     }
     pthread_mutex_unlock(&w->lock);

@@ -2,8 +2,8 @@
  * watchdog.c the thread that reads the sockets, and world_end.c the end of a world.
  *
  * Exports: the functions ep_world_* of epmoe.h and world.h, except those of the other three files.
- * Invariant: one socket connects each pair of ranks, and no other process holds its ends. So a rank learns of
- * a peer's death at once: the operating system closes the peer's end. */
+ * Invariant: one socket connects each pair of ranks, and no other process holds its ends (fork.h). So a rank
+ * learns of a peer's death at once: the operating system closes the peer's end. */
 #include "runtime/world.h"
 
 #include <errno.h>
@@ -16,36 +16,25 @@
 #include <unistd.h>
 
 #include "runtime/error.h"
+#include "runtime/fork.h"
 #include "runtime/thread.h"
 #include "runtime/world_state.h"
 
-/* A forked child inherits the parent's sockets and must close them. Otherwise the sockets would stay open
- * after the parent's death, and the peers would not notice it. So this array lists all worlds of the process,
- * and close_in_child runs in every forked child. The child has one thread at that time, and the handler does
- * nothing but close descriptors. */
+/* All worlds of the process. A world is removed from the list under the fork lock before it is freed. So the
+ * holder of the lock may read every world in the list; and fork() holds it too (fork.h). */
 #define MAX_WORLDS 256u
 static EpWorld *_Atomic worlds_here[MAX_WORLDS];
-/* A world is removed from the list under this lock before it is freed. So the holder of the lock may read
- * every world in the list. fork() also takes the lock. */
-static pthread_mutex_t list_lock = PTHREAD_MUTEX_INITIALIZER;
-static void lock_list(void) { pthread_mutex_lock(&list_lock); }
-static void unlock_list(void) { pthread_mutex_unlock(&list_lock); }
 
-static void close_in_child(void) {
+/* A forked child has closed all sockets of its parent (fork.c). Their numbers may belong to other files soon,
+ * so remove them from its copies of the worlds. */
+static void forget_in_child(void) {
     for (uint32_t i = 0; i < MAX_WORLDS; i++) {
         EpWorld *w = atomic_load(&worlds_here[i]);
-        for (uint32_t r = 0; w && r < EP_MAX_RANKS; r++) {
-            if (w->sockets[r] >= 0) close(w->sockets[r]);
-            w->sockets[r] = -1;
-        }
-        if (w && w->wake_fd >= 0) {
-            close(w->wake_fd);
-            w->wake_fd = -1;
-        }
+        for (uint32_t r = 0; w && r < EP_MAX_RANKS; r++) w->sockets[r] = -1;
+        if (w) w->wake_fd = -1;
     }
-    unlock_list();
 }
-static void register_handler(void) { pthread_atfork(lock_list, unlock_list, close_in_child); }
+static void register_handler(void) { pthread_atfork(NULL, NULL, forget_in_child); }
 
 static int add_to_list(EpWorld *w) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -60,22 +49,22 @@ static int add_to_list(EpWorld *w) {
                     MAX_WORLDS);
 }
 static void remove_from_list(EpWorld *w) {
-    lock_list();
+    ep_fork_lock();
     for (uint32_t i = 0; i < MAX_WORLDS; i++) {
         EpWorld *it = w;
         atomic_compare_exchange_strong(&worlds_here[i], &it, (EpWorld *)NULL);
     }
-    unlock_list();
+    ep_fork_unlock();
 }
 /* The world at index i of the list, with one more reference. NULL if the entry is empty, or if the world has
  * no reference left and is about to be freed. */
 static EpWorld *acquire_listed(uint32_t i) {
-    lock_list();
+    ep_fork_lock();
     EpWorld *w = atomic_load(&worlds_here[i]);
     int n = w ? atomic_load(&w->num_refs) : 0;
     while (n > 0 && !atomic_compare_exchange_weak(&w->num_refs, &n, n + 1)) {
     }
-    unlock_list();
+    ep_fork_unlock();
     return n > 0 ? w : NULL;
 }
 
@@ -115,7 +104,9 @@ static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWor
 }
 
 static int start_watchdog(EpWorld *w) {
-    w->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    ep_fork_lock();
+    w->wake_fd = ep_fork_guard(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    ep_fork_unlock();
     if (w->wake_fd < 0) return ep_error(EP_ESYS, "cannot create an event descriptor: %s", strerror(errno));
     int e = ep_thread_start(&w->watchdog, ep_world_watch_main, w, "epmoe watchdog");
     if (e) return ep_error(EP_ESYS, "cannot start the watchdog thread: %s", strerror(e));
@@ -131,11 +122,23 @@ int ep_world_create(const EpWorldConfig *config, EpWorld **out) {
      * either quick or fails for good. */
     if (limit > 30000000000ull) limit = 30000000000ull;
     if (!code) code = ep_wire_connect(config, w->sockets, ep_now_ns() + limit);
-    if (config->listen_fd >= 0) close(config->listen_fd);
+    ep_world_unlisten(config->listen_fd);
     if (!code) code = start_watchdog(w);
     if (code && w) ep_world_release(w);
     else if (!code) *out = w;
     return code;
+}
+
+/* A pair of connected sockets. Returns 0, or -1 and errno. */
+static int open_pair(int pair[2]) {
+    ep_fork_lock();
+    int e = socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair);
+    for (uint32_t i = 0; i < 2 && !e; i++) pair[i] = ep_fork_guard(pair[i]);
+    ep_fork_unlock();
+    if (e || (pair[0] >= 0 && pair[1] >= 0)) return e;
+    for (uint32_t i = 0; i < 2; i++) ep_fork_close(pair[i]);
+    errno = ENOMEM;
+    return -1;
 }
 
 int ep_world_create_threads(uint32_t num_ranks, double timeout_s, EpWorld *worlds[]) {
@@ -146,7 +149,7 @@ int ep_world_create_threads(uint32_t num_ranks, double timeout_s, EpWorld *world
         EP_TRY_GOTO(code, make_world(made, num_ranks, timeout_s, &worlds[made]), fail);
         worlds[made]->is_threads = true;
         for (uint32_t r = 0; r < made; r++) {
-            if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, pair)) {
+            if (open_pair(pair)) {
                 code = ep_error(EP_ESYS, "cannot create a socket pair: %s", strerror(errno));
                 made++;
                 goto fail;
@@ -173,7 +176,7 @@ static void join_and_close(EpWorld *w) {
     if (w->has_watchdog) pthread_join(w->watchdog, NULL);
     w->has_watchdog = false;
     for (uint32_t r = 0; r < w->num_ranks; r++) {
-        if (w->sockets[r] >= 0) close(w->sockets[r]);
+        ep_fork_close(w->sockets[r]);
         w->sockets[r] = -1;
         for (uint32_t i = 0; i < EP_NUM_INBOX; i++)
             if (w->inbox[r][i].full && w->inbox[r][i].fd >= 0) {
@@ -181,7 +184,7 @@ static void join_and_close(EpWorld *w) {
                 w->inbox[r][i].fd = -1;
             }
     }
-    if (w->wake_fd >= 0) close(w->wake_fd);
+    ep_fork_close(w->wake_fd);
     w->wake_fd = -1;
 }
 

@@ -62,6 +62,7 @@ static const struct {
     {"wire_last_messages", test_wire_last_messages, false},
     {"wire_call_records", test_wire_call_records, false},
     {"wire_frames", test_wire_frames, false},
+    {"fork_during_creation", test_fork_during_creation, false},
     {"record_of_stuck_file_system", test_record_of_stuck_file_system, false},
     {"wire_connections", test_wire_connections, false},
     {"import_rejects_unsafe_memory", test_import_rejects_unsafe_memory, false},

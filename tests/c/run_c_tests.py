@@ -38,9 +38,9 @@ LIBRARY = ("runtime", "layer", "cpu")
 # The sources of csrc/cuda that need only the fake runtime of test_launch.c and test_counters.c.
 LAUNCH = "capabilities cluster_launch tensor_maps tile_counters".split()
 FAKE_CUDA = f"-I{ROOT / 'tests/fakes/cuda'}"
-TESTS = ("main harness cases steps test_alone test_counters test_device test_heap test_hostile test_launch "
-         "test_low_latency test_memory test_order test_processes test_record test_refusals test_sharing "
-         "test_steps test_tables test_wire").split()
+TESTS = ("main harness cases steps test_alone test_counters test_device test_fork test_heap test_hostile "
+         "test_launch test_low_latency test_memory test_order test_processes test_record test_refusals "
+         "test_sharing test_steps test_tables test_wire").split()
 # The folder whose sources include the protocol. Only these are compiled with a seeded fault.
 FAULTY = "cpu"
 HEADER_FLAGS = ("-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Wno-unused-function "

@@ -8,6 +8,7 @@
 #include "harness.h"
 #include "runtime/error.h"
 #include "runtime/flight_record.h"
+#include "runtime/fork.h"
 #include "runtime/socket.h"
 
 /* ---- frames ---- */
@@ -181,7 +182,7 @@ bool test_wire_connections(void) {
     CHECK(me, ep_wire_receive(third, &hello, &fd) == 1 && hello.seq == 3);
     const int open_fds[] = {host.sockets[0], host.sockets[2], host.sockets[3],      second, third, two,
                             three,           zero.listen_fd,  host.config.listen_fd};
-    for (size_t i = 0; i < sizeof open_fds / sizeof *open_fds; i++) close(open_fds[i]);
+    for (size_t i = 0; i < sizeof open_fds / sizeof *open_fds; i++) ep_fork_close(open_fds[i]);
     return true;
 }
 
@@ -287,7 +288,7 @@ bool test_wire_last_messages(void) {
         else memcpy(f.bytes, &records, sizeof records);
         for (f.seq = 1; f.seq <= messages[i].times; f.seq++)
             CHECK_CODE(&me, 0, ep_wire_send(socket, &f, -1, 0));
-        close(socket);
+        ep_fork_close(socket);
         CHECK_CODE(&me, messages[i].expected_code, wait_for_end(honest.world, page));
         CHECK(&me, strncmp(ep_error_text(), messages[i].text, strlen(messages[i].text)) == 0);
         CHECK(&me,
@@ -325,7 +326,7 @@ static bool random_records_case(uint64_t seed) {
     CHECK(&me, wait_for_end(honest.world, page) != 0);
     CHECK(&me,
           memchr(page, 0, sizeof page) && strncmp(page, "culprit: ", 9) == 0 && strstr(page, "exchange"));
-    close(socket);
+    ep_fork_close(socket);
     ep_world_release(honest.world);
     return true;
 }
