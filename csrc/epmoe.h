@@ -54,9 +54,9 @@ int ep_world_exchange(EpWorld *world, const void *mine, uint32_t num_bytes, void
 /* Take part in an exchange only to report that this rank failed with `code`. The other ranks get EP_EPEER
  * instead of waiting. */
 int ep_world_refuse(EpWorld *world, int code);
-/* Set the function that an exchange calls ten times a second while it waits for a peer. If the function
- * returns true, the wait and its world end. The Python module uses it to check for Ctrl-C. There is one
- * function for the whole process; NULL removes it. */
+/* Set the function that a thread calls ten times a second while it waits for a peer or a stream. If the
+ * function returns true, the wait and its world end. The Python module uses it to check for Ctrl-C. There is
+ * one function for the whole process; NULL removes it. */
 void ep_world_set_interrupt(bool (*wanted)(void));
 /* 0, or the reason for which the world has ended. */
 int ep_world_check(EpWorld *world);

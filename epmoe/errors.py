@@ -154,8 +154,8 @@ class PeerError(EpError):
 class EpClosed(EpError):
     """A world, heap or layer was used after its close, or in a forked child.
 
-    The rank that makes the call raises it.  An exchange that is interrupted, for example by Ctrl-C, ends the
-    world: then all ranks raise it.
+    The rank that makes the call raises it.  A wait that is interrupted, for example by Ctrl-C, ends the
+    world: then the other ranks raise it, and it names the rank.
 
     Examples:
         >>> import epmoe

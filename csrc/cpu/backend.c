@@ -12,12 +12,14 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "backend.h"
 #include "cpu/ops.h"
 #include "protocol/flags.h"
 #include "runtime/error.h"
+#include "runtime/interrupt.h"
 #include "runtime/memory_limit.h"
 
 #define MAX_WORKERS 64u
@@ -151,16 +153,29 @@ typedef struct {
 
 static void *work(void *arg) {
     const Work *w = (const Work *)arg;
+    ep_never_interrupt();
     w->part(w->params, w->worker, w->num_workers);
     return NULL;
+}
+
+/* Wait for a worker. If the calling thread is interrupted meanwhile, all workers leave their waits. */
+static void join(pthread_t thread, const EpComm *comm) {
+    struct timespec until;
+    do {
+        if (ep_interrupted()) ep_st_relaxed_sys_u64(&comm->host->abort, 1);
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += (long)EP_INTERRUPT_NS;
+        until.tv_sec += until.tv_nsec / 1000000000;
+        until.tv_nsec %= 1000000000;
+    } while (pthread_timedjoin_np(thread, NULL, &until) == ETIMEDOUT);
 }
 
 /* Run all workers of an operation. The calling thread is worker 0. If a thread cannot be created, the
  * calling thread runs that worker, too: first the first half of all its workers, then the second. This cannot
  * deadlock: a first half waits for nothing, or for peers only; a second half waits for first halves, also
  * for those of other workers of this rank. */
-static int run_halves(Part *part, const void *params, const void *const *halves, uint32_t num_halves,
-                      uint32_t num_workers) {
+static int run_halves(Part *part, const EpComm *comm, const void *params, const void *const *halves,
+                      uint32_t num_halves, uint32_t num_workers) {
     pthread_t threads[MAX_WORKERS];
     Work works[MAX_WORKERS];
     bool started[MAX_WORKERS] = {false};
@@ -172,12 +187,12 @@ static int run_halves(Part *part, const void *params, const void *const *halves,
         for (uint32_t i = 0; i < num_workers; i++)
             if (!started[i]) part(halves[half], i, num_workers);
     for (uint32_t i = 1; i < num_workers; i++)
-        if (started[i]) pthread_join(threads[i], NULL);
+        if (started[i]) join(threads[i], comm);
     return 0;
 }
 /* Run all workers of an operation whose workers wait only for peers, never for each other. */
-static int run(Part *part, const void *params, uint32_t num_workers) {
-    return run_halves(part, params, &params, 1, num_workers);
+static int run(Part *part, const EpComm *comm, const void *params, uint32_t num_workers) {
+    return run_halves(part, comm, params, &params, 1, num_workers);
 }
 
 static void dispatch_part(const void *p, uint32_t worker, uint32_t num_workers) {
@@ -244,13 +259,13 @@ static int plan(int device, const EpPlanParams *p, void *stream) {
 static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
     return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
-               ? run(dispatch_part, p, num_sm)
+               ? run(dispatch_part, &p->comm, p, num_sm)
                : refuse_plan(&p->comm, EP_OP_DISPATCH);
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
     return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
-               ? run(combine_part, p, num_sm)
+               ? run(combine_part, &p->comm, p, num_sm)
                : refuse_plan(&p->comm, EP_OP_COMBINE);
 }
 static int ll_dispatch(int device, const EpLlDispatchParams *p, uint32_t num_sm, void *stream) {
@@ -259,7 +274,7 @@ static int ll_dispatch(int device, const EpLlDispatchParams *p, uint32_t num_sm,
     const void *const halves[] = {&send, &receive};
     send.parts &= EP_LL_SEND;
     receive.parts &= EP_LL_RECEIVE;
-    return run_halves(ll_dispatch_part, p, halves, 2, num_sm);
+    return run_halves(ll_dispatch_part, &p->comm, p, halves, 2, num_sm);
 }
 static int ll_combine(int device, const EpLlCombineParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
@@ -267,7 +282,7 @@ static int ll_combine(int device, const EpLlCombineParams *p, uint32_t num_sm, v
     const void *const halves[] = {&send, &receive};
     send.parts &= EP_LL_SEND;
     receive.parts &= EP_LL_RECEIVE;
-    return run_halves(ll_combine_part, p, halves, 2, num_sm);
+    return run_halves(ll_combine_part, &p->comm, p, halves, 2, num_sm);
 }
 static int enter(int device, const EpComm *c, uint32_t op, void *stream) {
     (void)device, (void)stream;

@@ -18,6 +18,8 @@
 #include "kernels/launch.h"
 #include "protocol/flags.h"
 #include "runtime/error.h"
+#include "runtime/interrupt.h"
+#include "runtime/world.h"
 
 #define BLOCK_BYTES (2ull << 20) /* IPC requires allocations that share no page with others */
 /* After the world has ended, work on a stream has this much time to finish. */
@@ -169,6 +171,7 @@ static int wait_stream(cudaStream_t stream, EpWorld *world) {
         if (e != cudaErrorNotReady) return ep_cuda_error(e, "cudaStreamQuery");
         if (polls < 1000) continue;
         sched_yield();
+        if (ep_interrupted()) return ep_take_interrupt(), ep_world_interrupt(world);
         int code = polls % 128 ? 0 : ep_world_check(world);
         if (code && !until) until = ep_now_ns() + ENDED_NS;
         else if (code && ep_now_ns() > until) return code;

@@ -123,22 +123,22 @@ EP_FN void ep_fault(const EpComm *c, const EpFaultRecord *f) {
 /* True if another worker of this rank has recorded a fault, so that waiting is useless. */
 EP_FN bool ep_must_leave(const EpComm *c) { return ep_ld_relaxed_gpu_u64(&ep_local(c)->claim) != 0; }
 
-/* True if the world has ended, so that the worker must leave. On a GPU this reads host memory across PCIe,
- * and hundreds of warps wait. If all of them read it, they slow down the GEMM: GEMM + combine of dsv3 took
- * 3 % longer with a read per warp and millisecond (H100, 2026-11-25), and combine 3 times as long with one in
- * every poll. So in each tick of EP_CHECK_NS one worker reads it for all. The others see its claim. */
+/* True if the world has ended or the user interrupts, so that the worker must leave. On a GPU this reads host
+ * memory across PCIe, and hundreds of warps wait. If all of them read it, they slow down the GEMM: GEMM +
+ * combine of dsv3 took 3 % longer with a read per warp and millisecond (H100, 2026-11-25). So in each tick of
+ * EP_CHECK_NS one worker reads it for all. The others see its claim. */
 #define EP_CHECK_NS (1u << 20)
 EP_FN bool ep_world_ended(const EpComm *c, uint32_t tick) {
     EpLocal *l = ep_local(c);
-    if (ep_ld_relaxed_gpu_u64(&l->checked) == tick) return false;
+    if (ep_interrupted()) ep_st_relaxed_sys_u64(&c->host->abort, 1);
+    else if (ep_ld_relaxed_gpu_u64(&l->checked) == tick) return false;
     ep_st_relaxed_gpu_u64(&l->checked, tick); /* two workers may come at once: then both read */
     if (!ep_ld_relaxed_sys_u64(&c->host->abort)) return false;
     ep_st_relaxed_gpu_u64(&l->claim, 1); /* no fault record: the world knows the cause */
     return true;
 }
 
-/* A wait that has lasted longer than this writes its epoch to host->stuck at each check. The host then
- * asks the other ranks what they are doing; see watchdog.c. */
+/* A wait that lasts longer writes its epoch to host->stuck. The watchdog then asks the other ranks. */
 #define EP_STUCK_NS 1000000000u
 
 /* The state of one wait: when it began, when it last checked what may end it, and the number of polls.

@@ -8,6 +8,7 @@
  *                              too: what any lane did before is readable by all lanes after
  *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol; it uses no others
  *   ep_now_ns, ep_pause, ep_time_to_check, EP_MAX_COUNTED_GAP_NS   the clock and backoff of waits
+ *   ep_interrupted             on the CPU: whether the user has interrupted the wait (runtime/interrupt.h)
  *   EP_FAULT(name), ep_chaos(point)   seeded faults and random delays; outside of tests 0 and empty
  *   EP_STATIC_ASSERT           a condition that the compiler checks
  *
@@ -122,6 +123,7 @@ EP_FN uint64_t ep_now_ns(void) {
 EP_FN void ep_pause(uint32_t polls) {
     if (polls > 64) __nanosleep(40);
 }
+EP_FN bool ep_interrupted(void) { return false; }
 /* Whether a wait checks the clock and the abort word after this poll. Polls are fast here. */
 EP_FN bool ep_time_to_check(uint32_t polls) { return polls % 256 == 255; }
 #ifdef EP_CHAOS /* tests only: one call in eight sleeps up to 8 us; EP_CHAOS is the random seed */
@@ -141,6 +143,12 @@ EP_FN void ep_chaos(uint32_t) {}
 #include <sched.h>
 #include <stdbool.h>
 #include <time.h>
+
+#ifdef __cplusplus
+extern "C"
+#endif
+    bool
+    ep_interrupted(void);
 
 #define EP_FN static inline
 #define EP_PURE static inline

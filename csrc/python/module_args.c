@@ -24,7 +24,7 @@ PyObject *ep_raise(int code) {
     return NULL;
 }
 PyObject *ep_done(int code) {
-    if (code) return ep_raise(code);
+    if (code || PyErr_Occurred()) return ep_raise(code);
     Py_RETURN_NONE;
 }
 int ep_pending_code(void) {

@@ -128,7 +128,10 @@ static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObje
     PyErr_Fetch(&type, &value, &trace);
     void *stream = ep_current_stream(ep_layer_heap(l), any_tensor);
     WITHOUT_LOCK(ep_layer_refuse(l, buffer, op, code, stream));
-    PyErr_Restore(type, value, trace);
+    if (!PyErr_Occurred()) return PyErr_Restore(type, value, trace), NULL;
+    Py_XDECREF(type); /* a signal handler has raised during the wait: that exception goes first */
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
     return NULL;
 }
 

@@ -10,6 +10,7 @@
 #include "backend.h"
 #include "protocol/flags.h"
 #include "runtime/error.h"
+#include "runtime/interrupt.h"
 #include "runtime/world.h"
 
 int ep_comm_open(EpCommBuffer *b, const EpShape *shape) {
@@ -74,6 +75,9 @@ int ep_comm_check(EpCommBuffer *b, void *stream) {
     const EpBackend *backend = b->backend;
     EpHostWords *host = b->comm.host;
     if (ep_world_is_forked(world)) return ep_world_check(world);
+    if (ep_is_asking())
+        return ep_error(EP_EINVAL, "a signal handler called epmoe while an operation waits: let the handler "
+                                   "set a flag, or raise an exception");
     if (is_default_stream_of_threads(b, stream)) {
         ep_error(EP_EINVAL, "ranks that are threads share the default stream, so each would wait there for "
                             "the next: give each rank a "

@@ -1,6 +1,6 @@
 /* exchange.c - the exchange: each rank sends a few bytes to all others and waits for the bytes of all others.
  *
- * Exports: ep_world_exchange, _exchange_fd, _refuse, _agree and _set_interrupt.
+ * Exports: ep_world_exchange, _exchange_fd, _refuse and _agree.
  * A frame names the collective call that the exchange is part of. So ranks that are in different calls get
  * EP_EMISMATCH. A rank that failed before the exchange sends its error code instead of data.
  * Invariant: exchange number n of a rank meets exchange number n of every other rank, also if it fails. So
@@ -13,21 +13,15 @@
 #include <unistd.h>
 
 #include "runtime/error.h"
+#include "runtime/interrupt.h"
 #include "runtime/world_state.h"
-
-#define INTERRUPT_NS 100000000ull /* interval at which a wait asks whether the user has interrupted it */
-
-static bool (*_Atomic interrupt_wanted)(void);
-void ep_world_set_interrupt(bool (*wanted)(void)) { atomic_store(&interrupt_wanted, wanted); }
 
 /* True if the user has interrupted the program. The caller holds the lock. The function releases it during
  * the callback, to avoid a deadlock: the callback may need a lock (Python's, for example) that another thread
  * holds while it waits for this world's lock. */
 static bool is_interrupted(EpWorld *w) {
-    bool (*wanted)(void) = atomic_load(&interrupt_wanted);
-    if (!wanted) return false;
     pthread_mutex_unlock(&w->lock);
-    bool yes = wanted();
+    bool yes = ep_ask_interrupt();
     pthread_mutex_lock(&w->lock);
     return yes;
 }
@@ -42,11 +36,12 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
     while (!from->full) {
         char text[160];
         EP_TRY(ep_world_check_locked(w));
-        uint64_t now = ep_now_ns(), next = until_ns < now + INTERRUPT_NS ? until_ns : now + INTERRUPT_NS;
+        uint64_t now = ep_now_ns(),
+                 next = until_ns < now + EP_INTERRUPT_NS ? until_ns : now + EP_INTERRUPT_NS;
         struct timespec t = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
         bool is_timeout = pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT;
         now = ep_now_ns();
-        if (now > next + INTERRUPT_NS) {
+        if (now > next + EP_INTERRUPT_NS) {
             /* This thread woke up much too late: the process, perhaps the whole job, was suspended. That time
              * does not count toward the timeout. */
             *limit_ns += now - next;
@@ -58,7 +53,7 @@ static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns)
             /* The process may have been suspended just now, and the watchdog thread may not have read a frame
              * that has arrived. Give it one more interval. */
             is_late = true;
-            until_ns = ep_now_ns() + INTERRUPT_NS;
+            until_ns = ep_now_ns() + EP_INTERRUPT_NS;
         } else if (next == until_ns) {
             snprintf(text, sizeof text,
                      "rank %u timed out waiting for rank %u in exchange %llu. All ranks must make the same "

@@ -17,6 +17,7 @@
 
 #include "runtime/error.h"
 #include "runtime/fork.h"
+#include "runtime/interrupt.h"
 #include "runtime/thread.h"
 #include "runtime/world_state.h"
 
@@ -285,7 +286,16 @@ void ep_world_release(EpWorld *w) {
 uint64_t ep_world_begin_call(EpWorld *w, const EpCallRecord *record) {
     return ep_ring_begin(&w->ring, record);
 }
-void ep_world_end_call(EpWorld *w, uint64_t record, int code) { ep_ring_end(&w->ring, record, code); }
+void ep_world_end_call(EpWorld *w, uint64_t record, int code) {
+    ep_ring_end(&w->ring, record, code);
+    if (ep_take_interrupt()) ep_world_interrupt(w);
+}
+int ep_world_interrupt(EpWorld *w) {
+    char text[80];
+    snprintf(text, sizeof text, "rank %u was interrupted in an operation", w->rank);
+    ep_world_abort(w, EP_ECLOSED, w->rank, text);
+    return ep_world_check(w);
+}
 void ep_world_order_unknown(EpWorld *w) { ep_ring_order_unknown(&w->ring); }
 void ep_world_uncount_calls(EpWorld *w, uint64_t num) {
     ep_ring_order_unknown(&w->ring);

@@ -30,6 +30,9 @@ void ep_world_unwatch(EpWorld *world, const EpCommBuffer *buffer);
  * has already begun. */
 uint64_t ep_world_begin_call(EpWorld *world, const EpCallRecord *record);
 void ep_world_end_call(EpWorld *world, uint64_t record, int code);
+/* The user has interrupted this rank in an operation in which the others still are (interrupt.h). End the
+ * world. Returns the reason of its end. ep_world_end_call does it by itself. */
+int ep_world_interrupt(EpWorld *world);
 /* An operation has failed, and the num operations after it had no effect. Do not count them as steps. */
 void ep_world_uncount_calls(EpWorld *world, uint64_t num);
 /* From now on, this rank's steps may differ from those of the other ranks (ep_ring_order_unknown). */

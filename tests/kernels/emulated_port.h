@@ -192,6 +192,8 @@ EP_FN void ep_pause(uint32_t polls) {
 }
 EP_FN bool ep_time_to_check(uint32_t polls) { return polls % 64 == 63; }
 EP_FN void ep_chaos(uint32_t) {}
+/* The objects of the CPU backend call it, too. */
+extern "C" __attribute__((weak)) bool ep_interrupted(void) { return false; }
 
 /* ---- replacements for ptx.cuh and resident.cuh ---- */
 
