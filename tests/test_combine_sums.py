@@ -135,6 +135,24 @@ def test_combine_overflow_gives_infinity(ranks, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_combine_nan_of_any_payload_stays_nan(ranks, mode):
+    """Rounding adds to the bits of a number. From a NaN whose bits are all 1 it would make a zero."""
+    case = Case(hidden=64, mode=mode, weights=False)
+
+    def run(world, device):
+        layer = make_layer(world, device, case)
+        idx = indices_of(case, world.rank, world.size).to(device)
+        x = torch.ones(len(idx), case.hidden, dtype=case.dtype, device=device)
+        rows, _, layout = layer.dispatch(x, idx)
+        nans = torch.tensor([0x7fffffff, -1, 0x7f800001], dtype=torch.int32).view(torch.float32).to(device)
+        outs = [layer.combine(rows, layout, nan.expand(len(rows)).contiguous()) for nan in nans]
+        layer.finalize()
+        return [bool(out[(idx >= 0).any(1)].isnan().all()) for out in outs]
+
+    assert ranks(run) == [[True] * 3] * ranks.size()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_combine_nan_stays_with_its_token(ranks, mode):
     case = Case(num_local=2, topk=2, max_tokens=12, mode=mode)
 

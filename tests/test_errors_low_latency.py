@@ -27,6 +27,7 @@ CASES = {
     "hidden": (lambda a: {"x": a["x"][:, :64].contiguous()}, "ValueError", "128"),
     "strides": (lambda a: {"x": a["x"].repeat(1, 2)[:, ::2]}, "ValueError", "contiguous"),
     "dimensions": (lambda a: {"x": a["x"][None]}, "ValueError", "dimensions"),
+    "five dimensions": (lambda a: {"x": a["x"][None, None, None]}, "ValueError", "at most 4"),
     "no tensor": (lambda a: {"x": "x"}, "TypeError", "str"),
     "tokens": (lambda a: {"x": a["x"].new_zeros(10, 128)}, "ValueError", "max_tokens"),
     "topk": (lambda a: {"topk_idx": a["topk_idx"][:, :2].contiguous()}, "ValueError", "topk_idx"),

@@ -72,6 +72,8 @@ bool close_together(Rank *me);
 int alloc_heap(Rank *me, uint64_t num_bytes, uint64_t *off);
 /* Make the n-th next anonymous mapping of this thread fail. The count begins with 1. */
 void test_fail_mmap(uint32_t n);
+/* To this thread, sockets of this process belong to another user from now on. */
+void test_be_another_user(void);
 
 extern uint64_t test_seed;
 extern double long_timeout_s;  /* for worlds in which no wait is expected to time out */
@@ -239,6 +241,8 @@ bool test_wire_frames(void);
 bool test_fork_during_creation(void);
 bool test_record_of_stuck_file_system(void);
 bool test_wire_connections(void);
+bool test_wire_another_user(void);
+bool test_wire_descriptors(void);
 bool test_import_rejects_unsafe_memory(void);
 bool test_processes(void);
 bool test_killed_process(void);

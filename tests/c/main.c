@@ -65,6 +65,8 @@ static const struct {
     {"fork_during_creation", test_fork_during_creation, false},
     {"record_of_stuck_file_system", test_record_of_stuck_file_system, false},
     {"wire_connections", test_wire_connections, false},
+    {"wire_another_user", test_wire_another_user, false},
+    {"wire_descriptors", test_wire_descriptors, false},
     {"import_rejects_unsafe_memory", test_import_rejects_unsafe_memory, false},
     {"launch_again", test_launch_again, false},
     {"launch_errors_are_not_kept", test_launch_errors_are_not_kept, false},

@@ -186,6 +186,32 @@ bool test_wire_connections(void) {
     return true;
 }
 
+static void *connect_as_another_user(void *arg) {
+    ConnectCall *call = (ConnectCall *)arg;
+    test_be_another_user();
+    call->code = ep_wire_connect(&call->config, call->sockets,
+                                 ep_now_ns() + (uint64_t)(short_timeout_s * slowness() * 1e9));
+    return NULL;
+}
+
+/* Rank 0 closes a connection from a process of another user, although its hello is valid. */
+bool test_wire_another_user(void) {
+    ConnectCall host = {.config = {.rank = 0, .num_ranks = 2}};
+    EpWorldConfig one = {.rank = 1, .num_ranks = 2};
+    Rank *me = NULL;
+    pthread_t thread;
+    CHECK_CODE(me, 0, ep_world_listen(&host.config.listen_fd, host.config.names[0], host.config.nonce));
+    CHECK_CODE(me, 0, ep_world_listen(&one.listen_fd, host.config.names[1], one.nonce));
+    if (pthread_create(&thread, NULL, connect_as_another_user, &host)) abort();
+    int fd = connect_as(&host.config, 1, EP_FRAME_HELLO, true);
+    CHECK(me, fd >= 0 && is_closed_by_peer(fd, LONG_MS));
+    pthread_join(thread, NULL);
+    CHECK(me, host.code != 0 && host.sockets[1] == -1);
+    const int open_fds[] = {fd, one.listen_fd, host.config.listen_fd};
+    for (size_t i = 0; i < sizeof open_fds / sizeof *open_fds; i++) close(open_fds[i]);
+    return true;
+}
+
 /* ---- a hostile rank ---- */
 
 /* The test plays rank 1 of a world of two, and sends invalid frames. Rank 0 is a normal rank. */
@@ -296,6 +322,29 @@ bool test_wire_last_messages(void) {
         CHECK(&me, memchr(page, 0, sizeof page) && strstr(page, messages[i].page));
         ep_world_release(honest.world);
     }
+    return true;
+}
+
+/* A descriptor comes only with a frame of an exchange. Rank 0 closes one that comes with another frame. */
+bool test_wire_descriptors(void) {
+    static const uint32_t kinds[] = {EP_FRAME_RECORDS, EP_FRAME_STUCK, 99};
+    HonestRank honest;
+    Rank me = {.setup = NULL, .rank = 0};
+    unsigned char mine = 1, all[2];
+    int socket;
+    TRY(create_honest_rank(&honest, &socket));
+    const uint32_t before = num_open_fds();
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        EpFrame f = {.kind = kinds[i], .rank = 1, .num_bytes = sizeof(EpCallRecords)};
+        CHECK_CODE(&me, 0, ep_wire_send(socket, &f, STDERR_FILENO, 0));
+    }
+    /* The exchange does not want a descriptor either. After it, rank 0 has taken all frames before it. */
+    EpFrame last = {.kind = EP_FRAME_EXCHANGE, .seq = 1, .rank = 1, .num_bytes = 1};
+    CHECK_CODE(&me, 0, ep_wire_send(socket, &last, STDERR_FILENO, 0));
+    CHECK_CODE(&me, 0, ep_world_exchange(honest.world, &mine, 1, all));
+    CHECK(&me, num_open_fds() == before);
+    close(socket);
+    ep_world_release(honest.world);
     return true;
 }
 
