@@ -12,6 +12,8 @@ from .errors import EpError, EpMismatch, EpTimeout, PeerDied, PeerError
 DEFAULT_TIMEOUT_S = 300.0
 _ABI_BYTES = 4
 _ADDRESS_BYTES = _C.NAME_BYTES + _C.NONCE_BYTES + _ABI_BYTES
+# A longer gap between two looks at the clock means that the job was suspended: port.h, EP_MAX_COUNTED_GAP_NS.
+_MAX_COUNTED_GAP_S = 0.5
 # What gloo says, in small letters, when the process at the other end of a connection is gone.
 _SIGNS_OF_DEATH = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
 
@@ -97,9 +99,13 @@ def _start_gather(group, mine):
 
 
 def _await(work, group, timeout_s):
-    deadline = time.monotonic() + timeout_s
+    looked = time.monotonic()
+    deadline = looked + timeout_s
     while not work.is_completed():
-        if time.monotonic() > deadline:
+        gap = time.monotonic() - looked
+        looked += gap
+        deadline += max(0.0, gap - _MAX_COUNTED_GAP_S)
+        if looked > deadline:
             raise EpTimeout(f"rank {dist.get_rank(group)} timed out after {timeout_s:g} s: not every rank "
                             f"of the group has created the world. All ranks must make the first layer, heap "
                             f"or World.")

@@ -10,6 +10,7 @@ import socket
 import time
 import unittest.mock
 
+import pytest
 import torch.distributed as dist
 
 import epmoe
@@ -232,3 +233,63 @@ def test_world_creation_turns_errors_of_the_process_group_into_its_own(tmp_path)
     assert [cause for _, cause in got] == 3 * ["RuntimeError"]
     assert [o.kind for o, _ in got] == ["PeerDied", "EpError", "EpTimeout"]
     assert "no such algorithm" in got[1][0].text and "process group" in got[2][0].text
+
+
+def _fill_queue(name):
+    """Connect to a socket that accepts no connection yet, until its queue is full."""
+    keep = []
+    while True:
+        s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        keep.append(s)
+        try:
+            s.connect(b"\0" + name[1 : name[0]])
+        except BlockingIOError:
+            return keep
+
+
+def _suspended_in_its_creation(rank, world_size, where, folder, slow):
+    """Rank main: all ranks are suspended for longer than the limit while they create a world.
+
+    addresses: ranks 0 and 1 wait for the address of rank 2.
+    connection: ranks 1 and 2 connect to rank 0, which accepts no connection yet.
+    """
+    events, real, keep = Events(folder), _C.world_create, []
+
+    def create(me, size, timeout_s, fd, nonce, names):
+        if where == "connection" and me == 1:
+            keep.extend(_fill_queue(names[: _C.NAME_BYTES]))
+            events.set("waiting")
+        if where == "connection" and me == 0:
+            events.wait("continued")
+            time.sleep(0.3)
+        return real(me, size, timeout_s, fd, nonce, names)
+
+    with epmoe.World(timeout_s=WAIT_S) as world:
+        pids = [int.from_bytes(b, "little") for b in world.exchange(os.getpid().to_bytes(4, "little"))]
+    if rank == 1 and os.fork() == 0:  # a process that is no rank suspends all ranks
+        events.wait("waiting")
+        time.sleep(0.3)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(2.5 * slow)
+        for pid in pids[::-1]:
+            os.kill(pid, signal.SIGCONT)
+        events.set("continued")
+        os._exit(0)
+    if where == "addresses" and rank == 0:
+        events.set("waiting")
+    if where == "addresses" and rank == 2:
+        events.wait("continued")
+        time.sleep(0.3)
+    with unittest.mock.patch.object(_C, "world_create", create):
+        got = outcome(lambda: epmoe.World(timeout_s=2 * slow).close())
+    for s in keep:
+        s.close()
+    return got
+
+
+@pytest.mark.parametrize("where", ["addresses", "connection"])
+def test_world_creation_does_not_count_suspended_time(tmp_path, where):
+    slow = slowness()
+    results = process_ranks(_suspended_in_its_creation, 3, where, str(tmp_path), slow)
+    check_outcomes(results, "nothing", within_s=20 * slow)

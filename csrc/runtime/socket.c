@@ -29,6 +29,19 @@ static int milliseconds_left(uint64_t deadline_ns) {
     return (int)((deadline_ns - now) / 1000000u > 100u ? 100u : (deadline_ns - now) / 1000000u + 1u);
 }
 
+/* The limit of the meeting. A rank that waits looks at the clock at least every 100 ms (milliseconds_left,
+ * and SO_SNDTIMEO in connect_to). A longer gap means that the process, perhaps the whole job, was suspended.
+ * Of each gap at most EP_MAX_COUNTED_GAP_NS counts. */
+typedef struct {
+    uint64_t deadline_ns, looked_ns;
+} Limit;
+static bool is_over(Limit *limit) {
+    uint64_t now = ep_now_ns(), gap = now - limit->looked_ns;
+    if (gap > EP_MAX_COUNTED_GAP_NS) limit->deadline_ns += gap - EP_MAX_COUNTED_GAP_NS;
+    limit->looked_ns = now;
+    return now >= limit->deadline_ns;
+}
+
 /* A new socket, which forked children close. Returns its descriptor, or -1 and errno. */
 static int open_socket(int flags) {
     ep_fork_lock();
@@ -183,7 +196,7 @@ static int unreachable(uint32_t r, int e) {
                     r);
 }
 
-static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_t deadline_ns) {
+static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, Limit *limit) {
     struct sockaddr_un address;
     socklen_t length;
     int fd;
@@ -193,7 +206,7 @@ static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_
     setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &(struct timeval){.tv_usec = 100000}, sizeof(struct timeval));
     while (connect(fd, (struct sockaddr *)&address, length)) {
         int e = errno;
-        if ((e == EINTR || e == EAGAIN) && ep_now_ns() < deadline_ns) continue;
+        if ((e == EINTR || e == EAGAIN) && !is_over(limit)) continue;
         ep_fork_close(fd);
         return unreachable(r, e);
     }
@@ -203,7 +216,7 @@ static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, uint64_
     }
     EpFrame hello = {.kind = EP_FRAME_HELLO, .rank = config->rank, .num_bytes = EP_NONCE_BYTES};
     memcpy(hello.bytes, config->nonce, EP_NONCE_BYTES);
-    int code = ep_wire_send(fd, &hello, -1, deadline_ns);
+    int code = ep_wire_send(fd, &hello, -1, limit->deadline_ns);
     if (code) ep_fork_close(fd);
     else *out = fd;
     return code;
@@ -300,28 +313,26 @@ static int probe(const EpWorldConfig *config, uint32_t r) {
 
 int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint64_t deadline_ns) {
     uint32_t num_absent = config->num_ranks - 1 - config->rank;
-    uint64_t probe_at = ep_now_ns() + PROBE_NS, last_ns = ep_now_ns();
+    uint64_t probe_at = ep_now_ns() + PROBE_NS;
+    Limit limit = {deadline_ns, ep_now_ns()};
     Pending pending = {{0}, 0};
     int code = 0;
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) sockets[r] = -1;
     for (uint32_t r = 0; r < config->rank; r++)
-        EP_TRY_GOTO(code, connect_to(config, r, &sockets[r], deadline_ns), fail);
+        EP_TRY_GOTO(code, connect_to(config, r, &sockets[r], &limit), fail);
     while (num_absent) {
-        uint64_t now = ep_now_ns();
-        /* A longer gap means that this process was suspended. Suspended time does not count. */
-        if (now - last_ns > EP_MAX_COUNTED_GAP_NS) deadline_ns += now - last_ns - EP_MAX_COUNTED_GAP_NS;
-        last_ns = now;
-        if (now >= deadline_ns) {
+        if (is_over(&limit)) {
             code = ep_error(EP_ETIMEOUT,
                             "rank %u did not connect while a world of %u ranks was made: all ranks of the "
                             "group must create it",
                             first_absent(config, sockets), config->num_ranks);
             goto fail;
         }
+        const uint64_t now = limit.looked_ns;
         const uint32_t absent = first_absent(config, sockets);
         code = now < probe_at ? 0 : probe(config, absent);
         if (now >= probe_at) probe_at = now + PROBE_NS;
-        const uint64_t wait_until = code ? 0 : deadline_ns < probe_at ? deadline_ns : probe_at;
+        const uint64_t wait_until = code ? 0 : limit.deadline_ns < probe_at ? limit.deadline_ns : probe_at;
         num_absent -= accept_ranks(config, &pending, sockets, wait_until);
         /* If the absent rank has connected now, the probe failed because that rank had already connected to
          * all others and closed its listening socket. That is no error. */
