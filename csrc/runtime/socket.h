@@ -1,5 +1,5 @@
 /* socket.h - sockets between the ranks of a world. They carry frames of one fixed size, each with at most one
- * file descriptor. Exports: send, receive and wait for a frame; connect to all peers.
+ * file descriptor. Exports: send and receive a frame (socket.c); connect to all peers (meeting.c).
  * No function here blocks without a deadline. */
 #ifndef EP_WIRE_H
 #define EP_WIRE_H
@@ -31,8 +31,9 @@ int ep_wire_send(int socket, const EpFrame *frame, int fd, uint64_t deadline_ns)
 /* Receive a frame without waiting. 1: a frame was received; *fd is its descriptor, or -1. 0: there is none.
  * EP_EPEERDIED: the peer's end is closed. EP_ECORRUPT: the message is not a valid frame of this version. */
 int ep_wire_receive(int socket, EpFrame *frame, int *fd);
-/* Wait for one frame until the deadline. 0, or the errors of ep_wire_receive, or EP_ETIMEOUT. */
-int ep_wire_await(int socket, EpFrame *frame, int *fd, uint64_t deadline_ns);
+/* The time until the deadline for poll(): 0 if it has passed, otherwise 1 to 100 ms. The limit of 100 ms
+ * makes every wait check its deadline again, also if the process was suspended. */
+int ep_wire_ms_left(uint64_t deadline_ns);
 /* Connect this rank to all others. sockets[r] is the socket to rank r; -1 at this rank's own index. After an
  * error all entries are -1. Forked children close these sockets; close them with ep_fork_close. */
 int ep_wire_connect(const EpWorldConfig *config, int sockets[EP_MAX_RANKS], uint64_t deadline_ns);
