@@ -127,7 +127,10 @@ class HeapAccess(Shared):
             raise ValueError("peer_view needs a contiguous tensor: take a contiguous view of the allocation")
         if tensor.numel() == 0:  # it has no place in the heap, as in malloc_symmetric
             return torch.empty_like(tensor)
-        return self._view(self.offset(tensor), peer, tuple(tensor.shape), tensor.dtype)
+        off = self.offset(tensor)
+        if peer == self.world.rank:  # with the version counter of the tensor, so that autograd sees writes
+            return tensor.detach()
+        return self._view(off, peer, tuple(tensor.shape), tensor.dtype)
 
     def put(self, dst, src, peer):
         """Copy a tensor to a peer, in stream order.  Not collective.

@@ -36,7 +36,8 @@ def heap_writes(world, device):
     other, leaf = torch.zeros(2, 3, device=device), torch.zeros(2, 3, device=device, requires_grad=True)
     peer = (world.rank + 1) % world.size
     got = [stale_after(lambda: heap.get(other, mine, peer), other.view(6)),
-           stale_after(lambda: heap.put(mine, other, world.rank), mine)]
+           stale_after(lambda: heap.put(mine, other, world.rank), mine),
+           stale_after(lambda: heap.peer_view(mine, world.rank).zero_(), mine)]
     heap.barrier()
     before = words._version
     heap.signal(words, 0, 1, world.rank)
