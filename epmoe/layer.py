@@ -43,7 +43,7 @@ class EPAll2AllLayer(LayerParts):
         dtype: Of the tokens and rows: float32, float16 or bfloat16.
         weight_dtype: Of the weights that dispatch returns.  Weights travel and are applied as float32.
         num_sm: CUDA: thread blocks that move tokens, by default 64, or 96 where a row has less than 4096
-            bytes.  CPU: worker threads, by default 1.  1 to 1024; may differ between ranks.
+            bytes.  CPU: worker threads (at most 64 run), by default 1.  1 to 1024; may differ between ranks.
         enable_local_combine: Sum at the expert's rank first, so that one row for each (token, rank) crosses
             the link.  The partial sums are rounded to dtype; combine has the formula.
         combine_mode: "scatter": the expert's rank pushes one row per choice.  "gather": the token's rank
@@ -58,8 +58,8 @@ class EPAll2AllLayer(LayerParts):
             more rows for an expert raises EpOverflow.
         host_counts: Read the rows of each expert together with M: layout.tokens_per_expert_list then waits
             for nothing.  Not with a capacity.  May differ between ranks.
-        num_buffers: Communication buffers, 1 to 16.  On the CPU, calls on different buffers may come from
-            several threads at once.
+        num_buffers: Communication buffers, 1 to 16; a world has at most 256.  On the CPU, calls on different
+            buffers may come from several threads at once.
         reserve_sms: CUDA: SMs that no operation of this layer takes; may differ between ranks.  They are room
             for kernels on other streams that also wait for other ranks, such as NCCL's.  Without room for
             both, a different one may run first on each rank, and all wait: a deadlock.

@@ -20,10 +20,11 @@ void ep_world_set_interrupt(bool (*wanted)(void)) { atomic_store(&question, want
 
 bool ep_ask_interrupt(void) {
     bool (*ask)(void) = atomic_load(&question);
-    if (!ask || me.is_asking) return false;
+    if (!ask) return false;
+    const bool was_asking = me.is_asking; /* by an exchange that a signal handler makes */
     me.is_asking = true;
     const bool yes = ask();
-    me.is_asking = false;
+    me.is_asking = was_asking;
     return yes;
 }
 

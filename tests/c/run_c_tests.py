@@ -43,7 +43,7 @@ TESTS = ("main harness cases steps test_alone test_counters test_device test_for
          "test_sharing test_steps test_tables test_wire").split()
 # The functions of the system that a source calls from the tests instead. Those of harness.c fail at times;
 # open, of test_record.c, can block, as it does on a file system that is stuck.
-REPLACED = {"cpu/backend.c": ("pthread_create", "mmap", "posix_fallocate"), "runtime/socket.c": ("geteuid",),
+REPLACED = {"cpu/backend.c": ("pthread_create", "mmap", "posix_fallocate"), "runtime/meeting.c": ("geteuid",),
             "runtime/record_file.c": ("open",)}
 # The folder whose sources include the protocol. Only these are compiled with a seeded fault.
 FAULTY = "cpu"
