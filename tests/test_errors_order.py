@@ -244,3 +244,25 @@ def test_errors_none_if_a_gpu_is_late(ranks):
     results = ranks(run, world_size=2, at_least=2)
     check_outcomes([got for got, _ in results], "nothing", within_s=10)
     check_case([result for _, result in results], CASE)
+
+
+@pytest.mark.cpu_only
+def test_order_between_worlds_is_told_by_the_timeout():
+    """A world knows nothing of another: calls of two worlds in opposite order wait to the limit."""
+    worlds = [epmoe.thread_worlds(2, timeout_s=WAIT_S) for _ in range(2)]
+
+    def main(rank, seen):
+        heaps = [epmoe.SymmetricHeap(of_ranks[rank], 1 << 16, "cpu") for of_ranks in worlds]
+        heaps[rank].world.set_timeout(0.3)
+        seen[rank] = outcome(heaps[rank].barrier)
+
+    seen = [None, None]
+    threads = [threading.Thread(target=main, args=(rank, seen)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    check_outcomes(seen, "EpTimeout", "timed out waiting for rank", within_s=WAIT_S)
+    for rank in range(2):
+        page = worlds[rank][rank].flight_record()
+        assert page.startswith(f"culprit: rank {1 - rank} did not reach operation 2"), page
