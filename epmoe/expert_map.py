@@ -175,6 +175,33 @@ class ExpertMap:
         token = torch.arange(rank, rank + topk_idx.shape[0], device=topk_idx.device)[:, None]
         return self._replicas[row, token % self._counts[row]]
 
+    def logical_counts(self, counts):
+        """Return the counts of logical experts: of each, the sum over its replicas.  The host reads nothing.
+
+        Args:
+            counts: [.., P] of an integer dtype, on the device of the map, for example EPLayout.counts, which
+                has the choices of all ranks.
+
+        Returns:
+            [.., E] of the same dtype.
+
+        Raises:
+            ValueError: For a wrong shape or device.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> m = epmoe.ExpertMap(torch.tensor([0, 1, 2, 0]))
+            >>> m.logical_counts(torch.tensor([5, 1, 2, 4])).tolist()
+            [9, 1, 2]
+        """
+        held = self.physical_to_logical_map
+        if counts.dim() == 0 or counts.shape[-1] != self.num_physical or counts.device != held.device:
+            raise ValueError(f"counts: wanted shape [.., {self.num_physical}] on {held.device}, got "
+                             f"{list(counts.shape)} on {counts.device}")
+        totals = counts.new_zeros(*counts.shape[:-1], self.num_experts)
+        return totals.index_add_(-1, held.clamp_min(0), counts * (held >= 0))
+
     def _copy_(self, other):
         """Take over a map of the same sizes, in place: captured CUDA graphs see it."""
         for name, t in vars(self).items():

@@ -51,6 +51,15 @@ def test_expert_map_spreads_the_tokens_over_the_replicas(dtype, rank):
         assert m.physical(idx[:0], rank).shape == (0, n)
 
 
+def test_expert_map_logical_counts():
+    for m in maps_of(2).values():
+        counts = torch.randint(0, 99, (3, m.num_physical), generator=generator(1), dtype=torch.int32)
+        holds = [m.physical_to_logical_map == e for e in range(m.num_experts)]
+        want = [[int(row[held].sum()) for held in holds] for row in counts]
+        assert m.logical_counts(counts).tolist() == want and m.logical_counts(counts).dtype == torch.int32
+        assert m.logical_counts(counts[0]).tolist() == want[0]
+
+
 def test_expert_map_compiles():
     m = maps_of(2)["balanced"]
     compiled = torch.compile(m.physical, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -75,6 +84,7 @@ def test_expert_map_compiles():
     (lambda: epmoe.balance_experts([1, 1], 2, 3), ValueError, "num_physical 3"),
     (lambda: epmoe.ExpertMap.home(2, 1).physical(torch.ones(2, 2)), TypeError, "int32 or int64"),
     (lambda: epmoe.ExpertMap.home(2, 1).physical(torch.tensor([1])), ValueError, r"shape \[T, K\]"),
+    (lambda: epmoe.ExpertMap.home(2, 1).logical_counts(torch.ones(3)), ValueError, r"wanted shape \[.., 2\]"),
     (lambda: epmoe.ExpertMap.home(2, 1).to("meta").physical(torch.tensor([[1]])), ValueError, "'cpu'"),
 ])
 def test_expert_map_mistakes(wrong, kind, text):
