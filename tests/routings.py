@@ -45,10 +45,16 @@ class Batch:
     num_sm: int
     num_buffers: int
     num_routings: int
+    expert_alignment: int = 1
 
     @property
     def num_experts(self):
         return self.num_local * self.num_ranks
+
+    @property
+    def most_rows(self):
+        """The most rows that a rank can receive, with padding rows."""
+        return self.num_ranks * self.max_tokens * self.topk + self.num_local * (self.expert_alignment - 1)
 
 
 def make_batch(seed, number, num_ranks=None):
@@ -66,7 +72,8 @@ def make_batch(seed, number, num_ranks=None):
         tokens, hidden = pick.randint(65, 300), unit * pick.randint(1, 9)
     b = Batch(w, min(local, 512 // w), topk, hidden, tokens, dtype, pick.choice(MODES),
               pick.choice((torch.int32, torch.int64)), pick.random() < 0.6, pick.random() < 0.3,
-              pick.choice((1,) * 8 + (2, 3)), pick.choice((1, 1, 2)), 4 if large else ROUTINGS)
+              pick.choice((1,) * 8 + (2, 3)), pick.choice((1, 1, 2)), 4 if large else ROUTINGS,
+              pick.choice((1, 1, 1, 1, 2, 3, 8, 16)))
     return b, np.random.default_rng([abs(int(seed)), number])
 
 
@@ -137,7 +144,7 @@ class Work:
         # routing had at the same position, and stale data is noticed.
         self.x = g.integers(info.min, info.max, (b.num_ranks, most, b.hidden), bits, endpoint=True)
         self.weight = g.integers(-(2**31), 2**31 - 1, (b.num_ranks, most, b.topk), np.int32, endpoint=True)
-        rows = b.num_ranks * b.max_tokens * b.topk
+        rows = b.most_rows
         numbers = g.standard_normal((b.num_ranks, rows + b.num_routings, b.hidden), np.float32)
         numbers *= np.exp2(g.integers(-5, 6, (*numbers.shape[:2], 1))).astype(np.float32)
         self.y = from_float32(numbers, b.dtype)
@@ -154,12 +161,12 @@ def run_rank(world, device, work):
     """Run all routings of a batch on one rank. Returns the results of each, as numpy arrays."""
     b, rank = work.batch, world.rank
     dtype, bits, _ = DTYPES[b.dtype]
-    rows_at_most = b.num_ranks * b.max_tokens * b.topk
     layer = epmoe.EPAll2AllLayer(world, b.max_tokens, b.hidden, b.topk, num_tot_experts=b.num_experts,
                                  dtype=dtype, num_sm=b.num_sm, device=device,
                                  combine_mode="gather" if b.mode == "gather" else "scatter",
                                  enable_local_combine=b.mode == "local",
-                                 capacity=rows_at_most if b.capacity else None, num_buffers=b.num_buffers)
+                                 capacity=b.most_rows if b.capacity else None, num_buffers=b.num_buffers,
+                                 expert_alignment=b.expert_alignment)
     if world.group is None:  # threads access each other's memory by address: the layer must live as long
         world.__dict__.setdefault("_kept", []).append(layer)
 
@@ -218,14 +225,19 @@ class Wanted:
         e, source = flat[at], np.repeat(np.arange(w), tokens)[at // k] if len(at) else at
         self.counts = np.bincount(source * e_all + e, minlength=w * e_all).reshape(w, e_all)
         of_expert = self.counts.sum(0).reshape(w, local)
-        self.expert_row = np.concatenate([np.zeros((w, 1), int), of_expert.cumsum(1)], 1)
+        padded = -(-of_expert // b.expert_alignment) * b.expert_alignment
+        self.expert_row = np.concatenate([np.zeros((w, 1), int), padded.cumsum(1)], 1)
         self.num_rows = self.expert_row[:, -1]
         self.row_base = np.concatenate([[0], self.num_rows.cumsum()])
         order = np.argsort(e, kind="stable")
-        self.row_choice = at[order]  # the choice from which each row comes, for the rows of all ranks
         rank = e[order] // local
+        lower = of_expert.cumsum() - of_expert.ravel()  # the choices of lower experts
+        row = self.expert_row[rank, e[order] % local] + np.arange(len(at)) - lower[e[order]]
+        # The choice from which each row comes, for the rows of all ranks; -1 for a padding row.
+        self.row_choice = np.full(self.row_base[-1], -1)
+        self.row_choice[self.row_base[rank] + row] = at[order]
         self.choice_row = np.full(n * k, -1)  # the row of each choice at its rank
-        self.choice_row[self.row_choice] = np.arange(len(at)) - self.row_base[rank]
+        self.choice_row[at[order]] = row
         self.choice_rank = np.where((flat >= 0) & (flat < e_all), flat // local, -1)
         mine = np.argsort(source * e_all + e, kind="stable")  # by source, expert, token, choice
         kept_before = np.concatenate([[0], np.bincount(source, minlength=w).cumsum()])
@@ -299,7 +311,7 @@ def check_routing(work, routing, got):
         assert plan["num_tiles"] == len(expert), f"rank {r}: {plan['num_tiles']} tiles, wanted {len(expert)}"
         same(plan["tile_expert"][: len(expert)], expert, f"rank {r}: experts of tiles")
         same(plan["tile_row"][: len(expert)], first, f"rank {r}: rows of tiles")
-        assert len(rows) == (w * b.max_tokens * k if b.capacity else m), f"rank {r}: {len(rows)} rows"
+        assert len(rows) == (b.most_rows if b.capacity else m), f"rank {r}: {len(rows)} rows"
         if b.capacity:
             are_zero = not rows[m:].any() and (weight is None or not weight[m:].any())
             assert are_zero, f"rank {r}: rows or weights after row M are not zero"
@@ -309,9 +321,13 @@ def check_routing(work, routing, got):
     same(np.concatenate([plan["token_sort_indices"] for _, _, plan, _ in got]), want.sort, "sorted choices")
     same(np.concatenate([plan["token_slots"] for _, _, plan, _ in got]), want.slot, "slots")
     x = np.concatenate([work.x_of(routing, r) for r in range(w)])
-    same(np.concatenate([g[0][:m] for g, m in zip(got, want.num_rows)]), x[want.row_choice // k], "rows")
+    is_padding = want.row_choice < 0
+    wanted = x[want.row_choice // k]
+    wanted[is_padding] = 0
+    same(np.concatenate([g[0][:m] for g, m in zip(got, want.num_rows)]), wanted, "rows")
     if b.weights:
         weight = np.concatenate([work.weight_of(routing, r) for r in range(w)]).reshape(-1)
-        same(np.concatenate([g[1][:m] for g, m in zip(got, want.num_rows)]), weight[want.row_choice],
-             "row weights")
+        wanted = weight[want.row_choice]
+        wanted[is_padding] = 0
+        same(np.concatenate([g[1][:m] for g, m in zip(got, want.num_rows)]), wanted, "row weights")
     same(np.concatenate([g[3] for g in got]), want.sums(b, work, routing), "sums")
