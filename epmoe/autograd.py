@@ -1,6 +1,7 @@
 """What epmoe owes torch's autograd, which sees neither what C writes nor tangents that C does not carry."""
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version as mark_written
 
@@ -33,7 +34,7 @@ def check_mode(*tensors):
         if is_dual:
             _check_untraced(tensors)
         return
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None:
         raise NotImplementedError("epmoe does not support torch.func's transforms: use torch.autograd")
     if is_dual:
         _check_tangents(tensors)

@@ -148,7 +148,7 @@ class LowLatencyParts(LayerParts):
                 self._check_result(out, fp8, layout)
                 mark_written(out[3]._written)
             handle = out[3]
-            handle.num_tokens = x.size(0) if isinstance(x, Tensor) and x.dim() else 0
+            handle.num_tokens = x.shape[0] if isinstance(x, Tensor) and x.dim() else 0
             handle.buffer = buffer
             topk_weights = cast(topk_weights, torch.float32)
         except Exception as error:
@@ -222,9 +222,9 @@ class LowLatencyParts(LayerParts):
             self._check_handle(handle)
             if out is None:
                 out = self._numbers.new_empty((handle.num_tokens, self.hidden))
-            elif out.size(0) != handle.num_tokens:
+            elif out.shape[0] != handle.num_tokens:
                 raise ValueError(f"out: wanted {handle.num_tokens} rows, the tokens of the dispatch, got "
-                                 f"{out.size(0)}")
+                                 f"{out.shape[0]}")
             else:
                 mark_written(out)
         except Exception as error:

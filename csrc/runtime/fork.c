@@ -11,12 +11,16 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 /* All guarded descriptors, in no order. The lock guards the three fields. */
 static int *guarded;
 static uint32_t num_guarded, num_allocated;
+/* Written only by the handler in a child, which has one thread then. */
+static uint32_t num_forks;
 
 void ep_fork_lock(void) { pthread_mutex_lock(&lock); }
 void ep_fork_unlock(void) { pthread_mutex_unlock(&lock); }
+uint32_t ep_fork_count(void) { return num_forks; }
 
 /* The child has one thread, and the thread that forked held the lock. So the array is complete. */
 static void close_in_child(void) {
+    num_forks++;
     while (num_guarded) close(guarded[--num_guarded]);
     ep_fork_unlock();
 }

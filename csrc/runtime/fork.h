@@ -5,7 +5,7 @@
  * being connected, one that has been accepted but not yet identified, and one to a peer. A child closes all
  * guarded descriptors before fork() returns in it.
  *
- * Exports: ep_fork_lock, _unlock, _guard and _close.
+ * Exports: ep_fork_lock, _unlock, _count, _guard and _close.
  * Invariants:
  *   (1) A descriptor is guarded from its creation to its close, without a gap. To achieve this, the thread
  *       creates and guards it while it holds the fork lock, and ep_fork_close forgets and closes it while it
@@ -15,9 +15,13 @@
  *       makes no call that blocks. So fork() waits for it only briefly, and no deadlock is possible. */
 #ifndef EP_FORK_H
 #define EP_FORK_H
+#include <stdint.h>
 
 void ep_fork_lock(void);
 void ep_fork_unlock(void);
+/* How many forks lie between the process that loaded the library and this one. What was made at another count
+ * belongs to a parent process. Unlike getpid(), this makes no system call. */
+uint32_t ep_fork_count(void);
 /* Guard a descriptor that was just created. The caller holds the lock. fd < 0: nothing happens. Returns fd,
  * or -1 and errno if there is no memory; then fd has been closed. */
 int ep_fork_guard(int fd);

@@ -80,6 +80,7 @@ static int make_world(uint32_t rank, uint32_t num_ranks, double timeout_s, EpWor
     w->rank = rank;
     w->num_ranks = num_ranks;
     w->pid = getpid();
+    w->num_forks = ep_fork_count();
     w->wake_fd = -1;
     w->record.rank = rank;
     w->record.num_ranks = num_ranks;

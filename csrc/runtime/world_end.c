@@ -13,6 +13,7 @@
 
 #include "protocol/flags.h"
 #include "runtime/error.h"
+#include "runtime/fork.h"
 #include "runtime/world_state.h"
 
 /* How long a rank waits for its peers' call records after the end of the world. */
@@ -56,7 +57,7 @@ void ep_world_abort(EpWorld *w, int code, uint32_t rank, const char *text) {
     ep_world_abort_wait(w, code, rank, EP_WORD_NONE, text);
 }
 
-bool ep_world_is_forked(const EpWorld *w) { return w->pid != getpid(); }
+bool ep_world_is_forked(const EpWorld *w) { return w->num_forks != ep_fork_count(); }
 
 int ep_world_check_locked(EpWorld *w) {
     if (w->end_code) return ep_error(w->end_code, "%s", w->end_text);

@@ -35,6 +35,7 @@ typedef struct EpAction {
 struct EpWorld {
     uint32_t rank, num_ranks;
     pid_t pid;
+    uint32_t num_forks; /* ep_fork_count() of the process that made the world */
     bool is_threads;
     char *record_folder; /* folder for the flight record, or NULL (EPMOE_FLIGHT_RECORD) */
     _Atomic uint64_t timeout_ns;
