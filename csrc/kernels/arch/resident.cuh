@@ -1,6 +1,7 @@
 /* resident.cuh - launch a kernel whose CTAs all run at once, and its dynamic shared memory.
  *
- * Exports ep_dynamic_smem, ep_allow_smem, ep_resident_blocks and ep_launch_resident.
+ * Exports ep_dynamic_smem, ep_allow_smem, ep_resident_blocks, ep_launch_resident, and for short kernels
+ * ep_launch_resident_early with ep_await_previous_kernel.
  * Invariant: the launch is cooperative, so either all CTAs are resident or the launch fails. */
 #ifndef EP_RESIDENT_CUH
 #define EP_RESIDENT_CUH
@@ -36,20 +37,43 @@ static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t reserve_sms, uin
  * other. If one CTA could not start, the others would wait for it without end: a deadlock. */
 template <typename P>
 static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps,
-                                      size_t smem_bytes, void *stream, const P &p) {
+                                      size_t smem_bytes, void *stream, const P &p, bool is_early = false) {
     const cudaError_t e = ep_resident_blocks(num_blocks, p.comm.reserve_sms, &num_blocks);
     if (e != cudaSuccess) return e;
     cudaLaunchConfig_t config = {};
-    cudaLaunchAttribute cooperative;
-    cooperative.id = cudaLaunchAttributeCooperative;
-    cooperative.val.cooperative = 1;
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeCooperative;
+    attributes[0].val.cooperative = 1;
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     config.gridDim = dim3(num_blocks);
     config.blockDim = dim3(32 * num_warps);
     config.dynamicSmemBytes = smem_bytes;
     config.stream = (cudaStream_t)stream;
-    config.attrs = &cooperative;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = is_early ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+/* The same for a kernel that begins with ep_await_previous_kernel. Its launch overlaps the end of the kernel
+ * before it in the stream (programmatic dependent launch): its CTAs start when all CTAs of that kernel have
+ * exited, but before the memory of that kernel is flushed. That saves 0.3 us of a launch in a graph (E-077).
+ * No CTA waits on an SM that the kernel before still needs, so this adds no deadlock. */
+template <typename P>
+static cudaError_t ep_launch_resident_early(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps,
+                                            size_t smem_bytes, void *stream, const P &p) {
+    EpCapabilities c;
+    const cudaError_t e = (cudaError_t)ep_capabilities(&c);
+    return e == cudaSuccess
+               ? ep_launch_resident(kernel, num_blocks, num_warps, smem_bytes, stream, p, c.has_hopper)
+               : e;
+}
+/* Wait until all earlier kernels of the stream are complete and what they wrote is readable. Before it, a
+ * kernel may use only its parameters. All threads call it. */
+static __device__ __forceinline__ void ep_await_previous_kernel(void) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 #endif /* EP_RESIDENT_CUH */

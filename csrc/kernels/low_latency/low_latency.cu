@@ -98,6 +98,7 @@ template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 
     __shared__ EpLlHead heads[EP_MAX_RANKS];
     const EpComm *c = &p.comm;
     const Routes m(ep_dynamic_smem(), c->shape);
+    ep_await_previous_kernel();
     const uint64_t epoch = ep_begin(c);
     Early early = {};
     if (p.parts & EP_LL_RECEIVE) early = read_early(p);
@@ -121,6 +122,7 @@ template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     ll_combine_kernel(const __grid_constant__ EpLlCombineParams p) {
     __shared__ EpLlHead heads[EP_MAX_RANKS];
     const EpComm *c = &p.comm;
+    ep_await_previous_kernel();
     const uint64_t epoch = ep_begin(c);
     const EpLlHead mine = ep_ll_combine_head(&p);
     if (epoch && p.parts & EP_LL_SEND) {
@@ -160,12 +162,12 @@ static CombineKernel *combine_kernel_of(uint32_t dtype) {
 }
 
 extern "C" int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_sm, void *stream) {
-    return (int)ep_launch_resident(dispatch_kernel_of(p), num_ctas(p->comm, p->num_tokens, num_sm), EP_WARPS,
-                                   ep_ll_smem_bytes(&p->comm.shape), stream, *p);
+    return (int)ep_launch_resident_early(dispatch_kernel_of(p), num_ctas(p->comm, p->num_tokens, num_sm),
+                                         EP_WARPS, ep_ll_smem_bytes(&p->comm.shape), stream, *p);
 }
 extern "C" int ep_launch_ll_combine(const EpLlCombineParams *p, uint32_t num_sm, void *stream) {
-    return (int)ep_launch_resident(combine_kernel_of(p->comm.shape.dtype),
-                                   num_ctas(p->comm, p->num_tokens, num_sm), EP_WARPS, 0, stream, *p);
+    return (int)ep_launch_resident_early(combine_kernel_of(p->comm.shape.dtype),
+                                         num_ctas(p->comm, p->num_tokens, num_sm), EP_WARPS, 0, stream, *p);
 }
 extern "C" int ep_preload_low_latency(void) {
     EpCapabilities c;
