@@ -41,6 +41,10 @@ class LowLatencyHandle:
         self._written = outputs[:4] if outputs[2] is not None else (outputs[0], outputs[1], outputs[3])
         self.layout = key[1]
 
+    def _drop_rows(self):
+        """Keep only what combine reads, so that the owner of the rows can free them.  Not for out= again."""
+        self._outputs, self._written = self._outputs[:1], ()
+
     @property
     def expert_offsets(self):
         """[L + 1] int32 on the device: the first row of each local expert, for epmoe.grouped_gemm.

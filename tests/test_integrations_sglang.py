@@ -149,7 +149,7 @@ def run_case(dispatcher, case, first, size, rank):
     results = experts(sent, E // size * (rank - first), dtype)
     memory = StorageWeakRef(sent.hidden_states.untyped_storage())
     sent.hidden_states.set_(sent.hidden_states.new_empty(0))  # SGLang's dispose_tensor
-    assert memory.expired()
+    assert memory.expired(), case
     if is_split:
         dispatcher.combine_a(combine_input=results)
         y = dispatcher.combine_b()

@@ -144,7 +144,7 @@ class LowLatency(Transport):
 
         def receive():
             rows, scales, counts, handle = sent.recv() if is_split else sent
-            handle._outputs = handle._outputs[:1]  # not the rows: SGLang frees them after the first GEMM
+            handle._drop_rows()  # SGLang frees them after the first GEMM
             self.handle = layer, handle, topk.topk_weights
             get_global_expert_distribution_recorder().on_deepep_dispatch_low_latency(counts)
             num_choices = topk.topk_ids.numel() * self.world.size  # as SGLang estimates it
