@@ -51,7 +51,7 @@ def _forget_ended_worlds():
             del _layers[kind]
 
 
-def make_layer(group, max_tokens, hidden, topk, num_experts, dtype, device):
+def make_layer(group, max_tokens, hidden, topk, num_experts, dtype, device, **options):
     """Return a layer for at least max_tokens: one of its kind that exists, or a new one.  Collective.
 
     Modules of one kind share their layers.  Sums are made at the expert's rank first, so that one row for
@@ -65,6 +65,7 @@ def make_layer(group, max_tokens, hidden, topk, num_experts, dtype, device):
         num_experts: E.
         dtype: Of the tokens.
         device: Of the tokens, a torch.device.
+        **options: Others of EPAll2AllLayer, for example expert_alignment and host_counts.
 
     Returns:
         An EPAll2AllLayer.
@@ -78,13 +79,13 @@ def make_layer(group, max_tokens, hidden, topk, num_experts, dtype, device):
         >>> make_layer(None, 5, 16, 2, 4, torch.float32, torch.device("cpu")) is layer
         True
     """
-    kind = world_of(group), hidden, topk, num_experts, dtype, device
+    kind = world_of(group), hidden, topk, num_experts, dtype, device, *sorted(options.items())
     if kind not in _layers:
         _forget_ended_worlds()
     layers = _layers.setdefault(kind, [])
     if not layers or layers[-1].max_tokens < max_tokens:
         layers.append(EPAll2AllLayer(kind[0], max_tokens, hidden, topk, num_tot_experts=num_experts,
-                                     dtype=dtype, device=device, enable_local_combine=True))
+                                     dtype=dtype, device=device, enable_local_combine=True, **options))
     return layers[-1]
 
 
@@ -93,7 +94,7 @@ def _most_tokens(world, num_tokens):
     return max(int.from_bytes(b, "little") for b in world.exchange(num_tokens.to_bytes(8, "little")))
 
 
-def dispatch(group, x, idx, weight, num_experts):
+def dispatch(group, x, idx, weight, num_experts, **options):
     """Send tokens to their experts' ranks, in a layer that is large enough on every rank.  Collective.
 
     The first call of a kind makes a layer for the most tokens of any rank.  Where a later call has more
@@ -106,6 +107,7 @@ def dispatch(group, x, idx, weight, num_experts):
         idx: [T, K] int32 or int64, contiguous: the experts of each token; -1 and E mean none.
         weight: [T, K] of a floating-point dtype.
         num_experts: E.
+        **options: As for make_layer.
 
     Returns:
         A tuple (rows, row_weights, layout), as EPAll2AllLayer.dispatch.
@@ -123,9 +125,9 @@ def dispatch(group, x, idx, weight, num_experts):
     num_tokens = x.shape[0]
     shape = x.shape[1], idx.shape[1], num_experts, x.dtype, x.device
     world = world_of(group)
-    known = _layers.get((world, *shape))
+    known = _layers.get((world, *shape, *sorted(options.items())))
     if known is None:
-        known = [make_layer(group, max(1, _most_tokens(world, num_tokens)), *shape)]
+        known = [make_layer(group, max(1, _most_tokens(world, num_tokens)), *shape, **options)]
     try:
         return known[-1].dispatch(x, idx, weight)
     except (ValueError, TypeError, PeerError) as error:
@@ -136,7 +138,8 @@ def dispatch(group, x, idx, weight, num_experts):
         if most <= known[-1].max_tokens:
             raise
     # At least twice as large, so that all layers together take less than twice the memory of the largest.
-    return make_layer(group, max(most, 2 * known[-1].max_tokens), *shape).dispatch(x, idx, weight)
+    larger = make_layer(group, max(most, 2 * known[-1].max_tokens), *shape, **options)
+    return larger.dispatch(x, idx, weight)
 
 
 # ---- rows of each expert padded to a multiple ----

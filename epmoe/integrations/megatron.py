@@ -84,8 +84,8 @@ class EpmoeManager(_megatron._DispatchManager):
     Attributes:
         token_probs: [T, K], after setup_metadata.
         token_indices: [T, K] int64, after setup_metadata.
-        dispatched_probs: [M], after dispatch.
-        tokens_per_expert: [L] int64 on the CPU, after dispatch, without padding.
+        dispatched_probs: [M], after dispatch, with padding.
+        tokens_per_expert: [L] int64 on the CPU, after dispatch, with padding.
 
     Raises:
         ValueError: For moe_pad_expert_input_to_capacity, which epmoe does not have, and for a group of more
@@ -113,7 +113,6 @@ class EpmoeManager(_megatron._DispatchManager):
         self.dispatched_probs = None
         self.tokens_per_expert = None
         self.handle = None  # the EPLayout, from dispatch to combine
-        self._places = None  # the place of each row among padded rows, or None without padding
         layers.world_of(group)
 
     def setup_metadata(self, routing_map, probs):
@@ -140,7 +139,7 @@ class EpmoeManager(_megatron._DispatchManager):
             allocate_on_comm_stream: Not read.
 
         Returns:
-            [M, H], ordered by expert, source rank, token.
+            [M, H], ordered by expert, source rank, token, with padding if wanted.
 
         Raises:
             EpIndexError: On all ranks, when a token has more than router_topk choices.
@@ -149,10 +148,12 @@ class EpmoeManager(_megatron._DispatchManager):
         Examples:
             See docs/megatron.md.
         """
+        is_padded = self.config.moe_router_padding_for_quantization
+        options = {"expert_alignment": get_align_size_for_quantization(self.config)} if is_padded else {}
         try:
             rows, self.dispatched_probs, self.handle = layers.dispatch(
                 self.group, hidden_states.contiguous(), self.token_indices, self.token_probs.contiguous(),
-                self.num_experts)
+                self.num_experts, host_counts=True, **options)
         except EpIndexError as error:
             raise EpIndexError(
                 f"a token has more than {self.router_topk} experts in the routing map, which is "
@@ -161,7 +162,7 @@ class EpmoeManager(_megatron._DispatchManager):
             ) from error
         if self.config.moe_router_dtype == "fp64":
             self.dispatched_probs = self.dispatched_probs.double()
-        self.tokens_per_expert = self.handle.tokens_per_expert.to("cpu", torch.int64)
+        self.tokens_per_expert = torch.tensor(self.handle.tokens_per_expert_list, device="cpu")
         return rows
 
     def combine(self, hidden_states, async_finish=False, allocate_on_comm_stream=False):
@@ -185,32 +186,24 @@ class EpmoeManager(_megatron._DispatchManager):
         return layout.layer.combine(hidden_states.contiguous(), layout)
 
     def get_permuted_hidden_states_by_experts(self, hidden_states):
-        """Return what the experts take: the rows and probabilities of dispatch, padded if wanted.
+        """Return what the experts take: the rows and probabilities of dispatch.
 
         Args:
             hidden_states: [M, H], of dispatch.
 
         Returns:
-            A tuple (rows [R, H], probs [R]).  Without padding R is M.
+            A tuple (rows [M, H], probs [M]).
 
         Examples:
             See docs/megatron.md.
         """
-        self._places = None
-        if not self.config.moe_router_padding_for_quantization:
-            return hidden_states, self.dispatched_probs
-        counts = self.tokens_per_expert
-        padded = layers.padded_counts(counts, get_align_size_for_quantization(self.config))
-        self._places = layers.padded_places(counts, padded, hidden_states.shape[0]).to(hidden_states.device)
-        self.tokens_per_expert = padded
-        return (layers.pad_rows(hidden_states, self._places, int(padded.sum())),
-                layers.pad_rows(self.dispatched_probs, self._places, int(padded.sum())))
+        return hidden_states, self.dispatched_probs
 
     def get_restored_hidden_states_by_experts(self, hidden_states):
-        """Return what combine takes: the experts' rows without padding.
+        """Return what combine takes: the experts' rows.
 
         Args:
-            hidden_states: [R, H].
+            hidden_states: [M, H].
 
         Returns:
             [M, H].
@@ -218,7 +211,7 @@ class EpmoeManager(_megatron._DispatchManager):
         Examples:
             See docs/megatron.md.
         """
-        return hidden_states if self._places is None else hidden_states.index_select(0, self._places)
+        return hidden_states
 
     def get_number_of_tokens_per_expert(self):
         """Return the rows of each local expert, with padding, [L] int64 on the CPU.
