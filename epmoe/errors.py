@@ -84,10 +84,10 @@ class EpMismatch(EpError, ValueError):
 
 
 class EpOverflow(EpError):
-    """A rank would receive more rows than its capacity.
+    """A rank would receive more rows than its capacity, or an expert more than its expert_capacity.
 
-    All ranks raise it, and the message names the receiving rank.  No row was moved, and the next operation
-    works.  Increase the layer's `capacity`, or balance the routing.
+    All ranks raise it, and the message names the receiving rank or the expert.  No row was moved, and the
+    next operation works.  Increase the layer's `capacity` or `expert_capacity`, or balance the routing.
 
     Examples:
         >>> import epmoe

@@ -76,6 +76,7 @@ class EPAll2AllLayer(LayerParts):
         num_experts: E.
         num_local_experts: L.
         device: The torch.device of the heap.
+        expert_alignment, expert_capacity, host_counts: As passed.
 
     Raises:
         ValueError: On this rank, for an argument out of range.
