@@ -140,6 +140,26 @@ def test_moe_map_and_state_dicts(ranks):
     check_outcomes([r[1] for r in results], "RuntimeError", "set_expert_map(None)", "all 6 experts")
 
 
+def test_moe_map_of_one_module_of_a_shared_layer(ranks):
+    """Each module has a map of its own."""
+
+    def run(world, device):
+        first = make(world, device).requires_grad_(False)
+        second = epmoe.EPMoE(HIDDEN, INNER, E, K, dtype=torch.float32, bias=True, layer=first.layer,
+                             num_physical=first.layer.num_experts).requires_grad_(False)
+        second.load_state_dict(checkpoint(3, E, torch.float32))
+        x, idx, weight = inputs(first, 6)
+        want = first(x, idx, weight, decode=False)
+        second.set_expert_map(maps_of(first)[0])
+        check_weights(first)
+        check_weights(second)
+        assert first._is_home and torch.equal(first(x, idx, weight, decode=False), want)
+        return second(x, idx, weight, decode=False), want
+
+    for got, want in ranks(run, world_size=2):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_moe_map_reset_parameters():
     """A replica starts as its expert does elsewhere."""
     moe, whole = make(epmoe.thread_worlds(1)[0], "cpu"), []
