@@ -58,7 +58,7 @@ def choose_backends():
         return None, only + "there is no nvcc in CUDA_HOME, PATH or /usr/local/cuda"
     if wanted == "auto" and not any(path.exists() for path in DRIVER):
         return None, only + f"there is {nvcc}, but no GPU. EPMOE_CUDA=1 builds the CUDA backend all the same."
-    return nvcc, f"the CPU and CUDA backends, with {nvcc}, in about 80 s on 2 cores"
+    return nvcc, f"the CPU and CUDA backends, with {nvcc}, in about 90 s on 2 cores"
 
 
 def cuda_home(nvcc):

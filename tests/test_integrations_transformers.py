@@ -63,7 +63,7 @@ def test_integrations_transformers_generates(family):
     assert torch.equal(*texts) and texts[0].shape == (2, 13)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v4"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_integrations_transformers_compiled(family):
     model = make(family)
     want = run(model, "eager", tokens(2, 9))
@@ -111,10 +111,13 @@ def test_integrations_transformers_refuses_quantized_weights():
 
 
 def test_integrations_transformers_transposed_weights_without_copies(tmp_path):
-    """store_as_epmoe_reads changes strides alone: forward copies nothing, training and saving work."""
+    """epmoe reads the parameters. store_as_epmoe_reads changes strides alone: training and saving work."""
     model, ids = make("gpt_oss"), tokens(2, 9)
     want = run(model, "eager", ids)
     before = {n: p.clone() for n, p in model.named_parameters()}
+    for experts in experts_of(model):
+        for (weight, _), p in zip(parts.up_and_down(experts), (experts.gate_up_proj, experts.down_proj)):
+            assert weight.data_ptr() == p.data_ptr() and p.is_contiguous()
     assert integration.store_as_epmoe_reads(model) is model
     for n, p in model.named_parameters():
         assert torch.equal(p, before[n]) and p.shape == before[n].shape
@@ -190,10 +193,11 @@ def _spread(rank, world_size, family):
 
 @pytest.mark.parametrize("family, num_ranks", [("qwen3_moe", 4), ("mixtral", 2), ("deepseek_v3", 2),
                                                ("gpt_oss", 2), ("gpt_oss", 4), ("olmoe", 2),
-                                               ("olmoe", 3)])
+                                               ("olmoe", 3), ("nemotron_h", 2)])
 def test_integrations_transformers_spread_experts(family, num_ranks):
     for rank, (got, logits, grads, want, spared) in enumerate(process_ranks(_spread, num_ranks, family)):
         torch.testing.assert_close(got, logits, rtol=2e-5, atol=2e-6)
+        want = {n.replace(".experts.up_proj", ".experts.gate_up_proj"): grad for n, grad in want.items()}
         assert spared > 0 and grads.keys() == want.keys()
         for name, (grad, is_expert) in grads.items():
             part = want[name]
@@ -205,7 +209,8 @@ def test_integrations_transformers_spread_experts(family, num_ranks):
             torch.testing.assert_close(grad, part, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("family, text", [("nemotron_h", "a gate of its own"), ("llama", "no experts"),
+@pytest.mark.parametrize("family, text", [("glm4_moe", "an activation that EPMoE does not have"),
+                                          ("llama", "no experts"),
                                           ("muse_spark_text", "a norm after each expert")])
 def test_integrations_transformers_spread_experts_refuses(monkeypatch, family, text):
     monkeypatch.setitem(FAMILIES, "llama", (dict(intermediate_size=48), None))

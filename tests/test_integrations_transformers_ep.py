@@ -14,7 +14,7 @@ import torch.distributed as dist
 pytest.importorskip("accelerate", reason="transformers needs accelerate to load a model that it shards")
 pytest.importorskip("transformers.distributed.expert_parallel")
 
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 import epmoe
@@ -23,15 +23,15 @@ from cases import process_ranks
 from epmoe.integrations import transformers_ep
 from epmoe.integrations import transformers_experts as parts
 from pace import HANG_S
-from transformers_cases import FAMILIES, experts_of, make, step, tokens
+from transformers_cases import SPREAD, experts_of, kind_of, make, step, tokens
 
 pytestmark = pytest.mark.cpu_only
 LARGEST = 2e-6  # difference of a logit or a gradient in float32; relative where the largest is over 1
 # World size -> the grids of ranks, and their families.
 GRIDS = {
-    2: {(("fsdp_size", 2), ("ep_size", 2)): list(FAMILIES),
+    2: {(("fsdp_size", 2), ("ep_size", 2)): SPREAD,
         (("tp_size", 2), ("ep_size", 2)): ["qwen3_moe", "gpt_oss"]},
-    4: {(("fsdp_size", 4), ("ep_size", 4)): list(FAMILIES),
+    4: {(("fsdp_size", 4), ("ep_size", 4)): SPREAD,
         (("fsdp_size", 4), ("ep_size", 2)): ["qwen3_moe", "gpt_oss", "muse_spark_text"],
         (("fsdp_size", 2), ("tp_size", 2), ("ep_size", 4)): ["qwen3_moe", "gpt_oss", "nemotron_h"]},
 }
@@ -44,9 +44,9 @@ def key(grid, family):
 
 
 def sharded(folder, family, **grid):
-    kind = AutoModel if family == "muse_spark_text" else AutoModelForCausalLM
     config = DistributedConfig(**grid, ep_implementation="epmoe")
-    return kind.from_pretrained(f"{folder}/{family}", dtype=torch.float32, distributed_config=config).eval()
+    load = kind_of(family).from_pretrained
+    return load(f"{folder}/{family}", dtype=torch.float32, distributed_config=config).eval()
 
 
 def whole(t):
@@ -204,7 +204,7 @@ def results():
     def get(num_ranks, name):
         if num_ranks not in done:
             with tempfile.TemporaryDirectory() as folder:
-                for family in FAMILIES:
+                for family in SPREAD:
                     make(family).save_pretrained(f"{folder}/{family}")
                 done[num_ranks] = process_ranks(main, num_ranks, folder, timeout_s=HANG_S)
         found = [of_rank[name] for of_rank in done[num_ranks]]

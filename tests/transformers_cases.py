@@ -5,6 +5,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+import epmoe
 from epmoe.integrations import transformers_experts as parts
 
 SIZES = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -25,20 +26,43 @@ FAMILIES = {
                                 linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
                                 linear_value_head_dim=8,
                                 layer_types=["linear_attention", "full_attention"]), "swiglu"),
+    # a gate of its own
     "glm4_moe": (INNER | dict(n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=1, n_group=1,
-                              topk_group=1), "swiglu"),
+                              topk_group=1, hidden_act="gelu"), None),
     "minimax": (dict(intermediate_size=24, num_local_experts=8, num_experts_per_tok=2), "swiglu"),
     "ernie4_5_moe": (INNER | dict(moe_num_experts=8, moe_k=2), "swiglu"),
-    # a gate of its own: clamped
-    "deepseek_v4": (INNER | dict(n_routed_experts=8, num_experts_per_tok=2, num_key_value_heads=1), None),
+    # clamped gates
+    "deepseek_v4": (INNER | dict(n_routed_experts=8, num_experts_per_tok=2, num_key_value_heads=1,
+                                 swiglu_limit=0.5), epmoe.SwiGLU(limit=0.5)),
+    "minimax_m3_vl_text": (dict(intermediate_size=24, dense_intermediate_size=48, shared_intermediate_size=24,
+                                num_local_experts=8, num_experts_per_tok=2, rotary_dim=4, index_n_heads=2,
+                                index_head_dim=8, swiglu_limit=0.5), epmoe.SwiGLU(1.702, 0.5, 1)),
+    # transposed weights, and a clamped gate that is not interleaved
+    "openai_privacy_filter": (dict(intermediate_size=24, num_local_experts=8, num_experts_per_tok=2),
+                              epmoe.SwiGLU(1.702, 7.0, 1)),
+    # a gate with GELU
+    "gemma4_text": (INNER | dict(enable_moe_block=True, num_experts=8, top_k_experts=2,
+                                 vocab_size_per_layer_input=64, hidden_size_per_layer_input=8,
+                                 global_head_dim=8, layer_types=["sliding_attention", "full_attention"]),
+                    "geglu_tanh"),
     # no gate
     "nemotron_h": (INNER | dict(layers_block_type=["moe", "attention"], n_routed_experts=8,
                                 num_experts_per_tok=2, moe_shared_expert_intermediate_size=24, n_group=1,
-                                topk_group=1), None),
+                                topk_group=1), "relu2"),
     # a norm after each expert
     "muse_spark_text": (INNER | dict(num_local_experts=8, num_experts_per_tok=2, moe_hidden_size=24),
                         "swiglu"),
 }
+
+
+# Not with ep_implementation: they would repeat what the other families show, and transformers 5.24 itself
+# cannot shard gemma4_text with ep_size.
+ONE_PROCESS = ("minimax_m3_vl_text", "openai_privacy_filter", "gemma4_text")
+SPREAD = [family for family in FAMILIES if family not in ONE_PROCESS]
+
+
+def kind_of(family):
+    return AutoModel if family in ("muse_spark_text", "openai_privacy_filter") else AutoModelForCausalLM
 
 
 def make(family):
@@ -46,8 +70,7 @@ def make(family):
         pytest.skip(f"transformers {transformers.__version__} has no {family}")
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **(SIZES | FAMILIES[family][0]))
-    kind = AutoModel if family == "muse_spark_text" else AutoModelForCausalLM
-    model = kind.from_config(config).float().eval()
+    model = kind_of(family).from_config(config).float().eval()
     with torch.no_grad():
         for p in model.parameters():  # of the size at which a wrong gate or bias is seen
             p.normal_(0, 0.2)

@@ -68,7 +68,8 @@ def spread_experts(model, ep_group=None, **options):
     Every rank passes the same model, with all experts, and keeps E/W of them, rounded up.  The tokens of the
     ranks differ as before.  Then wrap it as DistributedDataParallel(epmoe.prepare_ddp(model)) to train it.
     Modules of one shape share a communication layer.  epmoe.whole_state_dict(model) is the model of one
-    process; GPT-OSS has its weights transposed there, and EPMoE has not.
+    process, with two exceptions: GPT-OSS has its weights transposed there, and EPMoE has not; and what
+    Nemotron-H, which has no gate, calls up_proj is gate_up_proj.
 
     Args:
         model: A model of transformers, or any module with experts that use_experts_implementation has
@@ -80,8 +81,8 @@ def spread_experts(model, ep_group=None, **options):
         The model.
 
     Raises:
-        ValueError: On this rank, where there are no experts, for a gate that EPMoE does not have, and as
-            EPMoE.
+        ValueError: On this rank, where there are no experts, for an activation that EPMoE does not have, and
+            as EPMoE.
         EpError: As the creation of an EPMoE.
 
     Examples:

@@ -8,7 +8,7 @@ transformers.
 import torch
 
 from .. import _C
-from ..activations import GptOss, activate
+from ..activations import GptOss, SwiGLU, activate
 from ..fused import EpAll2AllFusedOp, fuses
 from ..gemm import grouped_gemm
 from ..layer_parts import refuse_layer, world_of
@@ -42,27 +42,45 @@ def is_plain(experts):
             and experts.down_proj.dtype in (torch.float32, torch.float16, torch.bfloat16))
 
 
-def _same_gate(experts, activation):
-    """Whether the gate of transformers' experts computes an activation of epmoe: compared on numbers."""
+def _number_of(experts, *names):
+    """Return a number that the experts have under one of these names, or None."""
+    values = (getattr(experts, name, None) for name in names)
+    return next((float(v) for v in values if isinstance(v, (int, float))), None)
+
+
+def _candidates(experts):
+    """Return the activations of epmoe that the experts may have.  Those with a limit come first."""
+    if not has_gate(experts):
+        return ["relu2", "silu", "gelu", "gelu_tanh"]
+    limit = _number_of(experts, "limit", "swiglu_limit")
+    alpha = _number_of(experts, "alpha", "swiglu_alpha")
+    found = [SwiGLU(limit=limit)] if limit else []
+    if limit and alpha:
+        found += [GptOss(alpha, limit), SwiGLU(alpha, limit, 1)]
+    return [*found, "swiglu", "geglu_tanh"]
+
+
+def _is_activation_of(experts, activation):
+    """Whether the experts of transformers compute an activation of epmoe: compared on numbers."""
     generator = torch.Generator().manual_seed(1)
     x = torch.linspace(-9, 9, 64, dtype=torch.float64, device="cpu")  # not meta, while a model is made
-    x = torch.cat([x, x.sign() * x.abs()**4])  # some are larger than any limit of a clamped gate
+    limit = min(getattr(activation, "limit", 1.0), 1e30)
+    x = torch.cat([x, x.sign() * x.abs()**4, x * limit])  # some are larger than the limit of a clamped gate
     x = x[torch.randperm(len(x), generator=generator, device="cpu")].reshape(2, -1)
     try:
-        got = experts._apply_gate(x)
+        got = experts._apply_gate(x) if has_gate(experts) else experts.act_fn(x)
     except RuntimeError:  # it wants another dtype or device, because it has parameters: none of epmoe's
         return False
-    return torch.allclose(got, activate(x, activation), rtol=1e-9, atol=1e-9)
+    # some compute in float32, whatever the dtype of the rows
+    return torch.allclose(got, activate(x, activation), rtol=1e-6, atol=1e-6)
 
 
 @torch._disable_dynamo
 def _find_activation(experts):
     """Set _epmoe_activation: the activation for epmoe's GEMM, or None where the experts apply their own."""
-    known = ["swiglu"] if has_gate(experts) else []
-    if hasattr(experts, "alpha") and hasattr(experts, "limit"):
-        known.append(GptOss(experts.alpha, experts.limit))
     with torch.no_grad():
-        experts._epmoe_activation = next((a for a in known if _same_gate(experts, a)), None)
+        experts._epmoe_activation = next((a for a in _candidates(experts) if _is_activation_of(experts, a)),
+                                         None)
 
 
 def activation_of(experts):
@@ -171,8 +189,8 @@ class Layers:
 def compute(experts, layer, x, idx, weight):
     """Compute plain experts for tokens x [T, H], with indices and weights [T, K], and return [T, H].
 
-    Collective over the ranks of the layer.  The activations that epmoe has run inside of its kernels.  Gates
-    of their own, and norms after each expert, are transformers' own code on the rows of this rank.
+    Collective over the ranks of the layer.  The activations that epmoe has run inside of its kernels.
+    Others, and norms after each expert, are transformers' own code on the rows of this rank.
     """
     (up, up_bias), (down, down_bias) = up_and_down(experts)
     activation = activation_of(experts)
@@ -232,8 +250,8 @@ def _sizes_of(experts, topk):
     if has_post_norm(experts):
         raise ValueError(f"{name} has a norm after each expert, and EPMoE has none")
     if activation_of(experts) is None:
-        raise ValueError(f"{name} has a gate of its own, or none, and EPMoE has SwiGLU and that of GPT-OSS: "
-                         f"use ep_implementation=\"epmoe\"")
+        raise ValueError(f"{name} has an activation that EPMoE does not have: use "
+                         f"ep_implementation=\"epmoe\"")
     if experts.down_proj.is_meta:
         raise ValueError(f"{name}: the parameters are on the meta device: load them first")
     (up, up_bias), (down, down_bias) = up_and_down(experts)
