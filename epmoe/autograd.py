@@ -23,18 +23,24 @@ def _check_tangents(tensors):
 _check_untraced = torch._disable_dynamo(_check_tangents)
 
 
-def check_mode(*tensors):
+def _is_batched_only(stack):
+    return all(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+
+
+def check_mode(*tensors, may_batch=False):
     """Raise NotImplementedError inside a transform of torch.func, and for a tensor that has a tangent.
 
     The transforms would take the gradients of the operators for zeros, and forward-mode differentiation the
-    tangents of their results.
+    tangents of their results.  may_batch: torch.vmap is right, because torch calls the operator for each
+    element of the batch; autograd uses it for is_grads_batched.
     """
     is_dual = forward_ad._current_level >= 0  # inside of a dual_level(), at the cost of a look
     if torch.compiler.is_compiling():
         if is_dual:
             _check_untraced(tensors)
         return
-    if peek_interpreter_stack() is not None:
+    if peek_interpreter_stack() is not None and not (
+            may_batch and _is_batched_only(torch._C._functorch.get_interpreter_stack())):
         raise NotImplementedError("epmoe does not support torch.func's transforms: use torch.autograd")
     if is_dual:
         _check_tangents(tensors)

@@ -76,7 +76,7 @@ def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
     layer = layer_of(ctx.layer)
     gemm = torch.ops.epmoe.grouped_gemm
     with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan):
-        check_mode(d_out, d_row_weight, gemm_weight)
+        check_mode(d_out, d_row_weight, gemm_weight, may_batch=True)
         offsets = expert_offsets(layer, plan)
         d_out = d_out.contiguous()
         d_gemm_weight = None
@@ -103,7 +103,7 @@ def _gemm_combine_backward(ctx, d_out, _):
     gemm = torch.ops.epmoe.grouped_gemm
     d_weight = None
     with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
-        check_mode(d_out, a, gemm_weight, *weighted)
+        check_mode(d_out, a, gemm_weight, *weighted, may_batch=True)
         d_out = d_out.contiguous()
     g, _, _ = torch.ops.epmoe.dispatch(d_out, None, plan, ctx.layer, ctx.buffer, ctx.num_rows)
     # The layer's next operation of this backward is a combine; there is none without a gradient of the rows.

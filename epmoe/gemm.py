@@ -152,7 +152,7 @@ def _save(ctx, inputs, output):
 def _backward(ctx, g):
     """Each of the three products has the other two as its gradients; see csrc/protocol/gemm_params.h."""
     a, b, offsets = ctx.saved_tensors
-    check_mode(g, a, b)
+    check_mode(g, a, b, may_batch=True)
     g = g.contiguous()
     of_inputs = {FORWARD: ((DGRAD, g, b), (WGRAD, g, a)),
                  DGRAD: ((FORWARD, g, b), (WGRAD, a, g)),
@@ -302,7 +302,7 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         TypeError: For what is not a tensor, and for wrong dtypes.
         RuntimeError: For FP8, when a gradient is wanted.
         NotImplementedError: For a tensor with a tangent of torch.autograd.forward_ad, and inside a transform
-            of torch.func.
+            of torch.func other than vmap.
 
     Examples:
         >>> import epmoe
@@ -327,7 +327,7 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         given = "neither" if counts is None else "both"
         raise ValueError(f"give either counts or offsets, got {given}")
     _check(x, weight, counts, offsets, bias, activation, row_weight)
-    check_mode(x, weight, bias, row_weight)
+    check_mode(x, weight, bias, row_weight, may_batch=True)
     if offsets is None:
         offsets = F.pad(counts.cumsum(0), (1, 0)).clamp(-1, 2**31 - 1).to(torch.int32)
     op = torch.ops.epmoe.grouped_gemm

@@ -154,7 +154,7 @@ def _save_dispatch(ctx, inputs, output):
 def _dispatch_backward(ctx, d_rows, d_row_weight, _):
     plan, recv = ctx.saved_tensors
     with reporting(layer_of(ctx.layer), _C.OP_COMBINE, ctx.buffer, plan):
-        check_mode(d_rows, d_row_weight)
+        check_mode(d_rows, d_row_weight, may_batch=True)
         d_rows = d_rows.contiguous()
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
     dx, d_weight = torch.ops.epmoe.combine(d_rows, None, scalar, plan, recv, ctx.layer, ctx.buffer,
@@ -180,7 +180,7 @@ def _combine_backward(ctx, d_out, d_scalar):
     plan, *weighted = ctx.saved_tensors  # read once: under checkpointing a second read is an error
     d_weight = None
     with reporting(layer_of(ctx.layer), _C.OP_DISPATCH, ctx.buffer, plan):
-        check_mode(d_out, d_scalar, *weighted)
+        check_mode(d_out, d_scalar, *weighted, may_batch=True)
         d_out = d_out.contiguous()
         d_scalar = d_scalar.contiguous() if ctx.has_scalar else None
     g, d_row_scalar, _ = torch.ops.epmoe.dispatch(d_out, d_scalar, plan, ctx.layer, ctx.buffer, ctx.num_rows)

@@ -182,6 +182,40 @@ def test_errors_forward_mode_of_a_gemm():
         assert epmoe.grouped_gemm(x, weight, counts).unique().tolist() == [4.0]
 
 
+def batched_backward(world, device):
+    """A backward of a batch of gradients, and the same gradients one by one."""
+    calls = Calls(world, device)
+    x, w = calls.x.clone().requires_grad_(), calls.w.clone().requires_grad_()
+    rows, row_weight, layout = calls.op.dispatch(x, calls.idx, w)
+    y = calls.op.combine(rows * rows, layout, row_weight)
+    batch = torch.arange(3.0, device=device)[:, None, None].expand(3, *y.shape).contiguous()
+
+    def gradients(g):
+        return torch.autograd.grad(y, (x, w), g, retain_graph=True)
+
+    got = torch.func.vmap(gradients)(batch)
+    wanted = [torch.stack(g) for g in zip(*(gradients(g) for g in batch))]
+    calls.low.finalize()
+    calls.op.finalize()
+    return [torch.equal(g, v) for g, v in zip(got, wanted, strict=True)]
+
+
+def test_errors_forward_mode_leaves_vmap_where_it_is_right(ranks):
+    """torch calls an operator for each element of a batch. That is right for a backward and for a GEMM."""
+    assert ranks.isolated(batched_backward, world_size=2) == [[True, True]] * ranks.size(2)
+    weight, counts = torch.randn(2, 4, 4), torch.tensor([1, 2])
+    batch = torch.randn(3, 3, 4)
+
+    def gemm(x):
+        return epmoe.grouped_gemm(x, weight, counts)
+
+    assert torch.equal(torch.func.vmap(gemm)(batch), torch.stack([gemm(x) for x in batch]))
+    for transform in (lambda: torch.func.jvp(gemm, (batch[0],), (batch[1],)),
+                      lambda: torch.func.jvp(torch.func.vmap(gemm), (batch,), (batch,)),
+                      lambda: torch.func.grad(lambda x: gemm(x).sum())(batch[0])):
+        check_outcomes([outcome(transform)], "NotImplementedError", "torch.func")
+
+
 def test_errors_forward_mode_of_a_heap():
     heap = epmoe.SymmetricHeap(epmoe.World(), 1 << 20, device="cpu")
     t = heap.malloc_symmetric(3)
