@@ -248,6 +248,7 @@ bool test_processes(void);
 bool test_killed_process(void);
 bool test_heap_create(void);
 bool test_heap_full(void);
+bool test_interrupt(void);
 bool test_abort_during_heap_create(void);
 bool test_absent_process(void);
 bool test_counters_of_streams(void);

@@ -37,6 +37,7 @@ static const struct {
     {"heap_put_get_signal", test_heap_put_get_signal, false},
     {"heap_create", test_heap_create, false},
     {"heap_full", test_heap_full, false},
+    {"interrupt", test_interrupt, false},
     {"alloc_fails_on_one_rank", test_alloc_fails_on_one_rank, false},
     {"device", test_device, false},
     {"close_during_barrier", test_close_during_barrier, false},
