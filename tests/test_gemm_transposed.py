@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import epmoe
 from cases import keep
-from fused_cases import Experts, StagedOp, grown, tensors
+from fused_cases import Experts, StagedOp, grown, has_fused_path, tensors
 from test_gemm_products import EPS, SIZES, check, forward64, kernels, problem, rows_of_experts
 
 
@@ -139,6 +139,7 @@ def test_gemm_transposed_in_a_fused_layer(ranks, with_grad):
     case = grown(ranks, Experts(dtype=torch.bfloat16, activation="gpt_oss"))
     fused = ranks(_layer, case, lambda w: w, with_grad)
     for got, want in zip(ranks(_layer, case, transposed, with_grad), fused):
-        assert got[-1] == 0 and want[-1] > 0
+        assert got[-1] == 0 and (want[-1] > 0) == has_fused_path(ranks.device)
         for a, b in zip(got[:-1], want[:-1]):
-            torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=0.05)
+            largest = b.abs().max().item() if b.numel() else 0
+            torch.testing.assert_close(a.float(), b.float(), rtol=0.02, atol=0.02 * largest)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 import epmoe
 import epmoe.integrations.transformers as integration
 from cases import process_ranks
+from epmoe import reference
 from epmoe.integrations import transformers_experts as parts
 from transformers_cases import FAMILIES, check_equal, experts_of, make, run, tokens
 
@@ -28,6 +30,22 @@ def test_integrations_transformers_family(family):
         expected = FAMILIES[family][1]
         assert (str(e._epmoe_activation).lower().startswith("gptoss") if expected == "gpt_oss"
                 else e._epmoe_activation == expected)
+
+
+@pytest.mark.parametrize("limit, activation, found", [
+    (1e5, epmoe.SwiGLU(limit=1e5), epmoe.SwiGLU(limit=1e5)),
+    (1e5, epmoe.SwiGLU(1.702, 1e5, 1), epmoe.SwiGLU(1.702, 1e5, 1)),
+    (7.0, "gpt_oss", epmoe.GptOss()),
+    (7.0, "swiglu", "swiglu"),
+    (-1, "swiglu", "swiglu"),
+    (None, "geglu_tanh", "geglu_tanh"),
+    (7.0, epmoe.SwiGLU(limit=6.0), None),
+], ids=str)
+def test_integrations_transformers_recognises_a_gate(limit, activation, found):
+    """A limit that the experts have is tried, and taken only where their gate has it too."""
+    experts = types.SimpleNamespace(limit=limit, alpha=1.702,
+                                    _apply_gate=lambda h: reference.activate(h, activation))
+    assert parts.activation_of(experts) == found
 
 
 def test_integrations_transformers_longer_calls(monkeypatch):

@@ -54,10 +54,10 @@ def _candidates(experts):
         return ["relu2", "silu", "gelu", "gelu_tanh"]
     limit = _number_of(experts, "limit", "swiglu_limit")
     alpha = _number_of(experts, "alpha", "swiglu_alpha")
-    found = [SwiGLU(limit=limit)] if limit else []
-    if limit and alpha:
-        found += [GptOss(alpha, limit), SwiGLU(alpha, limit, 1)]
-    return [*found, "swiglu", "geglu_tanh"]
+    if limit is None or not limit > 0:
+        return ["swiglu", "geglu_tanh"]
+    others = [GptOss(alpha, limit), SwiGLU(alpha, limit, 1)] if alpha else []
+    return [SwiGLU(limit=limit), *others, "swiglu", "geglu_tanh"]
 
 
 def _is_activation_of(experts, activation):
