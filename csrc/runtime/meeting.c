@@ -101,7 +101,18 @@ static int unreachable(uint32_t r, int e) {
                     r);
 }
 
-static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, Limit *limit) {
+/* The frame with which two ranks prove to each other that they know the nonce. */
+static EpFrame hello_of(const EpWorldConfig *config) {
+    EpFrame hello = {.kind = EP_FRAME_HELLO, .rank = config->rank, .num_bytes = EP_NONCE_BYTES};
+    memcpy(hello.bytes, config->nonce, EP_NONCE_BYTES);
+    return hello;
+}
+static bool is_hello(const EpWorldConfig *config, const EpFrame *f) {
+    return f->kind == EP_FRAME_HELLO && memcmp(f->bytes, config->nonce, EP_NONCE_BYTES) == 0;
+}
+
+/* A new connection to rank r, which may still wait in the queue of its listening socket. */
+static int open_connection(const EpWorldConfig *config, uint32_t r, int *out, Limit *limit) {
     struct sockaddr_un address;
     socklen_t length;
     int fd;
@@ -119,17 +130,56 @@ static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, Limit *
         ep_fork_close(fd);
         return ep_error(EP_ESYS, "rank %u belongs to another user: run all ranks as the same user", r);
     }
-    EpFrame hello = {.kind = EP_FRAME_HELLO, .rank = config->rank, .num_bytes = EP_NONCE_BYTES};
-    memcpy(hello.bytes, config->nonce, EP_NONCE_BYTES);
-    int code = ep_wire_send(fd, &hello, -1, limit->deadline_ns);
-    if (code) ep_fork_close(fd);
-    else *out = fd;
-    return code;
+    *out = fd;
+    return 0;
+}
+
+/* Send this rank's hello, and wait for the hello of rank r. Returns 0, or EP_EPEERDIED if rank r has closed
+ * the connection, or another error. No deadlock: rank r waits for the ranks below it before it accepts, and
+ * rank 0 waits for none. So by induction over r, rank r accepts, unless a rank below it is missing. */
+static int introduce(const EpWorldConfig *config, uint32_t r, int fd, Limit *limit) {
+    EpFrame answer, hello = hello_of(config);
+    int fd_in, got = 0;
+    EP_TRY(ep_wire_send(fd, &hello, -1, limit->deadline_ns));
+    for (;;) {
+        got = ep_wire_receive(fd, &answer, &fd_in);
+        if (fd_in >= 0) close(fd_in);
+        if (got) break;
+        if (is_over(limit))
+            return ep_error(
+                EP_ETIMEOUT,
+                "rank %u did not answer while the world was made: it may be stopped or overloaded", r);
+        poll(&(struct pollfd){fd, POLLIN, 0}, 1, ep_wire_ms_left(limit->deadline_ns));
+    }
+    if (got < 0) return got;
+    if (answer.rank == r && is_hello(config, &answer)) return 0;
+    return ep_error(EP_ECORRUPT, "rank %u did not answer with the nonce of this world", r);
+}
+
+/* Connect to rank r. The answer of rank r proves that the connection is in its sockets[], and no longer in a
+ * place that another process can take (see Pending). If rank r has closed the connection before it answered,
+ * it needed the place, or it has died. Then connect again: if it has died, the connection is refused. */
+static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, Limit *limit) {
+    for (;;) {
+        int fd = -1;
+        EP_TRY(open_connection(config, r, &fd, limit));
+        int code = introduce(config, r, fd, limit);
+        if (code) ep_fork_close(fd);
+        else *out = fd;
+        if (code != EP_EPEERDIED) return code;
+        if (is_over(limit)) return unreachable(r, EAGAIN);
+        poll(NULL, 0, 1);
+    }
 }
 
 /* Connections that this rank has accepted, and that have not yet sent their hello. Any process of the same
- * user can connect and then send nothing. Such a connection occupies an entry here, but this rank never waits
- * for it. When all entries are occupied, the oldest connection is closed. */
+ * user can connect and then send nothing. Such a connection occupies a place here, but this rank never waits
+ * for it. When all places are occupied, the oldest connection is closed.
+ *
+ * Such processes cannot keep a rank out:
+ *   (1) A rank that has sent its hello needs no place. Its hello is read when its connection is accepted, and
+ *       once more before its place is taken. Then its socket is in sockets[], where each rank has a place.
+ *   (2) A rank whose connection was closed before its hello arrived gets no answer, and connects again. */
 #define MAX_PENDING 16u
 /* Interval at which this rank checks that the first rank that has not connected yet is still alive. */
 #define PROBE_NS 300000000ull
@@ -150,21 +200,6 @@ static int accept_one(const EpWorldConfig *config) {
     return fd;
 }
 
-static void accept_pending(const EpWorldConfig *config, Pending *c) {
-    int fd;
-    while ((fd = accept_one(config)) >= 0) {
-        if (!is_same_user(fd)) {
-            ep_fork_close(fd);
-            continue;
-        }
-        if (c->num == MAX_PENDING) {
-            ep_fork_close(c->fds[0]);
-            remove_pending(c, 0);
-        }
-        c->fds[c->num++] = fd;
-    }
-}
-
 /* Read the hello of pending connection i. Returns 1 if it is an expected rank, and stores its socket in
  * sockets[]. The connection leaves the list, unless it has sent nothing yet. */
 static uint32_t read_hello(const EpWorldConfig *config, Pending *c, uint32_t i, int sockets[EP_MAX_RANKS]) {
@@ -173,14 +208,37 @@ static uint32_t read_hello(const EpWorldConfig *config, Pending *c, uint32_t i, 
     if (fd_in >= 0) close(fd_in);
     if (got == 0) return 0;
     remove_pending(c, i);
-    if (got < 0 || hello.kind != EP_FRAME_HELLO || hello.rank <= config->rank ||
-        hello.rank >= config->num_ranks || sockets[hello.rank] >= 0 ||
-        memcmp(hello.bytes, config->nonce, EP_NONCE_BYTES) != 0) {
+    const EpFrame answer = hello_of(config);
+    if (got < 0 || !is_hello(config, &hello) || hello.rank <= config->rank ||
+        hello.rank >= config->num_ranks || sockets[hello.rank] >= 0 || ep_wire_send(fd, &answer, -1, 0)) {
         ep_fork_close(fd);
         return 0;
     }
     sockets[hello.rank] = fd;
     return 1;
+}
+
+/* Accept connections of the queue. At most as many as there are places, so that the caller also reads hellos
+ * and the clock while other processes connect faster than this rank accepts. Returns the number of expected
+ * ranks among them. */
+static uint32_t accept_pending(const EpWorldConfig *config, Pending *c, int sockets[EP_MAX_RANKS]) {
+    uint32_t num = 0;
+    for (uint32_t i = 0; i < MAX_PENDING; i++) {
+        int fd = accept_one(config);
+        if (fd < 0) break;
+        if (!is_same_user(fd)) {
+            ep_fork_close(fd);
+            continue;
+        }
+        if (c->num == MAX_PENDING) num += read_hello(config, c, 0, sockets);
+        if (c->num == MAX_PENDING) {
+            ep_fork_close(c->fds[0]);
+            remove_pending(c, 0);
+        }
+        c->fds[c->num++] = fd;
+        num += read_hello(config, c, c->num - 1, sockets);
+    }
+    return num;
 }
 
 /* Wait at most until the deadline (and at most 100 ms) for connections and hellos, and process them. Returns
@@ -191,7 +249,7 @@ static uint32_t accept_ranks(const EpWorldConfig *config, Pending *c, int socket
     uint32_t num = 0;
     for (uint32_t i = 0; i < c->num; i++) p[1 + i] = (struct pollfd){c->fds[i], POLLIN, 0};
     poll(p, 1 + c->num, ep_wire_ms_left(deadline_ns));
-    accept_pending(config, c);
+    num += accept_pending(config, c, sockets);
     for (uint32_t i = c->num; i-- > 0;) num += read_hello(config, c, i, sockets);
     return num;
 }

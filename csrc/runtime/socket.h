@@ -6,7 +6,7 @@
 #include "epmoe.h"
 
 typedef enum {
-    EP_FRAME_HELLO = 1,    /* first frame of a connection: rank and nonce */
+    EP_FRAME_HELLO = 1,    /* first frame in each direction: rank and nonce */
     EP_FRAME_EXCHANGE = 2, /* one rank's part of an exchange */
     EP_FRAME_ABORT = 3,    /* the sender's world has ended: code, rank and text of the reason */
     EP_FRAME_GOODBYE = 4,  /* the sender closes the world in order */

@@ -238,6 +238,8 @@ bool test_hostile_peer(void);
 bool test_wire_last_messages(void);
 bool test_wire_call_records(void);
 bool test_wire_frames(void);
+bool test_meeting_in_flood(void);
+bool test_meeting_answers(void);
 bool test_fork_during_creation(void);
 bool test_record_of_stuck_file_system(void);
 bool test_wire_connections(void);

@@ -63,6 +63,8 @@ static const struct {
     {"wire_last_messages", test_wire_last_messages, false},
     {"wire_call_records", test_wire_call_records, false},
     {"wire_frames", test_wire_frames, false},
+    {"meeting_in_flood", test_meeting_in_flood, false},
+    {"meeting_answers", test_meeting_answers, false},
     {"fork_during_creation", test_fork_during_creation, false},
     {"record_of_stuck_file_system", test_record_of_stuck_file_system, false},
     {"wire_connections", test_wire_connections, false},

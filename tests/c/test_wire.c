@@ -130,6 +130,25 @@ static bool is_closed_by_peer(int fd, int within_ms) {
     return poll(&p, 1, within_ms) == 1 && p.revents & POLLHUP;
 }
 
+/* Accept one connection, read its hello, and answer as the rank of config. Returns the descriptor, or -1. */
+static int accept_and_answer(const EpWorldConfig *config) {
+    EpFrame f;
+    int fd_in, fd = -1, got = 0;
+    double until = seconds_now() + long_timeout_s;
+    while (fd < 0 && seconds_now() < until) fd = accept(config->listen_fd, NULL, NULL);
+    while (got == 0 && seconds_now() < until) got = ep_wire_receive(fd, &f, &fd_in);
+    f.rank = config->rank;
+    return got == 1 && f.kind == EP_FRAME_HELLO && ep_wire_send(fd, &f, -1, 0) == 0 ? fd : -1;
+}
+
+/* Whether the rank of config has answered a hello with its own. */
+static bool is_answered(int fd, const EpWorldConfig *config) {
+    EpFrame f;
+    int fd_in;
+    return ep_wire_receive(fd, &f, &fd_in) == 1 && f.kind == EP_FRAME_HELLO && f.rank == config->rank &&
+           memcmp(f.bytes, config->nonce, EP_NONCE_BYTES) == 0;
+}
+
 /* Rank 1 of 4 waits for ranks 2 and 3. It closes the connections of other processes, and a second
  * connection of the same rank. It closes a silent connection when another connection needs the place. */
 bool test_wire_connections(void) {
@@ -148,6 +167,8 @@ bool test_wire_connections(void) {
     CHECK_CODE(me, 0, ep_world_listen(&fd, host.config.names[3], zero.nonce));
     const int three = fd;
     if (pthread_create(&thread, NULL, connect_main, &host)) abort();
+    const int first = accept_and_answer(&zero);
+    CHECK(me, first >= 0);
     const struct {
         uint32_t rank, kind;
         bool knows_nonce;
@@ -160,7 +181,7 @@ bool test_wire_connections(void) {
         close(fd);
     }
     int second = connect_as(&host.config, 2, EP_FRAME_HELLO, true);
-    CHECK(me, second >= 0 && !is_closed_by_peer(second, 300));
+    CHECK(me, second >= 0 && !is_closed_by_peer(second, 300) && is_answered(second, &host.config));
     fd = connect_as(&host.config, 2, EP_FRAME_HELLO, true);
     CHECK(me, fd >= 0 && is_closed_by_peer(fd, LONG_MS));
     close(fd);
@@ -174,13 +195,14 @@ bool test_wire_connections(void) {
         CHECK(me, is_closed_by_peer(silent[i], 0));
         close(silent[i]);
     }
+    CHECK(me, is_answered(third, &host.config));
     CHECK(me, host.sockets[0] >= 0 && host.sockets[1] == -1);
     /* Each rank has its own socket. */
     CHECK_CODE(me, 0, ep_wire_send(host.sockets[2], &(EpFrame){.seq = 2}, -1, 0));
     CHECK_CODE(me, 0, ep_wire_send(host.sockets[3], &(EpFrame){.seq = 3}, -1, 0));
     CHECK(me, ep_wire_receive(second, &hello, &fd) == 1 && hello.seq == 2);
     CHECK(me, ep_wire_receive(third, &hello, &fd) == 1 && hello.seq == 3);
-    const int open_fds[] = {host.sockets[0], host.sockets[2], host.sockets[3],      second, third, two,
+    const int open_fds[] = {host.sockets[0], host.sockets[2], host.sockets[3],      first, second, third, two,
                             three,           zero.listen_fd,  host.config.listen_fd};
     for (size_t i = 0; i < sizeof open_fds / sizeof *open_fds; i++) ep_fork_close(open_fds[i]);
     return true;
