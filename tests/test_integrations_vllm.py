@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import epmoe
 import vllm_modules
+import vllm_quantized
 from cases import generator, process_ranks
 from epmoe import reference
 from pace import HANG_S
@@ -27,13 +28,22 @@ NUM_RANKS = 4
 SIZES = 1, 2, 4
 H, F, E = 32, 24, 8
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-# (T of each rank, K, dtype, what the experts leave to do, weights on the input), and E where it is not 8
+# (T of each rank, K, dtype, what the experts leave to do, weights on the input), E where it is not 8, and
+# the name of a vllm_quantized.QUANTS where the experts expect quantized input
 CASES = [((9, 9, 9, 9), 2, F32, "NoOP", False), ((9, 9, 9, 9), 2, F32, "Contiguous", False),
          ((5, 0, 12, 1), 3, F32, "Delegate", False), ((0, 0, 0, 0), 2, F32, "NoOP", False),
          ((0, 7, 0, 3), 2, BF16, "Contiguous", False), ((4, 6, 2, 8), 2, F16, "NoOP", False),
          ((3, 11, 0, 7), 1, F32, "NoOP", True), ((3, 11, 0, 7), 1, F32, "Contiguous", True),
          ((40, 2, 0, 9), 2, F32, "NoOP", False),  # more than max_tokens: a larger layer
-         ((9, 0, 12, 1), 2, F32, "Contiguous", False, 7), ((3, 11, 0, 7), 2, F32, "NoOP", False, 3)]
+         ((9, 0, 12, 1), 2, F32, "Contiguous", False, 7), ((3, 11, 0, 7), 2, F32, "NoOP", False, 3),
+         ((9, 0, 12, 1), 2, F32, "NoOP", False, 8, "block"),
+         ((4, 6, 2, 8), 3, BF16, "Delegate", False, 8, "block"),
+         ((0, 7, 0, 3), 2, F32, "Contiguous", False, 3, "transposed"),
+         ((3, 11, 0, 7), 1, F32, "NoOP", True, 8, "token"), ((0, 0, 0, 0), 2, F32, "NoOP", False, 8, "token"),
+         ((9, 9, 9, 9), 2, F32, "NoOP", False, 3, "static"),
+         ((5, 0, 12, 1), 2, F32, "Contiguous", False, 3, "tensor"),
+         ((5, 0, 12, 1), 2, F32, "NoOP", False, 8, "int8"), ((5, 0, 2, 1), 2, F32, "NoOP", False, 8, "nvfp4"),
+         ((5, 0, 2, 1), 2, F32, "NoOP", False, 8, "mxfp8")]
 MAX_TOKENS = 16
 
 
@@ -42,6 +52,10 @@ MAX_TOKENS = 16
 
 def num_experts(case):
     return case[5] if len(case) > 5 else E
+
+
+def quant_of(case):
+    return case[6] if len(case) > 6 else None
 
 
 def own(case, size, rank):
@@ -68,8 +82,10 @@ def parameters(dtype):
             torch.randn(E, H, F, generator=g).div(5).to(dtype)]
 
 
-def experts(rows, ids, weights, gate_up, down):
+def experts(rows, scales, ids, weights, gate_up, down):
     """What vLLM's experts do with rows of one expert each. weights: None if they are applied later."""
+    if scales is not None:
+        rows = vllm_quantized.numbers(rows, scales).to(down.dtype)
     y = torch.empty_like(rows)
     for e in range(E):
         of = (ids[:, 0] == e).nonzero()[:, 0]
@@ -111,7 +127,7 @@ def run_kernel(mover, case, first, size, rank):
 
     class Experts(kernel.FusedMoEExpertsModular):
         expects_unquantized_inputs = False
-        quant_config = types.SimpleNamespace(quant_dtype=None)
+        quant_config = vllm_quantized.config_of(quant_of(case))
         moe_config = config_of(size)
         a2_scale = None
 
@@ -127,9 +143,9 @@ def run_kernel(mover, case, first, size, rank):
         def finalize_weight_and_reduce_impl(self):
             return getattr(sys.modules[vllm_modules.OWN[2]], f"TopKWeightAndReduce{left}")()
 
-        def apply(self, output, hidden_states, topk_weights, topk_ids, **_):
-            apply_now = left == "NoOP" and not on_input
-            output.copy_(experts(hidden_states, topk_ids, topk_weights if apply_now else None, gate_up, down))
+        def apply(self, output, hidden_states, topk_weights, topk_ids, a1q_scale, **_):
+            applied = topk_weights if left == "NoOP" and not on_input else None
+            output.copy_(experts(hidden_states, a1q_scale, topk_ids, applied, gate_up, down))
 
     Experts.__abstractmethods__ = frozenset()  # what chooses among vLLM's experts
     whole = kernel.FusedMoEKernelModularImpl(mover, Experts())
@@ -147,28 +163,47 @@ def prepare_kernel():
     kernel._resize_cache = lambda t, shape: t[: math.prod(shape)].view(shape)
 
 
+def sent_to(ours, case, ranks):
+    """The rows that the experts `ours` must get, not quantized: ordered by expert, source rank, token."""
+    rows = [torch.empty(0, H, dtype=case[2])]
+    for e in ours:
+        for rank in ranks:
+            x, idx, weights = inputs(rank, case)
+            x = x * weights.to(x.dtype) if case[4] else x
+            rows.append(x[(idx == e).any(1)])
+    return torch.cat(rows)
+
+
 def run_case(mover, case, first, size, rank):
     """Check what prepare returns. Return the output and what it must be."""
     _, topk, dtype, left, on_input, *_ = case
     x, idx, weights = inputs(rank, case)
     gate_up, down = parameters(dtype)
-    quant = types.SimpleNamespace(quant_dtype=None)
+    quant = vllm_quantized.config_of(quant_of(case))
     rows, scales, meta, ids, row_weights = mover.prepare(x, weights, idx, num_experts(case), None, on_input,
                                                          quant, False)
     chosen = torch.cat([inputs(r, case)[1].flatten() for r in range(first, first + size)])
     ours = torch.tensor(own(case, size, rank - first), dtype=torch.int64)
     counts = (chosen[None] == ours[:, None]).sum(1)
-    assert scales is None and torch.equal(meta.expert_num_tokens.long(), counts)
+    sent = sent_to(ours, case, range(first, first + size)), None
+    if quant_of(case) and len(sent[0]):
+        sent = vllm_quantized.quantize(sent[0], quant_of(case))
+        assert torch.equal(scales, sent[1]) and scales.stride() == sent[1].stride()
+    assert (scales is None) == (sent[1] is None) and rows.dtype == sent[0].dtype
+    assert torch.equal(rows.float(), sent[0].float())
+    assert torch.equal(meta.expert_num_tokens.long(), counts)
     assert meta.expert_num_tokens.dtype == torch.int32 and ids.dtype == torch.int32
     assert rows.shape == (counts.sum(), H) and ids.shape == row_weights.shape == (len(rows), 1)
     assert torch.equal(ids[:, 0].long(), ours.repeat_interleave(counts))
-    y = experts(rows, ids, row_weights if left == "NoOP" and not on_input else None, gate_up, down)
+    y = experts(rows, scales, ids, row_weights if left == "NoOP" and not on_input else None, gate_up, down)
     output = torch.full((len(x), H), torch.nan, dtype=dtype)
     impl = getattr(sys.modules[vllm_modules.OWN[2]], f"TopKWeightAndReduce{left}")()
     shape = (len(rows), 1, H) if left == "Contiguous" else (len(rows), H)  # vLLM's experts return either
     mover.finalize(output, y.view(shape), row_weights, ids, on_input, impl)
     if on_input:
         x, weights = x * weights, torch.ones_like(weights)
+    if quant_of(case) not in (None, "tensor") and len(x):
+        x = vllm_quantized.numbers(*vllm_quantized.quantize(x, quant_of(case)))
     return output, reference.moe(x.float(), idx, weights, gate_up.float(), down.float())
 
 
@@ -194,7 +229,7 @@ def errors_of(integration, size):
     mover = make(config_of(size), None, None, True)  # without CUDA there are no graphs
     x, idx = torch.ones(1, H), torch.zeros(1, 2, dtype=torch.int32)
     call = x, torch.ones(1, 2), idx, E, None
-    say(mover.prepare, *call, False, types.SimpleNamespace(quant_dtype=torch.float8_e4m3fn), False)
+    say(mover.prepare, *call, False, types.SimpleNamespace(quant_dtype="mxfp4"), False)
     say(mover.prepare, *call, True, types.SimpleNamespace(quant_dtype=None), False)
     say(mover.finalize, x, x, x, idx, False, None)
     # The experts quantize themselves: the rows are moved as they are.
@@ -216,6 +251,7 @@ def main(rank, world_size, which):
     make = sys.modules[vllm_modules.OWN[1]].maybe_make_prepare_finalize
     assert other.maybe_make_prepare_finalize is make is integration._choose
     integration.get_current_vllm_config = settings()
+    vllm_quantized.prepare()
     if which == "source":
         prepare_kernel()
     results = {}
@@ -255,6 +291,8 @@ def results(request):
 @pytest.mark.parametrize("case", CASES, ids=[str(c).replace("torch.", "") for c in CASES])
 def test_integrations_vllm_equals_reference(results, size, case):
     atol = {F32: 2e-6, BF16: 2e-2, F16: 3e-3}[case[2]]
+    if quant_of(case) == "tensor":  # no reference for a scale of all rows of a rank: the error of FP8
+        atol = 0.1
     for cases, _ in results:
         got, want = cases[size, case]
         torch.testing.assert_close(got.float(), want, rtol=atol, atol=atol)
@@ -267,7 +305,7 @@ def test_integrations_vllm_refuses_what_it_does_not_have(results):
              "NotImplementedError: epmoe does not move the LoRA ids",
              "NotImplementedError: epmoe's ranks are fixed",
              "ValueError: epmoe's host reads the number of rows",
-             "NotImplementedError: the experts want rows of torch.float8_e4m3fn",
+             "NotImplementedError: the experts want rows of mxfp4",
              "ValueError: apply_router_weight_on_input with 2 experts",
              "RuntimeError: finalize without a prepare",
              "NotImplementedError: experts that leave object to do")

@@ -8,15 +8,24 @@ vllm/ (unpack the source archive of the version in docs/vllm.md there): those of
 import abc
 import dataclasses
 import enum
+import importlib
 import importlib.metadata
 import unittest.mock
 
 from framework_source import Source, add_module
 
 MOE = "vllm.model_executor.layers.fused_moe"
-OWN = [f"{MOE}.{name}" for name in ("modular_kernel", "all2all_utils", "topk_weight_and_reduce", "config")]
+OWN = [f"{MOE}.{name}" for name in ("modular_kernel", "all2all_utils", "topk_weight_and_reduce", "config",
+                                    "utils")]
 SOURCE = Source("vllm", "EPMOE_VLLM_SOURCE", OWN)
 _loaded = []
+
+
+def moe_kernel_quantize_input(A, A_scale, quant_dtype, per_act_token_quant, block_shape=None,
+                              is_scale_swizzled=True, is_scale_transposed=False,
+                              quantization_emulation=False, mx_alignment=0):
+    """vllm_quantized.py replaces it."""
+    raise NotImplementedError
 
 
 def _load_stand_in():
@@ -75,6 +84,7 @@ def _load_stand_in():
     add_module(OWN[1], maybe_make_prepare_finalize=maybe_make_prepare_finalize)
     add_module(OWN[2], **{name: type(name, (), {}) for name in (
         "TopKWeightAndReduceNoOP", "TopKWeightAndReduceContiguous", "TopKWeightAndReduceDelegate")})
+    add_module(OWN[4], moe_kernel_quantize_input=moe_kernel_quantize_input)
 
 
 def load(which):
@@ -82,6 +92,8 @@ def load(which):
     _loaded.append(which)
     if which == "source":
         SOURCE.load()
+        with unittest.mock.patch("torch.compile", lambda *_, **__: lambda function: function):
+            importlib.import_module(OWN[4])
     else:
         _load_stand_in()
     # The adapter asks for the version where vLLM has changed.

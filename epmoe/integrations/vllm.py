@@ -20,6 +20,7 @@ try:
     from vllm.model_executor.layers.fused_moe import all2all_utils as _all2all
     from vllm.model_executor.layers.fused_moe import modular_kernel as _kernel
     from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce as _reduce
+    from vllm.model_executor.layers.fused_moe import utils as _utils
 
     _Base = _kernel.FusedMoEPrepareAndFinalizeModular
     _chosen_by_vllm = _all2all.maybe_make_prepare_finalize
@@ -40,7 +41,11 @@ _CALLED = {
                 "weight_and_reduce_impl",
 }
 _CHOICE = "moe quant_config routing_tables allow_new_interface use_monolithic all2all_manager input_dtype"
+_QUANTIZE = ("A A_scale quant_dtype per_act_token_quant block_shape is_scale_swizzled is_scale_transposed "
+             "quantization_emulation mx_alignment")
 _BACKEND = "allgather_reducescatter"
+# The dtypes of rows that vLLM's moe_kernel_quantize_input makes on an NVIDIA GPU.
+_QUANTIZED = torch.float8_e4m3fn, torch.int8, "nvfp4", "mxfp8"
 
 logger = init_logger("vllm.epmoe")  # vLLM shows what loggers below "vllm" say
 
@@ -49,7 +54,8 @@ class EpmoePrepareAndFinalize(_Base):
     """What moves the tokens of one MoE layer.  After use(), vLLM makes it.
 
     Layers of one shape share a communication layer.  The number of tokens may differ between ranks and be 0.
-    Each row has one expert: the experts get [M, 1] ids and weights.
+    Each row has one expert: the experts get [M, 1] ids and weights.  Tokens are moved in their own dtype; the
+    receiver quantizes the rows for experts that expect quantized input, with vLLM's own function.
 
     Args:
         group: The ProcessGroup of the expert-parallel ranks, at most 8, or None for this process alone.
@@ -149,21 +155,25 @@ class EpmoePrepareAndFinalize(_Base):
             defer_input_quant: True if the experts quantize their input themselves.
 
         Returns:
-            A tuple (rows [M, H], None, the ExpertTokensMetadata with the rows of each local expert,
+            A tuple (rows [M, H], scales, the ExpertTokensMetadata with the rows of each local expert,
                 ids [M, 1], weights [M, 1]).  rows are ordered by expert, source rank, token; ids count all E
-                experts.
+                experts.  scales is None unless the rows are quantized.  Then rows and scales are what vLLM's
+                moe_kernel_quantize_input returns for this quant_config: for float8_e4m3fn, scales are
+                [M, H / 128] float32 with block_shape [128, 128], [M, 1] for each token, or 1 element for all
+                rows of this rank.
 
         Raises:
-            NotImplementedError: When the experts want quantized input.
+            NotImplementedError: When the experts want rows of a dtype that vLLM cannot make.
             ValueError, TypeError, EpError: As EPAll2AllLayer.dispatch.
 
         Examples:
             See docs/vllm.md.
         """
-        if quant_config.quant_dtype is not None and not defer_input_quant:
-            raise NotImplementedError(f"the experts want rows of {quant_config.quant_dtype}, and epmoe moves "
-                                      f"rows that are not quantized: use a model without quantized "
-                                      f"activations, or unset EPMOE_VLLM")
+        quantizes = quant_config.quant_dtype is not None and not defer_input_quant
+        if quantizes and quant_config.quant_dtype not in _QUANTIZED:
+            raise NotImplementedError(f"the experts want rows of {quant_config.quant_dtype}, which vLLM has "
+                                      f"no function to make: choose others with --moe-backend, for example "
+                                      f"triton, or unset EPMOE_VLLM")
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
                 raise ValueError(f"apply_router_weight_on_input with {topk_ids.shape[1]} experts for each "
@@ -176,7 +186,10 @@ class EpmoePrepareAndFinalize(_Base):
         expert = torch.arange(self._own.start, self._own.stop, dtype=topk_ids.dtype, device=rows.device)
         ids = expert.repeat_interleave(counts, output_size=len(rows))
         counts = _kernel.ExpertTokensMetadata(expert_num_tokens=counts.int(), expert_num_tokens_cpu=None)
-        return rows, None, counts, ids[:, None], weights[:, None]
+        scales = None
+        if quantizes and len(rows):  # without rows vLLM calls no experts
+            rows, scales = _quantized(rows, quant_config)
+        return rows, scales, counts, ids[:, None], weights[:, None]
 
     def finalize(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input,
                  weight_and_reduce_impl):
@@ -212,6 +225,15 @@ class EpmoePrepareAndFinalize(_Base):
                                       f"choose others with --moe-backend, for example triton")
         y = fused_expert_output.reshape(-1, fused_expert_output.shape[-1]).contiguous()
         output.copy_(layout.layer.combine(y, layout, weights), non_blocking=True)
+
+
+def _quantized(rows, config):
+    """Return rows and their scales as vLLM quantizes the input of experts where no tokens move."""
+    scale = config.a1_gscale if config.quant_dtype == "nvfp4" else config.a1_scale
+    return _utils.moe_kernel_quantize_input(
+        rows, scale, config.quant_dtype, config.per_act_token_quant, config.block_shape,
+        is_scale_swizzled=config.is_scale_swizzled, is_scale_transposed=config.is_scale_transposed,
+        mx_alignment=config.mx_alignment)
 
 
 # ---- vLLM's choice of what moves the tokens ----
@@ -270,6 +292,7 @@ def use():
     if _all2all.maybe_make_prepare_finalize is _choose:
         return
     check_methods("vllm", _all2all, maybe_make_prepare_finalize=_CHOICE)
+    check_methods("vllm", _utils, moe_kernel_quantize_input=_QUANTIZE)
     check_methods("vllm", _Base, **_CALLED)
     if EpmoePrepareAndFinalize.__abstractmethods__:
         missing = ", ".join(sorted(EpmoePrepareAndFinalize.__abstractmethods__))
