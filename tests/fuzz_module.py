@@ -168,7 +168,8 @@ WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "compl
          "storage"]
 # The kinds of each function's arguments: keys of strategies().  Those after a | are elements of a tuple.
 SIGNATURES = {
-    "set_exceptions": "dict", "world_listen": "", "world_create": "small small seconds fd nonce names",
+    "set_exceptions": "dict", "world_listen": "", "world_unlisten": "fd",
+    "world_create": "small small seconds fd nonce names",
     "world_threads": "n seconds", "world_check": "W", "world_lost_ranks": "W",
     "world_set_timeout": "W seconds", "world_close": "W flag", "world_exchange": "W bytes",
     "world_refuse": "W code", "world_flight_record": "W",

@@ -46,13 +46,12 @@ int ep_fork_guard(int fd) {
 }
 
 void ep_fork_close(int fd) {
-    if (fd < 0) return;
     ep_fork_lock();
     for (uint32_t i = num_guarded; i-- > 0;)
         if (guarded[i] == fd) {
             guarded[i] = guarded[--num_guarded];
+            close(fd);
             break;
         }
-    close(fd);
     ep_fork_unlock();
 }

@@ -94,11 +94,13 @@ bool test_wire_frames(void) {
 typedef struct {
     EpWorldConfig config;
     int sockets[EP_MAX_RANKS], code;
+    bool is_another_user; /* with a short limit */
 } ConnectCall;
 static void *connect_main(void *arg) {
     ConnectCall *call = (ConnectCall *)arg;
-    call->code =
-        ep_wire_connect(&call->config, call->sockets, ep_now_ns() + (uint64_t)(long_timeout_s * 1e9));
+    const double limit_s = call->is_another_user ? short_timeout_s * slowness() : long_timeout_s;
+    if (call->is_another_user) test_be_another_user();
+    call->code = ep_wire_connect(&call->config, call->sockets, ep_now_ns() + (uint64_t)(limit_s * 1e9));
     return NULL;
 }
 
@@ -108,10 +110,8 @@ static int open_connection(const EpWorldConfig *config) {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     memcpy(address.sun_path + 1, name + 1, name[0] - 1u);
     int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    return connect(fd, (struct sockaddr *)&address,
-                   (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0]))
-               ? -1
-               : fd;
+    const socklen_t length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0]);
+    return connect(fd, (struct sockaddr *)&address, length) ? -1 : fd;
 }
 
 /* Connect, and send a hello frame as a rank. With another kind or nonce, the frame is not valid. */
@@ -208,29 +208,22 @@ bool test_wire_connections(void) {
     return true;
 }
 
-static void *connect_as_another_user(void *arg) {
-    ConnectCall *call = (ConnectCall *)arg;
-    test_be_another_user();
-    call->code = ep_wire_connect(&call->config, call->sockets,
-                                 ep_now_ns() + (uint64_t)(short_timeout_s * slowness() * 1e9));
-    return NULL;
-}
-
 /* Rank 0 closes a connection from a process of another user, although its hello is valid. */
 bool test_wire_another_user(void) {
-    ConnectCall host = {.config = {.rank = 0, .num_ranks = 2}};
+    ConnectCall host = {.config = {.rank = 0, .num_ranks = 2}, .is_another_user = true};
     EpWorldConfig one = {.rank = 1, .num_ranks = 2};
     Rank *me = NULL;
     pthread_t thread;
     CHECK_CODE(me, 0, ep_world_listen(&host.config.listen_fd, host.config.names[0], host.config.nonce));
     CHECK_CODE(me, 0, ep_world_listen(&one.listen_fd, host.config.names[1], one.nonce));
-    if (pthread_create(&thread, NULL, connect_as_another_user, &host)) abort();
+    if (pthread_create(&thread, NULL, connect_main, &host)) abort();
     int fd = connect_as(&host.config, 1, EP_FRAME_HELLO, true);
     CHECK(me, fd >= 0 && is_closed_by_peer(fd, LONG_MS));
     pthread_join(thread, NULL);
     CHECK(me, host.code != 0 && host.sockets[1] == -1);
-    const int open_fds[] = {fd, one.listen_fd, host.config.listen_fd};
-    for (size_t i = 0; i < sizeof open_fds / sizeof *open_fds; i++) close(open_fds[i]);
+    close(fd);
+    ep_fork_close(one.listen_fd);
+    ep_fork_close(host.config.listen_fd);
     return true;
 }
 
