@@ -45,6 +45,7 @@ CASES = [((9, 9, 9, 9), 2, F32, "NoOP", False), ((9, 9, 9, 9), 2, F32, "Contiguo
          ((5, 0, 12, 1), 2, F32, "NoOP", False, 8, "int8"), ((5, 0, 2, 1), 2, F32, "NoOP", False, 8, "nvfp4"),
          ((5, 0, 2, 1), 2, F32, "NoOP", False, 8, "mxfp8")]
 MAX_TOKENS = 16
+GRAPH = 13  # the most tokens of a rank in a CUDA graph
 
 
 # ---- in the ranks ----
@@ -114,7 +115,7 @@ def settings(graphs="NONE", elastic=False):
     """A stand-in for get_current_vllm_config."""
     mode = types.SimpleNamespace(name=graphs)
     return lambda: types.SimpleNamespace(
-        compilation_config=types.SimpleNamespace(cudagraph_mode=mode),
+        compilation_config=types.SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=GRAPH),
         parallel_config=types.SimpleNamespace(enable_elastic_ep=elastic))
 
 
@@ -174,7 +175,31 @@ def sent_to(ours, case, ranks):
     return torch.cat(rows)
 
 
-def run_case(mover, case, first, size, rank):
+def check_prepared(rows, scales, meta, ids, row_weights, ours, case, ranks, fixed):
+    """Check what prepare returns, and return M. Where `fixed`, zeros follow the M rows."""
+    chosen = torch.cat([inputs(r, case)[1].flatten() for r in ranks])
+    counts = (chosen[None] == ours[:, None]).sum(1)
+    num = int(counts.sum())
+    assert torch.equal(meta.expert_num_tokens.long(), counts) and meta.expert_num_tokens.dtype == torch.int32
+    total = num
+    if fixed:
+        graph_size = GRAPH if max(case[0][r] for r in ranks) > 4 else 4
+        total = len(ranks) * graph_size * case[1]
+    assert len(rows) == total and ids.shape == row_weights.shape == (total, 1) and ids.dtype == torch.int32
+    assert torch.equal(ids[:num, 0].long(), ours.repeat_interleave(counts))
+    others = set(range(-1, num_experts(case))) - set(ours.tolist())
+    assert set(ids[num:].flatten().tolist()) <= others and not row_weights[num:].any()
+    assert len(ranks) == 1 or total == num or ids[num:].min() >= 0
+    sent = torch.nn.functional.pad(sent_to(ours, case, ranks), (0, 0, 0, total - num)), None
+    if quant_of(case) and total:
+        sent = vllm_quantized.quantize(sent[0], quant_of(case))
+        assert torch.equal(scales, sent[1]) and scales.stride() == sent[1].stride()
+    assert (scales is None) == (sent[1] is None) and rows.dtype == sent[0].dtype
+    assert torch.equal(rows.float(), sent[0].float())
+    return num
+
+
+def run_case(mover, case, first, size, rank, fixed=False):
     """Check what prepare returns. Return the output and what it must be."""
     _, topk, dtype, left, on_input, *_ = case
     x, idx, weights = inputs(rank, case)
@@ -182,20 +207,10 @@ def run_case(mover, case, first, size, rank):
     quant = vllm_quantized.config_of(quant_of(case))
     rows, scales, meta, ids, row_weights = mover.prepare(x, weights, idx, num_experts(case), None, on_input,
                                                          quant, False)
-    chosen = torch.cat([inputs(r, case)[1].flatten() for r in range(first, first + size)])
     ours = torch.tensor(own(case, size, rank - first), dtype=torch.int64)
-    counts = (chosen[None] == ours[:, None]).sum(1)
-    sent = sent_to(ours, case, range(first, first + size)), None
-    if quant_of(case) and len(sent[0]):
-        sent = vllm_quantized.quantize(sent[0], quant_of(case))
-        assert torch.equal(scales, sent[1]) and scales.stride() == sent[1].stride()
-    assert (scales is None) == (sent[1] is None) and rows.dtype == sent[0].dtype
-    assert torch.equal(rows.float(), sent[0].float())
-    assert torch.equal(meta.expert_num_tokens.long(), counts)
-    assert meta.expert_num_tokens.dtype == torch.int32 and ids.dtype == torch.int32
-    assert rows.shape == (counts.sum(), H) and ids.shape == row_weights.shape == (len(rows), 1)
-    assert torch.equal(ids[:, 0].long(), ours.repeat_interleave(counts))
+    num = check_prepared(rows, scales, meta, ids, row_weights, ours, case, range(first, first + size), fixed)
     y = experts(rows, scales, ids, row_weights if left == "NoOP" and not on_input else None, gate_up, down)
+    y[num:] = torch.nan  # what vLLM's experts leave there
     output = torch.full((len(x), H), torch.nan, dtype=dtype)
     impl = getattr(sys.modules[vllm_modules.OWN[2]], f"TopKWeightAndReduce{left}")()
     shape = (len(rows), 1, H) if left == "Contiguous" else (len(rows), H)  # vLLM's experts return either
@@ -205,6 +220,17 @@ def run_case(mover, case, first, size, rank):
     if quant_of(case) not in (None, "tensor") and len(x):
         x = vllm_quantized.numbers(*vllm_quantized.quantize(x, quant_of(case)))
     return output, reference.moe(x.float(), idx, weights, gate_up.float(), down.float())
+
+
+def run_fixed(integration, case, group, size, rank):
+    """The case as in a CUDA graph, if no rank has more than GRAPH tokens. Return the output, or None."""
+    first = rank // size * size
+    tokens = case[0][first:first + size]
+    integration.get_forward_context = lambda: types.SimpleNamespace(
+        dp_metadata=types.SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens)))
+    mover = integration.EpmoePrepareAndFinalize(group, MAX_TOKENS, H, case[1], num_experts(case), case[2],
+                                                "cpu", GRAPH)
+    return run_case(mover, case, first, size, rank, fixed=max(tokens) <= GRAPH)[0]
 
 
 def errors_of(integration, size):
@@ -225,13 +251,16 @@ def errors_of(integration, size):
     integration.get_current_vllm_config = settings(elastic=True)
     say(make, config_of(size), None, None, True)
     integration.get_current_vllm_config = settings("PIECEWISE")
-    say(make, config_of(size, device="cuda"), None, None, True)
+    assert integration._graph_tokens(config_of(size, device="cuda")) == GRAPH
+    assert integration._graph_tokens(config_of(size)) == 0
     mover = make(config_of(size), None, None, True)  # without CUDA there are no graphs
     x, idx = torch.ones(1, H), torch.zeros(1, 2, dtype=torch.int32)
     call = x, torch.ones(1, 2), idx, E, None
     say(mover.prepare, *call, False, types.SimpleNamespace(quant_dtype="mxfp4"), False)
     say(mover.prepare, *call, True, types.SimpleNamespace(quant_dtype=None), False)
     say(mover.finalize, x, x, x, idx, False, None)
+    integration.torch.cuda.is_current_stream_capturing = lambda: True
+    say(mover._layer_of_fixed_size, types.SimpleNamespace(is_cuda=True, shape=[17]))
     # The experts quantize themselves: the rows are moved as they are.
     quant = types.SimpleNamespace(quant_dtype=torch.float8_e4m3fn)
     rows, scales, _, ids, weights = mover.prepare(*call, False, quant, defer_input_quant=True)
@@ -274,6 +303,7 @@ def main(rank, world_size, which):
                 if which == "source":
                     y = run_kernel(mover, case, rank // size * size, size, rank)
                     assert torch.equal(y, results[size, case][0])
+                results[size, case] += run_fixed(integration, case, group.cpu_group, size, rank),
     return results, errors_of(integration, size)
 
 
@@ -294,8 +324,9 @@ def test_integrations_vllm_equals_reference(results, size, case):
     if quant_of(case) == "tensor":  # no reference for a scale of all rows of a rank: the error of FP8
         atol = 0.1
     for cases, _ in results:
-        got, want = cases[size, case]
+        got, want, fixed = cases[size, case]
         torch.testing.assert_close(got.float(), want, rtol=atol, atol=atol)
+        assert torch.equal(got, fixed)
     assert sum(len(cases[size, case][0]) for cases, _ in results) == sum(case[0])
 
 
@@ -304,10 +335,10 @@ def test_integrations_vllm_refuses_what_it_does_not_have(results):
              "NotImplementedError: the chosen experts also route",
              "NotImplementedError: epmoe does not move the LoRA ids",
              "NotImplementedError: epmoe's ranks are fixed",
-             "ValueError: epmoe's host reads the number of rows",
              "NotImplementedError: the experts want rows of mxfp4",
              "ValueError: apply_router_weight_on_input with 2 experts",
              "RuntimeError: finalize without a prepare",
+             "RuntimeError: a CUDA graph with 17 tokens: epmoe expects at most 0",
              "NotImplementedError: experts that leave object to do")
     for _, messages in results:
         assert all(m.startswith(t) for m, t in zip(messages, texts, strict=True)), messages

@@ -76,8 +76,8 @@ def _load_stand_in():
                                     use_monolithic=False, all2all_manager=None, input_dtype=None):
         return "vLLM's own"
 
-    for name in ("config", "distributed", "logger"):
-        add_module(f"vllm.{name}", get_current_vllm_config=None, get_ep_group=None,
+    for name in ("config", "distributed", "forward_context", "logger"):
+        add_module(f"vllm.{name}", get_current_vllm_config=None, get_ep_group=None, get_forward_context=None,
                    init_logger=unittest.mock.MagicMock())
     add_module(OWN[0], **{c.__name__: c for c in (FusedMoEActivationFormat, ExpertTokensMetadata,
                                                   FusedMoEPrepareAndFinalizeModular)})

@@ -1,6 +1,6 @@
 """vLLM: its expert-parallel MoE layers move the tokens with epmoe.
 
-    EPMOE_VLLM=1 vllm serve MODEL --data-parallel-size 8 --enable-expert-parallel --enforce-eager
+    EPMOE_VLLM=1 vllm serve MODEL --data-parallel-size 8 --enable-expert-parallel
 
 vLLM finds epmoe through the entry point "vllm.general_plugins" of the installed package.  vLLM has no
 registry for what moves the tokens, so use() replaces the function that chooses it, and takes the place of
@@ -16,6 +16,7 @@ import torch
 try:
     from vllm.config import get_current_vllm_config
     from vllm.distributed import get_ep_group
+    from vllm.forward_context import get_forward_context
     from vllm.logger import init_logger
     from vllm.model_executor.layers.fused_moe import all2all_utils as _all2all
     from vllm.model_executor.layers.fused_moe import modular_kernel as _kernel
@@ -66,6 +67,9 @@ class EpmoePrepareAndFinalize(_Base):
             of the first E mod W ranks one more.
         dtype: Of the tokens: bfloat16, float16 or float32.
         device: Of the tokens.
+        graph_tokens: The most tokens of a rank in a CUDA graph, or 0.  Where no rank has more tokens in a
+            call, the outputs of prepare have a fixed size and the host reads nothing.
+        sequence_ranks: The ranks that share the tokens of one data-parallel rank (sequence parallelism).
 
     Raises:
         ValueError, TypeError, EpError: As EPAll2AllLayer.
@@ -78,7 +82,8 @@ class EpmoePrepareAndFinalize(_Base):
         (1, True)
     """
 
-    def __init__(self, group, max_tokens, hidden, topk, num_experts, dtype, device):
+    def __init__(self, group, max_tokens, hidden, topk, num_experts, dtype, device, graph_tokens=0,
+                 sequence_ranks=1):
         super().__init__()
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -90,14 +95,18 @@ class EpmoePrepareAndFinalize(_Base):
         num, more = divmod(num_experts, world.size)
         ends = [(r + 1) * num + min(r + 1, more) for r in range(world.size)]
         self._own = range(([0] + ends)[world.rank], ends[world.rank])
-        self._num_physical = num_experts
+        self._num_experts = self._num_physical = num_experts
         self._map = None  # from vLLM's ids to the layer's experts, where they differ
         if more:
             held = [e if e < end else -1 for first, end in zip([0] + ends, ends)
                     for e in range(first, first + num + 1)]
             self._map = ExpertMap(torch.tensor(held, device=device), num_experts)
             self._num_physical = len(held)
-        layers.make_layer(group, max_tokens, hidden, topk, self._num_physical, dtype, device)
+        shape = hidden, topk, self._num_physical, dtype, device
+        layers.make_layer(group, max_tokens, *shape)
+        self._sequence_ranks = sequence_ranks
+        self._fixed = [layers.make_layer(group, size, *shape, capacity=world.size * size * topk)
+                       for size in _graph_sizes(graph_tokens)]
 
     @property
     def activation_format(self):
@@ -160,10 +169,12 @@ class EpmoePrepareAndFinalize(_Base):
                 experts.  scales is None unless the rows are quantized.  Then rows and scales are what vLLM's
                 moe_kernel_quantize_input returns for this quant_config: for float8_e4m3fn, scales are
                 [M, H / 128] float32 with block_shape [128, 128], [M, 1] for each token, or 1 element for all
-                rows of this rank.
+                rows of this rank.  Where no rank has more than graph_tokens tokens, rows of zeros follow,
+                with the id of an expert of another rank, and a fixed number of rows takes the place of M.
 
         Raises:
             NotImplementedError: When the experts want rows of a dtype that vLLM cannot make.
+            RuntimeError: In the capture of a CUDA graph, with more than graph_tokens tokens.
             ValueError, TypeError, EpError: As EPAll2AllLayer.dispatch.
 
         Examples:
@@ -180,16 +191,41 @@ class EpmoePrepareAndFinalize(_Base):
                                  f"token: it needs one")
             a1 = a1 * topk_weights.to(a1.dtype)
         idx = topk_ids if self._map is None else self._map.physical(topk_ids)
-        rows, weights, self._layout = layers.dispatch(self._group, a1.contiguous(), idx.contiguous(),
-                                                      topk_weights.contiguous(), self._num_physical)
+        call = a1.contiguous(), idx.contiguous(), topk_weights.contiguous()
+        layer = self._layer_of_fixed_size(a1)
+        if layer is None:
+            rows, weights, self._layout = layers.dispatch(self._group, *call, self._num_physical)
+        else:
+            rows, weights, self._layout = layer.dispatch(*call)
         counts = self._layout.tokens_per_expert[:len(self._own)]
-        expert = torch.arange(self._own.start, self._own.stop, dtype=topk_ids.dtype, device=rows.device)
-        ids = expert.repeat_interleave(counts, output_size=len(rows))
+        ids = self._ids(counts, len(rows)).to(topk_ids.dtype)
         counts = _kernel.ExpertTokensMetadata(expert_num_tokens=counts.int(), expert_num_tokens_cpu=None)
         scales = None
         if quantizes and len(rows):  # without rows vLLM calls no experts
             rows, scales = _quantized(rows, quant_config)
         return rows, scales, counts, ids[:, None], weights[:, None]
+
+    def _layer_of_fixed_size(self, a1):
+        """Return the layer whose outputs have a fixed size, the same on all ranks, or None."""
+        metadata = get_forward_context().dp_metadata if self._fixed else None
+        if metadata is not None:  # it has the tokens of all ranks, on the host
+            most = -(-int(metadata.num_tokens_across_dp_cpu.max()) // self._sequence_ranks)
+            for layer in self._fixed:
+                if most <= layer.max_tokens:
+                    return layer
+        if a1.is_cuda and torch.cuda.is_current_stream_capturing():
+            most = self._fixed[-1].max_tokens if self._fixed else 0
+            raise RuntimeError(f"a CUDA graph with {a1.shape[0]} tokens: epmoe expects at most {most}, "
+                               f"from vLLM's max_cudagraph_capture_size: add --enforce-eager")
+        return None
+
+    def _ids(self, counts, num_rows):
+        """Return the expert of each row, [num_rows] int64.  Rows after the last have one of another rank."""
+        ends = counts.cumsum(0)
+        local = torch.searchsorted(ends, torch.arange(num_rows, device=ends.device), right=True)
+        # Experts skip such rows, as they do after vLLM's own dispatch, which gives every row to every rank.
+        elsewhere = self._own.stop % self._num_experts if len(self._own) < self._num_experts else -1
+        return torch.where(local < len(self._own), local + self._own.start, elsewhere)
 
     def finalize(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input,
                  weight_and_reduce_impl):
@@ -227,6 +263,14 @@ class EpmoePrepareAndFinalize(_Base):
         output.copy_(layout.layer.combine(y, layout, weights), non_blocking=True)
 
 
+def _graph_sizes(most):
+    """Return the token counts for which layers of a fixed size are made, ascending; the last one is most."""
+    sizes = [most] if most else []
+    while sizes and sizes[-1] > 8:
+        sizes.append(-(-sizes[-1] // 4))
+    return sizes[::-1]
+
+
 def _quantized(rows, config):
     """Return rows and their scales as vLLM quantizes the input of experts where no tokens move."""
     scale = config.a1_gscale if config.quant_dtype == "nvfp4" else config.a1_scale
@@ -245,10 +289,6 @@ def _check(moe, use_monolithic):
     if parallel.all2all_backend != _BACKEND:
         raise ValueError(f"EPMOE_VLLM=1 takes the place of --all2all-backend {_BACKEND}: leave "
                          f"--all2all-backend {parallel.all2all_backend} out, or unset EPMOE_VLLM")
-    graphs = config.compilation_config.cudagraph_mode
-    if torch.device(moe.device).type == "cuda" and getattr(graphs, "name", "NONE") != "NONE":
-        raise ValueError("epmoe's host reads the number of rows, which a CUDA graph cannot hold: add "
-                         "--enforce-eager, or --compilation-config '{\"cudagraph_mode\": \"NONE\"}'")
     if use_monolithic:
         raise NotImplementedError("the chosen experts also route, and epmoe moves routed tokens: choose "
                                   "others with --moe-backend, for example triton")
@@ -258,6 +298,14 @@ def _check(moe, use_monolithic):
     if config.parallel_config.enable_elastic_ep:  # moe.elastic_ep_max_dp_size is set without it, too
         raise NotImplementedError("epmoe's ranks are fixed: serve without --enable-elastic-ep, or unset "
                                   "EPMOE_VLLM")
+
+
+def _graph_tokens(moe):
+    """Return the most tokens of a rank in a CUDA graph of vLLM, or 0."""
+    settings = get_current_vllm_config().compilation_config
+    if torch.device(moe.device).type != "cuda" or getattr(settings.cudagraph_mode, "name", "NONE") == "NONE":
+        return 0
+    return -(-(settings.max_cudagraph_capture_size or 0) // moe.moe_parallel_config.sp_size)
 
 
 def _choose(moe, quant_config, routing_tables=None, allow_new_interface=False, use_monolithic=False,
@@ -270,7 +318,8 @@ def _choose(moe, quant_config, routing_tables=None, allow_new_interface=False, u
                                all2all_manager, input_dtype)
     _check(moe, use_monolithic)
     mover = EpmoePrepareAndFinalize(get_ep_group().cpu_group, moe.max_num_tokens, moe.hidden_dim,
-                                    moe.experts_per_token, moe.num_experts, moe.in_dtype, moe.device)
+                                    moe.experts_per_token, moe.num_experts, moe.in_dtype, moe.device,
+                                    _graph_tokens(moe), moe.moe_parallel_config.sp_size)
     logger.info_once("epmoe moves the tokens of the MoE layers between %d ranks", mover.num_dispatchers())
     return mover
 
