@@ -76,7 +76,7 @@ HEAD_RANK_ROWS: Final[int]
 
 def set_exceptions(classes: dict[str, type[Exception]], /) -> None: ...
 def world_listen() -> tuple[int, bytes, bytes]: ...  # file descriptor, name, nonce
-def world_unlisten(listen_fd: int) -> None: ...  # where world_create does not take it
+def world_unlisten(listen_fd: int, /) -> None: ...  # where world_create does not take it
 def world_create(
     rank: int,
     num_ranks: int,
