@@ -46,10 +46,10 @@ MPS = "nvidia-cuda-mps-control"
 # The suite in parts, so that each ends within LONGEST_S also where four ranks take turns on one GPU.
 PARTS = {
     "move": ("dispatch", "combine", "plan", "heap", "world", "gemm", "build", "env", "bench", "fuzz", "soak",
-             "import", "install"),
-    "layer": ("layer", "moe", "examples", "integrations"),
-    "errors": ("errors",),
-    "fused": ("fused", "low"),
+             "import", "install", "limits"),
+    "layer": ("layer", "moe", "examples", "integrations", "expert", "shards", "tuning"),
+    "errors": ("errors", "written"),
+    "fused": ("fused", "low", "fp8"),
 }
 
 

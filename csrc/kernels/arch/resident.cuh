@@ -57,7 +57,7 @@ static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, ui
 
 /* The same for a kernel that begins with ep_await_previous_kernel. Its launch overlaps the end of the kernel
  * before it in the stream (programmatic dependent launch): its CTAs start when all CTAs of that kernel have
- * exited, but before the memory of that kernel is flushed. That saves 0.3 us of a launch in a graph (E-077).
+ * exited, but before the memory of that kernel is flushed. That saves 0.3 us of a launch in a graph (E-078).
  * No CTA waits on an SM that the kernel before still needs, so this adds no deadlock. */
 template <typename P>
 static cudaError_t ep_launch_resident_early(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps,
