@@ -180,7 +180,7 @@ def check_prepared(rows, scales, meta, ids, row_weights, ours, case, ranks, fixe
     chosen = torch.cat([inputs(r, case)[1].flatten() for r in ranks])
     counts = (chosen[None] == ours[:, None]).sum(1)
     num = int(counts.sum())
-    assert torch.equal(meta.expert_num_tokens.long(), counts) and meta.expert_num_tokens.dtype == torch.int32
+    assert meta is None  # vLLM's CutlassExpertsFp8 asserts that it has no counts
     total = num
     if fixed:
         graph_size = GRAPH if max(case[0][r] for r in ranks) > 4 else 4
@@ -259,6 +259,9 @@ def errors_of(integration, size):
     say(mover.prepare, *call, False, types.SimpleNamespace(quant_dtype="mxfp4"), False)
     say(mover.prepare, *call, True, types.SimpleNamespace(quant_dtype=None), False)
     say(mover.finalize, x, x, x, idx, False, None)
+    mover.post_init_setup(types.SimpleNamespace(topk=1))
+    mover.post_init_setup(types.SimpleNamespace())
+    say(mover.post_init_setup, types.SimpleNamespace(topk=2))
     integration.torch.cuda.is_current_stream_capturing = lambda: True
     say(mover._layer_of_fixed_size, types.SimpleNamespace(is_cuda=True, shape=[17]))
     # The experts quantize themselves: the rows are moved as they are.
@@ -338,6 +341,7 @@ def test_integrations_vllm_refuses_what_it_does_not_have(results):
              "NotImplementedError: the experts want rows of mxfp4",
              "ValueError: apply_router_weight_on_input with 2 experts",
              "RuntimeError: finalize without a prepare",
+             "NotImplementedError: SimpleNamespace expects 2 experts for each row",
              "RuntimeError: a CUDA graph with 17 tokens: epmoe expects at most 0",
              "NotImplementedError: experts that leave object to do")
     for _, messages in results:

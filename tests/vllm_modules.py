@@ -6,7 +6,6 @@ vllm/ (unpack the source archive of the version in docs/vllm.md there): those of
 """
 
 import abc
-import dataclasses
 import enum
 import importlib
 import importlib.metadata
@@ -32,11 +31,6 @@ def _load_stand_in():
     class FusedMoEActivationFormat(enum.Enum):
         Standard = ("standard",)
 
-    @dataclasses.dataclass
-    class ExpertTokensMetadata:
-        expert_num_tokens: object
-        expert_num_tokens_cpu: object
-
     class FusedMoEPrepareAndFinalizeModular(abc.ABC):
         @property
         @abc.abstractmethod
@@ -59,13 +53,16 @@ def _load_stand_in():
         def output_is_reduced(self):
             """A bool."""
 
+        def post_init_setup(self, fused_experts):
+            """Called with the chosen experts."""
+
         def supports_async(self):
             return False
 
         @abc.abstractmethod
         def prepare(self, a1, topk_weights, topk_ids, num_experts, expert_map, apply_router_weight_on_input,
                     quant_config, defer_input_quant):
-            """Return rows, scales, ExpertTokensMetadata, ids, weights."""
+            """Return rows, scales, ExpertTokensMetadata or None, ids, weights."""
 
         @abc.abstractmethod
         def finalize(self, output, fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input,
@@ -79,8 +76,8 @@ def _load_stand_in():
     for name in ("config", "distributed", "forward_context", "logger"):
         add_module(f"vllm.{name}", get_current_vllm_config=None, get_ep_group=None, get_forward_context=None,
                    init_logger=unittest.mock.MagicMock())
-    add_module(OWN[0], **{c.__name__: c for c in (FusedMoEActivationFormat, ExpertTokensMetadata,
-                                                  FusedMoEPrepareAndFinalizeModular)})
+    add_module(OWN[0], FusedMoEActivationFormat=FusedMoEActivationFormat,
+               FusedMoEPrepareAndFinalizeModular=FusedMoEPrepareAndFinalizeModular)
     add_module(OWN[1], maybe_make_prepare_finalize=maybe_make_prepare_finalize)
     add_module(OWN[2], **{name: type(name, (), {}) for name in (
         "TopKWeightAndReduceNoOP", "TopKWeightAndReduceContiguous", "TopKWeightAndReduceDelegate")})

@@ -36,6 +36,7 @@ __all__ = ["EpmoePrepareAndFinalize", "use"]
 
 # What vLLM calls, and with what.
 _CALLED = {
+    "post_init_setup": "self fused_experts",
     "prepare": "self a1 topk_weights topk_ids num_experts expert_map apply_router_weight_on_input "
                "quant_config defer_input_quant",
     "finalize": "self output fused_expert_output topk_weights topk_ids apply_router_weight_on_input "
@@ -108,6 +109,24 @@ class EpmoePrepareAndFinalize(_Base):
         self._fixed = [layers.make_layer(group, size, *shape, capacity=world.size * size * topk)
                        for size in _graph_sizes(graph_tokens)]
 
+    def post_init_setup(self, fused_experts):
+        """Check that the chosen experts take rows of one expert each.  vLLM calls it once for each layer.
+
+        Args:
+            fused_experts: vLLM's experts.
+
+        Raises:
+            NotImplementedError: When they expect K experts for each row, whatever the shape of the ids.
+
+        Examples:
+            See docs/vllm.md.
+        """
+        topk = getattr(fused_experts, "topk", 1)
+        if topk != 1:
+            raise NotImplementedError(f"{type(fused_experts).__name__} expects {topk} experts for each row, "
+                                      f"and epmoe's rows have one: choose others with --moe-backend, for "
+                                      f"example deep_gemm or triton")
+
     @property
     def activation_format(self):
         """The rows of all experts in one tensor.
@@ -164,13 +183,13 @@ class EpmoePrepareAndFinalize(_Base):
             defer_input_quant: True if the experts quantize their input themselves.
 
         Returns:
-            A tuple (rows [M, H], scales, the ExpertTokensMetadata with the rows of each local expert,
-                ids [M, 1], weights [M, 1]).  rows are ordered by expert, source rank, token; ids count all E
-                experts.  scales is None unless the rows are quantized.  Then rows and scales are what vLLM's
-                moe_kernel_quantize_input returns for this quant_config: for float8_e4m3fn, scales are
-                [M, H / 128] float32 with block_shape [128, 128], [M, 1] for each token, or 1 element for all
-                rows of this rank.  Where no rank has more than graph_tokens tokens, rows of zeros follow,
-                with the id of an expert of another rank, and a fixed number of rows takes the place of M.
+            A tuple (rows [M, H], scales, None, ids [M, 1], weights [M, 1]).  rows are ordered by expert,
+                source rank, token; ids count all E experts.  scales is None unless the rows are quantized.
+                Then rows and scales are what vLLM's moe_kernel_quantize_input returns for this
+                quant_config: for float8_e4m3fn, scales are [M, H / 128] float32 with block_shape [128,
+                128], [M, 1] for each token, or 1 element for all rows of this rank.  Where no rank has more
+                than graph_tokens tokens, rows of zeros follow, with the id of an expert of another rank,
+                and a fixed number of rows takes the place of M.
 
         Raises:
             NotImplementedError: When the experts want rows of a dtype that vLLM cannot make.
@@ -199,11 +218,11 @@ class EpmoePrepareAndFinalize(_Base):
             rows, weights, self._layout = layer.dispatch(*call)
         counts = self._layout.tokens_per_expert[:len(self._own)]
         ids = self._ids(counts, len(rows)).to(topk_ids.dtype)
-        counts = _kernel.ExpertTokensMetadata(expert_num_tokens=counts.int(), expert_num_tokens_cpu=None)
         scales = None
         if quantizes and len(rows):  # without rows vLLM calls no experts
             rows, scales = _quantized(rows, quant_config)
-        return rows, scales, counts, ids[:, None], weights[:, None]
+        # As after vLLM's own dispatch there are no counts: its CUTLASS experts for FP8 refuse them.
+        return rows, scales, None, ids[:, None], weights[:, None]
 
     def _layer_of_fixed_size(self, a1):
         """Return the layer whose outputs have a fixed size, the same on all ranks, or None."""
