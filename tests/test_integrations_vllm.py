@@ -183,8 +183,8 @@ def check_prepared(rows, scales, meta, ids, row_weights, ours, case, ranks, fixe
     assert meta is None  # vLLM's CutlassExpertsFp8 asserts that it has no counts
     total = num
     if fixed:
-        graph_size = GRAPH if max(case[0][r] for r in ranks) > 4 else 4
-        total = len(ranks) * graph_size * case[1]
+        most = max(case[0][r] for r in ranks)
+        total = len(ranks) * next(size for size in (4, GRAPH, most) if size >= most) * case[1]
     assert len(rows) == total and ids.shape == row_weights.shape == (total, 1) and ids.dtype == torch.int32
     assert torch.equal(ids[:num, 0].long(), ours.repeat_interleave(counts))
     others = set(range(-1, num_experts(case))) - set(ours.tolist())
@@ -223,14 +223,18 @@ def run_case(mover, case, first, size, rank, fixed=False):
 
 
 def run_fixed(integration, case, group, size, rank):
-    """The case as in a CUDA graph, if no rank has more than GRAPH tokens. Return the output, or None."""
+    """The case where vLLM makes CUDA graphs. Return the output. Before them, numbers of rows are fixed."""
     first = rank // size * size
     tokens = case[0][first:first + size]
     integration.get_forward_context = lambda: types.SimpleNamespace(
         dp_metadata=types.SimpleNamespace(num_tokens_across_dp_cpu=torch.tensor(tokens)))
     mover = integration.EpmoePrepareAndFinalize(group, MAX_TOKENS, H, case[1], num_experts(case), case[2],
                                                 "cpu", GRAPH)
-    return run_case(mover, case, first, size, rank, fixed=max(tokens) <= GRAPH)[0]
+    integration.is_workspace_manager_initialized = lambda: True
+    for locked in (False, True):
+        integration.current_workspace_manager = lambda: types.SimpleNamespace(is_locked=lambda: locked)
+        y, _ = run_case(mover, case, first, size, rank, fixed=max(tokens) <= GRAPH or not locked)
+    return y
 
 
 def errors_of(integration, size):
@@ -263,7 +267,7 @@ def errors_of(integration, size):
     mover.post_init_setup(types.SimpleNamespace())
     say(mover.post_init_setup, types.SimpleNamespace(topk=2))
     integration.torch.cuda.is_current_stream_capturing = lambda: True
-    say(mover._layer_of_fixed_size, types.SimpleNamespace(is_cuda=True, shape=[17]))
+    say(mover._layer_of_fixed_size, types.SimpleNamespace(is_cuda=True, shape=[17]), None)
     # The experts quantize themselves: the rows are moved as they are.
     quant = types.SimpleNamespace(quant_dtype=torch.float8_e4m3fn)
     rows, scales, _, ids, weights = mover.prepare(*call, False, quant, defer_input_quant=True)

@@ -76,6 +76,8 @@ def _load_stand_in():
     for name in ("config", "distributed", "forward_context", "logger"):
         add_module(f"vllm.{name}", get_current_vllm_config=None, get_ep_group=None, get_forward_context=None,
                    init_logger=unittest.mock.MagicMock())
+    add_module("vllm.v1.worker.workspace", current_workspace_manager=None,
+               is_workspace_manager_initialized=lambda: False)
     add_module(OWN[0], FusedMoEActivationFormat=FusedMoEActivationFormat,
                FusedMoEPrepareAndFinalizeModular=FusedMoEPrepareAndFinalizeModular)
     add_module(OWN[1], maybe_make_prepare_finalize=maybe_make_prepare_finalize)

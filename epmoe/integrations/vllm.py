@@ -12,6 +12,7 @@ It needs vLLM 0.33.
 import sys
 
 import torch
+from torch.nn.functional import pad
 
 try:
     from vllm.config import get_current_vllm_config
@@ -22,6 +23,7 @@ try:
     from vllm.model_executor.layers.fused_moe import modular_kernel as _kernel
     from vllm.model_executor.layers.fused_moe import topk_weight_and_reduce as _reduce
     from vllm.model_executor.layers.fused_moe import utils as _utils
+    from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_manager_initialized
 
     _Base = _kernel.FusedMoEPrepareAndFinalizeModular
     _chosen_by_vllm = _all2all.maybe_make_prepare_finalize
@@ -211,11 +213,17 @@ class EpmoePrepareAndFinalize(_Base):
             a1 = a1 * topk_weights.to(a1.dtype)
         idx = topk_ids if self._map is None else self._map.physical(topk_ids)
         call = a1.contiguous(), idx.contiguous(), topk_weights.contiguous()
-        layer = self._layer_of_fixed_size(a1)
+        most = self._most_tokens()
+        layer = self._layer_of_fixed_size(a1, most)
         if layer is None:
             rows, weights, self._layout = layers.dispatch(self._group, *call, self._num_physical)
         else:
             rows, weights, self._layout = layer.dispatch(*call)
+        self._num_rows = len(rows)
+        if layer is None and most is not None and _workspace_grows():
+            # After the capture of graphs, vLLM's experts get no more memory: show them the most rows now.
+            more = self._num_ranks * most * topk_ids.shape[1] - len(rows)
+            rows, weights = pad(rows, (0, 0, 0, more)), pad(weights, (0, more))
         counts = self._layout.tokens_per_expert[:len(self._own)]
         ids = self._ids(counts, len(rows)).to(topk_ids.dtype)
         scales = None
@@ -224,14 +232,18 @@ class EpmoePrepareAndFinalize(_Base):
         # As after vLLM's own dispatch there are no counts: its CUTLASS experts for FP8 refuse them.
         return rows, scales, None, ids[:, None], weights[:, None]
 
-    def _layer_of_fixed_size(self, a1):
-        """Return the layer whose outputs have a fixed size, the same on all ranks, or None."""
+    def _most_tokens(self):
+        """Return the most tokens of any rank in this call, the same on all ranks, or None without graphs."""
         metadata = get_forward_context().dp_metadata if self._fixed else None
-        if metadata is not None:  # it has the tokens of all ranks, on the host
-            most = -(-int(metadata.num_tokens_across_dp_cpu.max()) // self._sequence_ranks)
-            for layer in self._fixed:
-                if most <= layer.max_tokens:
-                    return layer
+        if metadata is None:
+            return None
+        return -(-int(metadata.num_tokens_across_dp_cpu.max()) // self._sequence_ranks)  # on the host
+
+    def _layer_of_fixed_size(self, a1, most):
+        """Return the layer whose outputs have a fixed size for this number of tokens, or None."""
+        for layer in self._fixed if most is not None else ():
+            if most <= layer.max_tokens:
+                return layer
         if a1.is_cuda and torch.cuda.is_current_stream_capturing():
             most = self._fixed[-1].max_tokens if self._fixed else 0
             raise RuntimeError(f"a CUDA graph with {a1.shape[0]} tokens: epmoe expects at most {most}, "
@@ -278,7 +290,8 @@ class EpmoePrepareAndFinalize(_Base):
         else:
             raise NotImplementedError(f"experts that leave {type(weight_and_reduce_impl).__name__} to do: "
                                       f"choose others with --moe-backend, for example triton")
-        y = fused_expert_output.reshape(-1, fused_expert_output.shape[-1]).contiguous()
+        weights = None if weights is None else weights[:self._num_rows]
+        y = fused_expert_output.reshape(-1, fused_expert_output.shape[-1])[:self._num_rows].contiguous()
         output.copy_(layout.layer.combine(y, layout, weights), non_blocking=True)
 
 
@@ -288,6 +301,11 @@ def _graph_sizes(most):
     while sizes and sizes[-1] > 8:
         sizes.append(-(-sizes[-1] // 4))
     return sizes[::-1]
+
+
+def _workspace_grows():
+    """Whether vLLM still fits the memory of its experts to the calls: until it has captured graphs."""
+    return is_workspace_manager_initialized() and not current_workspace_manager().is_locked()
 
 
 def _quantized(rows, config):
