@@ -44,8 +44,8 @@ def disassembled(path):
 
 
 def tensor_core(kernel):
-    """A pattern of the tensor-core instruction that a kernel must have."""
-    return r"\bQGMMA\S*\.E4M3\.E4M3\b" if "fp8" in kernel else r"\bHGMMA\b"
+    """The name of the tensor-core instruction that a kernel must have, and a pattern that finds it."""
+    return ("QGMMA", r"\bQGMMA\S*\.E4M3\.E4M3\b") if "fp8" in kernel else ("HGMMA", r"\bHGMMA\b")
 
 
 def instructions(path):
@@ -56,7 +56,7 @@ def instructions(path):
             name = found[1]
             seen[name] = [0, 0]
         elif name:
-            seen[name][0] += bool(re.search(tensor_core(name), line))
+            seen[name][0] += bool(re.search(tensor_core(name)[1], line))
             seen[name][1] += bool(re.search(r"\b(LDL|STL)\b", line))
     return seen
 
@@ -68,8 +68,8 @@ def instruction_faults(folder):
         with ThreadPoolExecutor() as pool:
             by_object = list(pool.map(instructions, sorted(folder.rglob(objects))))
         seen = [item for by_name in by_object for item in by_name.items() if kernel in item[0]]
-        faults += [f"{name}: {num} tensor-core instructions {tensor_core(name)}, {local} accesses of local "
-                   f"memory" for name, (num, local) in seen if not num or local]
+        faults += [f"{name}: {num} {tensor_core(name)[0]} instructions, {local} accesses of local memory"
+                   for name, (num, local) in seen if not num or local]
         faults += [] if seen else [f"{objects}: found no kernel named {kernel}"]
     return faults
 

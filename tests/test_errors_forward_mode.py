@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 import torch
 from torch.autograd import forward_ad
 
@@ -216,6 +217,7 @@ def test_errors_forward_mode_leaves_vmap_where_it_is_right(ranks):
         check_outcomes([outcome(transform)], "NotImplementedError", "torch.func")
 
 
+@pytest.mark.cpu_only
 def test_errors_forward_mode_of_a_heap():
     heap = epmoe.SymmetricHeap(epmoe.World(), 1 << 20, device="cpu")
     t = heap.malloc_symmetric(3)

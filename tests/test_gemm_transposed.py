@@ -63,7 +63,7 @@ def test_gemm_transposed_equals_contiguous(ranks, activation):
         assert leaves[1].grad.stride() == weight.stride()
         results.append([y, plain, *(t.grad for t in leaves)])
     for got, want in zip(results[1], results[0]):
-        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)  # torch's products: not the same sums
 
 
 def test_gemm_transposed_is_not_copied(ranks):

@@ -99,7 +99,7 @@ def test_layer_padding_gradients(ranks, size, options):
             layer = make_layer(world, device, case, **extra)
             poison_staging(layer)
             a = torch.eye(16, device=device).requires_grad_()
-            idx = indices_of(case, world.rank, size).to(device)
+            idx = indices_of(case, world.rank, world.size).to(device)
             rows, row_weight, layout = layer.dispatch(x, idx, weight)
             out = layer.combine(torch.tanh(rows @ a), layout, row_weight)
             seen.append([out.detach(), *torch.autograd.grad(out.square().sum(), [x, weight, a])])
@@ -126,7 +126,8 @@ def test_layer_padding_host_counts(ranks, size):
                 options = {k: v for k, v in options.items() if k != "host_counts"}
             layer = make_layer(world, device, case, **options)
             layouts = [layer.preprocess(indices_of(Case(**vars(case) | {"seed": seed}), world.rank,
-                                                   size).to(device), buffer=seed % 2) for seed in range(4)]
+                                                   world.size).to(device), buffer=seed % 2)
+                       for seed in range(4)]
             for layout in layouts:
                 assert (layout._expert_rows is None) == (not layer.host_counts)
                 num = layout.tokens_per_expert.tolist()
