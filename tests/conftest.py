@@ -207,6 +207,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=f"cuda_only: {MARKERS['cuda_only']}"))
 
 
+def pytest_runtest_logreport(report):
+    """Name a failure of this process, if it prints no report: the test may have failed in it alone."""
+    if RANK and report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        text = str(crash.message if crash else report.longrepr)[:500]
+        print(f"rank {RANK}: {report.nodeid} failed in {report.when}: {text}", file=sys.stderr, flush=True)
+
+
 def pytest_terminal_summary(terminalreporter):
     say = terminalreporter.write_line
     reasons = collections.Counter()
