@@ -57,7 +57,7 @@ struct EpMbarrier {
         changed.notify_all();
     }
 };
-static EpBarrier ep_warps[2][12], ep_named[2][2], ep_cluster;
+static EpBarrier ep_warps[2][12], ep_named[2][3], ep_cluster;
 static EpMbarrier ep_mbarriers[2][EP_CTA_SMEM_BYTES / 8];
 /* One thread of the producer warp, and two warpgroups. The communication warps are not emulated. */
 #define EP_CTA_THREADS 257u
@@ -70,6 +70,7 @@ static void __syncwarp() {
 /* An instruction with .sync.aligned needs all lanes of the warp. It does not order memory. */
 static void ep_aligned() { ep_warps[ep_rank][threadIdx.x / 32].arrive<EP_RELAXED>(32); }
 EP_PTX void ep_bar_sync(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num); }
+EP_PTX void ep_bar_arrive(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num, false); }
 EP_PTX uint32_t ep_cluster_rank(void) { return ep_rank; }
 EP_PTX void ep_cluster_sync(void) { ep_cluster.arrive(2 * EP_CTA_THREADS); }
 EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) {
@@ -191,6 +192,22 @@ EP_PTX uint32_t ep_ld_shared_u32(uint32_t src) {
     memcpy(&v, ep_at(src, 4), 4);
     return v;
 }
+EP_PTX float ep_ld_shared_f32(uint32_t src) {
+    float v;
+    memcpy(&v, ep_at(src, 4), 4);
+    return v;
+}
+/* A small copy is executed at the wait for it. Until then its destination is NaN. */
+static thread_local std::deque<std::vector<std::pair<uint32_t, const void *>>> ep_copies(1);
+EP_PTX void ep_cp_async_4(uint32_t dst, const void *src) {
+    ep_copies.back().push_back({dst, src});
+    memset(ep_at(dst, 4), 0xff, 4);
+}
+EP_PTX void ep_cp_async_commit(void) { ep_copies.push_back({}); }
+template <int N> EP_PTX void ep_cp_async_wait(void) {
+    for (; ep_copies.size() > N + 1; ep_copies.pop_front())
+        for (const auto &c : ep_copies.front()) memcpy(ep_at(c.first, 4), c.second, 4);
+}
 EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
     const uint32_t v[4] = {x, y, z, w};
     memcpy(ep_at(dst, 16), v, 16);
@@ -294,6 +311,5 @@ template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float 
 template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
     ep_groups.back().push_back({d, N, a, b, add != 0, false, false, false, true});
 }
-#define __ldg(p) (*(p))
 
 #endif /* EP_PTX_CUH */

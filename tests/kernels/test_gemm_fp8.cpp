@@ -158,8 +158,10 @@ static const Case odd = {272, 400, 3, {1, 0, 64, 130, 17}, false, false, false};
 static const Case full = {256, 512, 1, {128, 0, 70}, true, true, true};
 static const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false, false};
 static const Case gated = {384, 272, 2, {150, 0, 9}, true, true, false};
+/* Tiles of which the second half has rows, and pairs that share rows. */
+static const Case tall = {256, 272, 2, {300, 0, 640, 257}, false, true, false};
 /* For ThreadSanitizer, which is slow: more than one tile, more stages than the ring has. */
-static const Case small = {144, 912, 1, {130, 0, 70}, false, true, true};
+static const Case small = {144, 912, 1, {200, 0, 70}, false, true, true};
 
 #define RUN(ACT, F16, CASE) ok = check<ACT, F16>(#ACT " " #F16 " " #CASE, CASE) && ok;
 
@@ -169,6 +171,8 @@ int main(int argc, char **argv) {
 #ifndef __SANITIZE_THREAD__
     RUN(EP_ACT_NONE, false, odd)
     RUN(EP_ACT_NONE, true, full)
+    RUN(EP_ACT_NONE, false, tall)
+    RUN(EP_ACT_SWIGLU, false, tall)
     RUN(EP_ACT_NONE, false, narrow)
     RUN(EP_ACT_GELU, true, narrow)
     RUN(EP_ACT_SWIGLU, false, full)

@@ -114,6 +114,10 @@ EP_PTX void ep_fence_proxy_async_shared(void) { asm volatile("fence.proxy.async.
 EP_PTX void ep_bar_sync(uint32_t id, uint32_t num_threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
+/* Arrive at the barrier, and do not wait. */
+EP_PTX void ep_bar_arrive(uint32_t id, uint32_t num_threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
 template <int N> EP_PTX void ep_setmaxnreg_inc(void) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -162,6 +166,9 @@ EP_PTX void ep_tma_load_5d(uint32_t dst, const CUtensorMap *map, uint32_t bar, i
 EP_PTX void ep_cp_async_16(uint32_t dst, const void *src) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
+EP_PTX void ep_cp_async_4(uint32_t dst, const void *src) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
 EP_PTX void ep_cp_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /* Wait until at most N of this thread's groups of copies are in flight. */
 template <int N> EP_PTX void ep_cp_async_wait(void) {
@@ -204,6 +211,11 @@ EP_PTX uint64_t ep_ld_shared_u64(uint32_t src) {
 EP_PTX uint32_t ep_ld_shared_u32(uint32_t src) {
     uint32_t v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(src) : "memory");
+    return v;
+}
+EP_PTX float ep_ld_shared_f32(uint32_t src) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(src) : "memory");
     return v;
 }
 EP_PTX void ep_st_shared_u32(uint32_t dst, uint32_t v) {

@@ -216,20 +216,23 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
     static_assert(!(C::FEW_ROWS && Hooks::FUSED),
                   "a tile of a burst is not written when tile_written is called");
     for (;;) {
-        float d[C::BN / 2];
+        float d[C::HALVES][C::BN / 2];
         ep_mbar_wait(s->full + 8 * ring.stage, ring.parity, p->limit_ns);
         const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage);
         if (t.num_rows == 0) break;
         const uint64_t begun = hooks.tile_started();
-        if constexpr (C::FP8) ep_gemm_mma_tile_fp8<C>(d, &deferred, p, hooks, &t, group, s, &ring);
-        else ep_gemm_mma_tile<C>(d, &deferred, p, hooks, &t, group, s, &ring);
+        if constexpr (C::FP8) ep_gemm_mma_tile_fp8<C>(d, p, hooks, &t, group, s, &ring);
+        else ep_gemm_mma_tile<C>(d[0], &deferred, p, hooks, &t, group, s, &ring);
         if constexpr (EP_GEMM_DEFERS<C, Hooks>)
             while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
         hooks.mma_in_flight();
-        if constexpr (C::FEW_ROWS) ep_gemm_burst_add<C>(d, p, &t, group, s->staging, &burst);
-        else
-            ep_gemm_defer<C, EP_GEMM_DEFERS<C, Hooks> ? C::EAGER_PARTS : C::PARTS>(&deferred, d, p, &t, group,
-                                                                                   staging);
+        if constexpr (C::FEW_ROWS) ep_gemm_burst_add<C>(d[0], p, &t, group, s->staging, &burst);
+        else {
+            constexpr int AT_ONCE = EP_GEMM_DEFERS<C, Hooks> ? C::EAGER_PARTS : C::PARTS;
+            ep_gemm_defer<C, AT_ONCE>(&deferred, d[0], p, &t, group, staging);
+            if constexpr (C::HALVES == 2)
+                ep_gemm_defer<C, AT_ONCE>(&deferred, d[1], p, &t, group + 2, staging);
+        }
         hooks.tile_written(t, group, begun);
     }
     if constexpr (C::FEW_ROWS) ep_gemm_burst_write<C>(p, s->staging, &burst);

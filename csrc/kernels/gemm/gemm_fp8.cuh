@@ -1,50 +1,64 @@
-/* gemm_fp8.cuh - the MMA warps of the grouped GEMM of FP8 for Hopper: a tile of 128 x 128.
+/* gemm_fp8.cuh - the MMA warps of the grouped GEMM of FP8 for Hopper: a tile of 256 x 128.
  *
  * A stage has 128 values of k, which share a scale in each row and in each 128 columns. Four wgmmas add up
  * their products, in the tensor cores' own format. The sum is multiplied by both scales and added to the
- * tile's accumulators in float32. While a warpgroup does so, the other one has the tensor cores: the two are
- * half a stage apart.
+ * tile's accumulators in float32. While a warpgroup does so, the other one has the tensor cores.
  *
- * Each lane reads the scales of its two rows from global memory, one stage ahead.
+ * A warpgroup has two halves of 64 rows, one after the other in each stage. So the columns of a stage are
+ * loaded once for 256 rows: with 128 rows, shared memory cannot deliver what the tensor cores take.
+ *
+ * Each warp copies the scales of its rows and columns to shared memory, EP_SCALES_AHEAD stages ahead, because
+ * L2 takes longer than a stage when it is busy.
  * Exports ep_gemm_mma_tile_fp8. Hooks::scales has the scales. */
 #ifndef EP_GEMM_FP8_CUH
 #define EP_GEMM_FP8_CUH
 #include "kernels/gemm/gemm_stages.cuh"
 
-/* A lane's scales of one stage. up: that of up columns, if they have one of their own; gate columns have
- * cols. */
+/* The scales of one stage that a lane multiplies with. up: that of up columns, if they have one of their own;
+ * gate columns have cols. */
 typedef struct {
     float top, bottom, cols, up;
 } EpGemmStageScales;
-/* Where a lane reads its next ones. */
+/* Where a lane reads what it copies: the scale of a row, and that of cols (lane 0) or up (lane 1). */
 typedef struct {
-    const float *top, *bottom, *cols, *up;
+    const float *row, *col;
+    uint32_t slots; /* in shared memory: 32 rows, cols, up; for EP_SCALE_SLOTS stages */
 } EpGemmScaleWalk;
 
-/* The scales of the first stage of a tile. Rows and columns that do not exist get the scales of the last ones
- * that do; their products are not written. */
+/* The first stage of a tile. Rows and columns that do not exist get the scales of the last ones that do;
+ * their products are not written. */
 template <typename C> EP_PTX EpGemmScaleWalk ep_gemm_scales_begin(const EpGemmParams *p,
                                                                   const EpGemmScales *scales,
-                                                                  const EpGemmTile *t, uint32_t group) {
+                                                                  const EpGemmTile *t, uint32_t group,
+                                                                  const EpGemmShared *s) {
     const uint32_t num_k = ep_gemm_num_blocks(p->k), num_n = ep_gemm_num_blocks(p->n);
-    const uint32_t row = t->row0 + 64 * group + threadIdx.x / 32 % 4 * 16 + ep_lane_now() / 4;
-    const uint32_t last_row = p->num_rows - 1;
-    const uint32_t col = C::TWO_SCALES ? t->col0 / 2 : t->col0;
-    const float *of_expert = scales->b + (uint64_t)t->expert * num_n * num_k;
+    const uint32_t lane = ep_lane_now(), warp = threadIdx.x / 32 - 4;
+    const uint32_t row = t->row0 + 64 * (group + lane / 16 * 2) + warp % 4 * 16 + lane % 16;
+    const uint32_t gate = C::TWO_SCALES ? t->col0 / 2 : t->col0;
+    const uint32_t col = C::TWO_SCALES && lane == 1 ? p->n / 2 + gate : gate;
     EpGemmScaleWalk w;
-    w.top = scales->a + min(row, last_row) * scales->a_row;
-    w.bottom = scales->a + min(row + 8, last_row) * scales->a_row;
-    w.cols = of_expert + min(col / EP_GEMM_SCALE_BLOCK, num_n - 1) * num_k;
-    w.up = of_expert + min((p->n / 2 + col) / EP_GEMM_SCALE_BLOCK, num_n - 1) * num_k;
+    w.row = scales->a + min(row, p->num_rows - 1) * scales->a_row;
+    w.col = scales->b + ((uint64_t)t->expert * num_n + min(col / EP_GEMM_SCALE_BLOCK, num_n - 1)) * num_k;
+    w.slots = s->end - C::SCALE_BYTES + warp * (EP_SCALE_SLOTS * EP_SCALE_SLOT);
     return w;
 }
-template <typename C> EP_PTX EpGemmStageScales ep_gemm_scales_next(const EpGemmScales *scales,
-                                                                   EpGemmScaleWalk *w) {
-    EpGemmStageScales s = {__ldg(w->top), __ldg(w->bottom), __ldg(w->cols), 0};
-    if (C::TWO_SCALES) s.up = __ldg(w->up++);
-    w->top += scales->a_block;
-    w->bottom += scales->a_block;
-    w->cols++;
+/* Start to copy the scales of stage i of a tile, if it has that many. */
+template <typename C> EP_PTX void ep_gemm_scales_copy(const EpGemmScales *scales, EpGemmScaleWalk *w,
+                                                      uint32_t i, uint32_t num_k) {
+    const uint32_t lane = ep_lane_now(), slot = w->slots + i % EP_SCALE_SLOTS * EP_SCALE_SLOT;
+    if (i * EP_GEMM_SCALE_BLOCK < num_k) {
+        if (lane < 16 * C::HALVES) ep_cp_async_4(slot + 4 * lane, w->row);
+        if (lane < 1 + C::TWO_SCALES) ep_cp_async_4(slot + 128 + 4 * lane, w->col);
+        w->row += scales->a_block;
+        w->col++;
+    }
+    ep_cp_async_commit();
+}
+EP_PTX EpGemmStageScales ep_gemm_scales_get(const EpGemmScaleWalk *w, uint32_t i, uint32_t half) {
+    const uint32_t slot = w->slots + i % EP_SCALE_SLOTS * EP_SCALE_SLOT;
+    const uint32_t row = slot + 64 * half + ep_lane_now() / 4 * 4;
+    const EpGemmStageScales s = {ep_ld_shared_f32(row), ep_ld_shared_f32(row + 32),
+                                 ep_ld_shared_f32(slot + 128), ep_ld_shared_f32(slot + 132)};
     return s;
 }
 
@@ -68,44 +82,65 @@ template <typename C> EP_PTX void ep_gemm_skip_tile(const EpGemmParams *p, const
     }
 }
 
-/* d = this warpgroup's 64 rows of the tile. The caller has waited for its first stage. A stage is released
- * when its wgmmas have finished. From then until it issues the next ones, the warpgroup leaves the tensor
- * cores to the other one. So it only promotes then: it reads scales and waits for the next stage before. */
-template <typename C, typename Hooks>
-EP_PTX void ep_gemm_mma_tile_fp8(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred, const EpGemmParams *p,
-                                 Hooks &hooks, const EpGemmTile *t, uint32_t group, const EpGemmShared *s,
-                                 EpRing *ring) {
-    const uint32_t staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
-    if (64 * group >= t->num_rows) return ep_gemm_skip_tile<C>(p, t, s, ring);
-    EpGemmScaleWalk walk = ep_gemm_scales_begin<C>(p, hooks.scales, t, group);
-    EpGemmStageScales next = ep_gemm_scales_next<C>(hooks.scales, &walk);
+/* What a warpgroup has while it computes a tile. */
+typedef struct {
+    EpGemmScaleWalk walk;
+    uint32_t group;
+    bool is_full; /* the second half has rows */
+} EpGemmFp8Work;
+
+/* d += the products of stage i for 64 rows. After the last half that has rows, the stage is released. From
+ * the end of its wgmmas until it issues the next ones, the warpgroup leaves the tensor cores to the other
+ * one. So it only promotes then: it waits for the next stage before. */
+template <typename C, int HALF, typename Hooks>
+EP_PTX void ep_gemm_mma_half(float (&d)[C::BN / 2], EpGemmFp8Work *w, const EpGemmParams *p, Hooks &hooks,
+                             const EpGemmTile *t, uint32_t i, const EpGemmShared *s, EpRing *ring) {
+    const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES, empty = s->empty + 8 * ring->stage;
+    const uint64_t a = ep_wgmma_desc(at + (w->group + 2 * HALF) * EP_GEMM_BOX, EP_GEMM_BOX);
+    const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
+    const bool is_last = HALF == 1 || !w->is_full;
+    float part[C::BN / 2];
+    ep_wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
-    for (uint32_t k = 0; k < t->num_k;) {
-        float part[C::BN / 2];
-        const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES, empty = s->empty + 8 * ring->stage;
-        const uint64_t a = ep_wgmma_desc(at + group * EP_GEMM_BOX, EP_GEMM_BOX);
-        const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
-        ep_wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < C::BK / 32; i++) /* 32 values of k are 2 units of 16 bytes */
-            ep_wgmma_e4m3<C::BN>(part, a + 2 * i, b + 2 * i, i);
-        ep_wgmma_commit();
-        if (k == 0) hooks.mma_in_flight();
-        if constexpr (EP_GEMM_DEFERS<C, Hooks>)
-            ep_gemm_write_deferred<C, C::EAGER_PARTS>(deferred, ep_gemm_out_cols(p), staging);
-        const EpGemmStageScales now = next;
-        k += C::BK;
+    for (int j = 0; j < C::BK / 32; j++) /* 32 values of k are 2 units of 16 bytes */
+        ep_wgmma_e4m3<C::BN>(part, a + 2 * j, b + 2 * j, j);
+    ep_wgmma_commit();
+    if (HALF == 0) {
+        ep_gemm_scales_copy<C>(hooks.scales, &w->walk, i + EP_SCALES_AHEAD, t->num_k);
+        ep_cp_async_wait<EP_SCALES_AHEAD>();
+        __syncwarp(); /* every lane has copied the scales of this stage */
+    }
+    if (is_last) {
         ep_ring_next<C::STAGES>(ring);
-        if (k < t->num_k) {
-            next = ep_gemm_scales_next<C>(hooks.scales, &walk);
-            ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
-        }
-        ep_wgmma_wait<0>();
-        ep_wgmma_keep_order(part);
-        __syncwarp(); /* every lane has finished its wait and read the info, before they are overwritten */
-        if (threadIdx.x % 32 == 0) ep_gemm_release_stage(empty);
-        ep_gemm_promote<C>(d, part, &now);
+        if ((i + 1) * C::BK < t->num_k) ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
+    }
+    const EpGemmStageScales now = ep_gemm_scales_get(&w->walk, i, HALF);
+    ep_wgmma_wait<0>();
+    ep_wgmma_keep_order(part);
+    __syncwarp(); /* every lane has finished its wait and read the scales and the info */
+    if (is_last && threadIdx.x % 32 == 0) ep_gemm_release_stage(empty);
+    ep_gemm_promote<C>(d, part, &now);
+}
+
+/* d = this warpgroup's two halves of the tile. The caller has waited for its first stage. */
+template <typename C, typename Hooks>
+EP_PTX void ep_gemm_mma_tile_fp8(float (&d)[C::HALVES][C::BN / 2], const EpGemmParams *p, Hooks &hooks,
+                                 const EpGemmTile *t, uint32_t group, const EpGemmShared *s, EpRing *ring) {
+    if (64 * group >= t->num_rows) return ep_gemm_skip_tile<C>(p, t, s, ring);
+    EpGemmFp8Work w = {ep_gemm_scales_begin<C>(p, hooks.scales, t, group, s), group,
+                       64 * group + 128 < t->num_rows};
+#pragma unroll
+    for (uint32_t i = 0; i < EP_SCALES_AHEAD; i++) ep_gemm_scales_copy<C>(hooks.scales, &w.walk, i, t->num_k);
+#pragma unroll
+    for (int i = 0; i < C::BN / 2; i++) d[0][i] = d[1][i] = 0;
+    /* The second warpgroup begins when the first one has promoted, and they stay apart. In tiles of fewer
+     * stages the first one could arrive twice before the second one waits. */
+    const bool is_apart = t->num_rows > 64 && t->num_k > (C::STAGES - 1) * C::BK;
+    if (is_apart && group == 1) ep_bar_sync(2, 256);
+    for (uint32_t i = 0; i * C::BK < t->num_k; i++) {
+        ep_gemm_mma_half<C, 0>(d[0], &w, p, hooks, t, i, s, ring);
+        if (is_apart && group == 0 && i == 0) ep_bar_arrive(2, 256);
+        if (w.is_full) ep_gemm_mma_half<C, 1>(d[1], &w, p, hooks, t, i, s, ring);
     }
 }
 

@@ -24,7 +24,7 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr bool FEW_ROWS = BN == 64;
     /* Release a stage as soon as its own wgmma has finished. Not possible in WGRAD. */
     static constexpr bool RELEASE_EARLY = FEW_ROWS;
-    static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM;
+    static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM, HALVES = 1;
     static constexpr int A_ROWS = FEW_ROWS ? 16 : 64; /* rows of a TMA box */
     static constexpr int K_BOXES = FEW_ROWS ? 4 : 1;
     static constexpr int BK = K_BOXES * EP_GEMM_BK;
@@ -57,13 +57,25 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
                   "an entry is free when it is written; see ep_next_tile_send");
 };
 
-/* FP8: a line of 128 bytes has 128 values of k, so boxes and stages have the bytes of an instance with 128
- * columns and 64 values of k. */
+/* FP8: a line of 128 bytes has 128 values of k, so boxes have the bytes of an instance with 64 values of k.
+ * A warpgroup has two halves of 64 rows. */
+enum {
+    EP_SCALES_AHEAD = 3,
+    EP_SCALE_SLOTS = 4, /* stages whose scales a warp has in shared memory */
+    EP_SCALE_SLOT = 144 /* bytes: 32 rows, 2 columns, and 8 bytes of padding */
+};
 template <int ACT, bool F16> struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, 128, ACT, F16> {
     static constexpr bool FP8 = true;
     /* A tile has gate columns and up columns, which have different scales. */
     static constexpr bool TWO_SCALES = EP_ACT_IS_GATED(ACT) && ACT != EP_ACT_GPT_OSS;
-    static constexpr int BK = EP_GEMM_SCALE_BLOCK;
+    static constexpr int BM = 256, BK = EP_GEMM_SCALE_BLOCK, HALVES = BM / 128;
+    static constexpr int A_SLAB = BM * 128, A_BYTES = A_SLAB;
+    static constexpr int STAGE_BYTES = A_BYTES + EpGemmFp8Config::B_SLAB, STAGES = 4;
+    static constexpr int RING_BYTES =
+        STAGES * (STAGE_BYTES + EP_GEMM_INFO_BYTES + 2 * 8) + EpGemmFp8Config::NUM_NEXT * (8 + 4);
+    static constexpr int SCALE_BYTES = 8 * EP_SCALE_SLOTS * EP_SCALE_SLOT; /* before the end */
+    static constexpr int SMEM_BYTES = RING_BYTES + 8 * EP_GEMM_OUT_STAGING + SCALE_BYTES;
+    static_assert(SMEM_BYTES <= EP_CTA_SMEM_BYTES, "the shared memory of a CTA");
 };
 
 /* The layout of a CTA's shared memory: addresses. Each stage has an info, which describes the tile that
@@ -112,6 +124,7 @@ EP_PTX void ep_gemm_release_stage(uint32_t empty) {
 }
 
 /* Whether the last parts of a tile are written during the next tile. Only if no worker waits for them. */
-template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS = !Hooks::FUSED && !C::FEW_ROWS;
+template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS =
+    !Hooks::FUSED && !C::FEW_ROWS && !C::FP8;
 
 #endif /* EP_GEMM_STAGES_CUH */

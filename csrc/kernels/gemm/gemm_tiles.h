@@ -5,13 +5,13 @@
  * one tile. The two tiles are two row blocks of the same columns, which share the weights; or two column
  * blocks of the same rows, which share the rows.
  * The second form is used for an expert's last row block, if their number is odd. It is also used for the
- * last two row blocks, if the last one has rows for only one of the CTA's two warpgroups. Its tile would
- * take half the time, and its CTA would wait for the other one. */
+ * last two row blocks, if the last one has at most half of its rows. Its tile would take half the time, and
+ * its CTA would wait for the other one. */
 #ifndef EP_GEMM_TILES_H
 #define EP_GEMM_TILES_H
 #include "protocol/gemm_params.h"
 
-/* rows of a tile; fewer in the kernels for few rows and in the portable kernel */
+/* rows of a tile; twice as many for FP8, fewer in the kernels for few rows and in the portable kernel */
 #define EP_GEMM_BM 128u
 /* row blocks (or pairs of them) that proceed through the columns together */
 #define EP_GEMM_GROUP 4u
@@ -46,7 +46,7 @@ EP_PURE void ep_walk_enter(const EpGemmParams *p, uint32_t bm, uint32_t size, Ep
     const uint32_t rows = p->kind == EP_GEMM_WGRAD ? p->n : w->num_rows, num_m = (rows + bm - 1) / bm;
     w->num_sets = num_m / size;
     w->num_left = num_m % size;
-    if (bm == EP_GEMM_BM && size == 2 && num_m && w->num_left == 0 && (rows - 1) % bm < bm / 2) {
+    if (bm >= EP_GEMM_BM && size == 2 && num_m && w->num_left == 0 && (rows - 1) % bm < bm / 2) {
         w->num_sets--;
         w->num_left = 2;
     }
