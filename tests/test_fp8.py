@@ -69,6 +69,7 @@ def test_fp8_rows_equal_the_reference(ranks, m, k, dtype):
     padded = torch.nn.functional.pad(x, (0, -k % 128))
     want, want_scales = reference.quantize_fp8(padded)
     assert q.shape == (m, k) and q.is_contiguous() and scales.shape == (m, (k + 127) // 128)
+    assert scales.t().is_contiguous()
     assert torch.equal(bits(q), bits(want)[:, :k]) and torch.equal(scales, want_scales)
     error = (dequantized(q, scales) - x.double()).abs()
     each = scales.double().repeat_interleave(128, 1)[:, :k]
