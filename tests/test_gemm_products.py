@@ -236,3 +236,14 @@ def test_gemm_from_ptx(ranks):
                           env=os.environ | {"CUDA_FORCE_PTX_JIT": "1"},
                           capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stderr
+
+
+def test_gemm_bias_gradient_is_of_the_rows_of_experts(ranks):
+    """Rows before the first expert's and after the last one's add nothing, whatever their gradient is."""
+    x = torch.ones(10, 16, device=ranks.device)
+    weight = torch.ones(2, 32, 16, device=ranks.device)
+    bias = torch.zeros(2, 32, device=ranks.device, requires_grad=True)
+    offsets = torch.tensor([2, 5, 7], dtype=torch.int32, device=ranks.device)
+    y = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias)
+    y.backward(torch.ones_like(y))
+    assert bias.grad[:, 0].tolist() == [3, 2] and (bias.grad == bias.grad[:, :1]).all()

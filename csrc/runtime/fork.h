@@ -25,7 +25,7 @@ uint32_t ep_fork_count(void);
 /* Guard a descriptor that was just created. The caller holds the lock. fd < 0: nothing happens. Returns fd,
  * or -1 and errno if there is no memory; then fd has been closed. */
 int ep_fork_guard(int fd);
-/* Close a descriptor if it is guarded. Others belong to somebody else. The caller does not hold the lock. */
+/* Close a descriptor if it is guarded, else do nothing. The caller does not hold the lock. */
 void ep_fork_close(int fd);
 
 #endif /* EP_FORK_H */

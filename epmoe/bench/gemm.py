@@ -64,14 +64,19 @@ def product_error(kind, activation, a, b, offsets, got):
     return ""
 
 
-@torch.no_grad()
-def measure(run, shape):
+def random_rows(run, shape):
+    """Return a generator, and the numbers of experts and rows and the offsets of a random routing."""
     g = torch.Generator(run.device).manual_seed(2000 + run.rank)
-    dtype = torch.bfloat16 if run.on_gpu else torch.float32
     num_experts, num_rows = max(1, shape.experts // RANKS), shape.tokens * shape.topk
     counts = torch.bincount(torch.randint(num_experts, (num_rows,), device=run.device, generator=g),
                             minlength=num_experts)
-    offsets = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+    return g, num_experts, num_rows, F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+@torch.no_grad()
+def measure(run, shape):
+    g, num_experts, num_rows, offsets = random_rows(run, shape)
+    dtype = torch.bfloat16 if run.on_gpu else torch.float32
 
     def random(*size):
         return torch.randn(*size, device=run.device, generator=g).to(dtype)

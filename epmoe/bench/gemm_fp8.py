@@ -8,11 +8,10 @@ tensor cores alone (fast accumulation).  Each result is compared with float64 be
 import functools
 
 import torch
-import torch.nn.functional as F
 
 import epmoe
 from epmoe.bench.check import poisoned
-from epmoe.bench.gemm import RANKS, with_torch
+from epmoe.bench.gemm import random_rows, with_torch
 from epmoe.bench.measure import alternated
 from epmoe.gemm import FORWARD
 from epmoe.reference import activate
@@ -121,12 +120,8 @@ def relative_errors(product):
 
 @torch.no_grad()
 def measure(run, shape):
-    g = torch.Generator(run.device).manual_seed(2000 + run.rank)
+    g, num_experts, num_rows, offsets = random_rows(run, shape)
     dtype = torch.bfloat16 if run.on_gpu else torch.float32
-    num_experts, num_rows = max(1, shape.experts // RANKS), shape.tokens * shape.topk
-    counts = torch.bincount(torch.randint(num_experts, (num_rows,), device=run.device, generator=g),
-                            minlength=num_experts)
-    offsets = F.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
     def normal(*size):
         return torch.randn(*size, device=run.device, generator=g)
