@@ -178,6 +178,14 @@ def poison():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def return_memory():
+    """Give back what torch keeps of a large test: several ranks may share the memory of the GPU."""
+    yield
+    if ON_CUDA and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 # ---- markers and the summary ----
 
 MARKERS = {

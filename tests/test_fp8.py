@@ -283,8 +283,11 @@ def test_fp8_gemm_of_models_equals_sums_in_float64(ranks, model):
     counts = torch.bincount(torch.randint(num_experts, (num_rows,), device=ranks.device, generator=g),
                             minlength=num_experts)
     x, a_scale = epmoe.quantize_fp8(torch.randn(num_rows, k, device=ranks.device, generator=g).bfloat16())
-    weight, b_scale = epmoe.quantize_fp8_weight(
-        (torch.randn(num_experts, n, k, device=ranks.device, generator=g) / k**0.5).bfloat16())
+    # One expert after the other, so that four ranks on one GPU have the memory.
+    experts = [epmoe.quantize_fp8_weight(
+        (torch.randn(1, n, k, device=ranks.device, generator=g) / k**0.5).bfloat16())
+        for _ in range(num_experts)]
+    weight, b_scale = (torch.cat(parts) for parts in zip(*experts))
     ends = [0, *counts.cumsum(0).tolist()]
     for activation in (None, "swiglu"):
         y = epmoe.grouped_gemm(x, weight, counts, a_scale=a_scale, b_scale=b_scale, activation=activation)

@@ -176,9 +176,9 @@ def test_gemm_of_models_equals_sums_in_float64(ranks, model):
     g = torch.Generator(device=ranks.device).manual_seed(1)
     counts = torch.bincount(torch.randint(num_experts, (num_rows,), device=ranks.device, generator=g),
                             minlength=num_experts)
-    x = torch.randn(num_rows, k, device=ranks.device, generator=g).bfloat16()
-    dy = torch.randn(num_rows, n, device=ranks.device, generator=g).bfloat16()
-    weight = (torch.randn(num_experts, n, k, device=ranks.device, generator=g) / k**0.5).bfloat16()
+    x, dy, weight = (torch.randn(*shape, dtype=torch.bfloat16, device=ranks.device, generator=g)
+                     for shape in ((num_rows, k), (num_rows, n), (num_experts, n, k)))
+    weight.div_(k**0.5)
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
     op = torch.ops.epmoe.grouped_gemm
     y = op(x, weight, offsets, None, None, 0, 0, False)

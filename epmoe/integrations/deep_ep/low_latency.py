@@ -174,9 +174,9 @@ class LowLatency:
             self._refuse_decode(error, (_C.OP_LL_DISPATCH, key, self._take_turn(key)))
         a2a = self._decoder(*key)
         buffer = self._take_turn(key)
+        idx = topk_idx.clone()  # combine needs it as it was at this call
 
         def send():
-            idx = topk_idx.clone()  # combine needs it as it was
             # Until the hook, the program may overwrite x.
             tokens = x.clone() if return_recv_hook else x
             send = a2a.dispatch_send if return_recv_hook else a2a.dispatch
@@ -184,10 +184,10 @@ class LowLatency:
             rows, scales, counts, inner = sent._result if return_recv_hook else sent
             if stats is not None and not return_recv_hook:
                 stats.add_(counts)
-            return rows, scales, counts, idx, DecodeHandle(key, a2a, inner, idx), sent
+            return rows, scales, counts, DecodeHandle(key, a2a, inner, idx), sent
 
-        (rows, scales, counts, _, handle, sent), event = self._streams.run(
-            send, (x, topk_idx, stats), None, async_finish)
+        (rows, scales, counts, handle, sent), event = self._streams.run(
+            send, (x, idx, stats), None, async_finish)
 
         def hook():
             sent.recv()
