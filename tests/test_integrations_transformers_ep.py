@@ -26,7 +26,13 @@ from pace import HANG_S
 from transformers_cases import SPREAD, experts_of, kind_of, make, step, tokens
 
 pytestmark = pytest.mark.cpu_only
-LARGEST = 2e-6  # difference of a logit or a gradient in float32; relative where the largest is over 1
+LARGEST = 2e-6  # difference of a logit or a gradient in float32
+# Compared with transformers' own expert parallelism on the same ranks, not with one process.  With more ranks,
+# an expert multiplies more rows in one product, and torch's GEMM then rounds a row differently: transformers'
+# experts in one process change by 8e-7 if the tokens of four ranks come in one call.  This model makes
+# 2.4e-6 of that in logits of up to 3.7, the same bits with transformers' implementation as with epmoe.  Its
+# logits in float32 are 8e-6 away from those in float64.  (torch 2.13, transformers 5.24, CPU)
+SENSITIVE = {(4, "qwen3_next")}
 # World size -> the grids of ranks, and their families.
 GRIDS = {
     2: {(("fsdp_size", 2), ("ep_size", 2)): SPREAD,
@@ -43,8 +49,8 @@ def key(grid, family):
     return "-".join([family, *(f"{name.removesuffix('_size')}{n}" for name, n in grid.items())])
 
 
-def sharded(folder, family, **grid):
-    config = DistributedConfig(**grid, ep_implementation="epmoe")
+def sharded(folder, family, implementation="epmoe", **grid):
+    config = DistributedConfig(**grid, **({"ep_implementation": implementation} if implementation else {}))
     load = kind_of(family).from_pretrained
     return load(f"{folder}/{family}", dtype=torch.float32, distributed_config=config).eval()
 
@@ -64,7 +70,7 @@ def batches_of(num_batches):
 
 
 def difference(got, want):
-    return (whole(got) - want).abs().max().item() / max(1, want.abs().max().item())
+    return (whole(got) - want).abs().max().item()
 
 
 def largest_difference(got, want):
@@ -82,6 +88,9 @@ def compare(rank, num_ranks, folder, family, grid):
     batches = batches_of(num_ranks // grid.get("tp_size", 1))
     want_logits, want = mean_step(make(family), batches)
     logits, got = step(sharded(folder, family, **grid), batches[batch])
+    if (num_ranks, family) in SENSITIVE:
+        own_logits, own = step(sharded(folder, family, None, **grid), batches[batch])
+        want_logits[batch], want = own_logits, {n: whole(t) for n, t in own.items()}
     return difference(logits, want_logits[batch]), *largest_difference(got, want)
 
 
