@@ -176,7 +176,7 @@ def missing_targets(words):
 
 def missing_modules(words):
     """Return the modules after -m, and the benches of epmoe.bench, that epmoe does not have."""
-    from epmoe.bench.cli import BENCHES
+    from epmoe.bench.cli import BENCHES, COMPUTES
 
     missing = []
     for option, module, *rest in (words[i:] for i in range(len(words) - 1)):
@@ -185,7 +185,7 @@ def missing_modules(words):
         if not importlib.util.find_spec(module):
             missing.append(module)
         if module == "epmoe.bench" and rest and re.fullmatch(r"\w+", rest[0]):
-            missing += [rest[0]] if rest[0] not in {*BENCHES, "all", "report"} else []
+            missing += [rest[0]] if rest[0] not in {*BENCHES, *COMPUTES, "all"} else []
     return missing
 
 

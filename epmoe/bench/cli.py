@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
-from . import (a2a, ablation, decode, features, gemm, gemm_fp8, growth, host, layer, overlap, report, side,
-               sm, tokens, transformers, worklog)
+from . import (a2a, ablation, decode, features, gemm, gemm_fp8, growth, host, layer, overlap, report, scale,
+               side, sm, tokens, transformers, worklog)
 from .run import Run
 from .shapes import SHAPES
 
@@ -38,6 +38,8 @@ BENCHES = {
     "worklog": (worklog, "dispatch, y = x * (1 + rank), combine: a known problem, beside plain PyTorch"),
     "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),
 }
+# These start no ranks.
+COMPUTES = {"report": report.main, "scale": scale.main}
 
 
 def positive(text):
@@ -88,15 +90,19 @@ def parse(argv):
         s.add_argument("--ranks", type=positive, help="number of ranks to start without torchrun")
     report_help = "write the plots and the tables of the README, from a file of figures"
     report.add_arguments(sub.add_parser("report", help=report_help))
+    scale_help = "traffic and time over several nodes, computed from rates; measures nothing"
+    scale.add_arguments(sub.add_parser("scale", help=scale_help))
     known = (*sub.choices, "-h", "--help")
     options = p.parse_args(argv if argv and argv[0] in known else ["a2a", *argv])
-    if options.bench not in ("sm", "report") and options.num_sm and len(options.num_sm) > 1:
+    if options.bench in COMPUTES:
+        return options
+    if options.bench != "sm" and options.num_sm and len(options.num_sm) > 1:
         p.error("--num-sm: pass one number; only sm takes several")
     if options.bench in ("gemm", "transformers") and options.num_sm:
         p.error(f"--num-sm: leave it out for {options.bench}, which moves no tokens between ranks")
-    if options.bench not in ("decode", "report", "all") and options.tokens:
+    if options.bench not in ("decode", "all") and options.tokens:
         p.error("--tokens: only decode takes it")
-    if options.bench not in ("gemm", "report") and options.fp8:
+    if options.bench != "gemm" and options.fp8:
         p.error("--fp8: only gemm takes it")
     return options
 
@@ -143,8 +149,8 @@ def main(argv=None):
     if options.bench == "side":
         os.environ.update(SIDE_BY_SIDE)  # before anything uses CUDA
     backend = "cpu:gloo,cuda:nccl" if use_cuda() else "gloo"
-    if options.bench == "report":
-        return report.main(options)
+    if options.bench in COMPUTES:
+        return COMPUTES[options.bench](options)
     if "RANK" in os.environ:
         if use_cuda():
             set_device(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
