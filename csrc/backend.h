@@ -6,6 +6,7 @@
 #ifndef EP_BACKEND_H
 #define EP_BACKEND_H
 #include "epmoe.h"
+#include "protocol/activation.h"
 #include "protocol/low_latency.h"
 #include "protocol/params.h"
 
@@ -65,6 +66,7 @@ typedef struct {
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
     int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL if there is none */
     int (*gemm_fp8)(int device, const EpGemmFp8Params *p, void *stream);
+    int (*activation_backward)(int device, const EpActivationParams *p, void *stream);
     /* The tile counter of a stream, or *counter = NULL; see cuda/tile_counters.h. NULL: there is no gemm. */
     int (*tile_counter)(int device, void *stream, uint64_t **counter);
     int (*query)(int device, EpDevice *out); /* what the device can do; NULL for the CPU */

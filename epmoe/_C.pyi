@@ -254,3 +254,18 @@ def grouped_gemm_fp8(
     portable: bool,
     /,
 ) -> None: ...
+
+# See csrc/protocol/activation.h.
+def activation_backward(
+    activation: int,
+    alpha: float,
+    limit: float,
+    h: Tensor,
+    d: Tensor,
+    offsets: Tensor,
+    row_weight: Tensor | None,
+    d_h: Tensor,
+    weighted: Tensor,
+    dots: Tensor,
+    /,
+) -> None: ...

@@ -306,6 +306,12 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
     return 0;
 }
 
+static int activation_backward(int device, const EpActivationParams *p, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_activation_backward(p);
+    return 0;
+}
+
 const EpBackend ep_cpu_backend = {
     .heap_room = heap_room,
     .heap_open = heap_open,
@@ -327,6 +333,7 @@ const EpBackend ep_cpu_backend = {
     .clear = clear,
     .signal = signal_word,
     .wait = wait_word,
+    .activation_backward = activation_backward,
     .preload = preload,
 };
 

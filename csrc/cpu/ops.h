@@ -1,11 +1,13 @@
 /* cpu/ops.h - the stages of the CPU backend: the code that a worker thread runs.
  *
- * Exports ep_cpu_plan, ep_cpu_enter, and dispatch and combine of both kinds. Dispatch and combine run on all
- * num_workers of a rank at once, and each call is one worker's part. A plan is small and runs on one worker.
+ * Exports ep_cpu_plan, ep_cpu_enter, ep_cpu_activation_backward, and dispatch and combine of both kinds.
+ * Dispatch and combine run on all num_workers of a rank at once, and each call is one worker's part. A plan
+ * is small and runs on one worker.
  * Invariant: ranks synchronise only through the words of protocol/flags.h and the count cells of
  * protocol/plan.h. */
 #ifndef EP_CPU_OPS_H
 #define EP_CPU_OPS_H
+#include "protocol/activation.h"
 #include "protocol/low_latency.h"
 #include "protocol/plan.h"
 #include "protocol/queue.h"
@@ -15,6 +17,7 @@ void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_wo
 void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_workers);
 void ep_cpu_ll_dispatch(const EpLlDispatchParams *p, uint32_t worker, uint32_t num_workers);
 void ep_cpu_ll_combine(const EpLlCombineParams *p, uint32_t worker, uint32_t num_workers);
+void ep_cpu_activation_backward(const EpActivationParams *p);
 /* Run an operation without data. When it returns, all ranks have entered, or the operation has failed. If
  * comm.status is set, this rank refuses operation `op`, whose arguments it could not accept. */
 void ep_cpu_enter(const EpComm *c, uint32_t op);

@@ -86,15 +86,19 @@ static uint8_t f32_to_e4m3(float f) {
     return sign | (uint8_t)((uint32_t)(exponent + 6) << 3 | ((uint32_t)ldexpf(rounded, 4 - exponent) & 7u));
 }
 
-static float load(const void *src, uint32_t dtype, uint32_t i) {
+float ep_cpu_load(const void *src, uint32_t dtype, uint64_t i) {
     return dtype == EP_BF16 ? bf16_to_f32(((const uint16_t *)src)[i]) : (float)((const EpF16 *)src)[i];
+}
+void ep_cpu_store(void *dst, uint32_t dtype, uint64_t i, float value) {
+    if (dtype == EP_BF16) ((uint16_t *)dst)[i] = f32_to_bf16(value);
+    else ((EpF16 *)dst)[i] = (EpF16)value;
 }
 
 float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp8) {
     float most = 0x1p-100f;
     /* A comparison, because fmaxf returns NaN for a signaling NaN and so forgets the numbers before it. */
     for (uint32_t i = 0; i < EP_FP8_GROUP; i++) {
-        const float magnitude = fabsf(load(src, dtype, i));
+        const float magnitude = fabsf(ep_cpu_load(src, dtype, i));
         most = magnitude > most ? magnitude : most;
     }
     float scale = most / 448.0f;
@@ -104,6 +108,6 @@ float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp
         scale = ldexpf(1.0f, m == 0.5f ? exponent - 1 : exponent);
     }
     const float inverse = 1.0f / scale;
-    for (uint32_t i = 0; i < EP_FP8_GROUP; i++) dst[i] = f32_to_e4m3(load(src, dtype, i) * inverse);
+    for (uint32_t i = 0; i < EP_FP8_GROUP; i++) dst[i] = f32_to_e4m3(ep_cpu_load(src, dtype, i) * inverse);
     return scale;
 }

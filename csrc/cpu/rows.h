@@ -1,4 +1,5 @@
-/* cpu/rows.h - rows of numbers: sums in float32, NaN, and e4m3. Used by the stages of the CPU backend. */
+/* cpu/rows.h - rows of numbers: sums in float32, NaN, e4m3, and access by index. The stages of the CPU
+ * backend use it. */
 #ifndef EP_CPU_ROWS_H
 #define EP_CPU_ROWS_H
 #include "protocol/low_latency.h"
@@ -10,5 +11,8 @@ void ep_cpu_sum_rows(void *dst, const void *const *rows, const float *weights, u
 void ep_cpu_fill_nan(void *at, uint64_t num_bytes);
 /* Quantise a group of EP_FP8_GROUP numbers of bf16 or fp16 to e4m3. Returns the scale. */
 float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp8);
+/* Read and write number i of an array of bf16 or fp16. */
+float ep_cpu_load(const void *src, uint32_t dtype, uint64_t i);
+void ep_cpu_store(void *dst, uint32_t dtype, uint64_t i, float value);
 
 #endif /* EP_CPU_ROWS_H */

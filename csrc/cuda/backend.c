@@ -261,6 +261,13 @@ static int gemm_fp8(int device, const EpGemmFp8Params *p, void *stream) {
         &g, ep_cuda_check((cudaError_t)ep_launch_gemm_fp8(p, stream), "grouped GEMM kernel of FP8"));
 }
 
+static int activation_backward(int device, const EpActivationParams *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_activation_backward(p, stream),
+                                        "kernel of an activation's gradient"));
+}
+
 static int tile_counter(int device, void *stream, uint64_t **counter) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
@@ -334,6 +341,7 @@ const EpBackend ep_cuda_backend = {
     .wait = wait_word,
     .gemm = gemm,
     .gemm_fp8 = gemm_fp8,
+    .activation_backward = activation_backward,
     .tile_counter = tile_counter,
     .dispatch_gemm = dispatch_gemm,
     .gemm_combine = gemm_combine,

@@ -16,6 +16,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
+#include <math.h>
 #include <sched.h>
 #include <stdbool.h>
 #include <time.h>
@@ -199,6 +200,8 @@ extern "C" __attribute__((weak)) bool ep_interrupted(void) { return false; }
 
 #define EP_PTX_CUH
 #define EP_RESIDENT_CUH
+EP_FN float ep_ex2(float x) { return exp2f(x); }
+EP_FN float ep_rcp(float x) { return 1.0f / x; }
 EP_FN void ep_sleep_2us(void) { sched_yield(); }
 EP_FN void ep_fence_acq_rel_gpu(void) { ep_has_fenced = true; }
 EP_FN void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {

@@ -1,0 +1,122 @@
+"""The gradient of an activation in one operation, compared with torch's autograd in float64."""
+
+import math
+
+import pytest
+import torch
+
+import epmoe
+from cases import generator, misaligned
+from epmoe import reference
+from epmoe.activation_ops import run_activation_backward
+from epmoe.activations import is_gated
+from epmoe.gemm import as_kernel
+from test_gemm_products import ACTIVATIONS, EPS, TINY
+
+LOW = [torch.bfloat16, torch.float16]
+
+
+def problem(activation, rows, columns, dtype, device, before=0, after=0):
+    """h, d, offsets and row weights; rows that belong to no expert are NaN."""
+    g = generator(3, rows, columns)
+    wide = columns * (1 + (activation is not None and is_gated(activation)))
+    h, d = (torch.randn(before + rows + after, n, generator=g) for n in (wide, columns))
+    h[:, ::5] *= 12  # far from 0, where a sigmoid is flat
+    for t in (h, d):
+        t[:before] = torch.nan
+        t[before + rows:] = torch.nan
+    row_weight = torch.randn(before + rows + after, generator=g)
+    offsets = torch.tensor([before, before + rows // 3, before + rows // 3, before + rows], dtype=torch.int32)
+    return h.to(device, dtype), d.to(device, dtype), offsets.to(device), row_weight.to(device)
+
+
+def wanted(h, d, row_weight, activation):
+    """The three results in float64."""
+    h64 = h.double().requires_grad_()
+    y = h64 if activation is None else reference.activate(h64, activation)
+    w = h.new_ones(len(h), dtype=torch.float64) if row_weight is None else row_weight.double()
+    d_h, = torch.autograd.grad(y, h64, d.double() * w[:, None])
+    y = y.detach()
+    return (d_h, y * w[:, None], (y * d.double()).sum(1)), (y * d.double()).abs().sum(1)
+
+
+def check(got, want, slack, what):
+    worst = ((got.double() - want).abs() / slack).max().item() if want.numel() else 0.0
+    assert worst <= 1, f"{what}: the error is {worst} times the allowed rounding error"
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_activation_gradients_equal_float64(ranks, activation, dtype):
+    kernel = as_kernel(activation)
+    for columns, weighted in ((8, True), (48, False), (520, True)):
+        h, d, offsets, w = problem(activation, 33, columns, dtype, ranks.device, before=2, after=3)
+        w = w if weighted else None
+        got = run_activation_backward(h, d, offsets, w, *kernel)
+        again = torch.ops.epmoe.activation_backward(h, d, offsets, w, *kernel)
+        used = slice(2, 35)
+        want, size = wanted(h[used], d[used], None if w is None else w[used], activation)
+        eps, tiny = EPS[dtype], TINY[dtype]
+        # The factors of a gradient are at most some tens here, and each has an error of some 2^-22.
+        wd = d[used].double().abs().max() * (1 if w is None else w[used].abs().max())
+        for i, name in enumerate(("d_h", "weighted")):
+            slack = eps * want[i].abs() + 2.0**-17 * max(wd, 1) * (1 + h[used].double().abs().max()) + tiny
+            check(got[i][used], want[i], slack, f"{name} of {columns} columns")
+        check(got[2][used], want[2], 2.0**-18 * size + 1e-6, f"dots of {columns} columns")
+        assert all(torch.equal(a[used], b[used]) for a, b in zip(got, again))
+        over = run_activation_backward(h, d, offsets, w, *kernel, in_place=True)
+        assert over[1].data_ptr() == d.data_ptr()
+        assert all(torch.equal(a[used], b[used]) for a, b in zip(got, over))
+        assert d[:2].isnan().all() and d[35:].isnan().all()  # rows of no expert are not written
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "geglu_tanh", "silu", "gpt_oss"])
+def test_activation_gradients_of_large_numbers(ranks, activation):
+    """Where the activation is flat or linear, no product of 0 and infinity makes NaN."""
+    halves = 1 + is_gated(activation)
+    numbers = torch.tensor([-3e38, -1e30, -3000.0, -100.0, 100.0, 3000.0, 1e10, 1e17])
+    h = numbers.repeat(halves).view(1, -1).to(ranks.device, torch.bfloat16)
+    if activation == "gpt_oss":
+        h = torch.stack([h[:, :8], h[:, 8:]], -1).view(1, -1)
+    offsets = torch.tensor([0, 1], dtype=torch.int32, device=ranks.device)
+    d = torch.full((1, 8), 0.5, device=ranks.device, dtype=torch.bfloat16)
+    got = run_activation_backward(h, d, offsets, None, *as_kernel(activation))
+    want, _ = wanted(h, d, None, activation)
+    for a, b in zip(got[:2], want):
+        torch.testing.assert_close(a.double(), b.bfloat16().double(), rtol=2.0**-7, atol=1e-6)
+
+
+def test_activation_gradients_of_nan(ranks):
+    """NaN in a gate or an up value gives NaN in the weighted row and in the dot product."""
+    h = torch.zeros(2, 32, device=ranks.device, dtype=torch.float16)
+    h[0, 3], h[1, 20] = math.nan, math.nan
+    offsets = torch.tensor([0, 2], dtype=torch.int32, device=ranks.device)
+    d = torch.ones(2, 16, device=ranks.device, dtype=torch.float16)
+    for activation in ("swiglu", epmoe.SwiGLU(limit=7.0), "geglu_tanh"):
+        d_h, weighted, dots = run_activation_backward(h, d, offsets, None, *as_kernel(activation))
+        assert dots.isnan().all() and weighted[0, 3].isnan() and weighted[1, 4].isnan(), activation
+        assert d_h[0, 3].isnan() and weighted.isnan().sum() == 2, activation
+
+
+def test_activation_gradients_without_rows_and_at_any_address(ranks):
+    for rows in (0, 5):
+        h, d, offsets, w = problem("swiglu", rows, 16, torch.bfloat16, ranks.device)
+        want = run_activation_backward(h, d, offsets, w, 2)
+        got = run_activation_backward(misaligned(h), misaligned(d), offsets, misaligned(w), 2)
+        assert all(torch.equal(a, b) for a, b in zip(got, want)) and want[0].shape == (rows, 32)
+
+
+@pytest.mark.parametrize("change, error, text", [
+    (dict(d=torch.zeros(3, 16)), TypeError, "bfloat16 or float16"),
+    (dict(h=torch.zeros(3, 16, dtype=torch.bfloat16)), ValueError, "size 32 in dimension 1"),
+    (dict(offsets=torch.zeros(2)), TypeError, "int32"),
+    (dict(row_weight=torch.zeros(2)), ValueError, "size 3 in dimension 0"),
+    (dict(activation=10), ValueError, "activation 10"),
+    (dict(activation=3, alpha=math.nan), ValueError, "alpha nan"),
+])
+def test_activation_gradients_of_wrong_arguments(ranks, change, error, text):
+    arguments = dict(h=torch.zeros(3, 32, dtype=torch.bfloat16), d=torch.zeros(3, 16, dtype=torch.bfloat16),
+                     offsets=torch.tensor([0, 3], dtype=torch.int32), row_weight=None, activation=2) | change
+    arguments = {n: v.to(ranks.device) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+    with pytest.raises(error, match=text):
+        run_activation_backward(**arguments)
