@@ -8,6 +8,7 @@
     SymmetricHeap      memory that every rank can access on every other rank
     ExpertMap          which physical experts hold each expert; balance_experts makes one
     World              the ranks that take part
+    Nodes              the ranks of several nodes
     thread_worlds      ranks that are threads of one process, for tests
     prepare_ddp        DistributedDataParallel, with experts; also prepare_fsdp for FSDP2, expert_parameters,
                        clip_grad_norm_ and whole_state_dict
@@ -35,13 +36,14 @@ from .layer import EPAll2AllLayer
 from .layout import EPLayout
 from .low_latency import LowLatencyAll2All, LowLatencyHandle, PendingCall
 from .moe import EPMoE
+from .nodes import Nodes
 from .parallel import clip_grad_norm_, expert_parameters, prepare_ddp, prepare_fsdp, whole_state_dict
 from .world import World, thread_worlds
 
 __version__ = "0.1.0"
 __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError", "EpIndexError",
            "EpMismatch", "EpOverflow", "EpTimeout", "ExpertMap", "GptOss", "HeapExhausted",
-           "LowLatencyAll2All", "LowLatencyHandle", "PeerDied", "PeerError", "PendingCall",
+           "LowLatencyAll2All", "LowLatencyHandle", "Nodes", "PeerDied", "PeerError", "PendingCall",
            "SwiGLU", "SymmetricHeap", "World", "balance_experts", "clip_grad_norm_", "expert_parameters",
            "grouped_gemm", "include_dir", "prepare_ddp", "prepare_fsdp", "quantize_fp8",
            "quantize_fp8_weight", "reference", "thread_worlds", "whole_state_dict"]

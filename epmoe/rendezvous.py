@@ -11,11 +11,11 @@ from .errors import EpError, EpMismatch, EpTimeout, PeerDied, PeerError
 
 DEFAULT_TIMEOUT_S = 300.0
 _ABI_BYTES = 4
-_ADDRESS_BYTES = _C.NAME_BYTES + _C.NONCE_BYTES + _ABI_BYTES
+ADDRESS_BYTES = _C.NAME_BYTES + _C.NONCE_BYTES + _ABI_BYTES
 # A longer gap between two looks at the clock means that the job was suspended: port.h, EP_MAX_COUNTED_GAP_NS.
 _MAX_COUNTED_GAP_S = 0.5
 # What gloo says, in small letters, when the process at the other end of a connection is gone.
-_SIGNS_OF_DEATH = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
+SIGNS_OF_DEATH = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
 
 
 def default_timeout_s():
@@ -116,7 +116,7 @@ def _await(work, group, timeout_s):
 def _error_of_group(error, rank):
     """Return the error of epmoe for an error of the process group, by its text: its class is RuntimeError."""
     text = str(error)
-    if any(sign in text.lower() for sign in _SIGNS_OF_DEATH):
+    if any(sign in text.lower() for sign in SIGNS_OF_DEATH):
         return PeerDied(f"rank {rank}: a rank of the group died, or left the group, while the ranks created "
                         f"a world: {text}")
     if any(sign in text.lower() for sign in ("timed out", "timeout")):
@@ -131,7 +131,7 @@ def meet(group, rank, size, timeout_s):
     A rank that cannot take part gives an empty address, so that no other rank waits for it.
     """
     fd = -1
-    address = bytes(_ADDRESS_BYTES)
+    address = bytes(ADDRESS_BYTES)
     error = None
     limit_s = DEFAULT_TIMEOUT_S
     try:

@@ -93,7 +93,7 @@ class World(Shared):
             self.size = dist.get_world_size(self.group)
             if self.size > _C.MAX_RANKS:
                 raise ValueError(f"a world has 1 to {_C.MAX_RANKS} ranks, this group has {self.size}: "
-                                 f"pass a smaller group")
+                                 f"pass a smaller group, or the group to a layer with local_world_size=")
             self._c = meet(self.group, self.rank, self.size, timeout_s)
         _open.add(self)
         for other in list(_of_group.values()):  # ended worlds keep their reason, but no thread and no socket

@@ -46,7 +46,7 @@ MPS = "nvidia-cuda-mps-control"
 # The suite in parts, so that each ends within LONGEST_S also where four ranks take turns on one GPU.
 PARTS = {
     "move": ("dispatch", "combine", "plan", "heap", "world", "gemm", "build", "env", "bench", "fuzz", "soak",
-             "import", "install", "limits"),
+             "import", "install", "limits", "nodes"),
     "layer": ("layer", "moe", "examples", "integrations", "expert", "shards", "tuning"),
     "errors": ("errors", "written"),
     "fused": ("fused", "low", "fp8"),

@@ -1,0 +1,72 @@
+"""TorchRail: the ranks with the same local number on all nodes, connected by process groups of torch."""
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from ..errors import EpError, EpTimeout, PeerDied
+from ..rendezvous import SIGNS_OF_DEATH
+
+
+class TorchRail:
+    """Moves bytes and rows between the nodes.  All calls are collective over the rail, in the same order.
+
+    Two process groups: `control` is gloo and works on the host; `data` moves rows, with NCCL on GPUs.
+    Kernels of NCCL wait for other nodes and take SMs, so small messages, which the host needs at once, use
+    the host.
+
+    Freedom from deadlock on CUDA.  A row exchange is enqueued on the caller's stream, as are all operations
+    of the layer.  So on each GPU the kernels of NCCL and of epmoe run one after the other, in one order,
+    which is the same on all ranks.  The first operation of that order that is not complete has been launched
+    everywhere, has its inputs and has the SMs for itself.  So it completes, and then the next.
+    """
+
+    def __init__(self, control, data, ranks):
+        self.control = control
+        self.data = data
+        self.ranks = ranks  # of the whole group, in node order
+        self.position = dist.get_rank(control)  # the number of this node
+        self.size = len(ranks)
+
+    def meet(self, mine):
+        """Give some bytes to all ranks of the rail and return those of every rank, in node order."""
+        t = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        out = t.new_empty(self.size * t.numel())
+        try:  # an all-to-all: in it every rank waits for every other one, so all see a death at once
+            dist.all_to_all_single(out, t.repeat(self.size), group=self.control)
+        except RuntimeError as error:
+            raise self._error(error) from error
+        return [bytes(o.tolist()) for o in out.chunk(self.size)]
+
+    def exchange(self, out, mine, out_splits=None, splits=None):
+        """Send rows of `mine` to the nodes and receive theirs in `out`, in node order.
+
+        splits and out_splits: the rows for and of each node; None: equally many.
+        """
+        try:
+            dist.all_to_all_single(out, mine, out_splits, splits, group=self.data)
+        except RuntimeError as error:
+            raise self._error(error) from error
+
+    def set_timeout(self, timeout_s):
+        for group in {self.control, self.data}:
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+
+    def close(self):
+        for group in {self.control, self.data}:
+            dist.destroy_process_group(group)
+
+    def _error(self, error):
+        """Return the error of epmoe for an error of torch, by its text: its class is RuntimeError."""
+        text = str(error)
+        mine = self.ranks[self.position]
+        others = ", ".join(str(rank) for rank in self.ranks if rank != mine)
+        if any(sign in text.lower() for sign in SIGNS_OF_DEATH):
+            return PeerDied(f"rank {mine}: one of the ranks {others}, with which it exchanges rows between "
+                            f"nodes, died or left: {text}")
+        if any(sign in text.lower() for sign in ("timed out", "timeout")):
+            return EpTimeout(f"rank {mine} timed out: one of the ranks {others}, with which it exchanges "
+                             f"rows between nodes, is stuck or makes another call. All ranks of all nodes "
+                             f"must make the same calls in the same order, also with zero tokens: {text}")
+        return EpError(f"rank {mine}: the exchange with ranks {others} of other nodes failed: {text}")
