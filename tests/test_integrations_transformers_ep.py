@@ -28,10 +28,10 @@ from transformers_cases import SPREAD, experts_of, kind_of, make, step, tokens
 pytestmark = pytest.mark.cpu_only
 LARGEST = 2e-6  # difference of a logit or a gradient in float32
 # Compared with transformers' own expert parallelism on the same ranks, not with one process.  With more
-# ranks, an expert multiplies more rows in one product, and torch's GEMM then rounds a row differently: transformers'
-# experts in one process change by 8e-7 if the tokens of four ranks come in one call.  This model makes
-# 2.4e-6 of that in logits of up to 3.7, the same bits with transformers' implementation as with epmoe.  Its
-# logits in float32 are 8e-6 away from those in float64.  (torch 2.13, transformers 5.24, CPU)
+# ranks, an expert multiplies more rows in one product, and torch's GEMM then rounds a row differently:
+# transformers' experts in one process change by 8e-7 if the tokens of four ranks come in one call.  This
+# model makes 2.4e-6 of that in logits of up to 3.7, the same bits with transformers' implementation as with
+# epmoe.  Its logits in float32 are 8e-6 away from those in float64.  (torch 2.13, transformers 5.24, CPU)
 SENSITIVE = {(4, "qwen3_next")}
 # World size -> the grids of ranks, and their families.
 GRIDS = {
