@@ -2,7 +2,7 @@
 
 import torch
 
-from . import _C
+from . import _C, moe_fp8
 from .errors import HeapExhausted
 from .fused import EpAll2AllFusedOp, fuses
 from .gemm import grouped_gemm
@@ -74,12 +74,15 @@ def peers_path(layer, decode, *parameters):
 
 def run(moe, a2a, x, topk_idx, topk_weights):
     """Dispatch, the experts of moe, and combine through a2a."""
-    rows, _, _, handle = a2a.dispatch(x, topk_idx, topk_weights, layout="compact")
+    rows, scales, _, handle = a2a.dispatch(x, topk_idx, topk_weights, fp8=moe.is_fp8, layout="compact")
     offsets = handle.expert_offsets
     try:
-        h = grouped_gemm(rows, moe.gate_up_proj, offsets=offsets, bias=moe.gate_up_proj_bias,
-                         activation=moe.activation)
-        y = grouped_gemm(h, moe.down_proj, offsets=offsets, bias=moe.down_proj_bias)
+        if moe.is_fp8:
+            y = moe_fp8.compute(moe, rows, scales, offsets)
+        else:
+            h = grouped_gemm(rows, moe.gate_up_proj, offsets=offsets, bias=moe.gate_up_proj_bias,
+                             activation=moe.activation)
+            y = grouped_gemm(h, moe.down_proj, offsets=offsets, bias=moe.down_proj_bias)
     except Exception as error:
         a2a._refuse(_C.OP_LL_COMBINE, error, handle.buffer)
     return a2a.combine(y, handle)

@@ -1,13 +1,12 @@
 """EPMoE: the experts of a Mixture-of-Experts layer, spread over the ranks; a drop-in for a model's own."""
 
 import inspect
-import math
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import decode as decoding, moe_map
+from . import decode as decoding, moe_fp8, moe_map
 from .activations import is_gated
 from .expert_map import ExpertMap, check_num_physical
 from .fused import EpAll2AllFusedOp
@@ -43,6 +42,15 @@ class EPMoE(MoeParts, nn.Module):
     process group, they are DTensors [E, ...], of which each rank has its rows (docs/checkpoints.md).
     whole_state_dict puts them together.  Physical experts that hold nothing are zero, and in no state dict.
 
+    load_state_dict() also takes the experts one by one, as most checkpoints have them: for each expert e
+    e.gate_proj.weight, e.up_proj.weight and e.down_proj.weight, of all experts or of those of this rank.
+
+    FP8: with weight_dtype=torch.float8_e4m3fn the weights are as FP8 checkpoints hold them, with the scales
+    gate_up_proj_scale_inv [L, 2I/128, H/128] and down_proj_scale_inv [L, H/128, I/128], float32, each for a
+    block of 128 by 128; in a checkpoint with the experts one by one e.gate_proj.weight_scale_inv and so on.
+    Weights of 16 or 32 bits are quantised as they are loaded.  Tokens are quantised, too.  There are no
+    gradients.  See docs/fp8.md.
+
     Parameters start uniform in +-1/sqrt(fan-in), as nn.Linear's, each expert with other numbers.  With the
     same seed on all ranks they are those of one process.  They are on the layer's device from the start, also
     inside of torch.device("meta").  copy.deepcopy copies them and shares the communication layer.
@@ -67,14 +75,18 @@ class EPMoE(MoeParts, nn.Module):
         layer: None, or an EpAll2AllFusedOp or EPAll2AllLayer to share with other EPMoE modules of the same
             shapes.  The module then has its ranks, device, max_tokens, capacity and enable_local_combine.
         **options: num_physical: P, a multiple of W, at least E; None: E rounded up.  A larger P is room for
-            replicas.  And options of EpAll2AllFusedOp, for example capacity, the most rows that a rank can
-            receive; with it the host reads nothing.  None of these with `layer`, which has its own.
+            replicas.  weight_dtype: torch.float8_e4m3fn, or None: dtype.  And options of EpAll2AllFusedOp,
+            for example capacity, the most rows that a rank can receive; with it the host reads nothing.
+            Only the first two with `layer`, which has its own.
 
     Attributes:
         gate_up_proj: A parameter.
         down_proj: A parameter.
         gate_up_proj_bias: A parameter, or None without bias.
         down_proj_bias: A parameter, or None without bias.
+        gate_up_proj_scale_inv: A parameter, only in FP8, and so is down_proj_scale_inv.
+        weight_dtype: The dtype of the weights.
+        is_fp8: Whether it is that of FP8.
         layer: The communication layer.
         num_experts: E.
         expert_map: The ExpertMap of topk_idx, or None where each expert is its own physical one.
@@ -107,7 +119,7 @@ class EPMoE(MoeParts, nn.Module):
                  max_tokens=4096, dtype=torch.bfloat16, device=None, bias=False, layer=None,
                  **options):
         super().__init__()
-        num_physical = options.pop("num_physical", None)
+        num_physical, weight_dtype = options.pop("num_physical", None), options.pop("weight_dtype", None)
         if layer is not None and options:
             raise TypeError(f"{', '.join(options)}: options of a new layer, but layer= passes one: "
                             f"leave either out")
@@ -124,6 +136,7 @@ class EPMoE(MoeParts, nn.Module):
                 raise ValueError(f"inner {inner}: must be positive")
             num_experts = int(num_experts)
             num_physical = check_num_physical(num_experts, (world or layer.world).size, num_physical)
+            weight_dtype = moe_fp8.check_weight_dtype(weight_dtype, dtype, hidden, inner, activation)
         except Exception as error:
             if world is not None:
                 refuse_layer(world, heap, error)
@@ -132,7 +145,7 @@ class EPMoE(MoeParts, nn.Module):
             layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_physical,
                                      dtype=dtype, device=device, **options)
             agree(layer, f"inner {inner}, activation {activation!r}, bias {bool(bias)}, num_experts "
-                         f"{num_experts}")
+                         f"{num_experts}, weight_dtype {weight_dtype}")
         else:
             for name, got, want in (("hidden", hidden, layer.hidden),
                                     ("topk", topk, layer.topk * layer._copies),
@@ -143,6 +156,7 @@ class EPMoE(MoeParts, nn.Module):
         self.layer = layer
         layer.is_of_module = True
         self.activation = activation
+        self.weight_dtype = weight_dtype
         self.num_experts = num_experts
         self.expert_map = None
         self._use_map(ExpertMap.home(num_experts, layer.world_size, num_physical))
@@ -153,10 +167,7 @@ class EPMoE(MoeParts, nn.Module):
         wide = halves * inner
         shapes = {"gate_up_proj": (local, wide, hidden), "down_proj": (local, hidden, inner)}
         bias_shapes = {"gate_up_proj_bias": (local, wide), "down_proj_bias": (local, hidden)}
-        for name, shape in (shapes | bias_shapes).items():
-            needed = bias or name in shapes
-            empty = nn.Parameter(torch.empty(shape, dtype=dtype, device=layer.device)) if needed else None
-            setattr(self, name, empty)
+        self._make_parameters(shapes, bias_shapes, bias)
         self.reset_parameters()
         self._register()
 
@@ -175,18 +186,8 @@ class EPMoE(MoeParts, nn.Module):
             True
             >>> moe.finalize()
         """
-        seed = int(torch.randint(1 << 40, (), device="cpu"))
-        generator = torch.Generator(self.layer.device)
-        up_bound = 1 / math.sqrt(self.gate_up_proj.shape[2])
-        down_bound = 1 / math.sqrt(self.down_proj.shape[2])
         with torch.no_grad():
-            for i, e in enumerate(self._held):
-                generator.manual_seed(seed + max(e, 0))
-                for p, bound in ((self.gate_up_proj, up_bound), (self.down_proj, down_bound),
-                                 (self.gate_up_proj_bias, up_bound), (self.down_proj_bias, down_bound)):
-                    if p is not None:
-                        bound = bound if e >= 0 else 0.0
-                        p[i].uniform_(-bound, bound, generator=generator)
+            self._fill(int(torch.randint(1 << 40, (), device="cpu")))
 
     @classmethod
     def from_experts(cls, experts, ep_group=None, *, topk=None, **options):
@@ -197,7 +198,7 @@ class EPMoE(MoeParts, nn.Module):
                 ranks.  Its parameters are copied.
             ep_group: As for EPMoE.
             topk: K; None: as the experts' configuration says.
-            **options: Of EPMoE, for example max_tokens.
+            **options: Of EPMoE, for example max_tokens, or weight_dtype, which quantises the copy.
 
         Returns:
             An EPMoE with the experts of this rank.
@@ -312,7 +313,8 @@ class EPMoE(MoeParts, nn.Module):
         Raises:
             ValueError: On this rank, for a wrong shape or device.
             TypeError: On this rank, for a wrong type or dtype.
-            RuntimeError: On this rank, for decode=True where a gradient is wanted or a compiler traces, for
+            RuntimeError: On this rank, where a gradient is wanted of experts in FP8, for decode=True where a
+                gradient is wanted or a compiler traces, for
                 gradients of experts after set_expert_map, and where DistributedDataParallel or FSDP1 has
                 taken the experts for copies.
             PeerError: On the other ranks, when one rank raises one of these.
@@ -343,10 +345,9 @@ class EPMoE(MoeParts, nn.Module):
                 tokens = tokens.to(self.layer.dtype)
             if type(self.gate_up_proj) is torch.Tensor and not torch.compiler.is_compiling():
                 check_flat(self, self.gate_up_proj)
-            if self.gate_up_proj.dtype != self.layer.dtype:
-                raise TypeError(f"the parameters are {self.gate_up_proj.dtype} now, but the layer was made "
-                                f"for {self.layer.dtype}: pass dtype={self.gate_up_proj.dtype} when creating "
-                                f"the module, instead of casting it")
+            moe_fp8.check_parameters(self)
+            if self.is_fp8:
+                moe_fp8.check_gradients(self, x, topk_weights)
             path = decoding.path_of(self.layer, decode, tokens, topk_weights, self.gate_up_proj,
                                     self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
             most = self.layer.max_tokens // self.layer._copies if path is None else path.max_tokens
@@ -359,7 +360,7 @@ class EPMoE(MoeParts, nn.Module):
         if path is not None:
             self.last_layout = None
             return unflatten(decoding.run(self, path, tokens, topk_idx, topk_weights), x.shape)
-        if not isinstance(self.layer, EpAll2AllFusedOp):
+        if self.is_fp8 or not isinstance(self.layer, EpAll2AllFusedOp):
             return unflatten(self._unfused(tokens, topk_idx, topk_weights), x.shape)
         h, row_weight, layout = self.layer.mega_dispatch_group_gemm(
             tokens, topk_idx, weight=topk_weights, gemm_weight=self._scaled("gate_up_proj"),

@@ -9,7 +9,7 @@ from .device import status_of
 from .errors import EpMismatch
 from .expert_map import ExpertMap
 from .heap import SymmetricHeap
-from .shards import is_dtensor
+from .shards import as_bytes, is_dtensor
 
 
 def _check(moe, expert_map):
@@ -50,7 +50,7 @@ def _sources(moe, holds):
 
 def _move(moe, sources):
     """Copy the weights of each physical expert of this rank from where they are.  Collective."""
-    layer, params = moe.layer, [p.detach() for p in moe.parameters(recurse=False)]
+    layer, params = moe.layer, [as_bytes(p.detach()) for p in moe.parameters(recurse=False)]
     num = layer.num_local_experts
     with SymmetricHeap(layer.world, max(p.numel() * p.element_size() for p in params), layer.device) as heap:
         for p in params:

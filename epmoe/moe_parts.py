@@ -1,15 +1,57 @@
 """MoeParts: the private half of EPMoE: state dicts, refusals, and the experts one stage after the other."""
 
-import torch
+import math
 
-from . import _C, decode as decoding, shards, torch_hooks
+import torch
+from torch import nn
+
+from . import _C, decode as decoding, moe_fp8, moe_load, shards, torch_hooks
 from .expert_map import ExpertMap
+from .fp8 import quantize_fp8
 from .gemm import grouped_gemm
 from .parallel_parts import ScaledGradient, check_ddp, check_sharded
 
 
 class MoeParts:
     """The private half of EPMoE."""
+
+    @property
+    def is_fp8(self):
+        """Whether the weights are in FP8."""
+        return self.weight_dtype == torch.float8_e4m3fn
+
+    def _make_parameters(self, shapes, bias_shapes, bias):
+        """Create the parameters, or set them to None.  shapes, bias_shapes: {name: shape}."""
+        layer, options = self.layer, {"device": self.layer.device}
+        for name, shape in (shapes | bias_shapes).items():
+            dtype = self.weight_dtype if name in shapes else layer.dtype
+            needed = bias or name in shapes
+            p = nn.Parameter(torch.empty(shape, dtype=dtype, **options), not self.is_fp8) if needed else None
+            setattr(self, name, p)
+        for name, shape in shapes.items() if self.is_fp8 else ():
+            scales = torch.empty(moe_fp8.scales_shape(shape), dtype=torch.float32, **options)
+            setattr(self, name + moe_fp8.SCALE, nn.Parameter(scales, False))
+
+    def _fill(self, seed):
+        """Fill the parameters as reset_parameters says."""
+        generator = torch.Generator(self.layer.device)
+        up_bound = 1 / math.sqrt(self.gate_up_proj.shape[2])
+        down_bound = 1 / math.sqrt(self.down_proj.shape[2])
+        bounds = {"gate_up_proj": up_bound, "down_proj": down_bound, "gate_up_proj_bias": up_bound,
+                  "down_proj_bias": down_bound}
+        for i, e in enumerate(self._held):
+            generator.manual_seed(seed + max(e, 0))
+            for name, bound in bounds.items():
+                p, bound = getattr(self, name), bound if e >= 0 else 0.0
+                if p is None:
+                    continue
+                if not self.is_fp8 or name not in moe_fp8.WEIGHTS:
+                    p[i].uniform_(-bound, bound, generator=generator)
+                    continue
+                numbers = torch.empty(p.shape[1:], dtype=self.layer.dtype, device=p.device)
+                moe_fp8.put(self, name, i, numbers.uniform_(-bound, bound, generator=generator))
+                if e < 0:
+                    getattr(self, name + moe_fp8.SCALE)[i] = 0
 
     @torch._disable_dynamo
     def _check_ddp(self, ddp):
@@ -60,7 +102,11 @@ class MoeParts:
             shards.save(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
-        before, own = len(errors), shards.own_entries(self, state_dict, prefix, metadata, errors)
+        before = len(errors)
+        state_dict, loaded = moe_load.load_experts(self, state_dict, prefix, missing, errors)
+        own = shards.own_entries(self, state_dict, prefix, metadata, errors)
+        moe_load.quantized(self, own, prefix, state_dict, errors)
+        own |= loaded
         super()._load_from_state_dict(state_dict | own if own else state_dict, prefix, metadata, strict,
                                       missing, unexpected, errors)
         if len(errors) > before:
@@ -68,7 +114,8 @@ class MoeParts:
 
     def _refuse(self, error, decode):
         """Report an error to the other ranks in the operation that they enter, and raise it."""
-        path = decoding.peers_path(self.layer, decode, *self.parameters())
+        # FP8 has no gradients, so the peers take no path that has them
+        path = decoding.peers_path(self.layer, decode, *(() if self.is_fp8 else self.parameters()))
         if path is not None:
             path._refuse(_C.OP_LL_DISPATCH, error, 0)
         self.layer._refuse(_C.OP_PLAN, error, 0)
@@ -89,10 +136,13 @@ class MoeParts:
         rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)
         offsets = layout.expert_offsets
         try:
-            h = grouped_gemm(rows, self._scaled("gate_up_proj"), offsets=offsets,
-                             bias=self._scaled("gate_up_proj_bias"), activation=self.activation)
-            h = grouped_gemm(h, self._scaled("down_proj"), offsets=offsets,
-                             bias=self._scaled("down_proj_bias"))
+            if self.is_fp8:
+                h = moe_fp8.compute(self, *quantize_fp8(rows), offsets)
+            else:
+                h = grouped_gemm(rows, self._scaled("gate_up_proj"), offsets=offsets,
+                                 bias=self._scaled("gate_up_proj_bias"), activation=self.activation)
+                h = grouped_gemm(h, self._scaled("down_proj"), offsets=offsets,
+                                 bias=self._scaled("down_proj_bias"))
         except Exception as error:
             self.layer._refuse(_C.OP_COMBINE, error, layout.buffer)
         self._set_last_layout(layout)

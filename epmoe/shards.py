@@ -46,6 +46,11 @@ def is_dtensor(t):
     return hasattr(t, "device_mesh")
 
 
+def as_bytes(t):
+    """Return t, or for FP8 its bytes: not every operator of torch takes FP8, and DLPack does not."""
+    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+
+
 # ---- meshes ----
 
 
@@ -170,7 +175,7 @@ def _placed(moe, t, first):
     rows = torch.tensor(moe._held, device=t.device) - first
     held = torch.tensor([e >= 0 for e in moe._held], device=t.device)
     out = t.new_zeros(len(rows), *t.shape[1:])
-    out[held] = t[rows[held]]
+    as_bytes(out)[held] = as_bytes(t)[rows[held]]
     return out
 
 

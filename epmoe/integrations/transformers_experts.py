@@ -277,6 +277,6 @@ def from_experts(cls, experts, ep_group, topk, options):
     moe = cls(hidden, inner, num_experts, topk, ep_group, activation_of(experts), dtype=up.dtype,
               bias="down_proj_bias" in whole, **options)
     moe.load_state_dict(whole)
-    for p in moe.parameters():
-        p.requires_grad_(up.requires_grad)
+    if not moe.is_fp8:
+        moe.requires_grad_(up.requires_grad)
     return moe.train(experts.training)

@@ -1,0 +1,390 @@
+"""EPMoE with weights in FP8: its checkpoints, its results against float64, and what it refuses.
+
+The sums in float64 are of the quantised numbers: weights, tokens, and the rows between the two linear maps.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import epmoe
+from cases import generator, keep
+from epmoe import reference
+from epmoe.activations import is_gated
+from outcomes import MISTAKE_LIMIT_S, check_outcomes, outcome
+from test_fp8 import bits, dequantized
+
+E4M3 = torch.float8_e4m3fn
+HIDDEN, TOKENS, K = 256, 9, 2
+SIZES = (1, 2, 4)
+
+
+def experts_of(num_experts, inner=128, activation="swiglu", bias=False, seed=1):
+    """A checkpoint in 16 bits, with the experts one by one."""
+    g, found = generator(seed), {}
+    projections = {"gate_proj": (inner, HIDDEN), "up_proj": (inner, HIDDEN), "down_proj": (HIDDEN, inner)}
+    if not is_gated(activation):
+        del projections["gate_proj"]
+    for e in range(num_experts):
+        for name, (n, k) in projections.items():
+            # blocks of different magnitude, so that a wrong scale is seen
+            size = 2.0 ** torch.randint(-3, 2, (-(-n // 128), -(-k // 128)), generator=g)
+            size = size.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
+            found[f"{e}.{name}.weight"] = (torch.randn(n, k, generator=g) * size / k**0.5).bfloat16()
+            if bias:
+                found[f"{e}.{name}.bias"] = torch.randn(n, generator=g).bfloat16()
+    return found
+
+
+def in_fp8(checkpoint):
+    """The same in FP8, as DeepSeek-V3's."""
+    found = {}
+    for key, t in checkpoint.items():
+        if key.endswith("bias"):
+            found[key] = t
+            continue
+        q, scales = epmoe.quantize_fp8_weight(t[None])
+        found |= {key: q[0], key + "_scale_inv": scales[0]}
+    return found
+
+
+def stacked(checkpoint, num_experts):
+    """The same with the experts of a parameter of EPMoE in one tensor."""
+    found = {}
+    for kind, ending in (("weight", ""), ("weight_scale_inv", "_scale_inv"), ("bias", "_bias")):
+        for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            each = [[checkpoint[key] for part in parts if (key := f"{e}.{part}.{kind}") in checkpoint]
+                    for e in range(num_experts)]
+            if each[0]:
+                found[name + ending] = torch.stack([torch.cat(of_one) for of_one in each])
+    return found
+
+
+def make(world, device, num_experts, inner=128, load=True, **options):
+    options = {"max_tokens": TOKENS, "device": device, "weight_dtype": E4M3} | options
+    moe = epmoe.EPMoE(HIDDEN, inner, num_experts, K, world, **options)
+    keep(world, moe)
+    if load:
+        activation, bias = moe.activation, moe.down_proj_bias is not None
+        plain = experts_of(num_experts, inner, activation, bias)
+        moe.load_state_dict(stacked(plain, num_experts) if activation == "gpt_oss" else in_fp8(plain))
+    return moe
+
+
+def inputs(world, device, num_experts, seed=0, dtype=torch.bfloat16):
+    """x, indices and weights of a rank. Some ranks have no tokens, and some choices are dropped."""
+    g, t = generator(seed, world.rank), (TOKENS + 3 * seed - 4 * world.rank) % (TOKENS + 1)
+    idx = torch.rand(t, num_experts, generator=g).topk(K).indices
+    idx[torch.rand(t, K, generator=g) < 0.1] = -1
+    x = torch.randn(t, HIDDEN, generator=g) * 2.0 ** torch.randint(-3, 3, (t, 1), generator=g)
+    return [v.to(device) for v in (x.to(dtype), idx, torch.rand(t, K, generator=g))]
+
+
+def wanted(x, idx, weight, num_experts, inner, activation, bias):
+    """The result in float64 of the quantised numbers, and that of the numbers before."""
+    plain = experts_of(num_experts, inner, activation, bias)
+    whole = stacked(plain, num_experts)
+    q = {n: t if n.endswith("bias") else dequantized(*epmoe.quantize_fp8_weight(t)) for n, t in whole.items()}
+
+    def quantize(t):
+        return dequantized(*epmoe.quantize_fp8(t.to(x.dtype)))
+
+    x, y = x.cpu(), torch.zeros(len(x), HIDDEN, dtype=torch.float64)
+    for t in range(len(x)):
+        for e, w in zip(idx[t].tolist(), weight[t].tolist()):
+            if e >= 0:
+                h = q["gate_up_proj"][e] @ quantize(x[t:t + 1])[0]
+                h = reference.activate(h + (q["gate_up_proj_bias"][e] if bias else 0), activation)
+                out = q["down_proj"][e] @ quantize(h[None])[0] + (q["down_proj_bias"][e] if bias else 0)
+                y[t] += w * out
+    whole = {n: t.double() for n, t in whole.items()}
+    exact = reference.moe(x.double(), idx.cpu(), weight.cpu().double(), whole["gate_up_proj"],
+                          whole["down_proj"], activation, whole.get("gate_up_proj_bias"),
+                          whole.get("down_proj_bias"))
+    return y, exact
+
+
+def compare(got, x, idx, weight, *arguments):
+    y, exact = wanted(x, idx, weight, *arguments)
+    if not len(x):
+        return
+    # a number of the rows between may round to the other neighbour
+    assert (got.cpu().double() - y).norm() < 0.012 * y.norm()
+    assert (got.cpu().double() - exact).norm() < 0.2 * exact.norm()
+    assert not got.isnan().any()
+
+
+# ---- results ----
+
+OPTIONS = [{}, {"bias": True}, {"activation": "relu2", "inner": 192, "bias": True}, {"dtype": torch.float16},
+           {"activation": epmoe.SwiGLU(limit=1.0), "combine_mode": "gather", "enable_local_combine": False},
+           {"activation": "gpt_oss", "inner": 192}, {"token_saving": False, "token_sorting": False}]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_moe_fp8_equals_float64(ranks, size):
+    """Prefill, with and without a capacity, and decode have the same bits."""
+
+    def run(world, device):
+        results = []
+        for options in OPTIONS:
+            num_experts = 2 * world.size + 1  # the last ranks have fewer, and there are empty ones
+            moe = make(world, device, num_experts, **options)
+            fixed = make(world, device, num_experts, **options, capacity=4 * TOKENS * K)
+            moe.enable_decode(TOKENS)
+            for seed in range(3):
+                with torch.no_grad():
+                    args = inputs(world, device, num_experts, seed, moe.layer.dtype)
+                    y = moe(*args, decode=False)
+                    results.append((y, moe(*args, decode=True), fixed(*args), args, num_experts, options))
+            moe.finalize()
+            fixed.finalize()
+        return results
+
+    for results in ranks(run, world_size=size):
+        for y, decoded, fixed, args, num_experts, options in results:
+            assert y.dtype == args[0].dtype
+            if options.get("enable_local_combine", True) and "token_saving" not in options:
+                assert torch.equal(y, decoded), options  # elsewhere other sums are rounded
+            assert torch.equal(y, fixed), options
+            compare(y, *args, num_experts, options.get("inner", 128), options.get("activation", "swiglu"),
+                    options.get("bias", False))
+
+
+def test_moe_fp8_decodes_by_itself_and_shares_a_layer(ranks):
+    def run(world, device):
+        moe = make(world, device, 24)
+        plain = epmoe.EPMoE(HIDDEN, 128, moe.layer.num_experts, K, layer=moe.layer)
+        other = epmoe.EPMoE(HIDDEN, 128, moe.layer.num_experts, K, layer=moe.layer, weight_dtype=E4M3)
+        other.load_state_dict(moe.state_dict())
+        args = inputs(world, device, 24)
+        with torch.no_grad():
+            y, same = moe(*args), other(*args)
+            took_path = moe.last_layout is None and moe.layer.low_latency is not None
+            again, z = copy.deepcopy(moe)(*args), plain(*args)
+        moe.finalize()
+        return torch.equal(y, same), torch.equal(y, again), took_path, z.shape == y.shape
+
+    assert all(all(r) for r in ranks(run))
+
+
+def test_moe_fp8_moves_experts(ranks):
+    def run(world, device):
+        moe = make(world, device, 5, num_physical=(-(-5 // world.size) + 1) * world.size)
+        args = inputs(world, device, 5)
+        with torch.no_grad():
+            want = moe(*args, decode=False)
+            moe.set_expert_map(epmoe.balance_experts([9, 1, 1, 30, 1], world.size, moe.layer.num_experts))
+            moved, whole = moe(*args, decode=False), epmoe.whole_state_dict(moe)
+            moe.load_state_dict(in_fp8(experts_of(5)))  # each physical expert takes its logical one
+            loaded = moe(*args, decode=False)
+            moe.set_expert_map(None)
+            back = moe(*args, decode=False)
+        moe.finalize()
+        return want, moved, loaded, back, whole
+
+    results = ranks(run, world_size=2)
+    whole = results[0][4]
+    want = stacked(in_fp8(experts_of(5)), 5)
+    for name, t in want.items():
+        assert torch.equal(bits(whole[name]), bits(t)), name
+    for want, moved, loaded, back, _ in results:
+        torch.testing.assert_close(moved, want, rtol=2e-2, atol=2e-2)
+        assert torch.equal(loaded, moved) and torch.equal(back, want)
+
+
+# ---- checkpoints ----
+
+@pytest.mark.parametrize("size", SIZES)
+def test_moe_fp8_loads_checkpoints(ranks, size):
+    """One by one or stacked, of all experts or of this rank, in FP8 or quantised: the same parameters."""
+
+    def run(world, device):
+        num_experts, failures = 2 * world.size, []
+        moe = make(world, device, num_experts, load=False, bias=True)
+        plain = experts_of(num_experts, bias=True)
+        whole = stacked(in_fp8(plain), num_experts)
+        own = slice(2 * world.rank, 2 * world.rank + 2)
+        mine = {k: t for k, t in in_fp8(plain).items() if int(k.split(".")[0]) in range(own.start, own.stop)}
+        old = {k: t.bfloat16() if k.endswith("inv") else t for k, t in in_fp8(plain).items()}
+        model = nn.ModuleDict({"experts": moe})
+        for name, state in {
+                "one by one": in_fp8(plain), "one by one, this rank": mine, "quantised": plain,
+                "quantised, float32": {k: t.float() for k, t in plain.items()}, "stacked": whole,
+                "stacked, this rank": {k: t[own] for k, t in whole.items()},
+                "stacked, quantised": stacked(plain, num_experts),
+                "scales in 16 bits": old}.items():
+            for p in moe.parameters():
+                p.fill_(0) if p.dtype != E4M3 else bits(p).zero_()
+            model.load_state_dict({f"experts.{k}": t for k, t in state.items()}, assign=name == "stacked")
+            for n, p in moe.named_parameters():
+                got, want = p.detach().cpu(), whole[n][own]
+                if "16 bits" in name and n.endswith("inv"):
+                    want = want.bfloat16().float()
+                if not torch.equal(bits(got), bits(want)) or p.requires_grad or p.dtype != want.dtype:
+                    failures.append(f"{name}: {n}")
+        state = moe.state_dict()
+        again = make(world, device, num_experts, load=False, bias=True)
+        again.load_state_dict(state)
+        failures += [n for (n, p), q in zip(moe.named_parameters(), again.parameters())
+                     if not torch.equal(bits(p), bits(q))]
+        moe.finalize()
+        again.finalize()
+        return failures, {n: (tuple(t.shape), t.dtype) for n, t in state.items()}
+
+    for failures, shapes in ranks(run, world_size=size):
+        assert not failures
+        assert set(shapes) == {"gate_up_proj", "gate_up_proj_scale_inv", "gate_up_proj_bias", "down_proj",
+                               "down_proj_scale_inv", "down_proj_bias"}
+        assert shapes["gate_up_proj"][1] == E4M3 and shapes["down_proj_scale_inv"][1] == torch.float32
+        assert shapes["gate_up_proj_scale_inv"][0][1:] == (2, 2)
+        assert shapes["down_proj_scale_inv"][0][1:] == (2, 1)
+
+
+def test_moe_loads_experts_one_by_one_in_16_bits(ranks):
+    def run(world, device):
+        results = []
+        for activation in ("swiglu", "relu2"):
+            moe = epmoe.EPMoE(HIDDEN, 128, 6, K, world, activation, device=device, bias=True,
+                              max_tokens=TOKENS)
+            plain = experts_of(6, activation=activation, bias=True)
+            moe.load_state_dict(plain)
+            whole = stacked(plain, 6)
+            results += [torch.equal(whole[n][e], p[i].cpu()) for n, p in moe.named_parameters()
+                        for i, e in enumerate(moe._held) if e >= 0]
+            moe.finalize()
+        return results
+
+    results = ranks(run)
+    assert sum(map(len, results)) == 2 * 4 * 6 and all(map(all, results))
+
+
+@torch.no_grad()
+def test_moe_fp8_starts_with_the_quantised_numbers_of_16_bits():
+    found = []
+    for weight_dtype in (None, E4M3):
+        torch.manual_seed(5)
+        found.append(make(epmoe.World(), "cpu", 3, load=False, weight_dtype=weight_dtype, num_physical=4))
+        found[-1].finalize()
+    plain, fp8 = found
+    for name in ("gate_up_proj", "down_proj"):
+        q, scales = epmoe.quantize_fp8_weight(getattr(plain, name))
+        scales[3] = 0  # holds no expert
+        assert torch.equal(bits(q), bits(getattr(fp8, name)))
+        assert torch.equal(scales, getattr(fp8, name + "_scale_inv"))
+
+
+def change(**entries):
+    """Checkpoints with some entries changed: a function of the tensor, or None: without it."""
+
+    def apply(checkpoint):
+        for key, fn in entries.items():
+            key = key.replace("__", ".")
+            if fn is None:
+                del checkpoint[key]
+            else:
+                checkpoint[key] = fn(checkpoint.get(key))
+        return checkpoint
+
+    return apply
+
+
+@pytest.mark.parametrize("options, entries, texts", [
+    ({}, {"0__up_proj__weight": None}, ("Missing", "0.up_proj.weight")),
+    ({}, {"1__down_proj__weight_scale_inv": None}, ("Missing", "1.down_proj.weight_scale_inv")),
+    ({}, {"0__gate_proj__weight": lambda t: t[:64]}, ("0.gate_proj.weight", "[128, 256]", "[64, 256]")),
+    ({}, {"0__gate_proj__weight_scale_inv": lambda t: t[:, :1]}, ("weight_scale_inv", "[1, 2]", "[1, 1]")),
+    ({}, {"0__gate_proj__weight": lambda t: t.float()}, ("0.gate_proj.weight_scale_inv", "float32")),
+    ({}, {"0__gate_proj__weight": lambda t: t.to(torch.float8_e5m2)}, ("float8_e4m3fn", "float8_e5m2")),
+    ({}, {"0__gate_proj__weight_scale_inv": lambda t: t.int()}, ("floating-point", "int32")),
+    ({}, {"2__gate_proj__weight": lambda t: torch.zeros(128, 256)}, ("Unexpected", "2.gate_proj.weight")),
+    ({}, {"0__gate_proj__bias": lambda t: torch.zeros(128)}, ("Unexpected", "0.gate_proj.bias")),
+    ({"weight_dtype": None}, {}, ("0.gate_proj.weight", "weight_dtype=torch.float8_e4m3fn")),
+    ({"activation": "gpt_oss"}, {}, ("interleaved",)),
+    ({"activation": "relu2"}, {}, ("Unexpected", "0.gate_proj.weight"))], ids=str)
+def test_moe_fp8_checkpoint_mistakes(options, entries, texts):
+    moe = make(epmoe.World(), "cpu", 2, load=False, **options)
+    got = outcome(lambda: moe.load_state_dict(change(**entries)(in_fp8(experts_of(2)))))
+    check_outcomes([got], "RuntimeError", *texts)
+    moe.finalize()
+
+
+@pytest.mark.parametrize("options, entries, texts", [
+    ({}, {"gate_up_proj": lambda t: t.float()}, ("gate_up_proj_scale_inv", "float32")),
+    ({}, {"gate_up_proj": lambda t: t.to(torch.float8_e5m2)}, ("float8_e4m3fn", "float8_e5m2")),
+    ({}, {"down_proj_scale_inv": None}, ("Missing", "down_proj_scale_inv")),
+    ({"weight_dtype": None}, {"down_proj_scale_inv": None, "gate_up_proj_scale_inv": None},
+     ("gate_up_proj", "weight_dtype=torch.float8_e4m3fn"))], ids=str)
+def test_moe_fp8_stacked_mistakes(options, entries, texts):
+    moe = make(epmoe.World(), "cpu", 2, load=False, **options)
+    before = moe.gate_up_proj.clone()
+    got = outcome(lambda: moe.load_state_dict(change(**entries)(stacked(in_fp8(experts_of(2)), 2))))
+    check_outcomes([got], "RuntimeError", *texts)
+    if "weight_dtype" in texts[-1]:
+        assert torch.equal(moe.gate_up_proj, before)
+    moe.finalize()
+
+
+# ---- mistakes ----
+
+@pytest.mark.parametrize("how", ["x", "topk_weights", "parameter"])
+@pytest.mark.parametrize("max_tokens", [TOKENS, 2048], ids=["decode", "prefill"])
+def test_moe_fp8_has_no_gradients(ranks, how, max_tokens):
+    """A gradient that one rank wants is an error on all, and the next call works."""
+
+    def run(world, device):
+        moe, last = make(world, device, 24, max_tokens=max_tokens), world.rank == world.size - 1
+        x, idx, weight = inputs(world, device, 24, seed=3)
+        with torch.no_grad():
+            want = moe(x, idx, weight)
+        if last and how == "x":
+            x = x.clone().requires_grad_()
+        if last and how == "topk_weights":
+            weight = weight.clone().requires_grad_()
+        moe.down_proj_scale_inv.requires_grad_(last and how == "parameter")
+        world.set_timeout(MISTAKE_LIMIT_S)
+        got = outcome(lambda: moe(x, idx, weight), moe.layer)
+        with torch.no_grad():
+            same = torch.equal(moe(x, idx, weight), want)
+        moe.finalize()
+        return got, same
+
+    results = ranks(run, at_least=2)
+    last = len(results) - 1
+    check_outcomes([r[0] for r in results], ["PeerError"] * last + ["RuntimeError"], "no gradients",
+                   "torch.no_grad()", on_rank=last, elsewhere=(f"rank {last}",))
+    assert all(same for _, same in results)
+
+
+@pytest.mark.parametrize("options, error, text", [
+    ({"hidden": 192}, "ValueError", "hidden 192"), ({"inner": 192}, "ValueError", "inner 192"),
+    ({"dtype": torch.float32}, "TypeError", "bfloat16"),
+    ({"weight_dtype": torch.float8_e5m2}, "TypeError", "float8_e4m3fn"),
+    ({"weight_dtype": torch.float16}, "TypeError", "float8_e4m3fn"),
+    ({"weight_dtype": None}, "EpMismatch", "weight_dtype")], ids=str)
+def test_moe_fp8_wrong_arguments_on_one_rank(ranks, options, error, text):
+    def run(world, device):
+        world.set_timeout(MISTAKE_LIMIT_S)
+        base = {"hidden": 256, "inner": 128, "num_experts": 4, "topk": 2, "ep_group": world, "device": device,
+                "weight_dtype": E4M3, "max_tokens": TOKENS}
+        got = outcome(lambda: keep(world, epmoe.EPMoE(**base | (options if world.rank == 1 else {}))))
+        epmoe.EPMoE(**base).finalize()
+        return got
+
+    results = ranks(run, world_size=2, at_least=2)
+    kinds = [error if error == "EpMismatch" or r == 1 else "PeerError" for r in range(len(results))]
+    check_outcomes(results, kinds, text, on_rank=1)
+
+
+def test_moe_fp8_must_not_be_cast(ranks):
+    def run(world, device):
+        moe = make(world, device, 4)
+        args = inputs(world, device, 4)
+        moe.bfloat16()
+        got = outcome(lambda: moe(*args))
+        moe.finalize()
+        return got
+
+    check_outcomes(ranks(run, world_size=2), ["TypeError"] * ranks.size(2), "cast")
