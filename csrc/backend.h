@@ -9,6 +9,7 @@
 #include "protocol/activation.h"
 #include "protocol/low_latency.h"
 #include "protocol/params.h"
+#include "protocol/quantize.h"
 
 /* What a rank sends to a peer so that the peer can map its heap. A file descriptor may be sent with it. */
 typedef struct {
@@ -67,6 +68,7 @@ typedef struct {
     int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL if there is none */
     int (*gemm_fp8)(int device, const EpGemmFp8Params *p, void *stream);
     int (*activation_backward)(int device, const EpActivationParams *p, void *stream);
+    int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
     /* The tile counter of a stream, or *counter = NULL; see cuda/tile_counters.h. NULL: there is no gemm. */
     int (*tile_counter)(int device, void *stream, uint64_t **counter);
     int (*query)(int device, EpDevice *out); /* what the device can do; NULL for the CPU */

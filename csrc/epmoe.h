@@ -284,4 +284,16 @@ typedef struct {
 } EpActivationBackward;
 int ep_activation_backward(const EpActivationBackward *a, void *stream);
 
+/* ---- rows to FP8: local to a rank ---- */
+
+typedef struct {
+    uint32_t activation; /* EpActivation, applied first; alpha and limit as in EpGemm */
+    double alpha, limit;
+    const EpTensor *x;        /* [M][K], if the activation is gated [M][2 * K]: f32, bf16 or f16 */
+    const EpTensor *num_rows; /* NULL, or i32 [1]: rows from this number on are neither read nor written */
+    const EpTensor *q;        /* u8 [M][K], the bytes of e4m3 numbers */
+    const EpTensor *scales;   /* f32 [K / 128][M], rounded up */
+} EpQuantize;
+int ep_quantize(const EpQuantize *quantize, void *stream);
+
 #endif /* EPMOE_H */

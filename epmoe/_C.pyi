@@ -269,3 +269,15 @@ def activation_backward(
     dots: Tensor,
     /,
 ) -> None: ...
+
+# Rows to FP8, after an activation.  q is uint8 here.  scales: [K / 128, M].
+def quantize_fp8(
+    activation: int,
+    alpha: float,
+    limit: float,
+    x: Tensor,
+    num_rows: Tensor | None,
+    q: Tensor,
+    scales: Tensor,
+    /,
+) -> None: ...

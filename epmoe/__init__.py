@@ -13,7 +13,8 @@
     prepare_ddp        DistributedDataParallel, with experts; also prepare_fsdp for FSDP2, expert_parameters,
                        clip_grad_norm_ and whole_state_dict
     grouped_gemm       rows grouped by expert times each expert's own weights
-    quantize_fp8       rows in FP8 with a scale for each 128 numbers; quantize_fp8_weight for weights
+    quantize_fp8       rows, or their activations, in FP8 with a scale for each 128 numbers;
+                       quantize_fp8_weight for weights
     SwiGLU, GptOss     gates with other numbers
     reference          the oracle, in plain PyTorch
     include_dir        the folder of the header for device code

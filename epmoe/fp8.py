@@ -10,7 +10,10 @@ import torch.nn.functional as F
 
 from . import _C
 from .gemm import FP8_BLOCK as BLOCK
-from .gemm import GATED, activation_of, aligned, has_kernel, rows_of_experts, tile_counter, untraced
+from .autograd import check_mode
+from .device import capabilities
+from .gemm import (GATED, activation_of, aligned, as_kernel, has_kernel, rows_of_experts, tile_counter,
+                   untraced)
 from .reference import activate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -19,6 +22,8 @@ _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm_fp8(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor offsets, "
             "Tensor? bias, Tensor? row_weight, int activation, bool portable, float alpha, float limit, "
             "ScalarType dtype) -> Tensor")
+_lib.define("quantize_fp8(Tensor x, Tensor? num_rows, int activation, float alpha, float limit) -> (Tensor, "
+            "Tensor)")
 
 
 def _check_input(x, num_dims, shape):
@@ -40,8 +45,55 @@ def _scale_of(blocks, dims):
     return scales, 1 / scales
 
 
-def quantize_fp8(x):
+def _empty_rows(x, activation):
+    """Return (q, scales) for the rows of x.  The scales are in memory column after column."""
+    num_rows, k = x.shape[0], x.shape[1] // (2 if activation in GATED else 1)
+    q = x.new_empty((num_rows, k), dtype=torch.float8_e4m3fn)
+    return q, x.new_empty((-(-k // BLOCK), num_rows), dtype=torch.float32).t()
+
+
+def _quantize_by_torch(x, activation, alpha, limit):
+    named = activation_of(activation, alpha, limit)
+    x = x.float() if named is None else activate(x.float(), named)
+    groups = F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    scales, inverse = _scale_of(groups, (2,))
+    return (groups * inverse).to(torch.float8_e4m3fn).flatten(1)[:, :x.shape[1]], scales[:, :, 0]
+
+
+def _quantize_fp8(x, num_rows, activation, alpha, limit):
+    q, scales = _empty_rows(x, activation)
+    if x.device.type == "cpu" or (x.device.type == "cuda" and _C.HAS_CUDA
+                                  and capabilities(x.device).major >= 8):
+        _C.quantize_fp8(activation, alpha, limit, aligned(x), num_rows, q.view(torch.uint8), scales.t())
+    else:
+        num = len(x) if num_rows is None else min(max(num_rows.item(), 0), len(x))
+        q[:num], scales[:num] = _quantize_by_torch(x[:num], activation, alpha, limit)
+    return q, scales
+
+
+_lib.impl("quantize_fp8", untraced(_quantize_fp8), "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("epmoe::quantize_fp8", lib=_lib)
+def _(x, num_rows, activation, alpha, limit):
+    return _empty_rows(x, activation)
+
+
+def _check_num_rows(num_rows, x):
+    if not isinstance(num_rows, torch.Tensor) or num_rows.dtype != torch.int32:
+        got = num_rows.dtype if isinstance(num_rows, torch.Tensor) else type(num_rows).__name__
+        raise TypeError(f"num_rows: wanted an int32 tensor of one number, as layout.expert_offsets[-1:], got "
+                        f"{got}; where the host knows the number n, pass x[:n]")
+    if num_rows.numel() != 1 or num_rows.device != x.device:
+        raise ValueError(f"num_rows: wanted one number on {x.device}, where the rows are, got "
+                         f"{list(num_rows.shape)} on {num_rows.device}")
+
+
+def quantize_fp8(x, activation=None, num_rows=None):
     """Quantise rows to float8_e4m3fn, with a scale for each 128 numbers of a row.
+
+    One kernel reads the rows once.  With an activation it quantises the activations of the rows, which are
+    float32 in between: they are not rounded to the dtype of x.  The CPU and CUDA give the same bits.
 
     The numbers are those of LowLatencyAll2All.dispatch with fp8=True: scale = the largest magnitude / 448,
     q = x * (1 / scale), rounded to nearest even.  A group of zeros has the scale 2^-100 / 448.  A NaN stays
@@ -50,16 +102,26 @@ def quantize_fp8(x):
 
     Args:
         x: [M, K] float32, bfloat16 or float16.  Where K is not a multiple of 128, the last group is shorter.
+            For an activation with gates [M, 2 * K].
+        activation: None, or one of grouped_gemm's: "swiglu", SwiGLU(alpha, limit, offset), "geglu_tanh"
+            (a row has K gates, then K ups), "gpt_oss", GptOss(alpha, limit) (gates and ups interleaved),
+            "relu2", "gelu", "gelu_tanh", "silu" (no gates).
+        num_rows: None, or one int32 on x's device, for example expert_offsets[-1:] of a layer with a
+            capacity: rows from this number on are neither read nor written, and the host reads nothing.
 
     Returns:
         A tuple (q, scales): [M, K] float8_e4m3fn and [M, ceil(K / 128)] float32, in memory column after
             column: grouped_gemm takes any strides, and is fastest with these.  x is about q * scale, with an
-            error of at most 2^-4 of its magnitude, or 2^-10 * scale if that is larger.
+            error of at most 2^-4 of its magnitude, or 2^-10 * scale if that is larger.  Rows from num_rows on
+            are undefined.
 
     Raises:
-        ValueError: For another number of dimensions.
+        ValueError: For another number of dimensions, an unknown activation, gates for an odd number of
+            columns, and a num_rows of another size or device.
         TypeError: For what is not a tensor, and for another dtype.
         RuntimeError: When a gradient of x is wanted.
+        NotImplementedError: For a tensor with a tangent of torch.autograd.forward_ad, and inside a transform
+            of torch.func other than vmap.
 
     Examples:
         >>> import epmoe
@@ -67,15 +129,23 @@ def quantize_fp8(x):
         >>> q, scales = epmoe.quantize_fp8(torch.full((1, 200), 7.0))
         >>> q[0, 199].item(), scales.tolist()
         (448.0, [[0.015625, 0.015625]])
+        >>> q, scales = epmoe.quantize_fp8(torch.tensor([[0.0, 8.0, 1.0, 7.0]]), "swiglu")  # 2 gates, 2 ups
+        >>> q.tolist(), round(scales.item() * 448, 1)
+        ([[0.0, 448.0]], 56.0)
 
     References:
         DeepSeek-V3 Technical Report, section 3.3.2: 1x128 groups of activations.
     """
     _check_input(x, 2, "rows [M, K]")
-    groups = F.pad(x.detach().float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    scales, inverse = _scale_of(groups, (2,))
-    q = (groups * inverse).to(torch.float8_e4m3fn).flatten(1)
-    return q[:, :x.shape[1]].contiguous(), scales[:, :, 0].t().contiguous().t()
+    kernel = as_kernel(activation)
+    if kernel[0] in GATED and x.shape[1] % 2:
+        raise ValueError(f"activation {activation!r}: wanted as many gates as ups in a row, got rows of "
+                         f"{x.shape[1]} numbers")
+    if num_rows is not None:
+        _check_num_rows(num_rows, x)
+        num_rows = num_rows.reshape(1)
+    check_mode(x, may_batch=True)
+    return torch.ops.epmoe.quantize_fp8(x.detach().contiguous(), num_rows, *kernel)
 
 
 def quantize_fp8_weight(weight):

@@ -14,9 +14,9 @@ static void gradient_of_row(const EpActivationParams *p, uint32_t row) {
     float parts[EP_DOT_PARTS] = {0};
     for (uint32_t c = 0; c < I; c++) {
         const uint64_t gate = of_h + ep_act_gate_col(act, c), up = of_h + ep_act_up_col(act, c, I);
-        const float u = gated ? ep_cpu_load(p->h, dtype, up) : 0;
-        const EpActivated y = ep_act_gradient(act, p->alpha, p->limit, ep_cpu_load(p->h, dtype, gate), u);
-        const float d = ep_cpu_load(p->d, dtype, at + c);
+        const float u = gated ? ep_cpu_number(p->h, dtype, up) : 0;
+        const EpActivated y = ep_act_gradient(act, p->alpha, p->limit, ep_cpu_number(p->h, dtype, gate), u);
+        const float d = ep_cpu_number(p->d, dtype, at + c);
         const float wd = w * d;
         float *part = &parts[c / 8 % EP_DOT_PARTS];
         *part = fmaf(d, y.value, *part);

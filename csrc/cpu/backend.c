@@ -17,6 +17,7 @@
 
 #include "backend.h"
 #include "cpu/ops.h"
+#include "cpu/quantize.h"
 #include "protocol/flags.h"
 #include "runtime/error.h"
 #include "runtime/interrupt.h"
@@ -311,6 +312,11 @@ static int activation_backward(int device, const EpActivationParams *p, void *st
     ep_cpu_activation_backward(p);
     return 0;
 }
+static int quantize(int device, const EpQuantizeParams *p, void *stream) {
+    (void)device, (void)stream;
+    ep_cpu_quantize_rows(p);
+    return 0;
+}
 
 const EpBackend ep_cpu_backend = {
     .heap_room = heap_room,
@@ -334,6 +340,7 @@ const EpBackend ep_cpu_backend = {
     .signal = signal_word,
     .wait = wait_word,
     .activation_backward = activation_backward,
+    .quantize = quantize,
     .preload = preload,
 };
 

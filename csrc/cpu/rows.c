@@ -71,34 +71,44 @@ void ep_cpu_fill_nan(void *at, uint64_t num_bytes) {
 
 /* Round to nearest even. A magnitude above 448 becomes 448; NaN becomes 0x7f. */
 static uint8_t f32_to_e4m3(float f) {
-    const uint8_t sign = signbit(f) ? 0x80 : 0;
-    const float a = fabsf(f);
-    if (f != f) return 0x7f;
-    if (a >= 464.0f) return sign | 0x7e;
-    int exponent;
-    frexpf(a, &exponent);             /* a = m * 2^exponent, m in [0.5, 1) */
-    if (exponent < -5) exponent = -5; /* below 2^-6 numbers are multiples of 2^-9 */
-    const float unit = ldexpf(1.0f, exponent - 4);
-    const float rounded = nearbyintf(a / unit) * unit; /* exact except for the rounding */
-    if (rounded == 0) return sign;
-    frexpf(rounded, &exponent);
-    if (exponent < -5) return sign | (uint8_t)(rounded * 512.0f);
-    return sign | (uint8_t)((uint32_t)(exponent + 6) << 3 | ((uint32_t)ldexpf(rounded, 4 - exponent) & 7u));
+    uint32_t u, magnitude;
+    memcpy(&u, &f, 4);
+    magnitude = u & 0x7fffffffu;
+    const uint8_t sign = (uint8_t)(u >> 24 & 0x80u);
+    if (magnitude > 0x7f800000u) return 0x7f;
+    if (magnitude < 121u << 23) { /* below 2^-6 numbers are multiples of 2^-9, and the sum rounds to them */
+        const float sum = fabsf(f) + 0x1p14f;
+        memcpy(&magnitude, &sum, 4);
+        return sign | (uint8_t)(magnitude & 0xffu);
+    }
+    magnitude += 0x7ffffu + (magnitude >> 20 & 1u); /* 20 bits of the mantissa are rounded off */
+    const uint32_t e4m3 = (magnitude >> 20) - (120u << 3);
+    return sign | (uint8_t)(e4m3 < 0x7eu ? e4m3 : 0x7eu);
 }
 
-float ep_cpu_load(const void *src, uint32_t dtype, uint64_t i) {
+float ep_cpu_number(const void *src, uint32_t dtype, uint64_t i) {
     return dtype == EP_BF16 ? bf16_to_f32(((const uint16_t *)src)[i]) : (float)((const EpF16 *)src)[i];
+}
+void ep_cpu_load(float *to, const void *src, uint32_t dtype, uint64_t at, uint32_t n) {
+    const float *f = (const float *)src;
+    const uint16_t *b = (const uint16_t *)src;
+    const EpF16 *h = (const EpF16 *)src;
+    if (dtype == EP_F32) memcpy(to, f + at, 4ull * n);
+    if (dtype == EP_BF16)
+        for (uint32_t i = 0; i < n; i++) to[i] = bf16_to_f32(b[at + i]);
+    if (dtype == EP_F16)
+        for (uint32_t i = 0; i < n; i++) to[i] = (float)h[at + i];
 }
 void ep_cpu_store(void *dst, uint32_t dtype, uint64_t i, float value) {
     if (dtype == EP_BF16) ((uint16_t *)dst)[i] = f32_to_bf16(value);
     else ((EpF16 *)dst)[i] = (EpF16)value;
 }
 
-float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp8) {
+float ep_cpu_quantize_floats(uint8_t *dst, const float *src, uint32_t n, uint32_t fp8) {
     float most = 0x1p-100f;
     /* A comparison, because fmaxf returns NaN for a signaling NaN and so forgets the numbers before it. */
-    for (uint32_t i = 0; i < EP_FP8_GROUP; i++) {
-        const float magnitude = fabsf(ep_cpu_load(src, dtype, i));
+    for (uint32_t i = 0; i < n; i++) {
+        const float magnitude = fabsf(src[i]);
         most = magnitude > most ? magnitude : most;
     }
     float scale = most / 448.0f;
@@ -108,6 +118,12 @@ float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp
         scale = ldexpf(1.0f, m == 0.5f ? exponent - 1 : exponent);
     }
     const float inverse = 1.0f / scale;
-    for (uint32_t i = 0; i < EP_FP8_GROUP; i++) dst[i] = f32_to_e4m3(ep_cpu_load(src, dtype, i) * inverse);
+    for (uint32_t i = 0; i < n; i++) dst[i] = f32_to_e4m3(src[i] * inverse);
     return scale;
+}
+
+float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp8) {
+    float group[EP_FP8_GROUP];
+    ep_cpu_load(group, src, dtype, 0, EP_FP8_GROUP);
+    return ep_cpu_quantize_floats(dst, group, EP_FP8_GROUP, fp8);
 }

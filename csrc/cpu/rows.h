@@ -9,10 +9,14 @@ void ep_cpu_sum_rows(void *dst, const void *const *rows, const float *weights, u
                      uint32_t hidden);
 /* Poison the output of a failed operation with NaN, so that no caller mistakes it for a result. */
 void ep_cpu_fill_nan(void *at, uint64_t num_bytes);
-/* Quantise a group of EP_FP8_GROUP numbers of bf16 or fp16 to e4m3. Returns the scale. */
+/* Convert numbers at, .., at + n - 1 of src to float32. */
+void ep_cpu_load(float *to, const void *src, uint32_t dtype, uint64_t at, uint32_t n);
+/* Quantise n numbers that share a scale (n <= EP_FP8_GROUP) to e4m3. fp8: an EpLlFp8. Returns the scale. */
+float ep_cpu_quantize_floats(uint8_t *dst, const float *src, uint32_t n, uint32_t fp8);
+/* The same for a group of EP_FP8_GROUP numbers of bf16 or fp16. */
 float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp8);
 /* Read and write number i of an array of bf16 or fp16. */
-float ep_cpu_load(const void *src, uint32_t dtype, uint64_t i);
+float ep_cpu_number(const void *src, uint32_t dtype, uint64_t i);
 void ep_cpu_store(void *dst, uint32_t dtype, uint64_t i, float value);
 
 #endif /* EP_CPU_ROWS_H */

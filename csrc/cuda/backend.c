@@ -260,6 +260,11 @@ static int gemm_fp8(int device, const EpGemmFp8Params *p, void *stream) {
     return ep_unguard(
         &g, ep_cuda_check((cudaError_t)ep_launch_gemm_fp8(p, stream), "grouped GEMM kernel of FP8"));
 }
+static int quantize(int device, const EpQuantizeParams *p, void *stream) {
+    EpGuard g;
+    EP_TRY(ep_guard(device, &g));
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_quantize(p, stream), "quantisation kernel"));
+}
 
 static int activation_backward(int device, const EpActivationParams *p, void *stream) {
     EpGuard g;
@@ -308,6 +313,7 @@ static int preload_all(void) {
     EP_CUDA_TRY(ep_preload_combine());
     EP_CUDA_TRY(ep_preload_low_latency());
     EP_CUDA_TRY(ep_preload_words());
+    EP_CUDA_TRY(ep_preload_quantize());
     EP_CUDA_TRY(ep_preload_fused());
     return 0;
 }
@@ -342,6 +348,7 @@ const EpBackend ep_cuda_backend = {
     .gemm = gemm,
     .gemm_fp8 = gemm_fp8,
     .activation_backward = activation_backward,
+    .quantize = quantize,
     .tile_counter = tile_counter,
     .dispatch_gemm = dispatch_gemm,
     .gemm_combine = gemm_combine,

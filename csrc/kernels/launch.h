@@ -4,6 +4,7 @@
 #define EP_LAUNCH_H
 #include "protocol/activation.h"
 #include "protocol/params.h"
+#include "protocol/quantize.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -17,6 +18,7 @@ int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream);
 int ep_launch_gemm(const EpGemmParams *p, void *stream);
 int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream);
 int ep_launch_activation_backward(const EpActivationParams *p, void *stream);
+int ep_launch_quantize(const EpQuantizeParams *p, void *stream);
 int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_sm, void *stream);
 int ep_launch_ll_combine(const EpLlCombineParams *p, uint32_t num_sm, void *stream);
 int ep_launch_enter(const EpComm *c, uint32_t op, void *stream);
@@ -30,6 +32,7 @@ int ep_preload_combine(void);
 int ep_preload_fused(void);
 int ep_preload_low_latency(void);
 int ep_preload_words(void);
+int ep_preload_quantize(void);
 #ifdef __cplusplus
 }
 #endif

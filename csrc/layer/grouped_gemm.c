@@ -6,8 +6,6 @@
 #include "runtime/error.h"
 #include "runtime/tensor.h"
 
-#define MAX_COLS (1u << 24) /* limit of N and K, so that a number of tiles fits 32 bits */
-
 /* Read the sizes M, N, K and L from the tensors, and check them. Which tensor has which size depends on
  * the kind; see protocol/gemm_params.h. */
 static int check_sizes(const EpGemm *g, EpGemmParams *p) {
@@ -40,9 +38,9 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     if (L >= INT32_MAX || M > INT32_MAX)
         return ep_error(EP_EINVAL, "%lld experts, %lld rows: both must be less than 2^31", (long long)L,
                         (long long)M);
-    if (N < 16 || K < 16 || N % 16 || K % 16 || N > MAX_COLS || K > MAX_COLS)
+    if (N < 16 || K < 16 || N % 16 || K % 16 || N > EP_GEMM_MAX_COLS || K > EP_GEMM_MAX_COLS)
         return ep_error(EP_EINVAL, "weights of %lld by %lld: both sizes must be multiples of 16, at most %u",
-                        (long long)N, (long long)K, MAX_COLS);
+                        (long long)N, (long long)K, EP_GEMM_MAX_COLS);
     p->num_rows = (uint32_t)M;
     p->num_experts = (uint32_t)L;
     p->n = (uint32_t)N;

@@ -16,6 +16,8 @@
 
 #include "protocol/port.h"
 
+#define EP_GEMM_MAX_COLS (1u << 24) /* limit of N and K, so that a number of tiles fits 32 bits */
+
 typedef enum { EP_GEMM_FORWARD = 0, EP_GEMM_DGRAD = 1, EP_GEMM_WGRAD = 2 } EpGemmKind;
 
 /* The activations; see activations.py. The gated ones read a gate and an up value for each column of out.

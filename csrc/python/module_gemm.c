@@ -1,5 +1,5 @@
 /* module_gemm.c - the functions of epmoe._C that need no world: the grouped GEMM by itself, the gradient of
- * an activation, and what a device can do. Exports ep_gemm_methods. */
+ * an activation, rows to FP8, and what a device can do. Exports ep_gemm_methods. */
 #include "protocol/gemm_params.h"
 #include "python/module.h"
 
@@ -73,6 +73,23 @@ FAST(activation_backward) {
     return ep_done(code);
 }
 
+/* (activation, alpha, limit, x, num_rows, q, scales): the bytes of FP8 numbers */
+FAST(quantize_fp8) {
+    EpTensor t[4];
+    EpQuantize a = {0};
+    int code;
+    WANT(7);
+    const EpTensor **const to[] = {&a.x, &a.num_rows, &a.q, &a.scales};
+    if (!ep_get_u32(args[0], &a.activation) || !ep_get_double(args[1], &a.alpha) ||
+        !ep_get_double(args[2], &a.limit))
+        return NULL;
+    for (int i = 0; i < 4; i++)
+        if (!ep_get_tensor(args[3 + i], i == 1, &t[i], to[i])) return NULL;
+    void *stream = ep_stream_of(t[0].kind, t[0].device, args[3]);
+    WITHOUT_LOCK(code = ep_quantize(&a, stream));
+    return ep_done(code);
+}
+
 /* (tensor): for launches on the current stream of the tensor's device */
 FAST(gemm_has_counter) {
     EpTensor t;
@@ -99,6 +116,6 @@ FAST(device_query) {
                 : Py_BuildValue("IIIO", d.major, d.minor, d.num_sms, d.has_hopper ? Py_True : Py_False);
 }
 
-PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm),        METHOD(grouped_gemm_fp8),
-                                 METHOD(activation_backward), METHOD(gemm_has_counter),
-                                 METHOD(device_query),        {NULL, NULL, 0, NULL}};
+PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), METHOD(grouped_gemm_fp8), METHOD(activation_backward),
+                                 METHOD(quantize_fp8), METHOD(gemm_has_counter), METHOD(device_query),
+                                 {NULL, NULL, 0, NULL}};

@@ -1,0 +1,35 @@
+/* cpu/quantize.c - rows to e4m3 with a scale for each 128 numbers, on the CPU; see protocol/quantize.h. */
+#include "cpu/quantize.h"
+
+#include "cpu/rows.h"
+
+/* Read numbers col, .., col + num - 1 of a row after its activation. */
+static void read_group(float *to, const EpQuantizeParams *p, uint32_t row, uint32_t col, uint32_t num) {
+    const bool gated = ep_gemm_is_gated(p->activation), mixed = p->activation == EP_ACT_GPT_OSS;
+    const uint64_t begin = (uint64_t)row * p->k * (gated ? 2 : 1);
+    float in[2 * EP_QUANTIZE_GROUP]; /* gate, up, gate, up; or all gates, then the ups */
+    if (mixed) {
+        ep_cpu_load(in, p->x, p->dtype, begin + 2ull * col, 2 * num);
+    } else {
+        ep_cpu_load(in, p->x, p->dtype, begin + col, num);
+        if (gated) ep_cpu_load(in + num, p->x, p->dtype, begin + p->k + col, num);
+    }
+    for (uint32_t i = 0; i < num; i++) {
+        if (p->activation == EP_ACT_NONE) to[i] = in[i];
+        else if (mixed) to[i] = ep_quantize_activate(p, p->activation, in[2 * i], in[2 * i + 1]);
+        else to[i] = ep_quantize_activate(p, p->activation, in[i], gated ? in[num + i] : 0.0f);
+    }
+}
+
+void ep_cpu_quantize_rows(const EpQuantizeParams *p) {
+    const uint32_t num_rows = ep_quantize_rows(p), num_groups = ep_quantize_num_groups(p);
+    float group[EP_QUANTIZE_GROUP];
+    for (uint32_t row = 0; row < num_rows; row++)
+        for (uint32_t g = 0; g < num_groups; g++) {
+            const uint32_t col = g * EP_QUANTIZE_GROUP, left = p->k - col;
+            const uint32_t num = left < EP_QUANTIZE_GROUP ? left : EP_QUANTIZE_GROUP;
+            read_group(group, p, row, col, num);
+            p->scales[(uint64_t)g * p->max_rows + row] =
+                ep_cpu_quantize_floats(p->q + (uint64_t)row * p->k + col, group, num, EP_FP8_SCALED);
+        }
+}

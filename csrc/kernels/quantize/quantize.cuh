@@ -1,0 +1,175 @@
+/* quantize.cuh - rows to e4m3 with a scale for each 128 numbers, also after an activation.
+ *
+ * A task is one group of 128 columns in EP_QUANTIZE_ROWS rows, and a warp takes it. 16 lanes hold a group of
+ * a row, each of them 8 numbers, which are 16 bytes of a 16-bit row. All loads of a task are in flight at
+ * once. Its scales are next to each other in memory.
+ * Invariant: the bits are those of cpu/quantize.c; see protocol/quantize.h. */
+#ifndef EP_QUANTIZE_CUH
+#define EP_QUANTIZE_CUH
+#include <cuda_fp8.h>
+
+#include "kernels/stage/rows.cuh"
+#include "protocol/quantize.h"
+
+#define EP_QUANTIZE_WARPS 4u /* of a CTA */
+#define EP_QUANTIZE_ROWS 8u  /* of a task */
+enum { EP_QUANTIZE_LOADS = EP_QUANTIZE_ROWS / 2 /* of a warp: each has a row in each half of the lanes */ };
+
+EP_PURE uint32_t ep_quantize_num_tasks(const EpQuantizeParams *p, uint32_t num_rows) {
+    return ep_ceil_div_u32(num_rows, EP_QUANTIZE_ROWS) * ep_quantize_num_groups(p);
+}
+
+/* 8 consecutive numbers as they are in memory. */
+template <int DTYPE> struct EpEight {
+    enum { VECS = 8 / EpVec<DTYPE>::N };
+    uint4 v[VECS];
+    EP_FN void unpack(const EpEight &e, float *f) {
+#pragma unroll
+        for (int i = 0; i < VECS; i++) EpVec<DTYPE>::unpack(e.v[i], f + EpVec<DTYPE>::N * i);
+    }
+};
+template <int DTYPE> struct EpNumber {
+    typedef uint16_t Bits;
+};
+template <> struct EpNumber<EP_F32> {
+    typedef uint32_t Bits;
+};
+/* Read numbers at, .., at + num - 1 of x; the rest of the 8 are 0. whole: num is 0 or 8, and the address is a
+ * multiple of 16 bytes. */
+template <int DTYPE> EP_FN EpEight<DTYPE> ep_read_eight(const void *x, uint64_t at, int32_t num, bool whole) {
+    typedef typename EpNumber<DTYPE>::Bits Bits;
+    const Bits *from = (const Bits *)x + at;
+    EpEight<DTYPE> e = {};
+    if (whole) {
+#pragma unroll
+        for (int i = 0; i < EpEight<DTYPE>::VECS; i++)
+            if (num > 0) e.v[i] = ep_ld_row((const uint4 *)from + i);
+    } else {
+        Bits bits[8];
+#pragma unroll
+        for (int i = 0; i < 8; i++) bits[i] = i < num ? from[i] : Bits(0);
+        memcpy(&e, bits, sizeof e);
+    }
+    return e;
+}
+
+/* What a lane reads for its 8 numbers of a row: them, or for a gate twice as many. */
+template <int DTYPE, bool GATED> struct EpQuantizeInput {
+    EpEight<DTYPE> part[1 + GATED];
+};
+template <int DTYPE, bool GATED>
+EP_FN EpQuantizeInput<DTYPE, GATED> ep_quantize_read(const EpQuantizeParams &p, uint32_t row, uint32_t col,
+                                                     int32_t num, bool whole) {
+    EpQuantizeInput<DTYPE, GATED> in;
+    const uint64_t begin = (uint64_t)row * p.k;
+    if (!GATED) {
+        in.part[0] = ep_read_eight<DTYPE>(p.x, begin + col, num, whole);
+    } else if (p.activation == EP_ACT_GPT_OSS) { /* gate, up, gate, up */
+        in.part[0] = ep_read_eight<DTYPE>(p.x, 2 * (begin + col), 2 * num, whole);
+        in.part[GATED] = ep_read_eight<DTYPE>(p.x, 2 * (begin + col) + 8, 2 * num - 8, whole);
+    } else {
+        in.part[0] = ep_read_eight<DTYPE>(p.x, 2 * begin + col, num, whole);
+        in.part[GATED] = ep_read_eight<DTYPE>(p.x, 2 * begin + p.k + col, num, whole);
+    }
+    return in;
+}
+template <int DTYPE, int ACT, bool GATED>
+EP_FN void ep_quantize_unpack(const EpQuantizeParams &p, const EpQuantizeInput<DTYPE, GATED> &in, float *f) {
+    float a[8 * (1 + GATED)];
+    EpEight<DTYPE>::unpack(in.part[0], a);
+    if (GATED) EpEight<DTYPE>::unpack(in.part[GATED], a + 8 * GATED);
+    const uint32_t activation = ACT == EP_ACT_SWIGLU ? EP_ACT_SWIGLU : p.activation;
+    const bool mixed = GATED && activation == EP_ACT_GPT_OSS;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        if (ACT == EP_ACT_NONE) {
+            f[i] = a[i];
+        } else {
+            const float x = mixed ? a[(2 * i) % (8 * (1 + GATED))] : a[i];
+            const float u = mixed ? a[(2 * i + 1) % (8 * (1 + GATED))] : a[i + 8 * GATED];
+            f[i] = ep_quantize_activate(&p, activation, x, u);
+        }
+    }
+}
+
+/* f * inverse as 8 bytes. */
+EP_FN uint2 ep_quantize_pack(const float *f, float inverse) {
+    uint32_t q[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        q[i] = __nv_cvt_float2_to_fp8x2(
+            make_float2(__fmul_rn(f[2 * i], inverse), __fmul_rn(f[2 * i + 1], inverse)), __NV_SATFINITE,
+            __NV_E4M3);
+    return make_uint2(q[0] | q[1] << 16, q[2] | q[3] << 16);
+}
+EP_FN void ep_quantize_write(uint8_t *to, uint2 q, int32_t num, bool whole) {
+    if (whole) {
+        if (num > 0) *(uint2 *)to = q;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            if (i < num) to[i] = (uint8_t)((i < 4 ? q.x : q.y) >> 8 * (i % 4));
+    }
+}
+
+/* Quantise group g of the rows from row0 on. Load i of a lane is of row row0 + 2 * i + half. */
+template <int DTYPE, int ACT> EP_FN void ep_quantize_task(const EpQuantizeParams &p, uint32_t row0,
+                                                          uint32_t num_rows, uint32_t g, bool whole) {
+    constexpr bool GATED = EP_ACT_IS_GATED(ACT);
+    const uint32_t lane = ep_lane(), half = lane / 16, col = g * EP_QUANTIZE_GROUP + lane % 16 * 8;
+    const int32_t left = (int32_t)p.k - (int32_t)col, num = left < 8 ? left : 8;
+    EpQuantizeInput<DTYPE, GATED> in[EP_QUANTIZE_LOADS];
+#pragma unroll
+    for (uint32_t i = 0; i < EP_QUANTIZE_LOADS; i++) {
+        const uint32_t row = row0 + 2 * i + half;
+        in[i] = ep_quantize_read<DTYPE, GATED>(p, row, col, row < num_rows ? num : 0, whole);
+    }
+    float f[EP_QUANTIZE_LOADS][8], my_most = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_QUANTIZE_LOADS; i++) {
+        float most = EP_QUANTIZE_LEAST;
+        ep_quantize_unpack<DTYPE, ACT, GATED>(p, in[i], f[i]);
+#pragma unroll
+        for (int j = 0; j < 8; j++) most = fmaxf(most, fabsf(f[i][j]));
+#pragma unroll
+        for (int j = 8; j > 0; j /= 2) most = fmaxf(most, __shfl_xor_sync(EP_FULL, most, j));
+        if (lane % 16 == i) my_most = most;
+    }
+    /* Lane i of a half divides for row i of the half. */
+    const float scale = __fdiv_rn(my_most, 448.0f), inverse = __frcp_rn(scale);
+    const uint32_t my_row = row0 + 2 * (lane % 16) + half;
+    if (lane % 16 < EP_QUANTIZE_LOADS && my_row < num_rows)
+        p.scales[(uint64_t)g * p.max_rows + my_row] = scale;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_QUANTIZE_LOADS; i++) {
+        const uint32_t row = row0 + 2 * i + half;
+        const uint2 q = ep_quantize_pack(f[i], __shfl_sync(EP_FULL, inverse, (int)(16 * half + i)));
+        ep_quantize_write(p.q + (uint64_t)row * p.k + col, q, row < num_rows ? num : 0, whole);
+    }
+}
+
+template <int DTYPE, int ACT> __global__ void __launch_bounds__(32 * EP_QUANTIZE_WARPS)
+    quantize_kernel(const __grid_constant__ EpQuantizeParams p) {
+    const uint32_t num_rows = ep_quantize_rows(&p), num_groups = ep_quantize_num_groups(&p);
+    const uint32_t num_tasks = ep_quantize_num_tasks(&p, num_rows);
+    const bool whole = p.k % 8 == 0;
+    for (uint32_t i = blockIdx.x * EP_QUANTIZE_WARPS + threadIdx.x / 32; i < num_tasks;
+         i += gridDim.x * EP_QUANTIZE_WARPS)
+        ep_quantize_task<DTYPE, ACT>(p, i / num_groups * EP_QUANTIZE_ROWS, num_rows, i % num_groups, whole);
+}
+
+typedef void EpQuantizeKernel(EpQuantizeParams);
+template <int DTYPE> EpQuantizeKernel *ep_quantize_kernel_for(uint32_t activation) {
+    const uint32_t act = EP_ACT_KERNEL(activation);
+    return act == EP_ACT_NONE     ? quantize_kernel<DTYPE, EP_ACT_NONE>
+           : act == EP_ACT_SWIGLU ? quantize_kernel<DTYPE, EP_ACT_SWIGLU>
+           : EP_ACT_IS_GATED(act) ? quantize_kernel<DTYPE, EP_ACT_ANY_GATE>
+                                  : quantize_kernel<DTYPE, EP_ACT_ANY_UNGATED>;
+}
+static EpQuantizeKernel *ep_quantize_kernel(uint32_t dtype, uint32_t activation) {
+    return dtype == EP_F32   ? ep_quantize_kernel_for<EP_F32>(activation)
+           : dtype == EP_F16 ? ep_quantize_kernel_for<EP_F16>(activation)
+                             : ep_quantize_kernel_for<EP_BF16>(activation);
+}
+
+#endif /* EP_QUANTIZE_CUH */
