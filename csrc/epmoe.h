@@ -257,8 +257,9 @@ int ep_device_query(int device, EpDevice *out);
 typedef struct {
     uint32_t kind, activation;
     double alpha, limit;
-    const EpTensor *a, *b, *offsets, *out; /* offsets: i32 [L + 1], on the device */
-    const EpTensor *bias, *row_weight;     /* NULL, or [L][N] of out's dtype and f32 [M] */
+    /* offsets: i32 [L + 1], on the device. out of WGRAD may be f32: alpha times the result is added to it. */
+    const EpTensor *a, *b, *offsets, *out;
+    const EpTensor *bias, *row_weight; /* NULL, or [L][N] of out's dtype and f32 [M] */
     /* NULL; or the GEMM is of FP8: a and b are u8, the bytes of e4m3 numbers, and these are their scales: f32
      * [M][K / 128] of any strides and [L][N / 128][K / 128], rounded up. */
     const EpTensor *a_scale, *b_scale;

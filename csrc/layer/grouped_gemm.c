@@ -49,6 +49,7 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     ep_gemm_set_activation(p, g->activation, alpha, limit);
     p->is_f16 = type == EP_F16;
     p->is_portable = g->is_portable;
+    p->accumulates = g->kind == EP_GEMM_WGRAD && g->out->dtype == EP_F32;
     return 0;
 }
 
@@ -83,7 +84,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     const int64_t L = p.num_experts, M = p.num_rows, N = p.n, K = p.k, out_cols = ep_gemm_out_cols(&p);
     const bool is_forward = g->kind == EP_GEMM_FORWARD, is_wgrad = g->kind == EP_GEMM_WGRAD;
     const uint32_t dtype = g->a_scale ? EP_U8 : g->a->dtype;
-    const uint32_t out_dtype = p.is_f16 ? EP_F16 : EP_BF16;
+    const uint32_t bias_dtype = p.is_f16 ? EP_F16 : EP_BF16, out_dtype = p.accumulates ? EP_F32 : bias_dtype;
     const EpWanted wanted[] = {
         {"rows", g->a, dtype, 2, {M, is_forward ? K : N, -1}},
         {is_wgrad ? "input" : "weights",
@@ -94,7 +95,7 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
         {"offsets", g->offsets, EP_I32, 1, {L + 1, -1, -1}},
         {"tile counter", g->tile_counter, EP_I64, 1, {1, -1, -1}},
         {"output", g->out, out_dtype, is_wgrad ? 3 : 2, {is_wgrad ? L : M, is_wgrad ? N : out_cols, K}},
-        {"bias", g->bias, out_dtype, 2, {L, N, -1}},
+        {"bias", g->bias, bias_dtype, 2, {L, N, -1}},
         {"row weight", g->row_weight, EP_F32, 1, {M, -1, -1}},
     };
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)

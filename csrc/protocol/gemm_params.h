@@ -6,9 +6,9 @@
  *   DGRAD    out[r] = a[r] * w[e(r)]              a [M][N], b = w, out [M][K]
  *   WGRAD    out[e] = sum of a[r]^T b[r] over e's rows   a [M][N], b [M][K], out [L][N][K]
  *
- * Inputs are bf16 or fp16, sums are fp32. FORWARD also takes e4m3 with scales: the products of each 128
- * values of k are added up, and their sum is multiplied by a scale of the row and a scale of the block of
- * weights.
+ * Inputs are bf16 or fp16, sums are fp32. out has the dtype of the inputs; WGRAD can also add to an out of
+ * fp32. FORWARD also takes e4m3 with scales: the products of each 128 values of k are added up, and their sum
+ * is multiplied by a scale of the row and a scale of the block of weights.
  * Invariant: rows from offsets[L] on are neither used nor written. */
 #ifndef EP_GEMM_PARAMS_H
 #define EP_GEMM_PARAMS_H
@@ -61,6 +61,7 @@ typedef struct {
     uint8_t activation;      /* EpActivation */
     uint8_t is_f16;          /* fp16, otherwise bf16 */
     uint8_t is_portable;     /* use the portable kernel even if there is a faster one */
+    uint8_t accumulates;     /* WGRAD: out is fp32, and alpha times the product is added to it */
 } EpGemmParams;
 
 /* The scales of e4m3 numbers. a: [M][K / 128], with strides of a row and of a block of k, in numbers. b:

@@ -216,6 +216,9 @@ EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint3
 EP_PTX void ep_st_global_if(bool wanted, void *dst, uint4 v) {
     if (wanted) memcpy(dst, &v, 16);
 }
+EP_PTX void ep_prefetch_l2(const void *from, uint32_t num_bytes) {
+    if (((uint64_t)from | num_bytes) % 16) ep_die("a prefetch is not aligned to 16 bytes");
+}
 EP_PTX uint32_t ep_lane_now(void) { return threadIdx.x % 32; }
 
 EP_PTX float ep_ex2(float x) { return exp2f(x); }

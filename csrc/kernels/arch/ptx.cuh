@@ -238,6 +238,10 @@ EP_PTX void ep_st_global_if(bool wanted, void *dst, uint4 v) {
                  "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"((uint32_t)wanted)
                  : "memory");
 }
+/* Request memory for the L2. The address and the number of bytes are multiples of 16. */
+EP_PTX void ep_prefetch_l2(const void *from, uint32_t num_bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
+}
 /* Backoff of 2 us for a warp that polls for something slow: polling takes issue slots and power from the
  * MMA warps. */
 EP_PTX void ep_sleep_2us(void) { __nanosleep(2000); }

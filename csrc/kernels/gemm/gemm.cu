@@ -9,6 +9,7 @@
 
 extern EpClusterKernel ep_gemm_kernels_bf16[], ep_gemm_kernels_f16[];
 extern EpClusterKernel ep_gemm_kernels_fp8_bf16[], ep_gemm_kernels_fp8_f16[];
+extern EpClusterKernel ep_gemm_kernels_accumulate_bf16[], ep_gemm_kernels_accumulate_f16[];
 
 /* They are 0 when the module is loaded, and after each launch. */
 static __device__ uint64_t tile_counters[EP_NUM_COUNTERS * EP_COUNTER_STRIDE];
@@ -19,9 +20,13 @@ extern "C" int ep_counter_memory(uint64_t **memory) {
 
 template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t num_blocks,
                                                 cudaStream_t stream) {
+    if (p->accumulates) {
+        simple_gemm_kernel<EP_ACT_NONE, F16, true><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p);
+        return;
+    }
 #define EP_CASE(ACT)                         \
     if (EP_ACT_KERNEL(p->activation) == ACT) \
-    simple_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p)
+    simple_gemm_kernel<ACT, F16, false><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p)
     EP_CASE(EP_ACT_NONE);
     EP_CASE(EP_ACT_GELU);
     EP_CASE(EP_ACT_SWIGLU);
@@ -47,8 +52,9 @@ template <bool F16> static void launch_portable_fp8(const EpGemmFp8Params *p, ui
 
 static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) {
     const uint32_t tile_cols = ep_gemm_has_few_rows(p) ? 64 : ep_gemm_tile_cols(p);
-    EpClusterKernel *k =
-        ep_find_kernel(p->is_f16 ? ep_gemm_kernels_f16 : ep_gemm_kernels_bf16, 0, p, tile_cols);
+    EpClusterKernel *table = p->is_f16 ? ep_gemm_kernels_f16 : ep_gemm_kernels_bf16;
+    if (p->accumulates) table = p->is_f16 ? ep_gemm_kernels_accumulate_f16 : ep_gemm_kernels_accumulate_bf16;
+    EpClusterKernel *k = ep_find_kernel(table, 0, p, tile_cols);
     uint32_t max_ctas;
     if (!k) return (int)cudaErrorInvalidValue;
     const int e = ep_load_kernel(k, &max_ctas);
@@ -98,7 +104,8 @@ extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
     EpCapabilities c;
     const int e = ep_capabilities(&c);
     if (e) return e;
-    if ((p->num_rows == 0 && p->kind != EP_GEMM_WGRAD) || p->num_experts == 0) return 0;
+    const bool must_write = p->kind == EP_GEMM_WGRAD && !p->accumulates; /* zeros, without rows */
+    if ((p->num_rows == 0 && !must_write) || p->num_experts == 0) return 0;
     /* A tensor map cannot have a dimension of 0. */
     if (c.has_hopper && p->num_rows > 0 && !p->is_portable) return launch_hopper(p, c.num_sms, stream);
     if (p->is_f16) launch_portable<true>(p, 4 * c.num_sms, (cudaStream_t)stream);

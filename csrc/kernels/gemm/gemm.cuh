@@ -16,6 +16,7 @@
  * (its dimensions are k, 8 rows, gate or up, groups of 8, expert). So one thread holds both values. */
 #ifndef EP_GEMM_CUH
 #define EP_GEMM_CUH
+#include "kernels/gemm/gemm_accumulate.cuh"
 #include "kernels/gemm/gemm_fp8.cuh"
 
 /* ---- drawing tiles ---- */
@@ -221,12 +222,14 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
         const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage);
         if (t.num_rows == 0) break;
         const uint64_t begun = hooks.tile_started();
+        if constexpr (C::ACCUMULATES) ep_gemm_prefetch_out<C>(p, &t, group);
         if constexpr (C::FP8) ep_gemm_mma_tile_fp8<C>(d, p, hooks, &t, group, s, &ring);
         else ep_gemm_mma_tile<C>(d[0], &deferred, p, hooks, &t, group, s, &ring);
         if constexpr (EP_GEMM_DEFERS<C, Hooks>)
             while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
         hooks.mma_in_flight();
         if constexpr (C::FEW_ROWS) ep_gemm_burst_add<C>(d[0], p, &t, group, s->staging, &burst);
+        else if constexpr (C::ACCUMULATES) ep_gemm_accumulate<C>(d[0], p, &t, group);
         else {
             constexpr int AT_ONCE = EP_GEMM_DEFERS<C, Hooks> ? C::EAGER_PARTS : C::PARTS;
             ep_gemm_defer<C, AT_ONCE>(&deferred, d[0], p, &t, group, staging);

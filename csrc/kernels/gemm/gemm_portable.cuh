@@ -18,7 +18,7 @@ enum {
     EP_SIMPLE_OUT_PITCH = EP_SIMPLE_TILE + 4
 };
 
-template <int ACT, bool F16> struct EpSimpleGemm {
+template <int ACT, bool F16, bool ACCUMULATES> struct EpSimpleGemm {
     static constexpr bool GATED = EP_ACT_IS_GATED(ACT);
     using T = std::conditional_t<F16, __half, __nv_bfloat16>;
 
@@ -53,6 +53,11 @@ template <int ACT, bool F16> struct EpSimpleGemm {
             const float *s = sums + m * EP_SIMPLE_OUT_PITCH + j * (GATED ? 2 : 1);
             float d[8] = {s[0], s[GATED ? 2 : 1], 0, 0, s[1], GATED ? s[3] : 0, 0, 0};
             const uint64_t row = t->row0 + m;
+            if constexpr (ACCUMULATES) {
+                float *out = (float *)p->out + ((uint64_t)t->expert * p->n + row) * out_cols + c;
+                for (int k = 0; k < 2 && t->num_k; k++) out[k] = fmaf(p->alpha, d[k], out[k]);
+                continue;
+            }
             if (p->bias) ep_gemm_add_bias<ACT, F16>(p, t->expert, c, d);
             ep_gemm_activate<ACT>(p, d, d);
             const float weight = p->row_weight ? p->row_weight[row] : 1.0f;
@@ -63,10 +68,10 @@ template <int ACT, bool F16> struct EpSimpleGemm {
     }
 };
 
-template <int ACT, bool F16> __global__ void __launch_bounds__(EP_SIMPLE_THREADS)
+template <int ACT, bool F16, bool ACCUMULATES> __global__ void __launch_bounds__(EP_SIMPLE_THREADS)
     simple_gemm_kernel(const __grid_constant__ EpGemmParams p) {
     using namespace nvcuda;
-    using G = EpSimpleGemm<ACT, F16>;
+    using G = EpSimpleGemm<ACT, F16, ACCUMULATES>;
     using T = typename G::T;
     __shared__ __align__(32) T a[EP_SIMPLE_TILE * EP_SIMPLE_PITCH], b[EP_SIMPLE_TILE * EP_SIMPLE_PITCH];
     __shared__ __align__(32) float sums[EP_SIMPLE_TILE * EP_SIMPLE_OUT_PITCH];

@@ -11,7 +11,7 @@
 #include "kernels/gemm/gemm_portable.cuh"
 
 template <int ACT, bool F16> struct EpSimpleFp8Gemm {
-    using G = EpSimpleGemm<ACT, F16>;
+    using G = EpSimpleGemm<ACT, F16, false>;
 
     static __device__ __half widen(const void *from, uint64_t at) {
         return __half(__nv_cvt_fp8_to_halfraw(((const uint8_t *)from)[at], __NV_E4M3));
@@ -91,7 +91,7 @@ template <int ACT, bool F16> __global__ void __launch_bounds__(EP_SIMPLE_THREADS
             }
             __syncthreads();
         }
-        EpSimpleGemm<ACT, F16>::write_tile(&p, &t, results);
+        EpSimpleGemm<ACT, F16, false>::write_tile(&p, &t, results);
         __syncthreads();
     }
 }

@@ -1,0 +1,42 @@
+"""torch.ops.epmoe.grouped_wgrad_add: weights' gradients that are added to a buffer, such as float32 ones."""
+
+import torch
+
+from . import _C
+from .autograd import mark_written
+from .gemm import WGRAD, aligned, has_kernel, rows_of_experts, tile_counter, untraced
+
+_lib = torch.library.Library("epmoe", "FRAGMENT")
+_lib.define("grouped_wgrad_add(Tensor a, Tensor b, Tensor offsets, Tensor(a!) out, float scale, bool "
+            "portable) -> ()")
+
+
+def _by_expert(a, b, offsets, out, scale):
+    """Add by torch, one product per expert.  Products of 16-bit numbers are not rounded before the sum."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    with torch.autocast(a.device.type, enabled=False):
+        for e, begin, end in rows_of_experts(offsets, a.shape[0]):
+            if end > begin:
+                out[e] += (a[begin:end].to(wide).t() @ b[begin:end].to(wide)).mul_(scale)
+
+
+def _grouped_wgrad_add(a, b, offsets, out, scale, portable):
+    """out[e] [N, K] += scale * the sum of a[r]^T b[r] over the rows of expert e.
+
+    a is [M, N] and b [M, K].  The kernel reads and writes a float32 out once, where it is aligned to 16
+    bytes.  It rounds each sum once, to float32.
+    """
+    if not has_kernel(a, b):
+        _by_expert(a, b, offsets, out, scale)
+        return
+    a, b, offsets = map(aligned, (a, b, offsets))
+    fits = out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0
+    sums = out if fits else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    counter = tile_counter(a)
+    mark_written(sums)
+    _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable)
+    if not fits:
+        out.add_(sums)
+
+
+_lib.impl("grouped_wgrad_add", untraced(_grouped_wgrad_add), "CompositeExplicitAutograd")

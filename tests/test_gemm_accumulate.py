@@ -1,0 +1,80 @@
+"""Gradients of weights that are added to a buffer: compared with sums in float64, on every kernel."""
+
+import pytest
+import torch
+
+import epmoe.wgrad  # noqa: F401  defines the operator
+from cases import generator, misaligned
+from test_gemm_products import EPS, SIZES, kernels, problem, rows_of_experts
+
+SCALES = (1.0, 0.25, -0.7)
+MARGIN = 64  # numbers before and after the buffer, which must not change
+
+
+def factors(sizes, n, k, dtype, device):
+    """dy [M, N], x [M, K] and offsets; rows that belong to no expert are NaN."""
+    x, *_, offsets = problem(sizes, n, k, dtype, device)
+    dy = torch.randn(len(x), n, generator=generator(3, n, k, len(x))).to(dtype).to(device)
+    dy[x[:, 0].isnan()] = float("nan")
+    return dy, x, offsets
+
+
+def buffer(num_experts, n, k, dtype, device, seed):
+    """A contiguous [L, N, K] of random numbers in the middle of a larger tensor, and that tensor."""
+    size = num_experts * n * k
+    whole = torch.randn(size + 2 * MARGIN, generator=generator(4, seed, size)).to(dtype).to(device)
+    return whole[MARGIN:MARGIN + size].view(num_experts, n, k), whole
+
+
+def check(out, before, dy, x, offsets, scale):
+    """The error of a sum is one rounding of the result, that of a float32 sum of terms, and its rounding."""
+    for e, begin, end in rows_of_experts(offsets):
+        left, right = dy[begin:end].double().t(), x[begin:end].double()
+        want = before[e].double() + scale * (left @ right)
+        size = before[e].double().abs() + abs(scale) * (left.abs() @ right.abs())
+        slack = EPS[out.dtype] * want.abs() + 2.0**-19 * size
+        assert ((out[e].double() - want).abs() <= slack).all(), f"expert {e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("n, k", [(32, 16), (272, 208)])
+@pytest.mark.parametrize("sizes", [SIZES[name] for name in ("mixed", "hot", "empty")])
+def test_gemm_accumulates_in_float32(ranks, sizes, n, k, dtype):
+    dy, x, offsets = factors(sizes, n, k, dtype, ranks.device)
+    for portable in kernels(ranks):
+        for seed, scale in enumerate(SCALES):
+            out, whole = buffer(len(sizes), n, k, torch.float32, ranks.device, seed)
+            before, version = whole.clone(), out._version
+            torch.ops.epmoe.grouped_wgrad_add(dy, x, offsets, out, scale, portable)
+            check(out, before[MARGIN:MARGIN + out.numel()].view_as(out), dy, x, offsets, scale)
+            changed = torch.zeros_like(whole, dtype=torch.bool)
+            has_rows = torch.tensor(sizes, device=x.device).bool()
+            changed[MARGIN:MARGIN + out.numel()] = has_rows.repeat_interleave(n * k)
+            assert torch.equal(whole[~changed], before[~changed])  # bit by bit, also experts without rows
+            assert out._version > version or not sum(sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_gemm_accumulates_in_other_buffers(ranks, dtype):
+    """Of the inputs' dtype; at an address that the kernel cannot take; rows at such an address."""
+    sizes = SIZES["mixed"]
+    dy, x, offsets = factors(sizes, 32, 16, dtype, ranks.device)
+    for out_dtype in {torch.float32, dtype}:
+        for odd in (False, True):
+            out, _ = buffer(len(sizes), 32, 16, out_dtype, ranks.device, 1)
+            out, left = (misaligned(out), misaligned(dy)) if odd else (out.clone(), dy)
+            before = out.clone()
+            torch.ops.epmoe.grouped_wgrad_add(left, x, offsets, out, 0.5, False)
+            check(out, before, dy, x, offsets, 0.5)
+
+
+def test_gemm_accumulates_twice_in_the_same_order(ranks):
+    """Two additions give the same bits in every run: one warp adds to a number."""
+    dy, x, offsets = factors(SIZES["mixed"], 272, 208, torch.bfloat16, ranks.device)
+    results = []
+    for _ in range(3):
+        out, _ = buffer(len(SIZES["mixed"]), 272, 208, torch.float32, ranks.device, 2)
+        for scale in (1.0, 0.3):
+            torch.ops.epmoe.grouped_wgrad_add(dy, x, offsets, out, scale, False)
+        results.append(out.clone())
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
