@@ -6,8 +6,9 @@ import torch
 
 from . import _C
 from .autograd import check_mode
-from .gemm import DGRAD, GATED, WGRAD, untraced
+from .gemm import DGRAD, GATED, untraced
 from .ops import absent, layer_of, lib, register_fake, reporting, row_dots, rows_to_trace
+from .weight_gradients import gradient_of, sink_of
 
 lib.define("dispatch_gemm(Tensor x, Tensor? weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str "
            "layer, int buffer, SymInt num_rows, int activation, float alpha=0, float limit=0, bool "
@@ -66,6 +67,7 @@ def _save_dispatch_gemm(ctx, inputs, output):
     x, weight, plan, gemm_weight, _, ctx.layer, ctx.buffer, _, ctx.activation, *_ = inputs
     ctx.num_tokens = x.shape[0]
     ctx.has_weight = weight is not None
+    ctx.sink = sink_of(gemm_weight)
     ctx.save_for_backward(plan, gemm_weight, output[1], output[3])
 
 
@@ -81,7 +83,7 @@ def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
         d_out = d_out.contiguous()
         d_gemm_weight = None
         if ctx.needs_input_grad[3]:
-            d_gemm_weight = gemm(d_out, rows, offsets, None, None, WGRAD, 0, False)
+            d_gemm_weight = gradient_of(ctx.sink, d_out, rows, offsets)
         d_rows = gemm(d_out, gemm_weight, offsets, None, None, DGRAD, 0, False)
         scalar = d_row_weight.contiguous() if ctx.has_weight else None
     num_tokens = ctx.num_tokens * layer._copies
@@ -94,6 +96,7 @@ def _save_gemm_combine(ctx, inputs, output):
     a, gemm_weight, _, row_weight, plan, _, ctx.layer, ctx.buffer, *_ = inputs
     ctx.has_weight = row_weight is not None
     ctx.num_rows = a.shape[0]
+    ctx.sink = sink_of(gemm_weight)
     ctx.save_for_backward(plan, a, gemm_weight, *((output[1], row_weight) if ctx.has_weight else ()))
 
 
@@ -119,7 +122,7 @@ def _gemm_combine_backward(ctx, d_out, _):
         if ctx.needs_input_grad[0]:
             da = gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False)
         if ctx.needs_input_grad[1]:
-            d_gemm_weight = gemm(g, a, offsets, None, None, WGRAD, 0, False)
+            d_gemm_weight = gradient_of(ctx.sink, g, a, offsets)
     return da, d_gemm_weight, None, d_weight, *[None] * 7
 
 

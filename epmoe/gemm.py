@@ -7,6 +7,7 @@ from . import _C
 from .activations import GptOss, SwiGLU, activate, gpt_oss_numbers, is_gated
 from .autograd import check_mode
 from .device import capabilities
+from .weight_gradients import gradient_of, sink_of
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_gemm(Tensor a, Tensor b, Tensor offsets, Tensor? bias, Tensor? row_weight, int kind, "
@@ -146,6 +147,7 @@ def _(a, b, offsets, bias, row_weight, kind, activation, portable, alpha=0.0, li
 
 def _save(ctx, inputs, output):
     a, b, offsets, _, _, ctx.kind, _, ctx.portable, _, _ = inputs
+    ctx.sink = sink_of(b)
     ctx.save_for_backward(a, b, offsets)
 
 
@@ -157,9 +159,14 @@ def _backward(ctx, g):
     of_inputs = {FORWARD: ((DGRAD, g, b), (WGRAD, g, a)),
                  DGRAD: ((FORWARD, g, b), (WGRAD, a, g)),
                  WGRAD: ((FORWARD, b, g), (DGRAD, a, g))}[ctx.kind]
-    op = torch.ops.epmoe.grouped_gemm
-    grads = [op(left, right, offsets, None, None, kind, 0, ctx.portable) if needed else None
-             for (kind, left, right), needed in zip(of_inputs, ctx.needs_input_grad)]
+
+    def product(kind, left, right):
+        if kind == WGRAD:
+            return gradient_of(ctx.sink, left, right, offsets, ctx.portable)
+        return torch.ops.epmoe.grouped_gemm(left, right, offsets, None, None, kind, 0, ctx.portable)
+
+    grads = [product(*factors) if needed else None
+             for factors, needed in zip(of_inputs, ctx.needs_input_grad)]
     return *grads, *[None] * 8
 
 

@@ -14,6 +14,7 @@ from .layer import EPAll2AllLayer
 from .layer_parts import refuse_layer, world_of
 from .moe_arguments import agree, check, flatten, unflatten
 from .moe_parts import MoeParts
+from .moe_training import GRADIENT_OPTIONS
 from .parallel_parts import check_flat
 
 # Options that EPMoE passes on: those of the two layers except its own arguments.
@@ -75,9 +76,12 @@ class EPMoE(MoeParts, nn.Module):
         layer: None, or an EpAll2AllFusedOp or EPAll2AllLayer to share with other EPMoE modules of the same
             shapes.  The module then has its ranks, device, max_tokens, capacity and enable_local_combine.
         **options: num_physical: P, a multiple of W, at least E; None: E rounded up.  A larger P is room for
-            replicas.  weight_dtype: torch.float8_e4m3fn, or None: dtype.  And options of EpAll2AllFusedOp,
-            for example capacity, the most rows that a rank can receive; with it the host reads nothing.
-            Only the first two with `layer`, which has its own.
+            replicas.  weight_dtype: torch.float8_e4m3fn, or None: dtype.  delay_wgrad_compute: True: the
+            backward leaves the gradients of the weights to backward_dw.  fuse_wgrad_accumulation: True: add
+            the gradient of a weight p to p.main_grad, which the caller sets, a tensor of p's shape and of
+            float32 or p's dtype, and leave p.grad alone; see docs/checkpoints.md.  And options of
+            EpAll2AllFusedOp, for example capacity, the most rows that a rank can receive; with it the host
+            reads nothing.  None of the latter with `layer`, which has its own.
 
     Attributes:
         gate_up_proj: A parameter.
@@ -120,6 +124,7 @@ class EPMoE(MoeParts, nn.Module):
                  **options):
         super().__init__()
         num_physical, weight_dtype = options.pop("num_physical", None), options.pop("weight_dtype", None)
+        self._init_gradients(**{name: options.pop(name) for name in GRADIENT_OPTIONS if name in options})
         if layer is not None and options:
             raise TypeError(f"{', '.join(options)}: options of a new layer, but layer= passes one: "
                             f"leave either out")
@@ -314,9 +319,9 @@ class EPMoE(MoeParts, nn.Module):
             ValueError: On this rank, for a wrong shape or device.
             TypeError: On this rank, for a wrong type or dtype.
             RuntimeError: On this rank, where a gradient is wanted of experts in FP8, for decode=True where a
-                gradient is wanted or a compiler traces, for
-                gradients of experts after set_expert_map, and where DistributedDataParallel or FSDP1 has
-                taken the experts for copies.
+                gradient is wanted or a compiler traces, for gradients of experts after set_expert_map, where
+                DistributedDataParallel or FSDP1 has taken the experts for copies, and for parameters without
+                a main_grad that fits.
             PeerError: On the other ranks, when one rank raises one of these.
             EpIndexError: As EPAll2AllLayer.preprocess.
             EpOverflow: As EPAll2AllLayer.preprocess.
@@ -332,6 +337,8 @@ class EPMoE(MoeParts, nn.Module):
             torch.Size([2, 3, 16])
             >>> moe.finalize()
         """
+        if self._must_break():
+            return self._forward_untraced(x, topk_idx, topk_weights, decode=decode)
         topk = self.layer.topk * self.layer._copies
         path = None
         try:
@@ -352,6 +359,7 @@ class EPMoE(MoeParts, nn.Module):
                                     self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
             most = self.layer.max_tokens // self.layer._copies if path is None else path.max_tokens
             check(self.layer, most, tokens, topk_idx, topk_weights)
+            self._begin_gradients()
             if self.expert_map is not None:
                 self._check_gradients()
                 topk_idx = self.expert_map.physical(topk_idx, self.layer.rank)
@@ -369,13 +377,6 @@ class EPMoE(MoeParts, nn.Module):
         y = self.layer.mega_group_gemm_combine(h, self._scaled("down_proj"), layout, row_weight,
                                                bias=self._scaled("down_proj_bias"))
         return unflatten(y, x.shape)
-
-    def extra_repr(self):
-        """Return the sizes for the module's repr."""
-        layer = self.layer
-        return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "
-                f"local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
-                f"activation={self.activation}, rank={layer.rank} of {layer.world_size}")
 
     def finalize(self):
         """Give the memory of the communication layer back.  Collective; a second call does nothing.

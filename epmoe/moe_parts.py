@@ -9,10 +9,11 @@ from . import _C, decode as decoding, moe_fp8, moe_load, shards, torch_hooks
 from .expert_map import ExpertMap
 from .fp8 import quantize_fp8
 from .gemm import grouped_gemm
-from .parallel_parts import ScaledGradient, check_ddp, check_sharded
+from .moe_training import MoeTraining
+from .parallel_parts import check_ddp, check_sharded
 
 
-class MoeParts:
+class MoeParts(MoeTraining):
     """The private half of EPMoE."""
 
     @property
@@ -120,13 +121,6 @@ class MoeParts:
             path._refuse(_C.OP_LL_DISPATCH, error, 0)
         self.layer._refuse(_C.OP_PLAN, error, 0)
 
-    def _scaled(self, name):
-        """Return a parameter, whose gradient will be multiplied by gradient_scale."""
-        p = getattr(self, name)
-        if p is None or self.gradient_scale == 1 or not (p.requires_grad and torch.is_grad_enabled()):
-            return p
-        return ScaledGradient.apply(p, self.gradient_scale)
-
     def _set_last_layout(self, layout):
         # recomputed compiled code, as in checkpointing, must not do this
         if not torch.compiler.is_compiling():
@@ -147,3 +141,10 @@ class MoeParts:
             self.layer._refuse(_C.OP_COMBINE, error, layout.buffer)
         self._set_last_layout(layout)
         return self.layer.combine(h, layout, row_weight)
+
+    def extra_repr(self):
+        """Return the sizes for the module's repr."""
+        layer = self.layer
+        return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "
+                f"local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
+                f"activation={self.activation}, rank={layer.rank} of {layer.world_size}")

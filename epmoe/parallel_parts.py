@@ -15,12 +15,16 @@ def _ranks(group):
 
 
 def check_ddp(moe, ddp):
-    """Raise RuntimeError if DistributedDataParallel averages the experts of `moe` over its ranks."""
+    """Raise RuntimeError if DistributedDataParallel averages the experts of `moe`, and must not."""
     world = moe.layer.world
+    managed = {id(p) for p in ddp._module_parameters}
+    is_managed = any(id(p) in managed for p in moe.parameters(recurse=False))
+    if is_managed and moe._fuses_gradients:
+        raise RuntimeError("DistributedDataParallel averages the gradients of this EPMoE, but not main_grad, "
+                           "where fuse_wgrad_accumulation puts them: leave fuse_wgrad_accumulation out")
     if not is_spread(world) or len(_ranks(world.group) & _ranks(ddp.process_group)) < 2:
         return
-    managed = {id(p) for p in ddp._module_parameters}
-    if any(id(p) in managed for p in moe.parameters(recurse=False)):
+    if is_managed:
         raise RuntimeError("DistributedDataParallel takes the experts of this EPMoE for copies, and has "
                            "overwritten those of all ranks with one rank's: make the model again, and wrap "
                            "it as DistributedDataParallel(epmoe.prepare_ddp(model))")
@@ -34,6 +38,9 @@ def check_sharded(moe, name, value):
     world = moe.layer.world
     if type(value) is torch.nn.Parameter or not is_dtensor(value):
         return
+    if moe._has_other_gradients:
+        raise ValueError(f"{name} would be sharded by FSDP, which reduces gradients in the backward: leave "
+                         f"delay_wgrad_compute and fuse_wgrad_accumulation out")
     mesh = value.device_mesh
     if moe.expert_map is not None and mesh.size() > 1:
         raise ValueError(f"{name} would be sharded over {mesh.size()} ranks, which needs as many experts on "

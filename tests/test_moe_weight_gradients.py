@@ -1,0 +1,306 @@
+"""EPMoE with delay_wgrad_compute and fuse_wgrad_accumulation: the gradients, where they go, and when."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import epmoe
+from cases import check_outcomes, outcome, process_ranks
+from pace import HANG_S
+from test_moe_layer import Model, inputs_of, make_moe
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+DELAY, FUSE = {"delay_wgrad_compute": True}, {"fuse_wgrad_accumulation": True}
+OPTIONS = (DELAY, FUSE, DELAY | FUSE)
+SIZES = (1, 2, 4)
+
+
+def with_main_grads(moe, dtype=torch.float32, is_megatron=False):
+    for p in moe.parameters():
+        p.main_grad = torch.full_like(p, 0.5, dtype=dtype)
+        if is_megatron:
+            p.grad_added_to_main_grad = False
+    return moe
+
+
+def backward(moe, world, device, model, step, call=lambda moe, *inputs: moe(*inputs)):
+    """Gradients of the inputs of one step."""
+    x, idx, weight, dy = (t.to(device) for t in inputs_of(model, world.rank, world.size, step))
+    x.requires_grad_()
+    weight.requires_grad_()
+    y = call(moe, x, idx, weight)
+    y.backward(dy)
+    return {"y": y.detach(), "x": x.grad, "weight": weight.grad}
+
+
+def error_of(fn, kind=RuntimeError):
+    with pytest.raises(kind) as caught:
+        fn()
+    return str(caught.value)
+
+
+def gradients(moe):
+    return {n: None if p.grad is None else p.grad.clone() for n, p in moe.named_parameters()}
+
+
+def train(world, device, model, options, scale=1.0):
+    """Three backward passes, two of them before the first backward_dw. Returns all gradients."""
+    moe = with_main_grads(make_moe(world, device, model, **options))
+    moe.gradient_scale = scale
+    seen = [backward(moe, world, device, model, step) for step in (0, 1)]
+    waiting = gradients(moe)
+    seen.append(backward(moe, world, device, model, 2))
+    if "delay_wgrad_compute" in options:
+        assert waiting["gate_up_proj"] is None and waiting["down_proj"] is None
+        for _ in range(3):
+            moe.backward_dw()
+    main = {n: p.main_grad for n, p in moe.named_parameters()}
+    moe.finalize()
+    return seen, gradients(moe), main
+
+
+def train_all(world, device, model, scale=1.0):
+    return [train(world, device, model, options, scale) for options in ({}, *OPTIONS)]
+
+
+MODELS = (Model(bias=True), Model(dtype=torch.bfloat16, pattern="one", hidden=32, inner=48),
+          Model(activation="gpt_oss", capacity=True))
+
+
+@pytest.mark.parametrize("world_size", SIZES)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_moe_gradients_have_the_same_bits(ranks, model, world_size):
+    """Of inputs always, of weights where they are delayed, and of main_grad with and without delay."""
+    scale = 1 / world_size
+    for plain, delayed, fused, both in ranks(train_all, model, scale, world_size=world_size):
+        want, grads, unused = plain
+        for seen, *_ in (delayed, fused, both):
+            for got, step in zip(seen, want, strict=True):
+                for name, value in step.items():
+                    assert torch.equal(got[name], value), name
+        for name in grads:
+            if name not in WEIGHTS:
+                assert all(torch.allclose(r[1][name].float(), grads[name].float(), rtol=1e-5)
+                           for r in (delayed, fused, both)), name
+                continue
+            assert torch.equal(delayed[1][name], grads[name]), name
+            assert fused[1][name] is None and both[1][name] is None
+            assert torch.equal(fused[2][name], both[2][name]), name
+            assert torch.equal(delayed[2][name], unused[name])
+            eps = torch.finfo(grads[name].dtype).eps
+            want, bound = grads[name].float(), 8 * eps * grads[name].float().abs().max().clamp_min(1)
+            assert (fused[2][name] - 0.5 - want).abs().max() <= bound, name
+
+
+def unfused_and_frozen(world, device):
+    """EPAll2AllLayer, and only one weight that requires a gradient."""
+    model, found = Model(), []
+    for options in ({}, *OPTIONS):
+        moe = make_moe(world, device, model, fused=False)
+        moe = with_main_grads(epmoe.EPMoE(model.hidden, model.inner, moe.num_experts, model.topk,
+                                          dtype=model.dtype, layer=moe.layer, **options))
+        moe.load_state_dict({n: torch.full_like(p, 0.1) for n, p in moe.named_parameters()})
+        moe.gate_up_proj.requires_grad_(False)
+        backward(moe, world, device, model, 0)
+        if "delay_wgrad_compute" in options:
+            moe.backward_dw()
+        fused = "fuse_wgrad_accumulation" in options
+        found.append(moe.down_proj.main_grad - 0.5 if fused else moe.down_proj.grad)
+        assert moe.gate_up_proj.grad is None and (moe.gate_up_proj.main_grad == 0.5).all()
+        moe.finalize()
+    return found
+
+
+def test_moe_gradients_of_one_weight(ranks):
+    for plain, delayed, fused, both in ranks(unfused_and_frozen, world_size=2):
+        assert torch.equal(delayed, plain) and torch.equal(both, fused)
+        torch.testing.assert_close(fused, plain)
+
+
+def recomputed(world, device):
+    """A module, the same with activation checkpointing, and compiled."""
+    model = Model()
+
+    def checkpointed(use_reentrant):
+        return lambda moe, *inputs: checkpoint(moe, *inputs, use_reentrant=use_reentrant)
+
+    compiled = torch.compile(backend="aot_eager")(lambda moe, x, idx, w: moe(x * 1, idx, w) * 1)
+    found = []
+    for options in OPTIONS:
+        found.append([])
+        for call in (None, checkpointed(False), checkpointed(True), compiled):
+            moe = with_main_grads(make_moe(world, device, model, **options))
+            seen = backward(moe, world, device, model, 0, call or type(moe).__call__)
+            if "delay_wgrad_compute" in options:
+                moe.backward_dw()
+                error_of(moe.backward_dw)
+            main = {n: moe.get_parameter(n).main_grad for n in WEIGHTS}
+            found[-1].append(seen | {"grads": gradients(moe), "main": main})
+            moe.finalize()
+    return found
+
+
+def test_moe_gradients_with_checkpoint_and_compile(ranks):
+    for of_options in ranks(recomputed, world_size=2):
+        for plain, *others in of_options:
+            for other in others:
+                for got, want in ((other, plain), *((other[k], plain[k]) for k in ("grads", "main"))):
+                    for name, value in want.items():
+                        if isinstance(value, torch.Tensor):
+                            assert torch.equal(got[name], value), name
+
+
+def copied(world, device):
+    """A copy of a module for which a gradient waits has none that waits; the original keeps it."""
+    moe = make_moe(world, device, Model(), **DELAY)
+    backward(moe, world, device, Model(), 0)
+    other = copy.deepcopy(moe)
+    texts = [error_of(other.backward_dw)]
+    backward(other, world, device, Model(), 0)
+    for module in (moe, other):
+        module.backward_dw()
+        texts.append(error_of(module.backward_dw))
+    moe.finalize()
+    return texts, moe.gate_up_proj.grad, other.gate_up_proj.grad
+
+
+def test_moe_gradients_of_a_copy(ranks):
+    for texts, grad, others in ranks(copied, world_size=1):
+        assert all("no backward pass of this module waits" in text for text in texts)
+        assert torch.equal(grad, others)
+
+
+# ---- hooks, and Megatron's convention ----
+
+
+def hooked(world, device):
+    """The order in which hooks run, and what they see."""
+    found = []
+    for options in OPTIONS:
+        moe = with_main_grads(make_moe(world, device, Model(), **options), is_megatron=True)
+        events = []
+        for name in WEIGHTS:
+            p = getattr(moe, name)
+            p.zero_out_wgrad = name == "down_proj"
+            p.register_post_accumulate_grad_hook(
+                lambda p, name=name: events.append((name, p.grad.abs().max().item() == 0)))
+        backward(moe, world, device, Model(), 0)
+        events.append("backward")
+        if "delay_wgrad_compute" in options:
+            moe.backward_dw()
+        found.append((events, [getattr(moe, n).grad_added_to_main_grad for n in WEIGHTS]))
+        moe.finalize()
+    return found
+
+
+def test_moe_gradients_run_hooks_where_they_are_made(ranks):
+    for delayed, fused, both in ranks(hooked, world_size=2):
+        assert delayed[0] == ["backward", ("down_proj", False), ("gate_up_proj", False)]
+        names = [e if e == "backward" else e[0] for e in fused[0]]
+        assert names == ["down_proj", "gate_up_proj", "backward"]
+        names = [e if e == "backward" else e[0] for e in both[0]]
+        assert names == ["backward", "down_proj", "gate_up_proj"]
+        assert ("down_proj", True) in fused[0] and ("down_proj", True) in both[0]  # zero_out_wgrad
+        assert delayed[1] == [False, False] and fused[1] == both[1] == [True, True]
+
+
+# ---- mistakes ----
+
+
+def mistakes(world, device):
+    """The errors that this rank alone can make, each followed by a backward that works."""
+    model, texts = Model(), {}
+    moe = make_moe(world, device, model, **DELAY)
+    texts["twice"] = error_of(moe.backward_dw)
+    optimizer = torch.optim.SGD(moe.parameters(), 0.1)
+    backward(moe, world, device, model, 0)
+    texts["step"] = error_of(optimizer.step)
+    moe.backward_dw()
+    optimizer.step()
+    x, idx, weight, _ = (t.to(device) for t in inputs_of(model, world.rank, world.size))
+    x.requires_grad_()
+    texts["grad"] = error_of(lambda: torch.autograd.grad(moe(x, idx, weight).sum(), x))
+    moe.layer.synchronize()
+    moe.finalize()
+    plain = make_moe(world, device, model)
+    texts["plain"] = error_of(plain.backward_dw)
+    plain.finalize()
+    return texts
+
+
+def test_moe_backward_dw_mistakes(ranks):
+    for texts in ranks(mistakes, world_size=1):
+        assert "no backward pass of this module waits for it" in texts["twice"]
+        assert "call it once for each backward pass before the step" in texts["step"]
+        assert "call backward(), then backward_dw()" in texts["grad"]
+        assert "create it with delay_wgrad_compute=True" in texts["plain"]
+
+
+def wrong_buffer(world, device, wrong):
+    """A call in which rank 1 has a main_grad that does not fit, and a call after it that works."""
+    model = Model()
+    moe = with_main_grads(make_moe(world, device, model, **FUSE))
+    right = moe.down_proj.main_grad
+    if world.rank == 1:
+        if wrong is None:
+            del moe.down_proj.main_grad
+        else:
+            moe.down_proj.main_grad = wrong(right)
+    result = outcome(lambda: backward(moe, world, device, model, 0) and 0, moe.layer)
+    moe.down_proj.main_grad = right
+    backward(moe, world, device, model, 0)
+    changed = bool((right != 0.5).any())
+    moe.finalize()
+    return result, changed
+
+
+WRONG = {"none": None, "dtype": lambda t: t.double(), "shape": lambda t: t[:, 1:].contiguous(),
+         "strides": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
+         "grad": lambda t: t.clone().requires_grad_()}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_moe_main_grad_that_does_not_fit(ranks, wrong):
+    results = ranks(wrong_buffer, WRONG[wrong], world_size=2, at_least=2)
+    text = "down_proj has no main_grad" if wrong == "none" else "main_grad of down_proj: wanted a tensor"
+    wanted = ["RuntimeError" if rank == 1 else "PeerError" for rank in range(len(results))]
+    check_outcomes([result for result, _ in results], wanted, text, on_rank=1)
+    assert all(changed for _, changed in results)
+
+
+# ---- DistributedDataParallel and FSDP ----
+
+
+def data_parallel(rank, world_size):
+    """Replicas of one expert on two ranks: DDP averages what backward_dw computes, and refuses main_grad."""
+    model, seen = Model(unequal=False), []
+    for options in ({}, DELAY):
+        moe = make_moe(epmoe.thread_worlds(1)[0], torch.device("cpu"), model, **options)
+        ddp = DistributedDataParallel(moe)
+        for step in (0, 1):
+            x, idx, weight, dy = inputs_of(model, 0, 1, 2 * step + rank)
+            ddp(x, idx, weight).backward(dy)
+            if options:
+                moe.backward_dw()
+        seen.append(gradients(moe))
+    moe = with_main_grads(make_moe(epmoe.thread_worlds(1)[0], torch.device("cpu"), model, **FUSE))
+    ddp = DistributedDataParallel(moe)
+    return seen, error_of(lambda: ddp(*inputs_of(model, 0, 1)[:3])), sharded()
+
+
+def sharded():
+    moe = make_moe(epmoe.thread_worlds(1)[0], torch.device("cpu"), Model(), **DELAY)
+    return error_of(lambda: fully_shard(moe), ValueError)
+
+
+@pytest.mark.cpu_only
+def test_moe_gradients_beside_data_parallelism():
+    (first, refused, sharding), (second, *_) = process_ranks(data_parallel, 2, timeout_s=HANG_S)
+    for name in WEIGHTS:
+        assert torch.equal(first[1][name], first[0][name]) and torch.equal(first[1][name], second[1][name])
+    assert "leave fuse_wgrad_accumulation out" in refused
+    assert "leave delay_wgrad_compute and fuse_wgrad_accumulation out" in sharding
