@@ -13,10 +13,14 @@
 #define nvtxRangePop() ((void)0)
 #endif
 
+/* Graphs of a lane whose captures may interleave: one for each thread that captures. A further graph takes
+ * the place of the one that was used the longest ago, whose capture has ended long since. */
+#define EP_GRAPHS 32
 struct EpLane {
     /* one for each lane, because a launch may wait for a launch of another lane */
     pthread_mutex_t lock;
-    EpLaunchOrder runs, captured;
+    EpLaunchOrder runs, captured[EP_GRAPHS];
+    uint64_t num_captured; /* operations */
 };
 static EpLane lanes[EP_MAX_DEVICES][EP_MAX_RANKS];
 static void init_lanes(void) {
@@ -45,26 +49,38 @@ static int graph_of(cudaStream_t stream, unsigned long long *graph) {
     return 0;
 }
 
-/* Make the stream wait for the operation before this one, if that one is on another stream. */
-static int wait_for_previous(EpLane *lane, cudaStream_t stream, EpLaunchOrder **out) {
-    unsigned long long graph = 0;
-    EP_TRY(graph_of(stream, &graph));
-    EpLaunchOrder *o = graph ? &lane->captured : &lane->runs;
-    if (!o->end) EP_CUDA_TRY(cudaEventCreateWithFlags(&o->end, cudaEventDisableTiming));
-    if (o->has_operation && o->stream != stream && o->graph == graph)
-        EP_CUDA_TRY(cudaStreamWaitEvent(stream, o->end, 0));
-    o->stream = stream;
+/* The order of the operations of a graph. A place that another graph had begins anew, with its event. */
+static EpLaunchOrder *order_of_graph(EpLane *lane, unsigned long long graph) {
+    EpLaunchOrder *o = lane->captured;
+    for (uint32_t i = 0; i < EP_GRAPHS && o->graph != graph; i++)
+        if (lane->captured[i].graph == graph || lane->captured[i].last_use < o->last_use)
+            o = &lane->captured[i];
+    if (o->graph != graph) o->has_operation = false;
     o->graph = graph;
-    *out = o;
+    o->last_use = ++lane->num_captured;
+    return o;
+}
+
+/* Make the stream wait for the operation before this one, if that one is on another stream. */
+static int wait_for_previous(EpLaunch *l) {
+    unsigned long long graph = 0;
+    EP_TRY(graph_of(l->stream, &graph));
+    EP_CUDA_TRY(cudaStreamGetId(l->stream, &l->stream_number));
+    EpLaunchOrder *o = graph ? order_of_graph(l->lane, graph) : &l->lane->runs;
+    if (!o->end) EP_CUDA_TRY(cudaEventCreateWithFlags(&o->end, cudaEventDisableTiming));
+    if (o->has_operation && o->stream != l->stream_number)
+        EP_CUDA_TRY(cudaStreamWaitEvent(l->stream, o->end, 0));
+    l->order = o;
     return 0;
 }
 
 int ep_begin_launch(int device, const EpComm *c, void *stream, const char *range, EpLaunch *l) {
     EP_TRY(lane_of(device, c->launch_lane, &l->lane));
+    l->stream = (cudaStream_t)stream;
     pthread_mutex_lock(&l->lane->lock);
     int code = ep_guard(device, &l->guard);
     if (!code) {
-        code = wait_for_previous(l->lane, (cudaStream_t)stream, &l->order);
+        code = wait_for_previous(l);
         if (code) ep_unguard(&l->guard, code);
     }
     if (code) pthread_mutex_unlock(&l->lane->lock);
@@ -77,7 +93,8 @@ int ep_end_launch(EpLaunch *l, int launched, const char *what) {
     int code = ep_cuda_check((cudaError_t)launched, what);
     if (!code) {
         o->has_operation = true;
-        code = ep_cuda_check(cudaEventRecord(o->end, o->stream), "cudaEventRecord");
+        o->stream = l->stream_number;
+        code = ep_cuda_check(cudaEventRecord(o->end, l->stream), "cudaEventRecord");
     }
     nvtxRangePop();
     ep_unguard(&l->guard, code);

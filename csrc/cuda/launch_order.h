@@ -9,7 +9,8 @@
  * each other, so they must run at the same time. Each of them uses its own part of the SMs
  * (ep_sharing_reserved_sms), so there are enough SMs for all.
  *
- * A captured operation is ordered inside its graph. The program orders the replays of its graphs.
+ * A captured operation is ordered inside its graph. The program orders the replays of its graphs. Threads may
+ * capture graphs at the same time; each graph has its own order.
  *
  * Exports ep_begin_launch and ep_end_launch.
  * Invariant: between them the calling thread holds the lane's lock, and the device is its current device. */
@@ -22,9 +23,11 @@ typedef struct {
     /* The end of the newest operation. It is recorded right after the launch, because later the stream may
      * have been destroyed, or may be captured for a graph. */
     cudaEvent_t end;
-    cudaStream_t stream;      /* of the newest operation */
-    unsigned long long graph; /* the graph for which it was captured, or 0 */
-    bool has_operation;       /* false before the first operation */
+    unsigned long long stream; /* the number of the newest operation's stream. No two streams have the same,
+                                * but a new stream may have the handle of one that was destroyed. */
+    unsigned long long graph;  /* the graph for which it was captured, or 0 */
+    uint64_t last_use;         /* when it was used, as a count of captured operations */
+    bool has_operation;        /* false before the first operation */
 } EpLaunchOrder;
 typedef struct EpLane EpLane;
 
@@ -33,6 +36,8 @@ typedef struct {
     EpGuard guard;
     EpLane *lane;
     EpLaunchOrder *order;
+    cudaStream_t stream;
+    unsigned long long stream_number;
 } EpLaunch;
 
 /* Before a launch: take the lane's lock, make `device` the current device, and make the stream wait for the

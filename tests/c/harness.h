@@ -188,6 +188,8 @@ bool all_bytes_are(const void *at, uint64_t num_bytes, unsigned char value);
 
 /* Set the current device of this thread in the fake runtime of CUDA. */
 void test_set_device(int device);
+/* Of the fake driver: put the function for contexts with this name into *function, or return false. */
+bool test_find_context_function(const char *name, unsigned version, void **function);
 
 /* ---- tests ---- */
 
@@ -258,6 +260,9 @@ bool test_counters_of_captured_launches(void);
 bool test_counters_of_many_streams(void);
 bool test_counters_of_threads(void);
 bool test_counter_errors_are_not_kept(void);
+bool test_lanes_order_streams(void);
+bool test_lanes_order_graphs(void);
+bool test_guard_makes_no_context(void);
 bool test_launch_again(void);
 bool test_launch_errors_are_not_kept(void);
 bool test_launch_replaces_old_shapes(void);

@@ -10,11 +10,6 @@
 
 /* ---- the fake runtime; test_launch.c has cudaGetDevice ---- */
 
-struct FakeStream {
-    unsigned long long number;
-    enum cudaStreamCaptureStatus status;
-    cudaError_t error; /* of the question whether it is captured */
-};
 static struct FakeStream default_stream;
 static _Thread_local bool memory_fails;
 static uint64_t memory[EP_MAX_DEVICES][EP_NUM_COUNTERS * EP_COUNTER_STRIDE];
@@ -38,7 +33,7 @@ int ep_counter_memory(uint64_t **out) {
 }
 
 static struct FakeStream stream_of(unsigned long long number) {
-    const struct FakeStream s = {number, cudaStreamCaptureStatusNone, cudaSuccess};
+    const struct FakeStream s = {.number = number};
     return s;
 }
 /* The counter of a stream of a device, or NULL, also after an error. */

@@ -5,6 +5,8 @@
 
 typedef uint32_t cuuint32_t;
 typedef uint64_t cuuint64_t;
+typedef int CUdevice_v1;
+typedef struct FakeContext *CUcontext;
 typedef enum { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1 } CUresult;
 /* The driver's type is aligned to 64 bytes. gcc with AddressSanitizer does not align local variables so far
  * (gcc bug 110027), and the fake does not need it. */

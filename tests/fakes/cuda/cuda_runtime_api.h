@@ -1,12 +1,15 @@
-/* cuda_runtime_api.h - a fake: the part of the runtime's header that cluster_launch.c, tile_counters.c and
- * what they call use. tests/c/test_launch.c and test_counters.c have the functions. */
+/* cuda_runtime_api.h - a fake: the part of the runtime's header that cluster_launch.c, tile_counters.c,
+ * launch_order.c and what they call use. tests/c/test_launch.c, test_counters.c and test_lanes.c have the
+ * functions. */
 #ifndef FAKE_CUDA_RUNTIME_API_H
 #define FAKE_CUDA_RUNTIME_API_H
 #include <stddef.h>
 
+#define CUDART_VERSION 13000
 typedef enum {
     cudaSuccess = 0,
     cudaErrorInvalidValue = 1,
+    cudaErrorMemoryAllocation = 2,
     cudaErrorInvalidDevice = 101,
     cudaErrorCooperativeLaunchTooLarge = 720,
     cudaErrorNotSupported = 801,
@@ -14,6 +17,7 @@ typedef enum {
 } cudaError_t;
 typedef struct FakeStream *cudaStream_t;
 typedef struct FakeEvent *cudaEvent_t;
+enum { cudaEventDisableTiming = 2 };
 typedef struct {
     unsigned x, y, z;
 } dim3;
@@ -50,7 +54,28 @@ enum cudaStreamCaptureStatus {
     cudaStreamCaptureStatusInvalidated
 };
 
+/* What the tests say of a stream and of an event. */
+struct FakeStream {
+    unsigned long long number;
+    enum cudaStreamCaptureStatus status;
+    cudaError_t error;        /* of the question whether it is captured */
+    unsigned long long graph; /* for which it is captured */
+    struct FakeEvent *waited; /* the newest event for which it waits, or NULL */
+};
+struct FakeEvent {
+    struct FakeStream *stream; /* where it was recorded */
+    unsigned long long graph;
+};
+
 cudaError_t cudaGetDevice(int *device);
+cudaError_t cudaSetDevice(int device);
+const char *cudaGetErrorString(cudaError_t e);
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                     unsigned long long *graph, void *no_graph, void *no_nodes,
+                                     void *no_edges, size_t *no_number);
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags);
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream);
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags);
 cudaError_t cudaGetLastError(void);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status);
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *number);
