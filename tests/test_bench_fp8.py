@@ -21,7 +21,10 @@ def test_bench_fp8_measures_times_and_errors():
         assert 0.01 < found[f"error: epmoe FP8 {data}"]["error"] < 0.1
         assert found[f"error: of sums {data}"]["error"] < 1e-3
         assert found[f"error: epmoe 16 bits {data}"]["error"] < 0.01
-    assert "TFLOP/s" in out
+    for name in ("", " SwiGLU"):
+        row = found[f"epmoe quantise{name}"]
+        assert row["ratios"].keys() == {f"torch quantise{name}", f"copy of as many bytes{name}"}
+    assert "TFLOP/s" in out and "GB/s" in out
 
 
 def test_bench_fp8_finds_a_wrong_result(monkeypatch):
@@ -33,4 +36,16 @@ def test_bench_fp8_finds_a_wrong_result(monkeypatch):
 
     monkeypatch.setattr(epmoe, "grouped_gemm", wrong)
     with pytest.raises(AssertionError, match="differ from float64"):
+        run_command(ARGUMENTS)
+
+
+def test_bench_fp8_finds_a_wrong_quantisation(monkeypatch):
+    right = epmoe.quantize_fp8
+
+    def wrong(x, activation=None):
+        q, scales = right(x, activation)
+        return (q, scales) if activation is None else (q, scales * 1.01)
+
+    monkeypatch.setattr(epmoe, "quantize_fp8", wrong)
+    with pytest.raises(AssertionError, match="numbers or scales differ"):
         run_command(ARGUMENTS)

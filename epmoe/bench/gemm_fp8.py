@@ -10,6 +10,7 @@ import functools
 import torch
 
 import epmoe
+from epmoe.bench import quantize
 from epmoe.bench.check import poisoned
 from epmoe.bench.gemm import random_rows, with_torch
 from epmoe.bench.measure import alternated
@@ -23,7 +24,7 @@ ERROR_FLOAT32, ERROR_TENSOR_CORES = 2.0**-17, 2.0**-9
 
 def jobs(run):
     shapes = run.shapes("dsv3", "qwen3-235b", "seed")
-    return [(s.name, functools.partial(measure, run, s)) for s in shapes]
+    return [(s.name, functools.partial(fn, run, s)) for s in shapes for fn in (measure, quantize.measure)]
 
 
 def by_row(t):
