@@ -19,6 +19,7 @@ COMMANDS = {
     "gemm": ["--shapes", "qwen3-30b", "--iters", "1"],
     "host": ["--iters", "1"],
     "decode": ["--tokens", "3", "--iters", "1"],
+    "train": ["--shapes", "qwen3-30b,mixtral", "--iters", "1"],
     "transformers": ["--shapes", "qwen3-30b,gpt-oss-120b", "--iters", "1"],
     "worklog": ["--iters", "1"],
 }

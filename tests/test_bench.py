@@ -51,6 +51,9 @@ EXPECTED = {
               | {f"epmoe {call} {half}" for call in CALLS[:3] for half in ("send", "recv")}
               | {f"torch {call}" for call in ("dispatch", "combine", "pair", "all_to_all_single alone")}
               | {"GEMMs alone", "torch GEMMs alone", "epmoe layer"},
+    "train": {f"{name} {what}" for name in ("torch", "torch products", "epmoe stages", "epmoe")
+              for what in ("forward", "backward", "both")}
+             | {f"{name} kept bytes" for name in ("torch", "epmoe stages", "epmoe")},
     "transformers": {"eager", "grouped_mm", "batched_mm", "epmoe", "eager, training step",
                      "grouped_mm, training step", "epmoe, training step"},
     "worklog": {"torch", "epmoe", "epmoe, factor in weights"},

@@ -84,8 +84,8 @@ def test_moe_gradients_have_the_same_bits(ranks, model, world_size):
                     assert torch.equal(got[name], value), name
         for name in grads:
             if name not in WEIGHTS:
-                assert all(torch.allclose(r[1][name].float(), grads[name].float(), rtol=1e-5)
-                           for r in (delayed, fused, both)), name
+                for got in (delayed[1][name], fused[1][name], both[1][name]):  # no fixed order on a GPU
+                    torch.testing.assert_close(got, grads[name], rtol=1e-4, atol=1e-4)
                 continue
             assert torch.equal(delayed[1][name], grads[name]), name
             assert fused[1][name] is None and both[1][name] is None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
 from . import (a2a, ablation, decode, features, gemm, gemm_fp8, growth, host, layer, overlap, report, scale,
-               side, sm, tokens, transformers, worklog)
+               side, sm, tokens, train, transformers, worklog)
 from .run import Run
 from .shapes import SHAPES
 
@@ -34,6 +34,7 @@ BENCHES = {
     "features": (features, "the effect of token saving, sorting and pre-reduction"),
     "host": (host, "host overhead per call, in microseconds"),
     "decode": (decode, "low-latency dispatch and combine by T, their halves, and a decode layer"),
+    "train": (train, "a training step: forward, backward, memory, compared with torch's layer and products"),
     "transformers": (transformers, "experts of transformers in one process, by each experts_implementation"),
     "worklog": (worklog, "dispatch, y = x * (1 + rank), combine: a known problem, beside plain PyTorch"),
     "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),
@@ -160,6 +161,9 @@ def main(argv=None):
         return 0
     try:
         num_ranks = options.ranks or (min(torch.cuda.device_count(), 8) if use_cuda() else 4)
+        if options.bench == "train" and num_ranks == 1:
+            run(options)  # in this process, without a process group
+            return 0
         run_ranks(started_rank, num_ranks, argv, backend=backend, timeout_s=3600)
     except AssertionError as error:  # its text has the tracebacks of the ranks
         return str(error)

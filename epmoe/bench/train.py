@@ -1,0 +1,268 @@
+"""Measures a training step of a layer: forward, backward, both, and the memory that it takes.
+
+epmoe           EPMoE as it is
+epmoe stages    one after the other, each a kernel of its own (fused=False)
+torch           sort, all_to_all_single, torch._grouped_mm, compiled SwiGLU, index_add
+torch products  torch's grouped GEMMs alone on the same rows: two forward, four backward
+Liger           its megakernel, where liger_cute_kernels can be imported
+
+All alternate in rounds, so that each meets the GPU in the same state.  A rank that is alone computes as one
+rank of four: a quarter of the experts, and as many rows; nothing crosses a link.  Gradients are compared
+before anything is timed.
+
+kept bytes: what the forward leaves for the backward, without parameters and inputs.  peak bytes, on a GPU:
+the most that a step allocates with torch, with the gradients of weights and inputs.  The symmetric memory of
+epmoe and of Liger is not in it.
+"""
+
+import functools
+import statistics
+import time
+from dataclasses import replace
+
+import torch
+
+import epmoe
+from epmoe.bench.check import poisoned
+from epmoe.bench.measure import slowest
+from epmoe.bench.train_peers import TorchLayer, liger_layer, product, swiglu_of, weight_gradient
+
+RANKS = 4  # a rank that is alone computes as one of them
+DEFAULT = ("seed", "dsv3", "qwen3-235b", "qwen3-30b", "mixtral")
+PASSES = ("forward", "backward", "both")
+SHORT = {"torch products": "products", "epmoe stages": "stages"}
+NAMES = ("y", "gradient of x", "gradient of the routing weights", "gradient of gate_up_proj",
+         "gradient of down_proj")
+BOUNDS = {torch.bfloat16: 3e-2, torch.float32: 1e-4}  # of the norm of an error over that of the result
+
+
+def jobs(run):
+    found = [replace(s, experts=s.experts // RANKS) if run.size == 1 else s for s in run.shapes(*DEFAULT)]
+    return [(s.name, functools.partial(measure, run, s)) for s in found if s.experts >= s.topk]
+
+
+class Step:
+    """A layer, and the tensors that require gradients: x [T, H], weight [T, K] and the weights."""
+
+    def __init__(self, call, x, weight, dy, parameters):
+        self.call, self.dy, self.parameters = call, dy, parameters
+        self.x, self.weight = (t.detach().clone().requires_grad_() for t in (x, weight))
+
+    def clear(self):
+        for t in (self.x, self.weight, *self.parameters):
+            t.grad = None
+
+    def forward(self):
+        return self.call(self.x, self.weight)
+
+    def results(self):
+        """Return y and the gradients of a step, after poisoned memory."""
+        self.clear()
+        with poisoned():
+            y = self.forward()
+            y.backward(self.dy)
+        found = [y.detach(), self.x.grad, self.weight.grad, *(p.grad for p in self.parameters)]
+        self.clear()
+        return found
+
+
+class Products:
+    """torch's grouped GEMMs alone, on the rows that a rank receives."""
+
+    def __init__(self, rows, offsets, gate_up, down):
+        self.rows, self.ends, self.gate_up, self.down = rows, offsets[1:].contiguous(), gate_up, down
+        with torch.no_grad():
+            self.wide = product(rows, gate_up.transpose(1, 2), self.ends)
+            self.inner = swiglu_of(rows.device.type)(self.wide)
+
+    @torch.no_grad()
+    def forward(self):
+        product(self.rows, self.gate_up.transpose(1, 2), self.ends)
+        return product(self.inner, self.down.transpose(1, 2), self.ends)
+
+    @torch.no_grad()
+    def backward(self, dy):
+        weight_gradient(dy, self.inner, self.ends)
+        product(dy, self.down, self.ends)
+        weight_gradient(self.wide, self.rows, self.ends)
+        product(self.wide, self.gate_up, self.ends)
+
+    def clear(self):
+        pass
+
+
+def run_step(step):
+    """A step; yields between its parts, for the clock."""
+    step.clear()
+    yield
+    y = step.forward()
+    yield
+    if isinstance(step, Products):
+        step.backward(y)
+    else:
+        y.backward(step.dy)
+    yield
+
+
+def clock(on_gpu):
+    if not on_gpu:
+        return time.perf_counter() * 1e3
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(a, b, on_gpu):
+    return a.elapsed_time(b) if on_gpu else b - a
+
+
+def timed_steps(step, calls, on_gpu):
+    """Return (forward, backward) milliseconds, the median of some steps back to back."""
+    marks = [[clock(on_gpu) for _ in run_step(step)] for _ in range(calls)]
+    if on_gpu:
+        torch.cuda.synchronize()
+    return [statistics.median(between(m[i], m[i + 1], on_gpu) for m in marks) for i in range(2)]
+
+
+def alternate(run, steps):
+    """Return {name: {pass: ms}}: the medians over rounds, in which all steps alternate.  Collective."""
+    rounds, round_ms = (run.options.iters or 6, 60.0) if run.on_gpu else (run.options.iters or 2, 1.0)
+    calls, times = {}, {name: [] for name in steps}
+    for name, step in steps.items():
+        timed_steps(step, 2, run.on_gpu)
+        took = slowest(run.cpu_group, sum(timed_steps(step, 2, run.on_gpu)))
+        calls[name] = max(2, int(round_ms / took)) if run.on_gpu else 1
+    for r in range(rounds + 1):  # one to warm up; every other round in reverse order
+        for name in (list(steps) if r % 2 else reversed(list(steps))):
+            found = timed_steps(steps[name], calls[name], run.on_gpu)
+            if r:
+                times[name].append((*found, sum(found)))
+    medians = {name: map(statistics.median, zip(*t)) for name, t in times.items()}
+    return {name: dict(zip(PASSES, (slowest(run.cpu_group, ms) for ms in m))) for name, m in medians.items()}
+
+
+# ---- memory ----
+
+
+class Kept:
+    """Counts the storages that autograd saves on the CPU, each once, without those of `others`."""
+
+    def __init__(self, others):
+        self.sizes, self.others = {}, {t.untyped_storage().data_ptr() for t in others}
+
+    def pack(self, t):
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in self.others:
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+        return t
+
+
+def memory(run, step):
+    """Return {"kept": bytes, "peak": bytes} of a step; on the CPU without the peak."""
+    step.clear()
+    if not run.on_gpu:
+        kept = Kept((step.x, step.weight, *step.parameters))
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t):
+            y = step.forward()
+        y.backward(step.dy)
+        step.clear()
+        return {"kept": sum(kept.sizes.values())}
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = step.forward()
+    kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    y.backward(step.dy)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    step.clear()
+    return {"kept": kept, "peak": peak}
+
+
+# ---- a shape ----
+
+
+def relative_error(a, b):
+    """Return |a - b| / |b|, computed in float32 a part after the other, because the tensors may be large."""
+    rows = max(1, (1 << 26) // max(1, a[0].numel() if len(a) else 1))
+    parts = [((p.float() - q.float()).norm(), q.float().norm()) for p, q in zip(a.split(rows), b.split(rows))]
+    error, size = (torch.stack(norms).norm().item() for norms in zip(*parts))
+    return error / max(size, 1e-30)
+
+
+def differs(got, want):
+    """Return what is wrong with the results of a step, or ""."""
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        error = relative_error(a, b)
+        if not error <= BOUNDS[want[0].dtype]:
+            return (f"{NAMES[i]} differs from that of the PyTorch-only layer by {error:.1e} of its norm")
+    return ""
+
+
+def add_liger(run, shape, steps, inputs, moe, dy):
+    """Add Liger's megakernel to the steps, or say why it cannot be measured.  Collective."""
+    x, idx, weight = inputs
+    try:
+        call, parameters = liger_layer(shape, idx, moe.gate_up_proj, moe.down_proj, run.size, run.device)
+        step = Step(call, x, weight, dy, parameters)
+        y, *step_grads, gate, up, down = step.results()
+        want = steps["torch"].results()
+        error = differs([y, *step_grads, torch.cat([gate, up], 1), down], want)
+    except Exception as e:  # it must not stop the other measurements
+        error = f"{type(e).__name__}: {e}".split("\n")[0]
+    if slowest(run.cpu_group, float(bool(error))):
+        run.say(f"  Liger: not measured: {error or 'it does not work on all ranks'}"[:100])
+    else:
+        steps["Liger"] = step
+
+
+def record(run, shape, ms, sizes):
+    """Add the rows of a shape: the peers' first, then those of epmoe with their ratios."""
+    flops = 6.0 * shape.tokens * shape.topk * shape.hidden * shape.inner
+    for what, factor in zip(PASSES, (1, 2, 3)):
+        for name in sorted(ms, key=lambda n: n.startswith("epmoe")):
+            over = None
+            if name.startswith("epmoe"):
+                over = {SHORT.get(n, n): ms[n][what] for n in ms if n != name and n != "epmoe"}
+            tflops = factor * flops / ms[name][what] / 1e9
+            rate = f"{tflops:.{'0f' if run.on_gpu else '1g'}} TFLOP/s"
+            run.record("train", shape, f"{name} {what}", ms[name][what], over=over, rate=rate,
+                       tflops=round(tflops, 4))
+    for what in sizes["torch"]:
+        for name, found in sizes.items():
+            num_bytes = slowest(run.cpu_group, float(found[what]))
+            ratio = num_bytes / max(1.0, slowest(run.cpu_group, float(sizes["torch"][what])))
+            text = f"{num_bytes / 1e6:.5g} MB" + ("" if name == "torch" else f"  {ratio:.2f} torch")
+            run.record("train", shape, f"{name} {what} bytes", rate=text, num_bytes=int(num_bytes),
+                       bytes_over_torch=round(ratio, 4))
+
+
+def measure(run, shape):
+    if run.size == 1:
+        run.say(f"{shape.name} as one rank of {RANKS}:")
+    inputs = x, idx, weight = run.inputs(shape)
+    dy = torch.randn_like(x)
+    fused, stages = (run.layer(shape, x.dtype, epmoe.EpAll2AllFusedOp, **o) for o in ({}, {"fused": False}))
+    options = dict(hidden=shape.hidden, inner=shape.inner, num_experts=shape.experts, topk=shape.topk,
+                   dtype=x.dtype)
+    moe, apart = epmoe.EPMoE(layer=fused, **options), epmoe.EPMoE(layer=stages, **options)
+    apart.gate_up_proj, apart.down_proj = moe.gate_up_proj, moe.down_proj
+    parameters = [moe.gate_up_proj, moe.down_proj]
+    torch_layer = TorchLayer(idx, shape.experts, run.size, *parameters)
+    calls = {"torch": torch_layer, "epmoe stages": lambda x, w: apart(x, idx, w),
+             "epmoe": lambda x, w: moe(x, idx, w)}
+    steps = {name: Step(call, x, weight, dy, parameters) for name, call in calls.items()}
+    want = steps["torch"].results()
+    for name in calls:
+        run.agree(differs(steps[name].results(), want))
+    del want
+    add_liger(run, shape, steps, inputs, moe, dy)
+    sizes = {name: memory(run, step) for name, step in steps.items()}
+    with torch.no_grad():
+        rows, _, layout = stages.dispatch(x, idx)
+    steps["torch products"] = Products(rows, layout.expert_offsets, *parameters)
+    ms = alternate(run, steps)
+    record(run, shape, ms, sizes)
+    for layer in (fused, stages):
+        layer.synchronize()
+        layer.finalize()
