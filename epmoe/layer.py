@@ -32,13 +32,14 @@ class EPAll2AllLayer(LayerParts):
     layer, or by synchronize(), and the outputs of the failed operation are NaN.
 
     Args:
-        ep_group: A ProcessGroup, a one-dimensional DeviceMesh, an epmoe.World, or None for the default group.
+        ep_group: A ProcessGroup, a DeviceMesh, an epmoe.World or Nodes, or None for the default group.
         max_tokens: The most tokens of a rank in one call.  W * max_tokens * topk must be less than 2^31.
         hidden: H, at most 2^20.  A row must be a multiple of 16 bytes.
         topk: K, 1 to 32.
         rank: Taken from the group; checked when given.
         num_tot_experts: E, a multiple of W, at most 1024; see ExpertMap.  Expert e is on rank e // (E / W).
-        local_world_size: Taken from the group; checked when given.
+        local_world_size: The ranks of a node.  None: LOCAL_WORLD_SIZE, or the second dimension of a
+            two-dimensional DeviceMesh.  With fewer than the group has, the layer spans nodes (docs/nodes.md).
         world_size: Taken from the group; checked when given.
         dtype: Of the tokens and rows: float32, float16 or bfloat16.
         weight_dtype: Of the weights that dispatch returns.  Weights travel and are applied as float32.

@@ -16,12 +16,15 @@ from .device import capabilities, pick_device, status_of, stream_of
 from .gemm import is_transposed
 from .heap import SymmetricHeap
 from .layout import EPLayout
+from .nodes.layout import is_mesh
+from .nodes.topology import Nodes, spans_nodes
 from .world import Shared, World
 
 DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}
 MODES = {"scatter": _C.COMBINE_SCATTER, "gather": _C.COMBINE_GATHER}
 # The configuration of a layer, as the module takes it.
 Config = collections.namedtuple("Config", _C.CONFIG_FIELDS)
+_LOCAL_WORLD_SIZE = 5  # its place among the arguments of a layer after ep_group
 _NO_CONFIG = Config._make([0] * len(Config._fields))  # of a rank that has no valid configuration
 
 
@@ -65,13 +68,17 @@ def cast(t, dtype):
     return t if t is None or t.dtype == dtype or not t.dtype.is_floating_point else t.to(dtype)
 
 
-def world_of(ep_group, heap, timeout_s):
-    """Return the world of a layer with these arguments.
+def world_of(ep_group, heap, timeout_s, local_world_size=None):
+    """Return the world of a layer with these arguments, or the Nodes of a layer that spans several.
 
     It comes first, because without a world this rank cannot report what is wrong with its arguments.
     """
     if isinstance(heap, SymmetricHeap) and ep_group is None:
         return heap.world
+    if spans_nodes(ep_group, local_world_size):
+        return Nodes.of(ep_group, local_world_size, timeout_s)
+    if is_mesh(ep_group) or isinstance(ep_group, Nodes):  # of one node
+        return Nodes.of(ep_group, None, timeout_s).team
     return World.of(ep_group, timeout_s)
 
 
@@ -82,7 +89,9 @@ def refuse_layer(world, heap, error):
     is of another world, or not a heap, reports through world_refuse.
     """
     with contextlib.suppress(Exception):
-        if heap is None:
+        if isinstance(world, Nodes):
+            world._refuse()
+        elif heap is None:
             _C.layer_agree(world._c, _NO_CONFIG, status_of(error))
         elif isinstance(heap, SymmetricHeap) and heap.world is world:
             _C.layer_create(heap._c, _NO_CONFIG)
@@ -93,10 +102,18 @@ def refuse_layer(world, heap, error):
 class LayerParts(Shared):
     """The private half of EPAll2AllLayer."""
 
+    _over_nodes = None  # the class of this layer over several nodes: epmoe/nodes sets it
     is_of_module = False  # whether an EPMoE uses the layer: see ops.rows_to_trace
     expert_alignment = 1
     expert_capacity = None
     host_counts = False
+
+    def __new__(cls, ep_group=None, *args, **options):
+        local = args[_LOCAL_WORLD_SIZE] if len(args) > _LOCAL_WORLD_SIZE else options.get("local_world_size")
+        heap = options.get("heap")
+        if cls._over_nodes and (ep_group is not None or heap is None) and spans_nodes(ep_group, local):
+            cls = cls._over_nodes
+        return super().__new__(cls)
 
     def __enter__(self):
         return self
@@ -120,8 +137,8 @@ class LayerParts(Shared):
         for name, got, want in (("rank", rank, self.rank), ("world_size", world_size, self.world_size),
                                 ("local_world_size", local_world_size, self.world_size)):
             if got is not None and got != want:
-                raise ValueError(f"{name}={got}, but the group says {want} (all ranks must be on one node): "
-                                 f"leave it out")
+                raise ValueError(f"{name}={got}, but the group says {want} (a World is on one node; for "
+                                 f"several pass the process group): leave it out")
 
     def _set_padding(self, expert_alignment, expert_capacity, host_counts):
         """Set how many rows an expert has beside those that arrive, and whether the host is told."""

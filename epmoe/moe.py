@@ -67,7 +67,7 @@ class EPMoE(MoeParts, nn.Module):
         inner: I, at least 1.
         num_experts: E.  P is at most 1024.
         topk: K.
-        ep_group: A ProcessGroup, a one-dimensional DeviceMesh, a World or None, as for EPAll2AllLayer.
+        ep_group: A ProcessGroup, a DeviceMesh, a World, Nodes or None, as for EPAll2AllLayer.
         activation: One of reference.activate: "swiglu", SwiGLU(alpha, limit), "relu2" and others.
         max_tokens: The most tokens of a rank in one call.
         dtype: Of parameters and tokens: float32, float16 or bfloat16.
@@ -131,7 +131,7 @@ class EPMoE(MoeParts, nn.Module):
         heap = options.get("heap")
         world = None
         if layer is None:
-            world = world_of(ep_group, heap, options.get("timeout_s"))
+            world = world_of(ep_group, heap, options.get("timeout_s"), options.get("local_world_size"))
         try:
             if unknown := sorted(options.keys() - _LAYER_OPTIONS):
                 raise TypeError(f"{', '.join(unknown)}: not an option of EPMoE or EpAll2AllFusedOp")

@@ -10,6 +10,7 @@ from .errors import EpMismatch
 from .expert_map import ExpertMap
 from .heap import SymmetricHeap
 from .shards import as_bytes, is_dtensor
+from .world import World
 
 
 def _check(moe, expert_map):
@@ -70,6 +71,9 @@ def _move(moe, sources):
 def set_expert_map(moe, expert_map):
     """Make a map that of a module, and move its weights.  Collective."""
     world = moe.layer.world
+    if not isinstance(world, World):
+        raise ValueError("set_expert_map moves weights through symmetric memory, which the ranks of one node "
+                         "share, but this module spans several nodes")
     try:
         expert_map = _check(moe, expert_map)
         holds = expert_map.physical_to_logical_map.tolist()

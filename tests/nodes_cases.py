@@ -5,6 +5,7 @@ import threading
 import torch
 
 import epmoe
+from epmoe import reference
 from epmoe.testing import own_stream
 from pace import HANG_S
 
@@ -43,8 +44,9 @@ class ThreadRail:
     def set_timeout(self, timeout_s):
         pass
 
-    def close(self):
-        pass
+    def close(self, in_order):
+        if not in_order:
+            self.shared.barrier.abort()
 
 
 class _Shared:
@@ -89,3 +91,73 @@ def run_nodes(fn, num_nodes, num_local, *args, device="cpu"):
         raise AssertionError(f"rank {first[0]} of {len(everyone)} raised {first[1]!r}") from first[1]
     assert not any(t.is_alive() for t in threads), "a rank did not end"
     return results
+
+
+# ---- the oracle: reference.py for each node, then the documented order between nodes ----
+
+
+class TeamOracle:
+    """What each node sees of a routing: the tokens that its ranks have for it, and their plan."""
+
+    def __init__(self, indices, num_experts, num_nodes):
+        self.indices, self.num_nodes = indices, num_nodes
+        self.num_local = len(indices) // num_nodes
+        self.experts = num_experts // num_nodes
+        owner = [torch.where((i >= 0) & (i < num_experts), i // self.experts, -1) for i in indices]
+        self.tokens, self.local, self.plans = [], [], []  # by rank; by rank; by node
+        for rank in range(len(indices)):
+            node, local = divmod(rank, self.num_local)
+            others = [m for m in range(num_nodes) if m != node]
+            sources = [m * self.num_local + local for m in [node, *others]]
+            self.tokens.append([(s, t) for s in sources for t in range(len(indices[s]))
+                                if (owner[s][t] == node).any()])
+            here_shape = indices[rank].shape[1:]
+            here = [torch.where(owner[s][t] == node, indices[s][t] - node * self.experts, -1)
+                    for s, t in self.tokens[rank]]
+            self.local.append(torch.stack(here) if here else indices[rank].new_empty(0, *here_shape))
+        for node in range(num_nodes):
+            self.plans.append(reference.plan(self.local[self.ranks(node)], self.experts))
+
+    def ranks(self, node):
+        return slice(node * self.num_local, (node + 1) * self.num_local)
+
+    def arrived(self, xs):
+        """By rank [A, ..]: the tokens that the rank has for its node."""
+        return [torch.stack([xs[s][t] for s, t in tokens]) if tokens else xs[0].new_empty(0, *xs[0].shape[1:])
+                for tokens in self.tokens]
+
+    def by_node(self, fn, *lists):
+        """Concatenate fn(lists of a node, its plan, its indices) of all nodes."""
+        out = []
+        for node, plan in enumerate(self.plans):
+            at = self.ranks(node)
+            out += fn(*(None if values is None else values[at] for values in lists), plan, self.local[at])
+        return out
+
+    def dispatch(self, xs):
+        return self.by_node(lambda x, plan, _: reference.dispatch(x, plan), self.arrived(xs))
+
+    def dispatch_weights(self, ws):
+        return self.by_node(lambda w, plan, _: reference.dispatch_weights(w, plan), self.arrived(ws))
+
+    def combine(self, ys, weights=None, local_combine=False):
+        """The documented sum: in each node, rounded; then over the nodes in order, in float32; rounded."""
+        partial = self.by_node(lambda y, w, plan, idx: reference.combine(y, plan, idx, self.experts, w,
+                                                                         local_combine), ys, weights)
+        sums = [torch.zeros(len(idx), ys[0].shape[1]) for idx in self.indices]
+        for node in range(self.num_nodes):
+            for rank in range(len(self.indices))[self.ranks(node)]:
+                for row, (s, t) in zip(partial[rank], self.tokens[rank]):
+                    sums[s][t] += row.float()
+        return [s.to(ys[0].dtype) for s in sums]
+
+    def choices(self, values):
+        """By rank [T, K]: a number of each row, given back to the choice from which the row came."""
+        out = [torch.zeros(idx.shape) for idx in self.indices]
+        for node, plan in enumerate(self.plans):
+            for r, rows in enumerate(plan["rows"]):
+                value = values[node * self.num_local + r]
+                for v, (source, at, choice) in zip(value, rows.tolist()):
+                    s, t = self.tokens[node * self.num_local + source][at]
+                    out[s][t, choice] = v
+        return out

@@ -1,5 +1,6 @@
 """Which rank is on which node: the sizes, where they come from, and the check that they are nodes x local."""
 
+import datetime
 import hashlib
 import os
 import socket
@@ -59,6 +60,15 @@ def own_card(local_size):
 def is_mesh(group):
     """Whether group is a DeviceMesh of two dimensions: nodes x local."""
     return hasattr(group, "get_group") and hasattr(group, "mesh") and group.ndim == 2
+
+
+def group_of_mesh(mesh, timeout_s):
+    """Return a process group of all ranks of a DeviceMesh, in the order of the mesh."""
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks == dist.get_process_group_ranks(dist.group.WORLD):
+        return dist.group.WORLD
+    return dist.new_group(ranks, timeout=datetime.timedelta(seconds=timeout_s),
+                          use_local_synchronization=True)
 
 
 def sizes_of(group, local_world_size=None):

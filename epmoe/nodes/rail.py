@@ -53,9 +53,14 @@ class TorchRail:
         for group in {self.control, self.data}:
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
-    def close(self):
-        for group in {self.control, self.data}:
-            dist.destroy_process_group(group)
+    def close(self, in_order):
+        """Close the connections, so that a rank that still waits for this one raises PeerDied.
+
+        in_order: no rank waits; only then the end of NCCL's communicator does not wait for the others.
+        """
+        for group in {self.control, self.data} if in_order else {self.control}:
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
 
     def _error(self, error):
         """Return the error of epmoe for an error of torch, by its text: its class is RuntimeError."""

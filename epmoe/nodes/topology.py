@@ -1,5 +1,6 @@
 """Nodes: the ranks of several nodes; a World on each node, and a rail for each local rank between them."""
 
+import contextlib
 import datetime
 
 import torch.distributed as dist
@@ -7,8 +8,8 @@ import torch.distributed as dist
 from .. import _C
 from ..errors import EpError, EpMismatch, PeerError
 from ..rendezvous import DEFAULT_TIMEOUT_S, all_gather_bytes, checked_timeout_s, process_group
-from ..world import Shared, World
-from .layout import Card, check_layout, is_mesh, own_card, sizes_of
+from ..world import Shared, World, _of_group as worlds
+from .layout import Card, check_layout, group_of_mesh, is_mesh, own_card, sizes_of
 from .rail import TorchRail
 
 _of_group = {}  # id(group) -> Nodes: one serves all layers of a group
@@ -71,7 +72,7 @@ class Nodes(Shared):
             size, local = sizes_of(group, local_world_size)
         except (TypeError, ValueError) as e:
             error = e
-        self.group = _group_of_mesh(group, limit_s) if is_mesh(group) else self._key
+        self.group = group_of_mesh(group, limit_s) if is_mesh(group) else self._key
         if error is not None and self.group is None:
             raise error
         if error is None and size == local:
@@ -105,6 +106,13 @@ class Nodes(Shared):
         rail = TorchRail(control, data, list(on_rail))
         self._set_sizes(World(team, timeout_s), rail, node, num_nodes)
 
+    def _refuse(self):
+        """Report in an exchange that this rank cannot take part."""
+        if self.rail is None:
+            _C.world_refuse(self.team._c, _C.EINVAL)
+        else:
+            self._exchange_frames(_REFUSED, b"")
+
     def _set_sizes(self, team, rail, node, num_nodes):
         self.team = team
         self.rail = rail
@@ -114,6 +122,8 @@ class Nodes(Shared):
         self.local_size = team.size
         self.rank = node * team.size + team.rank
         self.size = num_nodes * team.size
+        self._num_layers = 0  # that were created
+        self._reason = None  # the error of the rail that ended it
 
     @classmethod
     def _of_parts(cls, team, rail, node, num_nodes):
@@ -191,7 +201,7 @@ class Nodes(Shared):
             if len(mine) > _C.EXCHANGE_BYTES:
                 raise ValueError(f"an exchange carries at most {_C.EXCHANGE_BYTES} bytes, not {len(mine)}")
         except (TypeError, ValueError, BufferError):
-            self._exchange_frames(_REFUSED, b"")
+            self._refuse()
             raise
         frames = self._exchange_frames(len(mine), mine)
         for rank, (length, _) in enumerate(frames):
@@ -221,33 +231,52 @@ class Nodes(Shared):
 
     def _meet_rail(self, mine):
         """Exchange bytes with the rail, in node order.  An error ends the team, so all its ranks know."""
+        self.check()
         try:
-            self.team.check()
             return self.rail.meet(mine)
-        except EpError:
-            self.team._leave(False)
+        except EpError as error:
+            self._end(error)
             raise
 
     def _exchange_rows(self, out, mine, out_splits=None, splits=None):
         """Exchange rows with the rail, as TorchRail.exchange.  An error ends the team."""
         try:
             self.rail.exchange(out, mine, out_splits, splits)
-        except EpError:
-            self.team._leave(False)
+        except EpError as error:
+            self._end(error)
             raise
 
+    def _end(self, reason=None):
+        """Leave the world of this node and the rail, so that no other rank waits for this one.
+
+        reason: the error of the rail that check() raises from now on; None: that of the world.
+        """
+        self._reason = self._reason or reason
+        with contextlib.suppress(EpError):
+            self.team._leave(False)
+        self._drop_rail()
+
     def check(self):
-        """Raise the reason why the world of this node has ended, if it has.
+        """Raise the reason why these nodes have ended for this rank, if they have.
 
         Raises:
-            EpError: As World.check.
+            EpError: As World.check; or what ended the exchange with the other nodes.
 
         Examples:
             >>> import epmoe
             >>> with epmoe.Nodes() as nodes:
             ...     nodes.check()
         """
+        if self._reason is not None:
+            raise type(self._reason)(str(self._reason))
         self.team.check()
+
+    def _has_ended(self):
+        try:
+            self.check()
+        except EpError:
+            return True
+        return False
 
     def lost_ranks(self):
         """Return the ranks of this node that have died, or left while the others continued.
@@ -328,9 +357,12 @@ class Nodes(Shared):
     def _forget(self, collective):
         if collective and _of_group.get(id(self._key)) is self:
             del _of_group[id(self._key)]
-        rail, self.rail = self.rail, None
-        if rail is not None and collective:
-            rail.close()
+        self._drop_rail(collective)
+
+    def _drop_rail(self, in_order=False):
+        """Close the connections to the other nodes."""
+        if self.rail is not None:
+            self.rail.close(in_order)
 
     def __enter__(self):
         return self
@@ -342,10 +374,23 @@ class Nodes(Shared):
         return f"epmoe.Nodes(rank={self.rank}, nodes={self.num_nodes}, local={self.local_size})"
 
 
-def _group_of_mesh(mesh, timeout_s):
-    """Return a process group of all ranks of a DeviceMesh, in the order of the mesh."""
-    ranks = mesh.mesh.flatten().tolist()
-    if ranks == dist.get_process_group_ranks(dist.group.WORLD):
-        return dist.group.WORLD
-    return dist.new_group(ranks, timeout=datetime.timedelta(seconds=timeout_s),
-                          use_local_synchronization=True)
+def spans_nodes(group, local_world_size=None):
+    """Whether a layer with these arguments spans several nodes.
+
+    Where the arguments are wrong, a group that fits a World is taken for one node, whose layer says so.
+    """
+    if isinstance(group, (Nodes, World)):
+        return isinstance(group, Nodes) and group.num_nodes > 1
+    if is_mesh(group):
+        return group.mesh.shape[0] > 1
+    try:
+        key = process_group(group)
+    except (TypeError, ValueError):
+        return False
+    if key is None or id(key) in worlds:  # ranks that share a World are one node
+        return False
+    try:
+        size, local = sizes_of(key, local_world_size)
+    except (TypeError, ValueError):
+        return dist.get_world_size(key) > _C.MAX_RANKS
+    return local < size

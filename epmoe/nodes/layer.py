@@ -1,0 +1,369 @@
+"""EPAll2AllLayer over several nodes: rows cross the rail between nodes, a layer of the node does the rest."""
+
+import contextlib
+
+import torch
+from torch.utils.checkpoint import _StopRecomputationError
+
+from .. import _C
+from ..autograd import check_mode
+from ..errors import EpError, EpMismatch, PeerError
+from ..fused import EpAll2AllFusedOp
+from ..layer import EPAll2AllLayer
+from ..layer_parts import cast
+from ..ops import requires_grad
+from . import meeting, plan, rows
+from .topology import Nodes
+
+_DESCRIPTION_BYTES = 400
+
+
+class OverNodes:
+    """What EPAll2AllLayer and EpAll2AllFusedOp have in common over several nodes.
+
+    `team_layer` is a layer of the ranks of this node, for N * max_tokens tokens of each and the experts of
+    this node.  A call meets all ranks (meeting.py), moves rows over the rail (rows.py), and calls the team
+    layer.
+    """
+
+    may_decode = False
+    _multiplies = False  # whether the team layer is in mega_dispatch_group_gemm
+    low_latency = None
+    _owns_heap = False
+
+    def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None,
+                 local_world_size=None, world_size=None, *args, **options):
+        timeout_s = options.get("timeout_s")
+        nodes = Nodes.of(ep_group, local_world_size, timeout_s)
+        self.nodes = self.world = nodes
+        self.rank = nodes.rank
+        self.world_size = nodes.size
+        self.num_nodes = nodes.num_nodes
+        self.node = nodes.node
+        try:
+            self._check_sizes(rank, world_size, num_tot_experts, options)
+            if timeout_s is not None:
+                nodes.set_timeout(timeout_s)
+        except Exception:
+            nodes._refuse()
+            raise
+        shared = {**dict(zip(_POSITIONAL, args)), **options}
+        shared = {name: value for name, value in shared.items() if name not in _OWN}
+        _agree(nodes, f"{type(self).__name__} of max_tokens {max_tokens}, hidden {hidden}, topk {topk}, "
+                      f"experts {num_tot_experts}, {shared}")
+        try:
+            self.team_layer = self._team_class(
+                nodes.team, nodes.num_nodes * int(max_tokens), hidden, topk, None,
+                int(num_tot_experts) // nodes.num_nodes, None, None, *args, **options)
+        except Exception:
+            with contextlib.suppress(EpError):
+                nodes._refuse()
+            raise
+        try:
+            _agree(nodes, "created")
+        except EpError:
+            with contextlib.suppress(EpError):
+                self.team_layer.finalize()
+            raise
+        self._take(self.team_layer, int(max_tokens), int(num_tot_experts))
+        self._number = nodes._num_layers
+        nodes._num_layers += 1
+
+    def _check_sizes(self, rank, world_size, num_tot_experts, options):
+        for name, got, want in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
+            if got is not None and got != want:
+                raise ValueError(f"{name}={got}, but the group says {want}: leave it out")
+        if num_tot_experts is None:
+            raise TypeError("num_tot_experts is missing: pass the number of experts of all ranks")
+        if int(num_tot_experts) % self.world_size:
+            raise ValueError(f"num_tot_experts {num_tot_experts}: must be a multiple of the "
+                             f"{self.world_size} ranks")
+        for name in ("capacity", "expert_capacity"):
+            if options.get(name) is not None:
+                raise ValueError(f"{name} {options[name]}: not over several nodes, where the host reads the "
+                                 f"number of rows in each call: leave it out")
+
+    def _take(self, team, max_tokens, num_experts):
+        """Take the attributes of a layer from that of the team."""
+        for name in ("hidden", "topk", "dtype", "weight_dtype", "device", "heap", "expert_alignment",
+                     "expert_capacity", "host_counts", "capacity", "num_local_experts", "_copies",
+                     "_num_buffers", "_config", "_requested_num_sm"):
+            setattr(self, name, getattr(team, name))
+        self.num_experts = num_experts
+        self.max_tokens = max_tokens * team._copies
+        self._most = max_tokens
+        team._refuse_now = self._refuse_of_team
+
+    # ---- meetings and refusals ----
+
+    def _meet(self, op, *, weights=False, gradients=False, num_tokens=0, error=None):
+        """Meet all ranks in a call.  Raises `error`, if there is one, after the others know of it."""
+        header = meeting.Header(self._number, op, weights, gradients, error is not None, num_tokens)
+        try:
+            meeting.meet(self.nodes, header)
+        except PeerError:
+            if error is not None:
+                raise error from None
+            raise
+        except EpError:
+            if self.nodes._has_ended():
+                self.nodes._drop_rail()
+            raise
+
+    def _refuse(self, op, error, buffer):
+        """Report to all ranks that this one cannot take part in op, then raise the error."""
+        if not isinstance(error, _StopRecomputationError):  # checkpointing needs no more of this forward
+            self._meet(meeting.OP_OF[op], error=error)
+        raise error
+
+    def _refuse_of_team(self, op, error, buffer):
+        """Take the place of the team layer's refusals, which the other nodes would not hear.
+
+        The team layer refuses after a meeting, for lack of memory.
+        """
+        if not isinstance(error, _StopRecomputationError) and not (
+                self._multiplies and meeting.OP_OF[op] == meeting.COMBINE):
+            self._end()
+        raise error
+
+    def _end(self):
+        """Leave the world of this node: the other ranks cannot continue without this one, and learn it so."""
+        self.nodes._end()
+
+    @contextlib.contextmanager
+    def _ending(self):
+        """End the world after an error between a meeting and the end of a call."""
+        try:
+            yield
+        except _StopRecomputationError:
+            raise
+        except BaseException:
+            self._end()
+            raise
+
+    # ---- calls ----
+
+    def _checked(self, input, exp_indices, weight, full_scatter_indices, layout, buffer):
+        """Check the arguments of a dispatch on this rank.  Return the weights as float32."""
+        check_mode(input, weight)
+        num_tokens = None
+        if full_scatter_indices is not None:
+            raise ValueError("full_scatter_indices: not over several nodes, where the plan chooses the rows: "
+                             "leave it out")
+        if layout is not None:
+            self._check_layout(layout)
+            if buffer not in (0, layout.buffer):
+                raise ValueError(f"buffer {buffer!r}, but the layout is of buffer {layout.buffer}: leave "
+                                 f"buffer out")
+            num_tokens = layout.num_tokens
+        self._check_tensor("input", input, self.dtype, (num_tokens, self.hidden))
+        if layout is None:
+            self._check_indices(exp_indices)
+            if exp_indices.shape[0] != input.shape[0]:
+                raise ValueError(f"input has {input.shape[0]} tokens, but exp_indices has "
+                                 f"{exp_indices.shape[0]}: must be the same")
+        if weight is not None:
+            self._check_tensor("weight", weight, None, (input.shape[0], self.topk * self._copies))
+        return cast(weight, torch.float32)
+
+    def _check_indices(self, exp_indices):
+        if exp_indices is None:
+            raise TypeError("exp_indices is None: pass them, or the layout of an earlier preprocess or "
+                            "dispatch")
+        if not isinstance(exp_indices, torch.Tensor):
+            raise TypeError(f"exp_indices: wanted a tensor, got {type(exp_indices).__name__}")
+        if exp_indices.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"exp_indices: wanted int32 or int64, got {exp_indices.dtype}")
+        topk = self.topk * self._copies
+        if exp_indices.dim() != 2 or exp_indices.shape[1] != topk:
+            raise ValueError(f"exp_indices: wanted shape [*, {topk}], got {list(exp_indices.shape)}")
+        if exp_indices.shape[0] > self._most:
+            raise ValueError(f"exp_indices has {exp_indices.shape[0]} tokens: must be at most {self._most}; "
+                             f"see max_tokens")
+        if exp_indices.device != self.device:
+            raise ValueError(f"exp_indices: wanted a tensor on {self.device}, where the layer is, got one on "
+                             f"{exp_indices.device}")
+
+    def _check_layout(self, layout):
+        if not isinstance(layout, plan.NodesLayout):
+            raise TypeError(f"layout: wanted a layout of several nodes, got {type(layout).__name__}")
+        if layout.layer is not self:
+            raise ValueError("the layout belongs to another layer: pass one that this layer's preprocess or "
+                             "dispatch returned")
+
+    def _plan_rail(self, indices, buffer):
+        """Exchange the indices of the rail and make the plan, after a meeting.  One host read."""
+        with self._ending():
+            num_nodes, topk = self.num_nodes, self.topk * self._copies
+            limits = torch.iinfo(torch.int32)
+            mine = torch.full((self._most, topk), -1, dtype=torch.int32, device=self.device)
+            mine[: len(indices)] = indices.clamp(limits.min, limits.max)
+            everyone = mine.new_empty(num_nodes * self._most, topk)
+            self.nodes._exchange_rows(everyone, mine.repeat(num_nodes, 1))
+            local, hit, facts = plan.local_indices(self, everyone.view(num_nodes, self._most, topk))
+            goes_to, owner = plan.destinations(self, indices)
+            received, bad, values, sent = torch.cat([facts, goes_to.sum(1)[None]]).tolist()
+        meeting.check_indices(self.nodes, bad, values, topk, self.num_experts)
+        with self._ending():
+            layout = plan.NodesLayout(self, len(indices), buffer, sent, received)
+            layout.take(goes_to, owner)
+            layout.team = self.team_layer.preprocess(plan.arrivals(layout, local, hit), buffer=buffer)
+        return layout
+
+    def _send(self, input, exp_indices, weight, full_scatter_indices, layout, buffer, *more):
+        """Bring the tokens to the nodes of their experts.
+
+        Returns the layout, and the tokens and weights that this rank has for its node.
+
+        more: other tensors whose gradients the backward needs.
+        """
+        op = meeting.PLAN if layout is None else meeting.DISPATCH
+        if layout is None:
+            self._check_buffer(_C.OP_PLAN, buffer)
+        try:
+            weight = self._checked(input, exp_indices, weight, full_scatter_indices, layout, buffer)
+        except Exception as error:
+            self._meet(op, error=error)
+        self._meet(op, weights=weight is not None, gradients=requires_grad(input, weight, *more),
+                   num_tokens=len(input))
+        if layout is None:
+            layout = self._plan_rail(exp_indices, buffer)
+        with self._ending():
+            here, weight_here = rows.Out.apply(input, weight, layout, True)
+        layout.dispatched = True
+        return layout, here, weight_here
+
+    def _check_rows(self, name, input, columns, weight, layout):
+        """Check the rows and weights of a combine."""
+        self._check_layout(layout)
+        if not layout.dispatched:
+            raise ValueError("combine needs the layout of a dispatch, but this one was only planned: call "
+                             "dispatch(layout=...) first")
+        self._check_tensor(name, input, self.dtype, (layout.num_rows, columns))
+        if weight is not None:
+            self._check_tensor("weight", weight, None, (input.shape[0],))
+
+    def _return(self, layout, call, weight, *tensors):
+        """Meet, make call(), which is the combine of the team, and bring its rows home."""
+        self._meet(meeting.COMBINE, weights=weight is not None, gradients=requires_grad(weight, *tensors))
+        with self._ending():
+            return rows.Home.apply(call(), None, layout, True)[0]
+
+    @torch._disable_dynamo
+    def preprocess(self, exp_indices, full_scatter_indices=None, *, buffer=0):
+        self._check_buffer(_C.OP_PLAN, buffer)
+        try:
+            check_mode()
+            if full_scatter_indices is not None:
+                raise ValueError("full_scatter_indices: not over several nodes: leave it out")
+            self._check_indices(exp_indices)
+        except Exception as error:
+            self._meet(meeting.PLAN, error=error)
+        self._meet(meeting.PLAN, num_tokens=len(exp_indices))
+        return self._plan_rail(exp_indices, buffer)
+
+    @torch._disable_dynamo
+    def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
+                 buffer=0):
+        layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
+                                               buffer)
+        with self._ending():
+            out, row_weight, layout.team = self.team_layer.dispatch(here, None, weight_here,
+                                                                    layout=layout.team)
+        return out, row_weight, layout
+
+    @torch._disable_dynamo
+    def combine(self, input, layout, weight=None):
+        try:
+            check_mode(input, weight)
+            self._check_rows("input rows", input, self.hidden, weight, layout)
+        except Exception as error:
+            self._meet(meeting.COMBINE, error=error)
+        return self._return(layout, lambda: self.team_layer.combine(input, layout.team, weight), weight,
+                            input)
+
+    def ep_barrier_all(self, *, buffer=0):
+        self._check_buffer(_C.OP_BARRIER, buffer)
+        self.synchronize()
+        self._meet(meeting.BARRIER)
+
+    def synchronize(self):
+        self.team_layer.synchronize()
+
+    def finalize(self):
+        self.team_layer.finalize()
+
+
+class LayerOverNodes(OverNodes, EPAll2AllLayer):
+    """EPAll2AllLayer over several nodes."""
+
+    _team_class = EPAll2AllLayer
+
+
+class FusedOverNodes(OverNodes, EpAll2AllFusedOp):
+    """EpAll2AllFusedOp over several nodes: the megakernels work on the tokens that have arrived."""
+
+    _team_class = EpAll2AllFusedOp
+
+    def _take(self, team, max_tokens, num_experts):
+        super()._take(team, max_tokens, num_experts)
+        for name in ("fused", "token_saving", "token_sorting", "block_wise_barrier", "combine_order"):
+            setattr(self, name, getattr(team, name))
+
+    @torch._disable_dynamo
+    def mega_dispatch_group_gemm(self, input, exp_indices=None, layout=None, gemm_weight=None, weight=None, *,
+                                 bias=None, activation=None, full_scatter_indices=None, buffer=0):
+        try:
+            check_mode(input, weight, gemm_weight, bias)
+            self._check_product(gemm_weight, None, self.hidden, bias, activation)
+        except Exception as error:
+            self._meet(meeting.PLAN if layout is None else meeting.DISPATCH, error=error)
+        layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
+                                               buffer, gemm_weight, bias)
+        failure = None
+        self._multiplies = True
+        with self._ending():
+            try:
+                h, row_weight, layout.team = self.team_layer.mega_dispatch_group_gemm(
+                    here, None, layout.team, gemm_weight, weight_here, bias=bias, activation=activation)
+            except (RuntimeError, MemoryError) as error:  # in the product: the dispatch is complete
+                if isinstance(error, _StopRecomputationError) or self.nodes._has_ended():
+                    raise
+                failure = error
+            finally:
+                self._multiplies = False
+        if failure is not None:
+            self._meet(meeting.COMBINE, error=failure)
+        return h, row_weight, layout
+
+    @torch._disable_dynamo
+    def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None):
+        try:
+            check_mode(gemm_input, weight, gemm_weight, bias)
+            self._check_product(gemm_weight, self.hidden, None, bias, None)
+            self._check_rows("gemm_input", gemm_input, gemm_weight.shape[2], weight, layout)
+        except Exception as error:
+            self._meet(meeting.COMBINE, error=error)
+
+        def combine():
+            return self.team_layer.mega_group_gemm_combine(gemm_input, gemm_weight, layout.team, weight,
+                                                           bias=bias)
+
+        return self._return(layout, combine, weight, gemm_input, gemm_weight, bias)
+
+
+EPAll2AllLayer._over_nodes = LayerOverNodes
+EpAll2AllFusedOp._over_nodes = FusedOverNodes
+
+_POSITIONAL = ("dtype", "weight_dtype", "num_sm", "enable_local_combine")
+_OWN = {"device", "heap", "timeout_s", "num_sm", "reserve_sms", "host_counts"}  # may differ between ranks
+
+
+def _agree(nodes, mine):
+    """Raise EpMismatch on all ranks if they describe different layers."""
+    descriptions = nodes.exchange(mine.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES))
+    for rank, its in enumerate(descriptions):
+        if its != descriptions[0]:
+            its, first = (d.decode(errors="replace").rstrip() for d in (its, descriptions[0]))
+            raise EpMismatch(f"ranks disagree: rank {rank} creates {its}; rank 0 creates {first}. Create the "
+                             f"layer with the same arguments on all ranks.")

@@ -1,0 +1,116 @@
+"""NodesLayout: the plan of a dispatch over several nodes, from the indices of the rail."""
+
+import torch
+
+from ..layout import EPLayout
+
+
+class NodesLayout:
+    """The plan of one dispatch over several nodes.
+
+    A layer over several nodes returns it in the place of an EPLayout.  Each rank of a node has the tokens of
+    its rail for the node: its own first, then those of the other nodes, in node order.  The layout of the
+    node, `team`, says where their rows are.
+
+    Letters: N nodes, L ranks of a node, W = N * L, K choices, M rows that this rank receives, A tokens that
+    this rank has for its node.
+
+    Attributes:
+        layer: The layer that made the plan, and the only one that can use it.
+        team: The EPLayout of the node's ranks for the A tokens.  Its expert numbers are those of the node.
+        num_tokens: T, the tokens of this rank.
+        buffer: The communication buffer of the plan.
+        send_tokens: A list of N numbers: the tokens of this rank that have an expert on each node.
+        recv_tokens: A list of N numbers: the tokens of each node's rank that have an expert on this node.
+        num_rows, expert_offsets, tokens_per_expert, tokens_per_expert_list, unpadded_tokens_per_expert,
+            num_tiles, tile_expert, tile_row: As for EPLayout, of this rank.
+    """
+
+    def __init__(self, layer, num_tokens, buffer, send, recv):
+        self.layer = layer
+        self.num_tokens = num_tokens
+        self.buffer = buffer
+        self.send_tokens = send
+        self.recv_tokens = recv
+        self.team = None
+        self.dispatched = False
+        # Nodes in the order in which rows are in memory: this one first, because its rows stay.
+        self.order = [layer.node, *(n for n in range(layer.num_nodes) if n != layer.node)]
+
+    def take(self, goes_to, owner):
+        """Keep what this rank sends: goes_to [N, T], and owner [T, K], the node of each choice or -1."""
+        total = sum(self.send_tokens)
+        self.send_idx = torch.nonzero_static(goes_to[self.order], size=total)[:, 1]
+        self.owner = owner
+
+    def segments(self, counts):
+        """Return [(node, first, end)] of rows in memory, in node order."""
+        ends, at = {}, 0
+        for node in self.order:
+            ends[node] = (node, at, at + counts[node])
+            at += counts[node]
+        return [ends[node] for node in range(len(counts))]
+
+    @property
+    def num_own(self):
+        """The tokens of this rank that have an expert on its own node."""
+        return self.send_tokens[self.layer.node]
+
+    def splits(self):
+        """Return (sent, received): the rows for and of each node that cross the rail."""
+        sent, received = list(self.send_tokens), list(self.recv_tokens)
+        sent[self.layer.node] = received[self.layer.node] = 0
+        return sent, received
+
+    def __getattr__(self, name):
+        if name in _OF_TEAM and self.team is not None:
+            return getattr(self.team, name)
+        if name in vars(EPLayout):
+            raise AttributeError(f"{name}: a layout over several nodes does not have it; layout.team has "
+                                 f"that of the ranks of this node")
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __repr__(self):
+        return (f"NodesLayout(num_tokens={self.num_tokens}, send_tokens={self.send_tokens}, "
+                f"recv_tokens={self.recv_tokens}, buffer={self.buffer})")
+
+
+_OF_TEAM = {"num_rows", "_num_rows", "expert_offsets", "tokens_per_expert", "tokens_per_expert_list",
+            "unpadded_tokens_per_expert", "num_tiles", "tile_expert", "tile_row"}
+
+
+def local_indices(layer, everyone):
+    """Return the choices of the rail's tokens on this node, and what the host must know of them.
+
+    everyone: [N, T_max, K] int32, the indices of the rail's tokens, -1 after the last token.
+
+    Returns (local, hit, facts): local [N, T_max, K] int32, the expert's number on this node, or -1 where it
+    is on another; hit [N, T_max], whether a token has an expert here; facts [3, N] int64: the tokens from
+    each node, the position of its first index that is out of range (-1 if there is none), and that index.
+    """
+    num = layer.num_experts // layer.num_nodes
+    local = everyone - layer.node * num
+    is_here = (local >= 0) & (local < num)
+    hit = is_here.any(2)
+    flat = everyone.flatten(1)
+    is_bad = (flat < -1) | (flat > layer.num_experts)
+    first = is_bad.to(torch.uint8).argmax(1)
+    facts = torch.stack([hit.sum(1), torch.where(is_bad.any(1), first, -1),
+                         flat.gather(1, first[:, None])[:, 0].long()])
+    return torch.where(is_here, local, -1), hit, facts
+
+
+def destinations(layer, indices):
+    """Return (goes_to [N, T], owner [T, K]): whether a token has an expert on a node; a choice's node."""
+    num = layer.num_experts // layer.num_nodes
+    is_kept = (indices >= 0) & (indices < layer.num_experts)
+    owner = torch.where(is_kept, indices // num, -1)
+    nodes = torch.arange(layer.num_nodes, device=indices.device)
+    return (owner[None] == nodes[:, None, None]).any(2), owner
+
+
+def arrivals(layout, local, hit):
+    """Return [A, K] int32: the experts, on this node, of the tokens that this rank has for it."""
+    total = sum(layout.recv_tokens)
+    at = torch.nonzero_static(hit[layout.order], size=total)
+    return local[layout.order][at[:, 0], at[:, 1]].contiguous()

@@ -1,0 +1,160 @@
+"""Wrong calls of a layer over several nodes: all ranks of all nodes raise an error; the next call works."""
+
+import pytest
+import torch
+
+import epmoe
+from cases import Case, generator, indices_of, outcome, random_numbers
+from nodes_cases import run_nodes
+from test_nodes_layer import check_one, layer_of, run_one
+
+pytestmark = pytest.mark.cpu_only
+CASE = Case(num_local=2, topk=3, hidden=16, max_tokens=6, dtype=torch.float32)
+BAD = 2  # the rank that makes the mistake: of 2 nodes x 2, the first of the second node
+
+
+def arguments(layer):
+    idx = indices_of(CASE, layer.rank, layer.world_size)
+    return {"input": random_numbers((len(idx), 16), torch.float32, generator(layer.rank)), "exp_indices": idx,
+            "weight": torch.rand(idx.shape)}
+
+
+def wrong_index(args):
+    args["exp_indices"][4, 1] = 99
+
+
+# name: (change of the arguments of dispatch on rank BAD, its error, the error of the others, texts)
+DISPATCH = {
+    "dtype": (lambda a: a.update(input=a["input"].half()), "TypeError", "PeerError", "torch.float32"),
+    "type": (lambda a: a.update(input=None), "TypeError", "PeerError", "wanted a tensor"),
+    "hidden": (lambda a: a.update(input=a["input"][:, :8]), "ValueError", "PeerError", "[*, 16]"),
+    "stride": (lambda a: a.update(input=torch.empty(6, 32)[:, ::2]), "ValueError", "PeerError", "contiguous"),
+    "tokens": (lambda a: a.update(input=a["input"][:3]), "ValueError", "PeerError", "3 tokens"),
+    "many": (lambda a: a.update(input=torch.ones(7, 16), exp_indices=torch.zeros(7, 3, dtype=torch.int64),
+                                weight=None), "ValueError", "PeerError", "at most 6"),
+    "indices": (lambda a: a.update(exp_indices=None), "TypeError", "PeerError", "exp_indices is None"),
+    "index dtype": (lambda a: a.update(exp_indices=a["exp_indices"].half()), "TypeError", "PeerError",
+                    "int64"),
+    "choices": (lambda a: a.update(exp_indices=a["exp_indices"][:, :2]), "ValueError", "PeerError", "[*, 3]"),
+    "weight": (lambda a: a.update(weight=a["weight"][:, :2]), "ValueError", "PeerError", "weight"),
+    "buffer": (lambda a: a.update(buffer=1), "ValueError", "PeerError", "buffer 1"),
+    "scatter": (lambda a: a.update(full_scatter_indices=a["exp_indices"].int()), "ValueError", "PeerError",
+                "full_scatter_indices"),
+    "layout": (lambda a: a.update(layout="layout"), "TypeError", "PeerError", "layout"),
+    "index": (wrong_index, "EpIndexError", "EpIndexError",
+              f"rank {BAD}: expert index 99 of token 4, choice 1"),
+    "one without weights": (lambda a: a.update(weight=None), "EpMismatch", "EpMismatch", "pass weights"),
+    "one with gradients": (lambda a: a.update(input=a["input"].requires_grad_()), "EpMismatch", "EpMismatch",
+                           "pass gradients"),
+}
+
+
+def mistakes(nodes):
+    """Make each mistake on rank BAD, then a right call.  Returns the outcomes and the right call's result."""
+    is_bad, found = nodes.rank == BAD, {}
+    layer, other = layer_of(nodes, CASE), layer_of(nodes, CASE)
+    for name, (change, *_) in DISPATCH.items():
+        args = arguments(layer)
+        if is_bad:
+            change(args)
+        found[name] = outcome(lambda: layer.dispatch(**args))
+    rows, row_weight, layout = layer.dispatch(**arguments(layer))
+    planned = layer.preprocess(arguments(layer)["exp_indices"])
+    combines = {
+        "combine rows": lambda: layer.combine(rows[:-1] if is_bad else rows, layout),
+        "combine layout": lambda: layer.combine(rows, None if is_bad else layout),
+        "combine planned": lambda: layer.combine(rows, planned if is_bad else layout),
+        "combine weight": lambda: layer.combine(rows, layout, "w" if is_bad else row_weight),
+        "other call": lambda: layer.combine(rows, layout) if is_bad else layer.preprocess(layout.owner),
+        "other layer": lambda: (other if is_bad else layer).preprocess(arguments(layer)["exp_indices"]),
+        "barrier": lambda: layer.ep_barrier_all(buffer=3 if is_bad else 0),
+        "again": lambda: layer.dispatch(arguments(layer)["input"][: 2 if is_bad else None], layout=layout),
+    }
+    found |= {name: outcome(call) for name, call in combines.items()}
+    layer.ep_barrier_all()
+    right = run_one(layer, CASE)
+    other.finalize()
+    layer.finalize()
+    found["closed"] = outcome(lambda: layer.preprocess(arguments(layer)["exp_indices"]))
+    return found, right
+
+
+def test_every_mistake_is_an_error_on_all_ranks():
+    """Of the rank that makes it, and PeerError, which names that rank, on all others, also of other nodes."""
+    results = run_nodes(mistakes, 2, 2)
+    wanted = {name: rest for name, (_, *rest) in DISPATCH.items()} | {
+        "combine rows": ("ValueError", "PeerError", "input rows"),
+        "combine layout": ("TypeError", "PeerError", "layout"),
+        "combine planned": ("ValueError", "PeerError", "only planned"),
+        "combine weight": ("TypeError", "PeerError", "weight"),
+        "other call": ("EpMismatch", "EpMismatch", f"rank {BAD} has combine, rank 0 has plan"),
+        "other layer": ("EpMismatch", "EpMismatch", f"layer: rank {BAD} has 1, rank 0 has 0"),
+        "barrier": ("ValueError", "PeerError", "buffer 3"),
+        "again": ("ValueError", "PeerError", "[6, 16]"),
+        "closed": ("EpClosed", "EpClosed", ""),
+    }
+    assert wanted.keys() == results[0][0].keys()
+    for name, (own, others, text) in wanted.items():
+        for rank, (found, _) in enumerate(results):
+            got = found[name]
+            assert got.kind == (own if rank == BAD else others), f"{name}, rank {rank}: {got}"
+            texts = (text,) if rank == BAD or own == others else (f"rank {BAD}", "See the error")
+            assert all(t in got.text for t in texts), f"{name}, rank {rank}: {got}"
+    check_one([right for _, right in results], CASE, 2)
+
+
+def creations(nodes):
+    """Make mistakes in the creation of a layer on rank BAD, then create one."""
+    sizes = {"max_tokens": 6, "hidden": 16, "topk": 2, "num_tot_experts": 8, "dtype": torch.float32}
+    found = {}
+    for name, value in (("num_tot_experts", 6), ("rank", 7), ("world_size", 9), ("capacity", 5),
+                        ("hidden", 32), ("num_tot_experts", None), ("max_tokens", 0),
+                        ("combine_mode", "none")):
+        mine = sizes | ({name: value} if nodes.rank == BAD else {})
+        found[name, value] = outcome(lambda: epmoe.EPAll2AllLayer(nodes, device="cpu", **mine))
+    found["all"] = outcome(lambda: epmoe.EPAll2AllLayer(nodes, device="cpu", **sizes | {"hidden": 3}))
+    found["decode"] = outcome(lambda: epmoe.EPMoE(16, 16, 8, 2, nodes, max_tokens=6, device="cpu")
+                              .enable_decode(4))
+    found["option"] = outcome(lambda: epmoe.EPMoE(16, 16, 8, 2, nodes, device="cpu",
+                                                  **({"sizes": 1} if nodes.rank == BAD else {})))
+    epmoe.EPAll2AllLayer(nodes, device="cpu", **sizes).finalize()
+    return found
+
+
+def test_wrong_creations_are_errors_on_all_ranks():
+    """A layer that one rank cannot create is created by none."""
+    results = run_nodes(creations, 2, 2)
+    own = {("num_tot_experts", 6): "ValueError", ("rank", 7): "ValueError", ("world_size", 9): "ValueError",
+           ("capacity", 5): "ValueError", ("num_tot_experts", None): "TypeError", "option": "TypeError"}
+    for rank, found in enumerate(results):
+        for name, got in found.items():
+            if name in ("all", "decode"):
+                assert got.kind == "ValueError", f"{name}, rank {rank}: {got}"
+            elif name in own:
+                assert got.kind == (own[name] if rank == BAD else "PeerError"), f"{name}, rank {rank}: {got}"
+            else:
+                assert got.kind == "EpMismatch" and f"rank {BAD} creates" in got.text, f"{name}: {got}"
+
+
+def no_memory(nodes):
+    """The product of the experts has no memory on rank BAD."""
+    moe = epmoe.EPMoE(16, 16, 8, 2, nodes, dtype=torch.float32, max_tokens=6, device="cpu")
+    case = Case(topk=2, max_tokens=6)
+    args = torch.ones(6, 16), indices_of(case, nodes.rank, 4), torch.ones(6, 2)
+    good = moe.layer.team_layer.mega_dispatch_group_gemm
+
+    def fails(*args, **options):
+        good(*args, **options)
+        moe.layer.team_layer._refuse(epmoe._C.OP_COMBINE, MemoryError("no memory"), 0)
+
+    if nodes.rank == BAD:
+        moe.layer.team_layer.mega_dispatch_group_gemm = fails
+    got = outcome(lambda: moe(*args))
+    moe.layer.team_layer.mega_dispatch_group_gemm = good
+    return got, outcome(lambda: moe(*args)).kind
+
+
+def test_lack_of_memory_is_an_error_on_all_ranks():
+    """Between dispatch and combine; the module works afterwards."""
+    for rank, (got, after) in enumerate(run_nodes(no_memory, 2, 2)):
+        assert got.kind == ("MemoryError" if rank == BAD else "PeerError") and after == "nothing", f"{got}"
