@@ -297,7 +297,8 @@ class EPMoE(MoeParts, nn.Module):
     def forward(self, x, topk_idx, topk_weights, *, decode=None):
         """Apply the experts to tokens.  Collective, also for a rank without tokens.
 
-        Differentiable in x, topk_weights and the parameters.  Each of them must require a gradient on all
+        Differentiable in x, topk_weights and the parameters: once in bfloat16 and float16, any number of
+        times in float32.  Each of them must require a gradient on all
         ranks or on none, also where a rank has no tokens: else the ranks' backward passes would make
         different calls, and EpMismatch is raised.
 
@@ -368,6 +369,8 @@ class EPMoE(MoeParts, nn.Module):
         if path is not None:
             self.last_layout = None
             return unflatten(decoding.run(self, path, tokens, topk_idx, topk_weights), x.shape)
+        if self._trains(tokens, topk_weights):
+            return unflatten(self._train(tokens, topk_idx, topk_weights), x.shape)
         if self.is_fp8 or not isinstance(self.layer, EpAll2AllFusedOp):
             return unflatten(self._unfused(tokens, topk_idx, topk_weights), x.shape)
         h, row_weight, layout = self.layer.mega_dispatch_group_gemm(

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from . import _C, decode as decoding, moe_fp8, moe_load, shards, torch_hooks
+from . import _C, decode as decoding, experts_ops, moe_fp8, moe_load, shards, torch_hooks
 from .expert_map import ExpertMap
 from .fp8 import quantize_fp8
 from .gemm import grouped_gemm
@@ -125,6 +125,18 @@ class MoeParts(MoeTraining):
         # recomputed compiled code, as in checkpointing, must not do this
         if not torch.compiler.is_compiling():
             self.last_layout = layout
+
+    def _trains(self, x, topk_weights):
+        """Whether a call takes the operator that has a backward of its own."""
+        return experts_ops.trains(self.layer, x, topk_weights, self.gate_up_proj, self.gate_up_proj_bias,
+                                  self.down_proj, self.down_proj_bias)
+
+    def _train(self, x, topk_idx, topk_weights):
+        names = "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"
+        y, layout = experts_ops.run(self.layer, x, topk_idx, topk_weights, list(map(self._scaled, names)),
+                                    self.activation)
+        self._set_last_layout(layout)
+        return y
 
     def _unfused(self, x, topk_idx, topk_weights):
         rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)

@@ -16,7 +16,8 @@ MODELS = (Model(num_local=1, capacity=True, unequal=False),
           Model(num_local=1, capacity=True, activation=epmoe.GptOss(alpha=1.3, limit=0.6), bias=True,
                 local=False, unequal=False),
           Model(num_local=1, capacity=True, activation=epmoe.SwiGLU(limit=0.6), unequal=False),
-          Model(num_local=1, capacity=True, activation="relu2", bias=True, unequal=False))
+          Model(num_local=1, capacity=True, activation="relu2", bias=True, unequal=False),
+          Model(num_local=1, bias=True, dtype=torch.bfloat16, unequal=False))
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static",
           "test_aot_dispatch_dynamic")
 

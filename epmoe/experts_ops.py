@@ -1,0 +1,215 @@
+"""torch.ops.epmoe.experts: the experts of a training step, from tokens to tokens, with a backward of its own.
+
+Forward: dispatch, gate and up, the activation, down, combine.  Saved are the received rows and gate and up.
+Backward: dispatch of dy, DGRAD of down, the gradient of the activation, DGRAD of gate and up, combine of dx,
+and a WGRAD of each of the two.  Where the fused kernels exist, each product of rows shares a launch with the
+communication beside it.  Elsewhere the stages run one after the other, with the same results, bit for bit.
+"""
+
+import contextlib
+
+import torch
+import torch.nn.functional as F
+
+from . import _C
+from .activation_ops import run_activation_backward
+from .activations import activate
+from .autograd import check_mode
+from .fused import EpAll2AllFusedOp
+from .fused_ops import expert_offsets
+from .gemm import DGRAD, FORWARD, GATED, WGRAD, activation_of, aligned, as_kernel, untraced
+from .ops import layer_of, lib, register_fake, reporting, requires_grad, row_dots, rows_to_trace
+from .weight_gradients import gradient_of, sink_of
+
+lib.define("experts(Tensor x, Tensor weight, Tensor plan, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
+           "Tensor? down_bias, str layer, int buffer, SymInt num_rows, int activation, float alpha, float "
+           "limit, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+lib.define("experts_backward_down(Tensor dy, Tensor plan, Tensor down, Tensor? down_bias, Tensor h, Tensor "
+           "row_weight, str layer, int buffer, int activation, float alpha, float limit, Tensor? after=None) "
+           "-> (Tensor, Tensor, Tensor, Tensor)")
+lib.define("experts_backward_up(Tensor d_h, Tensor gate_up, Tensor d_row_weight, Tensor plan, Tensor recv, "
+           "str layer, int buffer, SymInt num_tokens, Tensor? after=None) -> (Tensor, Tensor)")
+
+
+def trains(layer, *tensors):
+    """Whether a call of EPMoE with these tokens, weights and parameters takes the operator."""
+    _, _, gate_up, _, down, _ = tensors
+    return (layer.dtype in (torch.bfloat16, torch.float16) and layer._copies == 1 and requires_grad(*tensors)
+            and gate_up.is_contiguous() and down.is_contiguous()
+            and (layer.device.type == "cpu" or _fits_kernels(*gate_up.shape[1:], *down.shape[1:])))
+
+
+def _fits_kernels(*sizes):
+    """Whether the kernels take weights of these sizes."""
+    return all(0 < n <= 1 << 24 and n % 16 == 0 for n in sizes)
+
+
+def run(layer, tokens, topk_idx, topk_weights, parameters, activation):
+    """Plan, and apply the experts.  Returns (y, layout).
+
+    parameters: gate_up [L, N, H], its bias or None, down [L, H, I], its bias or None.
+    """
+    op = _C.OP_DISPATCH_GEMM if _is_fused(layer, parameters[0], parameters[2]) else _C.OP_DISPATCH
+    layout, weight, num_rows = layer._prepare(op, tokens, topk_idx, topk_weights, None, None, 0)
+    y, _, _, _, layout.recv = torch.ops.epmoe.experts(tokens, weight, layout.plan, *parameters, layer.id,
+                                                      layout.buffer, num_rows, *as_kernel(activation))
+    return y, layout
+
+
+def _is_fused(layer, *weights):
+    return isinstance(layer, EpAll2AllFusedOp) and all(map(layer._is_fused, weights))
+
+
+# ---- implementations ----
+
+
+def _bias_of(layer, bias):
+    return None if bias is None else aligned(bias.to(layer.dtype).contiguous())
+
+
+def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, num_rows, *last):
+    layer = layer_of(layer)
+    activation = activation_of(*last[:3])  # last: activation, alpha, limit, after
+    fused = _is_fused(layer, gate_up, down)
+    gemm = torch.ops.epmoe.grouped_gemm
+    if num_rows < 0:
+        num_rows = layer._num_rows(plan, buffer)
+    with reporting(layer, _C.OP_DISPATCH_GEMM if fused else _C.OP_DISPATCH, buffer, plan):
+        gate_up_bias, down_bias = _bias_of(layer, gate_up_bias), _bias_of(layer, down_bias)
+        x, weight = aligned(x), aligned(weight)
+    offsets = expert_offsets(layer, plan)
+    if fused:
+        h, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gate_up, gate_up_bias, buffer,
+                                                         num_rows, 0, with_grad=True)
+    else:
+        rows, row_weight, recv = layer._dispatch(x, weight, plan, buffer, num_rows, True)
+    with reporting(layer, _C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, buffer, plan):
+        if not fused:
+            h = gemm(rows, gate_up, offsets, gate_up_bias, None, FORWARD, 0, False)
+        a = activate(h, activation)
+        if not fused:
+            y_rows = gemm(a, down, offsets, down_bias, None, FORWARD, 0, False)
+    if fused:
+        y = layer._gemm_combine(a, down, down_bias, row_weight, plan, recv, buffer, len(x), True)[0]
+    else:
+        y = layer._combine(y_rows, row_weight, None, plan, recv, buffer, len(x), True)[0]
+    return y, rows, h, row_weight, recv
+
+
+def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, activation, alpha, limit,
+                       after=None):
+    """Return dy of each row [M, H], d_h, the weighted activation [M, I] and the row weights' gradient [M]."""
+    layer = layer_of(layer)
+    g, _, _ = layer._dispatch(aligned(dy), None, plan, buffer, len(h))
+    with reporting(layer, _C.OP_COMBINE, buffer, plan):
+        offsets = expert_offsets(layer, plan)
+        d = torch.ops.epmoe.grouped_gemm(g, down, offsets, None, None, DGRAD, 0, False)
+        d_h, weighted, dots = run_activation_backward(h, d, offsets, row_weight, activation, alpha, limit,
+                                                      in_place=True)
+        if down_bias is not None:
+            bias = F.pad(_bias_of(layer, down_bias), (0, 0, 0, 1))  # the last one for rows of no expert
+            dots += row_dots(g, bias[_expert_of_row(offsets, len(g))])
+    return g, d_h, weighted, dots
+
+
+def _run_backward_up(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=None):
+    """Return dx [T, H] and the gradient of the routing weights [T, K]."""
+    layer = layer_of(layer)
+    with reporting(layer, _C.OP_COMBINE, buffer, plan):
+        d_rows = torch.ops.epmoe.grouped_gemm(d_h, gate_up, expert_offsets(layer, plan), None, None, DGRAD, 0,
+                                              False)
+    return layer._combine(d_rows, None, d_row_weight, plan, recv, buffer, num_tokens)
+
+
+def _expert_of_row(offsets, num_rows):
+    """Return [M]: the expert of each row, and L for a row of no expert."""
+    row = torch.arange(num_rows, device=offsets.device, dtype=torch.int32)
+    return (torch.searchsorted(offsets, row, right=True) - 1) % len(offsets)
+
+
+for _name, _f in (("experts", _run_experts), ("experts_backward_down", _run_backward_down),
+                  ("experts_backward_up", _run_backward_up)):
+    lib.impl(_name, untraced(_f), "CompositeExplicitAutograd")
+
+
+@register_fake("experts")
+def _(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, num_rows, *_, **__):
+    layer = layer_of(layer)
+    num_rows = rows_to_trace(layer, num_rows)
+    like = x.new_empty(0, dtype=layer.dtype)
+    return (like.new_empty(x.shape[0], layer.hidden), like.new_empty(num_rows, layer.hidden),
+            like.new_empty(num_rows, gate_up.shape[1]), x.new_empty(num_rows, dtype=torch.float32),
+            plan.new_empty(layer._recv_words))
+
+
+@register_fake("experts_backward_down")
+def _(dy, plan, down, down_bias, h, row_weight, layer, buffer, activation, *_, **__):
+    like = dy.new_empty(0, dtype=layer_of(layer).dtype)
+    columns = h.shape[1] // (2 if activation in GATED else 1)
+    return (like.new_empty(h.shape[0], down.shape[1]), torch.empty_like(h),
+            like.new_empty(h.shape[0], columns), dy.new_empty(h.shape[0], dtype=torch.float32))
+
+
+@register_fake("experts_backward_up")
+def _(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=None):
+    layer = layer_of(layer)
+    return (d_h.new_empty(num_tokens, layer.hidden),
+            d_h.new_empty(num_tokens, layer.topk, dtype=torch.float32))
+
+
+# ---- backward ----
+
+
+def _save(ctx, inputs, output):
+    (x, _, plan, gate_up, gate_up_bias, down, down_bias, ctx.layer, ctx.buffer, _, *ctx.activation,
+     _) = inputs
+    _, rows, h, row_weight, recv = output
+    ctx.num_tokens = x.shape[0]
+    ctx.sinks = sink_of(gate_up), sink_of(down)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(rows, h, row_weight, recv)
+    ctx.save_for_backward(plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv)
+
+
+def _bias_gradient(bias, g, row_weight, offsets):
+    """Return the sum of each expert's rows of g, times the rows' weights: the WGRAD with one other column."""
+    column = g.new_ones(len(g)) if row_weight is None else row_weight.to(g.dtype)
+    columns = F.pad(column[:, None], (0, 15))
+    sums = torch.ops.epmoe.grouped_gemm(g, columns, offsets, None, None, WGRAD, 0, False)
+    return sums[..., 0].to(bias.dtype)
+
+
+def _backward(ctx, dy, *_):
+    plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = ctx.saved_tensors
+    layer = layer_of(ctx.layer)
+    with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
+        check_mode(dy, gate_up, down, may_batch=True)
+        if torch.is_grad_enabled():
+            raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
+                                      f"{layer.dtype}: use dtype=torch.float32")
+        dy = dy.contiguous()
+    g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
+        dy, plan, down, down_bias, h, row_weight, ctx.layer, ctx.buffer, *ctx.activation)
+    of_x, of_weight, _, of_gate_up, of_gate_up_bias, of_down, of_down_bias = ctx.needs_input_grad[:7]
+    # The layer's next operation of this backward is a combine, if there is one.
+    calls_combine = of_x or of_weight
+    grads = [None] * 7
+    with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan) if calls_combine else contextlib.nullcontext():
+        offsets = expert_offsets(layer, plan)
+        if of_down:
+            grads[5] = gradient_of(ctx.sinks[1], g, weighted, offsets)
+        if of_down_bias:
+            grads[6] = _bias_gradient(down_bias, g, row_weight, offsets)
+    del g, weighted  # their memory serves the combine
+    if calls_combine:
+        grads[0], d_weight = torch.ops.epmoe.experts_backward_up(d_h, gate_up, dots, plan, recv, ctx.layer,
+                                                                 ctx.buffer, ctx.num_tokens)
+        grads[1] = d_weight if of_weight else None
+    if of_gate_up:
+        grads[3] = gradient_of(ctx.sinks[0], d_h, rows, offsets)
+    if of_gate_up_bias:
+        grads[4] = _bias_gradient(gate_up_bias, d_h, None, offsets)
+    return *grads, *[None] * 7
+
+
+torch.library.register_autograd("epmoe::experts", _backward, setup_context=_save, lib=lib)

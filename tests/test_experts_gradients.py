@@ -1,0 +1,238 @@
+"""The training step of EPMoE in 16 bits, whose backward is epmoe's own: fused equal to the stages bit by bit,
+and both to float64 within rounding.
+"""
+
+import dataclasses
+import math
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import epmoe
+from cases import MODES, check_outcomes, keep, outcome, same_bits
+from epmoe import experts_ops
+from fused_cases import ACTIVATIONS, LEAVES, LOW, Experts, StagedOp, grown, poison_staging, tensors
+from test_fused_gradients import TOLERANCE, check_gradients
+from test_layer_gradients import problem
+from test_moe_layer import close
+from test_plan_slots import make_op
+
+NAMES = {"w1": "gate_up_proj", "b1": "gate_up_proj_bias", "w2": "down_proj", "b2": "down_proj_bias"}
+
+
+def make_moe(world, device, case, t, **options):
+    """An EPMoE with the parameters of t, on a StagedOp."""
+    op = make_op(world, device, case, StagedOp, **options)
+    poison_staging(op)
+    moe = epmoe.EPMoE(case.hidden, case.inner, op.num_experts, case.topk, activation=case.activation,
+                      layer=op, dtype=case.dtype, device=device, bias=case.bias)
+    with torch.no_grad():
+        for name, attribute in NAMES.items():
+            if getattr(t, name) is not None:
+                getattr(moe, attribute).copy_(getattr(t, name))
+    return moe
+
+
+def step(moe, t, leaves, forward=None):
+    """y and the gradients of the leaves."""
+    x, weight = (getattr(t, n).detach().clone().requires_grad_(n in leaves) for n in ("x", "weight"))
+    for name, attribute in NAMES.items():
+        if getattr(moe, attribute) is not None:
+            getattr(moe, attribute).requires_grad_(name in leaves).grad = None
+    y = (forward or moe)(x, t.idx, weight)
+    y.backward(t.dy)
+    of = {"x": x, "weight": weight} | {n: getattr(moe, a) for n, a in NAMES.items()}
+    grads = {n: None if leaf is None else leaf.grad for n, leaf in of.items()}
+    return {"y": y.detach()} | {n: g for n, g in grads.items() if n in leaves and getattr(t, n) is not None}
+
+
+def gradients(world, device, case, leaves=LEAVES, **options):
+    """The results of the fused experts, which must have the bits of the stages, also in a second step."""
+    t = tensors(case, world.rank, world.size, device)
+    seen = []
+    for fused in (False, True):
+        moe = make_moe(world, device, case, t, fused=fused, **options)
+        seen += [step(moe, t, leaves), step(moe, t, leaves)]
+        moe.layer.synchronize()
+        moe.finalize()
+    for other in seen[1:]:
+        assert set(other) == set(seen[0])
+        for name, value in seen[0].items():
+            assert value is not None, name
+            same_bits(other[name], value, f"rank {world.rank}: {name}")
+    return seen[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_experts_gradients_of_ranks(ranks, world_size):
+    case = grown(ranks, Experts(mode="local", activation="swiglu", bias=False, max_tokens=20), 12)
+    check_gradients(ranks(gradients, case, world_size=world_size), case)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("activation", [*ACTIVATIONS[1:4], "geglu_tanh", "relu2", "gelu_tanh", "silu",
+                                        epmoe.GptOss(alpha=1.3, limit=math.inf),
+                                        epmoe.SwiGLU(1.3, math.inf, 1)], ids=str)
+def test_experts_gradients_of_activations(ranks, activation, bias):
+    """GptOss and SwiGLU have no limit here: see test_fused_gradients."""
+    case = grown(ranks, Experts(mode=MODES[bias], activation=activation, bias=bias, dtype=LOW[bias],
+                                max_tokens=20, capacity="roomy" if bias else None), 12)
+    check_gradients(ranks(gradients, case, world_size=2), case)
+
+
+@pytest.mark.parametrize("capacity", [None, "exact"])
+@pytest.mark.parametrize("pattern", ["one_expert", "one_rank", "sentinels", "duplicates", "all_dropped"])
+def test_experts_gradients_routing_pattern(ranks, pattern, capacity):
+    case = grown(ranks, Experts(mode="local", pattern=pattern, capacity=capacity, bias=capacity is None,
+                                tokens="first_none"))
+    check_gradients(ranks(gradients, case), case)
+
+
+@pytest.mark.parametrize("leaves", [("x",), ("weight",), ("w1",), ("w2",), ("b1",), ("b2",), ("x", "w2"),
+                                    ("weight", "w1")], ids="-".join)
+def test_experts_gradients_of_some_leaves(ranks, leaves):
+    """Tokens, router or experts are frozen. The other leaves still get the right gradients."""
+    case = Experts(mode="scatter", activation="gelu", dtype=torch.float16)
+    results = ranks(gradients, case, leaves, world_size=2)
+    assert all(set(r) == {"y", *leaves} for r in results)
+    check_gradients(results, case)
+
+
+def test_experts_gradients_of_a_layer_without_megakernels(ranks):
+    """An EPAll2AllLayer with padding rows, and sizes for which there are no kernels."""
+    case = Experts(hidden=40, inner=24, bias=True, activation="gpt_oss")
+
+    def run(world, device):
+        t = tensors(case, world.rank, world.size, device)
+        seen = []
+        for alignment in (1, 16):
+            layer = epmoe.EPAll2AllLayer(world, case.max_tokens, case.hidden, case.topk, device=device,
+                                         num_tot_experts=case.num_local * world.size,
+                                         expert_alignment=alignment)
+            keep(world, layer)
+            moe = epmoe.EPMoE(case.hidden, case.inner, layer.num_experts, case.topk, bias=True, device=device,
+                              activation="gpt_oss", layer=layer)
+            with torch.no_grad():
+                for name, attribute in NAMES.items():
+                    getattr(moe, attribute).copy_(getattr(t, name))
+            seen.append(step(moe, t, LEAVES))
+            moe.finalize()
+        for name, value in seen[0].items():
+            close(seen[1][name], value.cpu(), f"rank {world.rank}: {name}", TOLERANCE[case.dtype])
+        return seen[0]
+
+    check_gradients(ranks(run, world_size=2), case)
+
+
+def test_experts_gradients_with_checkpointing(ranks):
+    """The forward runs again during the backward. The gradients have the same bits."""
+    case = grown(ranks, Experts(bias=True))
+
+    def run(world, device):
+        t = tensors(case, world.rank, world.size, device)
+        moe = make_moe(world, device, case, t)
+        want = step(moe, t, LEAVES)
+        for reentrant in (False, True):
+            got = step(moe, t, LEAVES, lambda *args: checkpoint(moe, *args, use_reentrant=reentrant))
+            for name, value in want.items():
+                if name != "y" or not reentrant:  # else the forward has no gradients and other roundings
+                    same_bits(got[name], value, f"rank {world.rank}: {name}, reentrant {reentrant}")
+        moe.layer.synchronize()
+        moe.finalize()
+        return want
+
+    check_gradients(ranks(run, world_size=2), case)
+
+
+def test_experts_save_only_rows_and_gate_up(ranks):
+    """Between forward and backward, only the received rows, gate and up, and small tensors are kept."""
+    case = dataclasses.replace(Experts(hidden=256, inner=128, bias=False), max_tokens=64)
+
+    def run(world, device):
+        t = tensors(case, world.rank, world.size, device)
+        moe = make_moe(world, device, case, t)
+        kept = {}
+        parameters = {p.untyped_storage().data_ptr() for p in moe.parameters()}
+
+        def pack(s):
+            kept[s.untyped_storage().data_ptr()] = s.untyped_storage().nbytes()
+            return s
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda s: s):
+            moe(t.x.requires_grad_(), t.idx, t.weight.requires_grad_())
+        m = moe.last_layout.num_rows
+        moe.layer.synchronize()
+        moe.finalize()
+        return sum(n for at, n in kept.items() if at not in parameters), 2 * m * (256 + 2 * 128)
+
+    for got, rows in ranks(run, world_size=2):
+        assert rows <= got <= rows + 30_000 and rows > 100_000
+
+
+def test_experts_have_no_second_derivatives_in_16_bits(ranks):
+    case = Experts(bias=False)
+
+    def run(world, device):
+        t = tensors(case, world.rank, world.size, device)
+        moe = make_moe(world, device, case, t)
+        y = moe(t.x.requires_grad_(), t.idx, t.weight)
+        with pytest.raises(NotImplementedError, match="create_graph=True: .* use dtype=torch.float32"):
+            torch.autograd.grad(y.sum(), t.x, create_graph=True)
+        world.exchange(b"raised")
+        want = step(moe, t, ("x",))  # the module can be used again
+        moe.layer.synchronize()
+        moe.finalize()
+        return want
+
+    assert all(r["x"].isfinite().all() for r in ranks(run, world_size=2))
+
+
+def test_experts_in_float32_use_the_differentiable_stages(ranks):
+    """In float32 the experts have derivatives of any order, so they do not use the operator."""
+
+    def run(world, device):
+        moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, world, max_tokens=9, dtype=torch.float32, device=device)
+        keep(world, moe)
+        x, weight, _, idx = problem(world, device, Experts(hidden=16, topk=2, max_tokens=9, tokens="full",
+                                                           dtype=torch.float32))
+        first, = torch.autograd.grad(moe(x, idx, weight).square().sum(), x, create_graph=True)
+        second, = torch.autograd.grad(first.square().sum(), x)
+        moe.finalize()
+        return second
+
+    assert all(d.isfinite().all() and d.abs().max() > 1e-3 for d in ranks(run, world_size=2))
+
+
+def test_experts_report_an_error_between_two_operations(ranks, monkeypatch):
+    """A rank that has no memory for the activation's gradient ends the call of its peers, too."""
+    case = Experts(bias=False)
+    run_gradient, failing = experts_ops.run_activation_backward, threading.local()
+
+    def gradient(*args, **options):
+        if getattr(failing, "now", False):
+            raise MemoryError("no memory here")
+        return run_gradient(*args, **options)
+
+    monkeypatch.setattr(experts_ops, "run_activation_backward", gradient)
+
+    def run(world, device):
+        t = tensors(case, world.rank, world.size, device)
+        moe = make_moe(world, device, case, t)
+        keep(world, moe)
+        y = moe(t.x.requires_grad_(), t.idx, t.weight)
+        with torch.autograd.set_multithreading_enabled(False):  # the backward runs in this thread on GPUs too
+            failing.now = world.rank == 1
+            got = outcome(lambda: y.backward(t.dy), moe.layer)
+            failing.now = False
+        world.exchange(b"raised")
+        after = step(moe, t, LEAVES)
+        moe.layer.synchronize()
+        moe.finalize()
+        return got, bool(after["x"].isfinite().all())
+
+    results = ranks(run, world_size=2, at_least=2)
+    check_outcomes([got for got, _ in results], ["MemoryError" if r == 1 else "PeerError"
+                                                 for r in range(len(results))])
+    assert all(is_finite for _, is_finite in results)
