@@ -66,6 +66,8 @@ class OverNodes:
                 self.team_layer.finalize()
             raise
         self._take(self.team_layer, int(max_tokens), int(num_tot_experts))
+        if self.device.type == "cuda":  # NCCL connects in its first exchange, for which it allocates
+            nodes._exchange_rows(*torch.zeros(2, nodes.num_nodes, dtype=torch.int32, device=self.device))
         self._number = nodes._num_layers
         nodes._num_layers += 1
 

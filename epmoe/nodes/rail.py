@@ -12,9 +12,9 @@ from ..rendezvous import SIGNS_OF_DEATH
 class TorchRail:
     """Moves bytes and rows between the nodes.  All calls are collective over the rail, in the same order.
 
-    Two process groups: `control` is gloo and works on the host; `data` moves rows, with NCCL on GPUs.
-    Kernels of NCCL wait for other nodes and take SMs, so small messages, which the host needs at once, use
-    the host.
+    Two process groups: `control` is gloo and works on the host; `data` moves the rows of GPUs, with NCCL if
+    the group of all ranks has it.  Kernels of NCCL wait for other nodes and take SMs, so small messages,
+    which the host needs at once, use the host.
 
     Freedom from deadlock on CUDA.  A row exchange is enqueued on the caller's stream, as are all operations
     of the layer.  So on each GPU the kernels of NCCL and of epmoe run one after the other, in one order,
@@ -44,8 +44,9 @@ class TorchRail:
 
         splits and out_splits: the rows for and of each node; None: equally many.
         """
+        group = self.data if out.device.type == "cuda" else self.control
         try:
-            dist.all_to_all_single(out, mine, out_splits, splits, group=self.data)
+            dist.all_to_all_single(out, mine, out_splits, splits, group=group)
         except RuntimeError as error:
             raise self._error(error) from error
 

@@ -1,0 +1,128 @@
+"""A layer over several nodes on whatever ranks there are: on GPUs with NCCL and with gloo between the nodes.
+
+Under torchrun W ranks are two nodes of W / 2, or W nodes where W is odd. Ranks may share a GPU. Without
+torchrun the ranks are threads on the CPU.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import epmoe
+from cases import Case, generator, indices_of, outcome
+from epmoe import reference
+from nodes_cases import run_nodes
+from test_nodes_layer import check_one, layer_of, run_one
+
+HIDDEN, INNER, EXPERTS_OF_RANK, TOPK = 64, 32, 2, 3
+CASES = [Case(topk=3, hidden=64, max_tokens=40, num_local=2, seed=seed, dtype=dtype, mode=mode, tokens=tokens,
+              pattern=pattern)
+         for seed, (dtype, mode, tokens, pattern) in enumerate((
+             (torch.bfloat16, "local", "full", "uniform"), (torch.float32, "scatter", "unequal", "sentinels"),
+             (torch.float16, "gather", "first_none", "one_rank"),
+             (torch.bfloat16, "scatter", "none", "edges")))]
+
+
+def over_nodes(ranks, backend, fn):
+    """Run fn(nodes, device) on every rank. Returns (the results in rank order, the number of nodes)."""
+    if not ranks.is_torchrun:
+        if backend == "gloo":
+            pytest.skip("gloo for the rows of GPUs: needs torchrun")
+        return run_nodes(lambda nodes: fn(nodes, torch.device("cpu")), 2, 2), 2
+    local = max(1, ranks.size() // 2 if ranks.size() % 2 == 0 else 1)
+
+    def main(world, device):
+        group = dist.new_group(backend="gloo") if backend == "gloo" else dist.group.WORLD
+        with epmoe.Nodes(group, local) as nodes:
+            return fn(nodes, device)
+
+    return ranks(main, at_least=2), ranks.size() // local
+
+
+@pytest.mark.parametrize("backend", ["default", "gloo"])
+def test_nodes_of_ranks_move_and_sum_as_the_oracle(ranks, backend):
+    """Rows, weights, sums and gradients have the bits of the oracle."""
+    def main(nodes, device):
+        results = []
+        for case in CASES:
+            layer = layer_of(nodes, case, device)
+            for _ in range(2):
+                results.append(run_one(layer, case))
+            layer.synchronize()
+            layer.finalize()
+        return results
+
+    results, num_nodes = over_nodes(ranks, backend, main)
+    for i, case in enumerate(c for c in CASES for _ in range(2)):
+        check_one([r[i] for r in results], case, num_nodes)
+
+
+def test_nodes_of_ranks_run_the_megakernels(ranks):
+    """EPMoE against one process in float64; its fused kernels have the bits of the stages."""
+    case = Case(topk=TOPK, max_tokens=96, num_local=EXPERTS_OF_RANK, tokens="unequal", pattern="sentinels")
+
+    def main(nodes, device):
+        idx = indices_of(case, nodes.rank, nodes.size)
+        g = generator(nodes.rank, 31)
+        x, weight, d_out = (torch.randn(len(idx), n, generator=g) for n in (HIDDEN, TOPK, HIDDEN))
+        x, d_out = x.bfloat16(), d_out.bfloat16()
+        result = {"x": x, "idx": idx, "weight": weight, "d_out": d_out}
+        for form in (True, False):
+            moe = epmoe.EPMoE(HIDDEN, INNER, EXPERTS_OF_RANK * nodes.size, TOPK, nodes, max_tokens=96,
+                              device=device, fused=form)
+            g = generator(nodes.rank, 32)
+            with torch.no_grad():
+                for p in moe.parameters():
+                    p.copy_(torch.randn(p.shape, generator=g) / p.shape[2] ** 0.5)
+            to = [t.to(device).detach().clone() for t in (x, idx, weight)]
+            to[0].requires_grad_()
+            to[2].requires_grad_()
+            y = moe(*to)
+            y.backward(d_out.to(device))
+            with torch.no_grad():
+                again = moe(*to)
+            result[form] = {"y": y, "again": again, "dx": to[0].grad, "dw": to[2].grad,
+                            "gate_up_proj": moe.gate_up_proj.grad, "down_proj": moe.down_proj.grad}
+            result[form] = {n: t.detach().cpu() for n, t in result[form].items()}
+            result["params"] = [moe.gate_up_proj.detach().cpu(), moe.down_proj.detach().cpu()]
+            moe.finalize()
+        return result
+
+    results, _ = over_nodes(ranks, "default", main)
+    x, weight, d_out = (torch.cat([r[n] for r in results]).double() for n in ("x", "weight", "d_out"))
+    params = [torch.cat([r["params"][i] for r in results]).double().requires_grad_() for i in (0, 1)]
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    y = reference.moe(x, torch.cat([r["idx"] for r in results]), weight, *params)
+    y.backward(d_out)
+    wanted = {"y": y.detach(), "again": y.detach(), "dx": x.grad, "dw": weight.grad,
+              "gate_up_proj": params[0].grad, "down_proj": params[1].grad}
+    for name, want in wanted.items():
+        fused, stages = (torch.cat([r[form][name] for r in results]) for form in (True, False))
+        assert torch.equal(fused, stages), name
+        assert (fused.double() - want).abs().max() <= 2e-2 * want.abs().max(), name
+
+
+def test_nodes_of_ranks_survive_mistakes(ranks):
+    """A wrong index and a wrong dtype on the last rank are errors on all ranks; then a right call."""
+    def main(nodes, device):
+        layer, is_bad = layer_of(nodes, CASES[1], device), nodes.rank == nodes.size - 1
+        x = torch.ones(3, 64, device=device)
+        idx = torch.zeros(3, 3, dtype=torch.int64, device=device)
+        idx[1, 2] = 99 if is_bad else 0
+        found = [outcome(lambda: layer.dispatch(x, idx)),
+                 outcome(lambda: layer.dispatch(x.half() if is_bad else x, idx.clamp(max=1)))]
+        rows, _, layout = layer.dispatch(x, idx.clamp(max=1))
+        found.append(outcome(lambda: layer.combine(rows[:, :8] if is_bad else rows, layout)))
+        right = run_one(layer, CASES[1])
+        layer.finalize()
+        return [(got.kind, got.text) for got in found], right
+
+    results, num_nodes = over_nodes(ranks, "default", main)
+    last = len(results) - 1
+    for rank, (found, _) in enumerate(results):
+        own = [("EpIndexError", "index 99 of token 1, choice 2"), ("TypeError", "float32"),
+               ("ValueError", "rows")]
+        others = [own[0], ("PeerError", f"rank {last}"), ("PeerError", f"rank {last}")]
+        for (kind, text), (want, part) in zip(found, own if rank == last else others):
+            assert kind == want and part in text, f"rank {rank}: {kind} {text}"
+    check_one([right for _, right in results], CASES[1], num_nodes)
