@@ -30,7 +30,7 @@ from epmoe.bench.train_peers import TorchLayer, liger_layer, product, swiglu_of,
 RANKS = 4  # a rank that is alone computes as one of them
 DEFAULT = ("seed", "dsv3", "qwen3-235b", "qwen3-30b", "mixtral")
 PASSES = ("forward", "backward", "both")
-SHORT = {"torch products": "products", "epmoe stages": "stages"}
+RATIOS = {"torch": "torch", "torch products": "GEMMs", "Liger": "Liger"}  # of epmoe, and their names
 NAMES = ("y", "gradient of x", "gradient of the routing weights", "gradient of gate_up_proj",
          "gradient of down_proj")
 BOUNDS = {torch.bfloat16: 3e-2, torch.float32: 1e-4}  # of the norm of an error over that of the result
@@ -221,9 +221,9 @@ def record(run, shape, ms, sizes):
     flops = 6.0 * shape.tokens * shape.topk * shape.hidden * shape.inner
     for what, factor in zip(PASSES, (1, 2, 3)):
         for name in sorted(ms, key=lambda n: n.startswith("epmoe")):
-            over = None
-            if name.startswith("epmoe"):
-                over = {SHORT.get(n, n): ms[n][what] for n in ms if n != name and n != "epmoe"}
+            over = {RATIOS[n]: ms[n][what] for n in RATIOS if n in ms} if name == "epmoe" else None
+            if name == "epmoe stages":
+                over = {n: ms[n][what] for n in ("torch", "epmoe")}
             tflops = factor * flops / ms[name][what] / 1e9
             rate = f"{tflops:.{'0f' if run.on_gpu else '1g'}} TFLOP/s"
             run.record("train", shape, f"{name} {what}", ms[name][what], over=over, rate=rate,
