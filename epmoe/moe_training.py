@@ -85,8 +85,5 @@ class MoeTraining:
         if self._weight_gradients is None or not self._weight_gradients.delays:
             raise RuntimeError("backward_dw: the backward of this module computes the gradients of its "
                                "weights: create it with delay_wgrad_compute=True, or leave this call out")
-        if self._weight_gradients.pending:
+        if any(getattr(self, n).requires_grad for n in _WEIGHTS) or self._weight_gradients.pending:
             self._weight_gradients.compute()
-        elif any(getattr(self, n).requires_grad for n in _WEIGHTS):
-            raise RuntimeError("backward_dw: no backward pass of this module waits for it: call it once "
-                               "after each backward pass, not more often")

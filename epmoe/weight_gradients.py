@@ -68,8 +68,9 @@ class Factors:
                                "place after the backward pass: leave it as it is until backward_dw()")
         p, scale = self.sink.parameter, self.sink.scale
         if self.sink.owner.fuses:
-            torch.ops.epmoe.grouped_wgrad_add(*self.tensors, main_grad_of(p), scale, self.portable)
-            return _stand_in(p)
+            out = main_grad_of(p).view(self.sink.shape)
+            torch.ops.epmoe.grouped_wgrad_add(*self.tensors, out, scale, self.portable)
+            return _stand_in(p, self.sink.shape)
         a, b, offsets = self.tensors
         grad = torch.ops.epmoe.grouped_gemm(a, b, offsets, None, None, WGRAD, 0, self.portable)
         return grad if scale == 1 else grad * scale
@@ -92,7 +93,7 @@ def main_grad_of(p, name="a parameter"):
     return grad
 
 
-def _stand_in(p):
+def _stand_in(p, shape):
     """Return what autograd gets where main_grad has the gradient, as Megatron-LM's hooks expect it.
 
     They run when autograd accumulates the gradient of p, and drop what they find there.
@@ -100,7 +101,7 @@ def _stand_in(p):
     if not hasattr(p, "grad_added_to_main_grad"):
         return None
     p.grad_added_to_main_grad = True
-    return torch.zeros_like(p) if getattr(p, "zero_out_wgrad", False) else torch.empty_like(p)
+    return p.new_zeros(shape) if getattr(p, "zero_out_wgrad", False) else p.new_empty(shape)
 
 
 class _Later(torch.autograd.Function):
@@ -113,7 +114,8 @@ class _Later(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.factors.multiply(), None
+        grad = ctx.factors.multiply()
+        return grad if grad is None else grad.view_as(ctx.factors.sink.parameter), None
 
 
 def _leaf_of(alias):
@@ -123,8 +125,9 @@ def _leaf_of(alias):
 class Sink:
     """Takes the factors of the gradient of one parameter, in the backward of one forward pass."""
 
-    def __init__(self, owner, step, parameter, scale):
-        self.owner, self.step, self.parameter, self.scale = owner, step, parameter, scale
+    def __init__(self, owner, step, parameter, scale, shape):
+        self.owner, self.step, self.parameter = owner, step, parameter
+        self.scale, self.shape = scale, shape  # a factor of the gradient, and [L, N, K]
         self.leaf = None  # the node of the graph that accumulates the gradient
 
     def take(self, factors):
@@ -186,13 +189,17 @@ class WeightGradients:
             if self.fuses:
                 main_grad_of(p, name)
 
-    def weight(self, p, scale):
-        """Return an alias of a parameter, whose gradient goes to a sink of this forward pass."""
-        sink = Sink(self, self._step, p, scale)
+    def weight(self, p, scale, shape=None):
+        """Return an alias [L, N, K] of a parameter, whose gradient goes to a sink of this forward pass.
+
+        shape: L, N, K, if the parameter has another shape; -1 as for view.
+        """
+        shape = p.shape if shape is None else p.detach().view(shape).shape
+        sink = Sink(self, self._step, p, scale, shape)
         if self.delays:
-            alias = p.detach().requires_grad_()  # so that no hook of p runs in the backward
+            alias = p.detach().view(shape).requires_grad_()  # so that no hook of p runs in the backward
         else:
-            alias = p.view_as(p)
+            alias = p.view(shape)
         sink.leaf = _leaf_of(alias) if self.delays else alias.grad_fn.next_functions[0][0]
         alias._epmoe_sink = sink
         return alias
@@ -202,6 +209,9 @@ class WeightGradients:
 
     def compute(self):
         """Compute the gradients of the oldest backward pass that waits."""
+        if not self.pending:
+            raise RuntimeError("backward_dw: no backward pass of this module waits for it: call it once "
+                               "after each backward pass, not more often")
         _, waiting = self.pending.popitem(last=False)
         for factors in waiting:
             with torch.enable_grad():

@@ -1,7 +1,7 @@
 """Megatron-core: its flex token dispatcher dispatches and combines with epmoe.
 
     import epmoe.integrations.megatron
-    epmoe.integrations.megatron.use()  # before the model is made
+    epmoe.integrations.megatron.use()  # before the model is made; use(experts=True): the experts too
 
 Then --moe-token-dispatcher-type flex means epmoe.  Megatron-core has no registry for the communication of
 that dispatcher, so use() replaces the one that it would make for DeepEP, the default of
@@ -10,9 +10,13 @@ that dispatcher, so use() replaces the one that it would make for DeepEP, the de
 It needs megatron-core 0.16.
 """
 
+import functools
+
 import torch
 
 try:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.moe import token_dispatcher as _megatron
     from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 except ImportError as error:
@@ -21,8 +25,9 @@ except ImportError as error:
 from ..errors import EpIndexError
 from . import layers
 from .layers import check_methods
+from .megatron_experts import EpmoeGroupedMLP
 
-__all__ = ["EpmoeManager", "use"]
+__all__ = ["EpmoeGroupedMLP", "EpmoeManager", "use"]
 
 # What MoEFlexTokenDispatcher calls, and with what.
 _CALLED = {
@@ -222,12 +227,35 @@ class EpmoeManager(_megatron._DispatchManager):
         return self.tokens_per_expert
 
 
-def use():
+def _use_experts():
+    """Let --moe-grouped-gemm mean EpmoeGroupedMLP."""
+    for provider in (LocalSpecProvider, TESpecProvider):
+        made = provider.grouped_mlp_modules
+        if getattr(made, "is_epmoe", False):
+            continue
+        check_methods("megatron-core", provider,
+                      grouped_mlp_modules="self moe_use_grouped_gemm moe_use_legacy_grouped_gemm")
+
+        @functools.wraps(made)
+        def modules(self, moe_use_grouped_gemm, moe_use_legacy_grouped_gemm, made=made):
+            if moe_use_grouped_gemm:
+                return EpmoeGroupedMLP, None
+            return made(self, moe_use_grouped_gemm, moe_use_legacy_grouped_gemm)
+
+        modules.is_epmoe = True
+        provider.grouped_mlp_modules = modules
+
+
+def use(experts=False):
     """Let Megatron-core make an EpmoeManager for each flex token dispatcher from now on.
 
     Call it on every rank before the model is made, and set --moe-token-dispatcher-type flex and leave
     --moe-flex-dispatcher-backend at its default, deepep.  DeepEP is then neither needed nor used.  A second
     call does nothing.
+
+    Args:
+        experts: Whether --moe-grouped-gemm makes EpmoeGroupedMLP from now on, in the specifications of
+            Transformer Engine and in the local ones.
 
     Raises:
         ImportError: When Megatron-core's dispatcher is not the one for which this adapter was written.
@@ -238,6 +266,8 @@ def use():
         >>> token_dispatcher._DeepepManager is EpmoeManager
         True
     """
+    if experts:
+        _use_experts()
     made = getattr(_megatron, "_DeepepManager", None)
     if made is EpmoeManager:
         return
