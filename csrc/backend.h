@@ -53,6 +53,7 @@ typedef struct {
      * these calls, whatever their streams. */
     int (*plan)(int device, const EpPlanParams *p, void *stream);
     int (*dispatch)(int device, const EpDispatchParams *p, uint32_t num_sm, void *stream);
+    int (*dispatch_fp8)(int device, const EpDispatchFp8Params *p, uint32_t num_sm, void *stream);
     int (*combine)(int device, const EpCombineParams *p, uint32_t num_sm, void *stream);
     int (*ll_dispatch)(int device, const EpLlDispatchParams *p, uint32_t num_sm, void *stream);
     int (*ll_combine)(int device, const EpLlCombineParams *p, uint32_t num_sm, void *stream);

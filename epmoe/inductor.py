@@ -13,7 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 # The index of each operator's smallest result, or None where it has only one.
 _RESULTS = {"plan": None, "dispatch": 1, "combine": 1, "dispatch_gemm": 2, "gemm_combine": 0,
-            "experts": 3, "experts_backward_down": 3, "experts_backward_up": 1}
+            "dispatch_fp8": 2, "experts": 3, "experts_backward_down": 3, "experts_backward_up": 1}
 
 
 class KeepOrder(CustomGraphPass):

@@ -8,6 +8,7 @@ import torch
 from . import _C, ops
 from .autograd import check_mode
 from .device import pick_device, stream_of
+from .dispatch_fp8 import Fp8Dispatch
 from .heap import SymmetricHeap
 from .layer_parts import (MODES, LayerParts, cast, check_kinds, default_num_sm, max_blocks, refuse_layer,
                           world_of)
@@ -15,7 +16,7 @@ from .layer_parts import (MODES, LayerParts, cast, check_kinds, default_num_sm, 
 _ids = itertools.count()
 
 
-class EPAll2AllLayer(LayerParts):
+class EPAll2AllLayer(Fp8Dispatch, LayerParts):
     """Sends tokens to the ranks that hold their experts, and returns the experts' rows.
 
     Letters: W ranks, E experts, L = E/W experts of a rank, T tokens of this rank (may differ per rank and

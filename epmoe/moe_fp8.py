@@ -71,6 +71,6 @@ def compute(moe, rows, scales, offsets):
     h = grouped_gemm(rows, moe.gate_up_proj, offsets=offsets, bias=moe.gate_up_proj_bias,
                      activation=moe.activation, a_scale=scales, b_scale=moe.gate_up_proj_scale_inv,
                      out_dtype=dtype)
-    h, scales = quantize_fp8(h)
+    h, scales = quantize_fp8(h, num_rows=offsets[-1:])
     return grouped_gemm(h, moe.down_proj, offsets=offsets, bias=moe.down_proj_bias, a_scale=scales,
                         b_scale=moe.down_proj_scale_inv, out_dtype=dtype)

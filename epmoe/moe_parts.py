@@ -7,7 +7,6 @@ from torch import nn
 
 from . import _C, decode as decoding, experts_ops, moe_fp8, moe_load, shards, torch_hooks
 from .expert_map import ExpertMap
-from .fp8 import quantize_fp8
 from .gemm import grouped_gemm
 from .moe_training import MoeTraining
 from .parallel_parts import check_ddp, check_sharded
@@ -139,11 +138,14 @@ class MoeParts(MoeTraining):
         return y
 
     def _unfused(self, x, topk_idx, topk_weights):
-        rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)
+        if self.is_fp8:
+            rows, scales, row_weight, layout = self.layer.dispatch_fp8(x, topk_idx, topk_weights)
+        else:
+            rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)
         offsets = layout.expert_offsets
         try:
             if self.is_fp8:
-                h = moe_fp8.compute(self, *quantize_fp8(rows), offsets)
+                h = moe_fp8.compute(self, rows, scales, offsets)
             else:
                 h = grouped_gemm(rows, self._scaled("gate_up_proj"), offsets=offsets,
                                  bias=self._scaled("gate_up_proj_bias"), activation=self.activation)

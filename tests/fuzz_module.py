@@ -47,7 +47,7 @@ def make_setting(torch, _C):
     one, (two, silent) = _C.world_threads(1, 0.05)[0], _C.world_threads(2, 0.02)
     closed = _C.world_threads(1, 0.05)[0]
     heap = _C.heap_create(one, _C.CPU, 0, 1 << 20, 0)
-    config = (1, 4, 2, 6, 8, _C.F32, _C.COMBINE_SCATTER, 1, 0, 12, 2, 1, 0, 1)
+    config = (1, 4, 2, 6, 16, _C.F32, _C.COMBINE_SCATTER, 1, 0, 12, 2, 1, 0, 1)
     layer, closed_heap = _C.layer_create(heap, config), _C.heap_create(closed, _C.CPU, 0, 1 << 17, 0)
     closed_config = (1, 4, 2, 2, 8, _C.F32, _C.COMBINE_LOCAL, 1, 0, 4, 1, 1, 0, 0)
     closed_layer = _C.layer_create(closed_heap, closed_config)
@@ -57,11 +57,14 @@ def make_setting(torch, _C):
     off, words = _C.heap_alloc(heap, 4096, 128, 0), _C.plan_layout(config, 3)["num_words"]
     fast_config = (1, 4, 2, 6, 128, _C.F16, _C.LOW_LATENCY, 1, 0, 12, 2, 1, 0, 0)
     fast = _C.layer_create(heap, fast_config)
-    good = {"x": torch.ones(3, 8), "idx": torch.tensor([[0, 1], [2, -1], [3, 3]]), "weight": torch.ones(3, 2),
-            "plan": torch.zeros(words, dtype=torch.int32), "rows": torch.zeros(5, 8),
+    good = {"x": torch.ones(3, 16), "idx": torch.tensor([[0, 1], [2, -1], [3, 3]]),
+            "weight": torch.ones(3, 2),
+            "plan": torch.zeros(words, dtype=torch.int32), "rows": torch.zeros(5, 16),
             "row_weight": torch.ones(5), "recv": torch.zeros(6 * 3, dtype=torch.int32),
-            "out": torch.zeros(3, 8), "out_scalar": torch.zeros(3, 2),
+            "out": torch.zeros(3, 16), "out_scalar": torch.zeros(3, 2),
             "scatter": torch.zeros(3, 2, dtype=torch.int32),
+            "fp8_x": torch.zeros(3, 16, dtype=torch.uint8), "fp8_scale": torch.ones(3, 1),
+            "fp8_rows": torch.zeros(5, 16, dtype=torch.uint8), "fp8_row_scale": torch.ones(1, 8),
             "fast_x": torch.ones(3, 128).half(), "masked": torch.zeros(4, 6, 128).half(),
             "compact": torch.zeros(12, 128).half(), "counts": torch.zeros(4, dtype=torch.int32),
             "handle": torch.zeros(_C.ll_handle_words(fast_config)[0], dtype=torch.int32)}
@@ -160,6 +163,7 @@ def strategies(st, torch, _C):
 
 
 TENSORS = ["x", "idx", "weight", "plan", "rows", "row_weight", "recv", "out", "out_scalar", "scatter",
+           "fp8_x", "fp8_scale", "fp8_rows", "fp8_row_scale",
            "fast_x", "masked", "compact", "counts", "handle"]
 WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "complex", "conj", "neg", "neg idx",
          "half", "f4", "meta", "fake", "sparse", "nested", "expanded", "vast", "vaster", "strided",
@@ -183,6 +187,8 @@ SIGNATURES = {
     "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan small",
     "layer_num_rows": "L small plan", "layer_expert_rows": "L small plan",
     "layer_dispatch": "L small | x weight? plan rows row_weight? recv small",
+    "layer_dispatch_fp8": "L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
+                          " recv",
     "layer_combine": "L small | rows row_weight? row_weight? plan recv out out_scalar? small",
     "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
     "layer_dispatch_gemm": "L small | x weight? plan rows row_weight? recv tensor weight? out small"

@@ -12,7 +12,7 @@ from epmoe import _C, fused_ops, ops  # they define the operators
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "csrc/protocol/ops.h").read_text()
-NAMES = dict(re.findall(r"^    [XB]\(([A-Z_]{2,}), (\w+),", TEXT, flags=re.M))
+NAMES = dict(re.findall(r"^    [XB]\(([A-Z_0-9]{2,}), (\w+),", TEXT, flags=re.M))
 ARGUMENTS = {
     name: re.findall(r"X\(S, (\w+), (\w+)\)", body)
     for name, body in re.findall(r"#define EP_ARGS_(\w+)\(X, S\)((?:.*\\\n)+.*)", TEXT)

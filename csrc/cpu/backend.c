@@ -199,6 +199,9 @@ static int run(Part *part, const EpComm *comm, const void *params, uint32_t num_
 static void dispatch_part(const void *p, uint32_t worker, uint32_t num_workers) {
     ep_cpu_dispatch((const EpDispatchParams *)p, worker, num_workers);
 }
+static void dispatch_fp8_part(const void *p, uint32_t worker, uint32_t num_workers) {
+    ep_cpu_dispatch_fp8((const EpDispatchFp8Params *)p, worker, num_workers);
+}
 static void combine_part(const void *p, uint32_t worker, uint32_t num_workers) {
     ep_cpu_combine((const EpCombineParams *)p, worker, num_workers);
 }
@@ -262,6 +265,13 @@ static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void
     return is_sound(&p->comm.shape, p->comm.my_rank, &p->layout, p->plan)
                ? run(dispatch_part, &p->comm, p, num_sm)
                : refuse_plan(&p->comm, EP_OP_DISPATCH);
+}
+static int dispatch_fp8(int device, const EpDispatchFp8Params *p, uint32_t num_sm, void *stream) {
+    const EpComm *c = &p->dispatch.comm;
+    (void)device, (void)stream;
+    return is_sound(&c->shape, c->my_rank, &p->dispatch.layout, p->dispatch.plan)
+               ? run(dispatch_fp8_part, c, p, num_sm)
+               : refuse_plan(c, EP_OP_DISPATCH_FP8);
 }
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
     (void)device, (void)stream;
@@ -332,6 +342,7 @@ const EpBackend ep_cpu_backend = {
     .sync_all = sync_all,
     .plan = plan,
     .dispatch = dispatch,
+    .dispatch_fp8 = dispatch_fp8,
     .combine = combine,
     .ll_dispatch = ll_dispatch,
     .ll_combine = ll_combine,

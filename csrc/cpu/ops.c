@@ -40,8 +40,12 @@ static int32_t home_slot(const EpDispatchParams *p, uint32_t t, uint32_t r) {
     return p->plan[p->layout.token_slot_off + (uint64_t)t * p->comm.shape.num_ranks + r];
 }
 
+static float scale_of_input(const EpRowScales *s, const EpDispatchParams *p, uint32_t t, uint32_t group) {
+    return s->x[(int64_t)(t / p->num_copies) * s->x_row + (int64_t)group * s->x_group];
+}
+
 /* Write a token and its trailer to its slot in rank r's staging buffer. */
-static void send_slot(const EpDispatchParams *p, uint32_t r, uint32_t slot) {
+static void send_slot(const EpDispatchParams *p, const EpRowScales *scales, uint32_t r, uint32_t slot) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk,
              t = (uint32_t)p->plan[p->layout.send_token_off + (uint64_t)r * p->layout.num_tokens + slot];
@@ -53,12 +57,16 @@ static void send_slot(const EpDispatchParams *p, uint32_t r, uint32_t slot) {
     rows_at_rank(p, t, r, meta + EP_TRAILER_ROWS);
     memcpy(trailer, meta, 4ull * ep_trailer_weights(K));
     if (p->weight) memcpy(trailer + 4ull * ep_trailer_weights(K), p->weight + (uint64_t)t * K, 4ull * K);
+    for (uint32_t g = 0; scales && g < scales->num_groups; g++) {
+        const float scale = scale_of_input(scales, p, t, g);
+        memcpy(trailer + 4ull * (ep_trailer_words(K) + g), &scale, 4);
+    }
 }
 
 /* Copy a slot to its rows. meta and weight come from the sender, so they are checked: nothing outside [0,
  * num_rows) is written. */
-static void place_slot(const EpDispatchParams *p, uint32_t s, const void *row, const int32_t *meta,
-                       const float *weight) {
+static void place_slot(const EpDispatchParams *p, const EpRowScales *scales, uint32_t s,
+                       const unsigned char *row, const int32_t *meta, const float *weight) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk;
     const int32_t token = meta[EP_TRAILER_TOKEN];
@@ -72,19 +80,24 @@ static void place_slot(const EpDispatchParams *p, uint32_t s, const void *row, c
         if (at < 0) continue;
         memcpy((unsigned char *)p->rows + (uint64_t)at * c->layout.row_bytes, row, c->layout.row_bytes);
         if (p->row_weight) p->row_weight[at] = weight[k];
+        for (uint32_t g = 0; scales && g < scales->num_groups; g++) {
+            float *to = scales->rows + g * scales->line + (uint32_t)at;
+            if (s == c->my_rank) *to = scale_of_input(scales, p, (uint32_t)token, g);
+            else memcpy(to, row + c->layout.row_bytes + 4ull * (ep_trailer_words(K) + g), 4);
+        }
     }
 }
 
 /* Wait for a chunk and place its slots. False: the wait has failed. */
-static bool receive_chunk(const EpDispatchParams *p, EpTask task, uint64_t epoch) {
+static bool receive_chunk(const EpDispatchParams *p, const EpRowScales *scales, uint32_t op, EpTask task,
+                          uint64_t epoch) {
     const EpComm *c = &p->comm;
     uint32_t K = c->shape.num_topk, T = p->layout.num_tokens, first = task.chunk * EP_CHUNK_SLOTS;
     uint32_t n = ep_chunk_slots((uint32_t)p->plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
     int32_t meta[EP_TRAILER_ROWS + EP_MAX_TOPK];
     float weight[EP_MAX_TOPK];
     if (n == 0) return true;
-    if (task.rank != c->my_rank && !ep_flag_await(c, EP_OP_DISPATCH, task.rank, task.chunk, epoch))
-        return false;
+    if (task.rank != c->my_rank && !ep_flag_await(c, op, task.rank, task.chunk, epoch)) return false;
     for (uint32_t slot = first; slot < first + n; slot++) {
         const unsigned char *row = ep_slot_at(c, c->my_rank, task.rank, slot);
         if (task.rank == c->my_rank) { /* tokens of this rank: read them from the input */
@@ -99,64 +112,79 @@ static bool receive_chunk(const EpDispatchParams *p, EpTask task, uint64_t epoch
             memcpy(meta, trailer, 4ull * ep_trailer_weights(K));
             memcpy(weight, trailer + 4ull * ep_trailer_weights(K), 4ull * K);
         }
-        place_slot(p, task.rank, row, meta, weight);
+        place_slot(p, scales, task.rank, row, meta, weight);
     }
     return true;
 }
 
+/* Set `num` rows from row `first` on to zero. */
+static void clear_rows(const EpDispatchParams *p, const EpRowScales *scales, uint64_t first, uint64_t num) {
+    const uint64_t row_bytes = p->comm.layout.row_bytes;
+    if (num == 0) return;
+    memset((unsigned char *)p->rows + first * row_bytes, 0, num * row_bytes);
+    if (p->row_weight) memset(p->row_weight + first, 0, num * sizeof *p->row_weight);
+    for (uint32_t g = 0; scales && g < scales->num_groups; g++)
+        memset(scales->rows + g * scales->line + first, 0, num * sizeof *scales->rows);
+}
+
 /* Set the padding rows of each expert to zero. */
-static void clear_padding(const EpDispatchParams *p) {
+static void clear_padding(const EpDispatchParams *p, const EpRowScales *scales) {
     const EpShape *s = &p->comm.shape;
     const uint32_t L = ep_num_local_experts(s);
-    const uint64_t row_bytes = p->comm.layout.row_bytes;
     const int32_t *first = p->plan + p->layout.expert_row_off, *counts = p->plan + p->layout.counts_off;
     for (uint32_t l = 0; l < L; l++) {
         const uint32_t from = (uint32_t)first[l] + ep_expert_rows(s, counts, p->comm.my_rank * L + l);
         const uint32_t end = (uint32_t)first[l + 1];
-        if (from >= end || end > p->num_rows) continue;
-        memset((unsigned char *)p->rows + from * row_bytes, 0, (end - from) * row_bytes);
-        if (p->row_weight) memset(p->row_weight + from, 0, (end - from) * sizeof *p->row_weight);
+        if (from < end && end <= p->num_rows) clear_rows(p, scales, from, end - from);
     }
 }
 
-void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_workers) {
+/* scales: NULL, or those of rows in FP8. */
+static void dispatch(const EpDispatchParams *p, const EpRowScales *scales, uint32_t op, uint32_t worker,
+                     uint32_t num_workers) {
     const EpComm *c = &p->comm;
     uint32_t W = c->shape.num_ranks;
     uint64_t epoch = ep_begin(c), n, num_tasks;
     bool ok = epoch != 0;
     EpLocal *l = ep_local(c);
     if (ok && worker == 0) {
-        EpHeader h = ep_make_header(c, EP_OP_DISPATCH, p->plan, NULL, p->layout.num_tokens, p->num_rows);
+        EpHeader h = ep_make_header(c, op, p->plan, NULL, p->layout.num_tokens, p->num_rows);
         h.has_weight = p->has_weight;
         ep_enter(c, &h, epoch);
     }
-    ok = ok && ep_enter_await(c, EP_OP_DISPATCH, epoch);
+    ok = ok && ep_enter_await(c, op, epoch);
     num_tasks = ok ? ep_num_tasks(p->plan + EP_HEAD_NUM_SEND, W) : 0;
     while (ok && (n = ep_queue_pop(l->queue_send)) < num_tasks) {
         EpTask task = ep_task_at(n, c->my_rank, W);
         uint32_t num = ep_chunk_slots((uint32_t)p->plan[EP_HEAD_NUM_SEND + task.rank], task.chunk);
         if (task.rank == c->my_rank || num == 0) continue;
         if (EP_FAULT(FLAG_FIRST)) ep_flag_publish(c, task.rank, task.chunk, epoch);
-        for (uint32_t i = 0; i < num; i++) send_slot(p, task.rank, task.chunk * EP_CHUNK_SLOTS + i);
+        for (uint32_t i = 0; i < num; i++) send_slot(p, scales, task.rank, task.chunk * EP_CHUNK_SLOTS + i);
         ep_flag_publish(c, task.rank, task.chunk, epoch);
     }
     num_tasks = ok ? ep_num_tasks(p->plan + EP_HEAD_NUM_RECV, W) : 0;
     while (ok && (n = ep_queue_pop(&l->queue_recv)) < num_tasks)
-        ok = receive_chunk(p, ep_task_at(n, c->my_rank, W), epoch);
-    if (ok) {
-        uint64_t m = (uint64_t)p->plan[EP_HEAD_NUM_ROWS], rest = p->num_rows > m ? p->num_rows - m : 0;
-        if (worker == 0 && rest)
-            memset((unsigned char *)p->rows + m * c->layout.row_bytes, 0, rest * c->layout.row_bytes);
-        if (worker == 0 && rest && p->row_weight) memset(p->row_weight + m, 0, rest * 4);
-        if (worker == 0 && p->has_padding) clear_padding(p);
+        ok = receive_chunk(p, scales, op, ep_task_at(n, c->my_rank, W), epoch);
+    if (ok && worker == 0) {
+        uint64_t m = (uint64_t)p->plan[EP_HEAD_NUM_ROWS];
+        clear_rows(p, scales, m, p->num_rows > m ? p->num_rows - m : 0);
+        if (p->has_padding) clear_padding(p, scales);
     }
     if (ep_leave(c, num_workers, epoch) == EP_LEFT_LAST_FAILED) {
         ep_cpu_fill_nan(p->rows, p->num_rows * c->layout.row_bytes);
         ep_cpu_fill_nan(p->row_weight, p->num_rows * 4ull);
+        if (scales) ep_cpu_fill_nan(scales->rows, 4ull * scales->num_groups * scales->line);
         memset(p->recv, 0xff,
                /* -1: no slot came from any rank */
                4 * ep_recv_words(&c->shape));
     }
+}
+
+void ep_cpu_dispatch(const EpDispatchParams *p, uint32_t worker, uint32_t num_workers) {
+    dispatch(p, NULL, EP_OP_DISPATCH, worker, num_workers);
+}
+void ep_cpu_dispatch_fp8(const EpDispatchFp8Params *p, uint32_t worker, uint32_t num_workers) {
+    dispatch(&p->dispatch, &p->scales, EP_OP_DISPATCH_FP8, worker, num_workers);
 }
 
 /* ---- combine ---- */

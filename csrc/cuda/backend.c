@@ -209,6 +209,11 @@ static int dispatch(int device, const EpDispatchParams *p, uint32_t num_sm, void
     EP_TRY(ep_begin_launch(device, &p->comm, stream, "epmoe: dispatch kernel", &l));
     return ep_end_launch(&l, ep_launch_dispatch(p, num_sm, stream), "dispatch kernel");
 }
+static int dispatch_fp8(int device, const EpDispatchFp8Params *p, uint32_t num_sm, void *stream) {
+    EpLaunch l;
+    EP_TRY(ep_begin_launch(device, &p->dispatch.comm, stream, "epmoe: FP8 dispatch kernel", &l));
+    return ep_end_launch(&l, ep_launch_dispatch_fp8(p, num_sm, stream), "FP8 dispatch kernel");
+}
 static int combine(int device, const EpCombineParams *p, uint32_t num_sm, void *stream) {
     EpLaunch l;
     EP_TRY(ep_begin_launch(device, &p->comm, stream, "epmoe: combine kernel", &l));
@@ -338,6 +343,7 @@ const EpBackend ep_cuda_backend = {
     .sync_all = sync_all,
     .plan = plan,
     .dispatch = dispatch,
+    .dispatch_fp8 = dispatch_fp8,
     .combine = combine,
     .ll_dispatch = ll_dispatch,
     .ll_combine = ll_combine,

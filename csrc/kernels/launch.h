@@ -11,6 +11,7 @@ extern "C" {
 #endif
 int ep_launch_plan(const EpPlanParams *p, void *stream);
 int ep_launch_dispatch(const EpDispatchParams *p, uint32_t num_blocks, void *stream);
+int ep_launch_dispatch_fp8(const EpDispatchFp8Params *p, uint32_t num_blocks, void *stream);
 int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *stream);
 /* The megakernels: dispatch + GEMM, and GEMM + combine. They launch all their CTAs at once, or fail. */
 int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream);

@@ -12,6 +12,7 @@
 typedef union {
     EpPlanParams plan;
     EpDispatchParams dispatch;
+    EpDispatchFp8Params dispatch_fp8;
     EpCombineParams combine;
     EpDispatchGemmParams dispatch_gemm;
     EpGemmCombineParams gemm_combine;
@@ -30,13 +31,15 @@ EP_OPERATIONS(X, B)
 /* Check that t is a contiguous tensor on the layer's device. A size of -1 accepts any size. */
 int ep_layer_check_tensor(const EpLayer *l, const char *name, const EpTensor *t, uint32_t dtype,
                           uint32_t num_dims, int64_t d0, int64_t d1);
-/* Check rows [num_rows][H]. Workers copy a row in units of 16 bytes, so the address is aligned to 16. */
+/* Check rows [num_rows][H] of the layer's dtype. Workers copy a row in units of 16 bytes, so the address is
+ * aligned to 16. */
 int ep_layer_check_rows(const EpLayer *l, const char *name, const EpTensor *t, int64_t num_rows);
 int ep_layer_check_num_tokens(const EpLayer *l, const char *name, const EpTensor *t);
 /* The padding rows of a layer's plans. */
 EpPadding ep_layer_padding(const EpLayer *l);
-/* Check the arguments of a dispatch, and fill in p. x has one row for every num_copies tokens. */
-int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t num_copies,
+/* Check the arguments of a dispatch of rows of this dtype, and fill in p. x has one row for every num_copies
+ * tokens. */
+int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t dtype, uint32_t num_copies,
                             EpDispatchParams *p);
 int ep_layer_check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombineParams *p);
 

@@ -79,7 +79,7 @@ int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatch
     p->dispatch.comm = b->comm;
     p->dispatch.comm.requires_grad = a->requires_grad != 0;
     EP_TRY(check_no_padding(l));
-    EP_TRY(ep_layer_check_dispatch(l, &first, a->num_copies, &p->dispatch));
+    EP_TRY(ep_layer_check_dispatch(l, &first, l->config.shape.dtype, a->num_copies, &p->dispatch));
     EP_TRY(check_product(l, &product, &p->gemm));
     if (a->num_tail && a->num_tail >= a->num_move)
         return ep_error(EP_EINVAL, "num_tail_sms %u: must be fewer than num_sm, %u", a->num_tail,

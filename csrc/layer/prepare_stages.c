@@ -15,9 +15,13 @@ int ep_layer_check_tensor(const EpLayer *l, const char *name, const EpTensor *t,
     return ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 1);
 }
 
-int ep_layer_check_rows(const EpLayer *l, const char *name, const EpTensor *t, int64_t num_rows) {
-    const EpWanted wanted = {name, t, l->config.shape.dtype, 2, {num_rows, l->config.shape.hidden, -1}};
+static int check_rows(const EpLayer *l, const char *name, const EpTensor *t, uint32_t dtype,
+                      int64_t num_rows) {
+    const EpWanted wanted = {name, t, dtype, 2, {num_rows, l->config.shape.hidden, -1}};
     return ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 16);
+}
+int ep_layer_check_rows(const EpLayer *l, const char *name, const EpTensor *t, int64_t num_rows) {
+    return check_rows(l, name, t, l->config.shape.dtype, num_rows);
 }
 
 /* ---- stages ---- */
@@ -80,7 +84,7 @@ int ep_prepare_plan(EpLayer *l, const EpCommBuffer *b, const EpPlanArgs *a, EpPl
     return 0;
 }
 
-int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t num_copies,
+int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t dtype, uint32_t num_copies,
                             EpDispatchParams *p) {
     const EpShape *s = &l->config.shape;
     const EpTensor *x = a->x, *rows = a->rows;
@@ -89,11 +93,11 @@ int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t 
     if (x->num_dims < 1 || x->shape[0] > (int64_t)(s->max_tokens / num_copies))
         return ep_error(EP_EINVAL, "input has %lld tokens: must be at most max_tokens, %u",
                         x->num_dims ? (long long)x->shape[0] : -1ll, s->max_tokens / num_copies);
-    EP_TRY(ep_layer_check_rows(l, "input", x, -1));
+    EP_TRY(check_rows(l, "input", x, dtype, -1));
     const int64_t T = x->shape[0] * num_copies;
     if (a->weight) EP_TRY(ep_layer_check_tensor(l, "weight", a->weight, EP_F32, 2, T, s->num_topk));
     EP_TRY(check_plan_tensor(l, a->plan, (uint32_t)T, &p->layout));
-    EP_TRY(ep_layer_check_rows(l, "output", rows, -1));
+    EP_TRY(check_rows(l, "output", rows, dtype, -1));
     if ((a->weight != NULL) != (a->row_weight != NULL))
         return ep_error(EP_EINVAL, "weight and output weight: give both or neither");
     if (a->row_weight)
@@ -117,7 +121,41 @@ int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t 
 int ep_prepare_dispatch(EpLayer *l, const EpCommBuffer *b, const EpDispatchArgs *a, EpDispatchParams *p) {
     p->comm = b->comm;
     p->comm.requires_grad = a->requires_grad != 0;
-    return ep_layer_check_dispatch(l, a, 1, p);
+    return ep_layer_check_dispatch(l, a, l->config.shape.dtype, 1, p);
+}
+
+/* x_scale [T][groups] may have any strides. row_scale is [groups][line]. */
+static int check_scales(const EpLayer *l, const EpDispatchFp8Args *a, EpRowScales *s) {
+    const int64_t groups = ep_ceil_div_u32(l->config.shape.hidden, EP_FP8_GROUP);
+    EpTensor dense = *a->x_scale;
+    if (dense.num_dims == 2) {
+        dense.stride[0] = groups;
+        dense.stride[1] = 1;
+    }
+    EP_TRY(ep_layer_check_tensor(l, "input scales", &dense, EP_F32, 2, a->x->shape[0], groups));
+    EP_TRY(ep_layer_check_tensor(l, "output scales", a->row_scale, EP_F32, 2, groups, -1));
+    if (a->row_scale->shape[1] % 4 || a->row_scale->shape[1] < a->rows->shape[0])
+        return ep_error(EP_EINVAL, "output scales: a line has %lld: wanted a multiple of 4, at least %lld",
+                        (long long)a->row_scale->shape[1], (long long)a->rows->shape[0]);
+    s->x = (const float *)a->x_scale->data;
+    s->x_row = a->x_scale->stride[0];
+    s->x_group = a->x_scale->stride[1];
+    s->rows = (float *)a->row_scale->data;
+    s->line = (uint64_t)a->row_scale->shape[1];
+    s->num_groups = (uint32_t)groups;
+    return 0;
+}
+
+int ep_prepare_dispatch_fp8(EpLayer *l, const EpCommBuffer *b, const EpDispatchFp8Args *a,
+                            EpDispatchFp8Params *p) {
+    const EpDispatchArgs plain = {a->x, a->weight, a->plan, a->rows, a->row_weight, a->recv, 0};
+    if (l->config.shape.hidden % 16)
+        return ep_error(EP_EINVAL, "a dispatch in FP8 needs a hidden size that is a multiple of 16, not %u",
+                        l->config.shape.hidden);
+    p->dispatch.comm = b->comm;
+    p->dispatch.comm.layout.row_bytes = l->config.shape.hidden;
+    EP_TRY(ep_layer_check_dispatch(l, &plain, EP_U8, 1, &p->dispatch));
+    return check_scales(l, a, &p->scales);
 }
 
 int ep_layer_check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombineParams *p) {

@@ -16,7 +16,8 @@
     X(DISPATCH_GEMM, dispatch_gemm, DispatchGemm, "dispatch + gemm") \
     X(GEMM_COMBINE, gemm_combine, GemmCombine, "gemm + combine")     \
     X(LL_DISPATCH, ll_dispatch, LlDispatch, "low-latency dispatch")  \
-    X(LL_COMBINE, ll_combine, LlCombine, "low-latency combine")
+    X(LL_COMBINE, ll_combine, LlCombine, "low-latency combine")      \
+    X(DISPATCH_FP8, dispatch_fp8, DispatchFp8, "dispatch in FP8")
 
 /* EP_OP_PLAN = 1, EP_OP_DISPATCH = 2, ... */
 typedef enum {
@@ -132,6 +133,20 @@ typedef enum {
     X(S, TENSOR, out)            \
     X(S, U32, is_masked)         \
     X(S, U32, parts)
+
+/* Dispatch of rows that are quantised already. x u8 [T][H], H a multiple of 16; x_scale f32 [T][groups] with
+ * any strides, a group for each 128 numbers of a row; rows u8 [>= M][H]; row_scale f32 [groups][line], where
+ * a line has a multiple of 4 scales, at least as many as there are rows. The rest is as in dispatch. There is
+ * no backward. */
+#define EP_ARGS_dispatch_fp8(X, S) \
+    X(S, TENSOR, x)                \
+    X(S, TENSOR, x_scale)          \
+    X(S, OPTIONAL, weight)         \
+    X(S, PLAN, plan)               \
+    X(S, OWN, rows)                \
+    X(S, OWN, row_scale)           \
+    X(S, OWN_OPTIONAL, row_weight) \
+    X(S, OWN, recv)
 /* clang-format on */
 
 #endif /* EP_OPS_H */

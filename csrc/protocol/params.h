@@ -1,13 +1,16 @@
 /* params.h - the parameters of each operation: what layer_ops.c fills in and a backend executes.
  *
- * Exports EpPlanParams, EpDispatchParams, EpCombineParams; for the fused kernels EpDispatchGemmParams and
- * EpGemmCombineParams; and for the low-latency operations EpLlDispatchParams and EpLlCombineParams.
+ * Exports EpPlanParams, EpDispatchParams, EpDispatchFp8Params, EpCombineParams; for the fused kernels
+ * EpDispatchGemmParams and EpGemmCombineParams; and for the low-latency operations EpLlDispatchParams and
+ * EpLlCombineParams.
  * Invariant: a captured CUDA graph keeps a copy of these structs. So they contain neither an epoch nor the
  * number of received rows: a worker reads the epoch from its local words, and the number from the plan. */
 #ifndef EP_PARAMS_H
 #define EP_PARAMS_H
 #include "protocol/comm.h"
 #include "protocol/gemm_params.h"
+
+#define EP_FP8_GROUP 128u /* numbers of a row in FP8 that share a scale */
 
 /* Padding rows: the rows of each expert are padded to a multiple of `alignment`; 0: there are none. With
  * has_capacity every expert has exactly `alignment` rows. */
@@ -49,6 +52,22 @@ typedef struct {
     uint32_t has_padding;
 } EpDispatchParams;
 
+/* The scales of rows in FP8: one for each group of EP_FP8_GROUP numbers of a row. */
+typedef struct {
+    const float *x; /* that of group g of row t of x is x[t * x_row + g * x_group] */
+    int64_t x_row, x_group;
+    float *rows; /* that of group g of row r is rows[g * line + r] */
+    uint64_t line;
+    uint32_t num_groups;
+} EpRowScales;
+
+/* Dispatch of rows in FP8. An element has one byte, so dispatch.comm.layout.row_bytes is H, while the rest of
+ * the layout, and the shape, are those of the layer. */
+typedef struct {
+    EpDispatchParams dispatch;
+    EpRowScales scales;
+} EpDispatchFp8Params;
+
 typedef struct {
     EpComm comm;
     EpPlanLayout layout;
@@ -89,7 +108,6 @@ typedef struct {
 /* e4m3 rows, with a scale for each 128 numbers: the largest magnitude / 448, or the next power of two. UE8M0:
  * that power's exponent + 127 in one byte, four bytes of consecutive groups in a word. */
 typedef enum { EP_FP8_NONE = 0, EP_FP8_SCALED = 1, EP_FP8_POW2 = 2, EP_FP8_UE8M0 = 3 } EpLlFp8;
-#define EP_FP8_GROUP 128u
 /* The halves of an operation that a launch executes. */
 typedef enum { EP_LL_SEND = 1, EP_LL_RECEIVE = 2, EP_LL_BOTH = 3 } EpLlParts;
 

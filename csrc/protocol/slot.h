@@ -3,7 +3,7 @@
  *
  *   slot    what a rank sends to another rank for one token: the row, then a trailer of 32-bit words.
  *           dispatch:       i32 token, i32 return slot, i32 row[K] (-1: not on this rank),
- *                           f32 weight[K] if weights travel
+ *                           f32 weight[K] if weights travel; then, for rows in FP8, f32 scale[H / 128]
  *           LOCAL combine:  f32 scalar[K]
  *   choice  what SCATTER and GATHER combine move for one choice: the row, then f32 weight, f32 scalar
  *   record  what a rank keeps of a slot that it has received, for combine: i32 token, i32 row[K] (-1: none).
@@ -23,7 +23,8 @@
 enum { EP_TRAILER_TOKEN = 0, EP_TRAILER_RETURN_SLOT = 1, EP_TRAILER_ROWS = 2 };
 /* The word of the first weight: the number of words without weights. */
 EP_PURE uint32_t ep_trailer_weights(uint32_t num_topk) { return EP_TRAILER_ROWS + num_topk; }
-/* All words. The trailer of a slot in LOCAL combine is shorter. */
+/* All words. The trailer of a slot in LOCAL combine is shorter. Scales come after it: rows in FP8 are shorter
+ * than those for which the slot was made, by more bytes than the scales have. */
 EP_PURE uint32_t ep_trailer_words(uint32_t num_topk) { return ep_trailer_weights(num_topk) + num_topk; }
 
 /* Words of the trailer of a choice. */

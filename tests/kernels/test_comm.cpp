@@ -105,7 +105,7 @@ static void dispatch_run(DispatchRunParams p) {
         const EpMoveWhat what = p.division.num_tail == 0           ? EP_MOVE_ALL
                                 : blockIdx.x < p.division.num_tail ? EP_MOVE_RECEIVES
                                                                    : EP_MOVE_SENDS;
-        move_tokens<true>(d, EP_OP_DISPATCH_GEMM, SharedEpoch(), what, warp * EpFusedFifo::BYTES);
+        move_tokens<true>(d, EP_OP_DISPATCH_GEMM, SharedEpoch(), what, warp * EpFusedFifo::BYTES, NoScales());
     }
     if (ok && threadIdx.x == 32 * COMM_WARPS) read_rows(p);
     if (ok && threadIdx.x == 32 * COMM_WARPS + 1) check_sent(d);

@@ -87,7 +87,7 @@ struct EpDispatchHooks {
                                 : blockIdx.x < p.num_tail_blocks ? EP_MOVE_RECEIVES
                                                                  : EP_MOVE_SENDS;
         move_tokens<true>(p.dispatch, EP_OP_DISPATCH_GEMM, EpSharedEpoch(), what,
-                          fifo_at<EpFusedFifo>(smem, 1));
+                          fifo_at<EpFusedFifo>(smem, 1), NoScales());
     }
     __device__ void await_rows(const EpGemmTile &t) {
         const uint32_t m = (uint32_t)p.dispatch.plan[EP_HEAD_NUM_ROWS];

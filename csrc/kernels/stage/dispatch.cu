@@ -1,4 +1,4 @@
-/* dispatch.cu - the dispatch kernel and its launcher; dispatch.cuh has a warp's part. */
+/* dispatch.cu - the dispatch kernels and their launchers; dispatch.cuh has a warp's part. */
 #include "kernels/launch.h"
 #include "kernels/stage/few_tokens.cuh"
 
@@ -12,8 +12,20 @@ EP_FN void clear_rest(const EpDispatchParams &p) {
     for (uint64_t i = m + at; p.row_weight && i < p.num_rows; i += step) p.row_weight[i] = 0;
 }
 
+/* Do the same with the scales. */
+EP_FN void clear_rest(const EpDispatchParams &p, const EpRowScales &s) {
+    const uint64_t step = (uint64_t)gridDim.x * blockDim.x;
+    for (uint64_t i = (uint32_t)p.plan[EP_HEAD_NUM_ROWS] + (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
+         i < p.num_rows; i += step)
+        for (uint32_t g = 0; g < s.num_groups; g++) s.rows[g * s.line + i] = 0;
+}
+
+EP_FN void clear_scales(const NoScales &, uint32_t) {}
+EP_FN void clear_scales(const EpRowScales &s, uint32_t row) {
+    for (uint32_t g = ep_lane(); g < s.num_groups; g += 32) s.rows[g * s.line + row] = 0;
+}
 /* Set the padding rows of each expert to zero. The warps of all CTAs take them in turn. */
-EP_FN void clear_padding(const EpDispatchParams &p) {
+template <typename S> EP_FN void clear_padding(const EpDispatchParams &p, const S &scales) {
     const EpShape &s = p.comm.shape;
     const uint32_t L = ep_num_local_experts(&s), num_vec = ep_row_vecs(&p.comm);
     const uint32_t num_warps = gridDim.x * EP_WARPS;
@@ -36,6 +48,7 @@ EP_FN void clear_padding(const EpDispatchParams &p) {
                 uint4 *row = (uint4 *)p.rows + (uint64_t)(low + at) * num_vec;
                 for (uint32_t vec = ep_lane(); vec < num_vec; vec += 32) row[vec] = make_uint4(0, 0, 0, 0);
                 if (p.row_weight && ep_lane() == 0) p.row_weight[low + at] = 0;
+                clear_scales(scales, low + at);
             }
             at -= num;
         }
@@ -48,20 +61,49 @@ template <bool PADDED> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     const uint64_t epoch = ep_begin(&p.comm);
     if (epoch && ep_cta_enter(&p.comm, EP_OP_DISPATCH, p.plan, NULL, p.layout.num_tokens, p.num_rows,
                               p.has_weight, 0, epoch)) {
-        if (has_few_tokens(p)) move_few_tokens(p, EP_OP_DISPATCH, epoch);
-        else move_tokens<false>(p, EP_OP_DISPATCH, epoch, EP_MOVE_ALL, 0);
+        if (has_few_tokens(p)) move_few_tokens(p, EP_OP_DISPATCH, epoch, NoScales());
+        else move_tokens<false>(p, EP_OP_DISPATCH, epoch, EP_MOVE_ALL, 0, NoScales());
         clear_rest(p);
-        if (PADDED) clear_padding(p);
+        if (PADDED) clear_padding(p, NoScales());
     }
     if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) poison_dispatch(p);
+}
+
+/* Dispatch of rows in FP8. EpDispatchFp8Params, as a launch wants them: with a member comm. */
+struct Fp8Params : EpDispatchParams {
+    EpRowScales scales;
+};
+template <bool PADDED> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
+    dispatch_fp8_kernel(const __grid_constant__ Fp8Params p) {
+    const uint64_t epoch = ep_begin(&p.comm);
+    if (epoch && ep_cta_enter(&p.comm, EP_OP_DISPATCH_FP8, p.plan, NULL, p.layout.num_tokens, p.num_rows,
+                              p.has_weight, 0, epoch)) {
+        if (has_few_tokens(p)) move_few_tokens(p, EP_OP_DISPATCH_FP8, epoch, p.scales);
+        else move_tokens<false>(p, EP_OP_DISPATCH_FP8, epoch, EP_MOVE_ALL, 0, p.scales);
+        clear_rest(p);
+        clear_rest(p, p.scales);
+        if (PADDED) clear_padding(p, p.scales);
+    }
+    if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) {
+        poison_dispatch(p);
+        ep_cta_fill(p.scales.rows, 4 * p.scales.num_groups * p.scales.line, EP_NAN_WORD);
+    }
 }
 
 extern "C" int ep_launch_dispatch(const EpDispatchParams *p, uint32_t num_blocks, void *stream) {
     return (int)ep_launch_resident(p->has_padding ? dispatch_kernel<true> : dispatch_kernel<false>,
                                    num_blocks, EP_WARPS, 0, stream, *p);
 }
+extern "C" int ep_launch_dispatch_fp8(const EpDispatchFp8Params *p, uint32_t num_blocks, void *stream) {
+    const Fp8Params q = {p->dispatch, p->scales};
+    return (int)ep_launch_resident(q.has_padding ? dispatch_fp8_kernel<true> : dispatch_fp8_kernel<false>,
+                                   num_blocks, EP_WARPS, 0, stream, q);
+}
 extern "C" int ep_preload_dispatch(void) {
     cudaFuncAttributes a;
-    const cudaError_t e = cudaFuncGetAttributes(&a, dispatch_kernel<false>);
-    return (int)(e == cudaSuccess ? cudaFuncGetAttributes(&a, dispatch_kernel<true>) : e);
+    cudaError_t e = cudaFuncGetAttributes(&a, dispatch_kernel<false>);
+    if (e == cudaSuccess) e = cudaFuncGetAttributes(&a, dispatch_kernel<true>);
+    if (e == cudaSuccess) e = cudaFuncGetAttributes(&a, dispatch_fp8_kernel<false>);
+    if (e == cudaSuccess) e = cudaFuncGetAttributes(&a, dispatch_fp8_kernel<true>);
+    return (int)e;
 }

@@ -1,7 +1,7 @@
 /* dispatch.cuh - one warp's part of dispatch: send tokens to the ranks of their experts, receive tokens into
  * rows.
  *
- * Exports move_tokens and poison_dispatch.
+ * Exports move_tokens, poison_dispatch and NoScales.
  * Send: each distinct token goes once to each rank, into the slot that the plan assigned. The token's rows
  * and weights follow it in the trailer. One flag then publishes a chunk of slots.
  * Receive: when a chunk has arrived, read each of its slots once and copy it to all its rows.
@@ -73,6 +73,42 @@ EP_FN uint64_t input_row(const EpDispatchParams &p, uint32_t token) {
     return (uint64_t)p.x + token / p.num_copies * p.comm.layout.row_bytes;
 }
 
+/* ---- scales of rows in FP8: EpRowScales; other rows have NoScales ---- */
+
+struct NoScales {};
+template <typename S> static constexpr bool HAS_SCALES = true;
+template <> constexpr bool HAS_SCALES<NoScales> = false;
+
+/* Where the scales of a token of this rank begin. */
+EP_FN const float *input_scales(const EpDispatchParams &p, const EpRowScales &s, uint32_t token,
+                                uint32_t lane) {
+    return s.x + (int64_t)(__shfl_sync(EP_FULL, token, (int)lane) / p.num_copies) * s.x_row;
+}
+/* A warp sends, or places, the scales of one token: `token` of lane `lane`. */
+EP_FN void send_scales(const EpDispatchParams &p, const EpRowScales &s, uint32_t token, uint32_t lane,
+                       int32_t *trailer) {
+    float *to = (float *)(trailer + ep_trailer_words(p.comm.shape.num_topk));
+    const float *from = input_scales(p, s, token, lane);
+    for (uint32_t g = ep_lane(); g < s.num_groups; g += 32) to[g] = from[(int64_t)g * s.x_group];
+}
+/* slot: where the row and the trailer of the token have arrived; NULL: the token is this rank's own. The
+ * scales go to the rows of the lanes in `mask`. */
+EP_FN void place_scales(const EpDispatchParams &p, const EpRowScales &s, uint32_t token, uint32_t lane,
+                        const unsigned char *slot, int32_t row, uint32_t mask) {
+    const uint32_t after_row = 4 * ep_trailer_words(p.comm.shape.num_topk);
+    const float *from =
+        slot ? (const float *)(slot + p.comm.layout.row_bytes + after_row) : input_scales(p, s, token, lane);
+    const int64_t step = slot ? 1 : s.x_group;
+    for (uint32_t first = 0; first < s.num_groups; first += 32) {
+        const uint32_t g = first + ep_lane();
+        const float scale = g < s.num_groups ? from[(int64_t)g * step] : 0;
+        for (uint32_t left = mask; left; left &= left - 1) {
+            const uint32_t to = (uint32_t)__shfl_sync(EP_FULL, row, __ffs((int)left) - 1);
+            if (g < s.num_groups) s.rows[g * s.line + to] = scale;
+        }
+    }
+}
+
 /* Copy the part's rows. Row i starts at my_src of lane i. It goes to the addresses that place(i, &my_dst,
  * &mask) gives: my_dst of each lane in `mask`. */
 template <bool FUSED, typename Place>
@@ -105,8 +141,8 @@ EP_FN void next_words(ChunkWords *w) {
 }
 
 /* Send a part of a chunk to rank r. */
-template <bool FUSED> EP_FN void send_part(const EpDispatchParams &p, uint32_t r, EpPart part,
-                                           uint32_t fifo) {
+template <bool FUSED, typename S> EP_FN void send_part(const EpDispatchParams &p, const S &scales, uint32_t r,
+                                                       EpPart part, uint32_t fifo) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk;
     const uint32_t token = tokens_to_send(p, r, part.first, part.num);
@@ -122,6 +158,8 @@ template <bool FUSED> EP_FN void send_part(const EpDispatchParams &p, uint32_t r
         if (first && ep_lane() < K) trailer[EP_TRAILER_ROWS + ep_lane()] = w.of[0].row;
         if (first && ep_lane() < K && p.weight)
             ((float *)trailer)[ep_trailer_weights(K) + ep_lane()] = w.of[0].weight;
+        if constexpr (HAS_SCALES<S>)
+            if (first) send_scales(p, scales, token, i, trailer);
         *my_dst = (uint64_t)to;
         *mask = 1;
         next_words(&w);
@@ -138,12 +176,12 @@ EP_FN uint32_t num_to_receive(const EpDispatchParams &p, EpTask task) {
     return ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
 }
 
-template <bool FUSED, typename E> EP_FN void send_chunk(const EpDispatchParams &p, EpTask task, E epoch,
-                                                        uint32_t fifo) {
+template <bool FUSED, typename E, typename S>
+EP_FN void send_chunk(const EpDispatchParams &p, const S &scales, EpTask task, E epoch, uint32_t fifo) {
     const EpComm *c = &p.comm;
     const uint32_t num = num_to_send(p, task);
     if (num == 0) return;
-    send_part<FUSED>(p, task.rank, ep_whole_chunk(task.chunk, num, ep_row_vecs(c)), fifo);
+    send_part<FUSED>(p, scales, task.rank, ep_whole_chunk(task.chunk, num, ep_row_vecs(c)), fifo);
     ep_warp_sync(); /* all lanes' stores come before lane 0's release */
     if (ep_lane() == 0) ep_flag_publish(c, task.rank, task.chunk, epoch);
 }
@@ -175,8 +213,9 @@ template <typename E> EP_FN bool chunk_is_here(const EpDispatchParams &p, uint32
 
 /* Receive a part of a chunk of rank r, or place a part of this rank's own tokens, which come directly from
  * the input. */
-template <bool FUSED> EP_FN ChunkWords receive_part(const EpDispatchParams &p, uint32_t r, EpPart part,
-                                                    uint32_t fifo) {
+template <bool FUSED, typename S>
+EP_FN ChunkWords receive_part(const EpDispatchParams &p, const S &scales, uint32_t r, EpPart part,
+                              uint32_t fifo) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, lane = ep_lane() < part.num ? ep_lane() : 0;
     const bool own = r == c->my_rank;
@@ -193,22 +232,27 @@ template <bool FUSED> EP_FN ChunkWords receive_part(const EpDispatchParams &p, u
                 own ? words_to_send(p, r, t)
                     : words_received(p, ep_slot_at(c, c->my_rank, r, part.first + i) + c->layout.row_bytes);
     }
-    copy_rows<FUSED>(fifo, my_src, part, [&](uint32_t, uint64_t *my_dst, uint32_t *mask) {
+    copy_rows<FUSED>(fifo, my_src, part, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
         const int32_t row = w.of[0].row = checked_row(p, w.of[0].row);
         if (part.vec == 0) record_slot(p, r, w.of[0]);
         *my_dst = (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * c->layout.row_bytes;
         *mask = __ballot_sync(EP_FULL, ep_lane() < K && row >= 0);
+        if constexpr (HAS_SCALES<S>)
+            if (part.vec == 0)
+                place_scales(p, scales, token, i, own ? NULL : ep_slot_at(c, c->my_rank, r, part.first + i),
+                             row, *mask);
         next_words(&w);
     });
     return w;
 }
 
-template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask task, uint32_t fifo) {
+template <bool FUSED, typename S>
+EP_FN void receive_chunk(const EpDispatchParams &p, const S &scales, EpTask task, uint32_t fifo) {
     const EpComm *c = &p.comm;
     const uint32_t num = num_to_receive(p, task);
     if (num == 0) return;
     const ChunkWords w =
-        receive_part<FUSED>(p, task.rank, ep_whole_chunk(task.chunk, num, ep_row_vecs(c)), fifo);
+        receive_part<FUSED>(p, scales, task.rank, ep_whole_chunk(task.chunk, num, ep_row_vecs(c)), fifo);
     if (!FUSED) return;
     ep_warp_sync();
     ep_fence_acq_rel_gpu(); /* all lanes' rows come before the counts */
@@ -220,8 +264,9 @@ template <bool FUSED> EP_FN void receive_chunk(const EpDispatchParams &p, EpTask
 }
 
 /* epoch: a uint64_t, or an object that converts to one and so needs no register. */
-template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams &p, uint32_t op, E epoch,
-                                                         EpMoveWhat what, uint32_t fifo) {
+template <bool FUSED, typename E, typename S>
+EP_FN void move_tokens(const EpDispatchParams &p, uint32_t op, E epoch, EpMoveWhat what, uint32_t fifo,
+                       const S &scales) {
     const EpComm *c = &p.comm;
     EpLocal *l = ep_local(c);
     const uint32_t W = c->shape.num_ranks;
@@ -235,7 +280,7 @@ template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams 
         if (recv < num_recv && (receive_next || !may_send) &&
             chunk_is_here(p, op, ep_task_at(recv, c->my_rank, W), epoch, !may_send)) {
             const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
-            receive_chunk<FUSED>(p, ep_task_at(recv, c->my_rank, W), fifo);
+            receive_chunk<FUSED>(p, scales, ep_task_at(recv, c->my_rank, W), fifo);
             if (FUSED) ep_trace_span(c, EP_SPAN_RECEIVE, ep_task_at(recv, c->my_rank, W).rank, begin);
             recv = ep_queue_pop(&l->queue_recv);
             receive_next = !FUSED;
@@ -244,7 +289,7 @@ template <bool FUSED, typename E> EP_FN void move_tokens(const EpDispatchParams 
             may_send = send < num_send;
             receive_next = true;
             const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
-            if (may_send) send_chunk<FUSED>(p, ep_task_at(send, c->my_rank, W), epoch, fifo);
+            if (may_send) send_chunk<FUSED>(p, scales, ep_task_at(send, c->my_rank, W), epoch, fifo);
             if (FUSED && may_send)
                 ep_trace_span(c, EP_SPAN_SEND, ep_task_at(send, c->my_rank, W).rank, begin);
         } else {

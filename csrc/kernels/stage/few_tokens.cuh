@@ -36,7 +36,8 @@ EP_FN bool has_few_tokens(const EpDispatchParams &p) {
            are_few(ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W));
 }
 
-EP_FN void move_few_tokens(const EpDispatchParams &p, uint32_t op, uint64_t epoch) {
+template <typename S>
+EP_FN void move_few_tokens(const EpDispatchParams &p, uint32_t op, uint64_t epoch, const S &scales) {
     const EpComm *c = &p.comm;
     const uint32_t W = c->shape.num_ranks;
     const uint64_t num_send = ep_num_tasks(p.plan + EP_HEAD_NUM_SEND, W);
@@ -45,7 +46,8 @@ EP_FN void move_few_tokens(const EpDispatchParams &p, uint32_t op, uint64_t epoc
         const EpTask task = ep_task_at(n, c->my_rank, W);
         const uint32_t num = num_to_send(p, task);
         if (num == 0) continue;
-        share_chunk(c, task.chunk, num, [&](const EpPart &part) { send_part<false>(p, task.rank, part, 0); });
+        share_chunk(c, task.chunk, num,
+                    [&](const EpPart &part) { send_part<false>(p, scales, task.rank, part, 0); });
         __syncthreads(); /* the stores of all warps come before thread 0's release */
         if (threadIdx.x == 0) ep_flag_publish(c, task.rank, task.chunk, epoch);
     }
@@ -55,7 +57,7 @@ EP_FN void move_few_tokens(const EpDispatchParams &p, uint32_t op, uint64_t epoc
         if (threadIdx.x < 32) ok = chunk_is_here(p, op, task, epoch, true);
         if (!__syncthreads_and(ok)) return;
         share_chunk(c, task.chunk, num_to_receive(p, task),
-                    [&](const EpPart &part) { receive_part<false>(p, task.rank, part, 0); });
+                    [&](const EpPart &part) { receive_part<false>(p, scales, task.rank, part, 0); });
     }
 }
 
