@@ -49,7 +49,7 @@ PARTS = {
              "import", "install", "limits", "nodes"),
     "layer": ("layer", "moe", "examples", "integrations", "expert", "shards", "tuning"),
     "errors": ("errors", "written"),
-    "fused": ("fused", "low", "fp8"),
+    "fused": ("fused", "low", "fp8", "activation", "experts"),
 }
 
 
