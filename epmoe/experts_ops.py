@@ -32,9 +32,13 @@ lib.define("experts_backward_up(Tensor d_h, Tensor gate_up, Tensor d_row_weight,
 
 
 def trains(layer, *tensors):
-    """Whether a call of EPMoE with these tokens, weights and parameters takes the operator."""
+    """Whether a call of EPMoE with these tokens, weights and parameters takes the operator.
+
+    A layer over several nodes does not: its rows come with the operations of the rail.
+    """
     _, _, gate_up, _, down, _ = tensors
-    return (layer.dtype in (torch.bfloat16, torch.float16) and layer._copies == 1 and requires_grad(*tensors)
+    return (getattr(layer, "nodes", None) is None and layer.dtype in (torch.bfloat16, torch.float16)
+            and layer._copies == 1 and requires_grad(*tensors)
             and gate_up.is_contiguous() and down.is_contiguous()
             and (layer.device.type == "cpu" or _fits_kernels(*gate_up.shape[1:], *down.shape[1:])))
 

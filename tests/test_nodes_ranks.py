@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import epmoe
 from cases import Case, generator, indices_of, outcome
-from epmoe import reference
+from epmoe import moe_fp8, reference
 from nodes_cases import run_nodes
 from test_nodes_layer import check_one, layer_of, run_one
 
@@ -126,3 +126,30 @@ def test_nodes_of_ranks_survive_mistakes(ranks):
         for (kind, text), (want, part) in zip(found, own if rank == last else others):
             assert kind == want and part in text, f"rank {rank}: {kind} {text}"
     check_one([right for _, right in results], CASES[1], num_nodes)
+
+
+def test_nodes_of_ranks_quantise_where_tokens_arrive(ranks):
+    """dispatch_fp8 gives the rows of dispatch in FP8, and EPMoE in FP8 computes with them."""
+    case = Case(topk=TOPK, max_tokens=40, num_local=EXPERTS_OF_RANK, tokens="unequal", pattern="sentinels")
+
+    def main(nodes, device):
+        idx = indices_of(case, nodes.rank, nodes.size).to(device)
+        g = generator(nodes.rank, 33)
+        x, weight = (torch.randn(len(idx), n, generator=g) for n in (128, TOPK))
+        x, weight = x.bfloat16().to(device), weight.to(device)
+        moe = epmoe.EPMoE(128, 128, EXPERTS_OF_RANK * nodes.size, TOPK, nodes, max_tokens=40, device=device,
+                          weight_dtype=torch.float8_e4m3fn)
+        rows, row_weight, layout = moe.layer.dispatch(x, idx, weight)
+        q, scales, _, _ = moe.layer.dispatch_fp8(x, layout=layout)
+        want = epmoe.quantize_fp8(rows)
+        n = int(layout.expert_offsets[-1])
+        same = torch.equal(q[:n].float(), want[0][:n].float()) and torch.equal(scales[:n], want[1][:n])
+        with torch.no_grad():
+            y = moe(x, idx, weight)
+            h = moe_fp8.compute(moe, q, scales, layout.expert_offsets)
+            of_stages = moe.layer.combine(h, layout, row_weight)
+        moe.finalize()
+        return same, torch.equal(y, of_stages)
+
+    results, _ = over_nodes(ranks, "default", main)
+    assert results == [(True, True)] * len(results)

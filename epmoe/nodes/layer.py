@@ -8,6 +8,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from .. import _C
 from ..autograd import check_mode
 from ..errors import EpError, EpMismatch, PeerError
+from ..fp8 import quantize_fp8
 from ..fused import EpAll2AllFusedOp
 from ..layer import EPAll2AllLayer
 from ..layer_parts import cast
@@ -273,6 +274,20 @@ class OverNodes:
             out, row_weight, layout.team = self.team_layer.dispatch(here, None, weight_here,
                                                                     layout=layout.team)
         return out, row_weight, layout
+
+    @torch._disable_dynamo
+    def dispatch_fp8(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
+                     buffer=0):
+        """As EPAll2AllLayer's.  Tokens travel in the layer's dtype, and are quantised where they arrive."""
+        try:
+            if requires_grad(*(t for t in (input, weight) if isinstance(t, torch.Tensor))):
+                raise RuntimeError("dispatch_fp8 has no gradients: call it under torch.no_grad(), or use "
+                                   "dispatch")
+        except Exception as error:
+            self._meet(meeting.PLAN if layout is None else meeting.DISPATCH, error=error)
+        rows, row_weight, layout = self.dispatch(input, exp_indices, weight, full_scatter_indices,
+                                                 layout=layout, buffer=buffer)
+        return *quantize_fp8(rows), row_weight, layout
 
     @torch._disable_dynamo
     def combine(self, input, layout, weight=None):
