@@ -20,7 +20,7 @@ SHAPES = [(1, 1), (9, 7), (5, 130), (17, 1000), (70, 1536), (3, 4099), (130, 136
 ACTIVATIONS = ["swiglu", "gpt_oss", epmoe.GptOss(1.3, 0.6), epmoe.SwiGLU(limit=0.6),
                epmoe.SwiGLU(1.3, 0.6, 1), epmoe.SwiGLU(-0.7, math.inf, 1), "geglu_tanh", "relu2", "gelu",
                "gelu_tanh", "silu"]
-ACTIVATION_ERROR = 2.0**-15  # relative, of an activation in float32
+ACTIVATION_ERROR = 2.0**-16  # relative, of an activation in float32
 _NUMBERS = torch.arange(127, dtype=torch.uint8).view(E4M3).double()
 _MIDDLES = (_NUMBERS[1:] + _NUMBERS[:-1]) / 2
 

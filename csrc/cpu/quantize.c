@@ -15,9 +15,10 @@ static void read_group(float *to, const EpQuantizeParams *p, uint32_t row, uint3
         if (gated) ep_cpu_load(in + num, p->x, p->dtype, begin + p->k + col, num);
     }
     for (uint32_t i = 0; i < num; i++) {
-        if (p->activation == EP_ACT_NONE) to[i] = in[i];
-        else if (mixed) to[i] = ep_quantize_activate(p, p->activation, in[2 * i], in[2 * i + 1]);
-        else to[i] = ep_quantize_activate(p, p->activation, in[i], gated ? in[num + i] : 0.0f);
+        if (mixed) to[i] = ep_quantize_gate(p, p->activation, in[2 * i], in[2 * i + 1]);
+        else if (gated) to[i] = ep_quantize_gate(p, p->activation, in[i], in[num + i]);
+        else if (p->activation == EP_ACT_GELU) to[i] = ep_quantize_gelu(in[i]);
+        else to[i] = p->activation ? ep_quantize_ungated(p, p->activation, in[i]) : in[i];
     }
 }
 

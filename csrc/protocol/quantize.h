@@ -75,8 +75,8 @@ EP_PURE float ep_quantize_reciprocal(float d) {
 }
 EP_PURE float ep_quantize_sigmoid(float t) { return ep_quantize_reciprocal(1.0f + ep_quantize_exp2(t)); }
 
-/* x times the distribution function of the normal distribution, with a relative error of 2^-18: for z >= 0,
- * erfc(z) = t * 2^(P(t) - z^2 / ln 2), where t = 1 / (1 + z / 2). */
+/* x times the distribution function of the normal distribution, with a relative error below 2^-16: for
+ * z >= 0, erfc(z) = t * 2^(P(t) - z^2 / ln 2), where t = 1 / (1 + z / 2). */
 EP_PURE float ep_quantize_gelu(float x) {
     const float z = fminf(fabsf(x) * 0.70710678f, 16.0f);
     const float t = ep_quantize_reciprocal(fmaf(0.5f, z, 1.0f));
@@ -87,27 +87,28 @@ EP_PURE float ep_quantize_gelu(float x) {
     p = fmaf(t, p, 0.5694449f);
     p = fmaf(t, p, 1.4404258f);
     p = fmaf(t, p, -1.8256785f);
-    const float half = t * ep_quantize_exp2(fmaf(z * z, -1.44269504f, p - 1.0f)); /* erfc(z) / 2 */
-    return x * (x < 0 ? half : 1.0f - half);
+    const float e = ep_quantize_exp2(fmaf(z * z, -1.44269504f, p - 1.0f)); /* erfc(z) = 2 * t * e */
+    return x * (x < 0 ? t * e : fmaf(-t, e, 1.0f));
 }
 
-/* The activation of x, or of gate x and up value u. NaN in one of them gives NaN. */
-EP_PURE float ep_quantize_activate(const EpQuantizeParams *p, uint32_t activation, float x, float u) {
-    if (activation == EP_ACT_GELU) return ep_quantize_gelu(x);
-    if (activation == EP_ACT_RELU2) {
-        x = x < 0 ? 0.0f : x;
-        return x * x;
-    }
-    if (activation >= EP_ACT_GPT_OSS && activation <= EP_ACT_SWIGLU_PLUS_ONE) {
+/* A gated activation of gate x and up value u. Where it is a constant, a compiler removes the others. */
+EP_PURE float ep_quantize_gate(const EpQuantizeParams *p, uint32_t activation, float x, float u) {
+    const bool is_tanh = activation == EP_ACT_GEGLU_TANH;
+    if (activation != EP_ACT_SWIGLU) { /* these comparisons let NaN through */
         const float most = p->limit, least = -most;
-        x = x > most ? most : x; /* these comparisons let NaN through */
+        x = x > most ? most : x;
         u = u > most ? most : u < least ? least : u;
+        u += activation == EP_ACT_GPT_OSS || activation == EP_ACT_SWIGLU_PLUS_ONE ? 1.0f : 0.0f;
     }
-    if (activation == EP_ACT_GPT_OSS || activation == EP_ACT_SWIGLU_PLUS_ONE) u += 1.0f;
-    const bool is_tanh = activation == EP_ACT_GEGLU_TANH || activation == EP_ACT_GELU_TANH;
     const float y = is_tanh ? fmaf(0.044715f * x * x, x, x) : x;
-    const float g = x * ep_quantize_sigmoid(y * p->slope);
-    return ep_gemm_is_gated(activation) ? g * u : g;
+    return x * ep_quantize_sigmoid(y * p->slope) * u;
+}
+/* An activation without a gate. EP_ACT_GELU, which is long, is left to the caller. */
+EP_PURE float ep_quantize_ungated(const EpQuantizeParams *p, uint32_t activation, float x) {
+    const float positive = x < 0 ? 0.0f : x;
+    const float y = activation == EP_ACT_GELU_TANH ? fmaf(0.044715f * x * x, x, x) : x;
+    const float sigmoid = ep_quantize_sigmoid(y * p->slope);
+    return activation == EP_ACT_RELU2 ? positive * positive : x * sigmoid;
 }
 
 #endif /* EP_QUANTIZE_H */

@@ -4,22 +4,20 @@
 #include "cuda/capabilities.h"
 #include "kernels/launch.h"
 
-#define CTAS_PER_SM 8u /* so many fit: they have 64 registers a thread */
-
 extern "C" int ep_launch_quantize(const EpQuantizeParams *p, void *stream) {
     EpCapabilities c;
     const int e = ep_capabilities(&c);
     if (e) return e;
     const uint32_t wanted = ep_ceil_div_u32(ep_quantize_num_tasks(p, p->max_rows), EP_QUANTIZE_WARPS);
-    const uint32_t most = CTAS_PER_SM * c.num_sms;
-    const uint32_t num_ctas = wanted < most ? wanted : most;
-    EpQuantizeKernel *kernel = ep_quantize_kernel(p->dtype, p->activation);
+    const uint32_t num_ctas = wanted < EP_QUANTIZE_CTAS * c.num_sms ? wanted : EP_QUANTIZE_CTAS * c.num_sms;
+    EpQuantizeKernel *const kernel = ep_quantize_kernel(p->dtype, p->activation);
     kernel<<<num_ctas, 32 * EP_QUANTIZE_WARPS, 0, (cudaStream_t)stream>>>(*p);
     return (int)cudaGetLastError();
 }
 
 extern "C" int ep_preload_quantize(void) {
-    const uint32_t one_of_each[] = {EP_ACT_NONE, EP_ACT_SWIGLU, EP_ACT_ANY_GATE, EP_ACT_ANY_UNGATED};
+    const uint32_t one_of_each[] = {EP_ACT_NONE, EP_ACT_GELU, EP_ACT_SWIGLU, EP_ACT_ANY_GATE,
+                                    EP_ACT_ANY_UNGATED};
     cudaFuncAttributes a;
     cudaError_t e = cudaSuccess;
     for (uint32_t dtype = EP_F32; dtype <= EP_BF16; dtype++)

@@ -12,8 +12,8 @@
 #include "protocol/quantize.h"
 
 #define EP_QUANTIZE_WARPS 4u /* of a CTA */
+#define EP_QUANTIZE_CTAS 7u  /* of an SM, so a thread has 72 registers */
 #define EP_QUANTIZE_ROWS 8u  /* of a task */
-enum { EP_QUANTIZE_LOADS = EP_QUANTIZE_ROWS / 2 /* of a warp: each has a row in each half of the lanes */ };
 
 EP_PURE uint32_t ep_quantize_num_tasks(const EpQuantizeParams *p, uint32_t num_rows) {
     return ep_ceil_div_u32(num_rows, EP_QUANTIZE_ROWS) * ep_quantize_num_groups(p);
@@ -34,13 +34,13 @@ template <int DTYPE> struct EpNumber {
 template <> struct EpNumber<EP_F32> {
     typedef uint32_t Bits;
 };
-/* Read numbers at, .., at + num - 1 of x; the rest of the 8 are 0. whole: num is 0 or 8, and the address is a
+/* Read numbers at, .., at + num - 1 of x; the rest of the 8 are 0. WHOLE: num is 0 or 8, and the address is a
  * multiple of 16 bytes. */
-template <int DTYPE> EP_FN EpEight<DTYPE> ep_read_eight(const void *x, uint64_t at, int32_t num, bool whole) {
+template <int DTYPE, bool WHOLE> EP_FN EpEight<DTYPE> ep_read_eight(const void *x, uint64_t at, int32_t num) {
     typedef typename EpNumber<DTYPE>::Bits Bits;
     const Bits *from = (const Bits *)x + at;
     EpEight<DTYPE> e = {};
-    if (whole) {
+    if (WHOLE) {
 #pragma unroll
         for (int i = 0; i < EpEight<DTYPE>::VECS; i++)
             if (num > 0) e.v[i] = ep_ld_row((const uint4 *)from + i);
@@ -57,38 +57,37 @@ template <int DTYPE> EP_FN EpEight<DTYPE> ep_read_eight(const void *x, uint64_t 
 template <int DTYPE, bool GATED> struct EpQuantizeInput {
     EpEight<DTYPE> part[1 + GATED];
 };
-template <int DTYPE, bool GATED>
+template <int DTYPE, bool GATED, bool WHOLE>
 EP_FN EpQuantizeInput<DTYPE, GATED> ep_quantize_read(const EpQuantizeParams &p, uint32_t row, uint32_t col,
-                                                     int32_t num, bool whole) {
+                                                     int32_t num) {
     EpQuantizeInput<DTYPE, GATED> in;
     const uint64_t begin = (uint64_t)row * p.k;
     if (!GATED) {
-        in.part[0] = ep_read_eight<DTYPE>(p.x, begin + col, num, whole);
+        in.part[0] = ep_read_eight<DTYPE, WHOLE>(p.x, begin + col, num);
     } else if (p.activation == EP_ACT_GPT_OSS) { /* gate, up, gate, up */
-        in.part[0] = ep_read_eight<DTYPE>(p.x, 2 * (begin + col), 2 * num, whole);
-        in.part[GATED] = ep_read_eight<DTYPE>(p.x, 2 * (begin + col) + 8, 2 * num - 8, whole);
+        in.part[0] = ep_read_eight<DTYPE, WHOLE>(p.x, 2 * (begin + col), 2 * num);
+        in.part[GATED] = ep_read_eight<DTYPE, WHOLE>(p.x, 2 * (begin + col) + 8, 2 * num - 8);
     } else {
-        in.part[0] = ep_read_eight<DTYPE>(p.x, 2 * begin + col, num, whole);
-        in.part[GATED] = ep_read_eight<DTYPE>(p.x, 2 * begin + p.k + col, num, whole);
+        in.part[0] = ep_read_eight<DTYPE, WHOLE>(p.x, 2 * begin + col, num);
+        in.part[GATED] = ep_read_eight<DTYPE, WHOLE>(p.x, 2 * begin + p.k + col, num);
     }
     return in;
 }
 template <int DTYPE, int ACT, bool GATED>
 EP_FN void ep_quantize_unpack(const EpQuantizeParams &p, const EpQuantizeInput<DTYPE, GATED> &in, float *f) {
-    float a[8 * (1 + GATED)];
+    enum { NUM = 8 * (1 + GATED) };
+    float a[NUM];
     EpEight<DTYPE>::unpack(in.part[0], a);
-    if (GATED) EpEight<DTYPE>::unpack(in.part[GATED], a + 8 * GATED);
+    if (GATED) EpEight<DTYPE>::unpack(in.part[GATED], a + NUM - 8);
     const uint32_t activation = ACT == EP_ACT_SWIGLU ? EP_ACT_SWIGLU : p.activation;
-    const bool mixed = GATED && activation == EP_ACT_GPT_OSS;
+    const bool mixed = activation == EP_ACT_GPT_OSS;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
-        if (ACT == EP_ACT_NONE) {
-            f[i] = a[i];
-        } else {
-            const float x = mixed ? a[(2 * i) % (8 * (1 + GATED))] : a[i];
-            const float u = mixed ? a[(2 * i + 1) % (8 * (1 + GATED))] : a[i + 8 * GATED];
-            f[i] = ep_quantize_activate(&p, activation, x, u);
-        }
+        const int gate = 2 * i % NUM, up = (2 * i + 1) % NUM; /* where they are mixed */
+        if (ACT == EP_ACT_NONE) f[i] = a[i];
+        else if (ACT == EP_ACT_GELU) f[i] = ep_quantize_gelu(a[i]);
+        else if (!GATED) f[i] = ep_quantize_ungated(&p, activation, a[i]);
+        else f[i] = ep_quantize_gate(&p, activation, mixed ? a[gate] : a[i], mixed ? a[up] : a[i + NUM - 8]);
     }
 }
 
@@ -102,8 +101,8 @@ EP_FN uint2 ep_quantize_pack(const float *f, float inverse) {
             __NV_E4M3);
     return make_uint2(q[0] | q[1] << 16, q[2] | q[3] << 16);
 }
-EP_FN void ep_quantize_write(uint8_t *to, uint2 q, int32_t num, bool whole) {
-    if (whole) {
+template <bool WHOLE> EP_FN void ep_quantize_write(uint8_t *to, uint2 q, int32_t num) {
+    if (WHOLE) {
         if (num > 0) *(uint2 *)to = q;
     } else {
 #pragma unroll
@@ -112,21 +111,21 @@ EP_FN void ep_quantize_write(uint8_t *to, uint2 q, int32_t num, bool whole) {
     }
 }
 
-/* Quantise group g of the rows from row0 on. Load i of a lane is of row row0 + 2 * i + half. */
-template <int DTYPE, int ACT> EP_FN void ep_quantize_task(const EpQuantizeParams &p, uint32_t row0,
-                                                          uint32_t num_rows, uint32_t g, bool whole) {
+/* Quantise group g of 2 * LOADS rows from row0 on. Load i of a lane is of row row0 + 2 * i + half. */
+template <int DTYPE, int ACT, bool WHOLE, uint32_t LOADS> EP_FN void
+ep_quantize_task(const EpQuantizeParams &p, uint32_t row0, uint32_t num_rows, uint32_t g) {
     constexpr bool GATED = EP_ACT_IS_GATED(ACT);
     const uint32_t lane = ep_lane(), half = lane / 16, col = g * EP_QUANTIZE_GROUP + lane % 16 * 8;
     const int32_t left = (int32_t)p.k - (int32_t)col, num = left < 8 ? left : 8;
-    EpQuantizeInput<DTYPE, GATED> in[EP_QUANTIZE_LOADS];
+    EpQuantizeInput<DTYPE, GATED> in[LOADS];
 #pragma unroll
-    for (uint32_t i = 0; i < EP_QUANTIZE_LOADS; i++) {
+    for (uint32_t i = 0; i < LOADS; i++) {
         const uint32_t row = row0 + 2 * i + half;
-        in[i] = ep_quantize_read<DTYPE, GATED>(p, row, col, row < num_rows ? num : 0, whole);
+        in[i] = ep_quantize_read<DTYPE, GATED, WHOLE>(p, row, col, row < num_rows ? num : 0);
     }
-    float f[EP_QUANTIZE_LOADS][8], my_most = 0;
+    float f[LOADS][8], my_most = 0;
 #pragma unroll
-    for (uint32_t i = 0; i < EP_QUANTIZE_LOADS; i++) {
+    for (uint32_t i = 0; i < LOADS; i++) {
         float most = EP_QUANTIZE_LEAST;
         ep_quantize_unpack<DTYPE, ACT, GATED>(p, in[i], f[i]);
 #pragma unroll
@@ -138,30 +137,39 @@ template <int DTYPE, int ACT> EP_FN void ep_quantize_task(const EpQuantizeParams
     /* Lane i of a half divides for row i of the half. */
     const float scale = __fdiv_rn(my_most, 448.0f), inverse = __frcp_rn(scale);
     const uint32_t my_row = row0 + 2 * (lane % 16) + half;
-    if (lane % 16 < EP_QUANTIZE_LOADS && my_row < num_rows)
-        p.scales[(uint64_t)g * p.max_rows + my_row] = scale;
+    if (lane % 16 < LOADS && my_row < num_rows) p.scales[(uint64_t)g * p.max_rows + my_row] = scale;
 #pragma unroll
-    for (uint32_t i = 0; i < EP_QUANTIZE_LOADS; i++) {
+    for (uint32_t i = 0; i < LOADS; i++) {
         const uint32_t row = row0 + 2 * i + half;
         const uint2 q = ep_quantize_pack(f[i], __shfl_sync(EP_FULL, inverse, (int)(16 * half + i)));
-        ep_quantize_write(p.q + (uint64_t)row * p.k + col, q, row < num_rows ? num : 0, whole);
+        ep_quantize_write<WHOLE>(p.q + (uint64_t)row * p.k + col, q, row < num_rows ? num : 0);
     }
 }
 
-template <int DTYPE, int ACT> __global__ void __launch_bounds__(32 * EP_QUANTIZE_WARPS)
+template <int DTYPE, int ACT> __global__ void __launch_bounds__(32 * EP_QUANTIZE_WARPS, EP_QUANTIZE_CTAS)
     quantize_kernel(const __grid_constant__ EpQuantizeParams p) {
     const uint32_t num_rows = ep_quantize_rows(&p), num_groups = ep_quantize_num_groups(&p);
     const uint32_t num_tasks = ep_quantize_num_tasks(&p, num_rows);
+    /* Fewer loads where they or the arithmetic need many registers. */
+    constexpr bool is_large = (DTYPE == EP_F32 && EP_ACT_IS_GATED(ACT)) || ACT == EP_ACT_GELU;
+    constexpr uint32_t LOADS = is_large ? 2 : EP_QUANTIZE_ROWS / 2;
     const bool whole = p.k % 8 == 0;
     for (uint32_t i = blockIdx.x * EP_QUANTIZE_WARPS + threadIdx.x / 32; i < num_tasks;
-         i += gridDim.x * EP_QUANTIZE_WARPS)
-        ep_quantize_task<DTYPE, ACT>(p, i / num_groups * EP_QUANTIZE_ROWS, num_rows, i % num_groups, whole);
+         i += gridDim.x * EP_QUANTIZE_WARPS) {
+        const uint32_t row0 = i / num_groups * EP_QUANTIZE_ROWS, g = i % num_groups;
+#pragma unroll 1
+        for (uint32_t r = 0; r < EP_QUANTIZE_ROWS; r += whole ? 2 * LOADS : 2) {
+            if (whole) ep_quantize_task<DTYPE, ACT, true, LOADS>(p, row0 + r, num_rows, g);
+            else ep_quantize_task<DTYPE, ACT, false, 1>(p, row0 + r, num_rows, g);
+        }
+    }
 }
 
 typedef void EpQuantizeKernel(EpQuantizeParams);
 template <int DTYPE> EpQuantizeKernel *ep_quantize_kernel_for(uint32_t activation) {
     const uint32_t act = EP_ACT_KERNEL(activation);
     return act == EP_ACT_NONE     ? quantize_kernel<DTYPE, EP_ACT_NONE>
+           : act == EP_ACT_GELU   ? quantize_kernel<DTYPE, EP_ACT_GELU>
            : act == EP_ACT_SWIGLU ? quantize_kernel<DTYPE, EP_ACT_SWIGLU>
            : EP_ACT_IS_GATED(act) ? quantize_kernel<DTYPE, EP_ACT_ANY_GATE>
                                   : quantize_kernel<DTYPE, EP_ACT_ANY_UNGATED>;
