@@ -1,13 +1,15 @@
-"""python -m epmoe.bench gemm --fp8 on the CPU: what it measures, and that it looks at the results."""
+"""python -m epmoe.bench gemm and layer --fp8 on the CPU: what they measure, and that they check results."""
 
 import pytest
 import torch
 
 import epmoe
+from epmoe import moe_fp8
 from bench_cases import on_the_cpu, run_command  # noqa: F401
 
 pytestmark = pytest.mark.cpu_only
 ARGUMENTS = ["gemm", "--fp8", "--shapes", "qwen3-30b", "--iters", "1"]
+LAYER = ["layer", *ARGUMENTS[1:]]
 
 
 def test_bench_fp8_measures_times_and_errors():
@@ -49,3 +51,23 @@ def test_bench_fp8_finds_a_wrong_quantisation(monkeypatch):
     monkeypatch.setattr(epmoe, "quantize_fp8", wrong)
     with pytest.raises(AssertionError, match="numbers or scales differ"):
         run_command(ARGUMENTS)
+
+
+def test_bench_layer_fp8_measures_times_and_errors():
+    rows, out, _ = run_command(LAYER)
+    found = {row["impl"]: row for row in rows}
+    assert found["epmoe FP8"]["ratios"].keys() == {"16 bits", "16 bits one after the other"}
+    assert {"FP8: quantize + dispatch", "FP8: gate and up", "FP8: quantize", "FP8: down", "FP8: combine",
+            "dispatch in 16 bits", "epmoe 16 bits"} < set(found)
+    for data in ("normal", "heavy tails"):
+        assert 0.02 < found[f"error: FP8, {data}"]["error"] < 0.15
+        assert found[f"error: of sums, {data}"]["error"] < 0.01
+        assert found[f"error: 16 bits, {data}"]["error"] < 0.01
+    assert "TFLOP/s" in out
+
+
+def test_bench_layer_fp8_finds_a_wrong_result(monkeypatch):
+    right = moe_fp8.grouped_gemm
+    monkeypatch.setattr(moe_fp8, "grouped_gemm", lambda *a, **k: 1.1 * right(*a, **k))
+    with pytest.raises(AssertionError, match="differ from float64"):
+        run_command(LAYER)

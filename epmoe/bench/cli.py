@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
-from . import (a2a, ablation, decode, features, gemm, gemm_fp8, growth, host, layer, overlap, report, scale,
-               side, sm, tokens, train, transformers, worklog)
+from . import (a2a, ablation, decode, features, gemm, gemm_fp8, growth, host, layer, layer_fp8, overlap,
+               report, scale, side, sm, tokens, train, transformers, worklog)
 from .run import Run
 from .shapes import SHAPES
 
@@ -39,6 +39,7 @@ BENCHES = {
     "worklog": (worklog, "dispatch, y = x * (1 + rank), combine: a known problem, beside plain PyTorch"),
     "side": (side, "the cost of the protocol: ranks side by side on one GPU, flags through the L2"),
 }
+OF_FP8 = {"gemm": gemm_fp8, "layer": layer_fp8}  # what --fp8 measures in their place
 # These start no ranks.
 COMPUTES = {"report": report.main, "scale": scale.main}
 
@@ -81,7 +82,7 @@ def parse(argv):
         s.add_argument("--tokens", type=numbers, metavar="T,T,...",
                        help="decode: the numbers of tokens of a rank to measure")
         s.add_argument("--fp8", action="store_true",
-                       help="gemm: the grouped GEMMs of FP8, beside 16 bits, with their errors")
+                       help="gemm, layer: those of FP8, beside 16 bits, with their errors")
         s.add_argument("--iters", type=positive,
                        help="runs; the median counts (default: 30, on the CPU 10; gemm: rounds, 6 and 3)")
         s.add_argument("--json", type=new_file, metavar="FILE", help="write all figures to FILE (rank 0)")
@@ -103,14 +104,14 @@ def parse(argv):
         p.error(f"--num-sm: leave it out for {options.bench}, which moves no tokens between ranks")
     if options.bench not in ("decode", "all") and options.tokens:
         p.error("--tokens: only decode takes it")
-    if options.bench != "gemm" and options.fp8:
-        p.error("--fp8: only gemm takes it")
+    if options.bench not in OF_FP8 and options.fp8:
+        p.error("--fp8: only gemm and layer take it")
     return options
 
 
 def jobs_of(name, r):
     """Return the jobs of a bench, as (label, function)."""
-    return (gemm_fp8 if name == "gemm" and r.options.fp8 else BENCHES[name][0]).jobs(r)
+    return (OF_FP8[name] if r.options.fp8 else BENCHES[name][0]).jobs(r)
 
 
 def run(options):
