@@ -1,5 +1,5 @@
 # make            build epmoe/_C in place, with CUDA if there is an nvcc (EPMOE_CUDA=0: without CUDA)
-# make demo       train a small Mixture-of-Experts language model on four ranks
+# make demo       train a small Mixture-of-Experts language model on four ranks; NODES=2 on two nodes of two
 # make test       build, and run the C tests (quick) and pytest, also on GPUs; ARGS=... goes to pytest
 # make bench      measure epmoe and other libraries, one rank per GPU (without GPUs small shapes on the CPU);
 #                 ARGS=... goes to epmoe.bench
@@ -76,7 +76,7 @@ python:
 	fi
 
 demo: build
-	$(PYTHON) examples/train_lm.py
+	$(PYTHON) examples/train_lm.py $(if $(NODES),--nodes $(NODES)) $(ARGS)
 
 # With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in steps with a table at the end.
 # On one GPU it runs with 1, 2 and 4 ranks, which share the GPU. With ARGS it runs with 1 rank and with all

@@ -3,12 +3,13 @@
 import math
 
 
-def print_results(train, val, table, moved, choices, distinct, row_bytes):
+def print_results(train, val, table, moved, choices, nodes, distinct, row_bytes):
     """Print the tables.
 
     train: loss of each step.  val: {step: validation loss}.  table: [(name of the tensor, max|reference|,
     relative difference)].  moved: the number of routings that differ.  choices: [source rank, expert].
-    distinct: rows to other ranks.  row_bytes: size of a row.
+    nodes: how many.  distinct: rows to other ranks, or, with several nodes, to other nodes.  row_bytes: size
+    of a row.
     """
     print("\nLoss (nats per byte)\n  step     train  validation  bits/byte")
     for step, value in val.items():
@@ -32,9 +33,11 @@ def print_results(train, val, table, moved, choices, distinct, row_bytes):
         bar = "#" * min(38, round(16 * experts * share))  # An equal share has 16 marks.
         print(f"  {head}  {expert:6d}  {choices[:, expert].sum():9d}  {share:6.2%}  {bar}")
 
-    away = choices.view(size, size, -1).sum(2).fill_diagonal_(0).sum().item()
-    print("\nToken saving in dispatch (forward passes, rows to other ranks)")
-    sent = ("one row for each choice", away), ("one row for each token and rank", distinct)
+    parts, part = (nodes, "node") if nodes > 1 else (size, "rank")
+    between = choices.view(parts, size // parts, parts, -1).sum((1, 3))
+    away = between.fill_diagonal_(0).sum().item()
+    print(f"\nToken saving in dispatch (forward passes, rows to other {part}s)")
+    sent = ("one row for each choice", away), (f"one row for each token and {part}", distinct)
     for text, rows in (*sent, ("saved", away - distinct)):
         megabytes, share = rows * row_bytes / 1e6, rows / max(away, 1)
         print(f"  {text:32}  {rows:10d} rows  {megabytes:9.1f} MB  {share:6.1%}")

@@ -1,6 +1,7 @@
 """Train a small byte-level Mixture-of-Experts language model with `epmoe.EPMoE`.
 
     python examples/train_lm.py                           # 4 ranks on the CPU, or one for each GPU, at most 4
+    python examples/train_lm.py --nodes 2                 # as if the ranks were on two nodes
     torchrun --nproc-per-node 4 examples/train_lm.py      # the same, started by torchrun
 
 The text is the source code of the Python standard library, which every machine has.  The experts are
@@ -140,7 +141,8 @@ class Trainer:
         self.optimizer = torch.optim.AdamW([m for m, _ in self.masters], fused=True)
         # Sums over all steps: choices by layer, source rank and expert, and tokens sent to each rank.
         self.choices = torch.zeros(args.layers, world.size, args.experts, dtype=torch.int64)
-        self.distinct = torch.zeros(world.size, dtype=torch.int64)
+        # Over several nodes: tokens sent to each node.
+        self.distinct = torch.zeros(args.nodes if args.nodes > 1 else world.size, dtype=torch.int64)
 
     def make_moe(self):
         args, options = self.args, dict(dtype=self.dtype, device=self.device)
@@ -173,8 +175,7 @@ class Trainer:
     def step(self, step):
         loss, _ = self.gradients(self.windows())
         for i, block in enumerate(self.model.blocks):
-            self.choices[i] += block.moe.last_layout.counts.cpu()
-            self.distinct += block.moe.last_layout.send_tokens.cpu()
+            self.count(i, block.moe.last_layout, block.chosen)
         decay = 0.1 + 0.45 * (1 + math.cos(math.pi * step / self.args.steps))
         self.optimizer.param_groups[0]["lr"] = 4e-3 * decay * min(1.0, (step + 1) / 20)
         for master, p in self.masters:
@@ -183,6 +184,25 @@ class Trainer:
         for master, p in self.masters:
             p.data.copy_(master)
         return loss
+
+    def count(self, i, layout, chosen):
+        """Add the choices of a call of layer i, by source rank and expert, and the tokens that were sent."""
+        if self.args.nodes == 1:
+            self.choices[i] += layout.counts.cpu()
+            self.distinct += layout.send_tokens.cpu()
+            return
+        # A rank knows what it has received.  The sources come from the choices of all ranks.
+        mine = torch.bincount(chosen.flatten(), minlength=self.args.experts)
+        counts = [torch.empty_like(mine) for _ in range(self.world.size)]
+        dist.all_gather(counts, mine)
+        counts = torch.stack(counts).cpu()
+        local = self.args.experts // self.world.size
+        expected = counts[:, self.world.rank * local:][:, :local].sum(0)
+        if layout.tokens_per_expert.tolist() != expected.tolist():
+            raise AssertionError(f"rank {self.world.rank} received {layout.tokens_per_expert.tolist()} rows "
+                                 f"for its experts, the ranks chose them {expected.tolist()} times")
+        self.choices[i] += counts
+        self.distinct += torch.tensor(layout.send_tokens)
 
     @torch.no_grad()
     def validate(self):
@@ -258,7 +278,8 @@ def run(args, world, device):
     if world.rank == 0:
         shared = device.type == "cuda" and world.size > torch.cuda.device_count()
         where = f"{device.type}, sharing {torch.cuda.device_count()} GPU" if shared else device.type
-        print(f"{world.size} ranks on {where}, {args.experts} experts, top {args.topk}")
+        over = f", {args.nodes} nodes" if args.nodes > 1 else ""
+        print(f"{world.size} ranks on {where}{over}, {args.experts} experts, top {args.topk}")
     train, val, every = [], {0: trainer.validate()}, max(10, args.steps // 10)
     steps = range(1, args.steps + 1)
     for step in progress(steps) if world.rank == 0 else steps:
@@ -269,7 +290,8 @@ def run(args, world, device):
                 line = f"step {step:4d}  train {train[-1]:.3f}  validation {val[step]:.3f}"
                 print(f"{line}  {time.perf_counter() - began:5.1f} s", flush=True)
     compared = compare(trainer, trainer.windows())
-    distinct = (trainer.distinct.sum() - trainer.distinct[world.rank]).to(device)
+    own = world.node if args.nodes > 1 else world.rank
+    distinct = (trainer.distinct.sum() - trainer.distinct[own]).to(device)
     dist.all_reduce(distinct)
     for block in trainer.model.blocks:
         block.moe.layer.finalize()
@@ -277,7 +299,7 @@ def run(args, world, device):
         return []
 
     choices, row_bytes = trainer.choices, args.hidden * dtype.itemsize
-    print_results(train, val, *compared, choices.sum(0), distinct.item(), row_bytes)
+    print_results(train, val, *compared, choices.sum(0), args.nodes, distinct.item(), row_bytes)
     write_plot(args.plot, train, val, choices)
     print(f"{time.perf_counter() - began:.1f} s\n")
     # Random guesses have a loss of ln 256 = 5.5 nats per byte.  The frequency of each byte gives about 3.1.
@@ -302,7 +324,8 @@ def rank_main(rank, args, init_method):
         device = set_device(int(os.environ.get("LOCAL_RANK", rank)), num_local)
     backend = "nccl" if args.cuda else "gloo"
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=args.ranks)
-    with epmoe.World() as world:
+    world = epmoe.World() if args.nodes == 1 else epmoe.Nodes(None, args.ranks // args.nodes)
+    with world:
         reasons = run(args, world, device)
     dist.destroy_process_group()
     if rank == 0:
@@ -317,6 +340,7 @@ def parse_args():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--ranks", type=int,
                         help="default: 4 on the CPU, one for each GPU up to 4, 2 on a single GPU")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes of equally many ranks; default: 1")
     parser.add_argument("--plot", default="demo.png", help="where to write the plot")
     parser.add_argument("--quick", action="store_true", help="20 steps, for tests")
     args = parser.parse_args()
@@ -331,6 +355,8 @@ def parse_args():
         args.ranks = max(r for r in (1, 2, 3, 4) if r <= (gpus or 4) and args.experts % r == 0)
     # torchrun may start ranks on several hosts.  Each rank of this host needs a GPU of this host.
     args.cuda = gpus >= (1 if args.share_gpu else int(os.environ.get("LOCAL_WORLD_SIZE", args.ranks)))
+    if args.nodes < 1 or args.ranks % args.nodes:
+        parser.error(f"--nodes {args.nodes}: the {args.ranks} ranks must be a multiple of it")
     if args.experts % args.ranks or args.hidden % HEAD_DIM or args.topk > args.experts:
         parser.error(f"--experts {args.experts} must be a multiple of --ranks {args.ranks}, --hidden "
                      f"{args.hidden} a multiple of {HEAD_DIM}, and --topk {args.topk} at most --experts")

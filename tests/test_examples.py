@@ -37,6 +37,7 @@ EXAMPLES = [
     ("generate_transformers.py", "", r"the texts of all ranks .*: ok"),
 ]
 IDS = [f"{name} {arguments}".strip().replace(" ", "_") for name, arguments, _ in EXAMPLES]
+OF_FOUR_RANKS = ("train_lm.py", "--quick --nodes 2", r"demo: ok")
 LIMIT_S = HANG_S
 
 
@@ -84,7 +85,7 @@ def test_examples_are_all_listed():
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("name, arguments, line", EXAMPLES, ids=IDS)
+@pytest.mark.parametrize("name, arguments, line", [*EXAMPLES, OF_FOUR_RANKS], ids=[*IDS, "train_lm.py_nodes"])
 def test_examples_run_on_the_cpu(tmp_path, name, arguments, line):
     check_packages(name)
     command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
