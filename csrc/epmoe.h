@@ -30,6 +30,9 @@ const char *ep_error_name(int code);
 #define EP_NONCE_BYTES 16
 #define EP_EXCHANGE_BYTES 512
 #define EP_PAGE_BYTES 8192u
+#define EP_END_BYTES 256 /* of the text that says why a world has ended */
+/* Instead of the number of a rank: the rank is on another node, and not in this world. */
+#define EP_NO_RANK UINT32_MAX
 
 typedef struct {
     uint32_t rank, num_ranks;
@@ -63,8 +66,13 @@ int ep_world_check(EpWorld *world);
 /* One bit for each rank that this rank knows to be gone: the rank has died, or it left alone and an
  * operation needed it. */
 uint32_t ep_world_lost_ranks(EpWorld *world);
-/* End the world for all ranks, with this reason. */
+/* End the world for all ranks, with this reason. rank: the culprit, or EP_NO_RANK. */
 void ep_world_abort(EpWorld *world, int code, uint32_t rank, const char *text);
+/* The code with which the world has ended, and its text; 0 while it has not. A close is no end. */
+int ep_world_reason(EpWorld *world, char text[EP_END_BYTES]);
+/* The ranks of this world are those of one of several nodes; its rank 0 is rank first_rank of all. The texts
+ * that say why the world has ended then say so. */
+void ep_world_set_place(EpWorld *world, uint32_t node, uint32_t first_rank);
 /* A page of text: which rank ended the world, and the last operations of every rank. If
  * EPMOE_FLIGHT_RECORD=DIR is set, the page is written to DIR/epmoe-rank{r}-pid{pid}.txt, a new file, when the
  * world ends. */

@@ -43,6 +43,8 @@ static const struct {
 #undef X
         {"EINVAL", EP_EINVAL},
     {"ENOMEM", EP_ENOMEM},
+    {"EPEERDIED", EP_EPEERDIED},
+    {"ESYS", EP_ESYS},
     {"ETYPE", EP_ETYPE},
     {"HEAD_NUM_ROWS", EP_HEAD_NUM_ROWS},
     {"HEAD_NUM_TILES", EP_HEAD_NUM_TILES},

@@ -73,6 +73,41 @@ FAST(world_check) {
     return w ? ep_done(ep_world_check(w)) : NULL;
 }
 
+/* None while the world has not ended, otherwise (code, text). */
+FAST(world_reason) {
+    char text[EP_END_BYTES];
+    WANT(1);
+    EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
+    if (!w) return NULL;
+    int code = ep_world_reason(w, text);
+    if (!code) Py_RETURN_NONE;
+    PyObject *decoded = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+    return decoded ? Py_BuildValue("iN", code, decoded) : NULL;
+}
+
+/* (world, code, text): end the world because of an event on another node. */
+FAST(world_abort) {
+    int code;
+    WANT(3);
+    EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
+    if (!w || !ep_get_int(args[1], &code)) return NULL;
+    const char *text = PyUnicode_Check(args[2]) ? PyUnicode_AsUTF8AndSize(args[2], NULL) : NULL;
+    if (!text) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_TypeError, "the reason must be a str");
+    if (code >= 0) return PyErr_Format(PyExc_ValueError, "code %d: must be negative, an EpCode", code);
+    WITHOUT_LOCK(ep_world_abort(w, code, EP_NO_RANK, text));
+    Py_RETURN_NONE;
+}
+
+/* (world, node, first_rank) */
+FAST(world_set_place) {
+    uint32_t node, first_rank;
+    WANT(3);
+    EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
+    if (!w || !ep_get_u32(args[1], &node) || !ep_get_u32(args[2], &first_rank)) return NULL;
+    ep_world_set_place(w, node, first_rank);
+    Py_RETURN_NONE;
+}
+
 FAST(world_lost_ranks) {
     WANT(1);
     EpWorld *w = (EpWorld *)ep_get_object(args[0], WORLD);
@@ -144,4 +179,4 @@ PyMethodDef ep_world_methods[] = {
     METHOD(world_listen),  METHOD(world_unlisten),      METHOD(world_create),      METHOD(world_threads),
     METHOD(world_check),   METHOD(world_lost_ranks),    METHOD(world_set_timeout), METHOD(world_close),
     METHOD(worlds_settle), METHOD(world_flight_record), METHOD(world_exchange),    METHOD(world_refuse),
-    {NULL, NULL, 0, NULL}};
+    METHOD(world_reason),  METHOD(world_abort),         METHOD(world_set_place),   {NULL, NULL, 0, NULL}};

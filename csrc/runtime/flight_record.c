@@ -250,6 +250,8 @@ static void put_culprit(Out *o, const EpRecord *r) {
     put(o, "culprit: ");
     if (!r->end_code) {
         put(o, "none, because no fault has ended the world");
+    } else if (r->is_elsewhere) {
+        put(o, "on another node, as the next line says");
     } else if (r->end_code == EP_EPEERDIED || r->end_code == EP_ECORRUPT) {
         const char *did = r->end_code == EP_ECORRUPT           ? "sent invalid data"
                           : r->ranks[r->end_rank].said_goodbye ? "left before the others"

@@ -123,6 +123,7 @@ typedef struct {
     uint32_t end_rank; /* the culprit; but if end_word is a signal, the rank that waited for it */
     uint32_t end_word; /* the EpWord of the wait that failed, or 0 */
     uint64_t end_ns;
+    bool is_elsewhere; /* the culprit is on another node, and end_rank has no meaning */
     const char *end_text;
     EpRankCalls ranks[EP_MAX_RANKS];
     const EpCommBuffer *const *buffers; /* num_buffers entries, some of them NULL */

@@ -86,8 +86,8 @@ static void take_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd) {
     if (f->kind == EP_FRAME_ABORT) {
         char text[256];
         snprintf(text, sizeof text, "%.*s", (int)f->num_bytes, (const char *)f->bytes);
-        ep_world_end_wait(w, f->code < 0 ? f->code : EP_ECORRUPT, f->rank < w->num_ranks ? f->rank : r,
-                          f->about, text);
+        const bool is_valid = f->rank < w->num_ranks || f->rank == EP_NO_RANK;
+        ep_world_end_told(w, f->code < 0 ? f->code : EP_ECORRUPT, is_valid ? f->rank : r, f->about, text);
     }
     if (f->kind == EP_FRAME_RECORDS) take_records(w, r, f);
     if (f->kind == EP_FRAME_STUCK) take_stuck(w, r, f);

@@ -3,7 +3,8 @@
  * ep_world_end keeps the first reason. It sets the abort word of every communication buffer, which every wait
  * on any backend polls. It sends the reason and this rank's call records to every peer.
  *
- * Exports: ep_world_end, _abort, _check, _is_forked, and the functions that make the flight record.
+ * Exports: ep_world_end, _abort, _check, _reason, _set_place, _is_forked, and the functions that make the
+ * flight record.
  * Invariant: nothing here takes a Python lock or makes a CUDA call, so neither can delay the end. */
 #include <errno.h>
 #include <stdio.h>
@@ -19,7 +20,26 @@
 /* How long a rank waits for its peers' call records after the end of the world. */
 #define RECORDS_NS 200000000ull
 
+/* The reason of the end, for people. On one of several nodes it says so, because the numbers of ranks in it
+ * count the ranks of this node. */
+static void complete_text(const EpWorld *w, int code, uint32_t rank, const char *text,
+                          char out[EP_END_BYTES]) {
+    if (!w->has_place || rank == EP_NO_RANK) snprintf(out, EP_END_BYTES, "%s", text);
+    else if (code == EP_EPEERDIED && rank < w->num_ranks)
+        snprintf(out, EP_END_BYTES, "rank %u (rank %u of node %u): %s", w->first_rank + rank, rank, w->node,
+                 text);
+    else
+        snprintf(out, EP_END_BYTES, "node %u (its rank 0 is rank %u of all): %s", w->node, w->first_rank,
+                 text);
+}
+
 void ep_world_end_wait(EpWorld *w, int code, uint32_t rank, uint32_t word, const char *text) {
+    char completed[EP_END_BYTES];
+    complete_text(w, code, rank, text, completed);
+    ep_world_end_told(w, code, rank, word, completed);
+}
+
+void ep_world_end_told(EpWorld *w, int code, uint32_t rank, uint32_t word, const char *text) {
     if (w->end_code) return;
     w->end_code = code;
     /* The reason may come from a peer's abort frame, before this rank's own socket shows the death. */
@@ -28,6 +48,7 @@ void ep_world_end_wait(EpWorld *w, int code, uint32_t rank, uint32_t word, const
     EpRankCalls *mine = &w->record.ranks[w->rank];
     w->record.end_code = code;
     w->record.end_rank = rank < w->num_ranks ? rank : w->rank;
+    w->record.is_elsewhere = rank == EP_NO_RANK;
     w->record.end_word = word;
     w->record.end_ns = ep_now_ns();
     ep_ring_newest(&w->ring, &mine->records);
@@ -49,12 +70,31 @@ void ep_world_end(EpWorld *w, int code, uint32_t rank, const char *text) {
 }
 
 void ep_world_abort_wait(EpWorld *w, int code, uint32_t rank, uint32_t word, const char *text) {
+    if (ep_world_is_forked(w)) return;
     pthread_mutex_lock(&w->lock);
     ep_world_end_wait(w, code, rank, word, text);
     pthread_mutex_unlock(&w->lock);
 }
 void ep_world_abort(EpWorld *w, int code, uint32_t rank, const char *text) {
     ep_world_abort_wait(w, code, rank, EP_WORD_NONE, text);
+}
+
+int ep_world_reason(EpWorld *w, char text[EP_END_BYTES]) {
+    if (ep_world_is_forked(w)) return 0; /* the lock may have been held during the fork, and stays locked */
+    pthread_mutex_lock(&w->lock);
+    int code = w->end_code;
+    if (code) memcpy(text, w->end_text, sizeof w->end_text);
+    pthread_mutex_unlock(&w->lock);
+    return code;
+}
+
+void ep_world_set_place(EpWorld *w, uint32_t node, uint32_t first_rank) {
+    if (ep_world_is_forked(w)) return;
+    pthread_mutex_lock(&w->lock);
+    w->has_place = true;
+    w->node = node;
+    w->first_rank = first_rank;
+    pthread_mutex_unlock(&w->lock);
 }
 
 bool ep_world_is_forked(const EpWorld *w) { return w->num_forks != ep_fork_count(); }

@@ -54,11 +54,13 @@ struct EpWorld {
     uint64_t left_ns; /* time at which this rank left alone with operations in flight, or 0; see watchdog.c */
     bool in_haste;    /* the process is about to end, so drain waits at most HASTE_NS */
     int end_code;     /* EpCode with which the world ended; 0 while it has not ended */
-    char end_text[256];
+    char end_text[EP_END_BYTES];
     uint64_t seq; /* number of this rank's newest exchange */
     EpInbox inbox[EP_MAX_RANKS][EP_NUM_INBOX];
     uint64_t left_at_ns[EP_MAX_RANKS]; /* time at which a peer's goodbye arrived, or 0 */
     uint32_t lost_ranks;               /* see ep_world_lost_ranks */
+    bool has_place;                    /* the ranks are those of one of several nodes; ep_world_set_place */
+    uint32_t node, first_rank;
     const EpCommBuffer *watched[EP_MAX_WATCHED];
     EpAction *at_release;
     EpRecord record; /* the call records of all ranks; complete after the world has ended */
@@ -75,11 +77,14 @@ struct EpWorld {
 
 /* The main function of the watchdog thread; its argument is the EpWorld. */
 void *ep_world_watch_main(void *world);
-/* End the world; only the first call has an effect. The caller holds the lock. rank: the culprit. */
+/* End the world; only the first call has an effect. The caller holds the lock. rank: the culprit, or
+ * EP_NO_RANK if it is on another node. */
 void ep_world_end(EpWorld *world, int code, uint32_t rank, const char *text);
 /* As ep_world_end, because a wait has failed. word: the EpWord for which it waited. If that is a signal,
  * there is no culprit, because any rank may signal any word: rank is then the rank that has waited. */
 void ep_world_end_wait(EpWorld *world, int code, uint32_t rank, uint32_t word, const char *text);
+/* As ep_world_end_wait, but the text is not completed: another rank, or another node, has done that. */
+void ep_world_end_told(EpWorld *world, int code, uint32_t rank, uint32_t word, const char *text);
 /* 0, or the error with which the world has ended, or EP_ECLOSED after close. The caller holds the lock. */
 int ep_world_check_locked(EpWorld *world);
 /* True if the world has ended and the page can be made: every peer has sent its call records or its socket is
