@@ -10,6 +10,7 @@
 #include "protocol/low_latency.h"
 #include "protocol/params.h"
 #include "protocol/quantize.h"
+#include "runtime/orphan.h"
 
 /* What a rank sends to a peer so that the peer can map its heap. A file descriptor may be sent with it. */
 typedef struct {
@@ -115,5 +116,11 @@ EpWorld *ep_heap_world(const EpHeap *heap);
 /* Wait until this rank's GPU has finished all its work. Called before memory is freed, because peers and
  * kernels may still use it. */
 int ep_heap_quiesce(EpHeap *heap);
+/* 0, or the error of a call on a heap that is closed. */
+int ep_heap_check_open(const EpHeap *heap);
+/* The layers of the heap that are orphans. They hold no reference to it. */
+EpOrphans *ep_heap_layers(EpHeap *heap);
+/* Destroy the orphans of the heap and of its world. May wait for the GPU. */
+void ep_heap_reap(EpHeap *heap);
 
 #endif /* EP_BACKEND_H */

@@ -122,6 +122,9 @@ int ep_heap_sync(EpHeap *heap, void *stream); /* wait for the stream, then retur
 int ep_heap_close(EpHeap *heap);              /* collective */
 void ep_heap_release(EpHeap *heap);           /* local: it never waits for a peer */
 EpHeap *ep_heap_retain(EpHeap *heap);
+/* The same for a tensor over the memory of a rank. While there is one, that memory stays mapped. */
+void ep_heap_retain_view(EpHeap *heap, uint32_t peer);
+void ep_heap_release_view(EpHeap *heap, uint32_t peer);
 EpBackendKind ep_heap_kind(const EpHeap *heap);
 int ep_heap_device(const EpHeap *heap);
 /* The number of the heap among the heaps of its world: the same on all ranks. */

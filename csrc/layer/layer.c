@@ -195,6 +195,7 @@ int ep_layer_agree(EpWorld *world, const EpLayerConfig *config, int status) {
 }
 
 int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
+    ep_heap_reap(heap); /* the new layer may need their places in the world */
     uint64_t record = ep_world_begin_call(
         ep_heap_world(heap), &(EpCallRecord){.what = EP_CALL_LAYER_CREATE, .of = ep_heap_number(heap)});
     int code = create(heap, config, out);
@@ -214,6 +215,7 @@ int ep_layer_close(EpLayer *l) {
     /* Peers may pull from this rank, and this rank from peers, until the last kernel has ended. Only
      * after that may the memory be used for something else. */
     int synced = ep_heap_quiesce(l->heap);
+    const bool is_idle = !synced && !ep_world_check(ep_heap_world(l->heap));
     while (l->num_freed < l->config.num_buffers && !code) {
         code = ep_heap_free(l->heap, l->buffers[l->num_freed].off);
         if (!code) l->num_freed++;
@@ -222,18 +224,34 @@ int ep_layer_close(EpLayer *l) {
         l->num_freed = l->config.num_buffers; /* the heap or the world has freed all buffers */
     /* The freed memory may belong to another allocation now, so the watchdog must not read it. */
     for (uint32_t i = 0; i < l->num_freed; i++) ep_world_unwatch(ep_heap_world(l->heap), &l->buffers[i]);
+    /* The GPU has finished, so that nothing is left for a destructor to wait for. */
+    for (uint32_t i = 0; i < l->num_freed && l->buffers[i].on_stream && is_idle; i++)
+        ep_comm_close(&l->buffers[i]);
+    if (is_idle) ep_heap_reap(l->heap);
     /* If nothing was freed, a rank was in another call. Then all ranks can close the layer again. */
     l->closed = l->num_freed > 0;
     ep_world_end_call(ep_heap_world(l->heap), record, code);
     return code ? code : synced;
 }
 
-void ep_layer_release(EpLayer *l) {
-    if (!l || atomic_fetch_sub(&l->num_refs, 1) != 1) return;
-    if (ep_world_is_forked(ep_heap_world(l->heap))) return;
+static void destroy(void *layer) {
+    EpLayer *l = (EpLayer *)layer;
     for (uint32_t i = 0; i < l->config.num_buffers; i++) ep_comm_close(&l->buffers[i]);
-    ep_heap_release(l->heap);
     free(l);
+}
+
+/* On a GPU this is a destructor, which makes no call of CUDA. The heap exists until it has destroyed the
+ * layer. */
+void ep_layer_release(EpLayer *l) {
+    bool has_words = false;
+    if (!l || atomic_fetch_sub(&l->num_refs, 1) != 1) return;
+    EpHeap *heap = l->heap;
+    if (ep_world_is_forked(ep_heap_world(heap))) return;
+    for (uint32_t i = 0; i < l->config.num_buffers; i++)
+        has_words |= l->buffers[i].on_stream && l->buffers[i].comm.host;
+    if (has_words) ep_orphan_add(ep_heap_layers(heap), &l->orphan, destroy, l);
+    else destroy(l);
+    ep_heap_release(heap);
 }
 
 EpHeap *ep_layer_heap(EpLayer *l) { return l->heap; }
@@ -256,6 +274,7 @@ uint64_t ep_layer_ll_handle_words(const EpLayerConfig *config, uint64_t *offsets
 
 int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
+    EP_TRY(ep_heap_check_open(l->heap));
     if (buffer >= l->config.num_buffers)
         return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer,
                         l->config.num_buffers);

@@ -8,6 +8,7 @@
 #include <stdatomic.h>
 
 #include "backend.h"
+#include "runtime/orphan.h"
 
 #define EP_MAX_BUFFERS 16u
 
@@ -16,6 +17,7 @@ struct EpLayer {
     EpLayerConfig config;
     atomic_int num_refs;
     bool closed;
+    EpOrphan orphan;
     uint32_t num_freed;                 /* buffers that ep_layer_close has freed */
     uint64_t ticket[EP_MAX_BUFFERS];    /* number of the newest plan of each buffer */
     const void *newest[EP_MAX_BUFFERS]; /* address of that plan */

@@ -88,12 +88,13 @@ FAST(heap_stats) {
 typedef struct {
     EpDLManagedTensor managed;
     EpHeap *heap;
+    uint32_t peer;
     int64_t shape[8], strides[8];
 } View;
 /* torch calls this from any thread, with or without the interpreter lock. */
 static void delete_view(EpDLManagedTensor *m) {
     View *v = (View *)m->manager_ctx;
-    ep_heap_release(v->heap);
+    ep_heap_release_view(v->heap, v->peer);
     free(v);
 }
 /* Delete the view if no framework has taken the capsule. A framework that takes it renames it. */
@@ -134,7 +135,9 @@ FAST(heap_tensor) {
     int code = ep_heap_translate(h, off, peer, &address);
     if (!code) code = ep_heap_translate(h, off + n * (bits / 8), peer, &end);
     if (code) return free(v), ep_raise(code);
-    v->heap = ep_heap_retain(h);
+    v->heap = h;
+    v->peer = peer;
+    ep_heap_retain_view(h, peer);
     v->managed.dl_tensor = (EpDLTensor){address,
                                         {ep_heap_kind(h) == EP_CUDA ? EP_DL_CUDA : EP_DL_CPU,
                                          ep_heap_kind(h) == EP_CUDA ? ep_heap_device(h) : 0},

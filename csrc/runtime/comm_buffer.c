@@ -75,6 +75,7 @@ int ep_comm_check(EpCommBuffer *b, void *stream) {
     const EpBackend *backend = b->backend;
     EpHostWords *host = b->comm.host;
     if (ep_world_is_forked(world)) return ep_world_check(world);
+    if (!host) return ep_error(EP_ECLOSED, "this heap or layer was closed during the call");
     if (ep_is_asking())
         return ep_error(EP_EINVAL, "a signal handler called epmoe while an operation waits: let the handler "
                                    "set a flag, or raise an exception");

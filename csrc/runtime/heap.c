@@ -7,10 +7,12 @@
  *
  * A peer may still copy to or from memory that this rank releases. On the CPU this is safe: the peer has its
  * own mapping of a file, which exists as long as any rank maps it. GPU memory must not be freed while a peer
- * may use it. A rank may release a GPU heap before the collective close, while the world has not ended. Then
- * the memory is left to the world (ep_memory_keep), which frees it at its own release. Waiting for the peers
- * here instead could take forever, in a destructor. If a later heap cannot be allocated, the error says how
- * many bytes are kept. */
+ * uses it or has it mapped. So the collective close has two steps: all ranks unmap the memory of their peers,
+ * and then each rank frees its own. A rank that still has a tensor over the memory of a peer does not unmap,
+ * and tells the others. Their memory, and that of a heap that is released before the close, is left to the
+ * world (ep_memory_keep), which frees it at its own release. If a later heap cannot be allocated, the error
+ * says how many bytes are kept.
+ * The last release of a GPU heap is a destructor, which makes no call of CUDA (orphan.h). */
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,10 +31,11 @@ int ep_heap_device(const EpHeap *h) { return h->device; }
 uint16_t ep_heap_number(const EpHeap *h) { return h->control.of; }
 
 /* True if this rank may free its memory now. CPU memory: always, because each peer has its own mapping. GPU
- * memory: when no peer can use it, that is after the collective close, in a world of one rank, or after the
- * world has ended. */
+ * memory: when no peer can use it, that is after the collective close if all peers have unmapped it, in a
+ * world of one rank, or after the world has ended. */
 static bool may_free(EpHeap *h) {
-    return h->kind == EP_CPU || h->closed || ep_world_size(h->world) == 1 || ep_world_check(h->world) != 0;
+    return h->kind == EP_CPU || (h->closed && !h->is_mapped) || ep_world_size(h->world) == 1 ||
+           ep_world_check(h->world) != 0;
 }
 
 EpHeap *ep_heap_retain(EpHeap *h) {
@@ -40,34 +43,83 @@ EpHeap *ep_heap_retain(EpHeap *h) {
     return h;
 }
 
-void ep_heap_release(EpHeap *h) {
-    if (!h || atomic_fetch_sub(&h->num_refs, 1) != 1) return;
-    if (ep_world_is_forked(h->world)) return; /* the memory and its handles belong to the parent process */
-    uint32_t me = ep_world_rank(h->world);
+/* Unmap the memory of rank r, or free this rank's own. Ranks that are threads share the memory; the last one
+ * frees it. */
+static void drop_memory(EpHeap *h, uint32_t r) {
+    EpMemory *m = h->memory[r];
+    void *base = h->base[r];
+    h->memory[r] = NULL;
+    h->base[r] = NULL;
+    if (!m && base && r != ep_world_rank(h->world)) h->backend->heap_unimport(h->device, base, h->num_bytes);
+    if (!m || !ep_memory_drop(m)) return;
+    if (m->address && may_free(h)) h->backend->heap_close(h->device, m->address, h->num_bytes);
+    else if (m->address) ep_memory_keep(h->world, h->backend, h->device, m->address, h->num_bytes);
+    free(m);
+}
+
+static bool has_memory(const EpHeap *h) {
+    bool found = h->control.comm.host != NULL || atomic_load(&h->layers) != NULL;
+    for (uint32_t r = 0; r < EP_MAX_RANKS; r++) found |= h->base[r] != NULL;
+    return found;
+}
+
+/* Free all that a heap has. The reference to its world is released already, but the world is still there. */
+static void destroy(void *heap) {
+    EpHeap *h = (EpHeap *)heap;
+    ep_orphans_destroy(&h->layers);
     if (h->has_control) ep_comm_close(&h->control);
-    for (uint32_t r = 0; r < EP_MAX_RANKS; r++) {
-        if (h->memory[r] && ep_memory_drop(h->memory[r])) {
-            if (h->memory[r]->address && may_free(h))
-                h->backend->heap_close(h->device, h->memory[r]->address, h->num_bytes);
-            else if (h->memory[r]->address)
-                ep_memory_keep(h->world, h->backend, h->device, h->memory[r]->address, h->num_bytes);
-            free(h->memory[r]);
-        } else if (!h->memory[r] && h->base[r] && r != me) {
-            h->backend->heap_unimport(h->device, h->base[r], h->num_bytes);
-        }
-    }
-    ep_world_release(h->world);
+    for (uint32_t r = 0; r < EP_MAX_RANKS; r++) drop_memory(h, r);
     free(h);
 }
 
-/* 0, or the error of a call on a heap that is closed. */
-static int check_open(const EpHeap *h) {
+void ep_heap_release(EpHeap *h) {
+    if (!h || atomic_fetch_sub(&h->num_refs, 1) != 1) return;
+    EpWorld *world = h->world;
+    if (ep_world_is_forked(world)) return; /* the memory and its handles belong to the parent process */
+    if (h->kind == EP_CUDA && has_memory(h)) ep_orphan_add(ep_world_orphans(world), &h->orphan, destroy, h);
+    else destroy(h);
+    ep_world_release(world);
+}
+
+EpOrphans *ep_heap_layers(EpHeap *h) { return &h->layers; }
+
+void ep_heap_reap(EpHeap *h) {
+    ep_orphans_destroy(&h->layers);
+    ep_orphans_destroy(ep_world_orphans(h->world));
+}
+
+void ep_heap_retain_view(EpHeap *h, uint32_t peer) {
+    ep_heap_retain(h);
+    atomic_fetch_add(peer == ep_world_rank(h->world) ? &h->num_views : &h->num_peer_views, 1);
+}
+void ep_heap_release_view(EpHeap *h, uint32_t peer) {
+    atomic_fetch_sub(peer == ep_world_rank(h->world) ? &h->num_views : &h->num_peer_views, 1);
+    ep_heap_release(h);
+}
+
+int ep_heap_check_open(const EpHeap *h) {
     return h->closed ? ep_error(EP_ECLOSED, "this heap is closed: create a new heap") : 0;
 }
 
 /* Wait until this rank's device has finished all work. After the end of the world, do not wait: no peer waits
  * for this rank, and the kernels of other ranks may never finish. */
 int ep_heap_quiesce(EpHeap *h) { return ep_world_check(h->world) ? 0 : h->backend->sync_all(h->device); }
+
+/* After all ranks have come to the close: unmap the memory of the peers, and then free this rank's own. What
+ * tensors refer to stays until they are dropped. */
+static int give_memory_back(EpHeap *h) {
+    const uint32_t me = ep_world_rank(h->world);
+    const bool has_peer_views = atomic_load(&h->num_peer_views) != 0;
+    unsigned char mine = has_peer_views, all[EP_MAX_RANKS];
+    ep_heap_reap(h);
+    ep_comm_close(&h->control);
+    for (uint32_t r = 0; r < EP_MAX_RANKS; r++)
+        if (r != me && !has_peer_views) drop_memory(h, r);
+    EP_TRY(ep_world_exchange(h->world, &mine, 1, all));
+    for (uint32_t r = 0; r < ep_world_size(h->world); r++) h->is_mapped |= r != me && all[r];
+    if (atomic_load(&h->num_views) == 0) drop_memory(h, me);
+    return 0;
+}
 
 int ep_heap_close(EpHeap *h) {
     unsigned char mine = 0, all[EP_MAX_RANKS];
@@ -79,6 +131,7 @@ int ep_heap_close(EpHeap *h) {
     /* If the exchange failed and the world has not ended, a rank was in another call. All must close
      * again. */
     h->closed = !code || ep_world_check(h->world) != 0;
+    if (!code && h->kind == EP_CUDA) code = give_memory_back(h);
     ep_world_end_call(h->world, record, code);
     return code ? code : synced;
 }
@@ -95,7 +148,7 @@ typedef struct {
 
 static int agree(EpHeap *h, const Call *mine) {
     Call all[EP_MAX_RANKS];
-    EP_TRY(check_open(h));
+    EP_TRY(ep_heap_check_open(h));
     EP_TRY(ep_world_exchange(h->world, mine, sizeof *mine, all));
     for (uint32_t r = 0; r < ep_world_size(h->world); r++) {
         const unsigned long long its = all[r].num_bytes, first = all[0].num_bytes;
@@ -181,7 +234,7 @@ int ep_heap_open_buffer(EpHeap *h, const EpShape *shape, EpCommBuffer *b) {
 }
 
 int ep_heap_stats(EpHeap *h, EpHeapStats *s) {
-    EP_TRY(check_open(h));
+    EP_TRY(ep_heap_check_open(h));
     ep_allocator_stats(&h->allocator, s);
     return 0;
 }
@@ -190,7 +243,7 @@ int ep_heap_stats(EpHeap *h, EpHeapStats *s) {
 
 int ep_heap_offset(EpHeap *h, const void *address, uint64_t num_bytes, uint64_t *off) {
     uintptr_t base = (uintptr_t)h->base[ep_world_rank(h->world)], a = (uintptr_t)address;
-    EP_TRY(check_open(h));
+    EP_TRY(ep_heap_check_open(h));
     if (a < base || a - base > h->num_bytes || h->num_bytes - (a - base) < num_bytes)
         return ep_error(EP_EINVAL, "the tensor is not in this symmetric heap");
     *off = a - base;
@@ -198,7 +251,7 @@ int ep_heap_offset(EpHeap *h, const void *address, uint64_t num_bytes, uint64_t 
 }
 
 int ep_heap_translate(EpHeap *h, uint64_t off, uint32_t peer, void **address) {
-    EP_TRY(check_open(h));
+    EP_TRY(ep_heap_check_open(h));
     if (peer >= ep_world_size(h->world))
         return ep_error(EP_EINVAL, "rank %u of a world of %u", peer, ep_world_size(h->world));
     if (off > h->num_bytes)
@@ -209,7 +262,7 @@ int ep_heap_translate(EpHeap *h, uint64_t off, uint32_t peer, void **address) {
 
 _Static_assert(EP_DEV_MAX_RANKS == EP_MAX_RANKS, "a device handle has a base for every rank");
 int ep_heap_handle(EpHeap *h, EpDeviceHeap *handle) {
-    EP_TRY(check_open(h));
+    EP_TRY(ep_heap_check_open(h));
     EP_TRY(ep_world_check(h->world));
     *handle = (EpDeviceHeap){.world_ended = &h->control.comm.host->abort,
                              .timeout_ns = ep_world_timeout_ns(h->world)};
@@ -275,7 +328,7 @@ int ep_heap_wait(EpHeap *h, uint64_t off, uint64_t value, bool exact, void *stre
 }
 
 int ep_heap_barrier(EpHeap *h, void *stream) {
-    EP_TRY(check_open(h));
+    EP_TRY(ep_heap_check_open(h));
     EP_TRY(ep_comm_check(&h->control, stream));
     h->control.comm.timeout_ns = ep_world_timeout_ns(h->world);
     uint64_t record = ep_comm_begin_call(&h->control, EP_OP_BARRIER, 0, 0, stream);
@@ -287,7 +340,7 @@ int ep_heap_barrier(EpHeap *h, void *stream) {
 }
 
 int ep_heap_sync(EpHeap *h, void *stream) {
-    EP_TRY(check_open(h));
+    EP_TRY(ep_heap_check_open(h));
     EP_TRY(h->backend->sync(h->device, stream, h->world));
     return ep_comm_check(&h->control, stream);
 }

@@ -229,9 +229,11 @@ fail:
 int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status,
                    EpHeap **out) {
     EP_TRY(ep_world_check(world));
+    ep_orphans_destroy(ep_world_orphans(world)); /* the new heap may need their memory */
     uint64_t record = ep_world_begin_call(
         world, &(EpCallRecord){.what = EP_CALL_HEAP_CREATE, .size = num_bytes, .code = (int16_t)status});
     int code = create(world, kind, device, num_bytes, status, out);
     ep_world_end_call(world, record, code);
+    if (code) ep_orphans_destroy(ep_world_orphans(world)); /* the heap that could not be made */
     return code;
 }

@@ -8,6 +8,7 @@
 #include "backend.h"
 #include "runtime/allocator.h"
 #include "runtime/memory.h"
+#include "runtime/orphan.h"
 
 struct EpHeap {
     EpWorld *world;
@@ -22,6 +23,10 @@ struct EpHeap {
     EpAllocator allocator;
     EpCommBuffer control; /* for ep_heap_barrier, and for the faults of ep_heap_wait */
     bool has_control;
+    atomic_uint num_views, num_peer_views; /* tensors over this rank's memory, and over that of its peers */
+    bool is_mapped; /* after the collective close: a peer has not unmapped this rank's memory */
+    EpOrphan orphan;
+    EpOrphans layers; /* layers of this heap that are orphans */
     /* SMs that this rank leaves to other ranks on the same GPU; 0 if it has the GPU to itself. */
     uint32_t reserved_sms;
 };

@@ -195,6 +195,7 @@ int ep_world_close(EpWorld *w, bool collective) {
     unsigned char mine = 0, all[EP_MAX_RANKS];
     char why[256];
     if (ep_world_is_forked(w)) return 0; /* the sockets and the watchdog thread belong to the parent */
+    ep_orphans_destroy(&w->orphans);     /* while the watchdog thread can still end their waits */
     pthread_mutex_lock(&w->lock);
     bool was_closed = w->closed;
     pthread_mutex_unlock(&w->lock);
@@ -323,6 +324,8 @@ int ep_world_set_timeout(EpWorld *w, double timeout_s) {
     atomic_store(&w->timeout_ns, (uint64_t)(timeout_s * 1e9));
     return 0;
 }
+
+EpOrphans *ep_world_orphans(EpWorld *w) { return &w->orphans; }
 
 bool ep_world_at_release(EpWorld *w, void (*action)(void *), void *argument) {
     EpAction *a = (EpAction *)malloc(sizeof *a);

@@ -4,6 +4,7 @@
 #ifndef EP_WORLD_H
 #define EP_WORLD_H
 #include "runtime/flight_record.h"
+#include "runtime/orphan.h"
 
 EpWorld *ep_world_retain(EpWorld *world);
 /* As ep_world_exchange, and each rank may also send a file descriptor to every peer. fd_out: this rank's
@@ -43,6 +44,8 @@ uint16_t ep_world_number_layer(EpWorld *world);
 /* Call action(argument) after the last reference to the world was released. The action registered last runs
  * first. False: the registration could not be allocated. */
 bool ep_world_at_release(EpWorld *world, void (*action)(void *), void *argument);
+/* The heaps of this world that are orphans. They hold no reference to it. */
+EpOrphans *ep_world_orphans(EpWorld *world);
 /* True in a process that was forked from the process that created the world. */
 bool ep_world_is_forked(const EpWorld *world);
 

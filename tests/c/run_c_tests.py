@@ -40,8 +40,8 @@ LAUNCH = "capabilities cluster_launch guard launch_order tensor_maps tile_counte
 FAKE_CUDA = f"-I{ROOT / 'tests/fakes/cuda'}"
 TESTS = ("main harness cases steps test_alone test_counters test_device test_fork test_heap "
          "test_hostile test_interrupt test_lanes test_launch test_low_latency test_meeting "
-         "test_memory test_order test_processes test_record test_refusals test_sharing test_steps "
-         "test_tables test_wire").split()
+         "test_memory test_order test_orphans test_processes test_record test_refusals test_sharing "
+         "test_steps test_tables test_wire").split()
 # The functions of the system that a source calls from the tests instead. Those of harness.c fail at times;
 # open, of test_record.c, can block, as it does on a file system that is stuck.
 REPLACED = {"cpu/backend.c": ("pthread_create", "mmap", "posix_fallocate"), "runtime/meeting.c": ("geteuid",),
