@@ -78,3 +78,21 @@ def test_gemm_accumulates_twice_in_the_same_order(ranks):
             torch.ops.epmoe.grouped_wgrad_add(dy, x, offsets, out, scale, False)
         results.append(out.clone())
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.cuda_only
+def test_gemm_accumulates_in_a_graph(ranks):
+    """Each replay adds once more, also with other numbers and other sizes of the experts."""
+    dy, x, offsets = factors(SIZES["mixed"], 272, 208, torch.bfloat16, ranks.device)
+    out = torch.zeros(len(SIZES["mixed"]), 272, 208, device=ranks.device)
+    torch.ops.epmoe.grouped_wgrad_add(dy, x, offsets, out, 1.0, False)  # loads the kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.epmoe.grouped_wgrad_add(dy, x, offsets, out, 1.0, False)
+    for sizes in ((2, 3, 60, 130, 17, 200), (0, 0, 400, 12, 0, 0)):
+        offsets.copy_(torch.tensor([3, *sizes]).cumsum(0))
+        out.zero_()
+        for _ in range(2):
+            graph.replay()
+        torch.cuda.synchronize()
+        check(out, torch.zeros_like(out), dy, x, offsets, 2.0)
