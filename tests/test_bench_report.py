@@ -108,6 +108,17 @@ def test_bench_report_refuses_a_file_in_place_of_the_folder(tmp_path, capsys):
     assert "some.json: must be a folder" in capsys.readouterr().err
 
 
+def test_bench_report_of_a_training_step(tmp_path):
+    rows = [row("train", "c", f"epmoe {what}", ms, tflops=300.0, ratios={"torch": 0.61, "GEMMs": 1.13})
+            for what, ms in (("forward", 1.0), ("backward", 2.0), ("both", 3.0))]
+    rows += [row("train", "c", "epmoe stages both", 4.0),
+             {"bench": "train", "shape": "c", "impl": "epmoe kept bytes", "bytes_over_torch": 0.8}]
+    text = make_report(tmp_path, rows)[1]
+    assert "### Forward and backward" in text and "peak memory" not in text
+    numbers = "1.00 | 300 | 0.61 | 1.13 | 2.00 | 300 | 0.61 | 1.13 | 3.00 | 300 | 0.61 | 1.13"
+    assert f"| c | 64 | {numbers} | 0.75 | 0.80 |" in text
+
+
 def test_bench_report_of_one_gpu(tmp_path):
     """The report takes the ratios of one rank alone from the file; it does not compute them."""
     rows = [row("layer", "c", impl, ms, tflops=9.0)

@@ -129,6 +129,28 @@ def step_table(figures):
     return markdown(head, rows)
 
 
+def train_table(rows):
+    """A training step of `python -m epmoe.bench train`, one row for each shape."""
+    by_shape = {}
+    for r in rows:
+        if r["bench"] == "train":
+            by_shape.setdefault(r["shape"], {})[r["impl"]] = r
+    lines = []
+    for shape, of in by_shape.items():
+        cells = [shape, str(of["epmoe both"]["tokens"])]
+        for what in ("forward", "backward", "both"):
+            row = of[f"epmoe {what}"]
+            cells += [f"{row['ms']:.2f}", f"{row['tflops']:.0f}",
+                      *(f"{row['ratios'][n]:.2f}" for n in ("torch", "GEMMs"))]
+        cells.append(f"{of['epmoe both']['ms'] / of['epmoe stages both']['ms']:.2f}")
+        sizes = [of.get(f"epmoe {what} bytes") for what in ("kept", "peak")]
+        lines.append(cells + [f"{r['bytes_over_torch']:.2f}" if r else "" for r in sizes])
+    passes = [f"{what}{more}" for what in ("forward", "backward", "both")
+              for more in (", ms", ": TFLOP/s", ": over torch", ": over GEMMs alone")]
+    return markdown(["shape", "T", *passes, "both: over stages", "kept memory over torch",
+                     "peak memory over torch"], lines) if lines else []
+
+
 def decode_table(figures):
     """One rank alone with few tokens: plan + dispatch + combine in microseconds."""
     of = [r for r in figures.one_gpu["rows"] if r["bench"] == "decode"]
@@ -287,6 +309,9 @@ def block(figures, plots, folder):
                   *step_table(figures), "", "### Few tokens", "",
                   "`EPAll2AllLayer` of one rank, as above, with H 7168, K 8, 72 experts and a capacity:", "",
                   *decode_table(figures)]
+    for run in (figures.one_gpu, figures.result):
+        if table_of_run := train_table(run.get("rows", [])):
+            lines += ["", "### Forward and backward", "", f"{of_run(run)}.", "", *table_of_run]
     if figures.shapes():
         lines += ["", "### Plan, dispatch and combine", "", *table(figures)]
     lines += images(figures, plots, folder, "shapes", "sm", "tokens")
