@@ -338,8 +338,11 @@ class EPMoE(MoeParts, nn.Module):
             torch.Size([2, 3, 16])
             >>> moe.finalize()
         """
-        if self._must_break():
-            return self._forward_untraced(x, topk_idx, topk_weights, decode=decode)
+        if self._has_other_gradients and torch.compiler.is_compiling():
+            return self._run_untraced(x, topk_idx, topk_weights, decode)
+        return self._run(x, topk_idx, topk_weights, decode)
+
+    def _run(self, x, topk_idx, topk_weights, decode):
         topk = self.layer.topk * self.layer._copies
         path = None
         try:

@@ -43,13 +43,10 @@ class MoeTraining:
             return self._weight_gradients.weight(p, self.gradient_scale)
         return p if self.gradient_scale == 1 else ScaledGradient.apply(p, self.gradient_scale)
 
-    def _must_break(self):
-        """Whether a compiler must leave the forward pass to Python, which sees what a backward keeps."""
-        return self._weight_gradients is not None and torch.compiler.is_compiling()
-
     @torch._disable_dynamo
-    def _forward_untraced(self, *args, **kwargs):
-        return self.forward(*args, **kwargs)
+    def _run_untraced(self, *args):
+        """Run the forward pass outside of compiled code, which would not see what a backward keeps."""
+        return self._run(*args)
 
     def backward_dw(self):
         """Compute the gradients of the weights of the oldest backward pass that waits.  Not collective.

@@ -121,18 +121,20 @@ def test_moe_gradients_of_one_weight(ranks):
         torch.testing.assert_close(fused, plain)
 
 
-def recomputed(world, device):
-    """A module, the same with activation checkpointing, and compiled."""
-    model = Model()
+def checkpointed(use_reentrant):
+    return lambda moe, *inputs: checkpoint(moe, *inputs, use_reentrant=use_reentrant)
 
-    def checkpointed(use_reentrant):
-        return lambda moe, *inputs: checkpoint(moe, *inputs, use_reentrant=use_reentrant)
 
-    compiled = torch.compile(backend="aot_eager")(lambda moe, x, idx, w: moe(x * 1, idx, w) * 1)
-    found = []
+def called(world, device, way):
+    """A module, and the same called in other ways."""
+    model, found = Model(), []
+    if way == "compile":
+        calls = [torch.compile(backend="aot_eager")(lambda moe, x, idx, w: moe(x * 1, idx, w) * 1)]
+    else:
+        calls = [checkpointed(False), checkpointed(True)]
     for options in OPTIONS:
         found.append([])
-        for call in (None, checkpointed(False), checkpointed(True), compiled):
+        for call in (None, *calls):
             moe = with_main_grads(make_moe(world, device, model, **options))
             seen = backward(moe, world, device, model, 0, call or type(moe).__call__)
             if "delay_wgrad_compute" in options:
@@ -144,14 +146,27 @@ def recomputed(world, device):
     return found
 
 
-def test_moe_gradients_with_checkpoint_and_compile(ranks):
-    for of_options in ranks(recomputed, world_size=2):
+# Ranks that are threads do not compile at the same time: torch.compiler.is_compiling() is of the process.
+@pytest.mark.parametrize("way, world_size", [("checkpoint", 2), ("compile", 1)])
+def test_moe_gradients_of_calls(ranks, way, world_size):
+    for of_options in ranks(called, way, world_size=world_size):
         for plain, *others in of_options:
             for other in others:
                 for got, want in ((other, plain), *((other[k], plain[k]) for k in ("grads", "main"))):
                     for name, value in want.items():
                         if isinstance(value, torch.Tensor):
                             assert torch.equal(got[name], value), name
+
+
+@pytest.mark.cpu_only
+def test_moe_gradients_break_the_graph():
+    with epmoe.thread_worlds(1)[0] as world:
+        moe = make_moe(world, torch.device("cpu"), Model(), **DELAY)
+        call = torch.compile(moe, backend="eager", fullgraph=True)
+        x, idx, weight, _ = inputs_of(Model(), 0, 1)
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            call(x, idx, weight)
+        moe.finalize()
 
 
 def copied(world, device):
