@@ -69,7 +69,7 @@ typedef struct {
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);
     int (*gemm)(int device, const EpGemmParams *p, void *stream); /* NULL if there is none */
     int (*gemm_fp8)(int device, const EpGemmFp8Params *p, void *stream);
-    int (*activation_backward)(int device, const EpActivationParams *p, void *stream);
+    int (*activation)(int device, const EpActivationParams *p, void *stream);
     int (*quantize)(int device, const EpQuantizeParams *p, void *stream);
     /* The tile counter of a stream, or *counter = NULL; see cuda/tile_counters.h. NULL: there is no gemm. */
     int (*tile_counter)(int device, void *stream, uint64_t **counter);

@@ -284,17 +284,17 @@ int ep_grouped_gemm(const EpGemm *gemm, void *stream);
  * captured, and for a stream that came after 256 others of its device. */
 int ep_gemm_has_counter(int device, void *stream, bool *has);
 
-/* ---- the gradient of an activation: local to a rank, CPU and CUDA ---- */
+/* ---- an activation and its gradient: local to a rank, CPU and CUDA ---- */
 
 /* See protocol/activation.h. h [M][I], or [M][2 I] for a gated activation, and d [M][I], of bf16 or f16;
  * offsets i32 [L + 1]; row_weight f32 [M] or NULL. Outputs: d_h as h, weighted as d, which may be d, dots f32
- * [M]. On CUDA, I is a multiple of 8. */
+ * [M]. Without d, d_h and dots (NULL) only `weighted` is computed. On CUDA, I is a multiple of 8. */
 typedef struct {
     uint32_t activation;
     double alpha, limit;
     const EpTensor *h, *d, *offsets, *row_weight, *d_h, *weighted, *dots;
-} EpActivationBackward;
-int ep_activation_backward(const EpActivationBackward *a, void *stream);
+} EpActivationArgs;
+int ep_activation(const EpActivationArgs *a, void *stream);
 
 /* ---- rows to FP8: local to a rank ---- */
 

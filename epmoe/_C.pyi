@@ -273,17 +273,17 @@ def grouped_gemm_fp8(
 ) -> None: ...
 
 # See csrc/protocol/activation.h.
-def activation_backward(
+def activation(
     activation: int,
     alpha: float,
     limit: float,
     h: Tensor,
-    d: Tensor,
+    d: Tensor | None,
     offsets: Tensor,
     row_weight: Tensor | None,
-    d_h: Tensor,
+    d_h: Tensor | None,
     weighted: Tensor,
-    dots: Tensor,
+    dots: Tensor | None,
     /,
 ) -> None: ...
 

@@ -1,11 +1,11 @@
-"""torch.ops.epmoe.activation_backward: the gradient of an activation, of its rows' weights, and what the
-weight gradient of the next product needs, in one pass over the rows.
+"""Activations of the rows of experts.  torch.ops.epmoe.activation_backward: the gradient of an activation, of
+its rows' weights, and what the weight gradient of the next product needs, in one pass over the rows.
 """
 
 import torch
 
 from . import _C
-from .gemm import aligned, untraced
+from .gemm import GATED, aligned, untraced
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("activation_backward(Tensor h, Tensor d, Tensor offsets, Tensor? row_weight, int activation, "
@@ -23,8 +23,16 @@ def run_activation_backward(h, d, offsets, row_weight, activation, alpha=0.0, li
     d_h = torch.empty_like(h)
     weighted = d if in_place else torch.empty_like(d)
     dots = torch.empty(len(d), dtype=torch.float32, device=d.device)
-    _C.activation_backward(activation, alpha, limit, h, d, offsets, row_weight, d_h, weighted, dots)
+    _C.activation(activation, alpha, limit, h, d, offsets, row_weight, d_h, weighted, dots)
     return d_h, weighted, dots
+
+
+def run_activation(h, offsets, activation, alpha=0.0, limit=0.0):
+    """Return activation(h) [M, I], rounded once.  h and the rest are as for run_activation_backward."""
+    h = aligned(h)
+    y = h.new_empty(h.shape[0], h.shape[1] // (2 if activation in GATED else 1))
+    _C.activation(activation, alpha, limit, h, None, aligned(offsets), None, None, y, None)
+    return y
 
 
 def _activation_backward(h, d, offsets, row_weight, activation, alpha=0.0, limit=0.0):

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from . import _C
-from .activation_ops import run_activation_backward
-from .activations import activate
+from .activation_ops import run_activation, run_activation_backward
 from .autograd import check_mode
 from .fused import EpAll2AllFusedOp
 from .fused_ops import expert_offsets
-from .gemm import DGRAD, FORWARD, GATED, WGRAD, activation_of, aligned, as_kernel, untraced
+from .gemm import DGRAD, FORWARD, GATED, WGRAD, aligned, as_kernel, untraced
 from .ops import layer_of, lib, register_fake, reporting, requires_grad, row_dots, rows_to_trace
 from .weight_gradients import gradient_of, sink_of
 
@@ -72,8 +71,8 @@ def _bias_of(layer, bias):
 
 
 def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, num_rows, *last):
+    """last: activation, alpha, limit, after."""
     layer = layer_of(layer)
-    activation = activation_of(*last[:3])  # last: activation, alpha, limit, after
     fused = _is_fused(layer, gate_up, down)
     gemm = torch.ops.epmoe.grouped_gemm
     if num_rows < 0:
@@ -90,7 +89,7 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
     with reporting(layer, _C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, buffer, plan):
         if not fused:
             h = gemm(rows, gate_up, offsets, gate_up_bias, None, FORWARD, 0, False)
-        a = activate(h, activation)
+        a = run_activation(h, offsets, *last[:3])
         if not fused:
             y_rows = gemm(a, down, offsets, down_bias, None, FORWARD, 0, False)
     if fused:

@@ -8,7 +8,7 @@ import torch
 import epmoe
 from cases import generator, misaligned
 from epmoe import reference
-from epmoe.activation_ops import run_activation_backward
+from epmoe.activation_ops import run_activation, run_activation_backward
 from epmoe.activations import is_gated
 from epmoe.gemm import as_kernel
 from test_gemm_products import ACTIVATIONS, EPS, TINY
@@ -64,6 +64,10 @@ def test_activation_gradients_equal_float64(ranks, activation, dtype):
             check(got[i][used], want[i], slack, f"{name} of {columns} columns")
         check(got[2][used], want[2], 2.0**-18 * size + 1e-6, f"dots of {columns} columns")
         assert all(torch.equal(a[used], b[used]) for a, b in zip(got, again))
+        y = run_activation(h, offsets, *kernel)[used]
+        check(y, want[1] if w is None else want[1] / w[used, None].double(),
+              eps * want[1].abs() / (1 if w is None else w[used, None].double().abs())
+              + 2.0**-17 * (1 + h[used].double().abs().max()) + tiny, f"y of {columns} columns")
         over = run_activation_backward(h, d, offsets, w, *kernel, in_place=True)
         assert over[1].data_ptr() == d.data_ptr()
         assert all(torch.equal(a[used], b[used]) for a, b in zip(got, over))

@@ -317,9 +317,9 @@ static int wait_word(int device, const EpComm *c, const uint64_t *word, uint64_t
     return 0;
 }
 
-static int activation_backward(int device, const EpActivationParams *p, void *stream) {
+static int activation(int device, const EpActivationParams *p, void *stream) {
     (void)device, (void)stream;
-    ep_cpu_activation_backward(p);
+    ep_cpu_activation(p);
     return 0;
 }
 static int quantize(int device, const EpQuantizeParams *p, void *stream) {
@@ -350,7 +350,7 @@ const EpBackend ep_cpu_backend = {
     .clear = clear,
     .signal = signal_word,
     .wait = wait_word,
-    .activation_backward = activation_backward,
+    .activation = activation,
     .quantize = quantize,
     .preload = preload,
 };

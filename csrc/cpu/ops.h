@@ -1,6 +1,6 @@
 /* cpu/ops.h - the stages of the CPU backend: the code that a worker thread runs.
  *
- * Exports ep_cpu_plan, ep_cpu_enter, ep_cpu_activation_backward, and dispatch and combine of both kinds.
+ * Exports ep_cpu_plan, ep_cpu_enter, ep_cpu_activation, and dispatch and combine of both kinds.
  * Dispatch and combine run on all num_workers of a rank at once, and each call is one worker's part. A plan
  * is small and runs on one worker.
  * Invariant: ranks synchronise only through the words of protocol/flags.h and the count cells of
@@ -18,7 +18,7 @@ void ep_cpu_dispatch_fp8(const EpDispatchFp8Params *p, uint32_t worker, uint32_t
 void ep_cpu_combine(const EpCombineParams *p, uint32_t worker, uint32_t num_workers);
 void ep_cpu_ll_dispatch(const EpLlDispatchParams *p, uint32_t worker, uint32_t num_workers);
 void ep_cpu_ll_combine(const EpLlCombineParams *p, uint32_t worker, uint32_t num_workers);
-void ep_cpu_activation_backward(const EpActivationParams *p);
+void ep_cpu_activation(const EpActivationParams *p);
 /* Run an operation without data. When it returns, all ranks have entered, or the operation has failed. If
  * comm.status is set, this rank refuses operation `op`, whose arguments it could not accept. */
 void ep_cpu_enter(const EpComm *c, uint32_t op);

@@ -271,10 +271,10 @@ static int quantize(int device, const EpQuantizeParams *p, void *stream) {
     return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_quantize(p, stream), "quantisation kernel"));
 }
 
-static int activation_backward(int device, const EpActivationParams *p, void *stream) {
+static int activation(int device, const EpActivationParams *p, void *stream) {
     EpGuard g;
     EP_TRY(ep_guard(device, &g));
-    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_activation_backward(p, stream),
+    return ep_unguard(&g, ep_cuda_check((cudaError_t)ep_launch_activation(p, stream),
                                         "kernel of an activation's gradient"));
 }
 
@@ -353,7 +353,7 @@ const EpBackend ep_cuda_backend = {
     .wait = wait_word,
     .gemm = gemm,
     .gemm_fp8 = gemm_fp8,
-    .activation_backward = activation_backward,
+    .activation = activation,
     .quantize = quantize,
     .tile_counter = tile_counter,
     .dispatch_gemm = dispatch_gemm,

@@ -18,7 +18,7 @@ int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream);
 int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream);
 int ep_launch_gemm(const EpGemmParams *p, void *stream);
 int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream);
-int ep_launch_activation_backward(const EpActivationParams *p, void *stream);
+int ep_launch_activation(const EpActivationParams *p, void *stream);
 int ep_launch_quantize(const EpQuantizeParams *p, void *stream);
 int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_sm, void *stream);
 int ep_launch_ll_combine(const EpLlCombineParams *p, uint32_t num_sm, void *stream);

@@ -1,33 +1,36 @@
-/* activation.c - the gradient of an activation: check the arguments, fill in the parameters, launch.
+/* activation.c - an activation and its gradient: check the arguments, fill in the parameters, launch.
  *
- * Exports ep_activation_backward. The operation is local to a rank, and no peer takes part. */
+ * Exports ep_activation. The operation is local to a rank, and no peer takes part. */
 #include "backend.h"
 #include "runtime/error.h"
 #include "runtime/tensor.h"
 
-int ep_activation_backward(const EpActivationBackward *a, void *stream) {
-    const EpBackendKind kind = a->d->kind;
+int ep_activation(const EpActivationArgs *a, void *stream) {
+    const EpTensor *y = a->weighted;
+    const EpBackendKind kind = y->kind;
     const EpBackend *backend = ep_backend(kind);
-    const uint32_t dtype = a->d->dtype;
+    const uint32_t dtype = y->dtype;
     EpActivationParams p = {0};
     if (!backend) return EP_EINVAL;
     if (!ep_gemm_is_activation(a->activation, (float)a->alpha, (float)a->limit))
         return ep_error(EP_EINVAL,
                         "activation %u (alpha %g, limit %g): must be an EpActivation with valid numbers",
                         a->activation, a->alpha, a->limit);
+    if (!a->d != !a->d_h || !a->d != !a->dots)
+        return ep_error(EP_EINVAL, "gradient, gradient of the input, dot products: pass all or none");
     if (dtype != EP_BF16 && dtype != EP_F16)
-        return ep_error(EP_ETYPE, "gradient: wanted bfloat16 or float16, got %s", ep_dtype_name(dtype));
-    if (a->d->num_dims != 2 || a->offsets->num_dims != 1 || a->offsets->shape[0] < 1)
-        return ep_error(EP_EINVAL, "wanted a gradient of 2 dimensions and offsets of 1; got %u and %u",
-                        a->d->num_dims, a->offsets->num_dims);
-    const int64_t M = a->d->shape[0], I = a->d->shape[1], L = a->offsets->shape[0] - 1;
+        return ep_error(EP_ETYPE, "weighted rows: wanted bfloat16 or float16, got %s", ep_dtype_name(dtype));
+    if (y->num_dims != 2 || a->offsets->num_dims != 1 || a->offsets->shape[0] < 1)
+        return ep_error(EP_EINVAL, "wanted weighted rows of 2 dimensions and offsets of 1; got %u and %u",
+                        y->num_dims, a->offsets->num_dims);
+    const int64_t M = y->shape[0], I = y->shape[1], L = a->offsets->shape[0] - 1;
     const int64_t H = ep_gemm_is_gated(a->activation) ? 2 * I : I;
     if (M > INT32_MAX || L >= INT32_MAX || I < 1 || I > 1 << 24)
-        return ep_error(EP_EINVAL, "a gradient of %lld rows and %lld columns for %lld experts: too large",
-                        (long long)M, (long long)I, (long long)L);
+        return ep_error(EP_EINVAL, "%lld rows of %lld columns for %lld experts: too large", (long long)M,
+                        (long long)I, (long long)L);
     if (kind == EP_CUDA && I % 8)
         return ep_error(EP_EINVAL,
-                        "gradient: on CUDA the number of columns must be a multiple of 8, got %lld",
+                        "weighted rows: on CUDA the number of columns must be a multiple of 8, got %lld",
                         (long long)I);
     const EpWanted wanted[] = {
         {"input of the activation", a->h, dtype, 2, {M, H, -1}},
@@ -35,22 +38,23 @@ int ep_activation_backward(const EpActivationBackward *a, void *stream) {
         {"offsets", a->offsets, EP_I32, 1, {L + 1, -1, -1}},
         {"row weight", a->row_weight, EP_F32, 1, {M, -1, -1}},
         {"gradient of the input", a->d_h, dtype, 2, {M, H, -1}},
-        {"weighted rows", a->weighted, dtype, 2, {M, I, -1}},
+        {"weighted rows", y, dtype, 2, {M, I, -1}},
         {"dot products", a->dots, EP_F32, 1, {M, -1, -1}},
     };
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
-        EP_TRY(ep_tensor_check(&wanted[i], kind, a->d->device, kind == EP_CUDA ? 16 : 2));
+        EP_TRY(ep_tensor_check(&wanted[i], kind, y->device, kind == EP_CUDA ? 16 : 2));
     p.h = a->h->data;
-    p.d = a->d->data;
+    p.d = a->d ? a->d->data : NULL;
     p.offsets = (const int32_t *)a->offsets->data;
     p.row_weight = a->row_weight ? (const float *)a->row_weight->data : NULL;
-    p.d_h = a->d_h->data;
-    p.weighted = a->weighted->data;
-    p.dots = (float *)a->dots->data;
+    p.d_h = a->d ? a->d_h->data : NULL;
+    p.weighted = y->data;
+    p.dots = a->d ? (float *)a->dots->data : NULL;
     p.num_rows = (uint32_t)M;
     p.num_experts = (uint32_t)L;
     p.num_cols = (uint32_t)I;
     p.is_f16 = dtype == EP_F16;
+    p.has_gradient = a->d != NULL;
     ep_act_numbers(&p, a->activation, (float)a->alpha, (float)a->limit);
-    return backend->activation_backward(a->d->device, &p, stream);
+    return backend->activation(y->device, &p, stream);
 }

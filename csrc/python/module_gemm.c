@@ -56,10 +56,10 @@ FAST(grouped_gemm_fp8) {
     return ep_done(code);
 }
 
-/* (activation, alpha, limit, h, d, offsets, row_weight, d_h, weighted, dots) */
-FAST(activation_backward) {
+/* (activation, alpha, limit, h, d, offsets, row_weight, d_h, weighted, dots); see EpActivationArgs */
+FAST(activation) {
     EpTensor t[7];
-    EpActivationBackward a = {0};
+    EpActivationArgs a = {0};
     int code;
     WANT(10);
     const EpTensor **const to[] = {&a.h, &a.d, &a.offsets, &a.row_weight, &a.d_h, &a.weighted, &a.dots};
@@ -67,9 +67,9 @@ FAST(activation_backward) {
         !ep_get_double(args[2], &a.limit))
         return NULL;
     for (int i = 0; i < 7; i++)
-        if (!ep_get_tensor(args[3 + i], i == 3, &t[i], to[i])) return NULL;
+        if (!ep_get_tensor(args[3 + i], i != 0 && i != 2 && i != 5, &t[i], to[i])) return NULL;
     void *stream = ep_stream_of(t[0].kind, t[0].device, args[3]);
-    WITHOUT_LOCK(code = ep_activation_backward(&a, stream));
+    WITHOUT_LOCK(code = ep_activation(&a, stream));
     return ep_done(code);
 }
 
@@ -116,6 +116,6 @@ FAST(device_query) {
                 : Py_BuildValue("IIIO", d.major, d.minor, d.num_sms, d.has_hopper ? Py_True : Py_False);
 }
 
-PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), METHOD(grouped_gemm_fp8), METHOD(activation_backward),
+PyMethodDef ep_gemm_methods[] = {METHOD(grouped_gemm), METHOD(grouped_gemm_fp8), METHOD(activation),
                                  METHOD(quantize_fp8), METHOD(gemm_has_counter), METHOD(device_query),
                                  {NULL, NULL, 0, NULL}};

@@ -1,19 +1,21 @@
-/* activation.cu - the kernel of an activation's gradient, and its launcher. */
+/* activation.cu - the kernels of an activation and of its gradient, and their launcher. */
 #include "kernels/gemm/activation.cuh"
 
 #include "kernels/launch.h"
 
 enum { ACT_WARPS = 8, ACT_CTAS_PER_SM = 4 };
 
-template <int ACT, int DTYPE> __global__ void __launch_bounds__(32 * ACT_WARPS, ACT_CTAS_PER_SM)
-    activation_backward_kernel(const __grid_constant__ EpActivationParams p) {
-    ep_act_all_rows<ACT, DTYPE>(p);
+template <int ACT, int DTYPE, bool GRADIENT>
+__global__ void __launch_bounds__(32 * ACT_WARPS, ACT_CTAS_PER_SM)
+    activation_kernel(const __grid_constant__ EpActivationParams p) {
+    ep_act_all_rows<ACT, DTYPE, GRADIENT>(p);
 }
 
-template <int DTYPE> static void launch(const EpActivationParams *p, uint32_t num_ctas, cudaStream_t stream) {
+template <int DTYPE, bool GRADIENT>
+static void launch(const EpActivationParams *p, uint32_t num_ctas, cudaStream_t stream) {
 #define EP_CASE(ACT)                         \
     if (EP_ACT_KERNEL(p->activation) == ACT) \
-    activation_backward_kernel<ACT, DTYPE><<<num_ctas, 32 * ACT_WARPS, 0, stream>>>(*p)
+    activation_kernel<ACT, DTYPE, GRADIENT><<<num_ctas, 32 * ACT_WARPS, 0, stream>>>(*p)
     EP_CASE(EP_ACT_NONE);
     EP_CASE(EP_ACT_GELU);
     EP_CASE(EP_ACT_SWIGLU);
@@ -23,14 +25,16 @@ template <int DTYPE> static void launch(const EpActivationParams *p, uint32_t nu
 #undef EP_CASE
 }
 
-extern "C" int ep_launch_activation_backward(const EpActivationParams *p, void *stream) {
+extern "C" int ep_launch_activation(const EpActivationParams *p, void *stream) {
     EpCapabilities c;
     const int e = ep_capabilities(&c);
     if (e) return e;
     if (p->num_rows == 0 || p->num_experts == 0) return 0;
     const uint32_t for_rows = ep_ceil_div_u32(p->num_rows, ACT_WARPS), most = ACT_CTAS_PER_SM * c.num_sms;
     const uint32_t num_ctas = for_rows < most ? for_rows : most;
-    if (p->is_f16) launch<EP_F16>(p, num_ctas, (cudaStream_t)stream);
-    else launch<EP_BF16>(p, num_ctas, (cudaStream_t)stream);
+    const bool gradient = p->has_gradient;
+    if (p->is_f16)
+        (gradient ? launch<EP_F16, true> : launch<EP_F16, false>)(p, num_ctas, (cudaStream_t)stream);
+    else (gradient ? launch<EP_BF16, true> : launch<EP_BF16, false>)(p, num_ctas, (cudaStream_t)stream);
     return (int)cudaGetLastError();
 }
