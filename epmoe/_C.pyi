@@ -174,6 +174,7 @@ class _DispatchGemm(NamedTuple):
     waits_for_expert: int
     num_copies: int
     requires_grad: int
+    kind: int
 
 class _GemmCombine(NamedTuple):
     a: Tensor
@@ -181,13 +182,16 @@ class _GemmCombine(NamedTuple):
     bias: Tensor | None
     rows: Tensor
     row_weight: Tensor | None
+    row_scalar: Tensor | None
     plan: Tensor
     recv: Tensor
     out: Tensor
+    out_scalar: Tensor | None
     num_move: int
     num_reduce: int
     is_serial: int
     requires_grad: int
+    kind: int
 
 class _LlDispatch(NamedTuple):
     x: Tensor

@@ -24,8 +24,8 @@ lib.define("experts(Tensor x, Tensor weight, Tensor plan, Tensor gate_up, Tensor
            "Tensor? down_bias, str layer, int buffer, SymInt num_rows, int activation, float alpha, float "
            "limit, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 lib.define("experts_backward_down(Tensor dy, Tensor plan, Tensor down, Tensor? down_bias, Tensor h, Tensor "
-           "row_weight, str layer, int buffer, int activation, float alpha, float limit, Tensor? after=None) "
-           "-> (Tensor, Tensor, Tensor, Tensor)")
+           "row_weight, str layer, int buffer, bool calls_combine, int activation, float alpha, float limit, "
+           "Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)")
 lib.define("experts_backward_up(Tensor d_h, Tensor gate_up, Tensor d_row_weight, Tensor plan, Tensor recv, "
            "str layer, int buffer, SymInt num_tokens, Tensor? after=None) -> (Tensor, Tensor)")
 
@@ -52,15 +52,26 @@ def run(layer, tokens, topk_idx, topk_weights, parameters, activation):
 
     parameters: gate_up [L, N, H], its bias or None, down [L, H, I], its bias or None.
     """
-    op = _C.OP_DISPATCH_GEMM if _is_fused(layer, parameters[0], parameters[2]) else _C.OP_DISPATCH
-    layout, weight, num_rows = layer._prepare(op, tokens, topk_idx, topk_weights, None, None, 0)
+    layout, weight, num_rows = layer._prepare(_dispatches(layer, parameters[0]), tokens, topk_idx,
+                                              topk_weights, None, None, 0)
     y, _, _, _, layout.recv = torch.ops.epmoe.experts(tokens, weight, layout.plan, *parameters, layer.id,
                                                       layout.buffer, num_rows, *as_kernel(activation))
     return y, layout
 
 
-def _is_fused(layer, *weights):
-    return isinstance(layer, EpAll2AllFusedOp) and all(map(layer._is_fused, weights))
+def _is_fused(layer, weight):
+    """Whether the product of these weights shares a launch with the communication beside it."""
+    return isinstance(layer, EpAll2AllFusedOp) and layer._is_fused(weight)
+
+
+def _dispatches(layer, weight):
+    """Return the operation that dispatches and multiplies with these weights, or that only dispatches."""
+    return _C.OP_DISPATCH_GEMM if _is_fused(layer, weight) else _C.OP_DISPATCH
+
+
+def _combines(layer, weight):
+    """Return the operation that multiplies with these weights and combines, or that only combines."""
+    return _C.OP_GEMM_COMBINE if _is_fused(layer, weight) else _C.OP_COMBINE
 
 
 # ---- implementations ----
@@ -73,42 +84,50 @@ def _bias_of(layer, bias):
 def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, num_rows, *last):
     """last: activation, alpha, limit, after."""
     layer = layer_of(layer)
-    fused = _is_fused(layer, gate_up, down)
     gemm = torch.ops.epmoe.grouped_gemm
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
-    with reporting(layer, _C.OP_DISPATCH_GEMM if fused else _C.OP_DISPATCH, buffer, plan):
+    with reporting(layer, _dispatches(layer, gate_up), buffer, plan):
         gate_up_bias, down_bias = _bias_of(layer, gate_up_bias), _bias_of(layer, down_bias)
         x, weight = aligned(x), aligned(weight)
     offsets = expert_offsets(layer, plan)
-    if fused:
+    next_op = _combines(layer, down)
+    if _is_fused(layer, gate_up):
         h, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gate_up, gate_up_bias, buffer,
                                                          num_rows, 0, with_grad=True)
     else:
         rows, row_weight, recv = layer._dispatch(x, weight, plan, buffer, num_rows, True)
-    with reporting(layer, _C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE, buffer, plan):
-        if not fused:
+        with reporting(layer, next_op, buffer, plan):
             h = gemm(rows, gate_up, offsets, gate_up_bias, None, FORWARD, 0, False)
+    with reporting(layer, next_op, buffer, plan):
         a = run_activation(h, offsets, *last[:3])
-        if not fused:
-            y_rows = gemm(a, down, offsets, down_bias, None, FORWARD, 0, False)
-    if fused:
+    if _is_fused(layer, down):
         y = layer._gemm_combine(a, down, down_bias, row_weight, plan, recv, buffer, len(x), True)[0]
     else:
+        with reporting(layer, next_op, buffer, plan):
+            y_rows = gemm(a, down, offsets, down_bias, None, FORWARD, 0, False)
         y = layer._combine(y_rows, row_weight, None, plan, recv, buffer, len(x), True)[0]
     return y, rows, h, row_weight, recv
 
 
-def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, activation, alpha, limit,
-                       after=None):
-    """Return dy of each row [M, H], d_h, the weighted activation [M, I] and the row weights' gradient [M]."""
+def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, calls_combine, *last):
+    """Return dy of each row [M, H], d_h, the weighted activation [M, I] and the row weights' gradient [M].
+
+    calls_combine: experts_backward_up is the next operation of all ranks.
+    """
     layer = layer_of(layer)
-    g, _, _ = layer._dispatch(aligned(dy), None, plan, buffer, len(h))
-    with reporting(layer, _C.OP_COMBINE, buffer, plan):
-        offsets = expert_offsets(layer, plan)
-        d = torch.ops.epmoe.grouped_gemm(g, down, offsets, None, None, DGRAD, 0, False)
-        d_h, weighted, dots = run_activation_backward(h, d, offsets, row_weight, activation, alpha, limit,
-                                                      in_place=True)
+    offsets = expert_offsets(layer, plan)
+    fused = _is_fused(layer, down)
+    if fused:
+        d, g = layer._dispatch_dgrad(dy, plan, down, buffer, len(h))
+    else:
+        g, _, _ = layer._dispatch(aligned(dy), None, plan, buffer, len(h))
+    # `trains` has seen that all sizes are those of the kernels, so gate and up are fused exactly if down is
+    next_op = _C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE
+    with reporting(layer, next_op, buffer, plan) if calls_combine else contextlib.nullcontext():
+        if not fused:
+            d = torch.ops.epmoe.grouped_gemm(g, down, offsets, None, None, DGRAD, 0, False)
+        d_h, weighted, dots = run_activation_backward(h, d, offsets, row_weight, *last[:3], in_place=True)
         if down_bias is not None:
             bias = F.pad(_bias_of(layer, down_bias), (0, 0, 0, 1))  # the last one for rows of no expert
             dots += row_dots(g, bias[_expert_of_row(offsets, len(g))])
@@ -118,6 +137,8 @@ def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, 
 def _run_backward_up(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=None):
     """Return dx [T, H] and the gradient of the routing weights [T, K]."""
     layer = layer_of(layer)
+    if _is_fused(layer, gate_up):
+        return layer._dgrad_combine(d_h, gate_up, d_row_weight, plan, recv, buffer, num_tokens)
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
         d_rows = torch.ops.epmoe.grouped_gemm(d_h, gate_up, expert_offsets(layer, plan), None, None, DGRAD, 0,
                                               False)
@@ -146,7 +167,7 @@ def _(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, nu
 
 
 @register_fake("experts_backward_down")
-def _(dy, plan, down, down_bias, h, row_weight, layer, buffer, activation, *_, **__):
+def _(dy, plan, down, down_bias, h, row_weight, layer, buffer, calls_combine, activation, *_, **__):
     like = dy.new_empty(0, dtype=layer_of(layer).dtype)
     columns = h.shape[1] // (2 if activation in GATED else 1)
     return (like.new_empty(h.shape[0], down.shape[1]), torch.empty_like(h),
@@ -185,19 +206,20 @@ def _bias_gradient(bias, g, row_weight, offsets):
 def _backward(ctx, dy, *_):
     plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = ctx.saved_tensors
     layer = layer_of(ctx.layer)
-    with reporting(layer, _C.OP_DISPATCH, ctx.buffer, plan):
+    with reporting(layer, _dispatches(layer, down), ctx.buffer, plan):
         check_mode(dy, gate_up, down, may_batch=True)
         if torch.is_grad_enabled():
             raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
                                       f"{layer.dtype}: use dtype=torch.float32")
         dy = dy.contiguous()
-    g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
-        dy, plan, down, down_bias, h, row_weight, ctx.layer, ctx.buffer, *ctx.activation)
     of_x, of_weight, _, of_gate_up, of_gate_up_bias, of_down, of_down_bias = ctx.needs_input_grad[:7]
     # The layer's next operation of this backward is a combine, if there is one.
     calls_combine = of_x or of_weight
+    g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
+        dy, plan, down, down_bias, h, row_weight, ctx.layer, ctx.buffer, calls_combine, *ctx.activation)
+    next_op = _combines(layer, gate_up)
     grads = [None] * 7
-    with reporting(layer, _C.OP_COMBINE, ctx.buffer, plan) if calls_combine else contextlib.nullcontext():
+    with reporting(layer, next_op, ctx.buffer, plan) if calls_combine else contextlib.nullcontext():
         offsets = expert_offsets(layer, plan)
         if of_down:
             grads[5] = gradient_of(ctx.sinks[1], g, weighted, offsets)

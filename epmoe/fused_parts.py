@@ -4,7 +4,7 @@ import torch
 
 from . import _C
 from .device import capabilities
-from .gemm import GATED, aligned, check_activation, is_transposed
+from .gemm import DGRAD, FORWARD, GATED, aligned, check_activation, is_transposed
 
 
 def fuses(max_tokens, topk, num_experts, world_size):
@@ -71,7 +71,7 @@ class FusedParts:
         tensors = x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out
         _C.layer_dispatch_gemm(self._c, buffer, (
             *tensors, activation, alpha, limit, self._move_sms, self._tail_sms, not self.block_wise_barrier,
-            self._copies, with_grad))
+            self._copies, with_grad, FORWARD))
         return out, rows, row_weight, recv
 
     def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
@@ -82,10 +82,40 @@ class FusedParts:
             gemm_weight, bias = aligned(gemm_weight), aligned(bias)
         except Exception as error:
             self._refuse(_C.OP_GEMM_COMBINE, error, buffer)
-        tensors = a, gemm_weight, bias, rows, row_weight, plan, recv, out
+        tensors = a, gemm_weight, bias, rows, row_weight, None, plan, recv, out, None
         _C.layer_gemm_combine(self._c, buffer, (
-            *tensors, self._move_sms, self._reduce_sms, self.combine_order == "serial", with_grad))
+            *tensors, self._move_sms, self._reduce_sms, self.combine_order == "serial", with_grad, FORWARD))
         return out, rows
+
+    # The backward of the two, with the same weights [L, N, K]: rows [M, N] times them are [M, K].
+
+    def _dispatch_dgrad(self, dy, plan, gemm_weight, buffer, num_rows):
+        """Return the product of each row of dy, and these rows."""
+        try:
+            rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
+            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
+            out = torch.empty((num_rows, gemm_weight.shape[2]), dtype=self.dtype, device=self.device)
+            dy, gemm_weight = aligned(dy), aligned(gemm_weight)
+        except Exception as error:
+            self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
+        _C.layer_dispatch_gemm(self._c, buffer, (
+            dy, None, plan, rows, None, recv, gemm_weight, None, out, 0, 0.0, 0.0, self._move_sms,
+            self._tail_sms, not self.block_wise_barrier, 1, False, DGRAD))
+        return out, rows
+
+    def _dgrad_combine(self, a, gemm_weight, row_scalar, plan, recv, buffer, num_tokens):
+        """Return the sums [T, H] of the products, and the scalar of each choice [T, K]."""
+        try:
+            rows = torch.empty((a.shape[0], self.hidden), dtype=self.dtype, device=self.device)
+            out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+            scalar = torch.empty((num_tokens, self.topk), dtype=torch.float32, device=self.device)
+            a, gemm_weight, row_scalar = aligned(a), aligned(gemm_weight), aligned(row_scalar)
+        except Exception as error:
+            self._refuse(_C.OP_GEMM_COMBINE, error, buffer)
+        _C.layer_gemm_combine(self._c, buffer, (
+            a, gemm_weight, None, rows, None, row_scalar, plan, recv, out, scalar, self._move_sms,
+            self._reduce_sms, self.combine_order == "serial", False, DGRAD))
+        return out, scalar
 
     def _check_product(self, gemm_weight, rows, columns, bias, activation):
         """Check gemm_weight [L, rows, columns], where None is any size, the bias and the activation."""

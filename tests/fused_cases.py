@@ -19,7 +19,7 @@ from cases import Case, generator, indices_of, num_tokens, same_bits
 from epmoe import reference
 from epmoe.activations import is_gated
 from epmoe.fused_ops import expert_offsets
-from epmoe.gemm import FORWARD, is_transposed
+from epmoe.gemm import DGRAD, FORWARD, is_transposed
 from test_gemm_products import EPS, TINY, check as check_product, forward64
 from test_plan_slots import make_op
 
@@ -122,6 +122,27 @@ class StagedOp(epmoe.EpAll2AllFusedOp):
         rows = torch.ops.epmoe.grouped_gemm(a, gemm_weight, offsets, bias, None, FORWARD, 0, False)
         rows[offsets[-1]:] = torch.nan
         return self._combine(rows, row_weight, None, plan, recv, buffer, num_tokens, with_grad)[0], rows
+
+
+    def _dispatch_dgrad(self, dy, plan, gemm_weight, buffer, num_rows):
+        self.num_launches += 1
+        if self.device.type == "cuda":
+            return super()._dispatch_dgrad(dy, plan, gemm_weight, buffer, num_rows)
+        g, _, _ = self._dispatch(dy, None, plan, buffer, num_rows)
+        offsets = expert_offsets(self, plan)
+        out = torch.ops.epmoe.grouped_gemm(g, gemm_weight, offsets, None, None, DGRAD, 0, False)
+        for t in (g, out):
+            t[offsets[-1]:] = torch.nan
+        return out, g
+
+    def _dgrad_combine(self, a, gemm_weight, row_scalar, plan, recv, buffer, num_tokens):
+        self.num_launches += 1
+        if self.device.type == "cuda":
+            return super()._dgrad_combine(a, gemm_weight, row_scalar, plan, recv, buffer, num_tokens)
+        offsets = expert_offsets(self, plan)
+        rows = torch.ops.epmoe.grouped_gemm(a, gemm_weight, offsets, None, None, DGRAD, 0, False)
+        rows[offsets[-1]:] = torch.nan
+        return self._combine(rows, None, row_scalar, plan, recv, buffer, num_tokens)
 
 
 def has_fused_path(device):

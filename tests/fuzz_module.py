@@ -194,9 +194,9 @@ SIGNATURES = {
     "layer_combine": "L small | rows row_weight? row_weight? plan recv out out_scalar? small",
     "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
     "layer_dispatch_gemm": "L small | x weight? plan rows row_weight? recv tensor weight? out small"
-                           " seconds seconds small small small small small",
-    "layer_gemm_combine": "L small | rows tensor weight? out row_weight? plan recv out"
-                          " small small small small",
+                           " seconds seconds small small small small small small",
+    "layer_gemm_combine": "L small | rows tensor weight? out row_weight? row_weight? plan recv out"
+                          " out_scalar? small small small small small",
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small",
     "grouped_gemm_fp8": "small seconds seconds x rows scales plan weight? row_weight? plan out small",

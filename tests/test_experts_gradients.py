@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import epmoe
 from cases import MODES, check_outcomes, keep, outcome, same_bits
 from epmoe import experts_ops
-from fused_cases import ACTIVATIONS, LEAVES, LOW, Experts, StagedOp, grown, poison_staging, tensors
+from fused_cases import (ACTIVATIONS, LEAVES, LOW, Experts, StagedOp, grown, has_fused_path, poison_staging,
+                         tensors)
 from test_fused_gradients import TOLERANCE, check_gradients
 from test_layer_gradients import problem
 from test_moe_layer import close
@@ -55,6 +56,8 @@ def gradients(world, device, case, leaves=LEAVES, **options):
     for fused in (False, True):
         moe = make_moe(world, device, case, t, fused=fused, **options)
         seen += [step(moe, t, leaves), step(moe, t, leaves)]
+        of_step = 4 if "x" in leaves or "weight" in leaves else 3  # else nothing is combined in the backward
+        assert moe.layer.num_launches == (2 * of_step if fused and has_fused_path(device) else 0)
         moe.layer.synchronize()
         moe.finalize()
     for other in seen[1:]:

@@ -13,15 +13,16 @@ import epmoe
 from epmoe import _C
 from epmoe.bench.shapes import SHAPES
 from epmoe.fused import fuses
-from epmoe.gemm import as_kernel
+from epmoe.gemm import DGRAD, as_kernel
 from fused_cases import Experts
 from test_plan_slots import make_op
 
 CASE = Experts(max_tokens=12)
 # The last arguments of the operations, after the tensors, in order.
 DISPATCH = {"activation": 3, "alpha": 1.5, "limit": 2.5, "num_move": 1024, "num_tail": 0,
-            "waits_for_expert": False, "num_copies": 1, "requires_grad": True}
-COMBINE = {"num_move": 1024, "num_reduce": 1024, "is_serial": False, "requires_grad": True}
+            "waits_for_expert": False, "num_copies": 1, "requires_grad": True, "kind": 0}
+COMBINE = {"num_move": 1024, "num_reduce": 1024, "is_serial": False, "requires_grad": True,
+           "kind": 0}
 
 
 def last_arguments(function, names):
@@ -39,8 +40,16 @@ def passed_arguments(world, options):
           mock.patch.object(_C, "layer_gemm_combine") as combine):
         op._dispatch_gemm(t, None, plan, weight, None, 0, 24, *as_kernel(epmoe.GptOss(1.5, 2.5)), True)
         op._gemm_combine(t, weight, None, None, plan, plan, 0, 12 * copies, True)
+        forward = last_arguments(dispatch, DISPATCH), last_arguments(combine, COMBINE)
+        op._dispatch_dgrad(t, plan, weight, 0, 24)
+        op._dgrad_combine(t, weight, t[:, 0].float(), plan, plan, 0, 12)
+        backward = last_arguments(dispatch, DISPATCH), last_arguments(combine, COMBINE)
     op.finalize()
-    return last_arguments(dispatch, DISPATCH), last_arguments(combine, COMBINE)
+    of_backward = {"requires_grad": False, "kind": DGRAD}
+    without = {"activation": 0, "alpha": 0, "limit": 0, "num_copies": 1}
+    assert backward[0] == forward[0] | of_backward | without
+    assert backward[1] == forward[1] | of_backward
+    return forward
 
 
 @pytest.mark.cpu_only

@@ -10,10 +10,10 @@
 #include "runtime/world.h"
 
 /* The grouped GEMM of a fused kernel: a [M][K] times w [L][N][K] gives out [M][N]. out has half as many
- * columns if the activation is gated. */
+ * columns if the activation is gated. DGRAD: a [M][N] gives out [M][K]. */
 typedef struct {
     const EpTensor *a, *w, *bias, *out;
-    uint32_t activation;
+    uint32_t kind, activation;
     double alpha, limit;
 } Product;
 
@@ -34,6 +34,11 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
         return ep_error(EP_EINVAL,
                         "activation %u (alpha %g, limit %g): must be an EpActivation with valid numbers",
                         activation, (double)alpha, (double)limit);
+    const bool is_forward = product->kind == EP_GEMM_FORWARD;
+    if (!is_forward && (product->kind != EP_GEMM_DGRAD || activation || product->bias))
+        return ep_error(EP_EINVAL,
+                        "kind %u: must be forward, or dgrad, which has neither a bias nor an activation",
+                        product->kind);
     if (w->num_dims != 3 || a->num_dims != 2)
         return ep_error(EP_EINVAL, "wanted gemm_weight of 3 dimensions and rows of 2, got %u and %u",
                         w->num_dims, a->num_dims);
@@ -42,11 +47,12 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
         return ep_error(EP_EINVAL,
                         "gemm_weight of %lld by %lld: both sizes must be multiples of 16, at most 2^24",
                         (long long)N, (long long)K);
+    const int64_t of_forward = ep_gemm_is_gated(activation) ? N / 2 : N;
     const EpWanted wanted[] = {
-        {"rows", a, s->dtype, 2, {M, K, -1}},
+        {"rows", a, s->dtype, 2, {M, is_forward ? K : N, -1}},
         {"gemm_weight", w, s->dtype, 3, {L, N, K}},
         {"bias", product->bias, s->dtype, 2, {L, N, -1}},
-        {"output", product->out, s->dtype, 2, {M, ep_gemm_is_gated(activation) ? N / 2 : N, -1}},
+        {"output", product->out, s->dtype, 2, {M, is_forward ? of_forward : K, -1}},
     };
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
         EP_TRY(ep_tensor_check(&wanted[i], kind, device, 16));
@@ -58,7 +64,7 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
     p->num_experts = (uint32_t)L;
     p->n = (uint32_t)N;
     p->k = (uint32_t)K;
-    p->kind = EP_GEMM_FORWARD;
+    p->kind = product->kind;
     ep_gemm_set_activation(p, activation, alpha, limit);
     p->is_f16 = s->dtype == EP_F16;
     return 0;
@@ -75,7 +81,8 @@ int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatch
                              EpDispatchGemmParams *p) {
     const EpDispatchArgs first = {a->x,          a->weight, a->plan,         a->rows,
                                   a->row_weight, a->recv,   a->requires_grad};
-    const Product product = {a->rows, a->gemm_weight, a->bias, a->out, a->activation, a->alpha, a->limit};
+    const Product product = {a->rows, a->gemm_weight, a->bias,  a->out,
+                             a->kind, a->activation,  a->alpha, a->limit};
     p->dispatch.comm = b->comm;
     p->dispatch.comm.requires_grad = a->requires_grad != 0;
     EP_TRY(check_no_padding(l));
@@ -95,14 +102,16 @@ int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatch
 
 int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineArgs *a,
                             EpGemmCombineParams *p) {
-    const EpCombineArgs last = {a->rows, a->row_weight, NULL, a->plan,
-                                a->recv, a->out,        NULL, a->requires_grad};
-    const Product product = {a->a, a->gemm_weight, a->bias, a->rows, EP_ACT_NONE, 0, 0};
+    const EpCombineArgs last = {a->rows, a->row_weight, a->row_scalar, a->plan,
+                                a->recv, a->out,        a->out_scalar, a->requires_grad};
+    const Product product = {a->a, a->gemm_weight, a->bias, a->rows, a->kind, EP_ACT_NONE, 0, 0};
     p->combine.comm = b->comm;
     p->combine.comm.requires_grad = a->requires_grad != 0;
     EP_TRY(check_no_padding(l));
     EP_TRY(ep_layer_check_combine(l, &last, &p->combine));
     EP_TRY(check_product(l, &product, &p->gemm));
+    if (a->row_scalar && a->kind != EP_GEMM_DGRAD)
+        return ep_error(EP_EINVAL, "row_scalar: must be absent, because only kind dgrad returns scalars");
     if (a->num_move < 1 || a->num_reduce < 1)
         return ep_error(EP_EINVAL,
                         "num_sm %u, num_reduce_sms %u: both must be at least 1, so that thread blocks send "

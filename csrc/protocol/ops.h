@@ -72,7 +72,8 @@ typedef enum {
 /* Dispatch, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight [L][N][H],
  * bias [L][N]; out [>= M][N], or [>= M][N / 2] if the activation is gated. The rest is as in dispatch, except
  * that rows from M on are left unchanged. activation, alpha, limit: see EpGemmParams; num_move, num_tail: see
- * EpDispatchGemmParams; num_copies: see EpDispatchParams. */
+ * EpDispatchGemmParams; num_copies: see EpDispatchParams. kind: EpGemmKind; for EP_GEMM_DGRAD gemm_weight is
+ * [L][H][K], out [>= M][K], and there is neither bias nor activation. */
 #define EP_ARGS_dispatch_gemm(X, S) \
     X(S, TENSOR, x)                 \
     X(S, OPTIONAL, weight)          \
@@ -90,23 +91,28 @@ typedef enum {
     X(S, U32, num_tail)             \
     X(S, U32, waits_for_expert)     \
     X(S, U32, num_copies)           \
-    X(S, U32, requires_grad)
+    X(S, U32, requires_grad)        \
+    X(S, U32, kind)
 
 /* The grouped GEMM of a [>= M][K] with gemm_weight [L][H][K] into rows [>= M][H], and the combine of these
- * rows, in one launch. CUDA only. num_move, num_reduce, is_serial: see EpGemmCombineParams. */
+ * rows, in one launch. CUDA only. num_move, num_reduce, is_serial: see EpGemmCombineParams. kind: EpGemmKind;
+ * for EP_GEMM_DGRAD gemm_weight is [L][K][H], and there is no bias; only then there may be a row_scalar. */
 #define EP_ARGS_gemm_combine(X, S) \
     X(S, TENSOR, a)                \
     X(S, TENSOR, gemm_weight)      \
     X(S, OPTIONAL, bias)           \
     X(S, OWN, rows)                \
     X(S, OPTIONAL, row_weight)     \
+    X(S, OPTIONAL, row_scalar)     \
     X(S, PLAN, plan)               \
     X(S, OWN, recv)                \
     X(S, OWN, out)                 \
+    X(S, OWN_OPTIONAL, out_scalar) \
     X(S, U32, num_move)            \
     X(S, U32, num_reduce)          \
     X(S, U32, is_serial)           \
-    X(S, U32, requires_grad)
+    X(S, U32, requires_grad)       \
+    X(S, U32, kind)
 
 /* For a layer of mode EP_LOW_LATENCY. x [T][H], indices [T][K] i32 or i64, weight f32 [T][K]; handle i32
  * [ep_ll_handle_words], for combine. Masked: rows [L][W * max_tokens][H] and scales [L][lines][..]; else rows

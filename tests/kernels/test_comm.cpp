@@ -50,9 +50,10 @@ struct SharedEpoch {
 };
 
 static bool enter(const EpComm *c, uint32_t op, const int32_t *plan, const int32_t *recv, uint32_t num_tokens,
-                  uint32_t num_rows, uint32_t has_weight) {
+                  uint32_t num_rows, uint32_t has_weight, uint32_t has_scalar = 0) {
     const uint64_t epoch = ep_begin(c);
-    const bool ok = epoch && ep_cta_enter(c, op, plan, recv, num_tokens, num_rows, has_weight, 0, epoch);
+    const bool ok =
+        epoch && ep_cta_enter(c, op, plan, recv, num_tokens, num_rows, has_weight, has_scalar, epoch);
     if (threadIdx.x == 0) shared_epoch = epoch;
     __syncthreads();
     return ok;
@@ -170,7 +171,8 @@ static void check_returned(const EpCombineParams &k) {
 template <int DTYPE> static void combine_run(CombineRunParams p) {
     const EpCombineParams &k = p.k;
     const uint32_t warp = threadIdx.x / 32;
-    if (enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows, k.has_weight)) {
+    if (enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows, k.has_weight,
+              k.has_scalar)) {
         if (warp < COMM_WARPS && p.division.comm_warps_combine)
             combine<DTYPE, false>(p, warp * EpFusedFifo::BYTES);
         if (warp >= COMM_WARPS && warp < COMM_WARPS + ROW_WARPS) {
@@ -217,6 +219,9 @@ static bool untouched(const char *what, uint32_t r, uint32_t round, const void *
     return true;
 }
 
+/* Whether a number returns with each row, as in the backward pass. */
+static bool has_scalars(uint32_t round) { return round % 2 == 1; }
+
 static bool check_round(const Problem &q, const FusedRound &f, uint32_t r, uint32_t i) {
     const Case *c = q.c;
     const Out &a = q.cpu.out[r][i], &b = q.gpu.out[r][i];
@@ -236,7 +241,9 @@ static bool check_round(const Problem &q, const FusedRound &f, uint32_t r, uint3
     ok = is_ready("rows placed", q, r, i, f.ready[0], 1) && ok;
     ok = same("the sums", r, i, a.sums, b.sums, c->num_tokens[r] * row_bytes) && ok;
     ok = is_ready("rows produced", q, r, i, f.ready[1], PIECES) && ok;
-    return untouched("the scalars", r, i, b.scalars, 0, 4ull * c->num_tokens[r] * c->shape.num_topk) && ok;
+    const uint64_t scalar_bytes = 4ull * c->num_tokens[r] * c->shape.num_topk;
+    if (has_scalars(i)) return same("the scalars", r, i, a.scalars, b.scalars, scalar_bytes) && ok;
+    return untouched("the scalars", r, i, b.scalars, 0, scalar_bytes) && ok;
 }
 
 /* Fill `order` with a random order. With by_block, the order is random only within a row block, so that
@@ -296,9 +303,11 @@ static bool check(const Case *c) {
             CombineRunParams p = {q.combine(q.gpu, r, i), division_of(i), q.rank[r].y, f.order, f.ready[1]};
             p.k.rows = f.produced;
             p.k.row_pieces = PIECES;
-            p.k.has_scalar = 0;
-            p.k.row_scalar = NULL;
-            p.k.out_scalar = NULL;
+            if (!has_scalars(i)) {
+                p.k.has_scalar = 0;
+                p.k.row_scalar = NULL;
+                p.k.out_scalar = NULL;
+            }
             const auto kernel = c->shape.dtype == EP_F16 ? combine_run<EP_F16> : combine_run<EP_BF16>;
             return (int)ep_launch_resident(kernel, num_sm, COMM_WARPS + ROW_WARPS + 1, FIFO_BYTES, NULL, p);
         },

@@ -38,8 +38,8 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
     }
     void comm(uint32_t) { expect(false); } /* communication warps are not emulated here */
     void await_rows(const EpGemmTile &t) {
-        const uint64_t from = (uint64_t)t.row0 * p->k;
-        const uint64_t num = (uint64_t)min(t.num_rows, (uint32_t)C::BM) * p->k;
+        const uint64_t cols = C::KIND == EP_GEMM_DGRAD ? p->n : p->k;
+        const uint64_t from = t.row0 * cols, num = min(t.num_rows, (uint32_t)C::BM) * cols;
         for (uint64_t i = from; i < from + num; i++)
             __atomic_store_n((uint16_t *)p->a + i, rows_to_come[i], __ATOMIC_RELAXED);
     }
@@ -217,7 +217,7 @@ template <typename C> static uint64_t run_with_hooks(const char *name, const Cas
     uint64_t num_wrong = num_bad_calls;
     for (uint32_t r = 0; r < q.p.num_rows; r++) {
         const bool is_owned = r >= ROWS_BEFORE && r < (uint32_t)q.offsets.back();
-        const uint32_t pieces = is_owned ? (c.n + C::BN - 1) / C::BN : 0;
+        const uint32_t pieces = is_owned ? (ep_gemm_num_cols(&q.p) + C::BN - 1) / C::BN : 0;
         if (counts[r] != pieces && num_wrong++ == 0)
             printf("  %s: row %u: %u pieces were counted, expected %u\n", name, r, counts[r], pieces);
     }
@@ -298,10 +298,8 @@ static const Case bursts = {272, 48, 1, {32, 0, 32, 0, 32, 0, 9, 24, 8, 1, 16, 1
 #define RUN(KIND, BN, ACT, F16, CASE)                                                                        \
     ok = check<EpGemmConfig<KIND, BN, EP_ACT_KERNEL(ACT), F16>, false>(#KIND " " #BN " " #ACT, ACT, CASE) && \
          ok;
-#define RUN_HOOKED(BN, ACT, F16, CASE)                                                                       \
-    ok = check<EpGemmConfig<EP_GEMM_FORWARD, BN, EP_ACT_KERNEL(ACT), F16>, true>("hooks " #BN " " #ACT, ACT, \
-                                                                                 CASE) &&                    \
-         ok;
+#define RUN_HOOKED(KIND, BN, ACT, F16, CASE) \
+    ok = check<EpGemmConfig<KIND, BN, EP_ACT_KERNEL(ACT), F16>, true>("hooks " #BN " " #ACT, ACT, CASE) && ok;
 
 #ifdef __SANITIZE_THREAD__
 /* One case for each way of writing a tile. ThreadSanitizer reports a missing barrier. */
@@ -371,16 +369,19 @@ static bool run_backward(void) {
 }
 static bool run_hooked(void) {
     bool ok = true;
-    RUN_HOOKED(256, EP_ACT_NONE, false, odd)
-    RUN_HOOKED(192, EP_ACT_NONE, true, full)
-    RUN_HOOKED(128, EP_ACT_NONE, false, tall)
-    RUN_HOOKED(128, EP_ACT_NONE, false, few)
-    RUN_HOOKED(256, EP_ACT_SWIGLU, false, full)
-    RUN_HOOKED(128, EP_ACT_SWIGLU, true, narrow)
-    RUN_HOOKED(192, EP_ACT_NONE, false, odd)
-    RUN_HOOKED(128, EP_ACT_GPT_OSS, true, odd)
-    RUN_HOOKED(256, EP_ACT_SWIGLU_PLUS_ONE, false, odd)
-    RUN_HOOKED(128, EP_ACT_RELU2, true, odd)
+    RUN_HOOKED(EP_GEMM_FORWARD, 256, EP_ACT_NONE, false, odd)
+    RUN_HOOKED(EP_GEMM_FORWARD, 192, EP_ACT_NONE, true, full)
+    RUN_HOOKED(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, tall)
+    RUN_HOOKED(EP_GEMM_FORWARD, 128, EP_ACT_NONE, false, few)
+    RUN_HOOKED(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU, false, full)
+    RUN_HOOKED(EP_GEMM_FORWARD, 128, EP_ACT_SWIGLU, true, narrow)
+    RUN_HOOKED(EP_GEMM_FORWARD, 192, EP_ACT_NONE, false, odd)
+    RUN_HOOKED(EP_GEMM_FORWARD, 128, EP_ACT_GPT_OSS, true, odd)
+    RUN_HOOKED(EP_GEMM_FORWARD, 256, EP_ACT_SWIGLU_PLUS_ONE, false, odd)
+    RUN_HOOKED(EP_GEMM_FORWARD, 128, EP_ACT_RELU2, true, odd)
+    RUN_HOOKED(EP_GEMM_DGRAD, 256, EP_ACT_NONE, false, odd)
+    RUN_HOOKED(EP_GEMM_DGRAD, 192, EP_ACT_NONE, true, even)
+    RUN_HOOKED(EP_GEMM_DGRAD, 128, EP_ACT_NONE, false, narrow)
     return ok;
 }
 static bool run_all(void) {

@@ -115,7 +115,8 @@ struct EpDispatchHooks {
     __device__ void after_last_tile(uint32_t) {}
 };
 
-template <int DTYPE> struct EpCombineHooks {
+/* SCALAR: the kernel of the backward pass, which returns a number with each row. */
+template <int DTYPE, bool SCALAR> struct EpCombineHooks {
     static constexpr bool FUSED = true;
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
     typedef EpGemmCombineParams Params;
@@ -130,7 +131,7 @@ template <int DTYPE> struct EpCombineHooks {
     static __device__ bool enter(const Params &p, uint64_t epoch) {
         const EpCombineParams &k = p.combine;
         return ep_cta_enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows,
-                            k.has_weight, 0, epoch);
+                            k.has_weight, SCALAR ? k.has_scalar : 0, epoch);
     }
     static __device__ void poison(const Params &p) { poison_combine(p.combine); }
 
@@ -225,7 +226,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
                   "communication warps have room");
     static_assert(C::STAGES * C::STAGE_BYTES >= 8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE>::Fifo::BYTES,
                   "after_last_tile has room");
-    mega_body<C, EpCombineHooks<C::F16 ? EP_F16 : EP_BF16>>(p, &map_a, &map_b);
+    mega_body<C, EpCombineHooks<C::F16 ? EP_F16 : EP_BF16, C::KIND == EP_GEMM_DGRAD>>(p, &map_a, &map_b);
 #endif
 }
 
@@ -250,6 +251,16 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 192, EP_ACT_NONE)          \
     X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 128, EP_ACT_NONE)
 
+/* X(operation, kernel, columns of a tile): the instances of the backward pass, which multiply with transposed
+ * weights: dispatch of dy + DGRAD, and DGRAD + combine of dx. */
+#define EP_MEGA_BACKWARD_VARIANTS(X)                                         \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 256) \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 192) \
+    X(EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm, 128) \
+    X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 256)   \
+    X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 192)   \
+    X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 128)
+
 /* One row of the table (cluster_launch.h). Dynamic shared memory of a CTA: the GEMM's part, and a part for
  * each of the three communication warps. Static shared memory uses at most 1024 bytes more. */
 template <typename C, typename P>
@@ -257,11 +268,9 @@ static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUte
                                 uint32_t activation) {
     constexpr uint32_t SMEM_BYTES = C::SMEM_BYTES + 3 * EpFusedFifo::BYTES;
     static_assert(SMEM_BYTES + 1024 <= EP_CTA_SMEM_BYTES, "a CTA has this much shared memory");
-    return {(const void *)kernel, op, EP_GEMM_FORWARD, tile_cols, activation, EP_GEMM_THREADS,
-            SMEM_BYTES,           {}};
+    return {(const void *)kernel, op, C::KIND, tile_cols, activation, EP_GEMM_THREADS, SMEM_BYTES, {}};
 }
-#define EP_MEGA_ROW(OP, KERNEL, BN, ACT, F16)              \
-    mega_row<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>>( \
-        OP, KERNEL<EpGemmConfig<EP_GEMM_FORWARD, BN, ACT, F16>>, BN, ACT),
+#define EP_MEGA_ROW(OP, KERNEL, KIND, BN, ACT, F16) \
+    mega_row<EpGemmConfig<KIND, BN, ACT, F16>>(OP, KERNEL<EpGemmConfig<KIND, BN, ACT, F16>>, BN, ACT),
 
 #endif /* EP_FUSED_CUH */

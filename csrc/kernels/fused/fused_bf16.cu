@@ -1,5 +1,7 @@
 /* fused_bf16.cu - the megakernels in bf16; a file of their own, to compile in parallel. */
 #include "kernels/fused/fused.cuh"
 
-#define EP_ROW(OP, KERNEL, BN, ACT) EP_MEGA_ROW(OP, KERNEL, BN, ACT, false)
-EpClusterKernel ep_mega_kernels_bf16[] = {EP_MEGA_VARIANTS(EP_ROW){}};
+#define EP_ROW(OP, KERNEL, BN, ACT) EP_MEGA_ROW(OP, KERNEL, EP_GEMM_FORWARD, BN, ACT, false)
+#define EP_BACKWARD_ROW(OP, KERNEL, BN) EP_MEGA_ROW(OP, KERNEL, EP_GEMM_DGRAD, BN, EP_ACT_NONE, false)
+EpClusterKernel ep_mega_kernels_bf16[] = {EP_MEGA_VARIANTS(EP_ROW)
+                                              EP_MEGA_BACKWARD_VARIANTS(EP_BACKWARD_ROW){}};
