@@ -64,6 +64,7 @@ def make_setting(torch, _C):
             "out": torch.zeros(3, 16), "out_scalar": torch.zeros(3, 2),
             "scatter": torch.zeros(3, 2, dtype=torch.int32),
             "fp8_x": torch.zeros(3, 16, dtype=torch.uint8), "fp8_scale": torch.ones(3, 1),
+            "group_scales": torch.ones(1, 3), "num_rows": torch.tensor([2], dtype=torch.int32),
             "fp8_rows": torch.zeros(5, 16, dtype=torch.uint8), "fp8_row_scale": torch.ones(1, 8),
             "fast_x": torch.ones(3, 128).half(), "masked": torch.zeros(4, 6, 128).half(),
             "compact": torch.zeros(12, 128).half(), "counts": torch.zeros(4, dtype=torch.int32),
@@ -157,14 +158,14 @@ def strategies(st, torch, _C):
              "dict": st.sampled_from([{}, {"ValueError": 3}, {"ValueError": int}, {1: 2}, None, [],
                                       {"TypeError": TypeError}])}
     kinds |= {name: mostly_good(name) for name in TENSORS}
-    optional = ("weight", "scatter", "row_weight", "out_scalar")
+    optional = ("x", "weight", "scatter", "row_weight", "out_scalar", "num_rows")
     kinds |= {f"{name}?": st.one_of(kinds[name], st.none()) for name in optional}
     kinds["tensor"] = mostly(tensor)
     return kinds
 
 
 TENSORS = ["x", "idx", "weight", "plan", "rows", "row_weight", "recv", "out", "out_scalar", "scatter",
-           "fp8_x", "fp8_scale", "fp8_rows", "fp8_row_scale",
+           "fp8_x", "fp8_scale", "fp8_rows", "fp8_row_scale", "group_scales", "num_rows",
            "fast_x", "masked", "compact", "counts", "handle"]
 WEIRD = ["scalar", "none of it", "no tokens", "5 dims", "double", "bool", "complex", "conj", "neg", "neg idx",
          "half", "f4", "meta", "fake", "sparse", "nested", "expanded", "vast", "vaster", "strided",
@@ -200,7 +201,7 @@ SIGNATURES = {
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small",
     "grouped_gemm_fp8": "small seconds seconds x rows scales plan weight? row_weight? plan out small",
-    "quantize_fp8": "small seconds seconds x counts? rows rows",
+    "quantize_fp8": "small seconds seconds x num_rows? fp8_x group_scales",
     "activation": "small seconds seconds x x? plan weight? x? x weight?",
     "gemm_has_counter": "x", "device_query": "n",
     "ll_handle_words": "config",
