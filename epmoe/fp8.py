@@ -29,6 +29,8 @@ _lib.define("quantize_fp8(Tensor x, Tensor? num_rows, int activation, float alph
 def _check_input(x, num_dims, shape):
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"wanted a tensor, got {type(x).__name__}")
+    if x.is_nested or x.layout is not torch.strided:
+        raise ValueError(f"wanted a dense tensor, got one of layout {'nested' if x.is_nested else x.layout}")
     if x.dtype not in DTYPES:
         raise TypeError(f"wanted float32, bfloat16 or float16, got {x.dtype}")
     if x.dim() != num_dims:
@@ -116,8 +118,8 @@ def quantize_fp8(x, activation=None, num_rows=None):
             are undefined.
 
     Raises:
-        ValueError: For another number of dimensions, an unknown activation, gates for an odd number of
-            columns, and a num_rows of another size or device.
+        ValueError: For a tensor that is not dense, another number of dimensions, an unknown activation, gates
+            for an odd number of columns, and a num_rows of another size or device.
         TypeError: For what is not a tensor, and for another dtype.
         RuntimeError: When a gradient of x is wanted.
         NotImplementedError: For a tensor with a tangent of torch.autograd.forward_ad, and inside a transform
@@ -162,7 +164,7 @@ def quantize_fp8_weight(weight):
         A tuple (q, scales): [L, N, K] float8_e4m3fn and [L, ceil(N / 128), ceil(K / 128)] float32.
 
     Raises:
-        ValueError: For another number of dimensions.
+        ValueError: For a tensor that is not dense, and for another number of dimensions.
         TypeError: For what is not a tensor, and for another dtype.
         RuntimeError: When a gradient of weight is wanted.
 

@@ -196,6 +196,7 @@ def test_fp8_quantize_is_an_operator(ranks, activation):
 
 @pytest.mark.parametrize("arguments, error, text", [
     ((torch.ones(2, 5), "swiglu"), ValueError, "as many gates as ups in a row, got rows of 5"),
+    ((torch.ones(2, 4).to_sparse(),), ValueError, "a dense tensor, got one of layout torch.sparse_coo"),
     ((torch.ones(2, 4), "swish"), ValueError, "activation 'swish'"),
     ((torch.ones(2, 4), None, 1), TypeError, "pass x[:n]"),
     ((torch.ones(2, 4), None, torch.ones(1, dtype=torch.int64)), TypeError, "int64"),
