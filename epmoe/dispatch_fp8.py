@@ -15,9 +15,9 @@ def _run(x, x_scale, weight, plan, layer, buffer, num_rows, after=None):
     layer = ops.layer_of(layer)
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
-    rows, row_scale, row_weight, recv = layer._dispatch_fp8(aligned(x), x_scale, aligned(weight), plan,
-                                                            buffer, num_rows)
-    return rows, row_scale, ops.absent(x_scale) if row_weight is None else row_weight, recv
+    rows, scales, row_weight, recv = layer._dispatch_fp8(aligned(x), x_scale, aligned(weight), plan, buffer,
+                                                         num_rows)
+    return rows, scales, ops.absent(x_scale) if row_weight is None else row_weight, recv
 
 
 ops.lib.impl("dispatch_fp8", untraced(_run), "CompositeExplicitAutograd")
@@ -28,8 +28,8 @@ def _(x, x_scale, weight, plan, layer, buffer, num_rows, after=None):
     layer = ops.layer_of(layer)
     num_rows = ops.rows_to_trace(layer, num_rows)
     row_weight = ops.absent(x_scale) if weight is None else x_scale.new_empty(num_rows)
-    return (x.new_empty(num_rows, layer.hidden), x_scale.new_empty(x_scale.shape[1], (num_rows + 3) // 4 * 4),
-            row_weight, plan.new_empty(layer._recv_words))
+    scales = x_scale.new_empty_strided((num_rows, x_scale.shape[1]), (1, (num_rows + 3) // 4 * 4))
+    return x.new_empty(num_rows, layer.hidden), scales, row_weight, plan.new_empty(layer._recv_words)
 
 
 class Fp8Dispatch:
@@ -103,18 +103,17 @@ class Fp8Dispatch:
         except Exception as error:
             self._refuse(op, error, layout.buffer)
         if ops.is_watched():
-            rows, row_scale, row_weight, layout.recv = torch.ops.epmoe.dispatch_fp8(
+            rows, scales, row_weight, layout.recv = torch.ops.epmoe.dispatch_fp8(
                 x, x_scale, weight, layout.plan, self.id, layout.buffer, num_rows)
             row_weight = None if weight is None else row_weight
         else:
             num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
-            rows, row_scale, row_weight, layout.recv = self._dispatch_fp8(x, x_scale, weight, layout.plan,
-                                                                          layout.buffer, num_rows)
-        scales = row_scale[:, :rows.shape[0]].t()
+            rows, scales, row_weight, layout.recv = self._dispatch_fp8(x, x_scale, weight, layout.plan,
+                                                                       layout.buffer, num_rows)
         return rows, scales, cast(row_weight, self.weight_dtype), layout
 
     def _dispatch_fp8(self, x, x_scale, weight, plan, buffer, num_rows):
-        """Allocate the outputs and call the module.  The scales are [H / 128, rows rounded up]."""
+        """Allocate the outputs and call the module, which wants columns of a multiple of 4 scales."""
         try:
             rows = torch.empty((num_rows, self.hidden), dtype=torch.float8_e4m3fn, device=self.device)
             row_scale = torch.empty((-(-self.hidden // FP8_BLOCK), (num_rows + 3) // 4 * 4),
@@ -128,4 +127,4 @@ class Fp8Dispatch:
         # DLPack of some versions of torch has no FP8, so the module gets bytes
         _C.layer_dispatch_fp8(self._c, buffer, (x.view(torch.uint8), x_scale, weight, plan,
                                                 rows.view(torch.uint8), row_scale, row_weight, recv))
-        return rows, row_scale, row_weight, recv
+        return rows, row_scale[:, :num_rows].t(), row_weight, recv

@@ -40,18 +40,18 @@ class MoeParts(MoeTraining):
         bounds = {"gate_up_proj": up_bound, "down_proj": down_bound, "gate_up_proj_bias": up_bound,
                   "down_proj_bias": down_bound}
         for i, e in enumerate(self._held):
-            generator.manual_seed(seed + max(e, 0))
+            if e < 0:
+                for p in self.parameters(recurse=False):
+                    p[i].zero_()
+                continue
+            generator.manual_seed(seed + e)
             for name, bound in bounds.items():
-                p, bound = getattr(self, name), bound if e >= 0 else 0.0
-                if p is None:
-                    continue
-                if not self.is_fp8 or name not in moe_fp8.WEIGHTS:
+                p = getattr(self, name)
+                if p is not None and self.is_fp8 and name in moe_fp8.WEIGHTS:
+                    numbers = torch.empty(p.shape[1:], dtype=self.layer.dtype, device=p.device)
+                    moe_fp8.put(self, name, i, numbers.uniform_(-bound, bound, generator=generator))
+                elif p is not None:
                     p[i].uniform_(-bound, bound, generator=generator)
-                    continue
-                numbers = torch.empty(p.shape[1:], dtype=self.layer.dtype, device=p.device)
-                moe_fp8.put(self, name, i, numbers.uniform_(-bound, bound, generator=generator))
-                if e < 0:
-                    getattr(self, name + moe_fp8.SCALE)[i] = 0
 
     @torch._disable_dynamo
     def _check_ddp(self, ddp):
