@@ -197,7 +197,7 @@ def _save(ctx, inputs, output):
 
 def _bias_gradient(bias, g, row_weight, offsets):
     """Return the sum of each expert's rows of g, times the rows' weights: the WGRAD with one other column."""
-    column = g.new_ones(len(g)) if row_weight is None else row_weight.to(g.dtype)
+    column = g.new_ones(g.shape[0]) if row_weight is None else row_weight.to(g.dtype)
     columns = F.pad(column[:, None], (0, 15))
     sums = torch.ops.epmoe.grouped_gemm(g, columns, offsets, None, None, WGRAD, 0, False)
     return sums[..., 0].to(bias.dtype)
