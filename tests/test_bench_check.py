@@ -1,11 +1,13 @@
 """epmoe.bench.check: the checks that a bench makes before it measures find wrong results."""
 
+import unittest.mock
+
 import pytest
 import torch
 
 import epmoe
-from bench_cases import on_the_cpu  # noqa: F401
-from epmoe.bench import check
+from bench_cases import on_the_cpu, run_command  # noqa: F401
+from epmoe.bench import check, train
 from epmoe.bench.torch_nccl import TorchAllToAll
 
 pytestmark = pytest.mark.cpu_only
@@ -57,3 +59,19 @@ def test_bench_poisons_outputs():
         assert torch.empty(1000).isnan().all()
         assert (torch.empty(9, dtype=torch.int32) == 2**31 - 1).all()
     assert torch.are_deterministic_algorithms_enabled() == before
+
+
+@pytest.mark.parametrize("wrong, text", [
+    (lambda layer, x, w: 1.5 * layer(x, w), "y differs"),
+    (lambda layer, x, w: layer(x, w) + 3 * (x - x.detach()), "gradient of x differs"),
+    (lambda layer, x, w: layer(x, w) + (layer.down - layer.down.detach()).sum(), "gradient of down"),
+], ids=["y", "x", "down"])
+def test_bench_train_checks_values_and_gradients(wrong, text):
+    layer = train.TorchLayer
+
+    def make(*arguments):
+        right = layer(*arguments)
+        return lambda x, w: wrong(right, x, w)
+
+    with unittest.mock.patch.object(train, "TorchLayer", make), pytest.raises(AssertionError, match=text):
+        run_command(["train", "--shapes", "mixtral", "--iters", "1"])
