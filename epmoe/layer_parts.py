@@ -173,6 +173,10 @@ class LayerParts(Shared):
     def _check_options(self):
         """Check the options of a subclass.  May change topk and max_tokens."""
 
+    def _apply(self, moe, *args):
+        """Apply the experts of an EPMoE to tokens, with their choices and weights.  Returns (y, layout)."""
+        return moe._compute(self, *args)
+
     # ---- calls of the module ----
     # Each allocates its outputs, reports to the other ranks if it cannot, and calls the module.  ops.py makes
     # operators of them, for autograd and torch.compile.

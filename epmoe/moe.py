@@ -372,16 +372,8 @@ class EPMoE(MoeParts, nn.Module):
         if path is not None:
             self.last_layout = None
             return unflatten(decoding.run(self, path, tokens, topk_idx, topk_weights), x.shape)
-        if self._trains(tokens, topk_weights):
-            return unflatten(self._train(tokens, topk_idx, topk_weights), x.shape)
-        if self.is_fp8 or not isinstance(self.layer, EpAll2AllFusedOp):
-            return unflatten(self._unfused(tokens, topk_idx, topk_weights), x.shape)
-        h, row_weight, layout = self.layer.mega_dispatch_group_gemm(
-            tokens, topk_idx, weight=topk_weights, gemm_weight=self._scaled("gate_up_proj"),
-            bias=self._scaled("gate_up_proj_bias"), activation=self.activation)
+        y, layout = self.layer._apply(self, tokens, topk_idx, topk_weights)
         self._set_last_layout(layout)
-        y = self.layer.mega_group_gemm_combine(h, self._scaled("down_proj"), layout, row_weight,
-                                               bias=self._scaled("down_proj_bias"))
         return unflatten(y, x.shape)
 
     def finalize(self):

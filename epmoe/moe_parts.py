@@ -7,9 +7,12 @@ from torch import nn
 
 from . import _C, decode as decoding, experts_ops, moe_fp8, moe_load, shards, torch_hooks
 from .expert_map import ExpertMap
+from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
 from .moe_training import MoeTraining
 from .parallel_parts import check_ddp, check_sharded
+
+_PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 
 class MoeParts(MoeTraining):
@@ -125,36 +128,42 @@ class MoeParts(MoeTraining):
         if not torch.compiler.is_compiling():
             self.last_layout = layout
 
-    def _trains(self, x, topk_weights):
-        """Whether a call takes the operator that has a backward of its own."""
-        return experts_ops.trains(self.layer, x, topk_weights, self.gate_up_proj, self.gate_up_proj_bias,
-                                  self.down_proj, self.down_proj_bias)
+    def _weights(self):
+        """Return gate and up, their bias or None, down, its bias or None, as the stages take them."""
+        return [self._scaled(name) for name in _PARAMETERS]
 
-    def _train(self, x, topk_idx, topk_weights):
-        names = "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"
-        y, layout = experts_ops.run(self.layer, x, topk_idx, topk_weights, list(map(self._scaled, names)),
-                                    self.activation)
-        self._set_last_layout(layout)
-        return y
+    def _compute(self, layer, x, topk_idx, topk_weights):
+        """Apply the experts through a layer.  Returns (y, layout).
 
-    def _unfused(self, x, topk_idx, topk_weights):
+        The layer is the module's, or, over several nodes, that of the node.
+        """
+        weights = self._weights()
+        if experts_ops.trains(layer, x, topk_weights, *weights):
+            return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation)
+        if self.is_fp8 or not isinstance(layer, EpAll2AllFusedOp):
+            return self._unfused(layer, x, topk_idx, topk_weights, *weights)
+        gate_up, gate_up_bias, down, down_bias = weights
+        h, row_weight, layout = layer.mega_dispatch_group_gemm(
+            x, topk_idx, weight=topk_weights, gemm_weight=gate_up, bias=gate_up_bias,
+            activation=self.activation)
+        return layer.mega_group_gemm_combine(h, down, layout, row_weight, bias=down_bias), layout
+
+    def _unfused(self, layer, x, topk_idx, topk_weights, gate_up, gate_up_bias, down, down_bias):
         if self.is_fp8:
-            rows, scales, row_weight, layout = self.layer.dispatch_fp8(x, topk_idx, topk_weights)
+            rows, scales, row_weight, layout = layer.dispatch_fp8(x, topk_idx, topk_weights)
         else:
-            rows, row_weight, layout = self.layer.dispatch(x, topk_idx, topk_weights)
+            rows, row_weight, layout = layer.dispatch(x, topk_idx, topk_weights)
         offsets = layout.expert_offsets
         try:
             if self.is_fp8:
                 h = moe_fp8.compute(self, rows, scales, offsets)
             else:
-                h = grouped_gemm(rows, self._scaled("gate_up_proj"), offsets=offsets,
-                                 bias=self._scaled("gate_up_proj_bias"), activation=self.activation)
-                h = grouped_gemm(h, self._scaled("down_proj"), offsets=offsets,
-                                 bias=self._scaled("down_proj_bias"))
+                h = grouped_gemm(rows, gate_up, offsets=offsets, bias=gate_up_bias,
+                                 activation=self.activation)
+                h = grouped_gemm(h, down, offsets=offsets, bias=down_bias)
         except Exception as error:
-            self.layer._refuse(_C.OP_COMBINE, error, layout.buffer)
-        self._set_last_layout(layout)
-        return self.layer.combine(h, layout, row_weight)
+            layer._refuse(_C.OP_COMBINE, error, layout.buffer)
+        return layer.combine(h, layout, row_weight), layout
 
     def extra_repr(self):
         """Return the sizes for the module's repr."""

@@ -173,3 +173,24 @@ def test_death_of_a_rank_ends_the_calls_of_all_nodes():
     """All survivors raise PeerDied, also those whose calls do not wait for the dead rank."""
     results = process_ranks(one_dies, 4, may_die=(3,))[:3]
     assert [r[:2] for r in results] == [["PeerDied", "PeerDied"]] * 3 and results[2][2] == [3]
+
+
+def test_nodes_send_rows_in_fp8():
+    """The rows are those of dispatch, quantised; a gradient is refused on all ranks."""
+    def main(nodes):
+        case = Case(topk=3, hidden=256, tokens="unequal")
+        layer = layer_of(nodes, case)
+        x = random_numbers((9, 256), case.dtype, generator(nodes.rank)).clamp(-100, 100)
+        idx, weight = torch.randint(-1, layer.num_experts, (9, 3)), torch.rand(9, 3)
+        rows, row_weight, layout = layer.dispatch(x, idx, weight)
+        got = layer.dispatch_fp8(x, None, weight, layout=layout)
+        q, scales = epmoe.quantize_fp8(rows)
+        same_bits(got[0].view(torch.uint8), q.view(torch.uint8), "rows")
+        same_bits(got[1], scales, "scales")
+        same_bits(got[2], row_weight, "weights")
+        wrong = outcome(lambda: layer.dispatch_fp8(x.requires_grad_() if nodes.rank == 1 else x, idx))
+        layer.finalize()
+        return wrong.kind, wrong.text
+
+    for rank, (kind, text) in enumerate(run_nodes(main, 2, 2)):
+        assert kind == ("RuntimeError" if rank == 1 else "PeerError"), text

@@ -8,18 +8,17 @@ from torch.utils.checkpoint import _StopRecomputationError
 from .. import _C
 from ..autograd import check_mode
 from ..errors import EpError, EpMismatch, PeerError
-from ..fp8 import quantize_fp8
 from ..fused import EpAll2AllFusedOp
 from ..layer import EPAll2AllLayer
-from ..layer_parts import cast
 from ..ops import requires_grad
 from . import meeting, plan, rows
+from .checks import Checks
 from .topology import Nodes
 
 _DESCRIPTION_BYTES = 400
 
 
-class OverNodes:
+class OverNodes(Checks):
     """What EPAll2AllLayer and EpAll2AllFusedOp have in common over several nodes.
 
     `team_layer` is a layer of the ranks of this node, for N * max_tokens tokens of each and the experts of
@@ -28,7 +27,7 @@ class OverNodes:
     """
 
     may_decode = False
-    _multiplies = False  # whether the team layer is in mega_dispatch_group_gemm
+    _applies = False  # whether the team layer applies the experts of an EPMoE
     low_latency = None
     _owns_heap = False
 
@@ -72,20 +71,6 @@ class OverNodes:
         self._number = nodes._num_layers
         nodes._num_layers += 1
 
-    def _check_sizes(self, rank, world_size, num_tot_experts, options):
-        for name, got, want in (("rank", rank, self.rank), ("world_size", world_size, self.world_size)):
-            if got is not None and got != want:
-                raise ValueError(f"{name}={got}, but the group says {want}: leave it out")
-        if num_tot_experts is None:
-            raise TypeError("num_tot_experts is missing: pass the number of experts of all ranks")
-        if int(num_tot_experts) % self.world_size:
-            raise ValueError(f"num_tot_experts {num_tot_experts}: must be a multiple of the "
-                             f"{self.world_size} ranks")
-        for name in ("capacity", "expert_capacity"):
-            if options.get(name) is not None:
-                raise ValueError(f"{name} {options[name]}: not over several nodes, where the host reads the "
-                                 f"number of rows in each call: leave it out")
-
     def _take(self, team, max_tokens, num_experts):
         """Take the attributes of a layer from that of the team."""
         for name in ("hidden", "topk", "dtype", "weight_dtype", "device", "heap", "expert_alignment",
@@ -99,13 +84,16 @@ class OverNodes:
 
     # ---- meetings and refusals ----
 
-    def _meet(self, op, *, weights=False, gradients=False, num_tokens=0, error=None):
-        """Meet all ranks in a call.  Raises `error`, if there is one, after the others know of it."""
-        header = meeting.Header(self._number, op, weights, gradients, error is not None, num_tokens)
+    def _meet(self, op, *, weights=False, gradients=False, error=None):
+        """Meet all ranks in a call.  Raises `error`, if there is one, after the others know of it.
+
+        An error that only repeats what another rank of this node has done becomes that of all ranks.
+        """
+        failed = 0 if error is None else meeting.SECOND if type(error) is PeerError else meeting.FAILED
         try:
-            meeting.meet(self.nodes, header)
+            meeting.meet(self.nodes, meeting.Header(self._number, op, weights, gradients, failed))
         except PeerError:
-            if error is not None:
+            if failed == meeting.FAILED:
                 raise error from None
             raise
         except EpError:
@@ -120,12 +108,14 @@ class OverNodes:
         raise error
 
     def _refuse_of_team(self, op, error, buffer):
-        """Take the place of the team layer's refusals, which the other nodes would not hear.
+        """Take the place of the team layer's refusals, which happen after a meeting, for lack of memory.
 
-        The team layer refuses after a meeting, for lack of memory.
+        In _apply the ranks of the node enter the operation, and then all ranks meet.  Elsewhere other nodes
+        would not learn it.
         """
-        if not isinstance(error, _StopRecomputationError) and not (
-                self._multiplies and meeting.OP_OF[op] == meeting.COMBINE):
+        if self._applies:
+            type(self.team_layer)._refuse_now(self.team_layer, op, error, buffer)
+        if not isinstance(error, _StopRecomputationError):
             self._end()
         raise error
 
@@ -146,54 +136,6 @@ class OverNodes:
 
     # ---- calls ----
 
-    def _checked(self, input, exp_indices, weight, full_scatter_indices, layout, buffer):
-        """Check the arguments of a dispatch on this rank.  Return the weights as float32."""
-        check_mode(input, weight)
-        num_tokens = None
-        if full_scatter_indices is not None:
-            raise ValueError("full_scatter_indices: not over several nodes, where the plan chooses the rows: "
-                             "leave it out")
-        if layout is not None:
-            self._check_layout(layout)
-            if buffer not in (0, layout.buffer):
-                raise ValueError(f"buffer {buffer!r}, but the layout is of buffer {layout.buffer}: leave "
-                                 f"buffer out")
-            num_tokens = layout.num_tokens
-        self._check_tensor("input", input, self.dtype, (num_tokens, self.hidden))
-        if layout is None:
-            self._check_indices(exp_indices)
-            if exp_indices.shape[0] != input.shape[0]:
-                raise ValueError(f"input has {input.shape[0]} tokens, but exp_indices has "
-                                 f"{exp_indices.shape[0]}: must be the same")
-        if weight is not None:
-            self._check_tensor("weight", weight, None, (input.shape[0], self.topk * self._copies))
-        return cast(weight, torch.float32)
-
-    def _check_indices(self, exp_indices):
-        if exp_indices is None:
-            raise TypeError("exp_indices is None: pass them, or the layout of an earlier preprocess or "
-                            "dispatch")
-        if not isinstance(exp_indices, torch.Tensor):
-            raise TypeError(f"exp_indices: wanted a tensor, got {type(exp_indices).__name__}")
-        if exp_indices.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"exp_indices: wanted int32 or int64, got {exp_indices.dtype}")
-        topk = self.topk * self._copies
-        if exp_indices.dim() != 2 or exp_indices.shape[1] != topk:
-            raise ValueError(f"exp_indices: wanted shape [*, {topk}], got {list(exp_indices.shape)}")
-        if exp_indices.shape[0] > self._most:
-            raise ValueError(f"exp_indices has {exp_indices.shape[0]} tokens: must be at most {self._most}; "
-                             f"see max_tokens")
-        if exp_indices.device != self.device:
-            raise ValueError(f"exp_indices: wanted a tensor on {self.device}, where the layer is, got one on "
-                             f"{exp_indices.device}")
-
-    def _check_layout(self, layout):
-        if not isinstance(layout, plan.NodesLayout):
-            raise TypeError(f"layout: wanted a layout of several nodes, got {type(layout).__name__}")
-        if layout.layer is not self:
-            raise ValueError("the layout belongs to another layer: pass one that this layer's preprocess or "
-                             "dispatch returned")
-
     def _plan_rail(self, indices, buffer):
         """Exchange the indices of the rail and make the plan, after a meeting.  One host read."""
         with self._ending():
@@ -210,7 +152,12 @@ class OverNodes:
         with self._ending():
             layout = plan.NodesLayout(self, len(indices), buffer, sent, received)
             layout.take(goes_to, owner)
-            layout.team = self.team_layer.preprocess(plan.arrivals(layout, local, hit), buffer=buffer)
+            layout.indices = plan.arrivals(layout, local, hit)
+        return layout
+
+    def _plan_team(self, layout):
+        with self._ending():
+            layout.team = self.team_layer.preprocess(layout.indices, buffer=layout.buffer)
         return layout
 
     def _send(self, input, exp_indices, weight, full_scatter_indices, layout, buffer, *more):
@@ -227,30 +174,44 @@ class OverNodes:
             weight = self._checked(input, exp_indices, weight, full_scatter_indices, layout, buffer)
         except Exception as error:
             self._meet(op, error=error)
-        self._meet(op, weights=weight is not None, gradients=requires_grad(input, weight, *more),
-                   num_tokens=len(input))
+        self._meet(op, weights=weight is not None, gradients=requires_grad(input, weight, *more))
         if layout is None:
             layout = self._plan_rail(exp_indices, buffer)
+        if layout.team is None and not self._applies:
+            self._plan_team(layout)
         with self._ending():
             here, weight_here = rows.Out.apply(input, weight, layout, True)
         layout.dispatched = True
         return layout, here, weight_here
-
-    def _check_rows(self, name, input, columns, weight, layout):
-        """Check the rows and weights of a combine."""
-        self._check_layout(layout)
-        if not layout.dispatched:
-            raise ValueError("combine needs the layout of a dispatch, but this one was only planned: call "
-                             "dispatch(layout=...) first")
-        self._check_tensor(name, input, self.dtype, (layout.num_rows, columns))
-        if weight is not None:
-            self._check_tensor("weight", weight, None, (input.shape[0],))
 
     def _return(self, layout, call, weight, *tensors):
         """Meet, make call(), which is the combine of the team, and bring its rows home."""
         self._meet(meeting.COMBINE, weights=weight is not None, gradients=requires_grad(weight, *tensors))
         with self._ending():
             return rows.Home.apply(call(), None, layout, True)[0]
+
+    @torch._disable_dynamo
+    def _apply(self, moe, x, topk_idx, topk_weights):
+        """Apply the experts of an EPMoE: those of this node through the team layer, to what has arrived.
+
+        The meeting comes after all stages of the node, so that it also tells of an error in one of them.
+        """
+        params = moe.gate_up_proj, moe.gate_up_proj_bias, moe.down_proj, moe.down_proj_bias
+        error = None
+        self._applies = True
+        try:
+            layout, here, weight_here = self._send(x, topk_idx, topk_weights, None, None, 0, *params)
+            try:
+                y, layout.team = moe._compute(self.team_layer, here, layout.indices, weight_here)
+            except _StopRecomputationError:
+                raise
+            except Exception as e:
+                error = e
+        finally:
+            self._applies = False
+        self._meet(meeting.COMBINE, gradients=requires_grad(x, topk_weights, *params), error=error)
+        with self._ending():
+            return rows.Home.apply(y, None, layout, True)[0], layout
 
     @torch._disable_dynamo
     def preprocess(self, exp_indices, full_scatter_indices=None, *, buffer=0):
@@ -262,8 +223,8 @@ class OverNodes:
             self._check_indices(exp_indices)
         except Exception as error:
             self._meet(meeting.PLAN, error=error)
-        self._meet(meeting.PLAN, num_tokens=len(exp_indices))
-        return self._plan_rail(exp_indices, buffer)
+        self._meet(meeting.PLAN)
+        return self._plan_team(self._plan_rail(exp_indices, buffer))
 
     @torch._disable_dynamo
     def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
@@ -278,16 +239,18 @@ class OverNodes:
     @torch._disable_dynamo
     def dispatch_fp8(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
                      buffer=0):
-        """As EPAll2AllLayer's.  Tokens travel in the layer's dtype, and are quantised where they arrive."""
+        """As EPAll2AllLayer's.  Between nodes tokens travel in the layer's dtype."""
         try:
             if requires_grad(*(t for t in (input, weight) if isinstance(t, torch.Tensor))):
                 raise RuntimeError("dispatch_fp8 has no gradients: call it under torch.no_grad(), or use "
                                    "dispatch")
         except Exception as error:
             self._meet(meeting.PLAN if layout is None else meeting.DISPATCH, error=error)
-        rows, row_weight, layout = self.dispatch(input, exp_indices, weight, full_scatter_indices,
-                                                 layout=layout, buffer=buffer)
-        return *quantize_fp8(rows), row_weight, layout
+        layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
+                                               buffer)
+        with self._ending():
+            *out, layout.team = self.team_layer.dispatch_fp8(here, None, weight_here, layout=layout.team)
+        return *out, layout
 
     @torch._disable_dynamo
     def combine(self, input, layout, weight=None):
@@ -337,20 +300,9 @@ class FusedOverNodes(OverNodes, EpAll2AllFusedOp):
             self._meet(meeting.PLAN if layout is None else meeting.DISPATCH, error=error)
         layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
                                                buffer, gemm_weight, bias)
-        failure = None
-        self._multiplies = True
         with self._ending():
-            try:
-                h, row_weight, layout.team = self.team_layer.mega_dispatch_group_gemm(
-                    here, None, layout.team, gemm_weight, weight_here, bias=bias, activation=activation)
-            except (RuntimeError, MemoryError) as error:  # in the product: the dispatch is complete
-                if isinstance(error, _StopRecomputationError) or self.nodes._has_ended():
-                    raise
-                failure = error
-            finally:
-                self._multiplies = False
-        if failure is not None:
-            self._meet(meeting.COMBINE, error=failure)
+            h, row_weight, layout.team = self.team_layer.mega_dispatch_group_gemm(
+                here, None, layout.team, gemm_weight, weight_here, bias=bias, activation=activation)
         return h, row_weight, layout
 
     @torch._disable_dynamo

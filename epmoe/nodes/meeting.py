@@ -15,25 +15,25 @@ OPS = ("plan", "dispatch", "combine", "the backward of dispatch", "the backward 
 PLAN, DISPATCH, COMBINE, DISPATCH_BACKWARD, COMBINE_BACKWARD, BARRIER = range(len(OPS))
 OP_OF = {_C.OP_PLAN: PLAN, _C.OP_DISPATCH: DISPATCH, _C.OP_DISPATCH_GEMM: DISPATCH, _C.OP_COMBINE: COMBINE,
          _C.OP_GEMM_COMBINE: COMBINE, _C.OP_BARRIER: BARRIER}
+FAILED, SECOND = 1, 2
 _NOTHING, _FAILURE, _DISAGREE, _INDEX = range(4)
 
 
 class Header(NamedTuple):
-    """What a rank tells about its call.  All but failed and num_tokens must be the same on all ranks."""
+    """What a rank tells about its call.  All but failed must be the same on all ranks."""
 
     layer: int  # the number of the layer among those of the Nodes
     op: int
     weights: int  # whether weights travel
     gradients: int  # whether a gradient is needed, so that a backward follows
-    failed: int = 0  # the rank cannot take part
-    num_tokens: int = 0
+    failed: int = 0  # FAILED: the rank cannot take part; SECOND: because another rank of its node cannot
 
     def pack(self):
-        return struct.pack("<6q", *self)
+        return struct.pack("<5q", *self)
 
     @classmethod
     def unpack(cls, raw):
-        return cls(*struct.unpack("<6q", raw))
+        return cls(*struct.unpack("<5q", raw))
 
 
 _SHARED = ("layer", "op", "weights", "gradients")
@@ -44,7 +44,7 @@ class _Verdict(NamedTuple):
 
     kind: int = _NOTHING
     rank: int = 0
-    a: int = 0  # disagreement: the field; index: the position, token * K + choice
+    a: int = 0  # failure: FAILED or SECOND; disagreement: the field; index: the position, token * K + choice
     got: int = 0
     want: int = 0
     first: int = 0  # disagreement: the rank that has `want`
@@ -59,28 +59,28 @@ def _disagreement(headers, ranks):
 
 
 def _worst(verdicts):
-    """Return the verdict that all ranks raise: of the first rank that failed, before disagreements."""
-    found = (v for v in verdicts if v.kind != _NOTHING)
-    return min(found, key=lambda v: (v.kind != _FAILURE, v.rank), default=_Verdict())
+    """Return the verdict that all ranks raise: of a rank that failed by itself, before its consequences."""
+    def order(v):
+        return v.kind != _FAILURE, v.a == SECOND, v.rank
+
+    return min((v for v in verdicts if v.kind != _NOTHING), key=order, default=_Verdict())
 
 
 def meet(nodes, header):
     """Tell all ranks what this one calls.  Collective.
 
-    Returns the headers of the rail in node order.  Raises on all ranks when one has failed or is in another
-    call.
+    Raises on all ranks when one has failed or is in another call.
     """
     num_local = nodes.local_size
     on_rail = [node * num_local + nodes.local_rank for node in range(nodes.num_nodes)]
     headers = [Header.unpack(raw) for raw in nodes._meet_rail(header.pack())]
-    failures = [_Verdict(_FAILURE, rank) for rank, h in zip(on_rail, headers) if h.failed]
+    failures = [_Verdict(_FAILURE, rank, h.failed) for rank, h in zip(on_rail, headers) if h.failed]
     of_rail = _worst([*failures, _disagreement(headers, on_rail)])
     team = nodes.team.exchange(struct.pack("<6q", *of_rail) + header.pack())
     verdicts = [_Verdict(*struct.unpack("<6q", raw[:48])) for raw in team]
     first = nodes.node * num_local
     of_team = _disagreement([Header.unpack(raw[48:]) for raw in team], range(first, first + num_local))
     _raise(_worst([*verdicts, of_team]), header)
-    return headers
 
 
 def _raise(verdict, header):

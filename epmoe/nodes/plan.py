@@ -33,6 +33,7 @@ class NodesLayout:
         self.send_tokens = send
         self.recv_tokens = recv
         self.team = None
+        self.indices = None  # [A, K] int32: the experts, on this node, of the tokens that this rank has
         self.dispatched = False
         # Nodes in the order in which rows are in memory: this one first, because its rows stay.
         self.order = [layer.node, *(n for n in range(layer.num_nodes) if n != layer.node)]
