@@ -182,6 +182,7 @@ soak: build
 	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak.py ops
 	PYTHONPATH=$(CHAOS) $(PYTHON) tests/soak_decode.py
 	$(PYTHON) tests/fuzz_routing.py --cases 200000
+	PYTHONPATH=.:tests $(PYTHON) tests/fuzz_nodes.py --cases 20000
 	$(PYTHON) tests/soak.py cycles
 	$(PYTHON) tests/soak.py leaks
 	$(PYTHON) tests/faults.py --device cpu --kills 200

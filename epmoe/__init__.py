@@ -19,7 +19,7 @@
     reference          the oracle, in plain PyTorch
     include_dir        the folder of the header for device code
 
-Everything runs on the GPUs of one node, or on the CPU.  See the README.
+Everything runs on the GPUs of one node, or on the CPU; layers can span several nodes.  See the README.
 """
 
 from . import reference

@@ -27,6 +27,7 @@ class Checks:
     def _checked(self, input, exp_indices, weight, full_scatter_indices, layout, buffer):
         """Check the arguments of a dispatch on this rank.  Return the weights as float32."""
         check_mode(input, weight)
+        self._check_capture()
         num_tokens = None
         if full_scatter_indices is not None:
             raise ValueError("full_scatter_indices: not over several nodes, where the plan chooses the rows: "
@@ -74,6 +75,7 @@ class Checks:
 
     def _check_rows(self, name, input, columns, weight, layout):
         """Check the rows and weights of a combine."""
+        self._check_capture()
         self._check_layout(layout)
         if not layout.dispatched:
             raise ValueError("combine needs the layout of a dispatch, but this one was only planned: call "
@@ -81,3 +83,8 @@ class Checks:
         self._check_tensor(name, input, self.dtype, (layout.num_rows, columns))
         if weight is not None:
             self._check_tensor("weight", weight, None, (input.shape[0],))
+
+    def _check_capture(self):
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a layer over several nodes cannot be captured in a CUDA graph: the host reads"
+                               " the number of rows in each call")
