@@ -69,6 +69,7 @@ EINVAL: Final[int]
 ENOMEM: Final[int]
 EPEERDIED: Final[int]
 ESYS: Final[int]
+ETIMEOUT: Final[int]
 ETYPE: Final[int]
 # Indices of words in the head of a plan.
 HEAD_NUM_ROWS: Final[int]

@@ -17,7 +17,8 @@ from .gemm import is_transposed
 from .heap import SymmetricHeap
 from .layout import EPLayout
 from .nodes.layout import is_mesh
-from .nodes.topology import Nodes, spans_nodes
+from .nodes.choice import spans_nodes
+from .nodes.topology import Nodes
 from .world import Shared, World
 
 DTYPES = {torch.float32: _C.F32, torch.float16: _C.F16, torch.bfloat16: _C.BF16}

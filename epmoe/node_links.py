@@ -106,6 +106,7 @@ class NodeLinks:
         self._pid = os.getpid()
         self._lost = {}  # rank -> (the rank that has seen it, whether it was silent)
         self._left = {}  # rank -> when its BYE arrived
+        self._after_end = {}  # rank whose world has ended -> whether its connection has closed since
         self._settle_at = None
         self._told = None  # (code, text) of the end of another node's world, which waits for _settle_at
         self._has_told_end = False
@@ -141,14 +142,11 @@ class NodeLinks:
         An operation between nodes that fails says only that a connection is gone. This rank learns a moment
         later which rank has died: then team.check() raises it.
 
-        Args:
-            limit_s: Seconds.
-
         Returns:
             True if the team has ended.
 
         Examples:
-            links.verdict(3.0) after an error of a process group
+            links.verdict(5.0)
         """
         return self._ended.wait(limit_s) or self._ended.is_set()
 
@@ -162,7 +160,9 @@ class NodeLinks:
             links.lost_ranks() == [2, 3] after the death of node 1 of 2 x 2 ranks
         """
         first = self.node * self._local_size
-        return sorted({*self._lost, *(first + rank for rank in self._team.lost_ranks())} - {self.rank})
+        later = [rank for rank, is_gone in self._after_end.items() if is_gone and rank not in self._left]
+        of_team = [first + rank for rank in self._team.lost_ranks()]
+        return sorted({*self._lost, *later, *of_team} - {self.rank})
 
     def close(self):
         """Wait for all ranks of all nodes, then close the connections. Collective; once is enough.
@@ -261,6 +261,7 @@ class NodeLinks:
         """Whether close() or leave is done. Say READY and BYE in time."""
         if self._wanted is None:
             return False
+        self._look()  # an end of the team is told before this rank leaves
         if self._wanted == "close" and self._waits_for is None:
             self._waits_for = time.monotonic() + self._close_timeout_s
             self._tell_all(_READY, b"")
@@ -321,7 +322,9 @@ class NodeLinks:
             self._take(link, kind, body)
         if not data:
             self._cut(link)
-            if link.rank not in self._left:
+            if link.rank in self._after_end:  # a consequence of what ended its world
+                self._after_end[link.rank] = True
+            elif link.rank not in self._left:
                 self._lose(link.rank, self.rank, is_silent, None)
 
     def _take(self, link, kind, body):
@@ -333,6 +336,7 @@ class NodeLinks:
             rank, by, is_silent = struct.unpack("<IIB", body)
             self._lose(rank, by, bool(is_silent), link.rank)
         elif kind == _END:
+            self._after_end[link.rank] = False
             code, num = struct.unpack_from("<iH", body)
             lost = struct.unpack_from(f"<{num}I", body, 6)
             text = body[6 + 4 * num :].decode(errors="replace")

@@ -159,22 +159,26 @@ def test_nodes_of_processes_move_and_sum_as_the_oracle():
         assert facts == [f"epmoe.Nodes(rank={rank}, nodes=2, local=2)", True, "ValueError"]
 
 
-def one_dies(rank, size):
-    """Rank main: rank 3 dies between two calls, and another time all ranks of the second node."""
+def some_die(rank, size, victims):
+    """Rank main: the victims die between two calls."""
     facts = []
     layer = layer_of(epmoe.Nodes(None, 2, timeout_s=HANG_S), CASE)
     layer.ep_barrier_all()
-    if rank == 3:
+    if rank in victims:
         os._exit(1)
     facts += [outcome(lambda: [run_one(layer, CASE) for _ in range(100)]).kind,
-              outcome(lambda: layer_of(layer.world, CASE)).kind, layer.world.lost_ranks()]
+              outcome(lambda: layer_of(layer.world, CASE)).kind, layer.world.lost_ranks(),
+              outcome(layer.world.check).text]
     return facts
 
 
-def test_death_of_a_rank_ends_the_calls_of_all_nodes():
-    """All survivors raise PeerDied, also those whose calls do not wait for the dead rank."""
-    results = process_ranks(one_dies, 4, may_die=(3,))[:3]
-    assert [r[:2] for r in results] == [["PeerDied", "PeerDied"]] * 3 and results[2][2] == [3]
+@pytest.mark.parametrize("victims, named", [((3,), "rank 3 (rank 1 of node 1)"), ((2, 3), "of node 1")])
+def test_death_of_ranks_ends_the_calls_of_all_nodes(victims, named):
+    """All survivors raise PeerDied that names them, also where a call does not wait for a dead rank."""
+    results = process_ranks(some_die, 4, victims, may_die=victims)
+    for seen in (r for rank, r in enumerate(results) if rank not in victims):
+        assert seen[:2] == ["PeerDied", "PeerDied"] and seen[2] == list(victims)
+        assert named in seen[3] or "node 1 (ranks 2 to 3) died" in seen[3], seen[3]
 
 
 def test_nodes_send_rows_in_fp8():

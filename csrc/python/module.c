@@ -45,6 +45,7 @@ static const struct {
     {"ENOMEM", EP_ENOMEM},
     {"EPEERDIED", EP_EPEERDIED},
     {"ESYS", EP_ESYS},
+    {"ETIMEOUT", EP_ETIMEOUT},
     {"ETYPE", EP_ETYPE},
     {"HEAD_NUM_ROWS", EP_HEAD_NUM_ROWS},
     {"HEAD_NUM_TILES", EP_HEAD_NUM_TILES},

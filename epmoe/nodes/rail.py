@@ -1,5 +1,6 @@
 """TorchRail: the ranks with the same local number on all nodes, connected by process groups of torch."""
 
+import contextlib
 import datetime
 
 import torch
@@ -53,6 +54,12 @@ class TorchRail:
     def set_timeout(self, timeout_s):
         for group in {self.control, self.data}:
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
+
+    def abort(self):
+        """End the operations in which this rank waits.  Called in a thread of its own, after a death."""
+        for group in {self.control, self.data}:
+            with contextlib.suppress(Exception):  # the end of the nodes is what the rank raises
+                group.abort()
 
     def close(self, in_order):
         """Close the connections, so that a rank that still waits for this one raises PeerDied.

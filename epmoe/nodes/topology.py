@@ -6,14 +6,17 @@ import datetime
 import torch.distributed as dist
 
 from .. import _C
-from ..errors import EpError, EpMismatch, PeerError
+from ..errors import EpError, EpMismatch, EpTimeout, PeerError
+from ..node_links import NodeLinks
 from ..rendezvous import DEFAULT_TIMEOUT_S, all_gather_bytes, checked_timeout_s, process_group
-from ..world import Shared, World, _of_group as worlds
+from ..world import Shared, World
+from .frames import exchange_frames
 from .layout import Card, check_layout, group_of_mesh, is_mesh, own_card, sizes_of
 from .rail import TorchRail
 
 _of_group = {}  # id(group) -> Nodes: one serves all layers of a group
 _REFUSED = 0xFFFF  # instead of a length: the rank cannot take part
+_VERDICT_S = 5.0  # how long a rank waits for the name of a rank that has died: NodeLinks needs 3 s at most
 RAIL_CTAS = 8  # the most CTAs of NCCL for the rows between nodes
 
 
@@ -105,13 +108,18 @@ class Nodes(Shared):
                                   group_desc="epmoe rail", **options)
         rail = TorchRail(control, data, list(on_rail))
         self._set_sizes(World(team, timeout_s), rail, node, num_nodes)
+        try:
+            self._links = NodeLinks(self.group, self.team, rail.abort, timeout_s)
+        except BaseException:
+            self._leave(False)
+            raise
 
     def _refuse(self):
         """Report in an exchange that this rank cannot take part."""
         if self.rail is None:
             _C.world_refuse(self.team._c, _C.EINVAL)
         else:
-            self._exchange_frames(_REFUSED, b"")
+            exchange_frames(self, _REFUSED, b"")
 
     def _set_sizes(self, team, rail, node, num_nodes):
         self.team = team
@@ -124,6 +132,7 @@ class Nodes(Shared):
         self.size = num_nodes * team.size
         self._num_layers = 0  # that were created
         self._reason = None  # the error of the rail that ended it
+        self._links = None  # NodeLinks; None for one node, and for ranks that are threads
 
     @classmethod
     def _of_parts(cls, team, rail, node, num_nodes):
@@ -203,7 +212,7 @@ class Nodes(Shared):
         except (TypeError, ValueError, BufferError):
             self._refuse()
             raise
-        frames = self._exchange_frames(len(mine), mine)
+        frames = exchange_frames(self, len(mine), mine)
         for rank, (length, _) in enumerate(frames):
             if length == _REFUSED:
                 raise PeerError(f"rank {rank} could not take part in the exchange. See the error that it "
@@ -213,38 +222,30 @@ class Nodes(Shared):
                                  f"{frames[0][0]}")
         return [data for _, data in frames]
 
-    def _exchange_frames(self, length, data):
-        """Exchange (length, data) with all ranks, in rank order, as messages of one size."""
-        frame = length.to_bytes(2, "little") + data.ljust(_C.EXCHANGE_BYTES, b"\0")
-        joined = b"".join(self._meet_rail(frame))
-        of_local = [b""] * self.local_size
-        for i in range(0, len(joined), _C.EXCHANGE_BYTES):
-            for local, piece in enumerate(self.team.exchange(joined[i : i + _C.EXCHANGE_BYTES])):
-                of_local[local] += piece
-        frames = []
-        for rank in range(self.size):
-            node, local = divmod(rank, self.local_size)
-            frame = of_local[local][node * len(frame) :][: len(frame)]
-            length = int.from_bytes(frame[:2], "little")
-            frames.append((length, frame[2 : 2 + length]))
-        return frames
-
     def _meet_rail(self, mine):
         """Exchange bytes with the rail, in node order.  An error ends the team, so all its ranks know."""
         self.check()
         try:
             return self.rail.meet(mine)
         except EpError as error:
-            self._end(error)
-            raise
+            raise self._end_of_rail(error) from error
 
     def _exchange_rows(self, out, mine, out_splits=None, splits=None):
         """Exchange rows with the rail, as TorchRail.exchange.  An error ends the team."""
         try:
             self.rail.exchange(out, mine, out_splits, splits)
         except EpError as error:
-            self._end(error)
-            raise
+            raise self._end_of_rail(error) from error
+
+    def _end_of_rail(self, error):
+        """End the nodes, and return why: the links may know which rank has died."""
+        if self._links is not None and not isinstance(error, EpTimeout) and self._links.verdict(_VERDICT_S):
+            try:
+                self.team.check()
+            except EpError as known:
+                error = known
+        self._end(error)
+        return error
 
     def _end(self, reason=None):
         """Leave the world of this node and the rail, so that no other rank waits for this one.
@@ -252,6 +253,10 @@ class Nodes(Shared):
         reason: the error of the rail that check() raises from now on; None: that of the world.
         """
         self._reason = self._reason or reason
+        if self._links is not None:
+            code = _C.ETIMEOUT if isinstance(reason, EpTimeout) else _C.EPEERDIED
+            _C.world_abort(self.team._c, code, str(reason or f"rank {self.rank} left after an error"))
+            self._links.verdict(_VERDICT_S)  # the other ranks have been told
         with contextlib.suppress(EpError):
             self.team._leave(False)
         self._drop_rail()
@@ -279,7 +284,7 @@ class Nodes(Shared):
         return False
 
     def lost_ranks(self):
-        """Return the ranks of this node that have died, or left while the others continued.
+        """Return the ranks of all nodes that have died, cannot be reached, or left while others continued.
 
         Returns:
             A list of numbers among all ranks, in ascending order.
@@ -293,6 +298,8 @@ class Nodes(Shared):
             ...     nodes.lost_ranks()
             []
         """
+        if self._links is not None:
+            return self._links.lost_ranks()
         return [self.node * self.local_size + rank for rank in self.team.lost_ranks()]
 
     def set_timeout(self, timeout_s):
@@ -332,7 +339,7 @@ class Nodes(Shared):
         return self.team.flight_record()
 
     def close(self):
-        """Wait for all ranks of the node, then leave.  Collective; a second call does nothing.
+        """Wait for all ranks of all nodes, then leave.  Collective; a second call does nothing.
 
         Raises:
             EpMismatch, PeerError: As World.close.  No rank has left; all close again.
@@ -347,6 +354,8 @@ class Nodes(Shared):
     def _leave(self, collective):
         try:
             self.team._leave(collective)
+            if self._links is not None and collective:
+                self._links.close()
         except (EpMismatch, PeerError):  # it is still open
             raise
         except Exception:
@@ -361,6 +370,8 @@ class Nodes(Shared):
 
     def _drop_rail(self, in_order=False):
         """Close the connections to the other nodes."""
+        if self._links is not None:
+            self._links._leave()
         if self.rail is not None:
             self.rail.close(in_order)
 
@@ -372,25 +383,3 @@ class Nodes(Shared):
 
     def __repr__(self):
         return f"epmoe.Nodes(rank={self.rank}, nodes={self.num_nodes}, local={self.local_size})"
-
-
-def spans_nodes(group, local_world_size=None):
-    """Whether a layer with these arguments spans several nodes.
-
-    Where the arguments are wrong, a group that fits a World is taken for one node, whose layer says so.
-    """
-    if isinstance(group, (Nodes, World)):
-        return isinstance(group, Nodes) and group.num_nodes > 1
-    if is_mesh(group):
-        return group.mesh.shape[0] > 1
-    try:
-        key = process_group(group)
-    except (TypeError, ValueError):
-        return False
-    if key is None or id(key) in worlds:  # ranks that share a World are one node
-        return False
-    try:
-        size, local = sizes_of(key, local_world_size)
-    except (TypeError, ValueError):
-        return dist.get_world_size(key) > _C.MAX_RANKS
-    return local < size
