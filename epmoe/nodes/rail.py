@@ -21,6 +21,7 @@ class TorchRail:
     of the layer.  So on each GPU the kernels of NCCL and of epmoe run one after the other, in one order,
     which is the same on all ranks.  The first operation of that order that is not complete has been launched
     everywhere, has its inputs and has the SMs for itself.  So it completes, and then the next.
+    tests/models/rail.pml checks it.  On two streams, kernels of a node must leave SMs to those of NCCL.
     """
 
     def __init__(self, control, data, ranks):

@@ -77,6 +77,15 @@ RUNS = [
     ("queue.pml", "FIRSTRESET", ASSERT, "got|sent"),
     ("queue.pml", "NORESET", ASSERT, "got|sent"),
 
+    ("rail.pml", "C=1", PASS, ""),
+    ("rail.pml", "C=2", PASS, ""),
+    ("rail.pml", "C=1 OTHER", PASS, ""),
+    ("rail.pml", "C=3 SERIAL", PASS, ""),
+    ("rail.pml", "RES=0", HANG, ""),
+    ("rail.pml", "RES=1", HANG, ""),
+    ("rail.pml", "OTHER RES=2", HANG, ""),
+    ("rail.pml", "SERIAL SWAP", HANG, ""),
+
     ("low_latency.pml", "N=2 E=4", PASS, ""),
     ("low_latency.pml", "N=2 E=5 HALVES", PASS, ""),
     ("low_latency.pml", "N=3 E=3 FEW HALVES INORDER", PASS, ""),
