@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+import epmoe
 from cases import (MISTAKE_LIMIT_S, Case, afterwards, check_afterwards, check_outcomes, check_plan,
                    check_rows, check_sums, indices_of, inputs_of, layout_parts, make_layer, outcome,
                    rows_for_combine)
 from epmoe import reference
+from epmoe.device import capabilities
 
 CASE = Case(num_local=2, topk=3, max_tokens=11, tokens="unequal", pattern="sentinels", mode="scatter")
 
@@ -150,3 +152,29 @@ def test_plan_scatter_indices_of_wrong_kind(ranks, make_wrong, kind):
     kinds = [kind if rank == 1 else "PeerError" for rank in range(len(results))]
     check_outcomes([r[0] for r in results], kinds, elsewhere=["rank 1"], on_rank=1)
     check_afterwards([r[0] for r in results], [r[1] for r in results], WRONG)
+
+
+def _row_given_twice(world, device):
+    """Rank 0 gives row 255 twice and row 0 not at all. The product waits for row 0, which never arrives."""
+    own = epmoe.World(world.group, timeout_s=MISTAKE_LIMIT_S)
+    op = epmoe.EpAll2AllFusedOp(own, max_tokens=256, hidden=64, topk=1, num_tot_experts=world.size,
+                                dtype=torch.bfloat16, device=device)
+    x = torch.ones(256, 64, dtype=torch.bfloat16, device=device)
+    idx = torch.zeros(256, 1, dtype=torch.int64, device=device)  # all to rank 0
+    w = torch.ones(1, 64, 64, dtype=torch.bfloat16, device=device)
+    op.mega_dispatch_group_gemm(x, idx, gemm_weight=w)  # loads the kernels
+    op.synchronize()
+    rows = op.preprocess(idx).token_dst_scatter_idx.clone()
+    if world.rank == 0:
+        rows[0] = rows[255]
+    own.set_timeout(3)
+    return outcome(lambda: (op.mega_dispatch_group_gemm(x, idx, gemm_weight=w, full_scatter_indices=rows),
+                            op.synchronize()))
+
+
+@pytest.mark.cuda_only
+def test_plan_scatter_row_given_twice(ranks):
+    if not ranks.is_torchrun or not capabilities(ranks.device).has_hopper:
+        pytest.skip("needs ranks that are processes, and the fused kernels of Hopper")
+    results = ranks(_row_given_twice)
+    check_outcomes(results[:1], "EpTimeout", "127 of 128 rows", "full_scatter_indices", within_s=10)

@@ -32,6 +32,13 @@ static int timeout_error(const EpFaultRecord *f, uint32_t my_rank) {
             "rank %u timed out: no rank signalled the word on which it waits (expected value %llu, "
             "found %llu). Check that a rank calls signal() for this word. See world.flight_record().",
             my_rank, want, got);
+    if (f->word == EP_WORD_READY && f->op == EP_OP_DISPATCH_GEMM)
+        return ep_error(
+            EP_ETIMEOUT,
+            "rank %u timed out: only %llu of %llu rows of a row block have arrived, and no rank is late. If "
+            "full_scatter_indices were passed, they give one row of this rank twice and another one not at "
+            "all. See world.flight_record().",
+            my_rank, got, want);
     const char *advice = f->word == EP_WORD_ENTER ? "Every rank must call every layer, also without tokens."
                                                   : "All ranks must make the same calls in the same order.";
     return ep_error(EP_ETIMEOUT,

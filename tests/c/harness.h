@@ -220,6 +220,7 @@ bool test_heap_alloc(void);
 bool test_allocator(void);
 bool test_dtypes(void);
 bool test_word_names(void);
+bool test_text_of_missing_rows(void);
 bool test_available_memory(void);
 bool test_sharing_needs_permission(void);
 bool test_sharing_counts_memory(void);

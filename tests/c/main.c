@@ -28,6 +28,7 @@ static const struct {
     {"allocator", test_allocator, false},
     {"dtypes", test_dtypes, false},
     {"word_names", test_word_names, false},
+    {"text_of_missing_rows", test_text_of_missing_rows, false},
     {"available_memory", test_available_memory, false},
     {"sharing_needs_permission", test_sharing_needs_permission, false},
     {"sharing_counts_memory", test_sharing_counts_memory, false},

@@ -1,4 +1,5 @@
 /* test_tables.c - the lists from which numbers, names and sizes follow. */
+#include "backend.h"
 #include "harness.h"
 #include "protocol/host.h"
 #include "runtime/error.h"
@@ -24,5 +25,20 @@ bool test_word_names(void) {
     CHECK(NULL, !strcmp(ep_word_name(EP_WORD_READY), "ready") && EP_WORD_READY == 10);
     CHECK(NULL, !strcmp(ep_word_name(EP_WORD_ROUTE), "route") && EP_WORD_ROUTE == 11);
     CHECK(NULL, !*ep_word_name(EP_WORD_NONE) && !*ep_word_name(EP_WORD_ROUTE + 1));
+    return true;
+}
+
+/* A product that waits for a row which no rank sends, though none is late: its cause is named. */
+bool test_text_of_missing_rows(void) {
+    const EpShape s = {.num_ranks = 2};
+    EpFaultRecord f = {.code = EP_ETIMEOUT, .op = EP_OP_DISPATCH_GEMM, .word = EP_WORD_READY, .peer = 1};
+    f.want = 128;
+    f.got = 127;
+    CHECK_CODE(NULL, EP_ETIMEOUT, ep_fault_error(&f, &s, 1));
+    CHECK(NULL,
+          strstr(ep_error_text(), "127 of 128 rows") && strstr(ep_error_text(), "full_scatter_indices"));
+    f.word = EP_WORD_FLAG; /* a rank is late */
+    CHECK_CODE(NULL, EP_ETIMEOUT, ep_fault_error(&f, &s, 0));
+    CHECK(NULL, strstr(ep_error_text(), "rank 1") && !strstr(ep_error_text(), "full_scatter_indices"));
     return true;
 }
