@@ -119,6 +119,13 @@ def prepare_sglang():
     sglang_modules.load("stand-in")
 
 
+def prepare_vllm():
+    """Make stand-ins of vLLM's modules importable."""
+    import vllm_modules
+
+    vllm_modules.load("stand-in")
+
+
 def run_page(name, tmp_path, run, num_ranks=2, prepare="add_to_path"):
     """Run the Python blocks of docs/{name} as one program on several ranks. Return its output.
 

@@ -6,22 +6,17 @@ names their folder (vllm_modules.py). They run all cases in groups of 1, 2 and 4
 
 import doctest
 import math
-import subprocess
 import sys
-import tomllib
 import types
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import epmoe
 import vllm_modules
 import vllm_quantized
 from cases import generator, process_ranks
 from epmoe import reference
-from pace import HANG_S
 
 pytestmark = pytest.mark.cpu_only
 NUM_RANKS = 4
@@ -379,21 +374,3 @@ def test_integrations_vllm_choice(which):
     (failed, attempted), message = process_ranks(_alone, 1, which, backend=None)[0]
     assert attempted > 4 and not failed
     assert "maybe_make_prepare_finalize has changed: its parameters are (moe new)" in message
-
-
-def _entry_point(module, name, **variables):
-    code = (f"import sys\nimport {module} as m\nassert 'vllm' not in sys.modules\n"
-            f"sys.modules['vllm'] = None\nm.{name}()\nprint('nothing done')")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S,
-                          env={"PATH": "", "PYTHONPATH": str(Path(epmoe.__file__).parents[1])} | variables)
-    return done.stdout + done.stderr
-
-
-def test_integrations_vllm_entry_point():
-    """vLLM loads it in every process where epmoe is installed."""
-    project = tomllib.loads((Path(epmoe.__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    module, name = project["entry-points"]["vllm.general_plugins"]["epmoe"].split(":")
-    for value in ({}, {"EPMOE_VLLM": ""}, {"EPMOE_VLLM": "0"}):
-        assert _entry_point(module, name, **value).strip() == "nothing done"
-    assert "epmoe.integrations.vllm needs vLLM 0.33" in _entry_point(module, name, EPMOE_VLLM="1")
-    assert "EPMOE_VLLM=yes: wanted 1" in _entry_point(module, name, EPMOE_VLLM="yes")

@@ -9,6 +9,7 @@ import abc
 import enum
 import importlib
 import importlib.metadata
+import types
 import unittest.mock
 
 from framework_source import Source, add_module
@@ -83,6 +84,7 @@ def _load_stand_in():
     add_module(OWN[1], maybe_make_prepare_finalize=maybe_make_prepare_finalize)
     add_module(OWN[2], **{name: type(name, (), {}) for name in (
         "TopKWeightAndReduceNoOP", "TopKWeightAndReduceContiguous", "TopKWeightAndReduceDelegate")})
+    add_module(OWN[3], FUSED_MOE_UNQUANTIZED_CONFIG=types.SimpleNamespace(quant_dtype=None))
     add_module(OWN[4], moe_kernel_quantize_input=moe_kernel_quantize_input)
 
 
