@@ -272,7 +272,7 @@ typedef struct {
     const EpTensor *a, *b, *offsets, *out;
     const EpTensor *bias, *row_weight; /* NULL, or [L][N] of out's dtype and f32 [M] */
     /* NULL; or the GEMM is of FP8: a and b are u8, the bytes of e4m3 numbers, and these are their scales: f32
-     * [M][K / 128] of any strides and [L][N / 128][K / 128], rounded up. */
+     * [M][K / 128] and [L][N / 128][K / 128], rounded up, of any strides. */
     const EpTensor *a_scale, *b_scale;
     /* i64 [1], 0 before and after the launch, and of no launch that overlaps with this one. NULL: the counter
      * that the library has for the stream. */

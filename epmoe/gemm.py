@@ -226,20 +226,38 @@ def _check_scales(x, weight, a_scale, b_scale, out_dtype, leaves):
         if given:
             raise ValueError(f"{given[0]}: give it only for rows and weights of float8_e4m3fn, got {x.dtype}")
         return False
-    blocks = [-(-size // FP8_BLOCK) for size in weight.shape[1:]]
-    for name, t, shape in (("a_scale", a_scale, [x.shape[0], blocks[1]]),
-                           ("b_scale", b_scale, [weight.shape[0], *blocks])):
+    of_rows, of_weights = scale_shapes(x, weight)
+    for name, t, shapes in (("a_scale", a_scale, [of_rows]),
+                            ("b_scale", b_scale, [of_weights, of_weights[:1]])):
         if not isinstance(t, torch.Tensor) or t.dtype != torch.float32 or t.layout is not torch.strided:
             got = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
             raise TypeError(f"{name}: rows and weights of float8_e4m3fn need scales of float32, got {got}")
-        if t.device != x.device or list(t.shape) != shape:
-            raise ValueError(f"{name}: wanted {shape} on {x.device}, got {list(t.shape)} on {t.device}")
+        if t.device != x.device or (t.numel() != 1 and list(t.shape) not in shapes):
+            wanted = ", ".join(map(str, shapes))
+            raise ValueError(f"{name}: wanted {wanted} or one number, on {x.device}, got {list(t.shape)} on "
+                             f"{t.device}")
     if out_dtype not in (None, torch.bfloat16, torch.float16):
         raise TypeError(f"out_dtype {out_dtype}: must be torch.bfloat16 or torch.float16")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
         raise RuntimeError("a grouped GEMM of FP8 has no gradient: call it under torch.no_grad(), or use "
                            "bfloat16 for training")
     return True
+
+
+def scale_shapes(x, weight):
+    """Return the shapes of the scales of FP8 rows [M, K] and weights [L, N, K], with one for each block."""
+    num_n, num_k = (-(-size // FP8_BLOCK) for size in weight.shape[1:])
+    return [x.shape[0], num_k], [weight.shape[0], num_n, num_k]
+
+
+def expand_scales(x, weight, a_scale, b_scale):
+    """Return checked scales as views with one for each block."""
+    of_rows, of_weights = scale_shapes(x, weight)
+    if a_scale.numel() == 1:
+        a_scale = a_scale.reshape(1, 1)
+    if b_scale.numel() == 1 or b_scale.dim() == 1:
+        b_scale = b_scale.reshape(-1, 1, 1)
+    return a_scale.expand(of_rows), b_scale.expand(of_weights)
 
 
 def is_transposed(weight):
@@ -279,7 +297,11 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
     where it is in float32.  The tensor cores of Hopper keep fewer bits when they add numbers of FP8: the
     error is below 2^-9 for random numbers.  A product of two scales below 2^-126 is subnormal and has fewer
     bits.  NaN in a number or a scale gives NaN in the row or the columns that use it.  The kernels are the
-    same as for 16 bits; for "swiglu" the fast one needs N to be a multiple of 128.  No gradients.
+    same as for 16 bits; for "swiglu" the fast one needs N to be a multiple of 128, with few rows of 64.  No
+    gradients.
+
+    FP8 with one scale of all rows, and one of each expert: the tensor cores of Hopper add up all products,
+    which is faster.  Elsewhere, and with few rows, the sums are as above.
 
     Args:
         x: [M, K]: first all rows of expert 0, then of expert 1, and so on.
@@ -293,8 +315,9 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
             (weight rows: gates, then ups), "gpt_oss", GptOss(alpha, limit) (gates and ups interleaved),
             "relu2", "gelu", "gelu_tanh", "silu" (no gates).
         row_weight: None, or [M] of any floating-point dtype; applied as float32.
-        a_scale: For FP8: [M, ceil(K / 128)] float32, a scale for each 128 numbers of a row.
-        b_scale: For FP8: [L, ceil(N / 128), ceil(K / 128)] float32, a scale for each block of 128 by 128.
+        a_scale: For FP8: [M, ceil(K / 128)] float32, a scale for each 128 numbers of a row; or one number.
+        b_scale: For FP8: [L, ceil(N / 128), ceil(K / 128)] float32, a scale for each block of 128 by 128; or
+            [L], one for each expert; or one number.
         out_dtype: For FP8: torch.bfloat16 (the default) or torch.float16.
         portable: Use the kernel for any GPU also on a Hopper GPU.
 
@@ -345,9 +368,9 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         dtype = out_dtype or torch.bfloat16
         bias = None if bias is None else bias.to(dtype).contiguous()
         row_weight = None if row_weight is None else row_weight.float().contiguous()
-        weight, b_scale = weight.contiguous(), b_scale.contiguous()
-        return torch.ops.epmoe.grouped_gemm_fp8(x, weight, a_scale, b_scale, offsets, bias, row_weight,
-                                                number, portable, alpha, limit, dtype)
+        a_scale, b_scale = expand_scales(x, weight, a_scale, b_scale)
+        return torch.ops.epmoe.grouped_gemm_fp8(x, weight.contiguous(), a_scale, b_scale, offsets, bias,
+                                                row_weight, number, portable, alpha, limit, dtype)
     kind = DGRAD if is_transposed(weight) else FORWARD  # DGRAD multiplies rows with [L, K, N]
     weight = weight.transpose(1, 2) if kind == DGRAD else weight.contiguous()
     with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)

@@ -188,6 +188,27 @@ def test_fp8_gemm_of_small_integers_is_exact(ranks, n, k, activation):
                                        atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", [[1, 0, 3, 40], [130, 64, 0, 300]], ids=["few", "many"])
+@pytest.mark.parametrize("a_shape", [(), (1, 1), None], ids=str)
+@pytest.mark.parametrize("b_shape", [(1,), (4,), None], ids=str)
+def test_fp8_gemm_with_one_scale_equals_sums_in_float64(ranks, sizes, a_shape, b_shape):
+    """One scale of all rows, or of each expert, or of all weights. None: one of each block."""
+    x, a_scale, weight, b_scale, bias, row_weight, offsets = fp8_problem(sizes, 272, 528, ranks.device)
+    if a_shape is not None:
+        a_scale = torch.full(a_shape, 0.3, device=ranks.device)
+    if b_shape is not None:
+        b_scale = torch.linspace(0.01, 0.07, b_shape[0], device=ranks.device)
+    x64 = x.double() * a_scale.double() if a_shape is not None else dequantized(x, a_scale)
+    weight64 = weight.double() * b_scale.double()[:, None, None] if b_shape else dequantized(weight, b_scale)
+    for portable, activation in itertools.product(kernels(ranks), (None, "swiglu", "gelu")):
+        y = epmoe.grouped_gemm(x, weight, offsets=offsets, bias=bias, activation=activation,
+                               row_weight=row_weight, a_scale=a_scale, b_scale=b_scale, portable=portable)
+        for e, begin, end in rows_of_experts(offsets):
+            want, size = forward64(x64[begin:end], weight64[e], bias[e], activation, row_weight[begin:end])
+            check(y[begin:end], want, size, error_of_sums(ranks.device, portable),
+                  f"{activation}, expert {e}, portable {portable}")
+
+
 def test_fp8_gemm_spreads_nan_only_as_far_as_it_reaches(ranks):
     x, a_scale, weight, b_scale, _, _, offsets = fp8_problem([40, 90], 272, 400, ranks.device)
     begin, end = offsets[0].item(), offsets[-1].item()
@@ -255,7 +276,8 @@ def test_fp8_gemm_is_traced_by_the_compiler(ranks):
     (dict(a_scale=torch.ones(4, 2).double()), TypeError, "float64"),
     (dict(a_scale=torch.ones(4, 1)), ValueError, "a_scale: wanted [4, 2]"),
     (dict(a_scale=torch.ones(4, 2, device="meta")), ValueError, "on cpu"),
-    (dict(b_scale=torch.ones(2, 1, 2)), ValueError, "b_scale: wanted [2, 2, 2]"),
+    (dict(b_scale=torch.ones(2, 1, 2)), ValueError, "b_scale: wanted [2, 2, 2], [2] or one number"),
+    (dict(b_scale=torch.ones(3)), ValueError, "b_scale: wanted [2, 2, 2], [2] or one number"),
     (dict(out_dtype=torch.float32), TypeError, "out_dtype"),
     (dict(weight=torch.ones(2, 144, 160)), TypeError, "one dtype"),
     (dict(x=torch.ones(4, 160), weight=torch.ones(2, 144, 160)), ValueError, "a_scale: give it only"),

@@ -53,24 +53,29 @@ static int check_sizes(const EpGemm *g, EpGemmParams *p) {
     return 0;
 }
 
-/* Check the scales of FP8, and read them. Those of the rows may have any strides, because low-latency
- * dispatch gives those of a block next to each other. */
+/* Check the scales of a tensor of FP8, and read their strides. They may have any: low-latency dispatch gives
+ * those of a block next to each other, and tensors with one scale have strides of 0. */
+static int read_strides(const EpWanted *w, int device, uint64_t *stride) {
+    EpTensor t = *w->tensor;
+    EpWanted contiguous = *w;
+    contiguous.tensor = &t;
+    int64_t num = 1;
+    for (uint32_t i = t.num_dims; i-- > 0; num *= t.shape[i]) {
+        stride[i] = t.shape[i] > 1 ? (uint64_t)t.stride[i] : 0;
+        t.stride[i] = num;
+    }
+    return ep_tensor_check(&contiguous, EP_CUDA, device, 4);
+}
 static int read_scales(const EpGemm *g, const EpGemmParams *p, EpGemmScales *scales) {
     const int64_t num_n = ep_gemm_num_blocks(p->n), num_k = ep_gemm_num_blocks(p->k);
-    EpTensor rows = *g->a_scale;
-    if (rows.num_dims == 2) {
-        rows.stride[0] = num_k;
-        rows.stride[1] = 1;
-    }
-    const EpWanted wanted[] = {
-        {"scales of the rows", &rows, EP_F32, 2, {p->num_rows, num_k, -1}},
-        {"scales of the weights", g->b_scale, EP_F32, 3, {p->num_experts, num_n, num_k}},
-    };
-    for (uint32_t i = 0; i < 2; i++) EP_TRY(ep_tensor_check(&wanted[i], EP_CUDA, g->a->device, 4));
-    scales->a = (const float *)rows.data;
-    scales->b = (const float *)g->b_scale->data;
-    scales->a_row = (uint64_t)g->a_scale->stride[0];
-    scales->a_block = (uint64_t)g->a_scale->stride[1];
+    const EpWanted rows = {"scales of the rows", g->a_scale, EP_F32, 2, {p->num_rows, num_k, -1}};
+    const EpWanted weights = {"scales of the weights", g->b_scale, EP_F32, 3, {p->num_experts, num_n, num_k}};
+    uint64_t a[4], b[4];
+    EP_TRY(read_strides(&rows, g->a->device, a));
+    EP_TRY(read_strides(&weights, g->a->device, b));
+    const EpGemmScales s = {
+        (const float *)g->a_scale->data, (const float *)g->b_scale->data, a[0], a[1], b[0], b[1], b[2]};
+    *scales = s;
     return 0;
 }
 

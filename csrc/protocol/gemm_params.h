@@ -64,14 +64,17 @@ typedef struct {
     uint8_t accumulates;     /* WGRAD: out is fp32, and alpha times the product is added to it */
 } EpGemmParams;
 
-/* The scales of e4m3 numbers. a: [M][K / 128], with strides of a row and of a block of k, in numbers. b:
- * [L][N / 128][K / 128]. Both sizes are rounded up. */
+/* The scales of e4m3 numbers. a: [M][K / 128], b: [L][N / 128][K / 128], both sizes rounded up, with the
+ * stride of each dimension in numbers. A stride of 0: all share a scale. */
 #define EP_GEMM_SCALE_BLOCK 128u
 typedef struct {
     const float *a, *b;
-    uint64_t a_row, a_block;
+    uint64_t a_row, a_k, b_expert, b_n, b_k;
 } EpGemmScales;
-/* A GEMM of e4m3. gemm.is_f16 is the dtype of out and bias; gemm.kind is FORWARD. */
+/* Whether an expert's numbers of the product are all multiplied by the same two scales. */
+EP_PURE bool ep_gemm_has_one_scale(const EpGemmScales *s) { return !(s->a_row | s->a_k | s->b_n | s->b_k); }
+/* A GEMM of e4m3. gemm.is_f16 is the dtype of out and bias; gemm.kind is FORWARD. gemm is the first member:
+ * an epilogue that knows its address also finds the scales. */
 typedef struct {
     EpGemmParams gemm;
     EpGemmScales scales;

@@ -59,10 +59,11 @@ struct EpMbarrier {
 };
 static EpBarrier ep_warps[2][12], ep_named[2][3], ep_cluster;
 static EpMbarrier ep_mbarriers[2][EP_CTA_SMEM_BYTES / 8];
-/* One thread of the producer warp, and two warpgroups. The communication warps are not emulated. */
-#define EP_CTA_THREADS 257u
+/* One thread of the producer warp, two warpgroups, and with scales of blocks the warp that loads them. The
+ * communication warps are not emulated. */
+static uint32_t ep_cta_threads = 257;
 
-static void __syncthreads() { ep_named[ep_rank][0].arrive(EP_CTA_THREADS); }
+static void __syncthreads() { ep_named[ep_rank][0].arrive(ep_cta_threads); }
 static void __syncwarp() {
     /* The producer has only one thread here. */
     if (threadIdx.x / 32) ep_warps[ep_rank][threadIdx.x / 32].arrive(32);
@@ -72,7 +73,7 @@ static void ep_aligned() { ep_warps[ep_rank][threadIdx.x / 32].arrive<EP_RELAXED
 EP_PTX void ep_bar_sync(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num); }
 EP_PTX void ep_bar_arrive(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num, false); }
 EP_PTX uint32_t ep_cluster_rank(void) { return ep_rank; }
-EP_PTX void ep_cluster_sync(void) { ep_cluster.arrive(2 * EP_CTA_THREADS); }
+EP_PTX void ep_cluster_sync(void) { ep_cluster.arrive(2 * ep_cta_threads); }
 EP_PTX void ep_mbar_init(uint32_t bar, uint32_t count) {
     EpMbarrier &b = ep_mbarriers[ep_rank][bar / 8];
     b.count = b.pending = count;
@@ -197,16 +198,16 @@ EP_PTX float ep_ld_shared_f32(uint32_t src) {
     memcpy(&v, ep_at(src, 4), 4);
     return v;
 }
-/* A small copy is executed at the wait for it. Until then its destination is NaN. */
-static thread_local std::deque<std::vector<std::pair<uint32_t, const void *>>> ep_copies(1);
+/* A small copy is executed when its thread arrives at the mbarrier. Until then its destination is NaN. */
+static thread_local std::vector<std::pair<uint32_t, const void *>> ep_copies;
 EP_PTX void ep_cp_async_4(uint32_t dst, const void *src) {
-    ep_copies.back().push_back({dst, src});
+    ep_copies.push_back({dst, src});
     memset(ep_at(dst, 4), 0xff, 4);
 }
-EP_PTX void ep_cp_async_commit(void) { ep_copies.push_back({}); }
-template <int N> EP_PTX void ep_cp_async_wait(void) {
-    for (; ep_copies.size() > N + 1; ep_copies.pop_front())
-        for (const auto &c : ep_copies.front()) memcpy(ep_at(c.first, 4), c.second, 4);
+EP_PTX void ep_cp_async_mbar_arrive(uint32_t bar) {
+    for (const auto &c : ep_copies) memcpy(ep_at(c.first, 4), c.second, 4);
+    ep_copies.clear();
+    ep_mbar_change(bar, 1, 0);
 }
 EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
     const uint32_t v[4] = {x, y, z, w};
@@ -299,7 +300,7 @@ static void ep_execute(const EpProduct &p) {
         }
     }
 }
-EP_PTX void ep_wgmma_fence(void) {}
+EP_PTX void ep_wgmma_fence(void) { ep_aligned(); }
 EP_PTX void ep_wgmma_commit(void) { ep_groups.push_back({}); }
 template <int N> EP_PTX void ep_wgmma_wait(void) {
     for (; ep_groups.size() > N + 1; ep_groups.pop_front())

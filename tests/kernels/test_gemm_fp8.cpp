@@ -18,7 +18,7 @@ enum { ROWS_BEFORE = 3, ROWS_AFTER = 5, EP_POISON = 0x7ffe }; /* rows that belon
 struct Case {
     uint32_t n, k, pairs;
     std::vector<int32_t> sizes;
-    bool bias, row_weight, by_block; /* by_block: the scales of a block of k are next to each other */
+    bool bias, row_weight, by_k; /* by_k: the scales of 128 values of k are next to each other */
 };
 
 struct Hooks : EpGemmNoHooks {
@@ -37,12 +37,11 @@ struct Problem {
     /* The sum of row r and weight row c of expert e. */
     double product(uint32_t e, uint64_t r, uint64_t c) const {
         const EpGemmParams &p = q.gemm;
-        const uint64_t num_n = ep_gemm_num_blocks(p.n), num_k = ep_gemm_num_blocks(p.k);
         double sum = p.bias ? ep_widen(bias[e * p.n + c], p.is_f16) : 0;
         for (uint64_t i = 0; i < p.k; i++)
             sum += (double)widen(a[r * p.k + i]) * widen(b[(e * p.n + c) * p.k + i]) *
-                   q.scales.a[r * q.scales.a_row + i / 128 * q.scales.a_block] *
-                   b_scale[(e * num_n + c / 128) * num_k + i / 128];
+                   q.scales.a[r * q.scales.a_row + i / 128 * q.scales.a_k] *
+                   b_scale[e * q.scales.b_expert + c / 128 * q.scales.b_n + i / 128 * q.scales.b_k];
         return sum;
     }
     double expected(uint32_t e, uint64_t r, uint64_t c) const {
@@ -81,7 +80,7 @@ template <typename C> static void make_problem(const Case &c, Problem *x, uint64
     for (uint32_t i = 0; i < rows; i++) {
         x->row_weight.push_back(power());
         for (uint32_t j = 0; i >= ROWS_BEFORE && i < last && j < num_k; j++)
-            x->a_scale[c.by_block ? j * rows + i : i * num_k + j] = power();
+            x->a_scale[c.by_k ? j * rows + i : i * num_k + j] = power();
     }
     for (uint64_t i = 0; i < (uint64_t)L * num_n * num_k; i++) x->b_scale.push_back(power());
     EpGemmParams p = {};
@@ -101,7 +100,15 @@ template <typename C> static void make_problem(const Case &c, Problem *x, uint64
     p.is_f16 = C::F16;
     x->out.assign((uint64_t)rows * ep_gemm_out_cols(&p), EP_POISON);
     p.out = x->out.data();
-    x->q = {p, {x->a_scale.data(), x->b_scale.data(), c.by_block ? 1 : num_k, c.by_block ? rows : 1}};
+    const EpGemmScales by_block = {x->a_scale.data(),
+                                   x->b_scale.data(),
+                                   c.by_k ? 1 : num_k,
+                                   c.by_k ? rows : 1u,
+                                   (uint64_t)num_n * num_k,
+                                   num_k,
+                                   1};
+    const EpGemmScales one = {x->row_weight.data(), x->b_scale.data(), 0, 0, 1, 0, 0};
+    x->q = {p, C::BY_BLOCK ? by_block : one};
 }
 
 /* Run CTAs `first` and `first` + 1, which are a cluster. */
@@ -109,10 +116,12 @@ template <typename C> static void run_pair(const EpGemmFp8Params *q, uint32_t fi
     const EpTensorMap a = ep_map_fp8(ep_map_a(&q->gemm, C::BN)), b = ep_map_fp8(ep_map_b(&q->gemm, C::BN));
     std::vector<std::thread> threads;
     memset(ep_shared, 0xff, sizeof ep_shared);
-    for (uint32_t i = 127; i < EP_GEMM_THREADS; i++)
+    /* the first thread, with scales of blocks the second warp, and the warpgroups */
+    ep_cta_threads = 257 + (C::BY_BLOCK ? 32 : 0);
+    for (uint32_t i = C::BY_BLOCK ? 31 : 127; i < EP_GEMM_THREADS; i += i == 63 ? 65 : 1)
         for (uint32_t rank = 0; rank < 2; rank++)
             threads.emplace_back([&, i, rank] {
-                threadIdx.x = i == 127 ? 0 : i;
+                threadIdx.x = i < 128 && i % 32 == 31 && i != 63 ? 0 : i;
                 blockIdx.x = first + rank;
                 ep_rank = rank;
                 Hooks hooks;
@@ -122,8 +131,8 @@ template <typename C> static void run_pair(const EpGemmFp8Params *q, uint32_t fi
     for (std::thread &t : threads) t.join();
 }
 
-template <int ACT, bool F16> static bool check(const char *name, const Case &c) {
-    using C = EpGemmFp8Config<ACT, F16>;
+template <int BN, int ACT, bool F16> static bool check(const char *name, const Case &c) {
+    using C = EpGemmFp8Config<BN, ACT, F16>;
     Problem x;
     uint64_t drawn_tiles = 0, num_wrong = 0;
     make_problem<C>(c, &x, &drawn_tiles);
@@ -160,27 +169,36 @@ static const Case narrow = {96, 80, 2, {16, 33, 0, 200}, true, false, false};
 static const Case gated = {384, 272, 2, {150, 0, 9}, true, true, false};
 /* Tiles of which the second half has rows, and pairs that share rows. */
 static const Case tall = {256, 272, 2, {300, 0, 640, 257}, false, true, false};
+static const Case few = {192, 1296, 2, {1, 0, 40, 3, 0, 2}, true, true, true};
 /* For ThreadSanitizer, which is slow: more than one tile, more stages than the ring has. */
 static const Case small = {144, 912, 1, {200, 0, 70}, false, true, true};
 
-#define RUN(ACT, F16, CASE) ok = check<ACT, F16>(#ACT " " #F16 " " #CASE, CASE) && ok;
+#define RUN(BN, ACT, F16, CASE) ok = check<BN, ACT, F16>(#BN " " #ACT " " #F16 " " #CASE, CASE) && ok;
 
 int main(int argc, char **argv) {
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
     bool ok = true;
 #ifndef __SANITIZE_THREAD__
-    RUN(EP_ACT_NONE, false, odd)
-    RUN(EP_ACT_NONE, true, full)
-    RUN(EP_ACT_NONE, false, tall)
-    RUN(EP_ACT_SWIGLU, false, tall)
-    RUN(EP_ACT_NONE, false, narrow)
-    RUN(EP_ACT_GELU, true, narrow)
-    RUN(EP_ACT_SWIGLU, false, full)
-    RUN(EP_ACT_SWIGLU, true, gated)
-    RUN(EP_ACT_GPT_OSS, false, odd)
-    RUN(EP_ACT_GPT_OSS, true, full)
+    RUN(128, EP_ACT_NONE, false, odd)
+    RUN(128, EP_ACT_NONE, true, full)
+    RUN(128, EP_ACT_NONE, false, tall)
+    RUN(128, EP_ACT_SWIGLU, false, tall)
+    RUN(128, EP_ACT_NONE, false, narrow)
+    RUN(128, EP_ACT_GELU, true, narrow)
+    RUN(128, EP_ACT_SWIGLU, false, full)
+    RUN(128, EP_ACT_SWIGLU, true, gated)
+    RUN(128, EP_ACT_GPT_OSS, false, odd)
+    RUN(128, EP_ACT_GPT_OSS, true, full)
+    RUN(64, EP_ACT_NONE, false, odd)
+    RUN(64, EP_ACT_NONE, true, few)
+    RUN(64, EP_ACT_SWIGLU, false, few)
+    RUN(64, EP_ACT_GPT_OSS, true, full)
+    RUN(256, EP_ACT_NONE, false, odd)
+    RUN(256, EP_ACT_SWIGLU, true, gated)
+    RUN(256, EP_ACT_GELU, false, full)
 #endif
-    RUN(EP_ACT_NONE, false, small)
+    RUN(128, EP_ACT_NONE, false, small)
+    RUN(64, EP_ACT_NONE, false, small)
     puts(ok ? "ok" : "FAILED");
     return !ok;
 }

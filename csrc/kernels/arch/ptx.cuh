@@ -169,6 +169,11 @@ EP_PTX void ep_cp_async_16(uint32_t dst, const void *src) {
 EP_PTX void ep_cp_async_4(uint32_t dst, const void *src) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
+/* Arrive at an mbarrier when all copies that this thread has started are complete. The mbarrier must count
+ * the arrival. */
+EP_PTX void ep_cp_async_mbar_arrive(uint32_t bar) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
 EP_PTX void ep_cp_async_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /* Wait until at most N of this thread's groups of copies are in flight. */
 template <int N> EP_PTX void ep_cp_async_wait(void) {
@@ -342,11 +347,18 @@ template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float 
 }
 /* The same with e4m3 numbers: 32 values of k, both operands K-major. A line is 128 values of k. */
 template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
-    static_assert(N == 128, "tiles of 128 columns");
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" EP_R64 "}, %64, %65, p, 1, 1;\n}"
-                 : EP_D32(0), EP_D32(32)
-                 : "l"(a), "l"(b), "r"(add));
+    static_assert(N == 64 || N == 128 || N == 256, "tiles of 64, 128 or 256 columns");
+#define EP_WGMMA_E4M3(COLS, REGS, A, B, P, ...)                                                        \
+    if constexpr (N == COLS)                                                                           \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                       \
+                 "wgmma.mma_async.sync.aligned.m64n" #COLS "k32.f32.e4m3.e4m3 {" REGS "}, %" A ", %" B \
+                 ", p, 1, 1;\n}"                                                                       \
+                 : __VA_ARGS__                                                                         \
+                 : "l"(a), "l"(b), "r"(add))
+    EP_WGMMA_E4M3(64, EP_R32, "32", "33", "34", EP_D32(0));
+    EP_WGMMA_E4M3(128, EP_R64, "64", "65", "66", EP_D32(0), EP_D32(32));
+    EP_WGMMA_E4M3(256, EP_R128, "128", "129", "130", EP_D32(0), EP_D32(32), EP_D32(64), EP_D32(96));
+#undef EP_WGMMA_E4M3
 }
 
 #endif /* EP_PTX_CUH */

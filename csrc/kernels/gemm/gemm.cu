@@ -66,7 +66,7 @@ static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) 
 }
 
 static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *stream) {
-    const uint32_t tile_cols = 128;
+    const uint32_t tile_cols = ep_gemm_tile_cols_fp8(p);
     EpClusterKernel *k = ep_find_kernel(p->gemm.is_f16 ? ep_gemm_kernels_fp8_f16 : ep_gemm_kernels_fp8_bf16,
                                         0, &p->gemm, tile_cols);
     uint32_t max_ctas;
@@ -80,11 +80,12 @@ static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *s
     return ep_launch_clusters(k, &l, stream);
 }
 
-/* A tile of a gate with all gate rows first has 64 gate columns and 64 up columns. Each of them must have
+/* A tile of a gate with all gate rows first has as many gate columns as up columns. Each of them must have
  * one scale, so they must not cross a block of 128. */
-static bool has_whole_blocks(const EpGemmParams *p) {
-    return !ep_gemm_is_gated(p->activation) || p->activation == EP_ACT_GPT_OSS ||
-           p->n / 2 % (EP_GEMM_SCALE_BLOCK / 2) == 0;
+static bool has_whole_blocks(const EpGemmFp8Params *p) {
+    const EpGemmParams *g = &p->gemm;
+    return !ep_gemm_is_gated(g->activation) || g->activation == EP_ACT_GPT_OSS ||
+           ep_gemm_has_one_scale(&p->scales) || g->n / 2 % (ep_gemm_tile_cols_fp8(p) / 2) == 0;
 }
 
 extern "C" int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream) {
@@ -93,7 +94,7 @@ extern "C" int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream) {
     const int e = ep_capabilities(&c);
     if (e) return e;
     if (g->num_rows == 0 || g->num_experts == 0) return 0;
-    if (c.has_hopper && !g->is_portable && has_whole_blocks(g))
+    if (c.has_hopper && !g->is_portable && has_whole_blocks(p))
         return launch_hopper_fp8(p, c.num_sms, stream);
     if (g->is_f16) launch_portable_fp8<true>(p, 4 * c.num_sms, (cudaStream_t)stream);
     else launch_portable_fp8<false>(p, 4 * c.num_sms, (cudaStream_t)stream);

@@ -49,7 +49,7 @@ EP_PTX void ep_gemm_load_cols(const EpGemmTile *t, int32_t at, int32_t i, uint32
     const int32_t e = (int32_t)t->expert, col = (int32_t)t->col0 + i * (C::TRANS_B ? 64 : C::BN / 2);
     smem += C::A_BYTES + (uint32_t)i * (C::TRANS_B ? EP_GEMM_BOX : C::BN * EP_GEMM_BK);
 #pragma unroll
-    for (int kk = 0; kk < C::K_BOXES; kk++, at += EP_GEMM_BK, smem += C::B_SLAB) {
+    for (int kk = 0; kk < C::K_BOXES; kk++, at += C::BOX_K, smem += C::B_SLAB) {
         if (C::GATED) ep_tma_load_5d<BOTH>(smem, map_b, bar, at, 0, 0, col / 16, e);
         else if (C::KIND == EP_GEMM_FORWARD) ep_tma_load_3d<BOTH>(smem, map_b, bar, at, col, e);
         else if (C::KIND == EP_GEMM_DGRAD) ep_tma_load_3d<BOTH>(smem, map_b, bar, col, at, e);
@@ -62,7 +62,7 @@ EP_PTX void ep_gemm_load_rows(const EpGemmTile *t, int32_t at, uint32_t i, uint3
                               uint32_t bar, const CUtensorMap *map_a) {
     const int32_t row = (int32_t)(t->row0 + C::A_ROWS * i);
     smem += kk * C::A_SLAB + i * (C::A_ROWS * 128);
-    at += (int32_t)kk * EP_GEMM_BK;
+    at += (int32_t)kk * C::BOX_K;
     ep_tma_load_2d<BOTH>(smem, map_a, bar, C::TRANS_A ? row : at, C::TRANS_A ? at : row);
 }
 
@@ -111,6 +111,7 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
         for (uint32_t k = 0; k == 0 || k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
             ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
             if (k == 0) ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
+            if constexpr (C::BY_BLOCK) ep_mbar_arrive(ep_gemm_told<C>(s, ring.stage));
             if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
             else
                 ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES,
@@ -124,6 +125,7 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
     ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
     t.num_rows = 0;
     ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
+    if constexpr (C::BY_BLOCK) ep_mbar_arrive(ep_gemm_told<C>(s, ring.stage));
     ep_mbar_arrive(s->full + 8 * ring.stage);
 }
 
@@ -149,8 +151,8 @@ EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred,
                              Hooks &hooks, const EpGemmTile *t, uint32_t group, const EpGemmShared *s,
                              EpRing *ring) {
     const uint32_t staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
-    constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2;
-    constexpr uint64_t STEP_B = C::TRANS_B ? 128 : 2; /* 16 values of k, in units of 16 bytes */
+    constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2; /* the k of a wgmma, in units of 16 bytes */
+    constexpr uint64_t STEP_B = C::TRANS_B ? 128 : 2;
     const bool active = 64 * group < t->num_rows, signals = threadIdx.x % 32 == 0;
     uint32_t before = ring->stage;
     if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0)
@@ -164,10 +166,12 @@ EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred,
             const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
             ep_wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < C::BK / 16; i++)
-                ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(
-                    d, a + i / 4 * (C::A_SLAB / 16) + i % 4 * STEP_A,
-                    b + i / 4 * (C::B_SLAB / 16) + i % 4 * STEP_B, k || i);
+            for (int i = 0; i < 4 * C::K_BOXES; i++) {
+                const uint64_t from_a = a + i / 4 * (C::A_SLAB / 16) + i % 4 * STEP_A;
+                const uint64_t from_b = b + i / 4 * (C::B_SLAB / 16) + i % 4 * STEP_B;
+                if constexpr (C::FP8) ep_wgmma_e4m3<C::BN>(d, from_a, from_b, k || i);
+                else ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, from_a, from_b, k || i);
+            }
             ep_wgmma_commit();
             if (k == 0) hooks.mma_in_flight();
         }
@@ -217,24 +221,22 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
     static_assert(!(C::FEW_ROWS && Hooks::FUSED),
                   "a tile of a burst is not written when tile_written is called");
     for (;;) {
-        float d[C::HALVES][C::BN / 2];
+        float d[C::BN / 2];
         ep_mbar_wait(s->full + 8 * ring.stage, ring.parity, p->limit_ns);
         const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage);
         if (t.num_rows == 0) break;
         const uint64_t begun = hooks.tile_started();
         if constexpr (C::ACCUMULATES) ep_gemm_prefetch_out<C>(p, &t, group);
-        if constexpr (C::FP8) ep_gemm_mma_tile_fp8<C>(d, p, hooks, &t, group, s, &ring);
-        else ep_gemm_mma_tile<C>(d[0], &deferred, p, hooks, &t, group, s, &ring);
+        if constexpr (C::BY_BLOCK) ep_gemm_mma_few_fp8<C>(d, p, &t, group, s, &ring);
+        else ep_gemm_mma_tile<C>(d, &deferred, p, hooks, &t, group, s, &ring);
         if constexpr (EP_GEMM_DEFERS<C, Hooks>)
             while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
         hooks.mma_in_flight();
-        if constexpr (C::FEW_ROWS) ep_gemm_burst_add<C>(d[0], p, &t, group, s->staging, &burst);
-        else if constexpr (C::ACCUMULATES) ep_gemm_accumulate<C>(d[0], p, &t, group);
+        if constexpr (C::FEW_ROWS) ep_gemm_burst_add<C>(d, p, &t, group, s->staging, &burst);
+        else if constexpr (C::ACCUMULATES) ep_gemm_accumulate<C>(d, p, &t, group);
         else {
             constexpr int AT_ONCE = EP_GEMM_DEFERS<C, Hooks> ? C::EAGER_PARTS : C::PARTS;
-            ep_gemm_defer<C, AT_ONCE>(&deferred, d[0], p, &t, group, staging);
-            if constexpr (C::HALVES == 2)
-                ep_gemm_defer<C, AT_ONCE>(&deferred, d[1], p, &t, group + 2, staging);
+            ep_gemm_defer<C, AT_ONCE>(&deferred, d, p, &t, group, staging);
         }
         hooks.tile_written(t, group, begun);
     }
@@ -255,9 +257,12 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
         ep_tma_prefetch(map_a);
         ep_tma_prefetch(map_b);
         for (uint32_t i = 0; i < C::STAGES; i++) {
-            ep_mbar_init(s.full + 8 * i, 1);
+            ep_mbar_init(s.full + 8 * i, C::BY_BLOCK ? 1 + 32 : 1);
+            if constexpr (C::BY_BLOCK) ep_mbar_init(ep_gemm_told<C>(&s, i), 1);
             ep_mbar_init(s.empty + 8 * i, 2 * 8);
         }
+        if constexpr (C::BY_BLOCK)
+            for (uint32_t i = 0; i < 2; i++) ep_mbar_init(ep_gemm_turn<C>(&s, i), 4);
         for (uint32_t i = 0; i < C::NUM_NEXT; i++) ep_mbar_init(s.next_tile_bars + 8 * i, 1);
         ep_fence_mbar_init();
     }
@@ -266,13 +271,16 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
         ep_setmaxnreg_dec<Hooks::PRODUCER_REGS>();
         if (threadIdx.x >= 32) hooks.comm(s.end);
         else if (threadIdx.x == 0) ep_gemm_produce_tiles<C>(p, hooks, &s, map_a, map_b);
+        if constexpr (C::BY_BLOCK)
+            if (threadIdx.x / 32 == 1) ep_gemm_load_scales<C>(p, hooks, &s);
         __syncwarp();
         if (Hooks::FUSED)
             ep_setmaxnreg_inc<
                 EP_GEMM_REGS>(); /* as at the start, because code follows that all threads execute */
     } else {
         ep_setmaxnreg_inc<Hooks::MMA_REGS>();
-        ep_gemm_mma_tiles<C>(p, hooks, &s);
+        if constexpr (C::BY_BLOCK && !C::FEW_ROWS) ep_gemm_mma_tiles_fp8<C>(p, hooks, &s);
+        else ep_gemm_mma_tiles<C>(p, hooks, &s);
         if (Hooks::FUSED) ep_setmaxnreg_dec<EP_GEMM_REGS>();
     }
     ep_cluster_sync(); /* the other CTA may still write to this CTA's shared memory */

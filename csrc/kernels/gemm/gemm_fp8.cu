@@ -16,14 +16,16 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 #endif
 }
 
-template <int ACT, bool F16> static EpClusterKernel fp8_row() {
-    typedef EpGemmFp8Config<ACT, F16> C;
+template <int BN, int ACT, bool F16> static EpClusterKernel fp8_row() {
+    typedef EpGemmFp8Config<BN, ACT, F16> C;
     return {(const void *)fp8_gemm_kernel<C>, 0, C::KIND, C::BN, ACT, EP_GEMM_THREADS, C::SMEM_BYTES, {}};
 }
-#define EP_TABLE(F16)                                                                            \
-    {                                                                                            \
-        fp8_row<EP_ACT_NONE, F16>(), fp8_row<EP_ACT_GELU, F16>(), fp8_row<EP_ACT_SWIGLU, F16>(), \
-            fp8_row<EP_ACT_GPT_OSS, F16>(), fp8_row<EP_ACT_ANY_GATE, F16>(),                     \
-            fp8_row<EP_ACT_ANY_UNGATED, F16>(), {}                                               \
-    }
-EpClusterKernel ep_gemm_kernels_fp8_bf16[] = EP_TABLE(false), ep_gemm_kernels_fp8_f16[] = EP_TABLE(true);
+#define EP_ROWS(BN, F16)                                                                                 \
+    fp8_row<BN, EP_ACT_NONE, F16>(), fp8_row<BN, EP_ACT_GELU, F16>(), fp8_row<BN, EP_ACT_SWIGLU, F16>(), \
+        fp8_row<BN, EP_ACT_GPT_OSS, F16>(), fp8_row<BN, EP_ACT_ANY_GATE, F16>(),                         \
+        fp8_row<BN, EP_ACT_ANY_UNGATED, F16>()
+EpClusterKernel ep_gemm_kernels_fp8_bf16[] = {EP_ROWS(128, false),
+                                              EP_ROWS(64, false),
+                                              EP_ROWS(256, false),
+                                              {}},
+                ep_gemm_kernels_fp8_f16[] = {EP_ROWS(128, true), EP_ROWS(64, true), EP_ROWS(256, true), {}};

@@ -1,147 +1,297 @@
-/* gemm_fp8.cuh - the MMA warps of the grouped GEMM of FP8 for Hopper: a tile of 256 x 128.
+/* gemm_fp8.cuh - the grouped GEMM of FP8 with scales of blocks, for Hopper: the warp that loads the scales,
+ * and the MMA warps.
  *
- * A stage has 128 values of k, which share a scale in each row and in each 128 columns. Four wgmmas add up
- * their products, in the tensor cores' own format. The sum is multiplied by both scales and added to the
- * tile's accumulators in float32. While a warpgroup does so, the other one has the tensor cores.
+ * The products of each 128 values of k share a scale in each row and in each 128 columns. Four wgmmas add
+ * them up, in the tensor cores' own format. The sum is multiplied by both scales and added to the tile's
+ * accumulators in float32.
  *
- * A warpgroup has two halves of 64 rows, one after the other in each stage. So the columns of a stage are
- * loaded once for 256 rows: with 128 rows, shared memory cannot deliver what the tensor cores take.
+ * Many rows: a tile of 256 x 128. A warpgroup has two halves of 64 rows, one after the other in each stage.
+ * So the columns of a stage are loaded once for 256 rows: with 128 rows, shared memory cannot deliver what
+ * the tensor cores take. The two warpgroups take turns: one has the tensor cores while the other one adds its
+ * sums. A half is written while the wgmmas of the other half are in flight, so the tensor cores have work at
+ * the end of a tile, too.
+ * Few rows: a tile of 32 x 64, of which a stage has 512 values of k; see gemm_tune.h.
  *
- * Each warp copies the scales of its rows and columns to shared memory, EP_SCALES_AHEAD stages ahead, because
- * L2 takes longer than a stage when it is busy.
- * Exports ep_gemm_mma_tile_fp8. Hooks::scales has the scales. */
+ * Exports ep_gemm_load_scales, ep_gemm_mma_tiles_fp8 and ep_gemm_mma_few_fp8. Hooks::scales has the
+ * scales. */
 #ifndef EP_GEMM_FP8_CUH
 #define EP_GEMM_FP8_CUH
 #include "kernels/gemm/gemm_stages.cuh"
 
-/* The scales of one stage that a lane multiplies with. up: that of up columns, if they have one of their own;
- * gate columns have cols. */
-typedef struct {
-    float top, bottom, cols, up;
-} EpGemmStageScales;
-/* Where a lane reads what it copies: the scale of a row, and that of cols (lane 0) or up (lane 1). */
+/* ---- the warp that loads scales ---- */
+
+/* Where a lane reads: the scale of its first row, and that of a block of columns: gates if the lane is even,
+ * ups if it is odd. */
 typedef struct {
     const float *row, *col;
-    uint32_t slots; /* in shared memory: 32 rows, cols, up; for EP_SCALE_SLOTS stages */
 } EpGemmScaleWalk;
 
-/* The first stage of a tile. Rows and columns that do not exist get the scales of the last ones that do;
- * their products are not written. */
 template <typename C> EP_PTX EpGemmScaleWalk ep_gemm_scales_begin(const EpGemmParams *p,
                                                                   const EpGemmScales *scales,
-                                                                  const EpGemmTile *t, uint32_t group,
-                                                                  const EpGemmShared *s) {
-    const uint32_t num_k = ep_gemm_num_blocks(p->k), num_n = ep_gemm_num_blocks(p->n);
-    const uint32_t lane = ep_lane_now(), warp = threadIdx.x / 32 - 4;
-    const uint32_t row = t->row0 + 64 * (group + lane / 16 * 2) + warp % 4 * 16 + lane % 16;
+                                                                  const EpGemmTile *t) {
+    const uint32_t lane = ep_lane_now(), last = ep_gemm_num_blocks(p->n) - 1;
     const uint32_t gate = C::TWO_SCALES ? t->col0 / 2 : t->col0;
-    const uint32_t col = C::TWO_SCALES && lane == 1 ? p->n / 2 + gate : gate;
+    const uint32_t col = C::TWO_SCALES && lane % 2 ? p->n / 2 + gate : gate;
     EpGemmScaleWalk w;
-    w.row = scales->a + min(row, p->num_rows - 1) * scales->a_row;
-    w.col = scales->b + ((uint64_t)t->expert * num_n + min(col / EP_GEMM_SCALE_BLOCK, num_n - 1)) * num_k;
-    w.slots = s->end - C::SCALE_BYTES + warp * (EP_SCALE_SLOTS * EP_SCALE_SLOT);
+    w.row = scales->a + (t->row0 + lane) * scales->a_row;
+    w.col = scales->b + t->expert * scales->b_expert + min(col / EP_GEMM_SCALE_BLOCK, last) * scales->b_n;
     return w;
 }
-/* Start to copy the scales of stage i of a tile, if it has that many. */
+
+/* Start to copy the scales of 128 values of k to shared memory. Those of rows that do not exist are not
+ * copied: their products are not written. */
 template <typename C> EP_PTX void ep_gemm_scales_copy(const EpGemmScales *scales, EpGemmScaleWalk *w,
-                                                      uint32_t i, uint32_t num_k) {
-    const uint32_t lane = ep_lane_now(), slot = w->slots + i % EP_SCALE_SLOTS * EP_SCALE_SLOT;
-    if (i * EP_GEMM_SCALE_BLOCK < num_k) {
-        if (lane < 16 * C::HALVES) ep_cp_async_4(slot + 4 * lane, w->row);
-        if (lane < 1 + C::TWO_SCALES) ep_cp_async_4(slot + 128 + 4 * lane, w->col);
-        w->row += scales->a_block;
-        w->col++;
-    }
-    ep_cp_async_commit();
+                                                      uint32_t num_rows, uint32_t rows, uint32_t cols) {
+    const uint32_t lane = ep_lane_now();
+    const float *row = w->row;
+#pragma unroll
+    for (uint32_t i = 0; i < C::BM / 32; i++, row += 32 * scales->a_row)
+        if (lane + 32 * i < num_rows) ep_cp_async_4(rows + 4 * lane + 128 * i, row);
+    if (lane < 1 + C::TWO_SCALES) ep_cp_async_4(cols + 4 * lane, w->col);
+    w->row += scales->a_k;
+    w->col += scales->b_k;
 }
-EP_PTX EpGemmStageScales ep_gemm_scales_get(const EpGemmScaleWalk *w, uint32_t i, uint32_t half) {
-    const uint32_t slot = w->slots + i % EP_SCALE_SLOTS * EP_SCALE_SLOT;
-    const uint32_t row = slot + 64 * half + ep_lane_now() / 4 * 4;
-    const EpGemmStageScales s = {ep_ld_shared_f32(row), ep_ld_shared_f32(row + 32),
-                                 ep_ld_shared_f32(slot + 128), ep_ld_shared_f32(slot + 132)};
+
+/* One warp loads the scales of all tiles. It learns from the producer which tile a stage belongs to, and that
+ * the stage is free. A stage is full when all its lanes' copies are complete. */
+template <typename C, typename Hooks>
+EP_PTX void ep_gemm_load_scales(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
+    EpRing ring = {0, 0};
+    for (;;) {
+        ep_mbar_wait(ep_gemm_told<C>(s, ring.stage), ring.parity, p->limit_ns);
+        const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage);
+        if (t.num_rows == 0) break;
+        EpGemmScaleWalk w = ep_gemm_scales_begin<C>(p, hooks.scales, &t);
+        for (uint32_t k = 0; k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
+            const uint32_t slot = ep_gemm_slot<C>(s, ring.stage);
+            if (k) ep_mbar_wait(ep_gemm_told<C>(s, ring.stage), ring.parity, p->limit_ns);
+#pragma unroll
+            for (uint32_t kk = 0; kk < C::K_BOXES; kk++)
+                if (kk == 0 || k + kk * C::BOX_K < t.num_k)
+                    ep_gemm_scales_copy<C>(hooks.scales, &w, t.num_rows, slot + 4 * C::BM * kk,
+                                           slot + 4 * C::BM * C::K_BOXES + 8 * kk);
+            ep_cp_async_mbar_arrive(s->full + 8 * ring.stage);
+        }
+    }
+    ep_mbar_arrive(s->full + 8 * ring.stage);
+}
+
+/* ---- adding sums ---- */
+
+/* The scales by which a lane multiplies its two rows: of gate columns, or all, and of up columns. */
+typedef struct {
+    float top, bottom, up_top, up_bottom;
+} EpGemmProducts;
+template <typename C> EP_PTX EpGemmProducts ep_gemm_scales_get(uint32_t rows, uint32_t cols) {
+    const float top = ep_ld_shared_f32(rows), bottom = ep_ld_shared_f32(rows + 32);
+    const float of_cols = ep_ld_shared_f32(cols), up = C::TWO_SCALES ? ep_ld_shared_f32(cols + 4) : 0;
+    const EpGemmProducts s = {top * of_cols, bottom * of_cols, top * up, bottom * up};
     return s;
 }
 
 /* d += part * scales. Of each group of eight columns, a lane has two of its top row and two of its bottom
  * row. With two scales the columns are eight gates, eight ups, and so on. */
 template <typename C> EP_PTX void ep_gemm_promote(float (&d)[C::BN / 2], const float (&part)[C::BN / 2],
-                                                  const EpGemmStageScales *s) {
-    const float scales[4] = {s->top * s->cols, s->bottom * s->cols, s->top * s->up, s->bottom * s->up};
+                                                  const EpGemmProducts *s) {
 #pragma unroll
-    for (int i = 0; i < C::BN / 2; i++)
-        d[i] = fmaf(scales[(C::TWO_SCALES ? i / 4 % 2 * 2 : 0) + i % 4 / 2], part[i], d[i]);
-}
-
-/* Release the stages of a tile that has no rows for this warpgroup. */
-template <typename C> EP_PTX void ep_gemm_skip_tile(const EpGemmParams *p, const EpGemmTile *t,
-                                                    const EpGemmShared *s, EpRing *ring) {
-    for (uint32_t k = 0; k < t->num_k; k += C::BK, ep_ring_next<C::STAGES>(ring)) {
-        ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
-        __syncwarp(); /* every lane has read the info, before it is overwritten */
-        if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * ring->stage);
+    for (int i = 0; i < C::BN / 2; i++) {
+        const bool is_up = C::TWO_SCALES && i / 4 % 2, is_bottom = i % 4 / 2;
+        d[i] = fmaf(is_bottom ? is_up ? s->up_bottom : s->bottom : is_up ? s->up_top : s->top, part[i], d[i]);
     }
 }
 
-/* What a warpgroup has while it computes a tile. */
+/* ---- few rows ---- */
+
+/* d = this warpgroup's part of the tile: all of it or nothing, because a tile has at most 32 rows. The
+ * products of values of k that do not exist are 0, and so must be their scales. */
+template <typename C> EP_PTX void ep_gemm_mma_few_fp8(float (&d)[C::BN / 2], const EpGemmParams *p,
+                                                      const EpGemmTile *t, uint32_t group,
+                                                      const EpGemmShared *s, EpRing *ring) {
+    const uint32_t row = threadIdx.x / 32 % 4 * 16 + ep_lane_now() / 4;
+    const bool active = 64 * group < t->num_rows;
+#pragma unroll
+    for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
+    for (uint32_t k = 0; k < t->num_k; k += C::BK, ep_ring_next<C::STAGES>(ring)) {
+        const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES;
+        const uint32_t slot = ep_gemm_slot<C>(s, ring->stage);
+        float part[C::K_BOXES][C::BN / 2];
+        EpGemmProducts scales[C::K_BOXES];
+        ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
+        if (active) {
+            const uint64_t a = ep_wgmma_desc(at, EP_GEMM_BOX);
+            const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
+            ep_wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 4 * C::K_BOXES; i++)
+                ep_wgmma_e4m3<C::BN>(part[i / 4], a + i / 4 * (C::A_SLAB / 16) + 2 * (i % 4),
+                                     b + i / 4 * (C::B_SLAB / 16) + 2 * (i % 4), i % 4);
+            ep_wgmma_commit();
+#pragma unroll
+            for (int kk = 0; kk < C::K_BOXES; kk++) {
+                const EpGemmProducts none = {0, 0, 0, 0};
+                scales[kk] = ep_gemm_scales_get<C>(slot + 4 * (C::BM * kk + row % C::BM),
+                                                   slot + 4 * C::BM * C::K_BOXES + 8 * kk);
+                if (k + kk * C::BOX_K >= t->num_k) scales[kk] = none;
+            }
+            ep_wgmma_wait<0>();
+#pragma unroll
+            for (int kk = 0; kk < C::K_BOXES; kk++) ep_wgmma_keep_order(part[kk]);
+        }
+        __syncwarp(); /* every lane has finished its wait and read the scales and the info */
+        if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * ring->stage);
+        if (active)
+#pragma unroll
+            for (int kk = 0; kk < C::K_BOXES; kk++) ep_gemm_promote<C>(d, part[kk], &scales[kk]);
+    }
+}
+
+/* ---- many rows ---- */
+
+/* What a warp knows while it computes a tile. */
 typedef struct {
-    EpGemmScaleWalk walk;
-    uint32_t group;
-    bool is_full; /* the second half has rows */
+    uint32_t group;   /* the warpgroup: 0 or 1 */
+    bool takes_turns; /* both warpgroups have the same number of halves */
+    uint32_t turn;    /* the parity of the warpgroup's next turn */
+    EpRing ring;
 } EpGemmFp8Work;
 
-/* d += the products of stage i for 64 rows. After the last half that has rows, the stage is released. From
- * the end of its wgmmas until it issues the next ones, the warpgroup leaves the tensor cores to the other
- * one. So it only promotes then: it waits for the next stage before. */
-template <typename C, int HALF, typename Hooks>
-EP_PTX void ep_gemm_mma_half(float (&d)[C::BN / 2], EpGemmFp8Work *w, const EpGemmParams *p, Hooks &hooks,
-                             const EpGemmTile *t, uint32_t i, const EpGemmShared *s, EpRing *ring) {
-    const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES, empty = s->empty + 8 * ring->stage;
+/* Start the products of a half, when it is this warpgroup's turn. They are in flight until
+ * ep_gemm_finish_half. Without turns the tensor cores could process the wgmmas of both warpgroups
+ * alternately: both would end at the same time, and then both would add their sums.
+ * The turns are mbarriers, not named barriers, because a wait with a loop is the end of a basic block. ptxas
+ * places a named barrier before the additions, and they would begin only when the other one has started. */
+template <typename C, int HALF>
+EP_PTX void ep_gemm_start_half(float (&part)[C::BN / 2], EpGemmFp8Work *w, const EpGemmParams *p,
+                               const EpGemmShared *s) {
+    const uint32_t at = s->stages + w->ring.stage * C::STAGE_BYTES;
     const uint64_t a = ep_wgmma_desc(at + (w->group + 2 * HALF) * EP_GEMM_BOX, EP_GEMM_BOX);
     const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
-    const bool is_last = HALF == 1 || !w->is_full;
-    float part[C::BN / 2];
+    if (w->takes_turns) {
+        ep_mbar_wait(ep_gemm_turn<C>(s, w->group), w->turn, p->limit_ns);
+        w->turn ^= 1;
+    }
     ep_wgmma_fence();
 #pragma unroll
     for (int j = 0; j < C::BK / 32; j++) /* 32 values of k are 2 units of 16 bytes */
         ep_wgmma_e4m3<C::BN>(part, a + 2 * j, b + 2 * j, j);
     ep_wgmma_commit();
-    if (HALF == 0) {
-        ep_gemm_scales_copy<C>(hooks.scales, &w->walk, i + EP_SCALES_AHEAD, t->num_k);
-        ep_cp_async_wait<EP_SCALES_AHEAD>();
-        __syncwarp(); /* every lane has copied the scales of this stage */
-    }
-    if (is_last) {
-        ep_ring_next<C::STAGES>(ring);
-        if ((i + 1) * C::BK < t->num_k) ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
-    }
-    const EpGemmStageScales now = ep_gemm_scales_get(&w->walk, i, HALF);
-    ep_wgmma_wait<0>();
-    ep_wgmma_keep_order(part);
-    __syncwarp(); /* every lane has finished its wait and read the scales and the info */
-    if (is_last && threadIdx.x % 32 == 0) ep_gemm_release_stage(empty);
-    ep_gemm_promote<C>(d, part, &now);
+    if (w->takes_turns && threadIdx.x % 32 == 0) ep_mbar_arrive(ep_gemm_turn<C>(s, 1 - w->group));
 }
 
-/* d = this warpgroup's two halves of the tile. The caller has waited for its first stage. */
-template <typename C, typename Hooks>
-EP_PTX void ep_gemm_mma_tile_fp8(float (&d)[C::HALVES][C::BN / 2], const EpGemmParams *p, Hooks &hooks,
-                                 const EpGemmTile *t, uint32_t group, const EpGemmShared *s, EpRing *ring) {
-    if (64 * group >= t->num_rows) return ep_gemm_skip_tile<C>(p, t, s, ring);
-    EpGemmFp8Work w = {ep_gemm_scales_begin<C>(p, hooks.scales, t, group, s), group,
-                       64 * group + 128 < t->num_rows};
-#pragma unroll
-    for (uint32_t i = 0; i < EP_SCALES_AHEAD; i++) ep_gemm_scales_copy<C>(hooks.scales, &w.walk, i, t->num_k);
-#pragma unroll
-    for (int i = 0; i < C::BN / 2; i++) d[0][i] = d[1][i] = 0;
-    /* The second warpgroup begins when the first one has promoted, and they stay apart. In tiles of fewer
-     * stages the first one could arrive twice before the second one waits. */
-    const bool is_apart = t->num_rows > 64 && t->num_k > (C::STAGES - 1) * C::BK;
-    if (is_apart && group == 1) ep_bar_sync(2, 256);
-    for (uint32_t i = 0; i * C::BK < t->num_k; i++) {
-        ep_gemm_mma_half<C, 0>(d[0], &w, p, hooks, t, i, s, ring);
-        if (is_apart && group == 0 && i == 0) ep_bar_arrive(2, 256);
-        if (w.is_full) ep_gemm_mma_half<C, 1>(d[1], &w, p, hooks, t, i, s, ring);
+/* Wait for the products of a half in stage `stage`, and add their sums to d. The last half of a stage
+ * releases it. */
+template <typename C, int HALF, bool RELEASES>
+EP_PTX void ep_gemm_finish_half(float (&d)[C::BN / 2], float (&part)[C::BN / 2], const EpGemmFp8Work *w,
+                                const EpGemmShared *s, uint32_t stage) {
+    const uint32_t slot = ep_gemm_slot<C>(s, stage);
+    const uint32_t row = (threadIdx.x / 32 - 4) * 16 + threadIdx.x % 32 / 4 + 128 * HALF;
+    const EpGemmProducts scales = ep_gemm_scales_get<C>(slot + 4 * row, slot + 4 * C::BM);
+    ep_wgmma_wait<0>();
+    ep_wgmma_keep_order(part);
+    if (RELEASES) {
+        __syncwarp(); /* every lane has finished its wait and read the scales and the info */
+        if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * stage);
     }
+    ep_gemm_promote<C>(d, part, &scales);
+}
+
+/* Step to the next stage of the tile, and wait for it. Returns the previous stage. */
+template <typename C>
+EP_PTX uint32_t ep_gemm_next_stage(EpGemmFp8Work *w, const EpGemmParams *p, const EpGemmShared *s) {
+    const uint32_t before = w->ring.stage;
+    ep_ring_next<C::STAGES>(&w->ring);
+    ep_mbar_wait(s->full + 8 * w->ring.stage, w->ring.parity, p->limit_ns);
+    return before;
+}
+
+/* Note in shared memory, which has room at the end of the staging buffer, what ep_gemm_write_half must know.
+ * There are no registers for it. Of a tile that has no rows for a half, ep_gemm_write_half writes nothing. */
+EP_PTX uint32_t ep_gemm_staging(const EpGemmShared *s) {
+    return s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
+}
+EP_PTX void ep_gemm_keep_tile(const EpGemmShared *s, const EpGemmTile *t) {
+    __syncwarp(); /* every lane has read the note of the tile before */
+    if (threadIdx.x % 32 == 0)
+        ep_st_shared(ep_gemm_staging(s) + EP_GEMM_OUT_STAGING - 16, t->expert, t->row0, t->num_rows, t->col0);
+    __syncwarp();
+}
+template <typename C, int HALF>
+EP_PTX void ep_gemm_write_half(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmShared *s) {
+    const uint4 note = ep_ld_shared(ep_gemm_staging(s) + EP_GEMM_OUT_STAGING - 16);
+    const EpGemmTile t = {note.x, note.y, note.z, note.w, 0, 0, 0};
+    EpGemmDeferred<C> all;
+    ep_gemm_defer<C, C::PARTS>(&all, d, p, &t, threadIdx.x / 128 - 1 + 2 * HALF, ep_gemm_staging(s));
+}
+
+/* The two halves of a tile, after the first products of the first half have been started. The second half is
+ * left in d1, for the caller to write. */
+template <typename C>
+EP_PTX void ep_gemm_mma_halves(float (&d0)[C::BN / 2], float (&d1)[C::BN / 2], float (&part)[C::BN / 2],
+                               EpGemmFp8Work *w, const EpGemmParams *p, uint32_t num_k,
+                               const EpGemmShared *s) {
+    for (uint32_t k = C::BK; k < num_k; k += C::BK) {
+        ep_gemm_finish_half<C, 0, false>(d0, part, w, s, w->ring.stage);
+        ep_gemm_start_half<C, 1>(part, w, p, s);
+        const uint32_t stage = ep_gemm_next_stage<C>(w, p, s);
+        ep_gemm_finish_half<C, 1, true>(d1, part, w, s, stage);
+        ep_gemm_start_half<C, 0>(part, w, p, s);
+    }
+    ep_gemm_finish_half<C, 0, false>(d0, part, w, s, w->ring.stage);
+    ep_gemm_start_half<C, 1>(part, w, p, s);
+    ep_gemm_write_half<C, 0>(d0, p, s);
+    ep_gemm_finish_half<C, 1, true>(d1, part, w, s, w->ring.stage);
+    ep_ring_next<C::STAGES>(&w->ring);
+}
+/* The same for a tile that has no rows for this warpgroup's second half. The first half is written. */
+template <typename C>
+EP_PTX void ep_gemm_mma_half(float (&d0)[C::BN / 2], float (&part)[C::BN / 2], EpGemmFp8Work *w,
+                             const EpGemmParams *p, uint32_t num_k, const EpGemmShared *s) {
+    for (uint32_t k = C::BK; k < num_k; k += C::BK) {
+        const uint32_t stage = ep_gemm_next_stage<C>(w, p, s);
+        ep_gemm_finish_half<C, 0, true>(d0, part, w, s, stage);
+        ep_gemm_start_half<C, 0>(part, w, p, s);
+    }
+    ep_gemm_finish_half<C, 0, true>(d0, part, w, s, w->ring.stage);
+    ep_ring_next<C::STAGES>(&w->ring);
+    ep_gemm_write_half<C, 0>(d0, p, s);
+}
+/* Release the stages of a tile that has no rows for this warpgroup. */
+template <typename C> EP_PTX void ep_gemm_skip_tile(EpGemmFp8Work *w, const EpGemmParams *p, uint32_t num_k,
+                                                    const EpGemmShared *s) {
+    for (uint32_t k = 0; k < num_k; k += C::BK, ep_ring_next<C::STAGES>(&w->ring)) {
+        ep_mbar_wait(s->full + 8 * w->ring.stage, w->ring.parity, p->limit_ns);
+        __syncwarp(); /* every lane has read the info, before it is overwritten */
+        if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * w->ring.stage);
+    }
+}
+
+/* The MMA warps' loop. The second half of a tile is written after the next tile has begun. */
+template <typename C, typename Hooks>
+EP_PTX void ep_gemm_mma_tiles_fp8(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
+    static_assert(!Hooks::FUSED, "no worker may wait for a tile, because its end is written late");
+    EpGemmFp8Work w = {threadIdx.x / 128 - 1, false, threadIdx.x < 256, {0, 0}}; /* the first one begins */
+    float d0[C::BN / 2], d1[C::BN / 2], part[C::BN / 2];
+    const EpGemmTile none = {0, 0, 0, 0, 0, 0, 0};
+    ep_gemm_keep_tile(s, &none);
+    for (;;) {
+        ep_mbar_wait(s->full + 8 * w.ring.stage, w.ring.parity, p->limit_ns);
+        const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * w.ring.stage);
+        const bool has_both = 64 * w.group + 128 < t.num_rows;
+        if (t.num_rows == 0) break;
+        if (64 * w.group >= t.num_rows) {
+            ep_gemm_skip_tile<C>(&w, p, t.num_k, s);
+            continue;
+        }
+        w.takes_turns = (t.num_rows - 1) / 64 % 2; /* 65 to 128 rows, or more than 192 */
+        ep_gemm_start_half<C, 0>(part, &w, p, s);
+        ep_gemm_write_half<C, 1>(d1, p, s);
+        ep_gemm_keep_tile(s, &t);
+#pragma unroll
+        for (int i = 0; i < C::BN / 2; i++) d0[i] = d1[i] = 0;
+        if (has_both) ep_gemm_mma_halves<C>(d0, d1, part, &w, p, t.num_k, s);
+        else ep_gemm_mma_half<C>(d0, part, &w, p, t.num_k, s);
+    }
+    ep_gemm_write_half<C, 1>(d1, p, s);
 }
 
 #endif /* EP_GEMM_FP8_CUH */

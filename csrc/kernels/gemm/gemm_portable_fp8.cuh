@@ -30,12 +30,12 @@ template <int ACT, bool F16> struct EpSimpleFp8Gemm {
     static __device__ float scale(const EpGemmFp8Params *q, const EpGemmTile *t, uint32_t m, uint32_t n,
                                   uint32_t block) {
         const EpGemmParams *p = &q->gemm;
-        const uint32_t num_n = ep_gemm_num_blocks(p->n), num_k = ep_gemm_num_blocks(p->k);
+        const EpGemmScales *s = &q->scales;
         const uint32_t col = t->col0 + n;
         if (m >= t->num_rows || col >= p->n) return 0;
         const uint32_t of_col = G::weight_row(p, col) / EP_GEMM_SCALE_BLOCK;
-        return q->scales.a[(t->row0 + m) * q->scales.a_row + block * q->scales.a_block] *
-               q->scales.b[((uint64_t)t->expert * num_n + of_col) * num_k + block];
+        return s->a[(t->row0 + m) * s->a_row + block * s->a_k] *
+               s->b[t->expert * s->b_expert + of_col * s->b_n + block * s->b_k];
     }
 };
 

@@ -9,7 +9,7 @@
 #include "kernels/gemm/gemm_write.cuh"
 
 enum {
-    EP_GEMM_BK = 64, /* values of k in a TMA box; a stage has K_BOXES of them */
+    EP_GEMM_BK = 64, /* values of k in a TMA box of 16-bit numbers; a stage has K_BOXES of them */
     EP_GEMM_THREADS = 384,
     EP_GEMM_REGS = 168, /* registers that each thread can have in a CTA of 384 */
     EP_GEMM_BOX = 64 * 64 * 2,
@@ -18,22 +18,24 @@ enum {
 
 template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
-    static constexpr bool F16 = F16_, GATED = EP_ACT_IS_GATED(ACT), FP8 = false, ACCUMULATES = false;
+    static constexpr bool F16 = F16_, GATED = EP_ACT_IS_GATED(ACT), FP8 = false, BY_BLOCK = false,
+                          ACCUMULATES = false;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
     /* Few rows per expert: tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
     static constexpr bool FEW_ROWS = BN == 64;
     /* Release a stage as soon as its own wgmma has finished. Not possible in WGRAD. */
     static constexpr bool RELEASE_EARLY = FEW_ROWS;
-    static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM, HALVES = 1;
+    static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM;
     static constexpr int A_ROWS = FEW_ROWS ? 16 : 64; /* rows of a TMA box */
     static constexpr int K_BOXES = FEW_ROWS ? 4 : 1;
-    static constexpr int BK = K_BOXES * EP_GEMM_BK;
+    static constexpr int BOX_K = EP_GEMM_BK, BK = K_BOXES * BOX_K;
     static constexpr int A_SLAB = BM * EP_GEMM_BK * 2;
     static constexpr int B_SLAB = BN * EP_GEMM_BK * 2; /* 64 values of k */
     static constexpr int A_BYTES = K_BOXES * A_SLAB;
     static constexpr int STAGE_BYTES = A_BYTES + K_BOXES * B_SLAB;
     static constexpr int STAGES = BN == 128 ? 6 : 4;
     static constexpr int OUT_GROUPS = BN / 8 / (GATED ? 2 : 1);
+    static constexpr int ACT_GROUPS = 4; /* of which the activations are computed together */
     /* groups of 8 columns that one staging buffer holds */
     static constexpr int PASS = OUT_GROUPS % 16 ? OUT_GROUPS % 8 ? 4 : 8 : 16;
     static constexpr int PARTS = 2 * OUT_GROUPS / PASS;
@@ -57,24 +59,32 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
                   "an entry is free when it is written; see ep_next_tile_send");
 };
 
-/* FP8: a line of 128 bytes has 128 values of k, so boxes have the bytes of an instance with 64 values of k.
- * A warpgroup has two halves of 64 rows. */
-enum {
-    EP_SCALES_AHEAD = 3,
-    EP_SCALE_SLOTS = 4, /* stages whose scales a warp has in shared memory */
-    EP_SCALE_SLOT = 144 /* bytes: 32 rows, 2 columns, and 8 bytes of padding */
-};
-template <int ACT, bool F16> struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, 128, ACT, F16> {
-    static constexpr bool FP8 = true;
+/* FP8: a line of 128 bytes has 128 values of k, so boxes have the bytes of an instance of 16 bits.
+ * BN is 64 for few rows, and 128 for many rows: a warpgroup then has two halves of 64 rows. Both multiply by
+ * scales of blocks. Those of a stage are located in a slot of shared memory. BN is 256 for one scale of all
+ * rows, and one for each expert. */
+template <int BN_, int ACT, bool F16>
+struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
+    typedef EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> Of16Bits;
+    static constexpr bool FP8 = true, BY_BLOCK = BN_ != 256;
     /* A tile has gate columns and up columns, which have different scales. */
     static constexpr bool TWO_SCALES = EP_ACT_IS_GATED(ACT) && ACT != EP_ACT_GPT_OSS;
-    static constexpr int BM = 256, BK = EP_GEMM_SCALE_BLOCK, HALVES = BM / 128;
-    static constexpr int A_SLAB = BM * 128, A_BYTES = A_SLAB;
-    static constexpr int STAGE_BYTES = A_BYTES + EpGemmFp8Config::B_SLAB, STAGES = 4;
+    static constexpr int ACT_GROUPS = BN_ == 128 ? 2 : 4;
+    static constexpr int BOX_K = EP_GEMM_SCALE_BLOCK, BK = Of16Bits::K_BOXES * BOX_K;
+    static constexpr int BM = BN_ == 128 ? EP_GEMM_TALL : Of16Bits::BM;
+    static constexpr int A_SLAB = BM * 128, A_BYTES = Of16Bits::K_BOXES * A_SLAB;
+    static constexpr int STAGE_BYTES = A_BYTES + Of16Bits::K_BOXES * Of16Bits::B_SLAB, STAGES = 4;
     static constexpr int RING_BYTES =
-        STAGES * (STAGE_BYTES + EP_GEMM_INFO_BYTES + 2 * 8) + EpGemmFp8Config::NUM_NEXT * (8 + 4);
-    static constexpr int SCALE_BYTES = 8 * EP_SCALE_SLOTS * EP_SCALE_SLOT; /* before the end */
-    static constexpr int SMEM_BYTES = RING_BYTES + 8 * EP_GEMM_OUT_STAGING + SCALE_BYTES;
+        STAGES * (STAGE_BYTES + EP_GEMM_INFO_BYTES + 2 * 8) + Of16Bits::NUM_NEXT * (8 + 4);
+    /* bytes: for each 128 values of k the rows, cols and up; of all stages, with an mbarrier for each stage
+     * and for each warpgroup */
+    static constexpr int SCALE_SLOT = Of16Bits::K_BOXES * (4 * BM + 8);
+    static constexpr int SCALE_BYTES = BY_BLOCK ? STAGES * (SCALE_SLOT + 8) + 2 * 8 : 0;
+    static constexpr int NUM_BURST_GROUPS =
+        (EP_CTA_SMEM_BYTES - RING_BYTES - SCALE_BYTES) / (Of16Bits::BURST_GROUP + 16);
+    static constexpr int OUT_BYTES =
+        Of16Bits::FEW_ROWS ? NUM_BURST_GROUPS * (Of16Bits::BURST_GROUP + 16) : Of16Bits::OUT_BYTES;
+    static constexpr int SMEM_BYTES = RING_BYTES + OUT_BYTES + SCALE_BYTES;
     static_assert(SMEM_BYTES <= EP_CTA_SMEM_BYTES, "the shared memory of a CTA");
 };
 
@@ -94,6 +104,17 @@ template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
     s.next_tiles = s.next_tile_bars + 8 * C::NUM_NEXT;
     s.end = smem + C::SMEM_BYTES;
     return s;
+}
+/* BY_BLOCK: the slot of the scales of a stage, and an mbarrier: the producer has written the stage's info. */
+template <typename C> EP_PTX uint32_t ep_gemm_slot(const EpGemmShared *s, uint32_t stage) {
+    return s->end - C::SCALE_BYTES + stage * C::SCALE_SLOT;
+}
+template <typename C> EP_PTX uint32_t ep_gemm_told(const EpGemmShared *s, uint32_t stage) {
+    return s->end - 8 * (2 + C::STAGES - stage);
+}
+/* And the mbarrier of a warpgroup's turn. */
+template <typename C> EP_PTX uint32_t ep_gemm_turn(const EpGemmShared *s, uint32_t group) {
+    return s->end - 8 * (2 - group);
 }
 EP_PTX void ep_gemm_put_tile(uint32_t info, const EpGemmTile *t) {
     ep_st_shared(info, t->expert, t->row0, t->num_rows, t->col0);
@@ -125,6 +146,6 @@ EP_PTX void ep_gemm_release_stage(uint32_t empty) {
 
 /* Whether the last parts of a tile are written during the next tile. Only if no worker waits for them. */
 template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS =
-    !Hooks::FUSED && !C::FEW_ROWS && !C::FP8 && !C::ACCUMULATES;
+    !Hooks::FUSED && !C::FEW_ROWS && !C::ACCUMULATES;
 
 #endif /* EP_GEMM_STAGES_CUH */

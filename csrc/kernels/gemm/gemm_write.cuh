@@ -25,6 +25,12 @@ EP_PTX void ep_gemm_finish(uint32_t (&v)[2 * C::OUT_GROUPS], float (&d)[C::BN / 
     if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0) /* there was no wgmma, so the accumulators are not set */
 #pragma unroll
         for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
+    if constexpr (C::FP8 && !C::BY_BLOCK) {
+        const EpGemmScales *scales = &((const EpGemmFp8Params *)p)->scales;
+        const float scale = *scales->a * scales->b[t->expert * scales->b_expert];
+#pragma unroll
+        for (int i = 0; i < C::BN / 2; i++) d[i] *= scale;
+    }
     if (C::KIND == EP_GEMM_FORWARD && p->bias) {
         const uint32_t c = col0 + ep_lane_now() % 4 * 2, last = out_cols - 2;
         /* groups of 4, because there are no registers for more loads */
@@ -35,12 +41,12 @@ EP_PTX void ep_gemm_finish(uint32_t (&v)[2 * C::OUT_GROUPS], float (&d)[C::BN / 
                 for (int j = i; j < i + 4; j++)
                     ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, min(c + 8 * j, last), d + SIZE * j);
     }
-    /* groups of 4, so that their latencies overlap */
+    /* groups of 4, so that their latencies overlap; fewer where registers are scarce */
 #pragma unroll
-    for (int i = 0; i < C::OUT_GROUPS; i += 4)
+    for (int i = 0; i < C::OUT_GROUPS; i += C::ACT_GROUPS)
         if (col0 + 8 * i < out_cols)
 #pragma unroll
-            for (int j = i; j < i + 4; j++) ep_gemm_activate<C::ACT>(p, d + SIZE * j, d + 4 * j);
+            for (int j = i; j < i + C::ACT_GROUPS; j++) ep_gemm_activate<C::ACT>(p, d + SIZE * j, d + 4 * j);
     if (C::KIND == EP_GEMM_FORWARD && p->row_weight) {
         const uint32_t r = ep_lane_now() / 4;
         const float top = r < num_rows ? p->row_weight[row + r] : 0;
