@@ -170,4 +170,5 @@ class MoeParts(MoeTraining):
         layer = self.layer
         return (f"hidden={layer.hidden}, num_experts={self.num_experts}, "
                 f"local_experts={layer.num_local_experts}, topk={layer.topk * layer._copies}, "
-                f"activation={self.activation}, rank={layer.rank} of {layer.world_size}")
+                f"activation={self.activation}, {'weights in FP8, ' if self.is_fp8 else ''}"
+                f"rank={layer.rank} of {layer.world_size}")

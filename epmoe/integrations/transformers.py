@@ -73,7 +73,7 @@ def spread_experts(model, ep_group=None, **options):
 
     Args:
         model: A model of transformers, or any module with experts that use_experts_implementation has
-            decorated.
+            decorated, or with those that transformers makes for an FP8 model.
         ep_group: As for EPMoE.
         **options: Options of EPMoE.from_experts: max_tokens, device, capacity and others.
 
@@ -91,16 +91,18 @@ def spread_experts(model, ep_group=None, **options):
         >>> callable(spread_experts)
         True
     """
-    found = [(path, m) for path, m in model.named_modules() if parts.is_decorated(m)]
+    found = [(path, m) for path, m in model.named_modules() if parts.is_decorated(m) or parts.is_fp8(m)]
     if not found:
         raise ValueError(f"{type(model).__name__} has no experts that transformers lets another "
                          f"implementation compute")
     layers = {}
     for path, experts in found:
-        shape = tuple(experts.down_proj.shape), experts.down_proj.dtype, experts.is_transposed
+        is_transposed = getattr(experts, "is_transposed", False)
+        shape = tuple(experts.down_proj.shape), experts.down_proj.dtype, is_transposed
         shared = options
         if shape in layers:
-            shared = {"layer": layers[shape]} | {n: options[n] for n in ("num_physical",) if n in options}
+            of_module = options.keys() & {"num_physical", "weight_dtype"}
+            shared = {"layer": layers[shape]} | {n: options[n] for n in of_module}
         moe = EPMoE.from_experts(experts, ep_group, **shared)
         layers[shape] = moe.layer
         parent, _, name = path.rpartition(".")

@@ -42,6 +42,11 @@ def is_plain(experts):
             and experts.down_proj.dtype in (torch.float32, torch.float16, torch.bfloat16))
 
 
+def is_fp8(experts):
+    """Whether the experts are those that transformers makes for an FP8 model."""
+    return hasattr(experts, "down_proj_scale_inv") and experts.down_proj.dtype == torch.float8_e4m3fn
+
+
 def _number_of(experts, *names):
     """Return a number that the experts have under one of these names, or None."""
     values = (getattr(experts, name, None) for name in names)
@@ -241,12 +246,26 @@ def _topk_of(config):
     return found
 
 
+def _fp8_parameters(experts):
+    """Return {name: parameter of all experts} of an FP8 model, or raise ValueError for other scales."""
+    name = type(experts).__name__
+    if tuple(experts.block_size or ()) != (128, 128):
+        raise ValueError(f"{name} has scales for blocks of {experts.block_size}: EPMoE wants 128 by 128")
+    if experts.activation_scheme != "dynamic":
+        raise ValueError(f"{name} has the activation_scheme {experts.activation_scheme!r}: EPMoE wants "
+                         f"\"dynamic\", because it computes the scales of activations itself")
+    up = "gate_up_proj" if has_gate(experts) else "up_proj"
+    names = {"gate_up_proj": up, "down_proj": "down_proj"}
+    return {to + end: getattr(experts, of + end) for to, of in names.items() for end in ("", "_scale_inv")}
+
+
 def _sizes_of(experts, topk):
     """Return ({name: parameter of all experts}, K), or raise ValueError for what EPMoE cannot compute."""
     name = type(experts).__name__
-    if not is_plain(experts):
+    if not is_plain(experts) and not is_fp8(experts):
         raise ValueError(f"{name}: wanted the experts of a transformers model, which "
-                         f"use_experts_implementation has decorated, with weights that are not quantized")
+                         f"use_experts_implementation has decorated, with weights that are not quantized, "
+                         f"or in FP8")
     if has_post_norm(experts):
         raise ValueError(f"{name} has a norm after each expert, and EPMoE has none")
     if activation_of(experts) is None:
@@ -254,9 +273,12 @@ def _sizes_of(experts, topk):
                          f"ep_implementation=\"epmoe\"")
     if experts.down_proj.is_meta:
         raise ValueError(f"{name}: the parameters are on the meta device: load them first")
-    (up, up_bias), (down, down_bias) = up_and_down(experts)
-    whole = {"gate_up_proj": up, "down_proj": down, "gate_up_proj_bias": up_bias,
-             "down_proj_bias": down_bias}
+    if is_fp8(experts):
+        whole = _fp8_parameters(experts)
+    else:
+        (up, up_bias), (down, down_bias) = up_and_down(experts)
+        whole = {"gate_up_proj": up, "down_proj": down, "gate_up_proj_bias": up_bias,
+                 "down_proj_bias": down_bias}
     topk = _topk_of(experts.config) if topk is None else topk
     return {n: t for n, t in whole.items() if t is not None}, topk
 
@@ -274,7 +296,11 @@ def from_experts(cls, experts, ep_group, topk, options):
     num_experts, hidden, inner = whole["down_proj"].shape
     if "layer" not in options:
         options = {"device": up.device} | options
-    moe = cls(hidden, inner, num_experts, topk, ep_group, activation_of(experts), dtype=up.dtype,
+    dtype = up.dtype
+    if is_fp8(experts):
+        dtype = getattr(experts.config, "dtype", None) or torch.bfloat16
+        options = {"weight_dtype": torch.float8_e4m3fn} | options
+    moe = cls(hidden, inner, num_experts, topk, ep_group, activation_of(experts), dtype=dtype,
               bias="down_proj_bias" in whole, **options)
     moe.load_state_dict(whole)
     if not moe.is_fp8:
