@@ -61,11 +61,19 @@ static EpLaunchOrder *order_of_graph(EpLane *lane, unsigned long long graph) {
     return o;
 }
 
+/* A number that no other stream has. CUDA tells it only of a stream that is not captured. While a graph is
+ * captured, its streams exist, so that their handles differ. */
+static int number_of(cudaStream_t stream, bool is_captured, unsigned long long *number) {
+    *number = (unsigned long long)(uintptr_t)stream;
+    if (!is_captured) EP_CUDA_TRY(cudaStreamGetId(stream, number));
+    return 0;
+}
+
 /* Make the stream wait for the operation before this one, if that one is on another stream. */
 static int wait_for_previous(EpLaunch *l) {
     unsigned long long graph = 0;
     EP_TRY(graph_of(l->stream, &graph));
-    EP_CUDA_TRY(cudaStreamGetId(l->stream, &l->stream_number));
+    EP_TRY(number_of(l->stream, graph != 0, &l->stream_number));
     EpLaunchOrder *o = graph ? order_of_graph(l->lane, graph) : &l->lane->runs;
     if (!o->end) EP_CUDA_TRY(cudaEventCreateWithFlags(&o->end, cudaEventDisableTiming));
     if (o->has_operation && o->stream != l->stream_number)

@@ -21,8 +21,9 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureSta
     return s->error;
 }
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long *number) {
-    *number = stream ? stream->number : default_stream.number;
-    return cudaSuccess;
+    const struct FakeStream *s = stream ? stream : &default_stream;
+    *number = s->number;
+    return s->status == cudaStreamCaptureStatusNone ? cudaSuccess : cudaErrorStreamCaptureUnsupported;
 }
 int ep_counter_memory(uint64_t **out) {
     uint32_t device;

@@ -13,6 +13,7 @@ typedef enum {
     cudaErrorInvalidDevice = 101,
     cudaErrorCooperativeLaunchTooLarge = 720,
     cudaErrorNotSupported = 801,
+    cudaErrorStreamCaptureUnsupported = 900,
     cudaErrorStreamCaptureImplicit = 906
 } cudaError_t;
 typedef struct FakeStream *cudaStream_t;
