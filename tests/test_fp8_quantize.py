@@ -245,10 +245,10 @@ def test_fp8_quantize_is_captured(ranks, activation):
     for num in (50, 0, 13):
         num_rows.fill_(num)
         x.copy_(random_rows(50, 512, torch.bfloat16, seed=num))
-        q.view(torch.uint8).fill_(0xff)
+        q.view(torch.uint8).fill_(1)
         scales.fill_(-1)
         graph.replay()
         want, want_scales = epmoe.quantize_fp8(x, activation)
         assert torch.equal(q[:num].view(torch.uint8), want[:num].view(torch.uint8))
         assert torch.equal(scales[:num], want_scales[:num])
-        assert (q[num:].view(torch.uint8) == 0xff).all() and (scales[num:] == -1).all()
+        assert q[num:].isnan().all() and scales[num:].isnan().all()  # as the graph poisons them first

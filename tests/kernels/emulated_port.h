@@ -121,6 +121,7 @@ static void atomicMin(uint32_t *p, uint32_t v) {
          v < old && !__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);)
         continue;
 }
+static uint4 __ldg(const uint4 *p) { return *p; }
 static uint32_t __ldcg(const uint32_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 static float __uint_as_float(uint32_t v) {
     float f;

@@ -4,12 +4,17 @@
 #include "cuda/capabilities.h"
 #include "kernels/launch.h"
 
+/* A CTA for every task of its warps is 5 % faster than CTAs that stay and loop. But if only the device knows
+ * the number of rows, there may be few, and CTAs without a task take time too. */
+#define MAX_WAVES 4u
+
 extern "C" int ep_launch_quantize(const EpQuantizeParams *p, void *stream) {
     EpCapabilities c;
     const int e = ep_capabilities(&c);
     if (e) return e;
     const uint32_t wanted = ep_ceil_div_u32(ep_quantize_num_tasks(p, p->max_rows), EP_QUANTIZE_WARPS);
-    const uint32_t num_ctas = wanted < EP_QUANTIZE_CTAS * c.num_sms ? wanted : EP_QUANTIZE_CTAS * c.num_sms;
+    const uint32_t most = p->num_rows ? MAX_WAVES * EP_QUANTIZE_CTAS * c.num_sms : UINT32_MAX;
+    const uint32_t num_ctas = wanted < most ? wanted : most;
     EpQuantizeKernel *const kernel = ep_quantize_kernel(p->dtype, p->activation);
     kernel<<<num_ctas, 32 * EP_QUANTIZE_WARPS, 0, (cudaStream_t)stream>>>(*p);
     return (int)cudaGetLastError();

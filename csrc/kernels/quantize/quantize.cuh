@@ -43,7 +43,7 @@ template <int DTYPE, bool WHOLE> EP_FN EpEight<DTYPE> ep_read_eight(const void *
     if (WHOLE) {
 #pragma unroll
         for (int i = 0; i < EpEight<DTYPE>::VECS; i++)
-            if (num > 0) e.v[i] = ep_ld_row((const uint4 *)from + i);
+            if (num > 0) e.v[i] = __ldg((const uint4 *)from + i);
     } else {
         Bits bits[8];
 #pragma unroll
