@@ -251,7 +251,7 @@ def _fp8_parameters(experts):
     name = type(experts).__name__
     if tuple(experts.block_size or ()) != (128, 128):
         raise ValueError(f"{name} has scales for blocks of {experts.block_size}: EPMoE wants 128 by 128")
-    if experts.activation_scheme != "dynamic":
+    if getattr(experts, "activation_scheme", "dynamic") != "dynamic":
         raise ValueError(f"{name} has the activation_scheme {experts.activation_scheme!r}: EPMoE wants "
                          f"\"dynamic\", because it computes the scales of activations itself")
     up = "gate_up_proj" if has_gate(experts) else "up_proj"
