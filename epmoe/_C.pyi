@@ -167,6 +167,7 @@ class _DispatchGemm(NamedTuple):
     gemm_weight: Tensor
     bias: Tensor | None
     out: Tensor
+    kept: Tensor | None
     activation: int
     alpha: float
     limit: float

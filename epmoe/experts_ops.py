@@ -16,7 +16,7 @@ from .activation_ops import run_activation, run_activation_backward
 from .autograd import check_mode
 from .fused import EpAll2AllFusedOp
 from .fused_ops import expert_offsets
-from .gemm import DGRAD, FORWARD, GATED, WGRAD, aligned, as_kernel, untraced
+from .gemm import DGRAD, FORWARD, GATED, SWIGLU, WGRAD, aligned, as_kernel, untraced
 from .ops import layer_of, lib, register_fake, reporting, requires_grad, row_dots, rows_to_trace
 from .weight_gradients import gradient_of, sink_of
 
@@ -92,7 +92,11 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
         x, weight = aligned(x), aligned(weight)
     offsets = expert_offsets(layer, plan)
     next_op = _combines(layer, down)
-    if _is_fused(layer, gate_up):
+    a = None
+    if _is_fused(layer, gate_up) and last[0] == SWIGLU:
+        a, h, rows, row_weight, recv = layer._dispatch_swiglu(x, weight, plan, gate_up, gate_up_bias, buffer,
+                                                              num_rows)
+    elif _is_fused(layer, gate_up):
         h, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gate_up, gate_up_bias, buffer,
                                                          num_rows, 0, with_grad=True)
     else:
@@ -100,7 +104,7 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
         with reporting(layer, next_op, buffer, plan):
             h = gemm(rows, gate_up, offsets, gate_up_bias, None, FORWARD, 0, False)
     with reporting(layer, next_op, buffer, plan):
-        a = run_activation(h, offsets, *last[:3])
+        a = run_activation(h, offsets, *last[:3]) if a is None else a
     if _is_fused(layer, down):
         y = layer._gemm_combine(a, down, down_bias, row_weight, plan, recv, buffer, len(x), True)[0]
     else:

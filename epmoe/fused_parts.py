@@ -4,7 +4,7 @@ import torch
 
 from . import _C
 from .device import capabilities
-from .gemm import DGRAD, FORWARD, GATED, aligned, check_activation, is_transposed
+from .gemm import DGRAD, FORWARD, GATED, SWIGLU, aligned, check_activation, is_transposed
 
 
 def fuses(max_tokens, topk, num_experts, world_size):
@@ -68,11 +68,27 @@ class FusedParts:
             gemm_weight, bias = aligned(gemm_weight), aligned(bias)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
-        tensors = x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out
+        tensors = x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, None
         _C.layer_dispatch_gemm(self._c, buffer, (
             *tensors, activation, alpha, limit, self._move_sms, self._tail_sms, not self.block_wise_barrier,
             self._copies, with_grad, FORWARD))
         return out, rows, row_weight, recv
+
+    def _dispatch_swiglu(self, x, weight, plan, gemm_weight, bias, buffer, num_rows):
+        """As _dispatch_gemm for SwiGLU in a training step.  Returns gate and up [M, N] before the rows."""
+        try:
+            rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
+            row_weight = torch.empty(num_rows, dtype=torch.float32, device=self.device)
+            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
+            kept = rows.new_empty(num_rows, gemm_weight.shape[1])
+            out = rows.new_empty(num_rows, gemm_weight.shape[1] // 2)
+            gemm_weight, bias = aligned(gemm_weight), aligned(bias)
+        except Exception as error:
+            self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
+        _C.layer_dispatch_gemm(self._c, buffer, (
+            x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, kept, SWIGLU, 0.0, 0.0,
+            self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, True, FORWARD))
+        return out, kept, rows, row_weight, recv
 
     def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
                       with_grad=False):
@@ -99,7 +115,7 @@ class FusedParts:
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
         _C.layer_dispatch_gemm(self._c, buffer, (
-            dy, None, plan, rows, None, recv, gemm_weight, None, out, 0, 0.0, 0.0, self._move_sms,
+            dy, None, plan, rows, None, recv, gemm_weight, None, out, None, 0, 0.0, 0.0, self._move_sms,
             self._tail_sms, not self.block_wise_barrier, 1, False, DGRAD))
         return out, rows
 

@@ -19,6 +19,7 @@ _ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3, "geglu_tanh": 6, 
                 "silu": 9}
 _SWIGLU_NUMBERS = (4, 5)  # by the offset of SwiGLU
 _NAMES = {number: name for name, number in _ACTIVATIONS.items()}
+SWIGLU = _ACTIVATIONS["swiglu"]
 GATED = (2, 3, 4, 5, 6)  # activations that halve the columns
 FP8_BLOCK = 128  # numbers of k, and of n, that share a scale
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -17,9 +17,10 @@ import cases
 import epmoe
 from cases import Case, generator, indices_of, num_tokens, same_bits
 from epmoe import reference
+from epmoe.activation_ops import run_activation
 from epmoe.activations import is_gated
 from epmoe.fused_ops import expert_offsets
-from epmoe.gemm import DGRAD, FORWARD, is_transposed
+from epmoe.gemm import DGRAD, FORWARD, SWIGLU, is_transposed
 from test_gemm_products import EPS, TINY, check as check_product, forward64
 from test_plan_slots import make_op
 
@@ -111,6 +112,14 @@ class StagedOp(epmoe.EpAll2AllFusedOp):
         for t in (out, rows) if row_weight is None else (out, rows, row_weight):
             t[offsets[-1]:] = torch.nan
         return out, rows, row_weight, recv
+
+    def _dispatch_swiglu(self, x, weight, plan, gemm_weight, bias, buffer, num_rows):
+        if self.device.type == "cuda":
+            self.num_launches += 1
+            return super()._dispatch_swiglu(x, weight, plan, gemm_weight, bias, buffer, num_rows)
+        kept, *rest = self._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, 0,
+                                          with_grad=True)
+        return run_activation(kept, expert_offsets(self, plan), SWIGLU), kept, *rest
 
     def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
                       with_grad=False):

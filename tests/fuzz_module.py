@@ -194,7 +194,7 @@ SIGNATURES = {
                           " recv",
     "layer_combine": "L small | rows row_weight? row_weight? plan recv out out_scalar? small",
     "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
-    "layer_dispatch_gemm": "L small | x weight? plan rows row_weight? recv tensor weight? out small"
+    "layer_dispatch_gemm": "L small | x weight? plan rows row_weight? recv tensor weight? out out? small"
                            " seconds seconds small small small small small small",
     "layer_gemm_combine": "L small | rows tensor weight? out row_weight? row_weight? plan recv out"
                           " out_scalar? small small small small small",

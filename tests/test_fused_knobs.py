@@ -41,11 +41,14 @@ def passed_arguments(world, options):
         op._dispatch_gemm(t, None, plan, weight, None, 0, 24, *as_kernel(epmoe.GptOss(1.5, 2.5)), True)
         op._gemm_combine(t, weight, None, None, plan, plan, 0, 12 * copies, True)
         forward = last_arguments(dispatch, DISPATCH), last_arguments(combine, COMBINE)
+        op._dispatch_swiglu(t, t[:, :2].float(), plan, weight, None, 0, 24)
+        training = last_arguments(dispatch, DISPATCH)
         op._dispatch_dgrad(t, plan, weight, 0, 24)
         op._dgrad_combine(t, weight, t[:, 0].float(), plan, plan, 0, 12)
         backward = last_arguments(dispatch, DISPATCH), last_arguments(combine, COMBINE)
     op.finalize()
     of_backward = {"requires_grad": False, "kind": DGRAD}
+    assert training == forward[0] | dict(zip(("activation", "alpha", "limit"), as_kernel("swiglu")))
     without = {"activation": 0, "alpha": 0, "limit": 0, "num_copies": 1}
     assert backward[0] == forward[0] | of_backward | without
     assert backward[1] == forward[1] | of_backward

@@ -23,7 +23,7 @@ TYPES = {"TENSOR": "Tensor", "OPTIONAL": "Tensor | None", "OWN": "Tensor", "OWN_
 
 def test_operations_table_was_read():
     assert set(ARGUMENTS) == set(NAMES.values()) - {"barrier"}
-    assert len(ARGUMENTS["dispatch_gemm"]) == 18
+    assert len(ARGUMENTS["dispatch_gemm"]) == 19
 
 
 def test_operations_have_numbers_in_the_module():

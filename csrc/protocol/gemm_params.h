@@ -47,21 +47,26 @@ typedef enum {
 typedef struct {
     const void *a, *b;
     void *out;
-    const int32_t *offsets;  /* [L + 1] first row of each expert */
-    const void *bias;        /* FORWARD: [L][N] or NULL */
-    const float *row_weight; /* FORWARD: [M] or NULL; multiplies the result of the activation */
-    uint64_t *tile_counter;  /* one number: tiles drawn; 0 before and after a launch */
-    uint64_t limit_ns;       /* limit of waits within the kernel; see ep_mbar_wait */
-    uint32_t num_rows;       /* M: rows of a and out */
-    uint32_t num_experts;    /* L */
-    uint32_t n, k;           /* N, K of the weights: multiples of 16 */
-    uint32_t kind;           /* EpGemmKind */
-    uint32_t cols_per_out;   /* columns of the product for a column of out: 2 if gated, otherwise 1 */
-    float alpha, limit;      /* of the activation, see ep_gemm_set_activation */
-    uint8_t activation;      /* EpActivation */
-    uint8_t is_f16;          /* fp16, otherwise bf16 */
-    uint8_t is_portable;     /* use the portable kernel even if there is a faster one */
-    uint8_t accumulates;     /* WGRAD: out is fp32, and alpha times the product is added to it */
+    const int32_t *offsets; /* [L + 1] first row of each expert */
+    const void *bias;       /* FORWARD: [L][N] or NULL */
+    union {
+        const float *row_weight; /* FORWARD: [M] or NULL; multiplies the result of the activation */
+        /* dispatch + GEMM, which has no row_weight: [M][N] or NULL; the product with its bias, before the
+         * activation, which is SWIGLU */
+        void *kept;
+    };
+    uint64_t *tile_counter; /* one number: tiles drawn; 0 before and after a launch */
+    uint64_t limit_ns;      /* limit of waits within the kernel; see ep_mbar_wait */
+    uint32_t num_rows;      /* M: rows of a and out */
+    uint32_t num_experts;   /* L */
+    uint32_t n, k;          /* N, K of the weights: multiples of 16 */
+    uint32_t kind;          /* EpGemmKind */
+    uint32_t cols_per_out;  /* columns of the product for a column of out: 2 if gated, otherwise 1 */
+    float alpha, limit;     /* of the activation, see ep_gemm_set_activation */
+    uint8_t activation;     /* EpActivation */
+    uint8_t is_f16;         /* fp16, otherwise bf16 */
+    uint8_t is_portable;    /* use the portable kernel even if there is a faster one */
+    uint8_t accumulates;    /* WGRAD: out is fp32, and alpha times the product is added to it */
 } EpGemmParams;
 
 /* The scales of e4m3 numbers. a: [M][K / 128], b: [L][N / 128][K / 128], both sizes rounded up, with the

@@ -72,8 +72,9 @@ typedef enum {
 /* Dispatch, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight [L][N][H],
  * bias [L][N]; out [>= M][N], or [>= M][N / 2] if the activation is gated. The rest is as in dispatch, except
  * that rows from M on are left unchanged. activation, alpha, limit: see EpGemmParams; num_move, num_tail: see
- * EpDispatchGemmParams; num_copies: see EpDispatchParams. kind: EpGemmKind; for EP_GEMM_DGRAD gemm_weight is
- * [L][H][K], out [>= M][K], and there is neither bias nor activation. */
+ * EpDispatchGemmParams; num_copies: see EpDispatchParams. kept: NULL, or for SWIGLU gate and up, [>= M][N].
+ * kind: EpGemmKind; for EP_GEMM_DGRAD gemm_weight is [L][H][K], out [>= M][K], and there is no bias and no
+ * activation. */
 #define EP_ARGS_dispatch_gemm(X, S) \
     X(S, TENSOR, x)                 \
     X(S, OPTIONAL, weight)          \
@@ -84,6 +85,7 @@ typedef enum {
     X(S, TENSOR, gemm_weight)       \
     X(S, OPTIONAL, bias)            \
     X(S, OWN, out)                  \
+    X(S, OWN_OPTIONAL, kept)        \
     X(S, U32, activation)           \
     X(S, F64, alpha)                \
     X(S, F64, limit)                \

@@ -138,7 +138,7 @@ static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObje
 /* ---- operations: layer_NAME(layer, buffer, arguments), a tuple as protocol/ops.h lists it ---- */
 
 enum { TENSOR, OPTIONAL, OWN, OWN_OPTIONAL, PLAN, U32, F64 };
-enum { MAX_ARGS = 18 };
+enum { MAX_ARGS = 19 };
 typedef struct {
     uint8_t kind;
     uint16_t off; /* of its field in the struct of the arguments */

@@ -246,6 +246,10 @@ static float ep_widen(uint16_t bits, bool f16) {
 template <bool F16> EP_PTX uint32_t ep_pack(float lo, float hi) {
     return ep_round(lo, F16) | (uint32_t)ep_round(hi, F16) << 16;
 }
+template <bool F16> EP_PTX void ep_unpack(uint32_t v, float *lo, float *hi) {
+    *lo = ep_widen((uint16_t)v, F16);
+    *hi = ep_widen((uint16_t)(v >> 16), F16);
+}
 
 /* ---- wgmma ---- */
 

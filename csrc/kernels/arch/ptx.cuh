@@ -265,6 +265,21 @@ template <bool F16> EP_PTX uint32_t ep_pack(float lo, float hi) {
     else asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(hi), "f"(lo));
     return v;
 }
+/* The reverse. For fp16 one block of assembly, because the compiler would keep the two halves in registers of
+ * their own from the packing on. */
+template <bool F16> EP_PTX void ep_unpack(uint32_t v, float *lo, float *hi) {
+    if (F16)
+        asm("{\n.reg .b16 lo, hi;\n"
+            "mov.b32 {lo, hi}, %2;\n"
+            "cvt.f32.f16 %0, lo;\n"
+            "cvt.f32.f16 %1, hi;\n}"
+            : "=f"(*lo), "=f"(*hi)
+            : "r"(v));
+    else {
+        *lo = __uint_as_float(v << 16);
+        *hi = __uint_as_float(v & 0xffff0000u);
+    }
+}
 /* 2^x and 1 / x, each with a relative error of about 2^-22. Subnormal arguments and results become 0. */
 EP_PTX float ep_ex2(float x) {
     float y;

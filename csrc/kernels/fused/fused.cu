@@ -6,6 +6,12 @@
 #include "kernels/launch.h"
 
 extern EpClusterKernel ep_mega_kernels_bf16[], ep_mega_kernels_f16[];
+extern EpClusterKernel ep_mega_keep_kernels_bf16[], ep_mega_keep_kernels_f16[];
+
+static EpClusterKernel *table_of(const EpGemmParams *gemm) {
+    if (gemm->kept) return gemm->is_f16 ? ep_mega_keep_kernels_f16 : ep_mega_keep_kernels_bf16;
+    return gemm->is_f16 ? ep_mega_kernels_f16 : ep_mega_kernels_bf16;
+}
 
 /* The limit of a wait within a CTA. It is longer than the waits that it depends on: those for a peer
  * (timeout_ns), then those for this rank's ready counters (twice that). */
@@ -28,8 +34,7 @@ static int prepare(uint32_t op, const EpComm *comm, EpGemmParams *gemm, MegaLaun
     if (e) return e;
     if (!c.has_hopper) return (int)cudaErrorNoKernelImageForDevice;
     m->tile_cols = ep_gemm_tile_cols(gemm);
-    m->kernel =
-        ep_find_kernel(gemm->is_f16 ? ep_mega_kernels_f16 : ep_mega_kernels_bf16, op, gemm, m->tile_cols);
+    m->kernel = ep_find_kernel(table_of(gemm), op, gemm, m->tile_cols);
     if (!m->kernel) return (int)cudaErrorInvalidValue;
     e = ep_load_kernel(m->kernel, &max_ctas);
     if (e) return e;
@@ -77,7 +82,8 @@ extern "C" int ep_preload_fused(void) {
     uint32_t max_ctas;
     int e = ep_capabilities(&c);
     if (e || !c.has_hopper) return e;
-    for (EpClusterKernel *table : {ep_mega_kernels_bf16, ep_mega_kernels_f16})
+    for (EpClusterKernel *table :
+         {ep_mega_kernels_bf16, ep_mega_kernels_f16, ep_mega_keep_kernels_bf16, ep_mega_keep_kernels_f16})
         for (EpClusterKernel *k = table; k->function && !e; k++) e = ep_load_kernel(k, &max_ctas);
     return e;
 }

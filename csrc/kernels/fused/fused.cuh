@@ -58,7 +58,8 @@ template <typename F> EP_FN uint32_t fifo_at(uint32_t smem, uint32_t first) {
     return smem + (threadIdx.x / 32 - first) * F::BYTES;
 }
 
-struct EpDispatchHooks {
+/* KEEPS: the kernel of a training step, which also stores gate and up. */
+template <bool KEEPS> struct EpDispatchHooks {
     static constexpr bool FUSED = true;
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
     typedef EpDispatchGemmParams Params;
@@ -79,6 +80,7 @@ struct EpDispatchHooks {
     static __device__ void poison(const Params &p) {
         poison_dispatch(p.dispatch);
         ep_cta_fill(p.gemm.out, 2ull * p.gemm.num_rows * ep_gemm_out_cols(&p.gemm), EP_NAN_WORD);
+        if (KEEPS) ep_cta_fill(p.gemm.kept, 2ull * p.gemm.num_rows * p.gemm.n, EP_NAN_WORD);
     }
 
     __device__ void comm(uint32_t smem) {
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
                                                 const __grid_constant__ CUtensorMap map_a,
                                                 const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    mega_body<C, EpDispatchHooks>(p, &map_a, &map_b);
+    mega_body<C, EpDispatchHooks<C::KEEPS>>(p, &map_a, &map_b);
 #endif
 }
 
@@ -261,6 +263,9 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
     X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 192)   \
     X(EP_OP_GEMM_COMBINE, mega_kernel_moe_grouped_gemm_combine_token, 128)
 
+/* X(columns of a tile): the instances of dispatch + GEMM that keep gate and up. */
+#define EP_MEGA_KEEP_VARIANTS(X) X(256) X(128)
+
 /* One row of the table (cluster_launch.h). Dynamic shared memory of a CTA: the GEMM's part, and a part for
  * each of the three communication warps. Static shared memory uses at most 1024 bytes more. */
 template <typename C, typename P>
@@ -272,5 +277,10 @@ static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUte
 }
 #define EP_MEGA_ROW(OP, KERNEL, KIND, BN, ACT, F16) \
     mega_row<EpGemmConfig<KIND, BN, ACT, F16>>(OP, KERNEL<EpGemmConfig<KIND, BN, ACT, F16>>, BN, ACT),
+
+#define EP_MEGA_KEEP_ROW(BN, F16)                                                                        \
+    mega_row<EpGemmKeepConfig<BN, F16>>(                                                                 \
+        EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmKeepConfig<BN, F16>>, BN, \
+        EP_ACT_SWIGLU),
 
 #endif /* EP_FUSED_CUH */

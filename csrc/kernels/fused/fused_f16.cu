@@ -5,3 +5,6 @@
 #define EP_BACKWARD_ROW(OP, KERNEL, BN) EP_MEGA_ROW(OP, KERNEL, EP_GEMM_DGRAD, BN, EP_ACT_NONE, true)
 EpClusterKernel ep_mega_kernels_f16[] = {EP_MEGA_VARIANTS(EP_ROW)
                                              EP_MEGA_BACKWARD_VARIANTS(EP_BACKWARD_ROW){}};
+
+#define EP_KEEP_ROW(BN) EP_MEGA_KEEP_ROW(BN, true)
+EpClusterKernel ep_mega_keep_kernels_f16[] = {EP_MEGA_KEEP_VARIANTS(EP_KEEP_ROW){}};

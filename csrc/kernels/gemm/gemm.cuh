@@ -18,6 +18,7 @@
 #define EP_GEMM_CUH
 #include "kernels/gemm/gemm_accumulate.cuh"
 #include "kernels/gemm/gemm_fp8.cuh"
+#include "kernels/gemm/gemm_keep.cuh"
 
 /* ---- drawing tiles ---- */
 
@@ -234,6 +235,7 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
         hooks.mma_in_flight();
         if constexpr (C::FEW_ROWS) ep_gemm_burst_add<C>(d, p, &t, group, s->staging, &burst);
         else if constexpr (C::ACCUMULATES) ep_gemm_accumulate<C>(d, p, &t, group);
+        else if constexpr (C::KEEPS) ep_gemm_keep<C>(d, p, &t, group, staging);
         else {
             constexpr int AT_ONCE = EP_GEMM_DEFERS<C, Hooks> ? C::EAGER_PARTS : C::PARTS;
             ep_gemm_defer<C, AT_ONCE>(&deferred, d, p, &t, group, staging);

@@ -19,7 +19,7 @@ enum {
 template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
     static constexpr bool F16 = F16_, GATED = EP_ACT_IS_GATED(ACT), FP8 = false, BY_BLOCK = false,
-                          ACCUMULATES = false;
+                          ACCUMULATES = false, KEEPS = false;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
     /* Few rows per expert: tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
     static constexpr bool FEW_ROWS = BN == 64;
@@ -146,6 +146,6 @@ EP_PTX void ep_gemm_release_stage(uint32_t empty) {
 
 /* Whether the last parts of a tile are written during the next tile. Only if no worker waits for them. */
 template <typename C, typename Hooks> constexpr bool EP_GEMM_DEFERS =
-    !Hooks::FUSED && !C::FEW_ROWS && !C::ACCUMULATES;
+    !Hooks::FUSED && !C::FEW_ROWS && !C::ACCUMULATES && !C::KEEPS;
 
 #endif /* EP_GEMM_STAGES_CUH */
