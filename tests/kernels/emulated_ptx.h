@@ -220,6 +220,11 @@ EP_PTX void ep_st_global_if(bool wanted, void *dst, uint4 v) {
 EP_PTX void ep_prefetch_l2(const void *from, uint32_t num_bytes) {
     if (((uint64_t)from | num_bytes) % 16) ep_die("a prefetch is not aligned to 16 bytes");
 }
+EP_PTX void ep_red_add_f32x2(float *to, float a, float b) {
+    if ((uint64_t)to % 8) ep_die("the address of a reduction is not aligned to 8 bytes");
+    to[0] += a;
+    to[1] += b;
+}
 EP_PTX uint32_t ep_lane_now(void) { return threadIdx.x % 32; }
 
 EP_PTX float ep_ex2(float x) { return exp2f(x); }

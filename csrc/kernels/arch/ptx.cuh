@@ -247,6 +247,11 @@ EP_PTX void ep_st_global_if(bool wanted, void *dst, uint4 v) {
 EP_PTX void ep_prefetch_l2(const void *from, uint32_t num_bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(num_bytes) : "memory");
 }
+/* Add two fp32 numbers to global memory. The L2 adds, and the thread does not wait. Subnormal numbers and
+ * results count as zero. The address is a multiple of 8. */
+EP_PTX void ep_red_add_f32x2(float *to, float a, float b) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(a), "f"(b) : "memory");
+}
 /* Backoff of 2 us for a warp that polls for something slow: polling takes issue slots and power from the
  * MMA warps. */
 EP_PTX void ep_sleep_2us(void) { __nanosleep(2000); }

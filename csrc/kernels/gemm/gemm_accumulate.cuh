@@ -1,13 +1,13 @@
 /* gemm_accumulate.cuh - the epilogue of WGRAD for Hopper that adds to fp32 numbers in global memory.
  *
  * Exports EpGemmAccumulateConfig, ep_gemm_prefetch_out and ep_gemm_accumulate. C is an EpGemmConfig.
- * out += alpha * the product, with one rounding of each number. One warp adds to a number, once in a launch,
- * so the result does not depend on the order of the tiles. Invariant: only rows and columns that exist are
- * read or written, and none of an expert without rows.
+ * out += alpha * the product. One thread adds to a number, once in a launch, so the result does not depend on
+ * the order of the tiles. Invariant: only rows and columns that exist are touched, and none of an expert
+ * without rows.
  *
- * The accumulators are added as they are, without a staging buffer: four lanes have the 32 bytes of a row
- * that are a sector of the L2. A warp requests its part of out when it starts a tile (ep_gemm_prefetch_out),
- * so the loads of the epilogue find it in the L2 and do not wait for DRAM. */
+ * The accumulators are sent to the L2 as they are, without a staging buffer: four lanes have the 32 bytes of
+ * a row that are a sector of the L2. The L2 adds, so that the MMA warps wait for no load. A warp requests its
+ * part of out when it starts a tile (ep_gemm_prefetch_out): the additions then find it in the L2. */
 #ifndef EP_GEMM_ACCUMULATE_CUH
 #define EP_GEMM_ACCUMULATE_CUH
 #include "kernels/gemm/gemm_stages.cuh"
@@ -39,8 +39,6 @@ EP_PTX void ep_gemm_prefetch_out(const EpGemmParams *p, const EpGemmTile *t, uin
 
 template <typename C> EP_PTX void ep_gemm_accumulate(const float (&d)[C::BN / 2], const EpGemmParams *p,
                                                      const EpGemmTile *t, uint32_t group) {
-    constexpr int GROUPS = 8; /* of eight columns, whose loads overlap */
-    static_assert(C::OUT_GROUPS % GROUPS == 0, "whole sets of loads");
     const uint32_t lane = ep_lane_now();
     const uint32_t row = 64 * group + threadIdx.x / 32 % 4 * 16 + lane / 4;
     const EpGemmSums s = ep_gemm_sums(p, t, row, t->col0 + lane % 4 * 2);
@@ -50,19 +48,9 @@ template <typename C> EP_PTX void ep_gemm_accumulate(const float (&d)[C::BN / 2]
         if (s.row + 8 * half >= t->num_rows) return;
         float *out = s.out + (uint64_t)(8 * half) * p->k;
 #pragma unroll
-        for (int i = 0; i < C::OUT_GROUPS; i += GROUPS) {
-            float2 v[GROUPS];
-#pragma unroll
-            for (int j = 0; j < GROUPS; j++)
-                if (s.col + 8 * (i + j) < p->k) v[j] = *(const float2 *)(out + 8 * (i + j));
-#pragma unroll
-            for (int j = 0; j < GROUPS; j++) {
-                const float *sum = d + 4 * (i + j) + 2 * half;
-                if (s.col + 8 * (i + j) >= p->k) continue;
-                v[j].x = fmaf(p->alpha, sum[0], v[j].x);
-                v[j].y = fmaf(p->alpha, sum[1], v[j].y);
-                *(float2 *)(out + 8 * (i + j)) = v[j];
-            }
+        for (int i = 0; i < C::OUT_GROUPS; i++) {
+            const float *sum = d + 4 * i + 2 * half;
+            if (s.col + 8 * i < p->k) ep_red_add_f32x2(out + 8 * i, p->alpha * sum[0], p->alpha * sum[1]);
         }
     }
 }
