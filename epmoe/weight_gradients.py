@@ -118,10 +118,6 @@ class _Later(torch.autograd.Function):
         return grad if grad is None else grad.view_as(ctx.factors.sink.parameter), None
 
 
-def _leaf_of(alias):
-    return alias.view_as(alias).grad_fn.next_functions[0][0]
-
-
 class Sink:
     """Takes the factors of the gradient of one parameter, in the backward of one forward pass."""
 
@@ -196,11 +192,10 @@ class WeightGradients:
         """
         shape = p.shape if shape is None else p.detach().view(shape).shape
         sink = Sink(self, self._step, p, scale, shape)
-        if self.delays:
-            alias = p.detach().view(shape).requires_grad_()  # so that no hook of p runs in the backward
-        else:
-            alias = p.view(shape)
-        sink.leaf = _leaf_of(alias) if self.delays else alias.grad_fn.next_functions[0][0]
+        # With delay, p is not in the graph: no hook of p runs in the backward.
+        leaf = p.detach().requires_grad_() if self.delays else p
+        alias = leaf.view(shape)
+        sink.leaf = alias.grad_fn.next_functions[0][0]  # it refers to leaf, which must not refer to the sink
         alias._epmoe_sink = sink
         return alias
 

@@ -1,6 +1,7 @@
 """EPMoE with delay_wgrad_compute and fuse_wgrad_accumulation: the gradients, where they go, and when."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import epmoe
 from cases import check_outcomes, outcome, process_ranks
+from epmoe.weight_gradients import Sink
 from pace import HANG_S
 from test_moe_layer import Model, inputs_of, make_moe
 
@@ -156,6 +158,24 @@ def test_moe_gradients_of_calls(ranks, way, world_size):
                     for name, value in want.items():
                         if isinstance(value, torch.Tensor):
                             assert torch.equal(got[name], value), name
+
+
+def steps_of(world, device):
+    """The sinks that remain after steps of a module, and of calls whose backward never runs."""
+    for options in OPTIONS:
+        moe = with_main_grads(make_moe(world, device, Model(), **options))
+        for step in range(2):
+            backward(moe, world, device, Model(), step)
+            moe(*(t.to(device) for t in inputs_of(Model(), world.rank, world.size)[:3]))
+            if "delay_wgrad_compute" in options:
+                moe.backward_dw()
+        moe.finalize()
+    gc.collect()
+    return sum(type(o) is Sink for o in gc.get_objects())
+
+
+def test_moe_gradients_leave_nothing_in_memory(ranks):
+    assert not any(ranks(steps_of, world_size=1))
 
 
 @pytest.mark.cpu_only
