@@ -8,6 +8,7 @@ forward and backward. Everything in it follows from the seed and the number of t
 """
 
 import argparse
+import gc
 import random
 import sys
 import time
@@ -67,6 +68,8 @@ def main():
     while done < args.cases:
         done += run_batch(args.seed, number)
         number += 1
+        if number % 10 == 0:
+            gc.collect()  # worlds and layers refer to each other, and a process has at most 256 worlds
         if number % 50 == 0:
             print(f"{done} routings, {time.monotonic() - start:.0f} s", flush=True)
     return f"{done} routings in {time.monotonic() - start:.0f} s: no difference"

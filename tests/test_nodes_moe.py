@@ -1,6 +1,9 @@
 """EPMoE over several nodes: the oracle in float64, gradients, the forms of the layer, DDP, state dicts."""
 
+import os
+
 import pytest
+import test_moe_parallel
 import torch
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
@@ -114,6 +117,22 @@ def test_moe_over_nodes_is_the_oracle(everything, form):
             assert got.shape == want.shape, f"{name}: {what} {got.shape} {want.shape}"
             largest = want.abs().max().item() if want.numel() else 0.0
             assert torch.allclose(got, want, rtol=0, atol=2e-6 * largest), f"{name}: {what}"
+
+
+def over_nodes(rank, size, fn, *args):
+    os.environ["LOCAL_WORLD_SIZE"] = str(max(1, size // 2))
+    return fn(rank, size, *args)
+
+
+def test_recipes_over_nodes(monkeypatch):
+    """Tests of one node: DDP, a compiled forward, FSDP2 and whole state dicts."""
+    def run(fn, size, *args, **options):
+        return process_ranks(over_nodes, size, fn, *args, **options)
+
+    monkeypatch.setattr(test_moe_parallel, "process_ranks", run)
+    test_moe_parallel.test_moe_ddp_of_a_prepared_model_has_the_gradients_of_one_process("compiled")
+    test_moe_parallel.test_moe_fsdp_over_ranks_of_different_experts_raises()
+    test_moe_parallel.test_moe_whole_state_dict_loads_on_any_number_of_ranks()
 
 
 def test_moe_over_nodes_in_a_model(everything):
