@@ -189,29 +189,25 @@ def _time_out(rank, size):
     return got.kind, got.text, links.lost_ranks()
 
 
-def _end_pending_work(rank, size, folder):
-    """Three ranks wait in a collective of gloo for rank 2, whose team then ends. on_end ends the wait."""
-    team, released = team_of(rank, size, 1), threading.Event()
-    rail = dist.new_group(list(range(size)))
-    links = NodeLinks(None, team, on_end=lambda: (rail.abort(), released.set()))
+def _call_on_end(rank, size):
+    """The world of node 2 ends. Every rank calls on_end, once."""
+    team, ends, called = team_of(rank, size, 1), [], threading.Event()
+    links = NodeLinks(None, team, on_end=lambda: (ends.append(1), called.set()))
+    early = links.verdict(0.0)
     if rank == 2:
-        time.sleep(0.2)
         _C.world_abort(team._c, _C.ESYS, "the test ends the world of node 2")
-        links.verdict(HANG_S)
-        got = "nothing"
-    else:
-        got = outcome(lambda: dist.barrier(rail)).kind
-    released.wait(HANG_S)
+    called.wait(HANG_S)
+    has_ended = links.verdict(0.0)
     links.close()
     reason = _reason(team)
     team._leave(False)
-    return got, reason
+    return early, has_ended, len(ends), reason
 
 
 def _living_ranks(rank, size, folder):
     return {"stopped": _stopped(rank, size, folder), "closed": _close_late(rank, size),
             "left": _leave_alone(rank, size), "timed out": _time_out(rank, size),
-            "pending": _end_pending_work(rank, size, folder)}
+            "on_end": _call_on_end(rank, size)}
 
 
 @pytest.fixture(scope="module")
@@ -248,11 +244,9 @@ def test_links_tell_the_other_nodes_why_a_world_has_ended(living):
         assert "node 0 (its rank 0 is rank 0 of all): rank 0 timed out waiting for rank 1" in text
 
 
-def test_links_end_pending_work_of_the_process_group(living):
-    for rank, result in enumerate(living):
-        got, reason = result["pending"]
-        assert got == ("nothing" if rank == 2 else "RuntimeError")
-        assert reason == (_C.ESYS, "the test ends the world of node 2")
+def test_links_call_on_end_once_on_every_rank(living):
+    for result in living:
+        assert result["on_end"] == (False, True, 1, (_C.ESYS, "the test ends the world of node 2"))
 
 
 # ---- the world of a node ----

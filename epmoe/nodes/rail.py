@@ -9,6 +9,8 @@ import torch.distributed as dist
 from ..errors import EpError, EpTimeout, PeerDied
 from ..rendezvous import SIGNS_OF_DEATH
 
+_LOOK = datetime.timedelta(seconds=0.1)  # how often a wait looks whether the nodes have ended
+
 
 class TorchRail:
     """Moves bytes and rows between the nodes.  All calls are collective over the rail, in the same order.
@@ -30,13 +32,16 @@ class TorchRail:
         self.ranks = ranks  # of the whole group, in node order
         self.position = dist.get_rank(control)  # the number of this node
         self.size = len(ranks)
+        self.has_ended = lambda: False  # whether the nodes have; Nodes sets it
 
     def meet(self, mine):
         """Give some bytes to all ranks of the rail and return those of every rank, in node order."""
         t = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         out = t.new_empty(self.size * t.numel())
         try:  # an all-to-all: in it every rank waits for every other one, so all see a death at once
-            dist.all_to_all_single(out, t.repeat(self.size), group=self.control)
+            self._wait(dist.all_to_all_single(out, t.repeat(self.size), group=self.control, async_op=True))
+        except EpError:
+            raise
         except RuntimeError as error:
             raise self._error(error) from error
         return [bytes(o.tolist()) for o in out.chunk(self.size)]
@@ -48,7 +53,12 @@ class TorchRail:
         """
         group = self.data if out.device.type == "cuda" else self.control
         try:
-            dist.all_to_all_single(out, mine, out_splits, splits, group=group)
+            if group is self.control:
+                self._wait(dist.all_to_all_single(out, mine, out_splits, splits, group, async_op=True))
+            else:
+                dist.all_to_all_single(out, mine, out_splits, splits, group)
+        except EpError:
+            raise
         except RuntimeError as error:
             raise self._error(error) from error
 
@@ -56,11 +66,24 @@ class TorchRail:
         for group in {self.control, self.data}:
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
+    def _wait(self, work):
+        """Wait for work of gloo, at most until the nodes have ended: gloo cannot abort it."""
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises its error, if it has one
+                    return
+                if self.has_ended():
+                    raise PeerDied(f"rank {self.ranks[self.position]}: the nodes have ended") from None
+
     def abort(self):
-        """End the operations in which this rank waits.  Called in a thread of its own, after a death."""
-        for group in {self.control, self.data}:
+        """End the kernels of NCCL in which this rank waits.  Called in a thread of its own, after a death."""
+        if self.data is not self.control:
             with contextlib.suppress(Exception):  # the end of the nodes is what the rank raises
-                group.abort()
+                self.data.abort()
 
     def close(self, in_order):
         """Close the connections, so that a rank that still waits for this one raises PeerDied.

@@ -113,6 +113,7 @@ class Nodes(Shared):
         except BaseException:
             self._leave(False)
             raise
+        rail.has_ended = lambda: self._links.verdict(0.0)
 
     def _refuse(self):
         """Report in an exchange that this rank cannot take part."""
