@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""Change the code in one place at a time, and see whether the tests that concern the file notice.
+
+    mutants.py [--num N] [--seed S] [--state FILE] [--only FOLDER] [--report] [--list]
+
+The places are drawn from csrc/protocol, csrc/runtime, csrc/cpu and epmoe. A change is one operator, one
+number, one condition, or one call that is left out. It is made in a copy of the tree in build/mutants, so the
+tree itself can be used meanwhile. A change that does not compile is no mutant, and the next one takes its
+place. The results go to the state file, one line each: a command that was stopped goes on where it was.
+
+--report prints the survivors and the share that was caught. Look at each survivor: either it changes nothing
+that anyone can see, or a test is missing.
+"""
+
+import argparse
+import ast
+import fnmatch
+import io
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tokenize
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = "csrc/protocol", "csrc/runtime", "csrc/cpu", "epmoe"
+LIMIT_S = 900  # of one step; a test that hangs has noticed the change
+# The tests of a file: those of the first pattern that fits. "C" stands for the C tests, other words for
+# tests/test_WORD.py. A file of epmoe that is not listed has the tests whose names begin with its first word.
+CONCERN = {
+    "csrc/protocol/low_latency*": "C low_latency errors_low_latency",
+    "csrc/protocol/gemm*": "C gemm_products",
+    "csrc/protocol/*": "C plan_* dispatch_rows combine_sums layer_padding low_latency errors_after",
+    "csrc/runtime/heap*": "C heap_*",
+    "csrc/runtime/allocator*": "C heap_alloc heap_mistakes",
+    "csrc/runtime/memory*": "C heap_alloc heap_large heap_sharing",
+    "csrc/runtime/orphan*": "C",
+    "csrc/runtime/shar*": "C heap_sharing",
+    "csrc/runtime/tensor*": "C errors_objects written_tensors dispatch_rows",
+    "csrc/runtime/*": "C world_* errors_meeting errors_order limits",
+    "csrc/cpu/low_latency*": "C low_latency errors_low_latency",
+    "csrc/cpu/plan*": "C plan_*",
+    "csrc/cpu/*": "C dispatch_rows combine_sums layer_padding plan_slots heap_access",
+    "epmoe/integrations/layers.py": "integrations_torchtitan integrations_megatron",
+    "epmoe/integrations/deep_ep/*": "integrations_deep_ep*",
+    "epmoe/integrations/*": "integrations_{word}*",
+    "epmoe/bench/*": "bench*",
+    "epmoe/nodes/*": "nodes* node_*",
+    "epmoe/activation*": "moe_activations *activation*",
+    "epmoe/autograd.py": "written_tensors errors_forward_mode errors_gradients layer_gradients",
+    "epmoe/decode.py": "moe_decode",
+    "epmoe/device.py": "errors_config env import",
+    "epmoe/errors.py": "errors_local errors_objects",
+    "epmoe/inductor.py": "moe_inductor moe_compile",
+    "epmoe/layout.py": "layer_padding dispatch_rows plan_slots plan_routing",
+    "epmoe/low_latency*": "low_latency errors_low_latency",
+    "epmoe/moe*": "moe_arguments moe_layer moe_module moe_experts moe_map moe_copies",
+    "epmoe/ops.py": "layer_gradients errors_gradients moe_compile written_tensors",
+    "epmoe/parallel*": "moe_parallel shards",
+    "epmoe/reference.py": "plan_routing combine_sums moe_activations fp8",
+    "epmoe/rendezvous.py": "world_meeting errors_meeting",
+    "epmoe/share_gpu.py": "heap_sharing",
+    "epmoe/testing.py": "world_deaths errors_local",
+    "epmoe/torch_hooks.py": "shards moe_parallel",
+    "epmoe/trace.py": "moe_traced bench_overlap",
+    "epmoe/w*gr*.py": "moe_weight_gradients gemm_products *wgrad*",
+}
+SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "&&": "||", "||": "&&", "+": "-",
+         "-": "+", "true": "false", "false": "true", "True": "False", "False": "True", "and": "or",
+         "or": "and"}
+C_TOKEN = re.compile(r"(?<=[\w\])] )(<=|>=|<|>|==|!=|&&|\|\||\+|-)(?= )|\b(true|false)\b|"
+                     r"(?<![\w.])(\d+)(?=u?\b)")
+C_CALL = re.compile(r"^( +)([a-z]\w*\([^;{}]*\);)$", re.MULTILINE)
+C_IF = re.compile(r"\bif \(")
+
+
+@dataclass(frozen=True)
+class Change:
+    """Replace code[begin:end], which is `old`, by `new`."""
+
+    file: str
+    line: int
+    begin: int
+    end: int
+    old: str
+    new: str
+
+    @property
+    def name(self):
+        return f"{self.file}:{self.line}: {self.old} -> {self.new}"
+
+
+# ---- the places ----
+
+
+def blank(code, pattern):
+    """Replace what matches by spaces, so that positions and lines stay."""
+    return re.sub(pattern, lambda m: re.sub(r"[^\n]", " ", m[0]), code, flags=re.DOTALL | re.MULTILINE)
+
+
+def swap(token):
+    return str(int(token) + 1) if token.isdigit() else SWAPS[token]
+
+
+def closing(code, at):
+    """The position of the parenthesis that closes the one at `at`."""
+    depth = 0
+    for i in range(at, len(code)):
+        depth += {"(": 1, ")": -1}.get(code[i], 0)
+        if depth == 0:
+            return i
+    raise ValueError("an open parenthesis")
+
+
+def places_in_c(code):
+    """Yield (begin, end, new) in a C source, outside of comments, texts and the preprocessor."""
+    whole = code
+    code = blank(code, r'/\*.*?\*/|//[^\n]*|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'')
+    code = blank(code, r"^ *#(?:[^\n]*\\\n)*[^\n]*|_Static_assert\([^;]*;")
+    for m in C_TOKEN.finditer(code):
+        yield *m.span(), swap(m[0])
+    for m in C_CALL.finditer(code):
+        yield *m.span(2), ";"
+    for m in C_IF.finditer(code):
+        end = closing(code, m.end() - 1)
+        yield m.end() - 1, end + 1, f"(!{whole[m.end() - 1:end + 1]})"
+
+
+def places_in_python(code):
+    """Yield (begin, end, new) in a Python source, outside of comments and texts."""
+    starts = [0]
+    for line in code.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for t in tokenize.generate_tokens(io.StringIO(code).readline):
+        begin = starts[t.start[0] - 1] + t.start[1]
+        is_number = t.type == tokenize.NUMBER and t.string.isdigit()
+        if is_number or (t.type in (tokenize.OP, tokenize.NAME) and t.string in SWAPS):
+            yield begin, begin + len(t.string), swap(t.string)
+    for node in ast.walk(ast.parse(code)):
+        part = node.test if isinstance(node, (ast.If, ast.IfExp)) else node
+        is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+        if not (is_call or isinstance(node, (ast.If, ast.IfExp, ast.Raise))):
+            continue
+        # ast counts bytes; a line with other characters than ASCII is left out.
+        lines = code.splitlines()[part.lineno - 1:part.end_lineno]
+        if all(line.isascii() for line in lines):
+            begin = starts[part.lineno - 1] + part.col_offset
+            end = starts[part.end_lineno - 1] + part.end_col_offset
+            yield begin, end, "pass" if part is node else f"(not ({code[begin:end]}))"
+
+
+def changes_of(file, code):
+    """Return the changes that can be made to a file."""
+    places = places_in_c(code) if file.endswith((".c", ".h")) else places_in_python(code)
+    return [Change(file, code.count("\n", 0, begin) + 1, begin, end, code[begin:end], new)
+            for begin, end, new in places]
+
+
+def apply(code, change):
+    assert code[change.begin:change.end] == change.old, change.name
+    return code[:change.begin] + change.new + code[change.end:]
+
+
+def draw(seed, only=""):
+    """Return all changes of the tree in an order that follows from the seed."""
+    files = [p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*"))
+             if p.suffix in (".c", ".h", ".py")]
+    changes = [c for p in files for c in changes_of(str(p.relative_to(ROOT)), p.read_text())
+               if c.file.startswith(only)]
+    random.Random(seed).shuffle(changes)
+    return changes
+
+
+# ---- the tests ----
+
+
+def tests_of(file):
+    """Return the tests that concern a file: whether the C tests do, and the files of pytest."""
+    word = re.split(r"[_.]", Path(file).name)[0]
+    words = next((w for pattern, w in CONCERN.items() if fnmatch.fnmatch(file, pattern)), f"{word}*")
+    words = words.replace("{word}", word).split()
+    names = sorted(p.stem.removeprefix("test_") for p in (ROOT / "tests").glob("test_*.py"))
+    return "C" in words, [f"tests/test_{n}.py" for n in names if any(fnmatch.fnmatch(n, w) for w in words)]
+
+
+class Tree:
+    """A copy of the tree, in which one file at a time is changed."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        shutil.rmtree(folder, ignore_errors=True)
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
+        for name in filter(None, listed.decode().split("\0")):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+        if not self.run("make", "-s", "build", f"PYTHON={sys.executable}"):
+            raise SystemExit("the tree does not build")
+
+    def run(self, *command):
+        """Return whether a command succeeds. What hangs does not."""
+        env = os.environ | {"EPMOE_CUDA": "0", "PYTHONPATH": f"{self.folder}:{self.folder / 'tests'}"}
+        child = subprocess.Popen(command, cwd=self.folder, env=env, stdout=subprocess.DEVNULL,
+                                 stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            return child.wait(LIMIT_S) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, 9)
+            child.wait()
+            return False
+
+    def failing_test(self, file):
+        """Return the first test that fails, or None."""
+        with_c, files = tests_of(file)
+        steps = {"C": (sys.executable, "tests/c/run_c_tests.py", "--quick", "--only", "plain")}
+        steps = steps if with_c else {}
+        steps |= {f: (sys.executable, "-m", "pytest", "-q", "-x", f) for f in files}
+        return next((name for name, command in steps.items() if not self.run(*command)), None)
+
+    def judge(self, change):
+        """Return "no mutant", "survived", or the test that has noticed the change."""
+        path, code = self.folder / change.file, (ROOT / change.file).read_text()
+        path.write_text(apply(code, change))
+        try:
+            if change.file.startswith("csrc") and not self.run("make", "-s", "build",
+                                                               f"PYTHON={sys.executable}"):
+                return "no mutant"
+            return self.failing_test(change.file) or "survived"
+        finally:
+            path.write_text(code)
+            if change.file.startswith("csrc"):
+                self.run("make", "-s", "build", f"PYTHON={sys.executable}")
+
+
+def report(results):
+    """Print the survivors, and the share that was caught. Return the number of survivors."""
+    judged = [r for r in results if r["result"] != "no mutant"]
+    survivors = [r for r in judged if r["result"] == "survived"]
+    for r in survivors:
+        print(f"survived: {Change(**r['change']).name}")
+    print(f"{len(judged)} mutants, {len(judged) - len(survivors)} caught, {len(survivors)} survived")
+    return len(survivors)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--num", type=int, default=200, help="mutants to judge, with those of the state file")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--state", type=Path, default=ROOT / "build/mutants.jsonl")
+    parser.add_argument("--only", default="", metavar="FOLDER", help="only files whose names begin so")
+    parser.add_argument("--report", action="store_true", help="only print the results so far")
+    parser.add_argument("--list", action="store_true", help="only print the changes")
+    args = parser.parse_args()
+    lines = args.state.read_text().splitlines() if args.state.exists() else []
+    results = [json.loads(line) for line in lines]
+    if args.report:
+        report(results)
+        return
+    changes = draw(args.seed, args.only)
+    if args.list:
+        print("\n".join(c.name for c in changes[:args.num]))
+        return
+    done, tree, healthy = {Change(**r["change"]) for r in results}, Tree(ROOT / "build/mutants"), {}
+    args.state.parent.mkdir(parents=True, exist_ok=True)
+    for change in changes:
+        if sum(r["result"] != "no mutant" for r in results) >= args.num:
+            break
+        if change in done:
+            continue
+        concern = str(tests_of(change.file))
+        if concern not in healthy:
+            healthy[concern] = tree.failing_test(change.file)
+        if healthy[concern]:
+            raise SystemExit(f"{healthy[concern]} fails without a change: mend it first")
+        results.append({"change": asdict(change), "result": tree.judge(change)})
+        with args.state.open("a") as out:
+            print(json.dumps(results[-1]), file=out)
+        print(f"{results[-1]['result']:40} {change.name}", flush=True)
+    report(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""tests/mutants.py changes code in one place, outside of comments and texts, and knows its tests."""
+
+import ast
+
+import pytest
+
+import mutants
+
+pytestmark = pytest.mark.cpu_only
+C_CODE = """#include <stdio.h> /* 1 < 2 */
+#define LONG \\
+    (1 + 2)
+static int f(int a, bool b) {
+    const char *text = "a < 3 \\" && 4";
+    if (a < 10 && (b || a == 'x')) return a + 1;
+    call(a); // call(7)
+    call(a);
+    return true;
+}
+"""
+PYTHON_CODE = '''def f(a, b):
+    """Return 1 < 2."""
+    if a < 10 and not b:
+        raise ValueError("a < 3")
+    call(a)
+    return a + 1 if True else "2"
+'''
+
+
+def changed(name, code):
+    """The change and the changed code, for each change."""
+    return {(c.old, c.new): mutants.apply(code, c) for c in mutants.changes_of(name, code)}
+
+
+def test_mutants_of_c():
+    found = changed("f.c", C_CODE)
+    condition = "(a < 10 && (b || a == 'x'))"
+    assert set(found) == {("<", "<="), ("10", "11"), ("&&", "||"), ("||", "&&"), ("==", "!="), ("+", "-"),
+                          ("1", "2"), ("true", "false"), ("call(a);", ";"), (condition, f"(!{condition})")}
+    assert f"if (!{condition}) return" in found[condition, f"(!{condition})"]
+    for code in found.values():
+        assert len(code.splitlines()) == len(C_CODE.splitlines())
+    of_line = [c.line for c in mutants.changes_of("f.c", C_CODE) if c.old == "call(a);"]
+    assert of_line == [8]  # what has a comment after it is left out
+
+
+def test_mutants_of_python():
+    found = changed("f.py", PYTHON_CODE)
+    test = "a < 10 and not b"
+    assert set(found) == {("<", "<="), ("10", "11"), ("and", "or"), ("+", "-"), ("1", "2"), ("True", "False"),
+                          ("call(a)", "pass"), ('raise ValueError("a < 3")', "pass"),
+                          (test, f"(not ({test}))"), ("True", "(not (True))")}
+    for code in found.values():
+        ast.parse(code)
+
+
+def test_mutants_of_the_tree():
+    """Each file has tests that concern it, and the order follows from the seed."""
+    changes = mutants.draw(1)
+    assert changes == mutants.draw(1) and len(changes) > 5000
+    without = {c.file for c in changes if mutants.tests_of(c.file) == (False, [])}
+    assert not without, f"tests/mutants.py: CONCERN has no tests for {sorted(without)}"
+
+
+def test_mutants_report(capsys):
+    change = dict(file="f.c", line=3, begin=0, end=1, old="<", new="<=")
+    results = [{"change": change, "result": r} for r in ("survived", "C", "no mutant", "tests/test_x.py")]
+    assert mutants.report(results) == 1
+    assert capsys.readouterr().out == "survived: f.c:3: < -> <=\n3 mutants, 2 caught, 1 survived\n"
