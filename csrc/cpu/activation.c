@@ -1,9 +1,6 @@
 /* cpu/activation.c - an activation and its gradient in plain C; see protocol/activation.h. */
 #include "cpu/ops.h"
 #include "cpu/rows.h"
-
-static inline float ep_ex2(float x) { return exp2f(x); }
-static inline float ep_rcp(float x) { return 1.0f / x; }
 #include "protocol/activation_math.h"
 
 static void compute_row(const EpActivationParams *p, uint32_t row) {

@@ -1,11 +1,16 @@
 /* activation_math.h - the gradient of an activation: the arithmetic of one column, for the CPU backend and
  * the kernel.
  *
- * Exports ep_act_gradient. The file that includes this one has ep_ex2 and ep_rcp, which are 2^x and 1 / x.
- * Only these and erff differ between the backends. */
+ * Exports ep_act_gradient. A kernel defines EP_DEVICE_MATH before it includes this file, and has its own
+ * ep_ex2 and ep_rcp. Only these and erff differ between the backends. */
 #ifndef EP_ACTIVATION_MATH_H
 #define EP_ACTIVATION_MATH_H
 #include "protocol/activation.h"
+
+#ifndef EP_DEVICE_MATH
+EP_FN float ep_ex2(float x) { return exp2f(x); } /* 2^x */
+EP_FN float ep_rcp(float x) { return 1.0f / x; }
+#endif
 
 typedef struct {
     float value, of_gate, of_up; /* the activation, and its derivatives */

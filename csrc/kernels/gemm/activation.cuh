@@ -5,6 +5,7 @@
 #ifndef EP_ACTIVATION_CUH
 #define EP_ACTIVATION_CUH
 #include "kernels/stage/rows.cuh"
+#define EP_DEVICE_MATH
 #include "protocol/activation_math.h"
 
 /* The eight gates and the eight ups of a lane's columns, before and after the gradient. */

@@ -6,6 +6,7 @@
 #ifndef EP_GEMM_KEEP_CUH
 #define EP_GEMM_KEEP_CUH
 #include "kernels/gemm/gemm_stages.cuh"
+#define EP_DEVICE_MATH
 #include "protocol/activation_math.h"
 
 template <int BN_, bool F16_> struct EpGemmKeepConfig
