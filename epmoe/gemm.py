@@ -233,7 +233,8 @@ def _check_scales(x, weight, a_scale, b_scale, out_dtype, leaves):
         if not isinstance(t, torch.Tensor) or t.dtype != torch.float32 or t.layout is not torch.strided:
             got = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
             raise TypeError(f"{name}: rows and weights of float8_e4m3fn need scales of float32, got {got}")
-        if t.device != x.device or (t.numel() != 1 and list(t.shape) not in shapes):
+        # numel() last: a compiler may not know the number of rows
+        if t.device != x.device or (list(t.shape) not in shapes and t.numel() != 1):
             wanted = ", ".join(map(str, shapes))
             raise ValueError(f"{name}: wanted {wanted} or one number, on {x.device}, got {list(t.shape)} on "
                              f"{t.device}")
@@ -254,9 +255,9 @@ def scale_shapes(x, weight):
 def expand_scales(x, weight, a_scale, b_scale):
     """Return checked scales as views with one for each block."""
     of_rows, of_weights = scale_shapes(x, weight)
-    if a_scale.numel() == 1:
+    if list(a_scale.shape) != of_rows:
         a_scale = a_scale.reshape(1, 1)
-    if b_scale.numel() == 1 or b_scale.dim() == 1:
+    if list(b_scale.shape) != of_weights:
         b_scale = b_scale.reshape(-1, 1, 1)
     return a_scale.expand(of_rows), b_scale.expand(of_weights)
 

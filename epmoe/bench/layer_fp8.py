@@ -61,6 +61,9 @@ class Pair:
                 p[e] = numbers(*p.shape[1:]) * p.shape[2]**-0.5
         self.fp8.load_state_dict(self.plain.state_dict())
 
+    def unfused(self):
+        return self.plain._unfused(self.op, self.x, self.idx, self.weight, *self.plain._weights())[0]
+
     def dispatched(self):
         """Return (rows, scales, row_weight, layout) in FP8."""
         return self.op.dispatch_fp8(self.x, self.idx, self.weight)
@@ -145,8 +148,8 @@ def measure(run, shape):
     normal = pair.errors()
     parts = pair.parts()
     args = pair.x, pair.idx, pair.weight
-    ms = alternate(run, plain=lambda: pair.plain(*args), unfused=lambda: pair.plain._unfused(*args),
-                   fp8=lambda: pair.fp8(*args), **parts)
+    ms = alternate(run, plain=lambda: pair.plain(*args), unfused=pair.unfused, fp8=lambda: pair.fp8(*args),
+                   **parts)
     record_layer(run, "layer", shape, "epmoe 16 bits", ms["plain"])
     record_layer(run, "layer", shape, "epmoe 16 bits, one after the other", ms["unfused"])
     record_layer(run, "layer", shape, "epmoe FP8", ms["fp8"],
