@@ -191,6 +191,7 @@ soak: build
 	    set -ex; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak.py ops -n 100000; $(TORCHRUN) tests/fuzz_routing.py --device cuda --cases 2000; \
 	    $(TORCHRUN) tests/soak.py cycles -n 200; \
 	    $(PYTHON) tests/faults.py --device cuda; $(PYTHON) tests/soak.py leaks --device cuda -n 3; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
+	    PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_train.py; \
 	    PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_decode.py; \
 	fi
 

@@ -101,6 +101,8 @@ def soaks(n, is_shared):
         missing = "" if shutil.which(MPS) else f"{MPS} is not installed"
         yield Step("fused-mps", torchrun(n, "tests/soak_fused.py", "-n", "10000"), LONGEST_S,
                    "the same to the bit", chaos, missing, mps=True)
+        yield Step("train-mps", torchrun(n, "tests/soak_train.py", "-n", "5000"), LONGEST_S,
+                   "the same to the bit", chaos, missing, mps=True)
         yield Step("decode-mps", torchrun(n, "tests/soak_decode.py", "-n", "100000"), LONGEST_S,
                    "the same to the bit", chaos, missing, mps=True)
         yield Step("fused-threads", [*python, "tests/soak_fused.py", "-n", "2000", *threads], LONGEST_S,
@@ -109,6 +111,8 @@ def soaks(n, is_shared):
                    "no fault", chaos | SIDE_BY_SIDE)
     else:
         yield Step("fused", torchrun(n, "tests/soak_fused.py", "-n", "10000"), LONGEST_S,
+                   "the same to the bit", chaos)
+        yield Step("train", torchrun(n, "tests/soak_train.py", "-n", "5000"), LONGEST_S,
                    "the same to the bit", chaos)
         yield Step("decode", torchrun(n, "tests/soak_decode.py", "-n", "100000"), LONGEST_S,
                    "the same to the bit", chaos)

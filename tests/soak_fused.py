@@ -118,9 +118,10 @@ def run_batch(world, device, seed, number, num_launches, graph):
         return int(wrong)
 
 
-def main():
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("-n", "--num", type=int, default=10_000, help="launches of each kernel (default 10000)")
+def main(run_batch=run_batch, name="soak_fused", what="launches of each kernel", num=10_000):
+    """Run batches, and print the verdict.  soak_train.py has another run_batch."""
+    p = argparse.ArgumentParser(prog=name)
+    p.add_argument("-n", "--num", type=int, default=num, help=f"{what} (default {num})")
     p.add_argument("--each", type=int, default=250, help="launches with one operator")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--threads", type=int, help="run this number of ranks as threads on one GPU")
@@ -138,7 +139,7 @@ def main():
         return wrong
 
     start = time.monotonic()
-    with progress("soak_fused", a.num, RANK == 0) as say:
+    with progress(name, a.num, RANK == 0) as say:
         if TORCHRUN:
             with torchrun_world() as (world, device):
                 results = [run_all(world, device, say)]
@@ -153,11 +154,11 @@ def main():
             results = run_threads(lambda world: run_all(world, torch.device("cpu")), 3)
     bad = any(results)
     if RANK == 0 or bad:
-        what = f"{batches * a.each} launches of each kernel in {batches} operators"
+        what = f"{batches * a.each} {what} in {batches} operators"
         verdict = "every result is the same to the bit"
         if bad:
-            verdict = f"WRONG results (seed {a.seed}), {{batch: wrong launches}} of each rank: {results}"
-        print(f"soak_fused: {what}, {time.monotonic() - start:.0f} s: {verdict}", flush=True)
+            verdict = f"WRONG results (seed {a.seed}), {{batch: number of them}} of each rank: {results}"
+        print(f"{name}: {what}, {time.monotonic() - start:.0f} s: {verdict}", flush=True)
     return bad
 
 

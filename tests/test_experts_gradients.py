@@ -11,6 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import epmoe
+import soak_train
 from cases import MODES, check_outcomes, keep, outcome, same_bits
 from epmoe import experts_ops
 from fused_cases import (ACTIVATIONS, LEAVES, LOW, Experts, StagedOp, grown, has_fused_path, poison_staging,
@@ -239,3 +240,12 @@ def test_experts_report_an_error_between_two_operations(ranks, monkeypatch):
     check_outcomes([got for got, _ in results], ["MemoryError" if r == 1 else "PeerError"
                                                  for r in range(len(results))])
     assert all(is_finite for _, is_finite in results)
+
+
+def test_experts_soak_sample(ranks):
+    """Random shapes and options: a short sample of soak_train.py."""
+
+    def run(world, device):
+        return [soak_train.run_batch(world, device, 5, number, 6, False) for number in (0, 4)]
+
+    assert not any(map(any, ranks(run, world_size=3)))
