@@ -2,10 +2,12 @@
 
 import contextlib
 import io
+import unittest.mock
 
 import pytest
+import torch
 
-from epmoe.bench import cli
+from epmoe.bench import cli, train
 
 # The arguments of each command: small shapes and few runs.
 COMMANDS = {
@@ -23,6 +25,20 @@ COMMANDS = {
     "transformers": ["--shapes", "qwen3-30b,gpt-oss-120b", "--iters", "1"],
     "worklog": ["--iters", "1"],
 }
+
+
+def liger_modules():
+    """Stand-ins of the modules of Liger's megakernel. Their kernel is the layer in PyTorch alone."""
+    def moe_fused(x, idx, weight, gate, up, down, num_experts, topk):
+        assert idx.dtype == torch.int32 and idx.shape[1] == topk and weight.dtype == x.dtype
+        layer = train.TorchLayer(idx.long(), num_experts, torch.distributed.get_world_size(),
+                                 torch.cat([gate, up], 1), down)
+        return layer(x, weight)
+
+    kernels = unittest.mock.MagicMock()
+    ops = unittest.mock.MagicMock(moe_fused=moe_fused)
+    names = ("liger_kernel", "liger_kernel.ops", "liger_kernel.ops.cute", "liger_kernel.ops.cute.ops")
+    return {"liger_cute_kernels": kernels} | dict.fromkeys(names, ops)
 
 
 def run_command(argv):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import epmoe
-from bench_cases import COMMANDS, on_the_cpu, run_command  # noqa: F401
+from bench_cases import COMMANDS, liger_modules, on_the_cpu, run_command  # noqa: F401
 from cases import process_ranks
 from epmoe import reference
 from epmoe.bench import ablation, check, features
@@ -69,6 +69,8 @@ def run_every_command(rank, world_size, folder):
     os.environ["EPMOE_BACKEND"] = "cpu"
     results = {name: run_command([name, *arguments, "--json", f"{folder}/{name}.json"])
                for name, arguments in COMMANDS.items()}
+    with unittest.mock.patch.dict(sys.modules, liger_modules()):
+        results["train with Liger"] = run_command(["train", "--shapes", "mixtral", "--iters", "1"])
     sys.path.insert(0, str(FAKES))
     results["with DeepEP"] = run_command(["a2a", "--shapes", "qwen3-30b", "--iters", "1"])
     results["decode with DeepEP"] = run_command(["decode", "--tokens", "3", "--iters", "1"])
@@ -131,6 +133,12 @@ def results(tmp_path_factory):
     """(folder of the JSON files, results of run_every_command for each rank)"""
     folder = tmp_path_factory.mktemp("bench")
     return folder, process_ranks(run_every_command, 2, str(folder), timeout_s=HANG_S)
+
+
+def test_bench_train_beside_liger(results):
+    rows = {r["impl"]: r for r in results[1][0][0]["train with Liger"][0]}
+    assert {"Liger forward", "Liger backward", "Liger both", "Liger kept bytes"} <= rows.keys()
+    assert set(rows["epmoe both"]["ratios"]) == {"torch", "GEMMs", "Liger"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

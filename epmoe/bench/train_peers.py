@@ -102,7 +102,8 @@ def liger_layer(shape, idx, gate_up, down, world_size, device):
     """Return Liger's megakernel as a layer and its weights [gate, up, down].
 
     Raises an exception where it cannot be used: it needs the wheel liger_cute_kernels, and ranks of NCCL.
-    The weights are copies, because it takes gates and ups as separate tensors.
+    The weights are copies, because it takes gates and ups as separate tensors.  Each forward must be followed
+    by its backward, which returns its symmetric memory.
     """
     from liger_cute_kernels import nvshmem, tvm_ffi
     from liger_kernel.ops.cute.ops import moe_fused
@@ -117,7 +118,6 @@ def liger_layer(shape, idx, gate_up, down, world_size, device):
     down, idx = down.detach().clone().requires_grad_(), idx.to(torch.int32)
 
     def layer(x, weight):
-        return moe_fused(x, idx, weight.to(x.dtype), gate, up, down, shape.experts, shape.topk,
-                         dist.group.WORLD)
+        return moe_fused(x, idx, weight.to(x.dtype), gate, up, down, shape.experts, shape.topk)
 
     return layer, [gate, up, down]
