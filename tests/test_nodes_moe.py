@@ -55,9 +55,7 @@ def main(rank, size):
             x, idx, weight, _ = inputs(CASES["unequal"], rank, size)
             facts[form] = torch.equal(moe(x, idx, weight), results[form, "unequal"]["y"])
         if form == "fused":
-            compiled = torch.compile(moe, backend="eager")
-            facts["compiled"] = torch.equal(step(moe, CASES["unequal"], compiled)["y"],
-                                            results[form, "unequal"]["y"])
+            facts |= with_compiler(moe, results, rank, size)
             shared = epmoe.EPMoE(HIDDEN, INNER, EXPERTS, TOPK, layer=moe.layer, dtype=torch.float32)
             shared.load_state_dict(moe.state_dict())
             facts["shared"] = torch.equal(step(shared, CASES["unequal"])["y"], results[form, "unequal"]["y"])
@@ -69,6 +67,18 @@ def main(rank, size):
     moe = epmoe.EPMoE(HIDDEN, INNER, EXPERTS, TOPK, layer=plain, dtype=torch.float32)
     results["plain", "unequal"] = step(moe, CASES["unequal"]) | {"state": epmoe.whole_state_dict(moe)}
     return results, facts
+
+
+def with_compiler(moe, results, rank, size):
+    """Whether one graph has the bits of Python for all cases, and a wrong index is an error on all ranks."""
+    facts, compiled = {}, torch.compile(moe, backend="aot_eager", fullgraph=True, dynamic=True)
+    for name, case in CASES.items():
+        got = step(moe, case, compiled)
+        facts["compiled", name] = all(torch.equal(t, results["fused", name][n]) for n, t in got.items())
+    x, idx, weight, _ = inputs(CASES["empty node"], rank, size)
+    wrong = outcome(lambda: compiled(x, torch.full_like(idx, 99), weight))  # only the last rank has tokens
+    facts["wrong index"] = wrong.kind == "EpIndexError" and "rank 3: expert index 99 of token 0" in wrong.text
+    return facts
 
 
 class Model(nn.Module):

@@ -11,7 +11,7 @@ from ..errors import EpError, EpMismatch, PeerError
 from ..fused import EpAll2AllFusedOp
 from ..layer import EPAll2AllLayer
 from ..ops import requires_grad
-from . import meeting, plan, rows
+from . import meeting, ops, plan, rows
 from .checks import Checks
 from .topology import Nodes
 
@@ -70,6 +70,9 @@ class OverNodes(Checks):
             nodes._exchange_rows(*torch.zeros(2, nodes.num_nodes, dtype=torch.int32, device=self.device))
         self._number = nodes._num_layers
         nodes._num_layers += 1
+        # The name in torch.ops.epmoe.nodes_*; as that of other layers, it has all that sizes depend on.
+        self.id = f"{nodes.num_nodes} nodes, {self.node}, {self.team_layer.id}"
+        ops.layers[self.id] = self
 
     def _take(self, team, max_tokens, num_experts):
         """Take the attributes of a layer from that of the team."""
@@ -190,13 +193,20 @@ class OverNodes(Checks):
         with self._ending():
             return rows.Home.apply(call(), None, layout, True)[0]
 
-    @torch._disable_dynamo
     def _apply(self, moe, x, topk_idx, topk_weights):
-        """Apply the experts of an EPMoE: those of this node through the team layer, to what has arrived.
+        """Apply the experts of an EPMoE: those of this node through the team layer, to what has arrived."""
+        params = moe.gate_up_proj, moe.gate_up_proj_bias, moe.down_proj, moe.down_proj_bias
+        if torch.compiler.is_compiling():
+            return ops.apply(self, moe, requires_grad(x, topk_weights, *params), x, topk_idx,
+                             topk_weights.float())
+        return self._apply_now(moe, params, x, topk_idx, topk_weights)
+
+    @torch._disable_dynamo
+    def _apply_now(self, moe, params, x, topk_idx, topk_weights):
+        """Do it as calls.
 
         The meeting comes after all stages of the node, so that it also tells of an error in one of them.
         """
-        params = moe.gate_up_proj, moe.gate_up_proj_bias, moe.down_proj, moe.down_proj_bias
         error = None
         self._applies = True
         try:

@@ -41,8 +41,16 @@ class NodesLayout:
     def take(self, goes_to, owner):
         """Keep what this rank sends: goes_to [N, T], and owner [T, K], the node of each choice or -1."""
         total = sum(self.send_tokens)
-        self.send_idx = torch.nonzero_static(goes_to[self.order], size=total)[:, 1]
+        self.send_idx = torch.nonzero_static(goes_to[self.order], size=total)[:, 1].contiguous()
         self.owner = owner
+
+    @classmethod
+    def of_tensors(cls, layer, send_idx, owner, counts):
+        """Return a layout with all that rows.py needs, of the results of nodes_plan."""
+        self = cls(layer, owner.shape[0], 0, *counts.tolist())
+        self.send_idx = send_idx
+        self.owner = owner
+        return self
 
     def segments(self, counts):
         """Return [(node, first, end)] of rows in memory, in node order."""
