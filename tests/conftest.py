@@ -53,7 +53,8 @@ def to_cpu(value):
     if isinstance(value, dict):
         return {k: to_cpu(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(to_cpu(v) for v in value)
+        parts = [to_cpu(v) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 
