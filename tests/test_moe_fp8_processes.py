@@ -1,12 +1,13 @@
-"""EPMoE with weights in FP8 on ranks that are processes: torch.compile, and torch.distributed.checkpoint."""
+"""EPMoE in FP8 on ranks that are processes: torch.compile, checkpoints, and fully_shard."""
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import epmoe
+from outcomes import check_outcomes, outcome
 from test_fp8 import bits
-from test_moe_fp8 import inputs, make
+from test_moe_fp8 import HIDDEN, K, experts_of, inputs, make
 
 pytestmark = pytest.mark.cpu_only
 
@@ -38,3 +39,24 @@ def test_moe_fp8_compiles_and_loads_checkpoints_of_other_ranks(ranks, tmp_path):
     dcp.save(alone.state_dict(), checkpoint_id=tmp_path)
     alone.finalize()
     assert all(map(all, ranks.isolated(compile_and_load, str(tmp_path), world_size=2)))
+
+
+def load_sharded(world, device):
+    """What happens to a checkpoint with the experts one by one, after fully_shard and before it."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    alone = epmoe.EPMoE(HIDDEN, 128, 4, K, epmoe.thread_worlds(1)[0], max_tokens=4, device=device)
+    plain = experts_of(4)
+    alone.load_state_dict(plain)
+    loaded = torch.equal(alone.down_proj[3], plain["3.down_proj.weight"])
+    fully_shard(alone, mesh=init_device_mesh("cpu", (2,)))
+    got = outcome(lambda: alone.load_state_dict(plain))
+    alone.finalize()
+    return loaded, got
+
+
+def test_moe_loads_experts_one_by_one_before_fully_shard(ranks):
+    results = ranks.isolated(load_sharded, world_size=2)
+    assert all(loaded for loaded, _ in results)
+    check_outcomes([got for _, got in results], "RuntimeError", "load before it")
