@@ -50,6 +50,12 @@ def test_bench_layer_measures_decoding_too(run_of):
     assert [s.name for s in layer.shapes(other)] == ["seed-small"]
 
 
+def test_bench_layer_fp8_measures_decoding_too(run_of):
+    run = run_of("layer", "--fp8", "--shapes", "dsv3,seed")
+    labels = [label for label, _ in cli.jobs_of("layer", run)]
+    assert labels == ["dsv3-small", "dsv3-small T=16", "seed-small"]
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("gemm", "sm", "transformers")])
 def test_bench_num_sm_applies_to_every_layer(command):
     with unittest.mock.patch.object(epmoe._C, "layer_create", wraps=epmoe._C.layer_create) as create:

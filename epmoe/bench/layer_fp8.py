@@ -15,7 +15,7 @@ import epmoe
 from epmoe import moe_fp8
 from epmoe.bench.check import poisoned
 from epmoe.bench.gemm_fp8 import E4M3, dequantized, heavy_tailed
-from epmoe.bench.layer import alternate, record_layer
+from epmoe.bench.layer import DECODE, alternate, record_layer
 from epmoe.bench.measure import slowest
 from epmoe.gemm import FP8_BLOCK
 from epmoe.reference import activate
@@ -34,8 +34,10 @@ def jobs(run):
         if shape.hidden % FP8_BLOCK or shape.inner % FP8_BLOCK:
             run.say(f"skipped: {shape.name}, because H or I is not a multiple of {FP8_BLOCK}")
             continue
-        found.append((shape.name, functools.partial(measure, run, shape)))
-    return found
+        found.append(shape)
+        if shape.name.startswith("dsv3"):  # also with the tokens of a decoding rank
+            found += [replace(shape, name=f"{shape.name} T={t}", tokens=t) for t in DECODE[run.device.type]]
+    return [(shape.name, functools.partial(measure, run, shape)) for shape in found]
 
 
 class Pair:
