@@ -160,6 +160,28 @@ def test_moe_gradients_of_calls(ranks, way, world_size):
                             assert torch.equal(got[name], value), name
 
 
+def on_a_stream(world, device, is_delayed):
+    """The gradients after two steps, with backward_dw on a stream of its own beside the next forward."""
+    model, side = MODELS[1], torch.cuda.Stream(device)
+    moe = make_moe(world, device, model, **(DELAY if is_delayed else {}))
+    for step in range(3):
+        backward(moe, world, device, model, step)
+        if is_delayed:
+            with torch.cuda.stream(side):
+                moe.backward_dw()
+    torch.cuda.current_stream().wait_stream(side)
+    found = gradients(moe)
+    moe.layer.synchronize()
+    moe.finalize()
+    return found
+
+
+@pytest.mark.cuda_only
+def test_moe_gradients_on_another_stream(ranks):
+    for got, want in zip(ranks(on_a_stream, True), ranks(on_a_stream, False)):
+        assert all(torch.equal(got[n], want[n]) for n in WEIGHTS)
+
+
 def steps_of(world, device):
     """The sinks that remain after steps of a module, and of calls whose backward never runs."""
     for options in OPTIONS:
