@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import epmoe
-from cases import Case, generator, indices_of, outcome
+from cases import Case, generator, indices_of, outcome, same_bits
 from epmoe import moe_fp8, reference
 from nodes_cases import run_nodes
 from test_nodes_layer import check_one, layer_of, run_one
@@ -57,6 +57,19 @@ def test_nodes_of_ranks_move_and_sum_as_the_oracle(ranks, backend):
         check_one([r[i] for r in results], case, num_nodes)
 
 
+def a_step(moe, call, x, idx, weight, d_out):
+    """The results and gradients of a training step, and the result without gradients."""
+    x, idx, weight, d_out = (t.detach().to(moe.layer.device, copy=True) for t in (x, idx, weight, d_out))
+    moe.zero_grad()
+    y = call(x.requires_grad_(), idx, weight.requires_grad_())
+    y.backward(d_out)
+    with torch.no_grad():
+        again = call(x, idx, weight)
+    got = {"y": y, "again": again, "dx": x.grad, "dw": weight.grad, "gate_up_proj": moe.gate_up_proj.grad,
+           "down_proj": moe.down_proj.grad}
+    return {name: t.detach().cpu() for name, t in got.items()}
+
+
 def test_nodes_of_ranks_run_the_megakernels(ranks):
     """EPMoE against one process in float64; its fused kernels have the bits of the stages."""
     case = Case(topk=TOPK, max_tokens=96, num_local=EXPERTS_OF_RANK, tokens="unequal", pattern="sentinels")
@@ -74,16 +87,12 @@ def test_nodes_of_ranks_run_the_megakernels(ranks):
             with torch.no_grad():
                 for p in moe.parameters():
                     p.copy_(torch.randn(p.shape, generator=g) / p.shape[2] ** 0.5)
-            to = [t.to(device).detach().clone() for t in (x, idx, weight)]
-            to[0].requires_grad_()
-            to[2].requires_grad_()
-            y = moe(*to)
-            y.backward(d_out.to(device))
-            with torch.no_grad():
-                again = moe(*to)
-            result[form] = {"y": y, "again": again, "dx": to[0].grad, "dw": to[2].grad,
-                            "gate_up_proj": moe.gate_up_proj.grad, "down_proj": moe.down_proj.grad}
-            result[form] = {n: t.detach().cpu() for n, t in result[form].items()}
+            result[form] = a_step(moe, moe, x, idx, weight, d_out)
+            if form and nodes.group is not None:  # ranks that are threads share one compiler
+                compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+                again = a_step(moe, compiled, x, idx, weight, d_out)
+                for name, want in result[form].items():
+                    same_bits(again[name], want, f"compiled: {name}")
             result["params"] = [moe.gate_up_proj.detach().cpu(), moe.down_proj.detach().cpu()]
             moe.finalize()
         return result

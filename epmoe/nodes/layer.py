@@ -7,7 +7,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from .. import _C
 from ..autograd import check_mode
-from ..errors import EpError, EpMismatch, PeerError
+from ..errors import EpClosed, EpError, EpMismatch, PeerError
 from ..fused import EpAll2AllFusedOp
 from ..layer import EPAll2AllLayer
 from ..ops import requires_grad
@@ -27,6 +27,7 @@ class OverNodes(Checks):
     """
 
     may_decode = False
+    _is_closed = False
     _applies = False  # whether the team layer applies the experts of an EPMoE
     low_latency = None
     _owns_heap = False
@@ -92,6 +93,8 @@ class OverNodes(Checks):
 
         An error that only repeats what another rank of this node has done becomes that of all ranks.
         """
+        if self._is_closed:
+            raise EpClosed("this layer is finalized: create a new one")
         failed = 0 if error is None else meeting.SECOND if type(error) is PeerError else meeting.FAILED
         try:
             meeting.meet(self.nodes, meeting.Header(self._number, op, weights, gradients, failed))
@@ -282,6 +285,7 @@ class OverNodes(Checks):
 
     def finalize(self):
         self.team_layer.finalize()
+        self._is_closed = True
 
 
 class LayerOverNodes(OverNodes, EPAll2AllLayer):
