@@ -20,6 +20,7 @@ COMMANDS = {
     "features": ["--shapes", "gpt-oss-120b", "--iters", "1"],
     "gemm": ["--shapes", "qwen3-30b", "--iters", "1"],
     "host": ["--iters", "1"],
+    "nodes": ["--local-ranks", "1", "--iters", "1"],
     "decode": ["--tokens", "3", "--iters", "1"],
     "train": ["--shapes", "qwen3-30b,mixtral", "--iters", "1"],
     "transformers": ["--shapes", "qwen3-30b,gpt-oss-120b", "--iters", "1"],

@@ -47,6 +47,7 @@ EXPECTED = {
              "epmoe dispatch + gemm, host", "epmoe gemm + combine, host"}
             | {f"epmoe low-latency {call}{out}, host" for call in ("dispatch", "combine")
                for out in ("", ", out=")},
+    "nodes": {"epmoe over nodes", "rail slowed down"},
     "decode": {f"epmoe {call}" for call in CALLS}
               | {f"epmoe {call} {half}" for call in CALLS[:3] for half in ("send", "recv")}
               | {f"torch {call}" for call in ("dispatch", "combine", "pair", "all_to_all_single alone")}

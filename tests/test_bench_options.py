@@ -56,7 +56,7 @@ def test_bench_layer_fp8_measures_decoding_too(run_of):
     assert labels == ["dsv3-small", "dsv3-small T=16", "seed-small"]
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("gemm", "sm", "transformers")])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in ("gemm", "sm", "nodes", "transformers")])
 def test_bench_num_sm_applies_to_every_layer(command):
     with unittest.mock.patch.object(epmoe._C, "layer_create", wraps=epmoe._C.layer_create) as create:
         rows, out, _ = run_command([command, "--shapes", "qwen3-30b", "--num-sm", "2", "--iters", "1"])
@@ -93,6 +93,7 @@ def test_bench_starts_its_ranks_without_torchrun():
     (["gemm", "--num-sm", "8"], "leave it out for gemm"),
     (["transformers", "--num-sm", "8"], "leave it out for transformers"),
     (["a2a", "--tokens", "8"], "only decode takes it"),
+    (["a2a", "--local-ranks", "2"], "only nodes takes it"),
     (["a2a", "--fp8"], "only gemm and layer take it"),
     (["decode", "--tokens", "8,0"], "0: must be a positive number"),
     (["sm", "--num-sm", "many"], "many: must be a positive number"),

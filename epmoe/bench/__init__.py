@@ -10,6 +10,7 @@
     overlap.py   what the warps of the fused kernels do, and when
     features.py  the effect of token saving, sorting and pre-reduction
     host.py      host overhead per call
+    nodes.py     dispatch and combine over several nodes: the ranks of this machine, cut into nodes
     scale.py  scale_model.py   traffic and time over several nodes, computed from rates
 
     torch_nccl.py  deep_ep.py  unpermute_triton.py   the peers

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from epmoe.testing import SIDE_BY_SIDE, run_ranks, set_device
 
-from . import (a2a, ablation, decode, features, gemm, gemm_fp8, growth, host, layer, layer_fp8, overlap,
-               report, scale, side, sm, tokens, train, transformers, worklog)
+from . import (a2a, ablation, decode, features, gemm, gemm_fp8, growth, host, layer, layer_fp8, nodes,
+               overlap, report, scale, side, sm, tokens, train, transformers, worklog)
 from .run import Run
 from .shapes import SHAPES
 
@@ -32,6 +32,7 @@ BENCHES = {
     "gemm": (gemm, "the grouped GEMMs of one rank of four, compared with torch's"),
     "overlap": (overlap, "what the warps of the fused kernels do, and when; needs a build with the profiler"),
     "features": (features, "the effect of token saving, sorting and pre-reduction"),
+    "nodes": (nodes, "dispatch and combine over several nodes: the ranks of this machine, cut into nodes"),
     "host": (host, "host overhead per call, in microseconds"),
     "decode": (decode, "low-latency dispatch and combine by T, their halves, and a decode layer"),
     "train": (train, "a training step: forward, backward, memory, compared with torch's layer and products"),
@@ -81,6 +82,8 @@ def parse(argv):
                             "transformers")
         s.add_argument("--tokens", type=numbers, metavar="T,T,...",
                        help="decode: the numbers of tokens of a rank to measure")
+        s.add_argument("--local-ranks", type=positive, metavar="L",
+                       help="nodes: the ranks of a node (default: half of the ranks)")
         s.add_argument("--fp8", action="store_true",
                        help="gemm, layer: those of FP8, beside 16 bits, with their errors")
         s.add_argument("--iters", type=positive,
@@ -104,6 +107,8 @@ def parse(argv):
         p.error(f"--num-sm: leave it out for {options.bench}, which moves no tokens between ranks")
     if options.bench not in ("decode", "all") and options.tokens:
         p.error("--tokens: only decode takes it")
+    if options.bench not in ("nodes", "all") and options.local_ranks:
+        p.error("--local-ranks: only nodes takes it")
     if options.bench not in OF_FP8 and options.fp8:
         p.error("--fp8: only gemm and layer take it")
     return options

@@ -16,7 +16,8 @@ CHUNKS = (1, 2, 3, 4, 6, 8)
 SAVINGS = ("choice", "rank", "node")
 _TILE_ROWS = 128
 _META_BYTES = 64  # the header that a rank sends to each rail peer before the rows
-_CHOICE_BYTES = 6  # of each choice beside it: an expert index of 2 bytes, a weight of 4
+_INDEX_BYTES = 4  # of each choice beside it
+_WEIGHT_BYTES = 4  # of each choice, beside the row on its way out; of its gradient on the way home
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,9 +249,10 @@ def predict(shape, nodes, local_ranks, rates, saving="node", limit=None, home_by
     """
     passes = 2 if backward else 1
     rows = rows_leaving(nodes, local_ranks, shape.experts, shape.topk, saving, limit)
-    meta = (nodes - 1) * (_META_BYTES + shape.tokens * shape.topk * _CHOICE_BYTES)
-    out_bytes = rows * shape.tokens * shape.hidden * 2
-    back_bytes = rows * shape.tokens * shape.hidden * home_bytes
+    meta = (nodes - 1) * (_META_BYTES + shape.tokens * shape.topk * _INDEX_BYTES)
+    weights = rows * shape.tokens * shape.topk * _WEIGHT_BYTES
+    out_bytes = rows * shape.tokens * shape.hidden * 2 + (0 if backward else weights)
+    back_bytes = rows * shape.tokens * shape.hidden * home_bytes + (weights if backward else 0)
     out_s, home_s = out_bytes / rates.rail, back_bytes / rates.rail
     plan_s = (meta / rates.rail + rates.rail_latency) if nodes > 1 and not backward else 0.0
 
