@@ -187,6 +187,7 @@ class NodeLinks:
     def _finish(self, how):
         _open.discard(self)
         if os.getpid() != self._pid or not self._thread.is_alive():
+            self._waker.close()
             return
         self._wanted = how
         with contextlib.suppress(OSError):

@@ -1,5 +1,6 @@
 """How the ranks of several nodes connect: callers, proofs, addresses, ranks that fail or die meanwhile."""
 
+import doctest
 import os
 import signal
 import socket
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import epmoe
 from cases import outcome, process_ranks
-from epmoe import _C, node_meeting, node_sockets
+from epmoe import _C, node_links, node_meeting, node_sockets
 from epmoe.node_links import NodeLinks
 from epmoe.node_sockets import Acceptor, call, listen, own_addresses, pack_card, unpack_card
 from pace import HANG_S, is_soon
@@ -167,6 +168,13 @@ def test_meeting_rejects_a_wrong_node_timeout(monkeypatch, text):
     monkeypatch.setenv("EPMOE_NODE_TIMEOUT_S", text)
     with pytest.raises(ValueError, match="EPMOE_NODE_TIMEOUT_S"):
         node_meeting.node_timeout_s()
+
+
+@pytest.mark.parametrize("module", [node_links, node_meeting, node_sockets], ids=lambda m: m.__name__)
+def test_meeting_examples_run(module, monkeypatch):
+    monkeypatch.delenv("EPMOE_NODE_TIMEOUT_S", raising=False)
+    result = doctest.testmod(module)
+    assert result.attempted and not result.failed
 
 
 # ---- ranks that fail ----
