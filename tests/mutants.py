@@ -44,7 +44,7 @@ CONCERN = {
     "csrc/runtime/tensor*": "C errors_objects written_tensors dispatch_rows",
     "csrc/runtime/*": "C world_* errors_meeting errors_order limits",
     "csrc/cpu/low_latency*": "C low_latency errors_low_latency",
-    "csrc/cpu/plan*": "C plan_*",
+    "csrc/cpu/plan*": "C plan_* layer_padding",
     "csrc/cpu/*": "C dispatch_rows combine_sums layer_padding plan_slots heap_access",
     "epmoe/integrations/layers.py": "integrations_torchtitan integrations_megatron",
     "epmoe/integrations/deep_ep/*": "integrations_deep_ep*",
