@@ -31,7 +31,7 @@ class _Loader:
         self.missing, self.errors = missing, errors
         self.parts = _parts(moe)
 
-    def load(self):
+    def run(self):
         """Copy all, and return the keys that are of experts, on any rank."""
         known = {key for key in self.state_dict if self._is_known(key)}
         if not known:
@@ -118,7 +118,7 @@ def load_experts(moe, state_dict, prefix, missing, errors):
     have been loaded.
     """
     with torch.no_grad():
-        known = _Loader(moe, state_dict, prefix, missing, errors).load()
+        known = _Loader(moe, state_dict, prefix, missing, errors).run()
     if not known:
         return state_dict, {}
     left = {key: t for key, t in state_dict.items() if key not in known}
