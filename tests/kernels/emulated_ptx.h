@@ -57,7 +57,7 @@ struct EpMbarrier {
         changed.notify_all();
     }
 };
-static EpBarrier ep_warps[2][12], ep_named[2][3], ep_cluster;
+static EpBarrier ep_warps[2][12], ep_named[2][4], ep_cluster;
 static EpMbarrier ep_mbarriers[2][EP_CTA_SMEM_BYTES / 8];
 /* One thread of the producer warp, two warpgroups, and with scales of blocks the warp that loads them. The
  * communication warps are not emulated. */
@@ -107,6 +107,9 @@ EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
     const std::chrono::nanoseconds limit(limit_ns);
     if (!b.changed.wait_for(hold, limit, [&] { return (b.phase & 1) != parity; }))
         ep_die("the wait for an mbarrier timed out");
+}
+EP_PTX void ep_mbar_wait_lean(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
+    ep_mbar_wait(bar, parity, limit_ns);
 }
 EP_PTX void ep_fence_mbar_init(void) {}
 EP_PTX void ep_fence_proxy_async_shared(void) {}
@@ -183,6 +186,16 @@ EP_PTX void ep_stmatrix_x4(uint32_t dst, uint32_t r0, uint32_t r1, uint32_t r2, 
                4);
     ep_aligned();
 }
+EP_PTX void ep_ldmatrix_x4(uint32_t src, uint32_t *r) {
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    uint32_t *of_lane = ep_warp_address[ep_rank][warp];
+    __atomic_store_n(&of_lane[lane], src, __ATOMIC_RELAXED);
+    ep_aligned();
+    for (uint32_t i = 0; i < 4; i++)
+        memcpy(&r[i], ep_at(__atomic_load_n(&of_lane[8 * i + lane / 4], __ATOMIC_RELAXED) + lane % 4 * 4, 4),
+               4);
+    ep_aligned();
+}
 EP_PTX uint4 ep_ld_shared(uint32_t src) {
     uint4 v;
     memcpy(&v, ep_at(src, 16), 16);
@@ -226,6 +239,7 @@ EP_PTX void ep_red_add_f32x2(float *to, float a, float b) {
     to[1] += b;
 }
 EP_PTX uint32_t ep_lane_now(void) { return threadIdx.x % 32; }
+EP_PTX uint32_t ep_num_ctas_now(void) { return gridDim.x; }
 
 EP_PTX float ep_ex2(float x) { return exp2f(x); }
 EP_PTX float ep_rcp(float x) { return 1 / x; }
@@ -285,16 +299,30 @@ struct EpProduct {
     uint32_t n;
     uint64_t a, b;
     bool add, f16, trans_a, trans_b, fp8;
+    const uint32_t *rows; /* instead of a: the lane's registers */
 };
 static thread_local std::deque<std::vector<EpProduct>> ep_groups(1);
+/* Element k of row lane / 4 + 8 * i, which one of four lanes has in its registers. */
+static float ep_row_e4m3(const uint32_t (*of_lane)[4], uint32_t i, uint32_t k) {
+    const uint32_t word = of_lane[threadIdx.x % 32 / 4 * 4 + k % 16 / 4][i + k / 16 * 2];
+    return __half2float(__half(__nv_cvt_fp8_to_halfraw((uint8_t)(word >> k % 4 * 8), __NV_E4M3)));
+}
+static uint32_t ep_rows[2][12][32][4];
 static void ep_execute(const EpProduct &p) {
     const uint32_t lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4;
     const uint32_t num_k = p.fp8 ? 32 : 16;
+    uint32_t(*rows)[4] = ep_rows[ep_rank][threadIdx.x / 32];
     float a[2][32];
+    if (p.rows) {
+        __syncwarp();
+        memcpy(rows[lane], p.rows, sizeof rows[lane]);
+        __syncwarp();
+    }
     for (uint32_t i = 0; i < 2; i++)
         for (uint32_t k = 0; k < num_k; k++)
-            a[i][k] = p.fp8 ? ep_operand_e4m3(p.a, row + 8 * i, k)
-                            : ep_operand(p.a, row + 8 * i, k, p.trans_a, p.f16);
+            a[i][k] = p.rows  ? ep_row_e4m3(rows, i, k)
+                      : p.fp8 ? ep_operand_e4m3(p.a, row + 8 * i, k)
+                              : ep_operand(p.a, row + 8 * i, k, p.trans_a, p.f16);
     for (uint32_t i = 0; i < p.n / 4; i++) {
         const uint32_t col = i / 2 * 8 + lane % 4 * 2 + i % 2;
         float sum[2] = {0, 0};
@@ -319,10 +347,13 @@ template <int N> EP_PTX void ep_wgmma_wait(void) {
 template <int N> EP_PTX void ep_wgmma_keep_order(float (&)[N]) {}
 template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a,
                                                                           uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0, false});
+    ep_groups.back().push_back({d, N, a, b, add != 0, F16, TRANS_A != 0, TRANS_B != 0, false, NULL});
 }
 template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
-    ep_groups.back().push_back({d, N, a, b, add != 0, false, false, false, true});
+    ep_groups.back().push_back({d, N, a, b, add != 0, false, false, false, true, NULL});
+}
+EP_PTX void ep_wgmma_e4m3_rows(float (&d)[64], const uint32_t *a, uint64_t b, uint32_t add) {
+    ep_groups.back().push_back({d, 128, 0, b, add != 0, false, false, false, true, a});
 }
 
 #endif /* EP_PTX_CUH */

@@ -60,6 +60,15 @@ EP_PTX void ep_mbar_wait(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
             asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(0) : "memory");
 }
 
+/* The same in fewer registers, with a limit in units of 2^20 ns. */
+EP_PTX void ep_mbar_wait_lean(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
+    if (ep_mbar_try_wait(bar, parity, 10000000)) return;
+    const uint32_t start = (uint32_t)(ep_now_ns() >> 20);
+    while (!ep_mbar_try_wait(bar, parity, 10000000))
+        if ((uint32_t)(ep_now_ns() >> 20) - start > (uint32_t)(limit_ns >> 20))
+            asm volatile("st.global.u32 [%0], %1;" ::"l"(0ull), "r"(0) : "memory");
+}
+
 /* ---- clusters: CTAs that run at the same time and can access each other's shared memory ---- */
 
 EP_PTX uint32_t ep_cluster_rank(void) {
@@ -189,6 +198,14 @@ EP_PTX void ep_stmatrix_x4(uint32_t dst, uint32_t r0, uint32_t r1, uint32_t r2, 
                  : "memory");
 }
 
+/* Load four 8x8 matrices of 16-bit numbers. Lane l gives the address of row l % 8 of matrix l / 8. */
+EP_PTX void ep_ldmatrix_x4(uint32_t src, uint32_t *r) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared::cta.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(src)
+                 : "memory");
+}
+
 /* Load 16 bytes of a row. Peers write the staging buffer, so it is read with ordinary loads after an
  * acquire, never through the read-only path. Rows are used once, so they are not allocated in L1. */
 EP_PTX uint4 ep_ld_row(const uint4 *p) {
@@ -261,6 +278,13 @@ EP_PTX uint32_t ep_lane_now(void) {
     uint32_t lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     return lane;
+}
+
+/* The number of CTAs of the launch, in the same way. */
+EP_PTX uint32_t ep_num_ctas_now(void) {
+    uint32_t num;
+    asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(num));
+    return num;
 }
 
 /* Two numbers, each rounded to 16 bits; lo is in the lower half. */
@@ -379,6 +403,15 @@ template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64
     EP_WGMMA_E4M3(128, EP_R64, "64", "65", "66", EP_D32(0), EP_D32(32));
     EP_WGMMA_E4M3(256, EP_R128, "128", "129", "130", EP_D32(0), EP_D32(32), EP_D32(64), EP_D32(96));
 #undef EP_WGMMA_E4M3
+}
+/* The same with 128 columns, and with rows in registers: a warp has 16 of them, as ep_ldmatrix_x4 loads the
+ * matrices of rows 0 to 7 and of rows 8 to 15, with k from 0 on, and then both with k from 16 on. */
+EP_PTX void ep_wgmma_e4m3_rows(float (&d)[64], const uint32_t *a, uint64_t b, uint32_t add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" EP_R64 "}, "
+                 "{%64, %65, %66, %67}, %68, p, 1, 1;\n}"
+                 : EP_D32(0), EP_D32(32)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
 #endif /* EP_PTX_CUH */

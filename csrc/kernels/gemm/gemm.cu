@@ -9,6 +9,7 @@
 
 extern EpClusterKernel ep_gemm_kernels_bf16[], ep_gemm_kernels_f16[];
 extern EpClusterKernel ep_gemm_kernels_fp8_bf16[], ep_gemm_kernels_fp8_f16[];
+extern EpClusterKernel ep_gemm_kernels_one_scale_bf16[], ep_gemm_kernels_one_scale_f16[];
 extern EpClusterKernel ep_gemm_kernels_accumulate_bf16[], ep_gemm_kernels_accumulate_f16[];
 
 /* They are 0 when the module is loaded, and after each launch. */
@@ -65,10 +66,21 @@ static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) 
     return ep_launch_clusters(k, &l, stream);
 }
 
+/* A tile of a gate with all gate rows first has as many gate columns as up columns. The 64 gates of a piece, or
+ * the 32 of a tile for few rows, must have one scale, and so must their ups. */
+static bool has_whole_blocks(const EpGemmFp8Params *p) {
+    const EpGemmParams *g = &p->gemm;
+    return !ep_gemm_is_gated(g->activation) || g->activation == EP_ACT_GPT_OSS ||
+           ep_gemm_has_one_scale(&p->scales) || g->n / 2 % (ep_gemm_has_few_rows(g) ? 32 : 64) == 0;
+}
+
 static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *stream) {
-    const uint32_t tile_cols = ep_gemm_tile_cols_fp8(p);
-    EpClusterKernel *k = ep_find_kernel(p->gemm.is_f16 ? ep_gemm_kernels_fp8_f16 : ep_gemm_kernels_fp8_bf16,
-                                        0, &p->gemm, tile_cols);
+    const bool few = ep_gemm_has_few_rows(&p->gemm), one = !few && ep_gemm_has_one_scale(&p->scales);
+    const uint32_t tile_cols = few ? 64 : 256;
+    EpClusterKernel *table = p->gemm.is_f16 ? one ? ep_gemm_kernels_one_scale_f16 : ep_gemm_kernels_fp8_f16
+                             : one          ? ep_gemm_kernels_one_scale_bf16
+                                            : ep_gemm_kernels_fp8_bf16;
+    EpClusterKernel *k = ep_find_kernel(table, 0, &p->gemm, tile_cols);
     uint32_t max_ctas;
     if (!k) return (int)cudaErrorInvalidValue;
     const int e = ep_load_kernel(k, &max_ctas);
@@ -78,14 +90,6 @@ static int launch_hopper_fp8(const EpGemmFp8Params *p, uint32_t num_sms, void *s
     const EpClusterLaunch l = {num_sms / 2 * 2, false, &q, ep_map_fp8(ep_map_a(&p->gemm, tile_cols)),
                                ep_map_fp8(ep_map_b(&p->gemm, tile_cols))};
     return ep_launch_clusters(k, &l, stream);
-}
-
-/* A tile of a gate with all gate rows first has as many gate columns as up columns. Each of them must have
- * one scale, so they must not cross a block of 128. */
-static bool has_whole_blocks(const EpGemmFp8Params *p) {
-    const EpGemmParams *g = &p->gemm;
-    return !ep_gemm_is_gated(g->activation) || g->activation == EP_ACT_GPT_OSS ||
-           ep_gemm_has_one_scale(&p->scales) || g->n / 2 % (ep_gemm_tile_cols_fp8(p) / 2) == 0;
 }
 
 extern "C" int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream) {

@@ -37,7 +37,11 @@ template <typename C> EP_PTX uint32_t ep_next_tile_receive(const EpGemmParams *p
                                                            uint32_t num_done) {
     const uint32_t i = num_done % C::NUM_NEXT, bar = s->next_tile_bars + 8 * i;
     ep_mbar_arrive_expect(bar, 4);
-    ep_mbar_wait(bar, num_done / C::NUM_NEXT & 1, p->limit_ns);
+    ep_gemm_wait<C>(bar, num_done / C::NUM_NEXT & 1, p->limit_ns);
+    if constexpr (C::BY_BLOCK) { /* compute the address again: no register is left for it during the wait */
+        asm volatile("" : "+r"(num_done));
+        return ep_ld_shared_u32(s->next_tiles + 4 * (num_done % C::NUM_NEXT));
+    }
     return ep_ld_shared_u32(s->next_tiles + 4 * i);
 }
 
@@ -105,25 +109,29 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
     EpRing ring = {0, 1};
     EpGemmTile t;
     ep_walk_enter(p, C::BM, 2, &w);
-    for (uint32_t n = blockIdx.x / 2; ep_gemm_tile(p, C::BM, C::BN, 2, rank, &w, n, &t); num_done++) {
+    for (uint32_t n = blockIdx.x / 2;
+         ep_gemm_tile(p, C::BM, C::BN, 2, C::BY_BLOCK ? ep_cluster_rank() : rank, &w, n, &t); num_done++) {
+        if constexpr (C::BY_BLOCK) t.num_k = p->k; /* known to be so, but otherwise kept in a register */
         hooks.await_rows(t);
         /* only now, because await_rows may need the number of rows of the whole expert */
         t.num_rows = min(t.num_rows, (uint32_t)C::BM);
         for (uint32_t k = 0; k == 0 || k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
-            ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
+            ep_gemm_wait<C>(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
             if (k == 0) ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
             if constexpr (C::BY_BLOCK) ep_mbar_arrive(ep_gemm_told<C>(s, ring.stage));
             if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
             else
                 ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES,
-                                      s->full + 8 * ring.stage, rank, map_a, map_b);
-            if (k == 0 && rank == 0) drawn = ep_next_tile_send<C>(p, s, num_done);
+                                      s->full + 8 * ring.stage, C::BY_BLOCK ? ep_cluster_rank() : rank, map_a,
+                                      map_b);
+            if (k == 0 && (C::BY_BLOCK ? ep_cluster_rank() : rank) == 0)
+                drawn = ep_next_tile_send<C>(p, s, num_done);
         }
-        n = num_pairs + ep_next_tile_receive<C>(p, s, num_done);
+        n = (C::BY_BLOCK ? ep_num_ctas_now() / 2 : num_pairs) + ep_next_tile_receive<C>(p, s, num_done);
     }
     /* The last number has been drawn: reset the counter. (A megakernel's last CTA out does that.) */
     if (!Hooks::FUSED && drawn == w.first_tile - 1) *p->tile_counter = 0;
-    ep_mbar_wait(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
+    ep_gemm_wait<C>(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
     t.num_rows = 0;
     ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
     if constexpr (C::BY_BLOCK) ep_mbar_arrive(ep_gemm_told<C>(s, ring.stage));
@@ -263,8 +271,6 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
             if constexpr (C::BY_BLOCK) ep_mbar_init(ep_gemm_told<C>(&s, i), 1);
             ep_mbar_init(s.empty + 8 * i, 2 * 8);
         }
-        if constexpr (C::BY_BLOCK)
-            for (uint32_t i = 0; i < 2; i++) ep_mbar_init(ep_gemm_turn<C>(&s, i), 4);
         for (uint32_t i = 0; i < C::NUM_NEXT; i++) ep_mbar_init(s.next_tile_bars + 8 * i, 1);
         ep_fence_mbar_init();
     }

@@ -5,11 +5,11 @@
  * them up, in the tensor cores' own format. The sum is multiplied by both scales and added to the tile's
  * accumulators in float32.
  *
- * Many rows: a tile of 256 x 128. A warpgroup has two halves of 64 rows, one after the other in each stage.
- * So the columns of a stage are loaded once for 256 rows: with 128 rows, shared memory cannot deliver what
- * the tensor cores take. The two warpgroups take turns: one has the tensor cores while the other one adds its
- * sums. A half is written while the wgmmas of the other half are in flight, so the tensor cores have work at
- * the end of a tile, too.
+ * Many rows: a tile of 128 x 256. A warpgroup has 64 rows and two pieces of 128 columns, one after the other in
+ * each stage. It loads its rows into registers once for both pieces: shared memory cannot deliver rows and
+ * columns as fast as the tensor cores take them, and reading them costs power. The two warpgroups take turns:
+ * one has the tensor cores while the other one adds its sums. A piece is written while the wgmmas of the other
+ * piece are in flight, so the tensor cores have work at the end of a tile, too.
  * Few rows: a tile of 32 x 64, of which a stage has 512 values of k; see gemm_tune.h.
  *
  * Exports ep_gemm_load_scales, ep_gemm_mma_tiles_fp8 and ep_gemm_mma_few_fp8. Hooks::scales has the
@@ -20,8 +20,8 @@
 
 /* ---- the warp that loads scales ---- */
 
-/* Where a lane reads: the scale of its first row, and that of a block of columns: gates if the lane is even,
- * ups if it is odd. */
+/* Where a lane reads: the scale of its first row, and that of a block of columns. Two lanes have those of a
+ * piece: gates or all columns, and ups. */
 typedef struct {
     const float *row, *col;
 } EpGemmScaleWalk;
@@ -30,7 +30,8 @@ template <typename C> EP_PTX EpGemmScaleWalk ep_gemm_scales_begin(const EpGemmPa
                                                                   const EpGemmScales *scales,
                                                                   const EpGemmTile *t) {
     const uint32_t lane = ep_lane_now(), last = ep_gemm_num_blocks(p->n) - 1;
-    const uint32_t gate = C::TWO_SCALES ? t->col0 / 2 : t->col0;
+    const uint32_t first = t->col0 + lane / 2 % C::NUM_PIECES * 128;
+    const uint32_t gate = C::TWO_SCALES ? first / 2 : first;
     const uint32_t col = C::TWO_SCALES && lane % 2 ? p->n / 2 + gate : gate;
     EpGemmScaleWalk w;
     w.row = scales->a + (t->row0 + lane) * scales->a_row;
@@ -47,7 +48,7 @@ template <typename C> EP_PTX void ep_gemm_scales_copy(const EpGemmScales *scales
 #pragma unroll
     for (uint32_t i = 0; i < C::BM / 32; i++, row += 32 * scales->a_row)
         if (lane + 32 * i < num_rows) ep_cp_async_4(rows + 4 * lane + 128 * i, row);
-    if (lane < 1 + C::TWO_SCALES) ep_cp_async_4(cols + 4 * lane, w->col);
+    if (lane < 2 * C::NUM_PIECES) ep_cp_async_4(cols + 4 * lane, w->col);
     w->row += scales->a_k;
     w->col += scales->b_k;
 }
@@ -58,13 +59,13 @@ template <typename C, typename Hooks>
 EP_PTX void ep_gemm_load_scales(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
     EpRing ring = {0, 0};
     for (;;) {
-        ep_mbar_wait(ep_gemm_told<C>(s, ring.stage), ring.parity, p->limit_ns);
+        ep_gemm_wait<C>(ep_gemm_told<C>(s, ring.stage), ring.parity, p->limit_ns);
         const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage);
         if (t.num_rows == 0) break;
         EpGemmScaleWalk w = ep_gemm_scales_begin<C>(p, hooks.scales, &t);
         for (uint32_t k = 0; k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
             const uint32_t slot = ep_gemm_slot<C>(s, ring.stage);
-            if (k) ep_mbar_wait(ep_gemm_told<C>(s, ring.stage), ring.parity, p->limit_ns);
+            if (k) ep_gemm_wait<C>(ep_gemm_told<C>(s, ring.stage), ring.parity, p->limit_ns);
 #pragma unroll
             for (uint32_t kk = 0; kk < C::K_BOXES; kk++)
                 if (kk == 0 || k + kk * C::BOX_K < t.num_k)
@@ -91,10 +92,10 @@ template <typename C> EP_PTX EpGemmProducts ep_gemm_scales_get(uint32_t rows, ui
 
 /* d += part * scales. Of each group of eight columns, a lane has two of its top row and two of its bottom
  * row. With two scales the columns are eight gates, eight ups, and so on. */
-template <typename C> EP_PTX void ep_gemm_promote(float (&d)[C::BN / 2], const float (&part)[C::BN / 2],
-                                                  const EpGemmProducts *s) {
+template <typename C, int N>
+EP_PTX void ep_gemm_promote(float (&d)[N], const float (&part)[N], const EpGemmProducts *s) {
 #pragma unroll
-    for (int i = 0; i < C::BN / 2; i++) {
+    for (int i = 0; i < N; i++) {
         const bool is_up = C::TWO_SCALES && i / 4 % 2, is_bottom = i % 4 / 2;
         d[i] = fmaf(is_bottom ? is_up ? s->up_bottom : s->bottom : is_up ? s->up_top : s->top, part[i], d[i]);
     }
@@ -147,65 +148,52 @@ template <typename C> EP_PTX void ep_gemm_mma_few_fp8(float (&d)[C::BN / 2], con
 
 /* ---- many rows ---- */
 
-/* What a warp knows while it computes a tile. */
-typedef struct {
-    uint32_t group;   /* the warpgroup: 0 or 1 */
-    bool takes_turns; /* both warpgroups have the same number of halves */
-    uint32_t turn;    /* the parity of the warpgroup's next turn */
-    EpRing ring;
-} EpGemmFp8Work;
+/* A warpgroup's accumulators of a piece, and the rows of a stage that it has in registers. */
+typedef float EpGemmPiece[64];
+typedef uint32_t EpGemmRows[16];
 
-/* Start the products of a half, when it is this warpgroup's turn. They are in flight until
- * ep_gemm_finish_half. Without turns the tensor cores could process the wgmmas of both warpgroups
+template <typename C>
+EP_PTX void ep_gemm_load_fragments(EpGemmRows &a, const EpGemmShared *s, uint32_t stage) {
+    const uint32_t lane = ep_lane_now(), row = (threadIdx.x / 32 - 4) * 16 + lane % 16;
+    const uint32_t at = s->stages + stage * C::STAGE_BYTES + row * 128;
+#pragma unroll
+    for (uint32_t j = 0; j < 4; j++) /* 32 values of k are two pieces of 16 bytes */
+        ep_ldmatrix_x4(at + ((2 * j + lane / 16) ^ (lane % 8)) * 16, &a[4 * j]);
+}
+
+/* Start the products of piece PIECE in a stage, when it is this warpgroup's turn. They are in flight until
+ * ep_gemm_finish_piece. Without turns the tensor cores could process the wgmmas of both warpgroups
  * alternately: both would end at the same time, and then both would add their sums.
- * The turns are mbarriers, not named barriers, because a wait with a loop is the end of a basic block. ptxas
- * places a named barrier before the additions, and they would begin only when the other one has started. */
-template <typename C, int HALF>
-EP_PTX void ep_gemm_start_half(float (&part)[C::BN / 2], EpGemmFp8Work *w, const EpGemmParams *p,
-                               const EpGemmShared *s) {
-    const uint32_t at = s->stages + w->ring.stage * C::STAGE_BYTES;
-    const uint64_t a = ep_wgmma_desc(at + (w->group + 2 * HALF) * EP_GEMM_BOX, EP_GEMM_BOX);
-    const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
-    if (w->takes_turns) {
-        ep_mbar_wait(ep_gemm_turn<C>(s, w->group), w->turn, p->limit_ns);
-        w->turn ^= 1;
-    }
+ * The rows are those in registers, or in shared memory. */
+template <typename C, int PIECE, bool REGISTERS>
+EP_PTX void ep_gemm_start_piece(EpGemmPiece &part, const EpGemmRows &a, const EpGemmShared *s, uint32_t stage,
+                                bool takes_turns) {
+    const uint32_t at = s->stages + stage * C::STAGE_BYTES, group = threadIdx.x / 128 - 1;
+    const uint64_t rows = ep_wgmma_desc(at + group * EP_GEMM_BOX, EP_GEMM_BOX);
+    const uint64_t cols = ep_wgmma_desc(at + C::A_BYTES + PIECE * 2 * EP_GEMM_BOX, EP_GEMM_BOX);
+    if (takes_turns) ep_bar_sync(2 + group, 256);
     ep_wgmma_fence();
 #pragma unroll
-    for (int j = 0; j < C::BK / 32; j++) /* 32 values of k are 2 units of 16 bytes */
-        ep_wgmma_e4m3<C::BN>(part, a + 2 * j, b + 2 * j, j);
+    for (int j = 0; j < 4; j++) /* 32 values of k are 2 units of 16 bytes */
+        if constexpr (REGISTERS) ep_wgmma_e4m3_rows(part, &a[4 * j], cols + 2 * j, j);
+        else ep_wgmma_e4m3<128>(part, rows + 2 * j, cols + 2 * j, j);
     ep_wgmma_commit();
-    if (w->takes_turns && threadIdx.x % 32 == 0) ep_mbar_arrive(ep_gemm_turn<C>(s, 1 - w->group));
+    if (takes_turns) ep_bar_arrive(3 - group, 256);
 }
 
-/* Wait for the products of a half in stage `stage`, and add their sums to d. The last half of a stage
- * releases it. */
-template <typename C, int HALF, bool RELEASES>
-EP_PTX void ep_gemm_finish_half(float (&d)[C::BN / 2], float (&part)[C::BN / 2], const EpGemmFp8Work *w,
-                                const EpGemmShared *s, uint32_t stage) {
+/* Wait for the products of a piece. Returns the scales by which ep_gemm_promote multiplies them. */
+template <typename C, int PIECE>
+EP_PTX EpGemmProducts ep_gemm_finish_piece(EpGemmPiece &part, const EpGemmShared *s, uint32_t stage) {
     const uint32_t slot = ep_gemm_slot<C>(s, stage);
-    const uint32_t row = (threadIdx.x / 32 - 4) * 16 + threadIdx.x % 32 / 4 + 128 * HALF;
-    const EpGemmProducts scales = ep_gemm_scales_get<C>(slot + 4 * row, slot + 4 * C::BM);
+    const uint32_t row = (threadIdx.x / 32 - 4) * 16 + threadIdx.x % 32 / 4;
+    const EpGemmProducts scales = ep_gemm_scales_get<C>(slot + 4 * row, slot + 4 * C::BM + 8 * PIECE);
     ep_wgmma_wait<0>();
     ep_wgmma_keep_order(part);
-    if (RELEASES) {
-        __syncwarp(); /* every lane has finished its wait and read the scales and the info */
-        if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * stage);
-    }
-    ep_gemm_promote<C>(d, part, &scales);
+    return scales;
 }
 
-/* Step to the next stage of the tile, and wait for it. Returns the previous stage. */
-template <typename C>
-EP_PTX uint32_t ep_gemm_next_stage(EpGemmFp8Work *w, const EpGemmParams *p, const EpGemmShared *s) {
-    const uint32_t before = w->ring.stage;
-    ep_ring_next<C::STAGES>(&w->ring);
-    ep_mbar_wait(s->full + 8 * w->ring.stage, w->ring.parity, p->limit_ns);
-    return before;
-}
-
-/* Note in shared memory, which has room at the end of the staging buffer, what ep_gemm_write_half must know.
- * There are no registers for it. Of a tile that has no rows for a half, ep_gemm_write_half writes nothing. */
+/* Note in shared memory, which has room at the end of the staging buffer, what ep_gemm_write_piece must know.
+ * There are no registers for it. */
 EP_PTX uint32_t ep_gemm_staging(const EpGemmShared *s) {
     return s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
 }
@@ -215,83 +203,101 @@ EP_PTX void ep_gemm_keep_tile(const EpGemmShared *s, const EpGemmTile *t) {
         ep_st_shared(ep_gemm_staging(s) + EP_GEMM_OUT_STAGING - 16, t->expert, t->row0, t->num_rows, t->col0);
     __syncwarp();
 }
-template <typename C, int HALF>
-EP_PTX void ep_gemm_write_half(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmShared *s) {
+/* Round a piece and store its first AT_ONCE parts. ep_gemm_write_parts stores the others. */
+template <typename C, int PIECE, int AT_ONCE>
+EP_PTX void ep_gemm_write_piece(EpGemmDeferred<typename C::Piece> *v, EpGemmPiece &d, const EpGemmParams *p,
+                                const EpGemmShared *s) {
     const uint4 note = ep_ld_shared(ep_gemm_staging(s) + EP_GEMM_OUT_STAGING - 16);
-    const EpGemmTile t = {note.x, note.y, note.z, note.w, 0, 0, 0};
-    EpGemmDeferred<C> all;
-    ep_gemm_defer<C, C::PARTS>(&all, d, p, &t, threadIdx.x / 128 - 1 + 2 * HALF, ep_gemm_staging(s));
+    const EpGemmTile t = {note.x, note.y, note.z, note.w + 128 * PIECE, 0, 0, 0};
+    ep_gemm_defer<typename C::Piece, AT_ONCE>(v, d, p, &t, threadIdx.x / 128 - 1, ep_gemm_staging(s));
 }
 
-/* The two halves of a tile, after the first products of the first half have been started. The second half is
- * left in d1, for the caller to write. */
-template <typename C>
-EP_PTX void ep_gemm_mma_halves(float (&d0)[C::BN / 2], float (&d1)[C::BN / 2], float (&part)[C::BN / 2],
-                               EpGemmFp8Work *w, const EpGemmParams *p, uint32_t num_k,
-                               const EpGemmShared *s) {
-    for (uint32_t k = C::BK; k < num_k; k += C::BK) {
-        ep_gemm_finish_half<C, 0, false>(d0, part, w, s, w->ring.stage);
-        ep_gemm_start_half<C, 1>(part, w, p, s);
-        const uint32_t stage = ep_gemm_next_stage<C>(w, p, s);
-        ep_gemm_finish_half<C, 1, true>(d1, part, w, s, stage);
-        ep_gemm_start_half<C, 0>(part, w, p, s);
-    }
-    ep_gemm_finish_half<C, 0, false>(d0, part, w, s, w->ring.stage);
-    ep_gemm_start_half<C, 1>(part, w, p, s);
-    ep_gemm_write_half<C, 0>(d0, p, s);
-    ep_gemm_finish_half<C, 1, true>(d1, part, w, s, w->ring.stage);
-    ep_ring_next<C::STAGES>(&w->ring);
+EP_PTX void ep_gemm_release_by_warp(const EpGemmShared *s, uint32_t stage) {
+    __syncwarp(); /* every lane has finished its wait and read the scales and the info */
+    if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * stage);
 }
-/* The same for a tile that has no rows for this warpgroup's second half. The first half is written. */
+
+/* Wait until stage number n of the CTA is full: the n-th in the order of the tiles. There are no registers for
+ * an EpRing. */
 template <typename C>
-EP_PTX void ep_gemm_mma_half(float (&d0)[C::BN / 2], float (&part)[C::BN / 2], EpGemmFp8Work *w,
-                             const EpGemmParams *p, uint32_t num_k, const EpGemmShared *s) {
-    for (uint32_t k = C::BK; k < num_k; k += C::BK) {
-        const uint32_t stage = ep_gemm_next_stage<C>(w, p, s);
-        ep_gemm_finish_half<C, 0, true>(d0, part, w, s, stage);
-        ep_gemm_start_half<C, 0>(part, w, p, s);
-    }
-    ep_gemm_finish_half<C, 0, true>(d0, part, w, s, w->ring.stage);
-    ep_ring_next<C::STAGES>(&w->ring);
-    ep_gemm_write_half<C, 0>(d0, p, s);
+EP_PTX void ep_gemm_await_stage(const EpGemmParams *p, const EpGemmShared *s, uint32_t n) {
+    ep_gemm_wait<C>(s->full + 8 * (n % C::STAGES), n / C::STAGES % 2, p->limit_ns);
 }
+
+/* The pieces of a tile, after the first products of the first piece have been started. The second piece is
+ * left in d1, for the caller to write. In the last stage its wgmmas read the rows from shared memory, because
+ * the registers are needed to write the first piece. There are not enough to round it meanwhile, if it has as
+ * many columns as the product. */
+template <typename C>
+EP_PTX void ep_gemm_mma_pieces(EpGemmPiece &d0, EpGemmPiece &d1, EpGemmPiece &part, EpGemmRows &a,
+                               const EpGemmParams *p, bool takes_turns, const EpGemmShared *s, uint32_t *n) {
+    EpGemmProducts scales;
+    for (uint32_t k = C::BK; k < p->k; k += C::BK) {
+        const uint32_t stage = *n % C::STAGES;
+        scales = ep_gemm_finish_piece<C, 0>(part, s, stage);
+        ep_gemm_promote<C>(d0, part, &scales);
+        ep_gemm_start_piece<C, 1, true>(part, a, s, stage, takes_turns);
+        ep_gemm_await_stage<C>(p, s, ++*n);
+        scales = ep_gemm_finish_piece<C, 1>(part, s, stage);
+        ep_gemm_load_fragments<C>(a, s, *n % C::STAGES);
+        ep_gemm_release_by_warp(s, stage);
+        ep_gemm_promote<C>(d1, part, &scales);
+        ep_gemm_start_piece<C, 0, true>(part, a, s, *n % C::STAGES, takes_turns);
+    }
+    const uint32_t stage = (*n)++ % C::STAGES;
+    scales = ep_gemm_finish_piece<C, 0>(part, s, stage);
+    ep_gemm_promote<C>(d0, part, &scales);
+    typedef typename C::Piece P;
+    EpGemmDeferred<P> v;
+    if constexpr (!C::GATED) ep_gemm_write_piece<C, 0, P::PARTS>(&v, d0, p, s);
+    ep_gemm_start_piece<C, 1, false>(part, a, s, stage, takes_turns);
+    if constexpr (C::GATED) ep_gemm_write_piece<C, 0, P::PARTS>(&v, d0, p, s);
+    scales = ep_gemm_finish_piece<C, 1>(part, s, stage);
+    ep_gemm_release_by_warp(s, stage);
+    ep_gemm_promote<C>(d1, part, &scales);
+}
+
 /* Release the stages of a tile that has no rows for this warpgroup. */
-template <typename C> EP_PTX void ep_gemm_skip_tile(EpGemmFp8Work *w, const EpGemmParams *p, uint32_t num_k,
-                                                    const EpGemmShared *s) {
-    for (uint32_t k = 0; k < num_k; k += C::BK, ep_ring_next<C::STAGES>(&w->ring)) {
-        ep_mbar_wait(s->full + 8 * w->ring.stage, w->ring.parity, p->limit_ns);
-        __syncwarp(); /* every lane has read the info, before it is overwritten */
-        if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * w->ring.stage);
+template <typename C>
+EP_PTX void ep_gemm_skip_tile(const EpGemmParams *p, const EpGemmShared *s, uint32_t *n) {
+    for (uint32_t k = 0; k < p->k; k += C::BK, ++*n) {
+        ep_gemm_await_stage<C>(p, s, *n);
+        ep_gemm_release_by_warp(s, *n % C::STAGES);
     }
 }
 
-/* The MMA warps' loop. The second half of a tile is written after the next tile has begun. */
+/* The MMA warps' loop. The second piece of a tile is written after the next tile has begun. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_mma_tiles_fp8(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
     static_assert(!Hooks::FUSED, "no worker may wait for a tile, because its end is written late");
-    EpGemmFp8Work w = {threadIdx.x / 128 - 1, false, threadIdx.x < 256, {0, 0}}; /* the first one begins */
-    float d0[C::BN / 2], d1[C::BN / 2], part[C::BN / 2];
+    const uint32_t group = threadIdx.x / 128 - 1;
     const EpGemmTile none = {0, 0, 0, 0, 0, 0, 0};
+    EpGemmPiece d0, d1, part;
+    EpGemmRows a;
+    uint32_t n = 0; /* stages before */
     ep_gemm_keep_tile(s, &none);
+    if (group == 1) ep_bar_arrive(2, 256); /* the first turn */
     for (;;) {
-        ep_mbar_wait(s->full + 8 * w.ring.stage, w.ring.parity, p->limit_ns);
-        const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * w.ring.stage);
-        const bool has_both = 64 * w.group + 128 < t.num_rows;
+        ep_gemm_await_stage<C>(p, s, n);
+        const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * (n % C::STAGES));
+        const bool takes_turns = t.num_rows > 64;
         if (t.num_rows == 0) break;
-        if (64 * w.group >= t.num_rows) {
-            ep_gemm_skip_tile<C>(&w, p, t.num_k, s);
+        if (64 * group >= t.num_rows) {
+            ep_gemm_skip_tile<C>(p, s, &n);
             continue;
         }
-        w.takes_turns = (t.num_rows - 1) / 64 % 2; /* 65 to 128 rows, or more than 192 */
-        ep_gemm_start_half<C, 0>(part, &w, p, s);
-        ep_gemm_write_half<C, 1>(d1, p, s);
+        ep_gemm_load_fragments<C>(a, s, n % C::STAGES);
+        ep_gemm_start_piece<C, 0, true>(part, a, s, n % C::STAGES, takes_turns);
+        EpGemmDeferred<typename C::Piece> v;
+        ep_gemm_write_piece<C, 1, C::Piece::PARTS>(&v, d1, p, s);
         ep_gemm_keep_tile(s, &t);
 #pragma unroll
-        for (int i = 0; i < C::BN / 2; i++) d0[i] = d1[i] = 0;
-        if (has_both) ep_gemm_mma_halves<C>(d0, d1, part, &w, p, t.num_k, s);
-        else ep_gemm_mma_half<C>(d0, part, &w, p, t.num_k, s);
+        for (int i = 0; i < 64; i++) d0[i] = d1[i] = 0;
+        ep_gemm_mma_pieces<C>(d0, d1, part, a, p, takes_turns, s, &n);
     }
-    ep_gemm_write_half<C, 1>(d1, p, s);
+    EpGemmDeferred<typename C::Piece> v;
+    ep_gemm_write_piece<C, 1, C::Piece::PARTS>(&v, d1, p, s);
+    if (group == 0) ep_bar_sync(2, 256); /* the turn that no tile has taken */
 }
 
 #endif /* EP_GEMM_FP8_CUH */

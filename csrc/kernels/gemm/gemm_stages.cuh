@@ -60,32 +60,31 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
 };
 
 /* FP8: a line of 128 bytes has 128 values of k, so boxes have the bytes of an instance of 16 bits.
- * BN is 64 for few rows, and 128 for many rows: a warpgroup then has two halves of 64 rows. Both multiply by
- * scales of blocks. Those of a stage are located in a slot of shared memory. BN is 256 for one scale of all
- * rows, and one for each expert. */
-template <int BN_, int ACT, bool F16>
+ * With scales of blocks (BY_BLOCK), those of a stage are located in a slot of shared memory. A tile of 256
+ * columns then consists of two pieces, each as an instance of 128 columns of 16 bits. Without, all rows have
+ * one scale, and each expert has one. */
+template <int BN_, bool BY_BLOCK_, int ACT, bool F16>
 struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
     typedef EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> Of16Bits;
-    static constexpr bool FP8 = true, BY_BLOCK = BN_ != 256;
+    struct Piece : EpGemmConfig<EP_GEMM_FORWARD, 128, ACT, F16> {
+        static constexpr int ACT_GROUPS = 2;
+    };
+    static constexpr bool FP8 = true, BY_BLOCK = BY_BLOCK_;
     /* A tile has gate columns and up columns, which have different scales. */
     static constexpr bool TWO_SCALES = EP_ACT_IS_GATED(ACT) && ACT != EP_ACT_GPT_OSS;
-    static constexpr int ACT_GROUPS = BN_ == 128 ? 2 : 4;
+    static constexpr int NUM_PIECES = BN_ == 256 ? 2 : 1;
     static constexpr int BOX_K = EP_GEMM_SCALE_BLOCK, BK = Of16Bits::K_BOXES * BOX_K;
-    static constexpr int BM = BN_ == 128 ? EP_GEMM_TALL : Of16Bits::BM;
-    static constexpr int A_SLAB = BM * 128, A_BYTES = Of16Bits::K_BOXES * A_SLAB;
-    static constexpr int STAGE_BYTES = A_BYTES + Of16Bits::K_BOXES * Of16Bits::B_SLAB, STAGES = 4;
-    static constexpr int RING_BYTES =
-        STAGES * (STAGE_BYTES + EP_GEMM_INFO_BYTES + 2 * 8) + Of16Bits::NUM_NEXT * (8 + 4);
-    /* bytes: for each 128 values of k the rows, cols and up; of all stages, with an mbarrier for each stage
-     * and for each warpgroup */
-    static constexpr int SCALE_SLOT = Of16Bits::K_BOXES * (4 * BM + 8);
-    static constexpr int SCALE_BYTES = BY_BLOCK ? STAGES * (SCALE_SLOT + 8) + 2 * 8 : 0;
+    /* bytes: for each 128 values of k the rows, and of each piece cols and up; of all stages, with an mbarrier
+     * for each */
+    static constexpr int SCALE_SLOT = Of16Bits::K_BOXES * (4 * Of16Bits::BM + 8 * NUM_PIECES);
+    static constexpr int SCALE_BYTES = BY_BLOCK ? Of16Bits::STAGES * (SCALE_SLOT + 8) : 0;
     static constexpr int NUM_BURST_GROUPS =
-        (EP_CTA_SMEM_BYTES - RING_BYTES - SCALE_BYTES) / (Of16Bits::BURST_GROUP + 16);
+        (EP_CTA_SMEM_BYTES - Of16Bits::RING_BYTES - SCALE_BYTES) / (Of16Bits::BURST_GROUP + 16);
     static constexpr int OUT_BYTES =
         Of16Bits::FEW_ROWS ? NUM_BURST_GROUPS * (Of16Bits::BURST_GROUP + 16) : Of16Bits::OUT_BYTES;
-    static constexpr int SMEM_BYTES = RING_BYTES + OUT_BYTES + SCALE_BYTES;
+    static constexpr int SMEM_BYTES = Of16Bits::RING_BYTES + OUT_BYTES + SCALE_BYTES;
     static_assert(SMEM_BYTES <= EP_CTA_SMEM_BYTES, "the shared memory of a CTA");
+    static_assert(!BY_BLOCK || BN_ == 64 || BN_ == 256, "one piece with few rows, two pieces with many");
 };
 
 /* The layout of a CTA's shared memory: addresses. Each stage has an info, which describes the tile that
@@ -110,11 +109,7 @@ template <typename C> EP_PTX uint32_t ep_gemm_slot(const EpGemmShared *s, uint32
     return s->end - C::SCALE_BYTES + stage * C::SCALE_SLOT;
 }
 template <typename C> EP_PTX uint32_t ep_gemm_told(const EpGemmShared *s, uint32_t stage) {
-    return s->end - 8 * (2 + C::STAGES - stage);
-}
-/* And the mbarrier of a warpgroup's turn. */
-template <typename C> EP_PTX uint32_t ep_gemm_turn(const EpGemmShared *s, uint32_t group) {
-    return s->end - 8 * (2 - group);
+    return s->end - 8 * (C::STAGES - stage);
 }
 EP_PTX void ep_gemm_put_tile(uint32_t info, const EpGemmTile *t) {
     ep_st_shared(info, t->expert, t->row0, t->num_rows, t->col0);
@@ -135,6 +130,12 @@ template <int STAGES> EP_PTX void ep_ring_next(EpRing *r) {
         r->stage = 0;
         r->parity ^= 1;
     }
+}
+
+/* Wait for an mbarrier. Kernels with scales of blocks have few registers. */
+template <typename C> EP_PTX void ep_gemm_wait(uint32_t bar, uint32_t parity, uint64_t limit_ns) {
+    if constexpr (C::BY_BLOCK) ep_mbar_wait_lean(bar, parity, limit_ns);
+    else ep_mbar_wait(bar, parity, limit_ns);
 }
 
 /* Release a pipeline stage to both CTAs of the pair, because the other CTA loads a part of it. The arrival

@@ -49,9 +49,4 @@ EP_PURE uint32_t ep_gemm_tile_cols(const EpGemmParams *p) {
     const uint64_t at_128 = (uint64_t)(cols + 127) / 128 * 128 * 125;
     return has_192 && at_192 < at_256 && at_192 <= at_128 ? 192 : at_128 < at_256 ? 128 : 256;
 }
-/* The same for FP8. Each activation has an instance of each. */
-EP_PURE uint32_t ep_gemm_tile_cols_fp8(const EpGemmFp8Params *p) {
-    return ep_gemm_has_few_rows(&p->gemm) ? 64 : ep_gemm_has_one_scale(&p->scales) ? 256 : 128;
-}
-
 #endif /* EP_GEMM_TUNE_H */

@@ -33,12 +33,12 @@ EP_PTX void ep_gemm_finish(uint32_t (&v)[2 * C::OUT_GROUPS], float (&d)[C::BN / 
     }
     if (C::KIND == EP_GEMM_FORWARD && p->bias) {
         const uint32_t c = col0 + ep_lane_now() % 4 * 2, last = out_cols - 2;
-        /* groups of 4, because there are no registers for more loads */
+        /* groups of 4 or fewer, because there are no registers for more loads */
 #pragma unroll
-        for (int i = 0; i < C::OUT_GROUPS; i += 4)
+        for (int i = 0; i < C::OUT_GROUPS; i += C::ACT_GROUPS)
             if (col0 + 8 * i < out_cols)
 #pragma unroll
-                for (int j = i; j < i + 4; j++)
+                for (int j = i; j < i + C::ACT_GROUPS; j++)
                     ep_gemm_add_bias<C::ACT, C::F16>(p, t->expert, min(c + 8 * j, last), d + SIZE * j);
     }
     /* groups of 4, so that their latencies overlap; fewer where registers are scarce */
