@@ -266,7 +266,7 @@ def test_moe_fp8_starts_with_the_quantised_numbers_of_16_bits():
     found = []
     for weight_dtype in (None, E4M3):
         torch.manual_seed(5)
-        found.append(make(epmoe.World(), "cpu", 3, load=False, weight_dtype=weight_dtype, num_physical=4))
+        found.append(make(epmoe.thread_worlds(1)[0], "cpu", 3, load=False, weight_dtype=weight_dtype, num_physical=4))
         found[-1].finalize()
     plain, fp8 = found
     for name in ("gate_up_proj", "down_proj"):
@@ -305,7 +305,7 @@ def change(**entries):
     ({"activation": "gpt_oss"}, {}, ("interleaved",)),
     ({"activation": "relu2"}, {}, ("Unexpected", "0.gate_proj.weight"))], ids=str)
 def test_moe_fp8_checkpoint_mistakes(options, entries, texts):
-    moe = make(epmoe.World(), "cpu", 2, load=False, **options)
+    moe = make(epmoe.thread_worlds(1)[0], "cpu", 2, load=False, **options)
     got = outcome(lambda: moe.load_state_dict(change(**entries)(in_fp8(experts_of(2)))))
     check_outcomes([got], "RuntimeError", *texts)
     moe.finalize()
@@ -318,7 +318,7 @@ def test_moe_fp8_checkpoint_mistakes(options, entries, texts):
     ({"weight_dtype": None}, {"down_proj_scale_inv": None, "gate_up_proj_scale_inv": None},
      ("gate_up_proj", "weight_dtype=torch.float8_e4m3fn"))], ids=str)
 def test_moe_fp8_stacked_mistakes(options, entries, texts):
-    moe = make(epmoe.World(), "cpu", 2, load=False, **options)
+    moe = make(epmoe.thread_worlds(1)[0], "cpu", 2, load=False, **options)
     before = moe.gate_up_proj.clone()
     got = outcome(lambda: moe.load_state_dict(change(**entries)(stacked(in_fp8(experts_of(2)), 2))))
     check_outcomes([got], "RuntimeError", *texts)
