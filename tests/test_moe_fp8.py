@@ -129,7 +129,7 @@ def test_moe_fp8_equals_float64(ranks, size):
 
     def run(world, device):
         results = []
-        for options in OPTIONS:
+        for i, options in enumerate(OPTIONS):
             num_experts = 2 * world.size + 1  # the last ranks have fewer, and there are empty ones
             moe = make(world, device, num_experts, **options)
             fixed = make(world, device, num_experts, **options, capacity=4 * TOKENS * K)
@@ -138,13 +138,14 @@ def test_moe_fp8_equals_float64(ranks, size):
                 with torch.no_grad():
                     args = inputs(world, device, num_experts, seed, moe.layer.dtype)
                     y = moe(*args, decode=False)
-                    results.append((y, moe(*args, decode=True), fixed(*args), args, num_experts, options))
+                    results.append((y, moe(*args, decode=True), fixed(*args), args, num_experts, i))
             moe.finalize()
             fixed.finalize()
         return results
 
     for results in ranks(run, world_size=size):
-        for y, decoded, fixed, args, num_experts, options in results:
+        for y, decoded, fixed, args, num_experts, i in results:
+            options = OPTIONS[i]
             assert y.dtype == args[0].dtype
             if options.get("enable_local_combine", True) and "token_saving" not in options:
                 assert torch.equal(y, decoded), options  # elsewhere other sums are rounded
