@@ -267,7 +267,8 @@ def test_moe_fp8_starts_with_the_quantised_numbers_of_16_bits():
     found = []
     for weight_dtype in (None, E4M3):
         torch.manual_seed(5)
-        found.append(make(epmoe.thread_worlds(1)[0], "cpu", 3, load=False, weight_dtype=weight_dtype, num_physical=4))
+        world = epmoe.thread_worlds(1)[0]
+        found.append(make(world, "cpu", 3, load=False, weight_dtype=weight_dtype, num_physical=4))
         found[-1].finalize()
     plain, fp8 = found
     for name in ("gate_up_proj", "down_proj"):

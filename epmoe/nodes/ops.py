@@ -112,7 +112,7 @@ torch.library.register_autograd("epmoe::nodes_home", _home_backward, setup_conte
 
 
 def apply(layer, moe, gradients, x, topk_idx, topk_weights):
-    """Apply the experts of an EPMoE as operators, which a compiler traces.  Returns (y, layout of the node)."""
+    """Apply the experts of an EPMoE as operators, for a compiler.  Returns (y, layout of the node)."""
     here_idx, *kept = torch.ops.epmoe.nodes_plan(x, topk_weights, topk_idx, layer.id, gradients)
     here, weight = torch.ops.epmoe.nodes_out(x, topk_weights, *kept, layer.id, here_idx.shape[0], -1)
     y, layout = moe._compute(layer.team_layer, here, here_idx, weight)

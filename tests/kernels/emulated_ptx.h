@@ -10,6 +10,7 @@
  * The emulation does not include memory order between proxies, nor time. */
 #ifndef EP_PTX_CUH
 #define EP_PTX_CUH
+#define EP_WGMMA_CUH
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>

@@ -66,8 +66,8 @@ static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) 
     return ep_launch_clusters(k, &l, stream);
 }
 
-/* A tile of a gate with all gate rows first has as many gate columns as up columns. The 64 gates of a piece, or
- * the 32 of a tile for few rows, must have one scale, and so must their ups. */
+/* A tile of a gate with all gate rows first has as many gate columns as up columns. The 64 gates of a piece,
+ * or the 32 of a tile for few rows, must have one scale, and so must their ups. */
 static bool has_whole_blocks(const EpGemmFp8Params *p) {
     const EpGemmParams *g = &p->gemm;
     return !ep_gemm_is_gated(g->activation) || g->activation == EP_ACT_GPT_OSS ||

@@ -16,6 +16,7 @@
  * (its dimensions are k, 8 rows, gate or up, groups of 8, expert). So one thread holds both values. */
 #ifndef EP_GEMM_CUH
 #define EP_GEMM_CUH
+#include "kernels/arch/wgmma.cuh"
 #include "kernels/gemm/gemm_accumulate.cuh"
 #include "kernels/gemm/gemm_fp8.cuh"
 #include "kernels/gemm/gemm_keep.cuh"

@@ -5,17 +5,18 @@
  * them up, in the tensor cores' own format. The sum is multiplied by both scales and added to the tile's
  * accumulators in float32.
  *
- * Many rows: a tile of 128 x 256. A warpgroup has 64 rows and two pieces of 128 columns, one after the other in
- * each stage. It loads its rows into registers once for both pieces: shared memory cannot deliver rows and
+ * Many rows: a tile of 128 x 256. A warpgroup has 64 rows and two pieces of 128 columns, one after the other
+ * in each stage. It loads its rows into registers once for both pieces: shared memory cannot deliver rows and
  * columns as fast as the tensor cores take them, and reading them costs power. The two warpgroups take turns:
- * one has the tensor cores while the other one adds its sums. A piece is written while the wgmmas of the other
- * piece are in flight, so the tensor cores have work at the end of a tile, too.
+ * one has the tensor cores while the other one adds its sums. A piece is written while the wgmmas of the
+ * other piece are in flight, so the tensor cores have work at the end of a tile, too.
  * Few rows: a tile of 32 x 64, of which a stage has 512 values of k; see gemm_tune.h.
  *
  * Exports ep_gemm_load_scales, ep_gemm_mma_tiles_fp8 and ep_gemm_mma_few_fp8. Hooks::scales has the
  * scales. */
 #ifndef EP_GEMM_FP8_CUH
 #define EP_GEMM_FP8_CUH
+#include "kernels/arch/wgmma.cuh"
 #include "kernels/gemm/gemm_stages.cuh"
 
 /* ---- the warp that loads scales ---- */
@@ -217,8 +218,8 @@ EP_PTX void ep_gemm_release_by_warp(const EpGemmShared *s, uint32_t stage) {
     if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * stage);
 }
 
-/* Wait until stage number n of the CTA is full: the n-th in the order of the tiles. There are no registers for
- * an EpRing. */
+/* Wait until stage number n of the CTA is full: the n-th in the order of the tiles. There are no registers
+ * for an EpRing. */
 template <typename C>
 EP_PTX void ep_gemm_await_stage(const EpGemmParams *p, const EpGemmShared *s, uint32_t n) {
     ep_gemm_wait<C>(s->full + 8 * (n % C::STAGES), n / C::STAGES % 2, p->limit_ns);

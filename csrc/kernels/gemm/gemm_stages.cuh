@@ -74,8 +74,8 @@ struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
     static constexpr bool TWO_SCALES = EP_ACT_IS_GATED(ACT) && ACT != EP_ACT_GPT_OSS;
     static constexpr int NUM_PIECES = BN_ == 256 ? 2 : 1;
     static constexpr int BOX_K = EP_GEMM_SCALE_BLOCK, BK = Of16Bits::K_BOXES * BOX_K;
-    /* bytes: for each 128 values of k the rows, and of each piece cols and up; of all stages, with an mbarrier
-     * for each */
+    /* bytes: for each 128 values of k the rows, and of each piece cols and up; of all stages, with an
+     * mbarrier for each */
     static constexpr int SCALE_SLOT = Of16Bits::K_BOXES * (4 * Of16Bits::BM + 8 * NUM_PIECES);
     static constexpr int SCALE_BYTES = BY_BLOCK ? Of16Bits::STAGES * (SCALE_SLOT + 8) : 0;
     static constexpr int NUM_BURST_GROUPS =
