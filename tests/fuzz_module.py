@@ -158,7 +158,7 @@ def strategies(st, torch, _C):
              "dict": st.sampled_from([{}, {"ValueError": 3}, {"ValueError": int}, {1: 2}, None, [],
                                       {"TypeError": TypeError}])}
     kinds |= {name: mostly_good(name) for name in TENSORS}
-    optional = ("x", "weight", "scatter", "row_weight", "out_scalar", "num_rows")
+    optional = ("x", "weight", "scatter", "row_weight", "out", "out_scalar", "num_rows")
     kinds |= {f"{name}?": st.one_of(kinds[name], st.none()) for name in optional}
     kinds["tensor"] = mostly(tensor)
     return kinds
@@ -304,6 +304,8 @@ def child(examples, seed, log_path):
     missing = set(names) ^ set(SIGNATURES)
     assert not missing, f"SIGNATURES and the module differ: {missing}"
     kinds = strategies(st, torch, _C)
+    unknown = {k for text in SIGNATURES.values() for k in text.replace("|", " ").split()} - set(kinds)
+    assert not unknown, f"kinds of arguments that do not exist: {unknown}"
     often = [n for n in names if n not in CLOSING_CALLS] * 3 + list(CLOSING_CALLS)
 
     def call_of(name):  # (function, arguments, number that decides whether to drop or add an argument)
