@@ -142,6 +142,9 @@ class EPMoE(MoeParts, nn.Module):
             num_experts = int(num_experts)
             num_physical = check_num_physical(num_experts, (world or layer.world).size, num_physical)
             weight_dtype = moe_fp8.check_weight_dtype(weight_dtype, dtype, hidden, inner, activation)
+            if weight_dtype == moe_fp8.E4M3 and self._has_other_gradients:
+                raise ValueError(f"{' and '.join(GRADIENT_OPTIONS)}: weights in FP8 have no gradients: leave "
+                                 f"these options out")
         except Exception as error:
             if world is not None:
                 refuse_layer(world, heap, error)

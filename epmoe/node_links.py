@@ -352,7 +352,7 @@ class NodeLinks:
     # ---- deaths ----
 
     def _lose(self, rank, by, is_silent, teller):
-        """Note that a rank is gone, seen by rank `by`, and send it on. teller: who said so, or None."""
+        """Note that a rank is gone, seen by rank `by`. Tell all but `teller`, which has told this rank."""
         if rank in self._lost or rank == self.rank or rank >= self.size or self._wanted == "leave":
             return
         self._lost[rank] = by, is_silent

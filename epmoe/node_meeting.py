@@ -1,4 +1,4 @@
-"""How the ranks of several nodes connect to each other: what each tells the others, who calls whom."""
+"""How the ranks of several nodes connect to each other: what each sends, and which rank calls."""
 
 import contextlib
 import os

@@ -1,4 +1,5 @@
-"""TCP connections between ranks on different hosts: addresses, options, and the proof of who is at the end.
+"""TCP connections between ranks on different hosts: addresses, options, and the proof that the other end is a
+rank of this job.
 
 The process group carries a secret of rank 0 to all ranks. It never goes over these connections: each end
 proves that it knows the secret, with an HMAC over random numbers of both ends (challenge and response). This
@@ -187,7 +188,10 @@ def _receive(sock, num):
 
 
 def _call(address, port, mine, peer, secret):
-    """Connect to a rank and prove who both are. Return the socket. Raises OSError or EpError."""
+    """Connect to a rank, and return the socket. Both ends prove that they know the secret.
+
+    Raises OSError or EpError.
+    """
     sock = _new_socket(_family(address))
     try:
         sock.settimeout(_TRY_S)
@@ -248,8 +252,8 @@ def is_listening(card):
 class Acceptor:
     """Accepts the ranks that call this one, in a thread, until stop().
 
-    A caller that has proved who it is gets its place in `found`. Others are closed after 5 s, or when 64 of
-    them wait, the oldest first. A rank that was closed calls again.
+    A caller that has proved that it knows the secret gets its place in `found`. Others are closed after 5 s,
+    or when 64 of them wait, the oldest first. A rank that was closed calls again.
     """
 
     def __init__(self, listener, mine, secret, expected):

@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = "csrc/protocol", "csrc/runtime", "csrc/cpu", "epmoe"
 LIMIT_S = 900  # of one step; a test that hangs has noticed the change
-# The tests of a file: those of the first pattern that fits. "C" stands for the C tests, other words for
+# The tests of a file: those of the first pattern that fits. "C" means the C tests, other words for
 # tests/test_WORD.py. A file of epmoe that is not listed has the tests whose names begin with its first word.
 CONCERN = {
     "csrc/protocol/low_latency*": "C low_latency errors_low_latency",

@@ -365,6 +365,8 @@ def test_moe_fp8_has_no_gradients(ranks, how, max_tokens):
     ({"dtype": torch.float32}, "TypeError", "bfloat16"),
     ({"weight_dtype": torch.float8_e5m2}, "TypeError", "float8_e4m3fn"),
     ({"weight_dtype": torch.float16}, "TypeError", "float8_e4m3fn"),
+    ({"delay_wgrad_compute": True}, "ValueError", "have no gradients"),
+    ({"fuse_wgrad_accumulation": True}, "ValueError", "have no gradients"),
     ({"weight_dtype": None}, "EpMismatch", "weight_dtype")], ids=str)
 def test_moe_fp8_wrong_arguments_on_one_rank(ranks, options, error, text):
     def run(world, device):

@@ -14,7 +14,7 @@
 #endif
 
 /* Graphs of a lane whose captures may interleave: one for each thread that captures. A further graph takes
- * the place of the one that was used the longest ago, whose capture has ended long since. */
+ * the place of the one that was used the longest ago. The capture of that graph is expected to have ended. */
 #define EP_GRAPHS 32
 struct EpLane {
     /* one for each lane, because a launch may wait for a launch of another lane */

@@ -1,4 +1,4 @@
-"""The meeting of all ranks in a call of a layer over several nodes: who is in which call, and what is wrong.
+"""All ranks meet in each call of a layer over several nodes: each learns the call and the errors of all.
 
 It has two hops.  Over the rail each rank tells the same local ranks of the other nodes what it calls.  Then
 each node's ranks tell each other what they have found.  So an error of any rank reaches all ranks, before a
