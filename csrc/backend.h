@@ -63,6 +63,7 @@ typedef struct {
     int (*clear)(int device, const EpComm *c, void *stream);
     /* The fused kernels. NULL if the backend has none. */
     int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, void *stream);
+    int (*dispatch_gemm_fp8)(int device, const EpDispatchGemmFp8Params *p, void *stream);
     int (*gemm_combine)(int device, const EpGemmCombineParams *p, void *stream);
     /* The operations that only their stream orders. */
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);

@@ -64,6 +64,7 @@ OP_GEMM_COMBINE: Final[int]
 OP_LL_DISPATCH: Final[int]
 OP_LL_COMBINE: Final[int]
 OP_DISPATCH_FP8: Final[int]
+OP_DISPATCH_GEMM_FP8: Final[int]
 # EpCode
 EINVAL: Final[int]
 ENOMEM: Final[int]
@@ -224,6 +225,27 @@ class _DispatchFp8(NamedTuple):
     row_weight: Tensor | None
     recv: Tensor
 
+class _DispatchGemmFp8(NamedTuple):
+    x: Tensor
+    x_scale: Tensor
+    weight: Tensor | None
+    plan: Tensor
+    rows: Tensor
+    row_scale: Tensor
+    row_weight: Tensor | None
+    recv: Tensor
+    gemm_weight: Tensor
+    gemm_scale: Tensor
+    bias: Tensor | None
+    out: Tensor
+    activation: int
+    alpha: float
+    limit: float
+    num_move: int
+    num_tail: int
+    waits_for_expert: int
+    num_copies: int
+
 def layer_plan(layer: _Layer, buffer: int, arguments: _Plan, /) -> None: ...
 def layer_dispatch(layer: _Layer, buffer: int, arguments: _Dispatch, /) -> None: ...
 def layer_combine(layer: _Layer, buffer: int, arguments: _Combine, /) -> None: ...
@@ -232,6 +254,7 @@ def layer_gemm_combine(layer: _Layer, buffer: int, arguments: _GemmCombine, /) -
 def layer_ll_dispatch(layer: _Layer, buffer: int, arguments: _LlDispatch, /) -> None: ...
 def layer_ll_combine(layer: _Layer, buffer: int, arguments: _LlCombine, /) -> None: ...
 def layer_dispatch_fp8(layer: _Layer, buffer: int, arguments: _DispatchFp8, /) -> None: ...
+def layer_dispatch_gemm_fp8(layer: _Layer, buffer: int, arguments: _DispatchGemmFp8, /) -> None: ...
 def layer_num_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> int: ...
 def layer_expert_rows(layer: _Layer, buffer: int, plan: Tensor, /) -> list[int]: ...
 def layer_trace(layer: _Layer, buffer: int, events: Tensor | None, room: int, /) -> None: ...

@@ -5,6 +5,7 @@ import torch
 from . import _C, fused_ops  # fused_ops defines the operators
 from .activations import activate
 from .autograd import check_mode
+from .fused_fp8 import FusedFp8
 from .fused_parts import FusedParts, fuses
 from .gemm import add_bias, as_kernel, grouped_gemm
 from .layer import EPAll2AllLayer
@@ -14,7 +15,7 @@ from .ops import dispatch, is_watched, requires_grad
 __all__ = ["EpAll2AllFusedOp", "fused_ops", "fuses"]
 
 
-class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
+class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
     """An EPAll2AllLayer whose GEMMs can run in the same kernels: during dispatch, and during combine.
 
     Each of the two mega_ methods is one kernel on a GPU of compute capability 9.x, for bfloat16 and float16,
@@ -55,8 +56,8 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
         fused: True: the fused kernels, where they exist.  False: the stages one after the other.  None: what
             measured best for the shape: fused where max_tokens gives an expert more than 24 rows on
             average.
-        **options: combine_mode, capacity, num_buffers, reserve_sms, heap, device and timeout_s, as for
-            EPAll2AllLayer.
+        **options: combine_mode, capacity, num_buffers, reserve_sms, heap, device, timeout_s and rail_dtype,
+            as for EPAll2AllLayer.
 
     Raises:
         ValueError: On this rank, for an argument out of range.
@@ -102,7 +103,8 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
                          dtype, weight_dtype, num_sm, enable_local_combine, **options)
 
     def mega_dispatch_group_gemm(self, input, exp_indices=None, layout=None, gemm_weight=None, weight=None, *,
-                                 bias=None, activation=None, full_scatter_indices=None, buffer=0):
+                                 bias=None, activation=None, full_scatter_indices=None, buffer=0,
+                                 gemm_scale=None):
         """Send tokens to their experts' ranks and multiply each row as it arrives.  Collective.
 
         Returns activation(dispatch(input) @ gemm_weight[e].T + bias[e]).  Differentiable in input, weight,
@@ -121,6 +123,8 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
             activation: None, or any of reference.activate, for example "swiglu".
             full_scatter_indices: As for preprocess.
             buffer: As for dispatch.
+            gemm_scale: For gemm_weight of float8_e4m3fn: its scales, as b_scale of grouped_gemm.  Tokens then
+                travel in FP8, as with dispatch_fp8, and are multiplied in FP8.  There are no gradients.
 
         Returns:
             A tuple (rows, row_weights, layout).  rows is [M, N], or [M, N / 2] for the gated activations;
@@ -130,8 +134,9 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
         Raises:
             ValueError: As preprocess and dispatch, and for weights or a bias of a wrong shape or device.
             TypeError: As preprocess and dispatch, and for weights or a bias of a wrong dtype.
+            RuntimeError: On this rank, with gemm_scale, where a gradient is wanted.
             NotImplementedError: As dispatch.
-            PeerError: On the other ranks, when one rank raises ValueError or TypeError.
+            PeerError: On the other ranks, when one rank raises one of these.
             EpIndexError: As preprocess.
             EpOverflow: As preprocess.
             EpMismatch: As preprocess and dispatch.
@@ -154,6 +159,10 @@ class EpAll2AllFusedOp(FusedParts, EPAll2AllLayer):
         References:
             `mega_kernel_dispatch_token_moe_grouped_gemm` of Triton-distributed.
         """
+        if gemm_scale is not None:
+            product = gemm_weight, gemm_scale, bias, activation
+            return self._mega_dispatch_fp8(input, exp_indices, layout, product, weight, full_scatter_indices,
+                                           buffer)
         try:
             check_mode(input, weight, gemm_weight, bias)
             self._check_product(gemm_weight, None, self.hidden, bias, activation)

@@ -196,6 +196,9 @@ SIGNATURES = {
     "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
     "layer_dispatch_gemm": "L small | x weight? plan rows row_weight? recv tensor weight? out out? small"
                            " seconds seconds small small small small small small",
+    "layer_dispatch_gemm_fp8": "L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
+                               " recv tensor weight weight? out small seconds seconds small small small"
+                               " small",
     "layer_gemm_combine": "L small | rows tensor weight? out row_weight? row_weight? plan recv out"
                           " out_scalar? small small small small small",
     "layer_trace": "L small tensor small",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import epmoe
-from epmoe import moe_fp8
+from epmoe import fused_fp8, moe_fp8
 from bench_cases import on_the_cpu, run_command  # noqa: F401
 
 pytestmark = pytest.mark.cpu_only
@@ -56,9 +56,11 @@ def test_bench_fp8_finds_a_wrong_quantisation(monkeypatch):
 def test_bench_layer_fp8_measures_times_and_errors():
     rows, out, _ = run_command(LAYER)
     found = {row["impl"]: row for row in rows}
-    assert found["epmoe FP8"]["ratios"].keys() == {"16 bits", "16 bits one after the other"}
-    assert {"FP8: quantize + dispatch", "FP8: gate and up", "FP8: quantize", "FP8: down", "FP8: combine",
-            "dispatch in 16 bits", "epmoe 16 bits"} < set(found)
+    assert found["epmoe FP8"]["ratios"].keys() == {"16 bits", "16 bits one after the other",
+                                                 "one after the other"}
+    assert {"FP8: quantize + dispatch", "FP8: quantize, then dispatch + gate and up", "FP8: gate and up",
+            "FP8: quantize", "FP8: down", "FP8: combine", "dispatch in 16 bits", "epmoe 16 bits",
+            "epmoe FP8, one after the other"} < set(found)
     for data in ("normal", "heavy tails"):
         assert 0.02 < found[f"error: FP8, {data}"]["error"] < 0.15
         assert found[f"error: of sums, {data}"]["error"] < 0.01
@@ -68,6 +70,14 @@ def test_bench_layer_fp8_measures_times_and_errors():
 
 def test_bench_layer_fp8_finds_a_wrong_result(monkeypatch):
     right = moe_fp8.grouped_gemm
-    monkeypatch.setattr(moe_fp8, "grouped_gemm", lambda *a, **k: 1.1 * right(*a, **k))
+    for module in (moe_fp8, fused_fp8):
+        monkeypatch.setattr(module, "grouped_gemm", lambda *a, **k: 1.1 * right(*a, **k))
     with pytest.raises(AssertionError, match="differ from float64"):
+        run_command(LAYER)
+
+
+def test_bench_layer_fp8_finds_a_layer_that_differs_from_its_stages(monkeypatch):
+    right = fused_fp8.grouped_gemm
+    monkeypatch.setattr(fused_fp8, "grouped_gemm", lambda *a, **k: 1.01 * right(*a, **k))
+    with pytest.raises(AssertionError, match="differ in their bits"):
         run_command(LAYER)

@@ -110,8 +110,9 @@ def compare(got, x, idx, weight, *arguments):
     y, exact = wanted(x, idx, weight, *arguments)
     if not len(x):
         return
-    # a number of the rows between may round to the other neighbour
-    assert (got.cpu().double() - y).norm() < 0.012 * y.norm()
+    # Sums in FP8 have fewer bits, so some activations round to the other neighbour when they are quantised,
+    # 6 to 12 % away.  After relu2, one of them can be half of a token's norm.
+    assert (got.cpu().double() - y).norm() < 0.05 * y.norm()
     assert (got.cpu().double() - exact).norm() < 0.2 * exact.norm()
     assert not got.isnan().any()
 

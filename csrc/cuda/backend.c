@@ -290,6 +290,11 @@ static int dispatch_gemm(int device, const EpDispatchGemmParams *p, void *stream
     EP_TRY(ep_begin_launch(device, &p->dispatch.comm, stream, "epmoe: dispatch + GEMM kernel", &l));
     return ep_end_launch(&l, ep_launch_dispatch_gemm(p, stream), "dispatch + GEMM kernel");
 }
+static int dispatch_gemm_fp8(int device, const EpDispatchGemmFp8Params *p, void *stream) {
+    EpLaunch l;
+    EP_TRY(ep_begin_launch(device, &p->plain.dispatch.comm, stream, "epmoe: FP8 dispatch + GEMM kernel", &l));
+    return ep_end_launch(&l, ep_launch_dispatch_gemm_fp8(p, stream), "FP8 dispatch + GEMM kernel");
+}
 static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) {
     EpLaunch l;
     EP_TRY(ep_begin_launch(device, &p->combine.comm, stream, "epmoe: GEMM + combine kernel", &l));
@@ -357,6 +362,7 @@ const EpBackend ep_cuda_backend = {
     .quantize = quantize,
     .tile_counter = tile_counter,
     .dispatch_gemm = dispatch_gemm,
+    .dispatch_gemm_fp8 = dispatch_gemm_fp8,
     .gemm_combine = gemm_combine,
     .query = query,
     .preload = preload,

@@ -15,6 +15,7 @@ int ep_launch_dispatch_fp8(const EpDispatchFp8Params *p, uint32_t num_blocks, vo
 int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *stream);
 /* The megakernels: dispatch + GEMM, and GEMM + combine. They launch all their CTAs at once, or fail. */
 int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream);
+int ep_launch_dispatch_gemm_fp8(const EpDispatchGemmFp8Params *p, void *stream);
 int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream);
 int ep_launch_gemm(const EpGemmParams *p, void *stream);
 int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream);

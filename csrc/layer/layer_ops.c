@@ -99,7 +99,7 @@ static uint32_t num_tokens_of(uint32_t op, const EpOpParams *p) {
     case EP_OP_GEMM_COMBINE: return p->gemm_combine.combine.layout.num_tokens;
     case EP_OP_LL_DISPATCH: return p->ll_dispatch.num_tokens;
     case EP_OP_LL_COMBINE: return p->ll_combine.num_tokens;
-    default: return p->dispatch.layout.num_tokens; /* the first member of dispatch_fp8 and dispatch_gemm */
+    default: return p->dispatch.layout.num_tokens; /* the first member of the others */
     }
 }
 
@@ -114,6 +114,7 @@ static int launch(const EpLayer *l, uint32_t op, const EpOpParams *p, void *stre
     case EP_OP_LL_DISPATCH: return backend->ll_dispatch(device, &p->ll_dispatch, l->config.num_sm, stream);
     case EP_OP_LL_COMBINE: return backend->ll_combine(device, &p->ll_combine, l->config.num_sm, stream);
     case EP_OP_DISPATCH_GEMM: return backend->dispatch_gemm(device, &p->dispatch_gemm, stream);
+    case EP_OP_DISPATCH_GEMM_FP8: return backend->dispatch_gemm_fp8(device, &p->dispatch_gemm_fp8, stream);
     default: return backend->gemm_combine(device, &p->gemm_combine, stream);
     }
 }

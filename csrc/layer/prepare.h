@@ -15,6 +15,7 @@ typedef union {
     EpDispatchFp8Params dispatch_fp8;
     EpCombineParams combine;
     EpDispatchGemmParams dispatch_gemm;
+    EpDispatchGemmFp8Params dispatch_gemm_fp8;
     EpGemmCombineParams gemm_combine;
     EpLlDispatchParams ll_dispatch;
     EpLlCombineParams ll_combine;
@@ -41,6 +42,9 @@ EpPadding ep_layer_padding(const EpLayer *l);
  * tokens. */
 int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t dtype, uint32_t num_copies,
                             EpDispatchParams *p);
+/* The same for a dispatch in FP8: fill in p, with its communicator, and the scales. */
+int ep_layer_check_dispatch_fp8(const EpLayer *l, const EpCommBuffer *b, const EpDispatchFp8Args *a,
+                                uint32_t num_copies, EpDispatchParams *p, EpRowScales *scales);
 int ep_layer_check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombineParams *p);
 
 #endif /* EP_PREPARE_H */

@@ -15,6 +15,7 @@ typedef struct {
     const EpTensor *a, *w, *bias, *out, *kept;
     uint32_t kind, activation;
     double alpha, limit;
+    bool is_fp8; /* a and w are bytes */
 } Product;
 
 /* Check a product, and fill in p except its offsets. */
@@ -50,10 +51,11 @@ static int check_product(const EpLayer *l, const Product *product, EpGemmParams 
         return ep_error(EP_EINVAL,
                         "gemm_weight of %lld by %lld: both sizes must be multiples of 16, at most 2^24",
                         (long long)N, (long long)K);
+    const uint32_t dtype = product->is_fp8 ? EP_U8 : s->dtype;
     const int64_t of_forward = ep_gemm_is_gated(activation) ? N / 2 : N;
     const EpWanted wanted[] = {
-        {"rows", a, s->dtype, 2, {M, is_forward ? K : N, -1}},
-        {"gemm_weight", w, s->dtype, 3, {L, N, K}},
+        {"rows", a, dtype, 2, {M, is_forward ? K : N, -1}},
+        {"gemm_weight", w, dtype, 3, {L, N, K}},
         {"bias", product->bias, s->dtype, 2, {L, N, -1}},
         {"output", product->out, s->dtype, 2, {M, is_forward ? of_forward : K, -1}},
         {"kept", product->kept, s->dtype, 2, {M, N, -1}},
@@ -82,34 +84,72 @@ static int check_no_padding(const EpLayer *l) {
                     "a layer with an expert_alignment or an expert_capacity has no fused operations");
 }
 
+/* The division of the work, and where the rows of the experts are: the same for all dtypes of rows. */
+static int set_movers(uint32_t num_move, uint32_t num_tail, uint32_t waits_for_expert,
+                      EpDispatchGemmParams *p) {
+    if (num_tail && num_tail >= num_move)
+        return ep_error(EP_EINVAL, "num_tail_sms %u: must be fewer than num_sm, %u", num_tail, num_move);
+    if (num_move < 1)
+        return ep_error(EP_EINVAL, "num_sm 0: must be at least 1, so that a thread block moves tokens");
+    p->gemm.offsets = p->dispatch.plan + p->dispatch.layout.expert_row_off;
+    p->num_move_blocks = num_move;
+    p->num_tail_blocks = num_tail;
+    p->waits_for_expert = waits_for_expert != 0;
+    return 0;
+}
+
 int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatchGemmArgs *a,
                              EpDispatchGemmParams *p) {
     const EpDispatchArgs first = {a->x,          a->weight, a->plan,         a->rows,
                                   a->row_weight, a->recv,   a->requires_grad};
-    const Product product = {a->rows, a->gemm_weight, a->bias,  a->out,  a->kept,
-                             a->kind, a->activation,  a->alpha, a->limit};
+    const Product product = {a->rows, a->gemm_weight, a->bias,  a->out,   a->kept,
+                             a->kind, a->activation,  a->alpha, a->limit, false};
     p->dispatch.comm = b->comm;
     p->dispatch.comm.requires_grad = a->requires_grad != 0;
     EP_TRY(check_no_padding(l));
     EP_TRY(ep_layer_check_dispatch(l, &first, l->config.shape.dtype, a->num_copies, &p->dispatch));
     EP_TRY(check_product(l, &product, &p->gemm));
-    if (a->num_tail && a->num_tail >= a->num_move)
-        return ep_error(EP_EINVAL, "num_tail_sms %u: must be fewer than num_sm, %u", a->num_tail,
-                        a->num_move);
-    if (a->num_move < 1)
-        return ep_error(EP_EINVAL, "num_sm 0: must be at least 1, so that a thread block moves tokens");
-    p->gemm.offsets = p->dispatch.plan + p->dispatch.layout.expert_row_off;
-    p->num_move_blocks = a->num_move;
-    p->num_tail_blocks = a->num_tail;
-    p->waits_for_expert = a->waits_for_expert != 0;
+    return set_movers(a->num_move, a->num_tail, a->waits_for_expert, p);
+}
+
+/* The scales of the GEMM, after its product and the scales of the dispatch. */
+static int check_gemm_scales(const EpLayer *l, const EpTensor *gemm_scale, EpDispatchGemmFp8Params *p) {
+    const EpGemmParams *g = &p->plain.gemm;
+    const uint32_t num_n = ep_gemm_num_blocks(g->n), num_k = ep_gemm_num_blocks(g->k);
+    const EpWanted wanted = {"gemm_scale", gemm_scale, EP_F32, 3, {g->num_experts, num_n, num_k}};
+    EP_TRY(ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 4));
+    if (ep_gemm_is_gated(g->activation) && g->activation != EP_ACT_GPT_OSS && g->n % 128)
+        return ep_error(EP_EINVAL,
+                        "gemm_weight of %u rows in FP8, gates in front of ups: must be a multiple of 128",
+                        g->n);
+    p->scales = (EpGemmScales){p->row_scales.rows,
+                               (const float *)gemm_scale->data,
+                               1,
+                               p->row_scales.line,
+                               (uint64_t)num_n * num_k,
+                               num_k,
+                               1};
     return 0;
+}
+
+int ep_prepare_dispatch_gemm_fp8(EpLayer *l, const EpCommBuffer *b, const EpDispatchGemmFp8Args *a,
+                                 EpDispatchGemmFp8Params *p) {
+    const EpDispatchFp8Args first = {a->x,    a->x_scale,   a->weight,     a->plan,
+                                     a->rows, a->row_scale, a->row_weight, a->recv};
+    const Product product = {a->rows,         a->gemm_weight, a->bias,  a->out,   NULL,
+                             EP_GEMM_FORWARD, a->activation,  a->alpha, a->limit, true};
+    EP_TRY(check_no_padding(l));
+    EP_TRY(ep_layer_check_dispatch_fp8(l, b, &first, a->num_copies, &p->plain.dispatch, &p->row_scales));
+    EP_TRY(check_product(l, &product, &p->plain.gemm));
+    EP_TRY(check_gemm_scales(l, a->gemm_scale, p));
+    return set_movers(a->num_move, a->num_tail, a->waits_for_expert, &p->plain);
 }
 
 int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineArgs *a,
                             EpGemmCombineParams *p) {
     const EpCombineArgs last = {a->rows, a->row_weight, a->row_scalar, a->plan,
                                 a->recv, a->out,        a->out_scalar, a->requires_grad};
-    const Product product = {a->a, a->gemm_weight, a->bias, a->rows, NULL, a->kind, EP_ACT_NONE, 0, 0};
+    const Product product = {a->a, a->gemm_weight, a->bias, a->rows, NULL, a->kind, EP_ACT_NONE, 0, 0, false};
     p->combine.comm = b->comm;
     p->combine.comm.requires_grad = a->requires_grad != 0;
     EP_TRY(check_no_padding(l));

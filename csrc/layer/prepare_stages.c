@@ -146,16 +146,21 @@ static int check_scales(const EpLayer *l, const EpDispatchFp8Args *a, EpRowScale
     return 0;
 }
 
-int ep_prepare_dispatch_fp8(EpLayer *l, const EpCommBuffer *b, const EpDispatchFp8Args *a,
-                            EpDispatchFp8Params *p) {
+int ep_layer_check_dispatch_fp8(const EpLayer *l, const EpCommBuffer *b, const EpDispatchFp8Args *a,
+                                uint32_t num_copies, EpDispatchParams *p, EpRowScales *scales) {
     const EpDispatchArgs plain = {a->x, a->weight, a->plan, a->rows, a->row_weight, a->recv, 0};
     if (l->config.shape.hidden % 16)
         return ep_error(EP_EINVAL, "a dispatch in FP8 needs a hidden size that is a multiple of 16, not %u",
                         l->config.shape.hidden);
-    p->dispatch.comm = b->comm;
-    p->dispatch.comm.layout.row_bytes = l->config.shape.hidden;
-    EP_TRY(ep_layer_check_dispatch(l, &plain, EP_U8, 1, &p->dispatch));
-    return check_scales(l, a, &p->scales);
+    p->comm = b->comm;
+    p->comm.layout.row_bytes = l->config.shape.hidden;
+    EP_TRY(ep_layer_check_dispatch(l, &plain, EP_U8, num_copies, p));
+    return check_scales(l, a, scales);
+}
+
+int ep_prepare_dispatch_fp8(EpLayer *l, const EpCommBuffer *b, const EpDispatchFp8Args *a,
+                            EpDispatchFp8Params *p) {
+    return ep_layer_check_dispatch_fp8(l, b, a, 1, &p->dispatch, &p->scales);
 }
 
 int ep_layer_check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombineParams *p) {

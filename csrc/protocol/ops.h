@@ -17,7 +17,8 @@
     X(GEMM_COMBINE, gemm_combine, GemmCombine, "gemm + combine")     \
     X(LL_DISPATCH, ll_dispatch, LlDispatch, "low-latency dispatch")  \
     X(LL_COMBINE, ll_combine, LlCombine, "low-latency combine")      \
-    X(DISPATCH_FP8, dispatch_fp8, DispatchFp8, "dispatch in FP8")
+    X(DISPATCH_FP8, dispatch_fp8, DispatchFp8, "dispatch in FP8")    \
+    X(DISPATCH_GEMM_FP8, dispatch_gemm_fp8, DispatchGemmFp8, "dispatch + gemm in FP8")
 
 /* EP_OP_PLAN = 1, EP_OP_DISPATCH = 2, ... */
 typedef enum {
@@ -155,6 +156,31 @@ typedef enum {
     X(S, OWN, row_scale)           \
     X(S, OWN_OPTIONAL, row_weight) \
     X(S, OWN, recv)
+
+/* dispatch_fp8, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight u8
+ * [L][N][H], gemm_scale f32 [L][N / 128][H / 128], both sizes rounded up; out of the layer's dtype. For gates
+ * in front of ups N must be a multiple of 128. x has a row for every num_copies tokens. Rows from M on are
+ * left unchanged. The rest is as in dispatch_fp8 and dispatch_gemm. */
+#define EP_ARGS_dispatch_gemm_fp8(X, S) \
+    X(S, TENSOR, x)                     \
+    X(S, TENSOR, x_scale)               \
+    X(S, OPTIONAL, weight)              \
+    X(S, PLAN, plan)                    \
+    X(S, OWN, rows)                     \
+    X(S, OWN, row_scale)                \
+    X(S, OWN_OPTIONAL, row_weight)      \
+    X(S, OWN, recv)                     \
+    X(S, TENSOR, gemm_weight)           \
+    X(S, TENSOR, gemm_scale)            \
+    X(S, OPTIONAL, bias)                \
+    X(S, OWN, out)                      \
+    X(S, U32, activation)               \
+    X(S, F64, alpha)                    \
+    X(S, F64, limit)                    \
+    X(S, U32, num_move)                 \
+    X(S, U32, num_tail)                 \
+    X(S, U32, waits_for_expert)         \
+    X(S, U32, num_copies)
 /* clang-format on */
 
 #endif /* EP_OPS_H */

@@ -1,8 +1,8 @@
 /* params.h - the parameters of each operation: what layer_ops.c fills in and a backend executes.
  *
  * Exports EpPlanParams, EpDispatchParams, EpDispatchFp8Params, EpCombineParams; for the fused kernels
- * EpDispatchGemmParams and EpGemmCombineParams; and for the low-latency operations EpLlDispatchParams and
- * EpLlCombineParams.
+ * EpDispatchGemmParams, EpDispatchGemmFp8Params and EpGemmCombineParams; and for the low-latency operations
+ * EpLlDispatchParams and EpLlCombineParams.
  * Invariant: a captured CUDA graph keeps a copy of these structs. So they contain neither an epoch nor the
  * number of received rows: a worker reads the epoch from its local words, and the number from the plan. */
 #ifndef EP_PARAMS_H
@@ -93,6 +93,14 @@ typedef struct {
     /* A tile waits for all rows of its expert, not only for the row blocks in which it has rows. */
     uint32_t waits_for_expert;
 } EpDispatchGemmParams;
+
+/* The same for rows in FP8: plain.dispatch is as in EpDispatchFp8Params, and plain.gemm.is_f16 is the dtype
+ * of out and bias. */
+typedef struct {
+    EpDispatchGemmParams plain;
+    EpRowScales row_scales;
+    EpGemmScales scales; /* those of a are row_scales.rows */
+} EpDispatchGemmFp8Params;
 
 typedef struct {
     EpGemmParams gemm; /* FORWARD; its output is the rows of combine */

@@ -1,9 +1,9 @@
 """Measures a whole layer with weights in FP8, beside one in 16 bits: their time, and their error.
 
 Both are an EPMoE on the same layer, with the same weights before they were quantised.  The one in 16 bits
-runs its fused kernels.  The one in FP8 sends tokens in FP8 and runs its stages one after the other.  Errors
-are those of the experts' outputs on the rows of a rank, compared with float64, for normal and for
-heavy-tailed numbers.
+runs its fused kernels.  The one in FP8 sends tokens in FP8, and multiplies them by gate and up in the same
+launch; it is also measured with all stages one after the other.  Errors are those of the experts' outputs on
+the rows of a rank, compared with float64, for normal and for heavy-tailed numbers.
 """
 
 import functools
@@ -66,6 +66,9 @@ class Pair:
     def unfused(self):
         return self.plain._unfused(self.op, self.x, self.idx, self.weight, *self.plain._weights())[0]
 
+    def unfused_fp8(self):
+        return self.fp8._unfused(self.op, self.x, self.idx, self.weight, *self.fp8._weights())[0]
+
     def dispatched(self):
         """Return (rows, scales, row_weight, layout) in FP8."""
         return self.op.dispatch_fp8(self.x, self.idx, self.weight)
@@ -126,6 +129,9 @@ class Pair:
         q, q_scales = epmoe.quantize_fp8(inner)
         return {
             "quantize + dispatch": lambda: self.op.dispatch_fp8(self.x, weight=self.weight, layout=layout),
+            "quantize, then dispatch + gate and up": lambda: self.op.mega_dispatch_group_gemm(
+                self.x, None, layout, fp8.gate_up_proj, self.weight, activation="swiglu",
+                gemm_scale=fp8.gate_up_proj_scale_inv),
             "gate and up": lambda: epmoe.grouped_gemm(
                 rows, fp8.gate_up_proj, offsets=offsets, activation="swiglu", a_scale=scales,
                 b_scale=fp8.gate_up_proj_scale_inv),
@@ -151,11 +157,13 @@ def measure(run, shape):
     parts = pair.parts()
     args = pair.x, pair.idx, pair.weight
     ms = alternate(run, plain=lambda: pair.plain(*args), unfused=pair.unfused, fp8=lambda: pair.fp8(*args),
-                   **parts)
+                   unfused_fp8=pair.unfused_fp8, **parts)
     record_layer(run, "layer", shape, "epmoe 16 bits", ms["plain"])
     record_layer(run, "layer", shape, "epmoe 16 bits, one after the other", ms["unfused"])
     record_layer(run, "layer", shape, "epmoe FP8", ms["fp8"],
-                 {"16 bits": ms["plain"], "16 bits one after the other": ms["unfused"]})
+                 {"16 bits": ms["plain"], "16 bits one after the other": ms["unfused"],
+                  "one after the other": ms["unfused_fp8"]})
+    record_layer(run, "layer", shape, "epmoe FP8, one after the other", ms["unfused_fp8"])
     for name in parts:
         run.record("layer", shape, f"FP8: {name}" if "bits" not in name else name, ms[name],
                    over={"the layer": ms["fp8"]})

@@ -1,6 +1,8 @@
 /* test_dispatch_fp8.cpp - compares the CUDA kernel of dispatch in FP8 with the CPU backend, bit by bit.
  *
- * CPU threads emulate the kernel, as in test_stages.cpp. Scales are random bits.
+ * CPU threads emulate the kernel, as in test_stages.cpp. Scales are random bits. The communication warps of
+ * the megakernel dispatch + GEMM in FP8 are compared, too: another thread reads the rows and the scales of a
+ * row block when its ready counter is complete.
  * Usage: test_dispatch_fp8 [seed [CTAs per rank]] */
 #include "stages.h"
 
@@ -43,6 +45,59 @@ struct Scales {
         return p;
     }
 };
+
+/* ---- the megakernel's communication warps, without the GEMM ---- */
+
+enum { COMM_WARPS = 2 };
+struct FusedParams {
+    EpDispatchFp8Params d;
+    EpComm comm; /* for ep_launch_resident */
+    uint32_t num_move, num_tail;
+    unsigned char
+        *read; /* the rows, and the scales, copied when the ready counter of their block was complete */
+    float *read_scales;
+};
+
+__shared__ uint64_t shared_epoch;
+struct SharedEpoch {
+    operator uint64_t() const { return shared_epoch; }
+};
+
+static void read_blocks(const FusedParams &p) {
+    const EpDispatchParams &d = p.d.dispatch;
+    const EpComm *c = &d.comm;
+    const uint32_t m = (uint32_t)d.plan[EP_HEAD_NUM_ROWS];
+    EpBackoff w = {0, 0, 0};
+    for (uint32_t b = blockIdx.x; b < ep_ceil_div_u32(m, EP_TILE_ROWS); b += gridDim.x) {
+        const uint64_t first = b * EP_TILE_ROWS, num = ep_ready_count(b, m, 1);
+        if (!ep_ready_await(c, EP_OP_DISPATCH_GEMM_FP8, b, num, SharedEpoch(), &w)) return;
+        memcpy(p.read + first * c->layout.row_bytes, (unsigned char *)d.rows + first * c->layout.row_bytes,
+               num * c->layout.row_bytes);
+        for (uint32_t g = 0; g < p.d.scales.num_groups; g++)
+            memcpy(p.read_scales + g * p.d.scales.line + first, p.d.scales.rows + g * p.d.scales.line + first,
+                   4 * num);
+    }
+}
+static void fused_run(FusedParams p) {
+    const EpDispatchParams &d = p.d.dispatch;
+    const uint32_t warp = threadIdx.x / 32;
+    const uint64_t epoch = ep_begin(&d.comm);
+    const bool ok = epoch && ep_cta_enter(&d.comm, EP_OP_DISPATCH_GEMM_FP8, d.plan, NULL, d.layout.num_tokens,
+                                          d.num_rows, d.has_weight, 0, epoch);
+    if (threadIdx.x == 0) shared_epoch = epoch;
+    __syncthreads();
+    if (ok && warp < COMM_WARPS && blockIdx.x < p.num_move) {
+        const EpMoveWhat what = p.num_tail == 0           ? EP_MOVE_ALL
+                                : blockIdx.x < p.num_tail ? EP_MOVE_RECEIVES
+                                                          : EP_MOVE_SENDS;
+        move_tokens<true>(d, EP_OP_DISPATCH_GEMM_FP8, SharedEpoch(), what, warp * EpFusedFifo::BYTES,
+                          p.d.scales);
+    }
+    if (ok && threadIdx.x == 32 * COMM_WARPS) read_blocks(p);
+    if (ep_cta_leave(&d.comm, SharedEpoch()) == EP_LEFT) return;
+    for (uint32_t b = threadIdx.x; b < d.comm.layout.num_row_blocks; b += blockDim.x)
+        *ep_ready_word(&d.comm, b) = 0;
+}
 
 static void run_cpu_fp8(const Problem &q, const Scales &s) {
     std::vector<std::thread> ranks;
@@ -97,6 +152,54 @@ static bool check(const Case *c) {
     return ok;
 }
 
+/* The same with the megakernel's warps: every CTA moves tokens, then one; and where there are two, one only
+ * receives and the other one only sends. */
+static bool check_fused(const Case *c) {
+    const Problem q(c);
+    const Scales s(q);
+    FusedParams runs[MAX_RANKS][NUM_ROUNDS];
+    run_cpu_fp8(q, s);
+    const Kernel kernels[] = {
+        [&](uint32_t r, uint32_t i) {
+            const EpPlanParams plan = q.plan(q.gpu, r, i);
+            return ep_launch_plan(&plan, NULL);
+        },
+        [&](uint32_t r, uint32_t i) {
+            return (int)ep_launch_resident(fused_run, num_sm, COMM_WARPS + 1, COMM_WARPS * EpFusedFifo::BYTES,
+                                           NULL, runs[r][i]);
+        },
+    };
+    for (uint32_t r = 0; r < c->shape.num_ranks; r++)
+        for (uint32_t i = 0; i < NUM_ROUNDS; i++) {
+            const EpDispatchFp8Params d = s.dispatch(1, r, i);
+            const bool divided = i == 0 && num_sm > 1;
+            runs[r][i] = {d,
+                          d.dispatch.comm,
+                          divided ? 2u : 1u,
+                          divided ? 1u : 0u,
+                          (unsigned char *)poisoned(q.rank[r].num_rows * (uint64_t)c->shape.hidden),
+                          (float *)poisoned(4 * s.num_groups * s.line)};
+        }
+    bool ok = run_ctas(q, NUM_ROUNDS, kernels);
+    for (uint32_t r = 0; r < c->shape.num_ranks; r++)
+        for (uint32_t i = 0; i < NUM_ROUNDS; i++) {
+            const Out &a = q.cpu.out[r][i], &b = q.gpu.out[r][i];
+            const uint64_t m = (uint32_t)a.plan[EP_HEAD_NUM_ROWS];
+            bool has_plan;
+            ok = same_plan(q, r, i, &has_plan) && has_plan && ok;
+            ok = same("recv", r, i, a.recv, b.recv, 4 * q.recv_words) && ok;
+            ok = same("the rows", r, i, a.rows, runs[r][i].read, m * c->shape.hidden) && ok;
+            if (c->weighted) ok = same("the row weights", r, i, a.row_weight, b.row_weight, 4 * m) && ok;
+            for (uint32_t group = 0; group < s.num_groups; group++)
+                ok = same("the scales", r, i, s.rows[0][r][i] + group * s.line,
+                          runs[r][i].read_scales + group * s.line, 4 * m) &&
+                     ok;
+        }
+    printf("fused: %-33s %s\n", c->name, ok ? "ok" : "WRONG");
+    fflush(stdout);
+    return ok;
+}
+
 /* As in test_stages.cpp. */
 static const Case cases[] = {
     {"more than 32 groups, few slots", {2, 8, 4, 6, 4240, EP_BF16, EP_COMBINE_LOCAL, 60}, {6, 5}, 1},
@@ -114,10 +217,21 @@ static const Case cases[] = {
         .with_short_rows(1),
 };
 
+static const Case fused_cases[] = {
+    {"several row blocks", {2, 8, 8, 40, 48, EP_BF16, EP_COMBINE_LOCAL, 700}, {40, 37}, 1},
+    {"more than 32 groups", {2, 8, 4, 6, 4240, EP_BF16, EP_COMBINE_LOCAL, 60}, {6, 5}, 1},
+    {"a rank without tokens", {3, 6, 3, 20, 272, EP_F16, EP_COMBINE_SCATTER, 200}, {13, 0, 20}, 0},
+    {"rows of more than 1024 bytes", {2, 8, 4, 30, 1168, EP_BF16, EP_COMBINE_GATHER, 240}, {30, 23}, 0},
+    Case{"one rank, 32 choices, none dropped", {1, 64, 32, 11, 272, EP_BF16, EP_COMBINE_LOCAL, 352}, {11}, 1}
+        .with_drops(0),
+    Case{"without weights", {2, 6, 5, 22, 144, EP_BF16, EP_COMBINE_LOCAL, 240}, {22, 19}, 1}.unweighted(),
+};
+
 int main(int argc, char **argv) {
     ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
     if (argc > 2) num_sm = (uint32_t)atoi(argv[2]);
     bool ok = true;
     for (const Case &c : cases) ok = check(&c) && ok;
+    for (const Case &c : fused_cases) ok = check_fused(&c) && ok;
     return ok ? 0 : 1;
 }

@@ -7,8 +7,11 @@
 
 extern EpClusterKernel ep_mega_kernels_bf16[], ep_mega_kernels_f16[];
 extern EpClusterKernel ep_mega_keep_kernels_bf16[], ep_mega_keep_kernels_f16[];
+extern EpClusterKernel ep_mega_kernels_fp8_bf16[], ep_mega_kernels_fp8_f16[];
 
-static EpClusterKernel *table_of(const EpGemmParams *gemm) {
+static EpClusterKernel *table_of(uint32_t op, const EpGemmParams *gemm) {
+    if (op == EP_OP_DISPATCH_GEMM_FP8)
+        return gemm->is_f16 ? ep_mega_kernels_fp8_f16 : ep_mega_kernels_fp8_bf16;
     if (gemm->kept) return gemm->is_f16 ? ep_mega_keep_kernels_f16 : ep_mega_keep_kernels_bf16;
     return gemm->is_f16 ? ep_mega_kernels_f16 : ep_mega_kernels_bf16;
 }
@@ -33,8 +36,8 @@ static int prepare(uint32_t op, const EpComm *comm, EpGemmParams *gemm, MegaLaun
     int e = ep_capabilities(&c);
     if (e) return e;
     if (!c.has_hopper) return (int)cudaErrorNoKernelImageForDevice;
-    m->tile_cols = ep_gemm_tile_cols(gemm);
-    m->kernel = ep_find_kernel(table_of(gemm), op, gemm, m->tile_cols);
+    m->tile_cols = op == EP_OP_DISPATCH_GEMM_FP8 ? 256 : ep_gemm_tile_cols(gemm);
+    m->kernel = ep_find_kernel(table_of(op, gemm), op, gemm, m->tile_cols);
     if (!m->kernel) return (int)cudaErrorInvalidValue;
     e = ep_load_kernel(m->kernel, &max_ctas);
     if (e) return e;
@@ -52,9 +55,17 @@ static int launch(const MegaLaunch *m, const void *params, const EpGemmParams *g
         seen.a = seen.b;
         seen.num_rows = 1;
     }
-    const EpClusterLaunch l = {m->num_ctas, true, params, ep_map_a(&seen, m->tile_cols),
-                               ep_map_b(&seen, m->tile_cols)};
+    const bool is_fp8 = m->kernel->op == EP_OP_DISPATCH_GEMM_FP8;
+    const EpTensorMap a = ep_map_a(&seen, m->tile_cols), b = ep_map_b(&seen, m->tile_cols);
+    const EpClusterLaunch l = {m->num_ctas, true, params, is_fp8 ? ep_map_fp8(a) : a,
+                               is_fp8 ? ep_map_fp8(b) : b};
     return ep_launch_clusters(m->kernel, &l, stream);
+}
+
+/* A rank that shares its GPU has fewer CTAs than the caller may have assumed. If all of them would only
+ * receive, half of them receive and the other half sends. */
+static void leave_senders(const MegaLaunch *m, EpDispatchGemmParams *p) {
+    if (p->num_tail_blocks >= m->num_ctas) p->num_tail_blocks = m->num_ctas / 2;
 }
 
 extern "C" int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream) {
@@ -62,10 +73,16 @@ extern "C" int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stre
     MegaLaunch m;
     const int e = prepare(EP_OP_DISPATCH_GEMM, &p->dispatch.comm, &q.gemm, &m);
     if (e) return e;
-    /* A rank that shares its GPU has fewer CTAs than the caller may have assumed. If all of them would only
-     * receive, half of them receive and the other half sends. */
-    if (q.num_tail_blocks >= m.num_ctas) q.num_tail_blocks = m.num_ctas / 2;
+    leave_senders(&m, &q);
     return launch(&m, &q, &q.gemm, stream);
+}
+extern "C" int ep_launch_dispatch_gemm_fp8(const EpDispatchGemmFp8Params *p, void *stream) {
+    EpDispatchGemmFp8Params q = *p;
+    MegaLaunch m;
+    const int e = prepare(EP_OP_DISPATCH_GEMM_FP8, &p->plain.dispatch.comm, &q.plain.gemm, &m);
+    if (e) return e;
+    leave_senders(&m, &q.plain);
+    return launch(&m, &q, &q.plain.gemm, stream);
 }
 extern "C" int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream) {
     EpGemmCombineParams q = *p;
@@ -83,7 +100,8 @@ extern "C" int ep_preload_fused(void) {
     int e = ep_capabilities(&c);
     if (e || !c.has_hopper) return e;
     for (EpClusterKernel *table :
-         {ep_mega_kernels_bf16, ep_mega_kernels_f16, ep_mega_keep_kernels_bf16, ep_mega_keep_kernels_f16})
+         {ep_mega_kernels_bf16, ep_mega_kernels_f16, ep_mega_keep_kernels_bf16, ep_mega_keep_kernels_f16,
+          ep_mega_kernels_fp8_bf16, ep_mega_kernels_fp8_f16})
         for (EpClusterKernel *k = table; k->function && !e; k++) e = ep_load_kernel(k, &max_ctas);
     return e;
 }

@@ -7,6 +7,8 @@
  * warpgroup has three more warps, which the GEMM does not need. They are the communication warps. So
  * communication takes no SM away from the tensor cores.
  *
+ * With FP8, the first of the three loads the scales of the GEMM, and two communicate.
+ *
  * Coupling. The two halves meet in one counter per row block of 128 rows, ready[b] (flags.h).
  *   dispatch + GEMM: a communication warp adds 1 to ready[b] for each row that it has placed in row block b.
  *                    The producer of a tile waits until all row blocks of the tile are complete.
@@ -20,6 +22,8 @@
  *         rows of a chunk that it must return are not ready, it continues to add up tokens.
  *       - A warp that only receives waits for other warps that send. The launch ensures that there are some
  *         (num_tail_blocks, num_move_blocks).
+ *       - A warp that loads scales waits for the producer of its CTA, which has a tile then, and for nothing
+ *         else.
  *       - Producer and MMA warps have a queue of their own, of tiles. MMA warps communicate only after their
  *         last tile is counted.
  *   (3) All CTAs are resident: the launch is cooperative, or it fails with an error.
@@ -58,9 +62,10 @@ template <typename F> EP_FN uint32_t fifo_at(uint32_t smem, uint32_t first) {
     return smem + (threadIdx.x / 32 - first) * F::BYTES;
 }
 
-/* KEEPS: the kernel of a training step, which also stores gate and up. */
-template <bool KEEPS> struct EpDispatchHooks {
-    static constexpr bool FUSED = true;
+/* KEEPS: the kernel of a training step, which also stores gate and up. OP: the operation, in headers and in
+ * errors. */
+template <bool KEEPS, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks {
+    static constexpr bool FUSED = true, TILES_ARE_AWAITED = false;
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
     typedef EpDispatchGemmParams Params;
     const Params &p;
@@ -74,8 +79,8 @@ template <bool KEEPS> struct EpDispatchHooks {
     static __device__ const EpDispatchParams &stage(const Params &p) { return p.dispatch; }
     static __device__ bool enter(const Params &p, uint64_t epoch) {
         const EpDispatchParams &d = p.dispatch;
-        return ep_cta_enter(&d.comm, EP_OP_DISPATCH_GEMM, d.plan, NULL, d.layout.num_tokens, d.num_rows,
-                            d.has_weight, 0, epoch);
+        return ep_cta_enter(&d.comm, OP, d.plan, NULL, d.layout.num_tokens, d.num_rows, d.has_weight, 0,
+                            epoch);
     }
     static __device__ void poison(const Params &p) {
         poison_dispatch(p.dispatch);
@@ -83,14 +88,16 @@ template <bool KEEPS> struct EpDispatchHooks {
         if (KEEPS) ep_cta_fill(p.gemm.kept, 2ull * p.gemm.num_rows * p.gemm.n, EP_NAN_WORD);
     }
 
-    __device__ void comm(uint32_t smem) {
+    /* first_warp: the first communication warp */
+    template <typename S> __device__ void move(uint32_t smem, uint32_t first_warp, const S &scales) {
         if (!ok || blockIdx.x >= p.num_move_blocks) return;
         const EpMoveWhat what = p.num_tail_blocks == 0           ? EP_MOVE_ALL
                                 : blockIdx.x < p.num_tail_blocks ? EP_MOVE_RECEIVES
                                                                  : EP_MOVE_SENDS;
-        move_tokens<true>(p.dispatch, EP_OP_DISPATCH_GEMM, EpSharedEpoch(), what,
-                          fifo_at<EpFusedFifo>(smem, 1), NoScales());
+        move_tokens<true>(p.dispatch, OP, EpSharedEpoch(), what, fifo_at<EpFusedFifo>(smem, first_warp),
+                          scales);
     }
+    __device__ void comm(uint32_t smem) { move(smem, 1, NoScales()); }
     __device__ void await_rows(const EpGemmTile &t) {
         const uint32_t m = (uint32_t)p.dispatch.plan[EP_HEAD_NUM_ROWS];
         uint32_t first = t.row0, num = min(t.num_rows, (uint32_t)EP_GEMM_BM);
@@ -104,8 +111,7 @@ template <bool KEEPS> struct EpDispatchHooks {
         EpBackoff w = {0, 0, 0};
         ep_chaos(EP_CHAOS_ROWS_AWAIT);
         for (uint32_t b = first / EP_TILE_ROWS; ok && b <= (first + num - 1) / EP_TILE_ROWS; b++)
-            ok = ep_ready_await(&p.dispatch.comm, EP_OP_DISPATCH_GEMM, b, ep_ready_count(b, m, 1),
-                                EpSharedEpoch(), &w);
+            ok = ep_ready_await(&p.dispatch.comm, OP, b, ep_ready_count(b, m, 1), EpSharedEpoch(), &w);
         ep_fence_proxy_async_global();
         ep_trace_span(&p.dispatch.comm, EP_SPAN_WAIT_ROWS, t.expert, begin);
     }
@@ -117,9 +123,38 @@ template <bool KEEPS> struct EpDispatchHooks {
     __device__ void after_last_tile(uint32_t) {}
 };
 
+/* Registers of the kernels of FP8: an MMA thread has more accumulators. */
+#ifndef EP_FUSED_FP8_COMM_REGS
+#define EP_FUSED_FP8_COMM_REGS 56
+#define EP_FUSED_FP8_MMA_REGS 224
+#endif
+
+/* EpDispatchGemmFp8Params, as mega_body wants them: with the members of EpDispatchGemmParams. */
+struct EpMegaFp8Params : EpDispatchGemmParams {
+    EpRowScales row_scales;
+    EpGemmScales scales;
+};
+static_assert(sizeof(EpMegaFp8Params) == sizeof(EpDispatchGemmFp8Params), "the same members in one order");
+/* Dispatch + GEMM in FP8: the first communication warp loads the GEMM's scales instead. */
+struct EpDispatchFp8Hooks : EpDispatchHooks<false, EP_OP_DISPATCH_GEMM_FP8> {
+    static constexpr int PRODUCER_REGS = EP_FUSED_FP8_COMM_REGS, MMA_REGS = EP_FUSED_FP8_MMA_REGS;
+    typedef EpMegaFp8Params Params;
+    const EpGemmScales *scales;
+
+    __device__ EpDispatchFp8Hooks(const Params &params, bool is_valid)
+        : EpDispatchHooks(params, is_valid), scales(&params.scales) {}
+    static __device__ void poison(const Params &p) {
+        EpDispatchHooks::poison(p);
+        ep_cta_fill(p.row_scales.rows, 4 * p.row_scales.num_groups * p.row_scales.line, EP_NAN_WORD);
+    }
+    __device__ void comm(uint32_t smem) {
+        if (threadIdx.x / 32 > 1) move(smem, 2, ((const Params &)p).row_scales);
+    }
+};
+
 /* SCALAR: the kernel of the backward pass, which returns a number with each row. */
 template <int DTYPE, bool SCALAR> struct EpCombineHooks {
-    static constexpr bool FUSED = true;
+    static constexpr bool FUSED = true, TILES_ARE_AWAITED = true;
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
     typedef EpGemmCombineParams Params;
     const Params &p;
@@ -232,6 +267,16 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 #endif
 }
 
+template <typename C>
+__global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
+    mega_kernel_dispatch_token_moe_grouped_gemm_fp8(const __grid_constant__ EpMegaFp8Params p,
+                                                    const __grid_constant__ CUtensorMap map_a,
+                                                    const __grid_constant__ CUtensorMap map_b) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    mega_body<C, EpDispatchFp8Hooks>(p, &map_a, &map_b);
+#endif
+}
+
 /* ---- the table of megakernels ---- */
 
 /* X(operation, kernel, columns of a tile, activation): all instances, each for bf16 and fp16. */
@@ -267,11 +312,12 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 #define EP_MEGA_KEEP_VARIANTS(X) X(256) X(128)
 
 /* One row of the table (cluster_launch.h). Dynamic shared memory of a CTA: the GEMM's part, and a part for
- * each of the three communication warps. Static shared memory uses at most 1024 bytes more. */
+ * each communication warp: three, or two where one loads scales. Static shared memory uses at most 1024 bytes
+ * more. */
 template <typename C, typename P>
 static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUtensorMap), uint32_t tile_cols,
                                 uint32_t activation) {
-    constexpr uint32_t SMEM_BYTES = C::SMEM_BYTES + 3 * EpFusedFifo::BYTES;
+    constexpr uint32_t SMEM_BYTES = C::SMEM_BYTES + (C::BY_BLOCK ? 2 : 3) * EpFusedFifo::BYTES;
     static_assert(SMEM_BYTES + 1024 <= EP_CTA_SMEM_BYTES, "a CTA has this much shared memory");
     return {(const void *)kernel, op, C::KIND, tile_cols, activation, EP_GEMM_THREADS, SMEM_BYTES, {}};
 }
@@ -282,5 +328,10 @@ static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUte
     mega_row<EpGemmKeepConfig<BN, F16>>(                                                                 \
         EP_OP_DISPATCH_GEMM, mega_kernel_dispatch_token_moe_grouped_gemm<EpGemmKeepConfig<BN, F16>>, BN, \
         EP_ACT_SWIGLU),
+
+#define EP_MEGA_FP8_ROW(ACT, F16)            \
+    mega_row<EpGemmMegaFp8Config<ACT, F16>>( \
+        EP_OP_DISPATCH_GEMM_FP8,             \
+        mega_kernel_dispatch_token_moe_grouped_gemm_fp8<EpGemmMegaFp8Config<ACT, F16>>, 256, ACT),
 
 #endif /* EP_FUSED_CUH */

@@ -206,11 +206,12 @@ EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred,
  *                    shared memory after `end`
  *   await_rows       producer, before it reads the rows of a tile
  *   tile_started     MMA warps, after they have read the info of a tile. Returns the time, for the profiler
- *   tile_written     MMA warps, after all lanes have stored the warp's part of the tile
+ *   tile_written     MMA warps, after all lanes have stored the warp's part of the tile; with scales of
+ *                    blocks a piece is stored later, and TILES_ARE_AWAITED is false: no worker waits for it
  *   mma_in_flight    MMA warps, while the first wgmma of the next tile is in flight, and before they write it
  *   after_last_tile  MMA warps, after the last tile. They may use the shared memory of the stages */
 struct EpGemmNoHooks {
-    static constexpr bool FUSED = false;
+    static constexpr bool FUSED = false, TILES_ARE_AWAITED = false;
     static constexpr int PRODUCER_REGS = 56, MMA_REGS = 224;
     __device__ void comm(uint32_t) {}
     __device__ void await_rows(const EpGemmTile &) {}

@@ -195,22 +195,25 @@ EP_PTX EpGemmProducts ep_gemm_finish_piece(EpGemmPiece &part, const EpGemmShared
 
 /* Note in shared memory, which has room at the end of the staging buffer, what ep_gemm_write_piece must know.
  * There are no registers for it. */
-EP_PTX uint32_t ep_gemm_staging(const EpGemmShared *s) {
-    return s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
+template <typename C> EP_PTX uint32_t ep_gemm_staging(const EpGemmShared *s) {
+    uint32_t warp = threadIdx.x / 32;
+    if constexpr (C::IS_MEGA) asm volatile("" : "+r"(warp)); /* compute it again, where registers lack */
+    return s->staging + (warp - 4) * EP_GEMM_OUT_STAGING;
 }
-EP_PTX void ep_gemm_keep_tile(const EpGemmShared *s, const EpGemmTile *t) {
+template <typename C> EP_PTX void ep_gemm_keep_tile(const EpGemmShared *s, const EpGemmTile *t) {
     __syncwarp(); /* every lane has read the note of the tile before */
     if (threadIdx.x % 32 == 0)
-        ep_st_shared(ep_gemm_staging(s) + EP_GEMM_OUT_STAGING - 16, t->expert, t->row0, t->num_rows, t->col0);
+        ep_st_shared(ep_gemm_staging<C>(s) + EP_GEMM_OUT_STAGING - 16, t->expert, t->row0, t->num_rows,
+                     t->col0);
     __syncwarp();
 }
 /* Round a piece and store its first AT_ONCE parts. ep_gemm_write_parts stores the others. */
 template <typename C, int PIECE, int AT_ONCE>
 EP_PTX void ep_gemm_write_piece(EpGemmDeferred<typename C::Piece> *v, EpGemmPiece &d, const EpGemmParams *p,
                                 const EpGemmShared *s) {
-    const uint4 note = ep_ld_shared(ep_gemm_staging(s) + EP_GEMM_OUT_STAGING - 16);
+    const uint4 note = ep_ld_shared(ep_gemm_staging<C>(s) + EP_GEMM_OUT_STAGING - 16);
     const EpGemmTile t = {note.x, note.y, note.z, note.w + 128 * PIECE, 0, 0, 0};
-    ep_gemm_defer<typename C::Piece, AT_ONCE>(v, d, p, &t, threadIdx.x / 128 - 1, ep_gemm_staging(s));
+    ep_gemm_defer<typename C::Piece, AT_ONCE>(v, d, p, &t, threadIdx.x / 128 - 1, ep_gemm_staging<C>(s));
 }
 
 EP_PTX void ep_gemm_release_by_warp(const EpGemmShared *s, uint32_t stage) {
@@ -245,9 +248,11 @@ EP_PTX void ep_gemm_mma_pieces(EpGemmPiece &d0, EpGemmPiece &d1, EpGemmPiece &pa
         ep_gemm_promote<C>(d1, part, &scales);
         ep_gemm_start_piece<C, 0, true>(part, a, s, *n % C::STAGES, takes_turns);
     }
-    const uint32_t stage = (*n)++ % C::STAGES;
+    uint32_t stage = (*n)++ % C::STAGES;
     scales = ep_gemm_finish_piece<C, 0>(part, s, stage);
     ep_gemm_promote<C>(d0, part, &scales);
+    if constexpr (C::IS_MEGA && !C::GATED) /* compute addresses again, instead of keeping them */
+        asm volatile("" : "+r"(stage));
     typedef typename C::Piece P;
     EpGemmDeferred<P> v;
     if constexpr (!C::GATED) ep_gemm_write_piece<C, 0, P::PARTS>(&v, d0, p, s);
@@ -270,19 +275,20 @@ EP_PTX void ep_gemm_skip_tile(const EpGemmParams *p, const EpGemmShared *s, uint
 /* The MMA warps' loop. The second piece of a tile is written after the next tile has begun. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_mma_tiles_fp8(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
-    static_assert(!Hooks::FUSED, "no worker may wait for a tile, because its end is written late");
+    static_assert(!Hooks::TILES_ARE_AWAITED, "no worker may wait for a tile: its end is written late");
     const uint32_t group = threadIdx.x / 128 - 1;
     const EpGemmTile none = {0, 0, 0, 0, 0, 0, 0};
     EpGemmPiece d0, d1, part;
     EpGemmRows a;
     uint32_t n = 0; /* stages before */
-    ep_gemm_keep_tile(s, &none);
+    ep_gemm_keep_tile<C>(s, &none);
     if (group == 1) ep_bar_arrive(2, 256); /* the first turn */
     for (;;) {
         ep_gemm_await_stage<C>(p, s, n);
         const EpGemmTile t = ep_gemm_get_tile(s->infos + EP_GEMM_INFO_BYTES * (n % C::STAGES));
         const bool takes_turns = t.num_rows > 64;
         if (t.num_rows == 0) break;
+        const uint64_t begun = hooks.tile_started();
         if (64 * group >= t.num_rows) {
             ep_gemm_skip_tile<C>(p, s, &n);
             continue;
@@ -291,10 +297,11 @@ EP_PTX void ep_gemm_mma_tiles_fp8(const EpGemmParams *p, Hooks &hooks, const EpG
         ep_gemm_start_piece<C, 0, true>(part, a, s, n % C::STAGES, takes_turns);
         EpGemmDeferred<typename C::Piece> v;
         ep_gemm_write_piece<C, 1, C::Piece::PARTS>(&v, d1, p, s);
-        ep_gemm_keep_tile(s, &t);
+        ep_gemm_keep_tile<C>(s, &t);
 #pragma unroll
         for (int i = 0; i < 64; i++) d0[i] = d1[i] = 0;
         ep_gemm_mma_pieces<C>(d0, d1, part, a, p, takes_turns, s, &n);
+        hooks.tile_written(t, group, begun); /* except its second piece: no hook may count on it */
     }
     EpGemmDeferred<typename C::Piece> v;
     ep_gemm_write_piece<C, 1, C::Piece::PARTS>(&v, d1, p, s);

@@ -69,7 +69,7 @@ struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
     struct Piece : EpGemmConfig<EP_GEMM_FORWARD, 128, ACT, F16> {
         static constexpr int ACT_GROUPS = 2;
     };
-    static constexpr bool FP8 = true, BY_BLOCK = BY_BLOCK_;
+    static constexpr bool FP8 = true, BY_BLOCK = BY_BLOCK_, IS_MEGA = false;
     /* A tile has gate columns and up columns, which have different scales. */
     static constexpr bool TWO_SCALES = EP_ACT_IS_GATED(ACT) && ACT != EP_ACT_GPT_OSS;
     static constexpr int NUM_PIECES = BN_ == 256 ? 2 : 1;
@@ -85,6 +85,11 @@ struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
     static constexpr int SMEM_BYTES = Of16Bits::RING_BYTES + OUT_BYTES + SCALE_BYTES;
     static_assert(SMEM_BYTES <= EP_CTA_SMEM_BYTES, "the shared memory of a CTA");
     static_assert(!BY_BLOCK || BN_ == 64 || BN_ == 256, "one piece with few rows, two pieces with many");
+};
+
+/* The same in a megakernel, whose MMA warps have fewer registers. */
+template <int ACT, bool F16> struct EpGemmMegaFp8Config : EpGemmFp8Config<256, true, ACT, F16> {
+    static constexpr bool IS_MEGA = true;
 };
 
 /* The layout of a CTA's shared memory: addresses. Each stage has an info, which describes the tile that

@@ -14,6 +14,8 @@
  * Invariant: numbers from a peer are clamped before they become an address. */
 #ifndef EP_DISPATCH_CUH
 #define EP_DISPATCH_CUH
+#include <type_traits>
+
 #include "kernels/arch/trace.cuh"
 #include "kernels/stage/rows.cuh"
 
@@ -130,15 +132,51 @@ EP_FN void copy_rows(uint32_t fifo, uint64_t my_src, const EpPart &part, Place p
 /* The trailers of a chunk's slots, all loaded before the first one is used. next_words rotates them, so
  * that of[0] is the current one. After EP_CHUNK_SLOTS rotations the order is the original one. (An index
  * would put the array in local memory.) */
-typedef struct {
+struct ChunkWords {
     SlotWords of[EP_CHUNK_SLOTS];
-} ChunkWords;
-EP_FN void next_words(ChunkWords *w) {
-    const SlotWords first = w->of[0];
+
+    __device__ explicit ChunkWords(uint32_t) {}
+    __device__ void put(uint32_t i, const SlotWords &w) { of[i] = w; }
+    __device__ void put_row(uint32_t i, int32_t row) { of[i].row = row; }
+    __device__ SlotWords current(uint32_t) const { return of[0]; }
+    __device__ void put_current_row(uint32_t, int32_t row) { of[0].row = row; }
+    __device__ int32_t row(uint32_t i) const { return of[i].row; }
+    __device__ void next() {
+        const SlotWords first = of[0];
 #pragma unroll
-    for (uint32_t j = 1; j < EP_CHUNK_SLOTS; j++) w->of[j - 1] = w->of[j];
-    w->of[EP_CHUNK_SLOTS - 1] = first;
-}
+        for (uint32_t j = 1; j < EP_CHUNK_SLOTS; j++) of[j - 1] = of[j];
+        of[EP_CHUNK_SLOTS - 1] = first;
+    }
+};
+
+/* The same in the part of the warp's queue where combine has its list, for a warp with few registers. A lane
+ * reads only what it has written. */
+struct SharedChunkWords {
+    uint32_t at;
+
+    __device__ explicit SharedChunkWords(uint32_t fifo) : at(fifo + EpFusedFifo::LIST + 4 * ep_lane()) {
+        static_assert(EpFusedFifo::BYTES - EpFusedFifo::LIST >= 3 * 128 * EP_CHUNK_SLOTS, "there is room");
+    }
+    __device__ void put(uint32_t i, const SlotWords &w) {
+        put_row(i, w.row);
+        ep_st_shared_u32(at + 128 * (EP_CHUNK_SLOTS + 2 * i), (uint32_t)w.head);
+        ep_st_shared_u32(at + 128 * (EP_CHUNK_SLOTS + 2 * i + 1), __float_as_uint(w.weight));
+    }
+    __device__ void put_row(uint32_t i, int32_t row) { ep_st_shared_u32(at + 128 * i, (uint32_t)row); }
+    __device__ SlotWords current(uint32_t i) const {
+        return {(int32_t)ep_ld_shared_u32(at + 128 * (EP_CHUNK_SLOTS + 2 * i)), row(i),
+                __uint_as_float(ep_ld_shared_u32(at + 128 * (EP_CHUNK_SLOTS + 2 * i + 1)))};
+    }
+    __device__ void put_current_row(uint32_t i, int32_t row) { put_row(i, row); }
+    __device__ int32_t row(uint32_t i) const { return (int32_t)ep_ld_shared_u32(at + 128 * i); }
+    __device__ void next() {}
+};
+
+/* A megakernel of FP8 has few registers left for the warps that move tokens: what they have in the others'
+ * registers is in shared memory, and task numbers have 32 bits. */
+template <bool FUSED, typename S> static constexpr bool IS_LEAN = FUSED && HAS_SCALES<S>;
+template <bool FUSED, typename S> using WordsOf =
+    std::conditional_t<IS_LEAN<FUSED, S>, SharedChunkWords, ChunkWords>;
 
 /* Send a part of a chunk to rank r. */
 template <bool FUSED, typename S> EP_FN void send_part(const EpDispatchParams &p, const S &scales, uint32_t r,
@@ -146,23 +184,24 @@ template <bool FUSED, typename S> EP_FN void send_part(const EpDispatchParams &p
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk;
     const uint32_t token = tokens_to_send(p, r, part.first, part.num);
-    ChunkWords w;
+    WordsOf<FUSED, S> w(fifo);
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        if (i < part.num) w.of[i] = words_to_send(p, r, __shfl_sync(EP_FULL, token, (int)i));
+        if (i < part.num) w.put(i, words_to_send(p, r, __shfl_sync(EP_FULL, token, (int)i)));
     copy_rows<FUSED>(fifo, input_row(p, token), part, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
         unsigned char *to = ep_slot_at(c, r, c->my_rank, part.first + i);
         int32_t *trailer = (int32_t *)(to + c->layout.row_bytes);
         const bool first = part.vec == 0;
-        if (first && ep_lane() < EP_TRAILER_ROWS) trailer[ep_lane()] = w.of[0].head;
-        if (first && ep_lane() < K) trailer[EP_TRAILER_ROWS + ep_lane()] = w.of[0].row;
+        const SlotWords words = w.current(i);
+        if (first && ep_lane() < EP_TRAILER_ROWS) trailer[ep_lane()] = words.head;
+        if (first && ep_lane() < K) trailer[EP_TRAILER_ROWS + ep_lane()] = words.row;
         if (first && ep_lane() < K && p.weight)
-            ((float *)trailer)[ep_trailer_weights(K) + ep_lane()] = w.of[0].weight;
+            ((float *)trailer)[ep_trailer_weights(K) + ep_lane()] = words.weight;
         if constexpr (HAS_SCALES<S>)
             if (first) send_scales(p, scales, token, i, trailer);
         *my_dst = (uint64_t)to;
         *mask = 1;
-        next_words(&w);
+        w.next();
     });
 }
 
@@ -214,34 +253,36 @@ template <typename E> EP_FN bool chunk_is_here(const EpDispatchParams &p, uint32
 /* Receive a part of a chunk of rank r, or place a part of this rank's own tokens, which come directly from
  * the input. */
 template <bool FUSED, typename S>
-EP_FN ChunkWords receive_part(const EpDispatchParams &p, const S &scales, uint32_t r, EpPart part,
-                              uint32_t fifo) {
+EP_FN WordsOf<FUSED, S> receive_part(const EpDispatchParams &p, const S &scales, uint32_t r, EpPart part,
+                                     uint32_t fifo) {
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, lane = ep_lane() < part.num ? ep_lane() : 0;
     const bool own = r == c->my_rank;
     const uint32_t token = own ? tokens_to_send(p, r, part.first, part.num) : 0;
     const uint64_t my_src =
         own ? input_row(p, token) : (uint64_t)ep_slot_at(c, c->my_rank, r, part.first + lane);
-    ChunkWords w;
+    WordsOf<FUSED, S> w(fifo);
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
         const uint32_t t = __shfl_sync(EP_FULL, token, (int)i);
-        w.of[i].row = -1;
+        w.put_row(i, -1);
         if (i < part.num)
-            w.of[i] =
-                own ? words_to_send(p, r, t)
-                    : words_received(p, ep_slot_at(c, c->my_rank, r, part.first + i) + c->layout.row_bytes);
+            w.put(i, own ? words_to_send(p, r, t)
+                         : words_received(p, ep_slot_at(c, c->my_rank, r, part.first + i) +
+                                                 c->layout.row_bytes));
     }
     copy_rows<FUSED>(fifo, my_src, part, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
-        const int32_t row = w.of[0].row = checked_row(p, w.of[0].row);
-        if (part.vec == 0) record_slot(p, r, w.of[0]);
+        SlotWords words = w.current(i);
+        const int32_t row = words.row = checked_row(p, words.row);
+        w.put_current_row(i, row);
+        if (part.vec == 0) record_slot(p, r, words);
         *my_dst = (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * c->layout.row_bytes;
         *mask = __ballot_sync(EP_FULL, ep_lane() < K && row >= 0);
         if constexpr (HAS_SCALES<S>)
             if (part.vec == 0)
                 place_scales(p, scales, token, i, own ? NULL : ep_slot_at(c, c->my_rank, r, part.first + i),
                              row, *mask);
-        next_words(&w);
+        w.next();
     });
     return w;
 }
@@ -251,7 +292,7 @@ EP_FN void receive_chunk(const EpDispatchParams &p, const S &scales, EpTask task
     const EpComm *c = &p.comm;
     const uint32_t num = num_to_receive(p, task);
     if (num == 0) return;
-    const ChunkWords w =
+    const WordsOf<FUSED, S> w =
         receive_part<FUSED>(p, scales, task.rank, ep_whole_chunk(task.chunk, num, ep_row_vecs(c)), fifo);
     if (!FUSED) return;
     ep_warp_sync();
@@ -259,8 +300,7 @@ EP_FN void receive_chunk(const EpDispatchParams &p, const S &scales, EpTask task
     ep_chaos(EP_CHAOS_ROWS_COUNT);
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        if (w.of[i].row >= 0)
-            ep_red_add_relaxed_gpu(ep_ready_word(c, (uint32_t)w.of[i].row / EP_TILE_ROWS), 1);
+        if (w.row(i) >= 0) ep_red_add_relaxed_gpu(ep_ready_word(c, (uint32_t)w.row(i) / EP_TILE_ROWS), 1);
 }
 
 /* epoch: a uint64_t, or an object that converts to one and so needs no register. */
@@ -270,23 +310,26 @@ EP_FN void move_tokens(const EpDispatchParams &p, uint32_t op, E epoch, EpMoveWh
     const EpComm *c = &p.comm;
     EpLocal *l = ep_local(c);
     const uint32_t W = c->shape.num_ranks;
-    const uint64_t num_send = ep_num_tasks(p.plan + EP_HEAD_NUM_SEND, W);
-    const uint64_t num_recv = what & EP_MOVE_RECEIVES ? ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W) : 0;
+    typedef std::conditional_t<IS_LEAN<FUSED, S>, uint32_t, uint64_t> Number; /* of a task */
+    /* a warp with few registers counts them again each time */
+    const Number num_send = IS_LEAN<FUSED, S> ? 0 : (Number)ep_num_tasks(p.plan + EP_HEAD_NUM_SEND, W);
+    const Number num_recv = what & EP_MOVE_RECEIVES ? (Number)ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, W) : 0;
     /* A megakernel alternates. The MMA warps of a peer wait for the first chunks of all ranks, and a rank
      * that has much to receive would otherwise send late. */
     bool may_send = what & EP_MOVE_SENDS, receive_next = !FUSED;
-    uint64_t recv = num_recv ? ep_queue_pop(&l->queue_recv) : 0;
+    Number recv = num_recv ? (Number)ep_queue_pop(&l->queue_recv) : 0;
     while (may_send || recv < num_recv) {
         if (recv < num_recv && (receive_next || !may_send) &&
             chunk_is_here(p, op, ep_task_at(recv, c->my_rank, W), epoch, !may_send)) {
             const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
             receive_chunk<FUSED>(p, scales, ep_task_at(recv, c->my_rank, W), fifo);
             if (FUSED) ep_trace_span(c, EP_SPAN_RECEIVE, ep_task_at(recv, c->my_rank, W).rank, begin);
-            recv = ep_queue_pop(&l->queue_recv);
+            recv = (Number)ep_queue_pop(&l->queue_recv);
             receive_next = !FUSED;
         } else if (may_send) {
-            const uint64_t send = ep_queue_pop(l->queue_send);
-            may_send = send < num_send;
+            const Number send = (Number)ep_queue_pop(l->queue_send);
+            may_send =
+                send < (IS_LEAN<FUSED, S> ? (Number)ep_num_tasks(p.plan + EP_HEAD_NUM_SEND, W) : num_send);
             receive_next = true;
             const uint64_t begin = FUSED ? ep_trace_now(c) : 0;
             if (may_send) send_chunk<FUSED>(p, scales, ep_task_at(send, c->my_rank, W), epoch, fifo);

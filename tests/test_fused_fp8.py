@@ -1,0 +1,293 @@
+"""mega_dispatch_group_gemm with weights in FP8 gives the bits of dispatch_fp8 and then grouped_gemm.
+
+On a GPU of compute capability 9.x one launch does both. On the CPU StagedOp runs the stages in the place of
+the launch, so that the Python code around it is tested there, too.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+import epmoe
+from cases import MISTAKE_LIMIT_S, MODES, case_id, check_outcomes, keep, outcome
+from epmoe.fused_ops import expert_offsets
+from epmoe.gemm import activation_of
+from fused_cases import ACTIVATIONS, Experts, LOW, grown, has_fused_path, tensors
+from test_fp8 import bits
+from test_plan_slots import make_op
+
+BASE = Experts(hidden=272, inner=64)  # 128 rows of weights with gates; 272 numbers have a block of 16
+BAD = 1  # the rank that makes a mistake
+
+
+class StagedOp(epmoe.EpAll2AllFusedOp):
+    """An EpAll2AllFusedOp that takes the fused path on the CPU, too, and counts its launches."""
+
+    num_launches = 0
+
+    def _check_options(self):
+        super()._check_options()
+        self._has_kernels = self._has_kernels or self.device.type == "cpu"
+
+    def _dispatch_gemm_fp8(self, x, x_scale, weight, plan, weights, buffer, num_rows, activation):
+        self.num_launches += 1
+        if self.device.type == "cuda":
+            return super()._dispatch_gemm_fp8(x, x_scale, weight, plan, weights, buffer, num_rows, activation)
+        x, x_scale = (t.repeat_interleave(self._copies, 0) for t in (x.view(torch.uint8), x_scale))
+        rows, scales, row_weight, recv = self._dispatch_fp8(x.view(torch.float8_e4m3fn), x_scale, weight,
+                                                            plan, buffer, num_rows)
+        gemm_weight, gemm_scale, bias = weights
+        offsets = expert_offsets(self, plan)
+        out = epmoe.grouped_gemm(rows, gemm_weight, offsets=offsets, bias=bias, a_scale=scales,
+                                 b_scale=gemm_scale, out_dtype=self.dtype,
+                                 activation=activation_of(*(*activation, 0.0, 0.0)[:3]))
+        out[offsets[-1]:] = torch.nan
+        return out, row_weight, recv
+
+
+def product_of(t, case, scales="blocks"):
+    """gemm_weight and gemm_scale of a rank."""
+    q, scale = epmoe.quantize_fp8_weight(t.w1)
+    if scales == "experts":
+        scale = scale.amax((1, 2))
+    return {"gemm_weight": q, "gemm_scale": scale[:1, 0, 0] if scales == "one" else scale}
+
+
+def call(op, case, t, scales="blocks", **options):
+    """The results, without the rows of no token, and the sum of numbered rows by the layout."""
+    idx = None if "layout" in options else t.idx
+    with torch.no_grad():
+        h, row_weight, layout = op.mega_dispatch_group_gemm(
+            t.x, idx, weight=t.weight, bias=t.b1, activation=case.activation, **product_of(t, case, scales),
+            **options)
+        m = layout.num_rows
+        numbered = torch.arange(len(h), device=op.device).remainder(61).to(case.dtype)
+        y = op.combine(numbered[:, None].expand(-1, case.hidden).contiguous(), layout)
+    return [h[:m], h[:m] if row_weight is None else row_weight[:m], y]
+
+
+def run_both(world, device, case_list, knobs, shared, scales="blocks"):
+    plain, op = (make_op(world, device, case_list[0], StagedOp, **(options | shared))
+                 for options in ({"fused": False}, knobs))
+    same, sizes = [], []
+    for case in case_list:
+        t = tensors(case, world.rank, world.size, device)
+        before = op.num_launches
+        want = call(plain, case, t, scales)
+        for got in (call(op, case, t, scales), call(op, case, t, scales)):
+            same += [torch.equal(bits(a), bits(b)) for a, b in zip(got, want)]
+            same += [not got[0].isnan().any().item(), got[0].dtype == case.dtype]
+        same.append(op.num_launches - before == (2 if has_fused_path(device) else 0))
+        sizes.append(want[0].float().abs().sum().item())
+    same.append(plain.num_launches == 0)
+    for o in (plain, op):
+        o.synchronize()
+        o.finalize()
+    return same, sizes
+
+
+def check(ranks, cases, knobs=None, shared=None, scales="blocks", has_rows=True, **options):
+    cases = [grown(ranks, c) for c in (cases if isinstance(cases, list) else [cases])]
+    results = ranks(run_both, cases, knobs or {}, shared or {}, scales, **options)
+    assert all(all(same) for same, _ in results), results
+    assert not has_rows or all(sum(sizes[i] for _, sizes in results) > 0 for i in range(len(cases)))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=case_id)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_fused_fp8_equals_stages(ranks, activation, dtype):
+    for capacity in (None, "exact"):
+        base = dataclasses.replace(BASE, activation=activation, dtype=dtype, capacity=capacity,
+                                   pattern="sentinels", inner=64 if activation else 128)
+        check(ranks, [dataclasses.replace(base, bias=bias, weights=weights)
+                      for bias, weights in ((False, True), (True, False))])
+
+
+@pytest.mark.parametrize("pattern", ["uniform", "one_expert", "one_rank", "own_rank", "heavy_drop",
+                                     "all_dropped", "duplicates", "edges"])
+@pytest.mark.parametrize("mode", MODES)
+def test_fused_fp8_routing_pattern(ranks, mode, pattern):
+    check(ranks, dataclasses.replace(BASE, mode=mode, pattern=pattern, num_local=3),
+          has_rows=pattern != "all_dropped")
+
+
+@pytest.mark.parametrize("tokens", ["full", "none", "first_none", "only_last"])
+def test_fused_fp8_ranks_without_tokens(ranks, tokens):
+    check(ranks, [dataclasses.replace(BASE, tokens=tokens, capacity="roomy", activation="gelu"),
+                  dataclasses.replace(BASE, tokens=tokens, capacity="roomy", bias=False)],
+          has_rows=tokens != "none", at_least=2 if tokens == "first_none" else 1)
+
+
+@pytest.mark.parametrize("hidden, inner", [(16, 64), (128, 192), (400, 320), (1040, 128), (640, 448)])
+def test_fused_fp8_shape(ranks, hidden, inner):
+    """Widths of one, two and more tiles, with and without a partial tile and a partial block of K."""
+    check(ranks, dataclasses.replace(BASE, hidden=hidden, inner=inner, max_tokens=9))
+    check(ranks, dataclasses.replace(BASE, hidden=hidden, inner=inner - 48, activation=None, max_tokens=9))
+
+
+@pytest.mark.parametrize("scales", ["experts", "one"])
+def test_fused_fp8_with_a_scale_for_each_expert(ranks, scales):
+    check(ranks, dataclasses.replace(BASE, num_local=3), scales=scales)
+
+
+@pytest.mark.parametrize("knobs", [
+    {"num_sm": 1}, {"num_sm": 7}, {"num_sm": 2, "num_tail_sms": 1}, {"num_sm": 24, "num_tail_sms": 23},
+    {"token_sorting": False}, {"block_wise_barrier": False},
+    {"num_sm": 5, "num_tail_sms": 2, "block_wise_barrier": False, "token_sorting": False}],
+    ids=lambda k: "-".join(f"{n}={v}" for n, v in k.items()))
+def test_fused_fp8_knobs_change_no_bit(ranks, knobs):
+    base = dataclasses.replace(BASE, num_local=3, num_sm=None, mode="local")
+    check(ranks, [dataclasses.replace(base, pattern=p) for p in ("uniform", "one_expert")], knobs)
+
+
+def test_fused_fp8_without_token_saving(ranks):
+    check(ranks, [dataclasses.replace(BASE, topk=4, pattern=p) for p in ("uniform", "duplicates")],
+          shared={"token_saving": False})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_fused_fp8_world_size(ranks, world_size):
+    check(ranks, BASE, world_size=world_size)
+
+
+def test_fused_fp8_falls_back_to_stages(ranks):
+    """64 rows of gates and ups have blocks of both: the kernel does not exist, but the result does."""
+
+    def run(world, device):
+        case, same = dataclasses.replace(BASE, inner=32), []
+        op = make_op(world, device, case, StagedOp)
+        for activation, launches in (("swiglu", 0), (None, 1)):
+            case = dataclasses.replace(case, activation=activation, inner=32 if activation else 64)
+            t = tensors(case, world.rank, world.size, device)
+            before, (h, *_) = op.num_launches, call(op, case, t)
+            same.append(op.num_launches - before == (launches if has_fused_path(device) else 0))
+            rows, scales, _, layout = op.dispatch_fp8(t.x, t.idx)
+            product = product_of(t, case)
+            want = epmoe.grouped_gemm(rows, product["gemm_weight"], offsets=layout.expert_offsets, bias=t.b1,
+                                      a_scale=scales, b_scale=product["gemm_scale"], out_dtype=case.dtype,
+                                      activation=activation)
+            same.append(torch.equal(bits(h), bits(want[:layout.num_rows])))
+        op.finalize()
+        return same
+
+    assert all(map(all, ranks(run)))
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=case_id)
+def test_fused_fp8_moe(ranks, dtype):
+    """An EPMoE in FP8 gives the same bits with and without the fused kernel."""
+
+    def run(world, device):
+        tokens = 9 if device.type == "cpu" else 300
+        g = torch.Generator(device).manual_seed(world.rank)
+        idx = torch.randint(-1, 2 * world.size, (tokens, 2), device=device, generator=g)
+        x = torch.randn(tokens, 256, device=device, generator=g).to(dtype)
+        weight = torch.rand(tokens, 2, device=device, generator=g)
+        results, state = [], None
+        for fused in (True, False):
+            moe = epmoe.EPMoE(256, 128, 2 * world.size, 2, world, max_tokens=tokens, dtype=dtype,
+                              device=device, fused=fused, weight_dtype=torch.float8_e4m3fn)
+            keep(world, moe)
+            state = state or moe.state_dict()  # rank threads share torch's seed
+            moe.load_state_dict(state)
+            with torch.no_grad():
+                results.append(moe(x, idx, weight, decode=False))
+            moe.layer.synchronize()
+            moe.finalize()
+        return torch.equal(*map(bits, results)), results[0].float().norm().item() > 0
+
+    assert all(map(all, ranks(run)))
+
+
+@pytest.mark.cuda_only
+def test_fused_fp8_graph(ranks):
+    """A captured launch, replayed."""
+    if not ranks.is_torchrun:
+        pytest.skip("ranks that are threads do not replay graphs")
+
+    def run(world, device):
+        case, same = grown(ranks, dataclasses.replace(BASE, capacity="roomy", tokens="full")), []
+        op = make_op(world, device, case, StagedOp)
+        t = tensors(case, world.rank, world.size, device)
+        product = product_of(t, case)
+
+        def step():
+            h, _, layout = op.mega_dispatch_group_gemm(t.x, t.idx, bias=t.b1, activation="swiglu", **product)
+            return h, layout
+
+        with torch.no_grad():
+            m = step()[1].num_rows
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                h, _ = step()
+            for _ in range(3):
+                t.x.copy_(torch.randn_like(t.x))
+                graph.replay()
+                got = h[:m].clone()
+                same.append(torch.equal(bits(got), bits(step()[0][:m])))
+        op.synchronize()
+        op.finalize()
+        return same
+
+    assert all(map(all, ranks(run)))
+
+
+# ---- mistakes ----
+
+WRONG = [
+    ("input", lambda x: x.clone().requires_grad_(), "RuntimeError", "no gradients"),
+    ("input", lambda x: x.float(), "TypeError", "bfloat16"),
+    ("input", lambda x: x[:, :16], "ValueError", "272"),
+    ("gemm_weight", lambda w: w.bfloat16(), "TypeError", "float8_e4m3fn"),
+    ("gemm_weight", lambda w: w[:1], "ValueError", "[2, *, 272]"),
+    ("gemm_scale", lambda s: s[:, :, :1], "ValueError", "[2, 1, 3]"),
+    ("gemm_scale", lambda s: s.half(), "TypeError", "float32"),
+    ("gemm_scale", lambda s: 1.0, "TypeError", "float"),
+    ("gemm_scale", lambda s: None, "TypeError", "gemm_weight"),
+    ("bias", lambda b: b[:, :-1].contiguous(), "ValueError", "bias"),
+    ("activation", lambda a: "relu", "ValueError", "gpt_oss"),
+]
+
+
+@pytest.mark.parametrize("by_layout", [False, True], ids=["new", "layout"])
+@pytest.mark.parametrize("name, change, error, text", WRONG)
+def test_fused_fp8_mistakes_on_one_rank(ranks, name, change, error, text, by_layout):
+    case = dataclasses.replace(BASE, tokens="full", max_tokens=12)
+
+    def run(world, device):
+        op = make_op(world, device, case, StagedOp)
+        t = tensors(case, world.rank, world.size, device)
+        arguments = {"input": t.x, "weight": t.weight, "bias": t.b1, "activation": "swiglu",
+                     **product_of(t, case), "layout" if by_layout else "exp_indices": t.idx}
+        if by_layout:
+            arguments["layout"] = op.preprocess(t.idx)
+        world.set_timeout(MISTAKE_LIMIT_S)
+        wrong = arguments | {name: change(arguments[name])} if world.rank == BAD else arguments
+        got = outcome(lambda: op.mega_dispatch_group_gemm(**wrong), op)
+        want = op.dispatch_fp8(t.x, t.idx)[3].num_rows
+        return got, len(call(op, case, t)[0]) == want
+
+    results = ranks(run, at_least=2)
+    wanted = [error if rank == BAD else "PeerError" for rank in range(len(results))]
+    check_outcomes([r[0] for r in results], wanted, text, on_rank=BAD, elsewhere=(f"rank {BAD}",))
+    assert all(is_right for _, is_right in results)
+
+
+def test_fused_fp8_on_one_rank_only(ranks):
+    """The others multiply in 16 bits."""
+    case = dataclasses.replace(BASE, tokens="full", max_tokens=12)
+
+    def run(world, device):
+        op = make_op(world, device, case)
+        t = tensors(case, world.rank, world.size, device)
+        product = product_of(t, case) if world.rank == BAD else {"gemm_weight": t.w1}
+        world.set_timeout(MISTAKE_LIMIT_S)
+        got = outcome(lambda: op.mega_dispatch_group_gemm(t.x, t.idx, **product), op)
+        return got, call(op, case, t)[0].isfinite().all().item()
+
+    with torch.no_grad():
+        results = ranks(run, at_least=2)
+    check_outcomes([r[0] for r in results], "EpMismatch", "FP8", f"rank {BAD}")
+    assert all(is_right for _, is_right in results)
