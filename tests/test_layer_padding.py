@@ -6,10 +6,11 @@ import torch
 import epmoe
 from epmoe import _C
 from cases import (
-    BITS, HANG_S, MODES, Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome,
+    BITS, MODES, Case, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome,
     poison_staging, run_case, run_routing,
 )
 from layer_cases import BAD, mistake
+from pace import HANG_S
 
 SIZES = [1, 2, 4]
 

@@ -168,8 +168,14 @@ def _row_given_twice(world, device):
     if world.rank == 0:
         rows[0] = rows[255]
     own.set_timeout(3)
-    return outcome(lambda: (op.mega_dispatch_group_gemm(x, idx, gemm_weight=w, full_scatter_indices=rows),
-                            op.synchronize()))
+
+    def run():
+        op.mega_dispatch_group_gemm(x, idx, gemm_weight=w, full_scatter_indices=rows)
+        op.synchronize()
+
+    result = outcome(run)
+    world.exchange(b"")  # until rank 0 has its error, no rank may leave the world `own`
+    return result
 
 
 @pytest.mark.cuda_only

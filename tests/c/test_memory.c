@@ -5,22 +5,34 @@
 #include "runtime/allocator.h"
 #include "runtime/memory_limit.h"
 
+enum { UNITS = 400, KEPT = 3, NUM_OWNERS = 40 };
+
+/* Whether the allocator knows exactly the allocations of the map, also after it has merged blocks. */
+static bool finds_what_is_allocated(const EpAllocator *a, const unsigned char *owner, const uint64_t *offs) {
+    for (uint32_t j = 0; j < NUM_OWNERS; j++) {
+        const uint32_t of = owner[offs[j] / 256]; /* 1 + the index of the owner; offs may be of a freed one */
+        const bool begins = of && of <= NUM_OWNERS && offs[of - 1] == offs[j];
+        if (ep_allocator_check(a, offs[j]) != (begins ? 0 : EP_EINVAL)) return false;
+    }
+    return true;
+}
+
 /* Compare the allocator with a map that has the owner of each unit of 256 bytes. */
 bool test_allocator(void) {
-    enum { UNITS = 400, KEPT = 3 };
     static EpAllocator a;
     unsigned char owner[UNITS] = {0}; /* 0: free */
-    uint64_t kept, off, offs[40] = {0}, units[40] = {0};
+    uint64_t kept, off, offs[NUM_OWNERS] = {0}, units[NUM_OWNERS] = {0};
     Rng rng = {test_seed};
     EpHeapStats s;
     Rank *me = NULL;
     ep_allocator_open(&a, UNITS * 256ull);
     CHECK_CODE(me, 0, ep_allocator_take(&a, KEPT * 256, 1, &kept));
+    CHECK_CODE(me, 0, ep_allocator_check(&a, kept)); /* the first block of all */
     ep_allocator_keep(&a);
     CHECK_CODE(me, EP_EINVAL, ep_allocator_give_back(&a, kept));
     memset(owner, 255, KEPT);
     for (uint32_t i = 0; i < 4000; i++) {
-        uint32_t j = rng_below(&rng, 40), longest = 0, run = 0, free_units = 0;
+        uint32_t j = rng_below(&rng, NUM_OWNERS), longest = 0, run = 0, free_units = 0;
         if (units[j]) {
             CHECK_CODE(me, 0, ep_allocator_give_back(&a, offs[j]));
             CHECK_CODE(me, EP_EINVAL, ep_allocator_check(&a, offs[j]));
@@ -40,6 +52,7 @@ bool test_allocator(void) {
             units[j] = n;
             memset(owner + off / 256, (int)(1 + j), n);
         }
+        CHECK(me, finds_what_is_allocated(&a, owner, offs));
         for (uint32_t u = 0; u < UNITS; u++) {
             run = owner[u] ? 0 : run + 1;
             free_units += !owner[u];

@@ -4,23 +4,14 @@
  * rows around the rows of the experts are NaN, because a tile may read them but must not use them. The
  * output is poisoned. Rows that belong to no expert must still be poisoned afterwards.
  * Usage: test_gemm [seed] */
-#include "emulated_ptx.h"
-#include "kernels/gemm/gemm.cuh"
+#include "gemm_pair.h"
 #include "kernels/gemm/gemm_tune.h"
-
-#include <random>
-#include <thread>
-
-static std::mt19937 ep_random;
-static double uniform(double a, double b) { return std::uniform_real_distribution<double>(a, b)(ep_random); }
 
 struct Case {
     uint32_t n, k, pairs;
     std::vector<int32_t> sizes;
     bool bias, row_weight;
 };
-
-#define EP_POISON 0x7ffe
 
 /* The hooks of one thread, as in a megakernel. Rows arrive when the producer waits for them. The hooks
  * count the rows that the kernel writes, and check the order of the calls. */
@@ -76,24 +67,6 @@ template <typename C> struct CountingHooks : EpGemmNoHooks {
         __atomic_fetch_add(num_finished, 1, __ATOMIC_RELAXED);
     }
 };
-
-/* Run CTAs `first` and `first` + 1, which are a cluster. */
-template <typename C, typename Hooks> static void run_pair(const EpGemmParams *p, uint32_t first,
-                                                           const Hooks &hooks) {
-    const EpTensorMap a = ep_map_a(p, C::BN), b = ep_map_b(p, C::BN);
-    std::vector<std::thread> threads;
-    memset(ep_shared, 0xff, sizeof ep_shared);
-    for (uint32_t i = 127; i < EP_GEMM_THREADS; i++)
-        for (uint32_t rank = 0; rank < 2; rank++)
-            threads.emplace_back([&, i, rank] {
-                threadIdx.x = i == 127 ? 0 : i;
-                blockIdx.x = first + rank;
-                ep_rank = rank;
-                Hooks mine = hooks;
-                ep_gemm_body<C>(p, mine, &a, &b);
-            });
-    for (std::thread &t : threads) t.join();
-}
 
 static double activated(const EpGemmParams &p, double v, double u) {
     const double gelu_tanh = 0.5 * v * (1 + tanh(sqrt(2 / M_PI) * (v + 0.044715 * v * v * v)));
@@ -158,44 +131,23 @@ struct Problem {
     }
 };
 
-/* Fill elements [from, until) with random numbers, and all others with NaN. */
-static void fill(std::vector<uint16_t> &to, uint64_t num, uint64_t from, uint64_t until, bool f16) {
-    to.assign(num, 0x7fff);
-    for (uint64_t i = from; i < until; i++) to[i] = ep_round((float)uniform(-1, 1), f16);
-}
-
-enum { ROWS_BEFORE = 3, ROWS_AFTER = 5 }; /* rows that belong to no expert */
-
 /* Fill the inputs, poison the output, and set the parameters of a case. */
 template <typename C> static void make_problem(const Case &c, uint32_t activation, Problem *q) {
-    const uint32_t L = (uint32_t)c.sizes.size();
+    const uint64_t L = c.sizes.size(), rows = place_experts(c.sizes, &q->offsets);
     const bool forward = C::KIND == EP_GEMM_FORWARD;
-    q->offsets.push_back(ROWS_BEFORE);
-    for (int32_t s : c.sizes) q->offsets.push_back(q->offsets.back() + s);
-    const uint64_t last = (uint64_t)q->offsets.back(), rows = last + ROWS_AFTER;
-    const uint64_t a_cols = forward ? c.k : c.n, weights = (uint64_t)L * c.n * c.k;
-    fill(q->a, rows * a_cols, ROWS_BEFORE * a_cols, last * a_cols, C::F16);
-    if (C::KIND == EP_GEMM_WGRAD) fill(q->b, rows * c.k, ROWS_BEFORE * c.k, last * c.k, C::F16);
-    else fill(q->b, weights, 0, weights, C::F16);
-    fill(q->bias, (uint64_t)L * c.n, 0, (uint64_t)L * c.n, C::F16);
+    fill_rows(q->a, q->offsets, forward ? c.k : c.n, C::F16);
+    if (C::KIND == EP_GEMM_WGRAD) fill_rows(q->b, q->offsets, c.k, C::F16);
+    else fill_all(q->b, L * c.n * c.k, C::F16);
+    fill_all(q->bias, L * c.n, C::F16);
     for (uint64_t i = 0; i < rows; i++) q->row_weight.push_back((float)uniform(0, 2));
-    q->p = {q->a.data(),
-            q->b.data(),
-            NULL,
-            q->offsets.data(),
-            forward && c.bias ? q->bias.data() : NULL,
-            forward && c.row_weight ? q->row_weight.data() : NULL,
-            NULL,
-            60000000000ull,
-            (uint32_t)rows,
-            L,
-            c.n,
-            c.k,
-            C::KIND};
-    q->p.is_f16 = C::F16;
+    q->p = parameters(c, q->offsets, C::KIND, C::F16);
+    q->p.a = q->a.data();
+    q->p.b = q->b.data();
+    q->p.bias = forward && c.bias ? q->bias.data() : NULL;
+    q->p.row_weight = forward && c.row_weight ? q->row_weight.data() : NULL;
     ep_gemm_set_activation(&q->p, activation, 1.3f, 0.6f);
     q->out_cols = ep_gemm_out_cols(&q->p);
-    q->out_rows = C::KIND == EP_GEMM_WGRAD ? (uint64_t)L * c.n : rows;
+    q->out_rows = C::KIND == EP_GEMM_WGRAD ? L * c.n : rows;
     q->out.assign(q->out_rows * q->out_cols, EP_POISON);
     q->p.out = q->out.data();
 }
@@ -203,14 +155,14 @@ template <typename C> static void make_problem(const Case &c, uint32_t activatio
 /* Run all pairs of CTAs with hooks. The input rows are NaN until the producer waits for them. Returns the
  * number of errors that the hooks have found. */
 template <typename C> static uint64_t run_with_hooks(const char *name, const Case &c, const Problem &q) {
-    std::vector<uint16_t> arrived(q.a.size(), 0x7fff);
+    std::vector<uint16_t> arrived(q.a.size(), EP_NOT_A_NUMBER);
     std::vector<uint32_t> counts(q.p.num_rows, 0);
     uint32_t num_bad_calls = 0, num_finished = 0;
     EpGemmParams p = q.p;
     p.a = arrived.data();
     const CountingHooks<C> hooks = {
         {}, &p, q.a.data(), counts.data(), &num_bad_calls, &num_finished, CountingHooks<C>::IDLE};
-    for (uint32_t b = 0; b < gridDim.x; b += 2) run_pair<C>(&p, b, hooks);
+    run_pairs<C>(&p, c.pairs, hooks);
     num_bad_calls += num_finished != 256 * gridDim.x;
     if (num_bad_calls) printf("  %s: %u hook calls or counts are wrong\n", name, num_bad_calls);
 
@@ -259,10 +211,8 @@ static bool check(const char *name, uint32_t activation, const Case &c) {
     uint64_t drawn_tiles = 0, num = 0, num_wrong = 0;
     make_problem<C>(c, activation, &q);
     q.p.tile_counter = &drawn_tiles;
-    gridDim = dim3(2 * c.pairs);
     if constexpr (HOOKED) num_wrong = run_with_hooks<C>(name, c, q);
-    else
-        for (uint32_t b = 0; b < gridDim.x; b += 2) run_pair<C>(&q.p, b, EpGemmNoHooks());
+    else run_pairs<C>(&q.p, c.pairs, EpGemmNoHooks());
 
     /* The GEMM alone resets the tile counter. A megakernel resets it later, so here it has its last value. */
     if ((drawn_tiles != 0) != HOOKED) {
@@ -391,9 +341,4 @@ static bool run_all(void) {
 }
 #endif
 
-int main(int argc, char **argv) {
-    ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
-    const bool ok = run_all();
-    puts(ok ? "ok" : "FAILED");
-    return !ok;
-}
+int main(int argc, char **argv) { return gemm_main(argc, argv, run_all); }

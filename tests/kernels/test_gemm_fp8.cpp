@@ -4,16 +4,9 @@
  * block. So all sums are exact, and a wrong number or scale changes the result. The rows around the rows of
  * the experts are NaN, because a tile may read them but must not use them. The output is poisoned.
  * Usage: test_gemm_fp8 [seed] */
-#include "emulated_ptx.h"
-#include "kernels/gemm/gemm.cuh"
+#include "gemm_pair.h"
 
-#include <random>
-#include <thread>
-
-static std::mt19937 ep_random;
 static int between(int least, int most) { return std::uniform_int_distribution<int>(least, most)(ep_random); }
-
-enum { ROWS_BEFORE = 3, ROWS_AFTER = 5, EP_POISON = 0x7ffe }; /* rows that belong to no expert */
 
 struct Case {
     uint32_t n, k, pairs;
@@ -21,7 +14,9 @@ struct Case {
     bool bias, row_weight, by_k; /* by_k: the scales of 128 values of k are next to each other */
 };
 
-struct Hooks : EpGemmNoHooks {
+/* As in a megakernel, whose last CTA resets the tile counter, except that no tokens are moved. */
+template <typename C> struct Hooks : EpGemmNoHooks {
+    static constexpr bool FUSED = C::IS_MEGA;
     const EpGemmScales *scales;
 };
 
@@ -65,9 +60,7 @@ static float power(void) { return ldexpf(1, between(-5, 0)); }
 template <typename C> static void make_problem(const Case &c, Problem *x, uint64_t *counter) {
     const uint32_t L = (uint32_t)c.sizes.size(), num_n = ep_gemm_num_blocks(c.n),
                    num_k = ep_gemm_num_blocks(c.k);
-    x->offsets.push_back(ROWS_BEFORE);
-    for (int32_t s : c.sizes) x->offsets.push_back(x->offsets.back() + s);
-    const uint32_t last = (uint32_t)x->offsets.back(), rows = last + ROWS_AFTER;
+    const uint32_t rows = (uint32_t)place_experts(c.sizes, &x->offsets), last = rows - ROWS_AFTER;
     auto small = [] {
         return (uint8_t)__nv_cvt_float_to_fp8((float)between(-2, 2), __NV_SATFINITE, __NV_E4M3);
     };
@@ -83,21 +76,13 @@ template <typename C> static void make_problem(const Case &c, Problem *x, uint64
             x->a_scale[c.by_k ? j * rows + i : i * num_k + j] = power();
     }
     for (uint64_t i = 0; i < (uint64_t)L * num_n * num_k; i++) x->b_scale.push_back(power());
-    EpGemmParams p = {};
+    EpGemmParams p = parameters(c, x->offsets, EP_GEMM_FORWARD, C::F16);
     p.a = x->a.data();
     p.b = x->b.data();
-    p.offsets = x->offsets.data();
     p.bias = c.bias ? x->bias.data() : NULL;
     p.row_weight = c.row_weight ? x->row_weight.data() : NULL;
     p.tile_counter = counter;
-    p.limit_ns = 60000000000ull;
-    p.num_rows = rows;
-    p.num_experts = L;
-    p.n = c.n;
-    p.k = c.k;
-    p.kind = EP_GEMM_FORWARD;
     ep_gemm_set_activation(&p, C::ACT, 1.3f, 0.6f);
-    p.is_f16 = C::F16;
     x->out.assign((uint64_t)rows * ep_gemm_out_cols(&p), EP_POISON);
     p.out = x->out.data();
     const EpGemmScales by_block = {x->a_scale.data(),
@@ -111,33 +96,27 @@ template <typename C> static void make_problem(const Case &c, Problem *x, uint64
     x->q = {p, C::BY_BLOCK ? by_block : one};
 }
 
-/* Run CTAs `first` and `first` + 1, which are a cluster. */
-template <typename C> static void run_pair(const EpGemmFp8Params *q, uint32_t first) {
+/* Run all pairs of CTAs. With scales of blocks, the second warp moves them. */
+template <typename C> static void run_fp8(const EpGemmFp8Params *q, uint32_t pairs) {
     const EpTensorMap a = ep_map_fp8(ep_map_a(&q->gemm, C::BN)), b = ep_map_fp8(ep_map_b(&q->gemm, C::BN));
-    std::vector<std::thread> threads;
-    memset(ep_shared, 0xff, sizeof ep_shared);
-    /* the first thread, with scales of blocks the second warp, and the warpgroups */
-    ep_cta_threads = 257 + (C::BY_BLOCK ? 32 : 0);
-    for (uint32_t i = C::BY_BLOCK ? 31 : 127; i < EP_GEMM_THREADS; i += i == 63 ? 65 : 1)
-        for (uint32_t rank = 0; rank < 2; rank++)
-            threads.emplace_back([&, i, rank] {
-                threadIdx.x = i < 128 && i % 32 == 31 && i != 63 ? 0 : i;
-                blockIdx.x = first + rank;
-                ep_rank = rank;
-                Hooks hooks;
-                hooks.scales = &q->scales;
-                ep_gemm_body<C>(&q->gemm, hooks, &a, &b);
-            });
-    for (std::thread &t : threads) t.join();
+    const uint32_t warp = 1, last_warp = C::BY_BLOCK ? 2 : 1;
+    gridDim = dim3(2 * pairs);
+    ep_cta_threads = 257 + 32 * (last_warp - warp); /* the first thread, this warp, and the warpgroups */
+    for (uint32_t first = 0; first < gridDim.x; first += 2)
+        run_cluster(first, warp, last_warp, [&] {
+            Hooks<C> hooks;
+            hooks.scales = &q->scales;
+            ep_gemm_body<C>(&q->gemm, hooks, &a, &b);
+        });
 }
 
-template <int BN, bool BY_BLOCK, int ACT, bool F16> static bool check(const char *name, const Case &c) {
-    using C = EpGemmFp8Config<BN, BY_BLOCK, ACT, F16>;
+template <typename C> static bool check(const char *name, const Case &c) {
+    constexpr int ACT = C::ACT;
+    constexpr bool F16 = C::F16;
     Problem x;
     uint64_t drawn_tiles = 0, num_wrong = 0;
     make_problem<C>(c, &x, &drawn_tiles);
-    gridDim = dim3(2 * c.pairs);
-    for (uint32_t i = 0; i < gridDim.x; i += 2) run_pair<C>(&x.q, i);
+    run_fp8<C>(&x.q, c.pairs);
     const uint32_t out_cols = ep_gemm_out_cols(&x.q.gemm);
     const double share = ACT == EP_ACT_NONE ? 0 : F16 ? 1e-3 : 8e-3;
     for (uint32_t r = 0, e = 0; r < x.q.gemm.num_rows; r++) {
@@ -155,7 +134,7 @@ template <int BN, bool BY_BLOCK, int ACT, bool F16> static bool check(const char
                        want);
         }
     }
-    if (drawn_tiles) num_wrong++;
+    if ((drawn_tiles != 0) != C::IS_MEGA) num_wrong++;
     printf("fp8 %-40s %6u rows of %4u: %s\n", name, x.q.gemm.num_rows, out_cols, num_wrong ? "WRONG" : "ok");
     fflush(stdout);
     return num_wrong == 0;
@@ -173,11 +152,15 @@ static const Case few = {192, 1296, 2, {1, 0, 40, 3, 0, 2}, true, true, true};
 /* For ThreadSanitizer, which is slow: more than one tile, more stages than the ring has. */
 static const Case small = {144, 912, 1, {200, 0, 70}, false, true, true};
 
-#define RUN(BN, BY_BLOCK, ACT, F16, CASE) \
-    ok = check<BN, BY_BLOCK, ACT, F16>(#BN " " #BY_BLOCK " " #ACT " " #F16 " " #CASE, CASE) && ok;
+#define RUN(BN, BY_BLOCK, ACT, F16, CASE)                                                              \
+    ok = check<EpGemmFp8Config<BN, BY_BLOCK, ACT, F16>>(#BN " " #BY_BLOCK " " #ACT " " #F16 " " #CASE, \
+                                                        CASE) &&                                       \
+         ok;
 
-int main(int argc, char **argv) {
-    ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
+#define RUN_MEGA(ACT, F16, CASE) \
+    ok = check<EpGemmMegaFp8Config<ACT, F16>>("mega " #ACT " " #F16 " " #CASE, CASE) && ok;
+
+static bool run_all(void) {
     bool ok = true;
 #ifndef __SANITIZE_THREAD__
     RUN(256, true, EP_ACT_NONE, false, odd)
@@ -197,9 +180,14 @@ int main(int argc, char **argv) {
     RUN(256, false, EP_ACT_NONE, false, odd)
     RUN(256, false, EP_ACT_SWIGLU, true, gated)
     RUN(256, false, EP_ACT_GELU, false, full)
+    RUN_MEGA(EP_ACT_NONE, false, odd)
+    RUN_MEGA(EP_ACT_SWIGLU, true, gated)
+    RUN_MEGA(EP_ACT_GPT_OSS, false, full)
 #endif
     RUN(256, true, EP_ACT_NONE, false, small)
+    RUN_MEGA(EP_ACT_NONE, false, small)
     RUN(64, true, EP_ACT_NONE, false, small)
-    puts(ok ? "ok" : "FAILED");
-    return !ok;
+    return ok;
 }
+
+int main(int argc, char **argv) { return gemm_main(argc, argv, run_all); }

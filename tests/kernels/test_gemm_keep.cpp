@@ -3,14 +3,7 @@
  * CPU threads emulate the kernel. Inputs are random, and NaN around the rows of the experts. Gate and up must
  * be the product with its bias. The activated rows must be, bit by bit, what follows from the gate and up
  * that were stored. Rows of no expert must not be written. Usage: test_gemm_keep [seed] */
-#include "emulated_ptx.h"
-#include "kernels/gemm/gemm.cuh"
-
-#include <random>
-#include <thread>
-
-static std::mt19937 ep_random;
-static float uniform(float a, float b) { return std::uniform_real_distribution<float>(a, b)(ep_random); }
+#include "gemm_pair.h"
 
 struct Case {
     uint32_t n, k, pairs;
@@ -18,60 +11,26 @@ struct Case {
     bool bias;
 };
 
-enum { ROWS_BEFORE = 3, ROWS_AFTER = 5, POISON = 0x7ffe }; /* rows that belong to no expert */
-
 struct Problem {
     EpGemmParams p;
     std::vector<uint16_t> a, b, bias, kept, out;
     std::vector<int32_t> offsets;
 };
 
-static void fill(std::vector<uint16_t> &to, uint64_t num, uint64_t from, uint64_t until, bool f16) {
-    to.assign(num, 0x7fff);
-    for (uint64_t i = from; i < until; i++) to[i] = ep_round(uniform(-1, 1), f16);
-}
-
 template <typename C> static void make_problem(const Case &c, Problem *q) {
-    const uint64_t L = c.sizes.size();
-    q->offsets.push_back(ROWS_BEFORE);
-    for (int32_t s : c.sizes) q->offsets.push_back(q->offsets.back() + s);
-    const uint64_t last = (uint64_t)q->offsets.back(), rows = last + ROWS_AFTER;
-    fill(q->a, rows * c.k, ROWS_BEFORE * c.k, last * c.k, C::F16);
-    fill(q->b, L * c.n * c.k, 0, L * c.n * c.k, C::F16);
-    fill(q->bias, L * c.n, 0, L * c.n, C::F16);
-    q->kept.assign(rows * c.n, POISON);
-    q->out.assign(rows * c.n / 2, POISON);
-    q->p = {};
+    const uint64_t L = c.sizes.size(), rows = place_experts(c.sizes, &q->offsets);
+    fill_rows(q->a, q->offsets, c.k, C::F16);
+    fill_all(q->b, L * c.n * c.k, C::F16);
+    fill_all(q->bias, L * c.n, C::F16);
+    q->kept.assign(rows * c.n, EP_POISON);
+    q->out.assign(rows * c.n / 2, EP_POISON);
+    q->p = parameters(c, q->offsets, EP_GEMM_FORWARD, C::F16);
     q->p.a = q->a.data();
     q->p.b = q->b.data();
     q->p.bias = c.bias ? q->bias.data() : NULL;
     q->p.kept = q->kept.data();
     q->p.out = q->out.data();
-    q->p.offsets = q->offsets.data();
-    q->p.limit_ns = 60000000000ull;
-    q->p.num_rows = (uint32_t)rows;
-    q->p.num_experts = (uint32_t)L;
-    q->p.n = c.n;
-    q->p.k = c.k;
-    q->p.kind = EP_GEMM_FORWARD;
     ep_gemm_set_activation(&q->p, EP_ACT_SWIGLU, 0, 0);
-    q->p.is_f16 = C::F16;
-}
-
-template <typename C> static void run_pair(const EpGemmParams *p, uint32_t first) {
-    const EpTensorMap a = ep_map_a(p, C::BN), b = ep_map_b(p, C::BN);
-    std::vector<std::thread> threads;
-    memset(ep_shared, 0xff, sizeof ep_shared);
-    for (uint32_t i = 127; i < EP_GEMM_THREADS; i++)
-        for (uint32_t rank = 0; rank < 2; rank++)
-            threads.emplace_back([&, i, rank] {
-                threadIdx.x = i == 127 ? 0 : i;
-                blockIdx.x = first + rank;
-                ep_rank = rank;
-                EpGemmNoHooks none;
-                ep_gemm_body<C>(p, none, &a, &b);
-            });
-    for (std::thread &t : threads) t.join();
 }
 
 /* Whether column c of row r of expert e is the product with its bias. */
@@ -95,11 +54,11 @@ template <typename C> static uint64_t num_wrong(const Problem &q) {
         const bool is_owned = r >= ROWS_BEFORE && r < (uint64_t)q.offsets.back();
         while (is_owned && r >= (uint64_t)q.offsets[e + 1]) e++;
         for (uint64_t c = 0; c < n; c++)
-            wrong += is_owned ? !is_kept<C>(q, e, r, c) : q.kept[r * n + c] != POISON;
+            wrong += is_owned ? !is_kept<C>(q, e, r, c) : q.kept[r * n + c] != EP_POISON;
         for (uint64_t c = 0; c < inner; c++) {
             const float gate = ep_widen(q.kept[r * n + c], C::F16);
             const float up = ep_widen(q.kept[r * n + inner + c], C::F16);
-            const uint16_t want = is_owned ? ep_round(ep_keep_value(gate, up), C::F16) : (uint16_t)POISON;
+            const uint16_t want = is_owned ? ep_round(ep_keep_value(gate, up), C::F16) : (uint16_t)EP_POISON;
             if (q.out[r * inner + c] != want && wrong++ == 0)
                 printf("  row %llu column %llu: got %x, expected %x\n", (unsigned long long)r,
                        (unsigned long long)c, q.out[r * inner + c], want);
@@ -113,8 +72,7 @@ template <typename C> static bool check(const char *name, const Case &c) {
     uint64_t drawn_tiles = 0;
     make_problem<C>(c, &q);
     q.p.tile_counter = &drawn_tiles;
-    gridDim = dim3(2 * c.pairs);
-    for (uint32_t b = 0; b < gridDim.x; b += 2) run_pair<C>(&q.p, b);
+    run_pairs<C>(&q.p, c.pairs, EpGemmNoHooks());
     const bool ok = num_wrong<C>(q) == 0 && drawn_tiles == 0;
     printf("%-24s %u experts of %u x %u: %s\n", name, q.p.num_experts, c.n, c.k, ok ? "ok" : "WRONG");
     fflush(stdout);
@@ -130,9 +88,8 @@ static const Case small = {160, 48, 2, {1, 0, 33, 70, 17}, true}; /* for ThreadS
 
 #define RUN(BN, F16, CASE) ok = check<EpGemmKeepConfig<BN, F16>>(#BN " " #F16 " " #CASE, CASE) && ok;
 
-int main(int argc, char **argv) {
+static bool run_all(void) {
     bool ok = true;
-    ep_random.seed(argc > 1 ? (unsigned)atoi(argv[1]) : 1);
 #ifdef __SANITIZE_THREAD__
     RUN(128, false, small)
 #else
@@ -142,6 +99,7 @@ int main(int argc, char **argv) {
     RUN(128, false, narrow)
     RUN(256, false, small)
 #endif
-    puts(ok ? "ok" : "FAILED");
-    return !ok;
+    return ok;
 }
+
+int main(int argc, char **argv) { return gemm_main(argc, argv, run_all); }
