@@ -2,8 +2,9 @@
 
     python -m epmoe.env           plain text, 80 columns
     python -m epmoe.env --json    the same as JSON
+    torchrun .. -m epmoe.env --nodes    the rates between the nodes, and warnings (env_nodes.py)
 
-It works without a GPU and without torch.distributed.  It starts no rank and changes nothing.
+Without --nodes it works without a GPU and without torch.distributed.  It starts no rank and changes nothing.
 """
 
 import argparse
@@ -228,7 +229,17 @@ def text(r):
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m epmoe.env", description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--nodes", action="store_true",
+                        help="under torchrun over several nodes: measure the rates between each two of them")
     args = parser.parse_args(arguments)
+    if args.nodes:
+        from . import env_nodes
+
+        if (r := env_nodes.run()) is not None:
+            rates = [{"nodes": list(pair), "bytes_per_second": of} for pair, of in r["rates"].items()]
+            print(json.dumps({**r, "rates": rates}, indent=2) if args.json
+                  else env_nodes.text(r["rates"], r["warnings"]))
+        return
     r = report()
     print(json.dumps(r, indent=2) if args.json else text(r))
 

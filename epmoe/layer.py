@@ -10,8 +10,8 @@ from .autograd import check_mode
 from .device import pick_device, stream_of
 from .dispatch_fp8 import Fp8Dispatch
 from .heap import SymmetricHeap
-from .layer_parts import (MODES, LayerParts, cast, check_kinds, default_num_sm, max_blocks, refuse_layer,
-                          world_of)
+from .layer_parts import (MODES, LayerParts, cast, check_kinds, check_rail_dtype, default_num_sm, max_blocks,
+                          refuse_layer, world_of)
 
 _ids = itertools.count()
 
@@ -65,10 +65,11 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
         reserve_sms: CUDA: SMs that no operation of this layer takes; may differ between ranks.  They are room
             for kernels on other streams that also wait for other ranks, such as NCCL's.  Without room for
             both, a different one may run first on each rank, and all wait: a deadlock.
-        heap: A SymmetricHeap to share with other layers; its world is used where ep_group is None.  None: the
-            layer makes a heap of its own.
+        heap: A SymmetricHeap to share; its world is used where ep_group is None.  None: one of its own.
         device: As for SymmetricHeap.  With a heap: None, or the heap's device.
         timeout_s: As for World.  It also becomes the timeout of a world that exists already.
+        rail_dtype: Of the sums that return from other nodes, and of tokens' gradients: None or dtype; or, in
+            a float32 layer, float16 or bfloat16.
 
     Attributes:
         world: The World of the layer.
@@ -122,7 +123,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
                  local_world_size=None, world_size=None, dtype=torch.bfloat16, weight_dtype=torch.float32,
                  num_sm=None, enable_local_combine=False, *, combine_mode="scatter", capacity=None,
                  expert_alignment=1, expert_capacity=None, host_counts=False, num_buffers=1, reserve_sms=0,
-                 heap=None, device=None, timeout_s=None):
+                 heap=None, device=None, timeout_s=None, rail_dtype=None):
         self.world = world_of(ep_group, heap, timeout_s)
         self.rank = self.world.rank
         self.world_size = self.world.size
@@ -137,6 +138,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
             self.num_local_experts = self.num_experts // self.world_size
             self.dtype = dtype
             self.weight_dtype = weight_dtype
+            self.rail_dtype = check_rail_dtype(rail_dtype, dtype)
             self.capacity = None if capacity is None else int(capacity)
             self._set_padding(expert_alignment, expert_capacity, host_counts)
             self.device = heap.device if heap is not None else pick_device(device)
@@ -362,7 +364,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
         """Wait on the host for the current stream, and raise what went wrong in it.  Not collective.
 
         On CUDA, dispatch and combine return before they have run.  Their errors are raised here, or by the
-        next call on the layer.
+        next call on the layer.  This includes the calls of an EPMoE's decode path on this layer.
 
         Raises:
             EpError: The error of an operation that has failed.
@@ -374,6 +376,8 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
             ...     layer.synchronize()
         """
         _C.layer_sync(self._c, stream_of(self.device))
+        if self.low_latency is not None:
+            self.low_latency.synchronize()
 
     def finalize(self):
         """Give the layer's memory back.  Collective; a second call does nothing.

@@ -52,6 +52,18 @@ def check_kinds(num_tot_experts, dtype, weight_dtype, combine_mode):
                          f"are values of combine_order)")
 
 
+def check_rail_dtype(rail_dtype, dtype):
+    """Return the dtype of sums on their way between nodes, in a layer of some dtype."""
+    if rail_dtype is None or rail_dtype == dtype:
+        return dtype
+    if rail_dtype not in DTYPES:
+        raise TypeError(f"rail_dtype {rail_dtype}: must be None, float32, float16 or bfloat16")
+    if dtype != torch.float32:
+        raise ValueError(f"rail_dtype {rail_dtype} in a layer of {dtype}: the sum of a node is rounded to "
+                         f"{dtype} before it leaves the node: leave rail_dtype out")
+    return rail_dtype
+
+
 def max_blocks(device, reserve_sms):
     """Return the most thread blocks of an operation: on a GPU one for each SM that is not reserved."""
     num_sm = 1024 if device.type == "cpu" else capabilities(device).num_sms

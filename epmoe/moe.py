@@ -12,19 +12,21 @@ from .expert_map import ExpertMap, check_num_physical
 from .fused import EpAll2AllFusedOp
 from .layer import EPAll2AllLayer
 from .layer_parts import refuse_layer, world_of
-from .moe_arguments import agree, check, flatten, unflatten
+from .moe_arguments import agree, check, check_shared, flatten, unflatten
 from .moe_parts import MoeParts
 from .moe_training import GRADIENT_OPTIONS
+from .nodes.chunks import Chunks
 from .parallel_parts import check_flat
 
-# Options that EPMoE passes on: those of the two layers except its own arguments.
+# Options of the two layers that EPMoE passes on.
 _LAYER_OPTIONS = {name for kind in (EpAll2AllFusedOp, EPAll2AllLayer)
                   for name in inspect.signature(kind).parameters}
 _LAYER_OPTIONS -= {"ep_group", "max_tokens", "hidden", "topk", "num_tot_experts", "dtype", "device",
                    "options"}
+_OWN_OPTIONS = ("num_physical", "weight_dtype", "num_chunks")
 
 
-class EPMoE(MoeParts, nn.Module):
+class EPMoE(MoeParts, Chunks, nn.Module):
     """The experts of a Mixture-of-Experts layer, spread over the ranks.
 
     Letters: W ranks, E experts, P physical experts (E, rounded up to a multiple of W), L = P/W of a rank, K
@@ -79,7 +81,9 @@ class EPMoE(MoeParts, nn.Module):
             replicas.  weight_dtype: torch.float8_e4m3fn, or None: dtype.  delay_wgrad_compute: True: the
             backward leaves the gradients of the weights to backward_dw.  fuse_wgrad_accumulation: True: add
             the gradient of a weight p to p.main_grad, which the caller sets, a tensor of p's shape and of
-            float32 or p's dtype, and leave p.grad alone; see docs/checkpoints.md.  And options of
+            float32 or p's dtype, and leave p.grad alone; see docs/checkpoints.md.  num_chunks: over several
+            nodes, the number of chunks, 1 to 64, in which tokens cross while others are multiplied; None:
+            choose_chunks; see docs/nodes.md.  And options of
             EpAll2AllFusedOp, for example capacity, the most rows that a rank can receive; with it the host
             reads nothing.  None of the latter with `layer`, which has its own.
 
@@ -123,7 +127,7 @@ class EPMoE(MoeParts, nn.Module):
                  max_tokens=4096, dtype=torch.bfloat16, device=None, bias=False, layer=None,
                  **options):
         super().__init__()
-        num_physical, weight_dtype = options.pop("num_physical", None), options.pop("weight_dtype", None)
+        num_physical, weight_dtype, num_chunks = (options.pop(n, None) for n in _OWN_OPTIONS)
         self._init_gradients(**{name: options.pop(name) for name in GRADIENT_OPTIONS if name in options})
         if layer is not None and options:
             raise TypeError(f"{', '.join(options)}: options of a new layer, but layer= passes one: "
@@ -135,6 +139,7 @@ class EPMoE(MoeParts, nn.Module):
         try:
             if unknown := sorted(options.keys() - _LAYER_OPTIONS):
                 raise TypeError(f"{', '.join(unknown)}: not an option of EPMoE or EpAll2AllFusedOp")
+            self._init_chunks(num_chunks)
             halves = 1 + is_gated(activation)  # raises for an unknown activation
             inner = int(inner)
             if inner < 1:
@@ -150,17 +155,14 @@ class EPMoE(MoeParts, nn.Module):
                 refuse_layer(world, heap, error)
             raise
         if layer is None:
+            options = self._with_room(world, options, (max_tokens, hidden, inner, num_physical, topk))
             layer = EpAll2AllFusedOp(ep_group, max_tokens, hidden, topk, num_tot_experts=num_physical,
                                      dtype=dtype, device=device, **options)
             agree(layer, f"inner {inner}, activation {activation!r}, bias {bool(bias)}, num_experts "
-                         f"{num_experts}, weight_dtype {weight_dtype}")
+                         f"{num_experts}, weight_dtype {weight_dtype}, num_chunks {num_chunks}")
         else:
-            for name, got, want in (("hidden", hidden, layer.hidden),
-                                    ("topk", topk, layer.topk * layer._copies),
-                                    ("physical experts", num_physical, layer.num_experts),
-                                    ("dtype", dtype, layer.dtype)):
-                if got != want:
-                    raise ValueError(f"{name} {got}, but the shared layer has {want}: must be the same")
+            check_shared(layer, hidden, topk, num_physical, dtype)
+            self._check_room(layer)
         self.layer = layer
         layer.is_of_module = True
         self.activation = activation

@@ -24,6 +24,15 @@ def agree(layer, mine):
                              f"{first}. Create the module with the same arguments on all ranks.")
 
 
+def check_shared(layer, hidden, topk, num_physical, dtype):
+    """Raise ValueError if a module has other sizes than the layer that it shares."""
+    for name, got, want in (("hidden", hidden, layer.hidden), ("topk", topk, layer.topk * layer._copies),
+                            ("physical experts", num_physical, layer.num_experts),
+                            ("dtype", dtype, layer.dtype)):
+        if got != want:
+            raise ValueError(f"{name} {got}, but the shared layer has {want}: must be the same")
+
+
 def flatten(name, t, size):
     """Return [.., size] as [T, size], contiguous."""
     if not isinstance(t, torch.Tensor):

@@ -132,16 +132,19 @@ class MoeParts(MoeTraining):
         """Return gate and up, their bias or None, down, its bias or None, as the stages take them."""
         return [self._scaled(name) for name in _PARAMETERS]
 
-    def _compute(self, layer, x, topk_idx, topk_weights):
+    def _compute(self, layer, x, topk_idx, topk_weights, weights=None):
         """Apply the experts through a layer.  Returns (y, layout).
 
-        The layer is the module's, or, over several nodes, that of the node.
+        The layer is the module's, or, over several nodes, that of the node.  weights: None, or what
+        _weights() has returned.
         """
-        weights = self._weights()
+        weights = self._weights() if weights is None else weights
         if experts_ops.trains(layer, x, topk_weights, *weights):
             return experts_ops.run(layer, x, topk_idx, topk_weights, weights, self.activation)
-        if self.is_fp8 or not isinstance(layer, EpAll2AllFusedOp):
+        if not isinstance(layer, EpAll2AllFusedOp):
             return self._unfused(layer, x, topk_idx, topk_weights, *weights)
+        if self.is_fp8:
+            return moe_fp8.run(self, layer, x, topk_idx, topk_weights)
         gate_up, gate_up_bias, down, down_bias = weights
         h, row_weight, layout = layer.mega_dispatch_group_gemm(
             x, topk_idx, weight=topk_weights, gemm_weight=gate_up, bias=gate_up_bias,

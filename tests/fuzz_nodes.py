@@ -58,13 +58,14 @@ def main():
     p.add_argument("--cases", type=int, default=1000, help="routings (default 1000)")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--batch", type=int, help="only this batch")
+    p.add_argument("--first", type=int, default=0, help="begin with this batch (default 0)")
     args = p.parse_args()
     torch.set_num_threads(1)
     poison_memory()
     if args.batch is not None:
         run_batch(args.seed, args.batch)
         return "no difference"
-    done, number, start = 0, 0, time.monotonic()
+    done, number, start = 0, args.first, time.monotonic()
     while done < args.cases:
         done += run_batch(args.seed, number)
         number += 1

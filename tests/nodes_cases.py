@@ -41,6 +41,13 @@ class ThreadRail:
         assert [len(p) for p in parts] == list(wanted), "the two ends of the rail disagree about sizes"
         out.copy_(torch.cat(parts))
 
+    def start(self, *arguments):
+        self.exchange(*arguments)
+        return lambda: None
+
+    def read(self, t):
+        return t.tolist()
+
     def set_timeout(self, timeout_s):
         pass
 
@@ -140,7 +147,7 @@ class TeamOracle:
     def dispatch_weights(self, ws):
         return self.by_node(lambda w, plan, _: reference.dispatch_weights(w, plan), self.arrived(ws))
 
-    def combine(self, ys, weights=None, local_combine=False):
+    def combine(self, ys, weights=None, local_combine=False, rail_dtype=None):
         """The documented sum: in each node, rounded; then over the nodes in order, in float32; rounded."""
         partial = self.by_node(lambda y, w, plan, idx: reference.combine(y, plan, idx, self.experts, w,
                                                                          local_combine), ys, weights)
@@ -148,7 +155,7 @@ class TeamOracle:
         for node in range(self.num_nodes):
             for rank in range(len(self.indices))[self.ranks(node)]:
                 for row, (s, t) in zip(partial[rank], self.tokens[rank]):
-                    sums[s][t] += row.float()
+                    sums[s][t] += row.to(rail_dtype or row.dtype).float()
         return [s.to(ys[0].dtype) for s in sums]
 
     def choices(self, values):

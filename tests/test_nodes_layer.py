@@ -8,6 +8,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import epmoe
 from cases import (DTYPES, MODES, Case, check_case, generator, indices_of, inputs_of, keep, outcome,
@@ -60,7 +61,7 @@ def run_one(layer, case, buffer=0):
                 "received": layout.recv_tokens}
 
 
-def check_one(results, case, num_nodes):
+def check_one(results, case, num_nodes, rail_dtype=None):
     """Compare the results of all ranks with the oracle, bit by bit."""
     size = len(results)
     oracle = TeamOracle([r["idx"] for r in results], case.num_local * size, num_nodes)
@@ -70,8 +71,10 @@ def check_one(results, case, num_nodes):
         return [r[name] for r in results]
 
     wanted = {"rows": oracle.dispatch(of("bits")), "row_weight": oracle.dispatch_weights(of("weight_bits")),
-              "out": oracle.combine(of("y"), of("v"), local), "plain": oracle.combine(of("y"), None, local),
-              "dx": oracle.combine(of("d_rows"), None, local), "dw": oracle.choices(of("d_row_weight"))}
+              "out": oracle.combine(of("y"), of("v"), local, rail_dtype),
+              "plain": oracle.combine(of("y"), None, local, rail_dtype),
+              "dx": oracle.combine(of("d_rows"), None, local, rail_dtype),
+              "dw": oracle.choices(of("d_row_weight"))}
     g = oracle.dispatch(of("d_out"))
     wanted["dy"] = [(rows * v[:, None]).to(case.dtype) for rows, v in zip(g, of("v"))]
     for name, values in wanted.items():
@@ -130,6 +133,24 @@ def test_one_node_is_the_layer_of_today():
     moe.finalize()
 
 
+@pytest.mark.parametrize("rail_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_nodes_round_sums_to_the_dtype_of_the_rail(rail_dtype):
+    """Sums on their way home, also those of the own node, and the gradients of tokens; nothing else."""
+    case = Case(topk=3, tokens="unequal", dtype=torch.float32, mode="local", hidden=16)
+
+    def main(nodes):
+        layer = layer_of(nodes, case, rail_dtype=rail_dtype)
+        keep(nodes.team, layer)
+        wrong = [outcome(lambda: layer_of(nodes, CASE, rail_dtype=torch.float32)).kind,
+                 outcome(lambda: layer_of(nodes, case, rail_dtype=torch.int32)).kind,
+                 outcome(lambda: layer_of(nodes, case, rail_dtype=rail_dtype if nodes.rank else None)).kind]
+        return run_one(layer, case), wrong
+
+    results = run_nodes(main, 2, 2)
+    check_one([r for r, _ in results], case, 2, rail_dtype)
+    assert all(wrong == ["ValueError", "TypeError", "EpMismatch"] for _, wrong in results), results[0][1]
+
+
 def some_cases():
     return list(cases())[::6]
 
@@ -157,6 +178,23 @@ def test_nodes_of_processes_move_and_sum_as_the_oracle():
         check_one([r[i] for r, _ in results], case, 2)
     for rank, (_, facts) in enumerate(results):
         assert facts == [f"epmoe.Nodes(rank={rank}, nodes=2, local=2)", True, "ValueError"]
+
+
+def names_of_groups(rank, size):
+    """Rank main: create Nodes of the same ranks again and again.  The names of the process groups of each."""
+    names = []
+    for _ in range(3):
+        with epmoe.Nodes(None, 2) as nodes:
+            groups = nodes.rail.control, nodes.rail.data
+            names += [dist.distributed_c10d._world.pg_names[group] for group in groups]
+    return names
+
+
+def test_process_groups_of_nodes_have_names_of_their_own():
+    """torch finds the addresses of a group by its name, also those of an earlier group of this name."""
+    names = process_ranks(names_of_groups, 4)
+    assert all(len(set(mine)) == 6 for mine in names), names
+    assert names[0] == names[2] and names[1] == names[3]
 
 
 def some_die(rank, size, victims):

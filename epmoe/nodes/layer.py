@@ -11,8 +11,9 @@ from ..errors import EpClosed, EpError, EpMismatch, PeerError
 from ..fused import EpAll2AllFusedOp
 from ..layer import EPAll2AllLayer
 from ..ops import requires_grad
-from . import meeting, ops, plan, rows
+from . import meeting, ops, pipeline, plan, rows
 from .checks import Checks
+from .rail import RESERVE_SMS
 from .topology import Nodes
 
 _DESCRIPTION_BYTES = 400
@@ -79,16 +80,18 @@ class OverNodes(Checks):
         """Take the attributes of a layer from that of the team."""
         for name in ("hidden", "topk", "dtype", "weight_dtype", "device", "heap", "expert_alignment",
                      "expert_capacity", "host_counts", "capacity", "num_local_experts", "_copies",
-                     "_num_buffers", "_config", "_requested_num_sm"):
+                     "_num_buffers", "_config", "_requested_num_sm", "rail_dtype"):
             setattr(self, name, getattr(team, name))
         self.num_experts = num_experts
         self.max_tokens = max_tokens * team._copies
         self._most = max_tokens
+        # Whether NCCL's kernels may run beside those of the node.
+        self.leaves_sms = self.device.type == "cpu" or team._config.reserve_sms >= RESERVE_SMS
         team._refuse_now = self._refuse_of_team
 
     # ---- meetings and refusals ----
 
-    def _meet(self, op, *, weights=False, gradients=False, error=None):
+    def _meet(self, op, *, weights=False, gradients=False, chunks=0, error=None):
         """Meet all ranks in a call.  Raises `error`, if there is one, after the others know of it.
 
         An error that only repeats what another rank of this node has done becomes that of all ranks.
@@ -97,7 +100,7 @@ class OverNodes(Checks):
             raise EpClosed("this layer is finalized: create a new one")
         failed = 0 if error is None else meeting.SECOND if type(error) is PeerError else meeting.FAILED
         try:
-            meeting.meet(self.nodes, meeting.Header(self._number, op, weights, gradients, failed))
+            meeting.meet(self.nodes, meeting.Header(self._number, op, weights, gradients, chunks, failed))
         except PeerError:
             if failed == meeting.FAILED:
                 raise error from None
@@ -153,7 +156,7 @@ class OverNodes(Checks):
             self.nodes._exchange_rows(everyone, mine.repeat(num_nodes, 1))
             local, hit, facts = plan.local_indices(self, everyone.view(num_nodes, self._most, topk))
             goes_to, owner = plan.destinations(self, indices)
-            received, bad, values, sent = torch.cat([facts, goes_to.sum(1)[None]]).tolist()
+            received, bad, values, sent = self.nodes._read(torch.cat([facts, goes_to.sum(1)[None]]))
         meeting.check_indices(self.nodes, bad, values, topk, self.num_experts)
         with self._ending():
             layout = plan.NodesLayout(self, len(indices), buffer, sent, received)
@@ -166,6 +169,21 @@ class OverNodes(Checks):
             layout.team = self.team_layer.preprocess(layout.indices, buffer=layout.buffer)
         return layout
 
+    def _enter(self, input, exp_indices, weight, more=(), full_scatter_indices=None, layout=None, buffer=0,
+               chunks=0):
+        """Check the arguments of a dispatch and meet all ranks.  Returns the weights in float32.
+
+        more: other tensors whose gradients the backward needs.
+        """
+        op = meeting.PLAN if layout is None else meeting.DISPATCH
+        try:
+            weight = self._checked(input, exp_indices, weight, full_scatter_indices, layout, buffer)
+        except Exception as error:
+            self._meet(op, error=error)
+        self._meet(op, weights=weight is not None, gradients=requires_grad(input, weight, *more),
+                   chunks=chunks)
+        return weight
+
     def _send(self, input, exp_indices, weight, full_scatter_indices, layout, buffer, *more):
         """Bring the tokens to the nodes of their experts.
 
@@ -173,14 +191,9 @@ class OverNodes(Checks):
 
         more: other tensors whose gradients the backward needs.
         """
-        op = meeting.PLAN if layout is None else meeting.DISPATCH
         if layout is None:
             self._check_buffer(_C.OP_PLAN, buffer)
-        try:
-            weight = self._checked(input, exp_indices, weight, full_scatter_indices, layout, buffer)
-        except Exception as error:
-            self._meet(op, error=error)
-        self._meet(op, weights=weight is not None, gradients=requires_grad(input, weight, *more))
+        weight = self._enter(input, exp_indices, weight, more, full_scatter_indices, layout, buffer)
         if layout is None:
             layout = self._plan_rail(exp_indices, buffer)
         if layout.team is None and not self._applies:
@@ -202,10 +215,11 @@ class OverNodes(Checks):
         if torch.compiler.is_compiling():
             return ops.apply(self, moe, requires_grad(x, topk_weights, *params), x, topk_idx,
                              topk_weights.float())
-        return self._apply_now(moe, params, x, topk_idx, topk_weights)
+        num_chunks = moe._num_chunks_of(requires_grad(x, topk_weights, *params))
+        return self._apply_now(moe, params, num_chunks, x, topk_idx, topk_weights)
 
     @torch._disable_dynamo
-    def _apply_now(self, moe, params, x, topk_idx, topk_weights):
+    def _apply_now(self, moe, params, num_chunks, x, topk_idx, topk_weights):
         """Do it as calls.
 
         The meeting comes after all stages of the node, so that it also tells of an error in one of them.
@@ -213,6 +227,8 @@ class OverNodes(Checks):
         error = None
         self._applies = True
         try:
+            if num_chunks > 1:
+                return pipeline.apply(self, moe, num_chunks, params, x, topk_idx, topk_weights)
             layout, here, weight_here = self._send(x, topk_idx, topk_weights, None, None, 0, *params)
             try:
                 y, layout.team = moe._compute(self.team_layer, here, layout.indices, weight_here)

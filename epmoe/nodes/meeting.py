@@ -26,17 +26,18 @@ class Header(NamedTuple):
     op: int
     weights: int  # whether weights travel
     gradients: int  # whether a gradient is needed, so that a backward follows
+    chunks: int = 0  # in which an EPMoE moves the tokens
     failed: int = 0  # FAILED: the rank cannot take part; SECOND: because another rank of its node cannot
 
     def pack(self):
-        return struct.pack("<5q", *self)
+        return struct.pack("<6q", *self)
 
     @classmethod
     def unpack(cls, raw):
-        return cls(*struct.unpack("<5q", raw))
+        return cls(*struct.unpack("<6q", raw))
 
 
-_SHARED = ("layer", "op", "weights", "gradients")
+_SHARED = ("layer", "op", "weights", "gradients", "chunks")
 
 
 class _Verdict(NamedTuple):

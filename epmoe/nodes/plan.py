@@ -24,6 +24,9 @@ class NodesLayout:
         recv_tokens: A list of N numbers: the tokens of each node's rank that have an expert on this node.
         num_rows, expert_offsets, tokens_per_expert, tokens_per_expert_list, unpadded_tokens_per_expert,
             num_tiles, tile_expert, tile_row: As for EPLayout, of this rank.
+        chunks: None; or, where an EPMoE has moved the tokens in C chunks, a list of C + 1 layouts: of the
+            own node's tokens, and of each chunk of the others.  Each has its `team`; this one has none, and
+            num_rows and the tokens per expert are sums.
     """
 
     def __init__(self, layer, num_tokens, buffer, send, recv):
@@ -34,6 +37,7 @@ class NodesLayout:
         self.recv_tokens = recv
         self.team = None
         self.indices = None  # [A, K] int32: the experts, on this node, of the tokens that this rank has
+        self.chunks = None  # where an EPMoE has moved the tokens in chunks: their layouts
         self.dispatched = False
         # Nodes in the order in which rows are in memory: this one first, because its rows stay.
         self.order = [layer.node, *(n for n in range(layer.num_nodes) if n != layer.node)]
@@ -51,6 +55,34 @@ class NodesLayout:
         self.send_idx = send_idx
         self.owner = owner
         return self
+
+    def parts(self, num_chunks):
+        """Return the layouts of the own node's tokens, and of each chunk of those that cross the rail.
+
+        They have the tokens that are sent and received; `places` are those of the received ones among the A.
+        """
+        return [self._part(chunk, num_chunks) for chunk in range(num_chunks + 1)]
+
+    def _part(self, chunk, num_chunks):
+        def cut(counts):
+            ranges = []
+            for node, first, end in self.segments(counts):
+                num, begin, end = end - first, 0, 0
+                if node == self.layer.node:
+                    end = num if chunk == 0 else 0
+                elif chunk:
+                    begin, end = num * (chunk - 1) // num_chunks, num * chunk // num_chunks
+                ranges.append((first + begin, first + end))
+            return ranges
+
+        sent, received = cut(self.send_tokens), cut(self.recv_tokens)
+        part = NodesLayout(self.layer, self.num_tokens, self.buffer, [e - b for b, e in sent],
+                           [e - b for b, e in received])
+        part.owner = self.owner
+        part.send_idx = torch.cat([self.send_idx[b:e] for b, e in sent])
+        part.indices = torch.cat([self.indices[b:e] for b, e in received])
+        part.places = torch.cat([torch.arange(b, e, device=self.layer.device) for b, e in received])
+        return part
 
     def segments(self, counts):
         """Return [(node, first, end)] of rows in memory, in node order."""
@@ -74,6 +106,8 @@ class NodesLayout:
     def __getattr__(self, name):
         if name in _OF_TEAM and self.team is not None:
             return getattr(self.team, name)
+        if name in _SUMS and self.chunks is not None:
+            return _SUMS[name]([getattr(part.team, name) for part in self.chunks])
         if name in vars(EPLayout):
             raise AttributeError(f"{name}: a layout over several nodes does not have it; layout.team has "
                                  f"that of the ranks of this node")
@@ -86,6 +120,8 @@ class NodesLayout:
 
 _OF_TEAM = {"num_rows", "_num_rows", "expert_offsets", "tokens_per_expert", "tokens_per_expert_list",
             "unpadded_tokens_per_expert", "num_tiles", "tile_expert", "tile_row"}
+_SUMS = {"num_rows": sum, "tokens_per_expert": sum, "unpadded_tokens_per_expert": sum,
+         "tokens_per_expert_list": lambda lists: [sum(of_expert) for of_expert in zip(*lists)]}
 
 
 def local_indices(layer, everyone):

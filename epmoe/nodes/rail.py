@@ -2,6 +2,8 @@
 
 import contextlib
 import datetime
+import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -9,26 +11,73 @@ import torch.distributed as dist
 from ..errors import EpError, EpTimeout, PeerDied
 from ..rendezvous import SIGNS_OF_DEATH
 
+RAIL_CTAS = 8  # the most CTAs of NCCL for the rows between nodes
+RESERVE_SMS = RAIL_CTAS + 8  # SMs that are left to them: CTAs of fused kernels come in pairs of neighbours
 _LOOK = datetime.timedelta(seconds=0.1)  # how often a wait looks whether the nodes have ended
+_SPIN_S = 2e-4  # a read is usually short; after this time it sleeps between its looks
+# By default torch's watchdog ends the process when a peer of NCCL has died or a wait has timed out.  Here the
+# nodes name the dead rank and abort NCCL.  torch reads these when a process group is made.
+_NCCL_LEAVES_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_PROPAGATE_ERROR": "0",
+                       "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
+
+
+@contextlib.contextmanager
+def _environment(values):
+    """Set variables of the environment inside of the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 class TorchRail:
     """Moves bytes and rows between the nodes.  All calls are collective over the rail, in the same order.
 
-    Two process groups: `control` is gloo and works on the host; `data` moves the rows of GPUs, with NCCL if
-    the group of all ranks has it.  Kernels of NCCL wait for other nodes and take SMs, so small messages,
-    which the host needs at once, use the host.
+    Two process groups: `control` is gloo and works on the host; `data` moves the rows, with NCCL if the group
+    of all ranks has it, else with gloo.  Kernels of NCCL wait for other nodes and take SMs, so small
+    messages, which the host needs at once, use the host.
 
     Freedom from deadlock on CUDA.  A row exchange is enqueued on the caller's stream, as are all operations
     of the layer.  So on each GPU the kernels of NCCL and of epmoe run one after the other, in one order,
     which is the same on all ranks.  The first operation of that order that is not complete has been launched
-    everywhere, has its inputs and has the SMs for itself.  So it completes, and then the next.
-    tests/models/rail.pml checks it.  On two streams, kernels of a node must leave SMs to those of NCCL.
+    everywhere, has its inputs and has the SMs for itself.  So it completes, and then the next.  Exchanges
+    that are started (pipeline.py) run on a stream of NCCL: then the kernels of the node leave RESERVE_SMS
+    SMs to those of NCCL, so that the next kernel of each stream can start.  tests/models/rail.pml checks
+    both.
     """
 
-    def __init__(self, control, data, ranks):
+    @classmethod
+    def create(cls, group, ranks, on_rail, timeout_s):
+        """Create the process groups.  Collective over the rail.
+
+        group: the ProcessGroup of all ranks; ranks: their numbers in the job; on_rail: the numbers in `group`
+        of this rail's ranks, in node order.
+        """
+        members = [ranks[r] for r in on_rail]
+        options = {"timeout": datetime.timedelta(seconds=timeout_s), "use_local_synchronization": True}
+        control = dist.new_group(members, backend="gloo", group_desc="epmoe rail", **options)
+        # Rows have a group of their own, so that a meeting does not queue behind rows that are under way.
+        if "nccl" in dist.get_backend(group):
+            of_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            of_nccl.config.max_ctas = RAIL_CTAS
+            with _environment(_NCCL_LEAVES_ERRORS):
+                data = dist.new_group(members, backend="nccl", pg_options=of_nccl, group_desc="epmoe rows",
+                                      **options)
+        else:
+            data = dist.new_group(members, backend="gloo", group_desc="epmoe rows", **options)
+        return cls(control, data, on_rail, timeout_s)
+
+    def __init__(self, control, data, ranks, timeout_s):
+        self.timeout_s = timeout_s
         self.control = control
         self.data = data
+        self.is_nccl = dist.get_backend(data) == "nccl"
         self.ranks = ranks  # of the whole group, in node order
         self.position = dist.get_rank(control)  # the number of this node
         self.size = len(ranks)
@@ -38,12 +87,8 @@ class TorchRail:
         """Give some bytes to all ranks of the rail and return those of every rank, in node order."""
         t = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         out = t.new_empty(self.size * t.numel())
-        try:  # an all-to-all: in it every rank waits for every other one, so all see a death at once
+        with self._named():  # an all-to-all: every rank waits for every other one, so all see a death at once
             self._wait(dist.all_to_all_single(out, t.repeat(self.size), group=self.control, async_op=True))
-        except EpError:
-            raise
-        except RuntimeError as error:
-            raise self._error(error) from error
         return [bytes(o.tolist()) for o in out.chunk(self.size)]
 
     def exchange(self, out, mine, out_splits=None, splits=None):
@@ -51,19 +96,66 @@ class TorchRail:
 
         splits and out_splits: the rows for and of each node; None: equally many.
         """
-        group = self.data if out.device.type == "cuda" else self.control
+        if self.is_nccl and out.device.type == "cuda":
+            with self._named():
+                dist.all_to_all_single(out, mine, out_splits, splits, self.data)
+        else:
+            self.start(out, mine, out_splits, splits)()
+
+    def start(self, out, mine, out_splits=None, splits=None):
+        """Start an exchange, and return a function that waits for it: the host, or with NCCL the stream.
+
+        Several may be under way.  All ranks start them in the same order.
+        """
+        group = self.control if self.is_nccl and out.device.type == "cpu" else self.data
+        with self._named():
+            work = dist.all_to_all_single(out, mine, out_splits, splits, group, async_op=True)
+
+        def finish(kept=(out, mine)):  # the tensors live as long as the exchange
+            with self._named():
+                if self.is_nccl and group is self.data:
+                    work.wait()
+                else:
+                    self._wait(work)
+
+        return finish
+
+    @contextlib.contextmanager
+    def _named(self):
+        """Make errors of epmoe of errors of torch."""
         try:
-            if group is self.control:
-                self._wait(dist.all_to_all_single(out, mine, out_splits, splits, group, async_op=True))
-            else:
-                dist.all_to_all_single(out, mine, out_splits, splits, group)
+            yield
         except EpError:
             raise
         except RuntimeError as error:
             raise self._error(error) from error
 
+    def read(self, t):
+        """Return the numbers of a tensor as lists.
+
+        The host looks again and again, and does not wait inside of CUDA: a kernel of NCCL before it in the
+        stream may wait for a dead rank, and ends only when it is aborted.
+        """
+        if t.device.type == "cpu":
+            return t.tolist()
+        with self._named():
+            host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+            host.copy_(t, non_blocking=True)
+            event = torch.cuda.current_stream(t.device).record_event()
+            begin = time.monotonic()
+            while not event.query():
+                waited_s = time.monotonic() - begin
+                if self.has_ended():
+                    raise PeerDied(f"rank {self.ranks[self.position]}: the nodes have ended")
+                if waited_s > self.timeout_s:
+                    raise self._error(RuntimeError(f"timed out after {self.timeout_s:g} s"))
+                if waited_s > _SPIN_S:
+                    time.sleep(_SPIN_S / 4)
+        return host.tolist()
+
     def set_timeout(self, timeout_s):
-        for group in {self.control, self.data}:
+        self.timeout_s = timeout_s
+        for group in (self.control, self.data):
             dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
     def _wait(self, work):
@@ -81,7 +173,7 @@ class TorchRail:
 
     def abort(self):
         """End the kernels of NCCL in which this rank waits.  Called in a thread of its own, after a death."""
-        if self.data is not self.control:
+        if self.is_nccl:
             with contextlib.suppress(Exception):  # the end of the nodes is what the rank raises
                 self.data.abort()
 
@@ -89,8 +181,13 @@ class TorchRail:
         """Close the connections, so that a rank that still waits for this one raises PeerDied.
 
         in_order: no rank waits; only then the end of NCCL's communicator does not wait for the others.
+
+        A group of gloo for rows stays until the process ends its default group.  torch makes the name of a
+        group of its ranks and of the number of groups that exist.  With one group less, the `control` of the
+        next Nodes of these ranks would have the name of this group, and would find its addresses in the
+        store.
         """
-        for group in {self.control, self.data} if in_order else {self.control}:
+        for group in (self.control, self.data) if in_order and self.is_nccl else (self.control,):
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
 

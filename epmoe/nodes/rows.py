@@ -1,8 +1,8 @@
 """The way of rows between nodes, and its gradients: out to the nodes of a token's experts, and home.
 
 Each is the backward of the other.  Out: a token is copied to each node where it has an expert, once.  Home:
-the rows of a token are added up in node order, in float32, and rounded once.  Rows of the own node are copied
-in memory and never cross the rail.
+the rows of a token are rounded to rail_dtype, added up in node order, in float32, and rounded once.  Rows of
+the own node are rounded too; they are copied in memory and never cross the rail.
 """
 
 import torch
@@ -36,8 +36,14 @@ def home(layout, rows, scalar):
     rows: [A, H], one for each token of out(); scalar: [A, K] or None.  The scalar of a choice comes from the
     node that owns the choice; the others have none of it.
     """
-    total = _returned(layout, rows, _add, torch.float32).to(rows.dtype)
-    return total, None if scalar is None else _returned(layout, scalar, _select, scalar.dtype)
+    rounded = rows.to(layout.layer.rail_dtype)
+    total = _returned(layout, rounded, _add, torch.float32).to(rows.dtype)
+    return total, None if scalar is None else scalars_home(layout, scalar)
+
+
+def scalars_home(layout, scalar):
+    """Return the scalars [T, K] of the choices of this rank's tokens.  scalar: [A, K]."""
+    return _returned(layout, scalar, _select, scalar.dtype)
 
 
 def _returned(layout, rows, put, dtype):
@@ -60,7 +66,7 @@ def _select(total, at, part, owner, node):
     total[at] = torch.where(owner[at] == node, part, total[at])
 
 
-def _meet_backward(layout, op, *tensors):
+def meet_backward(layout, op, *tensors):
     """Meet before the rows of a backward move, so that an error of one rank reaches all."""
     layer = layout.layer
     try:
@@ -78,7 +84,7 @@ class Out(torch.autograd.Function):
         ctx.layout = layout
         ctx.has_scalar = scalar is not None
         if not met:
-            _meet_backward(layout, meeting.COMBINE_BACKWARD, x)
+            meet_backward(layout, meeting.COMBINE_BACKWARD, x)
         return tuple(out(layout, x, scalar))
 
     @staticmethod
@@ -96,7 +102,7 @@ class Home(torch.autograd.Function):
         ctx.layout = layout
         ctx.has_scalar = scalar is not None
         if not met:
-            _meet_backward(layout, meeting.DISPATCH_BACKWARD, rows)
+            meet_backward(layout, meeting.DISPATCH_BACKWARD, rows)
         return home(layout, rows, scalar)
 
     @staticmethod

@@ -17,7 +17,6 @@ from .rail import TorchRail
 _of_group = {}  # id(group) -> Nodes: one serves all layers of a group
 _REFUSED = 0xFFFF  # instead of a length: the rank cannot take part
 _VERDICT_S = 5.0  # how long a rank waits for the name of a rank that has died: NodeLinks needs 3 s at most
-RAIL_CTAS = 8  # the most CTAs of NCCL for the rows between nodes
 
 
 class Nodes(Shared):
@@ -98,15 +97,7 @@ class Nodes(Shared):
         team = dist.new_group(ranks[node * local : (node + 1) * local], backend="gloo",
                               group_desc="epmoe team", **options)
         on_rail = range(local_rank, len(ranks), local)
-        control = dist.new_group([ranks[r] for r in on_rail], backend="gloo", group_desc="epmoe rail",
-                                 **options)
-        data = control
-        if "nccl" in dist.get_backend(self.group):
-            of_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-            of_nccl.config.max_ctas = RAIL_CTAS
-            data = dist.new_group([ranks[r] for r in on_rail], backend="nccl", pg_options=of_nccl,
-                                  group_desc="epmoe rail", **options)
-        rail = TorchRail(control, data, list(on_rail))
+        rail = TorchRail.create(self.group, ranks, list(on_rail), timeout_s)
         self._set_sizes(World(team, timeout_s), rail, node, num_nodes)
         try:
             self._links = NodeLinks(self.group, self.team, rail.abort, timeout_s)
@@ -235,6 +226,28 @@ class Nodes(Shared):
         """Exchange rows with the rail, as TorchRail.exchange.  An error ends the team."""
         try:
             self.rail.exchange(out, mine, out_splits, splits)
+        except EpError as error:
+            raise self._end_of_rail(error) from error
+
+    def _start_rows(self, out, mine, out_splits, splits):
+        """Start an exchange of rows.  Returns a function that waits for it.  An error ends the team."""
+        try:
+            wait = self.rail.start(out, mine, out_splits, splits)
+        except EpError as error:
+            raise self._end_of_rail(error) from error
+
+        def finish():
+            try:
+                wait()
+            except EpError as error:
+                raise self._end_of_rail(error) from error
+
+        return finish
+
+    def _read(self, t):
+        """Return the numbers of a tensor behind an exchange.  An error ends the team."""
+        try:
+            return self.rail.read(t)
         except EpError as error:
             raise self._end_of_rail(error) from error
 

@@ -15,7 +15,7 @@
  * complete has all it needs on every GPU, starts everywhere and ends; then the next.
  *
  * Correct variants:
- *   SERIAL    one stream for both: no reserve is needed. The layer does this.
+ *   SERIAL    one stream for both: no reserve is needed. The layer does this without chunks.
  *   OTHER     a third communicator, for example of DistributedDataParallel, runs a kernel on all GPUs
  *             at any time. The reserve counts its CTAs too.
  * Mutants:

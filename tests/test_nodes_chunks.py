@@ -1,0 +1,206 @@
+"""EPMoE over several nodes in chunks: the same bits for every number of chunks, one launch order, errors.
+
+The numbers are small integers, so every product and every sum of float32 is exact, whatever its order: only
+the sums and roundings that the layer documents are left. torch.mm has other bits for other numbers of rows.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import epmoe
+from cases import Case, generator, indices_of, outcome, process_ranks, same_bits
+from epmoe.bench.scale_model import CHUNKS
+from epmoe.nodes.chunks import choose_chunks
+from nodes_cases import run_nodes
+from pace import HANG_S
+
+pytestmark = pytest.mark.cpu_only
+HIDDEN, INNER, EXPERTS, TOPK = 16, 8, 8, 3
+CASES = (Case(topk=TOPK, max_tokens=9, tokens="unequal", pattern="sentinels"),
+         Case(topk=TOPK, max_tokens=9, tokens="only_last", pattern="one_rank"),
+         Case(topk=TOPK, max_tokens=9, tokens="none"))
+CHUNKS_TRIED = (1, 2, 3, 7, 64)  # 64: more than tokens
+
+
+def moe_of(nodes, num_chunks, dtype=torch.float32, **options):
+    moe = epmoe.EPMoE(HIDDEN, INNER, EXPERTS, TOPK, nodes, activation="relu2", max_tokens=9, dtype=dtype,
+                      device="cpu", bias=True, num_chunks=num_chunks, **options)
+    g = generator(moe.layer.rank, 3)
+    with torch.no_grad():
+        for p in moe.parameters():
+            p.copy_(torch.randint(-2, 3, p.shape, generator=g))
+    return moe
+
+
+def inputs_of(moe, case):
+    idx = indices_of(case, moe.layer.rank, moe.layer.world_size)
+    g = generator(case.seed, moe.layer.rank, 4)
+    x, weight, d_out = (torch.randint(-2, 3, (len(idx), n), generator=g) for n in (HIDDEN, TOPK, HIDDEN))
+    dtype = moe.layer.dtype
+    return x.to(dtype).requires_grad_(), idx, weight.float().requires_grad_(), d_out.to(dtype)
+
+
+def step(moe, case, call=None):
+    x, idx, weight, d_out = inputs_of(moe, case)
+    moe.zero_grad()
+    y = (call or moe)(x, idx, weight)
+    y.backward(d_out)
+    layout = moe.last_layout
+    facts = [layout.num_rows, *layout.tokens_per_expert_list, *layout.unpadded_tokens_per_expert.tolist()]
+    with torch.no_grad():
+        again = moe(x, idx, weight)
+    got = {"y": y.detach(), "again": again, "dx": x.grad, "dw": weight.grad, "facts": torch.tensor(facts)}
+    return got | {n: p.grad.clone() for n, p in moe.named_parameters()}
+
+
+def steps(nodes, dtype, rail_dtype):
+    """The results for every number of chunks, in turn."""
+    found = []
+    for num_chunks in CHUNKS_TRIED:
+        moe = moe_of(nodes, num_chunks, dtype, rail_dtype=rail_dtype)
+        found.append([step(moe, case) for case in CASES])
+        moe.finalize()
+    return found
+
+
+@pytest.mark.parametrize("num_nodes, num_local, dtype, rail_dtype", [
+    (2, 2, torch.float32, torch.bfloat16), (2, 2, torch.bfloat16, None), (4, 1, torch.float16, None)])
+def test_results_do_not_depend_on_the_number_of_chunks(num_nodes, num_local, dtype, rail_dtype):
+    for rank, found in enumerate(run_nodes(steps, num_nodes, num_local, dtype, rail_dtype)):
+        for num_chunks, results in zip(CHUNKS_TRIED, found):
+            for case, got, want in zip(CASES, results, found[0]):
+                for name in want:
+                    same_bits(got[name], want[name], f"{num_chunks} chunks, {case}, rank {rank}: {name}")
+
+
+def of_processes(rank, size):
+    """Rank main: gloo between the nodes. Whether chunks, and a recomputed forward, have the bits of one."""
+    found = []
+    layer = None
+    for num_chunks in (1, 3):
+        moe = moe_of(None, num_chunks, torch.bfloat16, local_world_size=2, timeout_s=HANG_S)
+        layer = moe.layer
+        found.append([step(moe, case) for case in CASES])
+        recomputed = functools.partial(checkpoint, moe, use_reentrant=False)
+        found.append([step(moe, case, recomputed) for case in CASES])
+        moe.finalize()
+    layer.world.close()
+    return found
+
+
+def test_chunks_of_processes_and_recomputation():
+    for rank, (want, *others) in enumerate(process_ranks(of_processes, 4)):
+        for i, results in enumerate(others):
+            for got, of_one in zip(results, want):
+                for name in of_one:
+                    same_bits(got[name], of_one[name], f"rank {rank}, variant {i}: {name}")
+
+
+class Log:
+    """A rail that notes when exchanges of rows are started and waited for."""
+
+    def __init__(self, rail):
+        self.rail, self.events = rail, []
+
+    def __getattr__(self, name):
+        return getattr(self.rail, name)
+
+    def start(self, out, *rest):
+        number = sum(e[0] == "start" for e in self.events)
+        self.events.append(("start", number))
+        finish = self.rail.start(out, *rest)
+        return lambda: (finish(), self.events.append(("wait", number)))
+
+
+def launches(nodes, num_chunks):
+    nodes.rail = log = Log(nodes.rail)
+    moe = moe_of(nodes, num_chunks)
+    compute = moe._compute
+
+    def logged(*args):
+        log.events.append(("multiply",))
+        return compute(*args)
+
+    moe._compute = logged
+    log.events.clear()
+    step(moe, CASES[0])
+    moe.finalize()
+    return log.events
+
+
+def test_launch_order_is_that_of_the_model_on_all_ranks():
+    """D1 X0 D2 X1 R1 D3 X2 R2 X3 R3, as tests/models/rail.pml: the next chunk is under way during each X."""
+    results = run_nodes(launches, 2, 2, 3)
+    assert all(events == results[0] for events in results)
+    x = ("multiply",)
+    d1, d2, r1, d3, r2, r3 = (("start", i) for i in range(6))
+    w = [("wait", i) for i in range(6)]
+    forward = [d1, x, d2, w[0], x, r1, d3, w[1], x, r2, w[3], x, r3, w[2], w[4], w[5]]
+    assert results[0][: len(forward)] == forward
+    # Backward, in numbers of starts: D3 D2 X3 R3 D1 X2 R2 X1 R1, and X0 before the last rows are home.
+    backward = [("start", 6), ("start", 7), ("wait", 6), ("start", 8), ("start", 9), ("wait", 7),
+                ("start", 10), ("wait", 9), ("start", 11), ("wait", 8), ("wait", 10), ("wait", 11)]
+    assert results[0][len(forward) :][: len(backward)] == backward
+
+
+BAD = 2
+
+
+def mistakes(nodes):
+    found = {}
+    moe, is_bad = moe_of(nodes, 3), nodes.rank == BAD
+    x, idx, weight, _ = inputs_of(moe, Case(topk=TOPK, max_tokens=9))
+    good = moe._compute
+    for chunk in range(4):
+        calls = iter(range(4))
+
+        def fails(layer, *args):
+            if next(calls) < chunk:
+                return good(layer, *args)
+            out = layer.dispatch(args[0], args[1], args[2])
+            return layer._refuse(epmoe._C.OP_COMBINE, MemoryError("no memory"), out[2].buffer)
+
+        moe._compute = fails if is_bad else good
+        found["memory", chunk] = outcome(lambda: moe(x, idx, weight))
+    moe._compute = good
+    found["index"] = outcome(lambda: moe(x, idx.clamp(min=99) if is_bad else idx, weight))
+    moe.num_chunks = 2 if is_bad else 3
+    found["other"] = outcome(lambda: moe(x, idx, weight))
+    moe.num_chunks = 3
+    right = step(moe, CASES[0])
+    one = moe_of(nodes, 1)
+    want = step(one, CASES[0])
+    for name in want:
+        same_bits(right[name], want[name], name)
+    for value in (0, 65, True, 1.5):
+        found["created", value] = outcome(lambda: moe_of(nodes, value if is_bad else 3))
+    found["differ"] = outcome(lambda: moe_of(nodes, 2 if is_bad else 3))
+    return found
+
+
+def test_mistakes_in_chunks_are_errors_on_all_ranks():
+    """A chunk without memory, wrong indices, other numbers of chunks; the module works afterwards."""
+    for rank, found in enumerate(run_nodes(mistakes, 2, 2)):
+        is_bad = rank == BAD
+        for chunk in range(4):
+            got = found["memory", chunk]
+            assert got.kind == ("MemoryError" if is_bad else "PeerError"), f"chunk {chunk}, {rank}: {got}"
+        assert found["index"].kind == "EpIndexError"
+        assert found["other"].kind == "EpMismatch"
+        assert "chunks: rank 2 has 2, rank 0 has 3" in found["other"].text
+        for value, kind in ((0, "ValueError"), (65, "ValueError"), (True, "TypeError"), (1.5, "TypeError")):
+            assert found["created", value].kind == (kind if is_bad else "PeerError"), found["created", value]
+        assert found["differ"].kind == "EpMismatch" and "num_chunks 2" in found["differ"].text
+
+
+def test_choose_chunks_is_one_where_overlap_brings_nothing():
+    sizes = {"hidden": 7168, "inner": 2048, "num_experts": 256, "topk": 8, "local_size": 8}
+    assert choose_chunks(8192, num_nodes=1, **sizes) == 1
+    assert choose_chunks(32, num_nodes=2, **sizes) == 1  # latency
+    for num_nodes in (2, 4, 8):
+        for trains in (False, True):
+            assert choose_chunks(8192, num_nodes=num_nodes, trains=trains, **sizes) in set(CHUNKS) - {1}
+    assert choose_chunks(8192, 7168, 2048, 2, 8, 2, 1) == 1  # more choices than experts
