@@ -3,9 +3,16 @@
 import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version as mark_written
 
-__all__ = ["check_mode", "check_writable", "mark_written"]
+__all__ = ["check_mode", "check_writable", "is_plain", "mark_written"]
+
+# Of an iterable of tensors.  torch.autograd.graph.increment_version is the same, and takes twice the time.
+mark_written = torch._C._increment_version
+
+
+def is_plain():
+    """True outside of torch.func and of dual_level(), where check_mode has nothing to find.  A few 100 ns."""
+    return peek_interpreter_stack() is None and forward_ad._current_level < 0
 
 
 def _has_tangent(tensors):

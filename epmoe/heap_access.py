@@ -161,7 +161,7 @@ class HeapAccess(Shared):
         if self._check_pair(dst, src):
             if peer == self.world.rank:
                 check_writable("dst", dst)
-                mark_written(dst)
+                mark_written((dst,))
             _C.heap_put(self._c, self.offset(dst), _flat(src), peer)
 
     def get(self, dst, src, peer):
@@ -191,7 +191,7 @@ class HeapAccess(Shared):
         """
         if self._check_pair(src, dst):
             check_writable("dst", dst)
-            mark_written(dst)
+            mark_written((dst,))
             _C.heap_get(self._c, self.offset(src), _flat(dst), peer)
 
     def _check_pair(self, symmetric, other):
@@ -248,7 +248,7 @@ class HeapAccess(Shared):
             raise ValueError(f"op {op!r}: must be set or add")
         word = self._word(tensor, index)
         if peer == self.world.rank:
-            mark_written(tensor)
+            mark_written((tensor,))
         _C.heap_signal(self._c, word, value, int(op == "add"), peer, stream_of(self.device))
 
     def wait(self, tensor, index, value, cmp="ge"):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from .autograd import check_mode, mark_written
+from .autograd import check_mode, is_plain, mark_written
 from .layer_parts import LayerParts, cast
 
 FP8 = {False: 0, True: 1, "pow2": 2, "ue8m0": 3}  # EpLlFp8
@@ -126,7 +126,7 @@ class LowLatencyParts(LayerParts):
     # module checks the tensors, and tells the other ranks what is wrong.
 
     def _check_idle(self, op, buffer):
-        if not self._is_buffer(buffer):
+        if type(buffer) is not int or not 0 <= buffer < self._num_buffers:
             self._check_buffer(op, buffer)
         if self._pending[buffer] is not None:
             raise RuntimeError(f"a call is under way on buffer {buffer}: call recv() on what its send "
@@ -142,19 +142,21 @@ class LowLatencyParts(LayerParts):
         """Return the arguments of the module without the last, and the result."""
         self._check_idle(_C.OP_LL_DISPATCH, buffer)
         try:
-            written = out[:3] if type(out) is tuple else ()
             if torch.is_grad_enabled():
-                self._check_gradients(x, topk_weights, *written)
-            check_mode(x, topk_weights, *written)
+                self._check_gradients(x, topk_weights, *(out[:3] if type(out) is tuple else ()))
+            if not is_plain():
+                check_mode(x, topk_weights, *(out[:3] if type(out) is tuple else ()))
             if out is None:
                 out = self._make_result(fp8, layout)
+                handle = out[3]
             else:
-                self._check_result(out, fp8, layout)
-                mark_written(out[3]._written)
-            handle = out[3]
-            handle.num_tokens = x.shape[0] if isinstance(x, Tensor) and x.dim() else 0
+                handle = self._check_result(out, fp8, layout)
+                mark_written(handle._written)
+            shape = x.shape if isinstance(x, Tensor) else ()
+            handle.num_tokens = shape[0] if shape else 0
             handle.buffer = buffer
-            topk_weights = cast(topk_weights, torch.float32)
+            if topk_weights is not None and topk_weights.dtype is not torch.float32:
+                topk_weights = cast(topk_weights, torch.float32)
         except Exception as error:
             self._refuse(_C.OP_LL_DISPATCH, error, buffer)
         return (x, topk_idx, topk_weights, *handle._outputs), out
@@ -163,22 +165,26 @@ class LowLatencyParts(LayerParts):
         """Return the result of a dispatch that is to be run."""
         make = self._outputs.get((fp8, layout)) or self._add_outputs(fp8, layout)
         rows, raw, lines, scales = make()
-        words = self._int32.new_empty(self._handle_words)
-        counts = self._int32.new_empty(self.num_local_experts)
+        new_empty = self._int32.new_empty
+        words, counts = new_empty(self._handle_words), new_empty(self.num_local_experts)
         handle = LowLatencyHandle(self, (fp8, layout), (words, raw, lines, counts, LAYOUTS[layout], FP8[fp8]))
         return rows, scales, counts, handle
 
     def _check_result(self, out, fp8, layout):
+        """Return the handle of out, which must be the result of an earlier dispatch of this kind."""
         if type(out) is not tuple or len(out) != 4:
             raise TypeError(f"out: wanted the tuple that a dispatch returned, got {type(out).__name__}")
-        self._check_handle(out[3])
+        handle = out[3]
+        if type(handle) is not LowLatencyHandle or handle._owner is not self:
+            self._check_handle(handle)
         if any(self._pending):
-            words = out[3]._outputs[0]
+            words = handle._outputs[0]
             if any(a is words for pending in self._pending if pending for a in pending._arguments):
                 raise RuntimeError("out: a call that uses its handle is under way: call recv() first")
-        if out[3]._key != (fp8, layout):
-            raise ValueError(f"out is of a dispatch with fp8={out[3]._key[0]!r} and layout="
-                             f"{out[3].layout!r}, but this one has fp8={fp8!r} and layout={layout!r}")
+        if handle._key != (fp8, layout):
+            raise ValueError(f"out is of a dispatch with fp8={handle._key[0]!r} and layout="
+                             f"{handle.layout!r}, but this one has fp8={fp8!r} and layout={layout!r}")
+        return handle
 
     def _add_outputs(self, fp8, layout):
         """Return a function that allocates the outputs.
@@ -198,12 +204,13 @@ class LowLatencyParts(LayerParts):
         words = self._int32 if fp8 == "ue8m0" else torch.empty(0, dtype=torch.float32, device=self.device)
         lines_shape = (*shape[:-2], self.hidden // group, (shape[-2] + 3) // 4 * 4)
 
+        # sizes one by one: torch reads a tuple more slowly
         def make_plain():
-            rows = numbers.new_empty(shape)
+            rows = numbers.new_empty(*shape)
             return rows, rows, None, None
 
         def make_fp8():
-            rows, lines = numbers.new_empty(shape), words.new_empty(lines_shape)
+            rows, lines = numbers.new_empty(*shape), words.new_empty(*lines_shape)
             return rows, rows.view(torch.uint8), lines, lines[..., :shape[-2]].transpose(-1, -2)
 
         self._outputs[fp8, layout] = make_fp8 if fp8 else make_plain
@@ -222,15 +229,17 @@ class LowLatencyParts(LayerParts):
         try:
             if torch.is_grad_enabled():
                 self._check_gradients(y, out)
-            check_mode(y, out)
-            self._check_handle(handle)
+            if not is_plain():
+                check_mode(y, out)
+            if type(handle) is not LowLatencyHandle or handle._owner is not self:
+                self._check_handle(handle)
             if out is None:
-                out = self._numbers.new_empty((handle.num_tokens, self.hidden))
+                out = self._numbers.new_empty(handle.num_tokens, self.hidden)
             elif out.shape[0] != handle.num_tokens:
                 raise ValueError(f"out: wanted {handle.num_tokens} rows, the tokens of the dispatch, got "
                                  f"{out.shape[0]}")
             else:
-                mark_written(out)
+                mark_written((out,))
         except Exception as error:
             self._refuse(_C.OP_LL_COMBINE, error, buffer)
         return (y, handle._outputs[0], out, LAYOUTS[handle.layout]), out

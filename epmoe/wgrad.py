@@ -33,7 +33,7 @@ def _grouped_wgrad_add(a, b, offsets, out, scale, portable):
     fits = out.dtype == torch.float32 and out.is_contiguous() and out.data_ptr() % 16 == 0
     sums = out if fits else torch.zeros(out.shape, dtype=torch.float32, device=out.device)
     counter = tile_counter(a)
-    mark_written(sums)
+    mark_written((sums,))
     _C.grouped_gemm(WGRAD, 0, scale, 0.0, a, b, offsets, None, None, counter, sums, portable)
     if not fits:
         out.add_(sums)
