@@ -221,6 +221,9 @@ def _backward(ctx, dy, *_):
     calls_combine = of_x or of_weight
     g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
         dy, plan, down, down_bias, h, row_weight, ctx.layer, ctx.buffer, calls_combine, *ctx.activation)
+    # Without retain_graph, free gate and up here: the gradients of the weights have room in their memory.
+    ctx.maybe_clear_saved_tensors()
+    del h
     next_op = _combines(layer, gate_up)
     grads = [None] * 7
     with reporting(layer, next_op, ctx.buffer, plan) if calls_combine else contextlib.nullcontext():
