@@ -7,20 +7,17 @@ bit by bit. Inputs are generated from seeds, so any rank can generate the inputs
 Letters: W ranks, E experts, L = E/W, T tokens of a rank, K choices, H hidden, M rows received.
 """
 
-import contextlib
 import dataclasses
-import multiprocessing
 import os
-import unittest.mock
 
 import torch
 import torch.utils.deterministic
 
 import epmoe
 from epmoe import reference
-from epmoe.testing import routing, run_ranks
+from epmoe.testing import routing
 from outcomes import MISTAKE_LIMIT_S, check_outcomes, outcome  # noqa: F401
-from pace import HANG_S
+from rank_processes import process_ranks  # noqa: F401
 
 TILE_ROWS = 128
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -364,24 +361,7 @@ def share_gpus(num_local_ranks):
         os.environ.setdefault("EPMOE_SHARE_GPU", "1")
 
 
-# ---- ranks as processes that start quickly ----
-
-
-@contextlib.contextmanager
-def _forkserver():
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "epmoe.testing"])
-    with unittest.mock.patch.object(multiprocessing, "get_context", lambda method=None: context):
-        yield
-
-
-def process_ranks(fn, world_size, *args, **options):
-    """epmoe.testing.run_ranks with processes that are forked from a server that has already imported torch.
-
-    A rank then starts in 0.05 s instead of 2 s.
-    """
-    with _forkserver():
-        return run_ranks(fn, world_size, *args, **({"timeout_s": HANG_S} | options))
+# ---- ranks as processes ----
 
 
 def isolated(rank, world_size, fn, args, timeout_s):

@@ -18,6 +18,7 @@ import collections
 import contextlib
 import faulthandler
 import os
+import pickle
 import sys
 import traceback
 
@@ -118,6 +119,7 @@ class Ranks:
                 self.world = epmoe.World(dist.group.WORLD, timeout_s)
             self.world.set_timeout(timeout_s * 0.8)
             result = to_cpu(fn(self.world, self.device, *args))
+            pickle.dumps(result)  # one that cannot be sent to the others is this rank's error
             if ON_CUDA:
                 torch.cuda.synchronize()
         except BaseException as e:  # every process reports the error of any rank

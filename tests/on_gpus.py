@@ -135,7 +135,7 @@ def sanitizers():
     gemm = torchrun(1, "-m", "pytest", "-q", "-x", "tests/test_gemm_products.py",
                     "tests/test_gemm_arguments.py", "-k", "mixed or counts or past or rows")
     yield Step("memcheck-gemm", [*memcheck, *gemm], LONGEST_S, "passed", needs=missing)
-    for part in ("move", "fused"):
+    for part in ("move", "fused", "fp8", "decode"):
         ranks, right = torchrun(2, "tests/sanitized.py", part), "on 2 ranks: right"
         yield Step(f"memcheck-{part}", [*memcheck, *ranks], LONGEST_S, right, needs=no_mps, mps=True)
         yield Step(f"racecheck-{part}", [*check, "--tool", "racecheck", *ranks], LONGEST_S, right,

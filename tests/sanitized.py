@@ -1,10 +1,12 @@
 """The programs that compute-sanitizer checks: two ranks, which are processes on one GPU under NVIDIA MPS.
 
     compute-sanitizer [--tool racecheck] --target-processes all torchrun --nproc-per-node 2 \
-        tests/sanitized.py move|fused
+        tests/sanitized.py move|fused|fp8|decode
 
 move: plan, dispatch and each form of combine, checked against the oracle.
 fused: the two megakernels with each of their options, compared with the separate stages.
+fp8: quantisation, the megakernel of FP8 and grouped GEMMs in FP8, compared with the separate stages.
+decode: the low-latency dispatch and combine, whole and in halves, compared with those of EPAll2AllLayer.
 
 Under MPS the kernels of both ranks run at the same time; without MPS they alternate.  As threads of one
 process the ranks did not pass their first wait for each other under memcheck (H200, CUDA 13.0).
@@ -72,7 +74,55 @@ def fused(world, device):
         run_fused(world, device, options)
 
 
-PARTS = {"move": move, "fused": fused}
+def fp8(world, device):
+    """Experts in FP8, with dispatch and the first product in one launch, and one after the other."""
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    generator = torch.Generator().manual_seed(9 + world.rank)
+    with epmoe.EpAll2AllFusedOp(world, max_tokens=40, hidden=144, topk=3, num_tot_experts=3 * world.size,
+                                device=device, reserve_sms=num_sms // world.size - NUM_CTAS) as op, \
+            torch.no_grad():
+        gate_up = torch.randn(3, 128, op.hidden, generator=generator).to(device, op.dtype)
+        down = torch.randn(3, op.hidden, 64, generator=generator).to(device, op.dtype)
+        (gate_up, gate_up_scale), (down, down_scale) = map(epmoe.quantize_fp8_weight, (gate_up, down))
+        x, idx, weight = inputs_of(op, "sentinels", world.rank, generator)
+        results = []
+        for op.fused in (True, False):
+            h, row_weight, layout = op.mega_dispatch_group_gemm(
+                x, idx, weight=weight, gemm_weight=gate_up, gemm_scale=gate_up_scale, activation="swiglu")
+            h, scales = epmoe.quantize_fp8(h, num_rows=layout.expert_offsets[-1:])
+            y = epmoe.grouped_gemm(h, down, offsets=layout.expert_offsets, a_scale=scales,
+                                   b_scale=down_scale, out_dtype=op.dtype)
+            results.append(op.combine(y, layout, row_weight))
+        op.synchronize()
+        assert torch.equal(*(y.view(torch.int16) for y in results)), f"wrong on rank {world.rank}"
+
+
+def decode(world, device):
+    """Both layouts and each form of FP8.  Of rows in bf16, combine must have the bits of EPAll2AllLayer."""
+    generator = torch.Generator().manual_seed(11 + world.rank)
+    sizes = {"max_tokens": 24, "hidden": 512, "topk": 3}
+    with torch.no_grad(), \
+            epmoe.LowLatencyAll2All(world, num_experts=3 * world.size, num_sm=NUM_CTAS, device=device,
+                                    **sizes) as a2a, \
+            epmoe.EPAll2AllLayer(world, num_tot_experts=3 * world.size, num_sm=NUM_CTAS, device=device,
+                                 enable_local_combine=True, **sizes) as layer:
+        for fp8, layout in ((False, "masked"), (False, "compact"), (True, "masked"), ("ue8m0", "compact")):
+            x, idx, weight = inputs_of(layer, "sentinels", world.rank, generator)
+            weight = weight.float()
+            rows, _, counts, handle = a2a.dispatch(x, idx, weight, fp8=fp8, layout=layout)
+            pending = a2a.dispatch_send(x, idx, weight, fp8=fp8, layout=layout)
+            again = pending.recv()
+            assert torch.equal(counts, again[2]), f"{fp8}, {layout}: other counts on rank {world.rank}"
+            if fp8:
+                continue
+            got, row_weight, plan = layer.dispatch(x, idx, weight)
+            want = layer.combine(got, plan, row_weight)
+            y = [a2a.combine(rows, handle), a2a.combine_send(again[0], again[3]).recv()]
+            assert all(torch.equal(t, want) for t in y), f"{layout}: wrong on rank {world.rank}"
+        a2a.synchronize()
+
+
+PARTS = {"move": move, "fused": fused, "fp8": fp8, "decode": decode}
 
 
 def main():

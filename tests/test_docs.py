@@ -6,7 +6,9 @@ a separate program. A block after a comment `<!-- not run: reason -->` does not 
 
 import importlib.util
 import itertools
+import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -15,6 +17,8 @@ from pathlib import Path
 import pytest
 
 import epmoe
+from cases import process_ranks
+from epmoe.testing import meeting_place
 from test_examples import run
 
 pytestmark = pytest.mark.cpu_only
@@ -26,6 +30,8 @@ NOT_RUN = {"README.md": 1, "docs/guide.md": 4, "docs/torchtitan.md": 1, "docs/me
            "docs/sglang.md": 1, "docs/vllm.md": 1}
 # What a page needs beside epmoe.
 NEEDS = {"docs/transformers.md": ("accelerate", "transformers.distributed.expert_parallel")}
+# The page that says how to use torchrun. Elsewhere it would only import torch three times for each page.
+BY_TORCHRUN = "docs/guide.md"
 BLOCK = re.compile(r"(?P<why><!-- not run: [^>]+ -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$",
                    re.MULTILINE | re.DOTALL)
 
@@ -64,6 +70,15 @@ def programs():
 PROGRAMS = list(programs())
 
 
+def as_rank(rank, world_size, program, port):
+    """Rank main: run a program in its folder, with the variables that torchrun sets."""
+    os.environ.update(CUDA_VISIBLE_DEVICES="", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+                      TORCHELASTIC_USE_AGENT_STORE="True")
+    os.chdir(Path(program).parent)
+    sys.argv, sys.path[0] = [program], str(Path(program).parent)
+    runpy.run_path(program, run_name="__main__")
+
+
 @pytest.mark.parametrize("name, line, code, num_ranks", PROGRAMS,
                          ids=[f"{name}:{line}" for name, line, _, _ in PROGRAMS])
 def test_docs_python_blocks_run(tmp_path, name, line, code, num_ranks):
@@ -72,6 +87,10 @@ def test_docs_python_blocks_run(tmp_path, name, line, code, num_ranks):
     program = tmp_path / f"page_{Path(name).stem}.py"  # transformers.py would hide the package
     program.write_text(code)
     compile(code, name, "exec")
+    if num_ranks and name != BY_TORCHRUN:
+        store = meeting_place()
+        process_ranks(as_rank, num_ranks, str(program), store.port, backend=None)
+        return
     if num_ranks:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                    str(num_ranks), program.name]
