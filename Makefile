@@ -15,7 +15,7 @@
 # make soak       long runs, tens of minutes: a million operations with random delays, 200,000 routings,
 #                 repeated creation and closing, leaks, killed ranks, and wrong calls
 # make gpu        all tests that need GPUs, with a table at the end; ARGS=... goes to tests/on_gpus.py
-# make cuda       compile everything for sm_90a with nvcc into build/sm_90a, and check the machine code
+# make cuda       build with nvcc, and check the machine code of the kernels for sm_90a
 # make emulated   execute the kernels with CPU threads
 # make format     format the C and CUDA sources
 # make size       print the number of lines of every file
@@ -32,7 +32,7 @@
 # Each test has a deadline and uses all cores. So the targets do not run in parallel.
 .NOTPARALLEL:
 
-NEEDED := torch numpy pytest hypothesis transformers accelerate matplotlib rich setuptools wheel auditwheel clang_format
+NEEDED := torch numpy pytest xdist hypothesis transformers accelerate matplotlib rich setuptools wheel auditwheel clang_format
 # The packages that an existing python3 must have. Targets that run tests need more packages.
 AS_IT_IS := torch setuptools $(if $(filter-out build demo bench trace report wheels docs cuda,$(or $(MAKECMDGOALS),build)),pytest hypothesis numpy transformers) \
     $(if $(filter wheels,$(MAKECMDGOALS)),auditwheel)
@@ -61,7 +61,7 @@ build: $(LIB)
 
 $(LIB): $(SOURCES) build/settings | python
 	@echo "building $(LIB)"
-	@$(WITH_CUDA) $(PYTHON) setup.py -q build_ext --inplace
+	@$(WITH_CUDA) $(PYTHON) setup.py -q build_ext --inplace --build-temp build/temp
 	@touch $(LIB)
 
 build/settings: FORCE
@@ -78,15 +78,20 @@ python:
 demo: build
 	$(PYTHON) examples/train_lm.py $(if $(NODES),--nodes $(NODES)) $(ARGS)
 
+# The suite on the CPU. Several files run at the same time, because many tests wait for a process or a limit.
+# With ARGS, one process runs the tests, so that a debugger works.
+WORKERS = $(PYTHON) -c 'import xdist' 2>/dev/null && echo -n auto --maxprocesses 4 --dist loadfile
+ON_CPUS = $(PYTHON) -m pytest $(or $(ARGS),$$($(WORKERS)))
+
 # With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in steps with a table at the end.
 # On one GPU it runs with 1, 2 and 4 ranks, which share the GPU. With ARGS it runs with 1 rank and with all
 # ranks, each in one step. With 16 or more cores, the CPU part runs at the same time, and its output is
-# printed at the end.
+# printed at the end. "make check test" runs the C tests once, in full.
 test: build
-	@code=0; cpu=; $(PYTHON) tests/c/run_c_tests.py --quick || code=1; \
+	@code=0; cpu=; $(if $(filter check,$(MAKECMDGOALS)),,$(PYTHON) tests/c/run_c_tests.py --quick || code=1;) \
 	gpus=$$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n if n > 1 else 4} if n else ()))'); \
 	if [ -n "$$gpus" ] && [ $$(nproc) -ge 16 ]; then \
-	    $(PYTHON) -m pytest $(ARGS) > build/test_cpu.log 2>&1 & cpu=$$!; \
+	    $(ON_CPUS) > build/test_cpu.log 2>&1 & cpu=$$!; \
 	    trap "kill $$cpu 2>/dev/null" EXIT; trap 'exit 1' INT TERM; \
 	fi; \
 	if [ -n "$$gpus" ] && [ -z "$(ARGS)" ]; then $(PYTHON) tests/on_gpus.py --only tests || code=1; \
@@ -95,7 +100,7 @@ test: build
 	    $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest $(ARGS) || code=1; \
 	done; fi; \
 	[ -z "$$gpus" ] || echo "the same tests on the CPU"; \
-	if [ -n "$$cpu" ]; then tail -n +1 -f --pid=$$cpu build/test_cpu.log; wait $$cpu; else $(PYTHON) -m pytest $(ARGS); fi && exit $$code
+	if [ -n "$$cpu" ]; then tail -n +1 -f --pid=$$cpu build/test_cpu.log; wait $$cpu; else $(ON_CPUS); fi && exit $$code
 
 bench: build
 	$(PYTHON) -m epmoe.bench $(ARGS)
@@ -197,10 +202,8 @@ soak: build
 
 # Also compile the profiler, but only to PTX. No other target here compiles it.
 TRACED = nvcc -std=c++17 -Icsrc --expt-relaxed-constexpr -DEP_TRACE -arch=compute_90a -ptx csrc/kernels/fused/fused_bf16.cu -o /dev/null
-cuda: | python
-	EPMOE_CUDA=1 EPMOE_CUDA_ARCH="-gencode arch=compute_90a,code=sm_90a" $(PYTHON) setup.py -q build_ext \
-	    --build-lib build/sm_90a --build-temp build/sm_90a/temp
-	@$(TRACED) & $(PYTHON) tests/check_kernels.py build/sm_90a/temp; code=$$?; wait $$! && exit $$code
+cuda: build
+	@$(TRACED) & $(PYTHON) tests/check_kernels.py build/temp; code=$$?; wait $$! && exit $$code
 
 # CPU threads emulate GPU threads. The grouped GEMM for Hopper is compared with sums in double. Plan,
 # dispatch (also in FP8), combine (also those of low latency), the communication warps of the megakernels, the
@@ -222,8 +225,8 @@ emulated: | python
 	        TSAN_OPTIONS=exitcode=66 timeout 600 $$(setarch -R true 2>/dev/null && echo setarch -R) build/test_$$t || exit 1; done; done
 
 with-nvcc: | python
-	@if command -v nvcc >/dev/null; then $(MAKE) --no-print-directory cuda emulated; \
-	else mkdir -p build && echo "kernels (no nvcc)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
+	@if command -v nvcc >/dev/null && [ "$(EPMOE_CUDA)" != 0 ]; then $(MAKE) --no-print-directory cuda emulated; \
+	else mkdir -p build && echo "kernels (no nvcc, or EPMOE_CUDA=0)" | tee -a build/not_checked | sed 's/^/NOT CHECKED: /'; fi
 
 size:
 	@find csrc epmoe tests -type f \( -name '*.[ch]' -o -name '*.cu' -o -name '*.cuh' -o -name '*.py' -o -name '*.pyi' \

@@ -45,6 +45,14 @@ static void fake_heap_close(int device, void *memory, uint64_t num_bytes) {
     ep_cpu_backend.heap_close(device, memory, num_bytes);
 }
 
+/* Make a buffer like one on a GPU. The watchdog thread reads buffers, but not while they are not watched. */
+static bool make_like_gpu(Rank *me, EpCommBuffer *b) {
+    ep_world_unwatch(me->world, b);
+    b->backend = &fake;
+    b->on_stream = true;
+    CHECK_CODE(me, 0, ep_world_watch(me->world, b));
+    return true;
+}
 /* Collective: create a heap that is like one on a GPU. */
 static bool open_like_gpu(Rank *me, EpHeap **heap) {
     const unsigned char mine = 0;
@@ -52,8 +60,8 @@ static bool open_like_gpu(Rank *me, EpHeap **heap) {
     CHECK_CODE(me, 0, ep_heap_create(me->world, EP_CPU, 0, HEAP_BYTES, 0, heap));
     EpHeap *h = *heap;
     h->kind = EP_CUDA;
-    h->backend = h->control.backend = &fake;
-    h->control.on_stream = true;
+    h->backend = &fake;
+    TRY(make_like_gpu(me, &h->control));
     CHECK_CODE(me, 0, ep_world_exchange(me->world, &mine, 1, all));
     for (uint32_t r = 0; r < NUM_RANKS; r++)
         if (r != me->rank) {
@@ -72,10 +80,7 @@ static bool open_layer(Rank *me, EpHeap *heap, EpLayer **layer) {
     heap->kind = EP_CPU; /* its operations are those of the CPU */
     CHECK_CODE(me, 0, ep_layer_create(heap, &config, layer));
     heap->kind = EP_CUDA;
-    for (uint32_t i = 0; i < config.num_buffers; i++) {
-        (*layer)->buffers[i].backend = &fake;
-        (*layer)->buffers[i].on_stream = true;
-    }
+    for (uint32_t i = 0; i < config.num_buffers; i++) TRY(make_like_gpu(me, &(*layer)->buffers[i]));
     num_calls = num_freed_words = 0;
     return true;
 }

@@ -17,9 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+JOBS = 2                 # searches at the same time
 TIME_LIMIT = 30          # seconds of CPU time for each of spin, gcc and the search
 HANG_LIMIT = 900         # seconds of any kind: only a hang reaches it
 MEMORY_LIMIT = 1500      # megabytes for a search
@@ -202,30 +204,35 @@ def search(model, defines, wanted, about):
     return "another error: " + what, stored
 
 
+def name_of(run):
+    return Path(run[0]).stem + " " + run[1]
+
+
+def judge(run):
+    """Return the verdict of one run, the number of states it stored, and the seconds it took."""
+    begin = time.monotonic()
+    try:
+        verdict, stored = search(*run)
+    except Broken as trouble:
+        verdict, stored = str(trouble), 0
+    return verdict, stored, time.monotonic() - begin
+
+
 def main(chosen):
     for program in ("spin", "gcc"):
         if shutil.which(program) is None:
             print("%s is not on PATH, so the models were not checked" % program)
             return 77
-    good = bad = 0
-    for model, defines, wanted, about in RUNS:
-        name = Path(model).stem + " " + defines
-        if chosen and not any(part in name for part in chosen):
-            continue
-        begin = time.monotonic()
-        try:
-            verdict, stored = search(model, defines, wanted, about)
-        except Broken as trouble:
-            verdict, stored = str(trouble), 0
-        spent = time.monotonic() - begin
-        if verdict == wanted:
-            good += 1
-            remark = "as wanted"
-        else:
-            bad += 1
-            remark = "WRONG, wanted: " + wanted
-        print("%-32s %-19s %9d states %6.1f s  %s"
-              % (name, verdict, stored, spent, remark), flush=True)
+    selected = [run for run in RUNS if not chosen or any(part in name_of(run) for part in chosen)]
+    good = 0
+    with ThreadPoolExecutor(JOBS) as pool:
+        for run, (verdict, stored, spent) in zip(selected, pool.map(judge, selected)):
+            wanted = run[2]
+            good += verdict == wanted
+            remark = "as wanted" if verdict == wanted else "WRONG, wanted: " + wanted
+            print("%-32s %-19s %9d states %6.1f s  %s"
+                  % (name_of(run), verdict, stored, spent, remark), flush=True)
+    bad = len(selected) - good
     print("%d passed, %d failed" % (good, bad))
     return 1 if bad or not good else 0
 
