@@ -78,9 +78,9 @@ python:
 demo: build
 	$(PYTHON) examples/train_lm.py $(if $(NODES),--nodes $(NODES)) $(ARGS)
 
-# The suite on the CPU. Several files run at the same time, because many tests wait for a process or a limit.
-# With ARGS, one process runs the tests, so that a debugger works.
-WORKERS = $(PYTHON) -c 'import xdist' 2>/dev/null && echo -n auto --maxprocesses 4 --dist loadfile
+# The suite on the CPU. More files than cores run at the same time, because many tests wait for a process or
+# a limit. With ARGS, one process runs the tests, so that a debugger works.
+WORKERS = $(PYTHON) -c 'import xdist' 2>/dev/null && echo -n $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4)) --dist loadfile
 ON_CPUS = $(PYTHON) -m pytest $(or $(ARGS),$$($(WORKERS)))
 
 # With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in steps with a table at the end.

@@ -31,7 +31,7 @@ from threading import Lock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-JOBS = 2
+JOBS = 4  # more than most machines for tests have cores: many tests wait for a limit
 HANG_S = 1800  # the limit for a whole test program; longer than any program takes on a busy machine
 # The folders of all C sources except those of the Python module and of CUDA.
 LIBRARY = ("runtime", "layer", "cpu")
@@ -301,7 +301,7 @@ def execute_runs(runs):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true",
-                        help="fewer steps, seeds and faults: less than 40 seconds on an idle machine")
+                        help="fewer steps, seeds and faults: about a minute on two idle cores")
     parser.add_argument("--only", metavar="NAME", default="", help="only runs whose name begins with NAME")
     parser.add_argument("--csrc", type=Path, default=ROOT / "csrc",
                         help="a folder with other sources than those of the project")
