@@ -80,7 +80,7 @@ demo: build
 
 # The suite on the CPU. More files than cores run at the same time, because many tests wait for a process or
 # a limit. With ARGS, one process runs the tests, so that a debugger works.
-WORKERS = $(PYTHON) -c 'import xdist' 2>/dev/null && echo -n $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4)) --dist loadfile
+WORKERS = $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4)) --dist loadfile --no-loadscope-reorder
 ON_CPUS = $(PYTHON) -m pytest $(or $(ARGS),$$($(WORKERS)))
 
 # With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in steps with a table at the end.

@@ -58,6 +58,18 @@ def set_device(local_rank, num_local_ranks):
 
 
 @contextlib.contextmanager
+def collector_off():
+    """Stop Python's garbage collector in this process."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def side_by_side():
     """Check that this process is prepared for ranks as threads on one GPU, and stop the garbage collector.
 
@@ -68,14 +80,9 @@ def side_by_side():
     if missing:
         raise RuntimeError(f"ranks that are threads on one GPU can deadlock without {missing}: set it before "
                            "the process uses CUDA")
-    was_enabled = gc.isenabled()
     gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,8 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from .share_gpu import SIDE_BY_SIDE, own_stream, set_device, shares_gpu, side_by_side  # noqa: F401
+from .share_gpu import (SIDE_BY_SIDE, collector_off, own_stream, set_device, shares_gpu,  # noqa: F401
+                        side_by_side)
 
 _GRACE_S = 5.0  # for the other ranks to fail by themselves after the first has failed
 _NO_RESULT = ("the process ended without a result: its stderr may say why (ranks are spawned, so fn must be "
@@ -141,13 +142,15 @@ def _collect(pipes, timeout_s, may_die):
 def run_threads(fn, num_ranks, *args, timeout_s=60.0, device="cpu"):
     """Run a function in several threads of this process, which are the ranks of one world.
 
+    Python's garbage collector is off while the ranks run: a collection while torch reads the state of a
+    random number generator would deadlock with another thread that reads it.
+
     On a GPU the ranks share it, side by side.  Each rank has a CUDA stream of its own and its own part of the
     SMs, so the kernels of all ranks really run at the same time.  One process for several ranks has limits:
 
     - The variables of epmoe.share_gpu.SIDE_BY_SIDE must be set before the process uses CUDA.
       CUDA_MODULE_LOADING=LAZY is accepted, too.  Then let one rank do everything first, so that every kernel
       is loaded before ranks wait for each other.
-    - Python's garbage collector is off while the ranks run.
     - Autograd has one thread for each GPU, which runs the backward of all ranks.  No backward may wait on the
       host.
     - What synchronises the GPU (cudaFree, torch.cuda.synchronize) waits for the kernels of all ranks.
@@ -178,7 +181,7 @@ def run_threads(fn, num_ranks, *args, timeout_s=60.0, device="cpu"):
         [0, 1, 2]
     """
     shares = num_ranks > 1 and torch.device(device).type == "cuda"
-    with side_by_side() if shares else contextlib.nullcontext():
+    with side_by_side() if shares else collector_off():
         return _run_threads(fn, num_ranks, args, timeout_s, device)
 
 

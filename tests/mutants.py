@@ -65,7 +65,7 @@ CONCERN = {
     "epmoe/reference.py": "plan_routing combine_sums moe_activations fp8",
     "epmoe/rendezvous.py": "world_meeting errors_meeting",
     "epmoe/share_gpu.py": "heap_sharing",
-    "epmoe/testing.py": "world_deaths errors_local",
+    "epmoe/testing.py": "world_deaths errors_local threads",
     "epmoe/torch_hooks.py": "shards moe_parallel",
     "epmoe/trace.py": "moe_traced bench_overlap",
     "epmoe/w*gr*.py": "moe_weight_gradients gemm_products *wgrad*",
