@@ -13,7 +13,7 @@
 # make tsan       the C tests with ThreadSanitizer
 # make models     check the models of the protocol with spin
 # make soak       long runs, tens of minutes: a million operations with random delays, 200,000 routings,
-#                 repeated creation and closing, leaks, killed ranks, and wrong calls
+#                 repeated creation and closing, leaks, killed ranks, wrong calls, and hostile peers
 # make gpu        all tests that need GPUs, with a table at the end; ARGS=... goes to tests/on_gpus.py
 # make cuda       build with nvcc, and check the machine code of the kernels for sm_90a
 # make emulated   execute the kernels with CPU threads
@@ -192,6 +192,7 @@ soak: build
 	$(PYTHON) tests/soak.py leaks
 	$(PYTHON) tests/faults.py --device cpu --kills 200
 	$(PYTHON) tests/fuzz_module.py
+	$(PYTHON) tests/c/run_c_tests.py --hostile 1000000
 	@n=$$($(PYTHON) -c 'import torch; from epmoe import _C; print(max(4, torch.cuda.device_count()) if _C.HAS_CUDA and torch.cuda.device_count() else 0)'); if [ $$n -gt 0 ]; then \
 	    set -ex; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak.py ops -n 100000; $(TORCHRUN) tests/fuzz_routing.py --device cuda --cases 2000; \
 	    $(TORCHRUN) tests/soak.py cycles -n 200; \

@@ -2,6 +2,7 @@
 """Build and run the C tests: with sanitizers, with random delays, and with seeded faults.
 
     run_c_tests.py [--quick] [--only NAME] [--csrc FOLDER] [--repeat N]
+    run_c_tests.py --hostile N
 
 The script prints one line for each run: name, verdict, seconds.
 
@@ -13,6 +14,9 @@ The script prints one line for each run: name, verdict, seconds.
     asan        AddressSanitizer and UndefinedBehaviorSanitizer, with delays
     fault N     The tests must detect the seeded fault with this index (see FAULTS).
     ll-fault N  The same with the tests of the low-latency operations (see LL_FAULTS).
+
+With --hostile, the only runs are of two tests with AddressSanitizer: a peer that sends at least N random
+frames, and a peer that overwrites at least N words of a heap.
 
 The script uses only the standard library. It needs gcc with libtsan, libasan and libubsan.
 """
@@ -234,6 +238,28 @@ def whole_run(builder, variant, seed, percent):
     return f"{variant} seed {seed}", go
 
 
+def hostile_run(builder, test, words, percent, num):
+    """Run a test with more and more seeds, until it has sent frames or overwritten words num times."""
+    def go():
+        done, seed = 0, 0
+        while done < num:
+            seed += 1
+            args = ["-s", str(seed), "-n", str(percent), test]
+            output, status = execute(builder.program("asan"), args, HANG_S)
+            found = re.search(words, output)
+            if status != 0 or not found:
+                return False, f"seed {seed}: {symptom_of(output, status) or 'no tests'}", output
+            done += int(found[1])
+        return True, f"{done} with {seed} seeds", ""
+
+    return f"hostile: {words.partition('(')[0]}", go
+
+
+def hostile_runs(builder, num):
+    return [hostile_run(builder, "wire_call_records", r"sent (\d+) random frames", 5000, num),
+            hostile_run(builder, "hostile_peer", r"overwrote (\d+) words", 100, num)]
+
+
 def fault_run(builder, name, fault, table, repeat):
     description, variant, tests, accepted = table[fault]
     where = f"{variant} {tests}: {description}"
@@ -305,11 +331,14 @@ def main():
     parser.add_argument("--only", metavar="NAME", default="", help="only runs whose name begins with NAME")
     parser.add_argument("--csrc", type=Path, default=ROOT / "csrc",
                         help="a folder with other sources than those of the project")
+    parser.add_argument("--hostile", type=int, default=0, metavar="N",
+                        help="only attacks, with at least N random frames and N overwritten words")
     parser.add_argument("--repeat", type=int, default=1, help="run each fault with this many seeds")
     args = parser.parse_args()
     temp = Path(tempfile.mkdtemp(prefix="epmoe-c-tests-"))
     try:
-        runs = all_runs(Builder(args.csrc.resolve(), temp), args)
+        builder = Builder(args.csrc.resolve(), temp)
+        runs = hostile_runs(builder, args.hostile) if args.hostile else all_runs(builder, args)
         num_failed = execute_runs(runs)
     finally:
         shutil.rmtree(temp, ignore_errors=True)

@@ -68,6 +68,7 @@ typedef struct {
     uint64_t seed;
     const Case *cases;
     _Atomic bool over;
+    uint64_t num_words; /* that the peer has overwritten */
     unsigned char *victims[EP_MAX_RANKS];
     uint32_t num_ranks;
     EpCommLayout layout;
@@ -106,7 +107,7 @@ static void overwrite_word(const Hostile *h, unsigned char *victim, Attack attac
 static void *hostile_main(void *arg) {
     Hostile *h = (Hostile *)arg;
     Rng rng = {h->seed};
-    while (!atomic_load(&h->over)) {
+    for (; !atomic_load(&h->over); h->num_words++) {
         Attack attack = h->attack == ATTACK_ALL ? (Attack)rng_below(&rng, ATTACK_ALL) : h->attack;
         overwrite_word(h, h->victims[rng_below(&rng, h->num_ranks)], attack, &rng);
         /* With pauses, some calls succeed. So the attack also reaches the stages after them. */
@@ -170,6 +171,7 @@ static bool hostile_body(Rank *me, void *arg) {
 }
 
 bool test_hostile_peer(void) {
+    uint64_t num_words = 0;
     for (uint32_t i = 0; i < 3 * NUM_ATTACKS; i++) {
         uint32_t num_ranks = 1 + i % 3;
         Hostile h = {.attack = (Attack)(i / 3), .seed = test_seed + i, .num_ranks = num_ranks};
@@ -193,7 +195,9 @@ bool test_hostile_peer(void) {
         bool ok = run_team(&setup, hostile_body, &h);
         for (uint32_t j = 0; j < NUM_ROUTES; j++) case_free(&cases[j]);
         TRY(ok);
+        num_words += h.num_words;
     }
+    printf("    overwrote %llu words\n", (unsigned long long)num_words);
     return true;
 }
 
