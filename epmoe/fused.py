@@ -56,8 +56,8 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
         fused: True: the fused kernels, where they exist.  False: the stages one after the other.  None: what
             measured best for the shape: fused where max_tokens gives an expert more than 24 rows on
             average.
-        **options: combine_mode, capacity, num_buffers, reserve_sms, heap, device, timeout_s and rail_dtype,
-            as for EPAll2AllLayer.
+        **options: combine_mode, capacity, num_buffers, reserve_sms, heap, device, timeout_s, rail_dtype and
+            rail_capacity, as for EPAll2AllLayer.
 
     Raises:
         ValueError: On this rank, for an argument out of range.

@@ -10,8 +10,8 @@ from .autograd import check_mode
 from .device import pick_device, stream_of
 from .dispatch_fp8 import Fp8Dispatch
 from .heap import SymmetricHeap
-from .layer_parts import (MODES, LayerParts, cast, check_kinds, check_rail_dtype, default_num_sm, max_blocks,
-                          refuse_layer, world_of)
+from .layer_parts import (MODES, LayerParts, cast, check_kinds, check_rail_capacity, check_rail_dtype,
+                          default_num_sm, max_blocks, refuse_layer, world_of)
 
 _ids = itertools.count()
 
@@ -55,9 +55,8 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
             layer can be captured in a CUDA graph; a call with more rows raises EpOverflow.
         expert_alignment: The rows of each expert begin at a multiple of it.  Padding rows are zero, combine
             ignores them, and M and `capacity` count them: up to expert_alignment - 1 for each expert.
-        expert_capacity: None, or the rows of each expert, a constant: outputs have L * expert_capacity rows
-            and are [L, expert_capacity, H] as a view.  As with capacity, the host reads nothing.  A call with
-            more rows for an expert raises EpOverflow.
+        expert_capacity: None, or the rows of each expert: outputs are [L, expert_capacity, H] as a view, and
+            the host reads nothing, as with capacity.  More rows for an expert raise EpOverflow.
         host_counts: Read the rows of each expert together with M: layout.tokens_per_expert_list then waits
             for nothing.  Not with a capacity.  May differ between ranks.
         num_buffers: Communication buffers, 1 to 16; a world has at most 256.  On the CPU, calls on different
@@ -68,8 +67,9 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
         heap: A SymmetricHeap to share; its world is used where ep_group is None.  None: one of its own.
         device: As for SymmetricHeap.  With a heap: None, or the heap's device.
         timeout_s: As for World.  It also becomes the timeout of a world that exists already.
-        rail_dtype: Of the sums that return from other nodes, and of tokens' gradients: None or dtype; or, in
-            a float32 layer, float16 or bfloat16.
+        rail_dtype: Of sums that return from other nodes: None: dtype.  In float32 also float16 or bfloat16.
+        rail_capacity: The most tokens that a rank can send to one other node.  None: the host reads their
+            numbers.  A number: with `capacity` as well, it reads nothing.  No effect on one node.
 
     Attributes:
         world: The World of the layer.
@@ -85,8 +85,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
         ValueError: On this rank, for an argument out of range.
         TypeError: On this rank, for an argument of the wrong type or dtype.
         PeerError: On the other ranks, when one rank raises ValueError or TypeError.
-        EpMismatch: On all ranks, when they ask for different layers; the message names the field and both
-            values.
+        EpMismatch: On all ranks, when they ask for different layers; the message names what differs.
         HeapExhausted: On all ranks, when one of them has no room.
         PeerDied: On all surviving ranks, when a rank dies.
         EpTimeout: On all ranks, when one does not make the call before the timeout.
@@ -123,7 +122,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
                  local_world_size=None, world_size=None, dtype=torch.bfloat16, weight_dtype=torch.float32,
                  num_sm=None, enable_local_combine=False, *, combine_mode="scatter", capacity=None,
                  expert_alignment=1, expert_capacity=None, host_counts=False, num_buffers=1, reserve_sms=0,
-                 heap=None, device=None, timeout_s=None, rail_dtype=None):
+                 heap=None, device=None, timeout_s=None, rail_dtype=None, rail_capacity=None):
         self.world = world_of(ep_group, heap, timeout_s)
         self.rank = self.world.rank
         self.world_size = self.world.size
@@ -139,6 +138,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
             self.dtype = dtype
             self.weight_dtype = weight_dtype
             self.rail_dtype = check_rail_dtype(rail_dtype, dtype)
+            self.rail_capacity = check_rail_capacity(rail_capacity)
             self.capacity = None if capacity is None else int(capacity)
             self._set_padding(expert_alignment, expert_capacity, host_counts)
             self.device = heap.device if heap is not None else pick_device(device)

@@ -64,6 +64,17 @@ def check_rail_dtype(rail_dtype, dtype):
     return rail_dtype
 
 
+def check_rail_capacity(rail_capacity):
+    """Return rail_capacity, None or a positive integer.  Raises TypeError or ValueError."""
+    if rail_capacity is None:
+        return None
+    if isinstance(rail_capacity, bool) or not isinstance(rail_capacity, int):
+        raise TypeError(f"rail_capacity {rail_capacity!r}: must be an integer or None")
+    if rail_capacity < 1:
+        raise ValueError(f"rail_capacity {rail_capacity}: must be at least 1 token")
+    return rail_capacity
+
+
 def max_blocks(device, reserve_sms):
     """Return the most thread blocks of an operation: on a GPU one for each SM that is not reserved."""
     num_sm = 1024 if device.type == "cpu" else capabilities(device).num_sms

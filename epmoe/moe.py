@@ -83,9 +83,9 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             the gradient of a weight p to p.main_grad, which the caller sets, a tensor of p's shape and of
             float32 or p's dtype, and leave p.grad alone; see docs/checkpoints.md.  num_chunks: over several
             nodes, the number of chunks, 1 to 64, in which tokens cross while others are multiplied; None:
-            choose_chunks; see docs/nodes.md.  And options of
-            EpAll2AllFusedOp, for example capacity, the most rows that a rank can receive; with it the host
-            reads nothing.  None of the latter with `layer`, which has its own.
+            choose_chunks; see docs/nodes.md; only 1 with rail_capacity.  And
+            options of EpAll2AllFusedOp, for example capacity, the most rows that a rank can receive; with it,
+            and over nodes with rail_capacity, the host reads nothing.  None of them with `layer`.
 
     Attributes:
         gate_up_proj: A parameter.
@@ -139,7 +139,7 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         try:
             if unknown := sorted(options.keys() - _LAYER_OPTIONS):
                 raise TypeError(f"{', '.join(unknown)}: not an option of EPMoE or EpAll2AllFusedOp")
-            self._init_chunks(num_chunks)
+            self._init_chunks(num_chunks, world, options)
             halves = 1 + is_gated(activation)  # raises for an unknown activation
             inner = int(inner)
             if inner < 1:

@@ -21,6 +21,7 @@ PATTERNS = ("uniform", "one_expert", "one_rank", "own_rank", "sentinels", "all_d
             "edges")
 CASE = Case(topk=3, tokens="unequal")
 SHAPES = ((2, 1), (2, 2), (4, 1), (3, 2))
+OF_ROWS = ("rows", "row_weight", "d_rows", "d_row_weight", "y", "v", "dy", "dv")
 
 
 def layer_of(nodes, case, device="cpu", **options):
@@ -56,6 +57,7 @@ def run_one(layer, case, buffer=0):
     r |= {"y": y.detach(), "v": v.detach(), "out": out.detach(), "dy": y.grad, "dv": v.grad,
           "plain": layer.combine(y.detach(), layout)}
     r = {name: t.detach().cpu() for name, t in r.items()}
+    r |= {name: r[name][: layout.num_rows] for name in OF_ROWS}  # with a capacity there are more
     return r | {"num_rows": layout.num_rows, "ends": layout.expert_offsets.tolist(),
                 "of_expert": layout.tokens_per_expert_list, "sent": layout.send_tokens,
                 "received": layout.recv_tokens}

@@ -3,7 +3,8 @@
 import torch
 
 from ..autograd import check_mode
-from ..layer_parts import cast
+from ..layer_parts import cast, check_rail_capacity
+from .fixed import is_capturing
 from .plan import NodesLayout
 
 
@@ -19,10 +20,18 @@ class Checks:
         if int(num_tot_experts) % self.world_size:
             raise ValueError(f"num_tot_experts {num_tot_experts}: must be a multiple of the "
                              f"{self.world_size} ranks")
-        for name in ("capacity", "expert_capacity"):
-            if options.get(name) is not None:
-                raise ValueError(f"{name} {options[name]}: not over several nodes, where the host reads the "
-                                 f"number of rows in each call: leave it out")
+        if options.get("expert_capacity") is not None:
+            raise ValueError(f"expert_capacity {options['expert_capacity']}: not over several nodes: leave "
+                             f"it out")
+        capacity, rail_capacity = options.get("capacity"), check_rail_capacity(options.get("rail_capacity"))
+        if capacity is not None and rail_capacity is None:
+            raise ValueError(f"capacity {capacity} without rail_capacity: over several nodes the host reads "
+                             f"the tokens between nodes in each call: pass rail_capacity, too, the most "
+                             f"tokens that a rank sends to one other node, or leave capacity out")
+        if rail_capacity is not None and capacity is None:
+            raise ValueError(f"rail_capacity {rail_capacity} without capacity: the host would still read the "
+                             f"rows of each rank in each call: pass capacity, too, the most rows that a rank "
+                             f"can receive, or leave rail_capacity out")
 
     def _checked(self, input, exp_indices, weight, full_scatter_indices, layout, buffer):
         """Check the arguments of a dispatch on this rank.  Return the weights as float32."""
@@ -80,11 +89,15 @@ class Checks:
         if not layout.dispatched:
             raise ValueError("combine needs the layout of a dispatch, but this one was only planned: call "
                              "dispatch(layout=...) first")
-        self._check_tensor(name, input, self.dtype, (layout.num_rows, columns))
+        self._check_tensor(name, input, self.dtype, (self._rows_of(layout), columns))
         if weight is not None:
             self._check_tensor("weight", weight, None, (input.shape[0],))
 
+    def _rows_of(self, layout):
+        return layout.num_rows if self.capacity is None else self.capacity
+
     def _check_capture(self):
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("a layer over several nodes cannot be captured in a CUDA graph: the host reads"
-                               " the number of rows in each call")
+        if self.rail_capacity is None and is_capturing(self.device):
+            raise RuntimeError("this layer over several nodes cannot be captured in a CUDA graph, because "
+                               "the host reads numbers of rows in each call: create it with capacity and "
+                               "rail_capacity, with which sizes are fixed")

@@ -69,8 +69,12 @@ def choose_chunks(max_tokens, hidden, inner, num_experts, topk, num_nodes, local
 class Chunks:
     """The part of EPMoE that says in how many chunks tokens cross between nodes."""
 
-    def _init_chunks(self, num_chunks):
+    def _init_chunks(self, num_chunks, world, options):
+        """Take num_chunks of a new module with the options of its layer.  Raises TypeError or ValueError."""
         self.num_chunks = check_num_chunks(num_chunks)
+        rail_capacity = options.get("rail_capacity")
+        if rail_capacity is not None and getattr(world, "num_nodes", 1) > 1:
+            self._check_fixed(rail_capacity)
         self._chosen = {}  # arguments of choose_chunks -> its result
 
     def _with_room(self, world, options, sizes):
@@ -78,7 +82,8 @@ class Chunks:
 
         sizes: T, H, I, E and K.
         """
-        if getattr(world, "num_nodes", 1) == 1 or self.num_chunks == 1:
+        if (getattr(world, "num_nodes", 1) == 1 or self.num_chunks == 1
+                or options.get("rail_capacity") is not None):
             return options
         of_world = world.num_nodes, world.local_size
         try:
@@ -89,8 +94,15 @@ class Chunks:
             return options
         return options | {"reserve_sms": max(RESERVE_SMS, options.get("reserve_sms") or 0)}
 
+    def _check_fixed(self, rail_capacity):
+        if (self.num_chunks or 1) > 1:
+            raise ValueError(f"num_chunks {self.num_chunks} with rail_capacity {rail_capacity}: exchanges of "
+                             f"fixed sizes have one chunk: leave one of them out")
+
     def _check_room(self, layer):
         """Check a shared layer."""
+        if layer.rail_capacity is not None and getattr(layer, "num_nodes", 1) > 1:
+            self._check_fixed(layer.rail_capacity)
         if (self.num_chunks or 1) > 1 and not getattr(layer, "leaves_sms", True):
             raise ValueError(f"num_chunks {self.num_chunks}: the shared layer leaves no SMs to NCCL, which "
                              f"works at the same time: create it with reserve_sms={RESERVE_SMS}, or pass "
@@ -99,7 +111,7 @@ class Chunks:
     def _num_chunks_of(self, gradients):
         """Return the number of chunks of a call: the same on all ranks that make the same call."""
         layer = self.layer
-        if gradients and self._has_other_gradients:
+        if layer.rail_capacity is not None or gradients and self._has_other_gradients:
             return 1
         if self.num_chunks is not None:
             return self.num_chunks

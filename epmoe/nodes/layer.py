@@ -7,11 +7,11 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from .. import _C
 from ..autograd import check_mode
-from ..errors import EpClosed, EpError, EpMismatch, PeerError
+from ..errors import EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, PeerError
 from ..fused import EpAll2AllFusedOp
 from ..layer import EPAll2AllLayer
 from ..ops import requires_grad
-from . import meeting, ops, pipeline, plan, rows
+from . import fixed, meeting, ops, pipeline, plan, rows
 from .checks import Checks
 from .rail import RESERVE_SMS
 from .topology import Nodes
@@ -19,12 +19,12 @@ from .topology import Nodes
 _DESCRIPTION_BYTES = 400
 
 
-class OverNodes(Checks):
+class OverNodes(fixed.Fixed, Checks):
     """What EPAll2AllLayer and EpAll2AllFusedOp have in common over several nodes.
 
-    `team_layer` is a layer of the ranks of this node, for N * max_tokens tokens of each and the experts of
-    this node.  A call meets all ranks (meeting.py), moves rows over the rail (rows.py), and calls the team
-    layer.
+    `team_layer` is a layer of the ranks of this node, for the experts of this node and for the tokens of each
+    rank and of the ranks of its rail.  A call meets all ranks (meeting.py), moves rows over the rail
+    (rows.py), and calls the team layer.
     """
 
     may_decode = False
@@ -55,7 +55,7 @@ class OverNodes(Checks):
                       f"experts {num_tot_experts}, {shared}")
         try:
             self.team_layer = self._team_class(
-                nodes.team, nodes.num_nodes * int(max_tokens), hidden, topk, None,
+                nodes.team, _tokens_of_team(nodes, int(max_tokens), options), hidden, topk, None,
                 int(num_tot_experts) // nodes.num_nodes, None, None, *args, **options)
         except Exception:
             with contextlib.suppress(EpError):
@@ -80,7 +80,7 @@ class OverNodes(Checks):
         """Take the attributes of a layer from that of the team."""
         for name in ("hidden", "topk", "dtype", "weight_dtype", "device", "heap", "expert_alignment",
                      "expert_capacity", "host_counts", "capacity", "num_local_experts", "_copies",
-                     "_num_buffers", "_config", "_requested_num_sm", "rail_dtype"):
+                     "_num_buffers", "_config", "_requested_num_sm", "rail_dtype", "rail_capacity"):
             setattr(self, name, getattr(team, name))
         self.num_experts = num_experts
         self.max_tokens = max_tokens * team._copies
@@ -88,6 +88,8 @@ class OverNodes(Checks):
         # Whether NCCL's kernels may run beside those of the node.
         self.leaves_sms = self.device.type == "cpu" or team._config.reserve_sms >= RESERVE_SMS
         team._refuse_now = self._refuse_of_team
+        if self.rail_capacity is not None:
+            self._init_fixed()
 
     # ---- meetings and refusals ----
 
@@ -98,6 +100,7 @@ class OverNodes(Checks):
         """
         if self._is_closed:
             raise EpClosed("this layer is finalized: create a new one")
+        self._settle(error)
         failed = 0 if error is None else meeting.SECOND if type(error) is PeerError else meeting.FAILED
         try:
             meeting.meet(self.nodes, meeting.Header(self._number, op, weights, gradients, chunks, failed))
@@ -139,14 +142,21 @@ class OverNodes(Checks):
             yield
         except _StopRecomputationError:
             raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, (EpIndexError, EpOverflow, PeerError)):
+                if getattr(error, "_is_of_all", False):
+                    raise
+                self._settle(error)
             self._end()
             raise
 
     # ---- calls ----
 
     def _plan_rail(self, indices, buffer):
-        """Exchange the indices of the rail and make the plan, after a meeting.  One host read."""
+        """Exchange the indices of the rail and make the plan, after a meeting.
+
+        One host read; with rail_capacity none.
+        """
         with self._ending():
             num_nodes, topk = self.num_nodes, self.topk * self._copies
             limits = torch.iinfo(torch.int32)
@@ -154,7 +164,10 @@ class OverNodes(Checks):
             mine[: len(indices)] = indices.clamp(limits.min, limits.max)
             everyone = mine.new_empty(num_nodes * self._most, topk)
             self.nodes._exchange_rows(everyone, mine.repeat(num_nodes, 1))
-            local, hit, facts = plan.local_indices(self, everyone.view(num_nodes, self._most, topk))
+            everyone = everyone.view(num_nodes, self._most, topk)
+            if self.rail_capacity is not None:
+                return fixed.make_layout(self, len(indices), buffer, everyone)
+            local, hit, facts = plan.local_indices(self, everyone)
             goes_to, owner = plan.destinations(self, indices)
             received, bad, values, sent = self.nodes._read(torch.cat([facts, goes_to.sum(1)[None]]))
         meeting.check_indices(self.nodes, bad, values, topk, self.num_experts)
@@ -212,7 +225,7 @@ class OverNodes(Checks):
     def _apply(self, moe, x, topk_idx, topk_weights):
         """Apply the experts of an EPMoE: those of this node through the team layer, to what has arrived."""
         params = moe.gate_up_proj, moe.gate_up_proj_bias, moe.down_proj, moe.down_proj_bias
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.rail_capacity is None:
             return ops.apply(self, moe, requires_grad(x, topk_weights, *params), x, topk_idx,
                              topk_weights.float())
         num_chunks = moe._num_chunks_of(requires_grad(x, topk_weights, *params))
@@ -297,6 +310,7 @@ class OverNodes(Checks):
         self._meet(meeting.BARRIER)
 
     def synchronize(self):
+        self._settle(now=True)
         self.team_layer.synchronize()
 
     def finalize(self):
@@ -356,6 +370,12 @@ EpAll2AllFusedOp._over_nodes = FusedOverNodes
 
 _POSITIONAL = ("dtype", "weight_dtype", "num_sm", "enable_local_combine")
 _OWN = {"device", "heap", "timeout_s", "num_sm", "reserve_sms", "host_counts"}  # may differ between ranks
+
+
+def _tokens_of_team(nodes, max_tokens, options):
+    """Return the most tokens that a rank has for its node."""
+    of_others = min(max_tokens, options.get("rail_capacity") or max_tokens)
+    return max_tokens + (nodes.num_nodes - 1) * of_others
 
 
 def _agree(nodes, mine):

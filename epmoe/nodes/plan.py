@@ -15,6 +15,8 @@ class NodesLayout:
     Letters: N nodes, L ranks of a node, W = N * L, K choices, M rows that this rank receives, A tokens that
     this rank has for its node.
 
+    With rail_capacity (fixed.py) send_tokens and recv_tokens read the device on each access.
+
     Attributes:
         layer: The layer that made the plan, and the only one that can use it.
         team: The EPLayout of the node's ranks for the A tokens.  Its expert numbers are those of the node.
@@ -29,18 +31,30 @@ class NodesLayout:
             num_rows and the tokens per expert are sums.
     """
 
+    is_fixed = False  # whether the sizes do not depend on the routing: see fixed.py
+
     def __init__(self, layer, num_tokens, buffer, send, recv):
         self.layer = layer
         self.num_tokens = num_tokens
         self.buffer = buffer
-        self.send_tokens = send
-        self.recv_tokens = recv
+        self._sent = send
+        self._received = recv
         self.team = None
         self.indices = None  # [A, K] int32: the experts, on this node, of the tokens that this rank has
         self.chunks = None  # where an EPMoE has moved the tokens in chunks: their layouts
         self.dispatched = False
         # Nodes in the order in which rows are in memory: this one first, because its rows stay.
         self.order = [layer.node, *(n for n in range(layer.num_nodes) if n != layer.node)]
+
+    @property
+    def send_tokens(self):
+        """N numbers: the tokens of this rank that have an expert on each node."""
+        return self._sent
+
+    @property
+    def recv_tokens(self):
+        """N numbers: the tokens of each node's rank that have an expert on this node."""
+        return self._received
 
     def take(self, goes_to, owner):
         """Keep what this rank sends: goes_to [N, T], and owner [T, K], the node of each choice or -1."""
@@ -94,7 +108,7 @@ class NodesLayout:
 
     @property
     def num_own(self):
-        """The tokens of this rank that have an expert on its own node."""
+        """The tokens of this rank that stay on its own node."""
         return self.send_tokens[self.layer.node]
 
     def splits(self):
@@ -102,6 +116,22 @@ class NodesLayout:
         sent, received = list(self.send_tokens), list(self.recv_tokens)
         sent[self.layer.node] = received[self.layer.node] = 0
         return sent, received
+
+    def sent_segments(self):
+        """Return [(node, first, end)] of the rows that leave and return, in node order."""
+        return self.segments(self.send_tokens)
+
+    def pick(self, t):
+        """Return (own, others): the rows of t [T, ..] that stay, and those that cross the rail."""
+        return t[self.send_idx[: self.num_own]], t[self.send_idx[self.num_own :]]
+
+    def make_sums(self, like, dtype):
+        """Return zeros to which rows are added: [T, ..], with another row for unused places, if any."""
+        return like.new_zeros(len(self.owner), like.shape[1], dtype=dtype)
+
+    def finish_sums(self, total, dtype):
+        """Return the sums [T, ..] in a dtype."""
+        return total.to(dtype)
 
     def __getattr__(self, name):
         if name in _OF_TEAM and self.team is not None:

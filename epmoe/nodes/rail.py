@@ -141,7 +141,12 @@ class TorchRail:
         with self._named():
             host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
             host.copy_(t, non_blocking=True)
-            event = torch.cuda.current_stream(t.device).record_event()
+            self.wait_for(torch.cuda.current_stream(t.device).record_event())
+        return host.tolist()
+
+    def wait_for(self, event):
+        """Wait until a CUDA event has happened, at most until the nodes have ended."""
+        with self._named():
             begin = time.monotonic()
             while not event.query():
                 waited_s = time.monotonic() - begin
@@ -151,7 +156,6 @@ class TorchRail:
                     raise self._error(RuntimeError(f"timed out after {self.timeout_s:g} s"))
                 if waited_s > _SPIN_S:
                     time.sleep(_SPIN_S / 4)
-        return host.tolist()
 
     def set_timeout(self, timeout_s):
         self.timeout_s = timeout_s

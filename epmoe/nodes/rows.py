@@ -16,7 +16,7 @@ def out(layout, x, scalar):
 
     x: [T, H]; scalar: [T, K] or None.
     """
-    nodes, at, own = layout.layer.nodes, layout.send_idx, layout.num_own
+    nodes, own = layout.layer.nodes, layout.num_own
     sent, received = layout.splits()
     results = []
     for t in (x, scalar):
@@ -24,8 +24,8 @@ def out(layout, x, scalar):
             results.append(None)
             continue
         arrived = t.new_empty(own + sum(received), t.shape[1])
-        arrived[:own] = t[at[:own]]
-        nodes._exchange_rows(arrived[own:], t[at[own:]], received, sent)
+        arrived[:own], leaving = layout.pick(t)
+        nodes._exchange_rows(arrived[own:], leaving, received, sent)
         results.append(arrived)
     return results
 
@@ -37,13 +37,13 @@ def home(layout, rows, scalar):
     node that owns the choice; the others have none of it.
     """
     rounded = rows.to(layout.layer.rail_dtype)
-    total = _returned(layout, rounded, _add, torch.float32).to(rows.dtype)
-    return total, None if scalar is None else scalars_home(layout, scalar)
+    total = _returned(layout, rounded, _add, torch.float32)
+    return layout.finish_sums(total, rows.dtype), None if scalar is None else scalars_home(layout, scalar)
 
 
 def scalars_home(layout, scalar):
     """Return the scalars [T, K] of the choices of this rank's tokens.  scalar: [A, K]."""
-    return _returned(layout, scalar, _select, scalar.dtype)
+    return layout.finish_sums(_returned(layout, scalar, _select, scalar.dtype), scalar.dtype)
 
 
 def _returned(layout, rows, put, dtype):
@@ -51,8 +51,8 @@ def _returned(layout, rows, put, dtype):
     sent, received = layout.splits()
     back = rows.new_empty(sum(sent), rows.shape[1])
     nodes._exchange_rows(back, rows[own:].contiguous(), sent, received)
-    total = rows.new_zeros(layout.num_tokens, rows.shape[1], dtype=dtype)
-    for node, first, end in layout.segments(layout.send_tokens):
+    total = layout.make_sums(rows, dtype)
+    for node, first, end in layout.sent_segments():
         part = rows[:own] if node == layout.layer.node else back[first - own : end - own]
         put(total, layout.send_idx[first:end], part, layout.owner, node)
     return total
