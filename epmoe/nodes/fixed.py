@@ -189,6 +189,18 @@ def _of_rail(layer, local, high, low, kind):
                         f"drop a choice.")
 
 
+def word_of(of_nodes):
+    """Return [1] on the device: 0, or 1 + the first node whose plan is void, negative where it has failed.
+
+    of_nodes: [N], the status of the plan of each node.
+    """
+    num = len(of_nodes)
+    node = torch.arange(num, device=of_nodes.device)
+    first = torch.where(of_nodes != 0, node, num).amin(0, keepdim=True)
+    status = of_nodes.gather(0, first.clamp(max=num - 1))
+    return torch.where(status == _FAILED, -1 - first, torch.where(status == 0, 0, 1 + first))
+
+
 class Fixed:
     """The part of OverNodes that makes plans with fixed sizes and raises their errors on all ranks."""
 
@@ -203,8 +215,7 @@ class Fixed:
         self._plan_of_team = team._make_layout
         team._make_layout = self._plan_on_all
         if self.device.type == "cuda":
-            # 1 + the first node whose plan is void since the last error was raised, or the negative of it
-            # where a rank could not make the plan; 0: none
+            # That of the first call whose plan is void since the last error was raised.
             self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
             self._host_word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
@@ -243,10 +254,7 @@ class Fixed:
 
     def _keep_result(self, layout, of_nodes):
         """Make the plan void where that of another node is, and bring the result to the host's memory."""
-        node = torch.arange(self.num_nodes, device=self.device)
-        first = torch.where(of_nodes != 0, node, self.num_nodes).amin(0, keepdim=True)
-        status = of_nodes.gather(0, first.clamp(max=self.num_nodes - 1))
-        word = torch.where(status == _FAILED, -1 - first, torch.where(status == 0, 0, 1 + first))
+        word = word_of(of_nodes)
         if layout is not None:
             own = layout.plan.narrow(0, _C.HEAD_STATUS, 1)
             own.copy_(torch.where((own == 0) & (word != 0), _C.EOVERFLOW, own))

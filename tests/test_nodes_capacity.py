@@ -1,0 +1,284 @@
+"""Fixed sizes between nodes: rail_capacity and capacity have the bits of exact sizes, and errors reach all.
+
+The ranks are threads of this process.  The oracle is that of test_nodes_layer.py.
+"""
+
+import functools
+
+import pytest
+import torch
+
+import epmoe
+import test_nodes_chunks as chunked
+from cases import Case, generator, indices_of, keep, outcome, process_ranks, random_numbers, same_bits
+from epmoe.nodes import fixed
+from nodes_cases import TeamOracle, run_nodes
+from pace import HANG_S
+from test_nodes_layer import SHAPES, cases, check_one, layer_of, run_one
+
+pytestmark = pytest.mark.cpu_only
+
+
+def most_of(case, num_nodes, num_local):
+    """The largest number of tokens that a rank sends to another node, and the most rows of a rank."""
+    size = num_nodes * num_local
+    indices = [indices_of(case, rank, size) for rank in range(size)]
+    oracle = TeamOracle(indices, case.num_local * size, num_nodes)
+    sent = [sum(s == rank for s, _ in oracle.tokens[other]) for rank in range(size)
+            for other in range(rank % num_local, size, num_local) if other != rank]
+    return max(sent), max(len(rows) for plan in oracle.plans for rows in plan["rows"])
+
+
+def never(t):
+    raise AssertionError("the host has read numbers between the nodes")
+
+
+@pytest.mark.parametrize("num_nodes, num_local", SHAPES)
+def test_fixed_sizes_have_the_bits_of_the_oracle(num_nodes, num_local):
+    """Also with exactly as many places as are used, and with more than a rank has tokens."""
+    some = list(cases())[num_nodes % 2::2]
+
+    def main(nodes):
+        results, nodes._read = [], never
+        for i, case in enumerate(some):
+            sent, rows = most_of(case, num_nodes, num_local)
+            options = {"rail_capacity": max(1, sent) if i % 3 else 100, "capacity": max(1, rows)}
+            layer = layer_of(nodes, case, **options)
+            keep(nodes.team, layer)
+            results.append(run_one(layer, case))
+        return results
+
+    results = run_nodes(main, num_nodes, num_local)
+    for i, case in enumerate(some):
+        check_one([r[i] for r in results], case, num_nodes)
+
+
+def test_fixed_sizes_round_sums_to_the_dtype_of_the_rail():
+    case = Case(topk=3, tokens="unequal", dtype=torch.float32, mode="local")
+
+    def main(nodes):
+        layer = layer_of(nodes, case, rail_dtype=torch.bfloat16, rail_capacity=9, capacity=200)
+        keep(nodes.team, layer)
+        return run_one(layer, case)
+
+    check_one(run_nodes(main, 2, 2), case, 2, torch.bfloat16)
+
+
+FORMS = {"fused": {}, "choices": {"token_saving": False}, "unfused": {"fused": False},
+         "gather": {"enable_local_combine": False, "combine_mode": "gather"}}
+FIXED = {"rail_capacity": 9, "capacity": 4 * 9 * chunked.TOPK}
+
+
+def steps(nodes, dtype):
+    """The results of exact and of fixed sizes, for each form of the layer."""
+    found, read = {}, nodes._read
+    for form, options in FORMS.items():
+        for name, sizes in (("exact", {}), ("fixed", FIXED)):
+            nodes._read = never if sizes else read
+            moe = chunked.moe_of(nodes, None if sizes else 1, dtype, **options, **sizes)
+            found[form, name] = [chunked.step(moe, case) for case in chunked.CASES]
+            moe.finalize()
+    return found
+
+
+@pytest.mark.parametrize("num_nodes, num_local, dtype", [
+    (2, 2, torch.float32), (2, 2, torch.bfloat16), (4, 1, torch.float16)])
+def test_moe_of_fixed_sizes_has_the_bits_of_exact_ones(num_nodes, num_local, dtype):
+    """Outputs and all gradients."""
+    for rank, found in enumerate(run_nodes(steps, num_nodes, num_local, dtype)):
+        for form in FORMS:
+            for case, got, want in zip(chunked.CASES, found[form, "fixed"], found[form, "exact"]):
+                for name in want:
+                    same_bits(got[name], want[name], f"{form}, {case}, rank {rank}: {name}")
+
+
+def of_processes(rank, size):
+    """Rank main: gloo between the nodes, a compiler and a recomputed forward.  Whether the bits are equal."""
+    found = []
+    for num_chunks, sizes in ((1, {}), (None, FIXED)):
+        moe = chunked.moe_of(None, num_chunks, torch.bfloat16, local_world_size=2, timeout_s=HANG_S, **sizes)
+        calls = {"plain": moe, "checkpoint": functools.partial(torch.utils.checkpoint.checkpoint, moe,
+                                                               use_reentrant=False)}
+        if sizes:
+            calls["compiled"] = functools.partial(torch.compile(moe, backend="aot_eager"))
+        found += [[chunked.step(moe, case, call) for case in chunked.CASES] for call in calls.values()]
+        moe.finalize()
+    moe.layer.world.close()
+    return found
+
+
+def test_fixed_sizes_between_processes():
+    for rank, (want, *others) in enumerate(process_ranks(of_processes, 4)):
+        for i, results in enumerate(others):
+            for got, of_one in zip(results, want):
+                for name in of_one.keys() - {"facts"}:  # compiled code sets no last_layout
+                    same_bits(got[name], of_one[name], f"rank {rank}, variant {i}: {name}")
+
+
+# ---- errors ----
+
+CASE = Case(num_local=2, topk=3, hidden=16, max_tokens=6, dtype=torch.float32)
+BAD = 3  # the rank that makes the mistake
+
+
+def arguments(layer, case=CASE):
+    idx = indices_of(case, layer.rank, layer.world_size)
+    g = generator(layer.rank)
+    return [random_numbers((len(idx), case.hidden), case.dtype, g), idx, torch.rand(idx.shape, generator=g)]
+
+
+def too_many(nodes, sizes):
+    """Calls with one place too few, then a call of few tokens, on a layer and on a module."""
+    layer, found = layer_of(nodes, CASE, **sizes), {}
+    x, idx, weight = arguments(layer)
+    found["dispatch"] = outcome(lambda: layer.dispatch(x, idx, weight))
+    found["preprocess"] = outcome(lambda: layer.preprocess(idx))
+    layer.ep_barrier_all()
+    rows, _, layout = layer.dispatch(x[:1], idx[:1], weight[:1])
+    found["right"] = layer.combine(rows, layout).shape == (1, CASE.hidden)
+    layer.finalize()
+    moe = epmoe.EPMoE(CASE.hidden, 16, CASE.num_local * nodes.size, CASE.topk, nodes, dtype=CASE.dtype,
+                      max_tokens=CASE.max_tokens, device="cpu", **sizes)
+    found["forward"] = outcome(lambda: moe(x, idx, weight))
+    x.requires_grad_()
+    found["training"] = outcome(lambda: moe(x, idx, weight))
+    moe(x[:1], idx[:1], weight[:1]).sum().backward()
+    found["right moe"] = bool(x.grad[:1].isfinite().all())
+    moe.finalize()
+    return found
+
+
+@pytest.mark.parametrize("num_nodes, num_local", [(2, 2), (3, 2), (4, 1)])
+def test_too_many_tokens_are_an_error_on_all_ranks(num_nodes, num_local):
+    """Of the rail, and of one rank's rows: the message names the rank, the number and the capacity."""
+    sent, rows = most_of(CASE, num_nodes, num_local)
+    for sizes, texts in (({"rail_capacity": sent - 1, "capacity": rows},
+                          (f"sends {sent} tokens to another node", f"rail_capacity is {sent - 1}")),
+                         ({"rail_capacity": sent, "capacity": rows - 1}, (f"capacity is {rows - 1}",
+                                                                          f"its capacity, {rows - 1}"))):
+        results = run_nodes(too_many, num_nodes, num_local, sizes)
+        for rank, found in enumerate(results):
+            assert found.pop("right") and found.pop("right moe")
+            for name, got in found.items():
+                assert got.kind == "EpOverflow", f"{sizes}, rank {rank}, {name}: {got}"
+                assert any(t in got.text for t in texts), f"rank {rank}, {name}: {got}"
+        if "sends" in texts[0]:  # all ranks name the same one
+            assert len({found["dispatch"].text for found in results}) == 1
+
+
+def mistakes(nodes, value):
+    layer, found = layer_of(nodes, CASE, rail_capacity=6, capacity=100), {}
+    keep(nodes.team, layer)
+    x, idx, weight = arguments(layer)
+    if nodes.rank == BAD:
+        idx[4, 1] = value
+    found["dispatch"] = outcome(lambda: layer.dispatch(x, idx, weight))
+    found["preprocess"] = outcome(lambda: layer.preprocess(idx))
+    return found, run_one(layer, CASE)
+
+
+@pytest.mark.parametrize("value, text", [(99, "99"), (-2, "-2"), (-(1 << 20), "-1048576"),
+                                         (1 << 40, "at least 33554431")])
+def test_a_wrong_index_is_an_error_on_all_ranks(value, text):
+    results = run_nodes(mistakes, 2, 2, value)
+    for rank, (found, _) in enumerate(results):
+        for name, got in found.items():
+            assert got.kind == "EpIndexError", f"rank {rank}, {name}: {got}"
+            assert f"rank {BAD}: expert index {text} of token 4, choice 1 is outside [-1, 8]" in got.text
+    check_one([right for _, right in results], CASE, 2)
+
+
+def test_a_rank_without_memory_is_an_error_on_all_ranks():
+    """In the plan of the node: the other nodes are about to learn whether it has failed."""
+    def main(nodes):
+        moe = chunked.moe_of(nodes, None, **FIXED)
+        args = chunked.inputs_of(moe, chunked.CASES[0])[:3]
+        team, good = moe.layer.team_layer, moe.layer._plan_of_team
+
+        def fails(exp_indices, scatter, buffer):
+            team._refuse(epmoe._C.OP_PLAN, MemoryError("no memory"), buffer)
+
+        if nodes.rank == BAD:
+            moe.layer._plan_of_team = fails
+        got = outcome(lambda: moe(*args))
+        moe.layer._plan_of_team = good
+        return got, outcome(lambda: moe(*args)).kind
+
+    for rank, (got, after) in enumerate(run_nodes(main, 2, 2)):
+        assert got.kind == ("MemoryError" if rank == BAD else "PeerError") and after == "nothing", got
+
+
+def creations(nodes):
+    """Wrong options on all ranks, and on one."""
+    sizes = {"max_tokens": 6, "hidden": 16, "topk": 2, "num_tot_experts": 8, "dtype": torch.float32}
+
+    def make(**options):
+        return outcome(lambda: epmoe.EPAll2AllLayer(nodes, device="cpu", **sizes, **options))
+
+    def module(**options):
+        return outcome(lambda: epmoe.EPMoE(16, 16, 8, 2, nodes, device="cpu", **options))
+
+    is_bad = nodes.rank == BAD
+    found = {"no capacity": make(rail_capacity=6), "no rail_capacity": make(capacity=6),
+             "zero": make(capacity=6, rail_capacity=0), "kind": make(capacity=6, rail_capacity="6"),
+             "chunks": module(capacity=6, rail_capacity=6, num_chunks=2),
+             "host_counts": make(capacity=6, rail_capacity=6, host_counts=True),
+             "different": make(capacity=6, rail_capacity=6 if is_bad else 5),
+             "one": make(capacity=6, rail_capacity=-1 if is_bad else 5),
+             "right": make(capacity=6, rail_capacity=6)}
+    return found
+
+
+def test_wrong_creations_are_errors_on_all_ranks():
+    wanted = {"no capacity": ("ValueError", "pass capacity"), "zero": ("ValueError", "rail_capacity 0"),
+              "no rail_capacity": ("ValueError", "pass rail_capacity"), "kind": ("TypeError", "'6'"),
+              "chunks": ("ValueError", "num_chunks 2"), "host_counts": ("ValueError", "host_counts"),
+              "different": ("EpMismatch", "rail_capacity"), "right": ("nothing", "")}
+    for rank, found in enumerate(run_nodes(creations, 2, 2)):
+        one = found.pop("one")
+        assert one.kind == ("ValueError" if rank == BAD else "PeerError"), one
+        for name, (kind, text) in wanted.items():
+            assert found[name].kind == kind and text in found[name].text, f"rank {rank}, {name}: {found[name]}"
+
+
+def test_one_node_has_no_rail():
+    """rail_capacity has no effect there, but is checked."""
+    def main(world):
+        layer = layer_of(world, CASE, rail_capacity=1)
+        keep(world.team, layer)
+        layout = layer.dispatch(*arguments(layer))[2]
+        wrong = outcome(lambda: layer_of(world, CASE, rail_capacity=True)).kind
+        return type(layer) is epmoe.EPAll2AllLayer and layout.num_rows > 1, layer.rail_capacity, wrong
+
+    assert run_nodes(main, 1, 2) == [(True, 1, "TypeError")] * 2
+
+
+# ---- what only CUDA does: the host looks at the result of a plan later ----
+
+
+@pytest.mark.parametrize("status, word", [([0, 0, 0], 0), ([0, -7, -8], 2), ([-8, 0, 0], 1), ([0, 0, 1], -3),
+                                          ([1, -7, 0], -1)])
+def test_the_word_says_which_node_has_failed(status, word):
+    assert fixed.word_of(torch.tensor(status, dtype=torch.int32)).tolist() == [word]
+
+
+def test_an_index_keeps_what_it_says():
+    """Codes are out of range, and have all bits of their parts."""
+    for part in ((0, 0, 0), (1, 0, 1), ((1 << 34) - 1, (1 << 26) - 1, 1), (5, 7, 0)):
+        code = int(fixed._pack(*map(torch.tensor, part)))
+        assert code < -1 and fixed._unpack(code) == part
+
+
+def test_a_plan_with_a_status_makes_operations_void():
+    """As on a node whose plan is good, when that of another node is not; the layer works afterwards."""
+    def main(nodes):
+        layer = layer_of(nodes, CASE, capacity=100)
+        keep(nodes.team, layer)
+        x, idx, weight = arguments(layer)
+        layout = layer.preprocess(idx)
+        layout.plan.narrow(0, epmoe._C.HEAD_STATUS, 1).fill_(epmoe._C.EOVERFLOW)
+        got = outcome(lambda: layer.dispatch(x, weight=weight, layout=layout))
+        rows, _, layout = layer.dispatch(x, idx, weight)
+        return got.kind, layer.combine(rows, layout).isfinite().all().item()
+
+    assert run_nodes(main, 1, 2) == [("PeerError", True)] * 2
