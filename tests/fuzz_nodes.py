@@ -4,7 +4,8 @@
     python tests/fuzz_nodes.py --seed 1 --batch 17       repeats one batch; a failure prints this command
 
 A batch is one layer over 2 to 4 nodes of 1 to 4 ranks, which are threads, and several routings through it,
-forward and backward. Everything in it follows from the seed and the number of the batch.
+forward and backward. Some layers have fixed sizes, of as many rows as are used, or of more. Everything in a
+batch follows from the seed and its number.
 """
 
 import argparse
@@ -17,14 +18,14 @@ import torch
 
 from cases import DTYPES, MODES, Case, keep, poison_memory
 from epmoe.testing import PATTERNS
-from nodes_cases import run_nodes
+from nodes_cases import most_of, run_nodes
 from test_nodes_layer import check_one, layer_of, run_one
 
 ROUTINGS = 5  # through the layer of a batch
 
 
 def make_batch(seed, number):
-    """Return the nodes, the ranks of a node, and the cases of a batch."""
+    """Return the nodes, the ranks of a node, the cases and the capacities of a batch."""
     r = random.Random(seed * 1000003 + number)
     num_nodes, num_local = r.choice((2, 2, 3, 4)), r.choice((1, 2, 2, 4))
     layer = {"num_local": r.choice((1, 2, 3)), "topk": r.choice((1, 2, 3, 8)), "dtype": r.choice(DTYPES),
@@ -32,14 +33,23 @@ def make_batch(seed, number):
     tokens = ("full", "unequal", "unequal", "first_none", "only_last", "none")
     cases = [Case(**layer, pattern=r.choice(PATTERNS), tokens=r.choice(tokens), seed=r.randrange(1 << 30),
                   index_dtype=r.choice((torch.int32, torch.int64))) for _ in range(ROUTINGS)]
-    return num_nodes, num_local, cases
+    return num_nodes, num_local, cases, sizes_of(r, cases, num_nodes, num_local)
+
+
+def sizes_of(r, cases, num_nodes, num_local):
+    """The capacities of the layer: none, as many as the cases need, or more."""
+    more = r.choice((None, 0, 0, 3))
+    if more is None:
+        return {}
+    sent, rows = (max(1, *numbers) for numbers in zip(*(most_of(c, num_nodes, num_local) for c in cases)))
+    return {"rail_capacity": sent + more, "capacity": rows + more}
 
 
 def run_batch(seed, number):
-    num_nodes, num_local, cases = make_batch(seed, number)
+    num_nodes, num_local, cases, sizes = make_batch(seed, number)
 
     def main(nodes):
-        layer = layer_of(nodes, cases[0])
+        layer = layer_of(nodes, cases[0], **sizes)
         keep(nodes.team, layer)
         return [run_one(layer, case) for case in cases]
 
@@ -48,7 +58,7 @@ def run_batch(seed, number):
         for i, case in enumerate(cases):
             check_one([r[i] for r in results], case, num_nodes)
     except AssertionError as error:
-        raise AssertionError(f"{error}\n{num_nodes} nodes of {num_local} ranks; repeat it with: "
+        raise AssertionError(f"{error}\n{num_nodes} nodes of {num_local} ranks, {sizes}; repeat it with: "
                              f"python tests/fuzz_nodes.py --seed {seed} --batch {number}") from error
     return len(cases)
 

@@ -5,6 +5,7 @@ import threading
 import torch
 
 import epmoe
+from cases import indices_of
 from epmoe import reference
 from epmoe.testing import own_stream
 from pace import HANG_S
@@ -168,3 +169,13 @@ class TeamOracle:
                     s, t = self.tokens[node * self.num_local + source][at]
                     out[s][t, choice] = v
         return out
+
+
+def most_of(case, num_nodes, num_local):
+    """The largest number of tokens that a rank sends to another node, and the most rows of a rank."""
+    size = num_nodes * num_local
+    indices = [indices_of(case, rank, size) for rank in range(size)]
+    oracle = TeamOracle(indices, case.num_local * size, num_nodes)
+    sent = [sum(s == rank for s, _ in oracle.tokens[other]) for rank in range(size)
+            for other in range(rank % num_local, size, num_local) if other != rank]
+    return max(sent), max(len(rows) for plan in oracle.plans for rows in plan["rows"])

@@ -137,6 +137,78 @@ def test_nodes_of_ranks_survive_mistakes(ranks):
     check_one([right for _, right in results], CASES[1], num_nodes)
 
 
+@pytest.mark.parametrize("backend", ["default", "gloo"])
+def test_nodes_of_ranks_have_fixed_sizes(ranks, backend):
+    """The bits of the oracle; too many tokens and a wrong index are errors on all ranks."""
+    case = Case(topk=3, hidden=64, max_tokens=40, num_local=2, seed=7, tokens="unequal", pattern="sentinels")
+
+    def main(nodes, device):
+        layer = layer_of(nodes, case, device, rail_capacity=40, capacity=nodes.size * 120)
+        few = layer_of(nodes, case, device, rail_capacity=2, capacity=nodes.size * 120)
+        results = [run_one(layer, case) for _ in range(2)]
+        x = torch.ones(3, 64, dtype=case.dtype, device=device)
+        idx = torch.full((3, 3), layer.num_experts - 1, device=device)  # all on the last node
+        found = [outcome(lambda: few.dispatch(x, idx), few)]
+        rows, _, layout = few.dispatch(x[:2], idx[:2])
+        right = torch.equal(few.combine(rows, layout), 3 * x[:2])
+        if nodes.rank == nodes.size - 1:
+            idx[1, 2] = 99
+        found.append(outcome(lambda: layer.dispatch(x, idx), layer))
+        results.append(run_one(layer, case))
+        for made in (layer, few):
+            made.synchronize()
+            made.finalize()
+        return results, [(got.kind, got.text) for got in found], right
+
+    results, num_nodes = over_nodes(ranks, backend, main)
+    for i in range(3):
+        check_one([r[i] for r, _, _ in results], case, num_nodes)
+    for _, (too_many, wrong), right in results:
+        assert too_many[0] == "EpOverflow" and "sends 3 tokens to another node" in too_many[1], too_many
+        assert wrong[0] == "EpIndexError" and "index 99 of token 1, choice 2" in wrong[1], wrong
+        assert right
+
+
+@pytest.mark.cuda_only
+def test_nodes_of_ranks_in_a_graph(ranks):
+    """A captured EPMoE of fixed sizes, replayed with other tokens and routings, and with a wrong index."""
+    if not ranks.is_torchrun:
+        pytest.skip("ranks that are threads do not replay graphs")
+    case = Case(topk=TOPK, max_tokens=40, num_local=EXPERTS_OF_RANK)
+
+    def main(nodes, device):
+        if not nodes.rail.is_nccl:
+            return None
+        moe = epmoe.EPMoE(HIDDEN, INNER, EXPERTS_OF_RANK * nodes.size, TOPK, nodes, max_tokens=40,
+                          device=device, rail_capacity=40, capacity=nodes.size * 40 * TOPK)
+        idx = indices_of(case, nodes.rank, nodes.size).to(device)
+        x = torch.randn(len(idx), HIDDEN, device=device).bfloat16()
+        weight = torch.rand(idx.shape, device=device)
+        same = []
+        with torch.no_grad():
+            moe(x, idx, weight)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                y = moe(x, idx, weight)
+            for i in range(6):
+                x.copy_(torch.randn(x.shape, device=device))
+                idx.copy_(torch.randint(-1, moe.num_experts, idx.shape, device=device))
+                if i == 3 and nodes.rank == nodes.size - 1:
+                    idx[1, 2] = 99
+                graph.replay()
+                got = y.clone()
+                error = outcome(moe.layer.synchronize)
+                same.append(error.kind == "EpIndexError" if i == 3 else torch.equal(got, moe(x, idx, weight)))
+        moe.finalize()
+        return same
+
+    results, _ = over_nodes(ranks, "default", main)
+    if results[0] is None:
+        pytest.skip("CUDA graphs over nodes need NCCL")
+    assert results == [[True] * 6] * len(results)
+
+
 def test_nodes_of_ranks_quantise_where_tokens_arrive(ranks):
     """dispatch_fp8 gives the rows of dispatch in FP8, and EPMoE in FP8 computes with them."""
     case = Case(topk=TOPK, max_tokens=40, num_local=EXPERTS_OF_RANK, tokens="unequal", pattern="sentinels")

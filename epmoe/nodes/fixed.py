@@ -205,6 +205,7 @@ class Fixed:
     """The part of OverNodes that makes plans with fixed sizes and raises their errors on all ranks."""
 
     rail_capacity = None
+    _defers = False  # whether the host learns later that a plan is void: on CUDA
     _event = None  # after the plan whose result no meeting has looked at
     _was_captured = False
 
@@ -214,10 +215,10 @@ class Fixed:
         team = self.team_layer
         self._plan_of_team = team._make_layout
         team._make_layout = self._plan_on_all
-        if self.device.type == "cuda":
-            # That of the first call whose plan is void since the last error was raised.
-            self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
-            self._host_word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._defers = self.device.type == "cuda"
+        # word_of the first plan that is void since the last error was raised
+        self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._host_word = torch.zeros(1, dtype=torch.int32, pin_memory=self._defers)
 
     def _plan_on_all(self, exp_indices, scatter, buffer):
         """Make the plan of the node and tell the rail whether it has failed, without a host read on CUDA."""
@@ -236,7 +237,7 @@ class Fixed:
         else:
             mine = layout.plan[_C.HEAD_STATUS].expand(num).contiguous()
         self.nodes._exchange_rows(of_nodes, mine)
-        if self.device.type == "cuda":
+        if self._defers:
             self._keep_result(layout, of_nodes)
         elif error is None or is_wrong:
             for node, status in enumerate(of_nodes.tolist()):
@@ -263,7 +264,11 @@ class Fixed:
         if is_capturing(self.device):
             self._was_captured = True
         else:
-            self._event = torch.cuda.current_stream(self.device).record_event()
+            self._event = self._record()
+
+    def _record(self):
+        """Return an event behind all that the stream has to do."""
+        return torch.cuda.current_stream(self.device).record_event()
 
     def _settle(self, error=None, now=False):
         """Raise the error of the latest plans, if one has failed: on all ranks, at the same meeting.
@@ -271,11 +276,11 @@ class Fixed:
         error: what this rank raises anyway; now: wait for the stream, not only for the latest plan.  After a
         capture it always waits for the stream, because only the stream knows of replays.
         """
-        if self.rail_capacity is None or self.device.type == "cpu" or is_capturing(self.device):
+        if not self._defers or is_capturing(self.device):
             return
         event, self._event = self._event, None
         if now or self._was_captured:
-            event = torch.cuda.current_stream(self.device).record_event()
+            event = self._record()
         if event is None:
             return
         try:
