@@ -3,6 +3,7 @@
 The ranks are threads of this process.  The oracle is that of test_nodes_layer.py.
 """
 
+import dataclasses
 import functools
 
 import pytest
@@ -52,6 +53,21 @@ def test_fixed_sizes_round_sums_to_the_dtype_of_the_rail():
         return run_one(layer, case)
 
     check_one(run_nodes(main, 2, 2), case, 2, torch.bfloat16)
+
+
+def test_sums_of_fixed_sizes_can_be_changed_in_place():
+    """Autograd refuses that for a view that a Function returns."""
+    def main(nodes):
+        layer = layer_of(nodes, CASE, rail_capacity=6, capacity=100)
+        keep(nodes.team, layer)
+        x, idx, _ = arguments(layer)
+        rows, _, layout = layer.dispatch(x.requires_grad_(), idx)
+        y = layer.combine(rows, layout)
+        y *= 2
+        y.sum().backward()
+        return x.grad.isfinite().all().item()
+
+    assert all(run_nodes(main, 2, 2))
 
 
 FORMS = {"fused": {}, "choices": {"token_saving": False}, "unfused": {"fused": False},
@@ -108,6 +124,7 @@ def test_fixed_sizes_between_processes():
 # ---- errors ----
 
 CASE = Case(num_local=2, topk=3, hidden=16, max_tokens=6, dtype=torch.float32)
+TO_LAST = dataclasses.replace(CASE, pattern="one_rank")  # all rows are on one node
 BAD = 3  # the rank that makes the mistake
 
 
@@ -117,10 +134,10 @@ def arguments(layer, case=CASE):
     return [random_numbers((len(idx), case.hidden), case.dtype, g), idx, torch.rand(idx.shape, generator=g)]
 
 
-def too_many(nodes, sizes):
+def too_many(nodes, case, sizes):
     """Calls with one place too few, then a call of few tokens, on a layer and on a module."""
-    layer, found = layer_of(nodes, CASE, **sizes), {}
-    x, idx, weight = arguments(layer)
+    layer, found = layer_of(nodes, case, **sizes), {}
+    x, idx, weight = arguments(layer, case)
     found["dispatch"] = outcome(lambda: layer.dispatch(x, idx, weight))
     found["preprocess"] = outcome(lambda: layer.preprocess(idx))
     layer.ep_barrier_all()
@@ -141,19 +158,20 @@ def too_many(nodes, sizes):
 @pytest.mark.parametrize("num_nodes, num_local", [(2, 2), (3, 2), (4, 1)])
 def test_too_many_tokens_are_an_error_on_all_ranks(num_nodes, num_local):
     """Of the rail, and of one rank's rows: the message names the rank, the number and the capacity."""
-    sent, rows = most_of(CASE, num_nodes, num_local)
-    for sizes, texts in (({"rail_capacity": sent - 1, "capacity": rows},
-                          (f"sends {sent} tokens to another node", f"rail_capacity is {sent - 1}")),
-                         ({"rail_capacity": sent, "capacity": rows - 1}, (f"capacity is {rows - 1}",
-                                                                          f"its capacity, {rows - 1}"))):
-        results = run_nodes(too_many, num_nodes, num_local, sizes)
+    size = num_nodes * num_local
+    for case, less in ((CASE, (1, 0)), (TO_LAST, (0, 1))):
+        sent, rows = (most - n for most, n in zip(most_of(case, num_nodes, num_local), less))
+        results = run_nodes(too_many, num_nodes, num_local, case, {"rail_capacity": sent, "capacity": rows})
         for rank, found in enumerate(results):
             assert found.pop("right") and found.pop("right moe")
+            text = f"sends {sent + 1} tokens to another node; its rail_capacity is {sent}."
+            if case is TO_LAST:
+                text = f"a rank of node {num_nodes - 1} would receive more rows than its capacity, {rows}."
+                if rank // num_local == num_nodes - 1:
+                    text = f"rank {size - 1} would receive {rows + 1} rows; its capacity is {rows}."
             for name, got in found.items():
-                assert got.kind == "EpOverflow", f"{sizes}, rank {rank}, {name}: {got}"
-                assert any(t in got.text for t in texts), f"rank {rank}, {name}: {got}"
-        if "sends" in texts[0]:  # all ranks name the same one
-            assert len({found["dispatch"].text for found in results}) == 1
+                assert got.kind == "EpOverflow" and text in got.text, f"{case}, rank {rank}, {name}: {got}"
+        assert case is TO_LAST or len({found["dispatch"].text for found in results}) == 1
 
 
 def mistakes(nodes, value):
@@ -248,23 +266,42 @@ def test_one_node_has_no_rail():
 
 
 def learns_later(layer):
-    """Make a CPU layer defer, as one on CUDA does."""
+    """Make a CPU layer defer, as one on CUDA does: a void plan raises nothing until synchronize()."""
     layer._defers, layer._record = True, lambda: "event"
     layer.nodes.rail.wait_for = lambda event: None
+    team, errors = layer.team_layer, []
+    synchronize = team.synchronize
+
+    def plan(exp_indices, scatter, buffer):
+        words = torch.empty(team._plan_words(len(exp_indices)), dtype=torch.int32)
+        try:
+            epmoe._C.layer_plan(team._c, buffer, (exp_indices, scatter, words, team.token_sorting))
+        except (epmoe.EpIndexError, epmoe.EpOverflow) as error:
+            errors.append(error)
+        return words
+
+    def raises():
+        synchronize()
+        if errors:
+            raise errors.pop()
+
+    team._plan, team.synchronize = plan, raises
     return layer
 
 
 def deferred(nodes):
     """A plan that is void, in each call that may meet it, and a right call after each."""
-    sizes = {"rail_capacity": CASE.max_tokens, "capacity": most_of(CASE, 2, 2)[1] - 1}
+    sizes = {"rail_capacity": CASE.max_tokens, "capacity": most_of(TO_LAST, 2, 2)[1] - 1}
     layer, found, right = learns_later(layer_of(nodes, CASE, **sizes)), {}, []
     keep(nodes.team, layer)
-    x, idx, weight = arguments(layer)
+    x, idx, weight = arguments(layer, TO_LAST)
     wrong = idx.clone()
     wrong[3, 2] = 99 if nodes.rank == BAD else wrong[3, 2]
     moe = epmoe.EPMoE(CASE.hidden, 16, CASE.num_local * nodes.size, CASE.topk, nodes, dtype=CASE.dtype,
                       max_tokens=CASE.max_tokens, device="cpu", **sizes)
     learns_later(moe.layer)
+    status = int(layer.preprocess(idx).team.plan[epmoe._C.HEAD_STATUS])
+    found["barrier"] = outcome(layer.ep_barrier_all)
     for name, call in {"preprocess": lambda i: layer.preprocess(i),
                        "dispatch": lambda i: layer.dispatch(x, i, weight),
                        "moe": lambda i: moe(x, i, weight)}.items():
@@ -273,12 +310,14 @@ def deferred(nodes):
         rows, _, layout = layer.dispatch(x[:1], idx[:1])
         right.append(layer.combine(rows, layout))
         moe(x[:1], idx[:1], weight[:1])
-    return found, [torch.equal(r, x[:1] * CASE.topk) for r in right]
+    return found, [torch.equal(r, x[:1] * CASE.topk) for r in right], status
 
 
 def test_all_ranks_learn_of_a_void_plan_later():
-    """Too many rows for a rank of one node: that node knows it at once, the other one at the next meeting."""
-    for rank, (found, right) in enumerate(run_nodes(deferred, 2, 2)):
+    """Too many rows for a rank of one node, and a wrong index."""
+    results = run_nodes(deferred, 2, 2)
+    assert [status for *_, status in results] == 4 * [epmoe._C.EOVERFLOW]  # also on node 0: it is made void
+    for rank, (found, right, _) in enumerate(results):
         for name, got in found.items():
             kind, text = ("EpIndexError", f"rank {BAD}: expert index 99 of token 3, choice 2")
             if isinstance(name, str):
