@@ -86,8 +86,9 @@ class EpMismatch(EpError, ValueError):
 class EpOverflow(EpError):
     """A rank would receive more rows than its capacity, or an expert more than its expert_capacity.
 
-    All ranks raise it, and the message names the receiving rank or the expert.  No row was moved, and the
-    next operation works.  Increase the layer's `capacity` or `expert_capacity`, or balance the routing.
+    Over several nodes also: a rank would send more tokens to another node than its rail_capacity.  All ranks
+    raise it, and the message names the rank or the expert.  No expert was applied, and the next operation
+    works.  Increase the layer's `capacity`, `expert_capacity` or `rail_capacity`, or balance the routing.
 
     Examples:
         >>> import epmoe

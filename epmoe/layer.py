@@ -193,7 +193,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
 
         Raises:
             EpIndexError: On all ranks, for an index outside [-1, E] on any of them.
-            EpOverflow: On all ranks, when a rank would receive more rows than its capacity.
+            EpOverflow: On all ranks, when a rank exceeds its capacity or rail_capacity.
             EpMismatch: On all ranks, when they are not in the same call.
             ValueError: On this rank, for a wrong shape, device, buffer or scatter index.  A scatter index out
                 of range raises PeerError on the other ranks in their dispatch.
