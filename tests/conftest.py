@@ -31,6 +31,7 @@ import epmoe
 from cases import isolated, poison_memory, process_ranks, share_gpus
 from epmoe import _C
 from epmoe.testing import set_device
+from pace import HANG_S
 
 CAN_CUDA = bool(_C.HAS_CUDA) and torch.cuda.is_available()
 TORCHRUN = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -187,6 +188,21 @@ def return_memory():
     yield
     if ON_CUDA and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """End this process, with the stacks of all threads, if a test takes far too long.
+
+    A thread that waits for a lock while it holds the interpreter's lock stops all limits that Python keeps.
+    """
+    if TORCHRUN:  # Ranks does it
+        return (yield)
+    faulthandler.dump_traceback_later(HANG_S + 60, exit=True, file=sys.__stderr__)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 # ---- markers and the summary ----
