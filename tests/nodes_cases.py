@@ -7,7 +7,7 @@ import torch
 import epmoe
 from cases import indices_of
 from epmoe import reference
-from epmoe.testing import own_stream
+from epmoe.testing import collector_off, own_stream
 from pace import HANG_S
 
 SHAPES = ((1, 1), (1, 2), (2, 1), (2, 2))  # nodes x local
@@ -88,10 +88,11 @@ def run_nodes(fn, num_nodes, num_local, *args, device="cpu"):
                 nodes.rail.shared.barrier.abort()
 
     threads = [threading.Thread(target=main, args=pair, daemon=True) for pair in enumerate(everyone)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(HANG_S)
+    with collector_off():  # as run_threads
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(HANG_S)
     for nodes in everyone:
         nodes.team._leave(False)
     if errors:

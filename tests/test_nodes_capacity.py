@@ -216,6 +216,21 @@ def test_a_rank_without_memory_is_an_error_on_all_ranks():
         assert got.kind == ("MemoryError" if rank == BAD else "PeerError") and after == "nothing", got
 
 
+def test_a_rank_that_fails_before_its_plan_is_an_error_on_all_ranks():
+    """The rail waits for the result of that plan."""
+    def main(nodes):
+        moe = chunked.moe_of(nodes, None, **FIXED)
+        args, right = chunked.inputs_of(moe, chunked.CASES[0])[:3], moe.gate_up_proj.data
+        if nodes.rank == BAD:
+            moe.gate_up_proj.data = right[:, :-1]
+        got = outcome(lambda: moe(*args))
+        moe.gate_up_proj.data = right
+        return got.kind, outcome(lambda: moe(*args)).kind
+
+    found = run_nodes(main, 2, 2)
+    assert found == [("ValueError" if rank == BAD else "PeerError", "nothing") for rank in range(4)]
+
+
 def creations(nodes):
     """Wrong options on all ranks, and on one."""
     sizes = {"max_tokens": 6, "hidden": 16, "topk": 2, "num_tot_experts": 8, "dtype": torch.float32}
@@ -300,8 +315,10 @@ def deferred(nodes):
     moe = epmoe.EPMoE(CASE.hidden, 16, CASE.num_local * nodes.size, CASE.topk, nodes, dtype=CASE.dtype,
                       max_tokens=CASE.max_tokens, device="cpu", **sizes)
     learns_later(moe.layer)
-    status = int(layer.preprocess(idx).team.plan[epmoe._C.HEAD_STATUS])
+    layout = layer.preprocess(idx)
+    status = int(layout.team.plan[epmoe._C.HEAD_STATUS])
     found["barrier"] = outcome(layer.ep_barrier_all)
+    found["again", "ValueError"] = outcome(lambda: layer.dispatch(x, weight=weight, layout=layout))
     for name, call in {"preprocess": lambda i: layer.preprocess(i),
                        "dispatch": lambda i: layer.dispatch(x, i, weight),
                        "moe": lambda i: moe(x, i, weight)}.items():
@@ -320,14 +337,16 @@ def test_all_ranks_learn_of_a_void_plan_later():
     for rank, (found, right, _) in enumerate(results):
         for name, got in found.items():
             kind, text = ("EpIndexError", f"rank {BAD}: expert index 99 of token 3, choice 2")
-            if isinstance(name, str):
+            if name == ("again", "ValueError"):
+                kind, text = "ValueError", "its plan has failed"
+            elif isinstance(name, str):
                 kind, text = "EpOverflow", "capacity"
             assert got.kind == kind and text in got.text, f"rank {rank}, {name}: {got}"
         assert right == [True] * 3
 
 
 @pytest.mark.parametrize("status, word", [([0, 0, 0], 0), ([0, -7, -8], 2), ([-8, 0, 0], 1), ([0, 0, 1], -3),
-                                          ([1, -7, 0], -1)])
+                                          ([1, -7, 0], -1), ([0, -9, -7], -2)])
 def test_the_word_says_which_node_has_failed(status, word):
     assert fixed.word_of(torch.tensor(status, dtype=torch.int32)).tolist() == [word]
 

@@ -187,7 +187,7 @@ def test_nodes_of_ranks_in_a_graph(ranks):
         same = []
         with torch.no_grad():
             moe(x, idx, weight)
-            torch.cuda.synchronize()
+            moe.layer.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 y = moe(x, idx, weight)

@@ -45,6 +45,7 @@ static const struct {
     {"ENOMEM", EP_ENOMEM},
     {"EPEERDIED", EP_EPEERDIED},
     {"EOVERFLOW", EP_EOVERFLOW},
+    {"EINDEX", EP_EINDEX},
     {"ESYS", EP_ESYS},
     {"ETIMEOUT", EP_ETIMEOUT},
     {"ETYPE", EP_ETYPE},

@@ -81,6 +81,8 @@ class Checks:
         if layout.layer is not self:
             raise ValueError("the layout belongs to another layer: pass one that this layer's preprocess or "
                              "dispatch returned")
+        if layout.is_void:
+            raise ValueError("cannot use this layout: its plan has failed. Make another with preprocess")
 
     def _check_rows(self, name, input, columns, weight, layout):
         """Check the rows and weights of a combine."""

@@ -5,9 +5,9 @@ many tokens each node sends to each other one, and the first index that is out o
 error, each of its ranks gives the plan of its node an index that is out of range: _code, which says what is
 wrong.  The plan is then void for all ranks of the node, and every node has a rank of each rail.
 
-One error concerns one node alone: more rows than `capacity`.  So after the plan of the node the rail
-exchanges whether it has failed.  Where that of another node has, this rank writes a status to its own plan,
-as the other ranks of its node do, and the operations that use the plan are void.
+Two errors concern one node alone: more rows than `capacity`, and a rank that cannot make the plan.  So after
+the plan of the node the rail exchanges whether it is void.  Where that of another node is, this rank writes a
+status to its own plan, as the other ranks of its node do, and the operations that use the plan are void.
 
 The host learns of it without waiting in the call.  On the CPU the exchange is over when it returns.  On CUDA
 the result goes to a word in pinned memory.  At the next meeting, which all ranks have in common, the host
@@ -15,6 +15,7 @@ waits for the plan behind which this word was written, and all ranks raise the s
 """
 
 import re
+import weakref
 
 import torch
 
@@ -26,7 +27,8 @@ _LOW_BITS = 26  # of a code: the value of an index, or a node
 _BIAS = 1 << (_LOW_BITS - 1)
 _MOST = _BIAS - 1  # the largest absolute value of an index that a code can have
 _WRONG_INDEX, _TOO_MANY = range(2)
-_FAILED = 1  # the status of a node where a rank could not make its plan; that of an invalid plan is negative
+_FAILED = 1  # the status of a node where this rank could not make the plan
+_OF_ALL = 0, _C.EOVERFLOW, _C.EINDEX  # any other status of a plan: a rank could not make it
 
 
 def is_capturing(device):
@@ -43,8 +45,6 @@ class FixedLayout(NodesLayout):
 
     send_tokens and recv_tokens read the device on each access.
     """
-
-    is_fixed = True
 
     def __init__(self, layer, num_tokens, buffer):
         super().__init__(layer, num_tokens, buffer, None, None)
@@ -104,6 +104,7 @@ def make_layout(layer, num_tokens, buffer, everyone):
     goes_to = goes_to.scatter_(2, owner, True)[:, :, :num_nodes]  # [source, token, node]
     counts = goes_to.sum(1)
     layout = FixedLayout(layer, num_tokens, buffer)
+    layer._latest = weakref.ref(layout)
     layout._counts = torch.stack([counts[node], counts[:, node]])
     sent = _others(_places(goes_to[node, :num_tokens].t(), room, num_tokens), node)
     layout.send_idx = torch.cat([torch.arange(num_tokens, device=layer.device), sent.flatten()])
@@ -163,8 +164,8 @@ def explain(layer, error, node, has_failed):
     """
     text = str(error)
     found = re.match(r"rank (\d+): expert index (-\d+) of ", text)
-    if isinstance(error, EpIndexError) and found:
-        return _of_rail(layer, int(found[1]), *_unpack(int(found[2])))
+    if isinstance(error, EpIndexError):
+        return _of_rail(layer, int(found[1]), *_unpack(int(found[2]))) if found else error
     if isinstance(error, EpOverflow):
         first = layer.node * layer.world.local_size
         return EpOverflow(re.sub(r"^rank (\d+)", lambda m: f"rank {first + int(m[1])}", text))
@@ -198,7 +199,8 @@ def word_of(of_nodes):
     node = torch.arange(num, device=of_nodes.device)
     first = torch.where(of_nodes != 0, node, num).amin(0, keepdim=True)
     status = of_nodes.gather(0, first.clamp(max=num - 1))
-    return torch.where(status == _FAILED, -1 - first, torch.where(status == 0, 0, 1 + first))
+    has_failed = (status != 0) & (status != _C.EOVERFLOW) & (status != _C.EINDEX)
+    return torch.where(has_failed, -1 - first, torch.where(status == 0, 0, 1 + first))
 
 
 class Fixed:
@@ -208,6 +210,8 @@ class Fixed:
     _defers = False  # whether the host learns later that a plan is void: on CUDA
     _event = None  # after the plan whose result no meeting has looked at
     _was_captured = False
+    _owes_result = False  # in _apply: whether the rail waits for the result of this rank's plan
+    _latest = None  # weak reference to the latest layout
 
     def _init_fixed(self):
         """Take the place of the team's plans."""
@@ -229,23 +233,35 @@ class Fixed:
             if self.nodes._has_ended():
                 raise
             error = e
-        num = self.num_nodes
-        of_nodes = torch.empty(num, dtype=torch.int32, device=self.device)
-        if layout is None:
-            is_wrong = isinstance(error, (EpIndexError, EpOverflow))
-            mine = torch.full_like(of_nodes, _C.EOVERFLOW if is_wrong else _FAILED)
-        else:
-            mine = layout.plan[_C.HEAD_STATUS].expand(num).contiguous()
-        self.nodes._exchange_rows(of_nodes, mine)
-        if self._defers:
-            self._keep_result(layout, of_nodes)
-        elif error is None or is_wrong:
+        is_wrong = isinstance(error, (EpIndexError, EpOverflow))
+        of_nodes = self._exchange_result(layout, _C.EOVERFLOW if is_wrong else _FAILED)
+        if not self._defers and (error is None or is_wrong):
             for node, status in enumerate(of_nodes.tolist()):
                 if status:
-                    raise self._of_all(error, node, status == _FAILED)
+                    raise self._of_all(error, node, status not in _OF_ALL)
         if error is not None:
             raise error
         return layout
+
+    def _exchange_result(self, layout, status):
+        """Tell the rail the status of the plan of this node, and return [N], that of each node.
+
+        status: where the layout is None.
+        """
+        of_nodes = torch.empty(self.num_nodes, dtype=torch.int32, device=self.device)
+        mine = torch.full_like(of_nodes, status)
+        if layout is not None:
+            mine.copy_(layout.plan[_C.HEAD_STATUS])
+        self.nodes._exchange_rows(of_nodes, mine)
+        self._owes_result = False
+        if self._defers:
+            self._keep_result(layout, of_nodes)
+        return of_nodes
+
+    def _pay_result(self):
+        """After an error of this rank in _apply: tell the rail, if it waits for the result of the plan."""
+        if self._owes_result and not self.nodes._has_ended():
+            self._exchange_result(None, _FAILED)
 
     def _of_all(self, error, node, has_failed):
         """Return the error that all ranks of all nodes raise.  It does not end the nodes."""
@@ -291,12 +307,16 @@ class Fixed:
         if word == 0:
             return
         self._word.zero_()
-        try:
-            self.team_layer.synchronize()
-        except EpError as e:
-            if self.nodes._has_ended():
-                raise
-            error = e if error is None or type(error) is PeerError else error
+        if (layout := self._latest and self._latest()) is not None:
+            layout.is_void = True
+        for _ in range(self._num_buffers):  # each may have an error, after replays
+            try:
+                self.team_layer.synchronize()
+                break
+            except EpError as e:
+                if self.nodes._has_ended():
+                    raise
+                error = e if error is None or type(error) is PeerError else error
         self._host_word.zero_()
         if error is None or isinstance(error, EpError):
             error = self._of_all(error, abs(word) - 1, word < 0)

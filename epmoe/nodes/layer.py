@@ -1,6 +1,7 @@
 """EPAll2AllLayer over several nodes: rows cross the rail between nodes, a layer of the node does the rest."""
 
 import contextlib
+import hashlib
 
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
@@ -16,7 +17,7 @@ from .checks import Checks
 from .rail import RESERVE_SMS
 from .topology import Nodes
 
-_DESCRIPTION_BYTES = 400
+_DESCRIPTION_BYTES = 480
 
 
 class OverNodes(fixed.Fixed, Checks):
@@ -243,12 +244,14 @@ class OverNodes(fixed.Fixed, Checks):
             if num_chunks > 1:
                 return pipeline.apply(self, moe, num_chunks, params, x, topk_idx, topk_weights)
             layout, here, weight_here = self._send(x, topk_idx, topk_weights, None, None, 0, *params)
+            self._owes_result = self.rail_capacity is not None
             try:
                 y, layout.team = moe._compute(self.team_layer, here, layout.indices, weight_here)
             except _StopRecomputationError:
                 raise
             except Exception as e:
                 error = e
+                self._pay_result()
         finally:
             self._applies = False
         self._meet(meeting.COMBINE, gradients=requires_grad(x, topk_weights, *params), error=error)
@@ -260,6 +263,7 @@ class OverNodes(fixed.Fixed, Checks):
         self._check_buffer(_C.OP_PLAN, buffer)
         try:
             check_mode()
+            self._check_capture()
             if full_scatter_indices is not None:
                 raise ValueError("full_scatter_indices: not over several nodes: leave it out")
             self._check_indices(exp_indices)
@@ -380,9 +384,12 @@ def _tokens_of_team(nodes, max_tokens, options):
 
 def _agree(nodes, mine):
     """Raise EpMismatch on all ranks if they describe different layers."""
-    descriptions = nodes.exchange(mine.encode()[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES))
+    text = mine.encode()
+    hashed = hashlib.sha256(text).digest()  # of all of it: the text may be longer than an exchange can be
+    descriptions = nodes.exchange(text[:_DESCRIPTION_BYTES].ljust(_DESCRIPTION_BYTES) + hashed)
     for rank, its in enumerate(descriptions):
         if its != descriptions[0]:
-            its, first = (d.decode(errors="replace").rstrip() for d in (its, descriptions[0]))
+            its, first = (d[:_DESCRIPTION_BYTES].decode(errors="replace").rstrip()
+                          for d in (its, descriptions[0]))
             raise EpMismatch(f"ranks disagree: rank {rank} creates {its}; rank 0 creates {first}. Create the "
                              f"layer with the same arguments on all ranks.")

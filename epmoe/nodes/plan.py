@@ -31,7 +31,7 @@ class NodesLayout:
             num_rows and the tokens per expert are sums.
     """
 
-    is_fixed = False  # whether the sizes do not depend on the routing: see fixed.py
+    is_void = False  # whether its plan has failed, as the host learned later
 
     def __init__(self, layer, num_tokens, buffer, send, recv):
         self.layer = layer
