@@ -112,19 +112,28 @@ class Fp8Dispatch:
                                                                        layout.buffer, num_rows)
         return rows, scales, cast(row_weight, self.weight_dtype), layout
 
+    def _fp8_outputs(self, weight, num_rows):
+        """Allocate what a dispatch writes: the rows as bytes, their scales, their weights or None, and recv.
+
+        The module wants columns of a multiple of 4 scales.
+        """
+        rows = torch.empty((num_rows, self.hidden), dtype=torch.uint8, device=self.device)
+        row_scale = torch.empty((-(-self.hidden // FP8_BLOCK), (num_rows + 3) // 4 * 4),
+                                dtype=torch.float32, device=self.device)
+        row_weight = None
+        if weight is not None:
+            row_weight = torch.empty(num_rows, dtype=torch.float32, device=self.device)
+        return rows, row_scale, row_weight, torch.empty(self._recv_words, dtype=torch.int32,
+                                                        device=self.device)
+
     def _dispatch_fp8(self, x, x_scale, weight, plan, buffer, num_rows):
-        """Allocate the outputs and call the module, which wants columns of a multiple of 4 scales."""
+        """Allocate the outputs and call the module."""
         try:
-            rows = torch.empty((num_rows, self.hidden), dtype=torch.float8_e4m3fn, device=self.device)
-            row_scale = torch.empty((-(-self.hidden // FP8_BLOCK), (num_rows + 3) // 4 * 4),
-                                    dtype=torch.float32, device=self.device)
-            row_weight = None
-            if weight is not None:
-                row_weight = torch.empty(num_rows, dtype=torch.float32, device=self.device)
-            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
+            rows, row_scale, row_weight, recv = self._fp8_outputs(weight, num_rows)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_FP8, error, buffer)
         # DLPack of some versions of torch has no FP8, so the module gets bytes
-        _C.layer_dispatch_fp8(self._c, buffer, (x.view(torch.uint8), x_scale, weight, plan,
-                                                rows.view(torch.uint8), row_scale, row_weight, recv))
+        _C.layer_dispatch_fp8(self._c, buffer, (x.view(torch.uint8), x_scale, weight, plan, rows, row_scale,
+                                                row_weight, recv))
+        rows = rows.view(torch.float8_e4m3fn)
         return rows, row_scale[:, :num_rows].t(), row_weight, recv

@@ -130,14 +130,7 @@ class FusedFp8:
         """
         try:
             number, alpha, limit = (*activation, 0.0, 0.0)[:3]
-            rows = torch.empty((num_rows, self.hidden), dtype=torch.uint8, device=self.device)
-            # the module wants columns of a multiple of 4 scales
-            row_scale = torch.empty((-(-self.hidden // FP8_BLOCK), (num_rows + 3) // 4 * 4),
-                                    dtype=torch.float32, device=self.device)
-            row_weight = None
-            if weight is not None:
-                row_weight = torch.empty(num_rows, dtype=torch.float32, device=self.device)
-            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
+            rows, row_scale, row_weight, recv = self._fp8_outputs(weight, num_rows)
             columns = weights[0].shape[1] // (2 if number in GATED else 1)
             out = torch.empty((num_rows, columns), dtype=self.dtype, device=self.device)
             gemm_weight, gemm_scale, bias = map(aligned, weights)

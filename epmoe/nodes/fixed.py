@@ -210,7 +210,7 @@ class Fixed:
     _defers = False  # whether the host learns later that a plan is void: on CUDA
     _event = None  # after the plan whose result no meeting has looked at
     _was_captured = False
-    _owes_result = False  # in _apply: whether the rail waits for the result of this rank's plan
+    _owes_result = False  # in _apply: whether the rail still waits for the result of this rank's plan
     _latest = None  # weak reference to the latest layout
 
     def _init_fixed(self):
@@ -225,7 +225,7 @@ class Fixed:
         self._host_word = torch.zeros(1, dtype=torch.int32, pin_memory=self._defers)
 
     def _plan_on_all(self, exp_indices, scatter, buffer):
-        """Make the plan of the node and tell the rail whether it has failed, without a host read on CUDA."""
+        """Make the plan of the node and tell the rail whether it is void, without a host read on CUDA."""
         error = layout = None
         try:
             layout = self._plan_of_team(exp_indices, scatter, buffer)
@@ -259,7 +259,10 @@ class Fixed:
         return of_nodes
 
     def _pay_result(self):
-        """After an error of this rank in _apply: tell the rail, if it waits for the result of the plan."""
+        """After an error of this rank in _apply, tell the rail that this rank has made no plan.
+
+        Without it the other ranks of the rail would wait in _exchange_result, where this rank never comes.
+        """
         if self._owes_result and not self.nodes._has_ended():
             self._exchange_result(None, _FAILED)
 
