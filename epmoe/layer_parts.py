@@ -290,7 +290,10 @@ class LayerParts(Shared):
         """
         if torch.compiler.is_compiling():  # a compiler must not trace this, but leave the call to Python
             self._refuse_untraced(op, error, buffer)
-        self._refuse_now(op, error, buffer)
+        try:
+            self._refuse_now(op, error, buffer)
+        finally:
+            del error
 
     # Not for calls outside of a compiler: its first call imports dynamo for seconds, while the peers wait.
     @torch._disable_dynamo
@@ -298,11 +301,15 @@ class LayerParts(Shared):
         self._refuse_now(op, error, buffer)
 
     def _refuse_now(self, op, error, buffer):
-        if isinstance(error, _StopRecomputationError):  # checkpointing needs no more of this forward
+        # An error refers to the frames that it has left, so one that a frame still names is in a cycle. The
+        # cycle would keep the tensors and CUDA graphs of all callers until a garbage collection.
+        try:
+            if not isinstance(error, _StopRecomputationError):  # checkpointing needs no more of this forward
+                valid = buffer if self._is_buffer(buffer) else 0
+                _C.layer_refuse(self._c, valid, op, status_of(error), stream_of(self.device))
             raise error
-        valid = buffer if self._is_buffer(buffer) else 0
-        _C.layer_refuse(self._c, valid, op, status_of(error), stream_of(self.device))
-        raise error
+        finally:
+            del error
 
     def _buffer_of(self, layout, buffer=0):
         """Return the buffer of a call, for _refuse.  Another layer's layout says nothing about this layer."""

@@ -323,4 +323,7 @@ class Fixed:
         self._host_word.zero_()
         if error is None or isinstance(error, EpError):
             error = self._of_all(error, abs(word) - 1, word < 0)
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # see EPAll2AllLayer._refuse_now

@@ -82,6 +82,7 @@ class TorchRail:
         self.position = dist.get_rank(control)  # the number of this node
         self.size = len(ranks)
         self.has_ended = lambda: False  # whether the nodes have; Nodes sets it
+        self._is_in_graphs = False  # whether a CUDA graph has captured an exchange of rows
 
     def meet(self, mine):
         """Give some bytes to all ranks of the rail and return those of every rank, in node order."""
@@ -97,6 +98,7 @@ class TorchRail:
         splits and out_splits: the rows for and of each node; None: equally many.
         """
         if self.is_nccl and out.device.type == "cuda":
+            self._is_in_graphs |= torch.cuda.is_current_stream_capturing()
             with self._named():
                 dist.all_to_all_single(out, mine, out_splits, splits, self.data)
         else:
@@ -186,12 +188,15 @@ class TorchRail:
 
         in_order: no rank waits; only then the end of NCCL's communicator does not wait for the others.
 
-        A group of gloo for rows stays until the process ends its default group.  torch makes the name of a
-        group of its ranks and of the number of groups that exist.  With one group less, the `control` of the
-        next Nodes of these ranks would have the name of this group, and would find its addresses in the
-        store.
+        A communicator of NCCL also waits, without a limit, for the end of all CUDA graphs that captured it.
+        So one that is in graphs stays until the process ends its default group.
+
+        A group of gloo for rows stays as long.  torch makes the name of a group of its ranks and of the
+        number of groups that exist.  With one group less, the `control` of the next Nodes of these ranks
+        would have the name of this group, and would find its addresses in the store.
         """
-        for group in (self.control, self.data) if in_order and self.is_nccl else (self.control,):
+        ends_rows = in_order and self.is_nccl and not self._is_in_graphs
+        for group in (self.control, self.data) if ends_rows else (self.control,):
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
 
