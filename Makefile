@@ -199,6 +199,7 @@ soak: build
 	    $(PYTHON) tests/faults.py --device cuda; $(PYTHON) tests/soak.py leaks --device cuda -n 3; PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_fused.py; \
 	    PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_train.py; \
 	    PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_decode.py; \
+	    PYTHONPATH=$(CHAOS) $(TORCHRUN) tests/soak_nodes.py; \
 	fi
 
 # Also compile the profiler, but only to PTX. No other target here compiles it.

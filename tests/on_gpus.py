@@ -105,6 +105,8 @@ def soaks(n, is_shared):
                    "the same to the bit", chaos, missing, mps=True)
         yield Step("decode-mps", torchrun(n, "tests/soak_decode.py", "-n", "100000"), LONGEST_S,
                    "the same to the bit", chaos, missing, mps=True)
+        yield Step("nodes-mps", torchrun(n, "tests/soak_nodes.py"), LONGEST_S, "the same to the bit", chaos,
+                   missing, mps=True)
         yield Step("fused-threads", [*python, "tests/soak_fused.py", "-n", "2000", *threads], LONGEST_S,
                    "the same to the bit", chaos | SIDE_BY_SIDE)
         yield Step("ops-threads", [*python, "tests/soak.py", "ops", "-n", "100000", *threads], LONGEST_S,
@@ -116,6 +118,7 @@ def soaks(n, is_shared):
                    "the same to the bit", chaos)
         yield Step("decode", torchrun(n, "tests/soak_decode.py", "-n", "100000"), LONGEST_S,
                    "the same to the bit", chaos)
+        yield Step("nodes", torchrun(n, "tests/soak_nodes.py"), LONGEST_S, "the same to the bit", chaos)
         yield Step("ops", torchrun(n, "tests/soak.py", "ops", "-n", "100000"), LONGEST_S, "no fault", chaos)
     yield Step("kills", [*python, "tests/faults.py", "--device", "cuda", "--ranks", str(n)], LONGEST_S,
                "no fault")

@@ -118,22 +118,28 @@ def run_batch(world, device, seed, number, num_launches, graph):
         return int(wrong)
 
 
-def main(run_batch=run_batch, name="soak_fused", what="launches of each kernel", num=10_000):
-    """Run batches, and print the verdict.  soak_train.py has another run_batch."""
+def main(run_batch=run_batch, name="soak_fused", what="launches of each kernel", num=10_000, **more):
+    """Run batches, and print the verdict.  soak_train.py and soak_nodes.py have another run_batch.
+
+    more: name -> the default of another option, which run_batch gets.
+    """
     p = argparse.ArgumentParser(prog=name)
     p.add_argument("-n", "--num", type=int, default=num, help=f"{what} (default {num})")
     p.add_argument("--each", type=int, default=250, help="launches with one operator")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--threads", type=int, help="run this number of ranks as threads on one GPU")
+    for option, default in more.items():
+        p.add_argument(f"--{option}", default=default, help=f"default {default}")
     a = p.parse_args()
     batches = -(-a.num // a.each)
+    of_more = {option: getattr(a, option) for option in more}
 
     def run_all(world, device, say=lambda done: None, graph=True):
         """{batch: number of wrong launches} of the batches with wrong launches."""
         wrong = {}
         world.set_timeout(BATCH_LIMIT_S)
         for number in range(batches):
-            if n := run_batch(world, device, a.seed, number, a.each, graph):
+            if n := run_batch(world, device, a.seed, number, a.each, graph, **of_more):
                 wrong[number] = n
             say((number + 1) * a.each)
         return wrong
