@@ -57,7 +57,7 @@ def _rank_main(fn, rank, world_size, port, backend, args, pipe):
         pipe.close()
 
 
-def run_ranks(fn, world_size, *args, timeout_s=60.0, backend="gloo", may_die=()):
+def run_ranks(fn, world_size, *args, timeout_s=300.0, backend="gloo", may_die=()):
     """Run a function in several processes, one for each rank.  No process is left afterwards.
 
     A script must call it under `if __name__ == "__main__":`, because spawned processes import the script.

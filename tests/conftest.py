@@ -44,6 +44,8 @@ ON_CUDA = (TORCHRUN or THREADS_ON_CUDA) and CAN_CUDA and not FORCED_CPU
 # Processes that a test starts find the epmoe that is tested, also where pytest was not started by make.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.path.dirname(os.path.dirname(epmoe.__file__)),
                                                          os.environ.get("PYTHONPATH")]))
+# pytest captures what tests write to file descriptor 2, and what it captured is lost when a process ends.
+STDERR = sys.__stderr__
 # Only a hang reaches this limit, also on a busy machine.
 DEFAULT_TIMEOUT_S = 60.0 if TORCHRUN or THREADS_ON_CUDA else 300.0
 
@@ -95,7 +97,7 @@ class Ranks:
             return run_threads(main, world_size, timeout_s=timeout_s, device=self.device)
         if WORLD_SIZE < at_least:
             pytest.skip(f"needs {at_least} ranks, torchrun has {WORLD_SIZE}")
-        faulthandler.dump_traceback_later(timeout_s + 30, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(timeout_s + 30, exit=True, file=STDERR)
         try:
             return self._as_this_rank(fn, args, timeout_s)
         finally:
@@ -198,7 +200,7 @@ def pytest_runtest_protocol(item):
     """
     if TORCHRUN:  # Ranks does it
         return (yield)
-    faulthandler.dump_traceback_later(HANG_S + 60, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(HANG_S + 60, exit=True, file=STDERR)
     try:
         return (yield)
     finally:
@@ -215,6 +217,8 @@ MARKERS = {
 
 @pytest.hookimpl(trylast=True)  # after the reporter has been registered
 def pytest_configure(config):
+    global STDERR
+    STDERR = os.fdopen(os.dup(2), "w")  # pytest does not capture yet
     for name, text in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {text}")
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*")
