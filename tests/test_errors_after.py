@@ -37,7 +37,7 @@ class Local:
 
 
 def test_errors_keep_no_variables_of_callers(ranks):
-    """When the caller has handled an error, nothing refers to its frames.  Threads collect no garbage here."""
+    """After an error was handled, nothing refers to its frames.  Threads collect no garbage here."""
     def call(layer, x, idx):
         local = Local()
         with pytest.raises((TypeError, epmoe.PeerError)):
