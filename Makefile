@@ -191,6 +191,7 @@ soak: build
 	$(PYTHON) tests/soak.py cycles
 	$(PYTHON) tests/soak.py leaks
 	$(PYTHON) tests/faults.py --device cpu --kills 200
+	PYTHONPATH=.:tests $(PYTHON) tests/faults_nodes.py
 	$(PYTHON) tests/fuzz_module.py
 	$(PYTHON) tests/c/run_c_tests.py --hostile 1000000
 	@n=$$($(PYTHON) -c 'import torch; from epmoe import _C; print(max(4, torch.cuda.device_count()) if _C.HAS_CUDA and torch.cuda.device_count() else 0)'); if [ $$n -gt 0 ]; then \

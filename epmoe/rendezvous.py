@@ -1,5 +1,6 @@
 """How the ranks of a new world find each other: the process group, the timeout, and each rank's address."""
 
+import contextlib
 import os
 import time
 
@@ -16,6 +17,21 @@ ADDRESS_BYTES = _C.NAME_BYTES + _C.NONCE_BYTES + _ABI_BYTES
 _MAX_COUNTED_GAP_S = 0.5
 # What gloo says, in small letters, when the process at the other end of a connection is gone.
 SIGNS_OF_DEATH = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
+
+
+@contextlib.contextmanager
+def environment(values):
+    """Set variables of the environment in the block: torch reads some where a process group is made."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def default_timeout_s():

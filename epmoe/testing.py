@@ -12,9 +12,12 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from .rendezvous import environment
 from .share_gpu import (SIDE_BY_SIDE, collector_off, own_stream, set_device, shares_gpu,  # noqa: F401
                         side_by_side)
 
+# No rank goes on, and perhaps ends, while others still connect to it.
+_INIT_BARRIER = {"TORCH_DIST_INIT_BARRIER": "1"}
 _GRACE_S = 5.0  # for the other ranks to fail by themselves after the first has failed
 _NO_RESULT = ("the process ended without a result: its stderr may say why (ranks are spawned, so fn must be "
               "importable, and not from a notebook or stdin)")
@@ -46,7 +49,8 @@ def _rank_main(fn, rank, world_size, port, backend, args, pipe):
             set_device(rank, world_size)
         if backend:
             store = dist.TCPStore("127.0.0.1", port)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+            with environment(_INIT_BARRIER):
+                dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         buffer = io.BytesIO()
         # by value: this process may end before the parent reads
         torch.save(fn(rank, world_size, *args), buffer)

@@ -1,5 +1,5 @@
 """NodeLinks: ranks and nodes that die, stop or leave, as the ranks of all nodes see it. test_node_meeting.py
-tests how they connect, test_node_network.py what they see when the network is cut.
+tests how they connect, test_faults_nodes.py what they see when the network is cut.
 """
 
 import os

@@ -2,14 +2,13 @@
 
 import contextlib
 import datetime
-import os
 import time
 
 import torch
 import torch.distributed as dist
 
 from ..errors import EpError, EpTimeout, PeerDied
-from ..rendezvous import SIGNS_OF_DEATH
+from ..rendezvous import SIGNS_OF_DEATH, environment
 
 RAIL_CTAS = 8  # the most CTAs of NCCL for the rows between nodes
 RESERVE_SMS = RAIL_CTAS + 8  # SMs that are left to them: CTAs of fused kernels come in pairs of neighbours
@@ -19,21 +18,6 @@ _SPIN_S = 2e-4  # a read is usually short; after this time it sleeps between its
 # nodes name the dead rank and abort NCCL.  torch reads these when a process group is made.
 _NCCL_LEAVES_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_PROPAGATE_ERROR": "0",
                        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
-
-
-@contextlib.contextmanager
-def _environment(values):
-    """Set variables of the environment inside of the block."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 class TorchRail:
@@ -66,7 +50,7 @@ class TorchRail:
         if "nccl" in dist.get_backend(group):
             of_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             of_nccl.config.max_ctas = RAIL_CTAS
-            with _environment(_NCCL_LEAVES_ERRORS):
+            with environment(_NCCL_LEAVES_ERRORS):
                 data = dist.new_group(members, backend="nccl", pg_options=of_nccl, group_desc="epmoe rows",
                                       **options)
         else:
