@@ -15,9 +15,11 @@ LAYER = ["layer", *ARGUMENTS[1:]]
 def test_bench_fp8_measures_times_and_errors():
     rows, out, _ = run_command(ARGUMENTS)
     found = {row["impl"]: row for row in rows}
-    products, peers = ("gate and up", "down"), ("epmoe FP8", "epmoe 16 bits")
+    products, peers = ("gate and up", "down"), ("epmoe FP8", "epmoe FP8 one scale", "epmoe 16 bits")
     assert {f"{peer} {product}" for product in products for peer in peers} < set(found)
-    assert found["epmoe FP8 gate and up"]["ratios"].keys() == {"epmoe 16 bits", "epmoe FP8 SwiGLU"}
+    assert found["epmoe FP8 gate and up"]["ratios"].keys() == {"epmoe 16 bits", "epmoe FP8 SwiGLU",
+                                                                "epmoe FP8 one scale"}
+    assert found["epmoe FP8 one scale down"]["ratios"].keys() == {"epmoe FP8"}
     for data in ("gate and up", "gate and up, heavy tails", "down", "down, heavy tails"):
         # e4m3 has 3 bits after the first one: in the mean a number is wrong by some per cent
         assert 0.01 < found[f"error: epmoe FP8 {data}"]["error"] < 0.1
@@ -26,7 +28,7 @@ def test_bench_fp8_measures_times_and_errors():
     for name in ("", " SwiGLU"):
         row = found[f"epmoe quantise{name}"]
         assert row["ratios"].keys() == {f"torch quantise{name}", f"copy of as many bytes{name}"}
-    assert "TFLOP/s" in out and "GB/s" in out
+    assert "TFLOP/s" in out and "GB/s" in out and "TB/s of weights" in out
 
 
 def test_bench_fp8_finds_a_wrong_result(monkeypatch):
