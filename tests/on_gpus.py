@@ -5,7 +5,9 @@
 
 One GPU is enough: there the ranks share it (EPMOE_SHARE_GPU=1).  Steps whose names end with -threads run
 their ranks as threads of one process, side by side on the GPU.  In all other steps the ranks are processes.
-Under NVIDIA MPS (names that end with -mps) their kernels also run side by side, else the kernels alternate.
+Under NVIDIA MPS (names that end with -mps, and the suite) their kernels also run side by side, else the
+kernels alternate.  The steps of the suite run beside each other, each with an MPS server of its own, whose
+kernels alternate with those of the others.
 Steps that need several GPUs, because they measure links, are listed as not run.
 
 Each step has its own time limit of at most 9 minutes.  A step for which too little of --seconds is left is
@@ -14,8 +16,10 @@ The exit status is 1 if a step failed.  Needs the package built in place (make b
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 import shutil
@@ -46,11 +50,13 @@ MPS = "nvidia-cuda-mps-control"
 # The suite in parts, so that each ends within LONGEST_S also where four ranks take turns on one GPU.
 PARTS = {
     "move": ("dispatch", "combine", "plan", "heap", "world", "gemm", "build", "env", "bench", "fuzz", "soak",
-             "import", "install", "limits", "nodes"),
+             "import", "install", "limits"),
     "layer": ("layer", "moe", "examples", "integrations", "expert", "shards", "tuning"),
     "errors": ("errors", "written"),
     "fused": ("fused", "low", "fp8", "activation", "experts"),
+    "nodes": ("nodes",),
 }
+RANKS_MOST = 4  # of a step on one GPU
 
 
 @dataclasses.dataclass
@@ -63,6 +69,7 @@ class Step:
     needs: str = ""  # why it cannot run here
     explained: str = ""  # a pattern of reports that are not faults
     mps: bool = False  # under NVIDIA MPS
+    alone: bool = True  # no other step may run beside it
 
 
 def torchrun(n, *command):
@@ -75,12 +82,14 @@ def files(part):
             if p.stem.split("_")[1] in PARTS[part]]
 
 
-def tests(sizes):
-    """The whole suite at each number of ranks."""
-    for n in sizes:
+def tests(sizes, is_shared):
+    """The whole suite at each number of ranks, the longest steps first."""
+    has_mps = is_shared and bool(shutil.which(MPS))
+    for n in sorted(sizes, reverse=True):
         for part in PARTS:
+            # A rank counts only the ranks of its node, so under MPS the kernels of two nodes would not fit.
             yield Step(f"tests-{n}-{part}", torchrun(n, "-m", "pytest", "-q", "-rs", *files(part)), LONGEST_S,
-                       "passed")
+                       "passed", mps=has_mps and n > 1 and part != "nodes", alone=not has_mps)
 
 
 def layers(n):
@@ -148,7 +157,7 @@ def sanitizers():
 def steps(num_gpus, out):
     """From what is quick and tells most to what is long."""
     python, is_shared = [sys.executable], num_gpus == 1
-    most = 4 if is_shared else num_gpus
+    most = RANKS_MOST if is_shared else num_gpus
     several = "needs several GPUs: its figures are of links" if is_shared else ""
     yield Step("gemm-bench", [*python, "-m", "epmoe.bench", "gemm", "--ranks", "1", "--json",
                               str(out / "gemm.json")], 240)
@@ -156,7 +165,7 @@ def steps(num_gpus, out):
                                 str(out / "decode.json")], 240)
     yield Step("side-bench", [*python, "-m", "epmoe.bench", "side", "--ranks", "1", "--json",
                               str(out / "side.json")], 240)
-    yield from tests(sorted({1, 2, most}))
+    yield from tests({1, 2, most}, is_shared)
     yield from layers(most)
     yield from soaks(most, is_shared)
     yield Step("demo", [*python, "examples/train_lm.py"], 240, "demo: ok")
@@ -231,17 +240,25 @@ def parse():
 
 def run_all(chosen, out, seconds):
     """[(name, verdict, seconds, last words)]"""
-    end, results = time.monotonic() + seconds, []
-    for i, s in enumerate(chosen):
+    end, results, num_begun = time.monotonic() + seconds, [], itertools.count(1)
+
+    def run_one(s):
         left, log, start = end - time.monotonic(), out / f"{s.name}.log", time.monotonic()
+        number = next(num_begun)
         if s.needs or left < min(s.limit_s, 30):
-            results.append((s.name, "not run", 0, s.needs or "no time was left"))
-            continue
+            return s.name, "not run", 0, s.needs or "no time was left"
         s.limit_s = int(min(s.limit_s, left))
-        print(f"[{i + 1}/{len(chosen)}] {s.name} ...", flush=True)
+        print(f"[{number}/{len(chosen)}] {s.name} ...", flush=True)
         verdict = run(s, log)
-        results.append((s.name, verdict, time.monotonic() - start, last_words(log)))
-        print(f"      {verdict}, {results[-1][2]:.0f} s: {results[-1][3]}", flush=True)
+        result = s.name, verdict, time.monotonic() - start, last_words(log)
+        print(f"      {s.name}: {verdict}, {result[2]:.0f} s: {result[3]}", flush=True)
+        return result
+
+    for alone, group in itertools.groupby(chosen, key=lambda s: s.alone):
+        # a rank keeps a core busy
+        lanes = 1 if alone else max(1, (os.cpu_count() or 1) // RANKS_MOST)
+        with concurrent.futures.ThreadPoolExecutor(lanes) as pool:
+            results += pool.map(run_one, group)
     return results
 
 
