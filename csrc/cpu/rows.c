@@ -112,10 +112,11 @@ float ep_cpu_quantize_floats(uint8_t *dst, const float *src, uint32_t n, uint32_
         most = magnitude > most ? magnitude : most;
     }
     float scale = most / 448.0f;
-    if (fp8 >= EP_FP8_POW2) {
-        int exponent;
-        const float m = frexpf(scale, &exponent);
-        scale = ldexpf(1.0f, m == 0.5f ? exponent - 1 : exponent);
+    if (fp8 >= EP_FP8_POW2) { /* the next power of two; infinity stays infinity */
+        uint32_t bits;
+        memcpy(&bits, &scale, 4);
+        if (bits & 0x7fffffu) bits = (bits | 0x7fffffu) + 1;
+        memcpy(&scale, &bits, 4);
     }
     const float inverse = 1.0f / scale;
     for (uint32_t i = 0; i < n; i++) dst[i] = f32_to_e4m3(src[i] * inverse);

@@ -1,0 +1,51 @@
+"""LowLatencyAll2All with numbers that FP8 cannot represent: NaN and infinity."""
+
+import pytest
+import torch
+
+import epmoe
+from epmoe import reference
+
+
+def test_low_latency_fp8_scale_ignores_a_signaling_nan(ranks):
+    def run(world, device):
+        x = torch.ones(2, 128, dtype=torch.bfloat16)
+        x[:, 5] = 896
+        x.view(torch.int16)[0, 60] = 0x7f81  # NaN: the first bit of its mantissa is 0
+        a2a = epmoe.LowLatencyAll2All(world, 2, 128, 1, world.size, device=device)
+        inputs = x, torch.full((2, 1), world.rank), torch.ones(2, 1)
+        rows, scales, _, _ = a2a.dispatch(*(t.to(a2a.device) for t in inputs), fp8=True)
+        results = rows[0, :2].view(torch.uint8).cpu(), scales[0, :2].cpu()
+        a2a.synchronize()
+        a2a.finalize()
+        return results
+
+    for rows, scales in ranks(run):
+        assert scales.flatten().tolist() == [2.0, 2.0]
+        assert rows[0, 60] & 0x7f == 0x7f
+        rows[0, 60] = rows[1, 60]
+        assert torch.equal(rows[0], rows[1])
+
+
+@pytest.mark.parametrize("fp8", [True, "pow2", "ue8m0"])
+def test_low_latency_fp8_scale_of_infinity(ranks, fp8):
+    """The scale of a group with an infinity is infinity, also as a power of two."""
+    def run(world, device):
+        x = torch.ones(1, 512, dtype=torch.bfloat16)
+        x[0, 130] = torch.inf
+        a2a = epmoe.LowLatencyAll2All(world, 1, 512, 1, world.size, device=device)
+        idx = torch.full((1, 1), world.rank, device=device)
+        rows, scales, _, _ = a2a.dispatch(x.to(device), idx, fp8=fp8)
+        results = rows[0, :1].view(torch.uint8).cpu(), scales[0, :1].cpu()
+        a2a.synchronize()
+        a2a.finalize()
+        return x, *results
+
+    for x, rows, scales in ranks(run):
+        q, wanted = reference.quantize_fp8(x, pow2=fp8 is not True)
+        assert wanted[0, 1] == torch.inf
+        assert torch.equal(scales, reference.pack_ue8m0(wanted) if fp8 == "ue8m0" else wanted)
+        q = q.view(torch.uint8)
+        assert rows[0, 130] & 0x7f == q[0, 130] & 0x7f == 0x7f  # NaN of either sign
+        rows[0, 130] = q[0, 130]
+        assert torch.equal(rows, q)
