@@ -114,15 +114,20 @@ class Product:
             else:
                 left = dequantized(self.rows[at], self.a_scale[at], (1, 128))
                 right = dequantized(self.columns[e], self.b_scale[e], (128, 128)).t()
-            want, size = left @ right, left.abs() @ right.abs()
-            if activation:
-                size = 2 * (size.chunk(2, 1)[0] + 1) * (size.chunk(2, 1)[1] + 1)
-                want = activate(want, activation)
-            share = ERROR_TENSOR_CORES if self.on_gpu else ERROR_FLOAT32
-            bad = ~((got[at].double() - want).abs() <= 2.0**-8 * want.abs() + share * size)
-            if bad.any():
-                return f"{int(bad.sum())} of {bad.numel()} sampled numbers of expert {e} differ from float64"
+            if error := error_of(got[at], left, right, activation, self.on_gpu):
+                return f"expert {e}: {error}"
         return ""
+
+
+def error_of(got, left, right, activation, on_gpu):
+    """Return what is wrong with the product of two matrices in float64, or ""."""
+    want, size = left @ right, left.abs() @ right.abs()
+    if activation:
+        size = 2 * (size.chunk(2, 1)[0] + 1) * (size.chunk(2, 1)[1] + 1)
+        want = activate(want, activation)
+    share = ERROR_TENSOR_CORES if on_gpu else ERROR_FLOAT32
+    bad = ~((got.double() - want).abs() <= 2.0**-8 * want.abs() + share * size)
+    return f"{int(bad.sum())} of {bad.numel()} sampled numbers differ from float64" if bad.any() else ""
 
 
 def relative_errors(product):
@@ -195,6 +200,10 @@ def measure_decode(run, shape):
         columns, b_scale = (t.expand(num_experts, -1, -1).contiguous() for t in (one, scale))
         fn = functools.partial(epmoe.grouped_gemm, rows, columns, offsets=offsets, a_scale=a_scale,
                                b_scale=b_scale)
+        with poisoned():
+            got = fn()
+        run.agree(error_of(got[::16], dequantized(rows[::16], a_scale[::16], (1, 128)),
+                           dequantized(one[0], scale[0], (128, 128)).t(), None, run.on_gpu))
         rounds, round_ms = (6, 20.0) if run.on_gpu else (3, 1.0)
         ms, = alternated([fn], run.device, run.cpu_group, run.options.iters or rounds, round_ms)
         rate = num_used * one.numel() / ms / 1e9
