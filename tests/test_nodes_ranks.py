@@ -70,7 +70,8 @@ def a_step(moe, call, x, idx, weight, d_out):
     return {name: t.detach().cpu() for name, t in got.items()}
 
 
-def test_nodes_of_ranks_run_the_megakernels(ranks):
+@pytest.mark.parametrize("backend", ["default", "gloo"])
+def test_nodes_of_ranks_run_the_megakernels(ranks, backend):
     """EPMoE against one process in float64; its fused kernels have the bits of the stages."""
     case = Case(topk=TOPK, max_tokens=96, num_local=EXPERTS_OF_RANK, tokens="unequal", pattern="sentinels")
 
@@ -97,7 +98,7 @@ def test_nodes_of_ranks_run_the_megakernels(ranks):
             moe.finalize()
         return result
 
-    results, _ = over_nodes(ranks, "default", main)
+    results, _ = over_nodes(ranks, backend, main)
     x, weight, d_out = (torch.cat([r[n] for r in results]).double() for n in ("x", "weight", "d_out"))
     params = [torch.cat([r["params"][i] for r in results]).double().requires_grad_() for i in (0, 1)]
     x, weight = x.requires_grad_(), weight.requires_grad_()
