@@ -11,10 +11,11 @@ node   both ranks of a random node are killed,
 cut    the link goes down,
 stop   a random rank is stopped for longer than a death takes to be seen, and then continued.
 
-After a kill, every survivor must raise PeerDied that names who has died, within 3 s, and compute right sums
-in new nodes. After a cut, all ranks must name the other node within 3 s. A rank that was stopped is named by
-nobody, and all sums are right. No process, shared memory or name may be left. The table shows how long
-after the fault the ranks raised. The exit status is 1 after any fault of epmoe.
+After a kill, each surviving rank must raise PeerDied within 3 s. The error names the dead ranks. Then the
+survivors create new nodes, and the sums there must be right. After a cut, each rank must raise PeerDied
+within 3 s, and the error names the other node. After a stop, no rank may raise an error, and all sums must be
+right. No process, shared memory or name may be left. The table shows how long after the fault the ranks
+raised. The exit status is 1 if epmoe did anything else.
 
 It starts itself again with `unshare`, which needs user namespaces.
 """

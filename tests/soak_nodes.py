@@ -93,7 +93,7 @@ def group_of(backend):
 
 
 def run_batch(world, device, seed, number, num_layers, graph, backend):
-    """The number of layers with a wrong result."""
+    """The number of layers with a wrong result. graph: soak_fused.main passes it; here NCCL decides."""
     r = random.Random(f"{seed} {number} {world.rank} delays")
 
     def delay():
