@@ -216,6 +216,7 @@ class _LlCombine(NamedTuple):
     handle: Tensor
     out: Tensor
     is_masked: int
+    fp8: int
     parts: int
 
 class _DispatchFp8(NamedTuple):

@@ -216,16 +216,22 @@ class LowLatencyAll2All(LowLatencyParts):
         written = () if out is None else result[3]._written
         return self._set_pending(buffer, _C.layer_ll_dispatch, arguments, result, written)
 
-    def combine(self, y, handle, *, out=None):
+    def combine(self, y, handle, *, fp8=False, out=None):
         """Return the experts' rows to the ranks of their tokens, and add them up there.  Collective.
 
         The sums are those of EPAll2AllLayer with enable_local_combine, bit for bit:
 
             y[t] = round(sum over ranks r = 0, 1, ... of round(sum over k at r of w_k * row_k))
 
+        With fp8, each inner sum that crosses between two ranks is quantised after it was rounded, and so the
+        result has an error: docs/guide.md#decode.
+
         Args:
             y: The experts' outputs, of the layer's dtype, in the layout of dispatch's rows, contiguous.
             handle: What dispatch returned.
+            fp8: Whether sums travel as float8_e4m3fn with a float32 scale for each 128 numbers, the largest
+                magnitude / 448: about half of the bytes.  The same on all ranks, and independent of the
+                dispatch's fp8.  The layer's dtype must be bfloat16 or float16, and H a multiple of 128.
             out: None, or a contiguous [T, H] tensor of the layer's dtype to write and return, which shares no
                 memory with y.
 
@@ -238,7 +244,8 @@ class LowLatencyAll2All(LowLatencyParts):
             RuntimeError: On this rank, when a gradient is wanted, also one of out.
             NotImplementedError: On this rank, for a tensor with a tangent, and inside of torch.func.
             PeerError: On the other ranks, when one rank raises one of these.
-            EpMismatch: On all ranks, when they are not in the same call, or use different dispatches.
+            EpMismatch: On all ranks, when they are not in the same call, with different fp8, or use different
+                dispatches.
             PeerDied: On all surviving ranks, when a rank dies.
             EpTimeout: On all ranks, when one does not make the call before the timeout.
             EpClosed: After finalize.
@@ -253,16 +260,17 @@ class LowLatencyAll2All(LowLatencyParts):
             tensor([[0.7500, 0.7500, 0.7500, 0.7500]])
             >>> a2a.finalize()
         """
-        arguments, out = self._prepare_combine(y, handle, out)
+        arguments, out = self._prepare_combine(y, handle, fp8, out)
         _C.layer_ll_combine(self._c, handle.buffer, (*arguments, BOTH))
         return out
 
-    def combine_send(self, y, handle, *, out=None):
+    def combine_send(self, y, handle, *, fp8=False, out=None):
         """Send as combine does, and return before anything is received.  Collective.
 
         Args:
             y: As for combine.
             handle: As for combine.
+            fp8: As for combine.
             out: As for combine.
 
         Returns:
@@ -280,7 +288,7 @@ class LowLatencyAll2All(LowLatencyParts):
             tensor([[2., 2., 2., 2.]])
             >>> a2a.finalize()
         """
-        arguments, result = self._prepare_combine(y, handle, out)
+        arguments, result = self._prepare_combine(y, handle, fp8, out)
         _C.layer_ll_combine(self._c, handle.buffer, (*arguments, SEND))
         written = () if out is None else (out,)
         return self._set_pending(handle.buffer, _C.layer_ll_combine, arguments, result, written)

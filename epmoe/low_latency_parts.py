@@ -223,7 +223,7 @@ class LowLatencyParts(LayerParts):
             raise ValueError("the handle belongs to another LowLatencyAll2All: pass one that this one's "
                              "dispatch returned")
 
-    def _prepare_combine(self, y, handle, out):
+    def _prepare_combine(self, y, handle, fp8, out):
         buffer = getattr(handle, "buffer", 0)
         self._check_idle(_C.OP_LL_COMBINE, buffer)
         try:
@@ -233,6 +233,8 @@ class LowLatencyParts(LayerParts):
                 check_mode(y, out)
             if type(handle) is not LowLatencyHandle or handle._owner is not self:
                 self._check_handle(handle)
+            if type(fp8) is not bool:
+                raise TypeError(f"fp8: wanted True or False, got {fp8!r}")
             if out is None:
                 out = self._numbers.new_empty(handle.num_tokens, self.hidden)
             elif out.shape[0] != handle.num_tokens:
@@ -242,7 +244,7 @@ class LowLatencyParts(LayerParts):
                 mark_written((out,))
         except Exception as error:
             self._refuse(_C.OP_LL_COMBINE, error, buffer)
-        return (y, handle._outputs[0], out, LAYOUTS[handle.layout]), out
+        return (y, handle._outputs[0], out, LAYOUTS[handle.layout], fp8), out
 
     def _set_pending(self, buffer, call, arguments, result, written):
         self._pending[buffer] = PendingCall(self, buffer, call, arguments, result, written)

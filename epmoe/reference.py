@@ -128,7 +128,7 @@ def dispatch_weights(ws, p):
     return out
 
 
-def combine(ys, p, indices, num_experts, weights=None, local_combine=False):
+def combine(ys, p, indices, num_experts, weights=None, local_combine=False, fp8=False):
     """Compute the sum of each token's rows.
 
     Products and sums are rounded to float32 one by one, over k = 0, 1, ...  With local_combine they go over
@@ -141,6 +141,8 @@ def combine(ys, p, indices, num_experts, weights=None, local_combine=False):
         num_experts: E.
         weights: None, or per rank [M], the weight of each row.
         local_combine: Whether to sum at the expert's rank first, as enable_local_combine does.
+        fp8: With local_combine: whether the partial sums of other ranks are quantised, as
+            LowLatencyAll2All.combine does.
 
     Returns:
         Per rank [T, H], of the rows' dtype.
@@ -157,7 +159,7 @@ def combine(ys, p, indices, num_experts, weights=None, local_combine=False):
     local = num_experts // num_ranks
     device, dtype, hidden = ys[0].device, ys[0].dtype, ys[0].shape[1]
     out = []
-    for idx, at in zip(indices, p["token_row"]):
+    for rank, (idx, at) in enumerate(zip(indices, p["token_row"])):
         total = torch.zeros(len(idx), hidden, device=device)
         for group in range(num_ranks) if local_combine else [None]:
             partial = torch.zeros(len(idx), hidden, device=device)
@@ -169,7 +171,12 @@ def combine(ys, p, indices, num_experts, weights=None, local_combine=False):
                     if weights is not None:
                         term = weights[r][row, None] * term
                     partial[of.to(device)] += term
-            total = total + partial.to(dtype).float() if local_combine else partial
+            if local_combine:
+                partial = partial.to(dtype).float()
+            if fp8 and group != rank:
+                q, scales = quantize_fp8(partial)
+                partial = (q.float().unflatten(-1, (-1, 128)) * scales[..., None]).flatten(-2)
+            total = total + partial if local_combine else partial
         out.append(total.to(dtype))
     return out
 

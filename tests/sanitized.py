@@ -114,6 +114,9 @@ def decode(world, device):
             again = pending.recv()
             assert torch.equal(counts, again[2]), f"{fp8}, {layout}: other counts on rank {world.rank}"
             if fp8:
+                y = torch.randn(rows.shape, generator=generator).to(device, a2a.dtype)
+                sums = [a2a.combine(y, handle, fp8=True), a2a.combine_send(y, handle, fp8=True).recv()]
+                assert torch.equal(*sums), f"{fp8}, {layout}: other sums on rank {world.rank}"
                 continue
             got, row_weight, plan = layer.dispatch(x, idx, weight)
             want = layer.combine(got, plan, row_weight)

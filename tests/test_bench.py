@@ -48,7 +48,7 @@ EXPECTED = {
             | {f"epmoe low-latency {call}{out}, host" for call in ("dispatch", "combine")
                for out in ("", ", out=")},
     "nodes": {"epmoe over nodes", "rail slowed down"},
-    "decode": {f"epmoe {call}" for call in CALLS}
+    "decode": {f"epmoe {call}" for call in (*CALLS, "combine fp8")}
               | {f"epmoe {call} {half}" for call in CALLS[:3] for half in ("send", "recv")}
               | {f"torch {call}" for call in ("dispatch", "combine", "pair", "all_to_all_single alone")}
               | {"GEMMs alone", "torch GEMMs alone", "epmoe layer"},

@@ -49,7 +49,10 @@ def test_bench_decode_finds_a_wrong_half():
 def test_bench_decode_finds_a_wrong_layer():
     """The sums of the calls, whose rows are masked, stay right."""
     right = epmoe.LowLatencyAll2All.combine
-    wrong = lambda self, y, handle: right(self, y, handle) + (handle.layout == "compact")  # noqa: E731
+
+    def wrong(self, y, handle, **options):
+        return right(self, y, handle, **options) + (handle.layout == "compact")
+
     with (unittest.mock.patch.object(epmoe.LowLatencyAll2All, "combine", wrong),
           pytest.raises(AssertionError, match="3 of 3 tokens differ")):
         run_command(["decode", "--tokens", "3", "--iters", "1"])

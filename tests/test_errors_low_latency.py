@@ -145,11 +145,11 @@ def test_errors_low_latency_combine(ranks):
         got = []
         with torch.no_grad():
             for change in (lambda y, h: (y.float(), h), lambda y, h: (y[:1], h), lambda y, h: (y, "h"),
-                           lambda y, h: (y, foreign), lambda y, h: ("y", h)):
+                           lambda y, h: (y, foreign), lambda y, h: ("y", h), lambda y, h: (y, h, "pow2")):
                 foreign = wrong(lambda a: {})(other)[3]
                 rows, _, _, handle = wrong(lambda a: {})(a2a)
-                y, h = change(rows, handle) if on_last(world) else (rows, handle)
-                got.append(outcome(lambda: a2a.combine(y, h), a2a))
+                y, h, *fp8 = change(rows, handle) if on_last(world) else (rows, handle)
+                got.append(outcome(lambda: a2a.combine(y, h, fp8=fp8[0] if fp8 else False), a2a))
         result = run_call(a2a, SHAPE, GOOD)
         a2a.finalize()
         other.finalize()
@@ -158,10 +158,36 @@ def test_errors_low_latency_combine(ranks):
     results = ranks(run, at_least=2)
     last = len(results) - 1
     for i, (error, text) in enumerate([("TypeError", "rows"), ("ValueError", "rows"), ("TypeError", "handle"),
-                                       ("ValueError", "another"), ("TypeError", "str")]):
+                                       ("ValueError", "another"), ("TypeError", "str"),
+                                       ("TypeError", "True or False, got 'pow2'")]):
         check_outcomes([r[0][i] for r in results], ["PeerError"] * last + [error], text, on_rank=last,
                        elsewhere=(f"rank {last}",))
     check_call(SHAPE, GOOD, [r[1] for r in results])
+
+
+@pytest.mark.parametrize("shape, error, text", [(Shape(dtype=torch.float32), "TypeError", "not float32"),
+                                                (Shape(hidden=192), "ValueError", "multiple of 128")])
+def test_errors_low_latency_sums_in_fp8(ranks, shape, error, text):
+    """A layer whose sums cannot travel in FP8, and then fp8 that differs between ranks."""
+
+    def run(world, device):
+        got = []
+        for of in (shape, SHAPE):
+            a2a = make(world, device, of)
+            x, idx, weights = (t.to(device) for t in GOOD.inputs(of, world.rank, world.size))
+            with torch.no_grad():
+                rows, _, _, handle = a2a.dispatch(x, idx, weights)
+                fp8 = of is shape or on_last(world)
+                got.append(outcome(lambda: a2a.combine(rows.zero_(), handle, fp8=fp8), a2a))
+                again = a2a.combine(rows, handle)
+            a2a.synchronize()
+            a2a.finalize()
+        return got, bool((again == 0).all())
+
+    results = ranks(run, at_least=2)
+    check_outcomes([got[0] for got, _ in results], error, text)
+    check_outcomes([got[1] for got, _ in results], "EpMismatch", "fp8")
+    assert all(is_right for _, is_right in results)
 
 
 def test_errors_low_latency_out(ranks):

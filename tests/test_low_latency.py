@@ -36,6 +36,7 @@ class Call:
     tokens: str = "random"  # "full", "none", "only_last"
     halves: bool = False
     buffer: int = 0
+    returns_fp8: bool = False
 
     def num_tokens(self, shape, rank, size):
         if self.tokens == "random":
@@ -86,7 +87,7 @@ def run_call(a2a, shape, call, out=None, sums=None):
             rows, scales, counts, handle = a2a.dispatch(x, idx, weights, **options)
         y = experts_of(a2a, shape, call, rows, x)
         combine = a2a.combine_send if call.halves else a2a.combine
-        out = combine(y, handle, out=sums)
+        out = combine(y, handle, fp8=call.returns_fp8, out=sums)
         if call.halves:
             out = out.recv()
     return rows.view(torch.uint8) if call.fp8 else rows, scales, counts, out  # float8 cannot be pickled
@@ -139,7 +140,7 @@ def check_call(shape, call, results):
     if call.weights:
         weights = reference.dispatch_weights([w for _, _, w in inputs], plan)
     want = reference.combine(ys, plan, [idx for _, idx, _ in inputs], shape.num_local * size, weights,
-                             local_combine=True)
+                             local_combine=True, fp8=call.returns_fp8)
     for (_, _, _, out), expected in zip(results, want):
         assert torch.equal(out, expected.to(out.dtype))
 
@@ -172,6 +173,31 @@ def test_low_latency_dtypes_and_layouts(ranks, layout, dtype, world_size):
 def test_low_latency_fp8(ranks, fp8, layout, dtype):
     calls = [Call(seed=s, layout=layout, fp8=fp8) for s in range(6)]
     run_calls(ranks, Shape(dtype=dtype, hidden=1024 if fp8 == "ue8m0" else 640, max_tokens=17), calls)
+
+
+@pytest.mark.parametrize("fp8", [False, True, "ue8m0"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_latency_sums_in_fp8(ranks, fp8, dtype):
+    patterns = "uniform", "uniform", "sentinels", "one_rank", "edges", "duplicates"
+    calls = [Call(seed=s, layout=("masked", "compact")[s % 2], fp8=fp8, halves=s % 3 == 1, pattern=pattern,
+                  weights=s % 4 > 0, returns_fp8=s % 5 > 0) for s, pattern in enumerate(patterns)]
+    run_calls(ranks, Shape(dtype=dtype, hidden=1024 if fp8 == "ue8m0" else 640, max_tokens=17), calls)
+
+
+def test_low_latency_error_of_sums_in_fp8(ranks):
+    """The bound of the documents, and that this rank's own sums have no error."""
+    shape = Shape(hidden=1024, max_tokens=64)
+    calls = [Call(tokens="full", returns_fp8=fp8) for fp8 in (False, True)]
+
+    def run(world, device):
+        a2a = make(world, device, shape)
+        results = [run_call(a2a, shape, call)[3].float() for call in calls]
+        a2a.finalize()
+        return results
+
+    for exact, got in ranks(run):
+        error = ((got - exact).norm() / exact.norm()).item()
+        assert error < 0.03 and (error > 0.01 or ranks.size() == 1)
 
 
 @pytest.mark.parametrize("shape", [

@@ -23,21 +23,23 @@ static uint32_t targets_of(const EpLlDispatchParams *p, uint32_t t) {
     return mask;
 }
 
+/* Write a row in FP8: e4m3 numbers, then their scales. */
+static void quantize_row(const EpComm *c, uint32_t fp8, const unsigned char *from, unsigned char *to) {
+    for (uint32_t g = 0; g < c->shape.hidden / EP_FP8_GROUP; g++) {
+        const float scale =
+            ep_cpu_quantize(to + g * EP_FP8_GROUP, from + 2ull * g * EP_FP8_GROUP, c->shape.dtype, fp8);
+        memcpy(to + ep_ll_scales_at(c) + 4ull * g, &scale, 4);
+    }
+}
+
 /* Write token t in the form in which it travels: its row, or e4m3 numbers and their scales; then its
  * weights. */
 static void write_slot(const EpLlDispatchParams *p, uint32_t t, unsigned char *to) {
     const EpComm *c = &p->comm;
     const uint32_t K = c->shape.num_topk;
     const unsigned char *from = (const unsigned char *)p->x + t * c->layout.row_bytes;
-    if (p->fp8) {
-        for (uint32_t g = 0; g < c->shape.hidden / EP_FP8_GROUP; g++) {
-            const float scale = ep_cpu_quantize(to + g * EP_FP8_GROUP, from + 2ull * g * EP_FP8_GROUP,
-                                                c->shape.dtype, p->fp8);
-            memcpy(to + ep_ll_scales_at(c) + 4ull * g, &scale, 4);
-        }
-    } else {
-        memcpy(to, from, c->layout.row_bytes);
-    }
+    if (p->fp8) quantize_row(c, p->fp8, from, to);
+    else memcpy(to, from, c->layout.row_bytes);
     float weights[EP_MAX_TOPK];
     for (uint32_t k = 0; k < K; k++) weights[k] = p->weight ? p->weight[(uint64_t)t * K + k] : 1.0f;
     memcpy(to + ep_ll_weights_at(c), weights, 4ull * K);
@@ -226,7 +228,11 @@ static void return_token(const EpLlCombineParams *p, uint32_t source, uint32_t t
     const EpComm *c = &p->comm;
     if (!has_row(p, source, token)) return;
     if (EP_FAULT(FLAG_FIRST)) ep_ll_publish(c, source, token, 0, epoch);
-    sum_choices(p, source, token, ep_ll_slot(c, source, c->my_rank, token, epoch));
+    unsigned char *to = ep_ll_slot(c, source, c->my_rank, token, epoch);
+    /* No other rank uses this rank's slot of its own token, and this worker uses it only later. */
+    unsigned char *sum = p->fp8 ? ep_ll_slot(c, c->my_rank, c->my_rank, token, epoch) : to;
+    sum_choices(p, source, token, sum);
+    if (p->fp8) quantize_row(c, p->fp8, sum, to);
     for (uint32_t i = 0; i < c->layout.num_pieces; i++) ep_ll_publish(c, source, token, i, epoch);
 }
 
@@ -235,6 +241,8 @@ static bool finish_token(const EpLlCombineParams *p, uint32_t t, uint64_t epoch)
     const EpComm *c = &p->comm;
     const uint32_t targets = (uint32_t)p->handle[ep_ll_handle(&c->shape).targets_off + t];
     const void *sums[EP_MAX_RANKS];
+    const float *scales[EP_MAX_RANKS];
+    unsigned char *out = (unsigned char *)p->out + t * c->layout.row_bytes;
     uint32_t num = 0;
     for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
         if (!(targets >> r & 1u)) continue;
@@ -242,10 +250,11 @@ static bool finish_token(const EpLlCombineParams *p, uint32_t t, uint64_t epoch)
         if (r == c->my_rank) sum_choices(p, r, t, slot);
         for (uint32_t i = 0; i < c->layout.num_pieces && r != c->my_rank; i++)
             if (!ep_ll_await(c, EP_OP_LL_COMBINE, r, t, i, epoch)) return false;
+        scales[num] = r == c->my_rank ? NULL : (const float *)(slot + ep_ll_scales_at(c));
         sums[num++] = slot;
     }
-    ep_cpu_sum_rows((unsigned char *)p->out + t * c->layout.row_bytes, sums, NULL, num, c->shape.dtype,
-                    c->shape.hidden);
+    if (p->fp8) ep_cpu_sum_fp8(out, sums, scales, num, c->shape.dtype, c->shape.hidden);
+    else ep_cpu_sum_rows(out, sums, NULL, num, c->shape.dtype, c->shape.hidden);
     return true;
 }
 

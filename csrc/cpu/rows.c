@@ -86,6 +86,32 @@ static uint8_t f32_to_e4m3(float f) {
     return sign | (uint8_t)(e4m3 < 0x7eu ? e4m3 : 0x7eu);
 }
 
+static float e4m3_to_f32(uint8_t v) {
+    const uint32_t magnitude = v & 0x7fu, normal = (magnitude << 20) + (120u << 23);
+    float f = (float)magnitude * 0x1p-9f; /* below 8: subnormal */
+    if (magnitude >= 8) memcpy(&f, &normal, 4);
+    if (magnitude == 0x7f) f = NAN;
+    return v & 0x80u ? -f : f;
+}
+
+void ep_cpu_sum_fp8(void *dst, const void *const *rows, const float *const *scales, uint32_t num,
+                    uint32_t dtype, uint32_t hidden) {
+    const uint32_t size = ep_dtype_bytes(dtype);
+    for (uint32_t at = 0; at < hidden; at += EP_FP8_GROUP) {
+        float acc[EP_FP8_GROUP] = {0};
+        for (uint32_t i = 0; i < num; i++) {
+            const uint8_t *row = (const uint8_t *)rows[i];
+            if (!scales[i]) {
+                row_add(acc, row + (uint64_t)at * size, dtype, EP_FP8_GROUP, NULL);
+                continue;
+            }
+            const float scale = scales[i][at / EP_FP8_GROUP];
+            for (uint32_t j = 0; j < EP_FP8_GROUP; j++) acc[j] += scale * e4m3_to_f32(row[at + j]);
+        }
+        row_store((unsigned char *)dst + (uint64_t)at * size, acc, dtype, EP_FP8_GROUP);
+    }
+}
+
 float ep_cpu_number(const void *src, uint32_t dtype, uint64_t i) {
     return dtype == EP_BF16 ? bf16_to_f32(((const uint16_t *)src)[i]) : (float)((const EpF16 *)src)[i];
 }

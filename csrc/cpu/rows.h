@@ -15,6 +15,10 @@ void ep_cpu_load(float *to, const void *src, uint32_t dtype, uint64_t at, uint32
 float ep_cpu_quantize_floats(uint8_t *dst, const float *src, uint32_t n, uint32_t fp8);
 /* The same for a group of EP_FP8_GROUP numbers of bf16 or fp16. */
 float ep_cpu_quantize(uint8_t *dst, const void *src, uint32_t dtype, uint32_t fp8);
+/* dst = the sum of the rows, in the order of the array. Row i is of dtype where scales[i] is NULL. Else it
+ * has e4m3 numbers, and a scale for each EP_FP8_GROUP of them. hidden is a multiple of EP_FP8_GROUP. */
+void ep_cpu_sum_fp8(void *dst, const void *const *rows, const float *const *scales, uint32_t num,
+                    uint32_t dtype, uint32_t hidden);
 /* Read and write number i of an array of bf16 or fp16. */
 float ep_cpu_number(const void *src, uint32_t dtype, uint64_t i);
 void ep_cpu_store(void *dst, uint32_t dtype, uint64_t i, float value);

@@ -42,15 +42,13 @@ static int check_scales(const EpLayer *l, const EpTensor *t, const EpLlDispatchA
                            16);
 }
 
-static int check_fp8(const EpLayer *l, const EpLlDispatchArgs *a) {
+static int check_fp8(const EpLayer *l, uint32_t fp8, uint32_t most) {
     const EpShape *s = &l->config.shape;
-    if (a->fp8 > EP_FP8_UE8M0) return ep_error(EP_EINVAL, "fp8 %u: must be 0 to %u", a->fp8, EP_FP8_UE8M0);
-    if ((a->fp8 != 0) != (a->scales != NULL))
-        return ep_error(EP_EINVAL, "scales: give them with fp8, and not without it");
-    if (!a->fp8) return 0;
+    if (fp8 > most) return ep_error(EP_EINVAL, "fp8 %u: must be 0 to %u", fp8, most);
+    if (!fp8) return 0;
     if (s->dtype == EP_F32)
         return ep_error(EP_ETYPE, "fp8 needs a layer of bfloat16 or float16, not float32");
-    const uint32_t unit = EP_FP8_GROUP * (a->fp8 == EP_FP8_UE8M0 ? 4 : 1);
+    const uint32_t unit = EP_FP8_GROUP * (fp8 == EP_FP8_UE8M0 ? 4 : 1);
     if (s->hidden % unit)
         return ep_error(EP_EINVAL, "fp8 needs a hidden size that is a multiple of %u, not %u", unit,
                         s->hidden);
@@ -62,7 +60,9 @@ int ep_prepare_ll_dispatch(EpLayer *l, const EpCommBuffer *b, const EpLlDispatch
     const EpShape *s = &l->config.shape;
     const bool is_masked = a->is_masked != 0;
     EP_TRY(check_parts(a->parts));
-    EP_TRY(check_fp8(l, a));
+    EP_TRY(check_fp8(l, a->fp8, EP_FP8_UE8M0));
+    if ((a->fp8 != 0) != (a->scales != NULL))
+        return ep_error(EP_EINVAL, "scales: give them with fp8, and not without it");
     EP_TRY(ep_layer_check_num_tokens(l, "x", a->x));
     EP_TRY(ep_layer_check_rows(l, "x", a->x, -1));
     EP_TRY(check_indices(l, a->indices, a->x->shape[0]));
@@ -91,6 +91,7 @@ int ep_prepare_ll_dispatch(EpLayer *l, const EpCommBuffer *b, const EpLlDispatch
 int ep_prepare_ll_combine(EpLayer *l, const EpCommBuffer *b, const EpLlCombineArgs *a, EpLlCombineParams *p) {
     const EpShape *s = &l->config.shape;
     EP_TRY(check_parts(a->parts));
+    EP_TRY(check_fp8(l, a->fp8, EP_FP8_SCALED));
     EP_TRY(ep_layer_check_num_tokens(l, "output", a->out));
     EP_TRY(ep_layer_check_rows(l, "output", a->out, -1));
     EP_TRY(check_rows(l, a->rows, s->dtype, a->is_masked != 0));
@@ -101,6 +102,7 @@ int ep_prepare_ll_combine(EpLayer *l, const EpCommBuffer *b, const EpLlCombineAr
     p->out = a->out->data;
     p->num_tokens = (uint32_t)a->out->shape[0];
     p->is_masked = a->is_masked != 0;
+    p->fp8 = a->fp8;
     p->parts = a->parts;
     return 0;
 }

@@ -9,7 +9,7 @@
  *   head    what a rank tells every peer about its operation: two cells
  *   route   one cell for each choice of each token, to every peer: the expert
  *   slot    a token's row on its way: the row (or e4m3 numbers, then f32 scales), then f32 weight[K].
- *           On the way back: the sum of its rows at an expert's rank
+ *           On the way back: the sum of its rows at an expert's rank (or e4m3 numbers, then f32 scales)
  *   piece   EP_PIECE_VECS units of 16 bytes of a row of the layer's dtype. One flag publishes a piece of a
  *           slot.
  *
@@ -327,7 +327,7 @@ EP_FN EpLlHead ep_ll_dispatch_head(const EpLlDispatchParams *p) {
 }
 EP_FN EpLlHead ep_ll_combine_head(const EpLlCombineParams *p) {
     const bool is_bad = p->handle[EP_LL_STATUS] || p->handle[EP_LL_NUM_TOKENS] != (int32_t)p->num_tokens;
-    const EpLlHead h = {ep_ll_call(EP_OP_LL_COMBINE, 0, is_bad ? EP_EINVAL : p->comm.status),
+    const EpLlHead h = {ep_ll_call(EP_OP_LL_COMBINE, p->fp8, is_bad ? EP_EINVAL : p->comm.status),
                         (uint32_t)p->handle[EP_LL_ID] & 0xffffu};
     return h;
 }

@@ -141,6 +141,7 @@ typedef enum {
     X(S, PLAN, handle)           \
     X(S, TENSOR, out)            \
     X(S, U32, is_masked)         \
+    X(S, U32, fp8)               \
     X(S, U32, parts)
 
 /* Dispatch of rows that are quantised already. x u8 [T][H], H a multiple of 16; x_scale f32 [T][groups] with

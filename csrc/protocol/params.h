@@ -139,6 +139,7 @@ typedef struct {
     const int32_t *handle;
     void *out; /* [T][H] */
     uint32_t num_tokens, is_masked, parts;
+    uint32_t fp8; /* EP_FP8_SCALED: the sums travel in FP8; else EP_FP8_NONE */
 } EpLlCombineParams;
 
 #endif /* EP_PARAMS_H */

@@ -75,8 +75,11 @@ class Decode:
             self.y_rows = arrived(self.y, counts)
             sums = self.layer.combine(self.y, self.handle)
             again = self.layer.combine_send(self.y, self.handle).recv()
+            of_fp8 = self.layer.combine(self.y, self.handle, fp8=True) if len(self.kinds) > 1 else sums
         self.layer.synchronize()
         self.run.agree(self.sums_error(sums) or self.sums_error(again))
+        wrong = not (of_fp8.float() - sums.float()).norm() <= 0.05 * sums.float().norm()
+        self.run.agree("combine: the sums in FP8 differ from those in bfloat16" if wrong else "")
 
     def rows_error(self, rows, scales, counts, fp8):
         """Return what is wrong with dispatched rows and scales, or ""."""
@@ -98,6 +101,8 @@ class Decode:
         found = {f"dispatch{name}": functools.partial(self.layer.dispatch, *self.inputs, fp8=fp8)
                  for name, fp8 in self.kinds.items()}
         found["combine"] = lambda: self.layer.combine(self.y, self.handle)
+        if len(self.kinds) > 1:
+            found["combine fp8"] = lambda: self.layer.combine(self.y, self.handle, fp8=True)
 
         def pair(fp8):
             *_, handle = self.layer.dispatch(*self.inputs, fp8=fp8)

@@ -3,97 +3,9 @@
 #include <math.h>
 
 #include "e4m3.h"
-#include "harness.h"
 #include "layer/test_hooks.h"
+#include "ll_cases.h"
 #include "protocol/low_latency.h"
-
-/* ---- cases ---- */
-
-/* A dispatch and a combine: the inputs of all ranks, and the expected results. */
-typedef struct {
-    Case base; /* only its tokens, indices and weights are used */
-    bool is_masked;
-    uint32_t fp8;
-    uint64_t num_rows;                /* of the tensors */
-    int32_t *row[EP_MAX_RANKS];       /* [T][K] of the source: row at the expert's rank, -1: dropped */
-    int32_t *origin[EP_MAX_RANKS];    /* [num_rows] source * max_tokens + token, -1: none */
-    int32_t *counts[EP_MAX_RANKS];    /* [L] */
-    void *y[EP_MAX_RANKS];            /* [num_rows][H] outputs of the experts */
-    unsigned char *out[EP_MAX_RANKS]; /* [T][H] */
-} LlCase;
-
-/* Rows of an expert are in the order of source and token. A token has one row at an expert. */
-static void place(LlCase *c, uint32_t r) {
-    const EpShape *s = &c->base.shape;
-    const uint32_t K = s->num_topk, L = s->num_experts / s->num_ranks;
-    uint32_t row = 0;
-    c->origin[r] = (int32_t *)alloc_exact(4 * c->num_rows);
-    c->counts[r] = (int32_t *)calloc(L, 4);
-    memset(c->origin[r], 0xff, 4 * c->num_rows);
-    for (uint32_t l = 0; l < L; l++) {
-        if (c->is_masked) row = l * s->num_ranks * s->max_tokens;
-        for (uint32_t w = 0; w < s->num_ranks; w++)
-            for (uint32_t t = 0; t < c->base.num_tokens[w]; t++) {
-                int32_t has_row = 0;
-                for (uint32_t k = 0; k < K; k++) {
-                    if (c->base.expert[w][t * K + k] != (int32_t)(r * L + l)) continue;
-                    c->row[w][t * K + k] = (int32_t)row;
-                    has_row = 1;
-                }
-                if (has_row) c->origin[r][row++] = (int32_t)(w * s->max_tokens + t);
-                c->counts[r][l] += has_row;
-            }
-    }
-}
-
-/* Each rank adds up its rows in the order of choices, and rounds. The source adds up these in the order of
- * ranks, and rounds. */
-static void expect_out(LlCase *c, uint32_t w, uint32_t t) {
-    const EpShape *s = &c->base.shape;
-    const uint32_t K = s->num_topk, L = s->num_experts / s->num_ranks, H = s->hidden;
-    float cell;
-    for (uint32_t h = 0; h < H; h++) {
-        float sum = 0;
-        for (uint32_t r = 0; r < s->num_ranks; r++) {
-            float part = 0;
-            for (uint32_t k = 0; k < K; k++) {
-                const int32_t e = c->base.expert[w][t * K + k];
-                if (e < 0 || (uint32_t)e / L != r) continue;
-                const float weight = c->base.has_weight ? c->base.weight[w][t * K + k] : 1.0f;
-                const float term =
-                    weight * load_number(c->y[r], s->dtype, (uint64_t)c->row[w][t * K + k] * H + h);
-                part += term;
-            }
-            store_number(&cell, s->dtype, 0, part);
-            sum += load_number(&cell, s->dtype, 0);
-        }
-        store_number(c->out[w], s->dtype, (uint64_t)t * H + h, sum);
-    }
-}
-
-static void ll_make(LlCase *c, const EpShape *s, Rng *rng, Route route, uint32_t fp8) {
-    case_make(&c->base, s, rng, route, 0);
-    c->is_masked = rng_below(rng, 2);
-    c->fp8 = fp8;
-    c->num_rows = c->is_masked ? (uint64_t)s->num_experts * s->max_tokens : s->capacity;
-    for (uint32_t w = 0; w < s->num_ranks; w++) {
-        const uint64_t T = c->base.num_tokens[w];
-        c->row[w] = (int32_t *)alloc_exact(4 * T * s->num_topk);
-        memset(c->row[w], 0xff, 4 * T * s->num_topk);
-        c->out[w] = (unsigned char *)alloc_exact(T * row_bytes(s));
-        c->y[w] = random_rows(rng, s, c->num_rows);
-    }
-    for (uint32_t r = 0; r < s->num_ranks; r++) place(c, r);
-    for (uint32_t w = 0; w < s->num_ranks; w++)
-        for (uint32_t t = 0; t < c->base.num_tokens[w]; t++) expect_out(c, w, t);
-}
-static void ll_free(LlCase *c) {
-    for (uint32_t w = 0; w < EP_MAX_RANKS; w++) {
-        void *all[] = {c->row[w], c->origin[w], c->counts[w], c->y[w], c->out[w]};
-        for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
-    }
-    case_free(&c->base);
-}
 
 /* ---- groups of e4m3 ---- */
 
@@ -189,13 +101,13 @@ static int ll_dispatch(LlStep *st, uint32_t parts) {
                                    .parts = parts};
     return ep_layer_ll_dispatch(st->me->layer, st->buffer, &args, NULL);
 }
-static int ll_combine(LlStep *st, uint32_t parts) {
+static int ll_combine(LlStep *st, uint32_t fp8, uint32_t parts) {
     const LlCase *c = st->c;
     const EpShape *s = &c->base.shape;
     EpTensor rows = rows_tensor(c, c->y[st->me->rank], s->dtype, c->num_rows, s->hidden),
              handle = tensor1(st->handle, EP_I32, (int64_t)st->handle_words),
              out = tensor2(st->out, s->dtype, st->num_tokens, s->hidden);
-    const EpLlCombineArgs args = {&rows, &handle, &out, c->is_masked, parts};
+    const EpLlCombineArgs args = {&rows, &handle, &out, c->is_masked, fp8, parts};
     return ep_layer_ll_combine(st->me->layer, st->buffer, &args, NULL);
 }
 
@@ -233,6 +145,20 @@ static bool check_ll_combine(const LlStep *st) {
     return true;
 }
 
+/* The sums of a combine in FP8: an e4m3 number is wrong by at most 1 / 16 of itself, and by little if it is
+ * small in its group. Terms may cancel, so this compares norms. */
+static bool check_ll_combine_fp8(const LlStep *st) {
+    const EpShape *s = &st->c->base.shape;
+    double error = 0, size = 1;
+    for (uint64_t i = 0; i < (uint64_t)st->num_tokens * s->hidden; i++) {
+        const double want = load_number(st->c->out[st->me->rank], s->dtype, i);
+        error += pow(load_number(st->out, s->dtype, i) - want, 2);
+        size += want * want;
+    }
+    CHECK(st->me, error <= 0.01 * size);
+    return true;
+}
+
 /* A dispatch and a combine, each in one launch or in two. */
 static bool run_ll_step(Rank *me, const LlCase *c, uint32_t buffer, bool halves) {
     const uint32_t parts = halves ? EP_LL_RECEIVE : EP_LL_BOTH;
@@ -240,9 +166,14 @@ static bool run_ll_step(Rank *me, const LlCase *c, uint32_t buffer, bool halves)
     if (halves) CHECK_CODE(me, 0, ll_dispatch(&st, EP_LL_SEND));
     CHECK_CODE(me, 0, ll_dispatch(&st, parts));
     TRY(check_ll_dispatch(&st));
-    if (halves) CHECK_CODE(me, 0, ll_combine(&st, EP_LL_SEND));
-    CHECK_CODE(me, 0, ll_combine(&st, parts));
+    if (halves) CHECK_CODE(me, 0, ll_combine(&st, 0, EP_LL_SEND));
+    CHECK_CODE(me, 0, ll_combine(&st, 0, parts));
     TRY(check_ll_combine(&st));
+    if (c->fp8) {
+        if (halves) CHECK_CODE(me, 0, ll_combine(&st, EP_FP8_SCALED, EP_LL_SEND));
+        CHECK_CODE(me, 0, ll_combine(&st, EP_FP8_SCALED, parts));
+        TRY(check_ll_combine_fp8(&st));
+    }
     ll_close(&st);
     return true;
 }
@@ -308,11 +239,11 @@ static bool ll_buffers_body(Rank *me, void *arg) {
         CHECK_CODE(me, 0, ll_dispatch(&a, EP_LL_SEND));
         CHECK_CODE(me, 0, ll_dispatch(&b, EP_LL_SEND));
         CHECK_CODE(me, 0, ll_dispatch(&b, EP_LL_RECEIVE));
-        CHECK_CODE(me, 0, ll_combine(&b, EP_LL_SEND));
+        CHECK_CODE(me, 0, ll_combine(&b, 0, EP_LL_SEND));
         CHECK_CODE(me, 0, ll_dispatch(&a, EP_LL_RECEIVE));
-        CHECK_CODE(me, 0, ll_combine(&a, EP_LL_BOTH));
+        CHECK_CODE(me, 0, ll_combine(&a, 0, EP_LL_BOTH));
         CHECK_CODE(me, 0, ep_layer_barrier(me->layer, 0, NULL));
-        CHECK_CODE(me, 0, ll_combine(&b, EP_LL_RECEIVE));
+        CHECK_CODE(me, 0, ll_combine(&b, 0, EP_LL_RECEIVE));
         TRY(check_ll_dispatch(&a) && check_ll_combine(&a));
         TRY(check_ll_dispatch(&b) && check_ll_combine(&b));
         ll_close(&a);
@@ -356,7 +287,7 @@ static bool wrong_index(Rank *me, const LlCase *of, int32_t value) {
     LlStep st = ll_open(me, &c, 0);
     CHECK_CODE(me, EP_EINDEX, ll_dispatch(&st, EP_LL_BOTH));
     TRY(is_void(&st));
-    CHECK_CODE(me, me->rank ? EP_EPEER : EP_EINVAL, ll_combine(&st, EP_LL_BOTH));
+    CHECK_CODE(me, me->rank ? EP_EPEER : EP_EINVAL, ll_combine(&st, 0, EP_LL_BOTH));
     CHECK(me, all_bytes_are(st.out, T * row_bytes(&c.base.shape), EP_FILL_NAN));
     ll_close(&st);
     free(index);
@@ -373,15 +304,16 @@ static bool ll_refusals_body(Rank *me, void *arg) {
         st.handle_words += wrong;
         TRY(wrong || is_void(&st));
         /* No rank has a handle. The error is that of the first one. */
-        CHECK_CODE(me, me->rank ? EP_EPEER : EP_EINVAL, ll_combine(&st, EP_LL_BOTH));
+        CHECK_CODE(me, me->rank ? EP_EPEER : EP_EINVAL, ll_combine(&st, 0, EP_LL_BOTH));
         CHECK_CODE(me, 0, ll_dispatch(&st, EP_LL_BOTH));
         TRY(check_ll_dispatch(&st));
         CHECK_CODE(me, 0, ll_dispatch(&other, EP_LL_BOTH));
         /* Rank 1 has the handle of the other dispatch. */
-        CHECK_CODE(me, EP_EMISMATCH, ll_combine(wrong ? &other : &st, EP_LL_BOTH));
+        CHECK_CODE(me, EP_EMISMATCH, ll_combine(wrong ? &other : &st, 0, EP_LL_BOTH));
         /* Rank 1 calls another operation. */
-        CHECK_CODE(me, EP_EMISMATCH, wrong ? ll_dispatch(&other, EP_LL_BOTH) : ll_combine(&st, EP_LL_BOTH));
-        CHECK_CODE(me, 0, ll_combine(&st, EP_LL_BOTH)); /* the handle can still be used */
+        CHECK_CODE(me, EP_EMISMATCH,
+                   wrong ? ll_dispatch(&other, EP_LL_BOTH) : ll_combine(&st, 0, EP_LL_BOTH));
+        CHECK_CODE(me, 0, ll_combine(&st, 0, EP_LL_BOTH)); /* the handle can still be used */
         TRY(check_ll_combine(&st));
         ll_close(&st);
         ll_close(&other);

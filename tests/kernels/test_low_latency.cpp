@@ -15,7 +15,7 @@ enum { NUM_ROUNDS = 3 };
 
 /* How a case calls the operations. */
 struct Calls {
-    uint32_t is_masked, fp8, halves;
+    uint32_t is_masked, fp8, halves, returns_fp8;
 };
 
 /* The outputs of a round on one backend. */
@@ -73,6 +73,7 @@ struct Test {
         p.out = to.sums;
         p.num_tokens = q.rank[r].num_tokens;
         p.is_masked = calls.is_masked;
+        p.fp8 = calls.returns_fp8;
         p.parts = parts;
         return p;
     }
@@ -173,24 +174,28 @@ static const struct {
     Case c;
     Calls calls;
 } cases[] = {
-    {{"compact, bfloat16", {2, 8, 4, 20, 24, EP_BF16, EP_LOW_LATENCY, 160}, {20, 17}, 0}, {0, 0, 0}},
-    {{"masked, float16, halves", {2, 4, 2, 33, 136, EP_F16, EP_LOW_LATENCY, 132}, {33, 5}, 0}, {1, 0, 1}},
+    {{"compact, bfloat16", {2, 8, 4, 20, 24, EP_BF16, EP_LOW_LATENCY, 160}, {20, 17}, 0}, {0, 0, 0, 0}},
+    {{"masked, float16, halves", {2, 4, 2, 33, 136, EP_F16, EP_LOW_LATENCY, 132}, {33, 5}, 0}, {1, 0, 1, 0}},
     {{"float32, a rank without tokens", {3, 6, 3, 9, 516, EP_F32, EP_LOW_LATENCY, 54}, {9, 0, 4}, 0},
-     {0, 0, 0}},
+     {0, 0, 0, 0}},
     {{"rows of two pieces, FP8", {2, 4, 2, 7, 640, EP_BF16, EP_LOW_LATENCY, 28}, {7, 6}, 0},
-     {0, EP_FP8_SCALED, 0}},
+     {0, EP_FP8_SCALED, 0, 0}},
+    {{"FP8 on both ways", {3, 6, 4, 7, 640, EP_BF16, EP_LOW_LATENCY, 84}, {7, 0, 6}, 0},
+     {0, EP_FP8_SCALED, 0, EP_FP8_SCALED}},
+    {{"FP8 only on the way back, halves", {2, 4, 2, 9, 1152, EP_F16, EP_LOW_LATENCY, 36}, {9, 7}, 0},
+     {1, 0, 1, EP_FP8_SCALED}},
     {{"FP8, powers of two, halves", {2, 4, 2, 7, 256, EP_F16, EP_LOW_LATENCY, 28}, {5, 7}, 0},
-     {0, EP_FP8_POW2, 1}},
+     {0, EP_FP8_POW2, 1, 0}},
     {{"FP8, scales in bytes, masked", {2, 4, 2, 7, 1024, EP_BF16, EP_LOW_LATENCY, 28}, {6, 7}, 0},
-     {1, EP_FP8_UE8M0, 0}},
-    {{"one rank", {1, 3, 4, 12, 8, EP_BF16, EP_LOW_LATENCY, 36}, {12}, 0}, {0, 0, 0}},
+     {1, EP_FP8_UE8M0, 0, 0}},
+    {{"one rank", {1, 3, 4, 12, 8, EP_BF16, EP_LOW_LATENCY, 36}, {12}, 0}, {0, 0, 0, 0}},
     {{"32 choices, more experts than threads", {1, 200, 32, 3, 8, EP_BF16, EP_LOW_LATENCY, 96}, {3}, 0},
-     {0, 0, 0}},
+     {0, 0, 0, 0}},
     {Case{"an index out of range", {2, 4, 2, 16, 16, EP_BF16, EP_LOW_LATENCY, 64}, {16, 9}, 0}.with_bad_index(
          1),
-     {0, 0, 0}},
+     {0, 0, 0, 0}},
     {Case{"without weights", {2, 4, 2, 16, 16, EP_BF16, EP_LOW_LATENCY, 64}, {16, 9}, 0}.unweighted(),
-     {0, 0, 0}},
+     {0, 0, 0, 0}},
 };
 
 int main(int argc, char **argv) {

@@ -3,6 +3,8 @@
  * Two steps of sums: the expert's rank adds up its rows of a token, each times its weight, and sends the sum
  * to the token's rank. The token's rank adds up the sums of all ranks.
  *
+ * With FP8, sums of other ranks travel as e4m3 numbers with a scale for each group.
+ *
  * Invariant: both sums are in fp32 and in a fixed order (choices, ranks), whichever sum arrives first. */
 #ifndef EP_LL_COMBINE_CUH
 #define EP_LL_COMBINE_CUH
@@ -52,7 +54,7 @@ template <int DTYPE> EP_FN bool sum_choices(const EpLlCombineParams &p, Token at
     return true;
 }
 
-template <int DTYPE> EP_FN void return_pieces(const EpLlCombineParams &p, uint64_t epoch) {
+template <int DTYPE, bool FP8> EP_FN void return_pieces(const EpLlCombineParams &p, uint64_t epoch) {
     const EpComm *c = &p.comm;
     const uint32_t num_pieces = c->layout.num_pieces;
     uint32_t num = 0;
@@ -62,18 +64,21 @@ template <int DTYPE> EP_FN void return_pieces(const EpLlCombineParams &p, uint64
         const uint32_t piece = i % num_pieces;
         uint4 sum[EP_PIECE_PARTS];
         if (!sum_choices<DTYPE>(p, at, piece, sum)) continue;
-        uint4 *to = (uint4 *)ep_ll_slot(c, at.source, c->my_rank, at.token, epoch);
+        Piece<FP8> got;
 #pragma unroll
-        for (uint32_t u = 0; u < EP_PIECE_PARTS; u++)
-            if (unit_of(piece, u) < num_units(c)) to[unit_of(piece, u)] = sum[u];
+        for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
+            if constexpr (FP8) got.v[u] = quantize<DTYPE>(sum[u], EP_FP8_SCALED, &got.scale[u]);
+            else got.v[u] = sum[u];
+        }
+        write_slot<FP8>(c, ep_ll_slot(c, at.source, c->my_rank, at.token, epoch), piece, got);
         ep_warp_sync(); /* all lanes' stores come before the release */
         if (ep_lane() == 0) ep_ll_publish(c, at.source, at.token, piece, epoch);
     }
 }
 
 /* Add up a piece of this rank's token, in the order of the ranks. A sum that does not arrive is NaN. */
-template <int DTYPE> EP_FN void finish_piece(const EpLlCombineParams &p, uint32_t token, uint32_t piece,
-                                             uint64_t epoch) {
+template <int DTYPE, bool FP8> EP_FN void finish_piece(const EpLlCombineParams &p, uint32_t token,
+                                                       uint32_t piece, uint64_t epoch) {
     const EpComm *c = &p.comm;
     const uint32_t targets = (uint32_t)p.handle[ep_ll_handle(&c->shape).targets_off + token];
     float acc[EP_PIECE_PARTS][EpVec<DTYPE>::N] = {};
@@ -85,9 +90,16 @@ template <int DTYPE> EP_FN void finish_piece(const EpLlCombineParams &p, uint32_
         } else {
             const bool here = ep_ll_await(c, EP_OP_LL_COMBINE, r, token, piece, epoch);
             const unsigned char *slot = ep_ll_slot(c, c->my_rank, r, token, epoch);
-            const Piece<false> got = here ? read_slot<false>(c, slot, piece) : nan_piece<false>();
+            const Piece<FP8> got = here ? read_slot<FP8>(c, slot, piece) : nan_piece<FP8>();
+            if constexpr (FP8) {
 #pragma unroll
-            for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) v[u] = got.v[u];
+                for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) /* 16 lanes share a scale; the first has it */
+                    add_quantized(acc[u], got.v[u], __shfl_sync(EP_FULL, got.scale[u], ep_lane() / 16 * 16));
+                continue;
+            } else {
+#pragma unroll
+                for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) v[u] = got.v[u];
+            }
         }
         ep_stream_add<DTYPE>(acc, v, false, 1.0f);
     }

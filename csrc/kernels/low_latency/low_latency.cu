@@ -118,7 +118,7 @@ template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 
     }
 }
 
-template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
+template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     ll_combine_kernel(const __grid_constant__ EpLlCombineParams p) {
     __shared__ EpLlHead heads[EP_MAX_RANKS];
     const EpComm *c = &p.comm;
@@ -127,14 +127,14 @@ template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     const EpLlHead mine = ep_ll_combine_head(&p);
     if (epoch && p.parts & EP_LL_SEND) {
         enter(c, mine, epoch);
-        if ((mine.call & 0xffu) == 0) return_pieces<DTYPE>(p, epoch);
+        if ((mine.call & 0xffu) == 0) return_pieces<DTYPE, FP8>(p, epoch);
     }
     if (!(p.parts & EP_LL_RECEIVE)) return;
     const bool ok = epoch && judge(c, EP_OP_LL_COMBINE, mine, heads, epoch);
     if (epoch && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, !ok, epoch);
     const uint32_t num_pieces = c->layout.num_pieces;
     for (uint32_t i = first_item(); ok && i < p.num_tokens * num_pieces; i += item_step())
-        finish_piece<DTYPE>(p, i / num_pieces, i % num_pieces, epoch);
+        finish_piece<DTYPE, FP8>(p, i / num_pieces, i % num_pieces, epoch);
     if (!ok) fill(p.out, p.num_tokens * c->layout.row_bytes, EP_NAN_WORD);
 }
 
@@ -155,10 +155,10 @@ static DispatchKernel *dispatch_kernel_of(const EpLlDispatchParams *p) {
                                          : ll_dispatch_kernel<EP_BF16, true>;
 }
 typedef void CombineKernel(EpLlCombineParams);
-static CombineKernel *combine_kernel_of(uint32_t dtype) {
-    return dtype == EP_F32   ? ll_combine_kernel<EP_F32>
-           : dtype == EP_F16 ? ll_combine_kernel<EP_F16>
-                             : ll_combine_kernel<EP_BF16>;
+static CombineKernel *combine_kernel_of(uint32_t dtype, bool fp8) {
+    if (dtype == EP_F32) return ll_combine_kernel<EP_F32, false>;
+    if (dtype == EP_F16) return fp8 ? ll_combine_kernel<EP_F16, true> : ll_combine_kernel<EP_F16, false>;
+    return fp8 ? ll_combine_kernel<EP_BF16, true> : ll_combine_kernel<EP_BF16, false>;
 }
 
 extern "C" int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_sm, void *stream) {
@@ -166,7 +166,7 @@ extern "C" int ep_launch_ll_dispatch(const EpLlDispatchParams *p, uint32_t num_s
                                          EP_WARPS, ep_ll_smem_bytes(&p->comm.shape), stream, *p);
 }
 extern "C" int ep_launch_ll_combine(const EpLlCombineParams *p, uint32_t num_sm, void *stream) {
-    return (int)ep_launch_resident_early(combine_kernel_of(p->comm.shape.dtype),
+    return (int)ep_launch_resident_early(combine_kernel_of(p->comm.shape.dtype, p->fp8 != 0),
                                          num_ctas(p->comm, p->num_tokens, num_sm), EP_WARPS, 0, stream, *p);
 }
 extern "C" int ep_preload_low_latency(void) {
@@ -179,6 +179,7 @@ extern "C" int ep_preload_low_latency(void) {
     if (e == cudaSuccess) e = ep_allow_smem(ll_dispatch_kernel<EP_BF16, true>, smem);
     if (e == cudaSuccess) e = ep_allow_smem(ll_dispatch_kernel<EP_F16, true>, smem);
     for (uint32_t dtype = EP_F32; e == cudaSuccess && dtype <= EP_BF16; dtype++)
-        e = cudaFuncGetAttributes(&a, combine_kernel_of(dtype));
+        for (uint32_t fp8 = 0; e == cudaSuccess && fp8 < 2; fp8++)
+            e = cudaFuncGetAttributes(&a, combine_kernel_of(dtype, fp8));
     return (int)e;
 }

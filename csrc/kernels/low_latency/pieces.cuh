@@ -57,6 +57,18 @@ template <int DTYPE> EP_FN uint2 quantize(uint4 v, uint32_t fp8, float *scale) {
     return make_uint2(q[0] | q[1] << 16, q[2] | q[3] << 16);
 }
 
+/* acc += the 8 numbers times their scale. Each product and each sum is rounded to float32, as on the CPU. */
+EP_FN void add_quantized(float (&acc)[8], uint2 v, float scale) {
+    const uint32_t pairs[] = {v.x, v.x >> 16, v.y, v.y >> 16};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const __half2 h = __half2(__nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)pairs[i], __NV_E4M3));
+        const float2 f = __half22float2(h);
+        acc[2 * i] = __fadd_rn(acc[2 * i], __fmul_rn(f.x, scale));
+        acc[2 * i + 1] = __fadd_rn(acc[2 * i + 1], __fmul_rn(f.y, scale));
+    }
+}
+
 /* ---- a piece of a row on its way ---- */
 
 /* What a lane holds of a piece. FP8: 8 e4m3 numbers and their scale for each unit; else 16 bytes. */
