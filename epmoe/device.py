@@ -58,6 +58,26 @@ def stream_of(device):
         raise
 
 
+def allocator_of(device):
+    """Return a function (sizes, strides, dtype) that allocates an uninitialised tensor on the device.
+
+    The tensor comes from torch's allocator.  Where torch has the function that the code of its compiler
+    calls, a tensor costs the host 1.0 us instead of 1.7 (E-103).
+    """
+    def slow(sizes, strides, dtype):
+        return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+    fast = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", slow)
+    if device.type == "cpu":
+        return fast
+    current_device = torch._C._cuda_getDevice
+
+    def allocate(sizes, strides, dtype):
+        # fast allocates on the current device
+        return (fast if current_device() == device.index else slow)(sizes, strides, dtype)
+    return allocate
+
+
 def status_of(error):
     """Return the code with which this rank reports an exception to the other ranks."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):

@@ -3,7 +3,7 @@
 import torch
 
 from . import _C
-from .device import pick_device, stream_of
+from .device import allocator_of, pick_device, stream_of
 from .heap import SymmetricHeap
 from .layer_parts import DTYPES, max_blocks, refuse_layer, world_of
 from .low_latency_parts import BOTH, SEND, LowLatencyHandle, LowLatencyParts, PendingCall
@@ -120,8 +120,7 @@ class LowLatencyAll2All(LowLatencyParts):
         self._c = _C.layer_create(self.heap._c, self._config)
         self._handle_words, self._offsets_at = _C.ll_handle_words(self._config)
         self._pending = [None] * self._num_buffers
-        self._int32 = torch.empty(0, dtype=torch.int32, device=self.device)
-        self._numbers = torch.empty(0, dtype=self.dtype, device=self.device)
+        self._allocate = allocator_of(self.device)
         self._shapes = {"masked": (self.num_local_experts, self._most_tokens, self.hidden),
                         "compact": (self.capacity, self.hidden)}
         self._outputs = {}  # (fp8, layout) -> a function that allocates the outputs

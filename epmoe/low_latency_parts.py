@@ -1,5 +1,7 @@
 """What LowLatencyAll2All is made of: its handles, and how the arguments of the module are prepared."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,11 @@ FP8 = {False: 0, True: 1, "pow2": 2, "ue8m0": 3}  # EpLlFp8
 LAYOUTS = {"masked": True, "compact": False}
 GROUP = 128  # numbers that share a scale
 SEND, RECEIVE, BOTH = 1, 2, 3  # EpLlParts
+
+
+def strides_of(shape):
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
 
 
 class LowLatencyHandle:
@@ -165,8 +172,8 @@ class LowLatencyParts(LayerParts):
         """Return the result of a dispatch that is to be run."""
         make = self._outputs.get((fp8, layout)) or self._add_outputs(fp8, layout)
         rows, raw, lines, scales = make()
-        new_empty = self._int32.new_empty
-        words, counts = new_empty(self._handle_words), new_empty(self.num_local_experts)
+        words = self._allocate((self._handle_words,), (1,), torch.int32)
+        counts = self._allocate((self.num_local_experts,), (1,), torch.int32)
         handle = LowLatencyHandle(self, (fp8, layout), (words, raw, lines, counts, LAYOUTS[layout], FP8[fp8]))
         return rows, scales, counts, handle
 
@@ -200,17 +207,18 @@ class LowLatencyParts(LayerParts):
         if fp8 and self.hidden % group:
             raise ValueError(f"hidden {self.hidden}: fp8={fp8!r} needs a multiple of {group}")
         shape = self._shapes[layout]
-        numbers = torch.empty(0, dtype=torch.float8_e4m3fn if fp8 else self.dtype, device=self.device)
-        words = self._int32 if fp8 == "ue8m0" else torch.empty(0, dtype=torch.float32, device=self.device)
         lines_shape = (*shape[:-2], self.hidden // group, (shape[-2] + 3) // 4 * 4)
+        strides, lines_strides = strides_of(shape), strides_of(lines_shape)
+        dtype = torch.float8_e4m3fn if fp8 else self.dtype
+        scales_dtype = torch.int32 if fp8 == "ue8m0" else torch.float32
+        allocate = self._allocate
 
-        # sizes one by one: torch reads a tuple more slowly
         def make_plain():
-            rows = numbers.new_empty(*shape)
+            rows = allocate(shape, strides, dtype)
             return rows, rows, None, None
 
         def make_fp8():
-            rows, lines = numbers.new_empty(*shape), words.new_empty(*lines_shape)
+            rows, lines = allocate(shape, strides, dtype), allocate(lines_shape, lines_strides, scales_dtype)
             return rows, rows.view(torch.uint8), lines, lines[..., :shape[-2]].transpose(-1, -2)
 
         self._outputs[fp8, layout] = make_fp8 if fp8 else make_plain
@@ -236,7 +244,7 @@ class LowLatencyParts(LayerParts):
             if type(fp8) is not bool:
                 raise TypeError(f"fp8: wanted True or False, got {fp8!r}")
             if out is None:
-                out = self._numbers.new_empty(handle.num_tokens, self.hidden)
+                out = self._allocate((handle.num_tokens, self.hidden), (self.hidden, 1), self.dtype)
             elif out.shape[0] != handle.num_tokens:
                 raise ValueError(f"out: wanted {handle.num_tokens} rows, the tokens of the dispatch, got "
                                  f"{out.shape[0]}")
