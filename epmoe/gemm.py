@@ -238,8 +238,8 @@ def _check_scales(x, weight, a_scale, b_scale, out_dtype, leaves):
             wanted = ", ".join(map(str, shapes))
             raise ValueError(f"{name}: wanted {wanted} or one number, on {x.device}, got {list(t.shape)} on "
                              f"{t.device}")
-    if out_dtype not in (None, torch.bfloat16, torch.float16):
-        raise TypeError(f"out_dtype {out_dtype}: must be torch.bfloat16 or torch.float16")
+    if out_dtype not in (None, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        raise TypeError(f"out_dtype {out_dtype}: must be torch.bfloat16, float16 or float8_e4m3fn")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
         raise RuntimeError("a grouped GEMM of FP8 has no gradient: call it under torch.no_grad(), or use "
                            "bfloat16 for training")
@@ -320,12 +320,14 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
         a_scale: For FP8: [M, ceil(K / 128)] float32, a scale for each 128 numbers of a row; or one number.
         b_scale: For FP8: [L, ceil(N / 128), ceil(K / 128)] float32, a scale for each block of 128 by 128; or
             [L], one for each expert; or one number.
-        out_dtype: For FP8: torch.bfloat16 (the default) or torch.float16.
+        out_dtype: For FP8: torch.bfloat16 (the default), torch.float16, or torch.float8_e4m3fn: the result is
+            then rounded to bfloat16 and quantised by a second kernel, as by quantize_fp8.
         portable: Use the kernel for any GPU also on a Hopper GPU.
 
     Returns:
         [M, N], or [M, N / 2] for the gated activations, of x's dtype, for FP8 of out_dtype.  Rows that
-            belong to no expert are undefined.
+            belong to no expert are undefined.  With out_dtype=torch.float8_e4m3fn a tuple (q, scales), as
+            quantize_fp8 returns it.
 
     Raises:
         ValueError: For wrong shapes or devices, and for counts or offsets that name rows that do not exist.
@@ -367,12 +369,14 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
     leaves = (x, weight, bias, row_weight)
     number, alpha, limit = as_kernel(activation)
     if _check_scales(x, weight, a_scale, b_scale, out_dtype, (*leaves, a_scale, b_scale)):
-        dtype = out_dtype or torch.bfloat16
+        quantises = out_dtype == torch.float8_e4m3fn
+        dtype = torch.bfloat16 if quantises or out_dtype is None else out_dtype
         bias = None if bias is None else bias.to(dtype).contiguous()
         row_weight = None if row_weight is None else row_weight.float().contiguous()
         a_scale, b_scale = expand_scales(x, weight, a_scale, b_scale)
-        return torch.ops.epmoe.grouped_gemm_fp8(x, weight.contiguous(), a_scale, b_scale, offsets, bias,
-                                                row_weight, number, portable, alpha, limit, dtype)
+        y = torch.ops.epmoe.grouped_gemm_fp8(x, weight.contiguous(), a_scale, b_scale, offsets, bias,
+                                             row_weight, number, portable, alpha, limit, dtype)
+        return torch.ops.epmoe.quantize_fp8(y, offsets[-1:], *as_kernel(None)) if quantises else y
     kind = DGRAD if is_transposed(weight) else FORWARD  # DGRAD multiplies rows with [L, K, N]
     weight = weight.transpose(1, 2) if kind == DGRAD else weight.contiguous()
     with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
