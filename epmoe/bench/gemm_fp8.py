@@ -16,7 +16,7 @@ import epmoe
 from epmoe.bench import quantize
 from epmoe.bench.check import poisoned
 from epmoe.bench.gemm import random_rows, with_torch
-from epmoe.bench.measure import alternated
+from epmoe.bench.measure import alternated, sm_clock
 from epmoe.gemm import FORWARD
 from epmoe.reference import activate
 
@@ -187,6 +187,9 @@ def time_product(run, shape, name, product):
         tflops = flops / ms[impl] / 1e9
         run.record("gemm", shape, f"{impl} {name}", ms[impl], over=over, rate=f"{tflops:.4g} TFLOP/s",
                    tflops=round(tflops, 4))
+    for impl in ("epmoe FP8", "torch FP8 by row") if run.on_gpu else ():
+        if mhz := sm_clock(fns[impl], run.device, max(1, int(60 / ms[impl]))):
+            run.record("gemm", shape, f"SM clock: {impl} {name}", rate=f"{mhz:.0f} MHz", mhz=mhz)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """How times are measured: a barrier before each run, device events, the median, the slowest rank."""
 
+import ctypes
 import functools
 import statistics
 import time
@@ -81,6 +82,31 @@ def alternated(fns, device, cpu_group, rounds, round_ms):
             if r >= 2:
                 times[i].append(t)
     return [slowest(cpu_group, statistics.median(t)) for t in times]
+
+
+def sm_clock(fn, device, calls):
+    """Return the clock of the GPU's SMs in MHz while fn runs, or None where NVIDIA's library does not tell.
+
+    fn is called `calls` times without a wait, which should take some 50 ms: longer than a query, and long
+    enough that the limit of the power has set in.
+    """
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    handle, mhz = ctypes.c_void_p(), ctypes.c_uint()
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
+        return None
+    for _ in range(calls):
+        fn()
+    end, clocks = torch.cuda.Event(), []
+    end.record()
+    while not end.query():
+        if nvml.nvmlDeviceGetClockInfo(handle, 1, ctypes.byref(mhz)) == 0:  # 1: NVML_CLOCK_SM
+            clocks.append(mhz.value)
+        time.sleep(0.002)
+    return statistics.median(clocks[len(clocks) // 2:]) if clocks else None
 
 
 def graphed(fn, cpu_group, calls=50, replays=20):
