@@ -10,7 +10,8 @@ of tests/endurance.jsonl: the kind, the device, the commit, the seed, what was d
 that fails is not counted, its output is printed, and the command ends.  So a test of many hours can run on
 several days and over several commits, and the file says which commit did how much.
 
-Kinds with -cuda run four ranks on the GPUs of this machine, which share a single one.
+Kinds with -cuda run four ranks on the GPUs of this machine, which share a single one.  ops uses the module
+with delays inside the operations where `make soak` has built it; else there are delays between calls only.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "endurance.jsonl"
+CHAOS = ROOT / "build" / "chaos" / "lib"
 PYTHON = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
@@ -35,7 +37,7 @@ KINDS = {
     "ops": ([*PYTHON, "tests/soak.py", "ops"], "-n", 250000, r"(\d+), every sum right"),
     "ops-cuda": ([*PYTHON, "tests/soak.py", "ops", "--threads", "4"], "-n", 20000,
                  r"(\d+), every sum right"),
-    "cycles": ([*PYTHON, "tests/soak.py", "cycles"], "-n", 1000, r"(\d+), \d+ a second"),
+    "cycles": ([*PYTHON, "tests/soak.py", "cycles"], "-n", 10000, r"(\d+), \d+ a second"),
     "kills": ([*PYTHON, "tests/faults.py", "--device", "cpu"], "--kills", 100, r"(\d+), \d+ survivors"),
     "kills-cuda": ([*PYTHON, "tests/faults.py", "--device", "cuda", "--ranks", "4"], "--kills", 10,
                    r"(\d+), \d+ survivors"),
@@ -60,7 +62,8 @@ def run_portion(kind, seed, size):
     """Run a portion.  Returns the line of its result, or None after a failure, whose output it prints."""
     command, option, _, pattern = KINDS[kind]
     start = time.monotonic()
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    has_delays = kind.startswith("ops") and CHAOS.is_dir()
+    path = os.pathsep.join([*([str(CHAOS)] if has_delays else []), str(ROOT), str(ROOT / "tests")])
     env = os.environ | {"PYTHONPATH": path} | ({"EPMOE_SHARE_GPU": "1"} if kind.endswith("-cuda") else {})
     done = subprocess.run([*command, option, str(size), "--seed", str(seed)], cwd=ROOT, env=env, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -69,7 +72,7 @@ def run_portion(kind, seed, size):
         print(f"{done.stdout}\nFAILED: portion {seed} of {kind}, exit status {done.returncode}")
         return None
     return {"kind": kind, "commit": commit(), "seed": seed, "done": int(found[1]),
-            "seconds": round(time.monotonic() - start, 1)}
+            "seconds": round(time.monotonic() - start, 1)} | ({"delays": "inside"} if has_delays else {})
 
 
 def run_kind(kind, total, minutes):
