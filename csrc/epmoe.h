@@ -170,10 +170,10 @@ typedef struct {
     uint32_t host_counts; /* nonzero: the rows of each expert go to the host together with M */
 } EpLayerConfig;
 
-/* The fields of a configuration, in the order in which the Python module takes them.
- * AGREED(field, name, kind): all ranks must have the same value. LOCAL(field, name): they may differ.
- * name is what a user calls the field. kind is what an error shows: a NUMBER, or the name of a DTYPE or of a
- * MODE. */
+/* The fields of a layer's configuration (X macro), in the order in which the extension module takes them.
+ * AGREED(field, name, kind): when a layer is created, all ranks compare the value, and a difference is an
+ * error on all of them. LOCAL(field, name): ranks may have different values. name is what a user calls the
+ * field. kind says how an error prints the value: NUMBER, or DTYPE or MODE, which have names. */
 #define EP_CONFIG_FIELDS(AGREED, LOCAL)                  \
     AGREED(shape.num_ranks, "ranks", NUMBER)             \
     AGREED(shape.num_experts, "num_experts", NUMBER)     \

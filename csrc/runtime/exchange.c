@@ -96,10 +96,10 @@ static int check_frame(uint32_t r, const EpFrame *its, const EpFrame *mine, void
     return 0;
 }
 
-/* Send this rank's frame to rank r. The caller holds the lock. Two errors are ignored here. If rank r has
- * died, the watchdog thread ends the world. If rank r does not receive, the wait for its frame times out. But
- * if rank r is alive and this rank cannot send (EP_ESYS), rank r would wait until its timeout. So end the
- * world. */
+/* Send this rank's frame to rank r. The caller holds the lock of the world's sockets. Errors that are rank
+ * r's are ignored here: if it has died, the watchdog thread ends the world; if it does not read its socket,
+ * this rank's wait for the frame of rank r ends with a timeout. After an error of this rank (EP_ESYS), rank r
+ * would wait for this frame until its timeout. So this function then ends the world. */
 static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t until_ns) {
     char text[160];
     if (ep_wire_send(w->sockets[r], f, fd, until_ns) != EP_ESYS) return 0;

@@ -74,9 +74,9 @@ typedef struct {
 } EpCallRecords;
 _Static_assert(sizeof(EpCallRecords) <= EP_EXCHANGE_BYTES, "call records fit into a frame");
 
-/* An entry of the ring. A host thread writes it while the watchdog thread may read it. place: the number of
- * the record, counted from 1; 0 while the entry is written. A reader that sees the same place before and
- * after reading the words has read one record. */
+/* An entry of the ring: one call record. A host thread may write it while the watchdog thread reads it.
+ * place: the number of the record, counted from 1, or 0 while the entry is being written. If a reader sees
+ * the same place before and after its copy of the words, and it is not 0, the copy is one whole record. */
 typedef struct {
     _Atomic uint64_t place, word[6];
 } EpRingEntry;

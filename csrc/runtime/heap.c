@@ -138,9 +138,10 @@ int ep_heap_close(EpHeap *h) {
 
 /* ---- allocate and free, identically on all ranks ---- */
 
-/* What a rank sends to all others before an allocation or a free. It must be the same on all ranks.
- * Allocation: size and alignment. Free: alignment is 0, and num_bytes is the offset of the allocation.
- * status: 0, or the EpCode with which this rank cannot take part. */
+/* What a rank sends to all others before it allocates or frees. For an allocation: the size that the caller
+ * asks for, and the alignment. For a free: the alignment is 0, and num_bytes is not a size but the offset of
+ * the allocation to free. status: 0, or the EpCode with which this rank cannot take part. If a rank's status
+ * is not 0, or if the ranks have different calls, the call fails on all ranks. */
 typedef struct {
     uint64_t num_bytes, alignment;
     int64_t status;

@@ -106,10 +106,11 @@ static void read_peer(EpWorld *w, uint32_t r) {
 
 /* ---- detection of stuck ranks and of mismatched calls ---- */
 
-/* The step of the oldest operation in which this rank has been stuck for longer than EP_STUCK_NS, and the
- * call records around it. 0: this rank is not stuck, or its steps may differ from those of the other ranks
- * (is_order_unknown). A synchronous call is stuck if it has not returned. An operation on a stream is stuck
- * if the GPU reports so in host->stuck. */
+/* Returns the step of this rank's oldest stuck call, and copies the call records before and after it to
+ * records. Returns 0, which is no step, if no call is stuck, or if this rank may number its steps differently
+ * than the other ranks (is_order_unknown). A synchronous call is stuck if it began more than EP_STUCK_NS ago
+ * and has not returned. An operation on a stream is stuck if its kernel, which has waited for long, has
+ * written its epoch to host->stuck. */
 static uint64_t stuck_step(EpWorld *w, uint64_t now, EpCallRecords *records) {
     EpCallRecords about;
     uint64_t step = 0, on_gpu = 0;

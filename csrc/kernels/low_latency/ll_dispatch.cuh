@@ -75,10 +75,11 @@ template <bool FP8> EP_FN void place_piece(const EpLlDispatchParams &p, uint32_t
     }
 }
 
-/* Receive one piece of a token: copy it to the token's rows at this rank's experts. The warp of the first
- * piece also writes to the handle the rows and weights of the token's choices, for combine. If the token is
- * from this rank, `input` is the piece; otherwise the piece is read from the slot, after its flag. If the
- * wait for the flag fails (the world has ended, or a timeout), this warp writes NaN to the rows. */
+/* Receive one piece of a token: copy it to the token's rows at this rank's experts. A token of this rank is
+ * not sent: `input` is its piece. For another token, the warp waits for the flag of the piece and reads the
+ * piece from the slot. If that wait fails (the world has ended, or a timeout), the warp fills its piece of
+ * the rows with NaN. The warp of the first piece also stores, for combine, the row index and the weight of
+ * each choice at this rank in the handle, the tensor that dispatch leaves for combine. */
 template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, const Routes &m, Token at,
                                                 uint32_t piece, const Input &input, uint64_t epoch) {
     const EpComm *c = &p.comm;

@@ -13,9 +13,9 @@
 #include "kernels/arch/trace.cuh"
 #include "kernels/stage/rows.cuh"
 
-/* A variant of combine. OP: the operation in this kernel's headers and fault records. FUSED: the GEMM of the
- * same kernel is still computing rows, so a warp waits until a row is ready. HAS_SMEM: the warp has shared
- * memory for cells (rows.cuh) of 2 KB; without it a cell has 1 KB. */
+/* Parameters of combine. OP: the operation in headers and fault records. FUSED: the GEMM of the same kernel
+ * is still computing rows, so a warp waits for the ready counter of a row before it reads the row. A warp has
+ * four cells of shared memory (rows.cuh), with HAS_SMEM of 2 KB, else of 1 KB. */
 template <int DTYPE_, EpOpKind OP_, bool HAS_SMEM = true> struct EpCombineConfig {
     static constexpr int DTYPE = DTYPE_;
     static constexpr EpOpKind OP = OP_;

@@ -129,9 +129,10 @@ EP_FN void copy_rows(uint32_t fifo, uint64_t my_src, const EpPart &part, Place p
     }
 }
 
-/* The trailers of a chunk's slots, all loaded before the first one is used. next_words rotates them, so
- * that of[0] is the current one. After EP_CHUNK_SLOTS rotations the order is the original one. (An index
- * would put the array in local memory.) */
+/* This lane's words of the trailers of a chunk's slots. All are loaded before the first one is used, so that
+ * the loads overlap. of[0] belongs to the current slot, and next() shifts the array by one. A run-time index
+ * would put the array in local memory; this way it stays in registers. After EP_CHUNK_SLOTS calls of next(),
+ * of[i] belongs to slot i again, as row(i) expects. */
 struct ChunkWords {
     SlotWords of[EP_CHUNK_SLOTS];
 

@@ -5,12 +5,20 @@
 
 typedef EpPlanParams Params;
 
-/* Shared memory: [EP_WARPS][warp_cells] counts, later their prefix sums; [sums] of earlier CTAs; [sums] of
- * all CTAs; [W][E] counts of all ranks; [E] first row; [E] first position in the sorted order; [L + 1] first
- * tile; [E] first send slot; [E] first return slot.
- * If slots are sorted, each warp has E more cells: in the lower half the number of tokens whose first
- * choice at the rank is this expert, in the upper half those whose last choice it is. There are 2 E more
- * sums. */
+/* The shared memory of a plan CTA, in words of 32 bits. W ranks, E experts, L of them on this rank.
+ *   warp_count   [EP_WARPS][warp_cells]  what each warp has counted; later the prefix sums over the warps
+ *   before       [sums]    the sums of the CTAs before this one
+ *   total        [sums]    the sums of all CTAs
+ *   counts       [W][E]    choices of each rank for each expert
+ *   row_from     [E]       first row of an expert at its rank
+ *   sorted_from  [E]       first position of an expert in the choices of this rank, sorted by expert
+ *   tile_from    [L + 1]   first tile of a local expert, and the number of tiles
+ *   send_from    [E]       first slot out of the tokens whose lowest expert at its rank is this one
+ *   return_from  [E]       first slot back of the tokens whose highest expert at its rank is this one
+ * The first `cells` counts of a warp, and as many sums, are those of plan.h: choices for each expert, tokens
+ * for each rank, and wrong arguments. If slots are sorted (send_from, return_from), a warp has E more. Each
+ * has two numbers: in its low 16 bits the tokens whose lowest expert at the rank is this one, in its high 16
+ * bits those whose highest expert is. As sums these are 2 E words. */
 struct Smem {
     uint32_t *warp_count, *before, *total, *row_from, *sorted_from, *tile_from, *send_from, *return_from;
     int32_t *counts;
