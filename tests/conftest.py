@@ -156,7 +156,8 @@ class Ranks:
             self.world = None
 
 
-@pytest.fixture(scope="session")
+# For every test, so that each passes as the first one too: under torchrun an EPMoE needs the process group.
+@pytest.fixture(autouse=True, scope="session")
 def _ranks():
     if TORCHRUN:
         import torch.distributed as dist

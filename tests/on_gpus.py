@@ -86,7 +86,7 @@ def tests(sizes, is_shared):
     """The whole suite at each number of ranks, the longest steps first."""
     has_mps = is_shared and bool(shutil.which(MPS))
     for n in sorted(sizes, reverse=True):
-        for part in PARTS:
+        for part in [p for p in PARTS if p != "nodes" or n > 1]:
             # A rank counts only the ranks of its node, so under MPS the kernels of two nodes would not fit.
             yield Step(f"tests-{n}-{part}", torchrun(n, "-m", "pytest", "-q", "-rs", *files(part)), LONGEST_S,
                        "passed", mps=has_mps and n > 1 and part != "nodes", alone=not has_mps)
