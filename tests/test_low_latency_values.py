@@ -1,4 +1,4 @@
-"""LowLatencyAll2All with numbers that FP8 cannot represent: NaN and infinity."""
+"""LowLatencyAll2All with numbers that FP8 cannot represent, NaN and infinity, and rows that nothing is written to."""
 
 import pytest
 import torch
@@ -49,3 +49,17 @@ def test_low_latency_fp8_scale_of_infinity(ranks, fp8):
         assert rows[0, 130] & 0x7f == q[0, 130] & 0x7f == 0x7f  # NaN of either sign
         rows[0, 130] = q[0, 130]
         assert torch.equal(rows, q)
+
+
+def test_low_latency_rows_that_stay_unwritten_are_filled(ranks):
+    """As torch.empty, the memory of the outputs follows torch.use_deterministic_algorithms()."""
+    def run(world, device):
+        a2a = epmoe.LowLatencyAll2All(world, 4, 64, 1, world.size, dtype=torch.float32, device=device)
+        idx = torch.full((1, 1), world.rank, device=device)
+        rows, _, counts, _ = a2a.dispatch(torch.ones(1, 64, device=device), idx)
+        a2a.synchronize()
+        a2a.finalize()
+        return counts, rows
+
+    for counts, rows in ranks(run):
+        assert counts.tolist() == [1] and (rows[0, 0] == 1).all() and rows[0, 1:].isnan().all()
