@@ -1,4 +1,4 @@
-"""LowLatencyAll2All with numbers that FP8 cannot represent, NaN and infinity, and rows that nothing is written to."""
+"""LowLatencyAll2All with NaN and infinity, which FP8 cannot represent, and with rows that nobody writes."""
 
 import pytest
 import torch
