@@ -11,7 +11,7 @@ status to its own plan, as the other ranks of its node do, and the operations th
 
 The host learns of it without waiting in the call.  On the CPU the exchange is over when it returns.  On CUDA
 the result goes to a word in pinned memory.  At the next meeting, which all ranks have in common, the host
-waits for the plan behind which this word was written, and all ranks raise the same error, or none does.
+waits until the plan of that call has written this word, and all ranks raise the same error, or none does.
 """
 
 import re
@@ -286,7 +286,7 @@ class Fixed:
             self._event = self._record()
 
     def _record(self):
-        """Return an event behind all that the stream has to do."""
+        """Return an event after all that the stream has to do now."""
         return torch.cuda.current_stream(self.device).record_event()
 
     def _settle(self, error=None, now=False):

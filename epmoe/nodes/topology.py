@@ -245,7 +245,7 @@ class Nodes(Shared):
         return finish
 
     def _read(self, t):
-        """Return the numbers of a tensor behind an exchange.  An error ends the team."""
+        """Return the numbers of a tensor that an exchange writes, after it.  An error ends the team."""
         try:
             return self.rail.read(t)
         except EpError as error:
