@@ -6,9 +6,10 @@
     endurance.py                             print what has been done
 
 Each portion is one run of the test with a seed of its own, the number of the portion.  Its result is a line
-of tests/endurance.jsonl: the kind, the device, the commit, the seed, what was done, the seconds.  A portion
-that fails is not counted, its output is printed, and the command ends.  So a test of many hours can run on
-several days and over several commits, and the file says which commit did how much.
+of tests/endurance.jsonl: the kind, the commit, the seed, what was done, the seconds.  A portion that fails is
+not counted, its output is printed, and the command ends.  So a test of many hours can run on several days and
+over several commits, and the file says which commit did how much.  Run `make build` first: the command
+records the commit of the checkout, and cannot know of which commit the module is.
 
 Kinds with -cuda run four ranks on the GPUs of this machine, which share a single one.  ops uses the module
 with delays inside the operations where `make soak` has built it; else there are delays between calls only.

@@ -260,7 +260,7 @@ def test_fp8_gemm_takes_scales_of_any_strides_and_addresses(ranks):
 
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 def test_fp8_gemm_quantises_its_result(ranks, activation):
-    """out_dtype e4m3: the bits of quantize_fp8, and rows of no expert are not read."""
+    """out_dtype e4m3 gives the bits of quantize_fp8, and the next product takes its scales as they are."""
     x, a_scale, weight, b_scale, bias, row_weight, offsets = fp8_problem([40, 0, 9], 288, 400, ranks.device)
     product = dict(offsets=offsets, a_scale=a_scale, b_scale=b_scale, bias=bias, row_weight=row_weight,
                    activation=activation)
@@ -270,7 +270,6 @@ def test_fp8_gemm_quantises_its_result(ranks, activation):
     assert q.dtype == E4M3 and q.shape == want_q.shape and scales.shape == want_scales.shape
     assert torch.equal(q[begin:end].float(), want_q[begin:end].float())
     assert torch.equal(scales[begin:end], want_scales[begin:end])
-    # the next product takes it as it is
     down, down_scale = epmoe.quantize_fp8_weight(torch.randn(3, 64, q.shape[1], device=ranks.device))
     y = epmoe.grouped_gemm(q, down, offsets=offsets, a_scale=scales, b_scale=down_scale)
     assert y[begin:end].isfinite().all() and y[begin:end].norm() > 0

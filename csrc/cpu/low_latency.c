@@ -229,7 +229,8 @@ static void return_token(const EpLlCombineParams *p, uint32_t source, uint32_t t
     if (!has_row(p, source, token)) return;
     if (EP_FAULT(FLAG_FIRST)) ep_ll_publish(c, source, token, 0, epoch);
     unsigned char *to = ep_ll_slot(c, source, c->my_rank, token, epoch);
-    /* No other rank uses this rank's slot of its own token, and this worker uses it only later. */
+    /* With FP8, the slot of this rank's own token with the same number holds the sum before it is quantised.
+     * No other rank uses that slot, and only this worker uses it again, in finish_token. */
     unsigned char *sum = p->fp8 ? ep_ll_slot(c, c->my_rank, c->my_rank, token, epoch) : to;
     sum_choices(p, source, token, sum);
     if (p->fp8) quantize_row(c, p->fp8, sum, to);
