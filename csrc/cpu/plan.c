@@ -124,9 +124,12 @@ static void expert_range(const EpPlanParams *p, uint32_t t, uint32_t r, int32_t 
     }
 }
 
-/* Number the slots again. Tokens are sent in the order of their first expert at the rank, so that the
- * rows of that expert are complete early. They return in the order of their last expert, because their
- * rows become ready in that order. */
+/* Replace the numbers that the slots got in the order of the tokens, for a fused kernel at the receiving
+ * rank. Its GEMM processes that rank's experts in ascending order. So a token has two positions:
+ *   out    Tokens are sent in the order of their lowest expert at the receiving rank. So the rows of low
+ *          experts, with which the GEMM begins, are complete first.
+ *   home   Tokens return in the order of their highest expert there, because a token can return when the
+ *          last of its rows is ready. */
 static void sort_slots(const EpPlanParams *p) {
     const EpShape *s = &p->comm.shape;
     const uint32_t L = ep_num_local_experts(s), T = p->num_tokens;

@@ -1,20 +1,22 @@
 /* tile_counters.h - a tile counter for each stream: the number in which a grouped GEMM counts the tiles that
- * its CTAs have drawn. It is 0 before and after each launch.
+ * its CTAs have drawn. It is 0 before a launch, and the CTA that has drawn the last number sets it to 0.
  *
- * Two launches that overlap must not share a counter. Launches of one stream never overlap, so each stream
- * has one. These cases need care:
+ * Two launches that overlap must not share a counter. Grouped GEMMs of one stream never overlap, so each
+ * stream has one. Where there is none, ep_tile_counter gives NULL, and its caller allocates a counter for
+ * this one launch. These cases need care:
  *
  *   captured launches     A replay may overlap with other work of the stream that was captured. So a captured
- *                         launch has no counter here. Its caller allocates one, from the memory of the graph.
+ *                         launch gets NULL, and the memory of its counter belongs to the graph.
  *   destroyed streams     A new stream may get the address of a destroyed one, whose work may still run. So a
- *                         counter belongs to the number of a stream, which the driver never gives again.
- *   many streams          The number of counters is bounded, and none is taken from a stream: nothing tells
- *                         when its last launch has ended. A stream that finds no counter has none here, as if
- *                         it were captured.
- *   threads               Two threads may ask at once, for the same stream too. No lock is held.
+ *                         counter belongs to the number of a stream (cudaStreamGetId), which the driver never
+ *                         gives to another stream.
+ *   many streams          A device has EP_NUM_COUNTERS counters. A stream keeps its counter for ever, because
+ *                         nothing tells when its last launch has ended. Further streams get NULL.
+ *   threads               Two threads may call ep_tile_counter at once, even for the same stream. It takes a
+ *                         counter with one compare-and-swap, so it needs no lock.
  *
- * The counters are in a variable of the module, in no pool of a framework. So a framework that empties a
- * pool, or gives a pool to a graph, leaves them alone. */
+ * The counters are in a __device__ variable, and not in a memory pool of torch. So they stay where they are
+ * when torch empties a pool, or gives a pool to a graph. */
 #ifndef EP_TILE_COUNTERS_H
 #define EP_TILE_COUNTERS_H
 #include <stdint.h>

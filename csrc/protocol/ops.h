@@ -46,10 +46,11 @@ typedef enum {
     X(S, PLAN, plan)        \
     X(S, U32, sort_slots)
 
-/* x [T][H], weight f32 [T][K]; rows [>= M][H], row_weight f32 [>= M]; recv i32 [W * max_tokens * (1 + K)]:
- * the token of each row, for combine. A plan with another T, or with more rows than the tensors have, is
- * detected when the operation runs: this rank gets EP_EINVAL, the others EP_EPEER. requires_grad: an
- * operation of the backward pass will follow. It must be the same on all ranks. */
+/* Inputs: x [T][H], weight f32 [T][K], plan. Outputs: rows [>= M][H], row_weight f32 [>= M], and for combine
+ * recv i32 [W * max_tokens * (1 + K)], the records of slot.h. The kernel checks that the plan is for T tokens
+ * and for at most as many rows as the outputs have. If not, this rank's operation fails with EP_EINVAL, and
+ * those of the others with EP_EPEER. requires_grad: the caller's framework will run a backward pass. The
+ * value must be the same on all ranks, and the operation fails if it is not. */
 #define EP_ARGS_dispatch(X, S)     \
     X(S, TENSOR, x)                \
     X(S, OPTIONAL, weight)         \

@@ -4,16 +4,19 @@
  * worker is a warp of 32 lanes. Exported:
  *   EP_FN, EP_PURE             qualifiers: device code; arithmetic for host and device
  *   EP_LANES, EP_FOR_LANES     lanes of a worker; i = lane, lane + EP_LANES, ... < n
- *   ep_warp_sync, ep_warp_{min_u32,bcast_u64,all}   the warp operations. sync, bcast and all order memory,
- *                              too: what any lane did before is readable by all lanes after
+ *   ep_warp_sync, ep_warp_{min_u32,bcast_u64,all}   the warp operations. All except min_u32 also order
+ *                              memory: after it every lane reads what any lane wrote before it
  *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol; it uses no others
- *   ep_now_ns, ep_pause, ep_time_to_check, EP_MAX_COUNTED_GAP_NS   the clock and backoff of waits
- *   ep_interrupted             on the CPU: whether the user has interrupted the wait (runtime/interrupt.h)
- *   EP_FAULT(name), ep_chaos(point)   seeded faults and random delays; outside of tests 0 and empty
+ *   ep_now_ns, ep_pause, ep_time_to_check, EP_MAX_COUNTED_GAP_NS   for waits: the clock, the backoff, when to
+ *                              look at the clock, and how much of a gap between two looks counts
+ *   ep_interrupted             only on the CPU: whether the user has interrupted the wait
+ *                              (runtime/interrupt.h)
+ *   EP_FAULT(name)             whether a test build contains this seeded fault; false in other builds
+ *   ep_chaos(point)            a random delay in a test build; does nothing in other builds
  *   EP_STATIC_ASSERT           a condition that the compiler checks
  *
- * Invariant: an operation of `gpu` scope never touches a peer's heap; `sys` may. On the CPU the scopes are
- * equal. */
+ * Invariant, which every caller keeps: an operation of `gpu` scope is only applied to memory of the worker's
+ * own rank. Words in the heap of another rank (a peer) need `sys`. On the CPU the scopes are equal. */
 #ifndef EP_PORT_H
 #define EP_PORT_H
 

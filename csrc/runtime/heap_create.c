@@ -1,12 +1,13 @@
 /* heap_create.c - creates a symmetric heap (ep_heap_create). The steps:
- *   1. All ranks compare size and backend, and check that there is enough memory for all heaps.
- *   2. Each rank allocates its memory and sends its handle to all others.
- *   3. Each rank maps the memory of all others, and loads its kernels.
+ *   1. All ranks compare size and backend, and check that each device, or the host in the CPU backend, has
+ *      enough memory for the heaps of all ranks on it.
+ *   2. Each rank allocates its memory and sends a handle, with which others can map it, to all others.
+ *   3. Each rank maps the memory of all others. It also loads its kernels, so that a failure is known here.
  *   4. Each rank tests reads and writes of every rank's memory.
- *   5. Each rank opens the control buffer, which barrier and wait need.
+ *   5. Each rank allocates the control buffer in its heap: the words that barrier and wait use.
  *
- * Invariant: each step ends with an exchange of the results. All ranks judge the same results. So the heap is
- * created on all ranks or on none. */
+ * Invariant: each step ends with an exchange of the results. All ranks judge the same results. So a failure
+ * of one rank makes the step fail on all. If a rank dies, the exchange fails. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

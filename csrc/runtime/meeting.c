@@ -20,9 +20,10 @@
 #include "runtime/fork.h"
 #include "runtime/socket.h"
 
-/* The limit of the meeting. A rank that waits looks at the clock at least every 100 ms (ep_wire_ms_left,
- * and SO_SNDTIMEO in connect_to). A longer gap means that the process, perhaps the whole job, was suspended.
- * Of each gap at most EP_MAX_COUNTED_GAP_NS counts. */
+/* The time limit of the meeting. A rank that waits looks at the clock at least every 100 ms (ep_wire_ms_left,
+ * and SO_SNDTIMEO in connect_to). If two looks are more than EP_MAX_COUNTED_GAP_NS apart, the process was
+ * probably suspended, perhaps with the whole job. Only EP_MAX_COUNTED_GAP_NS of such a gap count, so that a
+ * job that continues does not find its limit passed. */
 typedef struct {
     uint64_t deadline_ns, looked_ns;
 } Limit;

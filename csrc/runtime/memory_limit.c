@@ -8,9 +8,9 @@
 
 #define MAX_PATH 4096
 
-/* The number after `key` in a file of lines "key number" or "key: number"; with key "", the number at the
- * start of the file. Returns `otherwise` if there is no number: a control group without a limit says
- * "max". */
+/* The number after the word `key` in a file of lines "key number" or "key: number"; with key "", the number
+ * at the start of the file. The unit is that of the file. Returns `otherwise` if the file cannot be read, has
+ * no such line, or has no number there: a control group without a limit says "max". */
 static uint64_t read_number(const char *path, const char *key, uint64_t otherwise) {
     char line[256];
     uint64_t value = otherwise;

@@ -1,12 +1,16 @@
 /* gemm_tiles.h - the tile with number t of a grouped GEMM: pure arithmetic on the experts' sizes, which are
  * on the device.
  *
- * A tile number belongs to a single CTA (size 1) or to a pair of CTAs (size 2). Each CTA of a pair computes
- * one tile. The two tiles are two row blocks of the same columns, which share the weights; or two column
- * blocks of the same rows, which share the rows.
- * The second form is used for tall tiles (EP_GEMM_TALL), and for an expert's last row block, if their number
- * is odd. It is also used for the last two row blocks, if the last one has at most half of its rows. Its tile
- * would take half the time, and its CTA would wait for the other one. */
+ * CTAs work alone (cluster size 1) or in pairs (cluster size 2). A CTA, or a pair, draws a number. The number
+ * stands for one tile for each CTA of the cluster. The two tiles of a pair have one operand in common, which
+ * is loaded once:
+ *   the columns   The tiles are two row blocks of an expert with the same columns, and share the weights.
+ *   the rows      The tiles are two column blocks of one row block. If an expert has an odd number of column
+ *                 blocks, the last tile of the second CTA is empty.
+ * Pairs share the rows where tiles are tall (EP_GEMM_TALL), and in the last row block of an expert with an
+ * odd number of row blocks. They also share the rows in each of an expert's last two row blocks, if the last
+ * one is at most half full: in a pair of these two blocks, the CTA with the short block would be done early,
+ * and then wait for the other, because a pair advances together. */
 #ifndef EP_GEMM_TILES_H
 #define EP_GEMM_TILES_H
 #include "protocol/gemm_params.h"

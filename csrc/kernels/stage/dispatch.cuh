@@ -1,17 +1,21 @@
 /* dispatch.cuh - one warp's part of dispatch: send tokens to the ranks of their experts, receive tokens into
  * rows.
  *
- * Exports move_tokens, poison_dispatch and NoScales.
- * Send: each distinct token goes once to each rank, into the slot that the plan assigned. The token's rows
- * and weights follow it in the trailer. One flag then publishes a chunk of slots.
- * Receive: when a chunk has arrived, read each of its slots once and copy it to all its rows.
+ * Exports move_tokens, poison_dispatch (fills the outputs of a failed dispatch with NaN) and NoScales (rows
+ * that are not FP8).
+ * Send: a token goes once to each rank that has at least one of its experts, into the slot that the plan
+ * assigned. The numbers of its rows at that rank, and its weights, are in the slot's trailer (slot.h). When
+ * all slots of a chunk (EP_CHUNK_SLOTS slots) are written, one flag publishes them.
+ * Receive: when the flag of a chunk has arrived, read each of its slots once and copy it to all its rows.
  * Every warp does both. It receives chunks that have arrived, sends if none has, and waits only when it has
  * nothing left to send (queue.h).
  *
- * FUSED (in a megakernel): a warp alternates between sending and receiving. Rows pass through shared memory,
- * because the warp has too few registers; fifo is its part. Each placed row increments a ready counter, on
- * which the GEMM's producer waits.
- * Invariant: numbers from a peer are clamped before they become an address. */
+ * FUSED (in a megakernel): after a chunk that it has received, a warp sends one, if any is left. It copies
+ * rows through its part of shared memory (`fifo`), because it has too few registers. For each row that it has
+ * placed, it increments the ready counter of the row's block of EP_TILE_ROWS rows. The warp that loads the
+ * operands of the GEMM waits for that counter.
+ * Invariant: numbers from a peer are checked before they become an address. A row that does not exist counts
+ * as -1, which is no row. */
 #ifndef EP_DISPATCH_CUH
 #define EP_DISPATCH_CUH
 #include <type_traits>

@@ -205,10 +205,11 @@ template <int DTYPE, int PARTS> EP_FN void ep_stream_add(float (&acc)[PARTS][EpV
     }
 }
 
-/* Add up the rows of the list. Sum i consists of the rows between end i - 1 and end i (one byte each in
- * `ends`) and goes to dst(i). If weighted, each row is multiplied by its weight. The order is that of the
- * list, and each product and each sum is rounded to fp32 separately, as on the CPU, so that both backends
- * agree bit by bit. The caller has synchronised the warp after it has written the list. */
+/* Add up rows of the warp's list in shared memory; write num sums. Byte i of `ends` is end[i]: sum i consists
+ * of the rows end[i - 1] to end[i] - 1 of the list (the first one of the rows from 0 on) and goes to dst(i).
+ * If weighted, each row is multiplied by its weight. The order is that of the list, and each product and each
+ * sum is rounded to fp32 separately, as on the CPU, so that both backends agree bit by bit; a finished sum is
+ * then rounded to DTYPE. The caller must synchronise the warp between writing the list and this call. */
 template <typename F, int DTYPE, typename Dst>
 EP_FN void ep_stream_sums(uint32_t fifo, uint32_t ends, uint32_t num, uint32_t num_vec, bool weighted,
                           Dst dst) {
