@@ -2,8 +2,9 @@
  * its CTAs have drawn. It is 0 before a launch, and the CTA that has drawn the last number sets it to 0.
  *
  * Two launches that overlap must not share a counter. Grouped GEMMs of one stream never overlap, so each
- * stream has one. Where there is none, ep_tile_counter gives NULL, and its caller allocates a counter for
- * this one launch. These cases need care:
+ * stream has one. Where there is none, ep_tile_counter gives NULL, and the GEMM needs a counter from its
+ * caller: tile_counter() in epmoe/gemm.py asks first, and allocates one for this launch. These cases need
+ * care:
  *
  *   captured launches     A replay may overlap with other work of the stream that was captured. So a captured
  *                         launch gets NULL, and the memory of its counter belongs to the graph.

@@ -9,14 +9,14 @@
  *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol; it uses no others
  *   ep_now_ns, ep_pause, ep_time_to_check, EP_MAX_COUNTED_GAP_NS   for waits: the clock, the backoff, when to
  *                              look at the clock, and how much of a gap between two looks counts
- *   ep_interrupted             only on the CPU: whether the user has interrupted the wait
- *                              (runtime/interrupt.h)
+ *   ep_interrupted             in host code, whether the user has interrupted the wait (runtime/interrupt.h);
+ *                              in device code false
  *   EP_FAULT(name)             whether a test build contains this seeded fault; false in other builds
  *   ep_chaos(point)            a random delay in a test build; does nothing in other builds
  *   EP_STATIC_ASSERT           a condition that the compiler checks
  *
- * Invariant, which every caller keeps: an operation of `gpu` scope is only applied to memory of the worker's
- * own rank. Words in the heap of another rank (a peer) need `sys`. On the CPU the scopes are equal. */
+ * Invariant, which every caller keeps: `gpu` scope is only for words that neither another rank nor a host
+ * thread reads or writes during the operation. All others need `sys`. On the CPU the scopes are equal. */
 #ifndef EP_PORT_H
 #define EP_PORT_H
 

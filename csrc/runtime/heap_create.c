@@ -1,6 +1,6 @@
 /* heap_create.c - creates a symmetric heap (ep_heap_create). The steps:
- *   1. All ranks compare size and backend, and check that each device, or the host in the CPU backend, has
- *      enough memory for the heaps of all ranks on it.
+ *   1. All ranks compare size and backend. On the host in the CPU backend, and on a GPU that several ranks
+ *      share, they check that there is memory for the heaps of all.
  *   2. Each rank allocates its memory and sends a handle, with which others can map it, to all others.
  *   3. Each rank maps the memory of all others. It also loads its kernels, so that a failure is known here.
  *   4. Each rank tests reads and writes of every rank's memory.

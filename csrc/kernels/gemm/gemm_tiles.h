@@ -1,16 +1,18 @@
 /* gemm_tiles.h - the tile with number t of a grouped GEMM: pure arithmetic on the experts' sizes, which are
  * on the device.
  *
- * CTAs work alone (cluster size 1) or in pairs (cluster size 2). A CTA, or a pair, draws a number. The number
- * stands for one tile for each CTA of the cluster. The two tiles of a pair have one operand in common, which
- * is loaded once:
+ * CTAs work alone (cluster size 1) or in pairs (cluster size 2). A number belongs to one of them, and stands
+ * for one tile of each of its CTAs. The two tiles of a pair have one operand in common, which is loaded once:
  *   the columns   The tiles are two row blocks of an expert with the same columns, and share the weights.
  *   the rows      The tiles are two column blocks of one row block. If an expert has an odd number of column
  *                 blocks, the last tile of the second CTA is empty.
- * Pairs share the rows where tiles are tall (EP_GEMM_TALL), and in the last row block of an expert with an
- * odd number of row blocks. They also share the rows in each of an expert's last two row blocks, if the last
- * one is at most half full: in a pair of these two blocks, the CTA with the short block would be done early,
- * and then wait for the other, because a pair advances together. */
+ * A pair shares the columns, with these exceptions:
+ *   - If an expert has an odd number of row blocks, a pair shares the rows of the last block.
+ *   - If it has an even number, a tile has at least EP_GEMM_BM rows, and the last block is at most half full,
+ *     a pair shares the rows of each of the last two blocks. In a pair of these two, the CTA with the short
+ *     block would be done early, and then wait for the other, because a pair advances together.
+ *   - Pairs share the rows of tiles of EP_GEMM_TALL rows, if the number of column blocks is even. No kernel
+ *     has such tiles now. */
 #ifndef EP_GEMM_TILES_H
 #define EP_GEMM_TILES_H
 #include "protocol/gemm_params.h"

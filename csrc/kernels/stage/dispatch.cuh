@@ -1,14 +1,14 @@
 /* dispatch.cuh - one warp's part of dispatch: send tokens to the ranks of their experts, receive tokens into
  * rows.
  *
- * Exports move_tokens, poison_dispatch (fills the outputs of a failed dispatch with NaN) and NoScales (rows
- * that are not FP8).
+ * Exports move_tokens, poison_dispatch (after a failed dispatch, it sets rows and weights to NaN and recv to
+ * -1) and NoScales (rows that are not FP8).
  * Send: a token goes once to each rank that has at least one of its experts, into the slot that the plan
  * assigned. The numbers of its rows at that rank, and its weights, are in the slot's trailer (slot.h). When
  * all slots of a chunk (EP_CHUNK_SLOTS slots) are written, one flag publishes them.
  * Receive: when the flag of a chunk has arrived, read each of its slots once and copy it to all its rows.
- * Every warp does both. It receives chunks that have arrived, sends if none has, and waits only when it has
- * nothing left to send (queue.h).
+ * Every warp does both, unless EpMoveWhat gives it only one. It receives chunks that have arrived, sends if
+ * none has, and waits only when it has nothing left to send (queue.h).
  *
  * FUSED (in a megakernel): after a chunk that it has received, a warp sends one, if any is left. It copies
  * rows through its part of shared memory (`fifo`), because it has too few registers. For each row that it has
