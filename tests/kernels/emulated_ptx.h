@@ -71,6 +71,16 @@ static void __syncwarp() {
 }
 /* An instruction with .sync.aligned needs all lanes of the warp. It does not order memory. */
 static void ep_aligned() { ep_warps[ep_rank][threadIdx.x / 32].arrive<EP_RELAXED>(32); }
+/* A shuffle does not order memory. */
+static float __shfl_xor_sync(uint32_t, float v, int mask) {
+    static float lanes[2][12][32];
+    float(&warp)[32] = lanes[ep_rank][threadIdx.x / 32];
+    __atomic_store(&warp[threadIdx.x % 32], &v, __ATOMIC_RELAXED);
+    ep_aligned();
+    __atomic_load(&warp[threadIdx.x % 32 ^ (uint32_t)mask], &v, __ATOMIC_RELAXED);
+    ep_aligned();
+    return v;
+}
 EP_PTX void ep_bar_sync(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num); }
 EP_PTX void ep_bar_arrive(uint32_t id, uint32_t num) { ep_named[ep_rank][id].arrive(num, false); }
 EP_PTX uint32_t ep_cluster_rank(void) { return ep_rank; }
@@ -223,6 +233,7 @@ EP_PTX void ep_cp_async_mbar_arrive(uint32_t bar) {
     ep_copies.clear();
     ep_mbar_change(bar, 1, 0);
 }
+EP_PTX void ep_st_shared_u32(uint32_t dst, uint32_t v) { memcpy(ep_at(dst, 4), &v, 4); }
 EP_PTX void ep_st_shared(uint32_t dst, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
     const uint32_t v[4] = {x, y, z, w};
     memcpy(ep_at(dst, 16), v, 16);

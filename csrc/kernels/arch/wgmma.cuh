@@ -27,8 +27,11 @@ template <int N> EP_PTX void ep_wgmma_keep_order(float (&d)[N]) {
 }
 
 /* clang-format off */
-#define EP_R32 \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+#define EP_R4 "%0,%1,%2,%3"
+#define EP_R8 EP_R4 ",%4,%5,%6,%7"
+#define EP_R12 EP_R8 ",%8,%9,%10,%11"
+#define EP_R16 EP_R12 ",%12,%13,%14,%15"
+#define EP_R32 EP_R16 "," \
     "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define EP_R64 \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
@@ -43,6 +46,8 @@ template <int N> EP_PTX void ep_wgmma_keep_order(float (&d)[N]) {
     "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define EP_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define EP_D8(i) EP_D4(i), EP_D4(i + 4)
+#define EP_D12(i) EP_D8(i), EP_D4(i + 8)
+#define EP_D16(i) EP_D8(i), EP_D8(i + 8)
 #define EP_D32(i) EP_D8(i), EP_D8(i + 8), EP_D8(i + 16), EP_D8(i + 24)
 #define EP_WGMMA(N, TYPE, REGS, A, B, P, TA, TB, ...)                                                  \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                      \
@@ -55,9 +60,12 @@ template <int N> EP_PTX void ep_wgmma_keep_order(float (&d)[N]) {
 /* d[64][N] = a * b, plus d if `add`, for one warpgroup. TRANS: the operand is MN-major. */
 template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float (&d)[N / 2], uint64_t a,
                                                                           uint64_t b, uint32_t add) {
-    static_assert(N == 64 || N == 128 || N == 192 || N == 256, "tiles of 64, 128, 192 or 256 columns");
+    static_assert(N <= 32 ? N % 8 == 0 : N == 128 || N == 192 || N == 256, "an N that a kernel has");
 #define EP_WGMMA_N(TYPE)                                                                                 \
-    if constexpr (N == 64) EP_WGMMA("64", TYPE, EP_R32, "32", "33", "34", "35", "36", EP_D32(0));        \
+    if constexpr (N == 8) EP_WGMMA("8", TYPE, EP_R4, "4", "5", "6", "7", "8", EP_D4(0));                 \
+    if constexpr (N == 16) EP_WGMMA("16", TYPE, EP_R8, "8", "9", "10", "11", "12", EP_D8(0));            \
+    if constexpr (N == 24) EP_WGMMA("24", TYPE, EP_R12, "12", "13", "14", "15", "16", EP_D12(0));        \
+    if constexpr (N == 32) EP_WGMMA("32", TYPE, EP_R16, "16", "17", "18", "19", "20", EP_D16(0));        \
     if constexpr (N == 128)                                                                              \
         EP_WGMMA("128", TYPE, EP_R64, "64", "65", "66", "67", "68", EP_D32(0), EP_D32(32));              \
     if constexpr (N == 192)                                                                              \
@@ -74,7 +82,7 @@ template <int N, bool F16, int TRANS_A, int TRANS_B> EP_PTX void ep_wgmma(float 
 }
 /* The same with e4m3 numbers: 32 values of k, both operands K-major. A line is 128 values of k. */
 template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64_t b, uint32_t add) {
-    static_assert(N == 64 || N == 128 || N == 256, "tiles of 64, 128 or 256 columns");
+    static_assert(N <= 32 ? N % 8 == 0 : N == 128 || N == 256, "an N that a kernel has");
 #define EP_WGMMA_E4M3(COLS, REGS, A, B, P, ...)                                                        \
     if constexpr (N == COLS)                                                                           \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" P ", 0;\n"                                       \
@@ -82,7 +90,10 @@ template <int N> EP_PTX void ep_wgmma_e4m3(float (&d)[N / 2], uint64_t a, uint64
                  ", p, 1, 1;\n}"                                                                       \
                  : __VA_ARGS__                                                                         \
                  : "l"(a), "l"(b), "r"(add))
-    EP_WGMMA_E4M3(64, EP_R32, "32", "33", "34", EP_D32(0));
+    EP_WGMMA_E4M3(8, EP_R4, "4", "5", "6", EP_D4(0));
+    EP_WGMMA_E4M3(16, EP_R8, "8", "9", "10", EP_D8(0));
+    EP_WGMMA_E4M3(24, EP_R12, "12", "13", "14", EP_D12(0));
+    EP_WGMMA_E4M3(32, EP_R16, "16", "17", "18", EP_D16(0));
     EP_WGMMA_E4M3(128, EP_R64, "64", "65", "66", EP_D32(0), EP_D32(32));
     EP_WGMMA_E4M3(256, EP_R128, "128", "129", "130", EP_D32(0), EP_D32(32), EP_D32(64), EP_D32(96));
 #undef EP_WGMMA_E4M3

@@ -18,6 +18,7 @@
 #define EP_GEMM_CUH
 #include "kernels/arch/wgmma.cuh"
 #include "kernels/gemm/gemm_accumulate.cuh"
+#include "kernels/gemm/gemm_few.cuh"
 #include "kernels/gemm/gemm_fp8.cuh"
 #include "kernels/gemm/gemm_keep.cuh"
 
@@ -154,8 +155,7 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
 }
 
 /* d = this warpgroup's 64 rows of the tile. A stage is released one stage after its wgmma was issued, when
- * that has finished (two in flight). If the kernel is limited by memory (RELEASE_EARLY), it is released as
- * soon as possible: otherwise the last stage of a tile would stay empty until the next one has arrived. */
+ * that has finished (two in flight). */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred, const EpGemmParams *p,
                              Hooks &hooks, const EpGemmTile *t, uint32_t group, const EpGemmShared *s,
@@ -176,27 +176,26 @@ EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred,
             const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
             ep_wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < 4 * C::K_BOXES; i++) {
-                const uint64_t from_a = a + i / 4 * (C::A_SLAB / 16) + i % 4 * STEP_A;
-                const uint64_t from_b = b + i / 4 * (C::B_SLAB / 16) + i % 4 * STEP_B;
-                if constexpr (C::FP8) ep_wgmma_e4m3<C::BN>(d, from_a, from_b, k || i);
-                else ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, from_a, from_b, k || i);
+            for (int i = 0; i < 4; i++) {
+                if constexpr (C::FP8) ep_wgmma_e4m3<C::BN>(d, a + i * STEP_A, b + i * STEP_B, k || i);
+                else
+                    ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, a + i * STEP_A, b + i * STEP_B,
+                                                                    k || i);
             }
             ep_wgmma_commit();
             if (k == 0) hooks.mma_in_flight();
         }
         if constexpr (EP_GEMM_DEFERS<C, Hooks>)
             ep_gemm_write_deferred<C, C::EAGER_PARTS>(deferred, ep_gemm_out_cols(p), staging);
-        if (active) ep_wgmma_wait<C::RELEASE_EARLY ? 0 : 1>();
+        if (active) ep_wgmma_wait<1>();
         __syncwarp(); /* every lane has finished its wait, before the stage is overwritten */
-        if ((C::RELEASE_EARLY || k) && signals)
-            ep_gemm_release_stage(s->empty + 8 * (C::RELEASE_EARLY ? ring->stage : before));
+        if (k && signals) ep_gemm_release_stage(s->empty + 8 * before);
         before = ring->stage;
     }
     ep_wgmma_wait<0>();
     ep_wgmma_keep_order(d);
     __syncwarp(); /* every lane has read the info, before it is overwritten */
-    if (!C::RELEASE_EARLY && signals) ep_gemm_release_stage(s->empty + 8 * before);
+    if (signals) ep_gemm_release_stage(s->empty + 8 * before);
 }
 
 /* ---- the kernel ---- */
@@ -226,11 +225,8 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
     const uint32_t group = threadIdx.x / 128 - 1;
     const uint32_t staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
     EpRing ring = {0, 0};
-    EpGemmBurst burst = {0, 0};
     EpGemmDeferred<C> deferred;
     deferred.part = C::PARTS;
-    static_assert(!(C::FEW_ROWS && Hooks::FUSED),
-                  "a tile of a burst is not written when tile_written is called");
     for (;;) {
         float d[C::BN / 2];
         ep_mbar_wait(s->full + 8 * ring.stage, ring.parity, p->limit_ns);
@@ -238,13 +234,11 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
         if (t.num_rows == 0) break;
         const uint64_t begun = hooks.tile_started();
         if constexpr (C::ACCUMULATES) ep_gemm_prefetch_out<C>(p, &t, group);
-        if constexpr (C::BY_BLOCK) ep_gemm_mma_few_fp8<C>(d, p, &t, group, s, &ring);
-        else ep_gemm_mma_tile<C>(d, &deferred, p, hooks, &t, group, s, &ring);
+        ep_gemm_mma_tile<C>(d, &deferred, p, hooks, &t, group, s, &ring);
         if constexpr (EP_GEMM_DEFERS<C, Hooks>)
             while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
         hooks.mma_in_flight();
-        if constexpr (C::FEW_ROWS) ep_gemm_burst_add<C>(d, p, &t, group, s->staging, &burst);
-        else if constexpr (C::ACCUMULATES) ep_gemm_accumulate<C>(d, p, &t, group);
+        if constexpr (C::ACCUMULATES) ep_gemm_accumulate<C>(d, p, &t, group);
         else if constexpr (C::KEEPS) ep_gemm_keep<C>(d, p, &t, group, staging);
         else {
             constexpr int AT_ONCE = EP_GEMM_DEFERS<C, Hooks> ? C::EAGER_PARTS : C::PARTS;
@@ -252,7 +246,6 @@ EP_PTX void ep_gemm_mma_tiles(const EpGemmParams *p, Hooks &hooks, const EpGemmS
         }
         hooks.tile_written(t, group, begun);
     }
-    if constexpr (C::FEW_ROWS) ep_gemm_burst_write<C>(p, s->staging, &burst);
     if constexpr (EP_GEMM_DEFERS<C, Hooks>)
         while (ep_gemm_write_deferred<C, C::EAGER_PARTS>(&deferred, ep_gemm_out_cols(p), staging));
     if (Hooks::FUSED)
@@ -289,7 +282,10 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
                 EP_GEMM_REGS>(); /* as at the start, because code follows that all threads execute */
     } else {
         ep_setmaxnreg_inc<Hooks::MMA_REGS>();
-        if constexpr (C::BY_BLOCK && !C::FEW_ROWS) ep_gemm_mma_tiles_fp8<C>(p, hooks, &s);
+        if constexpr (C::FEW_ROWS) {
+            static_assert(!Hooks::FUSED, "tile_written would be called before the tile's burst");
+            ep_gemm_mma_tiles_few<C>(p, &s);
+        } else if constexpr (C::BY_BLOCK) ep_gemm_mma_tiles_fp8<C>(p, hooks, &s);
         else ep_gemm_mma_tiles<C>(p, hooks, &s);
         if (Hooks::FUSED) ep_setmaxnreg_dec<EP_GEMM_REGS>();
     }

@@ -5,15 +5,14 @@
  * them up, in the tensor cores' own format. The sum is multiplied by both scales and added to the tile's
  * accumulators in float32.
  *
- * Many rows: a tile of 128 x 256. A warpgroup has 64 rows and two pieces of 128 columns, one after the other
- * in each stage. It loads its rows into registers once for both pieces: shared memory cannot deliver rows and
- * columns as fast as the tensor cores take them, and reading them costs power. The two warpgroups take turns:
- * one has the tensor cores while the other one adds its sums. A piece is written while the wgmmas of the
- * other piece are in flight, so the tensor cores have work at the end of a tile, too.
- * Few rows: a tile of 32 x 64, of which a stage has 512 values of k; see gemm_tune.h.
+ * A tile has 128 x 256 numbers; gemm_few.cuh has the tiles for few rows. A warpgroup has 64 rows and two
+ * pieces of 128 columns, one after the other in each stage. It loads its rows into registers once for both
+ * pieces: shared memory cannot deliver rows and columns as fast as the tensor cores take them, and reading
+ * them costs power. The two warpgroups take turns: one has the tensor cores while the other one adds its
+ * sums. A piece is written while the wgmmas of the other piece are in flight, so the tensor cores have work
+ * at the end of a tile, too.
  *
- * Exports ep_gemm_load_scales, ep_gemm_mma_tiles_fp8 and ep_gemm_mma_few_fp8. Hooks::scales has the
- * scales. */
+ * Exports ep_gemm_load_scales and ep_gemm_mma_tiles_fp8. Hooks::scales has the scales. */
 #ifndef EP_GEMM_FP8_CUH
 #define EP_GEMM_FP8_CUH
 #include "kernels/arch/wgmma.cuh"
@@ -101,53 +100,6 @@ EP_PTX void ep_gemm_promote(float (&d)[N], const float (&part)[N], const EpGemmP
         d[i] = fmaf(is_bottom ? is_up ? s->up_bottom : s->bottom : is_up ? s->up_top : s->top, part[i], d[i]);
     }
 }
-
-/* ---- few rows ---- */
-
-/* d = this warpgroup's part of the tile: all of it or nothing, because a tile has at most 32 rows. The
- * products of values of k that do not exist are 0, and so must be their scales. */
-template <typename C> EP_PTX void ep_gemm_mma_few_fp8(float (&d)[C::BN / 2], const EpGemmParams *p,
-                                                      const EpGemmTile *t, uint32_t group,
-                                                      const EpGemmShared *s, EpRing *ring) {
-    const uint32_t row = threadIdx.x / 32 % 4 * 16 + ep_lane_now() / 4;
-    const bool active = 64 * group < t->num_rows;
-#pragma unroll
-    for (int i = 0; i < C::BN / 2; i++) d[i] = 0;
-    for (uint32_t k = 0; k < t->num_k; k += C::BK, ep_ring_next<C::STAGES>(ring)) {
-        const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES;
-        const uint32_t slot = ep_gemm_slot<C>(s, ring->stage);
-        float part[C::K_BOXES][C::BN / 2];
-        EpGemmProducts scales[C::K_BOXES];
-        ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
-        if (active) {
-            const uint64_t a = ep_wgmma_desc(at, EP_GEMM_BOX);
-            const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
-            ep_wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 4 * C::K_BOXES; i++)
-                ep_wgmma_e4m3<C::BN>(part[i / 4], a + i / 4 * (C::A_SLAB / 16) + 2 * (i % 4),
-                                     b + i / 4 * (C::B_SLAB / 16) + 2 * (i % 4), i % 4);
-            ep_wgmma_commit();
-#pragma unroll
-            for (int kk = 0; kk < C::K_BOXES; kk++) {
-                const EpGemmProducts none = {0, 0, 0, 0};
-                scales[kk] = ep_gemm_scales_get<C>(slot + 4 * (C::BM * kk + row % C::BM),
-                                                   slot + 4 * C::BM * C::K_BOXES + 8 * kk);
-                if (k + kk * C::BOX_K >= t->num_k) scales[kk] = none;
-            }
-            ep_wgmma_wait<0>();
-#pragma unroll
-            for (int kk = 0; kk < C::K_BOXES; kk++) ep_wgmma_keep_order(part[kk]);
-        }
-        __syncwarp(); /* every lane has finished its wait and read the scales and the info */
-        if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * ring->stage);
-        if (active)
-#pragma unroll
-            for (int kk = 0; kk < C::K_BOXES; kk++) ep_gemm_promote<C>(d, part[kk], &scales[kk]);
-    }
-}
-
-/* ---- many rows ---- */
 
 /* A warpgroup's accumulators of a piece, and the rows of a stage that it has in registers. */
 typedef float EpGemmPiece[64];

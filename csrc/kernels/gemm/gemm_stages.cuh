@@ -23,8 +23,6 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
     /* Few rows per expert: tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
     static constexpr bool FEW_ROWS = BN == 64;
-    /* Release a stage as soon as its own wgmma has finished. Not possible in WGRAD. */
-    static constexpr bool RELEASE_EARLY = FEW_ROWS;
     static constexpr int BM = FEW_ROWS ? 32 : EP_GEMM_BM;
     static constexpr int A_ROWS = FEW_ROWS ? 16 : 64; /* rows of a TMA box */
     static constexpr int K_BOXES = FEW_ROWS ? 4 : 1;

@@ -1,7 +1,6 @@
 /* gemm_write.cuh - the epilogue of the grouped GEMM for Hopper: from accumulators to global memory.
  *
- * Exports ep_gemm_defer and ep_gemm_write_deferred (many rows), ep_gemm_burst_add and ep_gemm_burst_write
- * (few rows).
+ * Exports ep_gemm_defer and ep_gemm_write_deferred. gemm_few.cuh writes tiles with few rows.
  * C is an EpGemmConfig. Invariant: only rows and columns that exist are written. */
 #ifndef EP_GEMM_WRITE_CUH
 #define EP_GEMM_WRITE_CUH
@@ -66,7 +65,7 @@ template <int NUM_GROUPS> EP_PTX void ep_gemm_stage_rows(uint32_t to, const uint
         ep_stmatrix_x4(to + 16 * i, v[2 * i], v[2 * i + 2], v[2 * i + 4], v[2 * i + 6]);
 }
 
-/* ---- many rows: written during the next tile ---- */
+/* ---- written during the next tile ---- */
 
 /* A warp's finished part of a tile, packed. The registers suffice to keep 128 columns of it together with
  * the next tile's accumulators. So these are written while the next tile is computed. */
@@ -138,69 +137,6 @@ template <typename C, int AT_ONCE> EP_PTX bool ep_gemm_write_deferred(EpGemmDefe
         return true;
     }
     return false;
-}
-
-/* ---- few rows: written in bursts ---- */
-
-/* With few rows the kernel reads weights at the full DRAM bandwidth. A write interleaved with such reads
- * costs seven times its bytes (DRAM read/write turnaround), and less if many are written together. So
- * groups of eight rows wait in shared memory, each with a note of its destination, until about as many
- * tiles are there as fill it. All CTAs have about the same number of tiles, so their bursts coincide, and
- * that is what saves turnarounds. */
-typedef struct {
-    uint32_t num_groups, num_tiles;
-} EpGemmBurst;
-
-/* Write a burst: all groups of rows that wait in shared memory. All MMA warps of the CTA take part; each has
- * counted the same groups and tiles. */
-template <typename C> EP_PTX void ep_gemm_burst_write(const EpGemmParams *p, uint32_t staging,
-                                                      EpGemmBurst *burst) {
-    const uint32_t lane = ep_lane_now();
-    const uint32_t row = lane / C::OUT_GROUPS;
-    const uint32_t col_group = lane % C::OUT_GROUPS;
-    const uint32_t out_cols = ep_gemm_out_cols(p);
-    ep_bar_sync(1, 256);
-    for (uint32_t i = threadIdx.x / 32 - 4; i < burst->num_groups; i += 8) {
-        const uint32_t from = staging + i * C::BURST_GROUP + row * C::BURST_PITCH + col_group * 16;
-        /* the note: first row, number of rows, first column */
-        const uint4 note = ep_ld_shared(staging + C::NUM_BURST_GROUPS * C::BURST_GROUP + 16 * i);
-        const uint32_t c = note.z + 8 * col_group;
-        uint16_t *out = (uint16_t *)p->out + (uint64_t)(note.x + row) * out_cols + c;
-#pragma unroll
-        for (uint32_t r = 0; r < 8; r += 32 / C::OUT_GROUPS)
-            ep_st_global_if(row + r < note.y && c < out_cols, out + (uint64_t)r * out_cols,
-                            ep_ld_shared(from + r * C::BURST_PITCH));
-    }
-    ep_bar_sync(1, 256);
-    burst->num_groups = burst->num_tiles = 0;
-}
-
-template <typename C>
-EP_PTX void ep_gemm_burst_add(float (&d)[C::BN / 2], const EpGemmParams *p, const EpGemmTile *t,
-                              uint32_t group, uint32_t staging, EpGemmBurst *burst) {
-    const uint32_t first = 64 * group + threadIdx.x / 32 % 4 * 16;
-    const uint32_t col0 = C::GATED ? t->col0 / 2 : t->col0;
-    const uint32_t lane = ep_lane_now();
-    const uint32_t num_groups = (t->num_rows + 7) / 8;
-    /* for the mean number of groups per tile, with a margin */
-    const uint32_t tiles_per_burst = C::NUM_BURST_GROUPS * 8 / (p->num_rows / p->num_experts + 7);
-    if (burst->num_tiles >= tiles_per_burst || burst->num_groups + num_groups > C::NUM_BURST_GROUPS)
-        ep_gemm_burst_write<C>(p, staging, burst);
-    uint32_t v[2 * C::OUT_GROUPS];
-    if (first < t->num_rows)
-        ep_gemm_finish<C>(v, d, p, t, t->row0 + first, t->num_rows - first, col0, ep_gemm_out_cols(p));
-#pragma unroll
-    for (uint32_t bottom = 0; bottom < 2; bottom++) {
-        const uint32_t from = first + 8 * bottom, i = burst->num_groups + from / 8;
-        const uint32_t to = staging + i * C::BURST_GROUP + lane % 8 * C::BURST_PITCH + lane / 8 * 16;
-        if (from >= t->num_rows) break;
-        ep_gemm_stage_rows<C::OUT_GROUPS>(to, v + bottom);
-        if (lane == 0)
-            ep_st_shared(staging + C::NUM_BURST_GROUPS * C::BURST_GROUP + 16 * i, t->row0 + from,
-                         t->num_rows - from, col0, 0);
-    }
-    burst->num_groups += num_groups;
-    burst->num_tiles++;
 }
 
 #endif /* EP_GEMM_WRITE_CUH */
