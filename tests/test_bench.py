@@ -54,7 +54,8 @@ EXPECTED = {
               | {"GEMMs alone", "torch GEMMs alone", "epmoe layer"},
     "train": {f"{name} {what}" for name in ("torch", "torch products", "epmoe stages", "epmoe")
               for what in ("forward", "backward", "both")}
-             | {f"{name} kept bytes" for name in ("torch", "epmoe stages", "epmoe")},
+             | {f"{name} kept bytes" for name in ("torch", "epmoe stages", "epmoe")}
+             | {"torch inference", "epmoe inference"},
     "transformers": {"eager", "grouped_mm", "batched_mm", "epmoe", "eager, training step",
                      "grouped_mm, training step", "epmoe, training step"},
     "worklog": {"torch", "epmoe", "epmoe, factor in weights"},

@@ -30,10 +30,10 @@ class Figures:
     def plot_path(self, plot):
         return self.plots / plot_name(self, plot)
 
-    def step(self, shape):
-        """Return {"epmoe forward": row, "torch step": row, ...} of one rank alone; {} without this shape."""
+    def training_step(self, shape):
+        """Return {"epmoe both": row, "torch both": row, ...} of one rank alone; {} without this shape."""
         rows = self.one_gpu.get("rows", [])
-        return {r["impl"]: r for r in rows if r["bench"] == "step" and r["shape"] == shape}
+        return {r["impl"]: r for r in rows if r["bench"] == "train" and r["shape"] == shape}
 
     @property
     def is_gpu(self):

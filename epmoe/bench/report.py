@@ -99,33 +99,17 @@ def short_table(figures):
     for shape in figures.shapes("layer"):
         if " T=" in shape:
             continue
-        row, step = figures.find("layer", "epmoe layer", shape=shape)[0], figures.step(shape)
+        row, step = figures.find("layer", "epmoe layer", shape=shape)[0], figures.training_step(shape)
         theirs, same_run = figures.deep_ep("layer", "layer", shape=shape)
         training = ""
-        if "torch step" in step:
-            training = _times(step["torch step"]["ms"], step["epmoe step"]["ms"], "†")
+        if step:
+            training = _times(step["torch both"]["ms"], step["epmoe both"]["ms"], "†")
         rows.append([shape, size(shape), str(row["tokens"]), f"{row['ms']:.2f} ms",
                      f"{row['tflops']:.0f}" if figures.is_gpu else "",
                      _times(figures.ms("layer", "torch layer", shape=shape), row["ms"]),
                      _times(theirs, row["ms"], "" if same_run else "\\*"), training])
     head = ["model shape", "H, I, E, K", "T", "forward", "TFLOP/s per GPU", "vs torch + NCCL", "vs DeepEP",
             "forward + backward vs torch"]
-    return markdown(head, rows)
-
-
-def step_table(figures):
-    """One rank alone on one GPU: forward, and forward with backward.  The file has the ratios."""
-    impls = ("epmoe forward", "torch forward", "GEMMs forward", "epmoe step", "torch step")
-    rows = []
-    for shape in dict.fromkeys(r["shape"] for r in figures.one_gpu["rows"] if r["bench"] == "step"):
-        of = figures.step(shape)
-        ratios, step = of["epmoe forward"]["ratios"], of.get("epmoe step", {})
-        times = [f"{of[impl]['ms']:.2f}" if impl in of else "" for impl in impls]
-        rows.append([shape, *times[:3], f"{ratios['torch']:.2f}", f"{ratios['GEMMs']:.2f}", *times[3:],
-                     f"{step['ratios']['torch']:.2f}" if step else "",
-                     f"{step['tflops']:.0f}" if step else ""])
-    head = ["shape", "forward: epmoe", "torch", "torch's two GEMMs alone", "over torch", "over GEMMs alone",
-            "forward + backward: epmoe", "torch", "over torch", "backward TFLOP/s"]
     return markdown(head, rows)
 
 
@@ -144,19 +128,15 @@ def train_table(rows):
                       *(f"{row['ratios'][n]:.2f}" for n in ("torch", "GEMMs"))]
         cells.append(f"{of['epmoe both']['ms'] / of['epmoe stages both']['ms']:.2f}")
         sizes = [of.get(f"epmoe {what} bytes") for what in ("kept", "peak")]
-        lines.append(cells + [f"{r['bytes_over_torch']:.2f}" if r else "" for r in sizes])
+        cells += [f"{r['bytes_over_torch']:.2f}" if r else "" for r in sizes]
+        alone = of.get("epmoe inference")
+        lines.append(cells + ([f"{alone['ms']:.2f}", *(f"{alone['ratios'][n]:.2f}" for n in ("torch", "GEMMs"))]
+                              if alone else [""] * 3))
     passes = [f"{what}{more}" for what in ("forward", "backward", "both")
               for more in (", ms", ": TFLOP/s", ": over torch", ": over GEMMs alone")]
     return markdown(["shape", "T", *passes, "both: over stages", "kept memory over torch",
-                     "peak memory over torch"], lines) if lines else []
-
-
-def decode_table(figures):
-    """One rank alone with few tokens: plan + dispatch + combine in microseconds."""
-    of = [r for r in figures.one_gpu["rows"] if r["bench"] == "decode"]
-    tokens, ways = (list(dict.fromkeys(r[key] for r in of)) for key in ("tokens", "impl"))
-    rows = [[way, *(f"{r['ms'] * 1e3:.0f} us" for r in of if r["impl"] == way)] for way in ways]
-    return markdown(["", *(f"T = {t}" for t in tokens)], rows)
+                     "peak memory over torch", "inference, ms", "inference: over torch",
+                     "inference: over GEMMs alone"], lines) if lines else []
 
 
 def low_latency_table(figures):
@@ -303,15 +283,10 @@ def block(figures, plots, folder):
                   "with `fused=False`: dispatch, GEMM, GEMM and combine as separate kernels.", "",
                   *layer_table(figures)]
     lines += images(figures, plots, folder, "layers", "growth")
-    if figures.one_gpu.get("rows"):
-        o = figures.one_gpu
-        lines += ["", "### Training step", "", *_wrapped([f"{of_run(o)}. {o['what']} Times in ms."]), "",
-                  *step_table(figures), "", "### Few tokens", "",
-                  "`EPAll2AllLayer` of one rank, as above, with H 7168, K 8, 72 experts and a capacity:", "",
-                  *decode_table(figures)]
     for run in (figures.one_gpu, figures.result):
         if table_of_run := train_table(run.get("rows", [])):
-            lines += ["", "### Forward and backward", "", f"{of_run(run)}.", "", *table_of_run]
+            what = _wrapped([f"{of_run(run)}. {run.get('what', '')}".strip()])
+            lines += ["", "### Training step", "", *what, "", *table_of_run]
     if figures.shapes():
         lines += ["", "### Plan, dispatch and combine", "", *table(figures)]
     lines += images(figures, plots, folder, "shapes", "sm", "tokens")

@@ -1,4 +1,4 @@
-"""Measures a training step of a layer: forward, backward, both, and the memory that it takes.
+"""Measures a training step of a layer: forward, backward, both, the memory that it takes, and inference.
 
 epmoe           EPMoE as it is
 epmoe stages    one after the other, each a kernel of its own (fused=False)
@@ -8,7 +8,7 @@ Liger           its megakernel, where liger_cute_kernels can be imported
 
 All alternate in rounds, so that each meets the GPU in the same state.  A rank that is alone computes as one
 rank of four: a quarter of the experts, and as many rows; nothing crosses a link.  Gradients are compared
-before anything is timed.
+before anything is timed.  Inference is the forward without gradients: it keeps nothing for a backward.
 
 kept bytes: what the forward leaves for the backward, without parameters and inputs.  peak bytes, on a GPU:
 the most that a step allocates with torch, with the gradients of weights and inputs.  The symmetric memory of
@@ -55,15 +55,35 @@ class Step:
     def forward(self):
         return self.call(self.x, self.weight)
 
+    def backward(self, y):
+        y.backward(self.dy)
+
     def results(self):
         """Return y and the gradients of a step, after poisoned memory."""
         self.clear()
         with poisoned():
             y = self.forward()
-            y.backward(self.dy)
+            self.backward(y)
         found = [y.detach(), self.x.grad, self.weight.grad, *(p.grad for p in self.parameters)]
         self.clear()
         return found
+
+
+class Inference:
+    """The forward of a layer, without gradients."""
+
+    def __init__(self, step):
+        self.step = step
+
+    @torch.no_grad()
+    def forward(self):
+        return self.step.forward()
+
+    def backward(self, y):
+        pass
+
+    def clear(self):
+        pass
 
 
 class Products:
@@ -97,10 +117,7 @@ def run_step(step):
     yield
     y = step.forward()
     yield
-    if isinstance(step, Products):
-        step.backward(y)
-    else:
-        y.backward(step.dy)
+    step.backward(y)
     yield
 
 
@@ -164,7 +181,7 @@ def memory(run, step):
         kept = Kept((step.x, step.weight, *step.parameters))
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t):
             y = step.forward()
-        y.backward(step.dy)
+        step.backward(y)
         step.clear()
         return {"kept": sum(kept.sizes.values())}
     torch.cuda.synchronize()
@@ -172,7 +189,7 @@ def memory(run, step):
     torch.cuda.reset_peak_memory_stats()
     y = step.forward()
     kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
-    y.backward(step.dy)
+    step.backward(y)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     step.clear()
@@ -219,15 +236,22 @@ def add_liger(run, shape, steps, inputs, moe, dy):
 def record(run, shape, ms, sizes):
     """Add the rows of a shape: the peers' first, then those of epmoe with their ratios."""
     flops = 6.0 * shape.tokens * shape.topk * shape.hidden * shape.inner
+
+    def add(impl, took, factor=1, over=None):
+        tflops = factor * flops / took / 1e9
+        run.record("train", shape, impl, took, over=over, tflops=round(tflops, 4),
+                   rate=f"{tflops:.{'0f' if run.on_gpu else '1g'}} TFLOP/s")
+
+    alone = {name: ms.pop(name)["forward"] for name in [n for n in ms if n.endswith(" inference")]}
     for what, factor in zip(PASSES, (1, 2, 3)):
         for name in sorted(ms, key=lambda n: n.startswith("epmoe")):
             over = {RATIOS[n]: ms[n][what] for n in RATIOS if n in ms} if name == "epmoe" else None
             if name == "epmoe stages":
                 over = {n: ms[n][what] for n in ("torch", "epmoe")}
-            tflops = factor * flops / ms[name][what] / 1e9
-            rate = f"{tflops:.{'0f' if run.on_gpu else '1g'}} TFLOP/s"
-            run.record("train", shape, f"{name} {what}", ms[name][what], over=over, rate=rate,
-                       tflops=round(tflops, 4))
+            add(f"{name} {what}", ms[name][what], factor, over)
+    peers = {"torch": alone["torch inference"], "GEMMs": ms["torch products"]["forward"]}
+    for name in alone:
+        add(name, alone[name], over=peers if name.startswith("epmoe") else None)
     for what in sizes["torch"]:
         for name, found in sizes.items():
             num_bytes = slowest(run.cpu_group, float(found[what]))
@@ -261,6 +285,7 @@ def measure(run, shape):
     with torch.no_grad():
         rows, _, layout = stages.dispatch(x, idx)
     steps["torch products"] = Products(rows, layout.expert_offsets, *parameters)
+    steps |= {f"{name} inference": Inference(steps[name]) for name in ("torch", "epmoe")}
     ms = alternate(run, steps)
     record(run, shape, ms, sizes)
     for layer in (fused, stages):
