@@ -10,17 +10,13 @@
  *   - If an expert has an odd number of row blocks, a pair shares the rows of the last block.
  *   - If it has an even number, a tile has at least EP_GEMM_BM rows, and the last block is at most half full,
  *     a pair shares the rows of each of the last two blocks. In a pair of these two, the CTA with the short
- *     block would be done early, and then wait for the other, because a pair advances together.
- *   - Pairs share the rows of tiles of EP_GEMM_TALL rows, if the number of column blocks is even. No kernel
- *     has such tiles now. */
+ *     block would be done early, and then wait for the other, because a pair advances together. */
 #ifndef EP_GEMM_TILES_H
 #define EP_GEMM_TILES_H
 #include "protocol/gemm_params.h"
 
 /* rows of a tile; fewer in the kernels for few rows and in the portable kernel */
 #define EP_GEMM_BM 128u
-/* rows of a tile of 128 columns for FP8 with scales of blocks */
-#define EP_GEMM_TALL 256u
 /* row blocks (or pairs of them) that proceed through the columns together */
 #define EP_GEMM_GROUP 4u
 
@@ -45,11 +41,6 @@ typedef struct {
 EP_PURE uint32_t ep_gemm_clamp_row(const EpGemmParams *p, int32_t row) {
     return row < 0 ? 0 : (uint32_t)row < p->num_rows ? (uint32_t)row : p->num_rows;
 }
-/* FP8: a tile has twice as many rows as columns. So a pair reads least if it shares the rows. An odd number
- * of column blocks would leave one CTA of a pair without work. */
-EP_PURE bool ep_gemm_shares_rows(const EpGemmParams *p, uint32_t bm) {
-    return bm == EP_GEMM_TALL && (p->n + EP_GEMM_TALL / 2 - 1) / (EP_GEMM_TALL / 2) % 2 == 0;
-}
 EP_PURE void ep_walk_enter(const EpGemmParams *p, uint32_t bm, uint32_t size, EpGemmWalk *w) {
     if (w->expert >= p->num_experts) return;
     const uint32_t from = ep_gemm_clamp_row(p, p->offsets[w->expert]);
@@ -59,10 +50,7 @@ EP_PURE void ep_walk_enter(const EpGemmParams *p, uint32_t bm, uint32_t size, Ep
     const uint32_t rows = p->kind == EP_GEMM_WGRAD ? p->n : w->num_rows, num_m = (rows + bm - 1) / bm;
     w->num_sets = num_m / size;
     w->num_left = num_m % size;
-    if (ep_gemm_shares_rows(p, bm)) {
-        w->num_sets = 0;
-        w->num_left = num_m;
-    } else if (bm >= EP_GEMM_BM && size == 2 && num_m && w->num_left == 0 && (rows - 1) % bm < bm / 2) {
+    if (bm >= EP_GEMM_BM && size == 2 && num_m && w->num_left == 0 && (rows - 1) % bm < bm / 2) {
         w->num_sets--;
         w->num_left = 2;
     }
@@ -94,12 +82,6 @@ EP_PURE bool ep_gemm_tile(const EpGemmParams *p, uint32_t bm, uint32_t bn, uint3
         const uint32_t group = left < EP_GEMM_GROUP ? left : EP_GEMM_GROUP;
         m = (first + j % group) * size + rank;
         n = j / group;
-    } else if (ep_gemm_shares_rows(p, bm)) {
-        const uint32_t of_group = 2 * EP_GEMM_GROUP, first = i / (of_group * num_n / size) * of_group;
-        const uint32_t j = i % (of_group * num_n / size), left = w->num_left - first;
-        const uint32_t group = left < of_group ? left : of_group;
-        m = first + j % group;
-        n = j / group * size + rank;
     } else {
         m = w->num_sets * size + (i - num_even) % w->num_left;
         n = (i - num_even) / w->num_left * size + rank;
