@@ -5,7 +5,8 @@ its rows' weights, and what the weight gradient of the next product needs, in on
 import torch
 
 from . import _C
-from .gemm import GATED, aligned, untraced
+from .direct import implement
+from .gemm import GATED, aligned
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("activation_backward(Tensor h, Tensor d, Tensor offsets, Tensor? row_weight, int activation, "
@@ -39,7 +40,7 @@ def _activation_backward(h, d, offsets, row_weight, activation, alpha=0.0, limit
     return run_activation_backward(h, d, offsets, row_weight, activation, alpha, limit)
 
 
-_lib.impl("activation_backward", untraced(_activation_backward), "CompositeExplicitAutograd")
+implement(_lib, "activation_backward", _activation_backward)
 
 
 @torch.library.register_fake("epmoe::activation_backward", lib=_lib)

@@ -3,11 +3,11 @@
 import torch
 
 from . import _C, moe_fp8
+from .direct import is_watched, requires_grad
 from .errors import HeapExhausted
 from .fused import EpAll2AllFusedOp, fuses
 from .gemm import grouped_gemm
 from .low_latency import LowLatencyAll2All
-from .ops import is_watched, requires_grad
 from .world import World
 
 MOST_TOKENS = 512  # of a rank in a layer that decodes by itself

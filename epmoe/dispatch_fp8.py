@@ -3,8 +3,9 @@
 import torch
 
 from . import _C, ops
+from .direct import implement, is_watched, requires_grad
 from .fp8 import quantize_fp8
-from .gemm import FP8_BLOCK, aligned, untraced
+from .gemm import FP8_BLOCK, aligned
 from .layer_parts import cast
 
 ops.lib.define("dispatch_fp8(Tensor x, Tensor x_scale, Tensor? weight, Tensor plan, str layer, int buffer, "
@@ -20,7 +21,7 @@ def _run(x, x_scale, weight, plan, layer, buffer, num_rows, after=None):
     return rows, scales, ops.absent(x_scale) if row_weight is None else row_weight, recv
 
 
-ops.lib.impl("dispatch_fp8", untraced(_run), "CompositeExplicitAutograd")
+implement(ops.lib, "dispatch_fp8", _run)
 
 
 @ops.register_fake("dispatch_fp8")
@@ -87,7 +88,7 @@ class Fp8Dispatch:
         """
         op = _C.OP_DISPATCH_FP8
         try:
-            if ops.requires_grad(*(t for t in (input, weight) if isinstance(t, torch.Tensor))):
+            if requires_grad(*(t for t in (input, weight) if isinstance(t, torch.Tensor))):
                 raise RuntimeError("dispatch_fp8 has no gradients: call it under torch.no_grad(), or use "
                                    "dispatch")
             if self.hidden % 16:
@@ -102,7 +103,7 @@ class Fp8Dispatch:
                 x, x_scale = x.repeat_interleave(self._copies, 0), x_scale.repeat_interleave(self._copies, 0)
         except Exception as error:
             self._refuse(op, error, layout.buffer)
-        if ops.is_watched():
+        if is_watched():
             rows, scales, row_weight, layout.recv = torch.ops.epmoe.dispatch_fp8(
                 x, x_scale, weight, layout.plan, self.id, layout.buffer, num_rows)
             row_weight = None if weight is None else row_weight

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from . import _C
 from .activation_ops import run_activation, run_activation_backward
 from .autograd import check_mode
+from .direct import implement, requires_grad
 from .fused import EpAll2AllFusedOp
 from .fused_ops import expert_offsets
-from .gemm import DGRAD, FORWARD, GATED, SWIGLU, WGRAD, aligned, as_kernel, untraced
-from .ops import layer_of, lib, register_fake, reporting, requires_grad, row_dots, rows_to_trace
+from .gemm import DGRAD, FORWARD, GATED, SWIGLU, WGRAD, aligned, as_kernel
+from .ops import layer_of, lib, register_fake, reporting, row_dots, rows_to_trace
 from .weight_gradients import gradient_of, sink_of
 
 lib.define("experts(Tensor x, Tensor weight, Tensor plan, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
@@ -157,7 +158,7 @@ def _expert_of_row(offsets, num_rows):
 
 for _name, _f in (("experts", _run_experts), ("experts_backward_down", _run_backward_down),
                   ("experts_backward_up", _run_backward_up)):
-    lib.impl(_name, untraced(_f), "CompositeExplicitAutograd")
+    implement(lib, _name, _f)
 
 
 @register_fake("experts")

@@ -12,8 +12,8 @@ from . import _C
 from .gemm import FP8_BLOCK as BLOCK
 from .autograd import check_mode
 from .device import capabilities
-from .gemm import (GATED, activation_of, aligned, as_kernel, has_kernel, rows_of_experts, tile_counter,
-                   untraced)
+from .direct import implement
+from .gemm import GATED, activation_of, aligned, as_kernel, has_kernel, rows_of_experts, tile_counter
 from .reference import activate
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -73,7 +73,7 @@ def _quantize_fp8(x, num_rows, activation, alpha, limit):
     return q, scales
 
 
-_lib.impl("quantize_fp8", untraced(_quantize_fp8), "CompositeExplicitAutograd")
+implement(_lib, "quantize_fp8", _quantize_fp8)
 
 
 @torch.library.register_fake("epmoe::quantize_fp8", lib=_lib)
@@ -230,7 +230,7 @@ def _grouped_gemm_fp8(a, b, a_scale, b_scale, offsets, bias, row_weight, activat
     return out
 
 
-_lib.impl("grouped_gemm_fp8", untraced(_grouped_gemm_fp8), "CompositeExplicitAutograd")
+implement(_lib, "grouped_gemm_fp8", _grouped_gemm_fp8)
 
 
 @torch.library.register_fake("epmoe::grouped_gemm_fp8", lib=_lib)

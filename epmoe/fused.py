@@ -5,12 +5,13 @@ import torch
 from . import _C, fused_ops  # fused_ops defines the operators
 from .activations import activate
 from .autograd import check_mode
+from .direct import is_watched, requires_grad
 from .fused_fp8 import FusedFp8
 from .fused_parts import FusedParts, fuses
 from .gemm import add_bias, as_kernel, grouped_gemm
 from .layer import EPAll2AllLayer
 from .layer_parts import cast
-from .ops import dispatch, is_watched, requires_grad
+from .ops import dispatch
 
 __all__ = ["EpAll2AllFusedOp", "fused_ops", "fuses"]
 

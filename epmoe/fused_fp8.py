@@ -4,8 +4,9 @@ import torch
 
 from . import _C, ops
 from .autograd import check_mode
+from .direct import implement, is_watched, requires_grad
 from .fp8 import quantize_fp8
-from .gemm import FP8_BLOCK, GATED, aligned, as_kernel, check_activation, grouped_gemm, untraced
+from .gemm import FP8_BLOCK, GATED, aligned, as_kernel, check_activation, grouped_gemm
 from .layer_parts import cast
 
 ops.lib.define("dispatch_gemm_fp8(Tensor x, Tensor x_scale, Tensor? weight, Tensor plan, Tensor gemm_weight, "
@@ -23,7 +24,7 @@ def _run(x, x_scale, weight, plan, gemm_weight, gemm_scale, bias, layer, buffer,
     return out, ops.absent(x_scale) if row_weight is None else row_weight, recv
 
 
-ops.lib.impl("dispatch_gemm_fp8", untraced(_run), "CompositeExplicitAutograd")
+implement(ops.lib, "dispatch_gemm_fp8", _run)
 
 
 @ops.register_fake("dispatch_gemm_fp8")
@@ -82,7 +83,7 @@ class FusedFp8:
         try:
             check_mode(input, weight, gemm_weight, bias)
             leaves = (input, weight, gemm_weight, gemm_scale, bias)
-            if ops.requires_grad(*(t for t in leaves if isinstance(t, torch.Tensor))):
+            if requires_grad(*(t for t in leaves if isinstance(t, torch.Tensor))):
                 raise RuntimeError("dispatch + GEMM in FP8 has no gradients: call it under torch.no_grad(), "
                                    "or use weights in 16 bits for training")
             self._check_fp8(*product)
@@ -112,7 +113,7 @@ class FusedFp8:
                        None if bias is None else bias.to(self.dtype).contiguous())
         except Exception as error:
             self._refuse(op, error, layout.buffer)
-        if ops.is_watched():
+        if is_watched():
             h, row_weight, layout.recv = torch.ops.epmoe.dispatch_gemm_fp8(
                 x, x_scale, weight, layout.plan, *weights, self.id, layout.buffer, num_rows,
                 *as_kernel(activation))

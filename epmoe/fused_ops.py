@@ -6,7 +6,8 @@ import torch
 
 from . import _C
 from .autograd import check_mode
-from .gemm import DGRAD, GATED, untraced
+from .direct import implement
+from .gemm import DGRAD, GATED
 from .ops import absent, layer_of, lib, register_fake, reporting, row_dots, rows_to_trace
 from .weight_gradients import gradient_of, sink_of
 
@@ -41,8 +42,8 @@ def _run_gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, buffe
                                requires_grad)
 
 
-lib.impl("dispatch_gemm", untraced(_run_dispatch_gemm), "CompositeExplicitAutograd")
-lib.impl("gemm_combine", untraced(_run_gemm_combine), "CompositeExplicitAutograd")
+implement(lib, "dispatch_gemm", _run_dispatch_gemm)
+implement(lib, "gemm_combine", _run_gemm_combine)
 
 
 @register_fake("dispatch_gemm")

@@ -7,6 +7,7 @@ from . import _C
 from .activations import GptOss, SwiGLU, activate, gpt_oss_numbers, is_gated
 from .autograd import check_mode
 from .device import capabilities
+from .direct import implement
 from .weight_gradients import gradient_of, sink_of
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
@@ -126,19 +127,7 @@ def _grouped_gemm(a, b, offsets, bias, row_weight, kind, activation, portable, a
     return out
 
 
-def untraced(fn):
-    """Return fn, an operator's implementation, marked for dynamo: it traces neither fn nor what fn calls.
-
-    After a graph break dynamo would trace it, because the operator runs between two graphs.  The marks of
-    torch.compiler.disable would do the same, but import dynamo, which takes seconds.
-    """
-    dynamo = torch._C._dynamo.eval_frame
-    skip = dynamo._FrameAction.SKIP
-    dynamo.set_code_exec_strategy(fn.__code__, dynamo._FrameExecStrategy(skip, skip))
-    return fn
-
-
-_lib.impl("grouped_gemm", untraced(_grouped_gemm), "CompositeExplicitAutograd")
+implement(_lib, "grouped_gemm", _grouped_gemm)
 
 
 @torch.library.register_fake("epmoe::grouped_gemm", lib=_lib)

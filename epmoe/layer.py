@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from . import _C, ops
+from . import _C, direct, ops
 from .autograd import check_mode
 from .device import pick_device, stream_of
 from .dispatch_fp8 import Fp8Dispatch
@@ -266,8 +266,8 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
         """
         layout, weight, num_rows = self._prepare(_C.OP_DISPATCH, input, exp_indices, weight,
                                                  full_scatter_indices, layout, buffer)
-        with_grad = ops.requires_grad(input, weight)
-        if with_grad or ops.is_watched():
+        with_grad = direct.requires_grad(input, weight)
+        if with_grad or direct.is_watched():
             rows, row_weight, layout.recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer,
                                                          num_rows, with_grad)
         else:
@@ -328,8 +328,8 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
                 weight = cast(weight, torch.float32)
         except Exception as error:
             self._refuse(_C.OP_COMBINE, error, self._buffer_of(layout))
-        with_grad = ops.requires_grad(input, weight)
-        if with_grad or ops.is_watched():
+        with_grad = direct.requires_grad(input, weight)
+        if with_grad or direct.is_watched():
             return ops.combine(self, input, weight, layout.plan, layout.recv, layout.buffer,
                                layout.num_tokens, with_grad)
         return self._combine(input, weight, None, layout.plan, layout.recv, layout.buffer,

@@ -10,7 +10,7 @@ import contextlib
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
-from . import _C, ops
+from . import _C, direct, ops
 from .autograd import check_mode
 from .device import capabilities, pick_device, status_of, stream_of
 from .gemm import is_transposed
@@ -227,7 +227,7 @@ class LayerParts(Shared):
         return _C.layer_num_rows(self._c, buffer, plan)
 
     def _make_layout(self, exp_indices, scatter, buffer):
-        is_watched = ops.is_watched()
+        is_watched = direct.is_watched()
         self._check_mode(buffer)
         if is_watched:
             plan = ops.plan(self, exp_indices, scatter, buffer)

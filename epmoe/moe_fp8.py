@@ -8,9 +8,9 @@ import torch
 
 from . import _C
 from .activations import gpt_oss_numbers, is_gated
+from .direct import requires_grad
 from .fp8 import quantize_fp8, quantize_fp8_weight
 from .gemm import FP8_BLOCK, grouped_gemm
-from .ops import requires_grad
 
 E4M3 = torch.float8_e4m3fn
 WEIGHTS = ("gate_up_proj", "down_proj")  # the parameters that have scales

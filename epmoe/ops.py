@@ -13,7 +13,8 @@ from torch._library.fake_impl import allocate_size
 
 from . import _C
 from .autograd import check_mode
-from .gemm import aligned, untraced
+from .direct import implement
+from .gemm import aligned
 
 layers = weakref.WeakValueDictionary()  # id -> layer
 lib = torch.library.Library("epmoe", "DEF")
@@ -62,7 +63,7 @@ def _combine(rows, row_weight, row_scalar, plan, recv, layer, buffer, num_tokens
 
 
 for _name, _f in (("plan", _plan), ("dispatch", _dispatch), ("combine", _combine)):
-    lib.impl(_name, untraced(_f), "CompositeExplicitAutograd")
+    implement(lib, _name, _f)
 
 
 # ---- fake implementations, for tracers ----
@@ -196,24 +197,6 @@ torch.library.register_autograd("epmoe::combine", _combine_backward, setup_conte
 
 
 # ---- for layer.py ----
-
-
-def is_watched():
-    """Whether a compiler, a tracer or a dispatch mode must see the operators.
-
-    If not, and without gradients, the module is called directly, which takes some microseconds less.
-    """
-    return (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-            or torch._C._len_torch_dispatch_stack() > 0)
-
-
-def requires_grad(*tensors):
-    """Whether a gradient flows through a call with these tensors, so that its backward makes a call too."""
-    if torch.is_grad_enabled():
-        for t in tensors:
-            if t is not None and t.requires_grad:
-                return True
-    return False
 
 
 def plan(layer, indices, scatter, buffer):

@@ -4,7 +4,8 @@ import torch
 
 from . import _C
 from .autograd import mark_written
-from .gemm import WGRAD, aligned, has_kernel, rows_of_experts, tile_counter, untraced
+from .direct import implement
+from .gemm import WGRAD, aligned, has_kernel, rows_of_experts, tile_counter
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
 _lib.define("grouped_wgrad_add(Tensor a, Tensor b, Tensor offsets, Tensor(a!) out, float scale, bool "
@@ -39,4 +40,4 @@ def _grouped_wgrad_add(a, b, offsets, out, scale, portable):
         out.add_(sums)
 
 
-_lib.impl("grouped_wgrad_add", untraced(_grouped_wgrad_add), "CompositeExplicitAutograd")
+implement(_lib, "grouped_wgrad_add", _grouped_wgrad_add)

@@ -8,10 +8,10 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from .. import _C
 from ..autograd import check_mode
+from ..direct import requires_grad
 from ..errors import EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, PeerError
 from ..fused import EpAll2AllFusedOp
 from ..layer import EPAll2AllLayer
-from ..ops import requires_grad
 from . import fixed, meeting, ops, pipeline, plan, rows
 from .checks import Checks
 from .rail import RESERVE_SMS

@@ -13,7 +13,7 @@ import weakref
 import torch
 from torch._library.fake_impl import allocate_size
 
-from ..gemm import untraced
+from ..direct import implement
 from ..ops import absent, lib, register_fake
 from . import meeting, plan, rows
 
@@ -60,7 +60,7 @@ def _home(rows_, scalar, send_idx, owner, counts, layer, num_tokens, meet, gradi
 
 
 for _name, _f in (("nodes_plan", _plan), ("nodes_out", _out), ("nodes_home", _home)):
-    lib.impl(_name, untraced(_f), "CompositeExplicitAutograd")
+    implement(lib, _name, _f)
 
 
 @register_fake("nodes_plan")

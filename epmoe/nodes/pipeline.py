@@ -24,7 +24,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ..ops import requires_grad
+from ..direct import requires_grad
 from . import meeting, rows
 
 
