@@ -12,7 +12,7 @@ from . import _C
 from .gemm import FP8_BLOCK as BLOCK
 from .autograd import check_mode
 from .device import capabilities
-from .direct import implement
+from .direct import call, implement
 from .gemm import GATED, activation_of, aligned, as_kernel, has_kernel, rows_of_experts, tile_counter
 from .reference import activate
 
@@ -147,7 +147,7 @@ def quantize_fp8(x, activation=None, num_rows=None):
         _check_num_rows(num_rows, x)
         num_rows = num_rows.reshape(1)
     check_mode(x, may_batch=True)
-    return torch.ops.epmoe.quantize_fp8(x.detach().contiguous(), num_rows, *kernel)
+    return call("quantize_fp8", (x.detach().contiguous(), num_rows), *kernel)
 
 
 def quantize_fp8_weight(weight):

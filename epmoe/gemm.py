@@ -1,5 +1,7 @@
 """grouped_gemm: rows grouped by expert times each expert's own weights."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -7,7 +9,7 @@ from . import _C
 from .activations import GptOss, SwiGLU, activate, gpt_oss_numbers, is_gated
 from .autograd import check_mode
 from .device import capabilities
-from .direct import implement
+from .direct import call, implement, requires_grad
 from .weight_gradients import gradient_of, sink_of
 
 _lib = torch.library.Library("epmoe", "FRAGMENT")
@@ -20,6 +22,8 @@ _ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "gpt_oss": 3, "geglu_tanh": 6, 
                 "silu": 9}
 _SWIGLU_NUMBERS = (4, 5)  # by the offset of SwiGLU
 _NAMES = {number: name for name, number in _ACTIVATIONS.items()}
+# What as_kernel returns for an activation that is a name or None.
+_KERNELS = {name: (number, *(gpt_oss_numbers(name) or (0.0, 0.0))) for name, number in _ACTIVATIONS.items()}
 SWIGLU = _ACTIVATIONS["swiglu"]
 GATED = (2, 3, 4, 5, 6)  # activations that halve the columns
 FP8_BLOCK = 128  # numbers of k, and of n, that share a scale
@@ -31,13 +35,14 @@ def as_kernel(activation):
 
     Raises ValueError for an unknown activation.
     """
-    if activation is not None:
-        is_gated(activation)  # raises
+    if not isinstance(activation, tuple) and activation in _KERNELS:
+        return _KERNELS[activation]
+    is_gated(activation)  # raises
     if numbers := gpt_oss_numbers(activation):
         return _ACTIVATIONS["gpt_oss"], *numbers
-    if isinstance(activation, SwiGLU) and activation != SwiGLU():
-        return _SWIGLU_NUMBERS[int(activation.offset)], float(activation.alpha), float(activation.limit)
-    return _ACTIVATIONS["swiglu" if isinstance(activation, SwiGLU) else activation], 0.0, 0.0
+    if activation == SwiGLU():
+        return _KERNELS["swiglu"]
+    return _SWIGLU_NUMBERS[int(activation.offset)], float(activation.alpha), float(activation.limit)
 
 
 def activation_of(number, alpha, limit):
@@ -101,7 +106,8 @@ def _by_expert(a, b, offsets, bias, row_weight, kind, activation, alpha, limit):
 
 def has_kernel(a, b, dtypes=(torch.bfloat16, torch.float16)):
     """Return whether epmoe has a kernel for rows a and weights b, which have one of these dtypes."""
-    fits = all(0 < n <= 1 << 24 and n % 16 == 0 for n in (a.shape[1], *b.shape[1:]))
+    sizes = a.shape[1], *b.shape[1:]
+    fits = 0 < min(sizes) and max(sizes) <= 1 << 24 and math.gcd(*sizes) % 16 == 0
     return (_C.HAS_CUDA and a.device.type == "cuda" and a.dtype in dtypes and fits
             and capabilities(a.device).major >= 8)
 
@@ -164,15 +170,24 @@ torch.library.register_autograd("epmoe::grouped_gemm", _backward, setup_context=
 
 
 def check_activation(activation, num_columns):
-    """Raise ValueError for an unknown activation, or a gated one with an odd number of columns."""
-    if as_kernel(activation)[0] in GATED and num_columns % 2:
+    """Return as_kernel(activation).
+
+    Raises ValueError for an unknown activation, or a gated one with an odd number of columns.
+    """
+    kernel = as_kernel(activation)
+    if kernel[0] in GATED and num_columns % 2:
         raise ValueError(f"activation {activation!r}: needs an even number of weight rows, got {num_columns}")
+    return kernel
 
 
 def _check(x, weight, counts, offsets, bias, activation, row_weight):
-    """Check all that the host knows.  It cannot read the numbers in counts and offsets without a wait."""
+    """Check all that the host knows, and return as_kernel(activation).
+
+    The host cannot read the numbers in counts and offsets without a wait.
+    """
     name, sizes = ("offsets", offsets) if counts is None else ("counts", counts)
     wanted_dtypes = (torch.int32,) if counts is None else _INTEGERS
+    device = None  # that of the rows, which are the first tensor
     tensors = (("rows", x), ("weights", weight), (name, sizes), ("bias", bias), ("row weights", row_weight))
     for what, t in tensors:
         if t is None and what in ("bias", "row weights"):
@@ -182,27 +197,29 @@ def _check(x, weight, counts, offsets, bias, activation, row_weight):
         if t.is_nested or t.layout is not torch.strided:
             layout = "nested" if t.is_nested else t.layout
             raise ValueError(f"{what}: wanted a dense tensor, got one of layout {layout}")
-        if t.device != x.device:
-            raise ValueError(f"{what}: wanted a tensor on {x.device}, where the rows are, got one on "
+        device = t.device if device is None else device
+        if t.device != device:
+            raise ValueError(f"{what}: wanted a tensor on {device}, where the rows are, got one on "
                              f"{t.device}")
         if t is sizes:
             if t.dtype not in wanted_dtypes:
                 raise TypeError(f"{name}: wanted {'int32' if counts is None else 'integers'}, got {t.dtype}")
         elif not t.dtype.is_floating_point:
             raise TypeError(f"{what}: wanted a floating-point dtype, got {t.dtype}")
-    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
-        raise ValueError(f"wanted rows [M, K] and weights [L, N, K], got {list(x.shape)} and "
-                         f"{list(weight.shape)}")
+    rows, weights = x.shape, weight.shape  # each look at a shape costs time
+    if len(rows) != 2 or len(weights) != 3 or rows[1] != weights[2]:
+        raise ValueError(f"wanted rows [M, K] and weights [L, N, K], got {list(rows)} and {list(weights)}")
     if x.dtype != weight.dtype:
         raise TypeError(f"wanted rows and weights of one dtype, got {x.dtype} and {weight.dtype}")
-    num_sizes = weight.shape[0] + (counts is None)
+    num_sizes = weights[0] + (counts is None)
     if sizes.shape != (num_sizes,):
         raise ValueError(f"wanted {name} [{num_sizes}], got {list(sizes.shape)}")
-    check_activation(activation, weight.shape[1])
-    if bias is not None and bias.shape != weight.shape[:2]:
-        raise ValueError(f"wanted a bias {list(weight.shape[:2])}, got {list(bias.shape)}")
-    if row_weight is not None and row_weight.shape != x.shape[:1]:
-        raise ValueError(f"wanted row weights [{x.shape[0]}], got {list(row_weight.shape)}")
+    kernel = check_activation(activation, weights[1])
+    if bias is not None and bias.shape != weights[:2]:
+        raise ValueError(f"wanted a bias {list(weights[:2])}, got {list(bias.shape)}")
+    if row_weight is not None and row_weight.shape != rows[:1]:
+        raise ValueError(f"wanted row weights [{rows[0]}], got {list(row_weight.shape)}")
+    return kernel
 
 
 def _check_scales(x, weight, a_scale, b_scale, out_dtype, leaves):
@@ -211,10 +228,9 @@ def _check_scales(x, weight, a_scale, b_scale, out_dtype, leaves):
     if not is_fp8 and x.dtype.itemsize == 1:
         raise TypeError(f"rows: of the FP8 dtypes only float8_e4m3fn is supported, got {x.dtype}")
     if not is_fp8:
-        given = [n for n, v in (("a_scale", a_scale), ("b_scale", b_scale), ("out_dtype", out_dtype))
-                 if v is not None]
-        if given:
-            raise ValueError(f"{given[0]}: give it only for rows and weights of float8_e4m3fn, got {x.dtype}")
+        for name, v in (("a_scale", a_scale), ("b_scale", b_scale), ("out_dtype", out_dtype)):
+            if v is not None:
+                raise ValueError(f"{name}: give it only for rows and weights of float8_e4m3fn, got {x.dtype}")
         return False
     of_rows, of_weights = scale_shapes(x, weight)
     for name, t, shapes in (("a_scale", a_scale, [of_rows]),
@@ -229,7 +245,7 @@ def _check_scales(x, weight, a_scale, b_scale, out_dtype, leaves):
                              f"{t.device}")
     if out_dtype not in (None, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         raise TypeError(f"out_dtype {out_dtype}: must be torch.bfloat16, float16 or float8_e4m3fn")
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves):
+    if requires_grad(*leaves):
         raise RuntimeError("a grouped GEMM of FP8 has no gradient: call it under torch.no_grad(), or use "
                            "bfloat16 for training")
     return True
@@ -254,6 +270,11 @@ def expand_scales(x, weight, a_scale, b_scale):
 def is_transposed(weight):
     """Whether weights [L, N, K] are a view of contiguous ones [L, K, N].  They are then read as they are."""
     return weight.dim() == 3 and not weight.is_contiguous() and weight.transpose(1, 2).is_contiguous()
+
+
+def _cast(t, dtype):
+    """Return t as a contiguous tensor of a dtype, or None.  A call of to() that does nothing takes 1 us."""
+    return None if t is None else (t if t.dtype == dtype else t.to(dtype)).contiguous()
 
 
 def add_bias(y, bias, offsets):
@@ -349,32 +370,26 @@ def grouped_gemm(x, weight, counts=None, *, offsets=None, bias=None, activation=
     if (counts is None) == (offsets is None):
         given = "neither" if counts is None else "both"
         raise ValueError(f"give either counts or offsets, got {given}")
-    _check(x, weight, counts, offsets, bias, activation, row_weight)
+    number, alpha, limit = _check(x, weight, counts, offsets, bias, activation, row_weight)
     check_mode(x, weight, bias, row_weight, may_batch=True)
     if offsets is None:
         offsets = F.pad(counts.cumsum(0), (1, 0)).clamp(-1, 2**31 - 1).to(torch.int32)
-    op = torch.ops.epmoe.grouped_gemm
     x, offsets = x.contiguous(), offsets.contiguous()
     leaves = (x, weight, bias, row_weight)
-    number, alpha, limit = as_kernel(activation)
     if _check_scales(x, weight, a_scale, b_scale, out_dtype, (*leaves, a_scale, b_scale)):
         quantises = out_dtype == torch.float8_e4m3fn
         dtype = torch.bfloat16 if quantises or out_dtype is None else out_dtype
-        bias = None if bias is None else bias.to(dtype).contiguous()
-        row_weight = None if row_weight is None else row_weight.float().contiguous()
-        a_scale, b_scale = expand_scales(x, weight, a_scale, b_scale)
-        y = torch.ops.epmoe.grouped_gemm_fp8(x, weight.contiguous(), a_scale, b_scale, offsets, bias,
-                                             row_weight, number, portable, alpha, limit, dtype)
-        return torch.ops.epmoe.quantize_fp8(y, offsets[-1:], *as_kernel(None)) if quantises else y
+        tensors = (x, weight.contiguous(), *expand_scales(x, weight, a_scale, b_scale), offsets,
+                   _cast(bias, dtype), _cast(row_weight, torch.float32))
+        y = call("grouped_gemm_fp8", tensors, number, portable, alpha, limit, dtype)
+        return call("quantize_fp8", (y, offsets[-1:]), *as_kernel(None)) if quantises else y
     kind = DGRAD if is_transposed(weight) else FORWARD  # DGRAD multiplies rows with [L, K, N]
     weight = weight.transpose(1, 2) if kind == DGRAD else weight.contiguous()
-    with_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in leaves)
-    if kind == FORWARD and not with_grad:
-        bias = None if bias is None else bias.to(x.dtype).contiguous()
-        row_weight = None if row_weight is None else row_weight.float().contiguous()
-        return op(x, weight, offsets, bias, row_weight, FORWARD, number, portable, alpha, limit)
+    if kind == FORWARD and not requires_grad(*leaves):
+        tensors = x, weight, offsets, _cast(bias, x.dtype), _cast(row_weight, torch.float32)
+        return call("grouped_gemm", tensors, FORWARD, number, portable, alpha, limit)
     # Torch's own operators follow the product: they have a backward, and only FORWARD has an epilogue.
-    y = op(x, weight, offsets, None, None, kind, 0, portable)
+    y = call("grouped_gemm", (x, weight, offsets, None, None), kind, 0, portable)
     if bias is not None:
         y = add_bias(y, bias, offsets)
     y = y if activation is None else activate(y, activation)
