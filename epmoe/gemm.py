@@ -258,13 +258,13 @@ def scale_shapes(x, weight):
 
 
 def expand_scales(x, weight, a_scale, b_scale):
-    """Return checked scales as views with one for each block."""
+    """Return checked scales with one for each block: the tensors themselves, or views of them."""
     of_rows, of_weights = scale_shapes(x, weight)
     if list(a_scale.shape) != of_rows:
-        a_scale = a_scale.reshape(1, 1)
+        a_scale = a_scale.reshape(1, 1).expand(of_rows)
     if list(b_scale.shape) != of_weights:
-        b_scale = b_scale.reshape(-1, 1, 1)
-    return a_scale.expand(of_rows), b_scale.expand(of_weights)
+        b_scale = b_scale.reshape(-1, 1, 1).expand(of_weights)
+    return a_scale, b_scale
 
 
 def is_transposed(weight):
