@@ -120,7 +120,7 @@ def is_gated(activation):
         return True
     if isinstance(activation, SwiGLU):
         return bool(_numbers(activation))
-    if activation not in _UNGATED:
+    if activation not in tuple(_UNGATED):  # a dict refuses what has no hash
         raise ValueError(f"activation {activation!r}: must be 'swiglu', 'geglu_tanh', 'gpt_oss', 'relu2', "
                          f"'gelu', 'gelu_tanh', 'silu', SwiGLU(alpha, limit, offset) or GptOss(alpha, limit)")
     return False

@@ -35,7 +35,7 @@ def as_kernel(activation):
 
     Raises ValueError for an unknown activation.
     """
-    if not isinstance(activation, tuple) and activation in _KERNELS:
+    if isinstance(activation, (str, type(None))) and activation in _KERNELS:
         return _KERNELS[activation]
     is_gated(activation)  # raises
     if numbers := gpt_oss_numbers(activation):

@@ -8,10 +8,16 @@ import torch
 import epmoe
 
 
-@pytest.mark.parametrize("activation", ["relu", "", None])
+@pytest.mark.parametrize("activation", ["relu", "", None, ["swiglu"], {}])
 def test_moe_unknown_activation(activation):
     with pytest.raises(ValueError, match="must be 'swiglu', .* or GptOss"):
         epmoe.EPMoE(16, 24, 4, 2, None, activation)
+
+
+@pytest.mark.parametrize("activation", ["relu", "", 3, (1, 2), ["swiglu"], {}])
+def test_gemm_unknown_activation(activation):
+    with pytest.raises(ValueError, match="must be 'swiglu', .* or GptOss"):
+        epmoe.grouped_gemm(torch.ones(1, 2), torch.ones(1, 2, 2), torch.tensor([1]), activation=activation)
 
 
 def sigmoid(x):
