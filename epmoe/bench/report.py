@@ -129,9 +129,9 @@ def train_table(rows):
         cells.append(f"{of['epmoe both']['ms'] / of['epmoe stages both']['ms']:.2f}")
         sizes = [of.get(f"epmoe {what} bytes") for what in ("kept", "peak")]
         cells += [f"{r['bytes_over_torch']:.2f}" if r else "" for r in sizes]
-        alone = of.get("epmoe inference")
-        lines.append(cells + ([f"{alone['ms']:.2f}", *(f"{alone['ratios'][n]:.2f}" for n in ("torch", "GEMMs"))]
-                              if alone else [""] * 3))
+        if alone := of.get("epmoe inference"):
+            cells += [f"{v:.2f}" for v in (alone["ms"], alone["ratios"]["torch"], alone["ratios"]["GEMMs"])]
+        lines.append(cells + [""] * (0 if alone else 3))
     passes = [f"{what}{more}" for what in ("forward", "backward", "both")
               for more in (", ms", ": TFLOP/s", ": over torch", ": over GEMMs alone")]
     return markdown(["shape", "T", *passes, "both: over stages", "kept memory over torch",
