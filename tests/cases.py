@@ -15,7 +15,7 @@ import torch.utils.deterministic
 
 import epmoe
 from epmoe import reference
-from epmoe.testing import routing
+from epmoe.testing import SIDE_BY_SIDE, routing
 from outcomes import MISTAKE_LIMIT_S, check_outcomes, outcome  # noqa: F401
 from rank_processes import process_ranks  # noqa: F401
 
@@ -359,6 +359,15 @@ def share_gpus(num_local_ranks):
     """Let ranks share GPUs if this machine has fewer GPUs than ranks. Later child processes inherit this."""
     if 0 < torch.cuda.device_count() < num_local_ranks:
         os.environ.setdefault("EPMOE_SHARE_GPU", "1")
+
+
+def side_by_side_settings():
+    """Make the settings for ranks that are threads on one GPU. Call it before this process uses CUDA.
+
+    Later child processes inherit them.
+    """
+    for name, value in {**SIDE_BY_SIDE, "EPMOE_SHARE_GPU": "1"}.items():
+        os.environ.setdefault(name, value)
 
 
 # ---- ranks as processes ----

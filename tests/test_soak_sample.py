@@ -1,5 +1,6 @@
 """Short samples of soak.py, faults.py and fuzz_module.py, and tests that each of them detects faults."""
 
+import dataclasses
 import os
 import random
 import sys
@@ -13,8 +14,10 @@ import epmoe
 import faults
 import fuzz_module
 import soak
+import soak_ops
 from cases import process_ranks
 from epmoe import _C
+from epmoe.testing import run_threads
 from pace import HANG_S, WAIT_S
 from traces import grown, held, holdings, kept, more_of_ours
 
@@ -35,23 +38,24 @@ def nothing(done):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("number", range(6))
 def test_soak_ops_sample(number):
-    batch, num_ops = soak.run_batch(7, number, 60)
+    batch, num_ops = soak_ops.run_batch(7, number, 60)
     assert num_ops > 60 * 2
 
 
 def test_soak_ops_on_these_ranks(ranks):
     """The same with the ranks of the fixture, which under torchrun are processes."""
-    batches = [soak.make_batch(8, number, ranks.size(3), 60, ranks.device.type == "cuda")
+    batches = [soak_ops.make_batch(8, number, ranks.size(3), 60, ranks.device.type == "cuda")
                for number in range(3)]
-    results = ranks(lambda world, device: [soak.run_batch_on_rank(world, device, b) for b in batches],
+    results = ranks(lambda world, device: [soak_ops.run_batch_on_rank(world, device, b) for b in batches],
                     world_size=3)
     assert all(r == results[0] and min(r) > 60 * 2 for r in results)
 
 
 def test_soak_batches_cross_both_epoch_limits():
     """60 batches contain every combine mode and dtype, and epochs that cross 2^31 and 2^32."""
-    batches = [soak.make_batch(0, number) for number in range(60)]
-    assert {b.mode for b in batches} == set(soak.MODES) and {b.dtype for b in batches} == set(soak.DTYPES)
+    batches = [soak_ops.make_batch(0, number) for number in range(60)]
+    assert {b.mode for b in batches} == set(soak_ops.MODES)
+    assert {b.dtype for b in batches} == set(soak_ops.DTYPES)
     for limit in (2**31, 2**32):
         assert sum(b.epoch < limit < b.epoch + 2 * b.num_steps // b.num_buffers for b in batches) > 5
 
@@ -69,7 +73,29 @@ def test_soak_ops_detects_one_wrong_number(monkeypatch):
 
     monkeypatch.setattr(epmoe.EPAll2AllLayer, "combine", combine)
     with pytest.raises(AssertionError, match="step .*, rank .*wanted"):
-        soak.run_batch(7, 1, 60)
+        soak_ops.run_batch(7, 1, 60)
+
+
+@pytest.mark.cpu_only
+def test_soak_check_of_several_steps_names_the_wrong_one():
+    """On a GPU, several steps are checked at once. A shape or a number of one of them is wrong."""
+    sums = [(step, torch.full((step, 2), 1.0), torch.full((step, 2), 1.0)) for step in range(5)]
+    soak_ops.check_sums("batch", 1, sums)
+    sums[3][1][2, 1] = torch.nan
+    with pytest.raises(AssertionError, match=r"step 3, rank 1: element \(2, 1\) is nan, wanted 1.0; batch"):
+        soak_ops.check_sums("batch", 1, sums)
+    sums[2] = 2, torch.ones(1, 2), sums[2][2]
+    with pytest.raises(AssertionError, match="step 2, rank 1: shape"):
+        soak_ops.check_sums("batch", 1, sums)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("at_once", [1, 7])
+def test_soak_ops_sample_with_capacity(monkeypatch, at_once):
+    """The same sums, where the ranks check several steps at once as on a GPU."""
+    monkeypatch.setattr(soak_ops, "CHECKED_AT_ONCE", {"cpu": at_once})
+    b = dataclasses.replace(soak_ops.make_batch(9, 1, 2, 40), capacity=True)
+    run_threads(lambda world: soak_ops.run_batch_on_rank(world, torch.device("cpu"), b), 2)
 
 
 @pytest.mark.cpu_only
