@@ -11,8 +11,9 @@ not counted, its output is printed, and the command ends.  So a test of many hou
 over several commits, and the file says which commit did how much.  Run `make build` first: the command
 records the commit of the checkout, and cannot know of which commit the module is.
 
-Kinds with -cuda run four ranks on the GPUs of this machine, which share a single one.  ops uses the module
-with delays inside the operations where `make soak` has built it; else there are delays between calls only.
+Kinds with -cuda run four ranks that share one GPU: as threads side by side, or as processes (kills).  ops
+uses the module with delays inside the operations where `make soak` has built it; else there are delays
+between calls only.
 """
 
 import argparse
@@ -28,13 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "endurance.jsonl"
 CHAOS = ROOT / "build" / "chaos" / "lib"
 PYTHON = [sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
 
 # kind: (command without its size and seed, option of the size, size of a portion, its number in the output)
 KINDS = {
-    "routings": ([*PYTHON, "tests/fuzz_routing.py"], "--cases", 50000, r"(\d+) routings, .*no difference"),
-    "routings-cuda": ([*TORCHRUN, "tests/fuzz_routing.py", "--device", "cuda"], "--cases", 1000,
-                      r"(\d+) routings, .*no difference"),
+    "routings": ([*PYTHON, "tests/fuzz_routing.py"], "--cases", 200000, r"(\d+) routings, .*no difference"),
+    "routings-cuda": ([*PYTHON, "tests/fuzz_routing.py", "--device", "cuda", "--threads", "4"], "--cases",
+                      20000, r"(\d+) routings, .*no difference"),
     "ops": ([*PYTHON, "tests/soak.py", "ops"], "-n", 250000, r"(\d+), every sum right"),
     "ops-cuda": ([*PYTHON, "tests/soak.py", "ops", "--threads", "4"], "-n", 20000,
                  r"(\d+), every sum right"),

@@ -2,30 +2,54 @@
 
     python tests/fuzz_routing.py --cases 200000 --seed 1
     python tests/fuzz_routing.py --seed 1 --batch 17       repeats one batch; a failure prints this command
+    python tests/fuzz_routing.py --cases 20000 --device cuda --threads 4
     torchrun --nproc-per-node 4 tests/fuzz_routing.py --cases 20000 --device cuda
 
-A batch is one layer and up to 64 routings through it. Everything in it follows from the seed and the number
-of the batch. On the CPU, the ranks of a batch are threads, and several processes run batches. Under
-torchrun, each process is a rank. routings.py generates the batches and contains the oracle.
+A batch is one layer and up to 256 routings through it. Everything in it follows from the seed, the number of
+the batch and, where that is given, the number of ranks. On the CPU, the ranks of a batch are threads, and
+several processes run batches. With --threads N, N ranks are threads of one process, which keep their world
+and run one batch after the other; on CUDA they share one GPU, which is much faster than processes. Under
+torchrun, each process is a rank. routings.py generates the batches, routing_oracle.py checks them.
 """
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import sys
 import time
 import traceback
+import types
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
-import torch.utils.deterministic
 
 import epmoe
-from cases import share_gpus
+from cases import poison_memory, share_gpus, side_by_side_settings
 from epmoe.testing import run_threads, set_device
 from pace import HANG_S
-from routings import Work, check_routing, make_batch, run_rank
+from routing_oracle import check_batch
+from routings import Work, make_batch, run_rank
 
 BATCH_LIMIT_S = HANG_S
+ALL_BATCHES_LIMIT_S = 7 * 24 * 3600.0
+
+
+@contextlib.contextmanager
+def cores_of(b, number):
+    """Give the threads that start now the cores of this batch: in most batches all ranks share one core.
+
+    A rank that waits polls and yields its core. On one core it yields to the rank that it waits for, and the
+    batch needs half of the time. On several cores it takes time from other batches.
+    """
+    cores = os.sched_getaffinity(0)
+    if b.one_core:
+        os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def run_batch(seed, number, run=None):
@@ -36,54 +60,79 @@ def run_batch(seed, number, run=None):
     b, g = make_batch(seed, number)
     work = Work(b, g)
     if run is None:
-        results = run_threads(lambda world: run_rank(world, torch.device("cpu"), work), b.num_ranks,
-                              timeout_s=BATCH_LIMIT_S)
+        with cores_of(b, number):
+            results = run_threads(lambda world: run_rank(world, torch.device("cpu"), work), b.num_ranks,
+                                  timeout_s=BATCH_LIMIT_S)
     else:
         results = run(work)
-    for i in range(b.num_routings):
-        try:
-            check_routing(work, i, [r[i] for r in results])
-        except AssertionError as e:
-            indices = "(large)"
-            if sum(idx.size for idx in work.indices[i]) < 200:
-                indices = [idx.tolist() for idx in work.indices[i]]
-            raise AssertionError(f"{e}\nrouting {i} of {b}\nindices by rank: {indices}") from None
+    check_batch(work, results)
     return b.num_routings
 
 
-def prepare():
-    """Use one thread in torch, and let torch.empty fill memory with NaN."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+def run_in_threads(seed, numbers, num_ranks, device, report):
+    """Run the batches of these numbers with threads that keep their world. Calls report(number, routings)."""
+    shared = types.SimpleNamespace(number=None, work=None, results=[None] * num_ranks)
+
+    def main(world):
+        world.set_timeout(BATCH_LIMIT_S)
+        while True:
+            if world.rank == 0:
+                shared.number = next(numbers, None)
+                is_over = shared.number is None
+                shared.work = None if is_over else Work(*make_batch(seed, shared.number, num_ranks))
+            world.exchange(b"x")  # rank 0 has made the inputs
+            if shared.work is None:
+                return
+            shared.results[world.rank] = run_rank(world, device, shared.work)
+            world.exchange(b"x")  # all ranks have their results, and none uses the layer any more
+            world.__dict__.pop("_kept", None)
+            if world.rank == 0:
+                check_batch(shared.work, shared.results)
+                report(shared.number, shared.work.batch.num_routings)
+
+    sys.setswitchinterval(0.0005)  # the threads wait for each other very often
+    run_threads(main, num_ranks, timeout_s=ALL_BATCHES_LIMIT_S, device=device)
 
 
-def worker(seed, first, step, todo, pipe):
+def worker(seed, first, step, todo, pipe, num_ranks, device):
     """Main of a worker process: run batches first, first + step, ... while routings are left to do."""
-    prepare()
+    poison_memory()
     number = first
-    try:
+
+    def numbers():
+        nonlocal number
         while todo.value > 0:
-            n = run_batch(seed, number)
-            with todo.get_lock():
-                todo.value -= n
-            pipe.send((number, n, None))
+            yield number
             number += step
+
+    def report(number, n):
+        with todo.get_lock():
+            todo.value -= n
+        pipe.send((number, n, None))
+
+    try:
+        if num_ranks:
+            run_in_threads(seed, numbers(), num_ranks, device, report)
+        else:
+            for number in numbers():
+                report(number, run_batch(seed, number))
     except BaseException:
         pipe.send((number, 0, traceback.format_exc()))
     pipe.close()
 
 
-def fuzz(cases, seed, processes, say=print):
+def fuzz(cases, seed, processes, say=print, num_ranks=None, device=None):
     """Run batches in several processes until at least `cases` routings are done, or one fails.
 
+    With num_ranks, each process has a world of so many threads on the device.
     Returns (number of routings, seconds, failure). failure is None or (batch, text).
     """
     context = multiprocessing.get_context("spawn")
     todo, start, done, pipes, workers = context.Value("q", cases), time.monotonic(), 0, [], []
     for i in range(processes):
         mine, theirs = context.Pipe(duplex=False)
-        p = context.Process(target=worker, args=(seed, i, processes, todo, theirs), daemon=True)
+        p = context.Process(target=worker, daemon=True,
+                            args=(seed, i, processes, todo, theirs, num_ranks, device))
         p.start()
         theirs.close()
         pipes.append(mine)
@@ -151,8 +200,8 @@ def run_batch_torchrun(world, device, seed, number):
         if errors:
             raise AssertionError("\n".join(errors))
         is_checker = rank == number % size  # ranks alternate, batch by batch
-        for i in range(b.num_routings if is_checker else 0):
-            check_routing(work, i, [r[i] for r, _ in results])
+        if is_checker:
+            check_batch(work, [r for r, _ in results])
         verdict = None
     except AssertionError as e:
         verdict = f"{e}\n{b}"
@@ -183,39 +232,67 @@ def fuzz_torchrun(cases, seed, device, only=None):
     return done, time.monotonic() - start, failure
 
 
-def main():
+def fuzz_one(seed, number, num_ranks, device):
+    """As fuzz(), but one batch in this process."""
+    start, failure, done = time.monotonic(), None, 0
+    try:
+        if num_ranks:
+            counts = []
+            run_in_threads(seed, iter([number]), num_ranks, device, lambda _, n: counts.append(n))
+            done = sum(counts)
+        else:
+            done = run_batch(seed, number)
+    except Exception:
+        failure = number, traceback.format_exc()
+    return done, time.monotonic() - start, failure
+
+
+def command_of(a, batch):
+    """The command that repeats a batch."""
+    options = f"--seed {a.seed} --batch {batch}"
+    if a.threads or a.is_torchrun:
+        options = f"--device {a.device} " + (f"--threads {a.threads} " if a.threads else "") + options
+    start = f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']}" if a.is_torchrun else "python"
+    return f"{start} tests/fuzz_routing.py {options}"
+
+
+def arguments():
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--cases", type=int, default=20000, help="minimum number of routings")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
-                   help="device of the ranks under torchrun")
-    p.add_argument("--processes", type=int, default=os.cpu_count(),
-                   help="processes that run batches at the same time (CPU)")
+                   help="device of the ranks under torchrun or with --threads")
+    p.add_argument("--threads", type=int, help="run this number of ranks as threads of one process")
+    p.add_argument("--processes", type=int, help="processes that run batches at the same time: by default "
+                   "as many as there are cores, on CUDA one. Several on one GPU want NVIDIA MPS")
     p.add_argument("--batch", type=int, help="run this batch only")
     a = p.parse_args()
-    prepare()
-    is_torchrun = "RANK" in os.environ
-    if a.device == "cuda" and not is_torchrun:
-        p.error("--device cuda needs torchrun, which starts a process for each rank")
-    if is_torchrun:
+    a.is_torchrun = "RANK" in os.environ
+    if a.device == "cuda" and not a.is_torchrun and not a.threads:
+        p.error("--device cuda needs --threads, or torchrun, which starts a process for each rank")
+    if a.threads and a.is_torchrun:
+        p.error("under torchrun each process is a rank: leave --threads out")
+    return a
+
+
+def main():
+    a = arguments()
+    poison_memory()
+    device = a.device
+    if a.threads and a.device == "cuda":
+        side_by_side_settings()
+        device = "cuda:0"
+    if a.is_torchrun:
         done, seconds, failure = fuzz_torchrun(a.cases, a.seed, a.device, a.batch)
     elif a.batch is not None:
-        start, failure, done = time.monotonic(), None, 0
-        try:
-            done = run_batch(a.seed, a.batch)
-        except Exception:
-            failure = a.batch, traceback.format_exc()
-        seconds = time.monotonic() - start
+        done, seconds, failure = fuzz_one(a.seed, a.batch, a.threads, torch.device(device))
     else:
-        done, seconds, failure = fuzz(a.cases, a.seed, a.processes)
+        processes = a.processes or (1 if a.device == "cuda" else os.cpu_count())
+        done, seconds, failure = fuzz(a.cases, a.seed, processes, print, a.threads, torch.device(device))
     if int(os.environ.get("RANK", 0)) == 0:
         if failure:
-            command = "python tests/fuzz_routing.py"
-            if is_torchrun:
-                command = (f"torchrun --nproc-per-node {os.environ['WORLD_SIZE']} tests/fuzz_routing.py "
-                           f"--device {a.device}")
-            command += f" --seed {a.seed} --batch {failure[0]}"
-            print(f"{failure[1]}\nFAILED after {done} routings. To repeat: {command}", flush=True)
+            print(f"{failure[1]}\nFAILED after {done} routings. To repeat: {command_of(a, failure[0])}",
+                  flush=True)
         else:
             print(f"{done} routings, {seconds:.1f} s, {done / seconds:.0f}/s, no difference", flush=True)
     sys.stdout.flush()

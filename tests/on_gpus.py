@@ -120,6 +120,9 @@ def soaks(n, is_shared):
                    "the same to the bit", chaos | SIDE_BY_SIDE)
         yield Step("ops-threads", [*python, "tests/soak.py", "ops", "-n", "100000", *threads], LONGEST_S,
                    "no fault", chaos | SIDE_BY_SIDE)
+        yield Step("routings-threads", [*python, "tests/fuzz_routing.py", "--device", "cuda", *threads,
+                                        "--cases", "20000", "--seed", "22"], LONGEST_S, "no difference",
+                   SIDE_BY_SIDE)
     else:
         yield Step("fused", torchrun(n, "tests/soak_fused.py", "-n", "10000"), LONGEST_S,
                    "the same to the bit", chaos)
