@@ -13,7 +13,6 @@ torchrun, each process is a rank. routings.py generates the batches, routing_ora
 """
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import sys
@@ -28,28 +27,14 @@ import torch
 import epmoe
 from cases import poison_memory, share_gpus, side_by_side_settings
 from epmoe.testing import run_threads, set_device
-from pace import HANG_S
+from pace import HANG_S, on_one_core
 from routing_oracle import check_batch
 from routings import Work, make_batch, run_rank
 
 BATCH_LIMIT_S = HANG_S
+# Of a batch whose ranks are processes. They take long on one GPU, so less of their time goes to one layer.
+ROUTINGS_OF_PROCESSES = 64
 ALL_BATCHES_LIMIT_S = 7 * 24 * 3600.0
-
-
-@contextlib.contextmanager
-def cores_of(b, number):
-    """Give the threads that start now the cores of this batch: in most batches all ranks share one core.
-
-    A rank that waits polls and yields its core. On one core it yields to the rank that it waits for, and the
-    batch needs half of the time. On several cores it takes time from other batches.
-    """
-    cores = os.sched_getaffinity(0)
-    if b.one_core:
-        os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
 
 
 def run_batch(seed, number, run=None):
@@ -60,7 +45,7 @@ def run_batch(seed, number, run=None):
     b, g = make_batch(seed, number)
     work = Work(b, g)
     if run is None:
-        with cores_of(b, number):
+        with on_one_core(b.one_core, number):
             results = run_threads(lambda world: run_rank(world, torch.device("cpu"), work), b.num_ranks,
                                   timeout_s=BATCH_LIMIT_S)
     else:
@@ -137,6 +122,7 @@ def fuzz(cases, seed, processes, say=print, num_ranks=None, device=None):
         theirs.close()
         pipes.append(mine)
         workers.append(p)
+    of_workers = list(pipes)
     shown, failure, last_message, at = start, None, time.monotonic(), {}
     while pipes and failure is None:
         for pipe in multiprocessing.connection.wait(pipes, timeout=1.0):
@@ -160,7 +146,8 @@ def fuzz(cases, seed, processes, say=print, num_ranks=None, device=None):
     for i, p in enumerate(workers):
         p.join(0 if failure else 10)
         if p.exitcode not in (0, None) and failure is None:
-            failure = at.get(i, 0), f"a process ended with exit code {p.exitcode}"
+            batch = at.get(of_workers[i], i - processes) + processes  # the one after its last message
+            failure = batch, f"a process ended with exit code {p.exitcode}"
         if p.is_alive():
             p.kill()
     return done, time.monotonic() - start, failure
@@ -187,7 +174,7 @@ def run_batch_torchrun(world, device, seed, number):
     import torch.distributed as dist
 
     rank, size = world.rank, world.size
-    b, g = make_batch(seed, number, size)
+    b, g = make_batch(seed, number, size, ROUTINGS_OF_PROCESSES)
     work = Work(b, g)
     try:
         mine = run_rank(world, device, work), None

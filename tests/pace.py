@@ -5,6 +5,7 @@ a limit for an idle machine, and multiplies this limit by slowness(), which is m
 and WAIT_S are limits that only a hang can reach. They are constants.
 """
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -48,6 +49,22 @@ def wait_until(condition, what, limit_s=HANG_S):
         if time.monotonic() > end:
             raise AssertionError(f"waited {limit_s:.0f} s for this event, which did not happen: {what}")
         time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def on_one_core(is_wanted, number):
+    """If is_wanted, threads that start in the block share one core. `number` chooses it.
+
+    A rank that waits polls and yields its core. On one core it yields to the rank that it waits for, and the
+    operations need half of the time. On several cores it takes time from other processes.
+    """
+    cores = os.sched_getaffinity(0)
+    if is_wanted:
+        os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 class Events:

@@ -66,6 +66,7 @@ class Batch:
     expert_alignment: int
     is_large: bool
     one_core: bool  # whether its ranks share one core (threads on the CPU)
+    most_routings: int = ROUTINGS
 
     @property
     def num_experts(self):
@@ -83,10 +84,10 @@ class Batch:
         rows = self.most_rows * (self.num_ranks if self.capacity else 1)
         row_bytes = self.hidden * DTYPES[self.dtype].bits().itemsize
         most = ROUTINGS if self.num_sm == 1 else ROUTINGS // 4  # several workers on the CPU take long
-        return max(16, min(most, OUTPUT_BYTES // (rows * row_bytes)))
+        return max(16, min(most, self.most_routings, OUTPUT_BYTES // (rows * row_bytes)))
 
 
-def make_batch(seed, number, num_ranks=None):
+def make_batch(seed, number, num_ranks=None, most_routings=ROUTINGS):
     """(Batch, generator of its numbers). Most batches are small, so that many can run. A few are large."""
     pick = random.Random(f"{seed}:{number}")
     w = num_ranks or pick.choice((1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 6, 7, 8))
@@ -102,7 +103,7 @@ def make_batch(seed, number, num_ranks=None):
     b = Batch(w, min(local, 512 // w), topk, hidden, tokens, dtype, pick.choice(MODES),
               pick.choice((torch.int32, torch.int64)), pick.random() < 0.6, pick.random() < 0.3,
               pick.choice((1,) * 8 + (2, 3)), pick.choice((1, 1, 2)),
-              pick.choice((1, 1, 1, 1, 2, 3, 8, 16)), is_large, pick.random() < 0.875)
+              pick.choice((1, 1, 1, 1, 2, 3, 8, 16)), is_large, pick.random() < 0.875, most_routings)
     return b, np.random.default_rng([abs(int(seed)), number])
 
 
@@ -237,6 +238,7 @@ def run_rank(world, device, work):
     tokens = work.tokens[rank].tolist()
     indices = torch.from_numpy(work.indices[rank]).to(device=device, dtype=b.index_dtype).split(tokens)
     dispatched, layouts, sums = [], [], []
+    world.exchange(b"x")  # on a GPU, no rank allocates the inputs while others wait for it in an operation
     for i, t in enumerate(tokens):
         at = shift(i)
         rows, row_weight, layout = layer.dispatch(x.narrow(0, at, t), indices[i],
@@ -250,6 +252,7 @@ def run_rank(world, device, work):
         if i % QUEUED == QUEUED - 1:
             layer.synchronize()
     layer.synchronize()
+    world.exchange(b"x")  # nor what the results are copied to
     results = results_of(b, dispatched, layouts, sums)
     layer.finalize()
     return results

@@ -32,7 +32,7 @@ def test_fuzz_sample():
 def test_fuzz_sample_on_these_ranks(ranks):
     """Under torchrun each process is a rank; else each thread is a rank."""
     for number in range(12):
-        b, g = routings.make_batch(21, number, ranks.size())
+        b, g = routings.make_batch(21, number, ranks.size(), fuzz_routing.ROUTINGS_OF_PROCESSES)
         work = routings.Work(b, g)
         routing_oracle.check_batch(work, ranks(routings.run_rank, work))
 

@@ -56,6 +56,7 @@ def test_soak_batches_cross_both_epoch_limits():
     batches = [soak_ops.make_batch(0, number) for number in range(60)]
     assert {b.mode for b in batches} == set(soak_ops.MODES)
     assert {b.dtype for b in batches} == set(soak_ops.DTYPES)
+    assert 15 < sum(b.one_core for b in batches) < 45
     for limit in (2**31, 2**32):
         assert sum(b.epoch < limit < b.epoch + 2 * b.num_steps // b.num_buffers for b in batches) > 5
 
