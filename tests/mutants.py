@@ -55,6 +55,7 @@ CONCERN = {
     "epmoe/autograd.py": "written_tensors errors_forward_mode errors_gradients layer_gradients",
     "epmoe/decode.py": "moe_decode",
     "epmoe/device.py": "errors_config env import",
+    "epmoe/direct.py": "gemm_direct",
     "epmoe/errors.py": "errors_local errors_objects",
     "epmoe/inductor.py": "moe_inductor moe_compile",
     "epmoe/layout.py": "layer_padding dispatch_rows plan_slots plan_routing",
