@@ -57,9 +57,9 @@ EP_FN void ep_dev_get(const EpDeviceHeap *h, void *to, const void *from, uint64_
     ep_dev_copy(to, ep_dev_translate(h, from, peer), num_bytes);
 }
 
-/* Set a word in the peer's heap, or add to it. `word` is the address of the same word in this rank's heap.
- * This is a release: a worker of the peer that has waited for the word can read all that this worker has put
- * there before. */
+/* Set a word in the peer's heap, or add a value to the word. `word` is the address of the same word in this
+ * rank's heap. This is a release at system scope: when a worker of the peer has returned from ep_dev_wait for
+ * the new value, it sees all data that this worker has put into the peer's heap before. */
 EP_FN void ep_dev_signal_set(const EpDeviceHeap *h, uint64_t *word, uint64_t value, uint32_t peer) {
     ep_warp_sync();
     if (ep_lane() == 0) ep_st_release_sys_u64((uint64_t *)ep_dev_translate(h, word, peer), value);

@@ -1,20 +1,24 @@
-"""How calls go past torch.ops.epmoe.*, where nothing must see the operator.  That saves some microseconds."""
+"""How calls bypass torch.ops.epmoe.* when nothing needs to see the operator.
+
+Torch's dispatcher takes the host some microseconds for each call of an operator.
+"""
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
 _implementations = {}  # name of an operator -> function
-# A tensor with any other key makes torch do more than to call the implementation.
+# The dispatch keys with which torch only calls the implementation.  epmoe's operators have no rules for
+# autocast, and _are_plain looks at gradients by itself.
 _PLAIN_KEYS = 0
 for _key in ("CPU", "CUDA", "ADInplaceOrView", "AutogradCPU", "AutogradCUDA", "AutocastCPU", "AutocastCUDA"):
     _PLAIN_KEYS |= DispatchKeySet(getattr(DispatchKey, _key)).raw_repr()
 
 
 def untraced(fn):
-    """Return fn, an operator's implementation, marked for dynamo: it traces neither fn nor what fn calls.
+    """Mark fn, an operator's implementation, so that dynamo traces neither fn nor what fn calls.  Return fn.
 
-    After a graph break dynamo would trace it, because the operator runs between two graphs.  The marks of
-    torch.compiler.disable would do the same, but import dynamo, which takes seconds.
+    After a graph break the operator runs between two graphs, and dynamo would try to trace fn there.
+    torch.compiler.disable would do the same, but it imports dynamo, which takes seconds.
     """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameAction.SKIP
@@ -23,22 +27,22 @@ def untraced(fn):
 
 
 def implement(lib, name, fn):
-    """Make fn the implementation of an operator of this library, on all devices."""
+    """Make fn the implementation of operator `name` of `lib`, on all devices, also for call()."""
     lib.impl(name, untraced(fn), "CompositeExplicitAutograd")
     _implementations[name] = fn
 
 
 def is_watched():
-    """Whether a compiler, a tracer or a dispatch mode must see the operators.
+    """Whether a compiler, a tracer or a dispatch mode needs to see the operators.
 
-    If not, and without gradients, the module is called directly, which takes some microseconds less.
+    If not, and if no gradient is needed, callers may bypass them.
     """
     return (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
             or torch._C._len_torch_dispatch_stack() > 0)
 
 
 def requires_grad(*tensors):
-    """Whether a gradient flows through a call with these tensors, so that its backward makes a call too."""
+    """Whether autograd records a call with these tensors (None is none)."""
     if torch.is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
@@ -60,7 +64,10 @@ def _are_plain(tensors):
 
 
 def call(name, tensors, *numbers):
-    """Call torch.ops.epmoe.<name>, or its implementation where nothing could tell the difference."""
+    """Call torch.ops.epmoe.<name>, or its implementation if nothing needs to see the operator.
+
+    Profilers list the operator only in the first case.
+    """
     if is_watched() or not _are_plain(tensors):
         return getattr(torch.ops.epmoe, name)(*tensors, *numbers)
     return _implementations[name](*tensors, *numbers)

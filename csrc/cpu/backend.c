@@ -212,9 +212,9 @@ static void ll_combine_part(const void *p, uint32_t worker, uint32_t num_workers
     ep_cpu_ll_combine((const EpLlCombineParams *)p, worker, num_workers);
 }
 
-/* A plan is located in a tensor that the caller can write to, and it holds offsets. This backend
- * validates them before it uses them. So a plan that was overwritten causes an error, not a store to a
- * wrong address. */
+/* A plan, the result of preprocess, is located in a tensor to which the caller's code may have written. It
+ * holds the numbers of rows and of slots. This backend checks that each is in its range before it uses it. So
+ * a plan that was overwritten never causes a store to a wrong address. */
 static bool all_below(const int32_t *x, uint64_t n, int64_t low, int64_t end) {
     bool ok = true;
     for (uint64_t i = 0; i < n; i++) ok &= x[i] >= low && x[i] < end;

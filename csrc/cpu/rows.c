@@ -1,7 +1,8 @@
 /* cpu/rows.c - rows of numbers in plain C: sums, and e4m3; see cpu/rows.h.
  *
- * Invariant: every product and every sum is rounded to float32 by itself, in the order of the arguments, so
- * that results are bit-identical to the kernels'. */
+ * Invariant: every product and every sum is rounded to float32 by itself (no fused multiply-add), and the
+ * rows are added in the order in which the caller lists them. So results have the same bits as those of the
+ * CUDA kernels. */
 #include "cpu/rows.h"
 
 #include <math.h>

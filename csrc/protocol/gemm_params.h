@@ -20,11 +20,13 @@
 
 typedef enum { EP_GEMM_FORWARD = 0, EP_GEMM_DGRAD = 1, EP_GEMM_WGRAD = 2 } EpGemmKind;
 
-/* The activations; see activations.py. The gated ones read a gate and an up value for each column of out.
- * GPT_OSS has the rows of w interleaved: gate, up, gate, up. The other gated ones have all gate rows first.
+/* The activations; see activations.py. A gated one computes a column of the output from two rows of the
+ * weights, a gate and an up. For GPT_OSS, gates and ups alternate in the weights; for the others all gates
+ * come first.
  *
- * Each of the first four has kernels of its own. The next three share kernels (EP_ACT_ANY_GATE), and so do
- * the last three (EP_ACT_ANY_UNGATED). Those kernels read the activation from the parameters. */
+ * NONE, GELU, SWIGLU and GPT_OSS are compiled into kernels of their own. The other gated ones share kernels
+ * (EP_ACT_ANY_GATE), and so do RELU2, GELU_TANH and SILU (EP_ACT_ANY_UNGATED). Those kernels read at run time
+ * which activation to compute, from EpGemmParams. */
 typedef enum {
     EP_ACT_NONE = 0,
     EP_ACT_GELU = 1,

@@ -96,10 +96,11 @@ static int check_frame(uint32_t r, const EpFrame *its, const EpFrame *mine, void
     return 0;
 }
 
-/* Send this rank's frame to rank r. The caller holds the lock of the world's sockets. Errors that are rank
- * r's are ignored here: if it has died, the watchdog thread ends the world; if it does not read its socket,
- * this rank's wait for the frame of rank r ends with a timeout. After an error of this rank (EP_ESYS), rank r
- * would wait for this frame until its timeout. So this function then ends the world. */
+/* Send this rank's frame to rank r. The caller holds the lock of the world's sockets.
+ * If rank r has died, the watchdog thread ends the world. If rank r hangs, it neither reads its socket nor
+ * sends its own frame, and this rank's wait for that frame ends with a timeout. So neither is an error here.
+ * But if this rank cannot send (EP_ESYS), rank r would wait for the frame until its timeout. So this function
+ * ends the world, and rank r learns the reason at once. */
 static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t until_ns) {
     char text[160];
     if (ep_wire_send(w->sockets[r], f, fd, until_ns) != EP_ESYS) return 0;

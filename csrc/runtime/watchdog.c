@@ -154,15 +154,18 @@ static void tell_stuck(EpWorld *w, uint64_t step) {
     w->stuck_step[w->rank] = step;
 }
 
-/* Detect ranks that wait for each other in operations that do not meet: a deadlock, which would last until
- * the timeout. Each stuck rank sends its step and its call records. Of two stuck ranks, take the smaller
- * step. If the records of the stuck ranks show calls that cannot meet at that step, the world ends.
+/* Detect ranks that wait for each other in calls that cannot meet, for example of two buffers: a deadlock,
+ * which would last until the timeout. Each rank numbers its collective calls; the number of a call is its
+ * step. A rank that is stuck in a call sends its step and its call records to the other ranks. This rank
+ * compares itself with each other stuck rank at the smaller of the two steps, because both have made that
+ * call. If the records show two calls that cannot meet, this rank ends the world.
  *
- * A correct program raises no false alarm:
- *   (1) The same step is the same call on all ranks. A rank for which this may be wrong does not report
- *       (is_order_unknown).
- *   (2) After an operation failed on all ranks, a rank that has seen the failure may count differently, so it
- *       does not report. The ranks that have not seen the failure yet have made the same calls. */
+ * For a correct program there is no false alarm:
+ *   (1) A step is the same call on all ranks. A rank whose numbers may differ from those of the other ranks
+ *       reports nothing (is_order_unknown).
+ *   (2) After an operation has failed on all ranks, a rank that has seen the failure may number its calls
+ *       differently. From then on it reports nothing. The ranks that have not seen the failure yet have made
+ *       the same calls as each other. */
 static void check_call_order(EpWorld *w) {
     char text[256];
     uint32_t odd, me = w->rank;

@@ -26,9 +26,9 @@ void ep_world_abort_wait(EpWorld *world, int code, uint32_t rank, uint32_t word,
  * word when the world ends. It ends the world for all ranks when their fault record reports a timeout. */
 int ep_world_watch(EpWorld *world, const EpCommBuffer *buffer);
 void ep_world_unwatch(EpWorld *world, const EpCommBuffer *buffer);
-/* Begin a call record in the flight record (flight_record.h): this rank enters an operation. Returns the
- * number to pass to ep_world_end_call when the call is over. Returns 0 if the operation is part of one that
- * has already begun. */
+/* This rank enters an operation: begin its entry among the last calls of the flight record (flight_record.h).
+ * Returns the number of the entry, or 0 if this operation is a part of one that has already begun. The caller
+ * passes either to ep_world_end_call when the operation is over; 0 ends no entry. */
 uint64_t ep_world_begin_call(EpWorld *world, const EpCallRecord *record);
 void ep_world_end_call(EpWorld *world, uint64_t record, int code);
 /* The user has interrupted this rank in an operation in which the others still are (interrupt.h). End the

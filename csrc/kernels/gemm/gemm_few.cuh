@@ -1,26 +1,33 @@
-/* gemm_few.cuh - the MMA warps of the grouped GEMM for Hopper, for few rows of each expert: tiles of 32 rows
- * by 64 columns, of which a stage has 512 bytes of each row of the weights; see gemm_tune.h.
+/* gemm_few.cuh - the MMA warps of the grouped GEMM for Hopper, for few rows per expert (gemm_tune.h has the
+ * limit). A tile has 32 rows (tokens) and 64 columns (of the output; each is a row of the weights). A
+ * pipeline stage holds 512 bytes of each of them.
  *
- * Reading the weights takes most of the time, and the power that the tensor cores use lowers the clock of the
- * GPU and so that rate. A wgmma multiplies 64 rows of its first operand, whether they are needed or not. So
- * the first operand is the weights: the 64 columns of the tile. The second one is the rows of the tile, of
- * which a wgmma takes 8, 16, 24 or 32. A tile is one warpgroup's work; the other one helps to write.
+ * Reading the weights takes most of the time. At the limit of its power the GPU lowers its clock, and then
+ * reads memory more slowly (docs/experiments, E-113). So the tensor cores must not compute what nobody needs.
+ * A wgmma always multiplies 64 rows of its first operand, and 8, 16, 24 or 32 of its second one. So here the
+ * weights are the first operand, and the tokens the second one; in the kernels for many rows it is the other
+ * way round.
  *
- * Exports ep_gemm_mma_tiles_few. C is an EpGemmConfig. Only rows and columns that exist are written. */
+ * Of a CTA's two MMA warpgroups, the first one computes all tiles. Both write them to global memory.
+ *
+ * Exports ep_gemm_mma_tiles_few. The template parameter C is an EpGemmConfig. Invariant: only rows and
+ * columns that exist are written. */
 #ifndef EP_GEMM_FEW_CUH
 #define EP_GEMM_FEW_CUH
 #include "kernels/arch/wgmma.cuh"
 #include "kernels/gemm/gemm_stages.cuh"
 
-/* A lane's accumulators of a tile: of each eight rows, two rows by two columns. */
+/* A lane's accumulators of a tile: for each eight rows, two neighbouring rows by two columns that are eight
+ * columns apart. */
 typedef float EpGemmFew[16];
 
 /* ---- products ---- */
 
-/* The scales of 128 values of k by which a lane multiplies its sums: of its rows, two of each eight, and of
- * its upper and its lower column. Those of values of k that do not exist are 0, as their products are. */
+/* The scales of FP8 for 128 values of k: of a lane's rows (two of each eight), and of its two columns. Past
+ * the end of k, shared memory holds old scales, which may be NaN. Such scales are 0, because 0 * NaN is
+ * NaN. */
 template <int N> struct EpGemmFewScales {
-    float row[N / 4], top, bottom;
+    float row[N / 4], col, col_8;
 };
 template <typename C, int N>
 EP_PTX EpGemmFewScales<N> ep_gemm_few_scales(uint32_t rows, uint32_t cols, bool exist) {
@@ -28,12 +35,13 @@ EP_PTX EpGemmFewScales<N> ep_gemm_few_scales(uint32_t rows, uint32_t cols, bool 
 #pragma unroll
     for (uint32_t i = 0; i < N / 4; i++)
         s.row[i] = exist ? ep_ld_shared_f32(rows + 4 * (i / 2 * 8 + ep_lane_now() % 4 * 2 + i % 2)) : 0;
-    s.top = exist ? ep_ld_shared_f32(cols) : 0;
-    s.bottom = !C::TWO_SCALES ? s.top : exist ? ep_ld_shared_f32(cols + 4) : 0;
+    s.col = exist ? ep_ld_shared_f32(cols) : 0;
+    s.col_8 = !C::TWO_SCALES ? s.col : exist ? ep_ld_shared_f32(cols + 4) : 0;
     return s;
 }
 
-/* d += the products of a stage, of FP8. Each 128 values of k have their own sums and scales. */
+/* d += the products of an FP8 stage. Each 128 values of k are summed up by themselves, because they have
+ * scales of their own. Then this warp releases the stage. */
 template <typename C, int N>
 EP_PTX void ep_gemm_few_add_fp8(float (&d)[N / 2], uint64_t w, uint64_t x, uint32_t slot, uint32_t num_k,
                                 uint32_t empty) {
@@ -50,21 +58,22 @@ EP_PTX void ep_gemm_few_add_fp8(float (&d)[N / 2], uint64_t w, uint64_t x, uint3
         s[kk] = ep_gemm_few_scales<C, N>(slot + 4 * C::BM * kk, slot + 4 * C::BM * C::K_BOXES + 8 * kk,
                                          kk * C::BOX_K < num_k);
     ep_wgmma_wait<0>();
-    __syncwarp(); /* every lane has finished its wait and read the scales and the info */
+    __syncwarp(); /* every lane has finished its wait and read the scales and the tile's info */
     if (threadIdx.x % 32 == 0) ep_gemm_release_stage(empty);
 #pragma unroll
     for (int kk = 0; kk < C::K_BOXES; kk++) {
         ep_wgmma_keep_order(part[kk]);
 #pragma unroll
         for (int i = 0; i < N / 2; i++) {
-            const float scale = s[kk].row[i / 4 * 2 + i % 2] * (i % 4 < 2 ? s[kk].top : s[kk].bottom);
+            const float scale = s[kk].row[i / 4 * 2 + i % 2] * (i % 4 < 2 ? s[kk].col : s[kk].col_8);
             d[i] = fmaf(scale, part[kk][i], d[i]);
         }
     }
 }
 
-/* d = the products of a tile, of which N rows are computed. A stage is released as soon as its own wgmmas
- * have finished: otherwise the last stage of a tile would stay empty until the next one has arrived. */
+/* d = the products of a tile, for its first N rows. Each warp releases a stage as soon as the wgmmas that
+ * read it have finished, and not one stage later, as the kernels for many rows do: then the producer could
+ * not refill the last stage of a tile before the first stage of the next tile has arrived. */
 template <typename C, int N> EP_PTX void ep_gemm_few_products(EpGemmFew &d, const EpGemmParams *p,
                                                               const EpGemmTile *t, const EpGemmShared *s,
                                                               EpRing *ring) {
@@ -86,7 +95,7 @@ template <typename C, int N> EP_PTX void ep_gemm_few_products(EpGemmFew &d, cons
             ep_wgmma_commit();
             ep_wgmma_wait<0>();
             ep_wgmma_keep_order(sum);
-            __syncwarp(); /* every lane has finished its wait and read the info */
+            __syncwarp(); /* every lane has finished its wait and read the tile's info */
             if (threadIdx.x % 32 == 0) ep_gemm_release_stage(empty);
         }
     }
@@ -94,23 +103,31 @@ template <typename C, int N> EP_PTX void ep_gemm_few_products(EpGemmFew &d, cons
     for (int i = 0; i < 16; i++) d[i] = i < N / 2 ? sum[i] : 0;
 }
 
-/* Release the stages of a tile, which the other warpgroup computes. */
+/* The second warpgroup: wait for each stage of a tile and release it. Every warp must, because a stage is
+ * free when all MMA warps of both CTAs have released it. */
 template <typename C> EP_PTX void ep_gemm_few_skip(const EpGemmParams *p, const EpGemmTile *t,
                                                    const EpGemmShared *s, EpRing *ring) {
     for (uint32_t k = 0; k < t->num_k; k += C::BK, ep_ring_next<C::STAGES>(ring)) {
         ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
-        __syncwarp(); /* every lane has finished its wait and read the info */
+        __syncwarp(); /* every lane has finished its wait and read the tile's info */
         if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * ring->stage);
     }
 }
 
 /* ---- from accumulators to 16 bits ---- */
 
-/* A wgmma gives a lane numbers of two neighbouring rows (of the tile) and one column: lane / 4, and eight
- * further down the same two rows. Exchange them with the lane of the neighbouring column, so that a lane has
- * two neighbouring columns of one row, lane % 4 * 2 + lane / 4 % 2 of each eight. Their order is then that of
- * the kernels for many rows: of 16 rows two columns in two rows, eight rows apart, and the same of eight
- * columns on, or of the ups. */
+/* The epilogue computes two neighbouring columns of a row together and packs them into 32 bits. But the wgmma
+ * leaves a lane two neighbouring rows of a column. So each lane exchanges half of its numbers with lane ^ 4,
+ * which has the neighbouring column. For each eight rows and each 16 columns of the tile:
+ *
+ *             before                                            after
+ *   rows      lane % 4 * 2, and the next one                    lane % 4 * 2 + lane / 4 % 2
+ *   columns   lane / 4, and 8 + lane / 4                        lane / 8 * 2 and the next one; the same + 8
+ *
+ * With a gated activation, columns 0 to 7 of the 16 are gates, and 8 to 15 are their ups. d is then ordered
+ * as in the kernels for many rows, so that the epilogue and its bits are the same. Each eight numbers belong
+ * to 16 rows: two columns of the lane's row in the first eight rows, the same of the second eight rows, and
+ * then these four for the columns + 8. */
 EP_PTX void ep_gemm_few_exchange(EpGemmFew &d) {
     const bool odd = ep_lane_now() / 4 % 2;
     EpGemmFew e;
@@ -126,8 +143,10 @@ EP_PTX void ep_gemm_few_exchange(EpGemmFew &d) {
     for (int i = 0; i < 16; i++) d[i] = e[i];
 }
 
-/* Epilogue of 16 rows: bias, activation, row weight, rounding. v = the results, packed: of each group of
- * eight columns, two of the upper row and two of the lower one. row counts from the first one of the tile. */
+/* The epilogue for 16 rows, of which a lane has `row` and `row` + 8: bias, activation, row weight, rounding.
+ * `row` counts from the first row of the tile, and `col` from the first column of the output. v = the
+ * results, two columns in 32 bits: those of both rows, and without gates also those of both rows eight
+ * columns on. */
 template <typename C>
 EP_PTX void ep_gemm_few_finish(uint32_t (&v)[4], float *d, const EpGemmParams *p, const EpGemmTile *t,
                                uint32_t row, uint32_t col) {
@@ -151,16 +170,18 @@ EP_PTX void ep_gemm_few_finish(uint32_t (&v)[4], float *d, const EpGemmParams *p
 
 /* ---- written in bursts ---- */
 
-/* The kernel reads weights at the full DRAM bandwidth. A write interleaved with such reads costs seven times
- * its bytes (DRAM read/write turnaround), and less if many are written together. So groups of eight rows wait
- * in shared memory, each with a note of its destination, until about as many tiles are there as fill it. All
- * CTAs have about the same number of tiles, so their bursts coincide, and that is what saves turnarounds. */
+/* The kernel reads weights at the full DRAM bandwidth. When DRAM turns from reading to writing and back, it
+ * loses time: a byte written between such reads costs as much time as reading seven bytes (E-031). A burst of
+ * many writes costs less, if all CTAs write at the same time (E-050). So results wait in shared memory, in
+ * groups of eight rows by the columns of a tile, each with a note of its destination. A CTA writes them after
+ * a number of tiles that is the same for all CTAs and about fills the shared memory. CTAs process tiles at
+ * about the same rate, because memory limits all of them. So their bursts coincide. */
 typedef struct {
     uint32_t num_groups, num_tiles;
 } EpGemmBurst;
 
-/* Write a burst: all groups of rows that wait in shared memory. All MMA warps of the CTA take part; each has
- * counted the same groups and tiles. */
+/* Write a burst: all groups that wait in shared memory. All MMA warps of the CTA take part. Each warp counts
+ * groups and tiles in its own *burst, and all count the same. */
 template <typename C> EP_PTX void ep_gemm_burst_write(const EpGemmParams *p, uint32_t staging,
                                                       EpGemmBurst *burst) {
     const uint32_t lane = ep_lane_now();
@@ -183,10 +204,11 @@ template <typename C> EP_PTX void ep_gemm_burst_write(const EpGemmParams *p, uin
     burst->num_groups = burst->num_tiles = 0;
 }
 
-/* Write a burst first, if it is due, or if the tile has no room. All MMA warps of the CTA call this. */
+/* Before a tile is put into the burst: write the burst if enough tiles wait, or if there is no room for this
+ * tile. All MMA warps of the CTA call this. */
 template <typename C> EP_PTX void ep_gemm_burst_make_room(const EpGemmParams *p, uint32_t num_groups,
                                                           uint32_t staging, EpGemmBurst *burst) {
-    /* for the mean number of groups per tile, with a margin */
+    /* so many tiles fill the shared memory if each has the mean number of groups, rounded up */
     const uint32_t tiles_per_burst = C::NUM_BURST_GROUPS * 8 / (p->num_rows / p->num_experts + 7);
     if (burst->num_tiles >= tiles_per_burst || burst->num_groups + num_groups > C::NUM_BURST_GROUPS)
         ep_gemm_burst_write<C>(p, staging, burst);
@@ -197,7 +219,7 @@ template <typename C> EP_PTX void ep_gemm_burst_put(EpGemmFew &d, const EpGemmPa
                                                     uint32_t staging, uint32_t num_groups) {
     const uint32_t lane = ep_lane_now(), warp = threadIdx.x / 32 % 4;
     const uint32_t row = lane % 4 * 2 + lane / 4 % 2, col0 = C::GATED ? t->col0 / 2 : t->col0;
-    const uint32_t col = warp * (C::GATED ? 8 : 16) + lane / 8 * 2; /* in the tile */
+    const uint32_t col = warp * (C::GATED ? 8 : 16) + lane / 8 * 2; /* counted from col0 */
     ep_gemm_few_exchange(d);
 #pragma unroll
     for (uint32_t first = 0; first < C::BM; first += 16) {

@@ -57,10 +57,15 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
                   "an entry is free when it is written; see ep_next_tile_send");
 };
 
-/* FP8: a line of 128 bytes has 128 values of k, so boxes have the bytes of an instance of 16 bits.
- * With scales of blocks (BY_BLOCK), those of a stage are located in a slot of shared memory. A tile of 256
- * columns then consists of two pieces, each as an instance of 128 columns of 16 bits. Without, all rows have
- * one scale, and each expert has one. */
+/* The configuration of a kernel for FP8. A line of shared memory has 128 bytes: 128 values of k instead of
+ * the 64 of 16-bit numbers. So a TMA box has twice the values of k, and the same number of bytes as in the
+ * kernel for 16 bits from which this configuration is derived.
+ *
+ * BY_BLOCK: there is a scale for each 128 values of k of a row, and for each block of the weights. Each stage
+ * has a slot in shared memory that holds the scales of its values. A tile of 256 columns consists of two
+ * pieces of 128 columns, and the epilogue writes a piece as it writes a tile of 128 columns of 16 bits.
+ *
+ * Not BY_BLOCK: one scale for all rows together, and one scale for each expert's weights. */
 template <int BN_, bool BY_BLOCK_, int ACT, bool F16>
 struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
     typedef EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> Of16Bits;

@@ -4,8 +4,8 @@
  * CTAs work alone (cluster size 1) or in pairs (cluster size 2). A number belongs to one of them, and stands
  * for one tile of each of its CTAs. The two tiles of a pair have one operand in common, which is loaded once:
  *   the columns   The tiles are two row blocks of an expert with the same columns, and share the weights.
- *   the rows      The tiles are two column blocks of one row block. If an expert has an odd number of column
- *                 blocks, the last tile of the second CTA is empty.
+ *   the rows      The tiles are two column blocks of one row block. If the product has an odd number of
+ *                 column blocks, the last tile of the second CTA is empty.
  * A pair shares the columns, with these exceptions:
  *   - If an expert has an odd number of row blocks, a pair shares the rows of the last block.
  *   - If it has an even number, a tile has at least EP_GEMM_BM rows, and the last block is at most half full,
@@ -59,10 +59,11 @@ EP_PURE uint32_t ep_walk_num_tiles(const EpGemmWalk *w, uint32_t num_n, uint32_t
     return w->num_sets * num_n + w->num_left * ((num_n + size - 1) / size);
 }
 
-/* Compute tile number t for CTA `rank` of `size`. False if t is past the last tile; w->first_tile is then the
- * number of tiles.
- * Within an expert, EP_GEMM_GROUP row blocks proceed through the columns together. So CTAs that run at the
- * same time read the same weights. */
+/* Find the position of tile number t: of the only CTA, or of CTA `rank` of a pair (`size`: 1 or 2). Numbers
+ * count over all experts. *w remembers the expert of the last call, whose first number is w->first_tile.
+ * False if t is past the last tile; w->first_tile is then the number of all tiles. Within an expert, numbers
+ * that follow each other have EP_GEMM_GROUP row blocks (or pairs of them) of one column block, then the same
+ * row blocks of the next column block, and so on. So CTAs that run at the same time read the same weights. */
 EP_PURE bool ep_gemm_tile(const EpGemmParams *p, uint32_t bm, uint32_t bn, uint32_t size, uint32_t rank,
                           EpGemmWalk *w, uint32_t t, EpGemmTile *tile) {
     const uint32_t num_n = (ep_gemm_num_cols(p) + bn - 1) / bn;
