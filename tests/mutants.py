@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Change the code in one place at a time, and see whether the tests that concern the file notice.
 
-    mutants.py [--num N] [--seed S] [--state FILE] [--only FOLDER] [--report] [--list]
+    mutants.py [--num N] [--seed S] [--jobs N] [--state FILE] [--only FOLDER] [--report] [--list]
 
 The places are drawn from csrc/protocol, csrc/runtime, csrc/cpu and epmoe. A change is one operator, one
 number, one condition, or one call that is left out. It is made in a copy of the tree in build/mutants, so the
-tree itself can be used meanwhile. A change that does not compile is no mutant, and the next one takes its
-place. The results go to the state file, one line each: a command that was stopped goes on where it was.
+tree itself can be used meanwhile; each job has a copy of its own. A change that does not compile is no
+mutant, and the next one takes its place. A test that has failed must pass without the change: a test that
+fails by itself catches nothing. The results go to the state file, one line each: a command that was stopped
+goes on where it was.
 
 --report prints the survivors and the share that was caught. Look at each survivor: either it changes nothing
 that anyone can see, or a test is missing.
@@ -23,7 +25,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import tokenize
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -203,24 +207,27 @@ class Tree:
             raise SystemExit("the tree does not build")
 
     def run(self, *command):
-        """Return whether a command succeeds. What hangs does not."""
+        """Return whether a command succeeds. What hangs does not. Its output goes to output.log."""
         env = os.environ | {"EPMOE_CUDA": "0", "PYTHONPATH": f"{self.folder}:{self.folder / 'tests'}"}
-        child = subprocess.Popen(command, cwd=self.folder, env=env, stdout=subprocess.DEVNULL,
-                                 stderr=subprocess.DEVNULL, start_new_session=True)
-        try:
-            return child.wait(LIMIT_S) == 0
-        except subprocess.TimeoutExpired:
-            os.killpg(child.pid, 9)
-            child.wait()
-            return False
+        with (self.folder / "output.log").open("w") as log:
+            child = subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log,
+                                     start_new_session=True)
+            try:
+                return child.wait(LIMIT_S) == 0
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, 9)
+                child.wait()
+                return False
 
-    def failing_test(self, file):
-        """Return the first test that fails, or None."""
-        with_c, files = tests_of(file)
-        steps = {"C": (sys.executable, "tests/c/run_c_tests.py", "--quick", "--only", "plain")}
-        steps = steps if with_c else {}
-        steps |= {f: (sys.executable, "-m", "pytest", "-q", "-x", f) for f in files}
-        return next((name for name, command in steps.items() if not self.run(*command)), None)
+    def failing_test(self, with_c, files):
+        """Return the first of these tests that fails, or None: "C", or files of pytest."""
+        if with_c and not self.run(sys.executable, "tests/c/run_c_tests.py", "--quick", "--only", "plain"):
+            return "C"
+        if not files or self.run(sys.executable, "-m", "pytest", "-q", "-x", "-rfE", *files):
+            return None
+        named = re.findall(r"^(?:FAILED|ERROR) (tests/\w+\.py)", (self.folder / "output.log").read_text(),
+                           re.MULTILINE)
+        return named[0] if named else " ".join(files)  # pytest itself has ended, or did not end
 
     def judge(self, change):
         """Return "no mutant", "survived", or the test that has noticed the change."""
@@ -230,11 +237,14 @@ class Tree:
             if change.file.startswith("csrc") and not self.run("make", "-s", "build",
                                                                f"PYTHON={sys.executable}"):
                 return "no mutant"
-            return self.failing_test(change.file) or "survived"
+            failed = self.failing_test(*tests_of(change.file))
         finally:
             path.write_text(code)
             if change.file.startswith("csrc"):
                 self.run("make", "-s", "build", f"PYTHON={sys.executable}")
+        if failed and self.failing_test(failed == "C", [] if failed == "C" else failed.split()):
+            raise SystemExit(f"{failed} fails without a change: mend it first")
+        return failed or "survived"
 
 
 def report(results):
@@ -247,10 +257,34 @@ def report(results):
     return len(survivors)
 
 
+_lock = threading.Lock()  # of `todo`, `results` and the state file
+
+
+def run_job(tree, todo, results, args):
+    """Judge changes in a tree until enough are judged by all jobs."""
+    while True:
+        with _lock:
+            change = next(todo, None)
+            if change is None or sum(r["result"] != "no mutant" for r in results) >= args.num:
+                return
+        try:
+            result = tree.judge(change)
+        except BaseException:
+            with _lock:
+                list(todo)  # so that the other jobs end, too
+            raise
+        with _lock:
+            results.append({"change": asdict(change), "result": result})
+            with args.state.open("a") as out:
+                print(json.dumps(results[-1]), file=out)
+            print(f"{result:40} {change.name}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num", type=int, default=200, help="mutants to judge, with those of the state file")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="changes that are judged at the same time")
     parser.add_argument("--state", type=Path, default=ROOT / "build/mutants.jsonl")
     parser.add_argument("--only", default="", metavar="FOLDER", help="only files whose names begin so")
     parser.add_argument("--report", action="store_true", help="only print the results so far")
@@ -265,22 +299,14 @@ def main():
     if args.list:
         print("\n".join(c.name for c in changes[:args.num]))
         return
-    done, tree, healthy = {Change(**r["change"]) for r in results}, Tree(ROOT / "build/mutants"), {}
+    done = {Change(**r["change"]) for r in results}
+    todo = iter([c for c in changes if c not in done])
     args.state.parent.mkdir(parents=True, exist_ok=True)
-    for change in changes:
-        if sum(r["result"] != "no mutant" for r in results) >= args.num:
-            break
-        if change in done:
-            continue
-        concern = str(tests_of(change.file))
-        if concern not in healthy:
-            healthy[concern] = tree.failing_test(change.file)
-        if healthy[concern]:
-            raise SystemExit(f"{healthy[concern]} fails without a change: mend it first")
-        results.append({"change": asdict(change), "result": tree.judge(change)})
-        with args.state.open("a") as out:
-            print(json.dumps(results[-1]), file=out)
-        print(f"{results[-1]['result']:40} {change.name}", flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        jobs = [pool.submit(run_job, Tree(ROOT / f"build/mutants/{i}"), todo, results, args)
+                for i in range(args.jobs)]
+        for job in jobs:
+            job.result()  # raises what the job has raised
     report(results)
 
 

@@ -62,6 +62,31 @@ def test_mutants_of_the_tree():
     assert not without, f"tests/mutants.py: CONCERN has no tests for {sorted(without)}"
 
 
+class Folder(mutants.Tree):
+    """A folder of one module and its test, instead of a copy of the tree."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+
+@pytest.mark.parametrize("test, want", [("assert one() == 1", "tests/test_one.py"),
+                                        ("assert True", "survived"), ("assert False", None)])
+def test_mutants_are_judged(tmp_path, monkeypatch, test, want):
+    """A test that fails, also without the change, catches nothing."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "one.py").write_text("def one():\n    return 1\n")
+    (tmp_path / "tests/test_one.py").write_text(f"from one import one\ndef test():\n    {test}\n")
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    monkeypatch.setattr(mutants, "tests_of", lambda file: (False, ["tests/test_one.py"]))
+    change, = [c for c in mutants.changes_of("one.py", (tmp_path / "one.py").read_text()) if c.old == "1"]
+    if want:
+        assert Folder(tmp_path).judge(change) == want
+    else:
+        with pytest.raises(SystemExit, match="tests/test_one.py fails without a change"):
+            Folder(tmp_path).judge(change)
+    assert "return 1" in (tmp_path / "one.py").read_text()
+
+
 def test_mutants_report(capsys):
     change = dict(file="f.c", line=3, begin=0, end=1, old="<", new="<=")
     results = [{"change": change, "result": r} for r in ("survived", "C", "no mutant", "tests/test_x.py")]
