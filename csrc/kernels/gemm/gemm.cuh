@@ -12,6 +12,9 @@
  * at the same time stay close to each other and find the same rows and weights in L2. That saves power, and
  * power limits a GPU that computes GEMMs.
  *
+ * With few rows per expert the MMA warps are those of gemm_few.cuh. With FP8 and scales of blocks they are
+ * those of gemm_fp8.cuh.
+ *
  * Gated activations: the tensor map of the weights interleaves the gate row and the up row of a column
  * (its dimensions are k, 8 rows, gate or up, groups of 8, expert). So one thread holds both values. */
 #ifndef EP_GEMM_CUH
