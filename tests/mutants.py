@@ -208,7 +208,9 @@ class Tree:
 
     def run(self, *command):
         """Return whether a command succeeds. What hangs does not. Its output goes to output.log."""
-        env = os.environ | {"EPMOE_CUDA": "0", "PYTHONPATH": f"{self.folder}:{self.folder / 'tests'}"}
+        # Python takes bytecode for that of a file if its second and size fit, which a change may not alter.
+        env = os.environ | {"EPMOE_CUDA": "0", "PYTHONPATH": f"{self.folder}:{self.folder / 'tests'}",
+                            "PYTHONDONTWRITEBYTECODE": "1"}
         with (self.folder / "output.log").open("w") as log:
             child = subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log,
                                      start_new_session=True)
