@@ -125,7 +125,11 @@ def _stopped(rank, size, folder):
     links = NodeLinks(None, team)
     pids = [None] * size
     dist.all_gather_object(pids, os.getpid())
+    events.set(f"{rank} has all pids")
     if rank == 0:
+        # gloo needs rank 3 until rank 2 has returned from all_gather, which can be after rank 0 has.
+        for other in range(size):
+            events.wait(f"{other} has all pids")
         os.kill(pids[3], signal.SIGSTOP)
         await_stopped(pids[3])
         time.sleep(links._silent_s + 0.5)
