@@ -166,27 +166,51 @@ EP_FN bool ep_ll_cell_await(const EpComm *c, const uint64_t *cell, uint64_t epoc
     }
 }
 
-/* ---- enter ---- */
-
 /* What a rank's head says. */
 typedef struct {
     uint32_t call, number;
 } EpLlHead;
 
+/* Read the head of a rank. True: both of its cells belong to this operation. seen: the epoch of its call. The
+ * acquire pairs with the release in ep_ll_enter. The number is loaded before it, so that both loads are in
+ * flight together. */
+EP_FN bool ep_ll_head_read(const uint64_t *head, uint64_t epoch, EpLlHead *to, uint64_t *seen) {
+    const uint64_t number = ep_ld_relaxed_sys_u64(head + EP_LL_HEAD_NUMBER);
+    const uint64_t call = ep_ld_acquire_sys_u64(head + EP_LL_HEAD_CALL);
+    to->call = (uint32_t)call & 0xffffu;
+    to->number = (uint32_t)number & 0xffffu;
+    *seen = call >> 16;
+    return ep_ll_cell_is(call, epoch) && ep_ll_cell_is(number, epoch);
+}
+/* Wait until the head of a rank belongs to this operation. One lane calls it. False: the operation must
+ * end. */
+EP_FN bool ep_ll_head_await(const EpComm *c, const uint64_t *head, uint64_t epoch, const EpFaultRecord *what,
+                            EpLlHead *to) {
+    EpBackoff w = {0, 0, 0};
+    uint64_t seen = 0;
+    while (!ep_ll_head_read(head, epoch, to, &seen))
+        if (!ep_wait_on(c, &w, c->timeout_ns, what, epoch, seen)) return false;
+    return true;
+}
+
+/* ---- enter ---- */
+
 /* Tell all peers that this rank has entered. One worker of the rank calls it. The release orders everything
  * that this rank has read in earlier operations before the head: a peer that has seen the head of operation e
- * may overwrite what this rank read in operation e - 1. */
+ * may overwrite what this rank read in operation e - 1. A release waits for the stores before it, over the
+ * link about a microsecond, so nothing is stored before the head. */
 EP_FN void ep_ll_enter(const EpComm *c, EpLlHead mine, uint64_t epoch) {
     ep_chaos(EP_CHAOS_ENTER);
     EP_FOR_LANES(r, c->shape.num_ranks) {
         uint64_t *head = ep_ll_head(c, r, c->my_rank, epoch);
+        if (r != c->my_rank) {
+            ep_st_release_sys_u64(head + EP_LL_HEAD_CALL, ep_ll_cell(epoch, mine.call));
+            if (EP_FAULT(ENTER_FIRST)) ep_st_relaxed_sys_u64(head + EP_LL_HEAD_NUMBER, ep_ll_cell(epoch, 0));
+            ep_chaos(EP_CHAOS_ENTER);
+            ep_st_relaxed_sys_u64(head + EP_LL_HEAD_NUMBER, ep_ll_cell(epoch, mine.number));
+        }
         /* Only the flight record reads this word of a low-latency layer. */
         ep_st_relaxed_sys_u64(ep_enter_word(c, r, c->my_rank, epoch), epoch);
-        if (r == c->my_rank) continue;
-        ep_st_release_sys_u64(head + EP_LL_HEAD_CALL, ep_ll_cell(epoch, mine.call));
-        if (EP_FAULT(ENTER_FIRST)) ep_st_relaxed_sys_u64(head + EP_LL_HEAD_NUMBER, ep_ll_cell(epoch, 0));
-        ep_chaos(EP_CHAOS_ENTER);
-        ep_st_relaxed_sys_u64(head + EP_LL_HEAD_NUMBER, ep_ll_cell(epoch, mine.number));
     }
 }
 
@@ -236,17 +260,9 @@ EP_FN bool ep_ll_enter_await(const EpComm *c, uint32_t op, EpLlHead mine, uint64
             heads[r] = mine;
             continue;
         }
-        if (EP_FAULT(NO_ENTER_WAIT)) {
-            heads[r].call = (uint32_t)ep_ld_relaxed_sys_u64(head + EP_LL_HEAD_CALL) & 0xffffu;
-            heads[r].number = (uint32_t)ep_ld_relaxed_sys_u64(head + EP_LL_HEAD_NUMBER) & 0xffffu;
-            continue;
-        }
-        if (!ep_ll_cell_await(c, head + EP_LL_HEAD_CALL, epoch, &f, &heads[r].call) ||
-            !ep_ll_cell_await(c, head + EP_LL_HEAD_NUMBER, epoch, &f, &heads[r].number))
-            ok = 0;
-        /* Pairs with the release in ep_ll_enter: what r read in its operation e - 1 may be overwritten by
-         * this rank's next operation. */
-        (void)ep_ld_acquire_sys_u64(head + EP_LL_HEAD_CALL);
+        uint64_t seen;
+        if (EP_FAULT(NO_ENTER_WAIT)) (void)ep_ll_head_read(head, epoch, &heads[r], &seen);
+        else if (!ep_ll_head_await(c, head, epoch, &f, &heads[r])) ok = 0;
     }
     ep_warp_sync();
     if (ep_warp_min_u32(ok) == 0) return false;

@@ -188,6 +188,11 @@ static const struct {
      {0, EP_FP8_POW2, 1, 0}},
     {{"FP8, scales in bytes, masked", {2, 4, 2, 7, 1024, EP_BF16, EP_LOW_LATENCY, 28}, {6, 7}, 0},
      {1, EP_FP8_UE8M0, 0, 0}},
+    {{"more routes than early ones", {3, 6, 4, 64, 8, EP_BF16, EP_LOW_LATENCY, 384}, {64, 3, 61}, 0},
+     {0, 0, 0, 0}},
+    {Case{"more routes, an index out of range", {2, 8, 8, 70, 8, EP_BF16, EP_LOW_LATENCY, 560}, {65, 70}, 0}
+         .with_bad_index(1),
+     {1, 0, 0, 0}},
     {{"one rank", {1, 3, 4, 12, 8, EP_BF16, EP_LOW_LATENCY, 36}, {12}, 0}, {0, 0, 0, 0}},
     {{"32 choices, more experts than threads", {1, 200, 32, 3, 8, EP_BF16, EP_LOW_LATENCY, 96}, {3}, 0},
      {0, 0, 0, 0}},

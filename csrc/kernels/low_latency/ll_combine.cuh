@@ -54,39 +54,68 @@ template <int DTYPE> EP_FN bool sum_choices(const EpLlCombineParams &p, Token at
     return true;
 }
 
+/* Send the sum of this rank's rows of a peer's token. False: there is no such row. */
+template <int DTYPE, bool FP8> EP_FN bool return_piece(const EpLlCombineParams &p, Token at, uint32_t piece,
+                                                       uint64_t epoch) {
+    const EpComm *c = &p.comm;
+    uint4 sum[EP_PIECE_PARTS];
+    if (!sum_choices<DTYPE>(p, at, piece, sum)) return false;
+    Piece<FP8> got;
+#pragma unroll
+    for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
+        if constexpr (FP8) got.v[u] = quantize<DTYPE>(sum[u], EP_FP8_SCALED, &got.scale[u]);
+        else got.v[u] = sum[u];
+    }
+    write_slot<FP8>(c, ep_ll_slot(c, at.source, c->my_rank, at.token, epoch), piece, got);
+    return true;
+}
 template <int DTYPE, bool FP8> EP_FN void return_pieces(const EpLlCombineParams &p, uint64_t epoch) {
     const EpComm *c = &p.comm;
     const uint32_t num_pieces = c->layout.num_pieces;
     uint32_t num = 0;
-    for (uint32_t w = 0; w < c->shape.num_ranks; w++) num += w == c->my_rank ? 0 : ep_ll_tokens_of(&p, w);
-    for (uint32_t i = first_item(); i < num * num_pieces; i += item_step()) {
-        const Token at = peers_token(c, i / num_pieces, [&](uint32_t w) { return ep_ll_tokens_of(&p, w); });
-        const uint32_t piece = i % num_pieces;
-        uint4 sum[EP_PIECE_PARTS];
-        if (!sum_choices<DTYPE>(p, at, piece, sum)) continue;
-        Piece<FP8> got;
-#pragma unroll
-        for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
-            if constexpr (FP8) got.v[u] = quantize<DTYPE>(sum[u], EP_FP8_SCALED, &got.scale[u]);
-            else got.v[u] = sum[u];
+    for (uint32_t w = 0; w < c->shape.num_ranks; w++)
+        num += w == c->my_rank ? 0 : ep_ll_tokens_of(&p, w) * num_pieces;
+    for (uint32_t round = 0; round * item_step() + blockIdx.x < num; round++) {
+        const uint32_t i = round * item_step() + first_item();
+        Sent sent = {0, 0, i % num_pieces};
+        if (i < num) {
+            const Token at =
+                peers_token(c, i / num_pieces, [&](uint32_t w) { return ep_ll_tokens_of(&p, w); });
+            sent.token = at.token;
+            if (return_piece<DTYPE, FP8>(p, at, sent.piece, epoch)) sent.ranks = 1u << at.source;
         }
-        write_slot<FP8>(c, ep_ll_slot(c, at.source, c->my_rank, at.token, epoch), piece, got);
-        ep_warp_sync(); /* all lanes' stores come before the release */
-        if (ep_lane() == 0) ep_ll_publish(c, at.source, at.token, piece, epoch);
+        publish_all(c, sent, round, epoch);
     }
 }
 
-/* Add up a piece of this rank's token, in the order of the ranks. A sum that does not arrive is NaN. */
-template <int DTYPE, bool FP8> EP_FN void finish_piece(const EpLlCombineParams &p, uint32_t token,
-                                                       uint32_t piece, uint64_t epoch) {
+/* What finish_piece needs of this rank: the ranks that return a sum for the token, a bit for each, and the
+ * sum of this rank's own rows. A warp reads that of its first item before the heads are judged. */
+typedef struct {
+    uint32_t targets;
+    bool is_there;
+    uint4 sum[EP_PIECE_PARTS];
+} OwnSum;
+template <int DTYPE> EP_FN OwnSum own_sum(const EpLlCombineParams &p, uint32_t token, uint32_t piece) {
     const EpComm *c = &p.comm;
-    const uint32_t targets = (uint32_t)p.handle[ep_ll_handle(&c->shape).targets_off + token];
+    OwnSum own = {(uint32_t)p.handle[ep_ll_handle(&c->shape).targets_off + token], false, {}};
+    if (own.targets >> c->my_rank & 1u)
+        own.is_there = sum_choices<DTYPE>(p, Token{c->my_rank, token}, piece, own.sum);
+    return own;
+}
+
+/* Add up a piece of this rank's token, in the order of the ranks. A sum that does not arrive is NaN. */
+template <int DTYPE, bool FP8>
+EP_FN void finish_piece(const EpLlCombineParams &p, uint32_t token, uint32_t piece, const OwnSum &own,
+                        uint64_t epoch) {
+    const EpComm *c = &p.comm;
     float acc[EP_PIECE_PARTS][EpVec<DTYPE>::N] = {};
     for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
         uint4 v[EP_PIECE_PARTS] = {};
-        if (!(targets >> r & 1u)) continue;
+        if (!(own.targets >> r & 1u)) continue;
         if (r == c->my_rank) {
-            if (!sum_choices<DTYPE>(p, Token{r, token}, piece, v)) continue;
+            if (!own.is_there) continue;
+#pragma unroll
+            for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) v[u] = own.sum[u];
         } else {
             const bool here = ep_ll_await(c, EP_OP_LL_COMBINE, r, token, piece, epoch);
             const unsigned char *slot = ep_ll_slot(c, c->my_rank, r, token, epoch);

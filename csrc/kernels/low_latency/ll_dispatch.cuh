@@ -17,9 +17,13 @@ EP_FN uint32_t ranks_of(const EpShape &s, uint32_t route) {
     return __reduce_or_sync(EP_FULL, route < s.num_experts ? 1u << route / ep_num_local_experts(&s) : 0);
 }
 
+/* Warps take tokens in the order opposite to that of pieces, so with few tokens no warp has both. The last
+ * warp, which enters, comes last. */
 EP_FN void send_routes(const EpLlDispatchParams &p, uint64_t epoch) {
     const EpComm *c = &p.comm;
-    for (uint32_t t = first_item(); t < p.num_tokens; t += item_step()) {
+    const uint32_t last = item_step() - 1;
+    const uint32_t first = first_item() == last ? last : last - 1 - first_item();
+    for (uint32_t t = first; t < p.num_tokens; t += item_step()) {
         const uint32_t route = my_route(p, t);
         for (uint32_t r = 0; r < c->shape.num_ranks; r++)
             if (r != c->my_rank && ep_lane() < c->shape.num_topk)
@@ -28,25 +32,31 @@ EP_FN void send_routes(const EpLlDispatchParams &p, uint64_t epoch) {
     }
 }
 
+/* Write a piece of a token to the slots at the ranks in `ranks`, a bit for each. */
+template <int DTYPE, bool FP8> EP_FN void send_piece(const EpLlDispatchParams &p, uint32_t token,
+                                                     uint32_t piece, uint32_t ranks, uint64_t epoch) {
+    const EpComm *c = &p.comm;
+    const uint32_t K = c->shape.num_topk;
+    if (ranks == 0) return;
+    const Piece<FP8> got = pack_input<DTYPE, FP8>(p, read_input(p, token, piece));
+    float weight = 1.0f;
+    if (piece == 0 && ep_lane() < K && p.weight) weight = p.weight[(uint64_t)token * K + ep_lane()];
+    for (uint32_t left = ranks; left; left &= left - 1) {
+        unsigned char *to = ep_ll_slot(c, (uint32_t)__ffs((int)left) - 1, c->my_rank, token, epoch);
+        write_slot<FP8>(c, to, piece, got);
+        if (piece == 0 && ep_lane() < K) ((float *)(to + ep_ll_weights_at(c)))[ep_lane()] = weight;
+    }
+}
 template <int DTYPE, bool FP8> EP_FN void send_pieces(const EpLlDispatchParams &p, uint64_t epoch) {
     const EpComm *c = &p.comm;
-    const uint32_t num_pieces = c->layout.num_pieces, K = c->shape.num_topk;
+    const uint32_t num_pieces = c->layout.num_pieces, num = p.num_tokens * num_pieces;
     if (c->shape.num_ranks == 1) return;
-    for (uint32_t i = first_item(); i < p.num_tokens * num_pieces; i += item_step()) {
-        const uint32_t t = i / num_pieces, piece = i % num_pieces;
-        const uint32_t targets = ranks_of(c->shape, my_route(p, t)) & ~(1u << c->my_rank);
-        if (targets == 0) continue;
-        const Piece<FP8> got = pack_input<DTYPE, FP8>(p, read_input(p, t, piece));
-        float weight = 1.0f;
-        if (piece == 0 && ep_lane() < K && p.weight) weight = p.weight[(uint64_t)t * K + ep_lane()];
-        for (uint32_t left = targets; left; left &= left - 1) {
-            unsigned char *to = ep_ll_slot(c, (uint32_t)__ffs((int)left) - 1, c->my_rank, t, epoch);
-            write_slot<FP8>(c, to, piece, got);
-            if (piece == 0 && ep_lane() < K) ((float *)(to + ep_ll_weights_at(c)))[ep_lane()] = weight;
-        }
-        ep_warp_sync(); /* all lanes' stores come before the releases */
-        if (ep_lane() < EP_MAX_RANKS && targets >> ep_lane() & 1u)
-            ep_ll_publish(c, ep_lane(), t, piece, epoch);
+    for (uint32_t round = 0; round * item_step() + blockIdx.x < num; round++) {
+        const uint32_t i = round * item_step() + first_item();
+        Sent sent = {0, i / num_pieces, i % num_pieces};
+        if (i < num) sent.ranks = ranks_of(c->shape, my_route(p, sent.token)) & ~(1u << c->my_rank);
+        send_piece<DTYPE, FP8>(p, sent.token, sent.piece, sent.ranks, epoch);
+        publish_all(c, sent, round, epoch);
     }
 }
 

@@ -3,21 +3,20 @@
 #include "kernels/low_latency/ll_combine.cuh"
 #include "kernels/low_latency/ll_dispatch.cuh"
 
-/* Enter for the rank, in one warp of CTA 0. */
+/* The last warp of each CTA is its control warp. It waits for the heads of all ranks and judges them. With
+ * few tokens it has no piece to move, so it begins to wait at once. */
+EP_FN bool is_control_warp(void) { return threadIdx.x / 32 == EP_WARPS - 1; }
+
+/* Enter for the rank, in the control warp of the last CTA: the last of all warps to get a piece. */
 EP_FN void enter(const EpComm *c, EpLlHead mine, uint64_t epoch) {
-    if (blockIdx.x == 0 && threadIdx.x < 32) ep_ll_enter(c, mine, epoch);
+    if (is_control_warp() && blockIdx.x == gridDim.x - 1) ep_ll_enter(c, mine, epoch);
 }
 
-/* Wait for the heads of all ranks, in one warp of each CTA. All threads get the verdict. heads is in shared
- * memory. */
-EP_FN bool judge(const EpComm *c, uint32_t op, EpLlHead mine, EpLlHead *heads, uint64_t epoch) {
-    __shared__ int ok;
-    if (threadIdx.x < 32) {
-        const bool verdict = ep_ll_enter_await(c, op, mine, epoch, heads);
-        if (threadIdx.x == 0) ok = verdict;
-    }
-    __syncthreads();
-    return ok;
+/* Judge the heads of all ranks, in the control warp. heads and verdict are in shared memory. */
+EP_FN void judge(const EpComm *c, uint32_t op, EpLlHead mine, EpLlHead *heads, bool *verdict,
+                 uint64_t epoch) {
+    const bool ok = ep_ll_enter_await(c, op, mine, epoch, heads);
+    if (ep_lane() == 0) *verdict = ok;
 }
 
 /* What a thread reads before it knows the epoch: the route of its first choice, and its warp's first
@@ -33,22 +32,47 @@ EP_FN Early read_early(const EpLlDispatchParams &p) {
     return early;
 }
 
-/* Read all routes and find all rows. All threads get the verdict. Every CTA reads all routes, so none places
- * a row if one of them is wrong. */
+/* Judge the heads, and read all routes. All threads get the verdict. Every CTA reads all routes, so none
+ * places a row if one of them is wrong. The early routes are read while the control warp waits for the heads;
+ * the others need the number of a peer's tokens. */
+EP_FN bool read_routes(const EpLlDispatchParams &p, const Routes &m, uint32_t first, EpLlHead *heads,
+                       uint64_t epoch) {
+    __shared__ bool verdict;
+    const EpComm *c = &p.comm;
+    const EpLlHead mine = ep_ll_dispatch_head(&p);
+    Found found = {true, EP_MAX_RANKS, 0};
+    for (uint32_t i = threadIdx.x; i < m.L * m.words; i += blockDim.x) m.bits[i] = 0;
+    __syncthreads();
+    if (is_control_warp()) {
+        judge(c, EP_OP_LL_DISPATCH, mine, heads, &verdict, epoch);
+    } else {
+        note_own(p, m, first, &found);
+        read_early_route(p, m, mine.call, epoch, &found);
+    }
+    bool ok = __syncthreads_and(found.ok);
+    if (!verdict) return false;
+    bool has_more = false;
+    for (uint32_t w = 0; w < c->shape.num_ranks; w++)
+        has_more |= w != c->my_rank && heads[w].number * c->shape.num_topk > num_early(c->shape);
+    if (has_more) {
+        for (uint32_t w = 0; w < c->shape.num_ranks && found.ok && !is_control_warp(); w++)
+            if (w != c->my_rank) read_peer(p, m, w, heads[w].number, epoch, &found);
+        ok = __syncthreads_and(found.ok);
+    }
+    if (ok) return true;
+    record_wrong(p, found, epoch);
+    __syncthreads(); /* the fault is recorded before thread 0 leaves the operation */
+    return false;
+}
+
+/* Read all routes and find all rows. All threads get the verdict. */
 EP_FN bool make_routes(const EpLlDispatchParams &p, const Routes &m, uint32_t first, EpLlHead *heads,
                        uint64_t epoch) {
-    const EpComm *c = &p.comm;
-    for (uint32_t i = threadIdx.x; i < m.L * m.words; i += blockDim.x) m.bits[i] = 0;
-    if (!judge(c, EP_OP_LL_DISPATCH, ep_ll_dispatch_head(&p), heads, epoch)) return false;
-    /* That was a barrier, too: all bits are 0. */
-    bool ok = note_own(p, m, first, epoch);
-    for (uint32_t w = 0; w < c->shape.num_ranks && ok; w++)
-        if (w != c->my_rank) ok = read_peer(p, m, w, heads[w].number, epoch);
-    if (!__syncthreads_and(ok)) return false;
+    if (!read_routes(p, m, first, heads, epoch)) return false;
     count_rows(p, m, heads);
     __syncthreads();
     if (!p.is_masked) {
-        if (threadIdx.x < 32) sum_rows(m, p.handle + ep_ll_handle(&c->shape).offsets_off);
+        if (threadIdx.x < 32) sum_rows(m, p.handle + ep_ll_handle(&p.comm.shape).offsets_off);
         __syncthreads();
     }
     return true;
@@ -121,7 +145,9 @@ template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 
 template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     ll_combine_kernel(const __grid_constant__ EpLlCombineParams p) {
     __shared__ EpLlHead heads[EP_MAX_RANKS];
+    __shared__ bool verdict;
     const EpComm *c = &p.comm;
+    const uint32_t num_pieces = c->layout.num_pieces, num = p.num_tokens * num_pieces;
     ep_await_previous_kernel();
     const uint64_t epoch = ep_begin(c);
     const EpLlHead mine = ep_ll_combine_head(&p);
@@ -130,11 +156,17 @@ template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 
         if ((mine.call & 0xffu) == 0) return_pieces<DTYPE, FP8>(p, epoch);
     }
     if (!(p.parts & EP_LL_RECEIVE)) return;
-    const bool ok = epoch && judge(c, EP_OP_LL_COMBINE, mine, heads, epoch);
+    OwnSum own = {};
+    uint32_t i = first_item();
+    if (epoch && i < num && (mine.call & 0xffu) == 0) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
+    if (epoch && is_control_warp()) judge(c, EP_OP_LL_COMBINE, mine, heads, &verdict, epoch);
+    __syncthreads();
+    const bool ok = epoch && verdict;
     if (epoch && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, !ok, epoch);
-    const uint32_t num_pieces = c->layout.num_pieces;
-    for (uint32_t i = first_item(); ok && i < p.num_tokens * num_pieces; i += item_step())
-        finish_piece<DTYPE, FP8>(p, i / num_pieces, i % num_pieces, epoch);
+    for (; ok && i < num; i += item_step()) {
+        if (i != first_item()) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
+        finish_piece<DTYPE, FP8>(p, i / num_pieces, i % num_pieces, own, epoch);
+    }
     if (!ok) fill(p.out, p.num_tokens * c->layout.row_bytes, EP_NAN_WORD);
 }
 

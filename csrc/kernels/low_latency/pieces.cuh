@@ -2,7 +2,7 @@
  *
  * Work is divided into pieces of rows, one warp a piece. Consecutive pieces go to different CTAs, so that few
  * tokens also use many SMs. protocol/low_latency.h has the protocol.
- * Invariant: a warp waits for a peer only after the warps of its CTA have sent all their pieces. */
+ * Invariant: a warp waits for a peer only after it has sent all its own pieces, and all CTAs are resident. */
 #ifndef EP_PIECES_CUH
 #define EP_PIECES_CUH
 #include <cuda_fp8.h>
@@ -144,6 +144,26 @@ template <bool FP8> EP_FN Piece<FP8> read_slot(const EpComm *c, const unsigned c
         }
     }
     return got;
+}
+
+/* ---- publish ---- */
+
+/* The piece that a warp has written to slots of its peers: a bit for each rank. */
+typedef struct {
+    uint32_t ranks, token, piece;
+} Sent;
+/* Publish the pieces that the warps of the CTA have written. All warps call it, once a round. One warp
+ * releases them all, because every release waits until the stores before it have crossed the link. */
+EP_FN void publish_all(const EpComm *c, Sent mine, uint32_t round, uint64_t epoch) {
+    __shared__ Sent sent[2][EP_WARPS]; /* the next round is written while this one is read */
+    Sent *now = sent[round % 2];
+    if (ep_lane() == 0) now[threadIdx.x / 32] = mine;
+    __syncthreads(); /* the stores of all warps come before the releases */
+    if (threadIdx.x / 32 != EP_WARPS - 2) return;
+    for (uint32_t i = ep_lane(); i < EP_WARPS * c->shape.num_ranks; i += 32) {
+        const Sent s = now[i % EP_WARPS];
+        if (s.ranks >> i / EP_WARPS & 1u) ep_ll_publish(c, i / EP_WARPS, s.token, s.piece, epoch);
+    }
 }
 
 #endif /* EP_PIECES_CUH */

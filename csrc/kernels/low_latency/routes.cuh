@@ -32,18 +32,31 @@ struct Routes {
     }
 };
 
-/* Note a route. False: it is wrong, which this function records. */
-EP_FN bool note_route(const EpLlDispatchParams &p, const Routes &m, uint32_t source, uint32_t i,
-                      uint32_t route, uint64_t epoch) {
+/* Threads of a CTA that read routes: those of all warps but the control warp, which is the last one. Each of
+ * them has a number below EP_ROUTE_THREADS: threadIdx.x. */
+enum { EP_ROUTE_THREADS = 32 * (EP_WARPS - 1) };
+
+/* What a thread has found in the routes that it has read. It records no wrong index before the heads are
+ * judged: if they make the operation void, that is the fault of the operation. */
+typedef struct {
+    bool ok;            /* no wait has failed, and no index is wrong */
+    uint32_t source, i; /* a choice whose index is wrong; source is EP_MAX_RANKS if there is none */
+} Found;
+
+EP_FN void note_route(const EpLlDispatchParams &p, const Routes &m, uint32_t source, uint32_t i,
+                      uint32_t route, Found *found) {
     const EpShape &s = p.comm.shape;
     const uint32_t K = s.num_topk, at = source * s.max_tokens + i / K, e = route - p.comm.my_rank * m.L;
     m.routes[(uint64_t)source * s.max_tokens * K + i] = (uint16_t)route;
     if (route < s.num_experts && e < m.L) atomicOr(&m.bits[at / 32 * m.L + e], 1u << at % 32);
-    if (route != EP_ROUTE_WRONG) return true;
-    const bool own = source == p.comm.my_rank;
-    ep_ll_wrong_index(&p.comm, source, i, own ? ep_read_index(p.indices, p.index_bytes, i) : EP_INDEX_UNKNOWN,
-                      epoch);
-    return false;
+    if (route == EP_ROUTE_WRONG) *found = Found{false, source, i};
+}
+/* Record a wrong index. */
+EP_FN void record_wrong(const EpLlDispatchParams &p, const Found &found, uint64_t epoch) {
+    if (found.source == EP_MAX_RANKS) return;
+    const bool own = found.source == p.comm.my_rank;
+    ep_ll_wrong_index(&p.comm, found.source, found.i,
+                      own ? ep_read_index(p.indices, p.index_bytes, found.i) : EP_INDEX_UNKNOWN, epoch);
 }
 
 /* The route of this thread's first choice among those of this rank's tokens. */
@@ -52,39 +65,75 @@ EP_FN uint32_t first_route(const EpLlDispatchParams &p) {
                                                               : EP_ROUTE_NONE;
 }
 /* Note the routes of this rank's tokens. first: first_route(), read earlier. */
-EP_FN bool note_own(const EpLlDispatchParams &p, const Routes &m, uint32_t first, uint64_t epoch) {
+EP_FN void note_own(const EpLlDispatchParams &p, const Routes &m, uint32_t first, Found *found) {
     const uint32_t num = p.num_tokens * p.comm.shape.num_topk;
-    bool ok = true;
-    for (uint32_t i = threadIdx.x; i < num; i += blockDim.x)
-        ok &= note_route(p, m, p.comm.my_rank, i, i == threadIdx.x ? first : ep_ll_route_of(&p, i), epoch);
-    return ok;
+    for (uint32_t i = threadIdx.x; i < num; i += EP_ROUTE_THREADS)
+        note_route(p, m, p.comm.my_rank, i, i == threadIdx.x ? first : ep_ll_route_of(&p, i), found);
 }
 
-/* Read the routes of a peer's tokens. False: a wait has failed, or a route is wrong. */
-EP_FN bool read_peer(const EpLlDispatchParams &p, const Routes &m, uint32_t peer, uint32_t num_tokens,
-                     uint64_t epoch) {
+/* Each peer's first routes have a thread of their own, as many for each peer. That thread reads its route
+ * before the number of the peer's tokens is known. */
+EP_FN uint32_t num_early(const EpShape &s) { return EP_ROUTE_THREADS / (s.num_ranks - 1); }
+
+/* Read this thread's early route. The head of the peer is loaded together with the route: it says whether the
+ * route exists. If the peer is in another call, it may send no routes; then the operation is void. */
+EP_FN void read_early_route(const EpLlDispatchParams &p, const Routes &m, uint32_t my_call, uint64_t epoch,
+                            Found *found) {
+    const EpComm *c = &p.comm;
+    const EpShape &s = c->shape;
+    if (s.num_ranks == 1) return;
+    const uint32_t nth = threadIdx.x / num_early(s), i = threadIdx.x % num_early(s);
+    const uint32_t peer = nth + (nth >= c->my_rank);
+    if (peer >= s.num_ranks || i >= s.max_tokens * s.num_topk) return;
+    const uint64_t *head = ep_ll_head(c, c->my_rank, peer, epoch);
+    const uint64_t *cell = ep_ll_route(c, c->my_rank, peer, 0, epoch) + i;
+    EpBackoff w = {0, 0, 0};
+    for (;;) {
+        EpLlHead its;
+        uint64_t seen;
+        const uint64_t route = ep_ld_relaxed_sys_u64(cell);
+        const bool has_head = ep_ll_head_read(head, epoch, &its, &seen);
+        if (has_head && (its.call != my_call || its.number > s.max_tokens || i >= its.number * s.num_topk))
+            return;
+        if (has_head && ep_ll_cell_is(route, epoch)) {
+            note_route(p, m, peer, i, (uint32_t)route & 0xffffu, found);
+            return;
+        }
+        const EpFaultRecord f =
+            ep_fault_at(EP_OP_LL_DISPATCH, peer, has_head ? EP_WORD_ROUTE : EP_WORD_ENTER, epoch);
+        if (!ep_wait_on(c, &w, c->timeout_ns, &f, epoch, has_head ? route >> 16 : seen)) {
+            found->ok = false;
+            return;
+        }
+    }
+}
+
+/* Read the routes of a peer's tokens after the early ones. The heads are judged. */
+EP_FN void read_peer(const EpLlDispatchParams &p, const Routes &m, uint32_t peer, uint32_t num_tokens,
+                     uint64_t epoch, Found *found) {
     enum { UNROLL = 4 }; /* loads in flight */
     const EpComm *c = &p.comm;
     const uint32_t num = num_tokens * c->shape.num_topk;
     const uint64_t *cells = ep_ll_route(c, c->my_rank, peer, 0, epoch);
     const EpFaultRecord f = ep_fault_at(EP_OP_LL_DISPATCH, peer, EP_WORD_ROUTE, epoch);
-    bool ok = true;
-    for (uint32_t base = threadIdx.x; base < num; base += UNROLL * blockDim.x) {
+    for (uint32_t base = num_early(c->shape) + threadIdx.x; base < num; base += UNROLL * EP_ROUTE_THREADS) {
         uint64_t got[UNROLL];
 #pragma unroll
         for (uint32_t u = 0; u < UNROLL; u++)
-            if (base + u * blockDim.x < num) got[u] = ep_ld_relaxed_sys_u64(cells + base + u * blockDim.x);
+            if (base + u * EP_ROUTE_THREADS < num)
+                got[u] = ep_ld_relaxed_sys_u64(cells + base + u * EP_ROUTE_THREADS);
 #pragma unroll
         for (uint32_t u = 0; u < UNROLL; u++) {
-            const uint32_t i = base + u * blockDim.x;
+            const uint32_t i = base + u * EP_ROUTE_THREADS;
             if (i >= num) continue;
             uint32_t route = (uint32_t)got[u] & 0xffffu;
-            if (!ep_ll_cell_is(got[u], epoch) && !ep_ll_cell_await(c, cells + i, epoch, &f, &route))
-                return false;
-            ok &= note_route(p, m, peer, i, route, epoch);
+            if (!ep_ll_cell_is(got[u], epoch) && !ep_ll_cell_await(c, cells + i, epoch, &f, &route)) {
+                found->ok = false;
+                return;
+            }
+            note_route(p, m, peer, i, route, found);
         }
     }
-    return ok;
 }
 
 /* Count the bits before each word that has a token. Each thread takes some experts. CTA 0 also writes the
