@@ -1,5 +1,7 @@
 """Wrong calls of LowLatencyAll2All: an error on every rank that takes part, and the next call works."""
 
+import re
+
 import pytest
 import torch
 
@@ -93,6 +95,24 @@ def test_errors_low_latency_index(ranks, index):
     text = str(index if index != 16 else 10000)
     check_outcomes(got, "EpIndexError", text, f"rank {last}", on_rank=last,
                    elsewhere=(f"rank {last}", "token 1, choice 2"))
+
+
+def test_errors_low_latency_index_on_all_ranks(ranks):
+    """All ranks have a wrong index at the same choice. The rank that an error names says the index."""
+
+    def call(a2a):
+        def change(arguments):
+            idx = arguments["topk_idx"].clone()
+            idx[1, 2] = 10000 + a2a.rank
+            return {"topk_idx": idx}
+
+        return wrong(change)(a2a)
+
+    got = run_wrong(ranks, call, is_on_all=True)
+    check_outcomes(got, "EpIndexError", "token 1, choice 2")
+    for one in got:
+        named = int(re.search(r"rank (\d+)", one.text)[1])
+        assert str(10000 + named) in got[named].text, (one.text, got[named].text)
 
 
 @pytest.mark.parametrize("options", [{"fp8": True}, {"fp8": "pow2"}])

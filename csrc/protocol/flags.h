@@ -12,9 +12,9 @@
  *              |         |         |                 |                | and nothing else    | after enter
  * flag[w][c]   | rank w  | owner   | st.release.sys  | acquire.sys == | slots of chunk c in | in op e + 1,
  *              |         |         |                 |                | the owner's staging | after enter
- * head[b][w]   | rank w  | owner   | call: st        | relaxed.sys;   | {epoch tag, value}; | in op e + 2,
- *  (ll: low    |         |         | .release.sys    | after the poll | w has left op e - 1,| after w saw the
- *  latency)    |         |         | number: relaxed | call: acquire  | so may get op e + 1 | head of e + 1
+ * head[b][w]   | rank w  | owner   | call: st        | call: acquire  | {epoch tag, value}; | in op e + 2,
+ *  (ll: low    |         |         | .release.sys    | .sys; number:  | w has left op e - 1,| after w saw the
+ *  latency)    |         |         | number: relaxed | relaxed.sys    | so may get op e + 1 | head of e + 1
  * route[b][w]  | rank w  | owner   | st.relaxed.sys  | relaxed.sys    | {epoch tag, expert} | as head
  *  [t][k]      |         |         |                 |                | and nothing else    |
  * ll flag[b][w]| rank w  | owner   | st.release.sys  | acquire.sys == | this piece of slot  | as head

@@ -33,7 +33,7 @@ static cudaError_t ep_resident_blocks(uint32_t wanted, uint32_t reserve_sms, uin
     return e;
 }
 
-/* Launch with all CTAs resident at once, or fail. CTA 0 enters for all CTAs, and CTAs wait for each
+/* Launch with all CTAs resident at once, or fail. One CTA enters for all CTAs, and CTAs wait for each
  * other. If one CTA could not start, the others would wait for it without end: a deadlock. */
 template <typename P>
 static cudaError_t ep_launch_resident(void (*kernel)(P), uint32_t num_blocks, uint32_t num_warps,

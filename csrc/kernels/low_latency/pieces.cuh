@@ -2,7 +2,8 @@
  *
  * Work is divided into pieces of rows, one warp a piece. Consecutive pieces go to different CTAs, so that few
  * tokens also use many SMs. protocol/low_latency.h has the protocol.
- * Invariant: a warp waits for a peer only after it has sent all its own pieces, and all CTAs are resident. */
+ * Invariant: a warp waits for a peer only after the warps of its CTA have written all their pieces. The warp
+ * that publishes them waits for a peer only after it has published them all. All CTAs are resident. */
 #ifndef EP_PIECES_CUH
 #define EP_PIECES_CUH
 #include <cuda_fp8.h>
@@ -153,7 +154,8 @@ typedef struct {
     uint32_t ranks, token, piece;
 } Sent;
 /* Publish the pieces that the warps of the CTA have written. All warps call it, once a round. One warp
- * releases them all, because every release waits until the stores before it have crossed the link. */
+ * releases them all, because every release waits until the stores before it have crossed the link. It is not
+ * the last warp, which enters and judges the heads. */
 EP_FN void publish_all(const EpComm *c, Sent mine, uint32_t round, uint64_t epoch) {
     __shared__ Sent sent[2][EP_WARPS]; /* the next round is written while this one is read */
     Sent *now = sent[round % 2];

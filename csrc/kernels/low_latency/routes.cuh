@@ -49,14 +49,21 @@ EP_FN void note_route(const EpLlDispatchParams &p, const Routes &m, uint32_t sou
     const uint32_t K = s.num_topk, at = source * s.max_tokens + i / K, e = route - p.comm.my_rank * m.L;
     m.routes[(uint64_t)source * s.max_tokens * K + i] = (uint16_t)route;
     if (route < s.num_experts && e < m.L) atomicOr(&m.bits[at / 32 * m.L + e], 1u << at % 32);
-    if (route == EP_ROUTE_WRONG) *found = Found{false, source, i};
+    if (route != EP_ROUTE_WRONG) return;
+    found->ok = false;
+    if (found->source != EP_MAX_RANKS) return; /* the first one counts: this rank's own come first */
+    found->source = source;
+    found->i = i;
 }
-/* Record a wrong index. */
+/* Record a wrong index. All threads call it. A rank's first record counts, and only the source of an index
+ * knows its value. So each CTA records this rank's own index before those of peers. */
 EP_FN void record_wrong(const EpLlDispatchParams &p, const Found &found, uint64_t epoch) {
-    if (found.source == EP_MAX_RANKS) return;
-    const bool own = found.source == p.comm.my_rank;
-    ep_ll_wrong_index(&p.comm, found.source, found.i,
-                      own ? ep_read_index(p.indices, p.index_bytes, found.i) : EP_INDEX_UNKNOWN, epoch);
+    const uint32_t me = p.comm.my_rank;
+    if (found.source == me)
+        ep_ll_wrong_index(&p.comm, me, found.i, ep_read_index(p.indices, p.index_bytes, found.i), epoch);
+    __syncthreads();
+    if (found.source != me && found.source != EP_MAX_RANKS)
+        ep_ll_wrong_index(&p.comm, found.source, found.i, EP_INDEX_UNKNOWN, epoch);
 }
 
 /* The route of this thread's first choice among those of this rank's tokens. */
@@ -76,7 +83,8 @@ EP_FN void note_own(const EpLlDispatchParams &p, const Routes &m, uint32_t first
 EP_FN uint32_t num_early(const EpShape &s) { return EP_ROUTE_THREADS / (s.num_ranks - 1); }
 
 /* Read this thread's early route. The head of the peer is loaded together with the route: it says whether the
- * route exists. If the peer is in another call, it may send no routes; then the operation is void. */
+ * route exists. If the peer is in another call than this rank, the operation is void, so the thread does not
+ * wait for the route. */
 EP_FN void read_early_route(const EpLlDispatchParams &p, const Routes &m, uint32_t my_call, uint64_t epoch,
                             Found *found) {
     const EpComm *c = &p.comm;
