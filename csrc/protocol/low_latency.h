@@ -198,7 +198,7 @@ EP_FN bool ep_ll_head_await(const EpComm *c, const uint64_t *head, uint64_t epoc
 /* Tell all peers that this rank has entered. One worker of the rank calls it. The release orders everything
  * that this rank has read in earlier operations before the head: a peer that has seen the head of operation e
  * may overwrite what this rank read in operation e - 1. A release waits until the stores before it have
- * crossed the link, about a microsecond. So a GPU stores nothing else before the heads. */
+ * crossed the link, about a microsecond. So on a GPU this function stores nothing before the heads. */
 EP_FN void ep_ll_enter(const EpComm *c, EpLlHead mine, uint64_t epoch) {
     ep_chaos(EP_CHAOS_ENTER);
     EP_FOR_LANES(r, c->shape.num_ranks) {

@@ -17,8 +17,8 @@ EP_FN uint32_t ranks_of(const EpShape &s, uint32_t route) {
     return __reduce_or_sync(EP_FULL, route < s.num_experts ? 1u << route / ep_num_local_experts(&s) : 0);
 }
 
-/* Warps take tokens in the order opposite to that of pieces, so with few tokens no warp has both. The last
- * warp, which enters, comes last. */
+/* The first tokens go to the last warps, and the first pieces to the first warps. So with few tokens no warp
+ * sends both. The very last warp, which enters, gets a token only after all others. */
 EP_FN void send_routes(const EpLlDispatchParams &p, uint64_t epoch) {
     const EpComm *c = &p.comm;
     const uint32_t last = item_step() - 1;

@@ -43,6 +43,7 @@ typedef struct {
     uint32_t source, i; /* a choice whose index is wrong; source is EP_MAX_RANKS if there is none */
 } Found;
 
+/* Note the route of choice i of a source in the shared memory, and in `found` if its index is wrong. */
 EP_FN void note_route(const EpLlDispatchParams &p, const Routes &m, uint32_t source, uint32_t i,
                       uint32_t route, Found *found) {
     const EpShape &s = p.comm.shape;
@@ -78,8 +79,8 @@ EP_FN void note_own(const EpLlDispatchParams &p, const Routes &m, uint32_t first
         note_route(p, m, p.comm.my_rank, i, i == threadIdx.x ? first : ep_ll_route_of(&p, i), found);
 }
 
-/* Each peer's first routes have a thread of their own, as many for each peer. That thread reads its route
- * before the number of the peer's tokens is known. */
+/* The early routes of a peer are its first num_early(). A thread of its own reads each of them, before the
+ * number of the peer's tokens is known. */
 EP_FN uint32_t num_early(const EpShape &s) { return EP_ROUTE_THREADS / (s.num_ranks - 1); }
 
 /* Read this thread's early route. The head of the peer is loaded together with the route: it says whether the
