@@ -29,8 +29,8 @@ def _(x, x_scale, weight, plan, layer, buffer, num_rows, after=None):
     layer = ops.layer_of(layer)
     num_rows = ops.rows_to_trace(layer, num_rows)
     row_weight = ops.absent(x_scale) if weight is None else x_scale.new_empty(num_rows)
-    scales = x_scale.new_empty_strided((num_rows, x_scale.shape[1]), (1, (num_rows + 3) // 4 * 4))
-    return x.new_empty(num_rows, layer.hidden), scales, row_weight, plan.new_empty(layer._recv_words)
+    return (x.new_empty(num_rows, layer.hidden), x_scale.new_empty(num_rows, x_scale.shape[1]), row_weight,
+            plan.new_empty(layer._recv_words))
 
 
 class Fp8Dispatch:
@@ -54,10 +54,9 @@ class Fp8Dispatch:
 
         Returns:
             A tuple (rows, scales, row_weights, layout).  rows is [M, H] float8_e4m3fn, in the order of
-                dispatch's rows; scales is [M, ceil(H / 128)] float32, in memory column after column, as
-                quantize_fp8 returns them.  row_weights and layout are as dispatch returns them.  With a
-                capacity there are `capacity` rows.  Rows after the first M and padding rows are zero, and so
-                are their scales.
+                dispatch's rows; scales is [M, ceil(H / 128)] float32, contiguous.  row_weights and layout are
+                as dispatch returns them.  With a capacity there are `capacity` rows.  Rows after the first M
+                and padding rows are zero, and so are their scales.
 
         Raises:
             RuntimeError: On this rank, when a gradient of input or weight is wanted.
@@ -113,14 +112,16 @@ class Fp8Dispatch:
                                                                        layout.buffer, num_rows)
         return rows, scales, cast(row_weight, self.weight_dtype), layout
 
-    def _fp8_outputs(self, weight, num_rows):
+    def _fp8_outputs(self, weight, num_rows, by_row):
         """Allocate what a dispatch writes: the rows as bytes, their scales, their weights or None, and recv.
 
-        The module wants columns of a multiple of 4 scales.
+        by_row: The scales of a row are next to each other in memory, else those of a group.
         """
         rows = torch.empty((num_rows, self.hidden), dtype=torch.uint8, device=self.device)
-        row_scale = torch.empty((-(-self.hidden // FP8_BLOCK), (num_rows + 3) // 4 * 4),
-                                dtype=torch.float32, device=self.device)
+        groups = -(-self.hidden // FP8_BLOCK)
+        row_scale = torch.empty((num_rows, groups) if by_row else (groups, num_rows), dtype=torch.float32,
+                                device=self.device)
+        row_scale = row_scale if by_row else row_scale.t()
         row_weight = None
         if weight is not None:
             row_weight = torch.empty(num_rows, dtype=torch.float32, device=self.device)
@@ -130,11 +131,10 @@ class Fp8Dispatch:
     def _dispatch_fp8(self, x, x_scale, weight, plan, buffer, num_rows):
         """Allocate the outputs and call the module."""
         try:
-            rows, row_scale, row_weight, recv = self._fp8_outputs(weight, num_rows)
+            rows, row_scale, row_weight, recv = self._fp8_outputs(weight, num_rows, by_row=True)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_FP8, error, buffer)
         # DLPack of some versions of torch has no FP8, so the module gets bytes
         _C.layer_dispatch_fp8(self._c, buffer, (x.view(torch.uint8), x_scale, weight, plan, rows, row_scale,
                                                 row_weight, recv))
-        rows = rows.view(torch.float8_e4m3fn)
-        return rows, row_scale[:, :num_rows].t(), row_weight, recv
+        return rows.view(torch.float8_e4m3fn), row_scale, row_weight, recv

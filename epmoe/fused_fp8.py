@@ -131,7 +131,7 @@ class FusedFp8:
         """
         try:
             number, alpha, limit = (*activation, 0.0, 0.0)[:3]
-            rows, row_scale, row_weight, recv = self._fp8_outputs(weight, num_rows)
+            rows, row_scale, row_weight, recv = self._fp8_outputs(weight, num_rows, by_row=False)
             columns = weights[0].shape[1] // (2 if number in GATED else 1)
             out = torch.empty((num_rows, columns), dtype=self.dtype, device=self.device)
             gemm_weight, gemm_scale, bias = map(aligned, weights)

@@ -65,7 +65,7 @@ def make_setting(torch, _C):
             "scatter": torch.zeros(3, 2, dtype=torch.int32),
             "fp8_x": torch.zeros(3, 16, dtype=torch.uint8), "fp8_scale": torch.ones(3, 1),
             "group_scales": torch.ones(1, 3), "num_rows": torch.tensor([2], dtype=torch.int32),
-            "fp8_rows": torch.zeros(5, 16, dtype=torch.uint8), "fp8_row_scale": torch.ones(1, 8),
+            "fp8_rows": torch.zeros(5, 16, dtype=torch.uint8), "fp8_row_scale": torch.ones(5, 1),
             "fast_x": torch.ones(3, 128).half(), "masked": torch.zeros(4, 6, 128).half(),
             "compact": torch.zeros(12, 128).half(), "counts": torch.zeros(4, dtype=torch.int32),
             "handle": torch.zeros(_C.ll_handle_words(fast_config)[0], dtype=torch.int32)}

@@ -81,7 +81,7 @@ static void place_slot(const EpDispatchParams *p, const EpRowScales *scales, uin
         memcpy((unsigned char *)p->rows + (uint64_t)at * c->layout.row_bytes, row, c->layout.row_bytes);
         if (p->row_weight) p->row_weight[at] = weight[k];
         for (uint32_t g = 0; scales && g < scales->num_groups; g++) {
-            float *to = scales->rows + g * scales->line + (uint32_t)at;
+            float *to = ep_row_scale(scales, (uint32_t)at, g);
             if (s == c->my_rank) *to = scale_of_input(scales, p, (uint32_t)token, g);
             else memcpy(to, row + c->layout.row_bytes + 4ull * (ep_trailer_words(K) + g), 4);
         }
@@ -117,14 +117,20 @@ static bool receive_chunk(const EpDispatchParams *p, const EpRowScales *scales, 
     return true;
 }
 
+/* Set the bytes of the scales of `num` rows from row `first` on. */
+static void fill_scales(const EpRowScales *s, uint64_t first, uint64_t num, int byte) {
+    for (uint64_t r = first; r < first + num; r++)
+        for (uint32_t g = 0; g < s->num_groups; g++)
+            memset(ep_row_scale(s, (uint32_t)r, g), byte, sizeof(float));
+}
+
 /* Set `num` rows from row `first` on to zero. */
 static void clear_rows(const EpDispatchParams *p, const EpRowScales *scales, uint64_t first, uint64_t num) {
     const uint64_t row_bytes = p->comm.layout.row_bytes;
     if (num == 0) return;
     memset((unsigned char *)p->rows + first * row_bytes, 0, num * row_bytes);
     if (p->row_weight) memset(p->row_weight + first, 0, num * sizeof *p->row_weight);
-    for (uint32_t g = 0; scales && g < scales->num_groups; g++)
-        memset(scales->rows + g * scales->line + first, 0, num * sizeof *scales->rows);
+    if (scales) fill_scales(scales, first, num, 0);
 }
 
 /* Set the padding rows of each expert to zero. */
@@ -173,7 +179,7 @@ static void dispatch(const EpDispatchParams *p, const EpRowScales *scales, uint3
     if (ep_leave(c, num_workers, epoch) == EP_LEFT_LAST_FAILED) {
         ep_cpu_fill_nan(p->rows, p->num_rows * c->layout.row_bytes);
         ep_cpu_fill_nan(p->row_weight, p->num_rows * 4ull);
-        if (scales) ep_cpu_fill_nan(scales->rows, 4ull * scales->num_groups * scales->line);
+        if (scales) fill_scales(scales, 0, p->num_rows, EP_FILL_NAN);
         memset(p->recv, 0xff,
                /* -1: no slot came from any rank */
                4 * ep_recv_words(&c->shape));

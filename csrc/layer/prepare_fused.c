@@ -124,8 +124,8 @@ static int check_gemm_scales(const EpLayer *l, const EpTensor *gemm_scale, EpDis
                         g->n);
     p->scales = (EpGemmScales){p->row_scales.rows,
                                (const float *)gemm_scale->data,
-                               1,
-                               p->row_scales.line,
+                               (uint64_t)p->row_scales.row_step,
+                               (uint64_t)p->row_scales.group_step,
                                (uint64_t)num_n * num_k,
                                num_k,
                                1};

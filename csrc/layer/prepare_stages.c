@@ -124,24 +124,26 @@ int ep_prepare_dispatch(EpLayer *l, const EpCommBuffer *b, const EpDispatchArgs 
     return ep_layer_check_dispatch(l, a, l->config.shape.dtype, 1, p);
 }
 
-/* x_scale [T][groups] may have any strides. row_scale is [groups][line]. */
-static int check_scales(const EpLayer *l, const EpDispatchFp8Args *a, EpRowScales *s) {
-    const int64_t groups = ep_ceil_div_u32(l->config.shape.hidden, EP_FP8_GROUP);
-    EpTensor dense = *a->x_scale;
+/* Check the shape of scales, which may have any strides. */
+static int check_scale(const EpLayer *l, const char *name, const EpTensor *scale, int64_t rows,
+                       int64_t groups) {
+    EpTensor dense = *scale;
     if (dense.num_dims == 2) {
         dense.stride[0] = groups;
         dense.stride[1] = 1;
     }
-    EP_TRY(ep_layer_check_tensor(l, "input scales", &dense, EP_F32, 2, a->x->shape[0], groups));
-    EP_TRY(ep_layer_check_tensor(l, "output scales", a->row_scale, EP_F32, 2, groups, -1));
-    if (a->row_scale->shape[1] % 4 || a->row_scale->shape[1] < a->rows->shape[0])
-        return ep_error(EP_EINVAL, "output scales: a line has %lld: wanted a multiple of 4, at least %lld",
-                        (long long)a->row_scale->shape[1], (long long)a->rows->shape[0]);
+    return ep_layer_check_tensor(l, name, &dense, EP_F32, 2, rows, groups);
+}
+static int check_scales(const EpLayer *l, const EpDispatchFp8Args *a, EpRowScales *s) {
+    const int64_t groups = ep_ceil_div_u32(l->config.shape.hidden, EP_FP8_GROUP);
+    EP_TRY(check_scale(l, "input scales", a->x_scale, a->x->shape[0], groups));
+    EP_TRY(check_scale(l, "output scales", a->row_scale, a->rows->shape[0], groups));
     s->x = (const float *)a->x_scale->data;
     s->x_row = a->x_scale->stride[0];
     s->x_group = a->x_scale->stride[1];
     s->rows = (float *)a->row_scale->data;
-    s->line = (uint64_t)a->row_scale->shape[1];
+    s->row_step = a->row_scale->stride[0];
+    s->group_step = a->row_scale->stride[1];
     s->num_groups = (uint32_t)groups;
     return 0;
 }

@@ -146,10 +146,9 @@ typedef enum {
     X(S, U32, parts)
 
 /* Dispatch of tokens in FP8, which the caller has quantised. Inputs: x, the bytes of e4m3 numbers, u8 [T][H],
- * H a multiple of 16; x_scale f32 [T][groups] with any strides, where groups is H / 128, rounded up. Outputs:
- * rows u8 [>= M][H]; row_scale f32 [groups][line]: the scales of a group are next to each other, and line, a
- * multiple of 4, is at least the number of rows of the tensor. The other arguments are those of dispatch. The
- * operation has no gradient. */
+ * H a multiple of 16; x_scale f32 [T][groups], where groups is H / 128, rounded up. Outputs: rows u8
+ * [>= M][H]; row_scale f32 [groups] for each of these rows. The scales may have any strides. The other
+ * arguments are those of dispatch. The operation has no gradient. */
 #define EP_ARGS_dispatch_fp8(X, S) \
     X(S, TENSOR, x)                \
     X(S, TENSOR, x_scale)          \

@@ -56,10 +56,13 @@ typedef struct {
 typedef struct {
     const float *x; /* that of group g of row t of x is x[t * x_row + g * x_group] */
     int64_t x_row, x_group;
-    float *rows; /* that of group g of row r is rows[g * line + r] */
-    uint64_t line;
+    float *rows; /* that of group g of row r is rows[r * row_step + g * group_step] */
+    int64_t row_step, group_step;
     uint32_t num_groups;
 } EpRowScales;
+EP_PURE float *ep_row_scale(const EpRowScales *s, uint32_t row, uint32_t group) {
+    return s->rows + row * s->row_step + group * s->group_step;
+}
 
 /* Dispatch of rows in FP8. An element has one byte, so dispatch.comm.layout.row_bytes is H, while the rest of
  * the layout, and the shape, are those of the layer. */

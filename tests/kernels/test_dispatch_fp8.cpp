@@ -17,18 +17,17 @@ enum { NUM_ROUNDS = 2 };
 struct Scales {
     const Problem &q;
     uint32_t num_groups;
-    uint64_t line;
+    uint64_t num; /* of the rows */
     float *input[MAX_RANKS], *rows[2][MAX_RANKS][NUM_ROUNDS];
 
     explicit Scales(const Problem &problem) : q(problem) {
         num_groups = ep_ceil_div_u32(q.c->shape.hidden, EP_FP8_GROUP);
-        line = ep_align_u64(q.c->shape.capacity, 4);
+        num = (uint64_t)num_groups * q.c->shape.capacity;
         for (uint32_t r = 0; r < q.c->shape.num_ranks; r++) {
-            const uint64_t num = (uint64_t)q.rank[r].num_tokens * num_groups;
-            fill(input[r] = (float *)shared(4 * num), 4 * num);
+            const uint64_t num_input = (uint64_t)q.rank[r].num_tokens * num_groups;
+            fill(input[r] = (float *)shared(4 * num_input), 4 * num_input);
             for (uint32_t b = 0; b < 2; b++)
-                for (uint32_t i = 0; i < NUM_ROUNDS; i++)
-                    rows[b][r][i] = (float *)poisoned(4 * num_groups * line);
+                for (uint32_t i = 0; i < NUM_ROUNDS; i++) rows[b][r][i] = (float *)poisoned(4 * num);
         }
     }
     EpDispatchFp8Params dispatch(uint32_t backend, uint32_t r, uint32_t round) const {
@@ -40,7 +39,8 @@ struct Scales {
         p.scales.x_row = by_group ? 1 : num_groups;
         p.scales.x_group = by_group ? q.rank[r].num_tokens : 1;
         p.scales.rows = rows[backend][r][round];
-        p.scales.line = line;
+        p.scales.row_step = num_groups;
+        p.scales.group_step = 1;
         p.scales.num_groups = num_groups;
         return p;
     }
@@ -73,9 +73,8 @@ static void read_blocks(const FusedParams &p) {
         if (!ep_ready_await(c, EP_OP_DISPATCH_GEMM_FP8, b, num, SharedEpoch(), &w)) return;
         memcpy(p.read + first * c->layout.row_bytes, (unsigned char *)d.rows + first * c->layout.row_bytes,
                num * c->layout.row_bytes);
-        for (uint32_t g = 0; g < p.d.scales.num_groups; g++)
-            memcpy(p.read_scales + g * p.d.scales.line + first, p.d.scales.rows + g * p.d.scales.line + first,
-                   4 * num);
+        const uint64_t groups = p.d.scales.num_groups;
+        memcpy(p.read_scales + first * groups, p.d.scales.rows + first * groups, 4 * num * groups);
     }
 }
 static void fused_run(FusedParams p) {
@@ -141,10 +140,8 @@ static bool check(const Case *c) {
             ok = same("recv", r, i, a.recv, b.recv, 4 * q.recv_words) && ok;
             ok = same("the rows", r, i, a.rows, b.rows, num_rows * c->shape.hidden) && ok;
             ok = same("the row weights", r, i, a.row_weight, b.row_weight, 4 * num_rows) && ok;
-            for (uint32_t group = 0; group < s.num_groups; group++)
-                ok = same("the scales", r, i, s.rows[0][r][i] + group * s.line,
-                          s.rows[1][r][i] + group * s.line, 4 * num_rows) &&
-                     ok;
+            ok =
+                same("the scales", r, i, s.rows[0][r][i], s.rows[1][r][i], 4 * s.num_groups * num_rows) && ok;
         }
     }
     printf("%-40s %s\n", c->name, ok ? "ok" : "WRONG");
@@ -178,7 +175,7 @@ static bool check_fused(const Case *c) {
                           divided ? 2u : 1u,
                           divided ? 1u : 0u,
                           (unsigned char *)poisoned(q.rank[r].num_rows * (uint64_t)c->shape.hidden),
-                          (float *)poisoned(4 * s.num_groups * s.line)};
+                          (float *)poisoned(4 * s.num)};
         }
     bool ok = run_ctas(q, NUM_ROUNDS, kernels);
     for (uint32_t r = 0; r < c->shape.num_ranks; r++)
@@ -190,10 +187,8 @@ static bool check_fused(const Case *c) {
             ok = same("recv", r, i, a.recv, b.recv, 4 * q.recv_words) && ok;
             ok = same("the rows", r, i, a.rows, runs[r][i].read, m * c->shape.hidden) && ok;
             if (c->weighted) ok = same("the row weights", r, i, a.row_weight, b.row_weight, 4 * m) && ok;
-            for (uint32_t group = 0; group < s.num_groups; group++)
-                ok = same("the scales", r, i, s.rows[0][r][i] + group * s.line,
-                          runs[r][i].read_scales + group * s.line, 4 * m) &&
-                     ok;
+            ok =
+                same("the scales", r, i, s.rows[0][r][i], runs[r][i].read_scales, 4 * s.num_groups * m) && ok;
         }
     printf("fused: %-33s %s\n", c->name, ok ? "ok" : "WRONG");
     fflush(stdout);

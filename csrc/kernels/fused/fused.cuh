@@ -145,7 +145,7 @@ struct EpDispatchFp8Hooks : EpDispatchHooks<false, EP_OP_DISPATCH_GEMM_FP8> {
         : EpDispatchHooks(params, is_valid), scales(&params.scales) {}
     static __device__ void poison(const Params &p) {
         EpDispatchHooks::poison(p);
-        ep_cta_fill(p.row_scales.rows, 4 * p.row_scales.num_groups * p.row_scales.line, EP_NAN_WORD);
+        poison_scales(p.row_scales, p.dispatch.num_rows);
     }
     __device__ void comm(uint32_t smem) {
         if (threadIdx.x / 32 > 1) move(smem, 2, ((const Params &)p).row_scales);

@@ -14,15 +14,13 @@ EP_FN void clear_rest(const EpDispatchParams &p) {
 
 /* Do the same with the scales. */
 EP_FN void clear_rest(const EpDispatchParams &p, const EpRowScales &s) {
-    const uint64_t step = (uint64_t)gridDim.x * blockDim.x;
-    for (uint64_t i = (uint32_t)p.plan[EP_HEAD_NUM_ROWS] + (uint64_t)blockIdx.x * blockDim.x + threadIdx.x;
-         i < p.num_rows; i += step)
-        for (uint32_t g = 0; g < s.num_groups; g++) s.rows[g * s.line + i] = 0;
+    fill_scales(s, (uint32_t)p.plan[EP_HEAD_NUM_ROWS], p.num_rows, 0,
+                (uint64_t)blockIdx.x * blockDim.x + threadIdx.x, (uint64_t)gridDim.x * blockDim.x);
 }
 
 EP_FN void clear_scales(const NoScales &, uint32_t) {}
 EP_FN void clear_scales(const EpRowScales &s, uint32_t row) {
-    for (uint32_t g = ep_lane(); g < s.num_groups; g += 32) s.rows[g * s.line + row] = 0;
+    for (uint32_t g = ep_lane(); g < s.num_groups; g += 32) *ep_row_scale(&s, row, g) = 0;
 }
 /* Set the padding rows of each expert to zero. The warps of all CTAs take them in turn. */
 template <typename S> EP_FN void clear_padding(const EpDispatchParams &p, const S &scales) {
@@ -86,7 +84,7 @@ template <bool PADDED> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     }
     if (ep_cta_leave(&p.comm, epoch) == EP_LEFT_LAST_FAILED) {
         poison_dispatch(p);
-        ep_cta_fill(p.scales.rows, 4 * p.scales.num_groups * p.scales.line, EP_NAN_WORD);
+        poison_scales(p.scales, p.num_rows);
     }
 }
 

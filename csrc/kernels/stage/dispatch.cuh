@@ -110,9 +110,18 @@ EP_FN void place_scales(const EpDispatchParams &p, const EpRowScales &s, uint32_
         const float scale = g < s.num_groups ? from[(int64_t)g * step] : 0;
         for (uint32_t left = mask; left; left &= left - 1) {
             const uint32_t to = (uint32_t)__shfl_sync(EP_FULL, row, __ffs((int)left) - 1);
-            if (g < s.num_groups) s.rows[g * s.line + to] = scale;
+            if (g < s.num_groups) *ep_row_scale(&s, to, g) = scale;
         }
     }
+}
+
+/* Set the scales of rows first, .., end - 1. num_threads threads, of one CTA or of all, share them; this is
+ * number `thread`. */
+EP_FN void fill_scales(const EpRowScales &s, uint32_t first, uint32_t end, float value, uint64_t thread,
+                       uint64_t num_threads) {
+    const uint64_t G = s.num_groups;
+    for (uint64_t i = first * G + thread; i < end * G; i += num_threads)
+        *ep_row_scale(&s, (uint32_t)(i / G), (uint32_t)(i % G)) = value;
 }
 
 /* Copy the part's rows. Row i starts at my_src of lane i. It goes to the addresses that place(i, &my_dst,
@@ -352,6 +361,9 @@ EP_FN void poison_dispatch(const EpDispatchParams &p) {
     ep_cta_fill(p.rows, p.num_rows * p.comm.layout.row_bytes, EP_NAN_WORD);
     ep_cta_fill(p.row_weight, p.num_rows * 4ull, EP_NAN_WORD);
     ep_cta_fill(p.recv, 4 * ep_recv_words(&s), EP_NO_ROW);
+}
+EP_FN void poison_scales(const EpRowScales &s, uint32_t num_rows) {
+    fill_scales(s, 0, num_rows, __uint_as_float(EP_NAN_WORD), threadIdx.x, blockDim.x);
 }
 
 #endif /* EP_DISPATCH_CUH */
