@@ -2,7 +2,7 @@
 """Run one of the long tests in portions, and resume where the last run ended.
 
     endurance.py routings --total 10000000 [--minutes 60]
-    endurance.py ops --total 50000000
+    endurance.py ops --total 50000000 [--jobs 8]
     endurance.py                             print what has been done
 
 Each portion is one run of the test with a seed of its own, the number of the portion.  Its result is a line
@@ -11,7 +11,10 @@ not counted, its output is printed, and the command ends.  So a test of many hou
 over several commits, and the file says which commit did how much.  Run `make build` first: the command
 records the commit of the checkout, and cannot know of which commit the module is.
 
-Kinds with -cuda run four ranks that share one GPU: as threads side by side, or as processes (kills).  ops
+With --jobs, so many portions run at the same time.
+
+Kinds with -cuda run four ranks that share one GPU: as threads side by side, or as processes (kills).  With
+several GPUs the jobs use them in turn.  ops
 uses the module with delays inside the operations where `make soak` has built it; else there are delays
 between calls only.
 """
@@ -22,7 +25,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,13 +64,20 @@ def commit():
     return head.stdout.strip() + ("+" if others else "")
 
 
-def run_portion(kind, seed, size):
+def num_gpus():
+    import torch
+    return torch.cuda.device_count()
+
+
+def run_portion(kind, seed, size, job=0):
     """Run a portion.  Returns the line of its result, or None after a failure, whose output it prints."""
     command, option, _, pattern = KINDS[kind]
     start = time.monotonic()
     has_delays = kind.startswith("ops") and CHAOS.is_dir()
     path = os.pathsep.join([*([str(CHAOS)] if has_delays else []), str(ROOT), str(ROOT / "tests")])
-    env = os.environ | {"PYTHONPATH": path} | ({"EPMOE_SHARE_GPU": "1"} if kind.endswith("-cuda") else {})
+    env = os.environ | {"PYTHONPATH": path}
+    if kind.endswith("-cuda"):
+        env |= {"EPMOE_SHARE_GPU": "1", "CUDA_VISIBLE_DEVICES": str(job % max(num_gpus(), 1))}
     done = subprocess.run([*command, option, str(size), "--seed", str(seed)], cwd=ROOT, env=env, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     found = re.search(pattern, done.stdout)
@@ -76,20 +88,48 @@ def run_portion(kind, seed, size):
             "seconds": round(time.monotonic() - start, 1)} | ({"delays": "inside"} if has_delays else {})
 
 
-def run_kind(kind, total, minutes):
+class Portions:
+    """The portions of a kind that are still to run.  Several jobs take them."""
+
+    def __init__(self, kind, total, minutes):
+        results = [r for r in read_results() if r["kind"] == kind]
+        self.kind, self.total, self.end = kind, total, time.monotonic() + 60 * minutes
+        self.done, self.running, self.is_ok = sum(r["done"] for r in results), 0, True
+        self.seed = max((r["seed"] for r in results), default=0)
+        self.lock = threading.Lock()
+
+    def next(self):
+        """Return the seed and the size of the next portion, or None."""
+        with self.lock:
+            size = min(KINDS[self.kind][2], self.total - self.done - self.running)
+            if size <= 0 or time.monotonic() >= self.end or not self.is_ok:
+                return None
+            self.seed, self.running = self.seed + 1, self.running + size
+            return self.seed, size
+
+    def finish(self, size, result):
+        with self.lock:
+            self.running -= size
+            if result is None:
+                self.is_ok = False
+                return
+            with open(RESULTS, "a") as f:
+                f.write(json.dumps(result) + "\n")
+            self.done += result["done"]
+            print(f"{self.kind}: {self.done:,} of {self.total:,}, portion of {result['seconds']:.0f} s",
+                  flush=True)
+
+    def run_job(self, job):
+        while portion := self.next():
+            self.finish(portion[1], run_portion(self.kind, *portion, job))
+
+
+def run_kind(kind, total, minutes, jobs=1):
     """Run portions until `total` is done or the minutes are over.  Returns whether none failed."""
-    end = time.monotonic() + 60 * minutes
-    results = [r for r in read_results() if r["kind"] == kind]
-    done, seed = sum(r["done"] for r in results), 1 + max((r["seed"] for r in results), default=0)
-    while done < total and time.monotonic() < end:
-        result = run_portion(kind, seed, min(KINDS[kind][2], total - done))
-        if result is None:
-            return False
-        with open(RESULTS, "a") as f:
-            f.write(json.dumps(result) + "\n")
-        done, seed = done + result["done"], seed + 1
-        print(f"{kind}: {done:,} of {total:,}, portion of {result['seconds']:.0f} s", flush=True)
-    return True
+    portions = Portions(kind, total, minutes)
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(portions.run_job, range(jobs)))
+    return portions.is_ok
 
 
 def print_results():
@@ -107,8 +147,9 @@ def main():
     p.add_argument("kind", nargs="?", choices=KINDS)
     p.add_argument("--total", type=int, default=10**6, help="what all portions together shall do")
     p.add_argument("--minutes", type=float, default=1e9, help="begin no portion after this time")
+    p.add_argument("--jobs", type=int, default=1, help="portions that run at the same time")
     a = p.parse_args()
-    is_ok = a.kind is None or run_kind(a.kind, a.total, a.minutes)
+    is_ok = a.kind is None or run_kind(a.kind, a.total, a.minutes, a.jobs)
     print_results()
     return 0 if is_ok else 1
 

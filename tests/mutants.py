@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Change the code in one place at a time, and see whether the tests that concern the file notice.
 
-    mutants.py [--num N] [--seed S] [--jobs N] [--state FILE] [--only FOLDER] [--report] [--list]
+    mutants.py [--num N] [--seed S] [--jobs N] [--limit S] [--state FILE] [--only FOLDER] [--report] [--list]
 
 The places are drawn from csrc/protocol, csrc/runtime, csrc/cpu and epmoe. A change is one operator, one
 number, one condition, or one call that is left out. It is made in a copy of the tree in build/mutants, so the
 tree itself can be used meanwhile; each job has a copy of its own. A change that does not compile is no
-mutant, and the next one takes its place. A test that has failed must pass without the change: a test that
-fails by itself catches nothing. The results go to the state file, one line each: a command that was stopped
-goes on where it was.
+mutant, and the next one takes its place. A test that has failed must pass without the change: a file of tests
+that fails by itself catches nothing, is named at the end, and is not used again. The results go to the state
+file, one line each: a command that was stopped goes on where it was.
 
 --report prints the survivors and the share that was caught. Look at each survivor: either it changes nothing
 that anyone can see, or a test is missing.
@@ -33,7 +33,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = "csrc/protocol", "csrc/runtime", "csrc/cpu", "epmoe"
-LIMIT_S = 900  # of one step; a test that hangs has noticed the change
 # The tests of a file: those of the first pattern that fits. "C" means the C tests, other words for
 # tests/test_WORD.py. A file of epmoe that is not listed has the tests whose names begin with its first word.
 CONCERN = {
@@ -196,8 +195,8 @@ def tests_of(file):
 class Tree:
     """A copy of the tree, in which one file at a time is changed."""
 
-    def __init__(self, folder):
-        self.folder = folder
+    def __init__(self, folder, limit_s):
+        self.folder, self.limit_s, self.failing = folder, limit_s, set()
         shutil.rmtree(folder, ignore_errors=True)
         listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
         for name in filter(None, listed.decode().split("\0")):
@@ -215,7 +214,7 @@ class Tree:
             child = subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log,
                                      start_new_session=True)
             try:
-                return child.wait(LIMIT_S) == 0
+                return child.wait(self.limit_s) == 0  # a test that hangs has noticed the change
             except subprocess.TimeoutExpired:
                 os.killpg(child.pid, 9)
                 child.wait()
@@ -231,21 +230,30 @@ class Tree:
                            re.MULTILINE)
         return named[0] if named else " ".join(files)  # pytest itself has ended, or did not end
 
-    def judge(self, change):
-        """Return "no mutant", "survived", or the test that has noticed the change."""
+    def failing_with(self, change):
+        """Make the change, and undo it. Return "no mutant", or the test that has failed, or None."""
         path, code = self.folder / change.file, (ROOT / change.file).read_text()
         path.write_text(apply(code, change))
         try:
             if change.file.startswith("csrc") and not self.run("make", "-s", "build",
                                                                f"PYTHON={sys.executable}"):
                 return "no mutant"
-            failed = self.failing_test(*tests_of(change.file))
+            with_c, files = tests_of(change.file)
+            return self.failing_test(with_c and "C" not in self.failing,
+                                     [f for f in files if f not in self.failing])
         finally:
             path.write_text(code)
             if change.file.startswith("csrc"):
                 self.run("make", "-s", "build", f"PYTHON={sys.executable}")
-        if failed and self.failing_test(failed == "C", [] if failed == "C" else failed.split()):
-            raise SystemExit(f"{failed} fails without a change: mend it first")
+
+    def judge(self, change):
+        """Return "no mutant", "survived", or the test that has noticed the change."""
+        while (failed := self.failing_with(change)) not in (None, "no mutant"):
+            alone = self.failing_test(failed == "C", [] if failed == "C" else failed.split())
+            if alone is None:
+                return failed
+            print(f"{alone} fails without a change: mend it", flush=True)
+            self.failing |= set(alone.split())
         return failed or "survived"
 
 
@@ -287,6 +295,7 @@ def main():
     parser.add_argument("--num", type=int, default=200, help="mutants to judge, with those of the state file")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="changes that are judged at the same time")
+    parser.add_argument("--limit", type=float, default=900, metavar="S", help="seconds for a run of tests")
     parser.add_argument("--state", type=Path, default=ROOT / "build/mutants.jsonl")
     parser.add_argument("--only", default="", metavar="FOLDER", help="only files whose names begin so")
     parser.add_argument("--report", action="store_true", help="only print the results so far")
@@ -305,11 +314,12 @@ def main():
     todo = iter([c for c in changes if c not in done])
     args.state.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(args.jobs) as pool:
-        jobs = [pool.submit(run_job, Tree(ROOT / f"build/mutants/{i}"), todo, results, args)
-                for i in range(args.jobs)]
-        for job in jobs:
-            job.result()  # raises what the job has raised
+        trees = list(pool.map(lambda i: Tree(ROOT / f"build/mutants/{i}", args.limit), range(args.jobs)))
+        list(pool.map(lambda tree: run_job(tree, todo, results, args), trees))  # raises what a job has raised
     report(results)
+    failing = set().union(*(tree.failing for tree in trees))
+    if failing:
+        raise SystemExit("fail without a change: " + " ".join(sorted(failing)))
 
 
 if __name__ == "__main__":

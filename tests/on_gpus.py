@@ -6,8 +6,8 @@
 One GPU is enough: there the ranks share it (EPMOE_SHARE_GPU=1).  Steps whose names end with -threads run
 their ranks as threads of one process, side by side on the GPU.  In all other steps the ranks are processes.
 Under NVIDIA MPS (names that end with -mps, and the suite) their kernels also run side by side, else the
-kernels alternate.  The steps of the suite run beside each other, each with an MPS server of its own, whose
-kernels alternate with those of the others.
+kernels alternate.  The steps of the suite run beside each other.  On one GPU each has an MPS server of its
+own.  The kernels of different steps alternate.
 Steps that need several GPUs, because they measure links, are listed as not run.
 
 Each step has its own time limit of at most 9 minutes.  A step for which too little of --seconds is left is
@@ -57,6 +57,7 @@ PARTS = {
     "nodes": ("nodes",),
 }
 RANKS_MOST = 4  # of a step on one GPU
+LANES = 8  # the most steps that run beside each other
 
 
 @dataclasses.dataclass
@@ -82,14 +83,20 @@ def files(part):
             if p.stem.split("_")[1] in PARTS[part]]
 
 
-def tests(sizes, is_shared):
+def tests(sizes, num_gpus):
     """The whole suite at each number of ranks, the longest steps first."""
+    is_shared = num_gpus == 1
     has_mps = is_shared and bool(shutil.which(MPS))
+    are_chosen = is_shared or "CUDA_VISIBLE_DEVICES" in os.environ
+    first = itertools.count()  # the first GPU of a step with fewer ranks than GPUs
     for n in sorted(sizes, reverse=True):
         for part in [p for p in PARTS if p != "nodes" or n > 1]:
+            at = next(first) if n < num_gpus else 0
+            gpus = ",".join(str((at + i) % num_gpus) for i in range(num_gpus))
             # A rank counts only the ranks of its node, so under MPS the kernels of two nodes would not fit.
             yield Step(f"tests-{n}-{part}", torchrun(n, "-m", "pytest", "-q", "-rs", *files(part)), LONGEST_S,
-                       "passed", mps=has_mps and n > 1 and part != "nodes", alone=not has_mps)
+                       "passed", {} if are_chosen else {"CUDA_VISIBLE_DEVICES": gpus},
+                       mps=has_mps and n > 1 and part != "nodes", alone=is_shared and not has_mps)
 
 
 def layers(n):
@@ -168,7 +175,7 @@ def steps(num_gpus, out):
                                 str(out / "decode.json")], 240)
     yield Step("side-bench", [*python, "-m", "epmoe.bench", "side", "--ranks", "1", "--json",
                               str(out / "side.json")], 240)
-    yield from tests({1, 2, most}, is_shared)
+    yield from tests({1, 2, most}, num_gpus)
     yield from layers(most)
     yield from soaks(most, is_shared)
     yield Step("demo", [*python, "examples/train_lm.py"], 240, "demo: ok")
@@ -259,7 +266,7 @@ def run_all(chosen, out, seconds):
 
     for alone, group in itertools.groupby(chosen, key=lambda s: s.alone):
         # a rank keeps a core busy
-        lanes = 1 if alone else max(1, (os.cpu_count() or 1) // RANKS_MOST)
+        lanes = 1 if alone else min(LANES, max(1, (os.cpu_count() or 1) // RANKS_MOST))
         with concurrent.futures.ThreadPoolExecutor(lanes) as pool:
             results += pool.map(run_one, group)
     return results

@@ -31,6 +31,13 @@ def test_endurance_does_not_count_a_portion_that_fails(results, capsys):
     assert "FAILED: portion 1 of fails, exit status 3" in capsys.readouterr().out
 
 
+def test_endurance_runs_portions_at_the_same_time(results):
+    assert endurance.run_kind("works", 650, 1, jobs=3)
+    assert sorted(r["seed"] for r in results()) == [1, 2, 3, 4, 5, 6, 7]
+    assert sum(r["done"] for r in results()) == 650
+    assert not endurance.run_kind("fails", 300, 1, jobs=3) and len(results()) == 7
+
+
 def test_endurance_begins_no_portion_after_its_time(results):
     assert endurance.run_kind("works", 100, 0) and results() == []
 
