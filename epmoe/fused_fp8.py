@@ -6,6 +6,7 @@ from . import _C, ops
 from .autograd import check_mode
 from .direct import implement, is_watched, requires_grad
 from .fp8 import quantize_fp8
+from .fused_parts import fuses_fp8
 from .gemm import FP8_BLOCK, GATED, aligned, as_kernel, check_activation, grouped_gemm
 from .layer_parts import cast
 
@@ -46,13 +47,14 @@ class FusedFp8:
     """The part of EpAll2AllFusedOp for weights in FP8."""
 
     def _is_fused_fp8(self, gemm_weight, activation):
-        """Whether the fused kernel exists for these weights [L, N, K] on this device."""
+        """Whether the fused kernel exists for these weights [L, N, K] on this device, and is to be used."""
         columns = gemm_weight.shape[1]
         number = as_kernel(activation)[0]
         # gates in front of ups: a tile has as many of both, and each 64 of them must have one scale
         fits = columns % FP8_BLOCK == 0 or number not in GATED or number == as_kernel("gpt_oss")[0]
-        return (self.fused and self._has_kernels and self.dtype in (torch.bfloat16, torch.float16) and fits
-                and columns % 16 == 0 and self.hidden % 16 == 0)
+        is_best = not self._chooses or fuses_fp8(self.max_tokens, columns)
+        return (self.fused and is_best and self._has_kernels and fits and columns % 16 == 0
+                and self.hidden % 16 == 0 and self.dtype in (torch.bfloat16, torch.float16))
 
     def _check_fp8(self, gemm_weight, gemm_scale, bias, activation):
         """Check the arguments of the product."""

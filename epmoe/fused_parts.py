@@ -16,6 +16,15 @@ def fuses(max_tokens, topk, num_experts, world_size):
     return world_size * max_tokens * topk > 24 * num_experts
 
 
+def fuses_fp8(max_tokens, columns):
+    """Whether dispatch and the GEMM of weights [L, columns, H] in FP8 are faster in one launch.
+
+    A product in FP8 of few columns ends before the warps beside it have moved the tokens.  With few tokens
+    the launches count (measured: docs/experiments, E-119).
+    """
+    return columns >= 4096 or max_tokens <= 1024
+
+
 class FusedParts:
     """The private half of EpAll2AllFusedOp."""
 
@@ -29,7 +38,8 @@ class FusedParts:
             self._copies = self.topk
             self.max_tokens *= self.topk
             self.topk = 1
-        if self.fused is None:
+        self._chooses = self.fused is None
+        if self._chooses:
             self.fused = fuses(self.max_tokens, self.topk, self.num_experts, self.world_size)
         # Asked here, because a compiler cannot trace the call of the module.
         self._has_kernels = self.device.type == "cuda" and capabilities(self.device).has_hopper

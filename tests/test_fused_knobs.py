@@ -90,3 +90,20 @@ def test_fused_default_depends_on_shape(ranks):
         return chosen
 
     assert all(chosen == [False, True, False, True] for chosen in ranks(run, world_size=2))
+
+
+def test_fused_default_in_fp8_depends_on_columns(ranks):
+    """A layer for many tokens fuses weights in FP8 of many columns only, unless the caller wants it."""
+    def run(world, device):
+        found = []
+        for tokens, fused in ((2000, None), (2000, True), (2000, False), (1000, None)):
+            op = epmoe.EpAll2AllFusedOp(world, tokens, 128, 2, num_tot_experts=4, dtype=torch.bfloat16,
+                                        device=device, fused=fused)
+            op._has_kernels = True  # as on a GPU that has them
+            found.append([op._is_fused_fp8(torch.empty(2, columns, 128, device="meta"), "swiglu")
+                          for columns in (3072, 4096)])
+            op.finalize()
+        return found
+
+    wanted = [[False, True], [True, True], [False, False], [True, True]]
+    assert all(found == wanted for found in ranks(run, world_size=2))
