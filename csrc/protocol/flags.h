@@ -311,11 +311,11 @@ EP_PURE uint64_t ep_ready_count(uint32_t block, uint32_t num_rows, uint32_t piec
     return (uint64_t)(left < EP_TILE_ROWS ? left : EP_TILE_ROWS) * pieces;
 }
 /* The limit of a wait for other workers of this rank: twice timeout_ns. Those workers wait for a peer at most
- * timeout_ns, so their timeout, which names the peer, is recorded first. A caller of ep_ready_await passes
- * one backoff for all row blocks that it waits for together, so that one limit covers them all. */
+ * timeout_ns, so their timeout, which names the peer, is recorded first. */
 EP_FN uint64_t ep_local_limit_ns(const EpComm *c) {
     return c->timeout_ns < UINT64_MAX / 2 ? 2 * c->timeout_ns : UINT64_MAX;
 }
+/* Wait for a row block. Waits that pass the same *w, which has the start, have one limit together. */
 EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t count, uint64_t epoch,
                           EpBackoff *w) {
     const EpFaultRecord f = ep_fault_at(op, c->my_rank, EP_WORD_READY, epoch);

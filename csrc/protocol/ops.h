@@ -145,10 +145,10 @@ typedef enum {
     X(S, U32, fp8)               \
     X(S, U32, parts)
 
-/* Dispatch of tokens in FP8, which the caller has quantised. Inputs: x, the bytes of e4m3 numbers, u8 [T][H],
+/* Dispatch of tokens in FP8, which the caller has quantised. Inputs: x u8 [T][H], the bytes of e4m3 numbers,
  * H a multiple of 16; x_scale f32 [T][groups], where groups is H / 128, rounded up. Outputs: rows u8
- * [>= M][H]; row_scale f32 [groups] for each of these rows. The scales may have any strides. The other
- * arguments are those of dispatch. The operation has no gradient. */
+ * [>= M][H]; row_scale f32 [as many][groups]. Both tensors of scales may have any strides. weight, plan,
+ * row_weight and recv are as in dispatch. There is no requires_grad, because there is no gradient. */
 #define EP_ARGS_dispatch_fp8(X, S) \
     X(S, TENSOR, x)                \
     X(S, TENSOR, x_scale)          \

@@ -1,16 +1,17 @@
-/* plan.h - from counts to rows and tiles: pure arithmetic, the same on both backends.
+/* plan.h - from counts to rows, and the errors that travel with the counts: arithmetic, the same on both
+ * backends.
  *
- * Every rank writes one line of cells to every rank, {tag of the epoch:32 | value:32}:
+ * Every rank writes the same line of cells to every rank. A cell is {tag of the epoch:32 | value:32}:
  *   cell e < E       choices that it routes to expert e
  *   cell E + r       distinct tokens that it sends to rank r
  *   cell E + W       error: 0, EP_BAD_SCATTER, or 1 + the lowest position t * K + k of a wrong index
  *   the next two     that index, lower half first
  *
  * The rows of a rank are grouped by local expert; within an expert by source rank, then token, then choice.
- * After the rows of an expert there may be padding rows (ep_padded_rows).
- * So the first row of source w for expert e follows from the counts alone, and ranks need not ask each other
- * for space.
- * Invariant: a cell is a number from a peer, so it is clamped before it becomes an offset. */
+ * After the rows of an expert there may be padding rows (ep_padded_rows), which follow from the counts too.
+ * So the counts alone tell the first row of source w for expert e, and ranks need not ask each other for
+ * space.
+ * Invariant: a count is a number from a peer, so it is clamped before it becomes an offset. */
 #ifndef EP_PLAN_H
 #define EP_PLAN_H
 #include "protocol/params.h"

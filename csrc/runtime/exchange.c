@@ -26,9 +26,10 @@ static bool is_interrupted(EpWorld *w) {
     return yes;
 }
 
-/* Wait for peer r's frame of this exchange. The caller holds the world's lock, which the wait releases while
- * it sleeps. A timeout or Ctrl-C ends the world. *limit_ns: when the exchange times out, as a time of the
- * monotonic clock; time during which the process was suspended is added to it. */
+/* Wait for peer r's frame of this exchange. Returns 0, or the error with which the world ended. The caller
+ * holds the world's lock, which the wait releases while it sleeps. A timeout or Ctrl-C ends the world.
+ * *limit_ns: when the exchange times out, as a time of the monotonic clock; time during which the process was
+ * suspended is added to it. */
 static int await_frame(EpWorld *w, uint32_t r, uint64_t seq, uint64_t *limit_ns) {
     EpInbox *from = &w->inbox[r][seq % EP_NUM_INBOX];
     uint64_t until_ns = *limit_ns;

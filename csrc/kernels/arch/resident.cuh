@@ -1,8 +1,10 @@
-/* resident.cuh - launch a kernel whose CTAs all run at once, and its dynamic shared memory.
+/* resident.cuh - launch a kernel whose CTAs all run at once, and give it dynamic shared memory.
  *
- * Exports ep_dynamic_smem, ep_allow_smem, ep_resident_blocks, ep_launch_resident, and for short kernels
- * ep_launch_resident_early with ep_await_previous_kernel.
- * Invariant: the launch is cooperative, so either all CTAs are resident or the launch fails. */
+ * Exports ep_dynamic_smem, ep_allow_smem, ep_resident_blocks and ep_launch_resident, which starts at most one
+ * CTA for each SM that is not reserved, so perhaps fewer than the caller asked for. On Hopper,
+ * ep_launch_resident_early may start a kernel while the previous one of the stream still runs; such a kernel
+ * begins with ep_await_previous_kernel.
+ * Invariant: the launch is cooperative, so either all CTAs of the grid are resident or the launch fails. */
 #ifndef EP_RESIDENT_CUH
 #define EP_RESIDENT_CUH
 #include <cuda_runtime_api.h>

@@ -1,22 +1,23 @@
 /* gemm.cuh - the grouped GEMM for Hopper: persistent CTAs with one producer warp and two MMA warpgroups.
  *
  * A CTA processes tiles of 128 x BN of the product. The producer computes which tile is next and fills a ring
- * of pipeline stages by TMA, each with 64 values of k (the contraction). The first stage of a tile comes with
- * a description of the tile. A warpgroup multiplies 64 rows by BN columns with wgmma, accumulates in
+ * of pipeline stages by TMA, each with C::BK values of k (the contraction). The first stage of a tile comes
+ * with a description of the tile. A warpgroup multiplies 64 rows by BN columns with wgmma, accumulates in
  * registers, and writes its part through shared memory, much of it during the next tile (gemm_write.cuh). It
  * writes with ordinary stores: TMA would queue them after the loads of the next tile. Rows are not padded:
  * the last tile of an expert also reads rows of the next expert, and does not write them.
  *
  * CTAs work in pairs (clusters of two). Of an operand that both need, each loads one half and multicasts it
  * to both. A pair draws the number of its next tile when it starts a tile (ep_next_tile_*). So CTAs that run
- * at the same time stay close to each other and find the same rows and weights in L2. That saves power, and
- * power limits a GPU that computes GEMMs.
+ * at the same time have tiles with near numbers, and find the same rows and weights in L2. That saves power,
+ * and power limits a GPU that computes GEMMs.
  *
- * With few rows per expert the MMA warps are those of gemm_few.cuh. With FP8 and scales of blocks they are
- * those of gemm_fp8.cuh.
+ * With few rows per expert, tiles and MMA warps are those of gemm_few.cuh. With FP8 and a scale for each
+ * block of weights, the MMA warps are those of gemm_fp8.cuh.
  *
- * Gated activations: the tensor map of the weights interleaves the gate row and the up row of a column
- * (its dimensions are k, 8 rows, gate or up, groups of 8, expert). So one thread holds both values. */
+ * Gated activations: the tensor map of the weights alternates eight gate rows and the eight up rows of the
+ * same outputs (its dimensions are k, 8 rows, gate or up, groups of 8, expert). So one thread holds the gate
+ * and the up of an output. */
 #ifndef EP_GEMM_CUH
 #define EP_GEMM_CUH
 #include "kernels/arch/wgmma.cuh"

@@ -117,8 +117,9 @@ template <typename C> EP_PTX void ep_gemm_few_skip(const EpGemmParams *p, const 
 /* ---- from accumulators to 16 bits ---- */
 
 /* The epilogue computes two neighbouring columns of a row together and packs them into 32 bits. But the wgmma
- * leaves a lane two neighbouring rows of a column. So each lane exchanges half of its numbers with lane ^ 4,
- * which has the neighbouring column. For each eight rows and each 16 columns of the tile:
+ * leaves a lane two neighbouring rows of a column, because the weights are its first operand. So each lane
+ * exchanges half of its numbers with lane ^ 4, which has the neighbouring column. For each eight rows and
+ * each 16 columns of the tile:
  *
  *             before                                            after
  *   rows      lane % 4 * 2, and the next one                    lane % 4 * 2 + lane / 4 % 2

@@ -13,9 +13,10 @@ enum {
     EP_GEMM_OUT_STAGING = 8 * EP_GEMM_OUT_PITCH
 };
 
-/* Epilogue: bias, activation, row weight, rounding. v = the results, packed: of each group of eight
- * columns, a lane has two of row lane / 4 and two of the row 8 below. Whether there is a bias or a row
- * weight is tested once, not per number. */
+/* The epilogue of a warp's 16 rows. Input: d, the accumulators. Output: v, 16-bit results, two neighbouring
+ * columns in 32 bits; of each group of eight columns, a lane has two of row lane / 4 and two of the row 8
+ * below. Steps: the scale of a tensor in FP8; in a forward product bias, activation and row weight; rounding.
+ * Whether there is a bias or a row weight is tested once, not per number. */
 template <typename C>
 EP_PTX void ep_gemm_finish(uint32_t (&v)[2 * C::OUT_GROUPS], float (&d)[C::BN / 2], const EpGemmParams *p,
                            const EpGemmTile *t, uint32_t row, uint32_t num_rows, uint32_t col0,

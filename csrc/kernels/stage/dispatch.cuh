@@ -115,8 +115,8 @@ EP_FN void place_scales(const EpDispatchParams &p, const EpRowScales &s, uint32_
     }
 }
 
-/* Set the scales of rows first, .., end - 1. num_threads threads, of one CTA or of all, share them; this is
- * number `thread`. */
+/* Set the scales of rows first, .., end - 1 to `value`. num_threads threads, of one CTA or of all CTAs, share
+ * the work; this is number `thread`. */
 EP_FN void fill_scales(const EpRowScales &s, uint32_t first, uint32_t end, float value, uint64_t thread,
                        uint64_t num_threads) {
     const uint64_t G = s.num_groups;
