@@ -75,7 +75,7 @@ def run_portion(kind, seed, size, job=0):
     start = time.monotonic()
     has_delays = kind.startswith("ops") and CHAOS.is_dir()
     path = os.pathsep.join([*([str(CHAOS)] if has_delays else []), str(ROOT), str(ROOT / "tests")])
-    env = os.environ | {"PYTHONPATH": path}
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # there may be many jobs
     if kind.endswith("-cuda"):
         env |= {"EPMOE_SHARE_GPU": "1", "CUDA_VISIBLE_DEVICES": str(job % max(num_gpus(), 1))}
     done = subprocess.run([*command, option, str(size), "--seed", str(seed)], cwd=ROOT, env=env, text=True,

@@ -209,7 +209,7 @@ class Tree:
         """Return whether a command succeeds. What hangs does not. Its output goes to output.log."""
         # Python takes bytecode for that of a file if its second and size fit, which a change may not alter.
         env = os.environ | {"EPMOE_CUDA": "0", "PYTHONPATH": f"{self.folder}:{self.folder / 'tests'}",
-                            "PYTHONDONTWRITEBYTECODE": "1"}
+                            "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}  # there may be many jobs
         with (self.folder / "output.log").open("w") as log:
             child = subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log,
                                      start_new_session=True)
