@@ -31,9 +31,15 @@ class Figures:
         return self.plots / plot_name(self, plot)
 
     def training_step(self, shape):
-        """Return {"epmoe both": row, "torch both": row, ...} of one rank alone; {} without this shape."""
-        rows = self.one_gpu.get("rows", [])
-        return {r["impl"]: r for r in rows if r["bench"] == "train" and r["shape"] == shape}
+        """Return {"epmoe both": row, "torch both": row, ...}, and whether they are of this run.
+
+        Else they are of one rank alone; {} without this shape.
+        """
+        for rows, same_run in ((self.rows, True), (self.one_gpu.get("rows", []), False)):
+            found = {r["impl"]: r for r in rows if r["bench"] == "train" and r["shape"] == shape}
+            if found:
+                return found, same_run
+        return {}, False
 
     @property
     def is_gpu(self):

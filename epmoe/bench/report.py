@@ -99,11 +99,12 @@ def short_table(figures):
     for shape in figures.shapes("layer"):
         if " T=" in shape:
             continue
-        row, step = figures.find("layer", "epmoe layer", shape=shape)[0], figures.training_step(shape)
+        row = figures.find("layer", "epmoe layer", shape=shape)[0]
+        step, is_same = figures.training_step(shape)
         theirs, same_run = figures.deep_ep("layer", "layer", shape=shape)
         training = ""
         if step:
-            training = _times(step["torch both"]["ms"], step["epmoe both"]["ms"], "†")
+            training = _times(step["torch both"]["ms"], step["epmoe both"]["ms"], "" if is_same else "†")
         rows.append([shape, size(shape), str(row["tokens"]), f"{row['ms']:.2f} ms",
                      f"{row['tflops']:.0f}" if figures.is_gpu else "",
                      _times(figures.ms("layer", "torch layer", shape=shape), row["ms"]),
