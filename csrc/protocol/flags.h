@@ -17,8 +17,8 @@
  *  latency)    |         |         | number: relaxed | relaxed.sys    | so may get op e + 1 | head of e + 1
  * route[b][w]  | rank w  | owner   | st.relaxed.sys  | relaxed.sys    | {epoch tag, expert} | as head
  *  [t][k]      |         |         |                 |                | and nothing else    |
- * ll flag[b][w]| rank w  | owner   | st.release.sys  | acquire.sys == | this piece of slot  | as head
- *  [t][piece]  |         |         |                 |                | [b][w][t]           |
+ * ll flag[b][w]| rank w  | owner   | st.release.sys, | acquire.sys == | this piece of slot  | as head
+ *  [t][piece]  |         |         | or after a fence|                | [b][w][t]           |
  * signal       | any     | owner   | st or add       | acquire.sys    | what the writer has | by the caller
  *              | rank    |         | .release.sys    | >= or ==       | put before          |
  * barrier      is an operation without data: it uses enter and nothing else

@@ -41,14 +41,17 @@ static uint32_t ep_few_chunks = 8; /* few_tokens.cuh */
 
 static EpBarrier ep_cta_barrier, ep_warp_barriers[EP_MAX_WARPS];
 static uint64_t ep_lane_words[EP_MAX_WARPS][32];
-/* Whether this thread has executed a fence since the last synchronisation of its warp. Only then it
- * publishes the stores of the other lanes. */
+/* Whether this thread has executed a fence since the last synchronisation of its warp or CTA. Only
+ * then it publishes the stores of the others. */
 static thread_local bool ep_has_fenced;
 static void __syncwarp() {
     ep_has_fenced = false;
     ep_warp_barriers[threadIdx.x / 32].arrive(32);
 }
-static void __syncthreads() { ep_cta_barrier.arrive(blockDim.x); }
+static void __syncthreads() {
+    ep_has_fenced = false;
+    ep_cta_barrier.arrive(blockDim.x);
+}
 
 /* Every lane provides a value. f gets a function that returns the value of a lane. Like a shuffle, this
  * function does not order memory. */
@@ -209,6 +212,15 @@ EP_FN void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
     /* ThreadSanitizer does not support fences, so the add itself releases. */
     if (ep_has_fenced) __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
     else __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+
+EP_FN void ep_fence_acq_rel_sys(void) { ep_has_fenced = true; }
+EP_FN void ep_st_fenced_sys_u64(uint64_t *p, uint64_t v) {
+    if (!ep_has_fenced) { /* ranks are processes here, so ThreadSanitizer would not see what follows */
+        fprintf(stderr, "a flag is stored without a fence before it\n");
+        abort();
+    }
+    __atomic_store_n(p, v, __ATOMIC_RELEASE);
 }
 
 alignas(1024) static unsigned char ep_shared[1u << 18];

@@ -113,6 +113,13 @@ EP_PTX void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
+/* ---- flags of several peers ---- */
+
+/* Orders all that the CTA has written (before a barrier) before the fenced stores that follow. One fence
+ * serves the flags of all peers. A release for each flag would wait for the links as often. */
+EP_PTX void ep_fence_acq_rel_sys(void) { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+EP_PTX void ep_st_fenced_sys_u64(uint64_t *p, uint64_t v) { ep_st_relaxed_sys_u64(p, v); }
+
 /* ---- proxies and barriers ---- */
 
 /* Makes data that this thread has acquired readable by TMA copies that the same thread issues afterwards. */

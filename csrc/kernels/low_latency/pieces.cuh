@@ -154,17 +154,22 @@ typedef struct {
     uint32_t ranks, token, piece;
 } Sent;
 /* Publish the pieces that the warps of the CTA have written. All warps call it, once a round. One warp
- * releases them all, because every release waits until the stores before it have crossed the link. It is not
- * the last warp, which enters and judges the heads. */
+ * publishes them all, after one fence, which waits until the stores before it have crossed the links. It is
+ * not the last warp, which enters and judges the heads. */
 EP_FN void publish_all(const EpComm *c, Sent mine, uint32_t round, uint64_t epoch) {
     __shared__ Sent sent[2][EP_WARPS]; /* the next round is written while this one is read */
     Sent *now = sent[round % 2];
     if (ep_lane() == 0) now[threadIdx.x / 32] = mine;
-    __syncthreads(); /* the stores of all warps come before the releases */
+    __syncthreads(); /* the stores of all warps come before the fence */
     if (threadIdx.x / 32 != EP_WARPS - 2) return;
+    if (__ballot_sync(EP_FULL, now[ep_lane() % EP_WARPS].ranks != 0) == 0) return;
+    ep_chaos(EP_CHAOS_FLAG_PUBLISH);
+    ep_fence_acq_rel_sys();
     for (uint32_t i = ep_lane(); i < EP_WARPS * c->shape.num_ranks; i += 32) {
         const Sent s = now[i % EP_WARPS];
-        if (s.ranks >> i / EP_WARPS & 1u) ep_ll_publish(c, i / EP_WARPS, s.token, s.piece, epoch);
+        const uint32_t r = i / EP_WARPS;
+        if (s.ranks >> r & 1u) /* publishes the piece */
+            ep_st_fenced_sys_u64(ep_ll_flag(c, r, c->my_rank, s.token, s.piece, epoch), epoch);
     }
 }
 
