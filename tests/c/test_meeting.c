@@ -6,6 +6,7 @@
 #include <sys/un.h>
 
 #include "harness.h"
+#include "runtime/error.h"
 #include "runtime/fork.h"
 #include "runtime/socket.h"
 
@@ -27,19 +28,23 @@ static void *meet_main(void *arg) {
     return NULL;
 }
 
+/* Connect a new socket to the one with this name, without waiting. Returns whether connect() succeeds. */
+static bool connect_now(const unsigned char *name, int *fd) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    memcpy(address.sun_path + 1, name + 1, name[0] - 1u);
+    *fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    return connect(*fd, (struct sockaddr *)&address,
+                   (socklen_t)(offsetof(struct sockaddr_un, sun_path) + name[0])) == 0;
+}
+
 /* Connect again and again, and send nothing. The newest connections stay open: more than there are places. */
 static void *flood_main(void *arg) {
     Flood *f = (Flood *)arg;
     int kept[NUM_KEPT];
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    memcpy(address.sun_path + 1, f->name + 1, f->name[0] - 1u);
     for (uint32_t i = 0; i < NUM_KEPT; i++) kept[i] = -1;
     for (uint32_t i = 0; !atomic_load(&f->is_over); i = (i + 1) % NUM_KEPT) {
         if (kept[i] >= 0) close(kept[i]);
-        kept[i] = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-        if (connect(kept[i], (struct sockaddr *)&address,
-                    (socklen_t)(offsetof(struct sockaddr_un, sun_path) + f->name[0])))
-            sched_yield();
+        if (!connect_now(f->name, &kept[i])) sched_yield();
     }
     for (uint32_t i = 0; i < NUM_KEPT; i++)
         if (kept[i] >= 0) close(kept[i]);
@@ -144,5 +149,23 @@ bool test_meeting_answers(void) {
         Rank me = {.setup = NULL, .rank = i};
         TRY(meet_rank_0(&me, (Answer)i, codes[i]));
     }
+    return true;
+}
+
+/* Rank 0 accepts nothing, and the queue of its listening socket is full. At its deadline, rank 1 says that
+ * rank 0 may be stopped. */
+bool test_meeting_full_queue(void) {
+    Meeting one = {.config = {.rank = 1, .num_ranks = 2, .listen_fd = -1}, .limit_s = 0.2};
+    int fds[4 * EP_MAX_RANKS], listen_fd;
+    uint32_t num = 0;
+    bool connected = true;
+    CHECK_CODE(NULL, 0, ep_world_listen(&listen_fd, one.config.names[0], one.config.nonce));
+    while (connected && num < 4 * EP_MAX_RANKS) connected = connect_now(one.config.names[0], &fds[num++]);
+    meet_main(&one);
+    for (uint32_t i = 0; i < num; i++) close(fds[i]);
+    ep_world_unlisten(listen_fd);
+    CHECK(NULL, !connected);
+    CHECK_CODE(NULL, EP_ETIMEOUT, one.code);
+    CHECK(NULL, strstr(ep_error_text(), "rank 0 is not accepting connections"));
     return true;
 }

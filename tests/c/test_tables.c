@@ -42,3 +42,14 @@ bool test_text_of_missing_rows(void) {
     CHECK(NULL, strstr(ep_error_text(), "rank 1") && !strstr(ep_error_text(), "full_scatter_indices"));
     return true;
 }
+
+/* What a CTA of the low-latency dispatch holds in shared memory. A wrong size is a wrong limit of max_tokens,
+ * or a kernel that writes beyond its memory. */
+bool test_ll_smem_bytes(void) {
+    EpShape s = {.num_ranks = 3, .num_experts = 6, .num_topk = 3, .max_tokens = 11};
+    /* 33 tokens: 99 choices, 2 words of 32 tokens for each of 2 experts, and 3 offsets. */
+    CHECK(NULL, ep_ll_smem_bytes(&s) == 200 + 8 * 2 * 2 + 4 * 3);
+    s = (EpShape){.num_ranks = 1, .num_experts = 5, .num_topk = 1, .max_tokens = 32};
+    CHECK(NULL, ep_ll_smem_bytes(&s) == 64 + 8 * 5 + 4 * 6);
+    return true;
+}
