@@ -167,6 +167,27 @@ def test_low_latency_dtypes_and_layouts(ranks, layout, dtype, world_size):
     run_calls(ranks, Shape(dtype=dtype, hidden=72), calls, world_size=world_size)
 
 
+@pytest.mark.parametrize("num_sm", [1, 3])
+def test_low_latency_expert_offsets(ranks, num_sm):
+    """Each expert's rows begin after those of the experts before it, and the last offset is their number."""
+    shape = Shape(num_sm=num_sm)
+
+    def run(world, device):
+        a2a = make(world, device, shape)
+        found = []
+        for seed in range(6):
+            x, idx, _ = (None if t is None else t.to(device)
+                         for t in Call(seed=seed).inputs(shape, world.rank, world.size))
+            _, _, counts, handle = a2a.dispatch(x, idx, layout="compact")
+            found.append((counts.tolist(), handle.expert_offsets.tolist()))
+        a2a.finalize()
+        return found
+
+    for found in ranks(run):
+        for counts, offsets in found:
+            assert offsets == list(itertools.accumulate(counts, initial=0))
+
+
 @pytest.mark.parametrize("fp8", [True, "pow2", "ue8m0"])
 @pytest.mark.parametrize("layout", ["masked", "compact"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -358,3 +358,16 @@ def test_world_record_marks_rejected_call(ranks):
     assert "plan #1 of layer 0 buffer 0" in lines[1], lines
     assert ", refused here (ValueError): finished " in lines[1], lines
     assert "refused" not in lines[0], lines
+
+
+def test_world_record_of_wrong_index_has_no_other_call(ranks):
+    """All ranks know of a wrong index. A dispatch is refused only after an error that one rank knows."""
+    def body(world, device):
+        layer = make_layer(world, device, Case(num_local=1, topk=1))
+        for _ in range(2):
+            with pytest.raises(epmoe.EpIndexError):
+                layer.preprocess(torch.full((1, 1), 7, device=device))
+        return world.flight_record()
+
+    page, = ranks(body, world_size=1)
+    assert "plan #2 of layer 0" in page and "dispatch" not in page, page
