@@ -9,12 +9,14 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import epmoe
 import soak_train
 from cases import MODES, check_outcomes, keep, outcome, same_bits
 from epmoe import experts_ops
+from epmoe.gemm import as_kernel
 from fused_cases import (ACTIVATIONS, LEAVES, LOW, Experts, StagedOp, grown, has_fused_path, poison_staging,
                          tensors)
 from test_fused_gradients import TOLERANCE, check_gradients
@@ -68,6 +70,20 @@ def gradients(world, device, case, leaves=LEAVES, **options):
             assert value is not None, name
             same_bits(other[name], value, f"rank {world.rank}: {name}")
     return seen[0]
+
+
+@pytest.mark.parametrize("activation, columns", [("swiglu", 48), ("relu2", 24)])
+def test_experts_backward_has_the_sizes_of_its_rows(activation, columns):
+    """torch.compile takes the sizes of the outputs from here, before anything runs."""
+    moe = epmoe.EPMoE(16, 24, 2, 1, epmoe.thread_worlds(1)[0], activation=activation, max_tokens=5,
+                      dtype=torch.bfloat16, device="cpu")
+    with FakeTensorMode():
+        dy, down = torch.empty(5, 16), torch.empty(2, 16, 24)
+        h, plan = torch.empty(7, columns), torch.empty(99, dtype=torch.int32)
+        found = torch.ops.epmoe.experts_backward_down(
+            dy, plan, down, None, h, torch.empty(7), moe.layer.id, 0, True, *as_kernel(activation))
+    assert [tuple(t.shape) for t in found] == [(7, 16), (7, columns), (7, 24), (7,)]
+    moe.finalize()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -157,6 +157,20 @@ def test_moe_fsdp_over_ranks_of_different_experts_raises():
         assert "ValueError" in str(got) and "fully_shard(moe" in str(got), got
 
 
+def _unequal_groups(rank, world_size):
+    groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5])]
+    model = make(groups[rank // 4])
+    got = outcome(lambda: epmoe.prepare_fsdp(model))
+    close(model)
+    return got
+
+
+def test_moe_fsdp_over_groups_of_unequal_size_raises():
+    for got in process_ranks(_unequal_groups, 6):
+        assert got.kind == "ValueError", got
+        assert "ranks [[0, 1, 2, 3], [4, 5]], do not divide all 6 ranks" in got.text, got
+
+
 def _flattened(rank, world_size, use_orig_params):
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -5,6 +5,7 @@ the sums and roundings that the layer documents are left. torch.mm has other bit
 """
 
 import functools
+import types
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import epmoe
 from cases import Case, generator, indices_of, outcome, process_ranks, same_bits
 from epmoe.bench.scale_model import CHUNKS
-from epmoe.nodes.chunks import choose_chunks
+from epmoe.nodes.chunks import Chunks, choose_chunks
 from nodes_cases import run_nodes
 from pace import HANG_S
 
@@ -204,3 +205,18 @@ def test_choose_chunks_is_one_where_overlap_brings_nothing():
         for trains in (False, True):
             assert choose_chunks(8192, num_nodes=num_nodes, trains=trains, **sizes) in set(CHUNKS) - {1}
     assert choose_chunks(8192, 7168, 2048, 2, 8, 2, 1) == 1  # more choices than experts
+
+
+def test_choose_chunks_counts_the_backward_only_in_training():
+    """The backward multiplies more, so the slower multiplications of chunks cost more there."""
+    sizes = {"hidden": 7168, "inner": 2048, "num_experts": 256, "topk": 8, "num_nodes": 2, "local_size": 8}
+    for max_tokens in (2048, 8192):
+        assert choose_chunks(max_tokens, **sizes) > choose_chunks(max_tokens, trains=True, **sizes)
+
+
+@pytest.mark.parametrize("num_chunks, error", [(None, "nothing"), (1, "nothing"), (2, "ValueError")])
+def test_chunks_need_a_layer_that_leaves_sms(num_chunks, error):
+    """Only a layer on a GPU can leave none, so an object stands for it."""
+    layer = types.SimpleNamespace(rail_capacity=None, leaves_sms=False)
+    got = outcome(lambda: Chunks._check_room(types.SimpleNamespace(num_chunks=num_chunks), layer))
+    assert got.kind == error and ("reserve_sms" in got.text) == (error != "nothing"), got

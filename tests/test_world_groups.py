@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -96,6 +97,13 @@ def test_world_of_a_device_mesh():
     check_case([r[2][0] for r in results], CASE)
     check_case([r[2][1] for r in results[:2]], CASE)
     check_case([r[2][1] for r in results[2:]], CASE)
+
+
+@pytest.mark.parametrize("attribute", ["get_group", "mesh"])
+def test_world_of_no_group_says_what_is_wanted(attribute):
+    """An object that has only one attribute of a DeviceMesh is none."""
+    got = outcome(lambda: epmoe.World(types.SimpleNamespace(**{attribute: None})))
+    check_outcomes([got], "TypeError", "wanted a ProcessGroup, a DeviceMesh", "SimpleNamespace")
 
 
 def _heaps_by_group(rank, world_size):
