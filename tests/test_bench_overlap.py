@@ -62,3 +62,16 @@ def test_bench_overlap_prints_shares_and_plots(tmp_path, given):
     for name in traces:
         events = json.loads((tmp_path / name).read_text())["traceEvents"]
         assert len([e for e in events if e["ph"] == "X"]) == 2 * len(EVENTS)
+
+
+def test_trace_begins_where_the_first_enter_ends():
+    """The kernels write two words for an event: when it begins; its length, its span and whom it is for."""
+    enter = next(w for w, n in trace.SPANS.items() if n == "enter")
+    recorded = object.__new__(trace.Trace)  # on the CPU there is no operator that records
+    recorded.room = 2
+    recorded._raw = torch.zeros(2, epmoe._C.TRACE_WARPS, 2, 2, dtype=torch.int64)
+    recorded._raw[0, 1, 0] = torch.tensor([100, 7 | enter << 32])
+    recorded._raw[0, 1, 1] = torch.tensor([150, 20 | SEND << 32 | 3 << 48])
+    recorded._raw[1, 0, 0] = torch.tensor([90, 30 | enter << 32])
+    assert recorded.events().tolist() == [[0, 1, -7, 7, enter, 0], [0, 1, 43, 20, SEND, 3],
+                                          [1, 0, -17, 30, enter, 0]]

@@ -101,6 +101,18 @@ def test_bench_report_writes_plots_to_a_folder(tmp_path):
         assert (folder / "some_layers.png").exists() and not list(tmp_path.glob("*.png"))
 
 
+@pytest.mark.parametrize("document", [None, "--readme", "--page"])
+def test_bench_report_prints_what_no_document_gets(tmp_path, capsys, document):
+    """Without a document the command prints all tables."""
+    page = tmp_path / "page.md"
+    page.write_text(MARKERS)
+    rows = [row("layer", "c", impl, 1.5, tflops=9.0) for impl in ("epmoe layer", "torch layer")]
+    options = [document, str(page)] if document else []
+    assert cli.main(["report", str(write(tmp_path / "some.json", rows)), *options]) == 0
+    assert ("![Time of a whole layer" in capsys.readouterr().out) == (document is None)
+    assert ("![Time of a whole layer" in page.read_text()) == (document is not None)
+
+
 def test_bench_report_refuses_a_file_in_place_of_the_folder(tmp_path, capsys):
     path = write(tmp_path / "some.json", [])
     with pytest.raises(SystemExit):
@@ -181,6 +193,17 @@ def test_bench_report_marks_figures_of_another_run(tmp_path, same_run):
             else "| c | 64 | 1.000 ms | 0.20* | 1.000 ms | 0.20* |") in text
     assert ("measured at another time" in text) != same_run
     assert ("the better of 24 and 48 SMs, in the same run" in text) == same_run
+
+
+def test_bench_report_plots_points_of_another_run(tmp_path):
+    """Recorded figures of DeepEP are points beside epmoe's lines over the thread blocks."""
+    rows = [row("sm", "c", f"epmoe {what}", 1.0, num_sm=n) for what in ("cached dispatch", "combine")
+            for n in (8, 24)]
+    recorded = [row("sm", "c", f"DeepEP {what}", 2.0, num_sm=24)
+                for what in ("cached dispatch without permute", "combine without unpermute")]
+    write(tmp_path / "deep_ep_some.json", recorded, what="measured at another time")
+    _, text = make_report(tmp_path, rows)
+    assert "some_sm.png" in text and (tmp_path / "some_sm.png").stat().st_size > 0
 
 
 def test_bench_report_of_a_decoding_layer(tmp_path):

@@ -164,7 +164,9 @@ def test_scale_command_takes_every_rate(capsys):
 
 
 @pytest.mark.parametrize("arguments, text", [
-    (["--rail-gbps", "0"], "0: must be more than 0"), (["--nodes", "2,x"], "x: must be a positive number"),
+    (["--rail-gbps", "0"], "0: must be more than 0 and finite"),
+    (["--rail-us", "inf"], "inf: must be more than 0 and finite"),
+    (["--nodes", "2,x"], "x: must be a positive number"),
     (["--local-ranks", "0"], "0: must be a positive number"), (["--shape", "gpt"], "invalid choice"),
     (["--node-limit", "-1"], "must be a positive number"),
 ])

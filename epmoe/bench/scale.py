@@ -17,7 +17,7 @@ from .shapes import SHAPES
 def _amount(text):
     value = float(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: must be more than 0")
+        raise argparse.ArgumentTypeError(f"{text}: must be more than 0 and finite")
     return value
 
 
