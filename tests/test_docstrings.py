@@ -148,8 +148,12 @@ def test_docstrings_raises_names_exist(name):
 
 
 MODULES = ("epmoe.activations", "epmoe.errors", "epmoe.world", "epmoe.heap", "epmoe.heap_access",
-           "epmoe.device", "epmoe.layout", "epmoe.layer", "epmoe.fused", "epmoe.gemm", "epmoe.fp8",
-           "epmoe.moe", "epmoe.reference", "epmoe.testing", "epmoe.trace", "epmoe.integrations.layers",
+           "epmoe.device", "epmoe.dispatch_fp8", "epmoe.env_nodes", "epmoe.expert_map", "epmoe.layout",
+           "epmoe.layer", "epmoe.fused", "epmoe.gemm", "epmoe.fp8", "epmoe.low_latency",
+           "epmoe.low_latency_parts", "epmoe.moe", "epmoe.moe_training", "epmoe.node_links",
+           "epmoe.node_sockets", "epmoe.nodes.chunks", "epmoe.nodes.topology", "epmoe.parallel",
+           "epmoe.reference", "epmoe.testing", "epmoe.trace", "epmoe.integrations.layers",
+           "epmoe.integrations.sglang_plugin", "epmoe.integrations.vllm_plugin",
            *(f"epmoe.integrations.deep_ep.{name}" for name in ("buffer", "config", "elastic", "low_latency",
                                                                "settings", "utils")))
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
