@@ -135,12 +135,14 @@ def prepare_fsdp(model, mesh=None, **options):
     meshes = {}
     for moe in {id(moe): moe for moe, _ in _experts(model).values()}.values():
         world = moe.layer.world
-        if not is_spread(world):
+        if world.group is None or dist.get_world_size() == 1:
             continue
         if mesh is None and id(world) not in meshes:
-            both = DeviceMesh(moe.layer.device.type, _groups_of_experts(moe),
-                              mesh_dim_names=("replicas", "experts"))
-            meshes[id(world)] = both["replicas"]
+            groups = _groups_of_experts(moe)  # also on a rank that has all experts: others may be in groups
+            meshes[id(world)] = is_spread(world) and DeviceMesh(
+                moe.layer.device.type, groups, mesh_dim_names=("replicas", "experts"))["replicas"]
+        if not is_spread(world):
+            continue
         fully_shard(moe, mesh=meshes[id(world)] if mesh is None else mesh, **options)
         moe.gradient_scale = 1 / world.size
     return model

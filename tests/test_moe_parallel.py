@@ -158,17 +158,31 @@ def test_moe_fsdp_over_ranks_of_different_experts_raises():
 
 
 def _unequal_groups(rank, world_size):
-    groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5])]
-    model = make(groups[rank // 4])
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    model = make(groups[rank // 2])
     got = outcome(lambda: epmoe.prepare_fsdp(model))
     close(model)
     return got
 
 
 def test_moe_fsdp_over_groups_of_unequal_size_raises():
-    for got in process_ranks(_unequal_groups, 6):
+    """Also on a rank that is a group of its own."""
+    for got in process_ranks(_unequal_groups, 3):
         assert got.kind == "ValueError", got
-        assert "ranks [[0, 1, 2, 3], [4, 5]], do not divide all 6 ranks" in got.text, got
+        assert "ranks [[0, 1], [2]], do not divide all 3 ranks" in got.text, got
+
+
+def _groups_of_one(rank, world_size):
+    groups = [dist.new_group([r]) for r in range(world_size)]
+    model = make(groups[rank])
+    epmoe.prepare_fsdp(model)
+    scale = model.moe.gradient_scale
+    close(model)
+    return scale
+
+
+def test_moe_fsdp_over_groups_of_one_rank_leaves_experts_alone():
+    assert process_ranks(_groups_of_one, 2) == [1.0, 1.0]
 
 
 def _flattened(rank, world_size, use_orig_params):
