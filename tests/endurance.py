@@ -14,9 +14,8 @@ records the commit of the checkout, and cannot know of which commit the module i
 With --jobs, so many portions run at the same time.
 
 Kinds with -cuda run four ranks that share one GPU: as threads side by side, or as processes (kills).  With
-several GPUs the jobs use them in turn.  ops
-uses the module with delays inside the operations where `make soak` has built it; else there are delays
-between calls only.
+several GPUs the jobs use them in turn.  ops uses the module with delays inside the operations where
+`make soak` has built it; else there are delays between calls only.
 """
 
 import argparse

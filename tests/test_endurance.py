@@ -7,6 +7,17 @@ import pytest
 
 FAILS = [sys.executable, "-c", "print('7 numbers, no difference'); raise SystemExit(3)"]
 WORKS = [sys.executable, "-c", "import sys; print(sys.argv[2] + ' numbers, no difference', sys.argv[3:])"]
+MEETS = [sys.executable, "-c", """if True:
+    import pathlib, sys, time
+    folder, size, seed = pathlib.Path(sys.argv[1]), sys.argv[3], sys.argv[5]
+    (folder / f"{seed}.begun").touch()
+    end = time.monotonic() + 30
+    while len(list(folder.glob("*.begun"))) < 3:
+        if time.monotonic() > end:
+            sys.exit("the other portions have not begun")
+        time.sleep(0.01)
+    print(size, "numbers")
+"""]
 
 
 @pytest.fixture
@@ -31,7 +42,14 @@ def test_endurance_does_not_count_a_portion_that_fails(results, capsys):
     assert "FAILED: portion 1 of fails, exit status 3" in capsys.readouterr().out
 
 
-def test_endurance_runs_portions_at_the_same_time(results):
+def test_endurance_runs_portions_at_the_same_time(results, monkeypatch, tmp_path):
+    """Each portion waits until three have begun."""
+    monkeypatch.setitem(endurance.KINDS, "meets", ([*MEETS, str(tmp_path)], "-n", 100, r"(\d+) numbers"))
+    assert endurance.run_kind("meets", 300, 1, jobs=3)
+    assert [r["seed"] for r in sorted(results(), key=lambda r: r["seed"])] == [1, 2, 3]
+
+
+def test_endurance_counts_the_portions_of_all_jobs(results):
     assert endurance.run_kind("works", 650, 1, jobs=3)
     assert sorted(r["seed"] for r in results()) == [1, 2, 3, 4, 5, 6, 7]
     assert sum(r["done"] for r in results()) == 650

@@ -315,7 +315,7 @@ EP_PURE uint64_t ep_ready_count(uint32_t block, uint32_t num_rows, uint32_t piec
 EP_FN uint64_t ep_local_limit_ns(const EpComm *c) {
     return c->timeout_ns < UINT64_MAX / 2 ? 2 * c->timeout_ns : UINT64_MAX;
 }
-/* Wait for a row block. Waits that pass the same *w, which has the start, have one limit together. */
+/* Wait for a row block. Waits that pass the same *w have one limit together: *w has the start. */
 EP_FN bool ep_ready_await(const EpComm *c, uint32_t op, uint32_t block, uint64_t count, uint64_t epoch,
                           EpBackoff *w) {
     const EpFaultRecord f = ep_fault_at(op, c->my_rank, EP_WORD_READY, epoch);
