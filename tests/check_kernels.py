@@ -3,10 +3,11 @@
 
     check_kernels.py FOLDER    the temporary folder of the build: kernels.log (from nvcc) and the objects
 
-The check fails if a kernel spills registers or has a stack. It also fails if a grouped GEMM kernel for
-Hopper or a megakernel contains no tensor-core instruction of its kind or accesses local memory. The
-instruction is HGMMA, for FP8 QGMMA with E4M3 operands. This second part needs cuobjdump, from the CUDA
-toolkit or from requirements-dev.txt. Without cuobjdump, the output says that this part was not checked.
+The check fails if a kernel spills registers or has a stack, except for those of MAY_SPILL. It also fails if
+a grouped GEMM kernel for Hopper or a megakernel contains no tensor-core instruction of its kind or accesses
+local memory. The instruction is HGMMA, for FP8 QGMMA with E4M3 operands. This second part needs cuobjdump,
+from the CUDA toolkit or from requirements-dev.txt. Without cuobjdump, the output says that this part was not
+checked.
 """
 import os
 import re
@@ -18,6 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 GEMM_KERNELS = {"gemm_*.cu.o": "gemm_kernel", "fused_*.cu.o": "mega_kernel"}  # objects: name of their kernels
+# Kernels that may spill, and the most bytes of stack. A warp of the low-latency combine loads the sums of
+# four ranks at once (docs/experiments/decode.md, E-121).
+MAY_SPILL = {"ll_combine_kernel": 192}
 NVIDIA_PACKAGES = Path(sysconfig.get_path("purelib"), "nvidia")
 TOOLS = os.pathsep.join([os.environ.get("PATH", ""), *map(str, NVIDIA_PACKAGES.glob("*/bin"))])
 
@@ -74,11 +78,16 @@ def instruction_faults(folder):
     return faults
 
 
+def allowed_stack(name):
+    return next((most for kernel, most in MAY_SPILL.items() if kernel in name), 0)
+
+
 def main():
     folder = Path(sys.argv[1])
     kernels = report((folder / "kernels.log").read_text())
     faults = [f"{name}: {stack} bytes of stack, {spilled} bytes spilled"
-              for name, (_, stack, spilled) in kernels.items() if stack or spilled]
+              for name, (_, stack, spilled) in kernels.items()
+              if (stack or spilled) and stack > allowed_stack(name)]
     most = max((registers for registers, _, _ in kernels.values()), default=0)
     if len(kernels) < 10:
         faults.append(f"the report names only {len(kernels)} kernels, expected at least 10")

@@ -3,12 +3,49 @@
  *
  * Worker i takes the tokens i, i + num_workers, ... of every rank. Each worker reads all routes by itself, so
  * workers need not wait for each other.
- * Invariant: a worker waits for a peer only after it has sent all its pieces. A number from a peer is clamped
+ * Invariant: a worker waits for a peer only after it has sent all its rows. A number from a peer is clamped
  * before it becomes an offset. */
 #include <string.h>
 
 #include "cpu/ops.h"
 #include "cpu/rows.h"
+
+/* ---- words of slots ---- */
+
+/* Store num_bytes at byte `at` of a peer's slot, as words. All are multiples of 4. */
+static void put_words(unsigned char *slot, uint64_t at, const void *from, uint64_t num_bytes) {
+    uint32_t *to = (uint32_t *)(slot + at), value;
+    for (uint64_t i = 0; i < num_bytes / 4; i++) {
+        memcpy(&value, (const unsigned char *)from + 4 * i, 4);
+        ep_st_relaxed_sys_u32(to + i, ep_ll_word(value));
+    }
+}
+
+/* A slot of a token from another rank: where it is, and what to record if its words do not come. */
+typedef struct {
+    const EpComm *c;
+    unsigned char *slot;
+    EpFaultRecord fault;
+} Arriving;
+static Arriving arriving(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t token, uint64_t epoch) {
+    return (Arriving){c, ep_ll_slot(c, c->my_rank, of_rank, token, epoch),
+                      ep_fault_at(op, of_rank, EP_WORD_SLOT, epoch)};
+}
+/* Wait for num_bytes at byte `at` of a slot, and take them out of it. False: the operation must end. */
+static bool take_words(const Arriving *a, uint64_t at, void *to, uint64_t num_bytes) {
+    uint32_t *from = (uint32_t *)(a->slot + at);
+    ep_chaos(EP_CHAOS_FLAG_READ);
+    for (uint64_t i = 0; i < num_bytes / 4; i++) {
+        EpBackoff w = {0, 0, 0};
+        uint32_t word;
+        while ((word = ep_ld_relaxed_sys_u32(from + i)) == 0 && !EP_FAULT(NO_FLAG_WAIT))
+            if (!ep_wait_on(a->c, &w, a->c->timeout_ns, &a->fault, 1, 0)) return false;
+        if (!EP_FAULT(NO_ZERO)) ep_st_relaxed_sys_u32(from + i, 0);
+        const uint32_t value = ep_ll_value(word);
+        memcpy((unsigned char *)to + 4 * i, &value, 4);
+    }
+    return true;
+}
 
 /* ---- dispatch ---- */
 
@@ -32,9 +69,9 @@ static void quantize_row(const EpComm *c, uint32_t fp8, const unsigned char *fro
     }
 }
 
-/* Write token t in the form in which it travels: its row, or e4m3 numbers and their scales; then its
+/* Write token t as a slot has it, but without words: its row, or e4m3 numbers and their scales; then its
  * weights. */
-static void write_slot(const EpLlDispatchParams *p, uint32_t t, unsigned char *to) {
+static void pack_token(const EpLlDispatchParams *p, uint32_t t, unsigned char *to) {
     const EpComm *c = &p->comm;
     const uint32_t K = c->shape.num_topk;
     const unsigned char *from = (const unsigned char *)p->x + t * c->layout.row_bytes;
@@ -45,17 +82,25 @@ static void write_slot(const EpLlDispatchParams *p, uint32_t t, unsigned char *t
     memcpy(to + ep_ll_weights_at(c), weights, 4ull * K);
 }
 
+/* Bytes of a token's numbers and scales in a slot. The weights come later. */
+static uint64_t travel_bytes(const EpLlDispatchParams *p) {
+    const EpComm *c = &p->comm;
+    return p->fp8 ? ep_ll_scales_at(c) + 4ull * (c->shape.hidden / EP_FP8_GROUP) : c->layout.row_bytes;
+}
 static void send_token(const EpLlDispatchParams *p, uint32_t t, uint64_t epoch) {
     const EpComm *c = &p->comm;
     const uint32_t K = c->shape.num_topk, targets = targets_of(p, t);
+    unsigned char *own = ep_ll_slot(c, c->my_rank, c->my_rank, t, epoch); /* no other rank uses it */
+    if (targets & ~(1u << c->my_rank)) pack_token(p, t, own);
     for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
         for (uint32_t k = 0; k < K; k++)
             ep_st_relaxed_sys_u64(ep_ll_route(c, r, c->my_rank, t, epoch) + k,
                                   ep_ll_cell(epoch, ep_ll_route_of(p, (uint64_t)t * K + k)));
         if (r == c->my_rank || !(targets >> r & 1u)) continue;
-        if (EP_FAULT(FLAG_FIRST)) ep_ll_publish(c, r, t, 0, epoch);
-        write_slot(p, t, ep_ll_slot(c, r, c->my_rank, t, epoch));
-        for (uint32_t i = 0; i < c->layout.num_pieces; i++) ep_ll_publish(c, r, t, i, epoch);
+        unsigned char *to = ep_ll_slot(c, r, c->my_rank, t, epoch);
+        ep_chaos(EP_CHAOS_FLAG_PUBLISH);
+        put_words(to, 0, own, travel_bytes(p));
+        put_words(to, ep_ll_weights_at(c), own + ep_ll_weights_at(c), 4ull * K);
     }
 }
 
@@ -86,7 +131,7 @@ static bool read_routes(const EpLlDispatchParams *p, const EpLlHead *heads, uint
     return true;
 }
 
-/* Copy a token that is in `from`, in the form in which it travels, to its row. */
+/* Copy a token, packed as pack_token does it, to its row. */
 static void place_row(const EpLlDispatchParams *p, const unsigned char *from, uint32_t expert, uint32_t first,
                       uint32_t i) {
     const EpComm *c = &p->comm;
@@ -100,6 +145,20 @@ static void place_row(const EpLlDispatchParams *p, const unsigned char *from, ui
         memcpy(&bits, from + ep_ll_scales_at(c) + 4ull * g, 4);
         ep_ll_put_scale(p, p->is_masked ? expert * lines * p->scale_line + i : row, g, bits);
     }
+}
+
+/* Token t of source w, packed, in the slot of this rank's own token with the same number. No other rank uses
+ * that slot, and this worker alone uses it, for one token after the other. NULL: the token does not
+ * arrive. */
+static const unsigned char *token_of(const EpLlDispatchParams *p, uint32_t w, uint32_t t, uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    unsigned char *own = ep_ll_slot(c, c->my_rank, c->my_rank, t, epoch);
+    const Arriving a = arriving(c, EP_OP_LL_DISPATCH, w, t, epoch);
+    if (w == c->my_rank) pack_token(p, t, own);
+    else if (!take_words(&a, 0, own, travel_bytes(p)) ||
+             !take_words(&a, ep_ll_weights_at(c), own + ep_ll_weights_at(c), 4ull * c->shape.num_topk))
+        return NULL;
+    return own;
 }
 
 /* Place token t of source w, and note it for combine. mine: this worker does so; otherwise it only counts
@@ -126,15 +185,7 @@ static bool place_token(const EpLlDispatchParams *p, uint32_t w, uint32_t t, con
         }
         const uint32_t i = next[e]++;
         if (!mine) continue;
-        if (!from && w == c->my_rank) {
-            unsigned char *own = ep_ll_slot(c, w, w, t, epoch); /* no other rank uses it */
-            write_slot(p, t, own);
-            from = own;
-        } else if (!from) {
-            for (uint32_t piece = 0; piece < c->layout.num_pieces; piece++)
-                if (!ep_ll_await(c, EP_OP_LL_DISPATCH, w, t, piece, epoch)) return false;
-            from = ep_ll_slot(c, c->my_rank, w, t, epoch);
-        }
+        if (!from && !(from = token_of(p, w, t, epoch))) return false;
         place_row(p, from, e, first[e], i);
         rows[k] = (int32_t)ep_ll_row(&c->shape, p->is_masked, e, first[e], i);
     }
@@ -151,7 +202,9 @@ static bool receive_tokens(const EpLlDispatchParams *p, uint32_t worker, uint32_
     const EpLlHandle h = ep_ll_handle(&c->shape);
     EpLlHead heads[EP_MAX_RANKS];
     uint32_t first[EP_MAX_EXPERTS], next[EP_MAX_EXPERTS], sum = 0;
-    if (!ep_ll_enter_await(c, EP_OP_LL_DISPATCH, ep_ll_dispatch_head(p), epoch, heads)) return false;
+    const bool ok = ep_ll_enter_await(c, EP_OP_LL_DISPATCH, ep_ll_dispatch_head(p), epoch, heads);
+    ep_ll_clear_void(c, ep_ll_void_epoch(c), worker, num_workers, epoch);
+    if (!ok) return false;
     if (!read_routes(p, heads, next, epoch)) return false;
     for (uint32_t e = 0; e < L; e++) {
         if (worker == 0) p->counts[e] = (int32_t)next[e];
@@ -192,7 +245,10 @@ void ep_cpu_ll_dispatch(const EpLlDispatchParams *p, uint32_t worker, uint32_t n
     }
     if (!(p->parts & EP_LL_RECEIVE)) return;
     if (epoch) (void)receive_tokens(p, worker, num_workers, epoch);
-    if (ep_leave_unqueued(c, num_workers, epoch) == EP_LEFT_LAST_FAILED) poison_dispatch(p);
+    if (ep_leave_unqueued(c, num_workers, epoch) == EP_LEFT_LAST_FAILED) {
+        if (epoch) ep_ll_note_void(c, epoch);
+        poison_dispatch(p);
+    }
 }
 
 /* ---- combine ---- */
@@ -227,35 +283,66 @@ static bool has_row(const EpLlCombineParams *p, uint32_t source, uint32_t token)
 static void return_token(const EpLlCombineParams *p, uint32_t source, uint32_t token, uint64_t epoch) {
     const EpComm *c = &p->comm;
     if (!has_row(p, source, token)) return;
-    if (EP_FAULT(FLAG_FIRST)) ep_ll_publish(c, source, token, 0, epoch);
     unsigned char *to = ep_ll_slot(c, source, c->my_rank, token, epoch);
-    /* With FP8, the slot of this rank's own token with the same number holds the sum before it is quantised.
-     * No other rank uses that slot, and only this worker uses it again, in finish_token. */
-    unsigned char *sum = p->fp8 ? ep_ll_slot(c, c->my_rank, c->my_rank, token, epoch) : to;
+    /* The slot of this rank's own token with the same number holds the sum. No other rank uses that slot, and
+     * only this worker uses it again, in finish_token. */
+    unsigned char *sum = ep_ll_slot(c, c->my_rank, c->my_rank, token, epoch);
+    ep_chaos(EP_CHAOS_FLAG_PUBLISH);
     sum_choices(p, source, token, sum);
-    if (p->fp8) quantize_row(c, p->fp8, sum, to);
-    for (uint32_t i = 0; i < c->layout.num_pieces; i++) ep_ll_publish(c, source, token, i, epoch);
+    if (!p->fp8) put_words(to, 0, sum, c->layout.row_bytes);
+    for (uint32_t g = 0; p->fp8 && g < c->shape.hidden / EP_FP8_GROUP; g++) {
+        uint8_t numbers[EP_FP8_GROUP];
+        const float scale = ep_cpu_quantize(numbers, sum + 2ull * g * EP_FP8_GROUP, c->shape.dtype, p->fp8);
+        put_words(to, (uint64_t)g * EP_FP8_GROUP, numbers, EP_FP8_GROUP);
+        put_words(to, ep_ll_scales_at(c) + 4ull * g, &scale, 4);
+    }
 }
 
-/* Add up token t of this rank, in the order of the ranks. */
-static bool finish_token(const EpLlCombineParams *p, uint32_t t, uint64_t epoch) {
+/* Numbers of a row that finish_token adds up at a time. A multiple of EP_FP8_GROUP. */
+enum { BLOCK = 512 };
+
+/* Add up a block of token t of this rank, in the order of the ranks: n numbers, the first of them `at`. */
+static bool finish_block(const EpLlCombineParams *p, uint32_t t, uint32_t at, uint32_t n, uint64_t epoch) {
     const EpComm *c = &p->comm;
     const uint32_t targets = (uint32_t)p->handle[ep_ll_handle(&c->shape).targets_off + t];
+    const uint64_t size = ep_dtype_bytes(c->shape.dtype);
+    float numbers[EP_MAX_RANKS][BLOCK]; /* of any dtype */
+    float scale[EP_MAX_RANKS][BLOCK / EP_FP8_GROUP];
     const void *sums[EP_MAX_RANKS];
     const float *scales[EP_MAX_RANKS];
-    unsigned char *out = (unsigned char *)p->out + t * c->layout.row_bytes;
     uint32_t num = 0;
     for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
         if (!(targets >> r & 1u)) continue;
-        unsigned char *slot = ep_ll_slot(c, c->my_rank, r, t, epoch);
-        if (r == c->my_rank) sum_choices(p, r, t, slot);
-        for (uint32_t i = 0; i < c->layout.num_pieces && r != c->my_rank; i++)
-            if (!ep_ll_await(c, EP_OP_LL_COMBINE, r, t, i, epoch)) return false;
-        scales[num] = r == c->my_rank ? NULL : (const float *)(slot + ep_ll_scales_at(c));
-        sums[num++] = slot;
+        const Arriving a = arriving(c, EP_OP_LL_COMBINE, r, t, epoch);
+        sums[num] = numbers[num];
+        scales[num] = NULL;
+        if (r == c->my_rank) {
+            sums[num] = a.slot + at * size;
+        } else if (!p->fp8) {
+            if (!take_words(&a, at * size, numbers[num], n * size)) return false;
+        } else {
+            scales[num] = scale[num];
+            if (!take_words(&a, at, numbers[num], n)) return false;
+            if (!take_words(&a, ep_ll_scales_at(c) + 4ull * (at / EP_FP8_GROUP), scale[num],
+                            4ull * (n / EP_FP8_GROUP)))
+                return false;
+        }
+        num++;
     }
-    if (p->fp8) ep_cpu_sum_fp8(out, sums, scales, num, c->shape.dtype, c->shape.hidden);
-    else ep_cpu_sum_rows(out, sums, NULL, num, c->shape.dtype, c->shape.hidden);
+    unsigned char *out = (unsigned char *)p->out + t * c->layout.row_bytes + at * size;
+    if (p->fp8) ep_cpu_sum_fp8(out, sums, scales, num, c->shape.dtype, n);
+    else ep_cpu_sum_rows(out, sums, NULL, num, c->shape.dtype, n);
+    return true;
+}
+
+/* Add up token t of this rank. */
+static bool finish_token(const EpLlCombineParams *p, uint32_t t, uint64_t epoch) {
+    const EpComm *c = &p->comm;
+    const uint32_t H = c->shape.hidden, me = c->my_rank;
+    if ((uint32_t)p->handle[ep_ll_handle(&c->shape).targets_off + t] >> me & 1u)
+        sum_choices(p, me, t, ep_ll_slot(c, me, me, t, epoch));
+    for (uint32_t at = 0; at < H; at += BLOCK)
+        if (!finish_block(p, t, at, H - at < BLOCK ? H - at : BLOCK, epoch)) return false;
     return true;
 }
 
@@ -273,7 +360,10 @@ void ep_cpu_ll_combine(const EpLlCombineParams *p, uint32_t worker, uint32_t num
     if (!(p->parts & EP_LL_RECEIVE)) return;
     EpLlHead heads[EP_MAX_RANKS];
     bool ok = epoch && ep_ll_enter_await(c, EP_OP_LL_COMBINE, mine, epoch, heads);
+    if (epoch) ep_ll_clear_void(c, ep_ll_void_epoch(c), worker, num_workers, epoch);
     for (uint32_t t = worker; t < p->num_tokens && ok; t += num_workers) ok = finish_token(p, t, epoch);
-    if (ep_leave_unqueued(c, num_workers, epoch) == EP_LEFT_LAST_FAILED)
+    if (ep_leave_unqueued(c, num_workers, epoch) == EP_LEFT_LAST_FAILED) {
+        if (epoch) ep_ll_note_void(c, epoch);
         ep_cpu_fill_nan(p->out, p->num_tokens * c->layout.row_bytes);
+    }
 }

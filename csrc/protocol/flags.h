@@ -17,8 +17,8 @@
  *  latency)    |         |         | number: relaxed | relaxed.sys    | so may get op e + 1 | head of e + 1
  * route[b][w]  | rank w  | owner   | st.relaxed.sys  | relaxed.sys    | {epoch tag, expert} | as head
  *  [t][k]      |         |         |                 |                | and nothing else    |
- * ll flag[b][w]| rank w  | owner   | st.release.sys, | acquire.sys == | this piece of slot  | as head
- *  [t][piece]  |         |         | or after a fence|                | [b][w][t]           |
+ * word of a    | rank w, | owner   | st.relaxed.sys  | relaxed.sys    | itself, and nothing | in op e + 3;
+ *  slot (ll)   | owner: 0|         |                 | != 0           | else                | reader: 0
  * signal       | any     | owner   | st or add       | acquire.sys    | what the writer has | by the caller
  *              | rank    |         | .release.sys    | >= or ==       | put before          |
  * barrier      is an operation without data: it uses enter and nothing else
@@ -46,9 +46,9 @@
  * with each operation and are never reset. A rank is at most one operation ahead of a peer, because each
  * operation begins with a handshake: it waits until enter has reached its epoch from all ranks. Therefore
  * two banks of enter and header are enough, and one of everything else. A low-latency operation sends before
- * it waits, so all its words and slots have two banks (low_latency.h). A flag can be compared for equality,
- * because it cannot be overtaken. Every rank enters every operation, also with zero tokens. Every wait ends:
- * by its word, by the abort word, or by its timeout. */
+ * it waits, so its cells have two banks and its slots three (low_latency.h). A flag can be compared for
+ * equality, because it cannot be overtaken. Every rank enters every operation, also with zero tokens. Every
+ * wait ends: by its word, by the abort word, or by its timeout. */
 #ifndef EP_FLAGS_H
 #define EP_FLAGS_H
 #include "protocol/comm.h"

@@ -31,7 +31,8 @@ typedef struct {
     X(GRID, "grid barrier") \
     X(SCATTER, "scatter")   \
     X(READY, "ready")       \
-    X(ROUTE, "route")
+    X(ROUTE, "route")       \
+    X(SLOT, "slot")
 typedef enum {
     EP_WORD_NONE = 0,
 #define X(NAME, text) EP_WORD_##NAME,

@@ -16,7 +16,8 @@
 #define EP_CHUNK_SLOTS 4u /* slots published by one flag */
 #define EP_TILE_ROWS 128  /* rows of a row block, and of a full grouped-GEMM tile */
 #define EP_WRONG_CELLS 3u /* cells of a plan in which a rank reports a wrong argument; see plan.h */
-#define EP_PIECE_VECS 64u /* low latency: units of 16 bytes of a row that one flag publishes */
+#define EP_PIECE_VECS 64u /* low latency: units of 16 bytes of a row that a worker moves at a time */
+#define EP_LL_BANKS 3u    /* low latency: banks of slots */
 #define EP_PLAN_CTAS 128u /* most CTAs of the plan kernel */
 
 /* The next aligned offset at the cursor. The cursor moves past num_bytes from there. */
@@ -38,9 +39,9 @@ typedef struct {
     /* u64 [num_row_blocks]: how many rows of each row block are ready; only this rank uses them; see
      * fused.cuh */
     uint64_t ready_off;
-    /* Low latency only, see low_latency.h: two banks of u64 [W][EP_LINE / 8] heads, u64 [W][max_tokens][K]
-     * routes and u64 [W][max_tokens][num_pieces] flags. */
-    uint64_t ll_head_off, ll_route_off, ll_flag_off;
+    /* Low latency only, see low_latency.h: two banks of u64 [W][EP_LINE / 8] heads and of u64
+     * [W][max_tokens][K] routes. */
+    uint64_t ll_head_off, ll_route_off;
     uint64_t stage_off; /* the staging buffer; its format depends on the operation */
     uint64_t num_bytes;
     uint64_t row_bytes;       /* H elements */
@@ -73,8 +74,7 @@ EP_PURE EpCommLayout ep_comm_layout(const EpShape *s) {
     l.num_pieces = (uint32_t)(ep_align_u64(l.row_bytes, 16 * EP_PIECE_VECS) / (16 * EP_PIECE_VECS));
     l.ll_head_off = ep_take(&at, is_ll ? 2 * w * EP_LINE : 0, EP_LINE);
     l.ll_route_off = ep_take(&at, is_ll ? 16 * slots * s->num_topk : 0, EP_LINE);
-    l.ll_flag_off = ep_take(&at, is_ll ? 16 * slots * l.num_pieces : 0, EP_LINE);
-    stage = (is_ll ? 2 : 1) * slots * l.slot_stride;
+    stage = (is_ll ? EP_LL_BANKS : 1) * slots * l.slot_stride;
     if (s->combine_mode == EP_COMBINE_SCATTER)
         stage = ep_max_u64(stage, (uint64_t)s->max_tokens * s->num_topk * l.choice_stride);
     if (s->combine_mode == EP_COMBINE_GATHER) stage = ep_max_u64(stage, s->capacity * l.choice_stride);

@@ -10,20 +10,35 @@
  *   route   one cell for each choice of each token, to every peer: the expert
  *   slot    a token's row on its way: the row (or e4m3 numbers, then f32 scales), then f32 weight[K].
  *           On the way back: the sum of its rows at an expert's rank (or e4m3 numbers, then f32 scales)
- *   piece   EP_PIECE_VECS units of 16 bytes of a row of the layer's dtype. One flag publishes a piece of a
- *           slot.
+ *   piece   EP_PIECE_VECS units of 16 bytes of a row of the layer's dtype. A worker moves one at a time.
  *
- * A cell is {epoch:48 | value:16} in one word: it needs no other word to be valid. flags.h has the lines of
- * these words in its table.
+ * A cell is {epoch:48 | value:16} in one word. A reader sees in the cell itself whether it belongs to the
+ * operation. flags.h has the lines of these words in its table.
  *
- * Banks. The words and the slots exist twice. Operation e uses bank e % 2. Rank r writes to bank e % 2 of its
- * peer p without a handshake in e. This overwrites nothing that p still reads, in the order of time:
+ * A word of a slot has 32 bits, all of them data. So it has no epoch: between operations, all words of all
+ * slots are 0. A sender stores the complement of a value, which is never 0 (ep_ll_word). The reader waits
+ * until the word is not 0, and stores 0 after it has read it. So each word tells by itself that it has
+ * arrived. Words may arrive in any order, and no fence, flag or release is needed: a row takes one hop.
+ *
+ * Banks of cells. Heads and routes exist twice. Operation e uses bank e % 2. Rank r writes to bank e % 2 of
+ * its peer p without a handshake in e. This overwrites nothing that p still reads, in the order of time:
  *   (1) p has finished its operation e - 2, the last one that reads this bank.
  *   (2) p releases its head of e - 1, after (1) in the order of its stream.
  *   (3) r acquires p's head of e - 1. It does so in every operation, also in one that becomes void.
  *   (4) r finishes e - 1, begins e and writes, after (3) in the order of its stream.
  * One bank would not do: nothing orders p's reads in e - 1 before r's stores in e.
- * tests/models/low_latency.pml checks the argument, and fails with one bank.
+ *
+ * Banks of slots. Slots exist three times. Operation e uses bank e % 3. If all operations were normal, two
+ * banks would do by the argument above, because p's reads and its stores of 0 are complete with (1). But if e
+ * is void, p does not read what its peers have sent in e. It clears that bank itself, in e + 1:
+ *   (5) p acquires the heads of e + 1 of all peers. Each peer released its head after its stores of e. So all
+ *       words of e have arrived.
+ *   (6) p clears the bank, in e + 1.
+ *   (7) p releases its head of e + 2, which r acquires in e + 2. So r's stores to this bank, in e + 3, come
+ *       after (6).
+ * With two banks, r stores to the bank in e + 2, and nothing orders (6) before that.
+ * tests/models/low_latency.pml checks these arguments, and fails with one bank of cells, with two of slots,
+ * and if p clears the bank before (5).
  * Invariant: numbers from a peer are clamped before they become an offset. */
 #ifndef EP_LOW_LATENCY_H
 #define EP_LOW_LATENCY_H
@@ -86,15 +101,18 @@ EP_PURE uint64_t ep_ll_smem_bytes(const EpShape *s) {
 
 /* ---- slots ---- */
 
-/* The bank of an operation, as the number of rank 0's line in it. */
-EP_FN uint64_t ep_ll_bank(const EpComm *c, uint64_t epoch) {
-    return (epoch % (EP_FAULT(ONE_BANK) ? 1 : 2)) * c->shape.num_ranks;
-}
+/* The slot of token `token` of of_rank, in the bank of an operation. */
 EP_FN unsigned char *ep_ll_slot(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t token,
                                 uint64_t epoch) {
-    const uint64_t line = (ep_ll_bank(c, epoch) + of_rank) * c->shape.max_tokens + token;
+    const uint64_t bank = epoch % (EP_FAULT(ONE_BANK) ? 1 : EP_LL_BANKS);
+    const uint64_t line = (bank * c->shape.num_ranks + of_rank) * c->shape.max_tokens + token;
     return c->base[at_rank] + c->layout.stage_off + line * c->layout.slot_stride;
 }
+/* A value as a word of a slot, and the value of a word that has arrived. The value with all bits set is NaN
+ * in every dtype: one number of 32 bits, two of 16, four of 8. Its complement would be 0, so another NaN
+ * travels in its place, without the highest bit. */
+EP_PURE uint32_t ep_ll_word(uint32_t value) { return value == 0xffffffffu ? 0x80000000u : ~value; }
+EP_PURE uint32_t ep_ll_value(uint32_t word) { return ~word; }
 /* Bytes of a row on its way, without weights; and where its scales begin. */
 EP_PURE uint64_t ep_ll_scales_at(const EpComm *c) { return c->shape.hidden; }
 /* The lines of scales in the output: a float32 for each group, or UE8M0, which packs four groups. */
@@ -109,13 +127,13 @@ EP_FN void ep_ll_put_scale(const EpLlDispatchParams *p, uint64_t row, uint32_t g
     else ((uint32_t *)p->scales)[row + (uint64_t)group * p->scale_line] = bits;
 }
 EP_PURE uint64_t ep_ll_weights_at(const EpComm *c) { return c->layout.row_bytes; }
-EP_FN uint64_t *ep_ll_flag(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t token,
-                           uint32_t piece, uint64_t epoch) {
-    const uint64_t line = (ep_ll_bank(c, epoch) + of_rank) * c->shape.max_tokens + token;
-    return EP_AT(uint64_t, c, at_rank, c->layout.ll_flag_off) + line * c->layout.num_pieces + piece;
-}
 
 /* ---- cells ---- */
+
+/* The bank of an operation, as the number of rank 0's line in it. */
+EP_FN uint64_t ep_ll_bank(const EpComm *c, uint64_t epoch) {
+    return (epoch % (EP_FAULT(ONE_BANK) ? 1 : 2)) * c->shape.num_ranks;
+}
 
 /* The epoch in a cell. It is never 0, the content of a fresh heap: 2^48 has the tag of 2^48 - 1, which is in
  * the other bank. */
@@ -277,6 +295,27 @@ EP_FN bool ep_ll_enter_await(const EpComm *c, uint32_t op, EpLlHead mine, uint64
     return false;
 }
 
+/* ---- slots of void operations ---- */
+
+/* Note that this rank leaves the slots of this operation unread. */
+EP_FN void ep_ll_note_void(const EpComm *c, uint64_t epoch) {
+    ep_st_relaxed_gpu_u64(&ep_local(c)->void_epoch, epoch);
+}
+/* The newest operation whose slots this rank has left unread. Read it before the operation ends. */
+EP_FN uint64_t ep_ll_void_epoch(const EpComm *c) { return ep_ld_relaxed_gpu_u64(&ep_local(c)->void_epoch); }
+/* Clear the slots of the operation before this one, if it was void. Worker `worker` of num_workers clears its
+ * share. All workers call it in every operation, after they have the verdict about the heads of all peers. */
+EP_FN void ep_ll_clear_void(const EpComm *c, uint64_t void_epoch, uint32_t worker, uint32_t num_workers,
+                            uint64_t epoch) {
+    const uint32_t num_slots = c->shape.num_ranks * c->shape.max_tokens;
+    if (void_epoch + 1 != epoch || EP_FAULT(NO_CLEAR)) return;
+    for (uint32_t i = worker; i < num_slots; i += num_workers) {
+        uint64_t *slot = (uint64_t *)ep_ll_slot(c, c->my_rank, i / c->shape.max_tokens,
+                                                i % c->shape.max_tokens, void_epoch);
+        EP_FOR_LANES(at, (uint32_t)(c->layout.slot_stride / 8)) ep_st_relaxed_sys_u64(slot + at, 0);
+    }
+}
+
 /* Run an operation without data, with the code in c->status. One worker calls it. If this rank has already
  * sent its half, its head stays as it is, because peers may have judged it. Then the operation is void here
  * alone. */
@@ -284,7 +323,9 @@ EP_FN void ep_ll_refuse(const EpComm *c, uint32_t op, uint64_t epoch, EpLlHead *
     const EpLlHead mine = {ep_ll_call(op, 0, c->status), 0};
     const uint64_t entered = ep_ld_relaxed_sys_u64(ep_enter_word(c, c->my_rank, c->my_rank, epoch));
     if (entered != epoch) ep_ll_enter(c, mine, epoch);
-    (void)ep_ll_enter_await(c, op, mine, epoch, heads);
+    const bool ok = ep_ll_enter_await(c, op, mine, epoch, heads);
+    ep_ll_clear_void(c, ep_ll_void_epoch(c), 0, 1, epoch);
+    if (!ok && ep_lane() == 0) ep_ll_note_void(c, epoch);
 }
 
 /* Leave the operation before its rows are moved: from here on, this worker uses no local word. One worker in
@@ -302,6 +343,7 @@ EP_FN void ep_ll_leave(const EpComm *c, uint32_t num_workers, bool is_void, uint
     ep_st_relaxed_gpu_u64(&l->num_left, 0);
     if (is_void && !c->status) ep_st_relaxed_gpu_u64(&l->faulted, 1);
     if (is_void) ep_st_relaxed_gpu_u64(&l->claim, 0);
+    if (is_void) ep_ll_note_void(c, epoch);
     ep_st_relaxed_gpu_u64(&l->epoch, epoch);
 }
 
@@ -317,23 +359,6 @@ EP_FN void ep_ll_wrong_index(const EpComm *c, uint32_t source, uint32_t position
     ep_fault(c, &f);
 }
 #define EP_INDEX_UNKNOWN (-1) /* drops a choice, so it is never a wrong index */
-
-/* Publish a piece of a slot, or wait for one, as ep_flag_publish and ep_flag_await do for chunks. */
-EP_FN void ep_ll_publish(const EpComm *c, uint32_t at_rank, uint32_t token, uint32_t piece, uint64_t epoch) {
-    ep_chaos(EP_CHAOS_FLAG_PUBLISH);
-    ep_st_release_sys_u64(ep_ll_flag(c, at_rank, c->my_rank, token, piece, epoch),
-                          epoch); /* publishes the piece */
-}
-EP_FN bool ep_ll_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_t token, uint32_t piece,
-                       uint64_t epoch) {
-    EpFaultRecord f = ep_fault_at(op, of_rank, EP_WORD_FLAG, epoch);
-    uint64_t ok = 1;
-    ep_chaos(EP_CHAOS_FLAG_READ);
-    if (ep_lane() == 0 && !EP_FAULT(NO_FLAG_WAIT))
-        ok = ep_wait_u64(c, ep_ll_flag(c, c->my_rank, of_rank, token, piece, epoch), EP_CMP_EQ, epoch,
-                         &f); /* the piece is now readable */
-    return ep_warp_bcast_u64(ok) != 0;
-}
 
 /* The head with which this rank enters. A handle that dispatch did not complete, or that is for another
  * number of tokens, is refused. */

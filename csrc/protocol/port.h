@@ -46,7 +46,9 @@ enum {
     EP_FAULT_OLD_COUNTS = 10,     /* counts of an earlier plan are accepted */
     EP_FAULT_NO_EMPTY_ENTER = 11, /* a rank without tokens does not enter */
     EP_FAULT_UNCHECKED_ROWS = 12, /* row numbers from a peer are not checked */
-    EP_FAULT_FLAG_FIRST = 13      /* a flag is published before its slots are written */
+    EP_FAULT_FLAG_FIRST = 13,     /* a flag is published before its slots are written */
+    EP_FAULT_NO_CLEAR = 14,       /* low latency: the slots of a void operation are not cleared */
+    EP_FAULT_NO_ZERO = 15         /* low latency: a word of a slot is not set to 0 after it was read */
 };
 #define EP_FAULT(name) (EP_FAULT_IDX == EP_FAULT_##name)
 
@@ -167,12 +169,14 @@ EP_FN uint64_t ep_ld_acquire_sys_u64(const uint64_t *p) {
     return __atomic_load_n(p, EP_FAULT(RELAXED_LOAD) ? __ATOMIC_RELAXED : __ATOMIC_ACQUIRE);
 }
 EP_FN uint64_t ep_ld_relaxed_sys_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+EP_FN uint32_t ep_ld_relaxed_sys_u32(const uint32_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 EP_FN uint64_t ep_ld_relaxed_gpu_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
 EP_FN uint64_t ep_ld_acquire_gpu_u64(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 EP_FN void ep_st_release_sys_u64(uint64_t *p, uint64_t v) {
     __atomic_store_n(p, v, EP_FAULT(RELAXED_STORE) ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
 }
 EP_FN void ep_st_relaxed_sys_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+EP_FN void ep_st_relaxed_sys_u32(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 EP_FN void ep_st_relaxed_gpu_u64(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
 EP_FN uint64_t ep_add_release_sys_u64(uint64_t *p, uint64_t v) {
     return __atomic_fetch_add(p, v, __ATOMIC_RELEASE);

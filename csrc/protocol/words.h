@@ -55,7 +55,8 @@ enum {
 /* Words that only the workers of the owner's rank use. Each group is on a line of its own. */
 typedef struct {
     uint64_t epoch, faulted, claim;
-    uint64_t checked, pad0[12]; /* the newest tick in which a waiting worker read the abort word */
+    uint64_t checked;              /* the newest tick in which a waiting worker read the abort word */
+    uint64_t void_epoch, pad0[11]; /* low latency: the newest operation whose slots stay unread */
     uint64_t queue_send[EP_MAX_RANKS], pad1[8]; /* task counters: [0] alone, or one for each peer */
     uint64_t queue_recv, pad2[15];
     uint64_t num_left, num_copied, pad3[14];

@@ -93,17 +93,16 @@ FAULTS = {
 QUICK_FAULTS = (1, 4, 10, 12, 13)
 # The same for the low-latency operations, whose words are others.
 LL_FAULTS = {
-    1: ("an acquire load is relaxed", "tsan", "ll_steps", {RACE}),
-    2: ("a release store is relaxed", "tsan", "ll_steps", {RACE}),
-    4: ("words and slots have one bank instead of two", "tsan", "ll_steps", {RACE, DATA, CODE, TIMEOUT}),
+    4: ("words and slots have one bank", "tsan", "ll_steps", {RACE, DATA, CODE, TIMEOUT}),
     5: ("a cell has its epoch before it has its value", "plain", "ll_steps ll_buffers", {DATA, CODE}),
     6: ("no rank waits for heads", "plain", "ll_steps", {DATA, CODE, TIMEOUT}),
-    7: ("no rank waits for flags", "tsan", "ll_steps", {RACE, DATA}),
+    7: ("no rank waits for the words of a slot", "plain", "ll_steps", {DATA}),
     8: ("the first worker that leaves acts as the last", "tsan", "ll_steps", {RACE, DATA, CODE, TIMEOUT}),
     10: ("a rank accepts a cell of an earlier operation", "plain", "ll_steps", {DATA, CODE, TIMEOUT}),
-    13: ("a rank sets a flag before it writes the slot", "tsan", "ll_steps", {RACE, DATA}),
+    14: ("a rank does not clear the slots of a void operation", "plain", "ll_refusals", {DATA}),
+    15: ("a rank does not set a word to 0 after reading it", "plain", "ll_steps", {DATA}),
 }
-QUICK_LL_FAULTS = (2, 10)
+QUICK_LL_FAULTS = (10, 14, 15)
 ENVIRONMENT = {
     "TSAN_OPTIONS": "halt_on_error=1 exitcode=66 second_deadlock_stack=1",
     "ASAN_OPTIONS": "exitcode=67 detect_stack_use_after_return=1 strict_string_checks=1",

@@ -41,17 +41,14 @@ static uint32_t ep_few_chunks = 8; /* few_tokens.cuh */
 
 static EpBarrier ep_cta_barrier, ep_warp_barriers[EP_MAX_WARPS];
 static uint64_t ep_lane_words[EP_MAX_WARPS][32];
-/* Whether this thread has executed a fence since the last synchronisation of its warp or CTA. Only
- * then it publishes the stores of the others. */
+/* Whether this thread has executed a fence since the last synchronisation of its warp. Only then it
+ * publishes the stores of the other lanes. */
 static thread_local bool ep_has_fenced;
 static void __syncwarp() {
     ep_has_fenced = false;
     ep_warp_barriers[threadIdx.x / 32].arrive(32);
 }
-static void __syncthreads() {
-    ep_has_fenced = false;
-    ep_cta_barrier.arrive(blockDim.x);
-}
+static void __syncthreads() { ep_cta_barrier.arrive(blockDim.x); }
 
 /* Every lane provides a value. f gets a function that returns the value of a lane. Like a shuffle, this
  * function does not order memory. */
@@ -214,13 +211,22 @@ EP_FN void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
     else __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
 }
 
-EP_FN void ep_fence_acq_rel_sys(void) { ep_has_fenced = true; }
-EP_FN void ep_st_fenced_sys_u64(uint64_t *p, uint64_t v) {
-    if (!ep_has_fenced) { /* ranks are processes here, so ThreadSanitizer would not see what follows */
-        fprintf(stderr, "a flag is stored without a fence before it\n");
-        abort();
-    }
-    __atomic_store_n(p, v, __ATOMIC_RELEASE);
+/* Each word of a slot is an access of its own, and orders nothing. */
+EP_FN uint32_t ep_ld_words(const uint32_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+EP_FN uint2 ep_ld_words(const uint2 *p) { return make_uint2(ep_ld_words(&p->x), ep_ld_words(&p->y)); }
+EP_FN uint4 ep_ld_words(const uint4 *p) {
+    return make_uint4(ep_ld_words(&p->x), ep_ld_words(&p->y), ep_ld_words(&p->z), ep_ld_words(&p->w));
+}
+EP_FN void ep_st_words(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+EP_FN void ep_st_words(uint2 *p, uint2 v) {
+    ep_st_words(&p->y, v.y);
+    ep_st_words(&p->x, v.x);
+}
+EP_FN void ep_st_words(uint4 *p, uint4 v) {
+    ep_st_words(&p->z, v.z);
+    ep_st_words(&p->x, v.x);
+    ep_st_words(&p->w, v.w);
+    ep_st_words(&p->y, v.y);
 }
 
 alignas(1024) static unsigned char ep_shared[1u << 18];

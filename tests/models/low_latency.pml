@@ -1,4 +1,4 @@
-/* The low-latency dispatch and combine: no handshake, two banks of every word and slot.
+/* The low-latency dispatch and combine: no handshake, two banks of cells and three of slots.
  *
  * Each of N ranks executes E operations: dispatch, combine, dispatch, ... A rank has two workers, a
  * sender and a receiver. They synchronise only at the end of an operation. A rank has no token, or one
@@ -6,20 +6,25 @@
  * what the dispatch before it has brought. It is refused if that dispatch was void.
  *
  * A rank tells each peer: the call and the number (the two cells of its head), the route of its token,
- * the slot, and the slot's flag. A cell has its epoch in it, so the stores may become visible in any
- * order, except that the flag comes after the slot.
+ * and the slot, of which one word stands for all. A cell has its epoch in it. A word of a slot is 0 until
+ * it arrives, and the receiver sets it to 0 when it has read it. So the stores of an operation may become
+ * visible in any order. A word that a void operation leaves unread is set to 0 in the next operation, after
+ * the heads of all peers have been seen.
  *
  * What must hold:
- * - A receiver of operation e uses only cells, flags and slots of epoch e. None of them is overwritten
- *   before the receiver has used it.
+ * - A receiver of operation e uses only cells and slots of epoch e. None of them is overwritten before the
+ *   receiver has used it. (The epoch of a slot is known to the checker only.)
+ * - A sender finds every slot empty. A clearing receiver clears no slot of another operation.
  * - All ranks reach one verdict: normal, refused, or wrong index.
  * - Every rank ends every operation.
  *
  * Mutants:
- *   BANKS=1    one bank of everything.
+ *   BANKS=1    one bank of cells.
+ *   SLOTS=1    one bank of slots. SLOTS=2: two banks.
+ *   NOCLEAR    a void operation's slots are not cleared.
+ *   EARLYCLEAR they are cleared without waiting for the heads of the next operation.
  *   TAGBITS=1  a cell has only the lowest bit of its epoch.
  *   TORN       a receiver reads the number when it has seen the call, without looking at the number's tag.
- *   FLAGFIRST  the flag is written before the slot.
  *   EARLYADV   the first worker out advances the epoch.
  *   HASTE      a rank that refuses does not wait for the heads of its peers.
  *
@@ -37,8 +42,12 @@
 #ifndef BANKS
 #define BANKS 2
 #endif
+#ifndef SLOTS
+#define SLOTS 3
+#endif
 
 #define AT(dst,e,src)  (((dst) * BANKS + (e) % BANKS) * N + (src))
+#define SLOT_AT(dst,e,src) (((dst) * SLOTS + (e) % SLOTS) * N + (src))
 #define CELL(e,value)  ((e) * 4 + (value))
 #define EPOCH(cell)    ((cell) / 4)
 #define VALUE(cell)    ((cell) % 4)
@@ -61,7 +70,6 @@
 #define NUMBER 2
 #define ROUTE  4
 #define SLOT   8
-#define FLAG   16
 
 #ifdef INORDER
 #define MAY(store) (left & (store) && !(left & ((store) - 1)))
@@ -72,8 +80,8 @@
 byte call[N * BANKS * N];     /* [dst][bank][src]: cell, value 1 if refused */
 byte number[N * BANKS * N];   /* cell, value: tokens of a dispatch */
 byte route[N * BANKS * N];    /* cell, value: TOKEN or WRONG */
-byte slot[N * BANKS * N];     /* epoch of the row located there */
-byte flag[N * BANKS * N];
+byte slot[N * SLOTS * N];     /* 0: empty, else the epoch of the row located there */
+byte dirty[N];                /* the newest operation whose slots this rank has left unread */
 byte epoch[N] = 1;            /* local operation counter */
 byte out[N];                  /* workers that have left the current operation */
 byte choice[N * 2];           /* [rank][e % 2]: what it does in an operation */
@@ -130,11 +138,6 @@ inline forget() {
         :: EPOCH(route[AT(i / N,e,i % N)]) <= e -> route[AT(i / N,e,i % N)] = CELL(e,0)
         :: else -> skip
         fi;
-        if
-        :: flag[AT(i / N,e,i % N)] <= e && slot[AT(i / N,e,i % N)] <= e ->
-            flag[AT(i / N,e,i % N)] = e; slot[AT(i / N,e,i % N)] = e
-        :: else -> skip
-        fi;
         i++
     :: else -> i = 0; break
     od;
@@ -168,8 +171,8 @@ inline leave() {
     e++
 }
 
-#define STORES(d) (CALL + NUMBER + (DOES(r,e) == TOKEN || DOES(r,e) == WRONG -> ROUTE + SLOT + FLAG : \
-                   (!IS_DISPATCH(e) && DOES(r,e) != REFUSE && (got[r] >> (d)) & 1 -> SLOT + FLAG : 0)))
+#define STORES(d) (CALL + NUMBER + (DOES(r,e) == TOKEN || DOES(r,e) == WRONG -> ROUTE + SLOT : \
+                   (!IS_DISPATCH(e) && DOES(r,e) != REFUSE && (got[r] >> (d)) & 1 -> SLOT : 0)))
 
 proctype sender(byte r) {
     byte e = 1, d, left, i;
@@ -184,24 +187,37 @@ proctype sender(byte r) {
                 left = left - NUMBER }
         :: atomic { d < N && MAY(ROUTE) ->
                 route[AT(d,e,r)] = CELL(e, DOES(r,e)); left = left - ROUTE }
-#ifdef FLAGFIRST
-        :: atomic { d < N && left & SLOT && !(left & FLAG) ->
-#else
         :: atomic { d < N && MAY(SLOT) ->
-#endif
-                slot[AT(d,e,r)] = e; left = left - SLOT }
-#ifdef FLAGFIRST
-        :: atomic { d < N && left & FLAG ->
-#else
-        :: atomic { d < N && left & FLAG && !(left & SLOT) ->
-#endif
-                flag[AT(d,e,r)] = e; left = left - FLAG }
+                assert(slot[SLOT_AT(d,e,r)] == 0);
+                slot[SLOT_AT(d,e,r)] = e; left = left - SLOT }
         :: atomic { d < N && left == 0 ->
                 next_peer(d);
                 left = (d < N -> STORES(d) : 0) }
         :: atomic { d >= N -> d = 0; leave(); break }
         od
     od
+}
+
+/* Empty the slots of operation `op`, which was void. */
+inline clear(op) {
+    i = 0;
+    do
+    :: i < N ->
+        assert(slot[SLOT_AT(r,op,i)] == 0 || slot[SLOT_AT(r,op,i)] == (op));
+        slot[SLOT_AT(r,op,i)] = 0;
+        i++
+    :: else -> i = 0; break
+    od
+}
+/* The heads of all peers have been seen: clear the slots of the operation before, if it was void. */
+inline clear_void() {
+#ifndef NOCLEAR
+    if
+    :: dirty[r] && dirty[r] + 1 == e -> clear(e - 1)
+    :: else -> skip
+    fi
+#endif
+    dirty[r] = (dirty[r] == e -> e : 0)
 }
 
 /* Give the verdict. A refusal comes before a wrong index. In a normal operation, note what combine needs. */
@@ -213,7 +229,18 @@ inline judge() {
         sent[r] = (bad != NORMAL -> 2 : DOES(r,e) == TOKEN);
         got[r] = (bad != NORMAL -> 0 : tokens)
     :: else -> skip
+    fi;
+#ifdef EARLYCLEAR
+    if
+    :: bad -> clear(e)
+    :: else -> skip
     fi
+#else
+    if
+    :: bad -> dirty[r] = e
+    :: else -> skip
+    fi
+#endif
 }
 
 proctype receiver(byte r) {
@@ -247,8 +274,9 @@ proctype receiver(byte r) {
                 assert(EPOCH(number[AT(r,e,w)]) == e);
                 tokens = tokens | (VALUE(number[AT(r,e,w)]) << w);
                 next_peer(w) }
-        :: atomic { w >= N && (bad || !IS_DISPATCH(e)) -> judge(); first_peer(w); break }
+        :: atomic { w >= N && (bad || !IS_DISPATCH(e)) -> clear_void(); judge(); first_peer(w); break }
         :: atomic { w >= N && !bad && IS_DISPATCH(e) ->
+                clear_void();
                 bad = (DOES(r,e) == WRONG -> WRONG : NORMAL);
                 first_peer(w); break }
         od;
@@ -266,10 +294,9 @@ proctype receiver(byte r) {
         do      /* the slots: of tokens, or of the sums of this rank's token */
         :: atomic { w < N && !bad && !(IS_DISPATCH(e) -> (tokens >> w) & 1 : sent[r]) -> next_peer(w) }
         :: atomic { w < N && !bad && (IS_DISPATCH(e) -> (tokens >> w) & 1 : sent[r]) &&
-                    flag[AT(r,e,w)] >= e ->
-                assert(flag[AT(r,e,w)] == e) }
-            atomic {
-                assert(slot[AT(r,e,w)] == e);
+                    slot[SLOT_AT(r,e,w)] ->
+                assert(slot[SLOT_AT(r,e,w)] == e);
+                slot[SLOT_AT(r,e,w)] = 0;
                 next_peer(w) }
         :: atomic { w >= N || bad -> bad = 0; w = 0; tokens = 0; leave(); break }
         od

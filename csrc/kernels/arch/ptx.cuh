@@ -113,12 +113,39 @@ EP_PTX void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
     asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
-/* ---- flags of several peers ---- */
+/* ---- words of slots ---- */
 
-/* Orders all that the CTA has written (before a barrier) before the fenced stores that follow. One fence
- * serves the flags of all peers. A release for each flag would wait for the links as often. */
-EP_PTX void ep_fence_acq_rel_sys(void) { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-EP_PTX void ep_st_fenced_sys_u64(uint64_t *p, uint64_t v) { ep_st_relaxed_sys_u64(p, v); }
+/* Load or store one, two or four words of 32 bits. Each word is an access of its own: a load may see a new
+ * value in one word and an old one in the next. */
+EP_PTX uint32_t ep_ld_words(const uint32_t *p) {
+    uint32_t v;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+EP_PTX uint2 ep_ld_words(const uint2 *p) {
+    uint2 v;
+    asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p) : "memory");
+    return v;
+}
+EP_PTX uint4 ep_ld_words(const uint4 *p) {
+    uint4 v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}
+EP_PTX void ep_st_words(uint32_t *p, uint32_t v) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+EP_PTX void ep_st_words(uint2 *p, uint2 v) {
+    asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y) : "memory");
+}
+EP_PTX void ep_st_words(uint4 *p, uint4 v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y),
+                 "r"(v.z), "r"(v.w)
+                 : "memory");
+}
 
 /* ---- proxies and barriers ---- */
 

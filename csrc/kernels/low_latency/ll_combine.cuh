@@ -54,37 +54,34 @@ template <int DTYPE> EP_FN bool sum_choices(const EpLlCombineParams &p, Token at
     return true;
 }
 
-/* Send the sum of this rank's rows of a peer's token. False: there is no such row. */
-template <int DTYPE, bool FP8> EP_FN bool return_piece(const EpLlCombineParams &p, Token at, uint32_t piece,
+/* Send the sum of this rank's rows of a peer's token, if it has any. */
+template <int DTYPE, bool FP8> EP_FN void return_piece(const EpLlCombineParams &p, Token at, uint32_t piece,
                                                        uint64_t epoch) {
     const EpComm *c = &p.comm;
     uint4 sum[EP_PIECE_PARTS];
-    if (!sum_choices<DTYPE>(p, at, piece, sum)) return false;
-    Piece<FP8> got;
+    if (!sum_choices<DTYPE>(p, at, piece, sum)) return;
+    Piece<FP8> got = {};
 #pragma unroll
     for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
         if constexpr (FP8) got.v[u] = quantize<DTYPE>(sum[u], EP_FP8_SCALED, &got.scale[u]);
         else got.v[u] = sum[u];
     }
-    write_slot<FP8>(c, ep_ll_slot(c, at.source, c->my_rank, at.token, epoch), piece, got);
-    return true;
+    put_piece<FP8>(c, Place{ep_ll_slot(c, at.source, c->my_rank, at.token, epoch), piece, false}, got);
 }
-template <int DTYPE, bool FP8> EP_FN void return_pieces(const EpLlCombineParams &p, uint64_t epoch) {
+/* The number of pieces that this rank may have to return: peers_token gives the token of each. */
+EP_FN uint32_t num_returns(const EpLlCombineParams &p) {
     const EpComm *c = &p.comm;
-    const uint32_t num_pieces = c->layout.num_pieces;
-    uint32_t num = 0;
-    for (uint32_t w = 0; w < c->shape.num_ranks; w++)
-        num += w == c->my_rank ? 0 : ep_ll_tokens_of(&p, w) * num_pieces;
-    for (uint32_t round = 0; round * item_step() + blockIdx.x < num; round++) {
-        const uint32_t i = round * item_step() + first_item();
-        Sent sent = {0, 0, i % num_pieces};
-        if (i < num) {
-            const Token at =
-                peers_token(c, i / num_pieces, [&](uint32_t w) { return ep_ll_tokens_of(&p, w); });
-            sent.token = at.token;
-            if (return_piece<DTYPE, FP8>(p, at, sent.piece, epoch)) sent.ranks = 1u << at.source;
-        }
-        publish_all(c, sent, round, epoch);
+    const uint32_t most = most_of_peers(c, [&](uint32_t w) { return ep_ll_tokens_of(&p, w); });
+    return most * (c->shape.num_ranks - 1) * c->layout.num_pieces;
+}
+/* Return this warp's share of the pieces begin ... end - 1. */
+template <int DTYPE, bool FP8> EP_FN void return_pieces(const EpLlCombineParams &p, uint32_t begin,
+                                                        uint32_t end, Share share, uint64_t epoch) {
+    const uint32_t num_pieces = p.comm.layout.num_pieces;
+    for (uint32_t i = begin + share.first; i < end; i += share.step) {
+        const Token at = peers_token(&p.comm, i / num_pieces);
+        ep_chaos(EP_CHAOS_FLAG_PUBLISH);
+        if (at.token < ep_ll_tokens_of(&p, at.source)) return_piece<DTYPE, FP8>(p, at, i % num_pieces, epoch);
     }
 }
 
@@ -103,34 +100,43 @@ template <int DTYPE> EP_FN OwnSum own_sum(const EpLlCombineParams &p, uint32_t t
     return own;
 }
 
+/* Add a rank's sum. */
+template <int DTYPE, bool FP8>
+EP_FN void add_sum(float (&acc)[EP_PIECE_PARTS][EpVec<DTYPE>::N], const Piece<FP8> &got) {
+    if constexpr (FP8) {
+#pragma unroll
+        for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) { /* 16 lanes share a scale; the first has it */
+            const uint32_t scale = __shfl_sync(EP_FULL, got.scale[u], ep_lane() / 16 * 16);
+            add_quantized(acc[u], got.v[u], __uint_as_float(scale));
+        }
+    } else {
+        ep_stream_add<DTYPE>(acc, got.v, false, 1.0f);
+    }
+}
+
 /* Add up a piece of this rank's token, in the order of the ranks. A sum that does not arrive is NaN. */
 template <int DTYPE, bool FP8>
 EP_FN void finish_piece(const EpLlCombineParams &p, uint32_t token, uint32_t piece, const OwnSum &own,
                         uint64_t epoch) {
+    enum { AHEAD = 4 }; /* ranks whose sums are loaded together */
     const EpComm *c = &p.comm;
+    const uint32_t me = c->my_rank, peers = own.targets & ((1u << c->shape.num_ranks) - 1) & ~(1u << me);
+    const uint64_t stride =
+        c->shape.max_tokens * c->layout.slot_stride; /* from a rank's slot to the next's */
     float acc[EP_PIECE_PARTS][EpVec<DTYPE>::N] = {};
-    for (uint32_t r = 0; r < c->shape.num_ranks; r++) {
-        uint4 v[EP_PIECE_PARTS] = {};
-        if (!(own.targets >> r & 1u)) continue;
-        if (r == c->my_rank) {
-            if (!own.is_there) continue;
+#pragma unroll 1
+    for (uint32_t first = 0; first < c->shape.num_ranks; first += AHEAD) {
+        const uint32_t wanted = peers >> first & ((1u << AHEAD) - 1);
+        unsigned char *slots = ep_ll_slot(c, me, first, token, epoch);
+        Piece<FP8> got[AHEAD];
+        take_pieces<FP8>(
+            c, EP_OP_LL_COMBINE, wanted, [&](uint32_t j) { return Place{slots + j * stride, piece, false}; },
+            [&](uint32_t j) { return first + j; }, epoch, got);
 #pragma unroll
-            for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) v[u] = own.sum[u];
-        } else {
-            const bool here = ep_ll_await(c, EP_OP_LL_COMBINE, r, token, piece, epoch);
-            const unsigned char *slot = ep_ll_slot(c, c->my_rank, r, token, epoch);
-            const Piece<FP8> got = here ? read_slot<FP8>(c, slot, piece) : nan_piece<FP8>();
-            if constexpr (FP8) {
-#pragma unroll
-                for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) /* 16 lanes share a scale; the first has it */
-                    add_quantized(acc[u], got.v[u], __shfl_sync(EP_FULL, got.scale[u], ep_lane() / 16 * 16));
-                continue;
-            } else {
-#pragma unroll
-                for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) v[u] = got.v[u];
-            }
+        for (uint32_t j = 0; j < AHEAD; j++) {
+            if (first + j == me && own.is_there) ep_stream_add<DTYPE>(acc, own.sum, false, 1.0f);
+            if (wanted >> j & 1u) add_sum<DTYPE, FP8>(acc, got[j]);
         }
-        ep_stream_add<DTYPE>(acc, v, false, 1.0f);
     }
     uint4 *to = (uint4 *)((unsigned char *)p.out + token * c->layout.row_bytes);
 #pragma unroll

@@ -32,31 +32,35 @@ EP_FN void send_routes(const EpLlDispatchParams &p, uint64_t epoch) {
     }
 }
 
+/* For lane k: the weight of choice k of this rank's token. */
+EP_FN float my_weight(const EpLlDispatchParams &p, uint32_t token) {
+    const uint32_t K = p.comm.shape.num_topk;
+    return ep_lane() < K && p.weight ? p.weight[(uint64_t)token * K + ep_lane()] : 1.0f;
+}
+
 /* Write a piece of a token to the slots at the ranks in `ranks`, a bit for each. */
 template <int DTYPE, bool FP8> EP_FN void send_piece(const EpLlDispatchParams &p, uint32_t token,
                                                      uint32_t piece, uint32_t ranks, uint64_t epoch) {
     const EpComm *c = &p.comm;
-    const uint32_t K = c->shape.num_topk;
     if (ranks == 0) return;
-    const Piece<FP8> got = pack_input<DTYPE, FP8>(p, read_input(p, token, piece));
-    float weight = 1.0f;
-    if (piece == 0 && ep_lane() < K && p.weight) weight = p.weight[(uint64_t)token * K + ep_lane()];
+    Piece<FP8> got = pack_input<DTYPE, FP8>(p, read_input(p, token, piece));
+    if (piece == 0) got.weight = __float_as_uint(my_weight(p, token));
     for (uint32_t left = ranks; left; left &= left - 1) {
         unsigned char *to = ep_ll_slot(c, (uint32_t)__ffs((int)left) - 1, c->my_rank, token, epoch);
-        write_slot<FP8>(c, to, piece, got);
-        if (piece == 0 && ep_lane() < K) ((float *)(to + ep_ll_weights_at(c)))[ep_lane()] = weight;
+        put_piece<FP8>(c, Place{to, piece, piece == 0}, got);
     }
 }
-template <int DTYPE, bool FP8> EP_FN void send_pieces(const EpLlDispatchParams &p, uint64_t epoch) {
+/* Send this warp's share of the pieces begin ... end - 1. */
+template <int DTYPE, bool FP8> EP_FN void send_pieces(const EpLlDispatchParams &p, uint32_t begin,
+                                                      uint32_t end, Share share, uint64_t epoch) {
     const EpComm *c = &p.comm;
-    const uint32_t num_pieces = c->layout.num_pieces, num = p.num_tokens * num_pieces;
+    const uint32_t num_pieces = c->layout.num_pieces;
     if (c->shape.num_ranks == 1) return;
-    for (uint32_t round = 0; round * item_step() + blockIdx.x < num; round++) {
-        const uint32_t i = round * item_step() + first_item();
-        Sent sent = {0, i / num_pieces, i % num_pieces};
-        if (i < num) sent.ranks = ranks_of(c->shape, my_route(p, sent.token)) & ~(1u << c->my_rank);
-        send_piece<DTYPE, FP8>(p, sent.token, sent.piece, sent.ranks, epoch);
-        publish_all(c, sent, round, epoch);
+    for (uint32_t i = begin + share.first; i < end; i += share.step) {
+        const uint32_t token = i / num_pieces;
+        const uint32_t ranks = ranks_of(c->shape, my_route(p, token)) & ~(1u << c->my_rank);
+        ep_chaos(EP_CHAOS_FLAG_PUBLISH);
+        send_piece<DTYPE, FP8>(p, token, i % num_pieces, ranks, epoch);
     }
 }
 
@@ -77,7 +81,7 @@ template <bool FP8> EP_FN void place_piece(const EpLlDispatchParams &p, uint32_t
             if (unit >= num_units(c)) continue;
             if constexpr (FP8) {
                 ((uint2 *)to)[unit] = got.v[u];
-                if (unit % 16 == 0) ep_ll_put_scale(&p, scales, unit / 16, __float_as_uint(got.scale[u]));
+                if (unit % 16 == 0) ep_ll_put_scale(&p, scales, unit / 16, got.scale[u]);
             } else {
                 ((uint4 *)to)[unit] = got.v[u];
             }
@@ -86,9 +90,9 @@ template <bool FP8> EP_FN void place_piece(const EpLlDispatchParams &p, uint32_t
 }
 
 /* Receive one piece of a token: copy it to the token's rows at this rank's experts. A token of this rank is
- * not sent: `input` is its piece. For another token, the warp waits for the flag of the piece and reads the
- * piece from the slot. If that wait fails (the world has ended, or a timeout), the warp fills its piece of
- * the rows with NaN. The warp of the first piece also stores, for combine, the row index and the weight of
+ * not sent: `input` is its piece. For another token, the warp waits until the piece is in the slot, and takes
+ * it. If that wait fails (the world has ended, or a timeout), the warp fills its piece of the rows with NaN.
+ * The warp of the first piece also stores, for combine, the row index and the weight of
  * each choice at this rank in the handle, the tensor that dispatch leaves for combine. */
 template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, const Routes &m, Token at,
                                                 uint32_t piece, const Input &input, uint64_t epoch) {
@@ -108,23 +112,21 @@ template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, con
     const uint32_t same = __match_any_sync(EP_FULL, is_mine ? e : 0x10000u + ep_lane());
     const uint32_t mask = __ballot_sync(EP_FULL, is_mine && __ffs((int)same) - 1 == (int)ep_lane());
     const uint32_t targets = own && piece == 0 ? ranks_of(s, route) : 0;
-    const unsigned char *slot = ep_ll_slot(c, c->my_rank, at.source, at.token, epoch);
-    Piece<FP8> got = {};
-    if (mask && own) got = pack_input<DTYPE, FP8>(p, input);
+    const Place from = {ep_ll_slot(c, c->my_rank, at.source, at.token, epoch), piece, piece == 0};
+    Piece<FP8> got[1] = {};
+    if (mask && own) got[0] = pack_input<DTYPE, FP8>(p, input);
+    if (piece == 0) got[0].weight = __float_as_uint(own ? my_weight(p, at.token) : 1.0f);
     if (mask && !own)
-        got = ep_ll_await(c, EP_OP_LL_DISPATCH, at.source, at.token, piece, epoch)
-                  ? read_slot<FP8>(c, slot, piece)
-                  : nan_piece<FP8>();
+        take_pieces<FP8>(
+            c, EP_OP_LL_DISPATCH, 1, [&](uint32_t) { return from; }, [&](uint32_t) { return at.source; },
+            epoch, got);
     if (piece == 0 && ep_lane() < K) {
         const uint64_t choice = ep_ll_choices_at(&s, at.source, at.token) + ep_lane();
-        float weight = 1.0f;
-        if (own && p.weight) weight = p.weight[(uint64_t)at.token * K + ep_lane()];
-        if (mask && !own) weight = ((const float *)(slot + ep_ll_weights_at(c)))[ep_lane()];
         p.handle[h.rows_off + choice] = is_mine ? (int32_t)row : -1;
-        ((float *)p.handle)[h.weights_off + choice] = weight;
+        ((uint32_t *)p.handle)[h.weights_off + choice] = got[0].weight;
     }
     if (own && piece == 0 && ep_lane() == 0) p.handle[h.targets_off + at.token] = (int32_t)targets;
-    if (mask) place_piece<FP8>(p, piece, got, mask, row, scales);
+    if (mask) place_piece<FP8>(p, piece, got[0], mask, row, scales);
 }
 
 #endif /* EP_LL_DISPATCH_CUH */

@@ -19,6 +19,11 @@ EP_FN void judge(const EpComm *c, uint32_t op, EpLlHead mine, EpLlHead *heads, b
     if (ep_lane() == 0) *verdict = ok;
 }
 
+/* Clear the slots of the operation before, if it was void. All warps call it after judge(). */
+EP_FN void clear_void(const EpComm *c, uint64_t void_epoch, uint64_t epoch) {
+    ep_ll_clear_void(c, void_epoch, first_item(), item_step(), epoch);
+}
+
 /* What a thread reads before it knows the epoch: the route of its first choice, and its warp's first
  * piece. */
 typedef struct {
@@ -51,12 +56,9 @@ EP_FN bool read_routes(const EpLlDispatchParams &p, const Routes &m, uint32_t fi
     }
     bool ok = __syncthreads_and(found.ok);
     if (!verdict) return false;
-    bool has_more = false;
-    for (uint32_t w = 0; w < c->shape.num_ranks; w++)
-        has_more |= w != c->my_rank && heads[w].number * c->shape.num_topk > num_early(c->shape);
-    if (has_more) {
-        for (uint32_t w = 0; w < c->shape.num_ranks && found.ok && !is_control_warp(); w++)
-            if (w != c->my_rank) read_peer(p, m, w, heads[w].number, epoch, &found);
+    const uint32_t most = most_of_peers(c, [&](uint32_t w) { return heads[w].number; });
+    if (most && most * c->shape.num_topk > num_early(c->shape)) {
+        if (found.ok && !is_control_warp()) read_later_routes(p, m, heads, epoch, &found);
         ok = __syncthreads_and(found.ok);
     }
     if (ok) return true;
@@ -101,19 +103,20 @@ EP_FN void poison(const EpLlDispatchParams &p) {
     fill(p.handle + EP_LL_STATUS, 4, (uint32_t)EP_EPEER);
 }
 
-/* Place all tokens: this rank's own first. */
-template <int DTYPE, bool FP8> EP_FN void place_all(const EpLlDispatchParams &p, const Routes &m,
-                                                    const EpLlHead *heads, Input input, uint64_t epoch) {
+/* Place this warp's share of all tokens: this rank's own first. has_input: `input` is the warp's first
+ * piece, which read_early has read. */
+template <int DTYPE, bool FP8>
+EP_FN void place_share(const EpLlDispatchParams &p, const Routes &m, const EpLlHead *heads, Share share,
+                       bool has_input, Input input, uint64_t epoch) {
     const EpComm *c = &p.comm;
     const uint32_t num_pieces = c->layout.num_pieces, own = p.num_tokens;
-    uint32_t num = 0;
-    for (uint32_t w = 0; w < c->shape.num_ranks; w++) num += heads[w].number;
-    for (uint32_t i = first_item(); i < num * num_pieces; i += item_step()) {
+    const uint32_t most = most_of_peers(c, [&](uint32_t w) { return heads[w].number; });
+    const uint32_t num = own + most * (c->shape.num_ranks - 1);
+    for (uint32_t i = share.first; i < num * num_pieces; i += share.step) {
         const uint32_t n = i / num_pieces, piece = i % num_pieces;
-        Token at = {c->my_rank, n};
-        if (n >= own) at = peers_token(c, n - own, [&](uint32_t w) { return heads[w].number; });
-        else if (i != first_item()) input = read_input(p, n, piece);
-        place<DTYPE, FP8>(p, m, at, piece, input, epoch);
+        const Token at = n < own ? Token{c->my_rank, n} : peers_token(c, n - own);
+        if (n < own && !(has_input && i == share.first)) input = read_input(p, n, piece);
+        if (at.token < heads[at.source].number) place<DTYPE, FP8>(p, m, at, piece, input, epoch);
     }
 }
 
@@ -123,20 +126,28 @@ template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 
     const EpComm *c = &p.comm;
     const Routes m(ep_dynamic_smem(), c->shape);
     ep_await_previous_kernel();
-    const uint64_t epoch = ep_begin(c);
+    const uint64_t void_epoch = ep_ll_void_epoch(c), epoch = ep_begin(c);
     Early early = {};
     if (p.parts & EP_LL_RECEIVE) early = read_early(p);
+    const Division d = division_of_dispatch();
+    const uint32_t num = p.num_tokens * c->layout.num_pieces;
+    const uint32_t num_early = num_early_pieces(d, num, p.parts);
+    const bool has_later = p.parts & EP_LL_SEND && num_early < num && c->shape.num_ranks > 1;
     if (epoch && p.parts & EP_LL_SEND) {
         enter(c, ep_ll_dispatch_head(&p), epoch);
         send_routes(p, epoch);
-        send_pieces<DTYPE, FP8>(p, epoch);
+        send_pieces<DTYPE, FP8>(p, 0, num_early, share_of(0, EP_WARPS), epoch);
     }
     if (!(p.parts & EP_LL_RECEIVE)) return;
     const bool ok = epoch && make_routes(p, m, early.route, heads, epoch);
+    if (epoch) clear_void(c, void_epoch, epoch);
     if (epoch && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, !ok, epoch);
     if (ok) {
         write_head_of_handle(p, heads, epoch);
-        place_all<DTYPE, FP8>(p, m, heads, early.piece, epoch);
+        if (has_later && is_sender(d)) send_pieces<DTYPE, FP8>(p, num_early, num, senders_share(d), epoch);
+        else
+            place_share<DTYPE, FP8>(p, m, heads, receivers_share(d, has_later), !has_later, early.piece,
+                                    epoch);
     } else {
         poison(p);
     }
@@ -149,25 +160,35 @@ template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 
     const EpComm *c = &p.comm;
     const uint32_t num_pieces = c->layout.num_pieces, num = p.num_tokens * num_pieces;
     ep_await_previous_kernel();
-    const uint64_t epoch = ep_begin(c);
+    const uint64_t void_epoch = ep_ll_void_epoch(c), epoch = ep_begin(c);
     const EpLlHead mine = ep_ll_combine_head(&p);
+    const bool is_good = epoch && (mine.call & 0xffu) == 0;
+    const uint32_t returns = p.parts & EP_LL_SEND && is_good ? num_returns(p) : 0;
+    const Division d = division_of_combine();
+    const uint32_t num_early = num_early_pieces(d, returns, p.parts);
+    const bool has_later = num_early < returns;
     if (epoch && p.parts & EP_LL_SEND) {
         enter(c, mine, epoch);
-        if ((mine.call & 0xffu) == 0) return_pieces<DTYPE, FP8>(p, epoch);
+        return_pieces<DTYPE, FP8>(p, 0, num_early, share_of(0, EP_WARPS), epoch);
     }
     if (!(p.parts & EP_LL_RECEIVE)) return;
+    const bool sends_later = has_later && is_sender(d);
+    const Share share = receivers_share(d, has_later);
     OwnSum own = {};
-    uint32_t i = first_item();
-    if (epoch && i < num && (mine.call & 0xffu) == 0) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
+    uint32_t i = share.first;
+    if (is_good && !sends_later && i < num) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
     if (epoch && is_control_warp()) judge(c, EP_OP_LL_COMBINE, mine, heads, &verdict, epoch);
     __syncthreads();
     const bool ok = epoch && verdict;
+    if (epoch) clear_void(c, void_epoch, epoch);
     if (epoch && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, !ok, epoch);
-    for (; ok && i < num; i += item_step()) {
-        if (i != first_item()) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
-        finish_piece<DTYPE, FP8>(p, i / num_pieces, i % num_pieces, own, epoch);
-    }
     if (!ok) fill(p.out, p.num_tokens * c->layout.row_bytes, EP_NAN_WORD);
+    else if (sends_later) return_pieces<DTYPE, FP8>(p, num_early, returns, senders_share(d), epoch);
+    else
+        for (; i < num; i += share.step) {
+            if (i != share.first) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
+            finish_piece<DTYPE, FP8>(p, i / num_pieces, i % num_pieces, own, epoch);
+        }
 }
 
 /* ---- launch ---- */

@@ -2,11 +2,17 @@
  *
  * Work is divided into pieces of rows, one warp a piece. Consecutive pieces go to different CTAs, so that few
  * tokens also use many SMs. protocol/low_latency.h has the protocol.
- * Invariant: a warp waits for a peer only after the warps of its CTA have written all their pieces. The warp
- * that publishes them waits for a peer only after it has published them all. All CTAs are resident. */
+ *
+ * Freedom from deadlock. A rank waits for two things of a peer: heads and routes, and pieces.
+ *   (1) Heads and routes leave before any warp of the rank waits.
+ *   (2) A warp that sends later pieces waits only for heads and routes. A warp that waits for pieces has sent
+ *       all of its own.
+ *   (3) All CTAs are resident, so every warp makes progress.
+ * By (1) every rank gets the heads and the routes. By (2) all pieces then leave. */
 #ifndef EP_PIECES_CUH
 #define EP_PIECES_CUH
 #include <cuda_fp8.h>
+#include <type_traits>
 
 #include "kernels/stage/rows.cuh"
 #include "protocol/low_latency.h"
@@ -15,40 +21,70 @@ enum { EP_PIECE_PARTS = EP_PIECE_VECS / 32 }; /* 16-byte units of a piece that a
 
 /* ---- work items ---- */
 
-/* This warp's first item, and the distance to its next one. */
-EP_FN uint32_t first_item(void) { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
-EP_FN uint32_t item_step(void) { return gridDim.x * EP_WARPS; }
+/* A warp's share of numbered items: its first item, and the distance to its next one. */
+typedef struct {
+    uint32_t first, step;
+} Share;
+/* This warp's share if warps begin ... end - 1 of every CTA take part. Consecutive items go to different
+ * CTAs. A warp that does not take part has no such share. */
+EP_FN Share share_of(uint32_t begin, uint32_t end) {
+    return {(threadIdx.x / 32 - begin) * gridDim.x + blockIdx.x, (end - begin) * gridDim.x};
+}
+EP_FN uint32_t first_item(void) { return share_of(0, EP_WARPS).first; }
+EP_FN uint32_t item_step(void) { return share_of(0, EP_WARPS).step; }
+
+/* How an operation divides the warps of a CTA. It sends `early` pieces for each CTA before it knows the heads
+ * of its peers, so that few tokens leave at once. If there are more, the first `senders` warps send the later
+ * ones, while the other warps already receive. A launch that only sends has no later ones. */
+typedef struct {
+    uint32_t early, senders;
+} Division;
+EP_FN Division division_of_dispatch(void) { return {EP_WARPS / 2, EP_WARPS / 4}; }
+/* Combine sends more pieces, a sum for each peer, and each costs more: the warp adds up rows. */
+EP_FN Division division_of_combine(void) { return {EP_WARPS, EP_WARPS / 2}; }
+EP_FN uint32_t num_early_pieces(Division d, uint32_t num, uint32_t parts) {
+    const uint32_t most = parts & EP_LL_RECEIVE ? d.early * gridDim.x : num;
+    return num < most ? num : most;
+}
+EP_FN bool is_sender(Division d) { return threadIdx.x / 32 < d.senders; }
+EP_FN Share senders_share(Division d) { return share_of(0, d.senders); }
+/* The share of a warp that receives: all warps do, unless some of them send later pieces. */
+EP_FN Share receivers_share(Division d, bool has_later) {
+    return share_of(has_later ? d.senders : 0, EP_WARPS);
+}
 
 /* A token of a source rank. */
 typedef struct {
     uint32_t source, token;
 } Token;
-/* Token n of the peers' tokens, of which rank w has num(w). */
-template <typename Num> EP_FN Token peers_token(const EpComm *c, uint32_t n, Num num) {
-    Token t = {0, n};
-    while (t.source + 1 < c->shape.num_ranks && (t.source == c->my_rank || t.token >= num(t.source))) {
-        if (t.source != c->my_rank) t.token -= num(t.source);
-        t.source++;
-    }
-    return t;
+/* Token n of the peers' tokens: token 0 of each peer, then token 1 of each, and so on. This is about the
+ * order in which they arrive. A peer may have fewer tokens: then there is no such token. */
+EP_FN Token peers_token(const EpComm *c, uint32_t n) {
+    const uint32_t num_peers = c->shape.num_ranks - 1;
+    return {(c->my_rank + 1 + n % num_peers) % c->shape.num_ranks, n / num_peers};
+}
+/* The largest number of tokens of a peer, if peer w has num(w). */
+template <typename Num> EP_FN uint32_t most_of_peers(const EpComm *c, Num num) {
+    uint32_t most = 0;
+    for (uint32_t w = 0; w < c->shape.num_ranks; w++)
+        if (w != c->my_rank && num(w) > most) most = num(w);
+    return most;
 }
 
 /* ---- e4m3 ---- */
 
 /* 8 numbers as they are in 16 bytes of a row, quantised; 16 lanes share a scale, and all of them get it. */
-template <int DTYPE> EP_FN uint2 quantize(uint4 v, uint32_t fp8, float *scale) {
+template <int DTYPE> EP_FN uint2 quantize(uint4 v, uint32_t fp8, uint32_t *scale_bits) {
     float f[8], most = 0x1p-100f;
     EpVec<DTYPE>::unpack(v, f);
 #pragma unroll
     for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(f[i]));
 #pragma unroll
     for (int i = 8; i > 0; i /= 2) most = fmaxf(most, __shfl_xor_sync(EP_FULL, most, i));
-    *scale = __fdiv_rn(most, 448.0f);
-    if (fp8 >= EP_FP8_POW2) {
-        const uint32_t bits = __float_as_uint(*scale);
-        *scale = __uint_as_float(bits & 0x7fffffu ? (bits | 0x7fffffu) + 1 : bits);
-    }
-    const float inverse = __frcp_rn(*scale);
+    uint32_t bits = __float_as_uint(__fdiv_rn(most, 448.0f));
+    if (fp8 >= EP_FP8_POW2) bits = bits & 0x7fffffu ? (bits | 0x7fffffu) + 1 : bits;
+    *scale_bits = bits;
+    const float inverse = __frcp_rn(__uint_as_float(bits));
     uint32_t q[4];
 #pragma unroll
     for (int i = 0; i < 4; i++)
@@ -72,14 +108,13 @@ EP_FN void add_quantized(float (&acc)[8], uint2 v, float scale) {
 
 /* ---- a piece of a row on its way ---- */
 
-/* What a lane holds of a piece. FP8: 8 e4m3 numbers and their scale for each unit; else 16 bytes. */
-template <bool FP8> struct Piece;
-template <> struct Piece<false> {
-    uint4 v[EP_PIECE_PARTS];
-};
-template <> struct Piece<true> {
-    uint2 v[EP_PIECE_PARTS];
-    float scale[EP_PIECE_PARTS];
+/* What a lane has of a piece. FP8: 8 e4m3 numbers for each unit, and the bits of their scale; else 16 bytes.
+ * weight: the bits of the weight of choice ep_lane(), in the first piece of a slot of dispatch. */
+template <bool FP8> struct Piece {
+    typedef typename std::conditional<FP8, uint2, uint4>::type Unit;
+    Unit v[EP_PIECE_PARTS];
+    uint32_t scale[EP_PIECE_PARTS]; /* FP8 only */
+    uint32_t weight;
 };
 
 /* The unit of the row that this lane has in part u of a piece. */
@@ -116,60 +151,93 @@ template <bool FP8> EP_FN Piece<FP8> nan_piece(void) {
     return nan;
 }
 
-/* Write a piece to a slot, and read it from one. */
-template <bool FP8> EP_FN void write_slot(const EpComm *c, unsigned char *to, uint32_t piece,
-                                          const Piece<FP8> &got) {
-#pragma unroll
-    for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
-        const uint32_t unit = unit_of(piece, u);
-        if (unit >= num_units(c)) continue;
-        if constexpr (FP8) {
-            ((uint2 *)to)[unit] = got.v[u];
-            if (unit % 16 == 0) ((float *)(to + ep_ll_scales_at(c)))[unit / 16] = got.scale[u];
-        } else {
-            ((uint4 *)to)[unit] = got.v[u];
-        }
-    }
-}
-template <bool FP8> EP_FN Piece<FP8> read_slot(const EpComm *c, const unsigned char *from, uint32_t piece) {
-    Piece<FP8> got = {};
-#pragma unroll
-    for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
-        const uint32_t unit = unit_of(piece, u);
-        if (unit >= num_units(c)) continue;
-        if constexpr (FP8) {
-            got.v[u] = ((const uint2 *)from)[unit];
-            if (unit % 16 == 0) got.scale[u] = ((const float *)(from + ep_ll_scales_at(c)))[unit / 16];
-        } else {
-            got.v[u] = ep_ld_row((const uint4 *)from + unit);
-        }
-    }
-    return got;
-}
+/* ---- a piece in a slot ---- */
 
-/* ---- publish ---- */
+/* Values as words, and back. */
+EP_FN uint32_t words_of(uint32_t v) { return ep_ll_word(v); }
+EP_FN uint2 words_of(uint2 v) { return make_uint2(ep_ll_word(v.x), ep_ll_word(v.y)); }
+EP_FN uint4 words_of(uint4 v) {
+    return make_uint4(ep_ll_word(v.x), ep_ll_word(v.y), ep_ll_word(v.z), ep_ll_word(v.w));
+}
+EP_FN uint32_t values_of(uint32_t w) { return ep_ll_value(w); }
+EP_FN uint2 values_of(uint2 w) { return make_uint2(ep_ll_value(w.x), ep_ll_value(w.y)); }
+EP_FN uint4 values_of(uint4 w) {
+    return make_uint4(ep_ll_value(w.x), ep_ll_value(w.y), ep_ll_value(w.z), ep_ll_value(w.w));
+}
+EP_FN bool has_all(uint32_t w) { return w != 0; }
+EP_FN bool has_all(uint2 w) { return w.x && w.y; }
+EP_FN bool has_all(uint4 w) { return w.x && w.y && w.z && w.w; }
 
-/* The piece that a warp has written to slots of its peers: a bit for each rank. */
+/* A piece of a slot. has_weights: it is the first piece of a slot of dispatch. */
 typedef struct {
-    uint32_t ranks, token, piece;
-} Sent;
-/* Publish the pieces that the warps of the CTA have written. All warps call it, once a round. One warp
- * publishes them all, after one fence, which waits until the stores before it have crossed the links. It is
- * not the last warp, which enters and judges the heads. */
-EP_FN void publish_all(const EpComm *c, Sent mine, uint32_t round, uint64_t epoch) {
-    __shared__ Sent sent[2][EP_WARPS]; /* the next round is written while this one is read */
-    Sent *now = sent[round % 2];
-    if (ep_lane() == 0) now[threadIdx.x / 32] = mine;
-    __syncthreads(); /* the stores of all warps come before the fence */
-    if (threadIdx.x / 32 != EP_WARPS - 2) return;
-    if (__ballot_sync(EP_FULL, now[ep_lane() % EP_WARPS].ranks != 0) == 0) return;
-    ep_chaos(EP_CHAOS_FLAG_PUBLISH);
-    ep_fence_acq_rel_sys();
-    for (uint32_t i = ep_lane(); i < EP_WARPS * c->shape.num_ranks; i += 32) {
-        const Sent s = now[i % EP_WARPS];
-        const uint32_t r = i / EP_WARPS;
-        if (s.ranks >> r & 1u) /* publishes the piece */
-            ep_st_fenced_sys_u64(ep_ll_flag(c, r, c->my_rank, s.token, s.piece, epoch), epoch);
+    unsigned char *slot;
+    uint32_t piece;
+    bool has_weights;
+} Place;
+
+/* Call f(address in the slot, what this lane has of the piece) for all that this lane has. */
+template <bool FP8, typename F> EP_FN void for_words(const EpComm *c, Place at, Piece<FP8> &piece, F f) {
+    typedef typename Piece<FP8>::Unit Unit;
+#pragma unroll
+    for (uint32_t u = 0; u < EP_PIECE_PARTS; u++) {
+        const uint32_t unit = unit_of(at.piece, u);
+        if (unit >= num_units(c)) continue;
+        f((Unit *)at.slot + unit, piece.v[u]);
+        if (FP8 && unit % 16 == 0) f((uint32_t *)(at.slot + ep_ll_scales_at(c)) + unit / 16, piece.scale[u]);
+    }
+    if (at.has_weights && ep_lane() < c->shape.num_topk)
+        f((uint32_t *)(at.slot + ep_ll_weights_at(c)) + ep_lane(), piece.weight);
+}
+template <bool FP8> EP_FN void put_piece(const EpComm *c, Place at, Piece<FP8> piece) {
+    for_words<FP8>(c, at, piece, [](auto *to, auto &v) { ep_st_words(to, words_of(v)); });
+}
+/* Load what is there of a piece. True if this lane has all of its part. */
+template <bool FP8> EP_FN bool load_piece(const EpComm *c, Place at, Piece<FP8> &piece) {
+    bool all = true;
+    for_words<FP8>(c, at, piece, [](auto *from, auto &v) { v = ep_ld_words(from); });
+    for_words<FP8>(c, at, piece, [&](auto *, auto &v) {
+        all = all && has_all(v);
+        v = values_of(v);
+    });
+    return all;
+}
+/* Empty the slot of a piece that has been loaded. */
+template <bool FP8> EP_FN void clear_piece(const EpComm *c, Place at) {
+    Piece<FP8> none = {};
+    for_words<FP8>(c, at, none, [](auto *to, auto &v) { ep_st_words(to, v); });
+}
+
+/* Wait for the pieces of the NUM places that have a bit in `wanted`, and take them out of their slots. Place
+ * j is in the slot that rank source(j) has sent. A piece that does not arrive is NaN. */
+template <bool FP8, uint32_t NUM, typename At, typename Source>
+EP_FN void take_pieces(const EpComm *c, uint32_t op, uint32_t wanted, At place, Source source, uint64_t epoch,
+                       Piece<FP8> (&got)[NUM]) {
+    uint32_t missing = wanted;
+    EpBackoff w = {0, 0, 0};
+    ep_chaos(EP_CHAOS_FLAG_READ);
+    while (missing) {
+        bool all[NUM];
+#pragma unroll
+        for (uint32_t j = 0; j < NUM; j++) /* the loads of all places are in flight together */
+            all[j] = (missing >> j & 1u) && load_piece<FP8>(c, place(j), got[j]);
+#pragma unroll
+        for (uint32_t j = 0; j < NUM; j++) {
+            if (__ballot_sync(EP_FULL, all[j]) != EP_FULL) continue;
+            missing &= ~(1u << j);
+            clear_piece<FP8>(c, place(j));
+        }
+        if (missing == 0) return;
+        bool ok = true;
+        if (ep_lane() == 0) {
+            const uint32_t peer = source((uint32_t)__ffs((int)missing) - 1);
+            const EpFaultRecord f = ep_fault_at(op, peer, EP_WORD_SLOT, epoch);
+            ok = ep_wait_on(c, &w, c->timeout_ns, &f, 1, 0);
+        }
+        if (ep_warp_all(ok)) continue;
+#pragma unroll
+        for (uint32_t j = 0; j < NUM; j++)
+            if (missing >> j & 1u) got[j] = nan_piece<FP8>();
+        return;
     }
 }
 

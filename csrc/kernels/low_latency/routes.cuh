@@ -117,30 +117,38 @@ EP_FN void read_early_route(const EpLlDispatchParams &p, const Routes &m, uint32
     }
 }
 
-/* Read the routes of a peer's tokens after the early ones. The heads are judged. */
-EP_FN void read_peer(const EpLlDispatchParams &p, const Routes &m, uint32_t peer, uint32_t num_tokens,
-                     uint64_t epoch, Found *found) {
+/* Read the routes after the early ones, of all peers: the first later route of each peer, then the second of
+ * each, and so on. The heads are judged. */
+EP_FN void read_later_routes(const EpLlDispatchParams &p, const Routes &m, const EpLlHead *heads,
+                             uint64_t epoch, Found *found) {
     enum { UNROLL = 4 }; /* loads in flight */
     const EpComm *c = &p.comm;
-    const uint32_t num = num_tokens * c->shape.num_topk;
-    const uint64_t *cells = ep_ll_route(c, c->my_rank, peer, 0, epoch);
-    const EpFaultRecord f = ep_fault_at(EP_OP_LL_DISPATCH, peer, EP_WORD_ROUTE, epoch);
-    for (uint32_t base = num_early(c->shape) + threadIdx.x; base < num; base += UNROLL * EP_ROUTE_THREADS) {
+    const uint32_t K = c->shape.num_topk, num_peers = c->shape.num_ranks - 1, early = num_early(c->shape);
+    const uint32_t most = K * most_of_peers(c, [&](uint32_t w) { return heads[w].number; });
+    const uint32_t num = most > early ? (most - early) * num_peers : 0;
+    const auto peer_of = [&](uint32_t n) { return (c->my_rank + 1 + n % num_peers) % c->shape.num_ranks; };
+    const auto cell_of = [&](uint32_t n) {
+        return ep_ll_route(c, c->my_rank, peer_of(n), 0, epoch) + early + n / num_peers;
+    };
+    const auto is_there = [&](uint32_t n) {
+        return n < num && early + n / num_peers < heads[peer_of(n)].number * K;
+    };
+    for (uint32_t base = threadIdx.x; base < num && found->ok; base += UNROLL * EP_ROUTE_THREADS) {
         uint64_t got[UNROLL];
 #pragma unroll
-        for (uint32_t u = 0; u < UNROLL; u++)
-            if (base + u * EP_ROUTE_THREADS < num)
-                got[u] = ep_ld_relaxed_sys_u64(cells + base + u * EP_ROUTE_THREADS);
+        for (uint32_t u = 0; u < UNROLL; u++) {
+            const uint32_t n = base + u * EP_ROUTE_THREADS;
+            got[u] = is_there(n) ? ep_ld_relaxed_sys_u64(cell_of(n)) : 0;
+        }
 #pragma unroll
         for (uint32_t u = 0; u < UNROLL; u++) {
-            const uint32_t i = base + u * EP_ROUTE_THREADS;
-            if (i >= num) continue;
+            const uint32_t n = base + u * EP_ROUTE_THREADS;
+            if (!is_there(n)) continue;
             uint32_t route = (uint32_t)got[u] & 0xffffu;
-            if (!ep_ll_cell_is(got[u], epoch) && !ep_ll_cell_await(c, cells + i, epoch, &f, &route)) {
+            const EpFaultRecord f = ep_fault_at(EP_OP_LL_DISPATCH, peer_of(n), EP_WORD_ROUTE, epoch);
+            if (!ep_ll_cell_is(got[u], epoch) && !ep_ll_cell_await(c, cell_of(n), epoch, &f, &route))
                 found->ok = false;
-                return;
-            }
-            note_route(p, m, peer, i, route, found);
+            else note_route(p, m, peer_of(n), early + n / num_peers, route, found);
         }
     }
 }
