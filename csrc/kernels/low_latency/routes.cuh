@@ -117,40 +117,37 @@ EP_FN void read_early_route(const EpLlDispatchParams &p, const Routes &m, uint32
     }
 }
 
-/* Read the routes after the early ones, of all peers: the first later route of each peer, then the second of
- * each, and so on. The heads are judged. */
+/* Read the routes after the early ones: a thread reads route i of several peers together. The heads are
+ * judged. A number for each (peer, route) would need divisions, which cost more than the loads. */
 EP_FN void read_later_routes(const EpLlDispatchParams &p, const Routes &m, const EpLlHead *heads,
                              uint64_t epoch, Found *found) {
-    enum { UNROLL = 4 }; /* loads in flight */
+    enum { AHEAD = 4 }; /* peers whose routes are loaded together */
     const EpComm *c = &p.comm;
-    const uint32_t K = c->shape.num_topk, num_peers = c->shape.num_ranks - 1, early = num_early(c->shape);
+    const uint32_t K = c->shape.num_topk, W = c->shape.num_ranks;
     const uint32_t most = K * most_of_peers(c, [&](uint32_t w) { return heads[w].number; });
-    const uint32_t num = most > early ? (most - early) * num_peers : 0;
-    const auto peer_of = [&](uint32_t n) { return (c->my_rank + 1 + n % num_peers) % c->shape.num_ranks; };
-    const auto cell_of = [&](uint32_t n) {
-        return ep_ll_route(c, c->my_rank, peer_of(n), 0, epoch) + early + n / num_peers;
-    };
-    const auto is_there = [&](uint32_t n) {
-        return n < num && early + n / num_peers < heads[peer_of(n)].number * K;
-    };
-    for (uint32_t base = threadIdx.x; base < num && found->ok; base += UNROLL * EP_ROUTE_THREADS) {
-        uint64_t got[UNROLL];
+    for (uint32_t i = num_early(c->shape) + threadIdx.x; i < most && found->ok; i += EP_ROUTE_THREADS)
+        for (uint32_t first = 0; first < W; first += AHEAD) {
+            uint64_t got[AHEAD];
+            const auto is_there = [&](uint32_t w) {
+                return w < W && w != c->my_rank && i < heads[w].number * K;
+            };
 #pragma unroll
-        for (uint32_t u = 0; u < UNROLL; u++) {
-            const uint32_t n = base + u * EP_ROUTE_THREADS;
-            got[u] = is_there(n) ? ep_ld_relaxed_sys_u64(cell_of(n)) : 0;
-        }
+            for (uint32_t u = 0; u < AHEAD; u++)
+                got[u] = is_there(first + u)
+                             ? ep_ld_relaxed_sys_u64(ep_ll_route(c, c->my_rank, first + u, 0, epoch) + i)
+                             : 0;
 #pragma unroll
-        for (uint32_t u = 0; u < UNROLL; u++) {
-            const uint32_t n = base + u * EP_ROUTE_THREADS;
-            if (!is_there(n)) continue;
-            uint32_t route = (uint32_t)got[u] & 0xffffu;
-            const EpFaultRecord f = ep_fault_at(EP_OP_LL_DISPATCH, peer_of(n), EP_WORD_ROUTE, epoch);
-            if (!ep_ll_cell_is(got[u], epoch) && !ep_ll_cell_await(c, cell_of(n), epoch, &f, &route))
-                found->ok = false;
-            else note_route(p, m, peer_of(n), early + n / num_peers, route, found);
+            for (uint32_t u = 0; u < AHEAD; u++) {
+                const uint32_t w = first + u;
+                if (!is_there(w)) continue;
+                const uint64_t *cell = ep_ll_route(c, c->my_rank, w, 0, epoch) + i;
+                uint32_t route = (uint32_t)got[u] & 0xffffu;
+                const EpFaultRecord f = ep_fault_at(EP_OP_LL_DISPATCH, w, EP_WORD_ROUTE, epoch);
+                if (!ep_ll_cell_is(got[u], epoch) && !ep_ll_cell_await(c, cell, epoch, &f, &route))
+                    found->ok = false;
+                else note_route(p, m, w, i, route, found);
+            }
         }
-    }
 }
 
 /* Count the bits before each word that has a token. Each thread takes some experts. CTA 0 also writes the
