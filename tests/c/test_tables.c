@@ -24,7 +24,8 @@ bool test_word_names(void) {
     CHECK(NULL, !strcmp(ep_word_name(EP_WORD_GRID), "grid barrier") && EP_WORD_GRID == 8);
     CHECK(NULL, !strcmp(ep_word_name(EP_WORD_READY), "ready") && EP_WORD_READY == 10);
     CHECK(NULL, !strcmp(ep_word_name(EP_WORD_ROUTE), "route") && EP_WORD_ROUTE == 11);
-    CHECK(NULL, !*ep_word_name(EP_WORD_NONE) && !*ep_word_name(EP_WORD_ROUTE + 1));
+    CHECK(NULL, !strcmp(ep_word_name(EP_WORD_SLOT), "slot") && EP_WORD_SLOT == 12);
+    CHECK(NULL, !*ep_word_name(EP_WORD_NONE) && !*ep_word_name(EP_WORD_SLOT + 1));
     return true;
 }
 
