@@ -148,7 +148,8 @@ class LowLatencyAll2All(LowLatencyParts):
         Returns:
             A tuple (recv_x, scales, recv_counts, handle).  recv_x is [L, W * max_tokens, H], or for "compact"
                 [W * max_tokens * min(K, L), H]; an expert's rows are in the order (source rank, token), and
-                rows after the last one are undefined.  scales is None, or float32 [.., H / 128], or for
+                rows after the last one are undefined.  32 bits that are all ones, NaN in every dtype,
+                may arrive as another NaN.  scales is None, or float32 [.., H / 128], or for
                 "ue8m0" int32 [.., H / 512], indexed as recv_x; in memory the scales of a group are next to
                 each other, as grouped GEMMs want them.
                 recv_counts is [L] int32.

@@ -63,3 +63,28 @@ def test_low_latency_rows_that_stay_unwritten_are_filled(ranks):
 
     for counts, rows in ranks(run):
         assert counts.tolist() == [1] and (rows[0, 0] == 1).all() and rows[0, 1:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_low_latency_nan_with_all_bits_set_arrives_as_nan(ranks, dtype):
+    """A word with all bits set would be the empty word on its way.  Another NaN travels in its place."""
+    def run(world, device):
+        peer = (world.rank + 1) % world.size
+        x = torch.arange(64.0).to(dtype)[None]
+        x.view(torch.uint8)[0, 32:40] = 0xff
+        weight = torch.ones(1, 2)
+        weight.view(torch.uint8)[0, :4] = 0xff
+        idx = torch.tensor([[2 * peer, 2 * peer + 1]])
+        a2a = epmoe.LowLatencyAll2All(world, 1, 64, 2, 2 * world.size, dtype=dtype, device=device)
+        inputs = [t.to(a2a.device) for t in (x, idx, weight)]
+        rows, _, counts, handle = a2a.dispatch(*inputs, layout="compact")
+        rows = rows[:int(counts.sum())].cpu()
+        sums = a2a.combine(torch.ones_like(inputs[0]).expand(2 * world.size, -1).contiguous(), handle).cpu()
+        a2a.synchronize()
+        a2a.finalize()
+        return x, rows, sums
+
+    for x, rows, sums in ranks(run, at_least=2):
+        assert rows.shape == (2, 64) and sums.isnan().all()
+        assert torch.equal(rows.isnan(), x.isnan().expand(2, -1)) and x.isnan().any()
+        assert torch.equal(rows.nan_to_num(), x.nan_to_num().expand(2, -1))

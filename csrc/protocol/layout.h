@@ -16,7 +16,7 @@
 #define EP_CHUNK_SLOTS 4u /* slots published by one flag */
 #define EP_TILE_ROWS 128  /* rows of a row block, and of a full grouped-GEMM tile */
 #define EP_WRONG_CELLS 3u /* cells of a plan in which a rank reports a wrong argument; see plan.h */
-#define EP_PIECE_VECS 64u /* low latency: units of 16 bytes of a row that a worker moves at a time */
+#define EP_PIECE_VECS 64u /* low latency: units of 16 bytes of a row that a warp moves at a time */
 #define EP_LL_BANKS 3u    /* low latency: banks of slots */
 #define EP_PLAN_CTAS 128u /* most CTAs of the plan kernel */
 
