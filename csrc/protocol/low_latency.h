@@ -10,7 +10,8 @@
  *   route   one cell for each choice of each token, to every peer: the expert
  *   slot    a token's row on its way: the row (or e4m3 numbers, then f32 scales), then f32 weight[K].
  *           On the way back: the sum of its rows at an expert's rank (or e4m3 numbers, then f32 scales)
- *   piece   EP_PIECE_VECS units of 16 bytes of a row of the layer's dtype. On a GPU, a warp moves one at a time.
+ *   piece   EP_PIECE_VECS units of 16 bytes of a row of the layer's dtype. On a GPU, a warp moves one at
+ *           a time.
  *
  * A cell is {epoch:48 | value:16} in one word. A reader sees in the cell itself whether it belongs to the
  * operation. flags.h has the lines of these words in its table.
