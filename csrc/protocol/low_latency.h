@@ -331,16 +331,20 @@ EP_FN void ep_ll_refuse(const EpComm *c, uint32_t op, uint64_t epoch, EpLlHead *
 
 /* Leave the operation before its rows are moved: from here on, this worker uses no local word. One worker in
  * num_workers is the last, and prepares the words for the next operation, which begins after this launch.
- * is_void: the operation is void on every rank, so every worker passes true. A relaxed addition is enough
- * otherwise: it orders nothing but the last worker's stores, which depend on it, after the loads of the
- * epoch, on which every worker's addition depends. If it is void, the additions also order the claims of
- * faults. A wait for a piece may still fail. Then the world has ended, and this buffer is not used again. */
+ * is_void: the operation is void on every rank, so every worker that has the verdict passes true. A worker
+ * that only sends has none, and passes false. So the number of workers that left a void operation is counted
+ * in the high half of the word. A relaxed addition is enough otherwise: it orders nothing but the last
+ * worker's stores, which depend on it, after the loads of the epoch, on which every worker's addition
+ * depends. If it is void, the additions also order the claims of faults. A wait for a piece may still fail.
+ * Then the world has ended, and this buffer is not used again. */
 EP_FN void ep_ll_leave(const EpComm *c, uint32_t num_workers, bool is_void, uint64_t epoch) {
     EpLocal *l = ep_local(c);
     ep_chaos(EP_CHAOS_LEAVE);
-    const uint64_t before =
-        is_void ? ep_add_acq_rel_gpu_u64(&l->num_left, 1) : ep_add_relaxed_gpu_u64(&l->num_left, 1);
-    if (before + 1 != num_workers) return;
+    const uint64_t before = is_void ? ep_add_acq_rel_gpu_u64(&l->num_left, (1ull << 32) + 1)
+                                    : ep_add_relaxed_gpu_u64(&l->num_left, 1);
+    if ((uint32_t)before + 1 != num_workers) return;
+    if (before >> 32 && !is_void) (void)ep_add_acq_rel_gpu_u64(&l->num_left, 0); /* acquires the claims */
+    is_void = is_void || before >> 32;
     ep_st_relaxed_gpu_u64(&l->num_left, 0);
     if (is_void && !c->status) ep_st_relaxed_gpu_u64(&l->faulted, 1);
     if (is_void) ep_st_relaxed_gpu_u64(&l->claim, 0);

@@ -205,6 +205,7 @@ bool test_ll_steps(void);
 bool test_ll_buffers(void);
 bool test_ll_epochs(void);
 bool test_ll_refusals(void);
+bool test_ll_leave(void);
 bool test_plan_rejects_bad_index(void);
 bool test_plan_rejects_overflow(void);
 bool test_plan_rejects_bad_scatter(void);

@@ -24,6 +24,7 @@ static const struct {
     {"ll_buffers", test_ll_buffers, false},
     {"ll_epochs", test_ll_epochs, false},
     {"ll_refusals", test_ll_refusals, false},
+    {"ll_leave", test_ll_leave, false},
     {"heap_alloc", test_heap_alloc, false},
     {"allocator", test_allocator, false},
     {"dtypes", test_dtypes, false},

@@ -326,3 +326,22 @@ bool test_ll_refusals(void) {
     const EpLayerConfig config = ll_config(3, 2, 3, 8, 16, EP_F32);
     return run_ll(&config, ll_refusals_body, scaled(20) + 2, 0, ROUTE_FULL);
 }
+
+/* ---- leaving ---- */
+
+/* Three workers leave an operation. One of them only sends, so it does not know whether the operation is
+ * void. Whoever is the last, the local words afterwards say it. */
+bool test_ll_leave(void) {
+    for (uint32_t sender = 0; sender < 3; sender++)
+        for (uint32_t is_void = 0; is_void < 2; is_void++) {
+            EpLocal l = {.epoch = 6, .claim = 1, .void_epoch = 2};
+            EpComm c = {.base = {(unsigned char *)&l}};
+            for (uint32_t i = 0; i < 3; i++) {
+                CHECK(NULL, l.epoch == 6 && l.faulted == 0 && l.claim == 1);
+                ep_ll_leave(&c, 3, is_void && i != sender, 7);
+            }
+            CHECK(NULL, l.epoch == 7 && l.num_left == 0 && l.faulted == is_void);
+            CHECK(NULL, l.claim == !is_void && l.void_epoch == (is_void ? 7 : 2));
+        }
+    return true;
+}

@@ -74,15 +74,20 @@ EP_FN uint32_t num_returns(const EpLlCombineParams &p) {
     const uint32_t most = most_of_peers(c, [&](uint32_t w) { return ep_ll_tokens_of(&p, w); });
     return most * (c->shape.num_ranks - 1) * c->layout.num_pieces;
 }
-/* Return this warp's share of the pieces begin ... end - 1. */
-template <int DTYPE, bool FP8> EP_FN void return_pieces(const EpLlCombineParams &p, uint32_t begin,
-                                                        uint32_t end, Share share, uint64_t epoch) {
+/* Return this warp's share of the first `num` pieces. */
+template <int DTYPE, bool FP8>
+EP_FN void return_pieces(const EpLlCombineParams &p, uint32_t num, Share share, uint64_t epoch) {
     const uint32_t num_pieces = p.comm.layout.num_pieces;
-    for (uint32_t i = begin + share.first; i < end; i += share.step) {
+    for (uint32_t i = share.first; i < num; i += share.step) {
         const Token at = peers_token(&p.comm, i / num_pieces);
         ep_chaos(EP_CHAOS_FLAG_PUBLISH);
         if (at.token < ep_ll_tokens_of(&p, at.source)) return_piece<DTYPE, FP8>(p, at, i % num_pieces, epoch);
     }
+}
+
+/* Half of the CTAs send: they add up rows, and send a sum for each peer. */
+EP_FN Division divide_combine(const EpLlCombineParams &p, uint32_t returns) {
+    return divide(returns, 4, p.parts);
 }
 
 /* What finish_piece needs of this rank: the ranks that return a sum for the token, a bit for each, and the

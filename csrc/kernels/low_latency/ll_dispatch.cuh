@@ -21,9 +21,9 @@ EP_FN uint32_t ranks_of(const EpShape &s, uint32_t route) {
  * sends both. The very last warp, which enters, gets a token only after all others. */
 EP_FN void send_routes(const EpLlDispatchParams &p, uint64_t epoch) {
     const EpComm *c = &p.comm;
-    const uint32_t last = item_step() - 1;
-    const uint32_t first = first_item() == last ? last : last - 1 - first_item();
-    for (uint32_t t = first; t < p.num_tokens; t += item_step()) {
+    const Share all = share_of(0, gridDim.x);
+    const uint32_t last = all.step - 1, first = all.first == last ? last : last - 1 - all.first;
+    for (uint32_t t = first; t < p.num_tokens; t += all.step) {
         const uint32_t route = my_route(p, t);
         for (uint32_t r = 0; r < c->shape.num_ranks; r++)
             if (r != c->my_rank && ep_lane() < c->shape.num_topk)
@@ -50,18 +50,23 @@ template <int DTYPE, bool FP8> EP_FN void send_piece(const EpLlDispatchParams &p
         put_piece<FP8>(c, Place{to, piece, piece == 0}, got);
     }
 }
-/* Send this warp's share of the pieces begin ... end - 1. */
-template <int DTYPE, bool FP8> EP_FN void send_pieces(const EpLlDispatchParams &p, uint32_t begin,
-                                                      uint32_t end, Share share, uint64_t epoch) {
+/* Send this warp's share of all pieces. */
+template <int DTYPE, bool FP8>
+EP_FN void send_pieces(const EpLlDispatchParams &p, Share share, uint64_t epoch) {
     const EpComm *c = &p.comm;
-    const uint32_t num_pieces = c->layout.num_pieces;
+    const uint32_t num_pieces = c->layout.num_pieces, num = p.num_tokens * num_pieces;
     if (c->shape.num_ranks == 1) return;
-    for (uint32_t i = begin + share.first; i < end; i += share.step) {
+    for (uint32_t i = share.first; i < num; i += share.step) {
         const uint32_t token = i / num_pieces;
         const uint32_t ranks = ranks_of(c->shape, my_route(p, token)) & ~(1u << c->my_rank);
         ep_chaos(EP_CHAOS_FLAG_PUBLISH);
         send_piece<DTYPE, FP8>(p, token, i % num_pieces, ranks, epoch);
     }
+}
+
+/* One in 8 CTAs sends: a piece costs a sender little, and few SMs fill the link. */
+EP_FN Division divide_dispatch(const EpLlDispatchParams &p) {
+    return divide(p.comm.shape.num_ranks > 1 ? p.num_tokens : 0, 1, p.parts);
 }
 
 /* ---- receive ---- */

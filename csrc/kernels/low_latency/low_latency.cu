@@ -19,9 +19,9 @@ EP_FN void judge(const EpComm *c, uint32_t op, EpLlHead mine, EpLlHead *heads, b
     if (ep_lane() == 0) *verdict = ok;
 }
 
-/* Clear the slots of the operation before, if it was void. All warps call it after judge(). */
-EP_FN void clear_void(const EpComm *c, uint64_t void_epoch, uint64_t epoch) {
-    ep_ll_clear_void(c, void_epoch, first_item(), item_step(), epoch);
+/* Clear the slots of the operation before, if it was void. All receiving warps call it after judge(). */
+EP_FN void clear_void(const EpComm *c, uint64_t void_epoch, Share share, uint64_t epoch) {
+    ep_ll_clear_void(c, void_epoch, share.first, share.step, epoch);
 }
 
 /* What a thread reads before it knows the epoch: the route of its first choice, and its warp's first
@@ -30,8 +30,8 @@ typedef struct {
     uint32_t route;
     Input piece;
 } Early;
-EP_FN Early read_early(const EpLlDispatchParams &p) {
-    const uint32_t num_pieces = p.comm.layout.num_pieces, i = first_item();
+EP_FN Early read_early(const EpLlDispatchParams &p, Share share) {
+    const uint32_t num_pieces = p.comm.layout.num_pieces, i = share.first;
     Early early = {first_route(p), {}};
     if (i < p.num_tokens * num_pieces) early.piece = read_input(p, i / num_pieces, i % num_pieces);
     return early;
@@ -52,7 +52,7 @@ EP_FN bool read_routes(const EpLlDispatchParams &p, const Routes &m, uint32_t fi
         judge(c, EP_OP_LL_DISPATCH, mine, heads, &verdict, epoch);
     } else {
         note_own(p, m, first, &found);
-        read_early_route(p, m, mine.call, epoch, &found);
+        read_early_routes(p, m, mine.call, epoch, &found);
     }
     bool ok = __syncthreads_and(found.ok);
     if (!verdict) return false;
@@ -89,25 +89,26 @@ EP_FN void write_head_of_handle(const EpLlDispatchParams &p, const EpLlHead *hea
     if (i < p.comm.shape.num_ranks) p.handle[EP_LL_SOURCES + i] = (int32_t)heads[i].number;
 }
 
-/* All CTAs fill num_bytes with a 32-bit pattern. Address and size are multiples of 4. */
-EP_FN void fill(void *at, uint64_t num_bytes, uint32_t pattern) {
+/* CTAs 0 ... num_ctas - 1 fill num_bytes with a 32-bit pattern. Address and size are multiples of 4. */
+EP_FN void fill(void *at, uint64_t num_bytes, uint32_t pattern, uint32_t num_ctas) {
     for (uint64_t i = (uint64_t)blockIdx.x * blockDim.x + threadIdx.x; i < num_bytes / 4;
-         i += (uint64_t)gridDim.x * blockDim.x)
+         i += (uint64_t)num_ctas * blockDim.x)
         ((uint32_t *)at)[i] = pattern;
 }
 /* The outputs of a void dispatch. */
-EP_FN void poison(const EpLlDispatchParams &p) {
+EP_FN void poison(const EpLlDispatchParams &p, uint32_t num_ctas) {
     const EpShape &s = p.comm.shape;
-    fill(p.rows, ep_ll_num_rows(&s, p.is_masked) * (p.fp8 ? s.hidden : p.comm.layout.row_bytes), EP_NAN_WORD);
-    fill(p.counts, 4ull * ep_num_local_experts(&s), 0);
-    fill(p.handle + EP_LL_STATUS, 4, (uint32_t)EP_EPEER);
+    const uint64_t row_bytes = p.fp8 ? s.hidden : p.comm.layout.row_bytes;
+    fill(p.rows, ep_ll_num_rows(&s, p.is_masked) * row_bytes, EP_NAN_WORD, num_ctas);
+    fill(p.counts, 4ull * ep_num_local_experts(&s), 0, num_ctas);
+    fill(p.handle + EP_LL_STATUS, 4, (uint32_t)EP_EPEER, num_ctas);
 }
 
-/* Place this warp's share of all tokens: this rank's own first. has_input: `input` is the warp's first
- * piece, which read_early has read. */
+/* Place this warp's share of all tokens: this rank's own first. input: its first piece, which read_early has
+ * read. */
 template <int DTYPE, bool FP8>
 EP_FN void place_share(const EpLlDispatchParams &p, const Routes &m, const EpLlHead *heads, Share share,
-                       bool has_input, Input input, uint64_t epoch) {
+                       Input input, uint64_t epoch) {
     const EpComm *c = &p.comm;
     const uint32_t num_pieces = c->layout.num_pieces, own = p.num_tokens;
     const uint32_t most = most_of_peers(c, [&](uint32_t w) { return heads[w].number; });
@@ -115,7 +116,7 @@ EP_FN void place_share(const EpLlDispatchParams &p, const Routes &m, const EpLlH
     for (uint32_t i = share.first; i < num * num_pieces; i += share.step) {
         const uint32_t n = i / num_pieces, piece = i % num_pieces;
         const Token at = n < own ? Token{c->my_rank, n} : peers_token(c, n - own);
-        if (n < own && !(has_input && i == share.first)) input = read_input(p, n, piece);
+        if (n < own && i != share.first) input = read_input(p, n, piece);
         if (at.token < heads[at.source].number) place<DTYPE, FP8>(p, m, at, piece, input, epoch);
     }
 }
@@ -125,31 +126,28 @@ template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 
     __shared__ EpLlHead heads[EP_MAX_RANKS];
     const EpComm *c = &p.comm;
     const Routes m(ep_dynamic_smem(), c->shape);
+    const Division d = divide_dispatch(p);
+    const Share share = receivers_share(d);
     ep_await_previous_kernel();
     const uint64_t void_epoch = ep_ll_void_epoch(c), epoch = ep_begin(c);
     Early early = {};
-    if (p.parts & EP_LL_RECEIVE) early = read_early(p);
-    const Division d = division_of_dispatch();
-    const uint32_t num = p.num_tokens * c->layout.num_pieces;
-    const uint32_t num_early = num_early_pieces(d, num, p.parts);
-    const bool has_later = p.parts & EP_LL_SEND && num_early < num && c->shape.num_ranks > 1;
+    if (p.parts & EP_LL_RECEIVE && !only_sends(d)) early = read_early(p, share);
     if (epoch && p.parts & EP_LL_SEND) {
         enter(c, ep_ll_dispatch_head(&p), epoch);
         send_routes(p, epoch);
-        send_pieces<DTYPE, FP8>(p, 0, num_early, share_of(0, EP_WARPS), epoch);
+        __syncthreads(); /* heads and routes go first: a peer can do nothing before it has all of them */
+        if (only_sends(d) && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, false, epoch);
+        if (sends(d)) send_pieces<DTYPE, FP8>(p, senders_share(d), epoch);
     }
-    if (!(p.parts & EP_LL_RECEIVE)) return;
+    if (!(p.parts & EP_LL_RECEIVE) || only_sends(d)) return;
     const bool ok = epoch && make_routes(p, m, early.route, heads, epoch);
-    if (epoch) clear_void(c, void_epoch, epoch);
+    if (epoch) clear_void(c, void_epoch, share, epoch);
     if (epoch && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, !ok, epoch);
     if (ok) {
         write_head_of_handle(p, heads, epoch);
-        if (has_later && is_sender(d)) send_pieces<DTYPE, FP8>(p, num_early, num, senders_share(d), epoch);
-        else
-            place_share<DTYPE, FP8>(p, m, heads, receivers_share(d, has_later), !has_later, early.piece,
-                                    epoch);
+        place_share<DTYPE, FP8>(p, m, heads, share, early.piece, epoch);
     } else {
-        poison(p);
+        poison(p, d.num_receivers);
     }
 }
 
@@ -164,31 +162,28 @@ template <int DTYPE, bool FP8> __global__ void __launch_bounds__(32 * EP_WARPS, 
     const EpLlHead mine = ep_ll_combine_head(&p);
     const bool is_good = epoch && (mine.call & 0xffu) == 0;
     const uint32_t returns = p.parts & EP_LL_SEND && is_good ? num_returns(p) : 0;
-    const Division d = division_of_combine();
-    const uint32_t num_early = num_early_pieces(d, returns, p.parts);
-    const bool has_later = num_early < returns;
+    const Division d = divide_combine(p, returns);
+    const Share share = receivers_share(d);
     if (epoch && p.parts & EP_LL_SEND) {
         enter(c, mine, epoch);
-        return_pieces<DTYPE, FP8>(p, 0, num_early, share_of(0, EP_WARPS), epoch);
+        if (only_sends(d)) __syncthreads(); /* all warps have the epoch, before the operation may end */
+        if (only_sends(d) && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, false, epoch);
+        if (sends(d)) return_pieces<DTYPE, FP8>(p, returns, senders_share(d), epoch);
     }
-    if (!(p.parts & EP_LL_RECEIVE)) return;
-    const bool sends_later = has_later && is_sender(d);
-    const Share share = receivers_share(d, has_later);
+    if (!(p.parts & EP_LL_RECEIVE) || only_sends(d)) return;
     OwnSum own = {};
     uint32_t i = share.first;
-    if (is_good && !sends_later && i < num) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
+    if (is_good && i < num) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
     if (epoch && is_control_warp()) judge(c, EP_OP_LL_COMBINE, mine, heads, &verdict, epoch);
     __syncthreads();
     const bool ok = epoch && verdict;
-    if (epoch) clear_void(c, void_epoch, epoch);
+    if (epoch) clear_void(c, void_epoch, share, epoch);
     if (epoch && threadIdx.x == 0) ep_ll_leave(c, gridDim.x, !ok, epoch);
-    if (!ok) fill(p.out, p.num_tokens * c->layout.row_bytes, EP_NAN_WORD);
-    else if (sends_later) return_pieces<DTYPE, FP8>(p, num_early, returns, senders_share(d), epoch);
-    else
-        for (; i < num; i += share.step) {
-            if (i != share.first) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
-            finish_piece<DTYPE, FP8>(p, i / num_pieces, i % num_pieces, own, epoch);
-        }
+    if (!ok) fill(p.out, p.num_tokens * c->layout.row_bytes, EP_NAN_WORD, d.num_receivers);
+    for (; ok && i < num; i += share.step) {
+        if (i != share.first) own = own_sum<DTYPE>(p, i / num_pieces, i % num_pieces);
+        finish_piece<DTYPE, FP8>(p, i / num_pieces, i % num_pieces, own, epoch);
+    }
 }
 
 /* ---- launch ---- */

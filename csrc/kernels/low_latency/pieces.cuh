@@ -5,10 +5,9 @@
  *
  * Freedom from deadlock. A rank waits for two things of a peer: heads and routes, and pieces.
  *   (1) Heads and routes leave before any warp of the rank waits.
- *   (2) A warp that sends later pieces waits only for heads and routes. A warp that waits for pieces has sent
- *       all of its own.
+ *   (2) A warp that sends pieces has waited for nothing before.
  *   (3) All CTAs are resident, so every warp makes progress.
- * By (1) every rank gets the heads and the routes. By (2) all pieces then leave. */
+ * So all heads, routes and pieces leave. */
 #ifndef EP_PIECES_CUH
 #define EP_PIECES_CUH
 #include <cuda_fp8.h>
@@ -25,33 +24,30 @@ enum { EP_PIECE_PARTS = EP_PIECE_VECS / 32 }; /* 16-byte units of a piece that a
 typedef struct {
     uint32_t first, step;
 } Share;
-/* This warp's share if warps begin ... end - 1 of every CTA take part. Consecutive items go to different
- * CTAs. A warp that does not take part has no such share. */
+/* This warp's share if CTAs begin ... end - 1 take part, of which this is one. Consecutive items go to
+ * different CTAs. */
 EP_FN Share share_of(uint32_t begin, uint32_t end) {
-    return {(threadIdx.x / 32 - begin) * gridDim.x + blockIdx.x, (end - begin) * gridDim.x};
+    return {threadIdx.x / 32 * (end - begin) + blockIdx.x - begin, (end - begin) * EP_WARPS};
 }
-EP_FN uint32_t first_item(void) { return share_of(0, EP_WARPS).first; }
-EP_FN uint32_t item_step(void) { return share_of(0, EP_WARPS).step; }
 
-/* How an operation divides the warps of a CTA. It sends `early` pieces for each CTA before it knows the heads
- * of its peers, so that few tokens leave at once. If there are more, the first `senders` warps send the later
- * ones, while the other warps already receive. A launch that only sends has no later ones. */
+/* How the CTAs of an operation divide its work: the last CTAs only send, and the others only receive. While
+ * stores wait for the link, loads of the same SM wait too. So a CTA that does both is slow to receive. All
+ * CTAs do both if the launch is one half of an operation, if it has one CTA, or if there is nothing to
+ * send. */
 typedef struct {
-    uint32_t early, senders;
+    uint32_t num_receivers; /* CTAs 0 ... num_receivers - 1 */
+    bool is_divided;
 } Division;
-EP_FN Division division_of_dispatch(void) { return {EP_WARPS / 2, EP_WARPS / 4}; }
-/* Combine sends more pieces, a sum for each peer, and each costs more: the warp adds up rows. */
-EP_FN Division division_of_combine(void) { return {EP_WARPS, EP_WARPS / 2}; }
-EP_FN uint32_t num_early_pieces(Division d, uint32_t num, uint32_t parts) {
-    const uint32_t most = parts & EP_LL_RECEIVE ? d.early * gridDim.x : num;
-    return num < most ? num : most;
+/* num: what this rank has to send; 0 is nothing. senders: how many in 8 CTAs send. */
+EP_FN Division divide(uint32_t num, uint32_t senders, uint32_t parts) {
+    const bool is_divided = parts == EP_LL_BOTH && num && gridDim.x > 1;
+    return {gridDim.x - (is_divided ? ep_ceil_div_u32(gridDim.x * senders, 8) : 0), is_divided};
 }
-EP_FN bool is_sender(Division d) { return threadIdx.x / 32 < d.senders; }
-EP_FN Share senders_share(Division d) { return share_of(0, d.senders); }
-/* The share of a warp that receives: all warps do, unless some of them send later pieces. */
-EP_FN Share receivers_share(Division d, bool has_later) {
-    return share_of(has_later ? d.senders : 0, EP_WARPS);
-}
+/* This CTA only sends. */
+EP_FN bool only_sends(Division d) { return blockIdx.x >= d.num_receivers; }
+EP_FN bool sends(Division d) { return !d.is_divided || only_sends(d); }
+EP_FN Share senders_share(Division d) { return share_of(d.is_divided ? d.num_receivers : 0, gridDim.x); }
+EP_FN Share receivers_share(Division d) { return share_of(0, d.num_receivers); }
 
 /* A token of a source rank. */
 typedef struct {

@@ -79,71 +79,91 @@ EP_FN void note_own(const EpLlDispatchParams &p, const Routes &m, uint32_t first
         note_route(p, m, p.comm.my_rank, i, i == threadIdx.x ? first : ep_ll_route_of(&p, i), found);
 }
 
-/* The early routes of a peer are its first num_early(). A thread of its own reads each of them, before the
+/* The early routes of a peer are its first num_early(). Each thread reads EP_EARLY_ROUTES of them, before the
  * number of the peer's tokens is known. */
-EP_FN uint32_t num_early(const EpShape &s) { return EP_ROUTE_THREADS / (s.num_ranks - 1); }
+enum { EP_EARLY_ROUTES = 2 };
+EP_FN uint32_t threads_of_peer(const EpShape &s) { return EP_ROUTE_THREADS / (s.num_ranks - 1); }
+EP_FN uint32_t num_early(const EpShape &s) { return EP_EARLY_ROUTES * threads_of_peer(s); }
 
-/* Read this thread's early route. The head of the peer is loaded together with the route: it says whether the
- * route exists. If the peer is in another call than this rank, the operation is void, so the thread does not
- * wait for the route. */
-EP_FN void read_early_route(const EpLlDispatchParams &p, const Routes &m, uint32_t my_call, uint64_t epoch,
-                            Found *found) {
+/* Read this thread's early routes. The head of the peer is loaded together with the routes: it says which of
+ * them exist. If the peer is in another call than this rank, the operation is void, so the thread does not
+ * wait for routes. */
+EP_FN void read_early_routes(const EpLlDispatchParams &p, const Routes &m, uint32_t my_call, uint64_t epoch,
+                             Found *found) {
     const EpComm *c = &p.comm;
     const EpShape &s = c->shape;
     if (s.num_ranks == 1) return;
-    const uint32_t nth = threadIdx.x / num_early(s), i = threadIdx.x % num_early(s);
+    const uint32_t step = threads_of_peer(s), nth = threadIdx.x / step, first = threadIdx.x % step;
     const uint32_t peer = nth + (nth >= c->my_rank);
-    if (peer >= s.num_ranks || i >= s.max_tokens * s.num_topk) return;
+    if (peer >= s.num_ranks) return;
     const uint64_t *head = ep_ll_head(c, c->my_rank, peer, epoch);
-    const uint64_t *cell = ep_ll_route(c, c->my_rank, peer, 0, epoch) + i;
+    const uint64_t *cells = ep_ll_route(c, c->my_rank, peer, 0, epoch);
+    uint32_t num = s.max_tokens * s.num_topk; /* routes of the peer: the most, until the head is there */
+    uint32_t missing = (1u << EP_EARLY_ROUTES) - 1;
     EpBackoff w = {0, 0, 0};
     for (;;) {
         EpLlHead its;
-        uint64_t seen;
-        const uint64_t route = ep_ld_relaxed_sys_u64(cell);
+        uint64_t seen, route[EP_EARLY_ROUTES];
+#pragma unroll
+        for (uint32_t u = 0; u < EP_EARLY_ROUTES; u++)
+            route[u] = first + u * step < num && (missing >> u & 1u)
+                           ? ep_ld_relaxed_sys_u64(cells + first + u * step)
+                           : 0;
         const bool has_head = ep_ll_head_read(head, epoch, &its, &seen);
-        if (has_head && (its.call != my_call || its.number > s.max_tokens || i >= its.number * s.num_topk))
-            return;
-        if (has_head && ep_ll_cell_is(route, epoch)) {
-            note_route(p, m, peer, i, (uint32_t)route & 0xffffu, found);
-            return;
+        if (has_head) num = its.call != my_call || its.number > s.max_tokens ? 0 : its.number * s.num_topk;
+#pragma unroll
+        for (uint32_t u = 0; u < EP_EARLY_ROUTES; u++) {
+            const uint32_t i = first + u * step;
+            const bool is_here = has_head && ep_ll_cell_is(route[u], epoch);
+            if (!(missing >> u & 1u)) continue;
+            if (i < num && !is_here) {
+                if (has_head) seen = route[u] >> 16;
+                continue;
+            }
+            if (i < num) note_route(p, m, peer, i, (uint32_t)route[u] & 0xffffu, found);
+            missing &= ~(1u << u);
         }
+        if (missing == 0) return;
         const EpFaultRecord f =
             ep_fault_at(EP_OP_LL_DISPATCH, peer, has_head ? EP_WORD_ROUTE : EP_WORD_ENTER, epoch);
-        if (!ep_wait_on(c, &w, c->timeout_ns, &f, epoch, has_head ? route >> 16 : seen)) {
+        if (!ep_wait_on(c, &w, c->timeout_ns, &f, epoch, seen)) {
             found->ok = false;
             return;
         }
     }
 }
 
-/* Read the routes after the early ones: a thread reads route i of several peers together. The heads are
+/* Read the routes after the early ones. A thread loads two routes of four peers together. The heads are
  * judged. A number for each (peer, route) would need divisions, which cost more than the loads. */
 EP_FN void read_later_routes(const EpLlDispatchParams &p, const Routes &m, const EpLlHead *heads,
                              uint64_t epoch, Found *found) {
-    enum { AHEAD = 4 }; /* peers whose routes are loaded together */
+    enum { PEERS = 4, AHEAD = 2 };
     const EpComm *c = &p.comm;
     const uint32_t K = c->shape.num_topk, W = c->shape.num_ranks;
     const uint32_t most = K * most_of_peers(c, [&](uint32_t w) { return heads[w].number; });
-    for (uint32_t i = num_early(c->shape) + threadIdx.x; i < most && found->ok; i += EP_ROUTE_THREADS)
-        for (uint32_t first = 0; first < W; first += AHEAD) {
-            uint64_t got[AHEAD];
-            const auto is_there = [&](uint32_t w) {
+    const uint32_t begin = num_early(c->shape) + threadIdx.x, step = AHEAD * EP_ROUTE_THREADS;
+    for (uint32_t at = begin; at < most && found->ok; at += step)
+        for (uint32_t first = 0; first < W; first += PEERS) {
+            uint64_t got[PEERS][AHEAD];
+            const auto is_there = [&](uint32_t w, uint32_t i) {
                 return w < W && w != c->my_rank && i < heads[w].number * K;
             };
+            const auto cell_of = [&](uint32_t w, uint32_t i) {
+                return ep_ll_route(c, c->my_rank, w, 0, epoch) + i;
+            };
 #pragma unroll
-            for (uint32_t u = 0; u < AHEAD; u++)
-                got[u] = is_there(first + u)
-                             ? ep_ld_relaxed_sys_u64(ep_ll_route(c, c->my_rank, first + u, 0, epoch) + i)
-                             : 0;
+            for (uint32_t n = 0; n < PEERS * AHEAD; n++) {
+                const uint32_t w = first + n / AHEAD, i = at + n % AHEAD * EP_ROUTE_THREADS;
+                got[n / AHEAD][n % AHEAD] = is_there(w, i) ? ep_ld_relaxed_sys_u64(cell_of(w, i)) : 0;
+            }
 #pragma unroll
-            for (uint32_t u = 0; u < AHEAD; u++) {
-                const uint32_t w = first + u;
-                if (!is_there(w)) continue;
-                const uint64_t *cell = ep_ll_route(c, c->my_rank, w, 0, epoch) + i;
-                uint32_t route = (uint32_t)got[u] & 0xffffu;
+            for (uint32_t n = 0; n < PEERS * AHEAD; n++) {
+                const uint32_t w = first + n / AHEAD, i = at + n % AHEAD * EP_ROUTE_THREADS;
+                if (!is_there(w, i)) continue;
+                uint32_t route = (uint32_t)got[n / AHEAD][n % AHEAD] & 0xffffu;
                 const EpFaultRecord f = ep_fault_at(EP_OP_LL_DISPATCH, w, EP_WORD_ROUTE, epoch);
-                if (!ep_ll_cell_is(got[u], epoch) && !ep_ll_cell_await(c, cell, epoch, &f, &route))
+                if (!ep_ll_cell_is(got[n / AHEAD][n % AHEAD], epoch) &&
+                    !ep_ll_cell_await(c, cell_of(w, i), epoch, &f, &route))
                     found->ok = false;
                 else note_route(p, m, w, i, route, found);
             }
@@ -153,15 +173,23 @@ EP_FN void read_later_routes(const EpLlDispatchParams &p, const Routes &m, const
 /* Count the bits before each word that has a token. Each thread takes some experts. CTA 0 also writes the
  * counts for the caller. */
 EP_FN void count_rows(const EpLlDispatchParams &p, const Routes &m, const EpLlHead *heads) {
+    enum { AHEAD = 4 }; /* words that are loaded together */
     const EpShape &s = p.comm.shape;
     for (uint32_t e = threadIdx.x; e < m.L; e += blockDim.x) {
         uint32_t sum = 0, next = 0; /* next: the first word that was not counted */
         for (uint32_t w = 0; w < s.num_ranks; w++) {
             const uint32_t begin = w * s.max_tokens, end = ep_ceil_div_u32(begin + heads[w].number, 32);
             if (heads[w].number == 0) continue;
-            for (uint32_t word = begin / 32 < next ? next : begin / 32; word < end; word++) {
-                m.before[word * m.L + e] = sum;
-                sum += (uint32_t)__popc(m.bits[word * m.L + e]);
+            for (uint32_t word = begin / 32 < next ? next : begin / 32; word < end; word += AHEAD) {
+                uint32_t bits[AHEAD];
+#pragma unroll
+                for (uint32_t u = 0; u < AHEAD; u++)
+                    bits[u] = word + u < end ? m.bits[(word + u) * m.L + e] : 0;
+#pragma unroll
+                for (uint32_t u = 0; u < AHEAD; u++) {
+                    if (word + u < end) m.before[(word + u) * m.L + e] = sum;
+                    sum += (uint32_t)__popc(bits[u]);
+                }
             }
             next = end > next ? end : next;
         }
