@@ -106,7 +106,7 @@ bench: build
 	$(PYTHON) -m epmoe.bench $(ARGS)
 
 report: build
-	$(PYTHON) -m epmoe.bench report benchmarks/h100x4.json --readme README.md --page docs/performance.md --plots docs/img
+	$(PYTHON) -m epmoe.bench report benchmarks/h200x4.json --readme README.md --page docs/performance.md --plots docs/img
 	$(PYTHON) -m epmoe.bench report benchmarks/decode_h200.json --page docs/experiments/decode.md --plots docs/img
 	$(PYTHON) docs/tables.py
 

@@ -13,13 +13,13 @@ from epmoe.bench import cli, plots, report
 
 pytestmark = pytest.mark.cpu_only
 ROOT = Path(__file__).resolve().parent.parent
-FIGURES, PLOTS = ROOT / "benchmarks" / "h100x4.json", ROOT / "docs" / "img"
+FIGURES, PLOTS = ROOT / "benchmarks" / "h200x4.json", ROOT / "docs" / "img"
 NAMES = ("layers", "shapes", "sm", "tokens", "decode")
 
 
 def repository_figures():
     if not FIGURES.exists():
-        pytest.skip("benchmarks/h100x4.json does not exist")
+        pytest.skip("benchmarks/h200x4.json does not exist")
     return report.Figures(FIGURES, PLOTS)
 
 

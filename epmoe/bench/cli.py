@@ -2,7 +2,7 @@
 
 Under torchrun, a rank for each GPU:  torchrun --nproc-per-node 4 -m epmoe.bench all --json FILE
 Without torchrun it starts ranks:     python -m epmoe.bench   (one for each GPU, at most 8; four on the CPU)
-The tables and the plots:             python -m epmoe.bench report benchmarks/h100x4.json
+The tables and the plots:             python -m epmoe.bench report benchmarks/h200x4.json
 
 On a machine without a GPU the shapes are small, and the figures say nothing about GPUs.
 """

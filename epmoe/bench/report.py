@@ -267,7 +267,7 @@ def short_block(figures, plots, folder):
         o = figures.recorded
         notes.append(f"\\* DeepEP with torch's grouped GEMMs, recorded in another run ({o['machine']}, "
                      f"{o['date']}).")
-    if figures.one_gpu:
+    if any("†" in line for line in lines):
         o = figures.one_gpu
         notes.append("† Forward and backward of one rank of four, alone on one GPU, so nothing crosses a "
                      f"link ({o['machine']}, {o['date']}).")
@@ -284,10 +284,10 @@ def block(figures, plots, folder):
                   "with `fused=False`: dispatch, GEMM, GEMM and combine as separate kernels.", "",
                   *layer_table(figures)]
     lines += images(figures, plots, folder, "layers", "growth")
-    for run in (figures.one_gpu, figures.result):
+    for title, run in (("Training step", figures.result), ("Training step of one rank", figures.one_gpu)):
         if table_of_run := train_table(run.get("rows", [])):
             what = _wrapped([f"{of_run(run)}. {run.get('what', '')}".strip()])
-            lines += ["", "### Training step", "", *what, "", *table_of_run]
+            lines += ["", f"### {title}", "", *what, "", *table_of_run]
     if figures.shapes():
         lines += ["", "### Plan, dispatch and combine", "", *table(figures)]
     lines += images(figures, plots, folder, "shapes", "sm", "tokens")
