@@ -212,9 +212,9 @@ static void ll_combine_part(const void *p, uint32_t worker, uint32_t num_workers
     ep_cpu_ll_combine((const EpLlCombineParams *)p, worker, num_workers);
 }
 
-/* A plan, the result of preprocess, is located in a tensor to which the caller's code may have written. It
- * holds the numbers of rows and of slots. This backend checks that each is in its range before it uses it. So
- * a plan that was overwritten never causes a store to a wrong address. */
+/* A plan, the result of preprocess, is in a tensor that the caller's code may have overwritten. The plan has
+ * indices of rows and of slots. The CPU backend checks that each index is in its range before it uses it. So
+ * an overwritten plan never causes a store out of bounds. It may still send a token to a wrong row. */
 static bool all_below(const int32_t *x, uint64_t n, int64_t low, int64_t end) {
     bool ok = true;
     for (uint64_t i = 0; i < n; i++) ok &= x[i] >= low && x[i] < end;

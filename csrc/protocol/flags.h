@@ -310,8 +310,8 @@ EP_PURE uint64_t ep_ready_count(uint32_t block, uint32_t num_rows, uint32_t piec
     const uint32_t left = num_rows - block * EP_TILE_ROWS;
     return (uint64_t)(left < EP_TILE_ROWS ? left : EP_TILE_ROWS) * pieces;
 }
-/* The limit of a wait for other workers of this rank: twice timeout_ns. Those workers wait for a peer at most
- * timeout_ns, so their timeout, which names the peer, is recorded first. */
+/* The limit of a wait for other workers of this rank: twice timeout_ns. If those wait for a peer, for at most
+ * timeout_ns, the worker that records its timeout first is one whose record names the peer. */
 EP_FN uint64_t ep_local_limit_ns(const EpComm *c) {
     return c->timeout_ns < UINT64_MAX / 2 ? 2 * c->timeout_ns : UINT64_MAX;
 }

@@ -1,17 +1,18 @@
-/* port.h - the only file that asks which compiler reads it.
+/* port.h - what differs between C11 and CUDA C: the only file that tests which compiler compiles it.
  *
  * A worker executes one task at a time. In C11 a worker is one CPU thread (a warp with one lane). In CUDA C a
  * worker is a warp of 32 lanes. Exported:
- *   EP_FN, EP_PURE             qualifiers: device code; arithmetic for host and device
+ *   EP_FN                      qualifier of a function that workers call
+ *   EP_PURE                    qualifier of arithmetic that workers and the host call
  *   EP_LANES, EP_FOR_LANES     lanes of a worker; i = lane, lane + EP_LANES, ... < n
  *   ep_warp_sync, ep_warp_{min_u32,bcast_u64,all}   the warp operations. All except min_u32 also order
  *                              memory: after it every lane reads what any lane wrote before it
- *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the memory operations of the protocol; it uses no others
+ *   ep_{ld,st,add,swap}_<order>_<scope>_<type>   the only memory operations of the protocol
  *   ep_now_ns, ep_pause, ep_time_to_check, EP_MAX_COUNTED_GAP_NS   for waits: the clock, the backoff, when to
  *                              look at the clock, and how much of a gap between two looks counts
  *   ep_interrupted             in host code, whether the user has interrupted the wait (runtime/interrupt.h);
  *                              in device code false
- *   EP_FAULT(name)             whether a test build contains this seeded fault; false in other builds
+ *   EP_FAULT(name)             whether a test build contains this deliberate bug; false in other builds
  *   ep_chaos(point)            a random delay in a test build; does nothing in other builds
  *   EP_STATIC_ASSERT           a condition that the compiler checks
  *

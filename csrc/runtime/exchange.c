@@ -110,10 +110,11 @@ static int send_frame(EpWorld *w, uint32_t r, const EpFrame *f, int fd, uint64_t
     return ep_world_check_locked(w);
 }
 
-/* The exchange. status: 0, or the code with which this rank refuses; mine and all may be NULL then. `code` is
- * an error that ended the world. `verdict` is the first disagreement between the frames. After a
- * disagreement, and after this rank's own refusal, the frames of the other ranks are still consumed, so that
- * the next exchange works. */
+/* Send num_bytes at `mine` to all ranks, and receive those of all ranks in `all`. status: 0, or the code with
+ * which this rank refuses; then num_bytes is 0, and mine and all may be NULL. Returns 0, the error that ended
+ * the world (`code` below), or else the disagreement with the lowest rank that disagrees (`verdict`). If this
+ * rank refuses, or a rank disagrees, this function still takes the frames of all ranks, so that the next
+ * exchange works. */
 static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status, void *all, int fd_out,
                     int *fds_in) {
     uint64_t until = ep_now_ns() + atomic_load(&w->timeout_ns);

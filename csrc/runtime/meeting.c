@@ -178,8 +178,9 @@ static int connect_to(const EpWorldConfig *config, uint32_t r, int *out, Limit *
  * for it. When all places are occupied, the oldest connection is closed.
  *
  * Such processes cannot keep a rank out:
- *   (1) A rank that has sent its hello needs no place. Its hello is read when its connection is accepted, and
- *       once more before its place is taken. Then its socket is in sockets[], where each rank has a place.
+ *   (1) A rank that has sent its hello needs no place. This rank tries to read a hello when it accepts a
+ *       connection, and once more before it closes the connection for lack of a place. With the hello, the
+ *       connection moves from this list to sockets[], which has an element for each rank.
  *   (2) A rank whose connection was closed before its hello arrived gets no answer, and connects again. */
 #define MAX_PENDING 16u
 /* Interval at which this rank checks that the first rank that has not connected yet is still alive. */

@@ -223,8 +223,8 @@ int ep_world_close(EpWorld *w, bool collective) {
     /* No wait is left if the world has ended, or if all ranks have agreed to close it. */
     if (w->end_code || (collective && !code)) is_busy = on_gpu = false;
     if (is_busy || on_gpu) w->left_ns = ep_now_ns();
-    /* In a process that is about to end, join the watchdog thread below. It gives operations that are still
-     * in flight, on a GPU for example, at most HASTE_NS (watchdog.c). */
+    /* In a process that is about to end, join the watchdog thread below. Before that thread ends, it waits
+     * at most HASTE_NS (watchdog.c) for operations that are still in flight, for example on a GPU. */
     if (atomic_load(&is_process_ending)) is_busy = false;
     pthread_mutex_unlock(&w->lock);
     if (w->has_watchdog) {

@@ -5,13 +5,14 @@
  *
  * With FP8, sums of other ranks travel as e4m3 numbers with a scale for each group.
  *
- * Invariant: both sums are in fp32 and in a fixed order (choices, ranks), whichever sum arrives first. */
+ * Invariant: both sums are accumulated in fp32 and in a fixed order (choices, ranks), whichever sum arrives
+ * first. A sum that travels is rounded to the dtype before. */
 #ifndef EP_LL_COMBINE_CUH
 #define EP_LL_COMBINE_CUH
 #include "kernels/low_latency/pieces.cuh"
 
-/* The sum of this rank's rows of a token, each times its weight, in the order of its choices: this lane's
- * part of a piece, rounded to the dtype. False: there is no such row. */
+/* Add up this rank's rows of a token, each times its weight, in the order of its choices. sum: this lane's
+ * part of a piece of the sum, rounded to the dtype. Returns false if this rank has no row of the token. */
 template <int DTYPE> EP_FN bool sum_choices(const EpLlCombineParams &p, Token at, uint32_t piece,
                                             uint4 (&sum)[EP_PIECE_PARTS]) {
     enum { N = EpVec<DTYPE>::N, AHEAD = 4 }; /* rows whose loads are in flight */
@@ -90,8 +91,9 @@ EP_FN Division divide_combine(const EpLlCombineParams &p, uint32_t returns) {
     return divide(returns, 4, p.parts);
 }
 
-/* What finish_piece needs of this rank: the ranks that return a sum for the token, a bit for each, and the
- * sum of this rank's own rows. A warp reads that of its first item before the heads are judged. */
+/* What finish_piece gets from this rank itself: the ranks that return a sum for the token, a bit for each,
+ * and the sum of this rank's own rows of it. For its first piece, a warp gets it before the heads are
+ * judged. */
 typedef struct {
     uint32_t targets;
     bool is_there;

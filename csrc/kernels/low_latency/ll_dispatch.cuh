@@ -17,8 +17,9 @@ EP_FN uint32_t ranks_of(const EpShape &s, uint32_t route) {
     return __reduce_or_sync(EP_FULL, route < s.num_experts ? 1u << route / ep_num_local_experts(&s) : 0);
 }
 
-/* The first tokens go to the last warps, and the first pieces to the first warps. So with few tokens no warp
- * sends both. The very last warp, which enters, gets a token only after all others. */
+/* Send this warp's share of the routes of this rank's tokens. The last warps of the grid get the first
+ * tokens; the first pieces go to the first warps of CTAs. So with few tokens, no warp sends both routes and
+ * pieces. The very last warp of the grid, which sends the heads, is the last one to get a token. */
 EP_FN void send_routes(const EpLlDispatchParams &p, uint64_t epoch) {
     const EpComm *c = &p.comm;
     const Share all = share_of(0, gridDim.x);
@@ -94,11 +95,11 @@ template <bool FP8> EP_FN void place_piece(const EpLlDispatchParams &p, uint32_t
     }
 }
 
-/* Receive one piece of a token: copy it to the token's rows at this rank's experts. A token of this rank is
- * not sent: `input` is its piece. For another token, the warp waits until the piece is in the slot, and takes
- * it. If that wait fails (the world has ended, or a timeout), the warp fills its piece of the rows with NaN.
- * The warp of the first piece also stores, for combine, the row index and the weight of
- * each choice at this rank in the handle, the tensor that dispatch leaves for combine. */
+/* Receive one piece of a token: copy it to the token's rows at this rank's experts. For a token of this
+ * rank, `input` is the piece. For another token, the warp waits until the piece is in the slot, loads it and
+ * empties its place. If that wait fails (the world has ended, or a timeout), the warp fills its piece of the
+ * rows with NaN. The handle is the tensor that dispatch leaves for combine. The warp of the first piece
+ * stores in it, for each choice at this rank, the index of the row and the weight. */
 template <int DTYPE, bool FP8> EP_FN void place(const EpLlDispatchParams &p, const Routes &m, Token at,
                                                 uint32_t piece, const Input &input, uint64_t epoch) {
     const EpComm *c = &p.comm;

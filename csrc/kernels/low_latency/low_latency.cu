@@ -3,8 +3,8 @@
 #include "kernels/low_latency/ll_combine.cuh"
 #include "kernels/low_latency/ll_dispatch.cuh"
 
-/* The last warp of each CTA is its control warp. It waits for the heads of all ranks and judges them. With
- * few tokens it has no piece to move, so it begins to wait at once. */
+/* The last warp of each CTA is its control warp. It waits for the heads of all ranks and judges them.
+ * It first sends its share of the pieces, of which it has none if there are few tokens. */
 EP_FN bool is_control_warp(void) { return threadIdx.x / 32 == EP_WARPS - 1; }
 
 /* Enter for the rank, in the control warp of the last CTA: the last of all warps to get a piece. */
@@ -37,9 +37,10 @@ EP_FN Early read_early(const EpLlDispatchParams &p, Share share) {
     return early;
 }
 
-/* Judge the heads, and read all routes. All threads get the verdict. Every CTA reads all routes, so none
- * places a row if one of them is wrong. The early routes are read while the control warp waits for the heads;
- * the others need the number of a peer's tokens. */
+/* Judge the heads, and read the routes of all tokens. All threads get the verdict. Every CTA that receives
+ * reads all routes, so no CTA places a row if a route is wrong. The early routes (routes.cuh) are read while
+ * the control warp waits for the heads. The others are read after it, because a head tells how many routes a
+ * peer has. */
 EP_FN bool read_routes(const EpLlDispatchParams &p, const Routes &m, uint32_t first, EpLlHead *heads,
                        uint64_t epoch) {
     __shared__ bool verdict;

@@ -1,13 +1,12 @@
 /* pieces.cuh - what the low-latency dispatch and combine share: work items, pieces of rows, e4m3.
  *
- * Work is divided into pieces of rows, one warp a piece. Consecutive pieces go to different CTAs, so that few
- * tokens also use many SMs. protocol/low_latency.h has the protocol.
+ * Work is divided into pieces of rows. One warp moves a piece. Consecutive pieces go to different CTAs, so
+ * that few tokens also use many SMs. protocol/low_latency.h has the protocol.
  *
  * Freedom from deadlock. A rank waits for two things of a peer: heads and routes, and pieces.
- *   (1) Heads and routes leave before any warp of the rank waits.
- *   (2) A warp that sends pieces has waited for nothing before.
- *   (3) All CTAs are resident, so every warp makes progress.
- * So all heads, routes and pieces leave. */
+ *   (1) A warp sends its share of the heads, routes and pieces before it waits for a peer.
+ *   (2) All CTAs are resident. So each warp comes to send its share, also while other warps wait.
+ * So all heads, routes and pieces leave, whatever the peers do. */
 #ifndef EP_PIECES_CUH
 #define EP_PIECES_CUH
 #include <cuda_fp8.h>
@@ -30,10 +29,10 @@ EP_FN Share share_of(uint32_t begin, uint32_t end) {
     return {threadIdx.x / 32 * (end - begin) + blockIdx.x - begin, (end - begin) * EP_WARPS};
 }
 
-/* How the CTAs of an operation divide its work: the last CTAs only send, and the others only receive. While
+/* How the CTAs of a launch divide its work: the last CTAs only send, and the others only receive. While
  * stores wait for the link, loads of the same SM wait too. So a CTA that does both is slow to receive. All
- * CTAs do both if the launch is one half of an operation, if it has one CTA, or if there is nothing to
- * send. */
+ * CTAs share all work if the launch only sends or only receives (EpLlParts), if it has one CTA, or if this
+ * rank has nothing to send. */
 typedef struct {
     uint32_t num_receivers; /* CTAs 0 ... num_receivers - 1 */
     bool is_divided;
@@ -53,8 +52,8 @@ EP_FN Share receivers_share(Division d) { return share_of(0, d.num_receivers); }
 typedef struct {
     uint32_t source, token;
 } Token;
-/* Token n of the peers' tokens: token 0 of each peer, then token 1 of each, and so on. This is about the
- * order in which they arrive. A peer may have fewer tokens: then there is no such token. */
+/* Token n of the peers' tokens: token 0 of each peer, then token 1 of each, and so on. They arrive in roughly
+ * this order. The peer may have fewer tokens: the caller compares Token.token with their number. */
 EP_FN Token peers_token(const EpComm *c, uint32_t n) {
     const uint32_t num_peers = c->shape.num_ranks - 1;
     return {(c->my_rank + 1 + n % num_peers) % c->shape.num_ranks, n / num_peers};
@@ -203,8 +202,8 @@ template <bool FP8> EP_FN void clear_piece(const EpComm *c, Place at) {
     for_words<FP8>(c, at, none, [](auto *to, auto &v) { ep_st_words(to, v); });
 }
 
-/* Wait for the pieces of the NUM places that have a bit in `wanted`, and take them out of their slots. Place
- * j is in the slot that rank source(j) has sent. A piece that does not arrive is NaN. */
+/* Wait for pieces, load them into `got`, and empty their places. There are NUM places; bit j of `wanted` says
+ * whether to wait for place(j), which rank source(j) fills. If a piece does not arrive, got[j] is NaN. */
 template <bool FP8, uint32_t NUM, typename At, typename Source>
 EP_FN void take_pieces(const EpComm *c, uint32_t op, uint32_t wanted, At place, Source source, uint64_t epoch,
                        Piece<FP8> (&got)[NUM]) {

@@ -1,9 +1,11 @@
 /* routes.cuh - the routes of all tokens in a CTA's shared memory, and the row of each token at an expert.
  *
- * Every CTA reads all routes and finds all rows by itself, so no CTA waits for another one. Rows of an expert
- * are in the order of source rank and token. An expert has a bit for each token, set if the token comes to
- * it. So the row of a token is the number of set bits before the token's bit.
- * Invariant: every CTA of every rank reads the same routes, so all find a wrong index, or none does. */
+ * Every CTA that receives reads all routes and finds all rows by itself, so no CTA waits for another one.
+ * Rows of an expert are in the order of source rank and token. An expert has a bit for each token, set if the
+ * token comes to it. So the number of set bits before the token's bit is the index of its row among the rows
+ * of the expert.
+ * Early routes are read before the heads of the peers are there, later routes after that.
+ * Invariant: all these CTAs, of all ranks, read the same routes. So all find a wrong index, or none does. */
 #ifndef EP_ROUTES_CUH
 #define EP_ROUTES_CUH
 #include "kernels/low_latency/pieces.cuh"
@@ -32,12 +34,12 @@ struct Routes {
     }
 };
 
-/* Threads of a CTA that read routes: those of all warps but the control warp, which is the last one. Each of
- * them has a number below EP_ROUTE_THREADS: threadIdx.x. */
+/* The number of threads of a CTA that read routes: those of all warps but the control warp. That is the last
+ * warp, so these are the threads whose threadIdx.x is less than EP_ROUTE_THREADS. */
 enum { EP_ROUTE_THREADS = 32 * (EP_WARPS - 1) };
 
-/* What a thread has found in the routes that it has read. It records no wrong index before the heads are
- * judged: if they make the operation void, that is the fault of the operation. */
+/* What a thread has found in the routes that it has read. A wrong index is recorded only after the
+ * heads are judged: if the heads make the operation void, their fault is the one to report. */
 typedef struct {
     bool ok;            /* no wait has failed, and no index is wrong */
     uint32_t source, i; /* a choice whose index is wrong; source is EP_MAX_RANKS if there is none */
@@ -56,8 +58,8 @@ EP_FN void note_route(const EpLlDispatchParams &p, const Routes &m, uint32_t sou
     found->source = source;
     found->i = i;
 }
-/* Record a wrong index. All threads call it. A rank's first record counts, and only the source of an index
- * knows its value. So each CTA records this rank's own index before those of peers. */
+/* Record a wrong index. All threads call it. A rank keeps its first record. A route says that an index is
+ * wrong, but only the source has the index itself. So each CTA records a wrong index of this rank first. */
 EP_FN void record_wrong(const EpLlDispatchParams &p, const Found &found, uint64_t epoch) {
     const uint32_t me = p.comm.my_rank;
     if (found.source == me)
@@ -133,8 +135,9 @@ EP_FN void read_early_routes(const EpLlDispatchParams &p, const Routes &m, uint3
     }
 }
 
-/* Read the routes after the early ones. A thread loads two routes of four peers together. The heads are
- * judged. A number for each (peer, route) would need divisions, which cost more than the loads. */
+/* Read the routes after the early ones, once the heads are judged. A thread loads eight routes together: two
+ * from each of four peers. If it instead counted through all pairs of peer and route, it would need
+ * divisions, which cost more than the loads. */
 EP_FN void read_later_routes(const EpLlDispatchParams &p, const Routes &m, const EpLlHead *heads,
                              uint64_t epoch, Found *found) {
     enum { PEERS = 4, AHEAD = 2 };
