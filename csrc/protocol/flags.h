@@ -27,8 +27,8 @@
  *              |         |         | red.relaxed.gpu | stream order)  | GEMM: stored)       |
  * num_left     | owner's | the     | add.acq_rel.gpu | the same add   | all that workers of | zeroed by the
  *              | workers | last    |                 |                | the operation did   | last worker out
- *  ep_ll_leave | owner's | the     | add.relaxed.gpu | the same add   | nothing; if void:   | zeroed by the
- *              | workers | last    | void: acq_rel   |                | the claims (faults) | last worker out
+ *  ep_ll_leave | owner's | the     | add.relaxed.gpu | the same add,  | nothing; if void:   | zeroed by the
+ *              | workers | last    | void: acq_rel   | or one of 0    | the claims (faults) | last worker out
  * num_copied   | owner's | the     | add.acq_rel.gpu | the same add   | GATHER: staged rows | zeroed by the
  *              | workers | last    |                 |                | (flag[w][0] is next)| last worker out
  * grid_arrived | owner's | owner's | add.acq_rel.gpu | acquire.sys >= | plan: scratch, the  | zeroed by the

@@ -6,7 +6,7 @@
  * With FP8, sums of other ranks travel as e4m3 numbers with a scale for each group.
  *
  * Invariant: both sums are accumulated in fp32 and in a fixed order (choices, ranks), whichever sum arrives
- * first. A sum that travels is rounded to the dtype before. */
+ * first. The first sum is rounded to the dtype. */
 #ifndef EP_LL_COMBINE_CUH
 #define EP_LL_COMBINE_CUH
 #include "kernels/low_latency/pieces.cuh"
