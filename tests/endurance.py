@@ -13,9 +13,10 @@ records the commit of the checkout, and cannot know of which commit the module i
 
 With --jobs, so many portions run at the same time.
 
-Kinds with -cuda run four ranks that share one GPU: as threads side by side, or as processes (kills).  With
-several GPUs the jobs use them in turn.  ops uses the module with delays inside the operations where
-`make soak` has built it; else there are delays between calls only.
+Kinds with -cuda run four ranks that share one GPU: as threads side by side, or as processes (kills, cycles).
+With several GPUs, routings and ops have a rank for each GPU, and the jobs of the other kinds use the GPUs in
+turn.  ops uses the module with delays inside the operations where `make soak` has built it; else there are
+delays between calls only.
 """
 
 import argparse
@@ -33,16 +34,18 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "endurance.jsonl"
 CHAOS = ROOT / "build" / "chaos" / "lib"
 PYTHON = [sys.executable]
+TORCHRUN = [*PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+THREADS = ["--threads", "4"]
 
 # kind: (command without its size and seed, option of the size, size of a portion, its number in the output)
 KINDS = {
     "routings": ([*PYTHON, "tests/fuzz_routing.py"], "--cases", 200000, r"(\d+) routings, .*no difference"),
-    "routings-cuda": ([*PYTHON, "tests/fuzz_routing.py", "--device", "cuda", "--threads", "4"], "--cases",
-                      20000, r"(\d+) routings, .*no difference"),
+    "routings-cuda": ([*PYTHON, "tests/fuzz_routing.py", "--device", "cuda", *THREADS], "--cases", 20000,
+                      r"(\d+) routings, .*no difference"),
     "ops": ([*PYTHON, "tests/soak.py", "ops"], "-n", 250000, r"(\d+), every sum right"),
-    "ops-cuda": ([*PYTHON, "tests/soak.py", "ops", "--threads", "4"], "-n", 20000,
-                 r"(\d+), every sum right"),
+    "ops-cuda": ([*PYTHON, "tests/soak.py", "ops", *THREADS], "-n", 50000, r"(\d+), every sum right"),
     "cycles": ([*PYTHON, "tests/soak.py", "cycles"], "-n", 10000, r"(\d+), \d+ a second"),
+    "cycles-cuda": ([*TORCHRUN, "4", "tests/soak.py", "cycles"], "-n", 200, r"(\d+), \d+ a second"),
     "kills": ([*PYTHON, "tests/faults.py", "--device", "cpu"], "--kills", 100, r"(\d+), \d+ survivors"),
     "kills-cuda": ([*PYTHON, "tests/faults.py", "--device", "cuda", "--ranks", "4"], "--kills", 10,
                    r"(\d+), \d+ survivors"),
@@ -68,6 +71,14 @@ def num_gpus():
     return torch.cuda.device_count()
 
 
+def on_gpus(command, job):
+    """Return the command, and the settings of its process, for ranks on the GPUs of this machine."""
+    gpus = num_gpus()
+    if gpus > 1 and command[-2:] == THREADS:
+        return [*TORCHRUN, str(gpus), *command[1:-2]], {}
+    return command, {"EPMOE_SHARE_GPU": "1", "CUDA_VISIBLE_DEVICES": str(job % max(gpus, 1))}
+
+
 def run_portion(kind, seed, size, job=0):
     """Run a portion.  Returns the line of its result, or None after a failure, whose output it prints."""
     command, option, _, pattern = KINDS[kind]
@@ -76,8 +87,10 @@ def run_portion(kind, seed, size, job=0):
     path = os.pathsep.join([*([str(CHAOS)] if has_delays else []), str(ROOT), str(ROOT / "tests")])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}  # there may be many jobs
     if kind.endswith("-cuda"):
-        env |= {"EPMOE_SHARE_GPU": "1", "CUDA_VISIBLE_DEVICES": str(job % max(num_gpus(), 1))}
-    done = subprocess.run([*command, option, str(size), "--seed", str(seed)], cwd=ROOT, env=env, text=True,
+        command, settings = on_gpus(command, job)
+        env |= settings
+    seeds = [] if "cycles" in command else ["--seed", str(seed)]  # cycles draw nothing
+    done = subprocess.run([*command, option, str(size), *seeds], cwd=ROOT, env=env, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     found = re.search(pattern, done.stdout)
     if done.returncode or not found:
