@@ -42,7 +42,7 @@ KINDS = {
     "routings": ([*PYTHON, "tests/fuzz_routing.py"], "--cases", 200000, r"(\d+) routings, .*no difference"),
     "routings-cuda": ([*PYTHON, "tests/fuzz_routing.py", "--device", "cuda", *THREADS], "--cases", 20000,
                       r"(\d+) routings, .*no difference"),
-    "ops": ([*PYTHON, "tests/soak.py", "ops"], "-n", 250000, r"(\d+), every sum right"),
+    "ops": ([*PYTHON, "tests/soak.py", "ops"], "-n", 10**6, r"(\d+), every sum right"),
     "ops-cuda": ([*PYTHON, "tests/soak.py", "ops", *THREADS], "-n", 50000, r"(\d+), every sum right"),
     "cycles": ([*PYTHON, "tests/soak.py", "cycles"], "-n", 10000, r"(\d+), \d+ a second"),
     "cycles-cuda": ([*TORCHRUN, "4", "tests/soak.py", "cycles"], "-n", 200, r"(\d+), \d+ a second"),
