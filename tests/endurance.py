@@ -40,10 +40,10 @@ THREADS = ["--threads", "4"]
 # kind: (command without its size and seed, option of the size, size of a portion, its number in the output)
 KINDS = {
     "routings": ([*PYTHON, "tests/fuzz_routing.py"], "--cases", 200000, r"(\d+) routings, .*no difference"),
-    "routings-cuda": ([*PYTHON, "tests/fuzz_routing.py", "--device", "cuda", *THREADS], "--cases", 20000,
+    "routings-cuda": ([*PYTHON, "tests/fuzz_routing.py", "--device", "cuda", *THREADS], "--cases", 100000,
                       r"(\d+) routings, .*no difference"),
     "ops": ([*PYTHON, "tests/soak.py", "ops"], "-n", 10**6, r"(\d+), every sum right"),
-    "ops-cuda": ([*PYTHON, "tests/soak.py", "ops", *THREADS], "-n", 50000, r"(\d+), every sum right"),
+    "ops-cuda": ([*PYTHON, "tests/soak.py", "ops", *THREADS], "-n", 100000, r"(\d+), every sum right"),
     "cycles": ([*PYTHON, "tests/soak.py", "cycles"], "-n", 10000, r"(\d+), \d+ a second"),
     "cycles-cuda": ([*TORCHRUN, "4", "tests/soak.py", "cycles"], "-n", 200, r"(\d+), \d+ a second"),
     "kills": ([*PYTHON, "tests/faults.py", "--device", "cpu"], "--kills", 100, r"(\d+), \d+ survivors"),
