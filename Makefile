@@ -1,6 +1,7 @@
 # make            build epmoe/_C in place, with CUDA if there is an nvcc (EPMOE_CUDA=0: without CUDA)
 # make demo       train a small Mixture-of-Experts language model on four ranks; NODES=2 on two nodes of two
-# make test       build, and run the C tests (quick) and pytest, also on GPUs; ARGS=... goes to pytest
+# make test       build, and run the C tests (quick) and pytest without the tests marked long, also on GPUs;
+#                 ARGS=... goes to pytest
 # make bench      measure epmoe and other libraries, one rank per GPU (without GPUs small shapes on the CPU);
 #                 ARGS=... goes to epmoe.bench
 # make trace      record what the warps of the megakernels do: a table, and in build/trace_* a plot and files
@@ -8,8 +9,8 @@
 # make report     write the tables and plots of README.md, docs/performance.md and docs/experiments
 # make wheels     build wheels in dist, for the CPU and with nvcc for CUDA, and use each in an empty environment
 # make docs       build the site in build/docs, with docs/requirements.txt in a venv; a warning is an error
-# make check      everything that a commit must pass: test, format, style, the C tests in full, the models of
-#                 the protocol, the documents, and with nvcc the kernels
+# make check      everything that a commit must pass: test with the long tests, format, style, the C tests in
+#                 full, the models of the protocol, the documents, and with nvcc the kernels
 # make tsan       the C tests with ThreadSanitizer
 # make models     check the models of the protocol with spin
 # make soak       long runs, tens of minutes: a million operations with random delays, 200,000 routings,
@@ -81,7 +82,7 @@ demo: build
 # The suite on the CPU. More files than cores run at the same time, because many tests wait for a process or
 # a limit. With ARGS, one process runs the tests, so that a debugger works.
 WORKERS = $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4)) --dist loadfile --no-loadscope-reorder
-ON_CPUS = $(PYTHON) -m pytest $(or $(ARGS),$$($(WORKERS)))
+ON_CPUS = $(PYTHON) -m pytest $(if $(filter check,$(MAKECMDGOALS)),--long) $(or $(ARGS),$$($(WORKERS)))
 
 # With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in steps with a table at the end.
 # On one GPU it runs with 1, 2 and 4 ranks, which share the GPU. With ARGS it runs with 1 rank and with all

@@ -213,13 +213,21 @@ def pytest_runtest_protocol(item):
 MARKERS = {
     "cpu_only": "starts its own ranks (threads or processes on the CPU), and kills, stops or forks them",
     "cuda_only": "needs GPUs: torchrun --nproc-per-node N -m pytest tests",
+    "long": "takes many seconds, or installs a framework: make check, or pytest --long",
 }
+
+
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true",
+                     help="also run the tests marked long; they also run if files or tests are named")
 
 
 @pytest.hookimpl(trylast=True)  # after the reporter has been registered
 def pytest_configure(config):
     global STDERR
     STDERR = os.fdopen(os.dup(2), "w")  # pytest does not capture yet
+    if not hasattr(config, "workerinput"):  # the workers of xdist receive the options of this process
+        config.option.long |= config.args_source is not config.ArgsSource.TESTPATHS
     for name, text in MARKERS.items():
         config.addinivalue_line("markers", f"{name}: {text}")
     config.addinivalue_line("filterwarnings", "ignore:.*does not have a deterministic implementation.*")
@@ -231,8 +239,10 @@ def pytest_configure(config):
             reporter._tw = TerminalWriter(open(os.devnull, "w"))
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
+        if not config.option.long and item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.skip(reason=f"long: {MARKERS['long']}"))
         if (TORCHRUN or THREADS_ON_CUDA) and item.get_closest_marker("cpu_only"):
             item.add_marker(pytest.mark.skip(reason=f"cpu_only: {MARKERS['cpu_only']}; run plain pytest"))
         if not ON_CUDA and item.get_closest_marker("cuda_only"):

@@ -60,6 +60,7 @@ def test_endurance_begins_no_portion_after_its_time(results):
     assert endurance.run_kind("works", 100, 0) and results() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind, size", [("ops", 600), ("routings", 70)])
 def test_endurance_knows_what_the_long_tests_print(results, kind, size):
     assert endurance.run_kind(kind, size, 1)

@@ -38,6 +38,9 @@ EXAMPLES = [
 ]
 IDS = [f"{name} {arguments}".strip().replace(" ", "_") for name, arguments, _ in EXAMPLES]
 OF_FOUR_RANKS = ("train_lm.py", "--quick --nodes 2", r"demo: ok")
+LONG = "train_lm.py_nodes", "finetune_transformers.py", "generate_transformers.py"
+ON_CPU = [pytest.param(*example, id=name, marks=[pytest.mark.long] if name in LONG else [])
+          for example, name in zip([*EXAMPLES, OF_FOUR_RANKS], [*IDS, "train_lm.py_nodes"])]
 LIMIT_S = HANG_S
 
 
@@ -85,7 +88,7 @@ def test_examples_are_all_listed():
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("name, arguments, line", [*EXAMPLES, OF_FOUR_RANKS], ids=[*IDS, "train_lm.py_nodes"])
+@pytest.mark.parametrize("name, arguments, line", ON_CPU)
 def test_examples_run_on_the_cpu(tmp_path, name, arguments, line):
     check_packages(name)
     command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]

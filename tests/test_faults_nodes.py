@@ -9,7 +9,7 @@ import pytest
 from faults_nodes import UNSHARE
 from pace import HANG_S
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.cpu_only, pytest.mark.long]
 SCRIPT = Path(__file__).resolve().parent / "faults_nodes.py"
 
 

@@ -167,6 +167,7 @@ def command(monkeypatch, capsys, *options):
     return capsys.readouterr().out, ends == [1]
 
 
+@pytest.mark.long
 @pytest.mark.cpu_only
 def test_fuzz_command_with_threads(monkeypatch, capsys):
     """Ranks that keep their world for several batches, in two processes."""

@@ -17,7 +17,7 @@ import frameworks
 from cases import process_ranks
 from test_examples import run
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.cpu_only, pytest.mark.long]
 NUM_RANKS = 4
 H, E = 32, 8
 # (T of each rank, K, dtype, recompute, expert capacity factor)

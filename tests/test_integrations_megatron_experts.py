@@ -14,7 +14,7 @@ import frameworks
 from cases import process_ranks
 from test_integrations_megatron import E, H, config_of, prepare
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.cpu_only, pytest.mark.long]
 NUM_RANKS, EP = 4, 2  # two ranks have the same experts
 OPTIONS = [(delay, fuse) for delay in (False, True) for fuse in (False, True)]
 TOKENS = (3, 11, 1, 7)

@@ -54,6 +54,7 @@ def test_integrations_sglang_registration(which):
     assert "dispatch_a has changed: its parameters are (self hidden_states topk_output layer)" in found[2]
 
 
+@pytest.mark.long
 def test_integrations_sglang_page_runs(tmp_path):
     output = frameworks.run_page("sglang.md", tmp_path, run, prepare="prepare_sglang")
     assert output.count("the same") == 2

@@ -23,7 +23,7 @@ from epmoe.integrations import layers
 from pace import HANG_S
 from test_examples import run
 
-pytestmark = pytest.mark.cpu_only
+pytestmark = [pytest.mark.cpu_only, pytest.mark.long]
 NUM_RANKS = 4
 OVERRIDE = "epmoe.integrations.torchtitan.token_dispatcher"
 D, F, E = 32, 48, 8

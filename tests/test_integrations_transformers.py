@@ -81,6 +81,7 @@ def test_integrations_transformers_generates(family):
     assert torch.equal(*texts) and texts[0].shape == (2, 13)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family, lengths", [("qwen3_moe", [9]), ("glm4_moe", [9, 12])])
 def test_integrations_transformers_compiled(family, lengths):
     model = make(family)

@@ -15,6 +15,7 @@ from test_examples import run
 pytestmark = pytest.mark.cpu_only
 
 
+@pytest.mark.long
 def test_integrations_vllm_page_runs(tmp_path):
     output = frameworks.run_page("vllm.md", tmp_path, run, prepare="prepare_vllm")
     assert output.count("the same") == 2
@@ -28,6 +29,7 @@ def _entry_point(module, name, **variables):
     return done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_integrations_vllm_entry_point():
     """vLLM loads it in every process where epmoe is installed."""
     project = tomllib.loads((Path(epmoe.__file__).parents[1] / "pyproject.toml").read_text())["project"]

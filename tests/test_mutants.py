@@ -54,6 +54,7 @@ def test_mutants_of_python():
         ast.parse(code)
 
 
+@pytest.mark.long
 def test_mutants_of_the_tree():
     """Each file has tests that concern it, and the order follows from the seed."""
     changes = mutants.draw(1)

@@ -30,6 +30,7 @@ def wheel(tmp_path_factory):
     return wheels.build(tmp_path_factory.mktemp("wheel"), cuda=False)
 
 
+@pytest.mark.long
 def test_wheels_of_the_cpu_work_in_an_empty_environment(wheel, tmp_path):
     assert wheel.name.startswith(f"epmoe-{epmoe.__version__}+cpu-cp311-abi3-linux_")
     wheels.check_contents(wheel, tmp_path)
