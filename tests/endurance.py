@@ -57,12 +57,15 @@ def read_results():
 
 
 def commit():
-    """Return the commit of the checkout, with a + if files differ from it, or "" outside of git."""
+    """Return the commit of the checkout, or "" outside of git. A + says that files differ from it.
+
+    Files of results do not count.
+    """
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     changed = subprocess.run([*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True,
                              text=True)
-    others = [line for line in changed.stdout.splitlines() if RESULTS.name not in line]
+    others = [line for line in changed.stdout.splitlines() if not line.endswith(".jsonl")]
     return head.stdout.strip() + ("+" if others else "")
 
 

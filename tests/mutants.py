@@ -7,8 +7,8 @@ The places are drawn from csrc/protocol, csrc/runtime, csrc/cpu and epmoe. A cha
 number, one condition, or one call that is left out. It is made in a copy of the tree in build/mutants, so the
 tree itself can be used meanwhile; each job has a copy of its own. A change that does not compile is no
 mutant, and the next one takes its place. A test that has failed must pass without the change: a file of tests
-that fails by itself catches nothing, is named at the end, and is not used again. The results go to the state
-file, one line each: a command that was stopped goes on where it was.
+that fails by itself catches nothing, is named at the end, and is not used again. The results go to
+tests/mutants.jsonl, one line each with the commit: so 200 places can be changed on several days.
 
 --report prints the survivors and the share that was caught. Look at each survivor: either it changes nothing
 that anyone can see, or a test is missing.
@@ -30,6 +30,8 @@ import tokenize
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from endurance import commit
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = "csrc/protocol", "csrc/runtime", "csrc/cpu", "epmoe"
@@ -289,7 +291,7 @@ def run_job(tree, todo, results, args):
                 list(todo)  # so that the other jobs end, too
             raise
         with _lock:
-            results.append({"change": asdict(change), "result": result})
+            results.append({"change": asdict(change), "result": result, "commit": commit()})
             with args.state.open("a") as out:
                 print(json.dumps(results[-1]), file=out)
             print(f"{result:40} {change.name}", flush=True)
@@ -301,7 +303,7 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="changes that are judged at the same time")
     parser.add_argument("--limit", type=float, default=900, metavar="S", help="seconds for a run of tests")
-    parser.add_argument("--state", type=Path, default=ROOT / "build/mutants.jsonl")
+    parser.add_argument("--state", type=Path, default=ROOT / "tests/mutants.jsonl")
     parser.add_argument("--only", default="", metavar="FOLDER", help="only files whose names begin so")
     parser.add_argument("--report", action="store_true", help="only print the results so far")
     parser.add_argument("--list", action="store_true", help="only print the changes")
