@@ -33,9 +33,7 @@ def counts(folder, *options):
     return int(found["passed"]), int(found.get("skipped", 0))
 
 
-@pytest.mark.parametrize("options, want", [((), (1, 1)), (("--numprocesses", "1"), (1, 1)),
-                                           (("--numprocesses", "1", "--long"), (2, 0)),
-                                           (("test_some.py",), (2, 0))])
+@pytest.mark.parametrize("options, want", [(("--numprocesses", "1"), (1, 1)), (("test_some.py",), (2, 0))])
 def test_long_tests_run_when_asked(tmp_path, monkeypatch, options, want):
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\n")
