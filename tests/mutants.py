@@ -10,8 +10,8 @@ mutant, and the next one takes its place. A test that has failed must pass witho
 that fails by itself catches nothing, is named at the end, and is not used again. The results go to
 tests/mutants.jsonl, one line each with the commit: so 200 places can be changed on several days.
 
---report prints the survivors and the share that was caught. Look at each survivor: either it changes nothing
-that anyone can see, or a test is missing.
+--report prints the survivors and the share that was caught. Look at each survivor, and add "why" to its line:
+"equivalent: ..." if nobody can see the change, or "mended: ..." with the test that notices it now.
 """
 
 import argparse
@@ -68,6 +68,7 @@ CONCERN = {
     "epmoe/direct.py": "gemm_direct",
     "epmoe/errors.py": "errors_local errors_objects",
     "epmoe/inductor.py": "moe_inductor moe_compile",
+    "epmoe/layer_parts.py": "layer_* fused_mistakes fused_forward fused_knobs errors_layer errors_calls",
     "epmoe/layout.py": "layer_padding dispatch_rows plan_slots plan_routing",
     "epmoe/low_latency*": "low_latency errors_low_latency",
     "epmoe/moe*": "moe_arguments moe_layer moe_module moe_experts moe_map moe_copies moe_fp8",
@@ -269,8 +270,11 @@ def report(results):
     judged = [r for r in results if r["result"] != "no mutant"]
     survivors = [r for r in judged if r["result"] == "survived"]
     for r in survivors:
-        print(f"survived: {Change(**r['change']).name}")
-    print(f"{len(judged)} mutants, {len(judged) - len(survivors)} caught, {len(survivors)} survived")
+        print(f"survived: {Change(**r['change']).name}" + (f"  ({r['why']})" if "why" in r else ""))
+    same, mended = (sum(r.get("why", "").startswith(word) for r in survivors)
+                    for word in ("equivalent", "mended"))
+    print(f"{len(judged)} mutants, {len(judged) - len(survivors)} caught, {len(survivors)} survived: "
+          f"{same} equivalent, {mended} mended since")
     return len(survivors)
 
 

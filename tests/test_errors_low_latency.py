@@ -165,11 +165,13 @@ def test_errors_low_latency_combine(ranks):
         got = []
         with torch.no_grad():
             for change in (lambda y, h: (y.float(), h), lambda y, h: (y[:1], h), lambda y, h: (y, "h"),
-                           lambda y, h: (y, foreign), lambda y, h: ("y", h), lambda y, h: (y, h, "pow2")):
+                           lambda y, h: (y, foreign), lambda y, h: ("y", h), lambda y, h: (y, h, "pow2"),
+                           lambda y, h: (y.clone().requires_grad_(), h)):
                 foreign = wrong(lambda a: {})(other)[3]
                 rows, _, _, handle = wrong(lambda a: {})(a2a)
                 y, h, *fp8 = change(rows, handle) if on_last(world) else (rows, handle)
-                got.append(outcome(lambda: a2a.combine(y, h, fp8=fp8[0] if fp8 else False), a2a))
+                with torch.enable_grad():
+                    got.append(outcome(lambda: a2a.combine(y, h, fp8=fp8[0] if fp8 else False), a2a))
         result = run_call(a2a, SHAPE, GOOD)
         a2a.finalize()
         other.finalize()
@@ -179,7 +181,8 @@ def test_errors_low_latency_combine(ranks):
     last = len(results) - 1
     for i, (error, text) in enumerate([("TypeError", "rows"), ("ValueError", "rows"), ("TypeError", "handle"),
                                        ("ValueError", "another"), ("TypeError", "str"),
-                                       ("TypeError", "True or False, got 'pow2'")]):
+                                       ("TypeError", "True or False, got 'pow2'"),
+                                       ("RuntimeError", "no_grad")]):
         check_outcomes([r[0][i] for r in results], ["PeerError"] * last + [error], text, on_rank=last,
                        elsewhere=(f"rank {last}",))
     check_call(SHAPE, GOOD, [r[1] for r in results])

@@ -209,8 +209,9 @@ def run_mistakes(world, device):
     wrong = dict(topk_idx=None, topk_weights=None)
     all_raise(epmoe.EpMismatch, "num_topk .* is 0 on rank 0 and 4 on rank 1", buffer.dispatch, right | wrong,
               right, epmoe.EpMismatch, "num_topk")
-    all_raise(epmoe.EpIndexError, "rank 0: an index", buffer.dispatch,
-              right | dict(topk_idx=idx.clone().fill_(99)), right, epmoe.EpIndexError)
+    for index in (99, -2):
+        all_raise(epmoe.EpIndexError, "rank 0: an index", buffer.dispatch,
+                  right | dict(topk_idx=idx.clone().fill_(index)), right, epmoe.EpIndexError)
     all_raise(ValueError, "must be None with a handle", buffer.dispatch,
               dict(x=x, handle=handle, topk_idx=idx), dict(x=x, handle=handle))
     all_raise(ValueError, "num_worst_tokens 2: must be at least", buffer.dispatch,

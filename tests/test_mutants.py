@@ -89,5 +89,8 @@ def test_mutants_are_judged(tmp_path, monkeypatch, test, want):
 def test_mutants_report(capsys):
     change = dict(file="f.c", line=3, begin=0, end=1, old="<", new="<=")
     results = [{"change": change, "result": r} for r in ("survived", "C", "no mutant", "tests/test_x.py")]
-    assert mutants.report(results) == 1
-    assert capsys.readouterr().out == "survived: f.c:3: < -> <=\n3 mutants, 2 caught, 1 survived\n"
+    results.append(results[0] | {"why": "mended: test_y.py"})
+    assert mutants.report(results) == 2
+    assert capsys.readouterr().out == ("survived: f.c:3: < -> <=\n"
+                                       "survived: f.c:3: < -> <=  (mended: test_y.py)\n"
+                                       "4 mutants, 2 caught, 2 survived: 0 equivalent, 1 mended since\n")
