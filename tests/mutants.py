@@ -66,6 +66,7 @@ CONCERN = {
     "epmoe/decode.py": "moe_decode",
     "epmoe/device.py": "errors_config env import",
     "epmoe/direct.py": "gemm_direct",
+    "epmoe/dispatch_fp8.py": "dispatch_fp8 moe_fp8*",
     "epmoe/errors.py": "errors_local errors_objects",
     "epmoe/inductor.py": "moe_inductor moe_compile",
     "epmoe/layer_parts.py": "layer_* fused_mistakes fused_forward fused_knobs errors_layer errors_calls",
