@@ -89,10 +89,12 @@ ON_CPUS = $(PYTHON) -m pytest $(if $(filter check,$(MAKECMDGOALS)),--long) $(or 
 # ranks, each in one step. With 16 or more cores, the CPU part runs at the same time, and its output is
 # printed at the end. "make check test" runs the C tests once, in full.
 test: build
-	@code=0; cpu=; trap 'kill $$cpu 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
-	$(if $(filter check,$(MAKECMDGOALS)),,$(PYTHON) tests/c/run_c_tests.py --quick || code=1;) \
+	@code=0; cpu=; $(if $(filter check,$(MAKECMDGOALS)),,$(PYTHON) tests/c/run_c_tests.py --quick || code=1;) \
 	gpus=$$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n if n > 1 else 4} if n else ()))'); \
-	if [ -n "$$gpus" ] && [ $$(nproc) -ge 16 ]; then $(ON_CPUS) > build/test_cpu.log 2>&1 & cpu=$$!; fi; \
+	if [ -n "$$gpus" ] && [ $$(nproc) -ge 16 ]; then \
+	    $(ON_CPUS) > build/test_cpu.log 2>&1 & cpu=$$!; \
+	    trap "kill $$cpu 2>/dev/null" EXIT; trap 'exit 1' INT TERM; \
+	fi; \
 	if [ -n "$$gpus" ] && [ -z "$(ARGS)" ]; then $(PYTHON) tests/on_gpus.py --only tests || code=1; \
 	else for n in $$gpus; do \
 	    echo "the same tests on $$n rank(s) on GPUs"; \

@@ -60,6 +60,20 @@ def test_endurance_begins_no_portion_after_its_time(results):
     assert endurance.run_kind("works", 100, 0) and results() == []
 
 
+def test_endurance_has_a_rank_for_each_gpu(monkeypatch):
+    """Threads share one GPU. Kills and cycles are processes, and share a GPU also where there are several."""
+    commands = {kind: endurance.KINDS[kind][0] for kind in ("ops-cuda", "kills-cuda")}
+    for num_gpus in (1, 2):
+        monkeypatch.setattr(endurance, "num_gpus", lambda num=num_gpus: num)
+        of_one = {"EPMOE_SHARE_GPU": "1", "CUDA_VISIBLE_DEVICES": str(3 % num_gpus)}
+        assert endurance.on_gpus(commands["kills-cuda"], 3) == (commands["kills-cuda"], of_one)
+        command, settings = endurance.on_gpus(commands["ops-cuda"], 3)
+        if num_gpus == 1:
+            assert (command, settings) == (commands["ops-cuda"], of_one)
+        else:
+            assert command == [*endurance.TORCHRUN, "2", "tests/soak.py", "ops"] and settings == {}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind, size", [("ops", 600), ("routings", 70)])
 def test_endurance_knows_what_the_long_tests_print(results, kind, size):
