@@ -65,6 +65,7 @@ typedef struct {
     int (*dispatch_gemm)(int device, const EpDispatchGemmParams *p, void *stream);
     int (*dispatch_gemm_fp8)(int device, const EpDispatchGemmFp8Params *p, void *stream);
     int (*gemm_combine)(int device, const EpGemmCombineParams *p, void *stream);
+    int (*gemm_combine_fp8)(int device, const EpGemmCombineFp8Params *p, void *stream);
     /* The operations that only their stream orders. */
     int (*signal)(int device, uint64_t *word, uint64_t value, bool add, void *stream);
     int (*wait)(int device, const EpComm *c, const uint64_t *word, uint64_t value, bool exact, void *stream);

@@ -210,7 +210,8 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
             self._refuse(_C.OP_GEMM_COMBINE, error, layout.buffer)
         return h, cast(row_weight, self.weight_dtype), layout
 
-    def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None):
+    def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None,
+                                gemm_scale=None):
         """Multiply rows and return each to its token's rank while others are computed.  Collective.
 
         Returns combine(gemm_input @ gemm_weight[e].T + bias[e]).  Differentiable in gemm_input, weight,
@@ -223,6 +224,9 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
             layout: The EPLayout that dispatch or mega_dispatch_group_gemm returned.
             weight: [M], or [capacity], or None, as for combine.
             bias: None, or [L, H], as for mega_dispatch_group_gemm.
+            gemm_scale: For gemm_weight of float8_e4m3fn: its scales, as b_scale of grouped_gemm.  The rows
+                are quantised as quantize_fp8 does and multiplied in FP8, and return in the layer's dtype.
+                There are no gradients.
 
         Returns:
             [T, H] of the layer's dtype, summed as combine does.
@@ -230,6 +234,7 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
         Raises:
             ValueError: As combine, and for weights or a bias of a wrong shape or device.
             TypeError: As combine, and for weights or a bias of a wrong dtype.
+            RuntimeError: On this rank, with gemm_scale, where a gradient is wanted.
             NotImplementedError: As dispatch.
             PeerError: On the other ranks, when one rank raises ValueError or TypeError.
             EpMismatch: As combine.
@@ -249,17 +254,15 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
         References:
             `mega_kernel_moe_grouped_gemm_combine_token` of Triton-distributed.
         """
+        if gemm_scale is not None:
+            return self._mega_combine_fp8(gemm_input, layout, (gemm_weight, gemm_scale, bias), weight)
         fused = False
         try:
             check_mode(gemm_input, weight, gemm_weight, bias)
             self._check_dispatched(layout)
             self._check_product(gemm_weight, self.hidden, None, bias, None)
             fused = self._is_fused(gemm_weight)
-            num_rows = layout._num_rows if self.capacity is None else self.capacity
-            self._check_tensor("gemm_input", gemm_input, self.dtype, (num_rows, gemm_weight.shape[2]))
-            if weight is not None:
-                self._check_tensor("weight", weight, None, (gemm_input.shape[0],))
-                weight = cast(weight, torch.float32)
+            weight = self._check_gemm_input(gemm_input, gemm_weight, layout, weight)
             with_grad = requires_grad(gemm_input, weight, gemm_weight, bias)
             fused = fused and not (with_grad and bias is not None)
             if fused:

@@ -1,4 +1,4 @@
-"""EpAll2AllFusedOp with weights in FP8: dispatch and GEMM in one launch.  There are no gradients."""
+"""EpAll2AllFusedOp with weights in FP8: the two megakernels.  There are no gradients."""
 
 import torch
 
@@ -14,6 +14,10 @@ ops.lib.define("dispatch_gemm_fp8(Tensor x, Tensor x_scale, Tensor? weight, Tens
                "Tensor gemm_scale, Tensor? bias, str layer, int buffer, SymInt num_rows, int activation, "
                "float alpha=0, float limit=0, Tensor? after=None) -> (Tensor, Tensor, Tensor)")
 
+ops.lib.define("gemm_combine_fp8(Tensor a, Tensor a_scale, Tensor gemm_weight, Tensor gemm_scale, "
+               "Tensor? bias, Tensor? row_weight, Tensor plan, Tensor recv, str layer, int buffer, "
+               "SymInt num_tokens, Tensor? after=None) -> Tensor")
+
 
 def _run(x, x_scale, weight, plan, gemm_weight, gemm_scale, bias, layer, buffer, num_rows, *activation):
     layer = ops.layer_of(layer)
@@ -25,7 +29,15 @@ def _run(x, x_scale, weight, plan, gemm_weight, gemm_scale, bias, layer, buffer,
     return out, ops.absent(x_scale) if row_weight is None else row_weight, recv
 
 
+def _run_gemm_combine(a, a_scale, gemm_weight, gemm_scale, bias, row_weight, plan, recv, layer, buffer,
+                      num_tokens, after=None):
+    weights = gemm_weight, gemm_scale, bias
+    return ops.layer_of(layer)._gemm_combine_fp8(a, a_scale, weights, row_weight, plan, recv, buffer,
+                                                 num_tokens)
+
+
 implement(ops.lib, "dispatch_gemm_fp8", _run)
+implement(ops.lib, "gemm_combine_fp8", _run_gemm_combine)
 
 
 @ops.register_fake("dispatch_gemm_fp8")
@@ -38,33 +50,49 @@ def _(x, x_scale, weight, plan, gemm_weight, gemm_scale, bias, layer, buffer, nu
     return out, row_weight, plan.new_empty(layer._recv_words)
 
 
+@ops.register_fake("gemm_combine_fp8")
+def _(a, a_scale, gemm_weight, gemm_scale, bias, row_weight, plan, recv, layer, buffer, num_tokens,
+      after=None):
+    return a_scale.new_empty(num_tokens, gemm_weight.shape[1], dtype=ops.layer_of(layer).dtype)
+
+
 def _scales_shape(gemm_weight):
     """Return the shape of the scales of weights [L, N, K], with one for each block."""
     return [gemm_weight.shape[0], *(-(-size // FP8_BLOCK) for size in gemm_weight.shape[1:])]
 
 
+def _check_no_gradients(name, *leaves):
+    if requires_grad(*(t for t in leaves if isinstance(t, torch.Tensor))):
+        raise RuntimeError(f"{name} in FP8 has no gradients: call it under torch.no_grad(), or use weights "
+                           f"in 16 bits for training")
+
+
 class FusedFp8:
     """The part of EpAll2AllFusedOp for weights in FP8."""
 
+    def _has_fp8_kernels(self, gemm_weight):
+        """Whether the fused kernels exist for weights [L, N, K] on this device, and are wanted."""
+        return (self.fused and self._has_kernels and self.dtype in (torch.bfloat16, torch.float16)
+                and self.hidden % 16 == 0 and all(size % 16 == 0 for size in gemm_weight.shape[1:]))
+
     def _is_fused_fp8(self, gemm_weight, activation):
-        """Whether the fused kernel exists for these weights [L, N, K] on this device, and is to be used."""
+        """Whether dispatch and the product with these weights [L, N, H] are to be one launch."""
         columns = gemm_weight.shape[1]
         number = as_kernel(activation)[0]
         # gates in front of ups: a tile has as many of both, and each 64 of them must have one scale
         fits = columns % FP8_BLOCK == 0 or number not in GATED or number == as_kernel("gpt_oss")[0]
         is_best = not self._chooses or fuses_fp8(self.max_tokens, columns)
-        return (self.fused and is_best and self._has_kernels and fits and columns % 16 == 0
-                and self.hidden % 16 == 0 and self.dtype in (torch.bfloat16, torch.float16))
+        return is_best and fits and self._has_fp8_kernels(gemm_weight)
 
-    def _check_fp8(self, gemm_weight, gemm_scale, bias, activation):
-        """Check the arguments of the product."""
+    def _check_fp8(self, rows, columns, gemm_weight, gemm_scale, bias, activation=None):
+        """Check the arguments of a product with weights [L, rows, columns], where None is any size."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise TypeError(f"dtype {self.dtype} with weights in FP8: the layer must be of torch.bfloat16 or "
                             f"torch.float16")
         if self.hidden % 16:
             raise ValueError(f"hidden {self.hidden} with weights in FP8: must be a multiple of 16")
         self._check_tensor("gemm_weight", gemm_weight, torch.float8_e4m3fn,
-                           (self.num_local_experts, None, self.hidden))
+                           (self.num_local_experts, rows, columns))
         check_activation(activation, gemm_weight.shape[1])
         if not isinstance(gemm_scale, torch.Tensor):
             raise TypeError(f"gemm_scale: wanted a tensor, got {type(gemm_scale).__name__}")
@@ -78,17 +106,22 @@ class FusedFp8:
         if bias is not None:
             self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
 
+    def _fp8_weights(self, gemm_weight, gemm_scale, bias):
+        """Return weights, a scale for each of their blocks, and the bias, as the fused kernels take them."""
+        shape = _scales_shape(gemm_weight)
+        if list(gemm_scale.shape) != shape:
+            gemm_scale = gemm_scale.reshape(-1, 1, 1).expand(shape)
+        return (gemm_weight.contiguous(), gemm_scale.contiguous(),
+                None if bias is None else bias.to(self.dtype).contiguous())
+
     def _mega_dispatch_fp8(self, input, exp_indices, layout, product, weight, full_scatter_indices, buffer):
         """mega_dispatch_group_gemm in FP8.  product: gemm_weight, gemm_scale, bias and activation."""
         gemm_weight, gemm_scale, bias, activation = product
         op = _C.OP_DISPATCH_GEMM_FP8 if self.fused else _C.OP_DISPATCH_FP8
         try:
             check_mode(input, weight, gemm_weight, bias)
-            leaves = (input, weight, gemm_weight, gemm_scale, bias)
-            if requires_grad(*(t for t in leaves if isinstance(t, torch.Tensor))):
-                raise RuntimeError("dispatch + GEMM in FP8 has no gradients: call it under torch.no_grad(), "
-                                   "or use weights in 16 bits for training")
-            self._check_fp8(*product)
+            _check_no_gradients("dispatch + GEMM", input, weight, *product[:3])
+            self._check_fp8(None, self.hidden, *product)
             fused = self._is_fused_fp8(gemm_weight, activation)
             self._check_tensor("input", input, self.dtype, (None, self.hidden))
         except Exception as error:
@@ -108,11 +141,7 @@ class FusedFp8:
                                                  buffer)
         try:
             x, x_scale = quantize_fp8(input.contiguous())
-            shape = _scales_shape(gemm_weight)
-            if list(gemm_scale.shape) != shape:
-                gemm_scale = gemm_scale.reshape(-1, 1, 1).expand(shape)
-            weights = (gemm_weight.contiguous(), gemm_scale.contiguous(),
-                       None if bias is None else bias.to(self.dtype).contiguous())
+            weights = self._fp8_weights(gemm_weight, gemm_scale, bias)
         except Exception as error:
             self._refuse(op, error, layout.buffer)
         if is_watched():
@@ -145,3 +174,50 @@ class FusedFp8:
             gemm_weight.view(torch.uint8), gemm_scale, bias, out, number, alpha, limit, self._move_sms,
             self._tail_sms, not self.block_wise_barrier, self._copies))
         return out, row_weight, recv
+
+    def _mega_combine_fp8(self, gemm_input, layout, product, weight):
+        """mega_group_gemm_combine in FP8.  product: gemm_weight, gemm_scale and bias."""
+        gemm_weight, gemm_scale, bias = product
+        fused = False
+        try:
+            check_mode(gemm_input, weight, gemm_weight, bias)
+            _check_no_gradients("GEMM + combine", gemm_input, weight, *product)
+            self._check_dispatched(layout)
+            self._check_fp8(self.hidden, None, *product)
+            fused = self._has_fp8_kernels(gemm_weight)
+            weight = self._check_gemm_input(gemm_input, gemm_weight, layout, weight)
+            offsets = layout.expert_offsets
+            rows, scales = quantize_fp8(gemm_input, num_rows=offsets[-1:])
+            if fused:
+                weights = self._fp8_weights(*product)
+            else:
+                rows = grouped_gemm(rows, gemm_weight, offsets=offsets, bias=bias, a_scale=scales,
+                                    b_scale=gemm_scale, out_dtype=self.dtype)
+        except Exception as error:
+            self._refuse(_C.OP_GEMM_COMBINE_FP8 if fused else _C.OP_COMBINE, error, self._buffer_of(layout))
+        if not fused:
+            return self.combine(rows, layout, weight)
+        if is_watched():
+            y = torch.ops.epmoe.gemm_combine_fp8(rows, scales, *weights, weight, layout.plan, layout.recv,
+                                                 self.id, layout.buffer, layout.num_tokens)
+        else:
+            y = self._gemm_combine_fp8(rows, scales, weights, weight, layout.plan, layout.recv, layout.buffer,
+                                       layout.num_tokens)
+        return self._by_token(y)
+
+    def _gemm_combine_fp8(self, a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens):
+        """Allocate the outputs and call the module.  Returns the sums.
+
+        weights: gemm_weight, its scale for each block, and its bias.
+        """
+        try:
+            rows = torch.empty((a.shape[0], self.hidden), dtype=self.dtype, device=self.device)
+            out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+            gemm_weight, gemm_scale, bias = map(aligned, weights)
+        except Exception as error:
+            self._refuse(_C.OP_GEMM_COMBINE_FP8, error, buffer)
+        # DLPack of some versions of torch has no FP8, so the module gets bytes
+        _C.layer_gemm_combine_fp8(self._c, buffer, (
+            a.view(torch.uint8), a_scale, gemm_weight.view(torch.uint8), gemm_scale, bias, rows, row_weight,
+            plan, recv, out, self._move_sms, self._reduce_sms, self.combine_order == "serial"))
+        return out

@@ -5,6 +5,7 @@ import torch
 from . import _C
 from .device import capabilities
 from .gemm import DGRAD, FORWARD, GATED, SWIGLU, aligned, check_activation, is_transposed
+from .layer_parts import cast
 
 
 def fuses(max_tokens, topk, num_experts, world_size):
@@ -149,6 +150,15 @@ class FusedParts:
         check_activation(activation, gemm_weight.shape[1])
         if bias is not None:
             self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
+
+    def _check_gemm_input(self, gemm_input, gemm_weight, layout, weight):
+        """Check the rows and their weights before GEMM + combine.  Returns the weights, in float32."""
+        num_rows = layout._num_rows if self.capacity is None else self.capacity
+        self._check_tensor("gemm_input", gemm_input, self.dtype, (num_rows, gemm_weight.shape[2]))
+        if weight is None:
+            return None
+        self._check_tensor("weight", weight, None, (gemm_input.shape[0],))
+        return cast(weight, torch.float32)
 
     # Without token saving, every choice is a token of its own (_copies > 1).
 

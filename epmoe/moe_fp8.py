@@ -6,7 +6,6 @@ The weights are those of FP8 checkpoints: numbers of float8_e4m3fn, and a scale 
 
 import torch
 
-from . import _C
 from .activations import gpt_oss_numbers, is_gated
 from .direct import requires_grad
 from .fp8 import quantize_fp8, quantize_fp8_weight
@@ -71,26 +70,18 @@ def compute(moe, rows, scales, offsets):
     h = grouped_gemm(rows, moe.gate_up_proj, offsets=offsets, bias=moe.gate_up_proj_bias,
                      activation=moe.activation, a_scale=scales, b_scale=moe.gate_up_proj_scale_inv,
                      out_dtype=moe.layer.dtype)
-    return compute_down(moe, h, offsets)
-
-
-def compute_down(moe, h, offsets):
-    """Quantise the activations [M, I] of a rank's rows, and apply the second linear map; return [M, H]."""
     h, scales = quantize_fp8(h, num_rows=offsets[-1:])
     return grouped_gemm(h, moe.down_proj, offsets=offsets, bias=moe.down_proj_bias, a_scale=scales,
                         b_scale=moe.down_proj_scale_inv, out_dtype=moe.layer.dtype)
 
 
 def run(moe, layer, x, topk_idx, topk_weights):
-    """Apply the experts through an EpAll2AllFusedOp: dispatch and gate and up, then down, then combine.
+    """Apply the experts through an EpAll2AllFusedOp: dispatch and gate and up, then down and combine.
 
     Returns (y, layout).
     """
     h, row_weight, layout = layer.mega_dispatch_group_gemm(
         x, topk_idx, weight=topk_weights, gemm_weight=moe.gate_up_proj, bias=moe.gate_up_proj_bias,
         activation=moe.activation, gemm_scale=moe.gate_up_proj_scale_inv)
-    try:
-        h = compute_down(moe, h, layout.expert_offsets)
-    except Exception as error:
-        layer._refuse(_C.OP_COMBINE, error, layout.buffer)
-    return layer.combine(h, layout, row_weight), layout
+    return layer.mega_group_gemm_combine(h, moe.down_proj, layout, row_weight, bias=moe.down_proj_bias,
+                                         gemm_scale=moe.down_proj_scale_inv), layout

@@ -1,10 +1,11 @@
-"""mega_dispatch_group_gemm with weights in FP8 gives the bits of dispatch_fp8 and then grouped_gemm.
+"""The megakernels with weights in FP8 give the bits of their stages: dispatch_fp8, grouped_gemm, combine.
 
-On a GPU of compute capability 9.x one launch does both. On the CPU StagedOp runs the stages in the place of
-the launch, so that the Python code around it is tested there, too.
+On a GPU of compute capability 9.x one launch does dispatch and GEMM, and one GEMM and combine. On the CPU
+StagedOp runs the stages in the place of a launch, so that the Python code around it is tested there, too.
 """
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -45,26 +46,39 @@ class StagedOp(epmoe.EpAll2AllFusedOp):
         out[offsets[-1]:] = torch.nan
         return out, row_weight, recv
 
+    def _gemm_combine_fp8(self, a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens):
+        self.num_launches += 1
+        if self.device.type == "cuda":
+            return super()._gemm_combine_fp8(a, a_scale, weights, row_weight, plan, recv, buffer, num_tokens)
+        gemm_weight, gemm_scale, bias = weights
+        offsets = expert_offsets(self, plan)
+        rows = epmoe.grouped_gemm(a, gemm_weight, offsets=offsets, bias=bias, a_scale=a_scale,
+                                  b_scale=gemm_scale, out_dtype=self.dtype)
+        rows[offsets[-1]:] = torch.nan
+        return self._combine(rows, row_weight, None, plan, recv, buffer, num_tokens)[0]
 
-def product_of(t, case, scales="blocks"):
+
+def product_of(t, scales="blocks", name="w1"):
     """gemm_weight and gemm_scale of a rank."""
-    q, scale = epmoe.quantize_fp8_weight(t.w1)
+    q, scale = epmoe.quantize_fp8_weight(getattr(t, name))
     if scales == "experts":
         scale = scale.amax((1, 2))
     return {"gemm_weight": q, "gemm_scale": scale[:1, 0, 0] if scales == "one" else scale}
 
 
 def call(op, case, t, scales="blocks", **options):
-    """The results, without the rows of no token, and the sum of numbered rows by the layout."""
+    """The results of both operations, without the rows of no token, and a sum of numbered rows."""
     idx = None if "layout" in options else t.idx
     with torch.no_grad():
         h, row_weight, layout = op.mega_dispatch_group_gemm(
-            t.x, idx, weight=t.weight, bias=t.b1, activation=case.activation, **product_of(t, case, scales),
+            t.x, idx, weight=t.weight, bias=t.b1, activation=case.activation, **product_of(t, scales),
             **options)
         m = layout.num_rows
         numbered = torch.arange(len(h), device=op.device).remainder(61).to(case.dtype)
-        y = op.combine(numbered[:, None].expand(-1, case.hidden).contiguous(), layout)
-    return [h[:m], h[:m] if row_weight is None else row_weight[:m], y]
+        sums = op.combine(numbered[:, None].expand(-1, case.hidden).contiguous(), layout)
+        y = op.mega_group_gemm_combine(h, layout=layout, weight=row_weight, bias=t.b2,
+                                       **product_of(t, scales, "w2"))
+    return [h[:m], h[:m] if row_weight is None else row_weight[:m], sums, y]
 
 
 def run_both(world, device, case_list, knobs, shared, scales="blocks"):
@@ -78,7 +92,7 @@ def run_both(world, device, case_list, knobs, shared, scales="blocks"):
         for got in (call(op, case, t, scales), call(op, case, t, scales)):
             same += [torch.equal(bits(a), bits(b)) for a, b in zip(got, want)]
             same += [not got[0].isnan().any().item(), got[0].dtype == case.dtype]
-        same.append(op.num_launches - before == (2 if has_fused_path(device) else 0))
+        same.append(op.num_launches - before == (4 if has_fused_path(device) else 0))
         sizes.append(want[0].float().abs().sum().item())
     same.append(plain.num_launches == 0)
     for o in (plain, op):
@@ -133,8 +147,10 @@ def test_fused_fp8_with_a_scale_for_each_expert(ranks, scales):
 
 @pytest.mark.parametrize("knobs", [
     {"num_sm": 1}, {"num_sm": 7}, {"num_sm": 2, "num_tail_sms": 1}, {"num_sm": 24, "num_tail_sms": 23},
-    {"token_sorting": False}, {"block_wise_barrier": False},
-    {"num_sm": 5, "num_tail_sms": 2, "block_wise_barrier": False, "token_sorting": False}],
+    {"num_reduce_sms": 3}, {"combine_order": "serial"}, {"token_sorting": False},
+    {"block_wise_barrier": False},
+    {"num_sm": 5, "num_tail_sms": 2, "num_reduce_sms": 4, "block_wise_barrier": False,
+     "token_sorting": False}],
     ids=lambda k: "-".join(f"{n}={v}" for n, v in k.items()))
 def test_fused_fp8_knobs_change_no_bit(ranks, knobs):
     base = dataclasses.replace(BASE, num_local=3, num_sm=None, mode="local")
@@ -152,18 +168,18 @@ def test_fused_fp8_world_size(ranks, world_size):
 
 
 def test_fused_fp8_falls_back_to_stages(ranks):
-    """64 rows of gates and ups have blocks of both: the kernel does not exist, but the result does."""
+    """64 rows of gates and ups have blocks of both: dispatch + GEMM has no kernel, but has the result."""
 
     def run(world, device):
         case, same = dataclasses.replace(BASE, inner=32), []
         op = make_op(world, device, case, StagedOp)
-        for activation, launches in (("swiglu", 0), (None, 1)):
+        for activation, launches in (("swiglu", 1), (None, 2)):
             case = dataclasses.replace(case, activation=activation, inner=32 if activation else 64)
             t = tensors(case, world.rank, world.size, device)
             before, (h, *_) = op.num_launches, call(op, case, t)
             same.append(op.num_launches - before == (launches if has_fused_path(device) else 0))
             rows, scales, _, layout = op.dispatch_fp8(t.x, t.idx)
-            product = product_of(t, case)
+            product = product_of(t)
             want = epmoe.grouped_gemm(rows, product["gemm_weight"], offsets=layout.expert_offsets, bias=t.b1,
                                       a_scale=scales, b_scale=product["gemm_scale"], out_dtype=case.dtype,
                                       activation=activation)
@@ -210,23 +226,24 @@ def test_fused_fp8_graph(ranks):
         case, same = grown(ranks, dataclasses.replace(BASE, capacity="roomy", tokens="full")), []
         op = make_op(world, device, case, StagedOp)
         t = tensors(case, world.rank, world.size, device)
-        product = product_of(t, case)
+        product, product2 = product_of(t), product_of(t, name="w2")
 
         def step():
             h, _, layout = op.mega_dispatch_group_gemm(t.x, t.idx, bias=t.b1, activation="swiglu", **product)
-            return h, layout
+            return h, op.mega_group_gemm_combine(h, layout=layout, bias=t.b2, **product2), layout
 
         with torch.no_grad():
-            m = step()[1].num_rows
+            m = step()[2].num_rows
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                h, _ = step()
+                h, y, _ = step()
             for _ in range(3):
                 t.x.copy_(torch.randn_like(t.x))
                 graph.replay()
-                got = h[:m].clone()
-                same.append(torch.equal(bits(got), bits(step()[0][:m])))
+                got, want = (h[:m].clone(), y.clone()), step()
+                same.append(torch.equal(bits(got[0]), bits(want[0][:m])))
+                same.append(torch.equal(bits(got[1]), bits(want[1])))
         op.synchronize()
         op.finalize()
         return same
@@ -260,7 +277,7 @@ def test_fused_fp8_mistakes_on_one_rank(ranks, name, change, error, text, by_lay
         op = make_op(world, device, case, StagedOp)
         t = tensors(case, world.rank, world.size, device)
         arguments = {"input": t.x, "weight": t.weight, "bias": t.b1, "activation": "swiglu",
-                     **product_of(t, case), "layout" if by_layout else "exp_indices": t.idx}
+                     **product_of(t), "layout" if by_layout else "exp_indices": t.idx}
         if by_layout:
             arguments["layout"] = op.preprocess(t.idx)
         world.set_timeout(MISTAKE_LIMIT_S)
@@ -275,6 +292,75 @@ def test_fused_fp8_mistakes_on_one_rank(ranks, name, change, error, text, by_lay
     assert all(is_right for _, is_right in results)
 
 
+WRONG_OF_COMBINE = [
+    ("gemm_input", lambda h: h.clone().requires_grad_(), "RuntimeError", "no gradients"),
+    ("gemm_input", lambda h: h.float(), "TypeError", "bfloat16"),
+    ("gemm_input", lambda h: h[:-1], "ValueError", "gemm_input"),
+    ("gemm_weight", lambda w: w.bfloat16(), "TypeError", "float8_e4m3fn"),
+    ("gemm_weight", lambda w: w[:, :16], "ValueError", "[2, 272, *]"),
+    ("gemm_scale", lambda s: s[:, :2], "ValueError", "[2, 3, 1]"),
+    ("gemm_scale", lambda s: s.half(), "TypeError", "float32"),
+    ("weight", lambda w: w[:-1], "ValueError", "weight"),
+    ("bias", lambda b: b[:, :-1].contiguous(), "ValueError", "bias"),
+    ("layout", lambda layout: None, "TypeError", "EPLayout"),
+]
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "stages"])
+@pytest.mark.parametrize("name, change, error, text", WRONG_OF_COMBINE)
+def test_fused_fp8_mistakes_of_combine_on_one_rank(ranks, name, change, error, text, fused):
+    case = dataclasses.replace(BASE, tokens="full", max_tokens=12)
+
+    def run(world, device):
+        op = make_op(world, device, case, StagedOp, fused=fused)
+        t = tensors(case, world.rank, world.size, device)
+        before = call(op, case, t)[-1]
+        with torch.no_grad():
+            h, weight, layout = op.mega_dispatch_group_gemm(t.x, t.idx, weight=t.weight, bias=t.b1,
+                                                            activation="swiglu", **product_of(t))
+        arguments = {"gemm_input": h, "layout": layout, "weight": weight, "bias": t.b2,
+                     **product_of(t, name="w2")}
+        world.set_timeout(MISTAKE_LIMIT_S)
+        wrong = arguments | {name: change(arguments[name])} if world.rank == BAD else arguments
+        got = outcome(lambda: op.mega_group_gemm_combine(**wrong), op)
+        return got, torch.equal(bits(call(op, case, t)[-1]), bits(before))
+
+    results = ranks(run, at_least=2)
+    wanted = [error if rank == BAD else "PeerError" for rank in range(len(results))]
+    check_outcomes([r[0] for r in results], wanted, text, on_rank=BAD, elsewhere=(f"rank {BAD}",))
+    assert all(is_right for _, is_right in results)
+
+
+@pytest.mark.parametrize("size_of_output", ["num_tokens", "_recv_words"])
+def test_fused_fp8_without_memory(ranks, size_of_output):
+    """Rank BAD cannot allocate an output of either kernel. It reports that, and the op works afterwards."""
+    case = dataclasses.replace(BASE, tokens="full", max_tokens=12)
+
+    def run(world, device):
+        op = make_op(world, device, case, StagedOp)
+        t = tensors(case, world.rank, world.size, device)
+        before = call(op, case, t)[-1]
+        with torch.no_grad():
+            h, _, layout = op.mega_dispatch_group_gemm(t.x, t.idx, bias=t.b1, activation="swiglu",
+                                                       **product_of(t))
+        world.set_timeout(MISTAKE_LIMIT_S)
+        of = layout if size_of_output == "num_tokens" else op
+        size = 1 << 55 if world.rank == BAD else getattr(of, size_of_output)
+        with mock.patch.object(of, size_of_output, size):
+            if of is layout:
+                got = outcome(lambda: op.mega_group_gemm_combine(h, layout=layout,
+                                                                 **product_of(t, name="w2")), op)
+            else:
+                got = outcome(lambda: op.mega_dispatch_group_gemm(t.x, layout=layout, **product_of(t)), op)
+        return got, torch.equal(bits(call(op, case, t)[-1]), bits(before))
+
+    with torch.no_grad():
+        results = ranks(run, at_least=2)
+    wanted = ["RuntimeError" if rank == BAD else "PeerError" for rank in range(len(results))]
+    check_outcomes([r[0] for r in results], wanted, on_rank=BAD, elsewhere=(f"rank {BAD}",))
+    assert all(is_right for _, is_right in results)
+
+
 def test_fused_fp8_on_one_rank_only(ranks):
     """The others multiply in 16 bits."""
     case = dataclasses.replace(BASE, tokens="full", max_tokens=12)
@@ -282,7 +368,7 @@ def test_fused_fp8_on_one_rank_only(ranks):
     def run(world, device):
         op = make_op(world, device, case)
         t = tensors(case, world.rank, world.size, device)
-        product = product_of(t, case) if world.rank == BAD else {"gemm_weight": t.w1}
+        product = product_of(t) if world.rank == BAD else {"gemm_weight": t.w1}
         world.set_timeout(MISTAKE_LIMIT_S)
         got = outcome(lambda: op.mega_dispatch_group_gemm(t.x, t.idx, **product), op)
         return got, call(op, case, t)[0].isfinite().all().item()

@@ -300,6 +300,11 @@ static int gemm_combine(int device, const EpGemmCombineParams *p, void *stream) 
     EP_TRY(ep_begin_launch(device, &p->combine.comm, stream, "epmoe: GEMM + combine kernel", &l));
     return ep_end_launch(&l, ep_launch_gemm_combine(p, stream), "GEMM + combine kernel");
 }
+static int gemm_combine_fp8(int device, const EpGemmCombineFp8Params *p, void *stream) {
+    EpLaunch l;
+    EP_TRY(ep_begin_launch(device, &p->plain.combine.comm, stream, "epmoe: GEMM + combine kernel", &l));
+    return ep_end_launch(&l, ep_launch_gemm_combine_fp8(p, stream), "FP8 GEMM + combine kernel");
+}
 
 static int query_current(EpDevice *out) {
     EpCapabilities c;
@@ -364,6 +369,7 @@ const EpBackend ep_cuda_backend = {
     .dispatch_gemm = dispatch_gemm,
     .dispatch_gemm_fp8 = dispatch_gemm_fp8,
     .gemm_combine = gemm_combine,
+    .gemm_combine_fp8 = gemm_combine_fp8,
     .query = query,
     .preload = preload,
 };

@@ -17,6 +17,7 @@ int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *strea
 int ep_launch_dispatch_gemm(const EpDispatchGemmParams *p, void *stream);
 int ep_launch_dispatch_gemm_fp8(const EpDispatchGemmFp8Params *p, void *stream);
 int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream);
+int ep_launch_gemm_combine_fp8(const EpGemmCombineFp8Params *p, void *stream);
 int ep_launch_gemm(const EpGemmParams *p, void *stream);
 int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream);
 int ep_launch_activation(const EpActivationParams *p, void *stream);

@@ -97,6 +97,7 @@ static uint32_t num_tokens_of(uint32_t op, const EpOpParams *p) {
     case EP_OP_PLAN: return p->plan.num_tokens;
     case EP_OP_COMBINE: return p->combine.layout.num_tokens;
     case EP_OP_GEMM_COMBINE: return p->gemm_combine.combine.layout.num_tokens;
+    case EP_OP_GEMM_COMBINE_FP8: return p->gemm_combine_fp8.plain.combine.layout.num_tokens;
     case EP_OP_LL_DISPATCH: return p->ll_dispatch.num_tokens;
     case EP_OP_LL_COMBINE: return p->ll_combine.num_tokens;
     default: return p->dispatch.layout.num_tokens; /* the first member of the others */
@@ -115,6 +116,7 @@ static int launch(const EpLayer *l, uint32_t op, const EpOpParams *p, void *stre
     case EP_OP_LL_COMBINE: return backend->ll_combine(device, &p->ll_combine, l->config.num_sm, stream);
     case EP_OP_DISPATCH_GEMM: return backend->dispatch_gemm(device, &p->dispatch_gemm, stream);
     case EP_OP_DISPATCH_GEMM_FP8: return backend->dispatch_gemm_fp8(device, &p->dispatch_gemm_fp8, stream);
+    case EP_OP_GEMM_COMBINE_FP8: return backend->gemm_combine_fp8(device, &p->gemm_combine_fp8, stream);
     default: return backend->gemm_combine(device, &p->gemm_combine, stream);
     }
 }

@@ -17,6 +17,7 @@ typedef union {
     EpDispatchGemmParams dispatch_gemm;
     EpDispatchGemmFp8Params dispatch_gemm_fp8;
     EpGemmCombineParams gemm_combine;
+    EpGemmCombineFp8Params gemm_combine_fp8;
     EpLlDispatchParams ll_dispatch;
     EpLlCombineParams ll_combine;
 } EpOpParams;
@@ -45,6 +46,9 @@ int ep_layer_check_dispatch(const EpLayer *l, const EpDispatchArgs *a, uint32_t 
 /* The same for a dispatch in FP8: fill in p, with its communicator, and the scales. */
 int ep_layer_check_dispatch_fp8(const EpLayer *l, const EpCommBuffer *b, const EpDispatchFp8Args *a,
                                 uint32_t num_copies, EpDispatchParams *p, EpRowScales *scales);
+/* Check the scales of rows: f32 [rows][groups], with any strides. */
+int ep_layer_check_scale(const EpLayer *l, const char *name, const EpTensor *scale, int64_t rows,
+                         int64_t groups);
 int ep_layer_check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombineParams *p);
 
 #endif /* EP_PREPARE_H */

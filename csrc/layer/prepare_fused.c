@@ -112,9 +112,9 @@ int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatch
     return set_movers(a->num_move, a->num_tail, a->waits_for_expert, p);
 }
 
-/* The scales of the GEMM, after its product and the scales of the dispatch. */
-static int check_gemm_scales(const EpLayer *l, const EpTensor *gemm_scale, EpDispatchGemmFp8Params *p) {
-    const EpGemmParams *g = &p->plain.gemm;
+/* Check the scales of the weights of a product, which is checked, and fill in theirs. */
+static int check_gemm_scale(const EpLayer *l, const EpTensor *gemm_scale, const EpGemmParams *g,
+                            EpGemmScales *scales) {
     const uint32_t num_n = ep_gemm_num_blocks(g->n), num_k = ep_gemm_num_blocks(g->k);
     const EpWanted wanted = {"gemm_scale", gemm_scale, EP_F32, 3, {g->num_experts, num_n, num_k}};
     EP_TRY(ep_tensor_check(&wanted, ep_heap_kind(l->heap), ep_heap_device(l->heap), 4));
@@ -122,13 +122,10 @@ static int check_gemm_scales(const EpLayer *l, const EpTensor *gemm_scale, EpDis
         return ep_error(EP_EINVAL,
                         "gemm_weight of %u rows in FP8, gates in front of ups: must be a multiple of 128",
                         g->n);
-    p->scales = (EpGemmScales){p->row_scales.rows,
-                               (const float *)gemm_scale->data,
-                               (uint64_t)p->row_scales.row_step,
-                               (uint64_t)p->row_scales.group_step,
-                               (uint64_t)num_n * num_k,
-                               num_k,
-                               1};
+    scales->b = (const float *)gemm_scale->data;
+    scales->b_expert = (uint64_t)num_n * num_k;
+    scales->b_n = num_k;
+    scales->b_k = 1;
     return 0;
 }
 
@@ -141,8 +138,25 @@ int ep_prepare_dispatch_gemm_fp8(EpLayer *l, const EpCommBuffer *b, const EpDisp
     EP_TRY(check_no_padding(l));
     EP_TRY(ep_layer_check_dispatch_fp8(l, b, &first, a->num_copies, &p->plain.dispatch, &p->row_scales));
     EP_TRY(check_product(l, &product, &p->plain.gemm));
-    EP_TRY(check_gemm_scales(l, a->gemm_scale, p));
+    EP_TRY(check_gemm_scale(l, a->gemm_scale, &p->plain.gemm, &p->scales));
+    p->scales.a = p->row_scales.rows;
+    p->scales.a_row = (uint64_t)p->row_scales.row_step;
+    p->scales.a_k = (uint64_t)p->row_scales.group_step;
     return set_movers(a->num_move, a->num_tail, a->waits_for_expert, &p->plain);
+}
+
+/* The division of the work, and where the rows of the experts are: the same for all dtypes of rows. */
+static int set_returners(uint32_t num_move, uint32_t num_reduce, uint32_t is_serial, EpGemmCombineParams *p) {
+    if (num_move < 1 || num_reduce < 1)
+        return ep_error(EP_EINVAL,
+                        "num_sm %u, num_reduce_sms %u: both must be at least 1, so that thread blocks send "
+                        "rows and add them up",
+                        num_move, num_reduce);
+    p->gemm.offsets = p->combine.plan + p->combine.layout.expert_row_off;
+    p->num_move_blocks = num_move;
+    p->num_reduce_blocks = num_reduce;
+    p->is_serial = is_serial != 0;
+    return 0;
 }
 
 int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineArgs *a,
@@ -157,14 +171,23 @@ int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombi
     EP_TRY(check_product(l, &product, &p->gemm));
     if (a->row_scalar && a->kind != EP_GEMM_DGRAD)
         return ep_error(EP_EINVAL, "row_scalar: must be absent, because only kind dgrad returns scalars");
-    if (a->num_move < 1 || a->num_reduce < 1)
-        return ep_error(EP_EINVAL,
-                        "num_sm %u, num_reduce_sms %u: both must be at least 1, so that thread blocks send "
-                        "rows and add them up",
-                        a->num_move, a->num_reduce);
-    p->gemm.offsets = p->combine.plan + p->combine.layout.expert_row_off;
-    p->num_move_blocks = a->num_move;
-    p->num_reduce_blocks = a->num_reduce;
-    p->is_serial = a->is_serial != 0;
-    return 0;
+    return set_returners(a->num_move, a->num_reduce, a->is_serial, p);
+}
+
+int ep_prepare_gemm_combine_fp8(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineFp8Args *a,
+                                EpGemmCombineFp8Params *p) {
+    const EpCombineArgs last = {a->rows, a->row_weight, NULL, a->plan, a->recv, a->out, NULL, 0};
+    const Product product = {a->a, a->gemm_weight, a->bias, a->rows, NULL, EP_GEMM_FORWARD, EP_ACT_NONE, 0, 0,
+                             true};
+    EpGemmParams *g = &p->plain.gemm;
+    p->plain.combine.comm = b->comm;
+    EP_TRY(check_no_padding(l));
+    EP_TRY(ep_layer_check_combine(l, &last, &p->plain.combine));
+    EP_TRY(check_product(l, &product, g));
+    EP_TRY(ep_layer_check_scale(l, "a_scale", a->a_scale, g->num_rows, ep_gemm_num_blocks(g->k)));
+    EP_TRY(check_gemm_scale(l, a->gemm_scale, g, &p->scales));
+    p->scales.a = (const float *)a->a_scale->data;
+    p->scales.a_row = (uint64_t)a->a_scale->stride[0];
+    p->scales.a_k = (uint64_t)a->a_scale->stride[1];
+    return set_returners(a->num_move, a->num_reduce, a->is_serial, &p->plain);
 }

@@ -124,9 +124,8 @@ int ep_prepare_dispatch(EpLayer *l, const EpCommBuffer *b, const EpDispatchArgs 
     return ep_layer_check_dispatch(l, a, l->config.shape.dtype, 1, p);
 }
 
-/* Check the shape of scales, which may have any strides. */
-static int check_scale(const EpLayer *l, const char *name, const EpTensor *scale, int64_t rows,
-                       int64_t groups) {
+int ep_layer_check_scale(const EpLayer *l, const char *name, const EpTensor *scale, int64_t rows,
+                         int64_t groups) {
     EpTensor dense = *scale;
     if (dense.num_dims == 2) {
         dense.stride[0] = groups;
@@ -136,8 +135,8 @@ static int check_scale(const EpLayer *l, const char *name, const EpTensor *scale
 }
 static int check_scales(const EpLayer *l, const EpDispatchFp8Args *a, EpRowScales *s) {
     const int64_t groups = ep_ceil_div_u32(l->config.shape.hidden, EP_FP8_GROUP);
-    EP_TRY(check_scale(l, "input scales", a->x_scale, a->x->shape[0], groups));
-    EP_TRY(check_scale(l, "output scales", a->row_scale, a->rows->shape[0], groups));
+    EP_TRY(ep_layer_check_scale(l, "input scales", a->x_scale, a->x->shape[0], groups));
+    EP_TRY(ep_layer_check_scale(l, "output scales", a->row_scale, a->rows->shape[0], groups));
     s->x = (const float *)a->x_scale->data;
     s->x_row = a->x_scale->stride[0];
     s->x_group = a->x_scale->stride[1];

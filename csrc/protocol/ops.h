@@ -8,17 +8,18 @@
 
 /* X(NAME, name, Type, text): an operation with arguments. B(NAME, name, Type, text): the barrier, which has
  * none. */
-#define EP_OPERATIONS(X, B)                                          \
-    X(PLAN, plan, Plan, "plan")                                      \
-    X(DISPATCH, dispatch, Dispatch, "dispatch")                      \
-    X(COMBINE, combine, Combine, "combine")                          \
-    B(BARRIER, barrier, Barrier, "barrier")                          \
-    X(DISPATCH_GEMM, dispatch_gemm, DispatchGemm, "dispatch + gemm") \
-    X(GEMM_COMBINE, gemm_combine, GemmCombine, "gemm + combine")     \
-    X(LL_DISPATCH, ll_dispatch, LlDispatch, "low-latency dispatch")  \
-    X(LL_COMBINE, ll_combine, LlCombine, "low-latency combine")      \
-    X(DISPATCH_FP8, dispatch_fp8, DispatchFp8, "dispatch in FP8")    \
-    X(DISPATCH_GEMM_FP8, dispatch_gemm_fp8, DispatchGemmFp8, "dispatch + gemm in FP8")
+#define EP_OPERATIONS(X, B)                                                            \
+    X(PLAN, plan, Plan, "plan")                                                        \
+    X(DISPATCH, dispatch, Dispatch, "dispatch")                                        \
+    X(COMBINE, combine, Combine, "combine")                                            \
+    B(BARRIER, barrier, Barrier, "barrier")                                            \
+    X(DISPATCH_GEMM, dispatch_gemm, DispatchGemm, "dispatch + gemm")                   \
+    X(GEMM_COMBINE, gemm_combine, GemmCombine, "gemm + combine")                       \
+    X(LL_DISPATCH, ll_dispatch, LlDispatch, "low-latency dispatch")                    \
+    X(LL_COMBINE, ll_combine, LlCombine, "low-latency combine")                        \
+    X(DISPATCH_FP8, dispatch_fp8, DispatchFp8, "dispatch in FP8")                      \
+    X(DISPATCH_GEMM_FP8, dispatch_gemm_fp8, DispatchGemmFp8, "dispatch + gemm in FP8") \
+    X(GEMM_COMBINE_FP8, gemm_combine_fp8, GemmCombineFp8, "gemm + combine in FP8")
 
 /* EP_OP_PLAN = 1, EP_OP_DISPATCH = 2, ... */
 typedef enum {
@@ -183,6 +184,24 @@ typedef enum {
     X(S, U32, num_tail)                 \
     X(S, U32, waits_for_expert)         \
     X(S, U32, num_copies)
+
+/* gemm_combine of rows and weights in FP8. CUDA only. a u8 [>= M][K]; a_scale f32 [as many][K / 128], with
+ * any strides; gemm_weight u8 [L][H][K]; gemm_scale f32 [L][H / 128][K / 128]; all sizes of scales rounded
+ * up. The rest is as in gemm_combine. There is no gradient. */
+#define EP_ARGS_gemm_combine_fp8(X, S) \
+    X(S, TENSOR, a)                    \
+    X(S, TENSOR, a_scale)              \
+    X(S, TENSOR, gemm_weight)          \
+    X(S, TENSOR, gemm_scale)           \
+    X(S, OPTIONAL, bias)               \
+    X(S, OWN, rows)                    \
+    X(S, OPTIONAL, row_weight)         \
+    X(S, PLAN, plan)                   \
+    X(S, OWN, recv)                    \
+    X(S, OWN, out)                     \
+    X(S, U32, num_move)                \
+    X(S, U32, num_reduce)              \
+    X(S, U32, is_serial)
 /* clang-format on */
 
 #endif /* EP_OPS_H */

@@ -1,8 +1,8 @@
 /* params.h - the parameters of each operation: what layer_ops.c fills in and a backend executes.
  *
  * Exports EpPlanParams, EpDispatchParams, EpDispatchFp8Params, EpCombineParams; for the fused kernels
- * EpDispatchGemmParams, EpDispatchGemmFp8Params and EpGemmCombineParams; and for the low-latency operations
- * EpLlDispatchParams and EpLlCombineParams.
+ * EpDispatchGemmParams, EpDispatchGemmFp8Params, EpGemmCombineParams and EpGemmCombineFp8Params; and for the
+ * low-latency operations EpLlDispatchParams and EpLlCombineParams.
  * Invariant: a captured CUDA graph keeps a copy of these structs. So they contain neither an epoch nor the
  * number of received rows: a worker reads the epoch from its local words, and the number from the plan. */
 #ifndef EP_PARAMS_H
@@ -115,6 +115,12 @@ typedef struct {
     /* No row is returned before all rows are ready. */
     uint32_t is_serial;
 } EpGemmCombineParams;
+
+/* The same for a product in FP8; plain.gemm.is_f16 is the dtype of the rows and of bias. */
+typedef struct {
+    EpGemmCombineParams plain;
+    EpGemmScales scales;
+} EpGemmCombineFp8Params;
 
 /* e4m3 rows, with a scale for each 128 numbers: the largest magnitude / 448, or the next power of two. UE8M0:
  * that power's exponent + 127 in one byte, four bytes of consecutive groups in a word. */

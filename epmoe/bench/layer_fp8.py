@@ -1,8 +1,8 @@
 """Measures a whole layer with weights in FP8, beside one in 16 bits: their time, and their error.
 
 Both are an EPMoE on the same layer, with the same weights before they were quantised.  The one in 16 bits
-runs its fused kernels.  The one in FP8 sends tokens in FP8, and multiplies them by gate and up in the same
-launch; it is also measured with all stages one after the other.  A rank that is alone computes as one rank of
+runs its fused kernels, and so does the one in FP8, whose tokens are sent in FP8 and return in 16 bits; it is
+also measured with all stages one after the other.  A rank that is alone computes as one rank of
 four: a quarter of the experts, and as many rows.  Errors are those of the experts' outputs on the rows of a
 rank, compared with float64, for normal and for heavy-tailed numbers.
 """
@@ -143,6 +143,8 @@ class Pair:
             "down": lambda: epmoe.grouped_gemm(q, fp8.down_proj, offsets=offsets, a_scale=q_scales,
                                                b_scale=fp8.down_proj_scale_inv),
             "combine": lambda: self.op.combine(plain, layout, row_weight),
+            "quantize, then down + combine": lambda: self.op.mega_group_gemm_combine(
+                inner, fp8.down_proj, layout, row_weight, gemm_scale=fp8.down_proj_scale_inv),
             "dispatch in 16 bits": lambda: self.op.dispatch(self.x, weight=self.weight, layout=same)}
 
 

@@ -65,9 +65,10 @@ static EpMbarrier ep_mbarriers[2][EP_CTA_SMEM_BYTES / 8];
 static uint32_t ep_cta_threads = 257;
 
 static void __syncthreads() { ep_named[ep_rank][0].arrive(ep_cta_threads); }
+/* How many lanes of the producer's warp are emulated. */
+static uint32_t ep_producer_lanes = 1;
 static void __syncwarp() {
-    /* The producer has only one thread here. */
-    if (threadIdx.x / 32) ep_warps[ep_rank][threadIdx.x / 32].arrive(32);
+    ep_warps[ep_rank][threadIdx.x / 32].arrive(threadIdx.x / 32 ? 32 : ep_producer_lanes);
 }
 /* An instruction with .sync.aligned needs all lanes of the warp. It does not order memory. */
 static void ep_aligned() { ep_warps[ep_rank][threadIdx.x / 32].arrive<EP_RELAXED>(32); }

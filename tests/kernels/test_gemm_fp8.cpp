@@ -96,12 +96,13 @@ template <typename C> static void make_problem(const Case &c, Problem *x, uint64
     x->q = {p, C::BY_BLOCK ? by_block : one};
 }
 
-/* Run all pairs of CTAs. With scales of blocks, the second warp moves them. */
+/* Run all pairs of CTAs. With scales of blocks, the producer is a warp, or the second warp loads scales. */
 template <typename C> static void run_fp8(const EpGemmFp8Params *q, uint32_t pairs) {
     const EpTensorMap a = ep_map_fp8(ep_map_a(&q->gemm, C::BN)), b = ep_map_fp8(ep_map_b(&q->gemm, C::BN));
-    const uint32_t warp = 1, last_warp = C::BY_BLOCK ? 2 : 1;
     gridDim = dim3(2 * pairs);
-    ep_cta_threads = 257 + 32 * (last_warp - warp); /* the first thread, this warp, and the warpgroups */
+    const uint32_t warp = C::TELLS ? 1 : 0, last_warp = C::TELLS ? 2 : C::WARP_PRODUCES ? 1 : 0;
+    ep_producer_lanes = C::WARP_PRODUCES ? 32 : 1;
+    ep_cta_threads = ep_producer_lanes + (C::TELLS ? 32 : 0) + 256; /* and the warpgroups */
     for (uint32_t first = 0; first < gridDim.x; first += 2)
         run_cluster(first, warp, last_warp, [&] {
             Hooks<C> hooks;

@@ -9,9 +9,9 @@ extern EpClusterKernel ep_mega_kernels_bf16[], ep_mega_kernels_f16[];
 extern EpClusterKernel ep_mega_keep_kernels_bf16[], ep_mega_keep_kernels_f16[];
 extern EpClusterKernel ep_mega_kernels_fp8_bf16[], ep_mega_kernels_fp8_f16[];
 
+static bool is_fp8(uint32_t op) { return op == EP_OP_DISPATCH_GEMM_FP8 || op == EP_OP_GEMM_COMBINE_FP8; }
 static EpClusterKernel *table_of(uint32_t op, const EpGemmParams *gemm) {
-    if (op == EP_OP_DISPATCH_GEMM_FP8)
-        return gemm->is_f16 ? ep_mega_kernels_fp8_f16 : ep_mega_kernels_fp8_bf16;
+    if (is_fp8(op)) return gemm->is_f16 ? ep_mega_kernels_fp8_f16 : ep_mega_kernels_fp8_bf16;
     if (gemm->kept) return gemm->is_f16 ? ep_mega_keep_kernels_f16 : ep_mega_keep_kernels_bf16;
     return gemm->is_f16 ? ep_mega_kernels_f16 : ep_mega_kernels_bf16;
 }
@@ -36,7 +36,7 @@ static int prepare(uint32_t op, const EpComm *comm, EpGemmParams *gemm, MegaLaun
     int e = ep_capabilities(&c);
     if (e) return e;
     if (!c.has_hopper) return (int)cudaErrorNoKernelImageForDevice;
-    m->tile_cols = op == EP_OP_DISPATCH_GEMM_FP8 ? 256 : ep_gemm_tile_cols(gemm);
+    m->tile_cols = is_fp8(op) ? 256 : ep_gemm_tile_cols(gemm);
     m->kernel = ep_find_kernel(table_of(op, gemm), op, gemm, m->tile_cols);
     if (!m->kernel) return (int)cudaErrorInvalidValue;
     e = ep_load_kernel(m->kernel, &max_ctas);
@@ -55,10 +55,9 @@ static int launch(const MegaLaunch *m, const void *params, const EpGemmParams *g
         seen.a = seen.b;
         seen.num_rows = 1;
     }
-    const bool is_fp8 = m->kernel->op == EP_OP_DISPATCH_GEMM_FP8;
+    const bool fp8 = is_fp8(m->kernel->op);
     const EpTensorMap a = ep_map_a(&seen, m->tile_cols), b = ep_map_b(&seen, m->tile_cols);
-    const EpClusterLaunch l = {m->num_ctas, true, params, is_fp8 ? ep_map_fp8(a) : a,
-                               is_fp8 ? ep_map_fp8(b) : b};
+    const EpClusterLaunch l = {m->num_ctas, true, params, fp8 ? ep_map_fp8(a) : a, fp8 ? ep_map_fp8(b) : b};
     return ep_launch_clusters(m->kernel, &l, stream);
 }
 
@@ -84,13 +83,25 @@ extern "C" int ep_launch_dispatch_gemm_fp8(const EpDispatchGemmFp8Params *p, voi
     leave_senders(&m, &q.plain);
     return launch(&m, &q, &q.plain.gemm, stream);
 }
+/* Into how many pieces the column tiles divide a row. */
+static uint32_t num_row_pieces(const EpGemmParams *gemm, const MegaLaunch *m) {
+    return (ep_gemm_num_cols(gemm) + m->tile_cols - 1) / m->tile_cols;
+}
 extern "C" int ep_launch_gemm_combine(const EpGemmCombineParams *p, void *stream) {
     EpGemmCombineParams q = *p;
     MegaLaunch m;
     const int e = prepare(EP_OP_GEMM_COMBINE, &p->combine.comm, &q.gemm, &m);
     if (e) return e;
-    q.combine.row_pieces = (ep_gemm_num_cols(&p->gemm) + m.tile_cols - 1) / m.tile_cols;
+    q.combine.row_pieces = num_row_pieces(&q.gemm, &m);
     return launch(&m, &q, &q.gemm, stream);
+}
+extern "C" int ep_launch_gemm_combine_fp8(const EpGemmCombineFp8Params *p, void *stream) {
+    EpGemmCombineFp8Params q = *p;
+    MegaLaunch m;
+    const int e = prepare(EP_OP_GEMM_COMBINE_FP8, &p->plain.combine.comm, &q.plain.gemm, &m);
+    if (e) return e;
+    q.plain.combine.row_pieces = num_row_pieces(&q.plain.gemm, &m);
+    return launch(&m, &q, &q.plain.gemm, stream);
 }
 
 /* Load the megakernels, if this device has them. */

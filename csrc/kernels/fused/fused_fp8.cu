@@ -8,5 +8,5 @@
     EP_MEGA_FP8_ROW(EP_ACT_GPT_OSS, F16)  \
     EP_MEGA_FP8_ROW(EP_ACT_ANY_GATE, F16) \
     EP_MEGA_FP8_ROW(EP_ACT_ANY_UNGATED, F16)
-EpClusterKernel ep_mega_kernels_fp8_bf16[] = {EP_ROWS(false){}};
-EpClusterKernel ep_mega_kernels_fp8_f16[] = {EP_ROWS(true){}};
+EpClusterKernel ep_mega_kernels_fp8_bf16[] = {EP_ROWS(false) EP_MEGA_COMBINE_FP8_ROW(false){}};
+EpClusterKernel ep_mega_kernels_fp8_f16[] = {EP_ROWS(true) EP_MEGA_COMBINE_FP8_ROW(true){}};

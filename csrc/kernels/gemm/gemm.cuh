@@ -26,6 +26,13 @@
 #include "kernels/gemm/gemm_fp8.cuh"
 #include "kernels/gemm/gemm_keep.cuh"
 
+/* The producer is one thread. With WARP_PRODUCES it is a warp, of which each lane loads some scales; all else
+ * is done by lane 0, which leads. */
+template <typename C> EP_PTX bool ep_gemm_leads(void) {
+    if constexpr (C::WARP_PRODUCES) return ep_lane_now() == 0;
+    return true;
+}
+
 /* ---- drawing tiles ---- */
 
 /* CTA 0 of a pair draws the next tile for both, after it has acquired the first stage of its current tile.
@@ -42,7 +49,7 @@ template <typename C> EP_PTX uint32_t ep_next_tile_send(const EpGemmParams *p, c
 template <typename C> EP_PTX uint32_t ep_next_tile_receive(const EpGemmParams *p, const EpGemmShared *s,
                                                            uint32_t num_done) {
     const uint32_t i = num_done % C::NUM_NEXT, bar = s->next_tile_bars + 8 * i;
-    ep_mbar_arrive_expect(bar, 4);
+    if (ep_gemm_leads<C>()) ep_mbar_arrive_expect(bar, 4);
     ep_gemm_wait<C>(bar, num_done / C::NUM_NEXT & 1, p->limit_ns);
     if constexpr (C::BY_BLOCK) { /* compute the address again: no register is left for it during the wait */
         asm volatile("" : "+r"(num_done));
@@ -118,30 +125,42 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
     for (uint32_t n = blockIdx.x / 2;
          ep_gemm_tile(p, C::BM, C::BN, 2, C::BY_BLOCK ? ep_cluster_rank() : rank, &w, n, &t); num_done++) {
         if constexpr (C::BY_BLOCK) t.num_k = p->k; /* known to be so, but otherwise kept in a register */
-        hooks.await_rows(t);
+        if (ep_gemm_leads<C>()) hooks.await_rows(t);
         /* only now, because await_rows may need the number of rows of the whole expert */
         t.num_rows = min(t.num_rows, (uint32_t)C::BM);
+        EpGemmScaleWalk scales = {};
+        if constexpr (C::WARP_PRODUCES) {
+            __syncwarp(); /* what lane 0 has acquired is now readable by all lanes */
+            scales = ep_gemm_scales_begin<C>(p, hooks.scales, &t);
+        }
         for (uint32_t k = 0; k == 0 || k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
             ep_gemm_wait<C>(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
-            if (k == 0) ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
-            if constexpr (C::BY_BLOCK) ep_mbar_arrive(ep_gemm_told<C>(s, ring.stage));
-            if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
-            else
-                ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES,
-                                      s->full + 8 * ring.stage, C::BY_BLOCK ? ep_cluster_rank() : rank, map_a,
-                                      map_b);
-            if (k == 0 && (C::BY_BLOCK ? ep_cluster_rank() : rank) == 0)
-                drawn = ep_next_tile_send<C>(p, s, num_done);
+            if constexpr (C::WARP_PRODUCES) /* first, because the copies of the rest take longer to start */
+                ep_gemm_stage_scales<C>(hooks.scales, &scales, t.num_rows, t.num_k - k, s, ring.stage);
+            if (ep_gemm_leads<C>()) {
+                if (k == 0) ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
+                if constexpr (C::TELLS) ep_mbar_arrive(ep_gemm_told<C>(s, ring.stage));
+                if (t.num_k == 0) ep_mbar_arrive(s->full + 8 * ring.stage);
+                else
+                    ep_gemm_load_stage<C>(&t, k, s->stages + ring.stage * C::STAGE_BYTES,
+                                          s->full + 8 * ring.stage, C::BY_BLOCK ? ep_cluster_rank() : rank,
+                                          map_a, map_b);
+                if (k == 0 && (C::BY_BLOCK ? ep_cluster_rank() : rank) == 0)
+                    drawn = ep_next_tile_send<C>(p, s, num_done);
+            }
         }
         n = (C::BY_BLOCK ? ep_num_ctas_now() / 2 : num_pairs) + ep_next_tile_receive<C>(p, s, num_done);
     }
     /* The last number has been drawn: reset the counter. (A megakernel's last CTA out does that.) */
-    if (!Hooks::FUSED && drawn == w.first_tile - 1) *p->tile_counter = 0;
+    if (!Hooks::FUSED && ep_gemm_leads<C>() && drawn == w.first_tile - 1) *p->tile_counter = 0;
     ep_gemm_wait<C>(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
-    t.num_rows = 0;
-    ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
-    if constexpr (C::BY_BLOCK) ep_mbar_arrive(ep_gemm_told<C>(s, ring.stage));
-    ep_mbar_arrive(s->full + 8 * ring.stage);
+    if (ep_gemm_leads<C>()) {
+        t.num_rows = 0;
+        ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
+        if constexpr (C::TELLS) ep_mbar_arrive(ep_gemm_told<C>(s, ring.stage));
+        ep_mbar_arrive(s->full + 8 * ring.stage);
+    }
+    if constexpr (C::WARP_PRODUCES) ep_mbar_arrive(s->full + 8 * ring.stage);
 }
 
 /* ---- the MMA warps ---- */
@@ -210,11 +229,11 @@ EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred,
  *   await_rows       producer, before it reads the rows of a tile
  *   tile_started     MMA warps, after they have read the info of a tile. Returns the time, for the profiler
  *   tile_written     MMA warps, after all lanes have stored the warp's part of the tile; with scales of
- *                    blocks a piece is stored later, and TILES_ARE_AWAITED is false: no worker waits for it
- *   mma_in_flight    MMA warps, while the first wgmma of the next tile is in flight, and before they write it
+ *                    blocks its second piece is stored later, but before the next mma_in_flight
+ *   mma_in_flight    MMA warps, while a wgmma of the next tile is in flight, and before they write it
  *   after_last_tile  MMA warps, after the last tile. They may use the shared memory of the stages */
 struct EpGemmNoHooks {
-    static constexpr bool FUSED = false, TILES_ARE_AWAITED = false;
+    static constexpr bool FUSED = false;
     static constexpr int PRODUCER_REGS = 56, MMA_REGS = 224;
     __device__ void comm(uint32_t) {}
     __device__ void await_rows(const EpGemmTile &) {}
@@ -267,18 +286,18 @@ EP_PTX void ep_gemm_body(const EpGemmParams *p, Hooks &hooks, const CUtensorMap 
         ep_tma_prefetch(map_b);
         for (uint32_t i = 0; i < C::STAGES; i++) {
             ep_mbar_init(s.full + 8 * i, C::BY_BLOCK ? 1 + 32 : 1);
-            if constexpr (C::BY_BLOCK) ep_mbar_init(ep_gemm_told<C>(&s, i), 1);
+            if constexpr (C::TELLS) ep_mbar_init(ep_gemm_told<C>(&s, i), 1);
             ep_mbar_init(s.empty + 8 * i, 2 * 8);
         }
         for (uint32_t i = 0; i < C::NUM_NEXT; i++) ep_mbar_init(s.next_tile_bars + 8 * i, 1);
         ep_fence_mbar_init();
     }
     ep_cluster_sync();
-    if (threadIdx.x < 128) { /* the producer is one thread of one warp */
+    if (threadIdx.x < 128) {
         ep_setmaxnreg_dec<Hooks::PRODUCER_REGS>();
         if (threadIdx.x >= 32) hooks.comm(s.end);
-        else if (threadIdx.x == 0) ep_gemm_produce_tiles<C>(p, hooks, &s, map_a, map_b);
-        if constexpr (C::BY_BLOCK)
+        else if (C::WARP_PRODUCES || threadIdx.x == 0) ep_gemm_produce_tiles<C>(p, hooks, &s, map_a, map_b);
+        if constexpr (C::TELLS)
             if (threadIdx.x / 32 == 1) ep_gemm_load_scales<C>(p, hooks, &s);
         __syncwarp();
         if (Hooks::FUSED)

@@ -1,5 +1,5 @@
-/* gemm_fp8.cuh - the grouped GEMM of FP8 with scales of blocks, for Hopper: the warp that loads the scales,
- * and the MMA warps.
+/* gemm_fp8.cuh - the grouped GEMM of FP8 with scales of blocks, for Hopper: how a warp loads scales, and the
+ * MMA warps.
  *
  * The products of each 128 values of k share a scale in each row and in each 128 columns. Four wgmmas add
  * them up, in the tensor cores' own format. The sum is multiplied by both scales and added to the tile's
@@ -18,7 +18,7 @@
 #include "kernels/arch/wgmma.cuh"
 #include "kernels/gemm/gemm_stages.cuh"
 
-/* ---- the warp that loads scales ---- */
+/* ---- loading scales ---- */
 
 /* Where a lane reads: the scale of its first row, and that of a block of columns. Two lanes have those of a
  * piece: gates or all columns, and ups. */
@@ -53,8 +53,22 @@ template <typename C> EP_PTX void ep_gemm_scales_copy(const EpGemmScales *scales
     w->col += scales->b_k;
 }
 
-/* One warp loads the scales of all tiles. It learns from the producer which tile a stage belongs to, and that
- * the stage is free. A stage is full when all its lanes' copies are complete. */
+/* Start to copy the scales of a stage, with `left` values of k from there on. The stage is full when all
+ * lanes' copies are complete. */
+template <typename C>
+EP_PTX void ep_gemm_stage_scales(const EpGemmScales *scales, EpGemmScaleWalk *w, uint32_t num_rows,
+                                 uint32_t left, const EpGemmShared *s, uint32_t stage) {
+    const uint32_t slot = ep_gemm_slot<C>(s, stage);
+#pragma unroll
+    for (uint32_t kk = 0; kk < C::K_BOXES; kk++)
+        if (kk == 0 || kk * C::BOX_K < left)
+            ep_gemm_scales_copy<C>(scales, w, num_rows, slot + 4 * C::BM * kk,
+                                   slot + 4 * C::BM * C::K_BOXES + 8 * kk);
+    ep_cp_async_mbar_arrive(s->full + 8 * stage);
+}
+
+/* A warp that loads the scales of all tiles. It learns from the producer which tile a stage belongs to, and
+ * that the stage is free. In a megakernel the producer's warp does it, see ep_gemm_produce_tiles. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_load_scales(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
     EpRing ring = {0, 0};
@@ -64,14 +78,8 @@ EP_PTX void ep_gemm_load_scales(const EpGemmParams *p, Hooks &hooks, const EpGem
         if (t.num_rows == 0) break;
         EpGemmScaleWalk w = ep_gemm_scales_begin<C>(p, hooks.scales, &t);
         for (uint32_t k = 0; k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
-            const uint32_t slot = ep_gemm_slot<C>(s, ring.stage);
             if (k) ep_gemm_wait<C>(ep_gemm_told<C>(s, ring.stage), ring.parity, p->limit_ns);
-#pragma unroll
-            for (uint32_t kk = 0; kk < C::K_BOXES; kk++)
-                if (kk == 0 || k + kk * C::BOX_K < t.num_k)
-                    ep_gemm_scales_copy<C>(hooks.scales, &w, t.num_rows, slot + 4 * C::BM * kk,
-                                           slot + 4 * C::BM * C::K_BOXES + 8 * kk);
-            ep_cp_async_mbar_arrive(s->full + 8 * ring.stage);
+            ep_gemm_stage_scales<C>(hooks.scales, &w, t.num_rows, t.num_k - k, s, ring.stage);
         }
     }
     ep_mbar_arrive(s->full + 8 * ring.stage);
@@ -159,12 +167,16 @@ template <typename C> EP_PTX void ep_gemm_keep_tile(const EpGemmShared *s, const
                      t->col0);
     __syncwarp();
 }
+template <typename C> EP_PTX EpGemmTile ep_gemm_kept_tile(const EpGemmShared *s) {
+    const uint4 note = ep_ld_shared(ep_gemm_staging<C>(s) + EP_GEMM_OUT_STAGING - 16);
+    return {note.x, note.y, note.z, note.w, 0, 0, 0};
+}
 /* Round a piece and store its first AT_ONCE parts. ep_gemm_write_parts stores the others. */
 template <typename C, int PIECE, int AT_ONCE>
 EP_PTX void ep_gemm_write_piece(EpGemmDeferred<typename C::Piece> *v, EpGemmPiece &d, const EpGemmParams *p,
                                 const EpGemmShared *s) {
-    const uint4 note = ep_ld_shared(ep_gemm_staging<C>(s) + EP_GEMM_OUT_STAGING - 16);
-    const EpGemmTile t = {note.x, note.y, note.z, note.w + 128 * PIECE, 0, 0, 0};
+    EpGemmTile t = ep_gemm_kept_tile<C>(s);
+    t.col0 += 128 * PIECE;
     ep_gemm_defer<typename C::Piece, AT_ONCE>(v, d, p, &t, threadIdx.x / 128 - 1, ep_gemm_staging<C>(s));
 }
 
@@ -180,13 +192,14 @@ EP_PTX void ep_gemm_await_stage(const EpGemmParams *p, const EpGemmShared *s, ui
     ep_gemm_wait<C>(s->full + 8 * (n % C::STAGES), n / C::STAGES % 2, p->limit_ns);
 }
 
-/* The pieces of a tile, after the first products of the first piece have been started. The second piece is
- * left in d1, for the caller to write. In the last stage its wgmmas read the rows from shared memory, because
- * the registers are needed to write the first piece. There are not enough to round it meanwhile, if it has as
- * many columns as the product. */
-template <typename C>
+/* The pieces of a tile. Before, the first products of the first piece have been started, and the second piece
+ * of the last tile has been written. The second piece is left in d1, for the caller to write. In the last
+ * stage its wgmmas read the rows from shared memory, because the registers are needed to write the first
+ * piece. There are not enough to round it meanwhile, if it has as many columns as the product. */
+template <typename C, typename Hooks>
 EP_PTX void ep_gemm_mma_pieces(EpGemmPiece &d0, EpGemmPiece &d1, EpGemmPiece &part, EpGemmRows &a,
-                               const EpGemmParams *p, bool takes_turns, const EpGemmShared *s, uint32_t *n) {
+                               const EpGemmParams *p, Hooks &hooks, bool takes_turns, const EpGemmShared *s,
+                               uint32_t *n) {
     EpGemmProducts scales;
     for (uint32_t k = C::BK; k < p->k; k += C::BK) {
         const uint32_t stage = *n % C::STAGES;
@@ -201,6 +214,7 @@ EP_PTX void ep_gemm_mma_pieces(EpGemmPiece &d0, EpGemmPiece &d1, EpGemmPiece &pa
         ep_gemm_start_piece<C, 0, true>(part, a, s, *n % C::STAGES, takes_turns);
     }
     uint32_t stage = (*n)++ % C::STAGES;
+    hooks.mma_in_flight(); /* only now, when the stores of the tile before have long been done */
     scales = ep_gemm_finish_piece<C, 0>(part, s, stage);
     ep_gemm_promote<C>(d0, part, &scales);
     if constexpr (C::IS_MEGA && !C::GATED) /* compute addresses again, instead of keeping them */
@@ -227,7 +241,6 @@ EP_PTX void ep_gemm_skip_tile(const EpGemmParams *p, const EpGemmShared *s, uint
 /* The MMA warps' loop. The second piece of a tile is written after the next tile has begun. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_mma_tiles_fp8(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
-    static_assert(!Hooks::TILES_ARE_AWAITED, "no worker may wait for a tile: its end is written late");
     const uint32_t group = threadIdx.x / 128 - 1;
     const EpGemmTile none = {0, 0, 0, 0, 0, 0, 0};
     EpGemmPiece d0, d1, part;
@@ -252,12 +265,15 @@ EP_PTX void ep_gemm_mma_tiles_fp8(const EpGemmParams *p, Hooks &hooks, const EpG
         ep_gemm_keep_tile<C>(s, &t);
 #pragma unroll
         for (int i = 0; i < 64; i++) d0[i] = d1[i] = 0;
-        ep_gemm_mma_pieces<C>(d0, d1, part, a, p, takes_turns, s, &n);
-        hooks.tile_written(t, group, begun); /* except its second piece: no hook may count on it */
+        ep_gemm_mma_pieces<C>(d0, d1, part, a, p, hooks, takes_turns, s, &n);
+        hooks.tile_written(ep_gemm_kept_tile<C>(s), group, begun);
     }
     EpGemmDeferred<typename C::Piece> v;
     ep_gemm_write_piece<C, 1, C::Piece::PARTS>(&v, d1, p, s);
     if (group == 0) ep_bar_sync(2, 256); /* the turn that no tile has taken */
+    if (Hooks::FUSED)
+        ep_bar_sync(1, 256); /* no warp of the CTA reads a stage any more, and no load is in flight */
+    hooks.after_last_tile(s->stages);
 }
 
 #endif /* EP_GEMM_FP8_CUH */

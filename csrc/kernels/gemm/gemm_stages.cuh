@@ -20,6 +20,8 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
     static constexpr bool F16 = F16_, GATED = EP_ACT_IS_GATED(ACT), FP8 = false, BY_BLOCK = false,
                           ACCUMULATES = false, KEEPS = false;
+    /* which warp loads scales: the producer's, or one that the producer tells of each stage */
+    static constexpr bool WARP_PRODUCES = false, TELLS = false;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
     /* Few rows per expert: tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
     static constexpr bool FEW_ROWS = BN == 64;
@@ -72,7 +74,7 @@ struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
     struct Piece : EpGemmConfig<EP_GEMM_FORWARD, 128, ACT, F16> {
         static constexpr int ACT_GROUPS = 2;
     };
-    static constexpr bool FP8 = true, BY_BLOCK = BY_BLOCK_, IS_MEGA = false;
+    static constexpr bool FP8 = true, BY_BLOCK = BY_BLOCK_, TELLS = BY_BLOCK, IS_MEGA = false;
     /* A tile has gate columns and up columns, which have different scales. */
     static constexpr bool TWO_SCALES = EP_ACT_IS_GATED(ACT) && ACT != EP_ACT_GPT_OSS;
     static constexpr int NUM_PIECES = BN_ == 256 ? 2 : 1;
@@ -92,7 +94,7 @@ struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
 
 /* The same in a megakernel, whose MMA warps have fewer registers. */
 template <int ACT, bool F16> struct EpGemmMegaFp8Config : EpGemmFp8Config<256, true, ACT, F16> {
-    static constexpr bool IS_MEGA = true;
+    static constexpr bool IS_MEGA = true, TELLS = false, WARP_PRODUCES = true;
 };
 
 /* The layout of a CTA's shared memory: addresses. Each stage has an info, which describes the tile that
@@ -112,7 +114,8 @@ template <typename C> EP_PTX EpGemmShared ep_gemm_shared(uint32_t smem) {
     s.end = smem + C::SMEM_BYTES;
     return s;
 }
-/* BY_BLOCK: the slot of the scales of a stage, and an mbarrier: the producer has written the stage's info. */
+/* BY_BLOCK: the slot of the scales of a stage. TELLS: an mbarrier, after the producer has written the stage's
+ * info. */
 template <typename C> EP_PTX uint32_t ep_gemm_slot(const EpGemmShared *s, uint32_t stage) {
     return s->end - C::SCALE_BYTES + stage * C::SCALE_SLOT;
 }

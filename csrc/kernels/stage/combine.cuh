@@ -14,13 +14,13 @@
 #include "kernels/stage/rows.cuh"
 
 /* Parameters of combine. OP: the operation in headers and fault records. FUSED: the GEMM of the same kernel
- * is still computing rows, so a warp waits for the ready counter of a row before it reads the row. A warp has
- * four cells of shared memory (rows.cuh), with HAS_SMEM of 2 KB, else of 1 KB. */
+ * is still computing rows, so a warp waits for the ready counter of a row before it reads the row. HAS_SMEM:
+ * a warp has four cells of 2 KB of shared memory (rows.cuh), else those of EpFusedFifo. */
 template <int DTYPE_, EpOpKind OP_, bool HAS_SMEM = true> struct EpCombineConfig {
     static constexpr int DTYPE = DTYPE_;
     static constexpr EpOpKind OP = OP_;
-    static constexpr bool FUSED = OP == EP_OP_GEMM_COMBINE;
-    typedef EpFifo<4, HAS_SMEM ? 4 : 2> Fifo;
+    static constexpr bool FUSED = OP != EP_OP_COMBINE;
+    typedef std::conditional_t<HAS_SMEM, EpFifo<4, 4>, EpFusedFifo> Fifo;
 };
 
 EP_FN uint64_t row_address(const EpCombineParams &p, int32_t row) {
