@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 template <typename C, typename P>
 static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUtensorMap), uint32_t tile_cols,
                                 uint32_t activation) {
-    constexpr uint32_t SMEM_BYTES = C::SMEM_BYTES + 3 * EpFusedFifo::BYTES;
+    typedef std::conditional_t<C::FP8, EpFusedFp8Fifo, EpFusedFifo> Fifo;
+    constexpr uint32_t SMEM_BYTES = C::SMEM_BYTES + 3 * Fifo::BYTES;
     static_assert(SMEM_BYTES + 1024 <= EP_CTA_SMEM_BYTES, "a CTA has this much shared memory");
     return {(const void *)kernel, op, C::KIND, tile_cols, activation, EP_GEMM_THREADS, SMEM_BYTES, {}};
 }

@@ -42,7 +42,7 @@ template <bool KEEPS, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks 
         const EpMoveWhat what = p.num_tail_blocks == 0           ? EP_MOVE_ALL
                                 : blockIdx.x < p.num_tail_blocks ? EP_MOVE_RECEIVES
                                                                  : EP_MOVE_SENDS;
-        move_tokens<true>(p.dispatch, OP, EpSharedEpoch(), what, fifo_at<EpFusedFifo>(smem, first_warp),
+        move_tokens<true>(p.dispatch, OP, EpSharedEpoch(), what, fifo_at<FusedFifoOf<S>>(smem, first_warp),
                           scales);
     }
     __device__ void comm(uint32_t smem) { move(smem, 1, NoScales()); }

@@ -5,9 +5,7 @@
  * one by one (SCATTER). Add up this rank's own tokens as the chunks that they need arrive.
  * GATHER: copy the rows to this rank's staging buffer; the rank of each token pulls them.
  * Every warp does both parts, and waits for a peer only when it has nothing left to send (queue.h).
- * Invariant: sums are in fp32 and in a fixed order, independent of the order of arrival.
- *
- * FUSED (in a megakernel): the GEMM is still computing rows. A row is returned when it is ready. */
+ * Invariant: sums are in fp32 and in a fixed order, independent of the order of arrival. */
 #ifndef EP_COMBINE_CUH
 #define EP_COMBINE_CUH
 #include "kernels/arch/trace.cuh"
@@ -15,12 +13,13 @@
 
 /* Parameters of combine. OP: the operation in headers and fault records. FUSED: the GEMM of the same kernel
  * is still computing rows, so a warp waits for the ready counter of a row before it reads the row. HAS_SMEM:
- * a warp has four cells of 2 KB of shared memory (rows.cuh), else those of EpFusedFifo. */
+ * a warp has 8 KB of shared memory for its queue (rows.cuh), else that of a megakernel. */
 template <int DTYPE_, EpOpKind OP_, bool HAS_SMEM = true> struct EpCombineConfig {
     static constexpr int DTYPE = DTYPE_;
     static constexpr EpOpKind OP = OP_;
     static constexpr bool FUSED = OP != EP_OP_COMBINE;
-    typedef std::conditional_t<HAS_SMEM, EpFifo<4, 4>, EpFusedFifo> Fifo;
+    typedef std::conditional_t<OP == EP_OP_GEMM_COMBINE_FP8, EpFusedFp8Fifo, EpFusedFifo> Small;
+    typedef std::conditional_t<HAS_SMEM, EpFifo<4, 4>, Small> Fifo;
 };
 
 EP_FN uint64_t row_address(const EpCombineParams &p, int32_t row) {
