@@ -201,6 +201,8 @@ SIGNATURES = {
                                " small",
     "layer_gemm_combine": "L small | rows tensor weight? out row_weight? row_weight? plan recv out"
                           " out_scalar? small small small small small",
+    "layer_gemm_combine_fp8": "L small | fp8_rows fp8_row_scale tensor weight weight? out row_weight? plan"
+                              " recv out small small small",
     "layer_trace": "L small tensor small",
     "grouped_gemm": "small small seconds seconds x rows plan weight? row_weight? plan out small",
     "grouped_gemm_fp8": "small seconds seconds x rows scales plan weight? row_weight? plan out small",

@@ -5,7 +5,7 @@
 
 move: plan, dispatch and each form of combine, checked against the oracle.
 fused: the two megakernels with each of their options, compared with the separate stages.
-fp8: quantisation, the megakernel of FP8 and grouped GEMMs in FP8, compared with the separate stages.
+fp8: quantisation, the megakernels of FP8 and grouped GEMMs in FP8, compared with the separate stages.
 decode: the low-latency dispatch and combine, whole and in halves, compared with those of EPAll2AllLayer.
 
 Under MPS the kernels of both ranks run at the same time; without MPS they alternate.  As threads of one
@@ -75,7 +75,7 @@ def fused(world, device):
 
 
 def fp8(world, device):
-    """Experts in FP8, with dispatch and the first product in one launch, and one after the other."""
+    """Experts in FP8, with the two megakernels, and with the separate stages."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     generator = torch.Generator().manual_seed(9 + world.rank)
     with epmoe.EpAll2AllFusedOp(world, max_tokens=40, hidden=144, topk=3, num_tot_experts=3 * world.size,
@@ -89,10 +89,7 @@ def fp8(world, device):
         for op.fused in (True, False):
             h, row_weight, layout = op.mega_dispatch_group_gemm(
                 x, idx, weight=weight, gemm_weight=gate_up, gemm_scale=gate_up_scale, activation="swiglu")
-            h, scales = epmoe.quantize_fp8(h, num_rows=layout.expert_offsets[-1:])
-            y = epmoe.grouped_gemm(h, down, offsets=layout.expert_offsets, a_scale=scales,
-                                   b_scale=down_scale, out_dtype=op.dtype)
-            results.append(op.combine(y, layout, row_weight))
+            results.append(op.mega_group_gemm_combine(h, down, layout, row_weight, gemm_scale=down_scale))
         op.synchronize()
         assert torch.equal(*(y.view(torch.int16) for y in results)), f"wrong on rank {world.rank}"
 

@@ -6,6 +6,7 @@ If there are more ranks than GPUs, ranks share GPUs; under NVIDIA MPS that is ma
 --threads N, the ranks are N threads that share one GPU, and no launch is replayed from a graph (E-063).
 
 Each batch creates an EpAll2AllFusedOp with random shape and options, and four inputs with random routing.
+The weights of some batches are in FP8.
 Every launch must give the bits that the separate stages give, also if it is replayed from a CUDA graph.
 Without GPUs, the ranks are threads on the CPU, where the operator always runs separate stages. Then this
 tests only the script, not the kernels.
@@ -32,7 +33,7 @@ def make_batch(seed, number, size, on_cuda):
     """The parameters of a batch, equal on all ranks.
 
     Returns (options of the operator, inner size, patterns of the four inputs, activation, whether to use a
-    graph).
+    graph, whether the weights are in FP8).
     """
     r = random.Random(f"{seed} {number}")
     topk = r.choice((1, 2, 3, 8))
@@ -49,7 +50,8 @@ def make_batch(seed, number, size, on_cuda):
         options["capacity"] = size * options["max_tokens"] * topk
     inner = r.choice((48, 272, 784) if on_cuda else (16, 48))
     patterns = r.sample(PATTERNS, 4)
-    return options, inner, patterns, r.choice(ACTIVATIONS), graph and on_cuda
+    activation = r.choice(ACTIVATIONS)
+    return options, inner, patterns, activation, graph and on_cuda, r.random() < 0.4
 
 
 def inputs_of(op, pattern, rank, g):
@@ -71,8 +73,8 @@ def delay_sometimes(r, device):
 
 def run_batch(world, device, seed, number, num_launches, graph):
     """The number of launches with a wrong result. If graph is true, some batches replay a CUDA graph."""
-    options, inner, patterns, activation, from_graph = make_batch(seed, number, world.size,
-                                                                  device.type == "cuda")
+    options, inner, patterns, activation, from_graph, fp8 = make_batch(seed, number, world.size,
+                                                                       device.type == "cuda")
     graph = graph and from_graph
     g = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1)
     delays = random.Random(f"{seed} {number} {world.rank}")
@@ -82,13 +84,16 @@ def run_batch(world, device, seed, number, num_launches, graph):
         up = up.to(op.dtype).to(device)
         down = torch.randn(op.num_local_experts, op.hidden, inner, generator=g) / inner**0.5
         down = down.to(op.dtype).to(device)
+        (up, up_scale), (down, down_scale) = ((epmoe.quantize_fp8_weight(w) if fp8 else (w, None))
+                                              for w in (up, down))
         inputs = [inputs_of(op, pattern, world.rank, g) for pattern in patterns]
         graph_inputs = [v.clone() for v in inputs[0]]
 
         def step(x, idx, weight):
             h, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
-                                                                activation=activation)
-            return op.mega_group_gemm_combine(h, down, layout, row_weight)
+                                                                activation=activation,
+                                                                gemm_scale=up_scale)
+            return op.mega_group_gemm_combine(h, down, layout, row_weight, gemm_scale=down_scale)
 
         op.fused = False
         wanted = [step(*i).view(torch.int16) for i in inputs]

@@ -19,7 +19,7 @@ from soak_fused import delay_sometimes, inputs_of, main, make_batch
 
 def run_batch(world, device, seed, number, num_steps, graph):
     """The number of steps with a wrong result."""
-    options, inner, patterns, activation, _ = make_batch(seed, number, world.size, device.type == "cuda")
+    options, inner, patterns, activation, *_ = make_batch(seed, number, world.size, device.type == "cuda")
     g = torch.Generator().manual_seed(hash((seed, number, world.rank)) & 2**62 - 1)
     r = random.Random(f"{seed} {number} {world.rank} train")
     activation, bias = activation or "silu", number % 3 == 0

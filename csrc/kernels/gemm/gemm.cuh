@@ -136,7 +136,7 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
         for (uint32_t k = 0; k == 0 || k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
             ep_gemm_wait<C>(s->empty + 8 * ring.stage, ring.parity, p->limit_ns);
             if constexpr (C::WARP_PRODUCES) /* first, because the copies of the rest take longer to start */
-                ep_gemm_stage_scales<C>(hooks.scales, &scales, t.num_rows, t.num_k - k, s, ring.stage);
+                ep_gemm_stage_scales<C>(hooks.scales, &scales, &t, k, s, ring.stage);
             if (ep_gemm_leads<C>()) {
                 if (k == 0) ep_gemm_put_tile(s->infos + EP_GEMM_INFO_BYTES * ring.stage, &t);
                 if constexpr (C::TELLS) ep_mbar_arrive(ep_gemm_told<C>(s, ring.stage));

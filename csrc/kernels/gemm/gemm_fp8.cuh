@@ -53,16 +53,16 @@ template <typename C> EP_PTX void ep_gemm_scales_copy(const EpGemmScales *scales
     w->col += scales->b_k;
 }
 
-/* Start to copy the scales of a stage, with `left` values of k from there on. The stage is full when all
- * lanes' copies are complete. */
+/* Start to copy the scales of a stage, whose values of k begin at k. The stage is full when all lanes' copies
+ * are complete. */
 template <typename C>
-EP_PTX void ep_gemm_stage_scales(const EpGemmScales *scales, EpGemmScaleWalk *w, uint32_t num_rows,
-                                 uint32_t left, const EpGemmShared *s, uint32_t stage) {
+EP_PTX void ep_gemm_stage_scales(const EpGemmScales *scales, EpGemmScaleWalk *w, const EpGemmTile *t,
+                                 uint32_t k, const EpGemmShared *s, uint32_t stage) {
     const uint32_t slot = ep_gemm_slot<C>(s, stage);
 #pragma unroll
     for (uint32_t kk = 0; kk < C::K_BOXES; kk++)
-        if (kk == 0 || kk * C::BOX_K < left)
-            ep_gemm_scales_copy<C>(scales, w, num_rows, slot + 4 * C::BM * kk,
+        if (kk == 0 || k + kk * C::BOX_K < t->num_k)
+            ep_gemm_scales_copy<C>(scales, w, t->num_rows, slot + 4 * C::BM * kk,
                                    slot + 4 * C::BM * C::K_BOXES + 8 * kk);
     ep_cp_async_mbar_arrive(s->full + 8 * stage);
 }
@@ -79,7 +79,7 @@ EP_PTX void ep_gemm_load_scales(const EpGemmParams *p, Hooks &hooks, const EpGem
         EpGemmScaleWalk w = ep_gemm_scales_begin<C>(p, hooks.scales, &t);
         for (uint32_t k = 0; k < t.num_k; k += C::BK, ep_ring_next<C::STAGES>(&ring)) {
             if (k) ep_gemm_wait<C>(ep_gemm_told<C>(s, ring.stage), ring.parity, p->limit_ns);
-            ep_gemm_stage_scales<C>(hooks.scales, &w, t.num_rows, t.num_k - k, s, ring.stage);
+            ep_gemm_stage_scales<C>(hooks.scales, &w, &t, k, s, ring.stage);
         }
     }
     ep_mbar_arrive(s->full + 8 * ring.stage);
