@@ -20,10 +20,9 @@ from pathlib import Path
 
 GEMM_KERNELS = {"gemm_*.cu.o": "gemm_kernel", "fused_*.cu.o": "mega_kernel"}  # objects: name of their kernels
 # Kernels that may spill, and the most bytes of stack. A warp of the low-latency combine loads the sums of
-# four ranks at once (docs/experiments/decode.md, E-121). In the megakernels of FP8 the MMA warps have most of
-# the registers: the others spill some per stage or per chunk (docs/experiments/gemm.md, E-127).
-MAY_SPILL = {"ll_combine_kernel": 192, "dispatch_token_moe_grouped_gemm_fp8": 8,
-             "grouped_gemm_combine_token_fp8": 120}
+# four ranks at once (docs/experiments/decode.md, E-121). In GEMM + combine in FP8 the MMA warps have most of
+# the registers: the others spill some for each chunk (docs/experiments/megakernels.md, E-127).
+MAY_SPILL = {"ll_combine_kernel": 192, "grouped_gemm_combine_token_fp8": 120}
 NVIDIA_PACKAGES = Path(sysconfig.get_path("purelib"), "nvidia")
 TOOLS = os.pathsep.join([os.environ.get("PATH", ""), *map(str, NVIDIA_PACKAGES.glob("*/bin"))])
 

@@ -89,7 +89,7 @@ static void fused_run(FusedParams p) {
         const EpMoveWhat what = p.num_tail == 0           ? EP_MOVE_ALL
                                 : blockIdx.x < p.num_tail ? EP_MOVE_RECEIVES
                                                           : EP_MOVE_SENDS;
-        move_tokens<true>(d, EP_OP_DISPATCH_GEMM_FP8, SharedEpoch(), what, warp * EpFusedFp8Fifo::BYTES,
+        move_tokens<true>(d, EP_OP_DISPATCH_GEMM_FP8, SharedEpoch(), what, warp * EpFusedFifo::BYTES,
                           p.d.scales);
     }
     if (ok && threadIdx.x == 32 * COMM_WARPS) read_blocks(p);
@@ -162,8 +162,8 @@ static bool check_fused(const Case *c) {
             return ep_launch_plan(&plan, NULL);
         },
         [&](uint32_t r, uint32_t i) {
-            return (int)ep_launch_resident(fused_run, num_sm, COMM_WARPS + 1,
-                                           COMM_WARPS * EpFusedFp8Fifo::BYTES, NULL, runs[r][i]);
+            return (int)ep_launch_resident(fused_run, num_sm, COMM_WARPS + 1, COMM_WARPS * EpFusedFifo::BYTES,
+                                           NULL, runs[r][i]);
         },
     };
     for (uint32_t r = 0; r < c->shape.num_ranks; r++)

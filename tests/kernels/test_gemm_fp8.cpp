@@ -161,6 +161,9 @@ static const Case small = {144, 912, 1, {200, 0, 70}, false, true, true};
 #define RUN_MEGA(ACT, F16, CASE) \
     ok = check<EpGemmMegaFp8Config<ACT, F16>>("mega " #ACT " " #F16 " " #CASE, CASE) && ok;
 
+#define RUN_COMBINE(F16, CASE) \
+    ok = check<EpGemmCombineFp8Config<F16>>("GEMM + combine " #F16 " " #CASE, CASE) && ok;
+
 static bool run_all(void) {
     bool ok = true;
 #ifndef __SANITIZE_THREAD__
@@ -184,9 +187,13 @@ static bool run_all(void) {
     RUN_MEGA(EP_ACT_NONE, false, odd)
     RUN_MEGA(EP_ACT_SWIGLU, true, gated)
     RUN_MEGA(EP_ACT_GPT_OSS, false, full)
+    RUN_COMBINE(false, odd)
+    RUN_COMBINE(true, full)
+    RUN_COMBINE(false, tall)
 #endif
     RUN(256, true, EP_ACT_NONE, false, small)
     RUN_MEGA(EP_ACT_NONE, false, small)
+    RUN_COMBINE(false, small)
     RUN(64, true, EP_ACT_NONE, false, small)
     return ok;
 }

@@ -7,11 +7,15 @@
  * warpgroup has three more warps, which the GEMM does not need. They are the communication warps. So
  * communication takes no SM away from the tensor cores.
  *
+ * With FP8, scales must be loaded, too. In dispatch + GEMM the first of the three warps does that, and two
+ * communicate. In GEMM + combine the producer's warp does it.
+ *
  * Coupling. The two halves meet in one counter per row block of 128 rows, ready[b] (flags.h).
  *   dispatch + GEMM: a communication warp adds 1 to ready[b] for each row that it has placed in row block b.
  *                    The producer of a tile waits until all row blocks of the tile are complete.
  *   GEMM + combine:  an MMA warp adds its rows to ready[b] after it has stored its part of a tile.
- *                    A communication warp returns a row after all columns of the row are stored.
+ *                    A communication warp returns a row after all columns of the row are stored. With FP8
+ *                    the MMA warp adds them during its next tile, which waits for no communication.
  *
  * Freedom from deadlock. Tasks have levels: send < receive < multiply, and multiply < return < add up.
  *   (1) A worker waits only for tasks of a lower level than its own task, on this rank or another.
@@ -20,6 +24,8 @@
  *         rows of a chunk that it must return are not ready, it continues to add up tokens.
  *       - A warp that only receives waits for other warps that send. The launch ensures that there are some
  *         (num_tail_blocks, num_move_blocks).
+ *       - A warp that loads scales waits for the producer of its CTA, which has a tile then, and for nothing
+ *         else.
  *       - Producer and MMA warps have a queue of their own, of tiles. MMA warps communicate only after their
  *         last tile is counted.
  *   (3) All CTAs are resident: the launch is cooperative, or it fails with an error.
@@ -148,8 +154,9 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 template <typename C, typename P>
 static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUtensorMap), uint32_t tile_cols,
                                 uint32_t activation) {
-    typedef std::conditional_t<C::FP8, EpFusedFp8Fifo, EpFusedFifo> Fifo;
-    constexpr uint32_t SMEM_BYTES = C::SMEM_BYTES + 3 * Fifo::BYTES;
+    constexpr uint32_t COMM_BYTES =
+        C::WARP_PRODUCES ? 3 * EpFusedFp8Fifo::BYTES : (C::TELLS ? 2 : 3) * EpFusedFifo::BYTES;
+    constexpr uint32_t SMEM_BYTES = C::SMEM_BYTES + COMM_BYTES;
     static_assert(SMEM_BYTES + 1024 <= EP_CTA_SMEM_BYTES, "a CTA has this much shared memory");
     return {(const void *)kernel, op, C::KIND, tile_cols, activation, EP_GEMM_THREADS, SMEM_BYTES, {}};
 }
@@ -165,10 +172,9 @@ static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUte
     mega_row<EpGemmMegaFp8Config<ACT, F16>>( \
         EP_OP_DISPATCH_GEMM_FP8,             \
         mega_kernel_dispatch_token_moe_grouped_gemm_fp8<EpGemmMegaFp8Config<ACT, F16>>, 256, ACT),
-#define EP_MEGA_COMBINE_FP8_ROW(F16)                                                                \
-    mega_row<EpGemmMegaFp8Config<EP_ACT_NONE, F16>>(                                                \
-        EP_OP_GEMM_COMBINE_FP8,                                                                     \
-        mega_kernel_moe_grouped_gemm_combine_token_fp8<EpGemmMegaFp8Config<EP_ACT_NONE, F16>>, 256, \
-        EP_ACT_NONE),
+#define EP_MEGA_COMBINE_FP8_ROW(F16)                                                                         \
+    mega_row<EpGemmCombineFp8Config<F16>>(                                                                   \
+        EP_OP_GEMM_COMBINE_FP8, mega_kernel_moe_grouped_gemm_combine_token_fp8<EpGemmCombineFp8Config<F16>>, \
+        256, EP_ACT_NONE),
 
 #endif /* EP_FUSED_CUH */

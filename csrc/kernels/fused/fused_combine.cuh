@@ -112,6 +112,7 @@ template <int DTYPE> struct EpCombineFp8Hooks : EpCombineHooks<DTYPE, false, EP_
         Base::count_rows(rows.x, rows.y);
     }
     __device__ void after_last_tile(uint32_t smem) {
+        ep_bar_sync(1, 256); /* no warp of the CTA reads a stage any more, and no load is in flight */
         mma_in_flight();
         Base::template combine<true>(smem, 4);
     }

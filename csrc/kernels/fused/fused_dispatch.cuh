@@ -6,9 +6,6 @@
 #include "kernels/fused/fused_shared.cuh"
 #include "kernels/stage/dispatch.cuh"
 
-/* The expert whose rows the producer has awaited, to save a register. */
-static __shared__ uint32_t ep_shared_awaited;
-
 /* KEEPS: the kernel of a training step, which also stores gate and up. OP: the operation, in headers and in
  * errors. */
 template <bool KEEPS, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks {
@@ -16,12 +13,13 @@ template <bool KEEPS, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks 
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;
     typedef EpDispatchGemmParams Params;
     const Params &p;
+    /* The operation is valid, as far as this thread knows. */
+    bool ok;
+    uint32_t awaited;
 
-    __device__ EpDispatchHooks(const Params &params, bool) : p(params) {}
-    static __device__ void keep(bool is_valid) {
-        ep_shared_ok = is_valid;
-        ep_shared_awaited = UINT32_MAX;
-    }
+    __device__ EpDispatchHooks(const Params &params, bool is_valid)
+        : p(params), ok(is_valid), awaited(UINT32_MAX) {}
+    static __device__ void keep(bool) {}
     static __device__ const EpDispatchParams &stage(const Params &p) { return p.dispatch; }
     static __device__ bool enter(const Params &p, uint64_t epoch) {
         const EpDispatchParams &d = p.dispatch;
@@ -34,15 +32,13 @@ template <bool KEEPS, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks 
         if (KEEPS) ep_cta_fill(p.gemm.kept, 2ull * p.gemm.num_rows * p.gemm.n, EP_NAN_WORD);
     }
 
-    /* Whether the operation is valid, as far as this CTA knows. */
-    static __device__ bool is_ok() { return ep_ld_shared_u32(ep_smem(&ep_shared_ok)); }
     /* first_warp: the first communication warp */
     template <typename S> __device__ void move(uint32_t smem, uint32_t first_warp, const S &scales) {
-        if (!is_ok() || blockIdx.x >= p.num_move_blocks) return;
+        if (!ok || blockIdx.x >= p.num_move_blocks) return;
         const EpMoveWhat what = p.num_tail_blocks == 0           ? EP_MOVE_ALL
                                 : blockIdx.x < p.num_tail_blocks ? EP_MOVE_RECEIVES
                                                                  : EP_MOVE_SENDS;
-        move_tokens<true>(p.dispatch, OP, EpSharedEpoch(), what, fifo_at<FusedFifoOf<S>>(smem, first_warp),
+        move_tokens<true>(p.dispatch, OP, EpSharedEpoch(), what, fifo_at<EpFusedFifo>(smem, first_warp),
                           scales);
     }
     __device__ void comm(uint32_t smem) { move(smem, 1, NoScales()); }
@@ -50,17 +46,16 @@ template <bool KEEPS, uint32_t OP = EP_OP_DISPATCH_GEMM> struct EpDispatchHooks 
         const uint32_t m = (uint32_t)p.dispatch.plan[EP_HEAD_NUM_ROWS];
         uint32_t first = t.row0, num = min(t.num_rows, (uint32_t)EP_GEMM_BM);
         if (p.waits_for_expert) {
-            if (t.expert == ep_ld_shared_u32(ep_smem(&ep_shared_awaited))) return;
-            ep_shared_awaited = t.expert;
+            if (t.expert == awaited) return;
+            awaited = t.expert;
             first = ep_gemm_clamp_row(&p.gemm, p.gemm.offsets[t.expert]);
             num = t.row0 + t.num_rows - first;
         }
         const uint64_t begin = ep_trace_now(&p.dispatch.comm);
         EpBackoff w = {0, 0, 0};
         ep_chaos(EP_CHAOS_ROWS_AWAIT);
-        for (uint32_t b = first / EP_TILE_ROWS; is_ok() && b <= (first + num - 1) / EP_TILE_ROWS; b++)
-            ep_shared_ok =
-                ep_ready_await(&p.dispatch.comm, OP, b, ep_ready_count(b, m, 1), EpSharedEpoch(), &w);
+        for (uint32_t b = first / EP_TILE_ROWS; ok && b <= (first + num - 1) / EP_TILE_ROWS; b++)
+            ok = ep_ready_await(&p.dispatch.comm, OP, b, ep_ready_count(b, m, 1), EpSharedEpoch(), &w);
         ep_fence_proxy_async_global();
         ep_trace_span(&p.dispatch.comm, EP_SPAN_WAIT_ROWS, t.expert, begin);
     }
@@ -78,7 +73,7 @@ struct EpMegaFp8Params : EpDispatchGemmParams {
     EpGemmScales scales;
 };
 static_assert(sizeof(EpMegaFp8Params) == sizeof(EpDispatchGemmFp8Params), "the same members in one order");
-/* Dispatch + GEMM in FP8. */
+/* Dispatch + GEMM in FP8: the first communication warp loads the GEMM's scales instead. */
 struct EpDispatchFp8Hooks : EpDispatchHooks<false, EP_OP_DISPATCH_GEMM_FP8> {
     static constexpr int PRODUCER_REGS = EP_FUSED_FP8_COMM_REGS, MMA_REGS = EP_FUSED_FP8_MMA_REGS;
     typedef EpMegaFp8Params Params;
@@ -90,7 +85,9 @@ struct EpDispatchFp8Hooks : EpDispatchHooks<false, EP_OP_DISPATCH_GEMM_FP8> {
         EpDispatchHooks::poison(p);
         poison_scales(p.row_scales, p.dispatch.num_rows);
     }
-    __device__ void comm(uint32_t smem) { move(smem, 1, ((const Params &)p).row_scales); }
+    __device__ void comm(uint32_t smem) {
+        if (threadIdx.x / 32 > 1) move(smem, 2, ((const Params &)p).row_scales);
+    }
 };
 
 #endif /* EP_FUSED_DISPATCH_CUH */

@@ -271,8 +271,6 @@ EP_PTX void ep_gemm_mma_tiles_fp8(const EpGemmParams *p, Hooks &hooks, const EpG
     EpGemmDeferred<typename C::Piece> v;
     ep_gemm_write_piece<C, 1, C::Piece::PARTS>(&v, d1, p, s);
     if (group == 0) ep_bar_sync(2, 256); /* the turn that no tile has taken */
-    if (Hooks::FUSED)
-        ep_bar_sync(1, 256); /* no warp of the CTA reads a stage any more, and no load is in flight */
     hooks.after_last_tile(s->stages);
 }
 

@@ -94,7 +94,12 @@ struct EpGemmFp8Config : EpGemmConfig<EP_GEMM_FORWARD, BN_, ACT, F16> {
 
 /* The same in a megakernel, whose MMA warps have fewer registers. */
 template <int ACT, bool F16> struct EpGemmMegaFp8Config : EpGemmFp8Config<256, true, ACT, F16> {
-    static constexpr bool IS_MEGA = true, TELLS = false, WARP_PRODUCES = true;
+    static constexpr bool IS_MEGA = true;
+};
+/* In GEMM + combine the producer's warp loads the scales, so that three warps return rows, and not two.
+ * Dispatch + GEMM is not faster with three (docs/experiments/megakernels.md, E-127). */
+template <bool F16> struct EpGemmCombineFp8Config : EpGemmMegaFp8Config<EP_ACT_NONE, F16> {
+    static constexpr bool TELLS = false, WARP_PRODUCES = true;
 };
 
 /* The layout of a CTA's shared memory: addresses. Each stage has an info, which describes the tile that

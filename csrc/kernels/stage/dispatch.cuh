@@ -124,15 +124,13 @@ EP_FN void fill_scales(const EpRowScales &s, uint32_t first, uint32_t end, float
         *ep_row_scale(&s, (uint32_t)(i / G), (uint32_t)(i % G)) = value;
 }
 
-template <typename S> using FusedFifoOf = std::conditional_t<HAS_SCALES<S>, EpFusedFp8Fifo, EpFusedFifo>;
-
 /* Copy the part's rows. Row i starts at my_src of lane i. It goes to the addresses that place(i, &my_dst,
  * &mask) gives: my_dst of each lane in `mask`. */
-template <bool FUSED, typename S, typename Place>
+template <bool FUSED, typename Place>
 EP_FN void copy_rows(uint32_t fifo, uint64_t my_src, const EpPart &part, Place place) {
     const uint64_t skipped = 16ull * part.vec;
     if constexpr (FUSED) {
-        ep_stream_copy<FusedFifoOf<S>>(fifo, my_src, (1u << part.num) - 1, part.num_vec, place);
+        ep_stream_copy<EpFusedFifo>(fifo, my_src, (1u << part.num) - 1, part.num_vec, place);
     } else {
         for (uint32_t i = 0; i < part.num; i++) {
             uint64_t my_dst;
@@ -168,11 +166,10 @@ struct ChunkWords {
 /* The same in the part of the warp's queue where combine has its list, for a warp with few registers. A lane
  * reads only what it has written. */
 struct SharedChunkWords {
-    typedef EpFusedFp8Fifo Fifo;
     uint32_t at;
 
-    __device__ explicit SharedChunkWords(uint32_t fifo) : at(fifo + Fifo::LIST + 4 * ep_lane()) {
-        static_assert(Fifo::BYTES - Fifo::LIST >= 3 * 128 * EP_CHUNK_SLOTS, "there is room");
+    __device__ explicit SharedChunkWords(uint32_t fifo) : at(fifo + EpFusedFifo::LIST + 4 * ep_lane()) {
+        static_assert(EpFusedFifo::BYTES - EpFusedFifo::LIST >= 3 * 128 * EP_CHUNK_SLOTS, "there is room");
     }
     __device__ void put(uint32_t i, const SlotWords &w) {
         put_row(i, w.row);
@@ -205,7 +202,7 @@ template <bool FUSED, typename S> EP_FN void send_part(const EpDispatchParams &p
 #pragma unroll
     for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
         if (i < part.num) w.put(i, words_to_send(p, r, __shfl_sync(EP_FULL, token, (int)i)));
-    copy_rows<FUSED, S>(fifo, input_row(p, token), part, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
+    copy_rows<FUSED>(fifo, input_row(p, token), part, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
         unsigned char *to = ep_slot_at(c, r, c->my_rank, part.first + i);
         int32_t *trailer = (int32_t *)(to + c->layout.row_bytes);
         const bool first = part.vec == 0;
@@ -288,7 +285,7 @@ EP_FN WordsOf<FUSED, S> receive_part(const EpDispatchParams &p, const S &scales,
                          : words_received(p, ep_slot_at(c, c->my_rank, r, part.first + i) +
                                                  c->layout.row_bytes));
     }
-    copy_rows<FUSED, S>(fifo, my_src, part, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
+    copy_rows<FUSED>(fifo, my_src, part, [&](uint32_t i, uint64_t *my_dst, uint32_t *mask) {
         SlotWords words = w.current(i);
         const int32_t row = words.row = checked_row(p, words.row);
         w.put_current_row(i, row);
