@@ -81,27 +81,28 @@ demo: build
 
 # The suite on the CPU. More files than cores run at the same time, because many tests wait for a process or
 # a limit. With ARGS, one process runs the tests, so that a debugger works.
-WORKERS = $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses $$(($$(nproc) < 4 ? $$(nproc) + 1 : 4)) --dist loadfile --no-loadscope-reorder
+WORKERS = $(PYTHON) -c 'import xdist' 2>/dev/null && echo --numprocesses $$(($$(nproc) < 3 ? $$(nproc) + 2 : 4)) --dist loadfile --no-loadscope-reorder
 ON_CPUS = $(PYTHON) -m pytest $(if $(filter check,$(MAKECMDGOALS)),--long) $(or $(ARGS),$$($(WORKERS)))
 
 # With GPUs, the suite also runs on GPUs. It runs with 1, 2 and all ranks, in steps with a table at the end.
 # On one GPU it runs with 1, 2 and 4 ranks, which share the GPU. With ARGS it runs with 1 rank and with all
 # ranks, each in one step. With 16 or more cores, the CPU part runs at the same time, and its output is
-# printed at the end. "make check test" runs the C tests once, in full.
+# printed at the end. The C tests, most of whose time is waits, run beside all this. "make check test" runs
+# them once, in full.
 test: build
-	@code=0; cpu=; $(if $(filter check,$(MAKECMDGOALS)),,$(PYTHON) tests/c/run_c_tests.py --quick || code=1;) \
+	@code=0; cpu=; c=; trap 'kill $$c $$cpu 2>/dev/null' EXIT; trap 'exit 1' INT TERM; \
+	$(if $(filter check,$(MAKECMDGOALS)),,echo "the C tests run beside pytest; their output is printed at the end"; \
+	    $(PYTHON) tests/c/run_c_tests.py --quick > build/test_c.log 2>&1 & c=$$!;) \
 	gpus=$$($(PYTHON) -c 'import torch; n = torch.cuda.device_count(); print(*sorted({1, n if n > 1 else 4} if n else ()))'); \
-	if [ -n "$$gpus" ] && [ $$(nproc) -ge 16 ]; then \
-	    $(ON_CPUS) > build/test_cpu.log 2>&1 & cpu=$$!; \
-	    trap "kill $$cpu 2>/dev/null" EXIT; trap 'exit 1' INT TERM; \
-	fi; \
+	if [ -n "$$gpus" ] && [ $$(nproc) -ge 16 ]; then $(ON_CPUS) > build/test_cpu.log 2>&1 & cpu=$$!; fi; \
 	if [ -n "$$gpus" ] && [ -z "$(ARGS)" ]; then $(PYTHON) tests/on_gpus.py --only tests || code=1; \
 	else for n in $$gpus; do \
 	    echo "the same tests on $$n rank(s) on GPUs"; \
 	    $(PYTHON) -m torch.distributed.run --standalone --nproc-per-node $$n -m pytest $(ARGS) || code=1; \
 	done; fi; \
 	[ -z "$$gpus" ] || echo "the same tests on the CPU"; \
-	if [ -n "$$cpu" ]; then tail -n +1 -f --pid=$$cpu build/test_cpu.log; wait $$cpu; else $(ON_CPUS); fi && exit $$code
+	if [ -n "$$cpu" ]; then tail -n +1 -f --pid=$$cpu build/test_cpu.log; wait $$cpu; else $(ON_CPUS); fi || code=1; \
+	if [ -n "$$c" ]; then wait $$c || code=1; echo "the C tests:"; cat build/test_c.log; fi; exit $$code
 
 bench: build
 	$(PYTHON) -m epmoe.bench $(ARGS)

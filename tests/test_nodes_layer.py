@@ -14,7 +14,7 @@ import epmoe
 from cases import (DTYPES, MODES, Case, check_case, generator, indices_of, inputs_of, keep, outcome,
                    process_ranks, random_numbers, run_routing, same_bits)
 from nodes_cases import TeamOracle, run_nodes
-from pace import HANG_S
+from pace import HANG_S, wait_until
 
 pytestmark = pytest.mark.cpu_only
 PATTERNS = ("uniform", "one_expert", "one_rank", "own_rank", "sentinels", "all_dropped", "duplicates",
@@ -207,8 +207,9 @@ def some_die(rank, size, victims):
     if rank in victims:
         os._exit(1)
     facts += [outcome(lambda: [run_one(layer, CASE) for _ in range(100)]).kind,
-              outcome(lambda: layer_of(layer.world, CASE)).kind, layer.world.lost_ranks(),
-              outcome(layer.world.check).text]
+              outcome(lambda: layer_of(layer.world, CASE)).kind]
+    wait_until(lambda: len(layer.world.lost_ranks()) == len(victims), "this rank knows of all deaths")
+    facts += [layer.world.lost_ranks(), outcome(layer.world.check).text]
     return facts
 
 
