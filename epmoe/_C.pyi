@@ -65,6 +65,7 @@ OP_LL_DISPATCH: Final[int]
 OP_LL_COMBINE: Final[int]
 OP_DISPATCH_FP8: Final[int]
 OP_DISPATCH_GEMM_FP8: Final[int]
+OP_GEMM_COMBINE_FP8: Final[int]
 # EpCode
 EINVAL: Final[int]
 ENOMEM: Final[int]
