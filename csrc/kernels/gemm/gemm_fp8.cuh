@@ -68,7 +68,7 @@ EP_PTX void ep_gemm_stage_scales(const EpGemmScales *scales, EpGemmScaleWalk *w,
 }
 
 /* A warp that loads the scales of all tiles. It learns from the producer which tile a stage belongs to, and
- * that the stage is free. In a megakernel the producer's warp does it, see ep_gemm_produce_tiles. */
+ * that the stage is free. With WARP_PRODUCES the producer's warp does this itself. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_load_scales(const EpGemmParams *p, Hooks &hooks, const EpGemmShared *s) {
     EpRing ring = {0, 0};
@@ -214,7 +214,7 @@ EP_PTX void ep_gemm_mma_pieces(EpGemmPiece &d0, EpGemmPiece &d1, EpGemmPiece &pa
         ep_gemm_start_piece<C, 0, true>(part, a, s, *n % C::STAGES, takes_turns);
     }
     uint32_t stage = (*n)++ % C::STAGES;
-    hooks.mma_in_flight(); /* only now, when the stores of the tile before have long been done */
+    hooks.mma_in_flight(); /* late, because its fence then finds the stores of the last tile done */
     scales = ep_gemm_finish_piece<C, 0>(part, s, stage);
     ep_gemm_promote<C>(d0, part, &scales);
     if constexpr (C::IS_MEGA && !C::GATED) /* compute addresses again, instead of keeping them */

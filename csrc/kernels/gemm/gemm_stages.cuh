@@ -20,7 +20,7 @@ template <int KIND_, int BN_, int ACT_, bool F16_> struct EpGemmConfig {
     static constexpr int KIND = KIND_, BN = BN_, ACT = ACT_;
     static constexpr bool F16 = F16_, GATED = EP_ACT_IS_GATED(ACT), FP8 = false, BY_BLOCK = false,
                           ACCUMULATES = false, KEEPS = false;
-    /* which warp loads scales: the producer's, or one that the producer tells of each stage */
+    /* The warp that loads scales, if there are any: the producer's, or one that it tells of each stage. */
     static constexpr bool WARP_PRODUCES = false, TELLS = false;
     static constexpr int TRANS_A = KIND == EP_GEMM_WGRAD, TRANS_B = KIND != EP_GEMM_FORWARD;
     /* Few rows per expert: tiles of 32 x 64. A stage then has 512 bytes of each row of weights. */
