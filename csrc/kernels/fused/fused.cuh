@@ -111,6 +111,9 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
                                                    const __grid_constant__ CUtensorMap map_a,
                                                    const __grid_constant__ CUtensorMap map_b) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    static_assert(C::STAGES * C::STAGE_BYTES >=
+                      8 * EpCombineConfig<EP_BF16, EP_OP_GEMM_COMBINE_FP8>::Fifo::BYTES,
+                  "after_last_tile has room");
     mega_body<C, EpCombineFp8Hooks<C::F16 ? EP_F16 : EP_BF16>>(p, &map_a, &map_b);
 #endif
 }
@@ -150,12 +153,13 @@ __global__ void __launch_bounds__(EP_GEMM_THREADS, 1)
 #define EP_MEGA_KEEP_VARIANTS(X) X(256) X(128)
 
 /* One row of the table (cluster_launch.h). Dynamic shared memory of a CTA: the GEMM's part, and a part for
- * each of three communication warps. Static shared memory uses at most 1024 bytes more. */
+ * each communication warp: three, or two where one loads scales. Static shared memory uses at most 1024 bytes
+ * more. */
 template <typename C, typename P>
 static EpClusterKernel mega_row(uint32_t op, void (*kernel)(P, CUtensorMap, CUtensorMap), uint32_t tile_cols,
                                 uint32_t activation) {
     constexpr uint32_t COMM_BYTES =
-        C::WARP_PRODUCES ? 3 * EpFusedFp8Fifo::BYTES : (C::TELLS ? 2 : 3) * EpFusedFifo::BYTES;
+        C::WARP_PRODUCES ? 3 * EpCombineFp8Fifo::BYTES : (C::TELLS ? 2 : 3) * EpFusedFifo::BYTES;
     constexpr uint32_t SMEM_BYTES = C::SMEM_BYTES + COMM_BYTES;
     static_assert(SMEM_BYTES + 1024 <= EP_CTA_SMEM_BYTES, "a CTA has this much shared memory");
     return {(const void *)kernel, op, C::KIND, tile_cols, activation, EP_GEMM_THREADS, SMEM_BYTES, {}};

@@ -6,7 +6,8 @@
 #include "kernels/fused/fused_shared.cuh"
 #include "kernels/stage/combine.cuh"
 
-/* SCALAR: the kernel of the backward pass, which returns a number with each row. OP: as above. */
+/* SCALAR: the kernel of the backward pass, which returns a number with each row. OP: the operation, in
+ * headers and in errors. */
 template <int DTYPE, bool SCALAR, EpOpKind OP = EP_OP_GEMM_COMBINE> struct EpCombineHooks {
     static constexpr bool FUSED = true;
     static constexpr int PRODUCER_REGS = EP_FUSED_COMM_REGS, MMA_REGS = EP_FUSED_MMA_REGS;

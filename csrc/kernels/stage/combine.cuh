@@ -18,7 +18,7 @@ template <int DTYPE_, EpOpKind OP_, bool HAS_SMEM = true> struct EpCombineConfig
     static constexpr int DTYPE = DTYPE_;
     static constexpr EpOpKind OP = OP_;
     static constexpr bool FUSED = OP != EP_OP_COMBINE;
-    typedef std::conditional_t<OP == EP_OP_GEMM_COMBINE_FP8, EpFusedFp8Fifo, EpFusedFifo> Small;
+    typedef std::conditional_t<OP == EP_OP_GEMM_COMBINE_FP8, EpCombineFp8Fifo, EpFusedFifo> Small;
     typedef std::conditional_t<HAS_SMEM, EpFifo<4, 4>, Small> Fifo;
 };
 

@@ -62,9 +62,9 @@ template <int DEPTH_, int PARTS_> struct EpFifo {
     static constexpr uint32_t WEIGHTS = LIST + 8 * EP_CHUNK_SLOTS * EP_MAX_TOPK; /* and their weights */
     static constexpr uint32_t BYTES = WEIGHTS + 4 * EP_CHUNK_SLOTS * EP_MAX_TOPK;
 };
-/* For megakernels, which have little shared memory left. */
+/* For megakernels, which have little shared memory left; GEMM + combine in FP8 has the least. */
 typedef EpFifo<4, 2> EpFusedFifo;
-typedef EpFifo<3, 2> EpFusedFp8Fifo;
+typedef EpFifo<3, 2> EpCombineFp8Fifo;
 
 /* This warp's queue, in a kernel that uses its dynamic shared memory for nothing else. */
 template <typename F> EP_FN uint32_t ep_warp_fifo(void) {
