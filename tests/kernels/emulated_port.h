@@ -90,6 +90,13 @@ static uint32_t __reduce_or_sync(uint32_t, uint32_t v) {
         return all;
     });
 }
+static uint32_t __reduce_max_sync(uint32_t, uint32_t v) {
+    return ep_exchange_lanes(v, [](auto value_of) {
+        uint32_t most = 0;
+        for (uint32_t i = 0; i < 32; i++) most = value_of(i) > most ? value_of(i) : most;
+        return most;
+    });
+}
 static uint32_t __ballot_sync(uint32_t, int v) {
     return ep_exchange_lanes(
         v, [&](auto value_of) { return ep_lanes_where([&](uint32_t i) { return value_of(i) != 0; }); });
@@ -209,6 +216,14 @@ EP_FN void ep_red_add_relaxed_gpu(uint64_t *p, uint64_t v) {
     /* ThreadSanitizer does not support fences, so the add itself releases. */
     if (ep_has_fenced) __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
     else __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+}
+
+EP_FN uint64_t ep_ld_relaxed_shared(const uint64_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+EP_FN uint32_t ep_ld_relaxed_shared(const uint32_t *p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+EP_FN void ep_st_relaxed_shared(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELAXED); }
+EP_FN void ep_st_release_shared(uint64_t *p, uint64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+EP_FN bool ep_take_shared(uint64_t *p, uint64_t seen, uint64_t taken) {
+    return __atomic_compare_exchange_n(p, &seen, taken, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
 }
 
 /* Each word of a slot is an access of its own, and orders nothing. */

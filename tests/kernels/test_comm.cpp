@@ -24,11 +24,15 @@ struct Division {
     bool comm_warps_combine;                 /* the communication warps combine tokens */
     bool row_warps_combine;                  /* the warps that produce rows combine tokens afterwards */
     bool is_serial;                          /* see params.h */
+    bool opens_chunks;                       /* as the kernels of 16 bits do, and not those of FP8 */
+    /* The most that a warp waits before it produces a piece of 16 rows. Round 0 is so slow that slots of open
+     * chunks are returned meanwhile. */
+    uint32_t delay_us;
 };
-static const Division divisions[ROUNDS] = {{2, 0, 2, true, false, false},
-                                           {1, 0, 1, false, true, false},
-                                           {2, 1, 1, true, true, false},
-                                           {1, 0, 2, true, true, true}};
+static const Division divisions[ROUNDS] = {{2, 0, 2, true, false, false, true, 4000},
+                                           {1, 0, 1, false, true, false, true, 400},
+                                           {2, 1, 1, true, true, false, false, 400},
+                                           {1, 0, 2, true, true, true, true, 400}};
 
 struct DispatchRunParams {
     EpDispatchParams d;
@@ -127,7 +131,7 @@ static void make_rows(const CombineRunParams &p) {
         const uint32_t end = 16 * group + 11 < m ? 16 * group + 11 : m;
         const uint32_t num_rows = end - row;
         const uint32_t first = num_vec * piece / PIECES, last = num_vec * (piece + 1) / PIECES;
-        const struct timespec delay = {0, (long)(p.order[n] * 2654435761u % 400000)};
+        const struct timespec delay = {0, 1000l * (p.order[n] * 2654435761u % p.division.delay_us)};
         nanosleep(&delay, NULL);
         for (uint32_t r = row; r < end; r++)
             for (uint32_t v = first + lane; v < last; v += 32)
@@ -144,10 +148,16 @@ static void make_rows(const CombineRunParams &p) {
             ep_red_add_relaxed_gpu(ep_ready_word(c, block + 1), num_rows - in_first);
     }
 }
+/* A warp has one chunk, as in the kernels of FP8. The operation is the same, because all ranks name it. */
+template <int DTYPE, bool HAS_SMEM> struct OneChunk : EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, HAS_SMEM> {
+    static constexpr bool OPENS = false;
+};
 template <int DTYPE, bool HAS_SMEM> static void combine(const CombineRunParams &p, uint32_t fifo) {
     const EpCombineParts parts = {blockIdx.x < p.division.num_move, blockIdx.x < p.division.num_reduce};
     if (p.division.is_serial && !await_all_rows(p.k, EP_OP_GEMM_COMBINE, SharedEpoch())) return;
-    combine_tokens<EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, HAS_SMEM>>(p.k, SharedEpoch(), parts, fifo);
+    if (p.division.opens_chunks)
+        combine_tokens<EpCombineConfig<DTYPE, EP_OP_GEMM_COMBINE, HAS_SMEM>>(p.k, SharedEpoch(), parts, fifo);
+    else combine_tokens<OneChunk<DTYPE, HAS_SMEM>>(p.k, SharedEpoch(), parts, fifo);
 }
 static void check_returned(const EpCombineParams &k) {
     const EpComm *c = &k.comm;
@@ -171,6 +181,7 @@ static void check_returned(const EpCombineParams &k) {
 template <int DTYPE> static void combine_run(CombineRunParams p) {
     const EpCombineParams &k = p.k;
     const uint32_t warp = threadIdx.x / 32;
+    clear_open_chunks();
     if (enter(&k.comm, EP_OP_GEMM_COMBINE, k.plan, k.recv, k.layout.num_tokens, k.num_rows, k.has_weight,
               k.has_scalar)) {
         if (warp < COMM_WARPS && p.division.comm_warps_combine)
@@ -247,12 +258,13 @@ static bool check_round(const Problem &q, const FusedRound &f, uint32_t r, uint3
 }
 
 /* Fill `order` with a random order. With by_block, the order is random only within a row block, so that
- * row blocks become complete at different times. */
-static void fill_order(uint32_t *order, uint32_t num, bool by_block) {
+ * row blocks become complete at different times; with in_sequence, in the order of their numbers, as in a
+ * GEMM. */
+static void fill_order(uint32_t *order, uint32_t num, bool by_block, bool in_sequence) {
     const uint32_t size = by_block ? EP_TILE_ROWS / 16 * PIECES : 1;
     std::vector<uint32_t> blocks(ep_ceil_div_u32(num, size));
     for (uint32_t b = 0; b < blocks.size(); b++) blocks[b] = b;
-    std::shuffle(blocks.begin(), blocks.end(), ep_random);
+    if (!in_sequence) std::shuffle(blocks.begin(), blocks.end(), ep_random);
     for (uint32_t b : blocks) {
         const uint32_t end = b * size + size < num ? b * size + size : num;
         uint32_t *const first = order;
@@ -276,7 +288,7 @@ static void alloc_round(const Problem &q, uint32_t r, uint32_t round, FusedRound
     f->order = (uint32_t *)shared(4 * num);
     f->produced = (unsigned char *)memset(shared(num_bytes), EP_FILL_NAN, num_bytes);
     for (uint64_t *&ready : f->ready) ready = (uint64_t *)poisoned(8 * q.layout.num_row_blocks);
-    fill_order(f->order, num, round % 2 == 0);
+    fill_order(f->order, num, round % 2 == 0, round == 0);
 }
 
 static bool check(const Case *c) {
@@ -345,6 +357,11 @@ static const Case cases[] = {
         .with_drops(0),
     Case{"local, most choices dropped", {3, 6, 2, 37, 40, EP_BF16, EP_COMBINE_LOCAL, 222}, {37, 30, 9}, 1}
         .with_drops(6),
+    Case{"local, two choices, several row blocks",
+         {2, 8, 2, 250, 24, EP_BF16, EP_COMBINE_LOCAL, 1000},
+         {250, 231},
+         0}
+        .with_drops(0),
     {"scatter, bfloat16", {2, 4, 4, 25, 200, EP_BF16, EP_COMBINE_SCATTER, 200}, {25, 18}, 1},
     Case{"scatter, float16, most choices dropped",
          {3, 6, 3, 21, 264, EP_F16, EP_COMBINE_SCATTER, 180},

@@ -305,6 +305,33 @@ EP_PTX void ep_red_add_f32x2(float *to, float a, float b) {
 }
 /* Backoff of 2 us for a warp that polls for something slow: polling takes issue slots and power from the
  * MMA warps. */
+/* Words in shared memory with which the warps of a CTA hand work to each other. */
+EP_PTX uint64_t ep_ld_relaxed_shared(const uint64_t *p) {
+    uint64_t v;
+    asm volatile("ld.relaxed.cta.shared::cta.u64 %0, [%1];" : "=l"(v) : "r"(ep_smem(p)) : "memory");
+    return v;
+}
+EP_PTX uint32_t ep_ld_relaxed_shared(const uint32_t *p) {
+    uint32_t v;
+    asm volatile("ld.relaxed.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(ep_smem(p)) : "memory");
+    return v;
+}
+EP_PTX void ep_st_relaxed_shared(uint32_t *p, uint32_t v) {
+    asm volatile("st.relaxed.cta.shared::cta.u32 [%0], %1;" ::"r"(ep_smem(p)), "r"(v) : "memory");
+}
+EP_PTX void ep_st_release_shared(uint64_t *p, uint64_t v) {
+    asm volatile("st.release.cta.shared::cta.u64 [%0], %1;" ::"r"(ep_smem(p)), "l"(v) : "memory");
+}
+/* Replace a word that is `seen` by `taken`, with an acquire. Returns whether it was `seen`. */
+EP_PTX bool ep_take_shared(uint64_t *p, uint64_t seen, uint64_t taken) {
+    uint64_t before;
+    asm volatile("atom.acquire.cta.shared::cta.cas.b64 %0, [%1], %2, %3;"
+                 : "=l"(before)
+                 : "r"(ep_smem(p)), "l"(seen), "l"(taken)
+                 : "memory");
+    return before == seen;
+}
+
 EP_PTX void ep_sleep_2us(void) { __nanosleep(2000); }
 /* The lane number, read again at each call, so that values computed from it occupy no registers between
  * calls. */

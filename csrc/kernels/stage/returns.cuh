@@ -1,0 +1,215 @@
+/* returns.cuh - one warp's part of combine: return rows to the ranks of their tokens.
+ *
+ * Exports return_part, return_chunk, stage_part and stage_chunk, and what a warp draws: num_chunks_to_return,
+ * rows_to_return. combine.cuh says what is returned in which mode. */
+#ifndef EP_RETURNS_CUH
+#define EP_RETURNS_CUH
+#include "kernels/stage/rows.cuh"
+
+/* Parameters of combine. OP: the operation in headers and fault records. FUSED: the GEMM of the same kernel
+ * is still computing rows, so a warp waits for the ready counter of a row before it reads the row. OPENS: a
+ * CTA has many chunks open (open_chunks.cuh). Else a warp has one chunk. With FP8 the GEMM is so short that
+ * complete chunks keep three warps busy; there, to look for single slots costs up to 9 % (E-128). HAS_SMEM: a
+ * warp has 8 KB of shared memory for its queue (rows.cuh), else that of a megakernel. */
+template <int DTYPE_, EpOpKind OP_, bool HAS_SMEM = true> struct EpCombineConfig {
+    static constexpr int DTYPE = DTYPE_;
+    static constexpr EpOpKind OP = OP_;
+    static constexpr bool FUSED = OP != EP_OP_COMBINE, OPENS = OP == EP_OP_GEMM_COMBINE;
+    typedef std::conditional_t<OP == EP_OP_GEMM_COMBINE_FP8, EpCombineFp8Fifo, EpFusedFifo> Small;
+    typedef std::conditional_t<HAS_SMEM, EpFifo<4, 4>, Small> Fifo;
+};
+
+EP_FN uint64_t row_address(const EpCombineParams &p, int32_t row) {
+    return (uint64_t)p.rows + (uint64_t)(row < 0 ? 0 : row) * p.comm.layout.row_bytes;
+}
+
+/* Copy this part of the rows of the lanes in `mask`, each with its weight and scalar. The row of lane i goes
+ * to at(i), a choice of a staging buffer. */
+template <typename C, typename At>
+EP_FN void put_choices(const EpCombineParams &p, int32_t row, uint32_t mask, const EpPart &part,
+                       uint32_t fifo, At at) {
+    const uint32_t row_bytes = (uint32_t)p.comm.layout.row_bytes;
+    const uint64_t skipped = 16ull * part.vec;
+    ep_stream_copy<typename C::Fifo>(fifo, row_address(p, row) + skipped, mask, part.num_vec,
+                                     [&](uint32_t i, uint64_t *my_dst, uint32_t *to) {
+                                         const int32_t r = __shfl_sync(EP_FULL, row, (int)i);
+                                         unsigned char *choice = at(i);
+                                         float *trailer = (float *)(choice + row_bytes);
+                                         if (part.vec == 0 && ep_lane() == 0) {
+                                             trailer[EP_CHOICE_WEIGHT] =
+                                                 p.has_weight ? p.row_weight[r] : 1.0f;
+                                             trailer[EP_CHOICE_SCALAR] =
+                                                 p.has_scalar ? p.row_scalar[r] : 0.0f;
+                                         }
+                                         *my_dst = (uint64_t)choice + skipped;
+                                         *to = 1;
+                                     });
+}
+
+/* Whether `row` is a valid row of a slot of token `token`. Both may be numbers from a peer. */
+EP_FN bool is_row(const EpCombineParams &p, int32_t token, int32_t row) {
+    return row >= 0 && (uint32_t)row < p.num_rows && (uint32_t)token < p.comm.shape.max_tokens;
+}
+
+/* SCATTER: this rank adds up its own rows where they are, so it returns none of them to itself. In a
+ * megakernel it still publishes their chunks: that tells that the rows are ready. */
+EP_FN bool returns_nothing(const EpCombineParams &p, uint32_t to_rank) {
+    return to_rank == p.comm.my_rank && p.comm.shape.combine_mode == EP_COMBINE_SCATTER;
+}
+
+/* A chunk of slots to return. Lane i has the token of slot i. In row[i], lane k has the row of the slot's
+ * choice k. */
+typedef struct {
+    int32_t token, row[EP_CHUNK_SLOTS];
+} ChunkRows;
+EP_FN ChunkRows no_rows(void) {
+    ChunkRows r;
+    r.token = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) r.row[i] = -1;
+    return r;
+}
+/* Of the slots first to first + num - 1 that rank s has sent. */
+EP_FN ChunkRows rows_to_return(const EpCombineParams &p, uint32_t s, uint32_t first, uint32_t num) {
+    const EpComm *c = &p.comm;
+    const uint32_t K = c->shape.num_topk;
+    const uint32_t stride = ep_record_words(K);
+    const int32_t *records = p.recv + ep_record_at(&c->shape, s, first);
+    ChunkRows r;
+    r.token = ep_lane() < num ? records[ep_lane() * stride + EP_RECORD_TOKEN] : 0;
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
+        r.row[i] = i < num && ep_lane() < K ? records[i * stride + EP_RECORD_ROWS + ep_lane()] : -1;
+    return r;
+}
+EP_FN uint32_t num_to_return(const EpCombineParams &p, EpTask task) {
+    return ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
+}
+
+/* The slots of a part that a warp returns: all of them, or those of a mask. A slot that is skipped has no
+ * sum. sum(i) is the number of slot i's sum, and slot(j) is the slot of sum j. */
+struct EpAllSlots {
+    uint32_t num_slots;
+    __device__ bool has(uint32_t i) const { return i < num_slots; }
+    __device__ bool skips(uint32_t) const { return false; }
+    __device__ uint32_t num() const { return num_slots; }
+    __device__ uint32_t sum(uint32_t i) const { return i; }
+    __device__ uint32_t slot(uint32_t j) const { return j; }
+};
+struct EpSomeSlots {
+    uint32_t mask;
+    __device__ bool has(uint32_t i) const { return mask >> i & 1; }
+    __device__ bool skips(uint32_t i) const { return !has(i); }
+    __device__ uint32_t num() const { return (uint32_t)__popc(mask); }
+    __device__ uint32_t sum(uint32_t i) const { return (uint32_t)__popc(mask & ((1u << i) - 1)); }
+    __device__ uint32_t slot(uint32_t j) const {
+        uint32_t left = mask;
+        for (; j; j--) left &= left - 1;
+        return (uint32_t)__ffs((int)left) - 1;
+    }
+};
+
+/* LOCAL: return the sum of the rows of each slot to rank s, added up through shared memory. */
+template <typename C, typename S> EP_FN void return_sums(const EpCombineParams &p, uint32_t s,
+                                                         const ChunkRows &r, const EpPart &part, S slots,
+                                                         uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    const uint64_t skipped = 16ull * part.vec;
+    uint32_t ends = 0, listed = 0;
+    float weight[EP_CHUNK_SLOTS];
+    bool here[EP_CHUNK_SLOTS];
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
+        here[i] = is_row(p, __shfl_sync(EP_FULL, r.token, (int)i), r.row[i]);
+        weight[i] = here[i] && p.has_weight ? p.row_weight[r.row[i]] : 1.0f;
+    }
+    ep_warp_sync(); /* no lane still reads the list */
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
+        if (slots.skips(i)) continue;
+        listed = ep_stream_list<typename C::Fifo>(fifo, listed, here[i], row_address(p, r.row[i]) + skipped,
+                                                  weight[i]);
+        ends |= listed << 8 * slots.sum(i);
+    }
+    ep_warp_sync();
+    ep_stream_sums<typename C::Fifo, C::DTYPE>(
+        fifo, ends, slots.num(), part.num_vec, p.has_weight,
+        [&](uint32_t j) { return ep_slot_at(c, s, c->my_rank, part.first + slots.slot(j)) + skipped; });
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
+        if (p.has_scalar && part.vec == 0 && slots.has(i) && ep_lane() < c->shape.num_topk)
+            ((float *)(ep_slot_at(c, s, c->my_rank, part.first + i) + c->layout.row_bytes))[ep_lane()] =
+                here[i] ? p.row_scalar[r.row[i]] : 0.0f;
+}
+
+/* SCATTER: return the rows of the slots one by one to rank s. */
+template <typename C, typename S> EP_FN void return_choices(const EpCombineParams &p, uint32_t s,
+                                                            const ChunkRows &r, const EpPart &part, S slots,
+                                                            uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    /* Unrolled: a loop costs the main loop of GEMM + combine registers, and 1.5 % of its time (E-074). */
+#pragma unroll
+    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
+        if (slots.skips(i)) continue;
+        if (!slots.has(i)) return;
+        const int32_t token = __shfl_sync(EP_FULL, r.token, (int)i);
+        const uint32_t mask = __ballot_sync(EP_FULL, is_row(p, token, r.row[i]));
+        put_choices<C>(p, r.row[i], mask, part, fifo, [&](uint32_t k) {
+            return ep_choice_at(c, s, (uint64_t)(uint32_t)token * c->shape.num_topk + k);
+        });
+    }
+}
+
+/* Return slots of a part of a chunk to rank s. */
+template <typename C, typename S> EP_FN void return_part(const EpCombineParams &p, uint32_t s,
+                                                         const ChunkRows &r, const EpPart &part, S slots,
+                                                         uint32_t fifo) {
+    if (returns_nothing(p, s)) return;
+    if (p.comm.shape.combine_mode == EP_COMBINE_LOCAL) return_sums<C>(p, s, r, part, slots, fifo);
+    else return_choices<C>(p, s, r, part, slots, fifo);
+}
+
+template <typename C, typename E> EP_FN void return_chunk(const EpCombineParams &p, EpTask task,
+                                                          const ChunkRows &r, E epoch, uint32_t fifo) {
+    const uint32_t num = num_to_return(p, task);
+    if (num == 0) return;
+    const EpPart part = ep_whole_chunk(task.chunk, num, ep_row_vecs(&p.comm));
+    return_part<C>(p, task.rank, r, part, EpAllSlots{num}, fifo);
+    ep_warp_sync(); /* all lanes' stores come before lane 0's release */
+    if (ep_lane() == 0) ep_flag_publish(&p.comm, task.rank, task.chunk, epoch);
+}
+
+EP_FN uint32_t num_staged_rows(const EpCombineParams &p) {
+    const uint32_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS];
+    return m < p.num_rows ? m : p.num_rows;
+}
+/* GATHER: copy this rank's rows to its staging buffer. */
+template <typename C> EP_FN void stage_part(const EpCombineParams &p, const EpPart &part, uint32_t fifo) {
+    const EpComm *c = &p.comm;
+    put_choices<C>(p, (int32_t)(part.first + ep_lane()), (1u << part.num) - 1, part, fifo,
+                   [&](uint32_t i) { return ep_choice_at(c, c->my_rank, part.first + i); });
+}
+/* A chunk has been staged. The warp that has finished the last chunk publishes all. One lane calls it. */
+template <typename E> EP_FN void count_staged(const EpComm *c, uint32_t num_chunks, E epoch) {
+    /* acq_rel: the flags of the last warp publish the rows of all warps. */
+    if (ep_add_acq_rel_gpu_u64(&ep_local(c)->num_copied, 1) + 1 == num_chunks)
+        for (uint32_t r = 0; r < c->shape.num_ranks; r++) ep_flag_publish(c, r, 0, epoch);
+}
+template <typename C, typename E>
+EP_FN void stage_chunk(const EpCombineParams &p, uint32_t chunk, uint32_t num_chunks, E epoch,
+                       uint32_t fifo) {
+    const uint32_t num = ep_chunk_slots(num_staged_rows(p), chunk);
+    stage_part<C>(p, ep_whole_chunk(chunk, num, ep_row_vecs(&p.comm)), fifo);
+    ep_warp_sync();
+    if (ep_lane() == 0) count_staged(&p.comm, num_chunks, epoch);
+}
+
+/* The number of tasks to return chunks, or for GATHER of chunks to stage. GATHER stages at least one chunk,
+ * possibly empty: a warp must publish to the peers. */
+EP_FN uint32_t num_chunks_to_return(const EpCombineParams &p) {
+    const uint32_t num_staged = ep_ceil_div_u32(num_staged_rows(p), EP_CHUNK_SLOTS);
+    if (p.comm.shape.combine_mode == EP_COMBINE_GATHER) return num_staged ? num_staged : 1;
+    return (uint32_t)ep_num_tasks(p.plan + EP_HEAD_NUM_RECV, p.comm.shape.num_ranks);
+}
+
+#endif /* EP_RETURNS_CUH */
