@@ -159,6 +159,17 @@ def test_integrations_deep_ep_events_and_streams(ranks):
         deep_ep.EventOverlap(None).current_stream_wait()
 
 
+def test_integrations_deep_ep_event_of_a_block():
+    """The end of the block waits for the event, and drops it on request. Without an event it does nothing."""
+    told, event = [], deep_ep.Buffer.capture()
+    event.register_hook_after_wait(lambda: told.append(1))
+    with event(release_handle=True):
+        assert told == []
+    assert told == [1] and event.event is None
+    with event:
+        pass
+
+
 def settle(buffer):
     """Raise what another rank did wrong. On CUDA a call does not wait for the other ranks."""
     layers, errors = [*buffer._low_latency.values(), buffer._notices.layer], []

@@ -1,9 +1,10 @@
-"""Errors of EPMoE.forward name the argument as the caller does."""
+"""The sizes that EPMoE accepts. Errors of EPMoE.forward name the argument as the caller does."""
 
 import pytest
 import torch
 
 import epmoe
+from epmoe import reference
 from epmoe.testing import run_threads
 from outcomes import outcome
 
@@ -41,3 +42,20 @@ def test_moe_arguments_are_named_as_in_the_call(name, decode):
     assert peer.kind == "PeerError" and "rank 1" in peer.text, peer
     assert wrong.kind == kind and text in wrong.text, wrong
     assert first.kinds == second.kinds == (), (first, second)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_moe_inner_size_must_be_positive(activation):
+    """The smallest inner size is 1."""
+    for inner in (0, -1):
+        with pytest.raises(ValueError, match=f"inner {inner}: must be positive"):
+            epmoe.EPMoE(16, inner, 4, 2, None, activation, device="cpu")
+    torch.manual_seed(0)
+    moe = epmoe.EPMoE(16, 1, 4, 2, None, activation, max_tokens=8, dtype=torch.float32, device="cpu")
+    x, weight = torch.randn(5, 16), torch.rand(5, 2)
+    idx = torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0], [0, -1]])
+    with torch.no_grad():
+        y = moe(x, idx, weight)
+        want = reference.moe(x, idx, weight, moe.gate_up_proj, moe.down_proj, activation)
+    assert want.any() and torch.allclose(y, want, rtol=1e-4, atol=1e-5)
+    moe.finalize()

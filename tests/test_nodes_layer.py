@@ -13,6 +13,7 @@ import torch.distributed as dist
 import epmoe
 from cases import (DTYPES, MODES, Case, check_case, generator, indices_of, inputs_of, keep, outcome,
                    process_ranks, random_numbers, run_routing, same_bits)
+from epmoe.bench.nodes import PacedRail
 from nodes_cases import TeamOracle, run_nodes
 from pace import HANG_S, wait_until
 
@@ -220,6 +221,20 @@ def test_death_of_ranks_ends_the_calls_of_all_nodes(victims, named):
     for seen in (r for rank, r in enumerate(results) if rank not in victims):
         assert seen[:2] == ["PeerDied", "PeerDied"] and seen[2] == list(victims)
         assert named in seen[3] or "node 1 (ranks 2 to 3) died" in seen[3], seen[3]
+
+
+def test_creation_of_a_layer_sends_no_rows():
+    """On the CPU. With CUDA the first exchange of rows connects NCCL, so creation makes one."""
+    def main(nodes):
+        nodes.rail = PacedRail(nodes.rail)
+        layer = layer_of(nodes, CASE)
+        before = nodes.rail.bytes_sent
+        run_one(layer, CASE)
+        after = nodes.rail.bytes_sent
+        layer.finalize()
+        return before, after > 0
+
+    assert run_nodes(main, 2, 1) == [(0, True)] * 2
 
 
 def test_nodes_send_rows_in_fp8():
