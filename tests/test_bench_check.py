@@ -75,3 +75,14 @@ def test_bench_train_checks_values_and_gradients(wrong, text):
 
     with unittest.mock.patch.object(train, "TorchLayer", make), pytest.raises(AssertionError, match=text):
         run_command(["train", "--shapes", "mixtral", "--iters", "1"])
+
+
+@pytest.mark.parametrize("name, wrong, text", [
+    ("forward", lambda y: 1.5 * y, "tokens differ"),
+    ("_unfused", lambda y: (1.5 * y[0], *y[1:]), "fused and unfused results differ"),
+], ids=["sums", "bits"])
+def test_bench_layer_checks_the_sums_and_their_bits(monkeypatch, name, wrong, text):
+    right = getattr(epmoe.EPMoE, name)
+    monkeypatch.setattr(epmoe.EPMoE, name, lambda *arguments: wrong(right(*arguments)))
+    with pytest.raises(AssertionError, match=text):
+        run_command(["layer", "--shapes", "qwen3-30b", "--iters", "1"])

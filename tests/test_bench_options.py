@@ -12,7 +12,7 @@ import torch
 
 import epmoe
 from bench_cases import COMMANDS, on_the_cpu, run_command  # noqa: F401
-from epmoe.bench import cli, layer, shapes
+from epmoe.bench import cli, layer, nodes, shapes, train
 from epmoe.bench.progress import Progress
 from epmoe.bench.run import Run
 from pace import HANG_S
@@ -70,6 +70,52 @@ def test_bench_num_sm_of_a_choice_has_priority(run_of):
     op = run.layer(run.shape("qwen3-30b"), torch.float32, epmoe.EpAll2AllFusedOp, num_sm=3)
     assert op._config.num_sm == 3
     op.finalize()
+
+
+def test_bench_says_which_shapes_it_skips(run_of, capsys):
+    """16 ranks: the 8 experts of mixtral are too few, the 32 of qwen3-30b are two of each rank."""
+    run = run_of("a2a", "--shapes", "mixtral,qwen3-30b")
+    capsys.readouterr()
+    with unittest.mock.patch.object(run, "size", 16):
+        assert [s.name for s in run.shapes()] == ["qwen3-30b-small"]
+    said = capsys.readouterr().out
+    assert said == "skipped: mixtral-small, because 8 experts are not a multiple of 16 ranks\n"
+
+
+@pytest.mark.parametrize("ranks, local, wanted", [
+    (1, None, "1 ranks are not several nodes of 1"), (4, 3, "4 ranks are not several nodes of 3"),
+    (4, 4, "4 ranks are not several nodes of 4"), (4, None, ["dsv3-small, 2 x 2"]),
+    (4, 1, ["dsv3-small, 4 x 1"]),
+])
+def test_bench_nodes_requires_several_nodes(run_of, capsys, ranks, local, wanted):
+    """Without --local-ranks a node has half of the ranks."""
+    run = run_of("nodes", *(["--local-ranks", str(local)] if local else []))
+    with unittest.mock.patch.object(run, "size", ranks):
+        labels = [label for label, _ in nodes.jobs(run)]
+    if isinstance(wanted, list):
+        assert labels == wanted
+    else:
+        assert labels == [] and f"skipped: nodes, because {wanted}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("on_gpu, iters, rounds", [(False, None, 2), (False, 5, 5), (True, None, 6),
+                                                   (True, 4, 4)])
+def test_bench_train_alternates_in_rounds(run_of, on_gpu, iters, rounds):
+    """--iters is the number of rounds after one to warm up. Every other round has the reverse order."""
+    run, timed = run_of("train", *(["--iters", str(iters)] if iters else [])), []
+
+    def timed_steps(step, calls, on_gpu):
+        timed.append((step, calls))
+        return [1.0, 2.0] if step == "a" else [3.0, 4.0]
+
+    with (unittest.mock.patch.object(run, "on_gpu", on_gpu),
+          unittest.mock.patch.object(train, "timed_steps", timed_steps)):
+        found = train.alternate(run, {"a": "a", "b": "b"})
+    calls = {"a": 20, "b": 8} if on_gpu else {"a": 1, "b": 1}  # 60 ms of each on a GPU
+    names = [name for r in range(rounds + 1) for name in ("ab" if r % 2 else "ba")]
+    assert timed[4:] == [(name, calls[name]) for name in names]
+    assert found == {"a": {"forward": 1.0, "backward": 2.0, "both": 3.0},
+                     "b": {"forward": 3.0, "backward": 4.0, "both": 7.0}}
 
 
 def bench(*arguments, **env):

@@ -204,6 +204,21 @@ def test_bench_report_plots_points_of_another_run(tmp_path):
     assert "some_sm.png" in text and (tmp_path / "some_sm.png").stat().st_size > 0
 
 
+@pytest.mark.parametrize("gpus, workers, label", [(0, "threads", "threads"),
+                                                  (4, "thread blocks", "thread blocks, one an SM")])
+def test_bench_report_plot_over_workers_names_them(tmp_path, gpus, workers, label):
+    """The figures of a CPU are over threads, those of GPUs over thread blocks."""
+    from matplotlib import pyplot
+
+    rows = [row("sm", "c", f"epmoe {what}", 1.0, num_sm=n) for what in ("cached dispatch", "combine")
+            for n in (8, 24)]
+    figure = plots.draw_sm(report.Figures(write(tmp_path / "some.json", rows, gpus=gpus)), pyplot)
+    (ax,) = figure.axes
+    assert ax.get_xlabel() == label and ax.get_xticks().tolist() == [8, 24]
+    assert ax.get_title(loc="left").startswith(f"c, T = 64: time over {workers}\n")
+    pyplot.close(figure)
+
+
 def test_bench_report_of_a_decoding_layer(tmp_path):
     """A shape with few tokens has its own row.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import types
 
 import pytest
 
@@ -47,3 +48,16 @@ def test_bench_side_is_skipped_with_several_ranks():
     run = Run()
     assert side.jobs(run) == []
     assert "--ranks 1" in run.said[0]
+
+
+def test_bench_side_takes_the_median_of_calls(monkeypatch):
+    """On the CPU: milliseconds of a call, without the meeting of the ranks before it."""
+    now, durations = [100.0], iter((0.003, 0.001, 0.009))
+
+    def take(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(side, "REPLAYS", 3)
+    monkeypatch.setattr(side, "time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+    world = types.SimpleNamespace(exchange=lambda text: take(5.0))
+    assert side.called(world, None, lambda: take(next(durations))) == pytest.approx(3.0)
