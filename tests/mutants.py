@@ -75,7 +75,7 @@ CONCERN = {
     "epmoe/moe*": "moe_arguments moe_layer moe_module moe_experts moe_map moe_copies moe_fp8",
     "epmoe/ops.py": "layer_gradients errors_gradients moe_compile written_tensors",
     "epmoe/parallel*": "moe_parallel shards",
-    "epmoe/reference.py": "plan_routing combine_sums moe_activations fp8",
+    "epmoe/reference.py": "plan_routing combine_sums moe_activations moe_module fp8 docstrings",
     "epmoe/rendezvous.py": "world_meeting world_groups errors_meeting",
     "epmoe/share_gpu.py": "heap_sharing",
     "epmoe/testing.py": "world_deaths errors_local threads",
