@@ -78,6 +78,7 @@ CONCERN = {
     "epmoe/reference.py": "plan_routing combine_sums moe_activations moe_module fp8 docstrings",
     "epmoe/rendezvous.py": "world_meeting world_groups errors_meeting",
     "epmoe/share_gpu.py": "heap_sharing",
+    "epmoe/shards.py": "shards moe_experts",
     "epmoe/testing.py": "world_deaths errors_local threads",
     "epmoe/torch_hooks.py": "shards moe_parallel",
     "epmoe/trace.py": "moe_traced bench_overlap",

@@ -238,6 +238,9 @@ def run_mistakes(world, device):
         good = dict(x=rows, handle=handle)
         all_raise(kind, text, buffer.combine, good | change, good)
     expect(ValueError, "needs previous_event", buffer.combine, rows, handle, allocate_on_comm_stream=True)
+    for wrong in (0, -2, 5):
+        expect(ValueError, f"num_experts {wrong}: must be a multiple of 2 ranks", buffer.get_dispatch_layout,
+               idx, wrong)
     expect(ValueError, "low_latency_mode=True", buffer.low_latency_dispatch, x, idx, 8, L * world.size)
     out = buffer.combine(rows, handle)[0]
     assert torch.equal(out, (x.float() * layout["is_token_in_rank"].sum(1, keepdim=True)).to(BF16))

@@ -101,6 +101,8 @@ def v2_mistakes(buffer, x, idx, weights, handle):
         expect(both, f"{text}|rank", buffer.dispatch, **right | change)
     expect(both, "the handle has|rank", buffer.dispatch, x, handle=handle, num_experts=999)
     expect(both, "wanted shape|rank", buffer.combine, x.new_zeros(999, H), handle)
+    expect((TypeError, epmoe.PeerError), "wanted what dispatch of this buffer returned, got tuple|rank",
+           buffer.combine, x, (handle,))
     expect(NotImplementedError, "Engram", buffer.engram_fetch)
     got, _, _, handle, _ = buffer.dispatch(**right)
     assert buffer.combine(got, handle)[0].shape == x.shape
