@@ -79,7 +79,7 @@ CONCERN = {
     "epmoe/rendezvous.py": "world_meeting world_groups errors_meeting",
     "epmoe/share_gpu.py": "heap_sharing",
     "epmoe/shards.py": "shards moe_experts",
-    "epmoe/testing.py": "world_deaths errors_local threads",
+    "epmoe/testing.py": "world_deaths errors_local threads routing_patterns",
     "epmoe/torch_hooks.py": "shards moe_parallel",
     "epmoe/trace.py": "moe_traced bench_overlap",
     "epmoe/w*gr*.py": "moe_weight_gradients gemm_products *wgrad*",

@@ -8,7 +8,9 @@ import torch
 import epmoe
 from bench_cases import on_the_cpu, run_command  # noqa: F401
 from epmoe.bench import check, train
+from epmoe.bench.gemm import product_error
 from epmoe.bench.torch_nccl import TorchAllToAll
+from epmoe.gemm import FORWARD
 
 pytestmark = pytest.mark.cpu_only
 
@@ -59,6 +61,18 @@ def test_bench_poisons_outputs():
         assert torch.empty(1000).isnan().all()
         assert (torch.empty(9, dtype=torch.int32) == 2**31 - 1).all()
     assert torch.are_deterministic_algorithms_enabled() == before
+
+
+@pytest.mark.parametrize("expert", [0, 1, 2])
+def test_bench_gemm_checks_sums_to_the_precision_of_float32(expert):
+    """The first, middle and last expert are checked: a sum of 64 products may differ by less than 0.001."""
+    g = torch.Generator().manual_seed(0)
+    a, b = torch.randn(30, 64, generator=g), torch.randn(3, 8, 64, generator=g)
+    offsets = torch.tensor([0, 7, 20, 30], dtype=torch.int32)
+    y = epmoe.grouped_gemm(a, b, offsets=offsets)
+    assert product_error(FORWARD, None, a, b, offsets, y) == ""
+    y[offsets[expert], 3] += 1e-3
+    assert f"numbers of expert {expert} differ" in product_error(FORWARD, None, a, b, offsets, y)
 
 
 @pytest.mark.parametrize("wrong, text", [

@@ -1,11 +1,14 @@
 """python -m epmoe.bench gemm and layer --fp8 on the CPU: what they measure, and that they check results."""
 
+import types
+
 import pytest
 import torch
 
 import epmoe
 from epmoe import fused_fp8, moe_fp8
 from bench_cases import on_the_cpu, run_command  # noqa: F401
+from epmoe.bench import gemm_fp8
 
 pytestmark = pytest.mark.cpu_only
 ARGUMENTS = ["gemm", "--fp8", "--shapes", "qwen3-30b", "--iters", "1"]
@@ -41,6 +44,27 @@ def test_bench_fp8_finds_a_wrong_result(monkeypatch):
     monkeypatch.setattr(epmoe, "grouped_gemm", wrong)
     with pytest.raises(AssertionError, match="differ from float64"):
         run_command(ARGUMENTS)
+
+
+@pytest.mark.parametrize("one_scale", [False, True])
+@pytest.mark.parametrize("expert", [0, 2])
+def test_bench_fp8_checks_the_first_and_the_last_expert(expert, one_scale):
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(30, 256, generator=g), torch.randn(3, 128, 256, generator=g)
+    offsets = torch.tensor([0, 7, 20, 30], dtype=torch.int32)
+    product = gemm_fp8.Product(types.SimpleNamespace(on_gpu=False), x, weight, offsets)
+    y = product.epmoe_one_scale() if one_scale else product.epmoe_fp8()
+    assert product.error(None, y, one_scale) == ""
+    y[offsets[expert], 3] += 1
+    assert f"expert {expert}: 1 of" in product.error(None, y, one_scale)
+
+
+def test_bench_fp8_heavy_tails_have_three_degrees_of_freedom():
+    """Student's t: a normal number, divided by the root of the mean of three squares."""
+    drawn = iter([6.0, 1.0, 1.0, 5.0])  # the mean of the squares is 9
+    got = gemm_fp8.heavy_tailed(lambda *size: torch.full(size, next(drawn)), 2, 3)
+    torch.testing.assert_close(got, torch.full((2, 3), 2.0))
+    assert next(drawn, None) is None
 
 
 def test_bench_fp8_finds_a_wrong_quantisation(monkeypatch):

@@ -6,6 +6,7 @@ Only GPUs record events, so here the events are given.
 import contextlib
 import json
 import re
+import types
 import unittest.mock
 
 import pytest
@@ -75,3 +76,25 @@ def test_trace_begins_where_the_first_enter_ends():
     recorded._raw[1, 0, 0] = torch.tensor([90, 30 | enter << 32])
     assert recorded.events().tolist() == [[0, 1, -7, 7, enter, 0], [0, 1, 43, 20, SEND, 3],
                                           [1, 0, -17, 30, enter, 0]]
+
+
+def test_trace_records_the_first_buffer_inside_of_the_block(monkeypatch):
+    """At the end it waits for the device before it stops the recording."""
+    calls, zeros = [], torch.zeros
+    monkeypatch.setattr(trace, "capabilities", lambda device: types.SimpleNamespace(num_sms=2))
+    monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: zeros(size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
+    monkeypatch.setattr(epmoe._C, "layer_trace", lambda layer, buffer, raw, room: calls.append(
+        (layer, buffer, 0 if raw is None else len(raw), room)))
+    with trace.Trace(types.SimpleNamespace(device=torch.device("cuda"), _c="layer"), room=5):
+        calls.append("operations")
+    num_words = 2 * epmoe._C.TRACE_WARPS * 5 * 2  # of 2 CTAs; an event has two words
+    assert calls == [("layer", 0, num_words, 5), "operations", "synchronize", ("layer", 0, 0, 0)]
+
+
+def test_trace_counts_busy_warps():
+    """Each point is the middle of a part of the time, here of 1 us."""
+    times, found = trace.busy(EVENTS, ("send", "gemm"), bins=8)
+    assert times.tolist() == pytest.approx([0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5])
+    assert found["send"].tolist() == pytest.approx([2, 2, 1, 1, 0, 0, 0, 0])
+    assert found["gemm"].tolist() == pytest.approx([1] * 8)
