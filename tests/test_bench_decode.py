@@ -1,6 +1,8 @@
 """python -m epmoe.bench decode and worklog, one rank: their checks find wrong results, their shapes fit."""
 
+import json
 import unittest.mock
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from epmoe.bench import cli, decode, worklog
 from epmoe.bench.decode_calls import arrived
 
 pytestmark = pytest.mark.cpu_only
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def changed(name, change):
@@ -58,6 +61,22 @@ def test_bench_decode_finds_a_wrong_layer():
         run_command(["decode", "--tokens", "3", "--iters", "1"])
 
 
+def test_bench_decode_raises_an_error_of_its_calls_before_the_layer(monkeypatch):
+    """On a GPU a call returns before it fails. synchronize raises its error, which the layer would hide."""
+    halves, layer = decode.halves, unittest.mock.Mock()
+
+    def fail_late(run, send):
+        monkeypatch.setattr(epmoe.LowLatencyAll2All, "synchronize",
+                            unittest.mock.Mock(side_effect=epmoe.EpError("late")))
+        return halves(run, send)
+
+    monkeypatch.setattr(decode, "halves", fail_late)
+    monkeypatch.setattr(decode, "measure_layer", layer)
+    with pytest.raises(epmoe.EpError, match="late"):
+        run_command(["decode", "--tokens", "3", "--iters", "1"])
+    assert not layer.called
+
+
 def test_bench_decode_leaves_fp8_out_where_it_does_not_fit():
     rows, out, _ = run_command(["decode", "--tokens", "2", "--iters", "1", "--shapes", "dsv3,gpt-oss-120b"])
     assert "left out: fp8, because H is 448" in out and "skipped: gpt-oss-120b-small" in out
@@ -97,3 +116,11 @@ def test_bench_worklog_has_the_shapes_of_the_problem():
     assert [(s.experts, s.topk, s.hidden, s.tokens) for s in shapes] == list(worklog.PROBLEMS)
     for s in (worklog.shape_of(problem, on_gpu=False) for problem in worklog.PROBLEMS):
         assert s.hidden * 2 % 16 == 0 and s.experts % 8 == 0 and s.tokens <= 16
+
+
+def test_bench_worklog_published_times_are_of_its_problems():
+    """Another size makes the times of docs/performance.md those of another problem."""
+    rows = json.loads((ROOT / "benchmarks/h200x4.json").read_text())["rows"]
+    shapes = [worklog.shape_of(problem, on_gpu=True) for problem in worklog.PROBLEMS]
+    assert ({(r["shape"], r["tokens"]) for r in rows if r["bench"] == "worklog"}
+            == {(s.name, s.tokens) for s in shapes})

@@ -92,6 +92,21 @@ def test_fused_default_depends_on_shape(ranks):
     assert all(chosen == [False, True, False, True] for chosen in ranks(run, world_size=2))
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("dtype, fused", [(torch.bfloat16, True), (torch.float16, True),
+                                          (torch.float32, True), (torch.bfloat16, False)])
+def test_fused_kernels_have_sizes_of_16(dtype, fused):
+    """The module refuses other sizes, so the stages compute them. They also read transposed weights."""
+    with epmoe.World() as world:
+        op = make_op(world, torch.device("cpu"), dataclasses.replace(CASE, dtype=dtype), fused=fused)
+        op._has_kernels = True  # as on a GPU that has them
+        shapes = ((96, 64), (16, 16), (24, 64), (96, 72), (1, 64), (97, 65))
+        found = [op._is_fused(torch.empty(2, *shape, dtype=dtype)) for shape in shapes]
+        transposed = op._is_fused(torch.empty(2, 64, 96, dtype=dtype).transpose(1, 2))
+    exist = fused and dtype != torch.float32
+    assert found == [exist, exist, False, False, False, False] and not transposed
+
+
 def test_fused_default_in_fp8_depends_on_columns(ranks):
     """A layer for many tokens fuses weights in FP8 of many columns only, unless the caller wants it."""
     def run(world, device):

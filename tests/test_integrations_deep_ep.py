@@ -252,6 +252,20 @@ def test_integrations_deep_ep_v1_mistakes(ranks):
         ranks(run_mistakes, world_size=2, timeout_s=60)
 
 
+@pytest.mark.parametrize("idx, kind, text", [
+    (torch.zeros(2, K), TypeError, "topk_idx: wanted int64 or int32, got torch.float32"),
+    ([[0, 1]], TypeError, "topk_idx: wanted a tensor, got list"),
+    (torch.zeros(K, dtype=torch.int64), ValueError, "topk_idx: wanted shape"),
+    (torch.zeros(2, K, dtype=torch.int64, device="meta"), ValueError, "topk_idx: wanted .*cpu"),
+], ids=["dtype", "type", "shape", "device"])
+def test_integrations_deep_ep_layout_refuses(idx, kind, text):
+    """get_dispatch_layout does not count choices in what a dispatch would refuse later."""
+    buffer = make(epmoe.thread_worlds(1)[0], "cpu")
+    with pytest.raises(kind, match=text):
+        buffer.get_dispatch_layout(idx, L)
+    buffer.destroy()
+
+
 def test_integrations_deep_ep_what_is_not_available():
     world = epmoe.thread_worlds(1)[0]
     expect(ValueError, "group is None", deep_ep.Buffer, None)

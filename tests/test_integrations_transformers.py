@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import epmoe
 import epmoe.integrations.transformers as integration
@@ -265,6 +265,17 @@ def test_integrations_transformers_from_experts():
 def test_integrations_transformers_from_experts_refuses_other_modules():
     with pytest.raises(ValueError, match="Linear: wanted the experts of a transformers model"):
         epmoe.EPMoE.from_experts(torch.nn.Linear(2, 2))
+
+
+def test_integrations_transformers_from_experts_requires_topk():
+    """A configuration may name it otherwise. Then topk= gives it."""
+    experts = experts_of(make("olmoe"))[0]
+    experts.config = PretrainedConfig()
+    with pytest.raises(ValueError, match="Config does not say how many experts a token has: pass topk="):
+        epmoe.EPMoE.from_experts(experts, max_tokens=8)
+    moe = epmoe.EPMoE.from_experts(experts, topk=2, max_tokens=8)
+    assert moe.layer.topk == 2
+    moe.finalize()
 
 
 def test_integrations_import_their_project_only_when_used():

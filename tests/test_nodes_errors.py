@@ -158,3 +158,33 @@ def test_lack_of_memory_is_an_error_on_all_ranks():
     """Between dispatch and combine; the module works afterwards."""
     for rank, (got, after) in enumerate(run_nodes(no_memory, 2, 2)):
         assert got.kind == ("MemoryError" if rank == BAD else "PeerError") and after == "nothing", f"{got}"
+
+
+def wrong_products(nodes):
+    """Pass weights of a wrong size to each fused call on rank BAD, then right ones."""
+    is_bad, (w1, w2) = nodes.rank == BAD, (torch.ones(2, 32, 16), torch.ones(2, 16, 32))
+    wrong1, wrong2 = (w1[:, :, :8].contiguous(), w2[:, :8].contiguous()) if is_bad else (w1, w2)
+    layer = epmoe.EpAll2AllFusedOp(nodes, 6, 16, 3, num_tot_experts=8, dtype=torch.float32, device="cpu")
+    args = arguments(layer)
+    x, idx, weight = args["input"], args["exp_indices"], args["weight"]
+    planned = layer.preprocess(idx)
+
+    def step(layout, up, down):
+        h, row_weight, layout = layer.mega_dispatch_group_gemm(x, None if layout else idx, layout, up, weight)
+        return layer.mega_group_gemm_combine(h, down, layout, row_weight)
+
+    found = {"plan": outcome(lambda: step(None, wrong1, w2)),
+             "dispatch": outcome(lambda: step(planned, wrong1, w2)),
+             "combine": outcome(lambda: step(planned, w1, wrong2))}
+    right = step(None, w1, w2)
+    layer.finalize()
+    return found, right, 32 * weight.sum(1, keepdim=True) * x.sum(1, keepdim=True)
+
+
+def test_wrong_weights_of_a_fused_call_are_an_error_on_all_ranks():
+    """Before a row has moved, so the next call works."""
+    for rank, (found, right, want) in enumerate(run_nodes(wrong_products, 2, 2)):
+        for name, got in found.items():
+            kind, text = ("ValueError", "gemm_weight") if rank == BAD else ("PeerError", f"rank {BAD}")
+            assert got.kind == kind and text in got.text, f"{name}, rank {rank}: {got}"
+        torch.testing.assert_close(right, want.expand_as(right), rtol=1e-4, atol=1e-3)

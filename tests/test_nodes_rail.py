@@ -55,3 +55,23 @@ def test_rail_wait_for_a_stuck_gpu_ends_at_the_timeout(third):
     third.has_ended = lambda: True
     with pytest.raises(epmoe.PeerDied, match="rank 9: the nodes have ended"):
         third.wait_for(stuck)
+
+
+def test_rail_wait_for_a_gpu_spins_before_it_sleeps(third, monkeypatch):
+    """A read is usually short, and a sleep would delay it. A longer wait leaves the CPU to others."""
+    now, looks, sleeps = [0.0], [], []
+
+    def query():
+        looks.append(now[0])
+        now[0] += rail._SPIN_S / 8
+        return now[0] > 20 * rail._SPIN_S
+
+    def sleep(seconds):
+        sleeps.append(now[0])
+        now[0] += seconds
+
+    monkeypatch.setattr(rail, "time", types.SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    third.timeout_s = 30 * rail._SPIN_S
+    third.wait_for(types.SimpleNamespace(query=query))
+    assert min(sleeps) > rail._SPIN_S
+    assert len(sleeps) == sum(at > min(sleeps) for at in looks)  # one after each later look but the last
