@@ -1,4 +1,4 @@
-"""TorchRail: which errors of epmoe an exchange between nodes raises for the errors of torch."""
+"""TorchRail: the errors of epmoe that an exchange raises for those of torch, and how it waits for a GPU."""
 
 import types
 
@@ -74,4 +74,4 @@ def test_rail_wait_for_a_gpu_spins_before_it_sleeps(third, monkeypatch):
     third.timeout_s = 30 * rail._SPIN_S
     third.wait_for(types.SimpleNamespace(query=query))
     assert min(sleeps) > rail._SPIN_S
-    assert len(sleeps) == sum(at > min(sleeps) for at in looks)  # one after each later look but the last
+    assert len(sleeps) == sum(at > min(sleeps) for at in looks)  # it spins no more
