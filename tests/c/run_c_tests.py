@@ -50,6 +50,9 @@ TESTS = ("main harness cases ll_cases steps test_alone test_counters test_device
 # open, of test_record.c, can block, as it does on a file system that is stuck.
 REPLACED = {"cpu/backend.c": ("pthread_create", "mmap", "posix_fallocate"), "runtime/meeting.c": ("geteuid",),
             "runtime/record_file.c": ("open",)}
+# Some compilers define _FORTIFY_SOURCE by default. Then fcntl.h of glibc defines open as an inline function.
+# The macro open=test_open renames that function too, and the source would call it instead of the tests' one.
+WITHOUT_INLINE = " -U_FORTIFY_SOURCE"
 # The folder whose sources include the protocol. Only these are compiled with a seeded fault.
 FAULTY = "cpu"
 HEADER_FLAGS = ("-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror -Wno-unused-function "
@@ -149,7 +152,8 @@ class Builder:
         for source in (path for folder in LIBRARY for path in sorted((self.csrc / folder).glob("*.c"))):
             faulty = f" -DEP_FAULT_IDX={fault}" if fault and source.parent.name == FAULTY else ""
             replaced = REPLACED.get(f"{source.parent.name}/{source.name}", ())
-            yield source, VARIANTS[variant] + faulty + "".join(f" -D{name}=test_{name}" for name in replaced)
+            macros = "".join(f" -D{name}=test_{name}" for name in replaced)
+            yield source, VARIANTS[variant] + faulty + macros + (WITHOUT_INLINE if replaced else "")
         for name in LAUNCH:
             yield self.csrc / "cuda" / f"{name}.c", f"{VARIANTS[variant]} {FAKE_CUDA}"
         for name in TESTS:
