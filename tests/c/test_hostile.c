@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include "backend.h"
+#include "cpu/ops.h"
 #include "harness.h"
 
 /* On one rank, the tensor of rows has fewer rows than the plan, or the plan belongs to another number of
@@ -45,6 +46,53 @@ bool test_too_few_rows(void) {
         EpLayerConfig config = small_config(2);
         config.shape.combine_mode = mode;
         TRY(with_cases(too_few_rows_body, config, false, 1));
+    }
+    return true;
+}
+
+/* Rank 1 writes a slot into the memory of rank 0, which receives it with this plan. */
+static void receive_slot(EpDispatchParams *p, int32_t *plan, const int32_t *trailer, uint64_t epoch) {
+    EpComm peer = p->comm;
+    const EpHeader header = ep_make_header(&p->comm, EP_OP_DISPATCH, plan, NULL, 0, p->num_rows);
+    peer.my_rank = 1;
+    ep_enter(&peer, &header, epoch);
+    memset(ep_slot_at(&peer, 0, 1, 0), 1, peer.layout.row_bytes);
+    memcpy(ep_slot_at(&peer, 0, 1, 0) + peer.layout.row_bytes, trailer, 4ull * ep_trailer_weights(1));
+    ep_flag_publish(&peer, 0, 0, epoch);
+    ep_cpu_dispatch(p, 0, 1);
+}
+/* A slot of a peer names a token or a return slot that does not exist. The receiver keeps the number 0
+ * instead, so combine still returns the row, and writes nothing outside of the buffers. */
+bool test_wrong_slot_of_peer(void) {
+    static const int32_t numbers[] = {0, 1, 2, -1, INT32_MAX, INT32_MIN};
+    static EpHostWords host;
+    const uint32_t num = sizeof numbers / sizeof *numbers;
+    for (uint32_t i = 0; i < 2 * num * num; i++) {
+        const uint32_t max_tokens = 1 + i % 2;
+        const int32_t token = numbers[i / 2 % num], home = numbers[i / 2 / num];
+        const EpShape s = {2, 2, 1, max_tokens, 4, EP_F32, EP_COMBINE_SCATTER, 1};
+        const int32_t trailer[] = {token, home, 0};
+        int32_t plan[512] = {[EP_HEAD_NUM_ROWS] = 1, [EP_HEAD_NUM_RECV + 1] = 1}, recv[8];
+        float rows[4];
+        EpDispatchParams p = {.comm = {.shape = s, .layout = ep_comm_layout(&s), .host = &host},
+                              .layout = ep_plan_layout(&s, 0),
+                              .plan = plan,
+                              .recv = recv,
+                              .rows = rows,
+                              .num_rows = 1};
+        CHECK(NULL, p.layout.num_words <= 512 && ep_recv_words(&s) <= 8);
+        for (uint32_t r = 0; r < 2; r++) {
+            p.comm.base[r] = (unsigned char *)alloc_exact(p.comm.layout.num_bytes);
+            memset(p.comm.base[r], 0, p.comm.layout.num_bytes);
+        }
+        memset(recv, 0x5a, sizeof recv);
+        receive_slot(&p, plan, trailer, 1);
+        const uint32_t kept_token = (uint32_t)token < max_tokens ? (uint32_t)token : 0,
+                       kept_home = (uint32_t)home < max_tokens ? (uint32_t)home : 0;
+        const int32_t *record = recv + ep_record_at(&s, 1, kept_home);
+        CHECK(NULL, record[EP_RECORD_TOKEN] == (int32_t)kept_token && record[EP_RECORD_ROWS] == 0);
+        CHECK(NULL, all_bytes_are(rows, sizeof rows, 1) && host.fault.code == 0);
+        for (uint32_t r = 0; r < 2; r++) free(p.comm.base[r]);
     }
     return true;
 }

@@ -327,6 +327,30 @@ bool test_ll_refusals(void) {
     return run_ll(&config, ll_refusals_body, scaled(20) + 2, 0, ROUTE_FULL);
 }
 
+/* A rank that refuses an operation clears every slot of the operation before, if that was void. Otherwise a
+ * later operation in the same bank reads the old words as if they had just arrived. */
+bool test_ll_refusal_clears_slots(void) {
+    static EpHostWords host;
+    EpLlHead heads[EP_MAX_RANKS];
+    const uint64_t epoch = 9;
+    EpComm c = {.shape = {1, 2, 1, 5, 16, EP_F32, EP_LOW_LATENCY, 5}, .status = EP_EINVAL, .host = &host};
+    c.layout = ep_comm_layout(&c.shape);
+    c.base[0] = (unsigned char *)alloc_exact(c.layout.num_bytes);
+    for (uint32_t is_void = 0; is_void < 2; is_void++) {
+        memset(c.base[0], 0, c.layout.num_bytes);
+        memset(c.base[0] + c.layout.stage_off, 0x5a, EP_LL_BANKS * 5 * c.layout.slot_stride);
+        EP_AT(EpLocal, &c, 0, c.layout.local_off)->void_epoch = epoch - 2 + is_void;
+        ep_ll_refuse(&c, EP_OP_LL_DISPATCH, epoch, heads);
+        for (uint64_t of = epoch - EP_LL_BANKS; of < epoch; of++)
+            for (uint32_t token = 0; token < 5; token++)
+                CHECK(NULL, all_bytes_are(ep_ll_slot(&c, 0, 0, token, of), c.layout.slot_stride,
+                                          is_void && of == epoch - 1 ? 0 : 0x5a));
+        CHECK(NULL, EP_AT(EpLocal, &c, 0, c.layout.local_off)->void_epoch == epoch);
+    }
+    free(c.base[0]);
+    return true;
+}
+
 /* ---- leaving ---- */
 
 /* Three workers leave an operation. One of them only sends, so it does not know whether the operation is

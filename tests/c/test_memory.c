@@ -68,7 +68,7 @@ bool test_allocator(void) {
 /* ---- the amount of available memory, read from files that this test creates ---- */
 
 static bool put_file(const char *root, const char *path, const char *text) {
-    char full[512];
+    char full[4096];
     snprintf(full, sizeof full, "%s%s", root, path);
     for (char *slash = full + 1; (slash = strchr(slash, '/')); *slash++ = '/') {
         *slash = 0;
@@ -131,5 +131,25 @@ bool test_available_memory(void) {
         CHECK(me, ok && got == machines[i].want);
     }
     CHECK(me, ep_room_bytes("") > 1 << 20);
+    return true;
+}
+
+/* Nested containers have control groups with long paths. A path that is cut off names another group, and then
+ * the limit of the process's own group is lost. */
+bool test_memory_of_deep_group(void) {
+    static const char folder[] = "/a-folder-of-one-container-in-another-one";
+    char root[] = "/tmp/epmoe-memory-XXXXXX", path[2200], text[2048];
+    size_t n = (size_t)snprintf(text, sizeof text, "0::");
+    Rank *me = NULL;
+    while (n < 1900) n += (size_t)snprintf(text + n, sizeof text - n, "%s", folder);
+    CHECK(me, mkdtemp(root));
+    bool ok = put_file(root, "/proc/self/cgroup", text);
+    snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.max", text + 3);
+    ok = ok && put_file(root, path, "1000\n");
+    snprintf(path, sizeof path, "/sys/fs/cgroup%s/memory.current", text + 3);
+    ok = ok && put_file(root, path, "300\n");
+    const uint64_t got = ok ? ep_room_bytes(root) : 0;
+    remove_tree(root);
+    CHECK(me, got == 700);
     return true;
 }
