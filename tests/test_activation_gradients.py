@@ -90,6 +90,15 @@ def test_activation_gradients_of_large_numbers(ranks, activation):
         torch.testing.assert_close(a.double(), b.bfloat16().double(), rtol=2.0**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_activation_gradients_of_infinity(ranks, activation):
+    """The slope is 1 at infinity and 0 at minus infinity, not NaN."""
+    h = torch.tensor([[math.inf, -math.inf] * 4], device=ranks.device, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, 1], dtype=torch.int32, device=ranks.device)
+    d_h, *_ = run_activation_backward(h, torch.full_like(h, 0.5), offsets, None, *as_kernel(activation))
+    assert d_h.tolist() == [[0.5, 0.0] * 4]
+
+
 def test_activation_gradients_of_nan(ranks):
     """NaN in a gate or an up value gives NaN in the weighted row and in the dot product."""
     h = torch.zeros(2, 32, device=ranks.device, dtype=torch.float16)
