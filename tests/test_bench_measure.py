@@ -1,6 +1,7 @@
 """What commands of python -m epmoe.bench measure, and how: their jobs, their rows on a GPU, calls in turn."""
 
 import importlib.util
+import sys
 import types
 import unittest.mock
 
@@ -35,6 +36,18 @@ def test_bench_transformers_measures_prefill_decoding_and_training(monkeypatch):
     most = SHAPES["mixtral"].tokens
     assert [(call.args[1].tokens, call.args[2]) for _, call in jobs] == [
         (most, False), (transformers.DECODE_TOKENS, False), (most, True)]
+
+
+@pytest.mark.parametrize("on_gpu, number_bytes", [(True, 2), (False, 4)])
+def test_bench_transformers_leaves_out_what_copies_too_much(monkeypatch, on_gpu, number_bytes):
+    """batched_mm copies gate, up and down of each choice of a token."""
+    functions = types.SimpleNamespace(ALL_EXPERTS_FUNCTIONS={"batched_mm": None, "epmoe": None})
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", functions)
+    run, shape = run_of("transformers", on_gpu), SHAPES["mixtral"].with_tokens(16)
+    copied = 16 * shape.topk * 3 * shape.hidden * shape.inner * number_bytes
+    for most, names in ((copied, ["eager", "batched_mm", "epmoe"]), (copied - 1, ["eager", "epmoe"])):
+        monkeypatch.setattr(transformers, "COPIED_BYTES", most)
+        assert transformers.implementations(run, shape, False, lambda name: None) == names
 
 
 def test_bench_host_has_three_rows_of_a_call_on_a_gpu(monkeypatch):

@@ -219,6 +219,16 @@ def test_bench_report_plot_over_workers_names_them(tmp_path, gpus, workers, labe
     pyplot.close(figure)
 
 
+def test_bench_report_plots_over_tokens_name_each_number():
+    from matplotlib import pyplot
+
+    figure, ax = pyplot.subplots()
+    ax.plot([1, 512], [0.02, 0.3])
+    plots.over_tokens(ax, {512, 8, 1})
+    assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "8", "512"]
+    pyplot.close(figure)
+
+
 def test_bench_report_of_a_decoding_layer(tmp_path):
     """A shape with few tokens has its own row.
 
