@@ -157,7 +157,7 @@ def cycles(a, say):
     for rank, (before, after) in enumerate(marks):
         faults = grown(before, after, maps=8, rss_kib=a.rss_kib)
         if after["gpu"] > before["gpu"] + (1 << 24):
-            faults += f", GPU bytes: {before['gpu']} became {after['gpu']}"
+            faults += f", GPU bytes of all processes: {before['gpu']} became {after['gpu']}"
         assert not faults, f"rank {rank if len(marks) > 1 else RANK}: {faults}"
     yield "growth", ", ".join(f"{k} {after[k] - before[k]}" for k in after) + " (rss in KiB)"
 
