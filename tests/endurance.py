@@ -15,8 +15,8 @@ With --jobs, so many portions run at the same time.
 
 Kinds with -cuda run four ranks that share one GPU: as threads side by side, or as processes (kills, cycles).
 With several GPUs, routings and ops have a rank for each GPU, and the jobs of the other kinds use the GPUs in
-turn.  cycles-cuda needs a GPU for itself, because it compares the memory in use there.  ops uses the module with delays inside the operations where `make soak` has built it; else there are
-delays between calls only.
+turn.  cycles-cuda needs a GPU for itself, because it compares the memory in use there.  ops uses the module
+with delays inside the operations where `make soak` has built it; else there are delays between calls only.
 """
 
 import argparse
