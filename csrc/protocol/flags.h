@@ -1,6 +1,6 @@
 /* flags.h - how ranks meet, publish data and wait. The table lists every word that orders data, between ranks
- * and within one. Two are written elsewhere: counts (plan) and signals (ep_heap_signal, epmoe_device.h). A
- * publisher writes its data, then the word (release). A reader reads the word (acquire), then the data.
+ * and within one. Written elsewhere are: counts (plan), signals (epmoe_device.h) and open (open_chunks.cuh).
+ * A publisher writes its data, then the word (release). A reader reads the word (acquire), then the data.
  *
  * word         | writer  | reader  | written with    | read with      | publishes           | overwritten
  * -------------+---------+---------+-----------------+----------------+---------------------+----------------
@@ -25,6 +25,8 @@
  * ready[b]     | owner's | owner's | fence.acq_rel   | acquire.gpu >= | rows of row block b | zeroed by the
  *              | workers | workers | .gpu, then      | (next op:      | (dispatch: placed,  | last CTA out
  *              |         |         | red.relaxed.gpu | stream order)  | GEMM: stored)       |
+ * open[i] of a | warps of| warps of| st.release.cta  | cas.acquire.cta| slots of the chunk  | by the warp
+ *  CTA         | the CTA | the CTA | (shared memory) |                | that are returned   | that took it
  * num_left     | owner's | the     | add.acq_rel.gpu | the same add   | all that workers of | zeroed by the
  *              | workers | last    |                 |                | the operation did   | last worker out
  *  ep_ll_leave | owner's | the     | add.relaxed.gpu | the same add,  | nothing; if void:   | zeroed by the
@@ -102,7 +104,6 @@ EP_FN EpFaultRecord ep_fault_at(uint32_t op, uint32_t peer, uint32_t word, uint6
     f.got = 0;
     return f;
 }
-
 /* Record the first fault of an operation. Later faults are consequences of it and are dropped. */
 EP_FN void ep_fault(const EpComm *c, const EpFaultRecord *f) {
     EpFaultRecord *to = &c->host->fault;
@@ -341,7 +342,6 @@ EP_FN bool ep_flag_await(const EpComm *c, uint32_t op, uint32_t of_rank, uint32_
         ok = ep_wait_u64(c, ep_flag(c, c->my_rank, of_rank, chunk), EP_CMP_EQ, epoch, &f); /* readable */
     return ep_warp_bcast_u64(ok) != 0;
 }
-
 /* Poll a chunk once, by one lane. If true, all lanes may read it after the next ep_warp_sync(). */
 EP_FN bool ep_flag_seen(const EpComm *c, uint32_t of_rank, uint32_t chunk, uint64_t epoch) {
     return ep_ld_acquire_sys_u64(ep_flag(c, c->my_rank, of_rank, chunk)) == epoch; /* readable */

@@ -142,6 +142,16 @@ RUNS = [
     ("fused.pml", "L=2 PAIRS FAULTS=0 QUITS", HANG, ""),
     ("fused.pml", "OP=1 FAULTS=0 DEAF=1", HANG, ""),
     ("fused.pml", "OP=2 FAULTS=0 DEAF=2", HANG, ""),
+
+    ("open_chunks.pml", "V=2 C=3", PASS, ""),
+    ("open_chunks.pml", "V=2 C=3 VAIN", PASS, ""),
+    ("open_chunks.pml", "V=3 INORDER", PASS, ""),
+    ("open_chunks.pml", "V=3 O=1", PASS, ""),
+    ("open_chunks.pml", "BLINDTAKE", ASSERT, "sent"),
+    ("open_chunks.pml", "OWNSLOTS", ASSERT, "stage|flag"),
+    ("open_chunks.pml", "LOSES", HANG, ""),
+    ("open_chunks.pml", "IMPATIENT", HANG, ""),
+    ("open_chunks.pml", "UNREADY", ASSERT, "ready"),
 ]
 
 # Signs that a search did not see every history.

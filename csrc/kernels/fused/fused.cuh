@@ -21,7 +21,9 @@
  *   (1) A worker waits only for tasks of a lower level than its own task, on this rank or another.
  *   (2) A worker that waits for a task holds no unfinished task of that level or a lower one.
  *       - A communication warp waits for a peer's chunk only if it holds no task to send or return. While the
- *         rows of a chunk that it must return are not ready, it continues to add up tokens.
+ *         rows of a chunk that it must return are not ready, it continues to add up tokens. While a chunk in
+ *         its CTA's table is open and not taken, the warp continues to look at it (open_chunks.cuh). This has
+ *         a model of its own, tests/models/open_chunks.pml.
  *       - A warp that only receives waits for other warps that send. The launch ensures that there are some
  *         (num_tail_blocks, num_move_blocks).
  *       - A warp that loads scales waits for the producer of its CTA, which has a tile then, and for nothing
