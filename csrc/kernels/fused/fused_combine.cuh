@@ -17,7 +17,7 @@ template <int DTYPE, bool SCALAR, EpOpKind OP = EP_OP_GEMM_COMBINE> struct EpCom
     uint32_t row, num_rows;
 
     __device__ EpCombineHooks(const Params &params, bool) : p(params), row(0), num_rows(0) {
-        if (OP == EP_OP_GEMM_COMBINE) clear_open_chunks();
+        if (EpCombineConfig<DTYPE, OP>::OPENS) clear_open_chunks();
     }
     /* One thread stores the verdict for all threads, to save a register of each. */
     static __device__ void keep(bool is_valid) { ep_shared_ok = is_valid; }

@@ -19,7 +19,7 @@
  *   bits 0 to 27    for each slot seven bits: in which 128th of the row blocks its last row is
  *   bits 28 to 31   the slots that are still to be returned
  *   bit 32          whether a warp has taken the chunk
- *   from bit 34 on  the chunk, as a task number */
+ *   from bit 34 on  the chunk, as a task number: below 2^30, because ranks * max_tokens < 2^31 */
 enum { EP_OPEN_CHUNKS = 64, EP_OPEN_SLOTS_BIT = 28, EP_OPEN_TASK_BIT = 34 };
 #define EP_OPEN_TAKEN (1ull << 32)
 __shared__ uint64_t ep_open_chunks[EP_OPEN_CHUNKS];
