@@ -355,6 +355,7 @@ static const Case cases[] = {
          {11},
          1}
         .with_drops(0),
+    Case{"local, 12 choices", {2, 16, 12, 21, 264, EP_BF16, EP_COMBINE_LOCAL, 400}, {21, 18}, 1}.with_drops(5),
     Case{"local, most choices dropped", {3, 6, 2, 37, 40, EP_BF16, EP_COMBINE_LOCAL, 222}, {37, 30, 9}, 1}
         .with_drops(6),
     Case{"local, two choices, several row blocks",
@@ -363,6 +364,8 @@ static const Case cases[] = {
          0}
         .with_drops(0),
     {"scatter, bfloat16", {2, 4, 4, 25, 200, EP_BF16, EP_COMBINE_SCATTER, 200}, {25, 18}, 1},
+    {"scatter, 12 choices", {2, 16, 12, 19, 72, EP_F16, EP_COMBINE_SCATTER, 400}, {19, 14}, 1},
+    {"scatter, 20 choices", {2, 24, 20, 13, 40, EP_BF16, EP_COMBINE_SCATTER, 400}, {13, 11}, 0},
     Case{"scatter, float16, most choices dropped",
          {3, 6, 3, 21, 264, EP_F16, EP_COMBINE_SCATTER, 180},
          {21, 0, 17},

@@ -51,7 +51,7 @@ EP_FN TokenRows rows_of_token(const EpCombineParams &p, uint32_t t, int32_t slot
     const uint32_t owner = expert < 0 ? 0 : (uint32_t)expert / ep_num_local_experts(&c->shape);
     const int32_t slot_there = __shfl_sync(EP_FULL, slot, (int)owner);
     const int32_t row = !local && lane < K ? p.plan[p.layout.token_row_off + (uint64_t)t * K + lane] : 0;
-    const bool own = expert >= 0 && returns_nothing(p, owner) && is_row(p, 0, row);
+    const bool own = expert >= 0 && returns_nothing(p, owner) && is_row(p, row);
     const unsigned char *choice =
         local    ? ep_slot_at(c, c->my_rank, owner, slot_there < 0 ? 0 : (uint32_t)slot_there)
         : gather ? ep_choice_at(c, owner, (uint32_t)(row < 0 ? 0 : row))
@@ -92,11 +92,9 @@ template <typename C> EP_FN void finish_part(const EpCombineParams &p, const EpP
     });
 }
 
-EP_FN bool rows_are_made(const EpCombineParams &p, const ChunkRows &r) {
-    bool made = true;
-#pragma unroll
-    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) made = made && row_is_made(p, r.row[i]);
-    return ep_warp_all(made); /* what any lane has acquired is now readable by all lanes */
+EP_FN bool chunk_is_made(const EpCombineParams &p, EpTask task) {
+    const uint32_t first = task.chunk * EP_CHUNK_SLOTS, slots = all_slots(num_to_return(p, task));
+    return made_slots(p, task.rank, first, slots, lane_row(p, task.rank, first, slots, 0)) == slots;
 }
 EP_FN bool staged_rows_are_made(const EpCombineParams &p, uint32_t chunk) {
     const uint32_t num = ep_chunk_slots(num_staged_rows(p), chunk);
@@ -161,7 +159,6 @@ template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParam
     const uint32_t num_send = num_chunks_to_return(p);
     bool may_send = parts.sends;
     uint32_t send = num_send; /* the chunk that this warp has drawn and not yet returned or staged */
-    ChunkRows rows = no_rows();
     EpBackoff backoff = {0, 0, 0};
     uint32_t to_come;
     EpReturnTurn turn = first_turn(W);
@@ -184,15 +181,12 @@ template <typename C, typename E> EP_FN void combine_tokens(const EpCombineParam
             if (send == num_send) {
                 send = next_to_send<C>(p, &turn, num_send);
                 may_send = send < num_send, backoff = {0, 0, 0};
-                const EpTask next = ep_task_at(send, c->my_rank, W);
-                if (may_send && !gather && !C::OPENS)
-                    rows = rows_to_return(p, next.rank, next.chunk * EP_CHUNK_SLOTS, num_to_return(p, next));
-            } else if (C::FUSED && !(gather ? staged_rows_are_made(p, send) : rows_are_made(p, rows))) {
+            } else if (C::FUSED && !(gather ? staged_rows_are_made(p, send) : chunk_is_made(p, task))) {
                 if (!wait_for_rows(p, C::OP, &backoff, epoch)) return;
             } else {
                 const uint64_t begin = C::FUSED ? ep_trace_now(c) : 0;
                 if (gather) stage_chunk<C>(p, send, num_send, epoch, fifo);
-                else if constexpr (!C::OPENS) return_chunk<C>(p, task, rows, epoch, fifo);
+                else if constexpr (!C::OPENS) return_chunk<C>(p, task, epoch, fifo);
                 if (C::FUSED) ep_trace_span(c, EP_SPAN_RETURN, task.rank, begin);
                 send = num_send;
             }

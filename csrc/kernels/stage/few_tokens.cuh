@@ -70,8 +70,8 @@ template <typename C> EP_FN void return_few(const EpCombineParams &p, EpTask tas
     const uint32_t num = num_to_return(p, task);
     if (num == 0 || returns_nothing(p, task.rank)) return;
     share_chunk(&p.comm, task.chunk, num, [&](const EpPart &part) {
-        const ChunkRows rows = rows_to_return(p, task.rank, part.first, part.num);
-        return_part<C>(p, task.rank, rows, part, EpAllSlots{part.num}, fifo);
+        const LaneRow mine = lane_row(p, task.rank, part.first, all_slots(part.num), 0);
+        return_part<C>(p, task.rank, mine, part, all_slots(part.num), fifo);
     });
     __syncthreads(); /* the stores of all warps come before thread 0's release */
     if (threadIdx.x == 0) ep_flag_publish(&p.comm, task.rank, task.chunk, epoch);

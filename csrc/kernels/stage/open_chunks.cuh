@@ -23,12 +23,13 @@
 enum { EP_OPEN_CHUNKS = 64, EP_OPEN_SLOTS_BIT = 28, EP_OPEN_TASK_BIT = 34 };
 #define EP_OPEN_TAKEN (1ull << 32)
 __shared__ uint64_t ep_open_chunks[EP_OPEN_CHUNKS];
-/* Row blocks from the first one on that are known to be complete. A warp may set it back: it is a hint. */
-__shared__ uint32_t ep_open_blocks;
+/* Row blocks from the first one on that are known to be complete, and how many 128ths of the blocks that is.
+ * A warp may set them back: they are hints. */
+__shared__ uint32_t ep_open_blocks, ep_open_parts;
 
 EP_FN void clear_open_chunks(void) {
     for (uint32_t i = threadIdx.x; i < EP_OPEN_CHUNKS; i += blockDim.x) ep_open_chunks[i] = 0;
-    if (threadIdx.x == 0) ep_open_blocks = 0;
+    if (threadIdx.x == 0) ep_open_blocks = ep_open_parts = 0;
 }
 EP_PURE uint32_t slots_to_return(uint64_t word) {
     return (uint32_t)(word >> EP_OPEN_SLOTS_BIT) % (1u << EP_CHUNK_SLOTS);
@@ -54,16 +55,38 @@ EP_FN bool row_is_made(const EpCombineParams &p, int32_t row) {
                ep_ready_count(block, m, p.row_pieces); /* the row is now readable */
 }
 
-/* Look at the counters of the next 32 row blocks. Returns how many 128ths of the blocks are complete. */
-EP_FN uint32_t complete_parts(const EpCombineParams &p) {
+/* Those of the slots first + i that rank s has sent, i a bit of `slots`, whose rows are all ready. mine: what
+ * lane_row returns for the first of them. A load that acquires waits for the one before it. So each lane
+ * looks at another row, and with up to 8 choices one load is enough for a chunk. */
+EP_FN uint32_t made_slots(const EpCombineParams &p, uint32_t s, uint32_t first, uint32_t slots, LaneRow mine) {
+    const uint32_t lanes = lanes_of_slot(p);
+    for (uint32_t at = 0; at < EP_CHUNK_SLOTS; at += 32 / lanes) {
+        if (at) mine = lane_row(p, s, first, slots, at);
+        const uint32_t missing = ~__ballot_sync(EP_FULL, row_is_made(p, mine.row));
+        for (uint32_t j = 0; j < 32 / lanes; j++)
+            if (missing >> lanes * j & EP_FULL >> (32 - lanes)) slots &= ~(1u << (at + j));
+    }
+    ep_warp_sync(); /* what any lane has acquired is now readable by all lanes */
+    return slots;
+}
+
+/* Look at the counters of the next 32 row blocks. Returns whether more parts of the blocks are complete than
+ * the warps of the CTA knew. */
+EP_FN bool look_at_blocks(const EpCombineParams &p) {
     const uint32_t num = num_row_blocks(p), m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS];
-    const uint32_t first = ep_ld_relaxed_shared(&ep_open_blocks), block = first + ep_lane();
+    const uint32_t first = __shfl_sync(EP_FULL, ep_ld_relaxed_shared(&ep_open_blocks), 0);
+    const uint32_t known = __shfl_sync(EP_FULL, ep_ld_relaxed_shared(&ep_open_parts), 0);
+    const uint32_t block = first + ep_lane();
     const bool made = block < num && ep_ld_relaxed_gpu_u64(ep_ready_word(&p.comm, block)) >=
                                          ep_ready_count(block, m, p.row_pieces);
     const uint32_t missing = ~__ballot_sync(EP_FULL, made);
     const uint32_t now = first + (missing ? (uint32_t)__ffs((int)missing) - 1 : 32);
-    if (now > first && ep_lane() == 0) ep_st_relaxed_shared(&ep_open_blocks, now);
-    return now < num ? now >> shift_of(num) : 128;
+    const uint32_t parts = now < num ? now >> shift_of(num) : 128;
+    if (ep_lane() == 0) {
+        ep_st_relaxed_shared(&ep_open_blocks, now);
+        ep_st_relaxed_shared(&ep_open_parts, parts);
+    }
+    return parts > known;
 }
 /* Whether a slot of an open chunk is probably complete. */
 EP_PURE bool is_promising(uint64_t word, uint32_t num_parts) {
@@ -107,13 +130,16 @@ EP_FN uint64_t open_chunk(const EpCombineParams &p, EpReturnTurn *turn, uint32_t
         task = ep_task_at(send, p.comm.my_rank, p.comm.shape.num_ranks);
         num = num_to_return(p, task);
     } while (num == 0);
-    const ChunkRows r = rows_to_return(p, task.rank, task.chunk * EP_CHUNK_SLOTS, num);
-    uint64_t word = (uint64_t)send << EP_OPEN_TASK_BIT | ((1ull << num) - 1) << EP_OPEN_SLOTS_BIT;
-#pragma unroll
-    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
-        const bool exists = r.row[i] >= 0 && r.row[i] < p.plan[EP_HEAD_NUM_ROWS];
-        const uint32_t block = exists ? (uint32_t)r.row[i] / EP_TILE_ROWS : 0;
-        word |= (uint64_t)__reduce_max_sync(EP_FULL, block >> shift) << 7 * i;
+    const uint32_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS], lanes = lanes_of_slot(p);
+    uint64_t word = (uint64_t)send << EP_OPEN_TASK_BIT | (uint64_t)all_slots(num) << EP_OPEN_SLOTS_BIT;
+    for (uint32_t at = 0; at < EP_CHUNK_SLOTS; at += 32 / lanes) {
+        const int32_t row =
+            lane_row(p, task.rank, task.chunk * EP_CHUNK_SLOTS, all_slots(num), at).row;
+        const uint32_t block = row >= 0 && (uint32_t)row < m ? (uint32_t)row / EP_TILE_ROWS : 0;
+        for (uint32_t j = 0; j < 32 / lanes; j++) {
+            const uint32_t part = ep_lane() / lanes == j ? block >> shift : 0;
+            word |= (uint64_t)__reduce_max_sync(EP_FULL, part) << 7 * (at + j);
+        }
     }
     return word;
 }
@@ -122,17 +148,13 @@ EP_FN uint64_t open_chunk(const EpCombineParams &p, EpReturnTurn *turn, uint32_t
 template <typename C, typename E>
 EP_FN uint64_t return_slots(const EpCombineParams &p, uint64_t word, E epoch, uint32_t fifo) {
     const EpTask task = ep_task_at(task_of(word), p.comm.my_rank, p.comm.shape.num_ranks);
-    const uint32_t num = num_to_return(p, task);
-    const ChunkRows r = rows_to_return(p, task.rank, task.chunk * EP_CHUNK_SLOTS, num);
-    uint32_t slots = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        if ((slots_to_return(word) >> i & 1) && ep_warp_all(row_is_made(p, r.row[i])))
-            slots |= 1u << i; /* what any lane has acquired is now readable by all lanes */
+    const uint32_t first = task.chunk * EP_CHUNK_SLOTS;
+    const LaneRow mine = lane_row(p, task.rank, first, slots_to_return(word), 0);
+    const uint32_t slots = made_slots(p, task.rank, first, slots_to_return(word), mine);
     if (slots == 0) return word;
     const uint64_t begin = ep_trace_now(&p.comm);
-    return_part<C>(p, task.rank, r, ep_whole_chunk(task.chunk, num, ep_row_vecs(&p.comm)), EpSomeSlots{slots},
-                   fifo);
+    return_part<C>(p, task.rank, mine, ep_whole_chunk(task.chunk, EP_CHUNK_SLOTS, ep_row_vecs(&p.comm)),
+                   slots, fifo);
     ep_trace_span(&p.comm, EP_SPAN_RETURN, task.rank, begin);
     word &= ~((uint64_t)slots << EP_OPEN_SLOTS_BIT);
     if (slots_to_return(word)) return word;
@@ -141,14 +163,14 @@ EP_FN uint64_t return_slots(const EpCombineParams &p, uint64_t word, E epoch, ui
     return 0;
 }
 
-/* What a call of return_some has found: work, which it has done; chunks whose rows are missing; or nothing:
- * every chunk has been returned, or another warp has it. */
+/* What a call of return_some has found: progress, its own or that of the GEMM; chunks whose rows are missing;
+ * or nothing: every chunk has been returned, or another warp has it. */
 typedef enum { EP_DID_RETURN, EP_ROWS_MISSING, EP_NOTHING_LEFT } EpReturned;
 
-/* Open a chunk, or return slots of one. */
+/* Open a chunk, or return slots of one. Only a warp that finds no work looks at the GEMM's counters. */
 template <typename C, typename E> EP_FN EpReturned return_some(const EpCombineParams &p, EpReturnTurn *turn,
                                                                uint32_t num_send, E epoch, uint32_t fifo) {
-    const uint32_t num_parts = complete_parts(p);
+    const uint32_t num_parts = ep_ld_relaxed_shared(&ep_open_parts);
     bool any_open = false;
     for (uint32_t half = 0; half < EP_OPEN_CHUNKS; half += 32) {
         uint32_t at = (turn->at + half + ep_lane()) % EP_OPEN_CHUNKS;
@@ -170,7 +192,8 @@ template <typename C, typename E> EP_FN EpReturned return_some(const EpCombinePa
         if (ep_lane() == 0) ep_st_release_shared(&ep_open_chunks[at], left);
         return left == word ? EP_ROWS_MISSING : EP_DID_RETURN;
     }
-    return any_open ? EP_ROWS_MISSING : EP_NOTHING_LEFT;
+    if (!any_open) return EP_NOTHING_LEFT;
+    return look_at_blocks(p) ? EP_DID_RETURN : EP_ROWS_MISSING;
 }
 
 #endif /* EP_OPEN_CHUNKS_CUH */

@@ -1,7 +1,6 @@
 /* returns.cuh - one warp's part of combine: return rows to the ranks of their tokens.
  *
- * Exports return_part, return_chunk, stage_part and stage_chunk, and what a warp draws: num_chunks_to_return,
- * rows_to_return. combine.cuh says what is returned in which mode. */
+ * Exports return_part, return_chunk, stage_part and stage_chunk, num_chunks_to_return and lane_row. combine.cuh says what is returned in which mode. */
 #ifndef EP_RETURNS_CUH
 #define EP_RETURNS_CUH
 #include "kernels/stage/rows.cuh"
@@ -46,10 +45,8 @@ EP_FN void put_choices(const EpCombineParams &p, int32_t row, uint32_t mask, con
                                      });
 }
 
-/* Whether `row` is a valid row of a slot of token `token`. Both may be numbers from a peer. */
-EP_FN bool is_row(const EpCombineParams &p, int32_t token, int32_t row) {
-    return row >= 0 && (uint32_t)row < p.num_rows && (uint32_t)token < p.comm.shape.max_tokens;
-}
+/* Whether `row`, which may be a number from a peer, is a valid row. */
+EP_FN bool is_row(const EpCombineParams &p, int32_t row) { return row >= 0 && (uint32_t)row < p.num_rows; }
 
 /* SCATTER: this rank adds up its own rows where they are, so it returns none of them to itself. In a
  * megakernel it still publishes their chunks: that tells that the rows are ready. */
@@ -57,124 +54,102 @@ EP_FN bool returns_nothing(const EpCombineParams &p, uint32_t to_rank) {
     return to_rank == p.comm.my_rank && p.comm.shape.combine_mode == EP_COMBINE_SCATTER;
 }
 
-/* A chunk of slots to return. Lane i has the token of slot i. In row[i], lane k has the row of the slot's
- * choice k. */
-typedef struct {
-    int32_t token, row[EP_CHUNK_SLOTS];
-} ChunkRows;
-EP_FN ChunkRows no_rows(void) {
-    ChunkRows r;
-    r.token = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) r.row[i] = -1;
-    return r;
+/* How many lanes have the rows of one slot: K of them, rounded up to 8, 16 or 32. So all lanes together have
+ * the rows of four slots, two or one. */
+EP_FN uint32_t lanes_of_slot(const EpCombineParams &p) {
+    const uint32_t K = p.comm.shape.num_topk;
+    return K <= 8 ? 8 : K <= 16 ? 16 : 32;
 }
-/* Of the slots first to first + num - 1 that rank s has sent. */
-EP_FN ChunkRows rows_to_return(const EpCombineParams &p, uint32_t s, uint32_t first, uint32_t num) {
-    const EpComm *c = &p.comm;
-    const uint32_t K = c->shape.num_topk;
-    const uint32_t stride = ep_record_words(K);
-    const int32_t *records = p.recv + ep_record_at(&c->shape, s, first);
-    ChunkRows r;
-    r.token = ep_lane() < num ? records[ep_lane() * stride + EP_RECORD_TOKEN] : 0;
-#pragma unroll
-    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        r.row[i] = i < num && ep_lane() < K ? records[i * stride + EP_RECORD_ROWS + ep_lane()] : -1;
+/* A lane's row: that of one choice of one slot; -1: there is none. LOCAL: and the weight of the row, or 1. */
+typedef struct {
+    int32_t row;
+    float weight;
+} LaneRow;
+/* Of the slots first + at, first + at + 1, ... that rank s has sent, as many as the lanes have rows of. Slots
+ * whose bit in `slots` is 0 count as empty; bit i is that of slot first + i. */
+EP_FN LaneRow lane_row(const EpCombineParams &p, uint32_t s, uint32_t first, uint32_t slots, uint32_t at) {
+    const uint32_t K = p.comm.shape.num_topk, lanes = lanes_of_slot(p);
+    const uint32_t i = at + ep_lane() / lanes, k = ep_lane() % lanes;
+    const int32_t *record =
+        p.recv + ep_record_at(&p.comm.shape, s, first) + (uint64_t)i * ep_record_words(K);
+    LaneRow r = {(slots >> i & 1) && k < K ? record[EP_RECORD_ROWS + k] : -1, 1.0f};
+    if (p.has_weight && p.comm.shape.combine_mode == EP_COMBINE_LOCAL && is_row(p, r.row))
+        r.weight = p.row_weight[r.row];
     return r;
 }
 EP_FN uint32_t num_to_return(const EpCombineParams &p, EpTask task) {
     return ep_chunk_slots((uint32_t)p.plan[EP_HEAD_NUM_RECV + task.rank], task.chunk);
 }
 
-/* The slots of a part that a warp returns: all of them, or those of a mask. A slot that is skipped has no
- * sum. sum(i) is the number of slot i's sum, and slot(j) is the slot of sum j. */
-struct EpAllSlots {
-    uint32_t num_slots;
-    __device__ bool has(uint32_t i) const { return i < num_slots; }
-    __device__ bool skips(uint32_t) const { return false; }
-    __device__ uint32_t num() const { return num_slots; }
-    __device__ uint32_t sum(uint32_t i) const { return i; }
-    __device__ uint32_t slot(uint32_t j) const { return j; }
-};
-struct EpSomeSlots {
-    uint32_t mask;
-    __device__ bool has(uint32_t i) const { return mask >> i & 1; }
-    __device__ bool skips(uint32_t i) const { return !has(i); }
-    __device__ uint32_t num() const { return (uint32_t)__popc(mask); }
-    __device__ uint32_t sum(uint32_t i) const { return (uint32_t)__popc(mask & ((1u << i) - 1)); }
-    __device__ uint32_t slot(uint32_t j) const {
-        uint32_t left = mask;
-        for (; j; j--) left &= left - 1;
-        return (uint32_t)__ffs((int)left) - 1;
-    }
-};
+EP_FN uint32_t all_slots(uint32_t num) { return (1u << num) - 1; }
 
 /* LOCAL: return the sum of the rows of each slot to rank s, added up through shared memory. */
-template <typename C, typename S> EP_FN void return_sums(const EpCombineParams &p, uint32_t s,
-                                                         const ChunkRows &r, const EpPart &part, S slots,
-                                                         uint32_t fifo) {
+template <typename C> EP_FN void return_sums(const EpCombineParams &p, uint32_t s, LaneRow mine,
+                                             const EpPart &part, uint32_t slots, uint32_t fifo) {
     const EpComm *c = &p.comm;
+    const uint32_t lanes = lanes_of_slot(p);
     const uint64_t skipped = 16ull * part.vec;
-    uint32_t ends = 0, listed = 0;
-    float weight[EP_CHUNK_SLOTS];
-    bool here[EP_CHUNK_SLOTS];
-#pragma unroll
-    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
-        here[i] = is_row(p, __shfl_sync(EP_FULL, r.token, (int)i), r.row[i]);
-        weight[i] = here[i] && p.has_weight ? p.row_weight[r.row[i]] : 1.0f;
-    }
+    uint32_t ends = 0, listed = 0, num = 0;
     ep_warp_sync(); /* no lane still reads the list */
-#pragma unroll
-    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
-        if (slots.skips(i)) continue;
-        listed = ep_stream_list<typename C::Fifo>(fifo, listed, here[i], row_address(p, r.row[i]) + skipped,
-                                                  weight[i]);
-        ends |= listed << 8 * slots.sum(i);
+    for (uint32_t at = 0; at < EP_CHUNK_SLOTS; at += 32 / lanes) {
+        if (at) mine = lane_row(p, s, part.first, slots, at);
+        const uint32_t i = at + ep_lane() / lanes, k = ep_lane() % lanes;
+        const bool here = (slots >> i & 1) && is_row(p, mine.row);
+        const uint32_t rows = __ballot_sync(EP_FULL, here);
+        ep_stream_list<typename C::Fifo>(fifo, listed, here, row_address(p, mine.row) + skipped, mine.weight);
+        for (uint32_t j = 0; j < 32 / lanes; j++) {
+            if (!(slots >> (at + j) & 1)) continue;
+            listed += (uint32_t)__popc(rows >> lanes * j & EP_FULL >> (32 - lanes));
+            ends |= listed << 8 * num++;
+        }
+        if (p.has_scalar && part.vec == 0 && (slots >> i & 1) && k < c->shape.num_topk)
+            ((float *)(ep_slot_at(c, s, c->my_rank, part.first + i) + c->layout.row_bytes))[k] =
+                here ? p.row_scalar[mine.row] : 0.0f;
     }
     ep_warp_sync();
     ep_stream_sums<typename C::Fifo, C::DTYPE>(
-        fifo, ends, slots.num(), part.num_vec, p.has_weight,
-        [&](uint32_t j) { return ep_slot_at(c, s, c->my_rank, part.first + slots.slot(j)) + skipped; });
-#pragma unroll
-    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++)
-        if (p.has_scalar && part.vec == 0 && slots.has(i) && ep_lane() < c->shape.num_topk)
-            ((float *)(ep_slot_at(c, s, c->my_rank, part.first + i) + c->layout.row_bytes))[ep_lane()] =
-                here[i] ? p.row_scalar[r.row[i]] : 0.0f;
+        fifo, ends, num, part.num_vec, p.has_weight, [&](uint32_t sum) {
+            uint32_t left = slots;
+            for (; sum; sum--) left &= left - 1; /* without the slots of the sums before */
+            return ep_slot_at(c, s, c->my_rank, part.first + (uint32_t)__ffs((int)left) - 1) + skipped;
+        });
 }
 
 /* SCATTER: return the rows of the slots one by one to rank s. */
-template <typename C, typename S> EP_FN void return_choices(const EpCombineParams &p, uint32_t s,
-                                                            const ChunkRows &r, const EpPart &part, S slots,
-                                                            uint32_t fifo) {
+template <typename C> EP_FN void return_choices(const EpCombineParams &p, uint32_t s, LaneRow mine,
+                                                const EpPart &part, uint32_t slots, uint32_t fifo) {
     const EpComm *c = &p.comm;
-    /* Unrolled: a loop costs the main loop of GEMM + combine registers, and 1.5 % of its time (E-074). */
-#pragma unroll
-    for (uint32_t i = 0; i < EP_CHUNK_SLOTS; i++) {
-        if (slots.skips(i)) continue;
-        if (!slots.has(i)) return;
-        const int32_t token = __shfl_sync(EP_FULL, r.token, (int)i);
-        const uint32_t mask = __ballot_sync(EP_FULL, is_row(p, token, r.row[i]));
-        put_choices<C>(p, r.row[i], mask, part, fifo, [&](uint32_t k) {
-            return ep_choice_at(c, s, (uint64_t)(uint32_t)token * c->shape.num_topk + k);
+    const uint32_t K = c->shape.num_topk, lanes = lanes_of_slot(p);
+    const int32_t *records = p.recv + ep_record_at(&c->shape, s, part.first);
+    for (uint32_t at = 0; at < EP_CHUNK_SLOTS; at += 32 / lanes) {
+        if (at) mine = lane_row(p, s, part.first, slots, at);
+        const uint32_t i = at + ep_lane() / lanes;
+        const bool wanted = (slots >> i & 1) && is_row(p, mine.row);
+        const int32_t token = wanted ? records[(uint64_t)i * ep_record_words(K) + EP_RECORD_TOKEN] : -1;
+        const bool here = (uint32_t)token < c->shape.max_tokens;
+        put_choices<C>(p, mine.row, __ballot_sync(EP_FULL, here), part, fifo, [&](uint32_t lane) {
+            const uint32_t t = (uint32_t)__shfl_sync(EP_FULL, token, (int)lane);
+            return ep_choice_at(c, s, (uint64_t)t * K + lane % lanes);
         });
     }
 }
 
-/* Return slots of a part of a chunk to rank s. */
-template <typename C, typename S> EP_FN void return_part(const EpCombineParams &p, uint32_t s,
-                                                         const ChunkRows &r, const EpPart &part, S slots,
-                                                         uint32_t fifo) {
+/* Return the slots part.first + i to rank s, for each bit i of `slots`: their part of part.num_vec units.
+ * mine: what lane_row returns for the first of them, or for more slots than `slots`. */
+template <typename C> EP_FN void return_part(const EpCombineParams &p, uint32_t s, LaneRow mine,
+                                             const EpPart &part, uint32_t slots, uint32_t fifo) {
     if (returns_nothing(p, s)) return;
-    if (p.comm.shape.combine_mode == EP_COMBINE_LOCAL) return_sums<C>(p, s, r, part, slots, fifo);
-    else return_choices<C>(p, s, r, part, slots, fifo);
+    if (p.comm.shape.combine_mode == EP_COMBINE_LOCAL) return_sums<C>(p, s, mine, part, slots, fifo);
+    else return_choices<C>(p, s, mine, part, slots, fifo);
 }
 
-template <typename C, typename E> EP_FN void return_chunk(const EpCombineParams &p, EpTask task,
-                                                          const ChunkRows &r, E epoch, uint32_t fifo) {
+template <typename C, typename E>
+EP_FN void return_chunk(const EpCombineParams &p, EpTask task, E epoch, uint32_t fifo) {
     const uint32_t num = num_to_return(p, task);
     if (num == 0) return;
     const EpPart part = ep_whole_chunk(task.chunk, num, ep_row_vecs(&p.comm));
-    return_part<C>(p, task.rank, r, part, EpAllSlots{num}, fifo);
+    const LaneRow mine = lane_row(p, task.rank, part.first, all_slots(num), 0);
+    return_part<C>(p, task.rank, mine, part, all_slots(num), fifo);
     ep_warp_sync(); /* all lanes' stores come before lane 0's release */
     if (ep_lane() == 0) ep_flag_publish(&p.comm, task.rank, task.chunk, epoch);
 }
