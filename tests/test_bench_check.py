@@ -91,6 +91,14 @@ def test_bench_train_checks_values_and_gradients(wrong, text):
         run_command(["train", "--shapes", "mixtral", "--iters", "1"])
 
 
+def test_bench_layer_checks_the_layer_with_a_capacity(monkeypatch):
+    right = epmoe.EPMoE.forward
+    monkeypatch.setattr(epmoe.EPMoE, "forward", lambda moe, *inputs: right(moe, *inputs) *
+                        (1.0 if moe.layer.capacity is None else 1.5))
+    with pytest.raises(AssertionError, match="with a capacity differs in its bits"):
+        run_command(["layer", "--shapes", "qwen3-30b", "--iters", "1"])
+
+
 @pytest.mark.parametrize("name, wrong, text", [
     ("forward", lambda y: 1.5 * y, "tokens differ"),
     ("_unfused", lambda y: (1.5 * y[0], *y[1:]), "fused and unfused results differ"),

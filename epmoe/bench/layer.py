@@ -1,12 +1,15 @@
 """Measures the forward pass of a whole layer.
 
 - EPMoE in its two fused kernels, and unfused: the same stages one after the other.
+- The fused kernels with a capacity.  Without one, the host reads the number of rows between the plan and the
+  first kernel, and the GPU waits.
 - The same layer over each peer's all-to-alls, with torch's GEMMs.
 - torch's two GEMMs alone on the same rows, and each fused kernel compared with the GEMM in it.
 
 All alternate, so that each meets the GPU in the same state.
 """
 
+import contextlib
 import functools
 from dataclasses import replace
 
@@ -14,7 +17,7 @@ import torch
 
 import epmoe
 from epmoe.bench.check import poisoned, sums_error
-from epmoe.bench.measure import alternated
+from epmoe.bench.measure import alternated, slowest
 from epmoe.reference import activate
 
 DECODE = {"cuda": (128, 1024), "cpu": (16,)}  # tokens of a rank in decoding
@@ -60,11 +63,10 @@ class Layer:
     """An EPMoE on an EpAll2AllFusedOp, its inputs, and the peer that it is compared with."""
 
     def __init__(self, run, shape, **options):
-        self.run, self.inputs = run, run.inputs(shape)
+        self.run, self.shape, self.inputs = run, shape, run.inputs(shape)
         x, _, _ = self.inputs
         self.op = run.layer(shape, x.dtype, epmoe.EpAll2AllFusedOp, **options)
-        self.moe = epmoe.EPMoE(shape.hidden, shape.inner, shape.experts, shape.topk, dtype=x.dtype,
-                               layer=self.op)
+        self.moe = self.experts(self.op)
         self.torch_peer = run.torch_peer(shape, self.inputs)
 
     def __enter__(self):
@@ -74,6 +76,22 @@ class Layer:
         if kind is None:
             self.op.synchronize()
             self.op.finalize()
+
+    def experts(self, op):
+        shape = self.shape
+        return epmoe.EPMoE(shape.hidden, shape.inner, shape.experts, shape.topk, dtype=op.dtype, layer=op)
+
+    @contextlib.contextmanager
+    def with_capacity(self):
+        """Yield an EPMoE with the same weights, whose capacity is the most rows that a rank receives."""
+        _, idx, _ = self.inputs
+        rows = int(slowest(self.run.cpu_group, self.op.preprocess(idx).num_rows))
+        op = self.run.layer(self.shape, self.op.dtype, epmoe.EpAll2AllFusedOp, capacity=rows)
+        moe = self.experts(op)
+        moe.gate_up_proj, moe.down_proj = self.moe.gate_up_proj, self.moe.down_proj
+        yield moe
+        op.synchronize()
+        op.finalize()
 
     def __call__(self):
         return self.moe(*self.inputs)
@@ -119,8 +137,10 @@ class Layer:
 
 @torch.no_grad()
 def measure(run, shape):
-    with Layer(run, shape) as layer:
+    with Layer(run, shape) as layer, layer.with_capacity() as ahead:
         layer.check()
+        run.agree("" if torch.equal(ahead(*layer.inputs), layer())
+                  else "the result with a capacity differs in its bits")
         parts = layer.parts()
         fns = {"torch layer": lambda: layer.over(layer.torch_peer)}
         if run.deep_ep:
@@ -131,7 +151,8 @@ def measure(run, shape):
                 run.agree(sums_error(layer.over(peer), h, layer.torch_peer, slack=2.0))
                 fns[f"DeepEP layer, {num_sm} SMs"] = functools.partial(layer.over, peer)
         ours = {"GEMMs alone": lambda: (parts["gate and up"](), parts["down"]()),
-                "one after the other": layer.unfused, "fused": layer}
+                "one after the other": layer.unfused, "fused": layer,
+                "with a capacity": functools.partial(ahead, *layer.inputs)}
         ms = alternate(run, **fns, **parts, **ours)
         for name in fns:
             record_layer(run, "layer", shape, name, ms[name])
@@ -141,6 +162,7 @@ def measure(run, shape):
                 **({"DeepEP": min(deep_ep)} if deep_ep else {})}
         record_layer(run, "layer", shape, "epmoe layer, one after the other", ms["one after the other"], over)
         record_layer(run, "layer", shape, "epmoe layer", ms["fused"], over)
+        record_layer(run, "layer", shape, "epmoe layer with a capacity", ms["with a capacity"], over)
         for kernel, product in (("dispatch + gemm", "gate and up"), ("gemm + combine", "down")):
             run.record("layer", shape, f"torch {product} alone", ms[product])
             run.record("layer", shape, f"epmoe {kernel}", ms[kernel], over={f"{product} alone": ms[product]})
