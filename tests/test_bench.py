@@ -34,7 +34,7 @@ EXPECTED = {
     "a2a": EPMOE | TORCH,
     "sm": EPMOE,
     "tokens": EPMOE | TORCH,
-    "layer": LAYERS | {"torch gate and up alone", "torch down alone",
+    "layer": LAYERS | {"epmoe layer with a capacity", "torch gate and up alone", "torch down alone",
                        "epmoe dispatch + gemm", "epmoe gemm + combine"},
     "growth": LAYERS,
     "ablation": {choice for choice, options in ablation.CHOICES.items() if "num_sm" not in options},
