@@ -355,7 +355,8 @@ static const Case cases[] = {
          {11},
          1}
         .with_drops(0),
-    Case{"local, 12 choices", {2, 16, 12, 21, 264, EP_BF16, EP_COMBINE_LOCAL, 400}, {21, 18}, 1}.with_drops(5),
+    Case{"local, 12 choices", {2, 16, 12, 21, 264, EP_BF16, EP_COMBINE_LOCAL, 400}, {21, 18}, 1}.with_drops(
+        5),
     Case{"local, most choices dropped", {3, 6, 2, 37, 40, EP_BF16, EP_COMBINE_LOCAL, 222}, {37, 30, 9}, 1}
         .with_drops(6),
     Case{"local, two choices, several row blocks",

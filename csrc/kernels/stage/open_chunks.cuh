@@ -58,7 +58,8 @@ EP_FN bool row_is_made(const EpCombineParams &p, int32_t row) {
 /* Those of the slots first + i that rank s has sent, i a bit of `slots`, whose rows are all ready. mine: what
  * lane_row returns for the first of them. A load that acquires waits for the one before it. So each lane
  * looks at another row, and with up to 8 choices one load is enough for a chunk. */
-EP_FN uint32_t made_slots(const EpCombineParams &p, uint32_t s, uint32_t first, uint32_t slots, LaneRow mine) {
+EP_FN uint32_t made_slots(const EpCombineParams &p, uint32_t s, uint32_t first, uint32_t slots,
+                          LaneRow mine) {
     const uint32_t lanes = lanes_of_slot(p);
     for (uint32_t at = 0; at < EP_CHUNK_SLOTS; at += 32 / lanes) {
         if (at) mine = lane_row(p, s, first, slots, at);
@@ -133,8 +134,7 @@ EP_FN uint64_t open_chunk(const EpCombineParams &p, EpReturnTurn *turn, uint32_t
     const uint32_t m = (uint32_t)p.plan[EP_HEAD_NUM_ROWS], lanes = lanes_of_slot(p);
     uint64_t word = (uint64_t)send << EP_OPEN_TASK_BIT | (uint64_t)all_slots(num) << EP_OPEN_SLOTS_BIT;
     for (uint32_t at = 0; at < EP_CHUNK_SLOTS; at += 32 / lanes) {
-        const int32_t row =
-            lane_row(p, task.rank, task.chunk * EP_CHUNK_SLOTS, all_slots(num), at).row;
+        const int32_t row = lane_row(p, task.rank, task.chunk * EP_CHUNK_SLOTS, all_slots(num), at).row;
         const uint32_t block = row >= 0 && (uint32_t)row < m ? (uint32_t)row / EP_TILE_ROWS : 0;
         for (uint32_t j = 0; j < 32 / lanes; j++) {
             const uint32_t part = ep_lane() / lanes == j ? block >> shift : 0;

@@ -1,6 +1,7 @@
 /* returns.cuh - one warp's part of combine: return rows to the ranks of their tokens.
  *
- * Exports return_part, return_chunk, stage_part and stage_chunk, num_chunks_to_return and lane_row. combine.cuh says what is returned in which mode. */
+ * Exports return_part, return_chunk, stage_part, stage_chunk, num_chunks_to_return, all_slots, and lane_row,
+ * which says how a warp looks at the rows of slots. combine.cuh says what is returned in which mode. */
 #ifndef EP_RETURNS_CUH
 #define EP_RETURNS_CUH
 #include "kernels/stage/rows.cuh"
@@ -70,8 +71,7 @@ typedef struct {
 EP_FN LaneRow lane_row(const EpCombineParams &p, uint32_t s, uint32_t first, uint32_t slots, uint32_t at) {
     const uint32_t K = p.comm.shape.num_topk, lanes = lanes_of_slot(p);
     const uint32_t i = at + ep_lane() / lanes, k = ep_lane() % lanes;
-    const int32_t *record =
-        p.recv + ep_record_at(&p.comm.shape, s, first) + (uint64_t)i * ep_record_words(K);
+    const int32_t *record = p.recv + ep_record_at(&p.comm.shape, s, first) + (uint64_t)i * ep_record_words(K);
     LaneRow r = {(slots >> i & 1) && k < K ? record[EP_RECORD_ROWS + k] : -1, 1.0f};
     if (p.has_weight && p.comm.shape.combine_mode == EP_COMBINE_LOCAL && is_row(p, r.row))
         r.weight = p.row_weight[r.row];
