@@ -23,8 +23,9 @@
 enum { EP_OPEN_CHUNKS = 64, EP_OPEN_SLOTS_BIT = 28, EP_OPEN_TASK_BIT = 34 };
 #define EP_OPEN_TAKEN (1ull << 32)
 __shared__ uint64_t ep_open_chunks[EP_OPEN_CHUNKS];
-/* Row blocks from the first one on that are known to be complete, and how many 128ths of the blocks that is.
- * A warp may set them back: they are hints. */
+/* How many row blocks, from the first one on, are known to be complete, and how many 128ths of all row blocks
+ * that is. The second number follows from the first, but computing it would need the number of rows, which is
+ * in global memory. Both are hints: a warp may store older numbers over newer ones. */
 __shared__ uint32_t ep_open_blocks, ep_open_parts;
 
 EP_FN void clear_open_chunks(void) {
@@ -55,9 +56,9 @@ EP_FN bool row_is_made(const EpCombineParams &p, int32_t row) {
                ep_ready_count(block, m, p.row_pieces); /* the row is now readable */
 }
 
-/* Those of the slots first + i that rank s has sent, i a bit of `slots`, whose rows are all ready. mine: what
- * lane_row returns for the first of them. A load that acquires waits for the one before it. So each lane
- * looks at another row, and with up to 8 choices one load is enough for a chunk. */
+/* Return those slots of the mask `slots` whose rows are all ready. Bit i is the slot first + i, which rank s
+ * has sent. mine: the result of lane_row with at = 0. A load that acquires waits until the one before it has
+ * ended. So each lane checks another row, and with up to 8 choices one load checks a whole chunk. */
 EP_FN uint32_t made_slots(const EpCombineParams &p, uint32_t s, uint32_t first, uint32_t slots,
                           LaneRow mine) {
     const uint32_t lanes = lanes_of_slot(p);

@@ -55,8 +55,8 @@ EP_FN bool returns_nothing(const EpCombineParams &p, uint32_t to_rank) {
     return to_rank == p.comm.my_rank && p.comm.shape.combine_mode == EP_COMBINE_SCATTER;
 }
 
-/* How many lanes have the rows of one slot: K of them, rounded up to 8, 16 or 32. So all lanes together have
- * the rows of four slots, two or one. */
+/* How many lanes have the rows of one slot: K, rounded up to 8, 16 or 32. So the warp has the rows of four
+ * slots, of two, or of one at a time. */
 EP_FN uint32_t lanes_of_slot(const EpCombineParams &p) {
     const uint32_t K = p.comm.shape.num_topk;
     return K <= 8 ? 8 : K <= 16 ? 16 : 32;
@@ -66,8 +66,9 @@ typedef struct {
     int32_t row;
     float weight;
 } LaneRow;
-/* Of the slots first + at, first + at + 1, ... that rank s has sent, as many as the lanes have rows of. Slots
- * whose bit in `slots` is 0 count as empty; bit i is that of slot first + i. */
+/* Load this lane's row. The first lanes_of_slot lanes have the rows of slot first + at, which rank s has
+ * sent, the next ones those of slot first + at + 1, and so on. Bit i of `slots` is the slot first + i. A slot
+ * whose bit is 0 has no rows. */
 EP_FN LaneRow lane_row(const EpCombineParams &p, uint32_t s, uint32_t first, uint32_t slots, uint32_t at) {
     const uint32_t K = p.comm.shape.num_topk, lanes = lanes_of_slot(p);
     const uint32_t i = at + ep_lane() / lanes, k = ep_lane() % lanes;
@@ -134,8 +135,8 @@ template <typename C> EP_FN void return_choices(const EpCombineParams &p, uint32
     }
 }
 
-/* Return the slots part.first + i to rank s, for each bit i of `slots`: their part of part.num_vec units.
- * mine: what lane_row returns for the first of them, or for more slots than `slots`. */
+/* Return the slots of the mask `slots` to rank s: of each row, the units that `part` names. Bit i is the slot
+ * part.first + i. mine: the result of lane_row with at = 0 and these slots, or more. */
 template <typename C> EP_FN void return_part(const EpCombineParams &p, uint32_t s, LaneRow mine,
                                              const EpPart &part, uint32_t slots, uint32_t fifo) {
     if (returns_nothing(p, s)) return;
