@@ -13,11 +13,8 @@ ops.lib.define("dispatch_fp8(Tensor x, Tensor x_scale, Tensor? weight, Tensor pl
 
 
 def _run(x, x_scale, weight, plan, layer, buffer, num_rows, after=None):
-    layer = ops.layer_of(layer)
-    if num_rows < 0:
-        num_rows = layer._num_rows(plan, buffer)
-    rows, scales, row_weight, recv = layer._dispatch_fp8(aligned(x), x_scale, aligned(weight), plan, buffer,
-                                                         num_rows)
+    rows, scales, row_weight, recv = ops.layer_of(layer)._dispatch_fp8(aligned(x), x_scale, aligned(weight),
+                                                                       plan, buffer, num_rows)
     return rows, scales, ops.absent(x_scale) if row_weight is None else row_weight, recv
 
 
@@ -101,15 +98,15 @@ class Fp8Dispatch:
             if self._copies > 1:
                 x, x_scale = x.repeat_interleave(self._copies, 0), x_scale.repeat_interleave(self._copies, 0)
         except Exception as error:
-            self._refuse(op, error, layout.buffer)
+            self._refuse_dispatch(op, error, layout)
         if is_watched():
-            rows, scales, row_weight, layout.recv = torch.ops.epmoe.dispatch_fp8(
+            rows, scales, row_weight, recv = torch.ops.epmoe.dispatch_fp8(
                 x, x_scale, weight, layout.plan, self.id, layout.buffer, num_rows)
             row_weight = None if weight is None else row_weight
         else:
-            num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
-            rows, scales, row_weight, layout.recv = self._dispatch_fp8(x, x_scale, weight, layout.plan,
-                                                                       layout.buffer, num_rows)
+            rows, scales, row_weight, recv = self._dispatch_fp8(x, x_scale, weight, layout.plan,
+                                                                layout.buffer, num_rows)
+        self._set_dispatched(layout, rows, recv)
         return rows, scales, cast(row_weight, self.weight_dtype), layout
 
     def _fp8_outputs(self, weight, num_rows, by_row):
@@ -117,19 +114,19 @@ class Fp8Dispatch:
 
         by_row: The scales of a row are next to each other in memory, else those of a group.
         """
-        rows = torch.empty((num_rows, self.hidden), dtype=torch.uint8, device=self.device)
+        rows = self._empty(num_rows, self.hidden, dtype=torch.uint8)
         groups = -(-self.hidden // FP8_BLOCK)
-        row_scale = torch.empty((num_rows, groups) if by_row else (groups, num_rows), dtype=torch.float32,
-                                device=self.device)
-        row_scale = row_scale if by_row else row_scale.t()
-        row_weight = None
-        if weight is not None:
-            row_weight = torch.empty(num_rows, dtype=torch.float32, device=self.device)
-        return rows, row_scale, row_weight, torch.empty(self._recv_words, dtype=torch.int32,
-                                                        device=self.device)
+        if by_row:
+            row_scale = self._empty(num_rows, groups, dtype=torch.float32)
+        else:
+            row_scale = self._empty(groups, num_rows, dtype=torch.float32).t()
+        row_weight = None if weight is None else self._empty(num_rows, dtype=torch.float32)
+        return rows, row_scale, row_weight, self._empty(self._recv_words, dtype=torch.int32)
 
     def _dispatch_fp8(self, x, x_scale, weight, plan, buffer, num_rows):
         """Allocate the outputs and call the module."""
+        if num_rows < 0:
+            num_rows = self._num_rows(plan, buffer)
         try:
             rows, row_scale, row_weight, recv = self._fp8_outputs(weight, num_rows, by_row=True)
         except Exception as error:

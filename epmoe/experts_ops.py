@@ -55,8 +55,9 @@ def run(layer, tokens, topk_idx, topk_weights, parameters, activation):
     """
     layout, weight, num_rows = layer._prepare(_dispatches(layer, parameters[0]), tokens, topk_idx,
                                               topk_weights, None, None, 0)
-    y, _, _, _, layout.recv = torch.ops.epmoe.experts(tokens, weight, layout.plan, *parameters, layer.id,
-                                                      layout.buffer, num_rows, *as_kernel(activation))
+    y, rows, _, _, recv = torch.ops.epmoe.experts(tokens, weight, layout.plan, *parameters, layer.id,
+                                                  layout.buffer, num_rows, *as_kernel(activation))
+    layer._set_dispatched(layout, rows, recv)
     return y, layout
 
 
@@ -86,12 +87,12 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
     """last: activation, alpha, limit, after."""
     layer = layer_of(layer)
     gemm = torch.ops.epmoe.grouped_gemm
+    offsets = expert_offsets(layer, plan)
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
     with reporting(layer, _dispatches(layer, gate_up), buffer, plan):
         gate_up_bias, down_bias = _bias_of(layer, gate_up_bias), _bias_of(layer, down_bias)
         x, weight = aligned(x), aligned(weight)
-    offsets = expert_offsets(layer, plan)
     next_op = _combines(layer, down)
     a = None
     if _is_fused(layer, gate_up) and last[0] == SWIGLU:

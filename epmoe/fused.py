@@ -191,16 +191,16 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
             gemm_weight = gemm_weight.contiguous()
             added = None if added is None else added.to(self.dtype).contiguous()
         except Exception as error:
-            self._refuse(_C.OP_DISPATCH_GEMM, error, layout.buffer)
+            self._refuse_dispatch(_C.OP_DISPATCH_GEMM, error, layout)
         if with_grad or is_watched():
-            h, _, row_weight, layout.recv = torch.ops.epmoe.dispatch_gemm(
+            h, _, row_weight, recv = torch.ops.epmoe.dispatch_gemm(
                 input, weight, layout.plan, gemm_weight, added, self.id, layout.buffer, num_rows,
                 *as_kernel(inside), with_grad)
             row_weight = None if weight is None else row_weight
         else:
-            num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
-            h, _, row_weight, layout.recv = self._dispatch_gemm(
+            h, _, row_weight, recv = self._dispatch_gemm(
                 input, weight, layout.plan, gemm_weight, added, layout.buffer, num_rows, *as_kernel(inside))
+        self._set_dispatched(layout, h, recv)
         try:
             if with_grad and bias is not None:
                 h = add_bias(h, bias, layout.expert_offsets)
@@ -283,35 +283,14 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
                                    layout.num_tokens)[0]
         return self._by_token(y)
 
-    def preprocess(self, exp_indices, full_scatter_indices=None, *, buffer=0):
-        """Plan a dispatch, as EPAll2AllLayer.preprocess.  Collective.
-
-        Args:
-            exp_indices: [T, K], as there.
-            full_scatter_indices: As there.
-            buffer: As there.
-
-        Returns:
-            An EPLayout.  With token_saving=False it has T * K tokens with one choice each.
-
-        Raises:
-            EpError, ValueError, TypeError: As there.
-
-        Examples:
-            >>> import epmoe
-            >>> import torch
-            >>> with epmoe.EpAll2AllFusedOp(epmoe.World(), 4, 16, 2, num_tot_experts=2, device="cpu") as op:
-            ...     op.preprocess(torch.tensor([[0, 1]])).num_rows
-            2
-        """
+    def _make_layout(self, exp_indices, scatter, buffer):
         if self._copies > 1:
             try:
                 exp_indices = self._by_choice("exp_indices", exp_indices, self.max_tokens // self._copies)
-                most = self.world_size * self.max_tokens
-                full_scatter_indices = self._by_choice("full_scatter_indices", full_scatter_indices, most)
+                scatter = self._by_choice("full_scatter_indices", scatter, self.world_size * self.max_tokens)
             except Exception as error:
                 self._refuse(_C.OP_PLAN, error, buffer)
-        return super().preprocess(exp_indices, full_scatter_indices, buffer=buffer)
+        return super()._make_layout(exp_indices, scatter, buffer)
 
     def _dispatch_alone(self, input, exp_indices, weight, full_scatter_indices, layout, buffer):
         if self._copies == 1:
@@ -322,9 +301,10 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
         try:
             copies = input.repeat_interleave(self._copies, 0)
         except Exception as error:
-            self._refuse(_C.OP_DISPATCH, error, layout.buffer)
-        rows, row_weight, layout.recv = dispatch(self, copies, weight, layout.plan, layout.buffer, num_rows,
-                                                 requires_grad(input, weight))
+            self._refuse_dispatch(_C.OP_DISPATCH, error, layout)
+        rows, row_weight, recv = dispatch(self, copies, weight, layout.plan, layout.buffer, num_rows,
+                                          requires_grad(input, weight))
+        self._set_dispatched(layout, rows, recv)
         return rows, cast(row_weight, self.weight_dtype), layout
 
     def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,

@@ -20,12 +20,9 @@ ops.lib.define("gemm_combine_fp8(Tensor a, Tensor a_scale, Tensor gemm_weight, T
 
 
 def _run(x, x_scale, weight, plan, gemm_weight, gemm_scale, bias, layer, buffer, num_rows, *activation):
-    layer = ops.layer_of(layer)
-    if num_rows < 0:
-        num_rows = layer._num_rows(plan, buffer)
-    out, row_weight, recv = layer._dispatch_gemm_fp8(aligned(x), x_scale, aligned(weight), plan,
-                                                     (gemm_weight, gemm_scale, bias), buffer, num_rows,
-                                                     activation[:3])
+    weights = gemm_weight, gemm_scale, bias
+    out, row_weight, recv = ops.layer_of(layer)._dispatch_gemm_fp8(
+        aligned(x), x_scale, aligned(weight), plan, weights, buffer, num_rows, activation[:3])
     return out, ops.absent(x_scale) if row_weight is None else row_weight, recv
 
 
@@ -143,16 +140,16 @@ class FusedFp8:
             x, x_scale = quantize_fp8(input.contiguous())
             weights = self._fp8_weights(gemm_weight, gemm_scale, bias)
         except Exception as error:
-            self._refuse(op, error, layout.buffer)
+            self._refuse_dispatch(op, error, layout)
         if is_watched():
-            h, row_weight, layout.recv = torch.ops.epmoe.dispatch_gemm_fp8(
+            h, row_weight, recv = torch.ops.epmoe.dispatch_gemm_fp8(
                 x, x_scale, weight, layout.plan, *weights, self.id, layout.buffer, num_rows,
                 *as_kernel(activation))
             row_weight = None if weight is None else row_weight
         else:
-            num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
-            h, row_weight, layout.recv = self._dispatch_gemm_fp8(
-                x, x_scale, weight, layout.plan, weights, layout.buffer, num_rows, as_kernel(activation))
+            h, row_weight, recv = self._dispatch_gemm_fp8(x, x_scale, weight, layout.plan, weights,
+                                                          layout.buffer, num_rows, as_kernel(activation))
+        self._set_dispatched(layout, h, recv)
         return h, cast(row_weight, self.weight_dtype), layout
 
     def _dispatch_gemm_fp8(self, x, x_scale, weight, plan, weights, buffer, num_rows, activation):
@@ -160,11 +157,12 @@ class FusedFp8:
 
         weights: gemm_weight, its scale for each block, and its bias.  activation: as as_kernel returns it.
         """
+        if num_rows < 0:
+            num_rows = self._num_rows(plan, buffer)
         try:
             number, alpha, limit = (*activation, 0.0, 0.0)[:3]
             rows, row_scale, row_weight, recv = self._fp8_outputs(weight, num_rows, by_row=False)
-            columns = weights[0].shape[1] // (2 if number in GATED else 1)
-            out = torch.empty((num_rows, columns), dtype=self.dtype, device=self.device)
+            out = self._empty(num_rows, weights[0].shape[1] // (2 if number in GATED else 1))
             gemm_weight, gemm_scale, bias = map(aligned, weights)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_GEMM_FP8, error, buffer)
@@ -211,8 +209,7 @@ class FusedFp8:
         weights: gemm_weight, its scale for each block, and its bias.
         """
         try:
-            rows = torch.empty((a.shape[0], self.hidden), dtype=self.dtype, device=self.device)
-            out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+            rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
             gemm_weight, gemm_scale, bias = map(aligned, weights)
         except Exception as error:
             self._refuse(_C.OP_GEMM_COMBINE_FP8, error, buffer)

@@ -27,11 +27,8 @@ def expert_offsets(layer, plan):
 def _run_dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, buffer, num_rows, activation, alpha=0.0,
                        limit=0.0, *flags):
     requires_grad = bool(flags) and flags[0]  # flags: requires_grad, after
-    layer = layer_of(layer)
-    if num_rows < 0:
-        num_rows = layer._num_rows(plan, buffer)
-    out, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows,
-                                                       activation, alpha, limit, requires_grad)
+    out, rows, row_weight, recv = layer_of(layer)._dispatch_gemm(
+        x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha, limit, requires_grad)
     return out, rows, absent(x) if row_weight is None else row_weight, recv
 
 

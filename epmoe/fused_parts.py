@@ -68,14 +68,13 @@ class FusedParts:
 
     def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0,
                        limit=0.0, with_grad=False):
+        if num_rows < 0:
+            num_rows = self._num_rows(plan, buffer)
         try:
-            rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
-            row_weight = None
-            if weight is not None:
-                row_weight = torch.empty(num_rows, dtype=torch.float32, device=self.device)
-            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
-            columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
-            out = torch.empty((num_rows, columns), dtype=self.dtype, device=self.device)
+            rows = self._empty(num_rows, self.hidden)
+            row_weight = None if weight is None else self._empty(num_rows, dtype=torch.float32)
+            recv = self._empty(self._recv_words, dtype=torch.int32)
+            out = self._empty(num_rows, gemm_weight.shape[1] // (2 if activation in GATED else 1))
             gemm_weight, bias = aligned(gemm_weight), aligned(bias)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
@@ -88,11 +87,11 @@ class FusedParts:
     def _dispatch_swiglu(self, x, weight, plan, gemm_weight, bias, buffer, num_rows):
         """As _dispatch_gemm for SwiGLU in a training step.  Returns gate and up [M, N] before the rows."""
         try:
-            rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
-            row_weight = torch.empty(num_rows, dtype=torch.float32, device=self.device)
-            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
-            kept = rows.new_empty(num_rows, gemm_weight.shape[1])
-            out = rows.new_empty(num_rows, gemm_weight.shape[1] // 2)
+            rows = self._empty(num_rows, self.hidden)
+            row_weight = self._empty(num_rows, dtype=torch.float32)
+            recv = self._empty(self._recv_words, dtype=torch.int32)
+            kept = self._empty(num_rows, gemm_weight.shape[1])
+            out = self._empty(num_rows, gemm_weight.shape[1] // 2)
             gemm_weight, bias = aligned(gemm_weight), aligned(bias)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
@@ -104,8 +103,7 @@ class FusedParts:
     def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
                       with_grad=False):
         try:
-            rows = torch.empty((a.shape[0], self.hidden), dtype=self.dtype, device=self.device)
-            out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
+            rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
             gemm_weight, bias = aligned(gemm_weight), aligned(bias)
         except Exception as error:
             self._refuse(_C.OP_GEMM_COMBINE, error, buffer)
@@ -119,9 +117,9 @@ class FusedParts:
     def _dispatch_dgrad(self, dy, plan, gemm_weight, buffer, num_rows):
         """Return the product of each row of dy, and these rows."""
         try:
-            rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
-            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
-            out = torch.empty((num_rows, gemm_weight.shape[2]), dtype=self.dtype, device=self.device)
+            rows = self._empty(num_rows, self.hidden)
+            recv = self._empty(self._recv_words, dtype=torch.int32)
+            out = self._empty(num_rows, gemm_weight.shape[2])
             dy, gemm_weight = aligned(dy), aligned(gemm_weight)
         except Exception as error:
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
@@ -133,9 +131,8 @@ class FusedParts:
     def _dgrad_combine(self, a, gemm_weight, row_scalar, plan, recv, buffer, num_tokens):
         """Return the sums [T, H] of the products, and the scalar of each choice [T, K]."""
         try:
-            rows = torch.empty((a.shape[0], self.hidden), dtype=self.dtype, device=self.device)
-            out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
-            scalar = torch.empty((num_tokens, self.topk), dtype=torch.float32, device=self.device)
+            rows, out = self._empty(a.shape[0], self.hidden), self._empty(num_tokens, self.hidden)
+            scalar = self._empty(num_tokens, self.topk, dtype=torch.float32)
             a, gemm_weight, row_scalar = aligned(a), aligned(gemm_weight), aligned(row_scalar)
         except Exception as error:
             self._refuse(_C.OP_GEMM_COMBINE, error, buffer)

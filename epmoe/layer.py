@@ -7,16 +7,17 @@ import torch
 
 from . import _C, direct, ops
 from .autograd import check_mode
-from .device import pick_device, stream_of
+from .device import allocator_of, pick_device, stream_of
 from .dispatch_fp8 import Fp8Dispatch
 from .heap import SymmetricHeap
+from .layer_calls import LayerCalls
 from .layer_parts import (MODES, LayerParts, cast, check_kinds, check_rail_capacity, check_rail_dtype,
                           default_num_sm, max_blocks, refuse_layer, world_of)
 
 _ids = itertools.count()
 
 
-class EPAll2AllLayer(Fp8Dispatch, LayerParts):
+class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
     """Sends tokens to the ranks that hold their experts, and returns the experts' rows.
 
     Letters: W ranks, E experts, L = E/W experts of a rank, T tokens of this rank (may differ per rank and
@@ -114,9 +115,6 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
     # EpAll2AllFusedOp changes both: tokens travel in input order; each row of the input is one token.
     token_sorting = False
     _copies = 1
-    # EPMoE: the LowLatencyAll2All of the modules that share this layer, and whether they may create one.
-    low_latency = None
-    may_decode = True
 
     def __init__(self, ep_group, max_tokens, hidden, topk, rank=None, num_tot_experts=None,
                  local_world_size=None, world_size=None, dtype=torch.bfloat16, weight_dtype=torch.float32,
@@ -142,6 +140,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
             self.capacity = None if capacity is None else int(capacity)
             self._set_padding(expert_alignment, expert_capacity, host_counts)
             self.device = heap.device if heap is not None else pick_device(device)
+            self._allocate = allocator_of(self.device)
             self._num_blocks = max_blocks(self.device, int(reserve_sms))
             self._check_options()
             self._num_buffers = int(num_buffers)
@@ -213,7 +212,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
             >>> layer.finalize()
         """
         self._check_buffer(_C.OP_PLAN, buffer)
-        return self._make_layout(exp_indices, full_scatter_indices, buffer)
+        return self._read_rows(self._make_layout(exp_indices, full_scatter_indices, buffer))
 
     def dispatch(self, input, exp_indices=None, weight=None, full_scatter_indices=None, *, layout=None,
                  buffer=0):
@@ -268,12 +267,11 @@ class EPAll2AllLayer(Fp8Dispatch, LayerParts):
                                                  full_scatter_indices, layout, buffer)
         with_grad = direct.requires_grad(input, weight)
         if with_grad or direct.is_watched():
-            rows, row_weight, layout.recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer,
-                                                         num_rows, with_grad)
+            rows, row_weight, recv = ops.dispatch(self, input, weight, layout.plan, layout.buffer, num_rows,
+                                                  with_grad)
         else:
-            num_rows = self._num_rows(layout.plan, layout.buffer) if num_rows < 0 else num_rows
-            rows, row_weight, layout.recv = self._dispatch(input, weight, layout.plan, layout.buffer,
-                                                           num_rows)
+            rows, row_weight, recv = self._dispatch(input, weight, layout.plan, layout.buffer, num_rows)
+        self._set_dispatched(layout, rows, recv)
         return rows, cast(row_weight, self.weight_dtype), layout
 
     def combine(self, input, layout, weight=None):

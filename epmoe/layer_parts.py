@@ -1,4 +1,4 @@
-"""LayerParts: what the methods of EPAll2AllLayer are made of: outputs, calls of the module, checks, refusals.
+"""LayerParts: what the methods of EPAll2AllLayer are made of: options, checks and refusals.
 
 A rank whose arguments are wrong must not leave the others waiting.  So each check that fails reports its
 error to the other ranks, in the operation that they are about to enter (_refuse), before it raises.
@@ -10,7 +10,7 @@ import contextlib
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
-from . import _C, direct, ops
+from . import _C
 from .autograd import check_mode
 from .device import capabilities, pick_device, status_of, stream_of
 from .gemm import is_transposed
@@ -128,6 +128,8 @@ class LayerParts(Shared):
 
     _over_nodes = None  # the class of this layer over several nodes: epmoe/nodes sets it
     is_of_module = False  # whether an EPMoE uses the layer: see ops.rows_to_trace
+    low_latency = None  # EPMoE: the LowLatencyAll2All of the modules that share the layer
+    may_decode = True  # EPMoE: whether they may create one
     expert_alignment = 1
     expert_capacity = None
     host_counts = False
@@ -201,70 +203,6 @@ class LayerParts(Shared):
         """Apply the experts of an EPMoE to tokens, with their choices and weights.  Returns (y, layout)."""
         return moe._compute(self, *args)
 
-    # ---- calls of the module ----
-    # Each allocates its outputs, reports to the other ranks if it cannot, and calls the module.  ops.py makes
-    # operators of them, for autograd and torch.compile.
-
-    def _plan(self, exp_indices, scatter, buffer):
-        has_tokens = isinstance(exp_indices, torch.Tensor) and exp_indices.dim()
-        num_tokens = min(exp_indices.size(0), self.max_tokens) if has_tokens else 0
-        try:
-            plan = torch.empty(self._plan_words(num_tokens), dtype=torch.int32, device=self.device)
-        except Exception as error:
-            self._refuse(_C.OP_PLAN, error, buffer)
-        _C.layer_plan(self._c, buffer, (exp_indices, scatter, plan, self.token_sorting))
-        return plan
-
-    def _plan_words(self, num_tokens):
-        """Return the length of a plan, as ep_plan_layout computes it.
-
-        num_tokens may be a tracer's symbol.
-        """
-        words_of_tokens = (num_tokens + 3) // 4 * 4 * (3 * self.topk + 2 * self.world_size)
-        return self._plan_front["num_words"] + words_of_tokens
-
-    def _num_rows(self, plan, buffer):
-        return _C.layer_num_rows(self._c, buffer, plan)
-
-    def _make_layout(self, exp_indices, scatter, buffer):
-        is_watched = direct.is_watched()
-        self._check_mode(buffer)
-        if is_watched:
-            plan = ops.plan(self, exp_indices, scatter, buffer)
-        else:
-            plan = self._plan(exp_indices, scatter, buffer)
-        num_rows = expert_rows = None
-        if self.host_counts and not is_watched:
-            expert_rows = _C.layer_expert_rows(self._c, buffer, plan)
-            num_rows = sum(expert_rows)
-        elif self.capacity is None and not is_watched:
-            num_rows = self._num_rows(plan, buffer)
-        return EPLayout(self, plan, exp_indices.shape[0], buffer, num_rows, expert_rows)
-
-    def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False):
-        try:
-            rows = torch.empty((num_rows, self.hidden), dtype=self.dtype, device=self.device)
-            row_weight = None
-            if weight is not None:
-                row_weight = torch.empty(num_rows, dtype=torch.float32, device=self.device)
-            recv = torch.empty(self._recv_words, dtype=torch.int32, device=self.device)
-        except Exception as error:
-            self._refuse(_C.OP_DISPATCH, error, buffer)
-        _C.layer_dispatch(self._c, buffer, (x, weight, plan, rows, row_weight, recv, with_grad))
-        return rows, row_weight, recv
-
-    def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False):
-        try:
-            out = torch.empty((num_tokens, self.hidden), dtype=self.dtype, device=self.device)
-            out_scalar = None
-            if row_scalar is not None:
-                out_scalar = torch.empty((num_tokens, self.topk), dtype=torch.float32, device=self.device)
-        except Exception as error:
-            self._refuse(_C.OP_COMBINE, error, buffer)
-        _C.layer_combine(self._c, buffer, (rows, row_weight, row_scalar, plan, recv, out, out_scalar,
-                                           with_grad))
-        return out, out_scalar
-
     # ---- refusals ----
 
     def _is_buffer(self, buffer):
@@ -311,6 +249,14 @@ class LayerParts(Shared):
         finally:
             del error
 
+    def _refuse_dispatch(self, op, error, layout):
+        """As _refuse, between a plan and its dispatch.
+
+        If the plan has failed too, its error is raised: then no rank dispatches.
+        """
+        self._read_rows(layout)
+        self._refuse(op, error, layout.buffer)
+
     def _buffer_of(self, layout, buffer=0):
         """Return the buffer of a call, for _refuse.  Another layer's layout says nothing about this layer."""
         return layout.buffer if getattr(layout, "layer", None) is self else buffer
@@ -320,8 +266,8 @@ class LayerParts(Shared):
     def _prepare(self, op, input, exp_indices, weight, full_scatter_indices, layout, buffer):
         """Check the arguments of a dispatch, and make its plan if there is none.
 
-        Returns the layout, the weights in float32, and the number of output rows: -1 where only the operation
-        itself learns it.
+        Returns the layout, the weights in float32, and the number of output rows: -1 where the operation
+        itself reads it.
         """
         try:
             check_mode(input, weight)
@@ -349,7 +295,10 @@ class LayerParts(Shared):
         except Exception as error:
             self._refuse(_C.OP_PLAN if layout is None else op, error, self._buffer_of(layout, buffer))
         if layout is None:
-            layout = self.preprocess(exp_indices, full_scatter_indices, buffer=buffer)
+            self._check_buffer(_C.OP_PLAN, buffer)
+            layout = self._make_layout(exp_indices, full_scatter_indices, buffer)
+            if self.host_counts:  # only of the newest plan, so not later
+                self._read_rows(layout)
         unknown = layout._num_rows is None and self.capacity is None
         num_rows = -1 if unknown else self.capacity or layout._num_rows
         return layout, weight, num_rows

@@ -38,14 +38,14 @@ class EPLayout:
 
     __slots__ = ("layer", "plan", "recv", "num_tokens", "buffer", "_num_rows", "_expert_rows", "_at")
 
-    def __init__(self, layer, plan, num_tokens, buffer, num_rows, expert_rows=None):
+    def __init__(self, layer, plan, num_tokens, buffer, num_rows=None):
         self.layer = layer
         self.plan = plan
         self.recv = None
         self.num_tokens = num_tokens
         self.buffer = buffer
-        self._num_rows = num_rows  # None with a capacity: only the device knows
-        self._expert_rows = expert_rows  # of each local expert, with host_counts
+        self._num_rows = num_rows  # None: only the device knows
+        self._expert_rows = None  # of each local expert, with host_counts
         self._at = None  # name of a part -> offset, once it is needed
 
     def _offset(self, name):

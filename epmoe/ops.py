@@ -47,11 +47,8 @@ def _plan(indices, scatter, layer, buffer, after=None):
 
 
 def _dispatch(x, weight, plan, layer, buffer, num_rows, requires_grad=False, after=None):
-    layer = layer_of(layer)
-    if num_rows < 0:
-        num_rows = layer._num_rows(plan, buffer)
-    rows, row_weight, recv = layer._dispatch(aligned(x), aligned(weight), plan, buffer, num_rows,
-                                             requires_grad)
+    rows, row_weight, recv = layer_of(layer)._dispatch(aligned(x), aligned(weight), plan, buffer, num_rows,
+                                                       requires_grad)
     return rows, absent(x) if row_weight is None else row_weight, recv
 
 

@@ -85,6 +85,38 @@ def tensors(case, rank, size, device):
     return types.SimpleNamespace(**{name: None if v is None else v.to(device) for name, v in values.items()})
 
 
+class NoConversion(torch.Tensor):
+    """A tensor whose conversion to another dtype fails for lack of memory."""
+
+    def to(self, *_):
+        raise MemoryError("no memory for the conversion")
+
+
+def without_conversion(t):
+    return t.double().as_subclass(NoConversion)
+
+
+class LatePlan:
+    """A mixin for an operator: on the CPU, too, the host learns late that a plan has failed, as on CUDA."""
+
+    _late_error = None
+
+    def _plan(self, exp_indices, scatter, buffer):
+        try:
+            return super()._plan(exp_indices, scatter, buffer)
+        except epmoe.EpError as error:
+            if self.device.type == "cuda":
+                raise
+            self._late_error = error
+            return self._empty(self._plan_words(len(exp_indices)), dtype=torch.int32)
+
+    def _num_rows(self, plan, buffer):
+        error, self._late_error = self._late_error, None
+        if error is not None:
+            raise error
+        return super()._num_rows(plan, buffer)
+
+
 class StagedOp(epmoe.EpAll2AllFusedOp):
     """An EpAll2AllFusedOp that takes the fused path on the CPU too, and counts its launches.
 

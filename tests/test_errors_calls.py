@@ -18,6 +18,7 @@ from call_cases import (
 from cases import (
     MISTAKE_LIMIT_S, check_case, check_outcomes, indices_of, inputs_of, make_layer, outcome, run_routing,
 )
+from fused_cases import without_conversion
 
 
 def call_moe(s, change=None, **changes):
@@ -35,17 +36,6 @@ def with_huge_output(s, call, name, value):
     """
     with mock.patch.object(*name, value):
         return call(s)
-
-
-class NoConversion(torch.Tensor):
-    """A tensor whose conversion to another dtype fails for lack of memory."""
-
-    def to(self, *_):
-        raise MemoryError("no memory for the conversion")
-
-
-def without_conversion(t):
-    return t.double().as_subclass(NoConversion)
 
 
 MISTAKES = {

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 import epmoe
+import test_fused_fp8
 from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
 from fused_cases import (
-    Experts, StagedOp, check_numbers, dispatch_gemm, same, poison_staging, step, tensors,
+    Experts, LatePlan, StagedOp, check_numbers, dispatch_gemm, same, poison_staging, step, tensors,
+    without_conversion,
 )
+from test_fp8 import bits
 from test_plan_slots import make_op
 
 
@@ -266,6 +269,36 @@ def test_fused_without_memory_between_operations(ranks, monkeypatch, where):
     check_outcomes([alive for _, alive in results], "nothing")
     check_outcomes([got for got, _ in results], expected(results, "OutOfMemoryError"), on_rank=BAD,
                    elsewhere=(f"rank {BAD}", "no memory"))
+
+
+class LateOp(LatePlan, test_fused_fp8.StagedOp):
+    pass
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_fused_without_memory_after_a_wrong_index(ranks, fp8):
+    """Rank BAD has a wrong index, and rank 0 no memory for the dispatch after this plan.
+
+    Rank 0 must not report that, because no other rank calls the dispatch.
+    """
+
+    def run(world, device):
+        op = make_op(world, device, CASE, LateOp)
+        t = tensors(CASE, world.rank, world.size, device)
+        before = test_fused_fp8.call(op, CASE, t)[-1]
+        product = test_fused_fp8.product_of(t) if fp8 else {"gemm_weight": t.w1}
+        bias = without_conversion(t.b1) if world.rank == 0 else t.b1.double()
+        idx = t.idx.clone()
+        if world.rank == BAD:
+            idx[2, 0] = 1000
+        world.set_timeout(MISTAKE_LIMIT_S)
+        got = outcome(lambda: op.mega_dispatch_group_gemm(t.x, idx, bias=bias, **product), op)
+        return got, torch.equal(bits(test_fused_fp8.call(op, CASE, t)[-1]), bits(before))
+
+    with torch.no_grad():
+        results = ranks(run, at_least=2)
+    check_outcomes([r[0] for r in results], "EpIndexError", f"rank {BAD}", "1000")
+    assert all(is_right for _, is_right in results)
 
 
 # With token_saving=False epmoe makes a token of each choice. The error must name the argument and the sizes

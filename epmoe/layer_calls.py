@@ -1,0 +1,96 @@
+"""LayerCalls: how EPAll2AllLayer calls the module: plan, dispatch and combine.
+
+Each call allocates its outputs, reports to the other ranks if it cannot, and calls the module.  ops.py makes
+operators of them, for autograd and torch.compile.
+
+A dispatch takes the number of its rows, or -1: then it waits until the plan has the number.  From then until
+the launch the GPU has nothing to do, so the host does before what it can.
+"""
+
+import torch
+
+from . import _C, direct, ops
+from .layout import EPLayout
+
+
+class LayerCalls:
+    """The private half of EPAll2AllLayer that calls the module."""
+
+    def _empty(self, *sizes, dtype=None):
+        """Return an uninitialised tensor of one or two dimensions, of the layer's dtype or another."""
+        return self._allocate(sizes, (*sizes[1:], 1), dtype or self.dtype)
+
+    def _plan(self, exp_indices, scatter, buffer):
+        has_tokens = isinstance(exp_indices, torch.Tensor) and exp_indices.dim()
+        num_tokens = min(exp_indices.size(0), self.max_tokens) if has_tokens else 0
+        try:
+            plan = self._empty(self._plan_words(num_tokens), dtype=torch.int32)
+        except Exception as error:
+            self._refuse(_C.OP_PLAN, error, buffer)
+        _C.layer_plan(self._c, buffer, (exp_indices, scatter, plan, self.token_sorting))
+        return plan
+
+    def _plan_words(self, num_tokens):
+        """Return the length of a plan, as ep_plan_layout computes it.
+
+        num_tokens may be a tracer's symbol.
+        """
+        words_of_tokens = (num_tokens + 3) // 4 * 4 * (3 * self.topk + 2 * self.world_size)
+        return self._plan_front["num_words"] + words_of_tokens
+
+    def _num_rows(self, plan, buffer):
+        return _C.layer_num_rows(self._c, buffer, plan)
+
+    def _make_layout(self, exp_indices, scatter, buffer):
+        """Launch a plan.  Its layout does not have the number of rows yet: see _read_rows."""
+        self._check_mode(buffer)
+        if direct.is_watched():
+            plan = ops.plan(self, exp_indices, scatter, buffer)
+        else:
+            plan = self._plan(exp_indices, scatter, buffer)
+        return EPLayout(self, plan, exp_indices.shape[0], buffer)
+
+    def _read_rows(self, layout):
+        """Wait until the plan of a layout has the number of rows.  Returns the layout, which knows it then.
+
+        Raises the plan's error.  With a capacity, and where a compiler traces, only the device learns the
+        number, and this does nothing.
+        """
+        if layout._num_rows is not None or self.capacity is not None or direct.is_watched():
+            return layout
+        if self.host_counts:
+            layout._expert_rows = _C.layer_expert_rows(self._c, layout.buffer, layout.plan)
+            layout._num_rows = sum(layout._expert_rows)
+        else:
+            layout._num_rows = self._num_rows(layout.plan, layout.buffer)
+        return layout
+
+    def _set_dispatched(self, layout, rows, recv):
+        """Give a layout what its dispatch has returned: the received rows, and recv."""
+        layout.recv = recv
+        if self.capacity is None and not direct.is_watched():
+            layout._num_rows = rows.shape[0]
+
+    def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False):
+        if num_rows < 0:
+            num_rows = self._num_rows(plan, buffer)
+        try:
+            rows = self._empty(num_rows, self.hidden)
+            row_weight = None if weight is None else self._empty(num_rows, dtype=torch.float32)
+            recv = self._empty(self._recv_words, dtype=torch.int32)
+        except Exception as error:
+            self._refuse(_C.OP_DISPATCH, error, buffer)
+        _C.layer_dispatch(self._c, buffer, (x, weight, plan, rows, row_weight, recv, with_grad))
+        return rows, row_weight, recv
+
+    def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False):
+        try:
+            out = self._empty(num_tokens, self.hidden)
+            out_scalar = None
+            if row_scalar is not None:
+                out_scalar = self._empty(num_tokens, self.topk, dtype=torch.float32)
+        except Exception as error:
+            self._refuse(_C.OP_COMBINE, error, buffer)
+        _C.layer_combine(self._c, buffer, (rows, row_weight, row_scalar, plan, recv, out, out_scalar,
+                                           with_grad))
+        return out, out_scalar
