@@ -151,6 +151,7 @@ class _Dispatch(NamedTuple):
     row_weight: Tensor | None
     recv: Tensor
     requires_grad: int
+    awaits_rows: int
 
 class _Combine(NamedTuple):
     rows: Tensor
@@ -182,6 +183,7 @@ class _DispatchGemm(NamedTuple):
     num_copies: int
     requires_grad: int
     kind: int
+    awaits_rows: int
 
 class _GemmCombine(NamedTuple):
     a: Tensor
@@ -229,6 +231,7 @@ class _DispatchFp8(NamedTuple):
     row_scale: Tensor
     row_weight: Tensor | None
     recv: Tensor
+    awaits_rows: int
 
 class _DispatchGemmFp8(NamedTuple):
     x: Tensor
@@ -250,6 +253,7 @@ class _DispatchGemmFp8(NamedTuple):
     num_tail: int
     waits_for_expert: int
     num_copies: int
+    awaits_rows: int
 
 class _GemmCombineFp8(NamedTuple):
     a: Tensor

@@ -125,13 +125,15 @@ class Fp8Dispatch:
 
     def _dispatch_fp8(self, x, x_scale, weight, plan, buffer, num_rows):
         """Allocate the outputs and call the module."""
-        if num_rows < 0:
-            num_rows = self._num_rows(plan, buffer)
-        try:
-            rows, row_scale, row_weight, recv = self._fp8_outputs(weight, num_rows, by_row=True)
-        except Exception as error:
-            self._refuse(_C.OP_DISPATCH_FP8, error, buffer)
-        # DLPack of some versions of torch has no FP8, so the module gets bytes
-        _C.layer_dispatch_fp8(self._c, buffer, (x.view(torch.uint8), x_scale, weight, plan, rows, row_scale,
-                                                row_weight, recv))
+        x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8, so the module gets bytes
+
+        def make(n):
+            *outputs, recv = self._fp8_outputs(weight, n, by_row=True)
+            return outputs, [recv]
+
+        def launch(outputs, others, awaits_rows):
+            _C.layer_dispatch_fp8(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others, awaits_rows))
+
+        call = _C.OP_DISPATCH_FP8, plan, buffer
+        (rows, row_scale, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch)
         return rows.view(torch.float8_e4m3fn), row_scale, row_weight, recv

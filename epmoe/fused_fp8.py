@@ -157,21 +157,25 @@ class FusedFp8:
 
         weights: gemm_weight, its scale for each block, and its bias.  activation: as as_kernel returns it.
         """
-        if num_rows < 0:
-            num_rows = self._num_rows(plan, buffer)
-        try:
-            number, alpha, limit = (*activation, 0.0, 0.0)[:3]
-            rows, row_scale, row_weight, recv = self._fp8_outputs(weight, num_rows, by_row=False)
-            out = self._empty(num_rows, weights[0].shape[1] // (2 if number in GATED else 1))
+        number, alpha, limit = (*activation, 0.0, 0.0)[:3]
+        columns = weights[0].shape[1] // (2 if number in GATED else 1)
+        x = x.view(torch.uint8)  # DLPack of some versions of torch has no FP8, so the module gets bytes
+
+        def make(n):
+            rows, row_scale, row_weight, recv = self._fp8_outputs(weight, n, by_row=False)
             gemm_weight, gemm_scale, bias = map(aligned, weights)
-        except Exception as error:
-            self._refuse(_C.OP_DISPATCH_GEMM_FP8, error, buffer)
-        # DLPack of some versions of torch has no FP8, so the module gets bytes
-        _C.layer_dispatch_gemm_fp8(self._c, buffer, (
-            x.view(torch.uint8), x_scale, weight, plan, rows, row_scale, row_weight, recv,
-            gemm_weight.view(torch.uint8), gemm_scale, bias, out, number, alpha, limit, self._move_sms,
-            self._tail_sms, not self.block_wise_barrier, self._copies))
-        return out, row_weight, recv
+            return ([row_weight, self._empty(n, columns)],
+                    [rows, row_scale, recv, gemm_weight.view(torch.uint8), gemm_scale, bias])
+
+        def launch(outputs, others, awaits_rows):
+            (row_weight, out), (rows, row_scale, *others) = outputs, others
+            _C.layer_dispatch_gemm_fp8(self._c, buffer, (
+                x, x_scale, weight, plan, rows, row_scale, row_weight, *others, out, number, alpha, limit,
+                self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, awaits_rows))
+
+        call = _C.OP_DISPATCH_GEMM_FP8, plan, buffer
+        (row_weight, out), others = self._run_dispatch(call, num_rows, make, launch)
+        return out, row_weight, others[2]
 
     def _mega_combine_fp8(self, gemm_input, layout, product, weight):
         """mega_group_gemm_combine in FP8.  product: gemm_weight, gemm_scale and bias."""

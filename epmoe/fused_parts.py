@@ -68,21 +68,24 @@ class FusedParts:
 
     def _dispatch_gemm(self, x, weight, plan, gemm_weight, bias, buffer, num_rows, activation, alpha=0.0,
                        limit=0.0, with_grad=False):
-        if num_rows < 0:
-            num_rows = self._num_rows(plan, buffer)
-        try:
-            rows = self._empty(num_rows, self.hidden)
-            row_weight = None if weight is None else self._empty(num_rows, dtype=torch.float32)
+        columns = gemm_weight.shape[1] // (2 if activation in GATED else 1)
+
+        def make(n):
+            row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
             recv = self._empty(self._recv_words, dtype=torch.int32)
-            out = self._empty(num_rows, gemm_weight.shape[1] // (2 if activation in GATED else 1))
-            gemm_weight, bias = aligned(gemm_weight), aligned(bias)
-        except Exception as error:
-            self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
-        tensors = x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, None
-        _C.layer_dispatch_gemm(self._c, buffer, (
-            *tensors, activation, alpha, limit, self._move_sms, self._tail_sms, not self.block_wise_barrier,
-            self._copies, with_grad, FORWARD))
-        return out, rows, row_weight, recv
+            return ([self._empty(n, self.hidden), row_weight, self._empty(n, columns)],
+                    [recv, aligned(gemm_weight), aligned(bias)])
+
+        def launch(outputs, others, awaits_rows):
+            rows, row_weight, out = outputs
+            _C.layer_dispatch_gemm(self._c, buffer, (
+                x, weight, plan, rows, row_weight, *others, out, None, activation, alpha, limit,
+                self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, with_grad, FORWARD,
+                awaits_rows))
+
+        call = _C.OP_DISPATCH_GEMM, plan, buffer
+        (rows, row_weight, out), others = self._run_dispatch(call, num_rows, make, launch, exact=with_grad)
+        return out, rows, row_weight, others[0]
 
     def _dispatch_swiglu(self, x, weight, plan, gemm_weight, bias, buffer, num_rows):
         """As _dispatch_gemm for SwiGLU in a training step.  Returns gate and up [M, N] before the rows."""
@@ -97,7 +100,7 @@ class FusedParts:
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
         _C.layer_dispatch_gemm(self._c, buffer, (
             x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, kept, SWIGLU, 0.0, 0.0,
-            self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, True, FORWARD))
+            self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, True, FORWARD, False))
         return out, kept, rows, row_weight, recv
 
     def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
@@ -125,7 +128,7 @@ class FusedParts:
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
         _C.layer_dispatch_gemm(self._c, buffer, (
             dy, None, plan, rows, None, recv, gemm_weight, None, out, None, 0, 0.0, 0.0, self._move_sms,
-            self._tail_sms, not self.block_wise_barrier, 1, False, DGRAD))
+            self._tail_sms, not self.block_wise_barrier, 1, False, DGRAD, False))
         return out, rows
 
     def _dgrad_combine(self, a, gemm_weight, row_scalar, plan, recv, buffer, num_tokens):

@@ -3,9 +3,12 @@
 Each call allocates its outputs, reports to the other ranks if it cannot, and calls the module.  ops.py makes
 operators of them, for autograd and torch.compile.
 
-A dispatch takes the number of its rows, or -1: then it waits until the plan has the number.  From then until
-the launch the GPU has nothing to do, so the host does before what it can.
+A dispatch takes the number of its rows, or -1 if only the plan has it.  From the moment when the plan has it
+until the launch of the dispatch, the GPU has nothing to do.  So the host then only launches: the outputs are
+there already, with room for as many rows as earlier calls had and some more.
 """
+
+import contextlib
 
 import torch
 
@@ -15,6 +18,8 @@ from .layout import EPLayout
 
 class LayerCalls:
     """The private half of EPAll2AllLayer that calls the module."""
+
+    _room = 0  # rows of the outputs of a dispatch whose number of rows is not known
 
     def _empty(self, *sizes, dtype=None):
         """Return an uninitialised tensor of one or two dimensions, of the layer's dtype or another."""
@@ -71,16 +76,53 @@ class LayerCalls:
         if self.capacity is None and not direct.is_watched():
             layout._num_rows = rows.shape[0]
 
-    def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False):
+    def _run_dispatch(self, call, num_rows, make, launch, exact=False):
+        """Run a dispatch.  Returns its outputs.
+
+        call: the operation, the plan and the buffer.  make(n): returns the outputs, a list of tensors with n
+        rows, and a list of other tensors.  launch(outputs, others, awaits_rows): calls the module.
+        exact: the outputs are kept for a backward, so they must not have more memory than rows.
+        """
+        op, plan, buffer = call
+        room = self._room if num_rows < 0 and not exact else 0
+        made = None
+        if room:
+            with contextlib.suppress(Exception):  # no memory for so many rows: make as many as are needed
+                made = make(room)
+        if made is not None:
+            launch(*made, True)
         if num_rows < 0:
             num_rows = self._num_rows(plan, buffer)
+            self._set_room(num_rows)
+        if made is not None and num_rows <= room:
+            for t in made[0]:
+                if t is not None and num_rows < room:
+                    t.resize_(num_rows, *t.shape[1:])
+            return made
+        made = None  # the room was too small, and its memory may be needed
         try:
-            rows = self._empty(num_rows, self.hidden)
-            row_weight = None if weight is None else self._empty(num_rows, dtype=torch.float32)
-            recv = self._empty(self._recv_words, dtype=torch.int32)
+            made = make(num_rows)
         except Exception as error:
-            self._refuse(_C.OP_DISPATCH, error, buffer)
-        _C.layer_dispatch(self._c, buffer, (x, weight, plan, rows, row_weight, recv, with_grad))
+            self._refuse(op, error, buffer)
+        launch(*made, False)
+        return made
+
+    def _set_room(self, num_rows):
+        """Follow the number of rows: up at once, and down slowly, because modules that alternate share it."""
+        wanted = num_rows + num_rows // 16
+        self._room = max(wanted, self._room - (self._room - wanted) // 8)
+
+    def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False):
+        def make(n):
+            row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
+            recv = self._empty(self._recv_words, dtype=torch.int32)
+            return [self._empty(n, self.hidden), row_weight], [recv]
+
+        def launch(outputs, others, awaits_rows):
+            _C.layer_dispatch(self._c, buffer, (x, weight, plan, *outputs, *others, with_grad, awaits_rows))
+
+        call = _C.OP_DISPATCH, plan, buffer
+        (rows, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch, exact=with_grad)
         return rows, row_weight, recv
 
     def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False):

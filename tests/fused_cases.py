@@ -8,6 +8,7 @@ the CPU too. Faults of the kernels themselves are found only on GPUs, under torc
 Memory that is not written holds NaN (see conftest.py), and so does staging memory (see poison_staging).
 """
 
+import contextlib
 import dataclasses
 import types
 
@@ -102,19 +103,33 @@ class LatePlan:
     _late_error = None
 
     def _plan(self, exp_indices, scatter, buffer):
-        try:
+        if self.device.type == "cuda":
             return super()._plan(exp_indices, scatter, buffer)
+        plan = self._empty(self._plan_words(len(exp_indices)), dtype=torch.int32)
+        try:
+            epmoe._C.layer_plan(self._c, buffer, (exp_indices, scatter, plan, self.token_sorting))
         except epmoe.EpError as error:
-            if self.device.type == "cuda":
-                raise
             self._late_error = error
-            return self._empty(self._plan_words(len(exp_indices)), dtype=torch.int32)
+        return plan
+
+    @contextlib.contextmanager
+    def _with_late_error(self):
+        """Raise the error of the plan where the module says that the plan has failed."""
+        try:
+            yield
+        except epmoe.PeerError as error:
+            if self._late_error is None or "the plan of this layout failed" not in str(error):
+                raise
+            late, self._late_error = self._late_error, None
+            raise late from None
 
     def _num_rows(self, plan, buffer):
-        error, self._late_error = self._late_error, None
-        if error is not None:
-            raise error
-        return super()._num_rows(plan, buffer)
+        with self._with_late_error():
+            return super()._num_rows(plan, buffer)
+
+    def _run_dispatch(self, *arguments, **options):
+        with self._with_late_error():
+            return super()._run_dispatch(*arguments, **options)
 
 
 class StagedOp(epmoe.EpAll2AllFusedOp):

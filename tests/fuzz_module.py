@@ -72,7 +72,8 @@ def make_setting(torch, _C):
     _C.layer_ll_dispatch(fast, 0, (good["fast_x"], good["idx"], good["weight"], good["handle"],
                                    good["compact"], None, good["counts"], 0, 0, 3))
     _C.layer_plan(layer, 0, (good["idx"], None, good["plan"], False))
-    _C.layer_dispatch(layer, 0, (good["x"], None, good["plan"], good["rows"], None, good["recv"], False))
+    _C.layer_dispatch(layer, 0, (good["x"], None, good["plan"], good["rows"], None, good["recv"], False,
+                                 False))
     in_heap = torch.from_dlpack(Capsule(_C.heap_tensor(heap, off, 0, (64,), 2, 32)))
     return {"world": [one, two, silent, closed], "heap": [heap, closed_heap], "config": config,
             "layer": [layer, closed_layer, fast], "off": off, "good": good, "in_heap": in_heap}
@@ -189,16 +190,16 @@ SIGNATURES = {
     "layer_bytes": "config", "layer_agree": "W config code", "layer_create": "H config", "layer_close": "L",
     "plan_layout": "config n", "layer_plan": "L small | idx scatter? plan small",
     "layer_num_rows": "L small plan", "layer_expert_rows": "L small plan",
-    "layer_dispatch": "L small | x weight? plan rows row_weight? recv small",
+    "layer_dispatch": "L small | x weight? plan rows row_weight? recv small small",
     "layer_dispatch_fp8": "L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
-                          " recv",
+                          " recv small",
     "layer_combine": "L small | rows row_weight? row_weight? plan recv out out_scalar? small",
     "layer_refuse": "L small n code zero", "layer_barrier": "L small zero",
     "layer_dispatch_gemm": "L small | x weight? plan rows row_weight? recv tensor weight? out out? small"
-                           " seconds seconds small small small small small small",
+                           " seconds seconds small small small small small small small",
     "layer_dispatch_gemm_fp8": "L small | fp8_x fp8_scale weight? plan fp8_rows fp8_row_scale row_weight?"
                                " recv tensor weight weight? out small seconds seconds small small small"
-                               " small",
+                               " small small",
     "layer_gemm_combine": "L small | rows tensor weight? out row_weight? row_weight? plan recv out"
                           " out_scalar? small small small small small",
     "layer_gemm_combine_fp8": "L small | fp8_rows fp8_row_scale tensor weight weight? out row_weight? plan"

@@ -100,8 +100,8 @@ static int set_movers(uint32_t num_move, uint32_t num_tail, uint32_t waits_for_e
 
 int ep_prepare_dispatch_gemm(EpLayer *l, const EpCommBuffer *b, const EpDispatchGemmArgs *a,
                              EpDispatchGemmParams *p) {
-    const EpDispatchArgs first = {a->x,          a->weight, a->plan,         a->rows,
-                                  a->row_weight, a->recv,   a->requires_grad};
+    const EpDispatchArgs first = {a->x,          a->weight, a->plan,          a->rows,
+                                  a->row_weight, a->recv,   a->requires_grad, a->awaits_rows};
     const Product product = {a->rows, a->gemm_weight, a->bias,  a->out,   a->kept,
                              a->kind, a->activation,  a->alpha, a->limit, false};
     p->dispatch.comm = b->comm;
@@ -131,8 +131,8 @@ static int check_gemm_scale(const EpLayer *l, const EpTensor *gemm_scale, const 
 
 int ep_prepare_dispatch_gemm_fp8(EpLayer *l, const EpCommBuffer *b, const EpDispatchGemmFp8Args *a,
                                  EpDispatchGemmFp8Params *p) {
-    const EpDispatchFp8Args first = {a->x,    a->x_scale,   a->weight,     a->plan,
-                                     a->rows, a->row_scale, a->row_weight, a->recv};
+    const EpDispatchFp8Args first = {a->x,         a->x_scale,    a->weight, a->plan,       a->rows,
+                                     a->row_scale, a->row_weight, a->recv,   a->awaits_rows};
     const Product product = {a->rows,         a->gemm_weight, a->bias,  a->out,   NULL,
                              EP_GEMM_FORWARD, a->activation,  a->alpha, a->limit, true};
     EP_TRY(check_no_padding(l));

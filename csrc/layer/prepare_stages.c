@@ -149,7 +149,8 @@ static int check_scales(const EpLayer *l, const EpDispatchFp8Args *a, EpRowScale
 
 int ep_layer_check_dispatch_fp8(const EpLayer *l, const EpCommBuffer *b, const EpDispatchFp8Args *a,
                                 uint32_t num_copies, EpDispatchParams *p, EpRowScales *scales) {
-    const EpDispatchArgs plain = {a->x, a->weight, a->plan, a->rows, a->row_weight, a->recv, 0};
+    const EpDispatchArgs plain = {a->x,          a->weight, a->plan, a->rows,
+                                  a->row_weight, a->recv,   0,       a->awaits_rows};
     if (l->config.shape.hidden % 16)
         return ep_error(EP_EINVAL, "a dispatch in FP8 needs a hidden size that is a multiple of 16, not %u",
                         l->config.shape.hidden);

@@ -37,7 +37,8 @@ typedef enum {
  *   OWN, OWN_OPTIONAL  the same, allocated by epmoe itself
  *   PLAN      the tensor of the plan, allocated by epmoe; the operation runs on the current stream of its
  *             framework
- *   U32, F64  numbers; they come after the tensors */
+ *   U32, F64  numbers; they come after the tensors
+ *   AWAITS    U32, whether the operation waits for the rows of its plan */
 
 /* indices [T][K] i32 or i64. scatter: i32 [T][K] of this rank, or those of all ranks in rank order. plan: i32
  * [ep_layer_plan_words(T)]. sort_slots: order the slots by expert, which makes the fused kernels fast. */
@@ -51,7 +52,9 @@ typedef enum {
  * recv i32 [W * max_tokens * (1 + K)], the records of slot.h. The kernel checks that the plan is for T tokens
  * and for at most as many rows as the outputs have. If not, this rank's operation fails with EP_EINVAL, and
  * those of the others with EP_EPEER. requires_grad: the caller's framework will run a backward pass. The
- * value must be the same on all ranks, and the operation fails if it is not. */
+ * value must be the same on all ranks, and the operation fails if it is not. awaits_rows: the caller does not
+ * know M yet. The host waits until the plan has it, directly before the launch. If M is more than the outputs
+ * have, nothing is launched: the caller reads M and calls again, with larger outputs. */
 #define EP_ARGS_dispatch(X, S)     \
     X(S, TENSOR, x)                \
     X(S, OPTIONAL, weight)         \
@@ -59,7 +62,8 @@ typedef enum {
     X(S, OWN, rows)                \
     X(S, OWN_OPTIONAL, row_weight) \
     X(S, OWN, recv)                \
-    X(S, U32, requires_grad)
+    X(S, U32, requires_grad)       \
+    X(S, AWAITS, awaits_rows)
 
 /* rows [>= M][H], row_weight and row_scalar f32 [>= M]; out [T][H], out_scalar f32 [T][K]. */
 #define EP_ARGS_combine(X, S)      \
@@ -97,7 +101,8 @@ typedef enum {
     X(S, U32, waits_for_expert)     \
     X(S, U32, num_copies)           \
     X(S, U32, requires_grad)        \
-    X(S, U32, kind)
+    X(S, U32, kind)                 \
+    X(S, AWAITS, awaits_rows)
 
 /* The grouped GEMM of a [>= M][K] with gemm_weight [L][H][K] into rows [>= M][H], and the combine of these
  * rows, in one launch. CUDA only. num_move, num_reduce, is_serial: see EpGemmCombineParams. kind: EpGemmKind;
@@ -149,7 +154,8 @@ typedef enum {
 /* Dispatch of tokens in FP8, which the caller has quantised. Inputs: x u8 [T][H], the bytes of e4m3 numbers,
  * H a multiple of 16; x_scale f32 [T][groups], where groups is H / 128, rounded up. Outputs: rows u8
  * [>= M][H]; row_scale f32 [as many][groups]. Both tensors of scales may have any strides. weight, plan,
- * row_weight and recv are as in dispatch. There is no requires_grad, because there is no gradient. */
+ * row_weight, recv and awaits_rows are as in dispatch. There is no requires_grad, because there is no
+ * gradient. */
 #define EP_ARGS_dispatch_fp8(X, S) \
     X(S, TENSOR, x)                \
     X(S, TENSOR, x_scale)          \
@@ -158,7 +164,8 @@ typedef enum {
     X(S, OWN, rows)                \
     X(S, OWN, row_scale)           \
     X(S, OWN_OPTIONAL, row_weight) \
-    X(S, OWN, recv)
+    X(S, OWN, recv)                \
+    X(S, AWAITS, awaits_rows)
 
 /* dispatch_fp8, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight u8
  * [L][N][H], gemm_scale f32 [L][N / 128][H / 128], both sizes rounded up; out of the layer's dtype. For gates
@@ -183,7 +190,8 @@ typedef enum {
     X(S, U32, num_move)                 \
     X(S, U32, num_tail)                 \
     X(S, U32, waits_for_expert)         \
-    X(S, U32, num_copies)
+    X(S, U32, num_copies)               \
+    X(S, AWAITS, awaits_rows)
 
 /* gemm_combine of rows and weights in FP8. CUDA only. a u8 [>= M][K]; a_scale f32 [as many][K / 128], with
  * any strides; gemm_weight u8 [L][H][K]; gemm_scale f32 [L][H / 128][K / 128]; all sizes of scales rounded

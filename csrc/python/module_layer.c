@@ -121,24 +121,31 @@ FAST(ll_handle_words) {
     return Py_BuildValue("KK", num_words, offsets);
 }
 
-/* Refuse an operation because a tensor argument cannot be read. The peers learn it before Python does. */
-static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObject *any_tensor) {
+/* Refuse an operation because a tensor argument cannot be read. The peers learn it before Python does. If the
+ * operation waits for its plan, and that has failed, no rank enters the operation, so the error is the
+ * plan's. */
+static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObject *plan, bool awaits) {
     PyObject *type, *value, *trace;
-    int code = ep_pending_code();
+    EpTensor t;
+    const EpTensor *awaited = NULL;
+    uint32_t num_rows;
+    int code = ep_pending_code(), of_plan = 0;
     PyErr_Fetch(&type, &value, &trace);
-    void *stream = ep_current_stream(ep_layer_heap(l), any_tensor);
-    WITHOUT_LOCK(ep_layer_refuse(l, buffer, op, code, stream));
-    if (!PyErr_Occurred()) return PyErr_Restore(type, value, trace), NULL;
-    Py_XDECREF(type); /* a signal handler has raised during the wait: that exception goes first */
+    void *stream = ep_current_stream(ep_layer_heap(l), plan);
+    if (awaits && !ep_get_own_tensor(plan, false, &t, &awaited)) PyErr_Clear();
+    if (awaited) WITHOUT_LOCK(of_plan = ep_layer_num_rows(l, buffer, awaited, stream, &num_rows));
+    if (!of_plan) WITHOUT_LOCK(ep_layer_refuse(l, buffer, op, code, stream));
+    if (!of_plan && !PyErr_Occurred()) return PyErr_Restore(type, value, trace), NULL;
+    Py_XDECREF(type); /* the plan's error, or what a signal handler has raised during the wait, goes first */
     Py_XDECREF(value);
     Py_XDECREF(trace);
-    return NULL;
+    return of_plan ? ep_raise(of_plan) : NULL;
 }
 
 /* ---- operations: layer_NAME(layer, buffer, arguments), a tuple as protocol/ops.h lists it ---- */
 
-enum { TENSOR, OPTIONAL, OWN, OWN_OPTIONAL, PLAN, U32, F64 };
-enum { MAX_ARGS = 19 };
+enum { TENSOR, OPTIONAL, OWN, OWN_OPTIONAL, PLAN, U32, F64, AWAITS };
+enum { MAX_ARGS = 20 };
 typedef struct {
     uint8_t kind;
     uint16_t off; /* of its field in the struct of the arguments */
@@ -148,13 +155,15 @@ typedef struct {
     const Argument *args;
 } Operation;
 
-/* Read the numbers, and find the plan. */
-static bool get_numbers(const Operation *op, PyObject *tuple, char *fields, PyObject **plan) {
+/* Read the numbers, and find the plan and whether the operation waits for it. */
+static bool get_numbers(const Operation *op, PyObject *tuple, char *fields, PyObject **plan, bool *awaits) {
     for (uint32_t i = 0; i < op->num_args; i++) {
         const Argument *a = &op->args[i];
         PyObject *value = PyTuple_GetItem(tuple, i);
+        uint32_t *number = (uint32_t *)(void *)(fields + a->off);
         if (a->kind == PLAN) *plan = value;
-        if (a->kind == U32 && !ep_get_u32(value, (uint32_t *)(void *)(fields + a->off))) return false;
+        if ((a->kind == U32 || a->kind == AWAITS) && !ep_get_u32(value, number)) return false;
+        if (a->kind == AWAITS) *awaits = *number != 0;
         if (a->kind == F64 && !ep_get_double(value, (double *)(void *)(fields + a->off))) return false;
     }
     return true;
@@ -176,14 +185,16 @@ static PyObject *run(const Operation *op, void *fields, PyObject *const *args, P
     uint32_t buffer;
     EpTensor tensors[MAX_ARGS];
     PyObject *plan = NULL;
+    bool awaits = false;
     int code;
     if (num_args != 3) return PyErr_Format(PyExc_TypeError, "wanted 3 arguments, got %zd", num_args);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
     if (!l || !ep_get_u32(args[1], &buffer)) return NULL;
     if (!PyTuple_Check(args[2]) || PyTuple_Size(args[2]) != (Py_ssize_t)op->num_args)
         return PyErr_Format(PyExc_TypeError, "wanted a tuple of %u arguments, got %R", op->num_args, args[2]);
-    if (!get_numbers(op, args[2], (char *)fields, &plan)) return NULL;
-    if (!get_tensors(op, args[2], tensors, (char *)fields)) return refuse_pending(l, buffer, op->op, plan);
+    if (!get_numbers(op, args[2], (char *)fields, &plan, &awaits)) return NULL;
+    if (!get_tensors(op, args[2], tensors, (char *)fields))
+        return refuse_pending(l, buffer, op->op, plan, awaits);
     void *stream = ep_current_stream(ep_layer_heap(l), plan);
     WITHOUT_LOCK(code = ep_layer_run(l, buffer, op->op, fields, stream));
     return ep_done(code);

@@ -1,0 +1,173 @@
+"""Calls without a capacity or a layout, where only the plan knows the number of rows.
+
+Before it is known, a call makes outputs with room for as many rows as earlier calls had and some more.
+"""
+
+import types
+
+import pytest
+import torch
+
+import fused_cases
+import test_fused_fp8
+from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
+from fused_cases import Experts, LatePlan, grown, tensors
+from test_fp8 import bits
+from test_plan_slots import make_op
+
+BAD = 1  # the rank that makes a mistake
+TOO_MANY = 1 << 50  # no memory holds as many rows
+CASE = Experts(hidden=272, inner=64, tokens="full", max_tokens=12)
+
+
+class Op(LatePlan, fused_cases.StagedOp):
+    pass
+
+
+class OpInFp8(LatePlan, test_fused_fp8.StagedOp):
+    pass
+
+
+def run_call(op, t, method, of_tokens=slice(None), **options):
+    """Dispatch some of the tokens. Returns the layout and all outputs."""
+    x, weight = t.x[of_tokens], t.weight[of_tokens]
+    idx = None if "layout" in options else t.idx[of_tokens]
+    if method == "dispatch":
+        rows, row_weight, layout = op.dispatch(x, idx, weight, **options)
+        return layout, rows, row_weight
+    if method == "dispatch_fp8":
+        rows, scales, row_weight, layout = op.dispatch_fp8(x, idx, weight, **options)
+        return layout, rows, row_weight, scales
+    product = test_fused_fp8.product_of(t) if method == "fused FP8" else {"gemm_weight": t.w1}
+    rows, row_weight, layout = op.mega_dispatch_group_gemm(x, idx, weight=weight, **product, **options)
+    return layout, rows, row_weight
+
+
+METHODS = pytest.mark.parametrize("method", ["dispatch", "dispatch_fp8", "fused", "fused FP8"])
+
+
+def make(ranks, world, device, method):
+    case = grown(ranks, CASE)
+    op = make_op(world, device, case, OpInFp8 if method == "fused FP8" else Op)
+    return op, tensors(case, world.rank, world.size, device)
+
+
+@METHODS
+def test_layer_rows_are_those_of_the_plan(ranks, method):
+    """The outputs are the same as those of a dispatch that knows the number from its layout."""
+
+    def run(world, device):
+        op, t = make(ranks, world, device, method)
+        full, checks = len(t.x), []
+        # the number of tokens, and how many rows the room lacks for all of them (None: leave it as it is)
+        steps = [(full, None), (full, None), (full // 4, None), (0, None), (full // 2, None), (full, 0),
+                 (full, 1), (1, None), (full, None)]
+        for num_tokens, missing in steps:
+            of_tokens = slice(num_tokens)
+            if missing is not None:
+                op._room = max(op.preprocess(t.idx).num_rows - missing, 0)
+            room = op._room
+            layout, *got = run_call(op, t, method, of_tokens)
+            again = op.preprocess(t.idx[of_tokens])
+            _, *want = run_call(op, t, method, of_tokens, layout=again)
+            checks += [torch.equal(bits(a), bits(b)) for a, b in zip(got, want)]
+            checks += [len(a) == layout.num_rows == again.num_rows for a in got]
+            checks += [got[0].is_contiguous(), op._room >= layout.num_rows]
+            # The rows are the beginning of the room, if there was enough. On the CPU a stage follows where
+            # else the kernel is fused.
+            if "fused" not in method or device.type == "cuda":
+                made = room if layout.num_rows <= room > 0 else layout.num_rows
+                checks.append(got[0].untyped_storage().nbytes() == made * got[0].shape[1] * got[0].itemsize)
+        op.synchronize()
+        op.finalize()
+        return checks
+
+    with torch.no_grad():
+        assert all(map(all, ranks(run)))
+
+
+def test_layer_rows_that_are_kept_for_a_backward_have_no_room(ranks):
+    def run(world, device):
+        op, t = make(ranks, world, device, "dispatch")
+        run_call(op, t, "dispatch")
+        t.x.requires_grad_()
+        layout, rows, _ = run_call(op, t, "dispatch")
+        rows.sum().backward()
+        numbers = rows.untyped_storage().nbytes() // rows.itemsize
+        op.synchronize()
+        op.finalize()
+        return op._room > layout.num_rows > 0, numbers == layout.num_rows * CASE.hidden
+
+    assert all(map(all, ranks(run)))
+
+
+def test_layer_rows_room_follows_their_number(ranks):
+    """Up at once, down slowly, and at most a few percent above a number that stays the same."""
+
+    def run(world, device):
+        op, _ = make(ranks, world, device, "dispatch")
+        rooms = []
+        for num_rows in (1000, 1010, 2000, *[1000] * 60, 0):
+            op._set_room(num_rows)
+            rooms.append(op._room)
+        op.finalize()
+        return rooms
+
+    first, same, up, down, *_, constant, last = ranks(run, world_size=1)[0]
+    assert 1010 <= first <= same < 1080 and up >= 2000 and 1900 < down < up
+    assert 1000 <= constant < 1080 and 0 < last < constant
+
+
+@METHODS
+def test_layer_rows_without_memory_for_the_room(ranks, method):
+    """A rank whose memory does not hold the room makes the outputs as large as they must be."""
+
+    def run(world, device):
+        op, t = make(ranks, world, device, method)
+        before = run_call(op, t, method)[1:]
+        if world.rank == BAD:
+            op._room = TOO_MANY
+        after = run_call(op, t, method)[1:]
+        op.synchronize()
+        op.finalize()
+        return [torch.equal(bits(a), bits(b)) for a, b in zip(before, after)]
+
+    with torch.no_grad():
+        assert all(map(all, ranks(run, at_least=2)))
+
+
+def misaligned(x):
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("method, name, change, text", [
+    ("dispatch", "x", misaligned, "16"),
+    *[(method, "weight", torch._neg_view, "negated") for method in METHODS.args[1]],
+])
+def test_layer_rows_mistakes_that_the_module_finds(ranks, method, name, change, text):
+    """Rank BAD passes a tensor that is refused after the plan has been made."""
+
+    def run(world, device):
+        op, t = make(ranks, world, device, method)
+        before = run_call(op, t, method)[1:]
+        world.set_timeout(MISTAKE_LIMIT_S)
+        arguments = vars(t) | ({name: change(getattr(t, name))} if world.rank == BAD else {})
+        got = [outcome(lambda: run_call(op, types.SimpleNamespace(**arguments), method), op)]
+        # and with a wrong index at the same time: then no rank enters the dispatch
+        bad_idx = t.idx.clone()
+        if world.rank == 0:
+            bad_idx[3, 0] = 1000
+        arguments["idx"] = bad_idx
+        got.append(outcome(lambda: run_call(op, types.SimpleNamespace(**arguments), method), op))
+        after = run_call(op, t, method)[1:]
+        op.synchronize()
+        op.finalize()
+        return got, [torch.equal(bits(a), bits(b)) for a, b in zip(before, after)]
+
+    with torch.no_grad():
+        results = ranks(run, at_least=2)
+    wanted = ["ValueError" if rank == BAD else "PeerError" for rank in range(len(results))]
+    check_outcomes([got[0] for got, _ in results], wanted, text, on_rank=BAD,
+                   elsewhere=(f"rank {BAD}",))
+    check_outcomes([got[1] for got, _ in results], "EpIndexError", "rank 0", "1000")
+    assert all(map(all, (same for _, same in results)))
