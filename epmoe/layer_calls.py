@@ -8,8 +8,6 @@ until the launch of the dispatch, the GPU has nothing to do.  So the host then o
 there already, with room for as many rows as earlier calls had and some more.
 """
 
-import contextlib
-
 import torch
 
 from . import _C, direct, ops
@@ -84,27 +82,34 @@ class LayerCalls:
         exact: the outputs are kept for a backward, so they must not have more memory than rows.
         """
         op, plan, buffer = call
-        room = self._room if num_rows < 0 and not exact else 0
-        made = None
-        if room:
-            with contextlib.suppress(Exception):  # no memory for so many rows: make as many as are needed
-                made = make(room)
-        if made is not None:
-            launch(*made, True)
+        if num_rows < 0 and not exact:
+            made = self._run_ahead(plan, buffer, make, launch)
+            if made is not None:
+                return made
         if num_rows < 0:
             num_rows = self._num_rows(plan, buffer)
-            self._set_room(num_rows)
-        if made is not None and num_rows <= room:
-            for t in made[0]:
-                if t is not None and num_rows < room:
-                    t.resize_(num_rows, *t.shape[1:])
-            return made
-        made = None  # the room was too small, and its memory may be needed
         try:
             made = make(num_rows)
         except Exception as error:
             self._refuse(op, error, buffer)
         launch(*made, False)
+        return made
+
+    def _run_ahead(self, plan, buffer, make, launch):
+        """As _run_dispatch, before the number of rows is known.  Returns None if it is more than the room."""
+        room = self._room
+        try:
+            made = make(room)
+        except Exception:  # no memory for so many rows, but perhaps for as many as are needed
+            return None
+        launch(*made, True)
+        num_rows = self._num_rows(plan, buffer)
+        self._set_room(num_rows)
+        if num_rows > room:
+            return None
+        for t in made[0] if num_rows < room else ():
+            if t is not None:
+                t.resize_(num_rows, *t.shape[1:])
         return made
 
     def _set_room(self, num_rows):

@@ -18,12 +18,12 @@ ARGUMENTS = {
     for name, body in re.findall(r"#define EP_ARGS_(\w+)\(X, S\)((?:.*\\\n)+.*)", TEXT)
 }
 TYPES = {"TENSOR": "Tensor", "OPTIONAL": "Tensor | None", "OWN": "Tensor", "OWN_OPTIONAL": "Tensor | None",
-         "PLAN": "Tensor", "U32": "int", "F64": "float"}
+         "PLAN": "Tensor", "U32": "int", "F64": "float", "AWAITS": "int"}
 
 
 def test_operations_table_was_read():
     assert set(ARGUMENTS) == set(NAMES.values()) - {"barrier"}
-    assert len(ARGUMENTS["dispatch_gemm"]) == 19
+    assert len(ARGUMENTS["dispatch_gemm"]) == 20
 
 
 def test_operations_have_numbers_in_the_module():

@@ -2,7 +2,7 @@
 
 - EPMoE in its two fused kernels, and unfused: the same stages one after the other.
 - The fused kernels with a capacity.  Without one, the host reads the number of rows between the plan and the
-  first kernel, and the GPU waits.
+  first kernel.
 - The same layer over each peer's all-to-alls, with torch's GEMMs.
 - torch's two GEMMs alone on the same rows, and each fused kernel compared with the GEMM in it.
 
