@@ -134,6 +134,6 @@ class Fp8Dispatch:
         def launch(outputs, others, awaits_rows):
             _C.layer_dispatch_fp8(self._c, buffer, (x, x_scale, weight, plan, *outputs, *others, awaits_rows))
 
-        call = _C.OP_DISPATCH_FP8, plan, buffer
+        call = _C.OP_DISPATCH_FP8, plan, buffer, x.shape[0]
         (rows, row_scale, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch)
         return rows.view(torch.float8_e4m3fn), row_scale, row_weight, recv

@@ -173,7 +173,7 @@ class FusedFp8:
                 x, x_scale, weight, plan, rows, row_scale, row_weight, *others, out, number, alpha, limit,
                 self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, awaits_rows))
 
-        call = _C.OP_DISPATCH_GEMM_FP8, plan, buffer
+        call = _C.OP_DISPATCH_GEMM_FP8, plan, buffer, x.shape[0]
         (row_weight, out), others = self._run_dispatch(call, num_rows, make, launch)
         return out, row_weight, others[2]
 

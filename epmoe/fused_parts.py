@@ -83,7 +83,7 @@ class FusedParts:
                 self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, with_grad, FORWARD,
                 awaits_rows))
 
-        call = _C.OP_DISPATCH_GEMM, plan, buffer
+        call = _C.OP_DISPATCH_GEMM, plan, buffer, x.shape[0]
         (rows, row_weight, out), others = self._run_dispatch(call, num_rows, make, launch, exact=with_grad)
         return out, rows, row_weight, others[0]
 

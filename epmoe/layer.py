@@ -140,7 +140,7 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
             self.capacity = None if capacity is None else int(capacity)
             self._set_padding(expert_alignment, expert_capacity, host_counts)
             self.device = heap.device if heap is not None else pick_device(device)
-            self._allocate = allocator_of(self.device)
+            self._allocate, self._rooms = allocator_of(self.device), {}
             self._num_blocks = max_blocks(self.device, int(reserve_sms))
             self._check_options()
             self._num_buffers = int(num_buffers)

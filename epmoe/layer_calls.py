@@ -5,7 +5,8 @@ operators of them, for autograd and torch.compile.
 
 A dispatch takes the number of its rows, or -1 if only the plan has it.  From the moment when the plan has it
 until the launch of the dispatch, the GPU has nothing to do.  So the host then only launches: the outputs are
-there already, with room for as many rows as earlier calls had and some more.
+there already, with room for as many rows as earlier calls had and some more.  A call with few tokens must not
+take the memory of one with many, so calls with less than twice the tokens share a room (_rooms).
 """
 
 import torch
@@ -14,10 +15,17 @@ from . import _C, direct, ops
 from .layout import EPLayout
 
 
+def room_after(room, num_rows):
+    """Return the rows to make room for in the next call, after a call that had room and got num_rows.
+
+    It goes up at once, and down slowly, because the modules of a model may share a layer.
+    """
+    wanted = num_rows + num_rows // 16
+    return max(wanted, room - (room - wanted) // 32)
+
+
 class LayerCalls:
     """The private half of EPAll2AllLayer that calls the module."""
-
-    _room = 0  # rows of the outputs of a dispatch whose number of rows is not known
 
     def _empty(self, *sizes, dtype=None):
         """Return an uninitialised tensor of one or two dimensions, of the layer's dtype or another."""
@@ -77,13 +85,13 @@ class LayerCalls:
     def _run_dispatch(self, call, num_rows, make, launch, exact=False):
         """Run a dispatch.  Returns its outputs.
 
-        call: the operation, the plan and the buffer.  make(n): returns the outputs, a list of tensors with n
-        rows, and a list of other tensors.  launch(outputs, others, awaits_rows): calls the module.
-        exact: the outputs are kept for a backward, so they must not have more memory than rows.
+        call: the operation, the plan, the buffer and the number of tokens.  make(n): returns the outputs, a
+        list of tensors with n rows, and a list of other tensors.  launch(outputs, others, awaits_rows): calls
+        the module.  exact: the outputs are kept for a backward, so they must not have more memory than rows.
         """
-        op, plan, buffer = call
+        op, plan, buffer, _ = call
         if num_rows < 0 and not exact:
-            made = self._run_ahead(plan, buffer, make, launch)
+            made = self._run_ahead(call, make, launch)
             if made is not None:
                 return made
         if num_rows < 0:
@@ -95,27 +103,24 @@ class LayerCalls:
         launch(*made, False)
         return made
 
-    def _run_ahead(self, plan, buffer, make, launch):
+    def _run_ahead(self, call, make, launch):
         """As _run_dispatch, before the number of rows is known.  Returns None if it is more than the room."""
-        room = self._room
+        _, plan, buffer, num_tokens = call
+        magnitude = num_tokens.bit_length()
+        room = self._rooms.get(magnitude, 0)
         try:
             made = make(room)
         except Exception:  # no memory for so many rows, but perhaps for as many as are needed
             return None
         launch(*made, True)
         num_rows = self._num_rows(plan, buffer)
-        self._set_room(num_rows)
+        self._rooms[magnitude] = room_after(room, num_rows)
         if num_rows > room:
             return None
         for t in made[0] if num_rows < room else ():
             if t is not None:
                 t.resize_(num_rows, *t.shape[1:])
         return made
-
-    def _set_room(self, num_rows):
-        """Follow the number of rows: up at once, and down slowly, because modules that alternate share it."""
-        wanted = num_rows + num_rows // 16
-        self._room = max(wanted, self._room - (self._room - wanted) // 8)
 
     def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False):
         def make(n):
@@ -126,7 +131,7 @@ class LayerCalls:
         def launch(outputs, others, awaits_rows):
             _C.layer_dispatch(self._c, buffer, (x, weight, plan, *outputs, *others, with_grad, awaits_rows))
 
-        call = _C.OP_DISPATCH, plan, buffer
+        call = _C.OP_DISPATCH, plan, buffer, x.shape[0]
         (rows, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch, exact=with_grad)
         return rows, row_weight, recv
 

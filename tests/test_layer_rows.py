@@ -11,6 +11,7 @@ import torch
 import fused_cases
 import test_fused_fp8
 from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
+from epmoe.layer_calls import room_after
 from fused_cases import Experts, LatePlan, grown, tensors
 from test_fp8 import bits
 from test_plan_slots import make_op
@@ -65,18 +66,18 @@ def test_layer_rows_are_those_of_the_plan(ranks, method):
         for num_tokens, missing in steps:
             of_tokens = slice(num_tokens)
             if missing is not None:
-                op._room = max(op.preprocess(t.idx).num_rows - missing, 0)
-            room = op._room
+                op._rooms[full.bit_length()] = max(op.preprocess(t.idx).num_rows - missing, 0)
+            room = op._rooms.get(num_tokens.bit_length(), 0)
             layout, *got = run_call(op, t, method, of_tokens)
             again = op.preprocess(t.idx[of_tokens])
             _, *want = run_call(op, t, method, of_tokens, layout=again)
             checks += [torch.equal(bits(a), bits(b)) for a, b in zip(got, want)]
             checks += [len(a) == layout.num_rows == again.num_rows for a in got]
-            checks += [got[0].is_contiguous(), op._room >= layout.num_rows]
+            checks += [got[0].is_contiguous(), op._rooms[num_tokens.bit_length()] >= layout.num_rows]
             # The rows are the beginning of the room, if there was enough. On the CPU a stage follows where
             # else the kernel is fused.
             if "fused" not in method or device.type == "cuda":
-                made = room if layout.num_rows <= room > 0 else layout.num_rows
+                made = room if layout.num_rows <= room else layout.num_rows
                 checks.append(got[0].untyped_storage().nbytes() == made * got[0].shape[1] * got[0].itemsize)
         op.synchronize()
         op.finalize()
@@ -96,26 +97,20 @@ def test_layer_rows_that_are_kept_for_a_backward_have_no_room(ranks):
         numbers = rows.untyped_storage().nbytes() // rows.itemsize
         op.synchronize()
         op.finalize()
-        return op._room > layout.num_rows > 0, numbers == layout.num_rows * CASE.hidden
+        room = op._rooms[len(t.x).bit_length()]
+        return room > layout.num_rows > 0, numbers == layout.num_rows * CASE.hidden
 
     assert all(map(all, ranks(run)))
 
 
-def test_layer_rows_room_follows_their_number(ranks):
+def test_layer_rows_room_follows_their_number():
     """Up at once, down slowly, and at most a few percent above a number that stays the same."""
-
-    def run(world, device):
-        op, _ = make(ranks, world, device, "dispatch")
-        rooms = []
-        for num_rows in (1000, 1010, 2000, *[1000] * 60, 0):
-            op._set_room(num_rows)
-            rooms.append(op._room)
-        op.finalize()
-        return rooms
-
-    first, same, up, down, *_, constant, last = ranks(run, world_size=1)[0]
-    assert 1010 <= first <= same < 1080 and up >= 2000 and 1900 < down < up
-    assert 1000 <= constant < 1080 and 0 < last < constant
+    rooms = [0]
+    for num_rows in (1000, 1010, 2000, *[1000] * 300, 0):
+        rooms.append(room_after(rooms[-1], num_rows))
+    _, first, same, up, down, *_, constant, last = rooms
+    assert 1010 <= first <= same < 1080 and 2000 <= up and 1900 < down < up
+    assert 1000 <= constant < 1120 and 0 < last < constant
 
 
 @METHODS
@@ -126,7 +121,7 @@ def test_layer_rows_without_memory_for_the_room(ranks, method):
         op, t = make(ranks, world, device, method)
         before = run_call(op, t, method)[1:]
         if world.rank == BAD:
-            op._room = TOO_MANY
+            op._rooms[len(t.x).bit_length()] = TOO_MANY
         after = run_call(op, t, method)[1:]
         op.synchronize()
         op.finalize()
