@@ -3,10 +3,11 @@
 Each call allocates its outputs, reports to the other ranks if it cannot, and calls the module.  ops.py makes
 operators of them, for autograd and torch.compile.
 
-A dispatch takes the number of its rows, or -1 if only the plan has it.  From the moment when the plan has it
-until the launch of the dispatch, the GPU has nothing to do.  So the host then only launches: the outputs are
-there already, with room for as many rows as earlier calls had and some more.  A call with few tokens must not
-take the memory of one with many, so calls with less than twice the tokens share a room (_rooms).
+A dispatch takes the number of its rows, or -1 if only the plan has it.  The GPU has nothing to do from the
+moment when the plan has the number until the launch of the dispatch.  So the host allocates the outputs and
+prepares the launch before that moment.  The outputs have room for the most rows of recent calls and some
+more.  A call with few tokens must not take the memory of a call with many tokens.  So each power of two of
+the number of tokens has a room of its own (_rooms).
 """
 
 import torch
@@ -104,9 +105,12 @@ class LayerCalls:
         return made
 
     def _run_ahead(self, call, make, launch):
-        """As _run_dispatch, before the number of rows is known.  Returns None if it is more than the room."""
+        """Prepare a dispatch before the number of rows is known.  Returns its outputs.
+
+        Returns None, and launches nothing, if there are more rows than room, or no memory for the room.
+        """
         _, plan, buffer, num_tokens = call
-        magnitude = num_tokens.bit_length()
+        magnitude = num_tokens.bit_length()  # the key in _rooms: number of rows to make room for
         room = self._rooms.get(magnitude, 0)
         try:
             made = make(room)

@@ -38,7 +38,7 @@ typedef enum {
  *   PLAN      the tensor of the plan, allocated by epmoe; the operation runs on the current stream of its
  *             framework
  *   U32, F64  numbers; they come after the tensors
- *   AWAITS    U32, whether the operation waits for the rows of its plan */
+ *   AWAITS    U32, whether the operation waits until its plan has the number of rows */
 
 /* indices [T][K] i32 or i64. scatter: i32 [T][K] of this rank, or those of all ranks in rank order. plan: i32
  * [ep_layer_plan_words(T)]. sort_slots: order the slots by expert, which makes the fused kernels fast. */
