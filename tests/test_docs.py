@@ -239,6 +239,13 @@ def test_docs_files_and_names_exist(name):
     assert not wrong, wrong
 
 
+def test_docs_figures_of_experiments_exist():
+    """An entry names the file of its figures, so the file must stay."""
+    cited = {path for name in NAMES for path in re.findall(r"`(benchmarks/\w+\.json)`", text_of(name))}
+    assert len(cited) > 10
+    assert not [path for path in cited if not (ROOT / path).is_file()]
+
+
 def test_docs_reference_has_every_public_name():
     text = text_of("docs/api.md")
     classes = {n for n in epmoe.__all__ if isinstance(getattr(epmoe, n), type)}
