@@ -53,27 +53,29 @@ def run(layer, tokens, topk_idx, topk_weights, parameters, activation):
 
     parameters: gate_up [L, N, H], its bias or None, down [L, H, I], its bias or None.
     """
-    layout, weight, num_rows = layer._prepare(_dispatches(layer, parameters[0]), tokens, topk_idx,
-                                              topk_weights, None, None, 0)
+    layout, weight, num_rows = layer._prepare(_C.OP_PLAN, tokens, topk_idx, topk_weights, None, None, 0)
     y, rows, _, _, recv = torch.ops.epmoe.experts(tokens, weight, layout.plan, *parameters, layer.id,
                                                   layout.buffer, num_rows, *as_kernel(activation))
     layer._set_dispatched(layout, rows, recv)
     return y, layout
 
 
-def _is_fused(layer, weight):
-    """Whether the product of these weights shares a launch with the communication beside it."""
-    return isinstance(layer, EpAll2AllFusedOp) and layer._is_fused(weight)
+def _is_fused(layer, weight, columns):
+    """Whether the product of these weights shares a launch with the communication beside it.
+
+    columns: N of the gate and up weights [L, N, H].
+    """
+    return isinstance(layer, EpAll2AllFusedOp) and layer._is_fused_training(weight, columns)
 
 
-def _dispatches(layer, weight):
+def _dispatches(layer, weight, columns):
     """Return the operation that dispatches and multiplies with these weights, or that only dispatches."""
-    return _C.OP_DISPATCH_GEMM if _is_fused(layer, weight) else _C.OP_DISPATCH
+    return _C.OP_DISPATCH_GEMM if _is_fused(layer, weight, columns) else _C.OP_DISPATCH
 
 
-def _combines(layer, weight):
+def _combines(layer, weight, columns):
     """Return the operation that multiplies with these weights and combines, or that only combines."""
-    return _C.OP_GEMM_COMBINE if _is_fused(layer, weight) else _C.OP_COMBINE
+    return _C.OP_GEMM_COMBINE if _is_fused(layer, weight, columns) else _C.OP_COMBINE
 
 
 # ---- implementations ----
@@ -90,15 +92,17 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
     offsets = expert_offsets(layer, plan)
     if num_rows < 0:
         num_rows = layer._num_rows(plan, buffer)
-    with reporting(layer, _dispatches(layer, gate_up), buffer, plan):
+    columns = gate_up.shape[1]
+    fused = _is_fused(layer, gate_up, columns)
+    with reporting(layer, _dispatches(layer, gate_up, columns), buffer, plan):
         gate_up_bias, down_bias = _bias_of(layer, gate_up_bias), _bias_of(layer, down_bias)
         x, weight = aligned(x), aligned(weight)
-    next_op = _combines(layer, down)
+    next_op = _combines(layer, down, columns)
     a = None
-    if _is_fused(layer, gate_up) and last[0] == SWIGLU:
+    if fused and last[0] == SWIGLU:
         a, h, rows, row_weight, recv = layer._dispatch_swiglu(x, weight, plan, gate_up, gate_up_bias, buffer,
                                                               num_rows)
-    elif _is_fused(layer, gate_up):
+    elif fused:
         h, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gate_up, gate_up_bias, buffer,
                                                          num_rows, 0, with_grad=True)
     else:
@@ -107,7 +111,7 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
             h = gemm(rows, gate_up, offsets, gate_up_bias, None, FORWARD, 0, False)
     with reporting(layer, next_op, buffer, plan):
         a = run_activation(h, offsets, *last[:3]) if a is None else a
-    if _is_fused(layer, down):
+    if _is_fused(layer, down, columns):
         y = layer._gemm_combine(a, down, down_bias, row_weight, plan, recv, buffer, len(x), True)[0]
     else:
         with reporting(layer, next_op, buffer, plan):
@@ -123,7 +127,7 @@ def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, 
     """
     layer = layer_of(layer)
     offsets = expert_offsets(layer, plan)
-    fused = _is_fused(layer, down)
+    fused = _is_fused(layer, down, h.shape[1])
     if fused:
         d, g = layer._dispatch_dgrad(dy, plan, down, buffer, len(h))
     else:
@@ -143,7 +147,7 @@ def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, 
 def _run_backward_up(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=None):
     """Return dx [T, H] and the gradient of the routing weights [T, K]."""
     layer = layer_of(layer)
-    if _is_fused(layer, gate_up):
+    if _is_fused(layer, gate_up, gate_up.shape[1]):
         return layer._dgrad_combine(d_h, gate_up, d_row_weight, plan, recv, buffer, num_tokens)
     with reporting(layer, _C.OP_COMBINE, buffer, plan):
         d_rows = torch.ops.epmoe.grouped_gemm(d_h, gate_up, expert_offsets(layer, plan), None, None, DGRAD, 0,
@@ -212,7 +216,7 @@ def _bias_gradient(bias, g, row_weight, offsets):
 def _backward(ctx, dy, *_):
     plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = ctx.saved_tensors
     layer = layer_of(ctx.layer)
-    with reporting(layer, _dispatches(layer, down), ctx.buffer, plan):
+    with reporting(layer, _dispatches(layer, down, gate_up.shape[1]), ctx.buffer, plan):
         check_mode(dy, gate_up, down, may_batch=True)
         if torch.is_grad_enabled():
             raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "
@@ -226,7 +230,7 @@ def _backward(ctx, dy, *_):
     # Without retain_graph, free gate and up here: the gradients of the weights have room in their memory.
     ctx.maybe_clear_saved_tensors()
     del h
-    next_op = _combines(layer, gate_up)
+    next_op = _combines(layer, gate_up, gate_up.shape[1])
     grads = [None] * 7
     with reporting(layer, next_op, ctx.buffer, plan) if calls_combine else contextlib.nullcontext():
         offsets = expert_offsets(layer, plan)

@@ -57,6 +57,7 @@ class EpAll2AllFusedOp(FusedFp8, FusedParts, EPAll2AllLayer):
         fused: True: the fused kernels, where they exist.  False: the stages one after the other.  None: what
             measured best for the shape: fused where max_tokens gives an expert more than 24 rows on
             average, and in FP8 if gemm_weight also has at least 4096 rows or max_tokens is at most 1024.
+            A training step of EPMoE is not fused where its gate and up weights have 16384 rows or more.
         **options: combine_mode, capacity, num_buffers, reserve_sms, heap, device, timeout_s, rail_dtype and
             rail_capacity, as for EPAll2AllLayer.
 

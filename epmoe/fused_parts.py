@@ -26,6 +26,15 @@ def fuses_fp8(max_tokens, columns):
     return columns >= 4096 or max_tokens <= 1024
 
 
+def fuses_training(columns):
+    """Whether a training step in 16 bits, with gate and up weights [L, columns, H], is faster if it is fused.
+
+    The wider the experts, the less of the time is communication that a launch could hide; and a product takes
+    a few percent longer in one launch with communication (measured: docs/experiments, E-136).
+    """
+    return columns < 16384
+
+
 class FusedParts:
     """The private half of EpAll2AllFusedOp."""
 
@@ -63,6 +72,10 @@ class FusedParts:
         """Whether the fused kernels exist for these weights [L, N, K] on this device."""
         return (self.fused and self._has_kernels and self.dtype in (torch.bfloat16, torch.float16)
                 and all(n % 16 == 0 for n in gemm_weight.shape[1:]) and not is_transposed(gemm_weight))
+
+    def _is_fused_training(self, gemm_weight, columns):
+        """As _is_fused, for a product of a training step whose gate and up weights are [L, columns, H]."""
+        return self._is_fused(gemm_weight) and (not self._chooses or fuses_training(columns))
 
     # The two below allocate outputs and call the module; fused_ops.py makes operators of them.
 

@@ -86,6 +86,30 @@ def test_experts_backward_has_the_sizes_of_its_rows(activation, columns):
     moe.finalize()
 
 
+@pytest.mark.parametrize("inner, num_of_training", [(8176, 4), (8192, 0)])
+def test_experts_choose_the_fused_kernels(ranks, inner, num_of_training):
+    """By default, wide experts train with the stages. Inference, and a caller who wants it, is fused."""
+    case = Experts(topk=2, hidden=16, max_tokens=30, inner=inner, bias=False)
+
+    def run(world, device):
+        t = tensors(case, world.rank, world.size, device)
+        launches, results = [], []
+        for fused in (None, True):
+            moe = make_moe(world, device, case, t, fused=fused)
+            with torch.no_grad():
+                moe(t.x, t.idx, t.weight)
+            launches.append(moe.layer.num_launches)
+            results.append(step(moe, t, LEAVES))
+            launches.append(moe.layer.num_launches - launches[-1])
+            moe.layer.synchronize()
+            moe.finalize()
+        for name, value in results[0].items():
+            same_bits(results[1][name], value, name)
+        assert launches == ([2, num_of_training, 2, 4] if has_fused_path(device) else [0, 0, 0, 0])
+
+    ranks(run, world_size=2)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_experts_gradients_of_ranks(ranks, world_size):
     case = grown(ranks, Experts(mode="local", activation="swiglu", bias=False, max_tokens=20), 12)
@@ -269,27 +293,33 @@ def test_experts_in_float32_use_the_differentiable_stages(ranks):
     assert all(d.isfinite().all() and d.abs().max() > 1e-3 for d in ranks(run, world_size=2))
 
 
-def test_experts_report_an_error_between_two_operations(ranks, monkeypatch):
-    """A rank that has no memory for the activation's gradient ends the call of its peers, too."""
-    case = Experts(bias=False)
-    run_gradient, failing = experts_ops.run_activation_backward, threading.local()
+NARROW = Experts(bias=False)
+WIDE = Experts(topk=2, hidden=16, max_tokens=30, inner=8192, bias=False)  # trains with the stages
 
-    def gradient(*args, **options):
-        if getattr(failing, "now", False):
+
+@pytest.mark.parametrize("failing", ["run_activation_backward", "gradient_of"])
+@pytest.mark.parametrize("case, fused", [(NARROW, True), (NARROW, False), (WIDE, None)],
+                         ids=["fused", "stages", "wide"])
+def test_experts_report_an_error_between_two_operations(ranks, monkeypatch, case, fused, failing):
+    """A rank that has no memory in its backward ends the call of its peers, too."""
+    function, fails = getattr(experts_ops, failing), threading.local()
+
+    def with_error(*args, **options):
+        if getattr(fails, "now", False):
             raise MemoryError("no memory here")
-        return run_gradient(*args, **options)
+        return function(*args, **options)
 
-    monkeypatch.setattr(experts_ops, "run_activation_backward", gradient)
+    monkeypatch.setattr(experts_ops, failing, with_error)
 
     def run(world, device):
         t = tensors(case, world.rank, world.size, device)
-        moe = make_moe(world, device, case, t)
+        moe = make_moe(world, device, case, t, fused=fused)
         keep(world, moe)
         y = moe(t.x.requires_grad_(), t.idx, t.weight)
         with torch.autograd.set_multithreading_enabled(False):  # the backward runs in this thread on GPUs too
-            failing.now = world.rank == 1
+            fails.now = world.rank == 1
             got = outcome(lambda: y.backward(t.dy), moe.layer)
-            failing.now = False
+            fails.now = False
         world.exchange(b"raised")
         after = step(moe, t, LEAVES)
         moe.layer.synchronize()
@@ -298,7 +328,8 @@ def test_experts_report_an_error_between_two_operations(ranks, monkeypatch):
 
     results = ranks(run, world_size=2, at_least=2)
     check_outcomes([got for got, _ in results], ["MemoryError" if r == 1 else "PeerError"
-                                                 for r in range(len(results))])
+                                                 for r in range(len(results))],
+                   "no memory here", on_rank=1, elsewhere=["rank 1 failed before its", "no memory"])
     assert all(is_finite for _, is_finite in results)
 
 
