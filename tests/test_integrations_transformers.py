@@ -1,5 +1,6 @@
 """experts_implementation="epmoe" of transformers gives the results of transformers' own, in many families."""
 
+import copy
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ from epmoe.integrations import transformers_experts as parts
 from transformers_cases import FAMILIES, check_equal, experts_of, make, run, tokens
 
 pytestmark = pytest.mark.cpu_only
+BOUND = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of one rounding
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,6 +71,51 @@ def test_integrations_transformers_longer_calls(monkeypatch):
         torch.testing.assert_close(got[n], p.grad, rtol=2e-4, atol=2e-6)
     (layers,) = integration._alone.of_shape.values()
     assert [layer.max_tokens for layer in layers] == [4, 32, 64]
+
+
+def gradients(forward, experts, inputs):
+    """y and all gradients of a step, with inputs (x, weight, dy)."""
+    x, weight, dy = (t.detach().to(experts.down_proj.dtype).requires_grad_() for t in inputs)
+    idx = torch.randint(8, weight.shape, generator=torch.Generator().manual_seed(3))
+    y = forward(experts, x, idx, weight)
+    y.backward(dy.detach())
+    return {"y": y.detach(), "x": x.grad, "weight": weight.grad,
+            **{n: p.grad for n, p in experts.named_parameters()}}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "openai_privacy_filter", "gemma4_text",
+                                    "nemotron_h", "glm4_moe", "muse_spark_text"])
+def test_integrations_transformers_trains_in_16_bits(monkeypatch, family, dtype):
+    """A training step is the operator of EPMoE, where it can compute the experts. It is right to rounding."""
+    calls, run_step = [], parts.experts_ops.run
+    monkeypatch.setattr(parts.experts_ops, "run", lambda *args: calls.append(1) or run_step(*args))
+    exact = experts_of(make(family))[0].to(dtype).double()
+    exact.config._experts_implementation = "eager"
+    experts = integration.store_as_epmoe_reads(copy.deepcopy(exact).to(dtype))
+    hidden = parts.up_and_down(exact)[1][0].shape[1]
+    inputs = [torch.randn(9, n, generator=torch.Generator().manual_seed(i)).to(dtype)
+              for i, n in enumerate((hidden, 2, hidden))]
+    got = gradients(integration.experts_forward, experts, inputs)
+    assert len(calls) == (family not in ("glm4_moe", "muse_spark_text"))
+    with torch.no_grad():
+        integration.experts_forward(experts, inputs[0], torch.zeros(9, 2, dtype=torch.int64), inputs[1])
+    assert len(calls) <= 1  # inference has no use for it
+    want = gradients(type(exact).forward, exact, inputs)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        error = (got[name].double() - value).norm()
+        assert got[name].dtype == dtype and error <= 4 * BOUND[dtype] * value.norm(), name
+
+
+def test_integrations_transformers_chooses_again_for_training(monkeypatch):
+    """A layer that is fused by default may still train with the stages. A caller's choice stays."""
+    for fused, num_tokens, want in ((None, 9, (False, False)), (None, 999, (True, True)),
+                                    (True, 999, (True, False)), (False, 999, (False, False))):
+        layers = parts.Layers(fused=fused) if fused is not None else parts.Layers()
+        layer = layers.get(num_tokens, 32, 2, 8, torch.bfloat16, torch.device("cpu"))
+        assert (layer.fused, layer._chooses) == want
+        layer.finalize()
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -7,7 +7,7 @@ transformers.
 
 import torch
 
-from .. import _C
+from .. import _C, experts_ops
 from ..activations import GptOss, SwiGLU, activate
 from ..fused import EpAll2AllFusedOp, fuses
 from ..gemm import grouped_gemm
@@ -169,7 +169,8 @@ class Layers:
         if self.world is None:
             self.world = thread_worlds(1)[0]
         max_tokens = self.max_tokens or max(FEWEST_TOKENS, 1 << (num_tokens - 1).bit_length())
-        options = self.options | {"fused": fused}
+        # a layer that is fused by default chooses again, by itself, whether a training step is
+        options = self.options | {"fused": self.options.get("fused") if fused else False}
         layers.append(EpAll2AllFusedOp(self.world, max_tokens, hidden, topk, num_tot_experts=num_experts,
                                        dtype=dtype, device=device, **options))
 
@@ -195,13 +196,17 @@ def compute(experts, layer, x, idx, weight):
     """Compute plain experts for tokens x [T, H], with indices and weights [T, K], and return [T, H].
 
     Collective over the ranks of the layer.  The activations that epmoe has run inside of its kernels.
-    Others, and norms after each expert, are transformers' own code on the rows of this rank.
+    Others, and norms after each expert, are transformers' own code on the rows of this rank.  A training step
+    in 16 bits takes the operator of EPMoE, unless the weights are transposed.
     """
     (up, up_bias), (down, down_bias) = up_and_down(experts)
     activation = activation_of(experts)
+    has_norm = has_post_norm(experts)
+    weights = up, up_bias, down, down_bias
+    if activation is not None and not has_norm and experts_ops.trains(layer, x, weight, *weights):
+        return experts_ops.run(layer, x, idx, weight, weights, activation)[0]
     h, row_weight, layout = layer.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
                                                            bias=up_bias, activation=activation)
-    has_norm = has_post_norm(experts)
     try:
         if activation is None:
             h = (experts._apply_gate(h) if has_gate(experts) else experts.act_fn(h)).contiguous()
