@@ -108,7 +108,34 @@ def test_integrations_transformers_trains_in_16_bits(monkeypatch, family, dtype)
         assert got[name].dtype == dtype and error <= 4 * BOUND[dtype] * value.norm(), name
 
 
-def test_integrations_transformers_chooses_again_for_training(monkeypatch):
+def test_integrations_transformers_trains_in_16_bits_over_ranks(ranks):
+    """Expert parallelism gives each rank a part of the experts, and the gradients of that part."""
+    exact = experts_of(make("gpt_oss"))[0].bfloat16().double()
+    exact.config._experts_implementation = "eager"
+    inputs = [[torch.randn(9, n, generator=torch.Generator().manual_seed(10 * rank + n)).bfloat16()
+               for n in (32, 2, 32)] for rank in range(2)]
+
+    def run_rank(world, device):
+        own = integration.store_as_epmoe_reads(copy.deepcopy(exact).bfloat16())
+        for p in own.parameters():
+            p.data = p.data.chunk(world.size)[world.rank]
+        with epmoe.EpAll2AllFusedOp(world, 9, 32, 2, num_tot_experts=8, device=device) as layer:
+            return gradients(lambda experts, x, idx, weight: parts.compute(experts, layer, x, idx, weight),
+                             own, inputs[world.rank])
+
+    got = ranks(run_rank, world_size=2)
+    want = [gradients(type(exact).forward, exact, its) for its in inputs]
+    # the gradients of the parameters add up over both calls of exact, and each rank has its part of them
+    for rank, found in enumerate(got):
+        for name, value in found.items():
+            exactly = want[rank][name]
+            if name in dict(exact.named_parameters()):
+                exactly = want[-1][name].chunk(2)[rank]
+            error = (value.double() - exactly).norm()
+            assert error <= 4 * BOUND[torch.bfloat16] * exactly.norm(), (rank, name)
+
+
+def test_integrations_transformers_chooses_again_for_training():
     """A layer that is fused by default may still train with the stages. A caller's choice stays."""
     for fused, num_tokens, want in ((None, 9, (False, False)), (None, 999, (True, True)),
                                     (True, 999, (True, False)), (False, 999, (False, False))):
