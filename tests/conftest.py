@@ -23,6 +23,8 @@ import sys
 import traceback
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # rank processes are forked from one that imported numpy
+# A processor of a test machine may stand still for seconds. Tests of silent nodes set a time of their own.
+os.environ.setdefault("EPMOE_NODE_TIMEOUT_S", "60")
 
 import pytest
 import torch
