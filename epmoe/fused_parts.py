@@ -27,10 +27,11 @@ def fuses_fp8(max_tokens, columns):
 
 
 def fuses_training(columns):
-    """Whether a training step in 16 bits, with gate and up weights [L, columns, H], is faster if it is fused.
+    """Whether the fused kernels train faster in 16 bits, with gate and up weights [L, columns, H].
 
-    The wider the experts, the less of the time is communication that a launch could hide; and a product takes
-    a few percent longer in one launch with communication (measured: docs/experiments, E-136).
+    With wide experts, communication takes a small part of the time, so a fused launch can hide little.  And a
+    GEMM takes a few percent longer when it shares its launch with communication (measured: docs/experiments,
+    E-136).
     """
     return columns < 16384
 

@@ -23,7 +23,8 @@ import sys
 import traceback
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # rank processes are forked from one that imported numpy
-# A processor of a test machine may stand still for seconds. Tests of silent nodes set a time of their own.
+# A rank takes a node for dead after this time without an answer. The default of 2 s is too short for a test
+# machine whose CPUs stand still for seconds. Tests of silent nodes set their own time.
 os.environ.setdefault("EPMOE_NODE_TIMEOUT_S", "60")
 
 import pytest

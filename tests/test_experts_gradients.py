@@ -88,7 +88,7 @@ def test_experts_backward_has_the_sizes_of_its_rows(activation, columns):
 
 @pytest.mark.parametrize("inner, num_of_training", [(8176, 4), (8192, 0)])
 def test_experts_choose_the_fused_kernels(ranks, inner, num_of_training):
-    """By default, wide experts train with the stages. Inference, and a caller who wants it, is fused."""
+    """By default, wide experts train with the stages. fused=True and inference use the fused kernels."""
     case = Experts(topk=2, hidden=16, max_tokens=30, inner=inner, bias=False)
 
     def run(world, device):

@@ -87,7 +87,7 @@ def gradients(forward, experts, inputs):
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "openai_privacy_filter", "gemma4_text",
                                     "nemotron_h", "glm4_moe", "muse_spark_text"])
 def test_integrations_transformers_trains_in_16_bits(monkeypatch, family, dtype):
-    """A training step is the operator of EPMoE, where it can compute the experts. It is right to rounding."""
+    """A training step runs the operator of EPMoE if that can compute the experts. Results are right."""
     calls, run_step = [], parts.experts_ops.run
     monkeypatch.setattr(parts.experts_ops, "run", lambda *args: calls.append(1) or run_step(*args))
     exact = experts_of(make(family))[0].to(dtype).double()
@@ -100,7 +100,7 @@ def test_integrations_transformers_trains_in_16_bits(monkeypatch, family, dtype)
     assert len(calls) == (family not in ("glm4_moe", "muse_spark_text"))
     with torch.no_grad():
         integration.experts_forward(experts, inputs[0], torch.zeros(9, 2, dtype=torch.int64), inputs[1])
-    assert len(calls) <= 1  # inference has no use for it
+    assert len(calls) <= 1  # inference does not run it
     want = gradients(type(exact).forward, exact, inputs)
     assert got.keys() == want.keys()
     for name, value in want.items():
@@ -136,7 +136,7 @@ def test_integrations_transformers_trains_in_16_bits_over_ranks(ranks):
 
 
 def test_integrations_transformers_chooses_again_for_training():
-    """A layer that is fused by default may still train with the stages. A caller's choice stays."""
+    """Without fused=, the layer decides whether training uses the fused kernels. fused=True stays True."""
     for fused, num_tokens, want in ((None, 9, (False, False)), (None, 999, (True, True)),
                                     (True, 999, (True, False)), (False, 999, (False, False))):
         layers = parts.Layers(fused=fused) if fused is not None else parts.Layers()

@@ -169,7 +169,7 @@ class Layers:
         if self.world is None:
             self.world = thread_worlds(1)[0]
         max_tokens = self.max_tokens or max(FEWEST_TOKENS, 1 << (num_tokens - 1).bit_length())
-        # a layer that is fused by default chooses again, by itself, whether a training step is
+        # With None the layer also decides, by the weights, whether training uses the fused kernels.
         options = self.options | {"fused": self.options.get("fused") if fused else False}
         layers.append(EpAll2AllFusedOp(self.world, max_tokens, hidden, topk, num_tot_experts=num_experts,
                                        dtype=dtype, device=device, **options))
@@ -197,7 +197,7 @@ def compute(experts, layer, x, idx, weight):
 
     Collective over the ranks of the layer.  The activations that epmoe has run inside of its kernels.
     Others, and norms after each expert, are transformers' own code on the rows of this rank.  A training step
-    in 16 bits takes the operator of EPMoE, unless the weights are transposed.
+    in 16 bits runs torch.ops.epmoe.experts, as EPMoE does, unless the weights are transposed.
     """
     (up, up_bias), (down, down_bias) = up_and_down(experts)
     activation = activation_of(experts)
