@@ -233,6 +233,7 @@ def main():
     a = p.parse_args()
     if INSIDE not in os.environ:
         more = {INSIDE: "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns of addresses without names
+        more["EPMOE_NODE_TIMEOUT_S"] = ""  # the default of 2 s, which the limit of 3 s after a cut needs
         os.execvpe(UNSHARE[0], [*UNSHARE, sys.executable, *sys.argv], os.environ | more)
     from rich.console import Console
     from rich.table import Table
