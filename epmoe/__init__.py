@@ -37,7 +37,7 @@ from .layer import EPAll2AllLayer
 from .layout import EPLayout
 from .low_latency import LowLatencyAll2All, LowLatencyHandle, PendingCall
 from .moe import EPMoE
-from .nodes import Nodes, layer as _  # layer: EPAll2AllLayer over several nodes
+from .nodes import Nodes, fused as _  # fused: the layers over several nodes
 from .parallel import clip_grad_norm_, expert_parameters, prepare_ddp, prepare_fsdp, whole_state_dict
 from .world import World, thread_worlds
 

@@ -58,7 +58,8 @@ def _scales_shape(gemm_weight):
     return [gemm_weight.shape[0], *(-(-size // FP8_BLOCK) for size in gemm_weight.shape[1:])]
 
 
-def _check_no_gradients(name, *leaves):
+def check_no_gradients(name, *leaves):
+    """Raise RuntimeError if a gradient of one of these arguments of a call is wanted."""
     if requires_grad(*(t for t in leaves if isinstance(t, torch.Tensor))):
         raise RuntimeError(f"{name} in FP8 has no gradients: call it under torch.no_grad(), or use weights "
                            f"in 16 bits for training")
@@ -117,7 +118,7 @@ class FusedFp8:
         op = _C.OP_DISPATCH_GEMM_FP8 if self.fused else _C.OP_DISPATCH_FP8
         try:
             check_mode(input, weight, gemm_weight, bias)
-            _check_no_gradients("dispatch + GEMM", input, weight, *product[:3])
+            check_no_gradients("dispatch + GEMM", input, weight, *product[:3])
             self._check_fp8(None, self.hidden, *product)
             fused = self._is_fused_fp8(gemm_weight, activation)
             self._check_tensor("input", input, self.dtype, (None, self.hidden))
@@ -183,7 +184,7 @@ class FusedFp8:
         fused = False
         try:
             check_mode(gemm_input, weight, gemm_weight, bias)
-            _check_no_gradients("GEMM + combine", gemm_input, weight, *product)
+            check_no_gradients("GEMM + combine", gemm_input, weight, *product)
             self._check_dispatched(layout)
             self._check_fp8(self.hidden, None, *product)
             fused = self._has_fp8_kernels(gemm_weight)

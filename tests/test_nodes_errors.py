@@ -188,3 +188,37 @@ def test_wrong_weights_of_a_fused_call_are_an_error_on_all_ranks():
             kind, text = ("ValueError", "gemm_weight") if rank == BAD else ("PeerError", f"rank {BAD}")
             assert got.kind == kind and text in got.text, f"{name}, rank {rank}: {got}"
         torch.testing.assert_close(right, want.expand_as(right), rtol=1e-4, atol=1e-3)
+
+
+def wrong_products_fp8(nodes):
+    """Make a mistake in each fused call of FP8 on rank BAD, then right calls."""
+    is_bad = nodes.rank == BAD
+    layer = epmoe.EpAll2AllFusedOp(nodes, 6, 16, 3, num_tot_experts=8, device="cpu")
+    idx, weight = (arguments(layer)[name] for name in ("exp_indices", "weight"))
+    x, scale = torch.ones(len(idx), 16, dtype=torch.bfloat16), torch.full((2, 1, 1), 0.5)
+    up, down = (torch.ones(2, *shape).to(torch.float8_e4m3fn) for shape in ((32, 16), (16, 32)))
+
+    def step(x=x, up=up, up_scale=scale, down=down, down_scale=scale):
+        h, row_weight, layout = layer.mega_dispatch_group_gemm(x, idx, gemm_weight=up, gemm_scale=up_scale,
+                                                               weight=weight)
+        return layer.mega_group_gemm_combine(h, down, layout, row_weight, gemm_scale=down_scale)
+
+    wrong = {"scale": {"up_scale": scale[:1, :, :0]}, "dtype": {"up": up.bfloat16()},
+             "gradient": {"x": x.clone().requires_grad_()}, "second scale": {"down_scale": scale.half()},
+             "second size": {"down": down[:, :8]}}
+    found = {name: outcome(lambda: step(**change) if is_bad else step()) for name, change in wrong.items()}
+    y = step()
+    layer.finalize()
+    return found, y, 8 * 16 * weight.sum(1, keepdim=True)  # 16 * 0.5 = 8 in each column, then 32 * 8 * 0.5
+
+
+def test_wrong_products_in_fp8_are_an_error_on_all_ranks():
+    """Before a row has moved, so the next call works."""
+    errors = {"scale": ("ValueError", "gemm_scale"), "dtype": ("TypeError", "gemm_weight"),
+              "gradient": ("RuntimeError", "no gradients"), "second scale": ("TypeError", "gemm_scale"),
+              "second size": ("ValueError", "gemm_weight")}
+    for rank, (found, y, want) in enumerate(run_nodes(wrong_products_fp8, 2, 2)):
+        for name, got in found.items():
+            kind, text = errors[name] if rank == BAD else ("PeerError", f"rank {BAD}")
+            assert got.kind == kind and text in got.text, f"{name}, rank {rank}: {got}"
+        torch.testing.assert_close(y.float(), want.expand_as(y), rtol=0.02, atol=0.02)

@@ -211,7 +211,7 @@ def test_nodes_of_ranks_in_a_graph(ranks):
 
 
 def test_nodes_of_ranks_quantise_where_tokens_arrive(ranks):
-    """dispatch_fp8 gives the rows of dispatch in FP8, and EPMoE in FP8 computes with them."""
+    """dispatch_fp8 gives the rows of dispatch in FP8. EPMoE and the megakernels in FP8 compute with them."""
     case = Case(topk=TOPK, max_tokens=40, num_local=EXPERTS_OF_RANK, tokens="unequal", pattern="sentinels")
 
     def main(nodes, device):
@@ -230,8 +230,13 @@ def test_nodes_of_ranks_quantise_where_tokens_arrive(ranks):
             y = moe(x, idx, weight)
             h = moe_fp8.compute(moe, q, scales, layout.expert_offsets)
             of_stages = moe.layer.combine(h, layout, row_weight)
+            h, row_weight, layout = moe.layer.mega_dispatch_group_gemm(
+                x, idx, weight=weight, gemm_weight=moe.gate_up_proj, gemm_scale=moe.gate_up_proj_scale_inv,
+                activation="swiglu")
+            fused = moe.layer.mega_group_gemm_combine(h, moe.down_proj, layout, row_weight,
+                                                      gemm_scale=moe.down_proj_scale_inv)
         moe.finalize()
-        return same, torch.equal(y, of_stages)
+        return same, torch.equal(y, of_stages), torch.equal(y, fused)
 
     results, _ = over_nodes(ranks, "default", main)
-    assert results == [(True, True)] * len(results)
+    assert results == [(True, True, True)] * len(results)

@@ -10,7 +10,6 @@ from .. import _C
 from ..autograd import check_mode
 from ..direct import requires_grad
 from ..errors import EpClosed, EpError, EpIndexError, EpMismatch, EpOverflow, PeerError
-from ..fused import EpAll2AllFusedOp
 from ..layer import EPAll2AllLayer
 from . import fixed, meeting, ops, pipeline, plan, rows
 from .checks import Checks
@@ -328,49 +327,7 @@ class LayerOverNodes(OverNodes, EPAll2AllLayer):
     _team_class = EPAll2AllLayer
 
 
-class FusedOverNodes(OverNodes, EpAll2AllFusedOp):
-    """EpAll2AllFusedOp over several nodes: the megakernels work on the tokens that have arrived."""
-
-    _team_class = EpAll2AllFusedOp
-
-    def _take(self, team, max_tokens, num_experts):
-        super()._take(team, max_tokens, num_experts)
-        for name in ("fused", "token_saving", "token_sorting", "block_wise_barrier", "combine_order"):
-            setattr(self, name, getattr(team, name))
-
-    @torch._disable_dynamo
-    def mega_dispatch_group_gemm(self, input, exp_indices=None, layout=None, gemm_weight=None, weight=None, *,
-                                 bias=None, activation=None, full_scatter_indices=None, buffer=0):
-        try:
-            check_mode(input, weight, gemm_weight, bias)
-            self._check_product(gemm_weight, None, self.hidden, bias, activation)
-        except Exception as error:
-            self._meet(meeting.PLAN if layout is None else meeting.DISPATCH, error=error)
-        layout, here, weight_here = self._send(input, exp_indices, weight, full_scatter_indices, layout,
-                                               buffer, gemm_weight, bias)
-        with self._ending():
-            h, row_weight, layout.team = self.team_layer.mega_dispatch_group_gemm(
-                here, None, layout.team, gemm_weight, weight_here, bias=bias, activation=activation)
-        return h, row_weight, layout
-
-    @torch._disable_dynamo
-    def mega_group_gemm_combine(self, gemm_input, gemm_weight, layout, weight=None, *, bias=None):
-        try:
-            check_mode(gemm_input, weight, gemm_weight, bias)
-            self._check_product(gemm_weight, self.hidden, None, bias, None)
-            self._check_rows("gemm_input", gemm_input, gemm_weight.shape[2], weight, layout)
-        except Exception as error:
-            self._meet(meeting.COMBINE, error=error)
-
-        def combine():
-            return self.team_layer.mega_group_gemm_combine(gemm_input, gemm_weight, layout.team, weight,
-                                                           bias=bias)
-
-        return self._return(layout, combine, weight, gemm_input, gemm_weight, bias)
-
-
 EPAll2AllLayer._over_nodes = LayerOverNodes
-EpAll2AllFusedOp._over_nodes = FusedOverNodes
 
 _POSITIONAL = ("dtype", "weight_dtype", "num_sm", "enable_local_combine")
 _OWN = {"device", "heap", "timeout_s", "num_sm", "reserve_sms", "host_counts"}  # may differ between ranks
