@@ -32,7 +32,7 @@ static int timeout_error(const EpFaultRecord *f, uint32_t my_rank) {
             "rank %u timed out: no rank signalled the word on which it waits (expected value %llu, "
             "found %llu). Check that a rank calls signal() for this word. See world.flight_record().",
             my_rank, want, got);
-    if (f->word == EP_WORD_READY && f->op == EP_OP_DISPATCH_GEMM)
+    if (f->word == EP_WORD_READY && (f->op == EP_OP_DISPATCH_GEMM || f->op == EP_OP_DISPATCH_GEMM_FP8))
         return ep_error(
             EP_ETIMEOUT,
             "rank %u timed out: only %llu of %llu rows of a row block have arrived, and no rank is late. If "
