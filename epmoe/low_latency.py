@@ -7,6 +7,7 @@ from .device import allocator_of, pick_device, stream_of
 from .heap import SymmetricHeap
 from .layer_parts import DTYPES, max_blocks, refuse_layer, world_of
 from .low_latency_parts import BOTH, SEND, LowLatencyHandle, LowLatencyParts, PendingCall
+from .world import World
 
 __all__ = ["LowLatencyAll2All", "LowLatencyHandle", "PendingCall"]
 
@@ -15,8 +16,8 @@ class LowLatencyAll2All(LowLatencyParts):
     """Sends few tokens to the ranks of their experts, and returns the weighted sums, in few hops.
 
     For inference: it has no gradients.  Each of dispatch and combine is one launch without a plan before it.
-    Nothing is read by the host, allocated outside of torch's allocator, or cleared, so calls can be captured
-    in CUDA graphs, and replays may be mixed with other calls.
+    The host reads nothing, memory comes from torch's allocator alone, and no launch clears a buffer.  So
+    calls can be captured in CUDA graphs, and replays may be mixed with other calls.
 
     Letters: W ranks, E experts, L = E/W experts of a rank, T tokens of this rank (may differ per rank and
     call, and be 0), K choices per token, H hidden.
@@ -78,8 +79,8 @@ class LowLatencyAll2All(LowLatencyParts):
         [3.0, 23.0]
 
     References:
-        The low-latency all-to-all of DeepSeek's DeepEP and of Triton-distributed.  Tags in the words instead
-        of cleared words are from NCCL's LL protocol.
+        The low-latency all-to-all of DeepSeek's DeepEP and of Triton-distributed.  Words that tell by
+        themselves that they have arrived are from NCCL's LL protocol.
     """
 
     _copies = 1
@@ -90,6 +91,9 @@ class LowLatencyAll2All(LowLatencyParts):
         self.rank = self.world.rank
         self.world_size = self.world.size
         try:
+            if not isinstance(self.world, World):
+                raise ValueError("LowLatencyAll2All is for the ranks of one node, but these are of several: "
+                                 "pass the process group of one node, or use a layer without it")
             self._check_heap(heap, device)
             if dtype not in DTYPES:
                 raise TypeError(f"dtype {dtype}: must be float32, float16 or bfloat16")

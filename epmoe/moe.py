@@ -40,10 +40,11 @@ class EPMoE(MoeParts, Chunks, nn.Module):
     checkpoint holds in by out, as transformers' GptOssExperts does ([E, H, 2I] and [E, I, H]), load it with
     .transpose(1, 2).  With H = I a wrong order raises no error.
 
-    Of [E, ...] in a checkpoint, a rank takes the rows of its experts, with n = E/W rounded up rank * n to
-    (rank + 1) * n; load_state_dict() does so.  In state_dict(), where the experts are on several ranks of a
-    process group, they are DTensors [E, ...], of which each rank has its rows (docs/checkpoints.md).
-    whole_state_dict puts them together.  Physical experts that hold nothing are zero, and in no state dict.
+    A checkpoint has tensors [E, ...].  load_state_dict() takes the rows of this rank's experts: rank * n up
+    to, but not including, (rank + 1) * n, where n is E/W, rounded up.  In state_dict(), where the experts are
+    on several ranks of a process group, they are DTensors [E, ...], of which each rank has its rows
+    (docs/checkpoints.md).  whole_state_dict puts them together.  Physical experts that hold nothing are zero,
+    and in no state dict.
 
     load_state_dict() also takes the experts one by one, as most checkpoints have them: for each expert e
     e.gate_proj.weight, e.up_proj.weight and e.down_proj.weight, of all experts or of those of this rank.
@@ -100,7 +101,8 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         expert_map: The ExpertMap of topk_idx, or None where each expert is its own physical one.
         gradient_scale: A number by which the gradients of the parameters are multiplied: 1 by default, 1 / W
             after prepare_ddp.
-        last_layout: The EPLayout of the latest call that was not compiled, or None.
+        last_layout: The EPLayout of the latest call that was not compiled.  None before the first one, and
+            after one that took the low-latency path.
 
     Raises:
         ValueError: On this rank, for an argument out of range, or one that differs from the shared layer's.

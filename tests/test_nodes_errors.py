@@ -115,6 +115,7 @@ def creations(nodes):
     found["all"] = outcome(lambda: epmoe.EPAll2AllLayer(nodes, device="cpu", **sizes | {"hidden": 3}))
     found["decode"] = outcome(lambda: epmoe.EPMoE(16, 16, 8, 2, nodes, max_tokens=6, device="cpu")
                               .enable_decode(4))
+    found["low latency"] = outcome(lambda: epmoe.LowLatencyAll2All(nodes, 6, 16, 2, 8, device="cpu"))
     found["option"] = outcome(lambda: epmoe.EPMoE(16, 16, 8, 2, nodes, device="cpu",
                                                   **({"sizes": 1} if nodes.rank == BAD else {})))
     epmoe.EPAll2AllLayer(nodes, device="cpu", **sizes).finalize()
@@ -128,8 +129,9 @@ def test_wrong_creations_are_errors_on_all_ranks():
            ("capacity", 5): "ValueError", ("num_tot_experts", None): "TypeError", "option": "TypeError"}
     for rank, found in enumerate(results):
         for name, got in found.items():
-            if name in ("all", "decode"):
+            if name in ("all", "decode", "low latency"):
                 assert got.kind == "ValueError", f"{name}, rank {rank}: {got}"
+                assert name == "all" or "ranks of one node" in got.text, f"{name}, rank {rank}: {got}"
             elif name in own:
                 assert got.kind == (own[name] if rank == BAD else "PeerError"), f"{name}, rank {rank}: {got}"
             else:

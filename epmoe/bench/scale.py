@@ -50,7 +50,7 @@ def add_arguments(parser):
     add("--rail-us", type=_amount, default=60.0,
         help="microseconds of a call on the rail beyond its bytes; default: 60, an estimate")
     add("--link-gbps", type=_amount, default=290.0,
-        help="GB/s of a rank's links in its node; default: 290, dispatch on 4 x H200 (docs/performance.md)")
+        help="GB/s of a rank's links in its node; default: 290, dispatch on 4 x H200")
     add("--gemm-tflops", type=_amount, default=583.0,
         help="TFLOP/s of a rank in a fused layer, with half-full tiles; default: 583, dsv3 on 4 x H200 (549 "
              "without those tiles: docs/performance.md)")
