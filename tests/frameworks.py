@@ -2,12 +2,14 @@
 
 They are not in the environment of the project: the tests that need them add the folder to sys.path in
 processes of their own. Without a package index these tests are skipped, which the summary of pytest counts
-and `make check` prints as NOT CHECKED.
+and `make check` prints as NOT CHECKED. EPMOE_MEGATRON_SOURCE=FOLDER, which contains the package megatron, has
+the tests run another version of Megatron-core.
 """
 
 import contextlib
 import fcntl
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -64,12 +66,14 @@ def need(name):
 def add_to_path():
     """Make the frameworks importable in this process, also without triton.
 
-    torchtitan imports kernels in Triton for a backend that no test uses. They get a stand-in.
+    torchtitan and Megatron-core, from 0.18 on, import kernels in Triton that no test uses: stand-ins here.
     """
     if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
+        sys.path += filter(None, [os.environ.get("EPMOE_MEGATRON_SOURCE"), str(FOLDER)])
     if importlib.util.find_spec("triton") is None:
-        sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", unittest.mock.MagicMock())
+        for name in ("torchtitan.distributed.minimal_async_ep.kernels",
+                     "megatron.core.transformer.moe.paged_stash"):
+            sys.modules.setdefault(name, unittest.mock.MagicMock())
 
 
 class _Stream:

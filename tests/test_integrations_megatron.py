@@ -55,7 +55,8 @@ def layers_of(config):
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    parts = get_moe_module_spec(use_te=False, num_experts=E, moe_grouped_gemm=False).submodules
+    parts = get_moe_module_spec(use_te=False, num_experts=E, moe_grouped_gemm=False)
+    parts = parts.keywords["submodules"] if hasattr(parts, "keywords") else parts.submodules
     torch.manual_seed(0)
     theirs = MoELayer(config, parts)
     own = MoELayer(dataclasses.replace(config, moe_token_dispatcher_type="flex"), parts)
@@ -94,7 +95,8 @@ def too_many_choices(manager, rank, ep):
 def padded(manager, rank, ep):
     """Rows and probabilities with padding for FP8, through experts of which expert e multiplies by 1 + e."""
     manager.config = types.SimpleNamespace(**(vars(manager.config) | {
-        "moe_router_padding_for_quantization": True, "fp8": None, "fp4": None, "moe_router_dtype": "fp64"}))
+        "moe_router_padding_for_quantization": True, "fp8": "e4m3", "fp8_recipe": "tensorwise",
+        "moe_router_dtype": "fp64"}))
     num_tokens = 0 if rank == 3 else 7
     torch.manual_seed(rank)
     idx = torch.rand(num_tokens, E).topk(2).indices
@@ -135,8 +137,13 @@ def main(rank, world_size, ep):
     prepare(ep)
     import epmoe.integrations.megatron as integration
 
+    from megatron.core.transformer.moe import experts
+
     integration.use()
     integration.use()
+    if not hasattr(experts, "GroupedMLP"):  # after 0.16
+        with pytest.raises(ImportError, match="install megatron-core 0.16"):
+            integration.use(experts=True)
     results = []
     for tokens, topk, dtype, recompute, capacity_factor in CASES:
         own, theirs = layers_of(config_of(ep, topk, dtype, capacity_factor))

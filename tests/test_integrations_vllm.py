@@ -103,7 +103,7 @@ def config_of(size, backend="allgather_reducescatter", ep=True, **changes):
     return types.SimpleNamespace(**dict(
         moe_parallel_config=parallel, num_experts=E, experts_per_token=2, hidden_dim=H, in_dtype=F32,
         device="cpu", max_num_tokens=MAX_TOKENS, is_lora_enabled=False,
-        elastic_ep_max_dp_size=size) | changes)
+        skip_final_all_reduce=False, elastic_ep_max_dp_size=size) | changes)
 
 
 def settings(graphs="NONE", elastic=False):
@@ -247,6 +247,7 @@ def errors_of(integration, size):
     say(make, config_of(size, backend="deepep_low_latency"), None, None, True)
     say(make, config_of(size), None, None, True, use_monolithic=True)
     say(make, config_of(size, is_lora_enabled=True), None, None, True)
+    say(make, config_of(size, skip_final_all_reduce=True), None, None, True)
     integration.get_current_vllm_config = settings(elastic=True)
     say(make, config_of(size), None, None, True)
     integration.get_current_vllm_config = settings("PIECEWISE")
@@ -336,6 +337,7 @@ def test_integrations_vllm_refuses_what_it_does_not_have(results):
     texts = ("ValueError: EPMOE_VLLM=1 takes the place of --all2all-backend allgather_reducescatter",
              "NotImplementedError: the chosen experts also route",
              "NotImplementedError: epmoe does not move the LoRA ids",
+             "NotImplementedError: this model adds up the partial sums",
              "NotImplementedError: epmoe's ranks are fixed",
              "NotImplementedError: the experts want rows of mxfp4",
              "ValueError: apply_router_weight_on_input with 2 experts",

@@ -7,7 +7,7 @@ Then --moe-token-dispatcher-type flex means epmoe.  Megatron-core has no registr
 that dispatcher, so use() replaces the one that it would make for DeepEP, the default of
 --moe-flex-dispatcher-backend.  The rest of Megatron treats it as that one.
 
-It needs megatron-core 0.16.
+It needs megatron-core 0.16 to 0.19, and for the experts 0.16.
 """
 
 import functools
@@ -17,17 +17,16 @@ import torch
 try:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.transformer.moe import token_dispatcher as _megatron
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher as _megatron
     from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 except ImportError as error:
-    raise ImportError(f"epmoe.integrations.megatron needs megatron-core 0.16: {error}") from error
+    raise ImportError(f"epmoe.integrations.megatron needs megatron-core 0.16 to 0.19: {error}") from error
 
 from ..errors import EpIndexError
 from . import layers
 from .layers import check_methods
-from .megatron_experts import EpmoeGroupedMLP
 
-__all__ = ["EpmoeGroupedMLP", "EpmoeManager", "use"]
+__all__ = ["EpmoeManager", "use"]
 
 # What MoEFlexTokenDispatcher calls, and with what.
 _CALLED = {
@@ -39,6 +38,12 @@ _CALLED = {
     "get_restored_hidden_states_by_experts": "self hidden_states",
     "get_number_of_tokens_per_expert": "self",
 }
+
+
+# Whether the experts count on the dispatcher to pad their rows. megatron-core 0.16 and 0.17 have no function
+# for it.
+_expects_padding = getattr(moe_utils, "skip_routed_expert_padding",
+                           lambda config: config.moe_router_padding_for_quantization)
 
 
 def choices_of(routing_map, probs, topk):
@@ -153,8 +158,9 @@ class EpmoeManager(_megatron._DispatchManager):
         Examples:
             See docs/megatron.md.
         """
-        is_padded = self.config.moe_router_padding_for_quantization
-        options = {"expert_alignment": get_align_size_for_quantization(self.config)} if is_padded else {}
+        options = {}
+        if _expects_padding(self.config):
+            options["expert_alignment"] = get_align_size_for_quantization(self.config)
         try:
             rows, self.dispatched_probs, self.handle = layers.dispatch(
                 self.group, hidden_states.contiguous(), self.token_indices, self.token_probs.contiguous(),
@@ -229,6 +235,8 @@ class EpmoeManager(_megatron._DispatchManager):
 
 def _use_experts():
     """Let --moe-grouped-gemm mean EpmoeGroupedMLP."""
+    from .megatron_experts import EpmoeGroupedMLP
+
     for provider in (LocalSpecProvider, TESpecProvider):
         made = provider.grouped_mlp_modules
         if getattr(made, "is_epmoe", False):
@@ -258,7 +266,8 @@ def use(experts=False):
             Transformer Engine and in the local ones.
 
     Raises:
-        ImportError: When Megatron-core's dispatcher is not the one for which this adapter was written.
+        ImportError: When Megatron-core's dispatcher is not one for which this adapter was written, and for
+            experts=True with megatron-core 0.17 or newer.
 
     Examples:
         >>> use()
@@ -273,6 +282,6 @@ def use(experts=False):
         return
     if made is None or not hasattr(_megatron, "MoEFlexTokenDispatcher"):
         raise ImportError("megatron-core has no _DeepepManager or MoEFlexTokenDispatcher: epmoe needs "
-                          "megatron-core 0.16")
+                          "megatron-core 0.16 to 0.19")
     check_methods("megatron-core", made, **_CALLED)
     _megatron._DeepepManager = EpmoeManager

@@ -14,6 +14,11 @@ from ..weight_gradients import WeightGradients
 
 __all__ = ["EpmoeGroupedMLP"]
 
+if not hasattr(_megatron, "GroupedMLP"):
+    raise ImportError("epmoe's experts extend Megatron-core's GroupedMLP, which versions after 0.16 do not "
+                      "have: install megatron-core 0.16, or use epmoe's dispatcher alone: use() without "
+                      "experts=True")
+
 
 class EpmoeGroupedMLP(_megatron.GroupedMLP):
     """Megatron-core's GroupedMLP, whose products are epmoe's.

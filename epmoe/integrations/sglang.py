@@ -24,6 +24,7 @@ except (ImportError, AttributeError) as error:
     raise ImportError(f"epmoe.integrations.sglang needs SGLang 0.5.23: {error}") from error
 
 from ..world import World
+from .deep_ep import Buffer
 from .layers import check_methods
 
 __all__ = ["EpmoeDispatcher", "register_hooks", "use"]
@@ -341,6 +342,8 @@ def register_hooks():
             raise ImportError(f"SGLang's {cls.__name__} has changed: its fields are "
                               f"({' '.join(cls._fields)}), and epmoe's adapter was written for ({fields}); "
                               f"install SGLang 0.5.23")
+    if not hasattr(deepep, "Buffer"):  # DeepEP is not installed, but two-batch overlap reads Buffer.num_sms
+        deepep.Buffer = Buffer
     prefix = deepep.__name__
     HookRegistry.register(f"{prefix}.DeepEPDispatcher", EpmoeDispatcher, HookType.REPLACE)
     HookRegistry.register(f"{prefix}.DeepEPBuffer.clean_buffer", _clean_buffer, HookType.REPLACE)
