@@ -61,7 +61,8 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
         host_counts: Read the rows of each expert together with M: layout.tokens_per_expert_list then waits
             for nothing.  Not with a capacity.  May differ between ranks.
         num_buffers: Communication buffers, 1 to 16; a world has at most 256.  On the CPU, calls on different
-            buffers may come from several threads at once.
+            buffers may come from several threads at once.  Those on one buffer wait for each other, and
+            must have the same order on all ranks.
         reserve_sms: CUDA: SMs that no operation of this layer takes; may differ between ranks.  They are room
             for kernels on other streams that also wait for other ranks, such as NCCL's.  Without room for
             both, a different one may run first on each rank, and all wait: a deadlock.

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+import threading
 import types
 
 import pytest
@@ -15,6 +16,7 @@ import epmoe.integrations.transformers as integration
 from cases import process_ranks
 from epmoe import reference
 from epmoe.integrations import transformers_experts as parts
+from pace import HANG_S
 from transformers_cases import FAMILIES, check_equal, experts_of, make, run, tokens
 
 pytestmark = pytest.mark.cpu_only
@@ -143,6 +145,29 @@ def test_integrations_transformers_chooses_again_for_training():
         layer = layers.get(num_tokens, 32, 2, 8, torch.bfloat16, torch.device("cpu"))
         assert (layer.fused, layer._chooses) == want
         layer.finalize()
+
+
+def test_integrations_transformers_in_several_threads(monkeypatch):
+    """Two models of one shape, each in a thread: they share a communication layer, which one thread makes."""
+    monkeypatch.setattr(integration, "_alone", parts.Layers())
+    experts = [experts_of(make("qwen3_moe"))[0] for _ in range(2)]
+    given = [(torch.randn(800, 32), torch.randint(0, 8, (800, 2)), torch.rand(800, 2)) for _ in experts]
+    start, wrong = threading.Barrier(2), []
+
+    def run_one(i):
+        with torch.no_grad():
+            start.wait(HANG_S)
+            results = [integration.experts_forward(experts[i], *given[i]) for _ in range(20)]
+            wanted = experts[i](*given[i])
+        wrong.extend(n for n, y in enumerate(results) if not torch.allclose(y, wanted, rtol=1e-4, atol=1e-5))
+
+    threads = [threading.Thread(target=run_one, args=(i,), daemon=True) for i in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(HANG_S)
+    assert not any(t.is_alive() for t in threads) and not wrong
+    assert all(len(layers) == 1 for layers in integration._alone.of_shape.values())
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

@@ -160,6 +160,7 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     l->heap = ep_heap_retain(heap);
     l->config = *config;
     atomic_init(&l->num_refs, 1);
+    for (uint32_t i = 0; i < EP_MAX_BUFFERS; i++) pthread_mutex_init(&l->locks[i], NULL);
     while (made < config->num_buffers && !code) {
         code = ep_heap_alloc_buffer(heap, &config->shape, &l->buffers[made]);
         if (!code) made++;
@@ -237,6 +238,7 @@ int ep_layer_close(EpLayer *l) {
 static void destroy(void *layer) {
     EpLayer *l = (EpLayer *)layer;
     for (uint32_t i = 0; i < l->config.num_buffers; i++) ep_comm_close(&l->buffers[i]);
+    for (uint32_t i = 0; i < EP_MAX_BUFFERS; i++) pthread_mutex_destroy(&l->locks[i]);
     free(l);
 }
 
@@ -272,12 +274,20 @@ uint64_t ep_layer_ll_handle_words(const EpLayerConfig *config, uint64_t *offsets
 
 /* ---- operations ---- */
 
-int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) {
-    if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
-    EP_TRY(ep_heap_check_open(l->heap));
+int ep_layer_lock(EpLayer *l, uint32_t buffer) {
     if (buffer >= l->config.num_buffers)
         return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer,
                         l->config.num_buffers);
+    /* Before the wait: in a forked process nothing may release the lock, and a signal handler would wait for
+     * the thread that it runs in. */
+    EP_TRY(ep_comm_check_caller(ep_heap_world(l->heap)));
+    pthread_mutex_lock(&l->locks[buffer]);
+    return 0;
+}
+
+int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) {
+    if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
+    EP_TRY(ep_heap_check_open(l->heap));
     EpCommBuffer *b = &l->buffers[buffer];
     EP_TRY(ep_comm_check(b, stream));
     b->comm.timeout_ns = ep_world_timeout_ns(ep_heap_world(l->heap));
@@ -298,9 +308,8 @@ int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t record, int 
     return ep_heap_kind(l->heap) == EP_CPU ? ep_comm_check(b, stream) : 0;
 }
 
-int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
+static int refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     EpCommBuffer *b;
-    if (code >= 0) return ep_error(EP_EINVAL, "code %d: must be negative, an EpCode", code);
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     EpComm comm = b->comm;
     comm.status = code;
@@ -311,14 +320,19 @@ int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *st
     return code;
 }
 
+int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
+    if (code >= 0) return ep_error(EP_EINVAL, "code %d: must be negative, an EpCode", code);
+    LOCKED(l, buffer, refuse(l, buffer, op, code, stream));
+}
+
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     char text[512];
     snprintf(text, sizeof text, "%s", ep_error_text());
-    ep_layer_refuse(l, buffer, op, code, stream);
+    refuse(l, buffer, op, code, stream);
     return ep_error(code, "%s", text);
 }
 
-int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
+static int barrier(EpLayer *l, uint32_t buffer, void *stream) {
     EpCommBuffer *b;
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     uint64_t record = ep_comm_begin_call(b, EP_OP_BARRIER, 0, 0, stream);
@@ -326,14 +340,24 @@ int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
     return ep_layer_end(l, b, EP_OP_BARRIER, record, done, stream);
 }
 
+int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
+    LOCKED(l, buffer, barrier(l, buffer, stream));
+}
+
 int ep_layer_sync(EpLayer *l, void *stream) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
     EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
-    for (uint32_t i = 0; i < l->config.num_buffers; i++) EP_TRY(ep_comm_check(&l->buffers[i], stream));
-    return 0;
+    EP_TRY(ep_comm_check_caller(ep_heap_world(l->heap)));
+    int code = 0;
+    for (uint32_t i = 0; i < l->config.num_buffers && !code; i++) {
+        if (pthread_mutex_trylock(&l->locks[i])) continue; /* another thread's call there reports its error */
+        code = ep_comm_check(&l->buffers[i], stream);
+        pthread_mutex_unlock(&l->locks[i]);
+    }
+    return code;
 }
 
-int ep_layer_set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
+static int set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
     EpCommBuffer *b;
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     if (epoch == 0)
@@ -343,4 +367,8 @@ int ep_layer_set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream
     EP_TRY(
         backend->copy(ep_heap_device(l->heap), &ep_local(&b->comm)->epoch, &before, sizeof before, stream));
     return backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap));
+}
+
+int ep_layer_set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
+    LOCKED(l, buffer, set_epoch(l, buffer, epoch, stream));
 }

@@ -35,11 +35,9 @@ static int rows_of_older_plan(EpLayer *l, const EpTensor *plan, void *stream, ui
     return 0;
 }
 
-int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows) {
+/* The same as ep_layer_num_rows, on a locked buffer. */
+static int num_rows_of(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized");
-    if (buffer >= l->config.num_buffers)
-        return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer,
-                        l->config.num_buffers);
     if (plan && plan->data != l->newest[buffer]) return rows_of_older_plan(l, plan, stream, num_rows);
     EpCommBuffer *b = &l->buffers[buffer];
     const EpPlanResult *result = &b->comm.host->plan;
@@ -64,17 +62,26 @@ int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *s
     return 0;
 }
 
-int ep_layer_expert_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream,
-                         const int32_t **expert_rows, uint32_t *num_experts) {
+int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows) {
+    LOCKED(l, buffer, num_rows_of(l, buffer, plan, stream, num_rows));
+}
+
+static int expert_rows_of(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream,
+                          int32_t *expert_rows, uint32_t *num_experts) {
     uint32_t num_rows;
-    EP_TRY(ep_layer_num_rows(l, buffer, plan, stream, &num_rows));
+    EP_TRY(num_rows_of(l, buffer, plan, stream, &num_rows));
     if (!l->config.host_counts || (plan && plan->data != l->newest[buffer]))
         return ep_error(EP_EINVAL,
                         "the host has the rows of experts only for the newest plan of a buffer, in a "
                         "layer with host_counts: read them on the device");
-    *expert_rows = l->buffers[buffer].comm.host->expert_rows;
     *num_experts = ep_num_local_experts(&l->config.shape);
+    memcpy(expert_rows, l->buffers[buffer].comm.host->expert_rows, *num_experts * sizeof *expert_rows);
     return 0;
+}
+
+int ep_layer_expert_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream,
+                         int32_t *expert_rows, uint32_t *num_experts) {
+    LOCKED(l, buffer, expert_rows_of(l, buffer, plan, stream, expert_rows, num_experts));
 }
 
 /* ---- run ---- */
@@ -144,7 +151,7 @@ static const EpTensor *awaited_plan(uint32_t op, const void *args) {
     }
 }
 
-int ep_layer_run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream) {
+static int run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream) {
     EpCommBuffer *b;
     EpOpParams p;
     uint32_t num_rows = 0;
@@ -154,12 +161,16 @@ int ep_layer_run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, voi
     if (!code) code = prepare(l, b, op, args, &p);
     /* If the plan has failed, no rank enters the operation. So its error goes before a failed check. */
     const EpTensor *plan = awaited_plan(op, args);
-    if (plan) EP_TRY(ep_layer_num_rows(l, buffer, plan, stream, &num_rows));
+    if (plan) EP_TRY(num_rows_of(l, buffer, plan, stream, &num_rows));
     if (plan && !code && num_rows > p.dispatch.num_rows) return 0;
     if (code) return ep_layer_fail(l, buffer, op, code, stream);
     const uint64_t record = ep_comm_begin_call(b, op, num_tokens_of(op, &p), 0, stream);
     code = launch(l, op, &p, stream);
     return ep_layer_end(l, b, op, record, code, stream);
+}
+
+int ep_layer_run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream) {
+    LOCKED(l, buffer, run(l, buffer, op, args, stream));
 }
 
 int ep_layer_trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t room) {

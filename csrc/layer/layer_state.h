@@ -2,9 +2,10 @@
  *
  * layer.c creates the layer and begins and ends its operations. layer_ops.c checks their arguments.
  * Invariant: buffers[0 .. config.num_buffers) are the communication buffers; each runs one operation at a
- * time. */
+ * time. Of several threads that call operations on one buffer, all but one wait for its lock. */
 #ifndef EP_LAYER_STATE_H
 #define EP_LAYER_STATE_H
+#include <pthread.h>
 #include <stdatomic.h>
 
 #include "backend.h"
@@ -22,15 +23,28 @@ struct EpLayer {
     uint64_t ticket[EP_MAX_BUFFERS];    /* number of the newest plan of each buffer */
     const void *newest[EP_MAX_BUFFERS]; /* address of that plan */
     EpCommBuffer buffers[EP_MAX_BUFFERS];
+    pthread_mutex_t locks[EP_MAX_BUFFERS]; /* each guards a buffer, and its ticket and newest */
 };
 
-/* Begin an operation on a buffer: 0, or the error of an earlier one. */
+/* Lock a buffer: 0, or an error without the lock. The wait ends when the operation of another thread ends,
+ * which has a limit. The caller must not hold Python's lock, which that operation may need. */
+int ep_layer_lock(EpLayer *l, uint32_t buffer);
+/* Return what `call` returns, which runs while this thread has the lock. */
+#define LOCKED(l, buffer, call)                    \
+    do {                                           \
+        EP_TRY(ep_layer_lock(l, buffer));          \
+        const int code_ = (call);                  \
+        pthread_mutex_unlock(&(l)->locks[buffer]); \
+        return code_;                              \
+    } while (0)
+
+/* Begin an operation on a locked buffer: 0, or the error of an earlier one. */
 int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out);
 /* End the host's part of an operation. On the CPU the operation has finished, so its failure is known
  * here. On CUDA a failure means that it was not launched; then this rank refuses it to the others. */
 int ep_layer_end(EpLayer *l, EpCommBuffer *b, uint32_t op, uint64_t record, int code, void *stream);
-/* Refuse the operation to the other ranks, because this thread has an error, and keep the text of that
- * error. */
+/* Refuse the operation on a locked buffer to the other ranks, because this thread has an error, and keep the
+ * text of that error. */
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream);
 
 #endif /* EP_LAYER_STATE_H */

@@ -232,7 +232,7 @@ FAST(layer_num_rows) {
 /* (layer, buffer, plan): the rows of each local expert in the newest plan */
 FAST(layer_expert_rows) {
     uint32_t buffer, num;
-    const int32_t *rows;
+    int32_t rows[EP_MAX_EXPERTS];
     EpTensor t;
     const EpTensor *plan;
     int code;
@@ -240,7 +240,7 @@ FAST(layer_expert_rows) {
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_tensor(args[2], false, &t, &plan)) return NULL;
     void *stream = ep_current_stream(ep_layer_heap(l), args[2]);
-    WITHOUT_LOCK(code = ep_layer_expert_rows(l, buffer, plan, stream, &rows, &num));
+    WITHOUT_LOCK(code = ep_layer_expert_rows(l, buffer, plan, stream, rows, &num));
     if (code) return ep_raise(code);
     PyObject *list = PyList_New(num);
     for (uint32_t i = 0; list && i < num; i++) {
@@ -305,12 +305,14 @@ FAST(layer_set_epoch) {
     uint32_t buffer;
     uint64_t epoch;
     void *stream;
+    int code;
     WANT(4);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_u64(args[2], &epoch) ||
         !ep_get_stream(args[3], &stream))
         return NULL;
-    return ep_done(ep_layer_set_epoch(l, buffer, epoch, stream));
+    WITHOUT_LOCK(code = ep_layer_set_epoch(l, buffer, epoch, stream));
+    return ep_done(code);
 }
 
 PyMethodDef ep_layer_methods[] = {METHOD(layer_bytes),

@@ -5,6 +5,8 @@ whether it has a gate, biases, transposed weights and a norm after each expert. 
 transformers.
 """
 
+import threading
+
 import torch
 
 from .. import _C, experts_ops
@@ -163,16 +165,24 @@ class Layers:
         self.max_tokens = max_tokens  # None: as large as the calls need
         self.options = options
         self.of_shape = {}  # -> a list, the largest layer last
+        self._lock = threading.Lock()  # of the thread that makes a layer
+
+    def _lacks(self, layers, num_tokens):
+        """Whether there is no layer for num_tokens among the layers of a shape."""
+        return not layers or (self.max_tokens is None and layers[-1].max_tokens < num_tokens)
 
     @torch._disable_dynamo
     def _make(self, layers, fused, num_tokens, hidden, topk, num_experts, dtype, device):
-        if self.world is None:
-            self.world = thread_worlds(1)[0]
-        max_tokens = self.max_tokens or max(FEWEST_TOKENS, 1 << (num_tokens - 1).bit_length())
-        # With None the layer also decides, by the weights, whether training uses the fused kernels.
-        options = self.options | {"fused": self.options.get("fused") if fused else False}
-        layers.append(EpAll2AllFusedOp(self.world, max_tokens, hidden, topk, num_tot_experts=num_experts,
-                                       dtype=dtype, device=device, **options))
+        with self._lock:
+            if not self._lacks(layers, num_tokens):  # another thread has made it
+                return
+            if self.world is None:
+                self.world = thread_worlds(1)[0]
+            max_tokens = self.max_tokens or max(FEWEST_TOKENS, 1 << (num_tokens - 1).bit_length())
+            # With None the layer also decides, by the weights, whether training uses the fused kernels.
+            options = self.options | {"fused": self.options.get("fused") if fused else False}
+            layers.append(EpAll2AllFusedOp(self.world, max_tokens, hidden, topk, num_tot_experts=num_experts,
+                                           dtype=dtype, device=device, **options))
 
     def get(self, num_tokens, *shape):
         """Return a layer for num_tokens, of a shape (hidden, topk, num_experts, dtype, device).
@@ -187,7 +197,7 @@ class Layers:
             size = self.world.size if self.world else 1
             fused = fuses(self.max_tokens or num_tokens, topk, num_experts, size)
         layers = self.of_shape.setdefault((fused, *shape), [])
-        if not layers or (self.max_tokens is None and layers[-1].max_tokens < num_tokens):
+        if self._lacks(layers, num_tokens):
             self._make(layers, fused, num_tokens, *shape)
         return layers[-1]
 

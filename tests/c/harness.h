@@ -198,6 +198,7 @@ bool test_steps_scatter(void);
 bool test_steps_gather(void);
 bool test_steps_large(void);
 bool test_buffers(void);
+bool test_threads_of_a_rank(void);
 bool test_plan_reuse(void);
 bool test_scatter_indices(void);
 bool test_epochs(void);

@@ -17,6 +17,7 @@ static const struct {
     {"steps_gather", test_steps_gather, false},
     {"steps_large", test_steps_large, false},
     {"buffers", test_buffers, false},
+    {"threads_of_a_rank", test_threads_of_a_rank, false},
     {"plan_reuse", test_plan_reuse, false},
     {"scatter_indices", test_scatter_indices, false},
     {"epochs", test_epochs, false},

@@ -89,6 +89,54 @@ bool test_buffers(void) {
     return true;
 }
 
+/* Several threads of a rank call operations on one buffer. Each has the results of its own calls. */
+typedef struct {
+    Rank *me;
+    const Case *c;
+    bool ok;
+} Caller;
+static bool calls_of_thread(Rank *me, const Case *c) {
+    for (uint32_t i = 0; i < scaled(30); i++) {
+        Step st = step_open(me, c, 0);
+        uint32_t num_rows;
+        CHECK_CODE(me, 0, call_plan(&st));
+        const EpTensor plan = tensor1(st.plan, EP_I32, (int64_t)st.plan_words);
+        CHECK_CODE(me, 0, ep_layer_num_rows(me->layer, 0, &plan, NULL, &num_rows));
+        CHECK(me, num_rows == c->num_rows[0]);
+        TRY(run_moves(&st));
+        CHECK_CODE(me, 0, ep_layer_sync(me->layer, NULL));
+        step_close(&st);
+    }
+    return true;
+}
+static void *caller_main(void *arg) {
+    Caller *caller = (Caller *)arg;
+    caller->ok = calls_of_thread(caller->me, caller->c);
+    return NULL;
+}
+static bool threads_body(Rank *me, void *arg) {
+    const Cases *s = (const Cases *)arg;
+    Caller callers[3];
+    pthread_t threads[3];
+    bool ok = true;
+    for (uint32_t i = 0; i < 3; i++) {
+        callers[i] = (Caller){me, &s->cases[i], false};
+        if (pthread_create(&threads[i], NULL, caller_main, &callers[i])) abort();
+    }
+    for (uint32_t i = 0; i < 3; i++) {
+        pthread_join(threads[i], NULL);
+        ok = ok && callers[i].ok;
+    }
+    return ok;
+}
+bool test_threads_of_a_rank(void) {
+    for (uint32_t mode = 0; mode < 3; mode++) {
+        EpLayerConfig config = {{1, 4, 3, 12, 16, EP_F32, mode, 0}, 1, 2, 0, 0, 0, 0};
+        TRY(run_cases(&config, threads_body, 3, 0, mode, 0));
+    }
+    return true;
+}
+
 /* One plan for many dispatches and combines, which alternate between two sets of tokens. */
 static bool plan_reuse_body(Rank *me, void *arg) {
     const Cases *s = (const Cases *)arg;
