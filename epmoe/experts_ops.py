@@ -17,8 +17,8 @@ from .autograd import check_mode
 from .direct import implement, requires_grad
 from .fused import EpAll2AllFusedOp
 from .fused_ops import expert_offsets
-from .gemm import DGRAD, FORWARD, GATED, SWIGLU, WGRAD, aligned, as_kernel
-from .ops import layer_of, lib, register_fake, reporting, row_dots, rows_to_trace
+from .gemm import DGRAD, FORWARD, GATED, SWIGLU, WGRAD, activation_of, aligned, as_kernel
+from .ops import layer_of, lib, register_fake, reporting, row_dots, rows_to_trace, saved_tensors
 from .weight_gradients import gradient_of, sink_of
 
 lib.define("experts(Tensor x, Tensor weight, Tensor plan, Tensor gate_up, Tensor? gate_up_bias, Tensor down, "
@@ -38,7 +38,7 @@ def trains(layer, *tensors):
     """
     _, _, gate_up, _, down, _ = tensors
     return (getattr(layer, "nodes", None) is None and layer.dtype in (torch.bfloat16, torch.float16)
-            and layer._copies == 1 and requires_grad(*tensors)
+            and layer._copies == 1 and requires_grad(*tensors) and gate_up.dim() == down.dim() == 3
             and gate_up.is_contiguous() and down.is_contiguous()
             and (layer.device.type == "cpu" or _fits_kernels(*gate_up.shape[1:], *down.shape[1:])))
 
@@ -85,6 +85,13 @@ def _bias_of(layer, bias):
     return None if bias is None else aligned(bias.to(layer.dtype).contiguous())
 
 
+def _check_parameters(layer, gate_up, gate_up_bias, down, down_bias, activation):
+    """Check the parameters.  activation: as as_kernel returns it."""
+    layer._check_product(gate_up, None, layer.hidden, gate_up_bias, activation_of(*activation))
+    inner = gate_up.shape[1] // (2 if activation[0] in GATED else 1)
+    layer._check_product(down, layer.hidden, inner, down_bias, None)
+
+
 def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, num_rows, *last):
     """last: activation, alpha, limit, after."""
     layer = layer_of(layer)
@@ -95,6 +102,7 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
     columns = gate_up.shape[1]
     fused = _is_fused(layer, gate_up, columns)
     with reporting(layer, _dispatches(layer, gate_up, columns), buffer, plan):
+        _check_parameters(layer, gate_up, gate_up_bias, down, down_bias, last[:3])
         gate_up_bias, down_bias = _bias_of(layer, gate_up_bias), _bias_of(layer, down_bias)
         x, weight = aligned(x), aligned(weight)
     next_op = _combines(layer, down, columns)
@@ -200,6 +208,7 @@ def _save(ctx, inputs, output):
     _, rows, h, row_weight, recv = output
     ctx.num_tokens = x.shape[0]
     ctx.sinks = sink_of(gate_up), sink_of(down)
+    ctx.first_op = _dispatches(layer_of(ctx.layer), down, gate_up.shape[1])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rows, h, row_weight, recv)
     ctx.save_for_backward(plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv)
@@ -214,9 +223,9 @@ def _bias_gradient(bias, g, row_weight, offsets):
 
 
 def _backward(ctx, dy, *_):
-    plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = ctx.saved_tensors
+    plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = saved_tensors(ctx, ctx.first_op)
     layer = layer_of(ctx.layer)
-    with reporting(layer, _dispatches(layer, down, gate_up.shape[1]), ctx.buffer, plan):
+    with reporting(layer, ctx.first_op, ctx.buffer, plan):
         check_mode(dy, gate_up, down, may_batch=True)
         if torch.is_grad_enabled():
             raise NotImplementedError(f"create_graph=True: the experts have no second derivatives in "

@@ -8,7 +8,8 @@ from . import _C
 from .autograd import check_mode
 from .direct import implement
 from .gemm import DGRAD, GATED
-from .ops import absent, layer_of, lib, register_fake, reporting, row_dots, rows_to_trace
+from .ops import (absent, layer_of, lib, register_fake, reporting, row_dots, rows_to_trace,
+                  saved_tensors)
 from .weight_gradients import gradient_of, sink_of
 
 lib.define("dispatch_gemm(Tensor x, Tensor? weight, Tensor plan, Tensor gemm_weight, Tensor? bias, str "
@@ -70,7 +71,7 @@ def _save_dispatch_gemm(ctx, inputs, output):
 
 
 def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
-    plan, gemm_weight, rows, recv = ctx.saved_tensors
+    plan, gemm_weight, rows, recv = saved_tensors(ctx, _C.OP_COMBINE)
     if ctx.activation:
         raise RuntimeError("dispatch_gemm with an activation has no backward: apply the activation after it")
     layer = layer_of(ctx.layer)
@@ -99,7 +100,7 @@ def _save_gemm_combine(ctx, inputs, output):
 
 
 def _gemm_combine_backward(ctx, d_out, _):
-    plan, a, gemm_weight, *weighted = ctx.saved_tensors
+    plan, a, gemm_weight, *weighted = saved_tensors(ctx, _C.OP_DISPATCH)
     layer = layer_of(ctx.layer)
     gemm = torch.ops.epmoe.grouped_gemm
     d_weight = None

@@ -4,7 +4,7 @@ import torch
 
 from . import _C
 from .device import capabilities
-from .gemm import DGRAD, FORWARD, GATED, SWIGLU, aligned, check_activation, is_transposed
+from .gemm import DGRAD, FORWARD, GATED, SWIGLU, aligned, is_transposed
 from .layer_parts import cast
 
 
@@ -157,13 +157,6 @@ class FusedParts:
             a, gemm_weight, None, rows, None, row_scalar, plan, recv, out, scalar, self._move_sms,
             self._reduce_sms, self.combine_order == "serial", False, DGRAD))
         return out, scalar
-
-    def _check_product(self, gemm_weight, rows, columns, bias, activation):
-        """Check gemm_weight [L, rows, columns], where None is any size, the bias and the activation."""
-        self._check_tensor("gemm_weight", gemm_weight, self.dtype, (self.num_local_experts, rows, columns))
-        check_activation(activation, gemm_weight.shape[1])
-        if bias is not None:
-            self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
 
     def _check_gemm_input(self, gemm_input, gemm_weight, layout, weight):
         """Check the rows and their weights before GEMM + combine.  Returns the weights, in float32."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from . import _C
 from .autograd import check_mode
 from .device import capabilities, pick_device, status_of, stream_of
-from .gemm import is_transposed
+from .gemm import check_activation, is_transposed
 from .heap import SymmetricHeap
 from .layout import EPLayout
 from .nodes.layout import is_mesh
@@ -236,7 +236,10 @@ class LayerParts(Shared):
     # Not for calls outside of a compiler: its first call imports dynamo for seconds, while the peers wait.
     @torch._disable_dynamo
     def _refuse_untraced(self, op, error, buffer):
-        self._refuse_now(op, error, buffer)
+        try:
+            self._refuse_now(op, error, buffer)
+        finally:
+            del error
 
     def _refuse_now(self, op, error, buffer):
         # An error refers to the frames that it has left, so one that a frame still names is in a cycle. The
@@ -254,8 +257,11 @@ class LayerParts(Shared):
 
         If the plan has failed too, its error is raised: then no rank dispatches.
         """
-        self._read_rows(layout)
-        self._refuse(op, error, layout.buffer)
+        try:
+            self._read_rows(layout)
+            self._refuse(op, error, layout.buffer)
+        finally:
+            del error
 
     def _buffer_of(self, layout, buffer=0):
         """Return the buffer of a call, for _refuse.  Another layer's layout says nothing about this layer."""
@@ -338,6 +344,13 @@ class LayerParts(Shared):
             raise ValueError(f"{name}: wanted shape [{wanted}], got {list(t.shape)}")
         if not (t.is_contiguous() or is_transposed(t)):
             raise ValueError(f"{name} must be contiguous: call contiguous() on it")
+
+    def _check_product(self, gemm_weight, rows, columns, bias, activation):
+        """Check gemm_weight [L, rows, columns], where None is any size, the bias and the activation."""
+        self._check_tensor("gemm_weight", gemm_weight, self.dtype, (self.num_local_experts, rows, columns))
+        check_activation(activation, gemm_weight.shape[1])
+        if bias is not None:
+            self._check_tensor("bias", bias, None, tuple(gemm_weight.shape[:2]))
 
 
 def _fits(got, wanted):

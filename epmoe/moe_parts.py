@@ -117,11 +117,14 @@ class MoeParts(MoeTraining):
 
     def _refuse(self, error, decode):
         """Report an error to the other ranks in the operation that they enter, and raise it."""
-        # FP8 has no gradients, so the peers take no path that has them
-        path = decoding.peers_path(self.layer, decode, *(() if self.is_fp8 else self.parameters()))
-        if path is not None:
-            path._refuse(_C.OP_LL_DISPATCH, error, 0)
-        self.layer._refuse(_C.OP_PLAN, error, 0)
+        try:
+            # FP8 has no gradients, so the peers take no path that has them
+            path = decoding.peers_path(self.layer, decode, *(() if self.is_fp8 else self.parameters()))
+            if path is not None:
+                path._refuse(_C.OP_LL_DISPATCH, error, 0)
+            self.layer._refuse(_C.OP_PLAN, error, 0)
+        finally:
+            del error
 
     def _set_last_layout(self, layout):
         # recomputed compiled code, as in checkpointing, must not do this

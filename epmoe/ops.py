@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch._library.fake_impl import allocate_size
 
-from . import _C
+from . import _C, direct
 from .autograd import check_mode
 from .direct import implement
 from .gemm import aligned
@@ -142,6 +142,20 @@ def reporting(layer, op, buffer, plan):
         layer._refuse(op, error, buffer)
 
 
+def saved_tensors(ctx, op):
+    """Return what a backward has saved.  op: the operation with which it begins, on all ranks.
+
+    torch raises an error where a saved parameter was changed in place, and in a second backward without
+    retain_graph.  The other ranks then learn it in op.
+    """
+    try:
+        return ctx.saved_tensors
+    except Exception as error:
+        if direct.is_watched():  # by a tracer: the other ranks wait for nothing
+            raise
+        layer_of(ctx.layer)._refuse(op, error, ctx.buffer)
+
+
 def _save_dispatch(ctx, inputs, output):
     x, weight, plan, ctx.layer, ctx.buffer, *_ = inputs
     ctx.num_tokens = x.shape[0]
@@ -150,7 +164,7 @@ def _save_dispatch(ctx, inputs, output):
 
 
 def _dispatch_backward(ctx, d_rows, d_row_weight, _):
-    plan, recv = ctx.saved_tensors
+    plan, recv = saved_tensors(ctx, _C.OP_COMBINE)
     with reporting(layer_of(ctx.layer), _C.OP_COMBINE, ctx.buffer, plan):
         check_mode(d_rows, d_row_weight, may_batch=True)
         d_rows = d_rows.contiguous()
@@ -175,7 +189,8 @@ def row_dots(g, rows):
 
 
 def _combine_backward(ctx, d_out, d_scalar):
-    plan, *weighted = ctx.saved_tensors  # read once: under checkpointing a second read is an error
+    # Read once: under checkpointing a second read is an error.
+    plan, *weighted = saved_tensors(ctx, _C.OP_DISPATCH)
     d_weight = None
     with reporting(layer_of(ctx.layer), _C.OP_DISPATCH, ctx.buffer, plan):
         check_mode(d_out, d_scalar, *weighted, may_batch=True)

@@ -15,6 +15,7 @@ from cases import (
     MISTAKE_LIMIT_S, Case, check_case, check_outcomes, indices_of, inputs_of, keep, make_layer,
     outcome, run_routing,
 )
+from epmoe import _C
 
 BAD = 1  # the rank that makes a mistake
 CASE = Case(num_local=2, topk=2, hidden=16, max_tokens=8, tokens="full", weights=True)
@@ -36,22 +37,34 @@ class Local:
     """A variable of a caller, in place of a tensor or a CUDA graph."""
 
 
+def handled(call, *args):
+    """Make a call that raises, and return a reference to a variable of this frame."""
+    local = Local()
+    with pytest.raises((TypeError, MemoryError, epmoe.PeerError)):
+        call(*args)
+    return weakref.ref(local)
+
+
 def test_errors_keep_no_variables_of_callers(ranks):
     """After an error was handled, nothing refers to its frames.  Threads collect no garbage here."""
-    def call(layer, x, idx):
-        local = Local()
-        with pytest.raises((TypeError, epmoe.PeerError)):
-            layer.dispatch(x, idx)
-        return weakref.ref(local)
-
     def run(world, device):
         layer = make_layer(world, device, CASE)
+        moe = epmoe.EPMoE(CASE.hidden, 16, layer.num_experts, CASE.topk, layer=layer, dtype=CASE.dtype)
         x, idx = device_inputs(CASE, world, device)
-        is_gone = call(layer, x.double() if world.rank == 0 else x, idx)() is None
-        layer.finalize()
-        return is_gone
+        wrong, weight = x.double() if world.rank == 0 else x, torch.ones(idx.shape, device=device)
+        found = [handled(layer.dispatch, wrong, idx), handled(moe, wrong, idx, weight)]
+        planned = layer.preprocess(idx)
 
-    assert all(ranks(run))
+        def dispatch():
+            if world.rank == 0:  # what a dispatch does that has no memory
+                layer._refuse_dispatch(_C.OP_DISPATCH, MemoryError("no memory"), planned)
+            layer.dispatch(x, layout=planned)
+
+        found.append(handled(dispatch))
+        layer.finalize()
+        return [f() is None for f in found]
+
+    assert all(all(found) for found in ranks(run))
 
 
 # ---- no later call uses the results of a failed operation ----

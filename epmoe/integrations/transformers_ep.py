@@ -123,9 +123,9 @@ class EpmoeEP(EPImplementation):
         most = x.shape[0] if layers.max_tokens else _most_tokens(layers.world, x.shape[0])
         layer = layers.get(most, x.shape[1], idx.shape[1], num_experts, x.dtype, x.device)
         if not torch.compiler.is_compiling() and x.shape[0] > layer.max_tokens // layer._copies:
-            error = ValueError(f"{x.shape[0]} tokens, but max_tokens is {layers.max_tokens}: pass more to "
-                               f"set_ep_options before the model is made")
-            layer._refuse(_C.OP_PLAN, error, 0)
+            layer._refuse(_C.OP_PLAN, ValueError(f"{x.shape[0]} tokens, but max_tokens is "
+                                                 f"{layers.max_tokens}: pass more to set_ep_options before "
+                                                 f"the model is made"), 0)
         if is_plain:
             return parts.compute(self.experts, layer, x, idx, weight)
         return parts.compute_rows(self.experts_forward, layer, x, idx, weight)

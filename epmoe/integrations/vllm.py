@@ -324,15 +324,15 @@ def _check(moe, use_monolithic):
     """Raise for what epmoe does not have, with what to write."""
     parallel, config = moe.moe_parallel_config, get_current_vllm_config()
     if parallel.all2all_backend != _BACKEND:
-        raise ValueError(f"EPMOE_VLLM=1 takes the place of --all2all-backend {_BACKEND}, but vLLM has "
+        raise ValueError(f"EPMOE_VLLM=1 takes the place of --all2all-backend {_BACKEND}, but that is "
                          f"{parallel.all2all_backend}: leave --all2all-backend out, choose another "
                          f"--moe-backend if that chose it, or unset EPMOE_VLLM")
     if use_monolithic:
         raise NotImplementedError("the chosen experts also route, and epmoe moves routed tokens: choose "
                                   "others with --moe-backend, for example triton")
     if moe.skip_final_all_reduce:
-        raise NotImplementedError("this model adds up the partial sums of its ranks itself, and epmoe returns "
-                                  "whole sums: unset EPMOE_VLLM")
+        raise NotImplementedError("this model adds up the partial sums of its ranks itself, and epmoe "
+                                  "returns whole sums: unset EPMOE_VLLM")
     if moe.is_lora_enabled:
         raise NotImplementedError("epmoe does not move the LoRA ids of tokens: serve without --enable-lora, "
                                   "or unset EPMOE_VLLM")

@@ -100,24 +100,31 @@ class OverNodes(fixed.Fixed, Checks):
         """
         if self._is_closed:
             raise EpClosed("this layer is finalized: create a new one")
-        self._settle(error)
-        failed = 0 if error is None else meeting.SECOND if type(error) is PeerError else meeting.FAILED
         try:
-            meeting.meet(self.nodes, meeting.Header(self._number, op, weights, gradients, chunks, failed))
-        except PeerError:
-            if failed == meeting.FAILED:
-                raise error from None
-            raise
-        except EpError:
-            if self.nodes._has_ended():
-                self.nodes._drop_rail()
-            raise
+            self._settle(error)
+            failed = 0 if error is None else meeting.SECOND if type(error) is PeerError else meeting.FAILED
+            header = meeting.Header(self._number, op, weights, gradients, chunks, failed)
+            try:
+                meeting.meet(self.nodes, header)
+            except PeerError:
+                if failed == meeting.FAILED:
+                    raise error from None
+                raise
+            except EpError:
+                if self.nodes._has_ended():
+                    self.nodes._drop_rail()
+                raise
+        finally:
+            del error  # else the error and this frame would be a cycle: see LayerParts._refuse_now
 
     def _refuse(self, op, error, buffer):
         """Report to all ranks that this one cannot take part in op, then raise the error."""
-        if not isinstance(error, _StopRecomputationError):  # checkpointing needs no more of this forward
-            self._meet(meeting.OP_OF[op], error=error)
-        raise error
+        try:
+            if not isinstance(error, _StopRecomputationError):  # checkpointing needs no more of this forward
+                self._meet(meeting.OP_OF[op], error=error)
+            raise error
+        finally:
+            del error
 
     def _refuse_of_team(self, op, error, buffer):
         """Take the place of the team layer's refusals, which happen after a meeting, for lack of memory.
@@ -125,11 +132,14 @@ class OverNodes(fixed.Fixed, Checks):
         In _apply the ranks of the node enter the operation, and then all ranks meet.  Elsewhere other nodes
         would not learn it.
         """
-        if self._applies:
-            type(self.team_layer)._refuse_now(self.team_layer, op, error, buffer)
-        if not isinstance(error, _StopRecomputationError):
-            self._end()
-        raise error
+        try:
+            if self._applies:
+                type(self.team_layer)._refuse_now(self.team_layer, op, error, buffer)
+            if not isinstance(error, _StopRecomputationError):
+                self._end()
+            raise error
+        finally:
+            del error
 
     def _end(self):
         """Leave the world of this node: the other ranks cannot continue without this one, and learn it so."""
