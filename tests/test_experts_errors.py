@@ -1,4 +1,7 @@
-"""Errors of a training step on one rank: it raises at once, the others raise PeerError, the next step works."""
+"""Errors of a training step on one rank: that rank raises at once, the others raise PeerError.
+
+The next step works.
+"""
 
 import pytest
 import torch
@@ -77,7 +80,8 @@ def test_experts_report_what_torch_refuses_in_a_backward(ranks, how, fused):
         return got, bool(after["x"].isfinite().all())
 
     results = ranks(run, world_size=2, at_least=2)
-    own_on_bad([got for got, _ in results], "RuntimeError", "inplace operation" if how == "changed" else "second time")
+    text = "inplace operation" if how == "changed" else "second time"
+    own_on_bad([got for got, _ in results], "RuntimeError", text)
     assert all(is_finite for _, is_finite in results)
 
 
