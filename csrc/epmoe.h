@@ -6,7 +6,7 @@
  * stream is a CUDA stream as void *. On the CPU it is ignored, and every call has finished when it returns.
  * Invariant: only one thread at a time uses a world and the heaps and layers that belong to it. The
  * operations of a layer are an exception: several threads may call them, and those on one buffer run one
- * after the other. */
+ * after the other. On CUDA the error of an operation may come in a call of another thread. */
 #ifndef EPMOE_H
 #define EPMOE_H
 #include <stdbool.h>
@@ -238,8 +238,8 @@ EP_OPERATIONS(X, B)
 /* Wait on the host for the number of rows of a plan of this buffer. plan NULL means the newest plan. */
 int ep_layer_num_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream,
                       uint32_t *num_rows);
-/* The same for the newest plan of a layer with host_counts. expert_rows: room for EP_MAX_EXPERTS; becomes the
- * rows of each local expert, with padding. */
+/* The same in a layer with host_counts. expert_rows: room for EP_MAX_EXPERTS; becomes the rows of each local
+ * expert, with padding. */
 int ep_layer_expert_rows(EpLayer *layer, uint32_t buffer, const EpTensor *plan, void *stream,
                          int32_t *expert_rows, uint32_t *num_experts);
 /* Enter operation `op` only to report that this rank failed with `code`. The other ranks raise an error

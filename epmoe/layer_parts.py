@@ -303,7 +303,7 @@ class LayerParts(Shared):
         if layout is None:
             self._check_buffer(_C.OP_PLAN, buffer)
             layout = self._make_layout(exp_indices, full_scatter_indices, buffer)
-            if self.host_counts:  # only of the newest plan, so not later
+            if self.host_counts:  # now, because for an older plan the host waits for the stream
                 self._read_rows(layout)
         unknown = layout._num_rows is None and self.capacity is None
         num_rows = -1 if unknown else self.capacity or layout._num_rows

@@ -152,7 +152,7 @@ def test_integrations_transformers_in_several_threads(monkeypatch):
     monkeypatch.setattr(integration, "_alone", parts.Layers())
     experts = [experts_of(make("qwen3_moe"))[0] for _ in range(2)]
     given = [(torch.randn(800, 32), torch.randint(0, 8, (800, 2)), torch.rand(800, 2)) for _ in experts]
-    start, wrong = threading.Barrier(2), []
+    start, wrong, done = threading.Barrier(2), [], []
 
     def run_one(i):
         with torch.no_grad():
@@ -160,13 +160,14 @@ def test_integrations_transformers_in_several_threads(monkeypatch):
             results = [integration.experts_forward(experts[i], *given[i]) for _ in range(20)]
             wanted = experts[i](*given[i])
         wrong.extend(n for n, y in enumerate(results) if not torch.allclose(y, wanted, rtol=1e-4, atol=1e-5))
+        done.append(i)
 
     threads = [threading.Thread(target=run_one, args=(i,), daemon=True) for i in range(2)]
     for t in threads:
         t.start()
     for t in threads:
         t.join(HANG_S)
-    assert not any(t.is_alive() for t in threads) and not wrong
+    assert sorted(done) == [0, 1] and not wrong
     assert all(len(layers) == 1 for layers in integration._alone.of_shape.values())
 
 

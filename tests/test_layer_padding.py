@@ -230,22 +230,26 @@ def test_layer_padding_module_refuses_fused_operations(ranks):
 
 
 def test_layer_padding_host_counts_of_an_older_plan(ranks):
-    """The host has the rows of experts for the newest plan only. The module says so; EPLayout has a copy."""
+    """Of an older plan, the module reads them from the device. Without host_counts it reads none."""
 
     def run(world, device):
         layer = make_layer(world, device, Case(), host_counts=True)
         plain = make_layer(world, device, Case())
         idx = torch.zeros(1, 2, dtype=torch.int64, device=device)
-        old, _, other = layer.preprocess(idx), layer.preprocess(idx), plain.preprocess(idx)
-        got = [outcome(lambda: _C.layer_expert_rows(layer._c, 0, old.plan)),
-               outcome(lambda: _C.layer_expert_rows(plain._c, 0, other.plan))]
-        counts = old.tokens_per_expert_list, old.tokens_per_expert.tolist()
+        old, _, other = layer.preprocess(idx), layer.preprocess(idx + 1), plain.preprocess(idx)
+        got = [outcome(lambda: _C.layer_expert_rows(plain._c, 0, other.plan)),
+               outcome(lambda: _C.layer_expert_rows(layer._c, 0, old.plan[:8]))]
+        counts = _C.layer_expert_rows(layer._c, 0, old.plan), old.tokens_per_expert.tolist()
+        old.plan[layer._plan_front["expert_row"]] = 7
+        got.append(outcome(lambda: _C.layer_expert_rows(layer._c, 0, old.plan)))
         layer.finalize()
         plain.finalize()
         return got, counts
 
     for got, (counts, want) in ranks(run):
-        check_outcomes(got, "ValueError", "only for the newest plan", "host_counts")
+        for one, text in zip(got, ("only in a layer with host_counts", "a plan of 8 words", "overwritten"),
+                             strict=True):
+            check_outcomes([one], "ValueError", text)
         assert counts == want
 
 

@@ -1,7 +1,7 @@
 /* layer.c - the life of a layer, and the frame of its operations. layer_ops.c has the operations.
  *
- * Exports creation, agreement, close and release; ep_layer_begin, _end, _fail and _refuse for operations;
- * ep_layer_set_epoch for tests.
+ * Exports creation, agreement, close and release; ep_layer_lock, _begin, _end, _fail and _refuse for
+ * operations; ep_layer_barrier and _sync; ep_layer_set_epoch for tests.
  * Invariant: all ranks agree on the configuration, and all ranks create a layer or none does. A rank that
  * cannot run an operation still enters it (refuse), so that its peers do not wait. */
 #include <sched.h>
@@ -10,12 +10,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "backend.h"
 #include "layer/layer_state.h"
 #include "layer/test_hooks.h"
 #include "protocol/low_latency.h"
 #include "runtime/error.h"
+#include "runtime/interrupt.h"
 #include "runtime/tensor.h"
 #include "runtime/world.h"
 
@@ -274,6 +276,8 @@ uint64_t ep_layer_ll_handle_words(const EpLayerConfig *config, uint64_t *offsets
 
 /* ---- operations ---- */
 
+enum { LOCK_STEP_NS = 10000000 }; /* a wait for a lock asks after each step whether it is interrupted */
+
 int ep_layer_lock(EpLayer *l, uint32_t buffer) {
     if (buffer >= l->config.num_buffers)
         return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer,
@@ -281,8 +285,15 @@ int ep_layer_lock(EpLayer *l, uint32_t buffer) {
     /* Before the wait: in a forked process nothing may release the lock, and a signal handler would wait for
      * the thread that it runs in. */
     EP_TRY(ep_comm_check_caller(ep_heap_world(l->heap)));
-    pthread_mutex_lock(&l->locks[buffer]);
-    return 0;
+    if (!pthread_mutex_trylock(&l->locks[buffer])) return 0;
+    for (;;) {
+        struct timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_sec += (until.tv_nsec + LOCK_STEP_NS) / 1000000000;
+        until.tv_nsec = (until.tv_nsec + LOCK_STEP_NS) % 1000000000;
+        if (!pthread_mutex_timedlock(&l->locks[buffer], &until)) return 0;
+        if (ep_interrupted()) return ep_take_interrupt(), ep_world_interrupt(ep_heap_world(l->heap));
+    }
 }
 
 int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out) {
@@ -322,7 +333,8 @@ static int refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stre
 
 int ep_layer_refuse(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
     if (code >= 0) return ep_error(EP_EINVAL, "code %d: must be negative, an EpCode", code);
-    LOCKED(l, buffer, refuse(l, buffer, op, code, stream));
+    EP_TRY(ep_layer_lock(l, buffer));
+    return ep_layer_unlock(l, buffer, refuse(l, buffer, op, code, stream));
 }
 
 int ep_layer_fail(EpLayer *l, uint32_t buffer, uint32_t op, int code, void *stream) {
@@ -341,18 +353,21 @@ static int barrier(EpLayer *l, uint32_t buffer, void *stream) {
 }
 
 int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
-    LOCKED(l, buffer, barrier(l, buffer, stream));
+    EP_TRY(ep_layer_lock(l, buffer));
+    return ep_layer_unlock(l, buffer, barrier(l, buffer, stream));
 }
 
 int ep_layer_sync(EpLayer *l, void *stream) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
     EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
     EP_TRY(ep_comm_check_caller(ep_heap_world(l->heap)));
+    /* On the CPU a call of another thread may wait for peers now, and returns its error itself. */
+    const bool waits = ep_heap_kind(l->heap) != EP_CPU;
     int code = 0;
     for (uint32_t i = 0; i < l->config.num_buffers && !code; i++) {
-        if (pthread_mutex_trylock(&l->locks[i])) continue; /* another thread's call there reports its error */
-        code = ep_comm_check(&l->buffers[i], stream);
-        pthread_mutex_unlock(&l->locks[i]);
+        if (waits) EP_TRY(ep_layer_lock(l, i));
+        else if (pthread_mutex_trylock(&l->locks[i])) continue;
+        code = ep_layer_unlock(l, i, ep_comm_check(&l->buffers[i], stream));
     }
     return code;
 }
@@ -370,5 +385,6 @@ static int set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) 
 }
 
 int ep_layer_set_epoch(EpLayer *l, uint32_t buffer, uint64_t epoch, void *stream) {
-    LOCKED(l, buffer, set_epoch(l, buffer, epoch, stream));
+    EP_TRY(ep_layer_lock(l, buffer));
+    return ep_layer_unlock(l, buffer, set_epoch(l, buffer, epoch, stream));
 }

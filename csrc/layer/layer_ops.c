@@ -1,6 +1,6 @@
 /* layer_ops.c - run the operations of a layer, and ask for the rows of a plan.
  *
- * Exports ep_layer_run, ep_layer_num_rows and ep_layer_trace.
+ * Exports ep_layer_run, ep_layer_num_rows, ep_layer_expert_rows and ep_layer_trace.
  * Invariant: an argument that this rank cannot accept never leaves the other ranks waiting. After a failed
  * check, this rank still enters the operation with its code in the header (ep_layer_fail). The operation is
  * then void on every rank, every rank raises an error, and the layer can be used again. */
@@ -63,25 +63,42 @@ static int num_rows_of(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *
 }
 
 int ep_layer_num_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream, uint32_t *num_rows) {
-    LOCKED(l, buffer, num_rows_of(l, buffer, plan, stream, num_rows));
+    EP_TRY(ep_layer_lock(l, buffer));
+    return ep_layer_unlock(l, buffer, num_rows_of(l, buffer, plan, stream, num_rows));
 }
 
 static int expert_rows_of(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream,
                           int32_t *expert_rows, uint32_t *num_experts) {
+    const uint32_t num = *num_experts = ep_num_local_experts(&l->config.shape);
     uint32_t num_rows;
+    int32_t first[EP_MAX_EXPERTS + 1];
     EP_TRY(num_rows_of(l, buffer, plan, stream, &num_rows));
-    if (!l->config.host_counts || (plan && plan->data != l->newest[buffer]))
-        return ep_error(EP_EINVAL,
-                        "the host has the rows of experts only for the newest plan of a buffer, in a "
-                        "layer with host_counts: read them on the device");
-    *num_experts = ep_num_local_experts(&l->config.shape);
-    memcpy(expert_rows, l->buffers[buffer].comm.host->expert_rows, *num_experts * sizeof *expert_rows);
+    if (!l->config.host_counts)
+        return ep_error(EP_EINVAL, "the host has the rows of experts only in a layer with host_counts: read "
+                                   "them on the device");
+    if (!plan || plan->data == l->newest[buffer]) {
+        memcpy(expert_rows, l->buffers[buffer].comm.host->expert_rows, num * sizeof *expert_rows);
+        return 0;
+    }
+    /* Another thread has made a newer plan. num_rows_of has waited for this one. */
+    const uint64_t off = ep_plan_layout(&l->config.shape, 0).expert_row_off;
+    if ((uint64_t)plan->shape[0] < off + num + 1)
+        return ep_error(EP_EINVAL, "a plan of %lld words: wanted at least %llu", (long long)plan->shape[0],
+                        (unsigned long long)off + num + 1);
+    const EpBackend *backend = ep_heap_backend(l->heap);
+    EP_TRY(backend->copy(ep_heap_device(l->heap), first, (const int32_t *)plan->data + off,
+                         (num + 1) * sizeof *first, stream));
+    EP_TRY(backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
+    for (uint32_t e = 0; e < num; e++) expert_rows[e] = first[e + 1] - first[e];
+    if (first[0] || (uint32_t)first[num] != num_rows)
+        return ep_error(EP_EINVAL, "the plan of this layout was overwritten: make a new layout");
     return 0;
 }
 
 int ep_layer_expert_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void *stream,
                          int32_t *expert_rows, uint32_t *num_experts) {
-    LOCKED(l, buffer, expert_rows_of(l, buffer, plan, stream, expert_rows, num_experts));
+    EP_TRY(ep_layer_lock(l, buffer));
+    return ep_layer_unlock(l, buffer, expert_rows_of(l, buffer, plan, stream, expert_rows, num_experts));
 }
 
 /* ---- run ---- */
@@ -170,13 +187,11 @@ static int run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void 
 }
 
 int ep_layer_run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream) {
-    LOCKED(l, buffer, run(l, buffer, op, args, stream));
+    EP_TRY(ep_layer_lock(l, buffer));
+    return ep_layer_unlock(l, buffer, run(l, buffer, op, args, stream));
 }
 
-int ep_layer_trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t room) {
-    if (buffer >= l->config.num_buffers)
-        return ep_error(EP_EINVAL, "buffer %u: must be less than num_buffers, %u", buffer,
-                        l->config.num_buffers);
+static int trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t room) {
 #ifndef EP_TRACE
     if (events)
         return ep_error(EP_EINVAL, "this module was built without the profiler: build it with EPMOE_TRACE=1");
@@ -188,4 +203,9 @@ int ep_layer_trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t
     c->trace_room = room;
     c->trace_blocks = events ? (uint32_t)((uint64_t)events->shape[0] / 2 / EP_TRACE_WARPS / room) : 0;
     return 0;
+}
+
+int ep_layer_trace(EpLayer *l, uint32_t buffer, const EpTensor *events, uint32_t room) {
+    EP_TRY(ep_layer_lock(l, buffer));
+    return ep_layer_unlock(l, buffer, trace(l, buffer, events, room));
 }

@@ -27,16 +27,14 @@ struct EpLayer {
 };
 
 /* Lock a buffer: 0, or an error without the lock. The wait ends when the operation of another thread ends,
- * which has a limit. The caller must not hold Python's lock, which that operation may need. */
+ * which has a limit, or when the user interrupts it. The caller must not hold Python's lock, which that
+ * operation may need. */
 int ep_layer_lock(EpLayer *l, uint32_t buffer);
-/* Return what `call` returns, which runs while this thread has the lock. */
-#define LOCKED(l, buffer, call)                    \
-    do {                                           \
-        EP_TRY(ep_layer_lock(l, buffer));          \
-        const int code_ = (call);                  \
-        pthread_mutex_unlock(&(l)->locks[buffer]); \
-        return code_;                              \
-    } while (0)
+/* Unlock a buffer, and return the code of what was called while it was locked. */
+static inline int ep_layer_unlock(EpLayer *l, uint32_t buffer, int code) {
+    pthread_mutex_unlock(&l->locks[buffer]);
+    return code;
+}
 
 /* Begin an operation on a locked buffer: 0, or the error of an earlier one. */
 int ep_layer_begin(EpLayer *l, uint32_t buffer, void *stream, EpCommBuffer **out);

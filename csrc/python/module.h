@@ -6,8 +6,8 @@
  * module_world.c, module_heap.c, module_layer.c, module_gemm.c  the functions for worlds, heaps, layers, the
  *                  grouped GEMM and devices
  *
- * Invariant: a function that can wait for a peer or a stream releases the interpreter lock (WITHOUT_LOCK),
- * except layer_set_epoch, which is for tests. */
+ * Invariant: a function that can wait for a peer, a stream or a lock releases the interpreter lock
+ * (WITHOUT_LOCK). */
 #ifndef EP_MODULE_H
 #define EP_MODULE_H
 #define PY_SSIZE_T_CLEAN

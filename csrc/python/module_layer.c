@@ -229,7 +229,7 @@ FAST(layer_num_rows) {
     return code ? ep_raise(code) : PyLong_FromUnsignedLong(num_rows);
 }
 
-/* (layer, buffer, plan): the rows of each local expert in the newest plan */
+/* (layer, buffer, plan): the rows of each local expert */
 FAST(layer_expert_rows) {
     uint32_t buffer, num;
     int32_t rows[EP_MAX_EXPERTS];
@@ -255,12 +255,14 @@ FAST(layer_trace) {
     uint32_t buffer, room;
     EpTensor t;
     const EpTensor *events;
+    int code;
     WANT(4);
     EpLayer *l = (EpLayer *)ep_get_object(args[0], LAYER);
     if (!l || !ep_get_u32(args[1], &buffer) || !ep_get_tensor(args[2], true, &t, &events) ||
         !ep_get_u32(args[3], &room))
         return NULL;
-    return ep_done(ep_layer_trace(l, buffer, events, room));
+    WITHOUT_LOCK(code = ep_layer_trace(l, buffer, events, room));
+    return ep_done(code);
 }
 
 /* (layer, buffer, op, code, stream) */

@@ -165,7 +165,7 @@ class Layers:
         self.max_tokens = max_tokens  # None: as large as the calls need
         self.options = options
         self.of_shape = {}  # -> a list, the largest layer last
-        self._lock = threading.Lock()  # of the thread that makes a layer
+        self._lock = threading.Lock()  # held while a thread makes a layer
 
     def _lacks(self, layers, num_tokens):
         """Whether there is no layer for num_tokens among the layers of a shape."""

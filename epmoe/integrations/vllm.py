@@ -324,9 +324,9 @@ def _check(moe, use_monolithic):
     """Raise for what epmoe does not have, with what to write."""
     parallel, config = moe.moe_parallel_config, get_current_vllm_config()
     if parallel.all2all_backend != _BACKEND:
-        raise ValueError(f"EPMOE_VLLM=1 takes the place of --all2all-backend {_BACKEND}, but that is "
-                         f"{parallel.all2all_backend}: leave --all2all-backend out, choose another "
-                         f"--moe-backend if that chose it, or unset EPMOE_VLLM")
+        raise ValueError(f"EPMOE_VLLM=1 takes the place of --all2all-backend {_BACKEND}, but the backend is "
+                         f"{parallel.all2all_backend}: leave --all2all-backend out, or the --moe-backend "
+                         f"that chose it, or unset EPMOE_VLLM")
     if use_monolithic:
         raise NotImplementedError("the chosen experts also route, and epmoe moves routed tokens: choose "
                                   "others with --moe-backend, for example triton")
