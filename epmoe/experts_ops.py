@@ -223,7 +223,8 @@ def _bias_gradient(bias, g, row_weight, offsets):
 
 
 def _backward(ctx, dy, *_):
-    plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = saved_tensors(ctx, ctx.first_op)
+    plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv = saved_tensors(
+        ctx, ctx.first_op, dy)
     layer = layer_of(ctx.layer)
     with reporting(layer, ctx.first_op, ctx.buffer, plan):
         check_mode(dy, gate_up, down, may_batch=True)

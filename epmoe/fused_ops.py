@@ -71,7 +71,7 @@ def _save_dispatch_gemm(ctx, inputs, output):
 
 
 def _dispatch_gemm_backward(ctx, d_out, d_rows, d_row_weight, _):
-    plan, gemm_weight, rows, recv = saved_tensors(ctx, _C.OP_COMBINE)
+    plan, gemm_weight, rows, recv = saved_tensors(ctx, _C.OP_COMBINE, d_out)
     if ctx.activation:
         raise RuntimeError("dispatch_gemm with an activation has no backward: apply the activation after it")
     layer = layer_of(ctx.layer)
@@ -100,7 +100,7 @@ def _save_gemm_combine(ctx, inputs, output):
 
 
 def _gemm_combine_backward(ctx, d_out, _):
-    plan, a, gemm_weight, *weighted = saved_tensors(ctx, _C.OP_DISPATCH)
+    plan, a, gemm_weight, *weighted = saved_tensors(ctx, _C.OP_DISPATCH, d_out)
     layer = layer_of(ctx.layer)
     gemm = torch.ops.epmoe.grouped_gemm
     d_weight = None

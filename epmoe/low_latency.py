@@ -79,8 +79,8 @@ class LowLatencyAll2All(LowLatencyParts):
         [3.0, 23.0]
 
     References:
-        The low-latency all-to-all of DeepSeek's DeepEP and of Triton-distributed.  Words that tell by
-        themselves that they have arrived are from NCCL's LL protocol.
+        The low-latency all-to-all of DeepSeek's DeepEP and of Triton-distributed.  Words with a tag
+        that shows their arrival are from NCCL's LL protocol.
     """
 
     _copies = 1
@@ -93,7 +93,8 @@ class LowLatencyAll2All(LowLatencyParts):
         try:
             if not isinstance(self.world, World):
                 raise ValueError("LowLatencyAll2All is for the ranks of one node, but these are of several: "
-                                 "pass the process group of one node, or use a layer without it")
+                                 "pass the process group of one node; an EPMoE over several nodes has no "
+                                 "low-latency path")
             self._check_heap(heap, device)
             if dtype not in DTYPES:
                 raise TypeError(f"dtype {dtype}: must be float32, float16 or bfloat16")

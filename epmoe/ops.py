@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch._library.fake_impl import allocate_size
 
-from . import _C, direct
+from . import _C
 from .autograd import check_mode
 from .direct import implement
 from .gemm import aligned
@@ -142,16 +142,22 @@ def reporting(layer, op, buffer, plan):
         layer._refuse(op, error, buffer)
 
 
-def saved_tensors(ctx, op):
-    """Return what a backward has saved.  op: the operation with which it begins, on all ranks.
+def saved_tensors(ctx, op, grad):
+    """Return what a backward has saved.
 
     torch raises an error where a saved parameter was changed in place, and in a second backward without
-    retain_graph.  The other ranks then learn it in op.
+    retain_graph.  The other ranks then learn it in op, the operation with which they begin this backward.
+    grad: the gradient with which the backward was called.
+
     """
     try:
         return ctx.saved_tensors
     except Exception as error:
-        if direct.is_watched():  # by a tracer: the other ranks wait for nothing
+        is_traced = grad is not None and type(grad) is not torch.Tensor  # then no rank waits
+        # Under checkpointing this runs the forward again.  An error of that has frames of its own, and where
+        # epmoe has raised it, the other ranks know it already.
+        is_of_forward = error.__traceback__.tb_next is not None
+        if is_traced or is_of_forward:
             raise
         layer_of(ctx.layer)._refuse(op, error, ctx.buffer)
 
@@ -164,7 +170,7 @@ def _save_dispatch(ctx, inputs, output):
 
 
 def _dispatch_backward(ctx, d_rows, d_row_weight, _):
-    plan, recv = saved_tensors(ctx, _C.OP_COMBINE)
+    plan, recv = saved_tensors(ctx, _C.OP_COMBINE, d_rows)
     with reporting(layer_of(ctx.layer), _C.OP_COMBINE, ctx.buffer, plan):
         check_mode(d_rows, d_row_weight, may_batch=True)
         d_rows = d_rows.contiguous()
@@ -190,7 +196,7 @@ def row_dots(g, rows):
 
 def _combine_backward(ctx, d_out, d_scalar):
     # Read once: under checkpointing a second read is an error.
-    plan, *weighted = saved_tensors(ctx, _C.OP_DISPATCH)
+    plan, *weighted = saved_tensors(ctx, _C.OP_DISPATCH, d_out)
     d_weight = None
     with reporting(layer_of(ctx.layer), _C.OP_DISPATCH, ctx.buffer, plan):
         check_mode(d_out, d_scalar, *weighted, may_batch=True)

@@ -5,6 +5,7 @@ The next step works.
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from cases import Case, check_outcomes, generator, indices_of, keep, make_layer, outcome
 from fused_cases import LEAVES, Experts, StagedOp, make_op, tensors
@@ -148,4 +149,30 @@ def test_megakernels_report_a_changed_parameter(ranks, op):
 
     results = ranks(run, world_size=2, at_least=2)
     own_on_bad([got for got, _ in results], "RuntimeError", "inplace operation")
+    assert all(is_finite for _, is_finite in results)
+
+
+def test_experts_report_an_error_of_a_recomputed_forward_once(ranks):
+    """With checkpointing, the backward runs the forward again. There rank BAD has tokens of a wrong dtype."""
+    def run(world, device):
+        t = tensors(CASE, world.rank, world.size, device)
+        moe = make_moe(world, device, CASE, t)
+        keep(world, moe)
+        is_wrong = False
+
+        def forward(x):
+            return moe(x.double() if is_wrong and world.rank == BAD else x, t.idx, t.weight)
+
+        y = checkpoint(forward, t.x.requires_grad_(), use_reentrant=False, preserve_rng_state=False)
+        is_wrong = True
+        with torch.autograd.set_multithreading_enabled(False):
+            got = outcome(lambda: y.backward(t.dy), moe.layer)
+        is_wrong = False
+        after = [step(moe, t, LEAVES) for _ in range(2)]
+        moe.layer.synchronize()
+        moe.finalize()
+        return got, all(bool(a["x"].isfinite().all()) for a in after)
+
+    results = ranks(run, world_size=2, at_least=2)
+    own_on_bad([got for got, _ in results], "TypeError", "wanted torch.bfloat16")
     assert all(is_finite for _, is_finite in results)

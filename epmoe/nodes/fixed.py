@@ -239,8 +239,11 @@ class Fixed:
             for node, status in enumerate(of_nodes.tolist()):
                 if status:
                     raise self._of_all(error, node, status not in _OF_ALL)
-        if error is not None:
-            raise error
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
         return layout
 
     def _exchange_result(self, layout, status):

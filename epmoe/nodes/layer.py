@@ -263,7 +263,10 @@ class OverNodes(fixed.Fixed, Checks):
                 self._pay_result()
         finally:
             self._applies = False
-        self._meet(meeting.COMBINE, gradients=requires_grad(x, topk_weights, *params), error=error)
+        try:
+            self._meet(meeting.COMBINE, gradients=requires_grad(x, topk_weights, *params), error=error)
+        finally:
+            del error
         with self._ending():
             return rows.Home.apply(y, None, layout, True)[0], layout
 

@@ -279,7 +279,10 @@ def apply(layer, moe, num_chunks, params, x, topk_idx, topk_weights):
             except Exception as e:
                 error = e
             tokens[c] = here = None  # what the backward does not need
-            layer._meet(meeting.COMBINE, gradients=gradients, error=error, chunks=num_chunks)
+            try:
+                layer._meet(meeting.COMBINE, gradients=gradients, error=error, chunks=num_chunks)
+            finally:
+                del error
             with layer._ending():
                 if c:
                     backs.append(_Return.apply(y, flight, c))
