@@ -148,7 +148,6 @@ def saved_tensors(ctx, op, grad):
     torch raises an error where a saved parameter was changed in place, and in a second backward without
     retain_graph.  The other ranks then learn it in op, the operation with which they begin this backward.
     grad: the gradient with which the backward was called.
-
     """
     try:
         return ctx.saved_tensors

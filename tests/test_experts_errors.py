@@ -8,8 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from cases import Case, check_outcomes, generator, indices_of, keep, make_layer, outcome
-from fused_cases import LEAVES, Experts, StagedOp, make_op, tensors
-from test_experts_gradients import make_moe, step
+from fused_cases import Experts, StagedOp, make_op, tensors
+from test_experts_gradients import make_moe, works_after
 
 BAD = 1
 CASE = Experts()
@@ -45,11 +45,7 @@ def test_experts_refuse_wrong_parameters(ranks, name, fused):
             setattr(moe, attribute, torch.nn.Parameter(change(right.detach())))
         got = outcome(lambda: moe(t.x, t.idx, t.weight), moe.layer)
         setattr(moe, attribute, right)
-        world.exchange(b"raised")
-        after = step(moe, t, LEAVES)
-        moe.layer.synchronize()
-        moe.finalize()
-        return got, bool(after["x"].isfinite().all())
+        return got, works_after(world, moe, t)
 
     results = ranks(run, world_size=2, at_least=2)
     own_on_bad([got for got, _ in results], kind, text)
@@ -74,11 +70,7 @@ def test_experts_report_what_torch_refuses_in_a_backward(ranks, how, fused):
         repeats = how == "changed" or world.rank == BAD
         with torch.autograd.set_multithreading_enabled(False):  # the backward runs in this thread on GPUs too
             got = outcome(lambda: y.backward(t.dy) if repeats else moe(t.x, t.idx, t.weight), moe.layer)
-        world.exchange(b"raised")
-        after = step(moe, t, LEAVES)
-        moe.layer.synchronize()
-        moe.finalize()
-        return got, bool(after["x"].isfinite().all())
+        return got, works_after(world, moe, t)
 
     results = ranks(run, world_size=2, at_least=2)
     text = "inplace operation" if how == "changed" else "second time"
@@ -158,7 +150,13 @@ def test_experts_report_an_error_of_a_recomputed_forward_once(ranks):
         t = tensors(CASE, world.rank, world.size, device)
         moe = make_moe(world, device, CASE, t)
         keep(world, moe)
-        is_wrong = False
+        is_wrong, refused, refuse = False, [], moe.layer._refuse_now
+
+        def refuse_and_count(op, error, buffer):
+            refused.append(op)
+            refuse(op, error, buffer)
+
+        moe.layer._refuse_now = refuse_and_count
 
         def forward(x):
             return moe(x.double() if is_wrong and world.rank == BAD else x, t.idx, t.weight)
@@ -168,11 +166,9 @@ def test_experts_report_an_error_of_a_recomputed_forward_once(ranks):
         with torch.autograd.set_multithreading_enabled(False):
             got = outcome(lambda: y.backward(t.dy), moe.layer)
         is_wrong = False
-        after = [step(moe, t, LEAVES) for _ in range(2)]
-        moe.layer.synchronize()
-        moe.finalize()
-        return got, all(bool(a["x"].isfinite().all()) for a in after)
+        return got, works_after(world, moe, t), len(refused)
 
     results = ranks(run, world_size=2, at_least=2)
-    own_on_bad([got for got, _ in results], "TypeError", "wanted torch.bfloat16")
-    assert all(is_finite for _, is_finite in results)
+    own_on_bad([got for got, *_ in results], "TypeError", "wanted torch.bfloat16")
+    assert [works for _, works, _ in results] == [True] * len(results)
+    assert [num for *_, num in results] == [int(r == BAD) for r in range(len(results))]

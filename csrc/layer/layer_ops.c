@@ -89,9 +89,12 @@ static int expert_rows_of(EpLayer *l, uint32_t buffer, const EpTensor *plan, voi
     EP_TRY(backend->copy(ep_heap_device(l->heap), first, (const int32_t *)plan->data + off,
                          (num + 1) * sizeof *first, stream));
     EP_TRY(backend->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
-    for (uint32_t e = 0; e < num; e++) expert_rows[e] = first[e + 1] - first[e];
-    if (first[0] || (uint32_t)first[num] != num_rows)
-        return ep_error(EP_EINVAL, "the plan of this layout was overwritten: make a new layout");
+    bool is_right = first[0] == 0 && (uint32_t)first[num] == num_rows;
+    for (uint32_t e = 0; e < num && is_right; e++) {
+        is_right = first[e] <= first[e + 1] && first[e] >= 0;
+        expert_rows[e] = is_right ? first[e + 1] - first[e] : 0;
+    }
+    if (!is_right) return ep_error(EP_EINVAL, "the plan of this layout was overwritten: make a new layout");
     return 0;
 }
 
