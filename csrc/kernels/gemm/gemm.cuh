@@ -166,9 +166,10 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
 /* ---- the MMA warps ---- */
 
 /* In WGRAD the contraction runs over rows, and an expert's last rows are followed by rows of the next
- * expert. Set those to zero in both operands, so that they do not count, whatever they contain. */
+ * expert. Set those of them that a wgmma multiplies to zero in both operands, so that they do not count,
+ * whatever they contain. */
 template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num_valid) {
-    const uint32_t num_lines = EP_GEMM_BK - num_valid, thread = threadIdx.x - 128;
+    const uint32_t num_lines = EP_WGMMA_K - num_valid % EP_WGMMA_K, thread = threadIdx.x - 128;
     for (uint32_t i = thread; i < (2 + C::BN / 64) * num_lines * 8; i += 256) {
         const uint32_t slab = i / (num_lines * 8), line = num_valid + i / 8 % num_lines;
         ep_st_shared(smem + slab * EP_GEMM_BOX + line * 128 + i % 8 * 16, 0, 0, 0, 0);
@@ -177,48 +178,79 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
     ep_bar_sync(1, 256);
 }
 
-/* d = this warpgroup's 64 rows of the tile. A stage is released one stage after its wgmma was issued, when
- * that has finished (two in flight). */
+/* Issue the wgmmas of a stage: those of its first num_k values of k, which come after k others. Where fewer
+ * than all are issued, each is a group of its own: if their number in a group varied, ptxas would let no two
+ * wgmmas of the kernel overlap. */
+template <typename C, bool WHOLE>
+EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], uint64_t a, uint64_t b, uint32_t num_k, uint32_t k) {
+    constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2; /* the k of a wgmma, in units of 16 bytes */
+    constexpr uint64_t STEP_B = C::TRANS_B ? 128 : 2;
+    if constexpr (WHOLE) {
+        ep_wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if constexpr (C::FP8) ep_wgmma_e4m3<C::BN>(d, a + i * STEP_A, b + i * STEP_B, k || i);
+            else ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, a + i * STEP_A, b + i * STEP_B, k || i);
+        }
+        ep_wgmma_commit();
+    } else {
+        uint32_t i = 0;
+#pragma unroll 1
+        do {
+            ep_wgmma_fence();
+            ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, a + i * STEP_A, b + i * STEP_B, k || i);
+            ep_wgmma_commit();
+        } while (++i * EP_WGMMA_K < num_k);
+    }
+}
+
+/* Process a stage, and release the one before it, whose wgmmas have then finished. WHOLE: all values of k of
+ * the stage count; otherwise it is the last one of the tile. */
+template <typename C, bool WHOLE, typename Hooks>
+EP_PTX void ep_gemm_mma_stage(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred, const EpGemmParams *p,
+                              Hooks &hooks, const EpGemmTile *t, uint32_t group, const EpGemmShared *s,
+                              const EpRing *ring, uint32_t k, uint32_t *before) {
+    const uint32_t staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
+    const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES, num_k = t->num_k - k;
+    const bool active = 64 * group < t->num_rows, signals = threadIdx.x % 32 == 0;
+    ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
+    if constexpr (!WHOLE)
+        if (num_k % EP_WGMMA_K) ep_gemm_clear_tail<C>(at, num_k);
+    if (active) {
+        const uint64_t a = ep_wgmma_desc(at + group * EP_GEMM_BOX, EP_GEMM_BOX);
+        const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
+        ep_gemm_multiply<C, WHOLE>(d, a, b, num_k, k);
+        if (k == 0) hooks.mma_in_flight();
+    }
+    if constexpr (EP_GEMM_DEFERS<C, Hooks>)
+        ep_gemm_write_deferred<C, C::EAGER_PARTS>(deferred, ep_gemm_out_cols(p), staging);
+    if (active) ep_wgmma_wait<WHOLE ? 1 : 0>();
+    __syncwarp(); /* every lane has finished its wait, before the stage is overwritten */
+    if (k && signals) ep_gemm_release_stage(s->empty + 8 * *before);
+    *before = ring->stage;
+}
+
+/* d = this warpgroup's 64 rows of the tile. The wgmmas of two stages are in flight. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred, const EpGemmParams *p,
                              Hooks &hooks, const EpGemmTile *t, uint32_t group, const EpGemmShared *s,
                              EpRing *ring) {
-    const uint32_t staging = s->staging + (threadIdx.x / 32 - 4) * EP_GEMM_OUT_STAGING;
-    constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2; /* the k of a wgmma, in units of 16 bytes */
-    constexpr uint64_t STEP_B = C::TRANS_B ? 128 : 2;
-    const bool active = 64 * group < t->num_rows, signals = threadIdx.x % 32 == 0;
-    uint32_t before = ring->stage;
-    if (C::KIND == EP_GEMM_WGRAD && t->num_k == 0)
+    constexpr bool WGRAD = C::KIND == EP_GEMM_WGRAD; /* the others find zeros after the last value of k */
+    const uint32_t num_whole = WGRAD ? t->num_k / C::BK * C::BK : t->num_k;
+    uint32_t before = ring->stage, k = 0;
+    if (WGRAD && t->num_k == 0)
         ep_ring_next<C::STAGES>(ring); /* an expert without rows uses one stage for its info */
-    for (uint32_t k = 0; k < t->num_k; k += C::BK, ep_ring_next<C::STAGES>(ring)) {
-        const uint32_t at = s->stages + ring->stage * C::STAGE_BYTES;
-        ep_mbar_wait(s->full + 8 * ring->stage, ring->parity, p->limit_ns);
-        if (C::KIND == EP_GEMM_WGRAD && t->num_k - k < EP_GEMM_BK) ep_gemm_clear_tail<C>(at, t->num_k - k);
-        if (active) {
-            const uint64_t a = ep_wgmma_desc(at + group * EP_GEMM_BOX, EP_GEMM_BOX);
-            const uint64_t b = ep_wgmma_desc(at + C::A_BYTES, EP_GEMM_BOX);
-            ep_wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                if constexpr (C::FP8) ep_wgmma_e4m3<C::BN>(d, a + i * STEP_A, b + i * STEP_B, k || i);
-                else
-                    ep_wgmma<C::BN, C::F16, C::TRANS_A, C::TRANS_B>(d, a + i * STEP_A, b + i * STEP_B,
-                                                                    k || i);
-            }
-            ep_wgmma_commit();
-            if (k == 0) hooks.mma_in_flight();
+    for (; k < num_whole; k += C::BK, ep_ring_next<C::STAGES>(ring))
+        ep_gemm_mma_stage<C, true>(d, deferred, p, hooks, t, group, s, ring, k, &before);
+    if constexpr (WGRAD)
+        if (k < t->num_k) {
+            ep_gemm_mma_stage<C, false>(d, deferred, p, hooks, t, group, s, ring, k, &before);
+            ep_ring_next<C::STAGES>(ring);
         }
-        if constexpr (EP_GEMM_DEFERS<C, Hooks>)
-            ep_gemm_write_deferred<C, C::EAGER_PARTS>(deferred, ep_gemm_out_cols(p), staging);
-        if (active) ep_wgmma_wait<1>();
-        __syncwarp(); /* every lane has finished its wait, before the stage is overwritten */
-        if (k && signals) ep_gemm_release_stage(s->empty + 8 * before);
-        before = ring->stage;
-    }
     ep_wgmma_wait<0>();
     ep_wgmma_keep_order(d);
     __syncwarp(); /* every lane has read the info, before it is overwritten */
-    if (signals) ep_gemm_release_stage(s->empty + 8 * before);
+    if (threadIdx.x % 32 == 0) ep_gemm_release_stage(s->empty + 8 * before);
 }
 
 /* ---- the kernel ---- */

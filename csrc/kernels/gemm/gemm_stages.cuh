@@ -10,6 +10,7 @@
 
 enum {
     EP_GEMM_BK = 64, /* values of k in a TMA box of 16-bit numbers; a stage has K_BOXES of them */
+    EP_WGMMA_K = 16, /* values of k in a wgmma of 16-bit numbers */
     EP_GEMM_THREADS = 384,
     EP_GEMM_REGS = 168, /* registers that each thread can have in a CTA of 384 */
     EP_GEMM_BOX = 64 * 64 * 2,
