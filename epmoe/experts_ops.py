@@ -85,6 +85,23 @@ def _bias_of(layer, bias):
     return None if bias is None else aligned(bias.to(layer.dtype).contiguous())
 
 
+@contextlib.contextmanager
+def _reporting_after_plan(layer, op, buffer, plan, num_rows):
+    """As reporting, between a plan and its dispatch.
+
+    If the plan has failed too, its error is raised: then no rank dispatches.  num_rows: -1 if only the plan
+    has it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(plan) is not torch.Tensor:  # a tracer runs this: the other ranks wait for nothing
+            raise
+        if num_rows < 0:
+            layer._num_rows(plan, buffer)
+        layer._refuse(op, error, buffer)
+
+
 def _check_parameters(layer, gate_up, gate_up_bias, down, down_bias, activation):
     """Check the parameters.  activation: as as_kernel returns it."""
     layer._check_product(gate_up, None, layer.hidden, gate_up_bias, activation_of(*activation))
@@ -97,11 +114,9 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
     layer = layer_of(layer)
     gemm = torch.ops.epmoe.grouped_gemm
     offsets = expert_offsets(layer, plan)
-    if num_rows < 0:
-        num_rows = layer._num_rows(plan, buffer)
     columns = gate_up.shape[1]
     fused = _is_fused(layer, gate_up, columns)
-    with reporting(layer, _dispatches(layer, gate_up, columns), buffer, plan):
+    with _reporting_after_plan(layer, _dispatches(layer, gate_up, columns), buffer, plan, num_rows):
         _check_parameters(layer, gate_up, gate_up_bias, down, down_bias, last[:3])
         gate_up_bias, down_bias = _bias_of(layer, gate_up_bias), _bias_of(layer, down_bias)
         x, weight = aligned(x), aligned(weight)
@@ -114,7 +129,7 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
         h, rows, row_weight, recv = layer._dispatch_gemm(x, weight, plan, gate_up, gate_up_bias, buffer,
                                                          num_rows, 0, with_grad=True)
     else:
-        rows, row_weight, recv = layer._dispatch(x, weight, plan, buffer, num_rows, True)
+        rows, row_weight, recv = layer._dispatch(x, weight, plan, buffer, num_rows, True, gate_up.data_ptr())
         with reporting(layer, next_op, buffer, plan):
             h = gemm(rows, gate_up, offsets, gate_up_bias, None, FORWARD, 0, False)
     with reporting(layer, next_op, buffer, plan):

@@ -98,24 +98,30 @@ class FusedParts:
                 awaits_rows))
 
         call = _C.OP_DISPATCH_GEMM, plan, buffer, x.shape[0]
-        (rows, row_weight, out), others = self._run_dispatch(call, num_rows, make, launch, exact=with_grad)
+        (rows, row_weight, out), others = self._run_dispatch(call, num_rows, make, launch,
+                                                                gemm_weight.data_ptr() if with_grad else None)
         return out, rows, row_weight, others[0]
 
     def _dispatch_swiglu(self, x, weight, plan, gemm_weight, bias, buffer, num_rows):
         """As _dispatch_gemm for SwiGLU in a training step.  Returns gate and up [M, N] before the rows."""
-        try:
-            rows = self._empty(num_rows, self.hidden)
-            row_weight = self._empty(num_rows, dtype=torch.float32)
+        columns = gemm_weight.shape[1]
+
+        def make(n):
             recv = self._empty(self._recv_words, dtype=torch.int32)
-            kept = self._empty(num_rows, gemm_weight.shape[1])
-            out = self._empty(num_rows, gemm_weight.shape[1] // 2)
-            gemm_weight, bias = aligned(gemm_weight), aligned(bias)
-        except Exception as error:
-            self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
-        _C.layer_dispatch_gemm(self._c, buffer, (
-            x, weight, plan, rows, row_weight, recv, gemm_weight, bias, out, kept, SWIGLU, 0.0, 0.0,
-            self._move_sms, self._tail_sms, not self.block_wise_barrier, self._copies, True, FORWARD, False))
-        return out, kept, rows, row_weight, recv
+            return ([self._empty(n, self.hidden), self._empty(n, dtype=torch.float32),
+                     self._empty(n, columns // 2), self._empty(n, columns)],
+                    [recv, aligned(gemm_weight), aligned(bias)])
+
+        def launch(outputs, others, awaits_rows):
+            rows, row_weight, out, kept = outputs
+            _C.layer_dispatch_gemm(self._c, buffer, (
+                x, weight, plan, rows, row_weight, *others, out, kept, SWIGLU, 0.0, 0.0, self._move_sms,
+                self._tail_sms, not self.block_wise_barrier, self._copies, True, FORWARD, awaits_rows))
+
+        call = _C.OP_DISPATCH_GEMM, plan, buffer, x.shape[0]
+        (rows, row_weight, out, kept), others = self._run_dispatch(call, num_rows, make, launch,
+                                                                   gemm_weight.data_ptr())
+        return out, kept, rows, row_weight, others[0]
 
     def _gemm_combine(self, a, gemm_weight, bias, row_weight, plan, recv, buffer, num_tokens,
                       with_grad=False):
@@ -142,7 +148,7 @@ class FusedParts:
             self._refuse(_C.OP_DISPATCH_GEMM, error, buffer)
         _C.layer_dispatch_gemm(self._c, buffer, (
             dy, None, plan, rows, None, recv, gemm_weight, None, out, None, 0, 0.0, 0.0, self._move_sms,
-            self._tail_sms, not self.block_wise_barrier, 1, False, DGRAD, False))
+            self._tail_sms, not self.block_wise_barrier, 1, False, DGRAD, 0))
         return out, rows
 
     def _dgrad_combine(self, a, gemm_weight, row_scalar, plan, recv, buffer, num_tokens):

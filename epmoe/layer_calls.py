@@ -8,6 +8,10 @@ moment when the plan has the number until the launch of the dispatch.  So the ho
 prepares the launch before that moment.  The outputs have room for the most rows of recent calls and some
 more.  A call with few tokens must not take the memory of a call with many tokens.  So each power of two of
 the number of tokens has a room of its own (_rooms).
+
+A training step keeps its outputs until the backward, so there the room must fit.  Each module has rooms of
+its own, which are told apart by the address of its weights.  Outputs with much more room than rows are not
+used: the host then allocates when it knows the number.
 """
 
 import torch
@@ -16,13 +20,18 @@ from . import _C, direct, ops
 from .layout import EPLayout
 
 
-def room_after(room, num_rows):
+ANY_ROOM = 0xffffffff  # awaits_rows of protocol/ops.h: the outputs may have any number of rows too many
+MOST_ROOMS = 1024  # of a layer: addresses of weights may change from step to step
+
+
+def room_after(room, num_rows, is_kept=False, too_large=False):
     """Return the rows to make room for in the next call, after a call that had room and got num_rows.
 
-    It goes up at once, and down slowly, because the modules of a model may share a layer.
+    It goes up at once, and down slowly, because the modules of a model may share a layer.  is_kept: outputs
+    are kept for a backward.  too_large: the room goes down at once.
     """
-    wanted = num_rows + num_rows // 16
-    return max(wanted, room - (room - wanted) // 32)
+    wanted = num_rows + num_rows // (32 if is_kept else 16)
+    return wanted if too_large else max(wanted, room - (room - wanted) // 32)
 
 
 class LayerCalls:
@@ -83,16 +92,16 @@ class LayerCalls:
         if self.capacity is None and not direct.is_watched():
             layout._num_rows = rows.shape[0]
 
-    def _run_dispatch(self, call, num_rows, make, launch, exact=False):
+    def _run_dispatch(self, call, num_rows, make, launch, kept_for=None):
         """Run a dispatch.  Returns its outputs.
 
         call: the operation, the plan, the buffer and the number of tokens.  make(n): returns the outputs, a
         list of tensors with n rows, and a list of other tensors.  launch(outputs, others, awaits_rows): calls
-        the module.  exact: the outputs are kept for a backward, so they must not have more memory than rows.
+        the module.  kept_for: None, or the address of the weights for whose backward the outputs are kept.
         """
         op, plan, buffer, _ = call
-        if num_rows < 0 and not exact:
-            made = self._run_ahead(call, make, launch)
+        if num_rows < 0:
+            made = self._run_ahead(call, make, launch, kept_for)
             if made is not None:
                 return made
         if num_rows < 0:
@@ -101,32 +110,39 @@ class LayerCalls:
             made = make(num_rows)
         except Exception as error:
             self._refuse(op, error, buffer)
-        launch(*made, False)
+        launch(*made, 0)
         return made
 
-    def _run_ahead(self, call, make, launch):
+    def _run_ahead(self, call, make, launch, kept_for):
         """Prepare a dispatch before the number of rows is known.  Returns its outputs.
 
-        Returns None, and launches nothing, if there are more rows than room, or no memory for the room.
+        Returns None, and launches nothing, if there are more rows than room, or no memory for the room, or if
+        the outputs are kept and an eighth of them would have no rows.
         """
         _, plan, buffer, num_tokens = call
-        magnitude = num_tokens.bit_length()  # the key in _rooms: number of rows to make room for
-        room = self._rooms.get(magnitude, 0)
+        key = num_tokens.bit_length(), kept_for  # in _rooms: the number of rows to make room for
+        room = self._rooms.get(key, 0)
         try:
             made = make(room)
         except Exception:  # no memory for so many rows, but perhaps for as many as are needed
             return None
-        launch(*made, True)
+        is_kept = kept_for is not None
+        awaits_rows = 1 + room // 8 if is_kept else ANY_ROOM
+        launch(*made, awaits_rows)
         num_rows = self._num_rows(plan, buffer)
-        self._rooms[magnitude] = room_after(room, num_rows)
-        if num_rows > room:
+        too_large = room - num_rows >= awaits_rows
+        if len(self._rooms) >= MOST_ROOMS:
+            self._rooms.clear()
+        self._rooms[key] = room_after(room, num_rows, is_kept, too_large)
+        if num_rows > room or too_large:
             return None
         for t in made[0] if num_rows < room else ():
             if t is not None:
                 t.resize_(num_rows, *t.shape[1:])
         return made
 
-    def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False):
+    def _dispatch(self, x, weight, plan, buffer, num_rows, with_grad=False, kept_for=0):
+        """kept_for: with_grad, as for _run_dispatch; 0 if there are no weights."""
         def make(n):
             row_weight = None if weight is None else self._empty(n, dtype=torch.float32)
             recv = self._empty(self._recv_words, dtype=torch.int32)
@@ -136,7 +152,8 @@ class LayerCalls:
             _C.layer_dispatch(self._c, buffer, (x, weight, plan, *outputs, *others, with_grad, awaits_rows))
 
         call = _C.OP_DISPATCH, plan, buffer, x.shape[0]
-        (rows, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch, exact=with_grad)
+        (rows, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch,
+                                                           kept_for if with_grad else None)
         return rows, row_weight, recv
 
     def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False):

@@ -152,7 +152,8 @@ class StagedOp(epmoe.EpAll2AllFusedOp):
             return super()._dispatch_gemm(x, weight, plan, gemm_weight, bias, buffer, num_rows, activation,
                                           alpha, limit, with_grad)
         copies = x.repeat_interleave(self._copies, 0)
-        rows, row_weight, recv = self._dispatch(copies, weight, plan, buffer, num_rows, with_grad)
+        rows, row_weight, recv = self._dispatch(copies, weight, plan, buffer, num_rows, with_grad,
+                                                gemm_weight.data_ptr())
         offsets = expert_offsets(self, plan)
         out = torch.ops.epmoe.grouped_gemm(rows, gemm_weight, offsets, bias, None, FORWARD, activation, False,
                                            alpha, limit)

@@ -27,9 +27,9 @@ from test_plan_slots import make_op
 NAMES = {"w1": "gate_up_proj", "b1": "gate_up_proj_bias", "w2": "down_proj", "b2": "down_proj_bias"}
 
 
-def make_moe(world, device, case, t, gradients=None, **options):
-    """An EPMoE with the parameters of t, on a StagedOp. gradients: where its gradients go."""
-    op = make_op(world, device, case, StagedOp, **options)
+def make_moe(world, device, case, t, gradients=None, kind=StagedOp, **options):
+    """An EPMoE with the parameters of t, on an operator of this kind. gradients: where its gradients go."""
+    op = make_op(world, device, case, kind, **options)
     poison_staging(op)
     moe = epmoe.EPMoE(case.hidden, case.inner, op.num_experts, case.topk, activation=case.activation,
                       layer=op, dtype=case.dtype, device=device, bias=case.bias, **(gradients or {}))

@@ -8,9 +8,11 @@ import types
 import pytest
 import torch
 
+import epmoe
 import fused_cases
 import test_fused_fp8
 from cases import MISTAKE_LIMIT_S, check_outcomes, outcome
+from epmoe import layer_calls
 from epmoe.layer_calls import room_after
 from fused_cases import Experts, LatePlan, grown, tensors
 from test_fp8 import bits
@@ -19,6 +21,11 @@ from test_plan_slots import make_op
 BAD = 1  # the rank that makes a mistake
 TOO_MANY = 1 << 50  # no memory holds as many rows
 CASE = Experts(hidden=272, inner=64, tokens="full", max_tokens=12)
+
+
+def room_key(num_tokens, kept_for=None):
+    """The key in _rooms. kept_for: 0 for rows of a dispatch that a backward needs."""
+    return num_tokens.bit_length(), kept_for
 
 
 class Op(LatePlan, fused_cases.StagedOp):
@@ -66,14 +73,14 @@ def test_layer_rows_are_those_of_the_plan(ranks, method):
         for num_tokens, missing in steps:
             of_tokens = slice(num_tokens)
             if missing is not None:
-                op._rooms[full.bit_length()] = max(op.preprocess(t.idx).num_rows - missing, 0)
-            room = op._rooms.get(num_tokens.bit_length(), 0)
+                op._rooms[room_key(full)] = max(op.preprocess(t.idx).num_rows - missing, 0)
+            room = op._rooms.get(room_key(num_tokens), 0)
             layout, *got = run_call(op, t, method, of_tokens)
             again = op.preprocess(t.idx[of_tokens])
             _, *want = run_call(op, t, method, of_tokens, layout=again)
             checks += [torch.equal(bits(a), bits(b)) for a, b in zip(got, want)]
             checks += [len(a) == layout.num_rows == again.num_rows for a in got]
-            checks += [got[0].is_contiguous(), op._rooms[num_tokens.bit_length()] >= layout.num_rows]
+            checks += [got[0].is_contiguous(), op._rooms[room_key(num_tokens)] >= layout.num_rows]
             # The rows are the beginning of the room, if there was enough. On the CPU a stage follows where
             # else the kernel is fused.
             if "fused" not in method or device.type == "cuda":
@@ -87,20 +94,68 @@ def test_layer_rows_are_those_of_the_plan(ranks, method):
         assert all(map(all, ranks(run)))
 
 
-def test_layer_rows_that_are_kept_for_a_backward_have_no_room(ranks):
+def test_layer_rows_that_are_kept_for_a_backward_have_little_room(ranks):
+    """The room of one call serves the next, but not where an eighth of it or more would be empty."""
+
     def run(world, device):
         op, t = make(ranks, world, device, "dispatch")
-        run_call(op, t, "dispatch")
         t.x.requires_grad_()
-        layout, rows, _ = run_call(op, t, "dispatch")
-        rows.sum().backward()
-        numbers = rows.untyped_storage().nbytes() // rows.itemsize
+        key, checks = room_key(len(t.x), 0), []
+        num_rows = op.preprocess(t.idx).num_rows
+        least_too_large = next(n for n in range(num_rows, 3 * num_rows) if n - num_rows >= 1 + n // 8)
+        # the room before a call, and whether the call uses it
+        for room, is_used in ((0, False), (None, True), (num_rows - 1, False), (num_rows, True),
+                              (least_too_large - 1, True), (least_too_large, False), (None, True)):
+            room = op._rooms[key] = op._rooms[key] if room is None else room
+            layout, rows, _ = run_call(op, t, "dispatch")
+            rows.sum().backward()
+            made = rows.untyped_storage().nbytes() // rows.itemsize // CASE.hidden
+            checks += [len(rows) == num_rows, made == (room if is_used else num_rows)]
+            checks += [num_rows <= op._rooms[key] <= max(room, num_rows + num_rows // 32)]
+        checks.append(op._rooms[key] == num_rows + num_rows // 32)
         op.synchronize()
         op.finalize()
-        room = op._rooms[len(t.x).bit_length()]
-        return room > layout.num_rows > 0, numbers == layout.num_rows * CASE.hidden
+        return checks
 
     assert all(map(all, ranks(run)))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_layer_rows_of_modules_with_one_layer_have_rooms_of_their_own(ranks, fused):
+    """Two modules that train share a layer, and one receives fewer rows. Each has the room that it needs."""
+
+    def run(world, device):
+        case = grown(ranks, CASE)
+        op, t = make_op(world, device, case, Op, fused=fused), tensors(case, world.rank, world.size, device)
+        moes = [epmoe.EPMoE(case.hidden, case.inner, op.num_experts, case.topk, layer=op, dtype=case.dtype,
+                            device=device) for _ in range(2)]
+        tokens = slice(len(t.x)), slice(len(t.x) - len(t.x) // 4)  # their lengths have one power of two
+        for _ in range(3):
+            for moe, some in zip(moes, tokens, strict=True):
+                moe(t.x[some], t.idx[some], t.weight[some]).sum().backward()
+        num_rows = {moe.gate_up_proj.data_ptr(): moe.last_layout.num_rows for moe in moes}
+        rooms = {address: room for (_, address), room in op._rooms.items() if address is not None}
+        op.synchronize()
+        op.finalize()
+        return len({*num_rows.values()}) == 2, rooms == {a: n + n // 32 for a, n in num_rows.items()}
+
+    assert all(map(all, ranks(run)))
+
+
+def test_layer_rows_rooms_are_forgotten_when_there_are_many(ranks, monkeypatch):
+    """Weights whose address changes from step to step do not fill the memory of the host."""
+    monkeypatch.setattr(layer_calls, "MOST_ROOMS", 3)
+
+    def run(world, device):
+        op, t = make(ranks, world, device, "dispatch")
+        for address in range(1, 9):
+            plan = op.preprocess(t.idx)
+            op._dispatch(t.x, t.weight, plan.plan, 0, -1, True, address)
+        op.synchronize()
+        op.finalize()
+        return len(op._rooms)
+
+    assert all(1 <= n <= 3 for n in ranks(run))
 
 
 def test_layer_rows_room_follows_their_number():
@@ -111,6 +166,7 @@ def test_layer_rows_room_follows_their_number():
     _, first, same, up, down, *_, constant, last = rooms
     assert 1010 <= first <= same < 1080 and 2000 <= up and 1900 < down < up
     assert 1000 <= constant < 1120 and 0 < last < constant
+    assert room_after(2000, 1000, is_kept=True, too_large=True) == 1000 + 1000 // 32
 
 
 @METHODS
@@ -121,7 +177,7 @@ def test_layer_rows_without_memory_for_the_room(ranks, method):
         op, t = make(ranks, world, device, method)
         before = run_call(op, t, method)[1:]
         if world.rank == BAD:
-            op._rooms[len(t.x).bit_length()] = TOO_MANY
+            op._rooms[room_key(len(t.x))] = TOO_MANY
         after = run_call(op, t, method)[1:]
         op.synchronize()
         op.finalize()

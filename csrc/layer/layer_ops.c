@@ -156,12 +156,13 @@ static int check_kind(const EpLayer *l, uint32_t op) {
                                "other layer has them");
 }
 
-/* The plan whose number of rows a dispatch waits for, or NULL. */
-static const EpTensor *awaited_plan(uint32_t op, const void *args) {
+/* The plan whose number of rows a dispatch waits for, or NULL. awaits_rows: see protocol/ops.h. */
+static const EpTensor *awaited_plan(uint32_t op, const void *args, uint32_t *awaits_rows) {
     switch (op) {
-#define CASE(NAME, Type) \
-    case EP_OP_##NAME:   \
-        return ((const Ep##Type##Args *)args)->awaits_rows ? ((const Ep##Type##Args *)args)->plan : NULL
+#define CASE(NAME, Type)                                            \
+    case EP_OP_##NAME:                                              \
+        *awaits_rows = ((const Ep##Type##Args *)args)->awaits_rows; \
+        return *awaits_rows ? ((const Ep##Type##Args *)args)->plan : NULL
         CASE(DISPATCH, Dispatch);
         CASE(DISPATCH_FP8, DispatchFp8);
         CASE(DISPATCH_GEMM, DispatchGemm);
@@ -174,15 +175,16 @@ static const EpTensor *awaited_plan(uint32_t op, const void *args) {
 static int run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream) {
     EpCommBuffer *b;
     EpOpParams p;
-    uint32_t num_rows = 0;
+    uint32_t num_rows = 0, awaits_rows = 0;
     memset(&p, 0, sizeof p);
     EP_TRY(ep_layer_begin(l, buffer, stream, &b));
     int code = check_kind(l, op);
     if (!code) code = prepare(l, b, op, args, &p);
     /* If the plan has failed, no rank enters the operation. So its error goes before a failed check. */
-    const EpTensor *plan = awaited_plan(op, args);
+    const EpTensor *plan = awaited_plan(op, args, &awaits_rows);
     if (plan) EP_TRY(num_rows_of(l, buffer, plan, stream, &num_rows));
-    if (plan && !code && num_rows > p.dispatch.num_rows) return 0;
+    const uint32_t room = p.dispatch.num_rows;
+    if (plan && !code && (num_rows > room || room - num_rows >= awaits_rows)) return 0;
     if (code) return ep_layer_fail(l, buffer, op, code, stream);
     const uint64_t record = ep_comm_begin_call(b, op, num_tokens_of(op, &p), 0, stream);
     code = launch(l, op, &p, stream);

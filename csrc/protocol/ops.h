@@ -38,7 +38,7 @@ typedef enum {
  *   PLAN      the tensor of the plan, allocated by epmoe; the operation runs on the current stream of its
  *             framework
  *   U32, F64  numbers; they come after the tensors
- *   AWAITS    U32, whether the operation waits until its plan has the number of rows */
+ *   AWAITS    U32; if not 0, the operation waits until its plan has the number of rows */
 
 /* indices [T][K] i32 or i64. scatter: i32 [T][K] of this rank, or those of all ranks in rank order. plan: i32
  * [ep_layer_plan_words(T)]. sort_slots: order the slots by expert, which makes the fused kernels fast. */
@@ -52,9 +52,10 @@ typedef enum {
  * recv i32 [W * max_tokens * (1 + K)], the records of slot.h. The kernel checks that the plan is for T tokens
  * and for at most as many rows as the outputs have. If not, this rank's operation fails with EP_EINVAL, and
  * those of the others with EP_EPEER. requires_grad: the caller's framework will run a backward pass. The
- * value must be the same on all ranks, and the operation fails if it is not. awaits_rows: the caller does not
- * know M yet. The host waits until the plan has it, directly before the launch. If M is more than the outputs
- * have, nothing is launched: the caller reads M and calls again, with larger outputs. */
+ * value must be the same on all ranks, and the operation fails if it is not. awaits_rows: 0: the caller knows
+ * M. Otherwise the host waits until the plan has it, directly before the launch. Nothing is launched if the
+ * outputs have fewer than M rows, or at least awaits_rows more than M: the caller reads M and calls again,
+ * with other outputs. */
 #define EP_ARGS_dispatch(X, S)     \
     X(S, TENSOR, x)                \
     X(S, OPTIONAL, weight)         \
