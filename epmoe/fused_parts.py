@@ -98,8 +98,8 @@ class FusedParts:
                 awaits_rows))
 
         call = _C.OP_DISPATCH_GEMM, plan, buffer, x.shape[0]
-        (rows, row_weight, out), others = self._run_dispatch(call, num_rows, make, launch,
-                                                                gemm_weight.data_ptr() if with_grad else None)
+        kept_for = gemm_weight.data_ptr() if with_grad else None
+        (rows, row_weight, out), others = self._run_dispatch(call, num_rows, make, launch, kept_for)
         return out, rows, row_weight, others[0]
 
     def _dispatch_swiglu(self, x, weight, plan, gemm_weight, bias, buffer, num_rows):

@@ -9,9 +9,9 @@ prepares the launch before that moment.  The outputs have room for the most rows
 more.  A call with few tokens must not take the memory of a call with many tokens.  So each power of two of
 the number of tokens has a room of its own (_rooms).
 
-A training step keeps its outputs until the backward, so there the room must fit.  Each module has rooms of
-its own, which are told apart by the address of its weights.  Outputs with much more room than rows are not
-used: the host then allocates when it knows the number.
+A training step keeps its outputs until the backward, so there the room must fit.  Calls that have weights
+(those of EPMoE in 16 bits) have rooms of their own for each address of the weights.  Outputs with much more
+room than rows are not used: the host then allocates when it knows the number.
 """
 
 import torch
@@ -22,6 +22,7 @@ from .layout import EPLayout
 
 ANY_ROOM = 0xffffffff  # awaits_rows of protocol/ops.h: the outputs may have any number of rows too many
 MOST_ROOMS = 1024  # of a layer: addresses of weights may change from step to step
+NO_ROOM = -1  # in the place of a room for which there was no memory: it is not tried again
 
 
 def room_after(room, num_rows, is_kept=False, too_large=False):
@@ -117,21 +118,24 @@ class LayerCalls:
         """Prepare a dispatch before the number of rows is known.  Returns its outputs.
 
         Returns None, and launches nothing, if there are more rows than room, or no memory for the room, or if
-        the outputs are kept and an eighth of them would have no rows.
+        the outputs are kept and more than an eighth of them would have no rows.
         """
         _, plan, buffer, num_tokens = call
         key = num_tokens.bit_length(), kept_for  # in _rooms: the number of rows to make room for
         room = self._rooms.get(key, 0)
+        if room == NO_ROOM:
+            return None
         try:
             made = make(room)
         except Exception:  # no memory for so many rows, but perhaps for as many as are needed
+            self._rooms[key] = NO_ROOM  # torch frees all memory that it caches before it gives up
             return None
         is_kept = kept_for is not None
         awaits_rows = 1 + room // 8 if is_kept else ANY_ROOM
         launch(*made, awaits_rows)
         num_rows = self._num_rows(plan, buffer)
         too_large = room - num_rows >= awaits_rows
-        if len(self._rooms) >= MOST_ROOMS:
+        if len(self._rooms) >= MOST_ROOMS and key not in self._rooms:
             self._rooms.clear()
         self._rooms[key] = room_after(room, num_rows, is_kept, too_large)
         if num_rows > room or too_large:
@@ -153,7 +157,7 @@ class LayerCalls:
 
         call = _C.OP_DISPATCH, plan, buffer, x.shape[0]
         (rows, row_weight), (recv,) = self._run_dispatch(call, num_rows, make, launch,
-                                                           kept_for if with_grad else None)
+                                                         kept_for if with_grad else None)
         return rows, row_weight, recv
 
     def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False):

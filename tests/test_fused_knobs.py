@@ -21,7 +21,7 @@ CASE = Experts(max_tokens=12)
 # The last arguments of the operations, after the tensors, in order.
 DISPATCH = {"activation": 3, "alpha": 1.5, "limit": 2.5, "num_move": 1024, "num_tail": 0,
             "waits_for_expert": False, "num_copies": 1, "requires_grad": True, "kind": 0,
-            "awaits_rows": False}
+            "awaits_rows": 0}
 COMBINE = {"num_move": 1024, "num_reduce": 1024, "is_serial": False, "requires_grad": True,
            "kind": 0}
 
