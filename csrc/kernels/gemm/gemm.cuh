@@ -166,8 +166,8 @@ EP_PTX void ep_gemm_produce_tiles(const EpGemmParams *p, Hooks &hooks, const EpG
 /* ---- the MMA warps ---- */
 
 /* In WGRAD the contraction runs over rows, and an expert's last rows are followed by rows of the next
- * expert. Set those of them that a wgmma multiplies to zero in both operands, so that they do not count,
- * whatever they contain. */
+ * expert. The expert's last wgmma multiplies some of those, too. Set these to zero in both operands, so that
+ * they do not count, whatever they contain. */
 template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num_valid) {
     const uint32_t num_lines = EP_WGMMA_K - num_valid % EP_WGMMA_K, thread = threadIdx.x - 128;
     for (uint32_t i = thread; i < (2 + C::BN / 64) * num_lines * 8; i += 256) {
@@ -178,9 +178,9 @@ template <typename C> EP_PTX void ep_gemm_clear_tail(uint32_t smem, uint32_t num
     ep_bar_sync(1, 256);
 }
 
-/* Issue the wgmmas of a stage: those of its first num_k values of k, which come after k others. Where fewer
- * than all are issued, each is a group of its own: if their number in a group varied, ptxas would let no two
- * wgmmas of the kernel overlap. */
+/* Issue the wgmmas of a stage. k: the number of values of k in the stages before. WHOLE: all wgmmas, as one
+ * group; otherwise only those of the first num_k values. Then each is a group of its own: if the number of
+ * wgmmas in a group varied, ptxas would let no two wgmmas of the kernel overlap. */
 template <typename C, bool WHOLE>
 EP_PTX void ep_gemm_multiply(float (&d)[C::BN / 2], uint64_t a, uint64_t b, uint32_t num_k, uint32_t k) {
     constexpr uint64_t STEP_A = C::TRANS_A ? 128 : 2; /* the k of a wgmma, in units of 16 bytes */
@@ -230,12 +230,13 @@ EP_PTX void ep_gemm_mma_stage(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred
     *before = ring->stage;
 }
 
-/* d = this warpgroup's 64 rows of the tile. The wgmmas of two stages are in flight. */
+/* d = this warpgroup's 64 rows of the tile. The wgmmas of at most two stages are in flight. */
 template <typename C, typename Hooks>
 EP_PTX void ep_gemm_mma_tile(float (&d)[C::BN / 2], EpGemmDeferred<C> *deferred, const EpGemmParams *p,
                              Hooks &hooks, const EpGemmTile *t, uint32_t group, const EpGemmShared *s,
                              EpRing *ring) {
-    constexpr bool WGRAD = C::KIND == EP_GEMM_WGRAD; /* the others find zeros after the last value of k */
+    /* In the other products, TMA has filled the last stage with zeros after the last value of k. */
+    constexpr bool WGRAD = C::KIND == EP_GEMM_WGRAD;
     const uint32_t num_whole = WGRAD ? t->num_k / C::BK * C::BK : t->num_k;
     uint32_t before = ring->stage, k = 0;
     if (WGRAD && t->num_k == 0)
