@@ -208,9 +208,12 @@ int ep_layer_plan_words(EpLayer *layer, uint64_t num_tokens, uint64_t *num_words
  * EpGemmCombineArgs. protocol/ops.h has their fields and says what they are. */
 #define EP_FIELD_OF_TENSOR const EpTensor *
 #define EP_FIELD_OF_OPTIONAL const EpTensor *
+#define EP_FIELD_OF_OUT const EpTensor *
 #define EP_FIELD_OF_OWN const EpTensor *
-#define EP_FIELD_OF_OWN_OPTIONAL const EpTensor *
+#define EP_FIELD_OF_OWN_OUT const EpTensor *
+#define EP_FIELD_OF_OWN_OUT_OPTIONAL const EpTensor *
 #define EP_FIELD_OF_PLAN const EpTensor *
+#define EP_FIELD_OF_PLAN_OUT const EpTensor *
 #define EP_FIELD_OF_U32 uint32_t
 #define EP_FIELD_OF_F64 double
 #define EP_FIELD_OF_AWAITS uint32_t

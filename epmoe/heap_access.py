@@ -144,7 +144,8 @@ class HeapAccess(Shared):
 
         Raises:
             ValueError: For different numbers of elements or dtypes, a tensor that is not contiguous, a dst
-                that is not in this heap, or a peer that is not a rank.  Nothing is copied.
+                that is not in this heap, a peer that is not a rank, or a copy onto a part of its own source
+                (onto the whole of it: nothing happens).  Nothing is copied.
             TypeError: For what is not a tensor.
             RuntimeError: For a dst that requires grad, where peer is this rank and gradients are enabled.
             EpClosed: After close.

@@ -148,7 +148,8 @@ class LowLatencyAll2All(LowLatencyParts):
             buffer: The communication buffer to use.
             out: None, or what an earlier dispatch with the same fp8 and layout returned: its tensors are
                 written again, and its handle becomes that of this dispatch.  This saves the host the time to
-                allocate tensors, half of the call.
+                allocate tensors, half of the call.  x, topk_idx and float32 topk_weights are not in their
+                memory.
 
         Returns:
             A tuple (recv_x, scales, recv_counts, handle).  recv_x is [L, W * max_tokens, H], or for "compact"
@@ -160,7 +161,8 @@ class LowLatencyAll2All(LowLatencyParts):
                 recv_counts is [L] int32.
 
         Raises:
-            ValueError: On this rank, for a wrong shape, device, fp8, layout, buffer or out.
+            ValueError: On this rank, for a wrong shape, device, fp8, layout, buffer or out, and for an out
+                that shares memory with an input.
             TypeError: On this rank, for a wrong type or dtype.
             RuntimeError: On this rank, when a gradient is wanted, also one of out.
             NotImplementedError: On this rank, for a tensor with a tangent, and inside of torch.func.
@@ -237,14 +239,15 @@ class LowLatencyAll2All(LowLatencyParts):
             fp8: Whether sums travel as float8_e4m3fn with a float32 scale for each 128 numbers, the largest
                 magnitude / 448: about half of the bytes.  The same on all ranks, and independent of the
                 dispatch's fp8.  The layer's dtype must be bfloat16 or float16, and H a multiple of 128.
-            out: None, or a contiguous [T, H] tensor of the layer's dtype to write and return, which shares no
-                memory with y.
+            out: None, or a contiguous [T, H] tensor of the layer's dtype to write and return.  It shares no
+                memory with y or the handle.
 
         Returns:
             [T, H] of the layer's dtype.
 
         Raises:
-            ValueError: On this rank, for a wrong shape or device, or another layer's handle.
+            ValueError: On this rank, for a wrong shape or device, another layer's handle, or an out that
+                shares memory with y or the handle.
             TypeError: On this rank, for a wrong type or dtype.
             RuntimeError: On this rank, when a gradient is wanted, also one of out.
             NotImplementedError: On this rank, for a tensor with a tangent, and inside of torch.func.

@@ -12,8 +12,24 @@ _lib.define("grouped_wgrad_add(Tensor a, Tensor b, Tensor offsets, Tensor(a!) ou
             "portable) -> ()")
 
 
+def _bytes_of(t):
+    """Return where the first element of t begins, and where the last one ends."""
+    reach = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride())) + 1
+    return t.data_ptr(), t.data_ptr() + reach * t.element_size() * (t.numel() > 0)
+
+
+def _check_apart(out, **inputs):
+    """Raise ValueError for an out that shares memory with an input, as the module does for its kernels."""
+    begin, end = _bytes_of(out)
+    for name, (first, last) in ((name, _bytes_of(t)) for name, t in inputs.items()):
+        if first < end and begin < last and first < last:
+            raise ValueError(f"output shares memory with {name}, but the call writes the first while it uses "
+                             f"the second: pass a tensor with memory of its own")
+
+
 def _by_expert(a, b, offsets, out, scale):
     """Add by torch, one product per expert.  Products of 16-bit numbers are not rounded before the sum."""
+    _check_apart(out, rows=a, input=b, offsets=offsets)
     wide = torch.promote_types(a.dtype, torch.float32)
     with torch.autocast(a.device.type, enabled=False):
         for e, begin, end in rows_of_experts(offsets, a.shape[0]):

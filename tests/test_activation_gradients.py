@@ -133,3 +133,24 @@ def test_activation_gradients_of_wrong_arguments(ranks, change, error, text):
     arguments = {n: v.to(ranks.device) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
     with pytest.raises(error, match=text):
         run_activation_backward(**arguments)
+
+
+def test_activation_gradients_refuse_outputs_in_the_memory_of_inputs(ranks):
+    """`weighted` may be the gradient d itself, but not a part of it."""
+    h, d, offsets, _ = problem("swiglu", 5, 16, torch.bfloat16, ranks.device)
+    dots = torch.empty(5, device=ranks.device)
+    want = run_activation_backward(h, d, offsets, None, 2)
+    longer = torch.cat([d, d.new_zeros(1, 16)])
+
+    def call(d, d_h, weighted):
+        epmoe._C.activation(2, 0.0, 0.0, h, d, offsets, None, d_h, weighted, dots)
+
+    for d_h, weighted, text in ((h, d, "gradient of the input shares memory with input of the activation"),
+                                (torch.empty_like(h), longer[1:], "weighted rows shares memory with gradient"),
+                                (torch.empty_like(h), h.view(-1)[80:].view(5, 16),
+                                 "weighted rows shares memory with input of the activation")):
+        with pytest.raises(ValueError, match=text):
+            call(longer[:5], d_h, weighted)
+    d_h = torch.empty_like(h)
+    call(longer[:5], d_h, longer[:5])
+    assert all(torch.equal(a, b) for a, b in zip((d_h, longer[:5], dots), want))

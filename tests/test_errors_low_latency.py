@@ -251,6 +251,103 @@ def test_errors_low_latency_out(ranks):
     check_call(SHAPE, GOOD, [r[1] for r in results])
 
 
+def flat(t, dtype=None):
+    """The memory of a contiguous tensor as rows of SHAPE, as many as fit."""
+    numbers = t.view(-1).view(dtype or t.dtype)
+    return numbers[:len(numbers) // SHAPE.hidden * SHAPE.hidden].view(-1, SHAPE.hidden)
+
+
+def overlapping_dispatches(layout):
+    """Name -> (fp8, what the call gets instead of x, topk_idx and topk_weights, the names in the error).
+
+    The functions take out= of the call, the result of an earlier dispatch, and the right arguments.
+    """
+    def scales(t):  # of the first expert, [rows, 1]; a column is contiguous
+        return t[0] if t.dim() == 3 else t
+
+    cases = {
+        "the first rows": (False, lambda kept, a: {"x": flat(kept[0])[:len(a["x"])]}, "rows", "x"),
+        "the last rows": (False, lambda kept, a: {"x": flat(kept[0])[-len(a["x"]):]}, "rows", "x"),
+        "another dtype": (True, lambda kept, a: {"x": flat(kept[0], SHAPE.dtype)[:len(a["x"])]}, "rows", "x"),
+        "scales": (True, lambda kept, a: {"topk_weights": scales(kept[1])[:4, 0].view(1, 4), "x": a["x"][:1],
+                                          "topk_idx": a["topk_idx"][:1]}, "scales", "weight"),
+        "counts": (False, lambda kept, a: {"topk_idx": kept[2].view(1, 4), "x": a["x"][:1],
+                                           "topk_weights": None}, "counts", "indices"),
+    }
+    if layout == "compact":
+        cases["the handle"] = (False, lambda kept, a: {"topk_idx": kept[3].expert_offsets[1:].view(1, 4),
+                                                       "x": a["x"][:1], "topk_weights": None},
+                               "handle", "indices")
+    return cases
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("layout", ["compact", "masked"])
+def test_errors_low_latency_outputs_in_the_memory_of_inputs(ranks, layout, world_size):
+    """Refused on the rank that passes them, in both halves of a call, and nothing is written."""
+
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        x, idx, weights = (t.to(device) for t in GOOD.inputs(SHAPE, world.rank, world.size))
+        right = {"x": x, "topk_idx": idx, "topk_weights": weights}
+        got, bad, changed = [], on_last(world), []
+
+        def attempt(call, halves, memory, **arguments):
+            before = memory.clone()
+            whole = getattr(a2a, call)
+            send = getattr(a2a, call + "_send")
+            got.append(outcome(lambda: send(**arguments).recv() if halves else whole(**arguments), a2a))
+            changed.append(bad and not torch.equal(memory, before))
+
+        with torch.no_grad():
+            for i, (fp8, change, *_) in enumerate(overlapping_dispatches(layout).values()):
+                kept = a2a.dispatch(**right, fp8=fp8, layout=layout)
+                kept[0].view(torch.uint8).fill_(1)
+                given = right | (change(kept, right) if bad else {})
+                attempt("dispatch", i % 2, kept[0].view(torch.uint8), **given, fp8=fp8, layout=layout, out=kept)
+            for overlap in (len(x), 1):  # all rows of out, or its first one
+                kept = a2a.dispatch(**right, layout=layout)
+                num = flat(kept[0]).shape[0]
+                memory = torch.zeros(num + len(x), SHAPE.hidden, dtype=SHAPE.dtype, device=device)
+                y = memory[:num].view_as(kept[0])
+                out = memory[num - overlap:][:len(x)] if bad else torch.empty_like(x)
+                attempt("combine", overlap == 1, memory, y=y, handle=kept[3], out=out)
+        result = run_call(a2a, SHAPE, GOOD)
+        a2a.synchronize()
+        a2a.finalize()
+        return got, any(changed), result
+
+    results = ranks(run, world_size=world_size, at_least=2)
+    last = len(results) - 1
+    names = [case[2:] for case in overlapping_dispatches(layout).values()] + 2 * [("out", "rows")]
+    for i, (output, other) in enumerate(names):
+        check_outcomes([r[0][i] for r in results], ["PeerError"] * last + ["ValueError"],
+                       f"{output} shares memory with {other}", on_rank=last, elsewhere=(f"rank {last}",))
+    assert not any(r[1] for r in results)
+    check_call(SHAPE, GOOD, [r[2] for r in results])
+
+
+def test_errors_low_latency_outputs_in_the_memory_of_each_other(ranks):
+    def run(world, device):
+        a2a = make(world, device, SHAPE)
+        arguments = [t.to(device) for t in GOOD.inputs(SHAPE, world.rank, world.size)]
+        with torch.no_grad():
+            kept = a2a.dispatch(*arguments)
+            words, rows, scales, _, *numbers = kept[3]._outputs
+            if on_last(world):
+                kept[3]._outputs = (words, rows, scales, words[-SHAPE.num_local:], *numbers)
+            got = outcome(lambda: a2a.dispatch(*arguments, out=kept), a2a)
+        result = run_call(a2a, SHAPE, GOOD)
+        a2a.finalize()
+        return got, result
+
+    results = ranks(run, at_least=2)
+    last = len(results) - 1
+    check_outcomes([r[0] for r in results], ["PeerError"] * last + ["ValueError"],
+                   "handle shares memory with counts", on_rank=last, elsewhere=(f"rank {last}",))
+    check_call(SHAPE, GOOD, [r[1] for r in results])
+
+
 def test_errors_low_latency_halves(ranks):
     """A second call on a buffer before recv, and a second recv, are errors of this rank alone."""
 

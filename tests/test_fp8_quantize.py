@@ -217,7 +217,11 @@ def test_fp8_quantize_module_checks_what_it_gets():
             (dict(activation=2), ValueError, "size 512"), (dict(activation=99), ValueError, "99"),
             (dict(q=q[:2]), ValueError, "size 3"), (dict(scales=scales[:1]), ValueError, "size 2"),
             (dict(num_rows=torch.ones(2, dtype=torch.int32)), ValueError, "size 1"),
-            (dict(x=x.t().contiguous().t()), ValueError, "contiguous")):
+            (dict(x=x.t().contiguous().t()), ValueError, "contiguous"),
+            (dict(q=x.view(torch.uint8).view(-1)[:768].view(3, 256)), ValueError, "output shares memory with rows"),
+            (dict(scales=x.view(-1)[-6:].view(2, 3)), ValueError, "address|scales shares memory with rows"),
+            (dict(scales=q.view(-1)[:32].view(torch.float32)[:6].view(2, 3)), ValueError,
+             "output shares memory with scales")):
         call = dict(activation=0, alpha=0.0, limit=0.0, x=x, num_rows=None, q=q, scales=scales) | change
         with pytest.raises(error, match=text):
             epmoe._C.quantize_fp8(*call.values())

@@ -68,6 +68,25 @@ def test_gemm_accumulates_in_other_buffers(ranks, dtype):
             check(out, before, dy, x, offsets, 0.5)
 
 
+@pytest.mark.parametrize("which, name", [(0, "rows"), (1, "input")])
+def test_gemm_accumulates_into_other_memory_than_it_reads(ranks, which, name):
+    """Each expert's sum would change the rows of the next one.  Neighbours in one memory are right."""
+    sizes = SIZES["mixed"]
+    *inputs, offsets = factors(sizes, 32, 16, torch.bfloat16, ranks.device)
+    num = inputs[which].numel() * 2 // 4  # of float32 numbers
+    memory = torch.zeros(num + len(sizes) * 32 * 16, device=ranks.device)
+    inputs[which] = memory[:num].view(torch.bfloat16).view_as(inputs[which]).copy_(inputs[which])
+    for portable in kernels(ranks):
+        before = memory.clone()
+        overlapping = memory[num - 4:][:len(sizes) * 32 * 16].view(len(sizes), 32, 16)
+        with pytest.raises(ValueError, match=f"output shares memory with {name}"):
+            torch.ops.epmoe.grouped_wgrad_add(*inputs, offsets, overlapping, 0.5, portable)
+        assert torch.equal(memory.view(torch.int32), before.view(torch.int32))
+        beside = memory[num:].view(len(sizes), 32, 16)
+        torch.ops.epmoe.grouped_wgrad_add(*inputs, offsets, beside, 0.5, portable)
+        check(beside, before[num:].view_as(beside), *inputs, offsets, 0.5)
+
+
 def test_gemm_accumulates_twice_in_the_same_order(ranks):
     """Two additions give the same bits in every run: one warp adds to a number."""
     dy, x, offsets = factors(SIZES["mixed"], 272, 208, torch.bfloat16, ranks.device)

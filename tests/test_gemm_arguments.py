@@ -61,6 +61,18 @@ def test_gemm_rows_of_no_expert_are_not_written(ranks):
         assert (out[:3] == 7).all() and (out[140:] == 7).all() and not (out[3:140] == 7).all(1).any()
 
 
+@pytest.mark.cuda_only
+def test_gemm_module_refuses_an_output_in_the_memory_of_an_input(ranks):
+    x, weight, bias, row_weight, offsets = problem([130, 7], 32, 32, torch.bfloat16, ranks.device)
+    memory = torch.cat([x.flatten(), weight.flatten()])
+    x, weight = memory[:x.numel()].view_as(x), memory[x.numel():].view_as(weight)
+    for out, name in ((x, "rows"), (memory[8:][:x.numel()].view_as(x), "rows"),
+                      (memory[-x.numel() - 8:-8].view_as(x), "(rows|weights)")):
+        with pytest.raises(ValueError, match=f"output shares memory with {name}"):
+            epmoe._C.grouped_gemm(0, 0, 0.0, 0.0, x, weight, offsets, bias, row_weight,
+                                  offsets.new_zeros(1).long(), out, False)
+
+
 @pytest.mark.parametrize("change, error, text", [
     (dict(x=torch.zeros(4, 8, 1)), ValueError, "rows [M, K]"),
     (dict(x=torch.zeros(4, 12)), ValueError, "[4, 12]"),

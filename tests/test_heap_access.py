@@ -113,6 +113,33 @@ def test_heap_put_and_get_refuse_wrong_tensors(ranks):
         assert is_unchanged
 
 
+def test_heap_put_and_get_refuse_a_part_of_the_same_memory(ranks):
+    """The whole of it is a copy to itself, and its neighbours are other memory."""
+    def run(world, device):
+        heap = make_heap(world, device)
+        t = heap.malloc_symmetric((8, 4))
+        t.copy_(torch.arange(32.0).view(8, 4))
+        heap.barrier()
+        mine, peer = world.rank, (world.rank + 1) % world.size
+        got = [outcome(lambda: heap.put(t[1:5], t[:4], mine)), outcome(lambda: heap.get(t[:4], t[1:5], mine)),
+               outcome(lambda: heap.put(t[:4], heap.peer_view(t, peer)[3:7], peer)),
+               outcome(lambda: heap.get(heap.peer_view(t, peer)[1:5], t[:4], peer))]
+        heap.put(t, t, mine)
+        heap.get(t[:4], t[:4], mine)
+        heap.synchronize()
+        is_unchanged = t.view(-1).tolist() == list(range(32))
+        heap.put(t[4:], t[:4], mine)
+        heap.synchronize()
+        is_copied = torch.equal(t[4:], t[:4])
+        heap.barrier()
+        heap.close()
+        return got, is_unchanged, is_copied
+
+    for got, is_unchanged, is_copied in ranks(run, world_size=2):
+        check_outcomes(got, "ValueError", "dst and src share a part of their memory")
+        assert is_unchanged and is_copied
+
+
 def test_heap_signal_publishes_earlier_puts(ranks):
     """Messages in a ring of ranks: after word 0 has the value i, message i is in memory."""
 

@@ -264,6 +264,32 @@ def test_low_latency_out(ranks, layout, fp8):
         check_call(shape, call, [r[i] for r in results])
 
 
+@pytest.mark.parametrize("layout", ["masked", "compact"])
+def test_low_latency_out_beside_the_inputs(ranks, layout):
+    """Views of one memory that do not overlap; routing weights in the memory of out, which are cast first."""
+    shape = Shape(dtype=torch.float32)
+    call = Call(seed=3, tokens="full", layout=layout)
+
+    def run(world, device):
+        a2a = make(world, device, shape)
+        x, idx, weights = (t.to(device) for t in call.inputs(shape, world.rank, world.size))
+        with torch.no_grad():
+            kept = a2a.dispatch(x, idx, weights, layout=layout)
+            a2a.dispatch(kept[0].view(-1, shape.hidden)[:0], idx[:0], None, layout=layout, out=kept)
+            narrow = kept[0].view(-1).view(torch.float16)[:weights.numel()].view_as(weights).copy_(weights)
+            rows, scales, counts, handle = a2a.dispatch(x, idx, narrow, layout=layout, out=kept)
+            memory = torch.full((rows.numel() + 2 * x.numel(),), float("nan"), device=device)
+            y = memory[x.numel():-x.numel()].view_as(rows).copy_(rows)
+            sums = [a2a.combine(y, handle, out=out.view_as(x))
+                    for out in (memory[:x.numel()], memory[-x.numel():])]
+        want = x * weights.half().float().sum(1, keepdim=True)
+        close = [torch.allclose(s, want, rtol=1e-4, atol=1e-4) for s in sums]
+        a2a.finalize()
+        return close
+
+    assert all(map(all, ranks(run)))
+
+
 def test_low_latency_buffers_are_interleaved(ranks):
     """Two micro-batches: the rows of one are on their way while the other is computed."""
     shape = Shape(num_buffers=2)

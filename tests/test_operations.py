@@ -17,8 +17,9 @@ ARGUMENTS = {
     name: re.findall(r"X\(S, (\w+), (\w+)\)", body)
     for name, body in re.findall(r"#define EP_ARGS_(\w+)\(X, S\)((?:.*\\\n)+.*)", TEXT)
 }
-TYPES = {"TENSOR": "Tensor", "OPTIONAL": "Tensor | None", "OWN": "Tensor", "OWN_OPTIONAL": "Tensor | None",
-         "PLAN": "Tensor", "U32": "int", "F64": "float", "AWAITS": "int"}
+INPUTS = {"TENSOR": "Tensor", "OPTIONAL": "Tensor | None", "OWN": "Tensor", "PLAN": "Tensor"}
+OUTPUTS = {"OUT": "Tensor", "OWN_OUT": "Tensor", "OWN_OUT_OPTIONAL": "Tensor | None", "PLAN_OUT": "Tensor"}
+TYPES = INPUTS | OUTPUTS | {"U32": "int", "F64": "float", "AWAITS": "int"}
 
 
 def test_operations_table_was_read():
@@ -47,8 +48,8 @@ def test_operations_have_their_tensors_in_the_operators_of_torch(name):
     for a in schema.arguments:
         if a.name != "after" and isinstance(a.type, (torch.TensorType, torch.OptionalType)):
             is_optional = isinstance(a.type, torch.OptionalType)
-            assert kinds[a.name] in (("OPTIONAL", "OWN_OPTIONAL") if is_optional
-                                       else ("TENSOR", "OWN", "PLAN"))
+            assert INPUTS[kinds[a.name]] == ("Tensor | None" if is_optional else "Tensor")
+    assert len(schema.returns) <= sum(kind in OUTPUTS for kind in kinds.values())
 
 
 @pytest.mark.parametrize("name", sorted(ARGUMENTS))

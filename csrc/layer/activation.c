@@ -43,6 +43,16 @@ int ep_activation(const EpActivationArgs *a, void *stream) {
     };
     for (uint32_t i = 0; i < sizeof wanted / sizeof wanted[0]; i++)
         EP_TRY(ep_tensor_check(&wanted[i], kind, y->device, kind == EP_CUDA ? 16 : 2));
+    /* weighted may be d, which is read and written number by number. */
+    const bool is_in_place = a->d && a->d->data == y->data;
+    const EpOperand operands[] = {{"gradient of the input", a->d_h, true},
+                                  {"weighted rows", y, true},
+                                  {"dot products", a->dots, true},
+                                  {"input of the activation", a->h, false},
+                                  {"gradient", is_in_place ? NULL : a->d, false},
+                                  {"offsets", a->offsets, false},
+                                  {"row weight", a->row_weight, false}};
+    EP_TRY(ep_tensors_apart(operands, sizeof operands / sizeof operands[0]));
     p.h = a->h->data;
     p.d = a->d ? a->d->data : NULL;
     p.offsets = (const int32_t *)a->offsets->data;

@@ -108,6 +108,18 @@ int ep_grouped_gemm(const EpGemm *g, void *stream) {
     if (!is_forward && (g->bias || g->row_weight))
         return ep_error(EP_EINVAL,
                         "bias and row_weight: must be absent, because only the forward GEMM applies them");
+    const EpOperand operands[] = {
+        {"output", g->out, true},
+        {"tile counter", g->tile_counter, true},
+        {"rows", g->a, false},
+        {is_wgrad ? "input" : "weights", g->b, false},
+        {"offsets", g->offsets, false},
+        {"bias", g->bias, false},
+        {"row weight", g->row_weight, false},
+        {"scales of the rows", g->a_scale, false},
+        {"scales of the weights", g->b_scale, false},
+    };
+    EP_TRY(ep_tensors_apart(operands, sizeof operands / sizeof operands[0]));
     p.a = g->a->data;
     p.b = g->b->data;
     p.out = g->out->data;

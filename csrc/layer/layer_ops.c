@@ -106,11 +106,33 @@ int ep_layer_expert_rows(EpLayer *l, uint32_t buffer, const EpTensor *plan, void
 
 /* ---- run ---- */
 
+/* The tensors of an operation, as ep_tensors_apart takes them. */
+#define INPUT(name) {#name, a->name, false},
+#define OUTPUT(name) {#name, a->name, true},
+#define OPERANDS_TENSOR INPUT
+#define OPERANDS_OPTIONAL INPUT
+#define OPERANDS_OUT OUTPUT
+#define OPERANDS_OWN INPUT
+#define OPERANDS_OWN_OUT OUTPUT
+#define OPERANDS_OWN_OUT_OPTIONAL OUTPUT
+#define OPERANDS_PLAN INPUT
+#define OPERANDS_PLAN_OUT OUTPUT
+#define OPERANDS_U32(name)
+#define OPERANDS_F64(name)
+#define OPERANDS_AWAITS(name)
+#define OPERANDS(S, kind, name) OPERANDS_##kind(name)
+
 /* Check the arguments of an operation and fill in its parameters, which are zeroed. */
 static int prepare(EpLayer *l, const EpCommBuffer *b, uint32_t op, const void *args, EpOpParams *p) {
     switch (op) {
-#define X(NAME, name, Type, text) \
-    case EP_OP_##NAME: return ep_prepare_##name(l, b, (const Ep##Type##Args *)args, &p->name);
+#define X(NAME, name, Type, text)                                                                        \
+    case EP_OP_##NAME: {                                                                                 \
+        const Ep##Type##Args *a = (const Ep##Type##Args *)args;                                          \
+        const EpOperand operands[] = {EP_ARGS_##name(OPERANDS, unused)};                                 \
+        _Static_assert(sizeof operands / sizeof operands[0] <= EP_MAX_OPERANDS, "room for all of them"); \
+        EP_TRY(ep_tensors_apart(operands, sizeof operands / sizeof operands[0]));                        \
+        return ep_prepare_##name(l, b, a, &p->name);                                                     \
+    }
 #define B(NAME, name, Type, text)
         EP_OPERATIONS(X, B)
 #undef X

@@ -45,6 +45,11 @@ int ep_quantize(const EpQuantize *a, void *stream) {
         EP_TRY(ep_tensor_check(&wanted[i], a->x->kind, a->x->device, 16));
     const EpWanted count = {"number of rows", a->num_rows, EP_I32, 1, {1, -1, -1}};
     EP_TRY(ep_tensor_check(&count, a->x->kind, a->x->device, 4));
+    const EpOperand operands[] = {{"output", a->q, true},
+                                  {"scales", a->scales, true},
+                                  {"rows", a->x, false},
+                                  {"number of rows", a->num_rows, false}};
+    EP_TRY(ep_tensors_apart(operands, sizeof operands / sizeof operands[0]));
     p.x = a->x->data;
     p.q = (uint8_t *)a->q->data;
     p.scales = (float *)a->scales->data;

@@ -32,11 +32,14 @@ typedef enum {
 
 /* clang-format off */
 /* The arguments of an operation: X(S, kind, name), where S is handed through. The kinds are
- *   TENSOR    a tensor
- *   OPTIONAL  a tensor or NULL
- *   OWN, OWN_OPTIONAL  the same, allocated by epmoe itself
- *   PLAN      the tensor of the plan, allocated by epmoe; the operation runs on the current stream of its
- *             framework
+ *   TENSOR    a tensor that the operation reads
+ *   OPTIONAL  the same, or NULL
+ *   OUT       a tensor that the operation writes. It shares no memory with another tensor of the call, which
+ *             ep_layer_run checks
+ *   OWN, OWN_OUT       the same as TENSOR and OUT, allocated by epmoe itself
+ *   OWN_OUT_OPTIONAL   OWN_OUT, or NULL
+ *   PLAN, PLAN_OUT     OWN and OWN_OUT: the tensor of the plan, or the handle of a low-latency operation. The
+ *             operation runs on the current stream of its framework
  *   U32, F64  numbers; they come after the tensors
  *   AWAITS    U32; if not 0, the operation waits until its plan has the number of rows */
 
@@ -45,7 +48,7 @@ typedef enum {
 #define EP_ARGS_plan(X, S)  \
     X(S, TENSOR, indices)   \
     X(S, OPTIONAL, scatter) \
-    X(S, PLAN, plan)        \
+    X(S, PLAN_OUT, plan)    \
     X(S, U32, sort_slots)
 
 /* Inputs: x [T][H], weight f32 [T][K], plan. Outputs: rows [>= M][H], row_weight f32 [>= M], and for combine
@@ -56,25 +59,25 @@ typedef enum {
  * M. Otherwise the host waits until the plan has it, directly before the launch. Nothing is launched if the
  * outputs have fewer than M rows, or at least awaits_rows more than M: the caller reads M and calls again,
  * with other outputs. */
-#define EP_ARGS_dispatch(X, S)     \
-    X(S, TENSOR, x)                \
-    X(S, OPTIONAL, weight)         \
-    X(S, PLAN, plan)               \
-    X(S, OWN, rows)                \
-    X(S, OWN_OPTIONAL, row_weight) \
-    X(S, OWN, recv)                \
-    X(S, U32, requires_grad)       \
+#define EP_ARGS_dispatch(X, S)         \
+    X(S, TENSOR, x)                    \
+    X(S, OPTIONAL, weight)             \
+    X(S, PLAN, plan)                   \
+    X(S, OWN_OUT, rows)                \
+    X(S, OWN_OUT_OPTIONAL, row_weight) \
+    X(S, OWN_OUT, recv)                \
+    X(S, U32, requires_grad)           \
     X(S, AWAITS, awaits_rows)
 
 /* rows [>= M][H], row_weight and row_scalar f32 [>= M]; out [T][H], out_scalar f32 [T][K]. */
-#define EP_ARGS_combine(X, S)      \
-    X(S, TENSOR, rows)             \
-    X(S, OPTIONAL, row_weight)     \
-    X(S, OPTIONAL, row_scalar)     \
-    X(S, PLAN, plan)               \
-    X(S, OWN, recv)                \
-    X(S, OWN, out)                 \
-    X(S, OWN_OPTIONAL, out_scalar) \
+#define EP_ARGS_combine(X, S)          \
+    X(S, TENSOR, rows)                 \
+    X(S, OPTIONAL, row_weight)         \
+    X(S, OPTIONAL, row_scalar)         \
+    X(S, PLAN, plan)                   \
+    X(S, OWN, recv)                    \
+    X(S, OWN_OUT, out)                 \
+    X(S, OWN_OUT_OPTIONAL, out_scalar) \
     X(S, U32, requires_grad)
 
 /* Dispatch, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight [L][N][H],
@@ -83,46 +86,46 @@ typedef enum {
  * EpDispatchGemmParams; num_copies: see EpDispatchParams. kept: NULL, or for SWIGLU gate and up, [>= M][N].
  * kind: EpGemmKind; for EP_GEMM_DGRAD gemm_weight is [L][H][K], out [>= M][K], and there is no bias and no
  * activation. */
-#define EP_ARGS_dispatch_gemm(X, S) \
-    X(S, TENSOR, x)                 \
-    X(S, OPTIONAL, weight)          \
-    X(S, PLAN, plan)                \
-    X(S, OWN, rows)                 \
-    X(S, OWN_OPTIONAL, row_weight)  \
-    X(S, OWN, recv)                 \
-    X(S, TENSOR, gemm_weight)       \
-    X(S, OPTIONAL, bias)            \
-    X(S, OWN, out)                  \
-    X(S, OWN_OPTIONAL, kept)        \
-    X(S, U32, activation)           \
-    X(S, F64, alpha)                \
-    X(S, F64, limit)                \
-    X(S, U32, num_move)             \
-    X(S, U32, num_tail)             \
-    X(S, U32, waits_for_expert)     \
-    X(S, U32, num_copies)           \
-    X(S, U32, requires_grad)        \
-    X(S, U32, kind)                 \
+#define EP_ARGS_dispatch_gemm(X, S)    \
+    X(S, TENSOR, x)                    \
+    X(S, OPTIONAL, weight)             \
+    X(S, PLAN, plan)                   \
+    X(S, OWN_OUT, rows)                \
+    X(S, OWN_OUT_OPTIONAL, row_weight) \
+    X(S, OWN_OUT, recv)                \
+    X(S, TENSOR, gemm_weight)          \
+    X(S, OPTIONAL, bias)               \
+    X(S, OWN_OUT, out)                 \
+    X(S, OWN_OUT_OPTIONAL, kept)       \
+    X(S, U32, activation)              \
+    X(S, F64, alpha)                   \
+    X(S, F64, limit)                   \
+    X(S, U32, num_move)                \
+    X(S, U32, num_tail)                \
+    X(S, U32, waits_for_expert)        \
+    X(S, U32, num_copies)              \
+    X(S, U32, requires_grad)           \
+    X(S, U32, kind)                    \
     X(S, AWAITS, awaits_rows)
 
 /* The grouped GEMM of a [>= M][K] with gemm_weight [L][H][K] into rows [>= M][H], and the combine of these
  * rows, in one launch. CUDA only. num_move, num_reduce, is_serial: see EpGemmCombineParams. kind: EpGemmKind;
  * for EP_GEMM_DGRAD gemm_weight is [L][K][H], and there is no bias; only then there may be a row_scalar. */
-#define EP_ARGS_gemm_combine(X, S) \
-    X(S, TENSOR, a)                \
-    X(S, TENSOR, gemm_weight)      \
-    X(S, OPTIONAL, bias)           \
-    X(S, OWN, rows)                \
-    X(S, OPTIONAL, row_weight)     \
-    X(S, OPTIONAL, row_scalar)     \
-    X(S, PLAN, plan)               \
-    X(S, OWN, recv)                \
-    X(S, OWN, out)                 \
-    X(S, OWN_OPTIONAL, out_scalar) \
-    X(S, U32, num_move)            \
-    X(S, U32, num_reduce)          \
-    X(S, U32, is_serial)           \
-    X(S, U32, requires_grad)       \
+#define EP_ARGS_gemm_combine(X, S)     \
+    X(S, TENSOR, a)                    \
+    X(S, TENSOR, gemm_weight)          \
+    X(S, OPTIONAL, bias)               \
+    X(S, OWN_OUT, rows)                \
+    X(S, OPTIONAL, row_weight)         \
+    X(S, OPTIONAL, row_scalar)         \
+    X(S, PLAN, plan)                   \
+    X(S, OWN, recv)                    \
+    X(S, OWN_OUT, out)                 \
+    X(S, OWN_OUT_OPTIONAL, out_scalar) \
+    X(S, U32, num_move)                \
+    X(S, U32, num_reduce)              \
+    X(S, U32, is_serial)               \
+    X(S, U32, requires_grad)           \
     X(S, U32, kind)
 
 /* For a layer of mode EP_LOW_LATENCY. x [T][H], indices [T][K] i32 or i64, weight f32 [T][K]; handle i32
@@ -131,23 +134,23 @@ typedef enum {
  * are rows. Scales are f32 with H / 128 lines, or for UE8M0 i32 with H / 512 lines. counts i32 [L]: the rows
  * of each expert. fp8: EpLlFp8; without it rows have the layer's dtype and scales are NULL. parts:
  * EpLlParts. */
-#define EP_ARGS_ll_dispatch(X, S) \
-    X(S, TENSOR, x)               \
-    X(S, TENSOR, indices)         \
-    X(S, OPTIONAL, weight)        \
-    X(S, PLAN, handle)            \
-    X(S, OWN, rows)               \
-    X(S, OWN_OPTIONAL, scales)    \
-    X(S, OWN, counts)             \
-    X(S, U32, is_masked)          \
-    X(S, U32, fp8)                \
+#define EP_ARGS_ll_dispatch(X, S)  \
+    X(S, TENSOR, x)                \
+    X(S, TENSOR, indices)          \
+    X(S, OPTIONAL, weight)         \
+    X(S, PLAN_OUT, handle)         \
+    X(S, OWN_OUT, rows)            \
+    X(S, OWN_OUT_OPTIONAL, scales) \
+    X(S, OWN_OUT, counts)          \
+    X(S, U32, is_masked)           \
+    X(S, U32, fp8)                 \
     X(S, U32, parts)
 
 /* rows: as dispatch has them, in the layer's dtype; out [T][H]. */
 #define EP_ARGS_ll_combine(X, S) \
     X(S, TENSOR, rows)           \
     X(S, PLAN, handle)           \
-    X(S, TENSOR, out)            \
+    X(S, OUT, out)               \
     X(S, U32, is_masked)         \
     X(S, U32, fp8)               \
     X(S, U32, parts)
@@ -157,15 +160,15 @@ typedef enum {
  * [>= M][H]; row_scale f32 [as many][groups]. Both tensors of scales may have any strides. weight, plan,
  * row_weight, recv and awaits_rows are as in dispatch. There is no requires_grad, because there is no
  * gradient. */
-#define EP_ARGS_dispatch_fp8(X, S) \
-    X(S, TENSOR, x)                \
-    X(S, TENSOR, x_scale)          \
-    X(S, OPTIONAL, weight)         \
-    X(S, PLAN, plan)               \
-    X(S, OWN, rows)                \
-    X(S, OWN, row_scale)           \
-    X(S, OWN_OPTIONAL, row_weight) \
-    X(S, OWN, recv)                \
+#define EP_ARGS_dispatch_fp8(X, S)     \
+    X(S, TENSOR, x)                    \
+    X(S, TENSOR, x_scale)              \
+    X(S, OPTIONAL, weight)             \
+    X(S, PLAN, plan)                   \
+    X(S, OWN_OUT, rows)                \
+    X(S, OWN_OUT, row_scale)           \
+    X(S, OWN_OUT_OPTIONAL, row_weight) \
+    X(S, OWN_OUT, recv)                \
     X(S, AWAITS, awaits_rows)
 
 /* dispatch_fp8, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight u8
@@ -177,14 +180,14 @@ typedef enum {
     X(S, TENSOR, x_scale)               \
     X(S, OPTIONAL, weight)              \
     X(S, PLAN, plan)                    \
-    X(S, OWN, rows)                     \
-    X(S, OWN, row_scale)                \
-    X(S, OWN_OPTIONAL, row_weight)      \
-    X(S, OWN, recv)                     \
+    X(S, OWN_OUT, rows)                 \
+    X(S, OWN_OUT, row_scale)            \
+    X(S, OWN_OUT_OPTIONAL, row_weight)  \
+    X(S, OWN_OUT, recv)                 \
     X(S, TENSOR, gemm_weight)           \
     X(S, TENSOR, gemm_scale)            \
     X(S, OPTIONAL, bias)                \
-    X(S, OWN, out)                      \
+    X(S, OWN_OUT, out)                  \
     X(S, U32, activation)               \
     X(S, F64, alpha)                    \
     X(S, F64, limit)                    \
@@ -203,11 +206,11 @@ typedef enum {
     X(S, TENSOR, gemm_weight)          \
     X(S, TENSOR, gemm_scale)           \
     X(S, OPTIONAL, bias)               \
-    X(S, OWN, rows)                    \
+    X(S, OWN_OUT, rows)                \
     X(S, OPTIONAL, row_weight)         \
     X(S, PLAN, plan)                   \
     X(S, OWN, recv)                    \
-    X(S, OWN, out)                     \
+    X(S, OWN_OUT, out)                 \
     X(S, U32, num_move)                \
     X(S, U32, num_reduce)              \
     X(S, U32, is_serial)

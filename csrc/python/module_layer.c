@@ -144,7 +144,7 @@ static PyObject *refuse_pending(EpLayer *l, uint32_t buffer, uint32_t op, PyObje
 
 /* ---- operations: layer_NAME(layer, buffer, arguments), a tuple as protocol/ops.h lists it ---- */
 
-enum { TENSOR, OPTIONAL, OWN, OWN_OPTIONAL, PLAN, U32, F64, AWAITS };
+enum { TENSOR, OPTIONAL, OUT, OWN, OWN_OUT, OWN_OUT_OPTIONAL, PLAN, PLAN_OUT, U32, F64, AWAITS };
 enum { MAX_ARGS = 20 };
 typedef struct {
     uint8_t kind;
@@ -161,7 +161,7 @@ static bool get_numbers(const Operation *op, PyObject *tuple, char *fields, PyOb
         const Argument *a = &op->args[i];
         PyObject *value = PyTuple_GetItem(tuple, i);
         uint32_t *number = (uint32_t *)(void *)(fields + a->off);
-        if (a->kind == PLAN) *plan = value;
+        if (a->kind == PLAN || a->kind == PLAN_OUT) *plan = value;
         if ((a->kind == U32 || a->kind == AWAITS) && !ep_get_u32(value, number)) return false;
         if (a->kind == AWAITS) *awaits = *number != 0;
         if (a->kind == F64 && !ep_get_double(value, (double *)(void *)(fields + a->off))) return false;
@@ -174,8 +174,8 @@ static bool get_tensors(const Operation *op, PyObject *tuple, EpTensor *tensors,
         const uint32_t kind = op->args[i].kind;
         const EpTensor **field = (const EpTensor **)(void *)(fields + op->args[i].off);
         PyObject *tensor = PyTuple_GetItem(tuple, i);
-        if (kind <= OPTIONAL ? !ep_get_tensor(tensor, kind == OPTIONAL, &tensors[i], field)
-                             : !ep_get_own_tensor(tensor, kind == OWN_OPTIONAL, &tensors[i], field))
+        if (kind <= OUT ? !ep_get_tensor(tensor, kind == OPTIONAL, &tensors[i], field)
+                        : !ep_get_own_tensor(tensor, kind == OWN_OUT_OPTIONAL, &tensors[i], field))
             return false;
     }
     return true;

@@ -283,17 +283,26 @@ static int locate(EpHeap *h, uint64_t off, uint64_t num_bytes, uint32_t peer, vo
     return ep_comm_check(&h->control, stream);
 }
 
+/* A copy to itself is nothing. The copy of a GPU is undefined if the two overlap in part. */
+static int copy(const EpHeap *h, void *dst, const void *src, uint64_t num_bytes, void *stream) {
+    const uintptr_t to = (uintptr_t)dst, from = (uintptr_t)src;
+    if (to == from) return 0;
+    if (to < from + num_bytes && from < to + num_bytes)
+        return ep_error(EP_EINVAL, "dst and src share a part of their memory: copy from a clone() of src");
+    return h->backend->copy(h->device, dst, src, num_bytes, stream);
+}
+
 int ep_heap_put(EpHeap *h, uint64_t dst_off, const void *src, uint64_t num_bytes, uint32_t peer,
                 void *stream) {
     void *dst;
     EP_TRY(locate(h, dst_off, num_bytes, peer, stream, &dst));
-    return h->backend->copy(h->device, dst, src, num_bytes, stream);
+    return copy(h, dst, src, num_bytes, stream);
 }
 
 int ep_heap_get(EpHeap *h, void *dst, uint64_t src_off, uint64_t num_bytes, uint32_t peer, void *stream) {
     void *src;
     EP_TRY(locate(h, src_off, num_bytes, peer, stream, &src));
-    return h->backend->copy(h->device, dst, src, num_bytes, stream);
+    return copy(h, dst, src, num_bytes, stream);
 }
 
 static int check_word(uint64_t off) {

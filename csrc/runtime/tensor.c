@@ -1,4 +1,4 @@
-/* tensor.c - the check of a tensor argument, and the names of dtypes; see tensor.h. */
+/* tensor.c - the checks of tensor arguments, and the names of dtypes; see tensor.h. */
 #include "runtime/tensor.h"
 
 #include "runtime/error.h"
@@ -44,5 +44,41 @@ int ep_tensor_check(const EpWanted *w, EpBackendKind kind, int device, uint32_t 
     if (num && (uintptr_t)t->data % alignment)
         return ep_error(EP_EINVAL, "%s: its address must be a multiple of %u bytes: call clone() on it",
                         w->name, alignment);
+    return 0;
+}
+
+/* The bytes from the first to the last element of a tensor. begin == end: it has none. */
+typedef struct {
+    uintptr_t begin, end;
+} Bytes;
+static Bytes bytes_of(const EpTensor *t) {
+    Bytes b = {(uintptr_t)t->data, (uintptr_t)t->data};
+    int64_t first = 0, last = 0; /* element offsets */
+    for (uint32_t i = 0; i < t->num_dims; i++) {
+        if (t->shape[i] < 1) return b;
+        const int64_t reach = (t->shape[i] - 1) * t->stride[i];
+        if (reach < 0) first += reach;
+        else last += reach;
+    }
+    b.end += (uintptr_t)((last + 1) * (int64_t)t->element_bytes);
+    b.begin += (uintptr_t)(first * (int64_t)t->element_bytes);
+    return b;
+}
+
+int ep_tensors_apart(const EpOperand *operands, uint32_t num) {
+    Bytes bytes[EP_MAX_OPERANDS];
+    for (uint32_t i = 0; i < num; i++)
+        bytes[i] = operands[i].tensor ? bytes_of(operands[i].tensor) : (Bytes){0, 0};
+    for (uint32_t i = 0; i < num; i++) {
+        const Bytes out = bytes[i];
+        if (!operands[i].is_output || out.begin == out.end) continue;
+        for (uint32_t j = 0; j < num; j++)
+            if (j != i && bytes[j].begin < out.end && out.begin < bytes[j].end &&
+                bytes[j].begin != bytes[j].end)
+                return ep_error(EP_EINVAL,
+                                "%s shares memory with %s, but the call writes the first while it uses the "
+                                "second: pass a tensor with memory of its own",
+                                operands[i].name, operands[j].name);
+    }
     return 0;
 }

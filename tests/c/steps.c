@@ -9,6 +9,8 @@ EpTensor tensor1(const void *data, uint32_t dtype, int64_t d0) {
     /* A tensor without elements has no address, as in torch. */
     t.data = d0 ? (void *)(uintptr_t)data : NULL;
     t.dtype = dtype;
+    t.element_bytes = ep_dtype_bytes(dtype);
+    if (!t.element_bytes) t.element_bytes = dtype == EP_U8 ? 1 : dtype == EP_I64 ? 8 : 4;
     t.num_dims = 1;
     t.shape[0] = d0;
     t.stride[0] = 1;
