@@ -145,10 +145,11 @@ def test_activation_gradients_refuse_outputs_in_the_memory_of_inputs(ranks):
     def call(d, d_h, weighted):
         epmoe._C.activation(2, 0.0, 0.0, h, d, offsets, None, d_h, weighted, dots)
 
-    for d_h, weighted, text in ((h, d, "gradient of the input shares memory with input of the activation"),
-                                (torch.empty_like(h), longer[1:], "weighted rows shares memory with gradient"),
-                                (torch.empty_like(h), h.view(-1)[80:].view(5, 16),
-                                 "weighted rows shares memory with input of the activation")):
+    for d_h, weighted, text in (
+            (h, d, "gradient of the input shares memory with input of the activation"),
+            (torch.empty_like(h), longer[1:], "weighted rows shares memory with gradient"),
+            (torch.empty_like(h), h.view(-1)[80:].view(5, 16),
+             "weighted rows shares memory with input of the activation")):
         with pytest.raises(ValueError, match=text):
             call(longer[:5], d_h, weighted)
     d_h = torch.empty_like(h)

@@ -103,6 +103,96 @@ def test_build_has_no_empty_kernels_for_hopper(arch, compiles):
     assert ("code=sm_90a" in done.stderr) != compiles, done.stderr
 
 
+NO_NVCC = not shutil.which("nvcc")
+IN_THE_HEAD = [f"room for every rank in {name}" for name in ("NUM_SEND", "NUM_RECV", "RANK_ROWS", "SOURCES")]
+ACTIVATION = "gemm_params.h", "EP_ACT_SILU = 9,", "EP_ACT_SILU = 9, EP_ACT_NEW = 10,"
+KIND = "gemm_params.h", "EP_GEMM_WGRAD = 2,", "EP_GEMM_WGRAD = 2, EP_GEMM_NEW = 3,"
+MODE = "shape.h", "EP_LOW_LATENCY = 3,", "EP_LOW_LATENCY = 3, EP_COMBINE_NEW = 4,"
+DTYPE = "shape.h", 'X(BF16, 2, 2, "bfloat16")', 'X(BF16, 2, 2, "bfloat16") X(NEW, 3, 4, "new")'
+FP8 = "params.h", "EP_FP8_UE8M0 = 3,", "EP_FP8_UE8M0 = 3, EP_FP8_NEW = 4,"
+BARRIER = 'B(BARRIER, barrier, Barrier, "barrier")'
+OPERATION = "ops.h", BARRIER, BARRIER + ' B(NEW, new, New, "new")'
+
+
+def stops(*files):
+    """Return patterns of what gcc says of EP_HANDLES_ALL in these files."""
+    return [rf"/{re.escape(name)}:[\d:]* note: in expansion of macro .EP_HANDLES_ALL" for name in files]
+
+
+def errors_after(change, source, folder, *compiler):
+    """Return what the compiler says of a source after a change of a header in csrc/protocol."""
+    name, old, new = change
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    header = folder / "csrc/protocol" / name
+    text = header.read_text()
+    assert text.count(old) == 1
+    header.write_text(text.replace(old, new))
+    done = subprocess.run([*compiler, "-I", folder / "csrc", folder / "csrc" / source], capture_output=True,
+                          text=True, timeout=HANG_S)
+    assert done.returncode
+    return done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc")
+@pytest.mark.parametrize("change, source, texts", [
+    (("shape.h", "EP_MAX_RANKS 8u", "EP_MAX_RANKS 9u"), "cpu/low_latency.c", IN_THE_HEAD),
+    (("shape.h", "EP_MAX_RANKS 8u", "EP_MAX_RANKS 32u"), "runtime/world.c", ["a mask of 32 bits"]),
+    (("shape.h", "EP_MAX_TOPK 32u", "EP_MAX_TOPK 33u"), "cpu/ops.c", ["is a choice of a token"]),
+    (("shape.h", "EP_MAX_EXPERTS 1024u", "EP_MAX_EXPERTS 65535u"), "cpu/low_latency.c",
+     ["no expert is taken"]),
+    (("low_latency.h", "EP_LL_MAX_TOKENS 4096u", "EP_LL_MAX_TOKENS 65536u"), "cpu/low_latency.c",
+     ["holds a number of tokens"]),
+    (ACTIVATION, "cpu/activation.c", stops("gemm_params.h", "activation.h", "activation_math.h")),
+    (ACTIVATION, "cpu/quantize.c", stops("protocol/quantize.h", "cpu/quantize.c")),
+    (ACTIVATION, "kernels/gemm/gemm_maps.h", stops("gemm_maps.h")),
+    (KIND, "kernels/gemm/gemm_maps.h", stops("gemm_params.h", "gemm_maps.h")),
+    (KIND, "kernels/gemm/gemm_tiles.h", stops("gemm_tiles.h")),
+    (MODE, "cpu/ops.c", stops("layout.h", "ops.c")),
+    (MODE, "layer/layer.c", ["every mode has a name"]),
+    (DTYPE, "cpu/rows.c", stops("rows.c")),
+    (FP8, "cpu/rows.c", stops("low_latency.h", "rows.c")),
+    (OPERATION, "layer/layer_ops.c", [r"layer_ops.c:[^\n]*EP_OP_NEW.[^\n]* not handled(.|\n)*" * 3]),
+], ids=lambda value: value[-1] if type(value) is tuple else str(value) if type(value) is str else "")
+def test_build_stops_where_a_limit_or_a_list_has_grown(tmp_path, change, source, texts):
+    """Nothing indexes past its array, and no new member is taken for another one."""
+    said = errors_after(change, source, tmp_path, "gcc", "-std=c11", "-Wall", "-Werror", "-D_GNU_SOURCE",
+                        "-fsyntax-only", "-x", "c")
+    for text in texts:
+        assert re.search(text, said), (text, said)
+
+
+@pytest.mark.skipif(NO_NVCC, reason="no nvcc")
+@pytest.mark.parametrize("change, source, name", [
+    (ACTIVATION, "kernels/quantize/quantize.cu", "quantize.cuh"),
+    (ACTIVATION, "kernels/gemm/activation.cu", "activation_math.h"),
+    (ACTIVATION, "kernels/gemm/gemm.cu", "gemm_epilogue.cuh"),
+    (MODE, "kernels/stage/combine.cu", "combine.cuh"),
+    (DTYPE, "kernels/stage/combine.cu", "combine.cu"),
+    (("layout.h", "EP_CHUNK_SLOTS 4u", "EP_CHUNK_SLOTS 8u"), "kernels/stage/combine.cu", "open_chunks.cuh"),
+], ids=lambda value: value[-1] if type(value) is tuple else str(value) if type(value) is str else "")
+def test_build_of_kernels_stops_where_a_list_has_grown(tmp_path, change, source, name):
+    said = errors_after(change, source, tmp_path, "nvcc", "-std=c++17", "--expt-relaxed-constexpr",
+                        "-arch=sm_90a", "-ptx", "-o", os.devnull)
+    assert re.search(rf"{re.escape(name)}\(\d+\): error: static assertion", said), said
+
+
+@pytest.mark.skipif(NO_NVCC, reason="no nvcc")
+@pytest.mark.parametrize("header, use", [
+    ("gemm/gemm_epilogue.cuh", "ep_gemm_activate<EP_ACT_SILU>((const EpGemmParams *)p, d, d)"),
+    ("quantize/quantize.cuh",
+     "ep_quantize_task<EP_F16, EP_ACT_SILU, true, 2>(*(const EpQuantizeParams *)p, 0, 0, 0)"),
+    ("gemm/activation.cuh",
+     "ep_act_row<EP_ACT_GEGLU_TANH, EP_F16, true>(*(const EpActivationParams *)p, 0)")])
+def test_build_refuses_a_kernel_of_its_own_for_a_shared_activation(tmp_path, header, use):
+    source = tmp_path / "kernel.cu"
+    source.write_text(f'#include "kernels/{header}"\n'
+                      f'__global__ void k(const void *p, float *d) {{ {use}; }}\n')
+    command = ["nvcc", "-std=c++17", "--expt-relaxed-constexpr", f"-I{ROOT / 'csrc'}", "-arch=sm_90a", "-ptx",
+               str(source), "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode and "read from the parameters" in done.stderr, done.stderr
+
+
 def sass(kernel, *instructions):
     """Return the text that cuobjdump -sass prints for a kernel."""
     lines = [f"        /*0000*/                   {i} ;" for i in instructions]

@@ -304,7 +304,8 @@ def test_errors_low_latency_outputs_in_the_memory_of_inputs(ranks, layout, world
                 kept = a2a.dispatch(**right, fp8=fp8, layout=layout)
                 kept[0].view(torch.uint8).fill_(1)
                 given = right | (change(kept, right) if bad else {})
-                attempt("dispatch", i % 2, kept[0].view(torch.uint8), **given, fp8=fp8, layout=layout, out=kept)
+                attempt("dispatch", i % 2, kept[0].view(torch.uint8), **given, fp8=fp8, layout=layout,
+                        out=kept)
             for overlap in (len(x), 1):  # all rows of out, or its first one
                 kept = a2a.dispatch(**right, layout=layout)
                 num = flat(kept[0]).shape[0]

@@ -218,7 +218,8 @@ def test_fp8_quantize_module_checks_what_it_gets():
             (dict(q=q[:2]), ValueError, "size 3"), (dict(scales=scales[:1]), ValueError, "size 2"),
             (dict(num_rows=torch.ones(2, dtype=torch.int32)), ValueError, "size 1"),
             (dict(x=x.t().contiguous().t()), ValueError, "contiguous"),
-            (dict(q=x.view(torch.uint8).view(-1)[:768].view(3, 256)), ValueError, "output shares memory with rows"),
+            (dict(q=x.view(torch.uint8).view(-1)[:768].view(3, 256)), ValueError,
+             "output shares memory with rows"),
             (dict(scales=x.view(-1)[-6:].view(2, 3)), ValueError, "address|scales shares memory with rows"),
             (dict(scales=q.view(-1)[:32].view(torch.float32)[:6].view(2, 3)), ValueError,
              "output shares memory with scales")):

@@ -5,6 +5,7 @@
 
 /* Read numbers col, .., col + num - 1 of a row after its activation. */
 static void read_group(float *to, const EpQuantizeParams *p, uint32_t row, uint32_t col, uint32_t num) {
+    EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
     const bool gated = ep_gemm_is_gated(p->activation), mixed = p->activation == EP_ACT_GPT_OSS;
     const uint64_t begin = (uint64_t)row * p->k * (gated ? 2 : 1);
     float in[2 * EP_QUANTIZE_GROUP]; /* gate, up, gate, up; or all gates, then the ups */

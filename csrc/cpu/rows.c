@@ -9,6 +9,8 @@
 #include <string.h>
 
 __extension__ typedef _Float16 EpF16;
+EP_HANDLES_ALL(EP_NUM_DTYPES, 3);
+EP_HANDLES_ALL(EP_NUM_FP8, 4);
 
 static float bf16_to_f32(uint16_t v) {
     uint32_t u = (uint32_t)v << 16;

@@ -111,8 +111,9 @@ static const char *value_name(Kind kind, uint32_t value, char text[16]) {
                                         [EP_COMBINE_SCATTER] = "scatter",
                                         [EP_COMBINE_GATHER] = "gather",
                                         [EP_LOW_LATENCY] = "low latency"};
+    _Static_assert(sizeof modes / sizeof modes[0] == EP_NUM_COMBINE_MODES, "every mode has a name");
     if (kind == DTYPE) return ep_dtype_name(value);
-    if (kind == MODE && value <= EP_LOW_LATENCY) return modes[value];
+    if (kind == MODE && value < EP_NUM_COMBINE_MODES) return modes[value];
     snprintf(text, 16, "%u", value);
     return text;
 }

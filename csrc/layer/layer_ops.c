@@ -141,19 +141,27 @@ static int prepare(EpLayer *l, const EpCommBuffer *b, uint32_t op, const void *a
     }
 }
 
-static uint32_t num_tokens_of(uint32_t op, const EpOpParams *p) {
+/* The switches below have no default: the compiler warns of an operation that one of them lacks. */
+static uint32_t num_tokens_of(EpOpKind op, const EpOpParams *p) {
     switch (op) {
     case EP_OP_PLAN: return p->plan.num_tokens;
+    case EP_OP_DISPATCH: return p->dispatch.layout.num_tokens;
+    case EP_OP_DISPATCH_FP8: return p->dispatch_fp8.dispatch.layout.num_tokens;
+    case EP_OP_DISPATCH_GEMM: return p->dispatch_gemm.dispatch.layout.num_tokens;
+    case EP_OP_DISPATCH_GEMM_FP8: return p->dispatch_gemm_fp8.plain.dispatch.layout.num_tokens;
     case EP_OP_COMBINE: return p->combine.layout.num_tokens;
     case EP_OP_GEMM_COMBINE: return p->gemm_combine.combine.layout.num_tokens;
     case EP_OP_GEMM_COMBINE_FP8: return p->gemm_combine_fp8.plain.combine.layout.num_tokens;
     case EP_OP_LL_DISPATCH: return p->ll_dispatch.num_tokens;
     case EP_OP_LL_COMBINE: return p->ll_combine.num_tokens;
-    default: return p->dispatch.layout.num_tokens; /* the first member of the others */
+    case EP_OP_NONE:
+    case EP_OP_BARRIER:
+    case EP_NUM_OPS: break; /* refused by `prepare` */
     }
+    return 0;
 }
 
-static int launch(const EpLayer *l, uint32_t op, const EpOpParams *p, void *stream) {
+static int launch(const EpLayer *l, EpOpKind op, const EpOpParams *p, void *stream) {
     const EpBackend *backend = ep_heap_backend(l->heap);
     const int device = ep_heap_device(l->heap);
     switch (op) {
@@ -165,9 +173,13 @@ static int launch(const EpLayer *l, uint32_t op, const EpOpParams *p, void *stre
     case EP_OP_LL_COMBINE: return backend->ll_combine(device, &p->ll_combine, l->config.num_sm, stream);
     case EP_OP_DISPATCH_GEMM: return backend->dispatch_gemm(device, &p->dispatch_gemm, stream);
     case EP_OP_DISPATCH_GEMM_FP8: return backend->dispatch_gemm_fp8(device, &p->dispatch_gemm_fp8, stream);
+    case EP_OP_GEMM_COMBINE: return backend->gemm_combine(device, &p->gemm_combine, stream);
     case EP_OP_GEMM_COMBINE_FP8: return backend->gemm_combine_fp8(device, &p->gemm_combine_fp8, stream);
-    default: return backend->gemm_combine(device, &p->gemm_combine, stream);
+    case EP_OP_NONE:
+    case EP_OP_BARRIER:
+    case EP_NUM_OPS: break; /* refused by `prepare` */
     }
+    return ep_error(EP_EINVAL, "operation %u: must be an EpOpKind with arguments", op);
 }
 
 /* A layer of mode EP_LOW_LATENCY has the low-latency operations, and every other layer the others. */
@@ -179,7 +191,7 @@ static int check_kind(const EpLayer *l, uint32_t op) {
 }
 
 /* The plan whose number of rows a dispatch waits for, or NULL. awaits_rows: see protocol/ops.h. */
-static const EpTensor *awaited_plan(uint32_t op, const void *args, uint32_t *awaits_rows) {
+static const EpTensor *awaited_plan(EpOpKind op, const void *args, uint32_t *awaits_rows) {
     switch (op) {
 #define CASE(NAME, Type)                                            \
     case EP_OP_##NAME:                                              \
@@ -190,9 +202,22 @@ static const EpTensor *awaited_plan(uint32_t op, const void *args, uint32_t *awa
         CASE(DISPATCH_GEMM, DispatchGemm);
         CASE(DISPATCH_GEMM_FP8, DispatchGemmFp8);
 #undef CASE
-    default: return NULL;
+    case EP_OP_PLAN:
+    case EP_OP_COMBINE:
+    case EP_OP_GEMM_COMBINE:
+    case EP_OP_GEMM_COMBINE_FP8:
+    case EP_OP_LL_DISPATCH:
+    case EP_OP_LL_COMBINE:
+    case EP_OP_NONE:
+    case EP_OP_BARRIER:
+    case EP_NUM_OPS: break;
     }
+    return NULL;
 }
+/* `run` reads the rows of any operation that awaits a plan in the parameters of dispatch. */
+_Static_assert(!offsetof(EpDispatchFp8Params, dispatch) && !offsetof(EpDispatchGemmParams, dispatch) &&
+                   !offsetof(EpDispatchGemmFp8Params, plain),
+               "the parameters of dispatch come first");
 
 static int run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void *stream) {
     EpCommBuffer *b;
@@ -203,13 +228,13 @@ static int run(EpLayer *l, uint32_t buffer, uint32_t op, const void *args, void 
     int code = check_kind(l, op);
     if (!code) code = prepare(l, b, op, args, &p);
     /* If the plan has failed, no rank enters the operation. So its error goes before a failed check. */
-    const EpTensor *plan = awaited_plan(op, args, &awaits_rows);
+    const EpTensor *plan = awaited_plan((EpOpKind)op, args, &awaits_rows);
     if (plan) EP_TRY(num_rows_of(l, buffer, plan, stream, &num_rows));
     const uint32_t room = p.dispatch.num_rows;
     if (plan && !code && (num_rows > room || room - num_rows >= awaits_rows)) return 0;
     if (code) return ep_layer_fail(l, buffer, op, code, stream);
-    const uint64_t record = ep_comm_begin_call(b, op, num_tokens_of(op, &p), 0, stream);
-    code = launch(l, op, &p, stream);
+    const uint64_t record = ep_comm_begin_call(b, op, num_tokens_of((EpOpKind)op, &p), 0, stream);
+    code = launch(l, (EpOpKind)op, &p, stream);
     return ep_layer_end(l, b, op, record, code, stream);
 }
 

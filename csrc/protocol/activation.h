@@ -35,6 +35,7 @@ typedef struct {
     float alpha, limit;      /* see ep_act_numbers */
 } EpActivationParams;
 
+EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
 /* Set an activation that exists, with the numbers that ep_act_gradient reads. */
 EP_PURE void ep_act_numbers(EpActivationParams *p, uint32_t activation, float alpha, float limit) {
     const bool has_numbers = activation >= EP_ACT_GPT_OSS && activation <= EP_ACT_SWIGLU_PLUS_ONE;

@@ -27,6 +27,7 @@ EP_FN void ep_act_gate(bool is_tanh, float alpha, float x, float *value, float *
     *slope = of_sigmoid == 0 ? s : s + alpha * x * of_arg * of_sigmoid;
 }
 
+EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
 /* v: the gate, or the only column; u: up. NaN gives NaN. A clamped number has the derivative 0, as in torch;
  * a number equal to its limit is not clamped. */
 EP_FN EpActivated ep_act_gradient(uint32_t activation, float alpha, float limit, float v, float u) {

@@ -18,7 +18,8 @@
 
 #define EP_GEMM_MAX_COLS (1u << 24) /* limit of N and K, so that a number of tiles fits 32 bits */
 
-typedef enum { EP_GEMM_FORWARD = 0, EP_GEMM_DGRAD = 1, EP_GEMM_WGRAD = 2 } EpGemmKind;
+typedef enum { EP_GEMM_FORWARD = 0, EP_GEMM_DGRAD = 1, EP_GEMM_WGRAD = 2, EP_NUM_GEMM_KINDS } EpGemmKind;
+EP_HANDLES_ALL(EP_NUM_GEMM_KINDS, 3); /* ep_gemm_num_cols */
 
 /* The activations; see activations.py. A gated one computes a column of the output from two rows of the
  * weights, a gate and an up. For GPT_OSS, gates and ups alternate in the weights; for the others all gates
@@ -38,9 +39,11 @@ typedef enum {
     EP_ACT_RELU2 = 7,
     EP_ACT_GELU_TANH = 8,
     EP_ACT_SILU = 9,
+    EP_NUM_ACTIVATIONS,
     EP_ACT_ANY_GATE = EP_ACT_SWIGLU_NUMBERS,
     EP_ACT_ANY_UNGATED = EP_ACT_RELU2
 } EpActivation;
+EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10); /* the two macros below, and ep_gemm_* at the end of this file */
 #define EP_ACT_IS_GATED(act) ((act) >= EP_ACT_SWIGLU && (act) <= EP_ACT_GEGLU_TANH)
 /* The activation for which the kernels were compiled. */
 #define EP_ACT_KERNEL(act) \

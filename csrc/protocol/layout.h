@@ -137,6 +137,9 @@ EP_PURE uint64_t ep_record_at(const EpShape *s, uint32_t of_rank, uint32_t retur
 }
 EP_PURE uint64_t ep_recv_words(const EpShape *s) { return ep_record_at(s, s->num_ranks, 0); }
 
-EP_STATIC_ASSERT(EP_HEAD_NUM_RECV - EP_HEAD_NUM_SEND == EP_MAX_RANKS, "room for every rank");
+EP_STATIC_ASSERT(EP_HEAD_NUM_RECV - EP_HEAD_NUM_SEND >= EP_MAX_RANKS, "room for every rank in NUM_SEND");
+EP_STATIC_ASSERT(EP_HEAD_RANK_ROWS - EP_HEAD_NUM_RECV >= EP_MAX_RANKS, "room for every rank in NUM_RECV");
+EP_STATIC_ASSERT(EP_HEAD_WORDS - EP_HEAD_RANK_ROWS >= EP_MAX_RANKS, "room for every rank in RANK_ROWS");
+EP_HANDLES_ALL(EP_NUM_COMBINE_MODES, 4); /* ep_comm_layout: the staging buffer */
 
 #endif /* EP_LAYOUT_H */

@@ -56,6 +56,7 @@ enum {
     EP_LL_SOURCES = 8,    /* [W] T of each rank */
     EP_LL_HEAD_WORDS = 16
 };
+EP_STATIC_ASSERT(EP_LL_HEAD_WORDS - EP_LL_SOURCES >= EP_MAX_RANKS, "room for every rank in SOURCES");
 typedef struct {
     uint64_t offsets_off; /* [L + 1] compact: the first row of each local expert; the last entry is M */
     uint64_t targets_off; /* [max_tokens] bit r: rank r returns a sum for this rank's token */
@@ -92,6 +93,7 @@ EP_PURE uint64_t ep_ll_num_rows(const EpShape *s, bool is_masked) {
  * 4 bytes for each 32 tokens. */
 #define EP_LL_MAX_TOKENS 4096u
 #define EP_LL_MAX_SMEM (200u << 10)
+EP_STATIC_ASSERT(EP_LL_MAX_TOKENS <= 0xffff, "a cell holds a number of tokens");
 EP_PURE uint32_t ep_ll_mask_words(const EpShape *s) {
     return ep_ceil_div_u32(s->num_ranks * s->max_tokens, 32);
 }
@@ -116,6 +118,7 @@ EP_PURE uint32_t ep_ll_word(uint32_t value) { return value == 0xffffffffu ? 0x80
 EP_PURE uint32_t ep_ll_value(uint32_t word) { return ~word; }
 /* Bytes of a row on its way, without weights; and where its scales begin. */
 EP_PURE uint64_t ep_ll_scales_at(const EpComm *c) { return c->shape.hidden; }
+EP_HANDLES_ALL(EP_NUM_FP8, 4); /* the two functions below */
 /* The lines of scales in the output: a float32 for each group, or UE8M0, which packs four groups. */
 EP_PURE uint32_t ep_ll_scale_lines(const EpShape *s, uint32_t fp8) {
     return s->hidden / EP_FP8_GROUP / (fp8 == EP_FP8_UE8M0 ? 4 : 1);
@@ -150,6 +153,8 @@ EP_PURE bool ep_ll_cell_is(uint64_t cell, uint64_t epoch) {
 }
 
 enum { EP_LL_HEAD_CALL = 0, EP_LL_HEAD_NUMBER = 1, EP_LL_HEAD_CELLS = 2 };
+EP_STATIC_ASSERT(EP_LL_HEAD_CELLS <= EP_LINE / 8, "a head is in one line");
+EP_STATIC_ASSERT(EP_NUM_OPS <= 16 && EP_NUM_FP8 <= 16, "ep_ll_call: both have four bits");
 /* The call: {fp8:4 | op:4 | -status:8}. The number: T in dispatch; EP_LL_ID in combine. */
 EP_PURE uint32_t ep_ll_call(uint32_t op, uint32_t fp8, int32_t status) {
     return fp8 << 12 | op << 8 | ((uint32_t)-status & 0xffu);
@@ -161,6 +166,7 @@ EP_FN uint64_t *ep_ll_head(const EpComm *c, uint32_t at_rank, uint32_t of_rank, 
 /* The value of a route: an expert, or one of these. */
 #define EP_ROUTE_NONE 0xffffu  /* the choice is dropped */
 #define EP_ROUTE_WRONG 0xfffeu /* the index is not in [-1, E] */
+EP_STATIC_ASSERT(EP_MAX_EXPERTS <= EP_ROUTE_WRONG, "no expert is taken for one of these");
 EP_FN uint64_t *ep_ll_route(const EpComm *c, uint32_t at_rank, uint32_t of_rank, uint32_t token,
                             uint64_t epoch) {
     const uint64_t line = (ep_ll_bank(c, epoch) + of_rank) * c->shape.max_tokens + token;

@@ -124,7 +124,7 @@ typedef struct {
 
 /* e4m3 rows, with a scale for each 128 numbers: the largest magnitude / 448, or the next power of two. UE8M0:
  * that power's exponent + 127 in one byte, four bytes of consecutive groups in a word. */
-typedef enum { EP_FP8_NONE = 0, EP_FP8_SCALED = 1, EP_FP8_POW2 = 2, EP_FP8_UE8M0 = 3 } EpLlFp8;
+typedef enum { EP_FP8_NONE = 0, EP_FP8_SCALED = 1, EP_FP8_POW2 = 2, EP_FP8_UE8M0 = 3, EP_NUM_FP8 } EpLlFp8;
 /* The halves of an operation that a launch executes. */
 typedef enum { EP_LL_SEND = 1, EP_LL_RECEIVE = 2, EP_LL_BOTH = 3 } EpLlParts;
 

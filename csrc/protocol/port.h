@@ -15,6 +15,7 @@
  *   EP_FAULT(name)             whether a test build contains this deliberate bug; false in other builds
  *   ep_chaos(point)            a random delay in a test build; does nothing in other builds
  *   EP_STATIC_ASSERT           a condition that the compiler checks
+ *   EP_HANDLES_ALL             that code which compares the members of an enumeration knows all of them
  *
  * Invariant, which every caller keeps: `gpu` scope is only for words that neither another rank nor a host
  * thread reads or writes during the operation. All others need `sys`. On the CPU the scopes are equal. */
@@ -29,6 +30,9 @@
 #else
 #define EP_STATIC_ASSERT _Static_assert
 #endif
+/* Such code would take a new member for another one. So when an enumeration gets a member, the compiler stops
+ * at each place that does not know it yet. */
+#define EP_HANDLES_ALL(count, num) EP_STATIC_ASSERT((count) == (num), "a new member: handle it here, too")
 
 #ifndef EP_FAULT_IDX
 #define EP_FAULT_IDX 0

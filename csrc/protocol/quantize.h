@@ -28,6 +28,7 @@ typedef struct {
     float slope, limit;  /* of the activation, see ep_quantize_set_activation */
 } EpQuantizeParams;
 
+EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10); /* here and in ep_quantize_gate and ep_quantize_ungated */
 /* Set an activation that exists (ep_gemm_is_activation). Its sigmoid is 1 / (1 + 2^(slope * x)). */
 EP_PURE void ep_quantize_set_activation(EpQuantizeParams *p, uint32_t activation, float alpha, float limit) {
     const bool is_tanh = activation == EP_ACT_GEGLU_TANH || activation == EP_ACT_GELU_TANH;

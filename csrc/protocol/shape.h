@@ -12,6 +12,8 @@
 #define EP_MAX_RANKS 8u
 #define EP_MAX_TOPK 32u
 #define EP_MAX_EXPERTS 1024u
+EP_STATIC_ASSERT(EP_MAX_RANKS < 32, "a set of ranks is a mask of 32 bits, and a lane of a warp is a rank");
+EP_STATIC_ASSERT(EP_MAX_TOPK <= 32, "a lane of a warp is a choice of a token");
 #define EP_FILL_NAN 0xffu /* every dtype reads this byte pattern as NaN */
 
 /* The dtypes of rows: X(NAME, value, bytes of an element, text). epmoe.h has those that no row may have. */
@@ -23,6 +25,7 @@ typedef enum {
 #define X(NAME, value, num_bytes, text) EP_##NAME = value,
     EP_DTYPES(X)
 #undef X
+        EP_NUM_DTYPES
 } EpDtype;
 /* LOCAL: the expert's rank adds up its rows of a token and pushes one row per (token, rank).
  * SCATTER: the expert's rank pushes one row per choice. GATHER: the token's rank pulls one row per choice. */
@@ -30,7 +33,8 @@ typedef enum {
     EP_COMBINE_LOCAL = 0,
     EP_COMBINE_SCATTER = 1,
     EP_COMBINE_GATHER = 2,
-    EP_LOW_LATENCY = 3 /* not a form of combine, but a layer with other operations (low_latency.h) */
+    EP_LOW_LATENCY = 3, /* not a form of combine, but a layer with other operations (low_latency.h) */
+    EP_NUM_COMBINE_MODES
 } EpCombineMode;
 
 typedef struct {

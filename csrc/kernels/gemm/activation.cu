@@ -12,17 +12,20 @@ __global__ void __launch_bounds__(32 * ACT_WARPS, ACT_CTAS_PER_SM)
 }
 
 template <int DTYPE, bool GRADIENT>
-static void launch(const EpActivationParams *p, uint32_t num_ctas, cudaStream_t stream) {
-#define EP_CASE(ACT)                         \
-    if (EP_ACT_KERNEL(p->activation) == ACT) \
-    activation_kernel<ACT, DTYPE, GRADIENT><<<num_ctas, 32 * ACT_WARPS, 0, stream>>>(*p)
-    EP_CASE(EP_ACT_NONE);
-    EP_CASE(EP_ACT_GELU);
-    EP_CASE(EP_ACT_SWIGLU);
-    EP_CASE(EP_ACT_GPT_OSS);
-    EP_CASE(EP_ACT_ANY_GATE);
-    EP_CASE(EP_ACT_ANY_UNGATED);
+static int launch(const EpActivationParams *p, uint32_t num_ctas, cudaStream_t stream) {
+#define EP_CASE(ACT)                                                                          \
+    if (EP_ACT_KERNEL(p->activation) == ACT) {                                                \
+        activation_kernel<ACT, DTYPE, GRADIENT><<<num_ctas, 32 * ACT_WARPS, 0, stream>>>(*p); \
+        return (int)cudaGetLastError();                                                       \
+    }
+    EP_CASE(EP_ACT_NONE)
+    EP_CASE(EP_ACT_GELU)
+    EP_CASE(EP_ACT_SWIGLU)
+    EP_CASE(EP_ACT_GPT_OSS)
+    EP_CASE(EP_ACT_ANY_GATE)
+    EP_CASE(EP_ACT_ANY_UNGATED)
 #undef EP_CASE
+    return (int)cudaErrorInvalidValue;
 }
 
 extern "C" int ep_launch_activation(const EpActivationParams *p, void *stream) {
@@ -34,7 +37,6 @@ extern "C" int ep_launch_activation(const EpActivationParams *p, void *stream) {
     const uint32_t num_ctas = for_rows < most ? for_rows : most;
     const bool gradient = p->has_gradient;
     if (p->is_f16)
-        (gradient ? launch<EP_F16, true> : launch<EP_F16, false>)(p, num_ctas, (cudaStream_t)stream);
-    else (gradient ? launch<EP_BF16, true> : launch<EP_BF16, false>)(p, num_ctas, (cudaStream_t)stream);
-    return (int)cudaGetLastError();
+        return (gradient ? launch<EP_F16, true> : launch<EP_F16, false>)(p, num_ctas, (cudaStream_t)stream);
+    return (gradient ? launch<EP_BF16, true> : launch<EP_BF16, false>)(p, num_ctas, (cudaStream_t)stream);
 }

@@ -34,6 +34,7 @@ template <int ACT, int DTYPE> struct EpGates {
 /* Row `row`: all lanes of a warp. The activations that share kernels are read from the parameters. */
 template <int ACT, int DTYPE, bool GRADIENT> EP_FN void ep_act_row(const EpActivationParams &p,
                                                                    uint32_t row) {
+    static_assert(ACT == EP_ACT_KERNEL(ACT), "the others are read from the parameters");
     typedef EpGates<ACT, DTYPE> Gates;
     const bool is_shared = ACT == EP_ACT_ANY_GATE || ACT == EP_ACT_ANY_UNGATED;
     const uint32_t act = is_shared ? p.activation : ACT;

@@ -19,36 +19,42 @@ extern "C" int ep_counter_memory(uint64_t **memory) {
     return (int)cudaGetSymbolAddress((void **)memory, tile_counters);
 }
 
-template <bool F16> static void launch_portable(const EpGemmParams *p, uint32_t num_blocks,
-                                                cudaStream_t stream) {
+template <bool F16>
+static int launch_portable(const EpGemmParams *p, uint32_t num_blocks, cudaStream_t stream) {
     if (p->accumulates) {
         simple_gemm_kernel<EP_ACT_NONE, F16, true><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p);
-        return;
+        return (int)cudaGetLastError();
     }
-#define EP_CASE(ACT)                         \
-    if (EP_ACT_KERNEL(p->activation) == ACT) \
-    simple_gemm_kernel<ACT, F16, false><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p)
-    EP_CASE(EP_ACT_NONE);
-    EP_CASE(EP_ACT_GELU);
-    EP_CASE(EP_ACT_SWIGLU);
-    EP_CASE(EP_ACT_GPT_OSS);
-    EP_CASE(EP_ACT_ANY_GATE);
-    EP_CASE(EP_ACT_ANY_UNGATED);
+#define EP_CASE(ACT)                                                                           \
+    if (EP_ACT_KERNEL(p->activation) == ACT) {                                                 \
+        simple_gemm_kernel<ACT, F16, false><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
+        return (int)cudaGetLastError();                                                        \
+    }
+    EP_CASE(EP_ACT_NONE)
+    EP_CASE(EP_ACT_GELU)
+    EP_CASE(EP_ACT_SWIGLU)
+    EP_CASE(EP_ACT_GPT_OSS)
+    EP_CASE(EP_ACT_ANY_GATE)
+    EP_CASE(EP_ACT_ANY_UNGATED)
 #undef EP_CASE
+    return (int)cudaErrorInvalidValue;
 }
 
-template <bool F16> static void launch_portable_fp8(const EpGemmFp8Params *p, uint32_t num_blocks,
-                                                    cudaStream_t stream) {
-#define EP_CASE(ACT)                              \
-    if (EP_ACT_KERNEL(p->gemm.activation) == ACT) \
-    simple_fp8_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p)
-    EP_CASE(EP_ACT_NONE);
-    EP_CASE(EP_ACT_GELU);
-    EP_CASE(EP_ACT_SWIGLU);
-    EP_CASE(EP_ACT_GPT_OSS);
-    EP_CASE(EP_ACT_ANY_GATE);
-    EP_CASE(EP_ACT_ANY_UNGATED);
+template <bool F16>
+static int launch_portable_fp8(const EpGemmFp8Params *p, uint32_t num_blocks, cudaStream_t stream) {
+#define EP_CASE(ACT)                                                                        \
+    if (EP_ACT_KERNEL(p->gemm.activation) == ACT) {                                         \
+        simple_fp8_gemm_kernel<ACT, F16><<<num_blocks, EP_SIMPLE_THREADS, 0, stream>>>(*p); \
+        return (int)cudaGetLastError();                                                     \
+    }
+    EP_CASE(EP_ACT_NONE)
+    EP_CASE(EP_ACT_GELU)
+    EP_CASE(EP_ACT_SWIGLU)
+    EP_CASE(EP_ACT_GPT_OSS)
+    EP_CASE(EP_ACT_ANY_GATE)
+    EP_CASE(EP_ACT_ANY_UNGATED)
 #undef EP_CASE
+    return (int)cudaErrorInvalidValue;
 }
 
 static int launch_hopper(const EpGemmParams *p, uint32_t num_sms, void *stream) {
@@ -100,9 +106,8 @@ extern "C" int ep_launch_gemm_fp8(const EpGemmFp8Params *p, void *stream) {
     if (g->num_rows == 0 || g->num_experts == 0) return 0;
     if (c.has_hopper && !g->is_portable && has_whole_blocks(p))
         return launch_hopper_fp8(p, c.num_sms, stream);
-    if (g->is_f16) launch_portable_fp8<true>(p, 4 * c.num_sms, (cudaStream_t)stream);
-    else launch_portable_fp8<false>(p, 4 * c.num_sms, (cudaStream_t)stream);
-    return (int)cudaGetLastError();
+    return (g->is_f16 ? launch_portable_fp8<true> : launch_portable_fp8<false>)(p, 4 * c.num_sms,
+                                                                                (cudaStream_t)stream);
 }
 
 extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
@@ -113,7 +118,6 @@ extern "C" int ep_launch_gemm(const EpGemmParams *p, void *stream) {
     if ((p->num_rows == 0 && !must_write) || p->num_experts == 0) return 0;
     /* A tensor map cannot have a dimension of 0. */
     if (c.has_hopper && p->num_rows > 0 && !p->is_portable) return launch_hopper(p, c.num_sms, stream);
-    if (p->is_f16) launch_portable<true>(p, 4 * c.num_sms, (cudaStream_t)stream);
-    else launch_portable<false>(p, 4 * c.num_sms, (cudaStream_t)stream);
-    return (int)cudaGetLastError();
+    return (p->is_f16 ? launch_portable<true> : launch_portable<false>)(p, 4 * c.num_sms,
+                                                                        (cudaStream_t)stream);
 }

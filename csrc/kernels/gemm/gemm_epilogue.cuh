@@ -31,6 +31,8 @@ EP_PTX float ep_sigmoid_argument(bool is_tanh, float x) { return is_tanh ? x + 0
 /* Apply the activation to two neighbouring columns of two rows. d: four products; or four
  * gate values and then the four up values. out may be d, or precede it in memory. */
 template <int ACT> EP_PTX void ep_gemm_activate(const EpGemmParams *p, const float *d, float *out) {
+    static_assert(ACT == EP_ACT_KERNEL(ACT), "the others are read from the parameters");
+    EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
         float v0 = d[i], v1 = d[i + 1], s0, s1;

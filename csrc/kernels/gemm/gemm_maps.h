@@ -22,6 +22,9 @@ static inline EpTensorMap ep_map_rows(const EpGemmParams *p, const void *base, u
     return m;
 }
 
+/* Which rows of the weights belong to a column, and which operand is transposed. */
+EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
+EP_HANDLES_ALL(EP_NUM_GEMM_KINDS, 3);
 static inline EpTensorMap ep_map_a(const EpGemmParams *p, uint32_t tile_cols) {
     return ep_map_rows(p, p->a, p->kind == EP_GEMM_FORWARD ? p->k : p->n, tile_cols == 64 ? 16 : 64);
 }

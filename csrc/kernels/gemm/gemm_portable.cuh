@@ -29,6 +29,7 @@ template <int ACT, bool F16, bool ACCUMULATES> struct EpSimpleGemm {
     }
     /* Element c of the contraction, for row m of the tile (A) or column n of the tile (B). Zero outside of
      * the operands. */
+    EP_HANDLES_ALL(EP_NUM_GEMM_KINDS, 3);
     static __device__ T load_a(const EpGemmParams *p, const EpGemmTile *t, uint32_t m, uint32_t c) {
         const T *a = (const T *)p->a;
         if (m >= t->num_rows || c >= t->num_k) return T(0.0f);

@@ -90,6 +90,7 @@ EP_PURE bool ep_gemm_tile(const EpGemmParams *p, uint32_t bm, uint32_t bn, uint3
     m *= bm;
     tile->expert = w->expert;
     tile->col0 = n * bn;
+    EP_HANDLES_ALL(EP_NUM_GEMM_KINDS, 3);
     if (p->kind == EP_GEMM_WGRAD) {
         tile->row0 = m;
         tile->num_rows = p->n - m;

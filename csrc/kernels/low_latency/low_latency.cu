@@ -205,6 +205,7 @@ static DispatchKernel *dispatch_kernel_of(const EpLlDispatchParams *p) {
 }
 typedef void CombineKernel(EpLlCombineParams);
 static CombineKernel *combine_kernel_of(uint32_t dtype, bool fp8) {
+    EP_HANDLES_ALL(EP_NUM_DTYPES, 3);
     if (dtype == EP_F32) return ll_combine_kernel<EP_F32, false>;
     if (dtype == EP_F16) return fp8 ? ll_combine_kernel<EP_F16, true> : ll_combine_kernel<EP_F16, false>;
     return fp8 ? ll_combine_kernel<EP_BF16, true> : ll_combine_kernel<EP_BF16, false>;

@@ -79,6 +79,8 @@ EP_FN void ep_quantize_unpack(const EpQuantizeParams &p, const EpQuantizeInput<D
     float a[NUM];
     EpEight<DTYPE>::unpack(in.part[0], a);
     if (GATED) EpEight<DTYPE>::unpack(in.part[GATED], a + NUM - 8);
+    static_assert(ACT == EP_ACT_KERNEL(ACT), "the others are read from the parameters");
+    EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
     const uint32_t activation = ACT == EP_ACT_SWIGLU ? EP_ACT_SWIGLU : p.activation;
     const bool mixed = activation == EP_ACT_GPT_OSS;
 #pragma unroll
@@ -167,6 +169,7 @@ template <int DTYPE, int ACT> __global__ void __launch_bounds__(32 * EP_QUANTIZE
 
 typedef void EpQuantizeKernel(EpQuantizeParams);
 template <int DTYPE> EpQuantizeKernel *ep_quantize_kernel_for(uint32_t activation) {
+    EP_HANDLES_ALL(EP_NUM_ACTIVATIONS, 10);
     const uint32_t act = EP_ACT_KERNEL(activation);
     return act == EP_ACT_NONE     ? quantize_kernel<DTYPE, EP_ACT_NONE>
            : act == EP_ACT_GELU   ? quantize_kernel<DTYPE, EP_ACT_GELU>
@@ -175,6 +178,7 @@ template <int DTYPE> EpQuantizeKernel *ep_quantize_kernel_for(uint32_t activatio
                                   : quantize_kernel<DTYPE, EP_ACT_ANY_UNGATED>;
 }
 static EpQuantizeKernel *ep_quantize_kernel(uint32_t dtype, uint32_t activation) {
+    EP_HANDLES_ALL(EP_NUM_DTYPES, 3);
     return dtype == EP_F32   ? ep_quantize_kernel_for<EP_F32>(activation)
            : dtype == EP_F16 ? ep_quantize_kernel_for<EP_F16>(activation)
                              : ep_quantize_kernel_for<EP_BF16>(activation);

@@ -17,6 +17,7 @@ template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
 
 typedef void (*CombineKernel)(EpCombineParams);
 static CombineKernel kernel_of(uint32_t dtype) {
+    EP_HANDLES_ALL(EP_NUM_DTYPES, 3);
     return dtype == EP_F32   ? combine_kernel<EP_F32>
            : dtype == EP_F16 ? combine_kernel<EP_F16>
                              : combine_kernel<EP_BF16>;

@@ -12,6 +12,8 @@
 #define EP_COMBINE_CUH
 #include "kernels/stage/open_chunks.cuh"
 
+EP_HANDLES_ALL(EP_NUM_COMBINE_MODES, 4); /* here and in returns.cuh and few_tokens.cuh */
+
 /* The slots that a chunk of this rank's tokens needs. A lane has one (token, rank): its slot, or -1 for
  * none. */
 template <typename C> EP_FN int32_t slot_to_await(const EpCombineParams &p, uint32_t chunk) {

@@ -22,6 +22,8 @@
  *   from bit 34 on  the chunk, as a task number: below 2^30, because ranks * max_tokens < 2^31 */
 enum { EP_OPEN_CHUNKS = 64, EP_OPEN_SLOTS_BIT = 28, EP_OPEN_TASK_BIT = 34 };
 #define EP_OPEN_TAKEN (1ull << 32)
+static_assert(7 * EP_CHUNK_SLOTS <= EP_OPEN_SLOTS_BIT && EP_OPEN_SLOTS_BIT + EP_CHUNK_SLOTS <= 32,
+              "room for every slot of a chunk");
 __shared__ uint64_t ep_open_chunks[EP_OPEN_CHUNKS];
 /* How many row blocks, from the first one on, are known to be complete, and how many 128ths of all row blocks
  * that is. The second number follows from the first, but computing it would need the number of rows, which is
