@@ -157,11 +157,14 @@ class _Combine(NamedTuple):
     rows: Tensor
     row_weight: Tensor | None
     row_scalar: Tensor | None
+    bias_0: Tensor | None
+    bias_1: Tensor | None
     plan: Tensor
     recv: Tensor
     out: Tensor
     out_scalar: Tensor | None
     requires_grad: int
+    by_choice: int
 
 class _DispatchGemm(NamedTuple):
     x: Tensor

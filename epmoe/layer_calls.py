@@ -160,7 +160,9 @@ class LayerCalls:
                                                          kept_for if with_grad else None)
         return rows, row_weight, recv
 
-    def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False):
+    def _combine(self, rows, row_weight, row_scalar, plan, recv, buffer, num_tokens, with_grad=False,
+                 biases=(None, None), by_choice=False):
+        """biases, by_choice: see EP_ARGS_combine of csrc/protocol/ops.h."""
         try:
             out = self._empty(num_tokens, self.hidden)
             out_scalar = None
@@ -168,6 +170,6 @@ class LayerCalls:
                 out_scalar = self._empty(num_tokens, self.topk, dtype=torch.float32)
         except Exception as error:
             self._refuse(_C.OP_COMBINE, error, buffer)
-        _C.layer_combine(self._c, buffer, (rows, row_weight, row_scalar, plan, recv, out, out_scalar,
-                                           with_grad))
+        _C.layer_combine(self._c, buffer, (rows, row_weight, row_scalar, *biases, plan, recv, out, out_scalar,
+                                           with_grad, by_choice))
         return out, out_scalar

@@ -234,8 +234,15 @@ static void return_slot(const EpCombineParams *p, uint32_t s, uint32_t slot) {
     if (p->has_scalar) memcpy(to + c->layout.row_bytes, scalar, 4ull * K);
 }
 
-/* Add up one token of this rank from what the ranks returned. The order of the sum is fixed: by rank
- * (LOCAL) or by choice. */
+/* Whether no later choice of a token is at the rank of its choice k. L: experts of a rank. */
+static bool is_last_at_rank(const int32_t *expert, uint32_t k, uint32_t K, uint32_t L) {
+    for (uint32_t later = k + 1; later < K; later++)
+        if (expert[later] >= 0 && (uint32_t)expert[later] / L == (uint32_t)expert[k] / L) return false;
+    return true;
+}
+
+/* Add up one token of this rank from its biases and what the ranks returned. The order of the sum is fixed:
+ * biases, then by rank (LOCAL without by_choice) or by choice. */
 static bool finish_token(const EpCombineParams *p, uint32_t t, uint64_t epoch) {
     const EpComm *c = &p->comm;
     const EpShape *s = &c->shape;
@@ -243,13 +250,18 @@ static bool finish_token(const EpCombineParams *p, uint32_t t, uint64_t epoch) {
     const int32_t *slot = p->plan + p->layout.token_slot_off + (uint64_t)t * s->num_ranks;
     const int32_t *expert = p->plan + p->layout.token_expert_off + (uint64_t)t * K;
     const int32_t *row = p->plan + p->layout.token_row_off + (uint64_t)t * K;
-    float *scalar = p->out_scalar ? p->out_scalar + (uint64_t)t * K : NULL, weights[EP_MAX_TOPK];
-    const void *rows[EP_MAX_TOPK];
+    float *scalar = p->out_scalar ? p->out_scalar + (uint64_t)t * K : NULL;
+    float weights[EP_MAX_BIASES + EP_MAX_TOPK];
+    const void *rows[EP_MAX_BIASES + EP_MAX_TOPK];
     bool local = s->combine_mode == EP_COMBINE_LOCAL, pull = s->combine_mode == EP_COMBINE_GATHER;
+    for (; num < p->num_biases; num++) {
+        rows[num] = (const unsigned char *)p->bias[num] + t * c->layout.row_bytes;
+        weights[num] = 1;
+    }
     for (uint32_t r = 0; r < s->num_ranks && !pull; r++) {
         if (slot[r] < 0) continue;
         if (!ep_flag_await(c, EP_OP_COMBINE, r, (uint32_t)slot[r] / EP_CHUNK_SLOTS, epoch)) return false;
-        if (local) rows[num++] = ep_slot_at(c, c->my_rank, r, (uint32_t)slot[r]);
+        if (local && !p->by_choice) rows[num++] = ep_slot_at(c, c->my_rank, r, (uint32_t)slot[r]);
     }
     for (uint32_t k = 0; k < K; k++) {
         uint32_t r = expert[k] < 0 ? 0 : (uint32_t)expert[k] / L;
@@ -257,6 +269,8 @@ static bool finish_token(const EpCombineParams *p, uint32_t t, uint64_t epoch) {
         if (expert[k] >= 0 && local) {
             memcpy(&trailer[EP_CHOICE_SCALAR],
                    ep_slot_at(c, c->my_rank, r, (uint32_t)slot[r]) + c->layout.row_bytes + 4ull * k, 4);
+            if (p->by_choice && is_last_at_rank(expert, k, K, L))
+                rows[num++] = ep_slot_at(c, c->my_rank, r, (uint32_t)slot[r]);
         } else if (expert[k] >= 0) {
             rows[num] = pull ? ep_choice_at(c, r, (uint32_t)row[k])
                              : ep_choice_at(c, c->my_rank, (uint64_t)t * K + k);

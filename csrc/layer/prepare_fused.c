@@ -161,8 +161,13 @@ static int set_returners(uint32_t num_move, uint32_t num_reduce, uint32_t is_ser
 
 int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineArgs *a,
                             EpGemmCombineParams *p) {
-    const EpCombineArgs last = {a->rows, a->row_weight, a->row_scalar, a->plan,
-                                a->recv, a->out,        a->out_scalar, a->requires_grad};
+    const EpCombineArgs last = {.rows = a->rows,
+                                .row_weight = a->row_weight,
+                                .row_scalar = a->row_scalar,
+                                .plan = a->plan,
+                                .recv = a->recv,
+                                .out = a->out,
+                                .out_scalar = a->out_scalar};
     const Product product = {a->a, a->gemm_weight, a->bias, a->rows, NULL, a->kind, EP_ACT_NONE, 0, 0, false};
     p->combine.comm = b->comm;
     p->combine.comm.requires_grad = a->requires_grad != 0;
@@ -176,7 +181,8 @@ int ep_prepare_gemm_combine(EpLayer *l, const EpCommBuffer *b, const EpGemmCombi
 
 int ep_prepare_gemm_combine_fp8(EpLayer *l, const EpCommBuffer *b, const EpGemmCombineFp8Args *a,
                                 EpGemmCombineFp8Params *p) {
-    const EpCombineArgs last = {a->rows, a->row_weight, NULL, a->plan, a->recv, a->out, NULL, 0};
+    const EpCombineArgs last = {
+        .rows = a->rows, .row_weight = a->row_weight, .plan = a->plan, .recv = a->recv, .out = a->out};
     const Product product = {a->a, a->gemm_weight, a->bias, a->rows, NULL, EP_GEMM_FORWARD, EP_ACT_NONE, 0, 0,
                              true};
     EpGemmParams *g = &p->plain.gemm;

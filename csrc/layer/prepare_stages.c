@@ -182,6 +182,13 @@ int ep_layer_check_combine(const EpLayer *l, const EpCombineArgs *a, EpCombinePa
             ep_layer_check_tensor(l, "output scalar", a->out_scalar, EP_F32, 2, out->shape[0], s->num_topk));
     EP_TRY(check_plan_tensor(l, a->plan, (uint32_t)out->shape[0], &p->layout));
     EP_TRY(check_recv_tensor(l, a->recv));
+    const EpTensor *biases[EP_MAX_BIASES] = {a->bias_0, a->bias_1};
+    if (a->bias_1 && !a->bias_0) return ep_error(EP_EINVAL, "bias_1: give bias_0, too");
+    for (uint32_t i = 0; i < EP_MAX_BIASES && biases[i]; i++) {
+        EP_TRY(ep_layer_check_rows(l, i ? "bias_1" : "bias_0", biases[i], out->shape[0]));
+        p->bias[p->num_biases++] = biases[i]->data;
+    }
+    p->by_choice = a->by_choice && s->combine_mode == EP_COMBINE_LOCAL;
     if (rows->shape[0] > INT32_MAX)
         return ep_error(EP_EINVAL, "input has %lld rows: must be less than 2^31", (long long)rows->shape[0]);
     p->rows = rows->data;

@@ -69,16 +69,21 @@ typedef enum {
     X(S, U32, requires_grad)           \
     X(S, AWAITS, awaits_rows)
 
-/* rows [>= M][H], row_weight and row_scalar f32 [>= M]; out [T][H], out_scalar f32 [T][K]. */
-#define EP_ARGS_combine(X, S)          \
-    X(S, TENSOR, rows)                 \
-    X(S, OPTIONAL, row_weight)         \
-    X(S, OPTIONAL, row_scalar)         \
-    X(S, PLAN, plan)                   \
-    X(S, OWN, recv)                    \
+/* rows [>= M][H], row_weight and row_scalar f32 [>= M]; out [T][H], out_scalar f32 [T][K]. bias_0 and bias_1
+ * [T][H], by_choice: see EpCombineParams. A rank has them for itself: the other ranks may have others, or
+ * none. bias_1 needs bias_0. */
+#define EP_ARGS_combine(X, S)      \
+    X(S, TENSOR, rows)             \
+    X(S, OPTIONAL, row_weight)     \
+    X(S, OPTIONAL, row_scalar)     \
+    X(S, OPTIONAL, bias_0)         \
+    X(S, OPTIONAL, bias_1)         \
+    X(S, PLAN, plan)               \
+    X(S, OWN, recv)                \
     X(S, OWN_OUT, out)                 \
     X(S, OWN_OUT_OPTIONAL, out_scalar) \
-    X(S, U32, requires_grad)
+    X(S, U32, requires_grad)       \
+    X(S, U32, by_choice)
 
 /* Dispatch, and the grouped GEMM of the rows that it places, in one launch. CUDA only. gemm_weight [L][N][H],
  * bias [L][N]; out [>= M][N], or [>= M][N / 2] if the activation is gated. The rest is as in dispatch, except

@@ -10,7 +10,8 @@
 #include "protocol/comm.h"
 #include "protocol/gemm_params.h"
 
-#define EP_FP8_GROUP 128u /* numbers of a row in FP8 that share a scale */
+#define EP_FP8_GROUP 128u   /* numbers of a row in FP8 that share a scale */
+enum { EP_MAX_BIASES = 2 }; /* biases of a combine */
 
 /* Padding rows: the rows of each expert are padded to a multiple of `alignment`; 0: there are none. With
  * has_capacity every expert has exactly `alignment` rows. */
@@ -84,7 +85,15 @@ typedef struct {
      * address. */
     uint32_t num_rows, has_weight, has_scalar;
     uint32_t row_pieces; /* fused: into how many pieces the GEMM's column tiles divide a row */
+    /* Options of combine without a GEMM. bias: [T][H] each, for this rank's own tokens. The sum of a token
+     * begins with them, in this order, and is rounded once, at its end. */
+    uint32_t num_biases;
+    /* LOCAL: add what the ranks return in the order of the token's last choices at them. 0: in the order of
+     * the ranks. The other modes always add in the order of the choices. */
+    uint32_t by_choice;
+    const void *bias[EP_MAX_BIASES];
 } EpCombineParams;
+EP_PURE bool ep_combine_has_options(const EpCombineParams *p) { return p->num_biases || p->by_choice; }
 
 typedef struct {
     EpDispatchParams dispatch;

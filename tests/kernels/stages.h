@@ -42,6 +42,7 @@ struct Rank {
     uint32_t num_tokens, num_rows;
     int64_t *idx;
     unsigned char *x, *every_x, *y; /* every_x: one row per token */
+    unsigned char *bias[EP_MAX_BIASES];
     float *weight, *scalar, *row_weight_in;
 };
 /* The outputs of one round. */
@@ -67,6 +68,7 @@ struct Case {
     uint32_t num_copies = 1; /* how many tokens use the same row of x */
     EpPadding padding = {0, 0};
     uint32_t host_counts = 0;
+    uint32_t num_biases = 0, by_choice = 0; /* options of combine, of the last rank */
 
     Case with_bad_index(int rank) const {
         Case c = *this;
@@ -96,6 +98,12 @@ struct Case {
     Case with_host_counts() const {
         Case c = *this;
         c.host_counts = 1;
+        return c;
+    }
+    Case with_sums(uint32_t biases, uint32_t in_order_of_choices) const {
+        Case c = *this;
+        c.num_biases = biases;
+        c.by_choice = in_order_of_choices;
         return c;
     }
     Case with_copies(uint32_t n) const {
@@ -164,6 +172,10 @@ struct Problem {
             for (uint64_t t = 0; t < T; t++)
                 memcpy(k.every_x + t * row_bytes, k.x + t / c->num_copies * row_bytes, row_bytes);
             fill_numbers(k.y, s.capacity * row_bytes / size, s.dtype);
+            for (unsigned char *&bias : k.bias) {
+                bias = (unsigned char *)shared(T * row_bytes);
+                fill_numbers(bias, T * row_bytes / size, s.dtype);
+            }
             fill_numbers((unsigned char *)k.weight, T * K, EP_F32);
             fill_numbers((unsigned char *)k.scalar, s.capacity, EP_F32);
             fill_numbers((unsigned char *)k.row_weight_in, s.capacity, EP_F32);
@@ -238,6 +250,11 @@ struct Problem {
         if (c->weighted) {
             p.row_weight = k.row_weight_in;
             p.has_weight = 1;
+        }
+        if (r + 1 == c->shape.num_ranks) {
+            p.num_biases = c->num_biases;
+            p.by_choice = c->by_choice;
+            for (uint32_t i = 0; i < c->num_biases; i++) p.bias[i] = k.bias[i];
         }
         return p;
     }

@@ -87,6 +87,18 @@ static const Case cases[] = {
     {"sorted, 32 choices", {2, 64, 32, 9, 4, EP_F32, EP_COMBINE_LOCAL, 600}, {9, 7}, 1},
     {"sorted, one expert per rank", {3, 3, 3, 30, 8, EP_BF16, EP_COMBINE_LOCAL, 270}, {30, 17, 29}, 1},
     {"sorted, one rank", {1, 3, 4, 12, 8, EP_BF16, EP_COMBINE_LOCAL, 48}, {12}, 1},
+    Case{"a bias, local, sums by choice", {3, 9, 5, 20, 520, EP_BF16, EP_COMBINE_LOCAL, 400}, {13, 0, 20}, 1}
+        .with_sums(1, 1),
+    Case{"sums by choice, local, float32", {3, 9, 8, 20, 12, EP_F32, EP_COMBINE_LOCAL, 500}, {13, 5, 20}, 0}
+        .with_sums(0, 1),
+    Case{
+        "two biases and 32 choices, scatter", {2, 64, 32, 9, 136, EP_F32, EP_COMBINE_SCATTER, 600}, {9, 7}, 0}
+        .with_drops(0)
+        .with_sums(2, 0),
+    Case{"two biases, local, one rank", {1, 3, 4, 12, 8, EP_F16, EP_COMBINE_LOCAL, 48}, {12}, 0}.with_sums(2,
+                                                                                                           0),
+    Case{"two biases, gather", {2, 4, 2, 33, 136, EP_F16, EP_COMBINE_GATHER, 140}, {33, 5}, 0}.with_sums(2,
+                                                                                                         0),
     Case{"padded, scatter", {3, 12, 3, 20, 12, EP_F32, EP_COMBINE_SCATTER, 400}, {13, 0, 20}, 0}.with_padding(
         16, 0),
     Case{"padded, 70 experts per rank, counts for the host",

@@ -2,9 +2,10 @@
 #include "kernels/launch.h"
 #include "kernels/stage/few_tokens.cuh"
 
-template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
+/* OPTIONS: see EpCombineConfig. A kernel of its own, so that a combine without them has no part of it. */
+template <int DTYPE, bool OPTIONS> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
     combine_kernel(const __grid_constant__ EpCombineParams p) {
-    typedef EpCombineConfig<DTYPE, EP_OP_COMBINE> C;
+    typedef EpCombineConfig<DTYPE, EP_OP_COMBINE, true, OPTIONS> C;
     const uint64_t epoch = ep_begin(&p.comm);
     if (epoch && ep_cta_enter(&p.comm, EP_OP_COMBINE, p.plan, p.recv, p.layout.num_tokens, p.num_rows,
                               p.has_weight, p.has_scalar, epoch)) {
@@ -16,36 +17,46 @@ template <int DTYPE> __global__ void __launch_bounds__(32 * EP_WARPS, 1)
 }
 
 typedef void (*CombineKernel)(EpCombineParams);
-static CombineKernel kernel_of(uint32_t dtype) {
+template <bool OPTIONS> static CombineKernel kernel_of(uint32_t dtype) {
     EP_HANDLES_ALL(EP_NUM_DTYPES, 3);
-    return dtype == EP_F32   ? combine_kernel<EP_F32>
-           : dtype == EP_F16 ? combine_kernel<EP_F16>
-                             : combine_kernel<EP_BF16>;
+    return dtype == EP_F32   ? combine_kernel<EP_F32, OPTIONS>
+           : dtype == EP_F16 ? combine_kernel<EP_F16, OPTIONS>
+                             : combine_kernel<EP_BF16, OPTIONS>;
 }
 
-enum { WARP_BYTES = EpCombineConfig<EP_BF16, EP_OP_COMBINE>::Fifo::BYTES }; /* the same for all dtypes */
-/* The number of warps: EP_WARPS, or as many as the device has shared memory for. */
-static cudaError_t num_warps_here(uint32_t *num_warps) {
+/* How to launch a combine, with or without options. */
+typedef struct {
+    CombineKernel kernel;
+    uint32_t num_warps, smem_bytes;
+} Launch;
+/* The number of warps is EP_WARPS, or as many as the device has shared memory for. */
+template <bool OPTIONS> static cudaError_t launch_of(uint32_t dtype, Launch *launch) {
+    typedef EpCombineConfig<EP_BF16, EP_OP_COMBINE, true, OPTIONS> C; /* the same for all dtypes */
     EpCapabilities c;
     const cudaError_t e = (cudaError_t)ep_capabilities(&c);
     if (e != cudaSuccess) return e;
     /* the kernel also has some static shared memory */
-    const uint32_t fit = (c.smem_bytes - 1024) / WARP_BYTES;
-    *num_warps = fit < EP_WARPS ? fit : EP_WARPS;
+    const uint32_t fit = (c.smem_bytes - 1024) / C::Fifo::BYTES;
+    const uint32_t num_warps = fit < EP_WARPS ? fit : EP_WARPS;
+    *launch = {kernel_of<OPTIONS>(dtype), num_warps, num_warps * C::Fifo::BYTES};
     return cudaSuccess;
 }
 
 extern "C" int ep_launch_combine(const EpCombineParams *p, uint32_t num_blocks, void *stream) {
-    uint32_t num_warps;
-    const cudaError_t e = num_warps_here(&num_warps);
+    const uint32_t dtype = p->comm.shape.dtype;
+    Launch l;
+    const cudaError_t e =
+        ep_combine_has_options(p) ? launch_of<true>(dtype, &l) : launch_of<false>(dtype, &l);
     if (e != cudaSuccess) return (int)e;
-    return (int)ep_launch_resident(kernel_of(p->comm.shape.dtype), num_blocks, num_warps,
-                                   num_warps * WARP_BYTES, stream, *p);
+    return (int)ep_launch_resident(l.kernel, num_blocks, l.num_warps, l.smem_bytes, stream, *p);
 }
 extern "C" int ep_preload_combine(void) {
-    uint32_t num_warps;
-    cudaError_t e = num_warps_here(&num_warps);
+    cudaError_t e = cudaSuccess;
     for (uint32_t dtype : {EP_F32, EP_F16, EP_BF16})
-        if (e == cudaSuccess) e = ep_allow_smem(kernel_of(dtype), num_warps * WARP_BYTES);
+        for (bool options : {false, true}) {
+            Launch l;
+            if (e == cudaSuccess) e = options ? launch_of<true>(dtype, &l) : launch_of<false>(dtype, &l);
+            if (e == cudaSuccess) e = ep_allow_smem(l.kernel, l.smem_bytes);
+        }
     return (int)e;
 }

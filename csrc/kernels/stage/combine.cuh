@@ -73,6 +73,24 @@ EP_FN TokenRows rows_of_token(const EpCombineParams &p, uint32_t t, int32_t slot
     return r;
 }
 
+/* The same for LOCAL by choice: lane k has what the rank of choice k returned, if no later choice is at that
+ * rank. */
+EP_FN TokenRows rows_by_choice(const EpCombineParams &p, uint32_t t, int32_t slot, const EpPart &part) {
+    const EpComm *c = &p.comm;
+    const uint32_t K = c->shape.num_topk, lane = ep_lane();
+    const int32_t expert = lane < K ? p.plan[p.layout.token_expert_off + (uint64_t)t * K + lane] : -1;
+    const uint32_t owner = expert < 0 ? 0 : (uint32_t)expert / ep_num_local_experts(&c->shape);
+    const int32_t slot_there = __shfl_sync(EP_FULL, slot, (int)owner);
+    const uint32_t same = __match_any_sync(EP_FULL, expert < 0 ? (uint32_t)EP_MAX_RANKS : owner);
+    const uint64_t from =
+        (uint64_t)ep_slot_at(c, c->my_rank, owner, slot_there < 0 ? 0 : (uint32_t)slot_there);
+    return {expert >= 0 && slot_there >= 0 && same >> lane == 1, from + 16ull * part.vec, 1};
+}
+/* The address of a part of lane i's bias i of a token. */
+EP_FN uint64_t bias_of_token(const EpCombineParams &p, uint32_t t, const EpPart &part) {
+    return (uint64_t)p.bias[ep_lane() == 1] + t * p.comm.layout.row_bytes + 16ull * part.vec;
+}
+
 /* Add up a part of a chunk of this rank's tokens; slot: see slot_to_await. */
 template <typename C> EP_FN void finish_part(const EpCombineParams &p, const EpPart &part, int32_t slot,
                                              uint32_t fifo) {
@@ -83,8 +101,13 @@ template <typename C> EP_FN void finish_part(const EpCombineParams &p, const EpP
     for (uint32_t i = 0; i < part.num; i++) {
         const uint32_t lane = (part.first + i) % EP_CHUNK_SLOTS * EP_MAX_RANKS + ep_lane() % EP_MAX_RANKS;
         const int32_t there = __shfl_sync(EP_FULL, slot, (int)lane);
-        const TokenRows r =
-            rows_of_token(p, part.first + i, ep_lane() < c->shape.num_ranks ? there : -1, part);
+        const int32_t mine = ep_lane() < c->shape.num_ranks ? there : -1;
+        TokenRows r = rows_of_token(p, part.first + i, mine, part);
+        if constexpr (C::OPTIONS) {
+            if (p.by_choice) r = rows_by_choice(p, part.first + i, mine, part);
+            listed = ep_stream_list<typename C::Fifo>(fifo, listed, ep_lane() < p.num_biases,
+                                                      bias_of_token(p, part.first + i, part), 1);
+        }
         listed = ep_stream_list<typename C::Fifo>(fifo, listed, r.mine, r.from, r.weight);
         ends |= listed << 8 * i;
     }

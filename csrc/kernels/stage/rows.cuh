@@ -54,13 +54,14 @@ EP_FN void ep_copy_row(uint64_t my_dst, uint32_t mask, const void *src, uint32_t
     }
 }
 
-/* A warp's queue: DEPTH cells, each of PARTS times 16 bytes per lane. */
-template <int DEPTH_, int PARTS_> struct EpFifo {
+/* A warp's queue: DEPTH cells, each of PARTS times 16 bytes per lane. A sum has at most ROWS rows. */
+template <int DEPTH_, int PARTS_, int ROWS = EP_MAX_TOPK> struct EpFifo {
     static constexpr int DEPTH = DEPTH_, PARTS = PARTS_;
     static constexpr uint32_t CELL = PARTS * 512;
     static constexpr uint32_t LIST = DEPTH * CELL; /* after the cells: the addresses of a chunk's rows */
-    static constexpr uint32_t WEIGHTS = LIST + 8 * EP_CHUNK_SLOTS * EP_MAX_TOPK; /* and their weights */
-    static constexpr uint32_t BYTES = WEIGHTS + 4 * EP_CHUNK_SLOTS * EP_MAX_TOPK;
+    static constexpr uint32_t WEIGHTS = LIST + 8 * EP_CHUNK_SLOTS * ROWS; /* and their weights */
+    static constexpr uint32_t BYTES = WEIGHTS + 4 * EP_CHUNK_SLOTS * ROWS;
+    static_assert(EP_CHUNK_SLOTS * ROWS < 256, "ep_stream_sums: a position in the list fits a byte");
 };
 /* For megakernels, which have little shared memory left; GEMM + combine in FP8 has the least. */
 typedef EpFifo<4, 2> EpFusedFifo;
