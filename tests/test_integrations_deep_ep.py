@@ -109,14 +109,15 @@ def run_v1(world, device):
 
 
 def check_combine(buffer, y, handle, x, is_in, with_topk):
-    """The rows of a token are all x[t], so their sum is x[t] * num ranks, exactly as floats add."""
-    total = x.float() * is_in.sum(1, keepdim=True)
+    """The rows of a token are all x[t]. The sum begins with the biases."""
     bias = tuple(torch.full_like(x, b) for b in (0.5, -1.0))
     weights = torch.full((len(y), K), 0.25, device=y.device) if with_topk else None
     for b, plus in ((None, 0), (bias[0], 0.5), (bias, -0.5)):
         out, out_weights, _ = buffer.combine(y, handle, topk_weights=weights, bias=b)
-        want = total.to(BF16) if b is None else (total.to(BF16).float() + plus).to(BF16)
-        assert out.dtype == BF16 and torch.equal(out, want)
+        want = torch.full_like(x, plus, dtype=torch.float32)
+        for r in range(buffer.group_size):
+            want += x * is_in[:, r : r + 1]
+        assert out.dtype == BF16 and torch.equal(out, want.to(BF16))
         if with_topk:
             assert torch.equal(out_weights, is_in.sum(1, keepdim=True).expand(-1, K) * 0.25)
         else:
@@ -126,6 +127,69 @@ def check_combine(buffer, y, handle, x, is_in, with_topk):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_integrations_deep_ep_v1(ranks, size):
     ranks(run_v1, world_size=size, timeout_s=60)
+
+
+def rows_to_add(rank, shape, dtype, device):
+    """Return rows [T, N, H] whose sums in float32 depend on the order, and two biases, of a rank."""
+    g = generator(rank, 11)
+    total = torch.randn(2 + shape[1], shape[0], *shape[2:], generator=g)
+    total *= 2.0 ** torch.randint(-12, 13, total.shape, generator=g)
+    bias_0, bias_1, *rows = total.to(device, dtype)
+    return torch.stack(rows, 1), (bias_0, bias_1)
+
+
+def added(biases, rows, is_there):
+    """Return the sum of biases and of rows [T, N, H] where is_there [T, N], in this order, rounded once."""
+    total = torch.zeros_like(rows[:, 0], dtype=torch.float32)
+    for b in biases:
+        total = total + b.float()
+    for i in range(rows.shape[1]):
+        total = torch.where(is_there[:, i, None], total + rows[:, i].float(), total)
+    return total.to(rows.dtype)
+
+
+def run_bias(world, device):
+    buffer, rank, size = make(world, device), world.rank, world.size
+    _, _, _, token, source = received(rank, size)
+    _, idx, _ = on(device, *inputs(rank, size))
+    layout = layout_of(buffer, idx)
+    for dtype in (torch.float32, BF16):  # float32 shows the order of the sum, bfloat16 where it is rounded
+        made = [rows_to_add(r, (len(inputs(r, size)[0]), size, H), dtype, device) for r in range(size)]
+        rows, biases = made[rank]
+        _, _, _, _, handle, _ = buffer.dispatch(rows[:, 0].contiguous(), **layout)
+        y = torch.zeros(len(token), H, dtype=dtype, device=device)
+        for i, (s, t) in enumerate(zip(source.tolist(), token.tolist())):
+            y[i] = made[s][0][t, rank]
+        for bias in (None, biases[0], biases):
+            if bias is None and rank == 0:  # a rank may have none where others have some
+                bias = biases
+            out = buffer.combine(y, handle, bias=bias)[0]
+            used = () if bias is None else (bias,) if isinstance(bias, torch.Tensor) else bias
+            assert same(out, added(used, rows, layout["is_token_in_rank"]))
+        apart = torch.stack([biases[0], biases[0]], 1).transpose(0, 1)[1]  # not contiguous
+        out = buffer.combine(y, handle, bias=apart)[0]
+        assert same(out, added(biases[:1], rows, layout["is_token_in_rank"]))
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_integrations_deep_ep_v1_bias_is_part_of_the_sum(ranks, size):
+    """Biases come first, then the rows in the order of the ranks, and the sum is rounded once."""
+    ranks(run_bias, world_size=size, timeout_s=60)
+
+
+def test_integrations_deep_ep_biases_are_checked_before_the_sum():
+    sizes = dict(max_tokens=4, hidden=8, topk=1, num_tot_experts=1, dtype=torch.float32, device="cpu")
+    with epmoe.EPAll2AllLayer(epmoe.thread_worlds(1)[0], **sizes) as layer:
+        rows, _, layout = layer.dispatch(torch.ones(3, 8), torch.zeros(3, 1, dtype=torch.int64))
+        for biases, kind, text in (
+                ((None, rows), ValueError, "bias_1: give bias_0, too"),
+                ((rows[1:], None), ValueError, "bias_0: wanted size 3 in dimension 0, got 2"),
+                ((rows, rows.double()), TypeError, "bias_1: wanted float32, got float64")):
+            with pytest.raises(kind, match=text):
+                layer._combine(rows, None, None, layout.plan, layout.recv, 0, 3, biases=biases)
+        out, _ = layer._combine(rows, None, None, layout.plan, layout.recv, 0, 3, biases=(rows, rows))
+        assert torch.equal(out, 3 * rows)
 
 
 def run_events(world, device):

@@ -5,7 +5,8 @@ import torch
 
 import epmoe
 from epmoe.integrations import deep_ep
-from test_integrations_deep_ep import BF16, H, L, expect, inputs, on, received, same, scales_of
+from test_integrations_deep_ep import (BF16, H, K, L, added, expect, inputs, on, received, rows_to_add, same,
+                                      scales_of)
 
 
 def run_v2(world, device):
@@ -40,8 +41,10 @@ def run_v2(world, device):
         y[:n] = want_x.to(device)
         kept = torch.where(got_idx >= 0, got_weights, 9.0)  # what is not of this rank does not count
         out, out_weights, _ = buffer.combine(y, handle, topk_weights=kept, bias=bias)
-        total = (x.float() * ranks_of_token[:, None]).to(BF16).float()
-        assert torch.equal(out, (total - 0.5).to(BF16))
+        total = torch.full_like(x, -0.5, dtype=torch.float32)
+        for i in range(size):
+            total += x * (i < ranks_of_token[:, None])
+        assert torch.equal(out, total.to(BF16))
         assert torch.equal(out_weights, weights.masked_fill(idx < 0, 0))
         check_expanded(buffer, sent, options, (want, want_x, want_idx, want_weights), counts, x)
     assert torch.equal(handle.topk_idx, idx) and handle.topk_idx is not idx
@@ -111,3 +114,50 @@ def v2_mistakes(buffer, x, idx, weights, handle):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_integrations_deep_ep_v2(ranks, size):
     ranks(run_v2, world_size=size, timeout_s=60)
+
+
+def ranks_in_order(idx):
+    """Return for each choice [T, K] whether it is the last one of its token at its rank."""
+    rank = torch.where(idx >= 0, idx // L, -1)
+    later = torch.ones(K, K, dtype=torch.bool, device=idx.device).triu(1)
+    return (idx >= 0) & ~((rank[:, :, None] == rank[:, None, :]) & later).any(2)
+
+
+def run_v2_sums(world, device):
+    rank, size = world.rank, world.size
+    for reduces in (False, True):
+        buffer = deep_ep.ElasticBuffer(world, num_max_tokens_per_rank=9, allow_multiple_reduction=reduces,
+                                       explicitly_destroy=True, device=device)
+        all_idx = [inputs(r, size)[1].to(device) for r in range(size)]
+        idx = all_idx[rank]
+        for dtype in (torch.float32, BF16):
+            made = [rows_to_add(r, (len(all_idx[r]), K, H), dtype, device) for r in range(size)]
+            rows, biases = made[rank]
+            same_rank = (idx[:, :, None] // L == idx[:, None, :] // L) & (idx >= 0)[:, None, :]
+            sums = torch.stack([added((), rows, same_rank[:, k]) for k in range(K)], 1)  # of a choice's rank
+            for expand in (False, True):
+                handle = buffer.dispatch(rows[:, 0].contiguous(), idx, num_experts=L * size,
+                                         do_expand=expand)[3]
+                table = handle.recv_src_metadata
+                y = torch.zeros(handle.num_out_rows, H, dtype=dtype, device=device)
+                for i, (number, _, *places) in enumerate(table.tolist()):
+                    (theirs, _), their_idx = made[number // 9], all_idx[number // 9][number % 9]
+                    if not expand:
+                        here = (their_idx >= 0) & (their_idx // L == rank)
+                        y[i] = added((), theirs[None, number % 9], here[None])[0]
+                    for k, at in enumerate(places):
+                        if at >= 0:
+                            y[at] = theirs[number % 9, k]
+                for used in ((), biases[:1], biases):
+                    out = buffer.combine(y, handle, bias=used or None)[0]
+                    if expand and not reduces:
+                        assert same(out, added(used, rows, idx >= 0))
+                    else:
+                        assert same(out, added(used, sums, ranks_in_order(idx)))
+        buffer.destroy()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_integrations_deep_ep_v2_adds_in_the_order_of_choices(ranks, size):
+    """Biases come first, then the rows by choice, or the ranks by their last choice; all is rounded once."""
+    ranks(run_v2_sums, world_size=size, timeout_s=60)

@@ -3,6 +3,7 @@
 import torch
 
 from ... import _C
+from ...autograd import check_mode
 from ...device import pick_device
 from ...world import World
 from .low_latency import LowLatency
@@ -249,7 +250,7 @@ class Buffer(LowLatency, Settings):
             x: [M, H] of the dtype bfloat16, float16 or float32.
             handle: That of the dispatch.
             topk_weights: [M, K] float32, which are added up likewise, or None.
-            bias: None, or one or two tensors [T, H] of x's dtype.  The sum is rounded before they are added.
+            bias: None, or one or two tensors [T, H] of x's dtype, with which the sum begins.
             config: Without effect.
             previous_event: Wait for it before.
             async_finish: Return before it is done, with an event.
@@ -272,6 +273,7 @@ class Buffer(LowLatency, Settings):
         try:
             self._check_handle(handle)
             plan = handle.plan
+            check_mode(x)
             check_rows("x", x, self.device)
             check_tensor("x", x, self.device, x.dtype, plan.num_rows, None)
             if x.element_size() == 1:

@@ -3,6 +3,7 @@
 import torch
 
 from ... import _C
+from ...autograd import check_mode
 from ...device import pick_device
 from ...world import World
 from .elastic_parts import EPHandle, Unavailable, row_scales
@@ -214,7 +215,7 @@ class ElasticBuffer(ElasticSettings, Unavailable):
             x: The rows, as dispatch returned them, of the dtype bfloat16, float16 or float32.
             handle: That of the dispatch.
             topk_weights: [M, K] float32, or with do_expand [M], to return to their tokens; or None.
-            bias: None, or one or two tensors [T, H] of x's dtype.  The sum is rounded before they are added.
+            bias: None, or one or two tensors [T, H] of x's dtype, with which the sum begins.
             num_sms: Without effect.
             num_qps: Without effect.
             previous_event: Wait for it before.  Requires allocate_on_comm_stream.
@@ -237,6 +238,7 @@ class ElasticBuffer(ElasticSettings, Unavailable):
             if not isinstance(handle, EPHandle) or handle.plan.routes.world is not self.world:
                 raise TypeError(f"handle: wanted what dispatch of this buffer returned, got "
                                 f"{type(handle).__name__}")
+            check_mode(x)
             check_rows("x", x, self.device)
             if x.element_size() == 1:
                 raise TypeError(f"x: cannot add up numbers of {x.dtype}: pass bfloat16")

@@ -4,7 +4,7 @@ import torch
 
 from .notices import NUM_WORDS
 from .routes import Routes
-from .rows import (add_biases, as_rows, combine_tokens, count_choices, dispatch_tokens, pack, to_ranks,
+from .rows import (as_rows, combine_tokens, count_choices, dispatch_tokens, pack, to_ranks_by_choice,
                    unpack)
 
 
@@ -42,7 +42,7 @@ class EPHandle:
         self.topk_idx = topk_idx.clone() if do_copy else topk_idx
         size, most, topk = buffer.num_ranks, self.num_max_tokens_per_rank, topk_idx.shape[1]
         self.num_local = self.num_experts // size
-        per_rank, per_expert, is_in = count_choices(topk_idx, self.num_experts, size)
+        per_rank, per_expert, _ = count_choices(topk_idx, self.num_experts, size)
         self.num_recv_tokens_per_expert_list = []
         align = self.expert_alignment
         if is_exact:
@@ -62,8 +62,9 @@ class EPHandle:
         padded = (counts + (align - 1)) // align * align
         ends = padded.cumsum(0, dtype=torch.int32)
         self.psum_num_recv_tokens_per_expert = ends - padded + counts if self.do_expand else ends
-        self.plan = self._routes(buffer, topk, is_exact).plan(
-            self.topk_idx.contiguous() if self.do_expand else to_ranks(is_in))
+        choices = (self.topk_idx.contiguous() if self.do_expand
+                   else to_ranks_by_choice(topk_idx, self.num_experts, size))
+        self.plan = self._routes(buffer, topk, is_exact).plan(choices)
         self.psum_num_recv_tokens_per_scaleup_rank = self.plan.layout.recv_tokens.cumsum(
             0, dtype=torch.int32)
         rank_of = torch.where(topk_idx >= 0, topk_idx // self.num_local, 0).long()
@@ -116,8 +117,7 @@ class EPHandle:
             if topk_weights is not None:
                 topk_weights = topk_weights.masked_fill(~self._is_here, 0)
             return combine_tokens(self.plan, x, topk_weights, biases)
-        out, weights = self.plan.combine(x, topk_weights)
-        return add_biases(out, biases), weights
+        return self.plan.combine(x, topk_weights, biases)
 
     # ---- parts ----
 

@@ -88,13 +88,16 @@ class Plan:
             self.layout.recv = layout.recv
         return rows, row_weight
 
-    def combine(self, rows, scalar=None):
-        """Return the sums [T, H] of rows [M, H], and the scalars [T, K] of scalar [M], or None."""
+    def combine(self, rows, scalar=None, biases=()):
+        """Return the sums [T, H] of rows [M, H], and the scalars [T, K] of scalar [M], or None.
+
+        A sum begins with the 0, 1 or 2 biases [T, H].  Rows follow in the order of the choices.  If a rank
+        adds up its rows first, the ranks follow in the order of the last choices at them.
+        """
         layer = self.routes.layer(rows.dtype, rows.shape[1])
-        if scalar is None:
-            return layer.combine(aligned(rows), self.on(layer)), None
+        biases = [aligned(b.contiguous()) for b in biases]
         return layer._combine(aligned(rows), None, scalar, self.layout.plan, self.layout.recv, 0,
-                              self.num_tokens)
+                              self.num_tokens, biases=(*biases, None, None)[:2], by_choice=True)
 
     def tensors(self):
         return self.layout.plan, self.layout.recv

@@ -11,6 +11,16 @@ def to_ranks(is_token_in_rank):
     return torch.where(is_token_in_rank, ranks, -1)
 
 
+def to_ranks_by_choice(topk_idx, num_experts, num_ranks):
+    """Return the ranks of choices [T, K] as choices [T, W]: -1s, then ranks by the last choice at each."""
+    is_choice = (topk_idx >= 0) & (topk_idx < num_experts)
+    rank = torch.where(is_choice, topk_idx // (num_experts // num_ranks), num_ranks).long()
+    k = torch.arange(topk_idx.shape[1], dtype=torch.int32, device=topk_idx.device).expand(topk_idx.shape)
+    last = k.new_full((len(topk_idx), num_ranks + 1), -1)
+    last, ranks = last.scatter_reduce_(1, rank, k, "amax")[:, :-1].sort(1)
+    return torch.where(last >= 0, ranks, -1).to(torch.int32)
+
+
 def numbered(num_tokens, num_ranks, device):
     """Return the bits of the numbers of the tokens as weights [T, W], which dispatch moves unchanged."""
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device).view(torch.float32)
@@ -110,19 +120,10 @@ def dispatch_tokens(plan, x, scales, topk_idx, topk_weights, num_local_experts):
 
 def combine_tokens(plan, x, topk_weights, biases):
     """Return the sums over the ranks of x [M, H], plus the biases, and of topk_weights [M, K] or None."""
-    out = add_biases(plan.combine(x)[0], biases)
+    out = plan.combine(x, biases=biases)[0]
     if topk_weights is None:
         return out, None
     return out, plan.combine(pack(topk_weights))[0][:, : topk_weights.shape[1]].contiguous()
-
-
-def add_biases(x, biases):
-    if not biases:
-        return x
-    total = x.float()
-    for bias in biases:
-        total = total + bias.float()
-    return total.to(x.dtype)
 
 
 def count_choices(topk_idx, num_experts, num_ranks):
