@@ -211,6 +211,9 @@ class ElasticBuffer(ElasticSettings, Unavailable):
                 allocate_on_comm_stream=False):
         """Add up the rows of each token, without weights.  Collective.
 
+        Sums are in float32: first bias, then the rows in the order of the token's choices.  If a rank returns
+        one row for several choices, its place is that of the last of them.
+
         Args:
             x: The rows, as dispatch returned them, of the dtype bfloat16, float16 or float32.
             handle: That of the dispatch.
