@@ -40,7 +40,9 @@ from .moe import EPMoE
 from .nodes import Nodes, fused as _  # fused: the layers over several nodes
 from .parallel import clip_grad_norm_, expert_parameters, prepare_ddp, prepare_fsdp, whole_state_dict
 from .world import World, thread_worlds
+from .flops import install as _count_flops
 
+_count_flops()
 __version__ = "0.1.0"
 __all__ = ["EPAll2AllLayer", "EPLayout", "EPMoE", "EpAll2AllFusedOp", "EpClosed", "EpError", "EpIndexError",
            "EpMismatch", "EpOverflow", "EpTimeout", "ExpertMap", "GptOss", "HeapExhausted",

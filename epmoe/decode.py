@@ -3,7 +3,7 @@
 import torch
 
 from . import _C, moe_fp8
-from .direct import is_watched, requires_grad
+from .direct import is_traced, requires_grad
 from .errors import HeapExhausted
 from .fused import EpAll2AllFusedOp, fuses
 from .gemm import grouped_gemm
@@ -40,7 +40,7 @@ def path_of(layer, decode, *tensors):
 
     decode: as for EPMoE.forward.  The first call of a layer that decodes by itself creates it, on all ranks.
     """
-    has_gradient = requires_grad(*tensors) or is_watched()
+    has_gradient = requires_grad(*tensors) or is_traced()
     if decode:
         if layer.low_latency is None:
             raise ValueError("decode=True, but this module has no decode path: call enable_decode() first")
@@ -65,7 +65,7 @@ def peers_path(layer, decode, *parameters):
 
     It takes the parameters for all tensors, because those of the call may be no tensors at all.
     """
-    if decode or decode is None and decodes_alone(layer) and not (requires_grad(*parameters) or is_watched()):
+    if decode or decode is None and decodes_alone(layer) and not (requires_grad(*parameters) or is_traced()):
         if layer.low_latency is None and not decode:
             return path_of(layer, None)
         return layer.low_latency

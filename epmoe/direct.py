@@ -6,6 +6,8 @@ Torch's dispatcher takes the host some microseconds for each call of an operator
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 
+# The modes of torch's own tracers.  All other dispatch modes only watch, or change single operators.
+_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 _implementations = {}  # name of an operator -> function
 # The dispatch keys with which torch only calls the implementation.  epmoe's operators have no rules for
 # autocast, and _are_plain looks at gradients by itself.
@@ -32,10 +34,18 @@ def implement(lib, name, fn):
     _implementations[name] = fn
 
 
+def is_traced():
+    """Whether a compiler or a tracer runs this, which makes a program of the operators that it sees."""
+    return (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+            or torch._C._len_torch_dispatch_stack() > 0
+            and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACERS))
+
+
 def is_watched():
     """Whether a compiler, a tracer or a dispatch mode needs to see the operators.
 
-    If not, and if no gradient is needed, callers may bypass them.
+    If not, and if no gradient is needed, callers may bypass them.  A mode may be active on one rank alone,
+    for example to count operations: it must not change which collective operations the rank makes.
     """
     return (torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
             or torch._C._len_torch_dispatch_stack() > 0)

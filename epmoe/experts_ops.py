@@ -29,6 +29,8 @@ lib.define("experts_backward_down(Tensor dy, Tensor plan, Tensor down, Tensor? d
            "Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)")
 lib.define("experts_backward_up(Tensor d_h, Tensor gate_up, Tensor d_row_weight, Tensor plan, Tensor recv, "
            "str layer, int buffer, SymInt num_tokens, Tensor? after=None) -> (Tensor, Tensor)")
+# The gradient of a bias: a grouped GEMM to the tensor cores, but a sum to who counts operations (flops.py).
+lib.define("sum_of_rows(Tensor g, Tensor? row_weight, Tensor offsets) -> Tensor")
 
 
 def trains(layer, *tensors):
@@ -184,8 +186,15 @@ def _expert_of_row(offsets, num_rows):
     return (torch.searchsorted(offsets, row, right=True) - 1) % len(offsets)
 
 
+def _run_sum_of_rows(g, row_weight, offsets):
+    """Return the sum [L, N] of each expert's rows of g, times their weights: WGRAD with one other column."""
+    column = g.new_ones(g.shape[0]) if row_weight is None else row_weight.to(g.dtype)
+    columns = F.pad(column[:, None], (0, 15))
+    return torch.ops.epmoe.grouped_gemm(g, columns, offsets, None, None, WGRAD, 0, False)[..., 0].contiguous()
+
+
 for _name, _f in (("experts", _run_experts), ("experts_backward_down", _run_backward_down),
-                  ("experts_backward_up", _run_backward_up)):
+                  ("experts_backward_up", _run_backward_up), ("sum_of_rows", _run_sum_of_rows)):
     implement(lib, _name, _f)
 
 
@@ -214,6 +223,11 @@ def _(d_h, gate_up, d_row_weight, plan, recv, layer, buffer, num_tokens, after=N
             d_h.new_empty(num_tokens, layer.topk, dtype=torch.float32))
 
 
+@torch.library.register_fake("epmoe::sum_of_rows", lib=lib)
+def _(g, row_weight, offsets):
+    return g.new_empty(offsets.shape[0] - 1, g.shape[1])
+
+
 # ---- backward ----
 
 
@@ -227,14 +241,6 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(rows, h, row_weight, recv)
     ctx.save_for_backward(plan, gate_up, gate_up_bias, down, down_bias, rows, h, row_weight, recv)
-
-
-def _bias_gradient(bias, g, row_weight, offsets):
-    """Return the sum of each expert's rows of g, times the rows' weights: the WGRAD with one other column."""
-    column = g.new_ones(g.shape[0]) if row_weight is None else row_weight.to(g.dtype)
-    columns = F.pad(column[:, None], (0, 15))
-    sums = torch.ops.epmoe.grouped_gemm(g, columns, offsets, None, None, WGRAD, 0, False)
-    return sums[..., 0].to(bias.dtype)
 
 
 def _backward(ctx, dy, *_):
@@ -262,7 +268,7 @@ def _backward(ctx, dy, *_):
         if of_down:
             grads[5] = gradient_of(ctx.sinks[1], g, weighted, offsets)
         if of_down_bias:
-            grads[6] = _bias_gradient(down_bias, g, row_weight, offsets)
+            grads[6] = torch.ops.epmoe.sum_of_rows(g, row_weight, offsets).to(down_bias.dtype)
     del g, weighted  # their memory serves the combine
     if calls_combine:
         grads[0], d_weight = torch.ops.epmoe.experts_backward_up(d_h, gate_up, dots, plan, recv, ctx.layer,
@@ -271,7 +277,7 @@ def _backward(ctx, dy, *_):
     if of_gate_up:
         grads[3] = gradient_of(ctx.sinks[0], d_h, rows, offsets)
     if of_gate_up_bias:
-        grads[4] = _bias_gradient(gate_up_bias, d_h, None, offsets)
+        grads[4] = torch.ops.epmoe.sum_of_rows(d_h, None, offsets).to(gate_up_bias.dtype)
     return *grads, *[None] * 7
 
 

@@ -1,0 +1,123 @@
+"""What torch.utils.flop_counter.FlopCounterMode counts for epmoe's operators.
+
+As for torch's products, a product of M rows with weights [N, K] counts 2 * M * N * K, and additions,
+activations and quantisations count nothing.  M is the number of rows that the offsets of the experts name:
+not the rows that only a capacity makes room for, and no dropped choices.  Padding rows that the caller's
+offsets include are multiplied, and count.  The host reads the offsets for it.  Where it cannot (a tracer's
+tensors, the device "meta", a captured CUDA graph) all rows of the tensor count.
+"""
+
+import importlib.util
+import math
+import sys
+
+import torch
+
+from .fused_ops import expert_offsets
+from .ops import layer_of
+
+_MODULE = "torch.utils.flop_counter"
+
+
+def _num_rows(offsets, rows):
+    """Return how many of these rows belong to an expert."""
+    most = rows.shape[0]
+    cannot_read = (type(offsets) is not torch.Tensor or offsets.device.type == "meta"
+                   or offsets.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    if cannot_read:
+        return most
+    ends = offsets.tolist()
+    return min(max(ends[-1] - ends[0], 0), most)
+
+
+def _product(offsets, rows, *weights):
+    """Return the operations of a product of rows with each of some weights [L, N, K]."""
+    return 2 * _num_rows(offsets, rows) * sum(math.prod(w.shape[1:]) for w in weights)
+
+
+def _product_of_layer(layer, plan, rows, *weights):
+    return _product(expert_offsets(layer_of(layer), plan), rows, *weights)
+
+
+# The arguments have the names of the operators' schemas.
+
+
+def _grouped_gemm(a, b, offsets, *_, out_val, **__):
+    kind_is_wgrad = b.dim() == 2
+    return _product(offsets, a, out_val if kind_is_wgrad else b)
+
+
+def _grouped_gemm_fp8(a, b, a_scale, b_scale, offsets, *_, **__):
+    return _product(offsets, a, b)
+
+
+def _grouped_wgrad_add(a, b, offsets, out, *_, **__):
+    return _product(offsets, a, out)
+
+
+def _dispatch_gemm(x, weight, plan, gemm_weight, bias, layer, *_, out_val, **__):
+    return _product_of_layer(layer, plan, out_val[0], gemm_weight)
+
+
+def _dispatch_gemm_fp8(x, x_scale, weight, plan, gemm_weight, gemm_scale, bias, layer, *_, out_val, **__):
+    return _product_of_layer(layer, plan, out_val[0], gemm_weight)
+
+
+def _gemm_combine(a, gemm_weight, bias, row_weight, plan, recv, layer, *_, **__):
+    return _product_of_layer(layer, plan, a, gemm_weight)
+
+
+def _gemm_combine_fp8(a, a_scale, gemm_weight, gemm_scale, bias, row_weight, plan, recv, layer, *_, **__):
+    return _product_of_layer(layer, plan, a, gemm_weight)
+
+
+def _experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, *_, out_val, **__):
+    return _product_of_layer(layer, plan, out_val[1], gate_up, down)
+
+
+def _experts_backward_down(dy, plan, down, down_bias, h, row_weight, layer, *_, **__):
+    return _product_of_layer(layer, plan, h, down)
+
+
+def _experts_backward_up(d_h, gate_up, d_row_weight, plan, recv, layer, *_, **__):
+    return _product_of_layer(layer, plan, d_h, gate_up)
+
+
+_FORMULAS = (_grouped_gemm, _grouped_gemm_fp8, _grouped_wgrad_add, _dispatch_gemm, _dispatch_gemm_fp8,
+             _gemm_combine, _gemm_combine_fp8, _experts, _experts_backward_down, _experts_backward_up)
+
+
+def _register(flop_counter):
+    for formula in _FORMULAS:
+        operator = getattr(torch.ops.epmoe, formula.__name__[1:])
+        flop_counter.register_flop_formula(operator, get_raw=True)(formula)
+
+
+class _WhenImported:
+    """A finder of modules that finds torch.utils.flop_counter, and registers the formulas after its import.
+
+    An import by epmoe itself would import Triton, where it is installed: half a second.  A FlopCounterMode
+    takes the formulas that are registered when it is created, so the first call of an operator is too late.
+    """
+
+    def find_spec(self, name, path=None, target=None):
+        if name != _MODULE or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            _register(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def install():
+    """Register the formulas now, or when torch.utils.flop_counter is imported."""
+    if _MODULE in sys.modules:
+        _register(sys.modules[_MODULE])
+    else:
+        sys.meta_path.insert(0, _WhenImported())
