@@ -69,7 +69,7 @@ class ExpertMap:
         most = len(logical) - num_experts + 1
         rows = [of + [-1] * (most - len(of)) for of in replicas]
         counts = [len(of) for of in replicas]
-        rows, counts = (torch.tensor(t, device=p2l.device) for t in (rows, counts))
+        rows, counts = (torch.tensor(t, device=p2l.device, dtype=torch.int64) for t in (rows, counts))
         self._set(p2l.to(torch.int64, copy=True), rows, counts)
 
     def _set(self, physical_to_logical, logical_to_physical, counts):
@@ -117,7 +117,7 @@ class ExpertMap:
         for first in range(0, num_ranks * of_rank, of_rank):
             experts = list(range(min(first, num_experts), min(first + of_rank, num_experts)))
             held += experts + [-1] * (num_physical // num_ranks - len(experts))
-        return cls(torch.tensor(held, device="cpu"), num_experts)
+        return cls(torch.tensor(held, device="cpu", dtype=torch.int64), num_experts)
 
     def to(self, device):
         """Return a copy of the map on a device.
@@ -259,11 +259,11 @@ def balance_experts(tokens_per_expert, num_ranks, num_physical=None):
         The global balancing of DeepSeek's EPLB (Expert Parallelism Load Balancer): replicate_experts and
         balanced_packing.
     """
-    counted = torch.as_tensor(tokens_per_expert).cpu()
+    counted = torch.as_tensor(tokens_per_expert, dtype=torch.float64, device="cpu")
     if counted.dim() != 1 or not len(counted):
         raise ValueError(f"tokens_per_expert: wanted shape [E], got {list(counted.shape)}: call it for each "
                          f"layer")
-    tokens = counted.double().tolist()
+    tokens = counted.tolist()
     if not all(0 <= n < float("inf") for n in tokens):
         raise ValueError("tokens_per_expert: the numbers must be finite and not negative")
     num_physical = check_num_physical(len(tokens), num_ranks, num_physical)
@@ -282,4 +282,5 @@ def balance_experts(tokens_per_expert, num_ranks, num_physical=None):
                 key=lambda r: (totals[r], e in experts_of[r]))
         experts_of[r].append(e)
         totals[r] -= minus_tokens
-    return ExpertMap(torch.tensor([e for of in experts_of for e in sorted(of)], device="cpu"), len(tokens))
+    held = [e for of in experts_of for e in sorted(of)]
+    return ExpertMap(torch.tensor(held, device="cpu", dtype=torch.int64), len(tokens))

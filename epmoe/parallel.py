@@ -88,7 +88,7 @@ def prepare_ddp(model, process_group=None):
 def _groups_of_experts(moe):
     """Return the ranks of each group that has all experts, as rows of equal length.  Collective."""
     ranks = dist.get_process_group_ranks(moe.layer.world.group)
-    mine = torch.tensor([min(ranks), moe.layer.rank], device=moe.layer.device)
+    mine = torch.tensor([min(ranks), moe.layer.rank], device=moe.layer.device, dtype=torch.int64)
     theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(theirs, mine)
     rows = {}

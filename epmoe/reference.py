@@ -40,8 +40,8 @@ def plan(indices, num_experts, expert_alignment=1, expert_capacity=None):
     """
     num_ranks = len(indices)
     local = num_experts // num_ranks
-    counts = torch.zeros(num_ranks, num_experts, dtype=torch.int64)
-    send_tokens = torch.zeros(num_ranks, num_ranks, dtype=torch.int64)
+    counts = torch.zeros(num_ranks, num_experts, dtype=torch.int64, device="cpu")
+    send_tokens = torch.zeros(num_ranks, num_ranks, dtype=torch.int64, device="cpu")
     entries = []  # (expert, source, token, choice) of every choice that is not dropped
     for w, idx in enumerate(indices):
         idx = idx.long().cpu()
@@ -54,7 +54,7 @@ def plan(indices, num_experts, expert_alignment=1, expert_capacity=None):
     entries = torch.cat(entries)
     order = torch.argsort(entries[:, 0], stable=True)  # the list is ordered by source, token, choice already
     entries = entries[order]
-    token_row = [torch.full(tuple(i.shape), -1, dtype=torch.int64) for i in indices]
+    token_row = [torch.full(tuple(i.shape), -1, dtype=torch.int64, device="cpu") for i in indices]
     rows = []
     num = counts.sum(0)
     expert_rows = -(-num // expert_alignment) * expert_alignment
@@ -64,7 +64,7 @@ def plan(indices, num_experts, expert_alignment=1, expert_capacity=None):
         mine = entries[entries[:, 0] // local == r]
         here = slice(r * local, (r + 1) * local)
         padding = (expert_rows - num)[here]
-        at = torch.arange(len(mine)) + (padding.cumsum(0) - padding)[mine[:, 0] - r * local]
+        at = torch.arange(len(mine), device="cpu") + (padding.cumsum(0) - padding)[mine[:, 0] - r * local]
         rows.append(mine.new_full((int(expert_rows[here].sum()), 3), -1).index_copy(0, at, mine[:, 1:]))
         for w in range(num_ranks):
             of = mine[:, 1] == w
@@ -160,9 +160,9 @@ def combine(ys, p, indices, num_experts, weights=None, local_combine=False, fp8=
     device, dtype, hidden = ys[0].device, ys[0].dtype, ys[0].shape[1]
     out = []
     for rank, (idx, at) in enumerate(zip(indices, p["token_row"])):
-        total = torch.zeros(len(idx), hidden, device=device)
+        total = torch.zeros(len(idx), hidden, dtype=torch.float32, device=device)
         for group in range(num_ranks) if local_combine else [None]:
-            partial = torch.zeros(len(idx), hidden, device=device)
+            partial = torch.zeros(len(idx), hidden, dtype=torch.float32, device=device)
             for k in range(idx.shape[1]):
                 for r in range(num_ranks) if group is None else [group]:
                     of = (at[:, k] >= 0) & (idx[:, k].long().cpu() // local == r)

@@ -79,7 +79,7 @@ def learn_mesh(moe, mesh):
     known, key = _meshes.setdefault(world, {}), (mesh.device_type, mesh)
     if not is_spread(world) or key in known:
         return
-    mine = torch.tensor(mesh.mesh.tolist(), dtype=torch.int32)  # contiguous, also where a part has size 1
+    mine = torch.tensor(mesh.mesh.tolist(), dtype=torch.int32, device="cpu")  # contiguous, whatever the sizes
     rows = [raw.view(torch.int32).view(mine.shape) for raw in
             exchanged(world, mine.view(-1).view(torch.uint8))]
     groups = [world.group, *(mesh.get_group(i) for i in range(mesh.ndim))]
@@ -165,15 +165,15 @@ def own_part(moe, t, p):
     if shape is None:
         return distribute_tensor(t.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
     return DTensor.from_local(t, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape),
-                              stride=torch.empty(shape, device="meta").stride())
+                              stride=torch.empty(shape, device="meta", dtype=t.dtype).stride())
 
 
 def _placed(moe, t, first):
     """Return [L, ..] of this rank's physical experts.  t: the experts from `first` on."""
     if moe._held == list(range(first, first + t.shape[0])):
         return t
-    rows = torch.tensor(moe._held, device=t.device) - first
-    held = torch.tensor([e >= 0 for e in moe._held], device=t.device)
+    rows = torch.tensor(moe._held, device=t.device, dtype=torch.int64) - first
+    held = torch.tensor([e >= 0 for e in moe._held], device=t.device, dtype=torch.bool)
     out = t.new_zeros(len(rows), *t.shape[1:])
     as_bytes(out)[held] = as_bytes(t)[rows[held]]
     return out

@@ -254,14 +254,17 @@ def routing(pattern, num_tokens, topk, num_experts, num_ranks, rank, generator):
     local = num_experts // num_ranks
 
     def uniform(low=0, high=num_experts):
-        return torch.randint(low, high, (num_tokens, topk), generator=generator)
+        return torch.randint(low, high, (num_tokens, topk), generator=generator, device="cpu")
+
+    def random(columns):
+        return torch.rand(num_tokens, columns, generator=generator, dtype=torch.float32, device="cpu")
 
     def share(part):
-        return torch.rand(num_tokens, topk, generator=generator) < part
+        return random(topk) < part
 
     idx = uniform()
     if pattern == "distinct" and topk <= num_experts:
-        idx = torch.rand(num_tokens, num_experts, generator=generator).topk(topk).indices
+        idx = random(num_experts).topk(topk).indices
     elif pattern == "one_expert":
         idx[share(0.9)] = num_experts // 2
     elif pattern == "one_rank":

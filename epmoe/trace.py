@@ -127,7 +127,7 @@ def busy(events, spans, bins=400):
         A tuple (times in us [bins], {span: mean number of warps in it [bins]}).
     """
     end = int((events[:, 2] + events[:, 3]).max())
-    edges = torch.linspace(0, end, bins + 1)
+    edges = torch.linspace(0, end, bins + 1, dtype=torch.float32, device=events.device)
     found = {}
     for name in spans:
         number = next(n for n, text in SPANS.items() if text == name)

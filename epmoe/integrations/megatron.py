@@ -173,7 +173,8 @@ class EpmoeManager(_megatron._DispatchManager):
             ) from error
         if self.config.moe_router_dtype == "fp64":
             self.dispatched_probs = self.dispatched_probs.double()
-        self.tokens_per_expert = torch.tensor(self.handle.tokens_per_expert_list, device="cpu")
+        self.tokens_per_expert = torch.tensor(self.handle.tokens_per_expert_list, device="cpu",
+                                              dtype=torch.int64)
         return rows
 
     def combine(self, hidden_states, async_finish=False, allocate_on_comm_stream=False):

@@ -103,7 +103,7 @@ class EpmoePrepareAndFinalize(_Base):
         if more:
             held = [e if e < end else -1 for first, end in zip([0] + ends, ends)
                     for e in range(first, first + num + 1)]
-            self._map = ExpertMap(torch.tensor(held, device=device), num_experts)
+            self._map = ExpertMap(torch.tensor(held, device=device, dtype=torch.int64), num_experts)
             self._num_physical = len(held)
         shape = hidden, topk, self._num_physical, dtype, device
         layers.make_layer(group, max_tokens, *shape)

@@ -222,7 +222,7 @@ class Fixed:
         self._defers = self.device.type == "cuda"
         # word_of the first plan that is void since the last error was raised
         self._word = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self._host_word = torch.zeros(1, dtype=torch.int32, pin_memory=self._defers)
+        self._host_word = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=self._defers)
 
     def _plan_on_all(self, exp_indices, scatter, buffer):
         """Make the plan of the node and tell the rail whether it is void, without a host read on CUDA."""

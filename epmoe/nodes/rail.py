@@ -125,7 +125,7 @@ class TorchRail:
         if t.device.type == "cpu":
             return t.tolist()
         with self._named():
-            host = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+            host = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)
             host.copy_(t, non_blocking=True)
             self.wait_for(torch.cuda.current_stream(t.device).record_event())
         return host.tolist()
