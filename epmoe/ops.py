@@ -29,8 +29,9 @@ lib.define("combine(Tensor rows, Tensor? row_weight, Tensor? row_scalar, Tensor 
 def layer_of(idx):
     layer = layers.get(idx)
     if layer is None:
-        raise RuntimeError(f"epmoe layer {idx} does not exist any more: keep a reference to the layer while "
-                           f"compiled code or a backward uses it")
+        raise RuntimeError(f"this process has no epmoe layer {idx}: keep a reference to the layer while "
+                           f"compiled code or a backward uses it; a program that was made in another process "
+                           f"names a layer of that process, and cannot be used here")
     return layer
 
 
@@ -77,12 +78,25 @@ def register_fake(name):
     def register(fn):
         @torch.library.register_fake(f"epmoe::{name}", lib=lib)
         def fake(*args, **kwargs):
+            check_not_exported()
             from .inductor import keep_order  # slow to import; a compiler has imported most of it
 
             keep_order()
             return fn(*args, **kwargs)
 
     return register
+
+
+def check_not_exported():
+    """Raise RuntimeError inside of torch.export.
+
+    An operator names a layer by its number in this process.  An exported program may be loaded in another
+    process, and would then use whatever layer has the number there.
+    """
+    if torch.compiler.is_exporting():
+        raise RuntimeError("torch.export: a layer of epmoe is memory that the ranks of this process's group "
+                           "share, which an exported program cannot hold: export the parts of the model "
+                           "around it, or use torch.compile")
 
 
 def rows_to_trace(layer, num_rows):

@@ -45,6 +45,19 @@ def test_moe_traced_calls_are_right(ranks, how, capacity):
         assert same == [True, True, True]
 
 
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_moe_is_not_exported(dtype, strict):
+    """An exported program would name the layer by its number, which is another layer in another process."""
+    moe = epmoe.EPMoE(16, 16, 4, 2, max_tokens=8, dtype=dtype, device="cpu")
+    args = torch.ones(4, 16, dtype=dtype), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
+    with pytest.raises(RuntimeError, match="torch.export: a layer of epmoe is memory that the ranks"):
+        torch.export.export(moe, args, strict=strict)
+    assert moe(*args).shape == (4, 16)
+    moe.finalize()
+
+
 TRANSFORMS = {
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
