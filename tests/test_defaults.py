@@ -17,8 +17,8 @@ pytestmark = pytest.mark.cpu_only
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
 SIZES = dict(max_tokens=16, topk=2, hidden=128, dtype=BF16, device=CPU)
 # Makers of tensors.  Those of the second line make integers from integers.
-MAKERS = {"empty", "zeros", "ones", "full", "tensor", "as_tensor", "asarray", "rand", "randn", "linspace", "eye",
-          "scalar_tensor", "empty_strided", "arange", "randint", "randperm"}
+MAKERS = {"empty", "zeros", "ones", "full", "tensor", "as_tensor", "asarray", "rand", "randn", "linspace",
+          "eye", "scalar_tensor", "empty_strided", "arange", "randint", "randperm"}
 MAKE_INTEGERS = {"arange", "randint", "randperm"}
 
 
@@ -69,8 +69,8 @@ def experts(rank, size, dtype, **options):
 
 def replicas(rank, size):
     """Maps, and a module with replicas."""
-    maps = [epmoe.balance_experts(tokens, size, 8) for tokens in
-            ([9, 1, 1, 1], torch.tensor([9, 1, 1, 1], device=CPU), torch.tensor([.5, 1.5, 2.5, 9], device=CPU))]
+    counts = [9, 1, 1, 1], torch.tensor([9, 1, 1, 1], device=CPU), torch.tensor([.5, 1.5, 9, 9], device=CPU)
+    maps = [epmoe.balance_experts(tokens, size, 8) for tokens in counts]
     torch.manual_seed(0)
     moe = epmoe.EPMoE(128, 128, 4, 2, max_tokens=16, dtype=BF16, device=CPU, num_physical=8)
     with torch.no_grad():

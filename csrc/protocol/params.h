@@ -106,8 +106,8 @@ typedef struct {
     uint32_t waits_for_expert;
 } EpDispatchGemmParams;
 
-/* The same for rows in FP8: plain.dispatch is as in EpDispatchFp8Params, and plain.gemm.is_f16 is the dtype
- * of out and bias. */
+/* Dispatch + GEMM of rows in FP8. plain.dispatch moves bytes, as the dispatch of EpDispatchFp8Params does.
+ * plain.gemm.is_f16: out and bias are float16, and not bfloat16. The rows and weights are FP8. */
 typedef struct {
     EpDispatchGemmParams plain;
     EpRowScales row_scales;

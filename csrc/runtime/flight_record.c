@@ -70,11 +70,13 @@ static void put_record(Out *o, const EpRecord *r, const EpCallRecord *n) {
 static uint32_t num_records(const EpRankCalls *k) {
     return k->has_records ? k->records.num < EP_SENT_RECORDS ? k->records.num : EP_SENT_RECORDS : 0;
 }
-/* Three helpers: a rank's last call record, or NULL; its step, or 0; whether its steps can be compared. */
+/* The last call record of a rank, or NULL. */
 static const EpCallRecord *last_record(const EpRankCalls *k) {
     return num_records(k) ? &k->records.at[num_records(k) - 1] : NULL;
 }
+/* The step of the last call record, or 0. */
 static uint64_t step_of(const EpRankCalls *k) { return num_records(k) ? last_record(k)->step : 0; }
+/* Whether the steps of a rank can be compared with those of others: they follow the order of its calls. */
 static bool is_sure(const EpRankCalls *k) { return k->has_records && !k->records.is_order_unknown; }
 /* The rank's collective call at a step, or NULL. */
 static const EpCallRecord *record_at(const EpRankCalls *k, uint64_t step) {

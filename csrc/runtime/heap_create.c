@@ -20,7 +20,8 @@
 
 #define MAX_HEAP_BYTES (1ull << 46)
 
-/* The word that rank `from` writes into the heap of rank `to`. */
+/* The word that rank `from` writes into the heap of rank `to`: "epMOE" in ASCII, then the two ranks, so that
+ * a word in the wrong heap, or from the wrong rank, is noticed. */
 static uint64_t self_test_value(uint32_t from, uint32_t to) { return 0x65704d4f45000000ull | from << 8 | to; }
 
 /* Test every pair of ranks. Each rank writes a word into every heap and reads it back through the link. After

@@ -109,7 +109,7 @@ def short_table(figures):
                      f"{row['tflops']:.0f}" if figures.is_gpu else "",
                      _times(figures.ms("layer", "torch layer", shape=shape), row["ms"]),
                      _times(theirs, row["ms"], "" if same_run else "\\*"), training])
-    head = ["model shape", "H, I, E, K", "T", "forward", "TFLOP/s per GPU", "vs torch + NCCL", "vs DeepEP",
+    head = ["model shape", "H, I, E, K", "T", "forward", "TFLOP/s per GPU", "vs torch + NCCL", "vs DeepEP V1",
             "forward + backward vs torch"]
     return markdown(head, rows)
 
@@ -265,7 +265,7 @@ def short_block(figures, plots, folder):
              "run."]
     if has_recorded(figures)[1]:
         o = figures.recorded
-        notes.append(f"\\* DeepEP with torch's grouped GEMMs, recorded in another run ({o['machine']}, "
+        notes.append(f"\\* DeepEP V1 with torch's grouped GEMMs, recorded in another run ({o['machine']}, "
                      f"{o['date']}).")
     if any("†" in line for line in lines):
         o = figures.one_gpu

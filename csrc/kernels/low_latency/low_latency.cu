@@ -64,7 +64,7 @@ EP_FN bool read_routes(const EpLlDispatchParams &p, const Routes &m, uint32_t fi
     }
     if (ok) return true;
     record_wrong(p, found, epoch);
-    __syncthreads(); /* the fault is recorded before thread 0 leaves the operation */
+    __syncthreads(); /* the fault is recorded before thread 0 counts this CTA as finished */
     return false;
 }
 

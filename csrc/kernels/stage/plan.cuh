@@ -41,8 +41,8 @@ struct Round {
 struct Choice {
     int32_t expert;    /* or -1 */
     uint32_t rank : 8; /* rank of the expert; 0 if the choice is dropped */
-    /* Only if slots are sorted, else 0: of the token's choices at this rank, this one has the lowest
-     * (highest) expert. */
+    /* Both are 0 unless slots are sorted. Among the choices that the token has at `rank`, this one has the
+     * lowest expert (is_first), or the highest (is_last). */
     uint32_t is_first : 1;
     uint32_t is_last : 1;
     uint32_t ranks : EP_MAX_RANKS; /* in lane j: bit r is set if token j of the round goes to rank r */
