@@ -77,7 +77,20 @@ def run_every_command(rank, world_size, folder):
     results["with DeepEP"] = run_command(["a2a", "--shapes", "qwen3-30b", "--iters", "1"])
     results["decode with DeepEP"] = run_command(["decode", "--tokens", "3", "--iters", "1"])
     results["layer with DeepEP"] = run_command(["layer", "--shapes", "qwen3-30b", "--iters", "1"])
+    import deep_ep
+
+    with unittest.mock.patch.object(deep_ep.Buffer, "get_dispatch_layout", refuses(rank)):
+        for bench in ("layer", "a2a"):
+            results[f"{bench}, refused"] = run_command([bench, "--shapes", "qwen3-30b", "--iters", "1"])
     return results, deep_ep_and_reference(rank, world_size), error_of_wrong_sum(rank)
+
+
+def refuses(rank):
+    """DeepEP's get_dispatch_layout where it refuses a shape."""
+    def refuse(*arguments):
+        raise AssertionError(f"rank {rank}: num_experts_per_rank <= 64")
+
+    return refuse
 
 
 def error_of_wrong_sum(rank):
@@ -227,6 +240,16 @@ def test_bench_compares_with_deep_ep_if_importable(results):
     layers, more, _ = results[1][0][0]["layer with DeepEP"]
     assert "gloo, DeepEP" in out and max(map(len, (out + more).splitlines())) <= 100
     assert {"DeepEP layer, 24 SMs", "DeepEP layer, 48 SMs"} < {r["impl"] for r in layers}
+
+
+@pytest.mark.parametrize("bench", ["layer", "a2a"])
+def test_bench_leaves_out_deep_ep_where_it_refuses_a_shape(results, bench):
+    rows, out, _ = results[1][0][0][f"{bench}, refused"]
+    why = "AssertionError: rank 0: num_experts_per_rank <= 64"
+    assert f"no DeepEP for qwen3-30b-small with 48 SMs: {why}" in out
+    impls = {r["impl"] for r in rows}
+    assert any("epmoe" in impl for impl in impls) and not any("DeepEP" in impl for impl in impls)
+    assert not any("DeepEP" in r.get("ratios", {}) for r in rows)
 
 
 def test_bench_decode_compares_times_of_one_kind(results):

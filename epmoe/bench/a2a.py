@@ -45,7 +45,8 @@ def measure(run, shape, bench="a2a", num_sm=None, peers=True):
             run.record(bench, shape, "torch combine", combine_over["torch"])
         if peers and run.deep_ep:
             best = best_deep_ep(run, layer, shape, bench, inputs, torch_peer)
-            dispatch_over["DeepEP"], combine_over["DeepEP"] = best
+            for stage, over in (("dispatch", dispatch_over), ("combine", combine_over)):
+                over |= {"DeepEP": best[stage]} if stage in best else {}
         if run.on_gpu:
             record("epmoe plan, in a graph", graphed(lambda: layer._plan(idx, None, 0), run.cpu_group))
         record("epmoe plan", run.time(layer, lambda: layer._plan(idx, None, 0)))
@@ -59,14 +60,16 @@ def measure(run, shape, bench="a2a", num_sm=None, peers=True):
 
 
 def best_deep_ep(run, layer, shape, bench, inputs, torch_peer, sm_counts=(24, 48)):
-    """Return the ms of DeepEP's layout + dispatch + permute, and of its unpermute + combine.
+    """Return {stage: ms} of DeepEP's layout + dispatch + permute, and of its unpermute + combine.
 
-    Each at its best number of SMs.
+    Each at its best number of SMs.  Empty if DeepEP refuses the shape.
     """
     best = {}
     for num_sm in sm_counts:
         run.bar.show(f"{bench} {shape.name}: DeepEP, {num_sm} SMs")
         peer = run.deep_ep_peer(shape, inputs, num_sm)
+        if peer is None:
+            continue
         peer.tune(lambda fn: run.time(layer, fn, iters=5))
         rows = experts(peer.dispatch(), peer.expert_offsets, layer.rank * layer.num_local_experts)
         run.agree(sums_error(peer.combine(rows), rows, torch_peer)
@@ -76,4 +79,4 @@ def best_deep_ep(run, layer, shape, bench, inputs, torch_peer, sm_counts=(24, 48
             run.record(bench, shape, f"DeepEP {stage}, {num_sm} SMs", ms, num_sm=num_sm,
                        chunk=peer.chunk[stage])
             best[stage] = min(ms, best.get(stage, ms))
-    return best["dispatch"], best["combine"]
+    return best

@@ -110,7 +110,17 @@ class Run:
         return TorchAllToAll(*inputs, shape.experts, self.size)
 
     def deep_ep_peer(self, shape, inputs, num_sm):
-        return deep_ep.DeepEP(self.deep_ep, *inputs, shape.experts, self.size, num_sm)
+        """Return the peer, or None on all ranks and say why, if DeepEP refuses the shape.  Collective."""
+        peer, error = None, "another rank could not call it"
+        try:
+            peer = deep_ep.DeepEP(self.deep_ep, *inputs, shape.experts, self.size, num_sm)
+            peer.combine(peer.dispatch())
+        except Exception as e:  # an assertion about the number of experts of a rank, for example
+            peer, error = None, f"{type(e).__name__}: {e}".strip().split("\n")[0]
+        if slowest(self.cpu_group, float(peer is None)):
+            self.say(f"no DeepEP for {shape.name} with {num_sm} SMs: {error}"[:100])
+            return None
+        return peer
 
     def agree(self, error):
         """Raise on all ranks if any has found an error, so that none waits for it.  Collective."""
