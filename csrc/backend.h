@@ -108,8 +108,6 @@ int ep_comm_open(EpCommBuffer *b, const EpShape *shape);
 void ep_comm_close(EpCommBuffer *b); /* local */
 /* Begin the call record of an operation of this buffer. ep_world_end_call ends it. */
 uint64_t ep_comm_begin_call(EpCommBuffer *b, uint32_t op, uint64_t num_tokens, int code, void *stream);
-/* 0, or an error in a process that was forked, and in a signal handler that runs while an operation waits. */
-int ep_comm_check_caller(EpWorld *world);
 /* Called before an operation: 0, or the error of the world or of an earlier operation of this buffer. */
 int ep_comm_check(EpCommBuffer *b, void *stream);
 /* End the world, because this rank could not launch an operation on its GPU: it cannot refuse by a header,
@@ -122,6 +120,9 @@ EpWorld *ep_heap_world(const EpHeap *heap);
 int ep_heap_quiesce(EpHeap *heap);
 /* 0, or the error of a call on a heap that is closed. */
 int ep_heap_check_open(const EpHeap *heap);
+/* Local: the owner of this allocation was destroyed without a close. The allocation is free after all ranks
+ * have said this of it, from their next allocation or free on, which is collective. */
+void ep_heap_drop(EpHeap *heap, uint64_t off);
 /* The layers of the heap that are orphans. They hold no reference to it. */
 EpOrphans *ep_heap_layers(EpHeap *heap);
 /* Destroy the orphans of the heap and of its world. May wait for the GPU. */

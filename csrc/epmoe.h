@@ -63,6 +63,11 @@ int ep_world_refuse(EpWorld *world, int code);
  * function returns true, the wait and its world end. The Python module uses it to check for Ctrl-C. There is
  * one function for the whole process; NULL removes it. */
 void ep_world_set_interrupt(bool (*wanted)(void));
+/* The program waits, in code of its own, on behalf of an operation of this thread. Calls of this thread that
+ * a signal handler makes meanwhile are refused. Returns what was set before. */
+bool ep_world_set_waiting(bool is_waiting);
+/* 0, or EP_EINVAL in a signal handler that runs while this thread waits. */
+int ep_world_check_handler(void);
 /* 0, or the reason for which the world has ended. */
 int ep_world_check(EpWorld *world);
 /* One bit for each rank that this rank knows to be gone: the rank has died, or it left alone and an

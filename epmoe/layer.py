@@ -381,6 +381,9 @@ class EPAll2AllLayer(Fp8Dispatch, LayerCalls, LayerParts):
     def finalize(self):
         """Give the layer's memory back.  Collective; a second call does nothing.
 
+        Operations of other threads of this rank go on until all ranks have come to this call.  It waits for
+        them, and then refuses new ones (EpClosed).
+
         As a context manager, the layer does this at the end of the block, unless an exception leaves it.
 
         Raises:

@@ -182,6 +182,7 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
         char text[512];
         snprintf(text, sizeof text, "%s", ep_error_text());
         for (uint32_t i = 0; i < made; i++) ep_heap_free(heap, l->buffers[i].off);
+        l->num_freed = config->num_buffers;
         ep_layer_release(l);
         return ep_error(code, "%s", text);
     }
@@ -190,57 +191,98 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
 }
 
 int ep_layer_agree(EpWorld *world, const EpLayerConfig *config, int status) {
-    uint64_t num_bytes,
-        record =
-            ep_world_begin_call(world, &(EpCallRecord){.what = EP_CALL_LAYER_AGREE, .code = (int16_t)status});
+    const EpCallRecord call = {.what = EP_CALL_LAYER_AGREE, .code = (int16_t)status};
+    uint64_t num_bytes, record;
+    EP_TRY(ep_world_enter_call(world, &call, &record));
     int code = agree(world, config, status ? status : ep_layer_check_config(config, &num_bytes));
-    ep_world_end_call(world, record, code);
+    ep_world_leave_call(world, record, code);
     return code;
 }
 
 int ep_layer_create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
+    const EpCallRecord call = {.what = EP_CALL_LAYER_CREATE, .of = ep_heap_number(heap)};
+    uint64_t record;
+    EP_TRY(ep_world_enter_call(ep_heap_world(heap), &call, &record));
     ep_heap_reap(heap); /* the new layer may need their places in the world */
-    uint64_t record = ep_world_begin_call(
-        ep_heap_world(heap), &(EpCallRecord){.what = EP_CALL_LAYER_CREATE, .of = ep_heap_number(heap)});
     int code = create(heap, config, out);
-    ep_world_end_call(ep_heap_world(heap), record, code);
+    ep_world_leave_call(ep_heap_world(heap), record, code);
     return code;
 }
 
-int ep_layer_close(EpLayer *l) {
+/* Lock all buffers: no other thread of this rank is in an operation then. 0, or an error and no lock. */
+static int lock_all(EpLayer *l) {
     int code = 0;
-    if (l->closed && l->num_freed == l->config.num_buffers) return 0;
-    if (ep_world_is_forked(ep_heap_world(l->heap))) {
-        /* Another thread may have held the lock at the fork; in this process nothing would release it. */
-        return ep_world_check(ep_heap_world(l->heap));
+    for (uint32_t i = 0; i < l->config.num_buffers && !code; i++) {
+        code = ep_layer_lock(l, i);
+        for (uint32_t k = i; code && k-- > 0;) pthread_mutex_unlock(&l->locks[k]);
     }
-    uint64_t record = ep_world_begin_call(
-        ep_heap_world(l->heap), &(EpCallRecord){.what = EP_CALL_LAYER_CLOSE, .of = l->buffers[0].of});
+    return code;
+}
+
+/* Free the buffers, which are locked. code: 0, or the reason why this rank frees nothing together with the
+ * others: the heap is closed, or the world has ended. */
+static int close_locked(EpLayer *l, int code) {
+    EpWorld *world = ep_heap_world(l->heap);
     /* Peers may pull from this rank, and this rank from peers, until the last kernel has ended. Only
      * after that may the memory be used for something else. */
     int synced = ep_heap_quiesce(l->heap);
-    const bool is_idle = !synced && !ep_world_check(ep_heap_world(l->heap));
+    const bool is_idle = !synced && !ep_world_check(world);
     while (l->num_freed < l->config.num_buffers && !code) {
         code = ep_heap_free(l->heap, l->buffers[l->num_freed].off);
         if (!code) l->num_freed++;
     }
-    if (code == EP_ECLOSED || ep_world_check(ep_heap_world(l->heap)))
+    if (code == EP_ECLOSED || ep_world_check(world))
         l->num_freed = l->config.num_buffers; /* the heap or the world has freed all buffers */
     /* The freed memory may belong to another allocation now, so the watchdog must not read it. */
-    for (uint32_t i = 0; i < l->num_freed; i++) ep_world_unwatch(ep_heap_world(l->heap), &l->buffers[i]);
+    for (uint32_t i = 0; i < l->num_freed; i++) ep_world_unwatch(world, &l->buffers[i]);
     /* The GPU has finished, so that nothing is left for a destructor to wait for. */
     for (uint32_t i = 0; i < l->num_freed && l->buffers[i].on_stream && is_idle; i++)
         ep_comm_close(&l->buffers[i]);
     if (is_idle) ep_heap_reap(l->heap);
-    /* If nothing was freed, a rank was in another call. Then all ranks can close the layer again. */
     l->closed = l->num_freed > 0;
-    ep_world_end_call(ep_heap_world(l->heap), record, code);
     return code ? code : synced;
+}
+
+/* The close has two steps, because other threads of a rank may be in operations:
+ *   1. All ranks come to the close. Meanwhile the operations go on, and new ones begin: a rank that is late
+ *      may still be in an operation that this rank's other thread has not entered yet.
+ *   2. Each rank waits for the operations of its other threads, by taking the locks of all buffers, and then
+ *      frees the memory. Operations that begin later find the layer closed.
+ * ep_layer_lock is taken inside of a call here. Never the reverse: an operation, which holds a lock of a
+ * buffer, enters no call of ep_world_enter_call. So no deadlock is possible. */
+static int close_layer(EpLayer *l) {
+    EpWorld *world = ep_heap_world(l->heap);
+    unsigned char mine = 0, all[EP_MAX_RANKS];
+    char why[512];
+    if (l->closed) return 0; /* by another thread, while this one waited to enter the call */
+    int code = ep_heap_check_open(l->heap);
+    if (!code) code = ep_world_exchange(world, &mine, 1, all);
+    snprintf(why, sizeof why, "%s", ep_error_text());
+    /* A rank was in another call. Nothing has happened. */
+    if (code && code != EP_ECLOSED && !ep_world_check(world)) return ep_error(code, "%s", why);
+    EP_TRY(lock_all(l));
+    const int before = code;
+    code = close_locked(l, code);
+    for (uint32_t i = 0; i < l->config.num_buffers; i++) pthread_mutex_unlock(&l->locks[i]);
+    return before ? ep_error(before, "%s", why) : code;
+}
+
+int ep_layer_close(EpLayer *l) {
+    EpWorld *world = ep_heap_world(l->heap);
+    uint64_t record;
+    if (l->closed) return 0;
+    EP_TRY(ep_world_enter_call(world, &(EpCallRecord){.what = EP_CALL_LAYER_CLOSE, .of = l->buffers[0].of},
+                               &record));
+    const int code = close_layer(l);
+    ep_world_leave_call(world, record, code);
+    return code;
 }
 
 static void destroy(void *layer) {
     EpLayer *l = (EpLayer *)layer;
     for (uint32_t i = 0; i < l->config.num_buffers; i++) ep_comm_close(&l->buffers[i]);
+    /* The heap is still there, perhaps with other layers. */
+    for (uint32_t i = l->num_freed; i < l->config.num_buffers; i++) ep_heap_drop(l->heap, l->buffers[i].off);
     for (uint32_t i = 0; i < EP_MAX_BUFFERS; i++) pthread_mutex_destroy(&l->locks[i]);
     free(l);
 }
@@ -285,7 +327,7 @@ int ep_layer_lock(EpLayer *l, uint32_t buffer) {
                         l->config.num_buffers);
     /* Before the wait: in a forked process nothing may release the lock, and a signal handler would wait for
      * the thread that it runs in. */
-    EP_TRY(ep_comm_check_caller(ep_heap_world(l->heap)));
+    EP_TRY(ep_world_check_caller(ep_heap_world(l->heap)));
     if (!pthread_mutex_trylock(&l->locks[buffer])) return 0;
     for (;;) {
         struct timespec until;
@@ -361,7 +403,7 @@ int ep_layer_barrier(EpLayer *l, uint32_t buffer, void *stream) {
 int ep_layer_sync(EpLayer *l, void *stream) {
     if (l->closed) return ep_error(EP_ECLOSED, "this layer is finalized: create a new one");
     EP_TRY(ep_heap_backend(l->heap)->sync(ep_heap_device(l->heap), stream, ep_heap_world(l->heap)));
-    EP_TRY(ep_comm_check_caller(ep_heap_world(l->heap)));
+    EP_TRY(ep_world_check_caller(ep_heap_world(l->heap)));
     /* On the CPU a call of another thread may wait for peers now, and returns its error itself. */
     const bool waits = ep_heap_kind(l->heap) != EP_CPU;
     int code = 0;

@@ -17,9 +17,9 @@ struct EpLayer {
     EpHeap *heap;
     EpLayerConfig config;
     atomic_int num_refs;
-    bool closed;
+    atomic_bool closed; /* set while all locks are held; some readers hold none */
     EpOrphan orphan;
-    uint32_t num_freed;                 /* buffers that ep_layer_close has freed */
+    uint32_t num_freed;                 /* buffers whose heap memory is free; written inside of calls */
     uint64_t ticket[EP_MAX_BUFFERS];    /* number of the newest plan of each buffer */
     const void *newest[EP_MAX_BUFFERS]; /* address of that plan */
     EpCommBuffer buffers[EP_MAX_BUFFERS];

@@ -73,6 +73,17 @@ FAST(world_check) {
     return w ? ep_done(ep_world_check(w)) : NULL;
 }
 
+FAST(world_check_handler) {
+    WANT(0);
+    return ep_done(ep_world_check_handler());
+}
+
+FAST(world_set_waiting) {
+    WANT(1);
+    const int is_waiting = PyObject_IsTrue(args[0]);
+    return is_waiting < 0 ? NULL : PyBool_FromLong(ep_world_set_waiting(is_waiting == 1));
+}
+
 /* None while the world has not ended, otherwise (code, text). */
 FAST(world_reason) {
     char text[EP_END_BYTES];
@@ -176,7 +187,9 @@ FAST(world_refuse) {
 }
 
 PyMethodDef ep_world_methods[] = {
-    METHOD(world_listen),  METHOD(world_unlisten),      METHOD(world_create),      METHOD(world_threads),
-    METHOD(world_check),   METHOD(world_lost_ranks),    METHOD(world_set_timeout), METHOD(world_close),
-    METHOD(worlds_settle), METHOD(world_flight_record), METHOD(world_exchange),    METHOD(world_refuse),
-    METHOD(world_reason),  METHOD(world_abort),         METHOD(world_set_place),   {NULL, NULL, 0, NULL}};
+    METHOD(world_listen),        METHOD(world_unlisten),    METHOD(world_create),
+    METHOD(world_threads),       METHOD(world_check),       METHOD(world_lost_ranks),
+    METHOD(world_set_timeout),   METHOD(world_close),       METHOD(worlds_settle),
+    METHOD(world_flight_record), METHOD(world_exchange),    METHOD(world_refuse),
+    METHOD(world_reason),        METHOD(world_abort),       METHOD(world_set_place),
+    METHOD(world_check_handler), METHOD(world_set_waiting), {NULL, NULL, 0, NULL}};

@@ -70,19 +70,11 @@ static bool is_default_stream_of_threads(const EpCommBuffer *b, const void *stre
            (uintptr_t)stream <= 1;
 }
 
-int ep_comm_check_caller(EpWorld *world) {
-    if (ep_world_is_forked(world)) return ep_world_check(world);
-    if (ep_is_asking())
-        return ep_error(EP_EINVAL, "a signal handler called epmoe while an operation waits: let the handler "
-                                   "set a flag, or raise an exception");
-    return 0;
-}
-
 int ep_comm_check(EpCommBuffer *b, void *stream) {
     EpWorld *world = b->world;
     const EpBackend *backend = b->backend;
     EpHostWords *host = b->comm.host;
-    EP_TRY(ep_comm_check_caller(world));
+    EP_TRY(ep_world_check_caller(world));
     if (!host) return ep_error(EP_ECLOSED, "this heap or layer was closed during the call");
     if (is_default_stream_of_threads(b, stream)) {
         ep_error(EP_EINVAL, "ranks that are threads share the default stream, so each would wait there for "

@@ -1,10 +1,18 @@
 /* exchange.c - the exchange: each rank sends a few bytes to all others and waits for the bytes of all others.
  *
- * Exports: ep_world_exchange, _exchange_fd, _refuse and _agree.
+ * Exports: ep_world_exchange, _exchange_fd, _refuse and _agree; the calls of a rank: ep_world_enter_call,
+ * _leave_call, _begin_call, _end_call, _interrupt, _order_unknown and _uncount_calls.
  * A frame names the collective call that the exchange is part of. So ranks that are in different calls get
  * EP_EMISMATCH. A rank that failed before the exchange sends its error code instead of data.
- * Invariant: exchange number n of a rank meets exchange number n of every other rank, also if it fails. So
- * the next exchange works after an error of this one, as long as the world has not ended. */
+ * Invariants:
+ *   (1) Exchange number n of a rank meets exchange number n of every other rank, also if it fails. So the
+ *       next exchange works after an error of this one, as long as the world has not ended.
+ *   (2) An exchange succeeds on all ranks or on none, as long as the world has not ended. Every rank compares
+ *       the same frames, and frames belong together only if the call and the number of bytes are equal. If
+ *       not all are equal, then every rank finds one that differs from its own. No value stands for "any
+ *       call": with one, a rank that sends it would agree with two ranks that do not agree with each other.
+ *   (3) A call may have several exchanges. At most one thread of a rank is in such a call. So the exchanges
+ *       of two calls of a rank never mix, and (2) holds for whole calls. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -25,6 +33,61 @@ static bool is_interrupted(EpWorld *w) {
     pthread_mutex_lock(&w->lock);
     return yes;
 }
+
+/* ---- calls ---- */
+
+uint64_t ep_world_begin_call(EpWorld *w, const EpCallRecord *record) {
+    return ep_ring_begin(&w->ring, record);
+}
+void ep_world_end_call(EpWorld *w, uint64_t record, int code) {
+    ep_ring_end(&w->ring, record, code);
+    if (ep_take_interrupt()) ep_world_interrupt(w);
+}
+int ep_world_interrupt(EpWorld *w) {
+    char text[80];
+    snprintf(text, sizeof text, "rank %u was interrupted in an operation", w->rank);
+    ep_world_abort(w, EP_ECLOSED, w->rank, text);
+    return ep_world_check(w);
+}
+void ep_world_order_unknown(EpWorld *w) { ep_ring_order_unknown(&w->ring); }
+void ep_world_uncount_calls(EpWorld *w, uint64_t num) {
+    ep_ring_order_unknown(&w->ring);
+    atomic_fetch_sub_explicit(&w->ring.step, num, memory_order_relaxed);
+}
+
+int ep_world_enter_call(EpWorld *w, const EpCallRecord *call, uint64_t *record) {
+    EP_TRY(ep_world_check_caller(w));
+    *record = 0;
+    if (ep_ring_is_in_call(&w->ring)) return 0; /* a part of a call that has this world already */
+    int code = 0;
+    pthread_mutex_lock(&w->lock);
+    /* The wait has no limit of its own: every wait of the thread that is in a call has one. */
+    while (w->in_call && !code) {
+        const uint64_t next = ep_now_ns() + EP_INTERRUPT_NS;
+        const struct timespec t = {(time_t)(next / 1000000000u), (long)(next % 1000000000u)};
+        if (pthread_cond_timedwait(&w->changed, &w->lock, &t) == ETIMEDOUT && is_interrupted(w)) {
+            char text[80];
+            snprintf(text, sizeof text, "rank %u was interrupted before a collective call", w->rank);
+            ep_world_end(w, EP_ECLOSED, w->rank, text);
+            code = ep_world_check_locked(w);
+        }
+    }
+    if (!code) w->in_call = true;
+    pthread_mutex_unlock(&w->lock);
+    if (!code) *record = ep_world_begin_call(w, call);
+    return code;
+}
+
+void ep_world_leave_call(EpWorld *w, uint64_t record, int code) {
+    ep_world_end_call(w, record, code);
+    if (!record) return; /* this thread is still in the call of which this one was a part */
+    pthread_mutex_lock(&w->lock);
+    w->in_call = false;
+    pthread_cond_broadcast(&w->changed);
+    pthread_mutex_unlock(&w->lock);
+}
+
+/* ---- exchanges ---- */
 
 /* Wait for peer r's frame of this exchange. Returns 0, or the error with which the world ended. The caller
  * holds the world's lock, which the wait releases while it sleeps. A timeout or Ctrl-C ends the world.
@@ -79,7 +142,7 @@ static int check_frame(uint32_t r, const EpFrame *its, const EpFrame *mine, void
         return ep_error(EP_EPEER,
                         "rank %u could not take part in the exchange: %s. See the error that it raised.", r,
                         ep_error_name(its->code));
-    if (its->about != mine->about && its->about && mine->about) {
+    if (its->about != mine->about) {
         ep_about_name(its->about, its_call, sizeof its_call);
         ep_about_name(mine->about, my_call, sizeof my_call);
         return ep_error(EP_EMISMATCH,
@@ -124,8 +187,8 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
     if (num_bytes > EP_EXCHANGE_BYTES)
         return ep_error(EP_EINVAL, "an exchange carries at most %u bytes, not %u", EP_EXCHANGE_BYTES,
                         num_bytes);
-    EpCallRecord record = {.what = EP_CALL_EXCHANGE, .size = num_bytes};
-    uint64_t number = ep_ring_begin(&w->ring, &record);
+    uint64_t record;
+    EP_TRY(ep_world_enter_call(w, &(EpCallRecord){.what = EP_CALL_EXCHANGE, .size = num_bytes}, &record));
     if (num_bytes) {
         memcpy(f.bytes, mine, num_bytes);
         memcpy((unsigned char *)all + (uint64_t)w->rank * num_bytes, mine, num_bytes);
@@ -156,7 +219,7 @@ static int exchange(EpWorld *w, const void *mine, uint32_t num_bytes, int status
     }
     pthread_mutex_unlock(&w->lock);
     code = code ? code : verdict;
-    ep_ring_end(&w->ring, number, code ? code : status);
+    ep_world_leave_call(w, record, code ? code : status);
     for (uint32_t r = 0; r < w->num_ranks && code && fds_in; r++) {
         if (fds_in[r] >= 0) close(fds_in[r]);
         fds_in[r] = -1;

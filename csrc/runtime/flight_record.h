@@ -84,21 +84,23 @@ typedef struct {
     EpRingEntry entries[EP_RING_ENTRIES];
     _Atomic uint64_t num;         /* call records so far */
     _Atomic uint64_t step;        /* collective operations so far */
-    _Atomic uint64_t open;        /* number of the collective call in flight, or 0 */
+    _Atomic uint64_t num_open;    /* threads of this rank that are in a collective call */
     _Atomic uint64_t thread;      /* the first thread that made a synchronous collective call, or 0 */
     atomic_bool is_order_unknown; /* the steps may differ from those of the other ranks; never reset */
 } EpRing;
 
 /* Begin a call record. Returns its number, for ep_ring_end. Returns 0 if the call is part of a collective
- * call that is in flight. */
+ * call in which this thread is already. */
 uint64_t ep_ring_begin(EpRing *ring, const EpCallRecord *record);
 void ep_ring_end(EpRing *ring, uint64_t record, int code);
 /* From now on, this rank's steps may differ from those of the other ranks. Reasons: an operation failed, and
  * other ranks may see the failure one or more calls earlier or later; or an operation was captured in a CUDA
  * graph, and its replays make no call records. The ring itself detects a third reason: several threads. */
 void ep_ring_order_unknown(EpRing *ring);
-/* The call in flight has reached this exchange. Returns a number that identifies the call and is the same on
- * all ranks. Returns 0 if no call is in flight, or if the call may be another thread's. */
+/* True if the calling thread is in a collective call that has a record in this ring. */
+bool ep_ring_is_in_call(const EpRing *ring);
+/* The collective call of this thread has reached this exchange. Returns a number that identifies the call and
+ * is the same on all ranks. */
 uint32_t ep_ring_exchange(EpRing *ring, uint64_t seq);
 /* The name of the call that this number identifies. */
 void ep_about_name(uint32_t about, char *text, size_t num_bytes);

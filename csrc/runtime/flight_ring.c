@@ -17,18 +17,29 @@ typedef union {
     EpCallRecord record;
     uint64_t word[6];
 } Words;
-enum { WORD_SEQ = 1, WORD_END = 4, WORD_WHAT = 5 };
-_Static_assert(offsetof(EpCallRecord, what) == 8 * WORD_WHAT &&
-                   offsetof(EpCallRecord, end_ns) == 8 * WORD_END,
+enum { WORD_SEQ = 1, WORD_END = 4 };
+_Static_assert(offsetof(EpCallRecord, seq) == 8 * WORD_SEQ && offsetof(EpCallRecord, end_ns) == 8 * WORD_END,
                "words of a call record");
 
 void ep_ring_order_unknown(EpRing *ring) {
     atomic_store_explicit(&ring->is_order_unknown, true, memory_order_relaxed);
 }
 
-/* The ring in which this thread has a record in flight, or NULL. A call that this thread begins meanwhile is
- * part of that record. */
-static _Thread_local const EpRing *my_open_ring;
+/* The collective call that this thread is in, or ring NULL. What the thread begins meanwhile is part of it.
+ * It belongs to the thread and not to the ring: other threads of the rank may be in calls of their own. A
+ * call that took the record of another thread's call for its own would tell the peers a wrong name. */
+static _Thread_local struct {
+    const EpRing *ring;
+    uint64_t place;
+    uint32_t about;
+} mine;
+
+/* The entry of a place, or NULL if a newer record has replaced it, because other threads have made very many
+ * calls since. */
+static EpRingEntry *entry_of(EpRing *ring, uint64_t place) {
+    EpRingEntry *e = &ring->entries[place % EP_RING_ENTRIES];
+    return atomic_load_explicit(&e->place, memory_order_relaxed) == place ? e : NULL;
+}
 
 /* Decide whether the calling thread makes the order of steps unknown.
  * CPU: several threads may use one world, each with its own buffer. Their calls come in any order, so a
@@ -45,10 +56,11 @@ static void check_thread(EpRing *ring, const EpCallRecord *record, bool is_other
 }
 
 uint64_t ep_ring_begin(EpRing *ring, const EpCallRecord *record) {
-    bool is_counted = ep_call_is_counted(record),
-         is_open = is_counted && atomic_load_explicit(&ring->open, memory_order_relaxed);
-    if (is_counted) check_thread(ring, record, is_open && my_open_ring != ring);
-    if (is_open) return 0;
+    const bool is_counted = ep_call_is_counted(record);
+    if (is_counted && mine.ring == ring) return 0;
+    /* Other threads in a call: the calls of this rank come in any order. */
+    if (is_counted)
+        check_thread(ring, record, atomic_fetch_add_explicit(&ring->num_open, 1, memory_order_relaxed) != 0);
     Words w = {*record};
     uint64_t place = atomic_fetch_add_explicit(&ring->num, 1, memory_order_relaxed) + 1;
     uint64_t step = atomic_fetch_add_explicit(&ring->step, is_counted, memory_order_relaxed) + is_counted;
@@ -60,10 +72,11 @@ uint64_t ep_ring_begin(EpRing *ring, const EpCallRecord *record) {
     /* release: a reader that reads one of these new words then sees place 0 or a later place. */
     for (uint32_t i = 0; i < 6; i++) atomic_store_explicit(&to->word[i], w.word[i], memory_order_release);
     atomic_store_explicit(&to->place, place, memory_order_release);
-    if (!is_counted) return place;
-    /* A record in flight here means that another thread began a call at the same time. */
-    if (atomic_exchange_explicit(&ring->open, place, memory_order_relaxed)) ep_ring_order_unknown(ring);
-    my_open_ring = ring;
+    if (is_counted) {
+        mine.ring = ring;
+        mine.place = place;
+        mine.about = (uint32_t)record->what << 16 | record->of;
+    }
     return place;
 }
 
@@ -73,21 +86,20 @@ void ep_ring_end(EpRing *ring, uint64_t record, int code) {
     if (code && code != EP_ETIMEOUT && code != EP_EPEERDIED && code != EP_ECORRUPT)
         ep_ring_order_unknown(ring);
     if (record == 0) return;
-    atomic_store_explicit(&ring->entries[record % EP_RING_ENTRIES].word[WORD_END], ep_now_ns(),
-                          memory_order_release);
-    if (atomic_load_explicit(&ring->open, memory_order_relaxed) == record)
-        atomic_store_explicit(&ring->open, 0, memory_order_relaxed);
-    my_open_ring = NULL;
+    EpRingEntry *e = entry_of(ring, record);
+    if (e) atomic_store_explicit(&e->word[WORD_END], ep_now_ns(), memory_order_release);
+    if (mine.ring != ring || mine.place != record) return;
+    mine.ring = NULL;
+    atomic_fetch_sub_explicit(&ring->num_open, 1, memory_order_relaxed);
 }
 
+bool ep_ring_is_in_call(const EpRing *ring) { return mine.ring == ring; }
+
 uint32_t ep_ring_exchange(EpRing *ring, uint64_t seq) {
-    uint64_t open = atomic_load_explicit(&ring->open, memory_order_relaxed);
-    EpRingEntry *to = &ring->entries[open % EP_RING_ENTRIES];
-    Words w;
-    if (open == 0) return 0;
-    atomic_store_explicit(&to->word[WORD_SEQ], seq, memory_order_release);
-    w.word[WORD_WHAT] = atomic_load_explicit(&to->word[WORD_WHAT], memory_order_relaxed);
-    return my_open_ring == ring ? (uint32_t)w.record.what << 16 | w.record.of : 0;
+    if (mine.ring != ring) return 0;
+    EpRingEntry *e = entry_of(ring, mine.place);
+    if (e) atomic_store_explicit(&e->word[WORD_SEQ], seq, memory_order_release);
+    return mine.about;
 }
 
 /* Read the record at a place. False: it has been overwritten, or is being written. */

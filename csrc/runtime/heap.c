@@ -69,6 +69,7 @@ static void destroy(void *heap) {
     ep_orphans_destroy(&h->layers);
     if (h->has_control) ep_comm_close(&h->control);
     for (uint32_t r = 0; r < EP_MAX_RANKS; r++) drop_memory(h, r);
+    pthread_mutex_destroy(&h->drop_lock);
     free(h);
 }
 
@@ -123,16 +124,17 @@ static int give_memory_back(EpHeap *h) {
 
 int ep_heap_close(EpHeap *h) {
     unsigned char mine = 0, all[EP_MAX_RANKS];
+    uint64_t record;
     if (h->closed) return 0;
-    uint64_t record =
-        ep_world_begin_call(h->world, &(EpCallRecord){.what = EP_CALL_HEAP_CLOSE, .of = h->control.of});
+    EP_TRY(ep_world_enter_call(h->world, &(EpCallRecord){.what = EP_CALL_HEAP_CLOSE, .of = h->control.of},
+                               &record));
     int synced = ep_heap_quiesce(h);
     int code = ep_world_exchange(h->world, &mine, 1, all); /* no rank unmaps before all have quiesced */
     /* If the exchange failed and the world has not ended, a rank was in another call. All must close
      * again. */
     h->closed = !code || ep_world_check(h->world) != 0;
     if (!code && h->kind == EP_CUDA) code = give_memory_back(h);
-    ep_world_end_call(h->world, record, code);
+    ep_world_leave_call(h->world, record, code);
     return code ? code : synced;
 }
 
@@ -146,24 +148,66 @@ typedef struct {
     uint64_t num_bytes, alignment;
     int64_t status;
 } Call;
+/* One bit for each block of the allocator: its owner was dropped on this rank. The blocks are the same on all
+ * ranks, so that a bit means the same block. */
+#define DROP_WORDS ((EP_MAX_BLOCKS + 63u) / 64u)
+typedef struct {
+    Call call;
+    uint64_t dropped[DROP_WORDS];
+} Offer;
+_Static_assert(sizeof(Offer) <= EP_EXCHANGE_BYTES, "an offer fits into one exchange");
 
-static int agree(EpHeap *h, const Call *mine) {
-    Call all[EP_MAX_RANKS];
-    EP_TRY(ep_heap_check_open(h));
-    EP_TRY(ep_world_exchange(h->world, mine, sizeof *mine, all));
-    for (uint32_t r = 0; r < ep_world_size(h->world); r++) {
-        const unsigned long long its = all[r].num_bytes, first = all[0].num_bytes;
-        if (all[r].status)
-            return ep_error(EP_EPEER, "rank %u failed before this %s (%s)", r,
-                            mine->alignment ? "allocation" : "free", ep_error_name((int)all[r].status));
-        if (memcmp(&all[r], &all[0], sizeof all[r]) == 0) continue;
-        if (mine->alignment == 0)
-            return ep_error(EP_EMISMATCH, "rank %u frees the allocation at offset %llu, rank 0 at %llu", r,
-                            its, first);
-        return ep_error(EP_EMISMATCH,
-                        "rank %u allocates %llu bytes (alignment %llu), rank 0 %llu (alignment %llu)", r, its,
-                        (unsigned long long)all[r].alignment, first, (unsigned long long)all[0].alignment);
+void ep_heap_drop(EpHeap *h, uint64_t off) {
+    pthread_mutex_lock(&h->drop_lock);
+    if (h->num_dropped < EP_MAX_ALLOCATIONS) h->dropped[h->num_dropped++] = off;
+    pthread_mutex_unlock(&h->drop_lock);
+}
+
+static void offer_dropped(EpHeap *h, uint64_t bits[DROP_WORDS]) {
+    pthread_mutex_lock(&h->drop_lock);
+    for (uint32_t i = 0; i < h->allocator.num_blocks && h->num_dropped; i++)
+        for (uint32_t k = 0; k < h->num_dropped; k++)
+            if (h->allocator.blocks[i].used && h->allocator.blocks[i].off == h->dropped[k])
+                bits[i / 64] |= 1ull << i % 64;
+    pthread_mutex_unlock(&h->drop_lock);
+}
+
+/* Free what was dropped on all ranks. Every rank has the same offers, so all free the same blocks. From the
+ * last block to the first, because a free merges blocks and changes the numbers of those behind. */
+static void free_dropped(EpHeap *h, const Offer *all) {
+    for (uint32_t i = h->allocator.num_blocks; i-- > 0;) {
+        const uint64_t off = h->allocator.blocks[i].off;
+        bool is_dropped = true;
+        for (uint32_t r = 0; r < ep_world_size(h->world); r++)
+            is_dropped &= (all[r].dropped[i / 64] >> i % 64 & 1) != 0;
+        if (!is_dropped || ep_allocator_give_back(&h->allocator, off)) continue;
+        pthread_mutex_lock(&h->drop_lock);
+        for (uint32_t k = 0; k < h->num_dropped; k++)
+            if (h->dropped[k] == off) h->dropped[k--] = h->dropped[--h->num_dropped];
+        pthread_mutex_unlock(&h->drop_lock);
     }
+}
+
+static int agree(EpHeap *h, const Call *call) {
+    Offer mine = {*call, {0}}, all[EP_MAX_RANKS];
+    EP_TRY(ep_heap_check_open(h));
+    offer_dropped(h, mine.dropped);
+    EP_TRY(ep_world_exchange(h->world, &mine, sizeof mine, all));
+    for (uint32_t r = 0; r < ep_world_size(h->world); r++) {
+        const Call *its = &all[r].call, *first = &all[0].call;
+        const unsigned long long size = its->num_bytes, first_size = first->num_bytes;
+        if (its->status)
+            return ep_error(EP_EPEER, "rank %u failed before this %s (%s)", r,
+                            call->alignment ? "allocation" : "free", ep_error_name((int)its->status));
+        if (memcmp(its, first, sizeof *its) == 0) continue;
+        if (call->alignment == 0)
+            return ep_error(EP_EMISMATCH, "rank %u frees the allocation at offset %llu, rank 0 at %llu", r,
+                            size, first_size);
+        return ep_error(
+            EP_EMISMATCH, "rank %u allocates %llu bytes (alignment %llu), rank 0 %llu (alignment %llu)", r,
+            size, (unsigned long long)its->alignment, first_size, (unsigned long long)first->alignment);
+    }
+    free_dropped(h, all);
     return 0;
 }
 
@@ -192,12 +236,12 @@ static int alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, 
 }
 
 int ep_heap_alloc(EpHeap *h, uint64_t num_bytes, uint64_t alignment, int status, uint64_t *off) {
-    uint64_t record = ep_world_begin_call(h->world, &(EpCallRecord){.what = EP_CALL_ALLOC,
-                                                                    .of = h->control.of,
-                                                                    .size = num_bytes,
-                                                                    .code = (int16_t)status});
+    const EpCallRecord call = {
+        .what = EP_CALL_ALLOC, .of = h->control.of, .size = num_bytes, .code = (int16_t)status};
+    uint64_t record;
+    EP_TRY(ep_world_enter_call(h->world, &call, &record));
     int code = alloc(h, num_bytes, alignment, status, off);
-    ep_world_end_call(h->world, record, code);
+    ep_world_leave_call(h->world, record, code);
     return code;
 }
 
@@ -213,10 +257,11 @@ static int free_allocation(EpHeap *h, uint64_t off) {
 }
 
 int ep_heap_free(EpHeap *h, uint64_t off) {
-    uint64_t record =
-        ep_world_begin_call(h->world, &(EpCallRecord){.what = EP_CALL_FREE, .of = h->control.of});
+    uint64_t record;
+    EP_TRY(
+        ep_world_enter_call(h->world, &(EpCallRecord){.what = EP_CALL_FREE, .of = h->control.of}, &record));
     int code = free_allocation(h, off);
-    ep_world_end_call(h->world, record, code);
+    ep_world_leave_call(h->world, record, code);
     return code;
 }
 

@@ -187,6 +187,7 @@ static int create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_b
     h->device = device;
     h->backend = ep_backend(kind);
     atomic_init(&h->num_refs, 1);
+    pthread_mutex_init(&h->drop_lock, NULL);
     mine.wanted_bytes = num_bytes;
     mine.kind = (int32_t)kind;
     if (status) mine.code = status;
@@ -230,12 +231,13 @@ fail:
 
 int ep_heap_create(EpWorld *world, EpBackendKind kind, int device, uint64_t num_bytes, int status,
                    EpHeap **out) {
+    const EpCallRecord call = {.what = EP_CALL_HEAP_CREATE, .size = num_bytes, .code = (int16_t)status};
+    uint64_t record;
     EP_TRY(ep_world_check(world));
+    EP_TRY(ep_world_enter_call(world, &call, &record));
     ep_orphans_destroy(ep_world_orphans(world)); /* the new heap may need their memory */
-    uint64_t record = ep_world_begin_call(
-        world, &(EpCallRecord){.what = EP_CALL_HEAP_CREATE, .size = num_bytes, .code = (int16_t)status});
     int code = create(world, kind, device, num_bytes, status, out);
-    ep_world_end_call(world, record, code);
+    ep_world_leave_call(world, record, code);
     if (code) ep_orphans_destroy(ep_world_orphans(world)); /* the heap that could not be made */
     return code;
 }

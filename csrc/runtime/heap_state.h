@@ -3,6 +3,7 @@
  * Invariant: num_bytes, the allocator's state and the offset of `control` are the same on all ranks. */
 #ifndef EP_HEAP_STATE_H
 #define EP_HEAP_STATE_H
+#include <pthread.h>
 #include <stdatomic.h>
 
 #include "backend.h"
@@ -21,6 +22,11 @@ struct EpHeap {
     void *base[EP_MAX_RANKS];       /* each rank's memory, as this process has mapped it */
     EpMemory *memory[EP_MAX_RANKS]; /* this rank's; also the peers' if ranks are threads, otherwise NULL */
     EpAllocator allocator;
+    /* The offsets of allocations whose owner was dropped on this rank; see ep_heap_drop. Destructors add to
+     * them at any time, so the lock guards the two fields. */
+    pthread_mutex_t drop_lock;
+    uint64_t dropped[EP_MAX_ALLOCATIONS];
+    uint32_t num_dropped;
     EpCommBuffer control; /* for ep_heap_barrier, and for the faults of ep_heap_wait */
     bool has_control;
     atomic_uint num_views, num_peer_views; /* tensors over this rank's memory, and over that of its peers */

@@ -1,7 +1,8 @@
 /* interrupt.c - asks the program whether a wait is interrupted. The Python module registers the question
  * (ep_world_set_interrupt): it runs the handlers of signals, and the answer is yes if one of them has raised.
  *
- * Exports ep_world_set_interrupt (epmoe.h), and the functions of interrupt.h.
+ * Exports ep_world_set_interrupt, _set_waiting and _check_handler (epmoe.h), and the functions of
+ * interrupt.h.
  * State of each thread: when it was last asked, and whether its operation was interrupted. */
 #include "runtime/interrupt.h"
 
@@ -9,6 +10,7 @@
 
 #include "epmoe.h"
 #include "protocol/port.h"
+#include "runtime/error.h"
 
 static bool (*_Atomic question)(void);
 static _Thread_local struct {
@@ -43,4 +45,14 @@ bool ep_take_interrupt(void) {
 }
 
 void ep_never_interrupt(void) { me.is_worker = true; }
-bool ep_is_asking(void) { return me.is_asking; }
+bool ep_world_set_waiting(bool is_waiting) {
+    const bool before = me.is_asking;
+    me.is_asking = is_waiting;
+    return before;
+}
+int ep_world_check_handler(void) {
+    return me.is_asking ? ep_error(EP_EINVAL,
+                                   "a signal handler called epmoe while an operation waits: let the handler "
+                                   "set a flag, or raise an exception")
+                        : 0;
+}

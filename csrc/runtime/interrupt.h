@@ -16,7 +16,4 @@ bool ep_take_interrupt(void);
 /* This thread is a worker of an operation: no wait of it is interrupted. The thread that called the operation
  * is asked instead. */
 void ep_never_interrupt(void);
-/* True while this thread asks. A signal handler of the program runs then, and its operation is not over. */
-bool ep_is_asking(void);
-
 #endif /* EP_INTERRUPT_H */

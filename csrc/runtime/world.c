@@ -17,7 +17,6 @@
 
 #include "runtime/error.h"
 #include "runtime/fork.h"
-#include "runtime/interrupt.h"
 #include "runtime/thread.h"
 #include "runtime/world_state.h"
 
@@ -200,10 +199,12 @@ int ep_world_close(EpWorld *w, bool collective) {
     bool was_closed = w->closed;
     pthread_mutex_unlock(&w->lock);
     if (was_closed) return 0;
-    EpCallRecord record = {.what = EP_CALL_CLOSE};
-    uint64_t number = collective ? ep_ring_begin(&w->ring, &record) : 0;
-    if (collective) code = ep_world_exchange(w, &mine, 1, all);
-    ep_ring_end(&w->ring, number, code);
+    if (collective) {
+        uint64_t record;
+        EP_TRY(ep_world_enter_call(w, &(EpCallRecord){.what = EP_CALL_CLOSE}, &record));
+        code = ep_world_exchange(w, &mine, 1, all);
+        ep_world_leave_call(w, record, code);
+    }
     /* Keep the text: sending the goodbye to a dead peer also fails, and would overwrite the reason. */
     snprintf(why, sizeof why, "%s", ep_error_text());
     /* A rank was in another collective call. The world is intact, and all ranks must close it again. */
@@ -283,26 +284,8 @@ void ep_world_release(EpWorld *w) {
     free(w);
 }
 
-/* ---- call records, numbers and settings ---- */
+/* ---- numbers and settings ---- */
 
-uint64_t ep_world_begin_call(EpWorld *w, const EpCallRecord *record) {
-    return ep_ring_begin(&w->ring, record);
-}
-void ep_world_end_call(EpWorld *w, uint64_t record, int code) {
-    ep_ring_end(&w->ring, record, code);
-    if (ep_take_interrupt()) ep_world_interrupt(w);
-}
-int ep_world_interrupt(EpWorld *w) {
-    char text[80];
-    snprintf(text, sizeof text, "rank %u was interrupted in an operation", w->rank);
-    ep_world_abort(w, EP_ECLOSED, w->rank, text);
-    return ep_world_check(w);
-}
-void ep_world_order_unknown(EpWorld *w) { ep_ring_order_unknown(&w->ring); }
-void ep_world_uncount_calls(EpWorld *w, uint64_t num) {
-    ep_ring_order_unknown(&w->ring);
-    atomic_fetch_sub_explicit(&w->ring.step, num, memory_order_relaxed);
-}
 uint16_t ep_world_number_heap(EpWorld *w) { return (uint16_t)atomic_fetch_add(&w->num_heaps, 1); }
 uint16_t ep_world_number_layer(EpWorld *w) { return (uint16_t)atomic_fetch_add(&w->num_layers, 1); }
 

@@ -7,6 +7,10 @@
 #include "runtime/orphan.h"
 
 EpWorld *ep_world_retain(EpWorld *world);
+/* 0, or an error in a process that was forked, and in a signal handler that runs while this thread waits.
+ * Such a handler is not the program's next step: its call would take the place of one that the program has
+ * yet to make, and that the other ranks are in. */
+int ep_world_check_caller(EpWorld *world);
 /* As ep_world_exchange, and each rank may also send a file descriptor to every peer. fd_out: this rank's
  * descriptor, or -1. fds_in: NULL, or an array of -1 that receives the peers' descriptors. After an error all
  * entries are closed and -1. */
@@ -31,6 +35,11 @@ void ep_world_unwatch(EpWorld *world, const EpCommBuffer *buffer);
  * passes either to ep_world_end_call when the operation is over; 0 ends no entry. */
 uint64_t ep_world_begin_call(EpWorld *world, const EpCallRecord *record);
 void ep_world_end_call(EpWorld *world, uint64_t record, int code);
+/* The same for a collective call that consists of exchanges. Only one thread of a rank is in such a call; the
+ * others wait until it has left (exchange.c). EP_EINVAL in a signal handler that runs during a wait, and
+ * EP_ECLOSED in a forked process or when the user interrupts the wait; then this rank has not entered. */
+int ep_world_enter_call(EpWorld *world, const EpCallRecord *call, uint64_t *record);
+void ep_world_leave_call(EpWorld *world, uint64_t record, int code);
 /* The user has interrupted this rank in an operation in which the others still are (interrupt.h). End the
  * world. Returns the reason of its end. ep_world_end_call does it by itself. */
 int ep_world_interrupt(EpWorld *world);

@@ -3,8 +3,8 @@
  * ep_world_end keeps the first reason. It sets the abort word of every communication buffer, which every wait
  * on any backend polls. It sends the reason and this rank's call records to every peer.
  *
- * Exports: ep_world_end, _abort, _check, _reason, _set_place, _is_forked, and the functions that make the
- * flight record.
+ * Exports: ep_world_end, _abort, _check, _check_caller, _reason, _set_place, _is_forked, and the functions
+ * that make the flight record.
  * Invariant: nothing here takes a Python lock or makes a CUDA call, so neither can delay the end. */
 #include <errno.h>
 #include <stdio.h>
@@ -115,6 +115,11 @@ int ep_world_check(EpWorld *w) {
     int code = ep_world_check_locked(w);
     pthread_mutex_unlock(&w->lock);
     return code;
+}
+
+int ep_world_check_caller(EpWorld *w) {
+    if (ep_world_is_forked(w)) return ep_world_check(w);
+    return ep_world_check_handler();
 }
 
 /* ---- the flight record ---- */

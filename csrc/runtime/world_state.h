@@ -56,6 +56,7 @@ struct EpWorld {
     int end_code;     /* EpCode with which the world ended; 0 while it has not ended */
     char end_text[EP_END_BYTES];
     uint64_t seq; /* number of this rank's newest exchange */
+    bool in_call; /* a thread of this rank is in a call of ep_world_enter_call */
     EpInbox inbox[EP_MAX_RANKS][EP_NUM_INBOX];
     uint64_t left_at_ns[EP_MAX_RANKS]; /* time at which a peer's goodbye arrived, or 0 */
     uint32_t lost_ranks;               /* see ep_world_lost_ranks */

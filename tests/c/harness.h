@@ -184,6 +184,7 @@ bool run_moves(Step *st);
 bool run_step(Rank *me, const Case *c, uint32_t buffer);
 /* Run body with num_cases cases as its argument. Case 0 has the largest number of tokens. */
 bool with_cases(Body *body, EpLayerConfig config, bool world_ends, uint32_t num_cases);
+bool with_cases_of(const Setup *setup, Body *body, uint32_t num_cases);
 bool all_bytes_are(const void *at, uint64_t num_bytes, unsigned char value);
 
 /* Set the current device of this thread in the fake runtime of CUDA. */
@@ -199,6 +200,9 @@ bool test_steps_gather(void);
 bool test_steps_large(void);
 bool test_buffers(void);
 bool test_threads_of_a_rank(void);
+bool test_calls_beside_operations(void);
+bool test_unordered_calls_of_threads(void);
+bool test_close_beside_operations(void);
 bool test_plan_reuse(void);
 bool test_scatter_indices(void);
 bool test_epochs(void);
@@ -221,6 +225,7 @@ bool test_rank_aborts(void);
 bool test_exchange(void);
 bool test_unsent_message(void);
 bool test_heap_alloc(void);
+bool test_dropped_layers(void);
 bool test_allocator(void);
 bool test_dtypes(void);
 bool test_word_names(void);

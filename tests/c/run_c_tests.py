@@ -45,7 +45,7 @@ FAKE_CUDA = f"-I{ROOT / 'tests/fakes/cuda'}"
 TESTS = ("main harness cases ll_cases steps test_alone test_counters test_device test_fork test_heap "
          "test_hostile test_interrupt test_lanes test_launch test_low_latency test_meeting "
          "test_memory test_order test_orphans test_processes test_quantize test_record test_refusals "
-         "test_sharing test_steps test_tables test_wire").split()
+         "test_sharing test_steps test_tables test_threads test_wire").split()
 # The functions of the system that a source calls from the tests instead. Those of harness.c fail at times.
 # Of test_record.c, open can block, as it does on a file system that is stuck, and free counts its calls.
 REPLACED = {"cpu/backend.c": ("pthread_create", "mmap", "posix_fallocate"), "runtime/meeting.c": ("geteuid",),

@@ -243,13 +243,17 @@ bool run_step(Rank *me, const Case *c, uint32_t buffer) {
 }
 
 bool with_cases(Body *body, EpLayerConfig config, bool world_ends, uint32_t num_cases) {
-    Setup setup = {.num_ranks = config.shape.num_ranks, .config = config, .world_ends = world_ends};
+    const Setup setup = {.num_ranks = config.shape.num_ranks, .config = config, .world_ends = world_ends};
+    return with_cases_of(&setup, body, num_cases);
+}
+
+bool with_cases_of(const Setup *setup, Body *body, uint32_t num_cases) {
     Case *cases = (Case *)calloc(num_cases, sizeof(Case));
     Rng rng = {test_seed * 31};
     for (uint32_t i = 0; i < num_cases; i++)
-        case_make(&cases[i], &config.shape, &rng, i ? ROUTE_RANDOM : ROUTE_FULL,
+        case_make(&cases[i], &setup->config.shape, &rng, i ? ROUTE_RANDOM : ROUTE_FULL,
                   WITH_WEIGHTS | WITHOUT_SLACK);
-    bool ok = run_team(&setup, body, cases);
+    bool ok = run_team(setup, body, cases);
     for (uint32_t i = 0; i < num_cases; i++) case_free(&cases[i]);
     free(cases);
     return ok;

@@ -120,6 +120,39 @@ bool test_heap_alloc(void) {
 }
 
 /* Rounding up a huge size must not overflow and give a small size. */
+/* Layers that are dropped and not closed, in another order on each rank. Their memory is free in the next
+ * allocation after all ranks have dropped them, and then it is the same on all ranks. */
+static bool dropped_layers_body(Rank *me, void *arg) {
+    enum { NUM_LAYERS = 5 };
+    EpLayer *layers[NUM_LAYERS];
+    EpHeapStats stats;
+    uint64_t off;
+    (void)arg;
+    for (uint32_t i = 0; i < NUM_LAYERS; i++)
+        CHECK_CODE(me, 0, ep_layer_create(me->heap, &me->setup->config, &layers[i]));
+    CHECK_CODE(me, EP_ENOMEM, ep_layer_create(me->heap, &me->setup->config, &me->layer));
+    ep_heap_stats(me->heap, &stats);
+    const uint64_t used = stats.used_bytes, one = used / NUM_LAYERS;
+    for (uint32_t i = 0; i < NUM_LAYERS; i++) {
+        /* In round i, rank 0 drops layer i, and the others drop the next one. */
+        ep_layer_release(layers[(i + (me->rank != 0)) % NUM_LAYERS]);
+        CHECK_CODE(me, 0, alloc_heap(me, 0, &off));
+        ep_heap_stats(me->heap, &stats);
+        /* Layer 0 is dropped by all in the last round, and layer i by all in round i. */
+        CHECK(me, stats.used_bytes == used - (i + 1 < NUM_LAYERS ? i : NUM_LAYERS) * one);
+    }
+    CHECK(me, stats.num_allocations == 0);
+    CHECK_CODE(me, 0, ep_layer_create(me->heap, &me->setup->config, &me->layer));
+    return true;
+}
+bool test_dropped_layers(void) {
+    Setup setup = {.num_ranks = 3, .config = small_config(3), .own_layer = true};
+    uint64_t layer_bytes;
+    CHECK_CODE(NULL, 0, ep_layer_check_config(&setup.config, &layer_bytes));
+    setup.heap_bytes = 4 * layer_bytes;
+    return run_team(&setup, dropped_layers_body, NULL);
+}
+
 static bool heap_huge_body(Rank *me, void *arg) {
     uint64_t off;
     (void)arg;

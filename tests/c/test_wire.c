@@ -354,7 +354,11 @@ bool test_wire_descriptors(void) {
         CHECK_CODE(&me, 0, ep_wire_send(socket, &f, STDERR_FILENO, 0));
     }
     /* The exchange does not want a descriptor either. After it, rank 0 has taken all frames before it. */
-    EpFrame last = {.kind = EP_FRAME_EXCHANGE, .seq = 1, .rank = 1, .num_bytes = 1};
+    EpFrame last = {.kind = EP_FRAME_EXCHANGE,
+                    .seq = 1,
+                    .rank = 1,
+                    .about = (uint32_t)EP_CALL_EXCHANGE << 16,
+                    .num_bytes = 1};
     CHECK_CODE(&me, 0, ep_wire_send(socket, &last, STDERR_FILENO, 0));
     CHECK_CODE(&me, 0, ep_world_exchange(honest.world, &mine, 1, all));
     CHECK(&me, num_open_fds() == before);
@@ -372,7 +376,11 @@ static bool random_records_case(uint64_t seed) {
     unsigned char mine = 1, all[2];
     int socket;
     TRY(create_honest_rank(&honest, &socket));
-    EpFrame f = {.kind = EP_FRAME_EXCHANGE, .seq = 1, .rank = 1, .num_bytes = 1};
+    EpFrame f = {.kind = EP_FRAME_EXCHANGE,
+                 .seq = 1,
+                 .rank = 1,
+                 .about = (uint32_t)EP_CALL_EXCHANGE << 16,
+                 .num_bytes = 1};
     CHECK_CODE(&me, 0, ep_wire_send(socket, &f, -1, 0));
     /* After this exchange, rank 0 has a call record that it compares with the records of rank 1. */
     CHECK_CODE(&me, 0, ep_world_exchange(honest.world, &mine, 1, all));
