@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from . import _C
 from .errors import EpError, EpMismatch, PeerError
-from .rendezvous import checked_timeout_s, default_timeout_s, meet, process_group
+from .rendezvous import check_caller, checked_timeout_s, default_timeout_s, meet, process_group
 
 _open = weakref.WeakSet()  # worlds that this process has not left
 _of_group = {}  # id(group) -> World: one world serves all layers of a group
@@ -59,16 +59,18 @@ class World(Shared):
         size: The number of ranks, W.
 
     Raises:
-        EpTimeout: On the ranks that came, when another does not come: after timeout_s, or after the timeout
-            of the group if that is shorter.  Once all ranks have exchanged addresses, the limit for
-            connecting is 30 s at most.
+        EpTimeout: On the ranks that came, when another does not come: after timeout_s.  Once all ranks have
+            exchanged addresses, the limit for connecting is 30 s at most.
         EpMismatch: On all ranks, when they have builds of epmoe with different protocols.
-        PeerError: On the other ranks, when one rank cannot take part, for example with a wrong timeout_s.
+        PeerError: On the other ranks, when one rank cannot take part, for example with a wrong timeout_s, or
+            cannot connect.
         PeerDied: On all surviving ranks, when a rank dies meanwhile.
+        EpClosed: In a forked child, for the process group of its parent.
         EpError: When the process group fails for another reason.  Its exception is the __cause__.
         ValueError: For a group of more than 8 ranks, a DeviceMesh of several dimensions, a wrong timeout_s,
             on a rank that is not in the group, and when a launcher has started several ranks (WORLD_SIZE)
-            but torch.distributed is not initialized, so that each rank would be alone.
+            but torch.distributed is not initialized, so that each rank would be alone.  Also in a signal
+            handler that runs while this thread waits in epmoe.
         TypeError: For a group or timeout_s of another type.
 
     Examples:
@@ -79,6 +81,7 @@ class World(Shared):
     """
 
     def __init__(self, group=None, timeout_s=None):
+        check_caller()
         self.group = process_group(group)
         if self.group is None:
             started = os.environ.get("WORLD_SIZE", "1")
@@ -209,7 +212,8 @@ class World(Shared):
         Raises:
             EpMismatch: On all ranks, when they give different numbers of bytes or are in different calls.
                 The next exchange works.
-            ValueError: On this rank, for more than 512 bytes.
+            ValueError: On this rank, for more than 512 bytes.  Also in a signal handler that runs while this
+                thread waits in epmoe; then the other ranks learn nothing of the call.
             TypeError: On this rank, for what is not bytes-like.
             PeerError: On the other ranks, when one rank raises ValueError or TypeError.  The next exchange
                 works.

@@ -3,20 +3,21 @@
 A rank may fail, be absent or have another build. A process that is no rank may connect.
 """
 
-import datetime
 import os
 import signal
 import socket
+import threading
 import time
 import unittest.mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import epmoe
-from cases import Case, check_case, check_outcomes, outcome, process_ranks, run_case
+from cases import Case, check_case, check_outcomes, make_layer, outcome, process_ranks, run_case
 from epmoe import _C, rendezvous
-from pace import WAIT_S, Events, slowness
+from pace import WAIT_S, Events, is_soon, slowness, when_waiting
 from traces import grown, held
 
 CASE = Case(topk=3, tokens="unequal")
@@ -212,17 +213,13 @@ def test_world_creation_reports_death_in_the_process_group():
 
 
 def _group_fails(rank, world_size, folder):
-    """Rank main: errors of the process group. Rank 0 alone calls World, on a group with a limit of 1 s."""
-    group = dist.new_group(timeout=datetime.timedelta(seconds=1))
-    dist.barrier()
+    """Rank main: errors of the process group's store. Rank 0 alone calls World."""
     if rank == 1:
         return Events(folder).wait("over")
     got = []
-    for text in ("broken pipe", "no such algorithm"):
-        error = RuntimeError(text)
-        with unittest.mock.patch.object(dist, "all_to_all_single", side_effect=error):
+    for text in ("broken pipe", "no such store", "wait timeout"):
+        with unittest.mock.patch.object(rendezvous, "_store_of", side_effect=RuntimeError(text)):
             got.append(_raised_by(lambda: epmoe.World(timeout_s=WAIT_S)))
-    got.append(_raised_by(lambda: epmoe.World(group, timeout_s=WAIT_S)))
     Events(folder).set("over")
     return got
 
@@ -232,7 +229,119 @@ def test_world_creation_turns_errors_of_the_process_group_into_its_own(tmp_path)
     check_outcomes([o for o, _ in got], ["PeerDied", "EpError", "EpTimeout"], within_s=5)
     assert [cause for _, cause in got] == 3 * ["RuntimeError"]
     assert [o.kind for o, _ in got] == ["PeerDied", "EpError", "EpTimeout"]
-    assert "no such algorithm" in got[1][0].text and "process group" in got[2][0].text
+    assert "no such store" in got[1][0].text and "process group" in got[1][0].text
+
+
+def _comes_alone(rank, world_size, folder):
+    """Rank main: each rank in turn is alone in World(). Then all make a world, and use their group."""
+    events, got = Events(folder), []
+    for alone in range(world_size):
+        if rank == alone:
+            got.append(outcome(lambda: epmoe.World(timeout_s=0.2)))
+            events.set(f"{alone} is over")
+        events.wait(f"{alone} is over")
+    total = torch.tensor([1.0 + rank])
+    dist.all_reduce(total)  # the group's own collectives are not one apart
+    results = []
+    for _ in range(2):
+        with epmoe.World(timeout_s=WAIT_S) as world:
+            results.append(run_case(world, "cpu", CASE))
+    return got, total.item(), results
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_world_can_be_made_after_ranks_came_alone(tmp_path, num_ranks):
+    results = process_ranks(_comes_alone, num_ranks, str(tmp_path))
+    check_outcomes([got[0] for got, _, _ in results], "EpTimeout", "not every rank", within_s=3)
+    assert {total for _, total, _ in results} == {num_ranks * (num_ranks + 1) / 2}
+    for i in range(2):
+        check_case([r[i] for _, _, r in results], CASE)
+
+
+def _fails_to_connect(rank, world_size):
+    """Rank main: rank 1 has met the others, and then cannot connect. The next world works."""
+    real = _C.world_create
+
+    def create(me, size, timeout_s, fd, nonce, names):
+        _C.world_unlisten(fd)
+        raise OSError("no sockets are left")
+
+    with unittest.mock.patch.object(_C, "world_create", create if rank == 1 else real):
+        got = outcome(lambda: epmoe.World(timeout_s=WAIT_S))
+    with epmoe.World(timeout_s=WAIT_S) as world:
+        return got, run_case(world, "cpu", CASE)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_world_rank_that_fails_to_connect_is_not_called_dead(num_ranks):
+    results = process_ranks(_fails_to_connect, num_ranks)
+    got = [o for o, _ in results]
+    check_outcomes(got[1:2], "OSError")
+    check_outcomes(got[:1] + got[2:], "PeerError", "rank 1 could not make its world (OSError)", within_s=3)
+    check_case([r for _, r in results], CASE)
+
+
+def _forks_and_makes_a_world(rank, world_size):
+    """Rank main: a forked child calls World() on the group of its parent."""
+    mine, theirs = os.pipe()
+    if os.fork() == 0:
+        got = outcome(epmoe.World)
+        os.write(theirs, f"{got.kind} {got.text}".encode())
+        os._exit(0)
+    os.close(theirs)
+    begin = time.monotonic()
+    answer = os.read(mine, 1000).decode()
+    return answer, time.monotonic() - begin
+
+
+def test_world_of_the_parents_group_in_a_forked_child():
+    for answer, seconds in process_ranks(_forks_and_makes_a_world, 2):
+        assert answer.startswith("EpClosed this process was forked, and the process group"), answer
+        assert is_soon(seconds, 3)
+
+
+def _handlers_call_epmoe(rank, world_size, folder):
+    """Rank main: a handler of rank 0 calls epmoe while the rank waits in World(), and in an exchange."""
+    events, seen = Events(folder), []
+    other = epmoe.World(timeout_s=WAIT_S)
+    heap = epmoe.SymmetricHeap(other, 1 << 20, device="cpu")
+    layer = make_layer(other, "cpu", CASE, heap=heap)
+
+    def handler(number, frame):
+        calls = (lambda: other.exchange(b"wrong"), lambda: heap.malloc_symmetric(8), layer.finalize,
+                 heap.close, other.close, epmoe.World, lambda: epmoe.SymmetricHeap(other, 1 << 20, "cpu"),
+                 lambda: make_layer(other, "cpu", CASE, heap=heap))
+        seen.extend(outcome(call) for call in calls)
+        events.set(f"handled {number}")
+
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, handler)
+    if rank == 0:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    else:
+        events.wait(f"handled {int(signal.SIGUSR1)}")
+    epmoe.World(timeout_s=WAIT_S).close()
+    if rank == 0:
+        when_waiting(other, "exchange", os.kill, os.getpid(), signal.SIGUSR2)
+    else:
+        events.wait(f"handled {int(signal.SIGUSR2)}")
+    steps = [other.exchange(bytes([i])) for i in range(3)]
+    heap.malloc_symmetric(8)
+    layer.finalize()
+    heap.close()
+    other.close()
+    return seen, steps
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_world_handlers_of_signals_cannot_call_epmoe(tmp_path, num_ranks):
+    """Their calls would take the place of the program's next calls, on this rank only."""
+    results = process_ranks(_handlers_call_epmoe, num_ranks, str(tmp_path))
+    seen = results[0][0]
+    assert len(seen) == 16 and not any(s for s, _ in results[1:])
+    check_outcomes(seen, "ValueError", "a signal handler called epmoe while an operation waits")
+    for _, steps in results:
+        assert steps == [num_ranks * [bytes([i])] for i in range(3)]
 
 
 def _fill_queue(name):
