@@ -5,6 +5,8 @@ import io
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
+import socket
 import threading
 import time
 import traceback
@@ -30,17 +32,30 @@ def meeting_place():
     rank connects.
 
     Returns:
-        A TCPStore on 127.0.0.1; its `port` is what the ranks need.
+        A TCPStore that listens on 127.0.0.1 and on no other interface; its `port` is what the ranks need.
 
     Examples:
         >>> from epmoe.testing import meeting_place
         >>> meeting_place().port > 0
         True
     """
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the store by itself would take all interfaces
+        return dist.TCPStore("127.0.0.1", server.getsockname()[1], is_master=True, wait_for_workers=False,
+                             master_listen_fd=os.dup(server.fileno()))
+
+
+def _end_with_parent():
+    """Start a thread that kills this process when its parent has ended, however the parent ended."""
+
+    def main():
+        multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=main, daemon=True, name="epmoe parent").start()
 
 
 def _rank_main(fn, rank, world_size, port, backend, args, pipe):
+    _end_with_parent()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
@@ -63,6 +78,9 @@ def _rank_main(fn, rank, world_size, port, backend, args, pipe):
 
 def run_ranks(fn, world_size, *args, timeout_s=300.0, backend="gloo", may_die=()):
     """Run a function in several processes, one for each rank.  No process is left afterwards.
+
+    This holds also after Ctrl-C, and when this process is killed: the ranks then end by themselves.  A rank
+    may start processes of its own, for example the workers of a DataLoader.
 
     A script must call it under `if __name__ == "__main__":`, because spawned processes import the script.
 
@@ -91,25 +109,28 @@ def run_ranks(fn, world_size, *args, timeout_s=300.0, backend="gloo", may_die=()
     """
     spawn = multiprocessing.get_context("spawn")
     store = meeting_place() if backend else None
-    processes, pipes = [], []
-    for rank in range(world_size):
-        mine, theirs = spawn.Pipe(duplex=False)
-        args_of_rank = (fn, rank, world_size, store and store.port, backend, args, theirs)
-        p = spawn.Process(target=_rank_main, args=args_of_rank, daemon=True)
-        p.start()
-        theirs.close()
-        processes.append(p)
-        pipes.append(mine)
-    results, errors, waiting = _collect(pipes, timeout_s, may_die)
+    processes, pipes, waiting = [], [], True
+    try:
+        for rank in range(world_size):
+            mine, theirs = spawn.Pipe(duplex=False)
+            args_of_rank = (fn, rank, world_size, store and store.port, backend, args, theirs)
+            # Not a daemon: such a process may have no children, and a DataLoader with workers needs some.
+            p = spawn.Process(target=_rank_main, args=args_of_rank)
+            p.start()
+            theirs.close()
+            processes.append(p)
+            pipes.append(mine)
+        results, errors, waiting = _collect(pipes, timeout_s, may_die)
+    finally:  # also after Ctrl-C
+        for p in processes:
+            p.join(0.0 if waiting else _GRACE_S)
+            if p.is_alive():
+                p.kill()
+                p.join()
     for rank in waiting:
         errors.setdefault(rank,
                           "killed after another rank had failed" if errors
                           else f"not done after {timeout_s} s")
-    for p in processes:
-        p.join(0.0 if waiting else _GRACE_S)
-        if p.is_alive():
-            p.kill()
-            p.join()
     if errors:
         raise AssertionError("\n".join(f"rank {r}:\n{text}" for r, text in sorted(errors.items())))
     return results

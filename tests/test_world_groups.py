@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import epmoe
 from cases import (Case, check_case, check_outcomes, keep, make_layer, outcome, process_ranks, run_case,
                    run_routing)
-from epmoe.testing import run_ranks, run_threads
+from epmoe.testing import meeting_place, run_ranks, run_threads
 from epmoe.world import default_timeout_s
 from pace import HANG_S, WAIT_S, is_soon, slowness, until_ended, wait_until
 from traces import grown, held
@@ -276,6 +277,65 @@ def test_world_run_ranks_reports_failure(how, text):
         process_ranks(_misbehave, 2, how, backend=None, timeout_s=3 if how == "hang" else HANG_S)
     assert text in str(e.value) and is_soon(time.monotonic() - start, 15)
     assert process_ranks(_misbehave, 2, "exit", backend=None, may_die=(1,)) == [0, None] or how != "exit"
+
+
+RANKS_PROGRAM = """
+import os, sys, time
+from epmoe.testing import run_ranks
+
+
+def main(rank, world_size, folder):
+    os.rename(os.path.join(folder, "new"), os.path.join(folder, str(os.getpid())))
+    time.sleep(1000)
+
+
+if __name__ == "__main__":
+    open(os.path.join(sys.argv[1], "new"), "w").close()
+    try:
+        run_ranks(main, 1, sys.argv[1], backend=None)
+    except KeyboardInterrupt:
+        print("caught", flush=True)
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_world_run_ranks_leaves_no_process(tmp_path, number):
+    """The program catches Ctrl-C and goes on, or it is killed."""
+    script, folder = tmp_path / "program.py", tmp_path / "pids"
+    script.write_text(RANKS_PROGRAM)
+    folder.mkdir()
+    program = subprocess.Popen([sys.executable, script, folder], stdout=subprocess.PIPE)
+    try:
+        wait_until(lambda: any(name.name.isdigit() for name in folder.iterdir()), "a rank has started")
+        pid = int(next(folder.iterdir()).name)
+        program.send_signal(number)
+        wait_until(lambda: not os.path.exists(f"/proc/{pid}"), "the rank has ended", 20 * slowness())
+        assert number != signal.SIGINT or program.stdout.readline() == b"caught\n"
+    finally:
+        program.kill()
+        program.wait()
+        program.stdout.close()
+
+
+def _load_data(rank, world_size):
+    loader = torch.utils.data.DataLoader(list(range(4)), num_workers=1, multiprocessing_context="fork")
+    return [int(x) for x in loader]
+
+
+def test_world_run_ranks_lets_ranks_have_processes():
+    """A DataLoader with workers starts processes, which a daemon may not."""
+    assert process_ranks(_load_data, 2, backend=None) == [[0, 1, 2, 3]] * 2
+
+
+def test_world_meeting_place_listens_on_loopback_only():
+    store = meeting_place()
+    listeners = []
+    for name in ("tcp", "tcp6"):
+        with open(f"/proc/net/{name}") as table:
+            rows = [line.split() for line in table.readlines()[1:]]
+        listeners += [r[1] for r in rows if r[3] == "0A" and int(r[1].rpartition(":")[2], 16) == store.port]
+    assert listeners == [f"0100007F:{store.port:04X}"]
 
 
 def test_world_run_threads_reports_failure():
