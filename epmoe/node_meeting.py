@@ -52,7 +52,7 @@ def meet(group, team, peers, timeout_s):
         EpError: As NodeLinks says.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    listener, card, error, silent_s, sockets = None, b"", None, 0.0, {}
+    listeners, card, error, silent_s, sockets = [], b"", None, 0.0, {}
     limit_s = DEFAULT_TIMEOUT_S
     try:
         limit_s = timeout_s = checked_timeout_s(timeout_s)
@@ -60,19 +60,20 @@ def meet(group, team, peers, timeout_s):
         if size % team.size or team.rank != rank % team.size:
             raise ValueError(f"rank {rank} of {size} is rank {team.rank} of a team of {team.size}: must be "
                              f"nodes x local, with the ranks of a node one after the other")
-        listener = listen()
-        card = pack_card(listener.getsockname()[1], own_addresses(), os.urandom(SECRET_BYTES))
+        addresses = own_addresses()
+        listeners = listen(addresses)
+        card = pack_card(listeners[0].getsockname()[1], addresses, os.urandom(SECRET_BYTES))
     except Exception as e:
         error = e
     try:
         cards = _gather(group, card, error, limit_s)
         try:
-            _connect(listener, rank, peers, cards, sockets, time.monotonic() + min(limit_s, _MEETING_S))
+            _connect(listeners, rank, peers, cards, sockets, time.monotonic() + min(limit_s, _MEETING_S))
         except Exception as e:
             error = e
         _gather(group, b"", error, limit_s)
     except BaseException:
-        for sock in (*sockets.values(), *([] if listener is None else [listener])):
+        for sock in (*sockets.values(), *listeners):
             sock.close()
         raise
     for sock in sockets.values():
@@ -112,11 +113,11 @@ def _gather(group, mine, error, limit_s):
     return [frame[6 : 6 + frame[5]] for frame in frames]
 
 
-def _connect(listener, rank, peers, cards, sockets, deadline):
+def _connect(listeners, rank, peers, cards, sockets, deadline):
     """Call the peers below this rank; those above call this rank. The sockets go into `sockets`."""
     cards = [unpack_card(card) for card in cards]
     secret = cards[0][2]
-    acceptor = Acceptor(listener, rank, secret, [p for p in peers if p > rank])
+    acceptor = Acceptor(listeners, rank, secret, [p for p in peers if p > rank])
     try:
         for peer in peers:
             if peer < rank:

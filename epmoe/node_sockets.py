@@ -34,6 +34,7 @@ _HELLO = struct.Struct("<10sIII32s")  # magic, protocol, from, to, challenge
 _MAX_CALLERS = 64  # that have connected and not yet proved anything
 _CALLER_S = 5.0  # the time in which they must
 _TRY_S = 2.0  # for one address
+_PORT_TRIES = 20  # until a port is free at all addresses
 _SIOCGIFADDR = 0x8915
 
 # ---- sockets that a forked child must not keep ----
@@ -126,7 +127,7 @@ def own_addresses():
     for host in (os.environ.get("MASTER_ADDR"), socket.gethostname()):
         with contextlib.suppress(OSError, UnicodeError):
             found += [_address_towards(host)] if host else []
-    addresses = list(dict.fromkeys(a.partition("%")[0] for a in found)) or ["127.0.0.1"]
+    addresses = list(dict.fromkeys(a for a in found if "%" not in a)) or ["127.0.0.1"]
     return addresses[:MAX_ADDRESSES]
 
 
@@ -144,16 +145,24 @@ def unpack_card(card):
             [n.removeprefix("::ffff:") if "." in n else n for n in names], card[-SECRET_BYTES:])
 
 
-def listen():
-    """Return a listening socket at a free port of all interfaces."""
-    is_dual = socket.has_dualstack_ipv6()
-    listener = _new_socket(socket.AF_INET6 if is_dual else socket.AF_INET)
-    if is_dual:
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-    listener.bind(("", 0))
-    listener.listen(1024)
-    listener.setblocking(False)
-    return listener
+def listen(addresses):
+    """Listen at these addresses of this host only, at one free port.  Return a list of sockets."""
+    for is_last in (*[False] * (_PORT_TRIES - 1), True):
+        listeners, port = [], 0
+        try:
+            for address in addresses:
+                listeners.append(_new_socket(_family(address)))
+                listeners[-1].bind((address, port))
+                port = listeners[0].getsockname()[1]
+                listeners[-1].listen(1024)
+                listeners[-1].setblocking(False)
+            return listeners
+        except OSError as error:
+            for listener in listeners:
+                listener.close()
+            if is_last or error.errno != errno.EADDRINUSE:
+                raise OSError(error.errno, f"cannot listen at {', '.join(addresses)}: "
+                                           f"{error.strerror}") from error
 
 
 def watch_silence(sock, timeout_s):
@@ -256,15 +265,16 @@ class Acceptor:
     or when 64 of them wait, the oldest first. A rank that was closed calls again.
     """
 
-    def __init__(self, listener, mine, secret, expected):
+    def __init__(self, listeners, mine, secret, expected):
         self.found = {}  # rank -> socket
         self._expected = set(expected)
-        self._listener = listener
+        self._listeners = listeners
         self._mine = mine
         self._secret = secret
         self._callers = {}  # socket -> [bytes received, proof that is wanted or None, when to give up]
         self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        for listener in listeners:
+            self._selector.register(listener, selectors.EVENT_READ)
         self._changed = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._main, name="epmoe acceptor", daemon=True)
@@ -282,21 +292,22 @@ class Acceptor:
         for caller in list(self._callers):
             self._drop(caller)
         self._selector.close()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     def _main(self):
         while not self._stopped:
             for key, _ in self._selector.select(0.02):
-                if key.fileobj is self._listener:
-                    self._accept_all()
+                if key.fileobj in self._listeners:
+                    self._accept_all(key.fileobj)
                 elif key.fileobj in self._callers:
                     self._read(key.fileobj)
             for caller, (_, _, until) in list(self._callers.items()):
                 if time.monotonic() > until:
                     self._drop(caller)
 
-    def _accept_all(self):
-        while (caller := _accept(self._listener)) is not None:
+    def _accept_all(self, listener):
+        while (caller := _accept(listener)) is not None:
             if len(self._callers) == _MAX_CALLERS:
                 self._drop(next(iter(self._callers)))
             caller.setblocking(False)

@@ -24,9 +24,9 @@ SECRET = bytes(range(32))
 @pytest.fixture
 def acceptor():
     """Rank 0, which expects rank 1 at 127.0.0.1."""
-    listener = listen()
-    it = Acceptor(listener, 0, SECRET, [1])
-    it.card = unpack_card(pack_card(listener.getsockname()[1], ["127.0.0.1"], SECRET))
+    listeners = listen(["127.0.0.1"])
+    it = Acceptor(listeners, 0, SECRET, [1])
+    it.card = unpack_card(pack_card(listeners[0].getsockname()[1], ["127.0.0.1"], SECRET))
     yield it
     it.stop()
     for sock in it.found.values():
@@ -144,6 +144,40 @@ def test_meeting_call_fails_where_nothing_listens():
 def test_meeting_takes_the_first_address_that_answers(acceptor):
     card = (acceptor.card[0], ["127.77.0.1", "127.0.0.1"], SECRET)
     call(card, 1, 0, SECRET, time.monotonic() + HANG_S).close()
+
+
+def test_meeting_listens_only_at_the_addresses_of_its_card():
+    """Not at other addresses of this host, which may be those of a network for everyone."""
+    listeners = listen(["127.0.0.1", "127.0.0.2"])
+    port = listeners[0].getsockname()[1]
+    try:
+        for address in ("127.0.0.1", "127.0.0.2"):
+            socket.create_connection((address, port), timeout=HANG_S).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.3", port), timeout=HANG_S)
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+def _listening(rank, size):
+    """The addresses at which this process listens for other nodes, while it does."""
+    found, real = [], node_meeting.listen
+
+    def listen(*arguments):
+        listeners = real(*arguments)
+        found.extend(s.getsockname()[0] for s in (listeners if isinstance(listeners, list) else [listeners]))
+        return listeners
+
+    os.environ["EPMOE_SOCKET_IFNAME"] = "lo"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node_meeting, "listen", listen)
+        epmoe.Nodes(local_world_size=1, timeout_s=HANG_S).close()
+    return found
+
+
+def test_meeting_listens_at_the_interface_that_is_named():
+    assert process_ranks(_listening, 2) == [["127.0.0.1"]] * 2
 
 
 def test_meeting_cards_carry_addresses_of_both_families():
