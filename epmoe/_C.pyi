@@ -74,6 +74,8 @@ EOVERFLOW: Final[int]
 EINDEX: Final[int]
 ESYS: Final[int]
 ETIMEOUT: Final[int]
+EMISMATCH: Final[int]
+ECLOSED: Final[int]
 ETYPE: Final[int]
 # Indices of words in the head of a plan.
 HEAD_STATUS: Final[int]

@@ -48,6 +48,8 @@ static const struct {
     {"EINDEX", EP_EINDEX},
     {"ESYS", EP_ESYS},
     {"ETIMEOUT", EP_ETIMEOUT},
+    {"EMISMATCH", EP_EMISMATCH},
+    {"ECLOSED", EP_ECLOSED},
     {"ETYPE", EP_ETYPE},
     {"HEAD_STATUS", EP_HEAD_STATUS},
     {"HEAD_NUM_ROWS", EP_HEAD_NUM_ROWS},

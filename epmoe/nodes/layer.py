@@ -29,6 +29,7 @@ class OverNodes(fixed.Fixed, Checks):
 
     may_decode = False
     _is_closed = False
+    _num_plans = 0  # that all ranks have made together
     _applies = False  # whether the team layer applies the experts of an EPMoE
     low_latency = None
     _owns_heap = False
@@ -93,9 +94,10 @@ class OverNodes(fixed.Fixed, Checks):
 
     # ---- meetings and refusals ----
 
-    def _meet(self, op, *, weights=False, gradients=False, chunks=0, error=None):
+    def _meet(self, op, layout=None, *, weights=False, gradients=False, chunks=0, error=None):
         """Meet all ranks in a call.  Raises `error`, if there is one, after the others know of it.
 
+        layout: with which the call is made, so that no rank moves the rows of another plan.
         An error that only repeats what another rank of this node has done becomes that of all ranks.
         """
         if self._is_closed:
@@ -103,16 +105,13 @@ class OverNodes(fixed.Fixed, Checks):
         try:
             self._settle(error)
             failed = 0 if error is None else meeting.SECOND if type(error) is PeerError else meeting.FAILED
-            header = meeting.Header(self._number, op, weights, gradients, chunks, failed)
+            plan_number = 0 if layout is None else layout.number
+            header = meeting.Header(op, self._number, plan_number, weights, gradients, chunks, failed=failed)
             try:
                 meeting.meet(self.nodes, header)
             except PeerError:
                 if failed == meeting.FAILED:
                     raise error from None
-                raise
-            except EpError:
-                if self.nodes._has_ended():
-                    self.nodes._drop_rail()
                 raise
         finally:
             del error  # else the error and this frame would be a cycle: see LayerParts._refuse_now
@@ -136,14 +135,10 @@ class OverNodes(fixed.Fixed, Checks):
             if self._applies:
                 type(self.team_layer)._refuse_now(self.team_layer, op, error, buffer)
             if not isinstance(error, _StopRecomputationError):
-                self._end()
+                self.nodes._end(error)
             raise error
         finally:
             del error
-
-    def _end(self):
-        """Leave the world of this node: the other ranks cannot continue without this one, and learn it so."""
-        self.nodes._end()
 
     @contextlib.contextmanager
     def _ending(self):
@@ -157,7 +152,7 @@ class OverNodes(fixed.Fixed, Checks):
                 if getattr(error, "_is_of_all", False):
                     raise
                 self._settle(error)
-            self._end()
+            self.nodes._end(error)
             raise
 
     # ---- calls ----
@@ -167,6 +162,7 @@ class OverNodes(fixed.Fixed, Checks):
 
         One host read; with rail_capacity none.
         """
+        self._num_plans += 1
         with self._ending():
             num_nodes, topk = self.num_nodes, self.topk * self._copies
             limits = torch.iinfo(torch.int32)
@@ -203,7 +199,7 @@ class OverNodes(fixed.Fixed, Checks):
             weight = self._checked(input, exp_indices, weight, full_scatter_indices, layout, buffer)
         except Exception as error:
             self._meet(op, error=error)
-        self._meet(op, weights=weight is not None, gradients=requires_grad(input, weight, *more),
+        self._meet(op, layout, weights=weight is not None, gradients=requires_grad(input, weight, *more),
                    chunks=chunks)
         return weight
 
@@ -228,7 +224,8 @@ class OverNodes(fixed.Fixed, Checks):
 
     def _return(self, layout, call, weight, *tensors):
         """Meet, make call(), which is the combine of the team, and bring its rows home."""
-        self._meet(meeting.COMBINE, weights=weight is not None, gradients=requires_grad(weight, *tensors))
+        self._meet(meeting.COMBINE, layout, weights=weight is not None,
+                   gradients=requires_grad(weight, *tensors))
         with self._ending():
             return rows.Home.apply(call(), None, layout, True)[0]
 
@@ -264,7 +261,8 @@ class OverNodes(fixed.Fixed, Checks):
         finally:
             self._applies = False
         try:
-            self._meet(meeting.COMBINE, gradients=requires_grad(x, topk_weights, *params), error=error)
+            self._meet(meeting.COMBINE, layout, gradients=requires_grad(x, topk_weights, *params),
+                       error=error)
         finally:
             del error
         with self._ending():
@@ -330,6 +328,8 @@ class OverNodes(fixed.Fixed, Checks):
         self.team_layer.synchronize()
 
     def finalize(self):
+        if not self._is_closed and not self.nodes._has_ended():
+            meeting.meet(self.nodes, meeting.Header(meeting.FINALIZE, self._number))
         self.team_layer.finalize()
         self._is_closed = True
 

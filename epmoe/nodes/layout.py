@@ -13,6 +13,7 @@ from ..errors import EpMismatch, PeerError
 from ..rendezvous import ADDRESS_BYTES, process_group
 
 _HOST_BYTES = 8
+_of_mesh = {}  # ranks -> their group: Nodes that are made again use it again
 _NAME_BYTES = ADDRESS_BYTES - 8 - _HOST_BYTES
 
 
@@ -67,8 +68,11 @@ def group_of_mesh(mesh, timeout_s):
     ranks = mesh.mesh.flatten().tolist()
     if ranks == dist.get_process_group_ranks(dist.group.WORLD):
         return dist.group.WORLD
-    return dist.new_group(ranks, timeout=datetime.timedelta(seconds=timeout_s),
-                          use_local_synchronization=True)
+    group = _of_mesh.get(tuple(ranks))
+    if group not in dist.distributed_c10d._world.pg_map:  # also where the default group was made again
+        group = _of_mesh[tuple(ranks)] = dist.new_group(
+            ranks, timeout=datetime.timedelta(seconds=timeout_s), use_local_synchronization=True)
+    return group
 
 
 def sizes_of(group, local_world_size=None):

@@ -27,7 +27,10 @@ lib.define("nodes_home(Tensor rows, Tensor? scalar, Tensor send_idx, Tensor owne
 
 
 def _plan(x, weight, indices, layer, gradients, after=None):
-    """Return the experts here [A, K], the tokens to send [S], the node of each choice, and counts [2, N]."""
+    """Return the experts here [A, K], the tokens to send [S], the node of each choice, and counts [3, N].
+
+    counts: tokens sent, tokens received, and N times the number of the plan.
+    """
     layer = layers[layer]
     try:
         layer._checked(x, indices, weight, None, None, 0)
@@ -35,26 +38,27 @@ def _plan(x, weight, indices, layer, gradients, after=None):
         layer._meet(meeting.PLAN, error=error)
     layer._meet(meeting.PLAN, weights=weight is not None, gradients=gradients)
     layout = layer._plan_rail(indices, 0)
-    counts = torch.tensor([layout.send_tokens, layout.recv_tokens], device="cpu", dtype=torch.int64)
+    counts = torch.tensor([layout.send_tokens, layout.recv_tokens, [layout.number] * layer.num_nodes], device="cpu",
+                          dtype=torch.int64)
     return layout.indices, layout.send_idx, layout.owner, counts
 
 
 def _out(x, scalar, send_idx, owner, counts, layer, num_here, meet, after=None):
     layer = layers[layer]
+    layout = plan.NodesLayout.of_tensors(layer, send_idx, owner, counts)
     if meet >= 0:
-        layer._meet(meet)
+        layer._meet(meet, layout)
     with layer._ending():
-        layout = plan.NodesLayout.of_tensors(layer, send_idx, owner, counts)
         out, out_scalar = rows.out(layout, x, scalar)
     return out, absent(x) if out_scalar is None else out_scalar
 
 
 def _home(rows_, scalar, send_idx, owner, counts, layer, num_tokens, meet, gradients=False, after=None):
     layer = layers[layer]
+    layout = plan.NodesLayout.of_tensors(layer, send_idx, owner, counts)
     if meet >= 0:
-        layer._meet(meet, gradients=gradients)
+        layer._meet(meet, layout, gradients=gradients)
     with layer._ending():
-        layout = plan.NodesLayout.of_tensors(layer, send_idx, owner, counts)
         out, out_scalar = rows.home(layout, rows_, scalar)
     return out, absent(rows_) if out_scalar is None else out_scalar
 
@@ -71,7 +75,7 @@ def _(x, weight, indices, layer, gradients, after=None):
                   for _ in range(2))
     return (indices.new_empty(here, indices.shape[1], dtype=torch.int32),
             indices.new_empty(sent, dtype=torch.int64), torch.empty_like(indices),
-            torch.empty(2, layers[layer].num_nodes, dtype=torch.int64, device="cpu"))
+            torch.empty(3, layers[layer].num_nodes, dtype=torch.int64, device="cpu"))
 
 
 @register_fake("nodes_out")

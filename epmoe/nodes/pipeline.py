@@ -280,7 +280,7 @@ def apply(layer, moe, num_chunks, params, x, topk_idx, topk_weights):
                 error = e
             tokens[c] = here = None  # what the backward does not need
             try:
-                layer._meet(meeting.COMBINE, gradients=gradients, error=error, chunks=num_chunks)
+                layer._meet(meeting.COMBINE, layout, gradients=gradients, error=error, chunks=num_chunks)
             finally:
                 del error
             with layer._ending():

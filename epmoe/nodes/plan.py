@@ -35,6 +35,7 @@ class NodesLayout:
 
     def __init__(self, layer, num_tokens, buffer, send, recv):
         self.layer = layer
+        self.number = layer._num_plans  # the same on all ranks
         self.num_tokens = num_tokens
         self.buffer = buffer
         self._sent = send
@@ -65,7 +66,9 @@ class NodesLayout:
     @classmethod
     def of_tensors(cls, layer, send_idx, owner, counts):
         """Return a layout with all that rows.py needs, of the results of nodes_plan."""
-        self = cls(layer, owner.shape[0], 0, *counts.tolist())
+        send, recv, number = counts.tolist()
+        self = cls(layer, owner.shape[0], 0, send, recv)
+        self.number = number[0]
         self.send_idx = send_idx
         self.owner = owner
         return self

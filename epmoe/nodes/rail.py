@@ -20,6 +20,33 @@ _NCCL_LEAVES_ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_PROPA
                        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 
 
+def new_group(name, ranks, backend, timeout_s, options=None):
+    """Create a process group of ranks of the default group, of which this is one.  Collective over them.
+
+    dist.new_group makes the name of a group of the number of groups that the process has.  Ranks whose
+    numbers differ, for example after an error that only some have seen, would wait for each other in vain.
+
+    name: the same on all these ranks, and of no other group in the life of the default group.
+    """
+    c10d = dist.distributed_c10d
+    group, _ = c10d._new_process_group_helper(
+        len(ranks), ranks.index(dist.get_rank()), ranks, dist.Backend(backend), c10d._get_default_store(),
+        name, backend_options=options, timeout=datetime.timedelta(seconds=timeout_s), group_desc=name)
+    c10d._world.pg_group_ranks[group] = {rank: i for i, rank in enumerate(ranks)}
+    return group
+
+
+@contextlib.contextmanager
+def named(mine, others):
+    """Make errors of epmoe of errors of torch."""
+    try:
+        yield
+    except EpError:
+        raise
+    except RuntimeError as error:
+        raise _error(error, mine, ", ".join(map(str, others))) from error
+
+
 class TorchRail:
     """Moves bytes and rows between the nodes.  All calls are collective over the rail, in the same order.
 
@@ -37,24 +64,22 @@ class TorchRail:
     """
 
     @classmethod
-    def create(cls, group, ranks, on_rail, timeout_s):
+    def create(cls, group, ranks, on_rail, name, timeout_s):
         """Create the process groups.  Collective over the rail.
 
         group: the ProcessGroup of all ranks; ranks: their numbers in the job; on_rail: the numbers in `group`
-        of this rail's ranks, in node order.
+        of this rail's ranks, in node order; name: of this rail, and of no other in the life of the job.
         """
         members = [ranks[r] for r in on_rail]
-        options = {"timeout": datetime.timedelta(seconds=timeout_s), "use_local_synchronization": True}
-        control = dist.new_group(members, backend="gloo", group_desc="epmoe rail", **options)
+        control = new_group(f"epmoe rail {name}", members, "gloo", timeout_s)
         # Rows have a group of their own, so that a meeting does not queue behind rows that are under way.
         if "nccl" in dist.get_backend(group):
             of_nccl = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             of_nccl.config.max_ctas = RAIL_CTAS
             with environment(_NCCL_LEAVES_ERRORS):
-                data = dist.new_group(members, backend="nccl", pg_options=of_nccl, group_desc="epmoe rows",
-                                      **options)
+                data = new_group(f"epmoe rows {name}", members, "nccl", timeout_s, of_nccl)
         else:
-            data = dist.new_group(members, backend="gloo", group_desc="epmoe rows", **options)
+            data = new_group(f"epmoe rows {name}", members, "gloo", timeout_s)
         return cls(control, data, on_rail, timeout_s)
 
     def __init__(self, control, data, ranks, timeout_s):
@@ -106,15 +131,10 @@ class TorchRail:
 
         return finish
 
-    @contextlib.contextmanager
     def _named(self):
         """Make errors of epmoe of errors of torch."""
-        try:
-            yield
-        except EpError:
-            raise
-        except RuntimeError as error:
-            raise self._error(error) from error
+        mine = self.ranks[self.position]
+        return named(mine, [rank for rank in self.ranks if rank != mine])
 
     def read(self, t):
         """Return the numbers of a tensor as lists.
@@ -139,7 +159,7 @@ class TorchRail:
                 if self.has_ended():
                     raise PeerDied(f"rank {self.ranks[self.position]}: the nodes have ended")
                 if waited_s > self.timeout_s:
-                    raise self._error(RuntimeError(f"timed out after {self.timeout_s:g} s"))
+                    raise RuntimeError(f"timed out after {self.timeout_s:g} s")
                 if waited_s > _SPIN_S:
                     time.sleep(_SPIN_S / 4)
 
@@ -174,26 +194,21 @@ class TorchRail:
 
         A communicator of NCCL also waits, without a limit, for the end of all CUDA graphs that captured it.
         So one that is in graphs stays until the process ends its default group.
-
-        A group of gloo for rows stays as long.  torch makes the name of a group of its ranks and of the
-        number of groups that exist.  With one group less, the `control` of the next Nodes of these ranks
-        would have the name of this group, and would find its addresses in the store.
         """
-        ends_rows = in_order and self.is_nccl and not self._is_in_graphs
+        ends_rows = not self.is_nccl or in_order and not self._is_in_graphs
         for group in (self.control, self.data) if ends_rows else (self.control,):
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
 
-    def _error(self, error):
-        """Return the error of epmoe for an error of torch, by its text: its class is RuntimeError."""
-        text = str(error)
-        mine = self.ranks[self.position]
-        others = ", ".join(str(rank) for rank in self.ranks if rank != mine)
-        if any(sign in text.lower() for sign in SIGNS_OF_DEATH):
-            return PeerDied(f"rank {mine}: one of the ranks {others}, with which it exchanges rows between "
-                            f"nodes, died or left: {text}")
-        if any(sign in text.lower() for sign in ("timed out", "timeout")):
-            return EpTimeout(f"rank {mine} timed out: one of the ranks {others}, with which it exchanges "
-                             f"rows between nodes, is stuck or makes another call. All ranks of all nodes "
-                             f"must make the same calls in the same order, also with zero tokens: {text}")
-        return EpError(f"rank {mine}: the exchange with ranks {others} of other nodes failed: {text}")
+
+def _error(error, mine, others):
+    """Return the error of epmoe for an error of torch, by its text: its class is RuntimeError."""
+    text = str(error)
+    if any(sign in text.lower() for sign in SIGNS_OF_DEATH):
+        return PeerDied(f"rank {mine}: one of the ranks {others}, with which it exchanges rows between "
+                        f"nodes, died or left: {text}")
+    if any(sign in text.lower() for sign in ("timed out", "timeout")):
+        return EpTimeout(f"rank {mine} timed out: one of the ranks {others}, with which it exchanges "
+                         f"rows between nodes, is stuck or makes another call. All ranks of all nodes "
+                         f"must make the same calls in the same order, also with zero tokens: {text}")
+    return EpError(f"rank {mine}: the exchange with ranks {others} of other nodes failed: {text}")

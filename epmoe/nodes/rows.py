@@ -73,7 +73,7 @@ def meet_backward(layout, op, *tensors):
         check_mode(*tensors, may_batch=False)
     except Exception as error:
         layer._meet(op, error=error)
-    layer._meet(op)
+    layer._meet(op, layout)
 
 
 class Out(torch.autograd.Function):

@@ -1,21 +1,21 @@
 """Nodes: the ranks of several nodes; a World on each node, and a rail for each local rank between them."""
 
 import contextlib
-import datetime
+import secrets
 
 import torch.distributed as dist
 
 from .. import _C
-from ..errors import EpError, EpMismatch, EpTimeout, PeerError
+from ..errors import EpClosed, EpError, EpMismatch, EpTimeout, PeerDied, PeerError
 from ..node_links import NodeLinks
 from ..rendezvous import DEFAULT_TIMEOUT_S, all_gather_bytes, checked_timeout_s, process_group
 from ..world import Shared, World
-from .frames import exchange_frames
+from . import meeting
 from .layout import Card, check_layout, group_of_mesh, is_mesh, own_card, sizes_of
-from .rail import TorchRail
+from .rail import TorchRail, named, new_group
 
 _of_group = {}  # id(group) -> Nodes: one serves all layers of a group
-_REFUSED = 0xFFFF  # instead of a length: the rank cannot take part
+_CODES = {EpTimeout: _C.ETIMEOUT, EpMismatch: _C.EMISMATCH, EpClosed: _C.ECLOSED}  # others: EPEERDIED
 _VERDICT_S = 5.0  # how long a rank waits for the name of a rank that has died: NodeLinks needs 3 s at most
 
 
@@ -93,11 +93,13 @@ class Nodes(Shared):
         ranks = dist.get_process_group_ranks(self.group)
         rank, num_nodes = dist.get_rank(self.group), dist.get_world_size(self.group) // local
         node, local_rank = divmod(rank, local)
-        options = {"timeout": datetime.timedelta(seconds=timeout_s), "use_local_synchronization": True}
-        team = dist.new_group(ranks[node * local : (node + 1) * local], backend="gloo",
-                              group_desc="epmoe team", **options)
+        # Names that no other groups have: those that remain of nodes before these may differ between ranks.
+        nonce = all_gather_bytes(self.group, secrets.token_bytes(8), timeout_s)[0].hex()
         on_rail = range(local_rank, len(ranks), local)
-        rail = TorchRail.create(self.group, ranks, list(on_rail), timeout_s)
+        with named(rank, [r for r in range(len(ranks)) if r != rank]):
+            team = new_group(f"epmoe team {nonce} {node}", ranks[node * local : (node + 1) * local], "gloo",
+                             timeout_s)
+            rail = TorchRail.create(self.group, ranks, list(on_rail), f"{nonce} {local_rank}", timeout_s)
         self._set_sizes(World(team, timeout_s), rail, node, num_nodes)
         try:
             self._links = NodeLinks(self.group, self.team, rail.abort, timeout_s)
@@ -111,7 +113,8 @@ class Nodes(Shared):
         if self.rail is None:
             _C.world_refuse(self.team._c, _C.EINVAL)
         else:
-            exchange_frames(self, _REFUSED, b"")
+            with contextlib.suppress(EpError):  # this rank raises its own error
+                meeting.meet(self, meeting.Header(meeting.EXCHANGE, failed=meeting.FAILED))
 
     def _set_sizes(self, team, rail, node, num_nodes):
         self.team = team
@@ -123,6 +126,7 @@ class Nodes(Shared):
         self.rank = node * team.size + team.rank
         self.size = num_nodes * team.size
         self._num_layers = 0  # that were created
+        self._is_waiting = False  # whether a call is in an exchange
         self._reason = None  # the error of the rail that ended it
         self._links = None  # NodeLinks; None for one node, and for ranks that are threads
 
@@ -180,7 +184,8 @@ class Nodes(Shared):
             A list of bytes objects, in rank order.
 
         Raises:
-            EpMismatch: On all ranks, when they give different numbers of bytes.  The next exchange works.
+            EpMismatch: On all ranks, when they give different numbers of bytes or are in different calls.
+                The next exchange works.
             ValueError: On this rank, for more than 512 bytes.
             TypeError: On this rank, for what is not bytes-like.
             PeerError: On the other ranks, when one rank raises ValueError or TypeError.  The next exchange
@@ -204,56 +209,58 @@ class Nodes(Shared):
         except (TypeError, ValueError, BufferError):
             self._refuse()
             raise
-        frames = exchange_frames(self, len(mine), mine)
-        for rank, (length, _) in enumerate(frames):
-            if length == _REFUSED:
-                raise PeerError(f"rank {rank} could not take part in the exchange. See the error that it "
-                                f"raised.")
-            if length != frames[0][0]:
-                raise EpMismatch(f"ranks disagree: rank {rank} exchanges {length} bytes, rank 0 exchanges "
-                                 f"{frames[0][0]}")
-        return [data for _, data in frames]
+        return meeting.exchange(self, mine)
 
     def _meet_rail(self, mine):
-        """Exchange bytes with the rail, in node order.  An error ends the team, so all its ranks know."""
-        self.check()
-        try:
+        """Exchange bytes with the rail, in node order.  An error ends the nodes, so all ranks know."""
+        with self.ending():
             return self.rail.meet(mine)
-        except EpError as error:
-            raise self._end_of_rail(error) from error
 
     def _exchange_rows(self, out, mine, out_splits=None, splits=None):
-        """Exchange rows with the rail, as TorchRail.exchange.  An error ends the team."""
-        try:
+        """Exchange rows with the rail, as TorchRail.exchange.  An error ends the nodes."""
+        with self.ending():
             self.rail.exchange(out, mine, out_splits, splits)
-        except EpError as error:
-            raise self._end_of_rail(error) from error
 
     def _start_rows(self, out, mine, out_splits, splits):
-        """Start an exchange of rows.  Returns a function that waits for it.  An error ends the team."""
-        try:
+        """Start an exchange of rows.  Returns a function that waits for it.  An error ends the nodes."""
+        with self.ending():
             wait = self.rail.start(out, mine, out_splits, splits)
-        except EpError as error:
-            raise self._end_of_rail(error) from error
 
         def finish():
-            try:
+            with self.ending():
                 wait()
-            except EpError as error:
-                raise self._end_of_rail(error) from error
 
         return finish
 
     def _read(self, t):
-        """Return the numbers of a tensor that an exchange writes, after it.  An error ends the team."""
-        try:
+        """Return the numbers of a tensor that an exchange writes, after it.  An error ends the nodes."""
+        with self.ending():
             return self.rail.read(t)
+
+    @contextlib.contextmanager
+    def ending(self):
+        """End the nodes after an error in the block, in which other ranks wait for this one.
+
+        A signal handler may raise any exception there, for example KeyboardInterrupt.
+        """
+        was_waiting, self._is_waiting = self._is_waiting, True
+        try:
+            yield
         except EpError as error:
-            raise self._end_of_rail(error) from error
+            known = self._end_of_rail(error)
+            if known is error:
+                raise
+            raise known from error
+        except BaseException as error:
+            self._end(error)
+            raise
+        finally:
+            self._is_waiting = was_waiting
 
     def _end_of_rail(self, error):
         """End the nodes, and return why: the links may know which rank has died."""
-        if self._links is not None and not isinstance(error, EpTimeout) and self._links.verdict(_VERDICT_S):
+        may_know = type(error) in (EpError, PeerDied) and self._links is not None
+        if may_know and self._links.verdict(_VERDICT_S):
             try:
                 self.team.check()
             except EpError as known:
@@ -261,15 +268,18 @@ class Nodes(Shared):
         self._end(error)
         return error
 
-    def _end(self, reason=None):
+    def _end(self, reason):
         """Leave the world of this node and the rail, so that no other rank waits for this one.
 
-        reason: the error of the rail that check() raises from now on; None: that of the world.
+        reason: what check() raises from now on, here and on the other ranks: an EpError; else EpClosed, which
+            names this rank.
         """
+        if not isinstance(reason, EpError):
+            reason = EpClosed(f"rank {self.rank} left a call in which the other ranks need it: "
+                              f"{type(reason).__name__} {reason}"[:250])
         self._reason = self._reason or reason
+        _C.world_abort(self.team._c, _CODES.get(type(reason), _C.EPEERDIED), str(reason)[:250])
         if self._links is not None:
-            code = _C.ETIMEOUT if isinstance(reason, EpTimeout) else _C.EPEERDIED
-            _C.world_abort(self.team._c, code, str(reason or f"rank {self.rank} left after an error"))
             self._links.verdict(_VERDICT_S)  # the other ranks have been told
         with contextlib.suppress(EpError):
             self.team._leave(False)
@@ -356,7 +366,8 @@ class Nodes(Shared):
         """Wait for all ranks of all nodes, then leave.  Collective; a second call does nothing.
 
         Raises:
-            EpMismatch, PeerError: As World.close.  No rank has left; all close again.
+            EpMismatch: On all ranks, when one of them is in another call.  No rank has left; all close again.
+            PeerError: As World.close.  No rank has left; all close again.
             EpError: As World.close.  This rank has left.
 
         Examples:
@@ -367,10 +378,12 @@ class Nodes(Shared):
 
     def _leave(self, collective):
         try:
+            if collective and self.rail is not None and not self._has_ended():
+                meeting.meet(self, meeting.Header(meeting.CLOSE))
             self.team._leave(collective)
             if self._links is not None and collective:
                 self._links.close()
-        except (EpMismatch, PeerError):  # it is still open
+        except (ValueError, PeerError):  # it is still open; EpMismatch is a ValueError
             raise
         except Exception:
             self._forget(collective)
