@@ -1,5 +1,6 @@
 """EPMoE: the experts of a Mixture-of-Experts layer, spread over the ranks; a drop-in for a model's own."""
 
+import functools
 import inspect
 
 import torch
@@ -17,6 +18,7 @@ from .moe_parts import MoeParts
 from .moe_training import GRADIENT_OPTIONS
 from .nodes.chunks import Chunks
 from .parallel_parts import check_flat
+from .shards import load_adopted, save, save_own
 
 # Options of the two layers that EPMoE passes on.
 _LAYER_OPTIONS = {name for kind in (EpAll2AllFusedOp, EPAll2AllLayer)
@@ -181,6 +183,7 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         bias_shapes = {"gate_up_proj_bias": (local, wide), "down_proj_bias": (local, hidden)}
         self._make_parameters(shapes, bias_shapes, bias)
         self.reset_parameters()
+        self.register_state_dict_post_hook(save_own)
         self._register()
 
     def reset_parameters(self):
@@ -301,6 +304,42 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         """
         moe_map.set_expert_map(self, expert_map)
 
+    def adopt(self, module):
+        """Let the parameters and buffers below another module belong to this one's experts.  Not collective.
+
+        All that is below an EPMoE belongs to its experts, for example the parameters of a parametrization:
+        DistributedDataParallel and FSDP leave it to its rank, and state dicts and norms have that of all
+        ranks.  Adapters of experts that are beside the EPMoE, for example in a module that wraps it, must be
+        adopted.  Call it before prepare_ddp, prepare_fsdp and load_state_dict.
+
+        Args:
+            module: A module.  What is below another EPMoE inside of it is left out.  FSDP2 over replicas of
+                experts needs one that contains this EPMoE.
+
+        Raises:
+            TypeError: For what is not a module.
+            ValueError: For an EPMoE, and for a module that was adopted before.
+
+        Examples:
+            >>> import epmoe
+            >>> import torch
+            >>> moe = epmoe.EPMoE(16, 32, num_experts=2, topk=1, dtype=torch.float32, device="cpu")
+            >>> adapters = torch.nn.ParameterDict({"a": torch.zeros(2, 4, 32), "b": torch.zeros(2, 16, 4)})
+            >>> moe.adopt(adapters)
+            >>> len(epmoe.expert_parameters(torch.nn.ModuleList([moe, adapters])))
+            4
+            >>> moe.finalize()
+        """
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"adopt: wanted a torch.nn.Module, got {type(module).__name__}")
+        if isinstance(module, EPMoE) or module in self._adopted:
+            raise ValueError(f"adopt: {'an EPMoE' if isinstance(module, EPMoE) else 'was adopted before'}: its "
+                             f"tensors belong to experts in any case")
+        self._adopted = *self._adopted, module
+        # partial, not a closure: a deep copy of both modules then refers to the copies
+        module.register_state_dict_post_hook(functools.partial(save, self))
+        module.register_load_state_dict_pre_hook(functools.partial(load_adopted, self))
+
     def forward(self, x, topk_idx, topk_weights, *, decode=None):
         """Apply the experts to tokens.  Collective, also for a rank without tokens.
 
@@ -361,8 +400,8 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             topk_weights = flatten("topk_weights", topk_weights, topk)
             if torch.is_autocast_enabled(self.layer.device.type):
                 tokens = tokens.to(self.layer.dtype)
-            if type(self.gate_up_proj) is torch.Tensor and not torch.compiler.is_compiling():
-                check_flat(self, self.gate_up_proj)
+            if torch.Tensor in map(type, (self.gate_up_proj, self.down_proj)):
+                check_flat(self)
             moe_fp8.check_parameters(self)
             if self.is_fp8:
                 moe_fp8.check_gradients(self, x, topk_weights)

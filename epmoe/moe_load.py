@@ -42,6 +42,10 @@ class _Loader:
         elif any(is_dtensor(p) for p in self.moe.parameters(recurse=False)):
             self.errors.append(f"{self.prefix}: has the experts one by one, which cannot be loaded after "
                                f"fully_shard: load before it.")
+        elif self.moe._computed:
+            self.errors.append(f"{self.prefix}: has the experts one by one, which cannot be loaded into "
+                               f"{', '.join(self.moe._computed)}, computed by a parametrization or pruning: "
+                               f"load before it was added.")
         else:
             for i, e in enumerate(self.moe._held):
                 for projection in self.parts if e >= 0 else ():

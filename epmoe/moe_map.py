@@ -9,7 +9,7 @@ from .device import status_of
 from .errors import EpMismatch
 from .expert_map import ExpertMap
 from .heap import SymmetricHeap
-from .shards import as_bytes, is_dtensor
+from .shards import as_bytes, is_by_expert, is_dtensor, named_tensors, roots, tensors
 from .world import World
 
 
@@ -25,10 +25,15 @@ def _check(moe, expert_map):
         raise ValueError(f"expert_map has {sizes[0]} experts and {sizes[1]} physical ones, but this EPMoE "
                          f"has {moe.num_experts} and {layer.num_experts}: both must be the same "
                          f"(num_physical= of EPMoE)")
-    if hasattr(moe, "unshard") or any(is_dtensor(p) for p in moe.parameters()):
+    if hasattr(moe, "unshard") or any(is_dtensor(p) for p in tensors(moe)):
         raise RuntimeError("set_expert_map cannot move experts that FSDP has sharded: call it without "
                            "fully_shard, for inference")
-    for name, p in moe.named_parameters(recurse=False):
+    for name, p in (named for root in roots(moe) for named in named_tensors(root).items()):
+        if not is_by_expert(moe, p):
+            raise RuntimeError(f"set_expert_map: {name} belongs to the experts, but its shape {list(p.shape)} does "
+                               f"not begin with the {layer.num_local_experts} experts of a rank, so that its "
+                               f"rows cannot move with them: give it a row for each expert, or make the "
+                               f"weights plain parameters first (remove_parametrizations, prune.remove)")
         if p.device != layer.device or not p.is_contiguous():
             raise RuntimeError(f"set_expert_map: {name} must be contiguous and on {layer.device}, as it was "
                                f"created")
@@ -51,7 +56,7 @@ def _sources(moe, holds):
 
 def _move(moe, sources):
     """Copy the weights of each physical expert of this rank from where they are.  Collective."""
-    layer, params = moe.layer, [as_bytes(p.detach()) for p in moe.parameters(recurse=False)]
+    layer, params = moe.layer, [as_bytes(p.detach()) for p in tensors(moe)]
     num = layer.num_local_experts
     with SymmetricHeap(layer.world, max(p.numel() * p.element_size() for p in params), layer.device) as heap:
         for p in params:
@@ -80,11 +85,11 @@ def set_expert_map(moe, expert_map):
     except Exception as error:
         _C.world_refuse(world._c, status_of(error))
         raise
-    digests = world.exchange(hashlib.sha256(repr((moe._holds, holds)).encode()).digest())
+    digests = world.exchange(hashlib.sha256(repr((moe._holds, holds, [(p.shape, p.dtype) for p in tensors(moe)])).encode()).digest())
     for rank, its in enumerate(digests):
         if its != digests[0]:
             raise EpMismatch(f"ranks disagree: rank {rank} passes another expert map than rank 0, or passes "
-                             f"it to another module.  Add up the numbers of tokens of all ranks, and pass "
+                             f"it to another module, or one with other parameters and buffers.  Add up the numbers of tokens of all ranks, and pass "
                              f"the same map on all")
     if holds != moe._holds:
         _move(moe, _sources(moe, holds))

@@ -10,13 +10,15 @@ from .expert_map import ExpertMap
 from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
 from .moe_training import MoeTraining
-from .parallel_parts import check_ddp, check_sharded
+from .parallel_parts import check_ddp
 
 _PARAMETERS = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 
 
 class MoeParts(MoeTraining):
     """The private half of EPMoE."""
+
+    _adopted = ()  # modules whose tensors belong to the experts, too
 
     @property
     def is_fp8(self):
@@ -35,8 +37,16 @@ class MoeParts(MoeTraining):
             scales = torch.empty(moe_fp8.scales_shape(shape), dtype=torch.float32, **options)
             setattr(self, name + moe_fp8.SCALE, nn.Parameter(scales, False))
 
+    @property
+    def _computed(self):
+        """The names of weights that are not parameters of this module, but computed from others."""
+        return [n for n in _PARAMETERS if getattr(self, n) is not None and n not in self._parameters]
+
     def _fill(self, seed):
         """Fill the parameters as reset_parameters says."""
+        if self._computed:
+            raise RuntimeError(f"reset_parameters: {', '.join(self._computed)} of this EPMoE: computed by a "
+                               f"parametrization or pruning: call it before, or fill the parameters below it")
         generator = torch.Generator(self.layer.device)
         up_bound = 1 / math.sqrt(self.gate_up_proj.shape[2])
         down_bound = 1 / math.sqrt(self.down_proj.shape[2])
@@ -59,12 +69,13 @@ class MoeParts(MoeTraining):
     @torch._disable_dynamo
     def _check_ddp(self, ddp):
         check_ddp(self, ddp)
-        self._checked_ddp = id(ddp)
+        # without gradients, the check does not know from what the weights were computed
+        self._checked_ddp = id(ddp) if torch.is_grad_enabled() else 0
 
-    def __setattr__(self, name, value):
-        if name in self.__dict__.get("_parameters", ()) and value is not None:
-            check_sharded(self, name, value)
-        super().__setattr__(name, value)
+    def named_children(self):
+        """Return an iterator over the modules below, as nn.Module does; fully_shard calls it."""
+        torch_hooks.install_fsdp()
+        return super().named_children()
 
     def __setstate__(self, state):  # of a deep copy
         super().__setstate__(state)
@@ -89,7 +100,8 @@ class MoeParts(MoeTraining):
     def _check_gradients(self):
         if self._is_home or not torch.is_grad_enabled():
             return
-        if any(p.requires_grad for p in self.parameters(recurse=False)):
+        weights = [getattr(self, name) for name in _PARAMETERS]
+        if any(p is not None and p.requires_grad for p in weights):
             raise RuntimeError("with an expert map the experts have no gradients, because replicas would "
                                "differ after a step: call it under torch.no_grad() or after "
                                "requires_grad_(False), or call set_expert_map(None) first")
@@ -99,19 +111,15 @@ class MoeParts(MoeTraining):
             shards.register(self)
             torch_hooks.install()
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
-            shards.save(self, destination, prefix)
-
     def _load_from_state_dict(self, state_dict, prefix, metadata, strict, missing, unexpected, errors):
         before = len(errors)
-        state_dict, loaded = moe_load.load_experts(self, state_dict, prefix, missing, errors)
-        own = shards.own_entries(self, state_dict, prefix, metadata, errors)
-        moe_load.quantized(self, own, prefix, state_dict, errors)
+        left, loaded = moe_load.load_experts(self, state_dict, prefix, missing, errors)
+        own = shards.own_entries(self, self, left, prefix, metadata, errors)
+        moe_load.quantized(self, own, prefix, left, errors)
         own |= loaded
-        super()._load_from_state_dict(state_dict | own if own else state_dict, prefix, metadata, strict,
-                                      missing, unexpected, errors)
+        state_dict.update(own)  # in place, because the modules below load from it later
+        super()._load_from_state_dict(left | own if own else left, prefix, metadata, strict, missing,
+                                      unexpected, errors)
         if len(errors) > before:
             errors.append(shards.which_experts(self, prefix))
 

@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from . import shards
 from .moe import EPMoE
 from .shards import exchanged, is_dtensor, is_spread
 
@@ -11,19 +12,17 @@ __all__ = ["clip_grad_norm_", "expert_parameters", "prepare_ddp", "prepare_fsdp"
 
 
 def _experts(model):
-    """Return {name: (EPMoE, parameter)} of all expert parameters, each once."""
-    found, seen = {}, set()
-    for path, part in model.named_modules():
-        if isinstance(part, EPMoE):
-            for name, p in part.named_parameters(recurse=False):
-                if id(p) not in seen:
-                    seen.add(id(p))
-                    found[f"{path}.{name}" if path else name] = part, p
-    return found
+    """Return {name: (EPMoE, tensor)} of the parameters and buffers of all experts, under all their names."""
+    of = {id(t): moe for moe in model.modules() if isinstance(moe, EPMoE) for t in shards.tensors(moe)}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: (of[id(t)], t) for name, t in named if id(t) in of}
 
 
 def expert_parameters(model):
     """Return the parameters of all EPMoE modules of a model: those that differ between the ranks.
+
+    They are all parameters below an EPMoE, also those of a parametrization, and below the modules that it has
+    adopted (EPMoE.adopt).
 
     Args:
         model: A module.
@@ -40,11 +39,15 @@ def expert_parameters(model):
         [[2, 64, 16], [2, 16, 32]]
         >>> moe.finalize()
     """
-    return [p for _, p in _experts(model).values()]
+    known = {id(t) for _, t in _experts(model).values()}
+    return [p for p in model.parameters() if id(p) in known]
 
 
 def prepare_ddp(model, process_group=None):
     """Prepare a model for DistributedDataParallel: it will leave the experts alone.  Not collective.
+
+    Call it last, after parametrizations, pruning and adapters were added: it takes the parameters and buffers
+    below each EPMoE, and those that it has adopted (EPMoE.adopt).
 
     The gradient of an expert is the sum over the tokens of all ranks.  DistributedDataParallel averages the
     other gradients over the ranks, so those of the experts are divided by W: EPMoE.gradient_scale is 1 / W.
@@ -105,7 +108,8 @@ def prepare_fsdp(model, mesh=None, **options):
     """Prepare a model for fully_shard (FSDP2): shard each EPMoE over the ranks with the same experts.
 
     Collective over the default process group, unless `mesh` is given.  Then call fully_shard(model) as usual;
-    it leaves the experts alone.  FSDP averages their gradients over the ranks with the same experts, and
+    it leaves the experts alone.  Where an EPMoE has adopted a module that contains it, that module is
+    sharded in its place.  FSDP averages their gradients over the ranks with the same experts, and
     EPMoE.gradient_scale becomes 1 / W, so that they are those of the mean over all ranks.
 
     Args:
@@ -118,8 +122,8 @@ def prepare_fsdp(model, mesh=None, **options):
         The model.
 
     Raises:
-        ValueError: If the groups of experts do not divide all ranks into groups of equal size, or `mesh` has
-            ranks with different experts.
+        ValueError: If the groups of experts do not divide all ranks into groups of equal size, `mesh` has
+            ranks with different experts, or an EPMoE has adopted a module that does not contain it.
 
     Examples:
         >>> import epmoe
@@ -143,7 +147,14 @@ def prepare_fsdp(model, mesh=None, **options):
                 moe.layer.device.type, groups, mesh_dim_names=("replicas", "experts"))["replicas"]
         if not is_spread(world):
             continue
-        fully_shard(moe, mesh=meshes[id(world)] if mesh is None else mesh, **options)
+        own_mesh = meshes[id(world)] if mesh is None else mesh
+        around = [m for m in moe._adopted if any(part is moe for part in m.modules())]
+        outer = max(around, key=lambda m: sum(1 for _ in m.modules()), default=moe)
+        within = {id(p) for p in outer.parameters()}
+        if any(id(t) not in within and isinstance(t, torch.nn.Parameter) for t in shards.tensors(moe)):
+            raise ValueError("FSDP cannot gather the parameters of a module that stands beside an EPMoE, when "
+                             "the EPMoE needs them: put both into one module, and let the EPMoE adopt() that")
+        fully_shard(outer, mesh=own_mesh, **options)
         moe.gradient_scale = 1 / world.size
     return model
 
@@ -215,10 +226,11 @@ def whole_state_dict(model):
         model: A module.  Parameters that FSDP2 has sharded are put together, too.
 
     Returns:
-        On rank 0 of the experts' ranks a dict of tensors on the CPU; on the others {}.  The expert parameters
-            are [E, ..].
+        On rank 0 of the experts' ranks a dict of tensors on the CPU; on the others {}.  Tensors of experts
+            are [E, ..], or, where a rank's has no row for each of its experts, [W, ..], with one of each rank.
 
     Raises:
+        RuntimeError: On all ranks, for such a tensor after set_expert_map.
         RuntimeError: The error of the process group, which moves the experts, when a rank dies or does not
             make the call before the group's timeout.
 
@@ -235,13 +247,19 @@ def whole_state_dict(model):
     """
     experts, whole = _experts(model), {}
     by_id = {id(p): moe for moe, p in experts.values()}
+    for name, (moe, t) in experts.items():
+        if not (moe._is_home or shards.is_by_expert(moe, t)):
+            raise RuntimeError(f"whole_state_dict: {name}, {list(t.shape)} on a rank, has no row for each of its "
+                               f"experts, which were moved: first call set_expert_map(None)")
     is_first = all(moe.layer.rank == 0 for moe in by_id.values())
     for name, t in model.state_dict(keep_vars=True).items():
         moe = by_id.get(id(t))
         t = t.full_tensor() if hasattr(t, "full_tensor") else t
         if moe is not None:
             parts = _to_first(moe.layer.world, t)
-            if is_first:
+            if is_first and not shards.is_by_expert(moe, t):
+                whole[name] = torch.stack(parts) if len(parts) > 1 else parts[0]
+            elif is_first:
                 whole[name] = torch.cat(parts)
                 if moe.expert_map is not None:
                     whole[name] = whole[name][moe.expert_map.logical_to_physical_map[:, 0].cpu()]

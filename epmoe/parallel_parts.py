@@ -7,6 +7,7 @@ otherwise.  Without the checks the results would be wrong, and no error would te
 import torch
 import torch.distributed as dist
 
+from . import shards
 from .shards import is_dtensor, is_spread, learn_mesh
 
 
@@ -16,9 +17,9 @@ def _ranks(group):
 
 def check_ddp(moe, ddp):
     """Raise RuntimeError if DistributedDataParallel averages the experts of `moe`, and must not."""
-    world = moe.layer.world
-    managed = {id(p) for p in ddp._module_parameters}
-    is_managed = any(id(p) in managed for p in moe.parameters(recurse=False))
+    world, own = moe.layer.world, {id(t) for t in shards.tensors(moe)}
+    managed = {id(t) for t in (*ddp._module_parameters, *ddp.modules_buffers)}
+    is_managed = not own.isdisjoint(managed)
     if is_managed and moe._fuses_gradients:
         raise RuntimeError("DistributedDataParallel averages the gradients of this EPMoE, but not main_grad, "
                            "where fuse_wgrad_accumulation puts them: leave fuse_wgrad_accumulation out")
@@ -27,17 +28,37 @@ def check_ddp(moe, ddp):
     if is_managed:
         raise RuntimeError("DistributedDataParallel takes the experts of this EPMoE for copies, and has "
                            "overwritten those of all ranks with one rank's: make the model again, and wrap "
-                           "it as DistributedDataParallel(epmoe.prepare_ddp(model))")
+                           "it as DistributedDataParallel(epmoe.prepare_ddp(model)), after all "
+                           "parametrizations, masks and adapters were added")
+    for t in _leaves(moe):
+        if id(t) not in own and id(t) in managed:
+            name = next((n for n, p in ddp.module.named_parameters() if p is t), "a parameter")
+            raise RuntimeError(f"the weights of this EPMoE are computed from {name}, which is not below it, so "
+                               f"that DistributedDataParallel takes it for the same on all ranks, and has "
+                               f"overwritten it: make the model again, and call moe.adopt(module), with "
+                               f"the module that has it, before epmoe.prepare_ddp(model)")
+
+
+def _leaves(moe):
+    """Return the tensors from which the weights of an EPMoE are computed, as autograd knows them."""
+    weights = [getattr(moe, name) for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")]
+    nodes, seen, leaves = [t.grad_fn for t in weights if t is not None and t.grad_fn is not None], set(), []
+    while nodes:
+        node = nodes.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        later = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(later)
+        nodes += later
+    return leaves
 
 
 def check_sharded(moe, name, value):
     """Raise ValueError if FSDP shards a parameter over ranks that hold different experts.
 
-    value: What FSDP sets in the place of the parameter.
+    value: What FSDP has set in the place of the parameter.
     """
     world = moe.layer.world
-    if type(value) is torch.nn.Parameter or not is_dtensor(value):
-        return
     if moe._has_other_gradients:
         raise ValueError(f"{name} would be sharded by FSDP, which reduces gradients in the backward: leave "
                          f"delay_wgrad_compute and fuse_wgrad_accumulation out")
@@ -55,9 +76,11 @@ def check_sharded(moe, name, value):
     learn_mesh(moe, mesh)
 
 
-def check_flat(moe, t):
-    """Raise RuntimeError if t, a parameter of `moe`, is a part of the flat parameter of FSDP1."""
-    if is_spread(moe.layer.world) and getattr(t._base, "_is_flat_param", False):
+def check_flat(moe):
+    """Raise RuntimeError if a tensor of the experts of `moe` is a part of the flat parameter of FSDP1."""
+    held = (t for root in shards.roots(moe) for _, m in shards.modules_below(root)
+            for t in (*m._parameters.values(), *m.__dict__.values()) if isinstance(t, torch.Tensor))
+    if is_spread(moe.layer.world) and any(getattr(t._base, "_is_flat_param", False) for t in held):
         raise RuntimeError("FullyShardedDataParallel (FSDP1) takes the experts of this EPMoE for copies, and "
                            "has mixed those of different ranks: make the model again, and use FSDP2: "
                            "fully_shard(epmoe.prepare_fsdp(model))")

@@ -1,9 +1,14 @@
-"""A rank's experts as a part of all experts, in the state dicts of modules and optimizers.
+"""Which tensors belong to experts, and a rank's experts as a part of all experts in state dicts.
 
 torch takes plain tensors for replicas: of a tensor that all ranks have under one name, it saves one rank's.
 So a state dict holds the experts as DTensors of shape [E, ..], of which each rank has its rows.  Then
 torch.distributed.checkpoint saves all of them, and another number of ranks can load them.  Parameters, and
 the states that optimizers keep for them, stay plain tensors: docs/internals.md says why.
+
+The tensors of experts are all parameters and buffers below an EPMoE, however deep, and those below the
+modules that it has adopted.  named_tensors() is the one definition: DistributedDataParallel, FSDP, norms,
+optimizers, state dicts and set_expert_map all ask it.  With L experts on a rank, a tensor [L, ..] has a row
+for each expert: is_by_expert().  Of another tensor nothing is known but that it is the rank's own.
 """
 
 import itertools
@@ -38,7 +43,45 @@ def owners(of=lambda p: p):
     """Return {id(of(p)): its EPMoE} of the parameters of all modules that are registered."""
     with _lock:
         modules = list(_modules)
-    return {id(of(p)): moe for moe in modules for p in moe.parameters(recurse=False)}
+    return {id(of(p)): moe for moe in modules for p in tensors(moe)}
+
+
+# ---- the tensors of experts ----
+
+
+def modules_below(root):
+    """Return [(path, module)] of a module and all below it, but not of another EPMoE and what is below it."""
+    found, seen, waiting = [], set(), [("", root)]
+    while waiting:
+        path, module = waiting.pop()
+        if module in seen or (module is not root and hasattr(module, "_adopted")):
+            continue
+        seen.add(module)
+        found.append((path, module))
+        waiting += [(f"{path}.{name}" if path else name, m) for name, m in reversed(module._modules.items())
+                    if m is not None]
+    return found
+
+
+def roots(moe):
+    """Return the modules whose tensors belong to the experts of an EPMoE: itself, and those it has adopted."""
+    return moe, *moe._adopted
+
+
+def named_tensors(root):
+    """Return {name: tensor} of the parameters and buffers of experts below one of roots(moe)."""
+    return {f"{path}.{name}" if path else name: t for path, module in modules_below(root)
+            for name, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+
+
+def tensors(moe):
+    """Return all tensors that belong to the experts of an EPMoE, each once."""
+    return list({id(t): t for root in roots(moe) for t in named_tensors(root).values()}.values())
+
+
+def is_by_expert(moe, t):
+    """Return whether a tensor of this rank has a row for each of its experts."""
+    return t.dim() > 0 and t.shape[0] == moe.layer.num_local_experts
 
 
 def is_dtensor(t):
@@ -47,8 +90,8 @@ def is_dtensor(t):
 
 
 def as_bytes(t):
-    """Return t, or for FP8 its bytes: not every operator of torch takes FP8, and DLPack does not."""
-    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+    """Return t, or for FP8 and bool its bytes: DLPack takes neither, and not every operator of torch FP8."""
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
 # ---- meshes ----
@@ -102,44 +145,65 @@ def _mesh_of(world, t):
 # ---- parts and wholes ----
 
 
-def as_shard(moe, t):
-    """Return t [L, ..] of this rank, without a copy, as a DTensor [E, ..], of which it has its experts.
+def as_shard(moe, t, p):
+    """Return t of this rank, without a copy, as a DTensor of all ranks.  t: p, or what an optimizer has for p.
 
-    Without a process group, return the rows of its experts.  As in torch's chunks, the last ranks have fewer.
+    One with a row for each expert becomes [E, ..], of which the rank has its experts; as in torch's chunks,
+    the last ranks have fewer.  Another p becomes [W, ..], with a row for each rank.  Other states of an
+    optimizer are put one after the other.  Without a process group, return the rows of the rank's experts.
     """
-    if t.dim() == 0:
+    is_own = t.shape == p.shape
+    if t.dim() == 0 and not is_own:
         return t
     if not moe._is_home:
         raise RuntimeError(f"state_dict() of an EPMoE whose experts were moved: {_HOME}, or take "
                            f"epmoe.whole_state_dict(model)")
+    world = moe.layer.world
     local, placements = (t.to_local(), t.placements) if is_dtensor(t) else (t, ())
-    num_all = t.shape[0] * moe.layer.world_size
-    if t.shape[0] == len(moe._held):
+    if is_own and not is_by_expert(moe, t):
+        if not is_spread(world):
+            return t
+        from torch.distributed.tensor import Shard
+
+        later = [Shard(p.dim + 1) if p.is_shard() else p for p in placements]
+        return _of_mesh(local[None], _mesh_of(world, t), [Shard(0), *later], (world.size, *t.shape))
+    num_all = t.shape[0] * world.size
+    if is_by_expert(moe, t):
         first, end = experts_of_rank(moe)
         num_all = moe.num_experts
         if end - first < len(moe._held):  # FSDP has not split it: see check_sharded
             local = local[:end - first]
-    if not (is_spread(moe.layer.world) or is_dtensor(t)):
+    if not (is_spread(world) or is_dtensor(t)):
         return local
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard
 
-    if is_spread(moe.layer.world):
-        mesh, placements = _mesh_of(moe.layer.world, t), [Shard(0), *placements]
+    if is_spread(world):
+        mesh, placements = _mesh_of(world, t), [Shard(0), *placements]
     else:
         mesh = t.device_mesh
-    return DTensor.from_local(local, mesh, placements, run_check=False, stride=t.stride(),
-                              shape=torch.Size((num_all, *t.shape[1:])))
+    return _of_mesh(local, mesh, placements, (num_all, *t.shape[1:]), t.stride())
+
+
+def _of_mesh(local, mesh, placements, shape, stride=None):
+    """Return the DTensor of a shape, of which `local` is this rank's part."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta", dtype=local.dtype).stride() if stride is None else stride
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape),
+                              stride=stride)
 
 
 def own_part(moe, t, p):
-    """Return what this rank keeps of t, which belongs to its parameter p: the inverse of as_shard.
+    """Return what this rank keeps of t, which belongs to its tensor p: the inverse of as_shard.
 
-    t: What as_shard returns, or [E, ..] of all experts; also a number.
+    t: What as_shard returns, or that of all ranks as a plain tensor; also a number.
     """
-    first, end = experts_of_rank(moe)
-    num_all = moe.num_experts
     if t.dim() == 0:
         return t
+    if not is_by_expert(moe, p) and t.shape in (p.shape, _shape_of_ranks(moe, p)):
+        return _own_row(moe, t, p)
+    first, end = experts_of_rank(moe)
+    num_all = moe.num_experts
     if not moe._is_home and (is_dtensor(t) or t.shape[0] != num_all):
         raise RuntimeError(f"an EPMoE whose experts were moved cannot load the part of a rank: {_HOME}, or "
                            f"load all {num_all} experts")
@@ -158,14 +222,35 @@ def own_part(moe, t, p):
         if is_whole or t.shape[0] == end - first:
             t = _placed(moe, t, 0 if is_whole else first)
         shape = None
+    return _like(t, p, shape)
+
+
+def _shape_of_ranks(moe, p):
+    """Return the shape of all ranks' tensors p, where p has no row for each expert."""
+    return torch.Size((moe.layer.world_size, *p.shape) if moe.layer.world_size > 1 else p.shape)
+
+
+def _own_row(moe, t, p):
+    """Return own_part of t for a p without a row for each expert."""
+    is_row = t.shape == p.shape
+    if is_dtensor(t) and is_dtensor(p) and t.device_mesh == p.device_mesh:
+        if is_row:
+            return t
+        t = t.full_tensor()  # as in own_part
+    if is_dtensor(t):
+        return _like(t.to_local()[0], p, p.shape) if not is_row else t
+    return _like(t if is_row else t[moe.layer.rank].clone(), p, None)
+
+
+def _like(t, p, shape):
+    """Return t as p is: plain, or sharded.  shape: of the whole, if t is a shard, else None."""
     if not is_dtensor(p):
         return t
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
     if shape is None:
         return distribute_tensor(t.to(p.device), p.device_mesh, p.placements, src_data_rank=None)
-    return DTensor.from_local(t, p.device_mesh, p.placements, run_check=False, shape=torch.Size(shape),
-                              stride=torch.empty(shape, device="meta", dtype=t.dtype).stride())
+    return _of_mesh(t, p.device_mesh, p.placements, shape)
 
 
 def _placed(moe, t, first):
@@ -179,35 +264,71 @@ def _placed(moe, t, first):
     return out
 
 
-def save(moe, state_dict, prefix):
-    """Put the parameters of an EPMoE into its state dict as DTensors, and note which experts they are."""
-    for name, _ in moe.named_parameters(recurse=False):
-        state_dict[prefix + name] = as_shard(moe, state_dict[prefix + name])
-    if is_spread(moe.layer.world) and hasattr(state_dict, "_metadata"):
-        state_dict._metadata[prefix[:-1]]["experts"] = experts_of_rank(moe)
+def save_own(moe, state_dict, prefix, metadata):
+    """A hook of an EPMoE, after its state dict was made."""
+    save(moe, moe, state_dict, prefix, metadata)
 
 
-def own_entries(moe, state_dict, prefix, metadata, errors):
-    """Return {key: what this rank keeps} of the entries of an EPMoE in a state dict.
+def save(moe, root, state_dict, prefix, metadata):
+    """Put the tensors of experts below one of roots(moe) into its state dict as DTensors.
+
+    Notes in the metadata which experts they are.  With keep_vars=True the tensors themselves are left there.
+    """
+    named = named_tensors(root)
+    for name, p in named.items():
+        t = state_dict.get(prefix + name)
+        if isinstance(t, torch.Tensor) and t is not p:
+            state_dict[prefix + name] = as_shard(moe, t, p)
+    if not is_spread(moe.layer.world):
+        return
+    metadata["experts"] = experts_of_rank(moe)
+    others = tuple(f"{prefix}{path}." for path, m in root.named_modules()
+                   if m is not root and hasattr(m, "_adopted"))
+    for key, t in state_dict.items():
+        if (isinstance(t, torch.Tensor) and key.startswith(prefix) and key[len(prefix):] not in named
+                and not key.startswith(others)):
+            raise RuntimeError(f"state_dict(): {key} belongs to the experts of a rank, but is neither a "
+                               f"parameter nor a buffer: make it one (register_buffer)")
+
+
+def own_entries(moe, root, state_dict, prefix, metadata, errors):
+    """Return {key: what this rank keeps} of the tensors of experts below one of roots(moe), in a state dict.
 
     Appends to `errors` if they are the experts of another rank, whose file this rank has read.
     """
     saved, own = metadata.get("experts"), {}
-    for name, p in moe.named_parameters(recurse=False):
+    for name, p in named_tensors(root).items():
         t = state_dict.get(prefix + name)
-        if isinstance(t, torch.Tensor):
-            try:
-                own[prefix + name] = own_part(moe, t, p)
-            except RuntimeError as error:
-                errors.append(f"{prefix}{name}: {error}.")
-                own[prefix + name] = p
-            is_whole = not is_dtensor(t) and own[prefix + name] is not t and t.shape[0] == moe.num_experts
-            if saved not in (None, experts_of_rank(moe)) and not is_whole:
-                errors.append(f"{prefix}{name}: has the experts {saved[0]} to {saved[1] - 1}, because "
-                              f"another rank saved its state_dict() alone.  Save with "
-                              f"torch.distributed.checkpoint, or "
-                              f"epmoe.whole_state_dict(model), or a file for each rank.")
+        if not isinstance(t, torch.Tensor):
+            continue
+        is_by_rank = not is_by_expert(moe, p)
+        if is_by_rank and t.shape not in (p.shape, _shape_of_ranks(moe, p)):
+            got = f"of {t.shape[0]} ranks" if t.dim() and t.shape[1:] == p.shape else list(t.shape)
+            errors.append(f"{prefix}{name}: is {got}, but wanted {list(p.shape)} of each of "
+                          f"{moe.layer.world_size} ranks.  The shape does not say which experts its parts "
+                          f"belong to, so that only as many ranks can load it.")
+            own[prefix + name] = p
+            continue
+        try:
+            own[prefix + name] = own_part(moe, t, p)
+        except RuntimeError as error:
+            errors.append(f"{prefix}{name}: {error}.")
+            own[prefix + name] = p
+        if is_by_rank:
+            is_whole = t.shape == _shape_of_ranks(moe, p)
+        else:
+            is_whole = own[prefix + name] is not t and t.dim() > 0 and t.shape[0] == moe.num_experts
+        if saved not in (None, experts_of_rank(moe)) and (is_dtensor(t) or not is_whole):
+            errors.append(f"{prefix}{name}: has the experts {saved[0]} to {saved[1] - 1}, because "
+                          f"another rank saved its state_dict() alone.  Save with "
+                          f"torch.distributed.checkpoint, or "
+                          f"epmoe.whole_state_dict(model), or a file for each rank.")
     return own
+
+
+def load_adopted(moe, root, state_dict, prefix, metadata, strict, missing, unexpected, errors):
+    """A hook of a module that an EPMoE has adopted, before it loads a state dict."""
+    state_dict.update(own_entries(moe, root, state_dict, prefix, metadata, errors))
 
 
 def experts_of_rank(moe):
@@ -243,7 +364,7 @@ def _map_states(optimizer, state_dict, function):
 
 
 def _after_state_dict(optimizer, state_dict):
-    return _map_states(optimizer, state_dict, lambda moe, t, p: as_shard(moe, t))
+    return _map_states(optimizer, state_dict, as_shard)
 
 
 def _before_load_state_dict(optimizer, state_dict):
@@ -261,13 +382,18 @@ def before_step(optimizer, args, kwargs):
 
 @torch._disable_dynamo
 def _teach(optimizer):
-    optimizer._knows_experts = True
     known = owners()
     mine = [(known[id(p)], p) for p in _params(optimizer) if id(p) in known]
     if mine and type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         raise RuntimeError("ZeroRedundancyOptimizer would overwrite the experts of all ranks with one rank's:"
                            " give it the other parameters, and another optimizer "
                            "epmoe.expert_parameters(model)")
+    if isinstance(optimizer, torch.optim.LBFGS) and any(moe.layer.world_size > 1 for moe, _ in mine):
+        raise RuntimeError("LBFGS computes one step from all its gradients, so that each rank, with other "
+                           "experts, would step the shared parameters otherwise: give it the other "
+                           "parameters, and another optimizer, for example AdamW, "
+                           "epmoe.expert_parameters(model)")
+    optimizer._knows_experts = True
     optimizer.register_state_dict_post_hook(_after_state_dict)
     optimizer.register_load_state_dict_pre_hook(_before_load_state_dict)
     for moe, p in mine:  # a state that was loaded before the first step

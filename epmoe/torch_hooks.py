@@ -8,12 +8,14 @@ what they did before for gradients without experts.
 """
 
 import functools
+import sys
 import threading
 
 import torch
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .parallel_parts import check_sharded
 from .shards import before_step, is_dtensor, of_ranks, owners
 
 _lock = threading.Lock()  # ranks may be threads
@@ -33,6 +35,30 @@ def install():
         scaler.unscale_ = _of_all_ranks(scaler.unscale_)
         scaler._check_inf_per_device = _of_all_ranks(scaler._check_inf_per_device)
         _is_installed = True
+
+
+def install_fsdp():
+    """Let FSDP2 refuse to shard the tensors of experts over ranks with different ones, once in a process.
+
+    Its module takes seconds to import, so this does nothing where it is not imported.
+    """
+    sharded = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param"), "FSDPParam", None)
+    with _lock:
+        if sharded is not None and not hasattr(sharded.__init__, "__wrapped__"):
+            sharded.__init__ = _without_experts(sharded.__init__)
+
+
+def _without_experts(init):
+    """Wrap FSDPParam.__init__, which shards a parameter."""
+
+    @functools.wraps(init)
+    def wrapper(self, param, *args, **kwargs):
+        moe = owners().get(id(param))
+        init(self, param, *args, **kwargs)
+        if moe is not None:
+            check_sharded(moe, self._module_info.param_name, self.sharded_param)
+
+    return wrapper
 
 
 def _by_world(grads, known):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize, prune
 
 import epmoe
 from cases import outcome, process_ranks
@@ -200,6 +201,275 @@ def _flattened(rank, world_size, use_orig_params):
 def test_moe_fsdp1_around_experts_raises(use_orig_params):
     for got in process_ranks(_flattened, 2, use_orig_params):
         assert "RuntimeError" in str(got) and "prepare_fsdp" in str(got), got
+
+
+# ---- what is below an EPMoE, or adopted by it ----
+
+
+class Plus(nn.Module):
+    """A parametrization: a matrix of low rank for each expert is added, as LoRA does."""
+
+    def __init__(self, weight, generator):
+        super().__init__()
+        num, rows, columns = weight.shape
+        self.a = nn.Parameter(torch.randn(num, 2, columns, generator=generator) / 4)
+        self.b = nn.Parameter(torch.randn(num, rows, 2, generator=generator) / 4)
+
+    def forward(self, weight):
+        return weight + self.b @ self.a
+
+
+class Times(nn.Module):
+    """A parametrization with a parameter and a buffer that have no row for each expert, as a quantiser's."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(3, generator=generator))
+        self.register_buffer("gain", torch.rand((), generator=generator))
+
+    def forward(self, weight):
+        return weight * (self.shift.mean() + self.gain)
+
+
+class Delta(nn.Module):
+    def __init__(self, delta):
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight):
+        return weight + self.delta
+
+
+class Adapters(nn.Module):
+    """A module that wraps an EPMoE and has adapters of its experts, which it adds during forward, as PEFT's."""
+
+    def __init__(self, moe, generator):
+        super().__init__()
+        self.base_layer, self.of_down = moe, Plus(moe.down_proj, generator)
+
+    def forward(self, *inputs):
+        delta = Delta(self.of_down.b @ self.of_down.a)
+        parametrize.register_parametrization(self.base_layer, "down_proj", delta)
+        try:
+            return self.base_layer(*inputs)
+        finally:
+            parametrize.remove_parametrizations(self.base_layer, "down_proj", leave_parametrized=False)
+
+
+BELOW = ["lora", "quantised", "weight_norm", "pruned", "wrapped"]
+
+
+def adapt(model, kind, seed=None, adopted=True):
+    """Put something below the EPMoE of a model, or around it, with other numbers on each rank."""
+    moe, generator = model.moe, torch.Generator().manual_seed(dist.get_rank() if seed is None else seed)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(moe, name)
+        if kind == "lora":
+            parametrize.register_parametrization(moe, name, Plus(weight, generator))
+        elif kind == "quantised":
+            parametrize.register_parametrization(moe, name, Times(generator))
+        elif kind == "weight_norm":
+            nn.utils.parametrizations.weight_norm(moe, name)
+        elif kind == "pruned":
+            prune.custom_from_mask(moe, name, torch.rand(weight.shape, generator=generator) < 0.5)
+    if kind == "wrapped":
+        model.moe = Adapters(moe, generator)
+        if adopted:
+            moe.adopt(model.moe)
+    return moe
+
+
+def tensors_of(model):
+    return dict((*model.moe.named_parameters(), *model.moe.named_buffers()))
+
+
+def copies(named):
+    return {n: t.detach().clone() for n, t in named.items()}
+
+
+def same(got, want):
+    return got.keys() == want.keys() and all(torch.equal(t, want[n]) for n, t in got.items())
+
+
+def _below(rank, world_size, kind):
+    """Train without DDP, then with it.  Returns what is wrong, and two norms of the gradients."""
+    model, wrong = make(bias=False), []
+    moe, x = adapt(model, kind), tokens(rank)
+    moe.gradient_scale = 1 / world_size
+    y = model(x)
+    y.square().mean().backward()
+    want = {n: t.grad.clone() for n, t in tensors_of(model).items() if t.grad is not None}
+    model.zero_grad()
+    before = copies(tensors_of(model))
+    ddp = DistributedDataParallel(epmoe.prepare_ddp(model))
+    for _ in range(2):  # the second forward broadcasts buffers
+        model.zero_grad()
+        got = ddp(x)
+        got.square().mean().backward()
+    if not torch.equal(got, y):
+        wrong.append("another result")
+    if not same(copies(tensors_of(model)), before):
+        wrong.append("overwritten")
+    if not same({n: t.grad for n, t in tensors_of(model).items() if t.grad is not None}, want):
+        wrong.append("other gradients")
+    if {id(p) for p in epmoe.expert_parameters(model)} != {id(p) for p in model.moe.parameters()}:
+        wrong.append("other parameters")
+    squares = sum(g.square().sum() for g in want.values())
+    dist.all_reduce(squares)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    moe.layer.world.close()
+    return wrong, norm, (squares + model.router.weight.grad.square().sum()).sqrt()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", BELOW)
+def test_moe_ddp_leaves_what_is_below_experts_to_their_rank(kind, num_ranks):
+    for wrong, norm, want in process_ranks(_below, num_ranks, kind):
+        assert wrong == []
+        torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
+
+
+def _prepared_too_early(rank, world_size, kind):
+    """What is added after prepare_ddp, or is not adopted, is overwritten by DDP: the first forward says so."""
+    model = epmoe.prepare_ddp(make(bias=False))
+    moe = adapt(model, kind, adopted=False)
+    if kind == "wrapped":
+        epmoe.prepare_ddp(model)
+    ddp = DistributedDataParallel(model)
+    with torch.no_grad():
+        outcome(lambda: ddp(tokens(rank)))  # without gradients nobody knows how weights were computed
+    got = outcome(lambda: ddp(tokens(rank)))
+    moe.layer.world.close()
+    return got
+
+
+@pytest.mark.parametrize("kind, text", [("lora", "make the model again"), ("pruned", "make the model again"),
+                                        ("wrapped", "computed from moe.of_down.")])
+def test_moe_ddp_that_overwrites_what_is_below_experts_raises(kind, text):
+    for got in process_ranks(_prepared_too_early, 2, kind):
+        assert got.kind == "RuntimeError" and text in got.text, got
+
+
+def _fsdp_below(rank, world_size, kind):
+    """Train under FSDP2, in groups of two ranks, and without it.  An unprepared model is refused."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    groups = [dist.new_group([r, r + 1]) for r in range(0, world_size, 2)]
+    num = rank % 2  # its place in the group: the experts that it has
+    model, plain, wrong = (make(groups[rank // 2], bias=False) for _ in range(3))
+    moe, reference, other = (adapt(m, kind, seed=num) for m in (model, plain, wrong))
+    refused = outcome(lambda: fully_shard(wrong, mesh=init_device_mesh("cpu", (world_size,))))
+    fully_shard(epmoe.prepare_fsdp(model), mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer, reference.gradient_scale = torch.optim.SGD(model.parameters(), 0.5), 1 / 2
+    model(tokens(rank)).square().mean().backward()
+    plain(tokens(rank)).square().mean().backward()
+    replicas = dist.new_group(range(num, world_size, 2), use_local_synchronization=True)
+    squares = torch.zeros(())
+    for n, t in tensors_of(plain).items():
+        if t.grad is not None:
+            dist.all_reduce(t.grad, group=replicas)
+            t.grad /= world_size // 2
+            squares += t.grad.square().sum()
+            t.data -= 0.5 * t.grad
+    dist.all_reduce(squares, group=groups[rank // 2])
+    for p in plain.router.parameters():
+        dist.all_reduce(p.grad)
+        squares += (p.grad / world_size).square().sum()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    optimizer.step()
+    got = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors_of(model).items()}
+    want = copies(tensors_of(plain))
+    for m in (moe, reference, other):
+        m.layer.world.close()
+    return refused, copies(got), want, norm, squares.sqrt()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", BELOW)
+def test_moe_fsdp_leaves_what_is_below_experts_to_their_ranks(kind, num_ranks):
+    for refused, got, want, norm, wanted_norm in process_ranks(_fsdp_below, num_ranks, kind):
+        assert refused.kind == "ValueError" and "prepare_fsdp" in refused.text, refused
+        assert got.keys() == want.keys()
+        for name, t in want.items():
+            torch.testing.assert_close(got[name], t, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(norm, wanted_norm, rtol=1e-4, atol=0)
+
+
+def _flattened_below(rank, world_size, use_orig_params):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = make(bias=False)
+    moe = adapt(model, "lora")
+    sharded = FullyShardedDataParallel(model, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    got = outcome(lambda: sharded(tokens(rank)))
+    moe.layer.world.close()
+    return got
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_moe_fsdp1_around_what_is_below_experts_raises(use_orig_params):
+    for got in process_ranks(_flattened_below, 2, use_orig_params):
+        assert "RuntimeError" in str(got) and "prepare_fsdp" in str(got), got
+
+
+def _moved_below(rank, world_size, kind):
+    """Move the experts of a model, and back; also save them."""
+    model = make(bias=False)
+    moe = adapt(model, kind)
+    with torch.no_grad():
+        y, before, whole = model(tokens(rank)), copies(tensors_of(model)), epmoe.whole_state_dict(model)
+        moved = outcome(lambda: moe.set_expert_map(epmoe.ExpertMap(torch.arange(EXPERTS).flip(0))))
+        again, same_whole = model(tokens(rank)), same(epmoe.whole_state_dict(model), whole)
+        wants = outcome(lambda: torch.enable_grad()(model)(tokens(rank)))
+        moe.set_expert_map(None) if not moved.kinds else None
+    home = same(copies(tensors_of(model)), before)
+    moe.layer.world.close()
+    return moved, torch.equal(again, y), same_whole, home, wants
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", BELOW)
+def test_moe_map_moves_what_is_below_experts(kind, num_ranks):
+    for moved, same_result, same_whole, home, wants in process_ranks(_moved_below, num_ranks, kind):
+        assert same_result and same_whole and home
+        if kind == "quantised":
+            assert moved.kind == "RuntimeError" and "give it a row for each expert" in moved.text, moved
+        else:
+            assert not moved.kinds and "experts have no gradients" in wants.text, (moved, wants)
+
+
+def test_moe_with_computed_weights_refuses_to_fill_them():
+    def main(world):
+        model = make(world, bias=False)
+        adapt(model, "lora", seed=world.rank)
+        before, ones = copies(tensors_of(model)), torch.ones(INNER, HIDDEN)
+        one_by_one = {f"moe.{e}.{name}.weight": ones.T if name == "down_proj" else ones
+                      for e in range(EXPERTS) for name in ("gate_proj", "up_proj", "down_proj")}
+        got = [outcome(model.moe.reset_parameters), outcome(lambda: model.load_state_dict(one_by_one, strict=False))]
+        wrong = [outcome(lambda: model.moe.adopt(m)) for m in (model.moe, 1)]
+        unchanged = same(copies(tensors_of(model)), before)
+        model.moe.finalize()
+        return got, wrong, unchanged
+
+    for got, wrong, unchanged in run_threads(main, 2):
+        assert unchanged and [o.kind for o in wrong] == ["ValueError", "TypeError"]
+        assert all(o.kind == "RuntimeError" and "gate_up_proj, down_proj" in o.text for o in got), got
+
+
+def test_moe_copies_of_a_model_with_adopted_adapters_are_apart():
+    def main(world):
+        model = make(world, bias=False)
+        moe = model.moe
+        model.moe = Adapters(moe, torch.Generator().manual_seed(world.rank))
+        moe.adopt(model.moe)
+        again = copy.deepcopy(model)
+        mine, theirs = epmoe.expert_parameters(model), epmoe.expert_parameters(again)
+        own = again.moe.base_layer._adopted[0] is again.moe
+        moe.finalize()
+        return own, len(mine), len(theirs), len({id(p) for p in mine + theirs})
+
+    assert run_threads(main, 2) == [(True, 4, 4, 8)] * 2
 
 
 # ---- clipping ----

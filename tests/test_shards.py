@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import epmoe
 from cases import outcome, process_ranks
-from test_moe_parallel import Block, close, gradients_of_one_process, tokens
+from test_moe_parallel import (BELOW, Block, adapt, close, copies, gradients_of_one_process, same, tensors_of,
+                               tokens)
 
 pytestmark = pytest.mark.cpu_only
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -199,14 +200,190 @@ def _mistakes(rank, world_size):
 
     model, trained = make("ddp")
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    before = copies(dict(model.named_parameters()))
     trained(tokens(rank)).square().mean().backward()
-    got = [outcome(zero.step)]
+    got = [[outcome(zero.step), outcome(zero.step)],
+           [outcome(lambda: lbfgs.step(lambda: torch.ones(()))) for _ in range(2)]]
+    assert same(dict(model.named_parameters()), before)
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("r", "s"))
     got.append(outcome(lambda: fully_shard(model, mesh=mesh)))
     close(model)
     return got
 
 
-def test_shards_zero_optimizer_and_hsdp_of_an_unprepared_model_raise():
-    for zero, hsdp in process_ranks(_mistakes, 2):
-        assert "expert_parameters" in str(zero) and "prepare_fsdp" in str(hsdp), (zero, hsdp)
+def test_shards_optimizers_that_cannot_be_right_and_hsdp_of_an_unprepared_model_raise():
+    """Each step of the optimizers, not only the first one."""
+    for zero, lbfgs, hsdp in process_ranks(_mistakes, 2):
+        for got in zero + lbfgs:
+            assert got.kind == "RuntimeError" and "expert_parameters" in got.text, got
+        assert "prepare_fsdp" in str(hsdp), hsdp
+
+
+def _lbfgs(rank, world_size):
+    """The other parameters in LBFGS, with the gradients and the loss of all ranks, and the experts in AdamW."""
+    model, trained = make("ddp")
+    of_experts = torch.optim.AdamW(epmoe.expert_parameters(model), 0.01)
+    lbfgs = torch.optim.LBFGS(model.router.parameters(), 0.1, max_iter=3, line_search_fn="strong_wolfe")
+
+    def closure():
+        lbfgs.zero_grad()
+        loss = trained(tokens(rank)).square().mean()
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean / world_size
+
+    for _ in range(2):
+        of_experts.zero_grad()
+        lbfgs.step(closure)
+        of_experts.step()
+    router = model.router.weight.detach().clone()
+    close(model)
+    return router
+
+
+def test_shards_lbfgs_of_the_other_parameters_keeps_replicas_equal():
+    first, second = process_ranks(_lbfgs, 2)
+    assert torch.equal(first, second)
+
+
+# ---- what is below an EPMoE, or adopted by it ----
+
+
+def _numbers(named, rank):
+    """Give each tensor numbers of its own on each rank."""
+    with torch.no_grad():
+        for i, t in enumerate(named.values()):
+            t.copy_((torch.rand(t.shape, generator=torch.Generator().manual_seed(100 * rank + i)) * 4).to(t.dtype))
+
+
+def _saved_below(rank, world_size, kind, path):
+    """Save in all ways, change all numbers, and load again.  Returns what was not restored, and the whole."""
+    model, wrong = make("ddp")[0], []
+    moe = adapt(model, kind)
+    _numbers(tensors_of(model), rank)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    model(tokens(rank)).square().mean().backward()
+    model.router.weight.grad.zero_()  # the replicas stay equal
+    optimizer.step()
+    want, moments = copies(tensors_of(model)), copies({n: optimizer.state[p]["exp_avg"]
+                                                      for n, p in model.moe.named_parameters()})
+    dcp.save(state_of(model, optimizer), checkpoint_id=f"{path}/dcp")
+    whole = [epmoe.whole_state_dict(model)]
+    full = get_model_state_dict(model, options=FULL)
+    if rank == 0 and not all(torch.equal(whole[0][n], t) for n, t in full.items()):
+        wrong.append("another full state dict")
+    dist.broadcast_object_list(whole)
+    torch.save(model.state_dict(), f"{path}/{rank}")
+    y = model(tokens(rank)).detach()
+
+    def from_dcp():
+        state = state_of(model, optimizer)
+        dcp.load(state, checkpoint_id=f"{path}/dcp")
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+    loads = {"dcp": from_dcp, "whole": lambda: model.load_state_dict(whole[0]),
+             "assign": lambda: model.load_state_dict(whole[0], assign=True),
+             "own": lambda: model.load_state_dict(torch.load(f"{path}/{rank}", weights_only=True))}
+    for name, load in loads.items():
+        _numbers(tensors_of(model), rank + 50)
+        load()
+        if not (same(copies(tensors_of(model)), want) and torch.equal(model(tokens(rank)), y)):
+            wrong.append(name)
+        if name == "dcp" and not all(torch.equal(optimizer.state[p]["exp_avg"], moments[n])
+                                     for n, p in model.moe.named_parameters()):
+            wrong.append("optimizer")
+    dist.barrier()
+    theirs = torch.load(f"{path}/{(rank + 1) % world_size}", weights_only=True)
+    other = outcome(lambda: model.load_state_dict(theirs))
+    moe.layer.world.close()
+    return wrong, other, whole[0], y
+
+
+def _loaded_below(rank, world_size, kind, path, whole):
+    """Load on another number of ranks."""
+    model = make("ddp", seed=1)[0]
+    moe = adapt(model, kind)
+    got = [outcome(lambda: model.load_state_dict(whole))]
+    y = model(tokens(rank)).detach()
+    _numbers(tensors_of(model), 50)
+    state = {"model": get_model_state_dict(model)}
+    try:
+        dcp.load(state, checkpoint_id=f"{path}/dcp")
+        set_model_state_dict(model, state["model"])
+        got.append("")
+    except dcp.CheckpointException as error:  # no Exception
+        got.append(str(error))
+    again = model(tokens(rank)).detach()
+    moe.layer.world.close()
+    return got, y, again
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("kind", BELOW)
+def test_shards_checkpoints_have_what_is_below_the_experts_of_all_ranks(tmp_path, kind, num_ranks):
+    results = process_ranks(_saved_below, num_ranks, kind, str(tmp_path))
+    for wrong, other, whole, _ in results:
+        assert wrong == [] and "because another rank saved" in other.text, (wrong, other)
+    if kind == "quantised":  # [W, ..]
+        assert whole["moe.parametrizations.down_proj.0.shift"].shape == (num_ranks, 3)
+        assert whole["moe.parametrizations.down_proj.0.gain"].shape == (num_ranks,)
+    loaded = process_ranks(_loaded_below, 6 - num_ranks, kind, str(tmp_path), whole)
+    for (from_whole, from_dcp), y, again in loaded:
+        if kind == "quantised":
+            assert from_whole.kind == "RuntimeError" and f"is of {num_ranks} ranks" in from_whole.text, from_whole
+            assert "Size mismatch between saved" in from_dcp, from_dcp
+        else:
+            assert not from_whole.kinds and not from_dcp, (from_whole, from_dcp)
+    for (_, _, _, want), (_, y, again) in zip(results, loaded) if kind != "quantised" else ():
+        torch.testing.assert_close(y, want, rtol=1e-5, atol=1e-5)
+        assert torch.equal(again, y)
+
+
+def _replicated_below(rank, world_size, kind):
+    """Save and load a whole model that FSDP2 has sharded over two replicas."""
+    from torch.distributed.fsdp import fully_shard
+
+    groups = [dist.new_group([r, r + 1]) for r in range(0, world_size, 2)]
+    model = Block(groups[rank // 2])
+    moe = adapt(model, kind, seed=rank % 2)
+    fully_shard(epmoe.prepare_fsdp(model), mesh=init_device_mesh("cpu", (world_size,)))
+    want = {n: t.clone() for n, t in get_model_state_dict(model, options=StateDictOptions(cpu_offload=True)).items()}
+    y, whole = model(tokens(rank)).detach(), get_model_state_dict(model, options=FULL)
+    whole = [whole]
+    dist.broadcast_object_list(whole)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    options = StateDictOptions(full_state_dict=True)
+    set_model_state_dict(model, whole[0], options=options)
+    got = get_model_state_dict(model)
+    is_same = all(torch.equal(getattr(t, "to_local", lambda: t)(), getattr(want[n], "to_local", lambda: want[n])())
+                  for n, t in got.items())
+    again = model(tokens(rank)).detach()
+    moe.layer.world.close()
+    return is_same, torch.equal(again, y)
+
+
+@pytest.mark.parametrize("kind", BELOW)
+def test_shards_whole_state_of_what_is_below_experts_over_replicas(kind):
+    assert process_ranks(_replicated_below, 4, kind) == [(True, True)] * 4
+
+
+def _unknown(rank, world_size):
+    class Odd(torch.nn.Module):
+        def get_extra_state(self):
+            return torch.ones(1)
+
+    model = make("ddp")[0]
+    model.moe.odd = Odd()
+    got = outcome(model.state_dict)
+    close(model)
+    return got
+
+
+def test_shards_tensor_that_is_neither_parameter_nor_buffer_raises():
+    for got in process_ranks(_unknown, 2):
+        assert got.kind == "RuntimeError" and "moe.odd._extra_state belongs to the experts" in got.text, got
