@@ -333,8 +333,8 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         if not isinstance(module, nn.Module):
             raise TypeError(f"adopt: wanted a torch.nn.Module, got {type(module).__name__}")
         if isinstance(module, EPMoE) or module in self._adopted:
-            raise ValueError(f"adopt: {'an EPMoE' if isinstance(module, EPMoE) else 'was adopted before'}: its "
-                             f"tensors belong to experts in any case")
+            wrong = "an EPMoE" if isinstance(module, EPMoE) else "was adopted before"
+            raise ValueError(f"adopt: {wrong}: its tensors belong to experts in any case")
         self._adopted = *self._adopted, module
         # partial, not a closure: a deep copy of both modules then refers to the copies
         module.register_state_dict_post_hook(functools.partial(save, self))

@@ -30,9 +30,10 @@ def _check(moe, expert_map):
                            "fully_shard, for inference")
     for name, p in (named for root in roots(moe) for named in named_tensors(root).items()):
         if not is_by_expert(moe, p):
-            raise RuntimeError(f"set_expert_map: {name} belongs to the experts, but its shape {list(p.shape)} does "
-                               f"not begin with the {layer.num_local_experts} experts of a rank, so that its "
-                               f"rows cannot move with them: give it a row for each expert, or make the "
+            raise RuntimeError(f"set_expert_map: {name} belongs to the experts, but its shape "
+                               f"{list(p.shape)} does not begin with the {layer.num_local_experts} experts "
+                               f"of a rank, so that its rows cannot move with them: "
+                               f"give it a row for each expert, or make the "
                                f"weights plain parameters first (remove_parametrizations, prune.remove)")
         if p.device != layer.device or not p.is_contiguous():
             raise RuntimeError(f"set_expert_map: {name} must be contiguous and on {layer.device}, as it was "
@@ -85,12 +86,13 @@ def set_expert_map(moe, expert_map):
     except Exception as error:
         _C.world_refuse(world._c, status_of(error))
         raise
-    digests = world.exchange(hashlib.sha256(repr((moe._holds, holds, [(p.shape, p.dtype) for p in tensors(moe)])).encode()).digest())
+    moved = [(p.shape, p.dtype) for p in tensors(moe)]
+    digests = world.exchange(hashlib.sha256(repr((moe._holds, holds, moved)).encode()).digest())
     for rank, its in enumerate(digests):
         if its != digests[0]:
             raise EpMismatch(f"ranks disagree: rank {rank} passes another expert map than rank 0, or passes "
-                             f"it to another module, or one with other parameters and buffers.  Add up the numbers of tokens of all ranks, and pass "
-                             f"the same map on all")
+                             f"it to another module, or one with other parameters and buffers.  Add up the "
+                             f"numbers of tokens of all ranks, and pass the same map on all")
     if holds != moe._holds:
         _move(moe, _sources(moe, holds))
     moe._use_map(expert_map)

@@ -152,8 +152,9 @@ def prepare_fsdp(model, mesh=None, **options):
         outer = max(around, key=lambda m: sum(1 for _ in m.modules()), default=moe)
         within = {id(p) for p in outer.parameters()}
         if any(id(t) not in within and isinstance(t, torch.nn.Parameter) for t in shards.tensors(moe)):
-            raise ValueError("FSDP cannot gather the parameters of a module that stands beside an EPMoE, when "
-                             "the EPMoE needs them: put both into one module, and let the EPMoE adopt() that")
+            raise ValueError("FSDP cannot gather the parameters of a module that stands beside an EPMoE "
+                             "when the EPMoE needs them: put both into one module, and let the EPMoE "
+                             "adopt() that")
         fully_shard(outer, mesh=own_mesh, **options)
         moe.gradient_scale = 1 / world.size
     return model
@@ -227,7 +228,8 @@ def whole_state_dict(model):
 
     Returns:
         On rank 0 of the experts' ranks a dict of tensors on the CPU; on the others {}.  Tensors of experts
-            are [E, ..], or, where a rank's has no row for each of its experts, [W, ..], with one of each rank.
+            are [E, ..], or, where a rank's has no row for each of its experts, [W, ..], with a row of each
+            rank.
 
     Raises:
         RuntimeError: On all ranks, for such a tensor after set_expert_map.
@@ -249,8 +251,8 @@ def whole_state_dict(model):
     by_id = {id(p): moe for moe, p in experts.values()}
     for name, (moe, t) in experts.items():
         if not (moe._is_home or shards.is_by_expert(moe, t)):
-            raise RuntimeError(f"whole_state_dict: {name}, {list(t.shape)} on a rank, has no row for each of its "
-                               f"experts, which were moved: first call set_expert_map(None)")
+            raise RuntimeError(f"whole_state_dict: {name}, {list(t.shape)} on a rank, has no row for each "
+                               f"of its experts, which were moved: first call set_expert_map(None)")
     is_first = all(moe.layer.rank == 0 for moe in by_id.values())
     for name, t in model.state_dict(keep_vars=True).items():
         moe = by_id.get(id(t))

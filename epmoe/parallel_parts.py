@@ -33,16 +33,17 @@ def check_ddp(moe, ddp):
     for t in _leaves(moe):
         if id(t) not in own and id(t) in managed:
             name = next((n for n, p in ddp.module.named_parameters() if p is t), "a parameter")
-            raise RuntimeError(f"the weights of this EPMoE are computed from {name}, which is not below it, so "
-                               f"that DistributedDataParallel takes it for the same on all ranks, and has "
+            raise RuntimeError(f"the weights of this EPMoE are computed from {name}, which is not below it, "
+                               f"so that DistributedDataParallel takes it for the same on all ranks, and has "
                                f"overwritten it: make the model again, and call moe.adopt(module), with "
                                f"the module that has it, before epmoe.prepare_ddp(model)")
 
 
 def _leaves(moe):
     """Return the tensors from which the weights of an EPMoE are computed, as autograd knows them."""
-    weights = [getattr(moe, name) for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")]
-    nodes, seen, leaves = [t.grad_fn for t in weights if t is not None and t.grad_fn is not None], set(), []
+    names = "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"
+    grad_fns = [getattr(getattr(moe, name), "grad_fn", None) for name in names]
+    nodes, seen, leaves = [node for node in grad_fns if node is not None], set(), []
     while nodes:
         node = nodes.pop()
         if hasattr(node, "variable"):

@@ -64,7 +64,7 @@ def modules_below(root):
 
 
 def roots(moe):
-    """Return the modules whose tensors belong to the experts of an EPMoE: itself, and those it has adopted."""
+    """Return the modules whose tensors belong to the experts of an EPMoE: it, and those it has adopted."""
     return moe, *moe._adopted
 
 
@@ -146,8 +146,9 @@ def _mesh_of(world, t):
 
 
 def as_shard(moe, t, p):
-    """Return t of this rank, without a copy, as a DTensor of all ranks.  t: p, or what an optimizer has for p.
+    """Return t of this rank, without a copy, as a DTensor of all ranks.
 
+    t: p, or what an optimizer has for p.
     One with a row for each expert becomes [E, ..], of which the rank has its experts; as in torch's chunks,
     the last ranks have fewer.  Another p becomes [W, ..], with a row for each rank.  Other states of an
     optimizer are put one after the other.  Without a process group, return the rows of the rank's experts.

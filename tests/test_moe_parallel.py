@@ -241,7 +241,7 @@ class Delta(nn.Module):
 
 
 class Adapters(nn.Module):
-    """A module that wraps an EPMoE and has adapters of its experts, which it adds during forward, as PEFT's."""
+    """A module that wraps an EPMoE and has adapters of experts, which it adds in forward, as PEFT's."""
 
     def __init__(self, moe, generator):
         super().__init__()
@@ -330,7 +330,7 @@ def test_moe_ddp_leaves_what_is_below_experts_to_their_rank(kind, num_ranks):
 
 
 def _prepared_too_early(rank, world_size, kind):
-    """What is added after prepare_ddp, or is not adopted, is overwritten by DDP: the first forward says so."""
+    """What is added after prepare_ddp, or is not adopted, DDP overwrites: the first forward says so."""
     model = epmoe.prepare_ddp(make(bias=False))
     moe = adapt(model, kind, adopted=False)
     if kind == "wrapped":
@@ -446,7 +446,8 @@ def test_moe_with_computed_weights_refuses_to_fill_them():
         before, ones = copies(tensors_of(model)), torch.ones(INNER, HIDDEN)
         one_by_one = {f"moe.{e}.{name}.weight": ones.T if name == "down_proj" else ones
                       for e in range(EXPERTS) for name in ("gate_proj", "up_proj", "down_proj")}
-        got = [outcome(model.moe.reset_parameters), outcome(lambda: model.load_state_dict(one_by_one, strict=False))]
+        got = [outcome(model.moe.reset_parameters),
+               outcome(lambda: model.load_state_dict(one_by_one, strict=False))]
         wrong = [outcome(lambda: model.moe.adopt(m)) for m in (model.moe, 1)]
         unchanged = same(copies(tensors_of(model)), before)
         model.moe.finalize()
