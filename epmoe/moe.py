@@ -192,6 +192,9 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         An expert's numbers follow from one random number of torch's generator and from the expert's number e
         among all E.  So with the same seed on all ranks, they do not depend on W.  Empty experts are zero.
 
+        Raises:
+            RuntimeError: Where a parametrization or pruning computes a weight.
+
         Examples:
             >>> import epmoe
             >>> import torch

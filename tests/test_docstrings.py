@@ -21,7 +21,7 @@ SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples", "Re
 # These raise only what a wrong call of any Python function raises.
 RAISES_NOTHING = {
     "expert_parameters", "include_dir", "World.lost_ranks", "World.flight_record", "SymmetricHeap.stats",
-    "EPMoE.reset_parameters", "EPMoE.extra_repr", "ExpertMap.to", "reference.plan", "reference.dispatch",
+    "EPMoE.extra_repr", "EPMoE.named_children", "ExpertMap.to", "reference.plan", "reference.dispatch",
     "reference.dispatch_weights", "reference.combine", "testing.meeting_place", "testing.routing",
     "integrations.layers.padded_counts", "integrations.layers.padded_places", "integrations.layers.pad_rows",
     *(f"integrations.deep_ep.{name}" for name in (
@@ -32,7 +32,7 @@ RAISES_NOTHING = {
         "ElasticBuffer.get_theoretical_num_sms", "ElasticBuffer.get_theoretical_num_qps", "EventHandle",
         "EventHandle.current_stream_wait", "EventOverlap")),
 }
-WITHOUT_EXAMPLE = {"EPMoE.extra_repr"}
+WITHOUT_EXAMPLE = {"EPMoE.extra_repr", "EPMoE.named_children"}
 
 
 def public_of_module(module):
