@@ -175,6 +175,9 @@ typedef struct {
     uint32_t
         expert_capacity;  /* every expert has exactly so many rows, with padding; 0: as many as it needs */
     uint32_t host_counts; /* nonzero: the rows of each expert go to the host together with M */
+    /* A layer with a heap of its own is not made unless so many communication buffers of the world stay free:
+     * a layer that only makes something faster must not take the last ones. */
+    uint32_t spare_buffers;
 } EpLayerConfig;
 
 /* The fields of a layer's configuration (X macro), in the order in which the extension module takes them.
@@ -195,7 +198,8 @@ typedef struct {
     AGREED(num_buffers, "num_buffers", NUMBER)           \
     LOCAL(num_sm, "num_sm")                              \
     LOCAL(reserve_sms, "reserve_sms")                    \
-    LOCAL(host_counts, "host_counts")
+    LOCAL(host_counts, "host_counts")                    \
+    LOCAL(spare_buffers, "spare_buffers")
 /* Check a configuration: 0, or an error. num_bytes: heap bytes that ep_layer_create will allocate. */
 int ep_layer_check_config(const EpLayerConfig *config, uint64_t *num_bytes);
 /* Collective: check that all ranks have the same configuration; if not, the error names the field.

@@ -29,6 +29,7 @@ class _Config(NamedTuple):
     num_sm: int
     reserve_sms: int
     host_counts: int
+    spare_buffers: int
 
 CONFIG_FIELDS: Final[tuple[str, ...]]
 SPANS: Final[tuple[str, ...]]  # the names of EpSpan from number 1 on

@@ -10,6 +10,7 @@ from .gemm import grouped_gemm
 from .low_latency import LowLatencyAll2All
 
 MOST_TOKENS = 512  # of a rank in a layer that decodes by itself
+SPARE_BUFFERS = 32  # of the 256 communication buffers of a world
 
 
 def decodes(max_tokens, topk, num_experts, world_size):
@@ -20,11 +21,17 @@ def decodes(max_tokens, topk, num_experts, world_size):
     return max_tokens <= MOST_TOKENS and not fuses(max_tokens, topk, num_experts, world_size)
 
 
-def create(layer, max_tokens):
+class _Path(LowLatencyAll2All):
+    """A path that a call makes by itself: it leaves communication buffers for what the program asks for."""
+
+    _spare_buffers = SPARE_BUFFERS
+
+
+def create(layer, max_tokens, kind=LowLatencyAll2All):
     """Return a LowLatencyAll2All of a layer's shape, which uses no more SMs than the layer.  Collective."""
-    return LowLatencyAll2All(layer.world, max_tokens, layer.hidden, layer.topk * layer._copies,
-                             layer.num_experts, dtype=layer.dtype, device=layer.device,
-                             num_sm=layer._requested_num_sm, reserve_sms=layer._config.reserve_sms)
+    return kind(layer.world, max_tokens, layer.hidden, layer.topk * layer._copies, layer.num_experts,
+                dtype=layer.dtype, device=layer.device, num_sm=layer._requested_num_sm,
+                reserve_sms=layer._config.reserve_sms)
 
 
 def decodes_alone(layer):
@@ -35,41 +42,40 @@ def decodes_alone(layer):
                         layer.world_size))
 
 
-def path_of(layer, decode, *tensors):
+def path_of(layer, decode, is_fp8):
     """Return the LowLatencyAll2All that a call uses, or None: the layer's stages.
 
-    decode: as for EPMoE.forward.  The first call of a layer that decodes by itself creates it, on all ranks.
+    decode: as for EPMoE.forward.  All ranks must decide alike.  So the tensors of the call do not count, of
+    which only this rank's may require a gradient.  Experts in FP8 have no gradients.
+
+    The first call of a layer that decodes by itself creates the path, on all ranks.  An error of that reaches
+    all ranks, so it must not be reported again.
     """
-    has_gradient = requires_grad(*tensors) or is_traced()
-    if decode:
-        if layer.low_latency is None:
-            raise ValueError("decode=True, but this module has no decode path: call enable_decode() first")
-        if has_gradient:
-            raise RuntimeError("decode=True has no gradients and cannot be compiled: call it under "
-                               "torch.no_grad(), outside of torch.compile")
-        return layer.low_latency
-    if decode is not None or has_gradient or not decodes_alone(layer):
+    if decode is not None:
+        return layer.low_latency if decode is True else None
+    if is_traced() or torch.is_grad_enabled() and not is_fp8 or not decodes_alone(layer):
         return None
     if layer.low_latency is None:
         if layer.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None  # nothing can be created now
         try:
-            layer.low_latency = create(layer, layer.max_tokens // layer._copies)
+            layer.low_latency = create(layer, layer.max_tokens // layer._copies, _Path)
         except HeapExhausted:  # on all ranks
             layer.may_decode = False
     return layer.low_latency
 
 
-def peers_path(layer, decode, *parameters):
-    """Return what the peers use in a call that this rank cannot make, as path_of does for a right call.
-
-    It takes the parameters for all tensors, because those of the call may be no tensors at all.
-    """
-    if decode or decode is None and decodes_alone(layer) and not (requires_grad(*parameters) or is_traced()):
-        if layer.low_latency is None and not decode:
-            return path_of(layer, None)
-        return layer.low_latency
-    return None
+def check_path(path, decode, *tensors):
+    """Raise for a wrong `decode`, and for decode=True without a path, or where a gradient is wanted."""
+    if not isinstance(decode, bool):
+        raise TypeError(f"decode: wanted True, False or None, got {type(decode).__name__}")
+    if not decode:
+        return
+    if path is None:
+        raise ValueError("decode=True, but this module has no decode path: call enable_decode() first")
+    if requires_grad(*tensors) or is_traced():
+        raise RuntimeError("decode=True has no gradients and cannot be compiled: call it under "
+                           "torch.no_grad(), outside of torch.compile")
 
 
 def run(moe, a2a, x, topk_idx, topk_weights):

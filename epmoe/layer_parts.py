@@ -133,6 +133,7 @@ class LayerParts(Shared):
     expert_alignment = 1
     expert_capacity = None
     host_counts = False
+    _spare_buffers = 0  # communication buffers of the world that the layer must leave free
 
     def __new__(cls, ep_group=None, *args, **options):
         local = args[_LOCAL_WORLD_SIZE] if len(args) > _LOCAL_WORLD_SIZE else options.get("local_world_size")
@@ -194,7 +195,7 @@ class LayerParts(Shared):
                       combine_mode=mode, expert_alignment=self.expert_alignment,
                       expert_capacity=self.expert_capacity or 0, capacity=capacity,
                       num_buffers=self._num_buffers, num_sm=self._num_sm, reserve_sms=reserve_sms,
-                      host_counts=self.host_counts)
+                      host_counts=self.host_counts, spare_buffers=self._spare_buffers)
 
     def _check_options(self):
         """Check the options of a subclass.  May change topk and max_tokens."""

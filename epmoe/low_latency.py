@@ -1,5 +1,7 @@
 """LowLatencyAll2All: dispatch and combine for decoding, where few tokens wait for each other."""
 
+import contextlib
+
 import torch
 
 from . import _C
@@ -122,7 +124,13 @@ class LowLatencyAll2All(LowLatencyParts):
         if self._owns_heap:
             _C.layer_agree(self.world._c, self._config, 0)
         self.heap = SymmetricHeap(self.world, num_bytes, self.device) if heap is None else heap
-        self._c = _C.layer_create(self.heap._c, self._config)
+        try:
+            self._c = _C.layer_create(self.heap._c, self._config)
+        except Exception:
+            with contextlib.suppress(Exception):  # all ranks fail here, so all close the heap of this layer
+                if self._owns_heap:
+                    self.heap.close()
+            raise
         self._handle_words, self._offsets_at = _C.ll_handle_words(self._config)
         self._pending = [None] * self._num_buffers
         self._allocate = allocator_of(self.device)

@@ -357,8 +357,8 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             topk_weights: [.., K] of a floating-point dtype: the weight of each choice, applied as float32.
                 The three have equally many tokens, at most max_tokens.  They need not be contiguous.
             decode: True: take the low-latency path (enable_decode).  False: do not.  None: take it where the
-                shape of the module decides so, and no gradient is wanted.  The same on all ranks.  The
-                results have the same bits, with or without it, except where the fused kernels are used, and
+                shape of the module decides so, under torch.no_grad() or in inference mode; with weights in
+                FP8 always.  The same on all ranks.  The results have the same bits, with or without it, except where the fused kernels are used, and
                 on the CPU also where a token chooses an expert twice: it then has one row there, not two,
                 and torch.mm does not give the same bits for every number of rows.
 
@@ -393,7 +393,7 @@ class EPMoE(MoeParts, Chunks, nn.Module):
 
     def _run(self, x, topk_idx, topk_weights, decode):
         topk = self.layer.topk * self.layer._copies
-        path = None
+        path = decoding.path_of(self.layer, decode, self.is_fp8)
         try:
             ddp = DistributedDataParallel._active_ddp_module
             if ddp is not None and id(ddp) != self._checked_ddp:
@@ -408,8 +408,8 @@ class EPMoE(MoeParts, Chunks, nn.Module):
             moe_fp8.check_parameters(self)
             if self.is_fp8:
                 moe_fp8.check_gradients(self, x, topk_weights)
-            path = decoding.path_of(self.layer, decode, tokens, topk_weights, self.gate_up_proj,
-                                    self.down_proj, self.gate_up_proj_bias, self.down_proj_bias)
+            if decode is not None:
+                decoding.check_path(path, decode, tokens, topk_weights, *self.parameters())
             most = self.layer.max_tokens // self.layer._copies if path is None else path.max_tokens
             check(self.layer, most, tokens, topk_idx, topk_weights)
             self._begin_gradients()
@@ -417,7 +417,7 @@ class EPMoE(MoeParts, Chunks, nn.Module):
                 self._check_gradients()
                 topk_idx = self.expert_map.physical(topk_idx, self.layer.rank)
         except Exception as error:
-            self._refuse(error, decode)
+            self._refuse(error, path)
         if path is not None:
             self.last_layout = None
             return unflatten(decoding.run(self, path, tokens, topk_idx, topk_weights), x.shape)

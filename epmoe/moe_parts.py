@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from . import _C, decode as decoding, experts_ops, moe_fp8, moe_load, shards, torch_hooks
+from . import _C, experts_ops, moe_fp8, moe_load, shards, torch_hooks
 from .expert_map import ExpertMap
 from .fused import EpAll2AllFusedOp
 from .gemm import grouped_gemm
@@ -123,11 +123,12 @@ class MoeParts(MoeTraining):
         if len(errors) > before:
             errors.append(shards.which_experts(self, prefix))
 
-    def _refuse(self, error, decode):
-        """Report an error to the other ranks in the operation that they enter, and raise it."""
+    def _refuse(self, error, path):
+        """Report an error to the other ranks in the operation that they enter, and raise it.
+
+        path: the LowLatencyAll2All of the call, or None.
+        """
         try:
-            # FP8 has no gradients, so the peers take no path that has them
-            path = decoding.peers_path(self.layer, decode, *(() if self.is_fp8 else self.parameters()))
             if path is not None:
                 path._refuse(_C.OP_LL_DISPATCH, error, 0)
             self.layer._refuse(_C.OP_PLAN, error, 0)

@@ -156,6 +156,54 @@ def test_moe_decode_wants_a_path_and_no_gradient(ranks):
         check_outcomes([r[i] for r in results], error, text)
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_moe_decode_leaves_buffers_to_others(ranks, size):
+    """A world has 256 communication buffers.  The path takes none of the last, on any rank."""
+
+    def run(world, device):
+        small = dict(hidden=16, inner=16, num_experts=2 * size, topk=1, ep_group=world, max_tokens=4,
+                     dtype=torch.float32, device=device)
+        fill = [epmoe.EPAll2AllLayer(world, 1, 16, 1, num_tot_experts=size, num_buffers=16, device=device)
+                for _ in range(12)]  # with their heaps 204 buffers
+        moes = [epmoe.EPMoE(**small, num_physical=4 * size) for _ in range(13)]  # 230
+        args = torch.randn(3, 16, device=device), torch.tensor([[0], [1], [2]], device=device), torch.ones(3, 1)
+        with torch.no_grad():
+            for moe in moes:
+                moe(args[0], args[1], args[2].to(device))
+            paths = sum(moe.layer.low_latency is not None for moe in moes)
+            moes[0].set_expert_map(epmoe.balance_experts([9] * 2 * size, size, 4 * size))
+            moes.append(epmoe.EPMoE(**small))
+            epmoe.SymmetricHeap(world, 1024, device).close()
+        for layer in [*fill, *moes]:
+            layer.finalize()
+        return paths
+
+    assert ranks(run, world_size=size) == [0] * ranks.size(size)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("other", ["exchange", "heap", "layer"])
+def test_moe_decode_begins_beside_another_call(ranks, size, other):
+    """The first call makes the path.  One rank makes another collective call: an error on all, and the next
+    call works."""
+
+    def run(world, device):
+        moe = make(world, device)
+        calls = {"exchange": lambda: world.exchange(b"mine"), "heap": lambda: epmoe.SymmetricHeap(world, 64, device),
+                 "layer": lambda: epmoe.EPAll2AllLayer(world, 8, 16, 1, num_tot_experts=size, device=device)}
+        with torch.no_grad():
+            args = inputs(moe, 3, num_tokens=4)
+            got = outcome(lambda: moe(*args) if world.rank else calls[other]())
+            same = torch.equal(moe(*args), moe(*args, decode=False))
+        took_path = moe.layer.low_latency is not None
+        moe.finalize()
+        return got, same and took_path
+
+    results = ranks(run, world_size=size, at_least=2)
+    check_outcomes([got for got, _ in results], "EpMismatch")
+    assert all(same for _, same in results)
+
+
 @pytest.mark.cuda_only
 def test_moe_decode_graphs(ranks):
     """A captured layer, replayed between calls outside of the graph."""

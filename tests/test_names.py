@@ -23,14 +23,14 @@ def names_of(header, macro):
 def valid_config():
     return Config(ranks=1, num_experts=4, topk=2, max_tokens=8, hidden=16, dtype=_C.F32,
                   combine_mode=_C.COMBINE_LOCAL, expert_alignment=1, expert_capacity=0, capacity=16,
-                  num_buffers=1, num_sm=1, reserve_sms=0, host_counts=0)
+                  num_buffers=1, num_sm=1, reserve_sms=0, host_counts=0, spare_buffers=0)
 
 
 def test_names_of_a_configuration_are_those_of_the_header():
     stub = {n.name: n for n in ast.parse((ROOT / "epmoe/_C.pyi").read_text()).body if hasattr(n, "name")}
     listed = names_of("epmoe.h", "EP_CONFIG_FIELDS")
     assert listed == Config._fields == tuple(a.target.id for a in stub["_Config"].body)
-    assert "ranks" in listed and len(listed) == 14
+    assert "ranks" in listed and len(listed) == 15
 
 
 @pytest.mark.parametrize("field", Config._fields)
@@ -47,7 +47,7 @@ def test_names_of_a_layers_configuration():
         got = layer._config
     assert got == Config(ranks=1, num_experts=6, topk=2, max_tokens=4, hidden=16, dtype=_C.BF16,
                          combine_mode=_C.COMBINE_SCATTER, expert_alignment=1, expert_capacity=0, capacity=7,
-                         num_buffers=3, num_sm=5, reserve_sms=0, host_counts=0)
+                         num_buffers=3, num_sm=5, reserve_sms=0, host_counts=0, spare_buffers=0)
 
 
 def test_names_of_spans_are_those_of_the_header():

@@ -33,7 +33,7 @@ def test_tuning_formula_is_the_size_of_the_heap(heap_bytes, mode):
             config = Config(ranks=ranks, num_experts=experts, topk=topk, max_tokens=max_tokens,
                             hidden=hidden, dtype=dtype, combine_mode=MODES[mode], num_sm=1, reserve_sms=0,
                             capacity=ranks * max_tokens * topk, num_buffers=num_buffers,
-                            expert_alignment=1, expert_capacity=0, host_counts=0)
+                            expert_alignment=1, expert_capacity=0, host_counts=0, spare_buffers=0)
             real = _C.layer_bytes(config)
             said = heap_bytes(ranks, max_tokens, hidden, topk, experts, itemsize, num_buffers, mode)
             assert real <= said <= 1.02 * real + (num_buffers << 16), (config, real, said)

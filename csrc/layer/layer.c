@@ -127,8 +127,9 @@ static int agree(EpWorld *world, const EpLayerConfig *config, int status) {
     if (status) return ep_error(status, "%s", why);
     for (uint32_t r = 0; r < ep_world_size(world); r++)
         if (all[r].status)
-            return ep_error(EP_EPEER, "rank %u could not make its layer (%s). See the error that it raised.",
-                            r, ep_error_name(all[r].status));
+            return ep_error(all[r].status == EP_ENOMEM ? EP_ENOMEM : EP_EPEER,
+                            "rank %u could not make its layer (%s). See the error that it raised.", r,
+                            ep_error_name(all[r].status));
     for (uint32_t r = 1; r < ep_world_size(world); r++)
         for (uint32_t i = 0; i < sizeof agreed / sizeof agreed[0]; i++) {
             uint32_t its, first;
@@ -190,11 +191,25 @@ static int create(EpHeap *heap, const EpLayerConfig *config, EpLayer **out) {
     return 0;
 }
 
+/* The spare buffers of the configuration, after the layer and its heap have taken theirs. */
+static int check_spare(EpWorld *world, const EpLayerConfig *config) {
+    if (!config->spare_buffers) return 0;
+    ep_orphans_destroy(ep_world_orphans(world)); /* as the creation of a heap does before it takes a buffer */
+    const uint32_t num_free = ep_world_free_buffers(world), num_taken = 1 + config->num_buffers;
+    if (num_free >= config->spare_buffers + num_taken) return 0;
+    return ep_error(EP_ENOMEM,
+                    "%u communication buffers of the world are free: after this layer takes %u, at least %u "
+                    "must be left",
+                    num_free, num_taken, config->spare_buffers);
+}
+
 int ep_layer_agree(EpWorld *world, const EpLayerConfig *config, int status) {
     const EpCallRecord call = {.what = EP_CALL_LAYER_AGREE, .code = (int16_t)status};
     uint64_t num_bytes, record;
     EP_TRY(ep_world_enter_call(world, &call, &record));
-    int code = agree(world, config, status ? status : ep_layer_check_config(config, &num_bytes));
+    if (!status) status = ep_layer_check_config(config, &num_bytes);
+    if (!status) status = check_spare(world, config);
+    int code = agree(world, config, status);
     ep_world_leave_call(world, record, code);
     return code;
 }

@@ -341,6 +341,14 @@ int ep_world_watch(EpWorld *w, const EpCommBuffer *buffer) {
                : 0;
 }
 
+uint32_t ep_world_free_buffers(EpWorld *w) {
+    uint32_t num_free = 0;
+    pthread_mutex_lock(&w->lock);
+    for (uint32_t i = 0; i < EP_MAX_WATCHED; i++) num_free += w->watched[i] == NULL;
+    pthread_mutex_unlock(&w->lock);
+    return num_free;
+}
+
 void ep_world_unwatch(EpWorld *w, const EpCommBuffer *buffer) {
     pthread_mutex_lock(&w->lock);
     for (uint32_t i = 0; i < EP_MAX_WATCHED; i++)

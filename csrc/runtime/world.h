@@ -30,6 +30,7 @@ void ep_world_abort_wait(EpWorld *world, int code, uint32_t rank, uint32_t word,
  * word when the world ends. It ends the world for all ranks when their fault record reports a timeout. */
 int ep_world_watch(EpWorld *world, const EpCommBuffer *buffer);
 void ep_world_unwatch(EpWorld *world, const EpCommBuffer *buffer);
+uint32_t ep_world_free_buffers(EpWorld *world); /* how many more it can watch */
 /* This rank enters an operation: begin its entry among the last calls of the flight record (flight_record.h).
  * Returns the number of the entry, or 0 if this operation is a part of one that has already begun. The caller
  * passes either to ep_world_end_call when the operation is over; 0 ends no entry. */
