@@ -4,7 +4,9 @@ import torch
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-__all__ = ["check_mode", "check_writable", "is_plain", "mark_written"]
+from .direct import requires_grad
+
+__all__ = ["check_mode", "check_writable", "is_plain", "join_backward", "mark_written"]
 
 # Of an iterable of tensors.  torch.autograd.graph.increment_version is the same, and takes twice the time.
 mark_written = torch._C._increment_version
@@ -65,3 +67,30 @@ def check_writable(name, *tensors):
     if forward_ad._current_level >= 0 and _has_tangent(tensors):
         raise RuntimeError(f"{name} has a tangent (torch.autograd.forward_ad), which would not fit what is "
                            f"written: pass detach() of it")
+
+
+class _Joined(torch.autograd.Function):
+    """The identity, whose result requires a gradient because `wants` does."""
+
+    @staticmethod
+    def forward(ctx, x, wants):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
+
+
+_wants = torch.empty(0, device="cpu", requires_grad=True)
+
+
+def join_backward(x, weight, *parameters):
+    """Return x [T, H], so that the backward of experts makes the same calls on all ranks.
+
+    The backward sends the gradients of rows back to the ranks of their tokens only if x or weight requires a
+    gradient.  That may differ between the ranks, for example where one has no tokens.  So x takes part
+    wherever a parameter requires a gradient, which all ranks have alike.  A parameter may be None.
+    """
+    if requires_grad(x, weight) or not requires_grad(*parameters):
+        return x
+    return _Joined.apply(x, _wants)

@@ -25,8 +25,8 @@ lib.define("experts(Tensor x, Tensor weight, Tensor plan, Tensor gate_up, Tensor
            "Tensor? down_bias, str layer, int buffer, SymInt num_rows, int activation, float alpha, float "
            "limit, Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 lib.define("experts_backward_down(Tensor dy, Tensor plan, Tensor down, Tensor? down_bias, Tensor h, Tensor "
-           "row_weight, str layer, int buffer, bool calls_combine, int activation, float alpha, float limit, "
-           "Tensor? after=None) -> (Tensor, Tensor, Tensor, Tensor)")
+           "row_weight, str layer, int buffer, int activation, float alpha, float limit, Tensor? after=None) "
+           "-> (Tensor, Tensor, Tensor, Tensor)")
 lib.define("experts_backward_up(Tensor d_h, Tensor gate_up, Tensor d_row_weight, Tensor plan, Tensor recv, "
            "str layer, int buffer, SymInt num_tokens, Tensor? after=None) -> (Tensor, Tensor)")
 # The gradient of a bias: a grouped GEMM to the tensor cores, but a sum to who counts operations (flops.py).
@@ -145,11 +145,8 @@ def _run_experts(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer,
     return y, rows, h, row_weight, recv
 
 
-def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, calls_combine, *last):
-    """Return dy of each row [M, H], d_h, the weighted activation [M, I] and the row weights' gradient [M].
-
-    calls_combine: experts_backward_up is the next operation of all ranks.
-    """
+def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, *last):
+    """Return dy of each row [M, H], d_h, the weighted activation [M, I] and the row weights' gradient [M]."""
     layer = layer_of(layer)
     offsets = expert_offsets(layer, plan)
     fused = _is_fused(layer, down, h.shape[1])
@@ -159,7 +156,7 @@ def _run_backward_down(dy, plan, down, down_bias, h, row_weight, layer, buffer, 
         g, _, _ = layer._dispatch(aligned(dy), None, plan, buffer, len(h))
     # `trains` has seen that all sizes are those of the kernels, so gate and up are fused exactly if down is
     next_op = _C.OP_GEMM_COMBINE if fused else _C.OP_COMBINE
-    with reporting(layer, next_op, buffer, plan) if calls_combine else contextlib.nullcontext():
+    with reporting(layer, next_op, buffer, plan):
         if not fused:
             d = torch.ops.epmoe.grouped_gemm(g, down, offsets, None, None, DGRAD, 0, False)
         d_h, weighted, dots = run_activation_backward(h, d, offsets, row_weight, *last[:3], in_place=True)
@@ -209,7 +206,7 @@ def _(x, weight, plan, gate_up, gate_up_bias, down, down_bias, layer, buffer, nu
 
 
 @register_fake("experts_backward_down")
-def _(dy, plan, down, down_bias, h, row_weight, layer, buffer, calls_combine, activation, *_, **__):
+def _(dy, plan, down, down_bias, h, row_weight, layer, buffer, activation, *_, **__):
     like = dy.new_empty(0, dtype=layer_of(layer).dtype)
     columns = h.shape[1] // (2 if activation in GATED else 1)
     return (like.new_empty(h.shape[0], down.shape[1]), torch.empty_like(h),
@@ -254,26 +251,25 @@ def _backward(ctx, dy, *_):
                                       f"{layer.dtype}: use dtype=torch.float32")
         dy = dy.contiguous()
     of_x, of_weight, _, of_gate_up, of_gate_up_bias, of_down, of_down_bias = ctx.needs_input_grad[:7]
-    # The layer's next operation of this backward is a combine, if there is one.
-    calls_combine = of_x or of_weight
     g, d_h, weighted, dots = torch.ops.epmoe.experts_backward_down(
-        dy, plan, down, down_bias, h, row_weight, ctx.layer, ctx.buffer, calls_combine, *ctx.activation)
+        dy, plan, down, down_bias, h, row_weight, ctx.layer, ctx.buffer, *ctx.activation)
     # Without retain_graph, free gate and up here: the gradients of the weights have room in their memory.
     ctx.maybe_clear_saved_tensors()
     del h
     next_op = _combines(layer, gate_up, gate_up.shape[1])
     grads = [None] * 7
-    with reporting(layer, next_op, ctx.buffer, plan) if calls_combine else contextlib.nullcontext():
+    with reporting(layer, next_op, ctx.buffer, plan):
         offsets = expert_offsets(layer, plan)
         if of_down:
             grads[5] = gradient_of(ctx.sinks[1], g, weighted, offsets)
         if of_down_bias:
             grads[6] = torch.ops.epmoe.sum_of_rows(g, row_weight, offsets).to(down_bias.dtype)
     del g, weighted  # their memory serves the combine
-    if calls_combine:
-        grads[0], d_weight = torch.ops.epmoe.experts_backward_up(d_h, gate_up, dots, plan, recv, ctx.layer,
-                                                                 ctx.buffer, ctx.num_tokens)
-        grads[1] = d_weight if of_weight else None
+    # Also where this rank wants neither: another rank may want one of them, and waits for the rows of all.
+    dx, d_weight = torch.ops.epmoe.experts_backward_up(d_h, gate_up, dots, plan, recv, ctx.layer, ctx.buffer,
+                                                       ctx.num_tokens)
+    grads[0], grads[1] = dx if of_x else None, d_weight if of_weight else None
+    del dx, d_weight
     if of_gate_up:
         grads[3] = gradient_of(ctx.sinks[0], d_h, rows, offsets)
     if of_gate_up_bias:

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from . import decode as decoding, moe_fp8, moe_map
 from .activations import is_gated
+from .autograd import join_backward
 from .expert_map import ExpertMap, check_num_physical
 from .fused import EpAll2AllFusedOp
 from .layer import EPAll2AllLayer
@@ -421,6 +422,10 @@ class EPMoE(MoeParts, Chunks, nn.Module):
         if path is not None:
             self.last_layout = None
             return unflatten(decoding.run(self, path, tokens, topk_idx, topk_weights), x.shape)
+        if torch.compiler.is_compiling() and tokens.shape[1] != self.layer.hidden:
+            tokens = tokens.detach()  # the operator refuses it when it runs; a backward cannot be traced
+        else:
+            tokens = join_backward(tokens, topk_weights, *self.parameters())
         y, layout = self.layer._apply(self, tokens, topk_idx, topk_weights)
         self._set_last_layout(layout)
         return unflatten(y, x.shape)

@@ -119,3 +119,63 @@ def test_errors_gradients_of_a_module(ranks, how):
                              timeout_s=HANG_S)
     check_outcomes([got for got, _ in results], "EpMismatch", *TEXTS)
     assert all(is_finite for _, is_finite in results)
+
+
+def module_of(world, device, dtype, **options):
+    torch.manual_seed(0)
+    moe = epmoe.EPMoE(16, 32, 2 * world.size, 2, world, max_tokens=8, dtype=dtype, device=device, **options)
+    keep(world, moe)
+    return moe
+
+
+def inputs_of_module(world, device, dtype, num_tokens=8):
+    g = generator(3, world.rank)
+    x, weight = torch.randn(num_tokens, 16, generator=g).to(device, dtype), torch.rand(num_tokens, 2, generator=g)
+    return x, torch.randint(0, 2 * world.size, (num_tokens, 2), generator=g).to(device), weight.to(device)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("leaf", ["input", "weight", "no tokens"])
+def test_gradients_of_tokens_that_only_some_ranks_want(ranks, leaf, dtype, size):
+    """The parameters want gradients on all ranks, so all make the same calls in the backward.
+
+    "no tokens": rank BAD has none, and its x wants no gradient.
+    """
+
+    def run(world, device):
+        moe, grads = module_of(world, device, dtype), []
+        for wants in (True, leaf == "no tokens" and world.rank != BAD or leaf != "no tokens" and world.rank == 0):
+            x, idx, weight = inputs_of_module(world, device, dtype, 0 if leaf == "no tokens" and world.rank == BAD
+                                              else 8)
+            mine = weight if leaf == "weight" else x
+            mine.requires_grad_(wants)
+            moe.zero_grad()
+            moe(x, idx, weight).float().square().sum().backward()
+            moe.layer.synchronize()
+            grads.append([p.grad.clone() for p in moe.parameters()] + ([mine.grad] if mine.requires_grad else []))
+        moe.finalize()
+        return all(torch.equal(a, b) for a, b in zip(*grads))
+
+    assert all(ranks(run, world_size=size, at_least=2))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("leaf", ["input", "weight", "parameter"])
+def test_errors_gradients_that_only_one_rank_wants(ranks, leaf, dtype, size):
+    """The ranks without a gradient make no backward.  It is the same in a layer that decodes by itself."""
+
+    def run(world, device):
+        moe, results = module_of(world, device, dtype).requires_grad_(leaf == "parameter" and world.rank != BAD), []
+        x, idx, weight = inputs_of_module(world, device, dtype)
+        if leaf != "parameter":
+            (x if leaf == "input" else weight).requires_grad_(world.rank != BAD)
+        results.append(outcome(lambda: moe(x, idx, weight), moe.layer))
+        moe.requires_grad_(True)
+        moe(x, idx, weight).sum().backward()
+        moe.layer.synchronize()
+        moe.finalize()
+        return results[0]
+
+    check_outcomes(ranks(run, world_size=size, at_least=2), "EpMismatch", *TEXTS)

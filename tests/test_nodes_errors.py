@@ -224,3 +224,33 @@ def test_wrong_products_in_fp8_are_an_error_on_all_ranks():
             kind, text = errors[name] if rank == BAD else ("PeerError", f"rank {BAD}")
             assert got.kind == kind and text in got.text, f"{name}, rank {rank}: {got}"
         torch.testing.assert_close(y.float(), want.expand_as(y), rtol=0.02, atol=0.02)
+
+
+def tokens_that_one_rank_wants(nodes, dtype, num_chunks):
+    """Whether the gradients are those of a step in which all ranks want them, and the outcome without
+    gradients of the parameters."""
+    torch.manual_seed(1)
+    moe, grads = epmoe.EPMoE(16, 32, 8, 2, nodes, max_tokens=6, dtype=dtype, device="cpu", num_chunks=num_chunks), []
+    g = generator(nodes.rank)
+    x, weight = torch.randn(6, 16, generator=g).to(dtype), torch.rand(6, 2, generator=g)
+    idx = torch.randint(8, (6, 2), generator=g)
+    for wants in (True, nodes.rank == BAD):
+        x = x.detach().requires_grad_(wants)
+        moe.zero_grad()
+        moe(x, idx, weight).float().square().sum().backward()
+        grads.append([p.grad.clone() for p in (*moe.parameters(), *([x] if x.requires_grad else []))])
+    moe.requires_grad_(False)
+    got = outcome(lambda: moe(x, idx, weight))
+    moe.requires_grad_(True)(x, idx, weight).sum().backward()
+    moe.finalize()
+    return all(map(torch.equal, *grads)), got
+
+
+@pytest.mark.parametrize("nodes, local", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_tokens_whose_gradients_one_rank_wants(monkeypatch, dtype, num_chunks, nodes, local):
+    monkeypatch.setitem(globals(), "BAD", nodes * local - 1)
+    for is_right, got in run_nodes(tokens_that_one_rank_wants, nodes, local, dtype, num_chunks):
+        assert is_right
+        assert got.kind == "EpMismatch" and "pass gradients" in got.text, got

@@ -11,6 +11,7 @@ import torch
 
 from .. import _C, experts_ops
 from ..activations import GptOss, SwiGLU, activate
+from ..autograd import join_backward
 from ..fused import EpAll2AllFusedOp, fuses
 from ..gemm import grouped_gemm
 from ..layer_parts import refuse_layer, world_of
@@ -213,6 +214,7 @@ def compute(experts, layer, x, idx, weight):
     activation = activation_of(experts)
     has_norm = has_post_norm(experts)
     weights = up, up_bias, down, down_bias
+    x = join_backward(x, weight, *weights)
     if activation is not None and not has_norm and experts_ops.trains(layer, x, weight, *weights):
         return experts_ops.run(layer, x, idx, weight, weights, activation)[0]
     h, row_weight, layout = layer.mega_dispatch_group_gemm(x, idx, weight=weight, gemm_weight=up,
